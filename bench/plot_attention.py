@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
+
+from kvcache.plot import name_ends
 
 LAYERS = 32  # layers of the model that is drawn: 32 query heads, 8 KV heads of 128 (Llama 3.1 8B)
 SETTINGS = {"svg.hashsalt": "kvcache", "svg.fonttype": "none", "font.family": "sans-serif"}
@@ -60,15 +61,6 @@ def curves(rows: Sequence[dict[str, Any]], threads: int) -> Curves:
     return found
 
 
-def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Move ascending heights until neighbours are `gap` apart, and keep their mean."""
-    moved: list[float] = []
-    for height in heights:
-        moved.append(max(height, moved[-1] + gap) if moved else height)
-    shift = sum(a - b for a, b in zip(moved, heights, strict=True)) / max(1, len(moved))
-    return [height - shift for height in moved]
-
-
 def figure(rows: Sequence[dict[str, Any]], processor: str = "") -> Figure:
     """Draw the rows with the largest number of threads."""
     threads = max(row["threads"] for row in rows if row["section"] == "peers" and "seconds" in row)
@@ -104,6 +96,7 @@ def draw(found: Curves, title: str) -> Figure:
     if ticks[0]:  # a logarithm has no place for the empty context
         axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.margins(x=0.02)  # less than the thin lines to the names
     axes.set_xticks(ticks)
     axes.xaxis.set_minor_locator(NullLocator())
     for axis in (axes.xaxis, axes.yaxis):
@@ -113,25 +106,8 @@ def draw(found: Curves, title: str) -> Figure:
     axes.set_xlabel("context, tokens")
     axes.set_ylabel("tokens/s")
     axes.set_title(title, loc="left")
-    _label(axes, found, ticks[-1])
+    name_ends(axes, axes.lines, [f"{LABELS.get(who, who)} {dtype}" for who, dtype in found], size=10)
     return picture
-
-
-def _label(axes: Axes, found: Curves, last: int) -> None:
-    """Write each line's name at its end, moved along a thin line where names would overlap."""
-    ends = sorted((speeds[last], key) for key, speeds in found.items() if last in speeds)
-    to_pixels = axes.transData.transform
-    low, high = (axes.transAxes.transform((0, y))[1] for y in (0, 1))
-    heights = [(to_pixels((last, speed))[1] - low) / (high - low) for speed, _ in ends]
-    right = axes.transAxes.inverted().transform(to_pixels((last, ends[0][0])))[0] if ends else 1
-    for height, (_, (who, dtype)), start in zip(spread(heights, 0.05), ends, heights, strict=True):
-        colour = STYLES[who][0]
-        axes.annotate(
-            f"{LABELS.get(who, who)} {dtype}", xy=(right + 0.01, start), xytext=(1.03, height),
-            xycoords="axes fraction", textcoords="axes fraction", va="center", color=colour, annotation_clip=False,
-            fontweight="bold" if who == "kvcache" else "normal",
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 1},
-        )  # fmt: skip
 
 
 def save(picture: Figure, path: Path) -> None:

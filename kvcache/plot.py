@@ -120,7 +120,7 @@ def memory(caches: Mapping[str, KVCache], max_tokens: SupportsIndex, ax: Axes | 
     room = int(_size(ax)[0] / EM / SIZE)  # characters
     if max(map(len, map(str, caches))) <= 0.4 * room:
         ax.set_title("Memory of one sequence", loc="left", fontsize=SIZE + 0.5)
-        _name_lines(ax, lines)
+        name_ends(ax, lines, [*map(str, caches)], color=DARK)
     else:
         style = LEGEND | {"title": "Memory of one sequence", "title_fontsize": SIZE + 0.5, "handlelength": 3}
         labels = [textwrap.fill(str(name), max(1, room - 6)) for name in caches]  # the line and its margin take six
@@ -422,24 +422,41 @@ def _lightness(colour: str) -> float:
     return float(np.dot(to_rgb(colour), (0.299, 0.587, 0.114)))
 
 
-def _name_lines(ax: Axes, lines: Sequence[Line2D]) -> None:
-    """Write each line's label at its end, moved along a thin line where labels would overlap."""
+def name_ends(
+    ax: Axes, lines: Sequence[Line2D], names: Sequence[str], size: float = SIZE, color: str | None = None
+) -> None:
+    """Write a name beside the right end of each line, where a thin line leads to it, above or below other names.
+
+    The thin lines stay left of the names, so that they cross none. A name has its line's colour, or `color`; that of a
+    thick line is bold.
+    """
+    width, height = _size(ax)
     to_axes = ax.transData + ax.transAxes.inverted()
-    ends = [(float(to_axes.transform((1, np.asarray(line.get_ydata(), float)[-1]))[1]), line) for line in lines]
-    ends.sort(key=lambda end: end[0])
-    heights = _apart([start for start, _ in ends], 1.3 * SIZE / _size(ax)[1])
-    for (start, line), height in zip(ends, heights, strict=True):
-        ax.annotate(
-            str(line.get_label()), xy=(1.01, start), xytext=(1.05, height), xycoords="axes fraction", va="center",
-            color=DARK, fontsize=SIZE, annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": line.get_color(), "linewidth": 1, "shrinkA": 1, "shrinkB": 1},
-        )  # fmt: skip
+    ends: dict[float, list[tuple[float, Line2D, str]]] = {}
+    for line, name in zip(lines, names, strict=True):
+        last = to_axes.transform(np.asarray(line.get_xydata())[-1])
+        ends.setdefault(float(last[0]), []).append((float(last[1]), line, name))
+    for x, there in ends.items():
+        there.sort(key=lambda end: end[0])
+        heights = _apart([start for start, _, _ in there], 1.3 * size / height)
+        for (start, line, name), y in zip(there, heights, strict=True):
+            ax.annotate(
+                name, xy=(x + 5 / width, start), xytext=(x + 21 / width, y), xycoords="axes fraction", va="center",
+                color=color or line.get_color(), fontsize=size, annotation_clip=False,
+                fontweight="bold" if line.get_linewidth() > 2 else "normal",
+                arrowprops={"arrowstyle": "-", "color": line.get_color(), "linewidth": 0.8, "relpos": (0, 0.5),
+                            "shrinkA": 1, "shrinkB": 1},
+            )  # fmt: skip
 
 
 def _apart(heights: Sequence[float], least: float) -> list[float]:
-    """Move ascending heights so that neighbours are at least `least` apart."""
-    moved: list[float] = []
+    """Move ascending heights until neighbours are `least` apart; heights that then touch stay around their mean."""
+    groups: list[tuple[float, int]] = []  # the height of the lowest, and how many there are
     for height in heights:
-        moved.append(max(height, moved[-1] + least) if moved else height)
-    shift = sum(a - b for a, b in zip(moved, heights, strict=True)) / len(moved)
-    return [height - shift for height in moved]
+        low, number = height, 1
+        while groups and groups[-1][0] + groups[-1][1] * least > low:
+            below, several = groups.pop()
+            low = (below * several + (low - several * least) * number) / (several + number)
+            number += several
+        groups.append((low, number))
+    return [low + i * least for low, number in groups for i in range(number)]

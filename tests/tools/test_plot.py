@@ -1,4 +1,4 @@
-"""kvcache.plot draws what the cache holds; how a figure looks is not tested."""
+"""kvcache.plot draws what the cache holds, and names that can be read; how a figure looks is not tested further."""
 
 import os
 import subprocess
@@ -15,9 +15,11 @@ import kvcache
 pytest.importorskip("matplotlib")
 
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 import kvcache.plot
 from kvcache import ChunkedAttention, CrossAttention, FullAttention, KVCache, SlidingWindow
+from kvcache.layer import DTYPES
 
 LATER, DROPPED, KEPT, SEEN = range(4)
 FREE, UNFILLED, WASTED, SHARED, HELD = range(5)
@@ -318,12 +320,55 @@ def test_without_matplotlib():
     )
 
 
+def crossed(figure):
+    """Return each pair of a name and a line that crosses it: another name's thin line, or one of the axes."""
+    figure.draw_without_rendering()
+    [ax] = figure.axes
+    paths = [("a line", line.get_transform().transform_path(line.get_path())) for line in ax.lines]
+    arrows = [(text.get_text(), text.arrow_patch) for text in ax.texts]
+    paths += [(name, arrow.get_transform().transform_path(arrow.get_path())) for name, arrow in arrows]
+    found = []
+    for text in ax.texts:
+        box = Text.get_window_extent(text)  # without its own thin line
+        found += [(text.get_text(), name) for name, path in paths if path.intersects_bbox(box, filled=False)]
+        found += [(text.get_text(), "the axes")] if box.x0 < ax.bbox.x1 < box.x1 else []
+    return found
+
+
+@pytest.mark.parametrize("dtypes", [("f16",), ("f16", "bf16"), ("f32", "f16", "q8_0", "q4_0"), DTYPES])
+def test_no_line_crosses_a_name(dtypes):
+    caches = {dtype: KVCache(32, 8, 128, None, dtype=dtype) for dtype in dtypes}
+    figure = kvcache.plot.memory(caches, 131072).figure
+    assert {text.get_text() for text in figure.axes[0].texts} == {*dtypes}
+    assert crossed(figure) == []
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    spec = spec_from_file_location("pictures", Path(__file__).resolve().parents[2] / "docs/pictures.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["memory", "attention", "llama_cpp"])
+def test_no_line_crosses_a_name_in_the_documentation(pictures, name):
+    figure = getattr(pictures, name)()
+    assert len(figure.axes[0].texts) == len(figure.axes[0].lines)
+    assert crossed(figure) == []
+
+
+def test_names_stay_near_their_lines():
+    heights = [0.0, 0.01, 0.02, 0.5, 0.9, 0.9]
+    moved = kvcache.plot._apart(heights, 0.1)
+    assert moved == pytest.approx([-0.09, 0.01, 0.11, 0.5, 0.85, 0.95])
+    assert kvcache.plot._apart([], 0.1) == []
+    assert kvcache.plot._apart([0.1, 0.2, 0.25], 0.1) == pytest.approx([0.0833, 0.1833, 0.2833], abs=1e-4)
+
+
 @pytest.mark.slow
-def test_pictures_of_the_documentation(tmp_path):
-    path = Path(__file__).resolve().parents[2] / "docs/pictures.py"
-    spec = spec_from_file_location("pictures", path)
-    pictures = module_from_spec(spec)
-    spec.loader.exec_module(pictures)
+def test_pictures_of_the_documentation(pictures, tmp_path):
+    path = Path(pictures.__file__)
     drawn = []
     for name in "ab":
         (tmp_path / name).mkdir()
