@@ -19,9 +19,10 @@ from kvcache._core import INT32_MAX, integer
 from kvcache.tools.arguments import parse_tokens
 
 if TYPE_CHECKING:
+    from pytest import Config as _Config  # noqa: PT013
     from pytest import Parser as _Parser  # noqa: PT013
 
-__all__ = ["OPTIONS", "Case", "Implementation", "pytest_addoption"]
+__all__ = ["OPTIONS", "Case", "Implementation", "pytest_addoption", "pytest_configure"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,3 +167,10 @@ def pytest_addoption(parser: _Parser) -> None:
             f"--{name}", dest=f"kvcache_{name}", metavar="N" if single else "LIST", type=option.read,
             default=option.default, help=f"{option.help}; by default {default}",
         )  # fmt: skip
+
+
+def pytest_configure(config: _Config) -> None:
+    """Refuse wrong options."""
+    from kvcache.benchmarks import options
+
+    options.check(config)

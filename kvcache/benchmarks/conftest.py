@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvcache
-from kvcache.benchmarks import OPTIONS, Case, Implementation
+from kvcache.benchmarks import Case, Implementation, options
 from kvcache.benchmarks.known import Known, check
 from kvcache.benchmarks.ours import Ours
 from kvcache.tools.peers import KINDS, serve
@@ -21,13 +20,7 @@ from kvcache.tools.peers import KINDS, serve
 ROUNDS = 256  # the most rounds of one benchmark, and so the most tokens that it appends
 STEPS = 4  # last tokens of a filled cache, which are appended one by one
 MORE = ROUNDS + 2 * STEPS  # tokens that a cache can take beyond its context
-LEAST = 32  # the smallest context, large enough for removing tokens
 ALIKE = {"q8_0": ("int8", "u8", "fp8"), "q4_0": ("int4",)}  # peers' types that are timed beside a type of ours
-
-
-def chosen(config: pytest.Config, name: str) -> Any:
-    """Return the value of an option; its default if pytest runs without ``-p kvcache.benchmarks``."""
-    return config.getoption(f"kvcache_{name}", OPTIONS[name].default)
 
 
 # ---- timing
@@ -37,11 +30,11 @@ class Clock:
     """Times calls at one context and type, through the ``benchmark`` fixture."""
 
     def __init__(self, config: pytest.Config, benchmark: Any, context: int, dtype: str) -> None:
-        self.context, self.prompt = context, min(chosen(config, "prompt"), max(1, context // 2))
+        self.context, self.prompt = context, min(options.chosen(config, "prompt"), max(1, context // 2))
         self._benchmark = benchmark
         self._least, self._seconds = config.getoption("benchmark_min_rounds"), config.getoption("benchmark_max_time")
         names = ("num-layers", "num-heads", "num-kv-heads", "head-dim", "threads")
-        sizes = {name.replace("-", "_"): chosen(config, name) for name in names}
+        sizes = {name.replace("-", "_"): options.chosen(config, name) for name in names}
         self.case = Case(max_seq_len=context + MORE, dtype=dtype, **sizes)
 
     def time(self, what: str, prepare: Callable[[], tuple[Any, ...]], call: Callable[..., object]) -> None:
@@ -127,28 +120,6 @@ class Peer:
         check("attention", serve.error(self._task, self._work.out().astype(np.float64)), self._task.type)
 
 
-def _load(name: str, folder: str) -> type[Implementation]:
-    """Return the class that ``--implementation`` names."""
-    module, _, attribute = name.partition(":")
-    if not attribute:
-        raise pytest.UsageError(f"--implementation {name}: give a module and a class, such as my.module:MyCache")
-    if folder not in sys.path:
-        sys.path.append(folder)
-    try:
-        found: type[Implementation] = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise pytest.UsageError(f"--implementation {name}: {error}") from None
-    if lacking := [method for method in ("begin", "put", "attend", "commit") if not hasattr(found, method)]:
-        raise pytest.UsageError(f"--implementation {name}: it has no {', '.join(lacking)}")
-    return found
-
-
-def _implementations(config: pytest.Config) -> Iterator[Any]:
-    yield pytest.param(Ours, id="kvcache")
-    for name in config.getoption("kvcache_implementation", None) or ():
-        yield pytest.param(_load(name, str(config.invocation_params.dir)), id=name)
-
-
 def _offers(dtypes: tuple[str, ...]) -> Iterator[Any]:
     """Yield the offers of peers for these types; for a missing peer, a skipped one that says how to install it."""
     for key, kind in KINDS.items():
@@ -166,25 +137,21 @@ def _offers(dtypes: tuple[str, ...]) -> Iterator[Any]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse options that contradict each other, and say if pytest-benchmark is missing."""
-    if not config.pluginmanager.hasplugin("benchmark"):
-        raise pytest.UsageError("kvcache.benchmarks needs pytest-benchmark: pip install pytest-benchmark")
-    heads, kv_heads = chosen(config, "num-heads"), chosen(config, "num-kv-heads")
-    if min(chosen(config, "context")) < LEAST:
-        raise pytest.UsageError(f"--context {min(chosen(config, 'context'))}: must be {LEAST} at least")
-    if heads % kv_heads:
-        raise pytest.UsageError(f"--num-heads {heads}: must be a multiple of --num-kv-heads, {kv_heads}")
+    """Check the options; with ``-p kvcache.benchmarks`` that was done before this file was found."""
+    options.check(config)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrise by contexts, types and implementations."""
     config = metafunc.config
-    metafunc.parametrize("context", chosen(config, "context"))
+    metafunc.parametrize("context", options.chosen(config, "context"))
     if "peer" in metafunc.fixturenames:
-        metafunc.parametrize("offered", [*_offers(chosen(config, "dtype"))])
+        metafunc.parametrize("offered", [*_offers(options.chosen(config, "dtype"))])
     else:
-        metafunc.parametrize("dtype", chosen(config, "dtype"))
-        metafunc.parametrize("implementation", [*_implementations(config)])
+        metafunc.parametrize("dtype", options.chosen(config, "dtype"))
+        implementations = [pytest.param(Ours, id="kvcache")]
+        implementations += [pytest.param(found, id=name) for name, found in options.implementations(config).items()]
+        metafunc.parametrize("implementation", implementations)
 
 
 # ---- fixtures

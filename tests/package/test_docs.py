@@ -83,3 +83,29 @@ def test_reference_is_complete():
     package = (ROOT / "kvcache/hf/__init__.py").read_text()  # importing it would take torch
     (names,) = re.findall(r"^__all__ = \[(.*)\]$", package, re.M)
     assert set(re.findall(r'"(HF\w+)"', names)) == set(re.findall(r"^\.\. autoclass:: kvcache\.hf\.(\w+)$", page, re.M))
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/huggingface.md", "docs/benchmarks.md", "bench/README.md"])
+def test_torch_for_cpus_comes_before_what_brings_torch(name):
+    """On Linux pip's choice is the build with CUDA, of 5 GB."""
+    page = (ROOT / name).read_text()
+    said = re.search(r"https://pytorch\.org/get-started/locally/|huggingface\.md#install", page)
+    assert said, "it does not say how to install torch for CPUs"
+    if name in ("README.md", "docs/huggingface.md"):
+        assert said.start() < page.index("'.[hf]'")
+
+
+def test_the_first_page_says_why_and_shows_how():
+    """The site's first page has README's reasons, example and limits: it includes them."""
+    page, readme = ((ROOT / name).read_text() for name in ("docs/index.md", "README.md"))
+    for block in re.findall(r"^```{include} \.\./README\.md\n(.*?)^```$", page, re.M | re.S):
+        marks = dict(re.findall(r'^:(start-after|end-before): "(.*)"$', block, re.M))
+        first = readme.index(marks["start-after"]) + len(marks["start-after"])
+        page = page.replace(block, readme[first : readme.index(marks["end-before"], first)])
+    places = [page.index(part) for part in ("**Fast.**", "batch.attend(", "What do you want to do?", "never run on macOS")]
+    assert places == sorted(places)
+
+
+def test_the_guide_says_first_who_rotates():
+    page = (ROOT / "docs/python.md").read_text()
+    assert re.search(r"rotates? +q +and +k", page[: page.index("```")].replace("`", "").replace("\n", " "))
