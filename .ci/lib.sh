@@ -176,6 +176,7 @@ cmake_build() {
     cmake --build "$tmp/cmake" --parallel "$jobs"
     ctest --test-dir "$tmp/cmake" --output-on-failure --parallel "$jobs"
     cmake --install "$tmp/cmake"
+    cmp LICENSE "$prefix/share/licenses/kvcache/LICENSE"
     mkdir "$tmp/user"
     cd "$tmp/user"
     cat >main.c <<'END'

@@ -19,12 +19,12 @@ from kvcache.hf.decode import Decoder
 from kvcache.hf.forward_pass import ForwardPass
 from kvcache.hf.layers import CrossLayer, LatentLayer, Layer
 from kvcache.hf.padding import count_leading, hidden_ranges, refuse_padding, shown_columns
-from kvcache.hf.policies import SHAPE, CacheLayer, parts_of, shapes_of
+from kvcache.hf.policies import SHAPE, CacheLayer, describe, parts_of, shapes_of
 from kvcache.hf.prompts import Prompts, check_prefix, placeholders_of
 from kvcache.hf.rows import LayerRows, Shape
 from kvcache.hf.shared import STALLED, Shared, clear_finally
 from kvcache.hf.state import SaveableBatch, stored_in
-from kvcache.layer import DType, Transform, count, stored_as
+from kvcache.layer import DType, Transform, count
 from kvcache.policy import CrossAttention, Policy
 from kvcache.prefix.cache import MOST_BLOCK_SIZE, PrefixCache
 from kvcache.state import SavedState
@@ -721,13 +721,10 @@ class HFCache(SaveableBatch, Cache):
 
     def __repr__(self) -> str:
         self._finish_pass()
-        tokens = f"{count(len(self._seq_ids), 'sequence')} of {count(self._seen, 'token')}"
+        held = f"{count(len(self._seq_ids), 'sequence')} of {count(self._seen, 'token')}"
         calls = "{kernel} by the kernels, {dense} with dense tensors, {fallback} by fallback".format(**self._calls)
-        stored = stored_as(self._cache.k_dtype[0], self._cache.k_transform[0])
-        return (
-            f"<HFCache: {tokens}, {count(self._cache.num_layers, 'layer')} of {stored},"
-            f" {readable(self.nbytes)}; layers attended: {calls}>"
-        )
+        layers = describe(self._cache, self._seq_ids)
+        return f"<HFCache: {held}, {layers}; {readable(self.nbytes)}; layers attended: {calls}>"
 
     def __del__(self) -> None:
         if "layers" in vars(self):  # else __init__ failed

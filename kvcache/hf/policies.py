@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,10 +16,12 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
+from kvcache import KVCache
 from kvcache.errors import NotSupportedError
+from kvcache.layer import count
 from kvcache.models.fields import NAMES
 from kvcache.models.shapes import MORE_KV_HEADS, REFUSED, SLIDING
-from kvcache.policy import ChunkedAttention, FullAttention, Policy, SlidingWindow
+from kvcache.policy import ChunkedAttention, FullAttention, Policy, SlidingWindow, written
 
 # Layers without keys and values, for which transformers' own cache layers are used.
 CacheLayer: TypeAlias = LinearAttentionCacheLayerMixin | DummyLayer
@@ -159,3 +162,16 @@ def shapes_of(config: PreTrainedConfig) -> tuple[dict[str, Any], list[Policy]]:
     rows = [shape_of(decoder.per_layer_config[i], types[i]) for i in policies]
     shapes = dict(zip(RowShape._fields, map(list, zip(*rows, strict=True)), strict=True))
     return {"num_layers": len(policies), **shapes}, [*policies.values()]
+
+
+def describe(cache: KVCache, seq_ids: Sequence[int]) -> str:
+    """Describe a cache by the arguments of `HFCache`, and by the rows that layers keep of these sequences."""
+    transform = cache.k_transform[0]
+    given = f"dtype={cache.k_dtype[0]!r}" + (f", transform={transform!r}" if transform else "")
+    parts = [given]
+    for policy in dict.fromkeys(policy for policy in cache.policy if policy is not None):
+        layers = [layer for layer, own in enumerate(cache.policy) if own == policy]
+        rows = max((cache.seq_len(seq_id, layer=layer) for seq_id in seq_ids for layer in layers), default=0)
+        kept = f", {count(rows, 'row')} of a sequence kept" if rows else ""
+        parts.append(f"{count(len(layers), 'layer')} with policy={written(policy)}{kept}")
+    return "; ".join(parts)

@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.models.llama import modeling_llama  # noqa: E402 - torch may be missing
 
+from kvcache import FullAttention, SlidingWindow  # noqa: E402
 from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
@@ -199,8 +200,24 @@ def test_rows_of_a_pass_that_has_ended(model):
 def test_print(passed):
     ours, _ = passed
     said = repr(ours)
-    assert said.startswith("<HFCache: 2 sequences of 10 tokens, 3 layers of f32, "), said
+    layers = "3 layers with policy=FullAttention(), 10 rows of a sequence kept"
+    assert said.startswith(f"<HFCache: 2 sequences of 10 tokens, dtype='f32'; {layers}; "), said
     assert said.endswith("KiB; layers attended: 3 by the kernels, 0 with dense tensors, 0 by fallback>"), said
+
+
+def test_print_says_what_windows_keep(model):
+    policy = [SlidingWindow(4), FullAttention(), SlidingWindow(4)]
+    cache = HFCache(model.config, transform="hadamard", policy=policy)
+    said = "; 2 layers with policy=SlidingWindow(window=4)%s; 1 layer with policy=FullAttention()%s; "
+    assert said % ("", "") in repr(cache)
+    with torch.inference_mode():
+        model(TOKENS[:, :10], past_key_values=cache)
+        for token in TOKENS[0, :5]:
+            model(token.expand(2, 1), past_key_values=cache)
+    assert repr(cache).startswith("<HFCache: 2 sequences of 15 tokens, dtype='f16', transform='hadamard'; 2 layers")
+    kept = cache._cache.seq_len(0, layer=0)
+    assert 4 <= kept < 15
+    assert said % (f", {kept} rows of a sequence kept", ", 15 rows of a sequence kept") in repr(cache)
 
 
 @pytest.mark.parametrize("save", [pickle.dumps, lambda cache: torch.save(cache, "never.pt"), copy.copy])

@@ -102,7 +102,9 @@ def test_the_first_page_says_why_and_shows_how():
         marks = dict(re.findall(r'^:(start-after|end-before): "(.*)"$', block, re.M))
         first = readme.index(marks["start-after"]) + len(marks["start-after"])
         page = page.replace(block, readme[first : readme.index(marks["end-before"], first)])
-    places = [page.index(part) for part in ("**Fast.**", "batch.attend(", "What do you want to do?", "never run on macOS")]
+    places = [
+        page.index(part) for part in ("**Fast.**", "batch.attend(", "What do you want to do?", "never run on macOS")
+    ]
     assert places == sorted(places)
 
 
