@@ -15,7 +15,7 @@ the cache returns dense tensors, as any other does. `HFEncoderDecoderCache` is f
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvcache.hf.attention import NAME, attention
+from kvcache.hf.attention import NAME, attention, flex_attention
 from kvcache.hf.cache import HFCache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.generation import register
@@ -24,5 +24,6 @@ from kvcache.hf.masks import make_mask
 __all__ = ["NAME", "HFCache", "HFEncoderDecoderCache"]
 
 AttentionInterface.register(NAME, attention)
+AttentionInterface.register("flex_attention", flex_attention)
 AttentionMaskInterface.register(NAME, make_mask)
 register()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvcache.errors import NotSupportedError
@@ -45,6 +46,8 @@ def attention(
             return out if expansion is None else expansion.expand(out), None
     if unknown := [name for name in UNKNOWN & options.keys() if options[name] is not None]:
         raise NotSupportedError(f"the attention {NAME!r} has no argument {unknown[0]}: set the model's own, 'eager'")
+    if rows is not None:
+        rows.falls_back = True
     key, value, mask = elements_of([key, value, attention_mask])
     if rows is not None and rows.new is not None:
         rows.layer.cache.check_mask(rows, mask, query.shape[2])
@@ -60,6 +63,13 @@ def attention(
     if is_special:
         raise NotSupportedError("dropout or a bias by position, with softcap or sinks: use the model's eager attention")
     return attend_dense(query, key, value, mask, scaling, softcap, s_aux), None
+
+
+def flex_attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+) -> Any:
+    """Attend as transformers' ``"flex_attention"``, which torch compiles whole: it cannot decode rows on the way."""
+    return flex_attention_forward(module, query, *elements_of([key, value]), *args, **options)
 
 
 def attend_dense(

@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from kvcache import KVCache, NotSupportedError, _core
-from kvcache.hf.attention import NAME
 from kvcache.hf.decode import Decoder
 from kvcache.hf.forward_pass import ForwardPass
 from kvcache.hf.layers import CrossLayer, LatentLayer, Layer
@@ -77,7 +76,6 @@ class HFCache(SaveableBatch, Cache):
         prefix: PrefixCache | None = None,
     ) -> None:
         made = self.make_kv_cache(config, dtype or "f16", policy, transform, block_size=BLOCK_SIZE)
-        self._config = config.get_text_config(decoder=True)  # the model's object, which follows set_attn_implementation
         layers: list[Any] = parts_of(config)[1]
         self._prefix = prefix
         if prefix is None:
@@ -85,13 +83,14 @@ class HFCache(SaveableBatch, Cache):
         else:
             types = ("k_dtype", "v_dtype") if dtype is not None else ()
             transforms = ("k_transform", "v_transform") if transform is not None else ()
-            check_prefix(prefix, self._config, layers, made, (*SHAPE, *types, *transforms))
+            check_prefix(prefix, config.get_text_config(decoder=True), layers, made, (*SHAPE, *types, *transforms))
             self._cache, self._shared = prefix.cache, Shared.of(prefix.cache, prefix.new_sequence)
         self._placeholders = placeholders_of(config)
         self._dtype = torch.get_default_dtype()  # of decoded rows, until the model brings some
         self.follows_config = policy is None  # whether a layer's window is the model's
         self._v_dims = self._cache.v_head_dim
         self._calls = {"kernel": 0, "dense": 0, "fallback": 0}
+        self._has_warned = False  # that layers were attended without the kernels
         self._first_layer: int | None = None  # the layer that forward passes begin with
         self._forget()
         with_rows = [i for i, layer in enumerate(layers) if not isinstance(layer, CacheLayer)]
@@ -173,8 +172,8 @@ class HFCache(SaveableBatch, Cache):
     def store(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Take the new tokens' keys and values ``[batch, heads, tokens, dim]``; return the attention's arguments.
 
-        For the kernels, return lazy tensors that stand for all rows of the layer; for another attention, all rows,
-        decoded.
+        These are lazy tensors that stand for all rows of the layer. The attention ``"kvcache"`` attends over the rows
+        where they lie; for any other attention, the first operation on the tensors decodes them.
         """
         if not k.is_cpu:
             raise NotSupportedError(f"the keys are on {k.device}: this cache is for models on the CPU")
@@ -184,19 +183,13 @@ class HFCache(SaveableBatch, Cache):
         self._dtype = k.dtype
         rows = LayerRows(layer, this_pass, (k, v), self._shapes(layer, k, v), k.dtype)
         this_pass.pending[layer.index] = rows
-        if this_pass.uses_kernels:
-            return rows.tensors
-        self._calls["dense"] += 1
-        return self._make_dense(rows)
+        return rows.tensors
 
     def fetch(self, layer: CrossLayer) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of the attention over an encoder from the second pass on."""
         if not self._seq_ids:
             raise RuntimeError("nothing was stored of an encoder: run the decoder with what the encoder made first")
-        if self._uses_kernels():
-            return LayerRows(layer, None, None, self._source_shapes(layer), self._dtype).tensors
-        self._calls["dense"] += 1
-        return self._decode_source(layer)
+        return LayerRows(layer, None, None, self._source_shapes(layer), self._dtype).tensors
 
     def attend(
         self, rows: LayerRows, q: torch.Tensor, padding: torch.Tensor | None, options: dict[str, Any]
@@ -215,14 +208,34 @@ class HFCache(SaveableBatch, Cache):
         return self._run_kernel(this_pass, rows.layer, q, new_rows, hidden, options)
 
     def make_dense(self, rows: LayerRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a layer's rows as dense tensors, for what the kernels lack; store those that are new."""
-        dense = self._make_dense(rows)
-        if not self._calls["fallback"]:
-            warnings.warn(
-                "kvcache: a mask or an operation that the kernels do not know; using dense tensors", stacklevel=2
+        """Return a layer's rows as dense tensors, for what is no kernel of ours; store those that are new.
+
+        They are a row for each column of the mask, ``[batch, heads, columns, dim]``.
+        """
+        self._calls["fallback" if rows.falls_back else "dense"] += 1
+        if rows.falls_back:
+            self._warn("a mask or an operation that the kernels do not know; using dense tensors")
+        if rows.new is None:
+            assert isinstance(rows.layer, CrossLayer)
+            return self._decode_source(rows.layer)
+        with self._shared.changed:  # until the rows are decoded, no other cache may end the pass
+            this_pass = self._current(rows)
+            this_pass.decoded.add(rows.layer.index)
+            if rows.layer.index in this_pass.pending:
+                self._put(this_pass, rows)
+            dense = rows.new if isinstance(rows.layer, CrossLayer) else self._decode(rows.layer, *rows.new)
+        if this_pass.all_decoded:
+            self._warn(
+                "the rows of every layer are decoded in each step, because the model's attention is not 'kvcache', or the"
+                " model computes with them first: model.set_attn_implementation('kvcache') has them read where they lie"
             )
-        self._calls["fallback"] += 1
         return dense
+
+    def _warn(self, what: str) -> None:
+        """Warn that the kernels do not attend, once for a cache and its copies."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"kvcache: {what}", stacklevel=3)
 
     def has_source(self, index: int) -> bool:
         """Whether a layer has an encoder's rows: not after a pass that failed."""
@@ -238,10 +251,6 @@ class HFCache(SaveableBatch, Cache):
         return layer.unpack(*self._decoder.decode_rows(layer.index, self._seq_ids, columns, 0, self._dtype))
 
     # ---- the forward pass
-
-    def _uses_kernels(self) -> bool:
-        """Whether the model's attention is this package's now."""
-        return bool(self._config._attn_implementation == NAME)
 
     def _pass_of(self, layer: Layer) -> ForwardPass:
         """Return the pass in which a layer brings keys.
@@ -263,7 +272,7 @@ class HFCache(SaveableBatch, Cache):
                     f"layer {layer.index} brings keys in a forward pass without layer {self._first_layer}: the model"
                     " runs a layer twice, or the cache, or a copy of it, was used by others before the pass ended"
                 )
-            self._pass = ForwardPass(self._cache.num_layers, self._uses_kernels())
+            self._pass = ForwardPass(self._cache.num_layers)
         elif self._pass.pending:  # the model attended to other keys than those it was given
             self._pass.leaves_rows = True
             self._put_pending(self._pass)
@@ -508,17 +517,6 @@ class HFCache(SaveableBatch, Cache):
         index = layer.index
         shape = len(self._seq_ids), self._cache.num_kv_heads[index], self._cache.seq_len(self._seq_ids[0], layer=index)
         return (*shape, self._cache.head_dim[index]), (*shape, self._v_dims[index])
-
-    def _make_dense(self, rows: LayerRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new rows of a layer; return a row for each column of the mask, ``[batch, heads, n, dim]``."""
-        if rows.new is None:
-            assert isinstance(rows.layer, CrossLayer)
-            return self._decode_source(rows.layer)
-        with self._shared.changed:  # until the rows are decoded, no other cache may end the pass
-            this_pass = self._current(rows)
-            if rows.layer.index in this_pass.pending:
-                self._put(this_pass, rows)
-            return rows.new if isinstance(rows.layer, CrossLayer) else self._decode(rows.layer, *rows.new)
 
     def _decode(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode the rows of earlier passes, and append the new rows unchanged."""

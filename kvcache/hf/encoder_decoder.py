@@ -67,7 +67,7 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
     ) -> None:
         check_config(config)
         check_model(config)
-        followed, decoder = _find_decoder(config)
+        decoder = _find_decoder(config)
         if max_source_len is None:
             lengths = (getattr(config, name, None) for name in NAMES["max_source_positions"])
             max_source_len = next((length for length in lengths if length), None)
@@ -75,8 +75,6 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
             raise ValueError(f"max_source_len=None: a {type(config).__name__} does not say how long a source may be")
         policies = policy, CrossAttention(max_source_len)
         caches = tuple(HFCache(decoder, dtype, one, transform) for one in policies)
-        for cache in caches:
-            cache._config = followed
         super().__init__(*caches)
         self.is_updated = Updated(caches[1])
 
@@ -96,15 +94,15 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
         """Do nothing: transformers allows some methods for its own caches only, and these have them too."""
 
 
-def _find_decoder(config: PreTrainedConfig) -> tuple[PreTrainedConfig, PreTrainedConfig]:
-    """Return the configuration that follows the model's attention, and one for a cache of its decoder alone."""
+def _find_decoder(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a configuration for a cache of a model's decoder alone."""
     part = config.get_text_config(decoder=True)
     is_part = any(getattr(config, name, None) is part for name in config.sub_configs)
-    followed = part if is_part else config  # `part` is a copy if encoder and decoder have one configuration
-    decoder = followed.get_text_config(decoder=True)
+    whole = part if is_part else config  # `part` is a copy if encoder and decoder have one configuration
+    decoder = whole.get_text_config(decoder=True)
     if decoder.is_encoder_decoder:  # then `decoder` is a copy, which may be changed
         decoder.is_encoder_decoder = False
     num_layers = getattr(decoder, "num_decoder_layers", None)  # T5's name of num_hidden_layers
     if num_layers and num_layers != decoder.num_hidden_layers:
         decoder.num_hidden_layers = num_layers
-    return followed, decoder
+    return decoder

@@ -28,14 +28,14 @@ class ForwardPass:
     offsets: list[int]  # the column of each sequence's position 0
     num_seen: int  # tokens of each sequence before the pass, padding included
 
-    def __init__(self, num_layers: int, uses_kernels: bool) -> None:
+    def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
-        self.uses_kernels = uses_kernels  # whether the model's attention is `kvcache.hf.attention.attention`
         self.is_open = False
         self.thread = threading.get_ident()
         self.last_active = time.monotonic()  # when it reached a layer
         self.begun: set[int] = set()  # layers that have brought keys, or attended
         self.done: set[int] = set()  # layers that have stored the new tokens, or attended
+        self.decoded: set[int] = set()  # layers whose rows were made dense tensors
         self.pending: dict[int, LayerRows] = {}  # rows that neither the attention nor the model has used yet
         self.leaves_rows = False  # whether the model left a layer's rows unused, and attends to others
         self.hidden: dict[int, tuple[torch.Tensor, list[tuple[int, int, int]]]] = {}  # id of a mask: it, and its ranges
@@ -64,6 +64,11 @@ class ForwardPass:
         """Whether the pass has been through every layer."""
         left = len(self.pending) if self.leaves_rows else 0
         return len(self.done) + left == self.num_layers
+
+    @property
+    def all_decoded(self) -> bool:
+        """Whether the pass made dense tensors of the rows of every layer."""
+        return len(self.decoded) == self.num_layers
 
     def end(self) -> None:
         """Commit the tokens if the pass is complete, else drop them."""

@@ -47,6 +47,7 @@ class LayerRows:
         self.new = new  # keys and values, [batch, heads, tokens, dim]
         self.shapes = shapes  # of all rows, [batch, heads, columns, dim]
         self.dtype = dtype
+        self.falls_back = False  # whether they reached the attention "kvcache", which has no kernel for the call
         self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property

@@ -11,6 +11,8 @@ transformers = pytest.importorskip("transformers")
 
 from kvcache.hf import HFCache, decode  # noqa: E402 - it imports those
 
+pytestmark = pytest.mark.filterwarnings("ignore:kvcache. the rows of every layer")
+
 LAYERS, HEADS, DIM = 3, 2, 64
 TOKENS = decode.WORTH_KEEPING // (4 * HEADS * DIM)  # whose keys of f32 are the least whose memory is used again
 CONFIG = transformers.LlamaConfig(

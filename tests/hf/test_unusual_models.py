@@ -168,7 +168,7 @@ def test_models_that_add_the_mask_to_scores(name):
         with torch.no_grad():
             made.append([*passes(model, cache, tokens, mask, [9, 13, 14])])
     compare(*made)
-    assert cache.stats()["calls"] == {"kernel": 0, "dense": 0, "fallback": 9}
+    assert cache.stats()["calls"] == {"kernel": 0, "dense": 9, "fallback": 0}
 
 
 @pytest.mark.parametrize("name", ["sinks", "block_indices"])
