@@ -4,6 +4,11 @@
 
     import kvcache.hf
 
+    kvcache.hf.enable(model, dtype="q8_0")  # the attention "kvcache", and an HFCache in each `generate`
+    model.generate(**inputs)
+
+or, for a cache that outlives a call::
+
     model.set_attn_implementation("kvcache")
     model.generate(**inputs, past_key_values=kvcache.hf.HFCache(model.config, dtype="q8_0"))
 
@@ -17,11 +22,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvcache.hf.attention import NAME, attention, flex_attention
 from kvcache.hf.cache import HFCache
+from kvcache.hf.enabling import disable, enable
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.generation import register
 from kvcache.hf.masks import make_mask
 
-__all__ = ["NAME", "HFCache", "HFEncoderDecoderCache"]
+__all__ = ["NAME", "HFCache", "HFEncoderDecoderCache", "disable", "enable"]
 
 AttentionInterface.register(NAME, attention)
 AttentionInterface.register("flex_attention", flex_attention)

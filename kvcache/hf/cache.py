@@ -150,6 +150,7 @@ class HFCache(SaveableBatch, Cache):
         self._offsets: list[int] = []  # the column of each sequence's position 0: its leading padding is not stored
         self._pass: ForwardPass | None = None  # the pass that runs, or ran last
         self._prompts: Prompts | None = None  # what `acquire` was told
+        self.text: torch.Tensor | None = None  # tokens of each sequence, padding included, as far as `generate` told
         self._decoder = Decoder(self._cache)
 
     def _make_layer(self, index: int) -> Layer:
@@ -226,8 +227,9 @@ class HFCache(SaveableBatch, Cache):
             dense = rows.new if isinstance(rows.layer, CrossLayer) else self._decode(rows.layer, *rows.new)
         if this_pass.all_decoded:
             self._warn(
-                "the rows of every layer are decoded in each step, because the model's attention is not 'kvcache', or the"
-                " model computes with them first: model.set_attn_implementation('kvcache') has them read where they lie"
+                "the rows of every layer are decoded in each step, because the model's attention is not 'kvcache', or"
+                " it computes with them first: kvcache.hf.enable(model), or set_attn_implementation('kvcache'), has"
+                " them read where they lie"
             )
         return dense
 
@@ -576,6 +578,11 @@ class HFCache(SaveableBatch, Cache):
         """Whether the next prompt may begin with tokens of the prefix cache: there is one, and no token was fed."""
         return self._prefix is not None and self._pass is None and not self._seq_ids
 
+    @property
+    def is_acquired(self) -> bool:
+        """Whether the cache holds what `acquire` took from the prefix cache, and no token was fed since."""
+        return self._prompts is not None and self._seen == self._prompts.num_matched and self._pass is None
+
     def acquire(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
         """Take the beginning of prompts from the prefix cache. `generate` calls this by itself, with its own prompt.
 
@@ -631,12 +638,17 @@ class HFCache(SaveableBatch, Cache):
 
     def activate_past_recording(self) -> None:
         """Prepare for assisted decoding, which feeds the whole prompt even if the cache holds its beginning."""
-        if self._prompts is not None and self._seen == self._prompts.num_matched and self._pass is None:
+        if self._prompts is not None and self.is_acquired:
             for seq_id in self._seq_ids:
                 self._cache.clear(seq_id)
             self._seq_ids, self._seen = self._prompts.acquire(1)
             self._offsets = self._prompts.offsets(self._seen)
         super().activate_past_recording()
+
+    @property
+    def can_crop(self) -> bool:
+        """Whether `crop` may work: no layer keeps transformers' own state, which does not go back."""
+        return not self._others
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens: `tokens_to_remove` is minus their number."""
@@ -648,6 +660,7 @@ class HFCache(SaveableBatch, Cache):
         for seq_id in sorted(self._seq_ids, key=lambda i: self._cache.can_resume(lengths[i], seq_id=i)):
             self._cache.truncate(lengths[seq_id], seq_id=seq_id)  # first where it may raise: then none has changed
         self._seen, self._offsets = seen, [min(offset, seen) for offset in self._offsets]
+        self.text = None if self.text is None else self.text[:, :seen]
         if self._prompts is not None:
             self._prompts.crop(seen)
         for layer in self._others:
@@ -675,6 +688,7 @@ class HFCache(SaveableBatch, Cache):
     def _select(self, batch_indices: list[int]) -> None:
         """Make a batch of the sequences at these indices; fork a sequence whose index occurs more than once."""
         self._end_pass()
+        self.text = None
         if not self._seq_ids:  # transformers' own caches ignore this as well
             return
         if not batch_indices:

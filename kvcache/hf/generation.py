@@ -1,6 +1,7 @@
 """Let ``generate`` make a cache where ``cache_implementation="kvcache"`` asks for one.
 
-Also let it hand its prompt to an `HFCache` that has a prefix cache.
+The same for a model that was given to `kvcache.hf.enable`. Also let it hand its prompt to an `HFCache`, which may hold
+the beginning of another text, or have a prefix cache.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from transformers.generation import configuration_utils
 
 from kvcache.hf.attention import NAME
 from kvcache.hf.cache import HFCache
+from kvcache.hf.enabling import arguments_of, make_cache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
+from kvcache.hf.texts import begin_text, end_text
 
 STATIC = configuration_utils.ALL_STATIC_CACHE_IMPLEMENTATIONS
 generate = GenerationMixin.generate
 prefill: Any = GenerationMixin._prefill
+decode_assisted: Any = GenerationMixin._assisted_decoding
 prepare_cache = GenerationMixin._prepare_cache_for_generation
 # Caches with a prefix cache that were made for the `generate` that runs.
 _made: ContextVar[list[HFCache] | None] = ContextVar("_made", default=None)
@@ -36,12 +40,15 @@ def register() -> None:
         names.ALL_CACHE_IMPLEMENTATIONS += (NAME,)
         kind: Any = GenerationMixin
         kind._prepare_cache_for_generation = _prepare_cache
-        kind._prefill, kind.generate = _prefill, _generate
+        kind._prefill, kind._assisted_decoding, kind.generate = _prefill, _decode_assisted, _generate
 
 
 def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Make the cache that a generation config names, of the arguments in its `cache_config`."""
-    wanted = generation_config.cache_implementation
+    """Make the cache that a generation config names, of the arguments in its `cache_config`, or that of `enable`."""
+    wanted, arguments = generation_config.cache_implementation, generation_config.cache_config or {}
+    enabled = arguments_of(self)
+    if wanted is None and enabled is not None:
+        wanted, arguments = NAME, enabled
     if wanted in STATIC and self.config.get_text_config(decoder=True)._attn_implementation == NAME:
         raise ValueError(
             f"cache_implementation={wanted!r} does not go with the attention {NAME!r}: say"
@@ -52,9 +59,10 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
     if generation_config.use_cache is False:
         _note_no_cache(self, wanted, given)
     if wanted == NAME and not is_given and generation_config.use_cache is not False:
-        kind = HFEncoderDecoderCache if self.config.is_encoder_decoder else HFCache
-        cache = kind(self.config, **(generation_config.cache_config or {}))
+        cache = make_cache(self, arguments)
         model_kwargs["past_key_values"] = cache
+        if generation_config.is_assistant:
+            cache.activate_past_recording()  # to take back what was guessed wrong
         made = _made.get()
         if made is not None and isinstance(cache, HFCache) and cache.takes_prompt:
             made.append(cache)
@@ -83,11 +91,33 @@ def _note_no_cache(model: Any, wanted: str | None, given: Any) -> None:
 def _prefill(
     self: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Take the beginning of the prompts from the cache's prefix cache, and feed the rest."""
+    """Keep what the cache has in common with the prompts, or take that from its prefix cache; feed the rest."""
     cache = model_kwargs.get("past_key_values")
+    if isinstance(cache, HFCache) and _is_whole(input_ids, generation_config, model_kwargs):
+        begin_text(cache, input_ids, model_kwargs.get("attention_mask"))
+    elif isinstance(cache, HFCache):
+        cache.text = None
     if isinstance(cache, HFCache) and cache.takes_prompt and _follows_from_tokens(input_ids, model_kwargs):
         cache.acquire(input_ids, model_kwargs.get("attention_mask"))
     return prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _decode_assisted(self: Any, input_ids: torch.Tensor, *args: Any, generation_config: Any, **kwargs: Any) -> Any:
+    """Decode with a draft, which feeds the whole prompt whatever the cache holds."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, HFCache) and _is_whole(input_ids, generation_config, kwargs):
+        if not cache.is_acquired:
+            cache.reset()
+        begin_text(cache, input_ids, kwargs.get("attention_mask"))
+    return decode_assisted(self, input_ids, *args, generation_config=generation_config, **kwargs)
+
+
+def _is_whole(input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
+    """Whether the prompts have the tokens that a cache holds, too: as many as the mask, which has all of them."""
+    mask = model_kwargs.get("attention_mask")
+    num_columns = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+    is_embedded = model_kwargs.get("inputs_embeds") is not None
+    return bool(input_ids.numel() and num_columns == input_ids.shape[1] and not is_embedded)
 
 
 def _follows_from_tokens(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:
@@ -115,6 +145,10 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     token = _made.set(made)
     try:
         result = generate(self, *args, **kwargs)
+        used = kwargs.get("past_key_values", getattr(result, "past_key_values", None))
+        text = getattr(result, "sequences", result)
+        if isinstance(used, HFCache) and isinstance(text, torch.Tensor):
+            end_text(used, text)
         for cache in made:
             if getattr(result, "past_key_values", None) is not cache:
                 tokens: Any = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", ())

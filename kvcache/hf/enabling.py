@@ -1,0 +1,126 @@
+"""`enable` and `disable`: this package's attention and cache for a model's `generate`, in one call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationMixin, PreTrainedConfig
+
+from kvcache.errors import NotSupportedError
+from kvcache.hf.attention import NAME
+from kvcache.hf.cache import HFCache
+from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
+from kvcache.layer import DType
+
+PLACE = "_kvcache_enabled"  # the model's attribute that has its `Enabled`
+
+
+@dataclass(frozen=True)
+class Enabled:
+    """What `enable` was told of a model, and what `disable` restores."""
+
+    arguments: dict[str, Any]  # of the caches that `generate` makes
+    attention: dict[str, Any]  # the implementations before, as set_attn_implementation takes them
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Enabled:
+        """Return the same: a copy of the model uses the same prefix cache."""
+        return self
+
+
+def enable(model: Any, dtype: DType = "f16", **arguments: Any) -> None:
+    """Let a model attend with this package's kernels, and its ``generate`` make an `HFCache` by itself.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A model that generates text, or a wrapper around one. Called again, it takes the new arguments.
+    dtype : {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"}, default "f16"
+        The type that rows are stored in.
+    **arguments
+        Further ones of `HFCache`, or of `HFEncoderDecoderCache` if the model has an encoder.
+
+    Raises
+    ------
+    TypeError
+        If `model` is none of transformers that generates text, or an argument does not exist.
+    NotSupportedError
+        If the model is not on the CPU, or the cache does not serve it.
+    ValueError
+        If the cache refuses an argument.
+
+    Notes
+    -----
+    A cache that is passed to ``generate`` as ``past_key_values``, or named by ``cache_implementation``, wins. Nothing
+    of this is saved with the model. `disable` undoes it. Where an error is raised, nothing has changed.
+
+    Examples
+    --------
+    >>> import torch, transformers, kvcache.hf
+    >>> config = transformers.LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+    ...     num_attention_heads=2, vocab_size=97, eos_token_id=None)
+    >>> model = transformers.AutoModelForCausalLM.from_config(config)
+    >>> kvcache.hf.enable(model, dtype="q8_0")
+    >>> model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4).shape
+    torch.Size([1, 7])
+    """
+    target = _find_generating(model)
+    if target.device.type != "cpu":
+        raise NotSupportedError(f"the model is on {target.device}: this cache is for models on the CPU")
+    make_cache(target, {"dtype": dtype, **arguments})  # raises for what cannot be made
+    old = getattr(target, PLACE, None)
+    attention = _implementations(target.config) if old is None else old.attention
+    try:
+        target.set_attn_implementation(NAME)
+    except BaseException:
+        target.set_attn_implementation(attention)
+        raise
+    setattr(target, PLACE, Enabled({"dtype": dtype, **arguments}, attention))
+
+
+def disable(model: Any) -> None:
+    """Undo `enable`: the model has the attention that it had before, and ``generate`` makes the caches that it made.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        The model that was given to `enable`; another one is left as it is.
+    """
+    target = _find_generating(model)
+    old = getattr(target, PLACE, None)
+    if old is not None:
+        delattr(target, PLACE)
+        target.set_attn_implementation(old.attention)
+
+
+def make_cache(model: Any, arguments: dict[str, Any]) -> HFCache | HFEncoderDecoderCache:
+    """Make the cache of a model's kind."""
+    kind = HFEncoderDecoderCache if model.config.is_encoder_decoder else HFCache
+    return kind(model.config, **arguments)
+
+
+def arguments_of(model: Any) -> dict[str, Any] | None:
+    """Return the arguments that `enable` was given for a model; None: it was not called."""
+    enabled = getattr(model, PLACE, None)
+    return None if enabled is None else enabled.arguments
+
+
+def _find_generating(model: Any) -> Any:
+    """Return the model of transformers whose `generate` runs: `model`, or what it wraps (PEFT, torch.compile)."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: give a model of transformers, not its name or config")
+    found = next((part for part in model.modules() if isinstance(part, GenerationMixin)), None)
+    if found is None:
+        raise TypeError(
+            f"model is a {type(model).__name__}, which generates no text: give one of AutoModelForCausalLM or its like,"
+            " or call set_attn_implementation('kvcache') and pass an HFCache"
+        )
+    return found
+
+
+def _implementations(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the attention of a configuration and of its parts, as `set_attn_implementation` takes them."""
+    parts = ((name, getattr(config, name)) for name in config.sub_configs)
+    found = {name: _implementations(part) for name, part in parts if part is not None}
+    return found if config._attn_implementation is None else {"": config._attn_implementation, **found}

@@ -1,0 +1,137 @@
+"""`kvcache.hf.enable`: attention and cache in one line, and `disable`, which takes them back."""
+
+import copy
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from support.hf_pairs import BASE, CONFIGS, make, random_tokens, two_sided  # noqa: E402 - torch may be missing
+
+import kvcache  # noqa: E402 - it imports those
+import kvcache.hf  # noqa: E402 - it imports those
+from kvcache.hf import HFCache, HFEncoderDecoderCache, disable, enable  # noqa: E402 - it imports those
+
+pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
+
+OPTIONS = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+
+
+@pytest.mark.parametrize("before", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_generate_makes_the_cache(name, before):
+    model, tokens = make(CONFIGS[name]()), random_tokens(2, 11)
+    if before == "sdpa" and not model._supports_sdpa:
+        pytest.skip("it has none")
+    model.set_attn_implementation(before)
+    want = model.generate(tokens, **OPTIONS)
+    enable(model, dtype="f32")
+    got = model.generate(tokens, **OPTIONS)
+    assert torch.equal(got.sequences, want.sequences)
+    assert isinstance(got.past_key_values, HFCache)
+    assert got.past_key_values.stats()["calls"] == {"kernel": 24, "dense": 0, "fallback": 0}
+    disable(model)
+    assert model.config._attn_implementation == before
+    again = model.generate(tokens, **OPTIONS)
+    assert isinstance(again.past_key_values, transformers.DynamicCache)
+    assert torch.equal(again.sequences, want.sequences)
+
+
+def test_it_can_be_called_again():
+    model = make(CONFIGS["llama"]())
+    enable(model)
+    for arguments, words in (({"dtype": "bf16"}, "of bf16"), ({"policy": kvcache.SlidingWindow(9)}, "of f16")):
+        enable(model, **arguments)
+        assert words in repr(model.generate(random_tokens(1, 5), **OPTIONS).past_key_values)
+    for _ in range(2):
+        disable(model)
+        assert model.config._attn_implementation == "eager"  # as it was before the first call
+
+
+def test_what_is_asked_for_wins():
+    model, tokens = make(CONFIGS["llama"]()), random_tokens(1, 5)
+    enable(model, dtype="bf16")
+    cache = HFCache(model.config, dtype="f32")
+    assert model.generate(tokens, past_key_values=cache, **OPTIONS).past_key_values is cache
+    made = model.generate(tokens, cache_implementation="dynamic", **OPTIONS).past_key_values
+    assert isinstance(made, transformers.DynamicCache)
+    assert model.generate(tokens, use_cache=False, **OPTIONS).past_key_values is None
+    config = transformers.GenerationConfig(**OPTIONS)
+    assert "of bf16" in repr(model.generate(tokens, generation_config=config).past_key_values)
+
+
+def test_a_model_with_an_encoder():
+    model, inputs = two_sided("bart")
+    want = model.generate(**inputs, **OPTIONS).sequences
+    enable(model, dtype="f32")
+    got = model.generate(**inputs, **OPTIONS)
+    assert isinstance(got.past_key_values, HFEncoderDecoderCache)
+    assert torch.equal(got.sequences, want)
+    disable(model)
+    assert isinstance(model.generate(**inputs, **OPTIONS).past_key_values, transformers.EncoderDecoderCache)
+
+
+def test_a_length_of_sources():
+    model, inputs = two_sided("t5")
+    with pytest.raises(ValueError, match="max_source_len=None"):
+        enable(model)
+    assert model.config._attn_implementation == "eager"
+    enable(model, max_source_len=40)
+    assert isinstance(model.generate(**inputs, **OPTIONS).past_key_values, HFEncoderDecoderCache)
+
+
+def test_wrapped_models_copies_and_files(tmp_path):
+    model, tokens = make(CONFIGS["llama"]()), random_tokens(1, 5)
+    wrapper = torch.nn.Sequential(model)  # as PEFT and torch.compile wrap models
+    memory = HFCache.make_kv_cache(model.config)
+    enable(wrapper, dtype=None, prefix=kvcache.PrefixCache(memory, fingerprint="one"))
+    for each in (model, copy.deepcopy(model)):
+        assert isinstance(each.generate(tokens, **OPTIONS).past_key_values, HFCache)
+    model.save_pretrained(tmp_path)
+    for path in tmp_path.glob("*.json"):
+        assert "kvcache" not in path.read_text(), json.loads(path.read_text())
+    disable(wrapper)
+    assert isinstance(model.generate(tokens, **OPTIONS).past_key_values, transformers.DynamicCache)
+
+
+@pytest.mark.parametrize("enabled", ["model", "draft", "both"])
+def test_a_draft_model(enabled):
+    model, tokens = make(CONFIGS["llama"]()), random_tokens(1, 15)
+    draft = make(transformers.LlamaConfig(**BASE | {"num_hidden_layers": 1}))
+    want = model.generate(tokens, assistant_model=draft, **OPTIONS).sequences
+    for name, each in (("model", model), ("draft", draft)):
+        if enabled in (name, "both"):
+            enable(each, dtype="f32")
+    assert torch.equal(model.generate(tokens, assistant_model=draft, **OPTIONS).sequences, want)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"dtype": "f8"}, ValueError, "dtype='f8'"),
+        ({"policy": 3}, TypeError, "policy"),
+        ({"types": "f16"}, TypeError, "types"),
+    ],
+)
+def test_wrong_arguments_change_nothing(arguments, error, words):
+    model = make(CONFIGS["llama"]())
+    with pytest.raises(error, match=words):
+        enable(model, **arguments)
+    assert model.config._attn_implementation == "eager"
+    assert isinstance(model.generate(random_tokens(1, 5), **OPTIONS).past_key_values, transformers.DynamicCache)
+
+
+def test_what_is_no_model():
+    with pytest.raises(TypeError, match="model is a LlamaConfig: give a model of transformers"):
+        enable(CONFIGS["llama"]())
+    with pytest.raises(TypeError, match="model is a LlamaModel, which generates no text"):
+        enable(transformers.LlamaModel(CONFIGS["llama"]()))
+    with pytest.raises(kvcache.NotSupportedError, match="the model is on meta"):
+        enable(make(CONFIGS["llama"]()).to("meta"))
+    mamba = transformers.MambaForCausalLM(
+        transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=9, state_size=4)
+    )
+    with pytest.raises(kvcache.NotSupportedError, match="MambaConfig is not served"):
+        enable(mamba)

@@ -1,0 +1,155 @@
+"""Another text for a cache that holds one: it goes on from where both begin alike."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from support.hf_pairs import BASE, CONFIGS, make, random_tokens  # noqa: E402 - torch may be missing
+
+import kvcache  # noqa: E402 - it imports those
+from kvcache.hf import HFCache  # noqa: E402 - it imports those
+
+pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
+
+NEW = 8
+
+
+def model_of(name, attention="kvcache"):
+    model = make(CONFIGS[name]())
+    model.set_attn_implementation(attention)
+    return model
+
+
+def generate(model, cache, tokens, **options):
+    return model.generate(tokens, past_key_values=cache, **{"max_new_tokens": NEW, "do_sample": False, **options})
+
+
+def fresh(model, tokens, **options):
+    return generate(model, HFCache(model.config, dtype="f32"), tokens, **options)
+
+
+def edit(text, column):
+    edited = text.clone()
+    edited[:, column] = 3 + (edited[:, column] + 1) % 90
+    return edited
+
+
+EDITS = {
+    "a shorter text": lambda text: text[:, :12],
+    "one token": lambda text: text[:, :1],
+    "the same prompt": lambda text: text[:, :20],
+    "the whole text but its last token": lambda text: text[:, :-1],
+    "a token in the middle is another": lambda text: edit(text, 10),
+    "the first token is another": lambda text: edit(text, 0),
+    "a token of the answer is another": lambda text: edit(text, 23),
+    "shorter, and another": lambda text: edit(text[:, :15], 9),
+    "longer, and another": lambda text: edit(torch.cat([text, text], 1), 9),
+    "longer": lambda text: torch.cat([text, text], 1),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("attention", ["kvcache", "sdpa"])
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_history(name, attention, rows):
+    model = model_of("llama", attention)
+    cache = HFCache(model.config, dtype="f32")
+    text = EDITS[name](generate(model, cache, random_tokens(rows, 20)))
+    assert torch.equal(generate(model, cache, text), fresh(model, text))
+    assert cache.get_seq_length() == text.shape[1] + NEW - 1
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "llama4"])
+@pytest.mark.parametrize("length", [12, 2, 100])
+def test_windows(name, length):
+    """Where a window has moved on, the text is fed anew."""
+    model = model_of(name)
+    cache = HFCache(model.config, dtype="f32")
+    text = generate(model, cache, random_tokens(2, 110), max_new_tokens=5)[:, :length]
+    assert torch.equal(generate(model, cache, text), fresh(model, text))
+
+
+def test_only_what_differs_is_fed():
+    model = model_of("llama")
+    cache = HFCache(model.config, dtype="f32")
+    text, fed = generate(model, cache, random_tokens(1, 40)), []
+    hook = model.model.embed_tokens.register_forward_pre_hook(lambda _, args: fed.append(args[0].shape[1]))
+    generate(model, cache, edit(text, 30))
+    hook.remove()
+    assert fed[0] == text.shape[1] - 30
+
+
+def test_padding_and_a_token_that_the_mask_hides():
+    model = model_of("llama")
+    tokens = random_tokens(2, 20)
+    mask = torch.ones_like(tokens)
+    tokens[0, :6] = mask[0, :6] = 0
+    cache = HFCache(model.config, dtype="f32")
+    text = edit(generate(model, cache, tokens, attention_mask=mask), 15)[:, :25]
+    mask = torch.cat([mask, torch.ones(2, 5, dtype=mask.dtype)], 1)
+    text[0, :6] = 7  # what padding is made of does not count
+    want = fresh(model, text, attention_mask=mask)
+    assert torch.equal(generate(model, cache, text, attention_mask=mask), want)
+
+
+def test_after_beams_nothing_is_known():
+    model = model_of("llama")
+    cache = HFCache(model.config, dtype="f32")
+    text = generate(model, cache, random_tokens(1, 20), num_beams=2)
+    with pytest.raises(ValueError, match=r"input_ids has 9 tokens, and the cache holds 27 tokens that it was not told"):
+        generate(model, cache, text[:, :9], num_beams=2)
+    assert cache.get_seq_length() == 27
+
+
+def test_tokens_that_the_cache_was_not_told():
+    model, tokens = model_of("llama"), random_tokens(1, 20)
+    cache = HFCache(model.config, dtype="f32")
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+    for length in (12, 20):
+        with pytest.raises(ValueError, match=f"input_ids has {length} tokens, and the cache holds 20 tokens that it"):
+            generate(model, cache, tokens[:, :length])
+    cache.crop(-8)
+    assert torch.equal(generate(model, cache, tokens), fresh(model, tokens))
+
+
+def test_after_an_interruption(monkeypatch):
+    model, tokens, steps = model_of("llama"), random_tokens(1, 20), []
+
+    def stop(ids, scores, **_):
+        steps.append(1)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    cache = HFCache(model.config, dtype="f32")
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, cache, tokens, stopping_criteria=[stop])
+    assert cache.get_seq_length() > 20
+    assert torch.equal(generate(model, cache, tokens), fresh(model, tokens))
+
+
+def test_copies_assistants_and_prefixes():
+    model, tokens = model_of("llama"), random_tokens(1, 20)
+    draft = make(transformers.LlamaConfig(**BASE | {"num_hidden_layers": 1}))
+    memory = HFCache.make_kv_cache(model.config, dtype="f32")
+    cache = HFCache(model.config, prefix=kvcache.PrefixCache(memory, fingerprint="one"))
+    for options in ({}, {"assistant_model": draft}, {"prompt_lookup_num_tokens": 3}):
+        for each in (HFCache(model.config, dtype="f32"), cache):
+            text = generate(model, each, tokens, **options)[:, :25]
+            for one in (copy.deepcopy(each), each):
+                got = generate(model, one, edit(text, 22), **options)
+                assert torch.equal(got, fresh(model, edit(text, 22)))
+            each.reset()
+
+
+def test_layers_that_do_not_go_back():
+    config = transformers.Lfm2Config(**BASE | {"layer_types": ["conv", "full_attention"] * 2})
+    model = make(config)
+    model.set_attn_implementation("kvcache")
+    cache = HFCache(model.config, dtype="f32")
+    text = generate(model, cache, random_tokens(1, 20))[:, :12]
+    assert torch.equal(generate(model, cache, text), fresh(model, text))
