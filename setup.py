@@ -134,8 +134,12 @@ class BuildExt(build_ext):
         if self.compiler.compiler_type == "msvc":  # untested
             core.extra_compile_args = ["/std:c11", "/experimental:c11atomics", "/O2"]
             core.libraries = []
-        elif self.builds("int main(void) { return 0; }\n", *loops):
-            core.extra_compile_args += loops
+        else:
+            if self.builds("int main(void) { return 0; }\n", *loops):
+                core.extra_compile_args += loops
+            if os.environ.get("KVCACHE_OPENMP") != "0" and self.builds(region, "-fopenmp"):
+                core.extra_compile_args.append("-fopenmp")
+                core.extra_link_args.append("-fopenmp")
         module.library_dirs.append(str(Path(self.get_ext_fullpath(core.name)).parent))
 
     def copy_extensions_to_source(self):
@@ -212,6 +216,16 @@ class Wheel(bdist_wheel):
 
 # -g0 drops what Python's own flags add for debuggers: most of the bytes, and the name of the build folder. The kernels
 # are unrolled by hand: -O3 makes them a sixth larger and no faster. `loops` makes GCC vectorise as Clang does at -O2.
+# `region` shows whether the compiler has OpenMP: its header, and a runtime to link to.
+region = """
+#include <omp.h>
+int main(void) {
+    int places = omp_get_num_places();
+#pragma omp parallel reduction(+ : places)
+    places += omp_in_parallel();
+    return places < 0;
+}
+"""
 loops = ["-ftree-vectorize", "-fvect-cost-model=dynamic"]
 flags = ["-std=c11", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
 if os.environ.get("KVCACHE_WERROR") == "1":

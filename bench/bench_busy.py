@@ -1,4 +1,7 @@
-"""Measure decode attention beside programs that keep cores busy: kvcache and its peers, each against itself alone."""
+"""Measure decode attention beside programs that keep cores busy: kvcache on OpenMP's threads and on its own, and peers.
+
+Each is compared with itself alone, and kvcache's layers with each other.
+"""
 
 import argparse
 import os
@@ -7,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 from entrants import KINDS
@@ -39,8 +43,17 @@ class Neighbours:
             each.wait()
 
 
-def attending(context: int, threads: int, dtype: str) -> Entrant:
-    """Return an entrant that attends with one query over rows of a type."""
+def work_of_torch(threads: int) -> Callable[[], object]:
+    """Return a product of torch's, as a layer of a model computes it between two calls."""
+    import torch
+
+    torch.set_num_threads(threads)
+    x, weight = torch.rand(1, 2048), torch.rand(2048, 2048)
+    return lambda: x @ weight
+
+
+def attending(context: int, threads: int, dtype: str, layer: str, between: Callable[[], object]) -> Entrant:
+    """Return an entrant that attends with one query over rows of a type, and does something else before each call."""
     rng = np.random.default_rng(0)
     cache = kvcache.KVCache(1, KV_HEADS, DIM, context, dtype=dtype, num_threads=threads)
     rows = rng.standard_normal((context, KV_HEADS, DIM), np.float32)
@@ -49,16 +62,18 @@ def attending(context: int, threads: int, dtype: str) -> Entrant:
         batch.put(0, rows[1:], rows[1:])
 
     def run(count: int) -> list[float]:
+        kvcache.set_threading_layer(layer)
         batch, seconds = cache.batch(1), []
         batch.put(0, rows[:1], rows[:1])
         for _ in range(count):
             start = time.perf_counter()
+            between()
             batch.attend(0, q)
             seconds.append(time.perf_counter() - start)
         batch.abort()
         return seconds
 
-    return Entrant("kvcache", run, kind=dtype)
+    return Entrant(f"kvcache, {layer}", run, kind=dtype)
 
 
 def run(entrant: Entrant, calls: int) -> float:
@@ -86,28 +101,32 @@ def main() -> None:
     parser.add_argument("--neighbours", type=int, default=1, help="busy programs (default: 1)")
     parser.add_argument("--context", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--threads", type=int, nargs="+", default=[len(os.sched_getaffinity(0)), 1])
+    parser.add_argument("--layers", nargs="+", default=["openmp", "own"], help="of kvcache's threads")
+    parser.add_argument("--torch", action="store_true", help="kvcache alone, with a product of torch before each call")
     parser.add_argument("--seconds", type=float, default=30, help="for each table (default: 30)")
     args = parser.parse_args()
     neighbours = Neighbours(args.neighbours)
     try:
         for threads in args.threads:
             for context in args.context:
-                table(context, threads, neighbours, args.seconds)
+                table(context, threads, neighbours, args)
     finally:
         neighbours.close()
 
 
-def table(context: int, threads: int, neighbours: Neighbours, seconds: float) -> None:
+def table(context: int, threads: int, neighbours: Neighbours, args: argparse.Namespace) -> None:
     shape = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM, "context": context, "num_tokens": 1}
-    with Peers({key: KINDS[key] for key in OFFERS}, print) as peers:
+    with Peers({} if args.torch else {key: KINDS[key] for key in OFFERS}, print) as peers:
         wanted = [
             (key, task)
             for key, offers in OFFERS.items()
+            if not args.torch
             for task in tasks(offers, threads=threads, working_set=1, **shape)
         ]
-        ours = [attending(context, threads, dtype) for dtype in TYPES]
+        between = work_of_torch(threads) if args.torch else lambda: None
+        ours = [attending(context, threads, dtype, layer, between) for dtype in TYPES for layer in args.layers]
         entrants = [*ours, *peers.set_up(wanted)]
-        found = measure(entrants, neighbours, seconds)
+        found = measure(entrants, neighbours, args.seconds)
     print(f"{context:,} tokens, {threads} threads: microseconds of a call alone, beside others, and their ratio")
     for entrant, times in zip(entrants, found, strict=True):
         alone, busy = (1e6 * times[key] for key in (False, True))

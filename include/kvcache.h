@@ -96,7 +96,7 @@ extern "C" {
 /* Returns the version this library was built as: major * 1000000 + minor * 1000 + patch. */
 KVC_API int32_t kvc_version(void);
 
-/* Returns one line on how the library was built: version, compiler, instruction sets compiled in.  Static. */
+/* Returns one line on how the library was built: version, compiler, instruction sets compiled in, OpenMP.  Static. */
 KVC_API const char *kvc_build_info(void);
 
 /* Returns the instruction set that a cache created now would use: "scalar", "avx2", "neon", ...  It is the best this
@@ -105,14 +105,33 @@ KVC_API const char *kvc_build_info(void);
 KVC_API const char *kvc_isa(void);
 
 /* Returns the number of threads a call uses if the cache's configuration gives none: the number given to
- * kvc_set_num_threads, else the first number in OMP_NUM_THREADS, which is read once, else the physical cores this
- * process may use, within its affinity and cgroup quota.  Always 1 inside a parallel region of OpenMP, and in a child
- * after fork().
+ * kvc_set_num_threads, else the least of
+ * - the first number in OMP_NUM_THREADS, which is read once, else the physical cores this process may use, within its
+ *   affinity and cgroup quota, or the places (OMP_PLACES) that OpenMP binds threads to;
+ * - with OpenMP's threads, omp_get_max_threads() of the runtime in use, which omp_set_num_threads, threadpoolctl and
+ *   torch.set_num_threads change for the calling thread.
+ * OMP_THREAD_LIMIT bounds OpenMP's threads in any case.  Always 1 inside a parallel region of OpenMP, and in a child
+ * after fork() of a process with caches.
  *
  * All caches of the process share these threads, which the first call that is worth it starts.  While one call has
- * them, others run on the threads that made them.  In a process that had loaded GCC's OpenMP (libgomp.so.1), as torch
- * does, before the cache was made, they are OpenMP's. */
+ * them, others run on the threads that made them. */
 KVC_API int32_t kvc_num_threads(void);
+
+/* Returns whose threads a call uses that is made now: "openmp", where the library was compiled with OpenMP, or "own".
+ * The environment variable KVCACHE_THREADS, read when a cache is made, or kvc_set_threading_layer name another; NULL if
+ * the variable names one that this build does not have, with which no cache can be made.
+ *
+ * "openmp"  Calls are parallel regions of the OpenMP runtime that the program's other libraries use: the one that this
+ *           library links to, or a copy of it, Clang's (libomp) or Intel's (libiomp5), where the process had loaded one
+ *           when a cache was made and nothing else needs the linked one.  While regions are held up, because another
+ *           program takes a processor, calls use the own threads.
+ * "own"     Threads of this library, which wait for 50 microseconds and then sleep.  Also in a child after fork(),
+ *           where the parent had no cache. */
+KVC_API const char *kvc_threading_layer(void);
+
+/* Returns the path of the OpenMP runtime that "openmp" means, as far as it is known when a cache was made; else "".
+ * Static. */
+KVC_API const char *kvc_openmp_library(void);
 
 /* ---- status ----------------------------------------------------------------------------------------------------- */
 
@@ -146,6 +165,10 @@ KVC_API const char *kvc_last_error(void);
 
 /* Sets what kvc_num_threads returns, for the whole process, at most 4096; 0 undoes that.  KVC_ERR_INVALID. */
 KVC_API kvc_status kvc_set_num_threads(int32_t num_threads);
+
+/* Sets whose threads calls of the whole process use from now on, "openmp" or "own", over KVCACHE_THREADS; NULL undoes
+ * that.  KVC_ERR_UNSUPPORTED for a name that this build does not have. */
+KVC_API kvc_status kvc_set_threading_layer(const char *name);
 
 /* ---- configuration ---------------------------------------------------------------------------------------------- */
 

@@ -33,7 +33,9 @@ from kvcache.runtime import (
     get_include,
     get_library,
     get_num_threads,
+    get_threading_layer,
     set_num_threads,
+    set_threading_layer,
     show_config,
 )
 from kvcache.strategy import Adaptive, LongSequencesOnly
@@ -64,7 +66,9 @@ __all__ = [
     "get_include",
     "get_library",
     "get_num_threads",
+    "get_threading_layer",
     "set_num_threads",
+    "set_threading_layer",
     "show_config",
 ]
 

@@ -117,3 +117,19 @@ def get_num_threads():
 def set_num_threads(num_threads):
     cdef int32_t number = 0 if num_threads is None else <int32_t>to_int(num_threads, "num_threads", 1, MAX_THREADS)
     check(kvc_set_num_threads(number))
+
+
+def threading_layer():
+    """Return whose threads calls use; None: KVCACHE_THREADS names a layer that this build lacks."""
+    cdef const char *name = kvc_threading_layer()
+    return None if name == NULL else name.decode()
+
+
+def set_threading_layer(name):
+    cdef bytes text = b"" if name is None else name.encode()
+    cdef const char *layer = text
+    check(kvc_set_threading_layer(NULL if name is None else layer))
+
+
+def openmp_library():
+    return kvc_openmp_library().decode(errors="surrogateescape")

@@ -8,7 +8,15 @@ from typing import Final, Literal, SupportsIndex, overload
 
 from kvcache import _core
 
-__all__ = ["get_include", "get_library", "get_num_threads", "set_num_threads", "show_config"]
+__all__ = [
+    "get_include",
+    "get_library",
+    "get_num_threads",
+    "get_threading_layer",
+    "set_num_threads",
+    "set_threading_layer",
+    "show_config",
+]
 
 
 def _version() -> str:
@@ -25,9 +33,10 @@ def get_num_threads() -> int:
     Returns
     -------
     int
-        The number given to `set_num_threads`, else the first in ``OMP_NUM_THREADS``, which is read once, else the
-        physical cores that this process may use within the limits of its cgroup. Always 1 in a child after
-        ``os.fork``.
+        The number given to `set_num_threads`; else the first in ``OMP_NUM_THREADS``, which is read once, or the
+        physical cores that this process may use within the limits of its cgroup, but no more than `threadpoolctl` or
+        `torch.set_num_threads` leave to the calling thread, where the threads are OpenMP's. ``OMP_THREAD_LIMIT``
+        bounds these in any case. Always 1 in a child after ``os.fork``.
     """
     return _core.get_num_threads()
 
@@ -56,6 +65,46 @@ def set_num_threads(num_threads: SupportsIndex | None) -> None:
     _core.set_num_threads(num_threads)
 
 
+def get_threading_layer() -> str | None:
+    """Return whose threads calls use.
+
+    Returns
+    -------
+    str or None
+        "openmp" or "own", as `set_threading_layer` describes them; None if the environment variable
+        ``KVCACHE_THREADS`` names a layer that this build does not have, with which no cache can be made.
+    """
+    return _core.threading_layer()
+
+
+def set_threading_layer(name: str | None) -> None:
+    """Set whose threads calls use from now on, in the whole process.
+
+    Parameters
+    ----------
+    name : {"openmp", "own"} or None
+        "openmp", the default of a build that has it: calls are parallel regions of the OpenMP runtime that other
+        libraries of the process use, and obey its environment variables and threadpoolctl. While another program
+        holds regions up, calls use the own threads. "own": threads of this library, which never spin for longer than
+        50 µs, and are one set however many threads call. None undoes an earlier call: the environment variable
+        ``KVCACHE_THREADS`` decides, which is read when a cache is made, or the default.
+
+    Raises
+    ------
+    NotSupportedError
+        If this build has no such layer.
+
+    Examples
+    --------
+    >>> import kvcache
+    >>> kvcache.set_threading_layer("own")
+    >>> kvcache.get_threading_layer()
+    'own'
+    >>> kvcache.set_threading_layer(None)
+    """
+    _core.set_threading_layer(name)
+
+
 @overload
 def show_config(mode: Literal["stdout"] = "stdout") -> None: ...
 
@@ -76,7 +125,9 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str | 
     -------
     dict or None
         The report, with ``mode="dicts"``. ``isa`` is the instruction set of a cache made now; None if the environment
-        variable ``KVCACHE_ISA`` names a set that the build or the machine does not have.
+        variable ``KVCACHE_ISA`` names a set that the build or the machine does not have. ``threading_layer`` is what
+        `get_threading_layer` returns, and ``openmp_library`` the runtime whose threads these are, once a cache was
+        made.
 
     Raises
     ------
@@ -101,7 +152,10 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str | 
         "build": _core.build_info(),
         "isa": _core.isa(),
         "num_threads": get_num_threads(),
+        "threading_layer": get_threading_layer(),
+        "openmp_library": _core.openmp_library() or None,
         "KVCACHE_ISA": os.environ.get("KVCACHE_ISA"),
+        "KVCACHE_THREADS": os.environ.get("KVCACHE_THREADS"),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
         "python": platform.python_version(),
         "numpy": numpy.__version__,

@@ -1,65 +1,247 @@
-/* openmp.c: see openmp.h.
+/* openmp.c: see openmp.h.  The only file with pragmas of OpenMP; it compiles without OpenMP, too.
  *
- * Threads of OpenMP spin after each parallel region, and so keep the processors.  Workers of our own beside torch's
- * team get them late: with 16,384 tokens a step of decoding took 1.23 times as long.  So where there is a team already,
- * our tasks run on it.  The runtime is found in the running process, and not linked to: without it nothing is lost.
+ * Threads of OpenMP spin after each parallel region, and so keep the processors.  A second team beside torch's or
+ * scikit-learn's would get them late: with 16,384 tokens a step of decoding took 1.23 times as long.  Mostly the loader
+ * sees to it, as two libraries that need libgomp.so.1 share one copy.  Wheels bring copies with names of their own,
+ * though (libgomp-e985bcbb.so.1.0.0), and Clang's and Intel's runtimes are called otherwise.  So regions run on a
+ * runtime that is found in the process, through the function that GCC compiles `#pragma omp parallel` to and that
+ * LLVM's and Intel's runtimes have as well.
  */
 #if !defined(_GNU_SOURCE)
-#define _GNU_SOURCE /* RTLD_DEFAULT */
+#define _GNU_SOURCE /* declares dl_iterate_phdr */
 #endif
 #include "base/openmp.h"
+
+#include <limits.h>
+#include <stdatomic.h>
+#include <stddef.h>
+
+#include "kvcache.h"
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+enum { MOST_PATH = 1024, MOST_RUNTIMES = 8 };
+
+/* The functions of a runtime. */
+typedef struct runtime {
+    char path[MOST_PATH];
+    int (*in_parallel)(void);
+    int (*max_threads)(void);
+    int (*thread_limit)(void);
+    int (*num_places)(void);
+    void (*parallel)(void (*work)(void *context), void *context, unsigned num_threads, unsigned flags);
+} runtime;
+
+static runtime runtimes[MOST_RUNTIMES]; /* found in the process; those below num_runtimes do not change any more */
+static atomic_int num_runtimes;
+static runtime *_Atomic in_use; /* NULL: the one that this library links to */
+
+int kvc_openmp_in_region(void) {
+#if defined(_OPENMP)
+    if (omp_in_parallel()) return 1;
+#endif
+    for (int i = atomic_load(&num_runtimes); i-- > 0;)
+        if (runtimes[i].in_parallel()) return 1;
+    return 0;
+}
+
+/* ---- regions ----------------------------------------------------------------------------------------------------- */
+
+#if defined(_OPENMP)
+
+static char linked_path[MOST_PATH];
+
+const char *kvc_openmp_library(void) {
+    const runtime *r = atomic_load(&in_use);
+    return r ? r->path : linked_path;
+}
+
+int kvc_openmp_thread_limit(void) {
+    const runtime *r = atomic_load(&in_use);
+    return r ? r->thread_limit() : omp_get_thread_limit();
+}
+
+int kvc_openmp_num_threads(void) {
+    const runtime *r = atomic_load(&in_use);
+    const int number = r ? r->max_threads() : omp_get_max_threads(), limit = kvc_openmp_thread_limit();
+    return number < limit ? number : limit;
+}
+
+int kvc_openmp_num_places(void) {
+    const runtime *r = atomic_load(&in_use);
+    return r ? r->num_places() : omp_get_num_places();
+}
+
+void kvc_openmp_run(void (*work)(void *context), void *context, int num_threads) {
+    const runtime *r = atomic_load(&in_use);
+    if (r) {
+        r->parallel(work, context, (unsigned)num_threads, 0);
+        return;
+    }
+#pragma omp parallel num_threads(num_threads)
+    work(context);
+}
+
+#else
+
+const char *kvc_openmp_library(void) { return ""; }
+int kvc_openmp_thread_limit(void) { return INT_MAX; }
+int kvc_openmp_num_threads(void) { return INT_MAX; }
+int kvc_openmp_num_places(void) { return 0; }
+void kvc_openmp_run(void (*work)(void *context), void *context, int num_threads) {
+    (void)num_threads;
+    work(context);
+}
+
+#endif
+
+/* ---- children of fork() ------------------------------------------------------------------------------------------ */
+
+#if defined(_OPENMP) && !defined(_WIN32)
+
+#include <pthread.h>
+
+static atomic_int was_forked;
+static void note_fork(void) { atomic_store(&was_forked, 1); }
+
+/* Watches from the beginning on: a team may be torch's, and older than the first cache. */
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, note_fork); }
+
+int kvc_openmp_works(void) { return !atomic_load(&was_forked); }
+
+#else
+
+int kvc_openmp_works(void) {
+#if defined(_OPENMP)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+#endif
+
+/* ---- finding runtimes -------------------------------------------------------------------------------------------- */
 
 #if defined(__ELF__) && defined(__GNUC__)
 
 #include <dlfcn.h>
-#include <stdatomic.h>
-#include <stddef.h>
+#include <link.h>
+#include <stdint.h>
+#include <string.h>
 
 /* Weak: before version 2.34, glibc has them in a library of their own. */
 extern __typeof__(dlopen) dlopen __attribute__((weak));
 extern __typeof__(dlsym) dlsym __attribute__((weak));
 
-typedef int in_parallel_fn(void);
-/* What compilers make of `#pragma omp parallel num_threads(n)`. */
-typedef void parallel_fn(void (*work)(void *context), void *context, unsigned num_threads, unsigned flags);
+/* What the loader's list of the process's libraries says. */
+typedef struct survey {
+    unsigned long long num_loads;
+    char (*found)[MOST_PATH]; /* paths, in the order in which they were loaded */
+    int num_found;
+    char linked[MOST_PATH]; /* path of the runtime that this library links to; "" if it is not apart */
+    int linked_is_shared;   /* another library needs it, too */
+} survey;
 
-static in_parallel_fn *_Atomic in_parallel;
-static parallel_fn *_Atomic parallel;
+static unsigned long long known_loads; /* when runtimes were looked for */
+
+static const char *name_of(const char *path) {
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
+static int is_within(const struct dl_phdr_info *object, uintptr_t address) {
+    for (int i = 0; i < object->dlpi_phnum; i++) {
+        const ElfW(Phdr) *segment = &object->dlpi_phdr[i];
+        if (segment->p_type == PT_LOAD && address - object->dlpi_addr - segment->p_vaddr < segment->p_memsz) return 1;
+    }
+    return 0;
+}
+
+/* Notes the runtimes: the linked one apart from the others. */
+static int note_runtime(struct dl_phdr_info *object, size_t size, void *context) {
+    survey *s = context;
+    (void)size;
+    if (object->dlpi_adds == known_loads) return 1; /* nothing was loaded since */
+    s->num_loads = object->dlpi_adds;
+    const char *name = name_of(object->dlpi_name);
+    if (strlen(object->dlpi_name) >= sizeof s->linked || is_within(object, (uintptr_t)&in_use)) return 0;
+#if defined(_OPENMP)
+    if (is_within(object, (uintptr_t)omp_in_parallel)) {
+        strcpy(s->linked, object->dlpi_name);
+        return 0;
+    }
+#endif
+    if (strncmp(name, "libgomp", 7) && strncmp(name, "libomp", 6) && strncmp(name, "libiomp", 7)) return 0;
+    if (s->num_found < MOST_RUNTIMES) strcpy(s->found[s->num_found++], object->dlpi_name);
+    return 0;
+}
+
+/* Notes whether this object, not being this library, needs the linked runtime. */
+static int note_need(struct dl_phdr_info *object, size_t size, void *context) {
+    survey *s = context;
+    (void)size;
+    if (is_within(object, (uintptr_t)&in_use)) return 0;
+    for (int i = 0; i < object->dlpi_phnum; i++) {
+        if (object->dlpi_phdr[i].p_type != PT_DYNAMIC) continue;
+        const ElfW(Dyn) *const begin = (const ElfW(Dyn) *)(object->dlpi_addr + object->dlpi_phdr[i].p_vaddr);
+        uintptr_t strings = 0;
+        for (const ElfW(Dyn) *entry = begin; entry->d_tag != DT_NULL; entry++)
+            if (entry->d_tag == DT_STRTAB) strings = entry->d_un.d_ptr;
+        if (strings < object->dlpi_addr) strings += object->dlpi_addr; /* glibc adds it for most processors */
+        for (const ElfW(Dyn) *entry = begin; entry->d_tag != DT_NULL; entry++)
+            if (entry->d_tag == DT_NEEDED && !strcmp((const char *)strings + entry->d_un.d_val, name_of(s->linked)))
+                s->linked_is_shared = 1;
+    }
+    return s->linked_is_shared;
+}
+
+/* Returns the runtime of this path with its functions, from the table or added to it; NULL if it lacks one.  Keeps it
+ * loaded for good: its threads stay until the process ends. */
+static runtime *keep_runtime(const char *path) {
+    const int num = atomic_load(&num_runtimes);
+    for (int i = 0; i < num; i++)
+        if (!strcmp(runtimes[i].path, path)) return &runtimes[i];
+    void *library = num < MOST_RUNTIMES ? dlopen(path, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE) : NULL;
+    if (!library) return NULL;
+    runtime *r = &runtimes[num];
+    *(void **)&r->in_parallel = dlsym(library, "omp_in_parallel");
+    *(void **)&r->max_threads = dlsym(library, "omp_get_max_threads");
+    *(void **)&r->thread_limit = dlsym(library, "omp_get_thread_limit");
+    *(void **)&r->num_places = dlsym(library, "omp_get_num_places");
+    *(void **)&r->parallel = dlsym(library, "GOMP_parallel");
+    if (!r->in_parallel || !r->max_threads || !r->thread_limit || !r->num_places || !r->parallel) return NULL;
+    strcpy(r->path, path);
+    atomic_store(&num_runtimes, num + 1);
+    return r;
+}
 
 void kvc_openmp_find(void) {
-    if (!dlopen || !dlsym || atomic_load(&in_parallel)) return;
-    /* torch's is not among the program's global symbols.  The handle is kept, and the runtime with it. */
-    void *library = dlopen("libgomp.so.1", RTLD_LAZY | RTLD_NOLOAD);
-    if (!library) library = RTLD_DEFAULT;
-    in_parallel_fn *found;
-    parallel_fn *found_parallel;
-    *(void **)&found = dlsym(library, "omp_in_parallel");
-    *(void **)&found_parallel = dlsym(library, "GOMP_parallel");
-    if (found && found_parallel) {
-        atomic_store(&parallel, found_parallel);
-        atomic_store(&in_parallel, found);
+    static char found[MOST_RUNTIMES][MOST_PATH];
+    survey s = {.found = found};
+    if (!dlopen || !dlsym) return;
+    dl_iterate_phdr(note_runtime, &s);
+    if (!s.num_loads) return;
+    known_loads = s.num_loads;
+    runtime *others = NULL;
+    for (int i = s.num_found; i-- > 0;) {
+        runtime *r = keep_runtime(found[i]);
+        if (r) others = r;
     }
-}
-
-int kvc_openmp_in_region(void) {
-    in_parallel_fn *const ask = atomic_load(&in_parallel);
-    return ask && ask();
-}
-
-int kvc_openmp_run(void (*work)(void *context), void *context, int num_threads) {
-    parallel_fn *const run = atomic_load(&parallel);
-    if (!run) return 0;
-    run(work, context, (unsigned)num_threads, 0);
-    return 1;
+#if defined(_OPENMP)
+    if (!*s.linked) return;
+    if (!*linked_path && dlopen(s.linked, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE)) strcpy(linked_path, s.linked);
+    dl_iterate_phdr(note_need, &s);
+    atomic_store(&in_use, s.linked_is_shared ? NULL : others);
+#else
+    (void)others, (void)note_need;
+#endif
 }
 
 #else
 
 void kvc_openmp_find(void) {}
-int kvc_openmp_in_region(void) { return 0; }
-int kvc_openmp_run(void (*work)(void *context), void *context, int num_threads) {
-    (void)work, (void)context, (void)num_threads;
-    return 0;
-}
 
 #endif

@@ -1,13 +1,15 @@
 /* parallel.c: see parallel.h.
  *
- * One thread at a time has the workers: kvc_parallel takes them, or runs its tasks alone.  It publishes a job, wakes
- * sleeping workers, and takes tasks like any of them.  A task belongs to whoever claims it, so a thread that the system
- * does not run delays nobody: the caller waits for tasks that were begun, never for a worker that has not begun one.
- * Where the process has an OpenMP, its threads take the place of workers: openmp.c says why.
+ * One call at a time has other threads: kvc_parallel takes them, or runs its tasks alone.  It publishes a job, and its
+ * threads claim tasks, the caller like the others.
  *
- * A worker that loses its core in the middle of a task does hold up the caller, for as long as the system's time slices
- * are.  A call that took longer than its caller would have needed alone is followed by calls without workers for a
- * while.
+ * A team of OpenMP runs the job in a region, which ends when all of its threads have come there, also one that the
+ * system did not run, and that had no task.  Beside a busy program that takes a time slice of the system, some
+ * milliseconds.  A region that was held up is followed by calls with workers for a while.
+ *
+ * Workers are threads of this library.  The caller wakes those that sleep, and waits for tasks that were begun, never
+ * for a worker that has not begun one.  A worker that loses its core in the middle of a task does hold up the caller.
+ * A call that took longer than its caller would have needed alone is followed by calls without workers for a while.
  *
  * Whoever waits spins for SPIN_NS at most and then sleeps.  Threads that spin for longer burn the time slices that the
  * threads they wait for would need, on a machine that has other work: a call of 100 microseconds then takes ten
@@ -21,6 +23,7 @@
 
 #include <stdatomic.h>
 
+#include "base/compiler.h"
 #include "base/openmp.h"
 #include "base/threads.h"
 
@@ -30,12 +33,13 @@
 #endif
 
 enum {
-    APART = 128,             /* bytes that processors keep apart: cache lines come in pairs */
-    SPIN_NS = 50000,         /* about what it takes to wake a thread */
-    INTERRUPTED_NS = 200000, /* between two looks at the clock: the system ran another thread */
-    BUSY_NS = 100000000,     /* after which an interrupted thread spins again */
-    ALONE_NS = 10000000,     /* calls have no workers for this long after they were held up; twice as long each time */
-    FINE_TASKS = 4           /* for each thread: with as many tasks, no thread is long in its last one */
+    APART = 128,                    /* bytes that processors keep apart: cache lines come in pairs */
+    SPIN_NS = 50000,                /* about what it takes to wake a thread */
+    INTERRUPTED_NS = 200000,        /* between two looks at the clock: the system ran another thread */
+    BUSY_NS = 100000000,            /* after which an interrupted thread spins again */
+    RECESS_NS = 10000000,           /* calls do without what held them up for so long at first */
+    LONGEST_RECESS_NS = 1000000000, /* and for so long at most without OpenMP */
+    FINE_TASKS = 4                  /* for each thread: with as many tasks, no thread is long in its last one */
 };
 
 /* A thread that may have to wait.  The first is the caller; the others are workers. */
@@ -55,8 +59,14 @@ static int32_t num_members; /* that were made; 0 before the first parallel call 
 static atomic_int is_taken; /* by the thread that runs a job; guards num_members and the job */
 static atomic_int is_ending;
 
-static _Atomic int64_t alone_until; /* time until which calls have no workers */
-static int64_t alone_for;           /* nanoseconds, of the last time; guarded by is_taken */
+/* A time in which calls do without what has held them up. */
+typedef struct recess {
+    _Atomic int64_t until;
+    int64_t length; /* nanoseconds, of the last time; guarded by is_taken */
+} recess;
+
+static recess from_regions; /* the workers take their place */
+static recess from_workers; /* the caller is alone */
 
 /* The job.  Threads read it while they have a claim. */
 static void (*job_task)(void *context, int64_t i);
@@ -134,8 +144,8 @@ static void wake_next(int32_t index) {
         if (has_tasks(open, next)) wake(&members[next]);
 }
 
-/* Claims tasks and runs them until none is left. */
-static void run_tasks(int32_t index) {
+/* Claims tasks and runs them until none is left.  Returns whether these were the last to end. */
+static int run_tasks(int32_t index) {
     int64_t num_done = 0;
     uint64_t open = atomic_load(&open_tasks);
     while (has_tasks(open, index))
@@ -144,7 +154,9 @@ static void run_tasks(int32_t index) {
             num_done++;
             open = atomic_load(&open_tasks);
         }
-    if (num_done && atomic_fetch_sub(&num_pending, num_done) == num_done && index > 0) wake(&members[0]);
+    const int was_last = num_done && atomic_fetch_sub(&num_pending, num_done) == num_done;
+    if (was_last && index > 0) wake(&members[0]);
+    return was_last;
 }
 
 static void work(member *m) {
@@ -223,23 +235,22 @@ static void make_members(int32_t num_threads) {
 
 /* ---- parallel loops ---------------------------------------------------------------------------------------------- */
 
-/* Runs tasks as the caller does, on a thread of OpenMP. */
-static void run_in_team(void *unused) {
-    (void)unused;
-    run_tasks(0);
+/* Looks at a call that ended now: if it was held up, the next ones are to do without what it used, twice as long each
+ * time. */
+static void judge(recess *from, int was_held_up, int64_t now, int64_t longest) {
+    if (was_held_up) {
+        from->length = from->length ? 2 * from->length : RECESS_NS;
+        if (from->length > longest) from->length = longest;
+        atomic_store(&from->until, now + from->length);
+    } else if (now - atomic_load(&from->until) > longest) {
+        from->length = 0;
+    }
 }
 
-/* Looks at a call that ended: whether the caller, which worked from `begin` to `end` and then waited until now, would
- * have done the others' work as well in that time.  If so, the next calls have no workers. */
-static void judge_workers(int64_t begin, int64_t end, int32_t num_threads) {
-    const int64_t now = kvc_now(), waited = now - end;
-    if (waited > INTERRUPTED_NS && waited > (num_threads - 1) * (end - begin)) {
-        alone_for = alone_for ? 2 * alone_for : ALONE_NS;
-        if (alone_for > BUSY_NS) alone_for = BUSY_NS;
-        atomic_store(&alone_until, now + alone_for);
-    } else if (now - atomic_load(&alone_until) > BUSY_NS) {
-        alone_for = 0;
-    }
+/* Whether the caller, which had tasks from `begin` to `end` and then waited until now, would have done the others' work
+ * as well in that time. */
+static int is_held_up(int64_t begin, int64_t end, int64_t now, int32_t num_threads) {
+    return now - end > INTERRUPTED_NS && now - end > (num_threads - 1) * (end - begin);
 }
 
 /* Runs the job with workers. */
@@ -250,13 +261,60 @@ static void run_with_workers(int32_t num_threads, int64_t num_tasks) {
     run_tasks(0);
     const int64_t end = kvc_now();
     await(0);
-    if (num_tasks >= FINE_TASKS * num_threads) judge_workers(begin, end, num_threads);
+    if (num_tasks < FINE_TASKS * num_threads) return;
+    const int64_t now = kvc_now();
+    judge(&from_workers, is_held_up(begin, end, now, num_threads), now, BUSY_NS);
+}
+
+static KVC_THREAD_LOCAL char thread_mark; /* its address identifies the thread */
+
+typedef struct region {
+    const char *caller;
+    int64_t caller_end; /* of the caller's tasks */
+    int64_t end;        /* of the last task */
+} region;
+
+/* Runs tasks as the caller does, on a thread of OpenMP. */
+static void run_in_region(void *context) {
+    region *r = context;
+    if (run_tasks(0)) r->end = kvc_now();
+    if (r->caller == &thread_mark) r->caller_end = kvc_now();
+}
+
+/* Runs the job in a region of OpenMP.  It ends when all threads have come to its end, those too that the system did not
+ * run and that had no task. */
+static void run_with_team(int32_t num_threads, int64_t num_tasks) {
+    region r = {.caller = &thread_mark};
+    const int64_t begin = kvc_now();
+    kvc_openmp_run(run_in_region, &r, num_threads);
+    const int64_t now = kvc_now();
+    const int for_threads = now - r.end > INTERRUPTED_NS && now - r.end > r.end - begin;
+    const int for_tasks = num_tasks >= FINE_TASKS * num_threads && is_held_up(begin, r.caller_end, now, num_threads);
+    judge(&from_regions, for_threads || for_tasks, now, LONGEST_RECESS_NS);
+}
+
+/* What the calling thread has beside itself for its tasks. */
+enum { NOTHING, WORKERS, TEAM };
+
+/* Takes what there is for num_threads threads.  There is nothing while another call has it. */
+static int take_threads(int32_t num_threads) {
+    if (num_threads <= 1 || kvc_is_alone()) return NOTHING;
+    const int64_t now = kvc_now();
+    const int in_region = kvc_uses_openmp(), has_team = in_region && now >= atomic_load(&from_regions.until);
+    if (!has_team && now < atomic_load(&from_workers.until)) return NOTHING;
+    /* Workers would inherit the place that the caller is bound to. */
+    if (!has_team && in_region && kvc_openmp_num_places() > 0) return NOTHING;
+    if (atomic_exchange(&is_taken, 1)) return NOTHING;
+    return has_team ? TEAM : WORKERS;
 }
 
 void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *context, int64_t i), void *context) {
     if (num_threads > num_tasks) num_threads = (int32_t)num_tasks;
     if (num_threads > KVC_MOST_THREADS) num_threads = KVC_MOST_THREADS;
-    if (num_threads <= 1 || kvc_is_alone() || kvc_now() < atomic_load(&alone_until) || atomic_exchange(&is_taken, 1)) {
+    if (num_threads > 1 && kvc_uses_openmp() && num_threads > kvc_openmp_thread_limit())
+        num_threads = kvc_openmp_thread_limit();
+    const int with = take_threads(num_threads);
+    if (with == NOTHING) {
         for (int64_t i = 0; i < num_tasks; i++) task(context, i);
         return;
     }
@@ -264,7 +322,12 @@ void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *con
     job_context = context;
     job_size = num_tasks;
     atomic_store(&num_pending, num_tasks);
-    atomic_store(&open_tasks, (uint64_t)num_threads * THREADS + (uint64_t)num_tasks);
-    if (!kvc_openmp_run(run_in_team, NULL, num_threads)) run_with_workers(num_threads, num_tasks);
+    /* Workers have no claim on tasks of a region: its threads claim them as the caller, whose index is 0. */
+    const uint64_t num_claimants = with == TEAM ? 1 : (uint64_t)num_threads;
+    atomic_store(&open_tasks, num_claimants * THREADS + (uint64_t)num_tasks);
+    if (with == TEAM)
+        run_with_team(num_threads, num_tasks);
+    else
+        run_with_workers(num_threads, num_tasks);
     atomic_store(&is_taken, 0);
 }

@@ -8,6 +8,7 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 
 #include "base/compiler.h"
@@ -17,6 +18,62 @@
 #if !defined(_WIN32)
 #include <unistd.h>
 #endif
+
+/* ---- whose threads run tasks: OpenMP's or this library's own ----------------------------------------------------- */
+
+static const char *const LAYERS[] = {"own", "openmp"};
+#if defined(_OPENMP)
+enum { OWN, OPENMP, NUM_LAYERS };
+#define LAYER_NAMES "own and openmp"
+#else
+enum { OWN, NUM_LAYERS, OPENMP = NUM_LAYERS };
+#define LAYER_NAMES "own"
+#endif
+
+static atomic_int chosen_layer = -1;              /* by kvc_set_threading_layer; -1: none */
+static atomic_int default_layer = NUM_LAYERS - 1; /* by KVCACHE_THREADS when a cache was made */
+
+/* Returns the layer of this name; -1 if this build has none. */
+static int layer_of(const char *name) {
+    int layer = NUM_LAYERS - 1;
+    while (layer >= 0 && strcmp(name, LAYERS[layer]) != 0) layer--;
+    return layer;
+}
+
+/* Returns the layer that KVCACHE_THREADS names, -1 if this build has none of that name, or OpenMP's if there is one. */
+static int layer_of_environment(void) {
+    const char *name = getenv("KVCACHE_THREADS");
+    return name && *name ? layer_of(name) : NUM_LAYERS - 1;
+}
+
+kvc_status kvc_set_threading_layer(const char *name) {
+    const int layer = name ? layer_of(name) : -1;
+    if (name && layer < 0)
+        return kvc_fail(KVC_ERR_UNSUPPORTED, "the threading layer is %s: this build has " LAYER_NAMES, name);
+    atomic_store(&chosen_layer, layer);
+    return KVC_OK;
+}
+
+kvc_status kvc_threads_init(void) {
+    const int layer = layer_of_environment();
+    if (layer < 0)
+        return kvc_fail(KVC_ERR_UNSUPPORTED, "KVCACHE_THREADS is %s: this build has " LAYER_NAMES,
+                        getenv("KVCACHE_THREADS"));
+    atomic_store(&default_layer, layer);
+    return KVC_OK;
+}
+
+int kvc_uses_openmp(void) {
+    const int chosen = atomic_load(&chosen_layer);
+    return (chosen < 0 ? atomic_load(&default_layer) : chosen) == OPENMP && kvc_openmp_works();
+}
+
+const char *kvc_threading_layer(void) {
+    int layer = atomic_load(&chosen_layer);
+    if (layer < 0) layer = layer_of_environment();
+    if (layer < 0) return NULL;
+    return LAYERS[layer == OPENMP && !kvc_openmp_works() ? OWN : layer];
+}
 
 /* ---- the number of threads: OMP_NUM_THREADS, or the physical cores this process may use -------------------------- */
 
@@ -49,8 +106,11 @@ static long read_number(const char *path) {
     return number;
 }
 
-/* Counts the processors this process may run on, one for each core: hyperthreads share the path to memory. */
+/* Counts the processors this process may run on, one for each core: hyperthreads share the path to memory.  Where
+ * OpenMP binds its threads, this one among them, it counts their places. */
 static int allowed_cores(void) {
+    const int places = kvc_openmp_num_places();
+    if (places > 0) return places;
     cpu_set_t allowed;
     if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return online_processors();
     int cores = 0;
@@ -118,8 +178,10 @@ int kvc_is_alone(void) { return atomic_load(&forked) || kvc_openmp_in_region(); 
 
 int32_t kvc_num_threads(void) {
     if (kvc_is_alone()) return 1;
-    const int32_t chosen = atomic_load(&chosen_threads);
-    return chosen ? chosen : default_threads();
+    const int32_t chosen = atomic_load(&chosen_threads), number = chosen ? chosen : default_threads();
+    if (!kvc_uses_openmp()) return number;
+    const int32_t most = chosen ? kvc_openmp_thread_limit() : kvc_openmp_num_threads();
+    return number < most ? number : most;
 }
 
 /* ---- waiting for a time ------------------------------------------------------------------------------------------ */

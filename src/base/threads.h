@@ -54,6 +54,12 @@ void kvc_signal_wait_until(kvc_signal *s, kvc_mutex *m, int64_t time);
 
 enum { KVC_MOST_THREADS = 4096 }; /* the largest number a caller may set */
 
+/* Reads KVCACHE_THREADS, for the whole process.  Call when a cache is made.  KVC_ERR_UNSUPPORTED, with a message. */
+kvc_status kvc_threads_init(void);
+
+/* Whether calls run in regions of OpenMP, and not on this library's own threads. */
+int kvc_uses_openmp(void);
+
 /* Call in the child of the process's fork(), which lacks the threads of its parent: calls run on one from then on. */
 void kvc_threads_forked(void);
 

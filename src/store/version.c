@@ -1,4 +1,5 @@
 /* version.c: the public functions that say what this library is: its version, build and instruction set. */
+#include "base/openmp.h"
 #include "kernels/dispatch.h"
 #include "kvcache.h"
 
@@ -13,7 +14,7 @@ const char *kvc_build_info(void) {
 #elif defined(__GNUC__)
         ", gcc " __VERSION__
 #endif
-        ", " KVC_KERNEL_NAMES;
+        ", " KVC_KERNEL_NAMES ", " KVC_OPENMP_NAME;
 #undef STRING
 #undef STRING_OF
 }

@@ -42,7 +42,9 @@ NAMES = {
     "get_include",
     "get_library",
     "get_num_threads",
+    "get_threading_layer",
     "set_num_threads",
+    "set_threading_layer",
     "show_config",
 }
 

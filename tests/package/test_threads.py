@@ -1,10 +1,11 @@
-"""Test the threads of the installed library: they end with it, and are torch's where torch has some."""
+"""Test the threads of the installed library: OpenMP's, as its variables and threadpoolctl say, or its own."""
 
+import os
 import subprocess
 import sys
 
 import pytest
-from support.compiling import compiler, run
+from support.compiling import ENVIRONMENT, compiler, run
 
 import kvcache
 
@@ -12,6 +13,7 @@ PROGRAM = r"""
 #include <dirent.h>
 #include <dlfcn.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <unistd.h>
 #include <kvcache.h>
 
@@ -46,11 +48,12 @@ static int use(void *library) {
     for (int i = 0; i < N; i++) positions[i] = i;
     if (kvc_cache_new_(&config, &cache)) return 1;
     if (kvc_begin_(cache, N, positions, NULL, NULL, &batch) || kvc_attend_(batch, &plan, &args)) return 2;
-    if (num_threads() != 4) return 3;
+    if (num_threads() < 2) return 3;
     return kvc_commit_(batch) || kvc_cache_free_(cache) ? 4 : 0;
 }
 
 int main(int count, char **arguments) {
+    const int own = getenv("KVCACHE_THREADS") != NULL;
     for (int i = 0; i < 20 * (count == 2); i++) {
         void *library = dlopen(arguments[1], RTLD_NOW | RTLD_LOCAL);
         if (!library) return puts(dlerror()), 5;
@@ -59,45 +62,206 @@ int main(int count, char **arguments) {
         if (failed) return failed;
         dlclose(library);
         if (dlopen(arguments[1], RTLD_NOW | RTLD_NOLOAD)) return 6;
-        if (num_threads() != 1) return 7;
+        if (own && num_threads() != 1) return 7;
     }
     return 0;
 }
 """
 
-SHARING = """
+FUNCTIONS = """
 import os, sys
-import torch
 import numpy as np
 import kvcache
+from kvcache import _core
 
-torch.set_num_threads(3)
-x = torch.rand(1 << 20)
-x.sum()
-before = len(os.listdir("/proc/self/task"))
-cache = kvcache.KVCache(1, 4, 64, 600, num_threads=3)
-rows = np.ones((600, 4, 64), np.float32)
-with cache.batch(600) as batch:
-    batch.attend(0, rows, rows, rows)
-assert len(os.listdir("/proc/self/task")) == before, "the call started threads beside torch's"
-if os.fork() == 0:
-    cache.remove(0)
-    with cache.batch(600) as batch:
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+def attend(num_threads=None, cache=None):
+    cache = cache or kvcache.KVCache(1, 4, 64, 1200, num_threads=num_threads)
+    rows = np.ones((1200, 4, 64), np.float32)
+    with cache.batch(1200) as batch:
         batch.attend(0, rows, rows, rows)
-    os._exit(0)
-assert os.wait()[1] == 0
+    return cache
 """
 
+needs_openmp = pytest.mark.skipif(
+    "OpenMP 20" not in kvcache.show_config("dicts")["build"], reason="built without OpenMP"
+)
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 
 
-def test_threads_end_when_the_library_is_unloaded(tmp_path):
+def run_python(code, imports="os", **environment):
+    """Return the words that a fresh interpreter prints, which imports these modules in this order."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "KVCACHE_THREADS"))}
+    done = subprocess.run(
+        [sys.executable, "-Pc", f"import {imports}\n{FUNCTIONS}{code}"],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert not done.returncode, done.stderr
+    return done.stdout.split()
+
+
+# A fresh interpreter whose first calls were held up by another program may have run them on the library's own threads.
+def until_shared(code, **options):
+    """Run code that prints how many threads it added, until that is 0, in at most ten interpreters."""
+    for _ in range(10):
+        *words, added = run_python(code, **options)
+        if added == "0":
+            return words
+    pytest.fail(f"{added} threads were added, at each of ten times")
+
+
+@pytest.mark.parametrize("layer", ["own", None])
+def test_the_library_can_be_unloaded(tmp_path, monkeypatch, layer):
     (tmp_path / "unload.c").write_text(PROGRAM)
     run(*compiler(), f"-I{kvcache.get_include()}", tmp_path / "unload.c", "-ldl", "-o", tmp_path / "unload")
+    if layer:
+        monkeypatch.setitem(ENVIRONMENT, "KVCACHE_THREADS", layer)
     run(tmp_path / "unload", kvcache.get_library())
 
 
-def test_threads_are_shared_with_torch():
+def test_own_threads_are_chosen():
+    assert run_python("print(kvcache.get_threading_layer())", KVCACHE_THREADS="own") == ["own"]
+    code = "kvcache.set_threading_layer('own'); before = threads(); attend(3); print(threads() - before)"
+    assert run_python(code) == ["2"]
+
+
+@needs_openmp
+def test_openmp_is_the_default():
+    assert run_python("print(kvcache.get_threading_layer())") == ["openmp"]
+    assert run_python("print(kvcache.get_threading_layer())", KVCACHE_THREADS="") == ["openmp"]
+
+
+def test_bad_choices_are_refused():
+    code = """
+assert kvcache.get_threading_layer() is None
+assert kvcache.show_config("dicts")["threading_layer"] is None
+try:
+    attend()
+except kvcache.NotSupportedError as error:
+    print(error)
+kvcache.set_threading_layer("own")
+try:
+    kvcache.set_threading_layer("tbb")
+except kvcache.NotSupportedError as error:
+    print(error)
+assert kvcache.get_threading_layer() == "own"
+"""
+    words = " ".join(run_python(code, KVCACHE_THREADS="workers"))
+    assert "KVCACHE_THREADS is workers: this build has own" in words
+    assert "the threading layer is tbb: this build has own" in words
+
+
+@needs_openmp
+@pytest.mark.parametrize(
+    "environment, number",
+    [
+        ({"OMP_NUM_THREADS": "3"}, 3),
+        ({"OMP_NUM_THREADS": "5,2"}, 5),
+        ({"OMP_NUM_THREADS": "3", "OMP_THREAD_LIMIT": "2"}, 2),
+        ({"OMP_NUM_THREADS": "1"}, 1),
+        ({"OMP_PLACES": "{0}", "OMP_PROC_BIND": "true"}, 1),
+    ],
+)
+def test_variables_of_openmp(environment, number):
+    assert run_python("print(kvcache.get_num_threads())", **environment) == [str(number)]
+
+
+@needs_openmp
+def test_the_thread_limit_bounds_what_is_asked_for():
+    code = "before = threads(); attend(8); print(before + 1 - threads())"
+    assert until_shared(code, OMP_THREAD_LIMIT="2") == []
+
+
+@needs_openmp
+def test_binding_does_not_count_as_affinity():
+    """OpenMP binds the main thread, too, as soon as it is loaded."""
+    code = "print(os.sched_getaffinity(0) == {0}, kvcache.get_num_threads())"
+    environment = {"OMP_PROC_BIND": "true", "OMP_PLACES": "{0},{0},{0}"}
+    is_bound, number = run_python(code, **environment)
+    assert (is_bound, number) in [("True", "3"), ("True", str(os.cpu_count()))]
+
+
+@needs_openmp
+def test_threadpoolctl():
+    pytest.importorskip("threadpoolctl")
+    code = """
+from threadpoolctl import threadpool_info, threadpool_limits
+attend()
+library = os.path.realpath(kvcache.show_config("dicts")["openmp_library"])
+assert library in [os.path.realpath(pool["filepath"]) for pool in threadpool_info()], library
+before = threads()
+with threadpool_limits(1):
+    attend()
+    print(kvcache.get_num_threads(), threads() - before)
+print(kvcache.get_num_threads())
+"""
+    assert run_python(code, OMP_NUM_THREADS="4") == ["1", "0", "4"]
+
+
+@needs_openmp
+@pytest.mark.parametrize("order", ["torch, kvcache", "kvcache, torch"])
+def test_threads_are_shared_with_torch(order):
     pytest.importorskip("torch")
-    done = subprocess.run([sys.executable, "-Pc", SHARING], capture_output=True, text=True, timeout=120)
-    assert not done.returncode, done.stderr
+    code = """
+torch.set_num_threads(3)
+torch.rand(1 << 20).sum()
+before = threads()
+attend(3)
+print(threads() - before)
+if os.fork() == 0:
+    attend(3)
+    os._exit(0)
+assert os.wait()[1] == 0
+"""
+    until_shared(code, imports=order)
+
+
+@needs_openmp
+@pytest.mark.parametrize("order", ["sklearn.cluster, kvcache", "kvcache, sklearn.cluster"])
+def test_threads_are_shared_with_scikit_learn(order):
+    pytest.importorskip("sklearn")
+    code = """
+sklearn.cluster.KMeans(4, n_init=1).fit(np.random.rand(4000, 8))
+before = threads()
+attend(2)
+print(os.path.basename(kvcache.show_config("dicts")["openmp_library"]), threads() - before)
+"""
+    (name,) = until_shared(code, imports=order, OMP_NUM_THREADS="2")
+    assert name.startswith("libgomp-")
+
+
+@needs_openmp
+@pytest.mark.parametrize("order", ["sklearn.cluster, torch, kvcache", "kvcache, sklearn.cluster, torch"])
+def test_torchs_threads_come_before_scikit_learns(order):
+    pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    code = """
+torch.set_num_threads(2)
+torch.rand(1 << 20).sum()
+before = threads()
+attend(2)
+print(os.path.basename(kvcache.show_config("dicts")["openmp_library"]), threads() - before)
+"""
+    assert until_shared(code, imports=order) == ["libgomp.so.1"]
+
+
+def test_a_child_of_a_process_without_caches():
+    """The child has none of the team that its parent had, and must not wait for it."""
+    pytest.importorskip("torch")
+    code = """
+torch.set_num_threads(3)
+torch.rand(1 << 20).sum()
+if os.fork() == 0:
+    import signal
+    signal.alarm(60)
+    attend(3)
+    assert kvcache.get_threading_layer() == "own"
+    os._exit(0)
+assert os.wait()[1] == 0
+"""
+    assert run_python(code, imports="torch, kvcache") == []

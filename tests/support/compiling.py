@@ -1,7 +1,8 @@
 """Builds the core with the system's C compiler, and programs with it.
 
-If pytest runs the slow tests too, under the address and undefined sanitizers, where these work; or as $CC and
-$KVCACHE_C_FLAGS say. Programs that ask for _OPENMP are built with it.
+With OpenMP, as the package is, and under the address and undefined sanitizers if pytest runs the slow tests too, each
+where it works; or as $CC and $KVCACHE_C_FLAGS say. Programs that ask for _OPENMP are built with it on any core, except
+under the thread sanitizer, which does not see OpenMP's barriers.
 $KVCACHE_C_EMULATOR is the command that runs what $CC builds for another processor.
 """
 
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 INCLUDE = [f"-I{ROOT / folder}" for folder in ("include", "src", "tests/c")]
 FLAGS = ["-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror=unused-function", *INCLUDE]
 LIBRARIES = ["-lm", "-lpthread"]
+OPENMP = "-fopenmp"
 EMULATOR = shlex.split(os.environ.get("KVCACHE_C_EMULATOR", ""))
 TIMEOUT = 1800 if EMULATOR else 600  # seconds
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
@@ -68,7 +70,8 @@ def works(cc, flags, folder):
     """Return whether a program built with these flags runs."""
     with tempfile.TemporaryDirectory(dir=folder) as own:  # two processes link in the same folder
         source, program = Path(own, "probe.c"), Path(own, "probe")
-        source.write_text("int main(void) { return 0; }\n")
+        include = "#include <omp.h>\n" if OPENMP in flags else ""
+        source.write_text(f"{include}int main(void) {{ return 0; }}\n")
         build = subprocess.run([*cc, *flags, source, "-o", program], capture_output=True)
         return build.returncode == 0 and subprocess.run([*EMULATOR, program], capture_output=True).returncode == 0
 
@@ -93,6 +96,7 @@ def build_core(folder):
         extra = shlex.split(os.environ["KVCACHE_C_FLAGS"])
     else:
         extra = SANITIZERS if os.environ.get("KVCACHE_TEST_PART") != "quick" and works(cc, SANITIZERS, folder) else []
+        extra = [*extra, OPENMP] if works(cc, [*extra, OPENMP], folder) else extra
     command = [*cc, *FLAGS, *extra]
     return command, [str(path) for path in compile_core(folder, command)]
 
@@ -102,8 +106,9 @@ def link(core, folder, *sources):
     command, objects = core
     if sources[0].suffix == ".cpp":
         command = in_cpp(command)
-    if "KVCACHE_C_FLAGS" not in os.environ and any("_OPENMP" in source.read_text() for source in sources):
-        command = [*command, *(["-fopenmp"] if works(compiler(), ["-fopenmp"], folder) else [])]
+    if any("_OPENMP" in source.read_text() for source in sources) and "-fsanitize=thread" not in command:
+        flags = [flag for flag in [*command, OPENMP] if flag.startswith(("-f", "-m", "-static"))]
+        command = [*command, OPENMP] if works(compiler(), flags, folder) else command
     program = folder / sources[0].stem
     run(*command, *sources, *objects, "-o", program, *LIBRARIES)
     return program

@@ -1,7 +1,10 @@
-/* A program with an OpenMP of its own: calls run on its threads, with the same bits; within its parallel regions they
- * run on one, and in a child after fork() too. */
+/* Calls run in regions of OpenMP where the core has it, on a team that the program shares, with the same bits; on the
+ * library's own threads while regions are held up; on one thread within the program's regions, and in a child after
+ * fork(). */
 #define _DEFAULT_SOURCE /* alarm, fork */
+#include <stdatomic.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "support/scene.h"
@@ -10,6 +13,7 @@
 #include <omp.h>
 
 #include "base/parallel.h"
+#include "base/threads.h"
 
 enum { DIM = 32, HEADS = 8, MOST = 1000 };
 
@@ -33,7 +37,81 @@ static int attends_right(const stage *st)
     return is_right;
 }
 
-static void note_thread(void *threads, int64_t i) { ((int *)threads)[i] = omp_get_num_threads(); }
+static void nap(long microseconds)
+{
+    nanosleep(&(struct timespec){microseconds / 1000000, microseconds % 1000000 * 1000}, NULL);
+}
+
+static void note_team(void *teams, int64_t i) { ((int *)teams)[i] = omp_get_num_threads(); }
+
+/* Returns the size of the team that runs tasks, 1 outside of regions; checks that it is the same for all. */
+static int team_of(int num_threads)
+{
+    static int teams[MOST];
+    kvc_parallel(num_threads, MOST, note_team, teams);
+    for (int i = 1; i < MOST; i++)
+        CHECKF(teams[i] == teams[0], "task %d is run by a team of %d, and task 0 of %d", i, teams[i], teams[0]);
+    return teams[0];
+}
+
+/* Waits until calls run in regions: those that another program holds up are followed by calls without. */
+static void await_regions(int num_threads)
+{
+    int team = 0;
+    for (int i = 0; i < 1000 && (team = team_of(num_threads)) != num_threads; i++)
+        nap(10000);
+    CHECKF(team == num_threads, "a team of %d, not of %d", team, num_threads);
+}
+
+static void test_layers(void)
+{
+    await_regions(3);
+    await_regions(2);
+    CHECK(kvc_set_threading_layer("own") == KVC_OK && kvc_num_threads() >= 1);
+    for (int i = 0; i < 10; i++)
+        CHECK(team_of(3) == 1);
+    CHECK(kvc_set_threading_layer(NULL) == KVC_OK);
+    await_regions(3);
+}
+
+typedef struct held_up {
+    atomic_int is_held; /* a thread of the team has begun a task, which takes long */
+} held_up;
+
+static void hold_up(void *context, int64_t i)
+{
+    held_up *h = context;
+    (void)i;
+    if (omp_get_thread_num() != 0 && !atomic_exchange(&h->is_held, 1))
+        nap(30000);
+    for (int n = 0; n < 100 && !atomic_load(&h->is_held); n++)
+        nap(20);
+}
+
+/* A region that waits for one of its threads is followed by calls without regions, and later by regions again. */
+static void test_held_up(void)
+{
+    held_up h;
+    int without = 0;
+    for (int i = 0; i < 30 && !without; i++) {
+        atomic_init(&h.is_held, 0);
+        kvc_parallel(2, 16, hold_up, &h);
+        without = atomic_load(&h.is_held) && team_of(2) == 1;
+    }
+    CHECKF(without, "regions go on after one was held up (%d)", atomic_load(&h.is_held));
+    await_regions(2);
+}
+
+/* The number of threads is what the runtime says to the calling thread. */
+static void test_numbers(void)
+{
+    const int before = omp_get_max_threads(), number = kvc_num_threads();
+    omp_set_num_threads(1);
+    CHECKF(kvc_num_threads() == 1, "%d", kvc_num_threads());
+    CHECK(kvc_set_num_threads(3) == KVC_OK && kvc_num_threads() == 3);
+    omp_set_num_threads(before);
+    CHECK(kvc_set_num_threads(0) == KVC_OK && kvc_num_threads() == number);
+}
 
 int main(void)
 {
@@ -45,13 +123,14 @@ int main(void)
     question_free(&a);
     stage_free(&alone);
 
-    static int threads[MOST];
     stage st = stage_new(&s, &(setting){.block_size = 16, .num_threads = 3});
-    kvc_parallel(3, MOST, note_thread, threads);
-    for (int i = 0; i < MOST; i++)
-        CHECKF(threads[i] == 3, "task %d is run by a team of %d", i, threads[i]);
     for (int i = 0; i < 20; i++)
         CHECK(attends_right(&st));
+    if (kvc_uses_openmp()) { /* else the core was compiled without it */
+        test_layers();
+        test_held_up();
+        test_numbers();
+    }
 
     CHECK(kvc_set_num_threads(3) == KVC_OK && kvc_num_threads() == 3);
     int num_right = 0;
