@@ -208,7 +208,7 @@ END
     # The shared library exports public names only, needs only these libraries, and is small.
     without ' [A-Z] ([^k]|k[^v]|kv[^c]|kvc[^_])' < <(nm --dynamic --defined-only "$prefix/lib/libkvcache.so")
     without . < <(readelf --dynamic "$prefix/lib/libkvcache.so" | grep NEEDED |
-        grep -vE '\[(lib(c|m|pthread)\.|ld-)')
+        grep -vE '\[(lib(c|m|pthread|gomp|omp)\.|ld-)')
     strip "$prefix/lib/libkvcache.so" -o stripped.so
     [ "$(stat --format %s stripped.so)" -lt 684000 ]
 }

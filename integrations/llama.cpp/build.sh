@@ -150,6 +150,7 @@ configure() {
     esac
     local options=(
         "-DLLAMA_KVCACHE=$here" "-DCMAKE_BUILD_TYPE=$type" "-DBUILD_SHARED_LIBS=$shared" "-DGGML_OPENMP=$openmp"
+        "-DKVCACHE_OPENMP=$openmp"
         "-DLLAMA_SANITIZE_ADDRESS=$address" "-DGGML_SANITIZE_ADDRESS=$address"
         "-DLLAMA_SANITIZE_THREAD=$thread" "-DGGML_SANITIZE_THREAD=$thread" "-DKVCACHE_SANITIZE=$ours"
         "-DLLAMA_BUILD_TESTS=$tests" -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF

@@ -27,6 +27,11 @@ else()
   target_include_directories(llama PRIVATE ${CMAKE_CURRENT_LIST_DIR}/../../include)
   find_package(Threads REQUIRED)
   target_link_libraries(llama PRIVATE Threads::Threads m)
+  get_target_property(kvcache_libraries kvcache_objects LINK_LIBRARIES)
+  if("OpenMP::OpenMP_C" IN_LIST kvcache_libraries)
+    find_package(OpenMP REQUIRED COMPONENTS C)
+    target_link_libraries(llama PRIVATE $<LINK_ONLY:OpenMP::OpenMP_C>)
+  endif()
 endif()
 
 # Without this header ggml's products on AMX end the process, where it is compiled with this GCC.

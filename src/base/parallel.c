@@ -5,7 +5,8 @@
  *
  * A team of OpenMP runs the job in a region, which ends when all of its threads have come there, also one that the
  * system did not run, and that had no task.  Beside a busy program that takes a time slice of the system, some
- * milliseconds.  A region that was held up is followed by calls with workers for a while.
+ * milliseconds.  Regions that lose more than a fifth of the time so are followed by calls with workers for a while.
+ * (Not after a single one: beside the threads of torch, which spin, workers get the processors late.)
  *
  * Workers are threads of this library.  The caller wakes those that sleep, and waits for tasks that were begun, never
  * for a worker that has not begun one.  A worker that loses its core in the middle of a task does hold up the caller.
@@ -38,7 +39,9 @@ enum {
     INTERRUPTED_NS = 200000,        /* between two looks at the clock: the system ran another thread */
     BUSY_NS = 100000000,            /* after which an interrupted thread spins again */
     RECESS_NS = 10000000,           /* calls do without what held them up for so long at first */
-    LONGEST_RECESS_NS = 1000000000, /* and for so long at most without OpenMP */
+    LONGEST_RECESS_NS = 1000000000, /* and for so long at most without regions */
+    LOST_NS = 5000000,              /* regions that were held up for longer give way to workers, */
+    LEAST_LOSS = 5,                 /* unless that is less than this part of the time */
     FINE_TASKS = 4                  /* for each thread: with as many tasks, no thread is long in its last one */
 };
 
@@ -67,6 +70,10 @@ typedef struct recess {
 
 static recess from_regions; /* the workers take their place */
 static recess from_workers; /* the caller is alone */
+
+/* Nanoseconds that regions lost while they were held up, less those that they may lose; and when that was.  Guarded by
+ * is_taken. */
+static int64_t regions_lost, regions_judged;
 
 /* The job.  Threads read it while they have a claim. */
 static void (*job_task)(void *context, int64_t i);
@@ -290,7 +297,12 @@ static void run_with_team(int32_t num_threads, int64_t num_tasks) {
     const int64_t now = kvc_now();
     const int for_threads = now - r.end > INTERRUPTED_NS && now - r.end > r.end - begin;
     const int for_tasks = num_tasks >= FINE_TASKS * num_threads && is_held_up(begin, r.caller_end, now, num_threads);
-    judge(&from_regions, for_threads || for_tasks, now, LONGEST_RECESS_NS);
+    regions_lost -= (now - regions_judged) / LEAST_LOSS;
+    if (regions_lost < 0) regions_lost = 0;
+    if (for_threads || for_tasks) regions_lost += now - r.caller_end;
+    regions_judged = now;
+    judge(&from_regions, regions_lost > LOST_NS, now, LONGEST_RECESS_NS);
+    if (regions_lost > LOST_NS) regions_lost = 0;
 }
 
 /* What the calling thread has beside itself for its tasks. */
