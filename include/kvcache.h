@@ -618,6 +618,9 @@ typedef struct kvc_rows_out {
     int32_t raw; /* 0: rows are converted to `type`.  Else they stay in the types in which the layer stores them, its
                     k_type and v_type, byte for byte; k and v need no alignment then.  Keys that were moved by a delta
                     are rotated, and encoded anew in the copy: the bytes that kvc_settle would store */
+    kvc_batch *batch; /* for kvc_gather and kvc_extract: the open batch, if rows that it was given for the sequence are
+                         to count as well, behind the stored ones, as in kvc_batch_spans and with its errors.  NULL:
+                         stored rows only */
 } kvc_rows_out;
 
 /* Copies rows [first_row, first_row + num_rows), counted in order of arrival, of a sequence in a layer: decoded or raw,
@@ -903,6 +906,18 @@ KVC_API int64_t kvc_plan_num_tasks(const kvc_plan *plan);
  * another layer; KVC_ERR_INVALID, KVC_ERR_GONE and KVC_ERR_CANCELLED (cancel) as in kvc_attend.  kvc_last_error() has
  * the message on the thread that ran the task. */
 KVC_API kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, int64_t task);
+
+/* Lists the rows that the batch's tokens might see of one of its sequences in a layer, as kvc_spans does: the stored
+ * ones, then those of the batch that were put, in the batch's order.  A token that is not put yet has no row.  Rows put in
+ * a KVC_CROSS layer take the place of the stored ones.  Rows of the batch have delta 0; they continue the span of the
+ * stored ones where they lie behind them.  No mask is applied: the policy, parents and positions say what a token sees.
+ * A hold keeps the rows after the batch has ended, too, even if it was aborted.  Without one, pointers are valid until
+ * the batch ends, and those of a sequence that is not stored (kvc_begin_with) until kvc_attend puts in another layer.
+ * Do not call this while another thread puts or writes tokens of the same layer.
+ * KVC_ERR_INVALID if the batch has no token of the sequence, if it restores, or if the layer has no attention;
+ * KVC_ERR_GONE where rows of such a sequence are gone; KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_batch_spans(kvc_batch *batch, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
+                                   int64_t max_spans, int64_t *num_spans, kvc_hold **hold);
 
 /* Sets *num_rows to the number of rows the batch's tokens might see in a layer, for callers with an attention of their
  * own.  These are the stored rows of each sequence of the batch, by rising id, and the batch's own that were put, each

@@ -188,6 +188,7 @@ cdef extern from "kvcache.h" nogil:
         int32_t *positions
         int64_t *num_stored
         int32_t raw
+        kvc_batch *batch
 
     kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t first_row, int64_t num_rows,
                           const kvc_rows_out *out)
@@ -275,6 +276,8 @@ cdef extern from "kvcache.h" nogil:
         size_t hidden_size
         int32_t num_hidden
 
+    kvc_status kvc_batch_spans(kvc_batch *batch, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
+                               int64_t max_spans, int64_t *num_spans, kvc_hold **hold)
     kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *args)
     kvc_status kvc_commit(kvc_batch *batch)
     kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept)

@@ -110,12 +110,6 @@ class Cache:
         v: object,
         skip_missing: bool,
     ) -> int: ...
-    def rows(
-        self, seq_id: SupportsIndex, layer: SupportsIndex, copy: bool | None, values: bool
-    ) -> npt.NDArray[Any]: ...
-    def spans(
-        self, seq_id: SupportsIndex, layer: SupportsIndex
-    ) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any], int, int, int]]: ...
     def begin(
         self,
         n: SupportsIndex | None,
@@ -127,6 +121,17 @@ class Cache:
         restored: Iterable[SupportsIndex] | None,
     ) -> Batch: ...
 
+def rows(
+    cache: Cache,
+    batch: Batch | None,
+    seq_id: SupportsIndex | None,
+    layer: SupportsIndex,
+    copy: bool | None,
+    values: bool,
+) -> npt.NDArray[Any]: ...
+def spans(
+    cache: Cache, batch: Batch | None, seq_id: SupportsIndex | None, layer: SupportsIndex
+) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any], int, int, int]]: ...
 def retain(
     cache: Cache, src: SupportsIndex, seq_id: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None
 ) -> None: ...
@@ -164,6 +169,8 @@ class Slots: ...
 
 @final
 class Batch:
+    @property
+    def cache(self) -> Cache: ...
     @property
     def num_tokens(self) -> int: ...
     @property

@@ -91,6 +91,7 @@ include "binding/cache.pxi"
 include "binding/retained.pxi"
 include "binding/state.pxi"
 include "binding/batch.pxi"
+include "binding/rows.pxi"
 
 
 def version():

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kvcache import _core
 from kvcache.arrays import AnyArray, Flags, FloatDType, Layout, Ranges, check_float_dtype
+from kvcache.block import Span, make_spans
 from kvcache.layer import count
 
 __all__ = ["Batch"]
@@ -430,6 +431,75 @@ class Batch:
         if mask is not None and mask not in ("f32", "bool"):
             raise ValueError(f"mask={mask!r}: must be 'f32', 'bool' or None")
         return self._core.dense(layer, non_causal, hidden, chosen, layout, mask, out)
+
+    def keys(
+        self, layer: SupportsIndex, *, seq_id: SupportsIndex | None = None, copy: bool | None = None
+    ) -> npt.NDArray[Any]:
+        """Return the keys of a sequence in a layer, those that were put in this batch included.
+
+        `KVCache.keys` shows what was committed; this shows what attention reads: the stored rows of the sequence, then
+        those of the batch that were put so far, in the batch's order. In a layer with `CrossAttention`, rows that were
+        put in this batch take the place of stored ones. Which token sees which row is not said here: see `dense`.
+
+        Parameters
+        ----------
+        layer : int
+            The layer's index.
+        seq_id : int, optional
+            A sequence of the batch; by default the only one.
+        copy : bool, optional
+            Whether to copy, as in `KVCache.keys`: by default only where there can be no view.
+
+        Returns
+        -------
+        numpy.ndarray
+            The keys, ``[num_kv_heads, len, head_dim]``, as `KVCache.keys` returns them. A view keeps its rows after the
+            batch has ended, too, even if it was aborted.
+
+        Raises
+        ------
+        ValueError
+            As in `KVCache.keys`; or if the batch has no token of the sequence, or several sequences and `seq_id` is
+            missing; if it restores layers, the layer has no attention, or the batch has ended.
+        IndexError
+            If there is no such layer.
+        RowsGoneError
+            If rows of a sequence that is not stored are gone, because `attend` has put rows of another layer since.
+        MemoryError
+            If memory is short.
+
+        Notes
+        -----
+        No other thread may put rows in the same layer during the call.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import kvcache
+        >>> cache = kvcache.KVCache(num_layers=1, num_kv_heads=2, head_dim=8, max_seq_len=64)
+        >>> x = np.ones((3, 2, 8), np.float32)
+        >>> with cache.batch(3) as batch:
+        ...     batch.put(0, x, x)
+        >>> with cache.batch(1) as batch:
+        ...     batch.put(0, x[:1], x[:1])
+        ...     batch.keys(0).shape, cache.keys(0).shape
+        ((2, 4, 8), (2, 3, 8))
+        """
+        return _core.rows(self._core.cache, self._core, seq_id, layer, copy, False)
+
+    def values(
+        self, layer: SupportsIndex, *, seq_id: SupportsIndex | None = None, copy: bool | None = None
+    ) -> npt.NDArray[Any]:
+        """Return the values, ``[num_kv_heads, len, v_head_dim]``; arguments and errors are as for `keys`."""
+        return _core.rows(self._core.cache, self._core, seq_id, layer, copy, True)
+
+    def spans(self, layer: SupportsIndex, *, seq_id: SupportsIndex | None = None) -> list[Span]:
+        """Return views of the rows that `keys` and `values` show, in as many pieces as they lie in.
+
+        They are like those of `KVCache.spans`: keys are as they were stored, not rotated by `delta`. Errors are as for
+        `keys`.
+        """
+        return make_spans(_core.spans(self._core.cache, self._core, seq_id, layer))
 
     def commit(self, keep: Iterable[SupportsIndex] | None = None) -> None:
         """End the batch and make its tokens part of their sequences; do nothing if it has ended already.

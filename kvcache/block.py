@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,3 +99,8 @@ class Span:
 
     def __repr__(self) -> str:
         return f"Span(k {self.k.shape}, v {self.v.shape}, positions from {self.positions[0]}, delta {self.delta})"
+
+
+def make_spans(found: Iterable[tuple[npt.NDArray[Any], npt.NDArray[Any], int, int, int]]) -> list[Span]:
+    """Make spans of keys, values, the position of the first row, the number of rows, and the delta of each."""
+    return [Span(k, v, np.arange(first, first + rows, dtype=np.int32), delta) for k, v, first, rows, delta in found]

@@ -18,7 +18,7 @@ from kvcache import _core
 from kvcache._core import INT32_MAX, INT64_MAX, MAX_THREADS, integer
 from kvcache.arrays import AnyArray, FloatDType, SupportsDLPack, check_float_dtype
 from kvcache.batch import Batch
-from kvcache.block import Block, Run, Span
+from kvcache.block import Block, Run, Span, make_spans
 from kvcache.errors import CacheBusyError, RowsGoneError
 from kvcache.layer import DType, Transform, count, make_layers
 from kvcache.policy import FullAttention, Policy
@@ -725,11 +725,11 @@ class KVCache(Saveable):
         >>> cache.keys(0, copy=False).shape
         (2, 3, 8)
         """
-        return self._core.rows(seq_id, layer, copy, False)
+        return _core.rows(self._core, None, seq_id, layer, copy, False)
 
     def values(self, layer: SupportsIndex, *, seq_id: SupportsIndex = 0, copy: bool | None = None) -> npt.NDArray[Any]:
         """Return the stored values, ``[num_kv_heads, len, v_head_dim]``; arguments and errors are as for `keys`."""
-        return self._core.rows(seq_id, layer, copy, True)
+        return _core.rows(self._core, None, seq_id, layer, copy, True)
 
     def get(
         self, layer: SupportsIndex, position: SupportsIndex, *, seq_id: SupportsIndex = 0
@@ -999,10 +999,7 @@ class KVCache(Saveable):
         >>> [span.k.shape for span in cache.spans(0)]
         [(2, 16, 8), (2, 4, 8)]
         """
-        return [
-            Span(k, v, np.arange(first, first + rows, dtype=np.int32), delta)
-            for k, v, first, rows, delta in self._core.spans(seq_id, layer)
-        ]
+        return make_spans(_core.spans(self._core, None, seq_id, layer))
 
     def positions(self, *, seq_id: SupportsIndex = 0, layer: SupportsIndex = 0) -> npt.NDArray[np.int32]:
         """Return the positions of a sequence's rows in a layer, in order of arrival."""

@@ -19,7 +19,7 @@ cdef struct Query:
 @cython.final
 @cython.no_gc_clear  # __dealloc__ needs the cache
 cdef class Batch(_CallCounter):
-    cdef Cache cache
+    cdef readonly Cache cache
     cdef kvc_batch *handle  # NULL: the batch has ended
     cdef readonly int32_t num_tokens
     cdef readonly cnp.ndarray positions
@@ -114,8 +114,8 @@ cdef class Batch(_CallCounter):
             return 0
         seq_ids = set(self.seq_ids.tolist())
         if len(seq_ids) > 1:
-            raise ValueError(f"seq_id=None: the batch has {len(seq_ids)} sequences; put() with the seq_id of the one "
-                             "whose rows these are")
+            raise ValueError(f"seq_id=None: the batch has {len(seq_ids)} sequences; give the seq_id of the one whose "
+                             "rows these are")
         return self.seq_ids[0]
 
     cdef int read_cross(self, int32_t layer, object first, object seq_id, int layout, PutRows *rows) except -1:

@@ -1,4 +1,4 @@
-"""The cache: sequences, edits, memory and reading rows, each a call of the C core."""
+"""The cache: sequences, edits, memory and copies of rows, each a call of the C core."""
 
 
 @cython.final
@@ -429,9 +429,9 @@ cdef class Cache(_CallCounter):
 
     # ---- reading rows
 
-    cdef tuple copy_rows(self, int32_t layer, int64_t seq_id, object first, int32_t type, bint raw, bint want_k,
-                         bint want_v):
-        """Copy the rows from `first` on; again if another thread changed their number meanwhile."""
+    cdef tuple copy_rows(self, Batch batch, int32_t layer, int64_t seq_id, object first, int32_t type, bint raw,
+                         bint want_k, bint want_v):
+        """Copy the rows from `first` on, those of an open batch included; again if their number changed meanwhile."""
         cdef kvc_status status = KVC_OK
         cdef kvc_rows_out out
         cdef int64_t stored = self.count_rows(seq_id, layer), rows = -1, begin = 0
@@ -440,17 +440,17 @@ cdef class Cache(_CallCounter):
             rows = stored - begin
             arrays = new_rows(&self.layers[layer], rows, type, raw, want_k, want_v, &out)
             out.num_stored = &stored
-            status = self.copy_to(layer, seq_id, begin, rows, &out)
+            status = self.copy_to(batch, layer, seq_id, begin, rows, &out)
         check(status)
         return arrays
 
-    cdef kvc_status copy_to(self, int32_t layer, int64_t seq_id, int64_t first, int64_t rows,
+    cdef kvc_status copy_to(self, Batch batch, int32_t layer, int64_t seq_id, int64_t first, int64_t rows,
                             kvc_rows_out *out) except? KVC_OK:
         cdef kvc_status status
-        cdef kvc_cache *cache = self.enter()
+        cdef kvc_cache *cache = enter_both(self, batch, &out.batch)
         with nogil:
             status = kvc_gather(cache, seq_id, layer, first, rows, out)
-        self.leave()
+        leave_both(self, batch)
         return status
 
     def get(self, seq_id, layer, position):
@@ -474,13 +474,13 @@ cdef class Cache(_CallCounter):
         cdef int32_t at = to_layer(layer, self.num_layers)
         cdef kvc_rows_out to
         if out is None:
-            return self.copy_rows(at, seq, first, TYPES["f32" if dtype is None else dtype], raw, True, True)
+            return self.copy_rows(None, at, seq, first, TYPES["f32" if dtype is None else dtype], raw, True, True)
         if dtype is not None:
             raise ValueError(f"dtype={dtype!r}: rows are converted to the type of out; leave it out")
         rows = self.count_rows(seq, at)
         begin = to_int(first, "first", 0, rows)
         _owner = read_rows_out(&self.layers[at], out, rows - begin, raw, &rows, &to)
-        check(self.copy_to(at, seq, begin, rows, &to))
+        check(self.copy_to(None, at, seq, begin, rows, &to))
         return out
 
     def extract(self, seq_id, layer, begin, end, bint raw):
@@ -498,53 +498,6 @@ cdef class Cache(_CallCounter):
         self.leave()
         check(status)
         return arrays
-
-    cdef int check_viewable(self, int32_t layer, int32_t type) except -1:
-        if type >= KVC_Q8_0:
-            raise ValueError(f"layer {layer} stores {type_name(type)}, which no array can show: gather() decodes it, "
-                             "or copies its bytes with raw=True")
-        return 0
-
-    def rows(self, seq_id, layer, copy, bint values):
-        """Return keys or values in their stored type: a view or a copy, see `KVCache.keys`."""
-        cdef int64_t seq = to_seq_id(seq_id)
-        cdef int32_t at = to_layer(layer, self.num_layers)
-        cdef kvc_layer *shape = &self.layers[at]
-        cdef int32_t type = shape.v_type if values else shape.k_type, delta = 0
-        cdef kvc_rows_out none
-        cdef Hold hold
-        self.check_viewable(at, type)
-        if not copy:
-            hold = Hold(self, at, seq)
-            if not hold.num_spans:
-                array = new_rows(shape, 0, type, False, not values, values, &none)[1 if values else 0]
-                array.flags.writeable = False  # like a view
-                return array
-            if not values and shape.rope.kind == KVC_ROPE_FREQUENCIES:
-                delta = hold.pending_delta()
-            if not delta and hold.in_one_piece():
-                return hold.view(shape, 0, hold.num_spans, values)
-            if copy is not None and delta:
-                raise ValueError(f"copy=False: keys that were moved, by {delta}, are yet to be rotated; settle() does "
-                                 "it for all, copy=None and gather() in a copy")
-            if copy is not None:
-                raise ValueError(f"copy=False: the rows lie in {hold.num_spans} pieces, so that there is no view of "
-                                 "them all; spans() has one of each, copy=None and gather() copy")
-        return self.copy_rows(at, seq, 0, type, False, not values, values)[1 if values else 0]
-
-    def spans(self, seq_id, layer):
-        """Return a list of (k, v, position of the first row, number of rows, delta)."""
-        cdef int64_t seq = to_seq_id(seq_id), i
-        cdef int32_t at = to_layer(layer, self.num_layers)
-        cdef kvc_layer *shape = &self.layers[at]
-        cdef Hold hold
-        self.check_viewable(at, max(shape.k_type, shape.v_type))
-        hold = Hold(self, at, seq)
-        return [
-            (hold.view(shape, i, 1, False), hold.view(shape, i, 1, True), hold.spans[i].position,
-             hold.spans[i].num_rows, hold.spans[i].delta)
-            for i in range(hold.num_spans)
-        ]
 
     # ---- a forward pass
 

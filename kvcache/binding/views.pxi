@@ -13,17 +13,21 @@ cdef int free_hold(Cache cache, kvc_hold *hold) noexcept:
 @cython.final
 @cython.no_gc_clear  # __dealloc__ needs the cache
 cdef class Hold:
-    """Keeps the rows of a sequence in a layer unchanged while it lives; views of the rows have it as their base."""
+    """Keeps the rows of a sequence in a layer unchanged while it lives; views of the rows have it as their base.
+
+    With a batch, which must be open, they include the rows that it was given for the sequence.
+    """
 
     cdef Cache cache
     cdef kvc_hold *handle
     cdef kvc_span *spans
     cdef int64_t num_spans
 
-    def __cinit__(self, Cache cache not None, int32_t layer, int64_t seq_id):
+    def __cinit__(self, Cache cache not None, Batch batch, int32_t layer, int64_t seq_id):
         cdef int64_t max_spans = 0
         cdef void *spans
         cdef kvc_cache *handle
+        cdef kvc_batch *open_batch
         cdef kvc_status status
         self.cache = cache
         self.num_spans = 1
@@ -33,11 +37,15 @@ cdef class Hold:
             if spans == NULL:
                 raise MemoryError
             self.spans = <kvc_span *>spans
-            handle = cache.enter()
+            handle = enter_both(cache, batch, &open_batch)
             with nogil:
-                status = kvc_spans(handle, seq_id, layer, self.spans, sizeof(kvc_span), max_spans, &self.num_spans,
-                                   &self.handle)
-            cache.leave()
+                if open_batch == NULL:
+                    status = kvc_spans(handle, seq_id, layer, self.spans, sizeof(kvc_span), max_spans, &self.num_spans,
+                                       &self.handle)
+                else:
+                    status = kvc_batch_spans(open_batch, seq_id, layer, self.spans, sizeof(kvc_span), max_spans,
+                                             &self.num_spans, &self.handle)
+            leave_both(cache, batch)
             check(status)
 
     def __dealloc__(self):

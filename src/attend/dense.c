@@ -1,16 +1,17 @@
 /* dense.c: copies rows to plain arrays and makes masks, for callers with an attention of their own.
  *
- * Rows are walked over twice, by visit_rows: once to count them, and so size a list of them, and once to list them.
+ * Rows are walked over twice, by kvc_batch_visit: once to count them, and so size a list of them, and once to list
+ * them.
  */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/parallel.h"
+#include "store/batch_rows.h"
 #include "store/check.h"
 #include "store/hidden.h"
 #include "store/read.h"
-#include "store/row_buffer.h"
 
 /* A row to be copied out. */
 typedef struct dense_row {
@@ -38,8 +39,8 @@ typedef struct dense {
     kvc_dense_args args;
     kvc_rows_out out;
     const kvc_row_buffer *buffer; /* the layer's row buffer */
-    kvc_status status;            /* KVC_ERR_GONE if rows are gone from the row buffer */
-    int64_t num;                  /* rows counted or listed so far */
+    int32_t listed;               /* the sequence whose rows are being listed */
+    int64_t num;                  /* rows listed so far */
     dense_row *rows;
     slice *slices;             /* [batch->num_sequences] */
     member *order;             /* [batch->num_sequences] sequences in the order in which they are written */
@@ -49,65 +50,30 @@ typedef struct dense {
 
 /* ---- visiting rows ----------------------------------------------------------------------------------------------- */
 
-/* Called for the rows of a run.  tokens: [run->count] tokens of the batch whose rows these are; NULL: stored rows. */
-typedef void visit_fn(dense *d, int32_t s, const kvc_run *run, const int32_t *tokens);
-
-/* Whether the row of a token was put.  block NULL: its slot is one of the row buffer. */
-static int is_put(dense *d, const kvc_block *block, int32_t slot, int32_t token) {
-    int has = kvc_written_in(d->batch, kvc_source_of(d->batch->cache, d->layer))[token];
-    if (!block && d->status == KVC_OK) d->status = kvc_row_buffer_has(d->batch, d->buffer, d->layer, token, slot, &has);
-    return has;
+static void count_run(void *num, const kvc_run *run, const int32_t *tokens) {
+    (void)tokens;
+    *(int64_t *)num += run->count;
 }
 
-/* Visits the rows of one of the batch's runs that were put. */
-static void visit_put_rows(dense *d, int32_t s, const kvc_run *run, const int32_t *tokens, visit_fn *visit) {
-    for (int32_t from = 0, to; from < run->count; from = to + 1) {
-        for (to = from; to < run->count && is_put(d, run->block, run->slot + to, tokens[to]);) to++;
-        const kvc_run part = {run->block, run->slot + from, to - from, run->position + from, run->delta};
-        if (part.count) visit(d, s, &part, tokens + from);
-    }
-}
-
-/* Visits the stored rows of sequence s, then those of the batch that were put. */
-static void visit_rows(dense *d, int32_t s, visit_fn *visit) {
-    const kvc_batch *batch = d->batch;
-    const int32_t g = batch->cache->group_of[d->layer];
-    const int is_cross = g >= batch->cache->num_token_groups;
-    const kvc_run_list *list = &batch->sequences[s].sequence->runs[g];
-    const kvc_pending *pending = is_cross ? kvc_pending_of(batch, g, s) : kvc_own_pending(batch, g, s);
-    const int32_t *tokens = batch->order + batch->sequences[s].first;
-    if (!(is_cross && pending->num))
-        for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) visit(d, s, run, NULL);
-    for (int32_t i = 0; i < pending->num; tokens += pending->runs[i++].count)
-        if (is_cross)
-            visit(d, s, &pending->runs[i], NULL);
-        else
-            visit_put_rows(d, s, &pending->runs[i], tokens, visit);
-}
-
-static void count_run(dense *d, int32_t s, const kvc_run *run, const int32_t *tokens) {
-    (void)s, (void)tokens;
-    d->num += run->count;
-}
-
-static void list_run(dense *d, int32_t s, const kvc_run *run, const int32_t *tokens) {
-    kvc_run row = {run->block ? run->block : kvc_row_buffer_block(d->buffer), run->slot, 1, run->position, run->delta};
+static void list_run(void *to, const kvc_run *run, const int32_t *tokens) {
+    dense *d = to;
+    kvc_run row = {run->block, run->slot, 1, run->position, run->delta};
     for (int32_t i = 0; i < run->count; i++, d->num++, row.slot++, row.position++)
-        d->rows[d->num] = (dense_row){row.position, tokens ? tokens[i] : -1, s, d->num, row};
+        d->rows[d->num] = (dense_row){row.position, tokens ? tokens[i] : -1, d->listed, d->num, row};
 }
 
 /* Counts the rows of all sequences, and those of the sequence that has most. */
 static kvc_status count_rows(const kvc_batch *batch, int32_t layer, const kvc_row_buffer *buffer, int64_t *num,
                              int64_t *most) {
-    dense d = {.batch = batch, .layer = layer, .buffer = buffer};
-    *most = 0;
+    *num = *most = 0;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
-        const int64_t before = d.num;
-        visit_rows(&d, s, count_run);
-        if (d.num - before > *most) *most = d.num - before;
+        int64_t rows = 0;
+        const kvc_status status = kvc_batch_visit(batch, layer, s, buffer, count_run, &rows);
+        if (status != KVC_OK) return status;
+        if (rows > *most) *most = rows;
+        *num += rows;
     }
-    *num = d.num;
-    return d.status;
+    return KVC_OK;
 }
 
 /* Enters the layer's row buffer, counts the rows, and leaves it. */
@@ -186,7 +152,8 @@ static void list_rows(dense *d) {
         const int32_t s = d->order[i].sequence;
         dense_row *rows = d->rows + d->num;
         d->slices[s].first = d->num;
-        visit_rows(d, s, list_run);
+        d->listed = s;
+        (void)kvc_batch_visit(batch, d->layer, s, d->buffer, list_run, d); /* cannot fail after it counted them */
         d->slices[s].num = d->num - d->slices[s].first;
         if (!is_sorted(rows, d->slices[s].num)) qsort(rows, (size_t)d->slices[s].num, sizeof *rows, by_position);
     }

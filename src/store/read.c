@@ -5,7 +5,7 @@
 
 #include "base/dtype.h"
 #include "base/parallel.h"
-#include "store/row_buffer.h"
+#include "store/batch_rows.h"
 #include "store/span.h"
 #include "store/transfer.h"
 #include "store/transform.h"
@@ -122,7 +122,7 @@ void kvc_reader_clear(const kvc_reader *reader, const kvc_rows_out *out, int64_t
 
 /* ---- snapshots --------------------------------------------------------------------------------------------------- */
 
-/* A copy of a sequence's runs, whose blocks are pinned, to read rows without the mutex. */
+/* A copy of the runs of a sequence, whose blocks are pinned, to read rows without the mutex. */
 typedef struct snapshot {
     kvc_cache *cache;
     int32_t layer, num_runs; /* num_runs 0: there is nothing to read, nor to free */
@@ -131,42 +131,77 @@ typedef struct snapshot {
     uint64_t size;  /* bytes of runs and scratch, one allocation */
 } snapshot;
 
-static kvc_status take_snapshot(kvc_cache *cache, const kvc_run_list *list, int32_t layer, int32_t num_tasks,
-                                snapshot *s) {
+static kvc_status take_snapshot(kvc_cache *cache, const kvc_run *runs, int32_t num_runs, int32_t layer,
+                                int32_t num_tasks, snapshot *s) {
     const uint64_t floats = kvc_rope_of(cache, layer) ? kvc_rotator_floats(cache->layers[layer].k_dim) : 0;
     *s = (snapshot){.cache = cache, .layer = layer};
-    kvc_add_array(&s->size, (uint64_t)list->num * sizeof *s->runs);
+    kvc_add_array(&s->size, (uint64_t)num_runs * sizeof *s->runs);
     const uint64_t scratch = kvc_add_array(&s->size, (uint64_t)num_tasks * floats * sizeof *s->scratch);
     s->runs = kvc_memory_alloc(&cache->memory, s->size, KVC_MEMORY_SCRATCH, -1);
-    if (!s->runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory to read %d runs of layer %d", list->num, layer);
+    if (!s->runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory to read %d runs of layer %d", num_runs, layer);
     if (floats) s->scratch = (void *)((char *)s->runs + scratch);
-    s->num_runs = list->num;
-    for (int32_t i = 0; i < s->num_runs; i++) {
-        s->runs[i] = kvc_runs_begin(list)[i];
-        kvc_pool_pin(s->runs[i].block);
+    s->num_runs = num_runs;
+    for (int32_t i = 0; i < num_runs; i++) {
+        s->runs[i] = runs[i];
+        kvc_pin_block(runs[i].block);
     }
     return KVC_OK;
 }
 
-/* Takes a snapshot of a sequence in a layer, for num_tasks tasks that copy its rows, and begins reading.  KVC_ERR_INDEX
- * if the sequence holds fewer than `least` rows.  Sets *num_stored, unless num_stored is NULL, to the number of rows.
+/* One call of kvc_gather or kvc_extract. */
+typedef struct copying {
+    kvc_cache *cache;
+    int32_t layer, num_tasks;
+    snapshot from;
+    kvc_rows_out out;
+    int64_t first, num_rows; /* rows [first, first + num_rows) in order of arrival; or positions, if by_position */
+    int by_position;         /* gives zeros at a position without a row, the latest row of several */
+} copying;
+
+/* Takes a snapshot of these runs, of num_rows rows, and sets *num_stored to that, if it is not NULL.  KVC_ERR_INDEX if
+ * there are fewer than `least`. */
+static kvc_status snap(copying *c, int64_t seq_id, const kvc_run *runs, int32_t num_runs, int64_t num_rows,
+                       int64_t least) {
+    if (c->out.num_stored) *c->out.num_stored = num_rows;
+    if (least > num_rows)
+        return kvc_fail(KVC_ERR_INDEX, "rows up to %lld are asked for: sequence %lld holds %lld in layer %d",
+                        (long long)least, (long long)seq_id, (long long)num_rows, c->layer);
+    return num_rows ? take_snapshot(c->cache, runs, num_runs, c->layer, c->num_tasks, &c->from) : KVC_OK;
+}
+
+/* Do the same for a sequence: for its stored rows, or also for those of the open batch, whose row buffer was entered.
  */
-static kvc_status open_snapshot(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t least, int32_t num_tasks,
-                                int64_t *num_stored, snapshot *s) {
-    *s = (snapshot){0};
-    kvc_status status = KVC_OK;
+static kvc_status snap_stored(copying *c, int64_t seq_id, int64_t least) {
+    kvc_cache_find(c->cache, seq_id); /* waits while its rows are written */
+    const kvc_run_list *list = kvc_runs_of(c->cache, seq_id, c->layer);
+    return list ? snap(c, seq_id, kvc_runs_begin(list), list->num, list->num_rows, least)
+                : snap(c, seq_id, NULL, 0, 0, least);
+}
+
+static kvc_status snap_batch(copying *c, int64_t seq_id, const kvc_row_buffer *buffer, int64_t least) {
+    kvc_batch_runs list;
+    kvc_status status = kvc_batch_runs_new(c->out.batch, c->layer, seq_id, buffer, &list);
+    if (status == KVC_OK) status = snap(c, seq_id, list.runs, list.num, list.num_rows, least);
+    kvc_batch_runs_free(&c->cache->memory, &list);
+    return status;
+}
+
+/* Takes a snapshot of a sequence, and begins reading. */
+static kvc_status open_snapshot(copying *c, int64_t seq_id, int64_t least) {
+    kvc_cache *cache = c->cache;
+    kvc_row_buffer *buffer = NULL;
+    if (c->out.batch) {
+        kvc_status status = kvc_check_attention(c->out.batch, c->layer);
+        if (status == KVC_OK && c->out.batch->cache != cache)
+            status = kvc_fail(KVC_ERR_INVALID, "out->batch is of another cache");
+        if (status == KVC_OK) status = kvc_row_buffer_enter(c->out.batch, c->layer, KVC_ROW_BUFFER_READ, &buffer);
+        if (status != KVC_OK) return status;
+    }
     kvc_lock(cache);
     kvc_cache_begin_reading(cache);
-    kvc_cache_find(cache, seq_id); /* waits while its rows are written */
-    const kvc_run_list *list = kvc_runs_of(cache, seq_id, layer);
-    const int64_t stored = list ? list->num_rows : 0;
-    if (num_stored) *num_stored = stored;
-    if (least > stored)
-        status = kvc_fail(KVC_ERR_INDEX, "rows up to %lld are asked for: sequence %lld holds %lld in layer %d",
-                          (long long)least, (long long)seq_id, (long long)stored, layer);
-    else if (stored)
-        status = take_snapshot(cache, list, layer, num_tasks, s);
-    if (!s->num_runs) kvc_cache_end_reading(cache);
+    const kvc_status status = c->out.batch ? snap_batch(c, seq_id, buffer, least) : snap_stored(c, seq_id, least);
+    if (buffer) kvc_row_buffer_let_go(cache, buffer);
+    if (!c->from.num_runs) kvc_cache_end_reading(cache);
     return kvc_unlock(cache, status);
 }
 
@@ -175,7 +210,7 @@ static void close_snapshot(snapshot *s) {
     kvc_cache *cache = s->cache;
     kvc_lock(cache);
     for (int32_t i = 0; i < s->num_runs; i++)
-        kvc_pool_unpin(&cache->pools[cache->group_of[s->layer]], s->runs[i].block);
+        kvc_unpin_block(cache, &cache->pools[cache->group_of[s->layer]], s->runs[i].block);
     kvc_memory_free(&cache->memory, s->runs, s->size, KVC_MEMORY_SCRATCH, -1);
     kvc_cache_end_reading(cache);
     kvc_unlock(cache, KVC_OK);
@@ -191,16 +226,6 @@ kvc_status kvc_check_rows_out(const kvc_layer *layer, const kvc_rows_out *given,
     if (status != KVC_OK) return status;
     return kvc_check_strides(out->raw ? layer->v_type : out->type, out->v_row_stride, out->v_head_stride, name);
 }
-
-/* One call of kvc_gather or kvc_extract. */
-typedef struct copying {
-    kvc_cache *cache;
-    int32_t layer, num_tasks;
-    snapshot from;
-    kvc_rows_out out;
-    int64_t first, num_rows; /* rows [first, first + num_rows) in order of arrival; or positions, if by_position */
-    int by_position;         /* gives zeros at a position without a row, the latest row of several */
-} copying;
 
 /* Copies a task's share of the rows. */
 static void copy_task(void *context, int64_t task) {
@@ -256,7 +281,7 @@ kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t f
                           (long long)first_row, (long long)num_rows);
     if (status != KVC_OK) return status;
     c.num_tasks = count_tasks(cache, layer, num_rows);
-    status = open_snapshot(cache, seq_id, layer, first_row + num_rows, c.num_tasks, c.out.num_stored, &c.from);
+    status = open_snapshot(&c, seq_id, first_row + num_rows);
     if (status != KVC_OK) return status;
     if (c.out.positions) list_positions(c.from.runs, c.from.num_runs, first_row, num_rows, c.out.positions);
     copy_all(&c);
@@ -271,7 +296,7 @@ kvc_status kvc_extract(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t 
     if (status == KVC_OK) status = kvc_check_rows_out(&cache->layers[layer], given, &c.out, "out");
     if (status != KVC_OK) return status;
     c.num_tasks = count_tasks(cache, layer, c.num_rows);
-    status = open_snapshot(cache, seq_id, layer, 0, c.num_tasks, c.out.num_stored, &c.from);
+    status = open_snapshot(&c, seq_id, 0);
     if (status != KVC_OK) return status;
     if (c.out.positions) find_positions(&c.from, begin, end, c.out.positions);
     copy_all(&c);

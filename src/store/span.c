@@ -2,7 +2,7 @@
 #include "store/span.h"
 
 #include "base/status.h"
-#include "store/row_buffer.h"
+#include "store/batch_rows.h"
 #include "store/check.h"
 #include "store/waiting.h"
 
@@ -14,6 +14,22 @@ struct kvc_hold {
     kvc_block *blocks[];
 };
 
+void kvc_pin_block(kvc_block *block) {
+    kvc_row_buffer *buffer = kvc_row_buffer_of(block);
+    if (buffer)
+        buffer->users++;
+    else
+        kvc_pool_pin(block);
+}
+
+void kvc_unpin_block(kvc_cache *cache, kvc_pool *pool, kvc_block *block) {
+    kvc_row_buffer *buffer = kvc_row_buffer_of(block);
+    if (buffer)
+        kvc_row_buffer_let_go(cache, buffer);
+    else
+        kvc_pool_unpin(pool, block);
+}
+
 kvc_status kvc_hold_runs(kvc_cache *cache, const kvc_run *runs, int32_t num_runs, int32_t group, kvc_hold **out) {
     const size_t size = sizeof(kvc_hold) + (size_t)num_runs * sizeof(kvc_block *);
     kvc_hold *hold = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
@@ -22,10 +38,8 @@ kvc_status kvc_hold_runs(kvc_cache *cache, const kvc_run *runs, int32_t num_runs
     for (int32_t i = 0; i < num_runs; i++) {
         kvc_row_buffer *buffer = kvc_row_buffer_of(runs[i].block);
         hold->blocks[i] = runs[i].block;
-        if (buffer)
-            buffer->users++, buffer->holds++;
-        else
-            kvc_pool_pin(hold->blocks[i]);
+        kvc_pin_block(runs[i].block);
+        if (buffer) buffer->holds++;
     }
     cache->num_holds++;
     *out = hold;
@@ -38,10 +52,8 @@ void kvc_hold_free(kvc_hold *hold) {
     kvc_lock(cache);
     for (int64_t i = 0; i < hold->num_blocks; i++) {
         kvc_row_buffer *buffer = kvc_row_buffer_of(hold->blocks[i]);
-        if (buffer)
-            buffer->holds--, kvc_row_buffer_let_go(cache, buffer);
-        else
-            kvc_pool_unpin(hold->pool, hold->blocks[i]);
+        if (buffer) buffer->holds--;
+        kvc_unpin_block(cache, hold->pool, hold->blocks[i]);
     }
     cache->num_holds--;
     kvc_memory_free(&cache->memory, hold, hold->size, KVC_MEMORY_SCRATCH, -1);
@@ -60,22 +72,53 @@ kvc_span kvc_span_of(const kvc_run *run, const kvc_layout *at) {
                       .delta = run->delta};
 }
 
+/* Writes the runs as spans, as many as there is room for, and sets *num_spans to how many there are.  Holds them if all
+ * were written and `hold` is not NULL. */
+static kvc_status show_runs(kvc_cache *cache, int32_t layer, const kvc_run *runs, int32_t num_runs, kvc_span *spans,
+                            size_t span_size, int64_t max_spans, int64_t *num_spans, kvc_hold **hold) {
+    *num_spans = num_runs;
+    for (int64_t i = 0; i < num_runs && i < max_spans; i++) {
+        const kvc_span span = kvc_span_of(&runs[i], kvc_layout_in(cache, layer, runs[i].block));
+        kvc_write_struct((char *)spans + (size_t)i * span_size, span_size, &span, sizeof span);
+    }
+    if (!hold || !num_runs || num_runs > max_spans) return KVC_OK;
+    return kvc_hold_runs(cache, runs, num_runs, cache->group_of[layer], hold);
+}
+
+static kvc_status check_arguments(size_t span_size, const int64_t *num_spans, kvc_hold **hold) {
+    kvc_status status = kvc_check_size(span_size, kvc_span_least_size, sizeof(kvc_span), "spans");
+    if (status == KVC_OK && !num_spans) status = kvc_fail(KVC_ERR_INVALID, "num_spans is NULL");
+    if (status == KVC_OK && hold) *hold = NULL;
+    return status;
+}
+
 kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
                      int64_t max_spans, int64_t *num_spans, kvc_hold **hold) {
     kvc_status status = kvc_check_layer(cache, layer);
-    if (status == KVC_OK) status = kvc_check_size(span_size, kvc_span_least_size, sizeof *spans, "spans");
-    if (status == KVC_OK && !num_spans) status = kvc_fail(KVC_ERR_INVALID, "num_spans is NULL");
+    if (status == KVC_OK) status = check_arguments(span_size, num_spans, hold);
     if (status != KVC_OK) return status;
-    if (hold) *hold = NULL;
     kvc_lock(cache);
     kvc_cache_find(cache, seq_id); /* waits while its rows are written */
     const kvc_run_list *list = kvc_runs_of(cache, seq_id, layer);
-    *num_spans = list ? list->num : 0;
-    for (int64_t i = 0; i < *num_spans && i < max_spans; i++) {
-        const kvc_span span = kvc_span_of(kvc_runs_begin(list) + i, &cache->layouts[cache->layout_of[layer]]);
-        kvc_write_struct((char *)spans + (size_t)i * span_size, span_size, &span, sizeof span);
-    }
-    if (hold && *num_spans && *num_spans <= max_spans)
-        status = kvc_hold_runs(cache, kvc_runs_begin(list), list->num, cache->group_of[layer], hold);
+    status = show_runs(cache, layer, list ? kvc_runs_begin(list) : NULL, list ? list->num : 0, spans, span_size,
+                       max_spans, num_spans, hold);
+    return kvc_unlock(cache, status);
+}
+
+kvc_status kvc_batch_spans(kvc_batch *batch, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
+                           int64_t max_spans, int64_t *num_spans, kvc_hold **hold) {
+    kvc_cache *cache = batch->cache;
+    kvc_row_buffer *buffer;
+    kvc_batch_runs list;
+    kvc_status status = kvc_check_attention(batch, layer);
+    if (status == KVC_OK) status = check_arguments(span_size, num_spans, hold);
+    if (status == KVC_OK) status = kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_READ, &buffer);
+    if (status != KVC_OK) return status;
+    kvc_lock(cache);
+    status = kvc_batch_runs_new(batch, layer, seq_id, buffer, &list);
+    if (status == KVC_OK)
+        status = show_runs(cache, layer, list.runs, list.num, spans, span_size, max_spans, num_spans, hold);
+    kvc_batch_runs_free(&cache->memory, &list);
+    if (buffer) kvc_row_buffer_let_go(cache, buffer);
     return kvc_unlock(cache, status);
 }

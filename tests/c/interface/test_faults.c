@@ -433,6 +433,32 @@ static kvc_status gather(pair *p)
     return agree(p, "gather", kvc_gather(p->cache, 0, 0, 3, 5, &out), KVC_OK);
 }
 
+/* All that the batch shows of a sequence, held; and copied, keys rotated. */
+static kvc_status hold_batch_spans(pair *p)
+{
+    kvc_span spans[200];
+    kvc_hold *hold = NULL;
+    int64_t num;
+    kvc_status status =
+        agree(p, "batch_spans", kvc_batch_spans(p->batch, 1, 0, spans, sizeof *spans, 200, &num, &hold), KVC_OK);
+    CHECK(!hold == (status != KVC_OK));
+    kvc_hold_free(hold);
+    return status;
+}
+
+static kvc_status gather_batch(pair *p)
+{
+    static float k[200 * 6];
+    int64_t num = 0;
+    kvc_rows_out out = {.struct_size = sizeof out, .num_stored = &num, .batch = p->batch};
+    kvc_status status = agree(p, "gather", kvc_gather(p->cache, 1, 0, 0, 0, &out), KVC_OK);
+    if (status != KVC_OK)
+        return status;
+    CHECK(num > 12 && num <= 200);
+    out.k = k, out.k_head_stride = num * 12, out.k_row_stride = 12;
+    return agree(p, "gather", kvc_gather(p->cache, 1, 0, 0, num, &out), KVC_OK);
+}
+
 static kvc_status plan(pair *p)
 {
     const kvc_plan_args args = {.struct_size = sizeof args, .num_heads = 4, .num_threads = 3};
@@ -682,6 +708,8 @@ int main(void)
         {"compact short sequences", .prepare = prepare_four, .run = pair_compact},
         {"spans", .prepare = prepare_holes, .run = hold_spans},
         {"gather", .prepare = prepare_holes, .run = gather},
+        {"spans of a batch", .prepare = prepare_deltas, .run = hold_batch_spans},
+        {"gather of a batch", .prepare = prepare_deltas, .run = gather_batch},
         {"plan_new", .prepare = prepare_batch, .run = plan},
         {"attend", .prepare = prepare_batch, .run = attend},
         {"compact with deltas", .prepare = prepare_disputed, .run = pair_compact},

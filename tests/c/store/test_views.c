@@ -81,6 +81,76 @@ static void test_hold_of_a_block_that_grows(void)
     pair_free(p);
 }
 
+/* What the open batch shows continues the stored rows in place, and stays there once it is committed; a hold keeps it
+ * after an abort, too. */
+static void test_spans_of_a_batch(void)
+{
+    pair *p = mixed_pair(16);
+    kvc_span spans[4], after[4];
+    kvc_hold *hold = NULL;
+    int64_t num;
+    pair_feed(p, 0, 0, 6);
+    for (int is_kept = 0; is_kept < 2; is_kept++) {
+        CHECK(pair_begin(p, 3, (int32_t[]){6, 7, 8}, (int64_t[]){0, 0, 0}) == KVC_OK);
+        pair_check(p);
+        pair_put(p, 0, 0, 1);
+        pair_put(p, 0, 2, 1);
+        pair_check(p);
+        CHECK(kvc_batch_spans(p->batch, 0, 0, spans, sizeof *spans, 1, &num, &hold) == KVC_OK && num == 2 && !hold);
+        CHECK(spans[0].num_rows == 7 && spans[0].position == 0);
+        CHECK(kvc_batch_spans(p->batch, 0, 0, spans, sizeof *spans, 4, &num, &hold) == KVC_OK && num == 2 && hold);
+        CHECK(spans[1].num_rows == 1 && spans[1].position == 8);
+        CHECK((const char *)spans[1].k == (const char *)spans[0].k + 8 * spans[0].k_row_stride);
+        float k = *(const float *)spans[1].k;
+        if (!is_kept)
+            pair_abort(p);
+        else {
+            pair_put(p, 0, 1, 1);
+            for (int l = 1; l < 4; l++)
+                pair_put(p, l, 0, 3);
+            pair_check(p);
+            pair_commit(p);
+            CHECK(kvc_spans(p->cache, 0, 0, after, sizeof *after, 4, &num, NULL) == KVC_OK && num == 1);
+            CHECK(after[0].k == spans[0].k && after[0].num_rows == 9);
+        }
+        for (int64_t id = 1; id < 4; id++)
+            pair_feed(p, id, 0, 20);
+        CHECK(*(const float *)spans[1].k == k);
+        CHECK(kvc_compact(p->cache) == KVC_ERR_HELD);
+        kvc_hold_free(hold);
+        pair_clear(p);
+        pair_feed(p, 0, 0, 6);
+    }
+    pair_check(p);
+    pair_free(p);
+}
+
+static void test_spans_that_no_batch_has(void)
+{
+    pair *p = mixed_pair(16), other;
+    kvc_span span;
+    int64_t num;
+    const kvc_layer layer = plain_layer;
+    other = (pair){.config = {.num_threads = 1}};
+    pair_new(&other, 1, &layer);
+    pair_feed(p, 0, 0, 6);
+    CHECK(pair_begin(p, 1, (int32_t[]){0}, (int64_t[]){1}) == KVC_OK);
+    kvc_rows_out out = {.struct_size = sizeof out, .batch = p->batch};
+    CHECK_FAILS(kvc_batch_spans(p->batch, 0, 0, &span, sizeof span, 1, &num, NULL), KVC_ERR_INVALID, "seq_id is 0",
+                "no token of that sequence");
+    CHECK_FAILS(kvc_gather(p->cache, 0, 0, 0, 1, &out), KVC_ERR_INVALID, "seq_id is 0", "no token of that sequence");
+    CHECK_FAILS(kvc_gather(p->cache, 1, 0, 0, 1, &out), KVC_ERR_INDEX, "up to 1", "holds 0");
+    CHECK_FAILS(kvc_gather(other.cache, 1, 0, 0, 1, &out), KVC_ERR_INVALID, "out->batch", "another cache");
+    CHECK_FAILS(kvc_batch_spans(p->batch, 1, 4, &span, sizeof span, 1, &num, NULL), KVC_ERR_INDEX, "layer", "4");
+    CHECK_FAILS(kvc_batch_spans(p->batch, 1, 0, &span, 8, 1, &num, NULL), KVC_ERR_INVALID, "spans", "as 8:");
+    CHECK_FAILS(kvc_batch_spans(p->batch, 1, 0, &span, sizeof span, 1, NULL, NULL), KVC_ERR_INVALID, "num_spans",
+                "NULL");
+    pair_abort(p);
+    pair_check(p);
+    pair_free(&other);
+    pair_free(p);
+}
+
 /* ---- copies of rows --------------------------------------------------------------------------------------------- */
 
 /* kvc_gather reads rows from the middle of runs, converted, with strides, and K alone. */
@@ -245,6 +315,8 @@ int main(void)
 {
     static const int block_sizes[] = {1, 3, 16, 64};
     test_hold_of_some();
+    test_spans_of_a_batch();
+    test_spans_that_no_batch_has();
     test_hold_of_a_block_that_grows();
     test_gather_parts();
     test_positions_of_copies();

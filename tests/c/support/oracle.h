@@ -973,18 +973,61 @@ static inline void check_span(const pair *p, int l, const kvc_span *span, const 
     }
 }
 
+/* Checks that num spans are the rows of a list. */
+static inline void compare_spans(const pair *p, int l, const kvc_span *spans, int64_t num, const row_list *list)
+{
+    int32_t row = 0;
+    for (int64_t i = 0; i < num; row += spans[i++].num_rows) {
+        CHECK(spans[i].num_rows >= 1 && row + spans[i].num_rows <= list->num);
+        if (row + spans[i].num_rows <= list->num)
+            check_span(p, l, &spans[i], &list->rows[row]);
+    }
+    CHECKF(row == list->num, "spans of %d rows, not %d", row, list->num);
+}
+
 static inline void check_spans(const pair *p, const sequence *s, int l)
 {
     static kvc_span spans[MAX_ROWS];
     int64_t num;
-    int32_t row = 0;
     CHECK(kvc_spans(p->cache, s->id, l, spans, sizeof *spans, MAX_ROWS, &num, NULL) == KVC_OK);
-    for (int64_t i = 0; i < num; row += spans[i++].num_rows) {
-        CHECK(spans[i].num_rows >= 1 && row + spans[i].num_rows <= s->layers[source_of(p, l)].num);
-        if (row + spans[i].num_rows <= s->layers[source_of(p, l)].num)
-            check_span(p, l, &spans[i], &s->layers[source_of(p, l)].rows[row]);
-    }
-    CHECKF(row == s->layers[source_of(p, l)].num, "spans of %d rows, not %d", row, s->layers[source_of(p, l)].num);
+    compare_spans(p, l, spans, num, &s->layers[source_of(p, l)]);
+}
+
+/* Sets *list to the rows that the open batch shows of a sequence: stored ones, and those that were put. */
+static inline void list_batch_rows(const pair *p, int64_t id, int l, row_list *list)
+{
+    list->num = 0;
+    for (int s = 0; s < p->num_sequences; s++)
+        for (int i = 0; p->sequences[s].id == id && i < p->sequences[s].layers[l].num; i++)
+            list_add(list, p->sequences[s].layers[l].rows[i]);
+    for (int t = 0; keeps_tokens(p, l) && t < p->num_tokens; t++)
+        if (p->ids[t] == id && p->written[l][t])
+            list_add(list, (row){p->positions[t], p->batch_tag + t, p->batch_tag + t, p->positions[t], 0});
+    for (const cross_put *put = p->cross_puts; put < p->cross_puts + p->num_cross_puts; put++)
+        if (put->layer == l && put->id == id) {
+            list->num = 0;
+            for (int32_t r = 0; r < put->n; r++)
+                list_add(list, (row){r, put->tag + r, put->tag + r, r, 0});
+        }
+}
+
+/* Checks what the open batch shows of each of its sequences. */
+static inline void check_batch_spans(const pair *p)
+{
+    static kvc_span spans[MAX_ROWS];
+    static row_list list;
+    for (int l = 0; l < p->config.num_layers; l++)
+        for (int t = 0; t < p->num_tokens; t++) {
+            int64_t num = 0;
+            const kvc_rows_out none = {.struct_size = sizeof none, .num_stored = &num, .batch = p->batch};
+            if (p->layers[l].policy.kind == KVC_NONE || (t && p->ids[t] == p->ids[t - 1]))
+                continue;
+            list_batch_rows(p, p->ids[t], source_of(p, l), &list);
+            CHECK(kvc_gather(p->cache, p->ids[t], l, 0, 0, &none) == KVC_OK && num == list.num);
+            CHECKF(kvc_batch_spans(p->batch, p->ids[t], l, spans, sizeof *spans, MAX_ROWS, &num, NULL) == KVC_OK, "%s",
+                   kvc_last_error());
+            compare_spans(p, l, spans, num, &list);
+        }
 }
 
 static inline void check_positions(const pair *p, const sequence *s, int l)
@@ -1198,6 +1241,8 @@ static inline void pair_check(const pair *p)
     for (int s = 0; s < p->num_sequences; s++)
         check_sequence(p, &p->sequences[s]);
     check_sequence(p, &unknown);
+    if (p->batch && !p->restored)
+        check_batch_spans(p);
     if (p->memory)
         p->memory->fail_after = fail_after;
 }
