@@ -108,8 +108,8 @@ class Batch:
             The index in the batch of the arrays' first token. Threads may put different tokens at once.
         seq_id : int, optional
             For `CrossAttention` only: the sequence of the batch whose rows are replaced, by any number of rows; by
-            default the only sequence of the batch. Such rows may also be ``[any, tokens, heads, dim]``, as of an image
-            in tiles.
+            default the only sequence of the batch. Such rows may have any leading axes, ``[..., heads, dim]``, as of an
+            image in tiles, or be ``[rows, heads * dim]``.
         layout : {"THD", "HTD", "BHTD"}, default "THD"
             The order of the axes: tokens, heads, dim; heads first; or, for sequences in lock step, ``[batch, heads,
             tokens, dim]``, where token `t` of sequence `b` is token ``b * tokens + t`` of the batch.

@@ -202,6 +202,31 @@ cdef bint begins_with(Array *k, object k_owner, Array *v, object v_owner):
     return np.array_equal(to_f32(k, k_owner)[..., :n], to_f32(v, v_owner), equal_nan=True)
 
 
+cdef object fold_axes(object x, str name, int64_t heads, int64_t dim):
+    """Return an array [..., heads, dim] or [rows, heads * dim] as [rows, heads, dim]."""
+    cdef tuple shape = tuple(x.shape)
+    if len(shape) == 2 and shape != (heads, dim) and shape[1] == heads * dim:
+        return x.reshape(shape[0], heads, dim)
+    if len(shape) < 2 or shape[len(shape) - 2] != heads:
+        raise ValueError(f"{name}: an array of shape {shape}, where (..., {heads}, {dim}) is needed, or "
+                         f"(rows, {heads * dim})")
+    rows = 1
+    for length in shape[:len(shape) - 2]:
+        rows *= length
+    return x.reshape(rows, heads, shape[len(shape) - 1])
+
+
+cdef tuple fold_encoder_rows(object k, object v, kvc_layer *shape):
+    """Return keys and values for a cross-attention layer, of any leading axes, as arrays of three axes."""
+    if all(getattr(x, "ndim", 3) == 3 or not hasattr(x, "reshape") for x in (k, v)):
+        return k, v
+    shapes = [tuple(getattr(x, "shape", ())) for x in (k, v)]
+    if v is not None and shapes[0][:-1] != shapes[1][:-1]:
+        raise ValueError(f"k and v: arrays of shapes {shapes[0]} and {shapes[1]}; only their last axes may differ")
+    heads = shape.num_kv_heads
+    return (fold_axes(k, "k", heads, shape.k_dim), None if v is None else fold_axes(v, "v", heads, shape.v_dim))
+
+
 cdef tuple read_pair(kvc_layer *shape, object k, object v, int layout, Array *a, Array *b):
     """Describe keys and values, and check that they have the same tokens; return the objects that keep their memory.
 

@@ -137,8 +137,8 @@ cdef class Batch(_CallCounter):
         """Describe new rows; return the objects that keep their memory."""
         cdef kvc_layer *shape = &self.cache.layers[layer]
         cdef kvc_put_args *args = &rows.args
-        if shape.policy.kind == KVC_CROSS and layout == THD and getattr(k, "ndim", 3) == 4:
-            layout = BTHD
+        if shape.policy.kind == KVC_CROSS and layout == THD:
+            k, v = fold_encoder_rows(k, v, shape)
         cdef int token = TOKEN_AXIS[layout], head = HEAD_AXIS[layout]
         owners = read_pair(shape, k, v, layout, &rows.k, &rows.v)
         memset(args, 0, sizeof(kvc_put_args))
@@ -156,7 +156,7 @@ cdef class Batch(_CallCounter):
         if not shape.value_in_key:
             args.v, args.v_type = rows.v.data, rows.v.type
             args.v_token_stride, args.v_head_stride = rows.v.strides[token], rows.v.strides[head]
-        if layout >= BHTD:
+        if layout == BHTD:
             args.inner_tokens = <int32_t>rows.k.shape[token]
             args.k_batch_stride = rows.k.strides[0]
             if not shape.value_in_key:

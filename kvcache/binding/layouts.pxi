@@ -4,12 +4,11 @@ cdef enum:
     THD = 0
     HTD = 1
     BHTD = 2  # B sequences of T tokens each: token t of sequence b is token b * T + t of the batch
-    BTHD = 3  # the same with tokens before heads; for a cross-attention layer's rows only
 
 # These three are indexed by layout.
-cdef int[4] NUM_AXES = [3, 3, 4, 4]
-cdef int[4] TOKEN_AXIS = [0, 1, 2, 1]
-cdef int[4] HEAD_AXIS = [1, 0, 1, 2]
+cdef int[3] NUM_AXES = [3, 3, 4]
+cdef int[3] TOKEN_AXIS = [0, 1, 2]
+cdef int[3] HEAD_AXIS = [1, 0, 1]
 
 
 cdef int to_layout(str layout) except -1:
@@ -25,27 +24,25 @@ cdef int to_layout(str layout) except -1:
 cdef inline int64_t count_tokens(Array *a, int layout) noexcept:
     """Count the tokens in an array of rows; a count beyond int32 stays beyond it, and the product cannot overflow."""
     cdef int64_t tokens = a.shape[TOKEN_AXIS[layout]]
-    return min(a.shape[0], _INT32_MAX + 1) * min(tokens, _INT32_MAX + 1) if layout >= BHTD else tokens
+    return min(a.shape[0], _INT32_MAX + 1) * min(tokens, _INT32_MAX + 1) if layout == BHTD else tokens
 
 
 cdef inline bint same_tokens(Array *a, Array *b, int layout) noexcept:
     """Whether two arrays of one layout have the same number of tokens, and of sequences."""
     cdef int axis = TOKEN_AXIS[layout]
-    return a.shape[axis] == b.shape[axis] and (layout < BHTD or a.shape[0] == b.shape[0])
+    return a.shape[axis] == b.shape[axis] and (layout != BHTD or a.shape[0] == b.shape[0])
 
 
 cdef str show_tokens(Array *a, int layout):
     tokens = f"{a.shape[TOKEN_AXIS[layout]]}"
-    return f"{a.shape[0]} x {tokens}" if layout >= BHTD else tokens
+    return f"{a.shape[0]} x {tokens}" if layout == BHTD else tokens
 
 
 cdef int wrong_shape(str name, Array *a, int layout, object heads, int64_t dim, Array *like=NULL) except -1:
     """Raise for an array of the wrong shape; `like` is an array with the right tokens, NULL if any number is right."""
     shape = ", ".join([str(a.shape[i]) for i in range(a.ndim)])
     tokens = "tokens" if like == NULL else f"{like.shape[TOKEN_AXIS[layout]]}"
-    wanted = f"{tokens}, {heads}, {dim}" if layout in (THD, BTHD) else f"{heads}, {tokens}, {dim}"
-    if layout == BTHD:
-        wanted = "any, " + wanted
+    wanted = f"{tokens}, {heads}, {dim}" if layout == THD else f"{heads}, {tokens}, {dim}"
     if layout == BHTD:
         wanted = ("sequences, " if like == NULL else f"{like.shape[0]}, ") + wanted
     advice = f": bytes of rows of {type_name(a.type)}, as they are stored" if a.is_raw else ""

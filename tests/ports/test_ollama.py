@@ -746,9 +746,11 @@ def test_encoder_put(run):
         np.testing.assert_array_equal(cache.gather(0, seq_id=1)[0], k.swapaxes(0, 1))
 
 
-@pytest.mark.parametrize("shape", [(6, 2, 8), (3, 2, 2, 8), (1, 6, 2, 8)])
+@pytest.mark.parametrize(
+    "shape", [(6, 2, 8), (3, 2, 2, 8), (1, 6, 2, 8), (1, 3, 2, 2, 8), (1, 1, 3, 2, 2, 8), (6, 16), (2, 8), (2, 16)]
+)
 def test_encoder_rows_come_back_bit_for_bit(shape):
-    k, v = (rows.reshape(shape) for rows in random_rows(6))
+    k, v = (rows.reshape(shape) for rows in random_rows(math.prod(shape) // 16))
     k.flat[:4] = np.inf, -0.0, 1e-45, np.nan
     with encoder_cache() as cache, cache.batch(1) as batch:
         batch.put(0, k, v)
@@ -756,17 +758,38 @@ def test_encoder_rows_come_back_bit_for_bit(shape):
         for found, put in zip(batch.dense(0, layout="THD"), (k, v), strict=False):
             assert found.tobytes() == put.tobytes()
         both = np.concatenate([v, k], axis=-1)[..., ::-1, :]  # of any strides
-        batch.put(0, both[..., 8:], both[..., :8])
+        batch.put(0, both[..., shape[-1] :], both[..., : shape[-1]])
         keys, values, _ = batch.dense(0, layout="THD")
         assert keys.tobytes() == k[..., ::-1, :].tobytes()
         assert values.tobytes() == v[..., ::-1, :].tobytes()
 
 
-@pytest.mark.parametrize("shapes", [((2, 3, 2, 8), (6, 2, 8)), ((2, 3, 2, 8), (3, 2, 2, 8)), ((2, 3, 4, 8),) * 2])
+@pytest.mark.parametrize("take", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shape", [(6, 16), (3, 2, 2, 8), (1, 3, 2, 2, 8)])
+def test_encoder_rows_of_tensors(shape, take):
+    torch = pytest.importorskip("torch")
+    k = torch.arange(6 * 16).reshape(6, 2, 8).to(getattr(torch, take)).transpose(0, 1).contiguous().transpose(0, 1)
+    with encoder_cache() as cache, cache.batch(1) as batch:
+        batch.put(0, k.reshape(shape), k.reshape(shape))
+        batch.put(1, *random_rows(1))
+        np.testing.assert_array_equal(batch.dense(0, layout="THD")[0], k.float())
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((2, 3, 2, 8), (6, 2, 8)),
+        ((2, 3, 2, 8), (3, 2, 2, 8)),
+        ((6, 16), (6, 2, 8)),
+        *((shape, shape) for shape in [(2, 3, 4, 8), (16,), (6, 17), (4, 8), (1, 1, 6, 2, 9), (2, 0, 2, 8)]),
+    ],
+)
 def test_encoder_rows_of_shapes_that_do_not_match(shapes):
     with encoder_cache() as cache, cache.batch(1) as batch:
         with pytest.raises(ValueError, match=r"k|v"):
             batch.put(0, *(np.zeros(shape, np.float32) for shape in shapes))
+        with pytest.raises((TypeError, ValueError), match=r"[kv]: an array|k and v"):
+            batch.put(0, np.zeros(shapes[0], np.float32), [[1.0]])
         with pytest.raises(ValueError, match=r"axes"):  # of tokens
             batch.put(1, *(np.zeros((1, 1, 2, 8), np.float32) for _ in range(2)))
         batch.abort()
