@@ -47,8 +47,13 @@ def attention_in_numpy(q, k, v):
 @table.row("init(batch_size: b, num_layers: l, num_heads: h, head_dim: d, max_seq_len: n)")
 def test_init(run):
     with run(b=B, l=2, h=H, d=D, n=16) as cache:
-        update_all(cache, 16)
-        assert cache.sequences == [0, 1, 2]
+        taken, blocks = cache.nbytes, cache.stats()["blocks_opened"]
+        update_all(cache, 9)
+        update_all(cache, 7)
+        assert (cache.sequences, cache.stats()["blocks_opened"]) == ([0, 1, 2], blocks)
+        assert taken >= 2 * 2 * B * H * 16 * D * 4
+        with pytest.raises(CacheFullError):
+            lock_step(cache, 1)
 
 
 @table.row("init(batch_size: b, num_layers: l, num_heads: h, head_dim: d)")

@@ -30,6 +30,7 @@ def test_with_capacity(run):
     with run(num_layers=16, num_kv_heads=8, head_dim=64, max_seq_len=2048) as cache:
         assert cache.seq_len() == 0
         assert (cache.num_layers, cache.max_seq_len) == (16, 2048)
+        assert cache.nbytes >= 16 * 2048 * 8 * 64 * 2 * 4
 
 
 @table.row("append(layer, k_data, v_data)")
@@ -40,6 +41,11 @@ def test_append(run, cache):
             run(batch=batch, layer=layer, k_data=k, v_data=v, num_kv_heads=4, head_dim=16)
     assert cache.keys(0).shape == (4, 1, 16)
     assert cache.values(1).ravel().tolist() == v.tolist()
+    k, v = random_rows(3, heads=4, dim=16)
+    with cache.batch(3) as batch:  # a prompt at once
+        for layer in range(2):
+            run(batch=batch, layer=layer, k_data=k.ravel(), v_data=v.ravel(), num_kv_heads=4, head_dim=16)
+    np.testing.assert_array_equal(cache.keys(1)[:, 1:], k.swapaxes(0, 1))
 
 
 @table.row("advance()")

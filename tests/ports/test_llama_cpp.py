@@ -201,10 +201,11 @@ def test_types(run):
 
 @table.row("llama_init_from_model(model, {n_ctx, swa_full: false})")
 def test_swa(run):
-    with run(**MODEL, n_swa=3) as cache:
+    with run(**MODEL | {"num_layers": 3}, n_swa=3) as cache:
         for _ in range(8):
             store(cache, 1)
         assert [cache.positions(layer=layer).tolist() for layer in range(2)] == [[5, 6, 7], list(range(8))]
+        assert cache.policy == (SlidingWindow(3), FullAttention(), SlidingWindow(3))
 
 
 @table.row("llama_init_from_model(model, {n_ctx, swa_full: true})")

@@ -606,15 +606,18 @@ def test_new_chunked_cache(run):
 
 @table.row("NewEncoderCache()")
 def test_new_encoder_cache(run):
+    k, v = random_rows(8)
     with run(**MODEL, max_len=8) as cache, cache.batch(1) as batch:
         for layer in range(2):
-            batch.put(layer, *random_rows(8))
+            batch.put(layer, k, v)
+            assert batch.dense(layer, layout="THD")[0].tobytes() == k.tobytes()
 
 
 @table.row("NewWrapperCache(swa, causal)")
-def test_new_wrapper_cache(run):
-    with run(**MODEL, swa=swa(3), causal=FullAttention()) as cache:
-        assert cache.policy == (swa(3), FullAttention())
+@pytest.mark.parametrize("num_layers", [1, 2, 5])
+def test_new_wrapper_cache(run, num_layers):
+    with run(**MODEL | {"num_layers": num_layers}, swa=swa(3), causal=FullAttention()) as cache:
+        assert cache.policy == ((swa(3), FullAttention()) * 3)[:num_layers]
 
 
 @table.row("Init(backend, dtype, maxSequences, capacity, maxBatch)")

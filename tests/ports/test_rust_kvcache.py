@@ -40,6 +40,17 @@ def test_store_key(run, cache):
         np.testing.assert_array_equal(cache.values(layer)[:, 3], v[0])
 
 
+@table.row("store_key(layer, head, pos, key), of a pos below seq_len")
+def test_store_key_again(run, cache):
+    k, v = store(cache, 5)
+    key = np.arange(8, dtype=np.float32)
+    run(cache=cache, layer=1, head=1, pos=3, key=key)
+    k[3, 1] = key
+    np.testing.assert_array_equal(cache.keys(1), k.swapaxes(0, 1))
+    np.testing.assert_array_equal(cache.values(1), v.swapaxes(0, 1))
+    assert cache.keys(0)[1, 3].tolist() != key.tolist()
+
+
 @table.row("store_value(layer, head, pos, value)")
 def test_store_value(run, cache):
     k, v = random_rows(1)
@@ -160,12 +171,14 @@ def test_inject_block(run, cache):
     keys, values = (x.swapaxes(0, 1) for x in random_rows(4, seed=1))
     with pytest.raises(IndexError, match="nothing at 2 of 4 positions in layer 1: 6 to 7"):
         cache.inject(1, 4, keys, values)
-    assert run(cache=cache, layer=1, start_pos=4, keys=keys, values=values) == 2
+    flat = {"keys": keys.ravel(), "values": values.ravel(), "num_kv_heads": 2, "head_dim": 8}
+    assert run(cache=cache, layer=1, start_pos=4, **flat) == 2
     np.testing.assert_array_equal(cache.keys(1)[:, :4], k[:4].swapaxes(0, 1))
     np.testing.assert_array_equal(cache.keys(1)[:, 4:], keys[:, :2])
     np.testing.assert_array_equal(cache.values(1)[:, 4:], values[:, :2])
     np.testing.assert_array_equal(cache.values(0), v.swapaxes(0, 1))  # the other layer is as it was
     assert cache.seq_len() == 6
+    assert run(cache=cache, layer=1, start_pos=14, **flat) == 0  # past max_seq_len, too
 
 
 @table.row("inject_block(layer, 0, n, keys, values) in each layer, then set_seq_len(n)")
@@ -178,6 +191,10 @@ def test_inject_blocks_into_a_fresh_cache(run, cache):
         for layer in range(2):
             np.testing.assert_array_equal(fresh.keys(layer), cache.keys(layer)[:, :4])
             np.testing.assert_array_equal(fresh.values(layer), cache.values(layer)[:, :4])
+        store(fresh, 10)
+        run(cache=fresh, n=4, num_kv_heads=2, head_dim=8, blocks=blocks)  # of which 2 lie past max_seq_len
+        assert fresh.seq_len() == 16
+        np.testing.assert_array_equal(fresh.keys(1)[:, 14:], cache.keys(1)[:, :2])
 
 
 def test_a_block_taken_out_and_put_back(cache):
@@ -212,6 +229,7 @@ def test_policy_sliding_window(run):
         for _ in range(20):
             store(cache, 1)
         assert cache.positions().tolist() == [17, 18, 19]
+        assert cache.k_dtype == ("f32", "f32")
 
 
 @table.row("PagedKvCache::new(num_layers, num_kv_heads, head_dim, max_seq_len)")

@@ -133,7 +133,7 @@ def test_append(run):
     with new_cache() as cache:
         with cache.batch(1) as batch:
             for layer in range(2):
-                run(batch=batch, layer=layer, k=k, v=v)
+                run(batch=batch, layer=layer, key=k[0], value=v[0])  # one token, [num_heads, head_dim]
         np.testing.assert_array_equal(cache.keys(1), k.swapaxes(0, 1))
 
 
@@ -158,7 +158,9 @@ def test_entry(run):
 @table.row("KVCacheEntry.init(allocator, max_length, n_heads, head_dim, layer_id)")
 def test_entry_init(run):
     with run(max_length=4, n_heads=2, head_dim=8) as cache:
+        taken = cache.nbytes
         store(cache, 4)
+        assert cache.nbytes == taken >= 4 * 2 * 8 * 2 * 4
         assert (cache.num_layers, cache.max_seq_len) == (1, 4)
 
 
@@ -293,6 +295,7 @@ def test_window_init(run):
         for _ in range(100):
             store(cache, 1)
         assert cache.positions().tolist() == [96, 97, 98, 99]
+        assert cache.k_dtype == cache.v_dtype == ("f32", "f32")
 
 
 @table.row("SlidingWindowKVCache.appendWithSliding(sequence_id, layer_id, keys, values)")
@@ -310,11 +313,11 @@ def test_append_with_sliding(run):
 def test_get_with_window(run):
     with new_cache(policy=SlidingWindow(4), max_sequences=2) as cache:
         k, v = store(cache, 6, seq_id=3)
-        keys, values = run(cache=cache, layer_id=0, sequence_id=3)
-        np.testing.assert_array_equal(keys[:, -4:], k[2:].swapaxes(0, 1))
-        np.testing.assert_array_equal(values[:, -4:], v[2:].swapaxes(0, 1))
+        keys, values = run(cache=cache, layer_id=0, sequence_id=3, window_size=4)
+        np.testing.assert_array_equal(keys, k[2:].swapaxes(0, 1))
+        np.testing.assert_array_equal(values, v[2:].swapaxes(0, 1))
         store(cache, 1, seq_id=3)
-        assert run(cache=cache, layer_id=0, sequence_id=3)[0].shape == (2, 4, 8)
+        assert run(cache=cache, layer_id=0, sequence_id=3, window_size=4)[0].shape == (2, 4, 8)
 
 
 @table.row("SlidingWindowKVCache.deinit()")
@@ -355,6 +358,7 @@ def test_recommended_window(run):
         window = run(cache=cache, available_memory_mb=64, model_context_length=cache.max_seq_len)
     with KVCache(4, 8, 128, window) as cache:
         assert 60 * 2**20 < cache.capacity_bytes <= 64 * 2**20
+        assert run(cache=cache, available_memory_mb=4096, model_context_length=2048) == 2048  # never more than that
 
 
 @table.row("error.CacheFull")

@@ -22,12 +22,12 @@ class Line:
     def __call__(self, **names):
         """Run the line with these names beside copy's, NumPy's and kvcache's; return its value, or what it assigns."""
         scope = {"copy": copy, "np": np} | {name: getattr(kvcache, name) for name in kvcache.__all__} | names
-        tree = ast.parse(self.code)
-        last = tree.body[-1]
-        if isinstance(last, ast.Expr):
+        statements = ast.parse(self.code).body
+        if len(statements) == 1 and isinstance(statements[0], ast.Expr):
             return eval(self.code, scope)
         exec(self.code, scope)
-        return eval(ast.unparse(last.targets[0]), scope) if isinstance(last, ast.Assign) else None
+        targets = [statement.targets[0] for statement in statements if isinstance(statement, ast.Assign)]
+        return eval(ast.unparse(targets[-1]), scope) if targets else None
 
 
 class Table:
