@@ -163,7 +163,7 @@ def imported(folder):
 def test_import_loads_the_cache_alone():
     code = "import sys, kvcache; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    parts = ("models", "runner", "tools", "hf", "plot", "stores")
+    parts = ("compat", "models", "runner", "tools", "hf", "plot", "stores")
     assert "kvcache.cache" in loaded
     assert not [
         name for name in loaded if name.split(".")[:1] == ["kvcache"] and name.split(".")[1:2] in ([p] for p in parts)

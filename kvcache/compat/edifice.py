@@ -1,0 +1,185 @@
+"""Edifice's ``Blocks.KVCache``: f32 arrays of ``[batch, heads, seq, dim]``, all sequences in lock step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+import kvcache
+from kvcache.compat._running import Rows, Running
+
+__all__ = ["KVCache"]
+
+Array = npt.NDArray[Any]
+Attention = Callable[[Array, Array, Array, "KVCache"], tuple[Array, "KVCache"]]
+
+
+class KVCache:
+    """A state; `init` makes one. Functions that return a state there return this one, changed.
+
+    A step ends when every layer has been updated, and the position advances once for a step. If a layer is updated
+    again before, the layers that were left out get zeros, which is what they hold there.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvcache.compat.edifice import KVCache
+    >>> cache = KVCache.init(batch_size=2, num_layers=1, num_heads=4, head_dim=8)
+    >>> cache, k, v = KVCache.update(cache, 0, np.ones((2, 4, 3, 8)), np.ones((2, 4, 3, 8)))
+    >>> k.shape, KVCache.seq_length(cache)
+    ((2, 4, 3, 8), 3)
+    """
+
+    def __init__(self, running: Running, max_seq_len: int) -> None:
+        self._running = running
+        self.max_seq_len = max_seq_len
+
+    @classmethod
+    def init(
+        cls,
+        *,
+        batch_size: int,
+        num_layers: int,
+        num_heads: int,
+        head_dim: int,
+        max_seq_len: int = 2048,
+        type: Any = "f32",
+    ) -> Self:
+        """Return an empty state, all of whose memory is there.
+
+        Parameters
+        ----------
+        batch_size : int
+            The number of sequences.
+        num_layers, num_heads, head_dim : int
+            The shape of the model.
+        max_seq_len : int, default 2048
+            The most tokens of each sequence.
+        type : str, default "f32"
+            The element type, any that `kvcache.KVCache` stores.
+        """
+        capacity = batch_size * max_seq_len
+        cache = kvcache.KVCache(
+            num_layers, num_heads, head_dim, None, dtype=type, max_sequences=batch_size, capacity=capacity,
+            block_size=max_seq_len,
+        )  # fmt: skip
+        cache.reserve(capacity)
+        return cls(Running(cache, batch_size, layout="BHTD"), max_seq_len)
+
+    @property
+    def cache(self) -> kvcache.KVCache:
+        """The cache below, with the tokens of the steps that ended in sequences 0 to `batch_size` - 1."""
+        return self._running.cache
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return self.cache.num_layers
+
+    @property
+    def position(self) -> int:
+        """The position of the next token."""
+        return self.cache.seq_len() + self._running.num_tokens
+
+    def update(self, layer_idx: int, new_k: npt.ArrayLike, new_v: npt.ArrayLike) -> tuple[Self, Any, Any]:
+        """Append rows in a layer.
+
+        Parameters
+        ----------
+        layer_idx : int
+            The layer's index.
+        new_k, new_v : array_like
+            The new rows, ``[batch, heads, tokens, dim]``.
+
+        Returns
+        -------
+        state : KVCache
+            This state.
+        k, v : numpy.ndarray
+            All rows of the layer up to the new ones, included, ``[batch, heads, seq, dim]``.
+
+        Raises
+        ------
+        kvcache.CacheFullError
+            If there would be more than `max_seq_len` tokens.
+        IndexError
+            If there is no such layer.
+        ValueError
+            If a shape is wrong.
+        """
+        self._put(layer_idx, new_k, new_v)
+        k, v = self.get(layer_idx)
+        self._end_step()
+        return self, k, v
+
+    def get(self, layer_idx: int) -> Rows:
+        """Return the keys and values of a layer, ``[batch, heads, seq, dim]``.
+
+        As there, of an empty state they have one row, of zeros, and so do tokens that the layer was not updated with.
+        """
+        running = self._running
+        if running.batch is not None and layer_idx in running.layers:
+            k, v, _ = running.batch.dense(layer_idx, layout="BHTD", mask=None)
+            return k, v
+        length = max(self.position, 1)
+        k, v = (np.stack(x) for x in zip(*(self.cache.extract(layer_idx, 0, length, seq_id=i)
+                                           for i in range(running.sequences)), strict=True))  # fmt: skip
+        return k, v
+
+    def seq_length(self) -> int:
+        """Return the number of tokens of each sequence."""
+        return self.position
+
+    def reset(self) -> Self:
+        """Forget all tokens, and keep the memory; return this state."""
+        self._running.clear()
+        return self
+
+    @staticmethod
+    def build_cached_attention(*, num_heads: int, head_dim: int, layer_idx: int) -> Attention:
+        """Return a function that updates a layer and attends over it.
+
+        Parameters
+        ----------
+        num_heads, head_dim : int
+            The shape of the queries.
+        layer_idx : int
+            The layer's index.
+
+        Returns
+        -------
+        function
+            ``attention(q, k, v, state)``, all arrays ``[batch, heads, tokens, dim]``, returns the result, ``[batch,
+            tokens, num_heads * head_dim]``, and the state. As there, new tokens all see each other. It raises what
+            `update` raises.
+        """
+
+        def attention(
+            q: npt.NDArray[Any], new_k: npt.NDArray[Any], new_v: npt.NDArray[Any], state: KVCache
+        ) -> tuple[npt.NDArray[Any], KVCache]:
+            out = state._put(layer_idx, new_k, new_v, np.asarray(q))
+            state._end_step()
+            return out.swapaxes(1, 2).reshape(len(out), -1, num_heads * head_dim), state
+
+        return attention
+
+    def _put(self, layer: int, k: npt.ArrayLike, v: npt.ArrayLike, q: npt.NDArray[Any] | None = None) -> Any:
+        """Put rows in a layer, in a new step if it has those of this one; with `q` attend, and return the result."""
+        running = self._running
+        if layer in running.layers:
+            self._fill_with_zeros()
+            running.commit()
+        return running.put(layer, np.asarray(k, np.float32), np.asarray(v, np.float32), q)
+
+    def _end_step(self) -> None:
+        if self._running.is_complete:
+            self._running.commit()
+
+    def _fill_with_zeros(self) -> None:
+        cache, running = self.cache, self._running
+        shape = running.sequences, cache.num_kv_heads[0], running.num_tokens, cache.head_dim[0]
+        for layer in set(range(cache.num_layers)) - running.layers:
+            running.put(layer, *np.zeros((2, *shape), np.float32))

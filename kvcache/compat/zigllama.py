@@ -1,0 +1,344 @@
+"""ZigLlama's ``inference.kv_cache``: strategies, a layer at a time, many sequences, a sliding window."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+import kvcache
+from kvcache.compat._running import Rows, Running
+
+__all__ = [
+    "CacheFull",
+    "CacheStrategy",
+    "KVCacheEntry",
+    "KVCacheStats",
+    "KVCacheUtils",
+    "LayerKVCache",
+    "ModelKVCache",
+    "MultiSequenceKVCache",
+    "SlidingWindowKVCache",
+]
+
+CacheFull = kvcache.CacheFullError
+
+
+class CacheStrategy(Enum):
+    """When a sequence is stored."""
+
+    ALWAYS = "always"
+    LONG_SEQUENCE_ONLY = "long sequence only"  #: once it is longer than 512 tokens
+    ADAPTIVE = "adaptive"  #: as long as there is memory for it
+    DISABLED = "disabled"
+
+
+class KVCacheEntry(NamedTuple):
+    """The rows of one position in a layer, ``[num_heads, head_dim]`` each."""
+
+    key: npt.NDArray[Any]
+    value: npt.NDArray[Any]
+    position: int
+
+
+class LayerKVCache:
+    """One layer of a sequence; `ModelKVCache` makes it.
+
+    The tokens appended to one layer are to be appended to every other layer, before the next ones.
+    """
+
+    def __init__(self, running: Running, layer: int) -> None:
+        self._running = running
+        self.layer_id = layer
+
+    @property
+    def num_heads(self) -> int:
+        """The number of heads."""
+        return self._running.cache.num_kv_heads[self.layer_id]
+
+    @property
+    def head_dim(self) -> int:
+        """The elements of a head."""
+        return self._running.cache.head_dim[self.layer_id]
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """The most tokens, or None."""
+        return self._running.cache.max_seq_len
+
+    @property
+    def sequence_length(self) -> int:
+        """The number of tokens that the layer holds."""
+        running = self._running
+        return running.cache.seq_len(layer=self.layer_id) + (self.layer_id in running.layers) * running.num_tokens
+
+    def append(self, key: npt.ArrayLike, value: npt.ArrayLike) -> None:
+        """Add the rows of the next token, or tokens.
+
+        Parameters
+        ----------
+        key, value : array_like
+            ``[num_heads, head_dim]``, or ``[tokens, num_heads, head_dim]``.
+
+        Raises
+        ------
+        CacheFull
+            If there would be more than `max_seq_len` tokens; nothing has changed then.
+        ValueError
+            If a shape is wrong, or another layer lacks the rows of the tokens before.
+        """
+        shape = -1, self.num_heads, self.head_dim
+        self._running.put(self.layer_id, *(np.asarray(x, np.float32).reshape(shape) for x in (key, value)))
+        if self._running.is_complete:
+            self._running.commit()
+
+    def get(self, position: int) -> KVCacheEntry | None:
+        """Return copies of the rows at a position, or None if it is not there."""
+        running = self._running
+        index = position - running.cache.next_position()
+        if self.layer_id in running.layers and 0 <= index < running.num_tokens:
+            key, value = (x[:, index - running.num_tokens].copy() for x in running.rows(self.layer_id))
+            return KVCacheEntry(key, value, position)
+        found = running.cache.get(self.layer_id, position)
+        return None if found is None else KVCacheEntry(*found, position)
+
+    def get_range(self, start_pos: int, length: int) -> Rows:
+        """Return copies of the rows of `length` tokens, ``[length, num_heads, head_dim]`` each.
+
+        Raises
+        ------
+        IndexError
+            If not all of them are there.
+        """
+        if not 0 <= start_pos <= start_pos + length <= self.sequence_length:
+            raise IndexError(
+                f"start_pos={start_pos}, length={length}: layer {self.layer_id} holds {self.sequence_length} tokens"
+            )
+        k, v = (x[:, start_pos : start_pos + length].swapaxes(0, 1).copy() for x in self._running.rows(self.layer_id))
+        return k, v
+
+
+class ModelKVCache:
+    """The layers of a model, for one sequence.
+
+    Parameters
+    ----------
+    num_layers, num_heads, head_dim : int
+        The shape of the model.
+    max_seq_len : int or None
+        The most tokens; None: no limit.
+    strategy : CacheStrategy, default CacheStrategy.ALWAYS
+        When the sequence is stored. What is not stored is there until every layer has it.
+    window_size : int, optional
+        The tokens that a token sees, itself included; older ones are dropped.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvcache.compat.zigllama import ModelKVCache
+    >>> cache = ModelKVCache(num_layers=2, num_heads=2, head_dim=4, max_seq_len=16)
+    >>> for layer in cache.layers:
+    ...     layer.append(np.ones((2, 4)), np.ones((2, 4)))
+    >>> cache.layers[1].get(0).key.shape, cache.layers[1].get(1)
+    ((2, 4), None)
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_heads: int,
+        head_dim: int,
+        max_seq_len: int | None,
+        strategy: CacheStrategy = CacheStrategy.ALWAYS,
+        *,
+        window_size: int | None = None,
+    ) -> None:
+        strategies: dict[CacheStrategy, Any] = {
+            CacheStrategy.LONG_SEQUENCE_ONLY: kvcache.LongSequencesOnly(512),
+            CacheStrategy.ADAPTIVE: kvcache.Adaptive() if strategy is CacheStrategy.ADAPTIVE else None,
+        }
+        self.cache = kvcache.KVCache(
+            num_layers,
+            num_heads,
+            head_dim,
+            max_seq_len,
+            dtype="f32",
+            policy=kvcache.FullAttention() if window_size is None else kvcache.SlidingWindow(window_size),
+            strategy=strategies.get(strategy, strategy.value),
+        )
+        self._running = Running(self.cache)
+        self.layers = [LayerKVCache(self._running, layer) for layer in range(num_layers)]
+
+    def clear(self) -> None:
+        """Forget all tokens, and keep the memory."""
+        self._running.clear()
+
+    def compact(self) -> None:
+        """Give back memory that no token takes.
+
+        Raises
+        ------
+        kvcache.CacheBusyError
+            If a layer lacks the rows of the last token.
+        """
+        self.cache.compact()
+
+    def deinit(self) -> None:
+        """Free all memory."""
+        self._running.close()
+
+
+class MultiSequenceKVCache:
+    """Sequences, each with a cache of its own, by any integer.
+
+    Parameters
+    ----------
+    n_layers, n_heads, head_dim : int
+        The shape of the model.
+    max_seq_length : int or None
+        The most tokens of a sequence.
+    max_sequences : int, optional
+        The most sequences.
+    window_size : int, optional
+        As for `ModelKVCache`.
+    """
+
+    def __init__(
+        self,
+        n_layers: int,
+        n_heads: int,
+        head_dim: int,
+        max_seq_length: int | None,
+        *,
+        max_sequences: int | None = None,
+        window_size: int | None = None,
+    ) -> None:
+        self._shape = n_layers, n_heads, head_dim, max_seq_length
+        self.max_sequences = max_sequences
+        self.window_size = window_size
+        self.sequences: dict[int, ModelKVCache] = {}
+
+    def get_or_create_sequence(self, sequence_id: int) -> list[LayerKVCache]:
+        """Return the layers of a sequence; create it if it is not there.
+
+        Raises
+        ------
+        CacheFull
+            If there would be more than `max_sequences`.
+        """
+        if sequence_id not in self.sequences:
+            if self.max_sequences is not None and len(self.sequences) >= self.max_sequences:
+                raise CacheFull(
+                    f"sequence_id={sequence_id}: there are max_sequences={self.max_sequences} already; remove one"
+                )
+            self.sequences[sequence_id] = ModelKVCache(*self._shape, window_size=self.window_size)
+        return self.sequences[sequence_id].layers
+
+    def append_to_sequence(self, sequence_id: int, layer_id: int, keys: npt.ArrayLike, values: npt.ArrayLike) -> None:
+        """Add rows to a layer of a sequence, which is created if it is not there; see `LayerKVCache.append`."""
+        self.get_or_create_sequence(sequence_id)[layer_id].append(keys, values)
+
+    def get_from_sequence(self, sequence_id: int, layer_id: int, start_pos: int, length: int) -> Rows | None:
+        """Return rows as `LayerKVCache.get_range` does, or None if there is no such sequence."""
+        if sequence_id not in self.sequences:
+            return None
+        return self.sequences[sequence_id].layers[layer_id].get_range(start_pos, length)
+
+    def get_sequence_length(self, sequence_id: int) -> int:
+        """Return the number of tokens of a sequence, 0 if there is no such sequence."""
+        return self.sequences[sequence_id].layers[0].sequence_length if sequence_id in self.sequences else 0
+
+    def clear_sequence(self, sequence_id: int) -> None:
+        """Forget the tokens of a sequence, and keep its memory; do nothing if there is no such sequence."""
+        if sequence_id in self.sequences:
+            self.sequences[sequence_id].clear()
+
+    def remove_sequence(self, sequence_id: int) -> None:
+        """Forget a sequence, and free its memory; do nothing if there is no such sequence."""
+        if sequence_id in self.sequences:
+            self.sequences.pop(sequence_id).deinit()
+
+    def get_memory_usage(self) -> int:
+        """Return the bytes that are taken."""
+        return sum(model.cache.nbytes for model in self.sequences.values())
+
+    def deinit(self) -> None:
+        """Free all memory."""
+        for sequence_id in list(self.sequences):
+            self.remove_sequence(sequence_id)
+
+
+class SlidingWindowKVCache:
+    """Sequences of which the last `window_size` tokens stay.
+
+    Parameters
+    ----------
+    n_layers, n_heads, head_dim : int
+        The shape of the model.
+    window_size : int
+        The tokens that a token sees, itself included.
+    """
+
+    def __init__(self, n_layers: int, n_heads: int, head_dim: int, window_size: int) -> None:
+        self.cache = MultiSequenceKVCache(n_layers, n_heads, head_dim, None, window_size=window_size)
+        self.window_size = window_size
+
+    def append_with_sliding(self, sequence_id: int, layer_id: int, keys: npt.ArrayLike, values: npt.ArrayLike) -> None:
+        """Add rows to a layer of a sequence, of which the oldest are dropped; see `LayerKVCache.append`."""
+        self.cache.append_to_sequence(sequence_id, layer_id, keys, values)
+
+    def get_with_window(self, sequence_id: int, layer_id: int, position: int = 0) -> Rows | None:
+        """Return copies of the last rows, ``[at most window_size, n_heads, head_dim]`` each, or None if there are none.
+
+        `position` is of no effect, as there.
+        """
+        length = self.cache.get_sequence_length(sequence_id)
+        kept = min(length, self.window_size)
+        return self.cache.get_from_sequence(sequence_id, layer_id, length - kept, kept) if length else None
+
+    def deinit(self) -> None:
+        """Free all memory."""
+        self.cache.deinit()
+
+
+class KVCacheStats(NamedTuple):
+    """Figures of many sequences."""
+
+    total_sequences: int
+    total_memory_bytes: int
+    average_sequence_length: float
+    cache_efficiency: float  #: tokens held, by tokens that there is memory for
+
+    @classmethod
+    def compute(cls, cache: MultiSequenceKVCache) -> KVCacheStats:
+        """Return the figures of now."""
+        lengths = [cache.get_sequence_length(sequence_id) for sequence_id in cache.sequences]
+        used = slots = 0
+        for model in cache.sequences.values():
+            stats = model.cache.stats()
+            used += stats["live_slots"]
+            slots += (stats["blocks_in_use"] + stats["blocks_free"]) * model.cache.block_size
+        return cls(len(lengths), cache.get_memory_usage(), sum(lengths) / max(len(lengths), 1), used / max(slots, 1))
+
+    def print(self) -> None:
+        """Print the figures."""
+        print(f"sequences: {self.total_sequences}")
+        print(f"memory: {self.total_memory_bytes / 2**20:.2f} MiB")
+        print(f"tokens of a sequence: {self.average_sequence_length:.1f}")
+        print(f"memory in use: {self.cache_efficiency:.1%}")
+
+
+class KVCacheUtils:
+    """Estimates."""
+
+    @staticmethod
+    def estimate_memory_usage(n_sequences: int, max_seq_length: int, n_layers: int, n_heads: int, head_dim: int) -> int:
+        """Return the bytes that sequences of this length come to."""
+        return n_sequences * max_seq_length * n_layers * n_heads * head_dim * 2 * 4
+
+    @staticmethod
+    def recommended_window_size(model_context_length: int, available_memory_mb: int) -> int:
+        """Return the tokens of 4,096 bytes that memory has room for, at most the model's."""
+        return min(available_memory_mb * 2**20 // 4096, model_context_length)

@@ -1,0 +1,177 @@
+"""kvcache.compat.edifice: what Edifice.Blocks.KVCache promises, sentence by sentence."""
+
+import numpy as np
+import pytest
+
+from kvcache import CacheFullError
+from kvcache.compat.edifice import KVCache
+
+B, L, H, D = 2, 2, 4, 8
+
+
+@pytest.fixture
+def state():
+    return KVCache.init(batch_size=B, num_layers=L, num_heads=H, head_dim=D, max_seq_len=32)
+
+
+def array(tokens, seed=0):
+    return np.random.default_rng(seed).standard_normal((B, H, tokens, D), np.float32)
+
+
+def update_all(state, tokens, seed=0):
+    k, v = array(tokens, seed), array(tokens, seed + 100)
+    for layer in range(L):
+        state, _, _ = KVCache.update(state, layer, k, v)
+    return k, v
+
+
+# --- init --------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_state_is_empty_and_says_its_shape():
+    state = KVCache.init(batch_size=B, num_layers=6, num_heads=H, head_dim=D)
+    assert (state.position, state.num_layers, state.max_seq_len) == (0, 6, 2048)
+    assert KVCache.seq_length(state) == 0
+
+
+def test_all_memory_is_there_from_the_beginning(state):
+    cache = state.cache
+    assert cache.nbytes >= 2 * L * B * H * 32 * D * 4
+    blocks = cache.stats()["blocks_opened"]
+    for seed in range(32):
+        update_all(state, 1, seed)
+    assert cache.stats()["blocks_opened"] == blocks
+
+
+def test_the_length_is_the_one_asked_for(state):
+    assert state.max_seq_len == 32
+    update_all(state, 32)
+    with pytest.raises(CacheFullError):
+        state.update(0, array(1), array(1))
+    assert state.position == 32
+
+
+def test_the_type_is_the_one_asked_for():
+    state = KVCache.init(batch_size=1, num_layers=1, num_heads=2, head_dim=4, type="f16")
+    assert (state.cache.k_dtype, state.cache.v_dtype) == (("f16",), ("f16",))
+
+
+# --- update ------------------------------------------------------------------------------------------------------
+
+
+def test_an_update_appends_and_returns_what_is_valid(state):
+    new_k, new_v = array(3), array(3, 1)
+    updated, k, v = KVCache.update(state, 0, new_k, new_v)
+    assert updated.position == 3
+    np.testing.assert_array_equal(k, new_k)
+    np.testing.assert_array_equal(v, new_v)
+
+
+def test_successive_updates_accumulate(state):
+    first, second = array(3), array(2, 1)
+    state, _, _ = KVCache.update(state, 0, first, first)
+    state, k, v = KVCache.update(state, 0, second, second)  # the other layer is never updated
+    assert state.position == 5
+    np.testing.assert_array_equal(k, np.concatenate([first, second], 2))
+    np.testing.assert_array_equal(v, k)
+
+
+def test_layers_are_independent(state):
+    state, _, _ = KVCache.update(state, 0, array(2), array(2))
+    k, v = KVCache.get(state, 1)  # the position is that of the whole state
+    assert k.shape == v.shape == (B, H, 2, D)
+    assert not k.any()
+    assert not v.any()
+
+
+def test_the_position_advances_once_for_a_step_of_all_layers(state):
+    k, v = update_all(state, 4)
+    more_k, more_v = array(2, 5), array(2, 6)
+    for layer in range(L):
+        state, all_k, all_v = KVCache.update(state, layer, more_k, more_v)
+        assert state.position == 6
+        np.testing.assert_array_equal(all_k, np.concatenate([k, more_k], 2))
+        np.testing.assert_array_equal(all_v, np.concatenate([v, more_v], 2))
+
+
+def test_a_layer_that_was_left_out_holds_zeros(state):
+    first, second = array(2), array(1, 1)
+    state.update(0, first, first)
+    state.update(0, second, second)
+    _, k, _ = state.update(1, second, second)
+    np.testing.assert_array_equal(k, np.concatenate([np.zeros_like(first), second], 2))
+
+
+@pytest.mark.parametrize("shape", [(B, H, 3, D + 1), (B, H + 1, 3, D), (B + 1, H, 3, D), (B, H, 0, D), (3, H, D), (D,)])
+def test_what_does_not_fit_changes_nothing(state, shape):
+    with pytest.raises((ValueError, IndexError)):
+        state.update(0, np.zeros(shape), np.zeros(shape))
+    with pytest.raises(IndexError):
+        state.update(L, array(1), array(1))
+    assert state.position == 0
+    update_all(state, 2)
+    assert state.position == 2
+
+
+# --- get, seq_length, reset --------------------------------------------------------------------------------------
+
+
+def test_the_length_is_that_of_what_was_appended(state):
+    state.update(0, array(5), array(5))
+    assert KVCache.seq_length(state) == state.position == 5
+
+
+def test_get_returns_what_is_valid(state):
+    k, v = update_all(state, 4)
+    for layer in range(L):
+        got_k, got_v = KVCache.get(state, layer)
+        np.testing.assert_array_equal(got_k, k)
+        np.testing.assert_array_equal(got_v, v)
+
+
+def test_an_empty_state_has_one_row_of_zeros(state):
+    k, v = KVCache.get(state, 0)
+    assert k.shape == v.shape == (B, H, 1, D)
+    assert not k.any()
+    assert not v.any()
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_a_reset_empties_and_keeps_the_memory(state, running):
+    update_all(state, 3)
+    if running:
+        state.update(0, array(1), array(1))
+    blocks = state.cache.stats()["blocks_opened"]
+    assert KVCache.seq_length(KVCache.reset(state)) == 0
+    k, _ = update_all(state, 2, seed=9)
+    assert state.cache.stats()["blocks_opened"] == blocks
+    np.testing.assert_array_equal(state.get(1)[0], k)
+
+
+# --- attention ---------------------------------------------------------------------------------------------------
+
+
+def attention_in_numpy(q, k, v):
+    scores = np.einsum("bhtd,bhnd->bhtn", q, k).astype(float) / np.sqrt(D)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    out = np.einsum("bhtn,bhnd->bhtd", weights / weights.sum(-1, keepdims=True), v)
+    return out.swapaxes(1, 2).reshape(B, q.shape[2], H * D)
+
+
+def test_the_attention_that_is_built_appends_and_attends(state):
+    k, v = update_all(state, 4)
+    attentions = [KVCache.build_cached_attention(num_heads=H, head_dim=D, layer_idx=layer) for layer in range(L)]
+    q, new_k, new_v = (array(3, seed) for seed in (7, 8, 9))
+    for attention in attentions:
+        out, state = attention(q, new_k, new_v, state)
+        assert out.shape == (B, 3, H * D)
+        expected = attention_in_numpy(q, np.concatenate([k, new_k], 2), np.concatenate([v, new_v], 2))
+        np.testing.assert_allclose(out, expected, atol=1e-5)
+    assert KVCache.seq_length(state) == 7
+
+
+def test_an_attention_that_fails_appends_nothing(state):
+    attention = KVCache.build_cached_attention(num_heads=H, head_dim=D, layer_idx=0)
+    with pytest.raises(ValueError, match="q"):
+        attention(array(2)[..., :-1], array(2), array(2), state)
+    assert state.position == 0

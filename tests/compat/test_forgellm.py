@@ -1,0 +1,145 @@
+"""kvcache.compat.forgellm: what forgellm_runtime's cache promises, its unit tests first."""
+
+import numpy as np
+import pytest
+
+from kvcache import CacheBusyError
+from kvcache.compat.forgellm import KVCache
+
+
+def rows(tokens, seed=0):
+    return np.random.default_rng(seed).standard_normal((2, tokens * 64), np.float32)
+
+
+def append_everywhere(cache, k, v):
+    for layer in range(cache.num_layers()):
+        cache.append(layer, k, v)
+    cache.advance()
+
+
+# --- its unit tests ----------------------------------------------------------------------------------------------
+
+
+def test_create_and_append():
+    cache = KVCache(2, 4, 16)
+    assert cache.is_empty()
+    assert cache.len() == 0
+    assert cache.entry_size() == 64
+
+    # Append one token to both layers
+    kv_data = np.full(64, 1.0, np.float32)
+    cache.append(0, kv_data, kv_data)
+    cache.append(1, kv_data, kv_data)
+    cache.advance()
+
+    assert cache.len() == 1
+    assert len(cache.k(0)) == 64
+    assert len(cache.v(1)) == 64
+
+
+def test_append_multiple_tokens():
+    cache = KVCache(1, 2, 8)
+
+    for token_idx in range(5):
+        data = np.full(16, token_idx, np.float32)
+        cache.append(0, data, data)
+        cache.advance()
+
+    assert cache.len() == 5
+    assert len(cache.k(0)) == 80  # 5 tokens * 2 heads * 8 dim
+    # First entry should be 0.0, last should be 4.0
+    assert cache.k(0)[0] == 0.0
+    assert cache.k(0)[64] == 4.0
+
+
+def test_clear_cache():
+    cache = KVCache(2, 4, 16)
+    data = np.full(64, 1.0, np.float32)
+    cache.append(0, data, data)
+    cache.append(1, data, data)
+    cache.advance()
+    assert cache.len() == 1
+
+    cache.clear()
+    assert cache.len() == 0
+    assert cache.is_empty()
+    assert len(cache.k(0)) == 0
+
+
+def test_with_capacity():
+    cache = KVCache.with_capacity(16, 8, 64, 2048)
+    assert cache.is_empty()
+    assert cache.num_layers() == 16
+    assert cache.entry_size() == 512
+
+
+# --- and what else it promises -----------------------------------------------------------------------------------
+
+
+def test_what_was_appended_is_read_before_the_token_is_advanced():
+    cache = KVCache(2, 4, 16)
+    before, now = rows(3), rows(1, seed=1)
+    append_everywhere(cache, *before)
+    cache.append(0, *now)
+    assert cache.k(0).tolist() == [*before[0], *now[0]]
+    assert cache.v(0).tolist() == [*before[1], *now[1]]
+    assert cache.k(1).tolist() == before[0].tolist()  # layers stay independent
+    assert cache.len() == 3
+
+
+def test_capacity_is_taken_at_once_and_is_no_limit():
+    with KVCache.with_capacity(2, 4, 16, 256).cache as cache:
+        assert cache.nbytes >= 256 * 2 * 64 * 2 * 4
+    cache = KVCache.with_capacity(2, 4, 16, 4)
+    append_everywhere(cache, *rows(100))
+    assert cache.len() == 100
+
+
+def test_capacity_lets_no_step_wait_for_memory():
+    cache = KVCache.with_capacity(2, 4, 16, 256)
+    blocks = cache.cache.stats()["blocks_opened"]
+    for _ in range(256):
+        append_everywhere(cache, *rows(1))
+    assert cache.cache.stats()["blocks_opened"] == blocks
+
+
+def test_a_clone_is_independent():
+    cache = KVCache(2, 4, 16)
+    append_everywhere(cache, *rows(3))
+    clone = cache.clone()
+    append_everywhere(cache, *rows(1, seed=1))
+    append_everywhere(clone, *rows(2, seed=2))
+    assert (cache.len(), clone.len()) == (4, 5)
+    assert clone.k(1).tolist() == [*rows(3)[0], *rows(2, seed=2)[0]]
+    cache.append(0, *rows(1))
+    with pytest.raises(CacheBusyError):
+        cache.clone()
+
+
+def test_a_layer_that_was_left_out_is_named():
+    cache = KVCache(2, 4, 16)
+    with pytest.raises(ValueError, match="nothing was appended"):
+        cache.advance()
+    cache.append(1, *rows(1))
+    with pytest.raises(ValueError, match="layer 0"):
+        cache.advance()
+    cache.append(0, *rows(1))
+    cache.advance()
+    assert cache.len() == 1
+
+
+@pytest.mark.parametrize(("layer", "numbers"), [(2, 64), (-1, 64), (0, 63), (0, 0)])
+def test_what_does_not_fit_changes_nothing(layer, numbers):
+    cache = KVCache(2, 4, 16)
+    with pytest.raises((IndexError, ValueError)):
+        cache.append(layer, np.zeros(numbers, np.float32), np.zeros(numbers, np.float32))
+    append_everywhere(cache, *rows(5))
+    assert cache.len() == 5
+
+
+def test_clearing_forgets_the_running_token():
+    cache = KVCache(2, 4, 16)
+    cache.append(0, *rows(1))
+    cache.clear()
+    append_everywhere(cache, *rows(2))
+    assert cache.len() == 2
