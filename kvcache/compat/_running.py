@@ -68,7 +68,7 @@ class Running:
         if self.batch is not None and layer in self.layers:
             k, v, _ = self.batch.dense(layer, mask=None)
             return k, v
-        return self.cache.gather(layer)
+        return self.cache.keys(layer), self.cache.values(layer)
 
     def commit(self) -> None:
         """Make the running tokens part of their sequences.

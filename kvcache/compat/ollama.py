@@ -1,0 +1,494 @@
+"""Ollama's ``kvcache``, v0.15.4: causal, sliding, chunked and encoder caches, and one that wraps several.
+
+Shapes are NumPy's: what is ``[head_dim, heads, tokens]`` there is ``[tokens, heads, head_dim]`` here, the same bytes.
+The shape of the model is told to `Cache.init`, where a backend is given there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+import kvcache
+
+__all__ = [
+    "MAX_INT32",
+    "Cache",
+    "CacheConfig",
+    "Causal",
+    "CausalOptions",
+    "EncoderCache",
+    "ErrKvCacheFull",
+    "ErrNotSupported",
+    "WrapperCache",
+    "new_causal_cache",
+    "new_chunked_attention_cache",
+    "new_encoder_cache",
+    "new_swa_cache",
+    "new_swa_mem_cache",
+    "new_wrapper_cache",
+]
+
+MAX_INT32 = 2**31 - 1
+ErrKvCacheFull = kvcache.CacheFullError
+ErrNotSupported = kvcache.NotSupportedError
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """What an attention of your own needs of the arrays that `Cache.get` returns."""
+
+    cache_padding: int = 1  #: the number of rows is a multiple of it; the mask hides those that were added
+    permuted_v: bool = False  #: values are ``[heads, head_dim, rows]``
+    mask_dtype: Literal["f32", "f16"] = "f32"
+
+
+@dataclass(frozen=True)
+class CausalOptions:
+    """Which tokens of the batch also see later tokens of their sequence."""
+
+    except_: Sequence[int] = ()
+
+
+@dataclass
+class _Pass:
+    """What the caches of one model share: its rows, the forward pass, and the layer at hand."""
+
+    cache: kvcache.KVCache
+    batch: kvcache.Batch | None = None
+    layer: int = 0
+    layer_type: int = 0  # of a wrapper: the cache that is chosen
+    config: CacheConfig = field(default_factory=CacheConfig)
+
+    def open_batch(self) -> kvcache.Batch:
+        """Return the batch of the forward pass."""
+        if self.batch is None:
+            raise ValueError("no forward pass: call start_forward() first, with reserve=False")
+        return self.batch
+
+    def end(self) -> None:
+        """Make the pass part of its sequences; where a layer was left out, raise and forget the pass."""
+        batch, self.batch = self.batch, None
+        if batch is not None:
+            with batch:
+                pass
+
+
+class Cache:
+    """What all caches have: `init`, then `start_forward` for each pass, and in each layer `set_layer`, `put`, `get`."""
+
+    _shared: _Pass | None = None
+    _config = CacheConfig()
+
+    def __init__(self, shift: Any = None) -> None:
+        self._shift = shift
+
+    def init(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: Any = "f16",
+        max_sequences: int = 1,
+        capacity: int,
+        v_head_dim: int | None = None,
+        layer_types: Sequence[int] | None = None,
+    ) -> None:
+        """Make the cache.
+
+        Parameters
+        ----------
+        num_layers, num_kv_heads, head_dim : int
+            The shape of the model.
+        dtype : str, default "f16"
+            The element type, any that `kvcache.KVCache` stores.
+        max_sequences : int, default 1
+            The most sequences.
+        capacity : int
+            The tokens that there is room for, for each sequence; one may use the room of all.
+        v_head_dim : int, optional
+            The elements of a value's head, if not `head_dim`.
+        layer_types : sequence of int, optional
+            For `WrapperCache`: which of its caches each layer is of; by default they take turns.
+
+        Raises
+        ------
+        ValueError
+            If a window's memory is smaller than the window, or an encoder's cache is for several sequences.
+        """
+        members = self._members()
+        if layer_types is None:
+            layer_types = [layer % len(members) for layer in range(num_layers)]
+        pool = max_sequences * capacity
+        cache = kvcache.KVCache(
+            num_layers,
+            num_kv_heads,
+            head_dim,
+            None,
+            v_head_dim=v_head_dim,
+            dtype=dtype,
+            policy=[members[kind]._policy(max_sequences, capacity) for kind in layer_types],
+            rope=[members[kind]._shift for kind in layer_types],
+            max_sequences=max_sequences,
+            capacity=pool,
+        )
+        shared = _Pass(cache, config=self._config)
+        for each in (self, *members):
+            each._shared = shared
+
+    def set_config(self, config: CacheConfig) -> None:
+        """Say what `get` is to return; before `init`.
+
+        Raises
+        ------
+        ValueError
+            If the cache was made.
+        """
+        if self._shared is not None:
+            raise ValueError("set_config(): the cache was made; call it before init()")
+        self._config = config
+
+    @property
+    def cache(self) -> kvcache.KVCache:
+        """The cache below."""
+        return self._pass().cache
+
+    def close(self) -> None:
+        """Free all memory."""
+        shared = self._pass()
+        if shared.batch is not None:
+            shared.batch.abort()
+        shared.cache.close()
+
+    def start_forward(
+        self,
+        positions: Sequence[int],
+        sequences: Sequence[int] | None = None,
+        *,
+        multimodal: Sequence[int] = (),
+        reserve: bool = False,
+    ) -> None:
+        """Begin a forward pass, and make the one before part of its sequences.
+
+        Parameters
+        ----------
+        positions : sequence of int
+            The position of each token.
+        sequences : sequence of int, optional
+            The sequence of each token; by default 0 for all.
+        multimodal : sequence of int, optional
+            The tokens, by index, that stand for something an encoder has encoded.
+        reserve : bool, default False
+            Whether to take the memory of as many tokens, and begin nothing.
+
+        Raises
+        ------
+        ErrKvCacheFull
+            If the tokens do not fit; nothing was evicted then.
+        kvcache.RowsGoneError
+            If a token would see rows that were evicted, which the original attends without; ask `can_resume` first.
+        ValueError
+            If a layer was left out in the pass before, which is forgotten then.
+        """
+        shared = self._pass()
+        shared.end()
+        if reserve:
+            shared.cache.reserve(len(positions))
+            return
+        seq_ids = [0] * len(positions) if sequences is None else sequences
+        shared.batch = shared.cache.batch(positions=positions, seq_ids=seq_ids)
+        shared.layer_type = 0
+        for member in self._members():
+            member._start(positions, multimodal)
+
+    def set_layer(self, layer: int) -> None:
+        """Choose the layer that `put` and `get` are for."""
+        self._pass().layer = layer
+
+    def put(self, key: Any, value: Any) -> None:
+        """Store the rows of the pass in the layer, ``[tokens, heads, dim]`` each.
+
+        Raises
+        ------
+        ValueError
+            If there is no pass, a shape is wrong, or the layer has its rows already.
+        """
+        shared = self._pass()
+        shared.open_batch().put(shared.layer, key, value)
+
+    def get(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any] | None]:
+        """Return copies of all rows that the pass can see in the layer.
+
+        Returns
+        -------
+        k, v : numpy.ndarray
+            ``[rows, heads, dim]`` each, of the sequences in the pass, in order of position; of the stored type, f32 for
+            quantised ones and bf16. `CacheConfig` says what else.
+        mask : numpy.ndarray or None
+            ``[tokens, rows]``, 0 where a token sees a row, else minus infinity; None for an encoder's rows.
+
+        Raises
+        ------
+        ValueError
+            If there is no pass, or the layer has no rows of it.
+        """
+        raise NotImplementedError
+
+    def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
+        """Share the tokens of `src_seq` below position `length` with `dst_seq`, in place of what that held.
+
+        Raises
+        ------
+        kvcache.RowsGoneError
+            If a token at `length` would miss rows that were evicted.
+        ValueError
+            If the two are the same.
+        """
+        self._ended().copy_prefix(src_seq, dst_seq, length)
+
+    def can_resume(self, seq: int, pos: int) -> bool:
+        """Return whether a token at `pos` would see all that it is to see."""
+        return self._ended().can_resume(pos, seq_id=seq)
+
+    def remove(self, seq: int, begin: int, end: int = MAX_INT32) -> None:
+        """Drop the tokens at positions `begin` to `end` - 1, and move later ones there; all of it, or nothing.
+
+        Raises
+        ------
+        ErrNotSupported
+            If tokens would have to move, and the cache has no `shift`.
+        kvcache.RowsGoneError
+            If a token at the new end would miss rows that were evicted: where `can_resume` is false, drop all.
+        """
+        cache = self._ended()
+        if end == MAX_INT32:
+            cache.truncate(begin, seq_id=seq)
+        else:
+            cache.remove(begin, end, seq_id=seq)
+        for member in self._members():
+            member._removed(begin, end)
+
+    def _pass(self) -> _Pass:
+        if self._shared is None:
+            raise ValueError("the cache was not made: call init() first")
+        return self._shared
+
+    def _ended(self) -> kvcache.KVCache:
+        self._pass().end()
+        return self._pass().cache
+
+    def _members(self) -> tuple[Cache, ...]:
+        return (self,)
+
+    def _policy(self, max_sequences: int, capacity: int) -> Any:
+        raise NotImplementedError
+
+    def _start(self, positions: Sequence[int], multimodal: Sequence[int]) -> None:
+        pass
+
+    def _removed(self, begin: int, end: int) -> None:
+        pass
+
+
+class Causal(Cache):
+    """Rows of tokens: `new_causal_cache` and its like make it.
+
+    Parameters
+    ----------
+    shift : Rope, callable or None
+        How keys are moved: what `kvcache.KVCache` takes as `rope`.
+    window, memory, chunk : int, optional
+        As for the functions.
+    """
+
+    def __init__(
+        self, shift: Any = None, *, window: int | None = None, memory: int | None = None, chunk: int | None = None
+    ) -> None:
+        super().__init__(shift)
+        self._window, self._memory, self._chunk = window, memory, chunk
+        self._except: Sequence[int] = ()
+
+    def set_causal(self, options: CausalOptions) -> None:
+        """Let some tokens of the pass see later ones, for every `get` until the next pass."""
+        self._except = options.except_
+
+    def get(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any] | None]:  # noqa: D102
+        shared = self._pass()
+        batch, config = shared.open_batch(), shared.config
+        stored = shared.cache.k_dtype[shared.layer]
+        lifted = np.isin(np.arange(len(batch)), self._except)
+        k, v, mask = batch.dense(
+            shared.layer, non_causal=lifted, layout="THD", dtype="f16" if stored == "f16" else "f32"
+        )
+        more = -len(k) % config.cache_padding
+        k, v = (np.pad(rows, ((0, more), (0, 0), (0, 0))) for rows in (k, v))
+        mask = np.pad(mask, ((0, 0), (0, more)), constant_values=-np.inf)
+        if config.permuted_v:
+            v = np.ascontiguousarray(v.transpose(1, 2, 0))
+        return k, v, mask.astype(np.float16 if config.mask_dtype == "f16" else np.float32, copy=False)
+
+    def _policy(self, max_sequences: int, capacity: int) -> Any:
+        everything = max_sequences * capacity
+        if self._chunk is not None:
+            return kvcache.ChunkedAttention(self._chunk, resume_window=max(everything, self._chunk))
+        if self._window is None:
+            return kvcache.FullAttention()
+        memory = self._window if self._memory is None else self._memory
+        if max_sequences > 1:
+            memory = max(memory, self._window + 1)
+        if memory >= capacity:
+            memory = max(everything, self._window)
+        if memory < self._window:
+            raise ValueError(f"memory={memory}: must be at least the window, which is {self._window}")
+        return kvcache.SlidingWindow(self._window + 1, resume_window=memory + 1)
+
+    def _start(self, positions: Sequence[int], multimodal: Sequence[int]) -> None:
+        self._except = ()
+
+
+class EncoderCache(Cache):
+    """Rows of something that was encoded, of one sequence; every token sees all of them. `new_encoder_cache` makes it.
+
+    Parameters
+    ----------
+    max_len : int
+        The most rows.
+    """
+
+    def __init__(self, max_len: int) -> None:
+        super().__init__(False)
+        self._max_len = max_len
+        self._shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._position = self._cached_position = -1
+        self._cached = False
+
+    def put(self, key: Any, value: Any) -> None:
+        """Store rows in the layer, in place of those before: ``[..., heads, dim]`` each."""
+        super().put(key, value)
+        self._shapes[self._pass().layer] = tuple(key.shape), tuple(value.shape)
+        self._cached, self._cached_position = True, self._position
+
+    def get(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any] | None]:
+        """Return copies of the rows in the layer, in the shape in which they were put, and None.
+
+        Raises
+        ------
+        ValueError
+            If there is no pass, or no rows were put.
+        """
+        shared = self._pass()
+        batch = shared.open_batch()
+        dtype: Any = "f16" if shared.cache.k_dtype[shared.layer] == "f16" else "f32"
+        k, v, _ = batch.dense(shared.layer, layout="THD", dtype=dtype, mask=None)
+        if not len(k):
+            raise ValueError(f"layer {shared.layer} has no rows: put an encoder's first")
+        k, v = (rows.reshape(shape) for rows, shape in zip((k, v), self._shapes[shared.layer], strict=True))
+        if shared.config.permuted_v:
+            v = np.ascontiguousarray(np.moveaxis(v, -3, -1))
+        return k, v, None
+
+    def encoder_cached(self) -> bool:
+        """Return whether there are rows, and the token they stand for was not removed."""
+        return self._cached
+
+    def can_resume(self, seq: int, pos: int) -> bool:
+        """Return True."""
+        return True
+
+    def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
+        """Raise: the rows are of one sequence.
+
+        Raises
+        ------
+        ErrNotSupported
+            Always.
+        """
+        raise ErrNotSupported(
+            "copy_prefix(): an encoder's rows are of one sequence here; KVCache.copy_prefix shares them"
+        )
+
+    def remove(self, seq: int, begin: int, end: int = MAX_INT32) -> None:
+        """Say that the rows are no longer wanted, if the token they stand for is removed; they can still be read."""
+        self._removed(begin, end)
+
+    def _policy(self, max_sequences: int, capacity: int) -> Any:
+        if max_sequences > 1:
+            raise ValueError(
+                f"max_sequences={max_sequences}: an encoder's rows are of one sequence here; kvcache.CrossAttention "
+                "has rows for each"
+            )
+        return kvcache.CrossAttention(self._max_len)
+
+    def _start(self, positions: Sequence[int], multimodal: Sequence[int]) -> None:
+        if multimodal:
+            self._position = positions[multimodal[-1]]
+
+    def _removed(self, begin: int, end: int) -> None:
+        if begin <= self._cached_position < end:
+            self._cached = False
+
+
+class WrapperCache(Cache):
+    """One cache for layers of several kinds; a forward pass fits in all of them, or changes none.
+
+    Parameters
+    ----------
+    *caches : Cache
+        The caches; `init` says which layer is of which.
+    """
+
+    def __init__(self, *caches: Cache) -> None:
+        super().__init__()
+        self._caches = caches
+
+    def set_layer_type(self, layer_type: int) -> None:
+        """Choose the cache that `put`, `get` and `underlying_cache` are of, by its number; each pass begins with 0."""
+        self._pass().layer_type = layer_type
+
+    def underlying_cache(self) -> Cache:
+        """Return the cache that was chosen."""
+        return self._caches[self._pass().layer_type]
+
+    def put(self, key: Any, value: Any) -> None:  # noqa: D102
+        self.underlying_cache().put(key, value)
+
+    def get(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any] | None]:  # noqa: D102
+        return self.underlying_cache().get()
+
+    def _members(self) -> tuple[Cache, ...]:
+        return self._caches
+
+
+def new_causal_cache(shift: Any = None) -> Causal:
+    """Return a cache whose tokens see all earlier ones."""
+    return Causal(shift)
+
+
+def new_swa_cache(window_size: int, shift: Any = None) -> Causal:
+    """Return a cache whose tokens see themselves and `window_size` earlier ones."""
+    return Causal(shift, window=window_size)
+
+
+def new_swa_mem_cache(window_size: int, memory_size: int, shift: Any = None) -> Causal:
+    """Return a cache as `new_swa_cache` does, which keeps `memory_size` tokens behind a batch, to go back to."""
+    return Causal(shift, window=window_size, memory=memory_size)
+
+
+def new_chunked_attention_cache(chunk_size: int, shift: Any = None) -> Causal:
+    """Return a cache whose tokens see the earlier ones of their chunk of `chunk_size` positions."""
+    return Causal(shift, chunk=chunk_size)
+
+
+def new_encoder_cache(max_len: int = 2**16) -> EncoderCache:
+    """Return a cache for at most `max_len` rows of an encoder."""
+    return EncoderCache(max_len)
+
+
+def new_wrapper_cache(*caches: Cache) -> WrapperCache:
+    """Return a cache for layers of several kinds."""
+    return WrapperCache(*caches)

@@ -1,0 +1,291 @@
+"""``KvCache`` and ``PagedKvCache``, head-major f32 in Rust: one head of one position is stored at a time."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+import kvcache
+from kvcache.compat._running import Rows, Running
+
+__all__ = ["KvCache", "PagedKvCache"]
+
+
+class KvCache:
+    """Keys and values of one sequence of at most `max_seq_len` tokens, zeros where nothing was stored.
+
+    The next token is the one at `seq_len`; its rows are read as soon as they are stored. `advance` makes it part of
+    the sequence. Storing at a later position makes the tokens before part of it, with zeros for what was not stored.
+
+    Parameters
+    ----------
+    num_layers, num_kv_heads, head_dim : int
+        The shape of the model.
+    max_seq_len : int
+        The most tokens.
+    dtype : {"f32", "f16"}, default "f32"
+        The element type: ``KvCachePolicy::Standard`` and ``Fp16``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvcache.compat.rust_kvcache import KvCache
+    >>> cache = KvCache(num_layers=1, num_kv_heads=2, head_dim=4, max_seq_len=16)
+    >>> for head in range(2):
+    ...     cache.store_key(0, head, 0, np.full(4, head))
+    ...     cache.store_value(0, head, 0, np.full(4, head))
+    >>> cache.keys_for(0, 1, 1)
+    array([[1., 1., 1., 1.]], dtype=float32)
+    >>> cache.advance()
+    >>> cache.seq_len()
+    1
+    """
+
+    def __init__(
+        self, num_layers: int, num_kv_heads: int, head_dim: int, max_seq_len: int, *, dtype: Any = "f32"
+    ) -> None:
+        self._start(kvcache.KVCache(num_layers, num_kv_heads, head_dim, max_seq_len, dtype=dtype))
+
+    def _start(self, cache: kvcache.KVCache) -> None:
+        self._running = Running(cache)
+        self._slots: list[Rows] = []  # of the running token, in each layer: [heads, 1, dim]
+        self._seq_len = 0
+
+    @property
+    def cache(self) -> kvcache.KVCache:
+        """The cache below, with the tokens before the running one in sequence 0."""
+        return self._running.cache
+
+    def store_key(self, layer: int, head: int, pos: int, key: npt.ArrayLike) -> None:
+        """Store the key of one head at a position.
+
+        Parameters
+        ----------
+        layer, head, pos : int
+            Where to store it: at any position below `max_seq_len`, stored before or not.
+        key : array_like
+            ``[head_dim]``.
+
+        Raises
+        ------
+        IndexError
+            If there is no such layer, head or position.
+        ValueError
+            If the length of `key` is not `head_dim`.
+        """
+        self._store(0, layer, head, pos, key)
+
+    def store_value(self, layer: int, head: int, pos: int, value: npt.ArrayLike) -> None:
+        """Store the value of one head at a position, as `store_key` does a key."""
+        self._store(1, layer, head, pos, value)
+
+    def keys_for(self, layer: int, head: int, seq_len: int) -> npt.NDArray[Any]:
+        """Return the keys of one head at positions 0 to `seq_len` - 1, the running token's included.
+
+        Returns
+        -------
+        numpy.ndarray
+            ``[seq_len, head_dim]``, contiguous and read-only: a view of what is stored, or a copy where zeros stand
+            for what is not.
+        """
+        return self._head(0, layer, head, seq_len)
+
+    def values_for(self, layer: int, head: int, seq_len: int) -> npt.NDArray[Any]:
+        """Return the values of one head, as `keys_for` does its keys."""
+        return self._head(1, layer, head, seq_len)
+
+    def extract_block(self, layer: int, start_pos: int, block_size: int) -> Rows:
+        """Return copies of the keys and values at `block_size` positions.
+
+        Returns
+        -------
+        tuple of numpy.ndarray
+            ``[num_kv_heads * block_size * head_dim]`` of f32 each, in the order head, position, element; zeros where
+            nothing is stored, and past `max_seq_len`.
+
+        Raises
+        ------
+        IndexError
+            If there is no such layer.
+        ValueError
+            If `start_pos` is negative.
+        """
+        if start_pos < 0:
+            raise ValueError(f"start_pos={start_pos}: must be at least 0")
+        blocks = np.zeros((2, self.num_kv_heads(), block_size, self.head_dim()), np.float32)
+        for block, rows in zip(blocks, self._running.rows(layer), strict=True):
+            part = rows[:, start_pos : start_pos + block_size]
+            block[:, : part.shape[1]] = part
+        return blocks[0].ravel(), blocks[1].ravel()
+
+    def inject_block(
+        self, layer: int, start_pos: int, block_size: int, keys: npt.ArrayLike, values: npt.ArrayLike
+    ) -> None:
+        """Store keys and values at `block_size` positions, in the order that `extract_block` returns.
+
+        What lies past `max_seq_len` is left out. `seq_len` stays as it is.
+
+        Raises
+        ------
+        IndexError
+            If there is no such layer.
+        ValueError
+            If an array does not have as many numbers.
+        """
+        shape = self.num_kv_heads(), block_size, self.head_dim()
+        rows = [np.asarray(x, np.float32).reshape(shape) for x in (keys, values)]
+        self._grow(min(start_pos + block_size, self.max_seq_len()))
+        self.cache.inject(layer, start_pos, *rows, skip_missing=True)
+
+    def advance(self) -> None:
+        """Make the running token part of the sequence; what was not stored of it is zeros.
+
+        Raises
+        ------
+        kvcache.CacheFullError
+            If there are `max_seq_len` tokens.
+        """
+        if self._seq_len == self.cache.seq_len():
+            self._begin()
+            self._commit()
+        self._seq_len += 1
+
+    def set_seq_len(self, n: int) -> None:
+        """Set the number of tokens, at most to `max_seq_len`: drop those behind it, or add tokens of zeros."""
+        self._seq_len = min(n, self.max_seq_len())
+        self._grow(self._seq_len)
+        self.cache.truncate(self._seq_len)
+
+    def clear(self) -> None:
+        """Forget all tokens, and keep the memory."""
+        self._slots = []
+        self._running.clear()
+        self._seq_len = 0
+
+    def seq_len(self) -> int:
+        """Return the number of tokens."""
+        return self._seq_len
+
+    def max_seq_len(self) -> int:
+        """Return the most tokens."""
+        return self.cache.max_seq_len or 0
+
+    def num_layers(self) -> int:
+        """Return the number of layers."""
+        return self.cache.num_layers
+
+    def num_kv_heads(self) -> int:
+        """Return the number of heads."""
+        return self.cache.num_kv_heads[0]
+
+    def head_dim(self) -> int:
+        """Return the elements of a head."""
+        return self.cache.head_dim[0]
+
+    def memory_bytes(self) -> int:
+        """Return the bytes of the rows of `max_seq_len` tokens; `cache.nbytes` are taken so far."""
+        return self.cache.capacity_bytes or 0
+
+    def utilization_ratio(self) -> float:
+        """Return the number of tokens by the most there may be."""
+        return self._seq_len / self.max_seq_len()
+
+    def _begin(self) -> None:
+        """Begin the token behind what is stored, with zeros in every layer."""
+        if self._running.batch is None:
+            batch = self._running.begin(1)
+            for layer in range(self.cache.num_layers):
+                self._slots.append(batch.slots(layer))
+                for rows in self._slots[layer]:
+                    rows[:] = 0
+                batch.written(layer, 0, 1)
+                self._running.layers.add(layer)
+
+    def _commit(self) -> None:
+        self._slots = []
+        self._running.commit()
+
+    def _grow(self, length: int) -> None:
+        """Make `length` tokens part of what is stored, if there are not as many: the running one, then zeros."""
+        self._commit()
+        missing = length - self.cache.seq_len()
+        if missing > 0:
+            zeros = np.zeros((2, missing, self.num_kv_heads(), self.head_dim()), np.float32)
+            for layer in range(self.cache.num_layers):
+                self._running.put(layer, *zeros)
+            self._running.commit()
+
+    def _store(self, which: int, layer: int, head: int, pos: int, row: npt.ArrayLike) -> None:
+        shape = self.num_layers(), self.num_kv_heads(), self.max_seq_len()
+        for name, index, length in zip(("layer", "head", "pos"), (layer, head, pos), shape, strict=True):
+            if not 0 <= index < length:
+                raise IndexError(f"{name}={index}: must be at least 0 and below {length}")
+        new = np.asarray(row, np.float32)
+        if new.shape != (self.head_dim(),):
+            raise ValueError(f"an array of shape {new.shape}, where ({self.head_dim()}) is needed")
+        if pos > self.cache.seq_len():
+            self._grow(pos)
+        if pos == self.cache.seq_len():
+            self._begin()
+            self._slots[layer][which][head, 0] = new
+        else:
+            self._commit()
+            rows = self.cache.extract(layer, pos, pos + 1)
+            rows[which][head, 0] = new
+            self.cache.inject(layer, pos, *rows)
+
+    def _head(self, which: int, layer: int, head: int, seq_len: int) -> npt.NDArray[Any]:
+        rows = self._running.rows(layer)[which][head, :seq_len]
+        if len(rows) < seq_len:
+            rows = np.concatenate([rows, np.zeros((seq_len - len(rows), self.head_dim()), rows.dtype)])
+        return rows
+
+
+class PagedKvCache(KvCache):
+    """The same, in pages of which memory is taken as they are needed.
+
+    Parameters
+    ----------
+    num_layers, num_kv_heads, head_dim, max_seq_len : int
+        As for `KvCache`; pages are of 256 tokens.
+    """
+
+    def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, max_seq_len: int) -> None:
+        self._start_paged(num_layers, num_kv_heads, head_dim, max_seq_len, 256)
+
+    @classmethod
+    def with_page_size(
+        cls, num_layers: int, num_kv_heads: int, head_dim: int, max_seq_len: int, page_size: int
+    ) -> Self:
+        """Return a cache with pages of `page_size` tokens."""
+        self = cls.__new__(cls)
+        self._start_paged(num_layers, num_kv_heads, head_dim, max_seq_len, page_size)
+        return self
+
+    def _start_paged(self, *shape_and_page_size: int) -> None:
+        *shape, page_size = shape_and_page_size
+        self._start(kvcache.KVCache(*shape, dtype="f32", block_size=page_size))
+
+    def clear(self) -> None:
+        """Forget all tokens, and free all pages."""
+        super().clear()
+        self.cache.compact()
+
+    def page_size(self) -> int:
+        """Return the tokens of a page."""
+        return self.cache.block_size
+
+    def total_pages(self) -> int:
+        """Return the number of pages in use; a page here holds every head of every layer."""
+        return self.cache.stats()["blocks_in_use"]
+
+    def memory_usage_bytes(self) -> int:
+        """Return the bytes that are taken, bookkeeping included."""
+        return self.cache.nbytes
+
+    def utilization_ratio(self) -> float:
+        """Return the part of the pages in use that holds tokens."""
+        pages = self.total_pages()
+        return self._seq_len / (pages * self.page_size()) if pages else 0.0

@@ -1,0 +1,253 @@
+"""kvcache.compat.rust_kvcache: what KvCache and PagedKvCache promise, sentence by sentence."""
+
+import numpy as np
+import pytest
+from support.coming_from import random_rows
+
+from kvcache import CacheFullError
+from kvcache.compat.rust_kvcache import KvCache, PagedKvCache
+
+
+def store(cache, pos, k, v, layers=None):
+    """Store one token, [heads, dim], head by head."""
+    for layer in range(cache.num_layers()) if layers is None else layers:
+        for head in range(cache.num_kv_heads()):
+            cache.store_key(layer, head, pos, k[head])
+            cache.store_value(layer, head, pos, v[head])
+
+
+def fill(cache, tokens, seed=0):
+    k, v = random_rows(tokens, seed=seed)
+    for i in range(tokens):
+        store(cache, cache.seq_len(), k[i], v[i])
+        cache.advance()
+    return k, v
+
+
+@pytest.fixture(params=[KvCache, PagedKvCache, lambda *shape: PagedKvCache.with_page_size(*shape, 4)])
+def cache(request):
+    return request.param(2, 2, 8, 16)
+
+
+# --- storing and reading -----------------------------------------------------------------------------------------
+
+
+def test_a_new_cache(cache):
+    assert (cache.num_layers(), cache.num_kv_heads(), cache.head_dim()) == (2, 2, 8)
+    assert (cache.seq_len(), cache.max_seq_len(), cache.utilization_ratio()) == (0, 16, 0)
+
+
+def test_store_and_retrieve():
+    cache = KvCache(2, 8, 128, 16)
+    cache.store_key(0, 0, 0, np.full(128, 1.0))
+    cache.store_value(0, 0, 0, np.full(128, 2.0))
+    cache.advance()
+    keys, values = cache.keys_for(0, 0, 1), cache.values_for(0, 0, 1)
+    assert keys.size == values.size == 128
+    assert keys[0, 0] == 1.0
+    assert values[0, 0] == 2.0
+
+
+def test_what_is_stored_is_read_before_the_token_is_advanced(cache):
+    k, v = fill(cache, 3)
+    now_k, now_v = random_rows(1, seed=1)
+    store(cache, 3, now_k[0], now_v[0], layers=[1])
+    assert cache.seq_len() == 3
+    for head in range(2):
+        np.testing.assert_array_equal(cache.keys_for(1, head, 4), [*k[:, head], now_k[0, head]])
+        np.testing.assert_array_equal(cache.values_for(1, head, 4), [*v[:, head], now_v[0, head]])
+        np.testing.assert_array_equal(cache.keys_for(0, head, 4), [*k[:, head], np.zeros(8)])  # not stored there
+
+
+def test_rows_of_a_head_are_one_contiguous_view():
+    cache = KvCache(2, 2, 8, 16)
+    fill(cache, 5)
+    for keys in (cache.keys_for(1, 1, 5), cache.values_for(0, 0, 4)):
+        assert keys.flags.c_contiguous
+        assert not keys.flags.owndata
+        assert not keys.flags.writeable
+    store(cache, 5, *np.ones((2, 2, 8)))
+    running = cache.keys_for(1, 1, 6)
+    assert running.flags.c_contiguous
+    assert not running.flags.owndata
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_positions_are_stored_in_any_order(cache, by_layer):
+    k, v = random_rows(6)
+    places = [(layer, pos) for layer in range(2) for pos in (3, 0, 5, 1, 2, 4)]
+    for layer, pos in sorted(places, key=lambda place: place[0] if by_layer else 0):
+        store(cache, pos, k[pos], v[pos], layers=[layer])
+    cache.set_seq_len(6)
+    for layer in range(2):
+        for head in range(2):
+            np.testing.assert_array_equal(cache.keys_for(layer, head, 6), k[:, head])
+            np.testing.assert_array_equal(cache.values_for(layer, head, 6), v[:, head])
+
+
+def test_a_stored_position_is_stored_again(cache):
+    k, v = fill(cache, 5)
+    key, value = np.arange(8), -np.arange(8)
+    cache.store_key(1, 0, 2, key)
+    cache.store_value(1, 0, 2, value)
+    k1, v1 = k.copy(), v.copy()
+    k1[2, 0], v1[2, 0] = key, value
+    for head in range(2):
+        np.testing.assert_array_equal(cache.keys_for(1, head, 5), k1[:, head])
+        np.testing.assert_array_equal(cache.values_for(1, head, 5), v1[:, head])
+        np.testing.assert_array_equal(cache.keys_for(0, head, 5), k[:, head])
+    assert cache.seq_len() == 5
+
+
+def test_what_was_not_stored_reads_as_zeros(cache):
+    store(cache, 3, *np.ones((2, 2, 8)), layers=[0])
+    assert cache.keys_for(0, 0, 16).any(axis=1).nonzero()[0].tolist() == [3]
+    assert not cache.values_for(1, 1, 16).any()
+
+
+@pytest.mark.parametrize(
+    ("layer", "head", "pos", "size"),
+    [(2, 0, 0, 8), (-1, 0, 0, 8), (0, 2, 0, 8), (0, 0, 16, 8), (0, 0, -1, 8), (0, 0, 0, 7)],
+)
+def test_what_is_out_of_range_is_refused_and_stored_nowhere(cache, layer, head, pos, size):
+    for put in (cache.store_key, cache.store_value):
+        with pytest.raises((IndexError, ValueError), match=r"=-?\d+|shape"):
+            put(layer, head, pos, np.ones(size))
+    assert not any(cache.keys_for(i, j, 16).any() for i in range(2) for j in range(2))
+    assert cache.seq_len() == 0
+
+
+# --- the length --------------------------------------------------------------------------------------------------
+
+
+def test_advancing_goes_on_by_one_token(cache):
+    for length in range(1, 17):
+        cache.advance()  # of zeros, if nothing was stored
+        assert cache.seq_len() == length
+    with pytest.raises(CacheFullError):
+        cache.advance()
+    assert cache.seq_len() == 16
+
+
+def test_utilization():
+    cache = KvCache(1, 1, 4, 10)
+    for _ in range(3):
+        cache.advance()
+    assert cache.utilization_ratio() == pytest.approx(0.3)
+
+
+def test_set_seq_len_is_clamped(cache):
+    cache.set_seq_len(4)
+    assert cache.seq_len() == 4
+    cache.set_seq_len(100)
+    assert cache.seq_len() == 16
+
+
+def test_set_seq_len_goes_back(cache):
+    k, v = fill(cache, 8)
+    cache.set_seq_len(5)
+    assert cache.seq_len() == 5
+    store(cache, 5, k[0], v[0])
+    cache.advance()
+    np.testing.assert_array_equal(cache.keys_for(0, 1, 6), [*k[:5, 1], k[0, 1]])
+
+
+def test_clear_empties(cache):
+    fill(cache, 5)
+    store(cache, 5, *np.ones((2, 2, 8)))
+    cache.clear()
+    assert (cache.seq_len(), cache.utilization_ratio()) == (0, 0)
+    k, _ = fill(cache, 16, seed=1)
+    np.testing.assert_array_equal(cache.keys_for(1, 0, 16), k[:, 0])
+
+
+# --- blocks ------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_go_from_one_cache_to_a_fresh_one(cache):
+    k, v = fill(cache, 6)
+    fresh = KvCache(2, 2, 8, 16)
+    for layer in range(2):
+        keys, values = cache.extract_block(layer, 2, 4)
+        assert keys.shape == values.shape == (2 * 4 * 8,)  # flat: head, position, element
+        np.testing.assert_array_equal(keys.reshape(2, 4, 8), k[2:6].swapaxes(0, 1))
+        fresh.inject_block(layer, 0, 4, keys, values)
+        assert fresh.seq_len() == 0
+    fresh.set_seq_len(4)
+    for layer in range(2):
+        for head in range(2):
+            np.testing.assert_array_equal(fresh.keys_for(layer, head, 4), k[2:6, head])
+            np.testing.assert_array_equal(fresh.values_for(layer, head, 4), v[2:6, head])
+
+
+def test_a_block_at_an_offset(cache):
+    k, v = (rows.swapaxes(0, 1).ravel() for rows in random_rows(4))
+    cache.inject_block(0, 4, 4, k, v)
+    assert not cache.keys_for(0, 0, 4).any()
+    assert cache.extract_block(0, 4, 4)[0].tolist() == k.tolist()
+    assert cache.extract_block(0, 4, 4)[1].tolist() == v.tolist()
+    assert not cache.extract_block(1, 4, 4)[0].any()
+
+
+def test_a_block_past_the_end_reads_as_zeros_and_is_left_out_on_the_way_in(cache):
+    k, v = fill(cache, 16)
+    keys, values = cache.extract_block(0, 14, 4)
+    np.testing.assert_array_equal(keys.reshape(2, 4, 8)[:, :2], k[14:].swapaxes(0, 1))
+    assert not keys.reshape(2, 4, 8)[:, 2:].any()
+    cache.inject_block(1, 14, 4, *np.ones((2, 2 * 4 * 8)))
+    np.testing.assert_array_equal(cache.keys_for(1, 0, 16), [*k[:14, 0], *np.ones((2, 8))])
+    cache.inject_block(1, 20, 4, *np.ones((2, 2 * 4 * 8)))
+    np.testing.assert_array_equal(cache.values_for(0, 1, 16), v[:, 1])
+    assert not any(x.any() for x in cache.extract_block(0, 20, 4))
+
+
+def test_a_block_includes_the_running_token(cache):
+    k, _ = fill(cache, 2)
+    store(cache, 2, k[0], k[1])
+    np.testing.assert_array_equal(
+        cache.extract_block(0, 0, 4)[0].reshape(2, 4, 8)[:, :3], np.stack([*k, k[0]]).swapaxes(0, 1)
+    )
+
+
+def test_a_block_of_another_size_is_refused(cache):
+    with pytest.raises(ValueError, match="reshape"):
+        cache.inject_block(0, 0, 4, np.ones(63), np.ones(63))
+    with pytest.raises(IndexError):
+        cache.inject_block(2, 0, 4, *np.ones((2, 64)))
+    for call in (cache.extract_block, lambda *place: cache.inject_block(*place, *np.ones((2, 64)))):
+        with pytest.raises(ValueError, match="-1"):
+            call(0, -1, 4)
+
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_that_of_max_seq_len():
+    rows = 36 * 8 * 4096 * 128 * 4 * 2
+    assert rows <= KvCache(36, 8, 128, 4096).memory_bytes() < rows * 1.01  # cache lines between the heads
+    assert KvCache(36, 8, 128, 4096, dtype="f16").memory_bytes() < rows * 0.51
+
+
+def test_f16_rows_read_as_they_were_rounded():
+    cache = KvCache(1, 1, 4, 8, dtype="f16")
+    cache.store_key(0, 0, 0, np.array([1, 2.5, 1 / 3, -4]))
+    assert cache.keys_for(0, 0, 1).tolist() == [np.array([1, 2.5, 1 / 3, -4], np.float16).tolist()]
+
+
+def test_pages_are_taken_as_they_are_needed():
+    cache = PagedKvCache.with_page_size(1, 1, 4, 1024, 4)
+    assert (cache.page_size(), cache.total_pages()) == (4, 0)
+    for tokens, pages in ((1, 1), (4, 1), (5, 2), (9, 3)):
+        while cache.seq_len() < tokens:
+            cache.store_key(0, 0, cache.seq_len(), np.ones(4))
+            cache.advance()
+        assert cache.total_pages() == pages
+        assert cache.utilization_ratio() == tokens / (4 * pages)
+    taken = cache.memory_usage_bytes()
+    cache.clear()
+    assert (cache.total_pages(), cache.seq_len()) == (0, 0)
+    assert cache.memory_usage_bytes() < taken
+
+
+def test_a_page_has_256_tokens_unless_told_otherwise():
+    assert PagedKvCache(1, 1, 4, 1024).page_size() == 256
