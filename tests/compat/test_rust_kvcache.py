@@ -191,9 +191,9 @@ def test_a_block_at_an_offset(cache):
 
 def test_a_block_past_the_end_reads_as_zeros_and_is_left_out_on_the_way_in(cache):
     k, v = fill(cache, 16)
-    keys, values = cache.extract_block(0, 14, 4)
-    np.testing.assert_array_equal(keys.reshape(2, 4, 8)[:, :2], k[14:].swapaxes(0, 1))
-    assert not keys.reshape(2, 4, 8)[:, 2:].any()
+    for block, rows in zip(cache.extract_block(0, 14, 4), (k, v), strict=True):
+        np.testing.assert_array_equal(block.reshape(2, 4, 8)[:, :2], rows[14:].swapaxes(0, 1))
+        assert not block.reshape(2, 4, 8)[:, 2:].any()
     cache.inject_block(1, 14, 4, *np.ones((2, 2 * 4 * 8)))
     np.testing.assert_array_equal(cache.keys_for(1, 0, 16), [*k[:14, 0], *np.ones((2, 8))])
     cache.inject_block(1, 20, 4, *np.ones((2, 2 * 4 * 8)))

@@ -1,4 +1,4 @@
-"""forgellm_runtime's KVCache, token-major f32 in Rust: every row of its table, and its unit tests."""
+"""forgellm_runtime's KVCache, token-major f32 in Rust: every row of its table, and how it behaves."""
 
 import numpy as np
 import pytest
@@ -111,94 +111,6 @@ def test_clone(run, cache):
         np.testing.assert_array_equal(cache.gather(0)[0], np.concatenate([k, more]).swapaxes(0, 1))
         clone.clear()
     assert cache.seq_len() == 5
-
-
-# --- its unit tests, word for word -------------------------------------------------------------------------------
-
-
-class Ported:
-    """ForgeLLM's methods, each with the line of its row."""
-
-    def __init__(self, *shape):
-        self.shape = shape
-        self.cache = table.rows["KVCache::new(num_layers, num_kv_heads, head_dim)"](
-            num_layers=shape[0], num_kv_heads=shape[1], head_dim=shape[2]
-        )
-        self.batch = None
-
-    @classmethod
-    def with_capacity(cls, num_layers, num_kv_heads, head_dim, max_seq_len):
-        ported = cls(num_layers, num_kv_heads, head_dim)
-        row = table.rows["KVCache::with_capacity(num_layers, num_kv_heads, head_dim, max_seq_len)"]
-        ported.cache = row(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, max_seq_len=max_seq_len)
-        return ported
-
-    def append(self, layer, k_data, v_data):
-        self.batch = self.batch or self.cache.batch(1)
-        names = {"batch": self.batch, "layer": layer, "num_kv_heads": self.shape[1], "head_dim": self.shape[2]}
-        table.rows["append(layer, k_data, v_data)"](k_data=k_data, v_data=v_data, **names)
-
-    def advance(self):
-        table.rows["advance()"](batch=self.batch)
-        self.batch = None
-
-    def __getattr__(self, name):
-        if name in ("k", "v"):
-            return lambda layer: table.rows[f"{name}(layer)"](cache=self.cache, layer=layer)
-        return lambda: table.rows[f"{name}()"](cache=self.cache, layer=0)
-
-
-def test_create_and_append():
-    cache = Ported(2, 4, 16)
-    assert cache.is_empty()
-    assert cache.len() == 0
-    assert cache.entry_size() == 64
-
-    # Append one token to both layers
-    kv_data = np.full(64, 1.0, np.float32)
-    cache.append(0, kv_data, kv_data)
-    cache.append(1, kv_data, kv_data)
-    cache.advance()
-
-    assert cache.len() == 1
-    assert len(cache.k(0)) == 64
-    assert len(cache.v(1)) == 64
-
-
-def test_append_multiple_tokens():
-    cache = Ported(1, 2, 8)
-
-    for token_idx in range(5):
-        data = np.full(16, token_idx, np.float32)
-        cache.append(0, data, data)
-        cache.advance()
-
-    assert cache.len() == 5
-    assert len(cache.k(0)) == 80  # 5 tokens * 2 heads * 8 dim
-    # First entry should be 0.0, last should be 4.0
-    assert cache.k(0)[0] == 0.0
-    assert cache.k(0)[64] == 4.0
-
-
-def test_clear_cache():
-    cache = Ported(2, 4, 16)
-    data = np.full(64, 1.0, np.float32)
-    cache.append(0, data, data)
-    cache.append(1, data, data)
-    cache.advance()
-    assert cache.len() == 1
-
-    cache.clear()
-    assert cache.len() == 0
-    assert cache.is_empty()
-    assert len(cache.k(0)) == 0
-
-
-def test_with_capacity_of_a_model():
-    cache = Ported.with_capacity(16, 8, 64, 2048)
-    assert cache.is_empty()
-    assert cache.num_layers() == 16
-    assert cache.entry_size() == 512
 
 
 # --- and how it behaves ------------------------------------------------------------------------------------------
