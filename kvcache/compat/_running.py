@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import numpy as np
@@ -10,6 +11,28 @@ import numpy.typing as npt
 from kvcache import Batch, KVCache
 
 Rows = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+
+
+def read_rows(x: npt.ArrayLike, name: str, *shape: int) -> npt.NDArray[np.float32]:
+    """Return numbers in a shape, of which the first axis may be -1: any number of them.
+
+    Raises
+    ------
+    ValueError
+        If there are not as many numbers.
+    """
+    array = np.asarray(x, np.float32)
+    row = math.prod(shape[1:])
+    if array.size % row or array.size == 0 or shape[0] not in (-1, array.size // row):
+        wanted = f"a multiple of {row} are" if shape[0] < 0 else f"{shape[0] * row} are"
+        raise ValueError(f"{name}: an array of shape {array.shape}, of {array.size} numbers, where {wanted} needed")
+    return array.reshape(shape)
+
+
+def check_index(name: str, value: int, length: int) -> None:
+    """Raise ``IndexError`` unless `value` is at least 0 and below `length`."""
+    if not 0 <= value < length:
+        raise IndexError(f"{name}={value}: must be at least 0 and below {length}")
 
 
 class Running:
@@ -48,6 +71,10 @@ class Running:
 
         With `q` attend, too, and return the result: the tokens of a call all see each other.
         """
+        if layer in self.layers:
+            missing = sorted(set(range(self.cache.num_layers)) - self.layers)
+            advice = f"layers {missing} have none: give those theirs first" if missing else "advance first"
+            raise ValueError(f"layer {layer} has its rows of the running tokens already; {advice}")
         axis = self.layout.index("T")
         out = None
         try:
@@ -64,10 +91,12 @@ class Running:
         return out
 
     def rows(self, layer: int) -> Rows:
-        """Return all rows of sequence 0 in a layer, those of the running tokens included: ``[heads, n, dim]`` each."""
-        if self.batch is not None and layer in self.layers:
-            k, v, _ = self.batch.dense(layer, mask=None)
-            return k, v
+        """Return all rows of sequence 0 in a layer, ``[heads, n, dim]`` each, those that the running tokens have, too.
+
+        They are views where rows lie side by side, else copies.
+        """
+        if self.batch is not None:
+            return self.batch.keys(layer, seq_id=0), self.batch.values(layer, seq_id=0)
         return self.cache.keys(layer), self.cache.values(layer)
 
     def commit(self) -> None:

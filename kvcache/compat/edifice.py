@@ -99,7 +99,7 @@ class KVCache:
         state : KVCache
             This state.
         k, v : numpy.ndarray
-            All rows of the layer up to the new ones, included, ``[batch, heads, seq, dim]``.
+            Copies of all rows of the layer, the new ones included, ``[batch, heads, seq, dim]`` of f32.
 
         Raises
         ------
@@ -116,7 +116,7 @@ class KVCache:
         return self, k, v
 
     def get(self, layer_idx: int) -> Rows:
-        """Return the keys and values of a layer, ``[batch, heads, seq, dim]``.
+        """Return copies of the keys and values of a layer, ``[batch, heads, seq, dim]`` of f32.
 
         As there, of an empty state they have one row, of zeros, and so do tokens that the layer was not updated with.
         """

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any, Self
 
-import numpy as np
 import numpy.typing as npt
 
 import kvcache
-from kvcache.compat._running import Running
+from kvcache.compat._running import Running, read_rows
 
 __all__ = ["KVCache"]
 
@@ -72,7 +71,7 @@ class KVCache:
             has its rows already.
         """
         shape = -1, self.cache.num_kv_heads[0], self.cache.head_dim[0]
-        self._running.put(layer, *(np.asarray(x, np.float32).reshape(shape) for x in (k_data, v_data)))
+        self._running.put(layer, read_rows(k_data, "k_data", *shape), read_rows(v_data, "v_data", *shape))
 
     def advance(self) -> None:
         """Go on to the next token.
@@ -88,11 +87,11 @@ class KVCache:
 
     def k(self, layer: int) -> npt.NDArray[Any]:
         """Return the keys of a layer, all that were appended: a copy, flat, in the order token, head, element."""
-        return self._running.rows(layer)[0].swapaxes(0, 1).ravel()
+        return self._running.rows(layer)[0].swapaxes(0, 1).flatten()
 
     def v(self, layer: int) -> npt.NDArray[Any]:
         """Return the values of a layer, as `k` does keys."""
-        return self._running.rows(layer)[1].swapaxes(0, 1).ravel()
+        return self._running.rows(layer)[1].swapaxes(0, 1).flatten()
 
     def len(self) -> int:
         """Return the number of tokens, up to the last `advance`."""

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvcache
+from kvcache.compat._running import check_index
 
 __all__ = [
     "MAX_INT32",
@@ -45,6 +46,12 @@ class CacheConfig:
     cache_padding: int = 1  #: the number of rows is a multiple of it; the mask hides those that were added
     permuted_v: bool = False  #: values are ``[heads, head_dim, rows]``
     mask_dtype: Literal["f32", "f16"] = "f32"
+
+    def __post_init__(self) -> None:
+        if self.cache_padding < 1:
+            raise ValueError(f"cache_padding={self.cache_padding}: must be at least 1")
+        if self.mask_dtype not in ("f32", "f16"):
+            raise ValueError(f"mask_dtype={self.mask_dtype!r}: must be 'f32' or 'f16'")
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,11 @@ class _Pass:
 
 
 class Cache:
-    """What all caches have: `init`, then `start_forward` for each pass, and in each layer `set_layer`, `put`, `get`."""
+    """What all caches have: `init`, then `start_forward` for each pass, and in each layer `set_layer`, `put`, `get`.
+
+    A pass becomes part of its sequences at the next call that begins one, asks or edits. If a layer was left out, this
+    call raises ``ValueError``, and the pass is forgotten.
+    """
 
     _shared: _Pass | None = None
     _config = CacheConfig()
@@ -98,6 +109,7 @@ class Cache:
         capacity: int,
         v_head_dim: int | None = None,
         layer_types: Sequence[int] | None = None,
+        share: Sequence[int | None] | None = None,
     ) -> None:
         """Make the cache.
 
@@ -115,16 +127,21 @@ class Cache:
             The elements of a value's head, if not `head_dim`.
         layer_types : sequence of int, optional
             For `WrapperCache`: which of its caches each layer is of; by default they take turns.
+        share : sequence of int or None, optional
+            For layers that `get` and never `put`: the earlier layer whose rows each one reads; None for the others.
 
         Raises
         ------
         ValueError
             If a window's memory is smaller than the window, or an encoder's cache is for several sequences.
+        IndexError
+            If there is no such cache as `layer_types` says.
         """
         members = self._members()
         if layer_types is None:
             layer_types = [layer % len(members) for layer in range(num_layers)]
-        pool = max_sequences * capacity
+        for kind in layer_types:
+            check_index("layer_types", kind, len(members))
         cache = kvcache.KVCache(
             num_layers,
             num_kv_heads,
@@ -134,8 +151,9 @@ class Cache:
             dtype=dtype,
             policy=[members[kind]._policy(max_sequences, capacity) for kind in layer_types],
             rope=[members[kind]._shift for kind in layer_types],
+            share=share,
             max_sequences=max_sequences,
-            capacity=pool,
+            capacity=max_sequences * capacity,
         )
         shared = _Pass(cache, config=self._config)
         for each in (self, *members):
@@ -207,7 +225,14 @@ class Cache:
             member._start(positions, multimodal)
 
     def set_layer(self, layer: int) -> None:
-        """Choose the layer that `put` and `get` are for."""
+        """Choose the layer that `put` and `get` are for.
+
+        Raises
+        ------
+        IndexError
+            If there is no such layer.
+        """
+        check_index("layer", layer, self.cache.num_layers)
         self._pass().layer = layer
 
     def put(self, key: Any, value: Any) -> None:
@@ -444,10 +469,19 @@ class WrapperCache(Cache):
 
     def __init__(self, *caches: Cache) -> None:
         super().__init__()
+        if not caches:
+            raise ValueError("WrapperCache(): takes at least one cache")
         self._caches = caches
 
     def set_layer_type(self, layer_type: int) -> None:
-        """Choose the cache that `put`, `get` and `underlying_cache` are of, by its number; each pass begins with 0."""
+        """Choose the cache that `put`, `get` and `underlying_cache` are of, by its number; each pass begins with 0.
+
+        Raises
+        ------
+        IndexError
+            If there is no such cache.
+        """
+        check_index("layer_type", layer_type, len(self._caches))
         self._pass().layer_type = layer_type
 
     def underlying_cache(self) -> Cache:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvcache
-from kvcache.compat._running import Rows, Running
+from kvcache.compat._running import Rows, Running, check_index, read_rows
 
 __all__ = ["KvCache", "PagedKvCache"]
 
@@ -89,6 +89,13 @@ class KvCache:
         numpy.ndarray
             ``[seq_len, head_dim]``, contiguous and read-only: a view of what is stored, or a copy where zeros stand
             for what is not.
+
+        Raises
+        ------
+        IndexError
+            If there is no such layer or head.
+        ValueError
+            If `seq_len` is negative.
         """
         return self._head(0, layer, head, seq_len)
 
@@ -110,10 +117,9 @@ class KvCache:
         IndexError
             If there is no such layer.
         ValueError
-            If `start_pos` is negative.
+            If `start_pos` is negative, or `block_size` below 1.
         """
-        if start_pos < 0:
-            raise ValueError(f"start_pos={start_pos}: must be at least 0")
+        self._check_block(layer, start_pos, block_size)
         blocks = np.zeros((2, self.num_kv_heads(), block_size, self.head_dim()), np.float32)
         for block, rows in zip(blocks, self._running.rows(layer), strict=True):
             part = rows[:, start_pos : start_pos + block_size]
@@ -132,12 +138,14 @@ class KvCache:
         IndexError
             If there is no such layer.
         ValueError
-            If an array does not have as many numbers.
+            If an array does not have as many numbers, `start_pos` is negative, or `block_size` below 1.
         """
+        self._check_block(layer, start_pos, block_size)
         shape = self.num_kv_heads(), block_size, self.head_dim()
-        rows = [np.asarray(x, np.float32).reshape(shape) for x in (keys, values)]
-        self._grow(min(start_pos + block_size, self.max_seq_len()))
-        self.cache.inject(layer, start_pos, *rows, skip_missing=True)
+        rows = read_rows(keys, "keys", *shape), read_rows(values, "values", *shape)
+        if start_pos < self.max_seq_len():
+            self._grow(min(start_pos + block_size, self.max_seq_len()))
+            self.cache.inject(layer, start_pos, *rows, skip_missing=True)
 
     def advance(self) -> None:
         """Make the running token part of the sequence; what was not stored of it is zeros.
@@ -153,7 +161,15 @@ class KvCache:
         self._seq_len += 1
 
     def set_seq_len(self, n: int) -> None:
-        """Set the number of tokens, at most to `max_seq_len`: drop those behind it, or add tokens of zeros."""
+        """Set the number of tokens, at most to `max_seq_len`: drop those behind it, or add tokens of zeros.
+
+        Raises
+        ------
+        ValueError
+            If `n` is negative.
+        """
+        if n < 0:
+            raise ValueError(f"n={n}: must be at least 0")
         self._seq_len = min(n, self.max_seq_len())
         self._grow(self._seq_len)
         self.cache.truncate(self._seq_len)
@@ -194,14 +210,18 @@ class KvCache:
 
     def _begin(self) -> None:
         """Begin the token behind what is stored, with zeros in every layer."""
-        if self._running.batch is None:
-            batch = self._running.begin(1)
-            for layer in range(self.cache.num_layers):
-                self._slots.append(batch.slots(layer))
-                for rows in self._slots[layer]:
-                    rows[:] = 0
+        if self._running.batch is not None:
+            return
+        batch = self._running.begin(1)
+        try:
+            self._slots = [batch.slots(layer) for layer in range(self.cache.num_layers)]
+            for layer, (k, v) in enumerate(self._slots):
+                k[:] = v[:] = 0
                 batch.written(layer, 0, 1)
-                self._running.layers.add(layer)
+        except BaseException:
+            self._slots = []
+            self._running.discard()
+            raise
 
     def _commit(self) -> None:
         self._slots = []
@@ -218,13 +238,9 @@ class KvCache:
             self._running.commit()
 
     def _store(self, which: int, layer: int, head: int, pos: int, row: npt.ArrayLike) -> None:
-        shape = self.num_layers(), self.num_kv_heads(), self.max_seq_len()
-        for name, index, length in zip(("layer", "head", "pos"), (layer, head, pos), shape, strict=True):
-            if not 0 <= index < length:
-                raise IndexError(f"{name}={index}: must be at least 0 and below {length}")
-        new = np.asarray(row, np.float32)
-        if new.shape != (self.head_dim(),):
-            raise ValueError(f"an array of shape {new.shape}, where ({self.head_dim()}) is needed")
+        self._check_head(layer, head)
+        check_index("pos", pos, self.max_seq_len())
+        new = read_rows(row, ("key", "value")[which], 1, self.head_dim())[0]
         if pos > self.cache.seq_len():
             self._grow(pos)
         if pos == self.cache.seq_len():
@@ -236,7 +252,19 @@ class KvCache:
             rows[which][head, 0] = new
             self.cache.inject(layer, pos, *rows)
 
+    def _check_head(self, layer: int, head: int) -> None:
+        check_index("layer", layer, self.num_layers())
+        check_index("head", head, self.num_kv_heads())
+
+    def _check_block(self, layer: int, start_pos: int, block_size: int) -> None:
+        check_index("layer", layer, self.num_layers())
+        if start_pos < 0 or block_size < 1:
+            raise ValueError(f"start_pos={start_pos}, block_size={block_size}: must be at least 0 and 1")
+
     def _head(self, which: int, layer: int, head: int, seq_len: int) -> npt.NDArray[Any]:
+        self._check_head(layer, head)
+        if seq_len < 0:
+            raise ValueError(f"seq_len={seq_len}: must be at least 0")
         rows = self._running.rows(layer)[which][head, :seq_len]
         if len(rows) < seq_len:
             rows = np.concatenate([rows, np.zeros((seq_len - len(rows), self.head_dim()), rows.dtype)])
@@ -272,6 +300,14 @@ class PagedKvCache(KvCache):
         """Forget all tokens, and free all pages."""
         super().clear()
         self.cache.compact()
+
+    def keys_for(self, layer: int, head: int, seq_len: int) -> npt.NDArray[Any]:
+        """Return a copy of the keys of one head at positions 0 to `seq_len` - 1, ``[seq_len, head_dim]``."""
+        return super().keys_for(layer, head, seq_len).copy()
+
+    def values_for(self, layer: int, head: int, seq_len: int) -> npt.NDArray[Any]:
+        """Return a copy of the values of one head, as `keys_for` does its keys."""
+        return super().values_for(layer, head, seq_len).copy()
 
     def page_size(self) -> int:
         """Return the tokens of a page."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 
 import kvcache
-from kvcache.compat._running import Rows, Running
+from kvcache.compat._running import Rows, Running, check_index, read_rows
 
 __all__ = [
     "CacheFull",
@@ -90,7 +89,7 @@ class LayerKVCache:
             If a shape is wrong, or another layer lacks the rows of the tokens before.
         """
         shape = -1, self.num_heads, self.head_dim
-        self._running.put(self.layer_id, *(np.asarray(x, np.float32).reshape(shape) for x in (key, value)))
+        self._running.put(self.layer_id, read_rows(key, "key", *shape), read_rows(value, "value", *shape))
         if self._running.is_complete:
             self._running.commit()
 
@@ -155,6 +154,8 @@ class ModelKVCache:
         *,
         window_size: int | None = None,
     ) -> None:
+        if not isinstance(strategy, CacheStrategy):
+            raise TypeError(f"strategy={strategy!r}: must be a CacheStrategy, such as CacheStrategy.ALWAYS")
         strategies: dict[CacheStrategy, Any] = {
             CacheStrategy.LONG_SEQUENCE_ONLY: kvcache.LongSequencesOnly(512),
             CacheStrategy.ADAPTIVE: kvcache.Adaptive() if strategy is CacheStrategy.ADAPTIVE else None,
@@ -238,12 +239,20 @@ class MultiSequenceKVCache:
 
     def append_to_sequence(self, sequence_id: int, layer_id: int, keys: npt.ArrayLike, values: npt.ArrayLike) -> None:
         """Add rows to a layer of a sequence, which is created if it is not there; see `LayerKVCache.append`."""
-        self.get_or_create_sequence(sequence_id)[layer_id].append(keys, values)
+        check_index("layer_id", layer_id, self._shape[0])
+        is_new = sequence_id not in self.sequences
+        try:
+            self.get_or_create_sequence(sequence_id)[layer_id].append(keys, values)
+        except BaseException:
+            if is_new:
+                self.remove_sequence(sequence_id)
+            raise
 
     def get_from_sequence(self, sequence_id: int, layer_id: int, start_pos: int, length: int) -> Rows | None:
         """Return rows as `LayerKVCache.get_range` does, or None if there is no such sequence."""
         if sequence_id not in self.sequences:
             return None
+        check_index("layer_id", layer_id, self._shape[0])
         return self.sequences[sequence_id].layers[layer_id].get_range(start_pos, length)
 
     def get_sequence_length(self, sequence_id: int) -> int:

@@ -148,6 +148,34 @@ def test_a_reset_empties_and_keeps_the_memory(state, running):
     np.testing.assert_array_equal(state.get(1)[0], k)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_anything(state, seed):
+    """Updates of random layers, against arrays of zeros and a position."""
+    rng = np.random.default_rng(seed)
+    rows, first, position = np.zeros((L, B, H, 32, D), np.float32), 0, 0
+    updated = set()
+    for _ in range(60):
+        layer, tokens = int(rng.integers(L)), int(rng.integers(1, 4))
+        if layer in updated or not updated:  # a step begins
+            first, updated = position, set()
+            if position + tokens > 32 or rng.random() < 0.05:
+                rows[:], first, position = 0, 0, 0
+                state.reset()
+            position = first + tokens
+        new = rng.standard_normal((B, H, position - first, D)).astype(np.float32)
+        rows[layer, :, :, first:position] = new
+        _, k, v = state.update(layer, new, -new)
+        updated.add(layer)
+        np.testing.assert_array_equal(k, rows[layer, :, :, :position])
+        np.testing.assert_array_equal(v, -rows[layer, :, :, :position])
+        if len(updated) == L:
+            updated = set()
+        assert state.position == position
+        for other in range(L):
+            np.testing.assert_array_equal(state.get(other)[0], rows[other, :, :, :position])
+        state.cache.validate()
+
+
 # --- attention ---------------------------------------------------------------------------------------------------
 
 

@@ -87,6 +87,18 @@ def test_what_was_appended_is_read_before_the_token_is_advanced():
     assert cache.len() == 3
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+def test_what_was_read_is_a_copy(heads):
+    cache = KVCache(1, heads, 8)
+    data = np.ones(heads * 8)
+    cache.append(0, data, data)
+    running = cache.k(0)
+    cache.advance()
+    found = running, cache.k(0), cache.v(0)
+    cache.cache.close()  # would raise while there are views
+    assert all(x.tolist() == data.tolist() for x in found)
+
+
 def test_capacity_is_taken_at_once_and_is_no_limit():
     with KVCache.with_capacity(2, 4, 16, 256).cache as cache:
         assert cache.nbytes >= 256 * 2 * 64 * 2 * 4
@@ -123,7 +135,11 @@ def test_a_layer_that_was_left_out_is_named():
     cache.append(1, *rows(1))
     with pytest.raises(ValueError, match="layer 0"):
         cache.advance()
+    with pytest.raises(ValueError, match=r"layer 1 has its rows .*; layers \[0\] have none"):
+        cache.append(1, *rows(1))
     cache.append(0, *rows(1))
+    with pytest.raises(ValueError, match="advance first"):
+        cache.append(1, *rows(1))
     cache.advance()
     assert cache.len() == 1
 
@@ -131,7 +147,7 @@ def test_a_layer_that_was_left_out_is_named():
 @pytest.mark.parametrize(("layer", "numbers"), [(2, 64), (-1, 64), (0, 63), (0, 0)])
 def test_what_does_not_fit_changes_nothing(layer, numbers):
     cache = KVCache(2, 4, 16)
-    with pytest.raises((IndexError, ValueError)):
+    with pytest.raises((IndexError, ValueError), match=r"layer=|k_data: "):
         cache.append(layer, np.zeros(numbers, np.float32), np.zeros(numbers, np.float32))
     append_everywhere(cache, *rows(5))
     assert cache.len() == 5

@@ -86,9 +86,9 @@ def test_a_window_with_memory_keeps_more_than_it_shows():
     runner = Runner(ollama.new_swa_mem_cache(1, 3))
     assert runner.append(0, 4) == [{1}, {1, 2}, {2, 3}, {3, 4}]
     assert runner.append(0, 2) == [{4, 5}, {5, 6}]
-    assert [runner.kv.can_resume(0, position) for position in range(8)] == [False, False, *[True] * 5, False]
-    runner.kv.remove(0, 3)
-    assert runner.append(0, 1) == [{3, 7}]
+    assert [runner.kv.can_resume(0, position) for position in (0, 4, 5, 6, 7)] == [False, True, True, True, False]
+    runner.kv.remove(0, 4)
+    assert runner.append(0, 1) == [{4, 7}]
 
 
 def test_chunks_show_their_own_tokens_and_evict_nothing():
@@ -191,6 +191,21 @@ def test_rows_are_in_the_order_of_positions():
     assert np.isneginf(mask[1, 1])
 
 
+def test_a_layer_may_get_what_another_one_put():
+    cache = ollama.new_causal_cache()
+    cache.init(2, 2, 8, dtype="f32", capacity=16, share=[None, 0])
+    k, v = random_rows(3)
+    for seed in range(2):
+        cache.start_forward(range(3 * seed, 3 * seed + 3))
+        cache.set_layer(0)
+        cache.put(k, v)
+        cache.set_layer(1)
+        keys, values, _ = cache.get()
+        np.testing.assert_array_equal(keys[-3:], k)
+        np.testing.assert_array_equal(values[-3:], v)
+    assert len(keys) == 6
+
+
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "q8_0"])
 def test_other_types_are_read_as_f32(dtype):
     cache = ollama.new_causal_cache()
@@ -243,7 +258,7 @@ def test_without_init_and_after_close():
 
 
 def test_removing_the_end():
-    runner = Runner(ollama.new_swa_cache(1))
+    runner = Runner(ollama.new_swa_mem_cache(1, 3))
     runner.append(0, 4)
     runner.append(0, 1)
     assert not runner.kv.can_resume(0, 1)
@@ -298,7 +313,7 @@ def test_resuming():
     runner = Runner(ollama.new_swa_cache(4))
     runner.append(0, 8)
     runner.append(0, 1)
-    assert [position for position in range(20) if runner.kv.can_resume(0, position)] == [8, 9]
+    assert [runner.kv.can_resume(0, position) for position in (0, 4, 9, 10)] == [False, False, True, False]
     assert [position for position in range(20) if runner.kv.can_resume(5, position)] == [0]
 
 
@@ -376,19 +391,36 @@ def test_a_wrapper_says_which_layer_is_of_which():
     assert cache.underlying_cache() is chunked  # each pass begins with the first
 
 
+def test_arguments_out_of_range():
+    with pytest.raises(ValueError, match="at least one cache"):
+        ollama.new_wrapper_cache()
+    cache = ollama.new_wrapper_cache(ollama.new_causal_cache())
+    with pytest.raises(IndexError, match="layer_types=1"):
+        cache.init(2, 1, 2, capacity=16, layer_types=[0, 1])
+    cache.init(2, 1, 2, capacity=16)
+    with pytest.raises(IndexError, match="layer_type=1"):
+        cache.set_layer_type(1)
+    with pytest.raises(IndexError, match="layer=2"):
+        cache.set_layer(2)
+    for wrong in ({"cache_padding": 0}, {"mask_dtype": "f64"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            CacheConfig(**wrong)
+
+
 def test_a_wrapper_resumes_where_all_of_its_caches_can():
     runner = Runner(ollama.new_wrapper_cache(ollama.new_swa_cache(2), ollama.new_causal_cache()), 2)
     for _ in range(6):
         runner.append(0, 1)
-    assert [position for position in range(9) if runner.kv.can_resume(0, position)] == [5, 6]
+    assert [runner.kv.can_resume(0, position) for position in (2, 3, 6, 7)] == [False, False, True, False]
 
 
 def test_a_wrapper_fails_whole():
     runner = Runner(ollama.new_wrapper_cache(ollama.new_swa_cache(1), ollama.new_causal_cache()), 2, capacity=4)
     runner.append(0, 3)
+    before = [runner.kv.can_resume(0, position) for position in range(9)]
     with pytest.raises(ErrKvCacheFull):
         runner.append(0, 2)
-    assert [position for position in range(9) if runner.kv.can_resume(0, position)] == [0, 1, 2, 3]
+    assert [runner.kv.can_resume(0, position) for position in range(9)] == before
     assert runner.append(0, 1) == [[{3, 4}], [{1, 2, 3, 4}]]
 
 

@@ -69,7 +69,7 @@ def test_rows_of_a_head_are_one_contiguous_view():
     store(cache, 5, *np.ones((2, 2, 8)))
     running = cache.keys_for(1, 1, 6)
     assert running.flags.c_contiguous
-    assert not running.flags.owndata
+    assert np.shares_memory(running, cache.keys_for(1, 1, 5))
 
 
 @pytest.mark.parametrize("by_layer", [False, True])
@@ -111,7 +111,7 @@ def test_what_was_not_stored_reads_as_zeros(cache):
 )
 def test_what_is_out_of_range_is_refused_and_stored_nowhere(cache, layer, head, pos, size):
     for put in (cache.store_key, cache.store_value):
-        with pytest.raises((IndexError, ValueError), match=r"=-?\d+|shape"):
+        with pytest.raises((IndexError, ValueError), match=r"(layer|head|pos)=|(key|value): "):
             put(layer, head, pos, np.ones(size))
     assert not any(cache.keys_for(i, j, 16).any() for i in range(2) for j in range(2))
     assert cache.seq_len() == 0
@@ -210,13 +210,81 @@ def test_a_block_includes_the_running_token(cache):
 
 
 def test_a_block_of_another_size_is_refused(cache):
-    with pytest.raises(ValueError, match="reshape"):
-        cache.inject_block(0, 0, 4, np.ones(63), np.ones(63))
+    with pytest.raises(ValueError, match=r"values: an array of shape .63,., of 63 numbers, where 64 are needed"):
+        cache.inject_block(0, 0, 4, np.ones(64), np.ones(63))
     with pytest.raises(IndexError):
         cache.inject_block(2, 0, 4, *np.ones((2, 64)))
     for call in (cache.extract_block, lambda *place: cache.inject_block(*place, *np.ones((2, 64)))):
-        with pytest.raises(ValueError, match="-1"):
-            call(0, -1, 4)
+        for start_pos, block_size in ((-1, 4), (0, -1), (0, 0)):
+            with pytest.raises(ValueError, match=f"start_pos={start_pos}, block_size={block_size}"):
+                call(0, start_pos, block_size)
+    assert cache.cache.seq_len() == 0
+
+
+def test_what_cannot_be_read_or_be_a_length(cache):
+    fill(cache, 3)
+    with pytest.raises(ValueError, match="n=-1"):
+        cache.set_seq_len(-1)
+    assert cache.seq_len() == 3
+    for layer, head, seq_len, error in ((2, 0, 1, IndexError), (0, -1, 1, IndexError), (0, 0, -1, ValueError)):
+        with pytest.raises(error, match=r"=(-1|2): "):
+            cache.values_for(layer, head, seq_len)
+
+
+# --- anything, against arrays ------------------------------------------------------------------------------------
+
+
+class Arrays:
+    """What the original is: arrays of zeros, and a length."""
+
+    def __init__(self):
+        self.rows = np.zeros((2, 2, 2, 16, 8), np.float32)  # [keys or values, layer, head, position, element]
+        self.length = 0
+
+    def set_seq_len(self, n):
+        self.rows[:, :, :, n:] = 0  # the original shows what stood there
+        self.length = min(n, 16)
+
+    def inject(self, layer, start, block):
+        fit = max(min(4, 16 - start), 0)
+        self.rows[:, layer, :, start : start + fit] = block[:, :, :fit]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_anything(cache, seed):
+    rng, arrays = np.random.default_rng(seed), Arrays()
+    for _ in range(80):
+        step = rng.choice(
+            ["store", "store", "store", "advance", "set", "inject", "clear"], p=[0.2] * 4 + [0.08, 0.1, 0.02]
+        )
+        layer, head, pos, which = (int(rng.integers(n)) for n in (2, 2, 16, 2))
+        if step == "store":
+            pos = min(pos, arrays.length + 2)
+            arrays.rows[which, layer, head, pos] = row = rng.standard_normal(8)
+            (cache.store_key, cache.store_value)[which](layer, head, pos, row)
+        elif step == "advance" and arrays.length < 16:
+            arrays.length += 1
+            cache.advance()
+        elif step == "set":
+            arrays.set_seq_len(pos)
+            cache.set_seq_len(pos)
+        elif step == "inject":
+            block = rng.standard_normal((2, 2, 4, 8), np.float32)
+            arrays.inject(layer, pos, block)
+            cache.inject_block(layer, pos, 4, *(x.ravel() for x in block))
+        elif step == "clear":
+            arrays.set_seq_len(0)
+            cache.clear()
+        assert cache.seq_len() == arrays.length
+        for i in range(2):
+            for j in range(2):
+                np.testing.assert_array_equal(cache.keys_for(i, j, 16), arrays.rows[0, i, j])
+                np.testing.assert_array_equal(cache.values_for(i, j, 16), arrays.rows[1, i, j])
+            np.testing.assert_array_equal(
+                np.reshape(cache.extract_block(i, pos, 4), (2, 2, 4, 8))[:, :, : 16 - pos],
+                arrays.rows[:, i, :, pos : pos + 4],
+            )
+        cache.cache.validate()
 
 
 # --- memory ------------------------------------------------------------------------------------------------------
@@ -247,6 +315,14 @@ def test_pages_are_taken_as_they_are_needed():
     cache.clear()
     assert (cache.total_pages(), cache.seq_len()) == (0, 0)
     assert cache.memory_usage_bytes() < taken
+
+
+def test_rows_of_pages_are_copies():
+    cache = PagedKvCache(1, 1, 4, 1024)
+    cache.store_key(0, 0, 0, np.ones(4))
+    keys = cache.keys_for(0, 0, 1)
+    cache.clear()  # frees the pages, and would raise while there are views
+    assert keys.tolist() == [[1, 1, 1, 1]]
 
 
 def test_a_page_has_256_tokens_unless_told_otherwise():

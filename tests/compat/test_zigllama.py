@@ -108,6 +108,19 @@ def test_cache_full_at_max_seq_len(model):
     assert [layer.sequence_length for layer in model.layers] == [16, 16]
 
 
+def test_what_does_not_fit_changes_nothing(model):
+    with pytest.raises(ValueError, match="value: an array of shape"):
+        model.layers[0].append(np.ones((2, 8)), np.ones((2, 7)))
+    append_everywhere(model.layers, 3)
+    cache = MultiSequenceKVCache(2, 2, 8, 16)
+    for layer, error in ((-1, IndexError), (2, IndexError), (0, ValueError)):
+        with pytest.raises(error, match=r"layer_id=|value: "):
+            cache.append_to_sequence(1, layer, np.ones((2, 8)), np.ones((2, 7)))
+    assert cache.sequences == {}
+    with pytest.raises(TypeError, match="CacheStrategy"):
+        ModelKVCache(2, 2, 8, 16, "always")
+
+
 def test_layers_go_together(model):
     model.layers[0].append(*random_rows(1))
     with pytest.raises(ValueError, match="layer 0"):

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from support import c_sources, python_sources
 
+import kvcache
+
 MOST_FUNCTION_LINES = 60
 MOST_FILE_LINES = 600  # docstrings aside
 
@@ -181,3 +183,9 @@ def test_torch_is_imported_for_hugging_face_and_in_peers():
     users = {path for module, path in imported(".") if module.split(".")[0] == "torch"}
     assert "hf/cache.py" in users
     assert not [path for path in users if not {"hf", "peers"} & {*path.split("/")}]
+
+
+def test_interfaces_of_other_caches_use_what_kvcache_exports():
+    exported = {"kvcache", *(f"kvcache.{name}" for name in kvcache.__all__)}
+    used = {module for module, _ in imported("compat") if module.split(".")[0] == "kvcache"}
+    assert not {module for module in used - exported if not module.startswith("kvcache.compat")}

@@ -72,6 +72,16 @@ def test_v(run, cache):
     assert run(cache=cache, layer=1).tolist() == v.ravel().tolist()
 
 
+@table.row("k(layer), before advance()")
+def test_k_of_the_running_token(run, cache):
+    k, _ = store(cache, 3)
+    more, v = random_rows(1, heads=4, dim=16, seed=1)
+    with cache.batch(1) as batch:
+        for layer in range(2):
+            batch.put(layer, more, v)
+            assert run(batch=batch, layer=layer).tolist() == np.concatenate([k, more]).ravel().tolist()
+
+
 @table.row("len()")
 def test_len(run, cache):
     store(cache, 3)

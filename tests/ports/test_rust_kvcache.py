@@ -81,6 +81,19 @@ def test_values_for(run, cache):
     assert values.flags.c_contiguous
 
 
+@table.row("keys_for(layer, head, seq_len + 1), before advance()")
+def test_keys_for_the_running_token(run, cache):
+    k, _ = store(cache, 5)
+    more, v = random_rows(1, seed=1)
+    with cache.batch(1) as batch:
+        for layer in range(2):
+            batch.put(layer, more, v)
+            keys = run(batch=batch, layer=layer, head=1)
+            np.testing.assert_array_equal(keys, np.concatenate([k, more])[:, 1])
+            assert keys.flags.c_contiguous
+            assert not keys.flags.owndata
+
+
 @table.row("advance()")
 def test_advance(run, cache):
     k, v = random_rows(1)

@@ -1,5 +1,8 @@
 """ZigLlama's inference.kv_cache: every row of its table, and how its caches behave."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from support.coming_from import Table, random_rows, store
@@ -41,6 +44,8 @@ def test_init(run):
     with run(**SHAPE, strategy="always") as cache:
         assert (cache.num_layers, cache.num_kv_heads, cache.head_dim) == (2, (2, 2), (8, 8))
         assert (cache.max_seq_len, cache.k_dtype) == (16, ("f32", "f32"))
+    header = Path(kvcache.get_include(), "kvcache.h").read_text()
+    assert "const kvc_allocator *allocator;" in re.search(r"struct kvc_config \{(.*?)\} kvc_config", header, re.S)[1]
 
 
 def test_memory_is_allocated_lazily():
@@ -145,6 +150,19 @@ def test_get(run):
         np.testing.assert_array_equal(key, k[2])
         np.testing.assert_array_equal(value, v[2])
         assert run(cache=cache, layer=1, position=3) is None
+
+
+@table.row("LayerKVCache.get(position), of the token appended last")
+def test_get_of_the_running_token(run):
+    with new_cache() as cache:
+        store(cache, 3)
+        k, v = random_rows(1, seed=1)
+        with cache.batch(1) as batch:
+            for layer in range(2):
+                batch.put(layer, k, v)
+                key, value = run(batch=batch, layer=layer)
+                np.testing.assert_array_equal(key, k[0])
+                np.testing.assert_array_equal(value, v[0])
 
 
 @table.row("KVCacheEntry")
