@@ -880,8 +880,8 @@ typedef struct kvc_plan_args {
  * and the batch's own, at positions up to its own, that the policy shows and the plan does not hide; those of the batch
  * must have been put in this layer.  Where nothing is visible, out is 0 and lse -inf.  Sums are kept in f32.  The bits
  * of a token's result depend on nothing but the rows it sees and which tokens of its sequence are in the call: not on
- * threads, on where rows lie, or on who else is in the batch.  (Infinities and NaN in rows may make NaN for tokens of
- * the call that do not see them, too.)
+ * threads, on where rows lie, or on who else is in the batch.  Infinities and NaN in rows reach the tokens that see
+ * them, and no others; prompts that hold any take longer.
  * KVC_ERR_INVALID also where a visible token was not put, or a sequence has no rows in a cross-attention layer;
  * KVC_ERR_INDEX; KVC_ERR_GONE (kvc_begin_with); KVC_ERR_NOMEM; KVC_ERR_FULL as in kvc_put; KVC_ERR_CANCELLED (cancel,
  * or the cache's poll).  After an error nothing was put, and the call can be made again; but in a cross-attention layer

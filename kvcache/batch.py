@@ -316,8 +316,8 @@ class Batch:
         Notes
         -----
         Sums are f32. The bits of a token's result depend only on the rows that it sees and on which tokens of its
-        sequence are in the call: not on threads, the place of rows, or other sequences of the batch. (Infinities and
-        NaN in rows may make NaN also for tokens of the call that do not see these rows.)
+        sequence are in the call: not on threads, the place of rows, or other sequences of the batch. Infinities and
+        NaN in rows reach the tokens that see them, and no others.
 
         References
         ----------

@@ -156,6 +156,7 @@ static void lay_out_lane(kvc_plan *plan, const totals *t) {
         add_floats(&lane->size, tile_rows ? (uint64_t)lane->acc_stride * (KVC_WIDE_TILE / KVC_CHUNK * KVC_PACKED) : 0);
     const int32_t widest = lane->q_stride > lane->acc_stride ? lane->q_stride : lane->acc_stride;
     lane->rows = add_floats(&lane->size, (uint64_t)widest * KVC_TILE); /* enough for rows of any type */
+    lane->zeros = add_floats(&lane->size, (uint64_t)widest);
     if (!has_minima_apart(plan, t->any_tiled)) return;
     lane->block_stride = (int32_t)kvc_align_up((uint64_t)widest / KVC_QUANT_ELEMENTS, KVC_LANES);
     lane->minima = add_floats(&lane->size, (uint64_t)lane->block_stride * KVC_TILE);

@@ -12,6 +12,7 @@
 
 #include "attend/minima.h"
 #include "attend/rows.h"
+#include "attend/seen.h"
 #include "store/transform.h"
 
 /* ---- a task and its views ---------------------------------------------------------------------------------------- */
@@ -232,50 +233,7 @@ static const float *query_rows_for(kvc_task *t, const kvc_tile *tile) {
     return t->q;
 }
 
-/* ---- what a query sees ------------------------------------------------------------------------------------------- */
-
-/* The positions that a query token sees unless a tree decides: those below `sinks`, and [low, last]. */
-typedef struct visible {
-    int32_t token, low, sinks, last;
-} visible;
-
-static visible visible_to(const kvc_call *c, int32_t token) {
-    const int32_t position = c->plan->batch->positions[token];
-    return (visible){.token = token,
-                     .low = kvc_policy_lowest(c->policy, position),
-                     .sinks = kvc_policy_sinks(c->policy),
-                     .last = kvc_plan_sees_all(c->plan, token) ? INT32_MAX : position};
-}
-
-/* Whether the batch's tree, not the order of positions, decides which rows of the tile are seen.  The batch's own rows
- * come last, so the tile's last row tells. */
-static int has_branches(const kvc_call *c, const kvc_tile *tile) { return c->plan->batch->parents && tile->is_batch; }
-
-static int sees_whole_tile(const kvc_call *c, const kvc_tile *tile, const visible *v) {
-    return c->policy->kind == KVC_CROSS ||
-           (!has_branches(c, tile) && tile->max_position <= v->last && tile->min_position >= v->low);
-}
-
-static int sees_nothing_of(const kvc_call *c, const kvc_tile *tile, int32_t token) {
-    const visible v = visible_to(c, token);
-    return c->policy->kind != KVC_CROSS && !has_branches(c, tile) &&
-           (tile->min_position > v.last || (tile->max_position < v.low && tile->min_position >= v.sinks));
-}
-
-/* Sets the scores of rows that a token does not see to -inf, of its query rows, which are `num`. */
-static void hide_unseen(const kvc_call *c, kvc_tile *tile, float *scores, int32_t stride, int32_t num,
-                        const visible *v) {
-    const kvc_batch *batch = c->plan->batch;
-    const int is_tree = has_branches(c, tile);
-    kvc_locate_rows(tile, batch->order);
-    for (int32_t j = 0; j < tile->n; j++) {
-        const int32_t p = tile->position[j];
-        const int in_order =
-            is_tree && tile->token[j] >= 0 ? kvc_descends(batch, v->token, tile->token[j]) : p <= v->last;
-        const int is_seen = in_order && (p >= v->low || p < v->sinks);
-        for (int32_t r = 0; !is_seen && r < num; r++) scores[r * stride + j] = -INFINITY;
-    }
-}
+/* ---- what changes scores ---------------------------------------------------------------------------------------- */
 
 /* Applies softcap and ALiBi to the scores of one query row over a tile. */
 static void apply_softcap_and_alibi(const kvc_call *c, kvc_tile *tile, float *scores, int32_t token, int32_t head) {
@@ -301,12 +259,12 @@ static void change_scores(const kvc_task *t, kvc_tile *tile, const query_block *
     const int32_t heads = c->plan->heads_per_kv;
     const int is_changed = c->args->softcap > 0 || c->args->alibi;
     for (int32_t r = b->first, end; r < b->end; r = end) {
-        const visible v = visible_to(c, kvc_token_of(t, r));
+        const kvc_visible v = kvc_visible_to(c, kvc_token_of(t, r));
         float *const scores = b->scores + (size_t)(r - b->first) * (size_t)b->stride;
         end = (int32_t)kvc_smaller(r - r % heads + heads, b->end);
         for (int32_t i = r; is_changed && i < end; i++)
             apply_softcap_and_alibi(c, tile, scores + (i - r) * b->stride, v.token, kvc_query_head_of(t, i));
-        if (!sees_whole_tile(c, tile, &v)) hide_unseen(c, tile, scores, b->stride, end - r, &v);
+        if (!kvc_sees_whole_tile(c, tile, &v)) kvc_hide_unseen(c, tile, scores, b->stride, end - r, &v);
     }
 }
 
@@ -397,8 +355,8 @@ static void stream_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_curs
 static kvc_task view_that_sees(const kvc_task *t, const kvc_tile *tile) {
     const int32_t heads = t->call->plan->heads_per_kv;
     int32_t first = 0, end = t->num_query_rows / heads;
-    while (first < end && sees_nothing_of(t->call, tile, t->tokens[first])) first++;
-    while (first < end && sees_nothing_of(t->call, tile, t->tokens[end - 1])) end--;
+    while (first < end && kvc_sees_nothing_of(t->call, tile, t->tokens[first])) first++;
+    while (first < end && kvc_sees_nothing_of(t->call, tile, t->tokens[end - 1])) end--;
     return view_of(t, first * heads, (end - first) * heads);
 }
 
@@ -481,6 +439,21 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
     if (c->kernels->end) c->kernels->end(&former);
 }
 
+/* Attends to a tile by one token after the other, as a value that some of them do not see is no number: it would reach
+ * them, for all that its weight is 0.  The bits are those of a tile with numbers there. */
+static void attend_apart(kvc_task *t, attend_tile_fn *attend_tile, kvc_tile *current, kvc_tile *next,
+                         kvc_cursor *upcoming) {
+    const int32_t heads = t->call->plan->heads_per_kv;
+    kvc_cursor nothing = {.layout = t->call->layout};
+    kvc_tile own, none;
+    query_rows_for(t, current);
+    for (int32_t r = 0; r < t->num_query_rows; r += heads) {
+        kvc_task view = view_of(t, r, heads);
+        kvc_clear_unseen(&view, current, &own);
+        attend_tile(&view, &own, r ? &none : next, r ? &nothing : upcoming);
+    }
+}
+
 /* ---- the rows of a task ------------------------------------------------------------------------------------------ */
 
 /* Returns a cursor over `count` rows of a part of a unit, from its row `row` on. */
@@ -539,13 +512,18 @@ int kvc_is_cancelled(kvc_call *c) {
  * is prefetched.  Returns 0 if the call was cancelled. */
 static int attend_rows(kvc_task *t, kvc_cursor rows, kvc_cursor ahead) {
     attend_tile_fn *const attend_tile = t->unit->tiled ? multiply_tile : stream_tile;
+    const kvc_visible common = kvc_visible_to_all(t);
     kvc_tile tiles[2];
     kvc_next_tile(&tiles[0], &rows);
     for (int i = 0, is_last = !tiles[0].n; !is_last; i = !i) {
         kvc_tile *current = &tiles[i], *next = &tiles[!i];
         if (t->unit->tiled && kvc_is_cancelled(t->call)) return 0; /* streamed tasks are short */
         is_last = !rows.num_rows;
-        attend_tile(t, current, next, is_last ? &ahead : &rows);
+        kvc_cursor *const upcoming = is_last ? &ahead : &rows;
+        if (kvc_spoils_others(t, current, &common))
+            attend_apart(t, attend_tile, current, next, upcoming);
+        else
+            attend_tile(t, current, next, upcoming);
     }
     return 1;
 }

@@ -15,6 +15,7 @@
  *   tiles.c    walks the rows of a task, a tile at a time
  *   minima.c   what the minima of blocks add to scores and sums
  *   rows.c     gives kernels the rows of a tile, and what to prefetch
+ *   seen.c     which rows of a tile a query sees, and what becomes of the others
  *   task.c     attends to the rows of a task
  *   merge.c    merges the parts of a unit, and writes the result
  *   attend.c   runs tasks: kvc_attend and kvc_plan_run
@@ -96,10 +97,10 @@ typedef struct kvc_round {
 /* Where arrays lie in a lane, which is the memory that one running task works in: offsets in floats from its beginning.
  * keys and values are the panels that a tile is packed into, rows those of up to KVC_TILE rows that do not lie one
  * after the other, or that no kernel takes as they are, minima and the two that follow what blocks with a minimum need
- * (minima.h).
+ * (minima.h), zeros a row of values (seen.h).
  */
 typedef struct kvc_lane_layout {
-    uint64_t q, scores, acc, max, sum, factor, tokens, keys, values, rows, minima, q_blocks, sum_blocks, size;
+    uint64_t q, scores, acc, max, sum, factor, tokens, keys, values, rows, minima, q_blocks, sum_blocks, zeros, size;
     int32_t q_stride, acc_stride, block_stride;
 } kvc_lane_layout;
 

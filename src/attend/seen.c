@@ -1,0 +1,141 @@
+/* seen.c: see seen.h. */
+#include "attend/seen.h"
+
+#include <math.h>
+
+kvc_visible kvc_visible_to(const kvc_call *c, int32_t token) {
+    const int32_t position = c->plan->batch->positions[token];
+    return (kvc_visible){.token = token,
+                         .low = kvc_policy_lowest(c->policy, position),
+                         .sinks = kvc_policy_sinks(c->policy),
+                         .last = kvc_plan_sees_all(c->plan, token) ? INT32_MAX : position};
+}
+
+/* Whether the batch's tree, not the order of positions, decides which rows of the tile are seen.  The batch's own rows
+ * come last, so the tile's last row tells. */
+static int has_branches(const kvc_call *c, const kvc_tile *tile) { return c->plan->batch->parents && tile->is_batch; }
+
+int kvc_sees_whole_tile(const kvc_call *c, const kvc_tile *tile, const kvc_visible *v) {
+    return c->policy->kind == KVC_CROSS ||
+           (!has_branches(c, tile) && tile->max_position <= v->last && tile->min_position >= v->low);
+}
+
+int kvc_sees_nothing_of(const kvc_call *c, const kvc_tile *tile, int32_t token) {
+    const kvc_visible v = kvc_visible_to(c, token);
+    return c->policy->kind != KVC_CROSS && !has_branches(c, tile) &&
+           (tile->min_position > v.last || (tile->max_position < v.low && tile->min_position >= v.sinks));
+}
+
+/* Whether a token sees row j of a tile whose rows are located. */
+static int sees_row(const kvc_call *c, const kvc_tile *tile, const kvc_visible *v, int32_t j) {
+    const int32_t p = tile->position[j];
+    const int in_order = has_branches(c, tile) && tile->token[j] >= 0
+                             ? kvc_descends(c->plan->batch, v->token, tile->token[j])
+                             : p <= v->last;
+    return in_order && (p >= v->low || p < v->sinks);
+}
+
+void kvc_hide_unseen(const kvc_call *c, kvc_tile *tile, float *scores, int32_t stride, int32_t num,
+                     const kvc_visible *v) {
+    kvc_locate_rows(tile, c->plan->batch->order);
+    for (int32_t j = 0; j < tile->n; j++) {
+        const int is_seen = sees_row(c, tile, v, j);
+        for (int32_t r = 0; !is_seen && r < num; r++) scores[r * stride + j] = -INFINITY;
+    }
+}
+
+/* ---- values that are no numbers ---------------------------------------------------------------------------------- */
+
+/* Returns whether num f16 or bf16 numbers, `step` bytes apart, have a bit of the exponent that is 0: are finite. */
+static int are_finite_16(const uint8_t *at, int32_t num, size_t step, uint16_t exponent) {
+    int bad = 0;
+    for (int32_t i = 0; i < num; i++, at += step) {
+        uint16_t bits;
+        memcpy(&bits, at, sizeof bits);
+        bad |= (bits & exponent) == exponent;
+    }
+    return !bad;
+}
+
+static int are_finite_32(const uint8_t *at, int32_t num) {
+    const uint32_t exponent = 0x7f800000;
+    int bad = 0;
+    for (int32_t i = 0; i < num; i++, at += sizeof exponent) {
+        uint32_t bits;
+        memcpy(&bits, at, sizeof bits);
+        bad |= (bits & exponent) == exponent;
+    }
+    return !bad;
+}
+
+/* Returns whether all elements of a stored row are numbers: of quantised ones, what all elements of a block are
+ * multiplied by, and their minimum. */
+static int is_finite(const uint8_t *row, int32_t type, int32_t dim) {
+    const int32_t num_blocks = dim / KVC_QUANT_ELEMENTS;
+    const size_t block = type < KVC_FLOAT_TYPES ? 0 : kvc_row_bytes(type, KVC_QUANT_ELEMENTS);
+    switch (type) {
+    case KVC_F32: return are_finite_32(row, dim);
+    case KVC_F16: return are_finite_16(row, dim, sizeof(uint16_t), 0x7c00);
+    case KVC_BF16: return are_finite_16(row, dim, sizeof(uint16_t), 0x7f80);
+    case KVC_Q4_1:
+    case KVC_Q5_1:
+        return are_finite_16(row, num_blocks, block, 0x7c00) &&
+               are_finite_16(row + sizeof(uint16_t), num_blocks, block, 0x7c00);
+    default: return are_finite_16(row, num_blocks, block, 0x7c00);
+    }
+}
+
+kvc_visible kvc_visible_to_all(const kvc_task *t) {
+    kvc_visible all = kvc_visible_to(t->call, t->tokens[0]);
+    for (int32_t i = 1; i < t->num_query_rows / t->call->plan->heads_per_kv; i++) {
+        const kvc_visible v = kvc_visible_to(t->call, t->tokens[i]);
+        if (v.low > all.low) all.low = v.low;
+        if (v.last < all.last) all.last = v.last;
+    }
+    return all;
+}
+
+/* Rows that every token sees are not looked at: whatever they hold, it is to be there. */
+int kvc_spoils_others(const kvc_task *t, kvc_tile *tile, const kvc_visible *common) {
+    const kvc_call *c = t->call;
+    if (t->num_query_rows == c->plan->heads_per_kv || c->policy->kind == KVC_CROSS) return 0;
+    const int is_tree = has_branches(c, tile);
+    if (!is_tree && tile->max_position <= common->last && tile->min_position >= common->low) return 0;
+    kvc_locate_rows(tile, c->plan->batch->order);
+    const kvc_stretch *stretch = tile->stretches;
+    for (int32_t j = 0, i = 0; j < tile->n; j++) {
+        const int is_common = !(is_tree && tile->token[j] >= 0) && sees_row(c, tile, common, j);
+        const uint8_t *row = stretch->first[1] + i * stretch->step[1];
+        if (!is_common && !is_finite(row, c->layer->v_type, c->plan->v_dim)) return 1;
+        if (++i == stretch->n) stretch++, i = 0;
+    }
+    return 0;
+}
+
+/* Appends a row to a list of stretches that has `num`: to the last one, if there it is where the next one is due. */
+static int32_t add_row(kvc_stretch *to, int32_t num, const uint8_t *k, const uint8_t *v, const kvc_stretch *like) {
+    kvc_stretch *last = to + num - 1;
+    if (num && k == last->first[0] + last->n * last->step[0] && v == last->first[1] + last->n * last->step[1]) {
+        last->n++;
+        return num;
+    }
+    to[num] = (kvc_stretch){{k, v}, {like->step[0], like->step[1]}, 1};
+    return num + 1;
+}
+
+void kvc_clear_unseen(const kvc_task *t, const kvc_tile *tile, kvc_tile *own) {
+    const kvc_call *c = t->call;
+    const kvc_visible v = kvc_visible_to(c, t->tokens[0]);
+    float *const zeros = t->lane + c->plan->lane.zeros;
+    const kvc_stretch *stretch = tile->stretches;
+    int32_t num = 0;
+    memset(zeros, 0, (size_t)tile->layout->v_row_bytes);
+    *own = *tile;
+    for (int32_t j = 0, i = 0; j < tile->n; j++) {
+        const uint8_t *row = stretch->first[1] + i * stretch->step[1];
+        const int is_cleared = !sees_row(c, tile, &v, j) && !is_finite(row, c->layer->v_type, c->plan->v_dim);
+        num = add_row(own->stretches, num, stretch->first[0] + i * stretch->step[0],
+                      is_cleared ? (const uint8_t *)zeros : row, stretch);
+        if (++i == stretch->n) stretch++, i = 0;
+    }
+}
