@@ -5,6 +5,7 @@ import multiprocessing
 import resource
 import statistics
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -147,6 +148,7 @@ def main():
     p.add_argument("--threads", type=int, default=2, metavar="N", help="of torch and of ours; default: 2")
     p.add_argument("--steps", type=int, default=20, metavar="N", help="of each, interleaved; default: 20")
     args = p.parse_args()
+    warnings.filterwarnings("ignore", "kvcache: the rows of every layer")  # one entrant is a plain cache
     with torch.inference_mode():
         {"speed": speed, "memory": memory, "quality": quality}[args.only](args)
 

@@ -2,11 +2,13 @@
 
 import doctest
 import importlib
+import json
 import pkgutil
 import re
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import kvcache
@@ -23,7 +25,7 @@ OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 def need(name):
     if name == "kvcache.plot":
         pytest.importorskip("matplotlib")
-    if name in ("kvcache.hf", "huggingface.md"):
+    if name.startswith("kvcache.hf") or name == "huggingface.md":
         pytest.importorskip("transformers")
 
 
@@ -49,6 +51,29 @@ def test_page(page, monkeypatch):
             names.update(test.globs)
         else:
             exec(compile("\n" * line + code, page, "exec"), names)
+
+
+def test_the_first_runner_is_a_runner(monkeypatch, capsys):
+    """Its blocks are one program of about 100 lines, whose logits are those of `kvcache.runner`."""
+    pytest.importorskip("safetensors")
+    from kvcache import runner
+
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs/first-runner.md").read_text().partition("## What the cache does for you")[0]
+    blocks = [code for code in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if ">>>" not in code]
+    program, names = "\n".join(blocks), {}
+    assert len([line for line in program.splitlines() if line.strip()]) <= 110
+    exec(compile(program, "first-runner.md", "exec"), names)
+    assert capsys.readouterr().out.startswith("ROMEO:")
+    model, tokens = runner.Llama.load(ROOT / "examples/model"), list(b"Now is the winter of our discontent")
+    for kind in ("f32", "q8_0"):
+        mine, theirs = names["new_cache"](kind), names["new_cache"](kind)
+        for part in (tokens[:20], tokens[20:], [10]):  # a prompt in two pieces, and a token
+            got, want = names["forward"](part, mine), model.forward(part, theirs, last_only=True)[0]
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-3 if kind == "f32" else 0.05)
+    expected = json.loads((ROOT / "examples/model/expected.json").read_text())
+    said = names["generate"](expected["prompt"].encode(), 100, names["new_cache"]("f32"), temperature=0)
+    assert expected["greedy"].startswith(said)
 
 
 def anchors_of(page):
@@ -82,7 +107,8 @@ def test_reference_is_complete():
     assert set(kvcache.__all__) == set(re.findall(r"^\.\. auto(?:class|function|data|exception):: (\w+)$", page, re.M))
     package = (ROOT / "kvcache/hf/__init__.py").read_text()  # importing it would take torch
     (names,) = re.findall(r"^__all__ = \[(.*)\]$", package, re.M)
-    assert set(re.findall(r'"(HF\w+)"', names)) == set(re.findall(r"^\.\. autoclass:: kvcache\.hf\.(\w+)$", page, re.M))
+    listed = re.findall(r"^\.\. auto(?:class|function):: kvcache\.hf\.(\w+)$", page, re.M)
+    assert set(re.findall(r'"(\w+)"', names)) - {"NAME"} == set(listed)
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/huggingface.md", "docs/benchmarks.md", "bench/README.md"])
