@@ -1,10 +1,17 @@
 """The conda recipe says what the package says, and rattler-build renders it."""
 
+import asyncio
+import os
+import platform
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from support import conda_channel
 
 import kvcache
 
@@ -76,3 +83,36 @@ def test_who_links_to_the_library_asks_for_its_minor_version():
     (pin,) = library["requirements"]["run_exports"]["weak"]
     assert pin["pin_subpackage"]["name"] == "libkvcache"
     assert pin["pin_subpackage"]["upper_bound"] == "x.x"
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:build_recipes is deprecated")
+def test_it_is_built_and_installed_from_a_local_channel(tmp_path):
+    """With the system's compiler, CMake and Python in the place of packages, so that no network is needed."""
+    rattler_build, rattler = pytest.importorskip("rattler_build"), pytest.importorskip("rattler")
+    if missing := [name for name in conda_channel.programs() if not shutil.which(name)]:
+        pytest.skip(f"no {', '.join(missing)} here")
+    if conda_channel.PYTHON != "3.11" or (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        pytest.skip("the recipe's first variant is Python 3.11 on x86-64 Linux")
+    channel, out, prefix = conda_channel.make(tmp_path / "channel"), tmp_path / "out", tmp_path / "prefix"
+    rattler_build.build_recipes([RECIPE], channel=[channel], output_dir=out, test="skip")
+
+    async def install():
+        found = await rattler.solve([out.as_uri(), channel], ["kvcache"], platforms=["linux-64", "noarch"])
+        await rattler.install(found, prefix, cache_dir=tmp_path / "cache", show_progress=False)
+
+    asyncio.run(install())
+    shutil.rmtree(out)  # what it was built with is gone
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KVCACHE"))}
+    environment |= {"PKG_CONFIG_PATH": f"{prefix}/lib/pkgconfig", "PATH": f"{prefix}/bin:{os.environ['PATH']}"}
+
+    def shell(line):
+        done = subprocess.run(line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert shell("kvcache --version") == kvcache.__version__
+    assert Path(shell('python -c "import kvcache; print(kvcache.get_library())"')) == prefix / "lib/libkvcache.so"
+    assert (prefix / "share/licenses/kvcache/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    (tmp_path / "main.c").write_text("#include <kvcache.h>\nint main(void) { return kvc_version() < 1000; }\n")
+    shell(f"cc main.c -o main $(pkg-config --cflags --libs kvcache) -Wl,-rpath,{prefix}/lib && ./main")
