@@ -34,15 +34,13 @@
 #endif
 
 enum {
-    APART = 128,                    /* bytes that processors keep apart: cache lines come in pairs */
-    SPIN_NS = 50000,                /* about what it takes to wake a thread */
-    INTERRUPTED_NS = 200000,        /* between two looks at the clock: the system ran another thread */
-    BUSY_NS = 100000000,            /* after which an interrupted thread spins again */
-    RECESS_NS = 10000000,           /* calls do without what held them up for so long at first */
-    LONGEST_RECESS_NS = 1000000000, /* and for so long at most without regions */
-    LOST_NS = 5000000,              /* regions that were held up for longer give way to workers, */
-    LEAST_LOSS = 5,                 /* unless that is less than this part of the time */
-    FINE_TASKS = 4                  /* for each thread: with as many tasks, no thread is long in its last one */
+    APART = 128,             /* bytes that processors keep apart: cache lines come in pairs */
+    SPIN_NS = 50000,         /* about what it takes to wake a thread */
+    INTERRUPTED_NS = 200000, /* between two looks at the clock: the system ran another thread */
+    BUSY_NS = 100000000,     /* after which an interrupted thread spins again */
+    LOST_NS = 5000000,       /* regions that were held up for longer give way to workers, */
+    LEAST_LOSS = 5,          /* unless that is less than this part of the time */
+    FINE_TASKS = 4           /* for each thread: with as many tasks, no thread is long in its last one */
 };
 
 /* A thread that may have to wait.  The first is the caller; the others are workers. */
@@ -64,12 +62,14 @@ static atomic_int is_ending;
 
 /* A time in which calls do without what has held them up. */
 typedef struct recess {
+    const int64_t shortest, longest; /* nanoseconds */
     _Atomic int64_t until;
-    int64_t length; /* nanoseconds, of the last time; guarded by is_taken */
+    int64_t length; /* of the last one; guarded by is_taken */
 } recess;
 
-static recess from_regions; /* the workers take their place */
-static recess from_workers; /* the caller is alone */
+/* Without regions, calls have workers; without workers, the caller is alone. */
+static recess from_regions = {.shortest = 40000000, .longest = 1000000000};
+static recess from_workers = {.shortest = 10000000, .longest = 100000000};
 
 /* Nanoseconds that regions lost while they were held up, less those that they may lose; and when that was.  Guarded by
  * is_taken. */
@@ -244,12 +244,12 @@ static void make_members(int32_t num_threads) {
 
 /* Looks at a call that ended now: if it was held up, the next ones are to do without what it used, twice as long each
  * time. */
-static void judge(recess *from, int was_held_up, int64_t now, int64_t longest) {
+static void judge(recess *from, int was_held_up, int64_t now) {
     if (was_held_up) {
-        from->length = from->length ? 2 * from->length : RECESS_NS;
-        if (from->length > longest) from->length = longest;
+        from->length = from->length ? 2 * from->length : from->shortest;
+        if (from->length > from->longest) from->length = from->longest;
         atomic_store(&from->until, now + from->length);
-    } else if (now - atomic_load(&from->until) > longest) {
+    } else if (now - atomic_load(&from->until) > from->longest) {
         from->length = 0;
     }
 }
@@ -270,7 +270,7 @@ static void run_with_workers(int32_t num_threads, int64_t num_tasks) {
     await(0);
     if (num_tasks < FINE_TASKS * num_threads) return;
     const int64_t now = kvc_now();
-    judge(&from_workers, is_held_up(begin, end, now, num_threads), now, BUSY_NS);
+    judge(&from_workers, is_held_up(begin, end, now, num_threads), now);
 }
 
 static KVC_THREAD_LOCAL char thread_mark; /* its address identifies the thread */
@@ -301,8 +301,10 @@ static void run_with_team(int32_t num_threads, int64_t num_tasks) {
     if (regions_lost < 0) regions_lost = 0;
     if (for_threads || for_tasks) regions_lost += now - r.caller_end;
     regions_judged = now;
-    judge(&from_regions, regions_lost > LOST_NS, now, LONGEST_RECESS_NS);
-    if (regions_lost > LOST_NS) regions_lost = 0;
+    judge(&from_regions, regions_lost > LOST_NS, now);
+    if (regions_lost <= LOST_NS) return;
+    regions_lost = LOST_NS; /* after the recess, one more loss is too much at first */
+    regions_judged = atomic_load(&from_regions.until);
 }
 
 /* What the calling thread has beside itself for its tasks. */
