@@ -1,6 +1,7 @@
 /* commit.c: kvc_commit, kvc_commit_kept and kvc_abort: end a batch. */
 #include <string.h>
 
+#include "store/evict.h"
 #include "store/put.h"
 #include "store/resident.h"
 #include "store/restore.h"
@@ -115,6 +116,7 @@ static void commit(kvc_batch *batch, int32_t num_kept) {
         if (restores) kvc_restore_note(batch, s);
     }
     forget_unstored(batch);
+    for (int32_t s = 0; s < batch->num_sequences; s++) kvc_evict_behind(cache, batch->sequences[s].sequence);
     cache->stats.batches++;
     cache->stats.tokens += num_kept;
     close_batch(batch);
@@ -131,6 +133,7 @@ static kvc_status finish(kvc_batch *batch) {
     const int32_t num_tokens = batch->num_tokens;
     kvc_lock(cache);
     commit(batch, num_kept);
+    kvc_return_surplus(cache);
     kvc_join_pages(cache, num_tokens);
     return kvc_unlock(cache, KVC_OK);
 }

@@ -59,11 +59,36 @@ void kvc_preview_close(kvc_preview *preview) {
 
 /* ---- evicting ---------------------------------------------------------------------------------------------------- */
 
+/* Evicts from group g of a sequence, given sequence->low. */
+static void evict(kvc_cache *cache, kvc_sequence *sequence, int32_t g) {
+    kvc_pool *pool = &cache->pools[g];
+    const kvc_interval gone = kvc_evictable(cache, sequence, g);
+    const int32_t before = pool->num_free;
+    cache->stats.rows_evicted += kvc_runs_evict(&sequence->runs[g], pool, gone.begin, gone.end);
+    pool->num_loose += pool->num_free - before;
+}
+
 void kvc_evict(kvc_cache *cache, int32_t g) {
     for (kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed) {
         kvc_runs_install(&sequence->runs[g], &cache->memory);
-        if (!kvc_policy_evicts(&cache->policies[g])) continue;
-        const kvc_interval gone = kvc_evictable(cache, sequence, g);
-        cache->stats.rows_evicted += kvc_runs_evict(&sequence->runs[g], &cache->pools[g], gone.begin, gone.end);
+        if (kvc_policy_evicts(&cache->policies[g])) evict(cache, sequence, g);
     }
+}
+
+void kvc_evict_behind(kvc_cache *cache, kvc_sequence *sequence) {
+    const int32_t low = kvc_sequence_low(sequence);
+    sequence->low = low ? low - 1 : 0;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        if (!kvc_policy_evicts(&cache->policies[g])) continue;
+        evict(cache, sequence, g);
+        kvc_runs_shorten(&sequence->runs[g], &cache->memory);
+    }
+}
+
+int32_t kvc_most_cuts(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g, int32_t num_stretches) {
+    const int32_t sinks = kvc_policy_sinks(&cache->policies[g]);
+    if (!sinks) return 0; /* rows are cut off the fronts of runs */
+    /* A run that is cut in two has a row at the last sink's position. */
+    const int64_t rows = kvc_runs_visit(&sequence->runs[g], sinks - 1, sinks, NULL, NULL);
+    return (int32_t)rows + (sequence->low < sinks ? num_stretches : 0);
 }

@@ -1,4 +1,4 @@
-/* evict.h: forgets rows that no query will see any more, when a batch begins.
+/* evict.h: forgets rows that no query will see any more, when a batch begins, and of its sequences when it is committed.
  *
  * kvc_evictable says which rows of a sequence a group's policy lets go.  A preview shows what a group gains before
  * anything is evicted, or reclaimed of retained sequences (reclaim.h).  Sequences with nothing to evict and no change
@@ -39,5 +39,14 @@ void kvc_preview_add_free(kvc_preview *preview, kvc_block *block);
 
 /* Evicts from group g, in all sequences of cache->changed, after kvc_runs_prepare_evict of each.  Cannot fail. */
 void kvc_evict(kvc_cache *cache, int32_t g);
+
+/* Evicts from a sequence, in all groups, what a query in the place of its last token would not see, after a batch was
+ * added to it: as many of the latest positions are kept as the policy says.  The lists have room for kvc_most_cuts more
+ * runs; those that the batch made much longer are shortened.  Cannot fail. */
+void kvc_evict_behind(kvc_cache *cache, kvc_sequence *sequence);
+
+/* Returns the most runs of group g that kvc_evict_behind may cut in two after a batch with so many stretches of
+ * consecutive positions, given sequence->low. */
+int32_t kvc_most_cuts(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g, int32_t num_stretches);
 
 #endif

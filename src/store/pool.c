@@ -182,6 +182,21 @@ int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count) {
         pool->row_bytes -= kvc_pool_block_bytes(pool, block->touched);
         free_block(pool, block);
     }
+    if (pool->num_loose > pool->num_free) pool->num_loose = pool->num_free;
+    return done;
+}
+
+int32_t kvc_pool_surplus(const kvc_pool *pool, int64_t num_sequences) {
+    if (!pool->num_loose) return 0;
+    const int64_t size = pool->block_size, unused = (pool->num_blocks - pool->num_free) * size - pool->live;
+    const int64_t kept = 2 * num_sequences - (unused + size - 1) / size;
+    const int64_t surplus = pool->num_free - (kept > 0 ? kept : 0);
+    return (int32_t)(surplus > pool->num_loose ? pool->num_loose : surplus > 0 ? surplus : 0);
+}
+
+int32_t kvc_pool_give_surplus(kvc_pool *pool, int32_t count) {
+    const int32_t before = pool->num_loose, done = kvc_pool_shrink(pool, before - count, count);
+    pool->num_loose = before - done;
     return done;
 }
 
@@ -380,6 +395,7 @@ kvc_block *kvc_pool_open(kvc_pool *pool) {
     kvc_block *block = pool->free;
     pool->free = block->next;
     pool->num_free--;
+    if (pool->num_loose) pool->num_loose--; /* they are the first: evictions come right before */
     if (block->touched) pool->reused++;
     block->is_free = 0;
     block->next = NULL;

@@ -68,6 +68,7 @@ typedef struct kvc_pool {
     int32_t num_blocks, max_blocks;
     kvc_block *free; /* list of free blocks, last freed first: its rows may still be in the CPU's caches */
     int32_t num_free;
+    int32_t num_loose; /* number of these that evictions freed, and that no batch has taken since: kvc_pool_surplus */
     /* num_free, blocks and max_blocks before kvc_pool_prepare. */
     int32_t free_before;
     kvc_block **blocks_before;
@@ -187,6 +188,13 @@ int64_t kvc_pool_slot_bytes(const kvc_pool *pool);
 
 /* Frees at most `count` free blocks, but not the next `kept` to be used; returns the number freed. */
 int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count);
+
+/* Returns how many free blocks evictions have left beyond what num_sequences sequences may keep: two blocks each, whose
+ * slots that are not live count.  Other free blocks, such as reserved ones, stay. */
+int32_t kvc_pool_surplus(const kvc_pool *pool, int64_t num_sequences);
+
+/* Frees at most `count` of these; returns the number freed. */
+int32_t kvc_pool_give_surplus(kvc_pool *pool, int32_t count);
 
 /* Undoes kvc_pool_open of a block that is free again and had `touched` touched slots before. */
 void kvc_pool_unopen(kvc_pool *pool, kvc_block *block, int32_t touched);

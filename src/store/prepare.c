@@ -126,7 +126,8 @@ static kvc_status prepare_runs(const kvc_batch *batch) {
         for (kvc_sequence *sequence = cache->changed; status == KVC_OK && sequence; sequence = sequence->next_changed) {
             kvc_run_list *list = &sequence->runs[g];
             const kvc_batch_sequence *member = sequence->in_batch ? &batch->sequences[sequence->in_batch - 1] : NULL;
-            const int32_t more = member ? most_runs(batch, member, g) : 0;
+            int32_t more = member ? most_runs(batch, member, g) : 0;
+            if (more) more += kvc_most_cuts(cache, sequence, g, member->num_stretches);
             const kvc_interval gone = kvc_evictable(cache, sequence, g);
             if (cache->pools[g].compaction)
                 status = kvc_runs_prepare_edit(list, &cache->memory, more + 2);

@@ -74,8 +74,12 @@ static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) 
     kvc_carry_out(batch);
     if (needs_free_memory) kvc_give_back(cache, 0);
     kvc_forget_demands(cache);
-    for (int32_t g = 0; g < cache->num_token_groups; g++) touch_slots(batch, g);
     kvc_sequence *sequence = batch->sequences->sequence;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        touch_slots(batch, g);
+        cache->pools[g].num_loose = 0;
+        sequence->runs[g].reserved = sequence->runs[g].capacity;
+    }
     sequence->in_batch = 0;
     if (kvc_sequence_is_blank(sequence)) {
         kvc_table_remove(&cache->sequences, sequence);

@@ -6,7 +6,10 @@
 
 #include "base/status.h"
 
-enum { SPARE_RUNS = 4 }; /* runs that a longer array has room for beyond twice those there are, and those asked for */
+enum {
+    SPARE_RUNS = 4, /* runs that a longer array has room for beyond twice those there are, and those asked for */
+    SHORT_RUNS = 16 /* runs that a shortened array has room for beyond twice those there are */
+};
 
 static int32_t run_end(const kvc_run *run) { return run->position + run->count; }
 
@@ -95,6 +98,17 @@ kvc_status kvc_runs_reserve(kvc_run_list *list, kvc_memory *memory, int32_t extr
     return status;
 }
 
+void kvc_runs_shorten(kvc_run_list *list, kvc_memory *memory) {
+    const int64_t least = 2 * (int64_t)list->num + SHORT_RUNS;
+    const int32_t capacity = least > list->reserved ? (int32_t)least : list->reserved;
+    if (list->capacity <= 2 * (int64_t)capacity || list->spare) return;
+    list->spare = kvc_memory_alloc(memory, (uint64_t)capacity * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
+    if (!list->spare) return;
+    list->spare_capacity = capacity;
+    memory->replaced += kvc_runs_bytes(list);
+    kvc_runs_install(list, memory);
+}
+
 kvc_status kvc_runs_prepare_edit(kvc_run_list *list, kvc_memory *memory, int32_t extra) {
     const int64_t needed = 2 * (int64_t)list->num + extra;
     return !list->spare && needed <= list->capacity ? KVC_OK : get_spare(list, memory, needed);
@@ -180,8 +194,8 @@ void kvc_undo_drop_part(void *context, const kvc_run *part) {
 }
 
 int64_t kvc_runs_remove(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end) {
-    /* Move the runs to the far end of the array, then write the parts that stay from its beginning.  Each run leaves at
-     * most two parts and the array has room for twice the runs, so that writing never overtakes reading. */
+    /* Move the runs to the far end of the array, then write the parts that stay from its beginning.  Writing never
+     * overtakes reading, as the array has room for one more run for each that is cut in two. */
     const int32_t num = list->num, from = list->capacity - num;
     int64_t removed = 0;
     if (num) memmove(list->runs + from, kvc_runs_begin(list), (size_t)num * sizeof *list->runs);

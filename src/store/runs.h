@@ -31,6 +31,7 @@ typedef struct kvc_run_list {
     int64_t num_rows;
     kvc_run *spare; /* a longer array, allocated but not yet in use: kvc_runs_install */
     int32_t spare_capacity;
+    int32_t reserved; /* kvc_runs_shorten leaves the array at least so long */
 } kvc_run_list;
 
 /* Return the first run, and the end of the last one; both NULL while there is no array. */
@@ -64,6 +65,10 @@ void kvc_runs_discard(kvc_run_list *list, kvc_memory *memory);
 
 /* Combines kvc_runs_prepare and kvc_runs_install. */
 kvc_status kvc_runs_reserve(kvc_run_list *list, kvc_memory *memory, int32_t extra);
+
+/* Makes the array of a list shorter if most of it is unused, but not shorter than what was reserved of it; not where
+ * there is no memory for the shorter one. */
+void kvc_runs_shorten(kvc_run_list *list, kvc_memory *memory);
 
 /* Returns the bytes of the list's array. */
 int64_t kvc_runs_bytes(const kvc_run_list *list);

@@ -112,13 +112,16 @@ def in_16_bits(cache, layer):
     return not {cache.k_dtype[layer], cache.v_dtype[layer]}.isdisjoint(types)
 
 
-def check(cache, layer, positions, seq_ids, q, out, lse, **options):
-    """Compares the results of a committed batch with the softmax over the rows that are stored."""
+def check(cache, batch, layer, positions, seq_ids, q, out, lse, **options):
+    """Compares the results of an open batch with the softmax over the rows that are stored, and its own."""
     positions, seq_ids = np.asarray(positions), np.asarray(seq_ids)
+    all_k, all_v, _ = batch.dense(layer, mask=None)
+    begin = 0
     for seq_id in np.unique(seq_ids):
         mine = seq_ids == seq_id
-        k, v = cache.gather(layer, seq_id=seq_id)
-        stored = cache.positions(seq_id=seq_id, layer=layer)
+        stored = np.sort(np.concatenate([cache.positions(seq_id=seq_id, layer=layer), positions[mine]]))
+        k, v = all_k[:, begin : begin + len(stored)], all_v[:, begin : begin + len(stored)]
+        begin += len(stored)
         sees = visible(cache.policy[layer], positions[mine], stored)
         seen = sees.any(0)  # how large the others are must not matter
         k, v, stored, sees = k[:, seen], v[:, seen], stored[seen], sees[:, seen]
@@ -163,9 +166,9 @@ def run(cache, rng, positions, heads, *, seq_ids=None, layer=0, q_dtype="f32", *
     k, v = random_rows(cache, rng, n, layer)
     with cache.batch(positions=positions, seq_ids=seq_ids) as batch:
         out, lse = batch.attend(layer, q, k, v, return_lse=True, **options)
+        check(cache, batch, layer, positions, seq_ids, q, out, lse, **options)
     assert (out.dtype, lse.dtype) == (q.dtype, np.float32)
     assert out.shape == (n, heads, cache.v_head_dim[layer])
-    check(cache, layer, positions, seq_ids, q, out, lse, **options)
     return out, lse
 
 
@@ -423,8 +426,8 @@ def test_windows(isa, rng, window, sinks):
         q, k, v = random(rng, tokens, 2, 16), random(rng, tokens, 1, 16), random(rng, tokens, 1, 16)
         with cache.batch(tokens) as batch:
             results = [batch.attend(layer, q, k, v, return_lse=True) for layer in range(3)]
-        for layer, (out, lse) in enumerate(results):
-            check(cache, layer, range(start, start + tokens), [0] * tokens, q, out, lse)
+            for layer, (out, lse) in enumerate(results):
+                check(cache, batch, layer, range(start, start + tokens), [0] * tokens, q, out, lse)
     assert cache.stats()["rows_evicted"] > 0
     cache.validate()
 
@@ -492,9 +495,9 @@ def test_token_ranges(isa, rng, size):
              for i in run_ranges]
             for layer in range(2)
         ]  # fmt: skip
-    for layer in range(2):
-        out, lse = (np.concatenate(parts) for parts in zip(*results[layer], strict=True))
-        check(cache, layer, range(n), [0] * n, q, out, lse)
+        for layer in range(2):
+            out, lse = (np.concatenate(parts) for parts in zip(*results[layer], strict=True))
+            check(cache, batch, layer, range(n), [0] * n, q, out, lse)
 
 
 def test_many_tokens_per_range_of_one_sequence_among_others(isa, rng):
@@ -505,8 +508,8 @@ def test_many_tokens_per_range_of_one_sequence_among_others(isa, rng):
     with cache.batch(positions=positions, seq_ids=seq_ids) as batch:
         batch.put(0, k, v)
         parts = [batch.attend(0, q[a:b], first=a, return_lse=True) for a, b in ((0, 3), (3, 7), (7, 8))]
-    out, lse = (np.concatenate(part) for part in zip(*parts, strict=True))
-    check(cache, 0, positions, seq_ids, q, out, lse)
+        out, lse = (np.concatenate(part) for part in zip(*parts, strict=True))
+        check(cache, batch, 0, positions, seq_ids, q, out, lse)
 
 
 @st.composite
@@ -622,7 +625,7 @@ def test_forks(data, seed):
         batch.abort()
     with cache.batch(positions=positions, seq_ids=seq_ids) as batch:
         out, lse = batch.attend(0, q, k, v, return_lse=True)
-    check(cache, 0, positions, seq_ids, q, out, lse)
+        check(cache, batch, 0, positions, seq_ids, q, out, lse)
     assert_same((out, lse), tuple(np.concatenate(part) for part in zip(*alone, strict=True)))
 
 
@@ -829,7 +832,9 @@ def queue_has(queue, child, timeout):
 
 
 @pytest.mark.parametrize("dtype", ["f32", "q8_0"])
-@pytest.mark.parametrize("policy", [kvcache.FullAttention(), SLIDING(90, 3), kvcache.ChunkedAttention(100)])
+@pytest.mark.parametrize(
+    "policy", [kvcache.FullAttention(), SLIDING(90, 3, resume_window=800), kvcache.ChunkedAttention(100, resume_window=800)]
+)
 def test_shared_rows_give_the_bits_of_rows_put_in_their_order(rng, policy, dtype):
     """Sequence 0 is put together from ranges of others, which come in no order of positions."""
     ranges = [(40, 60), (120, 700), (0, 30), (60, 120), (30, 40)]

@@ -1,6 +1,7 @@
 """KVCache.blocks agrees with what the rest of the cache says of where rows lie."""
 
 import dataclasses
+import contextlib
 import threading
 from collections import Counter
 
@@ -201,7 +202,8 @@ def test_random_edits():
             case 1:
                 cache.clear(a)
             case 2:
-                cache.remove(begin, begin + 2, seq_id=a)
+                with contextlib.suppress(kvcache.RowsGoneError):  # a token at its new end would see evicted rows
+                    cache.remove(begin, begin + 2, seq_id=a)
             case 3:
                 cache.compact()
             case _ if cache.can_resume(cache.next_position(a), seq_id=a):

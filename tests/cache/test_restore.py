@@ -15,8 +15,8 @@ POLICY = [
 FULL, WINDOWS = [0, 2], [1, 3]
 
 
-def new_cache(**options):
-    return kvcache.KVCache(4, 2, 8, None, policy=POLICY, max_sequences=None, dtype="f32", block_size=16, **options)
+def new_cache(policy=None, **options):
+    return kvcache.KVCache(4, 2, 8, None, policy=policy or POLICY, max_sequences=None, dtype="f32", block_size=16, **options)
 
 
 def rows(layer, positions, heads=2):
@@ -61,14 +61,14 @@ def test_a_state_goes_on_as_the_original_did(groups, before):
     feed(original, 40, 50)
     feed(cache, 0, before) if before else None
     saved = [save(original, layer) for layer in range(4)]
-    assert [len(positions) for positions, _ in saved] == [50, 17, 50, 17]
+    assert [len(positions) for positions, _ in saved] == [50, 8, 50, 8]
     restore(cache, saved, groups[0])
     with pytest.raises(kvcache.RowsGoneError, match=rf"layer {groups[1][0] if before == 0 else '[01]'} lacks"):
         cache.batch(1)
     restore(cache, saved, groups[1])
     assert cache.next_position() == 50
     assert cache.can_resume(50)
-    assert [cache.seq_len(layer=layer) for layer in range(4)] == [50, 17, 50, 17]
+    assert [cache.seq_len(layer=layer) for layer in range(4)] == [50, 8, 50, 8]
     assert_alike(cache, 0, original, 50)
     cache.validate()
 
@@ -101,7 +101,8 @@ def test_the_window_of_an_earlier_moment():
 
 def test_several_tokens_at_one_position():
     """A divided sequence is restored as it is, and those at a position arrive in the order given."""
-    original, cache = new_cache(rope=False), new_cache(rope=False)
+    policy = [POLICY[0], kvcache.SlidingWindow(WINDOW, resume_window=30)] * 2
+    original, cache = new_cache(policy, rope=False), new_cache(policy, rope=False)
     feed(original, 0, 30)
     original.divide(4, 30, 3)
     saved = [save(original, layer) for layer in range(4)]

@@ -454,10 +454,8 @@ class KVCache:
             low[s] = min(low.get(s, p), p)
         kept = [{} for _ in self.rows]
         for i in self.layers:
-            policy = self.policy[i]
             for s, rows in self.rows[i].items():
-                first = policy.retained(low.get(s, 0))
-                kept[i][s] = [r for r in rows if r.position >= first or policy.is_sink(r.position)]
+                kept[i][s] = self.retained(i, rows, low.get(s, 0))
             if restored is not None and i not in restored:
                 continue
             stay = kept[i] if restored is None else {s: rows for s, rows in kept[i].items() if s not in seq_ids}
@@ -471,6 +469,20 @@ class KVCache:
     def first_missing(self, seq_id):
         """Return where each layer that was not restored begins to lack rows."""
         return [first for first, last in (self.missing_at(i, seq_id) for i in self.layers) if first < last]
+
+    def evict_behind(self, seq_id):
+        """Evict what a query in the place of a sequence's last token would not see."""
+        low = max(0, min([self.next_position(seq_id), *self.first_missing(seq_id)]) - 1)
+        kept = [{} for _ in self.rows]
+        for i in self.layers:
+            if seq_id in self.rows[i]:
+                kept[i][seq_id] = self.retained(i, self.rows[i][seq_id], low)
+        self.evict(kept)
+
+    def retained(self, layer, rows, low):
+        """Return the rows that a layer keeps if no query will stand below `low`."""
+        policy = self.policy[layer]
+        return [r for r in rows if r.position >= policy.retained(low) or policy.is_sink(r.position)]
 
     def evict(self, kept):
         for i in self.layers:
@@ -664,6 +676,8 @@ class Batch:
         for s in replaced:
             self.cache.note_restored(s, self.layers)
         self.cache.open_batch = None
+        for s in set(self.seq_ids):
+            self.cache.evict_behind(s)
 
     def abort(self):
         if self.open:

@@ -25,8 +25,9 @@ static kvc_cache *new_cache(int num_layers, const kvc_policy *policies, kvc_conf
     return cache;
 }
 
-/* Puts rows of 1000 * layer + position in every layer, at positions [begin, end) of a sequence, in one batch. */
-static kvc_status feed(kvc_cache *cache, int num_layers, int64_t id, int32_t begin, int32_t end)
+/* Puts rows of 1000 * layer + position in every layer, at positions [begin, end) of a sequence, in one batch.  Of what
+ * the sequence holds then, retains the pieces with bits in `pieces`: windows evict rows at the commit. */
+static kvc_status feed_and_retain(kvc_cache *cache, int num_layers, int64_t id, int32_t begin, int32_t end, int pieces)
 {
     float rows[TOKENS * 2][4];
     int32_t positions[TOKENS * 2] = {0};
@@ -48,7 +49,15 @@ static kvc_status feed(kvc_cache *cache, int num_layers, int64_t id, int32_t beg
                                   .v_head_stride = sizeof *rows};
         CHECK(kvc_put(batch, l, &put) == KVC_OK);
     }
+    for (int i = 0; i < PIECES; i++)
+        if (pieces >> i & 1)
+            CHECK(kvc_retain(cache, id, ids[i], i * PIECE, (i + 1) * PIECE) == KVC_OK);
     return kvc_commit(batch);
+}
+
+static kvc_status feed(kvc_cache *cache, int num_layers, int64_t id, int32_t begin, int32_t end)
+{
+    return feed_and_retain(cache, num_layers, id, begin, end, 0);
 }
 
 /* Checks that a sequence holds these rows in a layer. */
@@ -138,11 +147,9 @@ static void test_every_subset(int num_layers, const kvc_policy *policies)
         kvc_cache *cache = new_cache(num_layers, policies, (kvc_config){0});
         int held[MAX_LAYERS][TOKENS];
         int32_t end = 0;
-        CHECK(feed(cache, num_layers, 1, 0, TOKENS) == KVC_OK);
+        CHECK(feed_and_retain(cache, num_layers, 1, 0, TOKENS, subset) == KVC_OK);
         for (int i = 0; i < PIECES; i++) {
             end = subset >> i & 1 ? (i + 1) * PIECE : end;
-            if (subset >> i & 1)
-                CHECK(kvc_retain(cache, 1, ids[i], i * PIECE, (i + 1) * PIECE) == KVC_OK);
             for (int l = 0; l < num_layers; l++)
                 for (int t = 0; t < PIECE; t++)
                     held[l][i * PIECE + t] = subset >> i & 1;
@@ -162,9 +169,7 @@ static void test_like_fed(int num_layers, const kvc_policy *policies)
         kvc_cache *cache = new_cache(num_layers, policies, (kvc_config){0});
         kvc_cache *other = new_cache(num_layers, policies, (kvc_config){0});
         int32_t matched, positions[TOKENS * 2];
-        CHECK(feed(cache, num_layers, 1, 0, TOKENS) == KVC_OK);
-        for (int i = 0; i < PIECES; i++)
-            CHECK(kvc_retain(cache, 1, ids[i], i * PIECE, (i + 1) * PIECE) == KVC_OK);
+        CHECK(feed_and_retain(cache, num_layers, 1, 0, TOKENS, (1 << PIECES) - 1) == KVC_OK);
         CHECK(kvc_attach(cache, ids, PIECES, 2, length, &matched) == KVC_OK && matched == length);
         CHECK(feed(other, num_layers, 2, 0, length) == KVC_OK);
         for (int32_t at = length; at < TOKENS + 6; at++) {
@@ -198,9 +203,7 @@ static int pieces_left(kvc_cache *cache)
 static kvc_cache *all_pieces(int num_layers, const kvc_policy *policies, kvc_config config)
 {
     kvc_cache *cache = new_cache(num_layers, policies, config);
-    CHECK(feed(cache, num_layers, 1, 0, TOKENS) == KVC_OK);
-    for (int i = 0; i < PIECES; i++)
-        CHECK(kvc_retain(cache, 1, ids[i], i * PIECE, (i + 1) * PIECE) == KVC_OK);
+    CHECK(feed_and_retain(cache, num_layers, 1, 0, TOKENS, (1 << PIECES) - 1) == KVC_OK);
     CHECK(kvc_touch(cache, ids, PIECES) == KVC_OK && kvc_clear_sequence(cache, 1) == KVC_OK);
     return cache;
 }
@@ -301,16 +304,12 @@ static void test_windows_go_first(void)
 {
     const kvc_policy policies[] = {full_policy, sliding_policy(5, 0, 0)};
     kvc_cache *cache = new_cache(2, policies, (kvc_config){0});
-    CHECK(feed(cache, 2, 1, 0, TOKENS) == KVC_OK);
-    for (int i = 0; i < PIECES; i++)
-        CHECK(kvc_retain(cache, 1, ids[i], i * PIECE, (i + 1) * PIECE) == KVC_OK);
+    CHECK(feed_and_retain(cache, 2, 1, 0, TOKENS, (1 << PIECES) - 1) == KVC_OK);
     CHECK(feed(cache, 2, 1, TOKENS, TOKENS + 1) == KVC_OK);
     const int64_t most = kvc_nbytes(cache);
     CHECK(kvc_cache_free(cache) == KVC_OK);
     cache = new_cache(2, policies, (kvc_config){.max_bytes = most + 1200});
-    CHECK(feed(cache, 2, 1, 0, TOKENS) == KVC_OK);
-    for (int i = 0; i < PIECES; i++)
-        CHECK(kvc_retain(cache, 1, ids[i], i * PIECE, (i + 1) * PIECE) == KVC_OK);
+    CHECK(feed_and_retain(cache, 2, 1, 0, TOKENS, (1 << PIECES) - 1) == KVC_OK);
     for (int32_t at = TOKENS; at < 2 * TOKENS && kvc_seq_len(cache, ids[0], 1) == PIECE; at++)
         CHECK(feed(cache, 2, 1, at, at + 1) == KVC_OK);
     CHECK(pieces_left(cache) == 63 && kvc_seq_len(cache, ids[0], 1) == 0 && kvc_seq_len(cache, ids[0], 0) == PIECE);

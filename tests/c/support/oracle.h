@@ -449,26 +449,37 @@ static inline void widen(range *r, int32_t position)
         r->end = position + 1;
 }
 
+/* Evicts what no query from position `low` on will see, and the policies do not keep. */
+static inline void evict_below(pair *p, sequence *s, int32_t low)
+{
+    for (int l = 0; l < p->config.num_layers; l++) {
+        if (!keeps_tokens(p, l))
+            continue;
+        row_list *list = &s->layers[l];
+        int32_t num = 0;
+        for (int i = 0; i < list->num; i++) {
+            row r = list->rows[i];
+            if (is_kept(&p->layers[l].policy, r.position, low)) {
+                list->rows[num++] = r;
+                continue;
+            }
+            widen(&list->lost, r.position);
+        }
+        list->num = num;
+    }
+}
+
+/* Evicts as a batch does that begins. */
 static inline void evict(pair *p, int n, const int32_t *positions, const int64_t *ids)
 {
-    for (int s = 0; s < p->num_sequences; s++) {
-        int32_t low = lowest_query(p, &p->sequences[s], n, positions, ids);
-        for (int l = 0; l < p->config.num_layers; l++) {
-            if (!keeps_tokens(p, l))
-                continue;
-            row_list *list = &p->sequences[s].layers[l];
-            int32_t num = 0;
-            for (int i = 0; i < list->num; i++) {
-                row r = list->rows[i];
-                if (is_kept(&p->layers[l].policy, r.position, low)) {
-                    list->rows[num++] = r;
-                    continue;
-                }
-                widen(&list->lost, r.position);
-            }
-            list->num = num;
-        }
-    }
+    for (int s = 0; s < p->num_sequences; s++)
+        evict_below(p, &p->sequences[s], lowest_query(p, &p->sequences[s], n, positions, ids));
+}
+
+/* Evicts as a batch does that is committed: what a query in the place of a sequence's last token would not see. */
+static inline void evict_behind(pair *p, sequence *s)
+{
+    evict_below(p, s, not_negative(low_of(p, s) - 1));
 }
 
 static inline int count_id(int64_t id, int n, const int64_t *ids)
@@ -647,6 +658,9 @@ static inline void oracle_commit(pair *p, const char *kept)
         for (int32_t r = 0; r < put->n; r++)
             list_add(list, (row){r, put->tag + r, put->tag + r, r, 0});
     }
+    for (int t = 0; t < p->num_tokens; t++)
+        if (find_sequence(p, p->ids[t]))
+            evict_behind(p, find_sequence(p, p->ids[t]));
 }
 
 static inline range range_below(range r, int32_t length)
