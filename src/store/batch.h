@@ -13,6 +13,7 @@ typedef struct kvc_batch_sequence {
     int32_t is_buffered;       /* it is unstored and was empty before: its rows lie in row buffers */
     int32_t num_stretches;     /* number of stretches of consecutive positions among its tokens */
     int32_t next;              /* position that would continue the last stretch */
+    int32_t goes_back;         /* not each token stands behind the one before, the first behind the sequence's last */
 } kvc_batch_sequence;
 
 /* Where a token's rows lie; if block is NULL, slot is one of the row buffers. */

@@ -45,6 +45,7 @@ static kvc_status add_tokens(kvc_batch *batch, const kvc_begin_args *args) {
         batch->sequence_of[t] = s;
         member->num_stretches += !member->num_tokens++ || position != member->next;
         member->next = position + 1;
+        member->goes_back |= position < next;
         if (position < member->sequence->low) member->sequence->low = position;
     }
     return KVC_OK;

@@ -67,7 +67,28 @@ static void visit_kept(const kvc_batch *batch, int32_t g, int32_t s, int kept, k
         }
 }
 
-static void append_part(void *list, const kvc_run *part) { kvc_runs_append(list, part); }
+/* Where the tokens of a sequence go in one group. */
+typedef struct destination {
+    kvc_cache *cache;
+    kvc_sequence *sequence;
+    int32_t group;
+} destination;
+
+static void append_part(void *context, const kvc_run *part) {
+    const destination *to = context;
+    kvc_append_kept(to->cache, to->sequence, to->group, part);
+}
+
+/* Sets `low` of sequence s to what it will be once the kept tokens are added: what a window has left behind by then is
+ * not added.  In a batch that restores, adds everything: kvc_restore_note looks at all rows. */
+static void set_low(const kvc_batch *batch, int32_t s) {
+    const int32_t *token = batch->order + batch->sequences[s].first;
+    int32_t last = -1;
+    for (int32_t i = 0; i < batch->sequences[s].num_tokens; i++)
+        if (batch->kept[token[i]] && batch->positions[token[i]] > last) last = batch->positions[token[i]];
+    kvc_set_low_behind(batch->sequences[s].sequence, last);
+    if (batch->restored) batch->sequences[s].sequence->low = 0;
+}
 
 /* Returns whether any token of sequence s is kept. */
 static int keeps_any(const kvc_batch *batch, int32_t s) {
@@ -108,8 +129,9 @@ static void commit(kvc_batch *batch, int32_t num_kept) {
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         const int restores = batch->restored && keeps_any(batch, s);
         if (restores) kvc_restore_drop(batch, s);
+        set_low(batch, s);
         for (int32_t g = 0; g < cache->num_token_groups; g++) {
-            visit_kept(batch, g, s, 1, append_part, &batch->sequences[s].sequence->runs[g]);
+            visit_kept(batch, g, s, 1, append_part, &(destination){cache, batch->sequences[s].sequence, g});
             visit_kept(batch, g, s, 0, kvc_drop_part, &cache->pools[g]);
         }
         for (int32_t g = cache->num_token_groups; g < cache->num_groups; g++) commit_cross(batch, g, s);

@@ -59,13 +59,18 @@ void kvc_preview_close(kvc_preview *preview) {
 
 /* ---- evicting ---------------------------------------------------------------------------------------------------- */
 
+/* Counts rows that group g has let go, and the blocks that this freed: it had num_free before. */
+static void count_evicted(kvc_cache *cache, int32_t g, int64_t num_rows, int32_t num_free) {
+    cache->stats.rows_evicted += num_rows;
+    cache->pools[g].num_loose += cache->pools[g].num_free - num_free;
+}
+
 /* Evicts from group g of a sequence, given sequence->low. */
 static void evict(kvc_cache *cache, kvc_sequence *sequence, int32_t g) {
     kvc_pool *pool = &cache->pools[g];
     const kvc_interval gone = kvc_evictable(cache, sequence, g);
     const int32_t before = pool->num_free;
-    cache->stats.rows_evicted += kvc_runs_evict(&sequence->runs[g], pool, gone.begin, gone.end);
-    pool->num_loose += pool->num_free - before;
+    count_evicted(cache, g, kvc_runs_evict(&sequence->runs[g], pool, gone.begin, gone.end), before);
 }
 
 void kvc_evict(kvc_cache *cache, int32_t g) {
@@ -75,14 +80,23 @@ void kvc_evict(kvc_cache *cache, int32_t g) {
     }
 }
 
-void kvc_evict_behind(kvc_cache *cache, kvc_sequence *sequence) {
-    const int32_t low = kvc_sequence_low(sequence);
+void kvc_set_low_behind(kvc_sequence *sequence, int32_t last) {
+    int32_t low = kvc_sequence_low(sequence);
+    if (low == kvc_sequence_next(sequence) && low <= last) low = last + 1;
     sequence->low = low ? low - 1 : 0;
-    for (int32_t g = 0; g < cache->num_token_groups; g++) {
-        if (!kvc_policy_evicts(&cache->policies[g])) continue;
-        evict(cache, sequence, g);
-        kvc_runs_shorten(&sequence->runs[g], &cache->memory);
-    }
+}
+
+void kvc_append_kept(kvc_cache *cache, kvc_sequence *sequence, int32_t g, const kvc_run *run) {
+    kvc_pool *pool = &cache->pools[g];
+    const kvc_interval gone = kvc_evictable(cache, sequence, g);
+    const int32_t before = pool->num_free;
+    count_evicted(cache, g, kvc_runs_append_outside(&sequence->runs[g], pool, run, gone.begin, gone.end), before);
+}
+
+void kvc_evict_behind(kvc_cache *cache, kvc_sequence *sequence) {
+    kvc_set_low_behind(sequence, -1);
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
+        if (kvc_policy_evicts(&cache->policies[g])) evict(cache, sequence, g);
 }
 
 int32_t kvc_most_cuts(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g, int32_t num_stretches) {

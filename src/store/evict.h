@@ -40,9 +40,16 @@ void kvc_preview_add_free(kvc_preview *preview, kvc_block *block);
 /* Evicts from group g, in all sequences of cache->changed, after kvc_runs_prepare_evict of each.  Cannot fail. */
 void kvc_evict(kvc_cache *cache, int32_t g);
 
-/* Evicts from a sequence, in all groups, what a query in the place of its last token would not see, after a batch was
- * added to it: as many of the latest positions are kept as the policy says.  The lists have room for kvc_most_cuts more
- * runs; those that the batch made much longer are shortened.  Cannot fail. */
+/* Sets `low` of a sequence to which a batch adds tokens up to position `last` (-1: none): to the position of its last
+ * token then, or, where groups lack rows that others have, of the one before these.  So as many of the latest positions
+ * are kept as the policy says. */
+void kvc_set_low_behind(kvc_sequence *sequence, int32_t last);
+
+/* Appends a run to a sequence's list of group g, but for what that evicts, given sequence->low. */
+void kvc_append_kept(kvc_cache *cache, kvc_sequence *sequence, int32_t g, const kvc_run *run);
+
+/* Evicts from a sequence, in all groups, after a batch was added to it: kvc_set_low_behind.  The lists have room for
+ * kvc_most_cuts more runs.  Cannot fail. */
 void kvc_evict_behind(kvc_cache *cache, kvc_sequence *sequence);
 
 /* Returns the most runs of group g that kvc_evict_behind may cut in two after a batch with so many stretches of

@@ -52,6 +52,14 @@ int kvc_policy_keeps_tokens(const kvc_policy *policy) { return policy->kind != K
 
 int kvc_policy_evicts(const kvc_policy *policy) { return policy->kind == KVC_SLIDING || policy->kind == KVC_CHUNKED; }
 
+int64_t kvc_policy_most_rows(const kvc_policy *policy) {
+    switch (policy->kind) {
+    case KVC_SLIDING: return (int64_t)window_kept(policy) + policy->num_sink_tokens;
+    case KVC_CHUNKED: return (int64_t)policy->attention_chunk_size + policy->resume_window;
+    default: return INT64_MAX;
+    }
+}
+
 /* Returns the first of the `count` positions that end with `last`, at least 0. */
 static int32_t first_of(int32_t count, int32_t last) { return last >= count ? last - count + 1 : 0; }
 

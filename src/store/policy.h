@@ -13,6 +13,9 @@ int kvc_policy_equal(const kvc_policy *a, const kvc_policy *b);
 /* Returns whether a layer's rows are those of tokens, at their positions: false for KVC_CROSS and KVC_NONE. */
 int kvc_policy_keeps_tokens(const kvc_policy *policy);
 
+/* Returns the most rows that stay of a sequence with one row at each position; INT64_MAX: all. */
+int64_t kvc_policy_most_rows(const kvc_policy *policy);
+
 /* Returns whether the policy ever evicts rows. */
 int kvc_policy_evicts(const kvc_policy *policy);
 

@@ -78,7 +78,6 @@ static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) 
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         touch_slots(batch, g);
         cache->pools[g].num_loose = 0;
-        sequence->runs[g].reserved = sequence->runs[g].capacity;
     }
     sequence->in_batch = 0;
     if (kvc_sequence_is_blank(sequence)) {

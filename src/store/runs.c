@@ -6,10 +6,7 @@
 
 #include "base/status.h"
 
-enum {
-    SPARE_RUNS = 4, /* runs that a longer array has room for beyond twice those there are, and those asked for */
-    SHORT_RUNS = 16 /* runs that a shortened array has room for beyond twice those there are */
-};
+enum { SPARE_RUNS = 4 }; /* runs that a longer array has room for beyond twice those there are, and those asked for */
 
 static int32_t run_end(const kvc_run *run) { return run->position + run->count; }
 
@@ -96,17 +93,6 @@ kvc_status kvc_runs_reserve(kvc_run_list *list, kvc_memory *memory, int32_t extr
     const kvc_status status = kvc_runs_prepare(list, memory, extra);
     kvc_runs_install(list, memory);
     return status;
-}
-
-void kvc_runs_shorten(kvc_run_list *list, kvc_memory *memory) {
-    const int64_t least = 2 * (int64_t)list->num + SHORT_RUNS;
-    const int32_t capacity = least > list->reserved ? (int32_t)least : list->reserved;
-    if (list->capacity <= 2 * (int64_t)capacity || list->spare) return;
-    list->spare = kvc_memory_alloc(memory, (uint64_t)capacity * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
-    if (!list->spare) return;
-    list->spare_capacity = capacity;
-    memory->replaced += kvc_runs_bytes(list);
-    kvc_runs_install(list, memory);
 }
 
 kvc_status kvc_runs_prepare_edit(kvc_run_list *list, kvc_memory *memory, int32_t extra) {
@@ -262,6 +248,17 @@ static int64_t trim_front(kvc_run_list *list, kvc_pool *pool, int32_t kept, int3
     list->min_position = list->num ? kvc_runs_begin(list)->position : -1;
     list->max_position = list->num ? run_end(kvc_runs_end(list) - 1) - 1 : -1;
     return removed;
+}
+
+int32_t kvc_runs_append_outside(kvc_run_list *list, kvc_pool *pool, const kvc_run *run, int32_t begin, int32_t end) {
+    if (end < begin) end = begin;
+    const kvc_run below = kvc_run_part(run, 0, begin), gone = kvc_run_part(run, begin, end),
+                  above = kvc_run_part(run, end, INT32_MAX);
+    if (below.count) kvc_runs_append(list, &below);
+    if (gone.count) note_lost(&list->lost, &gone);
+    if (gone.count) kvc_drop_part(pool, &gone);
+    if (above.count) kvc_runs_append(list, &above);
+    return gone.count;
 }
 
 int64_t kvc_runs_evict(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end) {

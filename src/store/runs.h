@@ -31,7 +31,6 @@ typedef struct kvc_run_list {
     int64_t num_rows;
     kvc_run *spare; /* a longer array, allocated but not yet in use: kvc_runs_install */
     int32_t spare_capacity;
-    int32_t reserved; /* kvc_runs_shorten leaves the array at least so long */
 } kvc_run_list;
 
 /* Return the first run, and the end of the last one; both NULL while there is no array. */
@@ -66,10 +65,6 @@ void kvc_runs_discard(kvc_run_list *list, kvc_memory *memory);
 /* Combines kvc_runs_prepare and kvc_runs_install. */
 kvc_status kvc_runs_reserve(kvc_run_list *list, kvc_memory *memory, int32_t extra);
 
-/* Makes the array of a list shorter if most of it is unused, but not shorter than what was reserved of it; not where
- * there is no memory for the shorter one. */
-void kvc_runs_shorten(kvc_run_list *list, kvc_memory *memory);
-
 /* Returns the bytes of the list's array. */
 int64_t kvc_runs_bytes(const kvc_run_list *list);
 
@@ -77,6 +72,10 @@ int64_t kvc_runs_bytes(const kvc_run_list *list);
  * kvc_runs_recount. */
 void kvc_runs_append(kvc_run_list *list, const kvc_run *run);
 void kvc_runs_push(kvc_run_list *list, const kvc_run *run);
+
+/* Appends the rows of a run but for those at positions [begin, end), which no query will see: drops their slots, and
+ * notes them in list->lost.  Returns their number. */
+int32_t kvc_runs_append_outside(kvc_run_list *list, kvc_pool *pool, const kvc_run *run, int32_t begin, int32_t end);
 
 /* Counts rows anew, and finds their smallest and largest position and whether they ascend. */
 void kvc_runs_recount(kvc_run_list *list);

@@ -764,10 +764,10 @@ def test_the_last_run_is_evicted_while_another_sequence_holds_it():
     """The next token then goes on in the block of a run before it, which is full: one more block is needed."""
     cache = kvcache.KVCache(1, 1, 1, None, dtype="f32", policy=kvcache.SlidingWindow(2), max_sequences=2, block_size=4)
     x = np.arange(4, dtype=np.float32)[:, None, None]
-    for positions in ([10, 11, 12, 13], [0]):
-        with cache.batch(positions=positions) as batch:
+    for seq_id, positions in ((0, [10, 11, 12, 13]), (1, [0])):
+        with cache.batch(positions=positions, seq_ids=[seq_id] * len(positions)) as batch:
             batch.put(0, x[: len(positions)], x[: len(positions)])
-    cache.copy_prefix(0, 1, 1)
+    cache.share_range(1, 0)
     with cache.batch(1) as batch:
         batch.put(0, x[2:3], x[2:3])
     assert cache.positions().tolist() == [13, 14]

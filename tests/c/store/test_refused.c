@@ -105,6 +105,7 @@ static kvc_cache *new_shared(int64_t max_bytes)
     feed(cache, ROWS, 2);
     feed(cache, 1, 2);
     CHECK(kvc_fork(cache, 0, 1) == KVC_OK);
+    CHECK(kvc_reserve(cache, 0, 3 * BLOCK) == KVC_OK);
     return cache;
 }
 

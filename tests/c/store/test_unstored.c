@@ -434,6 +434,8 @@ static void test_limits(void)
     for (int l = 0; l < 3; l++)
         CHECK(attend(batch, l, 0, 30, 1, &r) == KVC_OK);
     CHECK(kvc_commit(batch) == KVC_OK && kvc_next_position(cache, 0) == 10 && kvc_next_position(cache, 1) == 0);
+    for (int t = 0; t < 30; t++)
+        p.positions[t] += t < 10 ? 10 : 0;
     CHECK_FAILS(begin_pass(cache, &p, 0, 1, &batch), KVC_ERR_FULL, "capacity", "20");
     p.n = 21;
     for (int t = 0; t < 21; t++)
