@@ -606,7 +606,7 @@ class KVCache(Saveable):
                 found[seq_id] = decide_by_length(self._strategy, end + 1)
             elif isinstance(self._strategy, Adaptive):
                 free = free or self._free_memory()
-                needed = self.most_bytes(self._max_seq_len or held + tokens)
+                needed = self.most_bytes(self._max_seq_len or held + tokens, batch_tokens=tokens)
                 found[seq_id] = decide_by_memory(self._strategy, needed, self.most_bytes(held), *free)
             elif not held:
                 found[seq_id] = decide_never()
@@ -1501,11 +1501,20 @@ class KVCache(Saveable):
         """The bytes of the rows of `capacity` tokens in every layer; None without that limit."""
         return self._core.capacity_bytes()
 
-    def most_bytes(self, num_tokens: SupportsIndex) -> int:
+    def most_bytes(self, num_tokens: SupportsIndex, *, batch_tokens: SupportsIndex = 0) -> int:
         """Return the most bytes of rows that a sequence of `num_tokens` tokens holds, over all layers.
 
         Windows and chunks count as full, an encoder's rows as `max_len`, and no layer holds more than `max_seq_len`.
-        Partly filled blocks and bookkeeping come on top; rows that sequences share are stored once.
+        Partly filled blocks and bookkeeping come on top, at most two blocks for each window; rows that sequences share
+        are stored once.
+
+        Parameters
+        ----------
+        num_tokens : int
+            The number of tokens of the sequence.
+        batch_tokens : int, default 0
+            How many of them are those of a batch that is open: until it is committed, layers with windows hold these
+            beside what they keep. By default none: what the sequence holds between batches.
 
         Examples
         --------
@@ -1515,9 +1524,10 @@ class KVCache(Saveable):
         (131072, 16.0)
         """
         tokens = integer(num_tokens, "num_tokens", 0, INT32_MAX)
+        at_once = integer(batch_tokens, "batch_tokens", 0, INT32_MAX)
         if self._max_seq_len is not None:
             tokens = min(tokens, self._max_seq_len)
-        return sum(number * layer.most_bytes(tokens) for layer, number in self._kinds.items())
+        return sum(number * layer.most_bytes(tokens, at_once) for layer, number in self._kinds.items())
 
     @property
     def utilization(self) -> float:

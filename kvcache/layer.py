@@ -94,17 +94,22 @@ class Layer(NamedTuple):
             words.append("reads another's rows")
         return ", ".join(words)
 
-    def most_bytes(self, num_tokens: int) -> int:
-        """Return the most bytes of rows that a sequence of `num_tokens` tokens can hold."""
+    def most_bytes(self, num_tokens: int, batch_tokens: int = 0) -> int:
+        """Return the most bytes of rows that a sequence of `num_tokens` tokens can hold.
+
+        `batch_tokens` of them are those of a batch that is still open: windows let go of none of these before it ends.
+        """
         policy = self.policy
         if policy is None or self.share is not None:
             return 0
         if isinstance(policy, CrossAttention):
             num_tokens = policy.max_len
         elif isinstance(policy, SlidingWindow):
-            num_tokens = min(num_tokens, (policy.resume_window or policy.window) + policy.num_sink_tokens)
+            kept = (policy.resume_window or policy.window) + policy.num_sink_tokens
+            num_tokens = min(num_tokens, kept + batch_tokens)
         elif isinstance(policy, ChunkedAttention):
-            num_tokens = min(num_tokens, policy.attention_chunk_size + (policy.resume_window or 0))
+            kept = policy.attention_chunk_size + (policy.resume_window or 0)
+            num_tokens = min(num_tokens, kept + batch_tokens)
         return num_tokens * bytes_of_token(*self[:5], self.value_in_key)
 
     def for_core(self) -> _core._LayerTuple:

@@ -61,7 +61,8 @@ class Adaptive:
 
     Free memory is the memory that psutil finds available, or the rest of a cgroup's limit (version 1 or 2) if that is
     less, plus the memory that the cache keeps for reuse. The largest size of a sequence is the bytes of the rows that
-    each layer's policy keeps of `max_seq_len` tokens; without `max_seq_len`, of its stored tokens and the batch's.
+    each layer's policy keeps of `max_seq_len` tokens; without `max_seq_len`, of its stored tokens and the batch's. The
+    tokens of the batch count in layers with windows, too, which hold them until it is committed.
 
     A stored sequence is dropped when its largest size exceeds ``(1 + fraction) / 2`` of the memory that would be free
     without it: the higher limit keeps a sequence from being dropped and stored in turn as free memory varies. The batch

@@ -6,6 +6,7 @@ the beginning of another text, or have a prefix cache.
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from contextvars import ContextVar
@@ -16,7 +17,7 @@ from transformers import GenerationMixin
 from transformers.generation import configuration_utils
 
 from kvcache.hf.attention import NAME
-from kvcache.hf.cache import HFCache
+from kvcache.hf.cache import PIECE, HFCache
 from kvcache.hf.enabling import arguments_of, make_cache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.texts import begin_text, end_text
@@ -91,14 +92,25 @@ def _note_no_cache(model: Any, wanted: str | None, given: Any) -> None:
 def _prefill(
     self: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Keep what the cache has in common with the prompts, or take that from its prefix cache; feed the rest."""
+    """Keep what the cache has in common with the prompts, or take that from its prefix cache; feed the rest.
+
+    Prompts of models with windows are fed in pieces.
+    """
     cache = model_kwargs.get("past_key_values")
-    if isinstance(cache, HFCache) and _is_whole(input_ids, generation_config, model_kwargs):
-        begin_text(cache, input_ids, model_kwargs.get("attention_mask"))
-    elif isinstance(cache, HFCache):
-        cache.text = None
-    if isinstance(cache, HFCache) and cache.takes_prompt and _follows_from_tokens(input_ids, model_kwargs):
-        cache.acquire(input_ids, model_kwargs.get("attention_mask"))
+    if isinstance(cache, HFCache):
+        if _is_whole(input_ids, generation_config, model_kwargs):
+            begin_text(cache, input_ids, model_kwargs.get("attention_mask"))
+        else:
+            cache.text = None
+        if _follows_from_tokens(input_ids, model_kwargs):
+            if cache.takes_prompt:
+                cache.acquire(input_ids, model_kwargs.get("attention_mask"))
+            is_fixed = generation_config.prefill_chunk_size is not None or _shows_whole_prompt(
+                generation_config, kwargs
+            )
+            if not is_fixed and cache.is_better_fed_in_pieces(input_ids.shape[1]):
+                generation_config = copy.copy(generation_config)
+                generation_config.prefill_chunk_size = PIECE
     return prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
 
@@ -118,6 +130,12 @@ def _is_whole(input_ids: torch.Tensor, generation_config: Any, model_kwargs: dic
     num_columns = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
     is_embedded = model_kwargs.get("inputs_embeds") is not None
     return bool(input_ids.numel() and num_columns == input_ids.shape[1] and not is_embedded)
+
+
+def _shows_whole_prompt(generation_config: Any, arguments: dict[str, Any]) -> bool:
+    """Whether more of a prompt's pass is used than its last token: transformers returns that of the last piece."""
+    goes_on = not arguments.get("is_first_iteration", True)  # as an assistant's text does with each guess
+    return bool(goes_on or generation_config.output_attentions or generation_config.output_hidden_states)
 
 
 def _follows_from_tokens(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:

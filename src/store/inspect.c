@@ -173,6 +173,7 @@ static kvc_status check_room(const kvc_batch *batch, int32_t g) {
         const kvc_pending *pending = kvc_pending_of(batch, g, s);
         int32_t num = is_cross ? 1 - list->num : 0; /* rows of cross-attention replace those that are there */
         for (int32_t i = 0; !is_cross && i < pending->num; i++) num += (pending->runs[i].count + 1) / 2;
+        if (!is_cross && num > kvc_most_added(batch, member, g)) num = (int32_t)kvc_most_added(batch, member, g);
         REQUIRE(member->is_unstored || !kvc_takes_rows(batch, g) || list->first + list->num + num <= list->capacity,
                 "group %d, sequence %lld: the list of runs has no room for %d of the batch", g,
                 (long long)member->sequence->id, num);

@@ -114,10 +114,7 @@ static void compact_if_scattered(const kvc_batch *batch, int32_t g) {
 static int32_t most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
     if (member->is_unstored || !kvc_takes_rows(batch, g)) return 0;
     if (g >= batch->cache->num_token_groups) return batch->cache->policies[g].kind == KVC_CROSS;
-    const int64_t most = batch->restored || member->goes_back ? INT64_MAX
-                                                              : kvc_policy_most_rows(&batch->cache->policies[g]);
-    /* Rows beyond what the policy keeps are not added: those that are follow each other, but for the sinks. */
-    const int64_t n = member->num_tokens < most ? member->num_tokens : most;
+    const int64_t n = kvc_most_added(batch, member, g); /* rows that follow each other, but for the sinks */
     return (int32_t)((n + member->num_stretches + n / batch->cache->pools[g].block_size + 3) / 2);
 }
 

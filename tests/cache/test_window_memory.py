@@ -183,3 +183,19 @@ def test_rows_that_a_batch_evicts_as_it_begins_are_given_back_as_well():
     feed(cache, 1, (1,))
     assert cache.seq_len(1) == 256
     assert cache.nbytes <= rows_bytes(cache, 256 + 2 * BLOCK)
+
+
+def test_adaptive_counts_what_an_open_batch_holds(monkeypatch):
+    monkeypatch.setattr("kvcache.cache.available_memory", lambda: (20 << 20, "a test"))
+    cache = make(num_layers=2, strategy=kvcache.Adaptive(0.5))
+    long = 40_000  # 19.5 MiB of rows, of which the windows keep 256 KiB
+    assert cache.most_bytes(long) < 1 << 20
+    assert cache.most_bytes(long, batch_tokens=long) == long * cache.most_bytes(1)
+    feed(cache, long)
+    assert cache.seq_len() == 0
+    assert "is not stored" in cache.explain()
+    for _ in range(10):
+        feed(cache, 4_000)
+        assert cache.nbytes < 10 << 20
+    assert cache.seq_len() == 256
+    assert "is stored" in cache.explain()

@@ -95,6 +95,22 @@ static void test_shift_keeps_a_reservation(void)
     }
 }
 
+/* Puts tokens of sequence 2 in the sliding layer alone, in a batch that restores it, and is aborted. */
+static void abort_another(kvc_cache *cache)
+{
+    static int32_t positions[2 * BLOCK];
+    static int64_t ids[2 * BLOCK];
+    const uint8_t restored[] = {0, 1};
+    for (int32_t i = 0; i < 2 * BLOCK; i++)
+        positions[i] = i, ids[i] = 2;
+    const kvc_begin_args args = {.struct_size = sizeof args, .num_tokens = 2 * BLOCK, .positions = positions,
+                                 .seq_ids = ids, .restored = restored};
+    const kvc_put_args put = put_of(2 * BLOCK);
+    kvc_batch *batch = NULL;
+    CHECK(kvc_begin_with(cache, &args, &batch) == KVC_OK && kvc_put(batch, 1, &put) == KVC_OK);
+    kvc_abort(batch);
+}
+
 /* Makes a cache of two sequences that share all rows; most blocks of the sliding layer's group are free. */
 static kvc_cache *new_shared(int64_t max_bytes)
 {
@@ -105,7 +121,7 @@ static kvc_cache *new_shared(int64_t max_bytes)
     feed(cache, ROWS, 2);
     feed(cache, 1, 2);
     CHECK(kvc_fork(cache, 0, 1) == KVC_OK);
-    CHECK(kvc_reserve(cache, 0, 3 * BLOCK) == KVC_OK);
+    abort_another(cache); /* whose blocks stay free */
     return cache;
 }
 
