@@ -14,19 +14,19 @@ typedef struct kvc_sequence {
     int32_t in_batch;         /* 1 + its index among the sequences of the open batch; 0: it is not in the batch */
     int32_t low;              /* lowest position at which a query may still come; set while a batch begins */
     int32_t in_rewrite;       /* a call copies its rows to new slots without the mutex */
+    kvc_fate fate;            /* KVC_STAYS unless it is in the list cache->victims */
     kvc_thread rewriter;      /* the thread of that call */
     struct kvc_draft *drafts; /* [num_token_groups] the drafts of that call */
     int32_t in_place;         /* a call writes its rows where they lie without the mutex: kvc_cache_find waits */
     int32_t holds;            /* it is counted in cache->num_holding */
     int32_t is_retained;      /* it is in the list of retained sequences: reclaim.h */
+    int32_t frees;            /* while victims are chosen: reclaim.c */
     int64_t num_pins;         /* of a retained sequence: while there are any, it is not reclaimed */
     int32_t num_groups;
     int32_t num_token_groups; /* number of groups of tokens: the first; others are of cross-attention layers */
     struct kvc_sequence *next_changed, **changed_at; /* place in the list cache->changed; NULL: not in it */
     struct kvc_sequence *older, *newer;              /* place in the list of retained sequences */
     struct kvc_sequence *next_victim;                /* in the list cache->victims */
-    kvc_fate fate;                                   /* KVC_STAYS unless it is in that list */
-    int32_t frees;                                   /* while victims are chosen: reclaim.c */
     kvc_run_list runs[];                             /* [num_groups] */
 } kvc_sequence;
 
