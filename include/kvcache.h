@@ -11,7 +11,7 @@
  *   block         `block_size` slots: the unit of allocation and of sharing between sequences.
  *   run           consecutive slots of one block that one sequence holds, at consecutive positions.
  *   sequence      a list of runs, in order of arrival.  Named by any int64; one that holds nothing is empty, not
- *                 unknown: queries answer 0 or -1, edits do nothing.
+ *                 unknown: queries answer 0 or -1, edits do nothing; but it cannot be forked.
  *   batch         the tokens of one forward pass, of one or many sequences.  A cache has one open batch at a time.
  *   delta         of a run: its positions now, less the positions its keys were rotated for (RoPE).
  *   span          a run as memory: pointers, strides, number of rows, first position, delta.
@@ -205,7 +205,8 @@ typedef enum kvc_policy_kind {
     KVC_SLIDING = 1, /* a query sees the `window` positions that end with its own, and the sinks */
     KVC_CHUNKED = 2, /* a query sees the positions of its own chunk, up to its own */
     KVC_CROSS = 3,   /* every query sees all rows, which kvc_put sets, any number at once, for a whole sequence.  They
-                        have no positions that could be removed or shifted: row i stands at position i for ever */
+                        have no positions that could be removed or shifted: row i stands at position i until the
+                        sequence ends, when none of its tokens is left (kvc_remove) */
     KVC_NONE = 4     /* no attention here: the layer holds nothing */
 } kvc_policy_kind;
 
@@ -369,7 +370,8 @@ KVC_API kvc_status kvc_position_range(kvc_cache *cache, int64_t seq_id, int32_t 
 KVC_API int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id);
 
 /* Returns 1 if `position` is at most kvc_next_position and no row that a query there or later would see was evicted, or
- * left out by a batch that restored other layers; else 0. */
+ * left out by a batch that restored other layers; else 0.  Always 1 in a cache that holds no tokens, as no layer but
+ * KVC_CROSS and KVC_NONE ones has rows. */
 KVC_API int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position);
 
 /* Writes the ids of the sequences that hold rows of tokens, ascending, at most max_ids of them; returns how many there
@@ -396,7 +398,8 @@ KVC_API kvc_status kvc_keep(kvc_cache *cache, int64_t seq_id);
 
 /* Makes dst hold the rows of src at positions below `length`, in place of what it held.  No row is copied: the two
  * share slots until one of them drops these, and each appends to its own.  Sharing takes no slots: limits are checked
- * when the next batch begins.  src == dst is KVC_ERR_INVALID; KVC_ERR_GONE as in kvc_truncate of src; KVC_ERR_NOMEM. */
+ * when the next batch begins.  src == dst is KVC_ERR_INVALID, and so is a length above 0 of an src that nothing is stored
+ * of: clear dst where that is meant.  KVC_ERR_GONE as in kvc_truncate of src; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, int32_t length);
 
 /* Does kvc_copy_prefix of everything src holds. */
@@ -412,7 +415,10 @@ KVC_API kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst);
  * what kvc_fork does. */
 KVC_API kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t begin, int32_t end);
 
-/* Drops the rows at positions [begin, end).  With `shift`, later tokens move down by end - begin, as by kvc_shift,
+/* Drops the rows at positions [begin, end).  Where that leaves nothing of the tokens, so that the sequence would go on
+ * at position 0, the sequence ends as by kvc_clear_sequence: its rows in KVC_CROSS layers go, too.  So it does by every
+ * edit, and where positions from 0 on are dropped of a sequence that has such rows alone.  (kvc_copy_prefix with length
+ * 0, before that, makes another sequence hold them.)  With `shift`, later tokens move down by end - begin, as by kvc_shift,
  * with its errors.  Without, they stay where they are; KVC_ERR_NOMEM.  Where there are no later tokens, KVC_ERR_GONE as
  * in kvc_truncate. */
 KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift);

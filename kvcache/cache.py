@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
@@ -1048,7 +1048,8 @@ class KVCache(Saveable):
     def can_resume(self, position: SupportsIndex, *, seq_id: SupportsIndex = 0) -> bool:
         """Return whether a sequence can continue from a position.
 
-        It can if the position is at most `next_position`, and no row that a query from there on sees was evicted.
+        It can if the position is at most `next_position`, and no row that a query from there on sees was evicted. A
+        cache that holds an encoder's rows only, and no tokens, can at any position.
         `truncate` drops what stands there.
 
         Examples
@@ -1062,11 +1063,26 @@ class KVCache(Saveable):
 
     # -- editing sequences
 
-    def copy_prefix(self, src: SupportsIndex, dst: SupportsIndex, length: SupportsIndex) -> None:
-        """Replace what `dst` holds by the rows of `src` at positions below `length`.
+    def copy_prefix(
+        self, src: SupportsIndex, dst: SupportsIndex, length: SupportsIndex, *, missing_ok: bool = False
+    ) -> None:
+        """Replace what `dst` holds by the rows of `src` at positions below `length`, and by an encoder's rows.
 
         No row is copied: the two sequences share the rows until one drops them, and each appends rows of its own.
         `max_sequences` is checked when the next batch begins, not here.
+
+        Parameters
+        ----------
+        src : int
+            The id of the sequence whose rows are shared.
+        dst : int
+            The id of the sequence that comes to hold them, in place of what it held.
+        length : int
+            The end of the positions to share. With 0, `dst` shares what an encoder gave `src`, if anything, and no
+            token.
+        missing_ok : bool, default False
+            Whether a `src` that holds nothing empties `dst`, instead of raising ``ValueError``. It does anyway if
+            `length` is 0, and under a strategy that does not store every sequence.
 
         Raises
         ------
@@ -1075,16 +1091,14 @@ class KVCache(Saveable):
         CacheBusyError
             If one of the two sequences is in an open batch.
         ValueError
-            If `src` and `dst` are the same, or `length` is negative.
+            If `src` and `dst` are the same, `length` is negative, or is above 0 and `src` holds nothing.
         MemoryError
             If memory for the bookkeeping is short.
         """
-        self._core.copy_prefix(src, dst, length)
-        self._note_edit(dst, 0, source=src)
-        self._follow_drop(src, dst)
+        self._copy(partial(self._core.copy_prefix, src, dst, length), src, dst, missing_ok)
 
-    def fork(self, src: SupportsIndex, dst: SupportsIndex) -> None:
-        """Make `dst` share all rows of `src`; errors are as for `copy_prefix`.
+    def fork(self, src: SupportsIndex, dst: SupportsIndex, *, missing_ok: bool = False) -> None:
+        """Make `dst` share all rows of `src`; arguments and errors are as for `copy_prefix`.
 
         Examples
         --------
@@ -1097,9 +1111,20 @@ class KVCache(Saveable):
         >>> cache.sequences, cache.seq_len(1), cache.stats()["live_slots"]
         ([0, 1], 3, 3)
         """
-        self._core.fork(src, dst)
+        self._copy(partial(self._core.fork, src, dst), src, dst, missing_ok)
+
+    def _copy(self, copy: Callable[[], None], src: SupportsIndex, dst: SupportsIndex, missing_ok: bool) -> None:
+        """Call a function that makes `dst` share rows of `src`; clear `dst` if there are none and that is no error."""
+        try:
+            copy()
+        except ValueError as error:
+            if "holds nothing" not in str(error) or (self._strategy == "always" and not missing_ok):
+                raise
+            self._core.clear(dst)
         self._note_edit(dst, 0, source=src)
-        self._follow_drop(src, dst)
+        self._dropped.discard(operator.index(dst))
+        if operator.index(src) in self._dropped:  # the copy of what was dropped is as gone
+            self._dropped.add(operator.index(dst))
 
     def share_range(
         self, src: SupportsIndex, dst: SupportsIndex, begin: SupportsIndex = 0, end: SupportsIndex | None = None
@@ -1148,12 +1173,6 @@ class KVCache(Saveable):
         if operator.index(src) in self._dropped and not self._core.seq_len(dst, None):
             self._dropped.add(operator.index(dst))
 
-    def _follow_drop(self, src: SupportsIndex, dst: SupportsIndex) -> None:
-        """Mark a copy as dropped if its original was."""
-        self._dropped.discard(operator.index(dst))
-        if operator.index(src) in self._dropped:
-            self._dropped.add(operator.index(dst))
-
     def keep(self, seq_id: SupportsIndex) -> None:
         """Forget every sequence but this one.
 
@@ -1189,7 +1208,7 @@ class KVCache(Saveable):
         seq_id: SupportsIndex = 0,
         shift: bool = True,
     ) -> None:
-        """Drop the rows of a sequence at positions ``[begin, end)``.
+        """Drop the rows of a sequence at positions ``[begin, end)``; with its last token, an encoder's rows, too.
 
         Parameters
         ----------
@@ -1329,7 +1348,9 @@ class KVCache(Saveable):
     def truncate(self, length: SupportsIndex, *, seq_id: SupportsIndex = 0) -> None:
         """Drop the rows of a sequence at positions from `length` on, where the sequence then continues.
 
-        A sequence that holds fewer tokens is left as it is. 0 is always possible; so is any position that `can_resume`
+        A sequence that holds fewer tokens is left as it is. 0 ends the sequence, as `clear` does: with its last token,
+        an encoder's rows go, too (`copy_prefix` with length 0 makes another sequence hold them before). 0 is always
+        possible; so is any position that `can_resume`
         confirms, and any within the sinks of every layer with a window.
 
         Raises

@@ -707,7 +707,7 @@ class HFCache(SaveableBatch, Cache):
         for source in (self._seq_ids[i] for i in batch_indices):
             if source in selected:
                 [seq_id] = self._new_ids(1)
-                self._cache.fork(source, seq_id)
+                self._cache.fork(source, seq_id, missing_ok=True)
                 selected.append(seq_id)
             else:
                 selected.append(source)
@@ -728,7 +728,7 @@ class HFCache(SaveableBatch, Cache):
         other._seq_ids, other._calls = self._new_ids(len(self._seq_ids)), dict(self._calls)
         other._decoder, other._prompts = Decoder(self._cache), copy.copy(self._prompts)
         for source, seq_id in zip(self._seq_ids, other._seq_ids, strict=True):
-            self._cache.fork(source, seq_id)
+            self._cache.fork(source, seq_id, missing_ok=True)
         other.layers = [
             other._make_layer(layer.index) if isinstance(layer, Layer) else copy.deepcopy(layer, memo)
             for layer in self.layers

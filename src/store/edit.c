@@ -150,7 +150,7 @@ static void finish(kvc_cache *cache, kvc_sequence *sequence, const edit *e, kvc_
 }
 
 /* Edits a sequence in all groups of tokens. */
-static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e) {
+static kvc_status change_groups(kvc_cache *cache, kvc_sequence *sequence, const edit *e) {
     const size_t size = kvc_drafts_size(cache);
     if (!size) return KVC_OK;
     kvc_draft *drafts = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
@@ -164,8 +164,21 @@ static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e)
     if (status == KVC_OK) status = copy_rows(cache, sequence, drafts);
     finish(cache, sequence, e, drafts, status);
     kvc_memory_free(&cache->memory, drafts, size, KVC_MEMORY_SCRATCH, -1);
-    if (status == KVC_OK) kvc_cache_after_edit(cache, sequence);
     return status;
+}
+
+/* Does the same.  An edit that leaves nothing of its tokens ends the sequence: what cross-attention layers hold, such
+ * as an image, belongs to these, and the next tokens under the same id must not see it. */
+static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e) {
+    const int drops_all = e->removes && e->change.begin == 0 && e->change.end > 0;
+    const int may_end = kvc_sequence_next(sequence) > 0 || drops_all;
+    const kvc_status status = change_groups(cache, sequence, e);
+    if (status != KVC_OK) return status;
+    if (may_end && kvc_sequence_next(sequence) == 0)
+        kvc_cache_forget(cache, sequence);
+    else
+        kvc_cache_after_edit(cache, sequence);
+    return KVC_OK;
 }
 
 /* ---- removing ---------------------------------------------------------------------------------------------------- */

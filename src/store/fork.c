@@ -76,6 +76,9 @@ static kvc_status copy_prefix(kvc_cache *cache, int64_t src_id, int64_t dst_id, 
     sharing s = {.end = length};
     kvc_sequence *old;
     kvc_status status = find_two(cache, src_id, dst_id, &s.src, &old);
+    if (status == KVC_OK && !s.src && length > 0)
+        status = kvc_fail(KVC_ERR_INVALID, "src is sequence %lld, which holds nothing that dst could share",
+                          (long long)src_id);
     if (status == KVC_OK && s.src) status = kvc_check_cut(cache, s.src, length);
     if (status != KVC_OK) return status;
     kvc_sequence *sharer = s.src ? new_sharer(cache, &s, dst_id) : NULL;

@@ -59,9 +59,9 @@ int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position) {
     if (position < 0) return 0;
     kvc_lock(cache);
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
-    const int32_t can = sequence
-                            ? position <= kvc_sequence_next(sequence) && !kvc_cache_misses(cache, sequence, position)
-                            : position == 0;
+    const int32_t next = sequence ? kvc_sequence_next(sequence) : 0;
+    const int32_t can = cache->num_token_groups == 0 ||
+                        (position <= next && !(sequence && kvc_cache_misses(cache, sequence, position)));
     kvc_unlock(cache, KVC_OK);
     return can;
 }

@@ -198,7 +198,7 @@ def test_random_edits():
         begin = int(rng.integers(0, 12))
         match rng.integers(0, 8):
             case 0:
-                cache.fork(a, b)
+                cache.fork(a, b, missing_ok=True)
             case 1:
                 cache.clear(a)
             case 2:

@@ -130,6 +130,86 @@ def test_cross_attention_of_several_sequences():
     np.testing.assert_array_equal(cache.values(1, seq_id=1), np.swapaxes(v, 0, 1))
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda cache: cache.truncate(0),
+        lambda cache: cache.remove(0, None, shift=False),
+        lambda cache: cache.remove(0, 3),
+        lambda cache: cache.shift(0, None, -3),
+        lambda cache: cache.clear(0),
+    ],
+)
+def test_a_request_that_ends_takes_the_encoders_rows_along(end):
+    cache = kvcache.KVCache(
+        2, 1, 8, 64, policy=[kvcache.FullAttention(), kvcache.CrossAttention(6)], rope=False, max_sequences=None
+    )
+    x = np.ones((3, 1, 8), np.float32)
+    with cache.batch(3) as batch:
+        batch.put(0, x, x)
+        batch.put(1, x, x)
+    cache.copy_prefix(0, 1, 0)  # keeps the image for another text
+    cache.truncate(2)
+    cache.remove(0, 1)
+    assert cache.seq_len(0, layer=1) == 3
+    with cache.batch(2) as batch:
+        batch.put(0, x[:2], x[:2])
+    end(cache)
+    assert cache.sequences == []
+    assert cache.seq_len(0, layer=1) == 0
+    with cache.batch(1) as batch:
+        batch.put(0, x[:1], x[:1])
+        with pytest.raises(ValueError, match="sequence 0 has no rows"):
+            batch.attend(1, x[:1])
+    with cache.batch(1, seq_ids=[1]) as batch:
+        batch.put(0, x[:1], x[:1])
+        batch.attend(1, x[:1])
+    cache.validate()
+
+
+def test_a_cache_of_encoder_rows_alone():
+    cache = kvcache.KVCache(2, 1, 8, 64, policy=[kvcache.CrossAttention(6), None])
+    x = np.ones((3, 1, 8), np.float32)
+    for position in (0, 5):
+        assert cache.can_resume(position)
+        with cache.batch(positions=[position]) as batch:
+            batch.attend(0, x[:1], x, x)
+    assert [cache.can_resume(position) for position in (0, 1, 1000)] == [True] * 3
+    cache.remove(3, 4)
+    assert cache.seq_len(layer=0) == 3
+    cache.truncate(0)
+    assert cache.seq_len(layer=0) == 0
+
+
+def test_a_fork_of_nothing_is_an_error_unless_it_is_asked_for():
+    cache = new_cache([kvcache.FullAttention(), kvcache.CrossAttention(6)], 2)
+    q, k, v = rows(5)
+    with cache.batch(1) as batch:
+        batch.put(0, q[:1], q[:1])
+    for copy in (cache.fork, lambda *ids, **how: cache.copy_prefix(*ids, 2, **how)):
+        with pytest.raises(ValueError, match="src is sequence 7, which holds nothing"):
+            copy(7, 0)
+        assert cache.seq_len(0) == 1
+        copy(0, 1)
+        copy(7, 1, missing_ok=True)
+        assert cache.seq_len(1) == 0
+        with pytest.raises(ValueError, match="both sequence 7"):
+            copy(7, 7, missing_ok=True)
+        with pytest.raises(ValueError, match="length"):
+            cache.copy_prefix(7, 0, -1, missing_ok=True)
+    cache.fork(0, 1)
+    cache.copy_prefix(7, 1, 0)  # no token is asked for
+    assert cache.seq_len(1) == 0
+    with cache.batch(1, seq_ids=[3]) as batch:
+        batch.put(0, q[:1], q[:1])
+        batch.put(1, k, v, seq_id=3)
+    cache.copy_prefix(3, 4, 0)
+    cache.fork(4, 5)  # an encoder's rows are something
+    assert cache.seq_len(5, layer=1) == 5
+    never = kvcache.KVCache(1, 2, 8, 64, strategy="disabled")
+    never.fork(0, 1)  # the runner need not know what a strategy stores
+
+
 def test_cross_attention_rows_of_a_batch_that_was_aborted():
     cache = new_cache([kvcache.FullAttention(), kvcache.CrossAttention(6)], 2)
     _, k, v = rows(4)

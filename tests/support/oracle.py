@@ -184,7 +184,7 @@ class KVCache:
         return False
 
     def can_resume(self, position, *, seq_id=0):
-        return position <= self.next_position(seq_id) and not self.misses(position, seq_id)
+        return not self.layers or (position <= self.next_position(seq_id) and not self.misses(position, seq_id))
 
     def get(self, layer, position, *, seq_id=0):
         found = [r for r in self.held(layer, seq_id) if r.position == position]
@@ -253,16 +253,23 @@ class KVCache:
         if src == dst or length < 0:
             raise ValueError("src and dst are the same sequence, or length is negative")
         self.check_idle(src, dst)
+        if length:
+            self.check_known(src)
         self.check_cut(src, length)
         shared = {i: [replace(r) for r in self.held(i, src) if r.position < length] for i in self.layers}
         lost = {i: removed(self.lost_at(i, src), length, MAX_POSITION + 1, False) for i in self.layers}
         missing = {i: removed(self.missing_at(i, src), length, MAX_POSITION + 1, False) for i in self.layers}
         self.become(dst, src, shared, lost, missing)
 
+    def check_known(self, src):
+        if not self.next_position(src) and not any(rows.get(src) for rows in self.rows):
+            raise ValueError(f"sequence {src} holds nothing")
+
     def fork(self, src, dst):
         if src == dst:
             raise ValueError("src and dst are the same sequence")
         self.check_idle(src, dst)
+        self.check_known(src)
         shared = {i: [replace(r) for r in self.held(i, src)] for i in self.layers}
         lost = {i: self.lost_at(i, src) for i in self.layers}
         self.become(dst, src, shared, lost, {i: self.missing_at(i, src) for i in self.layers})
@@ -320,12 +327,14 @@ class KVCache:
             raise NotSupportedError("later tokens would move: give rope")
         if end is None or end >= self.next_position(seq_id):
             self.check_cut(seq_id, begin)
+        had = self.next_position(seq_id) or (begin == 0 and end != 0)
         kept, lost, missing = {}, {}, {}
         for i in self.layers:
             kept[i] = [r for r in self.held(i, seq_id) if r.position < begin or (end is not None and r.position >= end)]
             lost[i] = removed(self.lost_at(i, seq_id), begin, MAX_POSITION + 1 if end is None else end, shift)
             missing[i] = removed(self.missing_at(i, seq_id), begin, MAX_POSITION + 1 if end is None else end, shift)
         self.put_back(seq_id, kept, lost, missing)
+        self.end_without_tokens(seq_id, had)
         if moves and begin < end:
             self.move(end, None, seq_id, lambda p: p + begin - end, move_lost=False, rewrites=self.rewrites)
 
@@ -408,6 +417,7 @@ class KVCache:
             places = [p for p in places if p >= 0]
             return (min(places), max(places) + 1) if places else (0, 0)
 
+        had = self.next_position(seq_id)
         moved, lost, missing = {}, {}, {}
         for i in self.layers:
             moved[i] = []
@@ -421,6 +431,12 @@ class KVCache:
                 moved[i].append(row)
             lost[i], missing[i] = gone_to(*self.lost_at(i, seq_id)), gone_to(*self.missing_at(i, seq_id))
         self.put_back(seq_id, moved, lost, missing)
+        self.end_without_tokens(seq_id, had)
+
+    def end_without_tokens(self, seq_id, had):
+        """Forget a sequence that an edit has left nothing of the tokens that it had, an encoder's rows included."""
+        if had and not self.next_position(seq_id):
+            self.clear(seq_id)
 
     def put_back(self, seq_id, rows, lost, missing):
         """A sequence that has no rows and has lost none is forgotten."""

