@@ -19,7 +19,7 @@ from kvcache._core import INT32_MAX, INT64_MAX, MAX_THREADS, integer
 from kvcache.arrays import AnyArray, FloatDType, SupportsDLPack, check_float_dtype
 from kvcache.batch import Batch
 from kvcache.block import Block, Run, Span, make_spans
-from kvcache.errors import CacheBusyError, RowsGoneError
+from kvcache.errors import CacheBusyError
 from kvcache.layer import DType, Transform, count, make_layers
 from kvcache.policy import FullAttention, Policy
 from kvcache.rope import RopeLike
@@ -29,6 +29,7 @@ from kvcache.strategy import (
     Decision,
     LongSequencesOnly,
     Strategy,
+    check_all_fed,
     decide_by_length,
     decide_by_memory,
     decide_never,
@@ -486,7 +487,9 @@ class KVCache(Saveable):
         CacheFullError
             If `max_seq_len`, `max_sequences`, `capacity` or `max_bytes` would be exceeded.
         RowsGoneError
-            If a token would see rows that were evicted, or that `Adaptive` dropped with the sequence.
+            If a token would see rows that were evicted, that `Adaptive` dropped with the sequence, or that
+            `LongSequencesOnly` or "disabled" did not store: such a sequence is fed from `next_position` on, in one
+            batch.
         CacheBusyError
             If another batch is open, keys are being rewritten in another thread, or other threads wait to begin, and
             `timeout` is 0 or has passed.
@@ -597,11 +600,9 @@ class KVCache(Saveable):
         columns = (column.tolist() for column in (ids, num_tokens, first, last))
         for seq_id, tokens, begin, end in zip(*columns, strict=True):
             held = self._core.seq_len(seq_id, None)
-            if not held and begin and seq_id in self._dropped:
-                raise RowsGoneError(
-                    f"a token at position {begin} of sequence {seq_id} would see rows that are gone: the sequence was "
-                    "dropped, as explain() says; feed all of it, from next_position on, or clear it first"
-                )
+            if not held:
+                was_dropped = seq_id in self._dropped
+                check_all_fed(self._strategy, seq_id, begin, self._core.next_position(seq_id), was_dropped)
             if isinstance(self._strategy, LongSequencesOnly) and not held:
                 found[seq_id] = decide_by_length(self._strategy, end + 1)
             elif isinstance(self._strategy, Adaptive):

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from kvcache import system
 from kvcache._core import INT32_MAX, integer
-from kvcache.errors import to_float
+from kvcache.errors import RowsGoneError, to_float
 from kvcache.system import readable
 
 __all__ = ["Adaptive", "LongSequencesOnly", "Strategy"]
@@ -17,6 +17,11 @@ __all__ = ["Adaptive", "LongSequencesOnly", "Strategy"]
 @dataclass(frozen=True)
 class LongSequencesOnly:
     """Store a sequence once it is longer than a threshold: short sequences are cheaper to compute again.
+
+    The length is known from the batch: the largest position of the sequence in it, plus 1. So feed a prompt in one
+    batch, in whose calls `first` may cut it in pieces, or in batches of which the first is longer than the threshold. A
+    batch that does not begin at `KVCache.next_position`, because the pieces before it were not stored, is a
+    `RowsGoneError`.
 
     Parameters
     ----------
@@ -59,10 +64,11 @@ class LongSequencesOnly:
 class Adaptive:
     """Store a sequence while its largest size fits in free memory; each batch with the sequence decides anew.
 
-    Free memory is the memory that psutil finds available, or the rest of a cgroup's limit (version 1 or 2) if that is
-    less, plus the memory that the cache keeps for reuse. The largest size of a sequence is the bytes of the rows that
-    each layer's policy keeps of `max_seq_len` tokens; without `max_seq_len`, of its stored tokens and the batch's. The
-    tokens of the batch count in layers with windows, too, which hold them until it is committed.
+    Free memory is what the machine has available (Linux says so in /proc/meminfo; psutil elsewhere), or the rest of a
+    cgroup's limit (version 1 or 2) if that is less, plus the memory that the cache keeps for reuse. The largest size of
+    a sequence is the bytes of the rows that each layer's policy keeps of `max_seq_len` tokens; without `max_seq_len`,
+    of its stored tokens and the batch's. The tokens of the batch count in layers with windows, too, which hold them
+    until it is committed.
 
     A stored sequence is dropped when its largest size exceeds ``(1 + fraction) / 2`` of the memory that would be free
     without it: the higher limit keeps a sequence from being dropped and stored in turn as free memory varies. The batch
@@ -82,7 +88,7 @@ class Adaptive:
     TypeError
         If `fraction` is no number.
     ImportError
-        If psutil is not installed.
+        If the system has no /proc/meminfo, and psutil is not installed.
 
     Examples
     --------
@@ -100,7 +106,7 @@ class Adaptive:
         if not 0 < number <= 1:
             raise ValueError(f"fraction={self.fraction!r}: must be above 0 and at most 1")
         object.__setattr__(self, "fraction", number)
-        system.import_psutil()
+        system.machine_memory()
 
 
 Strategy: TypeAlias = Literal["always", "disabled"] | LongSequencesOnly | Adaptive
@@ -114,6 +120,20 @@ class Decision(NamedTuple):
 
     outcome: Outcome
     why: Callable[[], str]  # a function, because putting the reason into words takes longer than deciding
+
+
+def check_all_fed(strategy: Strategy, seq_id: int, position: int, next_position: int, was_dropped: bool) -> None:
+    """Raise if a batch of a sequence that holds nothing begins behind tokens that were fed and are not stored."""
+    if was_dropped and position:
+        raise RowsGoneError(
+            f"a token at position {position} of sequence {seq_id} would see rows that are gone: the sequence was "
+            "dropped, as explain() says; feed all of it, from next_position on, or clear it first"
+        )
+    if position > next_position and not isinstance(strategy, Adaptive):
+        raise RowsGoneError(
+            f"a token at position {position} of sequence {seq_id} would not see those before it: they were not stored, "
+            f"as explain() says; feed all of it, from next_position, {next_position}, on, in one batch"
+        )
 
 
 def decide_never() -> Decision:

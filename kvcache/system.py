@@ -7,9 +7,8 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-__all__ = ["available_memory", "free_memory", "import_psutil", "parse_bytes", "readable"]
+__all__ = ["available_memory", "free_memory", "machine_memory", "parse_bytes", "readable"]
 
 SIZE = re.compile(r"(\d{1,40}(?:\.\d{1,40})?) ?(?:([kmgt])(i?b)?|b)?", re.ASCII | re.IGNORECASE)
 BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -22,9 +21,31 @@ def available_memory() -> tuple[int, str]:
     Raises
     ------
     ImportError
-        If psutil is not installed.
+        If the system has no /proc/meminfo, and psutil is not installed.
     """
-    return free_memory(import_psutil().virtual_memory().available)
+    return free_memory(machine_memory())
+
+
+def machine_memory(meminfo: str | Path = "/proc/meminfo") -> int:
+    """Return the number of bytes that the machine has available: free ones, and caches that the kernel can drop.
+
+    Parameters
+    ----------
+    meminfo : path
+        The file in which Linux says so. Where it does not, psutil does.
+
+    Raises
+    ------
+    ImportError
+        If that is needed, and not installed.
+    """
+    kib = _number(os.fspath(meminfo), "MemAvailable:")
+    if kib is not None:
+        return kib << 10
+    try:
+        return int(importlib.import_module("psutil").virtual_memory().available)
+    except ImportError as error:
+        raise ImportError("psutil is needed to see what memory is free on this system: pip install psutil") from error
 
 
 def free_memory(
@@ -117,17 +138,3 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f"{text!r} is no number of bytes, such as 4.7GB, 4.4GiB or 800M")
     number, unit, kind = (part or "" for part in found.groups())
     return int(float(number) * (DECIMAL if kind.lower() == "b" else BINARY)[unit.lower()])
-
-
-def import_psutil() -> Any:
-    """Return the module psutil.
-
-    Raises
-    ------
-    ImportError
-        If psutil is not installed.
-    """
-    try:
-        return importlib.import_module("psutil")
-    except ImportError as error:
-        raise ImportError("psutil is needed to see what memory is free: pip install 'kvcache[adaptive]'") from error

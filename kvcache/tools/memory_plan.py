@@ -164,7 +164,7 @@ def available_memory(model: Any = None, weights: str | int | None = None) -> Mem
     Raises
     ------
     ImportError
-        If psutil is not installed.
+        If the system has no /proc/meminfo, and psutil is not installed.
     """
     found = Weights(0, "there is no model") if model is None else weigh(model, weights)
     return Memory(*system.available_memory(), found.nbytes, found.source, found.num_parameters)

@@ -4,6 +4,7 @@ import copy
 import logging
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -43,15 +44,12 @@ def steps(cache, lengths, seq_id=0):
 
 
 class Machine:
-    """Stands for psutil, and says how much memory is free."""
+    """Stands for the system, and says how much memory is free."""
 
     def __init__(self, monkeypatch, *cgroups):
         self.available = 8 * GIB
-        monkeypatch.setattr(system, "import_psutil", lambda: self)
+        monkeypatch.setattr(system, "machine_memory", lambda: self.available)
         monkeypatch.setattr(system.free_memory, "__defaults__", cgroups)
-
-    def virtual_memory(self):
-        return self
 
 
 @pytest.fixture
@@ -198,6 +196,28 @@ def test_long_sequences_only():
     cache.truncate(0)
     assert steps(cache, [2]) == [0]
     assert cache.sequences == []
+
+
+@pytest.mark.parametrize("strategy", ["disabled", kvcache.LongSequencesOnly(4)])
+def test_a_prompt_in_pieces_does_not_lose_the_first_in_silence(strategy):
+    cache = new_cache(strategy, max_sequences=None)
+    run(cache, range(3))
+    with pytest.raises(kvcache.RowsGoneError, match=r"position 3 of sequence 0 .*not stored.*one batch"):
+        cache.batch(positions=[3, 4, 5])
+    with pytest.raises(kvcache.RowsGoneError):
+        cache.batch(positions=[0, 7], seq_ids=[1, 0])
+    cache.batch(positions=range(6)).abort()
+    x = rows_of(6)
+    outs = []
+    for c in (cache, new_cache("always")):  # one batch, worked off in pieces
+        batch = c.batch(6)
+        outs += [[batch.attend(0, x[i : i + 3], x[i : i + 3], x[i : i + 3], first=i) for i in (0, 3)]]
+        batch.abort()
+    np.testing.assert_allclose(outs[0], outs[1], atol=1e-6)
+    if strategy != "disabled":  # a first piece that is long enough is stored
+        cache.clear()
+        run(cache, range(5))
+        run(cache, range(8))
 
 
 def test_sequences_of_a_batch_are_decided_on_one_by_one():
@@ -483,14 +503,28 @@ def test_adaptive_is_a_value(machine):
     assert hash(kvcache.LongSequencesOnly(np.int64(3))) == hash(kvcache.LongSequencesOnly(3))
 
 
-def test_adaptive_without_psutil(monkeypatch):
+def test_linux_says_what_is_free(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "psutil", None)
-    with pytest.raises(ImportError, match=r"pip install 'kvcache\[adaptive\]'"):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  9000 kB\nMemFree:  10 kB\nMemAvailable:  4096 kB\n")
+    assert system.machine_memory(meminfo) == 4 << 20
+
+
+def test_psutil_says_so_elsewhere(monkeypatch, tmp_path):
+    free = SimpleNamespace(available=77)
+    monkeypatch.setitem(sys.modules, "psutil", SimpleNamespace(virtual_memory=lambda: free))
+    assert system.machine_memory(tmp_path / "none") == 77
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    with pytest.raises(ImportError, match="pip install psutil"):
+        system.machine_memory(tmp_path / "none")
+    monkeypatch.setattr(system.machine_memory, "__defaults__", (tmp_path / "none",))
+    with pytest.raises(ImportError, match="pip install psutil"):
         kvcache.Adaptive()
 
 
-def test_the_machine_is_asked():
-    pytest.importorskip("psutil")
+@pytest.mark.skipif(sys.platform != "linux", reason="psutil is asked elsewhere")
+def test_the_machine_is_asked(monkeypatch):
+    monkeypatch.setitem(sys.modules, "psutil", None)
     cache = new_cache(kvcache.Adaptive(1))
     assert steps(cache, [2, 3]) == [0, 2]
     assert "would be free without it (" in cache.explain()

@@ -53,7 +53,8 @@ def test_it_asks_for_what_the_package_asks_for(platform):
     assert output["build"]["python"]["version_independent"]
     assert {"python", "python-abi3"} < set(map(str, output["requirements"]["host"]))
     assert spelt(says["build-system"]["requires"]) <= set(map(str, output["requirements"]["host"]))
-    run = [*project["dependencies"], *project["optional-dependencies"]["cli"], f"python{project['requires-python']}"]
+    command = [each for each in project["optional-dependencies"]["cli"] if "sys_platform != 'linux'" not in each]
+    run = [*project["dependencies"], *command, f"python{project['requires-python']}"]
     assert spelt(run) == set(output["requirements"]["run"])
     scripts = output["build"]["python"]["entry_points"]
     assert scripts == [f"{name} = {function}" for name, function in project["scripts"].items()]

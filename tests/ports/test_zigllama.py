@@ -69,7 +69,6 @@ def test_long_sequences_only(run):
 
 @table.row("CacheStrategy.Adaptive")
 def test_adaptive(run, monkeypatch):
-    pytest.importorskip("psutil")
     with run(**SHAPE) as cache:
         assert [feed(cache, n) for n in (3, 4)] == [3, 1]  # some bytes are always to be had
         assert "sequence 0 is stored" in cache.explain()
