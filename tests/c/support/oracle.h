@@ -48,6 +48,8 @@ typedef struct row_list {
 
 typedef struct sequence {
     int64_t id;
+    int64_t used; /* of a retained sequence: when it was used last, from 1 on; 0: it is not a retained one */
+    int64_t num_pins;
     row_list layers[MAX_LAYERS]; /* empty for layers that share rows */
 } sequence;
 
@@ -78,6 +80,7 @@ typedef struct pair {
     cross_put cross_puts[MAX_SEQUENCES * MAX_LAYERS];
     int64_t moving;           /* the sequence that is edited while move_keys is called */
     int calls_left, call_failed, num_calls; /* of move_keys, before one fails (-1: none does) */
+    int64_t clock;         /* counts uses of retained sequences */
     int32_t num_sequences; /* with rows, or whose rows were all evicted */
     sequence sequences[MAX_SEQUENCES];
 } pair;
@@ -226,6 +229,7 @@ static inline sequence *add_sequence(pair *p, int64_t id)
     CHECK(p->num_sequences < MAX_SEQUENCES);
     found = &p->sequences[p->num_sequences++];
     found->id = id;
+    found->used = found->num_pins = 0;
     for (int l = 0; l < MAX_LAYERS; l++)
         memset(&found->layers[l], 0, offsetof(row_list, rows));
     return found;
@@ -479,7 +483,8 @@ static inline void evict_below(pair *p, sequence *s, int32_t low)
 static inline void evict(pair *p, int n, const int32_t *positions, const int64_t *ids)
 {
     for (int s = 0; s < p->num_sequences; s++)
-        evict_below(p, &p->sequences[s], lowest_query(p, &p->sequences[s], n, positions, ids));
+        if (!p->sequences[s].used)
+            evict_below(p, &p->sequences[s], lowest_query(p, &p->sequences[s], n, positions, ids));
 }
 
 /* Evicts as a batch does that is committed: what a query in the place of a sequence's last token would not see. */
@@ -528,6 +533,8 @@ static inline void oracle_copy(pair *to, const pair *from)
     memcpy(to, from, offsetof(pair, sequences));
     for (int s = 0; s < from->num_sequences; s++) {
         to->sequences[s].id = from->sequences[s].id;
+        to->sequences[s].used = from->sequences[s].used;
+        to->sequences[s].num_pins = from->sequences[s].num_pins;
         for (int l = 0; l < from->config.num_layers; l++) {
             const row_list *list = &from->sequences[s].layers[l];
             memcpy(&to->sequences[s].layers[l], list, offsetof(row_list, rows) + (size_t)list->num * sizeof(row));
@@ -555,7 +562,7 @@ static inline kvc_status oracle_fit(const pair *p, int n, const int32_t *positio
     static pair replaced;
     int64_t num_sequences = 0;
     for (int s = 0; s < p->num_sequences; s++)
-        num_sequences += holds_rows(p, &p->sequences[s]);
+        num_sequences += holds_rows(p, &p->sequences[s]) && !p->sequences[s].used;
     for (int t = 0; t < n; t++)
         num_sequences += !holds_rows(p, find_sequence(p, ids[t])) && !count_id(ids[t], t, ids);
     oracle_copy(after, p);
@@ -1142,7 +1149,7 @@ static inline void check_ids(const pair *p)
     int64_t ids[MAX_SEQUENCES];
     int64_t num = kvc_sequences(p->cache, ids, MAX_SEQUENCES), right = 0;
     for (int s = 0; s < p->num_sequences; s++)
-        right += rows_of(p, &p->sequences[s]) > 0;
+        right += rows_of(p, &p->sequences[s]) > 0 && !p->sequences[s].used;
     CHECKF(num == right, "%lld sequences, not %lld", (long long)num, (long long)right);
     for (int i = 0; i < num; i++)
         CHECK(rows_of(p, find_sequence(p, ids[i])) > 0 && (i == 0 || ids[i] > ids[i - 1]));
@@ -1288,11 +1295,22 @@ static inline void pair_check(const pair *p)
 
 /* ---- a forward pass --------------------------------------------------------------------------------------------- */
 
+/* Counts the retained sequences that may be reclaimed.  How many of them a call does is not modelled, nor whether that
+ * is enough for it: see pair_see_reclaimed. */
+static inline int num_reclaimable(const pair *p)
+{
+    int num = 0;
+    for (int s = 0; s < p->num_sequences; s++)
+        num += p->sequences[s].used && !p->sequences[s].num_pins;
+    return num;
+}
+
 /* Checks that the library answered as the oracle, or KVC_ERR_NOMEM after an allocation failed. */
 static inline kvc_status agree(const pair *p, const char *what, kvc_status status, kvc_status right)
 {
     int nomem = p->memory && p->memory->failed && status == KVC_ERR_NOMEM;
-    CHECKF(status == right || nomem, "%s: %s (%s), not %s", what, kvc_strerror(status), kvc_last_error(),
+    int reclaims = right == KVC_ERR_FULL && status == KVC_OK && num_reclaimable(p);
+    CHECKF(status == right || nomem || reclaims, "%s: %s (%s), not %s", what, kvc_strerror(status), kvc_last_error(),
            kvc_strerror(right));
     return status;
 }
@@ -1804,7 +1822,7 @@ static inline kvc_status pair_room(pair *p, int64_t id)
     static pair after;
     int64_t num = -1;
     kvc_status status = agree(p, "room", kvc_room(p->cache, id, &num), p->batch ? KVC_ERR_BUSY : KVC_OK);
-    if (status != KVC_OK || p->config.max_bytes)
+    if (status != KVC_OK || p->config.max_bytes || num_reclaimable(p))
         return status;
     if (num > 0 && num <= MAX_BATCH)
         CHECK(oracle_go_on(p, id, (int)num, &after) == KVC_OK);

@@ -2,6 +2,7 @@
 #ifndef KVC_RANDOM_STEPS_H
 #define KVC_RANDOM_STEPS_H
 
+#include "support/retained.h"
 #include "support/saved.h"
 
 /* ---- views ------------------------------------------------------------------------------------------------------ */
@@ -93,13 +94,43 @@ static inline void random_share(pair *p, int64_t src, int64_t dst)
         pair_share(p, src, dst, begin, end);
 }
 
+/* Retains, attaches, pins, uses or drops retained sequences. */
+static inline void random_retained(pair *p, int64_t id)
+{
+    const int64_t retained = FIRST_RETAINED + random_int(0, NUM_RETAINED);
+    int64_t ids[NUM_RETAINED];
+    const int choice = random_int(0, 12);
+    for (int i = 0; i < NUM_RETAINED; i++) { /* by position, if that is possible; some do not exist */
+        int to = i;
+        const int32_t first = extreme_of(p, find_sequence(p, FIRST_RETAINED + i), -1);
+        for (; to > 0 && extreme_of(p, find_sequence(p, ids[to - 1]), -1) > first; to--)
+            ids[to] = ids[to - 1];
+        ids[to] = FIRST_RETAINED + i;
+    }
+    if (choice < 5) {
+        const int32_t begin = random_int(0, 3) ? extreme_of(p, find_sequence(p, ids[NUM_RETAINED - 1]), 1) + 1 : 0;
+        pair_retain(p, id, retained, begin, begin + random_int(1, 12));
+    } else if (choice < 8) {
+        const int skipped = random_int(0, 3) ? 0 : random_int(0, NUM_RETAINED);
+        pair_attach(p, ids + skipped, NUM_RETAINED - skipped, id, random_int(0, 2) ? 10000 : random_int(0, 40));
+    } else if (choice < 10) {
+        pair_pin(p, retained, random_int(0, 2) ? 1 : -1);
+    } else if (choice < 11) {
+        pair_touch(p, retained);
+    } else {
+        pair_clear_sequence(p, retained);
+    }
+}
+
 /* Edits a random sequence; if it is in the open batch, the edit must be refused. */
 static inline void random_edit(pair *p)
 {
     int64_t id = random_id(), other = random_id();
     int32_t begin = random_position(p, id), end = begin + random_int(0, 20);
-    int choice = random_int(0, 175);
-    if (choice >= 153)
+    int choice = random_int(0, 245);
+    if (choice >= 175)
+        random_retained(p, id);
+    else if (choice >= 153)
         random_share(p, id, other);
     else if (choice >= 151)
         pair_clone(p);
@@ -123,6 +154,7 @@ static inline void random_edit(pair *p)
         pair_compact(p);
     else
         random_move(p, id, begin, end);
+    pair_see_reclaimed(p);
 }
 
 /* Tokens of up to three sequences: mostly those that follow, now and then with gaps, repeated, or from further back. */
@@ -231,6 +263,7 @@ static inline void random_pass(pair *p)
     int64_t bytes = kvc_nbytes(p->cache);
     CHECKF(status != KVC_OK || !p->config.max_bytes || bytes <= p->config.max_bytes, "%lld bytes, max_bytes is %lld",
            (long long)bytes, (long long)p->config.max_bytes);
+    pair_see_reclaimed(p);
     if (status != KVC_OK)
         return;
     for (int i = random_int(-2, 3); i > 0; i--) {
@@ -238,6 +271,7 @@ static inline void random_pass(pair *p)
         pair_check(p);
     }
     random_cross_puts(p);
+    pair_see_reclaimed(p);
     int choice = random_int(0, 12);
     if (choice == 0) {
         pair_abort(p);
