@@ -169,6 +169,13 @@ sanitizers() {
     if links "$name" "$@"; then step "$name" c_tests "$@"; fi
 }
 
+# thread_sanitizer cc: runs the C tests of several threads under the thread sanitizer; without OpenMP, whose barriers it
+# does not see
+thread_sanitizer() {
+    CC=$1 KVCACHE_C_FLAGS='-O1 -fsanitize=thread' "$venv/bin/pytest" --color=no tests/c \
+        -k 'test_threads or test_restoring or test_waiting'
+}
+
 # Builds, tests and installs with CMake; then builds a program that finds the library through CMake and pkg-config.
 cmake_build() {
     local prefix=$tmp/prefix
@@ -317,6 +324,9 @@ compiled() {
     done
     # pytest runs the C tests under the sanitizers, where they work; .ci/full also without optimisation.
     links "C tests under address and undefined sanitizers" "${CC:-cc}" -fsanitize=address,undefined
+    if links "C tests of threads under the thread sanitizer" "${CC:-cc}" -fsanitize=thread; then
+        step "C tests of threads under the thread sanitizer" thread_sanitizer "${CC:-cc}"
+    fi
     has "CMake build" cmake pkg-config && step "CMake build, install, use" cmake_build &&
         step "CMake build as a part of another" cmake_part
 
