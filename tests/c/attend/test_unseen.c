@@ -115,7 +115,8 @@ static int sees(const scene *s, int32_t query, int32_t position)
         return 0;
     if (policy->kind == KVC_SLIDING)
         return position > query - policy->window || position < policy->num_sink_tokens;
-    return policy->kind != KVC_CHUNKED || position / policy->attention_chunk_size == query / policy->attention_chunk_size;
+    const int32_t size = policy->attention_chunk_size;
+    return policy->kind != KVC_CHUNKED || position / size == query / size;
 }
 
 /* Compares what tokens see with a row of numbers and without, at several positions. */

@@ -103,7 +103,8 @@ static inline int can_go_on(const pair *p, const int64_t *ids, int n, int32_t po
 {
     for (int l = 0; l < p->config.num_layers; l++) {
         const kvc_policy *policy = &p->layers[l].policy;
-        const int32_t lowest = lowest_seen(policy, position), sinks = policy->kind == KVC_SLIDING ? policy->num_sink_tokens : 0;
+        const int32_t lowest = lowest_seen(policy, position);
+        const int32_t sinks = policy->kind == KVC_SLIDING ? policy->num_sink_tokens : 0;
         for (int32_t at = 0; keeps_tokens(p, l) && at < position; at++)
             if ((at >= lowest || at < sinks) && !is_held(p, ids, n, l, at))
                 return 0;
