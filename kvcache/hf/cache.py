@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from kvcache import KVCache, NotSupportedError, _core
 from kvcache.hf.decode import Decoder
-from kvcache.hf.forward_pass import ForwardPass
+from kvcache.hf.forward_pass import DECODED, UNKNOWN, ForwardPass
 from kvcache.hf.layers import CrossLayer, LatentLayer, Layer
 from kvcache.hf.padding import count_leading, hidden_ranges, refuse_padding, shown_columns
 from kvcache.hf.policies import SHAPE, CacheLayer, describe, parts_of, shapes_of, window_of
@@ -165,7 +165,7 @@ class HFCache(SaveableBatch, Cache):
         return self._cache.policy
 
     @property
-    def _others(self) -> list[Any]:
+    def others(self) -> list[Any]:
         """The layers whose state is transformers' own."""
         return [layer for layer in self.layers if not isinstance(layer, Layer)]
 
@@ -216,10 +216,11 @@ class HFCache(SaveableBatch, Cache):
         """
         self._calls["fallback" if rows.falls_back else "dense"] += 1
         if rows.falls_back:
-            self._warn("a mask or an operation that the kernels do not know; using dense tensors")
+            self._warn(UNKNOWN)
         if rows.new is None:
             assert isinstance(rows.layer, CrossLayer)
-            return self._decode_source(rows.layer)
+            self._finish_pass()
+            return self._decoder.decode_rows(rows.layer.index, self._seq_ids, rows.shapes[0][2], 0, self._dtype)
         with self._shared.changed:  # until the rows are decoded, no other cache may end the pass
             this_pass = self._current(rows)
             this_pass.decoded.add(rows.layer.index)
@@ -227,11 +228,7 @@ class HFCache(SaveableBatch, Cache):
                 self._put(this_pass, rows)
             dense = rows.new if isinstance(rows.layer, CrossLayer) else self._decode(rows.layer, *rows.new)
         if this_pass.all_decoded:
-            self._warn(
-                "the rows of every layer are decoded in each step, because the model's attention is not 'kvcache', or"
-                " it computes with them first: kvcache.hf.enable(model), or set_attn_implementation('kvcache'), has"
-                " them read where they lie"
-            )
+            self._warn(DECODED)
         return dense
 
     def _warn(self, what: str) -> None:
@@ -532,12 +529,6 @@ class HFCache(SaveableBatch, Cache):
             wide[:, :, columns:] = new
         return dense
 
-    def _decode_source(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decode the encoder's rows that an earlier pass stored."""
-        self._finish_pass()
-        columns = self._cache.seq_len(self._seq_ids[0], layer=layer.index)
-        return self._decoder.decode_rows(layer.index, self._seq_ids, columns, 0, self._dtype)
-
     # ---- the interface of transformers' caches
 
     def update(
@@ -569,7 +560,7 @@ class HFCache(SaveableBatch, Cache):
         for seq_id in self._seq_ids:
             self._cache.clear(seq_id)
         self._forget()
-        for layer in self._others:
+        for layer in self.others:
             layer.reset()
 
     # ---- prompts that begin as earlier ones
@@ -655,11 +646,6 @@ class HFCache(SaveableBatch, Cache):
             self._offsets = self._prompts.offsets(self._seen)
         super().activate_past_recording()
 
-    @property
-    def can_crop(self) -> bool:
-        """Whether `crop` may work: no layer keeps transformers' own state, which does not go back."""
-        return not self._others
-
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens: `tokens_to_remove` is minus their number."""
         if tokens_to_remove > 0:
@@ -673,26 +659,26 @@ class HFCache(SaveableBatch, Cache):
         self.text = None if self.text is None else self.text[:, :seen]
         if self._prompts is not None:
             self._prompts.crop(seen)
-        for layer in self._others:
+        for layer in self.others:
             layer.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Continue batch index i from the tokens of index ``beam_idx[i]``; no row of keys or values is copied."""
         self._select(beam_idx.tolist())
-        for layer in self._others:
+        for layer in self.others:
             layer.reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keep the sequences at some batch indices, and drop the others."""
         indices = torch.as_tensor(indices)
         self._select(torch.arange(len(self._seq_ids))[indices].tolist() if self._seq_ids else [])
-        for layer in self._others:
+        for layer in self.others:
             layer.batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence of the batch `repeats` times."""
         self._select([i for i in range(len(self._seq_ids)) for _ in range(repeats)])
-        for layer in self._others:
+        for layer in self.others:
             layer.batch_repeat_interleave(repeats)
 
     def _select(self, batch_indices: list[int]) -> None:

@@ -11,6 +11,13 @@ from kvcache.arrays import Layout
 from kvcache.batch import Batch
 from kvcache.hf.rows import LayerRows
 
+# Warnings of passes in which the kernels do not attend.
+UNKNOWN = "a mask or an operation that the kernels do not know; using dense tensors"
+DECODED = (
+    "the rows of every layer are decoded in each step, because the model's attention is not 'kvcache', or it computes"
+    " with them first: kvcache.hf.enable(model), or set_attn_implementation('kvcache'), has them read where they lie"
+)
+
 
 class ForwardPass:
     """The state of one forward pass: its batch, its padding, and the layers it has been through.

@@ -58,7 +58,7 @@ def _count_common(known: torch.Tensor, input_ids: torch.Tensor, mask: torch.Tens
 
 def _cut(cache: HFCache, length: int) -> None:
     """Keep the first tokens, or none where a layer cannot go back to there."""
-    if length and cache.can_crop:
+    if length and not cache.others:  # these do not go back
         try:
             cache.crop(length - cache.get_seq_length())
             return
