@@ -158,7 +158,7 @@ assert kvcache.get_threading_layer() == "own"
 
 @needs_openmp
 @pytest.mark.parametrize(
-    "environment, number",
+    ("environment", "number"),
     [
         ({"OMP_NUM_THREADS": "3"}, 3),
         ({"OMP_NUM_THREADS": "5,2"}, 5),
