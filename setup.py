@@ -214,8 +214,6 @@ class Wheel(bdist_wheel):
         (folder / f"{name}.cdx.json").write_text(json.dumps(bill, indent=2) + "\n")
 
 
-# -g0 drops what Python's own flags add for debuggers: most of the bytes, and the name of the build folder. The kernels
-# are unrolled by hand: -O3 makes them a sixth larger and no faster. `loops` makes GCC vectorise as Clang does at -O2.
 # `region` shows whether the compiler has OpenMP: its header, and a runtime to link to.
 region = """
 #include <omp.h>
@@ -226,6 +224,9 @@ int main(void) {
     return places < 0;
 }
 """
+
+# -g0 drops what Python's own flags add for debuggers: most of the bytes, and the name of the build folder. The kernels
+# are unrolled by hand: -O3 makes them a sixth larger and no faster. `loops` makes GCC vectorise as Clang does at -O2.
 loops = ["-ftree-vectorize", "-fvect-cost-model=dynamic"]
 flags = ["-std=c11", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
 if os.environ.get("KVCACHE_WERROR") == "1":
