@@ -481,7 +481,8 @@ KVC_API kvc_status kvc_compact(kvc_cache *cache);
 /* Makes a retained sequence `id` of the rows of src at positions [begin, end), as the most recently used.  No row is
  * copied, and those of cross-attention layers are left out.  If src holds no rows there, no sequence is made.
  * Rows that the open batch adds to src, if src is stored, are retained as well: before the commit they are all there,
- * after it the next batch may evict some.  If the batch is aborted, or does not keep them, clear the retained sequence.
+ * the commit evicts some of layers with a window or chunks.  If the batch is aborted, or does not keep them, clear the
+ * retained sequence.
  * KVC_ERR_INVALID if `id` holds rows; KVC_ERR_BUSY while keys of src are rewritten; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_retain(kvc_cache *cache, int64_t src, int64_t id, int32_t begin, int32_t end);
 
@@ -742,7 +743,8 @@ KVC_API kvc_status kvc_restore(kvc_cache *cache, const kvc_load_args *args);
  * KVC_MAX_BATCH, at these positions of these sequences.  seq_ids NULL: all of sequence 0.  positions NULL: those that
  * follow what each sequence holds at that moment, from kvc_next_position on.  Evicts rows that no later query can see
  * and the policies do not keep, taking it that none comes below the smallest position that a sequence has in the batch,
- * or, in other sequences, below their next one.
+ * or, in other sequences, below their next one.  While the batch is open, layers with a window or chunks hold its tokens
+ * beside what they keep; kvc_commit evicts what no later query can see.
  * parents, where it is not NULL, makes trees of the tokens (speculated ones, to be verified together): parents[i] is an
  * earlier token of the same sequence, or -1, and of the batch a token sees itself and its ancestors, whatever their
  * positions, and nothing else.
@@ -960,7 +962,10 @@ typedef struct kvc_dense_args {
  * KVC_ERR_NOMEM; KVC_ERR_GONE (kvc_begin_with). */
 KVC_API kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *args);
 
-/* Ends the batch and frees it: its tokens become part of their sequences, if these are stored.  KVC_ERR_INVALID if a
+/* Ends the batch and frees it: its tokens become part of their sequences, if these are stored.  Layers with a window or
+ * chunks keep what a query in the place of a sequence's last token would see, or as many positions as resume_window
+ * says; blocks that this frees go back to the system, but for what a sequence needs to go on, so that such a layer takes
+ * the memory of what it keeps, and at most two blocks, for each sequence.  KVC_ERR_INVALID if a
  * token was not put in some layer; the batch is still open then.  Once every token was put, this cannot fail: kvc_begin
  * has taken all memory that it needs.  (The work on OS pages at its end is left out where the system refuses it.) */
 KVC_API kvc_status kvc_commit(kvc_batch *batch);

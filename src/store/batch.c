@@ -105,10 +105,3 @@ int32_t kvc_batch_add_sequence(kvc_batch *batch, int64_t seq_id) {
     }
     return sequence->in_batch - 1;
 }
-
-int64_t kvc_most_added(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
-    const kvc_sequence *sequence = member->sequence;
-    const int64_t kept = kvc_policy_most_rows(&batch->cache->policies[g]);
-    const int grows = !member->goes_back && kvc_sequence_low(sequence) == kvc_sequence_next(sequence);
-    return grows && !batch->restored && kept < member->num_tokens ? kept : member->num_tokens;
-}

@@ -95,10 +95,6 @@ static inline int kvc_descends(const kvc_batch *batch, int32_t token, int32_t an
     return distance >= 0 && distance < batch->subtree_size[ancestor];
 }
 
-/* Returns the most rows of group g that the commit adds to a sequence: one for each token; or no more than the policy
- * keeps, where the sequence only grows. */
-int64_t kvc_most_added(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g);
-
 /* Returns the flags of a layer: [num_tokens] whether the token's rows were put in it. */
 static inline uint8_t *kvc_written_in(const kvc_batch *batch, int32_t layer) {
     return batch->written + (size_t)layer * (size_t)batch->num_tokens;

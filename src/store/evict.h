@@ -1,4 +1,5 @@
-/* evict.h: forgets rows that no query will see any more, when a batch begins, and of its sequences when it is committed.
+/* evict.h: forgets rows that no query will see any more, when a batch begins, and of its sequences when it is
+ * committed.
  *
  * kvc_evictable says which rows of a sequence a group's policy lets go.  A preview shows what a group gains before
  * anything is evicted, or reclaimed of retained sequences (reclaim.h).  Sequences with nothing to evict and no change

@@ -1,6 +1,7 @@
 /* inspect.c: kvc_blocks and kvc_validate: list the blocks and runs of a cache, and check its invariants. */
 #include "store/row_buffer.h"
 #include "store/check.h"
+#include "store/prepare.h"
 #include "store/state.h"
 
 /* Gets runs of a sequence: of its tokens in the open batch if in_batch is not 0, else of stored rows. */
@@ -173,7 +174,7 @@ static kvc_status check_room(const kvc_batch *batch, int32_t g) {
         const kvc_pending *pending = kvc_pending_of(batch, g, s);
         int32_t num = is_cross ? 1 - list->num : 0; /* rows of cross-attention replace those that are there */
         for (int32_t i = 0; !is_cross && i < pending->num; i++) num += (pending->runs[i].count + 1) / 2;
-        if (!is_cross && num > kvc_most_added(batch, member, g)) num = (int32_t)kvc_most_added(batch, member, g);
+        if (!is_cross && num > kvc_most_runs(batch, member, g)) num = kvc_most_runs(batch, member, g);
         REQUIRE(member->is_unstored || !kvc_takes_rows(batch, g) || list->first + list->num + num <= list->capacity,
                 "group %d, sequence %lld: the list of runs has no room for %d of the batch", g,
                 (long long)member->sequence->id, num);

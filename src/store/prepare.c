@@ -108,13 +108,21 @@ static void compact_if_scattered(const kvc_batch *batch, int32_t g) {
         kvc_find_demand(batch, g, 1);
 }
 
-/* Returns the most runs that a sequence gets in group g, whichever of its tokens are kept.  Its slots are a stretch for
- * each stretch of consecutive positions, and one more for each further block that it goes on in; of a stretch of n
- * slots, the kept ones are at most (n + 1) / 2 runs. */
-static int32_t most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
+/* Returns the most rows of group g that the commit adds to a sequence: one for each token; or no more than the policy
+ * keeps, where the sequence only grows. */
+static int64_t most_added(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
+    const kvc_sequence *sequence = member->sequence;
+    const int64_t kept = kvc_policy_most_rows(&batch->cache->policies[g]);
+    const int grows = !member->goes_back && kvc_sequence_low(sequence) == kvc_sequence_next(sequence);
+    return grows && !batch->restored && kept < member->num_tokens ? kept : member->num_tokens;
+}
+
+/* The sequence's slots are a stretch for each stretch of consecutive positions, and one more for each further block
+ * that it goes on in, and behind the sinks; of a stretch of n slots, the kept ones are at most (n + 1) / 2 runs. */
+int32_t kvc_most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
     if (member->is_unstored || !kvc_takes_rows(batch, g)) return 0;
     if (g >= batch->cache->num_token_groups) return batch->cache->policies[g].kind == KVC_CROSS;
-    const int64_t n = kvc_most_added(batch, member, g); /* rows that follow each other, but for the sinks */
+    const int64_t n = most_added(batch, member, g);
     return (int32_t)((n + member->num_stretches + n / batch->cache->pools[g].block_size + 3) / 2);
 }
 
@@ -126,7 +134,7 @@ static kvc_status prepare_runs(const kvc_batch *batch) {
         for (kvc_sequence *sequence = cache->changed; status == KVC_OK && sequence; sequence = sequence->next_changed) {
             kvc_run_list *list = &sequence->runs[g];
             const kvc_batch_sequence *member = sequence->in_batch ? &batch->sequences[sequence->in_batch - 1] : NULL;
-            int32_t more = member ? most_runs(batch, member, g) : 0;
+            int32_t more = member ? kvc_most_runs(batch, member, g) : 0;
             if (more) more += kvc_most_cuts(cache, sequence, g, member->num_stretches);
             const kvc_interval gone = kvc_evictable(cache, sequence, g);
             if (cache->pools[g].compaction)

@@ -32,6 +32,9 @@ kvc_status kvc_fit_bytes(const kvc_batch *batch, int64_t *bytes);
 /* Returns kvc_nbytes after a batch that fits has begun, if no free memory is given back before. */
 int64_t kvc_bytes_after(const kvc_batch *batch);
 
+/* Returns the most runs that the commit adds to a sequence in group g, whichever of its tokens are kept. */
+int32_t kvc_most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g);
+
 /* Does everything that can fail.  After a failure, call kvc_discard_batch. */
 kvc_status kvc_prepare(kvc_batch *batch);
 
