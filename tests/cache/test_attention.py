@@ -833,7 +833,8 @@ def queue_has(queue, child, timeout):
 
 @pytest.mark.parametrize("dtype", ["f32", "q8_0"])
 @pytest.mark.parametrize(
-    "policy", [kvcache.FullAttention(), SLIDING(90, 3, resume_window=800), kvcache.ChunkedAttention(100, resume_window=800)]
+    "policy",
+    [kvcache.FullAttention(), SLIDING(90, 3, resume_window=800), kvcache.ChunkedAttention(100, resume_window=800)],
 )
 def test_shared_rows_give_the_bits_of_rows_put_in_their_order(rng, policy, dtype):
     """Sequence 0 is put together from ranges of others, which come in no order of positions."""

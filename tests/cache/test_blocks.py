@@ -1,7 +1,7 @@
 """KVCache.blocks agrees with what the rest of the cache says of where rows lie."""
 
-import dataclasses
 import contextlib
+import dataclasses
 import threading
 from collections import Counter
 

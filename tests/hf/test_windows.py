@@ -31,9 +31,7 @@ def generate_and_watch(model, ids, attention, **options):
     model.set_attn_implementation(attention)
     cache = HFCache(model.config, dtype="f32")
     held = []
-    hooks = [
-        layer.register_forward_hook(lambda *_: held.append(cache._cache.nbytes)) for layer in model.model.layers
-    ]
+    hooks = [layer.register_forward_hook(lambda *_: held.append(cache._cache.nbytes)) for layer in model.model.layers]
     try:
         return generate(model, cache, ids, **options), cache, max(held)
     finally:
