@@ -635,7 +635,7 @@ class HFCache(SaveableBatch, Cache):
         less memory. Layers of linear attention may take a text up in the middle by a single token only.
         """
         windows = [window for policy in self.policy if (window := window_of(policy))]
-        return num_tokens > PIECE and num_tokens > min(windows, default=num_tokens) and not self._others
+        return num_tokens > PIECE and num_tokens > min(windows, default=num_tokens) and not self.others
 
     def activate_past_recording(self) -> None:
         """Prepare for assisted decoding, which feeds the whole prompt even if the cache holds its beginning."""
