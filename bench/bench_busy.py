@@ -82,8 +82,8 @@ def run(entrant: Entrant, calls: int) -> float:
     return statistics.fmean(entrant.run(calls))
 
 
-def measure(entrants: list[Entrant], neighbours: Neighbours, seconds: float) -> list[dict[bool, float]]:
-    """Return each entrant's seconds of a call, alone and beside the neighbours: medians over interleaved rounds."""
+def measure(entrants: list[Entrant], neighbours: Neighbours, seconds: float) -> list[dict[bool, list[float]]]:
+    """Return each entrant's mean seconds of a call, alone and beside the neighbours, in interleaved rounds."""
     calls = [max(1, round(SLICE / run(entrant, 20))) for entrant in entrants]
     found: list[dict[bool, list[float]]] = [{False: [], True: []} for _ in entrants]
     end = time.perf_counter() + seconds
@@ -93,7 +93,12 @@ def measure(entrants: list[Entrant], neighbours: Neighbours, seconds: float) -> 
             for entrant, count, times in zip(entrants, calls, found, strict=True):
                 times[busy].append(run(entrant, count))
         neighbours.let(False)
-    return [{busy: statistics.median(times[busy]) for busy in times} for times in found]
+    return found
+
+
+def quotient(times: list[float], others: list[float]) -> float:
+    """Return the median over rounds of what one entrant takes of another's time."""
+    return statistics.median(mine / theirs for mine, theirs in zip(times, others, strict=True))
 
 
 def main() -> None:
@@ -129,8 +134,13 @@ def table(context: int, threads: int, neighbours: Neighbours, args: argparse.Nam
         found = measure(entrants, neighbours, args.seconds)
     print(f"{context:,} tokens, {threads} threads: microseconds of a call alone, beside others, and their ratio")
     for entrant, times in zip(entrants, found, strict=True):
-        alone, busy = (1e6 * times[key] for key in (False, True))
+        alone, busy = (1e6 * statistics.median(times[key]) for key in (False, True))
         print(f"  {entrant.name:20} {entrant.kind:5} {alone:10.0f} {busy:10.0f} {busy / alone:7.1f}", flush=True)
+    by_name = {(entrant.name, entrant.kind): times for entrant, times in zip(entrants, found, strict=True)}
+    for dtype in TYPES if {"openmp", "own"} <= {*args.layers} else ():
+        openmp, own = (by_name[f"kvcache, {layer}", dtype] for layer in ("openmp", "own"))
+        alone, busy = (quotient(openmp[key], own[key]) for key in (False, True))
+        print(f"  openmp over own      {dtype:5} {alone:10.3f} {busy:10.3f}", flush=True)
 
 
 if __name__ == "__main__":
