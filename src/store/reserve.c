@@ -30,13 +30,14 @@ static kvc_status new_probe(kvc_cache *cache, int64_t seq_id, int32_t array_len,
     return KVC_OK;
 }
 
-/* Checks that num_tokens fit, with a probe of one element, before arrays for up to KVC_MAX_BATCH are allocated. */
-static kvc_status check_fits(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
+/* Checks that num_tokens in so many stretches fit, with a probe of one element, before arrays for up to KVC_MAX_BATCH
+ * are allocated. */
+static kvc_status check_fits(kvc_cache *cache, int64_t seq_id, int64_t num_tokens, int32_t num_stretches) {
     kvc_batch *batch = NULL;
     kvc_status status = kvc_check_num_tokens(cache, num_tokens);
     if (status == KVC_OK) status = new_probe(cache, seq_id, 1, (int32_t)num_tokens, &batch);
     if (status != KVC_OK) return status;
-    batch->sequences->num_stretches += MORE_STRETCHES;
+    batch->sequences->num_stretches = num_stretches;
     status = kvc_fit(batch);
     kvc_discard_batch(batch);
     return status;
@@ -58,13 +59,16 @@ static void touch_slots(const kvc_batch *batch, int32_t g) {
 
 static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
     kvc_batch *batch = NULL;
+    int32_t num_stretches = 1 + MORE_STRETCHES;
     kvc_status status = kvc_check_no_batch(cache, "reserve memory");
-    if (status == KVC_OK) status = check_fits(cache, seq_id, num_tokens);
+    if (status == KVC_OK) status = check_fits(cache, seq_id, num_tokens, num_stretches);
+    if (status == KVC_ERR_FULL && cache->max_bytes) /* as many as kvc_room says fit, if in one batch */
+        status = check_fits(cache, seq_id, num_tokens, num_stretches = 1);
     if (status == KVC_OK)
         status = new_probe(cache, seq_id, num_tokens < KVC_MAX_BATCH ? (int32_t)num_tokens : KVC_MAX_BATCH,
                            (int32_t)num_tokens, &batch);
     if (status != KVC_OK) return status;
-    batch->sequences->num_stretches += MORE_STRETCHES;
+    batch->sequences->num_stretches = num_stretches;
     status = kvc_prepare(batch);
     if (status != KVC_OK) {
         kvc_discard_batch(batch);
