@@ -1547,8 +1547,7 @@ class KVCache(Saveable):
         """
         tokens = integer(num_tokens, "num_tokens", 0, INT32_MAX)
         at_once = integer(batch_tokens, "batch_tokens", 0, INT32_MAX)
-        if self._max_seq_len is not None:
-            tokens = min(tokens, self._max_seq_len)
+        tokens = tokens if self._max_seq_len is None else min(tokens, self._max_seq_len)
         return sum(number * layer.most_bytes(tokens, at_once) for layer, number in self._kinds.items())
 
     @property

@@ -18,7 +18,7 @@ from kvcache.hf.decode import Decoder
 from kvcache.hf.forward_pass import DECODED, UNKNOWN, ForwardPass
 from kvcache.hf.layers import CrossLayer, LatentLayer, Layer
 from kvcache.hf.padding import count_leading, hidden_ranges, refuse_padding, shown_columns
-from kvcache.hf.policies import SHAPE, CacheLayer, describe, parts_of, shapes_of, window_of
+from kvcache.hf.policies import SHAPE, CacheLayer, describe, parts_of, shapes_of
 from kvcache.hf.prompts import Prompts, check_prefix, placeholders_of
 from kvcache.hf.rows import LayerRows, Shape
 from kvcache.hf.shared import STALLED, Shared, clear_finally
@@ -29,7 +29,6 @@ from kvcache.prefix.cache import MOST_BLOCK_SIZE, PrefixCache
 from kvcache.state import SavedState
 from kvcache.system import readable
 
-PIECE = 512  # tokens of a prompt that `generate` feeds at once to a model with windows
 BLOCK_SIZE = 256  # also the tokens decoded at once for the model's own attention; unused slots take no memory
 
 
@@ -627,15 +626,6 @@ class HFCache(SaveableBatch, Cache):
         if self._prompts is not None:
             self._prompts.release(self._seq_ids, tokens)
         self.reset()
-
-    def is_better_fed_in_pieces(self, num_tokens: int) -> bool:
-        """Whether a prompt of so many tokens is better fed in pieces.
-
-        While a pass runs, each layer holds what it sees and the pass's own tokens, so that layers with windows take
-        less memory. Layers of linear attention may take a text up in the middle by a single token only.
-        """
-        windows = [window for policy in self.policy if (window := window_of(policy))]
-        return num_tokens > PIECE and num_tokens > min(windows, default=num_tokens) and not self.others
 
     def activate_past_recording(self) -> None:
         """Prepare for assisted decoding, which feeds the whole prompt even if the cache holds its beginning."""

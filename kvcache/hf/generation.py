@@ -17,11 +17,13 @@ from transformers import GenerationMixin
 from transformers.generation import configuration_utils
 
 from kvcache.hf.attention import NAME
-from kvcache.hf.cache import PIECE, HFCache
+from kvcache.hf.cache import HFCache
 from kvcache.hf.enabling import arguments_of, make_cache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
+from kvcache.hf.policies import window_of
 from kvcache.hf.texts import begin_text, end_text
 
+PIECE = 512  # tokens of a prompt that a model with windows is fed at once
 STATIC = configuration_utils.ALL_STATIC_CACHE_IMPLEMENTATIONS
 generate = GenerationMixin.generate
 prefill: Any = GenerationMixin._prefill
@@ -105,10 +107,10 @@ def _prefill(
         if _follows_from_tokens(input_ids, model_kwargs):
             if cache.takes_prompt:
                 cache.acquire(input_ids, model_kwargs.get("attention_mask"))
-            is_fixed = generation_config.prefill_chunk_size is not None or _shows_whole_prompt(
+            is_open = generation_config.prefill_chunk_size is None and not _shows_whole_prompt(
                 generation_config, kwargs
             )
-            if not is_fixed and cache.is_better_fed_in_pieces(input_ids.shape[1]):
+            if is_open and _gains_by_pieces(cache, input_ids.shape[1]):
                 generation_config = copy.copy(generation_config)
                 generation_config.prefill_chunk_size = PIECE
     return prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
@@ -130,6 +132,16 @@ def _is_whole(input_ids: torch.Tensor, generation_config: Any, model_kwargs: dic
     num_columns = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
     is_embedded = model_kwargs.get("inputs_embeds") is not None
     return bool(input_ids.numel() and num_columns == input_ids.shape[1] and not is_embedded)
+
+
+def _gains_by_pieces(cache: HFCache, num_tokens: int) -> bool:
+    """Whether a prompt of so many tokens takes less memory in pieces.
+
+    While a pass runs, each layer holds what it sees and the pass's own tokens. Layers of linear attention may take a
+    text up in the middle by a single token only.
+    """
+    narrowest = min((window for policy in cache.policy if (window := window_of(policy))), default=num_tokens)
+    return num_tokens > max(PIECE, narrowest) and not cache.others
 
 
 def _shows_whole_prompt(generation_config: Any, arguments: dict[str, Any]) -> bool:

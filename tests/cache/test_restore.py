@@ -16,9 +16,8 @@ FULL, WINDOWS = [0, 2], [1, 3]
 
 
 def new_cache(policy=None, **options):
-    return kvcache.KVCache(
-        4, 2, 8, None, policy=policy or POLICY, max_sequences=None, dtype="f32", block_size=16, **options
-    )
+    policy = policy or POLICY
+    return kvcache.KVCache(4, 2, 8, None, policy=policy, max_sequences=None, dtype="f32", block_size=16, **options)
 
 
 def rows(layer, positions, heads=2):

@@ -5,7 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig
 
 from kvcache.hf import HFCache
-from kvcache.hf.cache import BLOCK_SIZE, PIECE
+from kvcache.hf.cache import BLOCK_SIZE
+from kvcache.hf.generation import PIECE
 from kvcache.hf.policies import RESUME
 
 WINDOW, LENGTH = 256, 4096
