@@ -15,9 +15,10 @@ from kvcache.cache import KVCache
 from kvcache.layer import count, dtypes_for, suits
 from kvcache.models.tokenizer import Tokenizer, load_tokenizer
 from kvcache.models.weights import F32
+from kvcache.runner import llama
 from kvcache.runner.evaluate import EVAL_TOKENS, Report, compare_dtypes, read_windows, seconds_without_cache
 from kvcache.runner.generate import Options, Speed, generate, new_cache, num_dropped_by_shift, sample
-from kvcache.runner.llama import PREFILL_TOKENS, Llama, LlamaConfig, LlamaError
+from kvcache.runner.llama import Llama, LlamaConfig, LlamaError
 from kvcache.runner.session import Session
 
 __all__ = ["run"]
@@ -215,7 +216,7 @@ def _begin(
 
     What `on_prefill` shows meanwhile then begins a line, and may be erased without the prompt's last one.
     """
-    if on_prefill is None or num_tokens <= PREFILL_TOKENS:
+    if on_prefill is None or num_tokens <= llama.PREFILL_TOKENS:
         text.write(prompt)
         return None
 

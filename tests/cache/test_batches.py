@@ -589,7 +589,9 @@ def test_max_sequences_counts_what_holds_only_encoder_rows():
     with cache.batch(1) as batch:
         batch.put(0, x, x)
         batch.put(1, x, x)
-    cache.truncate(0)
+    cache.copy_prefix(0, 2, 0)
+    cache.clear(0)
+    assert (cache.seq_len(2, layer=0), cache.seq_len(2, layer=1)) == (0, 1)
     with pytest.raises(kvcache.CacheFullError, match="2 sequences: max_sequences is 1"):
         cache.batch(positions=[0], seq_ids=[1])
     cache.clear()

@@ -148,11 +148,11 @@ def test_wrong_tokens_are_refused(saved, tmp_path, tokens, error, words):
 
 def test_what_holds_an_encoders_rows_alone_is_saved(tmp_path):
     policy = [kvcache.FullAttention(), kvcache.CrossAttention(8)]
-    cache, x = kvcache.KVCache(2, 1, 4, 64, policy=policy), np.ones((1, 1, 4), np.float32)
-    with cache.batch(1, seq_ids=[3]) as batch:
+    cache, x = kvcache.KVCache(2, 1, 4, 64, policy=policy, max_sequences=2), np.ones((1, 1, 4), np.float32)
+    with cache.batch(1, seq_ids=[5]) as batch:
         batch.put(0, x, x)
-        batch.put(1, x, x, seq_id=3)
-    cache.truncate(0, seq_id=3)
+        batch.put(1, x, x, seq_id=5)
+    cache.copy_prefix(5, 3, 0)
     cache.save(tmp_path / "state", [3], tokens={3: [1]})
     assert kvcache.KVCache.load(tmp_path / "state").seq_len(3, layer=1) == 1
 

@@ -42,7 +42,10 @@ def test_generate_makes_the_cache(name, before):
 def test_it_can_be_called_again():
     model = make(CONFIGS["llama"]())
     enable(model)
-    for arguments, words in (({"dtype": "bf16"}, "of bf16"), ({"policy": kvcache.SlidingWindow(9)}, "of f16")):
+    for arguments, words in (
+        ({"dtype": "bf16"}, "dtype='bf16'"),
+        ({"policy": kvcache.SlidingWindow(9)}, "dtype='f16'"),
+    ):
         enable(model, **arguments)
         assert words in repr(model.generate(random_tokens(1, 5), **OPTIONS).past_key_values)
     for _ in range(2):
@@ -59,7 +62,7 @@ def test_what_is_asked_for_wins():
     assert isinstance(made, transformers.DynamicCache)
     assert model.generate(tokens, use_cache=False, **OPTIONS).past_key_values is None
     config = transformers.GenerationConfig(**OPTIONS)
-    assert "of bf16" in repr(model.generate(tokens, generation_config=config).past_key_values)
+    assert "dtype='bf16'" in repr(model.generate(tokens, generation_config=config).past_key_values)
 
 
 def test_a_model_with_an_encoder():

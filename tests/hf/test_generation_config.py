@@ -39,7 +39,7 @@ def test_a_saved_generation_config(folder):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="kvcache")
     made = model.generate(PROMPT, max_new_tokens=4, return_dict_in_generate=True)
     assert isinstance(made.past_key_values, HFCache)
-    assert "2 layers of q8_0" in repr(made.past_key_values)
+    assert "dtype='q8_0'" in repr(made.past_key_values)
     assert made.past_key_values.stats()["calls"] == {"kernel": 8, "dense": 0, "fallback": 0}
 
 
@@ -48,8 +48,8 @@ def test_an_argument_of_generate(folder):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="kvcache")
     options = {"max_new_tokens": 4, "return_dict_in_generate": True}
     for arguments, words in (
-        ({"dtype": "f32"}, "of f32"),
-        ({"dtype": "q4_0", "transform": "hadamard"}, "of hadamard q4_0"),
+        ({"dtype": "f32"}, "dtype='f32'"),
+        ({"dtype": "q4_0", "transform": "hadamard"}, "dtype='q4_0', transform='hadamard'"),
     ):
         made = model.generate(PROMPT, cache_implementation="kvcache", cache_config=arguments, **options)
         assert words in repr(made.past_key_values)

@@ -171,7 +171,7 @@ def test_options_and_tokens_are_kept(tmp_path):
     with pytest.raises(StateFormatError, match=r"layer 0 of attention has .*SlidingWindow\(.* and the policy, that it"):
         HFCache.load(model.config, tmp_path / "chat")
     loaded = HFCache.load(model.config, tmp_path / "chat", policy=policy)
-    assert "hadamard q4_0" in repr(loaded)
+    assert "dtype='q4_0', transform='hadamard'" in repr(loaded)
     assert loaded.policy == cache.policy
     assert torch.equal(generate(model, loaded, tokens), generate(model, cache, tokens))
     saved = state.inspect(tmp_path / "chat", verify=True).sequences

@@ -40,6 +40,7 @@ def generate_and_watch(model, ids, attention, **options):
             hook.remove()
 
 
+@pytest.mark.filterwarnings("ignore:kvcache. the rows of every layer")
 @pytest.mark.parametrize("attention", ["kvcache", "sdpa"])
 def test_a_prompt_takes_its_windows_and_a_piece(model, attention):
     ids = torch.randint(0, 64, (1, LENGTH), generator=torch.Generator().manual_seed(1))

@@ -402,7 +402,7 @@ def test_progress_of_a_long_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     calls: list[tuple[int, int]] = []
     options = runner.Options(max_new_tokens=3, quiet=True)
     runner.run(folder, b"x" * 100, options, io.StringIO(), on_prefill=lambda done, of: calls.append((done, of)))
-    assert calls == [(40, 100), (80, 100), (100, 100)]
+    assert calls == [(0, 100), (40, 100), (80, 100), (100, 100)]
 
 
 def test_windows_of_a_text_begin_as_texts_do(tmp_path: Path) -> None:
