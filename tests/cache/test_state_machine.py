@@ -16,8 +16,10 @@ from support.ggml_blocks import blocks
 from support.transform import hadamard
 
 import kvcache
+from kvcache import _core
 
 SEQUENCES = [0, 1, 2, -7, 2**40]
+RETAINED = [1000, 1001, 1002, 1003]
 LAST = oracle.MAX_POSITION
 
 sequences = st.sampled_from(SEQUENCES)
@@ -156,9 +158,15 @@ class Machine(RuleBasedStateMachine):
         self.views = []  # arrays, and copies of what they showed when they were taken
         self.committed = self.aborted = self.tokens = 0
 
-    def both(self, call):
-        """Call the cache and the oracle: both succeed, or both raise the same."""
-        (real, error), (expected, expected_error) = outcome(lambda: call(self.real)), outcome(lambda: call(self.oracle))
+    def both(self, call, drops=False):
+        """Call the cache and the oracle, which is told what the former reclaimed: both succeed, or raise the same."""
+        before = _core.retained(self.real._core)
+        real, error = outcome(lambda: call(self.real))
+        if error:
+            assert _core.retained(self.real._core) == before
+        elif not drops:
+            self.oracle.forget_reclaimed(_core.retained(self.real._core), self.real._core.seq_len)
+        expected, expected_error = outcome(lambda: call(self.oracle))
         assert error == expected_error, f"{error}, where {expected_error} was expected"
         if error:
             note(f"    {error}")
@@ -328,6 +336,8 @@ class Machine(RuleBasedStateMachine):
 
     def finish(self, commit, keep=None):
         error = None
+        if self.oracle_batch.restored is None and not any(self.missing(layer) for layer in range(self.num_layers)):
+            self.retain_of_batch(commit and keep is None)
         if commit and keep is not None:
             error = self.finish_both("commit", keep)
         elif commit:
@@ -579,7 +589,23 @@ class Machine(RuleBasedStateMachine):
         if other:
             self.real.close()
             self.real = other
+            self.forget_retained()
             self.committed = self.aborted = self.tokens = 0  # statistics begin anew
+
+    def forget_retained(self):
+        """A copy and a saved state are without retained sequences."""
+        for seq_id in list(self.oracle.pins):
+            self.oracle.clear(seq_id)
+
+    @rule(data=st.data())
+    def restore_saved(self, data):
+        """Restore a sequence under its own id or another, from a file that has it as it is."""
+        src, dst = self.some_sequence(data), self.some_sequence(data)
+        if src not in self.oracle.sequences:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            self.real.save(f"{folder}/state", [src])
+            self.both(lambda c: c.restore(f"{folder}/state", dst, saved_id=src))
 
     @rule()
     @precondition(lambda self: not self.views and not self.batch)
@@ -590,6 +616,7 @@ class Machine(RuleBasedStateMachine):
             other = kvcache.KVCache.load(f"{folder}/state", rope=rope if callable(rope) else None)
         self.real.close()
         self.real = other
+        self.forget_retained()
         self.committed = self.aborted = self.tokens = 0  # statistics begin anew
 
     @rule(data=st.data(), num_tokens=st.integers(1, 100))
@@ -623,7 +650,7 @@ class Machine(RuleBasedStateMachine):
     def forget(self, data, how):
         seq_id = self.some_sequence(data)
         call = {"one": lambda c: c.clear(seq_id), "all but one": lambda c: c.keep(seq_id), "all": lambda c: c.clear()}
-        self.both(call[how])
+        self.both(call[how], drops=True)
 
     @rule()
     def compact(self):
@@ -634,6 +661,61 @@ class Machine(RuleBasedStateMachine):
         if not error:
             stats = self.real.stats()
             assert stats["wasted_slots"] == stats["blocks_free"] == 0
+
+    # ---- retained sequences
+
+    def called(self, name):
+        """Return a function of the binding, which is called with the cache or the oracle."""
+        return lambda c, *arguments: (
+            getattr(_core, name)(c._core, *arguments) if c is self.real else getattr(c, name)(*arguments)
+        )
+
+    @rule(data=st.data(), seq_id=st.sampled_from(RETAINED), count=st.integers(0, 12))
+    @precondition(lambda self: not self.batch)
+    def retain(self, data, seq_id, count):
+        src = self.some_sequence(data)
+        last = max((self.oracle.last_position(s) for s in self.oracle.pins), default=-1)
+        begin = data.draw(st.sampled_from([0, last + 1, *self.interesting(src)]), label="begin")
+        if begin < 300:
+            self.both(lambda c: self.called("retain")(c, src, seq_id, begin, begin + count))
+
+    def retain_of_batch(self, kept):
+        """Retain rows of the open batch, all of which are put; forget them if not all of its tokens are kept."""
+        free = [s for s in RETAINED if s not in self.oracle.pins]
+        if not free or not self.rng.integers(3) == 0:
+            return
+        src = self.oracle_batch.seq_ids[self.rng.integers(len(self.batch))]
+        begin = max(0, self.oracle.next_position(src) - int(self.rng.integers(0, 6)))
+        if begin < 300:
+            end = begin + int(self.rng.integers(1, 12))
+            self.both(lambda c: self.called("retain")(c, src, free[0], begin, end))
+            if not kept:
+                self.both(lambda c: c.clear(free[0]), drops=True)
+
+    @rule(data=st.data(), dst=sequences, length=st.just(300) | st.integers(0, 40))
+    def attach(self, data, dst, length):
+        """Attach some sequences, by position in the main; some do not exist."""
+        ids = data.draw(st.lists(st.sampled_from(RETAINED), unique=True), label="ids")
+        if data.draw(st.sampled_from([True, True, True, False]), label="sorted"):
+            ids.sort(key=self.oracle.first_position)
+        matched, expected, _ = self.both(lambda c: self.called("attach")(c, ids, dst, length))
+        assert matched == expected
+
+    @rule(seq_ids=st.lists(st.sampled_from([*RETAINED, *SEQUENCES]), unique=True, max_size=3), pinned=st.booleans())
+    def pin(self, seq_ids, pinned):
+        self.both(lambda c: self.called("pin")(c, seq_ids, pinned))
+
+    @rule(seq_ids=st.lists(st.sampled_from(RETAINED), unique=True))
+    def touch(self, seq_ids):
+        self.both(lambda c: self.called("touch")(c, seq_ids))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.oracle.pins)
+    def drop_retained(self, data):
+        seq_id = data.draw(st.sampled_from(list(self.oracle.pins)), label="seq_id")
+        for call in (self.real.truncate, self.real.remove):
+            assert outcome(lambda call=call: call(0, seq_id=seq_id))[1] == "ValueError"
+        self.both(lambda c: c.clear(seq_id), drops=True)
 
     # ---- views
 
@@ -694,6 +776,37 @@ class Machine(RuleBasedStateMachine):
                 if positions:
                     self.compare_rows(layer, s, positions)
 
+    @invariant()
+    def retained_are_equal(self):
+        assert _core.retained(self.real._core) == list(self.oracle.pins)
+        for s in self.oracle.pins:
+            assert self.real.next_position(s) == self.oracle.next_position(s)
+            for layer in range(self.num_layers):
+                positions = self.oracle.positions(seq_id=s, layer=layer)
+                assert self.real.positions(seq_id=s, layer=layer).tolist() == positions
+                if positions:
+                    self.compare_rows(layer, s, positions)
+
+    @invariant()
+    def batch_shows_its_rows(self):
+        """Rows of the open batch's sequences: those that are stored, then those that were put."""
+        if not self.batch or self.transformed:
+            return
+        for s in {*self.oracle_batch.seq_ids, SEQUENCES[0]}:
+            for layer in range(self.num_layers):
+                spans, error = outcome(lambda s=s, layer=layer: self.batch.spans(layer, seq_id=s))
+                refused = self.oracle_batch.restored is not None or self.oracle.policy[layer] is None
+                assert error == ("ValueError" if refused or s not in self.oracle_batch.seq_ids else None)
+                if error:
+                    continue
+                k, v = self.oracle.stacked(layer, [r for r, _ in self.oracle_batch.rows_of(layer, s)])
+                self.assert_rows(self.batch.keys(layer, seq_id=s), k)
+                np.testing.assert_array_equal(self.batch.values(layer, seq_id=s), v)
+                shown = [p for span in spans for p in span.positions.tolist()]
+                assert shown == [r.position for r, _ in self.oracle_batch.rows_of(layer, s)]
+                if spans:
+                    np.testing.assert_array_equal(np.concatenate([span.v for span in spans], 1), v)
+
     def compare_views(self, layer, seq_id, positions, k, v):
         self.assert_rows(self.real.keys(layer, seq_id=seq_id), k)
         np.testing.assert_array_equal(self.real.values(layer, seq_id=seq_id), v)
@@ -737,7 +850,9 @@ class Machine(RuleBasedStateMachine):
         if self.batch and self.oracle_batch.restored is not None:  # its rows count once they have replaced others
             live = [self.oracle.live(layer) for layer in self.groups.values()]
         if self.real.capacity is not None:
-            assert self.real.utilization == max(live, default=0) / self.real.capacity
+            free = [self.oracle.live(layer) - self.oracle.needed(layer) for layer in self.groups.values()]
+            used = [n - reclaimable for n, reclaimable in zip(live, free, strict=True)]
+            assert self.real.utilization == max(used, default=0) / self.real.capacity
 
     def teardown(self):
         if not hasattr(self, "views"):

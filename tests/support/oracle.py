@@ -99,7 +99,7 @@ def within_capacity(edit):
         batch = self.open_batch
         pending = {i: len(batch.positions) if batch and i in batch.layers else 0 for i in self.layers}
         copied = [i for i in self.layers if self.slots_of(self.rows[i]) - self.slots_of(rows[i])]
-        if self.capacity is not None and any(self.live(i) + pending[i] > self.capacity for i in copied):
+        if self.capacity is not None and any(self.needed(i) + pending[i] > self.capacity for i in copied):
             self.rows, self.lost, self.missing = rows, lost, missing
             raise CacheFullError("capacity")
         return result
@@ -129,6 +129,7 @@ class KVCache:
         self.rows = [{} for _ in self.policy]  # layer -> {seq_id: [Row, in order of arrival]}
         self.lost = [{} for _ in self.policy]  # layer -> {seq_id: (begin, end): all evicted rows stood there}
         self.missing = [{} for _ in self.policy]  # the same for rows that other layers have: it was not restored
+        self.pins = {}  # of retained sequences, {seq_id: how often it is pinned}, the least recently used first
         self.open_batch = None
 
     def keeps_tokens(self, layer):
@@ -138,7 +139,7 @@ class KVCache:
 
     @property
     def sequences(self):
-        return sorted({s for layer in self.layers for s, rows in self.rows[layer].items() if rows})
+        return sorted({s for layer in self.layers for s, rows in self.rows[layer].items() if rows} - set(self.pins))
 
     def held(self, layer, seq_id):
         return self.rows[self.source[layer]].get(seq_id, [])
@@ -216,6 +217,11 @@ class KVCache:
         """How many slots the sequences hold in a layer, or these rows take; shared ones are counted once."""
         return len(self.slots_of(self.rows[layer] if held is None else held))
 
+    def needed(self, layer, held=None):
+        """How many of them cannot be reclaimed: what counts for `capacity`."""
+        held = self.rows[layer] if held is None else held
+        return self.live(layer, {s: rows for s, rows in held.items() if self.pins.get(s) != 0})
+
     @staticmethod
     def slots_of(held):
         return {id(r.slot) for rows in held.values() for r in rows}
@@ -237,6 +243,8 @@ class KVCache:
         for table in (*self.rows, *self.lost, *self.missing):
             for s in gone:
                 table.pop(s, None)
+        for s in gone:
+            self.pins.pop(s, None)
 
     def keep(self, seq_id):
         gone = self.known() - {seq_id}
@@ -280,6 +288,23 @@ class KVCache:
         for i, policy in enumerate(self.policy):
             if isinstance(policy, CrossAttention) and src in self.rows[i]:
                 self.rows[i][dst] = self.rows[i][src]
+
+    @within_capacity
+    def restore(self, path, dst, *, saved_id):
+        """Restore what a sequence holds, which is what was saved, under another id."""
+        self.check_idle(dst)
+        slots = {}
+        held = {i: [replace(r) for r in self.held(i, saved_id)] for i in self.layers}
+        for row in (r for rows in held.values() for r in rows):
+            row.slot = slots.setdefault(id(row.slot), object())
+        lost = {i: self.lost_at(i, saved_id) for i in self.layers}
+        missing = {i: self.missing_at(i, saved_id) for i in self.layers}
+        encoded = [rows.get(saved_id) for rows in self.rows]
+        self.clear(dst)
+        self.put_back(dst, held, lost, missing)
+        for i, policy in enumerate(self.policy):
+            if isinstance(policy, CrossAttention) and encoded[i]:
+                self.rows[i][dst] = encoded[i]
 
     def share_range(self, src, dst, begin=0, end=None):
         if src == dst or begin < 0 or (end is not None and end < begin):
@@ -462,7 +487,7 @@ class KVCache:
 
     def fit(self, positions, seq_ids, restored=None):
         """Return what every sequence keeps in each layer once these tokens begin; raise if they do not fit."""
-        holding = {s for layer in self.rows for s, rows in layer.items() if rows}
+        holding = {s for layer in self.rows for s, rows in layer.items() if rows} - set(self.pins)
         if self.max_sequences is not None and len(holding | set(seq_ids)) > self.max_sequences:
             raise CacheFullError("max_sequences")
         low = {s: min([self.next_position(s), *self.first_missing(s)]) for s in self.sequences}
@@ -475,7 +500,7 @@ class KVCache:
             if restored is not None and i not in restored:
                 continue
             stay = kept[i] if restored is None else {s: rows for s, rows in kept[i].items() if s not in seq_ids}
-            if self.capacity is not None and self.live(i, stay) + len(positions) > self.capacity:
+            if self.capacity is not None and self.needed(i, stay) + len(positions) > self.capacity:
                 raise CacheFullError("capacity")
             longest = max(len(stay.get(s, [])) + seq_ids.count(s) for s in seq_ids)
             if self.max_seq_len is not None and longest > self.max_seq_len:
@@ -531,6 +556,86 @@ class KVCache:
     def compact(self):
         if self.open_batch:
             raise CacheBusyError("a batch is open")
+
+    # ---- retained sequences
+
+    def retain(self, src, seq_id, begin, end):
+        """Retain rows of a sequence, those of the open batch, too: all must be put by then."""
+        if any(rows.get(seq_id) for rows in self.rows):
+            raise ValueError("seq_id holds rows")
+        rows, batch = {}, self.open_batch
+        for i in self.layers:
+            added = batch.rows[i] if batch and i in batch.layers else []
+            own = [r for r, s in zip(added, batch.seq_ids if added else [], strict=True) if s == src]
+            rows[i] = [replace(r) for r in self.held(i, src) + own if begin <= r.position < end]
+        if not any(rows.values()):
+            return
+        self.put_back(seq_id, rows, dict.fromkeys(rows, (0, 0)), dict.fromkeys(rows, (0, 0)))
+        for i in self.layers:
+            self.lost[i][seq_id] = self.gone_with(i, seq_id, begin, end, self.lost_at(i, src), (0, 0))
+        self.pins[seq_id] = 0
+
+    def touch(self, seq_ids):
+        for s in reversed(seq_ids):
+            if s in self.pins:
+                self.pins[s] = self.pins.pop(s)
+
+    def pin(self, seq_ids, pinned):
+        for s in seq_ids:
+            if s in self.pins:
+                self.pins[s] = max(0, self.pins[s] + (1 if pinned else -1))
+
+    def attach(self, seq_ids, dst, length):
+        """Share what retained sequences hold with dst, as far as it can go on behind it; return how far that is."""
+        self.check_idle(dst)
+        last = -1
+        for s in (s for s in seq_ids if s in self.pins):
+            if self.first_position(s) <= last:
+                raise ValueError("rows of one do not stand behind those of the ones before")
+            last = self.last_position(s)
+        if any(rows.get(dst) for rows in self.rows):
+            raise ValueError("dst holds rows")
+        self.touch(seq_ids)
+        have = {i: {r.position for s in seq_ids for r in self.held(i, s)} for i in self.layers}
+        matched = min(length, max(map(self.next_position, seq_ids), default=0))
+        while any(
+            (p >= policy.lowest(matched) or policy.is_sink(p)) and p not in have[i]
+            for i, policy in ((i, self.policy[i]) for i in self.layers)
+            for p in range(matched)
+        ):
+            matched -= 1
+        if matched:
+            gaps = {i: self.gap_of(i, have[i], matched) for i in self.layers}
+            rows = {i: [] for i in self.layers}
+            for i, (begin, end) in gaps.items():
+                for s in seq_ids:
+                    mine = [replace(r) for r in self.held(i, s)]
+                    rows[i] += [r for r in mine if r.position < begin] + [r for r in mine if end <= r.position < matched]
+            self.clear(dst)
+            self.put_back(dst, rows, gaps, dict.fromkeys(rows, (0, 0)))
+        return matched
+
+    def gap_of(self, layer, have, length):
+        """Return where rows are left out of what goes on at `length`: none sees them, or one is missing behind them."""
+        policy, end = self.policy[layer], length
+        if type(policy) is FullAttention:
+            return 0, 0
+        while end > 0 and end - 1 in have and (end - 1 >= policy.retained(length) or policy.is_sink(end - 1)):
+            end -= 1
+        begin = getattr(policy, "num_sink_tokens", 0)
+        return (begin, end) if begin < end else (0, 0)
+
+    def forget_reclaimed(self, left, seq_len):
+        """Forget what the cache has reclaimed: sequences, or their rows in layers that do not see everything."""
+        for s in set(self.pins) - set(left):
+            assert not self.pins[s], f"{s} is pinned"
+            self.clear(s)
+        for i in self.layers:
+            for s in self.pins:
+                if self.held(i, s) and not seq_len(s, i):
+                    assert not self.pins[s] and type(self.policy[i]) is not FullAttention
+                    self.lost[i][s] = self.first_position(s, layer=i), self.last_position(s, layer=i) + 1
+                    self.rows[i][s] = []
 
     # ---- a forward pass
 

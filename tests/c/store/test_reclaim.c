@@ -186,7 +186,7 @@ static crowd random_crowd(void)
         int32_t matched;
         switch (random_int(0, 7)) {
         case 0: CHECK(kvc_clear_sequence(c.cache, id) == KVC_OK); break;
-        case 1: CHECK(kvc_fork(c.cache, id, other) == KVC_OK); break;
+        case 1: CHECK(kvc_fork(c.cache, id, other) == (kvc_next_position(c.cache, id) ? KVC_OK : KVC_ERR_INVALID)); break;
         case 2: kvc_attach(c.cache, (int64_t[]){FIRST_ID, FIRST_ID + 1}, 2, id, MOST, &matched); break;
         case 3: feed(c.cache, c.num_layers, id, random_int(1, 7)); break;
         default:
