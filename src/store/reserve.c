@@ -26,6 +26,8 @@ static kvc_status new_probe(kvc_cache *cache, int64_t seq_id, int32_t array_len,
     }
     set_probe(batch, num_tokens);
     batch->sequences->num_stretches = 1;
+    kvc_sequence *sequence = batch->sequences->sequence;
+    if (sequence->low > kvc_sequence_next(sequence)) sequence->low = kvc_sequence_next(sequence); /* the first token */
     *out = batch;
     return KVC_OK;
 }
