@@ -133,21 +133,36 @@ static int holds_full(const kvc_cache *cache, const kvc_sequence *sequence) {
     return 0;
 }
 
-/* Spares the victims that free nothing of what is lacking, and rows of which others hold all that see everything. */
-static void sift(const kvc_need *need) {
+/* Notes for every victim what its rows free. */
+static void note_all_freed(const kvc_need *need) {
     kvc_cache *cache = need->cache;
     for (kvc_sequence *victim = cache->victims; victim; victim = victim->next_victim) victim->frees = 0;
     for (int32_t g = 0; g < cache->num_token_groups; g++) note_freed(need, g);
+}
+
+/* Spares the victims that free nothing of what is lacking; returns how many. */
+static int32_t spare_useless(kvc_cache *cache) {
+    int32_t num = 0;
     for (kvc_sequence **link = &cache->victims, *victim; (victim = *link);) {
         if (victim->frees & FREES_LACKING) {
-            if (!(victim->frees & FREES_FULL) && holds_full(cache, victim)) victim->fate = KVC_LOSES_WINDOWS;
             link = &victim->next_victim;
-        } else {
-            *link = victim->next_victim;
-            victim->next_victim = NULL;
-            victim->fate = KVC_STAYS;
+            continue;
         }
+        *link = victim->next_victim;
+        victim->next_victim = NULL;
+        victim->fate = KVC_STAYS;
+        num++;
     }
+    return num;
+}
+
+/* Spares the victims that free nothing of what is lacking, and rows of which others hold all that see everything. */
+static void sift(const kvc_need *need) {
+    kvc_cache *cache = need->cache;
+    note_all_freed(need);
+    if (spare_useless(cache)) note_all_freed(need); /* those that stay may hold rows of others */
+    for (kvc_sequence *victim = cache->victims; victim; victim = victim->next_victim)
+        if (!(victim->frees & FREES_FULL) && holds_full(cache, victim)) victim->fate = KVC_LOSES_WINDOWS;
 }
 
 /* Counts what was noted as lacking. */

@@ -166,6 +166,21 @@ static void test_one_group(void)
     free_valid(cache);
 }
 
+/* What only frees rows of a group that lacks none stays, and so do such rows of others that it holds, too. */
+static void test_one_group_of_shared_rows(void)
+{
+    const kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(2, 0, 0))};
+    const int64_t id = FIRST_ID + 1;
+    kvc_cache *cache = new_cache(2, layers, (kvc_config){.capacity = 8});
+    CHECK(feed(cache, 2, 5, 2) == KVC_OK && kvc_retain(cache, 5, id, 0, 2) == KVC_OK);
+    CHECK(feed(cache, 2, 5, 2) == KVC_OK && kvc_retain(cache, 5, FIRST_ID, 0, 2) == KVC_OK); /* none in the window */
+    CHECK(kvc_touch(cache, &id, 1) == KVC_OK && kvc_clear_sequence(cache, 5) == KVC_OK);
+    CHECK(kvc_retain_new(cache, FIRST_ID + 2, 0, 4, (uint8_t[]){0, 1}) == KVC_OK);
+    CHECK(kvc_retain_new(cache, FIRST_ID + 3, 0, 4, (uint8_t[]){0, 1}) == KVC_OK);
+    CHECK(left(cache) == 15 && kvc_seq_len(cache, id, 0) == 2 && kvc_seq_len(cache, id, 1) == 0);
+    free_valid(cache);
+}
+
 /* A random cache, and which of its retained sequences are pinned, as bits. */
 typedef struct crowd {
     kvc_cache *cache;
@@ -498,6 +513,7 @@ int main(void)
     test_shared_rows();
     test_running_windows();
     test_one_group();
+    test_one_group_of_shared_rows();
     test_random_crowds();
     test_room_is_exact();
     test_failed_edits();
