@@ -79,6 +79,14 @@ static void append_part(void *context, const kvc_run *part) {
     kvc_append_kept(to->cache, to->sequence, to->group, part);
 }
 
+/* Drops the slots of the tokens of sequence s that are not kept. */
+static void drop_rest(const kvc_batch *batch, int32_t g, int32_t s) {
+    kvc_pool *pool = &batch->cache->pools[g];
+    const int32_t before = pool->num_free;
+    visit_kept(batch, g, s, 0, kvc_drop_part, pool);
+    if (kvc_policy_evicts(&batch->cache->policies[g])) pool->num_loose += pool->num_free - before;
+}
+
 /* Sets `low` of sequence s to what it will be once the kept tokens are added: what a window has left behind by then is
  * not added.  In a batch that restores, adds everything: kvc_restore_note looks at all rows. */
 static void set_low(const kvc_batch *batch, int32_t s) {
@@ -132,7 +140,7 @@ static void commit(kvc_batch *batch, int32_t num_kept) {
         set_low(batch, s);
         for (int32_t g = 0; g < cache->num_token_groups; g++) {
             visit_kept(batch, g, s, 1, append_part, &(destination){cache, batch->sequences[s].sequence, g});
-            visit_kept(batch, g, s, 0, kvc_drop_part, &cache->pools[g]);
+            drop_rest(batch, g, s);
         }
         for (int32_t g = cache->num_token_groups; g < cache->num_groups; g++) commit_cross(batch, g, s);
         if (restores) kvc_restore_note(batch, s);

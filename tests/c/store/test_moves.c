@@ -797,6 +797,28 @@ static void test_commit_kept(int block_size)
     }
 }
 
+/* Blocks that a commit frees of a window go back to the system, those of tokens that it does not keep, too. */
+static void test_commit_kept_of_a_window(void)
+{
+    enum { MOST = 400, WINDOW = 8, SIZE = 4 };
+    static const float row[6];
+    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row}; /* strides 0: the same for all tokens */
+    int32_t kept[MOST];
+    for (int32_t i = 0; i < MOST; i++)
+        kept[i] = i;
+    for (int32_t num = 0; num < MOST; num += 57) {
+        pair *p = pair_with(no_rope, sliding_policy(WINDOW, 0, 0), SIZE);
+        pair_feed(p, 0, 0, 20);
+        kvc_batch *batch;
+        CHECK(kvc_begin(p->cache, MOST, NULL, NULL, NULL, &batch) == KVC_OK && kvc_put(batch, 0, &put) == KVC_OK);
+        CHECK(kvc_commit_kept(batch, kept, num) == KVC_OK);
+        const kvc_stats stats = stats_of(p);
+        const int64_t slots = (stats.blocks_in_use + stats.blocks_free) * SIZE;
+        CHECKF(slots <= WINDOW + 2 * SIZE, "%lld slots with %d kept", (long long)slots, num);
+        CHECK(kvc_cache_free(p->cache) == KVC_OK);
+    }
+}
+
 static void test_bad_commit_kept(void)
 {
     pair *p = mixed_pair(4);
@@ -1320,6 +1342,7 @@ static void test_rows(void)
 
 static void test_bad_arguments(void)
 {
+    test_commit_kept_of_a_window();
     test_bad_commit_kept();
     test_bad_moves();
     test_bad_inject();
