@@ -8,7 +8,7 @@
 #include "store/scratch.h"
 
 /* Stretches added to what is reserved: tokens that come in several batches need a little more room in lists. */
-enum { MORE_STRETCHES = 4 };
+enum { MORE_STRETCHES = 4, MOST_STRETCHES = 1 << 28 };
 
 /* Sets the number of tokens of a probe, all of one sequence. */
 static void set_probe(kvc_batch *batch, int32_t num_tokens) {
@@ -32,14 +32,29 @@ static kvc_status new_probe(kvc_cache *cache, int64_t seq_id, int32_t array_len,
     return KVC_OK;
 }
 
-/* Checks that num_tokens in so many stretches fit, with a probe of one element, before arrays for up to KVC_MAX_BATCH
- * are allocated. */
-static kvc_status check_fits(kvc_cache *cache, int64_t seq_id, int64_t num_tokens, int32_t num_stretches) {
+/* Returns the stretches that a probe is given for tokens that come in several batches.  A window's list needs room for
+ * twice its runs then: as it slides through its array, runs are moved to the front once as many were evicted. */
+static int32_t count_stretches(const kvc_batch *batch) {
+    const kvc_cache *cache = batch->cache;
+    int64_t num = 0;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        const int64_t most = kvc_policy_most_rows(&cache->policies[g]), size = cache->pools[g].block_size;
+        const int64_t kept = most < batch->num_tokens ? most : batch->num_tokens;
+        const int64_t runs = batch->sequences->sequence->runs[g].num + 2 * (kept / size + 3);
+        if (kvc_policy_evicts(&cache->policies[g]) && 2 * runs > num) num = 2 * runs; /* a stretch is half a run */
+    }
+    num += 1 + MORE_STRETCHES;
+    return num < MOST_STRETCHES ? (int32_t)num : MOST_STRETCHES;
+}
+
+/* Checks that num_tokens fit, in several batches or in one, with a probe of one element, before arrays for up to
+ * KVC_MAX_BATCH are allocated. */
+static kvc_status check_fits(kvc_cache *cache, int64_t seq_id, int64_t num_tokens, int several) {
     kvc_batch *batch = NULL;
     kvc_status status = kvc_check_num_tokens(cache, num_tokens);
     if (status == KVC_OK) status = new_probe(cache, seq_id, 1, (int32_t)num_tokens, &batch);
     if (status != KVC_OK) return status;
-    batch->sequences->num_stretches = num_stretches;
+    if (several) batch->sequences->num_stretches = count_stretches(batch);
     status = kvc_fit(batch);
     kvc_discard_batch(batch);
     return status;
@@ -61,16 +76,16 @@ static void touch_slots(const kvc_batch *batch, int32_t g) {
 
 static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
     kvc_batch *batch = NULL;
-    int32_t num_stretches = 1 + MORE_STRETCHES;
+    int several = 1;
     kvc_status status = kvc_check_no_batch(cache, "reserve memory");
-    if (status == KVC_OK) status = check_fits(cache, seq_id, num_tokens, num_stretches);
+    if (status == KVC_OK) status = check_fits(cache, seq_id, num_tokens, several);
     if (status == KVC_ERR_FULL && cache->max_bytes) /* as many as kvc_room says fit, if in one batch */
-        status = check_fits(cache, seq_id, num_tokens, num_stretches = 1);
+        status = check_fits(cache, seq_id, num_tokens, several = 0);
     if (status == KVC_OK)
         status = new_probe(cache, seq_id, num_tokens < KVC_MAX_BATCH ? (int32_t)num_tokens : KVC_MAX_BATCH,
                            (int32_t)num_tokens, &batch);
     if (status != KVC_OK) return status;
-    batch->sequences->num_stretches = num_stretches;
+    if (several) batch->sequences->num_stretches = count_stretches(batch);
     status = kvc_prepare(batch);
     if (status != KVC_OK) {
         kvc_discard_batch(batch);

@@ -885,6 +885,37 @@ static void test_reserve(int block_size)
     CHECK(heap.num == 0);
 }
 
+/* Nor do they take any for bookkeeping, however many batches they come in and however far a window slides meanwhile. */
+static void test_reserve_for_batches(const kvc_policy *policy)
+{
+    static const float rows[60 * 4];
+    const kvc_put_args put = {.struct_size = sizeof put, .k = rows, .v = rows, .k_token_stride = 16,
+                              .v_token_stride = 8};
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 2, .policy = *policy};
+    for (int32_t most = 1; most < 60; most += 3) {
+        static pair p;
+        static memory heap;
+        memory_init(&heap);
+        p = (pair){.memory = &heap, .config = {.block_size = 3, .num_threads = 1}};
+        pair_new(&p, 1, &layer);
+        for (int round = 0; round < 4; round++) {
+            CHECK(kvc_reserve(p.cache, 0, 60) == KVC_OK);
+            memory_fail_after(&heap, 0);
+            for (int32_t rest = 60, n; rest; rest -= n) {
+                kvc_batch *batch = NULL;
+                n = rest < most ? rest : most;
+                CHECKF(kvc_begin(p.cache, n, NULL, NULL, NULL, &batch) == KVC_OK, "%d of %d: %s", n, rest,
+                       kvc_last_error());
+                if (!batch)
+                    break;
+                CHECK(kvc_put(batch, 0, &put) == KVC_OK && kvc_commit(batch) == KVC_OK);
+            }
+            memory_fail_after(&heap, -1);
+        }
+        CHECK(kvc_cache_free(p.cache) == KVC_OK && heap.num == 0);
+    }
+}
+
 static void test_reserve_refused(void)
 {
     static pair p;
@@ -1337,6 +1368,9 @@ static void test_rows(void)
     test_cross_max_bytes();
     test_capacity();
     test_max_bytes();
+    const kvc_policy windows[] = {sliding_policy(19, 5, 0), sliding_policy(7, 0, 9), chunked_policy(7, 0)};
+    for (int i = 0; i < 3; i++)
+        test_reserve_for_batches(&windows[i]);
     test_reserve_refused();
 }
 
