@@ -75,10 +75,10 @@ class Running:
             missing = sorted(set(range(self.cache.num_layers)) - self.layers)
             advice = f"layers {missing} have none: give those theirs first" if missing else "advance first"
             raise ValueError(f"layer {layer} has its rows of the running tokens already; {advice}")
-        axis = self.layout.index("T")
+        num_tokens = self._count_tokens(layer, k)
         out = None
         try:
-            batch = self.begin(k.shape[axis] if k.ndim > axis else 1)
+            batch = self.begin(num_tokens)
             if q is None:
                 batch.put(layer, k, v, layout=self.layout)
             else:
@@ -89,6 +89,19 @@ class Running:
             raise
         self.layers.add(layer)
         return out
+
+    def _count_tokens(self, layer: int, k: npt.NDArray[Any]) -> int:
+        """Return the tokens of each sequence in `k`; raise ``ValueError`` if they are not those that are running."""
+        if k.ndim != len(self.layout) or (self.layout == "BHTD" and len(k) != self.sequences):
+            axes = "tokens, heads, dim" if self.layout == "THD" else f"{self.sequences}, heads, tokens, dim"
+            raise ValueError(f"k: an array of shape {k.shape}, where [{axes}] is needed")
+        num_tokens: int = k.shape[self.layout.index("T")]
+        if self.layers and num_tokens != self.num_tokens:
+            raise ValueError(
+                f"layer {layer}: rows of {num_tokens} tokens, where the layers before have {self.num_tokens}; give "
+                "every layer the rows of the same tokens"
+            )
+        return num_tokens
 
     def rows(self, layer: int) -> Rows:
         """Return all rows of sequence 0 in a layer, ``[heads, n, dim]`` each, those that the running tokens have, too.

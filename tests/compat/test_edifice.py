@@ -1,5 +1,7 @@
 """kvcache.compat.edifice: what Edifice.Blocks.KVCache promises, sentence by sentence."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -203,3 +205,23 @@ def test_an_attention_that_fails_appends_nothing(state):
     with pytest.raises(ValueError, match="q"):
         attention(array(2)[..., :-1], array(2), array(2), state)
     assert state.position == 0
+
+
+SHAPES = [(1, 2, 1, 8), (1, 2, 2, 8), (2, 2, 8), (2, 3, 1, 8)]
+
+
+@pytest.mark.parametrize(("shape", "first"), [*itertools.product(SHAPES, (True, False)), ((2, 2, 2, 8), False)])
+def test_a_refused_shape_leaves_the_step_as_it_was(shape, first):
+    state = KVCache.init(batch_size=2, num_layers=2, num_heads=2, head_dim=8, max_seq_len=4)
+    new = np.ones((2, 2, 1, 8), np.float32)
+    if not first:
+        state.update(0, new, new)
+    with pytest.raises(ValueError, match=r"shape|head|tokens"):
+        state.update(1, np.ones(shape, np.float32), np.ones(shape, np.float32))
+    if first:
+        state.update(0, new, new)
+    _, k, _ = state.update(1, new, new)
+    assert k.shape == (2, 2, 1, 8)
+    assert state.seq_length() == 1
+    _, k, _ = state.update(0, new, new)
+    assert k.shape == (2, 2, 2, 8)

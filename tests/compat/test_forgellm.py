@@ -159,3 +159,16 @@ def test_clearing_forgets_the_running_token():
     cache.clear()
     append_everywhere(cache, *rows(2))
     assert cache.len() == 2
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
+def test_layers_are_given_as_many_tokens(first, second):
+    cache = KVCache(2, 4, 16)
+    cache.append(0, *rows(first))
+    with pytest.raises(ValueError, match=f"layer 1: rows of {second} tokens, where the layers before have {first}"):
+        cache.append(1, *rows(second))
+    k, v = rows(first, seed=1)
+    cache.append(1, k, v)  # the failed call has put nothing
+    cache.advance()
+    assert cache.len() == first
+    assert cache.k(1).tolist() == k.tolist()
