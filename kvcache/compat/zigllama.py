@@ -303,9 +303,13 @@ class SlidingWindowKVCache:
 
         `position` is of no effect, as there.
         """
-        length = self.cache.get_sequence_length(sequence_id)
+        check_index("layer_id", layer_id, self.cache._shape[0])
+        if sequence_id not in self.cache.sequences:
+            return None
+        layer = self.cache.sequences[sequence_id].layers[layer_id]
+        length = layer.sequence_length
         kept = min(length, self.window_size)
-        return self.cache.get_from_sequence(sequence_id, layer_id, length - kept, kept) if length else None
+        return layer.get_range(length - kept, kept) if length else None
 
     def deinit(self) -> None:
         """Free all memory."""

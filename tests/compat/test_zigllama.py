@@ -259,6 +259,25 @@ def test_a_window_evicts_the_oldest(tokens):
     assert cache.get_with_window(9, 0) is None
 
 
+def test_a_window_is_that_of_the_layer():
+    cache = SlidingWindowKVCache(2, 2, 8, 3)
+
+    def first_elements(layer):
+        found = cache.get_with_window(7, layer)
+        return None if found is None else found[0][:, 0, 0].tolist()
+
+    for position in range(5):
+        row = np.full((2, 8), position, np.float32)
+        before = [*range(max(position - 2, 0), position)] or None  # the window slides in all layers at once
+        after = [*range(max(position - 2, 0), position + 1)]
+        cache.append_with_sliding(7, 1, row, row)
+        assert [first_elements(layer) for layer in range(2)] == [before, after]
+        cache.append_with_sliding(7, 0, row, row)
+        assert [first_elements(layer) for layer in range(2)] == [after, after]
+    with pytest.raises(IndexError, match="layer_id=2"):
+        cache.get_with_window(7, 2)
+
+
 # --- figures -----------------------------------------------------------------------------------------------------
 
 
