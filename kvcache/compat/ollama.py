@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvcache
+from kvcache._core import integer
 from kvcache.compat._running import check_index
 
 __all__ = [
@@ -48,8 +49,7 @@ class CacheConfig:
     mask_dtype: Literal["f32", "f16"] = "f32"
 
     def __post_init__(self) -> None:
-        if self.cache_padding < 1:
-            raise ValueError(f"cache_padding={self.cache_padding}: must be at least 1")
+        integer(self.cache_padding, "cache_padding", 1, MAX_INT32)
         if self.mask_dtype not in ("f32", "f16"):
             raise ValueError(f"mask_dtype={self.mask_dtype!r}: must be 'f32' or 'f16'")
 
@@ -70,6 +70,7 @@ class _Pass:
     layer: int = 0
     layer_type: int = 0  # of a wrapper: the cache that is chosen
     config: CacheConfig = field(default_factory=CacheConfig)
+    given: set[int] = field(default_factory=set)  # the layers that have the rows of the pass
 
     def open_batch(self) -> kvcache.Batch:
         """Return the batch of the forward pass."""
@@ -80,6 +81,7 @@ class _Pass:
     def end(self) -> None:
         """Make the pass part of its sequences; where a layer was left out, raise and forget the pass."""
         batch, self.batch = self.batch, None
+        self.given.clear()
         if batch is not None:
             with batch:
                 pass
@@ -212,12 +214,16 @@ class Cache:
             If a token would see rows that were evicted, which the original attends without; ask `can_resume` first.
         ValueError
             If a layer was left out in the pass before, which is forgotten then.
+        IndexError
+            If `multimodal` names a token that there is not.
         """
         shared = self._pass()
         shared.end()
         if reserve:
             shared.cache.reserve(len(positions))
             return
+        for token in multimodal:
+            check_index("multimodal", token, len(positions))
         seq_ids = [0] * len(positions) if sequences is None else sequences
         shared.batch = shared.cache.batch(positions=positions, seq_ids=seq_ids)
         shared.layer_type = 0
@@ -245,6 +251,7 @@ class Cache:
         """
         shared = self._pass()
         shared.open_batch().put(shared.layer, key, value)
+        shared.given.add(shared.layer)
 
     def get(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any] | None]:
         """Return copies of all rows that the pass can see in the layer.
@@ -267,6 +274,8 @@ class Cache:
     def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
         """Share the tokens of `src_seq` below position `length` with `dst_seq`, in place of what that held.
 
+        Where `src_seq` holds nothing, `dst_seq` is empty then.
+
         Raises
         ------
         kvcache.RowsGoneError
@@ -274,7 +283,7 @@ class Cache:
         ValueError
             If the two are the same.
         """
-        self._ended().copy_prefix(src_seq, dst_seq, length)
+        self._ended().copy_prefix(src_seq, dst_seq, length, missing_ok=True)
 
     def can_resume(self, seq: int, pos: int) -> bool:
         """Return whether a token at `pos` would see all that it is to see."""
@@ -345,6 +354,12 @@ class Causal(Cache):
     def get(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any] | None]:  # noqa: D102
         shared = self._pass()
         batch, config = shared.open_batch(), shared.config
+        source = shared.cache.share[shared.layer]
+        if (shared.layer if source is None else source) not in shared.given:
+            raise ValueError(
+                f"layer {shared.layer} has no rows of this pass: put them first; a layer that only reads another one's "
+                "is to be told to init(), by share"
+            )
         stored = shared.cache.k_dtype[shared.layer]
         lifted = np.isin(np.arange(len(batch)), self._except)
         k, v, mask = batch.dense(
@@ -463,14 +478,24 @@ class WrapperCache(Cache):
 
     Parameters
     ----------
-    *caches : Cache
-        The caches; `init` says which layer is of which.
+    *caches : Causal or EncoderCache
+        The caches, each an argument; `init` says which layer is of which.
+
+    Raises
+    ------
+    TypeError
+        If one of them is something else, such as a list, or a `WrapperCache`.
+    ValueError
+        If there is none.
     """
 
     def __init__(self, *caches: Cache) -> None:
         super().__init__()
         if not caches:
             raise ValueError("WrapperCache(): takes at least one cache")
+        for i, each in enumerate(caches):
+            if not isinstance(each, (Causal, EncoderCache)):
+                raise TypeError(f"caches[{i}]={each!r}: must be a Causal or an EncoderCache; give each as an argument")
         self._caches = caches
 
     def set_layer_type(self, layer_type: int) -> None:

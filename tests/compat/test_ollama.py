@@ -445,3 +445,49 @@ def test_a_wrapper_of_an_encoder_and_a_causal_cache():
     assert images.encoder_cached()
     cache.remove(0, 0)
     assert not images.encoder_cached()
+
+
+@pytest.mark.parametrize("share", [None, [None, 0]])
+def test_a_layer_without_the_rows_of_the_pass_is_not_read(share):
+    cache = ollama.new_causal_cache()
+    cache.init(2, 2, 8, capacity=16, share=share)
+    k, v = random_rows(3)
+    for first in (0, 3):
+        cache.start_forward(range(first, first + 3))
+        for layer in range(2 if share is None else 1):
+            cache.set_layer(1)
+            with pytest.raises(ValueError, match="layer 1 has no rows of this pass"):
+                cache.get()
+            cache.set_layer(layer)
+            cache.put(k, v)
+        cache.set_layer(1)
+        assert len(cache.get()[0]) == first + 3
+
+
+def test_a_wrong_index_of_multimodal_begins_nothing():
+    cache = ollama.new_encoder_cache(8)
+    cache.init(1, 2, 8, capacity=16)
+    with pytest.raises(IndexError, match="multimodal=5: must be at least 0 and below 2"):
+        cache.start_forward([0, 1], multimodal=[5])
+    with pytest.raises(ValueError, match="start_forward"):
+        cache.get()
+
+
+def test_the_prefix_of_an_empty_sequence_is_empty():
+    cache = ollama.new_causal_cache()
+    cache.init(1, 2, 8, capacity=16, max_sequences=2)
+    cache.start_forward([0, 1], [1, 1])
+    cache.put(*random_rows(2))
+    cache.copy_prefix(0, 1, 5)  # "in place of what that held"
+    assert cache.cache.sequences == []
+
+
+def test_caches_are_given_one_by_one():
+    causal, encoder = ollama.new_causal_cache(), ollama.new_encoder_cache()
+    with pytest.raises(TypeError, match=r"caches\[0\]=\[.*\]: must be a Causal or an EncoderCache; give each"):
+        ollama.new_wrapper_cache([causal, encoder])
+    with pytest.raises(TypeError, match=r"caches\[1\]=.*WrapperCache.*: must be a Causal"):
+        ollama.new_wrapper_cache(causal, ollama.new_wrapper_cache(encoder))
+    for padding in (1.5, "32"):
+        with pytest.raises(TypeError, match="cache_padding="):
+            ollama.CacheConfig(cache_padding=padding)

@@ -47,4 +47,6 @@ def test_a_table_has_every_name_and_its_arguments(name, table):
         for part in path.split("."):
             thing = getattr(thing, part)
         if arguments is not None:
-            assert arguments == [each for each in inspect.signature(thing).parameters if each != "self"], path
+            parameters = [each for each in inspect.signature(thing).parameters.values() if each.name != "self"]
+            stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+            assert arguments == [stars.get(each.kind, "") + each.name for each in parameters], path
