@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache import Batch, KVCache
+from kvcache._core import integer
 
 Rows = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
@@ -29,9 +30,9 @@ def read_rows(x: npt.ArrayLike, name: str, *shape: int) -> npt.NDArray[np.float3
     return array.reshape(shape)
 
 
-def check_index(name: str, value: int, length: int) -> None:
-    """Raise ``IndexError`` unless `value` is at least 0 and below `length`."""
-    if not 0 <= value < length:
+def check_index(name: str, value: SupportsIndex, length: int) -> None:
+    """Raise ``IndexError`` unless `value` is at least 0 and below `length`; ``TypeError`` if it is no integer."""
+    if not 0 <= integer(value, name, -(2**63), 2**63 - 1) < length:
         raise IndexError(f"{name}={value}: must be at least 0 and below {length}")
 
 

@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy.typing as npt
 
 import kvcache
+from kvcache._core import INT32_MAX, integer
 from kvcache.compat._running import Running, read_rows
 
 __all__ = ["KVCache"]
@@ -44,7 +45,8 @@ class KVCache:
     def with_capacity(cls, num_layers: int, num_kv_heads: int, head_dim: int, max_seq_len: int) -> Self:
         """Return a cache that has the memory for `max_seq_len` tokens, and grows beyond them."""
         self = cls(num_layers, num_kv_heads, head_dim)
-        self.cache.reserve(max_seq_len)
+        if integer(max_seq_len, "max_seq_len", 0, INT32_MAX):
+            self.cache.reserve(max_seq_len)
         return self
 
     @property

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvcache
+from kvcache._core import INT32_MAX, integer
 from kvcache.compat._running import Rows, Running, check_index, read_rows
 
 __all__ = ["KvCache", "PagedKvCache"]
@@ -46,10 +47,13 @@ class KvCache:
     def __init__(
         self, num_layers: int, num_kv_heads: int, head_dim: int, max_seq_len: int, *, dtype: Any = "f32"
     ) -> None:
-        self._start(kvcache.KVCache(num_layers, num_kv_heads, head_dim, max_seq_len, dtype=dtype))
+        if dtype not in ("f32", "f16"):
+            raise ValueError(f"dtype={dtype!r}: must be 'f32' or 'f16'; kvcache.KVCache stores others")
+        self._start(num_layers, num_kv_heads, head_dim, max_seq_len, dtype=dtype)
 
-    def _start(self, cache: kvcache.KVCache) -> None:
-        self._running = Running(cache)
+    def _start(self, num_layers: int, num_kv_heads: int, head_dim: int, max_seq_len: int, **options: Any) -> None:
+        length = integer(max_seq_len, "max_seq_len", 1, INT32_MAX)
+        self._running = Running(kvcache.KVCache(num_layers, num_kv_heads, head_dim, length, **options))
         self._slots: list[Rows] = []  # of the running token, in each layer: [heads, 1, dim]
         self._seq_len = 0
 
@@ -168,9 +172,7 @@ class KvCache:
         ValueError
             If `n` is negative.
         """
-        if n < 0:
-            raise ValueError(f"n={n}: must be at least 0")
-        self._seq_len = min(n, self.max_seq_len())
+        self._seq_len = min(integer(n, "n", 0, 2**63 - 1), self.max_seq_len())
         self._grow(self._seq_len)
         self.cache.truncate(self._seq_len)
 
@@ -281,7 +283,7 @@ class PagedKvCache(KvCache):
     """
 
     def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, max_seq_len: int) -> None:
-        self._start_paged(num_layers, num_kv_heads, head_dim, max_seq_len, 256)
+        self._start(num_layers, num_kv_heads, head_dim, max_seq_len, dtype="f32", block_size=256)
 
     @classmethod
     def with_page_size(
@@ -289,12 +291,8 @@ class PagedKvCache(KvCache):
     ) -> Self:
         """Return a cache with pages of `page_size` tokens."""
         self = cls.__new__(cls)
-        self._start_paged(num_layers, num_kv_heads, head_dim, max_seq_len, page_size)
+        self._start(num_layers, num_kv_heads, head_dim, max_seq_len, dtype="f32", block_size=page_size)
         return self
-
-    def _start_paged(self, *shape_and_page_size: int) -> None:
-        *shape, page_size = shape_and_page_size
-        self._start(kvcache.KVCache(*shape, dtype="f32", block_size=page_size))
 
     def clear(self) -> None:
         """Forget all tokens, and free all pages."""

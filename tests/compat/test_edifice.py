@@ -225,3 +225,10 @@ def test_a_refused_shape_leaves_the_step_as_it_was(shape, first):
     assert state.seq_length() == 1
     _, k, _ = state.update(0, new, new)
     assert k.shape == (2, 2, 2, 8)
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_seq_len", 0), ("max_seq_len", None), ("batch_size", 0)])
+def test_a_wrong_size_is_named(name, value):
+    sizes = {"batch_size": 1, "num_layers": 1, "num_heads": 1, "head_dim": 8, "max_seq_len": 4}
+    with pytest.raises((ValueError, TypeError), match=f"{name}={value}: "):
+        KVCache.init(**{**sizes, name: value})

@@ -172,3 +172,9 @@ def test_layers_are_given_as_many_tokens(first, second):
     cache.advance()
     assert cache.len() == first
     assert cache.k(1).tolist() == k.tolist()
+
+
+def test_a_wrong_capacity_is_named():
+    assert KVCache.with_capacity(1, 2, 8, 0).len() == 0  # a hint, as there
+    with pytest.raises(ValueError, match="max_seq_len=-1: must be at least 0"):
+        KVCache.with_capacity(1, 2, 8, -1)

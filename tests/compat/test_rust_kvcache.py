@@ -327,3 +327,22 @@ def test_rows_of_pages_are_copies():
 
 def test_a_page_has_256_tokens_unless_told_otherwise():
     assert PagedKvCache(1, 1, 4, 1024).page_size() == 256
+
+
+def test_a_length_that_is_no_integer_changes_nothing(cache):
+    cache.set_seq_len(3)
+    for n in (1.5, "1"):
+        with pytest.raises(TypeError, match=f"n={n!r}: an integer is needed"):
+            cache.set_seq_len(n)
+        assert cache.seq_len() == 3
+    for arguments in (("0", 0, 0), (0, 0.5, 0), (0, 0, None)):
+        with pytest.raises(TypeError, match=r"(layer|head|pos)=.*: an integer is needed"):
+            cache.store_key(*arguments, np.ones(cache.head_dim()))
+    assert cache.cache.seq_len() == 3
+
+
+def test_types_are_those_of_the_original():
+    with pytest.raises(ValueError, match="dtype='q8_0': must be 'f32' or 'f16'"):
+        KvCache(1, 1, 32, 8, dtype="q8_0")
+    with pytest.raises(TypeError, match="max_seq_len=None: an integer is needed"):
+        KvCache(1, 1, 32, None)
