@@ -151,6 +151,7 @@ class HFCache(SaveableBatch, Cache):
         self._pass: ForwardPass | None = None  # the pass that runs, or ran last
         self._prompts: Prompts | None = None  # what `acquire` was told
         self.text: torch.Tensor | None = None  # tokens of each sequence, padding included, as far as `generate` told
+        self.has_moved_rows = False  # since `generate` told them
         self._decoder = Decoder(self._cache)
 
     def _make_layer(self, index: int) -> Layer:
@@ -320,11 +321,7 @@ class HFCache(SaveableBatch, Cache):
 
     def _begin(self, this_pass: ForwardPass, batch_size: int, num_tokens: int, padding: torch.Tensor | None) -> None:
         """Begin the batch of a pass; leave out the padding before a row's first token."""
-        if self._seq_ids and len(self._seq_ids) != batch_size:
-            raise ValueError(
-                f"the batch has {batch_size} rows: the cache was filled with {len(self._seq_ids)}; reset it, or call"
-                " batch_repeat_interleave"
-            )
+        self.check_batch_size(batch_size)
         if not self._seq_ids:
             self._seq_ids, self._offsets = self._new_ids(batch_size), [0] * batch_size
         leading = [0] * batch_size
@@ -349,6 +346,14 @@ class HFCache(SaveableBatch, Cache):
             batch = self._cache.batch(positions=positions, seq_ids=seq_ids, timeout=timeout) if positions else None
         stored = torch.arange(num_tokens) >= torch.tensor(leading)[:, None] if any(leading) else None
         this_pass.open(batch, num_tokens, stored, offsets, self._seen)
+
+    def check_batch_size(self, batch_size: int) -> None:
+        """Raise ValueError if the cache holds more or fewer rows."""
+        if self._seq_ids and len(self._seq_ids) != batch_size:
+            raise ValueError(
+                f"the batch has {batch_size} rows: the cache was filled with {len(self._seq_ids)}; reset it, or call"
+                " batch_repeat_interleave"
+            )
 
     def _hidden(
         self, this_pass: ForwardPass, padding: torch.Tensor | None, offsets: Sequence[int]
@@ -606,6 +611,10 @@ class HFCache(SaveableBatch, Cache):
         self._prompts, self._offsets = prompts, prompts.offsets(self._seen)
         return self._seen
 
+    def begins_behind(self, column: int) -> bool:
+        """Whether a prompt that was acquired begins there or behind: another one cannot take its place."""
+        return self._prompts is not None and self._prompts.begins_behind(column)
+
     def release(self, tokens: torch.Tensor | None = None) -> None:
         """Give the rows back to the prefix cache, for prompts to come, and forget all tokens.
 
@@ -674,7 +683,6 @@ class HFCache(SaveableBatch, Cache):
     def _select(self, batch_indices: list[int]) -> None:
         """Make a batch of the sequences at these indices; fork a sequence whose index occurs more than once."""
         self._end_pass()
-        self.text = None
         if not self._seq_ids:  # transformers' own caches ignore this as well
             return
         if not batch_indices:
@@ -690,6 +698,7 @@ class HFCache(SaveableBatch, Cache):
         for seq_id in set(self._seq_ids) - set(selected):
             self._cache.clear(seq_id)
         self._seq_ids, self._offsets = selected, [self._offsets[i] for i in batch_indices]
+        self.text, self.has_moved_rows = None if self.text is None else self.text[batch_indices], True
         if self._prompts is not None:
             self._prompts.select(batch_indices, self._seen)
 

@@ -21,7 +21,7 @@ from kvcache.hf.cache import HFCache
 from kvcache.hf.enabling import arguments_of, make_cache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.policies import window_of
-from kvcache.hf.texts import begin_text, end_text
+from kvcache.hf.texts import begin_text, end_text, leave_text
 
 PIECE = 512  # tokens of a prompt that a model with windows is fed at once
 STATIC = configuration_utils.ALL_STATIC_CACHE_IMPLEMENTATIONS
@@ -131,7 +131,8 @@ def _is_whole(input_ids: torch.Tensor, generation_config: Any, model_kwargs: dic
     mask = model_kwargs.get("attention_mask")
     num_columns = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
     is_embedded = model_kwargs.get("inputs_embeds") is not None
-    return bool(input_ids.numel() and num_columns == input_ids.shape[1] and not is_embedded)
+    has_columns = input_ids.ndim == 2 and (mask is None or mask.ndim == 2)
+    return bool(has_columns and input_ids.numel() and num_columns == input_ids.shape[1] and not is_embedded)
 
 
 def _gains_by_pieces(cache: HFCache, num_tokens: int) -> bool:
@@ -173,9 +174,11 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate, and give the rows of caches that were made here, and that nobody else has, to their prefix caches."""
     made: list[HFCache] = []
     token = _made.set(made)
+    used = kwargs.get("past_key_values")
+    before = getattr(used, "text", None)
     try:
         result = generate(self, *args, **kwargs)
-        used = kwargs.get("past_key_values", getattr(result, "past_key_values", None))
+        used = getattr(result, "past_key_values", None) if used is None else used
         text = getattr(result, "sequences", result)
         if isinstance(used, HFCache) and isinstance(text, torch.Tensor):
             end_text(used, text)
@@ -186,6 +189,8 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
                 cache.release(tokens if is_known else None)
         return result
     except BaseException:
+        if isinstance(used, HFCache) and used.text is not before:
+            leave_text(used)
         for cache in made:
             cache.reset()
         raise

@@ -140,6 +140,10 @@ class Prompts:
         """Return the mask if padding comes behind a column: a model's own attention does not hand it to the cache."""
         return self._mask if any(prompt.leading > seen for prompt in self._rows) else None
 
+    def begins_behind(self, column: int) -> bool:
+        """Whether a row's padding reaches to a column or beyond."""
+        return any(prompt.leading >= column for prompt in self._rows)
+
     def check_leading(self, offsets: Sequence[int], num_columns: int) -> None:
         """Raise if a row begins behind other padding than it should; before `num_columns`, it has a token."""
         for row, (prompt, offset) in enumerate(zip(self._rows, offsets, strict=True)):

@@ -11,6 +11,8 @@ from kvcache.errors import RowsGoneError
 if TYPE_CHECKING:
     from kvcache.hf.cache import HFCache
 
+NONE = -1  # in place of a token: it was hidden, or nobody told which one was fed
+
 
 def begin_text(cache: HFCache, input_ids: torch.Tensor, mask: torch.Tensor | None) -> None:
     """Cut a cache to what it has in common with a text that `generate` is given as a whole, and note the text.
@@ -21,12 +23,15 @@ def begin_text(cache: HFCache, input_ids: torch.Tensor, mask: torch.Tensor | Non
     Raises
     ------
     ValueError
-        If the text is not longer than what the cache holds, and the cache does not know its own tokens.
+        If the text is not longer than what the cache holds, and the cache does not know its own tokens; or if there are
+        more or fewer rows. Nothing has changed then.
     """
     seen, length = cache.get_seq_length(), input_ids.shape[1]
-    known = None if cache.text is None or len(cache.text) != len(input_ids) else cache.text[:, :seen]
-    if known is not None:
-        num_common = _count_common(known, input_ids, mask)
+    cache.check_batch_size(len(input_ids))
+    text = input_ids if mask is None else input_ids.masked_fill(~mask.bool(), NONE)
+    if cache.text is not None:
+        known = cache.text[:, :seen]
+        num_common = _count_common(known, text)
         if length <= seen or num_common < known.shape[1]:
             _cut(cache, min(num_common, length - 1))
     elif length <= seen:
@@ -34,31 +39,40 @@ def begin_text(cache: HFCache, input_ids: torch.Tensor, mask: torch.Tensor | Non
             f"input_ids has {length} tokens, and the cache holds {seen} tokens that it was not told: crop the cache to"
             " what both begin with, or reset it"
         )
-    cache.text = input_ids
+    cache.text, cache.has_moved_rows = text, False
 
 
 def end_text(cache: HFCache, tokens: torch.Tensor) -> None:
     """Note the whole text that `generate` returns, unless the rows of the batch changed places (beam search)."""
-    if cache.text is None or len(tokens) != len(cache.text):
+    if cache.text is None:
         return
-    begin = tokens[:, : cache.text.shape[1]]
-    if torch.equal(begin, cache.text):
-        cache.text = tokens[:, : cache.get_seq_length()]
+    num_given = cache.text.shape[1]
+    is_next = not cache.has_moved_rows and len(tokens) == len(cache.text) and tokens.shape[1] >= num_given
+    if is_next and ((tokens[:, :num_given] == cache.text) | (cache.text == NONE)).all():
+        cache.text = torch.cat([cache.text, tokens[:, num_given : cache.get_seq_length()]], 1)
+    else:
+        leave_text(cache)
 
 
-def _count_common(known: torch.Tensor, input_ids: torch.Tensor, mask: torch.Tensor | None) -> int:
-    """Count the columns before the first in which a token that the mask shows is another one in any row."""
-    n = min(known.shape[1], input_ids.shape[1])
-    differs = known[:, :n] != input_ids[:, :n]
-    if mask is not None:
-        differs &= mask[:, :n].bool()
-    columns = differs.any(0).nonzero()
+def leave_text(cache: HFCache) -> None:
+    """Note that nobody told what `generate` fed behind the text that it was given."""
+    if cache.text is not None and (num_more := cache.get_seq_length() - cache.text.shape[1]) > 0:
+        cache.text = torch.nn.functional.pad(cache.text, (0, num_more), value=NONE)
+
+
+def _count_common(known: torch.Tensor, text: torch.Tensor) -> int:
+    """Count the columns before the first in which a row has another token, or saw one that is hidden now."""
+    n = min(known.shape[1], text.shape[1])
+    known, text = known[:, :n], text[:, :n]
+    is_shown = text != NONE
+    saw_hidden = (~is_shown & (known != NONE)).cumsum(1) > 0
+    columns = (is_shown & ((known != text) | saw_hidden)).any(0).nonzero()
     return int(columns[0]) if len(columns) else n
 
 
 def _cut(cache: HFCache, length: int) -> None:
     """Keep the first tokens, or none where a layer cannot go back to there."""
-    if length and not cache.others:  # these do not go back
+    if length and not cache.others and not cache.begins_behind(length):  # these do not go back
         try:
             cache.crop(length - cache.get_seq_length())
             return

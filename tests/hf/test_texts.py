@@ -95,13 +95,79 @@ def test_padding_and_a_token_that_the_mask_hides():
     assert torch.equal(generate(model, cache, text, attention_mask=mask), want)
 
 
-def test_after_beams_nothing_is_known():
+def test_after_beams_the_prompt_is_known():
+    """Each row holds a beam's answer: that which is returned is fed to all."""
+    model = model_of("llama")
+    for seed in range(4):
+        cache = HFCache(model.config, dtype="f32")
+        text = generate(model, cache, random_tokens(1, 20, seed), num_beams=3)
+        for more in (torch.cat([text, random_tokens(1, 4)], 1), text[:, :9]):
+            assert torch.equal(generate(model, cache, more, num_beams=3), fresh(model, more, num_beams=3))
+
+
+def test_rows_that_the_caller_moves():
+    model, tokens = model_of("llama"), random_tokens(2, 20)
+    cache = HFCache(model.config, dtype="f32")
+    text = generate(model, cache, tokens)
+    order = torch.tensor([1, 0, 1])
+    cache.reorder_cache(order)
+    edited = edit(torch.cat([text[order], text[order]], 1), 15)
+    assert torch.equal(generate(model, cache, edited), fresh(model, edited))
+
+
+def test_a_batch_that_is_refused_changes_nothing():
     model = model_of("llama")
     cache = HFCache(model.config, dtype="f32")
-    text = generate(model, cache, random_tokens(1, 20), num_beams=2)
-    with pytest.raises(ValueError, match=r"input_ids has 9 tokens, and the cache holds 27 tokens that it was not told"):
-        generate(model, cache, text[:, :9], num_beams=2)
-    assert cache.get_seq_length() == 27
+    text = generate(model, cache, random_tokens(1, 20))
+    for length in (9, 40):
+        with pytest.raises(ValueError, match="the batch has 2 rows: the cache was filled with 1"):
+            generate(model, cache, random_tokens(2, length))
+    edited = edit(torch.cat([text, text], 1), 10)
+    assert torch.equal(generate(model, cache, edited), fresh(model, edited))
+
+
+@pytest.mark.parametrize("before", [None, 5, 15])
+@pytest.mark.parametrize("after", [None, 5, 15])
+def test_a_token_that_the_mask_hides_another_time(before, after):
+    """Rows behind a token that they saw are not those of a text that hides it, nor the other way round."""
+    model, tokens = model_of("llama"), random_tokens(2, 20)
+    cache = HFCache(model.config, dtype="f32")
+    for text, column in ((tokens, before), (edit(tokens, 5), after), (edit(tokens, 5), None)):
+        mask = torch.ones_like(text)
+        mask[0, slice(0) if column is None else column] = 0
+        want = fresh(model, text, attention_mask=mask)
+        assert torch.equal(generate(model, cache, text, attention_mask=mask), want)
+
+
+def test_more_and_less_padding():
+    model, text = model_of("llama"), random_tokens(2, 20)
+    cache = HFCache(model.config, dtype="f32")
+    for leading in (4, 9, 0, 4):
+        mask = torch.ones_like(text)
+        mask[0, :leading] = 0
+        want = fresh(model, text, attention_mask=mask)
+        assert torch.equal(generate(model, cache, text, attention_mask=mask), want)
+
+
+def test_prompts_with_other_padding_and_a_prefix_cache():
+    model = model_of("llama")
+    memory = HFCache.make_kv_cache(model.config, dtype="f32", block_size=4)
+    cache = HFCache(model.config, prefix=kvcache.PrefixCache(memory, fingerprint="one"))
+    for length, leading in ((30, (20, 0)), (30, (4, 2)), (35, (9, 9)), (35, (0, 15)), (30, (15, 2))):
+        text = random_tokens(2, length, seed=length)
+        mask = torch.ones_like(text)
+        for row, num in enumerate(leading):
+            text[row, :num] = mask[row, :num] = 0
+        got = generate(model, cache, text, attention_mask=mask)
+        assert torch.equal(got, fresh(model, text, attention_mask=mask))
+
+
+def test_a_cache_that_generate_made():
+    model = model_of("llama")
+    options = {"return_dict_in_generate": True, "cache_implementation": "kvcache", "cache_config": {"dtype": "f32"}}
+    made = generate(model, None, random_tokens(1, 20), **options)
+    edited = edit(torch.cat([made.sequences, random_tokens(1, 4)], 1), 23)
+    assert torch.equal(generate(model, made.past_key_values, edited), fresh(model, edited))
 
 
 def test_tokens_that_the_cache_was_not_told():
@@ -129,7 +195,9 @@ def test_after_an_interruption(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         generate(model, cache, tokens, stopping_criteria=[stop])
     assert cache.get_seq_length() > 20
-    assert torch.equal(generate(model, cache, tokens), fresh(model, tokens))
+    edited = torch.cat([tokens, random_tokens(1, 9)], 1)
+    for text in (edited, tokens):
+        assert torch.equal(generate(model, cache, text), fresh(model, text))
 
 
 def test_copies_assistants_and_prefixes():
