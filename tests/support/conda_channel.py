@@ -13,12 +13,13 @@ PYTHON = "{}.{}".format(*sys.version_info[:2])
 PROGRAMS = {  # by package: its version, and the programs it has
     "gcc_linux-64": ("14.0", ("cc", "gcc", "ar", "ranlib", "ld", "strip")),
     "sysroot_linux-64": ("2.17", ()),
+    "libgomp": ("14.0", ()),
     "cmake": ("4.0", ("cmake", "ctest")),
     "ninja": ("1.12", ("ninja",)),
     "pkg-config": ("0.29", ("pkg-config",)),
     **{name: (version, ()) for name, version in [
         ("python-abi3", PYTHON), ("pip", "26.0"), ("setuptools", "80.0"), ("cython", "3.1"), ("numpy", "2.4"),
-        ("typer", "0.28"), ("rich", "14.0"), ("psutil", "7.0"), ("gguf", "0.17"), ("tokenizers", "0.22"),
+        ("typer", "0.28"), ("rich", "14.0"), ("gguf", "0.17"), ("tokenizers", "0.22"),
     ]},
 }  # fmt: skip
 
