@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, Literal, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache import Batch, KVCache
-from kvcache._core import integer
 
 Rows = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
@@ -30,9 +30,20 @@ def read_rows(x: npt.ArrayLike, name: str, *shape: int) -> npt.NDArray[np.float3
     return array.reshape(shape)
 
 
+def to_integer(name: str, value: SupportsIndex, least: int | None = None) -> int:
+    """Return an integer; raise ``TypeError`` if `value` is none, ``ValueError`` if it is below `least`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r}: an integer is needed, not {type(value).__name__}") from None
+    if least is not None and number < least:
+        raise ValueError(f"{name}={value}: must be at least {least}")
+    return number
+
+
 def check_index(name: str, value: SupportsIndex, length: int) -> None:
     """Raise ``IndexError`` unless `value` is at least 0 and below `length`; ``TypeError`` if it is no integer."""
-    if not 0 <= integer(value, name, -(2**63), 2**63 - 1) < length:
+    if not 0 <= to_integer(name, value) < length:
         raise IndexError(f"{name}={value}: must be at least 0 and below {length}")
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvcache
-from kvcache._core import INT32_MAX, integer
-from kvcache.compat._running import Rows, Running
+from kvcache.compat._running import Rows, Running, to_integer
 
 __all__ = ["KVCache"]
 
@@ -63,7 +62,7 @@ class KVCache:
             The element type, any that `kvcache.KVCache` stores.
         """
         sizes = {"batch_size": batch_size, "max_seq_len": max_seq_len}
-        batch_size, max_seq_len = (integer(value, name, 1, INT32_MAX) for name, value in sizes.items())
+        batch_size, max_seq_len = (to_integer(name, value, 1) for name, value in sizes.items())
         capacity = batch_size * max_seq_len
         cache = kvcache.KVCache(
             num_layers, num_heads, head_dim, None, dtype=type, max_sequences=batch_size, capacity=capacity,

@@ -8,8 +8,7 @@ from typing import Any, Self
 import numpy.typing as npt
 
 import kvcache
-from kvcache._core import INT32_MAX, integer
-from kvcache.compat._running import Running, read_rows
+from kvcache.compat._running import Running, read_rows, to_integer
 
 __all__ = ["KVCache"]
 
@@ -45,7 +44,7 @@ class KVCache:
     def with_capacity(cls, num_layers: int, num_kv_heads: int, head_dim: int, max_seq_len: int) -> Self:
         """Return a cache that has the memory for `max_seq_len` tokens, and grows beyond them."""
         self = cls(num_layers, num_kv_heads, head_dim)
-        if integer(max_seq_len, "max_seq_len", 0, INT32_MAX):
+        if to_integer("max_seq_len", max_seq_len, 0):
             self.cache.reserve(max_seq_len)
         return self
 

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvcache
-from kvcache._core import integer
-from kvcache.compat._running import check_index
+from kvcache.compat._running import check_index, to_integer
 
 __all__ = [
     "MAX_INT32",
@@ -49,7 +48,7 @@ class CacheConfig:
     mask_dtype: Literal["f32", "f16"] = "f32"
 
     def __post_init__(self) -> None:
-        integer(self.cache_padding, "cache_padding", 1, MAX_INT32)
+        to_integer("cache_padding", self.cache_padding, 1)
         if self.mask_dtype not in ("f32", "f16"):
             raise ValueError(f"mask_dtype={self.mask_dtype!r}: must be 'f32' or 'f16'")
 

@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvcache
-from kvcache._core import INT32_MAX, integer
-from kvcache.compat._running import Rows, Running, check_index, read_rows
+from kvcache.compat._running import Rows, Running, check_index, read_rows, to_integer
 
 __all__ = ["KvCache", "PagedKvCache"]
 
@@ -52,7 +51,7 @@ class KvCache:
         self._start(num_layers, num_kv_heads, head_dim, max_seq_len, dtype=dtype)
 
     def _start(self, num_layers: int, num_kv_heads: int, head_dim: int, max_seq_len: int, **options: Any) -> None:
-        length = integer(max_seq_len, "max_seq_len", 1, INT32_MAX)
+        length = to_integer("max_seq_len", max_seq_len, 1)
         self._running = Running(kvcache.KVCache(num_layers, num_kv_heads, head_dim, length, **options))
         self._slots: list[Rows] = []  # of the running token, in each layer: [heads, 1, dim]
         self._seq_len = 0
@@ -172,7 +171,7 @@ class KvCache:
         ValueError
             If `n` is negative.
         """
-        self._seq_len = min(integer(n, "n", 0, 2**63 - 1), self.max_seq_len())
+        self._seq_len = min(to_integer("n", n, 0), self.max_seq_len())
         self._grow(self._seq_len)
         self.cache.truncate(self._seq_len)
 
