@@ -26,8 +26,7 @@ static kvc_status new_probe(kvc_cache *cache, int64_t seq_id, int32_t array_len,
     }
     set_probe(batch, num_tokens);
     batch->sequences->num_stretches = 1;
-    kvc_sequence *sequence = batch->sequences->sequence;
-    if (sequence->low > kvc_sequence_next(sequence)) sequence->low = kvc_sequence_next(sequence); /* the first token */
+    batch->sequences->sequence->low = kvc_sequence_low(batch->sequences->sequence); /* where the first token stands */
     *out = batch;
     return KVC_OK;
 }
