@@ -117,13 +117,16 @@ static int64_t most_added(const kvc_batch *batch, const kvc_batch_sequence *memb
     return grows && !batch->restored && kept < member->num_tokens ? kept : member->num_tokens;
 }
 
+enum { TOO_MANY_RUNS = INT32_MAX / 2 + 1 }; /* more than a list may have: kvc_runs_prepare fails */
+
 /* The sequence's slots are a stretch for each stretch of consecutive positions, and one more for each further block
  * that it goes on in, and behind the sinks; of a stretch of n slots, the kept ones are at most (n + 1) / 2 runs. */
 int32_t kvc_most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
     if (member->is_unstored || !kvc_takes_rows(batch, g)) return 0;
     if (g >= batch->cache->num_token_groups) return batch->cache->policies[g].kind == KVC_CROSS;
     const int64_t n = most_added(batch, member, g);
-    return (int32_t)((n + member->num_stretches + n / batch->cache->pools[g].block_size + 3) / 2);
+    const int64_t runs = (n + member->num_stretches + n / batch->cache->pools[g].block_size + 3) / 2;
+    return runs < TOO_MANY_RUNS ? (int32_t)runs : TOO_MANY_RUNS;
 }
 
 /* Gets memory in lists for the runs that each sequence may get, and that evictions may split. */

@@ -67,6 +67,7 @@ static void test_reserve(void)
     kvc_cache *cache;
     CHECK(new_cache(&layer, 1, 1, &cache) == KVC_OK);
     CHECK_FAILS(kvc_reserve(cache, 0, 1 << 30), KVC_ERR_NOMEM, "a sequence of", "runs");
+    CHECK_FAILS(kvc_reserve(cache, 0, INT32_MAX - 1), KVC_ERR_NOMEM, "a sequence of", "runs");
     check_empty(cache);
 }
 
