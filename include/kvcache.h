@@ -965,9 +965,10 @@ KVC_API kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_ar
 /* Ends the batch and frees it: its tokens become part of their sequences, if these are stored.  Layers with a window or
  * chunks keep what a query in the place of a sequence's last token would see, or as many positions as resume_window
  * says; blocks that this frees go back to the system, but for what a sequence needs to go on, so that such a layer takes
- * the memory of what it keeps, and at most two blocks, for each sequence.  KVC_ERR_INVALID if a
- * token was not put in some layer; the batch is still open then.  Once every token was put, this cannot fail: kvc_begin
- * has taken all memory that it needs.  (The work on OS pages at its end is left out where the system refuses it.) */
+ * the memory of what it keeps, and at most two blocks, or with sinks three, for each sequence whose tokens are all kept
+ * and in nobody else's blocks.  KVC_ERR_INVALID if a token was not put in some layer; the batch is still open then.
+ * Once every token was put, this cannot fail: kvc_begin has taken all memory that it needs.  (The work on OS pages at
+ * its end is left out where the system refuses it.) */
 KVC_API kvc_status kvc_commit(kvc_batch *batch);
 
 /* Does what kvc_commit does with num_kept of the tokens only, such as the accepted ones of those that were speculated:
