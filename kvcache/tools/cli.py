@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 import os
 import re
 import sys
@@ -66,6 +67,13 @@ def _tokens(text: str, least: int | None = None) -> Any:
     return typer.Option(parser=parse, metavar="N", help=text)
 
 
+def _not_nan(value: float) -> float:
+    """Return a number that passed a check of its range, which NaN passes, too."""
+    if math.isnan(value):
+        raise typer.BadParameter("nan is no number from 1 to 3600")
+    return value
+
+
 def _type(text: str) -> Any:
     """Make an option that takes an element type."""
 
@@ -113,6 +121,9 @@ def _command(*examples: str, name: str | None = None) -> Callable[[F], F]:
 
 def main() -> NoReturn:
     """Run the command and exit: 0, 2 after a mistake, 130 after an interrupt."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed before the start, as by >&-
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
         status = app(prog_name="kvcache", standalone_mode=False)
         sys.stdout.flush()
@@ -327,7 +338,9 @@ def bench_command(
     ] = None,
     context: Annotated[int, CONTEXT_OPTION] = CONTEXT,
     threads: Threads = None,
-    seconds: Annotated[float, typer.Option(min=1, max=3600, help="About how long it may take.")] = 60.0,
+    seconds: Annotated[
+        float, typer.Option(min=1, max=3600, callback=_not_nan, help="About how long it may take.")
+    ] = 60.0,
     peers: Annotated[bool, typer.Option(help="Measure other people's code too, where it is installed.")] = True,
     as_json: AsJson = False,
     plot: Plot = None,

@@ -863,3 +863,17 @@ def test_inspect_of_a_damaged_file(tmp_path):
     found = run_here("inspect", tmp_path / "none")
     assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr.endswith("none: No such file or directory\n")
+
+
+@pytest.mark.parametrize("arguments", [("info",), ("plan", MODEL, "--no-measure"), ("--version",)])
+def test_closed_streams_are_no_traceback(arguments):
+    code = shlex.join([sys.executable, "-m", "kvcache", *arguments])
+    ran = subprocess.run(f"{code} >&-", shell=True, stderr=subprocess.PIPE, text=True, timeout=600)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert subprocess.run(f"{code} nosuch 2>&-", shell=True, stdout=subprocess.DEVNULL, timeout=600).returncode == 2
+
+
+def test_seconds_that_are_no_number_are_refused():
+    ran = run_here("bench", "--seconds", "nan", "--context", "64", "--no-peers")
+    assert ran.returncode == 2
+    assert ran.stderr == "kvcache: Invalid value for '--seconds': nan is no number from 1 to 3600\n"
