@@ -204,7 +204,7 @@ class KVCache(Saveable):
         self._strategy = _check_strategy(strategy)
         self._decisions: dict[int, Decision] = {}  # the latest decision on each sequence, oldest first
         self._most_decisions = 64
-        self._dropped: set[int] = set()  # sequences that were dropped, and have not been fed again
+        self._dropped: set[int] = set()  # sequences that Adaptive dropped or did not store, to be fed again whole
         self._max_seq_len = _limit(max_seq_len, "max_seq_len", INT32_MAX - 1)
         self._max_sequences = _limit(max_sequences, "max_sequences", INT32_MAX)
         self._max_bytes = _limit(max_bytes, "max_bytes", INT64_MAX)
@@ -637,10 +637,10 @@ class KVCache(Saveable):
 
     def _end(self, found: dict[int, Decision]) -> None:
         """Give back the memory of sequences that a committed batch has dropped."""
-        dropped = {seq_id for seq_id, decision in found.items() if decision.outcome == "dropped"}
         self._dropped -= {seq_id for seq_id, decision in found.items() if decision.outcome == "stored"}
-        self._dropped |= dropped
-        if dropped:
+        if isinstance(self._strategy, Adaptive):  # under the others, what holds nothing begins at next_position anyway
+            self._dropped |= {seq_id for seq_id, decision in found.items() if decision.outcome != "stored"}
+        if any(decision.outcome == "dropped" for decision in found.values()):
             with suppress(CacheBusyError, BufferError, MemoryError):  # the memory stays for reuse
                 self._core.compact()
 

@@ -74,7 +74,7 @@ class Adaptive:
     without it: the higher limit keeps a sequence from being dropped and stored in turn as free memory varies. The batch
     that drops a sequence still sees all of it. Once the batch is committed, the sequence holds nothing, its
     `KVCache.next_position` is 0, and its memory goes back to the system. To go on from another position is a
-    `RowsGoneError`.
+    `RowsGoneError`, as it is where the tokens before were not stored.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ def check_all_fed(strategy: Strategy, seq_id: int, position: int, next_position:
     if was_dropped and position:
         raise RowsGoneError(
             f"a token at position {position} of sequence {seq_id} would see rows that are gone: the sequence was "
-            "dropped, as explain() says; feed all of it, from next_position on, or clear it first"
+            "dropped or not stored, as explain() says; feed all of it, from next_position on, or clear it first"
         )
     if position > next_position and not isinstance(strategy, Adaptive):
         raise RowsGoneError(

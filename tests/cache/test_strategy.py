@@ -372,6 +372,25 @@ def test_adaptive_drops_and_stores_again(machine):
     cache.validate()
 
 
+def test_a_prompt_in_pieces_is_stored_from_its_first_or_refused(machine):
+    cache = new_cache(kvcache.Adaptive(0.5))
+    machine.available = 0
+    run(cache, range(4))
+    cache.fork(0, 1)
+    machine.available = GIB
+    for seq_id in (0, 1):
+        with pytest.raises(
+            kvcache.RowsGoneError, match=rf"position 4 of sequence {seq_id} .*not stored.*next_position"
+        ):
+            cache.batch(positions=[4, 5], seq_ids=[seq_id] * 2)
+    cache.batch(positions=[4], seq_ids=[2]).abort()  # positions are the caller's, where nothing was fed
+    run(cache, range(5))
+    run(cache, range(7))
+    assert cache.seq_len() == 7
+    cache.clear(1)
+    cache.batch(positions=[4], seq_ids=[1]).abort()
+
+
 def test_what_is_dropped_does_not_go_on_in_silence(machine):
     cache = new_cache(kvcache.Adaptive(0.5))
     machine.available = GIB
