@@ -93,6 +93,8 @@ def set_threading_layer(name: str | None) -> None:
     ------
     NotSupportedError
         If this build has no such layer.
+    TypeError
+        If `name` is no str.
 
     Examples
     --------
@@ -102,6 +104,8 @@ def set_threading_layer(name: str | None) -> None:
     'own'
     >>> kvcache.set_threading_layer(None)
     """
+    if not isinstance(name, str | None):
+        raise TypeError(f"name={name!r}: a str is needed, not {type(name).__name__}")
     _core.set_threading_layer(name)
 
 

@@ -1,6 +1,7 @@
 """Test the threads of the installed library: OpenMP's, as its variables and threadpoolctl say, or its own."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -265,3 +266,9 @@ if os.fork() == 0:
 assert os.wait()[1] == 0
 """
     assert run_python(code, imports="torch, kvcache") == []
+
+
+@pytest.mark.parametrize("name", [3, b"own", ["own"]])
+def test_a_layer_that_is_no_name_is_named(name):
+    with pytest.raises(TypeError, match=re.escape(f"name={name!r}: a str is needed, not {type(name).__name__}")):
+        kvcache.set_threading_layer(name)
