@@ -17,7 +17,7 @@ from kvcache import KVCache, NotSupportedError, _core
 from kvcache.hf.decode import Decoder
 from kvcache.hf.forward_pass import DECODED, UNKNOWN, ForwardPass
 from kvcache.hf.layers import CrossLayer, LatentLayer, Layer
-from kvcache.hf.padding import count_leading, hidden_ranges, refuse_padding, shown_columns
+from kvcache.hf.padding import count_leading, hidden_ranges, refuse_batch, refuse_padding, shown_columns
 from kvcache.hf.policies import SHAPE, CacheLayer, describe, parts_of, shapes_of
 from kvcache.hf.prompts import Prompts, check_prefix, placeholders_of
 from kvcache.hf.rows import LayerRows, Shape
@@ -350,10 +350,7 @@ class HFCache(SaveableBatch, Cache):
     def check_batch_size(self, batch_size: int) -> None:
         """Raise ValueError if the cache holds more or fewer rows."""
         if self._seq_ids and len(self._seq_ids) != batch_size:
-            raise ValueError(
-                f"the batch has {batch_size} rows: the cache was filled with {len(self._seq_ids)}; reset it, or call"
-                " batch_repeat_interleave"
-            )
+            refuse_batch(batch_size, len(self._seq_ids))
 
     def _hidden(
         self, this_pass: ForwardPass, padding: torch.Tensor | None, offsets: Sequence[int]
@@ -652,14 +649,16 @@ class HFCache(SaveableBatch, Cache):
         self._end_pass()
         seen = max(0, self._seen + tokens_to_remove)
         lengths = {i: max(0, seen - offset) for i, offset in zip(self._seq_ids, self._offsets, strict=True)}
-        for seq_id in sorted(self._seq_ids, key=lambda i: self._cache.can_resume(lengths[i], seq_id=i)):
-            self._cache.truncate(lengths[seq_id], seq_id=seq_id)  # first where it may raise: then none has changed
+        can_resume = {i: self._cache.can_resume(length, seq_id=i) for i, length in lengths.items()}
+        if all(can_resume.values()):
+            for layer in self.others:
+                layer.crop(tokens_to_remove)
+        for seq_id in sorted(self._seq_ids, key=can_resume.__getitem__):
+            self._cache.truncate(lengths[seq_id], seq_id=seq_id)  # what may raise comes first: then none has changed
         self._seen, self._offsets = seen, [min(offset, seen) for offset in self._offsets]
         self.text = None if self.text is None else self.text[:, :seen]
         if self._prompts is not None:
             self._prompts.crop(seen)
-        for layer in self.others:
-            layer.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Continue batch index i from the tokens of index ``beam_idx[i]``; no row of keys or values is copied."""

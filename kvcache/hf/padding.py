@@ -18,6 +18,14 @@ def refuse_padding(row: int, offset: int) -> NoReturn:
     )
 
 
+def refuse_batch(batch_size: int, num_filled: int) -> NoReturn:
+    """Raise ValueError for a batch of more or fewer rows than the cache holds."""
+    raise ValueError(
+        f"the batch has {batch_size} rows: the cache was filled with {num_filled}; reset it, or call"
+        " batch_repeat_interleave"
+    )
+
+
 def shown_columns(padding: torch.Tensor, num_columns: int) -> npt.NDArray[np.bool_]:
     """Return which columns a mask shows, ``[batch, num_columns]``; it hides columns that it does not have."""
     shown = np.zeros((len(padding), num_columns), np.bool_)

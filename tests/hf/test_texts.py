@@ -221,3 +221,14 @@ def test_layers_that_do_not_go_back():
     cache = HFCache(model.config, dtype="f32")
     text = generate(model, cache, random_tokens(1, 20))[:, :12]
     assert torch.equal(generate(model, cache, text), fresh(model, text))
+
+
+def test_a_crop_that_such_layers_refuse_changes_nothing():
+    model = make(transformers.Lfm2Config(**BASE | {"layer_types": ["conv", "full_attention"] * 2}))
+    model.set_attn_implementation("kvcache")
+    cache = HFCache(model.config, dtype="f32")
+    text = generate(model, cache, random_tokens(2, 20))
+    with pytest.raises(RuntimeError, match="does not track past states"):
+        cache.crop(-3)
+    assert cache.get_seq_length() == text.shape[1] - 1
+    assert torch.equal(generate(model, cache, text), fresh(model, text))
