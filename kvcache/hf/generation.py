@@ -155,7 +155,9 @@ def _follows_from_tokens(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) 
     """Whether a prompt's keys and values follow from its tokens and padding: no images, no embeddings."""
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     others = (value for name, value in model_kwargs.items() if name not in ("attention_mask", "position_ids"))
-    has_others = any(isinstance(value, (torch.Tensor, list, tuple, dict)) for value in others)
+    has_others = any(
+        isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple, dict)) and value) for value in others
+    )
     if (
         has_others
         or input_ids.ndim != 2

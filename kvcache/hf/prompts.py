@@ -94,6 +94,7 @@ class Prompts:
     ) -> None:
         self._prefix = prefix
         self._rows = prompts_of(input_ids, mask, placeholders)
+        self._placeholders = placeholders
         self._mask = mask
         self._num_columns = input_ids.shape[1]
         self.num_matched = 0  # columns that the sequences held when they were acquired
@@ -193,7 +194,9 @@ class Prompts:
             if row[:num] != prompt.tokens[:num]:
                 raise ValueError(f"row {i} of tokens does not begin with the prompt that was acquired for it")
         for seq_id, row, prompt in zip(seq_ids, rows, self._rows, strict=True):
-            self._prefix.release(seq_id, row[: prompt.limit])
+            named = row[: prompt.limit]
+            limit = next((i for i, token in enumerate(named) if token in self._placeholders), None)
+            self._prefix.release(seq_id, named[:limit])
 
 
 def check_prefix(

@@ -576,6 +576,34 @@ def test_images_are_not_matched():
     assert cache.acquire(tokens) == first - 1
 
 
+def test_images_of_a_second_turn_are_not_kept():
+    config = CONFIGS["llama"]()
+    config.image_token_id = 90
+    model = make(config)
+    prefix = prefix_for(model)
+    tokens = random_tokens(1, LONG)
+    tokens[tokens == 90] = 9
+    cache = HFCache(config, prefix=prefix)
+    for text in (tokens, torch.cat([tokens, tokens], 1)):
+        text[:, LONG:][:, 5:] = 90
+        with torch.inference_mode():
+            model(text[:, cache.acquire(text) if cache.takes_prompt else LONG :], past_key_values=cache)
+    cache.release(text)
+    assert prefix.acquire(text[0].tolist())[1] == LONG + 5
+
+
+def test_a_model_of_images_that_is_given_none():
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    config = transformers.LlavaConfig(vision_config=vision, text_config=CONFIGS["llama"](), image_token_id=90)
+    model = make(config, transformers.AutoModelForImageTextToText)
+    prefix = prefix_for(model)
+    tokens = random_tokens(1, LONG)
+    tokens[tokens == 90] = 9
+    assert [generate(model, tokens, prefix)[1][0] for _ in range(2)] == [LONG, 1]
+
+
 def test_a_way_to_generate_that_returns_something_else():
     """What a user's function returns is no tokens that the cache could know: the prompt alone is kept."""
     model = model_of("llama")
