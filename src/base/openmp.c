@@ -31,6 +31,7 @@ typedef struct runtime {
     int (*max_threads)(void);
     int (*thread_limit)(void);
     int (*num_places)(void);
+    int (*proc_bind)(void);
     void (*parallel)(void (*work)(void *context), void *context, unsigned num_threads, unsigned flags);
 } runtime;
 
@@ -71,6 +72,8 @@ int kvc_openmp_num_threads(void) {
 
 int kvc_openmp_num_places(void) {
     const runtime *r = atomic_load(&in_use);
+    /* LLVM's has a place of all processors where it binds no thread. */
+    if (!(r ? r->proc_bind() : (int)omp_get_proc_bind())) return 0;
     return r ? r->num_places() : omp_get_num_places();
 }
 
@@ -211,8 +214,10 @@ static runtime *keep_runtime(const char *path) {
     *(void **)&r->max_threads = dlsym(library, "omp_get_max_threads");
     *(void **)&r->thread_limit = dlsym(library, "omp_get_thread_limit");
     *(void **)&r->num_places = dlsym(library, "omp_get_num_places");
+    *(void **)&r->proc_bind = dlsym(library, "omp_get_proc_bind");
     *(void **)&r->parallel = dlsym(library, "GOMP_parallel");
-    if (!r->in_parallel || !r->max_threads || !r->thread_limit || !r->num_places || !r->parallel) return NULL;
+    if (!r->in_parallel || !r->max_threads || !r->thread_limit || !r->num_places || !r->proc_bind || !r->parallel)
+        return NULL;
     strcpy(r->path, path);
     atomic_store(&num_runtimes, num + 1);
     return r;

@@ -2,11 +2,12 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
-from support.compiling import ENVIRONMENT, compiler, run
+from support.compiling import ENVIRONMENT, FLAGS, LIBRARIES, OPENMP, ROOT, compiler, run
 
 import kvcache
 
@@ -185,6 +186,24 @@ def test_binding_does_not_count_as_affinity():
     environment = {"OMP_PROC_BIND": "true", "OMP_PLACES": "{0},{0},{0}"}
     is_bound, number = run_python(code, **environment)
     assert (is_bound, number) in [("True", "3"), ("True", str(os.cpu_count()))]
+
+
+@pytest.mark.parametrize("name", ["gcc", "clang"])
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_places_count_where_threads_are_bound(tmp_path, name, is_bound):
+    """LLVM's runtime has a place of all processors where it binds no thread."""
+    if not shutil.which(name):
+        pytest.skip(f"there is no {name} here")
+    program = tmp_path / "places.c"
+    program.write_text(
+        '#include <omp.h>\n#include "base/openmp.h"\n'
+        f"int main(void) {{ return kvc_openmp_num_places() != ({int(is_bound)} ? omp_get_num_places() : 0); }}"
+    )
+    command = [name, *FLAGS, program, ROOT / "src/base/openmp.c", OPENMP, *LIBRARIES, "-o", tmp_path / "places"]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip(f"there is no OpenMP for {name} here")
+    environment = {"OMP_PROC_BIND": "true"} if is_bound else {}
+    subprocess.run([tmp_path / "places"], env=ENVIRONMENT | environment, check=True)
 
 
 @needs_openmp
