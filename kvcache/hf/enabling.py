@@ -28,6 +28,15 @@ class Enabled:
         """Return the same: a copy of the model uses the same prefix cache."""
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave the prefix cache out: a model that was pickled goes on without it."""
+        arguments = dict(self.arguments)
+        prefix = arguments.pop("prefix", None)
+        if prefix is not None:  # from which the cache takes what it is not told
+            told = {name: value for name, value in arguments.items() if value is not None}
+            arguments = {"dtype": prefix.cache.k_dtype[0], "transform": prefix.cache.k_transform[0], **told}
+        return Enabled, (arguments, self.attention)
+
 
 def enable(model: Any, dtype: DType = "f16", **arguments: Any) -> None:
     """Let a model attend with this package's kernels, and its ``generate`` make an `HFCache` by itself.

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 
 import pytest
 
@@ -42,12 +43,9 @@ def test_generate_makes_the_cache(name, before):
 def test_it_can_be_called_again():
     model = make(CONFIGS["llama"]())
     enable(model)
-    for arguments, words in (
-        ({"dtype": "bf16"}, "dtype='bf16'"),
-        ({"policy": kvcache.SlidingWindow(9)}, "dtype='f16'"),
-    ):
+    for arguments, dtype in (({"dtype": "bf16"}, "bf16"), ({"policy": kvcache.SlidingWindow(9)}, "f16")):
         enable(model, **arguments)
-        assert words in repr(model.generate(random_tokens(1, 5), **OPTIONS).past_key_values)
+        assert f"dtype='{dtype}'" in repr(model.generate(random_tokens(1, 5), **OPTIONS).past_key_values)
     for _ in range(2):
         disable(model)
         assert model.config._attn_implementation == "eager"  # as it was before the first call
@@ -97,6 +95,17 @@ def test_wrapped_models_copies_and_files(tmp_path):
         assert "kvcache" not in path.read_text(), json.loads(path.read_text())
     disable(wrapper)
     assert isinstance(model.generate(tokens, **OPTIONS).past_key_values, transformers.DynamicCache)
+
+
+def test_pickled_models():
+    model, tokens = make(CONFIGS["llama"]()), random_tokens(1, 5)
+    memory = HFCache.make_kv_cache(model.config, dtype="bf16")
+    enable(model, dtype=None, prefix=kvcache.PrefixCache(memory, fingerprint="one"))
+    again = pickle.loads(pickle.dumps(model))
+    assert "dtype='bf16'" in repr(again.generate(tokens, **OPTIONS).past_key_values)
+    assert again.generate(tokens, **OPTIONS).past_key_values.takes_prompt is False
+    disable(again)
+    assert again.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("enabled", ["model", "draft", "both"])
