@@ -320,10 +320,12 @@ typedef struct kvc_config {
     int32_t num_layers;
     int32_t block_size;    /* slots in a block.  0: max_seq_len where that is given, max_sequences is 1 and every layer
                               sees everything (one contiguous block); else 64 */
-    int64_t max_seq_len;   /* rows one sequence may hold in one layer; 0: no limit */
+    int64_t max_seq_len;   /* rows one sequence may hold in one layer between batches; 0: no limit.  A layer whose
+                              window, with its sinks, or chunk is no longer takes any number of tokens in one batch */
     int64_t max_sequences; /* sequences that hold rows, in any layer, once a batch has begun; 0: no limit */
-    int64_t capacity;      /* live slots of one layer group, those shared by several sequences counted once; 0:
-                              max_seq_len * max_sequences, no limit where one of these has none */
+    int64_t capacity;      /* live slots of one layer group, those shared by several sequences counted once, and those
+                              of the open batch; 0: max_seq_len * max_sequences, no limit where one of these has none;
+                              of a batch, what max_seq_len lets stay counts then */
     int64_t max_bytes;     /* hard limit of kvc_nbytes; 0: none */
     int32_t num_threads;   /* threads one call uses; 0: kvc_num_threads() at the time of the call */
     const kvc_allocator *allocator; /* copied; NULL: the C library, and the operating system's pages for blocks */
@@ -458,7 +460,8 @@ KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tok
 
 /* Sets *num_tokens to the number of tokens, at consecutive positions from kvc_next_position on, that one batch could
  * add to a sequence now: what max_seq_len, max_sequences, capacity and max_bytes leave once rows are evicted for it,
- * at most KVC_MAX_BATCH.  Under a sliding window or chunks there may be as much room again once these are committed.
+ * at most KVC_MAX_BATCH.  Under a sliding window or chunks there may be as much room again once these are committed,
+ * and max_seq_len leaves room for any number where it is at least what the policy keeps.
  * KVC_ERR_BUSY; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens);
 

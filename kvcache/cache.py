@@ -55,7 +55,8 @@ class KVCache(Saveable):
     head_dim : int or sequence of int
         The number of elements of one key of one head.
     max_seq_len : int or None
-        The most rows that a sequence may hold in a layer; None: no limit.
+        The most rows that a sequence may hold in a layer between batches; None: no limit. In layers whose window with
+        its sinks, or chunk, is no longer, a batch may have any number of tokens.
     v_head_dim : int or sequence of int, optional
         The number of elements of one value of one head; by default `head_dim`.
     value_in_key : bool or sequence of bool, default False
@@ -86,7 +87,8 @@ class KVCache(Saveable):
         and edits.
     capacity : int, optional
         The most tokens that all sequences together may hold in a layer, shared tokens counted once. By default
-        ``max_seq_len * max_sequences``; no limit if one of these is None.
+        ``max_seq_len * max_sequences``; no limit if one of these is None. A limit of its own counts all tokens of a
+        batch that is open; the default one, those that `max_seq_len` lets stay.
     max_bytes : int, optional
         A hard limit of `nbytes`; by default none.
     block_size : int, optional
@@ -1460,7 +1462,8 @@ class KVCache(Saveable):
         -------
         int
             The number of tokens. Under a `SlidingWindow` or `ChunkedAttention` there may be room for more once these
-            are committed: feed a longer prompt in pieces.
+            are committed: feed a longer prompt in pieces. `max_seq_len` bounds no batch there if it is at least what
+            the policy keeps.
 
         Raises
         ------
@@ -1473,7 +1476,7 @@ class KVCache(Saveable):
         --------
         >>> import numpy as np
         >>> import kvcache
-        >>> cache = kvcache.KVCache(1, 1, 8, 16, policy=kvcache.SlidingWindow(4))
+        >>> cache = kvcache.KVCache(1, 1, 8, 4, policy=kvcache.SlidingWindow(4), capacity=16)
         >>> cache.room()
         16
         >>> prompt = np.ones((40, 1, 8), np.float32)

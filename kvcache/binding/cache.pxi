@@ -46,7 +46,8 @@ cdef class Cache(_CallCounter):
         check(status)
         for i in range(self.num_layers):
             self.layers[i].rope.inv_freq = NULL  # the core has copied the frequencies
-        self.max_tokens = min(max_seq_len or _INT64_MAX, capacity or _INT64_MAX)
+        evicts = any(self.layers[i].policy.kind in (KVC_SLIDING, KVC_CHUNKED) for i in range(self.num_layers))
+        self.max_tokens = _INT64_MAX if evicts else min(max_seq_len or _INT64_MAX, capacity or _INT64_MAX)
 
     cdef object read_layer(self, int32_t i, tuple description):
         """Fill in a layer from its tuple (see _core.pyi); return the object that keeps the rope's frequencies."""

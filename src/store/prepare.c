@@ -26,8 +26,15 @@ void kvc_wait_for_writers(kvc_cache *cache, int32_t num_tokens, const int64_t *s
 
 /* ---- limits other than max_bytes --------------------------------------------------------------------------------- */
 
+/* Returns whether a layer of group g may hold no more rows of a sequence than max_seq_len, by its policy alone. */
+static int stays_within(const kvc_cache *cache, int32_t g) {
+    return kvc_policy_most_rows(&cache->policies[g]) <= cache->max_seq_len;
+}
+
 kvc_status kvc_check_num_tokens(const kvc_cache *cache, int64_t num_tokens) {
-    if (cache->num_token_groups && cache->capacity && num_tokens > cache->capacity)
+    int any = 0; /* groups in which each token counts */
+    for (int32_t g = 0; g < cache->num_token_groups; g++) any |= kvc_has_own_capacity(cache) || !stays_within(cache, g);
+    if (any && cache->capacity && num_tokens > cache->capacity)
         return kvc_fail(KVC_ERR_FULL, "%lld tokens do not fit: capacity is %lld, so that at most %lld fit at once",
                         (long long)num_tokens, (long long)cache->capacity, (long long)cache->capacity);
     if (num_tokens < INT32_MAX) return KVC_OK;
@@ -52,13 +59,40 @@ static kvc_status check_num_sequences(const kvc_batch *batch) {
                     (long long)num, (long long)cache->max_sequences);
 }
 
-/* Returns KVC_ERR_FULL if a sequence would hold more rows of group g than max_seq_len. */
+/* Returns whether each row of a sequence stands behind the one before. */
+static int rises(const kvc_run_list *list) {
+    const kvc_run *run = kvc_runs_begin(list);
+    for (int32_t i = 1; i < list->num; i++)
+        if (run[i].position < run[i - 1].position + run[i - 1].count) return 0;
+    return 1;
+}
+
+/* Returns whether the batch only adds tokens behind those of a sequence: a commit then leaves no more rows of these
+ * tokens than the policy keeps. */
+static int grows(const kvc_batch *batch, const kvc_batch_sequence *member) {
+    const kvc_sequence *sequence = member->sequence;
+    return !batch->restored && !member->goes_back && kvc_sequence_low(sequence) == kvc_sequence_next(sequence);
+}
+
+int64_t kvc_room_in_sequence(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
+    const kvc_cache *cache = batch->cache;
+    if (!cache->max_seq_len || (stays_within(cache, g) && grows(batch, member) && rises(&member->sequence->runs[g])))
+        return INT64_MAX;
+    return cache->max_seq_len - (batch->restored ? 0 : kvc_count_kept(cache, member->sequence, g));
+}
+
+int64_t kvc_most_counted(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
+    const kvc_cache *cache = batch->cache;
+    if (kvc_has_own_capacity(cache) || kvc_room_in_sequence(batch, member, g) < INT64_MAX) return INT64_MAX;
+    return cache->max_seq_len - kvc_count_kept(cache, member->sequence, g);
+}
+
+/* Returns KVC_ERR_FULL if a sequence would hold more rows of group g than max_seq_len once the batch is committed. */
 static kvc_status check_seq_len(const kvc_batch *batch, int32_t g) {
     const kvc_cache *cache = batch->cache;
     for (int32_t s = 0; cache->max_seq_len && s < batch->num_sequences; s++) {
         const kvc_batch_sequence *member = &batch->sequences[s];
-        const int64_t kept = batch->restored ? 0 : kvc_count_kept(cache, member->sequence, g);
-        const int64_t room = cache->max_seq_len - kept;
+        const int64_t room = kvc_room_in_sequence(batch, member, g);
         if (member->num_tokens <= room) continue;
         if (batch->restored)
             return kvc_fail(KVC_ERR_FULL, "%d tokens of sequence %lld do not fit: max_seq_len is %lld",
@@ -66,7 +100,7 @@ static kvc_status check_seq_len(const kvc_batch *batch, int32_t g) {
         return kvc_fail(KVC_ERR_FULL,
                         "%d more tokens do not fit: sequence %lld holds %lld of max_seq_len %lld, %lld fit at once; "
                         "%s, or give a larger max_seq_len",
-                        member->num_tokens, (long long)member->sequence->id, (long long)kept,
+                        member->num_tokens, (long long)member->sequence->id, (long long)(cache->max_seq_len - room),
                         (long long)cache->max_seq_len, (long long)(room > 0 ? room : 0),
                         kvc_policy_evicts(&cache->policies[g]) ? "feed so many at a time" : "remove some");
     }
@@ -88,13 +122,17 @@ static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, 
 static kvc_status check_capacity(const kvc_need *need, int32_t g) {
     const kvc_batch *batch = need->context;
     const int64_t capacity = need->cache->capacity;
-    const int32_t num_slots = batch->num_tokens - batch->num_buffered;
-    int64_t live;
+    int64_t live, num_slots = 0;
+    for (int32_t s = 0; capacity && s < batch->num_sequences; s++) {
+        const kvc_batch_sequence *member = &batch->sequences[s];
+        const int64_t most = kvc_most_counted(batch, member, g);
+        num_slots += member->num_slots < most ? member->num_slots : most;
+    }
     if (!kvc_exceeds_capacity(need, g, num_slots, &live)) return KVC_OK;
     return kvc_fail(KVC_ERR_FULL,
-                    "%d more tokens do not fit: %lld of capacity %lld are in use, %lld fit at once; remove some, "
+                    "%lld more tokens do not fit: %lld of capacity %lld are in use, %lld fit at once; remove some, "
                     "clear a sequence, or give a larger capacity",
-                    num_slots, (long long)live, (long long)capacity, (long long)(capacity - live));
+                    (long long)num_slots, (long long)live, (long long)capacity, (long long)(capacity - live));
 }
 
 /* ---- memory that the batch needs --------------------------------------------------------------------------------- */
@@ -111,10 +149,8 @@ static void compact_if_scattered(const kvc_batch *batch, int32_t g) {
 /* Returns the most rows of group g that the commit adds to a sequence: one for each token; or no more than the policy
  * keeps, where the sequence only grows. */
 static int64_t most_added(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
-    const kvc_sequence *sequence = member->sequence;
     const int64_t kept = kvc_policy_most_rows(&batch->cache->policies[g]);
-    const int grows = !member->goes_back && kvc_sequence_low(sequence) == kvc_sequence_next(sequence);
-    return grows && !batch->restored && kept < member->num_tokens ? kept : member->num_tokens;
+    return kept < member->num_tokens && grows(batch, member) ? kept : member->num_tokens;
 }
 
 enum { TOO_MANY_RUNS = INT32_MAX / 2 + 1 }; /* more than a list may have: kvc_runs_prepare fails */

@@ -18,6 +18,14 @@ void kvc_wait_for_writers(kvc_cache *cache, int32_t num_tokens, const int64_t *s
 /* Checks num_tokens against the limits, before memory is taken for a batch. */
 kvc_status kvc_check_num_tokens(const kvc_cache *cache, int64_t num_tokens);
 
+/* Returns how many tokens max_seq_len lets a sequence add to group g in a batch, below 0 where it holds more already;
+ * INT64_MAX: any number, as the commit leaves at most max_seq_len rows of them. */
+int64_t kvc_room_in_sequence(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g);
+
+/* Returns how many of a sequence's tokens, at most, count for the capacity of group g: all, INT64_MAX; or, where it is
+ * max_seq_len * max_sequences, those that the commit may leave. */
+int64_t kvc_most_counted(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g);
+
 /* Counts the sequences that hold rows, or will hold rows after the batch. */
 int64_t kvc_count_holding(const kvc_batch *batch);
 

@@ -130,12 +130,10 @@ static int64_t count_room(kvc_batch *batch) {
         const kvc_pool *pool = &cache->pools[g];
         if (cache->capacity) {
             const int64_t in_group = cache->capacity - kvc_live_after(&need, g);
-            if (in_group < room) room = in_group;
+            if (in_group < room && in_group < kvc_most_counted(batch, member, g)) room = in_group;
         }
-        if (cache->max_seq_len) {
-            const int64_t in_sequence = cache->max_seq_len - kvc_count_kept(cache, member->sequence, g);
-            if (in_sequence < room) room = in_sequence;
-        }
+        const int64_t in_sequence = kvc_room_in_sequence(batch, member, g);
+        if (in_sequence < room) room = in_sequence;
         slot_bytes += kvc_pool_slot_bytes(pool);
     }
     if (cache->max_bytes && slot_bytes && cache->max_bytes / slot_bytes < room) room = cache->max_bytes / slot_bytes;

@@ -564,19 +564,21 @@ def test_what_was_reserved_is_resident(block_size):
         assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 500  # of 16,384 pages
 
 
-def test_a_prompt_longer_than_max_seq_len_says_how_much_of_it_fits_at_once():
-    cache = kvcache.KVCache(1, 2, 8, 16, v_head_dim=4, policy=kvcache.SlidingWindow(4))
+def test_a_prompt_longer_than_the_capacity_says_how_much_of_it_fits_at_once():
+    cache = kvcache.KVCache(1, 2, 8, None, v_head_dim=4, policy=kvcache.SlidingWindow(4), capacity=16)
     assert cache.room() == 16
-    with pytest.raises(kvcache.CacheFullError, match=r"n=17: at most 16 tokens fit at once; room\(\)"):
+    with pytest.raises(kvcache.CacheFullError, match="capacity is 16, so that at most 16 fit at once"):
         cache.batch(17)
     feed(cache, 16)
     assert cache.room() == 13
-    with pytest.raises(kvcache.CacheFullError, match="holds 3 of max_seq_len 16, 13 fit at once; feed so many"):
+    with pytest.raises(kvcache.CacheFullError, match="3 of capacity 16 are in use, 13 fit at once"):
         cache.batch(14)
     feed(cache, 13)
     full = kvcache.KVCache(1, 2, 8, 16, v_head_dim=4, max_sequences=2)
     feed(full, 16)
     assert (full.room(), full.room(7)) == (0, 16)
+    with pytest.raises(kvcache.CacheFullError, match=r"n=17: at most 16 tokens fit at once; room\(\)"):
+        full.batch(17)
     batch = full.batch(positions=[0], seq_ids=[1])
     with pytest.raises(kvcache.CacheBusyError):
         full.room()

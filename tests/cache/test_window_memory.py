@@ -185,6 +185,80 @@ def test_rows_that_a_batch_evicts_as_it_begins_are_given_back_as_well():
     assert cache.nbytes <= rows_bytes(cache, 256 + 2 * BLOCK)
 
 
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        (SlidingWindow(256), 256),
+        (SlidingWindow(200, num_sink_tokens=6, resume_window=250), 256),
+        (ChunkedAttention(200, resume_window=56), 256),
+    ],
+)
+def test_as_many_rows_as_the_policy_keeps_are_room_for_any_number_of_tokens(policy, kept):
+    cache = make(policy, num_layers=2, max_seq_len=kept, max_sequences=3)
+    for seq_id in (0, 1, 2):
+        assert cache.room(seq_id) > 1_000_000
+        feed(cache, 1_000, (seq_id,))
+        assert cache.seq_len(seq_id) <= kept
+    feed(cache, 700, (0, 1, 2))
+    cache.reserve(2_000)
+    feed(cache, 1)
+    assert cache.seq_len() <= kept
+    assert cache.utilization <= 1
+    with pytest.raises(kvcache.CacheFullError, match="max_sequences is 3"):
+        feed(cache, 1, (3,))
+
+
+def test_one_row_less_than_the_policy_keeps_is_room_for_so_many_tokens():
+    cache = make(max_seq_len=255, max_sequences=1)
+    assert cache.room() == 255
+    with pytest.raises(kvcache.CacheFullError, match="256 tokens do not fit"):
+        feed(cache, 256)
+    feed(cache, 255)
+    assert cache.room() == 0
+    both = make([FullAttention(), SlidingWindow(256)], num_layers=2, max_seq_len=1_000, max_sequences=1)
+    feed(both, 990)
+    assert both.room() == 10
+    with pytest.raises(kvcache.CacheFullError, match="holds 990 of max_seq_len 1000"):
+        feed(both, 11)
+
+
+def test_a_capacity_of_its_own_counts_the_tokens_of_the_batch():
+    cache = make(max_seq_len=256, max_sequences=2, capacity=600)
+    assert cache.room() == 600
+    feed(cache, 600)
+    assert cache.room() == 600 - 255
+    with pytest.raises(kvcache.CacheFullError, match="capacity 600"):
+        feed(cache, 346)
+    limited = make(max_seq_len=256, max_sequences=1, max_bytes=cache.most_bytes(1) * 1_000)
+    room = limited.room()
+    assert 800 < room < 1_000
+    feed(limited, room)
+
+
+def test_rows_that_share_positions_count_one_by_one():
+    cache = make(SlidingWindow(8), max_seq_len=8, rope=False)
+    feed(cache, 8)
+    cache.divide(0, None, 4)  # four rows at each position
+    assert cache.seq_len() == 8
+    assert cache.room() == 0
+    with pytest.raises(kvcache.CacheFullError, match="holds 8 of max_seq_len 8"):
+        feed(cache, 1)
+
+
+def test_retained_rows_make_way_for_a_window_within_its_capacity():
+    cache = make(SlidingWindow(128), max_seq_len=128, max_sequences=2)
+    prefix = kvcache.PrefixCache(cache, fingerprint="a model")
+    for first in (0, 1_000, 2_000):
+        tokens = list(range(first, first + 128))
+        seq_id, _ = prefix.acquire(tokens)
+        feed(cache, 128, (seq_id,))
+        prefix.release(seq_id, tokens)
+    assert cache.room(99) > 1_000
+    feed(cache, 1_000, (99,))
+    assert cache.stats()["live_slots"] <= 256
+    assert cache.validate() is None
+
+
 def test_adaptive_counts_what_an_open_batch_holds(monkeypatch):
     monkeypatch.setattr("kvcache.cache.available_memory", lambda: (20 << 20, "a test"))
     cache = make(num_layers=2, strategy=kvcache.Adaptive(0.5))

@@ -4,6 +4,8 @@ The names and arguments are those of the package. A sequence is, per layer, a li
 blocks, runs, threads or element types, nor of the package itself: errors and policies correspond by name.
 """
 
+import itertools
+import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -39,6 +41,11 @@ class FullAttention:
     def is_sink(self, p):
         return False
 
+    @property
+    def most_rows(self):
+        """The most rows that are kept of a sequence with one at each position."""
+        return math.inf
+
 
 @dataclass(frozen=True)
 class SlidingWindow(FullAttention):
@@ -55,6 +62,10 @@ class SlidingWindow(FullAttention):
     def is_sink(self, p):
         return p < self.num_sink_tokens
 
+    @property
+    def most_rows(self):
+        return (self.resume_window or self.window) + self.num_sink_tokens
+
 
 @dataclass(frozen=True)
 class ChunkedAttention(FullAttention):
@@ -66,6 +77,10 @@ class ChunkedAttention(FullAttention):
 
     def retained(self, low):
         return max(0, self.lowest(low) - (self.resume_window or 0))
+
+    @property
+    def most_rows(self):
+        return self.attention_chunk_size + (self.resume_window or 0)
 
 
 @dataclass(frozen=True)
@@ -124,6 +139,7 @@ class KVCache:
         self.value_in_key, self.rewrites = value_in_key, rewrites
         limited = capacity is None and None not in (max_seq_len, max_sequences)
         self.capacity = max_seq_len * max_sequences if limited else capacity
+        self.own_capacity = None in (max_seq_len, max_sequences) or self.capacity != max_seq_len * max_sequences
         self.source = [i if s is None else s for i, s in enumerate(share or [None] * num_layers)]  # whose rows it reads
         self.layers = [i for i in range(num_layers) if self.source[i] == i and self.keeps_tokens(i)]
         self.rows = [{} for _ in self.policy]  # layer -> {seq_id: [Row, in order of arrival]}
@@ -500,12 +516,24 @@ class KVCache:
             if restored is not None and i not in restored:
                 continue
             stay = kept[i] if restored is None else {s: rows for s, rows in kept[i].items() if s not in seq_ids}
-            if self.capacity is not None and self.needed(i, stay) + len(positions) > self.capacity:
+            counted = len(positions)
+            for s in set(seq_ids) if self.max_seq_len is not None else ():
+                left = self.max_seq_len - len(stay.get(s, []))
+                fed = [p for p, seq_id in zip(positions, seq_ids, strict=True) if seq_id == s]
+                if restored is None and self.stays_within(i, s, fed):
+                    counted -= 0 if self.own_capacity else max(0, len(fed) - left)
+                elif len(fed) > left:
+                    raise CacheFullError("max_seq_len")
+            if self.capacity is not None and self.needed(i, stay) + counted > self.capacity:
                 raise CacheFullError("capacity")
-            longest = max(len(stay.get(s, [])) + seq_ids.count(s) for s in seq_ids)
-            if self.max_seq_len is not None and longest > self.max_seq_len:
-                raise CacheFullError("max_seq_len")
         return kept
+
+    def stays_within(self, layer, seq_id, fed):
+        """Whether a layer holds at most `max_seq_len` rows once these tokens are committed, however many they are."""
+        rows = [r.position for r in self.held(layer, seq_id)]
+        low = min([self.next_position(seq_id), *self.first_missing(seq_id)])
+        rising = all(a < b for line in (rows, [low - 1, *fed]) for a, b in itertools.pairwise(line))
+        return rising and low == self.next_position(seq_id) and self.policy[layer].most_rows <= self.max_seq_len
 
     def first_missing(self, seq_id):
         """Return where each layer that was not restored begins to lack rows."""
@@ -642,7 +670,9 @@ class KVCache:
     def batch(self, n=None, *, positions=None, seq_ids=None, parents=None, restored=None):
         if n is not None:
             first = self.next_position(0)
-            if n > min(self.max_seq_len or n, self.capacity or n):
+            if n > min(self.max_seq_len or n, self.capacity or n) and not any(
+                getattr(policy, "most_rows", math.inf) < math.inf for policy in self.policy
+            ):
                 raise CacheFullError("more than there is ever room for")
             positions = range(first, first + n)
         return Batch(self, list(positions), list(seq_ids or [0] * len(positions)), parents, restored)

@@ -50,9 +50,26 @@ static void test_max_seq_len(void)
     for (int32_t at = 0; at < 50; at += 7)
         CHECK(pair_feed(p, 0, at, at + 7) == KVC_OK); /* 3 stay */
     pair_check(p);
-    CHECK_FAILS(pair_feed(p, 0, 56, 64), KVC_ERR_FULL, "max_seq_len 10", "8 more tokens");
+    CHECK(pair_feed(p, 0, 56, 70) == KVC_OK); /* none of a prompt is too long for a window */
     pair_check(p);
     pair_free(p);
+
+    for (int64_t max_sequences = 0; max_sequences < 3; max_sequences++)
+        for (int32_t length = 5; length < 8; length++) { /* the window and its sinks are 6 rows */
+            p = pair_with(sliding_policy(4, 2, 0), 4);
+            p->config.max_seq_len = length;
+            p->config.max_sequences = max_sequences;
+            pair_free(p);
+            pair_new(p, 1, p->layers);
+            CHECK(pair_room(p, 0) == KVC_OK);
+            CHECK((pair_feed(p, 0, 0, 20) == KVC_OK) == (length >= 6));
+            pair_room(p, 0);
+            CHECK(pair_feed(p, 0, kvc_next_position(p->cache, 0), kvc_next_position(p->cache, 0) + 1) == KVC_OK);
+            pair_room(p, 0);
+            pair_room(p, 1);
+            pair_check(p);
+            pair_free(p);
+        }
 }
 
 /* max_sequences counts sequences with rows; clearing one makes room for another. */

@@ -306,7 +306,7 @@ static void check_room(kvc_cache *cache, int64_t id, const char *where, int64_t 
     at_most = room + 1 < 500 ? room + 1 : 500;
     for (int i = 0; i < 512; i++)
         seq_ids[i] = id;
-    for (int64_t n = at_most; n >= room && n; n--) {
+    for (int64_t n = at_most; n && (n >= room || n == at_most); n--) {
         const kvc_status status = kvc_begin(cache, (int32_t)n, NULL, seq_ids, NULL, &batch);
         CHECK(status != KVC_OK || *where == 'c' || kvc_nbytes(cache) <= limit);
         CHECKF(status == (n <= room ? KVC_OK : KVC_ERR_FULL), "%s, limit %d: room %d, begin of %d is %d: %s", where,
@@ -324,8 +324,9 @@ static kvc_cache *state_with(int kind, int retained, kvc_config config)
 {
     const kvc_layer two[] = {plain_layer, layer_with(sliding_policy(4, 1, 0))};
     const kvc_layer chunks[] = {layer_with(chunked_policy(6, 0)), plain_layer};
-    const int num = kind == 0 ? 1 : 2;
-    kvc_cache *cache = new_cache(num, kind == 1 ? two : kind == 2 ? chunks : &plain_layer, config);
+    const int num = kind == 0 || kind == 3 ? 1 : 2; /* 3: a window alone */
+    kvc_cache *cache =
+        new_cache(num, kind == 1 ? two : kind == 2 ? chunks : kind == 3 ? two + 1 : &plain_layer, config);
     static const int32_t steps[] = {9, 1, 6, 3};
     kvc_status status = KVC_OK;
     for (int i = 0; i < 4 && status == KVC_OK; i++) {
@@ -348,10 +349,11 @@ static kvc_cache *state_with(int kind, int retained, kvc_config config)
 
 static void test_room_is_exact(void)
 {
+    kvc_cache *cache;
     for (int kind = 0; kind < 3; kind++)
         for (int retained = 0; retained < 5; retained++)
             for (int step = 0; step < 50; step++) {
-                kvc_cache *cache = state_with(kind, retained, (kvc_config){.max_bytes = 2600 + 61 * step});
+                cache = state_with(kind, retained, (kvc_config){.max_bytes = 2600 + 61 * step});
                 check_room(cache, 1, "bytes", 2600 + 61 * step);
                 free_valid(cache);
                 cache = state_with(kind, retained, (kvc_config){.max_bytes = 2600 + 61 * step});
@@ -361,8 +363,20 @@ static void test_room_is_exact(void)
     for (int kind = 0; kind < 3; kind++)
         for (int retained = 0; retained < 5; retained++)
             for (int capacity = 10; capacity < 30; capacity++) {
-                kvc_cache *cache = state_with(kind, retained, (kvc_config){.capacity = capacity});
+                cache = state_with(kind, retained, (kvc_config){.capacity = capacity});
                 check_room(cache, 1, "capacity", capacity);
+                free_valid(cache);
+            }
+    for (int kind = 0; kind < 4; kind++)
+        for (int retained = 0; retained < 5; retained++)
+            for (int step = 0; step < 60; step++) {
+                kvc_config config = {.max_seq_len = 3 + step / 3, .max_sequences = 3};
+                config.capacity = step % 3 ? step + 5 * (step % 3) : 0;
+                cache = state_with(kind, retained, config);
+                check_room(cache, 1, "capacity, max_seq_len", config.max_seq_len);
+                free_valid(cache);
+                cache = state_with(kind, retained, config);
+                check_room(cache, 7, "capacity, max_seq_len, new sequence", config.max_seq_len);
                 free_valid(cache);
             }
 }

@@ -507,22 +507,66 @@ static inline int takes_tokens(const pair *p, int l, const uint8_t *restored)
     return keeps_tokens(p, l) && (!restored || restored[l]);
 }
 
-/* Whether a batch fits, in an oracle that has evicted for it; num_sequences: with the batch. */
-static inline int fits(const pair *p, int64_t num_sequences, int n, const int64_t *ids, const uint8_t *restored)
+/* What a batch is to be: num tokens at these positions of these sequences, and the layers that it restores (NULL: it
+ * restores nothing). */
+typedef struct wanted {
+    int num;
+    const int32_t *positions;
+    const int64_t *ids;
+    const uint8_t *restored;
+} wanted;
+
+/* The most rows a policy keeps of a sequence that has one at each position. */
+static inline int64_t most_kept(const kvc_policy *policy)
+{
+    switch (policy->kind) {
+    case KVC_SLIDING: return num_kept(policy) + policy->num_sink_tokens;
+    case KVC_CHUNKED: return policy->attention_chunk_size + policy->resume_window;
+    default: return INT64_MAX;
+    }
+}
+
+/* Whether a layer will hold at most max_seq_len rows of a sequence once a batch is committed, however many tokens it
+ * has: because of its policy, and as all rows and tokens stand at rising positions. */
+static inline int stays_within(const pair *p, int l, int64_t id, wanted batch)
+{
+    const sequence *s = find_sequence(p, id);
+    const row_list *list = s ? &s->layers[l] : NULL;
+    int32_t next = next_of(p, s);
+    int rises = low_of(p, s) == next && !batch.restored && most_kept(&p->layers[l].policy) <= p->config.max_seq_len;
+    for (int t = 0; t < batch.num; t++) {
+        if (batch.ids[t] != id)
+            continue;
+        rises &= batch.positions[t] >= next;
+        next = batch.positions[t] + 1;
+    }
+    for (int i = 1; list && i < list->num; i++)
+        rises &= list->rows[i].position > list->rows[i - 1].position;
+    return rises;
+}
+
+/* Whether a batch fits, in a copy of the oracle that has evicted for it; num_sequences: with the batch. */
+static inline int fits(const pair *p, const pair *evicted, int64_t num_sequences, wanted batch)
 {
     const kvc_config *c = &p->config;
+    const int has_own = c->capacity != c->max_seq_len * c->max_sequences;
     if (c->max_sequences && num_sequences > c->max_sequences)
         return 0;
     for (int l = 0; l < c->num_layers; l++) {
-        if (!takes_tokens(p, l, restored))
+        int64_t more = 0; /* tokens that count for the capacity */
+        if (!takes_tokens(p, l, batch.restored))
             continue;
-        if (c->capacity && live_rows(p, l) + n > c->capacity)
-            return 0;
-        for (int t = 0; c->max_seq_len && t < n; t++) {
-            const sequence *s = find_sequence(p, ids[t]);
-            if ((s ? s->layers[l].num : 0) + count_id(ids[t], n, ids) > c->max_seq_len)
+        for (int t = 0; t < batch.num; t++) {
+            const sequence *s = find_sequence(evicted, batch.ids[t]);
+            const int64_t all = (s ? s->layers[l].num : 0) + count_id(batch.ids[t], batch.num, batch.ids),
+                          until = (s ? s->layers[l].num : 0) + count_id(batch.ids[t], t, batch.ids);
+            const int within = stays_within(p, l, batch.ids[t], batch);
+            if (c->max_seq_len && all > c->max_seq_len && !within)
                 return 0;
+            more += has_own || !within || until < c->max_seq_len;
         }
+        if (c->capacity && live_rows(evicted, l) + more > c->capacity)
+            return 0;
     }
     return 1;
 }
@@ -570,7 +614,7 @@ static inline kvc_status oracle_fit(const pair *p, int n, const int32_t *positio
     oracle_copy(&replaced, after);
     if (restored)
         drop_replaced(&replaced, n, ids, restored);
-    return fits(&replaced, num_sequences, n, ids, restored) ? KVC_OK : KVC_ERR_FULL;
+    return fits(p, &replaced, num_sequences, (wanted){n, positions, ids, restored}) ? KVC_OK : KVC_ERR_FULL;
 }
 
 /* What kvc_begin should answer (max_bytes aside); on KVC_OK, *after is the oracle once it has evicted. */
