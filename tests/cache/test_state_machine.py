@@ -682,7 +682,7 @@ class Machine(RuleBasedStateMachine):
     def retain_of_batch(self, kept):
         """Retain rows of the open batch, all of which are put; forget them if not all of its tokens are kept."""
         free = [s for s in RETAINED if s not in self.oracle.pins]
-        if not free or not self.rng.integers(3) == 0:
+        if not free or self.rng.integers(3):
             return
         src = self.oracle_batch.seq_ids[self.rng.integers(len(self.batch))]
         begin = max(0, self.oracle.next_position(src) - int(self.rng.integers(0, 6)))

@@ -637,8 +637,8 @@ class KVCache:
             rows = {i: [] for i in self.layers}
             for i, (begin, end) in gaps.items():
                 for s in seq_ids:
-                    mine = [replace(r) for r in self.held(i, s)]
-                    rows[i] += [r for r in mine if r.position < begin] + [r for r in mine if end <= r.position < matched]
+                    mine = [replace(r) for r in self.held(i, s) if r.position < matched]
+                    rows[i] += [r for r in mine if r.position < begin] + [r for r in mine if r.position >= end]
             self.clear(dst)
             self.put_back(dst, rows, gaps, dict.fromkeys(rows, (0, 0)))
         return matched
@@ -661,7 +661,8 @@ class KVCache:
         for i in self.layers:
             for s in self.pins:
                 if self.held(i, s) and not seq_len(s, i):
-                    assert not self.pins[s] and type(self.policy[i]) is not FullAttention
+                    assert not self.pins[s]
+                    assert type(self.policy[i]) is not FullAttention
                     self.lost[i][s] = self.first_position(s, layer=i), self.last_position(s, layer=i) + 1
                     self.rows[i][s] = []
 
