@@ -1770,6 +1770,35 @@ static inline kvc_status pair_divide(pair *p, int64_t id, int32_t begin, int32_t
     return status;
 }
 
+/* Forgets retained sequences that the cache has reclaimed, or the rows of their windows; checks the order of those that
+ * are left.  Call after each operation. */
+static inline void pair_see_reclaimed(pair *p)
+{
+    int64_t left[MAX_SEQUENCES], num = kvc_retained(p->cache, left, MAX_SEQUENCES), before = 0;
+    for (int s = p->num_sequences - 1; s >= 0; s--) {
+        const sequence *at = &p->sequences[s];
+        if (!at->used || count_id(at->id, (int)num, left))
+            continue;
+        CHECKF(!at->num_pins, "sequence %lld was reclaimed", (long long)at->id);
+        forget_sequence(p, at->id);
+    }
+    for (int i = 0; i < num; i++) {
+        sequence *at = find_sequence(p, left[i]);
+        CHECKF(at && at->used > before, "sequence %lld is retained after one used later", (long long)left[i]);
+        before = at ? at->used : before;
+        for (int l = 0; at && l < p->config.num_layers; l++) {
+            row_list *list = &at->layers[l];
+            if (!keeps_tokens(p, l) || !list->num || kvc_seq_len(p->cache, left[i], l) > 0)
+                continue;
+            CHECK(!at->num_pins && p->layers[l].policy.kind != KVC_FULL);
+            list->lost = (range){0, 0};
+            for (int r = 0; r < list->num; r++)
+                widen(&list->lost, list->rows[r].position);
+            list->num = 0;
+        }
+    }
+}
+
 static inline kvc_status pair_settle(pair *p)
 {
     kvc_status right = p->batch ? KVC_ERR_BUSY : p->num_holds ? KVC_ERR_HELD : KVC_OK;
@@ -1779,8 +1808,10 @@ static inline kvc_status pair_settle(pair *p)
         right = fits_capacity(p, after);
     }
     kvc_status status = agree_moved(p, "settle", kvc_settle(p->cache), right);
-    if (status == KVC_OK)
-        oracle_settle(p);
+    if (status != KVC_OK)
+        return status;
+    pair_see_reclaimed(p); /* what was reclaimed shares no row that has to be copied */
+    oracle_settle(p);
     return status;
 }
 

@@ -12,35 +12,6 @@ static inline void oracle_use(pair *p, int64_t id)
     find_sequence(p, id)->used = ++p->clock;
 }
 
-/* Forgets retained sequences that the cache has reclaimed, or the rows of their windows; checks the order of those that
- * are left.  Call after each operation. */
-static inline void pair_see_reclaimed(pair *p)
-{
-    int64_t left[MAX_SEQUENCES], num = kvc_retained(p->cache, left, MAX_SEQUENCES), before = 0;
-    for (int s = p->num_sequences - 1; s >= 0; s--) {
-        const sequence *at = &p->sequences[s];
-        if (!at->used || count_id(at->id, (int)num, left))
-            continue;
-        CHECKF(!at->num_pins, "sequence %lld was reclaimed", (long long)at->id);
-        forget_sequence(p, at->id);
-    }
-    for (int i = 0; i < num; i++) {
-        sequence *at = find_sequence(p, left[i]);
-        CHECKF(at && at->used > before, "sequence %lld is retained after one used later", (long long)left[i]);
-        before = at ? at->used : before;
-        for (int l = 0; at && l < p->config.num_layers; l++) {
-            row_list *list = &at->layers[l];
-            if (!keeps_tokens(p, l) || !list->num || kvc_seq_len(p->cache, left[i], l) > 0)
-                continue;
-            CHECK(!at->num_pins && p->layers[l].policy.kind != KVC_FULL);
-            list->lost = (range){0, 0};
-            for (int r = 0; r < list->num; r++)
-                widen(&list->lost, list->rows[r].position);
-            list->num = 0;
-        }
-    }
-}
-
 /* Retains the rows of a sequence that is in no batch. */
 static inline kvc_status pair_retain(pair *p, int64_t src, int64_t id, int32_t begin, int32_t end)
 {
