@@ -245,7 +245,7 @@ static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, 
     }
 }
 
-static kvc_status fits(const kvc_need *need) {
+static kvc_status fits_capacity(const kvc_need *need) {
     const kvc_cache *cache = need->cache;
     int64_t live;
     for (int32_t g = 0; g < cache->num_token_groups; g++)
@@ -253,13 +253,18 @@ static kvc_status fits(const kvc_need *need) {
             return kvc_fail(KVC_ERR_FULL, "loading would make it %lld tokens in all: capacity is %lld%s",
                             (long long)live, (long long)cache->capacity,
                             kvc_has_own_capacity(cache) ? "" : ", which is max_seq_len * max_sequences");
-    return kvc_check_max_bytes(need->cache, need->what);
+    return KVC_OK;
 }
 
-/* Reclaims what it takes to stay within the limits. */
-static kvc_status make_room(kvc_state *state) {
+static kvc_status fits(const kvc_need *need) {
+    const kvc_status status = fits_capacity(need);
+    return status == KVC_OK ? kvc_check_max_bytes(need->cache, need->what) : status;
+}
+
+/* Reclaims what it takes to stay within the limits: all, or capacity alone. */
+static kvc_status make_room(kvc_state *state, kvc_status (*within)(const kvc_need *need)) {
     return kvc_make_room(&(kvc_need){
-        .cache = state->cache, .fits = fits, .visit_replaced = visit_replaced, .context = state, .what = "loading"});
+        .cache = state->cache, .fits = within, .visit_replaced = visit_replaced, .context = state, .what = "loading"});
 }
 
 /* Returns KVC_ERR_BUSY if one of the sequences that are to be replaced is in use, KVC_ERR_INVALID if it is retained. */
@@ -323,7 +328,7 @@ kvc_status kvc_loaded_make(kvc_state *state, const kvc_load_args *args, const in
     v.visit = add_runs;
     if (status == KVC_OK) status = visit_all(&v, add_sequence);
     if (status == KVC_OK) status = check_idle(state);
-    if (status == KVC_OK) status = make_room(state);
+    if (status == KVC_OK) status = make_room(state, fits);
     if (status != KVC_OK) {
         kvc_state_drop(state); /* before the mutex is released: slots without runs are nobody else's business */
         return status;
@@ -344,6 +349,7 @@ kvc_status kvc_loaded_accept(kvc_state *state) {
     const kvc_table before = cache->sequences;
     if (num_new) status = kvc_table_reserve(&cache->sequences, num_new, &before, &cache->memory);
     kvc_table_keep(&cache->sequences, &before, &cache->memory);
+    if (status == KVC_OK) status = make_room(state, fits_capacity); /* others may share now what is replaced */
     if (status == KVC_OK) kvc_state_accept(state);
     return status;
 }

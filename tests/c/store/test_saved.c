@@ -662,6 +662,40 @@ static void test_meanwhile(void)
     pair_free(b.p);
 }
 
+static int32_t read_and_fork(void *user, void *data, size_t size)
+{
+    busy_file *b = user;
+    if (live_slots(b->p->cache) == 24) /* rows are being read */
+        pair_fork(b->p, 0, 1);
+    return saved_read(user, data, size);
+}
+
+/* Rows that are to be replaced stay where another sequence shares them meanwhile, and count for capacity then. */
+static void test_shared_meanwhile(void)
+{
+    static pair p;
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 2};
+    for (int capacity = 20; capacity <= 24; capacity += 4) {
+        busy_file b = {.p = &p};
+        p = (pair){.config = {.block_size = 4, .capacity = capacity, .num_threads = 1}};
+        pair_new(&p, 1, &layer);
+        pair_feed(&p, 0, 0, 12);
+        CHECK(save_all(p.cache, &b.file) == KVC_OK);
+        kvc_load_args load = read_args_of(&b.file);
+        load.user = &b;
+        load.read = read_and_fork;
+        if (capacity < 24)
+            CHECK_FAILS(kvc_restore(p.cache, &load), KVC_ERR_FULL, "24 tokens", "capacity is 20");
+        else
+            CHECKF(kvc_restore(p.cache, &load) == KVC_OK, "%s", kvc_last_error());
+        CHECK(kvc_utilization(p.cache) == (capacity < 24 ? 0.6 : 1) && kvc_validate(p.cache) == KVC_OK);
+        if (capacity < 24)
+            pair_check(&p);
+        free(b.file.bytes);
+        pair_free(&p);
+    }
+}
+
 /* ---- another order of bytes --------------------------------------------------------------------------------------- */
 
 static void test_big_endian(void)
@@ -700,5 +734,6 @@ int main(void)
     test_large(0);
     test_large(1);
     test_meanwhile();
+    test_shared_meanwhile();
     return test_result();
 }
