@@ -127,7 +127,9 @@ def test_the_first_page_says_why_and_shows_how():
     for block in re.findall(r"^```{include} \.\./README\.md\n(.*?)^```$", page, re.M | re.S):
         marks = dict(re.findall(r'^:(start-after|end-before): "(.*)"$', block, re.M))
         first = readme.index(marks["start-after"]) + len(marks["start-after"])
-        page = page.replace(block, readme[first : readme.index(marks["end-before"], first)])
+        included = readme[first : readme.index(marks["end-before"], first)]
+        assert included.rstrip()[-1] in ".|`", included[-20:]  # no half of a link
+        page = page.replace(block, included)
     places = [
         page.index(part) for part in ("**Fast.**", "batch.attend(", "What do you want to do?", "never run on macOS")
     ]
