@@ -171,10 +171,25 @@ class KVCache:
     def _put(self, layer: int, k: npt.ArrayLike, v: npt.ArrayLike, q: npt.NDArray[Any] | None = None) -> Any:
         """Put rows in a layer, in a new step if it has those of this one; with `q` attend, and return the result."""
         running = self._running
+        k, v = np.asarray(k, np.float32), np.asarray(v, np.float32)
         if layer in running.layers:
+            self._check_next(k, v)  # before this step ends
             self._fill_with_zeros()
             running.commit()
-        return running.put(layer, np.asarray(k, np.float32), np.asarray(v, np.float32), q)
+        return running.put(layer, k, v, q)
+
+    def _check_next(self, k: npt.NDArray[Any], v: npt.NDArray[Any]) -> None:
+        """Raise unless rows can be those of the next step."""
+        tokens = k.shape[2] if k.ndim == 4 else 0
+        wanted = self._running.sequences, self.cache.num_kv_heads[0], tokens, self.cache.head_dim[0]
+        for name, rows in (("new_k", k), ("new_v", v)):
+            if not tokens or rows.shape != wanted:
+                axes = f"{wanted[0]}, {wanted[1]}, tokens, {wanted[3]}"
+                raise ValueError(f"{name}: an array of shape {rows.shape}, where [{axes}] is needed")
+        if self.position + tokens > self.max_seq_len:
+            raise kvcache.CacheFullError(
+                f"{tokens} more tokens do not fit: there are {self.position} of max_seq_len={self.max_seq_len}"
+            )
 
     def _end_step(self) -> None:
         if self._running.is_complete:

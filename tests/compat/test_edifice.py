@@ -232,3 +232,15 @@ def test_a_wrong_size_is_named(name, value):
     sizes = {"batch_size": 1, "num_layers": 1, "num_heads": 1, "head_dim": 8, "max_seq_len": 4}
     with pytest.raises((ValueError, TypeError), match=f"{name}={value}: "):
         KVCache.init(**{**sizes, name: value})
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 1, 8), (1, 2, 1, 4), (1, 2, 8), (1, 2, 0, 8), (1, 2, 3, 8)])
+def test_a_refused_update_does_not_end_the_step(shape):
+    state = KVCache.init(batch_size=1, num_layers=2, num_heads=2, head_dim=8, max_seq_len=3)
+    new = np.ones((1, 2, 1, 8), np.float32)
+    state.update(0, new, new)
+    with pytest.raises((ValueError, CacheFullError)):
+        state.update(0, np.ones(shape, np.float32), np.ones(shape, np.float32))
+    _, k, _ = state.update(1, new, new)
+    assert k[0, 0, :, 0].tolist() == [1]
+    assert state.seq_length() == 1
