@@ -39,7 +39,7 @@ def test_a_saved_generation_config(folder):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="kvcache")
     made = model.generate(PROMPT, max_new_tokens=4, return_dict_in_generate=True)
     assert isinstance(made.past_key_values, HFCache)
-    assert "dtype='q8_0'" in repr(made.past_key_values)
+    assert "dtype='q8_0'; 2 layers" in repr(made.past_key_values)
     assert made.past_key_values.stats()["calls"] == {"kernel": 8, "dense": 0, "fallback": 0}
 
 
