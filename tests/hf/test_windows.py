@@ -9,6 +9,8 @@ from kvcache.hf.cache import BLOCK_SIZE
 from kvcache.hf.generation import PIECE
 from kvcache.hf.policies import RESUME
 
+pytestmark = pytest.mark.filterwarnings("ignore:kvcache. the rows of every layer")
+
 WINDOW, LENGTH = 256, 4096
 
 
