@@ -18,7 +18,7 @@ from kvcache.hf.decode import Decoder
 from kvcache.hf.forward_pass import DECODED, UNKNOWN, ForwardPass
 from kvcache.hf.layers import CrossLayer, LatentLayer, Layer
 from kvcache.hf.padding import count_leading, hidden_ranges, refuse_batch, refuse_padding, shown_columns
-from kvcache.hf.policies import SHAPE, CacheLayer, describe, parts_of, shapes_of
+from kvcache.hf.policies import SHAPE, CacheLayer, block_size_for, describe, parts_of, shapes_of
 from kvcache.hf.prompts import Prompts, check_prefix, placeholders_of
 from kvcache.hf.rows import LayerRows, Shape
 from kvcache.hf.shared import STALLED, Shared, clear_finally
@@ -28,8 +28,6 @@ from kvcache.policy import CrossAttention, Policy
 from kvcache.prefix.cache import MOST_BLOCK_SIZE, PrefixCache
 from kvcache.state import SavedState
 from kvcache.system import readable
-
-BLOCK_SIZE = 256  # also the tokens decoded at once for the model's own attention; unused slots take no memory
 
 
 class HFCache(SaveableBatch, Cache):
@@ -75,7 +73,8 @@ class HFCache(SaveableBatch, Cache):
         transform: Transform | None = None,
         prefix: PrefixCache | None = None,
     ) -> None:
-        made = self.make_kv_cache(config, dtype or "f16", policy, transform, block_size=BLOCK_SIZE)
+        block_size = block_size_for(shapes_of(config)[1] if policy is None else policy)
+        made = self.make_kv_cache(config, dtype or "f16", policy, transform, block_size=block_size)
         layers: list[Any] = parts_of(config)[1]
         self._prefix = prefix
         if prefix is None:

@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig
 
+from kvcache import ChunkedAttention, FullAttention, SlidingWindow
 from kvcache.hf import HFCache
-from kvcache.hf.cache import BLOCK_SIZE
 from kvcache.hf.generation import PIECE
-from kvcache.hf.policies import RESUME
+from kvcache.hf.policies import RESUME, block_size_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:kvcache. the rows of every layer")
 
@@ -42,7 +42,6 @@ def generate_and_watch(model, ids, attention, **options):
             hook.remove()
 
 
-@pytest.mark.filterwarnings("ignore:kvcache. the rows of every layer")
 @pytest.mark.parametrize("attention", ["kvcache", "sdpa"])
 def test_a_prompt_takes_its_windows_and_a_piece(model, attention):
     ids = torch.randint(0, 64, (1, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -52,9 +51,26 @@ def test_a_prompt_takes_its_windows_and_a_piece(model, attention):
     token = sum(layer.keys.nbytes + layer.values.nbytes for layer in theirs.layers) // (WINDOW - 1)
     ours, cache, most = generate_and_watch(model, ids, attention)
     assert torch.equal(ours, text)
-    kept, bookkeeping = WINDOW + RESUME + 2 * BLOCK_SIZE, 64_000
+    kept, bookkeeping = WINDOW + RESUME + 2 * 64, 64_000
     assert cache.nbytes <= token * kept + bookkeeping
     assert most <= token * (kept + PIECE) + bookkeeping
+
+
+@pytest.mark.parametrize(
+    ("policy", "block_size"),
+    [
+        (None, 64),  # the model's window is 256
+        (FullAttention(), 256),
+        (SlidingWindow(1), 64),
+        (SlidingWindow(600), 128),
+        (SlidingWindow(4096), 256),
+        ([FullAttention(), SlidingWindow(1024), ChunkedAttention(300), FullAttention()], 64),
+    ],
+)
+def test_two_blocks_are_at_most_half_a_window(model, policy, block_size):
+    cache = HFCache(model.config, policy=policy)
+    assert cache._cache.block_size == block_size
+    assert block_size_for(cache.policy) == block_size
 
 
 def test_rows_of_unequal_length(model):
