@@ -1530,8 +1530,8 @@ class KVCache(Saveable):
         """Return the most bytes of rows that a sequence of `num_tokens` tokens holds, over all layers.
 
         Windows and chunks count as full, an encoder's rows as `max_len`, and no layer holds more than `max_seq_len`.
-        Partly filled blocks and bookkeeping come on top, at most two blocks for each window, or three with sinks; rows that
-        sequences share are stored once.
+        Partly filled blocks and bookkeeping come on top, at most two blocks for each window, or three with sinks; rows
+        that sequences share are stored once.
 
         Parameters
         ----------
