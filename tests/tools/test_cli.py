@@ -184,6 +184,7 @@ def test_plan_fits_80_columns(tmp_path, monkeypatch):
     assert sum(line.startswith("f16 ") for line in lines) == 2
     assert sum(line.startswith("    f32 ") for line in lines) == 2
     assert "SlidingWindow(window=100000, num_sink_tokens=4)" in lines
+    assert sum("more while a prompt runs, fed 512 tokens at once: " in line for line in lines) == 2
     assert max(map(len, lines)) <= 80
 
 
@@ -201,6 +202,8 @@ def test_plan_as_json():
     assert own["nbytes"] == cache.most_bytes(made["context"])
     assert slid["nbytes"] == cache.most_bytes(64)
     assert slid["longest_context"] is None
+    assert own["prompt_nbytes"] == 0
+    assert slid["prompt_nbytes"] == cache.most_bytes(512)
     longest = own["longest_context"]
     left = made["memory"]["free"] - made["memory"]["weights"]
     assert longest * cache.most_bytes(1) <= left < (longest + 1) * cache.most_bytes(1)
