@@ -732,7 +732,8 @@ KVC_API kvc_status kvc_load(const kvc_load_args *args, kvc_cache **cache);
 
 /* Loads sequences into a cache whose layers have the shapes, types, transforms, policies and ropes of the file's, in
  * place of what it held under these ids; block_size and limits may differ.  Rows that two of them share are shared
- * again.  Meanwhile other calls go on, as beside kvc_save; the sequences are there once all is read and checked.
+ * again.  Meanwhile other calls go on, as beside kvc_save; the sequences are there once all is read and checked.  Only
+ * then are retained ones reclaimed and old rows replaced: until then the cache may exceed max_bytes by what is loaded.
  * Errors as kvc_load; KVC_ERR_BUSY for a sequence that kvc_begin or an edit is using, KVC_ERR_INVALID for a retained
  * one. */
 KVC_API kvc_status kvc_restore(kvc_cache *cache, const kvc_load_args *args);

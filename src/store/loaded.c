@@ -261,10 +261,17 @@ static kvc_status fits(const kvc_need *need) {
     return status == KVC_OK ? kvc_check_max_bytes(need->cache, need->what) : status;
 }
 
-/* Reclaims what it takes to stay within the limits: all, or capacity alone. */
-static kvc_status make_room(kvc_state *state, kvc_status (*within)(const kvc_need *need)) {
-    return kvc_make_room(&(kvc_need){
-        .cache = state->cache, .fits = within, .visit_replaced = visit_replaced, .context = state, .what = "loading"});
+static kvc_need need_of(kvc_state *state) {
+    return (kvc_need){
+        .cache = state->cache, .fits = fits, .visit_replaced = visit_replaced, .context = state, .what = "loading"};
+}
+
+/* Returns KVC_ERR_FULL unless it will fit once sequences are reclaimed: that waits until all is read and checked. */
+static kvc_status check_room(kvc_state *state) {
+    const kvc_need need = need_of(state);
+    const kvc_status status = kvc_choose_victims(&need);
+    kvc_spare_victims(state->cache);
+    return status;
 }
 
 /* Returns KVC_ERR_BUSY if one of the sequences that are to be replaced is in use, KVC_ERR_INVALID if it is retained. */
@@ -328,7 +335,7 @@ kvc_status kvc_loaded_make(kvc_state *state, const kvc_load_args *args, const in
     v.visit = add_runs;
     if (status == KVC_OK) status = visit_all(&v, add_sequence);
     if (status == KVC_OK) status = check_idle(state);
-    if (status == KVC_OK) status = make_room(state, fits);
+    if (status == KVC_OK) status = check_room(state);
     if (status != KVC_OK) {
         kvc_state_drop(state); /* before the mutex is released: slots without runs are nobody else's business */
         return status;
@@ -347,9 +354,14 @@ kvc_status kvc_loaded_accept(kvc_state *state) {
         num_new += !kvc_table_find(&cache->sequences, state->sequences.items[i]->id);
     if (status != KVC_OK) return status;
     const kvc_table before = cache->sequences;
+    const kvc_need need = need_of(state);
     if (num_new) status = kvc_table_reserve(&cache->sequences, num_new, &before, &cache->memory);
+    if (status == KVC_OK) status = kvc_make_room(&need);
+    if (status != KVC_OK) {
+        kvc_table_restore(&cache->sequences, &before, &cache->memory);
+        return status;
+    }
     kvc_table_keep(&cache->sequences, &before, &cache->memory);
-    if (status == KVC_OK) status = make_room(state, fits_capacity); /* others may share now what is replaced */
-    if (status == KVC_OK) kvc_state_accept(state);
-    return status;
+    kvc_state_accept(state);
+    return KVC_OK;
 }

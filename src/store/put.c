@@ -186,6 +186,8 @@ void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all) {
     kvc_memory_free(&batch->cache->memory, put, sizeof *put, KVC_MEMORY_SCRATCH, -1);
 }
 
+static const char CROSS_PUT[] = "putting the rows of a cross-attention layer";
+
 /* Takes slots for all rows of a put to a cross-attention layer, in one block, and adds the put to the batch's list. */
 static kvc_status begin_cross(kvc_batch *batch, int32_t group, const kvc_put_args *args, kvc_cross_put **out) {
     kvc_cache *cache = batch->cache;
@@ -208,7 +210,9 @@ static kvc_status begin_cross(kvc_batch *batch, int32_t group, const kvc_put_arg
                            .thread = kvc_thread_self()};
     put->run = (kvc_run){block, kvc_pool_take(pool, block, count), count, 0, 0};
     batch->cross_puts = *out = put;
-    status = kvc_fit_max_bytes(cache, "putting the rows of a cross-attention layer");
+    const kvc_need need = kvc_need_max_bytes(cache, CROSS_PUT);
+    status = kvc_choose_victims(&need); /* they are reclaimed once the rows are there */
+    kvc_spare_victims(cache);
     if (status != KVC_OK) kvc_cross_put_end(batch, put, 0);
     return status;
 }
@@ -223,6 +227,7 @@ static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {
     work->start = (kvc_place){put->run.block, put->run.slot};
     status = put_all(work);
     kvc_lock(cache);
+    if (status == KVC_OK) status = kvc_fit_max_bytes(cache, CROSS_PUT);
     kvc_cross_put_end(batch, put, status == KVC_OK);
     return kvc_unlock(cache, status);
 }

@@ -242,6 +242,11 @@ kvc_status kvc_make_room(const kvc_need *need) {
 
 static kvc_status fits_max_bytes(const kvc_need *need) { return kvc_check_max_bytes(need->cache, need->what); }
 
+kvc_need kvc_need_max_bytes(kvc_cache *cache, const char *what) {
+    return (kvc_need){.cache = cache, .fits = fits_max_bytes, .what = what};
+}
+
 kvc_status kvc_fit_max_bytes(kvc_cache *cache, const char *what) {
-    return kvc_make_room(&(kvc_need){.cache = cache, .fits = fits_max_bytes, .what = what});
+    const kvc_need need = kvc_need_max_bytes(cache, what);
+    return kvc_make_room(&need);
 }

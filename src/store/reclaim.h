@@ -41,6 +41,7 @@ void kvc_reclaim(kvc_cache *cache);
 /* Chooses victims, reclaims them, and gives back memory to stay within max_bytes: the last step of a call that can
  * fail. kvc_fit_max_bytes does that for a call that only takes memory. */
 kvc_status kvc_make_room(const kvc_need *need);
+kvc_need kvc_need_max_bytes(kvc_cache *cache, const char *what);
 kvc_status kvc_fit_max_bytes(kvc_cache *cache, const char *what);
 
 /* Returns the slots of group g that will be live: after the eviction, without victims and what the call drops. */

@@ -65,6 +65,36 @@ static void test_refused(void)
     pair_free(p);
 }
 
+/* A state for which retained sequences must go: they do once all is read and checked, and not before. */
+static void test_altered_reclaims_nothing(void)
+{
+    saved file = long_state();
+    pair *p = limited_pair(0, 0, LONG + 4, 0);
+    kvc_stats stats;
+    CHECK(pair_feed(p, 2, 0, 12) == KVC_OK);
+    for (int i = 0; i < 3; i++)
+        CHECK(kvc_retain(p->cache, 2, 100 + i, 4 * i, 4 * i + 4) == KVC_OK);
+    CHECK(kvc_clear_sequence(p->cache, 2) == KVC_OK);
+    const int64_t nbytes = kvc_nbytes(p->cache);
+    for (char is_altered = 1; is_altered >= 0; is_altered--) {
+        saved copy = file;
+        copy.bytes = malloc(file.size);
+        memcpy(copy.bytes, file.bytes, file.size);
+        copy.bytes[file.size * 3 / 4] ^= is_altered; /* in the rows */
+        const kvc_load_args args = load_args_of(&copy);
+        CHECK(kvc_restore(p->cache, &args) == (is_altered ? KVC_ERR_FORMAT : KVC_OK));
+        kvc_get_stats(p->cache, &stats, sizeof stats);
+        CHECKF(is_altered ? stats.retained == 3 && !stats.rows_reclaimed : stats.retained < 3,
+               "%lld are retained, %lld rows were reclaimed", (long long)stats.retained,
+               (long long)stats.rows_reclaimed);
+        CHECK(!is_altered || kvc_nbytes(p->cache) == nbytes);
+        CHECK(kvc_validate(p->cache) == KVC_OK);
+        free(copy.bytes);
+    }
+    free(file.bytes);
+    pair_free(p);
+}
+
 /* ---- cloned ------------------------------------------------------------------------------------------------------ */
 
 /* A file that is read while the cache it goes to is cloned, twice. */
@@ -124,6 +154,7 @@ int main(void)
     if (KVC_IS_BIG_ENDIAN) /* test_saved.c checks that states are refused */
         return 0;
     test_refused();
+    test_altered_reclaims_nothing();
     test_cloned(0);
     test_cloned(1);
     return test_result();
