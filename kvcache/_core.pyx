@@ -127,9 +127,12 @@ def threading_layer():
 
 
 def set_threading_layer(name):
-    cdef bytes text = b"" if name is None else name.encode()
-    cdef const char *layer = text
-    check(kvc_set_threading_layer(NULL if name is None else layer))
+    cdef bytes text
+    cdef const char *layer = NULL
+    if name is not None:
+        text = name.encode()
+        layer = text
+    check(kvc_set_threading_layer(layer))
 
 
 def openmp_library():
