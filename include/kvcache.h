@@ -400,8 +400,8 @@ KVC_API kvc_status kvc_keep(kvc_cache *cache, int64_t seq_id);
 
 /* Makes dst hold the rows of src at positions below `length`, in place of what it held.  No row is copied: the two
  * share slots until one of them drops these, and each appends to its own.  Sharing takes no slots: limits are checked
- * when the next batch begins.  src == dst is KVC_ERR_INVALID, and so is a length above 0 of an src that nothing is stored
- * of: clear dst where that is meant.  KVC_ERR_GONE as in kvc_truncate of src; KVC_ERR_NOMEM. */
+ * when the next batch begins.  src == dst is KVC_ERR_INVALID, and so is a length above 0 of an src that holds nothing:
+ * clear dst where that is meant.  KVC_ERR_GONE as in kvc_truncate of src; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, int32_t length);
 
 /* Does kvc_copy_prefix of everything src holds. */
@@ -420,9 +420,9 @@ KVC_API kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t
 /* Drops the rows at positions [begin, end).  Where that leaves nothing of the tokens, so that the sequence would go on
  * at position 0, the sequence ends as by kvc_clear_sequence: its rows in KVC_CROSS layers go, too.  So it does by every
  * edit, and where positions from 0 on are dropped of a sequence that has such rows alone.  (kvc_copy_prefix with length
- * 0, before that, makes another sequence hold them.)  With `shift`, later tokens move down by end - begin, as by kvc_shift,
- * with its errors.  Without, they stay where they are; KVC_ERR_NOMEM.  Where there are no later tokens, KVC_ERR_GONE as
- * in kvc_truncate. */
+ * 0, before that, makes another sequence hold them.)
+ * With `shift`, later tokens move down by end - begin, as by kvc_shift, with its errors.  Without, they stay where they
+ * are; KVC_ERR_NOMEM.  Where there are no later tokens, KVC_ERR_GONE as in kvc_truncate. */
 KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift);
 
 /* Drops the rows at positions of at least `length`, where the sequence goes on then.  KVC_ERR_GONE, and nothing has
@@ -432,9 +432,9 @@ KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, i
 KVC_API kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length);
 
 /* Moves the tokens at positions [begin, end) by delta; those that would come below 0 are dropped.  No row is copied or
- * rotated, unless a layer has KVC_ROPE_FUNCTION: then the moved rows are rewritten in new slots, and take
- * memory twice until all of them are: within max_bytes once retained rows are reclaimed and free memory is given back,
- * which the call does when that function has succeeded.  `capacity` counts what is live once the edit is done, which is more than
+ * rotated, unless a layer has KVC_ROPE_FUNCTION: then the moved rows are rewritten in new slots, and take memory twice
+ * until all of them are: within max_bytes once retained rows are reclaimed and free memory is given back, which the call
+ * does when that function has succeeded.  `capacity` counts what is live once the edit is done, which is more than
  * before where sequences shared rows.  KVC_ERR_UNSUPPORTED if a layer's rope is not known; KVC_ERR_INVALID if a
  * position would pass the largest; KVC_ERR_NOMEM; where rows are rewritten, KVC_ERR_FULL (capacity or max_bytes) and
  * KVC_ERR_CALLBACK. */
@@ -920,8 +920,8 @@ KVC_API int64_t kvc_plan_num_tasks(const kvc_plan *plan);
 KVC_API kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, int64_t task);
 
 /* Lists the rows that the batch's tokens might see of one of its sequences in a layer, as kvc_spans does: the stored
- * ones, then those of the batch that were put, in the batch's order.  A token that is not put yet has no row.  Rows put in
- * a KVC_CROSS layer take the place of the stored ones.  Rows of the batch have delta 0; they continue the span of the
+ * ones, then those of the batch that were put, in the batch's order.  A token that is not put yet has no row.  Rows put
+ * in a KVC_CROSS layer take the place of the stored ones.  Rows of the batch have delta 0; they continue the span of the
  * stored ones where they lie behind them.  No mask is applied: the policy, parents and positions say what a token sees.
  * A hold keeps the rows after the batch has ended, too, even if it was aborted.  Without one, pointers are valid until
  * the batch ends, and those of a sequence that is not stored (kvc_begin_with) until kvc_attend puts in another layer.
