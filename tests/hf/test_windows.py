@@ -1,13 +1,17 @@
 """Models with windows take the memory of their windows, also while a prompt runs."""
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig
 
 from kvcache import ChunkedAttention, FullAttention, SlidingWindow
-from kvcache.hf import HFCache
-from kvcache.hf.generation import PIECE
-from kvcache.hf.policies import RESUME, block_size_for
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig  # noqa: E402 - torch may be missing
+
+from kvcache.hf import HFCache  # noqa: E402 - it imports those
+from kvcache.hf.generation import PIECE  # noqa: E402
+from kvcache.hf.policies import RESUME, block_size_for  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:kvcache. the rows of every layer")
 
