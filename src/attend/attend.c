@@ -5,8 +5,8 @@
 #include "base/parallel.h"
 #include "attend/merge.h"
 #include "attend/plan.h"
-#include "store/check.h"
-#include "store/put.h"
+#include "cache/check.h"
+#include "pass/put.h"
 
 /* ---- running tasks ----------------------------------------------------------------------------------------------- */
 

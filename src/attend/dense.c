@@ -8,10 +8,10 @@
 #include <string.h>
 
 #include "base/parallel.h"
-#include "store/batch_rows.h"
-#include "store/check.h"
-#include "store/hidden.h"
-#include "store/read.h"
+#include "read/batch_rows.h"
+#include "cache/check.h"
+#include "pass/hidden.h"
+#include "read/read.h"
 
 /* A row to be copied out. */
 typedef struct dense_row {

@@ -15,8 +15,8 @@
 #include <string.h>
 
 #include "attend/jobs.h"
-#include "store/check.h"
-#include "store/scratch.h"
+#include "cache/check.h"
+#include "cache/scratch.h"
 
 /* What a plan is made from, in scratch that is given back once the plan is made. */
 typedef struct maker {

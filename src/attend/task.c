@@ -13,7 +13,7 @@
 #include "attend/minima.h"
 #include "attend/rows.h"
 #include "attend/seen.h"
-#include "store/transform.h"
+#include "rows/transform.h"
 
 /* ---- a task and its views ---------------------------------------------------------------------------------------- */
 

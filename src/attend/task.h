@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "attend/tiles.h"
-#include "store/row_buffer.h"
+#include "space/row_buffer.h"
 
 /* What all tasks of one kvc_attend, or one kvc_plan_run, share. */
 typedef struct kvc_call {

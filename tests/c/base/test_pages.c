@@ -15,7 +15,7 @@
 #include <sys/syscall.h>
 #include <sys/wait.h>
 
-#include "store/limits.h"
+#include "space/limits.h"
 #include "support/test.h"
 
 enum { COLLAPSE = 25, POPULATE_WRITE = 23, TOKENS = 4096, DIM = 128, HEADS = 4, HUGE = 2 << 20 };

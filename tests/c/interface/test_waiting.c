@@ -6,7 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "store/waiting.h"
+#include "cache/waiting.h"
 #include "support/test.h"
 
 const char *__tsan_default_options(void);

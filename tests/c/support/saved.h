@@ -2,7 +2,7 @@
 #ifndef KVC_TEST_SAVED_H
 #define KVC_TEST_SAVED_H
 
-#include "store/format.h"
+#include "state/format.h"
 #include "support/oracle.h"
 
 /* A file in memory, which is written or read; a call of its functions may be made to fail. */

@@ -1,0 +1,156 @@
+/* cache.h: the struct of a cache: its layers, its layer groups, the table of its sequences. */
+#ifndef KVC_CACHE_H
+#define KVC_CACHE_H
+
+#include <stdatomic.h>
+
+#include "base/status.h"
+#include "base/structs.h"
+#include "base/threads.h"
+#include "kernels/kernels.h"
+#include "rows/policy.h"
+#include "rows/rope.h"
+#include "cache/sequence.h"
+
+enum { KVC_NUM_SPARES = 4 }; /* allocations of scratch kept for reuse */
+
+struct kvc_cache {
+    kvc_mutex mutex; /* guards everything that changes after creation */
+    kvc_memory memory;
+    uint64_t size; /* bytes of this allocation: the struct and the arrays behind it */
+    const kvc_kernels *kernels;
+    int prefetch_level; /* cache level to prefetch into: kvc_ahead */
+
+    kvc_layer *layers;    /* [num_layers] */
+    int32_t *group_of;    /* [num_layers] the layer group of each layer */
+    kvc_layout *layouts;  /* [num_layers] where the rows of a layer lie; layouts of a group are side by side */
+    int32_t *layout_of;   /* [num_layers] index into layouts */
+    int32_t *rope_of;     /* [num_layers] index into ropes; -1: keys of the layer are not rotated by frequencies */
+    kvc_rope *ropes;      /* [num_ropes] the distinct ropes of kind KVC_ROPE_FREQUENCIES */
+    double *inv_freqs;    /* the frequencies that ropes point into */
+    kvc_policy *policies; /* [num_groups] */
+    kvc_pool *pools;      /* [num_groups] */
+    int32_t num_layers, num_groups, num_ropes;
+    /* Number of groups that hold rows of tokens: the first ones.  Then comes one group for each cross-attention layer,
+     * and one for all layers of kind KVC_NONE. */
+    int32_t num_token_groups;
+
+    int32_t num_threads;
+    kvc_poll_fn *poll; /* asks whether to cancel a call; may be NULL */
+    void *poll_user;
+    int64_t max_seq_len, max_sequences, capacity, max_bytes; /* 0: no limit */
+
+    kvc_table sequences;
+    kvc_sequence *changed;         /* list of the sequences in which the next batch looks for rows to evict */
+    kvc_sequence *spare;           /* made by kvc_reserve for the next new sequence; NULL: none */
+    int64_t num_holding;           /* number of sequences that hold rows, but for retained ones */
+    kvc_sequence *oldest, *newest; /* list of the retained sequences, from the least recently used on */
+    int64_t num_retained;
+    kvc_sequence *victims; /* list of those that the plan of the running call reclaims, by rising last use */
+    int32_t lacks_bytes;   /* while victims are chosen: all that can be had is needed, for bytes are lacking */
+    kvc_batch *batch;      /* the open batch; NULL: none */
+    struct kvc_row_buffer *row_buffers; /* list: the open batch's, and those of ended batches still in use */
+    int64_t row_buffer_bytes;           /* bytes of the rows of all row buffers */
+    int64_t num_holds;                  /* number of kvc_holds that callers have not freed */
+    int64_t num_rewrites;               /* number of calls that copy rows to new slots without the mutex */
+    int64_t num_readers;                /* number of calls that read rows, of pinned blocks, without the mutex */
+    int64_t num_in_place; /* number of sequences whose rows are written where they lie without the mutex */
+    int64_t num_waiting;  /* number of calls that wait until no call works on rows or pages; readers wait for them */
+    kvc_signal idle;      /* sent when a call that others may wait for has ended */
+    struct kvc_state *states;   /* list of what is being saved and loaded */
+    struct kvc_waiter *waiters; /* list of the calls that wait to begin a batch, in order of arrival */
+    kvc_cache *next, **link;    /* place in the list of all caches of the process: atfork.c */
+    kvc_stats stats;            /* counters; kvc_get_stats adds what pools count */
+    struct {
+        void *memory;
+        uint64_t size;
+    } spares[KVC_NUM_SPARES]; /* the scratch that kvc_scratch_give kept; NULL and 0: none */
+};
+
+/* Returns the byte offset of token i in a caller's array.  If inner_tokens is not 0, groups of inner_tokens tokens are
+ * batch_stride apart. */
+static inline int64_t kvc_token_offset(int32_t i, int32_t inner_tokens, int64_t token_stride, int64_t batch_stride) {
+    return inner_tokens ? i / inner_tokens * batch_stride + i % inner_tokens * token_stride : i * token_stride;
+}
+
+static inline void kvc_lock(kvc_cache *cache) { kvc_mutex_lock(&cache->mutex); }
+
+/* Unlocks the cache, and returns status, so that a function can end with this call. */
+static inline kvc_status kvc_unlock(kvc_cache *cache, kvc_status status) {
+    kvc_mutex_unlock(&cache->mutex);
+    return status;
+}
+
+/* Returns whether capacity is a number of its own, not max_seq_len * max_sequences, which are below 2^31 each. */
+static inline int kvc_has_own_capacity(const kvc_cache *cache) {
+    return cache->capacity != cache->max_seq_len * cache->max_sequences;
+}
+
+/* Returns the runs of a sequence in a layer; NULL if the sequence does not exist. */
+static inline const kvc_run_list *kvc_runs_of(const kvc_cache *cache, int64_t id, int32_t layer) {
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, id);
+    return sequence ? &sequence->runs[cache->group_of[layer]] : NULL;
+}
+
+/* Returns the frequencies by which keys of a layer are rotated when they move; NULL if there are none. */
+static inline const kvc_rope *kvc_rope_of(const kvc_cache *cache, int32_t layer) {
+    return cache->rope_of[layer] < 0 ? NULL : &cache->ropes[cache->rope_of[layer]];
+}
+
+/* Returns the layer whose rows a layer reads: itself, unless it shares the rows of another. */
+static inline int32_t kvc_source_of(const kvc_cache *cache, int32_t layer) {
+    return cache->layers[layer].share ? cache->layers[layer].share - 1 : layer;
+}
+
+/* Returns whether a layer has rows of its own that belong to tokens: not if it shares rows, nor in cross-attention. */
+int kvc_keeps_tokens(const kvc_cache *cache, int32_t layer);
+
+/* Returns the number of threads set for the cache, or else for the process. */
+static inline int32_t kvc_cache_threads(const kvc_cache *cache) {
+    return cache->num_threads ? cache->num_threads : kvc_num_threads();
+}
+
+/* Begins watching a call of `work` multiply-adds or conversions; short calls do not poll. */
+static inline void kvc_cache_watch(const kvc_cache *cache, double work, kvc_watch *watch) {
+    static const double WORTH_POLLING = 1 << 22; /* multiply-adds or conversions: about a millisecond */
+    kvc_watch_init(watch, work < WORTH_POLLING ? NULL : cache->poll, cache->poll_user);
+}
+
+/* ---- sequences of the table, with the mutex held ----------------------------------------------------------------- */
+
+/* Notes that the rows of a sequence have changed: counts the sequence if it holds rows, and lists it in cache->changed
+ * until kvc_cache_unmark_changed, so that the next batch looks there for rows to evict. */
+void kvc_cache_mark_changed(kvc_cache *cache, kvc_sequence *sequence);
+void kvc_cache_unmark_changed(kvc_sequence *sequence);
+
+/* Marks a sequence as changed at the end of an edit, and frees it if it is blank. */
+void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence);
+
+/* Inserts a new sequence into the table, in place of `old` if that is not NULL.  KVC_ERR_NOMEM, with the new one freed.
+ */
+kvc_status kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old);
+
+/* Adds a sequence of the table to the list of retained ones, as the most recently used, or takes it out. */
+void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence);
+void kvc_cache_unretain(kvc_cache *cache, kvc_sequence *sequence);
+
+/* Returns whether a retained sequence may be reclaimed: not if it is pinned, or a call writes its rows. */
+static inline int kvc_is_reclaimable(const kvc_sequence *sequence) {
+    return !sequence->num_pins && !sequence->in_place;
+}
+
+/* Returns whether a sequence loses its rows in group g when victims are reclaimed. */
+static inline int kvc_is_reclaimed_in(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {
+    return sequence->fate == KVC_GOES ||
+           (sequence->fate == KVC_LOSES_WINDOWS && kvc_policy_evicts(&cache->policies[g]));
+}
+
+/* Takes a sequence out of the table and frees it; or only if it is blank; or every sequence but `kept` (NULL: all). */
+void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence);
+void kvc_cache_forget_blank(kvc_cache *cache, kvc_sequence *sequence);
+void kvc_cache_forget_all(kvc_cache *cache, const kvc_sequence *kept);
+
+/* Returns whether a query of the sequence at `position`, or a later one, would miss rows: evicted, or not restored. */
+int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position);
+
+#endif

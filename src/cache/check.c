@@ -1,0 +1,184 @@
+/* check.c: checks that several public functions make: see check.h. */
+#include "cache/check.h"
+
+#include "base/dtype.h"
+#include "cache/waiting.h"
+
+kvc_status kvc_check_layer(const kvc_cache *cache, int32_t layer) {
+    if (layer >= 0 && layer < cache->num_layers) return KVC_OK;
+    return kvc_fail(KVC_ERR_INDEX, "layer is %d: this cache has %d layers", layer, cache->num_layers);
+}
+
+kvc_status kvc_check_attention(const kvc_batch *batch, int32_t layer) {
+    const kvc_status status = kvc_check_layer(batch->cache, layer);
+    if (status != KVC_OK) return status;
+    if (batch->cache->layers[layer].policy.kind == KVC_NONE)
+        return kvc_fail(KVC_ERR_INVALID, "layer %d has no attention", layer);
+    if (batch->restored)
+        return kvc_fail(KVC_ERR_INVALID, "the batch restores rows: its tokens attend to nothing; put and commit it");
+    return KVC_OK;
+}
+
+kvc_status kvc_check_own_rows(const kvc_cache *cache, int32_t layer) {
+    if (cache->layers[layer].share)
+        return kvc_fail(KVC_ERR_INVALID, "layer %d shares the rows of layer %d: put them there", layer,
+                        kvc_source_of(cache, layer));
+    if (cache->layers[layer].policy.kind == KVC_NONE)
+        return kvc_fail(KVC_ERR_INVALID, "layer %d has no attention: it holds no rows", layer);
+    return KVC_OK;
+}
+
+kvc_status kvc_check_takes_rows(const kvc_batch *batch, int32_t layer) {
+    const kvc_status status = kvc_check_own_rows(batch->cache, layer);
+    if (status != KVC_OK || kvc_takes_rows(batch, batch->cache->group_of[layer])) return status;
+    return kvc_fail(KVC_ERR_INVALID, "layer %d is not among the layers that the batch restores: it gets no rows",
+                    layer);
+}
+
+kvc_status kvc_check_values(const kvc_layer *layer, const void *k, const void *v) {
+    if (!k) return kvc_fail(KVC_ERR_INVALID, "k is NULL");
+    if (layer->value_in_key && v)
+        return kvc_fail(KVC_ERR_INVALID, "v is given: in this layer values are the first part of the keys");
+    if (!layer->value_in_key && !v) return kvc_fail(KVC_ERR_INVALID, "v is NULL");
+    return KVC_OK;
+}
+
+kvc_status kvc_check_strides(int32_t type, int64_t row_stride, int64_t head_stride, const char *name) {
+    const int64_t unit = type < KVC_FLOAT_TYPES ? (int64_t)kvc_row_bytes(type, 1) : 1; /* a power of two */
+    if ((row_stride | head_stride) & (unit - 1))
+        return kvc_fail(KVC_ERR_INVALID, "%s: strides of %lld and %lld bytes are not multiples of an element's %lld",
+                        name, (long long)row_stride, (long long)head_stride, (long long)unit);
+    return KVC_OK;
+}
+
+static int is_float_type(int32_t type) { return type >= 0 && type < KVC_FLOAT_TYPES; }
+
+kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride, const char *name) {
+    if (!is_float_type(type))
+        return kvc_fail(KVC_ERR_INVALID, "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16", name, type);
+    return kvc_check_strides(type, row_stride, head_stride, name);
+}
+
+kvc_status kvc_check_rows(int32_t type, int32_t stored, int64_t row_stride, int64_t head_stride, const char *name) {
+    if (!is_float_type(type) && type != stored)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16, or %d, as the layer stores %s", name,
+                        type, stored, kvc_type_name(stored));
+    return kvc_check_strides(type, row_stride, head_stride, name);
+}
+
+kvc_status kvc_check_inner(int32_t inner_tokens, int32_t num_tokens) {
+    if (inner_tokens >= 0 && (inner_tokens == 0 || num_tokens % inner_tokens == 0)) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "inner_tokens is %d: it must divide the number of tokens, %d, or be 0",
+                    inner_tokens, num_tokens);
+}
+
+kvc_status kvc_check_position(int32_t value, const char *name) {
+    if (value >= 0) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "%s is %d: a position must not be negative", name, value);
+}
+
+kvc_status kvc_check_positions(int32_t begin, int32_t end) {
+    const kvc_status status = kvc_check_position(begin, "begin");
+    if (status != KVC_OK || end >= begin) return status;
+    return kvc_fail(KVC_ERR_INVALID, "end is %d: it must be at least begin, %d", end, begin);
+}
+
+kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_tokens) {
+    if (first < 0 || first >= batch->num_tokens)
+        return kvc_fail(KVC_ERR_INDEX, "first is %d: the batch has %d tokens", first, batch->num_tokens);
+    if (*num_tokens == 0) *num_tokens = batch->num_tokens - first;
+    if (*num_tokens < 0 || *num_tokens > batch->num_tokens - first)
+        return kvc_fail(KVC_ERR_INDEX, "num_tokens is %d: from token %d on, the batch has %d", *num_tokens, first,
+                        batch->num_tokens - first);
+    return KVC_OK;
+}
+
+/* Returns the first position from which on no token of the sequence sees lost rows. */
+static int32_t first_safe(const kvc_cache *cache, const kvc_sequence *sequence) {
+    int32_t begin = 0, end = INT32_MAX;
+    while (begin < end) {
+        const int32_t middle = begin + (end - begin) / 2;
+        if (kvc_cache_misses(cache, sequence, middle))
+            begin = middle + 1;
+        else
+            end = middle;
+    }
+    return begin;
+}
+
+kvc_status kvc_check_restored(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position, int32_t end) {
+    for (int32_t layer = 0; layer < cache->num_layers; layer++) {
+        const int32_t g = cache->group_of[layer];
+        const kvc_interval missing = sequence->runs[g].missing;
+        if (g >= cache->num_token_groups || !missing.end || missing.begin >= end) continue;
+        if (kvc_policy_lowest(&cache->policies[g], position) >= missing.end &&
+            kvc_policy_sinks(&cache->policies[g]) <= missing.begin)
+            continue;
+        return kvc_fail(KVC_ERR_GONE,
+                        "a token at position %d of sequence %lld would see rows that layer %d lacks, from %d to %d: a "
+                        "batch restored other layers; restore those of its policy, too, or cut the sequence there",
+                        position, (long long)sequence->id, layer, missing.begin, missing.end - 1);
+    }
+    return KVC_OK;
+}
+
+kvc_status kvc_check_cut(const kvc_cache *cache, const kvc_sequence *sequence, int32_t length) {
+    int32_t before = INT32_MAX, misses = 0; /* before: nothing was lost below */
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        const kvc_interval lost = sequence->runs[g].lost;
+        if (lost.end && lost.begin < before) before = lost.begin;
+        misses |= lost.begin < length && kvc_policy_lowest(&cache->policies[g], length) < lost.end;
+    }
+    if (length >= kvc_sequence_next(sequence)) return KVC_OK;
+    const kvc_status status = kvc_check_restored(cache, sequence, length, length);
+    if (status != KVC_OK || !misses) return status;
+    return kvc_fail(KVC_ERR_GONE,
+                    "sequence %lld cannot go on at position %d: a token there would see rows that were evicted; it can "
+                    "from position %d on, or up to %d; a larger resume_window keeps more",
+                    (long long)sequence->id, length, first_safe(cache, sequence), before);
+}
+
+kvc_status kvc_check_idle(const kvc_sequence *sequence) {
+    if (!sequence || !(sequence->in_batch || sequence->in_rewrite)) return KVC_OK;
+    if (sequence->in_rewrite)
+        return kvc_fail(
+            KVC_ERR_BUSY,
+            "the keys of sequence %lld are being rewritten by another call: call again when it has returned",
+            (long long)sequence->id);
+    return kvc_fail(KVC_ERR_BUSY, "sequence %lld belongs to the open batch: commit or abort it first",
+                    (long long)sequence->id);
+}
+
+kvc_status kvc_check_not_retained(const kvc_sequence *sequence) {
+    if (!sequence || !sequence->is_retained) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "sequence %lld is a retained one: attach it to another, and go on there",
+                    (long long)sequence->id);
+}
+
+kvc_status kvc_check_no_batch(const kvc_cache *cache, const char *what) {
+    if (cache->num_rewrites)
+        return kvc_fail(KVC_ERR_BUSY,
+                        "cannot %s while another call rewrites the keys of a sequence: call again when it has returned",
+                        what);
+    if (cache->batch) return kvc_fail(KVC_ERR_BUSY, "cannot %s while a batch is open: commit or abort it first", what);
+    return KVC_OK;
+}
+
+static kvc_status check_closed(const kvc_cache *cache, const char *what) {
+    const kvc_status status = kvc_check_no_batch(cache, what);
+    if (status != KVC_OK) return status;
+    if (cache->num_holds)
+        return kvc_fail(KVC_ERR_HELD, "cannot %s while views of the rows are held (%lld): let go of them first", what,
+                        (long long)cache->num_holds);
+    return KVC_OK;
+}
+
+kvc_status kvc_check_closed(kvc_cache *cache, const char *what) {
+    kvc_status status = check_closed(cache, what);
+    while (status == KVC_OK && (cache->num_readers || cache->num_in_place)) {
+        kvc_cache_wait(cache);
+        status = check_closed(cache, what); /* waiting released the mutex */
+    }
+    return status;
+}

@@ -1,0 +1,59 @@
+/* check.h: checks that several public functions make before they change anything. */
+#ifndef KVC_CHECK_H
+#define KVC_CHECK_H
+
+#include "cache/batch.h"
+
+/* Returns KVC_ERR_INDEX unless the cache has the layer. */
+kvc_status kvc_check_layer(const kvc_cache *cache, int32_t layer);
+
+/* Returns KVC_ERR_INDEX unless the cache has the layer, KVC_ERR_INVALID if it is KVC_NONE or the batch restores. */
+kvc_status kvc_check_attention(const kvc_batch *batch, int32_t layer);
+
+/* Returns KVC_ERR_INVALID if the layer shares another's rows or has none. */
+kvc_status kvc_check_own_rows(const kvc_cache *cache, int32_t layer);
+
+/* Returns KVC_ERR_INVALID also if the batch restores other layers than this one. */
+kvc_status kvc_check_takes_rows(const kvc_batch *batch, int32_t layer);
+
+/* Returns KVC_ERR_INVALID unless k is given, and v exactly where the layer stores values apart from its keys. */
+kvc_status kvc_check_values(const kvc_layer *layer, const void *k, const void *v);
+
+/* Returns KVC_ERR_INVALID unless both strides are whole elements; those of quantised rows may be any. */
+kvc_status kvc_check_strides(int32_t type, int64_t row_stride, int64_t head_stride, const char *name);
+
+/* Checks the strides, and returns KVC_ERR_INVALID unless callers' arrays may have this type; kvc_check_rows also takes
+ * encoded rows, of the type in which the layer stores them. */
+kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride, const char *name);
+kvc_status kvc_check_rows(int32_t type, int32_t stored, int64_t row_stride, int64_t head_stride, const char *name);
+
+/* Returns KVC_ERR_INVALID unless inner_tokens divides num_tokens, or is 0. */
+kvc_status kvc_check_inner(int32_t inner_tokens, int32_t num_tokens);
+
+/* Return KVC_ERR_INVALID unless the argument of this name is a position, or [begin, end) a range of positions. */
+kvc_status kvc_check_position(int32_t value, const char *name);
+kvc_status kvc_check_positions(int32_t begin, int32_t end);
+
+/* Returns KVC_ERR_INDEX unless the batch has tokens [first, first + *num_tokens); 0 becomes all from first on. */
+kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_tokens);
+
+/* Returns KVC_ERR_GONE if a token at `position` would miss rows below position `end` that were not restored. */
+kvc_status kvc_check_restored(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position, int32_t end);
+
+/* Returns KVC_ERR_GONE if the sequence could not go on at position `length` once its rows from there on are dropped. */
+kvc_status kvc_check_cut(const kvc_cache *cache, const kvc_sequence *sequence, int32_t length);
+
+/* Returns KVC_ERR_BUSY if a batch or a rewrite has the sequence, which may be NULL. */
+kvc_status kvc_check_idle(const kvc_sequence *sequence);
+
+/* Returns KVC_ERR_INVALID if the sequence, which may be NULL, is a retained one. */
+kvc_status kvc_check_not_retained(const kvc_sequence *sequence);
+
+/* Returns KVC_ERR_BUSY if a batch is open or keys are being rewritten; `what`, for the message, cannot be done then. */
+kvc_status kvc_check_no_batch(const kvc_cache *cache, const char *what);
+
+/* Checks the same, and returns KVC_ERR_HELD while views are held, as their rows must not move.  Waits for calls that
+ * read or write rows without the mutex. */
+kvc_status kvc_check_closed(kvc_cache *cache, const char *what);
+
+#endif

@@ -1,0 +1,143 @@
+/* config.c: checks a caller's kvc_config: see config.h. */
+#include "cache/config.h"
+
+#include "base/dtype.h"
+#include "base/structs.h"
+#include "base/threads.h"
+#include "rows/policy.h"
+#include "rows/rope.h"
+#include "rows/transform.h"
+
+static kvc_status check_limit(int64_t value, const char *name, int64_t most) {
+    if (value >= 0 && value <= most) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "%s is %lld: it must be between 1 and %lld, or 0 for the default", name,
+                    (long long)value, (long long)most);
+}
+
+static kvc_status check_type(int32_t type, int32_t dim, int32_t transform, int32_t layer, const char *name) {
+    if (!kvc_type_name(type))
+        return kvc_fail(KVC_ERR_INVALID, "layers[%d].%s_type is %d: no kvc_type", layer, name, type);
+    if (dim % kvc_type_elements(type))
+        return kvc_fail(KVC_ERR_INVALID, "layers[%d].%s_dim is %d: for %s it must be a multiple of %d", layer, name,
+                        dim, kvc_type_name(type), kvc_type_elements(type));
+    if (transform != KVC_TRANSFORM_NONE && transform != KVC_TRANSFORM_HADAMARD)
+        return kvc_fail(KVC_ERR_INVALID, "layers[%d].%s_transform is %d: no kvc_transform", layer, name, transform);
+    return KVC_OK;
+}
+
+/* Returns KVC_ERR_INVALID if values are to be the first elements of the keys, and cannot be. */
+static kvc_status check_value_in_key(const kvc_layer *layer, int32_t index) {
+    if (!layer->value_in_key) return KVC_OK;
+    if (layer->v_dim > layer->k_dim)
+        return kvc_fail(KVC_ERR_INVALID, "layers[%d].v_dim is %d: values that lie in the keys have at most k_dim, %d",
+                        index, layer->v_dim, layer->k_dim);
+    if (layer->v_type != layer->k_type)
+        return kvc_fail(KVC_ERR_INVALID, "layers[%d].v_type is %s: values that lie in the keys have k_type, %s", index,
+                        kvc_type_name(layer->v_type), kvc_type_name(layer->k_type));
+    if (layer->v_transform != layer->k_transform)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "layers[%d].v_transform is %d: values that lie in the keys have k_transform, %d", index,
+                        layer->v_transform, layer->k_transform);
+    const int32_t order = kvc_key_order(layer);
+    if (order && layer->v_dim % order)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "layers[%d].v_dim is %d: values that lie in transformed keys of %d elements must be a multiple "
+                        "of %d",
+                        index, layer->v_dim, layer->k_dim, order);
+    return KVC_OK;
+}
+
+/* Returns KVC_ERR_UNSUPPORTED if a reserved field, to which a later version may give a meaning, is not 0. */
+static kvc_status check_reserved(const kvc_layer *layer, int32_t index) {
+    const int32_t *policy = layer->policy.reserved;
+    const int64_t *rope = layer->rope.reserved;
+    const int is_set = policy[0] || policy[1] || policy[2];
+    if (!is_set && !rope[0] && !rope[1]) return KVC_OK;
+    return kvc_fail(KVC_ERR_UNSUPPORTED, "layers[%d].%s sets a field that this version of the library does not know",
+                    index, is_set ? "policy" : "rope");
+}
+
+static kvc_status check_layer(const kvc_layer *layer, int32_t index) {
+    const struct {
+        int32_t value;
+        const char *name;
+    } sizes[] = {{layer->num_kv_heads, "num_kv_heads"}, {layer->k_dim, "k_dim"}, {layer->v_dim, "v_dim"}};
+    for (int i = 0; i < 3; i++)
+        if (sizes[i].value < 1 || sizes[i].value > 1 << 20)
+            return kvc_fail(KVC_ERR_INVALID, "layers[%d].%s is %d: it must be between 1 and %d", index, sizes[i].name,
+                            sizes[i].value, 1 << 20);
+    kvc_status status = check_reserved(layer, index);
+    if (status == KVC_OK) status = kvc_policy_check(&layer->policy, index);
+    if (status != KVC_OK || layer->policy.kind == KVC_NONE) return status;
+    status = check_type(layer->k_type, layer->k_dim, layer->k_transform, index, "k");
+    if (status == KVC_OK) status = check_type(layer->v_type, layer->v_dim, layer->v_transform, index, "v");
+    if (status == KVC_OK) status = check_value_in_key(layer, index);
+    return status == KVC_OK ? kvc_rope_check(layer, index) : status;
+}
+
+/* Checks the limits and fills in the capacity. */
+static kvc_status check_limits(kvc_config *config) {
+    kvc_status status = KVC_OK;
+    if (config->num_layers < 1 || config->num_layers > 1 << 20)
+        return kvc_fail(KVC_ERR_INVALID, "num_layers is %d: it must be between 1 and %d", config->num_layers, 1 << 20);
+    if (status == KVC_OK) status = check_limit(config->block_size, "block_size", INT32_MAX - 1);
+    if (status == KVC_OK) status = check_limit(config->max_seq_len, "max_seq_len", INT32_MAX - 1);
+    if (status == KVC_OK) status = check_limit(config->max_sequences, "max_sequences", INT32_MAX);
+    if (status == KVC_OK) status = check_limit(config->capacity, "capacity", INT64_MAX);
+    if (status == KVC_OK) status = check_limit(config->max_bytes, "max_bytes", INT64_MAX);
+    if (status == KVC_OK) status = check_limit(config->num_threads, "num_threads", KVC_MOST_THREADS);
+    if (!config->capacity) config->capacity = config->max_seq_len * config->max_sequences; /* each below 2^31 */
+    return status;
+}
+
+kvc_layer kvc_config_layer(const kvc_config *config, int32_t i) {
+    kvc_layer layer;
+    kvc_write_struct(&layer, sizeof layer, (const char *)config->layers + (size_t)i * config->layer_size,
+                     config->layer_size);
+    if (layer.policy.kind == KVC_NONE) layer.rope = (kvc_rope){0}; /* not checked in such a layer */
+    return layer;
+}
+
+/* Returns KVC_ERR_INVALID if a layer shares the rows of a layer that has none of its own, or differs from it. */
+static kvc_status check_share(const kvc_config *config, int32_t index) {
+    const kvc_layer layer = kvc_config_layer(config, index);
+    if (!layer.share) return KVC_OK;
+    if (layer.share < 0 || layer.share > config->num_layers || layer.share == index + 1)
+        return kvc_fail(KVC_ERR_INVALID, "layers[%d].share is %d: it must be 1 + the index of another of the %d layers",
+                        index, layer.share, config->num_layers);
+    const kvc_layer source = kvc_config_layer(config, layer.share - 1);
+    if (source.share)
+        return kvc_fail(KVC_ERR_INVALID, "layers[%d] shares the rows of layer %d, which has none of its own", index,
+                        layer.share - 1);
+    if (layer.num_kv_heads != source.num_kv_heads || layer.k_dim != source.k_dim || layer.v_dim != source.v_dim ||
+        layer.k_type != source.k_type || layer.v_type != source.v_type || layer.k_transform != source.k_transform ||
+        layer.v_transform != source.v_transform || !layer.value_in_key != !source.value_in_key ||
+        !kvc_policy_equal(&layer.policy, &source.policy) || !kvc_rope_equal(&layer.rope, &source.rope))
+        return kvc_fail(KVC_ERR_INVALID,
+                        "layers[%d] shares the rows of layer %d: both must have the same heads, dims, types, "
+                        "transforms, policy and rope",
+                        index, layer.share - 1);
+    return KVC_OK;
+}
+
+kvc_status kvc_config_read(kvc_config *config, const kvc_config *given) {
+    kvc_status status = KVC_READ(kvc_config, config, given, "config");
+    if (status == KVC_OK) status = check_limits(config);
+    for (int32_t i = 0; status == KVC_OK && i < config->num_layers; i++) {
+        kvc_layer layer;
+        const char *at = config->layers ? (const char *)config->layers + (size_t)i * config->layer_size : NULL;
+        status = kvc_read_struct(&layer, sizeof layer, kvc_layer_least_size, at, config->layer_size, "layers");
+        if (status == KVC_OK) status = check_layer(&layer, i);
+    }
+    for (int32_t i = 0; status == KVC_OK && i < config->num_layers; i++) status = check_share(config, i);
+    return status;
+}
+
+int32_t kvc_config_block_size(const kvc_config *config) {
+    int32_t full = 1;
+    for (int32_t i = 0; i < config->num_layers; i++) {
+        const kvc_layer layer = kvc_config_layer(config, i);
+        full &= !kvc_policy_evicts(&layer.policy);
+    }
+    return config->max_seq_len && config->max_sequences == 1 && full ? (int32_t)config->max_seq_len : 64;
+}

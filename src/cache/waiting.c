@@ -1,0 +1,125 @@
+/* waiting.c: calls that wait for each other: see waiting.h. */
+#include "cache/waiting.h"
+
+kvc_sequence *kvc_cache_find(kvc_cache *cache, int64_t id) {
+    kvc_sequence *sequence;
+    while ((sequence = kvc_table_find(&cache->sequences, id)) && sequence->in_place)
+        kvc_signal_wait(&cache->idle, &cache->mutex);
+    return sequence;
+}
+
+kvc_sequence *kvc_cache_find_to_copy(kvc_cache *cache, int64_t id) {
+    kvc_sequence *sequence;
+    do sequence = kvc_cache_find(cache, id);
+    while (cache->max_bytes && kvc_cache_wait_pages(cache));
+    return sequence;
+}
+
+void kvc_cache_find_all(kvc_cache *cache) {
+    while (cache->num_in_place) kvc_signal_wait(&cache->idle, &cache->mutex);
+}
+
+void kvc_cache_begin_in_place(kvc_cache *cache, kvc_sequence *sequence) {
+    sequence->in_place = 1;
+    cache->num_in_place++;
+}
+
+void kvc_cache_end_in_place(kvc_cache *cache, kvc_sequence *sequence) {
+    sequence->in_place = 0;
+    cache->num_in_place--;
+    kvc_signal_all(&cache->idle);
+}
+
+void kvc_cache_begin_reading(kvc_cache *cache) {
+    while (cache->num_waiting) kvc_signal_wait(&cache->idle, &cache->mutex);
+    cache->num_readers++;
+}
+
+void kvc_cache_end_reading(kvc_cache *cache) {
+    if (--cache->num_readers == 0 && cache->num_waiting) kvc_signal_all(&cache->idle);
+}
+
+/* Cannot deadlock: the calls it waits for need nothing but the mutex, and call no function of the caller. */
+void kvc_cache_wait(kvc_cache *cache) {
+    cache->num_waiting++;
+    while (cache->num_readers || cache->num_in_place) kvc_signal_wait(&cache->idle, &cache->mutex);
+    if (--cache->num_waiting == 0) kvc_signal_all(&cache->idle);
+}
+
+int kvc_cache_wait_pages(kvc_cache *cache) {
+    if (!kvc_memory_any_busy(&cache->memory)) return 0;
+    cache->num_waiting++;
+    while (kvc_memory_any_busy(&cache->memory)) kvc_signal_wait(&cache->idle, &cache->mutex);
+    if (--cache->num_waiting == 0) kvc_signal_all(&cache->idle);
+    return 1;
+}
+
+/* ---- waiting to begin a batch ------------------------------------------------------------------------------------ */
+
+static kvc_waiter *first_waiter(const kvc_cache *cache) {
+    kvc_waiter *waiter = cache->waiters;
+    while (waiter && waiter->is_polling) waiter = waiter->next;
+    return waiter;
+}
+
+int kvc_may_begin(const kvc_cache *cache, const kvc_waiter *waiter) {
+    return !cache->batch && !cache->num_rewrites && first_waiter(cache) == waiter;
+}
+
+kvc_status kvc_check_may_begin(const kvc_cache *cache, const kvc_waiter *waiter) {
+    if (kvc_may_begin(cache, waiter)) return KVC_OK;
+    const char *why = cache->batch ? "a batch is open, and there is one at a time: commit or abort it first"
+                      : cache->num_rewrites
+                          ? "another call rewrites the keys of a sequence: begin again when it has returned"
+                          : "other calls wait to begin a batch: begin again later";
+    if (!waiter) return kvc_fail(KVC_ERR_BUSY, "%s, or give a timeout to wait", why);
+    return kvc_fail(KVC_ERR_BUSY, "%s, or give a longer timeout than %lld ms", why, (long long)waiter->timeout_ms);
+}
+
+void kvc_wake_waiter(kvc_cache *cache) {
+    kvc_waiter *waiter = first_waiter(cache);
+    if (waiter && kvc_may_begin(cache, waiter)) kvc_signal_all(&waiter->signal);
+}
+
+kvc_status kvc_waiter_join(kvc_cache *cache, kvc_waiter *waiter, int64_t timeout_ms) {
+    const int64_t now = kvc_now(), ms = 1000000;
+    *waiter = (kvc_waiter){.deadline = INT64_MAX, .timeout_ms = timeout_ms};
+    if (timeout_ms >= 0 && timeout_ms < (INT64_MAX - now) / ms) waiter->deadline = now + timeout_ms * ms;
+    if (kvc_signal_init(&waiter->signal)) return kvc_fail(KVC_ERR_NOMEM, "out of memory to wait for a batch");
+    kvc_waiter **end = &cache->waiters;
+    while (*end) end = &(*end)->next;
+    *end = waiter;
+    return KVC_OK;
+}
+
+void kvc_waiter_leave(kvc_cache *cache, kvc_waiter *waiter) {
+    kvc_waiter **link = &cache->waiters;
+    while (*link != waiter) link = &(*link)->next;
+    *link = waiter->next;
+    kvc_signal_destroy(&waiter->signal);
+    kvc_wake_waiter(cache);
+}
+
+/* Polls without the mutex; returns whether the call is cancelled. */
+static int poll_unlocked(kvc_cache *cache, kvc_waiter *waiter, kvc_watch *watch) {
+    waiter->is_polling = 1;
+    kvc_wake_waiter(cache);
+    kvc_unlock(cache, KVC_OK);
+    const int stop = kvc_watch_ask(watch);
+    kvc_lock(cache);
+    waiter->is_polling = 0;
+    return stop;
+}
+
+kvc_status kvc_waiter_wait(kvc_cache *cache, kvc_waiter *waiter) {
+    kvc_watch watch;
+    kvc_watch_init(&watch, cache->poll, cache->poll_user);
+    while (!kvc_may_begin(cache, waiter)) {
+        if (kvc_now() >= waiter->deadline) return kvc_check_may_begin(cache, waiter);
+        const int64_t next = watch.poll && watch.next < waiter->deadline ? watch.next : waiter->deadline;
+        kvc_signal_wait_until(&waiter->signal, &cache->mutex, next);
+        if (watch.poll && kvc_now() >= watch.next && poll_unlocked(cache, waiter, &watch))
+            return kvc_fail(KVC_ERR_CANCELLED, "cancelled while it waited to begin a batch");
+    }
+    return KVC_OK;
+}

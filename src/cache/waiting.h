@@ -1,0 +1,63 @@
+/* waiting.h: calls that read or write rows without the mutex, and the calls that wait for them.
+ *
+ * Readers copy rows of blocks that they have pinned.  Writers in place change rows of one sequence where they lie.  All
+ * functions are called with the mutex held; those that wait release it meanwhile, so that anything read before may have
+ * changed.
+ */
+#ifndef KVC_WAITING_H
+#define KVC_WAITING_H
+
+#include "cache/cache.h"
+
+/* Finds a sequence (NULL: there is none) after waiting until no call writes its rows in place.  kvc_cache_find_all
+ * waits for the writers of all sequences. */
+kvc_sequence *kvc_cache_find(kvc_cache *cache, int64_t id);
+void kvc_cache_find_all(kvc_cache *cache);
+
+/* Does the same for an edit that may copy rows: where max_bytes is set, also waits until no call works on pages, so
+ * that all free memory can be given back. */
+kvc_sequence *kvc_cache_find_to_copy(kvc_cache *cache, int64_t id);
+
+/* Bracket the reading of rows without the mutex.  kvc_cache_begin_reading may wait. */
+void kvc_cache_begin_reading(kvc_cache *cache);
+void kvc_cache_end_reading(kvc_cache *cache);
+
+/* Bracket the writing of a sequence's rows in place. */
+void kvc_cache_begin_in_place(kvc_cache *cache, kvc_sequence *sequence);
+void kvc_cache_end_in_place(kvc_cache *cache, kvc_sequence *sequence);
+
+/* Waits until there are neither readers nor writers in place.  Does not wait for rewrites by a function of the caller,
+ * nor for calls that work on a batch. */
+void kvc_cache_wait(kvc_cache *cache);
+
+/* Waits until no call works on pages.  Returns whether it had to wait, and so released the mutex meanwhile. */
+int kvc_cache_wait_pages(kvc_cache *cache);
+
+/* ---- waiting to begin a batch ------------------------------------------------------------------------------------ */
+
+/* A call that waits to begin a batch; on the stack of its thread. */
+typedef struct kvc_waiter {
+    struct kvc_waiter *next;
+    kvc_signal signal;  /* sent when the call may begin a batch */
+    int64_t deadline;   /* kvc_now() when it stops waiting */
+    int64_t timeout_ms; /* for the message */
+    int32_t is_polling; /* asks kvc_config.poll, without the mutex; those behind it go first meanwhile */
+} kvc_waiter;
+
+/* Adds a call at the end of cache->waiters, or removes it.  timeout_ms is as in kvc_begin_args.  Can fail with
+ * KVC_ERR_NOMEM. */
+kvc_status kvc_waiter_join(kvc_cache *cache, kvc_waiter *waiter, int64_t timeout_ms);
+void kvc_waiter_leave(kvc_cache *cache, kvc_waiter *waiter);
+
+/* Waits until the call may begin a batch.  Returns KVC_ERR_BUSY at the deadline, KVC_ERR_CANCELLED if poll says so. */
+kvc_status kvc_waiter_wait(kvc_cache *cache, kvc_waiter *waiter);
+
+/* Returns whether a call may begin a batch: none is open, no keys are being rewritten, and no call that came before
+ * waits.  waiter NULL: the call does not wait.  kvc_check_may_begin returns KVC_ERR_BUSY if not. */
+int kvc_may_begin(const kvc_cache *cache, const kvc_waiter *waiter);
+kvc_status kvc_check_may_begin(const kvc_cache *cache, const kvc_waiter *waiter);
+
+/* Wakes the first waiter if it may begin a batch.  Call when a batch, or the rewriting of keys, has ended. */
+void kvc_wake_waiter(kvc_cache *cache);
+
+#endif

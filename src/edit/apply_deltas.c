@@ -1,0 +1,261 @@
+/* apply_deltas.c: kvc_settle: rotates stored keys by the deltas that moves have left; the deltas become 0.
+ *
+ * The keys of a slot are rotated where they lie if all sequences that hold it have the same delta there.  Otherwise the
+ * slot stays as it is, and each sequence whose delta is not 0 gets a rotated copy.
+ */
+#include <string.h>
+
+#include "base/parallel.h"
+#include "edit/draft.h"
+#include "cache/check.h"
+#include "space/limits.h"
+#include "cache/waiting.h"
+
+/* What is noted of a slot instead of a delta: no sequence holds it, or its holders have different deltas there. */
+enum { UNHELD = INT32_MIN, DISPUTED = INT32_MIN + 1 };
+
+/* The work on one group. */
+typedef struct group_work {
+    kvc_cache *cache;
+    int32_t group, num_blocks, num_sequences;
+    int32_t num_drafts; /* number of drafts made: of the sequences that are not reclaimed in the group */
+    kvc_block **blocks; /* [num_blocks] the pool's blocks before any is opened for copies; NULL: of no held slot */
+    int32_t **deltas; /* [num_blocks + 1] where each block's slots begin in slot_deltas, and where the last one's end */
+    int32_t *slot_deltas; /* [num_slots] the delta of each slot, over all blocks, or UNHELD or DISPUTED */
+    kvc_draft *drafts;    /* [num_sequences] copies of disputed rows */
+    size_t num_slots;     /* number of slots below fill marks */
+    const kvc_lanes *lanes;
+} group_work;
+
+/* Returns whether a row is copied, as kvc_change asks. */
+static int is_disputed(const void *context, const kvc_run *run, int32_t slot) {
+    const group_work *w = context;
+    return run->delta != 0 && w->deltas[run->block->index][slot] == DISPUTED;
+}
+
+/* Returns the list of the sequence at index i; NULL if victims lose their rows in the group. */
+static kvc_run_list *list_of(const kvc_cache *cache, int32_t g, int32_t i) {
+    kvc_sequence *sequence = cache->sequences.items[i];
+    return kvc_is_reclaimed_in(cache, sequence, g) ? NULL : &sequence->runs[g];
+}
+
+static void *alloc_array(const group_work *w, uint64_t count, size_t item) {
+    return kvc_memory_alloc(&w->cache->memory, (count + 1) * item, KVC_MEMORY_SCRATCH, -1);
+}
+
+static void free_array(const group_work *w, void *p, uint64_t count, size_t item) {
+    kvc_memory_free(&w->cache->memory, p, (count + 1) * item, KVC_MEMORY_SCRATCH, -1);
+}
+
+/* Notes the delta of every slot. */
+static void note_deltas(const group_work *w) {
+    const kvc_pool *pool = &w->cache->pools[w->group];
+    w->deltas[0] = w->slot_deltas;
+    for (int32_t b = 0; b < w->num_blocks; b++) w->deltas[b + 1] = w->deltas[b] + pool->blocks[b]->fill;
+    for (size_t i = 0; i < w->num_slots; i++) w->slot_deltas[i] = UNHELD;
+    for (int32_t i = 0; i < w->cache->sequences.num; i++) {
+        const kvc_run_list *list = list_of(w->cache, w->group, i);
+        for (const kvc_run *run = list ? kvc_runs_begin(list) : NULL; run && run < kvc_runs_end(list); run++)
+            for (int32_t n = 0; n < run->count; n++) {
+                int32_t *delta = &w->deltas[run->block->index][run->slot + n];
+                *delta = *delta == UNHELD || *delta == run->delta ? run->delta : DISPUTED;
+            }
+    }
+}
+
+/* Gets all memory, notes deltas and makes drafts: everything that can fail. */
+static kvc_status prepare_group(group_work *w) {
+    const kvc_pool *pool = &w->cache->pools[w->group];
+    for (int32_t b = 0; b < w->num_blocks; b++) w->num_slots += (size_t)pool->blocks[b]->fill;
+    w->blocks = alloc_array(w, (size_t)w->num_blocks, sizeof *w->blocks);
+    w->deltas = alloc_array(w, (size_t)w->num_blocks, sizeof *w->deltas);
+    w->slot_deltas = alloc_array(w, w->num_slots, sizeof *w->slot_deltas);
+    w->drafts = alloc_array(w, (size_t)w->num_sequences, sizeof *w->drafts);
+    if (!w->blocks || !w->deltas || !w->slot_deltas || !w->drafts)
+        return kvc_fail(KVC_ERR_NOMEM, "out of memory to settle the keys of %zu slots", w->num_slots);
+    note_deltas(w);
+    for (int32_t b = 0; b < w->num_blocks; b++) { /* others may be given back once victims are reclaimed */
+        const int32_t *delta = w->deltas[b];
+        while (delta < w->deltas[b + 1] && *delta == UNHELD) delta++;
+        w->blocks[b] = delta < w->deltas[b + 1] ? pool->blocks[b] : NULL;
+    }
+    const kvc_change change = {.moved_end = KVC_END, .applies_delta = 1, .copies = is_disputed, .context = w};
+    kvc_status status = KVC_OK;
+    for (int32_t i = 0; status == KVC_OK && i < w->num_sequences; i++) {
+        kvc_run_list *list = list_of(w->cache, w->group, i);
+        if (list) status = kvc_draft_make(w->cache, w->group, list, &change, &w->drafts[w->num_drafts]);
+        w->num_drafts += list && status == KVC_OK;
+    }
+    return status;
+}
+
+/* Accepts the drafts before their rows are written, which needs no mutex while all blocks of the group are pinned. */
+static void accept_drafts(group_work *w) {
+    for (int32_t i = 0; i < w->num_drafts; i++) {
+        kvc_draft_pin(&w->drafts[i]);
+        kvc_draft_accept(w->cache, w->group, &w->drafts[i]);
+    }
+    for (int32_t b = 0; b < w->num_blocks; b++)
+        if (w->blocks[b]) kvc_pool_pin(w->blocks[b]);
+}
+
+/* Rotates the keys in one lane's share of the slots, where they lie. */
+static void rotate_slots(void *context, int64_t lane) {
+    const group_work *w = context;
+    kvc_rotator rotator = {.kernels = w->cache->kernels,
+                           .scratch = w->lanes->scratch + (uint64_t)lane * w->lanes->floats};
+    const uint64_t num = w->num_slots, lanes = (uint64_t)w->lanes->num;
+    const int32_t *delta = w->slot_deltas + (uint64_t)lane * num / lanes,
+                  *end = w->slot_deltas + (uint64_t)(lane + 1) * num / lanes;
+    for (int32_t b = 0; delta < end; b++)
+        for (; delta < end && delta < w->deltas[b + 1]; delta++)
+            if (*delta != 0 && *delta != UNHELD && *delta != DISPUTED)
+                kvc_rotate_keys(w->cache, w->group, w->blocks[b], (int32_t)(delta - w->deltas[b]), *delta, &rotator);
+}
+
+/* Copies disputed rows, then rotates the others where they lie. */
+static void write_rows(group_work *w) {
+    for (int32_t i = 0; i < w->num_drafts; i++) kvc_draft_copy(w->cache, w->group, &w->drafts[i], w->lanes);
+    kvc_parallel(w->lanes->num, w->lanes->num, rotate_slots, w);
+}
+
+/* Unpins blocks and frees memory.  If status is not KVC_OK, the drafts were not accepted: discards them. */
+static void end_group(group_work *w, kvc_status status) {
+    for (int32_t b = 0; status == KVC_OK && b < w->num_blocks; b++)
+        if (w->blocks[b]) kvc_pool_unpin(&w->cache->pools[w->group], w->blocks[b]);
+    for (int32_t i = w->num_drafts - 1; i >= 0; i--) /* backwards: the draft made last is discarded first */
+        if (status == KVC_OK) {
+            kvc_draft_unpin(w->cache, w->group, &w->drafts[i]);
+            kvc_draft_free(w->cache, &w->drafts[i]);
+        } else {
+            kvc_draft_discard(w->cache, w->group, &w->drafts[i]);
+        }
+    free_array(w, w->blocks, (size_t)w->num_blocks, sizeof *w->blocks);
+    free_array(w, w->deltas, (size_t)w->num_blocks, sizeof *w->deltas);
+    free_array(w, w->slot_deltas, w->num_slots, sizeof *w->slot_deltas);
+    free_array(w, w->drafts, (size_t)w->num_sequences, sizeof *w->drafts);
+}
+
+/* Returns whether a run of the list has a delta to apply. */
+static int has_deltas(const kvc_run_list *list) {
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
+        if (run->delta) return 1;
+    return 0;
+}
+
+/* ---- all groups -------------------------------------------------------------------------------------------------- */
+
+/* Value of in_place in sequences whose deltas are applied; in kvc_inject it is 1. */
+enum { APPLIES_DELTAS = 2 };
+
+/* Marks the sequences that have deltas as written in place. */
+static void mark_sequences(kvc_cache *cache) {
+    for (int32_t i = 0; i < cache->sequences.num; i++) {
+        kvc_sequence *sequence = cache->sequences.items[i];
+        int32_t has = 0;
+        for (int32_t g = 0; g < cache->num_token_groups; g++) has |= has_deltas(&sequence->runs[g]);
+        if (!has) continue;
+        kvc_cache_begin_in_place(cache, sequence);
+        sequence->in_place = APPLIES_DELTAS;
+    }
+}
+
+static void unmark_sequences(kvc_cache *cache) {
+    for (int32_t i = 0; i < cache->sequences.num; i++)
+        if (cache->sequences.items[i]->in_place == APPLIES_DELTAS)
+            kvc_cache_end_in_place(cache, cache->sequences.items[i]);
+}
+
+static void write_unlocked(kvc_cache *cache, group_work *groups, int32_t num) {
+    mark_sequences(cache);
+    for (int32_t i = 0; i < num; i++) accept_drafts(&groups[i]);
+    kvc_unlock(cache, KVC_OK);
+    for (int32_t i = 0; i < num; i++) write_rows(&groups[i]);
+    kvc_lock(cache);
+    unmark_sequences(cache);
+}
+
+/* A call of kvc_settle. */
+typedef struct settling {
+    group_work *groups; /* [num_groups] */
+    int32_t num;        /* number of groups that are prepared */
+    kvc_lanes lanes;
+} settling;
+
+/* Ends the work on all groups that are prepared; where status is not KVC_OK, undoes it. */
+static void end_all(settling *s, kvc_status status) {
+    for (int32_t i = s->num - 1; i >= 0; i--) end_group(&s->groups[i], status);
+    s->num = 0;
+}
+
+/* Prepares every group that has deltas, and sizes the lanes. */
+static kvc_status prepare_all(kvc_cache *cache, settling *s) {
+    kvc_status status = KVC_OK;
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
+        const kvc_run_list *list = NULL;
+        int32_t has = 0;
+        for (int32_t i = 0; i < cache->sequences.num && !has; i++)
+            has = (list = list_of(cache, g, i)) && has_deltas(list);
+        if (!has) continue;
+        group_work *w = &s->groups[s->num++];
+        *w = (group_work){.cache = cache,
+                          .group = g,
+                          .num_blocks = cache->pools[g].num_blocks,
+                          .num_sequences = cache->sequences.num,
+                          .lanes = &s->lanes};
+        status = prepare_group(w);
+        for (int32_t i = 0; status == KVC_OK && i < w->num_drafts; i++)
+            kvc_draft_size_lanes(cache, g, &w->drafts[i], &s->lanes);
+    }
+    return status;
+}
+
+static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, void *context) {
+    const settling *s = need->context;
+    for (int32_t i = 0; i < s->num; i++)
+        for (int32_t d = 0; s->groups[i].group == g && d < s->groups[i].num_drafts; d++)
+            kvc_draft_visit_replaced(&s->groups[i].drafts[d], visit, context);
+}
+
+/* Prepares all anew, as victims have no drafts: they need no copies, and others may need none without them. */
+static kvc_status fits(const kvc_need *need) {
+    settling *s = need->context;
+    end_all(s, KVC_ERR_FULL);
+    kvc_status status = prepare_all(need->cache, s);
+    for (int32_t i = 0; status == KVC_OK && i < s->num; i++) {
+        int64_t copied = 0;
+        for (int32_t d = 0; d < s->groups[i].num_drafts; d++) copied += s->groups[i].drafts[d].num_copied;
+        if (copied) status = kvc_drafts_check(need, s->groups[i].group);
+    }
+    if (status == KVC_OK) status = kvc_check_max_bytes(need->cache, need->what);
+    if (status != KVC_OK) end_all(s, status);
+    if (status == KVC_ERR_FULL) need->cache->lacks_bytes = 1;
+    return status;
+}
+
+static kvc_status settle(kvc_cache *cache) {
+    kvc_status status = kvc_check_closed(cache, "settle keys");
+    if (status != KVC_OK) return status;
+    const size_t size = (size_t)cache->num_groups * sizeof(group_work);
+    settling s = {.groups = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1)};
+    if (!s.groups) return kvc_fail(KVC_ERR_NOMEM, "out of memory to settle %d layer groups", cache->num_groups);
+    const kvc_need need = {
+        .cache = cache, .fits = fits, .visit_replaced = visit_replaced, .context = &s, .what = "settling keys"};
+    status = kvc_choose_victims(&need);
+    if (status == KVC_OK) status = kvc_lanes_new(cache, &s.lanes);
+    if (status == KVC_OK) {
+        kvc_reclaim(cache);
+        if (cache->max_bytes) kvc_give_back(cache, cache->max_bytes);
+        if (s.num) write_unlocked(cache, s.groups, s.num);
+    }
+    kvc_spare_victims(cache);
+    end_all(&s, status);
+    kvc_lanes_free(cache, &s.lanes);
+    kvc_memory_free(&cache->memory, s.groups, size, KVC_MEMORY_SCRATCH, -1);
+    return status;
+}
+
+kvc_status kvc_settle(kvc_cache *cache) {
+    kvc_lock(cache);
+    return kvc_unlock(cache, settle(cache));
+}

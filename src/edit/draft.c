@@ -1,0 +1,378 @@
+/* draft.c: makes, checks, copies and accepts drafts: see draft.h. */
+#include "edit/draft.h"
+
+#include <string.h>
+
+#include "base/parallel.h"
+#include "rows/transform.h"
+
+enum {
+    WORTH_THREADS = 1 << 16, /* bytes; copying fewer takes less time than waking a thread */
+    FUNCTION_ROWS = 512,     /* most rows decoded at a time for a KVC_ROPE_FUNCTION */
+    FUNCTION_PIECES = 128    /* most pieces that these rows may be in */
+};
+
+/* ---- the draft --------------------------------------------------------------------------------------------------- */
+
+/* Returns the position after the change. */
+static int32_t target(const kvc_change *change, int32_t position) {
+    return change->divisor ? position / change->divisor : position + change->move;
+}
+
+/* A pass over the rows of the list: the first pass counts, the second fills in the draft. */
+typedef struct walk {
+    const kvc_change *change;
+    kvc_pool *pool;
+    kvc_draft *draft; /* NULL: only count */
+    kvc_block *block; /* the block to which rows are copied */
+    int64_t parts;    /* number of parts of runs whose rows are all treated alike */
+    int64_t copies;   /* number of parts that are copied */
+    int64_t copied;   /* number of rows in copied parts */
+} walk;
+
+/* Adds a copied part to the draft, cut where blocks are full.  to: a run with the part's new position and delta. */
+static void add_copies(walk *w, const kvc_run *part, kvc_run to) {
+    for (int32_t done = 0; done < part->count; done += to.count) {
+        if (!w->block || w->block->fill == w->pool->block_size) w->block = kvc_pool_open(w->pool);
+        const int32_t rest = part->count - done, left = w->pool->block_size - w->block->fill;
+        to.count = rest < left ? rest : left;
+        if (to.count > KVC_COPY_ROWS) to.count = KVC_COPY_ROWS;
+        to.block = w->block;
+        const int32_t touched = w->block->touched;
+        to.slot = kvc_pool_take(w->pool, w->block, to.count);
+        w->draft->copies[w->draft->num_copies++] = (kvc_copy){.from = part->block,
+                                                              .to = to.block,
+                                                              .from_slot = part->slot + done,
+                                                              .to_slot = to.slot,
+                                                              .count = to.count,
+                                                              .position = part->position + done,
+                                                              .delta = part->delta,
+                                                              .touched = touched};
+        kvc_runs_push(&w->draft->runs, &to);
+        to.position += to.count;
+    }
+}
+
+/* Counts a part of a run, or adds it to the draft.  changes, copied: how its rows are treated. */
+static void add_part(walk *w, const kvc_run *part, int changes, int copied) {
+    const kvc_change *change = w->change;
+    w->parts++;
+    w->copies += copied;
+    w->copied += copied ? part->count : 0;
+    if (!w->draft) return;
+    kvc_run to = *part;
+    if (changes) {
+        to.position = target(change, part->position);
+        if (change->adds_delta) to.delta += to.position - part->position;
+        if (change->applies_delta) to.delta = 0;
+    }
+    if (copied)
+        add_copies(w, part, to);
+    else
+        kvc_runs_push(&w->draft->runs, &to);
+}
+
+/* Returns the number of rows, from the first of a changing part on, that are treated alike; *copied: whether they are
+ * copied. */
+static int32_t count_alike(const kvc_change *change, const kvc_run *part, int *copied) {
+    *copied = change->copies && change->copies(change->context, part, part->slot);
+    if (change->divisor) return 1; /* positions may repeat from here on */
+    if (!change->copies) return part->count;
+    int32_t n = 1;
+    while (n < part->count && !change->copies(change->context, part, part->slot + n) == !*copied) n++;
+    return n;
+}
+
+/* Calls add_part for all rows of the list but the dropped ones. */
+static void walk_rows(walk *w, const kvc_run_list *list) {
+    const kvc_change *change = w->change;
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
+        const kvc_run below = kvc_run_part(run, 0, change->begin),
+                      above = kvc_run_part(run, change->moved_end, INT32_MAX);
+        kvc_run rest = kvc_run_part(run, change->end, change->moved_end);
+        if (below.count) add_part(w, &below, 0, 0);
+        while (rest.count) {
+            int copied;
+            kvc_run part = rest;
+            part.count = count_alike(change, &rest, &copied);
+            add_part(w, &part, 1, copied);
+            rest.slot += part.count;
+            rest.position += part.count;
+            rest.count -= part.count;
+        }
+        if (above.count) add_part(w, &above, 0, 0);
+    }
+}
+
+/* Gets all memory for the parts and rows that the first pass counted. */
+static kvc_status reserve(kvc_cache *cache, kvc_pool *pool, const walk *counted, kvc_draft *draft) {
+    const int64_t blocks = (counted->copied + pool->block_size - 1) / pool->block_size;
+    const int64_t runs = counted->parts + blocks; /* copied parts are cut where blocks end */
+    const int64_t copies = counted->copies + blocks + counted->copied / KVC_COPY_ROWS;
+    if (runs > INT32_MAX / 2) return kvc_fail(KVC_ERR_NOMEM, "a sequence of more than %lld runs", (long long)runs);
+    kvc_status status = kvc_runs_reserve(&draft->runs, &cache->memory, (int32_t)runs);
+    if (status != KVC_OK || !counted->copied) return status;
+    draft->max_copies = (int32_t)copies;
+    draft->copies = kvc_memory_alloc(&cache->memory, (uint64_t)copies * sizeof(kvc_copy), KVC_MEMORY_SCRATCH, -1);
+    if (!draft->copies) return kvc_fail(KVC_ERR_NOMEM, "out of memory to copy %lld rows", (long long)counted->copied);
+    return kvc_pool_reserve(pool, (int32_t)blocks, &draft->reserved);
+}
+
+kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, kvc_run_list *list, const kvc_change *change,
+                          kvc_draft *draft) {
+    walk w = {.change = change, .pool = &cache->pools[group]};
+    *draft = (kvc_draft){.change = *change, .from = list};
+    kvc_runs_init(&draft->runs);
+    walk_rows(&w, list);
+    const kvc_status status = reserve(cache, w.pool, &w, draft);
+    if (status != KVC_OK) {
+        kvc_draft_discard(cache, group, draft);
+        return status;
+    }
+    draft->num_copied = w.copied;
+    w.pool->drafted += w.copied;
+    w.draft = draft;
+    walk_rows(&w, list);
+    kvc_runs_recount(&draft->runs);
+    return KVC_OK;
+}
+
+void kvc_draft_visit_replaced(const kvc_draft *draft, kvc_part_fn *visit, void *context) {
+    kvc_runs_visit(draft->from, draft->change.begin, draft->change.end, visit, context);
+    for (int32_t i = 0; i < draft->num_copies; i++) {
+        const kvc_copy *copy = &draft->copies[i];
+        visit(context, &(kvc_run){copy->from, copy->from_slot, copy->count, copy->position, copy->delta});
+    }
+}
+
+kvc_status kvc_drafts_check(const kvc_need *need, int32_t group) {
+    int64_t live;
+    if (!kvc_exceeds_capacity(need, group, 0, &live)) return KVC_OK;
+    return kvc_fail(KVC_ERR_FULL,
+                    "%s would make it %lld slots: capacity is %lld; remove some tokens, clear a sequence, or give a "
+                    "larger capacity",
+                    need->what, (long long)live, (long long)need->cache->capacity);
+}
+
+void kvc_draft_free(kvc_cache *cache, kvc_draft *draft) {
+    kvc_memory_free(&cache->memory, draft->copies, (uint64_t)draft->max_copies * sizeof(kvc_copy), KVC_MEMORY_SCRATCH,
+                    -1);
+    *draft = (kvc_draft){0};
+}
+
+void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_draft *draft) {
+    kvc_pool *pool = &cache->pools[group];
+    kvc_run_list *list = draft->from;
+    kvc_draft_visit_replaced(draft, kvc_drop_part, pool);
+    kvc_pool_keep(pool, &draft->reserved);
+    pool->drafted -= draft->num_copied;
+    cache->stats.rows_copied += draft->num_copied;
+    draft->runs.lost = list->lost;
+    draft->runs.missing = list->missing;
+    kvc_runs_free_list(list, &cache->memory);
+    *list = draft->runs;
+}
+
+void kvc_draft_discard(kvc_cache *cache, int32_t group, kvc_draft *draft) {
+    kvc_pool *pool = &cache->pools[group];
+    int32_t num_blocks = 0;
+    for (int32_t i = draft->num_copies - 1; i >= 0; i--) { /* backwards, so that the free list gets its order back */
+        const kvc_copy *copy = &draft->copies[i];
+        kvc_pool_drop(pool, copy->to, copy->to_slot, copy->count);
+        if (copy->to_slot) continue;
+        kvc_pool_unopen(pool, copy->to, copy->touched);
+        num_blocks++;
+    }
+    pool->drafted -= draft->num_copied;
+    kvc_pool_unreserve(pool, num_blocks, &draft->reserved);
+    kvc_runs_free_list(&draft->runs, &cache->memory);
+    kvc_draft_free(cache, draft);
+}
+
+void kvc_draft_pin(const kvc_draft *draft) {
+    for (int32_t i = 0; i < draft->num_copies; i++) {
+        kvc_pool_pin(draft->copies[i].from);
+        kvc_pool_pin(draft->copies[i].to);
+    }
+}
+
+void kvc_draft_unpin(kvc_cache *cache, int32_t group, const kvc_draft *draft) {
+    for (int32_t i = 0; i < draft->num_copies; i++) {
+        kvc_pool_unpin(&cache->pools[group], draft->copies[i].from);
+        kvc_pool_unpin(&cache->pools[group], draft->copies[i].to);
+    }
+}
+
+/* ---- copying ----------------------------------------------------------------------------------------------------- */
+
+kvc_status kvc_lanes_new(kvc_cache *cache, kvc_lanes *lanes) {
+    lanes->num = kvc_cache_threads(cache);
+    if ((uint64_t)lanes->num * lanes->floats > lanes->least) lanes->least = (uint64_t)lanes->num * lanes->floats;
+    if (!lanes->least) return KVC_OK;
+    lanes->scratch = kvc_memory_alloc(&cache->memory, lanes->least * sizeof(float), KVC_MEMORY_SCRATCH, -1);
+    if (lanes->scratch) return KVC_OK;
+    return kvc_fail(KVC_ERR_NOMEM, "out of memory for %llu elements of keys", (unsigned long long)lanes->least);
+}
+
+void kvc_lanes_free(kvc_cache *cache, kvc_lanes *lanes) {
+    kvc_memory_free(&cache->memory, lanes->scratch, lanes->least * sizeof(float), KVC_MEMORY_SCRATCH, -1);
+}
+
+void kvc_draft_size_lanes(const kvc_cache *cache, int32_t group, const kvc_draft *draft, kvc_lanes *lanes) {
+    const int64_t rows = draft->num_copied < FUNCTION_ROWS ? draft->num_copied : FUNCTION_ROWS;
+    for (int32_t i = 0; i < cache->num_layers; i++) {
+        const kvc_layer *layer = &cache->layers[i];
+        if (cache->group_of[i] != group) continue;
+        const uint64_t floats = kvc_rotator_floats(layer->k_dim),
+                       least = (uint64_t)layer->k_dim * (uint64_t)layer->num_kv_heads * (uint64_t)rows;
+        if (floats > lanes->floats) lanes->floats = floats;
+        if (layer->rope.kind == KVC_ROPE_FUNCTION && least > lanes->least) lanes->least = least;
+    }
+}
+
+/* Copies the rows of one layer, all heads. */
+static void copy_rows(const kvc_layout *at, const kvc_copy *copy) {
+    for (int32_t h = 0; h < at->num_kv_heads; h++) {
+        memcpy(kvc_key_at(at, copy->to, copy->to_slot, h), kvc_key_at(at, copy->from, copy->from_slot, h),
+               (size_t)copy->count * at->k_row_bytes);
+        if (at->v_stored)
+            memcpy(kvc_value_at(at, copy->to, copy->to_slot, h), kvc_value_at(at, copy->from, copy->from_slot, h),
+                   (size_t)copy->count * at->v_stored);
+    }
+}
+
+void kvc_rotate_keys(const kvc_cache *cache, int32_t group, kvc_block *block, int32_t slot, int32_t delta,
+                     kvc_rotator *rotator) {
+    for (int32_t layer = 0; layer < cache->num_layers; layer++) {
+        const kvc_rope *rope = kvc_rope_of(cache, layer);
+        if (cache->group_of[layer] != group || cache->layers[layer].share || !rope) continue;
+        const kvc_layout *at = &cache->layouts[cache->layout_of[layer]];
+        const kvc_layer *config = &cache->layers[layer];
+        for (int32_t h = 0; h < at->num_kv_heads; h++) {
+            uint8_t *key = kvc_key_at(at, block, slot, h);
+            kvc_rotator_rotate(rotator, rope, delta, key, config->k_type, key, config->k_type, config);
+        }
+    }
+}
+
+/* One call of kvc_draft_copy: each lane copies a part of the list of copies. */
+typedef struct copying {
+    const kvc_cache *cache;
+    const kvc_draft *draft;
+    const kvc_lanes *lanes;
+    int32_t group, num_parts;
+} copying;
+
+static void copy_part(void *context, int64_t part) {
+    const copying *c = context;
+    const kvc_draft *draft = c->draft;
+    const kvc_pool *pool = &c->cache->pools[c->group];
+    kvc_rotator rotator = {.kernels = c->cache->kernels};
+    if (draft->change.applies_delta) rotator.scratch = c->lanes->scratch + (uint64_t)part * c->lanes->floats;
+    const int64_t first = part * draft->num_copies / c->num_parts, end = (part + 1) * draft->num_copies / c->num_parts;
+    for (const kvc_copy *copy = draft->copies + first; copy < draft->copies + end; copy++) {
+        for (int32_t l = 0; l < pool->num_layers; l++) copy_rows(&pool->layouts[l], copy);
+        for (int32_t i = 0; draft->change.applies_delta && i < copy->count; i++) {
+            const int32_t position = copy->position + i,
+                          delta = copy->delta + target(&draft->change, position) - position;
+            if (delta) kvc_rotate_keys(c->cache, c->group, copy->to, copy->to_slot + i, delta, &rotator);
+        }
+    }
+}
+
+/* ---- the caller's function --------------------------------------------------------------------------------------- */
+
+/* Copied rows whose keys the caller's function moves in one call. */
+typedef struct piece {
+    const kvc_copy *copy;
+    int32_t first, count, delta;
+    float *keys; /* [num_kv_heads][count][k_dim] */
+} piece;
+
+/* The pieces of one layer that are decoded, moved and encoded together. */
+typedef struct moving {
+    const kvc_cache *cache;
+    const kvc_layer *layer;
+    const kvc_layout *at;
+    const kvc_lanes *lanes;
+    int32_t index; /* index of the layer */
+    int32_t num_pieces, num_rows, encodes;
+    piece pieces[FUNCTION_PIECES];
+} moving;
+
+/* Decodes the stored keys of a piece to f32, or encodes them from f32. */
+static void convert_piece(void *context, int64_t i) {
+    const moving *m = context;
+    const piece *p = &m->pieces[i];
+    const kvc_kernels *kernels = m->cache->kernels;
+    const int32_t dim = m->layer->k_dim, type = m->layer->k_type, order = kvc_key_order(m->layer);
+    const int64_t row = (int64_t)m->at->k_row_bytes, f32_row = dim * (int64_t)sizeof(float);
+    for (int32_t h = 0; h < m->at->num_kv_heads; h++) {
+        uint8_t *stored = kvc_key_at(m->at, p->copy->to, p->copy->to_slot + p->first, h);
+        float *keys = p->keys + (size_t)h * (size_t)p->count * (size_t)dim;
+        if (!m->encodes) kernels->convert(type, KVC_F32, keys, f32_row, stored, row, p->count, dim);
+        if (order) kernels->hadamard(keys, keys, p->count * dim, order);
+        if (m->encodes) kernels->convert(KVC_F32, type, stored, row, keys, f32_row, p->count, dim);
+    }
+}
+
+/* Moves the keys of all pieces by the caller's function, and empties the list of pieces. */
+static kvc_status move_pieces(moving *m) {
+    const kvc_rope *rope = &m->layer->rope;
+    const int64_t bytes = (int64_t)m->num_rows * m->at->num_kv_heads * (int64_t)m->at->k_row_bytes;
+    const int32_t threads = bytes < WORTH_THREADS ? 1 : m->lanes->num;
+    m->encodes = 0;
+    kvc_parallel(threads, m->num_pieces, convert_piece, m);
+    for (int32_t i = 0; i < m->num_pieces; i++)
+        if (rope->shift(rope->user, m->index, m->pieces[i].keys, m->layer->num_kv_heads, m->pieces[i].count,
+                        m->layer->k_dim, m->pieces[i].delta))
+            return kvc_fail(KVC_ERR_CALLBACK, "the function that moves the keys of layer %d failed", m->index);
+    m->encodes = 1;
+    kvc_parallel(threads, m->num_pieces, convert_piece, m);
+    m->num_pieces = m->num_rows = 0;
+    return KVC_OK;
+}
+
+/* Adds a piece; if there is no space for it, first moves the pieces before it. */
+static kvc_status add_piece(moving *m, piece p) {
+    const size_t row = (size_t)m->layer->num_kv_heads * (size_t)m->layer->k_dim;
+    if (m->num_pieces == FUNCTION_PIECES || m->num_rows + p.count > FUNCTION_ROWS) {
+        const kvc_status status = move_pieces(m);
+        if (status != KVC_OK) return status;
+    }
+    p.keys = m->lanes->scratch + (size_t)m->num_rows * row;
+    m->num_rows += p.count;
+    m->pieces[m->num_pieces++] = p;
+    return KVC_OK;
+}
+
+/* Moves all copied keys of a layer by the caller's function. */
+static kvc_status move_by_function(const kvc_cache *cache, int32_t layer, const kvc_draft *draft,
+                                   const kvc_lanes *lanes) {
+    const kvc_change *change = &draft->change;
+    moving m = {.cache = cache,
+                .layer = &cache->layers[layer],
+                .at = &cache->layouts[cache->layout_of[layer]],
+                .lanes = lanes,
+                .index = layer};
+    kvc_status status = KVC_OK;
+    for (const kvc_copy *copy = draft->copies; copy < draft->copies + draft->num_copies; copy++)
+        for (int32_t i = 0, n; status == KVC_OK && i < copy->count; i += n) {
+            const int32_t position = copy->position + i, delta = target(change, position) - position;
+            n = change->divisor ? 1 : copy->count;
+            if (delta) status = add_piece(&m, (piece){.copy = copy, .first = i, .count = n, .delta = delta});
+        }
+    return status == KVC_OK && m.num_pieces ? move_pieces(&m) : status;
+}
+
+kvc_status kvc_draft_copy(const kvc_cache *cache, int32_t group, const kvc_draft *draft, const kvc_lanes *lanes) {
+    copying c = {cache, draft, lanes, group, lanes->num < draft->num_copies ? lanes->num : draft->num_copies};
+    if (draft->num_copied * kvc_pool_slot_bytes(&cache->pools[group]) < WORTH_THREADS) c.num_parts = 1;
+    if (draft->num_copies) kvc_parallel(c.num_parts, c.num_parts, copy_part, &c);
+    kvc_status status = KVC_OK;
+    for (int32_t layer = 0; status == KVC_OK && draft->change.applies_delta && layer < cache->num_layers; layer++)
+        if (cache->group_of[layer] == group && kvc_keeps_tokens(cache, layer) &&
+            cache->layers[layer].rope.kind == KVC_ROPE_FUNCTION)
+            status = move_by_function(cache, layer, draft, lanes);
+    return status;
+}

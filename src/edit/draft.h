@@ -1,0 +1,98 @@
+/* draft.h: gives a sequence new runs in one layer group: at other positions, or in slots of its own.
+ *
+ * A draft is made first, with all the memory it needs; then rows are copied to the new slots, without the mutex; then
+ * the draft replaces the sequence's runs, or is discarded.  So nothing is half done.
+ *
+ * All functions are called with the mutex held, but for kvc_draft_copy.
+ */
+#ifndef KVC_DRAFT_H
+#define KVC_DRAFT_H
+
+#include "space/reclaim.h"
+
+/* A change of rows: those at positions [begin, end) are dropped, those at [end, moved_end) change, others stay. */
+typedef struct kvc_change {
+    int32_t begin, end, moved_end;
+    int32_t move;          /* is added to positions */
+    int32_t divisor;       /* if not 0, positions are divided by it instead */
+    int32_t adds_delta;    /* if not 0, deltas change by as much as positions do */
+    int32_t applies_delta; /* if not 0, deltas become 0, and keys of copied rows are rotated instead */
+    /* Returns whether the changing row of `run` in `slot` is copied to a slot of the sequence's own.  NULL: none is. */
+    int (*copies)(const void *context, const kvc_run *run, int32_t slot);
+    const void *context;
+} kvc_change;
+
+/* Consecutive rows that are copied. */
+typedef struct kvc_copy {
+    kvc_block *from, *to;
+    int32_t from_slot, to_slot, count;
+    int32_t position, delta; /* position and delta of the first row, before the change */
+    int32_t touched;         /* touched slots of `to` before, for kvc_pool_unopen */
+} kvc_copy;
+
+typedef struct kvc_draft {
+    kvc_change change;
+    kvc_run_list *from; /* the list to be replaced */
+    kvc_run_list runs;  /* the new list, but for lost */
+    kvc_copy *copies;   /* [max_copies] each of at most KVC_COPY_ROWS rows */
+    int32_t num_copies, max_copies;
+    int64_t num_copied;    /* number of rows in copies */
+    kvc_reserved reserved; /* blocks for copies */
+} kvc_draft;
+
+enum { KVC_COPY_ROWS = 64 }; /* most rows of a kvc_copy: few, so that threads share the work evenly */
+
+/* The threads that copy and rotate rows, and scratch for them. */
+typedef struct kvc_lanes {
+    int32_t num;
+    float *scratch;  /* [num][floats], and at least `least` floats */
+    uint64_t floats; /* floats for one thread, which rotates a row at a time */
+    uint64_t least;  /* floats for a KVC_ROPE_FUNCTION of the caller, which gets many keys at a time */
+} kvc_lanes;
+
+/* Makes a lane for each of the cache's threads, with scratch for lanes->floats and lanes->least.  Can fail with
+ * KVC_ERR_NOMEM. */
+kvc_status kvc_lanes_new(kvc_cache *cache, kvc_lanes *lanes);
+void kvc_lanes_free(kvc_cache *cache, kvc_lanes *lanes);
+
+/* Makes a draft of `change` for a list of runs.  Can fail with KVC_ERR_NOMEM. */
+kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, kvc_run_list *list, const kvc_change *change,
+                          kvc_draft *draft);
+
+/* Returns the bytes of an array with a draft for each group of tokens. */
+static inline size_t kvc_drafts_size(const kvc_cache *cache) {
+    return (size_t)cache->num_token_groups * sizeof(kvc_draft);
+}
+
+/* Visits the slots that a draft lets go once it is accepted. */
+void kvc_draft_visit_replaced(const kvc_draft *draft, kvc_part_fn *visit, void *context);
+
+/* Returns KVC_ERR_FULL if more slots of a group than the capacity would be live once the drafts of an edit, which copy
+ * rows, are accepted; until then copies may take slots beyond the capacity. */
+kvc_status kvc_drafts_check(const kvc_need *need, int32_t group);
+
+/* Raises lanes->floats and lanes->least to what kvc_draft_copy needs for this draft.  Call before kvc_lanes_new. */
+void kvc_draft_size_lanes(const kvc_cache *cache, int32_t group, const kvc_draft *draft, kvc_lanes *lanes);
+
+/* Copies rows to their new slots, without the mutex, on the threads of the lanes, which need scratch only if the change
+ * applies deltas.  Returns KVC_ERR_CALLBACK if a layer's KVC_ROPE_FUNCTION, which this thread calls, fails; nothing
+ * else can. */
+kvc_status kvc_draft_copy(const kvc_cache *cache, int32_t group, const kvc_draft *draft, const kvc_lanes *lanes);
+
+/* Rotates the keys in a slot by delta, in all layers of the group that have frequencies. */
+void kvc_rotate_keys(const kvc_cache *cache, int32_t group, kvc_block *block, int32_t slot, int32_t delta,
+                     kvc_rotator *rotator);
+
+/* Pins the blocks that rows are copied from and to, or unpins them.  While they are pinned, rows may be copied after
+ * the draft was accepted. */
+void kvc_draft_pin(const kvc_draft *draft);
+void kvc_draft_unpin(kvc_cache *cache, int32_t group, const kvc_draft *draft);
+
+/* Replaces the list that the draft was made for by the draft's; the copies stay listed until kvc_draft_free. */
+void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_draft *draft);
+void kvc_draft_free(kvc_cache *cache, kvc_draft *draft);
+
+/* Gives back the slots and blocks that the draft took, and frees it. */
+void kvc_draft_discard(kvc_cache *cache, int32_t group, kvc_draft *draft);
+
+#endif

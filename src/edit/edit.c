@@ -1,0 +1,295 @@
+/* edit.c: the public functions that remove or move tokens of a sequence, and clear sequences. */
+#include <string.h>
+
+#include "cache/check.h"
+#include "edit/draft.h"
+#include "space/limits.h"
+#include "cache/waiting.h"
+
+/* Returns KVC_ERR_UNSUPPORTED if the rope of a layer is not known, so that its keys cannot move. */
+static kvc_status check_rope(const kvc_cache *cache) {
+    for (int32_t i = 0; i < cache->num_layers; i++)
+        if (kvc_keeps_tokens(cache, i) && cache->layers[i].rope.kind == KVC_ROPE_UNKNOWN)
+            return kvc_fail(
+                KVC_ERR_UNSUPPORTED,
+                "tokens would move, and the keys of layer %d may have to be rotated: give its rope when the "
+                "cache is made, or say there that its keys carry no rotation",
+                i);
+    return KVC_OK;
+}
+
+/* ---- one edit of all groups -------------------------------------------------------------------------------------- */
+
+typedef struct edit {
+    kvc_change change;
+    int32_t removes; /* not 0: tokens are removed; 0: they move */
+    int32_t shift;   /* not 0: tokens behind removed ones move down */
+} edit;
+
+/* Returns a bound of a range after positions [c->begin, c->end) were removed. */
+static int32_t bound_after(const edit *e, int32_t bound) {
+    const kvc_change *c = &e->change;
+    if (bound > c->end) return e->shift ? bound - (c->end - c->begin) : bound;
+    return bound > c->begin ? c->begin : bound;
+}
+
+/* Widens an interval to include the positions of `lost` that are in [begin, end), once they were moved by `move` and
+ * divided. */
+static void add_moved(kvc_interval *all, kvc_interval lost, int32_t begin, int32_t end, int32_t move, int32_t divisor) {
+    if (lost.begin < begin) lost.begin = begin;
+    if (lost.end > end) lost.end = end;
+    if (lost.begin >= lost.end) return;
+    const int64_t from = (lost.begin + (int64_t)move) / divisor, last = (lost.end - 1 + (int64_t)move) / divisor;
+    const int32_t first = from < INT32_MAX - 2 ? (int32_t)from : INT32_MAX - 2,
+                  past = last < INT32_MAX - 2 ? (int32_t)last + 1 : INT32_MAX - 1;
+    if (!all->end || first < all->begin) all->begin = first;
+    if (past > all->end) all->end = past;
+}
+
+/* Returns the lost, or missing, positions of a list after the edit: they are removed and moved like those of rows. */
+static kvc_interval lost_after(const edit *e, kvc_interval lost) {
+    const kvc_change *c = &e->change;
+    kvc_interval after = {0, 0};
+    if (e->removes) {
+        if (lost.begin >= c->begin && lost.end <= c->end) return after;
+        return (kvc_interval){bound_after(e, lost.begin), bound_after(e, lost.end)};
+    }
+    add_moved(&after, lost, 0, c->begin, 0, 1);
+    add_moved(&after, lost, c->end, c->moved_end, c->move, c->divisor ? c->divisor : 1);
+    add_moved(&after, lost, c->moved_end, INT32_MAX, 0, 1);
+    return after;
+}
+
+/* Returns 1: every changing row is copied. */
+static int copies_every_row(const void *context, const kvc_run *run, int32_t slot) {
+    (void)context, (void)run, (void)slot;
+    return 1;
+}
+
+/* Returns the change in one group.  Rows are rewritten where only the caller's function knows how keys move, and where
+ * positions are divided, as almost every row would need a delta of its own. */
+static kvc_change change_in(const kvc_cache *cache, int32_t group, const kvc_change *change) {
+    kvc_change own = *change;
+    for (int32_t i = 0; i < cache->num_layers; i++) {
+        if (cache->group_of[i] != group) continue;
+        if (cache->rope_of[i] >= 0) own.adds_delta = 1;
+        if (cache->layers[i].rope.kind == KVC_ROPE_FUNCTION) own.applies_delta = 1;
+    }
+    if (own.adds_delta && own.divisor) own.applies_delta = 1;
+    if (own.applies_delta) own.copies = copies_every_row;
+    return own;
+}
+
+static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, void *context) {
+    kvc_draft_visit_replaced((const kvc_draft *)need->context + g, visit, context);
+}
+
+/* Checks capacity, where rows are copied, and max_bytes. */
+static kvc_status fits(const kvc_need *need) {
+    const kvc_draft *drafts = need->context;
+    for (int32_t g = 0; g < need->cache->num_token_groups; g++) {
+        const kvc_status status = drafts[g].num_copied ? kvc_drafts_check(need, g) : KVC_OK;
+        if (status != KVC_OK) return status;
+    }
+    return kvc_check_max_bytes(need->cache, need->what);
+}
+
+/* Copies rows to their new slots on the lanes, perhaps by the caller's function, without the mutex. */
+static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_draft *drafts, const kvc_lanes *lanes) {
+    kvc_status status = KVC_OK;
+    sequence->in_rewrite = 1;
+    sequence->rewriter = kvc_thread_self();
+    sequence->drafts = drafts;
+    cache->num_rewrites++;
+    kvc_unlock(cache, KVC_OK);
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
+        status = kvc_draft_copy(cache, g, &drafts[g], lanes);
+    kvc_lock(cache);
+    if (cache->max_bytes) kvc_cache_wait_pages(cache);
+    cache->num_rewrites--;
+    kvc_wake_waiter(cache);
+    sequence->in_rewrite = 0;
+    return status;
+}
+
+/* Copies the rows that are to be copied, and makes room for them: before they are, unless the caller's function may
+ * fail then; so what a failed call would have reclaimed is still there. */
+static kvc_status copy_rows(kvc_cache *cache, kvc_sequence *sequence, kvc_draft *drafts) {
+    const kvc_need need = {.cache = cache,
+                           .fits = fits,
+                           .visit_replaced = visit_replaced,
+                           .context = drafts,
+                           .what = "rewriting the keys of a sequence"};
+    kvc_lanes lanes = {0};
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
+        if (drafts[g].num_copies) kvc_draft_size_lanes(cache, g, &drafts[g], &lanes);
+    if (!lanes.floats) return KVC_OK;
+    const int asks_caller = lanes.least != 0;
+    kvc_status status = kvc_lanes_new(cache, &lanes);
+    if (status == KVC_OK) status = asks_caller ? kvc_choose_victims(&need) : kvc_make_room(&need);
+    kvc_spare_victims(cache);
+    if (status == KVC_OK) status = copy_unlocked(cache, sequence, drafts, &lanes);
+    if (status == KVC_OK && asks_caller) status = kvc_make_room(&need);
+    kvc_lanes_free(cache, &lanes);
+    return status;
+}
+
+/* Accepts the drafts, or discards them if status is an error. */
+static void finish(kvc_cache *cache, kvc_sequence *sequence, const edit *e, kvc_draft *drafts, kvc_status status) {
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        kvc_run_list *list = &sequence->runs[g];
+        if (status != KVC_OK) {
+            kvc_draft_discard(cache, g, &drafts[g]);
+            continue;
+        }
+        kvc_draft_accept(cache, g, &drafts[g]);
+        list->lost = lost_after(e, list->lost);
+        list->missing = lost_after(e, list->missing);
+        kvc_draft_free(cache, &drafts[g]);
+    }
+}
+
+/* Edits a sequence in all groups of tokens. */
+static kvc_status change_groups(kvc_cache *cache, kvc_sequence *sequence, const edit *e) {
+    const size_t size = kvc_drafts_size(cache);
+    if (!size) return KVC_OK;
+    kvc_draft *drafts = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
+    if (!drafts) return kvc_fail(KVC_ERR_NOMEM, "out of memory to edit %d layer groups", cache->num_token_groups);
+    memset(drafts, 0, size);
+    kvc_status status = KVC_OK;
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
+        const kvc_change own = change_in(cache, g, &e->change);
+        status = kvc_draft_make(cache, g, &sequence->runs[g], &own, &drafts[g]);
+    }
+    if (status == KVC_OK) status = copy_rows(cache, sequence, drafts);
+    finish(cache, sequence, e, drafts, status);
+    kvc_memory_free(&cache->memory, drafts, size, KVC_MEMORY_SCRATCH, -1);
+    return status;
+}
+
+/* Does the same.  An edit that leaves nothing of its tokens ends the sequence: what cross-attention layers hold, such
+ * as an image, belongs to these, and the next tokens under the same id must not see it. */
+static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e) {
+    const int drops_all = e->removes && e->change.begin == 0 && e->change.end > 0;
+    const int may_end = kvc_sequence_next(sequence) > 0 || drops_all;
+    const kvc_status status = change_groups(cache, sequence, e);
+    if (status != KVC_OK) return status;
+    if (may_end && kvc_sequence_next(sequence) == 0)
+        kvc_cache_forget(cache, sequence);
+    else
+        kvc_cache_after_edit(cache, sequence);
+    return KVC_OK;
+}
+
+/* ---- removing ---------------------------------------------------------------------------------------------------- */
+
+static kvc_status remove_range(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift) {
+    kvc_sequence *sequence = kvc_cache_find_to_copy(cache, seq_id);
+    kvc_status status = kvc_check_idle(sequence);
+    if (status == KVC_OK) status = kvc_check_not_retained(sequence);
+    if (status == KVC_OK && sequence && end >= kvc_sequence_next(sequence))
+        status = kvc_check_cut(cache, sequence, begin);
+    if (status != KVC_OK || !sequence) return status;
+    edit e = {.change = {.begin = begin, .end = end, .moved_end = end}, .removes = 1, .shift = shift};
+    if (shift && kvc_sequence_last(sequence) >= end) {
+        status = check_rope(cache);
+        e.change.moved_end = begin < end ? KVC_END : end; /* where nothing is removed, nothing moves */
+        e.change.move = begin - end;
+    }
+    return status == KVC_OK ? apply(cache, sequence, &e) : status;
+}
+
+kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift) {
+    const kvc_status status = kvc_check_positions(begin, end);
+    if (status != KVC_OK) return status;
+    kvc_lock(cache);
+    return kvc_unlock(cache, remove_range(cache, seq_id, begin, end, shift));
+}
+
+kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length) {
+    const kvc_status status = kvc_check_position(length, "length");
+    if (status != KVC_OK) return status;
+    kvc_lock(cache);
+    return kvc_unlock(cache, remove_range(cache, seq_id, length, KVC_END, 0));
+}
+
+/* ---- moving ------------------------------------------------------------------------------------------------------ */
+
+/* Raises *last to the last position of a part. */
+static void find_last(void *context, const kvc_run *part) {
+    int32_t *last = context;
+    if (part->position + part->count - 1 > *last) *last = part->position + part->count - 1;
+}
+
+/* Returns KVC_ERR_INVALID if rows would move past the largest position. */
+static kvc_status check_target(const kvc_cache *cache, const kvc_sequence *sequence, int32_t begin, int32_t end,
+                               int32_t delta) {
+    int32_t last = -1;
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
+        kvc_runs_visit(&sequence->runs[g], begin, end, find_last, &last);
+    if (last < 0 || (int64_t)last + delta < INT32_MAX) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "delta is %d: position %d would pass the largest, %d", delta, last, INT32_MAX - 1);
+}
+
+static kvc_status move_range(kvc_cache *cache, int64_t seq_id, const edit *e) {
+    kvc_sequence *sequence = kvc_cache_find_to_copy(cache, seq_id);
+    kvc_status status = check_rope(cache);
+    if (status == KVC_OK) status = kvc_check_idle(sequence);
+    if (status == KVC_OK) status = kvc_check_not_retained(sequence);
+    if (status == KVC_OK && sequence && e->change.move > 0)
+        status = check_target(cache, sequence, e->change.begin, e->change.moved_end, e->change.move);
+    const int nothing = e->change.divisor ? e->change.divisor == 1 : e->change.move == 0;
+    return status == KVC_OK && sequence && !nothing ? apply(cache, sequence, e) : status;
+}
+
+kvc_status kvc_shift(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t delta) {
+    const kvc_status status = kvc_check_positions(begin, end);
+    if (status != KVC_OK) return status;
+    edit e = {.change = {.begin = begin, .end = begin, .moved_end = end, .move = delta}};
+    if (begin + (int64_t)delta < 0) /* rows that would come below position 0 are removed */
+        e.change.end = -(int64_t)delta < end ? -delta : end;
+    kvc_lock(cache);
+    return kvc_unlock(cache, move_range(cache, seq_id, &e));
+}
+
+kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t divisor) {
+    const kvc_status status = kvc_check_positions(begin, end);
+    if (status != KVC_OK) return status;
+    if (divisor < 1) return kvc_fail(KVC_ERR_INVALID, "divisor is %d: it must be at least 1", divisor);
+    const edit e = {.change = {.begin = begin, .end = begin, .moved_end = end, .divisor = divisor}};
+    kvc_lock(cache);
+    return kvc_unlock(cache, move_range(cache, seq_id, &e));
+}
+
+/* ---- clearing ---------------------------------------------------------------------------------------------------- */
+
+/* Forgets every sequence but `kept` (NULL: all).  If one of them is busy, returns KVC_ERR_BUSY and forgets none. */
+static kvc_status clear_all_but(kvc_cache *cache, const kvc_sequence *kept) {
+    for (int32_t i = 0; i < cache->sequences.num; i++) {
+        const kvc_status status =
+            cache->sequences.items[i] == kept ? KVC_OK : kvc_check_idle(cache->sequences.items[i]);
+        if (status != KVC_OK) return status;
+    }
+    kvc_cache_forget_all(cache, kept);
+    return KVC_OK;
+}
+
+kvc_status kvc_clear(kvc_cache *cache) {
+    kvc_lock(cache);
+    kvc_cache_find_all(cache);
+    return kvc_unlock(cache, clear_all_but(cache, NULL));
+}
+
+kvc_status kvc_keep(kvc_cache *cache, int64_t seq_id) {
+    kvc_lock(cache);
+    kvc_cache_find_all(cache);
+    return kvc_unlock(cache, clear_all_but(cache, kvc_table_find(&cache->sequences, seq_id)));
+}
+
+kvc_status kvc_clear_sequence(kvc_cache *cache, int64_t seq_id) {
+    kvc_lock(cache);
+    kvc_sequence *sequence = kvc_cache_find(cache, seq_id);
+    const kvc_status status = kvc_check_idle(sequence);
+    if (status == KVC_OK && sequence) kvc_cache_forget(cache, sequence);
+    return kvc_unlock(cache, status);
+}

@@ -1,0 +1,146 @@
+/* fork.c: the public functions that make a sequence share the rows of another. */
+#include "cache/check.h"
+#include "cache/waiting.h"
+
+/* Finds src and dst (NULL: there is none) after waiting until no call writes their rows in place.  KVC_ERR_BUSY. */
+static kvc_status find_two(kvc_cache *cache, int64_t src_id, int64_t dst_id, kvc_sequence **src, kvc_sequence **dst) {
+    do { /* while this waits for one, a call may begin to write the other */
+        kvc_cache_find(cache, dst_id);
+        *src = kvc_cache_find(cache, src_id);
+        *dst = kvc_table_find(&cache->sequences, dst_id);
+    } while (*dst && (*dst)->in_place);
+    kvc_status status = kvc_check_idle(*src);
+    if (status == KVC_OK) status = kvc_check_idle(*dst);
+    return status == KVC_OK ? kvc_check_not_retained(*dst) : status;
+}
+
+/* The rows that dst is to share with src. */
+typedef struct sharing {
+    kvc_sequence *src, *dst; /* dst: what it holds is left out; NULL: nothing */
+    int32_t begin, end;      /* positions of tokens */
+} sharing;
+
+/* Makes the list of one group, of no runs as yet. */
+static kvc_status share_group(kvc_cache *cache, const sharing *s, int32_t g, kvc_run_list *to) {
+    static const kvc_run_list nothing = {.min_position = -1, .max_position = -1};
+    const kvc_run_list *from = &s->src->runs[g], *list = s->dst ? &s->dst->runs[g] : &nothing;
+    const int is_cross = g >= cache->num_token_groups;
+    const int32_t begin = is_cross ? 0 : s->begin, end = is_cross ? KVC_END : s->end;
+    kvc_run_list held;
+    if (is_cross && list->num) return KVC_OK;
+    kvc_status status = kvc_runs_sort(list, &cache->memory, &held);
+    if (status != KVC_OK) return status;
+    const int32_t num = list->num ? kvc_runs_visit_missing(&held, from, begin, end, NULL, NULL) : from->num;
+    status = kvc_runs_reserve(to, &cache->memory, num);
+    if (status == KVC_OK) {
+        kvc_runs_visit_missing(&held, from, begin, end, kvc_hold_part, to);
+        to->lost = kvc_runs_lost_in(&held, from->lost, begin, end);
+        to->missing = kvc_runs_lost_in(&held, from->missing, begin, end);
+    }
+    kvc_runs_free_sorted(list, &cache->memory, &held);
+    return status;
+}
+
+/* Makes a sequence, not in the table yet, of the rows to share; returns NULL if out of memory. */
+static kvc_sequence *new_sharer(kvc_cache *cache, const sharing *s, int64_t id) {
+    kvc_sequence *sharer = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
+    kvc_status status = sharer ? KVC_OK : KVC_ERR_NOMEM;
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++)
+        status = share_group(cache, s, g, &sharer->runs[g]);
+    if (status == KVC_OK) return sharer;
+    if (sharer) kvc_sequence_free(sharer, &cache->memory, cache->pools);
+    return NULL;
+}
+
+/* Moves the rows of `more`, which it frees, to the end of a sequence. */
+static kvc_status join(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *more) {
+    kvc_status status = KVC_OK;
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++)
+        status = kvc_runs_prepare(&sequence->runs[g], &cache->memory, more->runs[g].num);
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        kvc_run_list *list = &sequence->runs[g];
+        if (status != KVC_OK) {
+            kvc_runs_discard(list, &cache->memory);
+            continue;
+        }
+        kvc_runs_install(list, &cache->memory);
+        kvc_runs_join(list, &more->runs[g]);
+    }
+    kvc_sequence_free(more, &cache->memory, cache->pools);
+    if (status == KVC_OK) kvc_cache_after_edit(cache, sequence);
+    return status;
+}
+
+/* Replaces the rows of dst by those of src at positions below `length`. */
+static kvc_status copy_prefix(kvc_cache *cache, int64_t src_id, int64_t dst_id, int32_t length) {
+    sharing s = {.end = length};
+    kvc_sequence *old;
+    kvc_status status = find_two(cache, src_id, dst_id, &s.src, &old);
+    if (status == KVC_OK && !s.src && length > 0)
+        status = kvc_fail(KVC_ERR_INVALID, "src is sequence %lld, which holds nothing that dst could share",
+                          (long long)src_id);
+    if (status == KVC_OK && s.src) status = kvc_check_cut(cache, s.src, length);
+    if (status != KVC_OK) return status;
+    kvc_sequence *sharer = s.src ? new_sharer(cache, &s, dst_id) : NULL;
+    if (sharer) return kvc_cache_insert(cache, sharer, old);
+    if (s.src) return kvc_fail_sequence(dst_id);
+    if (old) kvc_cache_forget(cache, old);
+    return KVC_OK;
+}
+
+/* Returns KVC_ERR_INVALID if dst holds another row than src at one of the positions. */
+static kvc_status check_same_rows(kvc_cache *cache, const sharing *s) {
+    for (int32_t g = 0; s->dst && g < cache->num_token_groups; g++) {
+        kvc_run_list sorted, *list = &s->src->runs[g];
+        const kvc_status status = kvc_runs_sort(list, &cache->memory, &sorted);
+        if (status != KVC_OK) return status;
+        const int32_t position = kvc_runs_find_other(&s->dst->runs[g], &sorted, s->begin, s->end);
+        kvc_runs_free_sorted(list, &cache->memory, &sorted);
+        if (position >= 0)
+            return kvc_fail(KVC_ERR_INVALID,
+                            "at position %d, dst, sequence %lld, holds another row than src, sequence %lld: remove it "
+                            "there, or share other positions",
+                            position, (long long)s->dst->id, (long long)s->src->id);
+    }
+    return KVC_OK;
+}
+
+/* Adds the rows of src at positions [begin, end) to dst. */
+static kvc_status share(kvc_cache *cache, int64_t src_id, int64_t dst_id, int32_t begin, int32_t end) {
+    sharing s = {.begin = begin, .end = end};
+    kvc_status status = find_two(cache, src_id, dst_id, &s.src, &s.dst);
+    if (status != KVC_OK || !s.src || begin == end) return status;
+    status = check_same_rows(cache, &s);
+    if (status != KVC_OK) return status;
+    kvc_sequence *sharer = new_sharer(cache, &s, dst_id);
+    if (!sharer) return kvc_fail_sequence(dst_id);
+    return s.dst ? join(cache, s.dst, sharer) : kvc_cache_insert(cache, sharer, NULL);
+}
+
+static kvc_status check_two(int64_t src, int64_t dst) {
+    if (src != dst) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "src and dst are both sequence %lld: they must differ", (long long)src);
+}
+
+kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, int32_t length) {
+    kvc_status status = check_two(src, dst);
+    if (status == KVC_OK) status = kvc_check_position(length, "length");
+    if (status != KVC_OK) return status;
+    kvc_lock(cache);
+    return kvc_unlock(cache, copy_prefix(cache, src, dst, length));
+}
+
+kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst) {
+    const kvc_status status = check_two(src, dst);
+    if (status != KVC_OK) return status;
+    kvc_lock(cache);
+    return kvc_unlock(cache, copy_prefix(cache, src, dst, KVC_END));
+}
+
+kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t begin, int32_t end) {
+    kvc_status status = check_two(src, dst);
+    if (status == KVC_OK) status = kvc_check_positions(begin, end);
+    if (status != KVC_OK) return status;
+    kvc_lock(cache);
+    return kvc_unlock(cache, share(cache, src, dst, begin, end));
+}

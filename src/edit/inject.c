@@ -1,0 +1,274 @@
+/* inject.c: kvc_inject: replaces stored rows.
+ *
+ * First, rows to write that another sequence or a view holds too are copied to new slots, so that the sequence has each
+ * slot to itself.  Then rows are written where they lie, without the mutex.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "base/parallel.h"
+#include "base/dtype.h"
+#include "edit/draft.h"
+#include "cache/check.h"
+#include "space/limits.h"
+#include "rows/transfer.h"
+#include "rows/transform.h"
+#include "cache/waiting.h"
+
+enum { WORTH_THREADS = 1 << 16 }; /* elements; writing fewer takes less time than waking a thread */
+
+/* One call of kvc_inject. */
+typedef struct injection {
+    kvc_cache *cache;
+    const kvc_rows_in *in;
+    int32_t layer, begin, end;
+    int32_t low, high; /* positions [low, high) of [begin, end) may hold a row */
+    uint8_t *found;    /* [(high - low) / 8 + 1] a bit per position: whether it holds a row */
+    kvc_run *parts;    /* [num_rows] the latest row of each position, in runs of at most KVC_COPY_ROWS rows */
+    int64_t num_rows;  /* number of rows at positions [begin, end), not only the latest */
+    int64_t num_parts, num_found; /* number of parts, and of rows in them */
+    kvc_lanes lanes;
+    kvc_draft draft; /* copies rows that another sequence or a view holds too */
+} injection;
+
+/* ---- which rows -------------------------------------------------------------------------------------------------- */
+
+static size_t found_bytes(const injection *x) { return (size_t)(x->high - x->low) / 8 + 1; }
+
+static int is_found(const injection *x, int32_t position) {
+    const int32_t i = position - x->low;
+    return position >= x->low && position < x->high && x->found[i / 8] >> i % 8 & 1;
+}
+
+/* Adds the parts of a run at positions where no later row was found. */
+static void find_in_run(injection *x, const kvc_run *run) {
+    const kvc_run all = kvc_run_part(run, x->begin, x->end);
+    for (int32_t to = all.position + all.count, from; to > all.position; to = from) {
+        for (from = to; from > all.position && to - from < KVC_COPY_ROWS && !is_found(x, from - 1); from--) {
+            const int32_t i = from - 1 - x->low;
+            x->found[i / 8] = (uint8_t)(x->found[i / 8] | 1 << i % 8);
+        }
+        if (from == to)
+            from--;
+        else
+            x->parts[x->num_parts++] = kvc_run_part(&all, from, to);
+    }
+}
+
+/* Finds the parts, in one pass from the row that arrived last to the first. */
+static void find_parts(injection *x, const kvc_run_list *list) {
+    x->num_parts = x->num_found = 0;
+    memset(x->found, 0, found_bytes(x));
+    for (int32_t i = list->num - 1; i >= 0; i--) find_in_run(x, kvc_runs_begin(list) + i);
+    for (int64_t i = 0; i < x->num_parts; i++) x->num_found += x->parts[i].count;
+}
+
+/* Returns KVC_ERR_INDEX, with a message that names the first few stretches of positions without a row. */
+static kvc_status fail_missing(const injection *x, int64_t seq_id) {
+    char ranges[128] = "";
+    int32_t position = x->begin;
+    size_t n = 0;
+    for (int i = 0; position < x->end && i < 4; i++) {
+        while (position < x->end && is_found(x, position)) position++;
+        if (position == x->end) break;
+        const int32_t from = position;
+        while (position < x->end && !is_found(x, position)) position++;
+        n += (size_t)snprintf(ranges + n, sizeof ranges - n, "%s%d", i ? ", " : "", from);
+        if (position - from > 1) n += (size_t)snprintf(ranges + n, sizeof ranges - n, " to %d", position - 1);
+    }
+    while (position < x->end && is_found(x, position)) position++;
+    return kvc_fail(KVC_ERR_INDEX,
+                    "sequence %lld holds nothing at %lld of %d positions in layer %d: %s%s; store rows there first, or "
+                    "set skip_missing",
+                    (long long)seq_id, (long long)(x->end - x->begin - x->num_found), x->end - x->begin, x->layer,
+                    ranges, position < x->end ? ", ..." : "");
+}
+
+/* ---- writing ----------------------------------------------------------------------------------------------------- */
+
+/* Rotates a part's keys back by its delta, as stored keys lack that rotation, and writes them. */
+static void rotate_keys_back(const injection *x, kvc_rotator *rotator, const kvc_run *part, const kvc_rope *rope) {
+    const kvc_rows_in *in = x->in;
+    const kvc_layer *config = &x->cache->layers[x->layer];
+    const kvc_layout *at = &x->cache->layouts[x->cache->layout_of[x->layer]];
+    for (int32_t h = 0; h < config->num_kv_heads; h++) {
+        const char *k = (const char *)in->k + h * in->k_head_stride + (part->position - x->begin) * in->k_row_stride;
+        uint8_t *key = kvc_key_at(at, part->block, part->slot, h);
+        for (int32_t i = 0; i < part->count; i++)
+            kvc_rotator_rotate(rotator, rope, -part->delta, key + (size_t)i * at->k_row_bytes, config->k_type,
+                               k + i * in->k_row_stride, in->k_type, config);
+    }
+}
+
+/* Writes the rows of a part, of all heads. */
+static void write_part(const injection *x, kvc_rotator *rotator, const kvc_run *part) {
+    const kvc_cache *cache = x->cache;
+    const kvc_rows_in *in = x->in;
+    const kvc_layer *config = &cache->layers[x->layer];
+    const kvc_layout *at = &cache->layouts[cache->layout_of[x->layer]];
+    const kvc_rope *rope = part->delta ? kvc_rope_of(cache, x->layer) : NULL;
+    const int64_t row = part->position - x->begin;
+    const kvc_transfer k = {.kernels = cache->kernels,
+                            .from_type = in->k_type,
+                            .to_type = config->k_type,
+                            .order = kvc_key_order(config),
+                            .to = (char *)kvc_key_at(at, part->block, part->slot, 0),
+                            .from = (const char *)in->k + row * in->k_row_stride,
+                            .to_row = (int64_t)at->k_row_bytes,
+                            .to_head = (int64_t)at->head_stride,
+                            .from_row = in->k_row_stride,
+                            .from_head = in->k_head_stride,
+                            .heads = config->num_kv_heads,
+                            .dim = config->k_dim};
+    if (rope)
+        rotate_keys_back(x, rotator, part, rope);
+    else
+        kvc_transfer_rows(&k, part->count);
+    if (config->value_in_key) return;
+    const kvc_transfer v = {.kernels = cache->kernels,
+                            .from_type = in->v_type,
+                            .to_type = config->v_type,
+                            .order = kvc_value_order(config),
+                            .to = (char *)kvc_value_at(at, part->block, part->slot, 0),
+                            .from = (const char *)in->v + row * in->v_row_stride,
+                            .to_row = (int64_t)at->v_row_bytes,
+                            .to_head = (int64_t)at->head_stride,
+                            .from_row = in->v_row_stride,
+                            .from_head = in->v_head_stride,
+                            .heads = config->num_kv_heads,
+                            .dim = config->v_dim};
+    kvc_transfer_rows(&v, part->count);
+}
+
+static void write_lane(void *context, int64_t lane) {
+    const injection *x = context;
+    kvc_rotator rotator = {.kernels = x->cache->kernels,
+                           .scratch = x->lanes.scratch + (uint64_t)lane * x->lanes.floats};
+    const int64_t first = lane * x->num_parts / x->lanes.num, end = (lane + 1) * x->num_parts / x->lanes.num;
+    for (int64_t i = first; i < end; i++) write_part(x, &rotator, &x->parts[i]);
+}
+
+/* Copies and writes rows without the mutex: no other sequence has them, and pins keep their blocks in place. */
+static void write_unlocked(injection *x, kvc_sequence *sequence, int32_t group) {
+    kvc_cache *cache = x->cache;
+    const kvc_layer *config = &cache->layers[x->layer];
+    kvc_draft_pin(&x->draft);
+    for (int64_t i = 0; i < x->num_parts; i++) kvc_pool_pin(x->parts[i].block);
+    kvc_cache_begin_in_place(cache, sequence);
+    kvc_unlock(cache, KVC_OK);
+    kvc_draft_copy(cache, group, &x->draft, &x->lanes);
+    const int64_t elements = x->num_found * config->num_kv_heads * (config->k_dim + config->v_dim);
+    kvc_parallel(elements < WORTH_THREADS ? 1 : x->lanes.num, x->lanes.num, write_lane, x);
+    kvc_lock(cache);
+    kvc_cache_end_in_place(cache, sequence);
+    for (int64_t i = 0; i < x->num_parts; i++) kvc_pool_unpin(&cache->pools[group], x->parts[i].block);
+    kvc_draft_unpin(cache, group, &x->draft);
+}
+
+/* ---- the call, with the mutex held ------------------------------------------------------------------------------- */
+
+/* Returns whether another sequence or a view has the row too, so that it must not be written. */
+static int is_shared(const void *context, const kvc_run *run, int32_t slot) {
+    (void)context;
+    return run->block->holders[slot] > 1 || run->block->pins;
+}
+
+static kvc_status get_memory(injection *x, const kvc_run_list *list) {
+    kvc_memory *memory = &x->cache->memory;
+    x->low = list->min_position > x->begin ? list->min_position : x->begin;
+    x->high = list->max_position < x->end ? list->max_position + 1 : x->end;
+    if (x->high < x->low || !list->num) x->high = x->low;
+    x->num_rows = kvc_runs_visit(list, x->begin, x->end, NULL, NULL);
+    x->lanes.floats = kvc_rotator_floats(x->cache->layers[x->layer].k_dim);
+    x->found = kvc_memory_alloc(memory, found_bytes(x), KVC_MEMORY_SCRATCH, -1);
+    if (x->num_rows)
+        x->parts = kvc_memory_alloc(memory, (uint64_t)x->num_rows * sizeof *x->parts, KVC_MEMORY_SCRATCH, -1);
+    if (x->found && (x->parts || !x->num_rows)) return kvc_lanes_new(x->cache, &x->lanes);
+    return kvc_fail(KVC_ERR_NOMEM, "out of memory to replace %lld rows", (long long)x->num_rows);
+}
+
+static void free_memory(injection *x) {
+    kvc_memory *memory = &x->cache->memory;
+    kvc_memory_free(memory, x->found, found_bytes(x), KVC_MEMORY_SCRATCH, -1);
+    kvc_memory_free(memory, x->parts, (uint64_t)x->num_rows * sizeof *x->parts, KVC_MEMORY_SCRATCH, -1);
+    kvc_lanes_free(x->cache, &x->lanes);
+}
+
+static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, void *context) {
+    const injection *x = need->context;
+    if (x->cache->group_of[x->layer] == g) kvc_draft_visit_replaced(&x->draft, visit, context);
+}
+
+static kvc_status fits(const kvc_need *need) {
+    const injection *x = need->context;
+    const kvc_status status = kvc_drafts_check(need, x->cache->group_of[x->layer]);
+    return status == KVC_OK ? kvc_check_max_bytes(x->cache, need->what) : status;
+}
+
+/* Makes and accepts the draft; once its copies are made, no other sequence or view has the rows to write. */
+static kvc_status unshare_rows(injection *x, int32_t group, kvc_sequence *sequence) {
+    const kvc_change change = {.begin = x->begin, .end = x->begin, .moved_end = x->end, .copies = is_shared};
+    const kvc_need need = {.cache = x->cache,
+                           .fits = fits,
+                           .visit_replaced = visit_replaced,
+                           .context = x,
+                           .what = "copying rows that are shared"};
+    kvc_status status = kvc_draft_make(x->cache, group, &sequence->runs[group], &change, &x->draft);
+    if (status != KVC_OK) return status;
+    sequence->num_pins++; /* it may be a retained one */
+    if (x->draft.num_copies) status = kvc_make_room(&need);
+    sequence->num_pins--;
+    if (status == KVC_OK)
+        kvc_draft_accept(x->cache, group, &x->draft);
+    else
+        kvc_draft_discard(x->cache, group, &x->draft);
+    return status;
+}
+
+static kvc_status inject(injection *x, int64_t seq_id) {
+    const kvc_run_list none = {.min_position = -1, .max_position = -1};
+    kvc_sequence *sequence = kvc_cache_find_to_copy(x->cache, seq_id);
+    const int32_t g = x->cache->group_of[x->layer];
+    kvc_run_list *list = sequence ? &sequence->runs[g] : NULL;
+    kvc_status status = kvc_check_idle(sequence);
+    if (status != KVC_OK) return status;
+    status = get_memory(x, list ? list : &none);
+    if (status == KVC_OK) find_parts(x, list ? list : &none);
+    if (status == KVC_OK && !x->in->skip_missing && x->num_found < x->end - x->begin) status = fail_missing(x, seq_id);
+    if (status == KVC_OK && x->num_found) status = unshare_rows(x, g, sequence);
+    if (status == KVC_OK && x->num_found) {
+        if (x->draft.num_copies) find_parts(x, list); /* copied rows have other slots now */
+        write_unlocked(x, sequence, g);
+        kvc_draft_free(x->cache, &x->draft);
+    }
+    free_memory(x);
+    return status;
+}
+
+/* ---- the public function ----------------------------------------------------------------------------------------- */
+
+static kvc_status check_rows_in(const kvc_layer *layer, const kvc_rows_in *given, kvc_rows_in *in) {
+    kvc_status status = KVC_READ(kvc_rows_in, in, given, "in");
+    if (status == KVC_OK) status = kvc_check_rows(in->k_type, layer->k_type, in->k_row_stride, in->k_head_stride, "k");
+    if (status == KVC_OK) status = kvc_check_values(layer, in->k, in->v);
+    if (status != KVC_OK || layer->value_in_key) return status;
+    return kvc_check_rows(in->v_type, layer->v_type, in->v_row_stride, in->v_head_stride, "v");
+}
+
+kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
+                      const kvc_rows_in *given) {
+    kvc_rows_in in;
+    kvc_status status = kvc_check_layer(cache, layer);
+    if (status == KVC_OK) status = kvc_check_own_rows(cache, layer);
+    if (status == KVC_OK && !kvc_keeps_tokens(cache, layer))
+        status =
+            kvc_fail(KVC_ERR_UNSUPPORTED, "layer %d is a cross-attention layer: its rows are replaced by a put", layer);
+    if (status == KVC_OK) status = kvc_check_positions(begin, end);
+    if (status == KVC_OK) status = check_rows_in(&cache->layers[layer], given, &in);
+    if (status != KVC_OK) return status;
+    injection x = {.cache = cache, .in = &in, .layer = layer, .begin = begin, .end = end};
+    kvc_lock(cache);
+    status = kvc_unlock(cache, inject(&x, seq_id));
+    if (status == KVC_OK && in.num_replaced) *in.num_replaced = x.num_found;
+    return status;
+}

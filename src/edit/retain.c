@@ -1,0 +1,432 @@
+/* retain.c: the public functions that make, share and list retained sequences. */
+#include "cache/check.h"
+#include "space/limits.h"
+#include "space/reclaim.h"
+#include "cache/waiting.h"
+
+/* ---- making retained sequences ----------------------------------------------------------------------------------- */
+
+static kvc_status check_ids(const int64_t *ids, int32_t num_ids) {
+    if (num_ids >= 0 && (ids || !num_ids)) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "num_ids is %d%s", num_ids, num_ids < 0 ? "" : " and ids is NULL");
+}
+
+static kvc_sequence *find_retained(const kvc_cache *cache, int64_t id) {
+    kvc_sequence *sequence = kvc_table_find(&cache->sequences, id);
+    return sequence && sequence->is_retained ? sequence : NULL;
+}
+
+/* Returns KVC_ERR_INVALID if there is a sequence already. */
+static kvc_status check_unused(const kvc_cache *cache, int64_t id) {
+    if (!kvc_table_find(&cache->sequences, id)) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "sequence %lld holds rows: retain others under an id that is not used",
+                    (long long)id);
+}
+
+/* Makes a retained sequence that holds nothing as yet, and adds it to the table; returns NULL if out of memory.
+ * *before: the table until then, for end_retaining. */
+static kvc_sequence *new_retained(kvc_cache *cache, int64_t id, kvc_table *before) {
+    *before = cache->sequences;
+    kvc_sequence *sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
+    if (!sequence) return NULL;
+    if (kvc_table_reserve(&cache->sequences, 1, before, &cache->memory) != KVC_OK) {
+        kvc_sequence_free(sequence, &cache->memory, cache->pools);
+        return NULL;
+    }
+    kvc_table_insert(&cache->sequences, sequence);
+    kvc_cache_retain(cache, sequence);
+    return sequence;
+}
+
+/* Keeps the new sequence if it holds rows and status is KVC_OK; else removes all trace of it.  Returns status. */
+static kvc_status end_retaining(kvc_cache *cache, kvc_sequence *sequence, const kvc_table *before, kvc_status status) {
+    if (status == KVC_OK && kvc_sequence_holds(sequence)) {
+        kvc_table_keep(&cache->sequences, before, &cache->memory);
+        return KVC_OK;
+    }
+    kvc_cache_forget(cache, sequence);
+    kvc_table_restore(&cache->sequences, before, &cache->memory);
+    return status;
+}
+
+/* Adds 1 to the int32_t that is the context. */
+static void count_part(void *num, const kvc_run *part) {
+    (void)part;
+    ++*(int32_t *)num;
+}
+
+/* Visits the rows of a sequence at positions [begin, end) in one group: the stored ones, then those that the open batch
+ * adds to them. */
+static void visit_rows(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g, int32_t begin, int32_t end,
+                       kvc_part_fn *visit, void *context) {
+    kvc_runs_visit(&sequence->runs[g], begin, end, visit, context);
+    if (!sequence->in_batch || cache->batch->restored) return;
+    if (cache->batch->sequences[sequence->in_batch - 1].is_unstored) return;
+    const kvc_pending *pending = kvc_pending_of(cache->batch, g, sequence->in_batch - 1);
+    for (int32_t i = 0; i < pending->num; i++) {
+        const kvc_run part = kvc_run_part(&pending->runs[i], begin, end);
+        if (part.count) visit(context, &part);
+    }
+}
+
+/* Shares the rows of src at positions [begin, end) in one group. */
+static kvc_status retain_group(kvc_cache *cache, const kvc_sequence *src, int32_t g, int32_t begin, int32_t end,
+                               kvc_run_list *to) {
+    int32_t num = 0;
+    visit_rows(cache, src, g, begin, end, count_part, &num);
+    const kvc_status status = kvc_runs_reserve(to, &cache->memory, num);
+    if (status != KVC_OK) return status;
+    visit_rows(cache, src, g, begin, end, kvc_hold_part, to);
+    to->lost = kvc_runs_lost_in(to, src->runs[g].lost, begin, end);
+    return KVC_OK;
+}
+
+static kvc_status retain(kvc_cache *cache, int64_t src_id, int64_t id, int32_t begin, int32_t end) {
+    const kvc_sequence *src = kvc_cache_find(cache, src_id);
+    kvc_status status = src && src->in_batch ? KVC_OK : kvc_check_idle(src);
+    if (status == KVC_OK) status = check_unused(cache, id);
+    if (status != KVC_OK || !src) return status;
+    kvc_table before;
+    kvc_sequence *sequence = new_retained(cache, id, &before);
+    if (!sequence) return kvc_fail_sequence(id);
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
+        status = retain_group(cache, src, g, begin, end, &sequence->runs[g]);
+    return end_retaining(cache, sequence, &before, status);
+}
+
+kvc_status kvc_retain(kvc_cache *cache, int64_t src, int64_t id, int32_t begin, int32_t end) {
+    const kvc_status status = kvc_check_positions(begin, end);
+    if (status != KVC_OK) return status;
+    kvc_lock(cache);
+    return kvc_unlock(cache, retain(cache, src, id, begin, end));
+}
+
+/* ---- rows that come from elsewhere ------------------------------------------------------------------------------- */
+
+/* The block that a group's new rows are in. */
+typedef struct new_block {
+    kvc_block *block; /* NULL: the group gets no rows */
+    int32_t touched;  /* touched slots of the block before */
+    kvc_reserved reserved;
+} new_block;
+
+/* New rows that are on the way. */
+typedef struct new_rows {
+    kvc_sequence *sequence;
+    int32_t begin, end;
+    new_block *blocks; /* [num_token_groups] */
+} new_rows;
+
+/* Takes slots for all positions, which fit a block, in one group. */
+static kvc_status take_slots(kvc_cache *cache, const new_rows *rows, int32_t g) {
+    kvc_pool *pool = &cache->pools[g];
+    kvc_run_list *list = &rows->sequence->runs[g];
+    new_block *taken = &rows->blocks[g];
+    const int32_t count = rows->end - rows->begin;
+    kvc_status status = kvc_runs_reserve(list, &cache->memory, 1);
+    if (status == KVC_OK) status = kvc_pool_reserve(pool, 1, &taken->reserved);
+    if (status != KVC_OK) return status;
+    taken->block = kvc_pool_open(pool);
+    taken->touched = taken->block->touched;
+    const int32_t slot = kvc_pool_take(pool, taken->block, count);
+    kvc_runs_append(list, &(kvc_run){taken->block, slot, count, rows->begin, 0});
+    return KVC_OK;
+}
+
+/* Gives back the slots that take_slots took, and their block. */
+static void give_slots(kvc_cache *cache, const new_rows *rows, int32_t g) {
+    kvc_pool *pool = &cache->pools[g];
+    new_block *taken = &rows->blocks[g];
+    if (!taken->block) return;
+    kvc_runs_visit(&rows->sequence->runs[g], 0, KVC_END, kvc_drop_part, pool);
+    rows->sequence->runs[g].num = 0;
+    kvc_pool_unopen(pool, taken->block, taken->touched);
+    kvc_pool_unreserve(pool, 1, &taken->reserved);
+}
+
+/* Returns whether a layer of the group is flagged; where layers is NULL, whether one has rows of its own. */
+static int takes_group(const kvc_cache *cache, int32_t g, const uint8_t *layers) {
+    for (int32_t i = 0; i < cache->num_layers; i++)
+        if (cache->group_of[i] == g && kvc_keeps_tokens(cache, i) && (!layers || layers[i])) return 1;
+    return 0;
+}
+
+/* Checks capacity, of which the new rows have their slots already, and max_bytes. */
+static kvc_status fits(const kvc_need *need) {
+    const new_rows *rows = need->context;
+    const int32_t count = rows->end - rows->begin;
+    int64_t live;
+    for (int32_t g = 0; g < need->cache->num_token_groups; g++)
+        if (rows->blocks[g].block && kvc_exceeds_capacity(need, g, 0, &live))
+            return kvc_fail(KVC_ERR_FULL,
+                            "%d more tokens do not fit: %lld of capacity %lld are in use; clear a sequence, or give a "
+                            "larger capacity",
+                            count, (long long)(live - count), (long long)need->cache->capacity);
+    return kvc_check_max_bytes(need->cache, need->what);
+}
+
+static kvc_status take_all(kvc_cache *cache, new_rows *rows, const uint8_t *layers) {
+    const kvc_need need = {.cache = cache, .fits = fits, .context = rows, .what = "retaining rows"};
+    kvc_status status = KVC_OK;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) rows->blocks[g] = (new_block){0};
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
+        if (takes_group(cache, g, layers))
+            status = take_slots(cache, rows, g);
+        else
+            rows->sequence->runs[g].lost = (kvc_interval){rows->begin, rows->end};
+    }
+    if (status == KVC_OK) status = kvc_make_room(&need);
+    for (int32_t g = cache->num_token_groups - 1; g >= 0; g--)
+        if (status == KVC_OK)
+            kvc_pool_keep(&cache->pools[g], &rows->blocks[g].reserved);
+        else
+            give_slots(cache, rows, g);
+    return status;
+}
+
+static kvc_status retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers) {
+    const size_t size = (size_t)(cache->num_token_groups + 1) * sizeof(new_block);
+    kvc_table before;
+    kvc_cache_find_to_copy(cache, id);
+    kvc_status status = check_unused(cache, id);
+    if (status != KVC_OK || begin == end) return status;
+    new_rows rows = {.begin = begin, .end = end};
+    rows.blocks = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
+    if (rows.blocks) rows.sequence = new_retained(cache, id, &before);
+    if (rows.sequence) {
+        rows.sequence->num_pins = 1;
+        status = end_retaining(cache, rows.sequence, &before, take_all(cache, &rows, layers));
+    } else {
+        status = kvc_fail_sequence(id);
+    }
+    kvc_memory_free(&cache->memory, rows.blocks, size, KVC_MEMORY_SCRATCH, -1);
+    return status;
+}
+
+kvc_status kvc_retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers) {
+    const kvc_status status = kvc_check_positions(begin, end);
+    if (status != KVC_OK) return status;
+    if (end - begin > kvc_block_size(cache))
+        return kvc_fail(KVC_ERR_INVALID, "end is %d: at most block_size, %d, positions from begin, %d, on", end,
+                        kvc_block_size(cache), begin);
+    kvc_lock(cache);
+    return kvc_unlock(cache, retain_new(cache, id, begin, end, layers));
+}
+
+/* ---- going on from retained sequences ---------------------------------------------------------------------------- */
+
+/* Retained sequences, in order of position. */
+typedef struct pieces {
+    kvc_cache *cache;
+    kvc_sequence **items; /* [num] NULL: it was reclaimed */
+    int32_t num;
+    int32_t end; /* position behind the last token that one of them had; 0: there is none */
+} pieces;
+
+static const kvc_run_list *list_of(const pieces *p, int32_t i, int32_t g) {
+    return p->items[i] ? &p->items[i]->runs[g] : NULL;
+}
+
+/* Returns the end of the rows of group g that stand at positions from 0 on without a gap. */
+static int32_t covered_to(const pieces *p, int32_t g) {
+    int32_t end = 0;
+    const kvc_run *run;
+    for (int32_t i = 0; i < p->num; i++)
+        while (p->items[i] && (run = kvc_runs_at(list_of(p, i, g), end))) end = run->position + run->count;
+    return end;
+}
+
+/* Returns the index of the last sequence, at most `last`, with rows below `end`; -1 if there is none. */
+static int32_t find_below(const pieces *p, int32_t last, int32_t end) {
+    while (last >= 0 && (!p->items[last] || kvc_sequence_first(p->items[last]) >= end)) last--;
+    return last;
+}
+
+/* Returns the first of the positions below `end` that have rows of group g up to `end` without a gap.  Sequences behind
+ * `last` have no rows below `end`. */
+static int32_t covered_from(const pieces *p, int32_t g, int32_t end, int32_t last) {
+    const kvc_run *run;
+    for (int32_t i = find_below(p, last, end); i >= 0; i = find_below(p, i - 1, end)) {
+        while (end > 0 && (run = kvc_runs_at(list_of(p, i, g), end - 1))) end = run->position;
+        if (end > kvc_sequence_first(p->items[i])) break; /* rows of those before stand before these */
+    }
+    return end;
+}
+
+/* Returns the position behind the last row of group g below `end`; 0 if there is none.  `last` as above. */
+static int32_t last_below(const pieces *p, int32_t g, int32_t end, int32_t last) {
+    int32_t found = 0;
+    for (int32_t i = find_below(p, last, end); i >= 0 && !found; i = find_below(p, i - 1, end)) {
+        const kvc_run_list *list = list_of(p, i, g);
+        for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
+            const int32_t to = run->position + run->count < end ? run->position + run->count : end;
+            if (run->position < end && to > found) found = to;
+        }
+    }
+    return found;
+}
+
+/* Returns the largest position, at most `end`, at which a query sees nothing below itself, sinks aside. */
+static int32_t fresh_start(const kvc_policy *policy, int32_t end) {
+    const int32_t lowest = kvc_policy_lowest(policy, end);
+    return kvc_policy_lowest(policy, lowest) == lowest ? lowest : 0;
+}
+
+/* Returns the largest position, at most `end`, at which group g holds all that a query there would see. */
+static int32_t find_end(const pieces *p, int32_t g, int32_t end) {
+    const kvc_policy *policy = &p->cache->policies[g];
+    const int32_t first_gap = covered_to(p, g);
+    if (!kvc_policy_evicts(policy) || first_gap < kvc_policy_sinks(policy)) return first_gap < end ? first_gap : end;
+    for (int32_t last = p->num - 1; end > first_gap;) {
+        last = find_below(p, last, end);
+        const int32_t from = covered_from(p, g, end, last);
+        if (from <= kvc_policy_lowest(policy, end)) break;
+        /* The row at from - 1 is missing: what ends in this gap must see nothing, or else end before it. */
+        const int32_t before = last_below(p, g, from - 1, last), fresh = fresh_start(policy, from - 1);
+        end = before > fresh ? before : fresh;
+    }
+    return end;
+}
+
+/* Returns the largest position, at most `length`, at which all groups do. */
+static int32_t find_match(const pieces *p, int32_t length) {
+    for (int32_t g = 0, end; g < p->cache->num_token_groups; g++) {
+        end = find_end(p, g, length);
+        if (end < length) g = -1; /* groups before may have gaps in the windows of an earlier position */
+        length = end;
+    }
+    return length;
+}
+
+/* Visits the rows of group g below `end`, but for those in a gap, sequence by sequence. */
+static void visit_pieces(const pieces *p, int32_t g, kvc_interval gap, int32_t end, kvc_part_fn *visit, void *context) {
+    for (int32_t i = 0; i < p->num; i++) {
+        if (!p->items[i]) continue;
+        kvc_runs_visit(list_of(p, i, g), 0, gap.begin, visit, context);
+        kvc_runs_visit(list_of(p, i, g), gap.end, end, visit, context);
+    }
+}
+
+/* Makes one group of a sequence of what a query at `end` or later sees, and what its policy retains besides. */
+static kvc_status attach_group(const pieces *p, int32_t g, int32_t end, kvc_run_list *list) {
+    const kvc_policy *policy = &p->cache->policies[g];
+    kvc_interval gap = {0, 0};
+    if (kvc_policy_evicts(policy)) {
+        const int32_t retained = kvc_policy_retained(policy, end), covered = covered_from(p, g, end, p->num - 1);
+        gap = (kvc_interval){kvc_policy_sinks(policy), retained > covered ? retained : covered};
+        if (gap.end < gap.begin) gap.end = gap.begin;
+        if (gap.begin > end) gap = (kvc_interval){end, end};
+    }
+    int32_t num = 0;
+    visit_pieces(p, g, gap, end, count_part, &num);
+    const kvc_status status = kvc_runs_reserve(list, &p->cache->memory, num);
+    if (status != KVC_OK) return status;
+    visit_pieces(p, g, gap, end, kvc_hold_part, list);
+    if (gap.begin < gap.end) list->lost = gap;
+    return KVC_OK;
+}
+
+/* Makes sequence dst, in place of `old` (NULL: there is none), of all that is attached below `end`. */
+static kvc_status attach_all(const pieces *p, int64_t dst, kvc_sequence *old, int32_t end) {
+    kvc_cache *cache = p->cache;
+    kvc_sequence *sequence = kvc_sequence_new(&cache->memory, dst, cache->num_groups, cache->num_token_groups);
+    kvc_status status = sequence ? KVC_OK : kvc_fail_sequence(dst);
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
+        status = attach_group(p, g, end, &sequence->runs[g]);
+    if (status == KVC_OK) return kvc_cache_insert(cache, sequence, old);
+    if (sequence) kvc_sequence_free(sequence, &cache->memory, cache->pools);
+    return status;
+}
+
+/* Makes a retained sequence the most recently used. */
+static void touch(kvc_cache *cache, kvc_sequence *sequence) {
+    kvc_cache_unretain(cache, sequence);
+    kvc_cache_retain(cache, sequence);
+}
+
+/* Finds the retained sequences; those whose rows are being written are left out, as if they were reclaimed. */
+static kvc_status find_pieces(pieces *p, const int64_t *ids) {
+    int32_t last = -1;
+    for (int32_t i = 0; i < p->num; i++) {
+        kvc_sequence *sequence = kvc_table_find(&p->cache->sequences, ids[i]);
+        if (sequence && !sequence->is_retained)
+            return kvc_fail(KVC_ERR_INVALID, "ids[%d] is %lld: that sequence is not a retained one", i,
+                            (long long)ids[i]);
+        p->items[i] = sequence && !sequence->in_place ? sequence : NULL;
+        if (!p->items[i]) continue;
+        if (kvc_sequence_first(sequence) <= last)
+            return kvc_fail(KVC_ERR_INVALID, "ids[%d] is %lld: its rows must stand behind those of the ids before", i,
+                            (long long)ids[i]);
+        last = kvc_sequence_last(sequence);
+        if (kvc_sequence_next(sequence) > p->end) p->end = kvc_sequence_next(sequence);
+    }
+    return KVC_OK;
+}
+
+static kvc_status attach(kvc_cache *cache, const int64_t *ids, int32_t num, int64_t dst, int32_t length,
+                         int32_t *matched) {
+    kvc_sequence *old = kvc_cache_find(cache, dst);
+    kvc_status status = kvc_check_idle(old);
+    if (status == KVC_OK && old && kvc_sequence_holds(old))
+        status = kvc_fail(KVC_ERR_INVALID, "dst: sequence %lld holds rows; attach to one that holds nothing",
+                          (long long)dst);
+    if (status != KVC_OK || !num) return status;
+    const size_t size = (size_t)num * sizeof(kvc_sequence *);
+    pieces p = {cache, kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1), num, 0};
+    if (!p.items) return kvc_fail(KVC_ERR_NOMEM, "out of memory to attach %d sequences", num);
+    status = find_pieces(&p, ids);
+    const int32_t end = status == KVC_OK ? find_match(&p, length < p.end ? length : p.end) : 0;
+    if (end) status = attach_all(&p, dst, old, end);
+    if (status == KVC_OK) {
+        for (int32_t i = num - 1; i >= 0; i--)
+            if (p.items[i]) touch(cache, p.items[i]);
+        *matched = end;
+    }
+    kvc_memory_free(&cache->memory, p.items, size, KVC_MEMORY_SCRATCH, -1);
+    return status;
+}
+
+kvc_status kvc_attach(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int64_t dst, int32_t length,
+                      int32_t *matched) {
+    kvc_status status = check_ids(ids, num_ids);
+    if (status == KVC_OK) status = kvc_check_position(length, "length");
+    if (status != KVC_OK) return status;
+    if (!matched) return kvc_fail(KVC_ERR_INVALID, "matched is NULL");
+    *matched = 0;
+    kvc_lock(cache);
+    return kvc_unlock(cache, attach(cache, ids, num_ids, dst, length, matched));
+}
+
+/* ---- the list of retained sequences ------------------------------------------------------------------------------ */
+
+kvc_status kvc_touch(kvc_cache *cache, const int64_t *ids, int32_t num_ids) {
+    const kvc_status status = check_ids(ids, num_ids);
+    if (status != KVC_OK) return status;
+    kvc_lock(cache);
+    for (int32_t i = num_ids - 1; i >= 0; i--) {
+        kvc_sequence *sequence = find_retained(cache, ids[i]);
+        if (sequence) touch(cache, sequence);
+    }
+    return kvc_unlock(cache, KVC_OK);
+}
+
+kvc_status kvc_pin(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int32_t add) {
+    const kvc_status status = check_ids(ids, num_ids);
+    if (status != KVC_OK) return status;
+    if (add != 1 && add != -1) return kvc_fail(KVC_ERR_INVALID, "add is %d: it must be 1 or -1", add);
+    kvc_lock(cache);
+    for (int32_t i = 0; i < num_ids; i++) {
+        kvc_sequence *sequence = find_retained(cache, ids[i]);
+        if (sequence && (add > 0 || sequence->num_pins)) sequence->num_pins += add;
+    }
+    return kvc_unlock(cache, KVC_OK);
+}
+
+int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids) {
+    int64_t n = 0;
+    kvc_lock(cache);
+    for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer, n++)
+        if (n < max_ids) ids[n] = sequence->id;
+    kvc_unlock(cache, KVC_OK);
+    return n;
+}

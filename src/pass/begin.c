@@ -1,0 +1,249 @@
+/* begin.c: kvc_begin and kvc_begin_with: give the tokens of a batch their sequences, positions and slots. */
+#include <string.h>
+
+#include "cache/check.h"
+#include "pass/demand.h"
+#include "space/limits.h"
+#include "pass/prepare.h"
+#include "pass/restore.h"
+#include "cache/waiting.h"
+
+/* ---- tokens and positions ---------------------------------------------------------------------------------------- */
+
+/* Marks a sequence as unstored or not, as its first token says.  KVC_ERR_INVALID if another token differs. */
+static kvc_status mark_unstored(kvc_batch *batch, kvc_batch_sequence *member, int32_t t, int is_unstored) {
+    if (!member->num_tokens) {
+        member->is_unstored = is_unstored;
+        member->is_buffered = is_unstored && kvc_sequence_is_empty(member->sequence);
+    }
+    batch->num_buffered += member->is_buffered;
+    if (member->is_unstored == is_unstored) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "unstored[%d] is %d: for the tokens of sequence %lld before it, it is %d", t,
+                    is_unstored, (long long)member->sequence->id, member->is_unstored);
+}
+
+/* Sets each token's sequence and position; if args->positions is NULL, the position after its sequence's last. */
+static kvc_status add_tokens(kvc_batch *batch, const kvc_begin_args *args) {
+    const int32_t *positions = args->positions;
+    const int64_t *seq_ids = args->seq_ids;
+    for (int32_t t = 0; t < batch->num_tokens; t++) {
+        const int64_t id = seq_ids ? seq_ids[t] : 0;
+        const int repeats = t && id == (seq_ids ? seq_ids[t - 1] : 0);
+        const int32_t s = repeats ? batch->sequence_of[t - 1] : kvc_batch_add_sequence(batch, id);
+        if (s < 0) return kvc_fail_sequence(id);
+        kvc_batch_sequence *member = &batch->sequences[s];
+        kvc_status status = kvc_check_not_retained(member->sequence);
+        if (status == KVC_OK) status = mark_unstored(batch, member, t, args->unstored && args->unstored[t]);
+        if (status != KVC_OK) return status;
+        const int32_t next = member->num_tokens ? member->next : kvc_sequence_next(member->sequence);
+        const int32_t position = positions ? positions[t] : next;
+        if (position == INT32_MAX)
+            return kvc_fail(KVC_ERR_INVALID,
+                            "a batch of %d would pass the last position, %d: sequence %lld goes on at %d",
+                            batch->num_tokens, INT32_MAX - 1, (long long)id, kvc_sequence_next(member->sequence));
+        batch->positions[t] = position;
+        batch->sequence_of[t] = s;
+        member->num_stretches += !member->num_tokens++ || position != member->next;
+        member->next = position + 1;
+        member->goes_back |= position < next;
+        if (position < member->sequence->low) member->sequence->low = position;
+    }
+    return KVC_OK;
+}
+
+/* Lists the tokens of each sequence side by side, in the order in which they were given. */
+static void sort_tokens(kvc_batch *batch) {
+    int32_t next = 0;
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        batch->sequences[s].first = next;
+        next += batch->sequences[s].num_tokens;
+        batch->sequences[s].num_tokens = 0;
+    }
+    for (int32_t t = 0; t < batch->num_tokens; t++) {
+        kvc_batch_sequence *member = &batch->sequences[batch->sequence_of[t]];
+        batch->order[member->first + member->num_tokens++] = t;
+        member->num_slots += !member->is_buffered;
+    }
+}
+
+/* Returns KVC_ERR_GONE if a token would see rows that were evicted. */
+static kvc_status check_not_evicted(const kvc_cache *cache, int32_t num_tokens, const int32_t *positions,
+                                    const int64_t *seq_ids) {
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_ids ? seq_ids[0] : 0);
+    for (int32_t t = 0; t < num_tokens; t++) {
+        if (seq_ids && t && seq_ids[t] != seq_ids[t - 1]) sequence = kvc_table_find(&cache->sequences, seq_ids[t]);
+        if (!sequence || !kvc_cache_misses(cache, sequence, positions[t])) continue;
+        const kvc_status status = kvc_check_restored(cache, sequence, positions[t], KVC_END);
+        if (status != KVC_OK) return status;
+        return kvc_fail(KVC_ERR_GONE,
+                        "a token at position %d of sequence %lld would see rows that were evicted: the sequence goes "
+                        "on at %d; to go back further, clear it and feed it again, or give resume_window",
+                        positions[t], (long long)sequence->id, kvc_sequence_next(sequence));
+    }
+    return KVC_OK;
+}
+
+/* ---- slots ------------------------------------------------------------------------------------------------------- */
+
+/* Adds a token's slot at the end of its sequence's runs. */
+static void add_slot(kvc_pending *pending, kvc_block *block, int32_t slot, int32_t position) {
+    kvc_run *last = pending->num ? &pending->runs[pending->num - 1] : NULL;
+    if (last && last->block == block && last->slot + last->count == slot && last->position + last->count == position)
+        last->count++;
+    else
+        pending->runs[pending->num++] = (kvc_run){block, slot, 1, position, 0};
+}
+
+/* Gives the tokens of sequence s slots from the fill mark of its last block on, then in newly opened blocks. */
+static void take_slots(kvc_batch *batch, int32_t g, int32_t s) {
+    kvc_pool *pool = &batch->cache->pools[g];
+    const kvc_batch_sequence *member = &batch->sequences[s];
+    kvc_pending *pending = kvc_pending_of(batch, g, s);
+    int32_t fill;
+    kvc_block *block = kvc_last_block(batch, member, g, &fill);
+    for (int32_t done = 0; done < member->num_slots;) {
+        if (!block || block->fill == pool->block_size) block = kvc_pool_open(pool);
+        const int32_t rest = member->num_slots - done, unfilled = pool->block_size - block->fill;
+        const int32_t count = rest < unfilled ? rest : unfilled, slot = kvc_pool_take(pool, block, count);
+        for (int32_t i = 0; i < count; i++) {
+            const int32_t t = batch->order[member->first + done + i];
+            batch->places[(size_t)g * (size_t)batch->num_tokens + (size_t)t] = (kvc_place){block, slot + i};
+            add_slot(pending, block, slot + i, batch->positions[t]);
+        }
+        done += count;
+    }
+}
+
+/* Gives the tokens of a buffered sequence slots of the row buffers, from `slot` on, the same in every group.  Returns
+ * the next free slot. */
+static int32_t take_buffer_slots(kvc_batch *batch, int32_t s, int32_t slot) {
+    const kvc_batch_sequence *member = &batch->sequences[s];
+    for (int32_t i = 0; i < member->num_tokens; i++, slot++) {
+        const int32_t t = batch->order[member->first + i];
+        for (int32_t g = 0; g < batch->cache->num_token_groups; g++)
+            batch->places[(size_t)g * (size_t)batch->num_tokens + (size_t)t] = (kvc_place){NULL, slot};
+        add_slot(kvc_own_pending(batch, 0, s), NULL, slot, batch->positions[t]);
+    }
+    return slot;
+}
+
+/* Hands out slots to all tokens, and makes the batch the open one. */
+static void open_batch(kvc_batch *batch) {
+    kvc_cache *cache = batch->cache;
+    for (int32_t g = 0; g <= cache->num_groups; g++)
+        for (int32_t s = 0; s < batch->num_sequences; s++) {
+            *kvc_pending_of(batch, g, s) = (kvc_pending){
+                batch->runs + (size_t)g * (size_t)batch->num_tokens + (size_t)batch->sequences[s].first, 0};
+            if (g < cache->num_token_groups && kvc_takes_rows(batch, g)) take_slots(batch, g, s);
+        }
+    for (int32_t s = 0, slot = 0; s < batch->num_sequences; s++)
+        if (batch->sequences[s].is_buffered) slot = take_buffer_slots(batch, s, slot);
+    for (int32_t g = 0; batch->restored && g < cache->num_groups; g++)
+        if (batch->restored[g]) cache->pools[g].drafted += batch->num_tokens;
+    kvc_forget_demands(cache);
+    if (cache->max_bytes) kvc_give_back(cache, cache->max_bytes);
+    cache->batch = batch;
+}
+
+/* ---- the public functions ---------------------------------------------------------------------------------------- */
+
+static kvc_status check_tokens(const kvc_begin_args *args) {
+    const int32_t *positions = args->positions, *parents = args->parents;
+    const int64_t *seq_ids = args->seq_ids;
+    for (int32_t t = 0; t < args->num_tokens; t++) {
+        if (positions && (positions[t] < 0 || positions[t] == INT32_MAX))
+            return kvc_fail(KVC_ERR_INVALID, "positions[%d] is %d: it must be between 0 and %d", t, positions[t],
+                            INT32_MAX - 1);
+        if (!parents || parents[t] == -1) continue;
+        if (parents[t] < -1 || parents[t] >= t)
+            return kvc_fail(KVC_ERR_INVALID, "parents[%d] is %d: it must be an earlier token of the batch, or -1", t,
+                            parents[t]);
+        if (seq_ids && seq_ids[parents[t]] != seq_ids[t])
+            return kvc_fail(KVC_ERR_INVALID, "parents[%d] is %d, a token of sequence %lld: it must be one of %lld", t,
+                            parents[t], (long long)seq_ids[parents[t]], (long long)seq_ids[t]);
+    }
+    return KVC_OK;
+}
+
+/* Counts the tokens that may need a slot. */
+static int32_t count_stored(const kvc_begin_args *args) {
+    int32_t num = 0;
+    for (int32_t t = 0; t < args->num_tokens; t++) num += !(args->unstored && args->unstored[t]);
+    return num;
+}
+
+static kvc_status begin(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **out) {
+    kvc_status status = KVC_OK;
+    if (args->positions && !args->restored)
+        status = check_not_evicted(cache, args->num_tokens, args->positions, args->seq_ids);
+    if (status == KVC_OK) status = kvc_check_num_tokens(cache, count_stored(args));
+    if (status != KVC_OK) return status;
+    kvc_batch *batch = kvc_batch_new(cache, args->num_tokens, args->parents);
+    if (!batch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", args->num_tokens);
+    status = add_tokens(batch, args);
+    if (status == KVC_OK && !args->positions)
+        status = check_not_evicted(cache, args->num_tokens, batch->positions, args->seq_ids);
+    if (status == KVC_OK) {
+        sort_tokens(batch);
+        if (args->restored) kvc_restore_begin(batch, args->restored);
+        status = kvc_prepare(batch);
+    }
+    if (status != KVC_OK) {
+        kvc_discard_batch(batch);
+        return status;
+    }
+    kvc_carry_out(batch);
+    open_batch(batch);
+    *out = batch;
+    return KVC_OK;
+}
+
+/* Begins a batch once those that came before have ended, or fails after args->timeout_ms. */
+static kvc_status begin_in_turn(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **out) {
+    kvc_waiter waiter;
+    kvc_status status = kvc_waiter_join(cache, &waiter, args->timeout_ms);
+    if (status != KVC_OK) return status;
+    do {
+        status = kvc_waiter_wait(cache, &waiter);
+        if (status != KVC_OK) break;
+        kvc_wait_for_writers(cache, args->num_tokens, args->seq_ids); /* keys may be rewritten when this returns */
+    } while (!kvc_may_begin(cache, &waiter));
+    if (status == KVC_OK) status = begin(cache, args, out);
+    kvc_waiter_leave(cache, &waiter);
+    return status;
+}
+
+static kvc_status begin_now(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **out) {
+    kvc_wait_for_writers(cache, args->num_tokens, args->seq_ids);
+    const kvc_status status = kvc_check_may_begin(cache, NULL);
+    return status == KVC_OK ? begin(cache, args, out) : status;
+}
+
+kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *given, kvc_batch **out) {
+    kvc_begin_args args;
+    kvc_status status = KVC_READ(kvc_begin_args, &args, given, "args");
+    if (status != KVC_OK) return status;
+    if (args.num_tokens < 1 || args.num_tokens > KVC_MAX_BATCH)
+        return kvc_fail(KVC_ERR_INVALID, "num_tokens is %d: a batch has from 1 to %d", args.num_tokens, KVC_MAX_BATCH);
+    if (args.timeout_ms < -1)
+        return kvc_fail(KVC_ERR_INVALID, "timeout_ms is %lld: it must be at least 0, or -1 for no limit",
+                        (long long)args.timeout_ms);
+    if (!out) return kvc_fail(KVC_ERR_INVALID, "batch is NULL");
+    status = check_tokens(&args);
+    if (status == KVC_OK && args.restored) status = kvc_restore_check(cache, &args);
+    if (status != KVC_OK) return status;
+    kvc_lock(cache);
+    return kvc_unlock(cache, args.timeout_ms ? begin_in_turn(cache, &args, out) : begin_now(cache, &args, out));
+}
+
+kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
+                     const int32_t *parents, kvc_batch **batch) {
+    const kvc_begin_args args = {.struct_size = sizeof args,
+                                 .num_tokens = num_tokens,
+                                 .positions = positions,
+                                 .seq_ids = seq_ids,
+                                 .parents = parents};
+    return kvc_begin_with(cache, &args, batch);
+}
+
+const int32_t *kvc_batch_positions(const kvc_batch *batch) { return batch->positions; }

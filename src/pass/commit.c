@@ -1,0 +1,205 @@
+/* commit.c: kvc_commit, kvc_commit_kept and kvc_abort: end a batch. */
+#include <string.h>
+
+#include "space/evict.h"
+#include "pass/put.h"
+#include "space/resident.h"
+#include "pass/restore.h"
+#include "cache/scratch.h"
+#include "cache/waiting.h"
+
+static void free_plans(kvc_batch *batch) {
+    while (batch->plans) {
+        kvc_plan_link *plan = batch->plans;
+        batch->plans = plan->next;
+        kvc_scratch_give(batch->cache, plan, plan->size);
+    }
+}
+
+/* Frees the batch, takes its sequences out of it, and frees the blank ones. */
+static void close_batch(kvc_batch *batch) {
+    kvc_cache *cache = batch->cache;
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        batch->sequences[s].sequence->in_batch = 0;
+        kvc_cache_mark_changed(cache, batch->sequences[s].sequence);
+        kvc_cache_forget_blank(cache, batch->sequences[s].sequence);
+    }
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        cache->pools[g].epoch++;
+        if (batch->restored && batch->restored[g]) cache->pools[g].drafted -= batch->num_tokens;
+    }
+    cache->batch = NULL;
+    kvc_wake_waiter(cache);
+    free_plans(batch);
+    kvc_row_buffers_free(cache);
+    kvc_scratch_give(cache, batch, batch->size);
+}
+
+/* Returns KVC_ERR_INVALID if a token to keep was not put in every layer. */
+static kvc_status check_complete(const kvc_batch *batch) {
+    for (int32_t layer = 0; layer < batch->cache->num_layers; layer++) {
+        if (!kvc_keeps_tokens(batch->cache, layer) || !kvc_takes_rows(batch, batch->cache->group_of[layer])) continue;
+        const uint8_t *written = kvc_written_in(batch, layer);
+        for (int32_t t = 0; t < batch->num_tokens; t++)
+            if (batch->kept[t] && !written[t])
+                return kvc_fail(KVC_ERR_INVALID,
+                                "token %d of the batch was not put in layer %d: put every token in every layer, or "
+                                "abort",
+                                t, layer);
+    }
+    return KVC_OK;
+}
+
+/* Calls visit for each longest stretch of a sequence's slots in group g whose tokens all have batch->kept equal to
+ * `kept`. */
+static void visit_kept(const kvc_batch *batch, int32_t g, int32_t s, int kept, kvc_part_fn *visit, void *context) {
+    const kvc_pending *pending = kvc_pending_of(batch, g, s);
+    const int32_t *token = batch->order + batch->sequences[s].first;
+    for (int32_t i = 0; i < pending->num; token += pending->runs[i++].count)
+        for (int32_t from = 0, to; from < pending->runs[i].count; from = to + 1) {
+            kvc_run part = pending->runs[i];
+            for (to = from; to < part.count && batch->kept[token[to]] == kept;) to++;
+            if (to == from) continue;
+            part.slot += from;
+            part.position += from;
+            part.count = to - from;
+            visit(context, &part);
+        }
+}
+
+/* Where the tokens of a sequence go in one group. */
+typedef struct destination {
+    kvc_cache *cache;
+    kvc_sequence *sequence;
+    int32_t group;
+} destination;
+
+static void append_part(void *context, const kvc_run *part) {
+    const destination *to = context;
+    kvc_append_kept(to->cache, to->sequence, to->group, part);
+}
+
+/* Drops the slots of the tokens of sequence s that are not kept. */
+static void drop_rest(const kvc_batch *batch, int32_t g, int32_t s) {
+    kvc_pool *pool = &batch->cache->pools[g];
+    const int32_t before = pool->num_free;
+    visit_kept(batch, g, s, 0, kvc_drop_part, pool);
+    if (kvc_policy_evicts(&batch->cache->policies[g])) pool->num_loose += pool->num_free - before;
+}
+
+/* Sets `low` of sequence s to what it will be once the kept tokens are added: what a window has left behind by then is
+ * not added.  In a batch that restores, adds everything: kvc_restore_note looks at all rows. */
+static void set_low(const kvc_batch *batch, int32_t s) {
+    const int32_t *token = batch->order + batch->sequences[s].first;
+    int32_t last = -1;
+    for (int32_t i = 0; i < batch->sequences[s].num_tokens; i++)
+        if (batch->kept[token[i]] && batch->positions[token[i]] > last) last = batch->positions[token[i]];
+    kvc_set_low_behind(batch->sequences[s].sequence, last);
+    if (batch->restored) batch->sequences[s].sequence->low = 0;
+}
+
+/* Returns whether any token of sequence s is kept. */
+static int keeps_any(const kvc_batch *batch, int32_t s) {
+    const int32_t *token = batch->order + batch->sequences[s].first;
+    int any = 0;
+    for (int32_t i = 0; i < batch->sequences[s].num_tokens; i++) any |= batch->kept[token[i]];
+    return any;
+}
+
+/* Replaces the rows of a sequence in the group of a cross-attention layer by the rows put in this batch, if one of the
+ * sequence's tokens is kept; else drops the new rows. */
+static void commit_cross(const kvc_batch *batch, int32_t g, int32_t s) {
+    kvc_pool *pool = &batch->cache->pools[g];
+    kvc_run_list *list = &batch->sequences[s].sequence->runs[g];
+    const kvc_pending *pending = kvc_pending_of(batch, g, s);
+    if (!pending->num) return;
+    if (!keeps_any(batch, s)) {
+        kvc_drop_cross(batch, g, s);
+        return;
+    }
+    kvc_runs_visit(list, 0, KVC_END, kvc_drop_part, pool);
+    list->first = list->num = 0;
+    kvc_runs_push(list, pending->runs);
+    kvc_runs_recount(list);
+}
+
+/* Drops all rows of unstored sequences, also those from before the batch, and forgets what was evicted of them. */
+static void forget_unstored(const kvc_batch *batch) {
+    kvc_cache *cache = batch->cache;
+    for (int32_t s = 0; s < batch->num_sequences; s++)
+        for (int32_t g = 0; batch->sequences[s].is_unstored && g < cache->num_groups; g++)
+            kvc_runs_destroy(&batch->sequences[s].sequence->runs[g], &cache->pools[g]);
+}
+
+/* Adds the kept tokens to their sequences: kvc_begin took the memory for that. */
+static void commit(kvc_batch *batch, int32_t num_kept) {
+    kvc_cache *cache = batch->cache;
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        const int restores = batch->restored && keeps_any(batch, s);
+        if (restores) kvc_restore_drop(batch, s);
+        set_low(batch, s);
+        for (int32_t g = 0; g < cache->num_token_groups; g++) {
+            visit_kept(batch, g, s, 1, append_part, &(destination){cache, batch->sequences[s].sequence, g});
+            drop_rest(batch, g, s);
+        }
+        for (int32_t g = cache->num_token_groups; g < cache->num_groups; g++) commit_cross(batch, g, s);
+        if (restores) kvc_restore_note(batch, s);
+    }
+    forget_unstored(batch);
+    for (int32_t s = 0; s < batch->num_sequences; s++) kvc_evict_behind(cache, batch->sequences[s].sequence);
+    cache->stats.batches++;
+    cache->stats.tokens += num_kept;
+    close_batch(batch);
+}
+
+/* Ends the batch, keeping the tokens marked in batch->kept, but none of an unstored sequence. */
+static kvc_status finish(kvc_batch *batch) {
+    int32_t num_kept = 0;
+    for (int32_t t = 0; t < batch->num_tokens; t++)
+        num_kept += batch->kept[t] &= !batch->sequences[batch->sequence_of[t]].is_unstored;
+    const kvc_status status = check_complete(batch);
+    if (status != KVC_OK) return status;
+    kvc_cache *cache = batch->cache;
+    const int32_t num_tokens = batch->num_tokens;
+    kvc_lock(cache);
+    commit(batch, num_kept);
+    kvc_return_surplus(cache);
+    kvc_join_pages(cache, num_tokens);
+    return kvc_unlock(cache, KVC_OK);
+}
+
+kvc_status kvc_commit(kvc_batch *batch) {
+    memset(batch->kept, 1, (size_t)batch->num_tokens);
+    return finish(batch);
+}
+
+kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept) {
+    if (num_kept < 0 || (num_kept && !kept))
+        return kvc_fail(KVC_ERR_INVALID, "num_kept is %d%s", num_kept, num_kept < 0 ? "" : " and kept is NULL");
+    memset(batch->kept, 0, (size_t)batch->num_tokens);
+    for (int32_t i = 0; i < num_kept; i++) {
+        if (kept[i] < 0 || kept[i] >= batch->num_tokens)
+            return kvc_fail(KVC_ERR_INDEX, "kept[%d] is %d: the batch has %d tokens", i, kept[i], batch->num_tokens);
+        if (batch->kept[kept[i]]) return kvc_fail(KVC_ERR_INVALID, "kept[%d] is %d, as one before it is", i, kept[i]);
+        batch->kept[kept[i]] = 1;
+    }
+    return finish(batch);
+}
+
+void kvc_abort(kvc_batch *batch) {
+    if (!batch) return;
+    kvc_cache *cache = batch->cache;
+    kvc_lock(cache);
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        for (int32_t s = batch->num_sequences - 1; s >= 0;
+             s--) { /* backwards: slots handed out last are given back first */
+            const kvc_pending *pending = kvc_pending_of(batch, g, s);
+            if (g >= cache->num_token_groups && pending->num)
+                kvc_drop_cross(batch, g, s);
+            else
+                for (int32_t i = pending->num - 1; i >= 0; i--) kvc_drop_part(&cache->pools[g], &pending->runs[i]);
+        }
+    cache->stats.aborted++;
+    close_batch(batch);
+    kvc_unlock(cache, KVC_OK);
+}

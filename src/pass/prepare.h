@@ -1,0 +1,56 @@
+/* prepare.h: makes sure that a batch fits before anything is changed.
+ *
+ * There are three steps.  kvc_fit finds out whether the batch would fit once the cache has evicted rows, reclaimed
+ * others, compacted groups and given back free memory, without doing any of it.  kvc_prepare also takes all memory that
+ * may be missing. kvc_carry_out then does what was found to be needed, which cannot fail.
+ */
+#ifndef KVC_PREPARE_H
+#define KVC_PREPARE_H
+
+#include "cache/batch.h"
+#include "space/reclaim.h"
+
+/* Waits until no other call writes rows of the sequences seq_ids[num_tokens] in place (NULL: of sequence 0).  Under
+ * max_bytes, waits for writers of any sequence and for calls that work on pages: they may use memory that could be
+ * given back. */
+void kvc_wait_for_writers(kvc_cache *cache, int32_t num_tokens, const int64_t *seq_ids);
+
+/* Checks num_tokens against the limits, before memory is taken for a batch. */
+kvc_status kvc_check_num_tokens(const kvc_cache *cache, int64_t num_tokens);
+
+/* Returns how many tokens max_seq_len lets a sequence add to group g in a batch, below 0 where it holds more already;
+ * INT64_MAX: any number, as the commit leaves at most max_seq_len rows of them. */
+int64_t kvc_room_in_sequence(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g);
+
+/* Returns how many of a sequence's tokens, at most, count for the capacity of group g: all, INT64_MAX; or, where it is
+ * max_seq_len * max_sequences, those that the commit may leave. */
+int64_t kvc_most_counted(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g);
+
+/* Counts the sequences that hold rows, or will hold rows after the batch. */
+int64_t kvc_count_holding(const kvc_batch *batch);
+
+/* What a batch needs of capacity and max_bytes. */
+kvc_need kvc_need_of(kvc_batch *batch);
+
+/* Chooses victims so that the batch fits, or returns KVC_ERR_FULL; can fail with KVC_ERR_NOMEM.  kvc_fit_bytes checks
+ * max_bytes alone: *bytes becomes the bytes that the batch would make it; its KVC_ERR_FULL comes without a message. */
+kvc_status kvc_fit(kvc_batch *batch);
+kvc_status kvc_fit_bytes(const kvc_batch *batch, int64_t *bytes);
+
+/* Returns kvc_nbytes after a batch that fits has begun, if no free memory is given back before. */
+int64_t kvc_bytes_after(const kvc_batch *batch);
+
+/* Returns the most runs that the commit adds to a sequence in group g, whichever of its tokens are kept. */
+int32_t kvc_most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g);
+
+/* Does everything that can fail.  After a failure, call kvc_discard_batch. */
+kvc_status kvc_prepare(kvc_batch *batch);
+
+/* Undoes what was prepared, except blocks, spares victims, removes sequences that the batch added, and frees the batch.
+ */
+void kvc_discard_batch(kvc_batch *batch);
+
+/* Does what was prepared: afterwards there are free blocks for all slots of the batch, and no rows to evict. */
+void kvc_carry_out(const kvc_batch *batch);
+
+#endif

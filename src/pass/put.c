@@ -1,0 +1,341 @@
+/* put.c: kvc_put; and kvc_slots and kvc_written, with which callers write rows in place. */
+#include <string.h>
+
+#include "pass/put.h"
+
+#include "base/parallel.h"
+#include "cache/check.h"
+#include "space/reclaim.h"
+#include "read/span.h"
+#include "rows/transfer.h"
+#include "rows/transform.h"
+#include "cache/waiting.h"
+
+/* ---- put --------------------------------------------------------------------------------------------------------- */
+
+enum {
+    LEAST_TASK_TOKENS = 64, /* least tokens of a task: waking a thread for fewer costs more than it saves */
+    MOST_POLL_TOKENS = 512  /* most tokens converted before asking again whether the call was cancelled */
+};
+
+/* A put, split into one task for each thread.  A put of the same shape is split alike, so that each thread's cache
+ * still has the slots it wrote before. */
+typedef struct put_work {
+    const kvc_cache *cache;
+    const kvc_put_args *args;
+    const kvc_layer *layer;
+    const kvc_layout *layout;
+    const kvc_row_buffer *buffer; /* the row buffer, for places without a block */
+    /* Places of the batch's tokens in the layer's group; NULL: consecutive slots from `start` on. */
+    const kvc_place *places;
+    kvc_place start;
+    int32_t task_tokens;
+    kvc_watch watch;
+} put_work;
+
+/* Returns the place of token i of the put. */
+static kvc_place place_of(const put_work *work, int32_t i) {
+    if (work->places) return work->places[work->args->first + i];
+    return (kvc_place){work->start.block, work->start.slot + i};
+}
+
+/* Stores rows [i, i + count) of the arrays in consecutive slots. */
+static void put_rows(const put_work *work, int32_t i, int32_t count) {
+    const kvc_put_args *a = work->args;
+    const kvc_layer *layer = work->layer;
+    const kvc_place to = place_of(work, i);
+    const kvc_layout *at = to.block ? work->layout : &work->buffer->layout;
+    const kvc_place place = {to.block ? to.block : kvc_row_buffer_block(work->buffer), to.slot};
+    const kvc_transfer k = {.kernels = work->cache->kernels,
+                            .from_type = a->k_type,
+                            .to_type = layer->k_type,
+                            .order = kvc_key_order(layer),
+                            .to = (char *)kvc_key_at(at, place.block, place.slot, 0),
+                            .from = (const char *)a->k +
+                                    kvc_token_offset(i, a->inner_tokens, a->k_token_stride, a->k_batch_stride),
+                            .to_row = (int64_t)at->k_row_bytes,
+                            .to_head = (int64_t)at->head_stride,
+                            .from_row = a->k_token_stride,
+                            .from_head = a->k_head_stride,
+                            .heads = layer->num_kv_heads,
+                            .dim = layer->k_dim};
+    kvc_transfer_rows(&k, count);
+    if (layer->value_in_key) return;
+    const kvc_transfer v = {.kernels = work->cache->kernels,
+                            .from_type = a->v_type,
+                            .to_type = layer->v_type,
+                            .order = kvc_value_order(layer),
+                            .to = (char *)kvc_value_at(at, place.block, place.slot, 0),
+                            .from = (const char *)a->v +
+                                    kvc_token_offset(i, a->inner_tokens, a->v_token_stride, a->v_batch_stride),
+                            .to_row = (int64_t)at->v_row_bytes,
+                            .to_head = (int64_t)at->head_stride,
+                            .from_row = a->v_token_stride,
+                            .from_head = a->v_head_stride,
+                            .heads = layer->num_kv_heads,
+                            .dim = layer->v_dim};
+    kvc_transfer_rows(&v, count);
+}
+
+static void put_task(void *context, int64_t task) {
+    put_work *work = context;
+    const int32_t inner = work->args->inner_tokens, end = work->args->num_tokens;
+    int32_t i = (int32_t)task * work->task_tokens;
+    const int32_t last = end - i > work->task_tokens ? i + work->task_tokens : end;
+    while (i < last && !kvc_watch_ask(&work->watch)) {
+        const kvc_place first = place_of(work, i);
+        int32_t n = 1;
+        for (; i + n < last && n < MOST_POLL_TOKENS && !(inner && (i + n) % inner == 0); n++) {
+            const kvc_place next = place_of(work, i + n);
+            if (next.block != first.block || next.slot != first.slot + n) break;
+        }
+        put_rows(work, i, n);
+        i += n;
+    }
+}
+
+static kvc_status put_all(put_work *work) {
+    const kvc_layer *layer = work->layer;
+    const int32_t num_tokens = work->args->num_tokens, most = (num_tokens + LEAST_TASK_TOKENS - 1) / LEAST_TASK_TOKENS;
+    const int32_t threads = most > 1 ? kvc_cache_threads(work->cache) : 1, tasks = threads < most ? threads : most;
+    work->task_tokens = (num_tokens + tasks - 1) / tasks;
+    kvc_cache_watch(work->cache, (double)num_tokens * layer->num_kv_heads * (layer->k_dim + layer->v_dim),
+                    &work->watch);
+    kvc_parallel(threads, tasks, put_task, work);
+    return kvc_watch_stopped(&work->watch) ? kvc_fail(KVC_ERR_CANCELLED, "the put was cancelled") : KVC_OK;
+}
+
+static kvc_status check_arrays(const kvc_layer *layer, const kvc_put_args *args) {
+    kvc_status status = kvc_check_values(layer, args->k, args->v);
+    if (status == KVC_OK) status = kvc_check_inner(args->inner_tokens, args->num_tokens);
+    if (status == KVC_OK)
+        status = kvc_check_rows(args->k_type, layer->k_type, args->k_token_stride, args->k_head_stride, "k");
+    if (status == KVC_OK && args->inner_tokens) status = kvc_check_strides(args->k_type, args->k_batch_stride, 0, "k");
+    if (status != KVC_OK || layer->value_in_key) return status;
+    status = kvc_check_rows(args->v_type, layer->v_type, args->v_token_stride, args->v_head_stride, "v");
+    if (status == KVC_OK && args->inner_tokens) status = kvc_check_strides(args->v_type, args->v_batch_stride, 0, "v");
+    return status;
+}
+
+static kvc_status check_not_written(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
+    const uint8_t *written = kvc_written_in(batch, layer);
+    for (int32_t t = first; t < first + num_tokens; t++)
+        if (written[t])
+            return kvc_fail(KVC_ERR_INVALID, "token %d of the batch was put in layer %d before: each is put once", t,
+                            layer);
+    return KVC_OK;
+}
+
+static kvc_status check_cross_put(const kvc_batch *batch, int32_t layer, const kvc_put_args *args) {
+    const int32_t max_len = batch->cache->layers[layer].policy.max_len;
+    kvc_lock(batch->cache);
+    const int32_t member = kvc_batch_find(batch, args->seq_id);
+    kvc_unlock(batch->cache, KVC_OK);
+    if (member < 0)
+        return kvc_fail(KVC_ERR_INVALID, "seq_id is %lld: the batch has no token of that sequence",
+                        (long long)args->seq_id);
+    if (args->first != 0 || args->num_tokens < 1)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "first is %d and num_tokens %d: a cross-attention layer is given all its rows at once, from 0 "
+                        "on",
+                        args->first, args->num_tokens);
+    if (args->num_tokens > max_len)
+        return kvc_fail(KVC_ERR_FULL, "%d rows do not fit in cross-attention layer %d: max_len is %d", args->num_tokens,
+                        layer, max_len);
+    return KVC_OK;
+}
+
+kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, const kvc_put_args *given, kvc_put_args *args) {
+    kvc_status status = KVC_READ(kvc_put_args, args, given, "args");
+    if (status == KVC_OK) status = kvc_check_layer(batch->cache, layer);
+    if (status == KVC_OK) status = kvc_check_takes_rows(batch, layer);
+    if (status != KVC_OK) return status;
+    if (kvc_keeps_tokens(batch->cache, layer)) {
+        status = kvc_check_range(batch, args->first, &args->num_tokens);
+        if (status == KVC_OK) status = check_not_written(batch, layer, args->first, args->num_tokens);
+    } else {
+        status = check_cross_put(batch, layer, args);
+    }
+    return status == KVC_OK ? check_arrays(&batch->cache->layers[layer], args) : status;
+}
+
+void kvc_drop_cross(const kvc_batch *batch, int32_t g, int32_t s) {
+    kvc_pool *pool = &batch->cache->pools[g];
+    const int32_t num_free = pool->num_free;
+    kvc_drop_part(pool, kvc_pending_of(batch, g, s)->runs);
+    if (batch->sequences[s].is_buffered) kvc_pool_shrink(pool, 0, pool->num_free - num_free);
+}
+
+void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all) {
+    kvc_pool *pool = &batch->cache->pools[put->group];
+    kvc_pending *pending = kvc_pending_of(batch, put->group, put->member);
+    kvc_cross_put **link = &batch->cross_puts;
+    while (*link != put) link = &(*link)->next;
+    *link = put->next;
+    if (all) {
+        if (pending->num) kvc_drop_cross(batch, put->group, put->member);
+        pending->runs[0] = put->run;
+        pending->num = 1;
+        atomic_fetch_add(&batch->num_cross_puts[put->group - batch->cache->num_token_groups], 1);
+        kvc_pool_keep(pool, &put->reserved);
+    } else {
+        kvc_drop_part(pool, &put->run);
+        kvc_pool_unopen(pool, put->run.block, put->touched);
+        kvc_pool_unreserve(pool, 1, &put->reserved);
+    }
+    kvc_memory_free(&batch->cache->memory, put, sizeof *put, KVC_MEMORY_SCRATCH, -1);
+}
+
+static const char CROSS_PUT[] = "putting the rows of a cross-attention layer";
+
+/* Takes slots for all rows of a put to a cross-attention layer, in one block, and adds the put to the batch's list. */
+static kvc_status begin_cross(kvc_batch *batch, int32_t group, const kvc_put_args *args, kvc_cross_put **out) {
+    kvc_cache *cache = batch->cache;
+    kvc_pool *pool = &cache->pools[group];
+    const int32_t count = args->num_tokens;
+    kvc_reserved reserved;
+    kvc_cross_put *put = kvc_memory_alloc(&cache->memory, sizeof *put, KVC_MEMORY_SCRATCH, -1);
+    if (!put) return kvc_fail(KVC_ERR_NOMEM, "out of memory to put the rows of a cross-attention layer");
+    kvc_status status = kvc_pool_reserve(pool, 1, &reserved);
+    if (status != KVC_OK) {
+        kvc_memory_free(&cache->memory, put, sizeof *put, KVC_MEMORY_SCRATCH, -1);
+        return status;
+    }
+    kvc_block *block = kvc_pool_open(pool);
+    *put = (kvc_cross_put){.next = batch->cross_puts,
+                           .group = group,
+                           .member = kvc_batch_find(batch, args->seq_id),
+                           .touched = block->touched,
+                           .reserved = reserved,
+                           .thread = kvc_thread_self()};
+    put->run = (kvc_run){block, kvc_pool_take(pool, block, count), count, 0, 0};
+    batch->cross_puts = *out = put;
+    const kvc_need need = kvc_need_max_bytes(cache, CROSS_PUT);
+    status = kvc_choose_victims(&need); /* they are reclaimed once the rows are there */
+    kvc_spare_victims(cache);
+    if (status != KVC_OK) kvc_cross_put_end(batch, put, 0);
+    return status;
+}
+
+static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {
+    kvc_cache *cache = batch->cache;
+    kvc_cross_put *put = NULL;
+    kvc_lock(cache);
+    if (cache->max_bytes) kvc_cache_wait_pages(cache);
+    kvc_status status = kvc_unlock(cache, begin_cross(batch, group, work->args, &put));
+    if (status != KVC_OK) return status;
+    work->start = (kvc_place){put->run.block, put->run.slot};
+    status = put_all(work);
+    kvc_lock(cache);
+    if (status == KVC_OK) status = kvc_fit_max_bytes(cache, CROSS_PUT);
+    kvc_cross_put_end(batch, put, status == KVC_OK);
+    return kvc_unlock(cache, status);
+}
+
+/* Returns the places of the batch's tokens in a layer's group, from token `first` on. */
+static const kvc_place *places_in(const kvc_batch *batch, int32_t layer, int32_t first) {
+    return batch->places + (size_t)batch->cache->group_of[layer] * (size_t)batch->num_tokens + (size_t)first;
+}
+
+int kvc_any_buffered(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
+    const kvc_place *place = places_in(batch, layer, first);
+    if (!batch->num_buffered || !kvc_keeps_tokens(batch->cache, layer)) return 0;
+    for (int32_t i = 0; i < num_tokens; i++)
+        if (!place[i].block) return 1;
+    return 0;
+}
+
+/* Enters the row buffer of a layer, for rows that stay until the batch ends; *buffer becomes NULL if no token of the
+ * range is buffered. */
+static kvc_status enter_buffer(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens,
+                               kvc_row_buffer **buffer) {
+    *buffer = NULL;
+    if (!kvc_any_buffered(batch, layer, first, num_tokens)) return KVC_OK;
+    return kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_KEEP, buffer);
+}
+
+void kvc_mark_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens, kvc_row_buffer *buffer,
+                      int is_written) {
+    const kvc_place *place = places_in(batch, layer, first);
+    memset(kvc_written_in(batch, layer) + first, is_written, (size_t)num_tokens);
+    for (int32_t i = 0; buffer && i < num_tokens; i++)
+        if (!place[i].block) kvc_row_buffer_written(buffer)[place[i].slot] = (uint8_t)is_written;
+}
+
+kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args, kvc_row_buffer *buffer) {
+    const kvc_cache *cache = batch->cache;
+    const int32_t g = cache->group_of[layer];
+    put_work work = {.cache = cache,
+                     .args = args,
+                     .layer = &cache->layers[layer],
+                     .layout = &cache->layouts[cache->layout_of[layer]],
+                     .buffer = buffer};
+    if (!kvc_keeps_tokens(cache, layer)) return put_cross(batch, &work, g);
+    work.places = places_in(batch, layer, 0);
+    const kvc_status status = put_all(&work);
+    if (status == KVC_OK) kvc_mark_written(batch, layer, args->first, args->num_tokens, buffer, 1);
+    return status;
+}
+
+kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *given) {
+    kvc_put_args args;
+    kvc_row_buffer *buffer = NULL;
+    kvc_status status = kvc_put_check(batch, layer, given, &args);
+    if (status == KVC_OK) status = enter_buffer(batch, layer, args.first, args.num_tokens, &buffer);
+    if (status != KVC_OK) return status;
+    status = kvc_put_rows(batch, layer, &args, buffer);
+    kvc_row_buffer_leave(batch->cache, buffer);
+    return status;
+}
+
+/* ---- writing in place -------------------------------------------------------------------------------------------- */
+
+static kvc_status check_in_place(const kvc_batch *batch, int32_t layer, int32_t first, int32_t *num_tokens) {
+    kvc_status status = kvc_check_layer(batch->cache, layer);
+    if (status == KVC_OK) status = kvc_check_takes_rows(batch, layer);
+    if (status == KVC_OK && !kvc_keeps_tokens(batch->cache, layer))
+        status = kvc_fail(KVC_ERR_UNSUPPORTED, "layer %d is a cross-attention layer: its rows are put", layer);
+    return status == KVC_OK ? kvc_check_range(batch, first, num_tokens) : status;
+}
+
+kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *span, size_t span_size,
+                     kvc_hold **hold) {
+    int32_t rest = 0;
+    kvc_status status = check_in_place(batch, layer, first, &rest);
+    if (status == KVC_OK) status = check_not_written(batch, layer, first, 1);
+    if (status == KVC_OK && !span) status = kvc_fail(KVC_ERR_INVALID, "span is NULL");
+    if (status == KVC_OK) status = kvc_check_size(span_size, kvc_span_least_size, sizeof *span, "span");
+    if (status != KVC_OK) return status;
+    kvc_cache *cache = batch->cache;
+    kvc_row_buffer *buffer;
+    status = enter_buffer(batch, layer, first, 1, &buffer);
+    if (status != KVC_OK) return status;
+    const kvc_place *place = places_in(batch, layer, first);
+    const uint8_t *written = kvc_written_in(batch, layer) + first;
+    kvc_run run = {place->block, place->slot, 1, batch->positions[first], 0};
+    while (run.count < rest && place[run.count].block == run.block && place[run.count].slot == run.slot + run.count &&
+           !written[run.count])
+        run.count++;
+    if (!run.block) run.block = kvc_row_buffer_block(buffer);
+    if (hold) {
+        kvc_lock(cache);
+        status = kvc_unlock(cache, kvc_hold_runs(cache, &run, 1, cache->group_of[layer], hold));
+    }
+    if (status == KVC_OK) {
+        const kvc_span found = kvc_span_of(&run, kvc_layout_in(cache, layer, run.block));
+        kvc_write_struct(span, span_size, &found, sizeof found);
+    }
+    kvc_row_buffer_leave(cache, buffer);
+    return status;
+}
+
+kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
+    kvc_status status = check_in_place(batch, layer, first, &num_tokens);
+    kvc_row_buffer *buffer;
+    if (status == KVC_OK) status = check_not_written(batch, layer, first, num_tokens);
+    if (status == KVC_OK) status = enter_buffer(batch, layer, first, num_tokens, &buffer);
+    if (status != KVC_OK) return status;
+    kvc_mark_written(batch, layer, first, num_tokens, buffer, 1);
+    kvc_row_buffer_leave(batch->cache, buffer);
+    return KVC_OK;
+}

@@ -1,0 +1,28 @@
+/* put.h: stores the rows of a batch's tokens. */
+#ifndef KVC_PUT_H
+#define KVC_PUT_H
+
+#include "space/row_buffer.h"
+
+/* Do the two halves of kvc_put.  The first copies and checks the arguments; the second stores the rows, which can fail
+ * only in cross-attention layers, or where the call is cancelled. */
+kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, const kvc_put_args *given, kvc_put_args *args);
+kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args, kvc_row_buffer *buffer);
+
+/* Marks the rows of tokens in a layer as put, or as not put.  buffer: the row buffer of the layer; NULL if no token is
+ * buffered. */
+void kvc_mark_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens, kvc_row_buffer *buffer,
+                      int is_written);
+
+/* Returns whether rows of some of the tokens lie in row buffers. */
+int kvc_any_buffered(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens);
+
+/* Takes a put to a cross-attention layer out of the batch's list and frees it.  If `all` rows were stored, they replace
+ * those that an earlier put of this batch gave the sequence; else drops their slots. */
+void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all);
+
+/* Drops the rows that a sequence of the batch was given in the group of a cross-attention layer; if the sequence is
+ * buffered, gives their memory back as well. */
+void kvc_drop_cross(const kvc_batch *batch, int32_t g, int32_t s);
+
+#endif

@@ -1,0 +1,173 @@
+/* reserve.c: kvc_reserve and kvc_room: take memory for tokens to come, and say how many tokens fit. */
+#include "cache/check.h"
+#include "pass/demand.h"
+#include "space/evict.h"
+#include "space/limits.h"
+#include "pass/prepare.h"
+#include "space/resident.h"
+#include "cache/scratch.h"
+
+/* Stretches added to what is reserved: tokens that come in several batches need a little more room in lists. */
+enum { MORE_STRETCHES = 4, MOST_STRETCHES = 1 << 28 };
+
+/* Sets the number of tokens of a probe, all of one sequence. */
+static void set_probe(kvc_batch *batch, int32_t num_tokens) {
+    batch->num_tokens = batch->sequences->num_tokens = batch->sequences->num_slots = num_tokens;
+}
+
+/* Makes a probe: a batch that is prepared but never opened, to ask what num_tokens more tokens of a sequence would
+ * need. Its arrays have only array_len elements, as nothing is written to them. */
+static kvc_status new_probe(kvc_cache *cache, int64_t seq_id, int32_t array_len, int32_t num_tokens, kvc_batch **out) {
+    kvc_batch *batch = kvc_batch_new(cache, array_len, NULL);
+    if (!batch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", array_len);
+    if (kvc_batch_add_sequence(batch, seq_id) < 0) {
+        kvc_discard_batch(batch);
+        return kvc_fail_sequence(seq_id);
+    }
+    set_probe(batch, num_tokens);
+    batch->sequences->num_stretches = 1;
+    batch->sequences->sequence->low = kvc_sequence_low(batch->sequences->sequence); /* where the first token stands */
+    *out = batch;
+    return KVC_OK;
+}
+
+/* Returns the stretches that a probe is given for tokens that come in several batches.  A window's list needs room for
+ * twice its runs then: as it slides through its array, runs are moved to the front once as many were evicted. */
+static int32_t count_stretches(const kvc_batch *batch) {
+    const kvc_cache *cache = batch->cache;
+    int64_t num = 0;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        const int64_t most = kvc_policy_most_rows(&cache->policies[g]), size = cache->pools[g].block_size;
+        const int64_t kept = most < batch->num_tokens ? most : batch->num_tokens;
+        const int64_t runs = batch->sequences->sequence->runs[g].num + 2 * (kept / size + 3);
+        if (kvc_policy_evicts(&cache->policies[g]) && 2 * runs > num) num = 2 * runs; /* a stretch is half a run */
+    }
+    num += 1 + MORE_STRETCHES;
+    return num < MOST_STRETCHES ? (int32_t)num : MOST_STRETCHES;
+}
+
+/* Checks that num_tokens fit, in several batches or in one, with a probe of one element, before arrays for up to
+ * KVC_MAX_BATCH are allocated. */
+static kvc_status check_fits(kvc_cache *cache, int64_t seq_id, int64_t num_tokens, int several) {
+    kvc_batch *batch = NULL;
+    kvc_status status = kvc_check_num_tokens(cache, num_tokens);
+    if (status == KVC_OK) status = new_probe(cache, seq_id, 1, (int32_t)num_tokens, &batch);
+    if (status != KVC_OK) return status;
+    if (several) batch->sequences->num_stretches = count_stretches(batch);
+    status = kvc_fit(batch);
+    kvc_discard_batch(batch);
+    return status;
+}
+
+/* Marks the slots that the probe's tokens would get in group g as touched. */
+static void touch_slots(const kvc_batch *batch, int32_t g) {
+    kvc_pool *pool = &batch->cache->pools[g];
+    int32_t rest = batch->num_tokens, fill;
+    kvc_block *block = kvc_last_block(batch, batch->sequences, g, &fill), *next = pool->free;
+    for (fill = block ? fill : pool->block_size; rest > 0; fill = 0) {
+        const int32_t taken = rest < pool->block_size - fill ? rest : pool->block_size - fill;
+        if (taken) kvc_pool_touch(pool, block, fill + taken);
+        rest -= taken;
+        block = next;
+        if (next) next = next->next;
+    }
+}
+
+static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
+    kvc_batch *batch = NULL;
+    int several = 1;
+    kvc_status status = kvc_check_no_batch(cache, "reserve memory");
+    if (status == KVC_OK) status = check_fits(cache, seq_id, num_tokens, several);
+    if (status == KVC_ERR_FULL && cache->max_bytes) /* as many as kvc_room says fit, if in one batch */
+        status = check_fits(cache, seq_id, num_tokens, several = 0);
+    if (status == KVC_OK)
+        status = new_probe(cache, seq_id, num_tokens < KVC_MAX_BATCH ? (int32_t)num_tokens : KVC_MAX_BATCH,
+                           (int32_t)num_tokens, &batch);
+    if (status != KVC_OK) return status;
+    if (several) batch->sequences->num_stretches = count_stretches(batch);
+    status = kvc_prepare(batch);
+    if (status != KVC_OK) {
+        kvc_discard_batch(batch);
+        return status;
+    }
+    const int needs_free_memory = cache->max_bytes && kvc_bytes_after(batch) > cache->max_bytes;
+    kvc_carry_out(batch);
+    if (needs_free_memory) kvc_give_back(cache, 0);
+    kvc_forget_demands(cache);
+    kvc_sequence *sequence = batch->sequences->sequence;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        touch_slots(batch, g);
+        cache->pools[g].num_loose = 0;
+    }
+    sequence->in_batch = 0;
+    if (kvc_sequence_is_blank(sequence)) {
+        kvc_table_remove(&cache->sequences, sequence);
+        cache->spare = sequence;
+    }
+    kvc_scratch_give(cache, batch, batch->size);
+    return KVC_OK;
+}
+
+kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
+    if (num_tokens < 1)
+        return kvc_fail(KVC_ERR_INVALID, "num_tokens is %lld: it must be at least 1", (long long)num_tokens);
+    kvc_lock(cache);
+    kvc_wait_for_writers(cache, 1, &seq_id);
+    const kvc_status status = reserve(cache, seq_id, num_tokens);
+    if (status == KVC_OK) kvc_take_pages(cache);
+    return kvc_unlock(cache, status);
+}
+
+/* Counts the tokens that the limits other than max_bytes leave room for. */
+static int64_t count_room(kvc_batch *batch) {
+    kvc_cache *cache = batch->cache;
+    const kvc_batch_sequence *member = batch->sequences;
+    const kvc_need need = kvc_need_of(batch);
+    int64_t room = INT32_MAX - kvc_sequence_next(member->sequence), slot_bytes = 0;
+    if (room > KVC_MAX_BATCH) room = KVC_MAX_BATCH;
+    if (cache->max_sequences && kvc_count_holding(batch) > cache->max_sequences) return 0;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        const kvc_pool *pool = &cache->pools[g];
+        if (cache->capacity) {
+            const int64_t in_group = cache->capacity - kvc_live_after(&need, g);
+            if (in_group < room && in_group < kvc_most_counted(batch, member, g)) room = in_group;
+        }
+        const int64_t in_sequence = kvc_room_in_sequence(batch, member, g);
+        if (in_sequence < room) room = in_sequence;
+        slot_bytes += kvc_pool_slot_bytes(pool);
+    }
+    if (cache->max_bytes && slot_bytes && cache->max_bytes / slot_bytes < room) room = cache->max_bytes / slot_bytes;
+    return room > 0 ? room : 0; /* sharing may have made the sequence longer than max_seq_len */
+}
+
+/* Finds the largest number of tokens that fit; within max_bytes by bisection, as only a trial shows it. */
+static kvc_status find_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens) {
+    kvc_batch *batch = NULL;
+    kvc_status status = kvc_check_no_batch(cache, "count the room");
+    if (status == KVC_OK) status = new_probe(cache, seq_id, 1, 1, &batch);
+    if (status != KVC_OK) return status;
+    kvc_set_lows(cache);
+    kvc_choose_all(cache); /* what can be reclaimed is room */
+    /* room: known to fit; more than `most` are known not to. */
+    int64_t room = 0, most = count_room(batch), bytes;
+    if (!cache->max_bytes) room = most;
+    while (status == KVC_OK && room < most) {
+        const int64_t middle = most - (most - room) / 2;
+        set_probe(batch, (int32_t)middle);
+        status = kvc_fit_bytes(batch, &bytes);
+        if (status == KVC_OK) room = middle;
+        if (status != KVC_ERR_FULL) continue;
+        most = middle - 1;
+        status = KVC_OK;
+    }
+    kvc_discard_batch(batch);
+    if (status == KVC_OK) *num_tokens = room;
+    return status;
+}
+
+kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens) {
+    if (!num_tokens) return kvc_fail(KVC_ERR_INVALID, "num_tokens is NULL");
+    kvc_lock(cache);
+    kvc_wait_for_writers(cache, 1, &seq_id);
+    return kvc_unlock(cache, find_room(cache, seq_id, num_tokens));
+}

@@ -1,0 +1,130 @@
+/* restore.c: restoring batches: see restore.h. */
+#include "pass/restore.h"
+
+#include <stdlib.h>
+
+/* ---- beginning --------------------------------------------------------------------------------------------------- */
+
+/* Returns whether a layer has rows of its own: neither those of another nor none. */
+static int has_rows(const kvc_cache *cache, int32_t layer) {
+    return !cache->layers[layer].share && cache->layers[layer].policy.kind != KVC_NONE;
+}
+
+/* Returns KVC_ERR_INVALID if a layer is restored, and another one of its group is not. */
+static kvc_status check_group(const kvc_cache *cache, const uint8_t *restored, int32_t layer) {
+    for (int32_t i = 0; i < cache->num_layers; i++)
+        if (!restored[i] && has_rows(cache, i) && cache->group_of[i] == cache->group_of[layer])
+            return kvc_fail(KVC_ERR_INVALID,
+                            "restored names layer %d and not layer %d, which has the same policy: such layers are "
+                            "restored together",
+                            layer, i);
+    return KVC_OK;
+}
+
+kvc_status kvc_restore_check(const kvc_cache *cache, const kvc_begin_args *args) {
+    kvc_status status = KVC_OK;
+    int32_t num = 0;
+    if (!args->positions) return kvc_fail(KVC_ERR_INVALID, "positions is NULL: a batch that restores has to name them");
+    if (args->parents) return kvc_fail(KVC_ERR_INVALID, "parents is not NULL: a batch that restores has no trees");
+    if (args->unstored) return kvc_fail(KVC_ERR_INVALID, "unstored is not NULL: what a batch restores is stored");
+    for (int32_t i = 0; status == KVC_OK && i < cache->num_layers; i++) {
+        if (!args->restored[i] || !has_rows(cache, i)) continue;
+        status = check_group(cache, args->restored, i);
+        num++;
+    }
+    if (status == KVC_OK && !num) return kvc_fail(KVC_ERR_INVALID, "restored names no layer that has rows of its own");
+    return status;
+}
+
+static int by_value(const void *a, const void *b) {
+    const int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+    return (x > y) - (x < y);
+}
+
+/* Sorts the tokens of a sequence by position, those at the same one in the order given, and counts the stretches of
+ * consecutive ones.  keys: [num_tokens]. */
+static void sort_tokens(kvc_batch *batch, kvc_batch_sequence *member, int64_t *keys) {
+    int32_t *tokens = batch->order + member->first;
+    for (int32_t i = 0; i < member->num_tokens; i++) keys[i] = (int64_t)batch->positions[tokens[i]] << 32 | tokens[i];
+    qsort(keys, (size_t)member->num_tokens, sizeof *keys, by_value);
+    member->num_stretches = 1;
+    for (int32_t i = 0; i < member->num_tokens; i++) {
+        tokens[i] = (int32_t)(keys[i] & INT32_MAX);
+        const int32_t position = batch->positions[tokens[i]];
+        member->num_stretches += i && position != batch->positions[tokens[i - 1]] + 1;
+    }
+}
+
+void kvc_restore_begin(kvc_batch *batch, const uint8_t *restored) {
+    const kvc_cache *cache = batch->cache;
+    batch->restored = batch->group_flags;
+    for (int32_t g = 0; g < cache->num_groups; g++) batch->restored[g] = 0;
+    for (int32_t i = 0; i < cache->num_layers; i++)
+        if (restored[i] && has_rows(cache, i)) batch->restored[cache->group_of[i]] = 1;
+    int64_t *keys = (void *)batch->runs; /* no runs are listed yet */
+    for (int32_t s = 0; s < batch->num_sequences; s++) sort_tokens(batch, &batch->sequences[s], keys);
+}
+
+/* ---- ending ------------------------------------------------------------------------------------------------------ */
+
+void kvc_restore_drop(const kvc_batch *batch, int32_t s) {
+    for (int32_t g = 0; g < batch->cache->num_token_groups; g++) {
+        kvc_run_list *list = &batch->sequences[s].sequence->runs[g];
+        if (!batch->restored[g]) continue;
+        kvc_runs_visit(list, 0, KVC_END, kvc_drop_part, &batch->cache->pools[g]);
+        list->first = list->num = 0;
+        list->lost = (kvc_interval){0, 0};
+        kvc_runs_recount(list);
+    }
+}
+
+/* Widens a range (end 0: it is empty) by the positions of [begin, end) at which a list has no row, and that do not lie
+ * in `lost`. */
+static void add_lacking(kvc_interval *range, const kvc_run_list *list, kvc_interval lost, int32_t begin, int32_t end) {
+    for (const kvc_run *run; begin < end;) { /* to the first such position */
+        if (begin >= lost.begin && begin < lost.end)
+            begin = lost.end;
+        else if ((run = kvc_runs_at(list, begin)))
+            begin = run->position + run->count;
+        else
+            break;
+    }
+    for (const kvc_run *run; begin < end;) { /* down to the last one */
+        if (end > lost.begin && end <= lost.end)
+            end = lost.begin;
+        else if ((run = kvc_runs_at(list, end - 1)))
+            end = run->position;
+        else
+            break;
+    }
+    if (begin >= end) return;
+    if (!range->end || begin < range->begin) range->begin = begin;
+    if (end > range->end) range->end = end;
+}
+
+/* Notes as lost what the policy of a restored group may have evicted: positions, sinks aside, at which there is no row,
+ * and that the query behind the last row does not see. */
+static void note_lost(const kvc_policy *policy, kvc_run_list *list) {
+    if (!kvc_policy_evicts(policy) || !list->num) return;
+    const kvc_interval none = {0, 0};
+    add_lacking(&list->lost, list, none, kvc_policy_sinks(policy), kvc_policy_lowest(policy, list->max_position + 1));
+}
+
+/* Notes as missing what other groups have and group g neither has nor has lost. */
+static void note_missing(kvc_sequence *sequence, int32_t g) {
+    kvc_run_list *list = &sequence->runs[g];
+    list->missing = (kvc_interval){0, 0};
+    for (int32_t i = 0; i < sequence->num_token_groups; i++) {
+        const kvc_run_list *other = &sequence->runs[i];
+        for (const kvc_run *run = kvc_runs_begin(other); i != g && run < kvc_runs_end(other); run++)
+            add_lacking(&list->missing, list, list->lost, run->position, run->position + run->count);
+    }
+}
+
+void kvc_restore_note(const kvc_batch *batch, int32_t s) {
+    const kvc_cache *cache = batch->cache;
+    kvc_sequence *sequence = batch->sequences[s].sequence;
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
+        if (batch->restored[g]) note_lost(&cache->policies[g], &sequence->runs[g]);
+    for (int32_t g = 0; g < cache->num_token_groups; g++) note_missing(sequence, g);
+}

@@ -1,0 +1,25 @@
+/* restore.h: restoring batches (kvc_begin_args.restored), whose tokens take the place of all that their sequences held
+ * in some of the groups.
+ *
+ * The old rows stay until the commit, which can then leave groups of a sequence with different positions.  What one
+ * group lacks and another has is noted as missing, as evicted rows are noted as lost, so that no query goes without.
+ */
+#ifndef KVC_RESTORE_H
+#define KVC_RESTORE_H
+
+#include "cache/batch.h"
+
+/* Returns KVC_ERR_INVALID if args->restored, which is not NULL, or what comes with it, is not valid. */
+kvc_status kvc_restore_check(const kvc_cache *cache, const kvc_begin_args *args);
+
+/* Makes a batch with its tokens restore the groups of these layers, and sorts the tokens of each sequence by position,
+ * those at the same one in the order given. */
+void kvc_restore_begin(kvc_batch *batch, const uint8_t *restored);
+
+/* Drops what sequence s of the batch held in the groups that the batch restores. */
+void kvc_restore_drop(const kvc_batch *batch, int32_t s);
+
+/* Notes what sequence s lacks now in which group, once its new rows are listed. */
+void kvc_restore_note(const kvc_batch *batch, int32_t s);
+
+#endif

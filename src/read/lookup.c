@@ -1,0 +1,79 @@
+/* lookup.c: the public functions that say which sequences and tokens a cache holds. */
+#include "cache/check.h"
+
+int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer) {
+    if (layer != -1 && kvc_check_layer(cache, layer) != KVC_OK) return -1;
+    int64_t len = 0;
+    kvc_lock(cache);
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    if (sequence && layer != -1) len = sequence->runs[cache->group_of[layer]].num_rows;
+    for (int32_t g = 0; sequence && layer == -1 && g < cache->num_token_groups; g++)
+        if (sequence->runs[g].num_rows > len) len = sequence->runs[g].num_rows;
+    kvc_unlock(cache, KVC_OK);
+    return len;
+}
+
+int32_t kvc_first_position(kvc_cache *cache, int64_t seq_id) {
+    kvc_lock(cache);
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    const int32_t position = sequence ? kvc_sequence_first(sequence) : -1;
+    kvc_unlock(cache, KVC_OK);
+    return position;
+}
+
+int32_t kvc_last_position(kvc_cache *cache, int64_t seq_id) {
+    kvc_lock(cache);
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    const int32_t position = sequence ? kvc_sequence_last(sequence) : -1;
+    kvc_unlock(cache, KVC_OK);
+    return position;
+}
+
+kvc_status kvc_position_range(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *first, int32_t *last) {
+    const kvc_status status = layer == -1 ? KVC_OK : kvc_check_layer(cache, layer);
+    if (status != KVC_OK) return status;
+    if (!first) return kvc_fail(KVC_ERR_INVALID, "first is NULL");
+    if (!last) return kvc_fail(KVC_ERR_INVALID, "last is NULL");
+    *first = *last = -1;
+    kvc_lock(cache);
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    if (sequence && layer == -1) {
+        *first = kvc_sequence_first(sequence);
+        *last = kvc_sequence_last(sequence);
+    } else if (sequence) {
+        *first = sequence->runs[cache->group_of[layer]].min_position;
+        *last = sequence->runs[cache->group_of[layer]].max_position;
+    }
+    return kvc_unlock(cache, KVC_OK);
+}
+
+int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id) {
+    kvc_lock(cache);
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    const int32_t position = sequence ? kvc_sequence_next(sequence) : 0;
+    kvc_unlock(cache, KVC_OK);
+    return position;
+}
+
+int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position) {
+    if (position < 0) return 0;
+    kvc_lock(cache);
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    const int32_t next = sequence ? kvc_sequence_next(sequence) : 0;
+    const int32_t can = cache->num_token_groups == 0 ||
+                        (position <= next && !(sequence && kvc_cache_misses(cache, sequence, position)));
+    kvc_unlock(cache, KVC_OK);
+    return can;
+}
+
+int64_t kvc_sequences(kvc_cache *cache, int64_t *seq_ids, int64_t max_ids) {
+    int64_t n = 0;
+    kvc_lock(cache);
+    for (int32_t i = 0; i < cache->sequences.num; i++) {
+        if (cache->sequences.items[i]->is_retained || kvc_sequence_is_empty(cache->sequences.items[i])) continue;
+        if (n < max_ids) seq_ids[n] = cache->sequences.items[i]->id;
+        n++;
+    }
+    kvc_unlock(cache, KVC_OK);
+    return n;
+}

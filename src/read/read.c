@@ -1,0 +1,304 @@
+/* read.c: the public functions that list the positions of rows, and copy rows. */
+#include "read/read.h"
+
+#include <string.h>
+
+#include "base/dtype.h"
+#include "base/parallel.h"
+#include "read/batch_rows.h"
+#include "read/span.h"
+#include "rows/transfer.h"
+#include "rows/transform.h"
+#include "cache/check.h"
+#include "cache/waiting.h"
+
+enum { WORTH_THREADS = 1 << 16 }; /* elements; copying fewer takes less time than waking a thread */
+
+/* ---- positions --------------------------------------------------------------------------------------------------- */
+
+/* Lists the positions of rows [first, first + num), in order of arrival, or of as far as there are rows. */
+static void list_positions(const kvc_run *runs, int32_t num_runs, int64_t first, int64_t num, int32_t *positions) {
+    int64_t row = 0;
+    for (const kvc_run *run = runs; run < runs + num_runs && row - first < num; run++)
+        for (int32_t i = 0; i < run->count && row - first < num; i++, row++)
+            if (row >= first) positions[row - first] = run->position + i;
+}
+
+int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *positions, int64_t max_positions) {
+    if (kvc_check_layer(cache, layer) != KVC_OK) return -1;
+    kvc_lock(cache);
+    const kvc_run_list *list = kvc_runs_of(cache, seq_id, layer);
+    const int64_t n = list ? list->num_rows : 0;
+    if (n) list_positions(kvc_runs_begin(list), list->num, 0, max_positions, positions);
+    kvc_unlock(cache, KVC_OK);
+    return n;
+}
+
+int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t position) {
+    if (kvc_check_layer(cache, layer) != KVC_OK) return -1;
+    kvc_lock(cache);
+    const kvc_run_list *list = kvc_runs_of(cache, seq_id, layer);
+    const int64_t row = list ? kvc_runs_find(list, position) : -1;
+    kvc_unlock(cache, KVC_OK);
+    return row;
+}
+
+/* ---- copies ------------------------------------------------------------------------------------------------------ */
+
+kvc_reader kvc_reader_for(const kvc_cache *cache, int32_t layer, const kvc_rows_out *out, float *scratch) {
+    const kvc_layer *config = &cache->layers[layer];
+    return (kvc_reader){.cache = cache,
+                        .layer = layer,
+                        .k_type = out->raw ? config->k_type : out->type,
+                        .v_type = out->raw ? config->v_type : out->type,
+                        .rotator = {.kernels = cache->kernels, .scratch = scratch}};
+}
+
+/* Copies keys, rotated by the span's delta. */
+static void rotate_keys(kvc_reader *reader, const kvc_span *span, const kvc_rope *rope, const kvc_rows_out *out,
+                        char *to) {
+    const kvc_layer *config = &reader->cache->layers[reader->layer];
+    for (int64_t h = 0; h < config->num_kv_heads; h++)
+        for (int32_t i = 0; i < span->num_rows; i++)
+            kvc_rotator_rotate(&reader->rotator, rope, span->delta, to + h * out->k_head_stride + i * out->k_row_stride,
+                               reader->k_type, (const char *)span->k + h * span->k_head_stride + i * span->k_row_stride,
+                               config->k_type, config);
+}
+
+static void copy_keys(kvc_reader *reader, const kvc_span *span, const kvc_rows_out *out, char *to) {
+    const kvc_layer *config = &reader->cache->layers[reader->layer];
+    const kvc_transfer x = {.kernels = reader->cache->kernels,
+                            .from_type = config->k_type,
+                            .to_type = reader->k_type,
+                            .order = kvc_key_order(config),
+                            .to = to,
+                            .from = span->k,
+                            .to_row = out->k_row_stride,
+                            .to_head = out->k_head_stride,
+                            .from_row = span->k_row_stride,
+                            .from_head = span->k_head_stride,
+                            .heads = config->num_kv_heads,
+                            .dim = config->k_dim};
+    const kvc_rope *rope = span->delta ? kvc_rope_of(reader->cache, reader->layer) : NULL;
+    if (rope)
+        rotate_keys(reader, span, rope, out, to);
+    else
+        kvc_transfer_rows(&x, span->num_rows);
+}
+
+static void copy_values(const kvc_reader *reader, const kvc_span *span, const kvc_rows_out *out, char *to) {
+    const kvc_layer *config = &reader->cache->layers[reader->layer];
+    const kvc_transfer x = {.kernels = reader->cache->kernels,
+                            .from_type = config->v_type,
+                            .to_type = reader->v_type,
+                            .order = kvc_value_order(config),
+                            .to = to,
+                            .from = span->v,
+                            .to_row = out->v_row_stride,
+                            .to_head = out->v_head_stride,
+                            .from_row = span->v_row_stride,
+                            .from_head = span->v_head_stride,
+                            .heads = config->num_kv_heads,
+                            .dim = config->v_dim};
+    kvc_transfer_rows(&x, span->num_rows);
+}
+
+void kvc_reader_copy(kvc_reader *reader, const kvc_run *run, const kvc_rows_out *out, int64_t at) {
+    const kvc_span span = kvc_span_of(run, kvc_layout_in(reader->cache, reader->layer, run->block));
+    if (out->k) copy_keys(reader, &span, out, (char *)out->k + at * out->k_row_stride);
+    if (out->v) copy_values(reader, &span, out, (char *)out->v + at * out->v_row_stride);
+}
+
+void kvc_reader_clear(const kvc_reader *reader, const kvc_rows_out *out, int64_t begin, int64_t end) {
+    const kvc_layer *config = &reader->cache->layers[reader->layer];
+    const size_t k_bytes = kvc_row_bytes(reader->k_type, config->k_dim),
+                 v_bytes = kvc_row_bytes(reader->v_type, config->v_dim);
+    for (int64_t i = begin; i < end; i++)
+        for (int64_t h = 0; h < config->num_kv_heads; h++) {
+            if (out->k) memset((char *)out->k + h * out->k_head_stride + i * out->k_row_stride, 0, k_bytes);
+            if (out->v) memset((char *)out->v + h * out->v_head_stride + i * out->v_row_stride, 0, v_bytes);
+        }
+}
+
+/* ---- snapshots --------------------------------------------------------------------------------------------------- */
+
+/* A copy of the runs of a sequence, whose blocks are pinned, to read rows without the mutex. */
+typedef struct snapshot {
+    kvc_cache *cache;
+    int32_t layer, num_runs; /* num_runs 0: there is nothing to read, nor to free */
+    kvc_run *runs;
+    float *scratch; /* [num_tasks][kvc_rotator_floats]; NULL: keys are not rotated */
+    uint64_t size;  /* bytes of runs and scratch, one allocation */
+} snapshot;
+
+static kvc_status take_snapshot(kvc_cache *cache, const kvc_run *runs, int32_t num_runs, int32_t layer,
+                                int32_t num_tasks, snapshot *s) {
+    const uint64_t floats = kvc_rope_of(cache, layer) ? kvc_rotator_floats(cache->layers[layer].k_dim) : 0;
+    *s = (snapshot){.cache = cache, .layer = layer};
+    kvc_add_array(&s->size, (uint64_t)num_runs * sizeof *s->runs);
+    const uint64_t scratch = kvc_add_array(&s->size, (uint64_t)num_tasks * floats * sizeof *s->scratch);
+    s->runs = kvc_memory_alloc(&cache->memory, s->size, KVC_MEMORY_SCRATCH, -1);
+    if (!s->runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory to read %d runs of layer %d", num_runs, layer);
+    if (floats) s->scratch = (void *)((char *)s->runs + scratch);
+    s->num_runs = num_runs;
+    for (int32_t i = 0; i < num_runs; i++) {
+        s->runs[i] = runs[i];
+        kvc_pin_block(runs[i].block);
+    }
+    return KVC_OK;
+}
+
+/* One call of kvc_gather or kvc_extract. */
+typedef struct copying {
+    kvc_cache *cache;
+    int32_t layer, num_tasks;
+    snapshot from;
+    kvc_rows_out out;
+    int64_t first, num_rows; /* rows [first, first + num_rows) in order of arrival; or positions, if by_position */
+    int by_position;         /* gives zeros at a position without a row, the latest row of several */
+} copying;
+
+/* Takes a snapshot of these runs, of num_rows rows, and sets *num_stored to that, if it is not NULL.  KVC_ERR_INDEX if
+ * there are fewer than `least`. */
+static kvc_status snap(copying *c, int64_t seq_id, const kvc_run *runs, int32_t num_runs, int64_t num_rows,
+                       int64_t least) {
+    if (c->out.num_stored) *c->out.num_stored = num_rows;
+    if (least > num_rows)
+        return kvc_fail(KVC_ERR_INDEX, "rows up to %lld are asked for: sequence %lld holds %lld in layer %d",
+                        (long long)least, (long long)seq_id, (long long)num_rows, c->layer);
+    return num_rows ? take_snapshot(c->cache, runs, num_runs, c->layer, c->num_tasks, &c->from) : KVC_OK;
+}
+
+/* Do the same for a sequence: for its stored rows, or also for those of the open batch, whose row buffer was entered.
+ */
+static kvc_status snap_stored(copying *c, int64_t seq_id, int64_t least) {
+    kvc_cache_find(c->cache, seq_id); /* waits while its rows are written */
+    const kvc_run_list *list = kvc_runs_of(c->cache, seq_id, c->layer);
+    return list ? snap(c, seq_id, kvc_runs_begin(list), list->num, list->num_rows, least)
+                : snap(c, seq_id, NULL, 0, 0, least);
+}
+
+static kvc_status snap_batch(copying *c, int64_t seq_id, const kvc_row_buffer *buffer, int64_t least) {
+    kvc_batch_runs list;
+    kvc_status status = kvc_batch_runs_new(c->out.batch, c->layer, seq_id, buffer, &list);
+    if (status == KVC_OK) status = snap(c, seq_id, list.runs, list.num, list.num_rows, least);
+    kvc_batch_runs_free(&c->cache->memory, &list);
+    return status;
+}
+
+/* Takes a snapshot of a sequence, and begins reading. */
+static kvc_status open_snapshot(copying *c, int64_t seq_id, int64_t least) {
+    kvc_cache *cache = c->cache;
+    kvc_row_buffer *buffer = NULL;
+    if (c->out.batch) {
+        kvc_status status = kvc_check_attention(c->out.batch, c->layer);
+        if (status == KVC_OK && c->out.batch->cache != cache)
+            status = kvc_fail(KVC_ERR_INVALID, "out->batch is of another cache");
+        if (status == KVC_OK) status = kvc_row_buffer_enter(c->out.batch, c->layer, KVC_ROW_BUFFER_READ, &buffer);
+        if (status != KVC_OK) return status;
+    }
+    kvc_lock(cache);
+    kvc_cache_begin_reading(cache);
+    const kvc_status status = c->out.batch ? snap_batch(c, seq_id, buffer, least) : snap_stored(c, seq_id, least);
+    if (buffer) kvc_row_buffer_let_go(cache, buffer);
+    if (!c->from.num_runs) kvc_cache_end_reading(cache);
+    return kvc_unlock(cache, status);
+}
+
+static void close_snapshot(snapshot *s) {
+    if (!s->num_runs) return;
+    kvc_cache *cache = s->cache;
+    kvc_lock(cache);
+    for (int32_t i = 0; i < s->num_runs; i++)
+        kvc_unpin_block(cache, &cache->pools[cache->group_of[s->layer]], s->runs[i].block);
+    kvc_memory_free(&cache->memory, s->runs, s->size, KVC_MEMORY_SCRATCH, -1);
+    kvc_cache_end_reading(cache);
+    kvc_unlock(cache, KVC_OK);
+}
+
+/* ---- copying in tasks -------------------------------------------------------------------------------------------- */
+
+kvc_status kvc_check_rows_out(const kvc_layer *layer, const kvc_rows_out *given, kvc_rows_out *out, const char *name) {
+    kvc_status status = KVC_READ(kvc_rows_out, out, given, name);
+    if (status == KVC_OK && !out->raw) status = kvc_check_array(out->type, 0, 0, name);
+    if (status != KVC_OK) return status;
+    status = kvc_check_strides(out->raw ? layer->k_type : out->type, out->k_row_stride, out->k_head_stride, name);
+    if (status != KVC_OK) return status;
+    return kvc_check_strides(out->raw ? layer->v_type : out->type, out->v_row_stride, out->v_head_stride, name);
+}
+
+/* Copies a task's share of the rows. */
+static void copy_task(void *context, int64_t task) {
+    const copying *c = context;
+    const int64_t begin = task * c->num_rows / c->num_tasks, end = (task + 1) * c->num_rows / c->num_tasks;
+    const size_t floats = kvc_rotator_floats(c->cache->layers[c->layer].k_dim);
+    kvc_reader reader =
+        kvc_reader_for(c->cache, c->layer, &c->out, c->from.scratch ? c->from.scratch + (size_t)task * floats : NULL);
+    if (c->by_position) kvc_reader_clear(&reader, &c->out, begin, end);
+    int64_t row = 0; /* index of the run's first row, in order of arrival */
+    for (int32_t i = 0; i < c->from.num_runs; row += c->from.runs[i++].count) {
+        const kvc_run *run = &c->from.runs[i];
+        const int64_t from = c->first - (c->by_position ? run->position : row); /* row `first`, relative to the run */
+        const int64_t low = from + begin > 0 ? from + begin : 0,
+                      high = from + end < run->count ? from + end : run->count;
+        if (low >= high) continue;
+        const kvc_run part = {run->block, run->slot + (int32_t)low, (int32_t)(high - low), run->position + (int32_t)low,
+                              run->delta};
+        kvc_reader_copy(&reader, &part, &c->out, low - from);
+    }
+}
+
+/* Returns the number of tasks, one for each thread, that a copy of num_rows rows is worth. */
+static int32_t count_tasks(const kvc_cache *cache, int32_t layer, int64_t num_rows) {
+    const kvc_layer *config = &cache->layers[layer];
+    if ((double)num_rows * config->num_kv_heads * (config->k_dim + config->v_dim) < WORTH_THREADS) return 1;
+    const int32_t threads = kvc_cache_threads(cache);
+    return num_rows < threads ? (int32_t)num_rows : threads;
+}
+
+/* Sets positions[i] to begin + i if there is a row at that position, else to -1. */
+static void find_positions(const snapshot *s, int32_t begin, int32_t end, int32_t *positions) {
+    for (int32_t i = 0; i < end - begin; i++) positions[i] = -1;
+    for (int32_t r = 0; r < s->num_runs; r++) {
+        const kvc_run part = kvc_run_part(&s->runs[r], begin, end);
+        for (int32_t i = part.position; i < part.position + part.count; i++) positions[i - begin] = i;
+    }
+}
+
+/* Copies all rows, and ends reading. */
+static void copy_all(copying *c) {
+    if (c->num_rows) kvc_parallel(c->num_tasks, c->num_tasks, copy_task, c);
+    close_snapshot(&c->from);
+}
+
+kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t first_row, int64_t num_rows,
+                      const kvc_rows_out *given) {
+    copying c = {.cache = cache, .layer = layer, .first = first_row, .num_rows = num_rows};
+    kvc_status status = kvc_check_layer(cache, layer);
+    if (status == KVC_OK) status = kvc_check_rows_out(&cache->layers[layer], given, &c.out, "out");
+    if (status == KVC_OK && (first_row < 0 || num_rows < 0 || first_row > INT64_MAX - num_rows))
+        status = kvc_fail(KVC_ERR_INVALID, "first_row is %lld and num_rows %lld: neither must be negative",
+                          (long long)first_row, (long long)num_rows);
+    if (status != KVC_OK) return status;
+    c.num_tasks = count_tasks(cache, layer, num_rows);
+    status = open_snapshot(&c, seq_id, first_row + num_rows);
+    if (status != KVC_OK) return status;
+    if (c.out.positions) list_positions(c.from.runs, c.from.num_runs, first_row, num_rows, c.out.positions);
+    copy_all(&c);
+    return KVC_OK;
+}
+
+kvc_status kvc_extract(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
+                       const kvc_rows_out *given) {
+    copying c = {.cache = cache, .layer = layer, .first = begin, .num_rows = (int64_t)end - begin, .by_position = 1};
+    kvc_status status = kvc_check_layer(cache, layer);
+    if (status == KVC_OK) status = kvc_check_positions(begin, end);
+    if (status == KVC_OK) status = kvc_check_rows_out(&cache->layers[layer], given, &c.out, "out");
+    if (status != KVC_OK) return status;
+    c.num_tasks = count_tasks(cache, layer, c.num_rows);
+    status = open_snapshot(&c, seq_id, 0);
+    if (status != KVC_OK) return status;
+    if (c.out.positions) find_positions(&c.from, begin, end, c.out.positions);
+    copy_all(&c);
+    return KVC_OK;
+}

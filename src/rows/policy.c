@@ -1,0 +1,85 @@
+/* policy.c: what each kind of policy sees and keeps: see policy.h. */
+#include "rows/policy.h"
+
+#include "base/status.h"
+
+static kvc_status check_field(int32_t value, int32_t least, const char *name, int32_t layer) {
+    if (value >= least) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "layers[%d]: %s is %d: it must be at least %d", layer, name, value, least);
+}
+
+static kvc_status check_sliding(const kvc_policy *policy, int32_t layer) {
+    kvc_status status = check_field(policy->window, 1, "window", layer);
+    if (status == KVC_OK) status = check_field(policy->num_sink_tokens, 0, "num_sink_tokens", layer);
+    if (status != KVC_OK || policy->resume_window == 0 || policy->resume_window >= policy->window) return status;
+    return kvc_fail(KVC_ERR_INVALID, "layers[%d]: resume_window is %d: it must be at least window, %d", layer,
+                    policy->resume_window, policy->window);
+}
+
+static kvc_status check_chunked(const kvc_policy *policy, int32_t layer) {
+    const kvc_status status = check_field(policy->attention_chunk_size, 1, "attention_chunk_size", layer);
+    return status == KVC_OK ? check_field(policy->resume_window, 0, "resume_window", layer) : status;
+}
+
+kvc_status kvc_policy_check(const kvc_policy *policy, int32_t layer) {
+    switch (policy->kind) {
+    case KVC_FULL:
+    case KVC_NONE: return KVC_OK;
+    case KVC_SLIDING: return check_sliding(policy, layer);
+    case KVC_CHUNKED: return check_chunked(policy, layer);
+    case KVC_CROSS: return check_field(policy->max_len, 1, "max_len", layer);
+    default: return kvc_fail(KVC_ERR_INVALID, "layers[%d].policy.kind is %d: no kvc_policy_kind", layer, policy->kind);
+    }
+}
+
+/* Returns the number of latest positions that a sliding window keeps. */
+static int32_t window_kept(const kvc_policy *policy) {
+    return policy->resume_window ? policy->resume_window : policy->window;
+}
+
+int kvc_policy_equal(const kvc_policy *a, const kvc_policy *b) {
+    if (a->kind != b->kind) return 0;
+    switch (a->kind) {
+    case KVC_SLIDING:
+        return a->window == b->window && a->num_sink_tokens == b->num_sink_tokens && window_kept(a) == window_kept(b);
+    case KVC_CHUNKED: return a->attention_chunk_size == b->attention_chunk_size && a->resume_window == b->resume_window;
+    case KVC_CROSS: return a->max_len == b->max_len;
+    default: return 1;
+    }
+}
+
+int kvc_policy_keeps_tokens(const kvc_policy *policy) { return policy->kind != KVC_CROSS && policy->kind != KVC_NONE; }
+
+int kvc_policy_evicts(const kvc_policy *policy) { return policy->kind == KVC_SLIDING || policy->kind == KVC_CHUNKED; }
+
+int64_t kvc_policy_most_rows(const kvc_policy *policy) {
+    switch (policy->kind) {
+    case KVC_SLIDING: return (int64_t)window_kept(policy) + policy->num_sink_tokens;
+    case KVC_CHUNKED: return (int64_t)policy->attention_chunk_size + policy->resume_window;
+    default: return INT64_MAX;
+    }
+}
+
+/* Returns the first of the `count` positions that end with `last`, at least 0. */
+static int32_t first_of(int32_t count, int32_t last) { return last >= count ? last - count + 1 : 0; }
+
+int32_t kvc_policy_lowest(const kvc_policy *policy, int32_t position) {
+    switch (policy->kind) {
+    case KVC_SLIDING: return first_of(policy->window, position);
+    case KVC_CHUNKED: return position - position % policy->attention_chunk_size;
+    default: return 0;
+    }
+}
+
+int32_t kvc_policy_retained(const kvc_policy *policy, int32_t low) {
+    switch (policy->kind) {
+    case KVC_SLIDING: return first_of(window_kept(policy), low);
+    case KVC_CHUNKED: {
+        const int32_t lowest = kvc_policy_lowest(policy, low);
+        return lowest > policy->resume_window ? lowest - policy->resume_window : 0;
+    }
+    default: return 0;
+    }
+}
+
+int32_t kvc_policy_sinks(const kvc_policy *policy) { return policy->kind == KVC_SLIDING ? policy->num_sink_tokens : 0; }

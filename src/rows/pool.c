@@ -1,0 +1,490 @@
+/* pool.c: the blocks of one layer group: see pool.h. */
+#include "rows/pool.h"
+
+#include <string.h>
+
+#include "base/status.h"
+#include "base/parallel.h"
+
+enum {
+    WORTH_THREADS = 1 << 22, /* bytes; giving back fewer takes less time than waking a thread */
+    JOIN_SLOTS = 512,        /* slots filled in a block before its pages are looked at again */
+    JOIN_TOKENS = 8,         /* tokens of a batch per step made, and per block looked at, beyond the first ones */
+    JOIN_BLOCKS = 8,         /* blocks looked at after a batch of few tokens */
+    TOUCH_BYTES = 256 << 10  /* most bytes of memory taken in one step */
+};
+
+void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t block_size, const kvc_layout *layouts,
+                   int32_t num_layers, size_t block_bytes) {
+    *pool = (kvc_pool){.memory = memory,
+                       .group = group,
+                       .block_size = block_size,
+                       .block_bytes = block_bytes,
+                       .layouts = layouts,
+                       .num_layers = num_layers,
+                       .epoch = 1};
+}
+
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
+
+static size_t header_bytes(const kvc_pool *pool) {
+    return sizeof(kvc_block) + (size_t)pool->block_size * sizeof(uint32_t);
+}
+
+int64_t kvc_pool_header_bytes(const kvc_pool *pool) { return (int64_t)header_bytes(pool); }
+
+int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t touched) {
+    if (!kvc_memory_is_lazy(pool->memory, pool->block_bytes)) return (int64_t)pool->block_bytes;
+    const size_t page = kvc_os_page_size();
+    uint64_t bytes = 0;
+    for (int32_t i = 0; i < pool->num_layers; i++) {
+        const kvc_layout *at = &pool->layouts[i];
+        bytes += (uint64_t)at->num_kv_heads * (kvc_align_up((size_t)touched * at->k_row_bytes, page) +
+                                               kvc_align_up((size_t)touched * at->v_stored, page));
+    }
+    const uint64_t all = kvc_align_up(pool->block_bytes, page);
+    return (int64_t)(bytes < all ? bytes : all);
+}
+
+static void free_block(kvc_pool *pool, kvc_block *block) {
+    kvc_memory_free(pool->memory, block->rows, pool->block_bytes, KVC_MEMORY_ROWS, pool->group);
+    kvc_memory_free(pool->memory, block, header_bytes(pool), KVC_MEMORY_BOOKKEEPING, -1);
+}
+
+static void free_list(kvc_pool *pool, kvc_block **blocks, int32_t max) {
+    kvc_memory_free(pool->memory, blocks, (size_t)max * sizeof *blocks, KVC_MEMORY_BOOKKEEPING, -1);
+}
+
+void kvc_pool_destroy(kvc_pool *pool) {
+    for (int32_t i = 0; i < pool->num_blocks; i++) free_block(pool, pool->blocks[i]);
+    free_list(pool, pool->blocks, pool->max_blocks);
+}
+
+/* Adds a new block to the end of the free list: at **end, which becomes the new end. */
+static kvc_status new_block(kvc_pool *pool, kvc_block ***end) {
+    kvc_block *block = kvc_memory_alloc(pool->memory, header_bytes(pool), KVC_MEMORY_BOOKKEEPING, -1);
+    uint8_t *rows = block ? kvc_memory_alloc(pool->memory, pool->block_bytes, KVC_MEMORY_ROWS, pool->group) : NULL;
+    if (!rows) {
+        if (block) kvc_memory_free(pool->memory, block, header_bytes(pool), KVC_MEMORY_BOOKKEEPING, -1);
+        return kvc_fail(KVC_ERR_NOMEM, "out of memory for a block of %d slots, %zu bytes", pool->block_size,
+                        pool->block_bytes);
+    }
+    *block = (kvc_block){.rows = rows, .index = pool->num_blocks, .is_free = 1};
+    pool->blocks[pool->num_blocks++] = block;
+    **end = block;
+    *end = &block->next;
+    pool->num_free++;
+    pool->opened++;
+    pool->row_bytes += kvc_pool_block_bytes(pool, 0);
+    return KVC_OK;
+}
+
+/* Returns the capacity of the list of blocks after it has grown to hold at least `count`. */
+static int32_t list_capacity(const kvc_pool *pool, int32_t count) {
+    if (count <= pool->max_blocks) return pool->max_blocks;
+    return count < pool->max_blocks * 2 ? pool->max_blocks * 2 : count < 8 ? 8 : count;
+}
+
+int64_t kvc_pool_list_growth(const kvc_pool *pool, int32_t new_blocks) {
+    return (list_capacity(pool, pool->num_blocks + new_blocks) - pool->max_blocks) * (int64_t)sizeof *pool->blocks;
+}
+
+/* Lengthens the list of blocks to hold at least `count`; the old array is kept as pool->blocks_before. */
+static kvc_status reserve_list(kvc_pool *pool, int32_t count) {
+    const int32_t max = list_capacity(pool, count);
+    if (max == pool->max_blocks) return KVC_OK;
+    const size_t item = sizeof *pool->blocks;
+    kvc_block **blocks = kvc_memory_alloc(pool->memory, (uint64_t)max * item, KVC_MEMORY_BOOKKEEPING, -1);
+    if (!blocks) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a list of %d blocks", max);
+    if (pool->num_blocks) memcpy(blocks, pool->blocks, (size_t)pool->num_blocks * item);
+    pool->blocks = blocks;
+    pool->max_blocks = max;
+    return KVC_OK;
+}
+
+void kvc_pool_accept(kvc_pool *pool) {
+    if (pool->blocks != pool->blocks_before) free_list(pool, pool->blocks_before, pool->max_before);
+    pool->blocks_before = pool->blocks;
+    pool->max_before = pool->max_blocks;
+}
+
+/* Returns the link behind the first num_free blocks of the free list. */
+static kvc_block **list_end(kvc_pool *pool, int32_t num_free) {
+    kvc_block **end = &pool->free;
+    while (num_free--) end = &(*end)->next;
+    return end;
+}
+
+void kvc_pool_unprepare(kvc_pool *pool) {
+    kvc_block **end = list_end(pool, pool->free_before);
+    while (*end) { /* the new blocks are the last of the list and of the array */
+        kvc_block *block = *end;
+        *end = block->next;
+        pool->num_free--;
+        pool->num_blocks--;
+        pool->opened--;
+        pool->row_bytes -= kvc_pool_block_bytes(pool, 0);
+        free_block(pool, block);
+    }
+    if (pool->blocks == pool->blocks_before) return;
+    free_list(pool, pool->blocks, pool->max_blocks);
+    pool->blocks = pool->blocks_before;
+    pool->max_blocks = pool->max_before;
+}
+
+kvc_status kvc_pool_prepare(kvc_pool *pool, int32_t count) {
+    const int32_t before = pool->free_before = pool->num_free;
+    if (count <= before) return KVC_OK;
+    kvc_status status = reserve_list(pool, pool->num_blocks + count - before);
+    /* New blocks go to the end of the list: blocks that were used before are resident, and are to be used first. */
+    kvc_block **end = list_end(pool, before);
+    while (status == KVC_OK && pool->num_free < count) status = new_block(pool, &end);
+    if (status != KVC_OK) kvc_pool_unprepare(pool);
+    return status;
+}
+
+kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count, kvc_reserved *reserved) {
+    const int32_t num_before = pool->num_blocks;
+    const kvc_status status = kvc_pool_prepare(pool, count);
+    *reserved = (kvc_reserved){0};
+    if (status != KVC_OK) return status;
+    reserved->num_opened = pool->num_blocks - num_before;
+    if (pool->blocks == pool->blocks_before) return KVC_OK;
+    reserved->max_before = pool->max_before;
+    reserved->blocks_before = pool->blocks_before;
+    reserved->blocks_after = pool->blocks_before = pool->blocks;
+    pool->max_before = pool->max_blocks;
+    return KVC_OK;
+}
+
+void kvc_pool_keep(kvc_pool *pool, kvc_reserved *reserved) {
+    free_list(pool, reserved->blocks_before, reserved->max_before);
+    *reserved = (kvc_reserved){0};
+}
+
+int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count) {
+    if (kept >= pool->num_free) return 0;
+    kvc_block **first = list_end(pool, kept);
+    int32_t done = 0;
+    while (done < count && *first) {
+        kvc_block *block = *first, *last = pool->blocks[pool->num_blocks - 1];
+        if (kvc_memory_is_busy(pool->memory, block->rows, pool->block_bytes)) {
+            first = &block->next;
+            continue;
+        }
+        done++;
+        *first = block->next;
+        last->index = block->index;
+        pool->blocks[block->index] = last;
+        pool->num_blocks--;
+        pool->num_free--;
+        pool->returned++;
+        pool->row_bytes -= kvc_pool_block_bytes(pool, block->touched);
+        free_block(pool, block);
+    }
+    if (pool->num_loose > pool->num_free) pool->num_loose = pool->num_free;
+    return done;
+}
+
+int32_t kvc_pool_surplus(const kvc_pool *pool, int64_t num_sequences) {
+    if (!pool->num_loose) return 0;
+    const int64_t size = pool->block_size, unused = (pool->num_blocks - pool->num_free) * size - pool->live;
+    const int64_t kept = 2 * num_sequences - (unused + size - 1) / size;
+    const int64_t surplus = pool->num_free - (kept > 0 ? kept : 0);
+    return (int32_t)(surplus > pool->num_loose ? pool->num_loose : surplus > 0 ? surplus : 0);
+}
+
+int32_t kvc_pool_give_surplus(kvc_pool *pool, int32_t count) {
+    const int32_t before = pool->num_loose, done = kvc_pool_shrink(pool, before - count, count);
+    pool->num_loose = before - done;
+    return done;
+}
+
+void kvc_pool_unopen(kvc_pool *pool, kvc_block *block, int32_t touched) {
+    pool->reused -= touched != 0;
+    block->fill = touched; /* keeps the memory that was touched before */
+    kvc_pool_purge(pool, block, 1);
+    block->fill = 0;
+    if (!kvc_memory_is_lazy(pool->memory, pool->block_bytes)) block->touched = touched;
+    if (block->resident > block->touched) block->resident = block->touched;
+}
+
+void kvc_pool_unreserve(kvc_pool *pool, int32_t num_used, kvc_reserved *reserved) {
+    const int32_t done = kvc_pool_shrink(pool, num_used - reserved->num_opened, reserved->num_opened);
+    pool->opened -= done;
+    pool->returned -= done;
+    kvc_block **blocks = reserved->blocks_after;
+    const int32_t max = reserved->max_before;
+    /* Other calls may have lengthened the list again, or need it longer, meanwhile. */
+    if (!blocks || pool->blocks != blocks || pool->num_blocks > max) {
+        kvc_pool_keep(pool, reserved);
+        return;
+    }
+    if (pool->num_blocks) memcpy(reserved->blocks_before, blocks, (size_t)pool->num_blocks * sizeof *blocks);
+    pool->blocks = pool->blocks_before = reserved->blocks_before;
+    free_list(pool, blocks, pool->max_blocks);
+    pool->max_blocks = pool->max_before = max;
+    *reserved = (kvc_reserved){0};
+}
+
+int64_t kvc_pool_num_regions(const kvc_pool *pool) {
+    int64_t num = 0;
+    for (int32_t i = 0; i < pool->num_layers; i++) num += 2 * (int64_t)pool->layouts[i].num_kv_heads;
+    return num;
+}
+
+kvc_region kvc_pool_region(const kvc_pool *pool, int64_t index) {
+    const kvc_layout *at = pool->layouts;
+    for (; index >= 2 * (int64_t)at->num_kv_heads; at++) index -= 2 * (int64_t)at->num_kv_heads;
+    const size_t head = (size_t)index / 2;
+    if (index % 2) return (kvc_region){at->v_offset + head * at->head_stride, at->v_stored};
+    return (kvc_region){at->k_offset + head * at->head_stride, at->k_row_bytes};
+}
+
+typedef struct purge {
+    const kvc_pool *pool;
+    const kvc_block *block;
+} purge;
+
+/* Gives back the pages of a region past the fill mark. */
+static void purge_region(void *context, int64_t index) {
+    const kvc_pool *pool = ((const purge *)context)->pool;
+    const kvc_block *block = ((const purge *)context)->block;
+    const kvc_region at = kvc_pool_region(pool, index);
+    kvc_memory_purge(pool->memory, block->rows + at.offset + (size_t)block->fill * at.row_bytes,
+                     (size_t)(block->touched - block->fill) * at.row_bytes);
+}
+
+void kvc_pool_purge(kvc_pool *pool, kvc_block *block, int32_t num_threads) {
+    if (block->fill >= block->touched || !kvc_memory_is_lazy(pool->memory, pool->block_bytes) ||
+        kvc_memory_is_busy(pool->memory, block->rows, pool->block_bytes))
+        return;
+    const int64_t bytes = kvc_pool_block_bytes(pool, block->touched) - kvc_pool_block_bytes(pool, block->fill);
+    purge work = {pool, block};
+    kvc_memory_clear_written(pool->memory, block->rows);
+    kvc_parallel(bytes < WORTH_THREADS ? 1 : num_threads, kvc_pool_num_regions(pool), purge_region, &work);
+    pool->row_bytes -= bytes;
+    block->touched = block->fill;
+    if (block->joined > block->fill) block->joined = block->fill;
+    if (block->resident > block->fill) block->resident = block->fill;
+    block->join_next = 0;
+}
+
+int64_t kvc_pool_slot_bytes(const kvc_pool *pool) {
+    int64_t bytes = 0;
+    for (int32_t i = 0; i < pool->num_layers; i++) {
+        const kvc_layout *at = &pool->layouts[i];
+        bytes += at->num_kv_heads * (int64_t)(at->k_row_bytes + at->v_stored);
+    }
+    return bytes;
+}
+
+/* ---- huge pages -------------------------------------------------------------------------------------------------- */
+
+/* Finds the huge pages that slots [from, to) fill in the rows of a region; returns whether there is one.  The first
+ * page may begin a little before the rows, in padding. */
+static int join_rows(const kvc_pool *pool, uint8_t *rows, size_t row_bytes, int32_t from, int32_t to,
+                     kvc_page_work *work) {
+    const uintptr_t start = (uintptr_t)rows;
+    uintptr_t begin = (start + (size_t)from * row_bytes) / KVC_HUGE_PAGE * KVC_HUGE_PAGE;
+    const uintptr_t end = (start + (size_t)to * row_bytes) / KVC_HUGE_PAGE * KVC_HUGE_PAGE;
+    if (begin + KVC_HUGE_PAGE / 4 < start) begin += KVC_HUGE_PAGE;
+    return begin < end && kvc_memory_mark_written(pool->memory, (uint8_t *)begin, end - begin, work);
+}
+
+/* Returns the number of steps in which the pages of a block are joined up to join_to: a step per page if the block is
+ * full; else a step per region, as the ends of regions are not filled. */
+static int64_t num_join_steps(const kvc_pool *pool, const kvc_block *block) {
+    if (block->join_to < pool->block_size) return kvc_pool_num_regions(pool);
+    return pool->block_bytes < KVC_HUGE_PAGE ? 1 : (int64_t)(pool->block_bytes / KVC_HUGE_PAGE);
+}
+
+/* Finds the pages of one step; returns whether there are any. */
+static int join_step(const kvc_pool *pool, const kvc_block *block, int64_t step, kvc_page_work *work) {
+    if (block->join_to == pool->block_size) /* blocks that have a huge page are aligned to it */
+        return kvc_memory_mark_written(pool->memory, block->rows + step * KVC_HUGE_PAGE, KVC_HUGE_PAGE, work);
+    const kvc_region at = kvc_pool_region(pool, step);
+    return join_rows(pool, block->rows + at.offset, at.row_bytes, block->joined, block->join_to, work);
+}
+
+/* Finds the next pages to join in a block up to join_to; returns 0 if there are none. */
+static int next_step(const kvc_pool *pool, kvc_block *block, kvc_page_work *work) {
+    while (block->join_next < num_join_steps(pool, block))
+        if (join_step(pool, block, block->join_next++, work)) return 1;
+    block->joined = block->join_to;
+    block->join_next = 0;
+    return 0;
+}
+
+/* Finds the next pages to join in a block; returns 0 if there are none.  A step takes the system a millisecond or more,
+ * so the steps of a block are spread over many batches. */
+static int next_in_block(const kvc_pool *pool, kvc_block *block, kvc_page_work *work) {
+    for (;;) {
+        if (block->join_next == 0) {
+            const int is_ahead = block->resident > block->fill;
+            const int32_t to = is_ahead ? block->resident : block->fill;
+            const int is_full = to == pool->block_size;
+            if (block->epoch == pool->epoch || to - block->joined < (is_full || is_ahead ? 1 : JOIN_SLOTS)) return 0;
+            if (pool->block_bytes < KVC_HUGE_PAGE && !is_full) return 0; /* it shares its huge page with other blocks */
+            block->join_to = to;
+        }
+        if (next_step(pool, block, work)) return 1;
+    }
+}
+
+int kvc_pool_next_filled(kvc_pool *pool, kvc_block *block, kvc_page_work *work) {
+    if (block->joined >= block->fill) return 0;
+    if (pool->block_bytes < KVC_HUGE_PAGE && block->fill < pool->block_size) return 0;
+    block->join_to = block->fill;
+    return next_step(pool, block, work);
+}
+
+kvc_joining kvc_pool_join_for(int32_t num_tokens) {
+    const int32_t more = num_tokens / JOIN_TOKENS;
+    return (kvc_joining){1 + more, JOIN_BLOCKS + more, 0};
+}
+
+kvc_joining kvc_pool_join_ahead(const kvc_pool *pool) { return (kvc_joining){INT64_MAX, pool->num_blocks, 1}; }
+
+int kvc_pool_next_join(kvc_pool *pool, kvc_joining *joining, kvc_page_work *work) {
+    if (!kvc_memory_is_lazy(pool->memory, pool->block_bytes)) return 0;
+    if (joining->blocks > pool->num_blocks) joining->blocks = pool->num_blocks;
+    for (; joining->steps > 0 && joining->blocks > 0; joining->blocks--) {
+        if (pool->join_block >= pool->num_blocks) pool->join_block = 0;
+        kvc_block *block = pool->blocks[pool->join_block];
+        if ((!joining->is_ahead || block->resident > block->fill) && next_in_block(pool, block, work))
+            return joining->steps-- > 0;
+        pool->join_block++;
+    }
+    return 0;
+}
+
+/* ---- taking memory beforehand ------------------------------------------------------------------------------------ */
+
+/* Finds the next piece of memory in a block's slots past the fill mark; returns 0 if nothing is left. */
+static int touch_in_block(const kvc_pool *pool, const kvc_block *block, kvc_taking *taking, kvc_page_work *work) {
+    const size_t from = (size_t)(block->fill > block->resident ? block->fill : block->resident);
+    for (; taking->region < kvc_pool_num_regions(pool); taking->region++, taking->done = 0) {
+        const kvc_region at = kvc_pool_region(pool, taking->region);
+        const size_t begin = from * at.row_bytes, end = (size_t)taking->to * at.row_bytes;
+        if (taking->done < begin) taking->done = begin;
+        if (taking->done >= end) continue;
+        work->p = block->rows + at.offset + taking->done;
+        work->size = end - taking->done < TOUCH_BYTES ? end - taking->done : TOUCH_BYTES;
+        taking->done += work->size;
+        return 1;
+    }
+    return 0;
+}
+
+int kvc_pool_next_touch(kvc_pool *pool, kvc_taking *taking, kvc_page_work *work) {
+    for (; taking->index < pool->num_blocks; taking->index++) {
+        kvc_block *block = pool->blocks[taking->index];
+        if (block->fill >= block->touched || block->resident >= block->touched) continue;
+        if (block != taking->block || taking->to > block->touched) /* it was purged meanwhile */
+            *taking = (kvc_taking){.block = block, .index = taking->index, .to = block->touched};
+        if (touch_in_block(pool, block, taking, work)) return 1;
+        block->resident = taking->to;
+    }
+    return 0;
+}
+
+/* ---- slots ------------------------------------------------------------------------------------------------------- */
+
+kvc_block *kvc_pool_open(kvc_pool *pool) {
+    kvc_block *block = pool->free;
+    pool->free = block->next;
+    pool->num_free--;
+    if (pool->num_loose) pool->num_loose--; /* they are the first: evictions come right before */
+    if (block->touched) pool->reused++;
+    block->is_free = 0;
+    block->next = NULL;
+    return block;
+}
+
+void kvc_pool_touch(kvc_pool *pool, kvc_block *block, int32_t count) {
+    if (count <= block->touched) return;
+    pool->row_bytes += kvc_pool_block_bytes(pool, count) - kvc_pool_block_bytes(pool, block->touched);
+    block->touched = count;
+}
+
+int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count) {
+    const int32_t slot = block->fill;
+    for (int32_t i = 0; i < count; i++) block->holders[slot + i] = 1;
+    block->fill += count;
+    block->epoch = pool->epoch;
+    block->live += count;
+    pool->live += count;
+    pool->filled += count;
+    kvc_pool_touch(pool, block, block->fill);
+    return slot;
+}
+
+void kvc_pool_hold(kvc_block *block, int32_t slot, int32_t count) {
+    for (int32_t i = 0; i < count; i++) block->holders[slot + i]++;
+}
+
+static void free_if_empty(kvc_pool *pool, kvc_block *block) {
+    if (block->live || block->pins || block->is_free) return;
+    block->is_free = 1;
+    block->next = pool->free;
+    pool->free = block;
+    pool->num_free++;
+}
+
+int32_t kvc_pool_fill_after(const kvc_block *block) {
+    int32_t fill = block->fill;
+    if (block->pins) return fill;
+    if (block->live == 0) return 0;
+    while (!block->holders[fill - 1]) fill--;
+    return fill;
+}
+
+/* Lowers the fill mark to the end of the last slot that is held; frees the block if no slot is. */
+static void lower_fill(kvc_pool *pool, kvc_block *block) {
+    if (block->pins) return;
+    const int32_t before = block->fill;
+    block->fill = kvc_pool_fill_after(block);
+    pool->filled -= before - block->fill;
+    if (block->fill < before) block->has_key = 0;
+    free_if_empty(pool, block);
+}
+
+void kvc_pool_refill(kvc_pool *pool, kvc_block *const *blocks, int32_t num_blocks, int32_t live) {
+    for (int32_t i = 0; i < num_blocks; i++) {
+        kvc_block *block = blocks[i];
+        pool->filled -= block->fill;
+        block->fill = block->live = live < pool->block_size ? live : pool->block_size;
+        block->has_key = 0;
+        pool->filled += block->fill;
+        kvc_pool_touch(pool, block, block->fill);
+        live -= block->fill;
+        free_if_empty(pool, block);
+    }
+}
+
+void kvc_pool_drop(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count) {
+    int32_t dead = 0;
+    for (int32_t i = 0; i < count; i++) dead += --block->holders[slot + i] == 0;
+    block->live -= dead;
+    pool->live -= dead;
+    if (block->live == 0 || slot + count == block->fill) lower_fill(pool, block);
+}
+
+void kvc_pool_pin(kvc_block *block) { block->pins++; }
+
+void kvc_pool_unpin(kvc_pool *pool, kvc_block *block) {
+    if (--block->pins == 0) lower_fill(pool, block);
+}
+
+int kvc_pool_try_drop(kvc_block *block, int32_t slot, int32_t count, int64_t *slots) {
+    int32_t dead = 0;
+    for (int32_t i = 0; i < count; i++) dead += --block->holders[slot + i] == 0;
+    block->live -= dead;
+    *slots += dead;
+    return dead && block->live == 0 && !block->pins;
+}
+
+void kvc_pool_restore(kvc_block *block, int32_t slot, int32_t count) {
+    for (int32_t i = 0; i < count; i++) block->live += block->holders[slot + i]++ == 0;
+}

@@ -1,0 +1,416 @@
+/* runs.c: lists of runs: see runs.h. */
+#include "rows/runs.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/status.h"
+
+enum { SPARE_RUNS = 4 }; /* runs that a longer array has room for beyond twice those there are, and those asked for */
+
+static int32_t run_end(const kvc_run *run) { return run->position + run->count; }
+
+kvc_run kvc_run_part(const kvc_run *run, int32_t begin, int32_t end) {
+    const int32_t from = run->position > begin ? run->position : begin;
+    const int32_t to = run_end(run) < end ? run_end(run) : end;
+    kvc_run part = *run;
+    if (to <= from) {
+        part.count = 0;
+        return part;
+    }
+    part.slot += from - run->position;
+    part.position = from;
+    part.count = to - from;
+    return part;
+}
+
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
+
+void kvc_runs_init(kvc_run_list *list) {
+    *list = (kvc_run_list){.min_position = -1, .max_position = -1, .ascending = 1};
+}
+
+int64_t kvc_runs_bytes(const kvc_run_list *list) { return list->capacity * (int64_t)sizeof(kvc_run); }
+
+void kvc_runs_discard(kvc_run_list *list, kvc_memory *memory) {
+    if (!list->spare) return;
+    kvc_memory_free(memory, list->spare, (uint64_t)list->spare_capacity * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
+    memory->replaced -= kvc_runs_bytes(list);
+    list->spare = NULL;
+    list->spare_capacity = 0;
+}
+
+void kvc_runs_free_list(kvc_run_list *list, kvc_memory *memory) {
+    kvc_runs_discard(list, memory);
+    kvc_memory_free(memory, list->runs, (uint64_t)list->capacity * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
+}
+
+void kvc_runs_destroy(kvc_run_list *list, kvc_pool *pool) {
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) kvc_drop_part(pool, run);
+    kvc_runs_free_list(list, pool->memory);
+    kvc_runs_init(list);
+}
+
+/* Gets a spare array for num runs. */
+static kvc_status get_spare(kvc_run_list *list, kvc_memory *memory, int64_t num) {
+    if (num <= list->spare_capacity) return KVC_OK;
+    if (num > INT32_MAX / 2) return kvc_fail(KVC_ERR_NOMEM, "a sequence of more than %lld runs", (long long)num);
+    kvc_run *runs = kvc_memory_alloc(memory, (uint64_t)num * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
+    if (!runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a list of %lld runs", (long long)num);
+    kvc_runs_discard(list, memory);
+    memory->replaced += kvc_runs_bytes(list);
+    list->spare = runs;
+    list->spare_capacity = (int32_t)num;
+    return KVC_OK;
+}
+
+void kvc_runs_install(kvc_run_list *list, kvc_memory *memory) {
+    kvc_run *runs = list->spare;
+    const int32_t capacity = list->spare_capacity;
+    if (!runs) return;
+    if (list->num) memcpy(runs, kvc_runs_begin(list), (size_t)list->num * sizeof *runs);
+    memory->replaced -= kvc_runs_bytes(list);
+    list->spare = NULL;
+    list->spare_capacity = 0;
+    kvc_runs_free_list(list, memory);
+    list->runs = runs;
+    list->first = 0;
+    list->capacity = capacity;
+}
+
+kvc_status kvc_runs_prepare(kvc_run_list *list, kvc_memory *memory, int32_t extra) {
+    const int64_t needed = (int64_t)list->num + extra;
+    if (list->spare ? needed <= list->spare_capacity : list->first + needed <= list->capacity) return KVC_OK;
+    if (!list->spare && needed <= list->capacity && list->first >= list->num) { /* one is moved per evicted one */
+        memmove(list->runs, kvc_runs_begin(list), (size_t)list->num * sizeof *list->runs);
+        list->first = 0;
+        return KVC_OK;
+    }
+    return get_spare(list, memory, list->num + needed + SPARE_RUNS);
+}
+
+kvc_status kvc_runs_reserve(kvc_run_list *list, kvc_memory *memory, int32_t extra) {
+    const kvc_status status = kvc_runs_prepare(list, memory, extra);
+    kvc_runs_install(list, memory);
+    return status;
+}
+
+kvc_status kvc_runs_prepare_edit(kvc_run_list *list, kvc_memory *memory, int32_t extra) {
+    const int64_t needed = 2 * (int64_t)list->num + extra;
+    return !list->spare && needed <= list->capacity ? KVC_OK : get_spare(list, memory, needed);
+}
+
+/* ---- edits ------------------------------------------------------------------------------------------------------- */
+
+void kvc_runs_push(kvc_run_list *list, const kvc_run *run) {
+    kvc_run *last = list->num ? kvc_runs_end(list) - 1 : NULL;
+    if (last && last->block == run->block && last->slot + last->count == run->slot && run_end(last) == run->position &&
+        last->delta == run->delta)
+        last->count += run->count;
+    else
+        list->runs[list->first + list->num++] = *run;
+}
+
+/* Counts the rows and positions of a run that was added at the end. */
+static void count_run(kvc_run_list *list, const kvc_run *run) {
+    if (run->position <= list->max_position) list->ascending = 0;
+    if (list->num_rows == 0 || run->position < list->min_position) list->min_position = run->position;
+    if (run_end(run) - 1 > list->max_position) list->max_position = run_end(run) - 1;
+    list->num_rows += run->count;
+}
+
+void kvc_runs_append(kvc_run_list *list, const kvc_run *run) {
+    kvc_runs_push(list, run);
+    count_run(list, run);
+}
+
+void kvc_runs_recount(kvc_run_list *list) {
+    list->num_rows = 0;
+    list->min_position = list->max_position = -1;
+    list->ascending = 1;
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) count_run(list, run);
+}
+
+/* Returns whether the list may hold rows at positions [begin, end). */
+static int may_hold(const kvc_run_list *list, int32_t begin, int32_t end) {
+    return begin < end && list->num && list->min_position < end && list->max_position >= begin;
+}
+
+/* Returns the first run that may hold positions from `begin` on, of a list that has runs: by bisection if positions
+ * ascend. */
+static const kvc_run *first_run(const kvc_run_list *list, int32_t begin) {
+    int32_t from = 0, to = list->ascending ? list->num : 0;
+    while (from < to) {
+        const int32_t middle = from + (to - from) / 2;
+        if (run_end(kvc_runs_begin(list) + middle) <= begin)
+            from = middle + 1;
+        else
+            to = middle;
+    }
+    return kvc_runs_begin(list) + from;
+}
+
+int64_t kvc_runs_visit(const kvc_run_list *list, int32_t begin, int32_t end, kvc_part_fn *visit, void *context) {
+    int64_t count = 0;
+    if (!may_hold(list, begin, end)) return 0;
+    for (const kvc_run *run = first_run(list, begin); run < kvc_runs_end(list); run++) {
+        if (list->ascending && run->position >= end) break;
+        const kvc_run part = kvc_run_part(run, begin, end);
+        if (!part.count) continue;
+        count += part.count;
+        if (visit) visit(context, &part);
+    }
+    return count;
+}
+
+void kvc_hold_part(void *list, const kvc_run *part) {
+    kvc_pool_hold(part->block, part->slot, part->count);
+    kvc_runs_append(list, part);
+}
+
+void kvc_drop_part(void *pool, const kvc_run *part) { kvc_pool_drop(pool, part->block, part->slot, part->count); }
+
+void kvc_try_drop_part(void *slots, const kvc_run *part) {
+    kvc_pool_try_drop(part->block, part->slot, part->count, slots);
+}
+
+void kvc_undo_drop_part(void *context, const kvc_run *part) {
+    (void)context;
+    kvc_pool_restore(part->block, part->slot, part->count);
+}
+
+int64_t kvc_runs_remove(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end) {
+    /* Move the runs to the far end of the array, then write the parts that stay from its beginning.  Writing never
+     * overtakes reading, as the array has room for one more run for each that is cut in two. */
+    const int32_t num = list->num, from = list->capacity - num;
+    int64_t removed = 0;
+    if (num) memmove(list->runs + from, kvc_runs_begin(list), (size_t)num * sizeof *list->runs);
+    list->first = list->num = 0;
+    for (int32_t i = 0; i < num; i++) {
+        const kvc_run run = list->runs[from + i];
+        const kvc_run below = kvc_run_part(&run, 0, begin), gone = kvc_run_part(&run, begin, end),
+                      above = kvc_run_part(&run, end, INT32_MAX);
+        if (gone.count) kvc_pool_drop(pool, gone.block, gone.slot, gone.count);
+        removed += gone.count;
+        if (below.count) kvc_runs_push(list, &below);
+        if (above.count) kvc_runs_push(list, &above);
+    }
+    kvc_runs_recount(list);
+    return removed;
+}
+
+/* Returns the number of runs below `begin`, if rows from `begin` on can be dropped by trimming the runs behind them, as
+ * in a window behind its sinks.  Returns -1 if they must be cut out of a run, or positions do not ascend. */
+static int32_t runs_before(const kvc_run_list *list, int32_t begin) {
+    if (!list->ascending) return -1;
+    int32_t n = 0;
+    while (n < list->num && run_end(kvc_runs_begin(list) + n) <= begin) n++;
+    return n < list->num && kvc_runs_begin(list)[n].position < begin ? -1 : n;
+}
+
+kvc_status kvc_runs_prepare_evict(kvc_run_list *list, kvc_memory *memory, int32_t begin, int32_t end, int32_t extra) {
+    if (kvc_runs_visit(list, begin, end, NULL, NULL) == 0 || runs_before(list, begin) >= 0)
+        return kvc_runs_prepare(list, memory, extra);
+    return kvc_runs_prepare_edit(list, memory, extra);
+}
+
+/* Makes lost, or missing, positions include others, if there are any. */
+static void add_lost(kvc_interval *lost, kvc_interval more) {
+    if (!more.end) return;
+    if (!lost->end || more.begin < lost->begin) lost->begin = more.begin;
+    if (more.end > lost->end) lost->end = more.end;
+}
+
+/* Adds an evicted part to the list's lost positions. */
+static void note_lost(void *lost, const kvc_run *part) {
+    add_lost(lost, (kvc_interval){part->position, run_end(part)});
+}
+
+/* Drops the rows below position `end` from the runs behind the first `kept` ones. */
+static int64_t trim_front(kvc_run_list *list, kvc_pool *pool, int32_t kept, int32_t end) {
+    int64_t removed = 0;
+    int32_t runs_gone = 0;
+    kvc_run *run = kvc_runs_begin(list) + kept;
+    for (; run < kvc_runs_end(list) && run->position < end; run++) {
+        const kvc_run gone = kvc_run_part(run, 0, end);
+        kvc_pool_drop(pool, gone.block, gone.slot, gone.count);
+        removed += gone.count;
+        if (gone.count < run->count) {
+            *run = kvc_run_part(run, end, INT32_MAX);
+            break;
+        }
+        runs_gone++;
+    }
+    if (kept) memmove(kvc_runs_begin(list) + runs_gone, kvc_runs_begin(list), (size_t)kept * sizeof *run);
+    list->num -= runs_gone;
+    list->first = list->num ? list->first + runs_gone : 0;
+    list->num_rows -= removed;
+    list->min_position = list->num ? kvc_runs_begin(list)->position : -1;
+    list->max_position = list->num ? run_end(kvc_runs_end(list) - 1) - 1 : -1;
+    return removed;
+}
+
+int32_t kvc_runs_append_outside(kvc_run_list *list, kvc_pool *pool, const kvc_run *run, int32_t begin, int32_t end) {
+    if (end < begin) end = begin;
+    const kvc_run below = kvc_run_part(run, 0, begin), gone = kvc_run_part(run, begin, end),
+                  above = kvc_run_part(run, end, INT32_MAX);
+    if (below.count) kvc_runs_append(list, &below);
+    if (gone.count) note_lost(&list->lost, &gone);
+    if (gone.count) kvc_drop_part(pool, &gone);
+    if (above.count) kvc_runs_append(list, &above);
+    return gone.count;
+}
+
+int64_t kvc_runs_evict(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end) {
+    if (kvc_runs_visit(list, begin, end, note_lost, &list->lost) == 0) return 0;
+    const int32_t kept = runs_before(list, begin);
+    return kept >= 0 ? trim_front(list, pool, kept, end) : kvc_runs_remove(list, pool, begin, end);
+}
+
+const kvc_run *kvc_runs_at(const kvc_run_list *list, int32_t position) {
+    if (!may_hold(list, position, position + 1)) return NULL;
+    for (const kvc_run *run = first_run(list, position); run < kvc_runs_end(list); run++) {
+        if (run->position <= position && run_end(run) > position) return run;
+        if (list->ascending) break;
+    }
+    return NULL;
+}
+
+int64_t kvc_runs_find(const kvc_run_list *list, int32_t position) {
+    int64_t row = 0, found = -1;
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
+        if (position >= run->position && position < run_end(run)) found = row + position - run->position;
+        row += run->count;
+    }
+    return found;
+}
+
+/* ---- sharing ----------------------------------------------------------------------------------------------------- */
+
+static int by_position(const void *a, const void *b) {
+    const kvc_run *x = a, *y = b;
+    return (x->position > y->position) - (x->position < y->position);
+}
+
+kvc_status kvc_runs_sort(const kvc_run_list *list, kvc_memory *memory, kvc_run_list *sorted) {
+    *sorted = *list;
+    if (list->ascending || !list->num) return KVC_OK;
+    const size_t size = (size_t)list->num * sizeof *sorted->runs;
+    sorted->runs = kvc_memory_alloc(memory, size, KVC_MEMORY_SCRATCH, -1);
+    if (!sorted->runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory to sort %d runs", list->num);
+    sorted->first = 0;
+    memcpy(sorted->runs, kvc_runs_begin(list), size);
+    qsort(sorted->runs, (size_t)sorted->num, sizeof *sorted->runs, by_position);
+    kvc_runs_recount(sorted);
+    return KVC_OK;
+}
+
+void kvc_runs_free_sorted(const kvc_run_list *list, kvc_memory *memory, kvc_run_list *sorted) {
+    if (sorted->runs != list->runs)
+        kvc_memory_free(memory, sorted->runs, (uint64_t)sorted->num * sizeof *sorted->runs, KVC_MEMORY_SCRATCH, -1);
+}
+
+/* Returns whether rows of two runs lie in the same slots where they have the same positions. */
+static int lies_as(const kvc_run *a, const kvc_run *b) {
+    return a->block == b->block && a->slot - a->position == b->slot - b->position;
+}
+
+/* Returns the part at positions [begin, end) of the run that holds the lowest of them; its count is 0 if none does.
+ * as: if not NULL, leaves out runs that do not lie as this one. */
+static kvc_run lowest_part(const kvc_run_list *list, int32_t begin, int32_t end, const kvc_run *as) {
+    kvc_run lowest = {.count = 0};
+    if (!may_hold(list, begin, end)) return lowest;
+    for (const kvc_run *run = first_run(list, begin); run < kvc_runs_end(list); run++) {
+        if (list->ascending && (lowest.count || run->position >= end)) break;
+        const kvc_run part = kvc_run_part(run, begin, end);
+        if (!part.count || (as && !lies_as(run, as))) continue;
+        if (!lowest.count || part.position < lowest.position) lowest = part;
+    }
+    return lowest;
+}
+
+/* What a list holds at the positions of rows of another list. */
+typedef enum holding {
+    NOTHING, /* no row */
+    SAME,    /* the same row: it lies in the same slot */
+    ANOTHER  /* one row or several, none of them the same */
+} holding;
+
+/* Takes off the front of *rest, rows of another list, those for which `list` holds alike, at least one, and returns
+ * them.  *how: what it holds. */
+static kvc_run take_alike(const kvc_run_list *list, kvc_run *rest, holding *how) {
+    const int32_t begin = rest->position, end = run_end(rest);
+    const kvc_run found = lowest_part(list, begin, end, NULL);
+    int32_t to = found.count ? found.position : end;
+    *how = NOTHING;
+    if (to == begin) {
+        kvc_run same = {.count = 0};
+        if (lies_as(&found, rest))
+            same = found;
+        else if (!list->ascending) /* positions may repeat: the same row may stand further behind */
+            same = lowest_part(list, begin, end, rest);
+        *how = same.count && same.position == begin ? SAME : ANOTHER;
+        to = run_end(*how == SAME ? &same : &found);
+        if (*how == ANOTHER && same.count && same.position < to) to = same.position;
+    }
+    const kvc_run alike = kvc_run_part(rest, begin, to);
+    *rest = kvc_run_part(rest, to, end);
+    return alike;
+}
+
+/* Compares rows with those of a list. */
+typedef struct comparison {
+    const kvc_run_list *list;
+    kvc_part_fn *visit; /* called for parts that the list does not hold; may be NULL */
+    void *context;
+    int32_t num_missing; /* number of these parts */
+    int32_t other_at;    /* the first position at which the list holds another row; -1: there is none */
+} comparison;
+
+static void add_missing(comparison *c, const kvc_run *part) {
+    if (c->visit) c->visit(c->context, part);
+    c->num_missing++;
+}
+
+static void compare_part(void *context, const kvc_run *part) {
+    comparison *c = context;
+    if (!may_hold(c->list, part->position, run_end(part))) {
+        add_missing(c, part);
+        return;
+    }
+    for (kvc_run rest = *part; rest.count;) {
+        holding how;
+        const kvc_run alike = take_alike(c->list, &rest, &how);
+        if (how == ANOTHER && c->other_at < 0) c->other_at = alike.position;
+        if (how != SAME) add_missing(c, &alike);
+    }
+}
+
+int32_t kvc_runs_find_other(const kvc_run_list *list, const kvc_run_list *than, int32_t begin, int32_t end) {
+    comparison c = {.list = than, .other_at = -1};
+    kvc_runs_visit(list, begin, end, compare_part, &c);
+    return c.other_at;
+}
+
+int32_t kvc_runs_visit_missing(const kvc_run_list *list, const kvc_run_list *from, int32_t begin, int32_t end,
+                               kvc_part_fn *visit, void *context) {
+    comparison c = {.list = list, .visit = visit, .context = context};
+    kvc_runs_visit(from, begin, end, compare_part, &c);
+    return c.num_missing;
+}
+
+kvc_interval kvc_runs_lost_in(const kvc_run_list *list, kvc_interval lost, int32_t begin, int32_t end) {
+    const kvc_run *run;
+    if (lost.begin < begin) lost.begin = begin;
+    if (lost.end > end) lost.end = end;
+    while (lost.begin < lost.end && (run = kvc_runs_at(list, lost.begin))) lost.begin = run_end(run);
+    while (lost.begin < lost.end && (run = kvc_runs_at(list, lost.end - 1))) lost.end = run->position;
+    return lost.begin < lost.end ? lost : (kvc_interval){0};
+}
+
+void kvc_runs_join(kvc_run_list *list, kvc_run_list *more) {
+    for (const kvc_run *run = kvc_runs_begin(more); run < kvc_runs_end(more); run++) kvc_runs_append(list, run);
+    add_lost(&list->lost, more->lost);
+    add_lost(&list->missing, more->missing);
+    more->num = 0;
+}

@@ -1,0 +1,135 @@
+/* runs.h: lists of runs: the rows a sequence holds in one layer group, in order of arrival.  Pure bookkeeping.
+ *
+ * A run is consecutive slots of one block at consecutive positions.  Anything irregular (gaps, repeated positions,
+ * positions out of order) is several runs.  So an edit trims, splits or drops runs, and no run needs memory of its own.
+ */
+#ifndef KVC_RUNS_H
+#define KVC_RUNS_H
+
+#include "rows/pool.h"
+
+typedef struct kvc_run {
+    kvc_block *block;
+    int32_t slot;     /* the first slot */
+    int32_t count;    /* number of slots, at least 1 */
+    int32_t position; /* position of the first row */
+    int32_t delta;    /* position now, less the position the keys were rotated for */
+} kvc_run;
+
+/* Positions [begin, end); none where end <= begin. */
+typedef struct kvc_interval {
+    int32_t begin, end;
+} kvc_interval;
+
+typedef struct kvc_run_list {
+    kvc_run *runs; /* runs[first .. first + num): runs before `first` were evicted */
+    int32_t first, num, capacity;
+    kvc_interval lost;                  /* all rows that were evicted stood here; end 0: none was */
+    kvc_interval missing;               /* where other groups have rows, and this one was not restored; end 0: none */
+    int32_t min_position, max_position; /* -1 if there are no rows */
+    int32_t ascending;                  /* positions rise from row to row */
+    int64_t num_rows;
+    kvc_run *spare; /* a longer array, allocated but not yet in use: kvc_runs_install */
+    int32_t spare_capacity;
+} kvc_run_list;
+
+/* Return the first run, and the end of the last one; both NULL while there is no array. */
+static inline kvc_run *kvc_runs_begin(const kvc_run_list *list) { return list->runs ? list->runs + list->first : NULL; }
+static inline kvc_run *kvc_runs_end(const kvc_run_list *list) {
+    return list->runs ? list->runs + list->first + list->num : NULL;
+}
+
+/* Returns the part of a run at positions [begin, end); its count is 0 if there is none. */
+kvc_run kvc_run_part(const kvc_run *run, int32_t begin, int32_t end);
+
+/* Makes a list empty. */
+void kvc_runs_init(kvc_run_list *list);
+
+/* Frees the list, and drops the slots of its runs. */
+void kvc_runs_destroy(kvc_run_list *list, kvc_pool *pool);
+
+/* Frees the list's arrays, but not its slots, which stay held. */
+void kvc_runs_free_list(kvc_run_list *list, kvc_memory *memory);
+
+/* Get memory for a change, so that it cannot fail: for `extra` more runs at the end; for an edit that splits every run,
+ * and `extra` more; for evicting [begin, end), and `extra` more.  If the array is too short, allocate a longer one as
+ * the spare; nothing else changes.  Can fail with KVC_ERR_NOMEM. */
+kvc_status kvc_runs_prepare(kvc_run_list *list, kvc_memory *memory, int32_t extra);
+kvc_status kvc_runs_prepare_edit(kvc_run_list *list, kvc_memory *memory, int32_t extra);
+kvc_status kvc_runs_prepare_evict(kvc_run_list *list, kvc_memory *memory, int32_t begin, int32_t end, int32_t extra);
+
+/* Replaces the list's array by the spare one, if there is one; or frees the spare one. */
+void kvc_runs_install(kvc_run_list *list, kvc_memory *memory);
+void kvc_runs_discard(kvc_run_list *list, kvc_memory *memory);
+
+/* Combines kvc_runs_prepare and kvc_runs_install. */
+kvc_status kvc_runs_reserve(kvc_run_list *list, kvc_memory *memory, int32_t extra);
+
+/* Returns the bytes of the list's array. */
+int64_t kvc_runs_bytes(const kvc_run_list *list);
+
+/* Appends a run, whose slots become the list's, and counts its rows.  kvc_runs_push leaves counting to
+ * kvc_runs_recount. */
+void kvc_runs_append(kvc_run_list *list, const kvc_run *run);
+void kvc_runs_push(kvc_run_list *list, const kvc_run *run);
+
+/* Appends the rows of a run but for those at positions [begin, end), which no query will see: drops their slots, and
+ * notes them in list->lost.  Returns their number. */
+int32_t kvc_runs_append_outside(kvc_run_list *list, kvc_pool *pool, const kvc_run *run, int32_t begin, int32_t end);
+
+/* Counts rows anew, and finds their smallest and largest position and whether they ascend. */
+void kvc_runs_recount(kvc_run_list *list);
+
+/* Calls visit, unless it is NULL, for the part of every run at positions [begin, end).  Returns the number of rows. */
+typedef void kvc_part_fn(void *context, const kvc_run *part);
+int64_t kvc_runs_visit(const kvc_run_list *list, int32_t begin, int32_t end, kvc_part_fn *visit, void *context);
+
+/* Appends a part to a list that has capacity for it and becomes one of its holders; a kvc_part_fn whose context is the
+ * list. */
+void kvc_hold_part(void *list, const kvc_run *part);
+
+/* Drops the slots of a part; a kvc_part_fn whose context is the pool. */
+void kvc_drop_part(void *pool, const kvc_run *part);
+
+/* Drops the slots of a part on trial, and adds the number that no sequence would hold to the int64_t that is the
+ * context; kvc_undo_drop_part, which needs no context, undoes it. */
+void kvc_try_drop_part(void *slots, const kvc_run *part);
+void kvc_undo_drop_part(void *context, const kvc_run *part);
+
+/* Drops the rows at positions [begin, end), after kvc_runs_prepare_edit.  Returns their number. */
+int64_t kvc_runs_remove(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end);
+
+/* Drops the rows at positions [begin, end), which no query will see any more, after kvc_runs_prepare_evict, and notes
+ * that in list->lost.  Returns their number.  Takes time for rows that are dropped, not for rows that stay. */
+int64_t kvc_runs_evict(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end);
+
+/* Returns a run with a row at a position; NULL if there is none. */
+const kvc_run *kvc_runs_at(const kvc_run_list *list, int32_t position);
+
+/* Returns the index, in order of arrival, of the row that arrived last at a position; -1 if there is none. */
+int64_t kvc_runs_find(const kvc_run_list *list, int32_t position);
+
+/* ---- sharing: rows of two lists are the same if they lie in the same slot and have the same position ------------- */
+
+/* Makes *sorted the runs of a list by rising position, which makes the comparisons below fast, unless many positions
+ * repeat; no copy if they rise already.  Can fail with KVC_ERR_NOMEM. */
+kvc_status kvc_runs_sort(const kvc_run_list *list, kvc_memory *memory, kvc_run_list *sorted);
+void kvc_runs_free_sorted(const kvc_run_list *list, kvc_memory *memory, kvc_run_list *sorted);
+
+/* Returns a position of [begin, end) at which `list` holds another row than a list that holds rows there, too; -1 if
+ * there is none. */
+int32_t kvc_runs_find_other(const kvc_run_list *list, const kvc_run_list *than, int32_t begin, int32_t end);
+
+/* Calls visit, unless it is NULL, for the parts at positions [begin, end) that `from` holds and `list` does not.
+ * Returns their number. */
+int32_t kvc_runs_visit_missing(const kvc_run_list *list, const kvc_run_list *from, int32_t begin, int32_t end,
+                               kvc_part_fn *visit, void *context);
+
+/* Returns which positions that are lost to, or missing in, another list are so to `list` as well once it holds the
+ * other's rows: those of [begin, end), but for ends of the range at which it holds rows of its own. */
+kvc_interval kvc_runs_lost_in(const kvc_run_list *list, kvc_interval lost, int32_t begin, int32_t end);
+
+/* Moves the runs, lost and missing positions of `more` to the end of a list that has capacity for them. */
+void kvc_runs_join(kvc_run_list *list, kvc_run_list *more);
+
+#endif

@@ -1,0 +1,255 @@
+/* compact.c: moves the rows of a group together.
+ *
+ * Blocks are ordered as the runs of the sequences come to them, and every live slot moves down to the first free place
+ * in that order.  No row moves up, so that one pass over the rows of each head works in place.  Slots that several
+ * sequences share move once.  As slots keep their order, runs stay runs.
+ */
+#include <string.h>
+
+#include "space/compact.h"
+
+#include "base/parallel.h"
+#include "cache/check.h"
+#include "space/resident.h"
+#include "cache/scratch.h"
+
+enum { WORTH_THREADS = 1 << 18 }; /* bytes; moving fewer takes less time than waking a thread */
+
+/* Returns whether a block takes part in compactions. */
+static int is_movable(const kvc_block *block) { return !block->pins && block->live; }
+
+int64_t kvc_compaction_gain(const kvc_cache *cache, int32_t group) {
+    const kvc_pool *pool = &cache->pools[group];
+    int64_t waste = 0;
+    for (int32_t i = 0; i < pool->num_blocks; i++)
+        if (is_movable(pool->blocks[i])) waste += pool->blocks[i]->fill - pool->blocks[i]->live;
+    /* Do not count the holes that a window leaves behind its sinks, and in the block it moves out of, soon free. */
+    if (kvc_policy_evicts(&cache->policies[group])) waste -= 2 * (int64_t)pool->block_size * cache->num_holding;
+    return waste;
+}
+
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
+
+static void *alloc_array(kvc_compaction *c, uint64_t count, size_t item) {
+    return kvc_memory_alloc(&c->cache->memory, (count ? count : 1) * item, KVC_MEMORY_SCRATCH, -1);
+}
+
+static void free_array(kvc_compaction *c, void *p, uint64_t count, size_t item) {
+    kvc_memory_free(&c->cache->memory, p, (count ? count : 1) * item, KVC_MEMORY_SCRATCH, -1);
+}
+
+static void free_memory(kvc_compaction *c) {
+    const size_t blocks = (size_t)c->max_blocks;
+    free_array(c, c->order, blocks, sizeof *c->order);
+    free_array(c, c->targets, blocks, sizeof *c->targets);
+    free_array(c, c->slots, (uint64_t)c->num_slots, sizeof *c->slots);
+    free_array(c, c->moves, (uint64_t)c->max_moves, sizeof *c->moves);
+    free_array(c, c, 1, sizeof *c);
+}
+
+/* Drops the spare lists of runs that get_memory made ready. */
+static void discard_lists(kvc_cache *cache, int32_t group) {
+    for (int32_t i = 0; i < cache->sequences.num; i++)
+        kvc_runs_discard(&cache->sequences.items[i]->runs[group], &cache->memory);
+}
+
+/* Gets all memory of the compaction; returns 0 if there is not enough. */
+static int get_memory(kvc_compaction *c) {
+    const kvc_pool *pool = c->pool;
+    const size_t blocks = (size_t)c->max_blocks;
+    for (int32_t i = 0; i < pool->num_blocks; i++) {
+        const kvc_block *block = pool->blocks[i];
+        if (!is_movable(block)) continue;
+        c->num_slots += block->fill;
+        for (int32_t s = 0; s < block->fill; s++)
+            c->max_moves += block->holders[s] && (s == 0 || !block->holders[s - 1]);
+    }
+    /* A stretch of live slots is cut in two where it would pass the end of a block: at most once per block. */
+    c->max_moves += pool->num_blocks;
+    c->order = alloc_array(c, blocks, sizeof *c->order);
+    c->targets = alloc_array(c, blocks, sizeof *c->targets);
+    c->slots = alloc_array(c, (uint64_t)c->num_slots, sizeof *c->slots);
+    c->moves = alloc_array(c, (uint64_t)c->max_moves, sizeof *c->moves);
+    if (!c->order || !c->targets || !c->slots || !c->moves) return 0;
+    for (int32_t i = 0; i < c->cache->sequences.num; i++) {
+        kvc_sequence *sequence = c->cache->sequences.items[i];
+        if (sequence->fate == KVC_GOES) continue;
+        /* 2 more: the eviction before may cut a run in two */
+        if (kvc_runs_prepare_edit(&sequence->runs[c->group], &c->cache->memory, 2) != KVC_OK) return 0;
+    }
+    return 1;
+}
+
+/* ---- planning the moves ------------------------------------------------------------------------------------------ */
+
+/* Lists the blocks in the order in which runs come to them, and points targets at their places. */
+static void order_blocks(kvc_compaction *c) {
+    int32_t *slots = c->slots;
+    memset(c->targets, 0, (size_t)c->pool->num_blocks * sizeof *c->targets);
+    for (int32_t i = 0; i < c->cache->sequences.num; i++) {
+        const kvc_run_list *list = &c->cache->sequences.items[i]->runs[c->group];
+        for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
+            if (!is_movable(run->block) || c->targets[run->block->index]) continue;
+            c->order[c->num_blocks++] = run->block;
+            c->targets[run->block->index] = slots;
+            slots += run->block->fill;
+        }
+    }
+}
+
+/* Adds the move of one slot, by lengthening the last move where it continues that. */
+static void add_move(kvc_compaction *c, kvc_block *from, int32_t slot, kvc_block *to, int32_t to_slot) {
+    kvc_move *last = c->num_moves ? &c->moves[c->num_moves - 1] : NULL;
+    if (last && last->from == from && last->to == to && last->from_slot + last->count == slot &&
+        last->to_slot + last->count == to_slot)
+        last->count++;
+    else
+        c->moves[c->num_moves++] = (kvc_move){from, to, slot, to_slot, 1};
+}
+
+/* Numbers the new places of all live slots, and lists the moves to them. */
+static void plan_moves(kvc_compaction *c) {
+    const int32_t size = c->pool->block_size;
+    int32_t next = 0;
+    for (int32_t i = 0; i < c->num_blocks; i++) {
+        kvc_block *block = c->order[i];
+        for (int32_t s = 0; s < block->fill; s++) {
+            if (!block->holders[s]) continue;
+            kvc_block *to = c->order[next / size];
+            if (to != block || next % size != s) add_move(c, block, s, to, next % size);
+            c->targets[block->index][s] = next++;
+        }
+    }
+    c->live = next;
+}
+
+/* Returns whether a block has holes, or several are not full. */
+static int is_scattered(const kvc_pool *pool) {
+    int32_t partial = 0, holes = 0;
+    for (int32_t i = 0; i < pool->num_blocks; i++) {
+        const kvc_block *block = pool->blocks[i];
+        partial += is_movable(block) && block->live < pool->block_size;
+        holes |= is_movable(block) && block->live < block->fill;
+    }
+    return holes || partial > 1;
+}
+
+kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group) {
+    kvc_pool *pool = &cache->pools[group];
+    kvc_compaction draft = {.cache = cache, .pool = pool, .group = group, .max_blocks = pool->num_blocks};
+    if (pool->compaction || !is_scattered(pool)) return KVC_OK;
+    kvc_compaction *c = alloc_array(&draft, 1, sizeof *c);
+    if (c) *c = draft;
+    if (!c || !get_memory(c)) {
+        const long long num_slots = c ? c->num_slots : 0;
+        discard_lists(cache, group);
+        if (c) free_memory(c);
+        return kvc_fail(KVC_ERR_NOMEM, "out of memory to compact %lld slots", num_slots);
+    }
+    order_blocks(c);
+    plan_moves(c);
+    pool->compaction = c;
+    if (!c->num_moves) kvc_compaction_drop(cache, group); /* all holes lie past the last slot that is held */
+    return KVC_OK;
+}
+
+int32_t kvc_compaction_fill(const kvc_compaction *c, int32_t i) {
+    const int64_t rest = c->live - (int64_t)i * c->pool->block_size;
+    return rest < 0 ? 0 : rest < c->pool->block_size ? (int32_t)rest : c->pool->block_size;
+}
+
+/* ---- moving ------------------------------------------------------------------------------------------------------ */
+
+static void move_region(void *context, int64_t i) {
+    const kvc_compaction *c = context;
+    const kvc_region at = kvc_pool_region(c->pool, i);
+    for (int64_t m = 0; m < c->num_moves; m++) {
+        const kvc_move *mv = &c->moves[m];
+        memmove(mv->to->rows + at.offset + (size_t)mv->to_slot * at.row_bytes,
+                mv->from->rows + at.offset + (size_t)mv->from_slot * at.row_bytes, (size_t)mv->count * at.row_bytes);
+    }
+}
+
+/* Moves holders, then rows. */
+static void move_rows(kvc_compaction *c) {
+    int64_t moved = 0;
+    for (int64_t m = 0; m < c->num_moves; m++) {
+        const kvc_move *mv = &c->moves[m];
+        memmove(mv->to->holders + mv->to_slot, mv->from->holders + mv->from_slot,
+                (size_t)mv->count * sizeof *mv->to->holders);
+        moved += mv->count;
+    }
+    c->cache->stats.rows_moved += moved;
+    const int64_t bytes = moved * kvc_pool_slot_bytes(c->pool);
+    kvc_parallel(bytes < WORTH_THREADS ? 1 : kvc_cache_threads(c->cache), kvc_pool_num_regions(c->pool), move_region,
+                 c);
+}
+
+/* Gives the runs of a list the new places of their slots; a run that would cross the end of a block becomes two. */
+static void move_runs(const kvc_compaction *c, kvc_run_list *list) {
+    const int32_t num = list->num, from = list->capacity - num, size = c->pool->block_size;
+    const kvc_interval lost = list->lost;
+    if (!num) return;
+    memmove(list->runs + from, kvc_runs_begin(list), (size_t)num * sizeof *list->runs);
+    list->first = list->num = 0;
+    for (int32_t i = 0; i < num; i++) {
+        kvc_run run = list->runs[from + i];
+        const int32_t *targets = c->targets[run.block->index];
+        if (!targets) {
+            kvc_runs_push(list, &run);
+            continue;
+        }
+        for (int32_t done = 0; done < run.count;) {
+            const int32_t target = targets[run.slot + done], room = size - target % size, rest = run.count - done;
+            const kvc_run part = {c->order[target / size], target % size, rest < room ? rest : room,
+                                  run.position + done, run.delta};
+            kvc_runs_push(list, &part);
+            done += part.count;
+        }
+    }
+    kvc_runs_recount(list);
+    list->lost = lost;
+}
+
+void kvc_compaction_run(kvc_cache *cache, int32_t group) {
+    kvc_pool *pool = &cache->pools[group];
+    kvc_compaction *c = pool->compaction;
+    if (!c) return;
+    for (int32_t i = 0; i < cache->sequences.num; i++)
+        kvc_runs_install(&cache->sequences.items[i]->runs[group], &cache->memory);
+    move_rows(c);
+    for (int32_t i = 0; i < cache->sequences.num; i++) move_runs(c, &cache->sequences.items[i]->runs[group]);
+    kvc_pool_refill(pool, c->order, c->num_blocks, c->live);
+    cache->stats.compactions++;
+    pool->compaction = NULL;
+    free_memory(c);
+}
+
+void kvc_compaction_drop(kvc_cache *cache, int32_t group) {
+    kvc_pool *pool = &cache->pools[group];
+    if (!pool->compaction) return;
+    discard_lists(cache, group);
+    free_memory(pool->compaction);
+    pool->compaction = NULL;
+}
+
+/* ---- the public function ----------------------------------------------------------------------------------------- */
+
+static kvc_status compact(kvc_cache *cache) {
+    kvc_status status = kvc_check_closed(cache, "compact");
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) status = kvc_compaction_plan(cache, g);
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        if (status == KVC_OK)
+            kvc_compaction_run(cache, g);
+        else
+            kvc_compaction_drop(cache, g);
+    if (status != KVC_OK) return status;
+    kvc_scratch_free(cache);
+    kvc_return_pages(cache);
+    return KVC_OK;
+}
+
+kvc_status kvc_compact(kvc_cache *cache) {
+    kvc_lock(cache);
+    return kvc_unlock(cache, compact(cache));
+}

@@ -1,0 +1,58 @@
+/* limits.c: counts and limits a cache's memory: see limits.h. */
+#include "space/limits.h"
+
+#include "space/evict.h"
+
+int64_t kvc_cache_bytes(const kvc_cache *cache) {
+    int64_t bytes = cache->memory.bookkeeping + cache->row_buffer_bytes;
+    for (int32_t g = 0; g < cache->num_groups; g++) bytes += cache->pools[g].row_bytes;
+    return bytes;
+}
+
+void kvc_spare_free(kvc_cache *cache) {
+    if (cache->spare) kvc_sequence_free(cache->spare, &cache->memory, cache->pools);
+    cache->spare = NULL;
+}
+
+void kvc_give_back(kvc_cache *cache, int64_t most_bytes) {
+    if (kvc_cache_bytes(cache) > most_bytes) kvc_spare_free(cache);
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        while (kvc_cache_bytes(cache) > most_bytes &&
+               kvc_pool_shrink(&cache->pools[g], cache->pools[g].demand.num_blocks, 1));
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        for (int32_t i = 0; i < cache->pools[g].num_blocks && kvc_cache_bytes(cache) > most_bytes; i++)
+            kvc_pool_purge(&cache->pools[g], cache->pools[g].blocks[i], kvc_cache_threads(cache));
+}
+
+int64_t kvc_victim_bytes(const kvc_cache *cache) {
+    int64_t bytes = 0;
+    for (const kvc_sequence *sequence = cache->victims; sequence; sequence = sequence->next_victim)
+        if (sequence->fate == KVC_GOES) bytes += kvc_sequence_bytes(sequence);
+    return bytes;
+}
+
+/* Returns the most bytes of a group that kvc_give_back can give back once victims are reclaimed. */
+static int64_t unused_bytes(kvc_cache *cache, int32_t g) {
+    const kvc_pool *pool = &cache->pools[g];
+    kvc_preview preview = kvc_preview_open(cache, g, 0);
+    int64_t bytes = 0;
+    for (int32_t i = 0; i < pool->num_blocks; i++) {
+        const kvc_block *block = pool->blocks[i];
+        bytes += kvc_pool_block_bytes(pool, block->touched);
+        bytes += kvc_pool_is_free_after(block) ? kvc_pool_header_bytes(pool)
+                                               : -kvc_pool_block_bytes(pool, kvc_pool_fill_after(block));
+    }
+    kvc_preview_close(&preview);
+    return bytes;
+}
+
+kvc_status kvc_check_max_bytes(kvc_cache *cache, const char *what) {
+    int64_t bytes = kvc_cache_bytes(cache) - cache->memory.replaced - kvc_victim_bytes(cache);
+    if (!cache->max_bytes || bytes <= cache->max_bytes) return KVC_OK;
+    if (cache->spare) bytes -= kvc_sequence_bytes(cache->spare);
+    for (int32_t g = 0; g < cache->num_groups; g++) bytes -= unused_bytes(cache, g);
+    if (bytes <= cache->max_bytes) return KVC_OK;
+    cache->lacks_bytes = 1;
+    return kvc_fail(KVC_ERR_FULL, "%s would make it %lld bytes: max_bytes is %lld", what, (long long)bytes,
+                    (long long)cache->max_bytes);
+}

@@ -1,0 +1,25 @@
+/* limits.h: how much memory a cache has, and what it gives back to stay within max_bytes.  All functions are called
+ * with the mutex held. */
+#ifndef KVC_LIMITS_H
+#define KVC_LIMITS_H
+
+#include "cache/cache.h"
+
+/* Returns the bytes of the cache's rows and bookkeeping: kvc_nbytes, with the mutex held. */
+int64_t kvc_cache_bytes(const kvc_cache *cache);
+
+/* Gives memory back until kvc_cache_bytes is at most most_bytes, or nothing more can be given: the spare sequence; free
+ * blocks, except the next pool->demand.num_blocks to be used; pages past fill marks. */
+void kvc_give_back(kvc_cache *cache, int64_t most_bytes);
+
+/* Returns the bytes of the victims' bookkeeping that is freed as they are reclaimed. */
+int64_t kvc_victim_bytes(const kvc_cache *cache);
+
+/* Returns KVC_ERR_FULL, noting it in cache->lacks_bytes, unless the cache stays within max_bytes once victims are
+ * reclaimed and kvc_give_back(cache, max_bytes) has been called.  `what` begins the message. */
+kvc_status kvc_check_max_bytes(kvc_cache *cache, const char *what);
+
+/* Frees the spare sequence. */
+void kvc_spare_free(kvc_cache *cache);
+
+#endif

@@ -1,0 +1,252 @@
+/* reclaim.c: chooses and reclaims victims among retained sequences: see reclaim.h. */
+#include "space/reclaim.h"
+
+#include <stdio.h>
+
+#include "space/evict.h"
+#include "space/limits.h"
+
+/* ---- victims ----------------------------------------------------------------------------------------------------- */
+
+void kvc_spare_victims(kvc_cache *cache) {
+    for (kvc_sequence *victim; (victim = cache->victims);) {
+        cache->victims = victim->next_victim;
+        victim->next_victim = NULL;
+        victim->fate = KVC_STAYS;
+    }
+}
+
+/* Makes victims of the num least recently used sequences that may be reclaimed. */
+static void choose_oldest(kvc_cache *cache, int64_t num) {
+    kvc_sequence **end = &cache->victims;
+    kvc_spare_victims(cache);
+    for (kvc_sequence *sequence = cache->oldest; sequence && num; sequence = sequence->newer) {
+        if (!kvc_is_reclaimable(sequence)) continue;
+        sequence->fate = KVC_GOES;
+        *end = sequence;
+        end = &sequence->next_victim;
+        num--;
+    }
+}
+
+void kvc_choose_all(kvc_cache *cache) { choose_oldest(cache, cache->num_retained); }
+
+static int64_t count_live(const kvc_cache *cache) {
+    int64_t live = 0;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) live += cache->pools[g].live;
+    return live;
+}
+
+/* Drops a sequence's rows in one group, and notes them as lost. */
+static void drop_in_group(kvc_cache *cache, kvc_sequence *sequence, int32_t group) {
+    kvc_run_list *list = &sequence->runs[group];
+    if (!list->num) return;
+    const kvc_interval lost = {list->min_position, list->max_position + 1};
+    kvc_runs_visit(list, 0, KVC_END, kvc_drop_part, &cache->pools[group]);
+    list->first = list->num = 0;
+    list->lost = lost;
+    kvc_runs_recount(list);
+}
+
+void kvc_reclaim(kvc_cache *cache) {
+    const int64_t before = count_live(cache);
+    for (kvc_sequence *victim; (victim = cache->victims);) {
+        const kvc_fate fate = victim->fate;
+        for (int32_t g = 0; g < cache->num_token_groups; g++)
+            if (kvc_is_reclaimed_in(cache, victim, g)) drop_in_group(cache, victim, g);
+        cache->victims = victim->next_victim;
+        victim->next_victim = NULL;
+        victim->fate = KVC_STAYS;
+        if (fate == KVC_GOES) kvc_cache_forget(cache, victim);
+    }
+    cache->stats.rows_reclaimed += before - count_live(cache);
+}
+
+/* ---- counting without them --------------------------------------------------------------------------------------- */
+
+/* A preview without what the call drops in the end; `slots` counts these slots, too. */
+static kvc_preview open_without(const kvc_need *need, int32_t g) {
+    kvc_preview preview = kvc_preview_open(need->cache, g, need->evicts);
+    if (need->visit_replaced) need->visit_replaced(need, g, kvc_try_drop_part, &preview.slots);
+    return preview;
+}
+
+static void close_without(const kvc_need *need, int32_t g, kvc_preview *preview) {
+    if (need->visit_replaced) need->visit_replaced(need, g, kvc_undo_drop_part, NULL);
+    kvc_preview_close(preview);
+}
+
+int64_t kvc_live_after(const kvc_need *need, int32_t g) {
+    kvc_preview preview = open_without(need, g);
+    close_without(need, g, &preview);
+    return need->cache->pools[g].live - preview.slots;
+}
+
+int kvc_exceeds_capacity(const kvc_need *need, int32_t g, int64_t more, int64_t *live) {
+    kvc_cache *cache = need->cache;
+    if (!cache->capacity) return 0;
+    *live = kvc_live_after(need, g);
+    if (*live + more <= cache->capacity) return 0;
+    cache->pools[g].lacks_slots = 1;
+    return 1;
+}
+
+int64_t kvc_count_reclaimable(kvc_cache *cache, int32_t group) {
+    kvc_choose_all(cache);
+    kvc_preview preview = kvc_preview_open(cache, group, 0);
+    kvc_preview_close(&preview);
+    kvc_spare_victims(cache);
+    return preview.slots;
+}
+
+/* ---- choosing ---------------------------------------------------------------------------------------------------- */
+
+/* What the rows of a victim free once all victims are gone. */
+enum {
+    FREES_LACKING = 1, /* slots of a group that lacks some; or any, where bytes are lacking */
+    FREES_FULL = 2     /* slots of a group that sees everything: nobody can go on behind them */
+};
+
+/* Adds the number of slots that no sequence holds any more to the int64_t that is the context. */
+static void count_unheld(void *slots, const kvc_run *part) {
+    for (int32_t i = 0; i < part->count; i++) *(int64_t *)slots += !part->block->holders[part->slot + i];
+}
+
+/* Notes for every victim what its rows in group g free. */
+static void note_freed(const kvc_need *need, int32_t g) {
+    const kvc_cache *cache = need->cache;
+    const int lacking = cache->lacks_bytes || cache->pools[g].lacks_slots ? FREES_LACKING : 0,
+              full = kvc_policy_evicts(&cache->policies[g]) ? 0 : FREES_FULL;
+    kvc_preview preview = open_without(need, g);
+    for (kvc_sequence *victim = cache->victims; victim; victim = victim->next_victim) {
+        int64_t slots = 0;
+        kvc_runs_visit(&victim->runs[g], 0, KVC_END, count_unheld, &slots);
+        if (slots) victim->frees |= lacking | full;
+    }
+    close_without(need, g, &preview);
+}
+
+/* Returns whether a sequence holds rows of a group that sees everything. */
+static int holds_full(const kvc_cache *cache, const kvc_sequence *sequence) {
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
+        if (sequence->runs[g].num && !kvc_policy_evicts(&cache->policies[g])) return 1;
+    return 0;
+}
+
+/* Notes for every victim what its rows free. */
+static void note_all_freed(const kvc_need *need) {
+    kvc_cache *cache = need->cache;
+    for (kvc_sequence *victim = cache->victims; victim; victim = victim->next_victim) victim->frees = 0;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) note_freed(need, g);
+}
+
+/* Spares the victims that free nothing of what is lacking; returns how many. */
+static int32_t spare_useless(kvc_cache *cache) {
+    int32_t num = 0;
+    for (kvc_sequence **link = &cache->victims, *victim; (victim = *link);) {
+        if (victim->frees & FREES_LACKING) {
+            link = &victim->next_victim;
+            continue;
+        }
+        *link = victim->next_victim;
+        victim->next_victim = NULL;
+        victim->fate = KVC_STAYS;
+        num++;
+    }
+    return num;
+}
+
+/* Spares the victims that free nothing of what is lacking, and rows of which others hold all that see everything. */
+static void sift(const kvc_need *need) {
+    kvc_cache *cache = need->cache;
+    note_all_freed(need);
+    if (spare_useless(cache)) note_all_freed(need); /* those that stay may hold rows of others */
+    for (kvc_sequence *victim = cache->victims; victim; victim = victim->next_victim)
+        if (!(victim->frees & FREES_FULL) && holds_full(cache, victim)) victim->fate = KVC_LOSES_WINDOWS;
+}
+
+/* Counts what was noted as lacking. */
+static int32_t count_lacking(const kvc_cache *cache) {
+    int32_t num = cache->lacks_bytes;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) num += cache->pools[g].lacks_slots;
+    return num;
+}
+
+/* Tries it with the num least recently used sequences: with those that free what is lacking, or all of them. */
+static kvc_status try_oldest(const kvc_need *need, int64_t num, int all) {
+    int32_t lacking;
+    kvc_status status;
+    do { /* again if without those that free nothing of it something else is lacking, too */
+        lacking = count_lacking(need->cache);
+        choose_oldest(need->cache, num);
+        if (!all) sift(need);
+        status = need->fits(need);
+    } while (status == KVC_ERR_FULL && count_lacking(need->cache) > lacking);
+    return status;
+}
+
+/* Finds the smallest number, at most `most`, with which it fits: there may be many, of which a call needs few. */
+static kvc_status find_oldest(const kvc_need *need, int64_t most, int all) {
+    int64_t num = 1, tried, less = 0; /* less: known not to do */
+    kvc_status status;
+    while ((status = try_oldest(need, num, all)) == KVC_ERR_FULL && num < most) {
+        less = num;
+        num = num < most / 2 ? num * 2 : most;
+    }
+    for (tried = num; status == KVC_OK && num - less > 1;) {
+        tried = less + (num - less) / 2;
+        const kvc_status fits = try_oldest(need, tried, all);
+        if (fits == KVC_OK)
+            num = tried;
+        else if (fits == KVC_ERR_FULL)
+            less = tried;
+        else
+            status = fits;
+    }
+    return status == KVC_OK && tried != num ? try_oldest(need, num, all) : status;
+}
+
+/* Adds to the error of a call that does not fit how many retained sequences are pinned. */
+static kvc_status fail_by_pins(const kvc_cache *cache) {
+    int64_t num = 0;
+    for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer)
+        num += sequence->num_pins != 0;
+    if (!num) return KVC_ERR_FULL;
+    char text[384]; /* a copy, as kvc_fail writes over it, and with space behind it for what is added */
+    snprintf(text, sizeof text, "%.*s", (int)sizeof text - 1, kvc_last_error());
+    return kvc_fail(KVC_ERR_FULL, "%s; %lld retained sequences are pinned: unpin some", text, (long long)num);
+}
+
+kvc_status kvc_choose_victims(const kvc_need *need) {
+    kvc_cache *cache = need->cache;
+    int64_t num = 0;
+    kvc_status status = need->fits(need);
+    for (const kvc_sequence *sequence = cache->oldest; status == KVC_ERR_FULL && sequence; sequence = sequence->newer)
+        num += kvc_is_reclaimable(sequence);
+    for (int all = 0; num && status == KVC_ERR_FULL && all <= cache->lacks_bytes; all++)
+        status = find_oldest(need, num, all);
+    cache->lacks_bytes = 0;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) cache->pools[g].lacks_slots = 0;
+    if (status != KVC_OK) kvc_spare_victims(cache);
+    return status == KVC_ERR_FULL ? fail_by_pins(cache) : status;
+}
+
+kvc_status kvc_make_room(const kvc_need *need) {
+    kvc_cache *cache = need->cache;
+    const kvc_status status = kvc_choose_victims(need);
+    if (status != KVC_OK) return status;
+    kvc_reclaim(cache);
+    if (cache->max_bytes) kvc_give_back(cache, cache->max_bytes);
+    return KVC_OK;
+}
+
+static kvc_status fits_max_bytes(const kvc_need *need) { return kvc_check_max_bytes(need->cache, need->what); }
+
+kvc_need kvc_need_max_bytes(kvc_cache *cache, const char *what) {
+    return (kvc_need){.cache = cache, .fits = fits_max_bytes, .what = what};
+}
+
+kvc_status kvc_fit_max_bytes(kvc_cache *cache, const char *what) {
+    const kvc_need need = kvc_need_max_bytes(cache, what);
+    return kvc_make_room(&need);
+}

@@ -1,0 +1,56 @@
+/* reclaim.h: plans which retained sequences, which wait to be used again, a call drops where it needs room.
+ *
+ * A retained sequence stands in the table like any other, but no batch and no edit takes it.  A call that needs room
+ * chooses victims first, which changes nothing: previews (evict.h) and kvc_check_max_bytes count as if they were gone.
+ * Once nothing can fail any more, they are reclaimed; else they are spared.
+ *
+ * All functions are called with the mutex held, which is not released between choosing victims and reclaiming them.
+ */
+#ifndef KVC_RECLAIM_H
+#define KVC_RECLAIM_H
+
+#include "cache/cache.h"
+
+/* What a call needs room for. */
+typedef struct kvc_need {
+    kvc_cache *cache;
+    /* Returns KVC_ERR_FULL unless the call fits once victims are gone.  Notes what is lacking, as kvc_exceeds_capacity
+     * and kvc_check_max_bytes do. */
+    kvc_status (*fits)(const struct kvc_need *need);
+    /* Visits the rows of group g that the call itself drops in the end.  NULL: none. */
+    void (*visit_replaced)(const struct kvc_need *need, int32_t g, kvc_part_fn *visit, void *to);
+    void *context;
+    const char *what; /* begins messages */
+    int32_t evicts;   /* whether the call evicts rows: that of a batch */
+} kvc_need;
+
+/* Chooses victims so that the call fits: the fewest that are the least recently used, and of these only such that free
+ * what is lacking, by themselves or together.  A sequence is dropped; but where others hold all its rows in the groups
+ * that see everything, it only loses those of the other groups.  If rows do not suffice where bytes are lacking, such
+ * sequences and those that free no row are dropped, too, for the sake of their bookkeeping.  After a failure there are
+ * no victims.  The last call of need->fits is that for the victims chosen. */
+kvc_status kvc_choose_victims(const kvc_need *need);
+
+/* Makes victims of all retained sequences that may be reclaimed; or spares all victims. */
+void kvc_choose_all(kvc_cache *cache);
+void kvc_spare_victims(kvc_cache *cache);
+
+/* Reclaims the victims. */
+void kvc_reclaim(kvc_cache *cache);
+
+/* Chooses victims, reclaims them, and gives back memory to stay within max_bytes: the last step of a call that can
+ * fail. kvc_fit_max_bytes does that for a call that only takes memory. */
+kvc_status kvc_make_room(const kvc_need *need);
+kvc_need kvc_need_max_bytes(kvc_cache *cache, const char *what);
+kvc_status kvc_fit_max_bytes(kvc_cache *cache, const char *what);
+
+/* Returns the slots of group g that will be live: after the eviction, without victims and what the call drops. */
+int64_t kvc_live_after(const kvc_need *need, int32_t g);
+
+/* Returns whether these, *live, and `more` exceed the capacity, and notes that in pool->lacks_slots. */
+int kvc_exceeds_capacity(const kvc_need *need, int32_t g, int64_t more, int64_t *live);
+
+/* Counts the slots of a group that would be free if all that may be reclaimed were. */
+int64_t kvc_count_reclaimable(kvc_cache *cache, int32_t group);
+
+#endif

@@ -1,0 +1,113 @@
+/* atfork.c: handles the process's fork(): keeps caches usable in the child, whatever other threads were doing.
+ *
+ * fork() first locks every cache, and waits for all calls that read or write rows without the mutex: so in the child
+ * nothing is half done, and no mutex belongs to a thread that is not there.  Only here is a cache locked while
+ * another cache, or the list of caches, is locked.  Rewrites of keys by a function of the caller, which may do
+ * anything, are not waited for: the child undoes them.
+ */
+#include "whole/atfork.h"
+
+#include "base/openmp.h"
+#include "edit/draft.h"
+#include "pass/put.h"
+#include "space/row_buffer.h"
+#include "state/state.h"
+#include "cache/waiting.h"
+
+#if defined(_WIN32)
+
+int kvc_atfork_init(void) { return 0; }
+void kvc_atfork_watch(kvc_cache *cache) { (void)cache; }
+void kvc_atfork_unwatch(kvc_cache *cache) { (void)cache; }
+
+#else
+
+static pthread_mutex_t list_mutex = PTHREAD_MUTEX_INITIALIZER;
+static kvc_cache *caches, **end_of_caches = &caches; /* in order of creation, in which they are locked */
+
+/* Runs before fork(): locks the list and all caches, and waits for calls that work on rows without the mutex. */
+static void lock_all(void) {
+    kvc_mutex_lock(&list_mutex);
+    for (kvc_cache *cache = caches; cache; cache = cache->next) {
+        kvc_lock(cache);
+        kvc_cache_wait(cache);
+    }
+}
+
+/* Unlocks the list and all caches.  Runs after fork() in the parent; in the child, in_child calls it. */
+static void unlock_all(void) {
+    for (kvc_cache *cache = caches; cache; cache = cache->next) kvc_unlock(cache, KVC_OK);
+    kvc_mutex_unlock(&list_mutex);
+}
+
+/* Undoes the rewrite of a sequence's keys that another thread of the parent had begun. */
+static void undo_rewrite(kvc_cache *cache, kvc_sequence *sequence) {
+    for (int32_t g = 0; g < cache->num_token_groups; g++) kvc_draft_discard(cache, g, &sequence->drafts[g]);
+    kvc_memory_free(&cache->memory, sequence->drafts, kvc_drafts_size(cache), KVC_MEMORY_SCRATCH, -1);
+    sequence->in_rewrite = 0;
+    cache->num_rewrites--;
+}
+
+/* Ends what the parent's other threads were saving or loading. */
+static void end_states(kvc_cache *cache) {
+    for (kvc_state *state = cache->states, *next; state; state = next) {
+        next = state->next;
+        if (!pthread_equal(state->thread, kvc_thread_self())) kvc_state_end(state);
+    }
+}
+
+/* Ends the work of the parent's other threads on the batch: making plans, running tasks, putting rows. */
+static void end_work(kvc_batch *batch) {
+    for (kvc_plan_link *plan = batch->plans; plan; plan = plan->next) plan->after_fork(plan);
+    for (kvc_cross_put *put = batch->cross_puts, *next; put; put = next) {
+        next = put->next;
+        if (!pthread_equal(put->thread, kvc_thread_self())) kvc_cross_put_end(batch, put, 0);
+    }
+}
+
+/* Runs after fork() in the child: ends the work of threads that only the parent has, and unlocks all. */
+static void in_child(void) {
+    kvc_threads_forked();
+    for (kvc_cache *cache = caches; cache; cache = cache->next) {
+        kvc_signal_init(&cache->idle); /* it may count waiting threads of the parent */
+        cache->num_waiting = 0;
+        cache->waiters = NULL;
+        cache->memory.works = NULL; /* done by threads of the parent, which were between two steps */
+        if (cache->batch) end_work(cache->batch);
+        kvc_row_buffers_forked(cache);
+        end_states(cache);
+        for (int32_t i = 0; i < cache->sequences.num; i++) {
+            kvc_sequence *sequence = cache->sequences.items[i];
+            if (sequence->in_rewrite && !pthread_equal(sequence->rewriter, kvc_thread_self()))
+                undo_rewrite(cache, sequence);
+        }
+    }
+    unlock_all();
+}
+
+static int init_result;
+static void init(void) { init_result = pthread_atfork(lock_all, unlock_all, in_child); }
+
+int kvc_atfork_init(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, init);
+    return init_result;
+}
+
+void kvc_atfork_watch(kvc_cache *cache) {
+    kvc_mutex_lock(&list_mutex);
+    kvc_openmp_find(); /* under the mutex: a fork() in the middle of dlopen would leave its locks to the child */
+    cache->link = end_of_caches;
+    *end_of_caches = cache;
+    end_of_caches = &cache->next;
+    kvc_mutex_unlock(&list_mutex);
+}
+
+void kvc_atfork_unwatch(kvc_cache *cache) {
+    kvc_mutex_lock(&list_mutex);
+    *cache->link = cache->next;
+    *(cache->next ? &cache->next->link : &end_of_caches) = cache->link;
+    kvc_mutex_unlock(&list_mutex);
+}
+
+#endif

@@ -1,0 +1,215 @@
+/* clone.c: kvc_cache_clone: makes an independent cache with the same contents. */
+#include <string.h>
+
+#include "base/parallel.h"
+#include "cache/cache.h"
+#include "cache/check.h"
+#include "cache/waiting.h"
+
+enum { WORTH_THREADS = 1 << 18 }; /* bytes; copying fewer takes less time than waking a thread */
+
+/* A block and its copy; both NULL if no sequence holds slots of the block. */
+typedef struct twin {
+    kvc_block *from, *to;
+    int32_t group;
+    int32_t fill; /* the end of the last slot that a sequence holds */
+} twin;
+
+typedef struct cloning {
+    kvc_cache *from, *to;
+    twin *twins;                    /* [num_twins] for each group, one for each of its blocks, by index */
+    int64_t num_twins, num_regions; /* num_regions: the most in a group */
+} cloning;
+
+/* Makes an empty cache of the same configuration. */
+static kvc_status new_like(const kvc_cache *from, kvc_cache **out) {
+    const kvc_config config = {.struct_size = sizeof config,
+                               .layers = from->layers,
+                               .layer_size = sizeof *from->layers,
+                               .num_layers = from->num_layers,
+                               .block_size = from->pools[0].block_size,
+                               .max_seq_len = from->max_seq_len,
+                               .max_sequences = from->max_sequences,
+                               .capacity = from->capacity,
+                               .max_bytes = from->max_bytes,
+                               .num_threads = from->num_threads,
+                               .poll = from->poll,
+                               .poll_user = from->poll_user,
+                               .allocator = &from->memory.allocator};
+    const kvc_status status = kvc_cache_new(&config, out);
+    if (status == KVC_OK) (*out)->kernels = from->kernels;
+    return status;
+}
+
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
+
+/* Finds out how far sequences hold the blocks of a group; not all that is held is theirs: views hold rows that were
+ * dropped, and states what is being loaded.  Returns the number of blocks of which they hold any. */
+static int32_t find_fills(const cloning *c, int32_t g, twin *twins) {
+    const kvc_table *table = &c->from->sequences;
+    int32_t num = 0;
+    memset(twins, 0, (size_t)c->from->pools[g].num_blocks * sizeof *twins);
+    for (int32_t i = 0; i < table->num; i++) {
+        const kvc_run_list *list = &table->items[i]->runs[g];
+        for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
+            twin *t = &twins[run->block->index];
+            num += !t->fill;
+            if (run->slot + run->count > t->fill) t->fill = run->slot + run->count;
+        }
+    }
+    return num;
+}
+
+/* Allocates the list of twins, and the blocks of the clone. */
+static kvc_status reserve_blocks(cloning *c) {
+    for (int32_t g = 0; g < c->from->num_groups; g++) c->num_twins += c->from->pools[g].num_blocks;
+    if (!c->num_twins) return KVC_OK;
+    c->twins = kvc_memory_alloc(&c->from->memory, (uint64_t)c->num_twins * sizeof *c->twins, KVC_MEMORY_SCRATCH, -1);
+    if (!c->twins) return kvc_fail(KVC_ERR_NOMEM, "out of memory to list %lld blocks", (long long)c->num_twins);
+    kvc_status status = KVC_OK;
+    twin *twins = c->twins;
+    kvc_reserved reserved;
+    for (int32_t g = 0; status == KVC_OK && g < c->from->num_groups; twins += c->from->pools[g++].num_blocks) {
+        status = kvc_pool_reserve(&c->to->pools[g], find_fills(c, g, twins), &reserved);
+        kvc_pool_keep(&c->to->pools[g], &reserved);
+    }
+    return status;
+}
+
+/* Adds an empty sequence with lists just long enough, so that a clone never has more bytes than its original. */
+static kvc_status add_sequence(kvc_cache *to, const kvc_sequence *from) {
+    const kvc_table before = to->sequences;
+    const kvc_status status = kvc_table_reserve(&to->sequences, 1, &before, &to->memory);
+    kvc_table_keep(&to->sequences, &before, &to->memory);
+    if (status != KVC_OK) return status;
+    kvc_sequence *sequence = kvc_sequence_new(&to->memory, from->id, from->num_groups, from->num_token_groups);
+    if (!sequence) return kvc_fail_sequence(from->id);
+    kvc_table_insert(&to->sequences, sequence);
+    for (int32_t g = 0; g < from->num_groups; g++) {
+        kvc_run_list *list = &sequence->runs[g];
+        const int32_t num = from->runs[g].num;
+        if (!num) continue;
+        list->runs = kvc_memory_alloc(&to->memory, (uint64_t)num * sizeof *list->runs, KVC_MEMORY_BOOKKEEPING, -1);
+        if (!list->runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a list of %d runs", num);
+        list->capacity = num;
+    }
+    return KVC_OK;
+}
+
+/* Gets all memory: everything that can fail. */
+static kvc_status reserve(cloning *c) {
+    kvc_status status = reserve_blocks(c);
+    for (int32_t i = 0; status == KVC_OK && i < c->from->sequences.num; i++)
+        status = add_sequence(c->to, c->from->sequences.items[i]);
+    return status;
+}
+
+/* ---- bookkeeping ------------------------------------------------------------------------------------------------- */
+
+/* Opens the copies of a group's blocks, and pins the blocks, so that their rows stay while they are copied.  The clone
+ * holds all slots for now, so that their blocks stay open until there are runs that hold them. */
+static void open_blocks(cloning *c, int32_t g, twin *twins) {
+    kvc_pool *pool = &c->to->pools[g];
+    for (int32_t i = 0; i < c->from->pools[g].num_blocks; i++) {
+        twin *t = &twins[i];
+        if (!t->fill) continue;
+        *t = (twin){c->from->pools[g].blocks[i], kvc_pool_open(pool), g, t->fill};
+        kvc_pool_take(pool, t->to, t->fill);
+        kvc_pool_pin(t->from);
+    }
+}
+
+/* Copies a list of runs, which hold their slots; blocks are replaced by their twins. */
+static void copy_runs(kvc_run_list *to, const kvc_run_list *from, const twin *twins) {
+    const kvc_run_list own = *to;
+    *to = *from;
+    to->runs = own.runs;
+    to->capacity = own.capacity;
+    to->first = 0;
+    for (int32_t i = 0; i < from->num; i++) {
+        kvc_run *run = &to->runs[i];
+        *run = kvc_runs_begin(from)[i];
+        run->block = twins[run->block->index].to;
+        kvc_pool_hold(run->block, run->slot, run->count);
+    }
+}
+
+/* Lets go of the slots that open_blocks held. */
+static void close_blocks(cloning *c, int32_t g, const twin *twins) {
+    for (int32_t i = 0; i < c->from->pools[g].num_blocks; i++)
+        if (twins[i].to) kvc_pool_drop(&c->to->pools[g], twins[i].to, 0, twins[i].fill);
+}
+
+static void copy_bookkeeping(cloning *c) {
+    twin *twins = c->twins;
+    for (int32_t g = 0; g < c->from->num_groups; twins += c->from->pools[g++].num_blocks) {
+        open_blocks(c, g, twins);
+        for (int32_t i = 0; i < c->from->sequences.num; i++)
+            copy_runs(&c->to->sequences.items[i]->runs[g], &c->from->sequences.items[i]->runs[g], twins);
+        close_blocks(c, g, twins);
+    }
+    for (const kvc_sequence *from = c->from->oldest; from; from = from->newer) {
+        kvc_sequence *to = kvc_table_find(&c->to->sequences, from->id);
+        to->num_pins = from->num_pins;
+        kvc_cache_retain(c->to, to);
+    }
+    for (int32_t i = 0; i < c->to->sequences.num; i++) kvc_cache_mark_changed(c->to, c->to->sequences.items[i]);
+}
+
+/* ---- rows -------------------------------------------------------------------------------------------------------- */
+
+/* Copies region i % num_regions of the block of twin i / num_regions. */
+static void copy_region(void *context, int64_t i) {
+    const cloning *c = context;
+    const twin *pair = &c->twins[i / c->num_regions];
+    const kvc_pool *pool = &c->to->pools[pair->group];
+    if (!pair->to || i % c->num_regions >= kvc_pool_num_regions(pool)) return;
+    const kvc_region at = kvc_pool_region(pool, i % c->num_regions);
+    memcpy(pair->to->rows + at.offset, pair->from->rows + at.offset, (size_t)pair->to->fill * at.row_bytes);
+}
+
+static void copy_rows(cloning *c) {
+    int64_t bytes = 0;
+    for (int32_t g = 0; g < c->to->num_groups; g++) {
+        const int64_t num = kvc_pool_num_regions(&c->to->pools[g]);
+        if (num > c->num_regions) c->num_regions = num;
+        bytes += c->to->pools[g].row_bytes;
+    }
+    kvc_parallel(bytes < WORTH_THREADS ? 1 : kvc_cache_threads(c->to), c->num_twins * c->num_regions, copy_region, c);
+}
+
+/* Copies everything; releases the mutex while it copies rows. */
+static void copy(cloning *c) {
+    kvc_cache *from = c->from;
+    copy_bookkeeping(c);
+    kvc_unlock(from, KVC_OK);
+    copy_rows(c);
+    kvc_lock(from);
+    for (int64_t i = 0; i < c->num_twins; i++)
+        if (c->twins[i].from) kvc_pool_unpin(&from->pools[c->twins[i].group], c->twins[i].from);
+}
+
+static kvc_status clone_cache(cloning *c) {
+    kvc_cache_begin_reading(c->from);
+    kvc_cache_find_all(c->from);
+    kvc_status status = kvc_check_no_batch(c->from, "copy the cache");
+    if (status == KVC_OK) status = reserve(c);
+    if (status == KVC_OK) copy(c);
+    kvc_cache_end_reading(c->from);
+    kvc_memory_free(&c->from->memory, c->twins, (uint64_t)c->num_twins * sizeof *c->twins, KVC_MEMORY_SCRATCH, -1);
+    return status;
+}
+
+kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **out) {
+    if (!out) return kvc_fail(KVC_ERR_INVALID, "clone is NULL: it is where the copy goes");
+    cloning c = {.from = cache};
+    kvc_status status = new_like(cache, &c.to); /* needs no mutex: a configuration does not change */
+    if (status != KVC_OK) return status;
+    kvc_lock(cache);
+    status = kvc_unlock(cache, clone_cache(&c));
+    if (status == KVC_OK)
+        *out = c.to;
+    else
+        kvc_cache_free(c.to);
+    return status;
+}

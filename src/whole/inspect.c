@@ -1,0 +1,285 @@
+/* inspect.c: kvc_blocks and kvc_validate: list the blocks and runs of a cache, and check its invariants. */
+#include "space/row_buffer.h"
+#include "cache/check.h"
+#include "pass/prepare.h"
+#include "state/state.h"
+
+/* Gets runs of a sequence: of its tokens in the open batch if in_batch is not 0, else of stored rows. */
+typedef void runs_fn(void *context, const kvc_run *runs, int32_t num, const kvc_sequence *sequence, int32_t in_batch);
+
+static void visit_table(const kvc_table *table, int32_t g, runs_fn *visit, void *context) {
+    for (int32_t i = 0; i < table->num; i++) {
+        const kvc_sequence *sequence = table->items[i];
+        visit(context, kvc_runs_begin(&sequence->runs[g]), sequence->runs[g].num, sequence, 0);
+    }
+}
+
+/* Visits all runs of a layer group: stored ones, those of the open batch, and those that a kvc_put to a cross-attention
+ * layer is filling; with `loaded`, also those of sequences that are being loaded. */
+static void visit_runs(const kvc_cache *cache, int32_t g, runs_fn *visit, void *context, int loaded) {
+    visit_table(&cache->sequences, g, visit, context);
+    for (const kvc_state *state = cache->states; loaded && state; state = state->next)
+        visit_table(&state->sequences, g, visit, context);
+    const kvc_batch *batch = cache->batch;
+    for (int32_t s = 0; batch && s < batch->num_sequences; s++) {
+        const kvc_pending *pending = kvc_pending_of(batch, g, s);
+        visit(context, pending->runs, pending->num, batch->sequences[s].sequence, 1);
+    }
+    for (const kvc_cross_put *put = batch ? batch->cross_puts : NULL; put; put = put->next)
+        if (put->group == g) visit(context, &put->run, 1, batch->sequences[put->member].sequence, 1);
+}
+
+/* ---- blocks and runs --------------------------------------------------------------------------------------------- */
+
+/* A caller's array of at most `max` items; num: the number of items found, which may be larger. */
+typedef struct list {
+    char *items;
+    size_t item_size;
+    int64_t max, num;
+} list;
+
+static void add(list *to, const void *item, size_t size) {
+    if (to->num < to->max) kvc_write_struct(to->items + (size_t)to->num * to->item_size, to->item_size, item, size);
+    to->num++;
+}
+
+static void add_block(list *to, const kvc_pool *pool, const kvc_block *block) {
+    uint32_t most = 0;
+    for (int32_t s = 0; s < block->fill; s++)
+        if (block->holders[s] > most) most = block->holders[s];
+    const kvc_block_info info = {.num_slots = pool->block_size,
+                                 .filled = block->fill,
+                                 .live = block->live,
+                                 .references = (int32_t)most,
+                                 .is_held = block->pins != 0,
+                                 .resident = block->touched,
+                                 .is_free = block->is_free};
+    add(to, &info, sizeof info);
+}
+
+static void add_runs(void *to, const kvc_run *runs, int32_t num, const kvc_sequence *sequence, int32_t in_batch) {
+    for (const kvc_run *run = runs; run < runs + num; run++) {
+        const kvc_run_info info = {.seq_id = sequence->id,
+                                   .block = run->block->index,
+                                   .slot = run->slot,
+                                   .count = run->count,
+                                   .position = run->position,
+                                   .delta = run->delta,
+                                   .in_batch = in_batch};
+        add(to, &info, sizeof info);
+    }
+}
+
+kvc_status kvc_blocks(kvc_cache *cache, int32_t layer, kvc_block_info *blocks, size_t block_info_size,
+                      int64_t max_blocks, int64_t *num_blocks, kvc_run_info *runs, size_t run_info_size,
+                      int64_t max_runs, int64_t *num_runs) {
+    kvc_status status = kvc_check_layer(cache, layer);
+    if (status == KVC_OK) status = kvc_check_size(block_info_size, kvc_block_info_least_size, sizeof *blocks, "blocks");
+    if (status == KVC_OK) status = kvc_check_size(run_info_size, kvc_run_info_least_size, sizeof *runs, "runs");
+    if (status == KVC_OK && !num_blocks) status = kvc_fail(KVC_ERR_INVALID, "num_blocks is NULL");
+    if (status == KVC_OK && !num_runs) status = kvc_fail(KVC_ERR_INVALID, "num_runs is NULL");
+    if (status != KVC_OK) return status;
+    list block_list = {(char *)blocks, block_info_size, max_blocks, 0},
+         run_list = {(char *)runs, run_info_size, max_runs, 0};
+    const int32_t g = cache->group_of[layer];
+    const kvc_pool *pool = &cache->pools[g];
+    kvc_lock(cache);
+    for (int32_t i = 0; i < pool->num_blocks; i++) add_block(&block_list, pool, pool->blocks[i]);
+    visit_runs(cache, g, add_runs, &run_list, 0);
+    *num_blocks = block_list.num;
+    *num_runs = run_list.num;
+    return kvc_unlock(cache, KVC_OK);
+}
+
+/* ---- invariants -------------------------------------------------------------------------------------------------- */
+
+#define REQUIRE(condition, ...)                                          \
+    do {                                                                 \
+        if (!(condition)) return kvc_fail(KVC_ERR_CORRUPT, __VA_ARGS__); \
+    } while (0)
+
+static kvc_status check_runs(const kvc_run_list *list, const kvc_pool *pool, long long id) {
+    kvc_run_list counted = *list;
+    REQUIRE(list->first >= 0 && list->num >= 0 && list->first + list->num <= list->capacity,
+            "group %d, sequence %lld: the list of runs passes its room", pool->group, id);
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
+        REQUIRE(run->count > 0 && run->slot >= 0 && run->slot + run->count <= run->block->fill,
+                "group %d, sequence %lld: a run of slots %d + %d passes the fill mark %d", pool->group, id, run->slot,
+                run->count, run->block->fill);
+        REQUIRE(run->position >= 0 && run->position <= INT32_MAX - run->count,
+                "group %d, sequence %lld: a run at position %d", pool->group, id, run->position);
+        REQUIRE(run->block->index < pool->num_blocks && pool->blocks[run->block->index] == run->block,
+                "group %d, sequence %lld: a run in a block of another pool", pool->group, id);
+    }
+    kvc_runs_recount(&counted);
+    REQUIRE(counted.num_rows == list->num_rows && counted.min_position == list->min_position &&
+                counted.max_position == list->max_position,
+            "group %d, sequence %lld: %lld rows at %d to %d are noted, there are %lld at %d to %d", pool->group, id,
+            (long long)list->num_rows, list->min_position, list->max_position, (long long)counted.num_rows,
+            counted.min_position, counted.max_position);
+    REQUIRE(counted.ascending || !list->ascending, "group %d, sequence %lld: positions do not ascend", pool->group, id);
+    return KVC_OK;
+}
+
+static kvc_status check_block(const kvc_pool *pool, const kvc_block *block) {
+    int32_t live = 0;
+    for (int32_t s = 0; s < block->fill; s++) live += block->holders[s] != 0;
+    REQUIRE(block->fill >= 0 && block->fill <= pool->block_size && block->fill <= block->touched,
+            "group %d, block %d: the fill mark is %d of %d, %d touched", pool->group, block->index, block->fill,
+            pool->block_size, block->touched);
+    REQUIRE(block->joined <= block->touched && block->resident <= block->touched,
+            "group %d, block %d: %d slots joined and %d resident of %d touched", pool->group, block->index,
+            block->joined, block->resident, block->touched);
+    REQUIRE(live == block->live, "group %d, block %d: %d live slots are noted, there are %d", pool->group, block->index,
+            block->live, live);
+    REQUIRE(block->is_free == (!live && !block->pins), "group %d, block %d: %d live, %d pins, and is_free is %d",
+            pool->group, block->index, live, block->pins, block->is_free);
+    REQUIRE(block->pins || !block->fill || block->holders[block->fill - 1],
+            "group %d, block %d: nobody holds the last slot", pool->group, block->index);
+    REQUIRE(!block->planned && !pool->compaction, "group %d, block %d: slots are still planned", pool->group,
+            block->index);
+    return KVC_OK;
+}
+
+static kvc_status check_pool(const kvc_pool *pool) {
+    int64_t live = 0, filled = 0, bytes = 0;
+    int32_t num_free = 0, listed = 0;
+    for (int32_t i = 0; i < pool->num_blocks; i++) {
+        const kvc_block *block = pool->blocks[i];
+        REQUIRE(block->index == i, "group %d: block %d stands at %d", pool->group, block->index, i);
+        const kvc_status status = check_block(pool, block);
+        if (status != KVC_OK) return status;
+        live += block->live;
+        filled += block->fill;
+        num_free += block->is_free;
+        bytes += kvc_pool_block_bytes(pool, block->touched);
+    }
+    for (const kvc_block *block = pool->free; block && listed <= num_free; block = block->next) listed++;
+    REQUIRE(live == pool->live && filled == pool->filled && bytes == pool->row_bytes,
+            "group %d: %lld live and %lld filled slots of %lld bytes are noted, there are %lld, %lld and %lld",
+            pool->group, (long long)pool->live, (long long)pool->filled, (long long)pool->row_bytes, (long long)live,
+            (long long)filled, (long long)bytes);
+    REQUIRE(num_free == pool->num_free && listed == num_free,
+            "group %d: %d free blocks are noted, %d listed, there are %d", pool->group, pool->num_free, listed,
+            num_free);
+    return KVC_OK;
+}
+
+/* Returns KVC_ERR_CORRUPT unless the lists have room for all runs that tokens of the open batch may become. */
+static kvc_status check_room(const kvc_batch *batch, int32_t g) {
+    const int is_cross = batch->cache->policies[g].kind == KVC_CROSS;
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        const kvc_batch_sequence *member = &batch->sequences[s];
+        const kvc_run_list *list = &member->sequence->runs[g];
+        const kvc_pending *pending = kvc_pending_of(batch, g, s);
+        int32_t num = is_cross ? 1 - list->num : 0; /* rows of cross-attention replace those that are there */
+        for (int32_t i = 0; !is_cross && i < pending->num; i++) num += (pending->runs[i].count + 1) / 2;
+        if (!is_cross && num > kvc_most_runs(batch, member, g)) num = kvc_most_runs(batch, member, g);
+        REQUIRE(member->is_unstored || !kvc_takes_rows(batch, g) || list->first + list->num + num <= list->capacity,
+                "group %d, sequence %lld: the list of runs has no room for %d of the batch", g,
+                (long long)member->sequence->id, num);
+    }
+    return KVC_OK;
+}
+
+/* Subtracts *by from the holders of every slot of the runs: 1 takes the runs' holds away, -1 gives them back. */
+static void remove_holds(void *by, const kvc_run *runs, int32_t num, const kvc_sequence *sequence, int32_t in_batch) {
+    (void)sequence, (void)in_batch;
+    for (const kvc_run *run = runs; run < runs + num; run++)
+        for (int32_t s = 0; s < run->count; s++) run->block->holders[run->slot + s] -= *(const uint32_t *)by;
+}
+
+/* Returns KVC_ERR_CORRUPT unless every holder of a slot is a run: with those taken away, none may be left. */
+static kvc_status check_holders(const kvc_cache *cache, int32_t g) {
+    const kvc_pool *pool = &cache->pools[g];
+    int32_t bad = -1;
+    visit_runs(cache, g, remove_holds, &(uint32_t){1}, 1);
+    for (int32_t i = 0; i < pool->num_blocks; i++)
+        for (int32_t s = 0; s < pool->blocks[i]->fill; s++)
+            if (pool->blocks[i]->holders[s]) bad = i;
+    visit_runs(cache, g, remove_holds, &(uint32_t){(uint32_t)-1}, 1);
+    REQUIRE(bad < 0, "group %d, block %d: the holders of a slot are not the runs there are", g, bad);
+    return KVC_OK;
+}
+
+static kvc_status check_row_buffers(const kvc_cache *cache) {
+    int64_t bytes = 0;
+    for (const kvc_row_buffer *buffer = cache->row_buffers; buffer; buffer = buffer->next) {
+        REQUIRE(cache->batch ? !buffer->left || buffer->users : buffer->left && buffer->users,
+                "a buffer of %d slots with %d users is there after its batch", buffer->num_slots, buffer->users);
+        bytes += (int64_t)buffer->row_bytes;
+    }
+    REQUIRE(bytes == cache->row_buffer_bytes, "%lld bytes of row buffers are noted, there are %lld",
+            (long long)cache->row_buffer_bytes, (long long)bytes);
+    return KVC_OK;
+}
+
+/* Returns KVC_ERR_CORRUPT if a sequence that the next batch will skip holds rows that may be evicted. */
+static kvc_status check_evicted(const kvc_cache *cache, const kvc_sequence *sequence) {
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        const kvc_policy *policy = &cache->policies[g];
+        const int32_t next = kvc_sequence_last(sequence) + 1, low = kvc_sequence_low(sequence);
+        const int32_t end = kvc_policy_retained(policy, low < next ? low : next);
+        REQUIRE(!kvc_policy_evicts(policy) ||
+                    !kvc_runs_visit(&sequence->runs[g], kvc_policy_sinks(policy), end, NULL, NULL),
+                "group %d, sequence %lld: rows may be evicted, and no batch will look for them", g,
+                (long long)sequence->id);
+    }
+    return KVC_OK;
+}
+
+/* Checks the counts and lists that spare a batch looking at all sequences. */
+static kvc_status check_notes(const kvc_cache *cache) {
+    int64_t num_holding = 0, num_retained = 0;
+    for (int32_t i = 0; i < cache->sequences.num; i++) {
+        const kvc_sequence *sequence = cache->sequences.items[i];
+        const long long id = sequence->id;
+        num_holding += sequence->holds;
+        REQUIRE(sequence->in_batch || sequence->holds == (kvc_sequence_holds(sequence) && !sequence->is_retained),
+                "sequence %lld is noted to hold rows, or not to", id);
+        REQUIRE(!sequence->is_retained || !(sequence->in_batch || sequence->changed_at),
+                "sequence %lld is a retained one and in use", id);
+        num_retained += sequence->is_retained;
+        REQUIRE(!sequence->changed_at || *sequence->changed_at == sequence, "sequence %lld is not in its list", id);
+        const kvc_status status = sequence->changed_at || sequence->in_batch || sequence->is_retained
+                                      ? KVC_OK
+                                      : check_evicted(cache, sequence);
+        if (status != KVC_OK) return status;
+    }
+    REQUIRE(num_holding == cache->num_holding, "%lld sequences that hold rows are noted, there are %lld",
+            (long long)cache->num_holding, (long long)num_holding);
+    for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer) num_retained--;
+    REQUIRE(num_retained == 0, "the list of retained sequences is not that of the table");
+    REQUIRE(cache->memory.replaced == 0, "lists that nobody uses are left");
+    return KVC_OK;
+}
+
+static kvc_status check_table(const kvc_cache *cache) {
+    for (int32_t i = 0; i < cache->sequences.num; i++) {
+        const kvc_sequence *sequence = cache->sequences.items[i];
+        const long long id = sequence->id;
+        REQUIRE(i == 0 || cache->sequences.items[i - 1]->id < id, "the table of sequences is out of order");
+        REQUIRE(sequence->in_batch || !kvc_sequence_is_blank(sequence), "sequence %lld is blank and in the table", id);
+        REQUIRE(cache->batch || !sequence->in_batch, "sequence %lld belongs to a batch that is not there", id);
+    }
+    return KVC_OK;
+}
+
+static kvc_status check_group(const kvc_cache *cache, int32_t g) {
+    kvc_status status = KVC_OK;
+    for (int32_t i = 0; status == KVC_OK && i < cache->sequences.num; i++)
+        status = check_runs(&cache->sequences.items[i]->runs[g], &cache->pools[g], cache->sequences.items[i]->id);
+    if (status == KVC_OK) status = check_pool(&cache->pools[g]);
+    if (status == KVC_OK && cache->batch) status = check_room(cache->batch, g);
+    if (status != KVC_OK || cache->num_rewrites) return status; /* drafts hold slots of which there are no runs yet */
+    return check_holders(cache, g);
+}
+
+kvc_status kvc_validate(kvc_cache *cache) {
+    kvc_lock(cache);
+    kvc_status status = check_notes(cache);
+    if (status == KVC_OK) status = check_row_buffers(cache);
+    if (status == KVC_OK) status = check_table(cache);
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) status = check_group(cache, g);
+    return kvc_unlock(cache, status);
+}

@@ -1,0 +1,367 @@
+/* loaded.c: see loaded.h. */
+#include "whole/loaded.h"
+
+#include <string.h>
+
+#include "cache/check.h"
+#include "space/limits.h"
+#include "space/reclaim.h"
+#include "space/resident.h"
+#include "cache/waiting.h"
+
+/* ---- checking the tables ----------------------------------------------------------------------------------------- */
+
+static int is_interval(int64_t begin, int64_t end) { return begin >= 0 && begin <= end && end <= INT32_MAX; }
+
+/* Returns whether a sequence can hold this, in a group of the kind. */
+static int is_holding(const kvc_saved_holding *h, int32_t kind) {
+    const int64_t most = kind == KVC_NONE ? 0 : kind == KVC_CROSS ? 1 : INT64_MAX;
+    if (h->num_runs < 0 || h->num_runs > most) return 0;
+    if (kind == KVC_NONE || kind == KVC_CROSS) return !h->lost_end && !h->missing_end;
+    return is_interval(h->lost_begin, h->lost_end) && is_interval(h->missing_begin, h->missing_end);
+}
+
+/* Returns whether this can be a run in a group of the policy, with so many rows.  Positions when the keys were rotated
+ * are no more negative than those of today. */
+static int is_run(const kvc_saved_run *run, const kvc_policy *policy, int64_t num_rows) {
+    if (run->count < 1 || run->count > INT32_MAX || run->row < 0 || run->row > num_rows - run->count) return 0;
+    if (run->position < 0 || run->position > INT32_MAX - run->count) return 0;
+    if (run->delta > run->position || run->delta < run->position - INT32_MAX) return 0;
+    return policy->kind != KVC_CROSS || (!run->position && !run->delta && run->count <= policy->max_len);
+}
+
+static kvc_status check_layers(const kvc_state *state) {
+    const kvc_format *f = &state->format;
+    const kvc_cache *cache = state->cache;
+    int32_t i = 0;
+    if (f->state->num_groups != cache->num_groups)
+        return kvc_fail(KVC_ERR_FORMAT, "altered: %lld layer groups, where its layers make %d",
+                        (long long)f->state->num_groups, cache->num_groups);
+    while (i < cache->num_layers && f->layers[i].group == cache->group_of[i]) i++;
+    if (i < cache->num_layers)
+        return kvc_fail(KVC_ERR_FORMAT, "altered: layer %d is in group %lld", i, (long long)f->layers[i].group);
+    for (int32_t g = 0; g < cache->num_groups; g++) /* the rows of others are in the file, which bounds their number */
+        if (cache->policies[g].kind == KVC_NONE && f->group_rows[g])
+            return kvc_fail(KVC_ERR_FORMAT, "altered: group %d, of layers without attention, has rows", g);
+    return KVC_OK;
+}
+
+/* Checks what sequence i holds; *first: index of its first run, which becomes that of the next one's. */
+static kvc_status check_holdings(const kvc_state *state, int64_t i, int64_t *first) {
+    const kvc_format *f = &state->format;
+    const kvc_cache *cache = state->cache;
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        const kvc_saved_holding *h = &f->holdings[i * cache->num_groups + g];
+        int64_t r = 0;
+        if (!is_holding(h, cache->policies[g].kind) || h->num_runs > f->state->num_runs - *first)
+            return kvc_fail(KVC_ERR_FORMAT, "altered: what sequence %lld holds in group %d cannot be",
+                            (long long)f->sequences[i].id, g);
+        while (r < h->num_runs && is_run(&f->runs[*first + r], &cache->policies[g], f->group_rows[g])) r++;
+        if (r < h->num_runs)
+            return kvc_fail(KVC_ERR_FORMAT, "altered: run %lld of the table of runs cannot be",
+                            (long long)(*first + r));
+        *first += r;
+    }
+    return KVC_OK;
+}
+
+kvc_status kvc_loaded_check(const kvc_state *state) {
+    const kvc_format *f = &state->format;
+    int64_t num_runs = 0, num_tokens = 0;
+    kvc_status status = check_layers(state);
+    for (int64_t i = 0; status == KVC_OK && i < f->state->num_sequences; i++) {
+        const kvc_saved_sequence *s = &f->sequences[i];
+        if ((i && s->id <= f->sequences[i - 1].id) || s->num_tokens < 0 ||
+            s->num_tokens > f->state->num_tokens - num_tokens)
+            return kvc_fail(KVC_ERR_FORMAT, "altered: sequence %lld of the table of sequences cannot be", (long long)i);
+        num_tokens += s->num_tokens;
+        status = check_holdings(state, i, &num_runs);
+    }
+    if (status != KVC_OK || (num_runs == f->state->num_runs && num_tokens == f->state->num_tokens)) return status;
+    return kvc_fail(KVC_ERR_FORMAT, "altered: the sequences have %lld runs and %lld tokens, of %lld and %lld",
+                    (long long)num_runs, (long long)num_tokens, (long long)f->state->num_runs,
+                    (long long)f->state->num_tokens);
+}
+
+kvc_status kvc_loaded_choose(const kvc_state *state, const kvc_load_args *args, int32_t *chosen) {
+    const kvc_format *f = &state->format;
+    int64_t next = 0; /* index in seq_ids */
+    for (int64_t i = 0; i < f->state->num_sequences; i++) {
+        const int is_next = next < args->num_sequences && args->seq_ids[next] == f->sequences[i].id;
+        chosen[i] = is_next ? (int32_t)++next : !args->seq_ids;
+    }
+    if (next == args->num_sequences) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "seq_ids[%lld] is %lld: the file has no such sequence", (long long)next,
+                    (long long)args->seq_ids[next]);
+}
+
+/* ---- visiting runs ----------------------------------------------------------------------------------------------- */
+
+/* Calls visit for each run of the chosen sequences; at the end of each of its groups, for none. */
+typedef struct visitor {
+    kvc_state *state;
+    const kvc_load_args *args;
+    const int32_t *chosen;
+    kvc_status (*visit)(struct visitor *v, int32_t g, const kvc_saved_holding *holding, const kvc_saved_run *runs);
+    uint8_t **needed; /* [num_groups][rows] which rows of the file are needed: NEEDED or BEGINS_BLOCK */
+    kvc_sequence *sequence;
+} visitor;
+
+enum { NOT_NEEDED, NEEDED, BEGINS_BLOCK };
+
+/* Calls visit for all that the chosen sequences hold.  begin: called before those of a sequence; may be NULL. */
+static kvc_status visit_all(visitor *v, kvc_status (*begin)(visitor *v, int64_t id)) {
+    const kvc_format *f = &v->state->format;
+    const kvc_saved_holding *holding = f->holdings;
+    const kvc_saved_run *run = f->runs;
+    kvc_status status = KVC_OK;
+    for (int64_t i = 0; i < f->state->num_sequences; i++) {
+        const int64_t index = v->chosen[i] - 1;
+        if (begin && index >= 0) status = begin(v, v->args->to_ids ? v->args->to_ids[index] : f->sequences[i].id);
+        for (int32_t g = 0; status == KVC_OK && g < v->state->cache->num_groups; g++, run += holding++->num_runs)
+            if (index >= 0) status = v->visit(v, g, holding, run);
+        if (status != KVC_OK) return status;
+    }
+    return KVC_OK;
+}
+
+/* ---- slots ------------------------------------------------------------------------------------------------------- */
+
+static kvc_status mark_rows(visitor *v, int32_t g, const kvc_saved_holding *holding, const kvc_saved_run *runs) {
+    const int is_cross = g >= v->state->cache->num_token_groups;
+    for (const kvc_saved_run *run = runs; run < runs + holding->num_runs; run++) {
+        uint8_t *needed = v->needed[g] + run->row;
+        for (int64_t i = 0; i < run->count; i++)
+            if (needed[i] == NOT_NEEDED) needed[i] = NEEDED;
+        if (is_cross) needed[0] = BEGINS_BLOCK; /* rows of cross-attention are one run */
+    }
+    return KVC_OK;
+}
+
+/* Cuts the needed rows into extents that fill one block after the other; only counts extents while there is no memory
+ * for them.  Returns the number of blocks. */
+static int64_t cut_rows(kvc_extents *extents, const uint8_t *needed, int64_t num_rows, int32_t block_size) {
+    int64_t num_blocks = 0, last_row = -2;
+    int32_t fill = block_size;
+    extents->num = 0;
+    for (int64_t row = 0; row < num_rows; row++) {
+        if (needed[row] == NOT_NEEDED) continue;
+        const int opens = fill == block_size || needed[row] == BEGINS_BLOCK;
+        if (opens) fill = 0;
+        num_blocks += opens;
+        if (opens || last_row != row - 1) {
+            if (extents->items) extents->items[extents->num] = (kvc_extent){.row = row, .slot = fill};
+            extents->num++;
+        }
+        if (extents->items) extents->items[extents->num - 1].count++;
+        fill++;
+        last_row = row;
+    }
+    return num_blocks;
+}
+
+/* Takes the slots of a group. */
+static kvc_status take_slots(visitor *v, int32_t g) {
+    kvc_state *state = v->state;
+    kvc_pool *pool = &state->cache->pools[g];
+    kvc_extents *to = &state->groups[g], extents = {0};
+    const int64_t num_rows = state->format.group_rows[g],
+                  num_blocks = cut_rows(&extents, v->needed[g], num_rows, pool->block_size);
+    extents.items = kvc_state_alloc(state, (uint64_t)extents.num * sizeof *extents.items);
+    if (!extents.items) return KVC_ERR_NOMEM;
+    if (num_blocks > INT32_MAX / 2 - pool->num_blocks)
+        return kvc_fail(KVC_ERR_NOMEM, "out of memory for %lld blocks", (long long)num_blocks);
+    cut_rows(&extents, v->needed[g], num_rows, pool->block_size);
+    const kvc_status status = kvc_pool_reserve(pool, (int32_t)num_blocks, &extents.reserved);
+    if (status != KVC_OK) return status;
+    kvc_block *block = NULL;
+    for (int64_t i = 0; i < extents.num; i++) {
+        kvc_extent *e = &extents.items[i];
+        if (!e->slot) block = kvc_pool_open(pool);
+        e->block = block;
+        e->touched = block->touched;
+        kvc_pool_take(pool, block, e->count);
+        memset(block->holders + e->slot, 0, (size_t)e->count * sizeof *block->holders); /* until runs hold them */
+        pool->drafted += e->count;
+    }
+    *to = extents;
+    return KVC_OK;
+}
+
+/* ---- sequences --------------------------------------------------------------------------------------------------- */
+
+static kvc_status add_sequence(visitor *v, int64_t id) {
+    kvc_cache *cache = v->state->cache;
+    if (kvc_table_find(&v->state->sequences, id))
+        return kvc_fail(KVC_ERR_INVALID, "to_ids has %lld twice", (long long)id);
+    v->sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
+    if (!v->sequence) return kvc_fail_sequence(id);
+    kvc_table_insert(&v->state->sequences, v->sequence);
+    return KVC_OK;
+}
+
+/* Calls visit for each part of a saved run that lies in one extent; returns their number. */
+static int32_t visit_parts(const kvc_extents *extents, const kvc_saved_run *run, kvc_part_fn *visit, void *context) {
+    const int64_t end = run->row + run->count;
+    int32_t num = 0;
+    for (const kvc_extent *e = kvc_first_extent(extents, run->row); e < extents->items + extents->num && e->row < end;
+         e++, num++) {
+        const int64_t from = e->row > run->row ? e->row : run->row,
+                      to = e->row + e->count < end ? e->row + e->count : end;
+        const kvc_run part = {.block = e->block,
+                              .slot = e->slot + (int32_t)(from - e->row),
+                              .count = (int32_t)(to - from),
+                              .position = (int32_t)(run->position + from - run->row),
+                              .delta = (int32_t)run->delta};
+        if (visit) visit(context, &part);
+    }
+    return num;
+}
+
+static kvc_status add_runs(visitor *v, int32_t g, const kvc_saved_holding *holding, const kvc_saved_run *runs) {
+    const kvc_extents *extents = &v->state->groups[g];
+    kvc_run_list *list = &v->sequence->runs[g];
+    int64_t num = 0;
+    for (int64_t r = 0; r < holding->num_runs; r++) num += visit_parts(extents, &runs[r], NULL, NULL);
+    if (g >= v->state->cache->num_token_groups && num > 1)
+        return kvc_fail(KVC_ERR_FORMAT, "altered: sequences share a part of their rows in group %d", g);
+    if (num > INT32_MAX / 4) return kvc_fail(KVC_ERR_NOMEM, "a sequence of more than %lld runs", (long long)num);
+    const kvc_status status = num ? kvc_runs_reserve(list, &v->state->cache->memory, (int32_t)num) : KVC_OK;
+    if (status != KVC_OK) return status;
+    for (int64_t r = 0; r < holding->num_runs; r++) visit_parts(extents, &runs[r], kvc_hold_part, list);
+    list->lost = (kvc_interval){(int32_t)holding->lost_begin, (int32_t)holding->lost_end};
+    list->missing = (kvc_interval){(int32_t)holding->missing_begin, (int32_t)holding->missing_end};
+    return KVC_OK;
+}
+
+/* ---- limits ------------------------------------------------------------------------------------------------------ */
+
+/* Calls visit for all rows in a group of the sequences that are to be replaced. */
+static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, void *context) {
+    const kvc_state *state = need->context;
+    for (int32_t i = 0; i < state->sequences.num; i++) {
+        const kvc_sequence *old = kvc_table_find(&state->cache->sequences, state->sequences.items[i]->id);
+        if (old) kvc_runs_visit(&old->runs[g], 0, KVC_END, visit, context);
+    }
+}
+
+static kvc_status fits_capacity(const kvc_need *need) {
+    const kvc_cache *cache = need->cache;
+    int64_t live;
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
+        if (kvc_exceeds_capacity(need, g, 0, &live))
+            return kvc_fail(KVC_ERR_FULL, "loading would make it %lld tokens in all: capacity is %lld%s",
+                            (long long)live, (long long)cache->capacity,
+                            kvc_has_own_capacity(cache) ? "" : ", which is max_seq_len * max_sequences");
+    return KVC_OK;
+}
+
+static kvc_status fits(const kvc_need *need) {
+    const kvc_status status = fits_capacity(need);
+    return status == KVC_OK ? kvc_check_max_bytes(need->cache, need->what) : status;
+}
+
+static kvc_need need_of(kvc_state *state) {
+    return (kvc_need){
+        .cache = state->cache, .fits = fits, .visit_replaced = visit_replaced, .context = state, .what = "loading"};
+}
+
+/* Returns KVC_ERR_FULL unless it will fit once sequences are reclaimed: that waits until all is read and checked. */
+static kvc_status check_room(kvc_state *state) {
+    const kvc_need need = need_of(state);
+    const kvc_status status = kvc_choose_victims(&need);
+    kvc_spare_victims(state->cache);
+    return status;
+}
+
+/* Returns KVC_ERR_BUSY if one of the sequences that are to be replaced is in use, KVC_ERR_INVALID if it is retained. */
+static kvc_status check_idle(const kvc_state *state) {
+    kvc_status status = KVC_OK;
+    for (int32_t i = 0; status == KVC_OK && i < state->sequences.num; i++) {
+        const kvc_sequence *old = kvc_table_find(&state->cache->sequences, state->sequences.items[i]->id);
+        status = kvc_check_idle(old);
+        if (status == KVC_OK) status = kvc_check_not_retained(old);
+    }
+    return status;
+}
+
+/* ---- the steps --------------------------------------------------------------------------------------------------- */
+
+/* Gets the marks of all rows of the file. */
+static kvc_status mark_needed(visitor *v) {
+    kvc_state *state = v->state;
+    const int32_t num_groups = state->cache->num_groups;
+    v->needed = kvc_state_alloc(state, (uint64_t)num_groups * sizeof *v->needed);
+    if (!v->needed) return KVC_ERR_NOMEM;
+    for (int32_t g = 0; g < num_groups; g++) {
+        const uint64_t num_rows = (uint64_t)state->format.group_rows[g];
+        v->needed[g] = kvc_state_alloc(state, num_rows);
+        if (!v->needed[g]) return KVC_ERR_NOMEM;
+        memset(v->needed[g], NOT_NEEDED, (size_t)num_rows);
+    }
+    v->visit = mark_rows;
+    return visit_all(v, NULL);
+}
+
+/* Gets memory for the table of the sequences, of which there are `num`. */
+static kvc_status reserve_table(kvc_state *state, int32_t num) {
+    kvc_memory *memory = &state->cache->memory;
+    const kvc_table before = state->sequences;
+    const kvc_status status = num ? kvc_table_reserve(&state->sequences, num, &before, memory) : KVC_OK;
+    kvc_table_keep(&state->sequences, &before, memory);
+    return status;
+}
+
+/* Takes the memory of the blocks that are new. */
+static void take_pages(kvc_state *state) {
+    for (int32_t g = 0; g < state->cache->num_groups; g++)
+        for (int64_t i = 0; i < state->groups[g].num; i++) {
+            const kvc_extent *e = &state->groups[g].items[i];
+            if (!e->slot && e->touched < e->block->fill) kvc_take_filled(state->cache, g, e->block);
+        }
+}
+
+kvc_status kvc_loaded_make(kvc_state *state, const kvc_load_args *args, const int32_t *chosen) {
+    visitor v = {.state = state, .args = args, .chosen = chosen};
+    int32_t num = 0;
+    for (int64_t i = 0; i < state->format.state->num_sequences; i++) num += chosen[i] != 0;
+    if (state->cache->max_bytes) kvc_cache_wait_pages(state->cache);
+    kvc_status status = kvc_state_add_groups(state);
+    if (status == KVC_OK) status = reserve_table(state, num);
+    if (status == KVC_OK) status = mark_needed(&v);
+    if (status != KVC_OK) return status;
+    state->is_loading = 1;
+    for (int32_t g = 0; status == KVC_OK && g < state->cache->num_groups; g++) status = take_slots(&v, g);
+    v.visit = add_runs;
+    if (status == KVC_OK) status = visit_all(&v, add_sequence);
+    if (status == KVC_OK) status = check_idle(state);
+    if (status == KVC_OK) status = check_room(state);
+    if (status != KVC_OK) {
+        kvc_state_drop(state); /* before the mutex is released: slots without runs are nobody else's business */
+        return status;
+    }
+    kvc_state_begin(state);
+    take_pages(state);
+    return KVC_OK;
+}
+
+kvc_status kvc_loaded_accept(kvc_state *state) {
+    kvc_cache *cache = state->cache;
+    int32_t num_new = 0;
+    kvc_cache_find_all(cache);
+    kvc_status status = check_idle(state); /* others may have used them since kvc_loaded_make */
+    for (int32_t i = 0; i < state->sequences.num; i++)
+        num_new += !kvc_table_find(&cache->sequences, state->sequences.items[i]->id);
+    if (status != KVC_OK) return status;
+    const kvc_table before = cache->sequences;
+    const kvc_need need = need_of(state);
+    if (num_new) status = kvc_table_reserve(&cache->sequences, num_new, &before, &cache->memory);
+    if (status == KVC_OK) status = kvc_make_room(&need);
+    if (status != KVC_OK) {
+        kvc_table_restore(&cache->sequences, &before, &cache->memory);
+        return status;
+    }
+    kvc_table_keep(&cache->sequences, &before, &cache->memory);
+    kvc_state_accept(state);
+    return KVC_OK;
+}
