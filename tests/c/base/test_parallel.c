@@ -270,12 +270,12 @@ static void test_layer_names(void)
     CHECK(kvc_threads_init() == KVC_OK && !strcmp(kvc_threading_layer(), "own") && !kvc_uses_openmp());
     unsetenv("KVCACHE_THREADS");
     CHECK(kvc_threads_init() == KVC_OK);
-#if defined(_OPENMP)
-    CHECK(!strcmp(kvc_threading_layer(), "openmp") && kvc_uses_openmp() && strstr(kvc_build_info(), "OpenMP 20"));
-#else
-    CHECK(!strcmp(kvc_threading_layer(), "own") && strstr(kvc_build_info(), "no OpenMP"));
-    CHECK(kvc_set_threading_layer("openmp") == KVC_ERR_UNSUPPORTED);
-#endif
+    if (strstr(kvc_build_info(), "no OpenMP")) { /* of the core, which may be built without what this program has */
+        CHECK(!strcmp(kvc_threading_layer(), "own"));
+        CHECK(kvc_set_threading_layer("openmp") == KVC_ERR_UNSUPPORTED);
+    } else {
+        CHECK(!strcmp(kvc_threading_layer(), "openmp") && kvc_uses_openmp() && strstr(kvc_build_info(), "OpenMP 20"));
+    }
 }
 
 int main(void)
