@@ -10,7 +10,7 @@
 #include "base/parallel.h"
 #include "read/batch_rows.h"
 #include "cache/check.h"
-#include "pass/hidden.h"
+#include "pass/masked.h"
 #include "read/read.h"
 
 /* A row to be copied out. */

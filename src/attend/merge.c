@@ -4,7 +4,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "rows/transform.h"
+#include "rows/hadamard_order.h"
 
 /* The results of a unit's parts for one KV head: in plan->partials or, if there is a single part, in the lane. */
 typedef struct results {

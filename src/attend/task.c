@@ -13,7 +13,7 @@
 #include "attend/minima.h"
 #include "attend/rows.h"
 #include "attend/seen.h"
-#include "rows/transform.h"
+#include "rows/hadamard_order.h"
 
 /* ---- a task and its views ---------------------------------------------------------------------------------------- */
 

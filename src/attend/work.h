@@ -25,7 +25,7 @@
 #ifndef KVC_WORK_H
 #define KVC_WORK_H
 
-#include "pass/hidden.h"
+#include "pass/masked.h"
 
 /* The sizes that the rules at the top of cutting.c and jobs.c name.  Query rows are counted for one KV head. */
 enum {

@@ -2,7 +2,7 @@
 #include <string.h>
 
 #include "cache/check.h"
-#include "edit/draft.h"
+#include "edit/rewrite.h"
 #include "space/limits.h"
 #include "cache/waiting.h"
 

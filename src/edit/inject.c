@@ -8,11 +8,11 @@
 
 #include "base/parallel.h"
 #include "base/dtype.h"
-#include "edit/draft.h"
+#include "edit/rewrite.h"
 #include "cache/check.h"
 #include "space/limits.h"
-#include "rows/transfer.h"
-#include "rows/transform.h"
+#include "rows/copy.h"
+#include "rows/hadamard_order.h"
 #include "cache/waiting.h"
 
 enum { WORTH_THREADS = 1 << 16 }; /* elements; writing fewer takes less time than waking a thread */

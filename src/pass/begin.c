@@ -5,7 +5,7 @@
 #include "pass/demand.h"
 #include "space/limits.h"
 #include "pass/prepare.h"
-#include "pass/restore.h"
+#include "pass/replace.h"
 #include "cache/waiting.h"
 
 /* ---- tokens and positions ---------------------------------------------------------------------------------------- */

@@ -4,7 +4,7 @@
 #include "space/evict.h"
 #include "pass/put.h"
 #include "space/resident.h"
-#include "pass/restore.h"
+#include "pass/replace.h"
 #include "cache/scratch.h"
 #include "cache/waiting.h"
 

@@ -7,8 +7,8 @@
 #include "cache/check.h"
 #include "space/reclaim.h"
 #include "read/span.h"
-#include "rows/transfer.h"
-#include "rows/transform.h"
+#include "rows/copy.h"
+#include "rows/hadamard_order.h"
 #include "cache/waiting.h"
 
 /* ---- put --------------------------------------------------------------------------------------------------------- */

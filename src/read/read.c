@@ -7,8 +7,8 @@
 #include "base/parallel.h"
 #include "read/batch_rows.h"
 #include "read/span.h"
-#include "rows/transfer.h"
-#include "rows/transform.h"
+#include "rows/copy.h"
+#include "rows/hadamard_order.h"
 #include "cache/check.h"
 #include "cache/waiting.h"
 

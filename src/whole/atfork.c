@@ -8,10 +8,10 @@
 #include "whole/atfork.h"
 
 #include "base/openmp.h"
-#include "edit/draft.h"
+#include "edit/rewrite.h"
 #include "pass/put.h"
 #include "space/row_buffer.h"
-#include "state/state.h"
+#include "state/transit.h"
 #include "cache/waiting.h"
 
 #if defined(_WIN32)

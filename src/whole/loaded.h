@@ -3,7 +3,7 @@
 #ifndef KVC_LOADED_H
 #define KVC_LOADED_H
 
-#include "state/state.h"
+#include "state/transit.h"
 
 /* Returns KVC_ERR_FORMAT unless the tables, beside those of layers, are such as kvc_save writes for such a cache. */
 kvc_status kvc_loaded_check(const kvc_state *state);

@@ -9,7 +9,7 @@
 
 #include "base/hash.h"
 #include "state/saved_layers.h"
-#include "state/state.h"
+#include "state/transit.h"
 #include "cache/waiting.h"
 
 /* The numbers of a group's rows. */

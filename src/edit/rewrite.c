@@ -1,10 +1,10 @@
-/* draft.c: makes, checks, copies and accepts drafts: see draft.h. */
-#include "edit/draft.h"
+/* rewrite.c: makes, checks, copies and accepts drafts: see rewrite.h. */
+#include "edit/rewrite.h"
 
 #include <string.h>
 
 #include "base/parallel.h"
-#include "rows/transform.h"
+#include "rows/hadamard_order.h"
 
 enum {
     WORTH_THREADS = 1 << 16, /* bytes; copying fewer takes less time than waking a thread */

@@ -1,4 +1,4 @@
-/* apply_deltas.c: kvc_settle: rotates stored keys by the deltas that moves have left; the deltas become 0.
+/* settle.c: kvc_settle: rotates stored keys by the deltas that moves have left; the deltas become 0.
  *
  * The keys of a slot are rotated where they lie if all sequences that hold it have the same delta there.  Otherwise the
  * slot stays as it is, and each sequence whose delta is not 0 gets a rotated copy.
@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "base/parallel.h"
-#include "edit/draft.h"
+#include "edit/rewrite.h"
 #include "cache/check.h"
 #include "space/limits.h"
 #include "cache/waiting.h"

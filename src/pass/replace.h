@@ -1,11 +1,11 @@
-/* restore.h: restoring batches (kvc_begin_args.restored), whose tokens take the place of all that their sequences held
+/* replace.h: restoring batches (kvc_begin_args.restored), whose tokens take the place of all that their sequences held
  * in some of the groups.
  *
  * The old rows stay until the commit, which can then leave groups of a sequence with different positions.  What one
  * group lacks and another has is noted as missing, as evicted rows are noted as lost, so that no query goes without.
  */
-#ifndef KVC_RESTORE_H
-#define KVC_RESTORE_H
+#ifndef KVC_REPLACE_H
+#define KVC_REPLACE_H
 
 #include "cache/batch.h"
 

@@ -1,95 +1,9 @@
-/* inspect.c: kvc_blocks and kvc_validate: list the blocks and runs of a cache, and check its invariants. */
+/* validate.c: kvc_validate: checks the invariants of a cache. */
+#include "whole/blocks.h"
 #include "space/row_buffer.h"
 #include "cache/check.h"
 #include "pass/prepare.h"
-#include "state/state.h"
-
-/* Gets runs of a sequence: of its tokens in the open batch if in_batch is not 0, else of stored rows. */
-typedef void runs_fn(void *context, const kvc_run *runs, int32_t num, const kvc_sequence *sequence, int32_t in_batch);
-
-static void visit_table(const kvc_table *table, int32_t g, runs_fn *visit, void *context) {
-    for (int32_t i = 0; i < table->num; i++) {
-        const kvc_sequence *sequence = table->items[i];
-        visit(context, kvc_runs_begin(&sequence->runs[g]), sequence->runs[g].num, sequence, 0);
-    }
-}
-
-/* Visits all runs of a layer group: stored ones, those of the open batch, and those that a kvc_put to a cross-attention
- * layer is filling; with `loaded`, also those of sequences that are being loaded. */
-static void visit_runs(const kvc_cache *cache, int32_t g, runs_fn *visit, void *context, int loaded) {
-    visit_table(&cache->sequences, g, visit, context);
-    for (const kvc_state *state = cache->states; loaded && state; state = state->next)
-        visit_table(&state->sequences, g, visit, context);
-    const kvc_batch *batch = cache->batch;
-    for (int32_t s = 0; batch && s < batch->num_sequences; s++) {
-        const kvc_pending *pending = kvc_pending_of(batch, g, s);
-        visit(context, pending->runs, pending->num, batch->sequences[s].sequence, 1);
-    }
-    for (const kvc_cross_put *put = batch ? batch->cross_puts : NULL; put; put = put->next)
-        if (put->group == g) visit(context, &put->run, 1, batch->sequences[put->member].sequence, 1);
-}
-
-/* ---- blocks and runs --------------------------------------------------------------------------------------------- */
-
-/* A caller's array of at most `max` items; num: the number of items found, which may be larger. */
-typedef struct list {
-    char *items;
-    size_t item_size;
-    int64_t max, num;
-} list;
-
-static void add(list *to, const void *item, size_t size) {
-    if (to->num < to->max) kvc_write_struct(to->items + (size_t)to->num * to->item_size, to->item_size, item, size);
-    to->num++;
-}
-
-static void add_block(list *to, const kvc_pool *pool, const kvc_block *block) {
-    uint32_t most = 0;
-    for (int32_t s = 0; s < block->fill; s++)
-        if (block->holders[s] > most) most = block->holders[s];
-    const kvc_block_info info = {.num_slots = pool->block_size,
-                                 .filled = block->fill,
-                                 .live = block->live,
-                                 .references = (int32_t)most,
-                                 .is_held = block->pins != 0,
-                                 .resident = block->touched,
-                                 .is_free = block->is_free};
-    add(to, &info, sizeof info);
-}
-
-static void add_runs(void *to, const kvc_run *runs, int32_t num, const kvc_sequence *sequence, int32_t in_batch) {
-    for (const kvc_run *run = runs; run < runs + num; run++) {
-        const kvc_run_info info = {.seq_id = sequence->id,
-                                   .block = run->block->index,
-                                   .slot = run->slot,
-                                   .count = run->count,
-                                   .position = run->position,
-                                   .delta = run->delta,
-                                   .in_batch = in_batch};
-        add(to, &info, sizeof info);
-    }
-}
-
-kvc_status kvc_blocks(kvc_cache *cache, int32_t layer, kvc_block_info *blocks, size_t block_info_size,
-                      int64_t max_blocks, int64_t *num_blocks, kvc_run_info *runs, size_t run_info_size,
-                      int64_t max_runs, int64_t *num_runs) {
-    kvc_status status = kvc_check_layer(cache, layer);
-    if (status == KVC_OK) status = kvc_check_size(block_info_size, kvc_block_info_least_size, sizeof *blocks, "blocks");
-    if (status == KVC_OK) status = kvc_check_size(run_info_size, kvc_run_info_least_size, sizeof *runs, "runs");
-    if (status == KVC_OK && !num_blocks) status = kvc_fail(KVC_ERR_INVALID, "num_blocks is NULL");
-    if (status == KVC_OK && !num_runs) status = kvc_fail(KVC_ERR_INVALID, "num_runs is NULL");
-    if (status != KVC_OK) return status;
-    list block_list = {(char *)blocks, block_info_size, max_blocks, 0},
-         run_list = {(char *)runs, run_info_size, max_runs, 0};
-    const int32_t g = cache->group_of[layer];
-    const kvc_pool *pool = &cache->pools[g];
-    kvc_lock(cache);
-    for (int32_t i = 0; i < pool->num_blocks; i++) add_block(&block_list, pool, pool->blocks[i]);
-    visit_runs(cache, g, add_runs, &run_list, 0);
-    *num_blocks = block_list.num;
-    *num_runs = run_list.num;
-    return kvc_unlock(cache, KVC_OK);
-}
+#include "state/transit.h"
 
 /* ---- invariants -------------------------------------------------------------------------------------------------- */
 
@@ -193,11 +107,11 @@ static void remove_holds(void *by, const kvc_run *runs, int32_t num, const kvc_s
 static kvc_status check_holders(const kvc_cache *cache, int32_t g) {
     const kvc_pool *pool = &cache->pools[g];
     int32_t bad = -1;
-    visit_runs(cache, g, remove_holds, &(uint32_t){1}, 1);
+    kvc_visit_runs(cache, g, remove_holds, &(uint32_t){1}, 1);
     for (int32_t i = 0; i < pool->num_blocks; i++)
         for (int32_t s = 0; s < pool->blocks[i]->fill; s++)
             if (pool->blocks[i]->holders[s]) bad = i;
-    visit_runs(cache, g, remove_holds, &(uint32_t){(uint32_t)-1}, 1);
+    kvc_visit_runs(cache, g, remove_holds, &(uint32_t){(uint32_t)-1}, 1);
     REQUIRE(bad < 0, "group %d, block %d: the holders of a slot are not the runs there are", g, bad);
     return KVC_OK;
 }

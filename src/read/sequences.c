@@ -1,4 +1,4 @@
-/* lookup.c: the public functions that say which sequences and tokens a cache holds. */
+/* sequences.c: the public functions that say which sequences and tokens a cache holds. */
 #include "cache/check.h"
 
 int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer) {

@@ -1,7 +1,7 @@
-/* transfer.c: see transfer.h. */
-#include "rows/transfer.h"
+/* copy.c: see copy.h. */
+#include "rows/copy.h"
 
-#include "rows/transform.h"
+#include "rows/hadamard_order.h"
 
 /* Converts columns [first, first + num) of a few rows by way of `buffer`, where they are transformed. */
 static void transform_rows(const kvc_transfer *x, float *buffer, char *to, int64_t to_stride, const char *from,

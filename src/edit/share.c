@@ -1,4 +1,4 @@
-/* fork.c: the public functions that make a sequence share the rows of another. */
+/* share.c: the public functions that make a sequence share the rows of another. */
 #include "cache/check.h"
 #include "cache/waiting.h"
 

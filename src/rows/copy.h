@@ -1,6 +1,6 @@
-/* transfer.h: copies the rows of several heads between a block and a caller's arrays. */
-#ifndef KVC_TRANSFER_H
-#define KVC_TRANSFER_H
+/* copy.h: copies the rows of several heads between a block and a caller's arrays. */
+#ifndef KVC_COPY_H
+#define KVC_COPY_H
 
 #include "kernels/kernels.h"
 
@@ -8,7 +8,7 @@
 typedef struct kvc_transfer {
     const kvc_kernels *kernels;
     int32_t from_type, to_type;
-    int32_t order; /* of the matrix that stored rows are multiplied by (transform.h); 0: by none */
+    int32_t order; /* of the matrix that stored rows are multiplied by (hadamard_order.h); 0: by none */
     char *to;
     const char *from;
     int64_t to_row, to_head, from_row, from_head;

@@ -1,5 +1,5 @@
-/* state.c: see state.h. */
-#include "state/state.h"
+/* transit.c: see transit.h. */
+#include "state/transit.h"
 
 #include <string.h>
 

@@ -1,6 +1,6 @@
-/* transform.h: the Hadamard matrices that rows are multiplied by before they are stored: kvc_transform. */
-#ifndef KVC_TRANSFORM_H
-#define KVC_TRANSFORM_H
+/* hadamard_order.h: the Hadamard matrices that rows are multiplied by before they are stored: kvc_transform. */
+#ifndef KVC_HADAMARD_ORDER_H
+#define KVC_HADAMARD_ORDER_H
 
 #include "kernels/kernels.h"
 

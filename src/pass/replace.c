@@ -1,5 +1,5 @@
-/* restore.c: restoring batches: see restore.h. */
-#include "pass/restore.h"
+/* replace.c: restoring batches: see replace.h. */
+#include "pass/replace.h"
 
 #include <stdlib.h>
 

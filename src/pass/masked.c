@@ -1,5 +1,5 @@
-/* hidden.c: see hidden.h. */
-#include "pass/hidden.h"
+/* masked.c: see masked.h. */
+#include "pass/masked.h"
 
 #include <stdlib.h>
 

@@ -1,11 +1,11 @@
-/* state.h: rows on their way between a cache and a saved state.
+/* transit.h: rows on their way between a cache and a saved state.
  *
  * While it lasts, the rows' blocks stay in place, and nothing is half done for other calls: what is saved was copied
  * from the lists of runs, and what is loaded belongs to sequences that are not in the table yet.  As functions of the
  * caller run meanwhile, no call waits for a state: it counts as a hold.
  */
-#ifndef KVC_STATE_H
-#define KVC_STATE_H
+#ifndef KVC_TRANSIT_H
+#define KVC_TRANSIT_H
 
 #include "cache/cache.h"
 #include "state/format.h"

@@ -1,12 +1,12 @@
-/* draft.h: gives a sequence new runs in one layer group: at other positions, or in slots of its own.
+/* rewrite.h: gives a sequence new runs in one layer group: at other positions, or in slots of its own.
  *
  * A draft is made first, with all the memory it needs; then rows are copied to the new slots, without the mutex; then
  * the draft replaces the sequence's runs, or is discarded.  So nothing is half done.
  *
  * All functions are called with the mutex held, but for kvc_draft_copy.
  */
-#ifndef KVC_DRAFT_H
-#define KVC_DRAFT_H
+#ifndef KVC_REWRITE_H
+#define KVC_REWRITE_H
 
 #include "space/reclaim.h"
 

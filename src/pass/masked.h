@@ -1,6 +1,6 @@
-/* hidden.h: ranges of positions that no query of a call sees (kvc_hidden), per sequence. */
-#ifndef KVC_HIDDEN_H
-#define KVC_HIDDEN_H
+/* masked.h: ranges of positions that no query of a call sees (kvc_hidden), per sequence. */
+#ifndef KVC_MASKED_H
+#define KVC_MASKED_H
 
 #include "cache/batch.h"
 
