@@ -91,49 +91,7 @@
 extern "C" {
 #endif
 
-/* ---- version and machine ---------------------------------------------------------------------------------------- */
-
-/* Returns the version this library was built as: major * 1000000 + minor * 1000 + patch. */
-KVC_API int32_t kvc_version(void);
-
-/* Returns one line on how the library was built: version, compiler, instruction sets compiled in, OpenMP.  Static. */
-KVC_API const char *kvc_build_info(void);
-
-/* Returns the instruction set that a cache created now would use: "scalar", "avx2", "neon", ...  It is the best this
- * machine has, unless the environment variable KVCACHE_ISA names another; NULL if that is one this machine or build
- * does not have. */
-KVC_API const char *kvc_isa(void);
-
-/* Returns the number of threads a call uses if the cache's configuration gives none: the number given to
- * kvc_set_num_threads, else the least of
- * - the first number in OMP_NUM_THREADS, which is read once, else the physical cores this process may use, within its
- *   affinity and cgroup quota, or the places (OMP_PLACES) that OpenMP binds threads to;
- * - with OpenMP's threads, omp_get_max_threads() of the runtime in use, which omp_set_num_threads, threadpoolctl and
- *   torch.set_num_threads change for the calling thread.
- * OMP_THREAD_LIMIT bounds OpenMP's threads in any case.  Always 1 inside a parallel region of OpenMP, and in a child
- * after fork() of a process with caches.
- *
- * All caches of the process share these threads, which the first call that is worth it starts.  While one call has
- * them, others run on the threads that made them. */
-KVC_API int32_t kvc_num_threads(void);
-
-/* Returns whose threads a call uses that is made now: "openmp", where the library was compiled with OpenMP, or "own".
- * The environment variable KVCACHE_THREADS, read when a cache is made, or kvc_set_threading_layer name another; NULL if
- * the variable names one that this build does not have, with which no cache can be made.
- *
- * "openmp"  Calls are parallel regions of the OpenMP runtime that the program's other libraries use: the one that this
- *           library links to, or a copy of it, Clang's (libomp) or Intel's (libiomp5), where the process had loaded one
- *           when a cache was made and nothing else needs the linked one.  While regions are held up, because another
- *           program takes a processor, calls use the own threads.
- * "own"     Threads of this library, which wait for 50 microseconds and then sleep.  Also in a child after fork(),
- *           where the parent had no cache. */
-KVC_API const char *kvc_threading_layer(void);
-
-/* Returns the path of the OpenMP runtime that "openmp" means, as far as it is known when a cache was made; else "".
- * Static. */
-KVC_API const char *kvc_openmp_library(void);
-
-/* ---- status ----------------------------------------------------------------------------------------------------- */
+/* ---- status ------------------------------------------------------------------------------------------------------ */
 
 /* All statuses, as X(name, value, text). */
 #define KVC_STATUS_LIST(X)                                                                                             \
@@ -163,14 +121,7 @@ KVC_API const char *kvc_strerror(kvc_status status);
 /* Returns the message of this thread's last call that failed, "" if none did.  Valid until its next failure. */
 KVC_API const char *kvc_last_error(void);
 
-/* Sets what kvc_num_threads returns, for the whole process, at most 4096; 0 undoes that.  KVC_ERR_INVALID. */
-KVC_API kvc_status kvc_set_num_threads(int32_t num_threads);
-
-/* Sets whose threads calls of the whole process use from now on, "openmp" or "own", over KVCACHE_THREADS; NULL undoes
- * that.  KVC_ERR_UNSUPPORTED for a name that this build does not have. */
-KVC_API kvc_status kvc_set_threading_layer(const char *name);
-
-/* ---- configuration ---------------------------------------------------------------------------------------------- */
+/* ---- configuration ----------------------------------------------------------------------------------------------- */
 
 typedef enum kvc_type { /* element types of rows */
     KVC_F32 = 0,
@@ -338,471 +289,36 @@ typedef struct kvc_batch kvc_batch;
 typedef struct kvc_hold kvc_hold;
 typedef struct kvc_plan kvc_plan;
 
-/* Sets *cache to a new, empty cache, to be freed with kvc_cache_free.  Rows take no memory before they are needed.
- * KVC_ERR_INVALID, whose message names the field and what it may be; KVC_ERR_UNSUPPORTED; KVC_ERR_NOMEM. */
+/* ---- a cache ----------------------------------------------------------------------------------------------------- */
+
+/* Sets *cache to a new, empty cache, to be freed with kvc_cache_free.  Rows take no memory before they are needed. 
+ * Fails with KVC_ERR_INVALID, whose message names the field and what it may be, KVC_ERR_UNSUPPORTED and
+ * KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_cache_new(const kvc_config *config, kvc_cache **cache);
 
-/* Sets *clone to an independent copy of a cache and of all that its sequences hold, to be freed with kvc_cache_free.
- * Rows are copied block by block, without the mutex; those that sequences share are copied once, and shared in the copy
- * as well.  The copy has the same configuration, allocator and functions that move keys: their `user` must take calls
- * for both caches, from any thread.  Its statistics begin at 0, and memory kept for reuse is not copied, so that its
- * kvc_nbytes is no larger.  KVC_ERR_BUSY; KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
-
-/* Frees the cache, after waiting for calls that copy rows out; ignores NULL.  KVC_ERR_BUSY, also while a call waits in
- * kvc_begin_with; KVC_ERR_HELD while there is a kvc_hold. */
+/* Frees the cache, after waiting for calls that copy rows out; ignores NULL.  Fails with KVC_ERR_BUSY while a batch is
+ * open or a call waits in kvc_begin_with, and with KVC_ERR_HELD while there is a kvc_hold. */
 KVC_API kvc_status kvc_cache_free(kvc_cache *cache);
 
-/* ---- looking at sequences --------------------------------------------------------------------------------------- */
-
-/* Returns the number of rows of the sequence in the layer; layer -1: in the layer that keeps most.  -1 if there is no
- * such layer. */
-KVC_API int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer);
-
-/* Return the smallest and the largest stored position in any layer; -1 if nothing is stored. */
-KVC_API int32_t kvc_first_position(kvc_cache *cache, int64_t seq_id);
-KVC_API int32_t kvc_last_position(kvc_cache *cache, int64_t seq_id);
-
-/* Sets *first and *last to the smallest and the largest stored position in a layer, both to -1 if nothing is stored
- * there; layer -1: in any layer, as the two above.  Takes the same time however many rows there are.  KVC_ERR_INDEX. */
-KVC_API kvc_status kvc_position_range(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *first, int32_t *last);
-
-/* Returns the position of the next token: kvc_last_position + 1, or what follows the latest tokens if all their rows
- * were evicted.  0 if nothing was stored. */
-KVC_API int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id);
-
-/* Returns 1 if `position` is at most kvc_next_position and no row that a query there or later would see was evicted, or
- * left out by a batch that restored other layers; else 0.  Always 1 in a cache that holds no tokens, as no layer but
- * KVC_CROSS and KVC_NONE ones has rows. */
-KVC_API int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position);
-
-/* Writes the ids of the sequences that hold rows of tokens, ascending, at most max_ids of them; returns how many there
- * are. */
-KVC_API int64_t kvc_sequences(kvc_cache *cache, int64_t *seq_ids, int64_t max_ids);
-
-/* Writes the positions of the sequence's rows in order of arrival, at most max_positions of them; returns how many
- * rows there are, or -1 if there is no such layer. */
-KVC_API int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *positions,
-                              int64_t max_positions);
-
-/* ---- editing sequences ------------------------------------------------------------------------------------------ */
-
-/* Each of these fails with KVC_ERR_BUSY for a sequence of the open batch, or one whose keys another call rewrites. */
-
-#define KVC_END INT32_MAX /* as the end of a range of positions: to the last one */
-
-/* Forgets every sequence, retained ones too, or one.  Memory is kept for reuse. */
-KVC_API kvc_status kvc_clear(kvc_cache *cache);
-KVC_API kvc_status kvc_clear_sequence(kvc_cache *cache, int64_t seq_id);
-
-/* Forgets every sequence but this one, retained ones too. */
-KVC_API kvc_status kvc_keep(kvc_cache *cache, int64_t seq_id);
-
-/* Makes dst hold the rows of src at positions below `length`, in place of what it held.  No row is copied: the two
- * share slots until one of them drops these, and each appends to its own.  Sharing takes no slots: limits are checked
- * when the next batch begins.  src == dst is KVC_ERR_INVALID, and so is a length above 0 of an src that holds nothing:
- * clear dst where that is meant.  KVC_ERR_GONE as in kvc_truncate of src; KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, int32_t length);
-
-/* Does kvc_copy_prefix of everything src holds. */
-KVC_API kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst);
-
-/* Adds the rows of src at positions [begin, end) to dst, which keeps what it holds, as the last to arrive there.  No
- * row is copied, and limits are checked later, as in kvc_copy_prefix; of a cross-attention layer all rows are added,
- * where dst has none.  Rows that dst holds already, in the same slots at the same positions, are left out, so that
- * sharing twice does no harm.  KVC_ERR_INVALID, with the position, if dst holds another row at the position of one of
- * src's in some layer; also if src == dst.  KVC_ERR_NOMEM.
- * What was evicted of src at these positions counts as evicted of dst, unless dst holds rows there: kvc_can_resume says
- * where dst can go on, and a batch that would see such rows is KVC_ERR_GONE.  Into an empty sequence, [0, KVC_END) does
- * what kvc_fork does. */
-KVC_API kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t begin, int32_t end);
-
-/* Drops the rows at positions [begin, end).  Where that leaves nothing of the tokens, so that the sequence would go on
- * at position 0, the sequence ends as by kvc_clear_sequence: its rows in KVC_CROSS layers go, too.  So it does by every
- * edit, and where positions from 0 on are dropped of a sequence that has such rows alone.  (kvc_copy_prefix with length
- * 0, before that, makes another sequence hold them.)
- * With `shift`, later tokens move down by end - begin, as by kvc_shift, with its errors.  Without, they stay where they
- * are; KVC_ERR_NOMEM.  Where there are no later tokens, KVC_ERR_GONE as in kvc_truncate. */
-KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift);
-
-/* Drops the rows at positions of at least `length`, where the sequence goes on then.  KVC_ERR_GONE, and nothing has
- * changed, where a token there would see rows that were evicted.  0 is always possible, and so are a position that
- * kvc_can_resume confirms and one within the sinks of every layer with a window, where these were restored as well
- * (kvc_begin_with).  KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length);
-
-/* Moves the tokens at positions [begin, end) by delta; those that would come below 0 are dropped.  No row is copied or
- * rotated, unless a layer has KVC_ROPE_FUNCTION: then the moved rows are rewritten in new slots, and take memory twice
- * until all of them are: within max_bytes once retained rows are reclaimed and free memory is given back, which the call
- * does when that function has succeeded.  `capacity` counts what is live once the edit is done, which is more than
- * before where sequences shared rows.  KVC_ERR_UNSUPPORTED if a layer's rope is not known; KVC_ERR_INVALID if a
- * position would pass the largest; KVC_ERR_NOMEM; where rows are rewritten, KVC_ERR_FULL (capacity or max_bytes) and
- * KVC_ERR_CALLBACK. */
-KVC_API kvc_status kvc_shift(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t delta);
-
-/* Divides the positions [begin, end) by `divisor`, at least 1, rounding down (self-extend, Jin et al. 2024).  Keys that
- * carry a rotation are rewritten.  Errors as in kvc_shift. */
-KVC_API kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t divisor);
-
-/* Rotates the keys of every sequence for the positions they have now, so that every delta is 0.  Keys are rounded to
- * their type once more; rows that sequences share at different deltas are copied.  KVC_ERR_BUSY; KVC_ERR_HELD;
- * KVC_ERR_NOMEM; KVC_ERR_FULL (capacity, as in kvc_shift, or max_bytes). */
-KVC_API kvc_status kvc_settle(kvc_cache *cache);
-
-/* Takes memory now for num_tokens more tokens of a sequence, at least 1, so that the next batches, of as many tokens
- * together, take none for rows or bookkeeping.  It is resident then, in huge pages where the system has them: writing
- * these rows faults on no page.  Pages are taken last, after all that can fail; slots that other threads take
- * meanwhile are left out.  Memory that is free already counts, and other sequences may use what was reserved; it stays
- * until it is used, kvc_compact gives it back, or other rows need it to stay within max_bytes.  Evicts rows and moves
- * rows together as kvc_begin does, within the limits of a batch of as many tokens.  KVC_ERR_FULL; KVC_ERR_BUSY;
- * KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens);
-
-/* Sets *num_tokens to the number of tokens, at consecutive positions from kvc_next_position on, that one batch could
- * add to a sequence now: what max_seq_len, max_sequences, capacity and max_bytes leave once rows are evicted for it,
- * at most KVC_MAX_BATCH.  Under a sliding window or chunks there may be as much room again once these are committed,
- * and max_seq_len leaves room for any number where it is at least what the policy keeps.
- * KVC_ERR_BUSY; KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens);
-
-/* Moves rows together so that no block has holes, and gives back the memory that this frees, and that of unused
- * blocks.  KVC_ERR_BUSY; KVC_ERR_HELD (pointers into the rows would go stale); KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_compact(kvc_cache *cache);
-
-/* ---- rows that wait to be used again ---------------------------------------------------------------------------- */
-
-/* A retained sequence keeps rows for later sequences that begin with the same tokens, when no running sequence may need
- * them any more: say block_size tokens of a prompt.  It is read like any other.  Batches and edits refuse it with
- * KVC_ERR_INVALID, but for kvc_inject; kvc_clear_sequence drops it; kvc_sequences does not list it, and max_sequences
- * does not count it.
- * Where a call would fail with KVC_ERR_FULL for capacity or max_bytes, rows that only retained sequences hold are
- * reclaimed, the least recently used first, and none unless the call succeeds.  A sequence is reclaimed as a whole; but
- * where others hold its rows in the layers that see everything, only its rows in the other layers are.  One whose rows
- * free nothing that is lacking stays, unless max_bytes takes even its bookkeeping.  kvc_room counts what can be
- * reclaimed. */
-
-/* Makes a retained sequence `id` of the rows of src at positions [begin, end), as the most recently used.  No row is
- * copied, and those of cross-attention layers are left out.  If src holds no rows there, no sequence is made.
- * Rows that the open batch adds to src, if src is stored, are retained as well: before the commit they are all there,
- * the commit evicts some of layers with a window or chunks.  If the batch is aborted, or does not keep them, clear the
- * retained sequence.
- * KVC_ERR_INVALID if `id` holds rows; KVC_ERR_BUSY while keys of src are rewritten; KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_retain(kvc_cache *cache, int64_t src, int64_t id, int32_t begin, int32_t end);
-
-/* Makes a retained sequence of new rows at positions [begin, end), at most block_size of them, whose contents come from
- * elsewhere: write them with kvc_inject.  Until then they are undefined, so the sequence is pinned: take the pin away
- * (kvc_pin) when they are written.  layers: [num_layers] not 0 for layers that have rows, with all layers of one group
- * alike; NULL: all have.  May be called while a batch is open.  KVC_ERR_INVALID as kvc_retain; KVC_ERR_FULL;
- * KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers);
-
-/* Makes dst, which holds nothing, of rows of retained sequences, given by rising position, as if their tokens had been
- * put in dst.  *matched becomes the number of tokens, at most `length`, behind which dst can go on: so many that every
- * layer has what a query there sees, which is all rows, or those of its window or chunk; and no more than the sequences
- * had, evicted tokens included.  Ids that do not exist count as reclaimed: what they held is missing.  dst holds no
- * token from *matched on, and nothing where that is 0.  Marks the sequences as used, as kvc_touch does.
- * KVC_ERR_INVALID if dst holds rows, an id is that of a sequence that is not retained, or rows of one do not stand
- * behind those of the ones before; KVC_ERR_BUSY; KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_attach(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int64_t dst, int32_t length,
-                              int32_t *matched);
-
-/* Marks retained sequences as used, the first as the most recent: what others build on stays longest.  kvc_pin pins
- * them (add 1), so that they are not reclaimed, or takes a pin away (add -1).  Both ignore ids that do not exist, or
- * are not retained. */
-KVC_API kvc_status kvc_touch(kvc_cache *cache, const int64_t *ids, int32_t num_ids);
-KVC_API kvc_status kvc_pin(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int32_t add);
-
-/* Writes the ids of the retained sequences, the least recently used first, at most max_ids of them; returns how many
- * there are. */
-KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
-
-/* ---- memory ----------------------------------------------------------------------------------------------------- */
-
-typedef struct kvc_stats {
-    int64_t batches;         /* committed */
-    int64_t aborted;         /* batches */
-    int64_t tokens;          /* committed */
-    int64_t rows_evicted;    /* per layer group, as are all rows and slots here */
-    int64_t rows_moved;      /* by compaction */
-    int64_t compactions;
-    int64_t blocks_opened;   /* memory taken */
-    int64_t blocks_reused;   /* taken from those that nobody held any more */
-    int64_t blocks_returned; /* memory given back */
-    int64_t live_slots;      /* now: held by a sequence or an open batch */
-    int64_t wasted_slots;    /* now: neither live nor free to be handed out before a compaction */
-    int64_t blocks_in_use;   /* now */
-    int64_t blocks_free;     /* now: memory kept for reuse */
-    int64_t rows_copied;     /* to slots of a sequence's own, to be changed there: by kvc_divide and KVC_ROPE_FUNCTION,
-                                and of shared rows by kvc_settle and kvc_inject.  Nothing else copies a stored row */
-    int64_t rows_reclaimed;    /* of retained sequences, to make room */
-    int64_t retained;          /* now: retained sequences */
-    int64_t reclaimable_slots; /* now: of live_slots, those that only such sequences hold */
-} kvc_stats;
-
-/* Fills in *stats, of stats_size bytes. */
-KVC_API void kvc_get_stats(kvc_cache *cache, kvc_stats *stats, size_t stats_size);
-
-/* Returns the bytes of memory the cache holds: rows that were ever written since their memory was taken, in whole OS
- * pages where a block is large, and bookkeeping. */
-KVC_API int64_t kvc_nbytes(kvc_cache *cache);
-
-/* Return the slots in a block, and the slots in all (-1: no limit), with defaults filled in. */
-KVC_API int32_t kvc_block_size(kvc_cache *cache);
-KVC_API int64_t kvc_capacity(kvc_cache *cache);
-
-/* Returns the bytes of rows when `capacity` slots of every layer group are filled; -1 where there is no limit.  (What
- * an open batch puts in cross-attention layers comes on top until it is committed.) */
-KVC_API int64_t kvc_capacity_bytes(kvc_cache *cache);
-
-/* Returns live slots as a fraction of `capacity`, or, where that has no limit, of the slots in blocks; of the fullest
- * group.  At most 1: rows that are to replace others, in an edit or a batch that restores, count once it is done, and
- * those that can be reclaimed do not count. */
-KVC_API double kvc_utilization(kvc_cache *cache);
-
-typedef struct kvc_block_info {
-    int32_t num_slots;
-    int32_t filled;     /* slots below this were handed out; those past it belong to nobody yet */
-    int32_t live;       /* of these, that a sequence or the open batch holds; the others wait for a compaction */
-    int32_t references; /* how many hold the slot that most hold: sequences, and the open batch */
-    int32_t resident;   /* slots that were ever handed out since its memory was taken: memory the system has given */
-    int32_t is_held;    /* not 0: a kvc_hold keeps its rows as they are; until it lets go they are not reused */
-    int32_t is_free;    /* not 0: nobody holds any of it: memory kept for reuse */
-} kvc_block_info;
-
-typedef struct kvc_run_info {
-    int64_t seq_id;
-    int32_t block; /* which of the blocks */
-    int32_t slot;  /* the run is slots [slot, slot + count) of it */
-    int32_t count;
-    int32_t position; /* of the first row; the others follow one by one */
-    int32_t delta;
-    int32_t in_batch; /* not 0: of the open batch, and no part of the sequence yet */
-} kvc_run_info;
-
-/* Lists where the rows of a layer's group lie, at one moment: every block that it has memory for, and every run in
- * them, by rising sequence id and in order of arrival; then those of the open batch, and rows that a kvc_put is
- * writing to a cross-attention layer.  Writes at most max_blocks and max_runs of them, each of the size given, and
- * sets *num_blocks and *num_runs to how many there are.  Once blocks are given back, others take their numbers.  Slots
- * that another call is writing rewritten keys to are live, and in no run. */
-KVC_API kvc_status kvc_blocks(kvc_cache *cache, int32_t layer, kvc_block_info *blocks, size_t block_info_size,
-                              int64_t max_blocks, int64_t *num_blocks, kvc_run_info *runs, size_t run_info_size,
-                              int64_t max_runs, int64_t *num_runs);
-
-/* Checks every invariant of the bookkeeping.  KVC_ERR_CORRUPT, with the reason in kvc_last_error(). */
-KVC_API kvc_status kvc_validate(kvc_cache *cache);
-
-/* ---- reading rows ----------------------------------------------------------------------------------------------- */
-
-typedef struct kvc_span {
-    const void *k; /* row of the first position, KV head 0; rows are k_row_stride apart, heads k_head_stride */
-    const void *v;
-    int64_t k_head_stride, k_row_stride;
-    int64_t v_head_stride, v_row_stride;
-    int32_t num_rows;
-    int32_t position; /* of the first row; the others follow one by one */
-    int32_t delta;    /* position now, less the position the keys were rotated for: they are as they were stored */
-    int32_t reserved; /* 0 */
-} kvc_span;
-
-/* Lists the stored rows of a sequence in a layer, in order of arrival, without a copy.  Writes at most max_spans of
- * them (each span_size bytes) and sets *num_spans to how many there are.  If hold is not NULL and all were written,
- * *hold keeps the rows as they are, whatever is edited, until kvc_hold_free; without one, pointers are valid until
- * anything is edited, memory is reserved or a batch begins.  KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
-                             int64_t max_spans, int64_t *num_spans, kvc_hold **hold);
-
-/* Frees a hold, and lets go of its rows; ignores NULL.  Free every hold before the cache. */
-KVC_API void kvc_hold_free(kvc_hold *hold);
-
-typedef struct kvc_rows_out {
-    size_t struct_size;
-    int32_t type;          /* KVC_F32, KVC_F16 or KVC_BF16: what rows are converted to, unless they are raw */
-    void *k;               /* [num_kv_heads][rows][k_dim], rows and heads this far apart; NULL: not wanted */
-    void *v;
-    int64_t k_head_stride, k_row_stride;
-    int64_t v_head_stride, v_row_stride;
-    int32_t *positions;  /* [rows] set to where each row stands, -1 where kvc_extract found none; may be NULL */
-    int64_t *num_stored; /* set to how many rows there are to copy from: those of the sequence in the layer, or, by
-                            kvc_dense, what kvc_dense_rows says; also if the call fails because it asks for more, or
-                            another number.  May be NULL.  Rows, positions and number are of one moment */
-    int32_t raw; /* 0: rows are converted to `type`.  Else they stay in the types in which the layer stores them, its
-                    k_type and v_type, byte for byte; k and v need no alignment then.  Keys that were moved by a delta
-                    are rotated, and encoded anew in the copy: the bytes that kvc_settle would store */
-    kvc_batch *batch; /* for kvc_gather and kvc_extract: the open batch, if rows that it was given for the sequence are
-                         to count as well, behind the stored ones, as in kvc_batch_spans and with its errors.  NULL:
-                         stored rows only */
-} kvc_rows_out;
-
-/* Copies rows [first_row, first_row + num_rows), counted in order of arrival, of a sequence in a layer: decoded or raw,
- * and keys rotated for the position they stand at now.  Strides are whole elements, those of quantised rows any number
- * of bytes.  KVC_ERR_INDEX if the sequence does not hold that many; KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t first_row, int64_t num_rows,
-                              const kvc_rows_out *out);
-
-/* Copies the rows at positions [begin, end), decoded or raw, and rotated as by kvc_gather: row i is that of position
- * begin + i, the latest of several, and bytes of 0 where there is none.  KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_extract(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
-                               const kvc_rows_out *out);
-
-typedef struct kvc_rows_in {
-    size_t struct_size;
-    const void *k; /* [num_kv_heads][rows][k_dim], rows and heads this far apart */
-    const void *v; /* NULL where values lie in the keys */
-    int64_t k_head_stride, k_row_stride;
-    int64_t v_head_stride, v_row_stride;
-    int32_t k_type; /* as in kvc_put_args */
-    int32_t v_type;
-    int32_t skip_missing;  /* 0: every position must hold a row; else positions without one are skipped */
-    int64_t *num_replaced; /* set to how many rows were replaced; may be NULL */
-} kvc_rows_in;
-
-/* Replaces the rows at positions [begin, end) of one layer, the latest of several at one position.  Keys are given as
- * rotated for these positions; where the stored ones were moved by a delta, the new ones are rotated back by it and
- * encoded anew.  Other sequences and holds keep what they had.  KVC_ERR_INDEX, with the positions in the sentence, if
- * some hold no row and skip_missing is 0; KVC_ERR_INVALID if the layer has no rows of its own; KVC_ERR_UNSUPPORTED for
- * KVC_CROSS; KVC_ERR_BUSY; KVC_ERR_NOMEM; KVC_ERR_FULL (capacity or max_bytes, where shared rows are copied first). */
-KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
-                              const kvc_rows_in *in);
-
-/* Returns which row, counted in order of arrival, stands at a position, the latest of several; -1 if there is none, or
- * no such layer. */
-KVC_API int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t position);
-
-/* ---- saved state ------------------------------------------------------------------------------------------------ */
-
-/* A saved state is a file, or any other sequence of bytes, with rows as they are stored, all that belongs to them, and
- * checksums; docs/format.md specifies it.  safetensors opens it, too.  Checksums find damage; they do not find a change
- * by somebody who computes them anew.  The file ends with KVC_MAC_BYTES bytes that the library writes as 0 and ignores:
- * whoever has a secret puts there a MAC of all bytes before them. */
-#define KVC_MAC_BYTES 32
-
-/* Takes, or sets, the next `size` bytes of the file.  Returns 0 for success; anything else ends the call with
- * KVC_ERR_CALLBACK.  It is called without the cache's mutex, from the thread that saves or loads, and must not save or
- * load in turn.  kvc_save hands the last KVC_MAC_BYTES bytes over in a call of their own, and loading asks for them in
- * one, before anything is changed. */
-typedef int32_t kvc_write_fn(void *user, const void *data, size_t size);
-typedef int32_t kvc_read_fn(void *user, void *data, size_t size);
-
-typedef struct kvc_save_args {
-    size_t struct_size;
-    kvc_write_fn *write;
-    void *user;
-    const int64_t *seq_ids;    /* [num_sequences] by rising id; NULL: all but retained ones */
-    int64_t num_sequences;     /* 0 where seq_ids is NULL */
-    const int64_t *tokens;     /* token ids, kept for the caller: of each of seq_ids, one after the other; may be NULL */
-    const int64_t *num_tokens; /* [num_sequences] how many of them each has, 0 or more */
-    const char *fingerprint;   /* names the model, say by a hash of its file: up to 255 printable ASCII characters but
-                                  quotes and backslashes.  NULL: "" */
-} kvc_save_args;
-
-/* Saves sequences: their rows, those that they share once, positions, deltas, what was evicted, and the configuration
- * but for threads and functions.  It is the state of one moment.  Of an open batch nothing is saved; rows are written
- * without the mutex, and may be edited meanwhile, as if a kvc_hold held them.  seq_ids may name empty sequences.
- * KVC_ERR_CALLBACK, after which what was written is no whole file; KVC_ERR_NOMEM; KVC_ERR_UNSUPPORTED on a big-endian
- * machine, as files are little-endian. */
-KVC_API kvc_status kvc_save(kvc_cache *cache, const kvc_save_args *args);
-
-/* Gets the tokens that were saved with a sequence, before anything is changed.  Returns as kvc_read_fn does. */
-typedef int32_t kvc_tokens_fn(void *user, int64_t seq_id, const int64_t *tokens, int64_t num_tokens);
-
-typedef struct kvc_load_args {
-    size_t struct_size;
-    const void *data;  /* [size] the file in memory, best mapped: parts are copied and checked on all threads.  NULL: it
-                          is read by `read` */
-    kvc_read_fn *read;
-    void *user;        /* for read and tokens */
-    int64_t size;      /* bytes of the file */
-    const char *fingerprint; /* not NULL: KVC_ERR_FORMAT if the file has another one */
-    const int64_t *seq_ids;  /* [num_sequences] sequences of the file, by rising id; NULL: all */
-    const int64_t *to_ids;   /* [num_sequences] what they are called in the cache; NULL: the same */
-    int64_t num_sequences;   /* 0 where seq_ids is NULL */
-    kvc_tokens_fn *tokens;   /* called for each of these sequences; may be NULL */
-    const kvc_config *config; /* for kvc_load only; may be NULL.  Its allocator, threads and poll are the cache's; limits
-                                 and block_size, where not 0, take the place of the file's.  layers may be NULL and
-                                 num_layers 0; give layers, the same as the file's, where some have KVC_ROPE_FUNCTION */
-} kvc_load_args;
-
-/* Sets *cache to a new cache with the configuration and the sequences of a file, to be freed with kvc_cache_free.  The
- * file is untrusted: every count is checked against its size before memory is taken for it.  cache NULL: only checks
- * the file, checksums included.
- * KVC_ERR_FORMAT, with the reason in kvc_last_error(): truncated, altered (and which tensor), of another shape or model,
- * of a newer format, or no saved state; KVC_ERR_INVALID also where the file has not all of seq_ids, or needs functions
- * that move keys; KVC_ERR_CALLBACK; KVC_ERR_FULL (capacity or max_bytes); KVC_ERR_NOMEM; KVC_ERR_UNSUPPORTED. */
-KVC_API kvc_status kvc_load(const kvc_load_args *args, kvc_cache **cache);
-
-/* Loads sequences into a cache whose layers have the shapes, types, transforms, policies and ropes of the file's, in
- * place of what it held under these ids; block_size and limits may differ.  Rows that two of them share are shared
- * again.  Meanwhile other calls go on, as beside kvc_save; the sequences are there once all is read and checked.  Only
- * then are retained ones reclaimed and old rows replaced: until then the cache may exceed max_bytes by what is loaded.
- * Errors as kvc_load; KVC_ERR_BUSY for a sequence that kvc_begin or an edit is using, KVC_ERR_INVALID for a retained
- * one. */
-KVC_API kvc_status kvc_restore(kvc_cache *cache, const kvc_load_args *args);
-
-/* ---- a forward pass --------------------------------------------------------------------------------------------- */
+/* ---- a forward pass ---------------------------------------------------------------------------------------------- */
 
 #define KVC_MAX_BATCH (1 << 24) /* tokens of a batch, for each of which it takes some 200 bytes while it is open, and 12
                                    or fewer in each layer group, which its sequence keeps */
 
 /* Opens a batch, of which a cache has one at a time: makes room in every layer for num_tokens tokens, from 1 to
  * KVC_MAX_BATCH, at these positions of these sequences.  seq_ids NULL: all of sequence 0.  positions NULL: those that
- * follow what each sequence holds at that moment, from kvc_next_position on.  Evicts rows that no later query can see
- * and the policies do not keep, taking it that none comes below the smallest position that a sequence has in the batch,
- * or, in other sequences, below their next one.  While the batch is open, layers with a window or chunks hold its tokens
- * beside what they keep; kvc_commit evicts what no later query can see.
- * parents, where it is not NULL, makes trees of the tokens (speculated ones, to be verified together): parents[i] is an
- * earlier token of the same sequence, or -1, and of the batch a token sees itself and its ancestors, whatever their
+ * follow what each sequence holds at that moment, from kvc_next_position on.
+ * Evicts rows that no later query can see and the policies do not keep.  It assumes that later queries stand at or
+ * after the sequence's smallest position in this batch; for sequences not in the batch, at or after
+ * kvc_next_position.  While the batch is open, layers with a window or chunks hold its tokens beside what they keep;
+ * kvc_commit evicts what no later query can see.
+ * parents, where it is not NULL, makes trees of the tokens (speculated ones, to be verified together): parents[i] is
+ * an earlier token of the same sequence, or -1, and of the batch a token sees itself and its ancestors, whatever their
  * positions, and nothing else.
- * KVC_ERR_FULL where max_seq_len, max_sequences, capacity or max_bytes would be passed; KVC_ERR_GONE where a token
- * would see rows that were evicted; KVC_ERR_BUSY; KVC_ERR_NOMEM. */
+ * Fails with KVC_ERR_FULL where max_seq_len, max_sequences, capacity or max_bytes would be passed, with KVC_ERR_GONE
+ * where a token would see rows that were evicted, with KVC_ERR_BUSY and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
                              const int32_t *parents, kvc_batch **batch);
-
-typedef struct kvc_begin_args {
-    size_t struct_size;
-    int32_t num_tokens;
-    const int32_t *positions; /* [num_tokens], as are the arrays below; NULL: those that follow */
-    const int64_t *seq_ids;   /* NULL: all of sequence 0 */
-    const int32_t *parents;   /* NULL: no trees */
-    const uint8_t *unstored;  /* not 0: the token's sequence is not stored, and holds nothing once the batch is
-                                 committed; the same for all tokens of a sequence.  NULL: all sequences are stored */
-    int64_t timeout_ms;       /* milliseconds to wait while another batch is open or keys are rewritten: 0, not at all;
-                                 -1, as long as it takes */
-    const uint8_t *restored;  /* [num_layers] not 0: the batch restores the layer.  NULL: none, it is an ordinary one */
-} kvc_begin_args;
-
-/* Does what kvc_begin does for batches with sequences that are not to be stored, for example to score a text, or where
- * memory is short.  This batch sees what such a sequence held before; once it is committed, that is dropped.
- * Where it held nothing, its tokens take the memory of one layer.  Rows that kvc_attend puts stay until kvc_attend puts
- * in another layer, be it cancelled; to attend to them after that, or to ask for them by kvc_dense, is KVC_ERR_GONE.
- * Rows that kvc_put puts or kvc_slots shows stay until the batch ends, in memory of their own (KVC_ERR_FULL for
- * max_bytes, KVC_ERR_NOMEM); so do those of layers that others share, and of cross-attention layers.  capacity and
- * max_sequences do not count such tokens, and kvc_blocks does not show their rows.
- * With timeout_ms, calls wait for the batch in order of arrival, and find the sequences as they are then; a call
- * without it is KVC_ERR_BUSY while others wait.  Any thread may end the batch, so a thread that waits for a batch that
- * it was to end itself waits in vain.  KVC_ERR_BUSY once timeout_ms have passed; KVC_ERR_CANCELLED (poll).
- *
- * With `restored`, the batch restores rows that were saved.  Once it is committed, its tokens are all that their
- * sequences hold in these layers, in place of what they held there; other layers stay as they are.  So a state whose
- * layers hold different positions takes several batches: one with all positions, for the layers that see everything,
- * and one with the last positions, for those with a window.
- * Give positions, in any order: the tokens arrive by rising position, those of a sequence at the same position, as
- * kvc_divide leaves them, in the order given; parents and unstored are NULL.  Layers of one group are restored
- * together; flags of layers that share rows, or have no attention, are ignored.  Put every token in every restored
- * layer, and in no other (KVC_ERR_INVALID).  kvc_put replaces the rows of a restored KVC_CROSS layer; where it is not
- * called, they stay.  Nothing attends in such a batch: kvc_attend, kvc_plan_new, kvc_dense and those beside it are
- * KVC_ERR_INVALID.  kvc_commit_kept leaves a sequence as it is if it keeps none of its tokens.  What is replaced takes
- * memory until the commit, but counts neither for max_seq_len nor, unless an edit copies rows meanwhile, for capacity.
- * Positions that one layer holds and another lacks are gone from that other one, as if they had been evicted: to go on
- * where they would be seen is KVC_ERR_GONE until it is restored as well, or kvc_truncate drops them.  Of a restored
- * layer with a window or chunks, positions that were not given and that the query behind its last row would not see
- * count as evicted.  Until layers agree again, no row is evicted that a query from the first such position on would
- * see: so the window of an earlier moment can be restored into a sequence that has gone on, and kvc_truncate takes it
- * back there.
- * KVC_ERR_INVALID where restored, positions, parents or unstored are not as said. */
-KVC_API kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **batch);
-
-/* Returns the positions of the batch's tokens, [num_tokens]; valid until the batch ends. */
-KVC_API const int32_t *kvc_batch_positions(const kvc_batch *batch);
 
 typedef struct kvc_put_args {
     size_t struct_size;
@@ -827,22 +343,10 @@ typedef struct kvc_put_args {
  * number of bytes.
  * In a KVC_CROSS layer the num_tokens rows (at least 1; first is 0) replace all that the sequence has there: for this
  * batch at once, for others once it is committed.
- * KVC_ERR_INVALID if a token was put before, or if the layer shares another's rows or has none; KVC_ERR_INDEX if the
- * batch has no such tokens; KVC_ERR_CANCELLED (poll), after which nothing was put; for KVC_CROSS, KVC_ERR_FULL (max_len
- * or max_bytes) and KVC_ERR_NOMEM, as for sequences that are not stored (kvc_begin_with). */
+ * Fails with KVC_ERR_INVALID if a token was put before, or if the layer shares another's rows or has none, with
+ * KVC_ERR_INDEX if the batch has no such tokens, and with KVC_ERR_CANCELLED (poll), after which nothing was put; for
+ * KVC_CROSS, as for sequences that are not stored, also with KVC_ERR_FULL (max_len or max_bytes) and KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *args);
-
-/* Sets *span to where a kernel of the caller is to write the rows of token `first` of the batch, and of those after it
- * that lie in consecutive slots, in place of kvc_put.  Write through its pointers; they are valid until the batch ends,
- * or, if hold is not NULL, until *hold is freed.  position is that of `first`; those of the others are the batch's.  Do
- * not call it while another thread puts or writes tokens of the same layer.  KVC_ERR_INDEX and KVC_ERR_INVALID as in
- * kvc_put; KVC_ERR_UNSUPPORTED for KVC_CROSS; KVC_ERR_NOMEM; KVC_ERR_FULL (kvc_begin_with). */
-KVC_API kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *span, size_t span_size,
-                             kvc_hold **hold);
-
-/* Notes that tokens [first, first + num_tokens) of the batch were written where kvc_slots showed.  KVC_ERR_INDEX;
- * KVC_ERR_INVALID as in kvc_put. */
-KVC_API kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens);
 
 typedef struct kvc_attend_args {
     size_t struct_size;
@@ -889,56 +393,531 @@ typedef struct kvc_plan_args {
 
 /* Attends: out[t, h] = sum over visible rows j of softmax(scale * q[t, h] . k[j]) * v[j], for the query tokens of the
  * plan's range in the layer plan->layer, with all threads of the cache.  A token sees the stored rows of its sequence
- * and the batch's own, at positions up to its own, that the policy shows and the plan does not hide; those of the batch
- * must have been put in this layer.  Where nothing is visible, out is 0 and lse -inf.  Sums are kept in f32.  The bits
- * of a token's result depend on nothing but the rows it sees and which tokens of its sequence are in the call: not on
- * threads, on where rows lie, or on who else is in the batch.  Infinities and NaN in rows reach the tokens that see
- * them, and no others; prompts that hold any take longer.
- * KVC_ERR_INVALID also where a visible token was not put, or a sequence has no rows in a cross-attention layer;
- * KVC_ERR_INDEX; KVC_ERR_GONE (kvc_begin_with); KVC_ERR_NOMEM; KVC_ERR_FULL as in kvc_put; KVC_ERR_CANCELLED (cancel,
- * or the cache's poll).  After an error nothing was put, and the call can be made again; but in a cross-attention layer
- * rows may have been put after KVC_ERR_NOMEM and KVC_ERR_CANCELLED, where putting them again does no harm.  After
- * KVC_ERR_CANCELLED, out and lse hold anything. */
+ * and the batch's own, at positions up to its own, that the policy shows and the plan does not hide; those of the
+ * batch must have been put in this layer.  Where nothing is visible, out is 0 and lse -inf.  Sums are kept in f32. 
+ * The bits of a token's result depend on nothing but the rows it sees and which tokens of its sequence are in the
+ * call: not on threads, on where rows lie, or on who else is in the batch.  Infinities and NaN in rows reach the
+ * tokens that see them, and no others; prompts that hold any take longer.
+ * Fails with KVC_ERR_INVALID also where a visible token was not put, or a sequence has no rows in a cross-attention
+ * layer, with KVC_ERR_INDEX, with KVC_ERR_GONE for sequences that are not stored (kvc_begin_with), with KVC_ERR_NOMEM,
+ * with KVC_ERR_FULL as kvc_put does, and with KVC_ERR_CANCELLED (cancel, or the cache's poll).  After an error nothing
+ * was put, and the call can be made again; but in a cross-attention layer rows may have been put after KVC_ERR_NOMEM
+ * and KVC_ERR_CANCELLED, where putting them again does no harm.  After KVC_ERR_CANCELLED, out and lse hold
+ * anything. */
 KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args);
+
+/* Ends the batch and frees it: its tokens become part of their sequences, if these are stored.  Layers with a window
+ * or chunks keep what a query in the place of a sequence's last token would see, or as many positions as resume_window
+ * says; blocks that this frees go back to the system, but for what a sequence needs to go on, so that such a layer
+ * takes the memory of what it keeps, and at most two blocks, or with sinks three, for each sequence whose tokens are
+ * all kept and in nobody else's blocks.
+ * Fails with KVC_ERR_INVALID if a token was not put in some layer; the batch is still open then.  Once every token was
+ * put, this cannot fail: kvc_begin has taken all memory that it needs.  (The work on OS pages at its end is left out
+ * where the system refuses it.) */
+KVC_API kvc_status kvc_commit(kvc_batch *batch);
+
+/* Does what kvc_commit does with num_kept of the tokens only, such as the accepted ones of those that were
+ * speculated:  `kept` has their indices in the batch, in any order.  The others need not have been put.  What a
+ * sequence was given in a cross-attention layer is kept if one of its tokens is.  Fails with KVC_ERR_INDEX for an
+ * index that is none, with KVC_ERR_INVALID for one given twice, and as kvc_commit does: once the kept tokens were put,
+ * whichever they are, this cannot fail. */
+KVC_API kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept);
+
+/* Ends the batch and frees it, as if its tokens had never been; rows that kvc_begin evicted stay evicted.  Ignores
+ * NULL. */
+KVC_API void kvc_abort(kvc_batch *batch);
+
+/* ---- looking at sequences ---------------------------------------------------------------------------------------- */
+
+/* Returns the number of rows of the sequence in the layer; layer -1: in the layer that keeps most.  -1 if there is no
+ * such layer. */
+KVC_API int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer);
+
+/* Returns the smallest stored position in any layer; -1 if nothing is stored. */
+KVC_API int32_t kvc_first_position(kvc_cache *cache, int64_t seq_id);
+
+/* Returns the largest stored position in any layer; -1 if nothing is stored. */
+KVC_API int32_t kvc_last_position(kvc_cache *cache, int64_t seq_id);
+
+/* Sets *first and *last to the smallest and the largest stored position in a layer, both to -1 if nothing is stored
+ * there; layer -1: in any layer, as the two above.  Takes the same time however many rows there are.  Fails with
+ * KVC_ERR_INDEX. */
+KVC_API kvc_status kvc_position_range(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *first, int32_t *last);
+
+/* Returns the position of the next token: kvc_last_position + 1, or what follows the latest tokens if all their rows
+ * were evicted.  0 if nothing was stored. */
+KVC_API int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id);
+
+/* Returns 1 if `position` is at most kvc_next_position and no row that a query there or later would see was evicted, or
+ * left out by a batch that restored other layers; else 0.  Always 1 in a cache that holds no tokens, as no layer but
+ * KVC_CROSS and KVC_NONE ones has rows. */
+KVC_API int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position);
+
+/* Writes the ids of the sequences that hold rows of tokens, ascending, at most max_ids of them; returns how many there
+ * are. */
+KVC_API int64_t kvc_sequences(kvc_cache *cache, int64_t *seq_ids, int64_t max_ids);
+
+/* Writes the positions of the sequence's rows in order of arrival, at most max_positions of them; returns how many
+ * rows there are, or -1 if there is no such layer. */
+KVC_API int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *positions,
+                              int64_t max_positions);
+
+/* ---- editing sequences ------------------------------------------------------------------------------------------- */
+
+/* Each of these fails with KVC_ERR_BUSY for a sequence of the open batch, or one whose keys another call rewrites. */
+
+#define KVC_END INT32_MAX /* as the end of a range of positions: to the last one */
+
+/* Forgets every sequence, retained ones too.  Memory is kept for reuse. */
+KVC_API kvc_status kvc_clear(kvc_cache *cache);
+
+/* Forgets one sequence.  Memory is kept for reuse. */
+KVC_API kvc_status kvc_clear_sequence(kvc_cache *cache, int64_t seq_id);
+
+/* Forgets every sequence but this one, retained ones too. */
+KVC_API kvc_status kvc_keep(kvc_cache *cache, int64_t seq_id);
+
+/* Makes dst hold all that src holds, as kvc_copy_prefix does, with its errors. */
+KVC_API kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst);
+
+/* Makes dst hold the rows of src at positions below `length`, in place of what it held.  No row is copied: the two
+ * share slots until one of them drops these, and each appends to its own.  Sharing takes no slots: limits are checked
+ * when the next batch begins.  src == dst is KVC_ERR_INVALID, and so is a length above 0 of an src that holds
+ * nothing:  clear dst where that is meant.  Fails with KVC_ERR_GONE as kvc_truncate of src does, and with
+ * KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, int32_t length);
+
+/* Adds the rows of src at positions [begin, end) to dst, which keeps what it holds, as the last to arrive there.  No
+ * row is copied, and limits are checked later, as in kvc_copy_prefix; of a cross-attention layer all rows are added,
+ * where dst has none.  Rows that dst holds already, in the same slots at the same positions, are left out, so that
+ * sharing twice does no harm.  What was evicted of src at these positions counts as evicted of dst, unless dst holds
+ * rows there: kvc_can_resume says where dst can go on, and a batch that would see such rows fails with KVC_ERR_GONE. 
+ * Into an empty sequence, [0, KVC_END) does what kvc_fork does.
+ * Fails with KVC_ERR_INVALID, and the position, if dst holds another row at the position of one of src's in some
+ * layer, with KVC_ERR_INVALID also if src == dst, and with KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t begin, int32_t end);
+
+/* Drops the rows at positions [begin, end).  Where that leaves nothing of the tokens, so that the sequence would go on
+ * at position 0, the sequence ends as by kvc_clear_sequence: its rows in KVC_CROSS layers go, too.  So it does by
+ * every edit, and where positions from 0 on are dropped of a sequence that has such rows alone.  (kvc_copy_prefix with
+ * length 0, before that, makes another sequence hold them.)
+ * With `shift`, later tokens move down by end - begin, as by kvc_shift, with its errors.  Without, they stay where
+ * they are.  Fails with KVC_ERR_NOMEM, and where there are no later tokens with KVC_ERR_GONE as kvc_truncate does. */
+KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift);
+
+/* Drops the rows at positions of at least `length`, where the sequence goes on then.  Fails with KVC_ERR_GONE where a
+ * token there would see rows that were evicted.  0 is always possible, and so are a position that kvc_can_resume
+ * confirms and one within the sinks of every layer with a window, where these were restored as well (kvc_begin_with). 
+ * Fails with KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length);
+
+/* Moves the tokens at positions [begin, end) by delta; those that would come below 0 are dropped.  No row is copied or
+ * rotated, unless a layer has KVC_ROPE_FUNCTION: then the moved rows are rewritten in new slots, and take memory twice
+ * until all of them are: within max_bytes once retained rows are reclaimed and free memory is given back, which the
+ * call does when that function has succeeded.  `capacity` counts what is live once the edit is done, which is more
+ * than before where sequences shared rows.
+ * Fails with KVC_ERR_UNSUPPORTED if a layer's rope is not known, with KVC_ERR_INVALID if a position would pass the
+ * largest, and with KVC_ERR_NOMEM; where rows are rewritten, also with KVC_ERR_FULL (capacity or max_bytes) and
+ * KVC_ERR_CALLBACK. */
+KVC_API kvc_status kvc_shift(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t delta);
+
+/* Divides the positions [begin, end) by `divisor`, at least 1, rounding down (self-extend, Jin et al. 2024).  Keys
+ * that carry a rotation are rewritten.  Fails as kvc_shift does. */
+KVC_API kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t divisor);
+
+/* Rotates the keys of every sequence for the positions they have now, so that every delta is 0.  Keys are rounded to
+ * their type once more; rows that sequences share at different deltas are copied.  Fails with KVC_ERR_BUSY,
+ * KVC_ERR_HELD, KVC_ERR_NOMEM and KVC_ERR_FULL (capacity, as in kvc_shift, or max_bytes). */
+KVC_API kvc_status kvc_settle(kvc_cache *cache);
+
+/* ---- reading and replacing rows ---------------------------------------------------------------------------------- */
+
+typedef struct kvc_span {
+    const void *k; /* row of the first position, KV head 0; rows are k_row_stride apart, heads k_head_stride */
+    const void *v;
+    int64_t k_head_stride, k_row_stride;
+    int64_t v_head_stride, v_row_stride;
+    int32_t num_rows;
+    int32_t position; /* of the first row; the others follow one by one */
+    int32_t delta;    /* position now, less the position the keys were rotated for: they are as they were stored */
+    int32_t reserved; /* 0 */
+} kvc_span;
+
+/* Lists the stored rows of a sequence in a layer, in order of arrival, without a copy.  Writes at most max_spans of
+ * them (each span_size bytes) and sets *num_spans to how many there are.  If hold is not NULL and all were written,
+ * *hold keeps the rows as they are, whatever is edited, until kvc_hold_free; without one, pointers are valid until
+ * anything is edited, memory is reserved or a batch begins.  Fails with KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
+                             int64_t max_spans, int64_t *num_spans, kvc_hold **hold);
+
+/* Frees a hold, and lets go of its rows; ignores NULL.  Free every hold before the cache. */
+KVC_API void kvc_hold_free(kvc_hold *hold);
+
+typedef struct kvc_rows_out {
+    size_t struct_size;
+    int32_t type;          /* KVC_F32, KVC_F16 or KVC_BF16: what rows are converted to, unless they are raw */
+    void *k;               /* [num_kv_heads][rows][k_dim], rows and heads this far apart; NULL: not wanted */
+    void *v;
+    int64_t k_head_stride, k_row_stride;
+    int64_t v_head_stride, v_row_stride;
+    int32_t *positions;  /* [rows] set to where each row stands, -1 where kvc_extract found none; may be NULL */
+    int64_t *num_stored; /* set to how many rows there are to copy from: those of the sequence in the layer, or, by
+                            kvc_dense, what kvc_dense_rows says; also if the call fails because it asks for more, or
+                            another number.  May be NULL.  Rows, positions and number are of one moment */
+    int32_t raw; /* 0: rows are converted to `type`.  Else they stay in the types in which the layer stores them, its
+                    k_type and v_type, byte for byte; k and v need no alignment then.  Keys that were moved by a delta
+                    are rotated, and encoded anew in the copy: the bytes that kvc_settle would store */
+    kvc_batch *batch; /* for kvc_gather and kvc_extract: the open batch, if rows that it was given for the sequence are
+                         to count as well, behind the stored ones, as in kvc_batch_spans and with its errors.  NULL:
+                         stored rows only */
+} kvc_rows_out;
+
+/* Copies rows [first_row, first_row + num_rows), counted in order of arrival, of a sequence in a layer: decoded or
+ * raw, and keys rotated for the position they stand at now.  Strides are whole elements, those of quantised rows any
+ * number of bytes.  Fails with KVC_ERR_INDEX if the sequence does not hold that many, and with KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t first_row, int64_t num_rows,
+                              const kvc_rows_out *out);
+
+/* Copies the rows at positions [begin, end), decoded or raw, and rotated as by kvc_gather: row i is that of position
+ * begin + i, the latest of several, and bytes of 0 where there is none.  Fails with KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_extract(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
+                               const kvc_rows_out *out);
+
+/* Returns which row, counted in order of arrival, stands at a position, the latest of several; -1 if there is none, or
+ * no such layer. */
+KVC_API int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t position);
+
+typedef struct kvc_rows_in {
+    size_t struct_size;
+    const void *k; /* [num_kv_heads][rows][k_dim], rows and heads this far apart */
+    const void *v; /* NULL where values lie in the keys */
+    int64_t k_head_stride, k_row_stride;
+    int64_t v_head_stride, v_row_stride;
+    int32_t k_type; /* as in kvc_put_args */
+    int32_t v_type;
+    int32_t skip_missing;  /* 0: every position must hold a row; else positions without one are skipped */
+    int64_t *num_replaced; /* set to how many rows were replaced; may be NULL */
+} kvc_rows_in;
+
+/* Replaces the rows at positions [begin, end) of one layer, the latest of several at one position.  Keys are given as
+ * rotated for these positions; where the stored ones were moved by a delta, the new ones are rotated back by it and
+ * encoded anew.  Other sequences and holds keep what they had.
+ * Fails with KVC_ERR_INDEX, and the positions, if some hold no row and skip_missing is 0, with KVC_ERR_INVALID if the
+ * layer has no rows of its own, with KVC_ERR_UNSUPPORTED for KVC_CROSS, and with KVC_ERR_BUSY; where shared rows are
+ * copied first, also with KVC_ERR_NOMEM and KVC_ERR_FULL (capacity or max_bytes). */
+KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
+                              const kvc_rows_in *in);
+
+/* ---- room and memory --------------------------------------------------------------------------------------------- */
+
+/* Sets *num_tokens to the number of tokens, at consecutive positions from kvc_next_position on, that one batch could
+ * add to a sequence now: what max_seq_len, max_sequences, capacity and max_bytes leave once rows are evicted for it,
+ * at most KVC_MAX_BATCH.  Under a sliding window or chunks there may be as much room again once these are committed,
+ * and max_seq_len leaves room for any number where it is at least what the policy keeps.  Fails with KVC_ERR_BUSY and
+ * KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens);
+
+/* Takes memory now for num_tokens more tokens of a sequence, at least 1, so that the next batches, of as many tokens
+ * together, take none for rows or bookkeeping.  It is resident then, in huge pages where the system has them: writing
+ * these rows faults on no page.  Nothing fails after the first page is touched; slots that another thread takes
+ * meanwhile are not touched.  Memory that is free already counts, and other sequences may use what was reserved; it
+ * stays until it is used, kvc_compact gives it back, or other rows need it to stay within max_bytes.  Evicts rows and
+ * moves rows together as kvc_begin does, within the limits of a batch of as many tokens.  Fails with KVC_ERR_FULL,
+ * KVC_ERR_BUSY and KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens);
+
+/* Moves rows together so that no block has holes, and gives back the memory that this frees, and that of unused
+ * blocks.  Fails with KVC_ERR_BUSY, with KVC_ERR_HELD (pointers into the rows would go stale) and with
+ * KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_compact(kvc_cache *cache);
+
+/* Returns the bytes of memory the cache holds: rows that were ever written since their memory was taken, in whole OS
+ * pages where a block is large, and bookkeeping. */
+KVC_API int64_t kvc_nbytes(kvc_cache *cache);
+
+/* Returns the slots in a block, with the default filled in. */
+KVC_API int32_t kvc_block_size(kvc_cache *cache);
+
+/* Returns the slots in all, with the default filled in; -1: no limit. */
+KVC_API int64_t kvc_capacity(kvc_cache *cache);
+
+/* Returns the bytes of rows when `capacity` slots of every layer group are filled; -1 where there is no limit.  (What
+ * an open batch puts in cross-attention layers comes on top until it is committed.) */
+KVC_API int64_t kvc_capacity_bytes(kvc_cache *cache);
+
+/* Returns the fullest layer group's live slots over `capacity`, or, where that has no limit, over the slots in
+ * blocks:  from 0 to 1.  Rows being written to replace others, in an edit or a batch that restores, do not count
+ * beside those that they replace; rows that can be reclaimed do not count. */
+KVC_API double kvc_utilization(kvc_cache *cache);
+
+typedef struct kvc_stats {
+    int64_t batches;         /* committed */
+    int64_t aborted;         /* batches */
+    int64_t tokens;          /* committed */
+    int64_t rows_evicted;    /* per layer group, as are all rows and slots here */
+    int64_t rows_moved;      /* by compaction */
+    int64_t compactions;
+    int64_t blocks_opened;   /* memory taken */
+    int64_t blocks_reused;   /* taken from those that nobody held any more */
+    int64_t blocks_returned; /* memory given back */
+    int64_t live_slots;      /* now: held by a sequence or an open batch */
+    int64_t wasted_slots;    /* now: neither live nor free to be handed out before a compaction */
+    int64_t blocks_in_use;   /* now */
+    int64_t blocks_free;     /* now: memory kept for reuse */
+    int64_t rows_copied;     /* to slots of a sequence's own, to be changed there: by kvc_divide and KVC_ROPE_FUNCTION,
+                                and of shared rows by kvc_settle and kvc_inject.  Nothing else copies a stored row */
+    int64_t rows_reclaimed;    /* of retained sequences, to make room */
+    int64_t retained;          /* now: retained sequences */
+    int64_t reclaimable_slots; /* now: of live_slots, those that only such sequences hold */
+} kvc_stats;
+
+/* Fills in *stats, of stats_size bytes. */
+KVC_API void kvc_get_stats(kvc_cache *cache, kvc_stats *stats, size_t stats_size);
+
+/* ---- saved states ------------------------------------------------------------------------------------------------ */
+
+/* A saved state is a file, or any other sequence of bytes, with rows as they are stored, all that belongs to them, and
+ * checksums; docs/format.md specifies it.  safetensors opens it, too.  Checksums find damage; they do not find a
+ * change by somebody who computes them anew.  The file ends with KVC_MAC_BYTES bytes that the library writes as 0 and
+ * ignores:  whoever has a secret puts there a MAC of all bytes before them. */
+#define KVC_MAC_BYTES 32
+
+/* Takes the next `size` bytes of a file that is saved.  Returns 0 for success; anything else ends the call with
+ * KVC_ERR_CALLBACK.  It is called without the cache's mutex, from the thread that saves, and must not save or load in
+ * turn.  The last KVC_MAC_BYTES bytes come in a call of their own. */
+typedef int32_t kvc_write_fn(void *user, const void *data, size_t size);
+
+/* Sets the next `size` bytes of a file that is loaded, as kvc_write_fn takes them.  The last KVC_MAC_BYTES bytes are
+ * asked for in a call of their own, before anything is changed. */
+typedef int32_t kvc_read_fn(void *user, void *data, size_t size);
+
+typedef struct kvc_save_args {
+    size_t struct_size;
+    kvc_write_fn *write;
+    void *user;
+    const int64_t *seq_ids;    /* [num_sequences] by rising id; NULL: all but retained ones */
+    int64_t num_sequences;     /* 0 where seq_ids is NULL */
+    const int64_t *tokens;     /* token ids, kept for the caller: of each of seq_ids, one after the other; may be NULL */
+    const int64_t *num_tokens; /* [num_sequences] how many of them each has, 0 or more */
+    const char *fingerprint;   /* names the model, say by a hash of its file: up to 255 printable ASCII characters but
+                                  quotes and backslashes.  NULL: "" */
+} kvc_save_args;
+
+/* Saves sequences: their rows, those that they share once, positions, deltas, what was evicted, and the configuration
+ * but for threads and functions.  It is the state of one moment.  Of an open batch nothing is saved; rows are written
+ * without the mutex, and may be edited meanwhile, as if a kvc_hold held them.  seq_ids may name empty sequences. 
+ * Fails with KVC_ERR_CALLBACK, after which what was written is no whole file, with KVC_ERR_NOMEM, and with
+ * KVC_ERR_UNSUPPORTED on a big-endian machine, as files are little-endian. */
+KVC_API kvc_status kvc_save(kvc_cache *cache, const kvc_save_args *args);
+
+/* Gets the tokens that were saved with a sequence, before anything is changed.  Returns as kvc_read_fn does. */
+typedef int32_t kvc_tokens_fn(void *user, int64_t seq_id, const int64_t *tokens, int64_t num_tokens);
+
+typedef struct kvc_load_args {
+    size_t struct_size;
+    const void *data;  /* [size] the file in memory, best mapped: parts are copied and checked on all threads.  NULL: it
+                          is read by `read` */
+    kvc_read_fn *read;
+    void *user;        /* for read and tokens */
+    int64_t size;      /* bytes of the file */
+    const char *fingerprint; /* not NULL: KVC_ERR_FORMAT if the file has another one */
+    const int64_t *seq_ids;  /* [num_sequences] sequences of the file, by rising id; NULL: all */
+    const int64_t *to_ids;   /* [num_sequences] what they are called in the cache; NULL: the same */
+    int64_t num_sequences;   /* 0 where seq_ids is NULL */
+    kvc_tokens_fn *tokens;   /* called for each of these sequences; may be NULL */
+    const kvc_config *config; /* for kvc_load only; may be NULL.  Its allocator, threads and poll are the cache's; limits
+                                 and block_size, where not 0, take the place of the file's.  layers may be NULL and
+                                 num_layers 0; give layers, the same as the file's, where some have KVC_ROPE_FUNCTION */
+} kvc_load_args;
+
+/* Sets *cache to a new cache with the configuration and the sequences of a file, to be freed with kvc_cache_free.  The
+ * file is untrusted: every count is checked against its size before memory is taken for it.  cache NULL: only checks
+ * the file, checksums included.
+ * Fails with KVC_ERR_FORMAT, and the reason in kvc_last_error(), if it is truncated, altered (and which tensor), of
+ * another shape or model, of a newer format, or no saved state; with KVC_ERR_INVALID also where the file has not all
+ * of seq_ids, or needs functions that move keys; with KVC_ERR_CALLBACK, KVC_ERR_FULL (capacity or max_bytes),
+ * KVC_ERR_NOMEM and KVC_ERR_UNSUPPORTED. */
+KVC_API kvc_status kvc_load(const kvc_load_args *args, kvc_cache **cache);
+
+/* Loads sequences into a cache whose layers have the shapes, types, transforms, policies and ropes of the file's, in
+ * place of what it held under these ids; block_size and limits may differ.  Rows that two of them share are shared
+ * again.  Meanwhile other calls go on, as beside kvc_save; the sequences are there once all is read and checked.  Only
+ * then are retained ones reclaimed and old rows replaced: until then the cache may exceed max_bytes by what is
+ * loaded.  Fails as kvc_load does, with KVC_ERR_BUSY for a sequence that kvc_begin or an edit is using, and with
+ * KVC_ERR_INVALID for a retained one. */
+KVC_API kvc_status kvc_restore(kvc_cache *cache, const kvc_load_args *args);
+
+/* Sets *clone to an independent copy of a cache and of all that its sequences hold, to be freed with kvc_cache_free. 
+ * Rows are copied block by block, without the mutex; those that sequences share are copied once, and shared in the
+ * copy as well.  The copy has the same configuration, allocator and functions that move keys: their `user` must take
+ * calls for both caches, from any thread.  Its statistics begin at 0, and memory kept for reuse is not copied, so that
+ * its kvc_nbytes is no larger.  Fails with KVC_ERR_BUSY and KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
+
+/* ---- prefixes: rows that wait to be used again ------------------------------------------------------------------- */
+
+/* A retained sequence keeps rows for later sequences that begin with the same tokens, when no running sequence may
+ * need them any more: say block_size tokens of a prompt.  It is read like any other.  Batches and edits refuse it with
+ * KVC_ERR_INVALID, but for kvc_inject; kvc_clear_sequence drops it; kvc_sequences does not list it, and max_sequences
+ * does not count it.
+ * Where a call would fail with KVC_ERR_FULL for capacity or max_bytes, rows that only retained sequences hold are
+ * reclaimed, the least recently used first, and none unless the call succeeds.  A sequence is reclaimed as a whole;
+ * but where others hold its rows in the layers that see everything, only its rows in the other layers are.  One whose
+ * rows free nothing that is lacking stays, unless max_bytes takes even its bookkeeping.  kvc_room counts what can be
+ * reclaimed. */
+
+/* Makes a retained sequence `id` of the rows of src at positions [begin, end), as the most recently used.  No row is
+ * copied, and those of cross-attention layers are left out.  If src holds no rows there, no sequence is made.  Rows
+ * that the open batch adds to src, if src is stored, are retained as well: before the commit they are all there, the
+ * commit evicts some of layers with a window or chunks.  If the batch is aborted, or does not keep them, clear the
+ * retained sequence.
+ * Fails with KVC_ERR_INVALID if `id` holds rows, with KVC_ERR_BUSY while keys of src are rewritten, and with
+ * KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_retain(kvc_cache *cache, int64_t src, int64_t id, int32_t begin, int32_t end);
+
+/* Makes a retained sequence of new rows at positions [begin, end), at most block_size of them, whose contents come
+ * from elsewhere: write them with kvc_inject.  Until then they are undefined, so the sequence is pinned: take the pin
+ * away (kvc_pin) when they are written.  layers: [num_layers] not 0 for layers that have rows, with all layers of one
+ * group alike; NULL: all have.  May be called while a batch is open.  Fails with KVC_ERR_INVALID as kvc_retain does,
+ * with KVC_ERR_FULL and with KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers);
+
+/* Makes dst, which holds nothing, of rows of retained sequences, given by rising position, as if their tokens had been
+ * put in dst.  *matched becomes the number of tokens, at most `length`, behind which dst can go on: so many that every
+ * layer has what a query there sees, which is all rows, or those of its window or chunk; and no more than the
+ * sequences had, evicted tokens included.  Ids that do not exist count as reclaimed: what they held is missing.  dst
+ * holds no token from *matched on, and nothing where that is 0.  Marks the sequences as used, as kvc_touch does. 
+ * Fails with KVC_ERR_INVALID if dst holds rows, an id is that of a sequence that is not retained, or rows of one do
+ * not stand behind those of the ones before; with KVC_ERR_BUSY and with KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_attach(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int64_t dst, int32_t length,
+                              int32_t *matched);
+
+/* Marks retained sequences as used, the first as the most recent: what others build on stays longest.  Ids that do not
+ * exist, or are not retained, are ignored. */
+KVC_API kvc_status kvc_touch(kvc_cache *cache, const int64_t *ids, int32_t num_ids);
+
+/* Pins retained sequences (add 1), so that they are not reclaimed, or takes a pin away (add -1).  Ids that do not
+ * exist, or are not retained, are ignored. */
+KVC_API kvc_status kvc_pin(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int32_t add);
+
+/* Writes the ids of the retained sequences, the least recently used first, at most max_ids of them; returns how many
+ * there are. */
+KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
+
+/* ---- batches of other kinds -------------------------------------------------------------------------------------- */
+
+/* Sequences that are not stored (kvc_begin_args.unstored), for example to score a text, or where memory is short.  The
+ * batch sees what such a sequence held before; the commit drops that.  Where it held nothing, its tokens take the
+ * memory of one layer: rows that kvc_attend puts stay until kvc_attend puts in another layer, be it cancelled, and to
+ * attend to them after that, or to ask for them by kvc_dense, fails with KVC_ERR_GONE.  Rows that kvc_put puts or
+ * kvc_slots shows stay until the batch ends, in memory of their own, for which the call may fail with KVC_ERR_FULL
+ * (max_bytes) and KVC_ERR_NOMEM; so do those of layers that others share, and of cross-attention layers.  capacity and
+ * max_sequences do not count such tokens, and kvc_blocks does not show their rows. */
+
+/* Waiting for the open batch (kvc_begin_args.timeout_ms).  Calls wait in order of arrival, and find the sequences as
+ * they are then; a call that does not wait fails with KVC_ERR_BUSY while others wait.  Any thread may end the batch,
+ * so a thread that waits for a batch that it was to end itself waits in vain.  The call fails with KVC_ERR_BUSY once
+ * timeout_ms have passed, and with KVC_ERR_CANCELLED if the cache's poll says so. */
+
+/* Restoring layers (kvc_begin_args.restored): the batch puts back rows that were saved.  Once it is committed, its
+ * tokens are all that their sequences hold in these layers, in place of what they held there; other layers stay as
+ * they are.  So a state whose layers hold different positions takes several batches: one with all positions, for the
+ * layers that see everything, and one with the last positions, for those with a window.
+ * Give positions, in any order: the tokens arrive by rising position, those of a sequence at the same position, as
+ * kvc_divide leaves them, in the order given; parents and unstored are NULL.  Layers of one group are restored
+ * together; flags of layers that share rows, or have no attention, are ignored.  Put every token in every restored
+ * layer, and in no other (KVC_ERR_INVALID).  kvc_put replaces the rows of a restored KVC_CROSS layer; where it is not
+ * called, they stay.  Nothing attends in such a batch: kvc_attend, kvc_plan_new, kvc_dense and those beside it fail
+ * with KVC_ERR_INVALID.  kvc_commit_kept leaves a sequence as it is if it keeps none of its tokens.  What is replaced
+ * takes memory until the commit, but counts neither for max_seq_len nor, unless an edit copies rows meanwhile, for
+ * capacity.  Positions that one layer holds and another lacks are gone from that other one, as if they had been
+ * evicted: to go on where they would be seen fails with KVC_ERR_GONE until it is restored as well, or kvc_truncate
+ * drops them.  Of a restored layer with a window or chunks, positions that were not given and that the query behind
+ * its last row would not see count as evicted.  Until layers agree again, no row is evicted that a query from the
+ * first such position on would see: so the window of an earlier moment can be restored into a sequence that has gone
+ * on, and kvc_truncate takes it back there. */
+
+typedef struct kvc_begin_args {
+    size_t struct_size;
+    int32_t num_tokens;
+    const int32_t *positions; /* [num_tokens], as are the arrays below; NULL: those that follow */
+    const int64_t *seq_ids;   /* NULL: all of sequence 0 */
+    const int32_t *parents;   /* NULL: no trees */
+    const uint8_t *unstored;  /* not 0: the token's sequence is not stored, and holds nothing once the batch is
+                                 committed; the same for all tokens of a sequence.  NULL: all sequences are stored */
+    int64_t timeout_ms;       /* milliseconds to wait while another batch is open or keys are rewritten: 0, not at all;
+                                 -1, as long as it takes */
+    const uint8_t *restored;  /* [num_layers] not 0: the batch restores the layer.  NULL: none, it is an ordinary one */
+} kvc_begin_args;
+
+/* Does what kvc_begin does, with its errors, for batches of the kinds above.  Fails with KVC_ERR_INVALID also where
+ * restored, positions, parents or unstored are not as said there. */
+KVC_API kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **batch);
+
+/* Returns the positions of the batch's tokens, [num_tokens]; valid until the batch ends. */
+KVC_API const int32_t *kvc_batch_positions(const kvc_batch *batch);
+
+/* ---- a kernel of your own: writing rows -------------------------------------------------------------------------- */
+
+/* Sets *span to where a kernel of the caller is to write the rows of token `first` of the batch, and of those after it
+ * that lie in consecutive slots, in place of kvc_put.  Write through its pointers; they are valid until the batch
+ * ends, or, if hold is not NULL, until *hold is freed.  position is that of `first`; those of the others are the
+ * batch's.  Do not call it while another thread puts or writes tokens of the same layer.
+ * Fails with KVC_ERR_INDEX and KVC_ERR_INVALID as kvc_put does, with KVC_ERR_UNSUPPORTED for KVC_CROSS, and, for
+ * sequences that are not stored, with KVC_ERR_NOMEM and KVC_ERR_FULL. */
+KVC_API kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *span, size_t span_size,
+                             kvc_hold **hold);
+
+/* Notes that tokens [first, first + num_tokens) of the batch were written where kvc_slots showed.  Fails with
+ * KVC_ERR_INDEX and KVC_ERR_INVALID as kvc_put does. */
+KVC_API kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens);
+
+/* ---- threads of your own: the tasks of kvc_attend ---------------------------------------------------------------- */
 
 /* Makes a plan, for runners with threads of their own.  A plan cuts the work of kvc_attend into tasks and takes all
  * memory that they need; it serves every layer of the group that has the same shapes, one layer at a time, until the
- * batch ends.  It may be made before rows are put, but in a cross-attention layer after what is put in this batch.  It
- * is freed with the batch, or before that by kvc_plan_free, which ignores NULL.  KVC_ERR_INDEX; KVC_ERR_NOMEM. */
+ * batch ends, which frees it.  It may be made before rows are put, but in a cross-attention layer after what is put in
+ * this batch.  Fails with KVC_ERR_INDEX and KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **plan);
-KVC_API void kvc_plan_free(kvc_plan *plan);
+
+/* Returns the number of tasks of a plan. */
 KVC_API int64_t kvc_plan_num_tasks(const kvc_plan *plan);
 
 /* Runs one task of a layer, on any thread.  Run every task of [0, num_tasks) once, best in about this order, as the
  * large ones come first.  The last to end merges, in a fixed order, so no barrier is needed.  All calls for one layer
  * get the same args; args->put is NULL.
- * After tasks failed, were cancelled or were left out, run these again, or all of them, in any order: results are right
- * once the last has ended.  Where all are run again, args may have changed.  The next layer may be begun as well.
- * KVC_ERR_INDEX if there is no such task; KVC_ERR_BUSY while another thread runs the same task, or tasks of
- * another layer; KVC_ERR_INVALID, KVC_ERR_GONE and KVC_ERR_CANCELLED (cancel) as in kvc_attend.  kvc_last_error() has
- * the message on the thread that ran the task. */
+ * After tasks failed, were cancelled or were left out, run these again, or all of them, in any order: results are
+ * right once the last has ended.  Where all are run again, args may have changed.  The next layer may be begun as
+ * well.  Fails with KVC_ERR_INDEX if there is no such task, with KVC_ERR_BUSY while another thread runs the same task,
+ * or tasks of another layer, and with KVC_ERR_INVALID, KVC_ERR_GONE and KVC_ERR_CANCELLED (cancel) as kvc_attend
+ * does.  kvc_last_error() has the message on the thread that ran the task. */
 KVC_API kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, int64_t task);
 
+/* Frees a plan before its batch ends; ignores NULL. */
+KVC_API void kvc_plan_free(kvc_plan *plan);
+
+/* ---- an attention of your own ------------------------------------------------------------------------------------ */
+
 /* Lists the rows that the batch's tokens might see of one of its sequences in a layer, as kvc_spans does: the stored
- * ones, then those of the batch that were put, in the batch's order.  A token that is not put yet has no row.  Rows put
- * in a KVC_CROSS layer take the place of the stored ones.  Rows of the batch have delta 0; they continue the span of the
- * stored ones where they lie behind them.  No mask is applied: the policy, parents and positions say what a token sees.
- * A hold keeps the rows after the batch has ended, too, even if it was aborted.  Without one, pointers are valid until
- * the batch ends, and those of a sequence that is not stored (kvc_begin_with) until kvc_attend puts in another layer.
- * Do not call this while another thread puts or writes tokens of the same layer.
- * KVC_ERR_INVALID if the batch has no token of the sequence, if it restores, or if the layer has no attention;
- * KVC_ERR_GONE where rows of such a sequence are gone; KVC_ERR_NOMEM. */
+ * ones, then those of the batch that were put, in the batch's order.  A token that is not put yet has no row.  Rows
+ * put in a KVC_CROSS layer take the place of the stored ones.  Rows of the batch have delta 0; they continue the span
+ * of the stored ones where they lie behind them.  No mask is applied: the policy, parents and positions say what a
+ * token sees.  A hold keeps the rows after the batch has ended, too, even if it was aborted.  Without one, pointers
+ * are valid until the batch ends, and those of a sequence that is not stored (kvc_begin_with) until kvc_attend puts in
+ * another layer.  Do not call this while another thread puts or writes tokens of the same layer.
+ * Fails with KVC_ERR_INVALID if the batch has no token of the sequence, if it restores, or if the layer has no
+ * attention, with KVC_ERR_GONE where rows of a sequence that is not stored are gone, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_batch_spans(kvc_batch *batch, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
                                    int64_t max_spans, int64_t *num_spans, kvc_hold **hold);
 
-/* Sets *num_rows to the number of rows the batch's tokens might see in a layer, for callers with an attention of their
- * own.  These are the stored rows of each sequence of the batch, by rising id, and the batch's own that were put, each
- * sequence in order of position (of equal ones, in order of arrival).  KVC_ERR_GONE (kvc_begin_with). */
+/* Sets *num_rows to the number of rows the batch's tokens might see in a layer.  These are the stored rows of each
+ * sequence of the batch, by rising id, and the batch's own that were put, each sequence in order of position (of equal
+ * ones, in order of arrival).  Fails with KVC_ERR_GONE for sequences that are not stored (kvc_begin_with). */
 KVC_API kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows);
 
 /* Sets *num_sequences to the number of sequences the batch has, and *most_rows to how many of these rows the sequence
- * with most of them has, for by_sequence.  KVC_ERR_INVALID unless the batch's tokens come sequence after sequence, as
- * many of each; KVC_ERR_GONE. */
+ * with most of them has, for by_sequence.  Fails with KVC_ERR_INVALID unless the batch's tokens come sequence after
+ * sequence, as many of each, and with KVC_ERR_GONE as kvc_dense_rows does. */
 KVC_API kvc_status kvc_dense_sequences(kvc_batch *batch, int32_t layer, int32_t *num_sequences, int64_t *most_rows);
 
 typedef struct kvc_dense_args {
@@ -961,29 +940,94 @@ typedef struct kvc_dense_args {
     int32_t num_hidden;
 } kvc_dense_args;
 
-/* Copies these rows, decoded or raw, rotated for the positions they have now, and says which token sees which, with all
- * threads of the cache.  KVC_ERR_INVALID if num_rows is not the number there are, and as in kvc_dense_sequences;
- * KVC_ERR_NOMEM; KVC_ERR_GONE (kvc_begin_with). */
+/* Copies these rows, decoded or raw, rotated for the positions they have now, and says which token sees which, with
+ * all threads of the cache.  Fails with KVC_ERR_INVALID if num_rows is not the number there are, and as
+ * kvc_dense_sequences does, with KVC_ERR_NOMEM, and with KVC_ERR_GONE as kvc_dense_rows does. */
 KVC_API kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *args);
 
-/* Ends the batch and frees it: its tokens become part of their sequences, if these are stored.  Layers with a window or
- * chunks keep what a query in the place of a sequence's last token would see, or as many positions as resume_window
- * says; blocks that this frees go back to the system, but for what a sequence needs to go on, so that such a layer takes
- * the memory of what it keeps, and at most two blocks, or with sinks three, for each sequence whose tokens are all kept
- * and in nobody else's blocks.  KVC_ERR_INVALID if a token was not put in some layer; the batch is still open then.
- * Once every token was put, this cannot fail: kvc_begin has taken all memory that it needs.  (The work on OS pages at
- * its end is left out where the system refuses it.) */
-KVC_API kvc_status kvc_commit(kvc_batch *batch);
+/* ---- version, machine and threads -------------------------------------------------------------------------------- */
 
-/* Does what kvc_commit does with num_kept of the tokens only, such as the accepted ones of those that were speculated:
- * `kept` has their indices in the batch, in any order.  The others need not have been put.  What a sequence was given
- * in a cross-attention layer is kept if one of its tokens is.  KVC_ERR_INDEX for an index that is none, KVC_ERR_INVALID
- * for one given twice; else as kvc_commit: once the kept tokens were put, whichever they are, this cannot fail. */
-KVC_API kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept);
+/* Returns the version this library was built as: major * 1000000 + minor * 1000 + patch. */
+KVC_API int32_t kvc_version(void);
 
-/* Ends the batch and frees it, as if its tokens had never been; rows that kvc_begin evicted stay evicted.  Ignores
- * NULL. */
-KVC_API void kvc_abort(kvc_batch *batch);
+/* Returns one line on how the library was built: version, compiler, instruction sets compiled in, OpenMP.  Static. */
+KVC_API const char *kvc_build_info(void);
+
+/* Returns the instruction set that a cache created now would use: "scalar", "avx2", "neon", ...  It is the best this
+ * machine has, unless the environment variable KVCACHE_ISA names another; NULL if that is one this machine or build
+ * does not have. */
+KVC_API const char *kvc_isa(void);
+
+/* Returns the number of threads a call uses if the cache's configuration gives none: the number given to
+ * kvc_set_num_threads, else the least of
+ * - the first number in OMP_NUM_THREADS, which is read once, else the physical cores this process may use, within its
+ *   affinity and cgroup quota, or the places (OMP_PLACES) that OpenMP binds threads to;
+ * - with OpenMP's threads, omp_get_max_threads() of the runtime in use, which omp_set_num_threads, threadpoolctl and
+ *   torch.set_num_threads change for the calling thread.
+ * OMP_THREAD_LIMIT bounds OpenMP's threads in any case.  Always 1 inside a parallel region of OpenMP, and in a child
+ * after fork() of a process with caches.
+ *
+ * All caches of the process share these threads, which the first call that is worth it starts.  While one call has
+ * them, others run on the threads that made them. */
+KVC_API int32_t kvc_num_threads(void);
+
+/* Sets what kvc_num_threads returns, for the whole process, at most 4096; 0 undoes that.  Fails with
+ * KVC_ERR_INVALID. */
+KVC_API kvc_status kvc_set_num_threads(int32_t num_threads);
+
+/* Returns whose threads a call uses that is made now: "openmp", where the library was compiled with OpenMP, or "own".
+ * The environment variable KVCACHE_THREADS, read when a cache is made, or kvc_set_threading_layer name another; NULL if
+ * the variable names one that this build does not have, with which no cache can be made.
+ *
+ * "openmp"  Calls are parallel regions of the OpenMP runtime that the program's other libraries use: the one that this
+ *           library links to, or a copy of it, Clang's (libomp) or Intel's (libiomp5), where the process had loaded one
+ *           when a cache was made and nothing else needs the linked one.  While regions are held up, because another
+ *           program takes a processor, calls use the own threads.
+ * "own"     Threads of this library, which wait for 50 microseconds and then sleep.  Also in a child after fork(),
+ *           where the parent had no cache. */
+KVC_API const char *kvc_threading_layer(void);
+
+/* Sets whose threads calls of the whole process use from now on, "openmp" or "own", over KVCACHE_THREADS; NULL undoes
+ * that.  Fails with KVC_ERR_UNSUPPORTED for a name that this build does not have. */
+KVC_API kvc_status kvc_set_threading_layer(const char *name);
+
+/* Returns the path of the OpenMP runtime that "openmp" means, as far as it is known when a cache was made; else "".
+ * Static. */
+KVC_API const char *kvc_openmp_library(void);
+
+/* ---- inspection -------------------------------------------------------------------------------------------------- */
+
+typedef struct kvc_block_info {
+    int32_t num_slots;
+    int32_t filled;     /* slots below this were handed out; those past it belong to nobody yet */
+    int32_t live;       /* of these, that a sequence or the open batch holds; the others wait for a compaction */
+    int32_t references; /* how many hold the slot that most hold: sequences, and the open batch */
+    int32_t resident;   /* slots that were ever handed out since its memory was taken: memory the system has given */
+    int32_t is_held;    /* not 0: a kvc_hold keeps its rows as they are; until it lets go they are not reused */
+    int32_t is_free;    /* not 0: nobody holds any of it: memory kept for reuse */
+} kvc_block_info;
+
+typedef struct kvc_run_info {
+    int64_t seq_id;
+    int32_t block; /* which of the blocks */
+    int32_t slot;  /* the run is slots [slot, slot + count) of it */
+    int32_t count;
+    int32_t position; /* of the first row; the others follow one by one */
+    int32_t delta;
+    int32_t in_batch; /* not 0: of the open batch, and no part of the sequence yet */
+} kvc_run_info;
+
+/* Lists where the rows of a layer's group lie, at one moment: every block that it has memory for, and every run in
+ * them, by rising sequence id and in order of arrival; then those of the open batch, and rows that a kvc_put is
+ * writing to a cross-attention layer.  Writes at most max_blocks and max_runs of them, each of the size given, and
+ * sets *num_blocks and *num_runs to how many there are.  Once blocks are given back, others take their numbers.  Slots
+ * that another call is writing rewritten keys to are live, and in no run. */
+KVC_API kvc_status kvc_blocks(kvc_cache *cache, int32_t layer, kvc_block_info *blocks, size_t block_info_size,
+                              int64_t max_blocks, int64_t *num_blocks, kvc_run_info *runs, size_t run_info_size,
+                              int64_t max_runs, int64_t *num_runs);
+
+/* Checks every invariant of the bookkeeping.  Fails with KVC_ERR_CORRUPT, with the reason in kvc_last_error(). */
+KVC_API kvc_status kvc_validate(kvc_cache *cache);
 
 #ifdef __cplusplus
 }
