@@ -75,7 +75,7 @@ void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     t->delta_index = delta_index;
     kvc_stretch *next = t->stretches + (c->offset ? 0 : list_singles(t, most, k_begin, v_begin));
     int32_t offset = c->offset, n = t->n, min_position = t->min_position, max_position = t->max_position;
-    const kvc_piece *piece = c->piece + n;
+    const kvc_piece *piece = n ? c->piece + n : c->piece; /* which may be NULL: to that C lets nothing be added */
     while (n < most && (is_mixed || piece->delta_index == delta_index)) {
         const int32_t count = min32(piece->count - offset, most - n), position = piece->position + offset;
         const uint8_t *rows = buffer ? buffer : piece->rows;

@@ -53,6 +53,7 @@ INLINE void prefetch_at(prefetcher *p, int offset) {
  * pass, prefetches would come faster than memory delivers. */
 INLINE kvc_ahead take_part(kvc_ahead *all, int some, int left) {
     kvc_ahead part = *all;
+    if (all->bytes == 0) return part; /* of NULL, to which C lets nothing be added */
     if (some < left) part.bytes = all->bytes / LINE * some / left * LINE;
     all->begin = (const char *)all->begin + part.bytes;
     all->bytes -= part.bytes;
