@@ -22,8 +22,8 @@ from kvcache.hf.enabling import arguments_of, make_cache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.policies import window_of
 from kvcache.hf.texts import begin_text, end_text, leave_text
+from kvcache.models.shapes import PREFILL_TOKENS
 
-PIECE = 512  # tokens of a prompt that a model with windows is fed at once
 STATIC = configuration_utils.ALL_STATIC_CACHE_IMPLEMENTATIONS
 generate = GenerationMixin.generate
 prefill: Any = GenerationMixin._prefill
@@ -112,7 +112,7 @@ def _prefill(
             )
             if is_open and _gains_by_pieces(cache, input_ids.shape[1]):
                 generation_config = copy.copy(generation_config)
-                generation_config.prefill_chunk_size = PIECE
+                generation_config.prefill_chunk_size = PREFILL_TOKENS
     return prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
 
@@ -142,7 +142,7 @@ def _gains_by_pieces(cache: HFCache, num_tokens: int) -> bool:
     text up in the middle by a single token only.
     """
     narrowest = min((window for policy in cache.policy if (window := window_of(policy))), default=num_tokens)
-    return num_tokens > max(PIECE, narrowest) and not cache.others
+    return num_tokens > max(PREFILL_TOKENS, narrowest) and not cache.others
 
 
 def _shows_whole_prompt(generation_config: Any, arguments: dict[str, Any]) -> bool:

@@ -23,8 +23,11 @@ from kvcache.models.reading import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_LAY
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow
 from kvcache.rope import Rope, RopeLike
 
-__all__ = ["Shape", "read"]
+__all__ = ["PREFILL_TOKENS", "Shape", "read"]
 
+# Tokens of a prompt that the runner feeds at once, and transformers where a model has windows, which hold them until
+# they are committed: enough for efficient matrix products, few beside a window.
+PREFILL_TOKENS = 512
 PACKED = "quantization_config"  # a field with which weights may be packed into other shapes
 
 # Every n-th layer uses full attention, the others a window (model type: n).

@@ -17,13 +17,12 @@ from kvcache.errors import shown
 from kvcache.models import shapes
 from kvcache.models.fields import Fields, read_config
 from kvcache.models.reading import MAX_CONTEXT
+from kvcache.models.shapes import PREFILL_TOKENS
 from kvcache.models.weights import F32, Tensors
 from kvcache.policy import Policy
 from kvcache.rope import RopeLike
 
 __all__ = ["PREFILL_TOKENS", "Llama", "LlamaConfig", "LlamaError"]
-
-PREFILL_TOKENS = 512  # tokens of a forward pass: enough for efficient matrix products, few enough for small scratch
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")

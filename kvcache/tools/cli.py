@@ -312,7 +312,7 @@ def _print_rows(policy: str, rows: Sequence[memory_plan.Row]) -> None:
     )
     if any(row.prompt_nbytes for row in rows):
         more = ", ".join(f"{row.dtype} {readable(row.prompt_nbytes)}" for row in rows)
-        print_paragraph(f"more while a prompt runs, fed {memory_plan.PIECE} tokens at once: {more}")
+        print_paragraph(f"more while a prompt runs, fed {shapes.PREFILL_TOKENS} tokens at once: {more}")
 
 
 def _dims(group: memory_plan.Group) -> str:

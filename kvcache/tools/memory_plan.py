@@ -19,13 +19,12 @@ from kvcache.errors import KVCacheError, ModelFileError, plain
 from kvcache.layer import DType, Layer, dtypes_for, make_layers
 from kvcache.models import gguf, parameters
 from kvcache.models.fields import Fields, find_weights, is_gguf, read_config
-from kvcache.models.shapes import Shape
+from kvcache.models.shapes import PREFILL_TOKENS, Shape
 from kvcache.policy import CrossAttention, FullAttention, Policy, written
 
 __all__ = ["WEIGHT_TYPES", "Group", "Memory", "Plan", "Row", "Weights", "available_memory", "make", "weigh"]
 
 MOST_TOKENS = INT32_MAX - 1
-PIECE = 512  # tokens of a prompt that are fed at once to a model with windows
 AS_IT_IS = "the model's own"
 
 
@@ -89,7 +88,7 @@ class Row:
     fits: bool | None  # None: the cache does, and the weights are not counted
     longest_context: int | None  # most tokens of each sequence, in the memory that is left; None: no limit
     tokens_per_second: float | None  # attention alone, decoding one sequence of full length; None: not measured
-    prompt_nbytes: int  # more bytes while a prompt runs in pieces of PIECE tokens: windows hold an open batch, too
+    prompt_nbytes: int  # more bytes while a prompt runs in pieces of PREFILL_TOKENS: windows hold an open batch, too
 
 
 @dataclass(frozen=True)
@@ -284,7 +283,7 @@ def _row(
         fits=_fits(nbytes(context), memory),
         longest_context=_longest(nbytes, memory.left),
         tokens_per_second=None if rate is None else rate / read,
-        prompt_nbytes=sum(layer.most_bytes(context, PIECE) - layer.most_bytes(context) for layer in layers),
+        prompt_nbytes=sum(layer.most_bytes(context, PREFILL_TOKENS) - layer.most_bytes(context) for layer in layers),
     )
 
 

@@ -10,8 +10,8 @@ transformers = pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig  # noqa: E402 - torch may be missing
 
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
-from kvcache.hf.generation import PIECE  # noqa: E402
 from kvcache.hf.policies import RESUME, block_size_for  # noqa: E402
+from kvcache.models.shapes import PREFILL_TOKENS  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:kvcache. the rows of every layer")
 
@@ -57,7 +57,7 @@ def test_a_prompt_takes_its_windows_and_a_piece(model, attention):
     assert torch.equal(ours, text)
     kept, bookkeeping = WINDOW + RESUME + 2 * 64, 64_000
     assert cache.nbytes <= token * kept + bookkeeping
-    assert most <= token * (kept + PIECE) + bookkeeping
+    assert most <= token * (kept + PREFILL_TOKENS) + bookkeeping
 
 
 @pytest.mark.parametrize(
