@@ -1098,7 +1098,8 @@ class KVCache(Saveable):
         MemoryError
             If memory for the bookkeeping is short.
         """
-        self._copy(partial(self._core.copy_prefix, src, dst, length), src, dst, missing_ok)
+        end = integer(length, "length", 0, INT32_MAX)
+        self._copy(partial(self._core.copy_prefix, src, dst, end), src, dst, missing_ok)
 
     def fork(self, src: SupportsIndex, dst: SupportsIndex, *, missing_ok: bool = False) -> None:
         """Make `dst` share all rows of `src`; arguments and errors are as for `copy_prefix`.
@@ -1118,12 +1119,15 @@ class KVCache(Saveable):
 
     def _copy(self, copy: Callable[[], None], src: SupportsIndex, dst: SupportsIndex, missing_ok: bool) -> None:
         """Call a function that makes `dst` share rows of `src`; clear `dst` if there are none and that is no error."""
+        is_refused = False
         try:
             copy()
-        except ValueError as error:
-            if "holds nothing" not in str(error) or (self._strategy == "always" and not missing_ok):
+        except ValueError:
+            if self._strategy == "always" and not missing_ok:
                 raise
-            self._core.clear(dst)
+            is_refused = True
+        if is_refused:  # clears `dst` if `src` holds nothing, and raises again if something else was wrong
+            self._core.copy_prefix(src, dst, 0)
         self._note_edit(dst, 0, source=src)
         self._dropped.discard(operator.index(dst))
         if operator.index(src) in self._dropped:  # the copy of what was dropped is as gone

@@ -197,6 +197,10 @@ def test_a_fork_of_nothing_is_an_error_unless_it_is_asked_for():
             copy(7, 7, missing_ok=True)
         with pytest.raises(ValueError, match="length"):
             cache.copy_prefix(7, 0, -1, missing_ok=True)
+        for src in (0, 7):
+            with pytest.raises(ValueError, match=f"dst={2**63}"):
+                copy(src, 2**63, missing_ok=True)
+        assert cache.seq_len(0) == 1
     cache.fork(0, 1)
     cache.copy_prefix(7, 1, 0)  # no token is asked for
     assert cache.seq_len(1) == 0
