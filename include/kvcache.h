@@ -620,10 +620,11 @@ KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
 /* Takes memory now for num_tokens more tokens of a sequence, at least 1, so that the next batches, of as many tokens
  * together, take none for rows or bookkeeping.  It is resident then, in huge pages where the system has them: writing
  * these rows faults on no page.  Nothing fails after the first page is touched; slots that another thread takes
- * meanwhile are not touched.  Memory that is free already counts, and other sequences may use what was reserved; it
- * stays until it is used, kvc_compact gives it back, or other rows need it to stay within max_bytes.  Evicts rows and
- * moves rows together as kvc_begin does, within the limits of a batch of as many tokens.  Fails with KVC_ERR_FULL,
- * KVC_ERR_BUSY and KVC_ERR_NOMEM. */
+ * meanwhile are not touched.  Memory that is free already counts, and other sequences may use what was reserved: calls
+ * for several sequences do not add up, so reserve the sum of their tokens, each rounded up to whole blocks, for one of
+ * them, in a cache without max_seq_len.  What was reserved stays until it is used, kvc_compact gives it back, or other
+ * rows need it to stay within max_bytes.  Evicts rows and moves rows together as kvc_begin does, within the limits of a
+ * batch of as many tokens.  Fails with KVC_ERR_FULL, KVC_ERR_BUSY and KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens);
 
 /* Moves rows together so that no block has holes, and gives back the memory that this frees, and that of unused

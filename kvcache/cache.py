@@ -1431,6 +1431,10 @@ class KVCache(Saveable):
         memory. It stays reserved until it is used, `compact` gives it back, or other rows need it under `max_bytes`.
         Rows are evicted and compacted as by `batch`.
 
+        So calls for several sequences do not add up: what was reserved for one is free memory for the next, and the
+        largest of them is there in the end. For several sequences, make a cache that `capacity` limits, not
+        `max_seq_len`, and reserve the sum of their tokens, each rounded up to whole blocks, in one call.
+
         Parameters
         ----------
         num_tokens : int

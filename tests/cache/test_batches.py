@@ -614,6 +614,20 @@ def test_a_batch_that_is_refused_leaves_rows_and_reservations():
     assert (cache.blocks(0), cache.stats(), cache.nbytes) == before
 
 
+def test_reserving_for_several_sequences():
+    """In turn they get what the largest needs; the sum, in whole blocks, is memory for all of them."""
+    x = np.ones((100, 1, 8), np.float32)
+    for tokens, opened in (([100, 100], 2), ([2 * 128], 0)):
+        cache = kvcache.KVCache(1, 1, 8, None, max_sequences=2, capacity=256, block_size=64)
+        for seq_id, number in enumerate(tokens):
+            cache.reserve(number, seq_id=seq_id)
+        before = cache.stats()["blocks_opened"]
+        for seq_id in (0, 1):
+            with cache.batch(positions=range(100), seq_ids=[seq_id] * 100) as batch:
+                batch.put(0, x, x)
+        assert cache.stats()["blocks_opened"] - before == opened
+
+
 def test_a_reserve_that_is_refused_takes_nothing():
     cache = kvcache.KVCache(1, 1, 32, None, max_sequences=None, max_bytes=10**6, block_size=64, dtype="f32")
     before = cache.nbytes
