@@ -609,7 +609,7 @@ class KVCache(Saveable):
                 found[seq_id] = decide_by_length(self._strategy, end + 1)
             elif isinstance(self._strategy, Adaptive):
                 free = free or self._free_memory()
-                needed = self.most_bytes(self._max_seq_len or held + tokens, batch_tokens=tokens)
+                needed = self.most_bytes(max(self._max_seq_len or 0, held + tokens), batch_tokens=tokens)
                 found[seq_id] = decide_by_memory(self._strategy, needed, self.most_bytes(held), *free)
             elif not held:
                 found[seq_id] = decide_never()
@@ -658,6 +658,9 @@ class KVCache(Saveable):
     def explain(self) -> str:
         """Describe the strategy and its decisions on sequences that hold rows, and on the latest that were not stored.
 
+        Where layers have windows or chunks, also say what a batch may take beyond what stays once it is committed: the
+        bytes of `most_bytes` for each of its tokens in `batch_tokens`.
+
         Returns
         -------
         str
@@ -674,12 +677,19 @@ class KVCache(Saveable):
         """
         strategy = self._strategy
         lines = [f"strategy: {strategy}"]
-        if strategy == "always" or strategy == "disabled":
-            lines.append(f"{'every' if strategy == 'always' else 'no'} sequence is stored")
-            return "\n".join(lines)
+        if strategy == "disabled":
+            return f"{lines[0]}\nno sequence is stored"
+        if strategy == "always":
+            lines.append("every sequence is stored")
         if isinstance(strategy, Adaptive) and self._max_seq_len is not None:
             lines.append(
                 f"a sequence of {self._max_seq_len} tokens takes {readable(self.most_bytes(self._max_seq_len))}"
+            )
+        more = self.most_bytes(INT32_MAX, batch_tokens=1) - self.most_bytes(INT32_MAX)
+        if more:
+            lines.append(
+                f"until it is committed, a batch takes up to {readable(more)} more for each token, in layers with "
+                "windows or chunks"
             )
         self._forget_decisions()
         for seq_id, (outcome, why) in list(self._decisions.items()):
@@ -1537,9 +1547,9 @@ class KVCache(Saveable):
     def most_bytes(self, num_tokens: SupportsIndex, *, batch_tokens: SupportsIndex = 0) -> int:
         """Return the most bytes of rows that a sequence of `num_tokens` tokens holds, over all layers.
 
-        Windows and chunks count as full, an encoder's rows as `max_len`, and no layer holds more than `max_seq_len`.
-        Partly filled blocks and bookkeeping come on top, at most two blocks for each window, or three with sinks; rows
-        that sequences share are stored once.
+        Windows and chunks count as full, an encoder's rows as `max_len`; where `max_seq_len` bounds batches, no layer
+        holds more. Partly filled blocks and bookkeeping come on top, at most two blocks for each window, or three with
+        sinks; rows that sequences share are stored once.
 
         Parameters
         ----------
@@ -1558,7 +1568,9 @@ class KVCache(Saveable):
         """
         tokens = integer(num_tokens, "num_tokens", 0, INT32_MAX)
         at_once = integer(batch_tokens, "batch_tokens", 0, INT32_MAX)
-        tokens = tokens if self._max_seq_len is None else min(tokens, self._max_seq_len)
+        limit = self._max_seq_len
+        if limit is not None and any(layer.most_bytes(limit + 1) > layer.most_bytes(limit) for layer in self._kinds):
+            tokens = min(tokens, limit)  # else every layer lets rows go, and keeps at most `limit`
         return sum(number * layer.most_bytes(tokens, at_once) for layer, number in self._kinds.items())
 
     @property
