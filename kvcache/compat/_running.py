@@ -14,6 +14,22 @@ from kvcache import Batch, KVCache
 Rows = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 
+def read_array(x: Any, name: str) -> npt.NDArray[np.float32]:
+    """Return an array of numbers as f32: lists, arrays of NumPy, and tensors, those of bf16 included.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is none.
+    """
+    try:
+        return np.asarray(x, np.float32)
+    except (TypeError, ValueError) as error:
+        if hasattr(x, "float"):  # a tensor of PyTorch in bf16, for which NumPy has no type
+            return np.asarray(x.float(), np.float32)
+        raise type(error)(f"{name}: an array of numbers is needed: {error}") from None
+
+
 def read_rows(x: npt.ArrayLike, name: str, *shape: int) -> npt.NDArray[np.float32]:
     """Return numbers in a shape, of which the first axis may be -1: any number of them.
 
@@ -22,7 +38,7 @@ def read_rows(x: npt.ArrayLike, name: str, *shape: int) -> npt.NDArray[np.float3
     ValueError
         If there are not as many numbers.
     """
-    array = np.asarray(x, np.float32)
+    array = read_array(x, name)
     row = math.prod(shape[1:])
     if array.size % row or array.size == 0 or shape[0] not in (-1, array.size // row):
         wanted = f"a multiple of {row} are" if shape[0] < 0 else f"{shape[0] * row} are"

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 import kvcache
-from kvcache.compat._running import Rows, Running, to_integer
+from kvcache.compat._running import Rows, Running, read_array, to_integer
 
 __all__ = ["KVCache"]
 
 Array = npt.NDArray[Any]
-Attention = Callable[[Array, Array, Array, "KVCache"], tuple[Array, "KVCache"]]
+Attention = Callable[[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike, "KVCache"], tuple[Array, "KVCache"]]
 
 
 class KVCache:
@@ -160,9 +160,9 @@ class KVCache:
         """
 
         def attention(
-            q: npt.NDArray[Any], new_k: npt.NDArray[Any], new_v: npt.NDArray[Any], state: KVCache
+            q: npt.ArrayLike, new_k: npt.ArrayLike, new_v: npt.ArrayLike, state: KVCache
         ) -> tuple[npt.NDArray[Any], KVCache]:
-            out = state._put(layer_idx, new_k, new_v, np.asarray(q))
+            out = state._put(layer_idx, new_k, new_v, read_array(q, "q"))
             state._end_step()
             return out.swapaxes(1, 2).reshape(len(out), -1, num_heads * head_dim), state
 
@@ -171,7 +171,7 @@ class KVCache:
     def _put(self, layer: int, k: npt.ArrayLike, v: npt.ArrayLike, q: npt.NDArray[Any] | None = None) -> Any:
         """Put rows in a layer, in a new step if it has those of this one; with `q` attend, and return the result."""
         running = self._running
-        k, v = np.asarray(k, np.float32), np.asarray(v, np.float32)
+        k, v = read_array(k, "new_k"), read_array(v, "new_v")
         if layer in running.layers:
             self._check_next(k, v)  # before this step ends
             self._fill_with_zeros()

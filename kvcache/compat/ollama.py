@@ -68,7 +68,6 @@ class _Pass:
     batch: kvcache.Batch | None = None
     layer: int = 0
     layer_type: int = 0  # of a wrapper: the cache that is chosen
-    config: CacheConfig = field(default_factory=CacheConfig)
     given: set[int] = field(default_factory=set)  # the layers that have the rows of the pass
 
     def open_batch(self) -> kvcache.Batch:
@@ -94,7 +93,7 @@ class Cache:
     """
 
     _shared: _Pass | None = None
-    _config = CacheConfig()
+    _config: CacheConfig | None = None
 
     def __init__(self, shift: Any = None) -> None:
         self._shift = shift
@@ -156,21 +155,28 @@ class Cache:
             max_sequences=max_sequences,
             capacity=max_sequences * capacity,
         )
-        shared = _Pass(cache, config=self._config)
+        shared = _Pass(cache)
         for each in (self, *members):
             each._shared = shared
 
     def set_config(self, config: CacheConfig) -> None:
-        """Say what `get` is to return; before `init`.
+        """Say what `get` is to return; once, before `init`. That of a `WrapperCache` is for all of its caches.
 
         Raises
         ------
         ValueError
-            If the cache was made.
+            If the cache was made, or it, or one of those in a wrapper, has a configuration already.
         """
         if self._shared is not None:
             raise ValueError("set_config(): the cache was made; call it before init()")
-        self._config = config
+        for member in self._members():
+            if member._config is not None:
+                raise ValueError(
+                    f"set_config(): {type(member).__name__} has {member._config} already; call it once, of a wrapper "
+                    "or of the caches in it"
+                )
+        for member in self._members():
+            member._config = config
 
     @property
     def cache(self) -> kvcache.KVCache:
@@ -350,9 +356,9 @@ class Causal(Cache):
         """Let some tokens of the pass see later ones, for every `get` until the next pass."""
         self._except = options.except_
 
-    def get(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any] | None]:  # noqa: D102
+    def get(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any] | None]:  # noqa: D102 - as in `Cache`
         shared = self._pass()
-        batch, config = shared.open_batch(), shared.config
+        batch, config = shared.open_batch(), self._config or CacheConfig()
         source = shared.cache.share[shared.layer]
         if (shared.layer if source is None else source) not in shared.given:
             raise ValueError(
@@ -427,7 +433,7 @@ class EncoderCache(Cache):
         if not len(k):
             raise ValueError(f"layer {shared.layer} has no rows: put an encoder's first")
         k, v = (rows.reshape(shape) for rows, shape in zip((k, v), self._shapes[shared.layer], strict=True))
-        if shared.config.permuted_v:
+        if self._config is not None and self._config.permuted_v:
             v = np.ascontiguousarray(np.moveaxis(v, -3, -1))
         return k, v, None
 
@@ -512,10 +518,10 @@ class WrapperCache(Cache):
         """Return the cache that was chosen."""
         return self._caches[self._pass().layer_type]
 
-    def put(self, key: Any, value: Any) -> None:  # noqa: D102
+    def put(self, key: Any, value: Any) -> None:  # noqa: D102 - as in `Cache`
         self.underlying_cache().put(key, value)
 
-    def get(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any] | None]:  # noqa: D102
+    def get(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any] | None]:  # noqa: D102 - as in `Cache`
         return self.underlying_cache().get()
 
     def _members(self) -> tuple[Cache, ...]:

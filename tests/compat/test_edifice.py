@@ -200,6 +200,30 @@ def test_the_attention_that_is_built_appends_and_attends(state):
     assert KVCache.seq_length(state) == 7
 
 
+@pytest.mark.parametrize("convert", [np.float64, np.float16, np.ndarray.tolist, "bfloat16"])
+def test_numbers_of_any_kind(state, convert):
+    """As `kvcache.KVCache` takes them, and those that there are to be converted first."""
+    if convert == "bfloat16":
+        torch = pytest.importorskip("torch")
+        convert = lambda x: torch.from_numpy(x).bfloat16()  # noqa: E731 - it is one of several
+    attention = KVCache.build_cached_attention(num_heads=H, head_dim=D, layer_idx=0)
+    q, k, v = (np.round(array(3, seed) * 4) / 4 for seed in (7, 8, 9))  # exact in each type
+    out, state = attention(convert(q), convert(k), convert(v), state)
+    np.testing.assert_allclose(out, attention_in_numpy(q, k, v), atol=1e-5)
+    np.testing.assert_array_equal(KVCache.get(state, 0)[0], k)
+
+
+@pytest.mark.parametrize("wrong", ["a", [[1.0], [2.0, 3.0]]])
+def test_what_is_no_array_of_numbers_is_named(state, wrong):
+    attention = KVCache.build_cached_attention(num_heads=H, head_dim=D, layer_idx=0)
+    for name, place in (("q", 0), ("new_k", 1), ("new_v", 2)):
+        arguments = [array(2), array(2), array(2)]
+        arguments[place] = wrong
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: an array "):
+            attention(*arguments, state)
+    assert state.position == 0
+
+
 def test_an_attention_that_fails_appends_nothing(state):
     attention = KVCache.build_cached_attention(num_heads=H, head_dim=D, layer_idx=0)
     with pytest.raises(ValueError, match="q"):

@@ -234,6 +234,37 @@ def test_a_config_pads_and_permutes():
         cache.set_config(CacheConfig())
 
 
+def test_each_cache_of_a_wrapper_has_its_config():
+    own, other = ollama.new_swa_cache(4), ollama.new_causal_cache()
+    own.set_config(CacheConfig(cache_padding=8))
+    both = ollama.new_wrapper_cache(own, other)
+    with pytest.raises(ValueError, match=r"Causal has CacheConfig\(cache_padding=8.* already"):
+        both.set_config(CacheConfig(permuted_v=True))
+    both.init(2, 2, 8, dtype="f32", capacity=16)
+    k, v = random_rows(5)
+    both.start_forward(range(5))
+    for layer, length in ((0, 8), (1, 5)):
+        both.set_layer(layer)
+        both.set_layer_type(layer)
+        both.put(k, v)
+        keys, values, mask = both.get()
+        assert (keys.shape, values.shape, mask.shape) == ((length, 2, 8), (length, 2, 8), (5, length))
+
+
+def test_the_config_of_a_wrapper_is_for_all_its_caches():
+    both = ollama.new_wrapper_cache(ollama.new_encoder_cache(8), ollama.new_causal_cache())
+    both.set_config(CacheConfig(permuted_v=True))
+    both.init(2, 2, 8, dtype="f32", capacity=16)
+    k, v = random_rows(5)
+    both.start_forward(range(5))
+    for layer in range(2):
+        both.set_layer(layer)
+        both.set_layer_type(layer)
+        both.put(k, v)
+        assert both.get()[1].shape == (2, 8, 5)
+    assert both.get()[2].shape == (5, 5)
+
+
 def test_a_put_of_another_number_of_tokens_is_refused():
     cache = ollama.new_causal_cache()
     cache.init(1, 2, 8, capacity=16)
