@@ -1,12 +1,12 @@
-"""Write the core as one source and one header: python tools/amalgamate.py FOLDER; then cc -O2 -c FOLDER/kvcache.c.
+"""Write the core as one source and one header.
 
 Headers come first, each once. Then every source is a part, with its templates (the headers without a guard) in their
 places. C has no scope between a file and a function, so a name that several parts define gets the part's name as a
 prefix, and every part ends by undefining its macros.
 """
 
+import argparse
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -132,6 +132,6 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__.splitlines()[0])
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="Then: cc -O2 -c FOLDER/kvcache.c")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="where kvcache.c and kvcache.h are written")
+    main(parser.parse_args().folder)

@@ -52,5 +52,12 @@ def test_a_program_with_it_lacks_nothing(folder, tmp_path):
 
 def test_a_folder_is_asked_for():
     done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "tools/amalgamate.py FOLDER" in done.stderr
+    assert done.returncode == 2
+    assert "usage: amalgamate.py [-h] FOLDER" in done.stderr
+
+
+def test_help_writes_no_folder(tmp_path):
+    done = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0
+    assert "usage: amalgamate.py [-h] FOLDER" in done.stdout
+    assert not [*tmp_path.iterdir()]
