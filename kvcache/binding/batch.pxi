@@ -21,6 +21,7 @@ cdef struct Query:
 cdef class Batch(_CallCounter):
     cdef readonly Cache cache
     cdef kvc_batch *handle  # NULL: the batch has ended
+    cdef bint committed
     cdef readonly int32_t num_tokens
     cdef readonly cnp.ndarray positions
     cdef cnp.ndarray seq_ids  # None: all tokens are of sequence 0
@@ -37,7 +38,8 @@ cdef class Batch(_CallCounter):
     cdef int check_open(self) except -1:
         """Raise if the batch has ended. Call it before arguments are read, so that its error comes first."""
         if self.handle == NULL:
-            raise ValueError("the batch has ended: it was committed or aborted")
+            what = "committed: read its rows from the KVCache, and" if self.committed else "aborted:"
+            raise ValueError(f"the batch has ended: it was {what} begin another with KVCache.batch()")
         if self.ending:
             raise CacheBusyError("another thread is ending the batch: end it when its other calls have returned")
         return 0
@@ -471,6 +473,7 @@ cdef class Batch(_CallCounter):
             status = kvc_commit(self.handle) if every else kvc_commit_kept(self.handle, tokens, num_kept)
         if status == KVC_OK:
             self.handle = NULL
+            self.committed = True
         self.ending = False
         check(status)
         self.end_writing()

@@ -1179,8 +1179,11 @@ def test_views_across_eviction_compact_and_close(cache):
     cache.close()
 
 
-@pytest.mark.parametrize("end", ["commit", "abort"])
-def test_use_after_the_end_of_a_batch(cache, batch, end):
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [("commit", "it was committed: read its rows from the KVCache, and"), ("abort", "it was aborted:")],
+)
+def test_use_after_the_end_of_a_batch(cache, batch, end, words):
     for layer in range(2):
         batch.put(layer, ones(4), ones(4))
     getattr(batch, end)()
@@ -1191,8 +1194,11 @@ def test_use_after_the_end_of_a_batch(cache, batch, end):
         lambda: batch.dense(0),
         lambda: batch.slots(0),
         lambda: batch.written(0, 0, 4),
+        lambda: batch.keys(0),
+        lambda: batch.values(0),
+        lambda: batch.spans(0),
     ):
-        with refused(ValueError, "the batch has ended", unchanged=cache):
+        with refused(ValueError, f"the batch has ended: {words} begin another with KVCache.batch()", unchanged=cache):
             call()
     batch.commit(keep=["anything"])
     assert len(batch) == len(batch.positions) == len(batch.seq_ids) == 4
