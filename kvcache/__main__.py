@@ -1,6 +1,6 @@
 """Run the command ``kvcache`` as ``python -m kvcache``."""
 
-from kvcache.tools.cli import main
+from _kvcache_command import main
 
 if __name__ == "__main__":
     main()

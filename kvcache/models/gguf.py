@@ -322,7 +322,9 @@ class _Source:
         """Decode the version, the number of tensors and the number of metadata entries."""
         self.grow()
         if self.data[:4] != b"GGUF":
-            raise self.error(f"it is no GGUF file: it begins with {bytes(self.data[:4])!r}")
+            is_of_folder = self.path.suffix in (".json", ".safetensors")
+            advice = f"; give the folder that it is in, {plain(self.path.parent)}" if is_of_folder else ""
+            raise self.error(f"it is no GGUF file: it begins with {bytes(self.data[:4])!r}{advice}")
         self.at = 4
         version = self.u32()
         if version and not version & 0xFFFF:

@@ -203,7 +203,7 @@ def plan_command(
         rates=_rates(shape, possible, context, threads) if measure else None,
     )
     if plot is not None:
-        _draw_plan(shape, made, possible, plot)
+        _draw_plan(shape, made, possible, policy, plot)
     if as_json:
         _print_json(made)
     else:
@@ -320,10 +320,19 @@ def _dims(group: memory_plan.Group) -> str:
     return str(group.head_dim) if same else f"{group.head_dim}/{group.v_head_dim}"
 
 
-def _draw_plan(shape: shapes.Shape, made: memory_plan.Plan, dtypes: Sequence[Any], file: Path) -> None:
+def _draw_plan(
+    shape: shapes.Shape, made: memory_plan.Plan, dtypes: Sequence[Any], window: SlidingWindow | None, file: Path
+) -> None:
+    """Draw the memory of each type, and then of each with the window that is asked for, if there is one."""
     from kvcache import KVCache, plot
 
-    caches = {dtype: KVCache(**{**shape.arguments(), "max_seq_len": None}, dtype=dtype) for dtype in dtypes}
+    caches = {
+        f"{dtype}, the window" if instead else dtype: KVCache(
+            **{**shape.arguments(), "max_seq_len": None, "policy": memory_plan.policies(shape, instead)}, dtype=dtype
+        )
+        for instead in ([None, window] if window else [None])
+        for dtype in dtypes
+    }
     plot.memory(caches, max(2, made.context)).figure.get_figure(root=True).savefig(file)
 
 

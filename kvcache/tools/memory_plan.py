@@ -22,7 +22,7 @@ from kvcache.models.fields import Fields, find_weights, is_gguf, read_config
 from kvcache.models.shapes import PREFILL_TOKENS, Shape
 from kvcache.policy import CrossAttention, FullAttention, Policy, written
 
-__all__ = ["WEIGHT_TYPES", "Group", "Memory", "Plan", "Row", "Weights", "available_memory", "make", "weigh"]
+__all__ = ["WEIGHT_TYPES", "Group", "Memory", "Plan", "Row", "Weights", "available_memory", "make", "policies", "weigh"]
 
 MOST_TOKENS = INT32_MAX - 1
 AS_IT_IS = "the model's own"
@@ -258,13 +258,16 @@ def _counted(config: Fields) -> Weights:
     return _in_type(NAMED.get(named, "f32"), number, f"{note}; {others} not counted" if others else note)
 
 
+def policies(shape: Shape, instead: Policy | None) -> list[Policy | None]:
+    """Return the policies of a model's layers; `instead`, if it is given, replaces `FullAttention`."""
+    return [instead if instead and policy == FullAttention() else policy for policy in shape.policy]
+
+
 def _layers(shape: Shape, dtype: DType, instead: Policy | None) -> list[Layer]:
-    """Return the model's layers with an element type; `instead` replaces `FullAttention`."""
+    """Return the model's layers with an element type, and `policies`."""
     arguments = shape.arguments()
     del arguments["max_seq_len"]
-    if instead is not None:
-        arguments["policy"] = [instead if policy == FullAttention() else policy for policy in shape.policy]
-    return make_layers(**arguments, dtype=dtype, k_dtype=None, v_dtype=None)
+    return make_layers(**arguments | {"policy": policies(shape, instead)}, dtype=dtype, k_dtype=None, v_dtype=None)
 
 
 def _row(

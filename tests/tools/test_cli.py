@@ -408,12 +408,30 @@ def test_plan_as_it_is_typed(tmp_path):
     assert "`hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B`" in done.stderr
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_generate_asks_for_the_folder_of_a_file(name):
+    done = run_here("generate", Path(MODEL) / name)
+    check_refused(done, f"{name}: it is no GGUF file", f"give the folder that it is in, {MODEL}")
+
+
 def test_plan_draws(tmp_path):
     pytest.importorskip("matplotlib")
     assert run("plan", MODEL, "--no-measure", "--plot", tmp_path / "a.svg").returncode == 0
     assert (tmp_path / "a.svg").read_bytes().startswith(b"<?xml")
     check_refused(run("plan", MODEL, "--no-measure", "--plot", tmp_path / "a.bogus"), "bogus")
     check_refused(run("plan", MODEL, "--no-measure", "--plot", tmp_path / "nowhere" / "a.png"), "nowhere")
+
+
+def test_plan_draws_the_window_too(tmp_path, monkeypatch):
+    plot = pytest.importorskip("kvcache.plot", exc_type=ImportError)
+    drawn, draw = {}, plot.memory
+    monkeypatch.setattr(plot, "memory", lambda caches, *limit: drawn.update(caches) or draw(caches, *limit))
+    types = ["--dtype", "f16", "--dtype", "q8_0"]
+    done = run_here("plan", MODEL, "--no-measure", *types, "--window", "1k", "--plot", tmp_path / "a.svg")
+    assert done.returncode == 0, done.stderr
+    assert [*drawn] == ["f16", "q8_0", "f16, the window", "q8_0, the window"]
+    policies = [kvcache.FullAttention()] * 2 + [kvcache.SlidingWindow(1024)] * 2
+    assert [{*cache.policy} for cache in drawn.values()] == [{policy} for policy in policies]
 
 
 def test_plan_of_types_that_the_heads_do_not_suit(tmp_path):
@@ -613,6 +631,15 @@ def test_interrupt():
     assert process.returncode == 130
     assert "tokens/s" in rest
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(("command", "module"), [("kvcache", "numpy"), ("kvcache", "typer"), ("-m kvcache", "typer")])
+def test_an_interrupt_while_modules_are_imported(tmp_path, command, module):
+    """`python -m` imports the package, and NumPy, before the command begins."""
+    (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
+    command = command.replace("-m", f"{sys.executable} -m")
+    done = shell(f"PYTHONPATH={shlex.quote(str(tmp_path))} {command} info", text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 # ---- generate --session
