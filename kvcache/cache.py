@@ -33,6 +33,7 @@ from kvcache.strategy import (
     decide_by_length,
     decide_by_memory,
     decide_never,
+    describe,
 )
 from kvcache.system import available_memory, readable
 
@@ -675,24 +676,10 @@ class KVCache(Saveable):
         strategy: LongSequencesOnly(threshold=16)
         sequence 0 is not stored: its length, 4 tokens, is not above the threshold of 16
         """
-        strategy = self._strategy
-        lines = [f"strategy: {strategy}"]
-        if strategy == "disabled":
-            return f"{lines[0]}\nno sequence is stored"
-        if strategy == "always":
-            lines.append("every sequence is stored")
-        if isinstance(strategy, Adaptive) and self._max_seq_len is not None:
-            lines.append(
-                f"a sequence of {self._max_seq_len} tokens takes {readable(self.most_bytes(self._max_seq_len))}"
-            )
         more = self.most_bytes(INT32_MAX, batch_tokens=1) - self.most_bytes(INT32_MAX)
-        if more:
-            lines.append(
-                f"until it is committed, a batch takes up to {readable(more)} more for each token, in layers with "
-                "windows or chunks"
-            )
+        lines = describe(self._strategy, self._max_seq_len, self.most_bytes(self._max_seq_len or 0), more)
         self._forget_decisions()
-        for seq_id, (outcome, why) in list(self._decisions.items()):
+        for seq_id, (outcome, why) in [] if self._strategy == "disabled" else list(self._decisions.items()):
             verb = "was" if outcome == "dropped" and seq_id in self._dropped else "is"
             lines.append(f"sequence {seq_id} {verb} {outcome}: {why()}")
         return "\n".join(lines)

@@ -136,6 +136,27 @@ def check_all_fed(strategy: Strategy, seq_id: int, position: int, next_position:
         )
 
 
+def describe(strategy: Strategy, max_seq_len: int | None, most: int, more: int) -> list[str]:
+    """Return the lines that describe a strategy.
+
+    `most` are the bytes that a sequence of `max_seq_len` tokens may take, `more` those of a token of an open batch in
+    layers that let rows go.
+    """
+    lines = [f"strategy: {strategy}"]
+    if strategy == "disabled":
+        return [*lines, "no sequence is stored"]
+    if strategy == "always":
+        lines.append("every sequence is stored")
+    if isinstance(strategy, Adaptive) and max_seq_len is not None:
+        lines.append(f"a sequence of {max_seq_len} tokens takes {readable(most)}")
+    if more:
+        lines.append(
+            f"until it is committed, a batch takes up to {readable(more)} more for each token, in layers with windows "
+            "or chunks"
+        )
+    return lines
+
+
 def decide_never() -> Decision:
     """Decide under the strategy "disabled"."""
     return Decision("not stored", lambda: "the strategy is 'disabled'")
