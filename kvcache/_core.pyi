@@ -6,6 +6,7 @@ import numpy.typing as npt
 
 INT32_MAX: int
 INT64_MAX: int
+IDS: tuple[int, int]
 MAX_THREADS: int
 TYPES: dict[str, int]
 TRANSFORMS: dict[str | None, int]

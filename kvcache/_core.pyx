@@ -62,6 +62,7 @@ cdef extern from "numpy/arrayobject.h":
 
 INT32_MAX = 0x7fffffff
 INT64_MAX = 0x7fffffffffffffff
+IDS = (-INT64_MAX - 1, INT64_MAX)  # the range of the ids of sequences
 MAX_THREADS = 4096
 TYPES = {}
 while kvc_type_name(len(TYPES)):

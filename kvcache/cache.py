@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, SupportsFloat, SupportsIndex, cast, overload
+from typing import Any, Literal, NoReturn, Self, SupportsFloat, SupportsIndex, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from kvcache.arrays import AnyArray, FloatDType, SupportsDLPack, check_float_dty
 from kvcache.batch import Batch
 from kvcache.block import Block, Run, Span, make_spans
 from kvcache.errors import CacheBusyError
+from kvcache.follower import Follower
 from kvcache.layer import DType, Transform, count, make_layers
 from kvcache.policy import FullAttention, Policy
 from kvcache.rope import RopeLike
@@ -36,9 +37,6 @@ from kvcache.strategy import (
     describe,
 )
 from kvcache.system import available_memory, readable
-
-if TYPE_CHECKING:
-    from kvcache.prefix.watch import Watch
 
 __all__ = ["Batch", "KVCache", "Span"]
 
@@ -164,6 +162,7 @@ class KVCache(Saveable):
         "_core",
         "_decisions",
         "_dropped",
+        "_follower",
         "_kinds",
         "_layers",
         "_max_bytes",
@@ -172,7 +171,6 @@ class KVCache(Saveable):
         "_most_decisions",
         "_num_threads",
         "_strategy",
-        "_watch",
     )
 
     def __init__(
@@ -214,7 +212,7 @@ class KVCache(Saveable):
         self._num_threads = _limit(num_threads, "num_threads", MAX_THREADS)
         self._capacity = _limit(capacity, "capacity", INT64_MAX)
         self._block_size = _limit(block_size, "block_size", INT32_MAX - 1) or 0
-        self._watch: Watch | None = None  # of prefix caches; None: there are none
+        self._follower: Follower | None = None  # tells prefix caches; None: there are none
         self._core = self._make_core(None)
         self._capacity = self._core.capacity()  # read back the core's defaults
         self._block_size = self._core.block_size()
@@ -323,9 +321,9 @@ class KVCache(Saveable):
         (1, 3)
         """
         other = type(self).__new__(type(self))
-        for name in set(KVCache.__slots__) - {"__weakref__", "_core", "_decisions", "_dropped", "_watch"}:
+        for name in set(KVCache.__slots__) - {"__weakref__", "_core", "_decisions", "_dropped", "_follower"}:
             setattr(other, name, getattr(self, name))
-        other._decisions, other._dropped, other._watch = dict(self._decisions), set(self._dropped), None
+        other._decisions, other._dropped, other._follower = dict(self._decisions), set(self._dropped), None
         other._core = self._make_core(self._core)
         for seq_id in _core.retained(other._core):  # by prefix caches, which the copy does not have
             other._core.clear(seq_id)
@@ -555,7 +553,8 @@ class KVCache(Saveable):
             return self._begin_restoring(positions, seq_ids, parents, timeout, restored)
         if self._strategy == "always":
             core = self._core.begin(n, positions, seq_ids, parents, timeout, None, None)
-            return Batch(core, around=None if self._watch is None else partial(self._watch.commit, time.perf_counter()))
+            follower = self._follower
+            return Batch(core, around=None if follower is None else partial(follower.commit, time.perf_counter()))
         found: dict[int, Decision] = {}
         core = self._core.begin(n, positions, seq_ids, parents, timeout, partial(self._decide, found), None)
         self._note(found)
@@ -584,9 +583,9 @@ class KVCache(Saveable):
             self._note_edit(seq_id, 0)
 
     def _note_edit(self, seq_id: SupportsIndex | None, position: SupportsIndex, **how: Any) -> None:
-        """Tell prefix caches that rows of a sequence (None: of all) were changed or dropped; `how`: `Watch.edited`."""
-        if self._watch is not None:
-            self._watch.edited(None if seq_id is None else operator.index(seq_id), operator.index(position), **how)
+        """Tell prefix caches that rows of a sequence (None: of all) were changed or dropped, as `Follower.edited`."""
+        if self._follower is not None:
+            self._follower.edited(None if seq_id is None else operator.index(seq_id), operator.index(position), **how)
 
     def _decide(
         self, found: dict[int, Decision], positions: npt.NDArray[np.int32], seq_ids: npt.NDArray[np.int64]

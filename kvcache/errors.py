@@ -7,7 +7,6 @@ would be freed.
 
 import os
 import reprlib
-from typing import SupportsFloat, cast
 
 
 class KVCacheError(Exception):
@@ -70,31 +69,6 @@ def plain(text: object) -> str:
     if len(text) > 255:
         text = f"{text[:120]}...{text[-120:]}"
     return text if text.isprintable() else shown(text)
-
-
-def to_float(value: object, name: str) -> float:
-    """Return a number as a float.
-
-    Raise a ``TypeError`` that says `name` if it is none, and a ``ValueError`` if no float is as large.
-    """
-    try:
-        if isinstance(value, bool | str | bytes | bytearray):
-            raise TypeError
-        return float(cast("SupportsFloat", value))
-    except (TypeError, ValueError):
-        raise TypeError(f"{name}={shown(value)}: a number is needed, not {type(value).__name__}") from None
-    except OverflowError:
-        raise ValueError(f"{name}={shown(value)}: is beyond the range of floats, about 1.8e308") from None
-
-
-def check_path(path: object, name: str = "path", what: str = "file") -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless `path` names a file: a number would be one that is open already."""
-    if not isinstance(path, str | bytes | os.PathLike):
-        raise TypeError(f"{name}={shown(path)}: the name of a {what} is needed, as a str or a Path")
-    text = os.fsencode(path)
-    if not text or b"\0" in text:
-        reason = f"a null byte is in no name of a {what}" if text else f"it names no {what}"
-        raise ValueError(f"{name}={shown(path)}: {reason}")
 
 
 def sentence(error: BaseException) -> str:

@@ -22,7 +22,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._core import INT32_MAX, integer
+from kvcache.arguments import INT32_MAX, integer
 from kvcache.block import Block
 from kvcache.cache import KVCache
 from kvcache.policy import CrossAttention, Policy, written

@@ -7,11 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from kvcache import _core
+from kvcache.follower import Follower
 from kvcache.layer import Layer
 from kvcache.rope import RopeLike
-
-if TYPE_CHECKING:
-    from kvcache.prefix.watch import Watch
 
 __all__ = ["Saveable"]
 
@@ -25,7 +23,7 @@ class Saveable:
         _core: _core.Cache
         _layers: list[Layer]
         _dropped: set[int]
-        _watch: Watch | None
+        _follower: Follower | None
 
     def save(
         self, path: str | os.PathLike[str], seq_ids: Iterable[SupportsIndex] | None = None, *,
@@ -178,6 +176,6 @@ class Saveable:
 
         restored = state.restore(self, path, seq_id, saved_id, fingerprint, secret)
         self._dropped -= restored
-        if self._watch is not None:
+        if self._follower is not None:
             for one in restored:
-                self._watch.edited(one, 0)
+                self._follower.edited(one, 0)

@@ -18,25 +18,31 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, BinaryIO, SupportsIndex, TypeAlias, TypeVar, cast
+from typing import Any, BinaryIO, Protocol, SupportsIndex, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache import _core
-from kvcache.errors import StateFormatError, check_path, shown
+from kvcache.arguments import check_path
+from kvcache.errors import StateFormatError, shown
 from kvcache.layer import DTYPES, Layer, Transform
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow
 from kvcache.rope import Rope, RopeLike
-
-if TYPE_CHECKING:
-    from kvcache.saveable import Saveable
 
 __all__ = ["SavedSequence", "SavedState", "Tensor", "inspect"]
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
-C = TypeVar("C", bound="Saveable")
+
+class Restorable(Protocol):
+    """A cache whose sequences a file can replace."""
+
+    _core: _core.Cache
+    _layers: list[Layer]
+
+
+C = TypeVar("C", bound=Restorable)
 
 OVERRIDES = {"max_seq_len", "max_sequences", "capacity", "max_bytes", "block_size", "num_threads", "strategy"}
 
@@ -46,7 +52,6 @@ MAC_BYTES = 32
 SENT_BYTES = 8 << 20  # after so many, the disk begins to write; later, fsync would wait for all
 MOST_HEADER = 100_000_000  # bytes
 NAME_BYTES = 233  # of a name, in that of its temporary file: with 22 more, the 255 that file systems take
-IDS = (-_core.INT64_MAX - 1, _core.INT64_MAX)  # the range of ids
 
 
 @dataclass(frozen=True)
@@ -485,7 +490,7 @@ def sequences_to_save(core: _core.Cache, seq_ids: Any, tokens: Any) -> list[int]
         return None
     if tokens is not None and not isinstance(tokens, Mapping):
         raise TypeError(f"tokens={shown(tokens)}: a mapping of sequences to tokens is needed, such as {{0: [5, 6]}}")
-    given = {_core.integer(one, "key of tokens", *IDS) for one in tokens or ()}
+    given = {_core.integer(one, "key of tokens", *_core.IDS) for one in tokens or ()}
     if seq_ids is None:
         ids = {*core.sequences(), *(one for one in given if _holds(core, one))}
     else:
@@ -527,7 +532,7 @@ class _Reader:
 
 
 def _restore(
-    cache: Saveable,
+    cache: Restorable,
     saved: SavedState,
     data: memoryview,
     fingerprint: str | None,
@@ -571,7 +576,7 @@ def _shown_values(layer: Layer) -> list[str]:
 
 
 def restore(
-    cache: Saveable, path: StrPath, seq_id: Any, saved_id: Any, fingerprint: str | None, secret: bytes | None
+    cache: Restorable, path: StrPath, seq_id: Any, saved_id: Any, fingerprint: str | None, secret: bytes | None
 ) -> set[int]:
     """Restore sequences, as `KVCache.restore` says; return their ids."""
     there: list[int] = []
@@ -588,7 +593,7 @@ Choice: TypeAlias = Callable[[SavedState], Mapping[int, int] | None]
 
 
 def restore_chosen(
-    path: StrPath, targets: Sequence[tuple[Saveable, Choice]], fingerprint: str | None, secret: bytes | None
+    path: StrPath, targets: Sequence[tuple[Restorable, Choice]], fingerprint: str | None, secret: bytes | None
 ) -> list[Mapping[int, int] | None]:
     """Restore a state to each cache: the sequences that a function chooses, under the ids it returns (None: all)."""
     mac, restored = None if secret is None else _mac(secret), []
@@ -624,9 +629,9 @@ def _target_of(state: SavedState, seq_id: Any, saved_id: Any) -> dict[int, int] 
     if seq_id is None and saved_id is None:
         return None
     there = [sequence.seq_id for sequence in state.sequences]
-    target = None if seq_id is None else _core.integer(seq_id, "seq_id", *IDS)
+    target = None if seq_id is None else _core.integer(seq_id, "seq_id", *_core.IDS)
     if saved_id is not None:
-        source = _core.integer(saved_id, "saved_id", *IDS)
+        source = _core.integer(saved_id, "saved_id", *_core.IDS)
     elif target is not None and target in there:
         source = target
     elif len(there) == 1:

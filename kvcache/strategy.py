@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from kvcache import system
 from kvcache._core import INT32_MAX, integer
-from kvcache.errors import RowsGoneError, to_float
+from kvcache.arguments import to_float
+from kvcache.errors import RowsGoneError
 from kvcache.system import readable
 
 __all__ = ["Adaptive", "LongSequencesOnly", "Strategy"]

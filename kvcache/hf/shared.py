@@ -73,5 +73,5 @@ def clear_finally(cache: KVCache, seq_ids: Iterable[int]) -> None:
         return
     for seq_id in seq_ids:
         cache._core.clear(seq_id)
-        if cache._watch is not None:
-            cache._watch.gone.append(seq_id)
+        if cache._follower is not None:
+            cache._follower.forget_later(seq_id)

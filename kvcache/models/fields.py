@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from kvcache._core import INT32_MAX
+from kvcache.arguments import INT32_MAX
 from kvcache.errors import ModelFileError, plain, shown
 from kvcache.models import gguf
 from kvcache.models.reading import MAX_FIELDS, MAX_JSON, MAX_NAME, MAX_PARTS, MAX_VALUES, File, open_file, read_file

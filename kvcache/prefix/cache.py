@@ -11,16 +11,15 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Self, SupportsFloat, SupportsIndex
 
 from kvcache import _core
-from kvcache._core import integer
+from kvcache.arguments import integer, to_float
 from kvcache.cache import KVCache
-from kvcache.errors import CacheBusyError, CacheFullError, NotSupportedError, to_float
+from kvcache.errors import CacheBusyError, CacheFullError, NotSupportedError
 from kvcache.policy import CrossAttention
 from kvcache.prefix.chunks import Chunk, Chunks
 from kvcache.prefix.keys import Keys, Tokens, blocks_of, count_tokens, identity_of
 from kvcache.prefix.nodes import Node, Nodes, place_of
 from kvcache.prefix.rows import Rows
 from kvcache.prefix.watch import watch_of
-from kvcache.state import IDS
 
 if TYPE_CHECKING:
     from kvcache.stores.guard import Guard, StoreStats
@@ -286,7 +285,7 @@ class PrefixCache:
         MemoryError
             If memory is short; the sequence is as it was.
         """
-        seq_id = integer(seq_id, "seq_id", *IDS)
+        seq_id = integer(seq_id, "seq_id", *_core.IDS)
         session = self._sessions.get(seq_id) or Session([], [], [], 0)
         length = min(self._core.next_position(seq_id), self._watch.exact_to(seq_id))
         contents = blocks_of(tokens, self._block_size, length)
@@ -308,7 +307,7 @@ class PrefixCache:
 
         Say because a mask hid some of the tokens before them while they were computed.
         """
-        seq_id = integer(seq_id, "seq_id", *IDS)
+        seq_id = integer(seq_id, "seq_id", *_core.IDS)
         position = integer(position, "position", 0, _core.INT32_MAX)
         with self._watch.lock:
             if seq_id in self._sessions or self._core.next_position(seq_id):

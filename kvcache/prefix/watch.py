@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
 import numpy as np
 
@@ -19,16 +19,31 @@ from kvcache import _core
 
 if TYPE_CHECKING:
     from kvcache.cache import KVCache
-    from kvcache.prefix.cache import PrefixCache
 
-__all__ = ["Watch", "watch_of"]
+__all__ = ["Listener", "Watch", "watch_of"]
 
 FIRST_RETAINED = 1 << 62  # ids of retained sequences, which a user has no use for, begin here
 FEW_TOKENS = 16  # batches of fewer tokens a sequence say nothing about the speed of prompts
 
 
+class Listener(Protocol):
+    """A prefix cache, which is told what happens to sequences; with the lock of its `Watch` held."""
+
+    def _fill(self, ranges: dict[int, tuple[int, int]]) -> None:
+        """Retain the blocks that a batch fills; by sequence, the positions of its tokens."""
+
+    def _undo_fill(self, ranges: dict[int, tuple[int, int]]) -> None:
+        """Drop the blocks that were retained of a batch which could not be committed."""
+
+    def _store_new(self) -> None:
+        """Queue the new full blocks to be written to the store."""
+
+    def _edited(self, seq_id: int | None, position: int) -> None:
+        """Note that rows of a sequence from a position on were changed; None: all sequences are gone."""
+
+
 class Watch:
-    """Belongs to a `KVCache` that has prefix caches, and calls these when a batch was committed or a sequence edited.
+    """The `Follower` of a cache that has prefix caches: calls these around each commit, and after each edit.
 
     Attributes
     ----------
@@ -36,26 +51,23 @@ class Watch:
         Guards the prefix caches of the cache; held briefly.
     tokens_per_second : float or None
         How fast batches of many tokens were computed, recent ones counting most; None before the first.
-    gone : deque of int
-        Sequences that a finalizer cleared. It may run in the middle of anything, and takes no lock: what is noted of
-        them is forgotten later.
     """
 
     def __init__(self, core: _core.Cache) -> None:
         self.lock = threading.RLock()
         self.tokens_per_second: float | None = None
-        self.gone: deque[int] = deque()
+        self._gone: deque[int] = deque()  # sequences that a finalizer cleared
         self._core = core
         self._exact_to: dict[int, int] = {}  # by sequence: position from which on rows do not follow from its tokens
-        self._prefixes: weakref.WeakSet[PrefixCache] = weakref.WeakSet()
+        self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
         self._retained = itertools.count(FIRST_RETAINED)
         self._sequences = itertools.count()
         _watches.add(self)
 
-    def add(self, prefix: PrefixCache) -> None:
+    def add(self, listener: Listener) -> None:
         """Call this prefix cache as long as it exists."""
         with self.lock:
-            self._prefixes.add(prefix)
+            self._listeners.add(listener)
 
     def new_retained(self) -> int:
         """Return an id for a retained sequence that was never used."""
@@ -82,22 +94,22 @@ class Watch:
         ranges = dict(zip(seq_ids.tolist(), bounds, strict=True))
         with self.lock:
             self.forget_gone()
-            prefixes = list(self._prefixes)
+            listeners = list(self._listeners)
             try:
                 if keeps_all:
-                    for prefix in prefixes:
-                        prefix._fill(ranges)
+                    for listener in listeners:
+                        listener._fill(ranges)
                 yield
             except BaseException:
-                for prefix in prefixes:
-                    prefix._undo_fill(ranges)
+                for listener in listeners:
+                    listener._undo_fill(ranges)
                 raise
             if not keeps_all:
                 ranges = {seq_id: (low, self._core.next_position(seq_id)) for seq_id, (low, _) in ranges.items()}
-                for prefix in prefixes:
-                    prefix._fill(ranges)
-            for prefix in prefixes:
-                prefix._store_new()
+                for listener in listeners:
+                    listener._fill(ranges)
+            for listener in listeners:
+                listener._store_new()
         if core.num_tokens >= FEW_TOKENS * len(seq_ids):
             self._measure(core.num_tokens, time.perf_counter() - begin)
 
@@ -117,8 +129,8 @@ class Watch:
         are another sequence's, and so are those of them that are inexact.
         """
         with self.lock:
-            for prefix in self._prefixes:
-                prefix._edited(seq_id, position)
+            for listener in self._listeners:
+                listener._edited(seq_id, position)
             for one in list(self._exact_to) if seq_id is None else [seq_id]:
                 if not self._core.next_position(one):
                     self._exact_to.pop(one, None)
@@ -135,10 +147,14 @@ class Watch:
         """Return the position up to which a sequence's rows follow from its tokens."""
         return self._exact_to.get(seq_id, _core.INT32_MAX)
 
+    def forget_later(self, seq_id: int) -> None:
+        """Note that a finalizer cleared a sequence, without the lock."""
+        self._gone.append(seq_id)
+
     def forget_gone(self) -> None:
         """Forget what is noted of the sequences that finalizers cleared. With the lock held."""
-        while self.gone:
-            self.edited(self.gone.popleft(), 0)
+        while self._gone:
+            self.edited(self._gone.popleft(), 0)
 
 
 _making = threading.Lock()
@@ -149,9 +165,10 @@ _held: list[Watch] = []  # while the process forks
 def watch_of(cache: KVCache) -> Watch:
     """Return the watch of a cache; the first call makes it."""
     with _making:
-        if cache._watch is None:
-            cache._watch = Watch(cache._core)
-        return cache._watch
+        watch = cache._follower
+        if not isinstance(watch, Watch):
+            watch = cache._follower = Watch(cache._core)
+        return watch
 
 
 def _hold_all() -> None:

@@ -16,8 +16,7 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import NamedTuple, Self, SupportsIndex
 
-from kvcache._core import INT64_MAX, integer
-from kvcache.errors import check_path
+from kvcache.arguments import INT64_MAX, check_path, integer
 from kvcache.stores.values import encode_key, view_of
 
 __all__ = ["DirectoryStore"]

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kvcache import errors
-from kvcache.errors import to_float
+from kvcache.arguments import check_path, to_float
 from kvcache.stores.values import encode_key, view_of
 
 __all__ = ["ValkeyStore"]
@@ -84,7 +84,7 @@ class ValkeyStore(MutableMapping[str, bytes]):
         files = {"ssl_ca_certs": ca_certs, "ssl_certfile": certfile, "ssl_keyfile": keyfile}
         given = {name: path for name, path in files.items() if path is not None}
         for name, path in given.items():
-            errors.check_path(path, name.removeprefix("ssl_"))
+            check_path(path, name.removeprefix("ssl_"))
         if self._tls:
             self._options |= {name: os.fspath(path) for name, path in given.items()}
         elif given:

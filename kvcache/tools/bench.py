@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._core import INT32_MAX, INT64_MAX, MAX_THREADS, integer
+from kvcache.arguments import INT32_MAX, INT64_MAX, MAX_THREADS, integer
 from kvcache.cache import KVCache
 from kvcache.layer import DTYPES, MAX_DIM, MAX_LAYERS, DType, bytes_of_token, count, dtypes_for, suits
 from kvcache.runtime import get_num_threads, show_config

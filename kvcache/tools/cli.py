@@ -22,8 +22,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"kvcache: there is no module {error.name}; run: pip install 'kvcache[cli]'")
 
-from kvcache import _core
-from kvcache._core import INT32_MAX, MAX_THREADS
+from kvcache.arguments import INT32_MAX, MAX_THREADS
 from kvcache.errors import KVCacheError, ModelFileError, plain, sentence
 from kvcache.layer import DTYPES, DType, count, dtypes_for
 from kvcache.models import shapes
@@ -501,9 +500,9 @@ def _instruction_sets() -> list[str]:
     """Return the build's instruction sets that this machine has; try each as KVCACHE_ISA."""
     before = os.environ.get("KVCACHE_ISA")
     names = []
-    for name in _core.build_info().split(", ")[2].split():
+    for name in str(show_config("dicts")["build"]).split(", ")[2].split():
         os.environ["KVCACHE_ISA"] = name
-        names += [name] if _core.isa() else []
+        names += [name] if show_config("dicts")["isa"] else []
     del os.environ["KVCACHE_ISA"]
     if before is not None:
         os.environ["KVCACHE_ISA"] = before
@@ -512,7 +511,7 @@ def _instruction_sets() -> list[str]:
 
 def _why_threads() -> str:
     """Say how many threads a call uses, and why."""
-    number = _core.get_num_threads()
+    number = get_num_threads()
     if os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip() == str(number):
         return f"{number}: OMP_NUM_THREADS says so"
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

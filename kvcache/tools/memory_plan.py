@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcache import system
-from kvcache._core import INT32_MAX
+from kvcache.arguments import INT32_MAX
 from kvcache.errors import KVCacheError, ModelFileError, plain
 from kvcache.layer import DType, Layer, dtypes_for, make_layers
 from kvcache.models import gguf, parameters

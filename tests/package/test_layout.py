@@ -29,6 +29,8 @@ LONG_FUNCTIONS: set[str] = set()
 UPWARD_INCLUDES: set[str] = set()
 UPWARD_CALLS: set[str] = set()
 IN_A_CIRCLE: set[str] = set()
+HF_CIRCLE = ("cache", "forward_pass", "latents", "layers", "rows", "shared")
+MODULES_IN_A_CIRCLE = {f"kvcache.hf.{name}" for name in HF_CIRCLE}
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +157,43 @@ def test_functions_are_short(lengths):
 # ---- the package
 
 
+def test_imports_are_understood(tmp_path, monkeypatch):
+    """The rules' helpers find imports in functions and for types, and tell a module from a name or its package."""
+    monkeypatch.setattr(python_sources, "ROOT", tmp_path)
+    files = {
+        "__init__.py": "from kvcache.one import name",
+        "_core.pyx": "from kvcache.errors import (\n    KVCacheError)\n",
+        "errors.py": "class KVCacheError(Exception): pass",
+        "one.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from kvcache.part import deep\n",
+        "part/__init__.py": "import os\n",
+        "part/deep.py": "def f(x):\n    from kvcache import _core, one\n    x._core, x.__class__, x._replace()\n",
+        "above.py": "from .part.deep import f\nfrom . import one\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "kvcache" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "kvcache" / name).write_text(text)
+    used = python_sources.imports_between_modules(tmp_path / "kvcache")
+    assert {module.removeprefix("kvcache."): sorted(others) for module, others in used.items()} == {
+        "kvcache": ["kvcache.one"],
+        "_core": ["kvcache.errors"],
+        "errors": [],
+        "one": ["kvcache.part.deep"],
+        "part": [],
+        "part.deep": ["kvcache._core", "kvcache.one"],
+        "above": ["kvcache.one", "kvcache.part.deep"],
+    }
+    assert c_sources.circles(used) == {frozenset({"kvcache.one", "kvcache.part.deep"})}
+    assert [*python_sources.private_names(tmp_path / "kvcache/part/deep.py")] == ["_core", "x._core"]
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    used = python_sources.imports_between_modules()
+    circles = c_sources.circles(used)
+    inside = [f"{module} imports {other}" for circle in circles for module in circle for other in circle & used[module]]
+    members = {module for circle in circles for module in circle}
+    compare(members, MODULES_IN_A_CIRCLE, "in a circle (" + "; ".join(sorted(inside)) + ")")
+
+
 def imported(folder):
     """The modules that the files of a part of the package import, each with the file's path."""
     for path in sorted((python_sources.PACKAGE / folder).rglob("*.py")):
@@ -165,7 +204,7 @@ def imported(folder):
 def test_import_loads_the_cache_alone():
     code = "import sys, kvcache; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    parts = ("compat", "models", "runner", "tools", "hf", "plot", "stores")
+    parts = ("benchmarks", "compat", "models", "runner", "tools", "hf", "plot", "prefix", "stores")
     assert "kvcache.cache" in loaded
     assert not [
         name for name in loaded if name.split(".")[:1] == ["kvcache"] and name.split(".")[1:2] in ([p] for p in parts)
@@ -177,6 +216,14 @@ def test_models_import_neither_runner_nor_tools():
         (module, path) for module, path in imported("models") if module.startswith(("kvcache.runner", "kvcache.tools"))
     ]
     assert not wrong
+
+
+@pytest.mark.parametrize("part", ["benchmarks", "models", "plot.py", "runner", "tools"])
+def test_what_stands_on_the_cache_uses_public_names(part):
+    path = python_sources.PACKAGE / part
+    files = [path] if path.is_file() else path.rglob("*.py")
+    used = {name for file in files for name in python_sources.private_names(file)}
+    assert used <= {"torch.ops._C"}  # which is how torch calls vLLM
 
 
 def test_torch_is_imported_for_hugging_face_and_in_peers():
