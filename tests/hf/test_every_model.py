@@ -1,7 +1,7 @@
 """Every type of model with a text decoder, small and random: logits with `HFCache` against transformers' own cache.
 
-The table of docs/huggingface.md says what each type is expected to do. ``python tests/hf/test_every_model.py`` runs
-them all, and prints what differs from the table.
+The table of every_model.md says what each type is expected to do. ``python tests/hf/test_every_model.py`` runs them
+all, and prints what differs from the table.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - torch may 
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers, and that dense tensors are used
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/huggingface.md"
+PAGE = Path(__file__).with_name("every_model.md")
 PROMPT, STEPS, PADDING, SOURCE = 12, 4, 3, 9  # tokens; the windows of the small models are shorter than the prompt
 TOLERANCE = 2e-5  # of the largest logit
 # One of each kind: a window, MLA, linear attention, layers that share rows, sinks, an encoder, two attentions a layer.
@@ -36,9 +36,8 @@ NO_MASK = ["cpmant", "xlm"]  # take no mask of more columns than the pass has to
 
 @cache
 def table():
-    """Return the page's rows: what each type of model does with the attention "kvcache", and with its own."""
-    page = PAGE.read_text()
-    rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", page[page.index("## Models") :], re.MULTILINE)
+    """Return the table's rows: what each type of model does with the attention "kvcache", and with its own."""
+    rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
     return {name: (kernels, plain) for kernels, plain, names in rows[1:] for name in names.split(", ")}
 
 
