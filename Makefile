@@ -3,13 +3,14 @@ PYTHON ?= $(or $(wildcard .venv/bin/python),python3)
 export PATH := $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$(PATH)
 export PYTHONSAFEPATH = 1 # or the sources in this folder would hide what is installed
 
-.PHONY: help install test ctest lint style types bench docs
+.PHONY: help install test ctest lint style types check bench docs
 help:
 	@echo 'make install   install this checkout for $(PYTHON), with all that the other tasks need;'
 	@echo '               repeat it after a change to C or Cython'
 	@echo 'make test      run the tests; ARGS="-k window" picks some'
 	@echo 'make ctest     run the tests in C alone'
 	@echo 'make lint      check style (ruff, cython-lint, clang-format) and types (mypy, stubtest)'
+	@echo 'make check     run everything that a change must pass'
 	@echo 'make bench     run the benchmarks (minutes)'
 	@echo 'make docs      build the documentation into $(DOCS)'
 	@echo 'PYTHON=python3.12 picks another Python.'
@@ -36,6 +37,9 @@ types:
 	mypy --strict kvcache
 	stubtest --concise --mypy-config-file pyproject.toml --allowlist .ci/stubtest.txt --ignore-unused-allowlist \
 		kvcache
+
+check:
+	bash .ci/run
 
 bench:
 	pytest bench $(ARGS)
