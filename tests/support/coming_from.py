@@ -22,6 +22,8 @@ class Line:
     def __call__(self, **names):
         """Run the line with these names beside copy's, NumPy's and kvcache's; return its value, or what it assigns."""
         scope = {"copy": copy, "np": np} | {name: getattr(kvcache, name) for name in kvcache.__all__} | names
+        shapes = (["num_layers", "n_layers"], ["num_kv_heads", "num_heads", "n_heads"], ["head_dim"])
+        scope["shape"] = [names[name] for either in shapes for name in either if name in names]
         statements = ast.parse(self.code).body
         if len(statements) == 1 and isinstance(statements[0], ast.Expr):
             return eval(self.code, scope)
