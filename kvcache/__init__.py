@@ -1,6 +1,5 @@
 """The KV cache for CPU inference: stores keys and values, decides which tokens stay, attends over them."""
 
-import sys as _sys
 from importlib.machinery import PathFinder as _PathFinder
 
 if _PathFinder.find_spec("kvcache._core", __path__) is None:
@@ -13,7 +12,6 @@ if _PathFinder.find_spec("kvcache._core", __path__) is None:
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from kvcache import _moved
 from kvcache.batch import Batch
 from kvcache.block import Block, Run, Span
 from kvcache.cache import KVCache
@@ -83,6 +81,3 @@ def __getattr__(name: str) -> object:
     from kvcache import prefix
 
     return getattr(prefix, name)
-
-
-_sys.meta_path.insert(0, _moved.Finder)
