@@ -85,19 +85,6 @@ OF_THE_WHOLE = {
     "tie_word_embeddings": ("tie_word_embeddings",),
     "quantization_config": ("quantization_config",),
 }
-# Fields under which a model of several parts nests the configurations of parts beside its text decoder.
-OTHER_PARTS = {
-    "audio_config",
-    "audio_encoder_config",
-    "encoder_config",
-    "projector_config",
-    "qformer_config",
-    "sam_config",
-    "talker_config",
-    "token2wav_config",
-    "vision_config",
-    "vq_config",
-}
 # Defaults by model type: files name only what differs from these.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma": {
@@ -338,14 +325,18 @@ def read_config(source: Any) -> Fields:
         return _text_decoder(source.to_dict(), type(source).__name__)
     if not isinstance(source, str) and not hasattr(source, "__fspath__"):
         raise TypeError(f"config={shown(source)}: give a path, a mapping, or a configuration of transformers")
-    path = Path(source)
-    if path.suffix == ".safetensors":
-        path = path.parent
-    if os.path.isdir(path):
-        path = path / "config.json"
+    path = find_config(source)
     if is_gguf(path):
         return _from_gguf(gguf.read_header(path), plain(path))
     return _text_decoder(read_json(path), plain(path))
+
+
+def find_config(source: str | os.PathLike[str]) -> Path:
+    """Return the file that a path stands for: the ``config.json`` of a folder, or beside safetensors, or itself."""
+    path = Path(source)
+    if path.suffix == ".safetensors":
+        path = path.parent
+    return path / "config.json" if os.path.isdir(path) else path
 
 
 def is_gguf(path: Path) -> bool:
@@ -437,7 +428,6 @@ def _text_decoder(values: Mapping[str, Any], source: str) -> Fields:
     whole = ChainMap(*({name: value for name, value in part.items() if value is not None} for part in parts))
     for name, others in OF_THE_WHOLE.items():
         fields[name] = next((whole[other] for other in others if other in whole), None)
-    fields["other_parts"] = [name for name in whole if name in OTHER_PARTS and isinstance(whole[name], Mapping)]
     return Fields(fields, source)
 
 

@@ -18,7 +18,7 @@ from kvcache.arguments import INT32_MAX
 from kvcache.errors import KVCacheError, ModelFileError, plain
 from kvcache.layer import DType, Layer, dtypes_for, make_layers
 from kvcache.models import gguf, parameters
-from kvcache.models.fields import Fields, find_weights, is_gguf, read_config
+from kvcache.models.fields import find_weights, is_gguf, read_config
 from kvcache.models.shapes import PREFILL_TOKENS, Shape
 from kvcache.policy import CrossAttention, FullAttention, Policy, written
 
@@ -180,7 +180,8 @@ def weigh(model: Any, given: str | int | None = None) -> Weights:
         The model.
     given : str or int, optional
         A type of `WEIGHT_TYPES`, in which every parameter is counted, or the number of bytes. By default the bytes of
-        the model's files if they are there, else every parameter in the type that the configuration names.
+        the model's files if they are there, else every parameter in the type that the configuration names; counting
+        needs torch and transformers, but for a GGUF.
 
     Raises
     ------
@@ -198,7 +199,7 @@ def weigh(model: Any, given: str | int | None = None) -> Weights:
         files = _weight_files(path if path.is_dir() else path.parent)
         if files:
             return _files(files, len(files))
-    return _counted(read_config(model))
+    return _counted(model)
 
 
 def _num_parameters(model: Any, path: Path | None) -> int:
@@ -240,22 +241,21 @@ def _weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin")) if len(named) == 1 else []
 
 
-def _counted(config: Fields) -> Weights:
+def _counted(model: Any) -> Weights:
     """Count the weights from a configuration alone, in the type that it names."""
     try:
-        number = parameters.count(config)
+        config = read_config(model)
         packed = config.part("quantization_config")
         how = None if packed is None else packed.text("quant_method", "its quantization_config")
         named = config.text("dtype", "").removeprefix("torch.")
+        number = parameters.count(model)
     except KVCacheError as error:
         return Weights(None, str(error))
     if how is not None:
         return Weights(None, f"{number:,} parameters, packed by {plain(how)}", number)
     if named and named not in NAMED:
         return Weights(None, f"{number:,} parameters in {plain(named)}", number)
-    note = "" if named else ", as the configuration names no type"
-    others = ", ".join(map(plain, config.get("other_parts", ())))
-    return _in_type(NAMED.get(named, "f32"), number, f"{note}; {others} not counted" if others else note)
+    return _in_type(NAMED.get(named, "f32"), number, "" if named else ", as the configuration names no type")
 
 
 def policies(shape: Shape, instead: Policy | None) -> list[Policy | None]:
