@@ -1,7 +1,8 @@
-"""Write the tables of bench/results/ and of docs/performance.md from the figures kept in bench/results/*.json.
+"""Print tables of the figures kept in bench/results/*.json, and write the one of docs/performance.md.
 
-python bench/write_results.py                                     # write every table again
-python bench/write_results.py --keep run.json --as epyc-zen5      # add a run first: what --json of a benchmark wrote
+python bench/write_results.py epyc-zen5                           # print every table of a kind of processor
+python bench/write_results.py --keep run.json --as epyc-zen5      # add a run: what --json of a benchmark wrote
+python bench/write_results.py                                     # write the table of docs/performance.md again
 
 A file of bench/results/ belongs to one kind of processor and holds runs. A run is a command, its day, the commit that
 it measured, and its rows. A row has a name and either a quotient or seconds, for a type, a context and a number of
@@ -130,8 +131,7 @@ def page(record: Record) -> str:
         lines += [line for text in (meaning, run.get("note", "")) if text for line in (text, "")]
         for table in tables(run["rows"]):
             lines += [*table, ""]
-    made = "Made from the file of the same name that ends in .json by `python bench/write_results.py`."
-    return "\n".join([*lines, made, ""])
+    return "\n".join(lines)
 
 
 # ---- the table of speedups
@@ -160,7 +160,7 @@ def speedups(records: dict[str, Record]) -> list[str]:
                 keys = ("section", "name", "type", "context", "threads")
                 found = [row for row in rows if [row.get(key) for key in keys] == [*wanted, threads]]
                 cells.append(number(found[-1]["quotient"]) if found else "")
-            lines.append([f"[{record['processor']}](../bench/results/{name}.md)", str(threads), *cells])
+            lines.append([f"[{record['processor']}](../bench/results/{name}.json)", str(threads), *cells])
     return markdown(["processor", "threads", *(heading for heading, *_ in SPEEDUPS)], lines)
 
 
@@ -187,13 +187,6 @@ def text_of(record: Record) -> str:
     return text + "\n"
 
 
-def files() -> dict[Path, str]:
-    """Return the text of every generated file, by path."""
-    records = load()
-    pages = {RESULTS / f"{name}.md": page(record) for name, record in records.items()}
-    return pages | {PERFORMANCE: with_speedups(PERFORMANCE.read_text(), records)}
-
-
 def keep(source: Path, name: str) -> None:
     """Add the run that a benchmark's --json wrote to a processor's file, or make that file."""
     run = json.loads(source.read_text())
@@ -207,6 +200,7 @@ def keep(source: Path, name: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("processors", nargs="*", metavar="PROCESSOR", help="a file in bench/results to print")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="a run to add, of a benchmark's --json")
     parser.add_argument("--as", dest="name", metavar="PROCESSOR", help="the file in bench/results that it is added to")
     options = parser.parse_args(arguments)
@@ -214,9 +208,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--keep and --as go together")
     if options.keep:
         keep(options.keep, options.name)
-    for path, text in files().items():
-        path.write_text(text)
-        print(path.relative_to(ROOT), file=sys.stderr)
+    records = load()
+    for name in options.processors:
+        if name not in records:
+            parser.error(f"there is no {name!r}: give some of {', '.join(records)}")
+        print(page(records[name]))
+    if options.keep or not options.processors:
+        PERFORMANCE.write_text(with_speedups(PERFORMANCE.read_text(), records))
+        print(PERFORMANCE.relative_to(ROOT), file=sys.stderr)
 
 
 if __name__ == "__main__":
