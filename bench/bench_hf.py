@@ -4,7 +4,6 @@ import argparse
 import multiprocessing
 import resource
 import statistics
-import time
 import warnings
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, L
 from kvcache import SlidingWindow
 from kvcache.hf import HFCache
 from kvcache.tools.arguments import parse_tokens
+from kvcache.tools.interleave import timed
 
 CHUNK = 512
 COMMON = {
@@ -44,9 +44,7 @@ def prefill(model, cache, context):
 
 
 def step(model, cache):
-    start = time.perf_counter()
-    model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
-    return time.perf_counter() - start
+    return timed(model, torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)[0]
 
 
 def entrants_of(config, dtypes):

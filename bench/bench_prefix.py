@@ -27,7 +27,7 @@ import kvcache
 from kvcache import stores
 from kvcache.prefix.keys import Keys, blocks_of
 from kvcache.tools.arguments import parse_tokens
-from kvcache.tools.interleave import rounds
+from kvcache.tools.interleave import rounds, timed
 
 LONG = 600.0
 BLOCK = 64
@@ -154,9 +154,7 @@ def feed(cache: kvcache.KVCache, seq_id: int, begin: int, rows: np.ndarray) -> f
     batch = cache.batch(positions=range(begin, begin + num), seq_ids=[seq_id] * num)
     for layer in range(cache.num_layers):
         batch.put(layer, rows, rows)
-    start = time.perf_counter()
-    batch.commit()
-    return time.perf_counter() - start
+    return timed(batch.commit)[0]
 
 
 def measure_acquire(seconds: float) -> None:
@@ -169,17 +167,13 @@ def measure_acquire(seconds: float) -> None:
     keys = Keys(b"none", b"")
 
     def acquire() -> float:
-        begin = time.perf_counter()
-        seq_id, matched = prefix.acquire(tokens)
-        taken = time.perf_counter() - begin
+        taken, (seq_id, matched) = timed(prefix.acquire, tokens)
         assert matched == len(tokens) - 1
         cache.clear(seq_id)
         return taken
 
     def name() -> float:
-        begin = time.perf_counter()
-        keys.chain(keys.root, blocks_of(tokens, BLOCK))
-        return time.perf_counter() - begin
+        return timed(keys.chain, keys.root, blocks_of(tokens, BLOCK))[0]
 
     hits, names = zip(*rounds(acquire, name, seconds=seconds, least=20), strict=True)
     print(f"acquire, a hit of 32,768 tokens: {statistics.median(hits) * 1e3:.2f} ms (wanted: 3)")

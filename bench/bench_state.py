@@ -10,20 +10,14 @@ import argparse
 import mmap
 import os
 import tempfile
-import time
 from collections import defaultdict
 
 import numpy as np
 
 import kvcache
+from kvcache.tools.interleave import timed
 
 PIECE = 4 << 20  # bytes written at once
-
-
-def timed(call):
-    start = time.perf_counter()
-    result = call()
-    return time.perf_counter() - start, result
 
 
 def write(path, size):

@@ -11,24 +11,14 @@ import argparse
 import os
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 
 from kvcache import stores
 from kvcache.stores.guard import Guard
 from kvcache.system import parse_bytes, readable
-from kvcache.tools.interleave import rounds
+from kvcache.tools.interleave import rounds, timed
 
 LONG = 600.0
-
-
-def timed(function: Callable[[], object]) -> Callable[[], float]:
-    def run() -> float:
-        begin = time.perf_counter()
-        function()
-        return time.perf_counter() - begin
-
-    return run
 
 
 def measure(
@@ -47,9 +37,14 @@ def measure(
         if len(guard.get_many(keys, LONG)) < len(keys):
             raise SystemExit(f"{name} did not return the values: {guard.stats}")
 
-    copy = timed(lambda: [bytearray(value) for _ in keys])
-    miss = timed(lambda: guard.get_many(["nothing"], LONG))
-    found = list(zip(*rounds(timed(write), timed(read), copy, miss, seconds=seconds, least=5), strict=True))
+    def copy() -> None:
+        [bytearray(value) for _ in keys]
+
+    def miss() -> None:
+        guard.get_many(["nothing"], LONG)
+
+    calls = [lambda call=call: timed(call)[0] for call in (write, read, copy, miss)]
+    found = list(zip(*rounds(*calls, seconds=seconds, least=5), strict=True))
     guard.close(LONG)
     rates = [statistics.median(nbytes / each for each in times) / 1e9 for times in found[:3]]
     quotient = statistics.median(copied / taken for taken, copied in zip(found[1], found[2], strict=True))

@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import build_ggml
 import numpy as np
-from compiling import HERE, Seconds
+from compiling import Seconds
 from driver import BYTES, Driver
 from yardstick import Machine, Memory, huge_bytes, machine
 
@@ -23,9 +23,6 @@ import kvcache
 from kvcache.tools import interleave, peers
 from kvcache.tools.interleave import Entrant, cache_size
 from kvcache.tools.peers import PeerKind, Peers
-
-sys.path.insert(0, str(HERE / "peers"))
-import build_ggml
 
 
 @dataclass(frozen=True)
@@ -267,7 +264,7 @@ class Ggml(PeerKind):
 KINDS: dict[str, PeerKind] = {
     "ggml": Ggml(
         "ggml",
-        "python bench/peers/build_ggml.py",
+        "python bench/build_ggml.py",
         decode=(
             *(("flash", "f32"), ("flash", "f16"), ("flash", "q8_0"), ("flash", "q4_0")),
             *(("matmul", "f32"), ("matmul", "f16")),

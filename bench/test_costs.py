@@ -2,12 +2,12 @@
 
 import copy
 import math
-import time
 
 import numpy as np
 import pytest
 
 import kvcache
+from kvcache.tools.interleave import timed
 
 DIM = 8  # elements of a row: few, because bookkeeping is measured
 
@@ -25,12 +25,6 @@ def slope(figures, interleave):
         figures.samples(f"{name}: exponent", exponents, "", wanted, note)
 
     return add
-
-
-def timed(call, *arguments, **options):
-    start = time.perf_counter()
-    result = call(*arguments, **options)
-    return time.perf_counter() - start, result
 
 
 def append(cache, positions, seq_ids):

@@ -23,7 +23,7 @@ from kvcache.arguments import INT32_MAX, INT64_MAX, MAX_THREADS, integer
 from kvcache.cache import KVCache
 from kvcache.layer import DTYPES, MAX_DIM, MAX_LAYERS, DType, bytes_of_token, count, dtypes_for, suits
 from kvcache.runtime import get_num_threads, show_config
-from kvcache.tools.interleave import Entrant, cache_size, compete, layers_of, rounds
+from kvcache.tools.interleave import Entrant, cache_size, compete, layers_of, rounds, timed
 from kvcache.tools.peers import BYTES, KINDS, Peers, tasks
 from kvcache.tools.peers.serve import Task
 
@@ -135,13 +135,13 @@ class _Reader:
 
     def choose(self, seconds: float) -> float:
         """Time all reductions and keep the fastest; return its best bytes per second."""
-        timed = [lambda kernel=kernel: _seconds(kernel) for kernel in self._kernels]
-        times: list[float] = [min(column) for column in zip(*rounds(*timed, seconds=seconds, least=4), strict=True)]
+        calls = [lambda kernel=kernel: timed(kernel)[0] for kernel in self._kernels]
+        times: list[float] = [min(column) for column in zip(*rounds(*calls, seconds=seconds, least=4), strict=True)]
         self._kernels = [self._kernels[times.index(min(times))]]
         return self.nbytes / min(times)
 
     def entrant(self) -> Entrant:
-        return Entrant("read", lambda count: [_seconds(self._kernels[0]) for _ in range(count)])
+        return Entrant("read", lambda count: [timed(self._kernels[0])[0] for _ in range(count)])
 
     def __enter__(self) -> Self:
         return self
@@ -149,12 +149,6 @@ class _Reader:
     def __exit__(self, *_: object) -> None:
         self._kernels.clear()  # these functions hold the memory
         self._pool.shutdown()
-
-
-def _seconds(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
 
 
 def read_bandwidth(nbytes: int | None = None, threads: int | None = None, seconds: float = 0.5) -> float:

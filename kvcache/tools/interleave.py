@@ -7,16 +7,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from kvcache.runtime import get_num_threads
 
-__all__ = ["Entrant", "cache_size", "compete", "layers_of", "rounds"]
+__all__ = ["Entrant", "cache_size", "compete", "layers_of", "rounds", "timed"]
 
 ROUND = 0.02  # seconds that an entrant runs in a round, unless one call takes longer
 PAUSE = 0.01  # seconds in which the previous entrant's threads stop spinning
 MOST_ROUNDS = 10_000
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -30,6 +31,13 @@ class Entrant:
     error: Callable[[], float] | None = None
     kind: str = ""  # the element type
     first: float = 0.0  # seconds of a call made before; 0: none was made
+
+
+def timed(call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> tuple[float, T]:
+    """Call a function; return the seconds that it took, and its result."""
+    start = time.perf_counter()
+    result = call(*arguments, **options)
+    return time.perf_counter() - start, result
 
 
 def rounds(*functions: Callable[[], T], seconds: float, least: int) -> Iterator[list[T]]:

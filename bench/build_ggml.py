@@ -1,4 +1,4 @@
-"""Build ggml and the program that measures it, from the source archive of llama-cpp-python: python build_ggml.py.
+"""Build ggml and the program that measures it, from the source archive of llama-cpp-python: python bench/build_ggml.py.
 
 This takes a few minutes, and needs CMake and a C++ compiler. bench_attention.py uses the program that it leaves.
 """
