@@ -27,6 +27,31 @@ kvc_block *kvc_last_block(const kvc_batch *batch, const kvc_batch_sequence *memb
     return NULL;
 }
 
+/* The slots of a block that one sequence alone holds, each once. */
+typedef struct own_slots {
+    const kvc_block *block;
+    int32_t num;
+} own_slots;
+
+static void count_own(void *context, const kvc_run *part) {
+    own_slots *own = context;
+    for (int32_t i = 0; part->block == own->block && i < part->count; i++)
+        own->num += part->block->holders[part->slot + i] == 1;
+}
+
+int32_t kvc_slots_spared(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, const kvc_block *block,
+                         int32_t taken) {
+    const kvc_sequence *sequence = member->sequence;
+    if (!batch->in_several) return taken;
+    const int32_t start = kvc_policy_next_start(&batch->cache->policies[g], sequence->low),
+                  before = start - kvc_sequence_next(sequence);
+    if (before >= taken) return taken;
+    own_slots own = {block, 0};
+    kvc_runs_visit(&sequence->runs[g], kvc_evictable(batch->cache, sequence, g).end, KVC_END, count_own, &own);
+    const int stays = block->pins || own.num < block->live || batch->cache->pools[g].compaction;
+    return !stays ? taken : before > 0 ? before : 0;
+}
+
 /* Adds the memory of slots [from, to) of a block that were never touched; slots below `from` are counted elsewhere. */
 static void add_touched(kvc_pool *pool, const kvc_block *block, int32_t from, int32_t to) {
     if (from < block->touched) from = block->touched;
@@ -49,7 +74,8 @@ static void add_sequence(const kvc_batch *batch, const kvc_batch_sequence *membe
     kvc_pool *pool = &batch->cache->pools[g];
     int32_t rest = member->num_slots, fill = 0;
     for (kvc_block *block = kvc_last_block(batch, member, g, &fill); rest > 0 && (block || *next); block = NULL) {
-        if (!block) {
+        const int is_last = block != NULL;
+        if (!is_last) {
             block = *next;
             *next = block->next;
             fill = 0;
@@ -59,7 +85,7 @@ static void add_sequence(const kvc_batch *batch, const kvc_batch_sequence *membe
         const int32_t taken = rest < pool->block_size - fill ? rest : pool->block_size - fill;
         add_touched(pool, block, fill, fill + taken);
         block->planned += taken;
-        rest -= taken;
+        rest -= is_last ? kvc_slots_spared(batch, member, g, block, taken) : taken;
     }
     add_new_blocks(pool, rest);
 }

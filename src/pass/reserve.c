@@ -31,9 +31,9 @@ static kvc_status new_probe(kvc_cache *cache, int64_t seq_id, int32_t array_len,
     return KVC_OK;
 }
 
-/* Returns the stretches that a probe is given for tokens that come in several batches.  A window's list needs room for
- * twice its runs then: as it slides through its array, runs are moved to the front once as many were evicted. */
-static int32_t count_stretches(const kvc_batch *batch) {
+/* Makes a probe ask what its tokens need in several batches: more stretches, too.  A window's list needs room for twice
+ * its runs then: as it slides through its array, runs are moved to the front once as many were evicted. */
+static void set_several(kvc_batch *batch) {
     const kvc_cache *cache = batch->cache;
     int64_t num = 0;
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
@@ -43,7 +43,8 @@ static int32_t count_stretches(const kvc_batch *batch) {
         if (kvc_policy_evicts(&cache->policies[g]) && 2 * runs > num) num = 2 * runs; /* a stretch is half a run */
     }
     num += 1 + MORE_STRETCHES;
-    return num < MOST_STRETCHES ? (int32_t)num : MOST_STRETCHES;
+    batch->sequences->num_stretches = num < MOST_STRETCHES ? (int32_t)num : MOST_STRETCHES;
+    batch->in_several = 1;
 }
 
 /* Checks that num_tokens fit, in several batches or in one, with a probe of one element, before arrays for up to
@@ -53,7 +54,7 @@ static kvc_status check_fits(kvc_cache *cache, int64_t seq_id, int64_t num_token
     kvc_status status = kvc_check_num_tokens(cache, num_tokens);
     if (status == KVC_OK) status = new_probe(cache, seq_id, 1, (int32_t)num_tokens, &batch);
     if (status != KVC_OK) return status;
-    if (several) batch->sequences->num_stretches = count_stretches(batch);
+    if (several) set_several(batch);
     status = kvc_fit(batch);
     kvc_discard_batch(batch);
     return status;
@@ -64,10 +65,11 @@ static void touch_slots(const kvc_batch *batch, int32_t g) {
     kvc_pool *pool = &batch->cache->pools[g];
     int32_t rest = batch->num_tokens, fill;
     kvc_block *block = kvc_last_block(batch, batch->sequences, g, &fill), *next = pool->free;
+    const kvc_block *last = block;
     for (fill = block ? fill : pool->block_size; rest > 0; fill = 0) {
         const int32_t taken = rest < pool->block_size - fill ? rest : pool->block_size - fill;
         if (taken) kvc_pool_touch(pool, block, fill + taken);
-        rest -= taken;
+        rest -= taken && block == last ? kvc_slots_spared(batch, batch->sequences, g, block, taken) : taken;
         block = next;
         if (next) next = next->next;
     }
@@ -84,7 +86,7 @@ static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) 
         status = new_probe(cache, seq_id, num_tokens < KVC_MAX_BATCH ? (int32_t)num_tokens : KVC_MAX_BATCH,
                            (int32_t)num_tokens, &batch);
     if (status != KVC_OK) return status;
-    if (several) batch->sequences->num_stretches = count_stretches(batch);
+    if (several) set_several(batch);
     status = kvc_prepare(batch);
     if (status != KVC_OK) {
         kvc_discard_batch(batch);

@@ -82,4 +82,11 @@ int32_t kvc_policy_retained(const kvc_policy *policy, int32_t low) {
     }
 }
 
+int32_t kvc_policy_next_start(const kvc_policy *policy, int32_t low) {
+    if (policy->kind == KVC_SLIDING && window_kept(policy) == 1 && !policy->num_sink_tokens) return low + 1;
+    if (policy->kind != KVC_CHUNKED || policy->resume_window) return INT32_MAX;
+    const int64_t next = (int64_t)kvc_policy_lowest(policy, low) + policy->attention_chunk_size;
+    return next < INT32_MAX ? (int32_t)next : INT32_MAX;
+}
+
 int32_t kvc_policy_sinks(const kvc_policy *policy) { return policy->kind == KVC_SLIDING ? policy->num_sink_tokens : 0; }

@@ -25,6 +25,10 @@ int32_t kvc_policy_lowest(const kvc_policy *policy, int32_t position);
 /* Returns the first position that is kept, sinks aside, when no query will come below position `low`. */
 int32_t kvc_policy_retained(const kvc_policy *policy, int32_t low);
 
+/* Returns the first position above `low` of which a query, as the first of a batch, lets go of all rows before it;
+ * INT32_MAX: none does. */
+int32_t kvc_policy_next_start(const kvc_policy *policy, int32_t low);
+
 /* Returns the number of sinks: positions below it are never evicted. */
 int32_t kvc_policy_sinks(const kvc_policy *policy);
 
