@@ -186,20 +186,34 @@ kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_ke
     return finish(batch);
 }
 
+/* Drops the slots that the tokens were given in group g.  Of the blocks that this frees, the last ones are the first of
+ * the free list: where the group evicts, as many as were new or loose are loose.  Reserved ones are not, nor is one for
+ * each sequence: steps of decoding that are aborted again and again would take it anew each time.  Returns whether any
+ * are. */
+static int drop_all(const kvc_batch *batch, int32_t g) {
+    kvc_pool *pool = &batch->cache->pools[g];
+    const int32_t before = pool->num_free;
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        const kvc_pending *pending = kvc_pending_of(batch, g, s);
+        for (int32_t i = 0; i < pending->num; i++) kvc_drop_part(pool, &pending->runs[i]);
+    }
+    const int32_t freed = pool->num_free - before, added = freed < pool->num_added ? freed : pool->num_added;
+    const int any = kvc_policy_evicts(&batch->cache->policies[g]) && added > batch->num_sequences;
+    if (any) pool->num_loose += added - batch->num_sequences;
+    return any;
+}
+
 void kvc_abort(kvc_batch *batch) {
     if (!batch) return;
     kvc_cache *cache = batch->cache;
+    int any_loose = 0;
     kvc_lock(cache);
-    for (int32_t g = 0; g < cache->num_groups; g++)
-        for (int32_t s = batch->num_sequences - 1; s >= 0;
-             s--) { /* backwards: slots handed out last are given back first */
-            const kvc_pending *pending = kvc_pending_of(batch, g, s);
-            if (g >= cache->num_token_groups && pending->num)
-                kvc_drop_cross(batch, g, s);
-            else
-                for (int32_t i = pending->num - 1; i >= 0; i--) kvc_drop_part(&cache->pools[g], &pending->runs[i]);
-        }
+    for (int32_t g = 0; g < cache->num_token_groups; g++) any_loose |= drop_all(batch, g);
+    for (int32_t g = cache->num_token_groups; g < cache->num_groups; g++)
+        for (int32_t s = 0; s < batch->num_sequences; s++)
+            if (kvc_pending_of(batch, g, s)->num) kvc_drop_cross(batch, g, s);
     cache->stats.aborted++;
     close_batch(batch);
+    if (any_loose) kvc_return_surplus(cache);
     kvc_unlock(cache, KVC_OK);
 }

@@ -354,8 +354,11 @@ void kvc_carry_out(const kvc_batch *batch) {
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_evict(cache, g);
     kvc_reclaim(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) {
+        kvc_pool *pool = &cache->pools[g];
         kvc_compaction_run(cache, g);
-        kvc_pool_accept(&cache->pools[g]);
+        kvc_pool_accept(pool);
+        const int32_t added = pool->num_loose + (int32_t)pool->demand.new_blocks, all = pool->demand.num_blocks;
+        pool->num_added = added < all ? added : all;
     }
     while (cache->changed) {
         kvc_sequence *sequence = cache->changed;

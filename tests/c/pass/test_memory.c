@@ -1,4 +1,4 @@
-/* Memory that batches take: none where it was reserved for them. */
+/* Memory that batches take: none of what was reserved for them, and none that stays once they have ended. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/memory.h"
 #include "support/pairs.h"
@@ -101,8 +101,97 @@ static void test_reserved_beside_others(void)
     }
 }
 
+/* ---- given back -------------------------------------------------------------------------------------------------- */
+
+/* Begins a batch of n tokens at the end of a sequence, and aborts it. */
+static void try_batch(kvc_cache *cache, int64_t id, int32_t n)
+{
+    int64_t seq_ids[MOST];
+    kvc_batch *batch = NULL;
+    for (int32_t i = 0; i < n; i++)
+        seq_ids[i] = id;
+    CHECKF(kvc_begin(cache, n, NULL, seq_ids, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
+    kvc_abort(batch);
+}
+
+static kvc_stats stats_in(kvc_cache *cache)
+{
+    kvc_stats stats;
+    kvc_get_stats(cache, &stats, sizeof stats);
+    return stats;
+}
+
+/* An aborted batch leaves a block more to a window or a chunk than a committed one, and no other to a new sequence; to a
+ * layer that sees everything, it leaves all for reuse. */
+static void test_aborted(void)
+{
+    const kvc_layer windows[] = {layer_with(sliding_policy(5, 0, 0)), layer_with(sliding_policy(5, 2, 0)),
+                                 layer_with(chunked_policy(7, 0)), plain_layer};
+    for (int kind = 0; kind < 4; kind++)
+        for (int32_t held = 0; held < 20; held++) {
+            kvc_cache *cache = new_cache(1, &windows[kind]);
+            if (held)
+                CHECK(feed(cache, 1, 1, held) == KVC_OK);
+            try_batch(cache, 1, MOST);
+            const kvc_stats stats = stats_in(cache);
+            const int64_t slots = (stats.blocks_in_use + stats.blocks_free) * BLOCK;
+            if (kind < 3)
+                CHECKF(slots <= stats.live_slots + (held ? kind == 1 ? 4 : 3 : 1) * BLOCK, "%d slots for %d rows",
+                       (int)slots, (int)stats.live_slots);
+            else
+                CHECK(slots >= MOST);
+            free_valid(cache);
+        }
+}
+
+/* What was reserved stays if a batch that takes more is aborted. */
+static void test_aborted_keeps_what_was_reserved(void)
+{
+    const kvc_layer layer = layer_with(sliding_policy(5, 0, 0));
+    for (int32_t reserved = 1; reserved < MOST; reserved++) {
+        kvc_cache *cache = new_cache(1, &layer);
+        CHECK(feed(cache, 1, 1, 9) == KVC_OK && kvc_reserve(cache, 1, reserved) == KVC_OK);
+        try_batch(cache, 1, random_int(1, MOST + 1));
+        memory_fail_after(&heap, 0);
+        CHECKF(feed(cache, 1, 1, reserved) == KVC_OK, "%d: %s", (int)reserved, kvc_last_error());
+        memory_fail_after(&heap, -1);
+        free_valid(cache);
+    }
+}
+
+/* Returns how many blocks were opened by 60 steps of decoding, each after `tries` that were aborted. */
+static int64_t opened_by_steps(const kvc_layer *layer, int tries)
+{
+    kvc_cache *cache = new_cache(1, layer);
+    CHECK(feed(cache, 1, 1, 40) == KVC_OK);
+    const int64_t before = stats_in(cache).blocks_opened;
+    for (int i = 0; i < 60; i++) {
+        for (int t = 0; t < tries; t++)
+            try_batch(cache, 1, 1);
+        CHECK(feed(cache, 1, 1, 1) == KVC_OK);
+    }
+    const int64_t opened = stats_in(cache).blocks_opened - before;
+    free_valid(cache);
+    return opened;
+}
+
+/* Steps of decoding that are aborted first take no more blocks than others. */
+static void test_aborted_steps(void)
+{
+    for (int32_t window = 1; window < 12; window++)
+        for (int32_t sinks = 0; sinks < 4; sinks++) {
+            const kvc_layer layer = layer_with(sliding_policy(window, sinks, 0));
+            const int64_t without = opened_by_steps(&layer, 0), with = opened_by_steps(&layer, 2);
+            CHECKF(with <= without, "window %d, %d sinks: %d blocks, not %d", (int)window, (int)sinks, (int)with,
+                   (int)without);
+        }
+}
+
 int main(void)
 {
+    test_aborted();
+    test_aborted_keeps_what_was_reserved();
+    test_aborted_steps();
     test_reserved_beside_others();
     return test_result();
 }
