@@ -1,0 +1,108 @@
+"""The path of a call: how many functions in how many files one decode token of one layer goes through.
+
+The core is compiled without optimisation, so that inline functions count; kernels are left aside. A change of file is a
+call of a function in another file than its caller's; x.c and x.h are one file. pytest -s prints the counts.
+"""
+
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from support.compiling import EMULATOR, FLAGS, LIBRARIES, ROOT, compiler, run
+
+RECORDER = Path(__file__).with_name("call_paths.c")
+INSTRUMENTED = ["-O0", "-gdwarf-4", "-fno-pie", "-finstrument-functions"]
+
+
+class Count(NamedTuple):
+    functions: int
+    files: int
+    changes: int
+
+
+# The most that each may be. Lower a number when its path has become shorter.
+MOST = {
+    "begin": Count(114, 19, 111),
+    "attend": Count(185, 28, 741),
+    "commit": Count(60, 14, 41),
+    "together": Count(319, 39, 893),
+}
+
+
+def works(command, source):
+    """Return whether a program that is compiled so links and runs."""
+    program = source.with_suffix("")
+    built = subprocess.run([*command, source, "-o", program], capture_output=True).returncode == 0
+    return built and subprocess.run([program], capture_output=True).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    """Build the core, instrumented, with the recorder."""
+    if not shutil.which("addr2line") or EMULATOR:
+        pytest.skip("addresses of functions are not looked up here")
+    folder = tmp_path_factory.mktemp("call_paths")
+    probe = folder / "probe.c"
+    probe.write_text("int main(void) { return 0; }\n")
+    command = [*compiler(), *FLAGS]
+    if not works([*command, *INSTRUMENTED, "-no-pie"], probe):
+        pytest.skip("the compiler does not instrument functions")
+
+    def compile_one(source):
+        target = folder / f"{source.parent.name}-{source.stem}.o"
+        flags = INSTRUMENTED[:3] if source.parent.name == "kernels" or source == RECORDER else INSTRUMENTED
+        run(*command, *flags, "-c", source, "-o", target)
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, [RECORDER, *ROOT.glob("src/*/*.c")]))
+    run(*command, "-no-pie", *objects, "-o", folder / "calls", *LIBRARIES)
+    return folder / "calls"
+
+
+def read_calls(program):
+    """Return for each public call its functions as they were called: (caller's file, file, name)."""
+    environment = os.environ | {"KVCACHE_ISA": "scalar"}
+    lines = subprocess.run([program], env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    addresses = sorted({line[2:] for line in lines if line.startswith("+")})
+    found = run("addr2line", "-f", "-e", program, *addresses).splitlines()
+    places = [place.split(":")[0].split("/src/")[-1].rsplit(".", 1)[0] for place in found[1::2]]
+    known = dict(zip(addresses, zip(places, found[::2], strict=True), strict=True))
+    calls: dict[str, list[tuple[str, str, str]]] = {}
+    stack = [("", "")]
+    for line in lines:
+        if line.startswith("+"):
+            called = known[line[2:]]
+            calls[public].append((stack[-1][0], *called))
+            stack.append(called)
+        elif line == "-":
+            stack.pop()
+        else:
+            public = line
+            calls[public] = []
+    return {name: [call for call in path if not call[1].startswith("kernels/")] for name, path in calls.items()}
+
+
+def count(calls):
+    changes = sum(caller not in ("", file) for caller, file, _ in calls)
+    return Count(len({call[1:] for call in calls}), len({file for _, file, _ in calls}), changes)
+
+
+def test_decode_token(program):
+    paths = read_calls(program)
+    found = {name: count(path) for name, path in paths.items()}
+    found["together"] = count(sum(paths.values(), []))
+    for name, counted in found.items():
+        print(f"{name}: {counted.functions} functions in {counted.files} files, {counted.changes} changes of file")
+    assert found.keys() == MOST.keys()
+    assert all(n > 0 for counted in found.values() for n in counted)
+    grown = {
+        name: (counted, MOST[name])
+        for name, counted in found.items()
+        if any(n > most for n, most in zip(counted, MOST[name], strict=True))
+    }
+    assert not grown, "a call goes through more than before: call fewer functions, in fewer files"
