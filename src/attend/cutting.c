@@ -178,9 +178,8 @@ static void visit_ancestors(const kvc_batch *batch, const kvc_new_unit *u, const
 static void visit_own_rows(const kvc_plan *plan, const kvc_new_unit *u, uint8_t *marks, visit_fn *visit,
                            void *context) {
     const kvc_batch *batch = plan->batch;
-    const int32_t g = plan->group, is_cross = g >= batch->cache->num_token_groups;
-    const kvc_pending *pending =
-        is_cross ? kvc_pending_of(batch, g, u->unit.sequence) : kvc_own_pending(batch, g, u->unit.sequence);
+    const kvc_pending *pending = kvc_pending_of(batch, plan->group, u->unit.sequence);
+    const int is_cross = pending->to == KVC_TO_CROSS;
     if (batch->parents && !is_cross) {
         visit_ancestors(batch, u, pending, marks, visit, context);
         return;
@@ -204,12 +203,12 @@ static void find_rows(const kvc_plan *plan, const kvc_view *view, kvc_new_unit *
     const int32_t g = plan->group, s = u->unit.sequence;
     const kvc_run_list *stored = &batch->sequences[s].sequence->runs[g];
     const kvc_run_list *list = view->stored ? &view->stored[s] : stored;
-    const int is_cross = g >= batch->cache->num_token_groups;
-    const int is_replaced = is_cross && kvc_pending_of(batch, g, s)->num;
+    const kvc_pending *pending = kvc_pending_of(batch, g, s);
+    const int is_cross = pending->to == KVC_TO_CROSS, is_replaced = is_cross && pending->num;
     if (view->hidden) u->hidden = &view->hidden[s];
     find_reach(plan, list, u);
     visit_own_rows(plan, u, marks, count_own_rows, u);
-    u->unit.is_buffered = !is_cross && batch->sequences[s].is_buffered;
+    u->unit.is_buffered = pending->to == KVC_TO_BUFFER;
     u->unit.lacks_rows = is_cross && !is_replaced && !stored->num;
     if (is_replaced) return;
     u->runs = kvc_runs_begin(list);

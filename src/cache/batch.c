@@ -35,8 +35,8 @@ kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *gi
     const uint64_t order = kvc_add_array(&size, n * sizeof(int32_t));
     const uint64_t sequences = kvc_add_array(&size, n * sizeof(kvc_batch_sequence));
     const uint64_t places = kvc_add_array(&size, n * groups * sizeof(kvc_place));
-    const uint64_t pending = kvc_add_array(&size, n * (groups + 1) * sizeof(kvc_pending));
-    const uint64_t runs = kvc_add_array(&size, n * (groups + 1) * sizeof(kvc_run));
+    const uint64_t pending = kvc_add_array(&size, n * groups * sizeof(kvc_pending));
+    const uint64_t runs = kvc_add_array(&size, n * groups * sizeof(kvc_run));
     const uint64_t kept = kvc_add_array(&size, n);
     const uint64_t group_flags = kvc_add_array(&size, groups);
     const uint64_t written = kvc_add_array(&size, n * (uint64_t)cache->num_layers);
@@ -93,14 +93,27 @@ int32_t kvc_batch_find(const kvc_batch *batch, int64_t seq_id) {
     return sequence ? sequence->in_batch - 1 : -1;
 }
 
-int32_t kvc_batch_add_sequence(kvc_batch *batch, int64_t seq_id) {
+/* Returns where the rows of a sequence go in group g. */
+static kvc_destination find_destination(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
+    const kvc_cache *cache = batch->cache;
+    if (batch->restored && !batch->restored[g]) return KVC_TO_NOWHERE;
+    if (g >= cache->num_token_groups) return cache->policies[g].kind == KVC_CROSS ? KVC_TO_CROSS : KVC_TO_NOWHERE;
+    return member->is_buffered ? KVC_TO_BUFFER : batch->restored ? KVC_TO_REPLACE : KVC_TO_END;
+}
+
+int32_t kvc_batch_add_sequence(kvc_batch *batch, int64_t seq_id, int32_t is_unstored) {
     kvc_sequence *sequence = kvc_table_find(&batch->cache->sequences, seq_id);
     if (!sequence && !(sequence = new_sequence(batch, seq_id))) return -1;
     if (!sequence->in_batch) {
         const int32_t s = batch->num_sequences++;
         sequence->in_batch = s + 1;
-        batch->sequences[s] = (kvc_batch_sequence){.sequence = sequence};
-        sequence->low = kvc_sequence_is_empty(sequence) ? INT32_MAX : kvc_sequence_low(sequence);
+        const int is_empty = kvc_sequence_is_empty(sequence);
+        kvc_batch_sequence *member = &batch->sequences[s];
+        *member = (kvc_batch_sequence){
+            .sequence = sequence, .is_unstored = is_unstored, .is_buffered = is_unstored && is_empty};
+        for (int32_t g = 0; g < batch->cache->num_groups; g++)
+            *kvc_pending_of(batch, g, s) = (kvc_pending){.to = find_destination(batch, member, g)};
+        sequence->low = is_empty ? INT32_MAX : kvc_sequence_low(sequence);
         kvc_cache_mark_changed(batch->cache, sequence);
     }
     return sequence->in_batch - 1;

@@ -8,7 +8,6 @@
 typedef struct kvc_batch_sequence {
     kvc_sequence *sequence;
     int32_t first, num_tokens; /* its tokens: order[first .. first + num_tokens) */
-    int32_t num_slots;         /* slots its tokens need in each pool: one each, or none if it is buffered */
     int32_t is_unstored;       /* the sequence holds nothing once the batch is committed */
     int32_t is_buffered;       /* it is unstored and was empty before: its rows lie in row buffers */
     int32_t num_stretches;     /* number of stretches of consecutive positions among its tokens */
@@ -22,10 +21,21 @@ typedef struct kvc_place {
     int32_t slot;
 } kvc_place;
 
-/* The runs of the slots that a sequence's tokens were given in one group. */
+/* Where a batch puts rows of a sequence in one group, and what becomes of them at the commit.  The last two take slots
+ * of the pool when the batch begins. */
+typedef enum kvc_destination {
+    KVC_TO_NOWHERE, /* the group gets no rows: it has no attention, or the batch restores others */
+    KVC_TO_CROSS,   /* slots that kvc_put takes: a token that is kept has them replace all that the sequence held */
+    KVC_TO_BUFFER,  /* slots of the row buffers, which end with the batch */
+    KVC_TO_REPLACE, /* the commit replaces all that the sequence held */
+    KVC_TO_END      /* the commit appends to what the sequence held */
+} kvc_destination;
+
+/* The rows that a sequence is given in one group: where they go, and the runs of their slots. */
 typedef struct kvc_pending {
     kvc_run *runs;
     int32_t num;
+    kvc_destination to;
 } kvc_pending;
 
 /* A kvc_put to a cross-attention layer while it copies rows: its slots are taken, but not yet pending.  It is
@@ -63,9 +73,9 @@ struct kvc_batch {
     int32_t *order;        /* [num_tokens] tokens sorted by sequence, those of a sequence in the order given */
     kvc_batch_sequence *sequences; /* [num_sequences] */
     kvc_place *places;             /* [num_groups][num_tokens] */
-    kvc_pending *pending; /* [num_groups][num_sequences]; then [num_sequences] for buffered ones, in any group */
-    kvc_run *runs;        /* [num_groups + 1][num_tokens] the runs that pending points into */
-    uint8_t *kept;        /* [num_tokens] whether the token is committed */
+    kvc_pending *pending;          /* [num_sequences][num_groups] */
+    kvc_run *runs;                 /* [num_groups][num_tokens] the runs that pending points into */
+    uint8_t *kept;                 /* [num_tokens] whether the token is committed */
     uint8_t *restored;    /* [num_groups] whether the batch restores the group; NULL: none, it is an ordinary batch */
     uint8_t *group_flags; /* [num_groups] memory for `restored` */
     uint8_t *written;     /* [num_layers][num_tokens] whether the token's rows were put in the layer */
@@ -77,18 +87,13 @@ struct kvc_batch {
     atomic_int *num_cross_puts;
 };
 
-/* Returns the runs that sequence s of the batch was given in group g. */
+/* Returns what sequence s of the batch is given in group g. */
 static inline kvc_pending *kvc_pending_of(const kvc_batch *batch, int32_t g, int32_t s) {
-    return &batch->pending[(size_t)g * (size_t)batch->num_sequences + (size_t)s];
+    return &batch->pending[(size_t)s * (size_t)batch->cache->num_groups + (size_t)g];
 }
 
-/* Does the same for a group of tokens, whether sequence s is buffered or not. */
-static inline kvc_pending *kvc_own_pending(const kvc_batch *batch, int32_t g, int32_t s) {
-    return kvc_pending_of(batch, batch->sequences[s].is_buffered ? batch->cache->num_groups : g, s);
-}
-
-/* Returns whether the tokens get rows in group g: if the batch restores, only in the groups it does that in. */
-static inline int kvc_takes_rows(const kvc_batch *batch, int32_t g) { return !batch->restored || batch->restored[g]; }
+/* Returns whether sequences of the batch get rows in group g, which is the same for all of them. */
+static inline int kvc_takes_rows(const kvc_batch *batch, int32_t g) { return batch->pending[g].to != KVC_TO_NOWHERE; }
 
 /* Returns whether a token is `ancestor` or one of its descendants, in a batch with parents. */
 static inline int kvc_descends(const kvc_batch *batch, int32_t token, int32_t ancestor) {
@@ -108,8 +113,8 @@ kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *pa
 /* Returns the index of a sequence in the batch; -1 if it has no token there.  Call with the mutex held. */
 int32_t kvc_batch_find(const kvc_batch *batch, int64_t seq_id);
 
-/* Returns the index of a sequence in the batch; -1 if out of memory.  Adds the sequence to the batch, and to the table,
- * where it is not there yet. */
-int32_t kvc_batch_add_sequence(kvc_batch *batch, int64_t seq_id);
+/* Returns the index of a sequence in the batch; -1 if out of memory.  Adds the sequence to the batch, with the
+ * destinations of its rows, and to the table, where it is not there yet.  is_unstored: for a sequence that is added. */
+int32_t kvc_batch_add_sequence(kvc_batch *batch, int64_t seq_id, int32_t is_unstored);
 
 #endif

@@ -60,9 +60,9 @@ static void count_part(void *num, const kvc_run *part) {
 static void visit_rows(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g, int32_t begin, int32_t end,
                        kvc_part_fn *visit, void *context) {
     kvc_runs_visit(&sequence->runs[g], begin, end, visit, context);
-    if (!sequence->in_batch || cache->batch->restored) return;
-    if (cache->batch->sequences[sequence->in_batch - 1].is_unstored) return;
+    if (!sequence->in_batch || cache->batch->sequences[sequence->in_batch - 1].is_unstored) return;
     const kvc_pending *pending = kvc_pending_of(cache->batch, g, sequence->in_batch - 1);
+    if (pending->to != KVC_TO_END) return;
     for (int32_t i = 0; i < pending->num; i++) {
         const kvc_run part = kvc_run_part(&pending->runs[i], begin, end);
         if (part.count) visit(context, &part);

@@ -10,31 +10,22 @@
 
 /* ---- tokens and positions ---------------------------------------------------------------------------------------- */
 
-/* Marks a sequence as unstored or not, as its first token says.  KVC_ERR_INVALID if another token differs. */
-static kvc_status mark_unstored(kvc_batch *batch, kvc_batch_sequence *member, int32_t t, int is_unstored) {
-    if (!member->num_tokens) {
-        member->is_unstored = is_unstored;
-        member->is_buffered = is_unstored && kvc_sequence_is_empty(member->sequence);
-    }
-    batch->num_buffered += member->is_buffered;
-    if (member->is_unstored == is_unstored) return KVC_OK;
-    return kvc_fail(KVC_ERR_INVALID, "unstored[%d] is %d: for the tokens of sequence %lld before it, it is %d", t,
-                    is_unstored, (long long)member->sequence->id, member->is_unstored);
-}
-
 /* Sets each token's sequence and position; if args->positions is NULL, the position after its sequence's last. */
 static kvc_status add_tokens(kvc_batch *batch, const kvc_begin_args *args) {
     const int32_t *positions = args->positions;
     const int64_t *seq_ids = args->seq_ids;
     for (int32_t t = 0; t < batch->num_tokens; t++) {
         const int64_t id = seq_ids ? seq_ids[t] : 0;
+        const int32_t is_unstored = args->unstored && args->unstored[t];
         const int repeats = t && id == (seq_ids ? seq_ids[t - 1] : 0);
-        const int32_t s = repeats ? batch->sequence_of[t - 1] : kvc_batch_add_sequence(batch, id);
+        const int32_t s = repeats ? batch->sequence_of[t - 1] : kvc_batch_add_sequence(batch, id, is_unstored);
         if (s < 0) return kvc_fail_sequence(id);
         kvc_batch_sequence *member = &batch->sequences[s];
-        kvc_status status = kvc_check_not_retained(member->sequence);
-        if (status == KVC_OK) status = mark_unstored(batch, member, t, args->unstored && args->unstored[t]);
-        if (status != KVC_OK) return status;
+        KVC_TRY(kvc_check_not_retained(member->sequence));
+        if (member->is_unstored != is_unstored)
+            return kvc_fail(KVC_ERR_INVALID, "unstored[%d] is %d: for the tokens of sequence %lld before it, it is %d",
+                            t, is_unstored, (long long)id, member->is_unstored);
+        batch->num_buffered += member->is_buffered;
         const int32_t next = member->num_tokens ? member->next : kvc_sequence_next(member->sequence);
         const int32_t position = positions ? positions[t] : next;
         if (position == INT32_MAX)
@@ -62,7 +53,6 @@ static void sort_tokens(kvc_batch *batch) {
     for (int32_t t = 0; t < batch->num_tokens; t++) {
         kvc_batch_sequence *member = &batch->sequences[batch->sequence_of[t]];
         batch->order[member->first + member->num_tokens++] = t;
-        member->num_slots += !member->is_buffered;
     }
 }
 
@@ -101,9 +91,9 @@ static void take_slots(kvc_batch *batch, int32_t g, int32_t s) {
     kvc_pending *pending = kvc_pending_of(batch, g, s);
     int32_t fill;
     kvc_block *block = kvc_last_block(batch, member, g, &fill);
-    for (int32_t done = 0; done < member->num_slots;) {
+    for (int32_t done = 0; done < member->num_tokens;) {
         if (!block || block->fill == pool->block_size) block = kvc_pool_open(pool);
-        const int32_t rest = member->num_slots - done, unfilled = pool->block_size - block->fill;
+        const int32_t rest = member->num_tokens - done, unfilled = pool->block_size - block->fill;
         const int32_t count = rest < unfilled ? rest : unfilled, slot = kvc_pool_take(pool, block, count);
         for (int32_t i = 0; i < count; i++) {
             const int32_t t = batch->order[member->first + done + i];
@@ -114,32 +104,30 @@ static void take_slots(kvc_batch *batch, int32_t g, int32_t s) {
     }
 }
 
-/* Gives the tokens of a buffered sequence slots of the row buffers, from `slot` on, the same in every group.  Returns
- * the next free slot. */
-static int32_t take_buffer_slots(kvc_batch *batch, int32_t s, int32_t slot) {
+/* Gives the tokens of sequence s slots of the row buffers, from `slot` on. */
+static void take_buffer_slots(kvc_batch *batch, int32_t g, int32_t s, int32_t slot) {
     const kvc_batch_sequence *member = &batch->sequences[s];
     for (int32_t i = 0; i < member->num_tokens; i++, slot++) {
         const int32_t t = batch->order[member->first + i];
-        for (int32_t g = 0; g < batch->cache->num_token_groups; g++)
-            batch->places[(size_t)g * (size_t)batch->num_tokens + (size_t)t] = (kvc_place){NULL, slot};
-        add_slot(kvc_own_pending(batch, 0, s), NULL, slot, batch->positions[t]);
+        batch->places[(size_t)g * (size_t)batch->num_tokens + (size_t)t] = (kvc_place){NULL, slot};
+        add_slot(kvc_pending_of(batch, g, s), NULL, slot, batch->positions[t]);
     }
-    return slot;
 }
 
 /* Hands out slots to all tokens, and makes the batch the open one. */
 static void open_batch(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
-    for (int32_t g = 0; g <= cache->num_groups; g++)
-        for (int32_t s = 0; s < batch->num_sequences; s++) {
-            *kvc_pending_of(batch, g, s) = (kvc_pending){
-                batch->runs + (size_t)g * (size_t)batch->num_tokens + (size_t)batch->sequences[s].first, 0};
-            if (g < cache->num_token_groups && kvc_takes_rows(batch, g)) take_slots(batch, g, s);
+    for (int32_t s = 0, slot = 0; s < batch->num_sequences; s++) {
+        const kvc_batch_sequence *member = &batch->sequences[s];
+        for (int32_t g = 0; g < cache->num_groups; g++) {
+            kvc_pending *pending = kvc_pending_of(batch, g, s);
+            pending->runs = batch->runs + (size_t)g * (size_t)batch->num_tokens + (size_t)member->first;
+            if (pending->to == KVC_TO_BUFFER) take_buffer_slots(batch, g, s, slot);
+            if (pending->to >= KVC_TO_REPLACE) take_slots(batch, g, s);
+            if (pending->to == KVC_TO_REPLACE) cache->pools[g].drafted += member->num_tokens;
         }
-    for (int32_t s = 0, slot = 0; s < batch->num_sequences; s++)
-        if (batch->sequences[s].is_buffered) slot = take_buffer_slots(batch, s, slot);
-    for (int32_t g = 0; batch->restored && g < cache->num_groups; g++)
-        if (batch->restored[g]) cache->pools[g].drafted += batch->num_tokens;
+        if (member->is_buffered) slot += member->num_tokens;
+    }
     kvc_forget_demands(cache);
     if (cache->max_bytes) kvc_give_back(cache, cache->max_bytes);
     cache->batch = batch;
@@ -180,12 +168,13 @@ static kvc_status begin(kvc_cache *cache, const kvc_begin_args *args, kvc_batch 
     if (status != KVC_OK) return status;
     kvc_batch *batch = kvc_batch_new(cache, args->num_tokens, args->parents);
     if (!batch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", args->num_tokens);
+    if (args->restored) kvc_restore_mark(batch, args->restored);
     status = add_tokens(batch, args);
     if (status == KVC_OK && !args->positions)
         status = check_not_evicted(cache, args->num_tokens, batch->positions, args->seq_ids);
     if (status == KVC_OK) {
         sort_tokens(batch);
-        if (args->restored) kvc_restore_begin(batch, args->restored);
+        if (args->restored) kvc_restore_sort(batch);
         status = kvc_prepare(batch);
     }
     if (status != KVC_OK) {
@@ -215,23 +204,21 @@ static kvc_status begin_in_turn(kvc_cache *cache, const kvc_begin_args *args, kv
 
 static kvc_status begin_now(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **out) {
     kvc_wait_for_writers(cache, args->num_tokens, args->seq_ids);
-    const kvc_status status = kvc_check_may_begin(cache, NULL);
-    return status == KVC_OK ? begin(cache, args, out) : status;
+    KVC_TRY(kvc_check_may_begin(cache, NULL));
+    return begin(cache, args, out);
 }
 
 kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *given, kvc_batch **out) {
     kvc_begin_args args;
-    kvc_status status = KVC_READ(kvc_begin_args, &args, given, "args");
-    if (status != KVC_OK) return status;
+    KVC_TRY(KVC_READ(kvc_begin_args, &args, given, "args"));
     if (args.num_tokens < 1 || args.num_tokens > KVC_MAX_BATCH)
         return kvc_fail(KVC_ERR_INVALID, "num_tokens is %d: a batch has from 1 to %d", args.num_tokens, KVC_MAX_BATCH);
     if (args.timeout_ms < -1)
         return kvc_fail(KVC_ERR_INVALID, "timeout_ms is %lld: it must be at least 0, or -1 for no limit",
                         (long long)args.timeout_ms);
     if (!out) return kvc_fail(KVC_ERR_INVALID, "batch is NULL");
-    status = check_tokens(&args);
-    if (status == KVC_OK && args.restored) status = kvc_restore_check(cache, &args);
-    if (status != KVC_OK) return status;
+    KVC_TRY(check_tokens(&args));
+    if (args.restored) KVC_TRY(kvc_restore_check(cache, &args));
     kvc_lock(cache);
     return kvc_unlock(cache, args.timeout_ms ? begin_in_turn(cache, &args, out) : begin_now(cache, &args, out));
 }

@@ -26,7 +26,7 @@ static void close_batch(kvc_batch *batch) {
     }
     for (int32_t g = 0; g < cache->num_groups; g++) {
         cache->pools[g].epoch++;
-        if (batch->restored && batch->restored[g]) cache->pools[g].drafted -= batch->num_tokens;
+        if (batch->pending[g].to == KVC_TO_REPLACE) cache->pools[g].drafted -= batch->num_tokens;
     }
     cache->batch = NULL;
     kvc_wake_waiter(cache);
@@ -50,41 +50,36 @@ static kvc_status check_complete(const kvc_batch *batch) {
     return KVC_OK;
 }
 
-/* Calls visit for each longest stretch of a sequence's slots in group g whose tokens all have batch->kept equal to
- * `kept`. */
-static void visit_kept(const kvc_batch *batch, int32_t g, int32_t s, int kept, kvc_part_fn *visit, void *context) {
+/* Appends the slots of kept tokens to the rows of sequence s in group g, and drops those of the others. */
+static void end_slots(const kvc_batch *batch, int32_t g, int32_t s) {
+    kvc_cache *cache = batch->cache;
+    kvc_pool *pool = &cache->pools[g];
     const kvc_pending *pending = kvc_pending_of(batch, g, s);
     const int32_t *token = batch->order + batch->sequences[s].first;
     for (int32_t i = 0; i < pending->num; token += pending->runs[i++].count)
-        for (int32_t from = 0, to; from < pending->runs[i].count; from = to + 1) {
+        for (int32_t from = 0, to; from < pending->runs[i].count; from = to) {
+            const int32_t before = pool->num_free, is_kept = batch->kept[token[from]];
             kvc_run part = pending->runs[i];
-            for (to = from; to < part.count && batch->kept[token[to]] == kept;) to++;
-            if (to == from) continue;
+            for (to = from + 1; to < part.count && batch->kept[token[to]] == is_kept;) to++;
             part.slot += from;
             part.position += from;
             part.count = to - from;
-            visit(context, &part);
+            if (is_kept) {
+                kvc_append_kept(cache, batch->sequences[s].sequence, g, &part);
+                continue;
+            }
+            kvc_drop_part(pool, &part);
+            if (kvc_policy_evicts(&cache->policies[g])) pool->num_loose += pool->num_free - before;
         }
 }
 
-/* Where the tokens of a sequence go in one group. */
-typedef struct destination {
-    kvc_cache *cache;
-    kvc_sequence *sequence;
-    int32_t group;
-} destination;
-
-static void append_part(void *context, const kvc_run *part) {
-    const destination *to = context;
-    kvc_append_kept(to->cache, to->sequence, to->group, part);
-}
-
-/* Drops the slots of the tokens of sequence s that are not kept. */
-static void drop_rest(const kvc_batch *batch, int32_t g, int32_t s) {
-    kvc_pool *pool = &batch->cache->pools[g];
-    const int32_t before = pool->num_free;
-    visit_kept(batch, g, s, 0, kvc_drop_part, pool);
-    if (kvc_policy_evicts(&batch->cache->policies[g])) pool->num_loose += pool->num_free - before;
+/* Drops all rows of sequence s in group g, and forgets which were evicted. */
+static void drop_rows(const kvc_batch *batch, int32_t g, int32_t s) {
+    kvc_run_list *list = &batch->sequences[s].sequence->runs[g];
+    kvc_runs_visit(list, 0, KVC_END, kvc_drop_part, &batch->cache->pools[g]);
+    list->first = list->num = 0;
+    list->lost = (kvc_interval){0, 0};
+    kvc_runs_recount(list);
 }
 
 /* Sets `low` of sequence s to what it will be once the kept tokens are added: what a window has left behind by then is
@@ -108,48 +103,39 @@ static int keeps_any(const kvc_batch *batch, int32_t s) {
 
 /* Replaces the rows of a sequence in the group of a cross-attention layer by the rows put in this batch, if one of the
  * sequence's tokens is kept; else drops the new rows. */
-static void commit_cross(const kvc_batch *batch, int32_t g, int32_t s) {
-    kvc_pool *pool = &batch->cache->pools[g];
+static void end_cross(const kvc_batch *batch, int32_t g, int32_t s, int keeps) {
     kvc_run_list *list = &batch->sequences[s].sequence->runs[g];
     const kvc_pending *pending = kvc_pending_of(batch, g, s);
     if (!pending->num) return;
-    if (!keeps_any(batch, s)) {
+    if (!keeps) {
         kvc_drop_cross(batch, g, s);
         return;
     }
-    kvc_runs_visit(list, 0, KVC_END, kvc_drop_part, pool);
-    list->first = list->num = 0;
+    drop_rows(batch, g, s);
     kvc_runs_push(list, pending->runs);
     kvc_runs_recount(list);
 }
 
-/* Drops all rows of unstored sequences, also those from before the batch, and forgets what was evicted of them. */
-static void forget_unstored(const kvc_batch *batch) {
-    kvc_cache *cache = batch->cache;
-    for (int32_t s = 0; s < batch->num_sequences; s++)
-        for (int32_t g = 0; batch->sequences[s].is_unstored && g < cache->num_groups; g++)
-            kvc_runs_destroy(&batch->sequences[s].sequence->runs[g], &cache->pools[g]);
-}
-
-/* Adds the kept tokens to their sequences: kvc_begin took the memory for that. */
-static void commit(kvc_batch *batch, int32_t num_kept) {
-    kvc_cache *cache = batch->cache;
-    for (int32_t s = 0; s < batch->num_sequences; s++) {
-        const int restores = batch->restored && keeps_any(batch, s);
-        if (restores) kvc_restore_drop(batch, s);
-        set_low(batch, s);
-        for (int32_t g = 0; g < cache->num_token_groups; g++) {
-            visit_kept(batch, g, s, 1, append_part, &(destination){cache, batch->sequences[s].sequence, g});
-            drop_rest(batch, g, s);
+/* Adds the kept tokens to sequence s: kvc_begin took the memory for that. */
+static void end_sequence(const kvc_batch *batch, int32_t s) {
+    const kvc_cache *cache = batch->cache;
+    const kvc_batch_sequence *member = &batch->sequences[s];
+    const int keeps = keeps_any(batch, s);
+    set_low(batch, s);
+    for (int32_t g = 0; g < cache->num_groups; g++) switch (kvc_pending_of(batch, g, s)->to) {
+        case KVC_TO_REPLACE:
+            if (keeps) drop_rows(batch, g, s);
+            end_slots(batch, g, s);
+            break;
+        case KVC_TO_END: end_slots(batch, g, s); break;
+        case KVC_TO_CROSS: end_cross(batch, g, s, keeps); break;
+        case KVC_TO_BUFFER:
+        case KVC_TO_NOWHERE: break;
         }
-        for (int32_t g = cache->num_token_groups; g < cache->num_groups; g++) commit_cross(batch, g, s);
-        if (restores) kvc_restore_note(batch, s);
-    }
-    forget_unstored(batch);
-    for (int32_t s = 0; s < batch->num_sequences; s++) kvc_evict_behind(cache, batch->sequences[s].sequence);
-    cache->stats.batches++;
-    cache->stats.tokens += num_kept;
-    close_batch(batch);
+    if (batch->restored && keeps) kvc_restore_note(batch, s);
+    /* An unstored sequence loses also what it held before the batch, and what was evicted of it is forgotten. */
+    for (int32_t g = 0; member->is_unstored && g < cache->num_groups; g++)
+        kvc_runs_destroy(&member->sequence->runs[g], &cache->pools[g]);
 }
 
 /* Ends the batch, keeping the tokens marked in batch->kept, but none of an unstored sequence. */
@@ -157,12 +143,15 @@ static kvc_status finish(kvc_batch *batch) {
     int32_t num_kept = 0;
     for (int32_t t = 0; t < batch->num_tokens; t++)
         num_kept += batch->kept[t] &= !batch->sequences[batch->sequence_of[t]].is_unstored;
-    const kvc_status status = check_complete(batch);
-    if (status != KVC_OK) return status;
+    KVC_TRY(check_complete(batch));
     kvc_cache *cache = batch->cache;
     const int32_t num_tokens = batch->num_tokens;
     kvc_lock(cache);
-    commit(batch, num_kept);
+    for (int32_t s = 0; s < batch->num_sequences; s++) end_sequence(batch, s);
+    for (int32_t s = 0; s < batch->num_sequences; s++) kvc_evict_behind(cache, batch->sequences[s].sequence);
+    cache->stats.batches++;
+    cache->stats.tokens += num_kept;
+    close_batch(batch);
     kvc_return_surplus(cache);
     kvc_join_pages(cache, num_tokens);
     return kvc_unlock(cache, KVC_OK);
@@ -195,7 +184,8 @@ static int drop_all(const kvc_batch *batch, int32_t g) {
     const int32_t before = pool->num_free;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         const kvc_pending *pending = kvc_pending_of(batch, g, s);
-        for (int32_t i = 0; i < pending->num; i++) kvc_drop_part(pool, &pending->runs[i]);
+        for (int32_t i = 0; pending->to >= KVC_TO_REPLACE && i < pending->num; i++)
+            kvc_drop_part(pool, &pending->runs[i]);
     }
     const int32_t freed = pool->num_free - before, added = freed < pool->num_added ? freed : pool->num_added;
     const int any = kvc_policy_evicts(&batch->cache->policies[g]) && added > batch->num_sequences;
@@ -208,10 +198,13 @@ void kvc_abort(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     int any_loose = 0;
     kvc_lock(cache);
-    for (int32_t g = 0; g < cache->num_token_groups; g++) any_loose |= drop_all(batch, g);
-    for (int32_t g = cache->num_token_groups; g < cache->num_groups; g++)
-        for (int32_t s = 0; s < batch->num_sequences; s++)
-            if (kvc_pending_of(batch, g, s)->num) kvc_drop_cross(batch, g, s);
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        any_loose |= drop_all(batch, g);
+        for (int32_t s = 0; s < batch->num_sequences; s++) {
+            const kvc_pending *pending = kvc_pending_of(batch, g, s);
+            if (pending->to == KVC_TO_CROSS && pending->num) kvc_drop_cross(batch, g, s);
+        }
+    }
     cache->stats.aborted++;
     close_batch(batch);
     if (any_loose) kvc_return_surplus(cache);

@@ -72,7 +72,7 @@ static void add_new_blocks(kvc_pool *pool, int32_t num_slots) {
  * slots that one will take are noted in block->planned. */
 static void add_sequence(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, kvc_block **next) {
     kvc_pool *pool = &batch->cache->pools[g];
-    int32_t rest = member->num_slots, fill = 0;
+    int32_t rest = member->num_tokens, fill = 0;
     for (kvc_block *block = kvc_last_block(batch, member, g, &fill); rest > 0 && (block || *next); block = NULL) {
         const int is_last = block != NULL;
         if (!is_last) {
@@ -118,10 +118,10 @@ static void add_compaction(kvc_pool *pool, kvc_preview *preview) {
 }
 
 /* Sets block->planned back to 0.  next: the first free block of the preview that no sequence will use. */
-static void forget_planned(const kvc_batch *batch, int32_t g, int32_t num_members, const kvc_preview *preview,
-                           const kvc_block *next) {
+static void forget_planned(const kvc_batch *batch, int32_t g, const kvc_preview *preview, const kvc_block *next) {
     int32_t fill;
-    for (int32_t s = 0; s < num_members; s++) {
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        if (kvc_pending_of(batch, g, s)->to < KVC_TO_REPLACE) continue;
         kvc_block *last = kvc_last_block(batch, &batch->sequences[s], g, &fill);
         if (last) last->planned = 0;
     }
@@ -131,15 +131,14 @@ static void forget_planned(const kvc_batch *batch, int32_t g, int32_t num_member
 /* Computes pool->demand of group g within a preview. */
 static void compute_demand(const kvc_batch *batch, int32_t g, kvc_preview *preview) {
     kvc_pool *pool = &batch->cache->pools[g];
-    const int takes = g < batch->cache->num_token_groups && kvc_takes_rows(batch, g);
-    const int32_t num_members = takes ? batch->num_sequences : 0;
     pool->demand = (kvc_demand){0};
     add_compaction(pool, preview);
     kvc_block *next = preview->free;
-    for (int32_t s = 0; s < num_members; s++) add_sequence(batch, &batch->sequences[s], g, &next);
+    for (int32_t s = 0; s < batch->num_sequences; s++)
+        if (kvc_pending_of(batch, g, s)->to >= KVC_TO_REPLACE) add_sequence(batch, &batch->sequences[s], g, &next);
     pool->demand.num_blocks += (int32_t)pool->demand.new_blocks;
     if (batch->cache->max_bytes) pool->demand.least_bytes = least_bytes(pool);
-    forget_planned(batch, g, num_members, preview, next);
+    forget_planned(batch, g, preview, next);
 }
 
 kvc_status kvc_find_demand(const kvc_batch *batch, int32_t g, int compacts) {

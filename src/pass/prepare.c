@@ -110,7 +110,8 @@ static kvc_status check_seq_len(const kvc_batch *batch, int32_t g) {
 /* Visits the rows that the batch takes the place of in group g, but for those that are evicted before. */
 static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, void *context) {
     const kvc_batch *batch = need->context;
-    for (int32_t s = 0; batch->restored && s < batch->num_sequences; s++) {
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        if (kvc_pending_of(batch, g, s)->to != KVC_TO_REPLACE) continue;
         const kvc_sequence *sequence = batch->sequences[s].sequence;
         const kvc_interval gone = kvc_evictable(batch->cache, sequence, g);
         kvc_runs_visit(&sequence->runs[g], 0, gone.begin, visit, context);
@@ -125,8 +126,9 @@ static kvc_status check_capacity(const kvc_need *need, int32_t g) {
     int64_t live, num_slots = 0;
     for (int32_t s = 0; capacity && s < batch->num_sequences; s++) {
         const kvc_batch_sequence *member = &batch->sequences[s];
+        if (kvc_pending_of(batch, g, s)->to < KVC_TO_REPLACE) continue;
         const int64_t most = kvc_most_counted(batch, member, g);
-        num_slots += member->num_slots < most ? member->num_slots : most;
+        num_slots += member->num_tokens < most ? member->num_tokens : most;
     }
     if (!kvc_exceeds_capacity(need, g, num_slots, &live)) return KVC_OK;
     return kvc_fail(KVC_ERR_FULL,
@@ -158,8 +160,9 @@ enum { TOO_MANY_RUNS = INT32_MAX / 2 + 1 }; /* more than a list may have: kvc_ru
 /* The sequence's slots are a stretch for each stretch of consecutive positions, and one more for each further block
  * that it goes on in, and behind the sinks; of a stretch of n slots, the kept ones are at most (n + 1) / 2 runs. */
 int32_t kvc_most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
-    if (member->is_unstored || !kvc_takes_rows(batch, g)) return 0;
-    if (g >= batch->cache->num_token_groups) return batch->cache->policies[g].kind == KVC_CROSS;
+    const kvc_destination to = kvc_pending_of(batch, g, (int32_t)(member - batch->sequences))->to;
+    if (member->is_unstored || to == KVC_TO_NOWHERE) return 0;
+    if (to == KVC_TO_CROSS) return 1;
     const int64_t n = most_added(batch, member, g);
     const int64_t runs = (n + member->num_stretches + n / batch->cache->pools[g].block_size + 3) / 2;
     return runs < TOO_MANY_RUNS ? (int32_t)runs : TOO_MANY_RUNS;
@@ -320,9 +323,9 @@ static kvc_status prepare_blocks(const kvc_batch *batch) {
 }
 
 kvc_status kvc_prepare(kvc_batch *batch) {
-    kvc_status status = kvc_fit(batch);
-    if (status == KVC_OK && batch->num_buffered) status = kvc_row_buffer_add(batch);
-    return status == KVC_OK ? prepare_blocks(batch) : status;
+    KVC_TRY(kvc_fit(batch));
+    if (batch->num_buffered) KVC_TRY(kvc_row_buffer_add(batch));
+    return prepare_blocks(batch);
 }
 
 void kvc_discard_batch(kvc_batch *batch) {

@@ -222,10 +222,9 @@ static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {
     kvc_cross_put *put = NULL;
     kvc_lock(cache);
     if (cache->max_bytes) kvc_cache_wait_pages(cache);
-    kvc_status status = kvc_unlock(cache, begin_cross(batch, group, work->args, &put));
-    if (status != KVC_OK) return status;
+    KVC_TRY(kvc_unlock(cache, begin_cross(batch, group, work->args, &put)));
     work->start = (kvc_place){put->run.block, put->run.slot};
-    status = put_all(work);
+    kvc_status status = put_all(work);
     kvc_lock(cache);
     if (status == KVC_OK) status = kvc_fit_max_bytes(cache, CROSS_PUT);
     kvc_cross_put_end(batch, put, status == KVC_OK);
@@ -280,10 +279,9 @@ kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *arg
 kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *given) {
     kvc_put_args args;
     kvc_row_buffer *buffer = NULL;
-    kvc_status status = kvc_put_check(batch, layer, given, &args);
-    if (status == KVC_OK) status = enter_buffer(batch, layer, args.first, args.num_tokens, &buffer);
-    if (status != KVC_OK) return status;
-    status = kvc_put_rows(batch, layer, &args, buffer);
+    KVC_TRY(kvc_put_check(batch, layer, given, &args));
+    KVC_TRY(enter_buffer(batch, layer, args.first, args.num_tokens, &buffer));
+    kvc_status status = kvc_put_rows(batch, layer, &args, buffer);
     kvc_row_buffer_leave(batch->cache, buffer);
     return status;
 }
@@ -291,24 +289,23 @@ kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *given) {
 /* ---- writing in place -------------------------------------------------------------------------------------------- */
 
 static kvc_status check_in_place(const kvc_batch *batch, int32_t layer, int32_t first, int32_t *num_tokens) {
-    kvc_status status = kvc_check_layer(batch->cache, layer);
-    if (status == KVC_OK) status = kvc_check_takes_rows(batch, layer);
-    if (status == KVC_OK && !kvc_keeps_tokens(batch->cache, layer))
-        status = kvc_fail(KVC_ERR_UNSUPPORTED, "layer %d is a cross-attention layer: its rows are put", layer);
-    return status == KVC_OK ? kvc_check_range(batch, first, num_tokens) : status;
+    KVC_TRY(kvc_check_layer(batch->cache, layer));
+    KVC_TRY(kvc_check_takes_rows(batch, layer));
+    if (!kvc_keeps_tokens(batch->cache, layer))
+        return kvc_fail(KVC_ERR_UNSUPPORTED, "layer %d is a cross-attention layer: its rows are put", layer);
+    return kvc_check_range(batch, first, num_tokens);
 }
 
 kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *span, size_t span_size,
                      kvc_hold **hold) {
     int32_t rest = 0;
-    kvc_status status = check_in_place(batch, layer, first, &rest);
-    if (status == KVC_OK) status = check_not_written(batch, layer, first, 1);
-    if (status == KVC_OK && !span) status = kvc_fail(KVC_ERR_INVALID, "span is NULL");
-    if (status == KVC_OK) status = kvc_check_size(span_size, kvc_span_least_size, sizeof *span, "span");
-    if (status != KVC_OK) return status;
+    KVC_TRY(check_in_place(batch, layer, first, &rest));
+    KVC_TRY(check_not_written(batch, layer, first, 1));
+    if (!span) return kvc_fail(KVC_ERR_INVALID, "span is NULL");
+    KVC_TRY(kvc_check_size(span_size, kvc_span_least_size, sizeof *span, "span"));
     kvc_cache *cache = batch->cache;
     kvc_row_buffer *buffer;
-    status = enter_buffer(batch, layer, first, 1, &buffer);
+    kvc_status status = enter_buffer(batch, layer, first, 1, &buffer);
     if (status != KVC_OK) return status;
     const kvc_place *place = places_in(batch, layer, first);
     const uint8_t *written = kvc_written_in(batch, layer) + first;

@@ -55,28 +55,20 @@ static void sort_tokens(kvc_batch *batch, kvc_batch_sequence *member, int64_t *k
     }
 }
 
-void kvc_restore_begin(kvc_batch *batch, const uint8_t *restored) {
+void kvc_restore_mark(kvc_batch *batch, const uint8_t *restored) {
     const kvc_cache *cache = batch->cache;
     batch->restored = batch->group_flags;
     for (int32_t g = 0; g < cache->num_groups; g++) batch->restored[g] = 0;
     for (int32_t i = 0; i < cache->num_layers; i++)
         if (restored[i] && has_rows(cache, i)) batch->restored[cache->group_of[i]] = 1;
+}
+
+void kvc_restore_sort(kvc_batch *batch) {
     int64_t *keys = (void *)batch->runs; /* no runs are listed yet */
     for (int32_t s = 0; s < batch->num_sequences; s++) sort_tokens(batch, &batch->sequences[s], keys);
 }
 
 /* ---- ending ------------------------------------------------------------------------------------------------------ */
-
-void kvc_restore_drop(const kvc_batch *batch, int32_t s) {
-    for (int32_t g = 0; g < batch->cache->num_token_groups; g++) {
-        kvc_run_list *list = &batch->sequences[s].sequence->runs[g];
-        if (!batch->restored[g]) continue;
-        kvc_runs_visit(list, 0, KVC_END, kvc_drop_part, &batch->cache->pools[g]);
-        list->first = list->num = 0;
-        list->lost = (kvc_interval){0, 0};
-        kvc_runs_recount(list);
-    }
-}
 
 /* Widens a range (end 0: it is empty) by the positions of [begin, end) at which a list has no row, and that do not lie
  * in `lost`. */
@@ -125,6 +117,6 @@ void kvc_restore_note(const kvc_batch *batch, int32_t s) {
     const kvc_cache *cache = batch->cache;
     kvc_sequence *sequence = batch->sequences[s].sequence;
     for (int32_t g = 0; g < cache->num_token_groups; g++)
-        if (batch->restored[g]) note_lost(&cache->policies[g], &sequence->runs[g]);
+        if (kvc_takes_rows(batch, g)) note_lost(&cache->policies[g], &sequence->runs[g]);
     for (int32_t g = 0; g < cache->num_token_groups; g++) note_missing(sequence, g);
 }

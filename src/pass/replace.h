@@ -12,12 +12,11 @@
 /* Returns KVC_ERR_INVALID if args->restored, which is not NULL, or what comes with it, is not valid. */
 kvc_status kvc_restore_check(const kvc_cache *cache, const kvc_begin_args *args);
 
-/* Makes a batch with its tokens restore the groups of these layers, and sorts the tokens of each sequence by position,
- * those at the same one in the order given. */
-void kvc_restore_begin(kvc_batch *batch, const uint8_t *restored);
+/* Makes a batch, as yet without sequences, restore the groups of these layers. */
+void kvc_restore_mark(kvc_batch *batch, const uint8_t *restored);
 
-/* Drops what sequence s of the batch held in the groups that the batch restores. */
-void kvc_restore_drop(const kvc_batch *batch, int32_t s);
+/* Sorts the tokens of each sequence by position, those at the same one in the order given. */
+void kvc_restore_sort(kvc_batch *batch);
 
 /* Notes what sequence s lacks now in which group, once its new rows are listed. */
 void kvc_restore_note(const kvc_batch *batch, int32_t s);

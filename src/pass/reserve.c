@@ -12,7 +12,7 @@ enum { MORE_STRETCHES = 4, MOST_STRETCHES = 1 << 28 };
 
 /* Sets the number of tokens of a probe, all of one sequence. */
 static void set_probe(kvc_batch *batch, int32_t num_tokens) {
-    batch->num_tokens = batch->sequences->num_tokens = batch->sequences->num_slots = num_tokens;
+    batch->num_tokens = batch->sequences->num_tokens = num_tokens;
 }
 
 /* Makes a probe: a batch that is prepared but never opened, to ask what num_tokens more tokens of a sequence would
@@ -20,7 +20,7 @@ static void set_probe(kvc_batch *batch, int32_t num_tokens) {
 static kvc_status new_probe(kvc_cache *cache, int64_t seq_id, int32_t array_len, int32_t num_tokens, kvc_batch **out) {
     kvc_batch *batch = kvc_batch_new(cache, array_len, NULL);
     if (!batch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", array_len);
-    if (kvc_batch_add_sequence(batch, seq_id) < 0) {
+    if (kvc_batch_add_sequence(batch, seq_id, 0) < 0) {
         kvc_discard_batch(batch);
         return kvc_fail_sequence(seq_id);
     }
@@ -51,11 +51,10 @@ static void set_several(kvc_batch *batch) {
  * KVC_MAX_BATCH are allocated. */
 static kvc_status check_fits(kvc_cache *cache, int64_t seq_id, int64_t num_tokens, int several) {
     kvc_batch *batch = NULL;
-    kvc_status status = kvc_check_num_tokens(cache, num_tokens);
-    if (status == KVC_OK) status = new_probe(cache, seq_id, 1, (int32_t)num_tokens, &batch);
-    if (status != KVC_OK) return status;
+    KVC_TRY(kvc_check_num_tokens(cache, num_tokens));
+    KVC_TRY(new_probe(cache, seq_id, 1, (int32_t)num_tokens, &batch));
     if (several) set_several(batch);
-    status = kvc_fit(batch);
+    kvc_status status = kvc_fit(batch);
     kvc_discard_batch(batch);
     return status;
 }

@@ -27,9 +27,9 @@ static kvc_status visit_put(const kvc_batch *batch, int32_t layer, const kvc_row
 kvc_status kvc_batch_visit(const kvc_batch *batch, int32_t layer, int32_t s, const kvc_row_buffer *buffer,
                            kvc_batch_rows_fn *visit, void *context) {
     const int32_t g = batch->cache->group_of[layer];
-    const int is_cross = g >= batch->cache->num_token_groups;
     const kvc_run_list *list = &batch->sequences[s].sequence->runs[g];
-    const kvc_pending *pending = is_cross ? kvc_pending_of(batch, g, s) : kvc_own_pending(batch, g, s);
+    const kvc_pending *pending = kvc_pending_of(batch, g, s);
+    const int is_cross = pending->to == KVC_TO_CROSS;
     const int32_t *tokens = batch->order + batch->sequences[s].first;
     if (!(is_cross && pending->num))
         for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) visit(context, run, NULL);

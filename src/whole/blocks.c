@@ -18,6 +18,7 @@ void kvc_visit_runs(const kvc_cache *cache, int32_t g, kvc_runs_fn *visit, void 
     const kvc_batch *batch = cache->batch;
     for (int32_t s = 0; batch && s < batch->num_sequences; s++) {
         const kvc_pending *pending = kvc_pending_of(batch, g, s);
+        if (pending->to == KVC_TO_BUFFER) continue;
         visit(context, pending->runs, pending->num, batch->sequences[s].sequence, 1);
     }
     for (const kvc_cross_put *put = batch ? batch->cross_puts : NULL; put; put = put->next)
@@ -68,12 +69,11 @@ static void add_runs(void *to, const kvc_run *runs, int32_t num, const kvc_seque
 kvc_status kvc_blocks(kvc_cache *cache, int32_t layer, kvc_block_info *blocks, size_t block_info_size,
                       int64_t max_blocks, int64_t *num_blocks, kvc_run_info *runs, size_t run_info_size,
                       int64_t max_runs, int64_t *num_runs) {
-    kvc_status status = kvc_check_layer(cache, layer);
-    if (status == KVC_OK) status = kvc_check_size(block_info_size, kvc_block_info_least_size, sizeof *blocks, "blocks");
-    if (status == KVC_OK) status = kvc_check_size(run_info_size, kvc_run_info_least_size, sizeof *runs, "runs");
-    if (status == KVC_OK && !num_blocks) status = kvc_fail(KVC_ERR_INVALID, "num_blocks is NULL");
-    if (status == KVC_OK && !num_runs) status = kvc_fail(KVC_ERR_INVALID, "num_runs is NULL");
-    if (status != KVC_OK) return status;
+    KVC_TRY(kvc_check_layer(cache, layer));
+    KVC_TRY(kvc_check_size(block_info_size, kvc_block_info_least_size, sizeof *blocks, "blocks"));
+    KVC_TRY(kvc_check_size(run_info_size, kvc_run_info_least_size, sizeof *runs, "runs"));
+    if (!num_blocks) return kvc_fail(KVC_ERR_INVALID, "num_blocks is NULL");
+    if (!num_runs) return kvc_fail(KVC_ERR_INVALID, "num_runs is NULL");
     list block_list = {(char *)blocks, block_info_size, max_blocks, 0},
          run_list = {(char *)runs, run_info_size, max_runs, 0};
     const int32_t g = cache->group_of[layer];
