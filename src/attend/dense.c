@@ -87,9 +87,9 @@ static kvc_status enter_and_count(kvc_batch *batch, int32_t layer, int64_t *num,
 
 kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows) {
     int64_t most;
-    kvc_status status = kvc_check_attention(batch, layer);
-    if (status == KVC_OK && !num_rows) status = kvc_fail(KVC_ERR_INVALID, "num_rows is NULL");
-    return status == KVC_OK ? enter_and_count(batch, layer, num_rows, &most) : status;
+    KVC_TRY(kvc_check_attention(batch, layer));
+    if (!num_rows) return kvc_fail(KVC_ERR_INVALID, "num_rows is NULL");
+    return enter_and_count(batch, layer, num_rows, &most);
 }
 
 /* Checks that all sequences have equally many tokens in the batch, one sequence after the other. */
@@ -274,8 +274,7 @@ static kvc_status check_args(const kvc_batch *batch, int32_t layer, const kvc_de
 
 static kvc_status check_num_rows(const dense *d, int64_t *num) {
     int64_t most;
-    const kvc_status status = count_rows(d->batch, d->layer, d->buffer, num, &most);
-    if (status != KVC_OK) return status;
+    KVC_TRY(count_rows(d->batch, d->layer, d->buffer, num, &most));
     if (d->out.num_stored) *d->out.num_stored = *num;
     if (d->args.by_sequence && d->args.num_rows != most)
         return kvc_fail(KVC_ERR_INVALID, "num_rows is %lld: the sequence that has most in layer %d has %lld",
@@ -335,11 +334,10 @@ static kvc_status make_dense(dense *d) {
 kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *given) {
     dense d = {.batch = batch, .layer = layer};
     kvc_row_buffer *buffer = NULL;
-    kvc_status status = check_args(batch, layer, given, &d);
-    if (status == KVC_OK) status = kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_READ, &buffer);
-    if (status != KVC_OK) return status;
+    KVC_TRY(check_args(batch, layer, given, &d));
+    KVC_TRY(kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_READ, &buffer));
     d.buffer = buffer;
-    status = make_dense(&d);
+    kvc_status status = make_dense(&d);
     kvc_row_buffer_leave(batch->cache, buffer);
     return status;
 }

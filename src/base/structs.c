@@ -12,8 +12,7 @@ kvc_status kvc_check_size(size_t size, size_t least, size_t right, const char *n
 kvc_status kvc_read_struct(void *to, size_t to_size, size_t least, const void *from, size_t from_size,
                            const char *name) {
     if (!from) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", name);
-    const kvc_status status = kvc_check_size(from_size, least, to_size, name);
-    if (status != KVC_OK) return status;
+    KVC_TRY(kvc_check_size(from_size, least, to_size, name));
     for (size_t i = to_size; i < from_size; i++)
         if (((const uint8_t *)from)[i])
             return kvc_fail(KVC_ERR_UNSUPPORTED, "%s sets a field that this version of the library does not know",

@@ -10,8 +10,7 @@ kvc_status kvc_check_layer(const kvc_cache *cache, int32_t layer) {
 }
 
 kvc_status kvc_check_attention(const kvc_batch *batch, int32_t layer) {
-    const kvc_status status = kvc_check_layer(batch->cache, layer);
-    if (status != KVC_OK) return status;
+    KVC_TRY(kvc_check_layer(batch->cache, layer));
     if (batch->cache->layers[layer].policy.kind == KVC_NONE)
         return kvc_fail(KVC_ERR_INVALID, "layer %d has no attention", layer);
     if (batch->restored)
@@ -166,8 +165,7 @@ kvc_status kvc_check_no_batch(const kvc_cache *cache, const char *what) {
 }
 
 static kvc_status check_closed(const kvc_cache *cache, const char *what) {
-    const kvc_status status = kvc_check_no_batch(cache, what);
-    if (status != KVC_OK) return status;
+    KVC_TRY(kvc_check_no_batch(cache, what));
     if (cache->num_holds)
         return kvc_fail(KVC_ERR_HELD, "cannot %s while views of the rows are held (%lld): let go of them first", what,
                         (long long)cache->num_holds);

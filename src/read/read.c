@@ -219,11 +219,9 @@ static void close_snapshot(snapshot *s) {
 /* ---- copying in tasks -------------------------------------------------------------------------------------------- */
 
 kvc_status kvc_check_rows_out(const kvc_layer *layer, const kvc_rows_out *given, kvc_rows_out *out, const char *name) {
-    kvc_status status = KVC_READ(kvc_rows_out, out, given, name);
-    if (status == KVC_OK && !out->raw) status = kvc_check_array(out->type, 0, 0, name);
-    if (status != KVC_OK) return status;
-    status = kvc_check_strides(out->raw ? layer->k_type : out->type, out->k_row_stride, out->k_head_stride, name);
-    if (status != KVC_OK) return status;
+    KVC_TRY(KVC_READ(kvc_rows_out, out, given, name));
+    if (!out->raw) KVC_TRY(kvc_check_array(out->type, 0, 0, name));
+    KVC_TRY(kvc_check_strides(out->raw ? layer->k_type : out->type, out->k_row_stride, out->k_head_stride, name));
     return kvc_check_strides(out->raw ? layer->v_type : out->type, out->v_row_stride, out->v_head_stride, name);
 }
 
@@ -274,15 +272,13 @@ static void copy_all(copying *c) {
 kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t first_row, int64_t num_rows,
                       const kvc_rows_out *given) {
     copying c = {.cache = cache, .layer = layer, .first = first_row, .num_rows = num_rows};
-    kvc_status status = kvc_check_layer(cache, layer);
-    if (status == KVC_OK) status = kvc_check_rows_out(&cache->layers[layer], given, &c.out, "out");
-    if (status == KVC_OK && (first_row < 0 || num_rows < 0 || first_row > INT64_MAX - num_rows))
-        status = kvc_fail(KVC_ERR_INVALID, "first_row is %lld and num_rows %lld: neither must be negative",
-                          (long long)first_row, (long long)num_rows);
-    if (status != KVC_OK) return status;
+    KVC_TRY(kvc_check_layer(cache, layer));
+    KVC_TRY(kvc_check_rows_out(&cache->layers[layer], given, &c.out, "out"));
+    if (first_row < 0 || num_rows < 0 || first_row > INT64_MAX - num_rows)
+        return kvc_fail(KVC_ERR_INVALID, "first_row is %lld and num_rows %lld: neither must be negative",
+                        (long long)first_row, (long long)num_rows);
     c.num_tasks = count_tasks(cache, layer, num_rows);
-    status = open_snapshot(&c, seq_id, first_row + num_rows);
-    if (status != KVC_OK) return status;
+    KVC_TRY(open_snapshot(&c, seq_id, first_row + num_rows));
     if (c.out.positions) list_positions(c.from.runs, c.from.num_runs, first_row, num_rows, c.out.positions);
     copy_all(&c);
     return KVC_OK;
@@ -291,13 +287,11 @@ kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t f
 kvc_status kvc_extract(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
                        const kvc_rows_out *given) {
     copying c = {.cache = cache, .layer = layer, .first = begin, .num_rows = (int64_t)end - begin, .by_position = 1};
-    kvc_status status = kvc_check_layer(cache, layer);
-    if (status == KVC_OK) status = kvc_check_positions(begin, end);
-    if (status == KVC_OK) status = kvc_check_rows_out(&cache->layers[layer], given, &c.out, "out");
-    if (status != KVC_OK) return status;
+    KVC_TRY(kvc_check_layer(cache, layer));
+    KVC_TRY(kvc_check_positions(begin, end));
+    KVC_TRY(kvc_check_rows_out(&cache->layers[layer], given, &c.out, "out"));
     c.num_tasks = count_tasks(cache, layer, c.num_rows);
-    status = open_snapshot(&c, seq_id, 0);
-    if (status != KVC_OK) return status;
+    KVC_TRY(open_snapshot(&c, seq_id, 0));
     if (c.out.positions) find_positions(&c.from, begin, end, c.out.positions);
     copy_all(&c);
     return KVC_OK;

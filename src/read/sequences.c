@@ -30,8 +30,7 @@ int32_t kvc_last_position(kvc_cache *cache, int64_t seq_id) {
 }
 
 kvc_status kvc_position_range(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *first, int32_t *last) {
-    const kvc_status status = layer == -1 ? KVC_OK : kvc_check_layer(cache, layer);
-    if (status != KVC_OK) return status;
+    if (layer != -1) KVC_TRY(kvc_check_layer(cache, layer));
     if (!first) return kvc_fail(KVC_ERR_INVALID, "first is NULL");
     if (!last) return kvc_fail(KVC_ERR_INVALID, "last is NULL");
     *first = *last = -1;

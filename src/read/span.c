@@ -94,14 +94,13 @@ static kvc_status check_arguments(size_t span_size, const int64_t *num_spans, kv
 
 kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
                      int64_t max_spans, int64_t *num_spans, kvc_hold **hold) {
-    kvc_status status = kvc_check_layer(cache, layer);
-    if (status == KVC_OK) status = check_arguments(span_size, num_spans, hold);
-    if (status != KVC_OK) return status;
+    KVC_TRY(kvc_check_layer(cache, layer));
+    KVC_TRY(check_arguments(span_size, num_spans, hold));
     kvc_lock(cache);
     kvc_cache_find(cache, seq_id); /* waits while its rows are written */
     const kvc_run_list *list = kvc_runs_of(cache, seq_id, layer);
-    status = show_runs(cache, layer, list ? kvc_runs_begin(list) : NULL, list ? list->num : 0, spans, span_size,
-                       max_spans, num_spans, hold);
+    kvc_status status = show_runs(cache, layer, list ? kvc_runs_begin(list) : NULL, list ? list->num : 0, spans,
+                                  span_size, max_spans, num_spans, hold);
     return kvc_unlock(cache, status);
 }
 
@@ -110,12 +109,11 @@ kvc_status kvc_batch_spans(kvc_batch *batch, int64_t seq_id, int32_t layer, kvc_
     kvc_cache *cache = batch->cache;
     kvc_row_buffer *buffer;
     kvc_batch_runs list;
-    kvc_status status = kvc_check_attention(batch, layer);
-    if (status == KVC_OK) status = check_arguments(span_size, num_spans, hold);
-    if (status == KVC_OK) status = kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_READ, &buffer);
-    if (status != KVC_OK) return status;
+    KVC_TRY(kvc_check_attention(batch, layer));
+    KVC_TRY(check_arguments(span_size, num_spans, hold));
+    KVC_TRY(kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_READ, &buffer));
     kvc_lock(cache);
-    status = kvc_batch_runs_new(batch, layer, seq_id, buffer, &list);
+    kvc_status status = kvc_batch_runs_new(batch, layer, seq_id, buffer, &list);
     if (status == KVC_OK)
         status = show_runs(cache, layer, list.runs, list.num, spans, span_size, max_spans, num_spans, hold);
     kvc_batch_runs_free(&cache->memory, &list);

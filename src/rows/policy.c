@@ -17,8 +17,8 @@ static kvc_status check_sliding(const kvc_policy *policy, int32_t layer) {
 }
 
 static kvc_status check_chunked(const kvc_policy *policy, int32_t layer) {
-    const kvc_status status = check_field(policy->attention_chunk_size, 1, "attention_chunk_size", layer);
-    return status == KVC_OK ? check_field(policy->resume_window, 0, "resume_window", layer) : status;
+    KVC_TRY(check_field(policy->attention_chunk_size, 1, "attention_chunk_size", layer));
+    return check_field(policy->resume_window, 0, "resume_window", layer);
 }
 
 kvc_status kvc_policy_check(const kvc_policy *policy, int32_t layer) {

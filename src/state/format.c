@@ -146,8 +146,7 @@ kvc_status kvc_format_visit(const kvc_format *format, uint64_t most, kvc_tensor_
     }
     if (status != KVC_OK) return status;
     const table checksums = {"checksums", "U64", l.num_rows, 0, 0};
-    status = visit_table(&l, &checksums, KVC_CHECKSUMS);
-    if (status != KVC_OK) return status;
+    KVC_TRY(visit_table(&l, &checksums, KVC_CHECKSUMS));
     kvc_tensor mac = {.kind = KVC_MAC, .name = "mac", .dtype = "U8", .rank = 1, .shape = {KVC_MAC_BYTES}};
     mac.size = KVC_MAC_BYTES;
     return visit_one(&l, &mac);

@@ -174,23 +174,21 @@ kvc_status kvc_cache_new(const kvc_config *given, kvc_cache **out) {
     kvc_config config;
     kvc_memory memory;
     const char *wanted;
-    kvc_status status = kvc_config_read(&config, given);
-    if (status == KVC_OK && !out) status = kvc_fail(KVC_ERR_INVALID, "cache is NULL");
-    if (status == KVC_OK) status = kvc_memory_init(&memory, config.allocator);
-    if (status != KVC_OK) return status;
+    KVC_TRY(kvc_config_read(&config, given));
+    if (!out) return kvc_fail(KVC_ERR_INVALID, "cache is NULL");
+    KVC_TRY(kvc_memory_init(&memory, config.allocator));
     const kvc_kernels *kernels = kvc_cpu_kernels(&wanted);
     if (!kernels)
         return kvc_fail(KVC_ERR_UNSUPPORTED, "KVCACHE_ISA is %s: this machine and build have %s", wanted,
                         KVC_KERNEL_NAMES);
-    status = kvc_threads_init();
-    if (status != KVC_OK) return status;
+    KVC_TRY(kvc_threads_init());
     if (kvc_atfork_init()) return kvc_fail(KVC_ERR_NOMEM, "out of memory for what fork() is to call");
 
     kvc_cache *cache = new_cache(&memory, config.num_layers, count_frequencies(&config));
     if (!cache) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a cache of %d layers", config.num_layers);
     cache->kernels = kernels;
     cache->prefetch_level = kvc_cpu_prefetch_level();
-    status = init_cache(cache, &config);
+    kvc_status status = init_cache(cache, &config);
     if (status != KVC_OK) {
         free_cache(cache);
         return status;

@@ -68,8 +68,7 @@ static kvc_status read_header(loading *l) {
     uint8_t start[8] = {0};
     uint64_t length = 0;
     const uint64_t there = bytes_left(l) < sizeof start ? bytes_left(l) : sizeof start;
-    kvc_status status = read_bytes(l, start, there);
-    if (status != KVC_OK) return status;
+    KVC_TRY(read_bytes(l, start, there));
     for (int i = 0; i < 8; i++) length |= (uint64_t)start[i] << 8 * i;
     if (there && (length > KVC_MOST_HEADER || (length + sizeof start) % KVC_FORMAT_ALIGNMENT))
         return kvc_fail(KVC_ERR_FORMAT, "no saved state: the file does not begin like one");
@@ -82,7 +81,7 @@ static kvc_status read_header(loading *l) {
     l->header = take_memory(l, l->header_bytes);
     if (!l->header) return KVC_ERR_NOMEM;
     memcpy(l->header, start, sizeof start);
-    status = read_bytes(l, l->header + sizeof start, length);
+    kvc_status status = read_bytes(l, l->header + sizeof start, length);
     if (status == KVC_OK) status = kvc_format_read_strings(&l->state.format, l->header + sizeof start, length);
     if (status != KVC_OK || !l->args.fingerprint || !strcmp(l->args.fingerprint, l->state.format.fingerprint))
         return status;
@@ -97,8 +96,7 @@ static kvc_status check_zeros(const char *at, const char *end, const char *name)
 
 static kvc_status read_tables(loading *l) {
     kvc_saved_state counts;
-    kvc_status status = read_bytes(l, &counts, sizeof counts);
-    if (status != KVC_OK) return status;
+    KVC_TRY(read_bytes(l, &counts, sizeof counts));
     const uint64_t most = (uint64_t)l->args.size - l->header_bytes;
     l->tables_bytes = kvc_format_tables_bytes(&counts, most);
     if (l->tables_bytes > most)
@@ -107,8 +105,7 @@ static kvc_status read_tables(loading *l) {
     char *tables = take_memory(l, l->tables_bytes);
     if (!tables) return KVC_ERR_NOMEM;
     memcpy(tables, &counts, sizeof counts);
-    status = read_bytes(l, tables + sizeof counts, l->tables_bytes - sizeof counts);
-    if (status != KVC_OK) return status;
+    KVC_TRY(read_bytes(l, tables + sizeof counts, l->tables_bytes - sizeof counts));
     kvc_format *f = &l->state.format;
     kvc_format_place(f, tables);
     const uint64_t seed = kvc_hash(l->header, (size_t)l->header_bytes, 0);
@@ -142,14 +139,12 @@ static kvc_status check_header(loading *l) {
 
 /* Reads everything up to the rows, and gets memory to read these. */
 static kvc_status read_beginning(loading *l) {
-    kvc_status status = read_header(l);
-    if (status == KVC_OK) status = read_tables(l);
-    if (status != KVC_OK) return status;
+    KVC_TRY(read_header(l));
+    KVC_TRY(read_tables(l));
     kvc_layer *layers = take_memory(l, (uint64_t)l->state.format.state->num_layers * sizeof *layers);
     if (!layers) return KVC_ERR_NOMEM;
-    status = kvc_read_layers(&l->state.format, layers, &l->saved);
-    if (status == KVC_OK) status = check_header(l);
-    if (status != KVC_OK) return status;
+    KVC_TRY(kvc_read_layers(&l->state.format, layers, &l->saved));
+    KVC_TRY(check_header(l));
     if (l->window_bytes > KVC_WINDOW_BYTES) l->window_bytes = KVC_WINDOW_BYTES;
     if (!l->args.data) l->window = take_memory(l, l->window_bytes);
     l->checksums = take_memory(l, (uint64_t)l->num_checksums * sizeof *l->checksums);
@@ -179,8 +174,8 @@ static kvc_status read_rows(loading *l, const kvc_tensor *tensor) {
 
 static kvc_status read_zeros(loading *l, const kvc_tensor *tensor) {
     char padding[KVC_FORMAT_ALIGNMENT];
-    const kvc_status status = read_bytes(l, padding, tensor->size);
-    return status == KVC_OK ? check_zeros(padding, padding + tensor->size, tensor->name) : status;
+    KVC_TRY(read_bytes(l, padding, tensor->size));
+    return check_zeros(padding, padding + tensor->size, tensor->name);
 }
 
 /* Reports that the checksum of a tensor of rows is not the file's.  context: number of tensors of rows before it. */
@@ -256,8 +251,7 @@ static kvc_status check_functions(const loading *l) {
 /* Makes a cache of the file's configuration and what the caller's puts in its place. */
 static kvc_status make_cache(loading *l, const kvc_config *own) {
     kvc_config config = l->saved;
-    kvc_status status = own->layers ? kvc_match_layers(&l->saved, own) : check_functions(l);
-    if (status != KVC_OK) return status;
+    KVC_TRY(own->layers ? kvc_match_layers(&l->saved, own) : check_functions(l));
     if (own->layers) {
         config.layers = own->layers;
         config.layer_size = own->layer_size;
@@ -277,9 +271,8 @@ static kvc_status make_cache(loading *l, const kvc_config *own) {
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
 static kvc_status check_args(const kvc_load_args *given, kvc_load_args *args) {
-    kvc_status status = KVC_READ(kvc_load_args, args, given, "args");
-    if (status == KVC_OK) status = kvc_check_endian();
-    if (status != KVC_OK) return status;
+    KVC_TRY(KVC_READ(kvc_load_args, args, given, "args"));
+    KVC_TRY(kvc_check_endian());
     if (!args->data == !args->read)
         return kvc_fail(KVC_ERR_INVALID, "data and read are %s NULL: give one of them",
                         args->data ? "both not" : "both");
@@ -315,11 +308,10 @@ kvc_status kvc_load(const kvc_load_args *given, kvc_cache **out) {
     loading l = {.only_checks = !out};
     kvc_config config;
     kvc_memory memory;
-    kvc_status status = check_args(given, &l.args);
-    if (status == KVC_OK) status = read_config(l.args.config, &config, &memory);
-    if (status != KVC_OK) return status;
+    KVC_TRY(check_args(given, &l.args));
+    KVC_TRY(read_config(l.args.config, &config, &memory));
     l.state.memory = &memory;
-    status = read_beginning(&l);
+    kvc_status status = read_beginning(&l);
     if (status == KVC_OK) status = make_cache(&l, &config);
     if (status == KVC_OK) status = load_rows(&l);
     kvc_cache *cache = l.state.cache;
@@ -333,11 +325,9 @@ kvc_status kvc_restore(kvc_cache *cache, const kvc_load_args *given) {
     loading l = {.state = {.cache = cache, .memory = &cache->memory}};
     const kvc_config own = {
         .layers = cache->layers, .layer_size = sizeof *cache->layers, .num_layers = cache->num_layers};
-    kvc_status status = check_args(given, &l.args);
-    if (status == KVC_OK && l.args.config)
-        status = kvc_fail(KVC_ERR_INVALID, "config is not NULL: the cache has its own");
-    if (status != KVC_OK) return status;
-    status = read_beginning(&l);
+    KVC_TRY(check_args(given, &l.args));
+    if (l.args.config) return kvc_fail(KVC_ERR_INVALID, "config is not NULL: the cache has its own");
+    kvc_status status = read_beginning(&l);
     if (status == KVC_OK) status = kvc_match_layers(&l.saved, &own);
     if (status == KVC_OK) status = load_rows(&l);
     end_loading(&l, 1);

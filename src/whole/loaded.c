@@ -172,8 +172,7 @@ static kvc_status take_slots(visitor *v, int32_t g) {
     if (num_blocks > INT32_MAX / 2 - pool->num_blocks)
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for %lld blocks", (long long)num_blocks);
     cut_rows(&extents, v->needed[g], num_rows, pool->block_size);
-    const kvc_status status = kvc_pool_reserve(pool, (int32_t)num_blocks, &extents.reserved);
-    if (status != KVC_OK) return status;
+    KVC_TRY(kvc_pool_reserve(pool, (int32_t)num_blocks, &extents.reserved));
     kvc_block *block = NULL;
     for (int64_t i = 0; i < extents.num; i++) {
         kvc_extent *e = &extents.items[i];
@@ -226,8 +225,7 @@ static kvc_status add_runs(visitor *v, int32_t g, const kvc_saved_holding *holdi
     if (g >= v->state->cache->num_token_groups && num > 1)
         return kvc_fail(KVC_ERR_FORMAT, "altered: sequences share a part of their rows in group %d", g);
     if (num > INT32_MAX / 4) return kvc_fail(KVC_ERR_NOMEM, "a sequence of more than %lld runs", (long long)num);
-    const kvc_status status = num ? kvc_runs_reserve(list, &v->state->cache->memory, (int32_t)num) : KVC_OK;
-    if (status != KVC_OK) return status;
+    if (num) KVC_TRY(kvc_runs_reserve(list, &v->state->cache->memory, (int32_t)num));
     for (int64_t r = 0; r < holding->num_runs; r++) visit_parts(extents, &runs[r], kvc_hold_part, list);
     list->lost = (kvc_interval){(int32_t)holding->lost_begin, (int32_t)holding->lost_end};
     list->missing = (kvc_interval){(int32_t)holding->missing_begin, (int32_t)holding->missing_end};
@@ -257,8 +255,8 @@ static kvc_status fits_capacity(const kvc_need *need) {
 }
 
 static kvc_status fits(const kvc_need *need) {
-    const kvc_status status = fits_capacity(need);
-    return status == KVC_OK ? kvc_check_max_bytes(need->cache, need->what) : status;
+    KVC_TRY(fits_capacity(need));
+    return kvc_check_max_bytes(need->cache, need->what);
 }
 
 static kvc_need need_of(kvc_state *state) {

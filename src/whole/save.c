@@ -223,13 +223,12 @@ static kvc_status find_sequences(saving *s) {
 
 static kvc_status take_moment(saving *s) {
     kvc_cache_find_all(s->cache);
-    kvc_status status = find_sequences(s);
-    if (status == KVC_OK) status = count_rows(s);
-    if (status == KVC_OK) status = reserve_tables(s);
-    if (status == KVC_OK) status = reserve_extents(s);
-    if (status != KVC_OK) return status;
+    KVC_TRY(find_sequences(s));
+    KVC_TRY(count_rows(s));
+    KVC_TRY(reserve_tables(s));
+    KVC_TRY(reserve_extents(s));
     fill_tables(s);
-    status = make_header(s);
+    kvc_status status = make_header(s);
     if (status == KVC_OK) kvc_state_begin(&s->state);
     return status;
 }
@@ -288,26 +287,24 @@ static kvc_status check_tokens(const kvc_save_args *args) {
 }
 
 static kvc_status check_args(const kvc_save_args *args) {
-    kvc_status status = kvc_check_endian();
-    if (status == KVC_OK && !args->write)
-        status = kvc_fail(KVC_ERR_INVALID, "write is NULL: it is what takes the bytes of the file");
-    if (status == KVC_OK) status = kvc_check_seq_ids(args->seq_ids, args->num_sequences);
-    if (status == KVC_OK) status = check_tokens(args);
-    if (status == KVC_OK && args->fingerprint && !kvc_is_fingerprint(args->fingerprint))
-        status = kvc_fail(KVC_ERR_INVALID,
-                          "fingerprint is \"%.64s\": it must be up to %d printable ASCII characters but quotes and "
-                          "backslashes, such as a hash in hexadecimal digits",
-                          args->fingerprint, KVC_MOST_FINGERPRINT);
-    return status;
+    KVC_TRY(kvc_check_endian());
+    if (!args->write) return kvc_fail(KVC_ERR_INVALID, "write is NULL: it is what takes the bytes of the file");
+    KVC_TRY(kvc_check_seq_ids(args->seq_ids, args->num_sequences));
+    KVC_TRY(check_tokens(args));
+    if (args->fingerprint && !kvc_is_fingerprint(args->fingerprint))
+        return kvc_fail(KVC_ERR_INVALID,
+                        "fingerprint is \"%.64s\": it must be up to %d printable ASCII characters but quotes and "
+                        "backslashes, such as a hash in hexadecimal digits",
+                        args->fingerprint, KVC_MOST_FINGERPRINT);
+    return KVC_OK;
 }
 
 kvc_status kvc_save(kvc_cache *cache, const kvc_save_args *given) {
     saving s = {.cache = cache, .state = {.cache = cache, .memory = &cache->memory}};
-    kvc_status status = KVC_READ(kvc_save_args, &s.args, given, "args");
-    if (status == KVC_OK) status = check_args(&s.args);
-    if (status != KVC_OK) return status;
+    KVC_TRY(KVC_READ(kvc_save_args, &s.args, given, "args"));
+    KVC_TRY(check_args(&s.args));
     kvc_lock(cache);
-    status = kvc_unlock(cache, take_moment(&s));
+    kvc_status status = kvc_unlock(cache, take_moment(&s));
     if (status == KVC_OK) status = write_file(&s);
     kvc_lock(cache);
     kvc_state_end(&s.state);
