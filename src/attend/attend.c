@@ -94,14 +94,13 @@ static kvc_status begin_task(kvc_call *c, int32_t layer, const kvc_attend_args *
 
 /* Ends a task of the round.  One that was done before and is cancelled now stays done, with its earlier result. */
 static void end_task(const kvc_call *c, int64_t task, int is_done) {
-    const int64_t num_tasks = kvc_plan_num_tasks(c->plan);
     kvc_round *round = &c->plan->round;
     lock_round(round);
     round->states[task] = is_done || c->was_done ? KVC_TASK_DONE : KVC_TASK_OPEN;
     round->num_running--;
     round->num_done += is_done && !c->was_done;
-    if (round->num_done == num_tasks && !round->is_rerun) { /* all is done: begin the next round */
-        memset(round->states, KVC_TASK_OPEN, (size_t)num_tasks);
+    if (round->num_done == c->num_tasks && !round->is_rerun) { /* all is done: begin the next round */
+        memset(round->states, KVC_TASK_OPEN, (size_t)c->num_tasks);
         round->num_done = 0;
     }
     unlock_round(round);
@@ -111,19 +110,18 @@ static void end_task(const kvc_call *c, int64_t task, int is_done) {
 
 /* Checks the strides when inner_tokens is set. */
 static kvc_status check_inner(const kvc_attend_args *args, int32_t num_tokens) {
-    kvc_status status = kvc_check_inner(args->inner_tokens, num_tokens);
-    if (status == KVC_OK) status = kvc_check_array(args->q_type, args->q_batch_stride, 0, "q");
-    if (status == KVC_OK) status = kvc_check_array(args->q_type, args->out_batch_stride, 0, "out");
-    return status == KVC_OK ? kvc_check_array(KVC_F32, args->lse_batch_stride, 0, "lse") : status;
+    KVC_TRY(kvc_check_inner(args->inner_tokens, num_tokens));
+    KVC_TRY(kvc_check_array(args->q_type, args->q_batch_stride, 0, "q"));
+    KVC_TRY(kvc_check_array(args->q_type, args->out_batch_stride, 0, "out"));
+    return kvc_check_array(KVC_F32, args->lse_batch_stride, 0, "lse");
 }
 
 static kvc_status check_args(const kvc_layer *layer, int32_t num_tokens, const kvc_attend_args *args) {
     if (!args->q || !args->out) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", args->q ? "out" : "q");
-    kvc_status status = kvc_check_array(args->q_type, args->q_token_stride, args->q_head_stride, "q");
-    if (status == KVC_OK) status = kvc_check_array(args->q_type, args->out_token_stride, args->out_head_stride, "out");
-    if (status == KVC_OK) status = kvc_check_array(KVC_F32, args->lse_token_stride, args->lse_head_stride, "lse");
-    if (status == KVC_OK && args->inner_tokens) status = check_inner(args, num_tokens);
-    if (status != KVC_OK) return status;
+    KVC_TRY(kvc_check_array(args->q_type, args->q_token_stride, args->q_head_stride, "q"));
+    KVC_TRY(kvc_check_array(args->q_type, args->out_token_stride, args->out_head_stride, "out"));
+    KVC_TRY(kvc_check_array(KVC_F32, args->lse_token_stride, args->lse_head_stride, "lse"));
+    if (args->inner_tokens) KVC_TRY(check_inner(args, num_tokens));
     if (layer->value_in_key && args->scale == 0)
         return kvc_fail(
             KVC_ERR_INVALID,
@@ -138,8 +136,7 @@ static kvc_status check_args(const kvc_layer *layer, int32_t num_tokens, const k
 /* Checks that the plan, which may have been made for another layer, serves this one. */
 static kvc_status check_plan_layer(const kvc_plan *plan, int32_t layer) {
     const kvc_cache *cache = plan->batch->cache;
-    const kvc_status status = kvc_check_layer(cache, layer);
-    if (status != KVC_OK) return status;
+    KVC_TRY(kvc_check_layer(cache, layer));
     const kvc_layer *config = &cache->layers[layer];
     if (cache->group_of[layer] != plan->group || config->num_kv_heads != plan->num_kv_heads ||
         config->k_dim != plan->k_dim || config->v_dim != plan->v_dim)
@@ -200,6 +197,8 @@ static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_atte
     c->layout = &cache->layouts[cache->layout_of[layer]];
     c->buffer = buffer;
     c->policy = &cache->policies[plan->group];
+    c->num_sinks = kvc_policy_sinks(c->policy);
+    c->num_tasks = kvc_plan_num_tasks(plan);
     c->rope = kvc_rope_of(cache, layer);
     c->angles = plan->angles;
     if (c->rope) c->angles += (size_t)cache->rope_of[layer] * (size_t)plan->num_deltas * (size_t)plan->angles_stride;
@@ -257,8 +256,7 @@ static kvc_status run_all(kvc_call *c) {
     static const double WORTH_THREADS = 1 << 19;
     const kvc_plan *plan = c->plan;
     kvc_cache_watch(plan->batch->cache, plan->multiply_adds, &c->watch);
-    kvc_parallel(plan->multiply_adds < WORTH_THREADS ? 1 : plan->args.num_threads, kvc_plan_num_tasks(plan), run_one,
-                 c);
+    kvc_parallel(plan->multiply_adds < WORTH_THREADS ? 1 : plan->args.num_threads, c->num_tasks, run_one, c);
     const kvc_status status = (kvc_status)atomic_load(&c->status);
     return status == KVC_OK ? KVC_OK : kvc_fail(status, "the attention was cancelled");
 }

@@ -9,16 +9,6 @@
 
 #include "attend/task.h"
 
-/* Returns the type as which kernels get rows of a type in a task. */
-static inline int32_t kvc_kernel_type(const kvc_task *t, int32_t type) {
-    return kvc_taken_as(t->call->kernels, type, t->unit->tiled);
-}
-
-/* Whether kernels get rows of a type without the minima of their blocks. */
-static inline int kvc_lacks_minima(const kvc_task *t, int32_t type) {
-    return KVC_TYPES[type].has_minimum && kvc_kernel_type(t, type) == KVC_Q8_0;
-}
-
 /* Adds up the elements of each block of the query rows, which are not prepared yet, times the scale of scores. */
 void kvc_add_up_blocks(const kvc_task *t);
 

@@ -381,10 +381,9 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
 kvc_status kvc_plan_check(const kvc_batch *batch, const kvc_plan_args *given, kvc_plan_args *args) {
-    kvc_status status = KVC_READ(kvc_plan_args, args, given, "plan");
-    if (status == KVC_OK) status = kvc_check_attention(batch, args->layer);
-    if (status == KVC_OK) status = kvc_check_range(batch, args->first, &args->num_tokens);
-    if (status != KVC_OK) return status;
+    KVC_TRY(KVC_READ(kvc_plan_args, args, given, "plan"));
+    KVC_TRY(kvc_check_attention(batch, args->layer));
+    KVC_TRY(kvc_check_range(batch, args->first, &args->num_tokens));
     const int32_t num_kv_heads = batch->cache->layers[args->layer].num_kv_heads;
     if (args->num_heads < 1 || args->num_heads % num_kv_heads || args->num_heads / num_kv_heads > 1 << 16)
         return kvc_fail(KVC_ERR_INVALID, "num_heads is %d: it must be a multiple of layer %d's num_kv_heads, %d",
@@ -433,8 +432,8 @@ kvc_status kvc_plan_get(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **
 kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *given, kvc_plan **out) {
     kvc_plan_args args;
     if (!out) return kvc_fail(KVC_ERR_INVALID, "plan is NULL: it is where the plan goes");
-    const kvc_status status = kvc_plan_check(batch, given, &args);
-    return status == KVC_OK ? kvc_plan_get(batch, &args, out) : status;
+    KVC_TRY(kvc_plan_check(batch, given, &args));
+    return kvc_plan_get(batch, &args, out);
 }
 
 void kvc_plan_recount(kvc_plan *plan) {

@@ -3,8 +3,6 @@
 
 #include <string.h>
 
-#include "attend/minima.h"
-
 enum {
     LEAST_STRETCH = 8, /* rows of a stretch of floats that a kernel is given by themselves */
     /* Rows of floats in shorter stretches that a kernel is given at once.  The fewer, the more evenly those ahead are
@@ -17,15 +15,13 @@ enum {
 kvc_walk kvc_walk_keys(const kvc_task *t, const kvc_tile *tile) {
     const size_t bytes = tile->layout->k_row_bytes;
     const int32_t type = t->call->layer->k_type;
-    return (kvc_walk){{tile->stretches, 0}, tile->n, bytes, bytes, type, kvc_kernel_type(t, type),
-                      t->call->plan->k_dim, 0};
+    return (kvc_walk){{tile->stretches, 0}, tile->n, bytes, bytes, type, t->k_as, t->call->plan->k_dim, 0};
 }
 
 kvc_walk kvc_walk_values(const kvc_task *t, const kvc_tile *tile) {
     const size_t bytes = tile->layout->v_row_bytes, stored = tile->layout->v_stored;
     const int32_t type = t->call->layer->v_type;
-    return (kvc_walk){{tile->stretches, 0}, tile->n, bytes, stored, type, kvc_kernel_type(t, type),
-                      t->call->plan->v_dim, 1};
+    return (kvc_walk){{tile->stretches, 0}, tile->n, bytes, stored, type, t->v_as, t->call->plan->v_dim, 1};
 }
 
 void kvc_prefetch(kvc_ahead ahead) {
@@ -48,19 +44,11 @@ static int64_t rows_behind(const kvc_row_place *p) { return p->at->n - p->offset
 
 /* Goes on by up to `most` rows of one stretch; returns their number. */
 static int64_t step_on(kvc_row_place *p, int64_t most) {
-    const int64_t rows = kvc_smaller(rows_behind(p), most);
+    int64_t rows = rows_behind(p);
+    if (rows > most) rows = most;
     p->offset += rows;
     if (p->offset == p->at->n) p->at++, p->offset = 0;
     return rows;
-}
-
-int64_t kvc_rows_at_once(const kvc_walk *w) {
-    const int64_t in_place = kvc_smaller(rows_behind(&w->place), w->left);
-    const int is_quantised = w->type >= KVC_FLOAT_TYPES;
-    if (in_place == w->left || w->kernel_type != w->type || (is_quantised && w->is_value)) return w->left;
-    if (!is_quantised && in_place >= LEAST_STRETCH) return in_place;
-    if (!is_quantised) return kvc_smaller(FEW_ROWS, w->left);
-    return in_place >= KVC_ROW_GROUP ? in_place / KVC_ROW_GROUP * KVC_ROW_GROUP : kvc_smaller(KVC_ROW_GROUP, w->left);
 }
 
 /* Copies rows to the lane.  Walks in registers: each row may be a stretch. */
@@ -100,21 +88,35 @@ kvc_kernel_rows kvc_take_rows(const kvc_task *t, kvc_walk *w, int64_t rows) {
     if (w->kernel_type != w->type) {
         const int64_t stride = (int64_t)kvc_row_bytes(w->kernel_type, w->dim);
         decode_rows(t, w, rows, stride);
-        return (kvc_kernel_rows){lane, stride};
+        return (kvc_kernel_rows){lane, stride, rows};
     }
     if (rows_behind(&w->place) < rows) {
         copy_rows(t, w, rows);
-        return (kvc_kernel_rows){lane, (int64_t)w->row_bytes};
+        return (kvc_kernel_rows){lane, (int64_t)w->row_bytes, rows};
     }
-    const kvc_kernel_rows in_place = {row_at(w, &w->place), step_of(w, w->place.at)};
+    const kvc_kernel_rows in_place = {row_at(w, &w->place), step_of(w, w->place.at), rows};
     step_on(&w->place, rows);
     return in_place;
 }
 
+/* Returns how many rows kvc_take_some takes. */
+static int64_t rows_at_once(const kvc_walk *w) {
+    const int64_t in_place = rows_behind(&w->place), left = w->left;
+    const int is_quantised = w->type >= KVC_FLOAT_TYPES;
+    if (in_place >= left || w->kernel_type != w->type || (is_quantised && w->is_value)) return left;
+    if (!is_quantised && in_place >= LEAST_STRETCH) return in_place;
+    if (is_quantised && in_place >= KVC_ROW_GROUP) return in_place / KVC_ROW_GROUP * KVC_ROW_GROUP;
+    const int64_t few = is_quantised ? KVC_ROW_GROUP : FEW_ROWS;
+    return few < left ? few : left;
+}
+
+kvc_kernel_rows kvc_take_some(const kvc_task *t, kvc_walk *w) { return kvc_take_rows(t, w, rows_at_once(w)); }
+
 /* Returns what lies from first to end; of very large rows, the beginning. */
 static kvc_ahead ahead_of(const kvc_call *c, const uint8_t *first, const uint8_t *end) {
     enum { MOST_BYTES = 1 << 24 };
-    return (kvc_ahead){first, (int32_t)kvc_smaller(end - first, MOST_BYTES), c->prefetch_level};
+    const ptrdiff_t bytes = end - first;
+    return (kvc_ahead){first, bytes < MOST_BYTES ? (int32_t)bytes : MOST_BYTES, c->prefetch_level};
 }
 
 /* Returns the most bytes between rows that are prefetched with them: the processor fetches narrow holes all the same
@@ -132,7 +134,8 @@ kvc_ahead kvc_take_ahead(const kvc_call *c, kvc_walk *w, int64_t rows) {
     const ptrdiff_t bytes = (ptrdiff_t)w->row_bytes, narrow = narrow_hole(w);
     const uint8_t *first = NULL, *end = NULL;
     kvc_row_place p = w->place;
-    rows = w->ahead_bytes ? kvc_smaller(rows, w->left) : 0;
+    if (rows > w->left) rows = w->left;
+    if (!w->ahead_bytes) rows = 0;
     w->left -= rows;
     for (int64_t some; rows; rows -= some) {
         const uint8_t *row = row_at(w, &p);

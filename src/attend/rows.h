@@ -26,21 +26,21 @@ typedef struct kvc_walk {
 kvc_walk kvc_walk_keys(const kvc_task *t, const kvc_tile *tile);
 kvc_walk kvc_walk_values(const kvc_task *t, const kvc_tile *tile);
 
-/* Returns how many rows a kernel is best given next: floats of a long stretch, else a few; all, where they are
- * unpacked. Quantised rows are scored in groups, and sums of theirs depend on all rows of the tile. */
-int64_t kvc_rows_at_once(const kvc_walk *w);
-
 /* Whether the rows that are left lie in several stretches, which are better prefetched a few rows at a time. */
 int kvc_is_in_stretches(const kvc_walk *w);
 
 /* Rows as a kernel takes them. */
 typedef struct kvc_kernel_rows {
     const void *first;
-    int64_t stride;
+    int64_t stride, num;
 } kvc_kernel_rows;
 
 /* Takes `rows` rows: where they lie if evenly and of a type that kernels take, else copied to the lane. */
 kvc_kernel_rows kvc_take_rows(const kvc_task *t, kvc_walk *w, int64_t rows);
+
+/* Takes as many rows as a kernel is best given next: floats of a long stretch, else a few; all, where they are
+ * unpacked. Quantised rows are scored in groups, and sums of theirs depend on all rows of the tile. */
+kvc_kernel_rows kvc_take_some(const kvc_task *t, kvc_walk *w);
 
 /* Takes up to `rows` rows to prefetch, and returns the last of them that lie one after the other, for a kernel to
  * prefetch evenly; prefetches those before.  Call it behind kvc_take_rows: copying would wait for what it prefetches.

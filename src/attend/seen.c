@@ -7,7 +7,7 @@ kvc_visible kvc_visible_to(const kvc_call *c, int32_t token) {
     const int32_t position = c->plan->batch->positions[token];
     return (kvc_visible){.token = token,
                          .low = kvc_policy_lowest(c->policy, position),
-                         .sinks = kvc_policy_sinks(c->policy),
+                         .sinks = c->num_sinks,
                          .last = kvc_plan_sees_all(c->plan, token) ? INT32_MAX : position};
 }
 

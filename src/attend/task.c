@@ -21,9 +21,12 @@ kvc_task kvc_make_task(kvc_call *c, int64_t i, float *lane) {
     const kvc_plan *plan = c->plan;
     const kvc_lane_layout *at = &plan->lane;
     const kvc_job *job = kvc_job_of(plan, i);
+    const kvc_unit *unit = kvc_unit_of(plan, job, 0);
     kvc_task t = {.call = c,
                   .job = job,
-                  .unit = kvc_unit_of(plan, job, 0),
+                  .unit = unit,
+                  .k_as = kvc_taken_as(c->kernels, c->layer->k_type, unit->tiled),
+                  .v_as = kvc_taken_as(c->kernels, c->layer->v_type, unit->tiled),
                   .index = i,
                   .head = kvc_head_of(plan, i),
                   .part = job->part,
@@ -39,7 +42,7 @@ kvc_task kvc_make_task(kvc_call *c, int64_t i, float *lane) {
                   .tokens = (void *)(lane + at->tokens)};
     int32_t num_tokens = 0;
     for (int32_t m = 0; m < job->num_members; m++) {
-        const kvc_unit *unit = kvc_unit_of(plan, job, m);
+        if (m) unit = kvc_unit_of(plan, job, m);
         memcpy(t.tokens + num_tokens, plan->batch->order + unit->first, (size_t)unit->num_tokens * sizeof *t.tokens);
         num_tokens += unit->num_tokens;
     }
@@ -77,12 +80,12 @@ kvc_task kvc_member_of(const kvc_task *t, int32_t m, int32_t first) {
 void kvc_convert_query_rows(const kvc_call *c, int32_t from, int32_t to, void *dst, int64_t dst_stride, const void *src,
                             int64_t src_stride, int32_t dim) {
     const int32_t num = c->plan->heads_per_kv;
-    const size_t bytes = kvc_row_bytes(to, dim);
-    if (from != to)
+    if (from != to) {
         c->kernels->convert(from, to, dst, dst_stride, src, src_stride, num, dim);
-    else
-        for (int32_t i = 0; i < num; i++)
-            memcpy((char *)dst + i * dst_stride, (const char *)src + i * src_stride, bytes);
+        return;
+    }
+    const size_t bytes = kvc_row_bytes(to, dim);
+    for (int32_t i = 0; i < num; i++) memcpy((char *)dst + i * dst_stride, (const char *)src + i * src_stride, bytes);
 }
 
 /* Copies the query rows to the lane, as rows of type `to`, with zeros up to the end of a chunk. */
@@ -91,8 +94,9 @@ static void load_query_rows(const kvc_task *t, int32_t to) {
     const kvc_attend_args *a = c->args;
     const int32_t dim = c->plan->k_dim, heads = c->plan->heads_per_kv;
     const int64_t stride = c->plan->lane.q_stride * (int64_t)sizeof(float);
-    const size_t bytes = kvc_row_bytes(to, dim),
-                 padded = kvc_row_bytes(to, (dim + KVC_CHUNK - 1) / KVC_CHUNK * KVC_CHUNK);
+    const int32_t padding = (KVC_CHUNK - dim % KVC_CHUNK) % KVC_CHUNK; /* elements */
+    const size_t bytes = padding ? kvc_row_bytes(to, dim) : 0;
+    const size_t padding_bytes = padding ? kvc_row_bytes(to, padding) : 0;
     char *row = (char *)t->q;
     for (int32_t r = 0; r < t->num_query_rows; r += heads) {
         const char *q = (const char *)a->q + kvc_token_offset(kvc_token_of(t, r) - c->plan->args.first, a->inner_tokens,
@@ -100,7 +104,7 @@ static void load_query_rows(const kvc_task *t, int32_t to) {
         kvc_convert_query_rows(c, a->q_type, to, row, stride, q + t->head * heads * a->q_head_stride, a->q_head_stride,
                                dim);
         for (int32_t i = 0; i < heads; i++, row += stride)
-            if (padded > bytes) memset(row + bytes, 0, padded - bytes);
+            if (padding) memset(row + bytes, 0, padding_bytes);
     }
 }
 
@@ -151,12 +155,12 @@ static const float *rotate_keys(const kvc_task *t, const kvc_tile *tile, piece_p
 
 /* Returns the type of the keys that a kernel takes. */
 static int32_t key_type(const kvc_task *t, const kvc_tile *tile) {
-    return delta_index_of(t, tile) == KVC_MIXED ? KVC_F32 : kvc_kernel_type(t, t->call->layer->k_type);
+    return delta_index_of(t, tile) == KVC_MIXED ? KVC_F32 : t->k_as;
 }
 
 /* Whether a kernel takes the keys of a tile without their minima. */
 static int key_minima_apart(const kvc_task *t, const kvc_tile *tile) {
-    return delta_index_of(t, tile) != KVC_MIXED && kvc_lacks_minima(t, t->call->layer->k_type);
+    return delta_index_of(t, tile) != KVC_MIXED && kvc_lacks_minima(t->call->layer->k_type, t->k_as);
 }
 
 /* Returns the kernels that score a tile for few query rows. */
@@ -167,10 +171,10 @@ static const kvc_scorer *scorer_of(const kvc_task *t, const kvc_tile *tile) {
     return is_bf16 && kernels->score_bf16.score ? &kernels->score_bf16 : &kernels->score[type];
 }
 
-/* Returns the kernels that multiply rows of a stored type. */
+/* Returns the kernels that multiply rows of a stored type by many query rows. */
 static const kvc_tiler *tiler_of(const kvc_task *t, int32_t type) {
     const kvc_kernels *kernels = t->call->kernels;
-    const int32_t kernel_type = kvc_kernel_type(t, type);
+    const int32_t kernel_type = kvc_taken_as(kernels, type, 1);
     return kernel_type != type && kernels->decoded.score ? &kernels->decoded : &kernels->tiler[kernel_type];
 }
 
@@ -218,8 +222,9 @@ static void transform_query_rows(const kvc_task *t, int32_t order) {
  * Usually the last tile's serve. */
 static const float *query_rows_for(kvc_task *t, const kvc_tile *tile) {
     const kvc_plan *plan = t->call->plan;
-    const int32_t delta_index = delta_index_of(t, tile), order = kvc_key_order(t->call->layer);
+    const int32_t delta_index = delta_index_of(t, tile);
     if (delta_index == t->delta_index) return t->q;
+    const int32_t order = kvc_key_order(t->call->layer);
     const kvc_scorer *scorer = scorer_of(t, tile);
     kvc_prepare_fn *prepare = t->unit->tiled ? product_of(t, tile).prepare : scorer->prepare;
     const int is_bf16 = !t->unit->tiled && scorer == &t->call->kernels->score_bf16;
@@ -295,11 +300,11 @@ static void score_tile(kvc_task *t, const kvc_tile *tile) {
         return;
     }
     float *scores = t->scores;
-    for (int64_t rows; keys.left; scores += rows) {
-        rows = kvc_rows_at_once(&keys);
-        const kvc_kernel_rows k = kvc_take_rows(t, &keys, rows);
-        score(scores, q, stride, t->num_query_rows, k.first, k.stride, (int)rows, dim,
-              kvc_take_ahead(c, &values, rows));
+    while (keys.left) {
+        const kvc_kernel_rows k = kvc_take_some(t, &keys);
+        score(scores, q, stride, t->num_query_rows, k.first, k.stride, (int)k.num, dim,
+              kvc_take_ahead(c, &values, k.num));
+        scores += k.num;
     }
     if (key_minima_apart(t, tile)) kvc_score_minima(t, tile->n);
 }
@@ -307,11 +312,11 @@ static void score_tile(kvc_task *t, const kvc_tile *tile) {
 /* Adds rows of values, weighted, to acc, and prefetches up to `rows_ahead` rows of the next tile's keys.  Where these
  * do not lie one after the other, a kernel of quantised values, which takes all rows at once, takes a part of the
  * columns at a time, so that what no kernel prefetches evenly is at least prefetched in parts. */
-static void accumulate_rows(const kvc_task *t, const float *weights, kvc_kernel_rows values, int64_t rows,
-                            kvc_walk *keys, int64_t rows_ahead) {
+static void accumulate_rows(const kvc_task *t, const float *weights, kvc_kernel_rows values, kvc_walk *keys,
+                            int64_t rows_ahead) {
     enum { PARTS = 4 };
     const kvc_call *c = t->call;
-    const int32_t type = kvc_kernel_type(t, c->layer->v_type), dim = c->plan->v_dim;
+    const int32_t type = t->v_as, dim = c->plan->v_dim;
     const int is_cut = type >= KVC_FLOAT_TYPES && kvc_is_in_stretches(keys);
     const int32_t parts = is_cut ? PARTS : 1;
     const int32_t columns =
@@ -321,7 +326,7 @@ static void accumulate_rows(const kvc_task *t, const float *weights, kvc_kernel_
         const kvc_ahead ahead = kvc_take_ahead(c, keys, is_last ? rows_ahead : (rows_ahead + parts - 1) / parts);
         c->kernels->accumulate[type](t->acc + d, c->plan->lane.acc_stride, t->factor, weights, t->num_query_rows,
                                      (const uint8_t *)values.first + (d ? kvc_row_bytes(type, d) : 0), values.stride,
-                                     (int)rows, is_last ? dim - d : columns, ahead);
+                                     (int)values.num, is_last ? dim - d : columns, ahead);
     }
 }
 
@@ -330,13 +335,13 @@ static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, kvc_walk *k
     const kvc_call *c = t->call;
     kvc_walk values = kvc_walk_values(t, tile);
     const float *weights = t->scores;
-    for (int64_t rows; values.left; weights += rows) {
-        rows = kvc_rows_at_once(&values);
-        const kvc_kernel_rows v = kvc_take_rows(t, &values, rows);
-        accumulate_rows(t, weights, v, rows, keys, values.left ? rows : KVC_TILE);
+    while (values.left) {
+        const kvc_kernel_rows v = kvc_take_some(t, &values);
+        accumulate_rows(t, weights, v, keys, values.left ? v.num : KVC_TILE);
+        weights += v.num;
         for (int32_t r = 0; values.left && r < t->num_query_rows; r++) t->factor[r] = 1; /* acc is multiplied once */
     }
-    if (kvc_lacks_minima(t, c->layer->v_type)) kvc_accumulate_minima(t, tile->n);
+    if (kvc_lacks_minima(c->layer->v_type, t->v_as)) kvc_accumulate_minima(t, tile->n);
 }
 
 enum { LINES_PER_ROW = KVC_TILE / KVC_LANES }; /* prefetched while the softmax of a query row is computed */
@@ -369,7 +374,7 @@ static void pack_keys(const kvc_task *t, const kvc_tile *tile, kvc_pack_keys_fn 
     for (int32_t i = 0, n; i < tile->n; i += n) {
         n = (int32_t)kvc_smaller(tile->n - i, KVC_TILE);
         const kvc_kernel_rows rows =
-            is_mixed ? (kvc_kernel_rows){rotate_keys(t, tile, &at, n), plan->lane.q_stride * (int64_t)sizeof(float)}
+            is_mixed ? (kvc_kernel_rows){rotate_keys(t, tile, &at, n), plan->lane.q_stride * (int64_t)sizeof(float), n}
                      : kvc_take_rows(t, &keys, n);
         pack(t->lane + plan->lane.keys, rows.first, rows.stride, i, n, plan->k_dim);
     }
@@ -435,7 +440,7 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
                            t->lane + lane->values, v_room, b.end - b.first, plan->v_dim, current->n, 1,
                            kvc_take_ahead(c, &next_values, ahead));
     }
-    if (kvc_lacks_minima(t, c->layer->v_type)) kvc_accumulate_minima(t, current->n);
+    if (kvc_lacks_minima(c->layer->v_type, t->v_as)) kvc_accumulate_minima(t, current->n);
     if (c->kernels->end) c->kernels->end(&former);
 }
 
@@ -476,19 +481,20 @@ static kvc_cursor cursor_at(const kvc_call *c, const kvc_unit *unit, int32_t par
     return at;
 }
 
-/* Counts the rows of the part that member m does not share with all others. */
-static int64_t num_own_rows(const kvc_plan *plan, const kvc_job *job, int32_t m) {
-    return kvc_part_rows(kvc_unit_of(plan, job, m), job->part) - job->shared_rows;
+/* Counts the rows of the part that a member does not share with all others. */
+static int64_t num_own_rows(const kvc_job *job, const kvc_unit *unit) {
+    return kvc_part_rows(unit, job->part) - job->shared_rows;
 }
 
 /* Returns a cursor over the rows of task i that come first: those that its members share, or those of the only member.
  * It is empty if there is no task i. */
 static kvc_cursor first_rows(const kvc_call *c, int64_t i) {
     const kvc_plan *plan = c->plan;
-    if (i >= kvc_plan_num_tasks(plan)) return (kvc_cursor){.layout = c->layout};
+    if (i >= c->num_tasks) return (kvc_cursor){.layout = c->layout};
     const kvc_job *job = kvc_job_of(plan, i);
-    const int64_t rows = job->shared_rows ? job->shared_rows : num_own_rows(plan, job, 0);
-    return cursor_at(c, kvc_unit_of(plan, job, 0), job->part, kvc_head_of(plan, i), 0, rows);
+    const kvc_unit *unit = kvc_unit_of(plan, job, 0);
+    const int64_t rows = job->shared_rows ? job->shared_rows : num_own_rows(job, unit);
+    return cursor_at(c, unit, job->part, kvc_head_of(plan, i), 0, rows);
 }
 
 /* Returns a cursor over the own rows of member m, or of the next one that has any; behind the last member, over the
@@ -496,8 +502,9 @@ static kvc_cursor first_rows(const kvc_call *c, int64_t i) {
 static kvc_cursor rows_from_member(const kvc_task *t, int32_t m) {
     const kvc_plan *plan = t->call->plan;
     for (; m < t->job->num_members; m++) {
-        const int64_t rows = num_own_rows(plan, t->job, m);
-        if (rows) return cursor_at(t->call, kvc_unit_of(plan, t->job, m), t->part, t->head, t->job->shared_rows, rows);
+        const kvc_unit *unit = kvc_unit_of(plan, t->job, m);
+        const int64_t rows = num_own_rows(t->job, unit);
+        if (rows) return cursor_at(t->call, unit, t->part, t->head, t->job->shared_rows, rows);
     }
     return first_rows(t->call, t->index + plan->args.num_threads);
 }
@@ -549,9 +556,9 @@ int kvc_attend_part(kvc_task *t) {
     for (int32_t r = 0; r < t->num_query_rows; r++) t->max[r] = -INFINITY, t->sum[r] = 0;
     if (job->shared_rows) goes_on = attend_rows(t, first_rows(t->call, t->index), rows_from_member(t, 0));
     for (int32_t m = 0, first = 0; goes_on && m < job->num_members; m++) {
-        const int64_t rows = num_own_rows(plan, job, m);
         if (job->num_members > 1) own = kvc_member_of(t, m, first);
         kvc_task *const member = job->num_members > 1 ? &own : t;
+        const int64_t rows = num_own_rows(job, member->unit);
         first += member->num_query_rows;
         if (rows)
             goes_on = attend_rows(member, cursor_at(t->call, member->unit, t->part, t->head, job->shared_rows, rows),

@@ -16,6 +16,8 @@ typedef struct kvc_call {
     const kvc_layout *layout;
     const kvc_row_buffer *buffer; /* the layer's row buffer, where buffered units have their rows */
     const kvc_policy *policy;
+    int32_t num_sinks;      /* of that policy */
+    int64_t num_tasks;      /* of the plan */
     const kvc_rope *rope;   /* rotates keys with a delta; NULL: the layer's keys are not rotated */
     const float *angles;    /* [plan->num_deltas][plan->angles_stride] of that rope */
     int prefetch_level;     /* for kvc_ahead */
@@ -32,6 +34,7 @@ typedef struct kvc_task {
     const kvc_unit *unit; /* the member; the first one if there are several */
     int64_t index;
     int32_t head, part;     /* KV head; part of each member */
+    int32_t k_as, v_as;     /* types as which kernels get keys and values: kvc_taken_as */
     int32_t num_query_rows; /* query row r is token r / heads_per_kv, and query head r % heads_per_kv of the KV head */
     float *lane;
     float *scores, *acc, *max, *sum, *factor; /* in the lane, by query row; strides are in plan->lane */
@@ -50,6 +53,9 @@ static inline int32_t kvc_query_head_of(const kvc_task *t, int32_t r) {
     const int32_t heads = t->call->plan->heads_per_kv;
     return t->head * heads + r % heads;
 }
+
+/* Whether kernels get keys, or values, without the minima of their blocks. */
+static inline int kvc_lacks_minima(int32_t type, int32_t as) { return KVC_TYPES[type].has_minimum && as == KVC_Q8_0; }
 
 /* Converts the rows of queries, or of the output, of one token and KV head. */
 void kvc_convert_query_rows(const kvc_call *c, int32_t from, int32_t to, void *dst, int64_t dst_stride, const void *src,

@@ -1,7 +1,7 @@
 /* tiles.c: see tiles.h. */
 #include "attend/tiles.h"
 
-static int32_t min32(int64_t a, int64_t b) { return (int32_t)kvc_smaller(a, b); }
+static int32_t min32(int64_t a, int64_t b) { return (int32_t)(a < b ? a : b); }
 
 /* Begins the next window, and decides whether it is mixed. */
 static void open_window(kvc_cursor *c) {
