@@ -267,15 +267,12 @@ static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *a
                          kvc_row_buffer **buffer) {
     kvc_call c;
     kvc_batch *batch = plan->batch;
-    kvc_status status = KVC_OK;
-    for (int32_t u = 0; status == KVC_OK && u < plan->num_units; u++)
-        status = check_seen(plan, &plan->units[u], layer, put, *buffer);
-    if (status == KVC_OK && put && !*buffer && kvc_any_buffered(batch, layer, put->first, put->num_tokens))
-        status = kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_PASS, buffer);
-    if (status == KVC_OK && put) status = kvc_put_rows(batch, layer, put, *buffer);
-    if (status != KVC_OK) return status;
+    for (int32_t u = 0; u < plan->num_units; u++) KVC_TRY(check_seen(plan, &plan->units[u], layer, put, *buffer));
+    if (put && !*buffer && kvc_any_buffered(batch, layer, put->first, put->num_tokens))
+        KVC_TRY(kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_PASS, buffer));
+    if (put) KVC_TRY(kvc_put_rows(batch, layer, put, *buffer));
     make_call(&c, plan, layer, args, *buffer);
-    status = run_all(&c);
+    const kvc_status status = run_all(&c);
     if (status != KVC_OK && put) kvc_mark_written(batch, layer, put->first, put->num_tokens, *buffer, 0);
     return status;
 }
@@ -285,22 +282,22 @@ kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const k
     kvc_plan_args plan_args;
     kvc_put_args put;
     kvc_plan *plan;
-    kvc_status status = KVC_READ(kvc_attend_args, &args, given, "args");
-    if (status == KVC_OK) status = kvc_plan_check(batch, given_plan, &plan_args);
-    if (status == KVC_OK) status = check_args(&batch->cache->layers[plan_args.layer], plan_args.num_tokens, &args);
-    if (status == KVC_OK && args.put) status = kvc_put_check(batch, plan_args.layer, args.put, &put);
-    if (status != KVC_OK) return status;
+    KVC_TRY(KVC_READ(kvc_attend_args, &args, given, "args"));
+    KVC_TRY(KVC_READ(kvc_plan_args, &plan_args, given_plan, "plan"));
+    if (args.put) KVC_TRY(KVC_READ(kvc_put_args, &put, args.put, "args"));
     const int32_t layer = plan_args.layer;
+    KVC_TRY(kvc_plan_check(batch, &plan_args));
+    KVC_TRY(check_args(&batch->cache->layers[layer], plan_args.num_tokens, &args));
+    if (args.put) KVC_TRY(kvc_put_check(batch, layer, &put));
     int must_put = args.put != NULL;
     /* A plan for cross-attention is made of the rows that were put before. */
     if (must_put && !kvc_keeps_tokens(batch->cache, layer)) {
-        status = kvc_put_rows(batch, layer, &put, NULL);
+        KVC_TRY(kvc_put_rows(batch, layer, &put, NULL));
         must_put = 0;
     }
     kvc_row_buffer *buffer = NULL;
-    if (status == KVC_OK) status = kvc_plan_get(batch, &plan_args, &plan);
-    if (status != KVC_OK) return status;
-    status = kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_READ, &buffer);
+    KVC_TRY(kvc_plan_get(batch, &plan_args, &plan));
+    kvc_status status = kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_READ, &buffer);
     if (status == KVC_OK) status = attend(plan, layer, &args, must_put ? &put : NULL, &buffer);
     kvc_row_buffer_leave(batch->cache, buffer);
     kvc_plan_free(plan);

@@ -116,7 +116,7 @@ static totals lay_out_units(const maker *m) {
 /* Appends an array of floats to a lane that has *size so far; returns the array's offset. */
 static uint64_t add_floats(uint64_t *size, uint64_t count) {
     const uint64_t at = *size;
-    *size += kvc_align_up(count, KVC_LANES);
+    *size += (count + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
     return at;
 }
 
@@ -164,33 +164,48 @@ static void lay_out_lane(kvc_plan *plan, const totals *t) {
     lane->sum_blocks = add_floats(&lane->size, q * KVC_TILE);
 }
 
-/* Offsets of a plan's arrays from the beginning of its struct, and the size of the whole, in bytes. */
-typedef struct plan_layout {
-    uint64_t units, pieces, starts, jobs, members, counters, states, flags, deltas, angles, rope_table, non_causal,
-        hidden, partials, lanes, size;
-} plan_layout;
+/* The arrays of a plan, in the order in which they lie behind its struct. */
+enum plan_array {
+    PLAN_UNITS,
+    PLAN_PIECES,
+    PLAN_STARTS,
+    PLAN_JOBS,
+    PLAN_MEMBERS,
+    PLAN_COUNTERS,
+    PLAN_STATES,
+    PLAN_FLAGS,
+    PLAN_DELTAS,
+    PLAN_ANGLES,
+    PLAN_ROPE_TABLE,
+    PLAN_NON_CAUSAL,
+    PLAN_HIDDEN,
+    PLAN_PARTIALS,
+    PLAN_LANES,
+    NUM_PLAN_ARRAYS
+};
 
-static plan_layout lay_out_arrays(const kvc_plan *plan, const totals *t) {
+/* Finds the offsets of a plan's arrays from the beginning of its struct; returns the size of the whole, in bytes. */
+static uint64_t lay_out_arrays(const kvc_plan *plan, const totals *t, uint64_t *at) {
     const uint64_t parts = (uint64_t)t->parts, deltas = (uint64_t)plan->num_deltas;
     const uint64_t angles = deltas * (uint64_t)plan->angles_stride, lanes = (uint64_t)plan->num_lanes;
-    plan_layout at = {.size = sizeof(kvc_plan)};
-    at.units = kvc_add_array(&at.size, (uint64_t)plan->num_units * sizeof(kvc_unit));
-    at.pieces = kvc_add_array(&at.size, (uint64_t)t->pieces * sizeof(kvc_piece));
-    at.starts = kvc_add_array(&at.size, parts * sizeof(kvc_part_start));
-    at.jobs = kvc_add_array(&at.size, parts * sizeof(kvc_job)); /* upper bound: no part is shared */
-    at.members = kvc_add_array(&at.size, parts * sizeof(int32_t));
-    at.counters = kvc_add_array(&at.size, (uint64_t)t->counters * sizeof(atomic_int));
-    at.states = kvc_add_array(&at.size, parts * (uint64_t)plan->num_kv_heads);
-    at.flags = kvc_add_array(&at.size, lanes * sizeof(atomic_flag));
-    at.deltas = kvc_add_array(&at.size, deltas * sizeof(int32_t));
-    at.angles = kvc_add_array(&at.size, (uint64_t)plan->batch->cache->num_ropes * angles * sizeof(float));
-    at.rope_table =
-        kvc_add_array(&at.size, deltas ? (1 + KVC_NEAR) * (uint64_t)plan->angles_stride * sizeof(double) : 0);
-    at.non_causal = kvc_add_array(&at.size, plan->args.non_causal ? (uint64_t)plan->args.num_tokens : 0);
-    at.hidden = kvc_add_array(&at.size, (uint64_t)plan->args.num_hidden * sizeof(kvc_hidden));
-    at.partials = kvc_add_array(&at.size, t->partials * sizeof(float));
-    at.lanes = kvc_add_array(&at.size, lanes * plan->lane.size * sizeof(float));
-    return at;
+    uint64_t size = sizeof(kvc_plan);
+    at[PLAN_UNITS] = (uint64_t)plan->num_units * sizeof(kvc_unit);
+    at[PLAN_PIECES] = (uint64_t)t->pieces * sizeof(kvc_piece);
+    at[PLAN_STARTS] = parts * sizeof(kvc_part_start);
+    at[PLAN_JOBS] = parts * sizeof(kvc_job); /* upper bound: no part is shared */
+    at[PLAN_MEMBERS] = parts * sizeof(int32_t);
+    at[PLAN_COUNTERS] = (uint64_t)t->counters * sizeof(atomic_int);
+    at[PLAN_STATES] = parts * (uint64_t)plan->num_kv_heads;
+    at[PLAN_FLAGS] = lanes * sizeof(atomic_flag);
+    at[PLAN_DELTAS] = deltas * sizeof(int32_t);
+    at[PLAN_ANGLES] = (uint64_t)plan->batch->cache->num_ropes * angles * sizeof(float);
+    at[PLAN_ROPE_TABLE] = deltas ? (1 + KVC_NEAR) * (uint64_t)plan->angles_stride * sizeof(double) : 0;
+    at[PLAN_NON_CAUSAL] = plan->args.non_causal ? (uint64_t)plan->args.num_tokens : 0;
+    at[PLAN_HIDDEN] = (uint64_t)plan->args.num_hidden * sizeof(kvc_hidden);
+    at[PLAN_PARTIALS] = t->partials * sizeof(float);
+    at[PLAN_LANES] = lanes * plan->lane.size * sizeof(float);
+    kvc_add_arrays(&size, at, NUM_PLAN_ARRAYS);
+    return size;
 }
 
 /* Copies the caller's arrays to the plan's own. */
@@ -205,23 +220,23 @@ static void copy_given(kvc_plan *plan) {
 }
 
 /* Copies a plan from the stack to the beginning of its allocation, and points it at the arrays there. */
-static kvc_plan *place_plan(const kvc_plan *draft, const plan_layout *at, char *start) {
+static kvc_plan *place_plan(const kvc_plan *draft, const uint64_t *at, char *start) {
     kvc_plan *plan = memcpy(start, draft, sizeof *draft);
-    plan->units = (void *)(start + at->units);
-    plan->pieces = (void *)(start + at->pieces);
-    plan->starts = (void *)(start + at->starts);
-    plan->jobs = (void *)(start + at->jobs);
-    plan->members = (void *)(start + at->members);
-    plan->remaining = (void *)(start + at->counters);
-    plan->round.states = (void *)(start + at->states);
-    plan->lane_taken = (void *)(start + at->flags);
-    plan->deltas = (void *)(start + at->deltas);
-    plan->angles = (void *)(start + at->angles);
-    plan->rope_table = (void *)(start + at->rope_table);
-    plan->non_causal = (void *)(start + at->non_causal);
-    plan->hidden = (void *)(start + at->hidden);
-    plan->partials = (void *)(start + at->partials);
-    plan->lanes = (void *)(start + at->lanes);
+    plan->units = (void *)(start + at[PLAN_UNITS]);
+    plan->pieces = (void *)(start + at[PLAN_PIECES]);
+    plan->starts = (void *)(start + at[PLAN_STARTS]);
+    plan->jobs = (void *)(start + at[PLAN_JOBS]);
+    plan->members = (void *)(start + at[PLAN_MEMBERS]);
+    plan->remaining = (void *)(start + at[PLAN_COUNTERS]);
+    plan->round.states = (void *)(start + at[PLAN_STATES]);
+    plan->lane_taken = (void *)(start + at[PLAN_FLAGS]);
+    plan->deltas = (void *)(start + at[PLAN_DELTAS]);
+    plan->angles = (void *)(start + at[PLAN_ANGLES]);
+    plan->rope_table = (void *)(start + at[PLAN_ROPE_TABLE]);
+    plan->non_causal = (void *)(start + at[PLAN_NON_CAUSAL]);
+    plan->hidden = (void *)(start + at[PLAN_HIDDEN]);
+    plan->partials = (void *)(start + at[PLAN_PARTIALS]);
+    plan->lanes = (void *)(start + at[PLAN_LANES]);
     copy_given(plan);
     return plan;
 }
@@ -305,12 +320,12 @@ static void after_fork(kvc_plan_link *link) {
 /* Moves the plan to an allocation with room for its arrays, and adds it to batch->plans; NULL on failure. */
 static kvc_plan *allocate_plan(const kvc_plan *draft, const totals *t) {
     kvc_batch *batch = draft->batch;
-    plan_layout at = lay_out_arrays(draft, t);
+    uint64_t at[NUM_PLAN_ARRAYS], size = lay_out_arrays(draft, t, at);
     kvc_lock(batch->cache);
-    char *start = kvc_scratch_take(batch->cache, &at.size);
-    kvc_plan *plan = start ? place_plan(draft, &at, start) : NULL;
+    char *start = kvc_scratch_take(batch->cache, &size);
+    kvc_plan *plan = start ? place_plan(draft, at, start) : NULL;
     if (plan) {
-        plan->link = (kvc_plan_link){.next = batch->plans, .size = at.size, .after_fork = after_fork};
+        plan->link = (kvc_plan_link){.next = batch->plans, .size = size, .after_fork = after_fork};
         batch->plans = &plan->link;
         atomic_flag_clear(&plan->taken);
         atomic_flag_test_and_set(&plan->taken);
@@ -380,8 +395,7 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
 
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
-kvc_status kvc_plan_check(const kvc_batch *batch, const kvc_plan_args *given, kvc_plan_args *args) {
-    KVC_TRY(KVC_READ(kvc_plan_args, args, given, "plan"));
+kvc_status kvc_plan_check(const kvc_batch *batch, kvc_plan_args *args) {
     KVC_TRY(kvc_check_attention(batch, args->layer));
     KVC_TRY(kvc_check_range(batch, args->first, &args->num_tokens));
     const int32_t num_kv_heads = batch->cache->layers[args->layer].num_kv_heads;
@@ -432,7 +446,8 @@ kvc_status kvc_plan_get(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **
 kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *given, kvc_plan **out) {
     kvc_plan_args args;
     if (!out) return kvc_fail(KVC_ERR_INVALID, "plan is NULL: it is where the plan goes");
-    KVC_TRY(kvc_plan_check(batch, given, &args));
+    KVC_TRY(KVC_READ(kvc_plan_args, &args, given, "plan"));
+    KVC_TRY(kvc_plan_check(batch, &args));
     return kvc_plan_get(batch, &args, out);
 }
 
@@ -441,9 +456,9 @@ void kvc_plan_recount(kvc_plan *plan) {
         for (int32_t h = 0; h < plan->num_kv_heads; h++)
             atomic_store_explicit(&plan->remaining[plan->units[u].first_counter + h], plan->units[u].num_parts,
                                   memory_order_relaxed);
-    for (int64_t i = 0; i < kvc_plan_num_tasks(plan); i++) {
-        const kvc_job *job = kvc_job_of(plan, i);
+    for (int64_t i = 0, num = kvc_plan_num_tasks(plan); i < num; i++) {
         if (plan->round.states[i] != KVC_TASK_DONE) continue;
+        const kvc_job *job = kvc_job_of(plan, i);
         for (int64_t m = job->first_member; m < job->first_member + job->num_members; m++)
             atomic_fetch_sub(&plan->remaining[plan->units[plan->members[m]].first_counter + kvc_head_of(plan, i)], 1);
     }

@@ -10,8 +10,8 @@ void kvc_plan_reset(kvc_plan *plan);
 /* Recounts plan->remaining from the states of the tasks. */
 void kvc_plan_recount(kvc_plan *plan);
 
-/* Copies and checks the caller's arguments, and fills in the defaults. */
-kvc_status kvc_plan_check(const kvc_batch *batch, const kvc_plan_args *given, kvc_plan_args *args);
+/* Checks arguments, and fills in the defaults. */
+kvc_status kvc_plan_check(const kvc_batch *batch, kvc_plan_args *args);
 
 /* Sets *plan to a plan for arguments that were checked: one of the batch's that nobody uses, or a new one. */
 kvc_status kvc_plan_get(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **plan);

@@ -100,7 +100,6 @@ int kvc_spoils_others(const kvc_task *t, kvc_tile *tile, const kvc_visible *comm
     const kvc_call *c = t->call;
     if (t->num_query_rows == c->plan->heads_per_kv || c->policy->kind == KVC_CROSS) return 0;
     const int is_tree = has_branches(c, tile);
-    if (!is_tree && tile->max_position <= common->last && tile->min_position >= common->low) return 0;
     kvc_locate_rows(tile, c->plan->batch->order);
     const kvc_stretch *stretch = tile->stretches;
     for (int32_t j = 0, i = 0; j < tile->n; j++) {

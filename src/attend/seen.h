@@ -23,7 +23,7 @@ void kvc_hide_unseen(const kvc_call *c, kvc_tile *tile, float *scores, int32_t s
 /* Returns what all tokens of a task see, trees aside. */
 kvc_visible kvc_visible_to_all(const kvc_task *t);
 
-/* Returns whether a value of the tile that some tokens of the task do not see has an element that is infinite or NaN:
+/* Returns whether a value of a tile that some tokens of the task do not see has an element that is infinite or NaN:
  * times the weight of 0 that it has for them, it would be NaN.  common: kvc_visible_to_all. */
 int kvc_spoils_others(const kvc_task *t, kvc_tile *tile, const kvc_visible *common);
 

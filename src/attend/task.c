@@ -153,11 +153,6 @@ static const float *rotate_keys(const kvc_task *t, const kvc_tile *tile, piece_p
 
 /* ---- kernels and prepared query rows ----------------------------------------------------------------------------- */
 
-/* Returns the type of the keys that a kernel takes. */
-static int32_t key_type(const kvc_task *t, const kvc_tile *tile) {
-    return delta_index_of(t, tile) == KVC_MIXED ? KVC_F32 : t->k_as;
-}
-
 /* Whether a kernel takes the keys of a tile without their minima. */
 static int key_minima_apart(const kvc_task *t, const kvc_tile *tile) {
     return delta_index_of(t, tile) != KVC_MIXED && kvc_lacks_minima(t->call->layer->k_type, t->k_as);
@@ -166,8 +161,8 @@ static int key_minima_apart(const kvc_task *t, const kvc_tile *tile) {
 /* Returns the kernels that score a tile for few query rows. */
 static const kvc_scorer *scorer_of(const kvc_task *t, const kvc_tile *tile) {
     const kvc_kernels *kernels = t->call->kernels;
-    const int type = key_type(t, tile);
-    const int is_bf16 = type == KVC_BF16 && t->call->args->q_type == KVC_BF16 && !delta_index_of(t, tile);
+    const int32_t delta_index = delta_index_of(t, tile), type = delta_index == KVC_MIXED ? KVC_F32 : t->k_as;
+    const int is_bf16 = type == KVC_BF16 && t->call->args->q_type == KVC_BF16 && !delta_index;
     return is_bf16 && kernels->score_bf16.score ? &kernels->score_bf16 : &kernels->score[type];
 }
 
@@ -263,6 +258,7 @@ static void change_scores(const kvc_task *t, kvc_tile *tile, const query_block *
     const kvc_call *c = t->call;
     const int32_t heads = c->plan->heads_per_kv;
     const int is_changed = c->args->softcap > 0 || c->args->alibi;
+    if (tile->is_seen && !is_changed) return;
     for (int32_t r = b->first, end; r < b->end; r = end) {
         const kvc_visible v = kvc_visible_to(c, kvc_token_of(t, r));
         float *const scores = b->scores + (size_t)(r - b->first) * (size_t)b->stride;
@@ -527,7 +523,8 @@ static int attend_rows(kvc_task *t, kvc_cursor rows, kvc_cursor ahead) {
         if (t->unit->tiled && kvc_is_cancelled(t->call)) return 0; /* streamed tasks are short */
         is_last = !rows.num_rows;
         kvc_cursor *const upcoming = is_last ? &ahead : &rows;
-        if (kvc_spoils_others(t, current, &common))
+        current->is_seen = kvc_sees_whole_tile(t->call, current, &common);
+        if (!current->is_seen && kvc_spoils_others(t, current, &common))
             attend_apart(t, attend_tile, current, next, upcoming);
         else
             attend_tile(t, current, next, upcoming);

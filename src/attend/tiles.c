@@ -97,7 +97,7 @@ void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     t->min_position = min_position;
     t->max_position = max_position;
     t->is_batch = n && (offset ? piece : piece - 1)->token >= 0;
-    t->is_located = 0;
+    t->is_located = t->is_seen = 0;
     c->piece = piece;
     c->offset = offset;
     c->num_rows -= n;

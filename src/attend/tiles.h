@@ -41,6 +41,7 @@ typedef struct kvc_tile {
     int32_t min_position, max_position;
     int32_t delta_index; /* the same for all its rows, or KVC_MIXED */
     int32_t is_batch;    /* whether the last row is the batch's own; then others may be */
+    int32_t is_seen;     /* whether all tokens of the task certainly see all its rows; set by the task */
     int32_t is_located;  /* whether kvc_locate_rows has filled in position and token */
     kvc_stretch stretches[KVC_WIDE_TILE];
     int32_t position[KVC_WIDE_TILE];

@@ -19,4 +19,9 @@ static inline uint64_t kvc_add_array(uint64_t *size, uint64_t bytes) {
     return at;
 }
 
+/* Appends num arrays: arrays[i] is the bytes of one, and becomes its offset. */
+static inline void kvc_add_arrays(uint64_t *size, uint64_t *arrays, int num) {
+    for (int i = 0; i < num; i++) arrays[i] = kvc_add_array(size, arrays[i]);
+}
+
 #endif

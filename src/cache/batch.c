@@ -22,26 +22,47 @@ static void number_trees(kvc_batch *batch, int32_t *next_child) {
     }
 }
 
+/* The arrays of a batch, in the order in which they lie behind its struct; next_child is scratch of number_trees. */
+enum {
+    BATCH_POSITIONS,
+    BATCH_PARENTS,
+    BATCH_TREE_NUMBER,
+    BATCH_SUBTREE_SIZE,
+    BATCH_NEXT_CHILD,
+    BATCH_SEQUENCE_OF,
+    BATCH_ORDER,
+    BATCH_SEQUENCES,
+    BATCH_PLACES,
+    BATCH_PENDING,
+    BATCH_RUNS,
+    BATCH_KEPT,
+    BATCH_GROUP_FLAGS,
+    BATCH_WRITTEN,
+    BATCH_CROSS_PUTS,
+    NUM_BATCH_ARRAYS
+};
+
 kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *given_parents) {
     const uint64_t n = (uint64_t)num_tokens, groups = (uint64_t)cache->num_groups;
     const uint64_t tree = given_parents ? n * sizeof(int32_t) : 0;
-    uint64_t size = sizeof(kvc_batch);
-    const uint64_t positions = kvc_add_array(&size, n * sizeof(int32_t));
-    const uint64_t parents = kvc_add_array(&size, tree);
-    const uint64_t tree_number = kvc_add_array(&size, tree);
-    const uint64_t subtree_size = kvc_add_array(&size, tree);
-    const uint64_t next_child = kvc_add_array(&size, tree);
-    const uint64_t sequence_of = kvc_add_array(&size, n * sizeof(int32_t));
-    const uint64_t order = kvc_add_array(&size, n * sizeof(int32_t));
-    const uint64_t sequences = kvc_add_array(&size, n * sizeof(kvc_batch_sequence));
-    const uint64_t places = kvc_add_array(&size, n * groups * sizeof(kvc_place));
-    const uint64_t pending = kvc_add_array(&size, n * groups * sizeof(kvc_pending));
-    const uint64_t runs = kvc_add_array(&size, n * groups * sizeof(kvc_run));
-    const uint64_t kept = kvc_add_array(&size, n);
-    const uint64_t group_flags = kvc_add_array(&size, groups);
-    const uint64_t written = kvc_add_array(&size, n * (uint64_t)cache->num_layers);
     const int32_t num_cross = cache->num_groups - cache->num_token_groups;
-    const uint64_t cross_puts = kvc_add_array(&size, (uint64_t)num_cross * sizeof(atomic_int));
+    uint64_t size = sizeof(kvc_batch);
+    uint64_t at[NUM_BATCH_ARRAYS] = {[BATCH_POSITIONS] = n * sizeof(int32_t),
+                                     [BATCH_PARENTS] = tree,
+                                     [BATCH_TREE_NUMBER] = tree,
+                                     [BATCH_SUBTREE_SIZE] = tree,
+                                     [BATCH_NEXT_CHILD] = tree,
+                                     [BATCH_SEQUENCE_OF] = n * sizeof(int32_t),
+                                     [BATCH_ORDER] = n * sizeof(int32_t),
+                                     [BATCH_SEQUENCES] = n * sizeof(kvc_batch_sequence),
+                                     [BATCH_PLACES] = n * groups * sizeof(kvc_place),
+                                     [BATCH_PENDING] = n * groups * sizeof(kvc_pending),
+                                     [BATCH_RUNS] = n * groups * sizeof(kvc_run),
+                                     [BATCH_KEPT] = n,
+                                     [BATCH_GROUP_FLAGS] = groups,
+                                     [BATCH_WRITTEN] = n * (uint64_t)cache->num_layers,
+                                     [BATCH_CROSS_PUTS] = (uint64_t)num_cross * sizeof(atomic_int)};
+    kvc_add_arrays(&size, at, NUM_BATCH_ARRAYS);
     const int32_t is_fresh = !kvc_scratch_has(cache, size);
     char *start = kvc_scratch_take(cache, &size);
     if (!start) return NULL;
@@ -51,24 +72,24 @@ kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *gi
                          .is_fresh = is_fresh,
                          .table_before = cache->sequences,
                          .num_tokens = num_tokens,
-                         .positions = (void *)(start + positions),
-                         .parents = given_parents ? (void *)(start + parents) : NULL,
-                         .tree_number = (void *)(start + tree_number),
-                         .subtree_size = (void *)(start + subtree_size),
-                         .sequence_of = (void *)(start + sequence_of),
-                         .order = (void *)(start + order),
-                         .sequences = (void *)(start + sequences),
-                         .places = (void *)(start + places),
-                         .pending = (void *)(start + pending),
-                         .runs = (void *)(start + runs),
-                         .kept = (void *)(start + kept),
-                         .group_flags = (void *)(start + group_flags),
-                         .written = (void *)(start + written),
-                         .num_cross_puts = (void *)(start + cross_puts)};
+                         .positions = (void *)(start + at[BATCH_POSITIONS]),
+                         .parents = given_parents ? (void *)(start + at[BATCH_PARENTS]) : NULL,
+                         .tree_number = (void *)(start + at[BATCH_TREE_NUMBER]),
+                         .subtree_size = (void *)(start + at[BATCH_SUBTREE_SIZE]),
+                         .sequence_of = (void *)(start + at[BATCH_SEQUENCE_OF]),
+                         .order = (void *)(start + at[BATCH_ORDER]),
+                         .sequences = (void *)(start + at[BATCH_SEQUENCES]),
+                         .places = (void *)(start + at[BATCH_PLACES]),
+                         .pending = (void *)(start + at[BATCH_PENDING]),
+                         .runs = (void *)(start + at[BATCH_RUNS]),
+                         .kept = (void *)(start + at[BATCH_KEPT]),
+                         .group_flags = (void *)(start + at[BATCH_GROUP_FLAGS]),
+                         .written = (void *)(start + at[BATCH_WRITTEN]),
+                         .num_cross_puts = (void *)(start + at[BATCH_CROSS_PUTS])};
     for (int32_t i = 0; i < num_cross; i++) atomic_init(&batch->num_cross_puts[i], 0);
     if (given_parents) {
         memcpy(batch->parents, given_parents, (size_t)tree);
-        number_trees(batch, (void *)(start + next_child));
+        number_trees(batch, (void *)(start + at[BATCH_NEXT_CHILD]));
     }
     memset(batch->written, 0, (size_t)num_tokens * (size_t)cache->num_layers);
     return batch;

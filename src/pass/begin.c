@@ -63,8 +63,7 @@ static kvc_status check_not_evicted(const kvc_cache *cache, int32_t num_tokens, 
     for (int32_t t = 0; t < num_tokens; t++) {
         if (seq_ids && t && seq_ids[t] != seq_ids[t - 1]) sequence = kvc_table_find(&cache->sequences, seq_ids[t]);
         if (!sequence || !kvc_cache_misses(cache, sequence, positions[t])) continue;
-        const kvc_status status = kvc_check_restored(cache, sequence, positions[t], KVC_END);
-        if (status != KVC_OK) return status;
+        KVC_TRY(kvc_check_restored(cache, sequence, positions[t], KVC_END));
         return kvc_fail(KVC_ERR_GONE,
                         "a token at position %d of sequence %lld would see rows that were evicted: the sequence goes "
                         "on at %d; to go back further, clear it and feed it again, or give resume_window",
@@ -161,15 +160,13 @@ static int32_t count_stored(const kvc_begin_args *args) {
 }
 
 static kvc_status begin(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **out) {
-    kvc_status status = KVC_OK;
     if (args->positions && !args->restored)
-        status = check_not_evicted(cache, args->num_tokens, args->positions, args->seq_ids);
-    if (status == KVC_OK) status = kvc_check_num_tokens(cache, count_stored(args));
-    if (status != KVC_OK) return status;
+        KVC_TRY(check_not_evicted(cache, args->num_tokens, args->positions, args->seq_ids));
+    KVC_TRY(kvc_check_num_tokens(cache, count_stored(args)));
     kvc_batch *batch = kvc_batch_new(cache, args->num_tokens, args->parents);
     if (!batch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", args->num_tokens);
     if (args->restored) kvc_restore_mark(batch, args->restored);
-    status = add_tokens(batch, args);
+    kvc_status status = add_tokens(batch, args);
     if (status == KVC_OK && !args->positions)
         status = check_not_evicted(cache, args->num_tokens, batch->positions, args->seq_ids);
     if (status == KVC_OK) {

@@ -8,14 +8,6 @@
 #include "cache/scratch.h"
 #include "cache/waiting.h"
 
-static void free_plans(kvc_batch *batch) {
-    while (batch->plans) {
-        kvc_plan_link *plan = batch->plans;
-        batch->plans = plan->next;
-        kvc_scratch_give(batch->cache, plan, plan->size);
-    }
-}
-
 /* Frees the batch, takes its sequences out of it, and frees the blank ones. */
 static void close_batch(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
@@ -30,7 +22,10 @@ static void close_batch(kvc_batch *batch) {
     }
     cache->batch = NULL;
     kvc_wake_waiter(cache);
-    free_plans(batch);
+    for (kvc_plan_link *plan; (plan = batch->plans);) {
+        batch->plans = plan->next;
+        kvc_scratch_give(cache, plan, plan->size);
+    }
     kvc_row_buffers_free(cache);
     kvc_scratch_give(cache, batch, batch->size);
 }

@@ -128,23 +128,21 @@ static void forget_planned(const kvc_batch *batch, int32_t g, const kvc_preview 
     for (kvc_block *block = preview->free; block != next; block = block->next) block->planned = 0;
 }
 
-/* Computes pool->demand of group g within a preview. */
-static void compute_demand(const kvc_batch *batch, int32_t g, kvc_preview *preview) {
-    kvc_pool *pool = &batch->cache->pools[g];
-    pool->demand = (kvc_demand){0};
-    add_compaction(pool, preview);
-    kvc_block *next = preview->free;
-    for (int32_t s = 0; s < batch->num_sequences; s++)
-        if (kvc_pending_of(batch, g, s)->to >= KVC_TO_REPLACE) add_sequence(batch, &batch->sequences[s], g, &next);
-    pool->demand.num_blocks += (int32_t)pool->demand.new_blocks;
-    if (batch->cache->max_bytes) pool->demand.least_bytes = least_bytes(pool);
-    forget_planned(batch, g, preview, next);
-}
-
 kvc_status kvc_find_demand(const kvc_batch *batch, int32_t g, int compacts) {
-    kvc_preview preview = kvc_preview_open(batch->cache, g, 1);
-    const kvc_status status = compacts ? kvc_compaction_plan(batch->cache, g) : KVC_OK;
-    if (status == KVC_OK) compute_demand(batch, g, &preview);
+    kvc_cache *cache = batch->cache;
+    kvc_pool *pool = &cache->pools[g];
+    kvc_preview preview = kvc_preview_open(cache, g, 1);
+    const kvc_status status = compacts ? kvc_compaction_plan(cache, g) : KVC_OK;
+    if (status == KVC_OK) {
+        pool->demand = (kvc_demand){0};
+        add_compaction(pool, &preview);
+        kvc_block *next = preview.free;
+        for (int32_t s = 0; s < batch->num_sequences; s++)
+            if (kvc_pending_of(batch, g, s)->to >= KVC_TO_REPLACE) add_sequence(batch, &batch->sequences[s], g, &next);
+        pool->demand.num_blocks += (int32_t)pool->demand.new_blocks;
+        if (cache->max_bytes) pool->demand.least_bytes = least_bytes(pool);
+        forget_planned(batch, g, &preview, next);
+    }
     kvc_preview_close(&preview);
     return status;
 }

@@ -50,15 +50,6 @@ int64_t kvc_count_holding(const kvc_batch *batch) {
     return num;
 }
 
-/* Returns KVC_ERR_FULL if more sequences than max_sequences would hold rows. */
-static kvc_status check_num_sequences(const kvc_batch *batch) {
-    const kvc_cache *cache = batch->cache;
-    const int64_t num = kvc_count_holding(batch);
-    if (!cache->max_sequences || num <= cache->max_sequences) return KVC_OK;
-    return kvc_fail(KVC_ERR_FULL, "the batch makes %lld sequences: max_sequences is %lld; clear one, or allow more",
-                    (long long)num, (long long)cache->max_sequences);
-}
-
 /* Returns whether each row of a sequence stands behind the one before. */
 static int rises(const kvc_run_list *list) {
     const kvc_run *run = kvc_runs_begin(list);
@@ -148,13 +139,6 @@ static void compact_if_scattered(const kvc_batch *batch, int32_t g) {
         kvc_find_demand(batch, g, 1);
 }
 
-/* Returns the most rows of group g that the commit adds to a sequence: one for each token; or no more than the policy
- * keeps, where the sequence only grows. */
-static int64_t most_added(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
-    const int64_t kept = kvc_policy_most_rows(&batch->cache->policies[g]);
-    return kept < member->num_tokens && grows(batch, member) ? kept : member->num_tokens;
-}
-
 enum { TOO_MANY_RUNS = INT32_MAX / 2 + 1 }; /* more than a list may have: kvc_runs_prepare fails */
 
 /* The sequence's slots are a stretch for each stretch of consecutive positions, and one more for each further block
@@ -163,7 +147,9 @@ int32_t kvc_most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, 
     const kvc_destination to = kvc_pending_of(batch, g, (int32_t)(member - batch->sequences))->to;
     if (member->is_unstored || to == KVC_TO_NOWHERE) return 0;
     if (to == KVC_TO_CROSS) return 1;
-    const int64_t n = most_added(batch, member, g);
+    /* The commit adds a row for each token; or no more than the policy keeps, where the sequence only grows. */
+    const int64_t kept = kvc_policy_most_rows(&batch->cache->policies[g]);
+    const int64_t n = kept < member->num_tokens && grows(batch, member) ? kept : member->num_tokens;
     const int64_t runs = (n + member->num_stretches + n / batch->cache->pools[g].block_size + 3) / 2;
     return runs < TOO_MANY_RUNS ? (int32_t)runs : TOO_MANY_RUNS;
 }
@@ -282,10 +268,8 @@ static kvc_status check_bytes(const kvc_batch *batch) {
 /* Checks capacity and max_bytes. */
 static kvc_status fits(const kvc_need *need) {
     const kvc_batch *batch = need->context;
-    for (int32_t g = 0; g < batch->cache->num_token_groups; g++) {
-        const kvc_status status = kvc_takes_rows(batch, g) ? check_capacity(need, g) : KVC_OK;
-        if (status != KVC_OK) return status;
-    }
+    for (int32_t g = 0; g < batch->cache->num_token_groups; g++)
+        if (kvc_takes_rows(batch, g)) KVC_TRY(check_capacity(need, g));
     return check_bytes(batch);
 }
 
@@ -297,11 +281,14 @@ kvc_need kvc_need_of(kvc_batch *batch) {
 kvc_status kvc_fit(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     const kvc_need need = kvc_need_of(batch);
+    const int64_t holding = cache->max_sequences ? kvc_count_holding(batch) : 0;
     kvc_set_lows(cache);
-    kvc_status status = check_num_sequences(batch);
-    for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
-        if (kvc_takes_rows(batch, g)) status = check_seq_len(batch, g);
-    return status == KVC_OK ? kvc_choose_victims(&need) : status;
+    if (holding > cache->max_sequences)
+        return kvc_fail(KVC_ERR_FULL, "the batch makes %lld sequences: max_sequences is %lld; clear one, or allow more",
+                        (long long)holding, (long long)cache->max_sequences);
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
+        if (kvc_takes_rows(batch, g)) KVC_TRY(check_seq_len(batch, g));
+    return kvc_choose_victims(&need);
 }
 
 /* ---- prepare (may fail) and carry out (cannot) ------------------------------------------------------------------- */

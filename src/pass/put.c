@@ -106,15 +106,13 @@ static kvc_status put_all(put_work *work) {
 }
 
 static kvc_status check_arrays(const kvc_layer *layer, const kvc_put_args *args) {
-    kvc_status status = kvc_check_values(layer, args->k, args->v);
-    if (status == KVC_OK) status = kvc_check_inner(args->inner_tokens, args->num_tokens);
-    if (status == KVC_OK)
-        status = kvc_check_rows(args->k_type, layer->k_type, args->k_token_stride, args->k_head_stride, "k");
-    if (status == KVC_OK && args->inner_tokens) status = kvc_check_strides(args->k_type, args->k_batch_stride, 0, "k");
-    if (status != KVC_OK || layer->value_in_key) return status;
-    status = kvc_check_rows(args->v_type, layer->v_type, args->v_token_stride, args->v_head_stride, "v");
-    if (status == KVC_OK && args->inner_tokens) status = kvc_check_strides(args->v_type, args->v_batch_stride, 0, "v");
-    return status;
+    KVC_TRY(kvc_check_values(layer, args->k, args->v));
+    KVC_TRY(kvc_check_inner(args->inner_tokens, args->num_tokens));
+    KVC_TRY(kvc_check_rows(args->k_type, layer->k_type, args->k_token_stride, args->k_head_stride, "k"));
+    if (args->inner_tokens) KVC_TRY(kvc_check_strides(args->k_type, args->k_batch_stride, 0, "k"));
+    if (layer->value_in_key) return KVC_OK;
+    KVC_TRY(kvc_check_rows(args->v_type, layer->v_type, args->v_token_stride, args->v_head_stride, "v"));
+    return args->inner_tokens ? kvc_check_strides(args->v_type, args->v_batch_stride, 0, "v") : KVC_OK;
 }
 
 static kvc_status check_not_written(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
@@ -145,18 +143,16 @@ static kvc_status check_cross_put(const kvc_batch *batch, int32_t layer, const k
     return KVC_OK;
 }
 
-kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, const kvc_put_args *given, kvc_put_args *args) {
-    kvc_status status = KVC_READ(kvc_put_args, args, given, "args");
-    if (status == KVC_OK) status = kvc_check_layer(batch->cache, layer);
-    if (status == KVC_OK) status = kvc_check_takes_rows(batch, layer);
-    if (status != KVC_OK) return status;
+kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, kvc_put_args *args) {
+    KVC_TRY(kvc_check_layer(batch->cache, layer));
+    KVC_TRY(kvc_check_takes_rows(batch, layer));
     if (kvc_keeps_tokens(batch->cache, layer)) {
-        status = kvc_check_range(batch, args->first, &args->num_tokens);
-        if (status == KVC_OK) status = check_not_written(batch, layer, args->first, args->num_tokens);
+        KVC_TRY(kvc_check_range(batch, args->first, &args->num_tokens));
+        KVC_TRY(check_not_written(batch, layer, args->first, args->num_tokens));
     } else {
-        status = check_cross_put(batch, layer, args);
+        KVC_TRY(check_cross_put(batch, layer, args));
     }
-    return status == KVC_OK ? check_arrays(&batch->cache->layers[layer], args) : status;
+    return check_arrays(&batch->cache->layers[layer], args);
 }
 
 void kvc_drop_cross(const kvc_batch *batch, int32_t g, int32_t s) {
@@ -279,7 +275,8 @@ kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *arg
 kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *given) {
     kvc_put_args args;
     kvc_row_buffer *buffer = NULL;
-    KVC_TRY(kvc_put_check(batch, layer, given, &args));
+    KVC_TRY(KVC_READ(kvc_put_args, &args, given, "args"));
+    KVC_TRY(kvc_put_check(batch, layer, &args));
     KVC_TRY(enter_buffer(batch, layer, args.first, args.num_tokens, &buffer));
     kvc_status status = kvc_put_rows(batch, layer, &args, buffer);
     kvc_row_buffer_leave(batch->cache, buffer);

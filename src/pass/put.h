@@ -4,9 +4,9 @@
 
 #include "space/row_buffer.h"
 
-/* Do the two halves of kvc_put.  The first copies and checks the arguments; the second stores the rows, which can fail
- * only in cross-attention layers, or where the call is cancelled. */
-kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, const kvc_put_args *given, kvc_put_args *args);
+/* Do the two halves of kvc_put.  The first checks the arguments, and fills in num_tokens; the second stores the rows,
+ * which can fail only in cross-attention layers, or where the call is cancelled. */
+kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, kvc_put_args *args);
 kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args, kvc_row_buffer *buffer);
 
 /* Marks the rows of tokens in a layer as put, or as not put.  buffer: the row buffer of the layer; NULL if no token is

@@ -6,7 +6,7 @@
 
 #include "kvcache.h"
 
-enum { NUM_HEADS = 4, HEAD_DIM = 64, NUM_ROWS = 70, MOST_EVENTS = 1 << 16 };
+enum { NUM_HEADS = 4, HEAD_DIM = 64, NUM_ROWS = 70, MOST_EVENTS = 1 << 21 };
 
 static void *entered[MOST_EVENTS]; /* NULL: the function is left */
 static int num_events, is_recording;
