@@ -1,10 +1,7 @@
 """Batches beyond put and attend: trees, attention in both directions, sequences in lock step, rows in place."""
 
 import gc
-import os
-import sys
 import weakref
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -88,15 +85,6 @@ def test_what_is_not_kept_need_not_have_been_put():
     assert cache.seq_len() == 2
 
 
-def test_n_goes_with_parents():
-    cache = new_cache()
-    with cache.batch(3, parents=[-1, 0, 1]) as batch:
-        out = batch.attend(0, *rows(3))
-    plain = new_cache()
-    with plain.batch(3) as batch:
-        np.testing.assert_allclose(out, batch.attend(0, *rows(3)), atol=1e-6)
-
-
 # ---- directions
 
 
@@ -156,34 +144,6 @@ def test_hidden():
         out, lse = batch.attend(0, q[9:], hidden=[(0, 0, 2**60)], return_lse=True)
         assert not out.any()
         assert np.isneginf(lse).all()
-
-
-def test_hidden_tokens_need_not_be_put():
-    """Padding between prompts of unequal length: each sequence hides its own."""
-    cache = new_cache(max_sequences=2)
-    q, k, v = rows(8, seed=3)
-    with cache.batch(positions=[0, 1, 2, 3] * 2, seq_ids=[4] * 4 + [7] * 4) as batch:
-        batch.put(0, k[:4], v[:4])
-        batch.put(0, k[6:], v[6:], first=6)
-        out = batch.attend(0, q, hidden=[(7, 0, 2)])
-        with pytest.raises(ValueError, match="token 4 of the batch is seen but was not put"):
-            batch.attend(0, q)
-        batch.put(0, k[4:6], v[4:6], first=4)
-        whole = batch.attend(0, q)
-    assert not out[4:6].any()  # they see nothing: not even themselves
-    np.testing.assert_array_equal(out[:4], whole[:4])
-    np.testing.assert_allclose(out[6], np.repeat(v[6], 2, 0), atol=1e-6)
-
-
-# ---- windows
-
-
-def test_windows_stay_when_later_tokens_are_seen():
-    cache = new_cache(policy=kvcache.SlidingWindow(2))
-    with cache.batch(4) as batch:
-        batch.put(0, *rows(4)[1:])
-        mask = batch.dense(0, non_causal=True)[2]
-    assert (mask == 0).astype(int).tolist() == [[1, 1, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1], [0, 0, 1, 1]]
 
 
 # ---- dense
@@ -543,27 +503,6 @@ def test_reserve():
     limited.reserve(6)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
-@pytest.mark.parametrize("block_size", [16, 64, 4096])
-def test_what_was_reserved_is_resident(block_size):
-    resource = pytest.importorskip("resource")
-
-    def resident():
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-    cache = kvcache.KVCache(4, 8, 128, 4096, block_size=block_size, num_threads=1)
-    x = np.ones((4096, 8, 128), np.float16)
-    before = resident()
-    cache.reserve(4096)
-    assert resident() - before > 60 << 20
-    assert cache.nbytes >= 64 << 20
-    with cache.batch(4096) as batch:
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for layer in range(4):
-            batch.put(layer, x, x)
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 500  # of 16,384 pages
-
-
 def test_a_prompt_longer_than_the_capacity_says_how_much_of_it_fits_at_once():
     cache = kvcache.KVCache(1, 2, 8, None, v_head_dim=4, policy=kvcache.SlidingWindow(4), capacity=16)
     assert cache.room() == 16
@@ -600,20 +539,6 @@ def test_max_sequences_counts_what_holds_only_encoder_rows():
     cache.batch(positions=[0], seq_ids=[1]).abort()
 
 
-def test_a_batch_that_is_refused_leaves_rows_and_reservations():
-    cache = kvcache.KVCache(1, 1, 8, None, max_sequences=None, block_size=4, max_bytes=20_000, dtype="f32")
-    for seq_id in range(8):
-        with cache.batch(positions=range(4), seq_ids=[seq_id] * 4) as batch:
-            batch.put(0, np.full((4, 1, 8), seq_id, np.float32), np.ones((4, 1, 8), np.float32))
-        cache.remove(0, 3, seq_id=seq_id, shift=False)
-    cache.reserve(30)
-    before = cache.blocks(0), cache.stats(), cache.nbytes
-    for n in (1000, 200):
-        with pytest.raises(kvcache.CacheFullError, match="max_bytes"):
-            cache.batch(n)
-    assert (cache.blocks(0), cache.stats(), cache.nbytes) == before
-
-
 def test_reserving_for_several_sequences():
     """In turn they get what the largest needs; the sum, in whole blocks, is memory for all of them."""
     x = np.ones((100, 1, 8), np.float32)
@@ -626,41 +551,3 @@ def test_reserving_for_several_sequences():
             with cache.batch(positions=range(100), seq_ids=[seq_id] * 100) as batch:
                 batch.put(0, x, x)
         assert cache.stats()["blocks_opened"] - before == opened
-
-
-def test_a_reserve_that_is_refused_takes_nothing():
-    cache = kvcache.KVCache(1, 1, 32, None, max_sequences=None, max_bytes=10**6, block_size=64, dtype="f32")
-    before = cache.nbytes
-    for num_tokens in (9 * 10**6, 2**62):
-        with pytest.raises((kvcache.CacheFullError, MemoryError)):
-            cache.reserve(num_tokens)
-    assert cache.nbytes == before
-    x = np.ones((64, 1, 32), np.float32)
-    with cache.batch(64) as batch:
-        batch.put(0, x, x)
-
-
-def test_free_memory_is_given_back_before_it_is_too_much():
-    cross = kvcache.CrossAttention(700)
-    cache = kvcache.KVCache(2, 2, 64, None, policy=[kvcache.FullAttention(), cross], dtype="f32", max_bytes=1 << 20)
-    x = np.ones((700, 2, 64), np.float32)
-    with cache.batch(700) as batch:
-        batch.put(0, x, x)
-    cache.clear()
-    with cache.batch(1) as batch:
-        batch.put(0, x[:1], x[:1])
-        batch.put(1, x, x)
-    assert cache.seq_len(layer=1) == 700
-    assert cache.nbytes <= 1 << 20
-
-
-def test_a_long_chain_is_the_usual_order():
-    """Each token the child of the one before: the same bits as without parents."""
-    tokens = 60
-    q, k, v = rows(tokens)
-    outs = []
-    for parents in (None, range(-1, tokens - 1)):
-        cache = new_cache()
-        with cache.batch(positions=range(tokens), parents=parents) as batch:
-            outs.append(batch.attend(0, q, k, v))
-    np.testing.assert_array_equal(*outs)

@@ -1,8 +1,6 @@
 """KVCache.blocks agrees with what the rest of the cache says of where rows lie."""
 
-import contextlib
 import dataclasses
-import threading
 from collections import Counter
 
 import numpy as np
@@ -101,27 +99,6 @@ def test_fork():
     check(cache)
 
 
-def test_remove():
-    cache = new_cache(rope=kvcache.Rope([1.0]))
-    feed(cache, 0, 8)
-    cache.remove(2, 5)
-    assert cache.blocks()[0].holders == {0: [Run(0, 2, 0, 0, False)]}  # the fill mark fell
-    assert cache.blocks()[1].holders == {0: [Run(1, 3, 2, -3, False)]}
-    assert (cache.blocks()[1].filled, cache.blocks()[1].live) == (4, 3)
-    check(cache)
-
-
-def test_a_window_and_sinks():
-    cache = new_cache([kvcache.SlidingWindow(4, num_sink_tokens=1), kvcache.FullAttention()])
-    for _ in range(12):
-        feed(cache, 0, 1)
-        check(cache)
-    local, full = cache.blocks(0), cache.blocks(1)
-    assert len(full) == 3
-    assert local[0].holders == {0: [Run(0, 1, 0, 0, False)]}
-    assert {run.position for block in local for run in block.holders.get(0, [])} == {0, 8}
-
-
 def test_clear_and_compact():
     cache = new_cache()
     for seq_id in range(3):
@@ -187,49 +164,3 @@ def test_a_closed_cache_has_none():
     cache.close()
     with pytest.raises(ValueError, match="closed"):
         cache.blocks()
-
-
-def test_random_edits():
-    rng = np.random.default_rng(0)
-    policy = [kvcache.FullAttention(), kvcache.SlidingWindow(5, num_sink_tokens=1), kvcache.ChunkedAttention(4)]
-    cache = new_cache(policy, block_size=3)
-    for _ in range(300):
-        a, b = rng.choice(4, 2, replace=False).tolist()
-        begin = int(rng.integers(0, 12))
-        match rng.integers(0, 8):
-            case 0:
-                cache.fork(a, b, missing_ok=True)
-            case 1:
-                cache.clear(a)
-            case 2:
-                with contextlib.suppress(kvcache.RowsGoneError):  # a token at its new end would see evicted rows
-                    cache.remove(begin, begin + 2, seq_id=a)
-            case 3:
-                cache.compact()
-            case _ if cache.can_resume(cache.next_position(a), seq_id=a):
-                feed(cache, a, int(rng.integers(1, 6)))
-        check(cache)
-
-
-def test_blocks_are_of_one_moment():
-    """While another thread compacts and appends, runs and blocks still agree."""
-    cache = new_cache()
-    stop = threading.Event()
-
-    def edit():
-        while not stop.is_set():
-            feed(cache, 0, 5)
-            cache.remove(1, 3)
-            cache.compact()
-            if cache.next_position() > 100:
-                cache.clear()
-
-    thread = threading.Thread(target=edit)
-    thread.start()
-    try:
-        for _ in range(300):
-            for block in cache.blocks():
-                assert block.live == sum(run.count for runs in block.holders.values() for run in runs)
-    finally:
-        stop.set()
-        thread.join()

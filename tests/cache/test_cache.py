@@ -3,9 +3,7 @@
 import contextlib
 import copy
 import gc
-import os
 import pickle
-import signal
 import threading
 import weakref
 
@@ -30,11 +28,6 @@ def feed(cache, positions, seq_id=0):
             k += row(positions, seq_id, layer)[:, None, None]
             v += row(positions, seq_id, layer)[:, None, None] + 1
             batch.put(layer, k, v)
-
-
-def keys_of(cache, seq_id=0, layer=0):
-    """The first element of each key: `row` of each token."""
-    return cache.keys(layer, seq_id=seq_id, copy=True)[0, :, 0].tolist()
 
 
 @pytest.fixture
@@ -211,17 +204,6 @@ def test_a_batch_that_is_dropped_is_aborted(cache):
     feed(cache, range(2))
 
 
-def test_ranges_of_a_batch(cache):
-    k, v = np.zeros((4, 2, 8), np.float32), np.zeros((4, 2, 4), np.float32)
-    k += np.arange(4, dtype=np.float32)[:, None, None]
-    with cache.batch(4) as batch:
-        for layer in range(2):
-            batch.put(layer, k[2:], v[2:], first=2)
-            out = batch.attend(layer, k[:2], k[:2], v[:2])
-            assert out.shape == (2, 2, 4)
-    assert keys_of(cache) == [0, 1, 2, 3]
-
-
 def test_attend_again(cache):
     q, k, v = (np.random.default_rng(0).standard_normal((3, 2, dim), np.float32) for dim in (8, 8, 4))
     with cache.batch(3) as batch:
@@ -258,105 +240,6 @@ def test_get(cache):
     assert cache.get(0, 4, seq_id=1) is None
     k[:] = 0
     assert (cache.get(1, 4)[0] != 0).all()
-
-
-def test_windows(window):
-    feed(window, range(20))
-    assert window.seq_len() == window.seq_len(layer=1) == 20
-    with window.batch(1) as batch:
-        assert window.positions(layer=0).tolist() == [0, 17, 18, 19]
-        batch.abort()
-    assert window.first_position() == 0
-    assert window.get(0, 5) is None
-    assert window.get(1, 5) is not None
-    assert window.can_resume(20)
-    assert not window.can_resume(21)
-    assert not window.can_resume(10)
-    with pytest.raises(kvcache.RowsGoneError, match="10"):
-        window.batch(positions=[10])
-    assert window.stats()["rows_evicted"] == 16
-
-
-def test_fork_and_copy_prefix(cache):
-    feed(cache, range(5))
-    cache.fork(0, 1)
-    cache.copy_prefix(0, 2, 3)
-    assert cache.sequences == [0, 1, 2]
-    assert keys_of(cache, 1) == keys_of(cache, 0)
-    assert keys_of(cache, 2) == [0, 1, 2]
-    feed(cache, [5], seq_id=1)
-    feed(cache, [3], seq_id=2)
-    assert keys_of(cache, 0) == [0, 1, 2, 3, 4]
-    assert keys_of(cache, 1) == [0, 1, 2, 3, 4, row(5, 1)]
-    assert keys_of(cache, 2) == [0, 1, 2, row(3, 2)]
-    assert cache.stats()["rows_moved"] == 0
-    cache.validate()
-
-
-def test_first_and_last_position_of_a_layer(window):
-    feed(window, range(20))
-    feed(window, [20])
-    window.remove(0, 1, shift=False)
-    assert [window.first_position(layer=layer) for layer in (None, 0, 1)] == [1, 17, 1]
-    assert [window.last_position(layer=layer) for layer in (None, 0, 1)] == [20] * 3
-    assert window.first_position(9, layer=0) == window.last_position(9, layer=1) == -1
-
-
-def test_share(cache):
-    for seq_id in range(2):
-        feed(cache, range(6), seq_id)
-    live = cache.stats()["live_slots"]
-    cache.share_range(0, 2, 0, 3)
-    cache.share_range(1, 2, 3)
-    cache.share_range(0, 2, 1, 3)  # holds these already
-    assert keys_of(cache, 2) == [0, 1, 2, row(3, 1), row(4, 1), row(5, 1)]
-    assert cache.stats()["live_slots"] == live
-    feed(cache, [6], seq_id=2)
-    assert [cache.seq_len(seq_id) for seq_id in range(3)] == [6, 6, 7]
-    with pytest.raises(ValueError, match="position 3, dst, sequence 2, holds another row than src, sequence 0"):
-        cache.share_range(0, 2)
-    cache.clear(1)
-    assert keys_of(cache, 2, layer=1)[3:6] == [row(position, 1, layer=1) for position in (3, 4, 5)]
-    cache.validate()
-
-
-def test_share_with_lower_positions(cache):
-    feed(cache, range(9))
-    feed(cache, [9, 10], seq_id=1)
-    cache.share_range(0, 1, 5)
-    cache.share_range(0, 1, 0, 4)
-    assert cache.positions(seq_id=1).tolist() == [9, 10, 5, 6, 7, 8, 0, 1, 2, 3]
-    assert cache.next_position(1) == 11
-    cache.truncate(6, seq_id=1)
-    assert cache.positions(seq_id=1).tolist() == [5, 0, 1, 2, 3]
-    cache.validate()
-
-
-def test_clear_and_keep(cache):
-    for seq_id in range(3):
-        feed(cache, range(2), seq_id)
-    cache.clear(1)
-    assert cache.sequences == [0, 2]
-    cache.keep(2)
-    assert cache.sequences == [2]
-    cache.clear()
-    assert cache.sequences == []
-    cache.clear(77)
-
-
-def test_remove_and_truncate(cache):
-    feed(cache, range(10))
-    cache.remove(2, 4, shift=False)
-    assert cache.positions().tolist() == [0, 1, 4, 5, 6, 7, 8, 9]
-    cache.truncate(8)
-    assert keys_of(cache) == [0, 1, 4, 5, 6, 7]
-    cache.remove(6)
-    assert keys_of(cache) == [0, 1, 4, 5]
-    cache.remove(5, 9)  # nothing later has to move, so that rope is not asked for
-    assert keys_of(cache, layer=1) == [row(p, layer=1) for p in (0, 1, 4)]
-    cache.remove()
-    assert cache.sequences == []
-    cache.truncate(0, seq_id=5)
 
 
 # ---- reading rows
@@ -481,23 +364,6 @@ def test_compact_and_close_wait_for_views(cache):
 # ---- memory
 
 
-def test_compact_gives_memory_back():
-    cache = kvcache.KVCache(1, 8, 64, None, block_size=16, dtype="f32")
-    feed(cache, range(320))
-    held = cache.nbytes
-    for position in range(0, 320, 2):
-        cache.remove(position, position + 1, shift=False)
-    keys = keys_of(cache)
-    assert cache.stats()["wasted_slots"] == 160
-    cache.compact()
-    assert keys_of(cache) == keys == list(range(1, 320, 2))
-    assert cache.nbytes < 0.6 * held
-    stats = cache.stats()
-    assert (stats["wasted_slots"], stats["compactions"]) == (0, 1)
-    assert 0 < stats["rows_moved"] <= 160
-    cache.validate()
-
-
 def test_measures(cache):
     limited = kvcache.KVCache(2, 2, 8, 64, dtype="f32")
     assert limited.capacity_bytes == 2 * 64 * 2 * (8 + 8) * 4
@@ -509,26 +375,6 @@ def test_measures(cache):
     assert limited.nbytes > empty
     assert all(isinstance(n, int) for n in limited.stats().values())
     assert limited.stats()["tokens"] == limited.stats()["live_slots"] == 32
-
-
-def test_edits_that_copy_shared_rows_look_at_capacity():
-    cache = kvcache.KVCache(1, 1, 8, None, dtype="f32", max_sequences=2, capacity=6)
-    feed(cache, range(4))
-    cache.fork(0, 1)
-    x = np.ones((1, 3, 8), np.float32)
-    with pytest.raises(kvcache.CacheFullError, match=r"copying .* would make it 7 slots: capacity is 6"):
-        cache.inject(0, 0, x, x, seq_id=1)
-    assert cache.utilization == 4 / 6
-    cache.inject(0, 0, x[:, :2], x[:, :2], seq_id=1)
-    assert cache.utilization == 1
-
-
-def test_max_bytes():
-    cache = kvcache.KVCache(1, 8, 64, None, max_bytes=1 << 20, block_size=16)
-    with pytest.raises(kvcache.CacheFullError, match="max_bytes"):
-        feed(cache, range(100_000))
-    feed(cache, range(100))
-    assert cache.nbytes <= 1 << 20
 
 
 # ---- the end
@@ -725,140 +571,6 @@ def test_copies_beside_removals_are_of_one_moment(shrinking, read):
         rows = read(shrinking)[0, :, 0].tolist()
         assert len(rows) > 1
         assert rows == list(range(64 - len(rows), 64))
-
-
-def test_next_tokens_follow_whatever_others_commit():
-    cache = kvcache.KVCache(1, 1, 2, None)
-    x = np.ones((1, 1, 2), np.float32)
-
-    def append():
-        for _ in range(300):
-            try:
-                with cache.batch(1) as batch:
-                    batch.put(0, x, x)
-            except kvcache.CacheBusyError:
-                continue
-
-    threads = [threading.Thread(target=append) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    positions = cache.positions()
-    np.testing.assert_array_equal(positions, np.arange(len(positions)))
-
-
-@pytest.mark.parametrize("dtype", ["f32", "f16", "q8_0"])
-@pytest.mark.parametrize("heads", [1, 3])
-def test_copies_have_the_same_bits_for_any_number_of_threads(dtype, heads):
-    found = []
-    for num_threads in (1, 2, 5):
-        cache = kvcache.KVCache(
-            1,
-            heads,
-            64,
-            None,
-            dtype=dtype,
-            block_size=32,
-            rope=kvcache.Rope(1e4 ** -(np.arange(32) / 32)),
-            num_threads=num_threads,
-        )
-        rng = np.random.default_rng(0)
-        for positions in (range(900), range(2000, 2700), range(400, 450)):  # the last stand there already
-            k, v = rng.standard_normal((2, len(positions), heads, 64), np.float32)
-            with cache.batch(positions=positions) as batch:
-                batch.put(0, k, v)
-        cache.remove(100, 203)
-        cache.remove(700, 709)
-        found.append((*cache.gather(0), *cache.gather(0, first=333, dtype="f16"), *cache.extract(0, 50, 1750)))
-    for other in found[1:]:
-        for x, y in zip(found[0], other, strict=True):
-            assert x.tobytes() == y.tobytes()
-
-
-@contextlib.contextmanager
-def meanwhile(*functions):
-    """Other threads call these again and again, until the block ends."""
-    stop = threading.Event()
-
-    def repeat(function):
-        while not stop.is_set():
-            function()
-
-    threads = [threading.Thread(target=repeat, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-
-
-def test_compacting_and_settling_wait_for_copies():
-    cache = kvcache.KVCache(1, 4, 64, None, rope=kvcache.Rope(1e4 ** -(np.arange(32) / 32)))
-    x = np.ones((2000, 4, 64), np.float32)
-    with cache.batch(2000) as batch:
-        batch.put(0, x, x)
-    with meanwhile(lambda: cache.gather(0), lambda: cache.extract(0, 0, 500)):
-        for _ in range(50):
-            cache.remove(10, 12)
-            cache.compact()
-            cache.settle()
-        views = cache.spans(0)
-        with pytest.raises(BufferError):
-            cache.compact()
-    del views
-    cache.close()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_child_can_use_a_cache_that_other_threads_were_using():
-    cache = kvcache.KVCache(1, 2, 16, None, max_sequences=None, rope=kvcache.Rope(1e4 ** -(np.arange(8) / 8)))
-    x = np.ones((300, 2, 16), np.float32)
-    with cache.batch(300) as batch:
-        batch.put(0, x, x)
-
-    def work(seq_id):
-        cache.fork(0, seq_id)
-        cache.remove(10, 12, seq_id=seq_id)
-        cache.gather(0, seq_id=seq_id)
-        cache.settle()
-        cache.compact()
-
-    ended = []
-    with meanwhile(lambda: work(1), lambda: work(2)):
-        for _ in range(10):
-            child = os.fork()
-            if not child:
-                signal.alarm(60)
-                status = 1
-                try:
-                    with cache.batch(1) as batch:
-                        batch.put(0, x[:1], x[:1])
-                    cache.settle()
-                    cache.compact()
-                    cache.validate()
-                    status = int(cache.gather(0)[0].shape != (2, 301, 16))
-                finally:
-                    os._exit(status)
-            ended.append(os.waitpid(child, 0)[1])
-    assert ended == [0] * 10
-    cache.validate()
-
-
-def test_edits_beside_an_open_batch(cache):
-    feed(cache, range(4), seq_id=0)
-    feed(cache, range(4), seq_id=1)
-    with cache.batch(positions=[4], seq_ids=[0]) as batch:
-        cache.fork(1, 2)
-        cache.clear(1)
-        for layer in range(2):
-            batch.put(layer, np.ones((1, 2, 8), np.float32), np.ones((1, 2, 4), np.float32))
-    assert cache.sequences == [0, 2]
-    cache.validate()
 
 
 def test_what_ends_a_with_is_not_replaced():

@@ -44,38 +44,6 @@ def test_policies_are_values():
         kvcache.CrossAttention(4).max_len = 5
 
 
-# ---- chunks
-
-
-@pytest.mark.parametrize("resume_window", [None, 0, 3])
-def test_chunks(resume_window):
-    cache = new_cache(kvcache.ChunkedAttention(4, resume_window))
-    kept = resume_window or 0
-    for position in range(14):
-        with cache.batch(1) as batch:
-            first = max(0, position - position % 4 - kept)
-            assert cache.positions().tolist() == list(range(first, position))
-            x = np.full((1, HEADS, DIM), position, np.float32)
-            batch.put(0, x, x)
-            seen = batch.dense(0)[2][0] == 0
-            assert seen.sum() == position % 4 + 1
-            out = batch.attend(0, np.zeros((1, HEADS, DIM), np.float32))
-        np.testing.assert_allclose(out, np.mean(range(position - position % 4, position + 1)), rtol=1e-6)
-    assert [p for p in range(16) if cache.can_resume(p)] == [p for p in range(15) if p - p % 4 >= 12 - kept]
-    with pytest.raises(kvcache.RowsGoneError, match="position 7"):
-        cache.batch(positions=[7])
-
-
-def test_a_batch_over_several_chunks():
-    cache = new_cache(kvcache.ChunkedAttention(3))
-    q, k, v = rows(7)
-    with cache.batch(7) as batch:
-        out = batch.attend(0, q, k, v)
-        mask = batch.dense(0)[2]
-    assert [np.flatnonzero(row == 0).tolist() for row in mask] == [[0], [0, 1], [0, 1, 2], [3], [3, 4], [3, 4, 5], [6]]
-    np.testing.assert_allclose(out, attention(q, k, v, mask), atol=1e-5)
-
-
 # ---- cross-attention
 
 
@@ -130,43 +98,6 @@ def test_cross_attention_of_several_sequences():
     np.testing.assert_array_equal(cache.values(1, seq_id=1), np.swapaxes(v, 0, 1))
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        lambda cache: cache.truncate(0),
-        lambda cache: cache.remove(0, None, shift=False),
-        lambda cache: cache.remove(0, 3),
-        lambda cache: cache.shift(0, None, -3),
-        lambda cache: cache.clear(0),
-    ],
-)
-def test_a_request_that_ends_takes_the_encoders_rows_along(end):
-    cache = kvcache.KVCache(
-        2, 1, 8, 64, policy=[kvcache.FullAttention(), kvcache.CrossAttention(6)], rope=False, max_sequences=None
-    )
-    x = np.ones((3, 1, 8), np.float32)
-    with cache.batch(3) as batch:
-        batch.put(0, x, x)
-        batch.put(1, x, x)
-    cache.copy_prefix(0, 1, 0)  # keeps the image for another text
-    cache.truncate(2)
-    cache.remove(0, 1)
-    assert cache.seq_len(0, layer=1) == 3
-    with cache.batch(2) as batch:
-        batch.put(0, x[:2], x[:2])
-    end(cache)
-    assert cache.sequences == []
-    assert cache.seq_len(0, layer=1) == 0
-    with cache.batch(1) as batch:
-        batch.put(0, x[:1], x[:1])
-        with pytest.raises(ValueError, match="sequence 0 has no rows"):
-            batch.attend(1, x[:1])
-    with cache.batch(1, seq_ids=[1]) as batch:
-        batch.put(0, x[:1], x[:1])
-        batch.attend(1, x[:1])
-    cache.validate()
-
-
 def test_a_cache_of_encoder_rows_alone():
     cache = kvcache.KVCache(2, 1, 8, 64, policy=[kvcache.CrossAttention(6), None])
     x = np.ones((3, 1, 8), np.float32)
@@ -214,19 +145,6 @@ def test_a_fork_of_nothing_is_an_error_unless_it_is_asked_for():
     never.fork(0, 1)  # the runner need not know what a strategy stores
 
 
-def test_cross_attention_rows_of_a_batch_that_was_aborted():
-    cache = new_cache([kvcache.FullAttention(), kvcache.CrossAttention(6)], 2)
-    _, k, v = rows(4)
-    with cache.batch(1) as batch:
-        batch.put(0, k[:1], v[:1])
-        batch.put(1, k, v)
-    batch = cache.batch(1)
-    batch.put(1, k[:1], v[:1])
-    batch.abort()
-    assert cache.seq_len(layer=1) == 4
-    cache.validate()
-
-
 # ---- no attention, shared rows, mixes
 
 
@@ -262,25 +180,6 @@ def test_shared_rows():
     assert both.capacity_bytes == alone.capacity_bytes
 
 
-def test_any_mix():
-    mix = [
-        kvcache.FullAttention(), kvcache.SlidingWindow(3, num_sink_tokens=1), kvcache.ChunkedAttention(4), None,
-        kvcache.CrossAttention(8), kvcache.SlidingWindow(2, resume_window=6),
-    ]  # fmt: skip
-    cache = new_cache(mix, 6, rope=False)
-    for position in range(11):
-        feed(cache, [position])
-    cache.batch(1).abort()  # which evicts what no later query can see
-    held = [cache.positions(layer=layer).tolist() for layer in range(6)]
-    assert held == [list(range(11)), [0, 9, 10], [8, 9, 10], [], [], [6, 7, 8, 9, 10]]
-    assert [cache.can_resume(position) for position in range(12)] == [False] * 11 + [True]
-    cache.remove(4, 9)
-    assert [cache.positions(layer=layer).tolist() for layer in range(6)] == [
-        [0, 1, 2, 3, 4, 5], [0, 4, 5], [4, 5], [], [], [4, 5],
-    ]  # fmt: skip
-    cache.validate()
-
-
 # ---- values that lie in keys
 
 
@@ -312,52 +211,6 @@ def test_values_in_keys(dtype):
     assert not cache.get(0, 3)[1].any()
     assert cache.get(0, 4)[1].any()
     assert "values in keys" in repr(cache)
-
-
-def test_values_in_keys_stay_when_keys_are_rotated():
-    rope = kvcache.Rope([1.0, 0.1], first_dim=4)
-    cache = kvcache.KVCache(1, 1, 8, 64, v_head_dim=4, value_in_key=True, dtype="f32", rope=rope)
-    k = np.random.default_rng(0).standard_normal((6, 1, 8), np.float32)
-    with cache.batch(6) as batch:
-        batch.put(0, k)
-    cache.remove(0, 2)
-    np.testing.assert_array_equal(cache.values(0)[0], k[2:, 0, :4])
-    keys = cache.gather(0)[0]
-    np.testing.assert_array_equal(keys[0, :, :4], k[2:, 0, :4])
-    assert (keys[0, :, 4:] != k[2:, 0, 4:]).all()
-    cache.settle()
-    np.testing.assert_array_equal(cache.values(0)[0], k[2:, 0, :4])
-
-
-def test_what_one_layer_drops_does_not_decide_on_another():
-    """An idle sequence goes on at 25 for both, also once the first has dropped what stood at 24."""
-    policy = [kvcache.ChunkedAttention(5), kvcache.ChunkedAttention(8)]
-    cache = kvcache.KVCache(2, 1, 8, None, policy=policy, rope=False, max_sequences=None)
-    x = np.ones((1, 1, 8), np.float32)
-    for position, seq_id in ((15, 0), (17, 0), (0, 1)):
-        if seq_id:
-            cache.shift(15, 16, 9)
-            assert [cache.positions(layer=layer).tolist() for layer in range(2)] == [[24, 17], [17]]
-        with cache.batch(positions=[position], seq_ids=[seq_id]) as batch:
-            for layer in range(2):
-                batch.put(layer, x, x)
-    assert cache.sequences == [1]
-    cache.validate()
-
-
-def test_what_was_evicted_is_missing_where_it_is_shared():
-    """Rather than attending to less, dst is refused until it has the rows that a token sees."""
-    cache = new_cache([kvcache.FullAttention(), kvcache.SlidingWindow(4)], num_layers=2)
-    for position in range(20):
-        feed(cache, [position])
-    cache.share_range(0, 1, 0, 10)
-    assert (cache.seq_len(1, layer=0), cache.seq_len(1, layer=1), cache.next_position(1)) == (10, 0, 10)
-    assert not cache.can_resume(10, seq_id=1)
-    with pytest.raises(kvcache.RowsGoneError, match="position 10 of sequence 1"):
-        cache.batch(positions=[10], seq_ids=[1])
-    cache.share_range(0, 1, 10)
-    assert cache.can_resume(20, seq_id=1)
-    cache.batch(positions=[20], seq_ids=[1]).abort()
 
 
 @pytest.mark.parametrize("cut", ["truncate", "remove", "copy_prefix"])

@@ -83,59 +83,6 @@ def test_ropes_of_a_cache():
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_shift(name):
-    rope, (keys, values) = ROPES[name], raw(12)
-    cache = new_cache(rope, block_size=4)
-    feed(cache, keys, values, range(12), rope)
-    cache.shift(4, 8, 100)
-    assert cache.positions().tolist() == [0, 1, 2, 3, 104, 105, 106, 107, 8, 9, 10, 11]
-    check_rows(cache, keys, values, rope)
-    cache.shift(104, None, -98)
-    cache.shift(8, 12, 1)
-    assert cache.positions().tolist() == [0, 1, 2, 3, 6, 7, 9, 10, 9, 10, 11, 12]
-    check_rows(cache, keys, values, rope)
-    assert cache.stats()["rows_moved"] == 0
-    k, v = cache.get(0, 9)  # of the two there, the later
-    np.testing.assert_allclose(k, rotated(keys[8], 9, rope), atol=2e-6)
-    np.testing.assert_array_equal(v, values[8])
-
-
-def test_tokens_below_zero_are_dropped():
-    rope, (keys, values) = ROPES["halves"], raw(6)
-    cache = new_cache(rope)
-    feed(cache, keys, values, range(6), rope)
-    cache.shift(0, None, -2)
-    assert cache.positions().tolist() == [0, 1, 2, 3]
-    check_rows(cache, keys[2:], values[2:], rope)
-    cache.shift(0, None, -(2**31))
-    assert cache.sequences == []
-
-
-@pytest.mark.parametrize("name", ROPES)
-def test_divide(name):
-    rope, (keys, values) = ROPES[name], raw(11)
-    cache = new_cache(rope, block_size=4)
-    feed(cache, keys, values, range(11), rope)
-    cache.divide(2, 9, 3)
-    assert cache.positions().tolist() == [0, 1, 0, 1, 1, 1, 2, 2, 2, 9, 10]
-    check_rows(cache, keys, values, rope)
-    cache.divide(0, None, 1)
-    check_rows(cache, keys, values, rope)
-
-
-def test_without_rotation_keys_stay_as_they_are():
-    keys, values = raw(6)
-    cache = new_cache(False)
-    feed(cache, keys, values, range(6))
-    cache.shift(0, None, 7)
-    cache.divide(0, None, 2)
-    cache.remove(3, 4)
-    assert cache.positions().tolist() == [3, 3, 4, 4, 5]
-    check_rows(cache, keys[1:], values[1:])
-    assert cache.keys(0, copy=False).shape == (HEADS, 5, DIM)
-
-
-@pytest.mark.parametrize("name", ROPES)
 def test_remove_moves_later_tokens(name):
     rope, (keys, values) = ROPES[name], raw(12)
     cache = new_cache(rope)
@@ -148,60 +95,6 @@ def test_remove_moves_later_tokens(name):
     assert {span.delta for span in cache.spans(0)} == {0, -3, -5}
     assert cache.next_position() == 7
     assert cache.can_resume(7)
-
-
-def test_several_sequences_see_the_same_rows_elsewhere():
-    rope, (keys, values) = ROPES["halves"], raw(8)
-    cache = new_cache(rope, block_size=4)
-    feed(cache, keys, values, range(8), rope)
-    for seq_id in (1, 2):
-        cache.fork(0, seq_id)
-        cache.remove(0, 2 * seq_id, seq_id=seq_id)
-    for seq_id in range(3):
-        assert cache.positions(seq_id=seq_id).tolist() == list(range(8 - 2 * seq_id))
-        check_rows(cache, keys[2 * seq_id :], values[2 * seq_id :], rope, seq_id)
-    assert cache.stats()["live_slots"] == 8
-    more = raw(1, seed=1)
-    for seq_id in range(3):
-        feed(cache, *more, [8 - 2 * seq_id], rope, seq_id)
-        both = [np.concatenate([x[2 * seq_id :], y]) for x, y in zip((keys, values), more, strict=True)]
-        check_rows(cache, *both, rope, seq_id)
-    cache.settle()
-    for seq_id in range(3):
-        both = [np.concatenate([x[2 * seq_id :], y]) for x, y in zip((keys, values), more, strict=True)]
-        check_rows(cache, *both, rope, seq_id)
-        assert {span.delta for span in cache.spans(0, seq_id=seq_id)} == {0}
-
-
-def attention(q, k, v, scale):
-    """q [tokens, heads, dim] over all of k, v [heads, n, dim], in float64."""
-    group = q.shape[1] // k.shape[0]
-    k, v = np.repeat(k, group, 0).astype(np.float64), np.repeat(v, group, 0).astype(np.float64)
-    scores = np.einsum("thd,hnd->thn", q.astype(np.float64), k) * scale
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("thn,hnd->thd", weights / weights.sum(-1, keepdims=True), v)
-
-
-@pytest.mark.parametrize("name", ROPES)
-def test_queries_see_keys_where_they_stand(name):
-    rope, (keys, values) = ROPES[name], raw(60)
-    cache = new_cache(rope)
-    feed(cache, keys, values, range(60), rope)
-    cache.remove(5, 15)
-    cache.remove(20, 33)
-    keys, values = (np.delete(x, [*range(5, 15), *range(30, 43)], 0) for x in (keys, values))
-    q, _ = raw(2, seed=1)
-    q = np.concatenate([q, q[:, ::-1]], 1)
-    new_keys, new_values = raw(2, seed=2)
-    at = cache.next_position() + np.arange(2)
-    with cache.batch(2) as batch:
-        out = batch.attend(0, q, rotated(new_keys, at[:, None], rope).astype(np.float32), new_values)
-    k, v = np.concatenate([keys, new_keys]), np.concatenate([values, new_values])
-    k = np.swapaxes(rotated(k, cache.positions()[:, None], rope), 0, 1)
-    expected = [
-        attention(q[i : i + 1], k[:, : 38 + i], np.swapaxes(v, 0, 1)[:, : 38 + i], DIM**-0.5)[0] for i in range(2)
-    ]
-    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 # ---- views
@@ -364,41 +257,6 @@ def test_a_function_that_knows_its_cache_does_not_keep_it():
 # ---- extract and inject
 
 
-def test_extract():
-    rope, (keys, values) = ROPES["halves"], raw(6)
-    cache = new_cache(rope, dtype="f32")
-    feed(cache, keys, values, [2, 3, 5, 5, 9, 10], rope)
-    cache.shift(9, None, -2)
-    k, v = cache.extract(0, 1, 10)
-    assert (k.shape, v.shape, k.dtype, v.dtype) == ((HEADS, 9, DIM), (HEADS, 9, DIM), np.float32, np.float32)
-    there = {2: 0, 3: 1, 5: 3, 7: 4, 8: 5}
-    for position in range(1, 10):
-        i = there.get(position)
-        expected = np.zeros((HEADS, DIM)) if i is None else rotated(keys[i], position, rope)
-        np.testing.assert_allclose(k[:, position - 1], expected, atol=2e-6)
-        np.testing.assert_array_equal(v[:, position - 1], 0 if i is None else values[i])
-    assert cache.extract(0, 4, 4)[0].shape == (HEADS, 0, DIM)
-    assert not cache.extract(0, 0, 3, seq_id=8)[0].any()
-
-
-def test_inject():
-    rope, (keys, values) = ROPES["halves"], raw(6)
-    cache = new_cache(rope, block_size=4)
-    feed(cache, keys, values, [0, 1, 2, 4, 5, 6], rope)
-    cache.fork(0, 1)
-    view = cache.keys(0, copy=False)[:, :4] if len(cache.spans(0)) == 1 else cache.spans(0)[0].k
-    before = view.copy()
-    cache.shift(4, None, 10)
-    new_keys, new_values = raw(14, seed=1)
-    k = np.swapaxes(rotated(new_keys, np.arange(2, 16)[:, None], rope).astype(np.float32), 0, 1)
-    assert cache.inject(0, 2, k, np.swapaxes(new_values, 0, 1), skip_missing=True) == 3
-    expected = [np.concatenate([x[:2], y[[0, 12, 13]], x[5:]]) for x, y in ((keys, new_keys), (values, new_values))]
-    assert cache.positions().tolist() == [0, 1, 2, 14, 15, 16]
-    check_rows(cache, *expected, rope, atol=5e-6)
-    check_rows(cache, keys, values, rope, seq_id=1)
-    np.testing.assert_array_equal(view, before)
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_inject_of_any_array(dtype):
     cache = new_cache(False)
@@ -462,82 +320,3 @@ def test_rewriting_on_several_threads(dtype):
             rows.append([cache.gather(layer, seq_id=s) for layer in range(2) for s in range(2)])
     for one, several in (rows[:2], rows[2:]):
         np.testing.assert_equal(several, one)
-
-
-def test_settle_of_nothing():
-    cache = new_cache(None)
-    cache.settle()
-    feed(cache, *raw(2), range(2))
-    cache.settle()
-    assert cache.seq_len() == 2
-
-
-# ---- attention over keys of many deltas
-
-
-def scattered(options, changes, rows=300, heads=2, dim=64):
-    """Make a cache whose sequence 0 changes delta `changes` times in its first 200 rows."""
-    rng = np.random.default_rng(9)
-    cache = kvcache.KVCache(1, heads, dim, None, max_sequences=None, **options)
-    x = rng.standard_normal((rows, heads, dim)).astype(np.float32)
-    step = 200 // (changes + 1)
-    positions = [i + min(i // step, changes) for i in range(rows)]
-    with cache.batch(positions=positions, seq_ids=[0] * rows) as batch:
-        batch.put(0, x, x[:, ::-1])
-    for change in range(changes):
-        cache.remove(step * (change + 1), step * (change + 1) + 1)  # a gap
-    assert cache.positions().tolist() == list(range(rows))
-    assert len({span.delta for span in cache.spans(0)} if options.get("dtype") == "f32" else {}) in (0, changes + 1)
-    return cache
-
-
-def queries(count, heads=8, dim=64):
-    return np.random.default_rng(count).standard_normal((count, heads, dim)).astype(np.float32)
-
-
-def attended(cache, q, seq_ids=(0,)):
-    """Attend with the same number of tokens of each of these sequences."""
-    count = len(q) // len(seq_ids)
-    positions = [cache.next_position(s) + i for s in seq_ids for i in range(count)]
-    with cache.batch(positions=positions, seq_ids=[s for s in seq_ids for _ in range(count)]) as batch:
-        x = np.zeros((len(q), 2, q.shape[2]), np.float32)  # which every type holds
-        out = batch.attend(0, q, x, x)
-        batch.abort()
-    return out
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
-@pytest.mark.parametrize("changes", [1, 3, 20, 199])
-def test_attention_over_many_deltas(changes, dtype, interleaved):
-    """The result is that over keys that were rotated at once, for few query rows and for many."""
-    rope = kvcache.Rope(1 / 100 ** np.linspace(0, 1, 20), interleaved=interleaved, first_dim=8)
-    cache = scattered({"rope": rope, "dtype": dtype}, changes)
-    keys, values = cache.gather(0)
-    plain = kvcache.KVCache(1, 2, 64, None, dtype="f32")
-    with plain.batch(300) as batch:
-        batch.put(0, keys, values, layout="HTD")
-    for count in (1, 3, 40):
-        q = queries(count)
-        tolerance = 2e-6 if dtype in ("f32", "f16", "bf16") else 2e-2  # integer products round the queries
-        np.testing.assert_allclose(attended(cache, q), attended(plain, q), rtol=0, atol=tolerance * 4)
-
-
-@pytest.mark.parametrize("dtype", ["f16", "q8_0"])
-@pytest.mark.parametrize("changes", [2, 30, 199])
-def test_many_deltas_in_any_company(changes, dtype):
-    """The bits are the same for any threads and blocks, and among forks that share the rows."""
-    rope = kvcache.Rope(1 / 100 ** np.linspace(0, 1, 32))
-    alone = [attended(scattered({"rope": rope, "dtype": dtype}, changes), queries(n)) for n in (1, 24)]
-    for options in ({"block_size": 7}, {"num_threads": 3, "block_size": 1000}):
-        cache = scattered({"rope": rope, "dtype": dtype, **options}, changes)
-        for out in alone:
-            np.testing.assert_array_equal(attended(cache, queries(len(out))), out)
-        for fork in range(1, 40):
-            cache.fork(0, fork)
-            if fork % 3 == 0:
-                cache.remove(150 + fork, 152 + fork, seq_id=fork)
-        for out in alone[:1]:
-            together = attended(cache, np.concatenate([queries(1)] * 40), range(40))
-            np.testing.assert_array_equal(together[0], out[0])
-            np.testing.assert_array_equal(together[1], out[0])

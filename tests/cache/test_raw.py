@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from support import fake_dlpack
 from support.ggml_blocks import NAMES, SIZES
-from support.isas import ISA_PARAMS
 
 import kvcache
 
@@ -44,18 +43,8 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(x, y)
 
 
-def encoded(rows, dtype):
-    """The bytes that a cache makes of keys, [heads, tokens, dim]; the values do not count."""
-    cache = new_cache(dtype, "f16")
-    feed(cache, rows, np.zeros((HEADS, rows.shape[1], V_DIM), np.float32), layout="HTD")
-    return cache.gather(0, raw=True)[0]
-
-
-@pytest.mark.parametrize("isa", ISA_PARAMS)
-@pytest.mark.parametrize("v_dtype", TYPES)
-@pytest.mark.parametrize("k_dtype", TYPES)
-def test_round_trip(monkeypatch, isa, k_dtype, v_dtype):
-    monkeypatch.setenv("KVCACHE_ISA", isa)
+@pytest.mark.parametrize(("k_dtype", "v_dtype"), list(zip(TYPES, [*TYPES[1:], TYPES[0]], strict=True)))
+def test_round_trip(k_dtype, v_dtype):
     cache, other = fed(k_dtype, v_dtype), new_cache(k_dtype, v_dtype)
     k, v = raw = cache.gather(0, raw=True)
     assert (k.shape, v.shape) == (
@@ -131,80 +120,6 @@ def test_any_address(dtype):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_attend(dtype):
-    cache = fed(dtype, dtype)
-    k, v = cache.gather(0, raw=True)
-    q = np.random.default_rng(1).standard_normal((HEADS, TOKENS, K_DIM)).astype(np.float32)
-    results = []
-    for options in ({}, {"strategy": "disabled"}):
-        for rows in ((k, v), cache.gather(0)):
-            with new_cache(dtype, dtype, **options).batch(TOKENS) as batch:
-                results.append(batch.attend(0, q, *rows, layout="HTD"))
-    for result in results:
-        np.testing.assert_array_equal(result, results[0])
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_keys_that_moved(dtype):
-    """They are rotated and encoded anew in the copy, as settle() does it where they lie; the cache does not change."""
-    cache = fed(dtype)
-    before = cache.gather(0, raw=True)
-    cache.remove(2, 7)
-    cache.shift(9, None, 20)
-    k, v = cache.gather(0, raw=True)
-    np.testing.assert_array_equal(k[:, :2], before[0][:, :2])
-    np.testing.assert_array_equal(k[:, 2:], encoded(cache.gather(0)[0], dtype)[:, 2:])
-    np.testing.assert_array_equal(v, np.delete(before[1], slice(2, 7), 1))
-    assert_same(cache.gather(0, raw=True), [k, v])
-    cache.settle()
-    assert_same(cache.gather(0, raw=True), [k, v])
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_inject_where_keys_moved(dtype):
-    """Bytes are rotated back and encoded anew, as floats are."""
-    cache = fed(dtype)
-    rows, raw = cache.gather(0), cache.gather(0, raw=True)
-    cache.shift(0, None, 7)
-    cache.fork(0, 1)
-    cache.inject(0, 9, *(x[:, :5] for x in raw))
-    cache.inject(0, 9, *(x[:, :5] for x in rows), seq_id=1)
-    assert_same(cache.gather(0, raw=True), cache.gather(0, seq_id=1, raw=True))
-
-
-def test_windows_and_forks():
-    cache = new_cache(policy=kvcache.SlidingWindow(6, 2))
-    feed(cache, *random_rows(11))
-    cache.fork(0, 1)
-    feed(cache, *random_rows(3, seed=1))
-    feed(cache, *random_rows(2, seed=2), seq_id=1)
-    for seq_id in (0, 1):
-        positions = cache.positions(seq_id=seq_id)
-        k, v = cache.gather(0, seq_id=seq_id, raw=True)
-        other = new_cache()
-        with other.batch(positions=positions) as batch:
-            batch.put(0, k, v, layout="HTD")
-        assert_same(other.gather(0, raw=True), [k, v])
-        for x, y in zip(other.gather(0), cache.gather(0, seq_id=seq_id), strict=True):
-            np.testing.assert_array_equal(x, y)
-
-
-def test_extract():
-    cache = new_cache(rope=False)
-    feed(cache, *random_rows(8))
-    k, v = cache.gather(0, raw=True)
-    cache.divide(4, 8, 2)  # the positions are 0 1 2 3 2 2 3 3
-    cache.remove(1, 2, shift=False)
-    found = cache.extract(0, 0, 5, raw=True)
-    for rows, stored in zip(found, (k, v), strict=True):
-        assert rows.shape == (HEADS, 5, stored.shape[2])
-        assert not rows[:, [1, 4]].any()
-    assert_same([x[:, [0, 2, 3]] for x in found], [x[:, [0, 5, 7]] for x in (k, v)])
-    assert_same(cache.extract(0, 50, 50, raw=True), [k[:, :0], v[:, :0]])
-    assert_same(cache.gather(0, seq_id=9, raw=True), [k[:, :0], v[:, :0]])
-
-
-@pytest.mark.parametrize("dtype", TYPES)
 def test_values_in_keys(dtype):
     rope = kvcache.Rope(ROPE.inv_freq[:8], first_dim=V_DIM)
     cache, other = (new_cache(dtype, dtype, value_in_key=True, rope=rope) for _ in range(2))
@@ -220,30 +135,6 @@ def test_values_in_keys(dtype):
             with pytest.raises(ValueError, match=rf"v: must be k\[..., :{v.shape[2]}\]"):
                 batch.put(0, k[:, :1], wrong, layout="HTD")
         batch.put(0, k[:, :1], layout="HTD")
-
-
-def test_cross_attention():
-    caches = [new_cache(policy=kvcache.CrossAttention(TOKENS)) for _ in range(2)]
-    rows, options = random_rows(), {}
-    for cache in caches:
-        with cache.batch(1) as batch:
-            batch.put(0, *rows, **options)
-        rows, options = cache.gather(0, raw=True), {"layout": "HTD"}
-    assert_same(caches[1].gather(0, raw=True), rows)
-
-
-def test_any_bytes_are_data():
-    """Scales of NaN and infinity too."""
-    k, v = fed().gather(0, raw=True)
-    k[0, 0, :2] = np.array([np.nan], np.float16).view(np.uint8)
-    v[1, 3, :2] = np.array([-np.inf], np.float16).view(np.uint8)
-    cache = new_cache()
-    feed(cache, k, v, layout="HTD")
-    assert_same(cache.gather(0, raw=True), [k, v])
-    keys, values = cache.gather(0)
-    assert np.isnan(keys[0, 0, :32]).all()
-    assert np.isfinite(keys[0, 0, 32:]).all()
-    assert not np.isfinite(values[1, 3]).any()
 
 
 def test_what_is_refused():

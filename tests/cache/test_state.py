@@ -6,7 +6,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import numpy as np
@@ -44,61 +43,6 @@ def test_a_saved_cache_comes_back(saved):
         feed(both, 7, 3)
         both.settle()
     assert everything(other) == everything(cache)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"block_size": 512},  # blocks of 8 MiB, the last one partly filled
-        {"block_size": 32},  # several in a huge page
-        {"max_seq_len": 4096, "max_sequences": 1},  # one block
-        {"block_size": 512, "dtype": "q8_0", "head_dim": 96},  # rows that end anywhere in a line of memory
-        {"block_size": 48, "dtype": "q4_0", "head_dim": 32},
-    ],
-)
-def test_large_blocks_are_loaded(tmp_path, options):
-    """Their memory is taken beforehand, in huge pages where they fill these."""
-    options = {"max_seq_len": None, "max_sequences": None, "head_dim": 128, "dtype": "f32", **options}
-    cache = kvcache.KVCache(2, 8, **options, policy=[kvcache.FullAttention(), kvcache.SlidingWindow(700)])
-    rng = np.random.default_rng(0)
-    for n in (700, 357):
-        rows = rng.standard_normal((2, n, 8, options["head_dim"])).astype("f4")
-        with cache.batch(n) as batch:
-            for layer in range(2):
-                batch.put(layer, *rows)
-    cache.save(tmp_path / "state")
-    other = kvcache.KVCache.load(tmp_path / "state")
-    for _ in range(2):  # into new memory, then into memory that was used before
-        other.restore(tmp_path / "state")
-    other.restore(tmp_path / "state", seq_id=1, saved_id=0)
-    other.validate()
-    for layer in range(2):
-        for want, *got in zip(cache.gather(layer), other.gather(layer), other.gather(layer, seq_id=1), strict=True):
-            for one in got:
-                np.testing.assert_array_equal(one, want)
-    cache.clear()
-    other.clear()
-    assert other.stats()["live_slots"] == cache.stats()["live_slots"] == 0
-    other.compact()
-    other.validate()
-
-
-def test_what_is_loaded_attends_alike(tmp_path):
-    rng = np.random.default_rng(0)
-    rope = kvcache.Rope(1 / 100 ** np.linspace(0, 1, 16))
-    cache = kvcache.KVCache(1, 2, 32, 300, rope=rope, policy=kvcache.SlidingWindow(40, 4), dtype="q8_0")
-    rows = rng.standard_normal((100, 2, 32)).astype("f4")
-    with cache.batch(100) as batch:
-        batch.put(0, rows, rows)
-    cache.save(tmp_path / "state")
-    outs = []
-    for one in (cache, kvcache.KVCache.load(tmp_path / "state")):
-        with one.batch(3) as batch:
-            outs.append(batch.attend(0, np.tile(rows[:3], (1, 2, 1)), rows[:3], rows[:3]))
-        assert not one.can_resume(50)
-        with pytest.raises(kvcache.RowsGoneError):
-            one.truncate(50)
-    np.testing.assert_array_equal(*outs)
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
@@ -192,23 +136,6 @@ def test_overrides(saved):
         kvcache.KVCache.load(path, dtype="f32")
     with pytest.raises(ValueError, match="num_threads=-1"):
         kvcache.KVCache.load(path, num_threads=-1)
-
-
-def test_lengths_and_numbers_of_sequences_are_checked_by_the_next_batch(tmp_path):
-    """As after `fork`."""
-    cache = kvcache.KVCache(1, 1, 4, 64, max_sequences=2)
-    feed(cache, 0, 20)
-    cache.fork(0, 1)
-    cache.save(tmp_path / "state")
-    other = kvcache.KVCache.load(tmp_path / "state", max_seq_len=15, max_sequences=1, capacity=60)
-    assert (other.sequences, other.seq_len()) == ([0, 1], 20)
-    with pytest.raises(kvcache.CacheFullError):
-        feed(other, 0, 1)
-    other.keep(0)
-    other.truncate(14)
-    feed(other, 0, 1)
-    with pytest.raises(kvcache.CacheFullError, match=r"20 tokens in all: capacity is 15, which is max_seq_len"):
-        kvcache.KVCache.load(tmp_path / "state", max_seq_len=15, max_sequences=1)
 
 
 def test_functions_that_move_keys_are_handed_in(tmp_path):
@@ -513,42 +440,6 @@ def test_killed_while_it_saves(tmp_path):
 
 
 # ---- meanwhile
-
-
-def test_other_threads_go_on(tmp_path):
-    cache = kvcache.KVCache(2, 2, 64, None, max_sequences=None, dtype="f32", num_threads=1)
-    rows = np.random.default_rng(0).standard_normal((500, 2, 64)).astype("f4")
-    for seq_id in range(3):
-        with cache.batch(500, seq_ids=[seq_id] * 500) as batch:
-            for layer in range(2):
-                batch.put(layer, rows, rows)
-    cache.save(tmp_path / "before")
-    stop, failures = threading.Event(), []
-
-    def work(seq_id):
-        try:
-            while not stop.is_set():
-                with cache.batch(2, seq_ids=[seq_id] * 2, timeout=None) as batch:
-                    for layer in range(2):
-                        batch.put(layer, rows[:2], rows[:2])
-                cache.remove(0, 2, seq_id=seq_id, shift=False)
-                cache.fork(1, seq_id + 100)
-        except Exception as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(seq_id,)) for seq_id in (10, 11)]
-    for thread in threads:
-        thread.start()
-    for i in range(20):
-        cache.save(tmp_path / "state", [0, 1, 2])
-        cache.restore(tmp_path / "state", seq_id=50 + i, saved_id=i % 3)
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert (tmp_path / "state").read_bytes() == (tmp_path / "before").read_bytes()
-    cache.validate()
-    np.testing.assert_equal(cache.gather(1, seq_id=50), cache.gather(1, seq_id=0))
 
 
 def test_a_cache_that_is_being_saved_is_not_closed(saved, tmp_path, monkeypatch):

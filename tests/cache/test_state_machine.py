@@ -5,7 +5,6 @@ Every row is of fresh random numbers: one that lands in the wrong place cannot l
 """
 
 import copy
-import tempfile
 
 import numpy as np
 from hypothesis import note, settings
@@ -16,10 +15,8 @@ from support.ggml_blocks import blocks
 from support.transform import hadamard
 
 import kvcache
-from kvcache import _core
 
 SEQUENCES = [0, 1, 2, -7, 2**40]
-RETAINED = [1000, 1001, 1002, 1003]
 LAST = oracle.MAX_POSITION
 
 sequences = st.sampled_from(SEQUENCES)
@@ -158,14 +155,9 @@ class Machine(RuleBasedStateMachine):
         self.views = []  # arrays, and copies of what they showed when they were taken
         self.committed = self.aborted = self.tokens = 0
 
-    def both(self, call, drops=False):
-        """Call the cache and the oracle, which is told what the former reclaimed: both succeed, or raise the same."""
-        before = _core.retained(self.real._core)
+    def both(self, call):
+        """Call the cache and the oracle: both succeed, or raise the same."""
         real, error = outcome(lambda: call(self.real))
-        if error:
-            assert _core.retained(self.real._core) == before
-        elif not drops:
-            self.oracle.forget_reclaimed(_core.retained(self.real._core), self.real._core.seq_len)
         expected, expected_error = outcome(lambda: call(self.oracle))
         assert error == expected_error, f"{error}, where {expected_error} was expected"
         if error:
@@ -241,7 +233,7 @@ class Machine(RuleBasedStateMachine):
 
     def missing(self, layer):
         """Tokens that are still to be put."""
-        if layer not in self.oracle_batch.layers:
+        if layer not in self.oracle.layers:
             return []
         return [t for t, row in enumerate(self.oracle_batch.rows[layer]) if row is None]
 
@@ -336,8 +328,6 @@ class Machine(RuleBasedStateMachine):
 
     def finish(self, commit, keep=None):
         error = None
-        if self.oracle_batch.restored is None and not any(self.missing(layer) for layer in range(self.num_layers)):
-            self.retain_of_batch(commit and keep is None)
         if commit and keep is not None:
             error = self.finish_both("commit", keep)
         elif commit:
@@ -389,7 +379,6 @@ class Machine(RuleBasedStateMachine):
 
     def put_rest(self, size, attend):
         """All that is not put yet, in token ranges, attended over where what they see is there."""
-        attend = attend and self.oracle_batch.restored is None
         for layer in sorted(range(self.num_layers), key=lambda i: i not in self.oracle.layers):  # those that share last
             while missing := self.missing(layer):
                 first, count = missing[0], 1
@@ -409,36 +398,6 @@ class Machine(RuleBasedStateMachine):
     def begin_only(self, data):
         self.begin(data)  # while one is open it is refused
 
-    @rule(data=st.data(), commit=st.sampled_from([True, True, True, False, None]))
-    def restore(self, data, commit):
-        """Restore some layers: a window of positions of one or two sequences, mostly; None: leave the batch open."""
-        positions, seq_ids = [], []
-        for seq_id in {self.some_sequence(data) for _ in range(data.draw(st.integers(1, 2), label="sequences"))}:
-            end = self.oracle.next_position(seq_id)
-            if end > LAST - 50 or data.draw(st.booleans(), label="elsewhere"):
-                end = data.draw(st.integers(1, min(end, 100) + 9), label="end")
-            begin = max(0, end - data.draw(st.sampled_from([1, 3, 9, 60]), label="count"))
-            positions += range(begin, max(end, 1))
-            seq_ids += [seq_id] * (max(end, 1) - begin)
-        order = (
-            self.rng.permutation(len(positions)) if data.draw(st.booleans(), label="mixed") else range(len(positions))
-        )
-        positions, seq_ids = [positions[i] for i in order], [seq_ids[i] for i in order]
-        if not data.draw(st.integers(0, 9), label="twice"):
-            positions[-1], seq_ids[-1] = positions[0], seq_ids[0]
-        own = st.sampled_from([i for i, p in enumerate(self.oracle.policy) if p is not None] or [0])
-        layers = set(data.draw(st.lists(own, min_size=1, max_size=2), label="layers"))
-        if data.draw(st.integers(0, 9), label="whole"):  # all that have one's policy
-            alike = [self.oracle.policy[i] for i in layers]
-            layers |= {i for i in self.oracle.layers if self.oracle.policy[i] in alike}
-        note(f"    {positions} of {seq_ids}, layers {layers}")
-        if self.begin_both(lambda c: c.batch(positions=positions, seq_ids=seq_ids, restored=sorted(layers))):
-            q = self.random(1, self.heads, self.dims[0])
-            assert outcome(lambda: self.batch.attend(sorted(layers)[0], q, scale=1))[1] == "ValueError"
-            if commit is not None:
-                self.put_rest(100, False)
-                self.finish(commit)
-
     @rule(data=st.data())
     @precondition(lambda self: self.batch)
     def put_for_cross_attention(self, data):
@@ -450,7 +409,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.batch)
     def put_some(self, data):
         layer = data.draw(st.integers(0, self.num_layers - 1), label="layer")
-        if layer not in self.oracle_batch.layers:
+        if layer not in self.oracle.layers:
             rows = self.random_rows(1)
             if not isinstance(self.oracle.policy[layer], oracle.CrossAttention) or self.oracle.source[layer] != layer:
                 assert outcome(lambda: self.batch.put(layer, *rows))[1] == "ValueError"
@@ -465,7 +424,7 @@ class Machine(RuleBasedStateMachine):
             assert outcome(lambda: self.batch.put(layer, *rows, first=first))[1] == "ValueError"
 
     @rule(data=st.data())
-    @precondition(lambda self: self.batch and self.oracle_batch.restored is None)
+    @precondition(lambda self: self.batch)
     def attend_some(self, data):
         layer = data.draw(st.integers(0, self.num_layers - 1), label="layer")
         first = data.draw(st.integers(0, len(self.batch) - 1), label="first")
@@ -589,35 +548,7 @@ class Machine(RuleBasedStateMachine):
         if other:
             self.real.close()
             self.real = other
-            self.forget_retained()
             self.committed = self.aborted = self.tokens = 0  # statistics begin anew
-
-    def forget_retained(self):
-        """A copy and a saved state are without retained sequences."""
-        for seq_id in list(self.oracle.pins):
-            self.oracle.clear(seq_id)
-
-    @rule(data=st.data())
-    def restore_saved(self, data):
-        """Restore a sequence under its own id or another, from a file that has it as it is."""
-        src, dst = self.some_sequence(data), self.some_sequence(data)
-        if src not in self.oracle.sequences:
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            self.real.save(f"{folder}/state", [src])
-            self.both(lambda c: c.restore(f"{folder}/state", dst, saved_id=src))
-
-    @rule()
-    @precondition(lambda self: not self.views and not self.batch)
-    def go_on_with_what_was_saved(self):
-        with tempfile.TemporaryDirectory() as folder:
-            self.real.save(f"{folder}/state")
-            rope = self.real.rope[0]
-            other = kvcache.KVCache.load(f"{folder}/state", rope=rope if callable(rope) else None)
-        self.real.close()
-        self.real = other
-        self.forget_retained()
-        self.committed = self.aborted = self.tokens = 0  # statistics begin anew
 
     @rule(data=st.data(), num_tokens=st.integers(1, 100))
     def reserve(self, data, num_tokens):
@@ -650,7 +581,7 @@ class Machine(RuleBasedStateMachine):
     def forget(self, data, how):
         seq_id = self.some_sequence(data)
         call = {"one": lambda c: c.clear(seq_id), "all but one": lambda c: c.keep(seq_id), "all": lambda c: c.clear()}
-        self.both(call[how], drops=True)
+        self.both(call[how])
 
     @rule()
     def compact(self):
@@ -661,61 +592,6 @@ class Machine(RuleBasedStateMachine):
         if not error:
             stats = self.real.stats()
             assert stats["wasted_slots"] == stats["blocks_free"] == 0
-
-    # ---- retained sequences
-
-    def called(self, name):
-        """Return a function of the binding, which is called with the cache or the oracle."""
-        return lambda c, *arguments: (
-            getattr(_core, name)(c._core, *arguments) if c is self.real else getattr(c, name)(*arguments)
-        )
-
-    @rule(data=st.data(), seq_id=st.sampled_from(RETAINED), count=st.integers(0, 12))
-    @precondition(lambda self: not self.batch)
-    def retain(self, data, seq_id, count):
-        src = self.some_sequence(data)
-        last = max((self.oracle.last_position(s) for s in self.oracle.pins), default=-1)
-        begin = data.draw(st.sampled_from([0, last + 1, *self.interesting(src)]), label="begin")
-        if begin < 300:
-            self.both(lambda c: self.called("retain")(c, src, seq_id, begin, begin + count))
-
-    def retain_of_batch(self, kept):
-        """Retain rows of the open batch, all of which are put; forget them if not all of its tokens are kept."""
-        free = [s for s in RETAINED if s not in self.oracle.pins]
-        if not free or self.rng.integers(3):
-            return
-        src = self.oracle_batch.seq_ids[self.rng.integers(len(self.batch))]
-        begin = max(0, self.oracle.next_position(src) - int(self.rng.integers(0, 6)))
-        if begin < 300:
-            end = begin + int(self.rng.integers(1, 12))
-            self.both(lambda c: self.called("retain")(c, src, free[0], begin, end))
-            if not kept:
-                self.both(lambda c: c.clear(free[0]), drops=True)
-
-    @rule(data=st.data(), dst=sequences, length=st.just(300) | st.integers(0, 40))
-    def attach(self, data, dst, length):
-        """Attach some sequences, by position in the main; some do not exist."""
-        ids = data.draw(st.lists(st.sampled_from(RETAINED), unique=True), label="ids")
-        if data.draw(st.sampled_from([True, True, True, False]), label="sorted"):
-            ids.sort(key=self.oracle.first_position)
-        matched, expected, _ = self.both(lambda c: self.called("attach")(c, ids, dst, length))
-        assert matched == expected
-
-    @rule(seq_ids=st.lists(st.sampled_from([*RETAINED, *SEQUENCES]), unique=True, max_size=3), pinned=st.booleans())
-    def pin(self, seq_ids, pinned):
-        self.both(lambda c: self.called("pin")(c, seq_ids, pinned))
-
-    @rule(seq_ids=st.lists(st.sampled_from(RETAINED), unique=True))
-    def touch(self, seq_ids):
-        self.both(lambda c: self.called("touch")(c, seq_ids))
-
-    @rule(data=st.data())
-    @precondition(lambda self: self.oracle.pins)
-    def drop_retained(self, data):
-        seq_id = data.draw(st.sampled_from(list(self.oracle.pins)), label="seq_id")
-        for call in (self.real.truncate, self.real.remove):
-            assert outcome(lambda call=call: call(0, seq_id=seq_id))[1] == "ValueError"
-        self.both(lambda c: c.clear(seq_id), drops=True)
 
     # ---- views
 
@@ -777,17 +653,6 @@ class Machine(RuleBasedStateMachine):
                     self.compare_rows(layer, s, positions)
 
     @invariant()
-    def retained_are_equal(self):
-        assert _core.retained(self.real._core) == list(self.oracle.pins)
-        for s in self.oracle.pins:
-            assert self.real.next_position(s) == self.oracle.next_position(s)
-            for layer in range(self.num_layers):
-                positions = self.oracle.positions(seq_id=s, layer=layer)
-                assert self.real.positions(seq_id=s, layer=layer).tolist() == positions
-                if positions:
-                    self.compare_rows(layer, s, positions)
-
-    @invariant()
     def batch_shows_its_rows(self):
         """Rows of the open batch's sequences: those that are stored, then those that were put."""
         if not self.batch or self.transformed:
@@ -795,7 +660,7 @@ class Machine(RuleBasedStateMachine):
         for s in {*self.oracle_batch.seq_ids, SEQUENCES[0]}:
             for layer in range(self.num_layers):
                 spans, error = outcome(lambda s=s, layer=layer: self.batch.spans(layer, seq_id=s))
-                refused = self.oracle_batch.restored is not None or self.oracle.policy[layer] is None
+                refused = self.oracle.policy[layer] is None
                 assert error == ("ValueError" if refused or s not in self.oracle_batch.seq_ids else None)
                 if error:
                     continue
@@ -841,18 +706,13 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def counters_are_right(self):
         stats = self.real.stats()
-        takes = self.oracle_batch.layers if self.batch else []
-        pending = {layer: len(self.batch) if layer in takes else 0 for layer in self.groups.values()}
-        live = [self.oracle.live(layer) + pending[layer] for layer in self.groups.values()]
+        pending = len(self.batch) if self.batch else 0
+        live = [self.oracle.live(layer) + pending for layer in self.groups.values()]
         if not any(isinstance(p, oracle.CrossAttention) for p in self.oracle.policy):
             assert stats["live_slots"] == sum(live)
         assert (stats["batches"], stats["aborted"], stats["tokens"]) == (self.committed, self.aborted, self.tokens)
-        if self.batch and self.oracle_batch.restored is not None:  # its rows count once they have replaced others
-            live = [self.oracle.live(layer) for layer in self.groups.values()]
         if self.real.capacity is not None:
-            free = [self.oracle.live(layer) - self.oracle.needed(layer) for layer in self.groups.values()]
-            used = [n - reclaimable for n, reclaimable in zip(live, free, strict=True)]
-            assert self.real.utilization == max(used, default=0) / self.real.capacity
+            assert self.real.utilization == max(live, default=0) / self.real.capacity
 
     def teardown(self):
         if not hasattr(self, "views"):

@@ -125,37 +125,8 @@ def test_raw_rows_are_as_stored(name):
     assert all(np.array_equal(x[:, 2:5], y[:, :3]) for x, y in zip(other.gather(0), cache.gather(0), strict=True))
 
 
-def rotated(x, delta):
-    """What RoPE makes of keys [..., dim] that move by delta; f64."""
-    angles = delta * np.array(rope().inv_freq)
-    n = ROPE_DIM // 2
-    a, b = x[..., :n].astype(float), x[..., n : 2 * n].astype(float)
-    cos, sin = np.cos(angles), np.sin(angles)
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * n :]], -1)
-
-
 def rope():
     return kvcache.Rope(10_000.0 ** (-np.arange(0, ROPE_DIM, 2) / ROPE_DIM))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_keys_move(name):
-    k, v = rows(8, 64, 64)
-    cache = filled(k, v, name, rope=rope())
-    stored = by_head(through(k, name, 64))
-    cache.shift(0, None, 7)
-    moved = rotated(stored, 7)
-    np.testing.assert_allclose(cache.gather(0)[0], moved, atol=1e-4)
-    settled = hadamard(decoded(cache.gather(0, raw=True)[0], name), 64)  # what settling will store
-    step = np.abs(k).max() * STEPS[name]
-    np.testing.assert_allclose(settled, moved, atol=step)
-    cache.settle()
-    np.testing.assert_array_equal(cache.gather(0)[0], settled)
-    cache.shift(0, None, -3)
-    new = by_head(rows(2, 64, seed=1)[0])
-    cache.inject(0, 6, np.ascontiguousarray(new), np.ascontiguousarray(new))
-    np.testing.assert_allclose(cache.gather(0)[0][:, 2:4], new, atol=2 * step)
-    cache.validate()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -171,45 +142,6 @@ def test_a_function_moves_keys_as_given(name):
     cache.shift(0, None, 5)
     np.testing.assert_array_equal(np.concatenate(seen, 1), before[0])
     np.testing.assert_allclose(cache.gather(0)[0], -before[0], atol=np.abs(k).max() * STEPS[name])
-
-
-@pytest.mark.parametrize("isa", ISA_PARAMS)
-@pytest.mark.parametrize("tokens", [1, 30])
-@pytest.mark.parametrize(("k_name", "v_name"), [("q8_0", "q8_0"), ("q4_0", "q8_0"), ("f16", "q4_0"), ("q8_0", "f32")])
-def test_attention(monkeypatch, isa, tokens, k_name, v_name):
-    """Over what `dense` hands out; keys that moved, and not."""
-    monkeypatch.setenv("KVCACHE_ISA", isa)
-    k, v = rows(50, 128, 64)
-    q = np.random.default_rng(3).standard_normal((tokens, 4, 128)).astype(np.float32)
-    cache = new_cache(128, "f16", 64, k_dtype=k_name, v_dtype=v_name, rope=rope())
-    with cache.batch(50 - tokens) as batch:
-        batch.put(0, k[tokens:], v[tokens:])
-    for begin in (5, 9, 14):
-        cache.remove(begin, begin + 1)
-    with cache.batch(tokens) as batch:
-        out = batch.attend(0, q, k[:tokens], v[:tokens])
-        keys, values, mask = (x.astype(np.float64) for x in batch.dense(0))
-    scores = np.einsum("thd,hnd->thn", q, np.repeat(keys, 2, 0)) * 128**-0.5 + mask[:, None]
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    expected = np.einsum("thn,hnd->thd", weights / weights.sum(-1, keepdims=True), np.repeat(values, 2, 0))
-    assert np.linalg.norm(out - expected) / np.linalg.norm(expected) < 1e-4
-
-
-def test_latents():
-    """Values are the first elements of the keys, and transformed as these are."""
-    rng = np.random.default_rng(0)
-    cache = kvcache.KVCache(1, 1, 576, 64, v_head_dim=512, value_in_key=True, dtype="q8_0", **HADAMARD)
-    k = rng.standard_normal((9, 1, 576)).astype(np.float32)
-    q = rng.standard_normal((9, 3, 576)).astype(np.float32)
-    with cache.batch(9) as batch:
-        out = batch.attend(0, q, k, scale=0.05)
-    keys, values = cache.gather(0)
-    np.testing.assert_array_equal(keys, by_head(through(k, "q8_0", 64)))
-    np.testing.assert_array_equal(values, keys[..., :512])
-    scores = np.einsum("thd,nd->thn", q, keys[0].astype(float)) * 0.05
-    weights = np.exp(np.where(np.tri(9)[:, None] > 0, scores, -np.inf))
-    expected = np.einsum("thn,nd->thd", weights / weights.sum(-1, keepdims=True), values[0].astype(float))
-    np.testing.assert_allclose(out, expected, atol=5e-4)
 
 
 def test_layers_of_their_own():
@@ -229,15 +161,6 @@ def test_layers_of_their_own():
         for found, x in zip(cache.gather(layer), expected[layer], strict=True):
             np.testing.assert_array_equal(found, x)
     assert "q4_0/hadamard q4_0" in repr(cache)
-
-
-def test_unstored_sequences():
-    k, v = rows(4, 64, 64)
-    cache = new_cache(64, "q4_0", strategy="disabled")
-    with cache.batch(4) as batch:
-        out = batch.attend(0, np.zeros((4, HEADS, 64), np.float32), k, v)
-    expected = by_head(through(v, "q4_0", 64)).mean(1)
-    np.testing.assert_allclose(out[3], expected, atol=1e-4 * np.abs(v).max())
 
 
 @pytest.mark.parametrize(

@@ -344,30 +344,3 @@ def test_k_shift(run, cache):
     assert {span.delta for span in cache.spans(0)} == {0}
     check_keys(cache, k[[0, 3, 4, 5]], [0, -2, -2, -2])
     check_keys(cache, k, [0] * 6, seq_id=1)
-
-
-def test_a_shift_reaches_attention(cache):
-    """A query sees moved keys as if they had been stored there."""
-    k, v = store(cache, 8)
-    cache.remove(2, 5)
-    q, (new_k, new_v) = np.random.default_rng(5).standard_normal((1, 4, 8), np.float32), random_rows(1, seed=6)
-    with cache.batch(1) as batch:
-        out = [batch.attend(layer, q, new_k, new_v) for layer in range(2)]
-    cold = rotated(k[[0, 1, 5, 6, 7]].swapaxes(0, 1), [0, 0, -3, -3, -3]).swapaxes(0, 1).astype(np.float32)
-    cache.clear()
-    with cache.batch(5) as batch:
-        for layer in range(2):
-            batch.put(layer, cold, v[[0, 1, 5, 6, 7]])
-    with cache.batch(1) as batch:
-        for layer in range(2):
-            np.testing.assert_allclose(out[layer], batch.attend(layer, q, new_k, new_v), atol=1e-5)
-
-
-def test_quantised_keys_lose_nothing_by_shifts():
-    inv_freq = 10000.0 ** -(np.arange(0, 32, 2) / 32)
-    with KVCache(1, 1, 32, None, dtype="q8_0", rope=Rope(inv_freq)) as cache:
-        store(cache, 4)
-        before = cache.gather(0)[0]
-        for delta in (7, 1, -3, -5):
-            cache.shift(0, None, delta)
-        np.testing.assert_array_equal(cache.gather(0)[0], before)

@@ -109,13 +109,13 @@ def within_capacity(edit):
 
     def wrapper(self, *args, **kwargs):
         rows = [{s: [replace(r) for r in held] for s, held in layer.items()} for layer in self.rows]
-        lost, missing = ([dict(each) for each in table] for table in (self.lost, self.missing))
+        lost = [dict(each) for each in self.lost]
         result = edit(self, *args, **kwargs)
         batch = self.open_batch
-        pending = {i: len(batch.positions) if batch and i in batch.layers else 0 for i in self.layers}
+        pending = len(batch.positions) if batch else 0
         copied = [i for i in self.layers if self.slots_of(self.rows[i]) - self.slots_of(rows[i])]
-        if self.capacity is not None and any(self.needed(i) + pending[i] > self.capacity for i in copied):
-            self.rows, self.lost, self.missing = rows, lost, missing
+        if self.capacity is not None and any(self.live(i) + pending > self.capacity for i in copied):
+            self.rows, self.lost = rows, lost
             raise CacheFullError("capacity")
         return result
 
@@ -144,8 +144,6 @@ class KVCache:
         self.layers = [i for i in range(num_layers) if self.source[i] == i and self.keeps_tokens(i)]
         self.rows = [{} for _ in self.policy]  # layer -> {seq_id: [Row, in order of arrival]}
         self.lost = [{} for _ in self.policy]  # layer -> {seq_id: (begin, end): all evicted rows stood there}
-        self.missing = [{} for _ in self.policy]  # the same for rows that other layers have: it was not restored
-        self.pins = {}  # of retained sequences, {seq_id: how often it is pinned}, the least recently used first
         self.open_batch = None
 
     def keeps_tokens(self, layer):
@@ -155,7 +153,7 @@ class KVCache:
 
     @property
     def sequences(self):
-        return sorted({s for layer in self.layers for s, rows in self.rows[layer].items() if rows} - set(self.pins))
+        return sorted({s for layer in self.layers for s, rows in self.rows[layer].items() if rows})
 
     def held(self, layer, seq_id):
         return self.rows[self.source[layer]].get(seq_id, [])
@@ -185,20 +183,10 @@ class KVCache:
     def lost_at(self, layer, seq_id):
         return self.lost[layer].get(seq_id, (0, 0))
 
-    def missing_at(self, layer, seq_id):
-        return self.missing[layer].get(seq_id, (0, 0))
-
     def misses(self, position, seq_id, below=MAX_POSITION + 1):
-        """Return whether a query at this position would miss rows below another that were evicted, or not restored."""
-        for i in self.layers:
-            lowest = self.policy[i].lowest(position)
-            begin, end = self.lost_at(i, seq_id)
-            first, last = self.missing_at(i, seq_id)
-            if (begin < below and lowest < end) or (first < last and first < below and lowest < last):
-                return True
-            if first < last and first < below and self.policy[i].is_sink(first):
-                return True
-        return False
+        """Return whether a query at this position would miss evicted rows below another."""
+        lost = [(*self.lost_at(i, seq_id), self.policy[i].lowest(position)) for i in self.layers]
+        return any(begin < below and lowest < end for begin, end, lowest in lost)
 
     def can_resume(self, position, *, seq_id=0):
         return not self.layers or (position <= self.next_position(seq_id) and not self.misses(position, seq_id))
@@ -233,11 +221,6 @@ class KVCache:
         """How many slots the sequences hold in a layer, or these rows take; shared ones are counted once."""
         return len(self.slots_of(self.rows[layer] if held is None else held))
 
-    def needed(self, layer, held=None):
-        """How many of them cannot be reclaimed: what counts for `capacity`."""
-        held = self.rows[layer] if held is None else held
-        return self.live(layer, {s: rows for s, rows in held.items() if self.pins.get(s) != 0})
-
     @staticmethod
     def slots_of(held):
         return {id(r.slot) for rows in held.values() for r in rows}
@@ -256,11 +239,9 @@ class KVCache:
     def clear(self, seq_id=None):
         gone = self.known() if seq_id is None else {seq_id}
         self.check_idle(*gone)
-        for table in (*self.rows, *self.lost, *self.missing):
+        for table in (*self.rows, *self.lost):
             for s in gone:
                 table.pop(s, None)
-        for s in gone:
-            self.pins.pop(s, None)
 
     def keep(self, seq_id):
         gone = self.known() - {seq_id}
@@ -282,8 +263,7 @@ class KVCache:
         self.check_cut(src, length)
         shared = {i: [replace(r) for r in self.held(i, src) if r.position < length] for i in self.layers}
         lost = {i: removed(self.lost_at(i, src), length, MAX_POSITION + 1, False) for i in self.layers}
-        missing = {i: removed(self.missing_at(i, src), length, MAX_POSITION + 1, False) for i in self.layers}
-        self.become(dst, src, shared, lost, missing)
+        self.become(dst, src, shared, lost)
 
     def check_known(self, src):
         if not self.next_position(src) and not any(rows.get(src) for rows in self.rows):
@@ -295,39 +275,21 @@ class KVCache:
         self.check_idle(src, dst)
         self.check_known(src)
         shared = {i: [replace(r) for r in self.held(i, src)] for i in self.layers}
-        lost = {i: self.lost_at(i, src) for i in self.layers}
-        self.become(dst, src, shared, lost, {i: self.missing_at(i, src) for i in self.layers})
+        self.become(dst, src, shared, {i: self.lost_at(i, src) for i in self.layers})
 
-    def become(self, dst, src, shared, lost, missing):
+    def become(self, dst, src, shared, lost):
         self.clear(dst)
-        self.put_back(dst, shared, lost, missing)
+        self.put_back(dst, shared, lost)
         for i, policy in enumerate(self.policy):
             if isinstance(policy, CrossAttention) and src in self.rows[i]:
                 self.rows[i][dst] = self.rows[i][src]
-
-    @within_capacity
-    def restore(self, path, dst, *, saved_id):
-        """Restore what a sequence holds, which is what was saved, under another id."""
-        self.check_idle(dst)
-        slots = {}
-        held = {i: [replace(r) for r in self.held(i, saved_id)] for i in self.layers}
-        for row in (r for rows in held.values() for r in rows):
-            row.slot = slots.setdefault(id(row.slot), object())
-        lost = {i: self.lost_at(i, saved_id) for i in self.layers}
-        missing = {i: self.missing_at(i, saved_id) for i in self.layers}
-        encoded = [rows.get(saved_id) for rows in self.rows]
-        self.clear(dst)
-        self.put_back(dst, held, lost, missing)
-        for i, policy in enumerate(self.policy):
-            if isinstance(policy, CrossAttention) and encoded[i]:
-                self.rows[i][dst] = encoded[i]
 
     def share_range(self, src, dst, begin=0, end=None):
         if src == dst or begin < 0 or (end is not None and end < begin):
             raise ValueError("src and dst are the same sequence, or no range of positions")
         self.check_idle(src, dst)
         end = MAX_POSITION + 1 if end is None else end
-        rows, lost, missing = {}, {}, {}
+        rows, lost = {}, {}
         for i in self.layers:
             own, shared = self.held(i, dst), [r for r in self.held(i, src) if begin <= r.position < end]
             same = {(r.position, id(r.slot)) for r in own} & {(r.position, id(r.slot)) for r in shared}
@@ -335,8 +297,7 @@ class KVCache:
                 raise ValueError("dst holds another row at a position")
             rows[i] = own + [replace(r) for r in shared if (r.position, id(r.slot)) not in same]
             lost[i] = self.gone_with(i, dst, begin, end, self.lost_at(i, src), self.lost_at(i, dst))
-            missing[i] = self.gone_with(i, dst, begin, end, self.missing_at(i, src), self.missing_at(i, dst))
-        self.put_back(dst, rows, lost, missing)
+        self.put_back(dst, rows, lost)
         for i, policy in enumerate(self.policy):
             if isinstance(policy, CrossAttention) and src in self.rows[i] and begin < end:
                 self.rows[i].setdefault(dst, self.rows[i][src])
@@ -369,12 +330,11 @@ class KVCache:
         if end is None or end >= self.next_position(seq_id):
             self.check_cut(seq_id, begin)
         had = self.next_position(seq_id) or (begin == 0 and end != 0)
-        kept, lost, missing = {}, {}, {}
+        kept, lost = {}, {}
         for i in self.layers:
             kept[i] = [r for r in self.held(i, seq_id) if r.position < begin or (end is not None and r.position >= end)]
             lost[i] = removed(self.lost_at(i, seq_id), begin, MAX_POSITION + 1 if end is None else end, shift)
-            missing[i] = removed(self.missing_at(i, seq_id), begin, MAX_POSITION + 1 if end is None else end, shift)
-        self.put_back(seq_id, kept, lost, missing)
+        self.put_back(seq_id, kept, lost)
         self.end_without_tokens(seq_id, had)
         if moves and begin < end:
             self.move(end, None, seq_id, lambda p: p + begin - end, move_lost=False, rewrites=self.rewrites)
@@ -459,7 +419,7 @@ class KVCache:
             return (min(places), max(places) + 1) if places else (0, 0)
 
         had = self.next_position(seq_id)
-        moved, lost, missing = {}, {}, {}
+        moved, lost = {}, {}
         for i in self.layers:
             moved[i] = []
             for r in self.held(i, seq_id):
@@ -470,8 +430,8 @@ class KVCache:
                 if rewrites and inside(r.position):
                     row = replace(self.settled(i, row, False), slot=object())
                 moved[i].append(row)
-            lost[i], missing[i] = gone_to(*self.lost_at(i, seq_id)), gone_to(*self.missing_at(i, seq_id))
-        self.put_back(seq_id, moved, lost, missing)
+            lost[i] = gone_to(*self.lost_at(i, seq_id))
+        self.put_back(seq_id, moved, lost)
         self.end_without_tokens(seq_id, had)
 
     def end_without_tokens(self, seq_id, had):
@@ -479,69 +439,50 @@ class KVCache:
         if had and not self.next_position(seq_id):
             self.clear(seq_id)
 
-    def put_back(self, seq_id, rows, lost, missing):
+    def put_back(self, seq_id, rows, lost):
         """A sequence that has no rows and has lost none is forgotten."""
         stays = any(rows.values()) or any(end for _, end in lost.values())
         for i in self.layers:
-            for table, value in ((self.rows, rows[i]), (self.lost, lost[i]), (self.missing, missing[i])):
+            for table, value in ((self.rows, rows[i]), (self.lost, lost[i])):
                 if stays:
                     table[i][seq_id] = value
                 else:
                     table[i].pop(seq_id, None)
 
-    def note_restored(self, seq_id, layers):
-        """Note what a window let go before the rows that were restored, and what one layer lacks and another has."""
-        held = {i: {r.position for r in self.held(i, seq_id)} for i in self.layers}
-        for i in layers:
-            seen = range(self.policy[i].lowest(max(held[i], default=-1) + 1))
-            gone = [p for p in seen if p not in held[i] and not self.policy[i].is_sink(p)]
-            self.lost[i][seq_id] = (min(gone), max(gone) + 1) if gone else (0, 0)
-        for i in self.layers:
-            first, last = self.lost_at(i, seq_id)
-            lacks = [p for p in set().union(*held.values()) - held[i] if not first <= p < last]
-            self.missing[i][seq_id] = (min(lacks), max(lacks) + 1) if lacks else (0, 0)
-
-    def fit(self, positions, seq_ids, restored=None):
+    def fit(self, positions, seq_ids):
         """Return what every sequence keeps in each layer once these tokens begin; raise if they do not fit."""
-        holding = {s for layer in self.rows for s, rows in layer.items() if rows} - set(self.pins)
+        holding = {s for layer in self.rows for s, rows in layer.items() if rows}
         if self.max_sequences is not None and len(holding | set(seq_ids)) > self.max_sequences:
             raise CacheFullError("max_sequences")
-        low = {s: min([self.next_position(s), *self.first_missing(s)]) for s in self.sequences}
+        low = {s: self.next_position(s) for s in self.sequences}
         for p, s in zip(positions, seq_ids, strict=True):
             low[s] = min(low.get(s, p), p)
         kept = [{} for _ in self.rows]
         for i in self.layers:
             for s, rows in self.rows[i].items():
                 kept[i][s] = self.retained(i, rows, low.get(s, 0))
-            if restored is not None and i not in restored:
-                continue
-            stay = kept[i] if restored is None else {s: rows for s, rows in kept[i].items() if s not in seq_ids}
             counted = len(positions)
             for s in set(seq_ids) if self.max_seq_len is not None else ():
-                left = self.max_seq_len - len(stay.get(s, []))
+                left = self.max_seq_len - len(kept[i].get(s, []))
                 fed = [p for p, seq_id in zip(positions, seq_ids, strict=True) if seq_id == s]
-                if restored is None and self.stays_within(i, s, fed):
+                if self.stays_within(i, s, fed):
                     counted -= 0 if self.own_capacity else max(0, len(fed) - left)
                 elif len(fed) > left:
                     raise CacheFullError("max_seq_len")
-            if self.capacity is not None and self.needed(i, stay) + counted > self.capacity:
+            if self.capacity is not None and self.live(i, kept[i]) + counted > self.capacity:
                 raise CacheFullError("capacity")
         return kept
 
     def stays_within(self, layer, seq_id, fed):
         """Whether a layer holds at most `max_seq_len` rows once these tokens are committed, however many they are."""
         rows = [r.position for r in self.held(layer, seq_id)]
-        low = min([self.next_position(seq_id), *self.first_missing(seq_id)])
-        rising = all(a < b for line in (rows, [low - 1, *fed]) for a, b in itertools.pairwise(line))
-        return rising and low == self.next_position(seq_id) and self.policy[layer].most_rows <= self.max_seq_len
-
-    def first_missing(self, seq_id):
-        """Return where each layer that was not restored begins to lack rows."""
-        return [first for first, last in (self.missing_at(i, seq_id) for i in self.layers) if first < last]
+        lines = rows, [self.next_position(seq_id) - 1, *fed]
+        rising = all(a < b for line in lines for a, b in itertools.pairwise(line))
+        return rising and self.policy[layer].most_rows <= self.max_seq_len
 
     def evict_behind(self, seq_id):
         """Evict what a query in the place of a sequence's last token would not see."""
-        low = max(0, min([self.next_position(seq_id), *self.first_missing(seq_id)]) - 1)
+        low = max(0, self.next_position(seq_id) - 1)
         kept = [{} for _ in self.rows]
         for i in self.layers:
             if seq_id in self.rows[i]:
@@ -585,90 +526,9 @@ class KVCache:
         if self.open_batch:
             raise CacheBusyError("a batch is open")
 
-    # ---- retained sequences
-
-    def retain(self, src, seq_id, begin, end):
-        """Retain rows of a sequence, those of the open batch, too: all must be put by then."""
-        if any(rows.get(seq_id) for rows in self.rows):
-            raise ValueError("seq_id holds rows")
-        rows, batch = {}, self.open_batch
-        for i in self.layers:
-            added = batch.rows[i] if batch and i in batch.layers else []
-            own = [r for r, s in zip(added, batch.seq_ids if added else [], strict=True) if s == src]
-            rows[i] = [replace(r) for r in self.held(i, src) + own if begin <= r.position < end]
-        if not any(rows.values()):
-            return
-        self.put_back(seq_id, rows, dict.fromkeys(rows, (0, 0)), dict.fromkeys(rows, (0, 0)))
-        for i in self.layers:
-            self.lost[i][seq_id] = self.gone_with(i, seq_id, begin, end, self.lost_at(i, src), (0, 0))
-        self.pins[seq_id] = 0
-
-    def touch(self, seq_ids):
-        for s in reversed(seq_ids):
-            if s in self.pins:
-                self.pins[s] = self.pins.pop(s)
-
-    def pin(self, seq_ids, pinned):
-        for s in seq_ids:
-            if s in self.pins:
-                self.pins[s] = max(0, self.pins[s] + (1 if pinned else -1))
-
-    def attach(self, seq_ids, dst, length):
-        """Share what retained sequences hold with dst, as far as it can go on behind it; return how far that is."""
-        self.check_idle(dst)
-        last = -1
-        for s in (s for s in seq_ids if s in self.pins):
-            if self.first_position(s) <= last:
-                raise ValueError("rows of one do not stand behind those of the ones before")
-            last = self.last_position(s)
-        if any(rows.get(dst) for rows in self.rows):
-            raise ValueError("dst holds rows")
-        self.touch(seq_ids)
-        have = {i: {r.position for s in seq_ids for r in self.held(i, s)} for i in self.layers}
-        matched = min(length, max(map(self.next_position, seq_ids), default=0))
-        while any(
-            (p >= policy.lowest(matched) or policy.is_sink(p)) and p not in have[i]
-            for i, policy in ((i, self.policy[i]) for i in self.layers)
-            for p in range(matched)
-        ):
-            matched -= 1
-        if matched:
-            gaps = {i: self.gap_of(i, have[i], matched) for i in self.layers}
-            rows = {i: [] for i in self.layers}
-            for i, (begin, end) in gaps.items():
-                for s in seq_ids:
-                    mine = [replace(r) for r in self.held(i, s) if r.position < matched]
-                    rows[i] += [r for r in mine if r.position < begin] + [r for r in mine if r.position >= end]
-            self.clear(dst)
-            self.put_back(dst, rows, gaps, dict.fromkeys(rows, (0, 0)))
-        return matched
-
-    def gap_of(self, layer, have, length):
-        """Return where rows are left out of what goes on at `length`: none sees them, or one is missing behind them."""
-        policy, end = self.policy[layer], length
-        if type(policy) is FullAttention:
-            return 0, 0
-        while end > 0 and end - 1 in have and (end - 1 >= policy.retained(length) or policy.is_sink(end - 1)):
-            end -= 1
-        begin = getattr(policy, "num_sink_tokens", 0)
-        return (begin, end) if begin < end else (0, 0)
-
-    def forget_reclaimed(self, left, seq_len):
-        """Forget what the cache has reclaimed: sequences, or their rows in layers that do not see everything."""
-        for s in set(self.pins) - set(left):
-            assert not self.pins[s], f"{s} is pinned"
-            self.clear(s)
-        for i in self.layers:
-            for s in self.pins:
-                if self.held(i, s) and not seq_len(s, i):
-                    assert not self.pins[s]
-                    assert type(self.policy[i]) is not FullAttention
-                    self.lost[i][s] = self.first_position(s, layer=i), self.last_position(s, layer=i) + 1
-                    self.rows[i][s] = []
-
     # ---- a forward pass
 
-    def batch(self, n=None, *, positions=None, seq_ids=None, parents=None, restored=None):
+    def batch(self, n=None, *, positions=None, seq_ids=None, parents=None):
         if n is not None:
             first = self.next_position(0)
             if n > min(self.max_seq_len or n, self.capacity or n) and not any(
@@ -676,43 +536,27 @@ class KVCache:
             ):
                 raise CacheFullError("more than there is ever room for")
             positions = range(first, first + n)
-        return Batch(self, list(positions), list(seq_ids or [0] * len(positions)), parents, restored)
+        return Batch(self, list(positions), list(seq_ids or [0] * len(positions)), parents)
 
 
 class Batch:
-    def __init__(self, cache, positions, seq_ids, parents, restored):
+    def __init__(self, cache, positions, seq_ids, parents):
         self.cache, self.positions, self.seq_ids, self.parents = cache, positions, seq_ids, parents
-        self.restored = restored  # the layers that it restores; None: it is an ordinary batch
-        self.layers = [i for i in cache.layers if restored is None or i in restored]  # where its tokens get rows
         if not positions or len(positions) != len(seq_ids) or min(positions) < 0 or max(positions) > MAX_POSITION:
             raise ValueError("no token, not a sequence for each, or a bad position")
         for t, parent in enumerate(parents or []):
             if not (parent == -1 or (0 <= parent < t and seq_ids[parent] == seq_ids[t])):
                 raise ValueError("no parent")
-        if restored is not None:
-            self.check_restored()
         if cache.open_batch:
             raise CacheBusyError("a batch is open")
-        if restored is not None and cache.capacity is not None and cache.layers and len(positions) > cache.capacity:
-            raise CacheFullError("capacity")
         for p, s in zip(positions, seq_ids, strict=True):
-            if restored is None and cache.misses(p, s):
-                raise RowsGoneError(f"position {p} of sequence {s} sees rows that were evicted, or not restored")
-        cache.evict(cache.fit(positions, seq_ids, restored))  # nothing can fail from here on
+            if cache.misses(p, s):
+                raise RowsGoneError(f"position {p} of sequence {s} sees rows that were evicted")
+        cache.evict(cache.fit(positions, seq_ids))  # nothing can fail from here on
         self.rows = [[None] * len(positions) for _ in cache.rows]
         self.slots = [object() for _ in positions]
         self.encoded = [{} for _ in cache.rows]  # cross-attention layers: {seq_id: rows}
         cache.open_batch = self
-
-    def check_restored(self):
-        cache = self.cache
-        own = [i for i in range(len(cache.policy)) if cache.source[i] == i and cache.policy[i] is not None]
-        if not set(own) & set(self.restored):
-            raise ValueError("no layer with rows of its own is restored")
-        if any(cache.policy[i] in [cache.policy[j] for j in self.layers] for i in cache.layers if i not in self.layers):
-            raise ValueError("layers of one policy are restored together")
-        if self.parents:
-            raise ValueError("trees")
 
     @property
     def open(self):
@@ -722,8 +566,6 @@ class Batch:
         policy = self.cache.policy[layer]
         if self.cache.source[layer] != layer or policy is None:
             raise ValueError("no rows of its own")
-        if self.restored is not None and layer not in self.restored:
-            raise ValueError("not restored")
         v = k[..., : self.cache.dims[1]] if v is None else v
         if isinstance(policy, CrossAttention):
             self.put_encoded(layer, k, v, seq_id)
@@ -774,8 +616,6 @@ class Batch:
         """k, v [num_kv_heads, n, dim], mask [tokens, n]; the rows of each sequence in order of position."""
         if not self.open:
             raise ValueError("the batch has ended")
-        if self.restored is not None:
-            raise ValueError("nothing attends in a batch that restores")
         n = len(self.positions)
         non_causal = [non_causal is True] * n if non_causal in (None, True) else non_causal
         all_rows = []
@@ -811,22 +651,16 @@ class Batch:
             raise ValueError("a token is kept twice")
         if not all(0 <= j < len(self.seq_ids) for j in keep):
             raise IndexError("no such token")
-        if any(self.rows[i][j] is None for i in self.layers for j in keep):
+        if any(self.rows[i][j] is None for i in self.cache.layers for j in keep):
             raise ValueError("a token was not put in some layer")
-        replaced = {self.seq_ids[j] for j in keep} if self.restored is not None else ()
-        for s in replaced:
-            for i in self.layers:
-                self.cache.rows[i].pop(s, None)
-        for j in sorted(keep, key=lambda j: (0 if self.restored is None else self.positions[j], j)):
+        for j in sorted(keep):
             s = self.seq_ids[j]
-            for i in self.layers:
+            for i in self.cache.layers:
                 self.cache.rows[i].setdefault(s, []).append(self.rows[i][j])
                 self.cache.lost[i].setdefault(s, (0, 0))
             for i, encoded in enumerate(self.encoded):
                 if s in encoded:
                     self.cache.rows[i][s] = encoded[s]
-        for s in replaced:
-            self.cache.note_restored(s, self.layers)
         self.cache.open_batch = None
         for s in set(self.seq_ids):
             self.cache.evict_behind(s)
