@@ -754,14 +754,10 @@ static void test_bad_arguments(void)
 {
     const kvc_layer layers[] = {{.num_kv_heads = 2, .k_dim = 4, .v_dim = 4},
                                 {.num_kv_heads = 2, .k_dim = 8, .v_dim = 4}};
-    const kvc_config config = {.struct_size = sizeof config,
-                               .layers = layers,
-                               .layer_size = sizeof *layers,
-                               .num_layers = 2};
     const pass p = {.n = 3, .positions = {5, 3, 4}, .rows = {0, 1, 2}};
     scene s = plain_scene(2, 2, 4, 0, 3);
     stage st = {.scene = &s, .num_tokens = 3, .row_of = {0, 1, 2}};
-    CHECK(kvc_cache_new(&config, &st.cache) == KVC_OK);
+    st.cache = cache_of(layers, 2, (kvc_config){0});
     CHECK(kvc_begin(st.cache, p.n, p.positions, p.ids, NULL, &st.batch) == KVC_OK);
     question a = question_new(&st, 0, 0, 3);
     test_bad_plans(&st, &a);

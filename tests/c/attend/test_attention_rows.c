@@ -44,17 +44,6 @@ typedef struct stage {
     int32_t positions[MAX_MEMBERS * MAX_NEW], parents[MAX_MEMBERS * MAX_NEW];
 } stage;
 
-/* An element of [-1, 1). */
-static float content(int64_t id, int row, int what, int head, int d)
-{
-    uint32_t x = (uint32_t)row * 0x9e3779b1u + (uint32_t)(id * 4 + what) * 0x7feb352du +
-                 (uint32_t)(head * 1024 + d) * 0x85ebca6bu;
-    x = (x ^ x >> 16) * 0x21f0aaadu;
-    x = (x ^ x >> 15) * 0x735a2d97u;
-    x ^= x >> 15;
-    return (float)(x >> 8) * 0x1p-23f - 1;
-}
-
 /* ---- storing it -------------------------------------------------------------------------------------------------- */
 
 /* Rows of some tokens, as kvc_put takes them. */
@@ -64,20 +53,11 @@ static void put(kvc_batch *batch, const scene *s, int n, const int64_t *ids, con
     float *k = malloc((size_t)(n * heads * k_dim) * sizeof *k), *v = malloc((size_t)(n * heads * v_dim) * sizeof *v);
     for (int i = 0; i < n * heads; i++) {
         for (int d = 0; d < k_dim; d++)
-            k[i * k_dim + d] = content(ids[i / heads], rows[i / heads], 0, i % heads, d);
+            k[i * k_dim + d] = element_of(0, ids[i / heads], rows[i / heads], i % heads * 1024 + d);
         for (int d = 0; d < v_dim; d++)
-            v[i * v_dim + d] = content(ids[i / heads], rows[i / heads], 1, i % heads, d);
+            v[i * v_dim + d] = element_of(1, ids[i / heads], rows[i / heads], i % heads * 1024 + d);
     }
-    const kvc_put_args args = {.struct_size = sizeof args,
-                               .first = first,
-                               .num_tokens = n,
-                               .k = k,
-                               .v = s->layer.value_in_key ? NULL : v,
-                               .k_token_stride = (int64_t)sizeof *k * heads * k_dim,
-                               .k_head_stride = (int64_t)sizeof *k * k_dim,
-                               .v_token_stride = (int64_t)sizeof *v * heads * v_dim,
-                               .v_head_stride = (int64_t)sizeof *v * v_dim};
-    CHECKF(kvc_put(batch, 0, &args) == KVC_OK, "%s", kvc_last_error());
+    put_floats(batch, 0, first, n, heads, k_dim, v_dim, k, s->layer.value_in_key ? NULL : v);
     free(k);
     free(v);
 }
@@ -138,14 +118,9 @@ static void list_tokens(stage *st)
 static stage stage_new(const scene *s, const setting *how)
 {
     stage st = {.scene = s};
-    const kvc_config config = {.struct_size = sizeof config,
-                               .layers = &s->layer,
-                               .layer_size = sizeof s->layer,
-                               .num_layers = 1,
-                               .block_size = how->block_size,
-                               .num_threads = how->num_threads,
-                               .allocator = how->allocator};
-    CHECKF(kvc_cache_new(&config, &st.cache) == KVC_OK, "%s", kvc_last_error());
+    st.cache = cache_of(&s->layer, 1,
+                        (kvc_config){.block_size = how->block_size, .num_threads = how->num_threads,
+                                     .allocator = how->allocator});
     store(s, how, st.cache);
     for (int m = 0; m < s->num_members; m++)
         move_apart(s, st.cache, m);
@@ -179,7 +154,7 @@ static kvc_status attend(const stage *st, const uint8_t *non_causal, answers *a)
     for (int t = 0; t < st->n; t++)
         for (int h = 0; h < s->num_heads; h++)
             for (int d = 0; d < s->layer.k_dim; d++)
-                q[t][h][d] = content(st->ids[t], st->rows[t], 2, h, d);
+                q[t][h][d] = element_of(2, st->ids[t], st->rows[t], h * 1024 + d);
     const kvc_plan_args plan = {.struct_size = sizeof plan, .num_heads = s->num_heads, .non_causal = non_causal};
     const kvc_attend_args args = {.struct_size = sizeof args,
                                   .q = q,
@@ -228,10 +203,11 @@ static void add_new(const stage *st, int t, rows *r)
     r->tokens[r->num] = t;
     for (int h = 0; h < layer->num_kv_heads; h++) {
         for (int d = 0; d < layer->k_dim; d++)
-            r->k[r->num][h][d] = content(st->ids[t], st->rows[t], 0, h, d);
+            r->k[r->num][h][d] = element_of(0, st->ids[t], st->rows[t], h * 1024 + d);
         through(layer->k_type, layer->k_transform, 1024, layer->k_dim, r->k[r->num][h]);
         for (int d = 0; d < layer->v_dim; d++)
-            r->v[r->num][h][d] = layer->value_in_key ? r->k[r->num][h][d] : content(st->ids[t], st->rows[t], 1, h, d);
+            r->v[r->num][h][d] = layer->value_in_key ? r->k[r->num][h][d]
+                                                     : element_of(1, st->ids[t], st->rows[t], h * 1024 + d);
         if (!layer->value_in_key)
             through(layer->v_type, layer->v_transform, 64, layer->v_dim, r->v[r->num][h]);
     }
@@ -276,7 +252,7 @@ static void check_head(const stage *st, const rows *r, int t, int h, const answe
     for (int i = 0; i < r->num; i++) {
         scores[i] = 0;
         for (int d = 0; d < s->layer.k_dim; d++)
-            scores[i] += (double)content(st->ids[t], st->rows[t], 2, h, d) * r->k[i][kv][d];
+            scores[i] += (double)element_of(2, st->ids[t], st->rows[t], h * 1024 + d) * r->k[i][kv][d];
         scores[i] *= s->scale ? (double)s->scale : 1 / sqrt(s->layer.k_dim);
         scores[i] = sees(st, t, r->positions[i], r->tokens[i]) ? scores[i] : -INFINITY;
         top = fmax(top, scores[i]);

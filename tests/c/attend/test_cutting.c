@@ -28,16 +28,6 @@ typedef struct grove {
 
 /* ---- storing it ------------------------------------------------------------------------------------------------- */
 
-/* A number of [-1, 1). */
-static float element(int what, int branch, int row, int head, int d)
-{
-    uint32_t x = (uint32_t)row * 0x9e3779b1u + (uint32_t)(branch * 4 + what) * 0x7feb352du +
-                 (uint32_t)(head * K_DIM + d) * 0x85ebca6bu;
-    x = (x ^ x >> 16) * 0x21f0aaadu;
-    x = (x ^ x >> 15) * 0x735a2d97u;
-    return (float)((x ^ x >> 15) >> 8) * 0x1p-23f - 1;
-}
-
 /* Tokens of one pass; row and branch say what they hold. */
 typedef struct pass {
     int n;
@@ -62,21 +52,13 @@ static kvc_batch *put_pass(kvc_cache *cache, const pass *p, int is_tree)
     float *v = malloc((size_t)(p->n * HEADS * V_DIM) * sizeof *v);
     for (int i = 0; i < p->n * HEADS; i++) {
         for (int d = 0; d < K_DIM; d++)
-            k[i * K_DIM + d] = element(0, p->branches[i / HEADS], p->rows[i / HEADS], i % HEADS, d);
+            k[i * K_DIM + d] = element_of(0, p->branches[i / HEADS], p->rows[i / HEADS], i % HEADS * K_DIM + d);
         for (int d = 0; d < V_DIM; d++)
-            v[i * V_DIM + d] = element(1, p->branches[i / HEADS], p->rows[i / HEADS], i % HEADS, d);
+            v[i * V_DIM + d] = element_of(1, p->branches[i / HEADS], p->rows[i / HEADS], i % HEADS * K_DIM + d);
     }
-    const kvc_put_args args = {.struct_size = sizeof args,
-                               .num_tokens = p->n,
-                               .k = k,
-                               .v = v,
-                               .k_token_stride = HEADS * K_DIM * (int64_t)sizeof *k,
-                               .k_head_stride = K_DIM * sizeof *k,
-                               .v_token_stride = HEADS * V_DIM * (int64_t)sizeof *v,
-                               .v_head_stride = V_DIM * sizeof *v};
     CHECKF(kvc_begin(cache, p->n, p->positions, p->ids, is_tree ? p->parents : NULL, &batch) == KVC_OK, "%s",
            kvc_last_error());
-    CHECKF(kvc_put(batch, 0, &args) == KVC_OK, "%s", kvc_last_error());
+    put_floats(batch, 0, 0, p->n, HEADS, K_DIM, V_DIM, k, v);
     free(k);
     free(v);
     return batch;
@@ -121,14 +103,7 @@ static kvc_cache *new_cache(const grove *g)
     layer.num_kv_heads = HEADS;
     layer.k_dim = K_DIM;
     layer.v_dim = V_DIM;
-    const kvc_config config = {.struct_size = sizeof config,
-                               .layers = &layer,
-                               .layer_size = sizeof layer,
-                               .num_layers = 1,
-                               .block_size = g->block_size ? g->block_size : 16};
-    kvc_cache *cache = NULL;
-    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
-    return cache;
+    return cache_of(&layer, 1, (kvc_config){.block_size = g->block_size ? g->block_size : 16});
 }
 
 /* ---- attending -------------------------------------------------------------------------------------------------- */
@@ -160,7 +135,7 @@ static void ask(stage *st)
     st->lse = malloc((size_t)(n * heads * f32));
     for (int i = 0; i < n * heads * K_DIM; i++) {
         const int t = i / K_DIM / (int)heads;
-        st->q[i] = 2 * element(2, st->tokens.branches[t], st->tokens.rows[t], i / K_DIM % (int)heads, i % K_DIM);
+        st->q[i] = 2 * element_of(2, st->tokens.branches[t], st->tokens.rows[t], i % ((int)heads * K_DIM));
     }
     st->plan = (kvc_plan_args){.struct_size = sizeof st->plan, .num_heads = (int32_t)heads, .num_threads = 1};
     st->args = (kvc_attend_args){.struct_size = sizeof st->args,
@@ -599,15 +574,8 @@ static kvc_batch *put_any(kvc_cache *cache, int num_ids, const int32_t *counts)
         }
     for (int i = 0; i < n * HEADS * K_DIM; i++)
         rows[i / K_DIM / HEADS][i / K_DIM % HEADS][i % K_DIM] = random_float();
-    const kvc_put_args args = {.struct_size = sizeof args,
-                               .k = rows,
-                               .v = rows,
-                               .k_token_stride = sizeof *rows,
-                               .k_head_stride = sizeof **rows,
-                               .v_token_stride = sizeof *rows,
-                               .v_head_stride = sizeof **rows};
     CHECKF(kvc_begin(cache, n, positions, ids, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
-    CHECKF(kvc_put(batch, 0, &args) == KVC_OK, "%s", kvc_last_error());
+    put_floats(batch, 0, 0, n, HEADS, K_DIM, V_DIM, rows, rows);
     return batch;
 }
 
@@ -626,10 +594,7 @@ static kvc_cache *tangle(kvc_policy policy)
                              .v_dim = V_DIM,
                              .policy = policy,
                              .rope = {.kind = KVC_ROPE_FREQUENCIES, .num_freqs = K_DIM / 2, .inv_freq = inv_freq}};
-    const kvc_config config = {
-        .struct_size = sizeof config, .layers = &layer, .layer_size = sizeof layer, .num_layers = 1, .block_size = 48};
-    kvc_cache *cache = NULL;
-    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
+    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.block_size = 48});
     for (int i = 0; i < TANGLE_STEPS; i++) {
         const int s = random_int(0, TANGLED), other = (s + random_int(1, TANGLED)) % TANGLED, what = random_int(0, 9);
         const int32_t last = kvc_last_position(cache, s), at = last > 0 ? random_int(0, last + 1) : 0;
@@ -794,13 +759,7 @@ static kvc_cache *shape_cache(const shape *s)
 {
     const kvc_layer layer = {
         .num_kv_heads = s->num_kv_heads, .k_dim = 1, .v_dim = 1, .k_type = KVC_F16, .v_type = KVC_F16};
-    const kvc_config config = {.struct_size = sizeof config,
-                               .layers = &layer,
-                               .layer_size = sizeof layer,
-                               .num_layers = 1,
-                               .block_size = 4096};
-    kvc_cache *cache = NULL;
-    CHECK(kvc_cache_new(&config, &cache) == KVC_OK);
+    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.block_size = 4096});
     for (int i = 0; i < s->num; i++) {
         if (i && s->shared)
             CHECK(kvc_copy_prefix(cache, 0, i, s->shared) == KVC_OK);

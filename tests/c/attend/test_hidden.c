@@ -41,15 +41,6 @@ typedef struct answers {
 
 /* ---- what rows hold ---------------------------------------------------------------------------------------------- */
 
-/* A number of [-1, 1). */
-static float element(int what, int64_t id, int32_t position, int d)
-{
-    uint32_t x = (uint32_t)position * 0x9e3779b1u + (uint32_t)(id * 4 + what) * 0x7feb352du + (uint32_t)d * 0x85ebca6bu;
-    x = (x ^ x >> 16) * 0x21f0aaadu;
-    x = (x ^ x >> 15) * 0x735a2d97u;
-    return (float)((x ^ x >> 15) >> 8) * 0x1p-23f - 1;
-}
-
 static int is_hidden(const scene *s, int64_t id, int32_t position)
 {
     for (int32_t i = 0; i < s->num_hidden; i++)
@@ -72,20 +63,11 @@ static void put(kvc_batch *batch, const scene *s, int first, int n, const int64_
     float *k = malloc((size_t)(n * k_row) * sizeof *k), *v = malloc((size_t)(n * v_row) * sizeof *v);
     for (int t = 0; t < n; t++) {
         for (int d = 0; d < k_row; d++)
-            k[t * k_row + d] = spoilt[t] ? NAN : element(KEYS, ids[t], positions[t], d);
+            k[t * k_row + d] = spoilt[t] ? NAN : element_of(KEYS, ids[t], positions[t], d);
         for (int d = 0; d < v_row; d++)
-            v[t * v_row + d] = spoilt[t] ? INFINITY : element(VALUES, ids[t], positions[t], d);
+            v[t * v_row + d] = spoilt[t] ? INFINITY : element_of(VALUES, ids[t], positions[t], d);
     }
-    const kvc_put_args args = {.struct_size = sizeof args,
-                               .first = first,
-                               .num_tokens = n,
-                               .k = k,
-                               .v = v,
-                               .k_token_stride = k_row * (int64_t)sizeof *k,
-                               .k_head_stride = s->layer.k_dim * (int64_t)sizeof *k,
-                               .v_token_stride = v_row * (int64_t)sizeof *v,
-                               .v_head_stride = s->layer.v_dim * (int64_t)sizeof *v};
-    CHECKF(kvc_put(batch, 0, &args) == KVC_OK, "%s", kvc_last_error());
+    put_floats(batch, 0, first, n, heads, s->layer.k_dim, s->layer.v_dim, k, v);
     free(k);
     free(v);
 }
@@ -138,15 +120,8 @@ static kvc_cache *new_cache(scene *s, const kvc_allocator *allocator)
     s->layer.v_dim = 64;
     s->group = s->group ? s->group : 2;
     s->members = s->members ? s->members : 1;
-    const kvc_config config = {.struct_size = sizeof config,
-                               .layers = &s->layer,
-                               .layer_size = sizeof s->layer,
-                               .num_layers = 1,
-                               .block_size = s->block_size ? s->block_size : 16,
-                               .allocator = allocator};
-    kvc_cache *cache = NULL;
-    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
-    return cache;
+    return cache_of(&s->layer, 1,
+                    (kvc_config){.block_size = s->block_size ? s->block_size : 16, .allocator = allocator});
 }
 
 /* Opens the batch, and puts its tokens.  without: those that are hidden are no tokens of it. */
@@ -195,7 +170,7 @@ static answers answers_new(const scene *s, const stage *st, int first)
     a.lse = malloc((size_t)(a.n * heads) * sizeof *a.lse);
     for (int t = 0; t < a.n; t++)
         for (int d = 0; d < row; d++)
-            a.q[t * row + d] = element(QUERIES, st->ids[first + t], st->positions[first + t], d);
+            a.q[t * row + d] = element_of(QUERIES, st->ids[first + t], st->positions[first + t], d);
     return a;
 }
 

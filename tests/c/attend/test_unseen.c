@@ -21,15 +21,6 @@ typedef struct scene {
     const float *alibi;
 } scene;
 
-/* Returns a number of [-1, 1). */
-static float element(int what, int64_t id, int32_t position, int d)
-{
-    uint32_t x = (uint32_t)position * 0x9e3779b1u + (uint32_t)(id * 4 + what) * 0x7feb352du + (uint32_t)d * 0x85ebca6bu;
-    x = (x ^ x >> 16) * 0x21f0aaadu;
-    x = (x ^ x >> 15) * 0x735a2d97u;
-    return (float)((x ^ x >> 15) >> 8) * 0x1p-23f - 1;
-}
-
 /* Puts n tokens; bad: the position whose rows are no numbers, or -1. */
 static void put(kvc_batch *batch, int n, const int64_t *ids, const int32_t *positions, int32_t bad, float number)
 {
@@ -37,17 +28,10 @@ static void put(kvc_batch *batch, int n, const int64_t *ids, const int32_t *posi
     for (int t = 0; t < n; t++)
         for (int d = 0; d < KV_HEADS * DIM; d++) {
             const int is_bad = positions[t] == bad && ids[t] == 0;
-            k[t][d / DIM][d % DIM] = is_bad && d % 7 == 3 ? number : element(0, ids[t], positions[t], d);
-            v[t][d / DIM][d % DIM] = is_bad && d % 5 == 2 ? number : element(1, ids[t], positions[t], d);
+            k[t][d / DIM][d % DIM] = is_bad && d % 7 == 3 ? number : element_of(0, ids[t], positions[t], d);
+            v[t][d / DIM][d % DIM] = is_bad && d % 5 == 2 ? number : element_of(1, ids[t], positions[t], d);
         }
-    const kvc_put_args args = {.struct_size = sizeof args,
-                               .k = k,
-                               .v = v,
-                               .k_token_stride = sizeof *k,
-                               .k_head_stride = sizeof **k,
-                               .v_token_stride = sizeof *v,
-                               .v_head_stride = sizeof **v};
-    CHECKF(kvc_put(batch, 0, &args) == KVC_OK, "%s", kvc_last_error());
+    put_floats(batch, 0, 0, n, KV_HEADS, DIM, DIM, k, v);
 }
 
 typedef struct answers {
@@ -76,11 +60,8 @@ static void compute(const scene *s, int32_t bad, float number, answers *a)
     int32_t positions[TOTAL * SEQUENCES], parents[TOTAL * SEQUENCES];
     const kvc_layer layer = {.num_kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM, .k_type = s->type,
                              .v_type = s->type, .policy = s->policy};
-    const kvc_config config = {.struct_size = sizeof config, .layers = &layer, .layer_size = sizeof layer,
-                               .num_layers = 1, .block_size = 48, .num_threads = 1};
-    kvc_cache *cache = NULL;
     kvc_batch *batch = NULL;
-    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
+    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.block_size = 48, .num_threads = 1});
     for (int32_t i = 0; i < s->num_stored; i++)
         positions[i] = i;
     if (s->num_stored) {
@@ -91,7 +72,7 @@ static void compute(const scene *s, int32_t bad, float number, answers *a)
     const int n = name_tokens(s, ids, positions, parents);
     for (int t = 0; t < n; t++)
         for (int d = 0; d < HEADS * DIM; d++)
-            q[t][d / DIM][d % DIM] = element(2, ids[t], positions[t], d);
+            q[t][d / DIM][d % DIM] = element_of(2, ids[t], positions[t], d);
     CHECKF(kvc_begin(cache, n, positions, ids, s->is_tree ? parents : NULL, &batch) == KVC_OK, "%s", kvc_last_error());
     put(batch, n, ids, positions, bad, number);
     const kvc_plan_args plan = {.struct_size = sizeof plan, .num_heads = HEADS};

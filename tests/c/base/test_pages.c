@@ -55,14 +55,7 @@ static kvc_cache *new_cache(int32_t block_size, int64_t max_bytes)
     const kvc_layer layer = {
         .num_kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .k_type = KVC_F16, .v_type = KVC_F16};
     const kvc_layer layers[2] = {layer, layer};
-    const kvc_config config = {.struct_size = sizeof config,
-                               .layers = layers,
-                               .layer_size = sizeof *layers,
-                               .num_layers = 2,
-                               .block_size = block_size,
-                               .max_bytes = max_bytes};
-    kvc_cache *cache = NULL;
-    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
+    kvc_cache *cache = cache_of(layers, 2, (kvc_config){.block_size = block_size, .max_bytes = max_bytes});
     num_joined = num_taken = 0;
     return watched = cache;
 }

@@ -8,17 +8,9 @@ static float rows[ROWS * DIM];
 
 static kvc_cache *new_cache(const kvc_layer *layers, int num_layers, int64_t max_seq_len, int64_t max_bytes)
 {
-    const kvc_config config = {.struct_size = sizeof config,
-                               .layers = layers,
-                               .layer_size = sizeof *layers,
-                               .num_layers = num_layers,
-                               .block_size = BLOCK,
-                               .max_seq_len = max_seq_len,
-                               .max_bytes = max_bytes,
-                               .num_threads = 1};
-    kvc_cache *cache = NULL;
-    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
-    return cache;
+    return cache_of(layers, num_layers,
+                    (kvc_config){.block_size = BLOCK, .max_seq_len = max_seq_len, .max_bytes = max_bytes,
+                                 .num_threads = 1});
 }
 
 static kvc_put_args put_of(int32_t num_tokens)

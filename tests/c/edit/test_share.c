@@ -178,6 +178,8 @@ static void test_another_row(int block_size)
     pair_feed(p, -3, 6, 9);
     CHECK_FAILS(pair_share(p, 7, -3, 0, KVC_END), KVC_ERR_INVALID, "position 6, ", "sequence -3, ");
     CHECK_FAILS(pair_share(p, 7, -3, 8, 12), KVC_ERR_INVALID, "position 8, ", "sequence 7:");
+    pair_feed(p, 9, 0, 1);
+    CHECK_FAILS(pair_share(p, 7, 9, 0, 1), KVC_ERR_INVALID, "position 0, ", "sequence 9, ");
     pair_check(p);
     CHECK(pair_share(p, 7, -3, 0, 6) == KVC_OK && pair_share(p, 7, -3, 9, KVC_END) == KVC_OK);
     pair_check(p);

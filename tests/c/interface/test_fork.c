@@ -121,17 +121,8 @@ static int32_t poll_slowly(void *user)
 
 static kvc_cache *new_layers(const kvc_layer *layers, int32_t num_layers, const kvc_allocator *allocator)
 {
-    const kvc_config config = {.struct_size = sizeof config,
-                               .layers = layers,
-                               .layer_size = sizeof *layers,
-                               .num_layers = num_layers,
-                               .block_size = 4,
-                               .num_threads = 1,
-                               .allocator = allocator,
-                               .poll = poll_slowly};
-    kvc_cache *cache = NULL;
-    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
-    return cache;
+    return cache_of(layers, num_layers,
+                    (kvc_config){.block_size = 4, .num_threads = 1, .allocator = allocator, .poll = poll_slowly});
 }
 
 static kvc_cache *new_cache(kvc_rope rope, const kvc_allocator *allocator)

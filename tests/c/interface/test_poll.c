@@ -32,15 +32,7 @@ static kvc_cache *new_cache(poller *p, const kvc_policy *policy, int32_t type, i
                              .v_type = type,
                              .policy = *policy};
     const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 1, .v_dim = 1}, layer};
-    const kvc_config config = {.struct_size = sizeof config,
-                               .layers = layers,
-                               .layer_size = sizeof layer,
-                               .num_layers = 2,
-                               .num_threads = num_threads,
-                               .poll = poll,
-                               .poll_user = p};
-    kvc_cache *cache = NULL;
-    CHECK(kvc_cache_new(&config, &cache) == KVC_OK);
+    kvc_cache *cache = cache_of(layers, 2, (kvc_config){.num_threads = num_threads, .poll = poll, .poll_user = p});
     *p = (poller){.cache = cache, .caller = pthread_self()};
     return cache;
 }

@@ -66,15 +66,15 @@ typedef struct rows {
     int32_t positions[MOST];
 } rows;
 
-static float element_of(int tag, int layer, int is_value, int h, int d) {
+static float tag_element(int tag, int layer, int is_value, int h, int d) {
     return d ? (float)((tag * 31 + layer * 17 + is_value * 11 + h * 5 + d) % 4093) : (float)tag;
 }
 
 static void set_row(rows *r, int i, int tag, int layer) {
     for (int h = 0; h < HEADS; h++)
         for (int d = 0; d < DIM; d++) {
-            r->k[h][i][d] = element_of(tag, layer, 0, h, d);
-            r->v[h][i][d] = element_of(tag, layer, 1, h, d);
+            r->k[h][i][d] = tag_element(tag, layer, 0, h, d);
+            r->v[h][i][d] = tag_element(tag, layer, 1, h, d);
         }
 }
 
@@ -84,8 +84,8 @@ static int tag_of(actor *a, const float *k, const float *v, int64_t head_stride,
     int differ = tag < 1;
     for (int h = 0; h < HEADS; h++)
         for (int d = 0; d < DIM; d++)
-            differ += k[h * head_stride + d] != element_of(tag, layer, 0, h, d) ||
-                      v[h * head_stride + d] != element_of(tag, layer, 1, h, d);
+            differ += k[h * head_stride + d] != tag_element(tag, layer, 0, h, d) ||
+                      v[h * head_stride + d] != tag_element(tag, layer, 1, h, d);
     CHECKF(!differ, "seed %llu: %d elements of tag %d differ, layer %d", (unsigned long long)a->seed, differ, tag,
            layer);
     return tag;
@@ -395,17 +395,9 @@ static kvc_cache *new_cache(int block_size, int64_t max_bytes) {
     const kvc_layer layers[NUM_LAYERS] = {
         {.num_kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .rope = none},
         {.num_kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .rope = none, .policy = sliding_policy(WINDOW, SINKS, 0)}};
-    const kvc_config config = {.struct_size = sizeof config,
-                               .layers = layers,
-                               .layer_size = sizeof *layers,
-                               .num_layers = NUM_LAYERS,
-                               .block_size = block_size,
-                               .capacity = CAPACITY,
-                               .max_bytes = max_bytes,
-                               .num_threads = 1};
-    kvc_cache *cache = NULL;
-    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
-    return cache;
+    return cache_of(layers, NUM_LAYERS,
+                    (kvc_config){.block_size = block_size, .capacity = CAPACITY, .max_bytes = max_bytes,
+                                 .num_threads = 1});
 }
 
 /* Runs all threads; when they have ended, what they made can be dropped, and no memory of rows is left. */

@@ -26,11 +26,7 @@ static void plain_free(void *user, void *start, size_t size, const kvc_memory_hi
 
 static kvc_cache *new_cache(void)
 {
-    const kvc_config config = {
-        .struct_size = sizeof config, .layers = &plain_layer, .layer_size = sizeof plain_layer, .num_layers = 1};
-    kvc_cache *cache = NULL;
-    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
-    return cache;
+    return cache_of(&plain_layer, 1, (kvc_config){0});
 }
 
 static kvc_batch *begin(kvc_cache *cache, int32_t position)

@@ -26,15 +26,7 @@ static const kvc_layer layers[NUM_LAYERS] = {
 
 static kvc_cache *new_cache_of(int block_size, const kvc_layer *of)
 {
-    const kvc_config config = {.struct_size = sizeof config,
-                               .layers = of,
-                               .layer_size = sizeof *of,
-                               .num_layers = NUM_LAYERS,
-                               .block_size = block_size,
-                               .num_threads = 1};
-    kvc_cache *cache = NULL;
-    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
-    return cache;
+    return cache_of(of, NUM_LAYERS, (kvc_config){.block_size = block_size, .num_threads = 1});
 }
 
 static kvc_cache *new_cache(int block_size)
@@ -54,16 +46,7 @@ static void put_rows(kvc_batch *batch, int layer, int first, int n, int32_t posi
         for (int d = 0; d < V_DIM; d++)
             v[i * V_DIM + d] = element(position + i / 2, layer, 1, i % 2, d);
     }
-    const kvc_put_args args = {.struct_size = sizeof args,
-                               .first = first,
-                               .num_tokens = n,
-                               .k = k,
-                               .v = v,
-                               .k_token_stride = 2 * K_DIM * sizeof *k,
-                               .k_head_stride = K_DIM * sizeof *k,
-                               .v_token_stride = 2 * V_DIM * sizeof *v,
-                               .v_head_stride = V_DIM * sizeof *v};
-    CHECKF(kvc_put(batch, layer, &args) == KVC_OK, "%s", kvc_last_error());
+    put_floats(batch, layer, first, n, 2, K_DIM, V_DIM, k, v);
     free(k);
     free(v);
 }
@@ -380,10 +363,7 @@ static kvc_cache *new_cross_cache(kvc_batch **batch)
     const kvc_layer of[] = {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 4},
                             {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = cross},
                             {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = cross}};
-    const kvc_config config = {
-        .struct_size = sizeof config, .layers = of, .layer_size = sizeof *of, .num_layers = 3, .num_threads = 1};
-    kvc_cache *cache = NULL;
-    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
+    kvc_cache *cache = cache_of(of, 3, (kvc_config){.num_threads = 1});
     CHECK(kvc_begin(cache, 2, (int32_t[]){0, 0}, (int64_t[]){0, 1}, NULL, batch) == KVC_OK);
     return cache;
 }

@@ -29,18 +29,9 @@ static kvc_cache *new_cache(kvc_rope rope, int64_t max_seq_len, kvc_poll_fn *pol
                                  .v_dim = DIM,
                                  .rope = rope,
                                  .policy = {.kind = KVC_SLIDING, .window = 7, .num_sink_tokens = 2}}};
-    const kvc_config config = {.struct_size = sizeof config,
-                               .layers = layers,
-                               .layer_size = sizeof *layers,
-                               .num_layers = 2,
-                               .block_size = 4,
-                               .max_seq_len = max_seq_len,
-                               .num_threads = 1,
-                               .poll = poll,
-                               .poll_user = user};
-    kvc_cache *cache = NULL;
-    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
-    return cache;
+    return cache_of(layers, 2,
+                    (kvc_config){.block_size = 4, .max_seq_len = max_seq_len, .num_threads = 1, .poll = poll,
+                                 .poll_user = user});
 }
 
 static const kvc_rope frequencies = {.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 2, .inv_freq = angles};

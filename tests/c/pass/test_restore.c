@@ -18,15 +18,7 @@ static kvc_cache *new_cache(int32_t num_sinks, int shares)
     kvc_layer layers[LAYERS] = {full, window, full, window};
     if (shares)
         layers[3].share = 2;
-    const kvc_config config = {.struct_size = sizeof config,
-                               .layers = layers,
-                               .layer_size = sizeof *layers,
-                               .num_layers = LAYERS,
-                               .block_size = 16,
-                               .num_threads = 1};
-    kvc_cache *cache = NULL;
-    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
-    return cache;
+    return cache_of(layers, LAYERS, (kvc_config){.block_size = 16, .num_threads = 1});
 }
 
 static const uint8_t full_layers[LAYERS] = {1, 0, 1, 0}, window_layers[LAYERS] = {0, 1, 0, 1};

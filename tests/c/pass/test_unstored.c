@@ -34,14 +34,7 @@ static void fill_rows(void)
 
 static kvc_cache *new_cache(const kvc_config *with)
 {
-    kvc_config config = with ? *with : (kvc_config){0};
-    config.struct_size = sizeof config;
-    config.layers = layers;
-    config.layer_size = sizeof *layers;
-    config.num_layers = NUM_LAYERS;
-    kvc_cache *cache = NULL;
-    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
-    return cache;
+    return cache_of(layers, NUM_LAYERS, with ? *with : (kvc_config){0});
 }
 
 static void free_cache(kvc_cache *cache)
@@ -354,6 +347,20 @@ static void test_a_hold_outlives_the_batch(void)
     free_cache(cache);
 }
 
+/* Begins a batch of three more tokens of sequence 7, which holds five. */
+static kvc_batch *begin_three(kvc_cache *cache, int is_unstored)
+{
+    const uint8_t unstored[] = {1, 1, 1};
+    const kvc_begin_args args = {.struct_size = sizeof args,
+                                 .num_tokens = 3,
+                                 .positions = (const int32_t[]){5, 6, 7},
+                                 .seq_ids = (const int64_t[]){7, 7, 7},
+                                 .unstored = is_unstored ? unstored : NULL};
+    kvc_batch *batch = NULL;
+    CHECKF(kvc_begin_with(cache, &args, &batch) == KVC_OK, "%s", kvc_last_error());
+    return batch;
+}
+
 /* An unstored batch sees the rows its sequence held before; committing drops them. */
 static void test_what_was_stored_is_dropped(void)
 {
@@ -361,21 +368,11 @@ static void test_what_was_stored_is_dropped(void)
     for (int is_dropped = 0; is_dropped < 2; is_dropped++) {
         kvc_cache *cache = new_cache(&(kvc_config){.block_size = 4});
         store_seven(cache);
-        const int32_t positions[] = {5, 6, 7};
-        const int64_t ids[] = {7, 7, 7};
-        const uint8_t unstored[] = {1, 1, 1};
-        const kvc_begin_args args = {.struct_size = sizeof args,
-                                     .num_tokens = 3,
-                                     .positions = positions,
-                                     .seq_ids = ids,
-                                     .unstored = is_dropped ? unstored : NULL};
-        kvc_batch *batch = NULL;
         if (is_dropped) { /* an abort leaves it as it was */
-            CHECK(kvc_begin_with(cache, &args, &batch) == KVC_OK);
-            kvc_abort(batch);
+            kvc_abort(begin_three(cache, 1));
             CHECK(kvc_next_position(cache, 7) == 5);
         }
-        CHECK(kvc_begin_with(cache, &args, &batch) == KVC_OK);
+        kvc_batch *batch = begin_three(cache, is_dropped);
         for (int l = 0; l < 4; l++) {
             CHECKF(attend(batch, l, 0, 3, l < 3, is_dropped ? &dropped : &stored) == KVC_OK, "%s", kvc_last_error());
             nbytes(cache);
@@ -395,17 +392,8 @@ static void test_retaining_what_was_stored(void)
     for (int keeps = 0; keeps < 3; keeps++) { /* the batch is aborted, committed, or one that stores */
         kvc_cache *cache = new_cache(&(kvc_config){.block_size = 4});
         store_seven(cache);
-        const int32_t positions[] = {5, 6, 7};
-        const int64_t ids[] = {7, 7, 7};
-        const uint8_t unstored[] = {1, 1, 1};
-        const kvc_begin_args args = {.struct_size = sizeof args,
-                                     .num_tokens = 3,
-                                     .positions = positions,
-                                     .seq_ids = ids,
-                                     .unstored = keeps < 2 ? unstored : NULL};
-        kvc_batch *batch = NULL;
+        kvc_batch *batch = begin_three(cache, keeps < 2);
         static result out;
-        CHECK(kvc_begin_with(cache, &args, &batch) == KVC_OK);
         CHECK(kvc_retain(cache, 7, 100, 0, 8) == KVC_OK && kvc_retain(cache, 7, 101, 5, 8) == KVC_OK);
         CHECK(kvc_last_position(cache, 100) == (keeps < 2 ? 4 : 7));
         CHECK(kvc_retained(cache, NULL, 0) == (keeps < 2 ? 1 : 2));

@@ -125,16 +125,8 @@ static kvc_layer layer_of(int32_t k_type, int32_t v_type)
 
 static kvc_cache *new_cache_in(memory *heap, const kvc_layer *layer)
 {
-    const kvc_config config = {.struct_size = sizeof config,
-                               .layers = layer,
-                               .layer_size = sizeof *layer,
-                               .num_layers = 1,
-                               .block_size = BLOCK,
-                               .num_threads = 2,
-                               .allocator = heap ? &heap->allocator : NULL};
-    kvc_cache *cache = NULL;
-    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
-    return cache;
+    return cache_of(layer, 1,
+                    (kvc_config){.block_size = BLOCK, .num_threads = 2, .allocator = heap ? &heap->allocator : NULL});
 }
 
 static kvc_cache *new_cache(const kvc_layer *layer)
@@ -166,15 +158,7 @@ static void put_random(kvc_batch *batch, const kvc_layer *layer, int n)
         k[i] = random_float();
     for (size_t i = 0; i < sizeof v / sizeof *v; i++)
         v[i] = random_float();
-    const kvc_put_args args = {.struct_size = sizeof args,
-                               .num_tokens = n,
-                               .k = k,
-                               .v = layer->value_in_key ? NULL : v,
-                               .k_token_stride = HEADS * K_DIM * (int64_t)sizeof *k,
-                               .k_head_stride = K_DIM * (int64_t)sizeof *k,
-                               .v_token_stride = HEADS * V_DIM * (int64_t)sizeof *v,
-                               .v_head_stride = V_DIM * (int64_t)sizeof *v};
-    CHECKF(kvc_put(batch, 0, &args) == KVC_OK, "%s", kvc_last_error());
+    put_floats(batch, 0, 0, n, HEADS, K_DIM, V_DIM, k, layer->value_in_key ? NULL : v);
 }
 
 static void feed(kvc_cache *cache, const kvc_layer *layer, int64_t id, int n)

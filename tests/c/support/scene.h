@@ -193,15 +193,7 @@ static inline kvc_cache *scene_cache(const scene *s, const setting *how)
     int num_layers = s->num_layers ? s->num_layers : 1;
     for (int l = 0; l < num_layers; l++)
         layers[l] = s->layer;
-    const kvc_config config = {.struct_size = sizeof config,
-                               .layers = layers,
-                               .layer_size = sizeof *layers,
-                               .num_layers = num_layers,
-                               .block_size = how->block_size,
-                               .num_threads = how->num_threads};
-    kvc_cache *cache = NULL;
-    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
-    return cache;
+    return cache_of(layers, num_layers, (kvc_config){.block_size = how->block_size, .num_threads = how->num_threads});
 }
 
 static inline stage stage_new(const scene *s, const setting *how)

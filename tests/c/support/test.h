@@ -30,6 +30,35 @@ static int test_failures;
         CHECKF(got_ == (status) && strstr(text_, name) && strstr(text_, value), "%s: %s", kvc_strerror(got_), text_);  \
     } while (0)
 
+/* Makes a cache of these layers, otherwise as `config` says; its sizes are filled in. */
+static inline kvc_cache *cache_of(const kvc_layer *layers, int32_t num_layers, kvc_config config)
+{
+    kvc_cache *cache = NULL;
+    config.struct_size = sizeof config;
+    config.layers = layers;
+    config.layer_size = sizeof *layers;
+    config.num_layers = num_layers;
+    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
+    return cache;
+}
+
+/* Puts rows of tokens [first, first + n) of a batch, n = 0: all from `first` on; k is [n][heads][k_dim], and v alike. */
+static inline void put_floats(kvc_batch *batch, int32_t layer, int32_t first, int32_t n, int64_t heads, int64_t k_dim,
+                              int64_t v_dim, const void *k, const void *v)
+{
+    const int64_t size = sizeof(float);
+    const kvc_put_args args = {.struct_size = sizeof args,
+                               .first = first,
+                               .num_tokens = n,
+                               .k = k,
+                               .v = v,
+                               .k_token_stride = heads * k_dim * size,
+                               .k_head_stride = k_dim * size,
+                               .v_token_stride = heads * v_dim * size,
+                               .v_head_stride = v_dim * size};
+    CHECKF(kvc_put(batch, layer, &args) == KVC_OK, "%s", kvc_last_error());
+}
+
 static inline int test_result(void)
 {
     if (test_failures)
@@ -61,6 +90,15 @@ static inline uint64_t random_bits(void)
 static inline int random_int(int begin, int end)
 {
     return begin + (int)(random_bits() % (uint64_t)(end - begin));
+}
+
+/* A number of [-1, 1) for element d of a row; what: 0 to 3, as keys, values and queries hold different ones. */
+static inline float element_of(int what, int64_t id, int32_t position, int d)
+{
+    uint32_t x = (uint32_t)position * 0x9e3779b1u + (uint32_t)(id * 4 + what) * 0x7feb352du + (uint32_t)d * 0x85ebca6bu;
+    x = (x ^ x >> 16) * 0x21f0aaadu;
+    x = (x ^ x >> 15) * 0x735a2d97u;
+    return (float)((x ^ x >> 15) >> 8) * 0x1p-23f - 1;
 }
 
 /* A random number of [-1, 1). */
