@@ -187,7 +187,7 @@ def test_prompts_of_two_bytes(isa, rng, q_dtype, dtype):
     for k_transform in (None, "hadamard") if dtype in QUANTISED else (None,):
         rope = kvcache.Rope(0.1 ** np.arange(32))
         cache = kvcache.KVCache(1, 2, 64, 1024, dtype=dtype, k_transform=k_transform, rope=rope)
-        prefill(cache, rng, 300, 4, q_dtype=q_dtype)
+        prefill(cache, rng, 130, 4, q_dtype=q_dtype)
         for options in changes:
             prefill(cache, rng, 30, 4, q_dtype=q_dtype, **options)
         cache.remove(64, 72)  # those behind move

@@ -560,14 +560,14 @@ def shrinking(request):
 
 @pytest.mark.parametrize("shrinking", [3], indirect=True)
 def test_get_beside_removals_finds_the_row_it_was_asked_for(shrinking):
-    for _ in range(50_000):
+    for _ in range(10_000):
         k, v = shrinking.get(0, 63)
         assert k.tolist() == v.tolist() == [[63, 63]]
 
 
 @pytest.mark.parametrize("read", [lambda c: c.gather(0)[1], lambda c: c.keys(0), lambda c: c.values(0, copy=True)])
 def test_copies_beside_removals_are_of_one_moment(shrinking, read):
-    for _ in range(3_000):
+    for _ in range(1_000):
         rows = read(shrinking)[0, :, 0].tolist()
         assert len(rows) > 1
         assert rows == list(range(64 - len(rows), 64))

@@ -81,19 +81,6 @@ def rows_of(tokens, heads=2, seed=0):
     return np.random.default_rng(seed).standard_normal((tokens, heads, 8)).astype(np.float32)
 
 
-def test_what_is_not_stored_takes_the_memory_of_one_layer():
-    cache = kvcache.KVCache(16, 2, 8, 512, dtype="f32", strategy="disabled")
-    x, rows = rows_of(512), 2 * 512 * 2 * 8 * 4
-    cache.batch(1).abort()
-    before = cache.nbytes
-    for _ in range(2):
-        with cache.batch(512) as batch:
-            for layer in range(16):
-                batch.attend(layer, x, x, x)
-                assert rows <= cache.nbytes - before < 1.1 * rows
-        assert cache.nbytes == before
-
-
 @pytest.mark.parametrize("tokens", [9, 120])
 def test_hidden_ranges_of_what_is_not_stored(tokens):
     caches = new_cache("disabled", max_seq_len=128), new_cache("always", max_seq_len=128)
@@ -105,23 +92,6 @@ def test_hidden_ranges_of_what_is_not_stored(tokens):
             mask = passing.dense(layer, hidden=hidden)[2]
             np.testing.assert_array_equal(mask, stored.dense(layer, hidden=hidden)[2])
             assert (expected[-1] != stored.attend(layer, x)[-1]).any()
-
-
-def test_what_is_put_and_not_stored_stays_until_the_batch_ends():
-    cache = kvcache.KVCache(4, 2, 8, 512, dtype="f32", strategy="disabled")
-    x, rows = rows_of(512), 2 * 512 * 2 * 8 * 4
-    cache.batch(1).abort()
-    before = cache.nbytes
-    with cache.batch(512) as batch:
-        for layer in range(4):
-            batch.put(layer, x, x)
-        assert 4 * rows <= cache.nbytes - before < 4.4 * rows
-        for layer in range(4):
-            k, v, mask = batch.dense(layer)
-            np.testing.assert_array_equal(k, x.swapaxes(0, 1))
-            np.testing.assert_array_equal(v, x.swapaxes(0, 1))
-            np.testing.assert_array_equal(mask == 0, np.tri(512, dtype=bool))
-    assert cache.nbytes == before
 
 
 def test_rows_that_are_gone_are_an_error():
@@ -156,35 +126,6 @@ def test_slots_of_what_is_not_stored():
     assert k[0, 0, 0] == x[0, 0, 0]
     del k, v
     assert cache.nbytes == before
-
-
-@pytest.mark.parametrize("parents", [None, [-1, -1, 0, 0, 1, 2, 4, 6]])
-def test_a_batch_of_which_some_is_stored(parents):
-    """Outputs are to the bit those of a cache that stores all, and the sequence that is long is stored."""
-    seq_ids = [4, 9, 4, 4, 9, 4, 9, 9]
-    positions = [0, 3, 1, 2, 4, 3, 5, 6] if parents is None else [0, 3, 1, 1, 4, 2, 5, 6]
-    x, outs = rows_of(8, seed=1), []
-    for chosen in ("always", kvcache.LongSequencesOnly(5)):
-        cache = new_cache(chosen, block_size=4)
-        run(cache, list(range(3 if chosen == "always" else 6)), seq_id=9)
-        cache.truncate(3, seq_id=9)
-        with cache.batch(positions=positions, seq_ids=seq_ids, parents=parents) as batch:
-            outs.append([batch.attend(layer, x, x, x) for layer in range(2)])
-            assert cache.stats()["live_slots"] == (11 if chosen == "always" else 7)
-    np.testing.assert_array_equal(*outs)
-    assert cache.sequences == [9]
-    assert cache.positions(seq_id=9).tolist() == [0, 1, 2, 3, 4, 5, 6]
-    cache.validate()
-
-
-def test_what_is_not_stored_is_counted_by_max_seq_len_alone():
-    cache = new_cache("disabled", max_seq_len=8, max_sequences=1, capacity=8)
-    x = rows_of(24)
-    with cache.batch(positions=[*range(8)] * 3, seq_ids=np.repeat([1, 2, 3], 8)) as batch:
-        for layer in range(2):
-            batch.attend(layer, x, x, x)
-    with pytest.raises(kvcache.CacheFullError, match="max_seq_len"):
-        cache.batch(positions=range(9))
 
 
 def test_long_sequences_only():

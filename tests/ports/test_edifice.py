@@ -1,4 +1,4 @@
-"""Edifice.Blocks.KVCache, batched [batch, heads, seq, dim]: every row of its table, and how it behaves."""
+"""Edifice.Blocks.KVCache, batched [batch, heads, seq, dim]: every row of its table."""
 
 import numpy as np
 import pytest
@@ -71,17 +71,6 @@ def test_init_type(run, dtype):
             cache.batch(positions=range(17))
 
 
-def test_a_fork_is_the_old_state():
-    with KVCache(2, H, D, 16, dtype="f32", max_sequences=2 * B) as cache:
-        k, _ = update_all(cache, 4)
-        for i in range(B):
-            cache.fork(i, B + i)
-        update_all(cache, 2, seed=1)
-        for i in range(B):
-            assert cache.seq_len(i) == 6
-            np.testing.assert_array_equal(cache.gather(1, seq_id=B + i)[0], k[i])
-
-
 @table.row("update(state, layer_idx, new_k, new_v)")
 def test_update(run, cache):
     before_k, before_v = update_all(cache, 4)
@@ -134,16 +123,3 @@ def test_cached_attention(run, cache):
         assert out.shape == (B, 2 * H, 3, D)
         np.testing.assert_allclose(out, expected, atol=1e-5)
     assert cache.seq_len(1) == 7  # stored and attended
-
-
-def test_generating_token_by_token_is_the_same_as_all_at_once(cache):
-    q, k, v = (random_array(6, seed=seed) for seed in range(3))
-    with lock_step(cache, 6) as batch:
-        at_once = [batch.attend(layer, q, k, v, layout="BHTD") for layer in range(2)]
-    cache.clear()
-    for t in range(6):
-        now = np.s_[:, :, t : t + 1]
-        with lock_step(cache, 1) as batch:
-            for layer in range(2):
-                out = batch.attend(layer, q[now], k[now], v[now], layout="BHTD")
-                np.testing.assert_allclose(out, at_once[layer][now], atol=1e-6)

@@ -1,4 +1,4 @@
-"""ZigLlama's inference.kv_cache: every row of its table, and how its caches behave."""
+"""ZigLlama's inference.kv_cache: every row of its table."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from support.coming_from import Table, random_rows, store
 
 import kvcache
-from kvcache import Adaptive, CacheFullError, KVCache, LongSequencesOnly, SlidingWindow
+from kvcache import Adaptive, CacheFullError, KVCache, SlidingWindow
 
 table = Table("ZigLlama")
 test_every_row_has_a_test = table.all_claimed()
@@ -46,11 +46,6 @@ def test_init(run):
         assert (cache.max_seq_len, cache.k_dtype) == (16, ("f32", "f32"))
     header = Path(kvcache.get_include(), "kvcache.h").read_text()
     assert "const kvc_allocator *allocator;" in re.search(r"struct kvc_config \{(.*?)\} kvc_config", header, re.S)[1]
-
-
-def test_memory_is_allocated_lazily():
-    with KVCache(32, 8, 128, 2**17) as cache:
-        assert cache.nbytes < 2**20 < cache.capacity_bytes
 
 
 @table.row("CacheStrategy.Always")
@@ -93,12 +88,6 @@ def test_disabled(run):
                 batch.attend(layer, np.ones((16, 4, 8), np.float32), *np.ones((2, 16, 2, 8), np.float32))
                 assert rows <= cache.nbytes - empty < 2 * rows
         assert cache.nbytes == empty
-
-
-def test_strategies_decide_for_each_sequence():
-    with new_cache(max_sequences=2, strategy=LongSequencesOnly(4)) as cache:
-        assert [feed(cache, 6, seq_id=0), feed(cache, 2, seq_id=1)] == [6, 2]
-        assert (cache.next_position(0), cache.next_position(1)) == (6, 0)
 
 
 @table.row("ModelKVCache.deinit()")
