@@ -292,7 +292,7 @@ typedef struct kvc_plan kvc_plan;
 
 /* ---- a cache ----------------------------------------------------------------------------------------------------- */
 
-/* Sets *cache to a new, empty cache, to be freed with kvc_cache_free.  Rows take no memory before they are needed. 
+/* Sets *cache to a new, empty cache, to be freed with kvc_cache_free.  Rows take no memory before they are needed.
  * Fails with KVC_ERR_INVALID, whose message names the field and what it may be, KVC_ERR_UNSUPPORTED and
  * KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_cache_new(const kvc_config *config, kvc_cache **cache);
@@ -395,7 +395,7 @@ typedef struct kvc_plan_args {
 /* Attends: out[t, h] = sum over visible rows j of softmax(scale * q[t, h] . k[j]) * v[j], for the query tokens of the
  * plan's range in the layer plan->layer, with all threads of the cache.  A token sees the stored rows of its sequence
  * and the batch's own, at positions up to its own, that the policy shows and the plan does not hide; those of the
- * batch must have been put in this layer.  Where nothing is visible, out is 0 and lse -inf.  Sums are kept in f32. 
+ * batch must have been put in this layer.  Where nothing is visible, out is 0 and lse -inf.  Sums are kept in f32.
  * The bits of a token's result depend on nothing but the rows it sees and which tokens of its sequence are in the
  * call: not on threads, on where rows lie, or on who else is in the batch.  Infinities and NaN in rows reach the
  * tokens that see them, and no others; prompts that hold any take longer.
@@ -493,8 +493,9 @@ KVC_API kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, i
  * row is copied, and limits are checked later, as in kvc_copy_prefix; of a cross-attention layer all rows are added,
  * where dst has none.  Rows that dst holds already, in the same slots at the same positions, are left out, so that
  * sharing twice does no harm.  What was evicted of src at these positions counts as evicted of dst, unless dst holds
- * rows there: kvc_can_resume says where dst can go on, and a batch that would see such rows fails with KVC_ERR_GONE. 
- * Into an empty sequence, [0, KVC_END) does what kvc_fork does.
+ * rows there: kvc_can_resume says where dst can go on, and a batch that would see such rows fails with KVC_ERR_GONE.
+ * Into an empty sequence, [0, KVC_END) does what kvc_fork does, with its errors; else sharing of an empty one does
+ * nothing.
  * Fails with KVC_ERR_INVALID, and the position, if dst holds another row at the position of one of src's in some
  * layer, with KVC_ERR_INVALID also if src == dst, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t begin, int32_t end);
@@ -509,7 +510,7 @@ KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, i
 
 /* Drops the rows at positions of at least `length`, where the sequence goes on then.  Fails with KVC_ERR_GONE where a
  * token there would see rows that were evicted.  0 is always possible, and so are a position that kvc_can_resume
- * confirms and one within the sinks of every layer with a window, where these were restored as well (kvc_begin_with). 
+ * confirms and one within the sinks of every layer with a window, where these were restored as well (kvc_begin_with).
  * Fails with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length);
 
@@ -708,7 +709,7 @@ typedef struct kvc_save_args {
 
 /* Saves sequences: their rows, those that they share once, positions, deltas, what was evicted, and the configuration
  * but for threads and functions.  It is the state of one moment.  Of an open batch nothing is saved; rows are written
- * without the mutex, and may be edited meanwhile, as if a kvc_hold held them.  seq_ids may name empty sequences. 
+ * without the mutex, and may be edited meanwhile, as if a kvc_hold held them.  seq_ids may name empty sequences.
  * Fails with KVC_ERR_CALLBACK, after which what was written is no whole file, with KVC_ERR_NOMEM, and with
  * KVC_ERR_UNSUPPORTED on a big-endian machine, as files are little-endian. */
 KVC_API kvc_status kvc_save(kvc_cache *cache, const kvc_save_args *args);
@@ -750,7 +751,7 @@ KVC_API kvc_status kvc_load(const kvc_load_args *args, kvc_cache **cache);
  * KVC_ERR_INVALID for a retained one. */
 KVC_API kvc_status kvc_restore(kvc_cache *cache, const kvc_load_args *args);
 
-/* Sets *clone to an independent copy of a cache and of all that its sequences hold, to be freed with kvc_cache_free. 
+/* Sets *clone to an independent copy of a cache and of all that its sequences hold, to be freed with kvc_cache_free.
  * Rows are copied block by block, without the mutex; those that sequences share are copied once, and shared in the
  * copy as well.  The copy has the same configuration, allocator and functions that move keys: their `user` must take
  * calls for both caches, from any thread.  Its statistics begin at 0, and memory kept for reuse is not copied, so that
@@ -789,7 +790,7 @@ KVC_API kvc_status kvc_retain_new(kvc_cache *cache, int64_t id, int32_t begin, i
  * put in dst.  *matched becomes the number of tokens, at most `length`, behind which dst can go on: so many that every
  * layer has what a query there sees, which is all rows, or those of its window or chunk; and no more than the
  * sequences had, evicted tokens included.  Ids that do not exist count as reclaimed: what they held is missing.  dst
- * holds no token from *matched on, and nothing where that is 0.  Marks the sequences as used, as kvc_touch does. 
+ * holds no token from *matched on, and nothing where that is 0.  Marks the sequences as used, as kvc_touch does.
  * Fails with KVC_ERR_INVALID if dst holds rows, an id is that of a sequence that is not retained, or rows of one do
  * not stand behind those of the ones before; with KVC_ERR_BUSY and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_attach(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int64_t dst, int32_t length,

@@ -1152,8 +1152,9 @@ class KVCache(Saveable):
         Raises
         ------
         ValueError
-            If `src` and `dst` are the same, `begin` is negative or `end` below it; or if `dst` holds another row than
-            `src` at one of these positions, in some layer.
+            If `src` and `dst` are the same, `begin` is negative or `end` below it; if `dst` holds another row than
+            `src` at one of these positions, in some layer; or, as in `fork`, if neither holds anything and all
+            positions are shared.
         CacheBusyError
             If one of the two sequences is in an open batch.
         MemoryError
@@ -1171,7 +1172,11 @@ class KVCache(Saveable):
         >>> cache.positions(seq_id=2).tolist(), cache.stats()["live_slots"]
         ([0, 1, 2], 6)
         """
-        self._core.share_range(src, dst, begin, end)
+        try:
+            self._core.share_range(src, dst, begin, end)
+        except ValueError as error:
+            if "holds nothing" not in str(error) or self._strategy == "always":
+                raise
         self._note_edit(dst, begin, source=src)
         if operator.index(src) in self._dropped and not self._core.seq_len(dst, None):
             self._dropped.add(operator.index(dst))

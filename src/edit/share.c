@@ -71,14 +71,17 @@ static kvc_status join(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *m
     return status;
 }
 
+static kvc_status fail_empty(int64_t src_id) {
+    return kvc_fail(KVC_ERR_INVALID, "src is sequence %lld, which holds nothing that dst could share",
+                    (long long)src_id);
+}
+
 /* Replaces the rows of dst by those of src at positions below `length`. */
 static kvc_status copy_prefix(kvc_cache *cache, int64_t src_id, int64_t dst_id, int32_t length) {
     sharing s = {.end = length};
     kvc_sequence *old;
     kvc_status status = find_two(cache, src_id, dst_id, &s.src, &old);
-    if (status == KVC_OK && !s.src && length > 0)
-        status = kvc_fail(KVC_ERR_INVALID, "src is sequence %lld, which holds nothing that dst could share",
-                          (long long)src_id);
+    if (status == KVC_OK && !s.src && length > 0) status = fail_empty(src_id);
     if (status == KVC_OK && s.src) status = kvc_check_cut(cache, s.src, length);
     if (status != KVC_OK) return status;
     kvc_sequence *sharer = s.src ? new_sharer(cache, &s, dst_id) : NULL;
@@ -109,6 +112,7 @@ static kvc_status check_same_rows(kvc_cache *cache, const sharing *s) {
 static kvc_status share(kvc_cache *cache, int64_t src_id, int64_t dst_id, int32_t begin, int32_t end) {
     sharing s = {.begin = begin, .end = end};
     kvc_status status = find_two(cache, src_id, dst_id, &s.src, &s.dst);
+    if (status == KVC_OK && !s.src && !s.dst && begin == 0 && end == KVC_END) status = fail_empty(src_id);
     if (status != KVC_OK || !s.src || begin == end) return status;
     status = check_same_rows(cache, &s);
     if (status != KVC_OK) return status;

@@ -218,7 +218,6 @@ def test_models_import_neither_runner_nor_tools():
     assert not wrong
 
 
-<<<<<<< ours
 @pytest.mark.parametrize("part", ["benchmarks", "models", "plot.py", "runner", "tools"])
 def test_what_stands_on_the_cache_uses_public_names(part):
     path = python_sources.PACKAGE / part
@@ -227,10 +226,7 @@ def test_what_stands_on_the_cache_uses_public_names(part):
     assert used <= {"torch.ops._C"}  # which is how torch calls vLLM
 
 
-def test_torch_is_imported_for_hugging_face_and_in_peers():
-=======
 def test_torch_is_imported_for_hugging_face_in_peers_and_to_count_parameters():
->>>>>>> theirs
     users = {path for module, path in imported(".") if module.split(".")[0] == "torch"}
     assert "hf/cache.py" in users
     assert not [path for path in users - {"models/parameters.py"} if not {"hf", "peers"} & {*path.split("/")}]

@@ -288,6 +288,8 @@ class KVCache:
         if src == dst or begin < 0 or (end is not None and end < begin):
             raise ValueError("src and dst are the same sequence, or no range of positions")
         self.check_idle(src, dst)
+        if begin == 0 and end is None and not self.next_position(dst) and not any(rows.get(dst) for rows in self.rows):
+            self.check_known(src)  # it is a fork
         end = MAX_POSITION + 1 if end is None else end
         rows, lost = {}, {}
         for i in self.layers:

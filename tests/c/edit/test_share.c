@@ -103,6 +103,8 @@ static void test_nothing(void)
     pair_feed(p, 0, 5, 9);
     CHECK(pair_share(p, 0, 1, 6, 6) == KVC_OK && pair_share(p, 0, 1, 0, 5) == KVC_OK);
     CHECK(pair_share(p, 0, 1, 9, KVC_END) == KVC_OK && pair_share(p, 8, 0, 0, KVC_END) == KVC_OK);
+    CHECK(pair_share(p, 8, 1, 0, 5) == KVC_OK);
+    CHECK_FAILS(pair_share(p, 8, 1, 0, KVC_END), KVC_ERR_INVALID, "src is sequence 8", "holds nothing"); /* as a fork */
     CHECK(p->num_sequences == 1 && kvc_next_position(p->cache, 1) == 0);
     pair_check(p);
     pair_free(p);
