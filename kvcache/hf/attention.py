@@ -10,13 +10,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvcache.errors import NotSupportedError
 from kvcache.hf.latents import Expansion
+from kvcache.hf.layers import Layer, LayerRows, Rows
 from kvcache.hf.lazy import elements_of
 from kvcache.hf.masks import Mask
-from kvcache.hf.rows import untouched
+from kvcache.hf.padding import count_leading, hidden_ranges, refuse_padding, shown_columns
+from kvcache.hf.passes import ForwardPass
 
 NAME = "kvcache"
 UNKNOWN = {"sinks", "block_indices"}  # what a few models pass to their own attention only
-SPECIAL = {"dropout", "position_bias", *UNKNOWN}  # what the kernels have no argument for
+SPECIAL = {"position_bias", *UNKNOWN}  # what the kernels have no argument for, beside dropout
 
 
 def attention(
@@ -31,17 +33,19 @@ def attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend, for transformers: query ``[batch, heads, tokens, dim]``, result ``[batch, tokens, heads, dim]``."""
-    rows, expansion = untouched(key, value), None
+    rows, expansion = _untouched(key, value), None
     if rows is None and (expansion := Expansion.of(key, value)) is not None:
         rows = expansion.rows
     is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
-    given = SPECIAL & options.keys()
-    is_special = bool(given) and any(options[name] is not None for name in given if name != "dropout" or options[name])
-    if rows is not None and not is_special and rows.layer.kernels_know(attention_mask, is_causal):
+    is_special = bool(options.get("dropout"))
+    for name in SPECIAL & options.keys():
+        is_special |= options[name] is not None
+    if rows is not None and not is_special and _kernels_know(attention_mask, rows.layer, is_causal):
         padding = attention_mask.padding if isinstance(attention_mask, Mask) else None
         sinks = None if s_aux is None else s_aux.detach()
         q = query if expansion is None else expansion.absorb(query)
-        out = rows.layer.cache.attend(rows, q, padding, {"scale": scaling, "softcap": softcap, "sinks": sinks})
+        attend = _attend_source if rows.layer.is_source else _attend
+        out = attend(rows, q, padding, {"scale": scaling, "softcap": softcap, "sinks": sinks})
         if out is not None:
             return out if expansion is None else expansion.expand(out), None
     if unknown := [name for name in UNKNOWN & options.keys() if options[name] is not None]:
@@ -50,7 +54,7 @@ def attention(
         rows.falls_back = True
     key, value, mask = elements_of([key, value, attention_mask])
     if rows is not None and rows.new is not None:
-        rows.layer.cache.check_mask(rows, mask, query.shape[2])
+        _check_mask(rows, mask, query.shape[2])
     num_queries, num_keys = query.shape[2], key.shape[2]
     has_sdpa = softcap is None and s_aux is None
     if mask is None and is_causal and num_queries > 1 and not (has_sdpa and num_queries == num_keys):
@@ -63,6 +67,106 @@ def attention(
     if is_special:
         raise NotSupportedError("dropout or a bias by position, with softcap or sinks: use the model's eager attention")
     return attend_dense(query, key, value, mask, scaling, softcap, s_aux), None
+
+
+# ---- with the kernels
+
+
+def _untouched(key: torch.Tensor, value: torch.Tensor) -> LayerRows | None:
+    """Return the rows that two tensors stand for; None: they are no lazy tensors of one layer, or were touched."""
+    if type(key) is not Rows or type(value) is not Rows or key.made is not None or value.made is not None:
+        return None
+    return key.source if key.source is value.source and (key.part, value.part) == (0, 1) else None
+
+
+def _kernels_know(mask: torch.Tensor | None, layer: Layer, is_causal: bool) -> bool:
+    """Whether the kernels can attend with this mask; without one, a module says itself whether it is causal."""
+    if not isinstance(mask, Mask):
+        return mask is None and (is_causal or layer.is_source)
+    has_order = mask.is_plain and mask.sees_all == layer.is_source and mask.made is None
+    return has_order and (layer.is_source or mask.window == layer.window or not layer.follows_config)
+
+
+def _attend(
+    rows: LayerRows, q: torch.Tensor, padding: torch.Tensor | None, options: dict[str, Any]
+) -> torch.Tensor | None:
+    """Attend over a layer's rows; first store those that are new. None: the kernels do not know this mask."""
+    layer, passes = rows.layer, rows.layer.passes
+    this_pass = rows.this_pass
+    if this_pass is None or this_pass is not passes.last:
+        this_pass = rows.current_pass()
+    if not this_pass.is_open:
+        assert rows.new is not None
+        passes.open(this_pass, len(rows.new[0]), rows.new[0].shape[2], padding)
+    if padding is not None and layer.is_chunked:
+        leading = count_leading(shown_columns(padding, passes.num_seen + this_pass.num_tokens))
+        if leading != this_pass.offsets:  # the mask's chunks begin behind the padding that it hides, the layer's do not
+            return None
+    has_padding = padding is not None or any(this_pass.offsets)
+    options["hidden"] = (passes.hidden(this_pass, padding) if has_padding else None) or None
+    return _run(this_pass, layer, q, this_pass.pending.pop(layer.index, ()), options)
+
+
+def _attend_source(
+    rows: LayerRows, q: torch.Tensor, padding: torch.Tensor | None, options: dict[str, Any]
+) -> torch.Tensor:
+    """Attend over an encoder's rows. In the first pass, first store them."""
+    layer, passes = rows.layer, rows.layer.passes
+    this_pass = passes.reach(layer.index) if rows.this_pass is None else rows.current_pass()
+    if not this_pass.is_open:
+        passes.open(this_pass, len(q), q.shape[2], None)
+    if (new := this_pass.pending.pop(layer.index, None)) is not None:
+        passes.put_source(this_pass, layer.index, *new)
+    options["hidden"] = None
+    if padding is not None:
+        shown = shown_columns(padding, rows.num_columns)
+        options["hidden"] = hidden_ranges(shown, passes.seq_ids, [0] * len(passes.seq_ids)) or None
+    return _run(this_pass, layer, q, (), options)
+
+
+def _run(
+    this_pass: ForwardPass, layer: Layer, q: torch.Tensor, new: tuple[torch.Tensor, ...], options: dict[str, Any]
+) -> torch.Tensor:
+    """Store new rows, keys and values, if there are any; then attend."""
+    batch_size, num_heads, num_tokens, head_dim = q.shape
+    if num_tokens < this_pass.num_tokens:  # queries of the last tokens only: pad with zeros, and cut the result
+        wide = q.new_zeros(batch_size, num_heads, this_pass.num_tokens, head_dim)
+        wide[:, :, -num_tokens:] = q
+        return _run(this_pass, layer, wide, new, options)[:, -num_tokens:].contiguous()
+    layer.passes.calls["kernel"] += 1
+    out = q.new_empty(batch_size, num_tokens, num_heads, layer.decoder.v_dims[layer.index])
+    if this_pass.batch is None:
+        out.zero_()
+    elif this_pass.stored is None:
+        this_pass.batch.attend(layer.index, q, *new, layout="BHTD", out=out.transpose(1, 2), **options)
+    else:
+        packed_q, *packed = this_pass.drop_padding(q, *new)
+        result = q.new_empty(len(packed_q), *out.shape[2:])
+        this_pass.batch.attend(layer.index, packed_q, *packed, out=result, **options)
+        out.zero_()
+        out[this_pass.stored] = result
+    layer.passes.note_done(this_pass, layer.index)
+    return out
+
+
+# ---- with dense tensors
+
+
+def _check_mask(rows: LayerRows, mask: torch.Tensor | None, num_queries: int) -> None:
+    """Raise if a mask of elements, ``[batch, heads, queries, columns]``, shows padding that was not stored."""
+    this_pass = rows.this_pass
+    assert this_pass is not None
+    num_seen = this_pass.num_seen + this_pass.num_tokens
+    first = num_seen - rows.num_columns  # the first column's token
+    for row, offset in enumerate(this_pass.offsets):
+        query = max(0, offset - (num_seen - num_queries))  # the first that is no padding itself
+        if offset <= first or query >= num_queries:
+            continue
+        if mask is not None:
+            part = mask[row if len(mask) > 1 else 0, :, query:, : offset - first]
+            if not (part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2).any():
+                continue
+        refuse_padding(row, offset)
 
 
 def flex_attention(

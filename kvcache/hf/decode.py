@@ -43,15 +43,20 @@ class Scratch:
 
 
 class Decoder:
-    """Decodes rows of a `KVCache` to dense tensors."""
+    """Decodes rows of a `KVCache` to dense tensors of an element type."""
 
-    def __init__(self, cache: KVCache) -> None:
-        self._cache = cache
-        self._shapes = list(zip(cache.num_kv_heads, cache.head_dim, cache.v_head_dim, strict=True))
+    def __init__(self, cache: KVCache, dtype: torch.dtype) -> None:
+        self._cache, self.dtype = cache, dtype
+        self.v_dims = cache.v_head_dim  # of each layer
+        self._shapes = list(zip(cache.num_kv_heads, cache.head_dim, self.v_dims, strict=True))
+        self.forget()
+
+    def forget(self) -> None:
+        """Free the memory that is kept for the next rows."""
         self._k, self._v = Scratch(), Scratch()
 
     def decode_rows(
-        self, layer: int, seq_ids: Sequence[int], num_columns: int, num_new: int, dtype: torch.dtype
+        self, layer: int, seq_ids: Sequence[int], num_columns: int, num_new: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode the last rows of several sequences in a layer, from whatever type they are stored in.
 
@@ -63,10 +68,8 @@ class Decoder:
             The sequence of each batch index.
         num_columns : int
             The number of rows of each sequence; a sequence with fewer gets zeros before them, where its padding was.
-        num_new : int
+        num_new : int, default 0
             The number of columns to leave after these rows, uninitialised, for the rows of new tokens.
-        dtype : torch.dtype
-            The result's element type.
 
         Returns
         -------
@@ -75,7 +78,7 @@ class Decoder:
         """
         heads, k_dim, v_dim = self._shapes[layer]
         shape = len(seq_ids), heads, num_columns + num_new
-        k, v = self._k.empty((*shape, k_dim), dtype), self._v.empty((*shape, v_dim), dtype)
+        k, v = self._k.empty((*shape, k_dim), self.dtype), self._v.empty((*shape, v_dim), self.dtype)
         for batch_index, seq_id in enumerate(seq_ids):
             stored = self._cache.seq_len(seq_id, layer=layer)
             begin = max(0, num_columns - stored)

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from kvcache.hf.layers import Layer, LayerRows, Rows
 from kvcache.hf.lazy import LazyTensor, elements_of
-from kvcache.hf.rows import LayerRows, Rows
 
 linear = torch.nn.functional.linear
 # Operations that make one tensor of another, and are recorded.
@@ -37,7 +37,7 @@ class Recording(LazyTensor):
     ) -> Any:
         """Record an operation, or compute it."""
         first = args[0] if args else None
-        if isinstance(first, Recording) and not first.is_made:
+        if isinstance(first, Recording) and first.made is None:
             if func in RECORDED and not kwargs:
                 return Recorded.of(func, *args)
             if func is torch.split and isinstance(args[1], list):
@@ -49,6 +49,20 @@ class Recording(LazyTensor):
 
 class Latents(Recording, Rows):
     """The latents, or the rotated elements, of `LayerRows`."""
+
+
+class LatentLayer(Layer):
+    """One layer of latent attention. The model gives latents as keys and rotated elements as values; a row has both."""
+
+    tensor_type = Latents
+
+    def pack(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Append the rotated elements to the latents."""
+        return (torch.cat((k, v), -1),)
+
+    def unpack(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return latents and rotated elements."""
+        return v, k[..., v.shape[-1] :]
 
 
 class Recorded(Recording):
@@ -68,7 +82,7 @@ class Recorded(Recording):
     def write(self, source: Tensor) -> bool:
         """Record that a tensor is copied to this part of a new tensor; return False if it is no such part."""
         whole = self.args[0]
-        if self.func is not Tensor.__getitem__ or not isinstance(whole, Recorded) or whole.is_made:
+        if self.func is not Tensor.__getitem__ or not isinstance(whole, Recorded) or whole.made is not None:
             return False
         whole.writes.append((self.args[1], source))
         return whole.func is Tensor.new_empty
@@ -91,7 +105,7 @@ def _split(tensor: Tensor, sizes: list[int], dim: int = 0) -> list[Recorded]:
 
 
 def _is_made(tensor: Any) -> bool:
-    return isinstance(tensor, LazyTensor) and tensor.is_made
+    return isinstance(tensor, LazyTensor) and tensor.made is not None
 
 
 def _source(tensor: Any, func: Callable[..., Tensor], *args: Any) -> Any:

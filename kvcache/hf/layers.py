@@ -1,33 +1,133 @@
-"""The layers of an `HFCache`, for transformers. They hold no rows: the cache holds the rows of all layers."""
+"""The layers of an `HFCache`, for transformers, and the lazy tensors that they give to the model.
+
+They hold no rows: the cache holds the rows of all layers.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcache.hf.latents import Latents
-from kvcache.hf.masks import Mask
+from kvcache.arguments import INT32_MAX
+from kvcache.errors import NotSupportedError
+from kvcache.hf.decode import Decoder
+from kvcache.hf.lazy import LazyTensor
+from kvcache.hf.passes import ForwardPass, Passes
 from kvcache.hf.policies import window_of
-from kvcache.hf.rows import Rows
 from kvcache.policy import ChunkedAttention, SlidingWindow
 
-if TYPE_CHECKING:
-    from kvcache.hf.cache import HFCache
+# Warnings of passes in which the kernels do not attend.
+UNKNOWN = "a mask or an operation that the kernels do not know; using dense tensors"
+DECODED = (
+    "the rows of every layer are decoded in each step, because the model's attention is not 'kvcache', or it computes"
+    " with them first: kvcache.hf.enable(model), or set_attn_implementation('kvcache'), has them read where they lie"
+)
+
+
+class Rows(LazyTensor):
+    """The keys, or the values, of `LayerRows`."""
+
+    source: LayerRows
+    part: int  # 0: the keys; 1: the values
+
+    def make(self) -> torch.Tensor:
+        """Decode all rows, and store those that are new."""
+        return self.source.dense()[self.part]
+
+
+@dataclass(eq=False)
+class LayerRows:
+    """All rows of a layer that a forward pass may see: those stored before it, and its new ones.
+
+    The model gets two lazy tensors, the keys and the values. If they reach the attention as they are, the kernels store
+    the new rows, and attend over all where they lie. If an operation of the model needs their elements, they are
+    decoded.
+    """
+
+    layer: Layer
+    this_pass: ForwardPass | None  # the pass that brought the new rows; None: there are none
+    new: tuple[torch.Tensor, torch.Tensor] | None  # keys and values, [batch, heads, tokens, dim]
+    num_columns: int  # of all rows, [batch, heads, columns, dim]
+    falls_back: bool = False  # whether they reached the attention "kvcache", which has no kernel for the call
+    _dense: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def tensors(self, *shapes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the lazy tensors, of the shapes of new keys and values but for the number of columns."""
+        kind, dtype = self.layer.tensor_type, self.layer.decoder.dtype
+        make: Any = torch.Tensor._make_wrapper_subclass
+        (batch_size, num_heads, _, k_dim), v_dim = shapes[0], shapes[1][3]
+        keys = make(kind, (batch_size, num_heads, self.num_columns, k_dim), dtype=dtype)
+        values = make(kind, (batch_size, num_heads, self.num_columns, v_dim), dtype=dtype)
+        keys.source = values.source = self
+        keys.part, values.part = 0, 1
+        return keys, values
+
+    def current_pass(self) -> ForwardPass:
+        """Return the pass that the rows belong to; raise if it has ended."""
+        if self.this_pass is None or self.this_pass is not self.layer.passes.last:
+            raise RuntimeError(
+                f"these keys and values of layer {self.layer.index} were those of a forward pass that has ended: read"
+                " cache.layers[i].keys and .values"
+            )
+        return self.this_pass
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values as dense tensors, for what is no kernel of ours; store those that are new.
+
+        They are a row for each column of the mask, ``[batch, heads, columns, dim]``.
+        """
+        if self._dense is None:
+            self._dense = self._make_dense()
+        return self._dense
+
+    def _make_dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        layer, passes = self.layer, self.layer.passes
+        passes.calls["fallback" if self.falls_back else "dense"] += 1
+        if self.falls_back:
+            passes.warn(UNKNOWN)
+        if self.new is None:
+            passes.finish()
+            return layer.decoder.decode_rows(layer.index, passes.seq_ids, self.num_columns)
+        with passes.shared.changed:  # until the rows are decoded, no other cache may end the pass
+            this_pass = self.current_pass()
+            this_pass.decoded.add(layer.index)
+            if layer.index in this_pass.pending:
+                passes.put(this_pass, layer.index)
+            dense = layer.decode(*self.new)
+        if len(this_pass.decoded) == this_pass.num_layers:
+            passes.warn(DECODED)
+        return dense
 
 
 class Layer(CacheLayerMixin):
-    """One layer of a model's attention over its own tokens."""
+    """One layer of a model's attention over its own tokens.
+
+    Parameters
+    ----------
+    passes : Passes
+        The passes of the cache.
+    decoder : Decoder
+        Decodes rows for a model with an attention of its own.
+    index : int
+        The layer's index in the `KVCache`.
+    follows_config : bool
+        Whether the layer's window is the model's.
+    """
 
     is_croppable = True
     supports_early_init = True
+    is_source = False  # whether its rows are an encoder's
     tensor_type: type[Rows] = Rows  # what stands for its rows
 
-    def __init__(self, cache: HFCache, index: int) -> None:
-        self.cache, self.index = cache, index  # index: the layer's in the KVCache
-        policy = cache.policy[index]
+    def __init__(self, passes: Passes, decoder: Decoder, index: int, follows_config: bool) -> None:
+        self.passes, self.decoder, self.index, self.follows_config = passes, decoder, index, follows_config
+        policy = passes.cache.policy[index]
         self.window = window_of(policy)  # the most tokens that a query sees; 0: all
+        self.most_past = self.window - 1 if self.window else INT32_MAX  # tokens before a pass in the pass's mask
         self.is_sliding = self.window > 0
         self.is_chunked = isinstance(policy, ChunkedAttention)
         self.num_sink_tokens = policy.num_sink_tokens if isinstance(policy, SlidingWindow) else 0
@@ -35,26 +135,37 @@ class Layer(CacheLayerMixin):
     @property
     def is_initialized(self) -> bool:  # type: ignore[override] # the base has an attribute, which nothing sets
         """Whether the cache holds tokens."""
-        return self.cache.get_seq_length() > 0
+        return self.get_seq_length() > 0
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override] # as above
         """The stored keys, decoded, ``[batch, heads, tokens, dim]``; None: there are none."""
-        rows = self.cache.dense_rows(self)
+        rows = self._stored()
         return None if rows is None else rows[0]
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override] # as above
         """The stored values, decoded, ``[batch, heads, tokens, dim]``; None: there are none."""
-        rows = self.cache.dense_rows(self)
+        rows = self._stored()
         return None if rows is None else rows[1]
 
-    def kernels_know(self, mask: torch.Tensor | None, is_causal: bool) -> bool:
-        """Whether the kernels can attend with this mask; without one, a module says itself whether it is causal."""
-        if isinstance(mask, Mask):
-            is_plain = mask.is_plain and not mask.sees_all and not mask.is_made
-            return is_plain and (mask.window == self.window or not self.cache.follows_config)
-        return is_causal and mask is None
+    def _stored(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        self.passes.finish()
+        if not self.passes.seq_ids:
+            return None
+        columns = min(self.passes.num_seen, self.most_past)
+        return self.unpack(*self.decoder.decode_rows(self.index, self.passes.seq_ids, columns))
+
+    def decode(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode the rows of earlier passes, and append the new rows unchanged."""
+        num_seen = self.passes.num_seen
+        if self.num_sink_tokens and num_seen + k.shape[2] > self.window:
+            raise NotSupportedError("sink tokens lie apart from the window: only the attention 'kvcache' sees both")
+        columns = min(num_seen, self.most_past)
+        dense = self.unpack(*self.decoder.decode_rows(self.index, self.passes.seq_ids, columns, k.shape[2]))
+        for wide, new in zip(dense, (k, v), strict=True):
+            wide[:, :, columns:] = new
+        return dense
 
     def pack(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Make rows as the cache takes them of the keys and values that the model gives."""
@@ -70,21 +181,31 @@ class Layer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take the new tokens' keys and values; return the keys and values that the model passes to its attention."""
-        return self.cache.store(self, key_states, value_states)
+        """Take the new tokens' keys and values ``[batch, heads, tokens, dim]``; return the attention's arguments.
 
-    def past_columns(self, seen: int) -> int:
-        """Return how many of the `seen` tokens before a pass have columns in the pass's mask."""
-        return min(seen, self.window - 1) if self.window else seen
+        These are lazy tensors that stand for all rows of the layer. The attention ``"kvcache"`` attends over the rows
+        where they lie; for any other attention, the first operation on the tensors decodes them.
+        """
+        k, v = key_states, value_states
+        if not k.is_cpu:
+            raise NotSupportedError(f"the keys are on {k.device}: this cache is for models on the CPU")
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise ValueError("the keys require grad: call the model under torch.inference_mode(), or no_grad()")
+        this_pass = self.passes.reach(self.index, self.pack(k, v))
+        self.decoder.dtype = k.dtype
+        past = 0 if self.is_source else min(self.passes.num_seen, self.most_past)
+        return LayerRows(self, this_pass, (k, v), past + k.shape[2]).tensors(k.shape, v.shape)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of columns in the mask of a pass, and the index of the first column's token."""
-        seen = self.cache.get_seq_length()
-        return self.past_columns(seen) + query_length, seen - self.past_columns(seen)
+        seen = self.get_seq_length()
+        past = min(seen, self.most_past)
+        return past + query_length, seen - past
 
     def get_seq_length(self) -> int:
         """Return the number of tokens seen, padding included."""
-        return self.cache.get_seq_length()
+        self.passes.finish()
+        return self.passes.num_seen
 
     def get_max_length(self) -> int:
         """Return -1: there is no limit."""
@@ -93,42 +214,37 @@ class Layer(CacheLayerMixin):
     @property
     def batch_size(self) -> int:
         """The number of sequences in the batch; -1 before the first pass."""
-        return self.cache.batch_size
-
-
-class LatentLayer(Layer):
-    """One layer of latent attention. The model gives latents as keys and rotated elements as values; a row has both."""
-
-    tensor_type = Latents
-
-    def pack(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Append the rotated elements to the latents."""
-        return (torch.cat((k, v), -1),)
-
-    def unpack(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return latents and rotated elements."""
-        return v, k[..., v.shape[-1] :]
+        return len(self.passes.seq_ids) or -1
 
 
 class CrossLayer(Layer):
     """One layer of attention over an encoder. Its rows are stored in the first pass, and only read from then on."""
 
+    is_source = True
     _values: torch.Tensor | None = None  # values fetched with the keys: transformers reads `keys`, then `values`
 
-    def kernels_know(self, mask: torch.Tensor | None, is_causal: bool) -> bool:
-        """Whether the kernels can attend with this mask."""
-        if isinstance(mask, Mask):
-            return mask.is_plain and mask.sees_all and not mask.is_made
-        return mask is None
+    def decode(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the new rows: there are no others."""
+        return k, v
 
     @property
     def keys(self) -> torch.Tensor:  # type: ignore[override] # the base has an attribute, which nothing sets
         """The keys that the model passes to its attention."""
-        keys, self._values = self.cache.fetch(self)
+        keys, self._values = self._fetch()
         return keys
 
     @property
     def values(self) -> torch.Tensor:  # type: ignore[override] # as above
         """The values for the keys that were read last."""
         values, self._values = self._values, None
-        return self.cache.fetch(self)[1] if values is None else values
+        return self._fetch()[1] if values is None else values
+
+    def _fetch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of the attention over an encoder from the second pass on."""
+        seq_ids, cache = self.passes.seq_ids, self.passes.cache
+        if not seq_ids:
+            raise RuntimeError("nothing was stored of an encoder: run the decoder with what the encoder made first")
+        num_columns = cache.seq_len(seq_ids[0], layer=self.index)
+        shape = len(seq_ids), cache.num_kv_heads[self.index], num_columns
+        dims = cache.head_dim[self.index], cache.v_head_dim[self.index]
+        return LayerRows(self, None, None, num_columns).tensors((*shape, dims[0]), (*shape, dims[1]))

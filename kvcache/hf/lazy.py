@@ -29,7 +29,7 @@ class LazyTensor(torch.Tensor):
     lazy tensor itself has no memory that could be read in their place.
     """
 
-    _elements: torch.Tensor | None = None
+    made: torch.Tensor | None = None  # the elements, once an operation needed them
 
     @classmethod
     def of_shape(cls, shape: Sequence[int], dtype: torch.dtype) -> Self:
@@ -40,16 +40,11 @@ class LazyTensor(torch.Tensor):
         """Make the elements."""
         raise NotImplementedError
 
-    @property
-    def is_made(self) -> bool:
-        """Whether an operation needed the elements."""
-        return self._elements is not None
-
     def elements(self) -> torch.Tensor:
         """Return the elements, as a tensor that is not lazy."""
-        if self._elements is None:
-            self._elements = self.make()
-        return self._elements
+        if self.made is None:
+            self.made = self.make()
+        return self.made
 
     @classmethod
     def __torch_function__(

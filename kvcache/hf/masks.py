@@ -25,11 +25,7 @@ class Mask(LazyTensor):
     sees_all: bool  # whether a query sees later keys, as within and over an encoder
     arguments: dict[str, Any]  # arguments of sdpa_mask
     queries: slice  # the queries that the mask is for
-
-    @property
-    def window(self) -> int:
-        """The most tokens that a query sees, or the length of a chunk; 0: all."""
-        return self.arguments.get("local_size") or 0
+    window: int  # the most tokens that a query sees, or the length of a chunk; 0: all
 
     @classmethod
     def of(
@@ -41,11 +37,12 @@ class Mask(LazyTensor):
         mask = cls.of_shape((arguments["batch_size"], 1, num_queries, arguments["kv_length"]), dtype)
         mask.padding, mask.is_plain, mask.sees_all = padding, is_plain, sees_all
         mask.arguments, mask.queries = arguments, queries
+        mask.window = arguments.get("local_size") or 0
         return mask
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Select queries, as the last layers of Gemma 4 do, or any elements."""
-        if not self.is_made and isinstance(index, tuple) and len(index) == 4 and all(type(i) is slice for i in index):
+        if self.made is None and isinstance(index, tuple) and len(index) == 4 and all(type(i) is slice for i in index):
             batch, heads, queries, keys = index
             all_keys = keys.indices(self.shape[3]) == (0, self.shape[3], 1)
             if batch == heads == EVERYTHING and all_keys and queries.step is None:

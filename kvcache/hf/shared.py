@@ -8,17 +8,27 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from kvcache.cache import KVCache
 from kvcache.errors import CacheBusyError
-
-if TYPE_CHECKING:
-    from kvcache.cache import KVCache
-    from kvcache.hf.cache import HFCache
 
 STALLED = 300.0  # seconds in which another thread's pass reaches no layer, after which it is taken for lost
 LOOK_AGAIN = 0.05  # seconds
 LONG = 2.0  # seconds without progress after which garbage is collected, once
+
+
+class Turn(Protocol):
+    """The passes of one `HFCache`, whose batch may be open."""
+
+    def runs_elsewhere(self) -> bool:
+        """Whether a pass runs in another thread."""
+
+    def last_active(self) -> float:
+        """Return when the pass reached a layer, by ``time.monotonic``."""
+
+    def end_for_other(self) -> None:
+        """End the pass because a pass of another cache begins in the same memory."""
 
 
 class Shared:
@@ -32,7 +42,7 @@ class Shared:
     def __init__(self) -> None:
         self.changed = threading.Condition()  # guards the passes of all caches; told when one is complete or ends
         self.new_id: Callable[[], int] = itertools.count().__next__  # returns an id that no sequence has
-        self._owner: Callable[[], HFCache | None] = lambda: None  # returns the cache whose batch is open, if any
+        self.owner: Callable[[], Turn | None] = lambda: None  # returns the passes whose batch is open, if any
 
     @classmethod
     def of(cls, cache: KVCache, new_id: Callable[[], int]) -> Shared:
@@ -42,25 +52,25 @@ class Shared:
             shared.new_id = new_id
             return shared
 
-    def take_turn(self, cache: HFCache) -> None:
-        """Make a cache the one whose batch is open; call it with `changed` held."""
+    def take_turn(self, passes: Turn) -> None:
+        """Make these the passes whose batch is open; call it with `changed` held."""
         begin, has_collected = time.monotonic(), False
-        while (owner := self._owner()) is not None and owner is not cache and owner.runs_elsewhere():
+        while (owner := self.owner()) is not None and owner is not passes and owner.runs_elsewhere():
             since = owner.last_active()
             del owner  # so that it can be collected
             self.changed.wait(LOOK_AGAIN)
             idle = time.monotonic() - max(begin, since)
             if idle > LONG and not has_collected:
                 has_collected = True
-                gc.collect()  # a pass that failed ends with its cache, which lies in a cycle with its layers
+                gc.collect()  # a pass that failed ends with its cache, which may lie in a cycle, such as a traceback's
             if idle > STALLED:
                 raise CacheBusyError(
                     f"another thread's forward pass has reached no layer for {STALLED:.0f} s: if it failed, reset its"
                     " HFCache"
                 )
-        if owner is not None and owner is not cache:
+        if owner is not None and owner is not passes:
             owner.end_for_other()
-        self._owner = weakref.ref(cache)
+        self.owner = weakref.ref(passes)
 
 
 _lock = threading.Lock()

@@ -16,6 +16,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvcache import state
 from kvcache.errors import NotSupportedError, StateFormatError, shown
+from kvcache.hf.passes import Passes
 from kvcache.hf.policies import SHAPE, check_config
 from kvcache.layer import DType, Layer, Transform
 from kvcache.policy import CrossAttention, Policy
@@ -73,11 +74,12 @@ class SaveableBatch:
         sources = []
         for part in self._parts:
             check_layers(part.layers)
-            part._end_pass()
-            held = {} if tokens is None else _tokens_of(part, tokens)
-            [marker] = part._new_ids(1)
-            held[marker] = [VERSION, part._seen, *part._seq_ids]
-            sources.append((part._cache._core, [*part._seq_ids, marker], held))
+            passes = part._passes
+            passes.end()
+            held = {} if tokens is None else _tokens_of(passes, tokens)
+            [marker] = passes.new_ids(1)
+            held[marker] = [VERSION, passes.num_seen, *passes.seq_ids]
+            sources.append((part._cache._core, [*passes.seq_ids, marker], held))
             tokens = None  # they are those of the first part, the decoder
         state.save(path, sources, fingerprint, secret)
 
@@ -154,19 +156,19 @@ def _has_tokens(part: Any) -> bool:
     return not any(isinstance(policy, CrossAttention) for policy in part.policy)
 
 
-def _tokens_of(part: Any, tokens: Any) -> dict[int, Any]:
+def _tokens_of(passes: Passes, tokens: Any) -> dict[int, Any]:
     """Return the tokens of each sequence, without padding."""
     try:
         given = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"tokens={shown(tokens)}: a tensor [batch, tokens] is needed ({error})") from None
-    seq_ids, seen = part._seq_ids, part._seen
+    seq_ids, seen = passes.seq_ids, passes.num_seen
     if given.ndim != 2 or given.is_floating_point() or len(given) != len(seq_ids) or given.shape[1] < seen:
         raise ValueError(
             f"tokens has the shape {[*given.shape]} and the type {given.dtype}: integers [{len(seq_ids)}, {seen}]"
             " are needed, or more columns, as generate returns them"
         )
-    columns = zip(seq_ids, given, part._offsets, strict=True)
+    columns = zip(seq_ids, given, passes.offsets, strict=True)
     return {seq_id: row[offset:seen].tolist() for seq_id, row, offset in columns}
 
 
@@ -188,14 +190,15 @@ class Filler:
     def choose(self, saved: state.SavedState) -> dict[int, int]:
         """Return which sequences of a file are restored, and under which ids."""
         self.seen, rows, lengths = _batch_of(saved)
-        self.seq_ids = self.part._new_ids(len(rows))
+        self.seq_ids = self.part._passes.new_ids(len(rows))
         has_tokens = _has_tokens(self.part)
         self.offsets = [self.seen - lengths[row] if has_tokens else 0 for row in rows]
         return dict(zip(rows, self.seq_ids, strict=True))
 
     def fill(self) -> None:
         """Make the restored sequences the cache's."""
-        self.part._seq_ids, self.part._seen, self.part._offsets = self.seq_ids, self.seen, self.offsets
+        passes = self.part._passes
+        passes.seq_ids, passes.num_seen, passes.offsets = self.seq_ids, self.seen, self.offsets
 
 
 def _check_shapes(cache: Any, path: state.StrPath, saved: Sequence[Layer]) -> None:

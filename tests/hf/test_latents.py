@@ -97,7 +97,7 @@ def test_stored_latents_are_not_expanded(model):
         layer.self_attn.kv_b_proj.register_forward_hook(lambda module, args, result: made.append(result))
     logits(model, HFCache(model.config), "kvcache")
     assert len(made) == 4 * LAYERS
-    assert not any(result.is_made for result in made)
+    assert not any(result.made is not None for result in made)
     made.clear()
     model.set_attn_implementation("kvcache")
     with torch.no_grad():

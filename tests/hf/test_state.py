@@ -72,7 +72,7 @@ def test_generate_goes_on(tmp_path, name, hidden):
     cache.save(tmp_path / "chat")
     loaded = HFCache.load(model.config, tmp_path / "chat")
     assert (loaded.get_seq_length(), loaded.batch_size) == (29, 3)
-    assert loaded._offsets == cache._offsets
+    assert loaded._passes.offsets == cache._passes.offsets
     for layer, other in zip(cache.layers, loaded.layers, strict=True):
         torch.testing.assert_close(layer.keys, other.keys, rtol=0, atol=0)
         torch.testing.assert_close(layer.values, other.values, rtol=0, atol=0)
@@ -217,7 +217,7 @@ def test_bad_files_are_refused(tmp_path):
         with pytest.raises(StateFormatError, match=words):
             HFCache.load(model.config, tmp_path / "chat", **options)
     cache._cache.save(tmp_path / "plain")
-    ids = cache._seq_ids
+    ids = cache._passes.seq_ids
     cache._cache.save(tmp_path / "lies", [*ids, 90], tokens={90: [1, 3, *ids]})  # fewer columns than positions
     cache._cache.save(tmp_path / "other", [*ids, 90], tokens={90: [1, 99, ids[0], ids[0]]})
     for name in ("plain", "lies", "other"):

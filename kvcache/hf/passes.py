@@ -1,0 +1,332 @@
+"""`Passes`: the forward passes of a model through a cache, and the batch of the one that runs."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+import warnings
+from typing import Self
+
+import torch
+
+from kvcache.arrays import Layout
+from kvcache.batch import Batch
+from kvcache.cache import KVCache
+from kvcache.hf.padding import count_leading, hidden_ranges, refuse_batch, refuse_padding, shown_columns
+from kvcache.hf.prompts import Prompts
+from kvcache.hf.shared import Shared, clear_finally
+from kvcache.policy import CrossAttention
+
+
+class ForwardPass:
+    """The state of one forward pass: its batch, its padding, and the layers it has been through.
+
+    A pass begins when its first layer brings keys (`Passes.reach`). Its batch is opened by the first attention, whose
+    mask says which tokens are leading padding, or by the first operation on a layer's keys (`Passes.open`). It ends
+    when the next pass begins, or when stored tokens are asked for (`Passes.end`, `Passes.finish`). Its tokens stay if
+    it has been through every layer.
+    """
+
+    # Set by `Passes.open`.
+    batch: Batch | None  # None: all tokens are leading padding
+    num_tokens: int  # tokens of each sequence, padding included
+    stored: torch.Tensor | None  # [batch, tokens] of bool, False: leading padding; None: there is none
+    offsets: list[int]  # the column of each sequence's position 0
+    num_seen: int  # tokens of each sequence before the pass, padding included
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self.is_open = False
+        self.thread = threading.get_ident()
+        self.last_active = time.monotonic()  # when it reached a layer
+        self.begun: set[int] = set()  # layers that have brought keys, or attended
+        self.done: set[int] = set()  # layers that have stored the new tokens, or attended
+        self.decoded: set[int] = set()  # layers whose rows were made dense tensors
+        # By layer: rows that neither the attention nor the model has used yet, [batch, heads, tokens, dim].
+        self.pending: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.leaves_rows = False  # whether the model left a layer's rows unused, and attends to others
+        self.hidden: dict[int, tuple[torch.Tensor, list[tuple[int, int, int]]]] = {}  # id of a mask: it, and its ranges
+
+    def drop_padding(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Pack tensors ``[batch, heads, tokens, dim]`` to ``[tokens, heads, dim]`` if there is leading padding."""
+        if self.stored is None:
+            return tensors
+        return tuple(x.transpose(1, 2)[self.stored] for x in tensors)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the tensors that `drop_padding` returns."""
+        return "BHTD" if self.stored is None else "THD"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the pass has been through every layer."""
+        left = len(self.pending) if self.leaves_rows else 0
+        return len(self.done) + left == self.num_layers
+
+
+class Passes:
+    """The passes that a model makes through the layers of a cache, one after the other, and the sequences they fill.
+
+    Parameters
+    ----------
+    cache : KVCache
+        The rows.
+    shared : Shared
+        What the caches on these rows share.
+    timeout : float
+        The most seconds to wait while a batch of others is open.
+
+    Attributes
+    ----------
+    seq_ids : list of int
+        The sequence of each batch index.
+    num_seen : int
+        The tokens of each sequence, padding included: the columns of a mask.
+    offsets : list of int
+        The column of each sequence's position 0: its leading padding is not stored.
+    last : ForwardPass or None
+        The pass that runs, or ran last.
+    prompts : Prompts or None
+        What `HFCache.acquire` was told.
+    calls : dict
+        How many times a layer was attended over by each means.
+    """
+
+    def __init__(self, cache: KVCache, shared: Shared, timeout: float) -> None:
+        self.cache, self.shared = cache, shared
+        self.last: ForwardPass | None = None
+        self.forget()
+        self._timeout = timeout
+        self._num_layers = cache.num_layers
+        self.is_source = [isinstance(policy, CrossAttention) for policy in cache.policy]  # of layers: over an encoder
+        self.calls = {"kernel": 0, "dense": 0, "fallback": 0}
+        self._has_warned = False  # that layers were attended without the kernels
+        self._first_layer: int | None = None  # the layer that forward passes begin with
+
+    def forget(self) -> None:
+        """Forget all tokens; the pass has ended, and the sequences were cleared."""
+        self.seq_ids: list[int] = []
+        self.num_seen = 0
+        self.offsets: list[int] = []
+        self.prompts: Prompts | None = None
+
+    def fork(self) -> Self:
+        """Return passes that go on from the same tokens; they share the rows, and copy none."""
+        self.end()
+        seq_ids = self.new_ids(len(self.seq_ids))
+        other = copy.copy(self)
+        other.seq_ids, other.calls = seq_ids, dict(self.calls)
+        other.prompts = copy.copy(self.prompts)
+        for source, seq_id in zip(self.seq_ids, other.seq_ids, strict=True):
+            self.cache.fork(source, seq_id, missing_ok=True)
+        return other
+
+    def __del__(self) -> None:
+        ended, self.last = self.last, None  # without a lock: this may run in the middle of anything
+        if ended is not None and ended.is_open and ended.batch is not None:
+            ended.batch.abort()
+        clear_finally(self.cache, self.seq_ids)  # instead of closing it: copies may still use the KVCache
+
+    def new_ids(self, count: int) -> list[int]:
+        """Return ids that no sequence has."""
+        return [self.shared.new_id() for _ in range(count)]
+
+    def begin_with(self, prompts: Prompts, num_columns: int) -> None:
+        """Begin with sequences that hold the beginnings of prompts, as `Prompts.acquire` returns them."""
+        self.seq_ids, self.num_seen = prompts.acquire(num_columns)
+        self.prompts, self.offsets = prompts, prompts.offsets(self.num_seen)
+
+    def select(self, batch_indices: list[int]) -> None:
+        """Make a batch of the sequences at these indices; fork a sequence whose index occurs more than once."""
+        selected: list[int] = []
+        for source in (self.seq_ids[i] for i in batch_indices):
+            if source in selected:
+                [seq_id] = self.new_ids(1)
+                self.cache.fork(source, seq_id, missing_ok=True)
+                selected.append(seq_id)
+            else:
+                selected.append(source)
+        for seq_id in set(self.seq_ids) - set(selected):
+            self.cache.clear(seq_id)
+        self.seq_ids, self.offsets = selected, [self.offsets[i] for i in batch_indices]
+        if self.prompts is not None:
+            self.prompts.select(batch_indices, self.num_seen)
+
+    # ---- whose turn it is
+
+    def runs_elsewhere(self) -> bool:
+        """Whether a pass runs in another thread."""
+        running = self.last
+        is_done = running is None or len(running.done) == running.num_layers
+        return running is not None and not is_done and running.thread != threading.get_ident()
+
+    def last_active(self) -> float:
+        """Return when the pass reached a layer, by ``time.monotonic``."""
+        return 0.0 if self.last is None else self.last.last_active
+
+    def end_for_other(self) -> None:
+        """End the pass because a pass of another cache begins in the same memory."""
+        self._warn_unfinished()
+        self.end()
+
+    # ---- a pass
+
+    def reach(self, index: int, rows: tuple[torch.Tensor, ...] = ()) -> ForwardPass:
+        """Return the pass that reaches a layer, and take the rows that the layer brings.
+
+        transformers does not say where a pass begins. All begin with the same layer, whether the last one was complete
+        or ended in an error.
+        """
+        with self.shared.changed:
+            if self._first_layer is None:
+                self._first_layer = index
+            this_pass = self.last
+            if this_pass is None or index == self._first_layer or index in this_pass.begun:
+                this_pass = self._next(index)
+            elif this_pass.pending:  # the model attended to other keys than those it was given
+                this_pass.leaves_rows = True
+                self._put_pending(this_pass)
+            this_pass.begun.add(index)
+            this_pass.last_active = time.monotonic()
+            if rows:
+                this_pass.pending[index] = rows
+            return this_pass
+
+    def _next(self, index: int) -> ForwardPass:
+        """End the last pass, and begin another one with a layer."""
+        self._warn_unfinished()
+        self.end()
+        if index != self._first_layer:
+            raise RuntimeError(
+                f"layer {index} brings keys in a forward pass without layer {self._first_layer}: the model"
+                " runs a layer twice, or the cache, or a copy of it, was used by others before the pass ended"
+            )
+        self.last = ForwardPass(self._num_layers)
+        return self.last
+
+    def _warn_unfinished(self) -> None:
+        """Warn if the last pass left layers out, so that its tokens are dropped."""
+        if self.last is not None and not self.last.is_complete:
+            warnings.warn(
+                f"kvcache: the last forward pass went through {len(self.last.done)} of {self.last.num_layers} layers,"
+                " and its tokens were dropped: it failed, a copy of the cache was used before it ended, or the cache"
+                " was made from another model's config",
+                stacklevel=2,
+            )
+
+    def warn(self, what: str) -> None:
+        """Warn that the kernels do not attend, once for a cache and its copies."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"kvcache: {what}", stacklevel=3)
+
+    def open(self, this_pass: ForwardPass, batch_size: int, num_tokens: int, padding: torch.Tensor | None) -> None:
+        """Begin the batch of a pass; leave out the padding before a row's first token."""
+        self.check_batch_size(batch_size)
+        if not self.seq_ids:
+            self.seq_ids, self.offsets = self.new_ids(batch_size), [0] * batch_size
+        leading = [0] * batch_size
+        if padding is None and self.prompts is not None:
+            padding = self.prompts.padding(self.num_seen)
+        if padding is not None:
+            new = shown_columns(padding[:, self.num_seen :], num_tokens)
+            counts = zip(count_leading(new), self.offsets, strict=True)
+            leading = [count if offset == self.num_seen else 0 for count, offset in counts]
+        positions: list[int] = []
+        seq_ids: list[int] = []
+        offsets: list[int] = []
+        for seq_id, offset, left_out in zip(self.seq_ids, self.offsets, leading, strict=True):
+            begin = self.num_seen - offset
+            positions.extend(range(begin, begin + num_tokens - left_out))
+            seq_ids.extend([seq_id] * (num_tokens - left_out))
+            offsets.append(offset + left_out)
+        if self.prompts is not None:
+            self.prompts.check_leading(offsets, self.num_seen + num_tokens)
+        with self.shared.changed:
+            if self.shared.owner() is not self:
+                self.shared.take_turn(self)
+            made = self.cache.batch(positions=positions, seq_ids=seq_ids, timeout=self._timeout) if positions else None
+        this_pass.stored = torch.arange(num_tokens) >= torch.tensor(leading)[:, None] if any(leading) else None
+        this_pass.batch, this_pass.num_tokens, this_pass.offsets = made, num_tokens, offsets
+        this_pass.num_seen = self.num_seen
+        this_pass.is_open = True
+
+    def check_batch_size(self, batch_size: int) -> None:
+        """Raise ValueError if the cache holds more or fewer rows."""
+        if self.seq_ids and len(self.seq_ids) != batch_size:
+            refuse_batch(batch_size, len(self.seq_ids))
+
+    def hidden(self, this_pass: ForwardPass, padding: torch.Tensor | None) -> list[tuple[int, int, int]]:
+        """Return the positions that a mask hides; raise if it shows padding that was not stored."""
+        num_columns, offsets = self.num_seen + this_pass.num_tokens, this_pass.offsets
+        if padding is None:
+            padding = torch.ones(len(offsets), num_columns, dtype=torch.bool)
+        known = this_pass.hidden.get(id(padding))
+        if known is not None:
+            return known[1]
+        shown = shown_columns(padding, num_columns)
+        for row, (columns, offset) in enumerate(zip(shown, offsets, strict=True)):
+            if columns[:offset].any():
+                refuse_padding(row, offset)
+        ranges = hidden_ranges(shown, self.seq_ids, offsets)
+        this_pass.hidden[id(padding)] = padding, ranges
+        if self.prompts is not None:
+            self.prompts.note_hidden(ranges, self.seq_ids, [self.num_seen - offset for offset in self.offsets])
+        return ranges
+
+    def note_done(self, this_pass: ForwardPass, index: int) -> None:
+        """Note that a layer has stored the new tokens."""
+        with self.shared.changed:
+            this_pass.done.add(index)
+            this_pass.last_active = time.monotonic()
+            self.shared.changed.notify_all()
+
+    def _put_pending(self, this_pass: ForwardPass) -> None:
+        """Store the new rows of layers that the pass has been at."""
+        for index in [*this_pass.pending]:
+            self.put(this_pass, index)
+
+    def put(self, this_pass: ForwardPass, index: int) -> None:
+        """Store the new rows of a layer, without attending."""
+        new = this_pass.pending[index]
+        if not this_pass.is_open:
+            self.open(this_pass, len(new[0]), new[0].shape[2], None)
+        if self.is_source[index]:
+            self.put_source(this_pass, index, *new)
+        elif this_pass.batch is not None:
+            this_pass.batch.put(index, *this_pass.drop_padding(*new), layout=this_pass.layout)
+        del this_pass.pending[index]
+        self.note_done(this_pass, index)
+
+    def put_source(self, this_pass: ForwardPass, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store an encoder's rows."""
+        assert this_pass.batch is not None
+        for batch_index, seq_id in enumerate(self.seq_ids):
+            this_pass.batch.put(index, k[batch_index], v[batch_index], seq_id=seq_id, layout="HTD")
+
+    def finish(self) -> None:
+        """End the last pass if it is complete; leave a pass that still runs."""
+        with self.shared.changed:
+            if self.last is not None and self.last.is_complete:
+                self.end()
+
+    def end(self) -> None:
+        """End the last pass: keep its tokens if it is complete, else drop them."""
+        with self.shared.changed:
+            ended, self.last = self.last, None
+            if ended is None:
+                return
+            is_complete = ended.is_complete
+            if is_complete:
+                self._put_pending(ended)
+            if ended.is_open and ended.batch is not None:
+                if is_complete:
+                    ended.batch.commit()
+                else:
+                    ended.batch.abort()
+            if is_complete:
+                self.num_seen += ended.num_tokens
+                self.offsets = ended.offsets
+            self.shared.changed.notify_all()

@@ -1,0 +1,80 @@
+"""How many functions of the package a decode token goes through, and how often the path changes file: no more of them.
+
+A change of file is a call of a function that lies in another file than the function that was called before.
+"""
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+import kvcache
+
+PACKAGE = Path(kvcache.__file__).parent
+
+
+class Walk(NamedTuple):
+    calls: int
+    functions: int
+    files: int
+    changes: int
+
+
+def walk(run):
+    """Count the calls of Python functions of the package in a call."""
+    called = []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(f"{PACKAGE}/"):
+            called.append(frame.f_code)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    files = [code.co_filename for code in called]
+    changes = sum(one != other for one, other in pairwise(files))
+    return Walk(len(called), len(set(called)), len(set(files)), changes)
+
+
+def check(what, found, most):
+    print(f"{what}: {found.calls} calls of {found.functions} functions in {found.files} files,", end=" ")
+    print(f"{found.changes} changes of file")
+    grown = {name: (now, limit) for name, now, limit in zip(Walk._fields, found, most, strict=True) if now > limit}
+    assert not grown, f"{what}: (now, limit) are {grown}"
+    assert found.calls > most.calls / 2, "the limits may be lowered"
+
+
+def test_a_step_of_one_layer():
+    cache = kvcache.KVCache(1, 2, 32, 64)
+    x = np.ones((1, 2, 32), np.float32)
+
+    def step():
+        with cache.batch(1) as batch:
+            batch.attend(0, x, x, x)
+
+    step()
+    check("a step of one layer", walk(step), Walk(6, 6, 2, 1))
+
+
+def test_a_pass_of_transformers():
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    hf = pytest.importorskip("kvcache.hf")
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=4, **sizes, **heads)).eval()
+    model.set_attn_implementation("kvcache")
+    cache = hf.HFCache(model.config)
+    token = torch.zeros(1, 1, dtype=torch.long)
+    with torch.inference_mode():
+        for _ in range(3):
+            model(token, past_key_values=cache)
+        found = walk(lambda: model(token, past_key_values=cache))
+    assert cache.stats()["calls"] == {"kernel": 16, "dense": 0, "fallback": 0}
+    check("a pass of HFCache through 4 layers", found, Walk(72, 31, 8, 40))
