@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 from support.compiling import EMULATOR, FLAGS, LIBRARIES, ROOT, compiler, run
 
-RECORDER = Path(__file__).with_name("call_paths.c")
+RECORDER = Path(__file__).with_name("core_call_paths.c")
 KERNEL = ("kernels", "")
 INSTRUMENTED = ["-O0", "-gdwarf-4", "-fno-pie", "-finstrument-functions"]
 
