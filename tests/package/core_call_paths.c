@@ -81,11 +81,8 @@ static kvc_status pass(kvc_cache *cache, int32_t num_tokens, int records) {
 }
 
 int main(void) {
-    const kvc_layer layer = {.num_kv_heads = NUM_HEADS,
-                             .k_dim = HEAD_DIM,
-                             .v_dim = HEAD_DIM,
-                             .k_type = KVC_F16,
-                             .v_type = KVC_F16};
+    const kvc_layer layer = {
+        .num_kv_heads = NUM_HEADS, .k_dim = HEAD_DIM, .v_dim = HEAD_DIM, .k_type = KVC_F16, .v_type = KVC_F16};
     const kvc_config config = {.struct_size = sizeof config,
                                .layers = &layer,
                                .layer_size = sizeof layer,
