@@ -1,6 +1,6 @@
 """Run the command ``kvcache`` as ``python -m kvcache``."""
 
-from _kvcache_command import main
+from kvcache.tools.cli import main
 
 if __name__ == "__main__":
     main()

@@ -646,15 +646,6 @@ def test_interrupt():
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize(("command", "module"), [("kvcache", "numpy"), ("kvcache", "typer"), ("-m kvcache", "typer")])
-def test_an_interrupt_while_modules_are_imported(tmp_path, command, module):
-    """`python -m` imports the package, and NumPy, before the command begins."""
-    (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
-    command = command.replace("-m", f"{sys.executable} -m")
-    done = shell(f"PYTHONPATH={shlex.quote(str(tmp_path))} {command} info", text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-
-
 # ---- generate --session
 
 
