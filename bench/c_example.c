@@ -196,7 +196,7 @@ EXPORT int runner_steps(runner *r, int whose, unsigned char token, int count, do
         attention[i] = step(r, whose, token, &status);
         whole[i] = now() - start;
         if (whose == KVCACHE && !status)
-            status = (int)kvc_truncate(r->a.cache, 0, kvc_last_position(r->a.cache, 0));
+            status = (int)kvc_truncate(r->a.cache, 0, kvc_next_position(r->a.cache, 0) - 1);
         else
             r->f.length--;
     }

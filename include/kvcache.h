@@ -435,18 +435,12 @@ KVC_API void kvc_abort(kvc_batch *batch);
  * such layer. */
 KVC_API int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer);
 
-/* Returns the smallest stored position in any layer; -1 if nothing is stored. */
-KVC_API int32_t kvc_first_position(kvc_cache *cache, int64_t seq_id);
-
-/* Returns the largest stored position in any layer; -1 if nothing is stored. */
-KVC_API int32_t kvc_last_position(kvc_cache *cache, int64_t seq_id);
-
 /* Sets *first and *last to the smallest and the largest stored position in a layer, both to -1 if nothing is stored
- * there; layer -1: in any layer, as the two above.  Takes the same time however many rows there are.  Fails with
+ * there; layer -1: in any layer.  Takes the same time however many rows there are.  Fails with
  * KVC_ERR_INDEX. */
 KVC_API kvc_status kvc_position_range(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *first, int32_t *last);
 
-/* Returns the position of the next token: kvc_last_position + 1, or what follows the latest tokens if all their rows
+/* Returns the position of the next token: the largest stored one + 1, or what follows the latest tokens if all their rows
  * were evicted.  0 if nothing was stored. */
 KVC_API int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id);
 
@@ -585,10 +579,6 @@ KVC_API kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, i
  * begin + i, the latest of several, and bytes of 0 where there is none.  Fails with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_extract(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
                                const kvc_rows_out *out);
-
-/* Returns which row, counted in order of arrival, stands at a position, the latest of several; -1 if there is none, or
- * no such layer. */
-KVC_API int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t position);
 
 typedef struct kvc_rows_in {
     size_t struct_size;

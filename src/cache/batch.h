@@ -63,7 +63,7 @@ struct kvc_batch {
     int32_t is_fresh;       /* allocated for this batch, not reused scratch: freed if the batch does not begin */
     kvc_table table_before; /* cache->sequences before the batch, for kvc_table_restore if it does not begin */
     kvc_sequence *spare;    /* the sequence that was cache->spare; NULL: none */
-    int32_t in_several; /* its tokens come in several batches: it is asked what these need (kvc_reserve) */
+    int32_t in_several;     /* its tokens come in several batches: it is asked what these need (kvc_reserve) */
     int32_t num_tokens, num_sequences;
     int32_t *positions;    /* [num_tokens] */
     int32_t *parents;      /* [num_tokens] each token's parent, or -1; NULL: no trees, and the next two are unused */

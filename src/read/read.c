@@ -34,15 +34,6 @@ int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *
     return n;
 }
 
-int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t position) {
-    if (kvc_check_layer(cache, layer) != KVC_OK) return -1;
-    kvc_lock(cache);
-    const kvc_run_list *list = kvc_runs_of(cache, seq_id, layer);
-    const int64_t row = list ? kvc_runs_find(list, position) : -1;
-    kvc_unlock(cache, KVC_OK);
-    return row;
-}
-
 /* ---- copies ------------------------------------------------------------------------------------------------------ */
 
 kvc_reader kvc_reader_for(const kvc_cache *cache, int32_t layer, const kvc_rows_out *out, float *scratch) {

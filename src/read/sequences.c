@@ -13,22 +13,6 @@ int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer) {
     return len;
 }
 
-int32_t kvc_first_position(kvc_cache *cache, int64_t seq_id) {
-    kvc_lock(cache);
-    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
-    const int32_t position = sequence ? kvc_sequence_first(sequence) : -1;
-    kvc_unlock(cache, KVC_OK);
-    return position;
-}
-
-int32_t kvc_last_position(kvc_cache *cache, int64_t seq_id) {
-    kvc_lock(cache);
-    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
-    const int32_t position = sequence ? kvc_sequence_last(sequence) : -1;
-    kvc_unlock(cache, KVC_OK);
-    return position;
-}
-
 kvc_status kvc_position_range(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *first, int32_t *last) {
     if (layer != -1) KVC_TRY(kvc_check_layer(cache, layer));
     if (!first) return kvc_fail(KVC_ERR_INVALID, "first is NULL");

@@ -443,10 +443,9 @@ int32_t kvc_pool_fill_after(const kvc_block *block) {
 /* Lowers the fill mark to the end of the last slot that is held; frees the block if no slot is. */
 static void lower_fill(kvc_pool *pool, kvc_block *block) {
     if (block->pins) return;
-    const int32_t before = block->fill;
+    pool->filled -= block->fill;
     block->fill = kvc_pool_fill_after(block);
-    pool->filled -= before - block->fill;
-    if (block->fill < before) block->has_key = 0;
+    pool->filled += block->fill;
     free_if_empty(pool, block);
 }
 
@@ -455,7 +454,6 @@ void kvc_pool_refill(kvc_pool *pool, kvc_block *const *blocks, int32_t num_block
         kvc_block *block = blocks[i];
         pool->filled -= block->fill;
         block->fill = block->live = live < pool->block_size ? live : pool->block_size;
-        block->has_key = 0;
         pool->filled += block->fill;
         kvc_pool_touch(pool, block, block->fill);
         live -= block->fill;

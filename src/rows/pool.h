@@ -26,9 +26,7 @@ typedef struct kvc_block {
     int32_t planned;        /* number of slots past fill that a batch about to begin will take */
     int8_t is_free;         /* it is in the list of free blocks */
     int8_t is_row_buffer;   /* it is that of a row buffer, of no pool; never changes */
-    int8_t has_key;         /* the block is full and `key` names its contents, for prefix sharing */
-    uint8_t key[32];
-    uint32_t holders[]; /* [block_size] number of sequences that hold each slot, for slots below fill */
+    uint32_t holders[];     /* [block_size] number of sequences that hold each slot, for slots below fill */
 } kvc_block;
 
 /* Where a layer's rows lie in a block. */

@@ -276,15 +276,6 @@ const kvc_run *kvc_runs_at(const kvc_run_list *list, int32_t position) {
     return NULL;
 }
 
-int64_t kvc_runs_find(const kvc_run_list *list, int32_t position) {
-    int64_t row = 0, found = -1;
-    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
-        if (position >= run->position && position < run_end(run)) found = row + position - run->position;
-        row += run->count;
-    }
-    return found;
-}
-
 /* ---- sharing ----------------------------------------------------------------------------------------------------- */
 
 static int by_position(const void *a, const void *b) {

@@ -106,9 +106,6 @@ int64_t kvc_runs_evict(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_
 /* Returns a run with a row at a position; NULL if there is none. */
 const kvc_run *kvc_runs_at(const kvc_run_list *list, int32_t position);
 
-/* Returns the index, in order of arrival, of the row that arrived last at a position; -1 if there is none. */
-int64_t kvc_runs_find(const kvc_run_list *list, int32_t position);
-
 /* ---- sharing: rows of two lists are the same if they lie in the same slot and have the same position ------------- */
 
 /* Makes *sorted the runs of a list by rising position, which makes the comparisons below fast, unless many positions

@@ -196,7 +196,10 @@ void llama_kvcache::seq_div(llama_seq_id seq_id, llama_pos p0, llama_pos p1, int
 
 // every position from the smallest to the largest is there, in every layer
 llama_pos llama_kvcache::seq_pos_min(llama_seq_id seq_id) const {
-    const llama_pos first_of_any = kvc_first_position(cache, seq_id);
+    llama_pos first_of_any = -1;
+    llama_pos last_of_any = -1;
+
+    kvc_position_range(cache, seq_id, -1, &first_of_any, &last_of_any);
 
     llama_pos res = -1;
 
@@ -218,7 +221,10 @@ llama_pos llama_kvcache::seq_pos_min(llama_seq_id seq_id) const {
 
 // a checkpoint may have taken layers with windows back before the others
 llama_pos llama_kvcache::seq_pos_max(llama_seq_id seq_id) const {
-    llama_pos res = kvc_last_position(cache, seq_id);
+    llama_pos first_of_any = -1;
+    llama_pos res = -1;
+
+    kvc_position_range(cache, seq_id, -1, &first_of_any, &res);
 
     for (int32_t layer = 0; layer < (int32_t)layers.cache.size(); ++layer) {
         llama_pos first;

@@ -597,7 +597,7 @@ static kvc_cache *tangle(kvc_policy policy)
     kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.block_size = 48});
     for (int i = 0; i < TANGLE_STEPS; i++) {
         const int s = random_int(0, TANGLED), other = (s + random_int(1, TANGLED)) % TANGLED, what = random_int(0, 9);
-        const int32_t last = kvc_last_position(cache, s), at = last > 0 ? random_int(0, last + 1) : 0;
+        const int32_t last = last_position(cache, s), at = last > 0 ? random_int(0, last + 1) : 0;
         int32_t counts[TANGLED] = {0};
         if (last < 0 || what < 2) {
             counts[s] = random_int(1, what ? PART : 20);

@@ -73,7 +73,7 @@ static void test_remove_from_fork(void)
     CHECK(after.live_slots == before.live_slots && after.blocks_in_use == before.blocks_in_use);
     CHECK(after.rows_copied == 0);
     pair_check(p);
-    CHECK(kvc_last_position(p->cache, 1) == 289 && kvc_last_position(p->cache, 0) == 299);
+    CHECK(last_position(p->cache, 1) == 289 && last_position(p->cache, 0) == 299);
     int64_t num = spans_of(p, 1, 0, spans, 40);
     CHECK(num == 20 && spans[0].delta == 0 && spans[1].delta == -10 && spans[1].position == 3);
     num = spans_of(p, 0, 0, spans, 40);
@@ -245,7 +245,7 @@ static void test_largest_position(void)
     CHECK(kvc_next_position(p->cache, 0) == INT32_MAX);
     CHECK(pair_divide(p, 0, 0, KVC_END, INT32_MAX) == KVC_OK);
     pair_check(p);
-    CHECK(kvc_last_position(p->cache, 0) == 0);
+    CHECK(last_position(p->cache, 0) == 0);
     pair_free(p);
 }
 
@@ -672,7 +672,7 @@ static void test_cross(void)
     pair *p = cross_pair(0);
     feed_cross(p, 0, 5);
     CHECK(kvc_seq_len(p->cache, 0, 1) == 5 && kvc_seq_len(p->cache, 0, 2) == 4 && kvc_seq_len(p->cache, 0, 3) == 5);
-    CHECK(kvc_seq_len(p->cache, 0, -1) == 1 && kvc_last_position(p->cache, 0) == 0);
+    CHECK(kvc_seq_len(p->cache, 0, -1) == 1 && last_position(p->cache, 0) == 0);
     pair_feed(p, 0, 1, 10);
     pair_fork(p, 0, 1);
     pair_copy_prefix(p, 0, 2, 3);

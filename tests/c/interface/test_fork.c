@@ -268,7 +268,7 @@ static void test_rewrite(void)
     fork_and_check(cache, "in a rewrite");
     pthread_join(thread, NULL);
     watch = 0;
-    CHECK(kvc_last_position(cache, 0) == ROWS + 2 && kvc_last_position(cache, 1) == ROWS - 1);
+    CHECK(last_position(cache, 0) == ROWS + 2 && last_position(cache, 1) == ROWS - 1);
     do_everything(cache, "in the parent");
 }
 
@@ -281,7 +281,7 @@ static void test_rewrite_that_forks(void)
     begin_watching();
     CHECKF(kvc_shift(cache, 0, 5, KVC_END, 3) == KVC_OK, "%s", kvc_last_error());
     watch = 0;
-    CHECK(kvc_last_position(cache, 0) == ROWS + 2);
+    CHECK(last_position(cache, 0) == ROWS + 2);
     do_everything(cache, "of the function's own");
     if (!child_of_function) {
         fflush(stdout);

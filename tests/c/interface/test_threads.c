@@ -263,9 +263,9 @@ static void *ask(void *context)
         int32_t positions[BASE];
         CHECK(kvc_seq_len(o->cache, id, -1) <= PROMPT + STEPS);
         CHECK(kvc_positions(o->cache, id, 1, positions, BASE) <= PROMPT + STEPS);
-        CHECK(kvc_last_position(o->cache, id) < PROMPT + STEPS && kvc_first_position(o->cache, id) < BASE);
+        CHECK(last_position(o->cache, id) < PROMPT + STEPS && first_position(o->cache, id) < BASE);
         CHECK(kvc_next_position(o->cache, 1) == BASE && kvc_seq_len(o->cache, 1, 0) == BASE);
-        CHECK(kvc_find_row(o->cache, 1, 0, BASE - 1) == BASE - 1 && kvc_can_resume(o->cache, 1, BASE) == 1);
+        CHECK(kvc_can_resume(o->cache, 1, BASE) == 1);
         CHECK(kvc_sequences(o->cache, ids, 20) <= 7);
         CHECK(kvc_nbytes(o->cache) > 0 && kvc_utilization(o->cache) <= 1);
         CHECKF(kvc_validate(o->cache) == KVC_OK, "%s", kvc_last_error());
@@ -520,7 +520,7 @@ static void *edit_meanwhile(void *context)
                                          : kvc_copy_prefix(s->cache, 2, id, 30);
         CHECKF(status == KVC_OK, "%s", kvc_last_error());
         CHECKF(kvc_validate(s->cache) == KVC_OK, "%s", kvc_last_error());
-        CHECK(kvc_seq_len(s->cache, 0, 0) == BASE && kvc_last_position(s->cache, 0) < 2 * BASE);
+        CHECK(kvc_seq_len(s->cache, 0, 0) == BASE && last_position(s->cache, 0) < 2 * BASE);
         int was_moving = atomic_load(&s->is_moving);
         status = i % 2 ? kvc_fork(s->cache, 0, 14) : kvc_settle(s->cache);
         CHECKF(status == KVC_OK || status == KVC_ERR_BUSY, "%s", kvc_last_error());

@@ -395,7 +395,7 @@ static void test_retaining_what_was_stored(void)
         kvc_batch *batch = begin_three(cache, keeps < 2);
         static result out;
         CHECK(kvc_retain(cache, 7, 100, 0, 8) == KVC_OK && kvc_retain(cache, 7, 101, 5, 8) == KVC_OK);
-        CHECK(kvc_last_position(cache, 100) == (keeps < 2 ? 4 : 7));
+        CHECK(last_position(cache, 100) == (keeps < 2 ? 4 : 7));
         CHECK(kvc_retained(cache, NULL, 0) == (keeps < 2 ? 1 : 2));
         for (int l = 0; l < 4; l++)
             CHECKF(attend(batch, l, 0, 3, l < 3, &out) == KVC_OK, "%s", kvc_last_error());
@@ -403,7 +403,7 @@ static void test_retaining_what_was_stored(void)
             CHECK(kvc_commit(batch) == KVC_OK);
         else
             kvc_abort(batch);
-        CHECK(kvc_last_position(cache, 100) == (keeps < 2 ? 4 : 7) && kvc_validate(cache) == KVC_OK);
+        CHECK(last_position(cache, 100) == (keeps < 2 ? 4 : 7) && kvc_validate(cache) == KVC_OK);
         free_cache(cache);
     }
 }

@@ -1122,15 +1122,6 @@ static inline void check_positions(const pair *p, const sequence *s, int l)
         CHECKF(positions[i] == list->rows[i].position, "row %d at %d, not %d", i, positions[i], list->rows[i].position);
 }
 
-static inline void check_find_row(const pair *p, const sequence *s, int l, int32_t position)
-{
-    int64_t right = -1;
-    for (int i = 0; i < s->layers[source_of(p, l)].num; i++)
-        if (s->layers[source_of(p, l)].rows[i].position == position)
-            right = i;
-    CHECKF(kvc_find_row(p->cache, s->id, l, position) == right, "position %d is row %lld", position, (long long)right);
-}
-
 /* Whether any layer holds tokens. */
 static inline int any_tokens(const pair *p)
 {
@@ -1163,8 +1154,6 @@ static inline void check_sequence(const pair *p, const sequence *s)
 {
     int32_t next = next_of(p, s);
     CHECK(kvc_seq_len(p->cache, s->id, -1) == rows_of(p, s));
-    CHECK(kvc_first_position(p->cache, s->id) == extreme_of(p, s, -1));
-    CHECK(kvc_last_position(p->cache, s->id) == extreme_of(p, s, 1));
     CHECK(kvc_next_position(p->cache, s->id) == next);
     for (int32_t i = -3; i < 2 && i <= INT32_MAX - next; i++) {
         check_can_resume(p, s, next + i);
@@ -1176,10 +1165,7 @@ static inline void check_sequence(const pair *p, const sequence *s)
         check_positions(p, s, l);
         check_gather(p, s, l);
         check_spans(p, s, l);
-        check_find_row(p, s, l, next);
         const row_list *list = &s->layers[source_of(p, l)];
-        for (int i = 0; i < 4 && list->num; i++)
-            check_find_row(p, s, l, list->rows[random_int(0, list->num)].position + i % 2);
         if (!random_int(0, 4)) {
             int32_t begin = list->num ? list->rows[random_int(0, list->num)].position : random_int(0, 9);
             begin = not_negative(begin - random_int(0, 9));

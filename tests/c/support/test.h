@@ -59,6 +59,21 @@ static inline void put_floats(kvc_batch *batch, int32_t layer, int32_t first, in
     CHECKF(kvc_put(batch, layer, &args) == KVC_OK, "%s", kvc_last_error());
 }
 
+/* Returns the smallest or the largest position of a sequence in any layer; -1 if it holds nothing. */
+static inline int32_t first_position(kvc_cache *cache, int64_t seq_id)
+{
+    int32_t first = 0, last = 0;
+    CHECK(kvc_position_range(cache, seq_id, -1, &first, &last) == KVC_OK);
+    return first;
+}
+
+static inline int32_t last_position(kvc_cache *cache, int64_t seq_id)
+{
+    int32_t first = 0, last = 0;
+    CHECK(kvc_position_range(cache, seq_id, -1, &first, &last) == KVC_OK);
+    return last;
+}
+
 static inline int test_result(void)
 {
     if (test_failures)
