@@ -103,25 +103,35 @@ int64_t kvc_count_reclaimable(kvc_cache *cache, int32_t group) {
 
 /* What the rows of a victim free once all victims are gone. */
 enum {
-    FREES_LACKING = 1, /* slots of a group that lacks some; or any, where bytes are lacking */
+    FREES_LACKING = 1, /* slots of a group that lacks some; or, where bytes are lacking, any in blocks that can go */
     FREES_FULL = 2     /* slots of a group that sees everything: nobody can go on behind them */
 };
 
-/* Adds the number of slots that no sequence holds any more to the int64_t that is the context. */
-static void count_unheld(void *slots, const kvc_run *part) {
-    for (int32_t i = 0; i < part->count; i++) *(int64_t *)slots += !part->block->holders[part->slot + i];
+/* Slots that no sequence holds any more: all, and those in blocks that nothing else keeps as they are. */
+typedef struct unheld {
+    int64_t slots, loose;
+} unheld;
+
+static void count_unheld(void *to, const kvc_run *part) {
+    unheld *found = to;
+    for (int32_t i = 0; i < part->count; i++) {
+        const int is_unheld = !part->block->holders[part->slot + i];
+        found->slots += is_unheld;
+        found->loose += is_unheld && !part->block->pins;
+    }
 }
 
 /* Notes for every victim what its rows in group g free. */
 static void note_freed(const kvc_need *need, int32_t g) {
     const kvc_cache *cache = need->cache;
-    const int lacking = cache->lacks_bytes || cache->pools[g].lacks_slots ? FREES_LACKING : 0,
-              full = kvc_policy_evicts(&cache->policies[g]) ? 0 : FREES_FULL;
+    const int full = kvc_policy_evicts(&cache->policies[g]) ? 0 : FREES_FULL;
     kvc_preview preview = open_without(need, g);
     for (kvc_sequence *victim = cache->victims; victim; victim = victim->next_victim) {
-        int64_t slots = 0;
-        kvc_runs_visit(&victim->runs[g], 0, KVC_END, count_unheld, &slots);
-        if (slots) victim->frees |= lacking | full;
+        unheld found = {0, 0};
+        kvc_runs_visit(&victim->runs[g], 0, KVC_END, count_unheld, &found);
+        if (found.slots) victim->frees |= full;
+        if ((cache->lacks_bytes && found.loose) || (cache->pools[g].lacks_slots && found.slots))
+            victim->frees |= FREES_LACKING;
     }
     close_without(need, g, &preview);
 }

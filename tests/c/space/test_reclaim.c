@@ -520,6 +520,36 @@ static void test_failed_edits(void)
     }
 }
 
+/* ---- views ------------------------------------------------------------------------------------------------------- */
+
+/* Retains three sequences of a block each; the first is held by a view. */
+static kvc_cache *with_view(int64_t max_bytes, kvc_hold **hold)
+{
+    kvc_cache *cache = new_cache(1, &plain_layer, (kvc_config){.max_bytes = max_bytes, .block_size = MOST});
+    kvc_span span;
+    int64_t num;
+    for (int64_t id = FIRST_ID; id < FIRST_ID + 3; id++)
+        CHECK(kvc_retain_new(cache, id, 0, MOST, NULL) == KVC_OK && kvc_pin(cache, &id, 1, -1) == KVC_OK);
+    CHECK(kvc_spans(cache, FIRST_ID, 0, &span, sizeof span, 1, &num, hold) == KVC_OK);
+    return cache;
+}
+
+/* A sequence whose blocks views hold frees no bytes: it stays. */
+static void test_views(void)
+{
+    kvc_hold *hold;
+    kvc_cache *cache = with_view(0, &hold);
+    CHECK(feed(cache, 1, 9, MOST) == KVC_OK);
+    const int64_t nbytes = kvc_nbytes(cache);
+    kvc_hold_free(hold);
+    free_valid(cache);
+    cache = with_view(nbytes - 800, &hold); /* more than a sequence's bookkeeping */
+    CHECK(feed(cache, 1, 9, MOST) == KVC_OK);
+    CHECKF(left(cache) == 5, "%x are left", left(cache));
+    kvc_hold_free(hold);
+    free_valid(cache);
+}
+
 int main(void)
 {
     test_full_table();
@@ -531,5 +561,6 @@ int main(void)
     test_random_crowds();
     test_room_is_exact();
     test_failed_edits();
+    test_views();
     return test_result();
 }
