@@ -30,7 +30,8 @@ def write(path, size):
 
 
 def fill(cache, num_tokens):
-    rows = np.random.default_rng(0).standard_normal((256, cache.num_kv_heads[0], cache.head_dim[0])).astype("f4")
+    like = cache.layers[0]
+    rows = np.random.default_rng(0).standard_normal((256, like.num_kv_heads, like.head_dim)).astype("f4")
     for _ in range(0, num_tokens, 256):
         with cache.batch(256) as batch:
             for layer in range(cache.num_layers):

@@ -16,8 +16,8 @@ def fill(cache, tokens, seq_id=0):
     for done in range(0, tokens, 512):
         n = min(512, tokens - done)
         with cache.batch(positions=range(at + done, at + done + n), seq_ids=[seq_id] * n) as batch:
-            for layer in range(cache.num_layers):
-                x = np.zeros((n, cache.num_kv_heads[layer], cache.head_dim[layer]), np.float32)
+            for layer, like in enumerate(cache.layers):
+                x = np.zeros((n, like.num_kv_heads, like.head_dim), np.float32)
                 batch.put(layer, x, x)
 
 

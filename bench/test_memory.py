@@ -50,8 +50,8 @@ def test_nbytes_of_a_full_cache(figures):
         before, after, nbytes = measure_in_child(
             f"""
             with kvcache.KVCache({shape}) as like:
-                dims = like.head_dim[0], like.v_head_dim[0]
-                k, v = (np.ones((512, like.num_kv_heads[0], dim), np.float32) for dim in dims)
+                dims = like.layers[0].head_dim, like.layers[0].v_head_dim
+                k, v = (np.ones((512, like.layers[0].num_kv_heads, dim), np.float32) for dim in dims)
             result.append(resident())
             cache = kvcache.KVCache({shape})
             for _ in range(cache.max_seq_len // 512):

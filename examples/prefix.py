@@ -27,10 +27,9 @@ NUM_TOKENS = 60
 
 def new_prefix_cache(model):
     c = model.config
-    cache = kvcache.KVCache(
-        c.num_layers, c.num_kv_heads, c.head_dim, c.max_seq_len, policy=c.policy, rope=c.rope,
-        max_sequences=None, block_size=16, max_bytes=64 << 20,
-    )  # fmt: skip
+    layers = [kvcache.Layer(c.num_kv_heads, c.head_dim, policy=policy, rope=c.rope) for policy in c.policy]
+    limits = {"max_seq_len": c.max_seq_len, "max_sequences": None, "max_bytes": 64 << 20}
+    cache = kvcache.KVCache(layers, block_size=16, **limits)
     return kvcache.PrefixCache(cache, fingerprint=fingerprint(MODEL))
 
 

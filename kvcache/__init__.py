@@ -24,6 +24,7 @@ from kvcache.errors import (
     RowsGoneError,
     StateFormatError,
 )
+from kvcache.layer import Layer
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, SlidingWindow
 from kvcache.rope import Rope
 from kvcache.runtime import (
@@ -49,6 +50,7 @@ __all__ = [
     "FullAttention",
     "KVCache",
     "KVCacheError",
+    "Layer",
     "LongSequencesOnly",
     "ModelFileError",
     "NotSupportedError",

@@ -39,16 +39,14 @@ class Batch:
     3
     """
 
-    __slots__ = ("__weakref__", "_around", "_core", "_done")
+    __slots__ = ("__weakref__", "_around", "_core")
 
     def __init__(
         self,
         core: _core.Batch,
-        done: Callable[[], None] | None = None,
         around: Callable[[_core.Batch, bool], AbstractContextManager[None]] | None = None,
     ) -> None:
         self._core = core
-        self._done = done  # called after the commit; None: nothing is
         self._around = around  # a context around the commit, given whether all tokens are kept; None: there is none
 
     def __len__(self) -> int:
@@ -536,9 +534,7 @@ class Batch:
         array([0, 1], dtype=int32)
         """
         with nullcontext() if self._around is None or self._core.ended else self._around(self._core, keep is None):
-            ended = self._core.commit(keep)
-        if ended and self._done is not None:
-            self._done()
+            self._core.commit(keep)
 
     def abort(self) -> None:
         """End the batch and discard its tokens. Rows that were evicted when it began stay evicted.

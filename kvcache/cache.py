@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, SupportsFloat, SupportsIndex, cast, overload
@@ -21,66 +21,36 @@ from kvcache.batch import Batch
 from kvcache.block import Block, Run, Span, make_spans
 from kvcache.errors import CacheBusyError
 from kvcache.follower import Follower
-from kvcache.layer import DType, Transform, count, make_layers
+from kvcache.layer import DType, Layer, Sizes, Transform, check_layers, count, make_layers, override
 from kvcache.policy import FullAttention, Policy
 from kvcache.rope import RopeLike
 from kvcache.saveable import Saveable
-from kvcache.strategy import (
-    Adaptive,
-    Decision,
-    LongSequencesOnly,
-    Strategy,
-    check_all_fed,
-    decide_by_length,
-    decide_by_memory,
-    decide_never,
-    describe,
-)
-from kvcache.system import available_memory, readable
+from kvcache.strategy import Adaptive, Decider, Decision, LongSequencesOnly, Strategy, describe
+from kvcache.system import readable
 
 __all__ = ["Batch", "KVCache", "Span"]
+
+NOT_GIVEN: Any = object()
 
 
 class KVCache(Saveable):
     """The keys and values of a model's tokens, for one sequence or many.
 
+    ``KVCache([Layer(8, 128)] * 32, max_seq_len=4096)`` is ``KVCache(32, 8, 128, 4096)``.
+
     Parameters
     ----------
-    num_layers : int
-        The number of layers of the model.
-    num_kv_heads : int or sequence of int
-        The number of KV heads. This and every argument marked "or sequence" takes one value for all layers, or one per
-        layer.
-    head_dim : int or sequence of int
-        The number of elements of one key of one head.
+    num_layers : int or sequence of Layer
+        The number of layers of the model; or the layers, in place of all arguments that are as in `Layer`.
+    num_kv_heads, head_dim : int or sequence of int
+        As in `Layer`: one value for all layers, or one per layer.
+    v_head_dim, value_in_key, dtype, k_dtype, v_dtype, k_transform, v_transform, policy, rope : optional
+        As in `Layer`: one value for all layers, or a sequence of one per layer.
+    share : sequence of int or None, optional
+        As in `Layer`: for each layer, the index of the layer whose rows it reads; None: its own.
     max_seq_len : int or None
         The most rows that a sequence may hold in a layer between batches; None: no limit. In layers whose window with
         its sinks, or chunk, is no longer, a batch may have any number of tokens.
-    v_head_dim : int or sequence of int, optional
-        The number of elements of one value of one head; by default `head_dim`.
-    value_in_key : bool or sequence of bool, default False
-        Whether a value is the first `v_head_dim` elements of its key, and stored once, as in multi-head latent
-        attention [1]_. `Batch.attend` must then be given a `scale`.
-    dtype : {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"} or sequence, default "f16"
-        The type of stored rows. Those from q8_0 on are ggml's blocks of 32 elements, in 18 to 34 bytes; they need a
-        `head_dim` that is a multiple of 32.
-    k_dtype, v_dtype : as `dtype`, optional
-        The type of keys, or of values, if not `dtype`.
-    k_transform, v_transform : {"hadamard", None} or sequence of these, optional
-        How quantised keys, or values, are transformed before they are stored. "hadamard": each block of elements is
-        multiplied by an orthonormal Hadamard matrix, which makes elements that share a scale about equally large, so
-        that q4_0 and the like lose less [2]_. Rows are handed out transformed back, except raw ones. f32, f16 and bf16
-        are stored as given. By default None.
-    policy : FullAttention, SlidingWindow, ChunkedAttention, CrossAttention, None or sequence of these
-        The positions that a query may see, and so the rows that are kept; by default `FullAttention`. None: the layer
-        has no attention, and holds nothing.
-    share : sequence of int or None, optional
-        For each layer, the index of the layer whose rows it reads, which must be equal in every other argument and have
-        rows of its own; None: the layer reads its own rows.
-    rope : Rope, False or callable, or sequence of these, optional
-        The rotation of keys by their position. None, the default: unknown, so tokens cannot be moved. False: keys carry
-        no rotation. A callable takes ``(layer, keys, delta)``, where `keys` are f32 ``[num_kv_heads, n, head_dim]``,
-        and returns the keys moved by `delta` positions.
     max_sequences : int or None, default 1
         The most sequences that may hold rows, in any layer; None: no limit. Checked when a batch begins, not by forks
         and edits.
@@ -129,12 +99,6 @@ class KVCache(Saveable):
     A sequence is named by any 64-bit integer. A sequence that holds nothing is empty, not unknown: reading it yields 0,
     -1 or no rows, and editing it does nothing. Methods raise ``ValueError`` once the cache is closed.
 
-    References
-    ----------
-    .. [1] DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model",
-       arXiv:2405.04434, 2024.
-    .. [2] S. Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", arXiv:2404.00456, 2024.
-
     Examples
     --------
     Two layers of four query heads and two KV heads. A prompt of three tokens, then one token more:
@@ -160,19 +124,32 @@ class KVCache(Saveable):
         "_block_size",
         "_capacity",
         "_core",
-        "_decisions",
-        "_dropped",
+        "_decider",
         "_follower",
-        "_kinds",
         "_layers",
         "_max_bytes",
         "_max_seq_len",
         "_max_sequences",
-        "_most_decisions",
         "_num_threads",
+        "_sizes",
         "_strategy",
     )
 
+    @overload
+    def __init__(
+        self,
+        num_layers: Sequence[Layer],
+        *,
+        max_seq_len: SupportsIndex | None,
+        max_sequences: SupportsIndex | None = 1,
+        capacity: SupportsIndex | None = None,
+        max_bytes: SupportsIndex | None = None,
+        block_size: SupportsIndex | None = None,
+        strategy: Strategy = "always",
+        num_threads: SupportsIndex | None = None,
+    ) -> None: ...
+
+    @overload
     def __init__(
         self,
         num_layers: SupportsIndex,
@@ -196,26 +173,42 @@ class KVCache(Saveable):
         block_size: SupportsIndex | None = None,
         strategy: Strategy = "always",
         num_threads: SupportsIndex | None = None,
+    ) -> None: ...
+
+    def __init__(
+        self,
+        num_layers: SupportsIndex | Sequence[Layer],
+        num_kv_heads: Any = NOT_GIVEN,
+        head_dim: Any = NOT_GIVEN,
+        max_seq_len: Any = NOT_GIVEN,
+        *,
+        max_sequences: SupportsIndex | None = 1,
+        capacity: SupportsIndex | None = None,
+        max_bytes: SupportsIndex | None = None,
+        block_size: SupportsIndex | None = None,
+        strategy: Strategy = "always",
+        num_threads: SupportsIndex | None = None,
+        **per_layer: Any,
     ) -> None:
-        self._layers = make_layers(
-            num_layers, num_kv_heads, head_dim, v_head_dim, value_in_key, dtype, k_dtype, v_dtype, policy, share, rope,
-            k_transform, v_transform,
-        )  # fmt: skip
-        self._kinds = Counter(layer._replace(rope=None) for layer in self._layers)  # a rope function may have no hash
+        sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        given = {name: value for name, value in sizes.items() if value is not NOT_GIVEN} | per_layer
+        if max_seq_len is NOT_GIVEN:
+            raise TypeError("max_seq_len is not given: the most rows of a sequence are needed, or None for no limit")
+        has_layers = isinstance(num_layers, Sequence) and not isinstance(num_layers, str)
+        self._layers = tuple((check_layers if has_layers else make_layers)(num_layers, given))
         self._strategy = _check_strategy(strategy)
-        self._decisions: dict[int, Decision] = {}  # the latest decision on each sequence, oldest first
-        self._most_decisions = 64
-        self._dropped: set[int] = set()  # sequences that Adaptive dropped or did not store, to be fed again whole
         self._max_seq_len = _limit(max_seq_len, "max_seq_len", INT32_MAX - 1)
         self._max_sequences = _limit(max_sequences, "max_sequences", INT32_MAX)
         self._max_bytes = _limit(max_bytes, "max_bytes", INT64_MAX)
+        self._sizes = Sizes(self._layers, self._max_seq_len)
         self._num_threads = _limit(num_threads, "num_threads", MAX_THREADS)
         self._capacity = _limit(capacity, "capacity", INT64_MAX)
         self._block_size = _limit(block_size, "block_size", INT32_MAX - 1) or 0
-        self._follower: Follower | None = None  # tells prefix caches; None: there are none
         self._core = self._make_core(None)
         self._capacity = self._core.capacity()  # read back the core's defaults
         self._block_size = self._core.block_size()
+        self._decider = None if strategy == "always" else Decider(self._strategy, self._core, self._sizes)
+        self._follower: Follower | None = self._decider  # or what tells prefix caches, which need "always"
 
     def _make_core(self, original: _core.Cache | None) -> _core.Cache:
         return _core.Cache(
@@ -265,12 +258,14 @@ class KVCache(Saveable):
         >>> import kvcache
         >>> config = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512,
         ...           "max_position_embeddings": 4096, "rope_theta": 10000.0}
-        >>> kvcache.KVCache.from_config(config, dtype="q8_0").head_dim
-        (64, 64)
+        >>> kvcache.KVCache.from_config(config, dtype="q8_0").layers[1].head_dim
+        64
         """
         from kvcache.models import shapes  # not loaded by `import kvcache`
 
-        return cls(**{**shapes.read(config, max_source_len).arguments(), **overrides})
+        shape = shapes.read(config, max_source_len)
+        layers, others = override(shape.layers, overrides)
+        return cls(layers, **{"max_seq_len": shape.max_seq_len, **others})
 
     def __enter__(self) -> Self:
         return self
@@ -321,10 +316,10 @@ class KVCache(Saveable):
         (1, 3)
         """
         other = type(self).__new__(type(self))
-        for name in set(KVCache.__slots__) - {"__weakref__", "_core", "_decisions", "_dropped", "_follower"}:
+        for name in set(KVCache.__slots__) - {"__weakref__", "_core", "_decider", "_follower"}:
             setattr(other, name, getattr(self, name))
-        other._decisions, other._dropped, other._follower = dict(self._decisions), set(self._dropped), None
         other._core = self._make_core(self._core)
+        other._follower = other._decider = None if self._decider is None else self._decider.copy(other._core)
         for seq_id in _core.retained(other._core):  # by prefix caches, which the copy does not have
             other._core.clear(seq_id)
         return other
@@ -345,59 +340,9 @@ class KVCache(Saveable):
         return len(self._layers)
 
     @property
-    def num_kv_heads(self) -> tuple[int, ...]:
-        """The number of KV heads of each layer."""
-        return tuple(layer.num_kv_heads for layer in self._layers)
-
-    @property
-    def head_dim(self) -> tuple[int, ...]:
-        """The number of elements of a key of one head, in each layer."""
-        return tuple(layer.head_dim for layer in self._layers)
-
-    @property
-    def v_head_dim(self) -> tuple[int, ...]:
-        """The number of elements of a value of one head, in each layer."""
-        return tuple(layer.v_head_dim for layer in self._layers)
-
-    @property
-    def k_dtype(self) -> tuple[DType, ...]:
-        """The type of stored keys, in each layer."""
-        return tuple(layer.k_dtype for layer in self._layers)
-
-    @property
-    def v_dtype(self) -> tuple[DType, ...]:
-        """The type of stored values, in each layer."""
-        return tuple(layer.v_dtype for layer in self._layers)
-
-    @property
-    def k_transform(self) -> tuple[Transform | None, ...]:
-        """The transform of quantised keys, in each layer; None: keys are stored as given."""
-        return tuple(layer.k_transform for layer in self._layers)
-
-    @property
-    def v_transform(self) -> tuple[Transform | None, ...]:
-        """The transform of quantised values, in each layer; None: values are stored as given."""
-        return tuple(layer.v_transform for layer in self._layers)
-
-    @property
-    def policy(self) -> tuple[Policy | None, ...]:
-        """The policy of each layer; None: no attention."""
-        return tuple(layer.policy for layer in self._layers)
-
-    @property
-    def value_in_key(self) -> tuple[bool, ...]:
-        """Whether keys hold the values, in each layer."""
-        return tuple(layer.value_in_key for layer in self._layers)
-
-    @property
-    def share(self) -> tuple[int | None, ...]:
-        """The index of the layer whose rows each layer reads; None: its own rows."""
-        return tuple(layer.share for layer in self._layers)
-
-    @property
-    def rope(self) -> tuple[RopeLike, ...]:
-        """The rotation of each layer's keys by their position; None: unknown."""
-        return tuple(layer.rope for layer in self._layers)
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers: shape and types of their rows, policy, and rotation."""
+        return self._layers
 
     @property
     def strategy(self) -> Strategy:
@@ -549,111 +494,32 @@ class KVCache(Saveable):
         """
         if (n is None) == (positions is None):
             raise TypeError("batch() takes exactly one of n, the number of next tokens, and positions")
-        if restored is not None:
-            return self._begin_restoring(positions, seq_ids, parents, timeout, restored)
-        if self._strategy == "always":
-            core = self._core.begin(n, positions, seq_ids, parents, timeout, None, None)
-            follower = self._follower
-            return Batch(core, around=None if follower is None else partial(follower.commit, time.perf_counter()))
-        found: dict[int, Decision] = {}
-        core = self._core.begin(n, positions, seq_ids, parents, timeout, partial(self._decide, found), None)
-        self._note(found)
-        return Batch(core, partial(self._end, found))
-
-    def _begin_restoring(
-        self,
-        positions: Iterable[SupportsIndex] | None,
-        seq_ids: Iterable[SupportsIndex] | None,
-        parents: Iterable[SupportsIndex] | None,
-        timeout: SupportsFloat | None,
-        restored: Iterable[SupportsIndex],
-    ) -> Batch:
-        """Begin a batch that restores layers; it does not ask the strategy."""
-        if positions is None:
+        if restored is not None and positions is None:
             raise TypeError("a batch that restores layers takes the positions of their rows, not n")
-        if parents is not None:
+        if restored is not None and parents is not None:
             raise ValueError("parents are given: a batch that restores layers has no trees")
-        core = self._core.begin(None, positions, seq_ids, None, timeout, None, restored)
-        return Batch(core, partial(self._end_restoring, core))
+        found: dict[int, Decision] = {}
+        decider = self._decider if restored is None else None
+        decide = None if decider is None else partial(decider.decide, found)
+        core = self._core.begin(n, positions, seq_ids, parents, timeout, decide, restored)
+        if decider is not None:
+            decider.begun(found)
+        if self._follower is None:
+            return Batch(core)
+        around = partial(self._follower.commit, time.perf_counter()) if restored is None else self._restoring
+        return Batch(core, around)
 
-    def _end_restoring(self, core: _core.Batch) -> None:
-        seq_ids = set(core.get_seq_ids().tolist())
-        self._dropped -= seq_ids
-        for seq_id in seq_ids:
-            self._note_edit(seq_id, 0)
+    @contextmanager
+    def _restoring(self, core: _core.Batch, keeps_all: bool) -> Iterator[None]:
+        """Tell the follower of sequences that a batch restores, once it is committed."""
+        yield
+        for seq_id in set(core.get_seq_ids().tolist()):
+            self._note_edit(seq_id, 0, is_whole=True)
 
     def _note_edit(self, seq_id: SupportsIndex | None, position: SupportsIndex, **how: Any) -> None:
-        """Tell prefix caches that rows of a sequence (None: of all) were changed or dropped, as `Follower.edited`."""
+        """Tell the follower that rows of a sequence were changed or dropped, as `Follower.edited`."""
         if self._follower is not None:
             self._follower.edited(None if seq_id is None else operator.index(seq_id), operator.index(position), **how)
-
-    def _decide(
-        self, found: dict[int, Decision], positions: npt.NDArray[np.int32], seq_ids: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.bool_] | None:
-        """Decide on each sequence of a new batch, and add the decisions to `found`.
-
-        Return for each token whether its sequence is not stored; None: all are stored.
-        """
-        ids, whose, num_tokens = np.unique(seq_ids, return_inverse=True, return_counts=True)
-        first, last = np.full(len(ids), INT32_MAX), np.full(len(ids), -1)
-        np.minimum.at(first, whose, positions)
-        np.maximum.at(last, whose, positions)
-        free: tuple[int, str] | None = None
-        columns = (column.tolist() for column in (ids, num_tokens, first, last))
-        for seq_id, tokens, begin, end in zip(*columns, strict=True):
-            held = self._core.seq_len(seq_id, None)
-            if not held:
-                was_dropped = seq_id in self._dropped
-                check_all_fed(self._strategy, seq_id, begin, self._core.next_position(seq_id), was_dropped)
-            if isinstance(self._strategy, LongSequencesOnly) and not held:
-                found[seq_id] = decide_by_length(self._strategy, end + 1)
-            elif isinstance(self._strategy, Adaptive):
-                free = free or self._free_memory()
-                needed = self.most_bytes(max(self._max_seq_len or 0, held + tokens), batch_tokens=tokens)
-                found[seq_id] = decide_by_memory(self._strategy, needed, self.most_bytes(held), *free)
-            elif not held:
-                found[seq_id] = decide_never()
-        unstored = [seq_id for seq_id, decision in found.items() if decision.outcome != "stored"]
-        return np.isin(seq_ids, unstored) if unstored else None
-
-    def _free_memory(self) -> tuple[int, str]:
-        """Return the number of free bytes, the cache's own free blocks included, and the source of the limit."""
-        free, source = available_memory()
-        stats = self._core.stats()
-        kept, blocks = stats["blocks_free"], stats["blocks_free"] + stats["blocks_in_use"]
-        return free + (self._core.nbytes() * kept // blocks if blocks else 0), source
-
-    def _note(self, found: dict[int, Decision]) -> None:
-        """Keep the decisions for `explain`, and log them."""
-        import logging  # here, because it would slow `import kvcache` down, and only strategies need it
-
-        logger = logging.getLogger("kvcache")
-        for seq_id, decision in found.items():
-            before = self._decisions.pop(seq_id, None)
-            self._decisions[seq_id] = decision
-            level = logging.DEBUG if before and before.outcome == decision.outcome else logging.INFO
-            if logger.isEnabledFor(level):
-                logger.log(level, "sequence %d is %s: %s", seq_id, decision.outcome, decision.why())
-        if len(self._decisions) > self._most_decisions:
-            self._forget_decisions()
-
-    def _end(self, found: dict[int, Decision]) -> None:
-        """Give back the memory of sequences that a committed batch has dropped."""
-        self._dropped -= {seq_id for seq_id, decision in found.items() if decision.outcome == "stored"}
-        if isinstance(self._strategy, Adaptive):  # under the others, what holds nothing begins at next_position anyway
-            self._dropped |= {seq_id for seq_id, decision in found.items() if decision.outcome != "stored"}
-        if any(decision.outcome == "dropped" for decision in found.values()):
-            with suppress(CacheBusyError, BufferError, MemoryError):  # the memory stays for reuse
-                self._core.compact()
-
-    def _forget_decisions(self) -> None:
-        """Forget decisions, except on sequences that hold rows, and the latest 8 on other sequences, not stored."""
-        alive = set(self.sequences)
-        decisions = list(self._decisions.items())  # a copy: other threads may add some
-        others = [seq_id for seq_id, (outcome, _) in decisions if outcome != "stored"]
-        kept = alive.union([seq_id for seq_id in others if seq_id not in alive][-8:])
-        self._decisions = {seq_id: it for seq_id, it in decisions if seq_id in kept}
-        self._most_decisions = 64 + 2 * len(self._decisions)
 
     def explain(self) -> str:
         """Describe the strategy and its decisions on sequences that hold rows, and on the latest that were not stored.
@@ -675,13 +541,9 @@ class KVCache(Saveable):
         strategy: LongSequencesOnly(threshold=16)
         sequence 0 is not stored: its length, 4 tokens, is not above the threshold of 16
         """
-        more = self.most_bytes(INT32_MAX, batch_tokens=1) - self.most_bytes(INT32_MAX)
-        lines = describe(self._strategy, self._max_seq_len, self.most_bytes(self._max_seq_len or 0), more)
-        self._forget_decisions()
-        for seq_id, (outcome, why) in [] if self._strategy == "disabled" else list(self._decisions.items()):
-            verb = "was" if outcome == "dropped" and seq_id in self._dropped else "is"
-            lines.append(f"sequence {seq_id} {verb} {outcome}: {why()}")
-        return "\n".join(lines)
+        if self._decider is not None:
+            return self._decider.explain()
+        return "\n".join(describe(self._strategy, self._sizes))
 
     # -- reading rows
 
@@ -1124,10 +986,7 @@ class KVCache(Saveable):
             is_refused = True
         if is_refused:  # clears `dst` if `src` holds nothing, and raises again if something else was wrong
             self._core.copy_prefix(src, dst, 0)
-        self._note_edit(dst, 0, source=src)
-        self._dropped.discard(operator.index(dst))
-        if operator.index(src) in self._dropped:  # the copy of what was dropped is as gone
-            self._dropped.add(operator.index(dst))
+        self._note_edit(dst, 0, source=src, is_whole=True)
 
     def share_range(
         self, src: SupportsIndex, dst: SupportsIndex, begin: SupportsIndex = 0, end: SupportsIndex | None = None
@@ -1172,14 +1031,17 @@ class KVCache(Saveable):
         >>> cache.positions(seq_id=2).tolist(), cache.stats()["live_slots"]
         ([0, 1, 2], 6)
         """
+        is_refused = False
         try:
             self._core.share_range(src, dst, begin, end)
-        except ValueError as error:
-            if "holds nothing" not in str(error) or self._strategy == "always":
+        except ValueError:
+            is_all = end is None or operator.index(end) == INT32_MAX
+            if self._strategy == "always" or not is_all or {*self.sequences} & {*map(operator.index, (src, dst))}:
                 raise
+            is_refused = True
+        if is_refused:  # neither holds anything, which is no error here; raises again if something else was wrong
+            self._core.share_range(src, dst, begin, begin)
         self._note_edit(dst, begin, source=src)
-        if operator.index(src) in self._dropped and not self._core.seq_len(dst, None):
-            self._dropped.add(operator.index(dst))
 
     def keep(self, seq_id: SupportsIndex) -> None:
         """Forget every sequence but this one.
@@ -1190,8 +1052,7 @@ class KVCache(Saveable):
             If one of the others is in an open batch.
         """
         self._core.keep(seq_id)
-        self._note_edit(None, 0)
-        self._dropped &= {operator.index(seq_id)}
+        self._note_edit(None, 0, source=seq_id)
 
     def clear(self, seq_id: SupportsIndex | None = None) -> None:
         """Forget one sequence, by default all. Memory is kept for reuse; `compact` gives it back.
@@ -1202,11 +1063,7 @@ class KVCache(Saveable):
             If the sequence, or any of all, is in an open batch.
         """
         self._core.clear(seq_id)
-        self._note_edit(seq_id, 0)
-        if seq_id is None:
-            self._dropped.clear()
-        else:
-            self._dropped.discard(operator.index(seq_id))
+        self._note_edit(seq_id, 0, is_whole=True)
 
     def remove(
         self,
@@ -1559,10 +1416,7 @@ class KVCache(Saveable):
         """
         tokens = integer(num_tokens, "num_tokens", 0, INT32_MAX)
         at_once = integer(batch_tokens, "batch_tokens", 0, INT32_MAX)
-        limit = self._max_seq_len
-        if limit is not None and any(layer.most_bytes(limit + 1) > layer.most_bytes(limit) for layer in self._kinds):
-            tokens = min(tokens, limit)  # else every layer lets rows go, and keeps at most `limit`
-        return sum(number * layer.most_bytes(tokens, at_once) for layer, number in self._kinds.items())
+        return self._sizes.most_bytes(tokens, at_once)
 
     @property
     def utilization(self) -> float:

@@ -21,12 +21,14 @@ class Follower(Protocol):
         """
 
     def edited(
-        self, seq_id: int | None, position: int, *, is_moved: bool = False, source: SupportsIndex | None = None
-    ) -> None:
-        """Note that rows of a sequence at positions from this one on were changed, or of every one (None).
+        self, seq_id: int | None, position: int, *, is_moved: bool = False, source: SupportsIndex | None = None,
+        is_whole: bool = False,
+    ) -> None:  # fmt: skip
+        """Note that rows of a sequence at positions from this one on were changed, or of every one but `source` (None).
 
         `is_moved` says that those which are left do not follow from the tokens before them any more; `source` that they
-        are another sequence's, and so are those of them that are inexact.
+        are another sequence's, and so are those of them that are inexact; `is_whole` that nothing is left of what the
+        sequence was.
         """
 
     def forget_later(self, seq_id: int) -> None:

@@ -1,15 +1,17 @@
-"""Check the arguments of `KVCache` that take one value for all layers or one per layer, and make `Layer` of them."""
+"""`Layer`, which says what a cache stores of one layer; and layers made of the arguments of `KVCache`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, SupportsIndex, TypeAlias, cast, get_args
 
 import numpy as np
 
 from kvcache import _core
 from kvcache._core import integer
-from kvcache.policy import ChunkedAttention, CrossAttention, Policy, SlidingWindow
+from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow, most_rows
 from kvcache.rope import Rope, RopeFunction, RopeLike
 
 __all__ = [
@@ -17,11 +19,14 @@ __all__ = [
     "DType",
     "FloatDType",
     "Layer",
+    "Sizes",
     "Transform",
     "bytes_of_token",
+    "check_layers",
     "count",
     "dtypes_for",
     "make_layers",
+    "override",
     "stored_as",
     "suits",
 ]
@@ -30,7 +35,6 @@ FloatDType: TypeAlias = Literal["f32", "f16", "bf16"]
 DType: TypeAlias = Literal[FloatDType, "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"]
 DTYPES: tuple[DType, ...] = get_args(DType)
 Transform: TypeAlias = Literal["hadamard"]
-T = TypeVar("T")
 
 # The core's limits, checked here so that messages name Python's arguments.
 MAX_LAYERS = 1 << 20
@@ -63,8 +67,71 @@ def bytes_of_token(
     return num_kv_heads * row
 
 
-class Layer(NamedTuple):
-    """The shape, types and policy of one layer."""
+@dataclass(frozen=True, init=False)
+class Layer:
+    """What a cache stores of one layer: shape and types of its rows, and which of them it keeps.
+
+    Parameters
+    ----------
+    num_kv_heads : int
+        The number of KV heads.
+    head_dim : int
+        The number of elements of one key of one head.
+    v_head_dim : int, optional
+        The number of elements of one value of one head; by default `head_dim`.
+    value_in_key : bool, default False
+        Whether a value is the first `v_head_dim` elements of its key, and stored once, as in multi-head latent
+        attention [1]_. `Batch.attend` must then be given a `scale`.
+    dtype : {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"}, default "f16"
+        The type of stored rows. Those from q8_0 on are ggml's blocks of 32 elements, in 18 to 34 bytes; they need a
+        `head_dim` that is a multiple of 32.
+    k_dtype, v_dtype : as `dtype`, optional
+        The type of keys, or of values, if not `dtype`.
+    k_transform, v_transform : {"hadamard", None}, optional
+        How quantised keys, or values, are transformed before they are stored. "hadamard": each block of elements is
+        multiplied by an orthonormal Hadamard matrix, which makes elements that share a scale about equally large, so
+        that q4_0 and the like lose less [2]_. Rows are handed out transformed back, except raw ones. f32, f16 and bf16
+        are stored as given. By default None.
+    policy : FullAttention, SlidingWindow, ChunkedAttention, CrossAttention or None
+        The positions that a query may see, and so the rows that are kept; by default `FullAttention`. None: the layer
+        has no attention, and holds nothing.
+    share : int, optional
+        The index in the cache of the layer whose rows this one reads, which must be equal in all else and have rows of
+        its own; None: the layer reads its own rows.
+    rope : Rope, False or callable, optional
+        The rotation of keys by their position. None, the default: unknown, so tokens cannot be moved. False: keys carry
+        no rotation. A callable takes ``(layer, keys, delta)``, where `keys` are f32 ``[num_kv_heads, n, head_dim]``,
+        and returns the keys moved by `delta` positions.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range, a name is unknown, or arguments contradict each other.
+    TypeError
+        If an argument has the wrong type: a float or a bool is no integer.
+
+    Notes
+    -----
+    A layer has these arguments as attributes, but for `dtype`, which `k_dtype` and `v_dtype` stand for.
+    ``dataclasses.replace(layer, policy=SlidingWindow(64))`` makes another one.
+
+    References
+    ----------
+    .. [1] DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model",
+       arXiv:2405.04434, 2024.
+    .. [2] S. Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", arXiv:2404.00456, 2024.
+
+    Examples
+    --------
+    Windows in three layers of four:
+
+    >>> import kvcache
+    >>> full = kvcache.Layer(8, 128, dtype="q8_0")
+    >>> window = kvcache.Layer(8, 128, dtype="q8_0", policy=kvcache.SlidingWindow(4096))
+    >>> cache = kvcache.KVCache([window, window, window, full] * 8, max_seq_len=131072)
+    >>> cache.num_layers, cache.layers[4].policy.window, window.most_bytes(131072)
+    (32, 4096, 8912896)
+    """
 
     num_kv_heads: int
     head_dim: int
@@ -74,9 +141,52 @@ class Layer(NamedTuple):
     policy: Policy | None
     value_in_key: bool
     rope: RopeLike
-    k_transform: Transform | None = None
-    v_transform: Transform | None = None
-    share: int | None = None
+    k_transform: Transform | None
+    v_transform: Transform | None
+    share: int | None
+
+    def __init__(
+        self,
+        num_kv_heads: SupportsIndex,
+        head_dim: SupportsIndex,
+        *,
+        v_head_dim: SupportsIndex | None = None,
+        value_in_key: bool = False,
+        dtype: DType | None = None,
+        k_dtype: DType | None = None,
+        v_dtype: DType | None = None,
+        k_transform: Transform | None = None,
+        v_transform: Transform | None = None,
+        policy: Policy | None = FullAttention(),  # noqa: B008  (frozen)
+        share: SupportsIndex | None = None,
+        rope: RopeLike = None,
+    ) -> None:
+        if dtype is not None and k_dtype is not None and v_dtype is not None:  # as from dataclasses.replace
+            raise ValueError(f"dtype={dtype!r}: k_dtype and v_dtype are given; give these two, or dtype alone")
+        default = "f16" if dtype is None else _dtype(dtype, "dtype")
+        k_dim = _dim(head_dim, "head_dim")
+        values = {
+            "num_kv_heads": _dim(num_kv_heads, "num_kv_heads"),
+            "head_dim": k_dim,
+            "v_head_dim": k_dim if v_head_dim is None else _dim(v_head_dim, "v_head_dim"),
+            "k_dtype": default if k_dtype is None else _dtype(k_dtype, "k_dtype"),
+            "v_dtype": default if v_dtype is None else _dtype(v_dtype, "v_dtype"),
+            "policy": _policy(policy, "policy"),
+            "value_in_key": _bool(value_in_key, "value_in_key"),
+            "rope": _rope(rope, "rope"),
+            "k_transform": _transform(k_transform, "k_transform"),
+            "v_transform": _transform(v_transform, "v_transform"),
+            "share": None if share is None else integer(share, "share", 0, MAX_LAYERS - 1),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        v_name = "head_dim" if v_head_dim is None else "v_head_dim"
+        _check_dim("head_dim", self.head_dim, self.k_dtype, "keys")
+        _check_dim(v_name, self.v_head_dim, self.v_dtype, "values")
+        if self.value_in_key:
+            _check_value_in_key(self, v_name)
+        if isinstance(self.rope, Rope):
+            _check_rope(self.rope, self)
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}/{self.v_head_dim}"
@@ -94,23 +204,21 @@ class Layer(NamedTuple):
             words.append("reads another's rows")
         return ", ".join(words)
 
+    @property
+    def bytes_per_token(self) -> int:
+        """The bytes of a token's rows; 0 where the layer has no attention, or reads another's rows."""
+        if self.policy is None or self.share is not None:
+            return 0
+        return bytes_of_token(
+            self.num_kv_heads, self.head_dim, self.v_head_dim, self.k_dtype, self.v_dtype, self.value_in_key
+        )
+
     def most_bytes(self, num_tokens: int, batch_tokens: int = 0) -> int:
         """Return the most bytes of rows that a sequence of `num_tokens` tokens can hold.
 
         `batch_tokens` of them are those of a batch that is still open: windows let go of none of these before it ends.
         """
-        policy = self.policy
-        if policy is None or self.share is not None:
-            return 0
-        if isinstance(policy, CrossAttention):
-            num_tokens = policy.max_len
-        elif isinstance(policy, SlidingWindow):
-            kept = (policy.resume_window or policy.window) + policy.num_sink_tokens
-            num_tokens = min(num_tokens, kept + batch_tokens)
-        elif isinstance(policy, ChunkedAttention):
-            kept = policy.attention_chunk_size + (policy.resume_window or 0)
-            num_tokens = min(num_tokens, kept + batch_tokens)
-        return num_tokens * bytes_of_token(*self[:5], self.value_in_key)
+        return self.bytes_per_token * most_rows(self.policy, num_tokens, batch_tokens)
 
     def for_core(self) -> _core._LayerTuple:
         """Return the layer as the core takes it."""
@@ -128,61 +236,148 @@ class Layer(NamedTuple):
         )
 
 
-def make_layers(
-    num_layers: Any,
-    num_kv_heads: Any,
-    head_dim: Any,
-    v_head_dim: Any,
-    value_in_key: Any,
-    dtype: Any,
-    k_dtype: Any,
-    v_dtype: Any,
-    policy: Any,
-    share: Any,
-    rope: Any,
-    k_transform: Any = None,
-    v_transform: Any = None,
-) -> list[Layer]:
-    """Make the layers from the arguments of `KVCache` with these names; raise an error that names a wrong argument."""
-    n = integer(num_layers, "num_layers", 1, MAX_LAYERS)
-    k_dims = _per_layer(head_dim, "head_dim", n, _dim)
-    dtypes = _per_layer(dtype, "dtype", n, _dtype)
-    layers = list(
-        map(
-            Layer,
-            _per_layer(num_kv_heads, "num_kv_heads", n, _dim),
-            k_dims,
-            k_dims if v_head_dim is None else _per_layer(v_head_dim, "v_head_dim", n, _dim),
-            dtypes if k_dtype is None else _per_layer(k_dtype, "k_dtype", n, _dtype),
-            dtypes if v_dtype is None else _per_layer(v_dtype, "v_dtype", n, _dtype),
-            _per_layer(policy, "policy", n, _policy),
-            _per_layer(value_in_key, "value_in_key", n, _bool),
-            _per_layer(rope, "rope", n, _rope),
-            _per_layer(k_transform, "k_transform", n, _transform),
-            _per_layer(v_transform, "v_transform", n, _transform),
+class Sizes:
+    """Adds up the bytes of layers; equal ones are counted once.
+
+    Parameters
+    ----------
+    layers : sequence of Layer
+        The layers of a cache.
+    max_seq_len : int or None
+        The most rows of a sequence in a layer; None: no limit.
+    """
+
+    def __init__(self, layers: Iterable[Layer], max_seq_len: int | None) -> None:
+        self._kinds = Counter((layer.policy, layer.bytes_per_token) for layer in layers)
+        self.max_seq_len = max_seq_len
+        is_bound = max_seq_len is not None and self._bounds_batches(max_seq_len)
+        self._limit = max_seq_len if is_bound else None  # of a batch, too
+
+    def most_bytes(self, num_tokens: int, batch_tokens: int = 0) -> int:
+        """Return the most bytes of rows that a sequence holds, as `Layer.most_bytes`."""
+        tokens = num_tokens if self._limit is None else min(num_tokens, self._limit)
+        return sum(
+            number * nbytes * most_rows(policy, tokens, batch_tokens)
+            for (policy, nbytes), number in self._kinds.items()
         )
-    )
+
+    def _bounds_batches(self, limit: int) -> bool:
+        """Whether a layer would keep more than `limit` rows; else every one lets rows go, and keeps at most those."""
+        return any(most_rows(policy, limit + 1) > most_rows(policy, limit) for policy, nbytes in self._kinds if nbytes)
+
+
+FIELDS = tuple(field.name for field in fields(Layer))
+
+
+# ---- the layers of a cache
+
+
+def check_layers(layers: Any, given: Mapping[str, Any]) -> list[Layer]:
+    """Return the layers that `KVCache` was given; raise if one is none, or `given` has arguments of layers as well."""
+    _check_names(given)
+    if given:
+        raise TypeError(f"{min(given)}: each Layer has its own; leave it out, or give num_layers, not a list of layers")
+    if not 1 <= len(layers) <= MAX_LAYERS:
+        raise ValueError(f"{len(layers)} layers: must be from 1 to {MAX_LAYERS}")
     for i, layer in enumerate(layers):
-        k_name = _name("head_dim", head_dim, i)
-        v_name = k_name if v_head_dim is None else _name("v_head_dim", v_head_dim, i)
-        _check_dim(k_name, layer.head_dim, layer.k_dtype, "keys")
-        _check_dim(v_name, layer.v_head_dim, layer.v_dtype, "values")
-        if layer.value_in_key:
-            _check_value_in_key(layer, v_name)
-        if isinstance(layer.rope, Rope):
-            _check_rope(layer.rope, layer, i)
-    if share is not None:
-        _share(layers, share)
+        if not isinstance(layer, Layer):
+            raise TypeError(f"layers[{i}]={layer!r}: must be a Layer")
+    _check_shares(layers, "layers[{}].share")
+    return list(layers)
+
+
+def make_layers(num_layers: Any, given: Mapping[str, Any]) -> list[Layer]:
+    """Make layers of the arguments of `KVCache` that take one value for all layers or one for each."""
+    if isinstance(num_layers, Layer):
+        raise TypeError(f"num_layers={num_layers!r}: must be a number, or a list of layers, such as [Layer(8, 128)]")
+    n = integer(num_layers, "num_layers", 1, MAX_LAYERS)
+    for name in ("num_kv_heads", "head_dim"):
+        if name not in given:
+            raise TypeError(f"{name} is not given: with a number of layers, num_kv_heads and head_dim are needed")
+    return _build([{}] * n, {"dtype": "f16", **given})
+
+
+def override(layers: Sequence[Layer], arguments: Mapping[str, Any]) -> tuple[list[Layer], dict[str, Any]]:
+    """Replace what arguments of `KVCache` say of its layers; return these, and the other arguments."""
+    given = {name: value for name, value in arguments.items() if name in PER_LAYER}
+    others = {name: value for name, value in arguments.items() if name not in PER_LAYER}
+    num_layers = others.pop("num_layers", len(layers))
+    if integer(num_layers, "num_layers", 1, MAX_LAYERS) != len(layers):
+        raise ValueError(f"num_layers={num_layers}: the model has {count(len(layers), 'layer')}; leave it out")
+    own = [{name: getattr(layer, name) for name in FIELDS} for layer in layers] if given else []
+    return _build(own, given) if given else list(layers), others
+
+
+def _build(own: Sequence[Mapping[str, Any]], given: dict[str, Any]) -> list[Layer]:
+    """Make layers: `own` has each one's arguments, and `given` those that replace them, for all or one per layer."""
+    _check_names(given)
+    if given.get("share") is not None and not _is_sequence(given["share"]):
+        raise TypeError(f"share={given['share']!r}: must be None, or a sequence of one layer or None for each layer")
+    n = len(own)
+    columns = {name: _per_layer(value, name, n) for name, value in given.items()}
+    if "dtype" in given:
+        dtypes = [_dtype(one, _name("dtype", given["dtype"], i)) for i, one in enumerate(columns.pop("dtype"))]
+        columns |= {name: dtypes for name in ("k_dtype", "v_dtype") if given.get(name) is None}
+    alike = not any(own) and not any(map(_is_sequence, given.values()))
+    layers = []
+    for i in range(1 if alike else n):
+        try:
+            layers.append(Layer(**{**own[i], **{name: column[i] for name, column in columns.items()}}))
+        except (TypeError, ValueError) as error:
+            name, _, rest = str(error).partition("=")
+            if name in given:
+                raise type(error)(f"{_name(name, given[name], i)}={rest}") from None
+            raise
+    layers *= n if alike else 1
+    _check_shares(layers, "share[{}]")
     return layers
 
 
-def _per_layer(value: Any, name: str, num_layers: int, convert: Callable[[Any, str], T]) -> list[T]:
-    """Return a list of one value per layer, from one value for all layers or a sequence."""
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        return [convert(value, name)] * num_layers
+PER_LAYER = {*FIELDS, "dtype"}  # arguments of `KVCache`
+
+
+def _check_names(given: Mapping[str, Any]) -> None:
+    if unknown := given.keys() - PER_LAYER:
+        raise TypeError(f"KVCache() got an unexpected keyword argument {min(unknown)!r}")
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _per_layer(value: Any, name: str, num_layers: int) -> Sequence[Any]:
+    """Return one value per layer, from one value for all layers or a sequence."""
+    if not _is_sequence(value):
+        return [value] * num_layers
     if len(value) != num_layers:
         raise ValueError(f"len({name})={len(value)}: must be num_layers, which is {num_layers}")
-    return [convert(one, f"{name}[{layer}]") for layer, one in enumerate(value)]
+    return cast(Sequence[Any], value)
+
+
+def _check_shares(layers: Sequence[Layer], name: str) -> None:
+    """Raise unless each layer reads the rows of one that is equal in all else, and has its own; name: of a share."""
+    for i, layer in enumerate(layers):
+        if layer.share is None:
+            continue
+        what = f"{name.format(i)}={layer.share}"
+        if layer.share >= len(layers):
+            raise ValueError(f"{what}: must be at most {len(layers) - 1}")
+        owner = layers[layer.share]
+        if owner.share is not None:
+            whose = "itself" if layer.share == i else f"those of layer {owner.share}"
+            raise ValueError(f"{what}: layer {layer.share} has no rows of its own: it shares {whose}")
+        for field in FIELDS:
+            mine, its = getattr(layer, field), getattr(owner, field)
+            if field != "share" and mine != its:
+                raise ValueError(f"{what}: {field} of both must be the same, not {mine!r} and {its!r}")
+
+
+def _name(name: str, value: Any, layer: int) -> str:
+    """Return what messages call a layer's value: the argument's name, with an index if it is a sequence."""
+    return f"{name}[{layer}]" if _is_sequence(value) else name
+
+
+# ---- the values of a layer
 
 
 def _dim(value: Any, name: str) -> int:
@@ -252,44 +447,18 @@ def _check_value_in_key(layer: Layer, v_name: str) -> None:
         )
 
 
-def _check_rope(rope: Rope, layer: Layer, i: int) -> None:
+def _check_rope(rope: Rope, layer: Layer) -> None:
     end = rope.first_dim + 2 * len(rope.inv_freq)
     if end > layer.head_dim:
         raise ValueError(
             f"rope={rope}: rotates the elements {rope.first_dim} to {end - 1} of a key, and there are {layer.head_dim} "
-            f"(head_dim of layer {i})"
+            "(head_dim)"
         )
     if layer.value_in_key and rope.first_dim < layer.v_head_dim:
         raise ValueError(
             f"rope={rope}: rotates elements from {rope.first_dim} on, and the first {layer.v_head_dim} are the values "
-            f"(value_in_key of layer {i}); first_dim must be at least that"
+            "(value_in_key); first_dim must be at least that"
         )
-
-
-def _share(layers: list[Layer], share: Any) -> None:
-    """Set the layer whose rows each layer reads."""
-    if isinstance(share, str) or not isinstance(share, Sequence):
-        raise TypeError(f"share={share!r}: must be None, or a sequence of one layer or None for each layer")
-    owners = _per_layer(share, "share", len(layers), lambda one, name: _index(one, name, len(layers)))
-    for i, owner in enumerate(owners):
-        if owner is None:
-            continue
-        if owners[owner] is not None:
-            whose = "itself" if owner == i else f"those of layer {owners[owner]}"
-            raise ValueError(f"share[{i}]={owner}: layer {owner} has no rows of its own: it shares {whose}")
-        for name, mine, its in zip(Layer._fields, layers[i], layers[owner], strict=True):
-            if name != "share" and mine != its:
-                raise ValueError(f"share[{i}]={owner}: {name} of both must be the same, not {mine!r} and {its!r}")
-        layers[i] = layers[i]._replace(share=owner)
-
-
-def _index(value: Any, name: str, num_layers: int) -> int | None:
-    return None if value is None else integer(value, name, 0, num_layers - 1)
-
-
-def _name(name: str, value: Any, layer: int) -> str:
-    """Return what messages call a layer's value: the argument's name, with an index if it is a sequence."""
-    return name if isinstance(value, str) or not isinstance(value, Sequence) else f"{name}[{layer}]"
 
 
 def _core_policy(policy: Policy | None) -> tuple[int, int, int, int, int, int]:

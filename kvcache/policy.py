@@ -124,6 +124,20 @@ class CrossAttention:
 Policy: TypeAlias = FullAttention | SlidingWindow | ChunkedAttention | CrossAttention
 
 
+def most_rows(policy: Policy | None, num_tokens: int, batch_tokens: int = 0) -> int:
+    """Return the most rows that a policy keeps of `num_tokens` tokens, `batch_tokens` of them of a batch still open."""
+    match policy:
+        case None:
+            return 0
+        case CrossAttention(max_len):
+            return max_len
+        case SlidingWindow(window, sinks, resume):
+            return min(num_tokens, (resume or window) + sinks + batch_tokens)
+        case ChunkedAttention(size, resume):
+            return min(num_tokens, size + (resume or 0) + batch_tokens)
+    return num_tokens
+
+
 def written(policy: Policy) -> str:
     """Return the Python expression that makes a policy, without arguments that have their default."""
     given = [f"{f.name}={getattr(policy, f.name)}" for f in fields(policy) if getattr(policy, f.name) != f.default]

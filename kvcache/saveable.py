@@ -21,8 +21,7 @@ class Saveable:
 
     if TYPE_CHECKING:
         _core: _core.Cache
-        _layers: list[Layer]
-        _dropped: set[int]
+        _layers: tuple[Layer, ...]
         _follower: Follower | None
 
     def save(
@@ -175,7 +174,6 @@ class Saveable:
         from kvcache import state  # not loaded by `import kvcache`
 
         restored = state.restore(self, path, seq_id, saved_id, fingerprint, secret)
-        self._dropped -= restored
         if self._follower is not None:
             for one in restored:
-                self._follower.edited(one, 0)
+                self._follower.edited(one, 0, is_whole=True)

@@ -18,19 +18,19 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, Protocol, SupportsIndex, TypeAlias, TypeVar, cast
+from typing import Any, BinaryIO, NoReturn, Protocol, SupportsIndex, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache import _core
 from kvcache.arguments import check_path
-from kvcache.errors import StateFormatError, shown
-from kvcache.layer import DTYPES, Layer, Transform
+from kvcache.errors import NotSupportedError, StateFormatError, shown
+from kvcache.layer import DTYPES, FIELDS, Layer, Transform, override
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow
 from kvcache.rope import Rope, RopeLike
 
-__all__ = ["SavedSequence", "SavedState", "Tensor", "inspect"]
+__all__ = ["SavedSequence", "SavedState", "Tensor", "inspect", "not_saved"]
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
@@ -39,7 +39,7 @@ class Restorable(Protocol):
     """A cache whose sequences a file can replace."""
 
     _core: _core.Cache
-    _layers: list[Layer]
+    _layers: tuple[Layer, ...]
 
 
 C = TypeVar("C", bound=Restorable)
@@ -52,6 +52,11 @@ MAC_BYTES = 32
 SENT_BYTES = 8 << 20  # after so many, the disk begins to write; later, fsync would wait for all
 MOST_HEADER = 100_000_000  # bytes
 NAME_BYTES = 233  # of a name, in that of its temporary file: with 22 more, the 255 that file systems take
+
+
+def not_saved(layer: int, keys: npt.NDArray[np.float32], delta: int) -> NoReturn:
+    """Stand for a rope that is a function, which no file has."""
+    raise NotSupportedError(f"keys of layer {layer} cannot be moved: the function that moves them is not in the file")
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class SavedState:
     fingerprint : str
         The name of the model that `KVCache.save` was given; "" if it was given none.
     layers : tuple of Layer
-        The layers; a `rope` that is a function is not in the file, and True here.
+        The layers; a `rope` that is a function is not in the file: `not_saved` stands for it.
     block_size, max_seq_len, max_sequences, capacity, max_bytes : int
         The arguments of the cache; 0: no limit, or, of `capacity`, what follows from the two before.
     sequences : tuple of SavedSequence
@@ -304,21 +309,21 @@ def _layer(row: list[int], inv_freq: npt.NDArray[np.float64]) -> Layer:
     }
     policy: Policy | None = policies[{number: name for name, number in _core.POLICIES.items()}[kind]]()
     frequencies = inv_freq[first : first + num_freqs]
-    ropes: list[Any] = [None, False, None, True]
+    ropes: list[RopeLike] = [None, False, None, not_saved]
     ropes[2] = Rope(frequencies, bool(interleaved), first_dim) if rope == 2 else None
     transforms = {number: name for name, number in _core.TRANSFORMS.items()}
     return Layer(
         heads,
         k_dim,
-        v_dim,
-        DTYPES[k_type],
-        DTYPES[v_type],
-        policy,
-        bool(value_in_key),
-        cast(RopeLike, ropes[rope]),
-        cast(Transform | None, transforms[k_transform]),
-        cast(Transform | None, transforms[v_transform]),
-        share - 1 if share else None,
+        v_head_dim=v_dim,
+        value_in_key=bool(value_in_key),
+        k_dtype=DTYPES[k_type],
+        v_dtype=DTYPES[v_type],
+        k_transform=cast(Transform | None, transforms[k_transform]),
+        v_transform=cast(Transform | None, transforms[v_transform]),
+        policy=policy,
+        share=share - 1 if share else None,
+        rope=ropes[rope],
     )
 
 
@@ -560,19 +565,16 @@ def _find_difference(saved: Sequence[Layer], own: Sequence[Layer]) -> str | None
     for i, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
         if theirs.policy is None and ours.policy is None:
             continue
-        for name, there, here in zip(Layer._fields, _shown_values(theirs), _shown_values(ours), strict=True):
+        for name in FIELDS:
+            there, here = (_shown(getattr(layer, name)) for layer in (theirs, ours))
             if there != here:
                 return f"{name} of layer {i} is {there} in the file, and {here} in the cache"
     return None
 
 
-def _shown_values(layer: Layer) -> list[str]:
-    """Return how the values of a layer are written; a rope that is a function is True in a file."""
-    rope: Any = layer.rope
-    values = [repr(value) for value in layer]
-    if rope is True or callable(rope):
-        values[Layer._fields.index("rope")] = "a function"
-    return values
+def _shown(value: Any) -> str:
+    """Return how a value of a layer is written; no two functions differ."""
+    return "a function" if callable(value) else repr(value)
 
 
 def restore(
@@ -616,7 +618,7 @@ def load(
     with _mapped(path) as data:
         [saved] = _states(_read(data), 1)
         try:
-            cache: C = cast(Any, kind)(**{**_arguments(saved, rope), **overrides})
+            cache: C = cast(Any, kind)(_layers(saved, rope), **{**_limits(saved), **overrides})
         except (TypeError, ValueError):
             _verify(data)  # where the file is damaged, that is why
             raise
@@ -643,25 +645,17 @@ def _target_of(state: SavedState, seq_id: Any, saved_id: Any) -> dict[int, int] 
     return {source: source if target is None else target}
 
 
-def _arguments(state: SavedState, rope: Any) -> dict[str, Any]:
-    """Return the arguments of `KVCache` that make a cache for a saved state; rope: the caller's, or None."""
-    layers = state.layers
-    names = {"num_kv_heads": 0, "head_dim": 1, "v_head_dim": 2, "k_dtype": 3, "v_dtype": 4, "policy": 5}
-    values: dict[str, Any] = {name: [layer[i] for layer in layers] for name, i in names.items()}
-    values["value_in_key"] = [layer.value_in_key for layer in layers]
-    values["k_transform"] = [layer.k_transform for layer in layers]
-    values["v_transform"] = [layer.v_transform for layer in layers]
-    values["share"] = [layer.share for layer in layers]
-    values["rope"] = [layer.rope for layer in layers] if rope is None else rope
-    for i, layer in enumerate(layers):
-        if rope is None and cast(Any, layer.rope) is True:
+def _layers(state: SavedState, rope: Any) -> Sequence[Layer]:
+    """Return the layers of a saved state with the caller's rope, or, if that is None, their own."""
+    if rope is not None:
+        return override(state.layers, {"rope": rope})[0]
+    for i, layer in enumerate(state.layers):
+        if layer.rope is not_saved:
             raise ValueError(f"rope=None: a function moves the keys of layer {i}, and is not in the file; give it")
-    values |= {
-        "num_layers": len(layers),
-        "block_size": state.block_size,
-        "max_seq_len": state.max_seq_len or None,
-        "max_sequences": state.max_sequences or None,
-        "capacity": state.capacity or None,
-        "max_bytes": state.max_bytes or None,
-    }
-    return values
+    return state.layers
+
+
+def _limits(state: SavedState) -> dict[str, int | None]:
+    """Return the arguments of `KVCache` beside its layers."""
+    names = ("max_seq_len", "max_sequences", "capacity", "max_bytes")
+    return {"block_size": state.block_size, **{name: getattr(state, name) or None for name in names}}

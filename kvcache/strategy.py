@@ -1,18 +1,24 @@
-"""Strategies, which say what sequences are stored: the values, and the rules that `KVCache._decide` asks."""
+"""Strategies, which say what sequences are stored: the values, and `Decider`, which decides for a cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, SupportsIndex, TypeAlias
 
-from kvcache import system
+import numpy as np
+import numpy.typing as npt
+
+from kvcache import _core, system
 from kvcache._core import INT32_MAX, integer
 from kvcache.arguments import to_float
-from kvcache.errors import RowsGoneError
+from kvcache.errors import CacheBusyError, RowsGoneError
+from kvcache.layer import Sizes
 from kvcache.system import readable
 
-__all__ = ["Adaptive", "LongSequencesOnly", "Strategy"]
+__all__ = ["Adaptive", "Decider", "Decision", "LongSequencesOnly", "Strategy"]
 
 
 @dataclass(frozen=True)
@@ -137,20 +143,16 @@ def check_all_fed(strategy: Strategy, seq_id: int, position: int, next_position:
         )
 
 
-def describe(strategy: Strategy, max_seq_len: int | None, most: int, more: int) -> list[str]:
-    """Return the lines that describe a strategy.
-
-    `most` are the bytes that a sequence of `max_seq_len` tokens may take, `more` those of a token of an open batch in
-    layers that let rows go.
-    """
+def describe(strategy: Strategy, sizes: Sizes) -> list[str]:
+    """Return the lines that describe a strategy of a cache whose layers have these sizes."""
     lines = [f"strategy: {strategy}"]
     if strategy == "disabled":
         return [*lines, "no sequence is stored"]
     if strategy == "always":
         lines.append("every sequence is stored")
-    if isinstance(strategy, Adaptive) and max_seq_len is not None:
-        lines.append(f"a sequence of {max_seq_len} tokens takes {readable(most)}")
-    if more:
+    if isinstance(strategy, Adaptive) and sizes.max_seq_len is not None:
+        lines.append(f"a sequence of {sizes.max_seq_len} tokens takes {readable(sizes.most_bytes(sizes.max_seq_len))}")
+    if more := sizes.most_bytes(INT32_MAX, 1) - sizes.most_bytes(INT32_MAX):  # in layers that let rows go
         lines.append(
             f"until it is committed, a batch takes up to {readable(more)} more for each token, in layers with windows "
             "or chunks"
@@ -191,3 +193,129 @@ def decide_by_memory(strategy: Adaptive, needed: int, held: int, free: int, sour
         )
 
     return Decision("stored" if needed <= most else "dropped" if held else "not stored", why)
+
+
+class Decider:
+    """Decides for a cache whose strategy is not "always" which sequences of each batch are stored.
+
+    Parameters
+    ----------
+    strategy : {"disabled"}, LongSequencesOnly or Adaptive
+        The rule.
+    core : _core.Cache
+        The cache, which it follows.
+    sizes : Sizes
+        The sizes of its layers.
+    """
+
+    def __init__(self, strategy: Strategy, core: _core.Cache, sizes: Sizes) -> None:
+        self._strategy, self._core, self._sizes = strategy, core, sizes
+        self._decisions: dict[int, Decision] = {}  # the latest decision on each sequence, oldest first
+        self._most_decisions = 64
+        self._dropped: set[int] = set()  # sequences that Adaptive dropped or did not store, to be fed again whole
+        self._open: dict[int, Decision] = {}  # those of the open batch
+
+    def copy(self, core: _core.Cache) -> Decider:
+        """Return a decider for a copy of the cache."""
+        other = Decider(self._strategy, core, self._sizes)
+        other._decisions, other._dropped = dict(self._decisions), set(self._dropped)
+        other._most_decisions = self._most_decisions
+        return other
+
+    def decide(
+        self, found: dict[int, Decision], positions: npt.NDArray[np.int32], seq_ids: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.bool_] | None:
+        """Decide on each sequence of a new batch, and add the decisions to `found`.
+
+        Return for each token whether its sequence is not stored; None: all are stored.
+        """
+        ids, whose, num_tokens = np.unique(seq_ids, return_inverse=True, return_counts=True)
+        first, last = np.full(len(ids), INT32_MAX), np.full(len(ids), -1)
+        np.minimum.at(first, whose, positions)
+        np.maximum.at(last, whose, positions)
+        free: tuple[int, str] | None = None
+        columns = (column.tolist() for column in (ids, num_tokens, first, last))
+        for seq_id, tokens, begin, end in zip(*columns, strict=True):
+            held = self._core.seq_len(seq_id, None)
+            if not held:
+                was_dropped = seq_id in self._dropped
+                check_all_fed(self._strategy, seq_id, begin, self._core.next_position(seq_id), was_dropped)
+            if isinstance(self._strategy, LongSequencesOnly) and not held:
+                found[seq_id] = decide_by_length(self._strategy, end + 1)
+            elif isinstance(self._strategy, Adaptive):
+                free = free or self._free_memory()
+                needed = self._sizes.most_bytes(max(self._sizes.max_seq_len or 0, held + tokens), tokens)
+                found[seq_id] = decide_by_memory(self._strategy, needed, self._sizes.most_bytes(held), *free)
+            elif not held:
+                found[seq_id] = decide_never()
+        unstored = [seq_id for seq_id, decision in found.items() if decision.outcome != "stored"]
+        return np.isin(seq_ids, unstored) if unstored else None
+
+    def _free_memory(self) -> tuple[int, str]:
+        """Return the number of free bytes, the cache's own free blocks included, and the source of the limit."""
+        free, source = system.available_memory()
+        stats = self._core.stats()
+        kept, blocks = stats["blocks_free"], stats["blocks_free"] + stats["blocks_in_use"]
+        return free + (self._core.nbytes() * kept // blocks if blocks else 0), source
+
+    def begun(self, found: dict[int, Decision]) -> None:
+        """Keep the decisions on a batch that is open now, for `explain`, and log them."""
+        import logging  # here, because it would slow `import kvcache` down, and only strategies need it
+
+        self._open = found
+        logger = logging.getLogger("kvcache")
+        for seq_id, decision in found.items():
+            before = self._decisions.pop(seq_id, None)
+            self._decisions[seq_id] = decision
+            level = logging.DEBUG if before and before.outcome == decision.outcome else logging.INFO
+            if logger.isEnabledFor(level):
+                logger.log(level, "sequence %d is %s: %s", seq_id, decision.outcome, decision.why())
+        if len(self._decisions) > self._most_decisions:
+            self._forget_decisions()
+
+    @contextmanager
+    def commit(self, begin: float, core: _core.Batch, keeps_all: bool) -> Iterator[None]:
+        """Give back the memory of sequences that a batch drops, once it is committed."""
+        found = self._open  # before another batch can begin
+        yield
+        self._dropped -= {seq_id for seq_id, decision in found.items() if decision.outcome == "stored"}
+        if isinstance(self._strategy, Adaptive):  # under the others, what holds nothing begins at next_position anyway
+            self._dropped |= {seq_id for seq_id, decision in found.items() if decision.outcome != "stored"}
+        if any(decision.outcome == "dropped" for decision in found.values()):
+            with suppress(CacheBusyError, BufferError, MemoryError):  # the memory stays for reuse
+                self._core.compact()
+
+    def edited(
+        self, seq_id: int | None, position: int, *, is_moved: bool = False, source: SupportsIndex | None = None,
+        is_whole: bool = False,
+    ) -> None:  # fmt: skip
+        """Forget that sequences were dropped which begin anew; what shares rows of a dropped one lacks them, too."""
+        other = None if source is None else operator.index(source)
+        if seq_id is None:
+            self._dropped = {one for one in self._dropped if one == other}
+            return
+        if is_whole:
+            self._dropped.discard(seq_id)
+        if other in self._dropped and (is_whole or not self._core.seq_len(seq_id, None)):
+            self._dropped.add(seq_id)
+
+    def forget_later(self, seq_id: int) -> None:
+        """Do nothing: only the sequences of prefix caches are cleared by finalizers."""
+
+    def _forget_decisions(self) -> None:
+        """Forget decisions, except on sequences that hold rows, and the latest 8 on other sequences, not stored."""
+        alive = set(self._core.sequences())
+        decisions = list(self._decisions.items())  # a copy: other threads may add some
+        others = [seq_id for seq_id, (outcome, _) in decisions if outcome != "stored"]
+        kept = alive.union([seq_id for seq_id in others if seq_id not in alive][-8:])
+        self._decisions = {seq_id: it for seq_id, it in decisions if seq_id in kept}
+        self._most_decisions = 64 + 2 * len(self._decisions)
+
+    def explain(self) -> str:
+        """Describe the strategy and its decisions, as `KVCache.explain` says."""
+        lines = describe(self._strategy, self._sizes)
+        self._forget_decisions()
+        for seq_id, (outcome, why) in [] if self._strategy == "disabled" else list(self._decisions.items()):
+            verb = "was" if outcome == "dropped" and seq_id in self._dropped else "is"
+            lines.append(f"sequence {seq_id} {verb} {outcome}: {why()}")
+        return "\n".join(lines)

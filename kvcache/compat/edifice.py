@@ -181,7 +181,8 @@ class KVCache:
     def _check_next(self, k: npt.NDArray[Any], v: npt.NDArray[Any]) -> None:
         """Raise unless rows can be those of the next step."""
         tokens = k.shape[2] if k.ndim == 4 else 0
-        wanted = self._running.sequences, self.cache.num_kv_heads[0], tokens, self.cache.head_dim[0]
+        [layer, *_] = self.cache.layers
+        wanted = self._running.sequences, layer.num_kv_heads, tokens, layer.head_dim
         for name, rows in (("new_k", k), ("new_v", v)):
             if not tokens or rows.shape != wanted:
                 axes = f"{wanted[0]}, {wanted[1]}, tokens, {wanted[3]}"
@@ -197,6 +198,7 @@ class KVCache:
 
     def _fill_with_zeros(self) -> None:
         cache, running = self.cache, self._running
-        shape = running.sequences, cache.num_kv_heads[0], running.num_tokens, cache.head_dim[0]
+        first = cache.layers[0]
+        shape = running.sequences, first.num_kv_heads, running.num_tokens, first.head_dim
         for layer in set(range(cache.num_layers)) - running.layers:
             running.put(layer, *np.zeros((2, *shape), np.float32))

@@ -71,7 +71,7 @@ class KVCache:
             If the numbers are of no whole token, of another number of tokens than in the layers before, or the layer
             has its rows already.
         """
-        shape = -1, self.cache.num_kv_heads[0], self.cache.head_dim[0]
+        shape = -1, self.cache.layers[0].num_kv_heads, self.cache.layers[0].head_dim
         self._running.put(layer, read_rows(k_data, "k_data", *shape), read_rows(v_data, "v_data", *shape))
 
     def advance(self) -> None:
@@ -108,7 +108,7 @@ class KVCache:
 
     def entry_size(self) -> int:
         """Return the numbers of one token's keys in a layer: heads times elements."""
-        return self.cache.num_kv_heads[0] * self.cache.head_dim[0]
+        return self.cache.layers[0].num_kv_heads * self.cache.layers[0].head_dim
 
     def clear(self) -> None:
         """Forget all tokens, and the running one."""

@@ -359,13 +359,13 @@ class Causal(Cache):
     def get(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any] | None]:  # noqa: D102 - as in `Cache`
         shared = self._pass()
         batch, config = shared.open_batch(), self._config or CacheConfig()
-        source = shared.cache.share[shared.layer]
+        source = shared.cache.layers[shared.layer].share
         if (shared.layer if source is None else source) not in shared.given:
             raise ValueError(
                 f"layer {shared.layer} has no rows of this pass: put them first; a layer that only reads another one's "
                 "is to be told to init(), by share"
             )
-        stored = shared.cache.k_dtype[shared.layer]
+        stored = shared.cache.layers[shared.layer].k_dtype
         lifted = np.isin(np.arange(len(batch)), self._except)
         k, v, mask = batch.dense(
             shared.layer, non_causal=lifted, layout="THD", dtype="f16" if stored == "f16" else "f32"
@@ -428,7 +428,7 @@ class EncoderCache(Cache):
         """
         shared = self._pass()
         batch = shared.open_batch()
-        dtype: Any = "f16" if shared.cache.k_dtype[shared.layer] == "f16" else "f32"
+        dtype: Any = "f16" if shared.cache.layers[shared.layer].k_dtype == "f16" else "f32"
         k, v, _ = batch.dense(shared.layer, layout="THD", dtype=dtype, mask=None)
         if not len(k):
             raise ValueError(f"layer {shared.layer} has no rows: put an encoder's first")

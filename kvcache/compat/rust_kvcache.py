@@ -195,11 +195,11 @@ class KvCache:
 
     def num_kv_heads(self) -> int:
         """Return the number of heads."""
-        return self.cache.num_kv_heads[0]
+        return self.cache.layers[0].num_kv_heads
 
     def head_dim(self) -> int:
         """Return the elements of a head."""
-        return self.cache.head_dim[0]
+        return self.cache.layers[0].head_dim
 
     def memory_bytes(self) -> int:
         """Return the bytes of the rows of `max_seq_len` tokens; `cache.nbytes` are taken so far."""

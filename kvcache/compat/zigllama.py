@@ -55,12 +55,12 @@ class LayerKVCache:
     @property
     def num_heads(self) -> int:
         """The number of heads."""
-        return self._running.cache.num_kv_heads[self.layer_id]
+        return self._running.cache.layers[self.layer_id].num_kv_heads
 
     @property
     def head_dim(self) -> int:
         """The elements of a head."""
-        return self._running.cache.head_dim[self.layer_id]
+        return self._running.cache.layers[self.layer_id].head_dim
 
     @property
     def max_seq_len(self) -> int | None:

@@ -16,11 +16,11 @@ from kvcache.hf.decode import Decoder
 from kvcache.hf.latents import LatentLayer
 from kvcache.hf.layers import CrossLayer, Layer
 from kvcache.hf.passes import Passes
-from kvcache.hf.policies import SHAPE, CacheLayer, block_size_for, describe, parts_of, shapes_of
+from kvcache.hf.policies import SHAPE, CacheLayer, block_size_for, describe, layers_of, parts_of
 from kvcache.hf.prompts import Prompts, check_prefix, placeholders_of
 from kvcache.hf.shared import STALLED, Shared
 from kvcache.hf.state import SaveableBatch, stored_in
-from kvcache.layer import DType, Transform, count
+from kvcache.layer import DType, Transform, count, override
 from kvcache.policy import CrossAttention, Policy
 from kvcache.prefix.cache import MOST_BLOCK_SIZE, PrefixCache
 from kvcache.state import SavedState
@@ -70,7 +70,7 @@ class HFCache(SaveableBatch, Cache):
         transform: Transform | None = None,
         prefix: PrefixCache | None = None,
     ) -> None:
-        block_size = block_size_for(shapes_of(config)[1] if policy is None else policy)
+        block_size = block_size_for([layer.policy for layer in layers_of(config)] if policy is None else policy)
         made = self.make_kv_cache(config, dtype or "f16", policy, transform, block_size=block_size)
         layers: list[Any] = parts_of(config)[1]
         self._prefix = prefix
@@ -125,8 +125,9 @@ class HFCache(SaveableBatch, Cache):
         block_size = integer(block_size, "block_size", 1, MOST_BLOCK_SIZE)
         arguments = {"block_size": block_size, "max_sequences": None, **arguments}
         stored: dict[str, Any] = {"dtype": dtype, "k_transform": transform, "v_transform": transform}
-        shapes, policies = shapes_of(config)
-        return KVCache(policy=policies if policy is None else policy, max_seq_len=None, **shapes, **stored, **arguments)
+        chosen = {} if policy is None else {"policy": policy}
+        layers, limits = override(layers_of(config), {"max_seq_len": None, **stored, **chosen, **arguments})
+        return KVCache(layers, **limits)
 
     @classmethod
     def _made_for(cls, config: PreTrainedConfig, policy: Any, states: Sequence[SavedState]) -> Self:
@@ -143,14 +144,14 @@ class HFCache(SaveableBatch, Cache):
 
     def _make_layer(self, index: int) -> Layer:
         kind = CrossLayer if isinstance(self.policy[index], CrossAttention) else Layer
-        if self._cache.value_in_key[index]:
+        if self._cache.layers[index].value_in_key:
             kind = LatentLayer
         return kind(self._passes, self._decoder, index, self._follows_config)
 
     @property
     def policy(self) -> tuple[Policy | None, ...]:
         """The policy of each layer of attention."""
-        return self._cache.policy
+        return tuple(layer.policy for layer in self._cache.layers)
 
     @property
     def others(self) -> list[Any]:

@@ -47,8 +47,8 @@ class Decoder:
 
     def __init__(self, cache: KVCache, dtype: torch.dtype) -> None:
         self._cache, self.dtype = cache, dtype
-        self.v_dims = cache.v_head_dim  # of each layer
-        self._shapes = list(zip(cache.num_kv_heads, cache.head_dim, self.v_dims, strict=True))
+        self.v_dims = [layer.v_head_dim for layer in cache.layers]
+        self._shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in cache.layers]
         self.forget()
 
     def forget(self) -> None:

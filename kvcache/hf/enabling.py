@@ -34,7 +34,8 @@ class Enabled:
         prefix = arguments.pop("prefix", None)
         if prefix is not None:  # from which the cache takes what it is not told
             told = {name: value for name, value in arguments.items() if value is not None}
-            arguments = {"dtype": prefix.cache.k_dtype[0], "transform": prefix.cache.k_transform[0], **told}
+            layer = prefix.cache.layers[0]
+            arguments = {"dtype": layer.k_dtype, "transform": layer.k_transform, **told}
         return Enabled, (arguments, self.attention)
 
 

@@ -125,7 +125,7 @@ class Layer(CacheLayerMixin):
 
     def __init__(self, passes: Passes, decoder: Decoder, index: int, follows_config: bool) -> None:
         self.passes, self.decoder, self.index, self.follows_config = passes, decoder, index, follows_config
-        policy = passes.cache.policy[index]
+        policy = passes.cache.layers[index].policy
         self.window = window_of(policy)  # the most tokens that a query sees; 0: all
         self.most_past = self.window - 1 if self.window else INT32_MAX  # tokens before a pass in the pass's mask
         self.is_sliding = self.window > 0
@@ -245,6 +245,6 @@ class CrossLayer(Layer):
         if not seq_ids:
             raise RuntimeError("nothing was stored of an encoder: run the decoder with what the encoder made first")
         num_columns = cache.seq_len(seq_ids[0], layer=self.index)
-        shape = len(seq_ids), cache.num_kv_heads[self.index], num_columns
-        dims = cache.head_dim[self.index], cache.v_head_dim[self.index]
-        return LayerRows(self, None, None, num_columns).tensors((*shape, dims[0]), (*shape, dims[1]))
+        own = cache.layers[self.index]
+        shape = len(seq_ids), own.num_kv_heads, num_columns
+        return LayerRows(self, None, None, num_columns).tensors((*shape, own.head_dim), (*shape, own.v_head_dim))

@@ -100,7 +100,7 @@ class Passes:
         self.forget()
         self._timeout = timeout
         self._num_layers = cache.num_layers
-        self.is_source = [isinstance(policy, CrossAttention) for policy in cache.policy]  # of layers: over an encoder
+        self.is_source = [isinstance(layer.policy, CrossAttention) for layer in cache.layers]  # over an encoder
         self.calls = {"kernel": 0, "dense": 0, "fallback": 0}
         self._has_warned = False  # that layers were attended without the kernels
         self._first_layer: int | None = None  # the layer that forward passes begin with

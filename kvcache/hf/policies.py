@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedConfig
@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 
 from kvcache import KVCache
 from kvcache.errors import NotSupportedError
-from kvcache.layer import count
+from kvcache.layer import Layer, count
 from kvcache.models.fields import NAMES
 from kvcache.models.shapes import MORE_KV_HEADS, REFUSED, SLIDING
 from kvcache.policy import ChunkedAttention, FullAttention, Policy, SlidingWindow, written
@@ -55,15 +55,6 @@ OTHER_LAYERS = {
 }
 
 
-class RowShape(NamedTuple):
-    """The shape of a layer's rows, as `KVCache` takes it."""
-
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    value_in_key: bool
-
-
 def check_config(config: Any) -> None:
     """Raise TypeError if a model's configuration is none."""
     if isinstance(config, torch.nn.Module):
@@ -89,8 +80,8 @@ def decoder_of(config: PreTrainedConfig) -> PreTrainedConfig:
     return decoder
 
 
-def shape_of(config: PreTrainedConfig, layer_type: str) -> RowShape:
-    """Return the shape of the rows that a layer's attention gives the cache.
+def layer_of(config: PreTrainedConfig, layer_type: str, policy: Policy) -> Layer:
+    """Return the layer for the rows that an attention gives the cache.
 
     An attention with latents (MLA) gives the latents as keys, and the rotated elements, which all heads share, as
     values. Its rows hold both, the latents first.
@@ -100,11 +91,11 @@ def shape_of(config: PreTrainedConfig, layer_type: str) -> RowShape:
         raise ValueError(f"config is a {type(config).__name__} without num_attention_heads: give a decoder's")
     rank = getattr(config, "kv_lora_rank", None)
     if rank:
-        return RowShape(1, rank + config.qk_rope_head_dim, rank, True)
+        return Layer(1, rank + config.qk_rope_head_dim, v_head_dim=rank, value_in_key=True, policy=policy)
     head_dim = next((dim for name in NAMES["head_dim"] if (dim := getattr(config, name, None))), None)
     head_dim = head_dim or config.hidden_size // num_heads
     v_head_dim = getattr(config, "v_head_dim", None) or head_dim
-    return RowShape(_num_kv_heads(config, layer_type, num_heads), head_dim, v_head_dim, False)
+    return Layer(_num_kv_heads(config, layer_type, num_heads), head_dim, v_head_dim=v_head_dim, policy=policy)
 
 
 def _num_kv_heads(config: PreTrainedConfig, layer_type: str, num_heads: int) -> int:
@@ -156,13 +147,11 @@ def parts_of(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[Policy | 
     return decoder, layers, types
 
 
-def shapes_of(config: PreTrainedConfig) -> tuple[dict[str, Any], list[Policy]]:
-    """Return the arguments of `KVCache` that say how many layers a model has and of which shape, and their policies."""
+def layers_of(config: PreTrainedConfig) -> list[Layer]:
+    """Return the layers of `KVCache` for a model: those with keys and values."""
     decoder, layers, types = parts_of(config)
     policies = {i: layer for i, layer in enumerate(layers) if not isinstance(layer, CacheLayer)}
-    rows = [shape_of(decoder.per_layer_config[i], types[i]) for i in policies]
-    shapes = dict(zip(RowShape._fields, map(list, zip(*rows, strict=True)), strict=True))
-    return {"num_layers": len(policies), **shapes}, [*policies.values()]
+    return [layer_of(decoder.per_layer_config[i], types[i], policy) for i, policy in policies.items()]
 
 
 def block_size_for(policies: Any) -> int:
@@ -179,11 +168,11 @@ def block_size_for(policies: Any) -> int:
 
 def describe(cache: KVCache, seq_ids: Sequence[int]) -> str:
     """Describe a cache by the arguments of `HFCache`, and by the rows that layers keep of these sequences."""
-    transform = cache.k_transform[0]
-    given = f"dtype={cache.k_dtype[0]!r}" + (f", transform={transform!r}" if transform else "")
+    transform = cache.layers[0].k_transform
+    given = f"dtype={cache.layers[0].k_dtype!r}" + (f", transform={transform!r}" if transform else "")
     parts = [given]
-    for policy in dict.fromkeys(policy for policy in cache.policy if policy is not None):
-        layers = [layer for layer, own in enumerate(cache.policy) if own == policy]
+    for policy in dict.fromkeys(layer.policy for layer in cache.layers if layer.policy is not None):
+        layers = [i for i, layer in enumerate(cache.layers) if layer.policy == policy]
         rows = max((cache.seq_len(seq_id, layer=layer) for seq_id in seq_ids for layer in layers), default=0)
         kept = f", {count(rows, 'row')} of a sequence kept" if rows else ""
         parts.append(f"{count(len(layers), 'layer')} with policy={written(policy)}{kept}")

@@ -222,7 +222,7 @@ def check_prefix(
             f"prefix has a cache of {given.num_layers} layers, the model has {wanted.num_layers} with keys and values:"
             " make it by HFCache.make_kv_cache(config)"
         )
-    for i, (one, other) in enumerate(zip(given._layers, wanted._layers, strict=True)):
+    for i, (one, other) in enumerate(zip(given.layers, wanted.layers, strict=True)):
         for name in fields:
             if getattr(one, name) != getattr(other, name):
                 raise ValueError(

@@ -203,8 +203,7 @@ class Filler:
 
 def _check_shapes(cache: Any, path: state.StrPath, saved: Sequence[Layer]) -> None:
     """Raise StateFormatError if the layers of a file are not those of a cache."""
-    ours = list(zip(*(getattr(cache._cache, name) for name in SHAPE), strict=True))
-    theirs = [tuple(getattr(layer, name) for name in SHAPE) for layer in saved]
+    ours, theirs = ([tuple(getattr(one, name) for name in SHAPE) for one in of] for of in (cache._cache.layers, saved))
     if ours == theirs:
         return
     state.inspect(path, verify=True)  # where the file is damaged, that is why

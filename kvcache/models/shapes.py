@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache.errors import ModelFileError, NotSupportedError, plain, shown
+from kvcache.layer import DType, Layer, dtypes_for
 from kvcache.models.fields import Fields, find_weights, is_positive, read_config, read_safetensors_header
 from kvcache.models.reading import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, open_file
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow
@@ -120,51 +121,30 @@ INTERLEAVED_GGUF = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A model as its cache sees it: all but the first two fields are arguments of `KVCache`.
-
-    Each tuple has one value per layer.
+    """A model as its cache sees it.
 
     Attributes
     ----------
     model_type : str
         Hugging Face's type of the text decoder.
+    layers : tuple of Layer
+        The layers of the cache: heads, sizes, policies, shared rows and rotations are the model's, types the default.
+        A `rope` of None: the files do not say.
     num_heads : tuple of int
-        The number of query heads.
-    num_kv_heads, head_dim, v_head_dim : tuple of int
-        The number of KV heads, and the elements of a key and of a value of one head.
-    value_in_key : tuple of bool
-        Whether keys hold the values, as latents do (MLA).
-    policy : tuple of policies or None
-        The positions that a query sees; None: a layer without keys and values.
-    share : tuple of int or None
-        The index of the layer whose rows the layer reads; None: the layer's own rows.
-    rope : tuple of Rope, False, None or callable
-        The rotation of the keys; None: the files do not say.
+        The number of query heads of each layer.
     max_seq_len : int or None
         The context length of the model's training.
     """
 
     model_type: str
+    layers: tuple[Layer, ...]
     num_heads: tuple[int, ...]
-    num_kv_heads: tuple[int, ...]
-    head_dim: tuple[int, ...]
-    v_head_dim: tuple[int, ...]
-    value_in_key: tuple[bool, ...]
-    policy: tuple[Policy | None, ...]
-    rope: tuple[RopeLike, ...]
-    share: tuple[int | None, ...]
     max_seq_len: int | None
 
     @property
-    def num_layers(self) -> int:
-        """The number of layers."""
-        return len(self.policy)
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `KVCache`."""
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        del own["model_type"], own["num_heads"]
-        return {"num_layers": self.num_layers, **own}
+    def dtypes(self) -> list[DType]:
+        """The element types that can store the rows of every layer."""
+        return dtypes_for(*(dim for layer in self.layers for dim in (layer.head_dim, layer.v_head_dim)))
 
 
 def read(source: Any, max_source_len: int | None = None) -> Shape:
@@ -196,8 +176,8 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
     --------
     >>> shape = read({"model_type": "mistral", "num_hidden_layers": 2, "num_attention_heads": 32,
     ...               "num_key_value_heads": 8, "hidden_size": 4096, "sliding_window": 4096})
-    >>> shape.num_kv_heads, shape.head_dim, shape.policy[1]
-    ((8, 8), (128, 128), SlidingWindow(window=4096, num_sink_tokens=0, resume_window=None))
+    >>> shape.layers[1].num_kv_heads, shape.layers[1].head_dim, shape.layers[1].policy
+    (8, 128, SlidingWindow(window=4096, num_sink_tokens=0, resume_window=None))
     """
     config = read_config(source)
     model_type = config.text("model_type", "model")
@@ -205,19 +185,20 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
         raise NotSupportedError(f"{config.source}: a {model_type} is not supported, as {REFUSED[model_type]}")
     kinds = _kinds(config)
     own = config.by_layer(len(kinds))
-    layers = [_layer(own[i], i, kind) for i, kind in enumerate(kinds)]
-    share = _share(config, kinds)
+    described = [_layer(own[i], i, kind) for i, kind in enumerate(kinds)]
+    num_heads = [heads for heads, _ in described]
+    shares = _share(config, kinds)
+    layers = [replace(layer, share=share) for (_, layer), share in zip(described, shares, strict=True)]
     if config.get("is_encoder_decoder"):
         cross = _cross(config, max_source_len)
-        layers += [layer._replace(policy=cross, rope=False) for layer in layers]
-        share += [None] * len(kinds)
+        layers += [replace(layer, policy=cross, rope=False, share=None) for layer in layers]
+        num_heads *= 2
     if all(layer.policy is None for layer in layers):
         raise NotSupportedError(f"{config.source}: no layer of this {plain(model_type)} has keys and values")
-    columns: dict[str, Any] = dict(zip(_Layer._fields, zip(*layers, strict=True), strict=True))
     context = config.get("max_position_embeddings")
     if context is not None:
         context = config.count("max_position_embeddings", most=MAX_CONTEXT)
-    shape = Shape(model_type, share=tuple(share), max_seq_len=context, **columns)
+    shape = Shape(model_type, tuple(layers), tuple(num_heads), context)
     if isinstance(source, str | os.PathLike) and not any(config.get(name) for name in ("gguf_architecture", PACKED)):
         _check_weights(Path(source), shape)
     return shape
@@ -227,7 +208,8 @@ def _check_weights(path: Path, shape: Shape) -> None:
     """Refuse a folder whose weights disagree with its configuration on the size of keys or values."""
     folder = path if os.path.isdir(path) else path.parent
     prefix = "model.layers.0.self_attn"  # what most models call layer 0's attention
-    dims = {f"{prefix}.k_proj.weight": shape.head_dim[0], f"{prefix}.v_proj.weight": shape.v_head_dim[0]}
+    first = shape.layers[0]
+    dims = {f"{prefix}.k_proj.weight": first.head_dim, f"{prefix}.v_proj.weight": first.v_head_dim}
     for found in find_weights(folder, dims):
         if found is None or not os.path.isfile(found):
             continue
@@ -235,26 +217,16 @@ def _check_weights(path: Path, shape: Shape) -> None:
             entries, _ = read_safetensors_header(file)
         for tensor, dim in dims.items():
             made = Fields(entry, "").get("shape") if isinstance(entry := entries.get(tensor), dict) else None
-            if not isinstance(made, list) or not made or shape.value_in_key[0]:
+            if not isinstance(made, list) or not made or first.value_in_key:
                 continue
-            if made[0] != shape.num_kv_heads[0] * dim:
+            if made[0] != first.num_kv_heads * dim:
                 raise ModelFileError(
                     f"{plain(found)}: {tensor} makes {shown(made[0])} elements for a token, and config.json says "
-                    f"{shape.num_kv_heads[0]} KV heads of {dim}"
+                    f"{first.num_kv_heads} KV heads of {dim}"
                 )
 
 
 # ---- heads, sizes and policy of each layer
-
-
-class _Layer(NamedTuple):
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    value_in_key: bool
-    policy: Policy | None
-    rope: RopeLike
 
 
 def _kinds(config: Fields) -> list[str]:
@@ -311,8 +283,8 @@ def _slides(config: Fields, layer: int) -> bool:
     return layer >= first
 
 
-def _layer(config: Fields, layer: int, kind: str) -> _Layer:
-    """Describe a layer from its fields."""
+def _layer(config: Fields, layer: int, kind: str) -> tuple[int, Layer]:
+    """Return the number of query heads of a layer, and the layer."""
     policy = _policy(config, kind)
     num_heads = config.count("num_attention_heads", most=MAX_HEADS) if policy is not None else 1
     if config.get("kv_lora_rank"):
@@ -320,9 +292,10 @@ def _layer(config: Fields, layer: int, kind: str) -> _Layer:
         rotated = config.count("qk_rope_head_dim", least=0, most=MAX_HEAD_DIM)
         _check_width(config, num_heads, rank + rotated)
         rope = _rope(config, layer, kind, rank + rotated, rank)
-        return _Layer(num_heads, 1, rank + rotated, rank, True, policy, rope)
+        latents = Layer(1, rank + rotated, v_head_dim=rank, value_in_key=True, policy=policy, rope=rope)
+        return num_heads, latents
     if policy is None:
-        return _Layer(1, 1, 32, 32, False, None, None)  # stores nothing: sizes that suit every element type
+        return 1, Layer(1, 32, policy=None)  # stores nothing: sizes that suit every element type
     prefix = "swa_" if kind in SLIDING and config.get("swa_head_dim") is not None else ""
     derived = config.get("hidden_size")
     derived = None if derived is None else config.count("hidden_size") // num_heads
@@ -332,7 +305,8 @@ def _layer(config: Fields, layer: int, kind: str) -> _Layer:
     if num_heads % num_kv_heads:
         raise config.error(f"{num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads")
     _check_width(config, num_heads, max(head_dim, v_head_dim))
-    return _Layer(num_heads, num_kv_heads, head_dim, v_head_dim, False, policy, _rope(config, layer, kind, head_dim, 0))
+    rope = _rope(config, layer, kind, head_dim, 0)
+    return num_heads, Layer(num_kv_heads, head_dim, v_head_dim=v_head_dim, policy=policy, rope=rope)
 
 
 def _check_width(config: Fields, num_heads: int, head_dim: int) -> None:

@@ -742,7 +742,7 @@ def _check_cache(cache: KVCache) -> None:
         raise TypeError(f"cache is a {type(cache).__name__}: a KVCache is needed")
     if cache._core.closed:
         raise ValueError("the cache is closed")
-    if any(isinstance(policy, CrossAttention) for policy in cache.policy):
+    if any(isinstance(layer.policy, CrossAttention) for layer in cache.layers):
         raise NotSupportedError("the cache has layers of CrossAttention: their rows do not follow from the tokens")
     if cache.strategy != "always":
         raise ValueError(f"the cache's strategy is {cache.strategy!r}: only what is stored can be kept; give 'always'")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.layer import FIELDS
 from kvcache.rope import Rope
 
 if TYPE_CHECKING:
@@ -103,13 +104,13 @@ def identity_of(cache: KVCache, fingerprint: str) -> bytes:
     """Return what rows depend on besides tokens: the model, and how the cache stores its rows."""
     rotations = [
         [rope.inv_freq, rope.interleaved, rope.first_dim] if isinstance(rope, Rope) else "none" if rope is False else ""
-        for rope in cache.rope
+        for rope in (layer.rope for layer in cache.layers)
     ]
     described = {
         "layout": LAYOUT_VERSION,
         "fingerprint": fingerprint,
         "block_size": cache.block_size,
-        "layers": [[str(item) for item in layer._replace(rope=None)] for layer in cache._layers],
+        "layers": [[str(getattr(layer, n) if n != "rope" else None) for n in FIELDS] for layer in cache.layers],
         "rope": rotations,
     }
     return json.dumps(described, sort_keys=True, default=list).encode()

@@ -38,12 +38,12 @@ class Rows:
                 _core.bytes_of_row(_core.TYPES[layer.k_dtype], layer.head_dim),
                 0 if layer.value_in_key else _core.bytes_of_row(_core.TYPES[layer.v_dtype], layer.v_head_dim),
             )
-            for i, layer in enumerate(cache._layers)
+            for i, layer in enumerate(cache.layers)
             if layer.policy is not None and layer.share is None
         }
         groups: dict[object, set[int]] = {}  # as the core makes them: policies that are equal there share slots
         for layer in self._shapes:
-            groups.setdefault(cache._layers[layer].for_core()[5], set()).add(layer)
+            groups.setdefault(cache.layers[layer].for_core()[5], set()).add(layer)
         self._groups = list(groups.values())
         self._leaders = [min(group) for group in self._groups]  # layers of a group hold the same tokens
 

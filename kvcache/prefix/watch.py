@@ -121,8 +121,9 @@ class Watch:
     # ---- edits
 
     def edited(
-        self, seq_id: int | None, position: int, *, is_moved: bool = False, source: SupportsIndex | None = None
-    ) -> None:
+        self, seq_id: int | None, position: int, *, is_moved: bool = False, source: SupportsIndex | None = None,
+        is_whole: bool = False,
+    ) -> None:  # fmt: skip
         """Note that rows of a sequence at positions from this one on were changed, or of every one (None).
 
         `is_moved` says that those which are left do not follow from the tokens before them any more; `source` that they

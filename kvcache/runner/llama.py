@@ -14,13 +14,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvcache import FullAttention, KVCache, Rope, SlidingWindow
 from kvcache.errors import shown
+from kvcache.layer import Layer
 from kvcache.models import shapes
 from kvcache.models.fields import Fields, read_config
 from kvcache.models.reading import MAX_CONTEXT
 from kvcache.models.shapes import PREFILL_TOKENS
 from kvcache.models.weights import F32, Tensors
-from kvcache.policy import Policy
-from kvcache.rope import RopeLike
 
 __all__ = ["PREFILL_TOKENS", "Llama", "LlamaConfig", "LlamaError"]
 
@@ -74,7 +73,7 @@ class LlamaConfig:
         shape = shapes.read(fields)
         num_heads, num_kv_heads, head_dim = _heads(fields, shape)
         return cls(
-            num_layers=shape.num_layers,
+            num_layers=len(shape.layers),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -83,8 +82,8 @@ class LlamaConfig:
             vocab_size=fields.count("vocab_size"),
             max_seq_len=fields.count("max_position_embeddings", most=MAX_CONTEXT),
             rms_norm_eps=fields.positive("rms_norm_eps"),
-            rope=_rope(fields, shape.rope, head_dim),
-            policy=_policy(fields, shape.policy),
+            rope=_rope(fields, shape.layers, head_dim),
+            policy=_policy(fields, shape.layers),
             tie_word_embeddings=fields.get("tie_word_embeddings") is True,
         )
 
@@ -105,8 +104,9 @@ def _check_family(fields: Fields) -> None:
 
 def _heads(fields: Fields, shape: shapes.Shape) -> tuple[int, int, int]:
     """Return query heads, KV heads and head size, which must be equal in all layers."""
-    kinds = set(zip(shape.num_heads, shape.num_kv_heads, shape.head_dim, strict=True))
-    if len(kinds) > 1 or shape.v_head_dim != shape.head_dim or any(shape.value_in_key):
+    layers = zip(shape.num_heads, shape.layers, strict=True)
+    kinds = {(heads, layer.num_kv_heads, layer.head_dim) for heads, layer in layers}
+    if len(kinds) > 1 or any(layer.v_head_dim != layer.head_dim or layer.value_in_key for layer in shape.layers):
         raise fields.error("its layers differ, or their keys and values do, which is not supported")
     (num_heads, num_kv_heads, head_dim) = kinds.pop()
     if num_heads % num_kv_heads:
@@ -116,17 +116,17 @@ def _heads(fields: Fields, shape: shapes.Shape) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_dim
 
 
-def _rope(fields: Fields, ropes: Sequence[RopeLike], head_dim: int) -> Rope:
+def _rope(fields: Fields, layers: Sequence[Layer], head_dim: int) -> Rope:
     """Return the rotation, which must be equal in all layers."""
-    rope = ropes[0]
-    if not isinstance(rope, Rope) or len({*ropes}) > 1 or 2 * len(rope.inv_freq) != head_dim:
+    rope = layers[0].rope
+    if not isinstance(rope, Rope) or any(layer.rope != rope for layer in layers) or 2 * len(rope.inv_freq) != head_dim:
         raise fields.error("only models whose heads are rotated as a whole, and all alike, are supported")
     return rope
 
 
-def _policy(fields: Fields, policies: Sequence[Policy | None]) -> tuple[FullAttention | SlidingWindow, ...]:
-    supported = tuple(policy for policy in policies if isinstance(policy, FullAttention | SlidingWindow))
-    if len(supported) < len(policies):
+def _policy(fields: Fields, layers: Sequence[Layer]) -> tuple[FullAttention | SlidingWindow, ...]:
+    supported = tuple(layer.policy for layer in layers if isinstance(layer.policy, FullAttention | SlidingWindow))
+    if len(supported) < len(layers):
         raise fields.error("only layers that see everything, or a window, are supported")
     return supported
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from kvcache import KVCache, SlidingWindow, state
 from kvcache.errors import StateFormatError, plain, sentence
-from kvcache.layer import DType, Layer, Transform, count
+from kvcache.layer import Layer, count
 from kvcache.models.fingerprint import fingerprint
-from kvcache.policy import Policy
 from kvcache.runner.llama import LlamaError
 
 __all__ = ["Session"]
@@ -116,8 +115,7 @@ class Session:
 
     def _check_settings(self, layers: Sequence[Layer], cache: KVCache) -> None:
         """Refuse a file of a run with other options."""
-        saved = _settings(layers[0].k_dtype, layers[0].k_transform, [layer.policy for layer in layers])
-        ours = _settings(cache.k_dtype[0], cache.k_transform[0], cache.policy)
+        saved, ours = _settings(layers), _settings(cache.layers)
         others = [name for name, value in saved.items() if value != ours[name]]
         if others:
             with self._refusing():
@@ -147,13 +145,13 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i in range(least) if a[i] != b[i]), least)
 
 
-def _settings(dtype: DType, transform: Transform | None, policies: Sequence[Policy | None]) -> dict[str, str | int]:
+def _settings(layers: Sequence[Layer]) -> dict[str, str | int]:
     """Return what a run's options made of the layers."""
-    windows = [policy for policy in policies if isinstance(policy, SlidingWindow)]
-    widest = max(windows, key=lambda policy: policy.window) if len(windows) == len(policies) else None
+    windows = [layer.policy for layer in layers if isinstance(layer.policy, SlidingWindow)]
+    widest = max(windows, key=lambda policy: policy.window) if len(windows) == len(layers) else None
     return {
-        "type": dtype,
-        "transform": transform or "none",
+        "type": layers[0].k_dtype,
+        "transform": layers[0].k_transform or "none",
         "window": "none" if widest is None else widest.window,
         "sink tokens": 0 if widest is None else widest.num_sink_tokens,
     }

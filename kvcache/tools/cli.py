@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:
 
 from kvcache.arguments import INT32_MAX, MAX_THREADS
 from kvcache.errors import KVCacheError, ModelFileError, plain, sentence
-from kvcache.layer import DTYPES, DType, count, dtypes_for
+from kvcache.layer import DTYPES, DType, count, override
 from kvcache.models import shapes
 from kvcache.policy import CrossAttention, SlidingWindow
 from kvcache.runtime import __version__, get_num_threads, print_values, show_config
@@ -186,7 +186,7 @@ def plan_command(
     with _explained(model):
         shape = shapes.read(model, max_source_len)
     context = context or shape.max_seq_len or CONTEXT
-    possible = dtypes_for(*shape.head_dim, *shape.v_head_dim)
+    possible = shape.dtypes
     for wanted in dtype:
         if wanted not in possible:
             raise typer.BadParameter(f"{wanted} takes 32 elements at a time, and a head of this model is no multiple")
@@ -228,17 +228,15 @@ def _bench_shape(shape: shapes.Shape, context: int, threads: int | None) -> benc
     """Return the shape of attention to measure for a model: the shape of the layer that stores most."""
     from kvcache.tools import bench
 
-    def nbytes(layer: int) -> int:
-        return shape.num_kv_heads[layer] * shape.head_dim[layer] * (shape.policy[layer] is not None)
-
-    layer = max(range(shape.num_layers), key=nbytes)
+    with_rows = [pair for pair in zip(shape.num_heads, shape.layers, strict=True) if pair[1].policy is not None]
+    num_heads, layer = max(with_rows, key=lambda pair: pair[1].num_kv_heads * pair[1].head_dim)
     return bench.Shape(
-        num_layers=sum(policy is not None for policy in shape.policy),
-        num_heads=shape.num_heads[layer],
-        num_kv_heads=shape.num_kv_heads[layer],
-        head_dim=shape.head_dim[layer],
-        v_head_dim=shape.v_head_dim[layer],
-        value_in_key=shape.value_in_key[layer],
+        num_layers=len(with_rows),
+        num_heads=num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        v_head_dim=layer.v_head_dim,
+        value_in_key=layer.value_in_key,
         context=context,
         threads=threads or get_num_threads(),
     )
@@ -327,7 +325,8 @@ def _draw_plan(
 
     caches = {
         f"{dtype}, the window" if instead else dtype: KVCache(
-            **{**shape.arguments(), "max_seq_len": None, "policy": memory_plan.policies(shape, instead)}, dtype=dtype
+            override(shape.layers, {"dtype": dtype, "policy": memory_plan.policies(shape, instead)})[0],
+            max_seq_len=None,
         )
         for instead in ([None, window] if window else [None])
         for dtype in dtypes

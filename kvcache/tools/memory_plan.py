@@ -9,14 +9,14 @@ from __future__ import annotations
 import bisect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvcache import system
 from kvcache.arguments import INT32_MAX
 from kvcache.errors import KVCacheError, ModelFileError, plain
-from kvcache.layer import DType, Layer, dtypes_for, make_layers
+from kvcache.layer import DType, Layer
 from kvcache.models import gguf, parameters
 from kvcache.models.fields import find_weights, is_gguf, read_config
 from kvcache.models.shapes import PREFILL_TOKENS, Shape
@@ -138,7 +138,7 @@ def make(
     Plan
         The plan, with a row for each policy and type.
     """
-    dtypes = dtypes or dtypes_for(*shape.head_dim, *shape.v_head_dim)
+    dtypes = dtypes or shape.dtypes
     own = {dtype: _layers(shape, dtype, None) for dtype in dtypes}
     plans = {AS_IT_IS: own}
     if window is not None:
@@ -260,14 +260,13 @@ def _counted(model: Any) -> Weights:
 
 def policies(shape: Shape, instead: Policy | None) -> list[Policy | None]:
     """Return the policies of a model's layers; `instead`, if it is given, replaces `FullAttention`."""
-    return [instead if instead and policy == FullAttention() else policy for policy in shape.policy]
+    return [instead if instead and layer.policy == FullAttention() else layer.policy for layer in shape.layers]
 
 
 def _layers(shape: Shape, dtype: DType, instead: Policy | None) -> list[Layer]:
     """Return the model's layers with an element type, and `policies`."""
-    arguments = shape.arguments()
-    del arguments["max_seq_len"]
-    return make_layers(**arguments | {"policy": policies(shape, instead)}, dtype=dtype, k_dtype=None, v_dtype=None)
+    given = zip(shape.layers, policies(shape, instead), strict=True)
+    return [replace(layer, k_dtype=dtype, v_dtype=dtype, policy=policy) for layer, policy in given]
 
 
 def _row(
@@ -277,7 +276,7 @@ def _row(
         return sequences * sum(layer.most_bytes(num_tokens) for layer in layers)
 
     # Bytes read per token: shared rows are stored once, and read by each layer that shares them.
-    read = sum(layer._replace(share=None).most_bytes(context) for layer in layers)
+    read = sum(replace(layer, share=None).most_bytes(context) for layer in layers)
     return Row(
         policy,
         dtype,

@@ -107,7 +107,7 @@ def in_16_bits(cache, layer):
     isa = kvcache.show_config("dicts")["isa"]
     amx = [*QUANTISED, "f16", "bf16"]
     types = {"scalar": [], "amx": amx, "amxfp16": amx}.get(isa, QUANTISED)
-    return not {cache.k_dtype[layer], cache.v_dtype[layer]}.isdisjoint(types)
+    return not {cache.layers[layer].k_dtype, cache.layers[layer].v_dtype}.isdisjoint(types)
 
 
 def check(cache, batch, layer, positions, seq_ids, q, out, lse, **options):
@@ -120,7 +120,7 @@ def check(cache, batch, layer, positions, seq_ids, q, out, lse, **options):
         stored = np.sort(np.concatenate([cache.positions(seq_id=seq_id, layer=layer), positions[mine]]))
         k, v = all_k[:, begin : begin + len(stored)], all_v[:, begin : begin + len(stored)]
         begin += len(stored)
-        sees = visible(cache.policy[layer], positions[mine], stored)
+        sees = visible(cache.layers[layer].policy, positions[mine], stored)
         seen = sees.any(0)  # how large the others are must not matter
         k, v, stored, sees = k[:, seen], v[:, seen], stored[seen], sees[:, seen]
         distance = stored[None] - positions[mine][:, None].astype(float)
@@ -152,21 +152,23 @@ def random(rng, *shape):
 
 
 def random_rows(cache, rng, n, layer=0):
-    k, v = (random(rng, n, cache.num_kv_heads[layer], dims[layer]) for dims in (cache.head_dim, cache.v_head_dim))
-    return k, None if cache.value_in_key[layer] else v
+    like = cache.layers[layer]
+    dims = like.head_dim, like.v_head_dim
+    k, v = (random(rng, n, like.num_kv_heads, dim) for dim in dims)
+    return k, None if like.value_in_key else v
 
 
 def run(cache, rng, positions, heads, *, seq_ids=None, layer=0, q_dtype="f32", **options):
     """Appends tokens, random ones, attends over them, and checks the result."""
     n = len(positions)
     seq_ids = [0] * n if seq_ids is None else seq_ids
-    q = random(rng, n, heads, cache.head_dim[layer]).astype(DTYPES[q_dtype])
+    q = random(rng, n, heads, cache.layers[layer].head_dim).astype(DTYPES[q_dtype])
     k, v = random_rows(cache, rng, n, layer)
     with cache.batch(positions=positions, seq_ids=seq_ids) as batch:
         out, lse = batch.attend(layer, q, k, v, return_lse=True, **options)
         check(cache, batch, layer, positions, seq_ids, q, out, lse, **options)
     assert (out.dtype, lse.dtype) == (q.dtype, np.float32)
-    assert out.shape == (n, heads, cache.v_head_dim[layer])
+    assert out.shape == (n, heads, cache.layers[layer].v_head_dim)
     return out, lse
 
 
@@ -259,7 +261,7 @@ def shapes(draw):
 
 
 def random_options(draw, rng, cache, heads):
-    options = {"scale": 192**-0.5} if cache.value_in_key[0] else {}
+    options = {"scale": 192**-0.5} if cache.layers[0].value_in_key else {}
     if draw(st.booleans(), "with softcap"):
         options["softcap"] = draw(st.floats(0.5, 50), "softcap")
     if draw(st.booleans(), "with sinks"):
@@ -291,7 +293,7 @@ def test_random_shapes(data, seed):
             block_size=draw(st.sampled_from([1, 3, 16, 64, 1000]), "block_size"),
             num_threads=draw(st.integers(1, 3), "num_threads"),
         )  # fmt: skip
-        heads = cache.num_kv_heads[0] * draw(st.integers(1, 9), "group")
+        heads = cache.layers[0].num_kv_heads * draw(st.integers(1, 9), "group")
         stored = now_and_then(draw, st.just(0), st.integers(400, 1300))  # over the edges of parts, too
         if stored:
             with cache.batch(stored) as batch:

@@ -52,7 +52,7 @@ def check(cache):
                 held.setdefault(seq_id, []).extend(
                     p for run in runs for p in range(run.position, run.position + run.count)
                 )
-            if cache.policy[layer] not in cache.policy[:layer]:
+            if cache.layers[layer].policy not in [other.policy for other in cache.layers[:layer]]:
                 sums["live_slots"] += block.live
                 sums["wasted_slots"] += block.filled - block.live
                 sums["blocks_free" if block.is_free else "blocks_in_use"] += 1

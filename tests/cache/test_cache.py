@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import pickle
 import threading
@@ -23,8 +24,8 @@ def feed(cache, positions, seq_id=0):
     positions = np.asarray(positions)
     with cache.batch(positions=positions, seq_ids=[seq_id] * len(positions)) as batch:
         for layer in range(cache.num_layers):
-            k = np.zeros((len(positions), cache.num_kv_heads[layer], cache.head_dim[layer]), np.float32)
-            v = np.zeros((len(positions), cache.num_kv_heads[layer], cache.v_head_dim[layer]), np.float32)
+            k = np.zeros((len(positions), cache.layers[layer].num_kv_heads, cache.layers[layer].head_dim), np.float32)
+            v = np.zeros((len(positions), cache.layers[layer].num_kv_heads, cache.layers[layer].v_head_dim), np.float32)
             k += row(positions, seq_id, layer)[:, None, None]
             v += row(positions, seq_id, layer)[:, None, None] + 1
             batch.put(layer, k, v)
@@ -44,6 +45,23 @@ def window():
 # ---- making one
 
 
+def test_layers():
+    """A cache of layers is the cache of the same numbers, and has the layers that it was given."""
+    full = kvcache.Layer(2, 32, dtype="q8_0", rope=kvcache.Rope([1.0]))
+    window = dataclasses.replace(full, v_head_dim=64, v_dtype="f32", policy=kvcache.SlidingWindow(4))
+    layers = [full, window, dataclasses.replace(window, share=1)]
+    cache = kvcache.KVCache(layers, max_seq_len=100, max_sequences=2)
+    same = kvcache.KVCache(
+        3, 2, 32, 100, v_head_dim=[32, 64, 64], dtype="q8_0", v_dtype=["q8_0", "f32", "f32"], share=[None, None, 1],
+        policy=[full.policy, window.policy, window.policy], rope=kvcache.Rope([1.0]), max_sequences=2,
+    )  # fmt: skip
+    assert cache.layers == same.layers == tuple(layers)
+    assert (cache.num_layers, cache.max_seq_len, cache.block_size) == (3, 100, same.block_size)
+    assert cache.capacity_bytes == same.capacity_bytes
+    assert cache.most_bytes(50) == full.most_bytes(50) + window.most_bytes(50) == 50 * 2 * 2 * 34 + 4 * 2 * (34 + 256)
+    assert hash(full) == hash(cache.layers[0])
+
+
 def test_attributes():
     local, full = kvcache.SlidingWindow(16), kvcache.FullAttention()
     cache = kvcache.KVCache(
@@ -51,21 +69,19 @@ def test_attributes():
         max_sequences=3, max_bytes=1 << 30, num_threads=2,
     )  # fmt: skip
     assert cache.num_layers == 2
-    assert cache.num_kv_heads == (1, 2)
-    assert cache.head_dim == (64, 64)
-    assert cache.v_head_dim == (32, 64)
-    assert cache.k_dtype == ("f16", "f32")
-    assert cache.v_dtype == ("bf16", "bf16")
-    assert cache.policy == (local, full)
+    assert cache.layers == (
+        kvcache.Layer(1, 64, v_head_dim=32, k_dtype="f16", v_dtype="bf16", policy=local),
+        kvcache.Layer(2, 64, k_dtype="f32", v_dtype="bf16", policy=full),
+    )
+    [first, second] = cache.layers
+    assert (first.num_kv_heads, first.head_dim, first.v_head_dim) == (1, 64, 32)
+    assert (first.k_dtype, first.v_dtype, first.policy) == ("f16", "bf16", local)
+    assert (second.num_kv_heads, second.v_head_dim, second.k_dtype) == (2, 64, "f32")
     assert (cache.max_seq_len, cache.max_sequences, cache.capacity) == (128, 3, 384)
     assert (cache.max_bytes, cache.block_size, cache.num_threads) == (1 << 30, 64, 2)
     assert (cache.keys(0).shape, cache.values(1).shape) == ((1, 0, 64), (2, 0, 64))
-    assert (cache.value_in_key, cache.share, cache.rope, cache.strategy) == (
-        (False,) * 2,
-        (None,) * 2,
-        (None,) * 2,
-        "always",
-    )
+    assert {(layer.value_in_key, layer.share, layer.rope) for layer in cache.layers} == {(False, None, None)}
+    assert cache.strategy == "always"
 
 
 @pytest.mark.parametrize(
@@ -421,8 +437,16 @@ def test_a_copy_is_independent(way, dtype):
     before = everything(cache)
     other = way(cache)
     assert type(other) is kvcache.KVCache
-    for name in ("max_seq_len", "max_sequences", "capacity", "max_bytes", "block_size", "num_threads", "policy", "rope",
-                 "k_dtype", "strategy", "share", "capacity_bytes"):  # fmt: skip
+    for name in (
+        "layers",
+        "max_seq_len",
+        "max_sequences",
+        "capacity",
+        "max_bytes",
+        "block_size",
+        "num_threads",
+        "strategy",
+    ):
         assert getattr(other, name) == getattr(cache, name)
     assert other.nbytes <= cache.nbytes
     assert other.stats()["tokens"] == 0

@@ -20,8 +20,8 @@ def new_cache(policy, num_layers=1, **options):
 def feed(cache, positions, seq_id=0):
     positions = list(positions)
     with cache.batch(positions=positions, seq_ids=[seq_id] * len(positions)) as batch:
-        for layer, policy in enumerate(cache.policy):
-            if isinstance(policy, kvcache.CrossAttention | None) or cache.share[layer] is not None:
+        for layer, policy in enumerate(like.policy for like in cache.layers):
+            if isinstance(policy, kvcache.CrossAttention | None) or cache.layers[layer].share is not None:
                 continue
             x = np.zeros((len(positions), HEADS, DIM), np.float32)
             x += np.array(positions)[:, None, None]
@@ -151,7 +151,7 @@ def test_a_fork_of_nothing_is_an_error_unless_it_is_asked_for():
 def test_layers_without_attention():
     cache = new_cache([None, kvcache.FullAttention(), None], 3)
     feed(cache, range(3))
-    assert cache.policy == (None, kvcache.FullAttention(), None)
+    assert tuple(layer.policy for layer in cache.layers) == (None, kvcache.FullAttention(), None)
     assert cache.keys(0).shape == (HEADS, 0, DIM)
     assert cache.get(2, 0) is None
     assert cache.positions().tolist() == []
@@ -169,7 +169,7 @@ def test_shared_rows():
         for layer in range(4):
             np.testing.assert_array_equal(batch.attend(layer, q), batch.attend(layer % 2, q))
         np.testing.assert_array_equal(batch.dense(2)[0], batch.dense(0)[0])
-    assert cache.share == (None, None, 0, 1)
+    assert tuple(layer.share for layer in cache.layers) == (None, None, 0, 1)
     for layer in (2, 3):
         np.testing.assert_array_equal(cache.keys(layer, copy=False), cache.keys(layer - 2))
         assert np.shares_memory(cache.values(layer), cache.values(layer - 2))
@@ -197,8 +197,8 @@ def test_values_in_keys(dtype):
     with cache.batch(2) as batch:
         batch.put(0, k[:1], k[:1, :, :v_dim])  # no harm if it is given
         batch.put(0, np.swapaxes(k[1:2], 0, 1), layout="HTD", first=1)
-    assert cache.value_in_key == (True,)
-    assert cache.v_head_dim == (v_dim,)
+    assert tuple(layer.value_in_key for layer in cache.layers) == (True,)
+    assert tuple(layer.v_head_dim for layer in cache.layers) == (v_dim,)
     keys, values = cache.gather(0)
     np.testing.assert_array_equal(values, keys[..., :v_dim])
     np.testing.assert_array_equal(cache.extract(0, 1, 3)[1], keys[:, 1:3, :v_dim])

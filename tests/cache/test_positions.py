@@ -74,7 +74,7 @@ def test_ropes_of_a_cache():
 
     ropes = [None, False, ROPES["halves"], function]
     cache = new_cache(ropes, num_layers=4)
-    assert cache.rope == tuple(ropes)
+    assert tuple(layer.rope for layer in cache.layers) == tuple(ropes)
     for text in ("no rotation", "Rope(8 frequencies", "rope function"):
         assert text in repr(cache)
 

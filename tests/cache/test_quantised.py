@@ -62,7 +62,7 @@ def test_values_are_decoded(name, dtype):
     np.testing.assert_array_equal(cache.gather(0, dtype="f16")[1], expected.astype(np.float16))
     np.testing.assert_array_equal(cache.extract(0, 2, 4)[1], expected[:, 2:4])
     np.testing.assert_array_equal(cache.get(0, 3)[1], expected[:, 3])
-    assert cache.k_dtype + cache.v_dtype == ("f16", name)
+    assert [(layer.k_dtype, layer.v_dtype) for layer in cache.layers] == [("f16", name)]
     assert f"f16/{name}" in repr(cache)
 
 

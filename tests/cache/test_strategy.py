@@ -246,7 +246,7 @@ def test_explain():
     lines = cache.explain().splitlines()
     assert len(lines) == 9
     assert lines[-1].startswith("sequence 399 is not stored")
-    assert len(cache._decisions) == 8
+    assert len(cache._decider._decisions) == 8
 
 
 def test_decisions_on_sequences_that_there_are_stay():

@@ -102,7 +102,7 @@ def test_rows_are_handed_out_as_they_came(given):
         batch.put(0, k[:1], v[:1])
         for found, x in zip(batch.dense(0)[:2], expected, strict=True):
             np.testing.assert_array_equal(found[:, :8], x)
-    assert (cache.k_transform, cache.v_transform) == (("hadamard",), ("hadamard",))
+    assert [(layer.k_transform, layer.v_transform) for layer in cache.layers] == [("hadamard", "hadamard")]
     assert "hadamard q8_0" in repr(cache)
 
 

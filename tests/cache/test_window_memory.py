@@ -300,7 +300,7 @@ def test_explain_says_what_an_open_batch_holds():
 
 @pytest.mark.parametrize("max_seq_len", [None, 256])
 def test_adaptive_counts_what_an_open_batch_holds(monkeypatch, max_seq_len):
-    monkeypatch.setattr("kvcache.cache.available_memory", lambda: (20 << 20, "a test"))
+    monkeypatch.setattr("kvcache.system.available_memory", lambda: (20 << 20, "a test"))
     cache = make(num_layers=2, max_seq_len=max_seq_len, strategy=kvcache.Adaptive(0.5))
     long = 40_000  # 19.5 MiB of rows, of which the windows keep 256 KiB
     assert cache.most_bytes(long) < 1 << 20

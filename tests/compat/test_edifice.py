@@ -55,7 +55,7 @@ def test_the_length_is_the_one_asked_for(state):
 
 def test_the_type_is_the_one_asked_for():
     state = KVCache.init(batch_size=1, num_layers=1, num_heads=2, head_dim=4, type="f16")
-    assert (state.cache.k_dtype, state.cache.v_dtype) == (("f16",), ("f16",))
+    assert [(layer.k_dtype, layer.v_dtype) for layer in state.cache.layers] == [("f16", "f16")]
 
 
 # --- update ------------------------------------------------------------------------------------------------------

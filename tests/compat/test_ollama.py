@@ -118,7 +118,7 @@ def test_except_lets_a_token_see_later_ones_until_the_next_pass():
 def test_what_a_window_keeps(window, memory, max_sequences, capacity, expected):
     cache = ollama.new_swa_cache(window) if memory is None else ollama.new_swa_mem_cache(window, memory)
     cache.init(1, 1, 2, max_sequences=max_sequences, capacity=capacity)
-    assert cache.cache.policy[0] == expected
+    assert cache.cache.layers[0].policy == expected
 
 
 def test_memory_smaller_than_the_window_is_refused():
@@ -414,7 +414,7 @@ def test_a_wrapper_says_which_layer_is_of_which():
     chunked, causal = ollama.new_chunked_attention_cache(4), ollama.new_causal_cache()
     cache = ollama.new_wrapper_cache(chunked, causal)
     cache.init(3, 1, 2, capacity=16, layer_types=[0, 0, 1])
-    assert [type(policy) for policy in cache.cache.policy[:2]] == [ChunkedAttention] * 2
+    assert [type(layer.policy) for layer in cache.cache.layers[:2]] == [ChunkedAttention] * 2
     assert cache.underlying_cache() is chunked
     cache.set_layer_type(1)
     assert cache.underlying_cache() is causal

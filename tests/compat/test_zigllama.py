@@ -149,7 +149,7 @@ def test_long_sequences_only():
 def test_adaptive(monkeypatch):
     pytest.importorskip("psutil")
     for free, stored in ((2**30, True), (0, False)):
-        monkeypatch.setattr(kvcache.cache, "available_memory", lambda free=free: (free, "of a test"))
+        monkeypatch.setattr("kvcache.system.available_memory", lambda free=free: (free, "of a test"))
         assert is_stored(CacheStrategy.ADAPTIVE, 10) is stored
 
 

@@ -667,7 +667,8 @@ def test_what_moved_is_rotated_as_the_configuration_says(model_for):
     model = model_for()
     with pytest.raises(kvcache.NotSupportedError, match=r"reuse_min_tokens moves tokens, .* make the cache with rope="):
         prefix_for(model, reuse_min_tokens=64)
-    prefix = prefix_for(model, reuse_min_tokens=64, rope=kvcache.KVCache.from_config(model.config.to_dict()).rope)
+    ropes = [layer.rope for layer in kvcache.KVCache.from_config(model.config.to_dict()).layers]
+    prefix = prefix_for(model, reuse_min_tokens=64, rope=ropes)
     tokens = random_tokens(1, 300)
     generate(model, tokens, prefix)
     cut = torch.cat([tokens[:, :50], tokens[:, 101:]], 1)

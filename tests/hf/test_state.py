@@ -322,7 +322,7 @@ def test_beams_of_a_model_with_an_encoder_go_on(tmp_path):
     for one, part in zip(loaded._parts, cache._parts, strict=True):
         assert one.batch_size == 6
         assert one.stats()["live_slots"] == part.stats()["live_slots"]
-        assert one._cache.k_dtype == part._cache.k_dtype
+        assert one._cache.layers == part._cache.layers
     more = {
         "decoder_input_ids": torch.arange(4, 10)[:, None],
         "attention_mask": inputs["attention_mask"][[0] * 3 + [1] * 3],

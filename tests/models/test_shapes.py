@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,7 +28,11 @@ LLAMA = {
 def windows(shape):
     """Return each layer's window or chunk size; 0 if it sees everything, None if it stores nothing."""
     sizes = {SlidingWindow: "window", ChunkedAttention: "attention_chunk_size", FullAttention: "__len__"}
-    return [policy and getattr(policy, sizes[type(policy)], 0) for policy in shape.policy]
+    return [policy and getattr(policy, sizes[type(policy)], 0) for policy in (layer.policy for layer in shape.layers)]
+
+
+def rows_of(layer):
+    return layer.num_kv_heads, layer.head_dim, layer.v_head_dim
 
 
 # ---- what files say
@@ -35,13 +40,14 @@ def windows(shape):
 
 def test_llama():
     shape = shapes.read(LLAMA)
-    assert (shape.model_type, shape.num_layers, shape.max_seq_len) == ("llama", 4, 8192)
-    assert (shape.num_heads[0], shape.num_kv_heads[0], shape.head_dim[0], shape.v_head_dim[0]) == (32, 8, 128, 128)
-    assert np.allclose(shape.rope[3].inv_freq, 500000.0 ** (-np.arange(0, 128, 2) / 128))
-    assert not shape.rope[3].interleaved
+    assert (shape.model_type, len(shape.layers), shape.max_seq_len) == ("llama", 4, 8192)
+    assert shape.num_heads[0] == 32
+    assert rows_of(shape.layers[0]) == (8, 128, 128)
+    assert np.allclose(shape.layers[3].rope.inv_freq, 500000.0 ** (-np.arange(0, 128, 2) / 128))
+    assert not shape.layers[3].rope.interleaved
     cache = kvcache.KVCache.from_config(LLAMA, dtype="q8_0", max_seq_len=100)
-    assert (cache.num_layers, cache.num_kv_heads[0], cache.head_dim[0], cache.max_seq_len) == (4, 8, 128, 100)
-    assert cache.k_dtype[0] == "q8_0"
+    assert (cache.num_layers, rows_of(cache.layers[0]), cache.max_seq_len) == (4, (8, 128, 128), 100)
+    assert cache.layers[0].k_dtype == "q8_0"
 
 
 def test_folder_file_and_mapping_are_the_same(tmp_path):
@@ -76,51 +82,53 @@ def test_windows(config, expected):
 
 def test_part_of_a_larger_model_that_leaves_out_what_is_usual():
     shape = shapes.read({"model_type": "llava", "text_config": {"model_type": "llama"}, "vision_config": {}})
-    assert (shape.num_layers, shape.num_heads[0], shape.num_kv_heads[0], shape.head_dim[0]) == (32, 32, 32, 128)
+    assert (len(shape.layers), shape.num_heads[0], rows_of(shape.layers[0])) == (32, 32, (32, 128, 128))
     part = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
     shape = shapes.read({"model_type": "gemma3", "text_config": part})
-    assert (shape.num_kv_heads[0], shape.head_dim[0]) == (4, 256)
+    assert rows_of(shape.layers[0]) == (4, 256, 256)
     assert windows(shape)[:7] == [1024] * 5 + [0, 1024]
-    local, full = shape.rope[0].inv_freq, shape.rope[5].inv_freq
+    local, full = shape.layers[0].rope.inv_freq, shape.layers[5].rope.inv_freq
     assert (local[1], full[1]) == pytest.approx((1e4 ** (-2 / 256), 1e6 ** (-2 / 256)))
 
 
 def test_shared_layers():
     types = ["sliding_attention", "full_attention"] * 2
     shape = shapes.read({**LLAMA, "layer_types": types, "sliding_window": 8, "num_kv_shared_layers": 2})
-    assert shape.share == (None, None, 0, 1)
-    assert kvcache.KVCache.from_config({**LLAMA, "layer_types": types, "sliding_window": 8}).share == (None,) * 4
+    assert tuple(layer.share for layer in shape.layers) == (None, None, 0, 1)
+    cache = kvcache.KVCache.from_config({**LLAMA, "layer_types": types, "sliding_window": 8})
+    assert [layer.share for layer in cache.layers] == [None] * 4
 
 
 def test_latents():
     mla = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
     shape = shapes.read({**LLAMA, **mla, "model_type": "deepseek_v3"})
-    assert (shape.num_kv_heads[0], shape.head_dim[0], shape.v_head_dim[0]) == (1, 576, 512)
-    assert shape.value_in_key[0]
-    assert (shape.rope[0].first_dim, len(shape.rope[0].inv_freq), shape.rope[0].interleaved) == (512, 32, True)
-    assert kvcache.KVCache.from_config({**LLAMA, **mla}).value_in_key == (True,) * 4
+    assert rows_of(shape.layers[0]) == (1, 576, 512)
+    assert shape.layers[0].value_in_key
+    rope = shape.layers[0].rope
+    assert (rope.first_dim, len(rope.inv_freq), rope.interleaved) == (512, 32, True)
+    assert all(layer.value_in_key for layer in kvcache.KVCache.from_config({**LLAMA, **mla}).layers)
 
 
 def test_per_layer_config():
     shape = shapes.read({**LLAMA, "per_layer_config": {"01": {"head_dim": 64, "num_key_value_heads": 4}}})
-    assert shape.head_dim == (128, 64, 128, 128)
-    assert shape.num_kv_heads == (8, 4, 8, 8)
+    assert tuple(layer.head_dim for layer in shape.layers) == (128, 64, 128, 128)
+    assert tuple(layer.num_kv_heads for layer in shape.layers) == (8, 4, 8, 8)
 
 
 def test_encoder():
     bart = {"is_encoder_decoder": True, "decoder_layers": 2, "decoder_attention_heads": 4, "d_model": 64}
     shape = shapes.read({**bart, "max_position_embeddings": 100})
-    assert shape.policy == (FullAttention(),) * 2 + (CrossAttention(100),) * 2
+    assert tuple(layer.policy for layer in shape.layers) == (FullAttention(),) * 2 + (CrossAttention(100),) * 2
     with pytest.raises(kvcache.NotSupportedError, match="max_source_len"):
         shapes.read(bart)
     cache = kvcache.KVCache.from_config(bart, max_source_len=7)
-    assert cache.policy[2:] == (CrossAttention(7),) * 2
+    assert [layer.policy for layer in cache.layers[2:]] == [CrossAttention(7)] * 2
 
 
 def test_overrides_go_first():
     cache = kvcache.KVCache.from_config(LLAMA, policy=SlidingWindow(16), rope=None, max_sequences=3, k_dtype="f32")
-    assert (cache.policy[0], cache.rope[0], cache.max_sequences) == (SlidingWindow(16), None, 3)
-    with pytest.raises(ValueError, match="len"):
+    assert (cache.layers[0].policy, cache.layers[0].rope, cache.max_sequences) == (SlidingWindow(16), None, 3)
+    with pytest.raises(ValueError, match="num_layers=3: the model has 4 layers"):
         kvcache.KVCache.from_config(LLAMA, num_layers=3)
     with pytest.raises(TypeError, match="bogus"):
         kvcache.KVCache.from_config(LLAMA, bogus=1)
@@ -128,7 +136,7 @@ def test_overrides_go_first():
 
 def test_layers_without_rows_suit_every_type():
     cache = kvcache.KVCache.from_config({**LLAMA, "layer_types": ["conv", "full_attention"] * 2}, dtype="q4_0")
-    assert [policy is None for policy in cache.policy] == [True, False] * 2
+    assert [layer.policy is None for layer in cache.layers] == [True, False] * 2
 
 
 # ---- rotations
@@ -137,7 +145,7 @@ def test_layers_without_rows_suit_every_type():
 def test_llama3_frequencies():
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling["original_max_position_embeddings"] = 8192
-    got = shapes.read({**LLAMA, "rope_scaling": scaling}).rope[0].inv_freq
+    got = shapes.read({**LLAMA, "rope_scaling": scaling}).layers[0].rope.inv_freq
     plain = 500000.0 ** (-np.arange(0, 128, 2) / 128)
     length = 2 * np.pi / plain
     for frequency, before, wave in zip(got, plain, length, strict=True):
@@ -177,7 +185,7 @@ def test_rotations_that_cannot_be_moved_are_refused_by_name(kind):
     ],
 )
 def test_models_that_do_not_say_how_they_rotate(config, expected):
-    assert shapes.read({**LLAMA, **config}).rope == (expected,) * 4
+    assert [layer.rope for layer in shapes.read({**LLAMA, **config}).layers] == [expected] * 4
 
 
 # ---- what is refused
@@ -329,7 +337,7 @@ def test_whatever_a_file_says_is_read_or_refused(change, model_type, keeps_types
     if not keeps_types:
         del config["layer_types"]
     with contextlib.suppress(kvcache.ModelFileError, kvcache.NotSupportedError):
-        assert shapes.read(config).num_layers <= shapes.MAX_LAYERS
+        assert len(shapes.read(config).layers) <= shapes.MAX_LAYERS
 
 
 def test_missing_files(tmp_path):
@@ -383,7 +391,7 @@ def test_weights_in_several_files(tmp_path):
             with pytest.raises(kvcache.ModelFileError, match="64 elements"):
                 shapes.read(tmp_path)
         else:
-            assert shapes.read(tmp_path).num_layers == 4
+            assert len(shapes.read(tmp_path).layers) == 4
 
 
 @pytest.mark.parametrize(
@@ -436,28 +444,25 @@ def write_gguf(path, architecture, **fields):
 def test_gguf(tmp_path, architecture, fields, expected):
     shape = shapes.read(write_gguf(tmp_path / "model.gguf", architecture, **fields))
     assert windows(shape) == expected
-    assert (shape.num_kv_heads[-1], shape.head_dim[-1], shape.max_seq_len) == (2, 64, 4096)
+    assert (*rows_of(shape.layers[-1]), shape.max_seq_len) == (2, 64, 64, 4096)
 
 
 def test_gguf_is_as_its_config(tmp_path):
     ours = shapes.read(write_gguf(tmp_path / "a.gguf", "llama", **{"rope.dimension_count": 64}))
     config = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
     theirs = shapes.read({**config, "max_position_embeddings": 4096, "rope_theta": 10000.0, "model_type": "llama"})
-    assert ours.rope[0].interleaved  # the file's rows are in that order
-    assert ours.rope[0].inv_freq == theirs.rope[0].inv_freq
-    assert ours.arguments() | {"rope": None} == theirs.arguments() | {"rope": None}
+    assert ours.layers[0].rope.interleaved  # the file's rows are in that order
+    assert ours.layers[0].rope.inv_freq == theirs.layers[0].rope.inv_freq
+    without_rope = [[replace(layer, rope=None) for layer in shape.layers] for shape in (ours, theirs)]
+    assert without_rope[0] == without_rope[1]
+    assert (ours.num_heads, ours.max_seq_len) == (theirs.num_heads, theirs.max_seq_len)
 
 
 def test_gguf_latents(tmp_path):
     fields = {"attention.kv_lora_rank": 512, "attention.key_length": 576, "attention.value_length": 512}
     path = write_gguf(tmp_path / "a.gguf", "deepseek2", **fields, **{"rope.dimension_count": 64})
     shape = shapes.read(path)
-    assert (shape.num_kv_heads[0], shape.head_dim[0], shape.v_head_dim[0], shape.rope[0].first_dim) == (
-        1,
-        576,
-        512,
-        512,
-    )
+    assert (*rows_of(shape.layers[0]), shape.layers[0].rope.first_dim) == (1, 576, 512, 512)
 
 
 def test_gguf_that_does_not_say_which_layers_have_its_window(tmp_path):
@@ -472,7 +477,7 @@ def test_gguf_that_is_none(tmp_path):
 
 
 def test_layers_that_rotate_alike_share_it():
-    rope = shapes.read({**LLAMA, "num_hidden_layers": 100}).rope
+    rope = [layer.rope for layer in shapes.read({**LLAMA, "num_hidden_layers": 100}).layers]
     assert all(other is rope[0] for other in rope)
 
 

@@ -80,11 +80,13 @@ def theirs(config):
 
 
 def ours(shape):
-    layers = zip(shape.policy, shape.share, shape.num_kv_heads, shape.head_dim, shape.v_head_dim, strict=True)
     return [
-        None if policy is None or share is not None else (window(policy), h, d if d == v else (d, v))
-        for policy, share, h, d, v in layers
-        if not isinstance(policy, CrossAttention)
+        None
+        if layer.policy is None or layer.share is not None
+        else (window(layer.policy), layer.num_kv_heads, d if d == v else (d, v))
+        for layer in shape.layers
+        for d, v in [(layer.head_dim, layer.v_head_dim)]
+        if not isinstance(layer.policy, CrossAttention)
     ]
 
 
@@ -102,7 +104,7 @@ def test_every_configuration_with_a_text_decoder(name, tmp_path):
     config.save_pretrained(tmp_path)
     assert shapes.read(tmp_path, 100) == shape
     if config.is_encoder_decoder:
-        assert sum(isinstance(policy, CrossAttention) for policy in shape.policy) * 2 == shape.num_layers
+        assert sum(isinstance(layer.policy, CrossAttention) for layer in shape.layers) * 2 == len(shape.layers)
 
 
 @pytest.mark.parametrize("name", fields.DEFAULTS)
@@ -205,21 +207,21 @@ def test_keys_are_shaped_and_rotated_as_the_shape_says(name):
         ]
 
     shape = shapes.read(config)
-    own = [i for i in range(shape.num_layers) if shape.policy[i] is not None and shape.share[i] is None]
+    own = [i for i in range(len(shape.layers)) if shape.layers[i].policy is not None and shape.layers[i].share is None]
     nbytes = 0
     for i, (k, v), (k_moved, _) in zip(own, rows_at(1), rows_at(6), strict=True):
         assert (k.shape, v.shape) == (
-            (1, shape.num_kv_heads[i], 1, shape.head_dim[i]),
-            (1, shape.num_kv_heads[i], 1, shape.v_head_dim[i]),
+            (1, shape.layers[i].num_kv_heads, 1, shape.layers[i].head_dim),
+            (1, shape.layers[i].num_kv_heads, 1, shape.layers[i].v_head_dim),
         )
         nbytes += k.nbytes + v.nbytes
-        rope = shape.rope[i]
+        rope = shape.layers[i].rope
         expected = rotated(k.numpy(), 5, rope) if isinstance(rope, Rope) else k.numpy()
         assert rope is not None
         assert np.abs(expected - k_moved.numpy()).max() < 1e-4 * max(1, np.abs(expected).max())
     made = kvcache.KVCache.from_config(config, dtype="f32", max_seq_len=1, capacity=1)
     assert made.capacity_bytes == pytest.approx(nbytes, rel=1)  # rows are padded to cache lines
-    assert sum(layer.most_bytes(1) for layer in made._layers) == nbytes
+    assert sum(layer.most_bytes(1) for layer in made.layers) == nbytes
 
 
 def test_json_as_older_versions_wrote_it(tmp_path):

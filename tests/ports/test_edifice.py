@@ -59,14 +59,15 @@ def test_init(run):
 @table.row("init(batch_size: b, num_layers: l, num_heads: h, head_dim: d)")
 def test_init_default_length(run):
     with run(b=B, l=2, h=H, d=D) as cache:
-        assert (cache.max_seq_len, cache.max_sequences, cache.k_dtype) == (2048, B, ("f32", "f32"))
+        assert (cache.max_seq_len, cache.max_sequences) == (2048, B)
+        assert [layer.k_dtype for layer in cache.layers] == ["f32", "f32"]
 
 
 @table.row("init(batch_size: b, num_layers: l, num_heads: h, head_dim: d, max_seq_len: n, type: t)")
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 def test_init_type(run, dtype):
     with run(b=B, l=2, h=H, d=D, n=16, t=dtype) as cache:
-        assert cache.k_dtype == cache.v_dtype == (dtype, dtype)
+        assert [(layer.k_dtype, layer.v_dtype) for layer in cache.layers] == [(dtype, dtype)] * 2
         with pytest.raises(CacheFullError):
             cache.batch(positions=range(17))
 

@@ -196,7 +196,7 @@ def test_types(run):
         keys, values = cache.gather(0)
         np.testing.assert_allclose(keys, k.swapaxes(0, 1), atol=0.02)
         np.testing.assert_allclose(values, v.swapaxes(0, 1), atol=0.35)
-        assert (cache.k_dtype[0], cache.v_dtype[0]) == ("q8_0", "q4_0")
+        assert (cache.layers[0].k_dtype, cache.layers[0].v_dtype) == ("q8_0", "q4_0")
 
 
 @table.row("llama_init_from_model(model, {n_ctx, swa_full: false})")
@@ -205,7 +205,7 @@ def test_swa(run):
         for _ in range(8):
             store(cache, 1)
         assert [cache.positions(layer=layer).tolist() for layer in range(2)] == [[5, 6, 7], list(range(8))]
-        assert cache.policy == (SlidingWindow(3), FullAttention(), SlidingWindow(3))
+        assert tuple(layer.policy for layer in cache.layers) == (SlidingWindow(3), FullAttention(), SlidingWindow(3))
 
 
 @table.row("llama_init_from_model(model, {n_ctx, swa_full: true})")
@@ -224,7 +224,7 @@ def test_swa_full(run):
 @table.row("LLAMA_SWA_TYPE_CHUNKED")
 def test_chunked(run):
     with run(**MODEL, n_swa=4) as cache:
-        assert cache.policy == (ChunkedAttention(4),) * 2
+        assert tuple(layer.policy for layer in cache.layers) == (ChunkedAttention(4),) * 2
         store(cache, 6)
         store(cache, 1)
         assert cache.positions().tolist() == [4, 5, 6]

@@ -63,26 +63,26 @@ def test_new_causal_cache(run):
     with run(**MODEL) as cache:
         store(cache, 16)
         cache.remove(1, 3)
-        assert cache.policy == (FullAttention(), FullAttention())
+        assert tuple(layer.policy for layer in cache.layers) == (FullAttention(), FullAttention())
         assert cache.seq_len() == 14
 
 
 @table.row("NewSWACache(windowSize, shift)")
 def test_new_swa_cache(run):
     with run(**MODEL, windowSize=4) as cache:
-        assert cache.policy[0] == SlidingWindow(5)
+        assert cache.layers[0].policy == SlidingWindow(5)
 
 
 @table.row("NewSWAMemCache(windowSize, memorySize, shift)")
 def test_new_swa_mem_cache(run):
     with run(**MODEL, windowSize=4, memorySize=7) as cache:
-        assert cache.policy[0] == swa(4, 7)
+        assert cache.layers[0].policy == swa(4, 7)
 
 
 @table.row("NewChunkedAttentionCache(chunkSize, shift)")
 def test_new_chunked_cache(run):
     with run(**MODEL, chunkSize=4) as cache:
-        assert cache.policy[0] == ChunkedAttention(4, resume_window=16)
+        assert cache.layers[0].policy == ChunkedAttention(4, resume_window=16)
         for _ in range(16):
             store(cache, 1)
         assert cache.seq_len() == 16
@@ -101,13 +101,13 @@ def test_new_encoder_cache(run):
 @pytest.mark.parametrize("num_layers", [1, 2, 5])
 def test_new_wrapper_cache(run, num_layers):
     with run(**MODEL | {"num_layers": num_layers}, swa=swa(3), causal=FullAttention()) as cache:
-        assert cache.policy == ((swa(3), FullAttention()) * 3)[:num_layers]
+        assert tuple(layer.policy for layer in cache.layers) == ((swa(3), FullAttention()) * 3)[:num_layers]
 
 
 @table.row("Init(backend, dtype, maxSequences, capacity, maxBatch)")
 def test_init(run):
     with run(**MODEL, dtype="f16", maxSequences=3) as cache:
-        assert (cache.max_seq_len, cache.max_sequences, cache.k_dtype[0]) == (16, 3, "f16")
+        assert (cache.max_seq_len, cache.max_sequences, cache.layers[0].k_dtype) == (16, 3, "f16")
 
 
 @table.row("SetConfig(config)")

@@ -21,7 +21,8 @@ def cache():
 @table.row("KvCache::new(num_layers, num_kv_heads, head_dim, max_seq_len)")
 def test_new(run):
     with run(**SHAPE) as cache:
-        assert (cache.seq_len(), cache.max_seq_len, cache.k_dtype) == (0, 16, ("f32", "f32"))
+        assert (cache.seq_len(), cache.max_seq_len) == (0, 16)
+        assert [layer.k_dtype for layer in cache.layers] == ["f32", "f32"]
 
 
 @table.row("store_key(layer, head, pos, key)")
@@ -213,7 +214,7 @@ def test_inject_blocks_into_a_fresh_cache(run, cache):
 @table.row("KvCachePolicy::Standard")
 def test_policy_standard(run):
     with run(**SHAPE) as cache:
-        assert cache.k_dtype == ("f32", "f32")
+        assert tuple(layer.k_dtype for layer in cache.layers) == ("f32", "f32")
 
 
 @table.row("KvCachePolicy::Fp16")
@@ -229,7 +230,7 @@ def test_policy_sliding_window(run):
         for _ in range(20):
             store(cache, 1)
         assert cache.positions().tolist() == [17, 18, 19]
-        assert cache.k_dtype == ("f32", "f32")
+        assert tuple(layer.k_dtype for layer in cache.layers) == ("f32", "f32")
 
 
 @table.row("PagedKvCache::new(num_layers, num_kv_heads, head_dim, max_seq_len)")

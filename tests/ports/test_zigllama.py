@@ -42,8 +42,8 @@ def feed(cache, tokens, seq_id=0):
 @table.row("ModelKVCache.init(num_layers, num_heads, head_dim, max_seq_len, strategy, allocator)")
 def test_init(run):
     with run(**SHAPE, strategy="always") as cache:
-        assert (cache.num_layers, cache.num_kv_heads, cache.head_dim) == (2, (2, 2), (8, 8))
-        assert (cache.max_seq_len, cache.k_dtype) == (16, ("f32", "f32"))
+        assert [(layer.num_kv_heads, layer.head_dim) for layer in cache.layers] == [(2, 8)] * 2
+        assert (cache.max_seq_len, tuple(layer.k_dtype for layer in cache.layers)) == (16, ("f32", "f32"))
     header = Path(kvcache.get_include(), "kvcache.h").read_text()
     assert "const kvc_allocator *allocator;" in re.search(r"struct kvc_config \{(.*?)\} kvc_config", header, re.S)[1]
 
@@ -67,10 +67,10 @@ def test_adaptive(run, monkeypatch):
     with run(**SHAPE) as cache:
         assert [feed(cache, n) for n in (3, 4)] == [3, 1]  # some bytes are always to be had
         assert "sequence 0 is stored" in cache.explain()
-        monkeypatch.setattr(kvcache.cache, "available_memory", lambda: (0, "of a test"))
+        monkeypatch.setattr("kvcache.system.available_memory", lambda: (0, "of a test"))
         assert [feed(cache, n) for n in (5, 6, 7)] == [1, 6, 7]  # enables, and disables
         assert "sequence 0 is not stored" in cache.explain()
-        monkeypatch.setattr(kvcache.cache, "available_memory", lambda: (2**30, "of a test"))
+        monkeypatch.setattr("kvcache.system.available_memory", lambda: (2**30, "of a test"))
         assert [feed(cache, n) for n in (8, 9)] == [8, 1]
     with KVCache(2, 2, 8, 2**24, strategy=Adaptive(fraction=1e-12)) as cache:
         assert [feed(cache, n) for n in (3, 4)] == [3, 4]
@@ -301,7 +301,7 @@ def test_window_init(run):
         for _ in range(100):
             store(cache, 1)
         assert cache.positions().tolist() == [96, 97, 98, 99]
-        assert cache.k_dtype == cache.v_dtype == ("f32", "f32")
+        assert [(layer.k_dtype, layer.v_dtype) for layer in cache.layers] == [("f32", "f32")] * 2
 
 
 @table.row("SlidingWindowKVCache.appendWithSliding(sequence_id, layer_id, keys, values)")

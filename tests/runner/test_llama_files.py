@@ -268,7 +268,8 @@ def test_llama3_scaling(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", weights, rope_freqs=PLAIN / scaled)[0]
     file = runner.Llama.load(path)
     np.testing.assert_allclose(file.config.rope.inv_freq, scaled, rtol=1e-6)
-    assert shapes.read(path).rope == (Rope(file.config.rope.inv_freq, interleaved=True),) * LAYERS
+    same = Rope(file.config.rope.inv_freq, interleaved=True)
+    assert [layer.rope for layer in shapes.read(path).layers] == [same] * LAYERS
     np.testing.assert_allclose(logits(file), logits(folder), atol=1e-4)
 
 

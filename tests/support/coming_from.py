@@ -66,7 +66,7 @@ def store(cache, tokens, *, positions=None, seq_id=0, seed=0):
     """Append tokens, with the same rows in every layer; return these rows, [tokens, heads, dim]."""
     first = cache.next_position(seq_id)
     positions = range(first, first + tokens) if positions is None else positions
-    k, v = random_rows(tokens, heads=cache.num_kv_heads[0], dim=cache.head_dim[0], seed=seed)
+    k, v = random_rows(tokens, heads=cache.layers[0].num_kv_heads, dim=cache.layers[0].head_dim, seed=seed)
     with cache.batch(positions=positions, seq_ids=[seq_id] * tokens) as batch:
         for layer in range(cache.num_layers):
             batch.put(layer, k, v)

@@ -55,7 +55,7 @@ def check_rows(cache, seq_id, tokens, length):
     """Check that a sequence has, of the first `length` tokens, the rows that a query there sees, and no other rows."""
     assert cache.next_position(seq_id) == length
     assert cache.can_resume(length, seq_id=seq_id)
-    for layer, policy in enumerate(cache.policy):
+    for layer, policy in enumerate(like.policy for like in cache.layers):
         positions = cache.positions(seq_id=seq_id, layer=layer)
         assert {*range(length)} - {*positions} <= {p for p in range(length) if not sees(policy, length, p)}
         assert len(set(positions.tolist())) == len(positions)

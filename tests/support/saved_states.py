@@ -56,18 +56,18 @@ def varied_cache():
 
 def feed(cache, seq_id, num_tokens):
     with cache.batch(num_tokens, seq_ids=[seq_id] * num_tokens) as batch:
-        for layer in range(cache.num_layers):
-            if cache.policy[layer] is None or cache.share[layer] is not None:
+        for layer, like in enumerate(cache.layers):
+            if like.policy is None or like.share is not None:
                 continue
             first = int(batch.positions[0])
-            is_cross = isinstance(cache.policy[layer], kvcache.CrossAttention)
+            is_cross = isinstance(like.policy, kvcache.CrossAttention)
             rows = [
                 ((np.arange(n * heads * dim) * 7 + first + layer) % 31 - 15).reshape(n, heads, dim).astype("f4") / 8
                 for n in [3 if is_cross else num_tokens]
-                for heads in [cache.num_kv_heads[layer]]
-                for dim in (cache.head_dim[layer], cache.v_head_dim[layer])
+                for heads in [like.num_kv_heads]
+                for dim in (like.head_dim, like.v_head_dim)
             ]
-            batch.put(layer, *rows[: 1 if cache.value_in_key[layer] else 2], **({"seq_id": seq_id} if is_cross else {}))
+            batch.put(layer, *rows[: 1 if like.value_in_key else 2], **({"seq_id": seq_id} if is_cross else {}))
 
 
 def everything(cache):
@@ -77,7 +77,7 @@ def everything(cache):
         following = cache.next_position(seq_id=seq_id)
         found.append((seq_id, following, [cache.can_resume(p, seq_id=seq_id) for p in range(following + 2)]))
         for layer in range(cache.num_layers):
-            if cache.policy[layer] is None:
+            if cache.layers[layer].policy is None:
                 continue
             k, v = cache.gather(layer, seq_id=seq_id, raw=True)
             found.append((layer, cache.positions(layer=layer, seq_id=seq_id).tolist(), k.tobytes(), v.tobytes()))
