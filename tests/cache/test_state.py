@@ -486,7 +486,7 @@ def test_a_cache_that_is_being_saved_is_not_closed(saved, tmp_path, monkeypatch)
         errors.append(len(data))
         raise ZeroDivisionError
 
-    monkeypatch.setattr(state._Writer, "write", write)
+    monkeypatch.setattr(state.Writer, "write", write)
     with pytest.raises(ZeroDivisionError):
         cache.save(tmp_path / "never")
     assert len(errors) == 1

@@ -1,0 +1,228 @@
+"""Saved states: files with all that sequences hold, read and written whole or not at all.
+
+`KVCache.save`, `KVCache.load` and `KVCache.restore` use this module, and ``kvcache inspect`` shows a file. The core
+writes and reads the format, which docs/format.md specifies; here are files, secrets, and what a file's tables say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, SupportsIndex, TypeAlias, TypeVar, cast
+
+from kvcache import _core
+from kvcache.errors import StateFormatError, shown
+from kvcache.layer import FIELDS, Layer, override
+from kvcache.state.files import Reader, Writer, begin_mac, mapped, replacing
+from kvcache.state.files import StrPath as StrPath
+from kvcache.state.files import check_replaceable as check_replaceable
+from kvcache.state.saved import (
+    SavedSequence,
+    SavedState,
+    Tensor,
+    check_sums,
+    inspect,
+    not_saved,
+    read_state,
+    states_of,
+)
+from kvcache.state.saved import read_states as read_states
+
+__all__ = ["SavedSequence", "SavedState", "Tensor", "inspect", "not_saved"]
+
+
+class Restorable(Protocol):
+    """A cache whose sequences a file can replace."""
+
+    _core: _core.Cache
+    _layers: tuple[Layer, ...]
+
+
+C = TypeVar("C", bound=Restorable)
+
+OVERRIDES = {"max_seq_len", "max_sequences", "capacity", "max_bytes", "block_size", "num_threads", "strategy"}
+
+
+# ---- writing
+
+
+def _check_fingerprint(fingerprint: Any) -> None:
+    """Raise for what the core, which takes a string of C, could not see."""
+    if not isinstance(fingerprint, str):
+        raise TypeError(f"fingerprint={fingerprint!r}: a string is needed")
+    if not fingerprint.isascii() or "\0" in fingerprint:
+        raise ValueError(f"fingerprint={fingerprint!r}: printable ASCII characters are needed")
+
+
+Tokens: TypeAlias = Mapping[int, Sequence[SupportsIndex]]
+
+
+def save(
+    path: StrPath,
+    sources: Sequence[tuple[_core.Cache, Sequence[int] | None, Tokens | None]],
+    fingerprint: str,
+    secret: bytes | None,
+) -> None:
+    """Write a file with the state of each cache, with its sequences and their tokens, as `KVCache.save` says."""
+    _check_fingerprint(fingerprint)
+    mac = None if secret is None else begin_mac(secret)  # raises before there is a file
+    with replacing(path) as file:
+        for core, seq_ids, tokens in sources:
+            ids = None if seq_ids is None else sorted(seq_ids)
+            held = None if tokens is None or ids is None else [tokens.get(one, ()) for one in ids]
+            writer = Writer(file, mac)
+            _core.save(core, writer.write, ids, held, fingerprint)
+            writer.finish()
+
+
+def sequences_to_save(core: _core.Cache, seq_ids: Any, tokens: Any) -> list[int] | None:
+    """Return the ids that the arguments of `KVCache.save` name, None for all; raise if one of them is wrong."""
+    if seq_ids is None and tokens is None:
+        return None
+    if tokens is not None and not isinstance(tokens, Mapping):
+        raise TypeError(f"tokens={shown(tokens)}: a mapping of sequences to tokens is needed, such as {{0: [5, 6]}}")
+    given = {_core.integer(one, "key of tokens", *_core.IDS) for one in tokens or ()}
+    if seq_ids is None:
+        ids = {*core.sequences(), *(one for one in given if _holds(core, one))}
+    else:
+        ids = {*_core.integers(seq_ids, "seq_ids").tolist()}
+        for one in sorted(ids - given):
+            if not _holds(core, one):
+                raise ValueError(f"seq_ids: sequence {one} holds nothing; the cache's are {core.sequences()[:8]}")
+    if unknown := given - ids:
+        what = "holds nothing" if seq_ids is None else "is not in seq_ids"
+        raise ValueError(f"tokens: of sequence {min(unknown)}, which {what}")
+    return sorted(ids)
+
+
+def _holds(core: _core.Cache, seq_id: int) -> bool:
+    """Return whether a sequence has rows, of its tokens or an encoder's, or had some that were evicted."""
+    return core.next_position(seq_id) > 0 or any(core.seq_len(seq_id, layer) for layer in range(core.num_layers))
+
+
+# ---- loading
+
+
+def _restore(
+    cache: Restorable,
+    saved: SavedState,
+    data: memoryview,
+    fingerprint: str | None,
+    mac: hashlib.blake2b | None,
+    ids: Mapping[int, int] | None,
+) -> None:
+    """Restore sequences of a mapped state; ids: which, and under which id."""
+    chosen = None if ids is None else sorted(ids)
+    targets = None if ids is None else [ids[one] for one in sorted(ids)]
+    if fingerprint is not None:
+        _check_fingerprint(fingerprint)
+    whole, read = (data, None) if mac is None else (None, Reader(data, mac).read)
+    try:
+        _core.restore(cache._core, whole, read, len(data), fingerprint, chosen, targets)
+    except StateFormatError as error:
+        if "of another shape" in str(error) and (difference := _find_difference(saved.layers, cache._layers)):
+            raise StateFormatError(f"of another shape: {difference}") from None
+        raise
+
+
+def _find_difference(saved: Sequence[Layer], own: Sequence[Layer]) -> str | None:
+    """Return in which argument the layers of a file and of a cache differ first, and both values, for a message."""
+    if len(saved) != len(own):
+        return None
+    for i, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
+        if theirs.policy is None and ours.policy is None:
+            continue
+        for name in FIELDS:
+            there, here = (_shown(getattr(layer, name)) for layer in (theirs, ours))
+            if there != here:
+                return f"{name} of layer {i} is {there} in the file, and {here} in the cache"
+    return None
+
+
+def _shown(value: Any) -> str:
+    """Return how a value of a layer is written; no two functions differ."""
+    return "a function" if callable(value) else repr(value)
+
+
+def restore(
+    cache: Restorable, path: StrPath, seq_id: Any, saved_id: Any, fingerprint: str | None, secret: bytes | None
+) -> set[int]:
+    """Restore sequences, as `KVCache.restore` says; return their ids."""
+    there: list[int] = []
+
+    def choose(saved: SavedState) -> Mapping[int, int] | None:
+        there.extend(sequence.seq_id for sequence in saved.sequences)
+        return _target_of(saved, seq_id, saved_id)
+
+    [ids] = restore_chosen(path, [(cache, choose)], fingerprint, secret)
+    return set(there) if ids is None else set(ids.values())
+
+
+Choice: TypeAlias = Callable[[SavedState], Mapping[int, int] | None]
+
+
+def restore_chosen(
+    path: StrPath, targets: Sequence[tuple[Restorable, Choice]], fingerprint: str | None, secret: bytes | None
+) -> list[Mapping[int, int] | None]:
+    """Restore a state to each cache: the sequences that a function chooses, under the ids it returns (None: all)."""
+    mac, restored = None if secret is None else begin_mac(secret), []
+    with mapped(path) as data:
+        states = states_of(read_state(data), len(targets))
+        for (cache, choose), saved in zip(targets, states, strict=True):
+            ids = choose(saved)
+            _restore(cache, saved, data[: saved.nbytes], fingerprint, mac, ids)
+            restored.append(ids)
+            data = data[saved.nbytes :]
+    return restored
+
+
+def load(
+    kind: type[C], path: StrPath, fingerprint: str | None, secret: bytes | None, rope: Any, overrides: dict[str, Any]
+) -> C:
+    """Make a cache, as `KVCache.load` says."""
+    if unknown := set(overrides) - OVERRIDES:
+        raise TypeError(f"{min(unknown)}: only {', '.join(sorted(OVERRIDES))} and rope can be given here")
+    with mapped(path) as data:
+        [saved] = states_of(read_state(data), 1)
+        try:
+            cache: C = cast(Any, kind)(_layers(saved, rope), **{**_limits(saved), **overrides})
+        except (TypeError, ValueError):
+            check_sums(data)  # where the file is damaged, that is why
+            raise
+        _restore(cache, saved, data, fingerprint, None if secret is None else begin_mac(secret), None)
+    return cache
+
+
+def _target_of(state: SavedState, seq_id: Any, saved_id: Any) -> dict[int, int] | None:
+    """Return which sequence of a file is to be restored, and under which id; None: all, under their own."""
+    if seq_id is None and saved_id is None:
+        return None
+    there = [sequence.seq_id for sequence in state.sequences]
+    target = None if seq_id is None else _core.integer(seq_id, "seq_id", *_core.IDS)
+    if saved_id is not None:
+        source = _core.integer(saved_id, "saved_id", *_core.IDS)
+    elif target is not None and target in there:
+        source = target
+    elif len(there) == 1:
+        source = there[0]
+    else:
+        raise ValueError(f"seq_id={target}: the file has {len(there)} sequences, and none of this id; give saved_id")
+    if source not in there:
+        raise ValueError(f"saved_id={source}: the file has no such sequence, it has {there[:8]}")
+    return {source: source if target is None else target}
+
+
+def _layers(state: SavedState, rope: Any) -> Sequence[Layer]:
+    """Return the layers of a saved state with the caller's rope, or, if that is None, their own."""
+    if rope is not None:
+        return override(state.layers, {"rope": rope})[0]
+    for i, layer in enumerate(state.layers):
+        if layer.rope is not_saved:
+            raise ValueError(f"rope=None: a function moves the keys of layer {i}, and is not in the file; give it")
+    return state.layers
+
+
+def _limits(state: SavedState) -> dict[str, int | None]:
+    """Return the arguments of `KVCache` beside its layers."""
+    names = ("max_seq_len", "max_sequences", "capacity", "max_bytes")
+    return {"block_size": state.block_size, **{name: getattr(state, name) or None for name in names}}

@@ -1,0 +1,178 @@
+"""Files that are written whole or not at all, mapped to be read, and with a secret's MAC at their end."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import hmac
+import mmap
+import os
+import secrets
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, BinaryIO, TypeAlias, cast
+
+from kvcache.arguments import check_path
+from kvcache.errors import StateFormatError
+
+__all__ = ["MAC_BYTES", "Reader", "StrPath", "Writer", "begin_mac", "check_replaceable", "mapped", "replacing"]
+
+StrPath: TypeAlias = str | os.PathLike[str]
+
+MAC_BYTES = 32
+SENT_BYTES = 8 << 20  # after so many, the disk begins to write; later, fsync would wait for all
+NAME_BYTES = 233  # of a name, in that of its temporary file: with 22 more, the 255 that file systems take
+
+
+@contextmanager
+def mapped(path: StrPath) -> Iterator[memoryview]:
+    """Map a file into memory; errors in its content name it."""
+    check_path(path)
+    with open(path, "rb") as file:
+        try:
+            if not os.fstat(file.fileno()).st_size:
+                raise StateFormatError("truncated: the file is empty")
+            yield memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))  # ends with the last part of it
+        except StateFormatError as error:
+            raise StateFormatError(f"{os.fspath(path)}: {error}") from None
+
+
+# ---- secrets
+
+
+def begin_mac(secret: Any) -> hashlib.blake2b:
+    """Begin a MAC."""
+    if not isinstance(secret, bytes | bytearray | memoryview):
+        raise TypeError(f"secret: bytes are needed, not {type(secret).__name__}")
+    if not 1 <= len(bytes(secret)) <= 64:
+        raise ValueError(f"secret of {len(bytes(secret))} bytes: it must have from 1 to 64")
+    return hashlib.blake2b(digest_size=MAC_BYTES, key=bytes(secret), person=b"kvcache-state-1")
+
+
+# ---- writing
+
+
+class Writer:
+    """Writes a state, with a MAC of all bytes of the file at its end if there is a secret."""
+
+    def __init__(self, file: BinaryIO, mac: hashlib.blake2b | None) -> None:
+        self._file = file
+        self._mac = mac
+        self._held = b""  # 32 bytes that may be the last: they are replaced by the MAC
+        self._written = self._sent = file.tell()  # bytes; sent: the system was told to write them to the disk
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write the next bytes."""
+        if self._mac is None:
+            self._put(data)
+            return
+        self._put_held()
+        if len(data) == MAC_BYTES:
+            self._held = bytes(data)
+        else:
+            self._mac.update(data)
+            self._put(data)
+
+    def finish(self) -> None:
+        """Write the MAC."""
+        if self._mac is not None:
+            self._held = self._mac.digest()
+            self._put_held()
+
+    def _put_held(self) -> None:
+        if self._held and self._mac is not None:
+            self._mac.update(self._held)
+            self._put(self._held)
+            self._held = b""
+
+    def _put(self, data: bytes | memoryview) -> None:
+        left = memoryview(data)
+        while left:
+            left = left[self._file.write(left) :]
+        self._written += len(data)
+        if self._written - self._sent >= SENT_BYTES and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), self._sent, self._written - self._sent, os.POSIX_FADV_DONTNEED)
+            self._sent = self._written
+
+
+def check_replaceable(path: StrPath) -> None:
+    """Raise OSError if something other than a regular file is at `path`, such as a folder, a device or a FIFO."""
+    check_path(path)
+    if os.path.exists(path) and not os.path.isfile(path):
+        code = errno.EISDIR if os.path.isdir(path) else errno.EEXIST
+        raise OSError(code, "is not a regular file, and is not replaced: give the name of one", os.fspath(path))
+
+
+@contextmanager
+def replacing(path: StrPath) -> Iterator[BinaryIO]:
+    """Open a file that takes the place of another, as a whole, once all is written and on the disk.
+
+    It gets the other's mode; where there is none, only its owner may read it, since tokens and rows tell what was said.
+    """
+    check_replaceable(path)
+    target = os.path.realpath(path)  # a link stays one
+    folder, name = os.path.split(os.fsdecode(target))
+    kept = os.fsencode(name)[:NAME_BYTES].decode(sys.getfilesystemencoding(), "ignore")  # it may be cut in a character
+    temporary = os.path.join(folder, f".{kept}.{secrets.token_hex(8)}.tmp")
+    try:
+        with _written_whole(temporary) as file:
+            if os.path.exists(target):
+                os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
+            yield file
+            os.fsync(file.fileno())
+            file.close()
+            os.replace(temporary, target)
+        if hasattr(os, "O_DIRECTORY"):
+            _sync_folder(folder)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error  # which may name the temporary one
+
+
+@contextmanager
+def _written_whole(path: str) -> Iterator[BinaryIO]:
+    """Make a file for its owner alone, and remove it if there is an error."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    with open(os.open(path, flags, 0o600), "wb", buffering=0) as file:
+        try:
+            yield cast(BinaryIO, file)
+        except BaseException:
+            file.close()
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            raise
+
+
+def _sync_folder(folder: str) -> None:
+    """Put the names in a folder on the disk."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ---- reading with a secret
+
+
+class Reader:
+    """Reads a state whose MAC is to be right; `mac` has seen what is before it in the file."""
+
+    def __init__(self, data: memoryview, mac: hashlib.blake2b) -> None:
+        self._data = data
+        self._mac = mac
+        self._at = 0
+
+    def read(self, to: memoryview) -> None:
+        """Read the next bytes, the last of which are the MAC; raise if it is another one."""
+        end = self._at + len(to)
+        to[:] = self._data[self._at : end]
+        self._at = end
+        if end == len(self._data) and not any(to):
+            raise StateFormatError("has no MAC: it was saved without a secret")
+        if end == len(self._data) and not hmac.compare_digest(self._mac.digest(), bytes(to)):
+            raise StateFormatError("its MAC is another one: it was altered, or saved with another secret")
+        self._mac.update(to)

@@ -1,0 +1,315 @@
+"""What a saved state says of itself: its layers, limits, sequences and tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache import _core
+from kvcache.errors import NotSupportedError, StateFormatError
+from kvcache.layer import DTYPES, Layer, Transform
+from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow
+from kvcache.rope import Rope, RopeLike
+from kvcache.state.files import MAC_BYTES, StrPath, mapped
+
+__all__ = [
+    "SavedSequence",
+    "SavedState",
+    "Tensor",
+    "check_sums",
+    "inspect",
+    "not_saved",
+    "read_state",
+    "read_states",
+    "states_of",
+]  # fmt: skip
+
+VERSION = 1
+BEGINNING = b'{"__metadata__":{"format":"kvcache",'  # of a header
+MOST_HEADER = 100_000_000  # bytes
+
+
+def not_saved(layer: int, keys: npt.NDArray[np.float32], delta: int) -> NoReturn:
+    """Stand for a rope that is a function, which no file has."""
+    raise NotSupportedError(f"keys of layer {layer} cannot be moved: the function that moves them is not in the file")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a saved state: its name, type and shape, and where its bytes lie in the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class SavedSequence:
+    """A sequence of a saved state.
+
+    Attributes
+    ----------
+    seq_id : int
+        The sequence's id.
+    num_rows : tuple of int
+        The number of its rows in each layer.
+    next_position : int
+        The position of its next token.
+    tokens : ndarray of int64
+        The tokens that `KVCache.save` was given; none if it was given none.
+    """
+
+    seq_id: int
+    num_rows: tuple[int, ...]
+    next_position: int
+    tokens: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What a saved state says of itself, without its rows.
+
+    Attributes
+    ----------
+    version : int
+        The version of the format.
+    library : str
+        The version of the library that wrote the file.
+    fingerprint : str
+        The name of the model that `KVCache.save` was given; "" if it was given none.
+    layers : tuple of Layer
+        The layers; a `rope` that is a function is not in the file: `not_saved` stands for it.
+    block_size, max_seq_len, max_sequences, capacity, max_bytes : int
+        The arguments of the cache; 0: no limit, or, of `capacity`, what follows from the two before.
+    sequences : tuple of SavedSequence
+        The sequences, by rising id.
+    tensors : tuple of Tensor
+        The tensors of the file.
+    nbytes : int
+        The size of the state: of the file, unless another one follows.
+    has_mac : bool
+        Whether it was saved with a secret.
+    following : SavedState or None
+        The state behind this one in the file: of an encoder's rows, where ``HFEncoderDecoderCache.save`` wrote it.
+    """
+
+    version: int
+    library: str
+    fingerprint: str
+    layers: tuple[Layer, ...]
+    block_size: int
+    max_seq_len: int
+    max_sequences: int
+    capacity: int
+    max_bytes: int
+    sequences: tuple[SavedSequence, ...]
+    tensors: tuple[Tensor, ...]
+    nbytes: int
+    has_mac: bool
+    following: SavedState | None = None
+
+
+def inspect(path: StrPath, *, verify: bool = False) -> SavedState:
+    """Read what a saved state says of itself.
+
+    Parameters
+    ----------
+    path : path
+        The file.
+    verify : bool, default False
+        Whether to read all of it, and to compare its checksums.
+
+    Returns
+    -------
+    SavedState
+        Its layers, limits, sequences and tensors.
+
+    Raises
+    ------
+    StateFormatError
+        If it is no saved state, or is damaged; without `verify`, damaged rows go unnoticed.
+    OSError
+        If the file cannot be read.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import kvcache
+    >>> from kvcache.state import inspect
+    >>> cache = kvcache.KVCache(1, 1, 2, 64)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     cache.save(f"{folder}/empty")
+    ...     inspect(f"{folder}/empty", verify=True).layers[0].head_dim
+    2
+    """
+    with mapped(path) as data:
+        if verify:
+            check_sums(data)
+        return read_state(data)
+
+
+# ---- reading the tables
+
+
+def check_sums(data: memoryview) -> None:
+    """Compare a file with its checksums."""
+    try:
+        saved = read_state(data)
+        sizes = [saved.nbytes] if saved.following else []
+    except StateFormatError:
+        sizes = []  # the core says what is wrong
+    for size in sizes:
+        _core.verify(data[:size])
+        data = data[size:]
+    _core.verify(data)
+
+
+def read_states(path: StrPath, wanted: int) -> list[SavedState]:
+    """Read what the states of a file say of themselves; raise unless there are so many."""
+    with mapped(path) as data:
+        return states_of(read_state(data), wanted)
+
+
+def states_of(saved: SavedState, wanted: int) -> list[SavedState]:
+    """Return a state and the one that follows it; raise unless there are so many."""
+    if wanted == 2 and saved.following is None:
+        raise StateFormatError("has no rows of an encoder: HFCache.load or KVCache.load reads it")
+    if wanted == 1 and saved.following is not None:
+        raise StateFormatError("has an encoder's rows as well: HFEncoderDecoderCache.load reads it")
+    return [saved] if saved.following is None else [saved, saved.following]
+
+
+def read_state(data: memoryview) -> SavedState:
+    """Read what a mapped file says of itself."""
+    try:
+        saved = _read_tables(data, 0)
+        begin = saved.nbytes
+        if begin == len(data):
+            return saved
+        if data[begin + 8 : begin + 8 + len(BEGINNING)] == BEGINNING:
+            following = _read_tables(data[begin:], begin)
+            saved, begin = replace(saved, following=following), begin + following.nbytes
+    except StateFormatError:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError):
+        raise StateFormatError("altered: its header or its tables cannot be read") from None
+    if begin < len(data):
+        raise StateFormatError(f"altered: it has {len(data) - begin} bytes more than its header says")
+    return saved
+
+
+def _header(data: memoryview) -> tuple[dict[str, Any], int]:
+    """Return the header, and where the tensors begin."""
+    length, start = int.from_bytes(data[:8], "little"), bytes(data[8 : 8 + len(BEGINNING)])
+    if length > MOST_HEADER or length + 8 > len(data):
+        if not BEGINNING.startswith(start) or (length + 8) % 64:
+            raise StateFormatError("no saved state: the file does not begin like one")
+        raise StateFormatError(f"truncated: the file has {len(data)} bytes, its header alone {length}")
+    try:
+        header = json.loads(bytes(data[8 : 8 + length]))
+        metadata = header.pop("__metadata__")
+        is_state = metadata["format"] == "kvcache"
+        version = int(metadata["version"])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        is_state = False
+    if not is_state:
+        raise StateFormatError("no saved state: the file does not begin like one")
+    if version != VERSION:
+        raise StateFormatError(f"of a newer format: version {version}; this library reads version {VERSION}")
+    return {"__metadata__": metadata, **header}, 8 + length
+
+
+def _read_tables(data: memoryview, place: int) -> SavedState:
+    """Read a state that begins at byte `place` of its file."""
+    header, start = _header(data)
+    metadata = header.pop("__metadata__")
+    tensors = {}
+    for name, entry in header.items():
+        begin, end = (start + int(offset) for offset in entry["data_offsets"])
+        if not start <= begin <= end:
+            raise ValueError(name)
+        if end > len(data):
+            raise StateFormatError(f"truncated: tensor {name} does not fit in the file")
+        shape = tuple(map(int, entry["shape"]))
+        tensors[name] = Tensor(name, str(entry["dtype"]), shape, place + begin, place + end)
+
+    size = max(tensor.end for tensor in tensors.values()) - place
+
+    def table(name: str) -> Any:
+        tensor = tensors[name]
+        dtype = {"I64": "<i8", "F64": "<f8"}[tensor.dtype]
+        return np.frombuffer(bytes(data[tensor.begin - place : tensor.end - place]), dtype).reshape(tensor.shape)
+
+    limits = table("state")[0, 6:11].tolist()
+    layers, inv_freq = table("layers"), table("inv_freq")
+    return SavedState(
+        VERSION,
+        str(metadata["library"]),
+        str(metadata["fingerprint"]),
+        tuple(_layer(row, inv_freq) for row in layers.tolist()),
+        limits[0],
+        limits[1],
+        limits[2],
+        limits[3],
+        limits[4],
+        tuple(_sequences(table, layers[:, 9:11].tolist())),
+        tuple(tensors.values()),
+        size,
+        any(data[size - MAC_BYTES : size]),
+    )
+
+
+def _layer(row: list[int], inv_freq: npt.NDArray[np.float64]) -> Layer:
+    heads, k_dim, v_dim, k_type, v_type, k_transform, v_transform, value_in_key, share = row[:9]
+    kind, window, sinks, resume, chunk, max_len, rope, interleaved, first_dim, num_freqs, first = row[10:21]
+    policies: dict[str, Any] = {
+        "full": lambda: FullAttention(),
+        "sliding": lambda: SlidingWindow(window, sinks, None if resume in (0, window) else resume),
+        "chunked": lambda: ChunkedAttention(chunk, resume or None),
+        "cross": lambda: CrossAttention(max_len),
+        "none": lambda: None,
+    }
+    policy: Policy | None = policies[{number: name for name, number in _core.POLICIES.items()}[kind]]()
+    frequencies = inv_freq[first : first + num_freqs]
+    ropes: list[RopeLike] = [None, False, None, not_saved]
+    ropes[2] = Rope(frequencies, bool(interleaved), first_dim) if rope == 2 else None
+    transforms = {number: name for name, number in _core.TRANSFORMS.items()}
+    return Layer(
+        heads,
+        k_dim,
+        v_head_dim=v_dim,
+        value_in_key=bool(value_in_key),
+        k_dtype=DTYPES[k_type],
+        v_dtype=DTYPES[v_type],
+        k_transform=cast(Transform | None, transforms[k_transform]),
+        v_transform=cast(Transform | None, transforms[v_transform]),
+        policy=policy,
+        share=share - 1 if share else None,
+        rope=ropes[rope],
+    )
+
+
+def _sequences(table: Any, groups: list[list[int]]) -> Iterator[SavedSequence]:
+    """Read the sequences; groups: the group of each layer, and the kind of its policy."""
+    cross = {group for group, kind in groups if kind == _core.POLICIES["cross"]}  # whose rows are not tokens'
+    holdings, runs, tokens = table("holdings"), table("runs"), table("tokens")
+    first = at = 0
+    for (seq_id, num_tokens), holding in zip(table("sequences").tolist(), holdings, strict=True):
+        num_rows, following = [], 0
+        for group, (num_runs, _, lost_end, _, _) in enumerate(holding.tolist()):
+            its = runs[first : first + num_runs]
+            num_rows.append(int(its[:, 1].sum()))
+            if group not in cross:
+                following = max(following, lost_end, *(its[:, 1] + its[:, 2]).tolist())
+            first += num_runs
+        yield SavedSequence(
+            seq_id, tuple(num_rows[group] for group, _ in groups), following, tokens[at : at + num_tokens].copy()
+        )
+        at += num_tokens
