@@ -348,7 +348,7 @@ void kvc_carry_out(const kvc_batch *batch) {
         kvc_compaction_run(cache, g);
         kvc_pool_accept(pool);
         const int32_t added = pool->num_loose + (int32_t)pool->demand.new_blocks, all = pool->demand.num_blocks;
-        pool->num_added = added < all ? added : all;
+        pool->num_given = added < all ? all - added : 0;
     }
     while (cache->changed) {
         kvc_sequence *sequence = cache->changed;

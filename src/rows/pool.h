@@ -67,7 +67,7 @@ typedef struct kvc_pool {
     kvc_block *free; /* list of free blocks, last freed first: its rows may still be in the CPU's caches */
     int32_t num_free;
     int32_t num_loose; /* number of these that evictions freed, and that no batch has taken since: kvc_pool_surplus */
-    int32_t num_added; /* number of blocks of the open batch that were new, or loose */
+    int32_t num_given; /* number of blocks of the open batch that were free before, and not loose */
     /* num_free, blocks and max_blocks before kvc_pool_prepare. */
     int32_t free_before;
     kvc_block **blocks_before;

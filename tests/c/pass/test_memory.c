@@ -121,8 +121,8 @@ static kvc_stats stats_in(kvc_cache *cache)
     return stats;
 }
 
-/* An aborted batch leaves a block more to a window or a chunk than a committed one, and no other to a new sequence; to a
- * layer that sees everything, it leaves all for reuse. */
+/* However many batches are aborted, they leave a block more to a window or a chunk than committed ones, and no other to
+ * a new sequence; to a layer that sees everything, they leave all for reuse. */
 static void test_aborted(void)
 {
     const kvc_layer windows[] = {layer_with(sliding_policy(5, 0, 0)), layer_with(sliding_policy(5, 2, 0)),
@@ -132,7 +132,8 @@ static void test_aborted(void)
             kvc_cache *cache = new_cache(1, &windows[kind]);
             if (held)
                 CHECK(feed(cache, 1, 1, held) == KVC_OK);
-            try_batch(cache, 1, MOST);
+            for (int tries = random_int(1, 24); tries > 0; tries--)
+                try_batch(cache, 1, tries > 1 ? random_int(1, MOST + 1) : MOST);
             const kvc_stats stats = stats_in(cache);
             const int64_t slots = (stats.blocks_in_use + stats.blocks_free) * BLOCK;
             if (kind < 3)
@@ -155,6 +156,33 @@ static void test_aborted_keeps_what_was_reserved(void)
         memory_fail_after(&heap, 0);
         CHECKF(feed(cache, 1, 1, reserved) == KVC_OK, "%d: %s", (int)reserved, kvc_last_error());
         memory_fail_after(&heap, -1);
+        free_valid(cache);
+    }
+}
+
+/* The same where a view keeps the blocks that the batch took beyond them. */
+static void test_aborted_under_a_view(void)
+{
+    static const float row[4];
+    const kvc_layer layer = layer_with(sliding_policy(5, 0, 0));
+    for (int32_t reserved = 1; reserved < MOST; reserved++) {
+        const int64_t seq_ids[MOST] = {0};
+        kvc_cache *cache = new_cache(1, &layer);
+        kvc_batch *batch = NULL;
+        kvc_span spans[MOST];
+        kvc_hold *hold = NULL;
+        int64_t num;
+        CHECK(feed(cache, 1, 0, 2 * BLOCK) == KVC_OK && kvc_reserve(cache, 0, reserved) == KVC_OK);
+        CHECKF(kvc_begin(cache, MOST, NULL, seq_ids, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
+        const kvc_put_args put = {.struct_size = sizeof put, .first = reserved + 2 * BLOCK, .k = row, .v = row};
+        if (put.first < MOST)
+            CHECK(kvc_put(batch, 0, &put) == KVC_OK);
+        CHECK(kvc_batch_spans(batch, 0, 0, spans, sizeof *spans, MOST, &num, &hold) == KVC_OK);
+        kvc_abort(batch);
+        memory_fail_after(&heap, 0);
+        CHECKF(feed(cache, 1, 0, reserved) == KVC_OK, "%d: %s", (int)reserved, kvc_last_error());
+        memory_fail_after(&heap, -1);
+        kvc_hold_free(hold);
         free_valid(cache);
     }
 }
@@ -191,6 +219,7 @@ int main(void)
 {
     test_aborted();
     test_aborted_keeps_what_was_reserved();
+    test_aborted_under_a_view();
     test_aborted_steps();
     test_reserved_beside_others();
     return test_result();
