@@ -172,8 +172,8 @@ kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_ke
 
 /* Drops the slots that the tokens were given in group g.  Of the blocks that this frees, the last ones are the first of
  * the free list: where the group evicts, they are loose, but for as many as were free and not loose before, such as
- * reserved ones, and for at least one for each sequence: steps of decoding that are aborted again and again would take
- * it anew each time.  Returns whether any are. */
+ * reserved ones, and for what lacks of one free block for each sequence: steps of decoding that are aborted again and
+ * again would take it anew each time.  Returns whether any are. */
 static int drop_all(const kvc_batch *batch, int32_t g) {
     kvc_pool *pool = &batch->cache->pools[g];
     const int32_t before = pool->num_free;
@@ -182,8 +182,8 @@ static int drop_all(const kvc_batch *batch, int32_t g) {
         for (int32_t i = 0; pending->to >= KVC_TO_REPLACE && i < pending->num; i++)
             kvc_drop_part(pool, &pending->runs[i]);
     }
-    const int32_t freed = pool->num_free - before,
-                  kept = pool->num_given > batch->num_sequences ? pool->num_given : batch->num_sequences;
+    const int32_t freed = pool->num_free - before, lacking = batch->num_sequences - (before - pool->num_loose),
+                  kept = pool->num_given > lacking ? pool->num_given : lacking;
     const int any = kvc_policy_evicts(&batch->cache->policies[g]) && freed > kept;
     if (any) pool->num_loose += freed - kept;
     return any;

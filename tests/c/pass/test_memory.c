@@ -145,6 +145,23 @@ static void test_aborted(void)
         }
 }
 
+/* Steps that begin a chunk and are aborted do not keep the blocks of the one before. */
+static void test_aborted_at_a_chunk(void)
+{
+    const kvc_layer layer = layer_with(chunked_policy(40, 0));
+    for (int tries = 0; tries < 24; tries++) {
+        kvc_cache *cache = new_cache(1, &layer);
+        CHECK(feed(cache, 1, 1, 40) == KVC_OK);
+        for (int i = 0; i < tries; i++)
+            try_batch(cache, 1, 1);
+        CHECK(feed(cache, 1, 1, 1) == KVC_OK);
+        const kvc_stats stats = stats_in(cache);
+        CHECKF(stats.blocks_in_use + stats.blocks_free <= 3, "%d tries: %d blocks", tries,
+               (int)(stats.blocks_in_use + stats.blocks_free));
+        free_valid(cache);
+    }
+}
+
 /* What was reserved stays if a batch that takes more is aborted. */
 static void test_aborted_keeps_what_was_reserved(void)
 {
@@ -218,6 +235,7 @@ static void test_aborted_steps(void)
 int main(void)
 {
     test_aborted();
+    test_aborted_at_a_chunk();
     test_aborted_keeps_what_was_reserved();
     test_aborted_under_a_view();
     test_aborted_steps();
