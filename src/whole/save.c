@@ -87,7 +87,8 @@ static kvc_saved_holding holding_of(const kvc_run_list *list, int64_t num_runs) 
 
 /* Numbers the rows of all sequences; in the second pass, notes what each holds. */
 static void number_rows(saving *s) {
-    kvc_saved_holding *holding = s->state.format.holdings;
+    kvc_saved_holding *holdings = s->state.format.holdings; /* NULL at first: they are counted */
+    int64_t num = 0;
     for (int32_t g = 0; g < s->cache->num_groups; g++) {
         numbering *n = &s->numberings[g];
         n->num_rows = n->to->num = 0;
@@ -95,11 +96,11 @@ static void number_rows(saving *s) {
     }
     s->num_runs = 0;
     for (int64_t i = 0; i < s->num_sequences; i++)
-        for (int32_t g = 0; g < s->cache->num_groups; g++, holding++) {
+        for (int32_t g = 0; g < s->cache->num_groups; g++, num++) {
             const int64_t before = s->num_runs;
             if (!s->sequences[i]) continue;
             number_runs(s, &s->numberings[g], &s->sequences[i]->runs[g]);
-            if (s->run) *holding = holding_of(&s->sequences[i]->runs[g], s->num_runs - before);
+            if (s->run) holdings[num] = holding_of(&s->sequences[i]->runs[g], s->num_runs - before);
         }
 }
 

@@ -99,8 +99,8 @@ static kvc_status check_room(const kvc_batch *batch, int32_t g) {
 /* Subtracts *by from the holders of every slot of the runs: 1 takes the runs' holds away, -1 gives them back. */
 static void remove_holds(void *by, const kvc_run *runs, int32_t num, const kvc_sequence *sequence, int32_t in_batch) {
     (void)sequence, (void)in_batch;
-    for (const kvc_run *run = runs; run < runs + num; run++)
-        for (int32_t s = 0; s < run->count; s++) run->block->holders[run->slot + s] -= *(const uint32_t *)by;
+    for (int32_t i = 0; i < num; i++)
+        for (int32_t s = 0; s < runs[i].count; s++) runs[i].block->holders[runs[i].slot + s] -= *(const uint32_t *)by;
 }
 
 /* Returns KVC_ERR_CORRUPT unless every holder of a slot is a run: with those taken away, none may be left. */
