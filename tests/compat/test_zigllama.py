@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from support.coming_from import random_rows
 
-import kvcache
 from kvcache.compat.zigllama import (
     CacheFull,
     CacheStrategy,
