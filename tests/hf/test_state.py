@@ -131,8 +131,8 @@ def test_rows_of_the_batch_stay_in_order(tmp_path):
     loaded = HFCache.load(model.config, tmp_path / "chat")
     assert loaded.stats()["live_slots"] == cache.stats()["live_slots"]  # rows that two share are shared again
     assert torch.equal(generate(model, loaded, tokens[order]), generate(model, cache, tokens[order]))
-    assert loaded._seq_ids == [0, 1, 2, 3]
-    assert loaded._new_ids(1)[0] >= 4
+    assert loaded._passes.seq_ids == [0, 1, 2, 3]
+    assert loaded._passes.new_ids(1)[0] >= 4
 
 
 def test_beams_go_on(tmp_path):
