@@ -356,12 +356,14 @@ static kvc_status move_by_function(const kvc_cache *cache, int32_t layer, const 
                 .lanes = lanes,
                 .index = layer};
     kvc_status status = KVC_OK;
-    for (const kvc_copy *copy = draft->copies; copy < draft->copies + draft->num_copies; copy++)
+    for (int32_t c = 0; c < draft->num_copies; c++) {
+        const kvc_copy *copy = &draft->copies[c];
         for (int32_t i = 0, n; status == KVC_OK && i < copy->count; i += n) {
             const int32_t position = copy->position + i, delta = target(change, position) - position;
             n = change->divisor ? 1 : copy->count;
             if (delta) status = add_piece(&m, (piece){.copy = copy, .first = i, .count = n, .delta = delta});
         }
+    }
     return status == KVC_OK && m.num_pieces ? move_pieces(&m) : status;
 }
 

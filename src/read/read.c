@@ -19,9 +19,9 @@ enum { WORTH_THREADS = 1 << 16 }; /* elements; copying fewer takes less time tha
 /* Lists the positions of rows [first, first + num), in order of arrival, or of as far as there are rows. */
 static void list_positions(const kvc_run *runs, int32_t num_runs, int64_t first, int64_t num, int32_t *positions) {
     int64_t row = 0;
-    for (const kvc_run *run = runs; run < runs + num_runs && row - first < num; run++)
-        for (int32_t i = 0; i < run->count && row - first < num; i++, row++)
-            if (row >= first) positions[row - first] = run->position + i;
+    for (int32_t r = 0; r < num_runs && row - first < num; r++)
+        for (int32_t i = 0; i < runs[r].count && row - first < num; i++, row++)
+            if (row >= first) positions[row - first] = runs[r].position + i;
 }
 
 int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *positions, int64_t max_positions) {

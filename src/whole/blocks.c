@@ -54,7 +54,8 @@ static void add_block(list *to, const kvc_pool *pool, const kvc_block *block) {
 }
 
 static void add_runs(void *to, const kvc_run *runs, int32_t num, const kvc_sequence *sequence, int32_t in_batch) {
-    for (const kvc_run *run = runs; run < runs + num; run++) {
+    for (int32_t i = 0; i < num; i++) {
+        const kvc_run *run = &runs[i];
         const kvc_run_info info = {.seq_id = sequence->id,
                                    .block = run->block->index,
                                    .slot = run->slot,

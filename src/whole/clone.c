@@ -142,11 +142,13 @@ static void close_blocks(cloning *c, int32_t g, const twin *twins) {
 
 static void copy_bookkeeping(cloning *c) {
     twin *twins = c->twins;
-    for (int32_t g = 0; g < c->from->num_groups; twins += c->from->pools[g++].num_blocks) {
+    for (int32_t g = 0; g < c->from->num_groups; g++) {
+        const int32_t num_blocks = c->from->pools[g].num_blocks;
         open_blocks(c, g, twins);
         for (int32_t i = 0; i < c->from->sequences.num; i++)
             copy_runs(&c->to->sequences.items[i]->runs[g], &c->from->sequences.items[i]->runs[g], twins);
         close_blocks(c, g, twins);
+        if (num_blocks) twins += num_blocks; /* NULL where there are no blocks at all */
     }
     for (const kvc_sequence *from = c->from->oldest; from; from = from->newer) {
         kvc_sequence *to = kvc_table_find(&c->to->sequences, from->id);

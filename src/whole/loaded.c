@@ -129,7 +129,8 @@ static kvc_status visit_all(visitor *v, kvc_status (*begin)(visitor *v, int64_t 
 
 static kvc_status mark_rows(visitor *v, int32_t g, const kvc_saved_holding *holding, const kvc_saved_run *runs) {
     const int is_cross = g >= v->state->cache->num_token_groups;
-    for (const kvc_saved_run *run = runs; run < runs + holding->num_runs; run++) {
+    for (int64_t r = 0; r < holding->num_runs; r++) {
+        const kvc_saved_run *run = &runs[r];
         uint8_t *needed = v->needed[g] + run->row;
         for (int64_t i = 0; i < run->count; i++)
             if (needed[i] == NOT_NEEDED) needed[i] = NEEDED;
