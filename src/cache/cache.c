@@ -59,6 +59,12 @@ kvc_status kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequen
     return KVC_OK;
 }
 
+void kvc_cache_spare(kvc_cache *cache, kvc_sequence *sequence) {
+    kvc_cache_unmark_changed(sequence);
+    kvc_table_remove(&cache->sequences, sequence);
+    cache->spare = sequence;
+}
+
 void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_cache_unmark_changed(sequence);
     count_holding(cache, sequence, 0);

@@ -145,6 +145,9 @@ static inline int kvc_is_reclaimed_in(const kvc_cache *cache, const kvc_sequence
            (sequence->fate == KVC_LOSES_WINDOWS && kvc_policy_evicts(&cache->policies[g]));
 }
 
+/* Takes a blank sequence out of the table, as the spare one; there must be none. */
+void kvc_cache_spare(kvc_cache *cache, kvc_sequence *sequence);
+
 /* Takes a sequence out of the table and frees it; or only if it is blank; or every sequence but `kept` (NULL: all). */
 void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_forget_blank(kvc_cache *cache, kvc_sequence *sequence);

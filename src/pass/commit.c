@@ -8,13 +8,18 @@
 #include "cache/scratch.h"
 #include "cache/waiting.h"
 
-/* Frees the batch, takes its sequences out of it, and frees the blank ones. */
+/* Frees the batch, takes its sequences out of it, and frees the blank ones; one that was the spare one, whose lists may
+ * have been reserved, is that again. */
 static void close_batch(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
-        batch->sequences[s].sequence->in_batch = 0;
-        kvc_cache_mark_changed(cache, batch->sequences[s].sequence);
-        kvc_cache_forget_blank(cache, batch->sequences[s].sequence);
+        kvc_sequence *sequence = batch->sequences[s].sequence;
+        sequence->in_batch = 0;
+        kvc_cache_mark_changed(cache, sequence);
+        if (sequence == batch->spare && kvc_sequence_is_blank(sequence))
+            kvc_cache_spare(cache, sequence);
+        else
+            kvc_cache_forget_blank(cache, sequence);
     }
     for (int32_t g = 0; g < cache->num_groups; g++) {
         cache->pools[g].epoch++;

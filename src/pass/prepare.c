@@ -322,13 +322,10 @@ void kvc_discard_batch(kvc_batch *batch) {
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         kvc_sequence *sequence = batch->sequences[s].sequence;
         sequence->in_batch = 0;
-        if (sequence == batch->spare) {
-            kvc_cache_unmark_changed(sequence);
-            kvc_table_remove(&cache->sequences, sequence);
-            cache->spare = sequence;
-        } else {
+        if (sequence == batch->spare)
+            kvc_cache_spare(cache, sequence);
+        else
             kvc_cache_forget_blank(cache, sequence);
-        }
     }
     kvc_row_buffers_free(cache);
     kvc_table_restore(&cache->sequences, &batch->table_before, &cache->memory);

@@ -177,6 +177,21 @@ static void test_aborted_keeps_what_was_reserved(void)
     }
 }
 
+/* The same of a sequence that holds nothing, whose list of runs is empty again. */
+static void test_aborted_at_the_start(void)
+{
+    const kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(5, 2, 0))};
+    for (int32_t reserved = 1; reserved < MOST; reserved++) {
+        kvc_cache *cache = new_cache(2, layers);
+        CHECK(kvc_reserve(cache, 1, reserved) == KVC_OK);
+        memory_fail_after(&heap, 0);
+        try_batch(cache, 1, reserved);
+        CHECKF(feed(cache, 2, 1, reserved) == KVC_OK, "%d: %s", (int)reserved, kvc_last_error());
+        memory_fail_after(&heap, -1);
+        free_valid(cache);
+    }
+}
+
 /* The same where a view keeps the blocks that the batch took beyond them. */
 static void test_aborted_under_a_view(void)
 {
@@ -237,6 +252,7 @@ int main(void)
     test_aborted();
     test_aborted_at_a_chunk();
     test_aborted_keeps_what_was_reserved();
+    test_aborted_at_the_start();
     test_aborted_under_a_view();
     test_aborted_steps();
     test_reserved_beside_others();
