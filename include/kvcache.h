@@ -424,9 +424,9 @@ KVC_API kvc_status kvc_commit(kvc_batch *batch);
  * whichever they are, this cannot fail. */
 KVC_API kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept);
 
-/* Ends the batch and frees it, as if its tokens had never been; rows that kvc_begin evicted stay evicted.  Blocks that
- * it took in layers with a window or chunks go back to the system as by kvc_commit, but for one for each of its
- * sequences; those of other layers are kept for reuse.  Ignores NULL. */
+/* Ends the batch and frees it, as if its tokens had never been; rows that kvc_begin evicted stay evicted, and their
+ * blocks wait for the next kvc_commit.  New blocks that it took in layers with a window or chunks go back to the
+ * system, but for one for each of its sequences; those of other layers are kept for reuse.  Ignores NULL. */
 KVC_API void kvc_abort(kvc_batch *batch);
 
 /* ---- looking at sequences ---------------------------------------------------------------------------------------- */

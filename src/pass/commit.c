@@ -152,7 +152,7 @@ static kvc_status finish(kvc_batch *batch) {
     cache->stats.batches++;
     cache->stats.tokens += num_kept;
     close_batch(batch);
-    kvc_return_surplus(cache);
+    kvc_return_surplus(cache, cache->num_holding);
     kvc_join_pages(cache, num_tokens);
     return kvc_unlock(cache, KVC_OK);
 }
@@ -175,23 +175,38 @@ kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_ke
     return finish(batch);
 }
 
-/* Drops the slots that the tokens were given in group g.  Of the blocks that this frees, the last ones are the first of
- * the free list: where the group evicts, they are loose, but for as many as were free and not loose before, such as
- * reserved ones, and for what lacks of one free block for each sequence: steps of decoding that are aborted again and
- * again would take it anew each time.  Returns whether any are. */
+/* Drops slots that the tokens were given in group g, the last ones first: those in blocks [begin, end) of the ones that
+ * the batch opened, in order, or the others. */
+static void drop_slots(const kvc_batch *batch, int32_t g, int32_t begin, int32_t end, int others) {
+    int32_t block = batch->cache->pools[g].num_taken; /* number of blocks opened up to this run */
+    for (int32_t s = batch->num_sequences - 1; s >= 0; s--) {
+        const kvc_pending *pending = kvc_pending_of(batch, g, s);
+        for (int32_t i = pending->to < KVC_TO_REPLACE ? -1 : pending->num - 1; i >= 0; i--) {
+            const int is_within = block > begin && block <= end;
+            block -= pending->runs[i].slot == 0; /* the first in its block */
+            if (is_within != others) kvc_drop_part(&batch->cache->pools[g], &pending->runs[i]);
+        }
+    }
+}
+
+/* Drops all slots of group g.  Where the group evicts, the blocks that this frees are loose, but for as many as were
+ * free and not loose before, such as reserved ones, and for what lacks of one free block for each sequence: steps of
+ * decoding that are aborted again and again would take it anew each time.  Those that were free and not loose are
+ * dropped first: they stay, behind the others in the free list.  New ones all go, so that these come first again.
+ * Returns whether any are loose. */
 static int drop_all(const kvc_batch *batch, int32_t g) {
     kvc_pool *pool = &batch->cache->pools[g];
-    const int32_t before = pool->num_free;
-    for (int32_t s = 0; s < batch->num_sequences; s++) {
-        const kvc_pending *pending = kvc_pending_of(batch, g, s);
-        for (int32_t i = 0; pending->to >= KVC_TO_REPLACE && i < pending->num; i++)
-            kvc_drop_part(pool, &pending->runs[i]);
-    }
-    const int32_t freed = pool->num_free - before, lacking = batch->num_sequences - (before - pool->num_loose),
-                  kept = pool->num_given > lacking ? pool->num_given : lacking;
-    const int any = kvc_policy_evicts(&batch->cache->policies[g]) && freed > kept;
-    if (any) pool->num_loose += freed - kept;
-    return any;
+    const int evicts = kvc_policy_evicts(&batch->cache->policies[g]);
+    const int32_t before = pool->num_free, end = evicts ? pool->first_new : pool->first_given;
+    drop_slots(batch, g, pool->first_given, end, 0);
+    drop_slots(batch, g, pool->first_given, end, 1);
+    const int32_t freed = pool->num_free - before, given = end - pool->first_given,
+                  lacking = batch->num_sequences - (before - pool->num_loose),
+                  kept = given > lacking ? given : lacking;
+    if (!evicts || freed <= kept) return 0;
+    pool->num_loose += freed - kept;
+    pool->num_excess = freed - kept - pool->first_given;
+    return 1;
 }
 
 void kvc_abort(kvc_batch *batch) {
@@ -208,6 +223,6 @@ void kvc_abort(kvc_batch *batch) {
     }
     cache->stats.aborted++;
     close_batch(batch);
-    if (any_loose) kvc_return_surplus(cache);
+    if (any_loose) kvc_return_surplus(cache, INT32_MAX); /* what it opened: what was reserved may count on the rest */
     kvc_unlock(cache, KVC_OK);
 }

@@ -42,7 +42,6 @@ static void count_own(void *context, const kvc_run *part) {
 int32_t kvc_slots_spared(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, const kvc_block *block,
                          int32_t taken) {
     const kvc_sequence *sequence = member->sequence;
-    if (!batch->in_several) return taken;
     const int32_t start = kvc_policy_next_start(&batch->cache->policies[g], sequence->low),
                   before = start - kvc_sequence_next(sequence);
     if (before >= taken) return taken;
@@ -85,7 +84,7 @@ static void add_sequence(const kvc_batch *batch, const kvc_batch_sequence *membe
         const int32_t taken = rest < pool->block_size - fill ? rest : pool->block_size - fill;
         add_touched(pool, block, fill, fill + taken);
         block->planned += taken;
-        rest -= is_last ? kvc_slots_spared(batch, member, g, block, taken) : taken;
+        rest -= is_last && batch->in_several ? kvc_slots_spared(batch, member, g, block, taken) : taken;
     }
     add_new_blocks(pool, rest);
 }

@@ -15,9 +15,9 @@ void kvc_forget_demands(kvc_cache *cache);
  * the sequence's next tokens go there while it is not full.  NULL if no row stays, or the batch restores. */
 kvc_block *kvc_last_block(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, int32_t *fill);
 
-/* Returns how many of `taken` slots behind a sequence's last row, in `block`, spare slots elsewhere.  All of them do;
- * but of tokens that come in several batches, one may begin where the group lets go of all rows before it.  If others
- * keep the block from being free then, the tokens from there on go to another one. */
+/* Returns how many of `taken` slots behind a sequence's last row, in `block`, spare slots elsewhere, for tokens that
+ * come in several batches: one of these may begin where the group lets go of all rows before it.  If others keep the
+ * block from being free then, the tokens from there on go to another one. */
 int32_t kvc_slots_spared(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, const kvc_block *block,
                          int32_t taken);
 

@@ -344,8 +344,10 @@ void kvc_carry_out(const kvc_batch *batch) {
         kvc_pool *pool = &cache->pools[g];
         kvc_compaction_run(cache, g);
         kvc_pool_accept(pool);
-        const int32_t added = pool->num_loose + (int32_t)pool->demand.new_blocks, all = pool->demand.num_blocks;
-        pool->num_given = added < all ? all - added : 0;
+        pool->num_excess = 0;
+        pool->num_taken = pool->demand.num_blocks;
+        pool->first_new = pool->num_taken - (int32_t)pool->demand.new_blocks;
+        pool->first_given = pool->num_loose < pool->first_new ? pool->num_loose : pool->first_new;
     }
     while (cache->changed) {
         kvc_sequence *sequence = cache->changed;

@@ -68,7 +68,8 @@ static void touch_slots(const kvc_batch *batch, int32_t g) {
     for (fill = block ? fill : pool->block_size; rest > 0; fill = 0) {
         const int32_t taken = rest < pool->block_size - fill ? rest : pool->block_size - fill;
         if (taken) kvc_pool_touch(pool, block, fill + taken);
-        rest -= taken && block == last ? kvc_slots_spared(batch, batch->sequences, g, block, taken) : taken;
+        const int may_move = taken && block == last && batch->in_several;
+        rest -= may_move ? kvc_slots_spared(batch, batch->sequences, g, block, taken) : taken;
         block = next;
         if (next) next = next->next;
     }

@@ -190,13 +190,15 @@ int32_t kvc_pool_surplus(const kvc_pool *pool, int64_t num_sequences) {
     if (!pool->num_loose) return 0;
     const int64_t size = pool->block_size, unused = (pool->num_blocks - pool->num_free) * size - pool->live;
     const int64_t kept = 2 * num_sequences - (unused + size - 1) / size;
-    const int64_t surplus = pool->num_free - (kept > 0 ? kept : 0);
+    int64_t surplus = pool->num_free - (kept > 0 ? kept : 0);
+    if (surplus < pool->num_excess) surplus = pool->num_excess;
     return (int32_t)(surplus > pool->num_loose ? pool->num_loose : surplus > 0 ? surplus : 0);
 }
 
 int32_t kvc_pool_give_surplus(kvc_pool *pool, int32_t count) {
     const int32_t before = pool->num_loose, done = kvc_pool_shrink(pool, before - count, count);
     pool->num_loose = before - done;
+    pool->num_excess -= done;
     return done;
 }
 

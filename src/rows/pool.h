@@ -67,7 +67,10 @@ typedef struct kvc_pool {
     kvc_block *free; /* list of free blocks, last freed first: its rows may still be in the CPU's caches */
     int32_t num_free;
     int32_t num_loose; /* number of these that evictions freed, and that no batch has taken since: kvc_pool_surplus */
-    int32_t num_given; /* number of blocks of the open batch that were free before, and not loose */
+    int32_t num_excess; /* number of loose ones that no sequence may keep: an aborted batch had opened them */
+    /* Of the num_taken blocks that the open batch opened, in order, [first_given, first_new) were free before and not
+     * loose, such as reserved ones. */
+    int32_t first_given, first_new, num_taken;
     /* num_free, blocks and max_blocks before kvc_pool_prepare. */
     int32_t free_before;
     kvc_block **blocks_before;
@@ -189,7 +192,7 @@ int64_t kvc_pool_slot_bytes(const kvc_pool *pool);
 int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count);
 
 /* Returns how many free blocks evictions have left beyond what num_sequences sequences may keep: two blocks each, whose
- * slots that are not live count.  Other free blocks, such as reserved ones, stay. */
+ * slots that are not live count; at least num_excess.  Other free blocks, such as reserved ones, stay. */
 int32_t kvc_pool_surplus(const kvc_pool *pool, int64_t num_sequences);
 
 /* Frees at most `count` of these; returns the number freed. */
