@@ -1623,7 +1623,7 @@ static inline kvc_status pair_fork(pair *p, int64_t src, int64_t dst)
 static inline kvc_status may_share(const pair *p, int64_t src, int64_t dst, int32_t begin, int32_t end)
 {
     const sequence *from = find_sequence(p, src), *to = find_sequence(p, dst);
-    if (!holds_any(p, src) && !to && begin == 0 && end == KVC_END)
+    if (!holds_any(p, src) && !holds_any(p, dst) && begin == 0 && end == KVC_END)
         return KVC_ERR_INVALID; /* it would be a fork */
     for (int l = 0; from && to && l < p->config.num_layers; l++)
         for (int i = 0; keeps_tokens(p, l) && i < to->layers[l].num; i++) {
