@@ -201,8 +201,7 @@ static int drop_all(const kvc_batch *batch, int32_t g) {
     drop_slots(batch, g, pool->first_given, end, 0);
     drop_slots(batch, g, pool->first_given, end, 1);
     const int32_t freed = pool->num_free - before, given = end - pool->first_given,
-                  lacking = batch->num_sequences - (before - pool->num_loose),
-                  kept = given > lacking ? given : lacking;
+                  lacking = batch->num_sequences - (before - pool->num_loose), kept = given > lacking ? given : lacking;
     if (!evicts || freed <= kept) return 0;
     pool->num_loose += freed - kept;
     pool->num_excess = freed - kept - pool->first_given;

@@ -66,7 +66,7 @@ typedef struct kvc_pool {
     int32_t num_blocks, max_blocks;
     kvc_block *free; /* list of free blocks, last freed first: its rows may still be in the CPU's caches */
     int32_t num_free;
-    int32_t num_loose; /* number of these that evictions freed, and that no batch has taken since: kvc_pool_surplus */
+    int32_t num_loose;  /* number of these that evictions freed, and that no batch has taken since: kvc_pool_surplus */
     int32_t num_excess; /* number of loose ones that no sequence may keep: an aborted batch had opened them */
     /* Of the num_taken blocks that the open batch opened, in order, [first_given, first_new) were free before and not
      * loose, such as reserved ones. */

@@ -138,8 +138,7 @@ static void return_surplus(kvc_cache *cache, kvc_pool *pool, int64_t num_sequenc
 void kvc_return_surplus(kvc_cache *cache, int64_t num_sequences) {
     kvc_page_work work;
     int any = 0;
-    for (int32_t g = 0; g < cache->num_token_groups; g++)
-        any |= kvc_pool_surplus(&cache->pools[g], num_sequences) > 0;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) any |= kvc_pool_surplus(&cache->pools[g], num_sequences) > 0;
     if (!any) return;
     begin_work(cache, &work);
     for (int32_t g = 0; g < cache->num_token_groups; g++) return_surplus(cache, &cache->pools[g], num_sequences, &work);
