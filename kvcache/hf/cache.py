@@ -80,7 +80,7 @@ class HFCache(SaveableBatch, Cache):
             types = ("k_dtype", "v_dtype") if dtype is not None else ()
             transforms = ("k_transform", "v_transform") if transform is not None else ()
             check_prefix(prefix, config.get_text_config(decoder=True), layers, made, (*SHAPE, *types, *transforms))
-            self._cache, shared = prefix.cache, Shared.of(prefix.cache, prefix.new_sequence)
+            self._cache, shared = prefix.cache, Shared.of(prefix.cache)
         self._placeholders = placeholders_of(config)
         self._follows_config = policy is None  # whether a layer's window is the model's
         self._passes = Passes(self._cache, shared, 0.0 if prefix is None else STALLED)

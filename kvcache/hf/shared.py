@@ -12,6 +12,7 @@ from typing import Protocol
 
 from kvcache.cache import KVCache
 from kvcache.errors import CacheBusyError
+from kvcache.prefix.watch import watch_of
 
 STALLED = 300.0  # seconds in which another thread's pass reaches no layer, after which it is taken for lost
 LOOK_AGAIN = 0.05  # seconds
@@ -45,11 +46,11 @@ class Shared:
         self.owner: Callable[[], Turn | None] = lambda: None  # returns the passes whose batch is open, if any
 
     @classmethod
-    def of(cls, cache: KVCache, new_id: Callable[[], int]) -> Shared:
-        """Return the one of a cache that others may use as well."""
+    def of(cls, cache: KVCache) -> Shared:
+        """Return the one of a cache that prefix caches use as well; it must not keep the cache alive."""
         with _lock:
             shared = _known.setdefault(cache, cls())
-            shared.new_id = new_id
+            shared.new_id = watch_of(cache).new_sequence
             return shared
 
     def take_turn(self, passes: Turn) -> None:

@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+import weakref
 
 import pytest
 
@@ -682,3 +683,16 @@ def test_what_moved_is_rotated_as_the_configuration_says(model_for):
     assert torch.allclose(cache.layers[0].keys[:, :, -length:], fresh.layers[0].keys, atol=1e-4)
     cache.release(cut)
     assert prefix.stats.sequences == 0
+
+
+def test_the_memory_goes_with_its_last_user():
+    """What is shared by the caches of one `KVCache` does not keep it alive."""
+    model = model_of("llama")
+    prefix = prefix_for(model)
+    cache = HFCache(model.config, prefix=prefix)
+    with torch.inference_mode():
+        model(random_tokens(1, 20), past_key_values=cache)
+    users = [weakref.ref(one) for one in (prefix, prefix.cache, cache)]
+    del prefix, cache
+    gc.collect()
+    assert [user() for user in users] == [None] * 3
