@@ -512,9 +512,10 @@ class KVCache(Saveable):
     @contextmanager
     def _restoring(self, core: _core.Batch, keeps_all: bool) -> Iterator[None]:
         """Tell the follower of sequences that a batch restores, once it is committed."""
+        is_new = {seq_id: not self.next_position(seq_id) for seq_id in set(core.get_seq_ids().tolist())}
         yield
-        for seq_id in set(core.get_seq_ids().tolist()):
-            self._note_edit(seq_id, 0, is_whole=True)
+        for seq_id, is_whole in is_new.items():  # of others, the layers that the batch does not restore stay
+            self._note_edit(seq_id, 0, is_whole=is_whole)
 
     def _note_edit(self, seq_id: SupportsIndex | None, position: SupportsIndex, **how: Any) -> None:
         """Tell the follower that rows of a sequence were changed or dropped, as `Follower.edited`."""
@@ -1246,7 +1247,7 @@ class KVCache(Saveable):
         17
         """
         self._core.truncate(seq_id, length)
-        self._note_edit(seq_id, length)
+        self._note_edit(seq_id, length, is_whole=operator.index(length) == 0)
 
     # -- memory
 

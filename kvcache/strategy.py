@@ -278,9 +278,10 @@ class Decider:
         """Give back the memory of sequences that a batch drops, once it is committed."""
         found = self._open  # before another batch can begin
         yield
-        self._dropped -= {seq_id for seq_id, decision in found.items() if decision.outcome == "stored"}
         if isinstance(self._strategy, Adaptive):  # under the others, what holds nothing begins at next_position anyway
-            self._dropped |= {seq_id for seq_id, decision in found.items() if decision.outcome != "stored"}
+            stored = {seq_id for seq_id, decision in found.items() if decision.outcome == "stored"}
+            self._dropped -= {seq_id for seq_id in stored if self._core.next_position(seq_id)}  # 0: no token was kept
+            self._dropped |= found.keys() - stored
         if any(decision.outcome == "dropped" for decision in found.values()):
             with suppress(CacheBusyError, BufferError, MemoryError):  # the memory stays for reuse
                 self._core.compact()
@@ -292,7 +293,7 @@ class Decider:
         """Forget that sequences were dropped which begin anew; what shares rows of a dropped one lacks them, too."""
         other = None if source is None else operator.index(source)
         if seq_id is None:
-            self._dropped = {one for one in self._dropped if one == other}
+            self._dropped &= set() if other is None else {other}  # at once: other threads may add some
             return
         if is_whole:
             self._dropped.discard(seq_id)

@@ -133,7 +133,7 @@ class Watch:
             for listener in self._listeners:
                 listener._edited(seq_id, position)
             for one in list(self._exact_to) if seq_id is None else [seq_id]:
-                if not self._core.next_position(one):
+                if is_whole or not self._core.next_position(one):
                     self._exact_to.pop(one, None)
             inexact = self.exact_to(operator.index(source)) if source is not None else position
             if seq_id is not None and (is_moved or source is not None) and inexact < self._core.next_position(seq_id):

@@ -1,9 +1,11 @@
 """Which sequences are stored, and what memory is free."""
 
 import copy
+import itertools
 import logging
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -364,6 +366,47 @@ def test_what_is_dropped_does_not_go_on_in_silence(machine):
     run(cache, range(8))
     cache.keep(7)
     cache.batch(positions=[8]).abort()
+
+
+def test_what_was_dropped_is_so_until_a_token_is_kept(machine):
+    """A batch that is committed without tokens stores nothing; `truncate` to 0 ends a sequence, as `clear` does."""
+    cache = new_cache(kvcache.Adaptive(0.5))
+    machine.available = GIB
+    run(cache, range(4))
+    machine.available = 0
+    run(cache, range(5))
+    machine.available = GIB
+    run(cache, range(5), keep=[])
+    assert cache.next_position() == 0
+    with pytest.raises(kvcache.RowsGoneError):
+        cache.batch(positions=[5])
+    cache.truncate(0)
+    cache.batch(positions=[5]).abort()
+
+
+def test_forks_while_another_thread_keeps_one_sequence(machine):
+    cache = new_cache(kvcache.Adaptive(0.5))
+    machine.available = 0
+    ids = range(2000)
+    cache.batch(positions=[0], seq_ids=[3000]).commit()  # not stored
+    is_over = threading.Event()
+
+    def fork():
+        for dst in itertools.takewhile(lambda _: not is_over.is_set(), itertools.count(10_000)):
+            cache.fork(3000, dst)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=fork)
+    thread.start()
+    try:
+        for _ in range(60):
+            cache.batch(positions=[0] * len(ids), seq_ids=ids).commit()  # nor are these
+            cache.keep(3000)
+    finally:
+        is_over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
 
 
 def test_only_what_is_committed_is_dropped(machine):

@@ -379,6 +379,36 @@ def test_copies_of_inexact_rows_are_not_kept(copy):
     assert prefix.acquire([-1] * 100)[1] == 99, "the inexact ones were not copied"
 
 
+@pytest.mark.parametrize("how", ["fork", "restore"])
+def test_what_replaces_inexact_rows_is_kept(tmp_path, how):
+    cache, prefix = make(rope=False)
+    feed(cache, 0, PROMPT, 0, 100)
+    cache.save(tmp_path / "state", seq_ids=[0])
+    seq_id, _ = prefix.acquire(PROMPT)
+    feed(cache, seq_id, [-1] * 100, 0, 100)
+    cache.remove(30, 40, seq_id=seq_id)
+    if how == "fork":
+        cache.fork(0, seq_id)
+    else:
+        cache.restore(tmp_path / "state", seq_id=seq_id, saved_id=0)
+    prefix.release(seq_id, PROMPT)
+    assert prefix.acquire(PROMPT)[1] == 99
+
+
+def test_layers_that_are_not_restored_stay_inexact():
+    policy = [kvcache.FullAttention(), kvcache.SlidingWindow(200)]
+    cache = kvcache.KVCache(2, 1, 2, None, policy=policy, max_sequences=None, block_size=BLOCK, rope=False)
+    prefix = kvcache.PrefixCache(cache, fingerprint="a model")
+    feed(cache, 5, PROMPT, 0, 100)
+    cache.remove(30, 40, seq_id=5)
+    rows = cache.gather(0, seq_id=5)
+    with cache.batch(positions=range(90), seq_ids=[5] * 90, restored=[0]) as batch:
+        batch.put(0, *rows, layout="HTD")
+    left = [*PROMPT[:30], *PROMPT[40:]]
+    prefix.release(5, left)
+    assert prefix.acquire(left)[1] == 30
+
+
 def test_a_sequence_that_another_prefix_cache_acquired():
     """It ends for both."""
     cache, prefix = make()
