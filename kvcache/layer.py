@@ -10,7 +10,7 @@ from typing import Any, Literal, SupportsIndex, TypeAlias, cast, get_args
 import numpy as np
 
 from kvcache import _core
-from kvcache._core import integer
+from kvcache._core import INT32_MAX, integer
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow, most_rows
 from kvcache.rope import Rope, RopeFunction, RopeLike
 
@@ -213,12 +213,14 @@ class Layer:
             self.num_kv_heads, self.head_dim, self.v_head_dim, self.k_dtype, self.v_dtype, self.value_in_key
         )
 
-    def most_bytes(self, num_tokens: int, batch_tokens: int = 0) -> int:
+    def most_bytes(self, num_tokens: SupportsIndex, batch_tokens: SupportsIndex = 0) -> int:
         """Return the most bytes of rows that a sequence of `num_tokens` tokens can hold.
 
         `batch_tokens` of them are those of a batch that is still open: windows let go of none of these before it ends.
         """
-        return self.bytes_per_token * most_rows(self.policy, num_tokens, batch_tokens)
+        tokens = integer(num_tokens, "num_tokens", 0, INT32_MAX)
+        at_once = integer(batch_tokens, "batch_tokens", 0, INT32_MAX)
+        return self.bytes_per_token * most_rows(self.policy, tokens, at_once)
 
     def for_core(self) -> _core._LayerTuple:
         """Return the layer as the core takes it."""
