@@ -28,6 +28,7 @@ NAMES = {
     "FullAttention",
     "KVCache",
     "KVCacheError",
+    "Layer",
     "LongSequencesOnly",
     "ModelFileError",
     "NotSupportedError",
