@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any
 from kvcache.errors import NotSupportedError, plain, shown
 from kvcache.models import gguf
 from kvcache.models.fields import find_config, is_gguf, read_json
+from kvcache.models.reading import MAX_MODULES
 
 __all__ = ["count", "in_gguf"]
 
@@ -39,7 +41,7 @@ def count(source: Any) -> int:
     ModelFileError
         If a file cannot be read.
     NotSupportedError
-        If torch or transformers is not installed, or transformers cannot make the model.
+        If torch or transformers is not installed, or transformers cannot make the model, of at most `MAX_MODULES`.
 
     Examples
     --------
@@ -68,7 +70,7 @@ def _made(config: Any, name: str) -> int:
     except ImportError as error:
         raise NotSupportedError(f"{name}: counting needs {error.name}, which is not installed") from None
     try:
-        with _silence(), torch.device("meta"):
+        with _silence(), _limit(), torch.device("meta"):
             if isinstance(config, Mapping):
                 fields = {key: value for key, value in config.items() if key not in NOT_OF_SHAPES}
                 config = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(fields)
@@ -81,6 +83,24 @@ def _made(config: Any, name: str) -> int:
     except Exception as error:  # a file may say anything
         what = f"{type(error).__name__}: {shown(str(error))}"
         raise NotSupportedError(f"{name}: transformers cannot make the model ({what})") from None
+
+
+@contextmanager
+def _limit() -> Iterator[None]:
+    """Raise for a model of too many modules, which would take any time and memory: a file may ask for that."""
+    from torch.nn.modules.module import register_module_module_registration_hook as call_for_each
+
+    left, thread = iter(range(MAX_MODULES)), threading.get_ident()
+
+    def note(*_: object) -> None:  # called for the modules of every thread
+        if threading.get_ident() == thread and next(left, None) is None:
+            raise ValueError(f"it has more than {MAX_MODULES:,} modules")
+
+    hook = call_for_each(note)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @contextmanager

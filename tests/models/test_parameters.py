@@ -82,3 +82,18 @@ def test_without_the_packages(missing, monkeypatch):
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(kvcache.NotSupportedError, match=f"^config: counting needs {missing}, which is not installed$"):
         parameters.count(LLAMA)
+
+
+@pytest.mark.usefixtures("_hf")
+@pytest.mark.filterwarnings("default")  # those of importing transformers
+def test_models_of_too_many_modules_are_not_made(monkeypatch):
+    """A file may ask for any number of layers of an encoder."""
+    small = {"d_model": 8, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 10}
+    small |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = {"model_type": "whisper", "decoder_layers": 1, **small}
+    monkeypatch.setattr(parameters, "MAX_MODULES", 500, raising=False)
+    assert parameters.count(config | {"encoder_layers": 2}) > 0
+    with pytest.raises(kvcache.NotSupportedError, match="more than 500 modules"):
+        parameters.count(config | {"encoder_layers": 1000})
+    monkeypatch.undo()
+    assert parameters.count(config | {"encoder_layers": 100}) > 0
