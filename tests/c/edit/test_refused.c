@@ -87,8 +87,8 @@ static void test_shift_keeps_a_reservation(void)
     }
 }
 
-/* Puts tokens of sequence 2 in the sliding layer alone, in a batch that restores it, and is aborted. */
-static void abort_another(kvc_cache *cache)
+/* Restores sequence 2 in the sliding layer alone, and forgets it: its blocks stay free. */
+static void clear_another(kvc_cache *cache)
 {
     static int32_t positions[2 * BLOCK];
     static int64_t ids[2 * BLOCK];
@@ -100,7 +100,7 @@ static void abort_another(kvc_cache *cache)
     const kvc_put_args put = put_of(2 * BLOCK);
     kvc_batch *batch = NULL;
     CHECK(kvc_begin_with(cache, &args, &batch) == KVC_OK && kvc_put(batch, 1, &put) == KVC_OK);
-    kvc_abort(batch);
+    CHECK(kvc_commit(batch) == KVC_OK && kvc_clear_sequence(cache, 2) == KVC_OK);
 }
 
 /* Makes a cache of two sequences that share all rows; most blocks of the sliding layer's group are free. */
@@ -108,12 +108,12 @@ static kvc_cache *new_shared(int64_t max_bytes)
 {
     const kvc_layer layers[] = {
         {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM},
-        {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .policy = {.kind = KVC_SLIDING, .window = 8}}};
+        {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .policy = {.kind = KVC_SLIDING, .window = 8, .resume_window = ROWS}}};
     kvc_cache *cache = new_cache(layers, 2, 0, max_bytes);
     feed(cache, ROWS, 2);
     feed(cache, 1, 2);
     CHECK(kvc_fork(cache, 0, 1) == KVC_OK);
-    abort_another(cache); /* whose blocks stay free */
+    clear_another(cache);
     return cache;
 }
 
