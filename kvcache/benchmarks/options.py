@@ -13,7 +13,7 @@ from kvcache.benchmarks.case import Implementation
 from kvcache.tools.arguments import parse_tokens
 
 if TYPE_CHECKING:
-    from pytest import Config, Parser, UsageError  # noqa: PT013
+    from pytest import Config, Parser, UsageError  # noqa: PT013 - for types alone
 
 __all__ = ["OPTIONS", "check", "chosen", "implementations", "pytest_addoption", "pytest_configure"]
 
