@@ -160,9 +160,10 @@ static int32_t count_stored(const kvc_begin_args *args) {
 }
 
 static kvc_status begin(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **out) {
-    if (args->positions && !args->restored)
-        KVC_TRY(check_not_evicted(cache, args->num_tokens, args->positions, args->seq_ids));
-    KVC_TRY(kvc_check_num_tokens(cache, count_stored(args)));
+    if (!args->restored) { /* else rows of some groups alone count: kvc_prepare */
+        if (args->positions) KVC_TRY(check_not_evicted(cache, args->num_tokens, args->positions, args->seq_ids));
+        KVC_TRY(kvc_check_num_tokens(cache, count_stored(args)));
+    }
     kvc_batch *batch = kvc_batch_new(cache, args->num_tokens, args->parents);
     if (!batch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", args->num_tokens);
     if (args->restored) kvc_restore_mark(batch, args->restored);

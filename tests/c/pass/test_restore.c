@@ -286,6 +286,28 @@ static void test_limits(void)
     pair_free(&p);
 }
 
+/* Tokens of which no restored layer keeps rows need no room: those of a batch that restores an encoder's rows alone. */
+static void test_cross_alone(void)
+{
+    const kvc_layer cross = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = {.kind = KVC_CROSS, .max_len = 3}};
+    static pair p;
+    kvc_batch *batch = NULL;
+    p = (pair){.config = {.block_size = 4, .capacity = 3}};
+    pair_new(&p, 2, (const kvc_layer[]){layer_with(full_policy), cross});
+    kvc_begin_args args = {.struct_size = sizeof args,
+                           .num_tokens = 4,
+                           .positions = (int32_t[]){0, 1, 2, 3},
+                           .seq_ids = (int64_t[]){5, 5, 5, 5},
+                           .restored = (uint8_t[]){0, 1}};
+    const float rows[8] = {0};
+    const kvc_put_args put = {.struct_size = sizeof put, .k = rows, .v = rows, .num_tokens = 2, .seq_id = 5};
+    CHECKF(kvc_begin_with(p.cache, &args, &batch) == KVC_OK, "%s", kvc_last_error());
+    CHECK(kvc_put(batch, 1, &put) == KVC_OK && kvc_commit(batch) == KVC_OK && kvc_seq_len(p.cache, 5, 1) == 2);
+    args.restored = (uint8_t[]){1, 0};
+    CHECK_FAILS(kvc_begin_with(p.cache, &args, &batch), KVC_ERR_FULL, "4 more tokens", "capacity 3");
+    pair_free(&p);
+}
+
 static void test_refused(void)
 {
     const kvc_layer cross = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = {.kind = KVC_CROSS, .max_len = 3}},
@@ -358,6 +380,7 @@ int main(void)
     test_others_keep_theirs();
     test_kept();
     test_limits();
+    test_cross_alone();
     test_refused();
     return test_result();
 }
