@@ -1,7 +1,7 @@
 """Measure what a prefix cache gets from a store: python bench/bench_stores.py [URL...]
 
 Without an address: a dictionary and a temporary folder. With some: these, such as valkey://localhost:6379/0. Values are
-written and read through the guard, with CRC-32 and with a MAC, interleaved with memcpy of the same bytes: rates are the
+written and read by the client, with CRC-32 and with a MAC, interleaved with memcpy of the same bytes: rates are the
 medians of the rounds, quotients those of the rounds' quotients.
 """
 
@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import MutableMapping
 
 from kvcache import stores
-from kvcache.stores.guard import Guard
+from kvcache.stores.client import StoreClient
 from kvcache.system import parse_bytes, readable
 from kvcache.tools.interleave import rounds, timed
 
@@ -25,27 +25,27 @@ def measure(
     name: str, store: MutableMapping[str, bytes], secret: bytes | None, value: bytes, keys: list[str], seconds: float
 ) -> None:
     nbytes = len(value) * len(keys)
-    guard = Guard(store, digest=b"bench", secret=secret)
+    client = StoreClient(store, digest=b"bench", secret=secret)
 
     def write() -> None:
         for key in keys:
-            guard.put(key, lambda: [value])
-        if not guard.flush(LONG) or guard.stats.dropped:
-            raise SystemExit(f"{name} did not take the values: {guard.stats}")
+            client.put(key, lambda: [value])
+        if not client.flush(LONG) or client.stats.dropped:
+            raise SystemExit(f"{name} did not take the values: {client.stats}")
 
     def read() -> None:
-        if len(guard.get_many(keys, LONG)) < len(keys):
-            raise SystemExit(f"{name} did not return the values: {guard.stats}")
+        if len(client.get_many(keys, LONG)) < len(keys):
+            raise SystemExit(f"{name} did not return the values: {client.stats}")
 
     def copy() -> None:
         [bytearray(value) for _ in keys]
 
     def miss() -> None:
-        guard.get_many(["nothing"], LONG)
+        client.get_many(["nothing"], LONG)
 
     calls = [lambda call=call: timed(call)[0] for call in (write, read, copy, miss)]
     found = list(zip(*rounds(*calls, seconds=seconds, least=5), strict=True))
-    guard.close(LONG)
+    client.close(LONG)
     rates = [statistics.median(nbytes / each for each in times) / 1e9 for times in found[:3]]
     quotient = statistics.median(copied / taken for taken, copied in zip(found[1], found[2], strict=True))
     kind = "MAC" if secret else "CRC"

@@ -104,7 +104,7 @@ extern "C" {
     X(KVC_ERR_UNSUPPORTED, 5, "not supported")                                                                         \
     X(KVC_ERR_BUSY, 6, "an open batch is using it")                                                                    \
     X(KVC_ERR_HELD, 7, "a view is holding it")                                                                         \
-    X(KVC_ERR_GONE, 8, "rows that would be seen were evicted")                                                         \
+    X(KVC_ERR_GONE, 8, "rows that would be seen have expired")                                                         \
     X(KVC_ERR_CANCELLED, 9, "cancelled")                                                                               \
     X(KVC_ERR_CORRUPT, 10, "an invariant does not hold")                                                               \
     X(KVC_ERR_CALLBACK, 11, "a function of the caller failed")                                                         \
@@ -309,15 +309,15 @@ KVC_API kvc_status kvc_cache_free(kvc_cache *cache);
 /* Opens a batch, of which a cache has one at a time: makes room in every layer for num_tokens tokens, from 1 to
  * KVC_MAX_BATCH, at these positions of these sequences.  seq_ids NULL: all of sequence 0.  positions NULL: those that
  * follow what each sequence holds at that moment, from kvc_next_position on.
- * Evicts rows that no later query can see and the policies do not keep.  It assumes that later queries stand at or
+ * Expires rows that no later query can see and the policies do not keep.  It assumes that later queries stand at or
  * after the sequence's smallest position in this batch; for sequences not in the batch, at or after
  * kvc_next_position.  While the batch is open, layers with a window or chunks hold its tokens beside what they keep;
- * kvc_commit evicts what no later query can see.
+ * kvc_commit expires what no later query can see.
  * parents, where it is not NULL, makes trees of the tokens (speculated ones, to be verified together): parents[i] is
  * an earlier token of the same sequence, or -1, and of the batch a token sees itself and its ancestors, whatever their
  * positions, and nothing else.
  * Fails with KVC_ERR_FULL where max_seq_len, max_sequences, capacity or max_bytes would be passed, with KVC_ERR_GONE
- * where a token would see rows that were evicted, with KVC_ERR_BUSY and with KVC_ERR_NOMEM. */
+ * where a token would see rows that have expired, with KVC_ERR_BUSY and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
                              const int32_t *parents, kvc_batch **batch);
 
@@ -333,7 +333,7 @@ typedef struct kvc_put_args {
                        rows as kvc_gather hands them out raw, which are stored byte for byte, need no alignment, and
                        are not checked: a scale may be infinite or NaN */
     int32_t v_type; /* the same for v */
-    int32_t inner_tokens; /* 0: tokens lie as said above.  n: they lie as [num_tokens / n][n], groups a batch stride
+    int32_t tokens_per_sequence; /* 0: tokens lie as said above.  n: they lie as [num_tokens / n][n], groups a batch stride
                              apart, the n tokens of one a token stride: [batch][head][token][dim], in lock step */
     int64_t k_batch_stride, v_batch_stride;
     int64_t seq_id; /* KVC_CROSS: the sequence, one of the batch, whose rows these are */
@@ -364,17 +364,17 @@ typedef struct kvc_attend_args {
     float scale;    /* 0: 1 / sqrt(k_dim); to be given where values lie in the keys */
     float softcap;  /* 0: none; else scores become softcap * tanh(score / softcap) before alibi */
     const kvc_put_args *put; /* may be NULL; rows to store first, as by kvc_put.  For kvc_attend only */
-    int32_t inner_tokens;    /* of q, out and lse, as in kvc_put_args */
+    int32_t tokens_per_sequence;    /* of q, out and lse, as in kvc_put_args */
     int64_t q_batch_stride, out_batch_stride, lse_batch_stride;
 } kvc_attend_args;
 
 /* Rows at positions [begin, end) of a sequence of the batch, stored or the batch's own, which no query of a call sees,
  * whatever the policy: padding, for example.  Results have the bits of a cache in which these rows were never put.
  * Attention does not read them: they may hold anything, and tokens of the batch among them need not have been put. */
-typedef struct kvc_hidden {
+typedef struct kvc_masked {
     int64_t seq_id;
     int32_t begin, end; /* end may be past all there is, up to KVC_END */
-} kvc_hidden;
+} kvc_masked;
 
 typedef struct kvc_plan_args {
     size_t struct_size;
@@ -386,10 +386,10 @@ typedef struct kvc_plan_args {
                             threads */
     const uint8_t *non_causal; /* [num_tokens] not 0: the token sees later positions of its sequence too (of a batch
                                   with parents, no more than its ancestors); NULL: none does.  Copied */
-    const kvc_hidden *hidden;  /* [num_hidden] what no query of the plan sees, in any order, overlapping or not.
+    const kvc_masked *masked;  /* [num_masked] what no query of the plan sees, in any order, overlapping or not.
                                   Copied */
-    size_t hidden_size;        /* sizeof(kvc_hidden) */
-    int32_t num_hidden;        /* 0: nothing is hidden */
+    size_t masked_size;        /* sizeof(kvc_masked) */
+    int32_t num_masked;        /* 0: nothing is masked */
 } kvc_plan_args;
 
 /* Attends: out[t, h] = sum over visible rows j of softmax(scale * q[t, h] . k[j]) * v[j], for the query tokens of the
@@ -424,7 +424,7 @@ KVC_API kvc_status kvc_commit(kvc_batch *batch);
  * whichever they are, this cannot fail. */
 KVC_API kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept);
 
-/* Ends the batch and frees it, as if its tokens had never been; rows that kvc_begin evicted stay evicted, and their
+/* Ends the batch and frees it, as if its tokens had never been; rows that kvc_begin expired stay expired, and their
  * blocks wait for the next kvc_commit.  New blocks that it took in layers with a window or chunks go back to the
  * system, but for one for each of its sequences; those of other layers are kept for reuse.  Ignores NULL. */
 KVC_API void kvc_abort(kvc_batch *batch);
@@ -441,10 +441,10 @@ KVC_API int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer);
 KVC_API kvc_status kvc_position_range(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *first, int32_t *last);
 
 /* Returns the position of the next token: the largest stored one + 1, or what follows the latest tokens if all their rows
- * were evicted.  0 if nothing was stored. */
+ * have expired.  0 if nothing was stored. */
 KVC_API int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id);
 
-/* Returns 1 if `position` is at most kvc_next_position and no row that a query there or later would see was evicted, or
+/* Returns 1 if `position` is at most kvc_next_position and no row that a query there or later would see has expired, or
  * left out by a batch that restored other layers; else 0.  Always 1 in a cache that holds no tokens, as no layer but
  * KVC_CROSS and KVC_NONE ones has rows. */
 KVC_API int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position);
@@ -486,7 +486,7 @@ KVC_API kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, i
 /* Adds the rows of src at positions [begin, end) to dst, which keeps what it holds, as the last to arrive there.  No
  * row is copied, and limits are checked later, as in kvc_copy_prefix; of a cross-attention layer all rows are added,
  * where dst has none.  Rows that dst holds already, in the same slots at the same positions, are left out, so that
- * sharing twice does no harm.  What was evicted of src at these positions counts as evicted of dst, unless dst holds
+ * sharing twice does no harm.  What has expired of src at these positions counts as expired of dst, unless dst holds
  * rows there: kvc_can_resume says where dst can go on, and a batch that would see such rows fails with KVC_ERR_GONE.
  * Into an empty sequence, [0, KVC_END) does what kvc_fork does, with its errors; else sharing of an empty one does
  * nothing.
@@ -503,14 +503,14 @@ KVC_API kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t
 KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift);
 
 /* Drops the rows at positions of at least `length`, where the sequence goes on then.  Fails with KVC_ERR_GONE where a
- * token there would see rows that were evicted.  0 is always possible, and so are a position that kvc_can_resume
+ * token there would see rows that have expired.  0 is always possible, and so are a position that kvc_can_resume
  * confirms and one within the sinks of every layer with a window, where these were restored as well (kvc_begin_with).
  * Fails with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length);
 
 /* Moves the tokens at positions [begin, end) by delta; those that would come below 0 are dropped.  No row is copied or
  * rotated, unless a layer has KVC_ROPE_FUNCTION: then the moved rows are rewritten in new slots, and take memory twice
- * until all of them are: within max_bytes once retained rows are reclaimed and free memory is given back, which the
+ * until all of them are: within max_bytes once retained rows are evicted and free memory is given back, which the
  * call does when that function has succeeded.  `capacity` counts what is live once the edit is done, which is more
  * than before where sequences shared rows.
  * Fails with KVC_ERR_UNSUPPORTED if a layer's rope is not known, with KVC_ERR_INVALID if a position would pass the
@@ -604,7 +604,7 @@ KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, i
 /* ---- room and memory --------------------------------------------------------------------------------------------- */
 
 /* Sets *num_tokens to the number of tokens, at consecutive positions from kvc_next_position on, that one batch could
- * add to a sequence now: what max_seq_len, max_sequences, capacity and max_bytes leave once rows are evicted for it,
+ * add to a sequence now: what max_seq_len, max_sequences, capacity and max_bytes leave once rows have expired for it,
  * at most KVC_MAX_BATCH.  Under a sliding window or chunks there may be as much room again once these are committed,
  * and max_seq_len leaves room for any number where it is at least what the policy keeps.  Fails with KVC_ERR_BUSY and
  * KVC_ERR_NOMEM. */
@@ -616,7 +616,7 @@ KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
  * meanwhile are not touched.  Memory that is free already counts, and other sequences may use what was reserved: calls
  * for several sequences do not add up, so reserve the sum of their tokens, each rounded up to whole blocks, for one of
  * them, in a cache without max_seq_len.  What was reserved stays until it is used, kvc_compact gives it back, or other
- * rows need it to stay within max_bytes.  Evicts rows and moves rows together as kvc_begin does, within the limits of a
+ * rows need it to stay within max_bytes.  Expires rows and moves rows together as kvc_begin does, within the limits of a
  * batch of as many tokens.  Fails with KVC_ERR_FULL, KVC_ERR_BUSY and KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens);
 
@@ -641,14 +641,14 @@ KVC_API int64_t kvc_capacity_bytes(kvc_cache *cache);
 
 /* Returns the fullest layer group's live slots over `capacity`, or, where that has no limit, over the slots in
  * blocks:  from 0 to 1.  Rows being written to replace others, in an edit or a batch that restores, do not count
- * beside those that they replace; rows that can be reclaimed do not count. */
+ * beside those that they replace; rows that can be evicted do not count. */
 KVC_API double kvc_utilization(kvc_cache *cache);
 
 typedef struct kvc_stats {
     int64_t batches;         /* committed */
     int64_t aborted;         /* batches */
     int64_t tokens;          /* committed */
-    int64_t rows_evicted;    /* per layer group, as are all rows and slots here */
+    int64_t rows_expired;    /* per layer group, as are all rows and slots here */
     int64_t rows_moved;      /* by compaction */
     int64_t compactions;
     int64_t blocks_opened;   /* memory taken */
@@ -660,9 +660,9 @@ typedef struct kvc_stats {
     int64_t blocks_free;     /* now: memory kept for reuse */
     int64_t rows_copied;     /* to slots of a sequence's own, to be changed there: by kvc_divide and KVC_ROPE_FUNCTION,
                                 and of shared rows by kvc_settle and kvc_inject.  Nothing else copies a stored row */
-    int64_t rows_reclaimed;    /* of retained sequences, to make room */
+    int64_t rows_evicted;    /* of retained sequences, to make room */
     int64_t retained;          /* now: retained sequences */
-    int64_t reclaimable_slots; /* now: of live_slots, those that only such sequences hold */
+    int64_t evictable_slots; /* now: of live_slots, those that only such sequences hold */
 } kvc_stats;
 
 /* Fills in *stats, of stats_size bytes. */
@@ -697,7 +697,7 @@ typedef struct kvc_save_args {
                                   quotes and backslashes.  NULL: "" */
 } kvc_save_args;
 
-/* Saves sequences: their rows, those that they share once, positions, deltas, what was evicted, and the configuration
+/* Saves sequences: their rows, those that they share once, positions, deltas, what has expired, and the configuration
  * but for threads and functions.  It is the state of one moment.  Of an open batch nothing is saved; rows are written
  * without the mutex, and may be edited meanwhile, as if a kvc_hold held them.  seq_ids may name empty sequences.
  * Fails with KVC_ERR_CALLBACK, after which what was written is no whole file, with KVC_ERR_NOMEM, and with
@@ -736,7 +736,7 @@ KVC_API kvc_status kvc_load(const kvc_load_args *args, kvc_cache **cache);
 /* Loads sequences into a cache whose layers have the shapes, types, transforms, policies and ropes of the file's, in
  * place of what it held under these ids; block_size and limits may differ.  Rows that two of them share are shared
  * again.  Meanwhile other calls go on, as beside kvc_save; the sequences are there once all is read and checked.  Only
- * then are retained ones reclaimed and old rows replaced: until then the cache may exceed max_bytes by what is
+ * then are retained ones evicted and old rows replaced: until then the cache may exceed max_bytes by what is
  * loaded.  Fails as kvc_load does, with KVC_ERR_BUSY for a sequence that kvc_begin or an edit is using, and with
  * KVC_ERR_INVALID for a retained one. */
 KVC_API kvc_status kvc_restore(kvc_cache *cache, const kvc_load_args *args);
@@ -755,15 +755,15 @@ KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
  * KVC_ERR_INVALID, but for kvc_inject; kvc_clear_sequence drops it; kvc_sequences does not list it, and max_sequences
  * does not count it.
  * Where a call would fail with KVC_ERR_FULL for capacity or max_bytes, rows that only retained sequences hold are
- * reclaimed, the least recently used first, and none unless the call succeeds.  A sequence is reclaimed as a whole;
+ * evicted, the least recently used first, and none unless the call succeeds.  A sequence is evicted as a whole;
  * but where others hold its rows in the layers that see everything, only its rows in the other layers are.  One whose
  * rows free nothing that is lacking stays, unless max_bytes takes even its bookkeeping.  kvc_room counts what can be
- * reclaimed. */
+ * evicted. */
 
 /* Makes a retained sequence `id` of the rows of src at positions [begin, end), as the most recently used.  No row is
  * copied, and those of cross-attention layers are left out.  If src holds no rows there, no sequence is made.  Rows
  * that the open batch adds to src, if src is stored, are retained as well: before the commit they are all there, the
- * commit evicts some of layers with a window or chunks.  If the batch is aborted, or does not keep them, clear the
+ * commit expires some of layers with a window or chunks.  If the batch is aborted, or does not keep them, clear the
  * retained sequence.
  * Fails with KVC_ERR_INVALID if `id` holds rows, with KVC_ERR_BUSY while keys of src are rewritten, and with
  * KVC_ERR_NOMEM. */
@@ -779,7 +779,7 @@ KVC_API kvc_status kvc_retain_new(kvc_cache *cache, int64_t id, int32_t begin, i
 /* Makes dst, which holds nothing, of rows of retained sequences, given by rising position, as if their tokens had been
  * put in dst.  *matched becomes the number of tokens, at most `length`, behind which dst can go on: so many that every
  * layer has what a query there sees, which is all rows, or those of its window or chunk; and no more than the
- * sequences had, evicted tokens included.  Ids that do not exist count as reclaimed: what they held is missing.  dst
+ * sequences had, expired tokens included.  Ids that do not exist count as evicted: what they held is missing.  dst
  * holds no token from *matched on, and nothing where that is 0.  Marks the sequences as used, as kvc_touch does.
  * Fails with KVC_ERR_INVALID if dst holds rows, an id is that of a sequence that is not retained, or rows of one do
  * not stand behind those of the ones before; with KVC_ERR_BUSY and with KVC_ERR_NOMEM. */
@@ -790,7 +790,7 @@ KVC_API kvc_status kvc_attach(kvc_cache *cache, const int64_t *ids, int32_t num_
  * exist, or are not retained, are ignored. */
 KVC_API kvc_status kvc_touch(kvc_cache *cache, const int64_t *ids, int32_t num_ids);
 
-/* Pins retained sequences (add 1), so that they are not reclaimed, or takes a pin away (add -1).  Ids that do not
+/* Pins retained sequences (add 1), so that they are not evicted, or takes a pin away (add -1).  Ids that do not
  * exist, or are not retained, are ignored. */
 KVC_API kvc_status kvc_pin(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int32_t add);
 
@@ -813,7 +813,7 @@ KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
  * so a thread that waits for a batch that it was to end itself waits in vain.  The call fails with KVC_ERR_BUSY once
  * timeout_ms have passed, and with KVC_ERR_CANCELLED if the cache's poll says so. */
 
-/* Restoring layers (kvc_begin_args.restored): the batch puts back rows that were saved.  Once it is committed, its
+/* Restoring layers (kvc_begin_args.replaced): the batch puts back rows that were saved.  Once it is committed, its
  * tokens are all that their sequences hold in these layers, in place of what they held there; other layers stay as
  * they are.  So a state whose layers hold different positions takes several batches: one with all positions, for the
  * layers that see everything, and one with the last positions, for those with a window.
@@ -825,9 +825,9 @@ KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
  * with KVC_ERR_INVALID.  kvc_commit_kept leaves a sequence as it is if it keeps none of its tokens.  What is replaced
  * takes memory until the commit, but counts neither for max_seq_len nor, unless an edit copies rows meanwhile, for
  * capacity.  Positions that one layer holds and another lacks are gone from that other one, as if they had been
- * evicted: to go on where they would be seen fails with KVC_ERR_GONE until it is restored as well, or kvc_truncate
+ * expired: to go on where they would be seen fails with KVC_ERR_GONE until it is restored as well, or kvc_truncate
  * drops them.  Of a restored layer with a window or chunks, positions that were not given and that the query behind
- * its last row would not see count as evicted.  Until layers agree again, no row is evicted that a query from the
+ * its last row would not see count as expired.  Until layers agree again, no row has expired that a query from the
  * first such position on would see: so the window of an earlier moment can be restored into a sequence that has gone
  * on, and kvc_truncate takes it back there. */
 
@@ -841,7 +841,7 @@ typedef struct kvc_begin_args {
                                  committed; the same for all tokens of a sequence.  NULL: all sequences are stored */
     int64_t timeout_ms;       /* milliseconds to wait while another batch is open or keys are rewritten: 0, not at all;
                                  -1, as long as it takes */
-    const uint8_t *restored;  /* [num_layers] not 0: the batch restores the layer.  NULL: none, it is an ordinary one */
+    const uint8_t *replaced;  /* [num_layers] not 0: the batch restores the layer.  NULL: none, it is an ordinary one */
 } kvc_begin_args;
 
 /* Does what kvc_begin does, with its errors, for batches of the kinds above.  Fails with KVC_ERR_INVALID also where
@@ -928,10 +928,10 @@ typedef struct kvc_dense_args {
                             fewer, the rest is zeros (position -1) that no token sees.  Masks are over the rows of the
                             token's sequence */
     int64_t k_batch_stride, v_batch_stride;
-    const kvc_hidden *hidden; /* [num_hidden] what the masks hide from all tokens, as in kvc_plan_args; these rows are
+    const kvc_masked *masked; /* [num_masked] what the masks hide from all tokens, as in kvc_plan_args; these rows are
                                  copied, too */
-    size_t hidden_size;       /* sizeof(kvc_hidden) */
-    int32_t num_hidden;
+    size_t masked_size;       /* sizeof(kvc_masked) */
+    int32_t num_masked;
 } kvc_dense_args;
 
 /* Copies these rows, decoded or raw, rotated for the positions they have now, and says which token sees which, with

@@ -145,10 +145,10 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_restore(kvc_cache *cache, const kvc_load_args *args)
 
     ctypedef struct kvc_stats:
-        int64_t batches, aborted, tokens, rows_evicted, rows_moved, compactions
+        int64_t batches, aborted, tokens, rows_expired, rows_moved, compactions
         int64_t blocks_opened, blocks_reused, blocks_returned
         int64_t live_slots, wasted_slots, blocks_in_use, blocks_free, rows_copied
-        int64_t rows_reclaimed, retained, reclaimable_slots
+        int64_t rows_evicted, retained, evictable_slots
 
     void kvc_get_stats(kvc_cache *cache, kvc_stats *stats, size_t stats_size)
     int64_t kvc_nbytes(kvc_cache *cache)
@@ -214,7 +214,7 @@ cdef extern from "kvcache.h" nogil:
         const int32_t *parents
         const uint8_t *unstored
         int64_t timeout_ms
-        const uint8_t *restored
+        const uint8_t *replaced
     kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **batch)
     const int32_t *kvc_batch_positions(const kvc_batch *batch)
 
@@ -224,7 +224,7 @@ cdef extern from "kvcache.h" nogil:
         const void *k
         const void *v
         int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride
-        int32_t k_type, v_type, inner_tokens
+        int32_t k_type, v_type, tokens_per_sequence
         int64_t k_batch_stride, v_batch_stride, seq_id
 
     kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *args)
@@ -243,10 +243,10 @@ cdef extern from "kvcache.h" nogil:
         int32_t q_type
         float scale, softcap
         const kvc_put_args *put
-        int32_t inner_tokens
+        int32_t tokens_per_sequence
         int64_t q_batch_stride, out_batch_stride, lse_batch_stride
 
-    ctypedef struct kvc_hidden:
+    ctypedef struct kvc_masked:
         int64_t seq_id
         int32_t begin, end
 
@@ -254,9 +254,9 @@ cdef extern from "kvcache.h" nogil:
         size_t struct_size
         int32_t layer, first, num_tokens, num_heads
         const uint8_t *non_causal
-        const kvc_hidden *hidden
-        size_t hidden_size
-        int32_t num_hidden
+        const kvc_masked *masked
+        size_t masked_size
+        int32_t num_masked
 
     kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args)
     kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows)
@@ -272,9 +272,9 @@ cdef extern from "kvcache.h" nogil:
         int64_t seen_token_stride
         int32_t by_sequence
         int64_t k_batch_stride, v_batch_stride
-        const kvc_hidden *hidden
-        size_t hidden_size
-        int32_t num_hidden
+        const kvc_masked *masked
+        size_t masked_size
+        int32_t num_masked
 
     kvc_status kvc_batch_spans(kvc_batch *batch, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
                                int64_t max_spans, int64_t *num_spans, kvc_hold **hold)

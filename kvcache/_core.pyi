@@ -119,7 +119,7 @@ class Cache:
         parents: Iterable[SupportsIndex] | None,
         timeout: SupportsFloat | None,
         decide: Callable[[npt.NDArray[np.int32], npt.NDArray[np.int64]], npt.NDArray[np.bool_] | None] | None,
-        restored: Iterable[SupportsIndex] | None,
+        replaced: Iterable[SupportsIndex] | None,
     ) -> Batch: ...
 
 def rows(

@@ -200,7 +200,7 @@ class Batch:
         sinks: AnyArray | None = None,
         alibi: AnyArray | None = None,
         non_causal: Flags | None = None,
-        hidden: Ranges | None = None,
+        masked: Ranges | None = None,
         layout: Layout = "THD",
         out: AnyArray | None = None,
         return_lse: Literal[False] = False,
@@ -220,7 +220,7 @@ class Batch:
         sinks: AnyArray | None = None,
         alibi: AnyArray | None = None,
         non_causal: Flags | None = None,
-        hidden: Ranges | None = None,
+        masked: Ranges | None = None,
         layout: Layout = "THD",
         out: AnyArray | None = None,
         return_lse: Literal[True],
@@ -239,7 +239,7 @@ class Batch:
         sinks: AnyArray | None = None,
         alibi: AnyArray | None = None,
         non_causal: Flags | None = None,
-        hidden: Ranges | None = None,
+        masked: Ranges | None = None,
         layout: Layout = "THD",
         out: AnyArray | None = None,
         return_lse: bool = False,
@@ -274,9 +274,9 @@ class Batch:
         non_causal : bool or array of bool, optional
             Whether a query also sees later positions of its sequence: one value for all queries, or one per query or
             per token of the batch. With parents, a query sees its ancestors only.
-        hidden : array_like of int, optional
+        masked : array_like of int, optional
             Positions that no query of the call sees, such as padding: rows ``(seq_id, begin, end)``, in any order, for
-            sequences of the batch. An `end` may exceed all positions. Tokens of the batch that are hidden need not have
+            sequences of the batch. An `end` may exceed all positions. Tokens of the batch that are masked need not have
             been put.
         layout : {"THD", "HTD", "BHTD"}, default "THD"
             The order of the axes of `q`, `k`, `v` and the result, as in `put`.
@@ -337,7 +337,7 @@ class Batch:
         """
         result: npt.NDArray[Any] | tuple[npt.NDArray[Any], npt.NDArray[np.float32]]
         result = self._core.attend(
-            layer, q, k, v, first, scale, softcap, sinks, alibi, non_causal, hidden, layout, out, return_lse
+            layer, q, k, v, first, scale, softcap, sinks, alibi, non_causal, masked, layout, out, return_lse
         )
         return result
 
@@ -346,7 +346,7 @@ class Batch:
         layer: SupportsIndex,
         *,
         non_causal: Flags | None = None,
-        hidden: Ranges | None = None,
+        masked: Ranges | None = None,
         dtype: FloatDType | None = None,
         layout: Layout = "HTD",
         mask: Literal["f32", "bool"] | None = "f32",
@@ -360,7 +360,7 @@ class Batch:
             The layer's index.
         non_causal : bool or array of bool, optional
             Whether a token also sees later positions of its sequence, as in `attend`, for the tokens of the batch.
-        hidden : array_like of int, optional
+        masked : array_like of int, optional
             Positions that the mask hides from every token, as in `attend`; their rows are returned all the same.
         dtype : {"f32", "f16", "bf16"}, optional
             The type to convert rows to, f32 by default.
@@ -428,7 +428,7 @@ class Batch:
             raise ValueError(f"dtype={dtype!r}: rows are converted to the type of out; leave it out")
         if mask is not None and mask not in ("f32", "bool"):
             raise ValueError(f"mask={mask!r}: must be 'f32', 'bool' or None")
-        return self._core.dense(layer, non_causal, hidden, chosen, layout, mask, out)
+        return self._core.dense(layer, non_causal, masked, chosen, layout, mask, out)
 
     def keys(
         self, layer: SupportsIndex, *, seq_id: SupportsIndex | None = None, copy: bool | None = None
@@ -537,7 +537,7 @@ class Batch:
             self._core.commit(keep)
 
     def abort(self) -> None:
-        """End the batch and discard its tokens. Rows that were evicted when it began stay evicted.
+        """End the batch and discard its tokens. Rows that have expired when it began stay expired.
 
         Raises
         ------

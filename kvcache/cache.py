@@ -389,9 +389,9 @@ class KVCache(Saveable):
         seq_ids: Iterable[SupportsIndex] | None = None,
         parents: Iterable[SupportsIndex] | None = None,
         timeout: SupportsFloat | None = 0,
-        restored: Iterable[SupportsIndex] | None = None,
+        replaced: Iterable[SupportsIndex] | None = None,
     ) -> Batch:
-        """Begin a forward pass: evict rows that no later query can see, and take slots for the tokens in every layer.
+        """Begin a forward pass: expire rows that no later query can see, and take slots for the tokens in every layer.
 
         A cache has one open batch at a time, which may have tokens of many sequences. Threads that each begin batches
         of their own take turns if they give `timeout`. A call that raises changes nothing. Give exactly one of `n` and
@@ -414,13 +414,13 @@ class KVCache(Saveable):
             `CacheBusyError` at once, None waits for as long as it takes. Calls that wait begin in the order in which
             they came, and continue sequences as they are then; Ctrl-C ends the wait. A thread that waits for a batch
             that it would have to end itself waits in vain. A strategy decides before the call waits.
-        restored : iterable of int, optional
+        replaced : iterable of int, optional
             Layers whose saved rows the batch restores. Once it is committed, its tokens are all that their sequences
             hold in these layers, in place of what they held there; other layers stay as they are, and get no rows. Give
             `positions`, in any order, and no `parents`. The tokens arrive by rising position, those of a sequence at
             the same position, as `divide` leaves them, in the order given. Layers of one policy are restored together;
             those that share rows follow. Nothing attends in such a batch. Rows that one layer has and another
-            lacks are as gone as evicted ones until that layer is restored, too, or the sequence is truncated. Whatever
+            lacks are as gone as expired ones until that layer is restored, too, or the sequence is truncated. Whatever
             the strategy, these sequences are stored.
 
         Returns
@@ -433,7 +433,7 @@ class KVCache(Saveable):
         CacheFullError
             If `max_seq_len`, `max_sequences`, `capacity` or `max_bytes` would be exceeded.
         RowsGoneError
-            If a token would see rows that were evicted, that `Adaptive` dropped with the sequence, or that
+            If a token would see rows that have expired, that `Adaptive` dropped with the sequence, or that
             `LongSequencesOnly` or "disabled" did not store: such a sequence is fed from `next_position` on, in one
             batch.
         CacheBusyError
@@ -441,12 +441,12 @@ class KVCache(Saveable):
             `timeout` is 0 or has passed.
         ValueError
             If a position or `timeout` is negative, there is no token or more than 16,777,216, `seq_ids` or `parents`
-            does not have one entry per token, or a parent is no earlier token of the same sequence; if `restored` names
+            does not have one entry per token, or a parent is no earlier token of the same sequence; if `replaced` names
             no layer with rows of its own, or not all of a policy, or `parents` are given.
         IndexError
-            If `restored` names a layer that does not exist.
+            If `replaced` names a layer that does not exist.
         TypeError
-            If a number is no integer, both or neither of `n` and `positions` are given, or `n` and `restored`.
+            If a number is no integer, both or neither of `n` and `positions` are given, or `n` and `replaced`.
         MemoryError
             If memory is short.
 
@@ -487,26 +487,26 @@ class KVCache(Saveable):
         ...         for layer in range(2):
         ...             batch.put(layer, x, x)
         >>> for layer in range(2):
-        ...     with other.batch(positions=cache.positions(layer=layer), restored=[layer]) as batch:
+        ...     with other.batch(positions=cache.positions(layer=layer), replaced=[layer]) as batch:
         ...         batch.put(layer, *cache.gather(layer), layout="HTD")
         >>> [other.seq_len(layer=layer) for layer in range(2)], other.next_position(), other.can_resume(20)
         ([20, 4], 20, True)
         """
         if (n is None) == (positions is None):
             raise TypeError("batch() takes exactly one of n, the number of next tokens, and positions")
-        if restored is not None and positions is None:
+        if replaced is not None and positions is None:
             raise TypeError("a batch that restores layers takes the positions of their rows, not n")
-        if restored is not None and parents is not None:
+        if replaced is not None and parents is not None:
             raise ValueError("parents are given: a batch that restores layers has no trees")
         found: dict[int, Decision] = {}
-        decider = self._decider if restored is None else None
+        decider = self._decider if replaced is None else None
         decide = None if decider is None else partial(decider.decide, found)
-        core = self._core.begin(n, positions, seq_ids, parents, timeout, decide, restored)
+        core = self._core.begin(n, positions, seq_ids, parents, timeout, decide, replaced)
         if decider is not None:
             decider.begun(found)
         if self._follower is None:
             return Batch(core)
-        around = partial(self._follower.commit, time.perf_counter()) if restored is None else self._restoring
+        around = partial(self._follower.commit, time.perf_counter()) if replaced is None else self._restoring
         return Batch(core, around)
 
     @contextmanager
@@ -902,7 +902,7 @@ class KVCache(Saveable):
     def next_position(self, seq_id: SupportsIndex = 0) -> int:
         """Return the position at which the runner continues.
 
-        It is `last_position` + 1, or what follows the latest tokens if all their rows were evicted; 0 if nothing was
+        It is `last_position` + 1, or what follows the latest tokens if all their rows have expired; 0 if nothing was
         stored.
         """
         return self._core.next_position(seq_id)
@@ -910,7 +910,7 @@ class KVCache(Saveable):
     def can_resume(self, position: SupportsIndex, *, seq_id: SupportsIndex = 0) -> bool:
         """Return whether a sequence can continue from a position.
 
-        It can if the position is at most `next_position`, and no row that a query from there on sees was evicted. A
+        It can if the position is at most `next_position`, and no row that a query from there on sees has expired. A
         cache that holds an encoder's rows only, and no tokens, can at any position.
         `truncate` drops what stands there.
 
@@ -949,7 +949,7 @@ class KVCache(Saveable):
         Raises
         ------
         RowsGoneError
-            If `dst` could not continue at `length`, as a token there would see rows that were evicted.
+            If `dst` could not continue at `length`, as a token there would see rows that have expired.
         CacheBusyError
             If one of the two sequences is in an open batch.
         ValueError
@@ -995,7 +995,7 @@ class KVCache(Saveable):
         """Add the rows of `src` at positions ``[begin, end)`` to `dst`, behind what it holds.
 
         No row is copied, as in `copy_prefix`. Rows that `dst` shares already are left out, so that sharing twice does
-        no harm; an encoder's rows are added where `dst` has none. Rows that were evicted of `src` there are missing in
+        no harm; an encoder's rows are added where `dst` has none. Rows that have expired of `src` there are missing in
         `dst` as well: see `can_resume`.
 
         Parameters
@@ -1222,7 +1222,7 @@ class KVCache(Saveable):
         Raises
         ------
         RowsGoneError
-            If the sequence could not continue at `length`, as a token there would see rows that were evicted. Nothing
+            If the sequence could not continue at `length`, as a token there would see rows that have expired. Nothing
             is dropped then; the message says how far back is possible. A larger `resume_window` keeps more.
         CacheBusyError
             If the sequence is in an open batch.
@@ -1241,7 +1241,7 @@ class KVCache(Saveable):
         ...         batch.put(0, np.ones((1, 1, 2), np.float32), np.ones((1, 1, 2), np.float32))
         >>> cache.truncate(10)
         Traceback (most recent call last):
-        kvcache.errors.RowsGoneError: sequence 0 cannot go on at position 10: a token there would see rows that were ...
+        kvcache.errors.RowsGoneError: sequence 0 cannot go on at position 10: a token there would see rows that have ...
         >>> cache.truncate(17)
         >>> cache.next_position()
         17
@@ -1288,7 +1288,7 @@ class KVCache(Saveable):
         The next batches, up to `num_tokens` tokens together, then allocate nothing for rows or bookkeeping, and cause
         no page fault: the memory is resident. Free memory of the cache counts, and other sequences may use the reserved
         memory. It stays reserved until it is used, `compact` gives it back, or other rows need it under `max_bytes`.
-        Rows are evicted and compacted as by `batch`.
+        Rows have expired and compacted as by `batch`.
 
         So calls for several sequences do not add up: what was reserved for one is free memory for the next, and the
         largest of them is there in the end. For several sequences, make a cache that `capacity` limits, not
@@ -1317,7 +1317,7 @@ class KVCache(Saveable):
     def room(self, seq_id: SupportsIndex = 0) -> int:
         """Return the most tokens that one batch could add to a sequence now, from `next_position` on.
 
-        The limits are `max_seq_len`, `max_sequences`, `capacity` and `max_bytes`, after the batch's evictions, and
+        The limits are `max_seq_len`, `max_sequences`, `capacity` and `max_bytes`, after the batch's expiries, and
         16,777,216 tokens, the limit of any batch.
 
         Parameters
@@ -1423,7 +1423,7 @@ class KVCache(Saveable):
     def utilization(self) -> float:
         """The tokens held, as a fraction of `capacity`; without that limit, of the slots of the allocated blocks.
 
-        Tokens that can be reclaimed from a `PrefixCache` do not count.
+        Tokens that can be evicted from a `PrefixCache` do not count.
         """
         return self._core.utilization()
 
@@ -1433,12 +1433,12 @@ class KVCache(Saveable):
         Returns
         -------
         dict
-            Counters: ``batches`` and ``tokens`` committed, batches ``aborted``; ``rows_evicted``; ``rows_reclaimed``
+            Counters: ``batches`` and ``tokens`` committed, batches ``aborted``; ``rows_expired``; ``rows_evicted``
             from a `PrefixCache` to make room; ``rows_moved`` by ``compactions``; ``rows_copied`` before a change (by
             `divide`, by `shift` if `rope` is a function, and by `settle` and `inject` of shared rows);
             ``blocks_opened``, ``blocks_reused`` and ``blocks_returned``, whose memory was allocated, reused and given
             back. Present numbers: ``live_slots``, which hold a token; ``wasted_slots``, which wait for a compaction;
-            ``blocks_in_use`` and ``blocks_free``; sequences ``retained`` by a `PrefixCache`, and ``reclaimable_slots``,
+            ``blocks_in_use`` and ``blocks_free``; sequences ``retained`` by a `PrefixCache`, and ``evictable_slots``,
             which only these hold. Rows, slots and blocks are summed over layer groups (the layers of one policy), not
             over layers.
         """

@@ -32,7 +32,7 @@ class NotSupportedError(KVCacheError, NotImplementedError):
 
 
 class RowsGoneError(KVCacheError):
-    """A token would see rows that are gone, evicted or not restored, now or once a sequence is cut there."""
+    """A token would see rows that are gone, expired or not restored, now or once a sequence is cut there."""
 
 
 class ModelFileError(KVCacheError, ValueError):

@@ -30,7 +30,7 @@ class Saveable:
     ) -> None:  # fmt: skip
         """Save sequences to a file, which `load` and `restore` read.
 
-        The file has their rows as they are stored, those that they share once; positions, deltas and what was evicted;
+        The file has their rows as they are stored, those that they share once; positions, deltas and what has expired;
         and the configuration. It is the state of one moment: other threads may edit meanwhile, and an open batch is no
         part of it. The file at `path` is replaced as a whole, once all is on the disk: whatever happens, it is the old
         one or the new one. Tokens and rows tell what was said, so only its owner may read a new file; one that is

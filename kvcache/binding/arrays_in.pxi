@@ -292,11 +292,11 @@ cdef cnp.ndarray to_flags(object value, int64_t first, int64_t tokens, int64_t b
     return np.ascontiguousarray(flags).view(np.uint8)
 
 
-cdef cnp.ndarray to_hidden(object value, const kvc_hidden **hidden, size_t *size, int32_t *num):
-    """Convert `hidden`, rows (seq_id, begin, end), for C; return the array that keeps the memory."""
+cdef cnp.ndarray to_masked(object value, const kvc_masked **masked, size_t *size, int32_t *num):
+    """Convert `masked`, rows (seq_id, begin, end), for C; return the array that keeps the memory."""
     cdef cnp.ndarray ranges, kept
     cdef const int64_t *row
-    cdef kvc_hidden *to
+    cdef kvc_masked *to
     cdef cnp.npy_intp i, rows
     if value is None:
         return None
@@ -304,22 +304,22 @@ cdef cnp.ndarray to_hidden(object value, const kvc_hidden **hidden, size_t *size
     try:
         given = np.asarray(value)
     except Exception as error:
-        raise TypeError(f"hidden={show(value)}: {what} ({error})") from None
+        raise TypeError(f"masked={show(value)}: {what} ({error})") from None
     if given.shape == (0,):
         return None
     if given.dtype.kind not in "iu" or not np.can_cast(given.dtype, np.int64):
-        raise TypeError(f"hidden={show(value)}: {what}, not {given.dtype}")
+        raise TypeError(f"masked={show(value)}: {what}, not {given.dtype}")
     if given.ndim != 2 or given.shape[1] != 3:
-        raise ValueError(f"hidden: an array of shape {given.shape}, where {what}")
-    rows = to_int(len(given), "len(hidden)", 0, _INT32_MAX)
+        raise ValueError(f"masked: an array of shape {given.shape}, where {what}")
+    rows = to_int(len(given), "len(masked)", 0, _INT32_MAX)
     ranges = np.ascontiguousarray(given, np.int64)
-    kept = np.empty(rows * sizeof(kvc_hidden), np.uint8)
-    to = <kvc_hidden *>cnp.PyArray_DATA(kept)
+    kept = np.empty(rows * sizeof(kvc_masked), np.uint8)
+    to = <kvc_masked *>cnp.PyArray_DATA(kept)
     for i in range(rows):
         row = <const int64_t *>cnp.PyArray_DATA(ranges) + 3 * i
         if row[1] < 0 or row[2] < row[1]:
-            raise ValueError(f"hidden[{i}]={row[0], row[1], row[2]}: begin must be at least 0, and end at least begin")
+            raise ValueError(f"masked[{i}]={row[0], row[1], row[2]}: begin must be at least 0, and end at least begin")
         to[i].seq_id = row[0]
         to[i].begin, to[i].end = <int32_t>min(row[1], _INT32_MAX), <int32_t>min(row[2], _INT32_MAX)
-    hidden[0], size[0], num[0] = to, sizeof(kvc_hidden), <int32_t>rows
+    masked[0], size[0], num[0] = to, sizeof(kvc_masked), <int32_t>rows
     return kept

@@ -159,7 +159,7 @@ cdef class Batch(_CallCounter):
             args.v, args.v_type = rows.v.data, rows.v.type
             args.v_token_stride, args.v_head_stride = rows.v.strides[token], rows.v.strides[head]
         if layout == BHTD:
-            args.inner_tokens = <int32_t>rows.k.shape[token]
+            args.tokens_per_sequence = <int32_t>rows.k.shape[token]
             args.k_batch_stride = rows.k.strides[0]
             if not shape.value_in_key:
                 args.v_batch_stride = rows.v.strides[0]
@@ -240,7 +240,7 @@ cdef class Batch(_CallCounter):
         return owner
 
     cdef tuple read_query(self, int32_t layer, object q, object first, object scale, object softcap, object sinks,
-                          object alibi, object non_causal, object hidden, int layout, object out, Query *query):
+                          object alibi, object non_causal, object masked, int layout, object out, Query *query):
         """Describe a query; return the objects that keep the memory it points to, the result's last."""
         cdef kvc_layer *shape = &self.cache.layers[layer]
         cdef kvc_plan_args *plan = &query.plan
@@ -272,16 +272,16 @@ cdef class Batch(_CallCounter):
             flags = to_flags(non_causal, plan.first, plan.num_tokens, self.num_tokens)
             if flags is not None:
                 plan.non_causal = <const uint8_t *>cnp.PyArray_DATA(flags)
-        ranges = to_hidden(hidden, &plan.hidden, &plan.hidden_size, &plan.num_hidden)
+        ranges = to_masked(masked, &plan.masked, &plan.masked_size, &plan.num_masked)
         out = self.read_out(out, shape.v_dim, layout, &query.q, &query.out)
         args.out = query.out.data
         args.out_token_stride, args.out_head_stride = query.out.strides[token], query.out.strides[head]
         if layout == BHTD:
-            args.inner_tokens = <int32_t>query.q.shape[2]
+            args.tokens_per_sequence = <int32_t>query.q.shape[2]
             args.q_batch_stride, args.out_batch_stride = query.q.strides[0], query.out.strides[0]
         return q, sinks, alibi, flags, ranges, out
 
-    def attend(self, layer, q, k, v, first, scale, softcap, sinks, alibi, non_causal, hidden, str layout, out,
+    def attend(self, layer, q, k, v, first, scale, softcap, sinks, alibi, non_causal, masked, str layout, out,
                bint return_lse):
         self.check_open()
         cdef int32_t at = to_layer(layer, self.cache.num_layers)
@@ -293,7 +293,7 @@ cdef class Batch(_CallCounter):
         cdef cnp.ndarray lse = None
         cdef PutRows rows
         cdef Query query
-        query_owners = self.read_query(at, q, first, scale, softcap, sinks, alibi, non_causal, hidden, axes, out,
+        query_owners = self.read_query(at, q, first, scale, softcap, sinks, alibi, non_causal, masked, axes, out,
                                        &query)
         if store:
             # Rows for a cross-attention layer are no tokens of the batch: `first` is for the queries only.
@@ -391,7 +391,7 @@ cdef class Batch(_CallCounter):
         check(status)
         return sequences
 
-    def dense(self, layer, non_causal, hidden, dtype, str layout, mask, out):
+    def dense(self, layer, non_causal, masked, dtype, str layout, mask, out):
         self.check_open()
         cdef int32_t at = to_layer(layer, self.cache.num_layers), sequences, type
         cdef int axes = to_layout(layout)
@@ -405,7 +405,7 @@ cdef class Batch(_CallCounter):
         k_out, v_out, mask_out = self.read_dense_out(out, mask is not None)
         memset(&args, 0, sizeof(args))
         args.struct_size = sizeof(args)
-        _ranges = to_hidden(hidden, &args.hidden, &args.hidden_size, &args.num_hidden)
+        _ranges = to_masked(masked, &args.masked, &args.masked_size, &args.num_masked)
         args.by_sequence = axes == BHTD
         sequences = self.count_dense(at, &args)
         type = TYPES["f32" if dtype is None else dtype]

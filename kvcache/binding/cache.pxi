@@ -7,7 +7,7 @@ cdef class Cache(_CallCounter):
     cdef kvc_cache *handle  # NULL: the cache is closed
     cdef kvc_layer *layers
     cdef readonly int32_t num_layers
-    cdef int64_t max_tokens  # the most tokens that a batch may have, whatever is evicted
+    cdef int64_t max_tokens  # the most tokens that a batch may have, whatever has expired
     cdef Callbacks callbacks
 
     def __cinit__(self, list layers, int64_t max_seq_len, int64_t max_sequences, int64_t capacity, int64_t max_bytes,
@@ -46,8 +46,8 @@ cdef class Cache(_CallCounter):
         check(status)
         for i in range(self.num_layers):
             self.layers[i].rope.inv_freq = NULL  # the core has copied the frequencies
-        evicts = any(self.layers[i].policy.kind in (KVC_SLIDING, KVC_CHUNKED) for i in range(self.num_layers))
-        self.max_tokens = _INT64_MAX if evicts else min(max_seq_len or _INT64_MAX, capacity or _INT64_MAX)
+        expires = any(self.layers[i].policy.kind in (KVC_SLIDING, KVC_CHUNKED) for i in range(self.num_layers))
+        self.max_tokens = _INT64_MAX if expires else min(max_seq_len or _INT64_MAX, capacity or _INT64_MAX)
 
     cdef object read_layer(self, int32_t i, tuple description):
         """Fill in a layer from its tuple (see _core.pyi); return the object that keeps the rope's frequencies."""
@@ -354,12 +354,12 @@ cdef class Cache(_CallCounter):
             kvc_get_stats(cache, &s, sizeof(s))
         self.leave()
         return {
-            "batches": s.batches, "aborted": s.aborted, "tokens": s.tokens, "rows_evicted": s.rows_evicted,
+            "batches": s.batches, "aborted": s.aborted, "tokens": s.tokens, "rows_expired": s.rows_expired,
             "rows_moved": s.rows_moved, "rows_copied": s.rows_copied, "compactions": s.compactions,
             "blocks_opened": s.blocks_opened, "blocks_reused": s.blocks_reused, "blocks_returned": s.blocks_returned,
             "live_slots": s.live_slots, "wasted_slots": s.wasted_slots, "blocks_in_use": s.blocks_in_use,
-            "blocks_free": s.blocks_free, "rows_reclaimed": s.rows_reclaimed, "retained": s.retained,
-            "reclaimable_slots": s.reclaimable_slots,
+            "blocks_free": s.blocks_free, "rows_evicted": s.rows_evicted, "retained": s.retained,
+            "evictable_slots": s.evictable_slots,
         }
 
     def blocks(self, layer):
@@ -520,20 +520,20 @@ cdef class Cache(_CallCounter):
             flags[layer] = 1
         return flags
 
-    def begin(self, n, positions, seq_ids, parents, timeout, decide, restored):
+    def begin(self, n, positions, seq_ids, parents, timeout, decide, replaced):
         """Begin a batch. `decide` returns for each token whether its sequence is unstored; None: all are stored."""
         cdef Batch batch = Batch.__new__(Batch)
         cdef kvc_begin_args args
         cdef kvc_status status
         cdef kvc_cache *cache
         cdef void *found
-        cdef cnp.ndarray unstored = None, restored_layers = None
+        cdef cnp.ndarray unstored = None, replaced_layers = None
         self.check_open()
         batch.cache = self
         _owner = batch.read_tokens(n, positions, seq_ids, parents, &args)
-        if restored is not None:
-            restored_layers = self.flag_layers(restored, "restored")
-            args.restored = <const uint8_t *>cnp.PyArray_DATA(restored_layers)
+        if replaced is not None:
+            replaced_layers = self.flag_layers(replaced, "replaced")
+            args.replaced = <const uint8_t *>cnp.PyArray_DATA(replaced_layers)
         args.timeout_ms = to_timeout(timeout)
         if decide is not None:
             if n is not None:  # decide with the probable positions: other threads may still edit the sequences

@@ -214,9 +214,9 @@ class Cache:
         Raises
         ------
         ErrKvCacheFull
-            If the tokens do not fit; nothing was evicted then.
+            If the tokens do not fit; nothing has expired then.
         kvcache.RowsGoneError
-            If a token would see rows that were evicted, which the original attends without; ask `can_resume` first.
+            If a token would see rows that have expired, which the original attends without; ask `can_resume` first.
         ValueError
             If a layer was left out in the pass before, which is forgotten then.
         IndexError
@@ -284,7 +284,7 @@ class Cache:
         Raises
         ------
         kvcache.RowsGoneError
-            If a token at `length` would miss rows that were evicted.
+            If a token at `length` would miss rows that have expired.
         ValueError
             If the two are the same.
         """
@@ -302,7 +302,7 @@ class Cache:
         ErrNotSupported
             If tokens would have to move, and the cache has no `shift`.
         kvcache.RowsGoneError
-            If a token at the new end would miss rows that were evicted: where `can_resume` is false, drop all.
+            If a token at the new end would miss rows that have expired: where `can_resume` is false, drop all.
         """
         cache = self._ended()
         if end == MAX_INT32:

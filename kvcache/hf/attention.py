@@ -13,7 +13,7 @@ from kvcache.hf.latents import Expansion
 from kvcache.hf.layers import Layer, LayerRows, Rows
 from kvcache.hf.lazy import elements_of
 from kvcache.hf.masks import Mask
-from kvcache.hf.padding import count_leading, hidden_ranges, refuse_padding, shown_columns
+from kvcache.hf.padding import count_leading, masked_ranges, refuse_padding, shown_columns
 from kvcache.hf.passes import ForwardPass
 
 NAME = "kvcache"
@@ -103,7 +103,7 @@ def _attend(
         if leading != this_pass.offsets:  # the mask's chunks begin behind the padding that it hides, the layer's do not
             return None
     has_padding = padding is not None or any(this_pass.offsets)
-    options["hidden"] = (passes.hidden(this_pass, padding) if has_padding else None) or None
+    options["masked"] = (passes.masked(this_pass, padding) if has_padding else None) or None
     return _run(this_pass, layer, q, this_pass.pending.pop(layer.index, ()), options)
 
 
@@ -117,10 +117,10 @@ def _attend_source(
         passes.open(this_pass, len(q), q.shape[2], None)
     if (new := this_pass.pending.pop(layer.index, None)) is not None:
         passes.put_source(this_pass, layer.index, *new)
-    options["hidden"] = None
+    options["masked"] = None
     if padding is not None:
         shown = shown_columns(padding, rows.num_columns)
-        options["hidden"] = hidden_ranges(shown, passes.seq_ids, [0] * len(passes.seq_ids)) or None
+        options["masked"] = masked_ranges(shown, passes.seq_ids, [0] * len(passes.seq_ids)) or None
     return _run(this_pass, layer, q, (), options)
 
 
@@ -137,14 +137,14 @@ def _run(
     out = q.new_empty(batch_size, num_tokens, num_heads, layer.decoder.v_dims[layer.index])
     if this_pass.batch is None:
         out.zero_()
-    elif this_pass.stored is None:
+    elif this_pass.not_padding is None:
         this_pass.batch.attend(layer.index, q, *new, layout="BHTD", out=out.transpose(1, 2), **options)
     else:
         packed_q, *packed = this_pass.drop_padding(q, *new)
         result = q.new_empty(len(packed_q), *out.shape[2:])
         this_pass.batch.attend(layer.index, packed_q, *packed, out=result, **options)
         out.zero_()
-        out[this_pass.stored] = result
+        out[this_pass.not_padding] = result
     layer.passes.note_done(this_pass, layer.index)
     return out
 

@@ -18,8 +18,8 @@ from kvcache.hf.layers import CrossLayer, Layer
 from kvcache.hf.passes import Passes
 from kvcache.hf.policies import SHAPE, CacheLayer, block_size_for, describe, layers_of, parts_of
 from kvcache.hf.prompts import Prompts, check_prefix, placeholders_of
-from kvcache.hf.shared import STALLED, Shared
 from kvcache.hf.state import SaveableBatch, stored_in
+from kvcache.hf.turns import STALLED, Turns
 from kvcache.layer import DType, Transform, count, override
 from kvcache.policy import CrossAttention, Policy
 from kvcache.prefix.cache import MOST_BLOCK_SIZE, PrefixCache
@@ -75,15 +75,15 @@ class HFCache(SaveableBatch, Cache):
         layers: list[Any] = parts_of(config)[1]
         self._prefix = prefix
         if prefix is None:
-            self._cache, shared = made, Shared()
+            self._cache, turns = made, Turns()
         else:
             types = ("k_dtype", "v_dtype") if dtype is not None else ()
             transforms = ("k_transform", "v_transform") if transform is not None else ()
             check_prefix(prefix, config.get_text_config(decoder=True), layers, made, (*SHAPE, *types, *transforms))
-            self._cache, shared = prefix.cache, Shared.of(prefix.cache)
+            self._cache, turns = prefix.cache, Turns.of(prefix.cache)
         self._placeholders = placeholders_of(config)
         self._follows_config = policy is None  # whether a layer's window is the model's
-        self._passes = Passes(self._cache, shared, 0.0 if prefix is None else STALLED)
+        self._passes = Passes(self._cache, turns, 0.0 if prefix is None else STALLED)
         self._decoder = Decoder(self._cache, torch.get_default_dtype())  # until the model brings some rows
         self._forget_text()
         with_rows = [i for i, layer in enumerate(layers) if not isinstance(layer, CacheLayer)]

@@ -40,7 +40,7 @@ def count_leading(shown: npt.NDArray[np.bool_]) -> list[int]:
     return counts
 
 
-def hidden_ranges(
+def masked_ranges(
     shown: npt.NDArray[np.bool_], seq_ids: Sequence[int], offsets: Sequence[int]
 ) -> list[tuple[int, int, int]]:
     """Return the positions that a mask hides, as ranges ``(seq_id, begin, end)``.

@@ -13,9 +13,9 @@ import torch
 from kvcache.arrays import Layout
 from kvcache.batch import Batch
 from kvcache.cache import KVCache
-from kvcache.hf.padding import count_leading, hidden_ranges, refuse_batch, refuse_padding, shown_columns
+from kvcache.hf.padding import count_leading, masked_ranges, refuse_batch, refuse_padding, shown_columns
 from kvcache.hf.prompts import Prompts
-from kvcache.hf.shared import Shared, clear_finally
+from kvcache.hf.turns import Turns, clear_finally
 from kvcache.policy import CrossAttention
 
 
@@ -31,7 +31,7 @@ class ForwardPass:
     # Set by `Passes.open`.
     batch: Batch | None  # None: all tokens are leading padding
     num_tokens: int  # tokens of each sequence, padding included
-    stored: torch.Tensor | None  # [batch, tokens] of bool, False: leading padding; None: there is none
+    not_padding: torch.Tensor | None  # [batch, tokens] of bool, False: leading padding; None: there is none
     offsets: list[int]  # the column of each sequence's position 0
     num_seen: int  # tokens of each sequence before the pass, padding included
 
@@ -46,18 +46,18 @@ class ForwardPass:
         # By layer: rows that neither the attention nor the model has used yet, [batch, heads, tokens, dim].
         self.pending: dict[int, tuple[torch.Tensor, ...]] = {}
         self.leaves_rows = False  # whether the model left a layer's rows unused, and attends to others
-        self.hidden: dict[int, tuple[torch.Tensor, list[tuple[int, int, int]]]] = {}  # id of a mask: it, and its ranges
+        self.masked: dict[int, tuple[torch.Tensor, list[tuple[int, int, int]]]] = {}  # id of a mask: it, and its ranges
 
     def drop_padding(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Pack tensors ``[batch, heads, tokens, dim]`` to ``[tokens, heads, dim]`` if there is leading padding."""
-        if self.stored is None:
+        if self.not_padding is None:
             return tensors
-        return tuple(x.transpose(1, 2)[self.stored] for x in tensors)
+        return tuple(x.transpose(1, 2)[self.not_padding] for x in tensors)
 
     @property
     def layout(self) -> Layout:
         """The layout of the tensors that `drop_padding` returns."""
-        return "BHTD" if self.stored is None else "THD"
+        return "BHTD" if self.not_padding is None else "THD"
 
     @property
     def is_complete(self) -> bool:
@@ -73,7 +73,7 @@ class Passes:
     ----------
     cache : KVCache
         The rows.
-    shared : Shared
+    turns : Turns
         What the caches on these rows share.
     timeout : float
         The most seconds to wait while a batch of others is open.
@@ -94,8 +94,8 @@ class Passes:
         How many times a layer was attended over by each means.
     """
 
-    def __init__(self, cache: KVCache, shared: Shared, timeout: float) -> None:
-        self.cache, self.shared = cache, shared
+    def __init__(self, cache: KVCache, turns: Turns, timeout: float) -> None:
+        self.cache, self.turns = cache, turns
         self.last: ForwardPass | None = None
         self.forget()
         self._timeout = timeout
@@ -131,7 +131,7 @@ class Passes:
 
     def new_ids(self, count: int) -> list[int]:
         """Return ids that no sequence has."""
-        return [self.shared.new_id() for _ in range(count)]
+        return [self.turns.new_id() for _ in range(count)]
 
     def begin_with(self, prompts: Prompts, num_columns: int) -> None:
         """Begin with sequences that hold the beginnings of prompts, as `Prompts.acquire` returns them."""
@@ -179,7 +179,7 @@ class Passes:
         transformers does not say where a pass begins. All begin with the same layer, whether the last one was complete
         or ended in an error.
         """
-        with self.shared.changed:
+        with self.turns.changed:
             if self._first_layer is None:
                 self._first_layer = index
             this_pass = self.last
@@ -244,11 +244,11 @@ class Passes:
             offsets.append(offset + left_out)
         if self.prompts is not None:
             self.prompts.check_leading(offsets, self.num_seen + num_tokens)
-        with self.shared.changed:
-            if self.shared.owner() is not self:
-                self.shared.take_turn(self)
+        with self.turns.changed:
+            if self.turns.owner() is not self:
+                self.turns.take_turn(self)
             made = self.cache.batch(positions=positions, seq_ids=seq_ids, timeout=self._timeout) if positions else None
-        this_pass.stored = torch.arange(num_tokens) >= torch.tensor(leading)[:, None] if any(leading) else None
+        this_pass.not_padding = torch.arange(num_tokens) >= torch.tensor(leading)[:, None] if any(leading) else None
         this_pass.batch, this_pass.num_tokens, this_pass.offsets = made, num_tokens, offsets
         this_pass.num_seen = self.num_seen
         this_pass.is_open = True
@@ -258,30 +258,30 @@ class Passes:
         if self.seq_ids and len(self.seq_ids) != batch_size:
             refuse_batch(batch_size, len(self.seq_ids))
 
-    def hidden(self, this_pass: ForwardPass, padding: torch.Tensor | None) -> list[tuple[int, int, int]]:
+    def masked(self, this_pass: ForwardPass, padding: torch.Tensor | None) -> list[tuple[int, int, int]]:
         """Return the positions that a mask hides; raise if it shows padding that was not stored."""
         num_columns, offsets = self.num_seen + this_pass.num_tokens, this_pass.offsets
         if padding is None:
             padding = torch.ones(len(offsets), num_columns, dtype=torch.bool)
-        known = this_pass.hidden.get(id(padding))
+        known = this_pass.masked.get(id(padding))
         if known is not None:
             return known[1]
         shown = shown_columns(padding, num_columns)
         for row, (columns, offset) in enumerate(zip(shown, offsets, strict=True)):
             if columns[:offset].any():
                 refuse_padding(row, offset)
-        ranges = hidden_ranges(shown, self.seq_ids, offsets)
-        this_pass.hidden[id(padding)] = padding, ranges
+        ranges = masked_ranges(shown, self.seq_ids, offsets)
+        this_pass.masked[id(padding)] = padding, ranges
         if self.prompts is not None:
-            self.prompts.note_hidden(ranges, self.seq_ids, [self.num_seen - offset for offset in self.offsets])
+            self.prompts.note_masked(ranges, self.seq_ids, [self.num_seen - offset for offset in self.offsets])
         return ranges
 
     def note_done(self, this_pass: ForwardPass, index: int) -> None:
         """Note that a layer has stored the new tokens."""
-        with self.shared.changed:
+        with self.turns.changed:
             this_pass.done.add(index)
             this_pass.last_active = time.monotonic()
-            self.shared.changed.notify_all()
+            self.turns.changed.notify_all()
 
     def _put_pending(self, this_pass: ForwardPass) -> None:
         """Store the new rows of layers that the pass has been at."""
@@ -308,13 +308,13 @@ class Passes:
 
     def finish(self) -> None:
         """End the last pass if it is complete; leave a pass that still runs."""
-        with self.shared.changed:
+        with self.turns.changed:
             if self.last is not None and self.last.is_complete:
                 self.end()
 
     def end(self) -> None:
         """End the last pass: keep its tokens if it is complete, else drop them."""
-        with self.shared.changed:
+        with self.turns.changed:
             ended, self.last = self.last, None
             if ended is None:
                 return
@@ -329,4 +329,4 @@ class Passes:
             if is_complete:
                 self.num_seen += ended.num_tokens
                 self.offsets = ended.offsets
-            self.shared.changed.notify_all()
+            self.turns.changed.notify_all()

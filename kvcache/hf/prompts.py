@@ -154,7 +154,7 @@ class Prompts:
                     f" {prompt.leading}: give both the same"
                 )
 
-    def note_hidden(
+    def note_masked(
         self, ranges: Sequence[tuple[int, int, int]], seq_ids: Sequence[int], begins: Sequence[int]
     ) -> None:
         """Note that rows from a position on, but not before `begins`, were computed while a mask hid such ranges."""

@@ -65,8 +65,8 @@ def _count_common(known: torch.Tensor, text: torch.Tensor) -> int:
     n = min(known.shape[1], text.shape[1])
     known, text = known[:, :n], text[:, :n]
     is_shown = text != NONE
-    saw_hidden = (~is_shown & (known != NONE)).cumsum(1) > 0
-    columns = (is_shown & ((known != text) | saw_hidden)).any(0).nonzero()
+    saw_masked = (~is_shown & (known != NONE)).cumsum(1) > 0
+    columns = (is_shown & ((known != text) | saw_masked)).any(0).nonzero()
     return int(columns[0]) if len(columns) else n
 
 

@@ -22,13 +22,13 @@ from kvcache.prefix.rows import Rows
 from kvcache.prefix.watch import watch_of
 
 if TYPE_CHECKING:
-    from kvcache.stores.guard import Guard, StoreStats
+    from kvcache.stores.client import StoreClient, StoreStats
 
 __all__ = ["PrefixCache", "PrefixStats"]
 
 MOST_BLOCK_SIZE = 1024  # tokens; rows are found, kept and dropped by whole blocks
 FETCH_BYTES = 64 << 20  # of blocks from the store that wait to be added
-FEW_BLOCKS = 64  # names of blocks that were reclaimed; more are looked for and forgotten
+FEW_BLOCKS = 64  # names of blocks that were evicted; more are looked for and forgotten
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PrefixStats:
     fetched : int
         The tokens that came from the store.
     blocks : int
-        The blocks that are known now; some may have been reclaimed.
+        The blocks that are known now; some may have been evicted.
     sequences : int
         The sequences that were acquired and not released yet.
     store : StoreStats or None
@@ -188,12 +188,12 @@ class PrefixCache:
         self._sweep_at = FEW_BLOCKS
         self._counts = dict.fromkeys(("requests", "hits", "tokens", "matched", "reused", "fetched"), 0)
         self._new: list[Node] = []  # blocks that are not in the store
-        self._guard: Guard | None = None
+        self._client: StoreClient | None = None
         if store is not None:
-            from kvcache.stores.guard import Guard
+            from kvcache.stores.client import StoreClient
 
             _check_store(store)
-            self._guard = Guard(store, digest=blake2b(identity).digest(), secret=secret)
+            self._client = StoreClient(store, digest=blake2b(identity).digest(), secret=secret)
         self._watch = watch_of(cache)
         self._watch.add(self)
         weakref.finalize(self, _drop_all, self._core, self._nodes, self._sessions).atexit = False
@@ -249,7 +249,7 @@ class PrefixCache:
         limit = num_tokens - 1
         if max_matched is not None:
             limit = min(limit, integer(max_matched, "max_matched", 0, _core.INT64_MAX))
-        if self._guard is not None:
+        if self._client is not None:
             self._fetch(keys[: limit // self._block_size], contents)
         with self._watch.lock:
             self._watch.forget_gone()
@@ -392,7 +392,7 @@ class PrefixCache:
             without a store.
         """
         seconds = _seconds(timeout)
-        return self._guard is None or (self._guard.flush(seconds) and self._guard.stats.dropped == 0)
+        return self._client is None or (self._client.flush(seconds) and self._client.stats.dropped == 0)
 
     def close(self, timeout: SupportsFloat = 10.0) -> bool:
         """Write what waits to be written to the store, for at most so many seconds, and drop all blocks.
@@ -411,7 +411,7 @@ class PrefixCache:
             store.
         """
         seconds = _seconds(timeout)
-        done = self._guard is None or (self._guard.close(seconds) and self._guard.stats.dropped == 0)
+        done = self._client is None or (self._client.close(seconds) and self._client.stats.dropped == 0)
         if not self._core.closed:
             self.clear()
         return done
@@ -425,7 +425,7 @@ class PrefixCache:
                 **self._counts,
                 blocks=len(self._nodes),
                 sequences=len(self._sessions),
-                store=None if self._guard is None else self._guard.stats,
+                store=None if self._client is None else self._client.stats,
             )
 
     # ---- nodes; with the lock held
@@ -500,7 +500,7 @@ class PrefixCache:
         return dropped
 
     def _sweep(self) -> None:
-        """Forget blocks that were reclaimed, once there are twice as many blocks as were left the last time."""
+        """Forget blocks that were evicted, once there are twice as many blocks as were left the last time."""
         if len(self._nodes) < self._sweep_at:
             return
         alive = set(_core.retained(self._core))
@@ -649,13 +649,13 @@ class PrefixCache:
     def _store_new(self) -> None:
         """Queue the new full blocks to be written to the store."""
         for node in self._new:
-            if self._guard is not None and node.end - node.begin == self._block_size:
-                self._guard.put(node.key.hex(), partial(self._rows.read, node.seq_id, node.begin, node.end))
+            if self._client is not None and node.end - node.begin == self._block_size:
+                self._client.put(node.key.hex(), partial(self._rows.read, node.seq_id, node.begin, node.end))
         self._new.clear()
 
     def _fetch(self, keys: list[bytes], contents: list[bytes]) -> None:
         """Get blocks from the store that follow those that are there, if that takes less time than to compute them."""
-        assert self._guard is not None
+        assert self._client is not None
         with self._watch.lock:
             path = self._alive(self._nodes.walk(keys))
             _core.touch(self._core, [node.seq_id for node in path])
@@ -668,7 +668,7 @@ class PrefixCache:
         for i in range(0, len(missing), at_once):
             part = missing[i : i + at_once]
             hexes = [key.hex() for key in part]
-            found = self._guard.get_many(hexes, timeout, patience=self._timeout, stop_at_miss=True)
+            found = self._client.get_many(hexes, timeout, patience=self._timeout, stop_at_miss=True)
             payloads = [(key, found.get(key.hex())) for key in part]
             timeout = deadline - time.monotonic()
             if not self._import_all(path, payloads, contents[begin + i :]) or timeout <= 0:
@@ -714,14 +714,14 @@ class PrefixCache:
 
     def _time_for(self, num_blocks: int) -> float:
         """Return the seconds for which to wait for blocks from the store; 0: computing them takes no longer."""
-        assert self._guard is not None
+        assert self._client is not None
         if not num_blocks:
             return 0.0
         rate = self._watch.tokens_per_second
         if rate is None:
             return self._timeout
         compute = num_blocks * self._block_size / rate
-        fetch = self._guard.seconds_for(num_blocks, num_blocks * self._rows.nbytes(self._block_size))
+        fetch = self._client.seconds_for(num_blocks, num_blocks * self._rows.nbytes(self._block_size))
         return 0.0 if fetch is not None and fetch >= compute else min(self._timeout, compute)
 
     def _import(self, begin: int, payload: memoryview) -> int | None:

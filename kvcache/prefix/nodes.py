@@ -14,7 +14,7 @@ _content = attrgetter("content")
 
 
 class Node:
-    """A block of tokens, whose rows a retained sequence of the cache holds, unless they were reclaimed.
+    """A block of tokens, whose rows a retained sequence of the cache holds, unless they were evicted.
 
     Attributes
     ----------

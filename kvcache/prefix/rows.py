@@ -52,7 +52,7 @@ class Rows:
         return self._num_layers + num_tokens * sum(heads * (k + v) for heads, k, v in self._shapes.values())
 
     def read(self, seq_id: int, begin: int, end: int) -> list[Buffer] | None:
-        """Return the payload of a retained sequence, in parts; None if it was reclaimed, or the cache is closed."""
+        """Return the payload of a retained sequence, in parts; None if it was evicted, or the cache is closed."""
         try:
             return self._read(seq_id, begin, end)
         except ValueError:

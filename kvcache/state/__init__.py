@@ -54,12 +54,12 @@ def _check_fingerprint(fingerprint: Any) -> None:
         raise ValueError(f"fingerprint={fingerprint!r}: printable ASCII characters are needed")
 
 
-Tokens: TypeAlias = Mapping[int, Sequence[SupportsIndex]]
+TokensById: TypeAlias = Mapping[int, Sequence[SupportsIndex]]
 
 
 def save(
     path: StrPath,
-    sources: Sequence[tuple[_core.Cache, Sequence[int] | None, Tokens | None]],
+    sources: Sequence[tuple[_core.Cache, Sequence[int] | None, TokensById | None]],
     fingerprint: str,
     secret: bytes | None,
 ) -> None:
@@ -96,7 +96,7 @@ def sequences_to_save(core: _core.Cache, seq_ids: Any, tokens: Any) -> list[int]
 
 
 def _holds(core: _core.Cache, seq_id: int) -> bool:
-    """Return whether a sequence has rows, of its tokens or an encoder's, or had some that were evicted."""
+    """Return whether a sequence has rows, of its tokens or an encoder's, or had some that have expired."""
     return core.next_position(seq_id) > 0 or any(core.seq_len(seq_id, layer) for layer in range(core.num_layers))
 
 

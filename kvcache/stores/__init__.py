@@ -1,7 +1,7 @@
 """Stores, in which prefixes outlive the process and are shared between machines.
 
 A store is any mutable mapping of str to bytes that can be used by two threads at once: those in this package, or any
-other, such as those of zict and fsspec. `kvcache.PrefixCache` takes one as `store`, and uses it through a guard: a
+other, such as those of zict and fsspec. `kvcache.PrefixCache` takes one as `store`, and uses it through a client: a
 store that is slow, full, gone or wrong costs speed, never correctness.
 """
 
@@ -14,8 +14,8 @@ from urllib.parse import parse_qsl, unquote
 
 from kvcache import system
 from kvcache.stores import valkey
+from kvcache.stores.client import StoreStats
 from kvcache.stores.directory import DirectoryStore
-from kvcache.stores.guard import StoreStats
 from kvcache.stores.valkey import ValkeyStore
 
 __all__ = ["DirectoryStore", "StoreStats", "ValkeyStore", "open"]

@@ -10,11 +10,11 @@
 
 /* ---- running tasks ----------------------------------------------------------------------------------------------- */
 
-/* Takes a lane that no task uses.  There is one for each thread of the plan; further threads wait. */
-static int32_t take_lane(kvc_plan *plan) {
+/* Takes a workspace that no task uses.  There is one for each thread of the plan; further threads wait. */
+static int32_t take_workspace(kvc_plan *plan) {
     for (;;) {
-        for (int32_t i = 0; i < plan->num_lanes; i++)
-            if (!atomic_flag_test_and_set_explicit(&plan->lane_taken[i], memory_order_acquire)) return i;
+        for (int32_t i = 0; i < plan->num_workspaces; i++)
+            if (!atomic_flag_test_and_set_explicit(&plan->workspace_taken[i], memory_order_acquire)) return i;
         kvc_pause();
     }
 }
@@ -25,16 +25,16 @@ static void lock_round(kvc_round *round) {
 
 static void unlock_round(kvc_round *round) { atomic_flag_clear_explicit(&round->lock, memory_order_release); }
 
-/* Attends to the rows of task i, and ends its parts. */
+/* Attends to the rows of task i, and ends its splits. */
 static kvc_status run_task(kvc_call *c, int64_t i) {
     kvc_plan *plan = c->plan;
-    const int32_t l = take_lane(plan);
-    kvc_task t = kvc_make_task(c, i, plan->lanes + (size_t)l * plan->lane.size);
-    const int cancelled = kvc_is_cancelled(c) || !kvc_attend_part(&t);
+    const int32_t l = take_workspace(plan);
+    kvc_task t = kvc_make_task(c, i, plan->workspaces + (size_t)l * plan->workspace.size);
+    const int cancelled = kvc_is_cancelled(c) || !kvc_attend_split(&t);
     if (!cancelled && c->is_rerun) lock_round(&plan->round);
-    if (!cancelled) kvc_end_parts(&t);
+    if (!cancelled) kvc_end_splits(&t);
     if (!cancelled && c->is_rerun) unlock_round(&plan->round);
-    atomic_flag_clear_explicit(&plan->lane_taken[l], memory_order_release);
+    atomic_flag_clear_explicit(&plan->workspace_taken[l], memory_order_release);
     return cancelled ? kvc_fail(KVC_ERR_CANCELLED, "the attention was cancelled") : KVC_OK;
 }
 
@@ -76,7 +76,7 @@ static kvc_status begin_task(kvc_call *c, int32_t layer, const kvc_attend_args *
         status = join_round(plan, layer, args); /* another layer may have begun meanwhile */
     }
     if (status == KVC_OK && begins_rerun(round, task)) {
-        kvc_plan_recount(plan); /* in a rerun, `remaining` counts the parts whose results are missing */
+        kvc_plan_recount(plan); /* in a rerun, `remaining` counts the splits whose results are missing */
         round->is_rerun = 1;
         round->has_failed = 0;
     }
@@ -108,9 +108,9 @@ static void end_task(const kvc_call *c, int64_t task, int is_done) {
 
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
-/* Checks the strides when inner_tokens is set. */
+/* Checks the strides when tokens_per_sequence is set. */
 static kvc_status check_inner(const kvc_attend_args *args, int32_t num_tokens) {
-    KVC_TRY(kvc_check_inner(args->inner_tokens, num_tokens));
+    KVC_TRY(kvc_check_tokens_per_sequence(args->tokens_per_sequence, num_tokens));
     KVC_TRY(kvc_check_array(args->q_type, args->q_batch_stride, 0, "q"));
     KVC_TRY(kvc_check_array(args->q_type, args->out_batch_stride, 0, "out"));
     return kvc_check_array(KVC_F32, args->lse_batch_stride, 0, "lse");
@@ -121,7 +121,7 @@ static kvc_status check_args(const kvc_layer *layer, int32_t num_tokens, const k
     KVC_TRY(kvc_check_array(args->q_type, args->q_token_stride, args->q_head_stride, "q"));
     KVC_TRY(kvc_check_array(args->q_type, args->out_token_stride, args->out_head_stride, "out"));
     KVC_TRY(kvc_check_array(KVC_F32, args->lse_token_stride, args->lse_head_stride, "lse"));
-    if (args->inner_tokens) KVC_TRY(check_inner(args, num_tokens));
+    if (args->tokens_per_sequence) KVC_TRY(check_inner(args, num_tokens));
     if (layer->value_in_key && args->scale == 0)
         return kvc_fail(
             KVC_ERR_INVALID,
@@ -148,22 +148,22 @@ static kvc_status check_plan_layer(const kvc_plan *plan, int32_t layer) {
     return KVC_OK;
 }
 
-/* Checks that the batch's own rows that a unit sees were put, or are about to be, by `put`. */
-static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t layer, const kvc_put_args *put,
+/* Checks that the batch's own rows that a slice sees were put, or are about to be, by `put`. */
+static kvc_status check_seen(const kvc_plan *plan, const kvc_query_slice *slice, int32_t layer, const kvc_put_args *put,
                              const kvc_row_buffer *buffer) {
     const kvc_batch *batch = plan->batch;
-    if (unit->lacks_rows)
+    if (slice->lacks_rows)
         return kvc_fail(KVC_ERR_INVALID, "sequence %lld has no rows in cross-attention layer %d: put k and v first",
-                        (long long)batch->sequences[unit->sequence].sequence->id, layer);
+                        (long long)batch->sequences[slice->sequence].sequence->id, layer);
     const uint8_t *written = kvc_written_in(batch, kvc_source_of(batch->cache, layer));
-    for (int64_t p = unit->first_own_piece; p < unit->end_piece; p++) {
-        const kvc_piece *piece = &plan->pieces[p];
-        for (int32_t i = 0; piece->token >= 0 && i < piece->count; i++) {
-            const int32_t t = batch->order[piece->token + i];
+    for (int64_t p = slice->first_own_segment; p < slice->end_segment; p++) {
+        const kvc_segment *segment = &plan->segments[p];
+        for (int32_t i = 0; segment->token >= 0 && i < segment->count; i++) {
+            const int32_t t = batch->order[segment->token + i];
             int was_put = written[t];
             if (put && t >= put->first && t < put->first + put->num_tokens) continue;
-            if (unit->is_buffered) {
-                const kvc_status status = kvc_row_buffer_has(batch, buffer, layer, t, piece->slot + i, &was_put);
+            if (slice->is_buffered) {
+                const kvc_status status = kvc_row_buffer_has(batch, buffer, layer, t, segment->slot + i, &was_put);
                 if (status != KVC_OK) return status;
             }
             if (!was_put)
@@ -175,12 +175,12 @@ static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t
     return KVC_OK;
 }
 
-/* Checks that the rows that the members of a task see were put. */
+/* Checks that the rows that the slices of a task see were put. */
 static kvc_status check_task(const kvc_plan *plan, int32_t layer, int64_t task, const kvc_row_buffer *buffer) {
     const kvc_job *job = kvc_job_of(plan, task);
     kvc_status status = KVC_OK;
-    for (int32_t m = 0; status == KVC_OK && m < job->num_members; m++)
-        status = check_seen(plan, kvc_unit_of(plan, job, m), layer, NULL, buffer);
+    for (int32_t m = 0; status == KVC_OK && m < job->num_slices; m++)
+        status = check_seen(plan, kvc_slice_of(plan, job, m), layer, NULL, buffer);
     return status;
 }
 
@@ -203,7 +203,7 @@ static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_atte
     c->angles = plan->angles;
     if (c->rope) c->angles += (size_t)cache->rope_of[layer] * (size_t)plan->num_deltas * (size_t)plan->angles_stride;
     c->scale = args->scale != 0 ? args->scale : 1 / sqrtf((float)plan->k_dim);
-    kvc_watch_init(&c->watch, NULL, NULL);
+    kvc_poll_timer_init(&c->timer, NULL, NULL);
     atomic_init(&c->status, KVC_OK);
 }
 
@@ -255,7 +255,7 @@ static kvc_status run_all(kvc_call *c) {
     /* Below this many multiply-adds, about 20 microseconds, waking threads costs more than they save. */
     static const double WORTH_THREADS = 1 << 19;
     const kvc_plan *plan = c->plan;
-    kvc_cache_watch(plan->batch->cache, plan->multiply_adds, &c->watch);
+    kvc_cache_poll_timer(plan->batch->cache, plan->multiply_adds, &c->timer);
     kvc_parallel(plan->multiply_adds < WORTH_THREADS ? 1 : plan->args.num_threads, c->num_tasks, run_one, c);
     const kvc_status status = (kvc_status)atomic_load(&c->status);
     return status == KVC_OK ? KVC_OK : kvc_fail(status, "the attention was cancelled");
@@ -267,7 +267,7 @@ static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *a
                          kvc_row_buffer **buffer) {
     kvc_call c;
     kvc_batch *batch = plan->batch;
-    for (int32_t u = 0; u < plan->num_units; u++) KVC_TRY(check_seen(plan, &plan->units[u], layer, put, *buffer));
+    for (int32_t u = 0; u < plan->num_slices; u++) KVC_TRY(check_seen(plan, &plan->slices[u], layer, put, *buffer));
     if (put && !*buffer && kvc_any_buffered(batch, layer, put->first, put->num_tokens))
         KVC_TRY(kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_PASS, buffer));
     if (put) KVC_TRY(kvc_put_rows(batch, layer, put, *buffer));

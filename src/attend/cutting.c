@@ -1,46 +1,46 @@
-/* cutting.c: cuts the queries of a batch into units, and the rows that each sees into pieces and parts.
+/* cutting.c: cuts the queries of a batch into slices, and the rows that each sees into segments and splits.
  *
- * The rule for units and parts.  It depends on the lengths of the sequence alone, never on threads, blocks or the rest
- * of the batch, so that the results of one sequence are always added up in the same order:
- *   - Up to KVC_STREAM_QUERIES query rows per KV head are one unit, which is streamed: every stored row is read once
- *     for all of them.  The rows in reach are cut every KVC_PART_ROWS, however many they are, so that sequences that
+ * The rule for slices and splits.  It depends on the lengths of the sequence alone, never on threads, blocks or the
+ * rest of the batch, so that the results of one sequence are always added up in the same order:
+ *   - Up to KVC_STREAM_QUERIES query rows per KV head are one slice, which is streamed: every stored row is read once
+ *     for all of them.  The rows in reach are cut every KVC_SPLIT_ROWS, however many they are, so that sequences that
  *     begin alike are cut alike.
- *   - More query rows are tiled.  Up to KVC_TASK_QUERIES are one unit; more are cut into units of about
+ *   - More query rows are tiled.  Up to KVC_TASK_QUERIES are one slice; more are cut into slices of about
  *     KVC_TILE_QUERIES, or of a half or a quarter as many where the sequence would otherwise have less than
- *     KVC_TILED_TASKS tasks.  The rows in reach of a unit are cut every KVC_PART_ROWS, or every 3/2, 2, 3, 4, 6 ...
+ *     KVC_TILED_TASKS tasks.  The rows in reach of a slice are cut every KVC_SPLIT_ROWS, or every 3/2, 2, 3, 4, 6 ...
  *     times as many, so that the sequence has at most KVC_TILED_TASKS tasks: two for each of 64 threads, and
  *     few, as a part's result is large here and takes time to merge.
  *
  * Arrays are allocated between two passes over the same function, one that counts and one that lists: cut_queries
- * gives the units of a sequence (kvc_count_units, kvc_list_units), visit_own_rows the pieces of the batch's own rows
- * (count_own_rows, kvc_list_pieces).
+ * gives the slices of a sequence (kvc_count_slices, kvc_list_slices), visit_own_rows the segments of the batch's own
+ * rows (count_own_rows, kvc_list_segments).
  */
 #include "attend/cutting.h"
 
 #include <string.h>
 
-/* ---- the queries of a unit --------------------------------------------------------------------------------------- */
+/* ---- the queries of a slice -------------------------------------------------------------------------------------- */
 
 static int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
-/* The query tokens order[first .. end) of a sequence, cut into units of `tokens` tokens; the last may have fewer. */
+/* The query tokens order[first .. end) of a sequence, cut into slices of `tokens` tokens; the last may have fewer. */
 typedef struct query_cut {
     int32_t sequence, first, end, tokens;
-    int32_t num_units; /* 0: the sequence has no query tokens */
+    int32_t num_slices; /* 0: the sequence has no query tokens */
 } query_cut;
 
-/* Returns the number of query tokens per unit, for a sequence of num_tokens query tokens that see at most num_rows
+/* Returns the number of query tokens per slice, for a sequence of num_tokens query tokens that see at most num_rows
  * rows. */
-static int32_t unit_tokens(const kvc_plan *plan, int32_t num_tokens, int64_t num_rows) {
+static int32_t slice_tokens(const kvc_plan *plan, int32_t num_tokens, int64_t num_rows) {
     const int64_t query_rows = (int64_t)num_tokens * plan->heads_per_kv;
     if (query_rows <= KVC_TASK_QUERIES) return num_tokens;
-    const int64_t tasks_per_unit = divide_up(num_rows, KVC_PART_ROWS) * plan->num_kv_heads; /* upper bound */
+    const int64_t tasks_per_slice = divide_up(num_rows, KVC_SPLIT_ROWS) * plan->num_kv_heads; /* upper bound */
     int32_t most = KVC_TILE_QUERIES;
-    while (most > KVC_TILE_QUERIES / 4 && divide_up(query_rows, most) * tasks_per_unit < KVC_TILED_TASKS) most /= 2;
+    while (most > KVC_TILE_QUERIES / 4 && divide_up(query_rows, most) * tasks_per_slice < KVC_TILED_TASKS) most /= 2;
     return most > plan->heads_per_kv ? most / plan->heads_per_kv : 1;
 }
 
-/* Cuts the query tokens of a sequence that are in the plan's range into units. */
+/* Cuts the query tokens of a sequence that are in the plan's range into slices. */
 static query_cut cut_queries(const kvc_plan *plan, int32_t sequence) {
     const kvc_batch *batch = plan->batch;
     const kvc_batch_sequence *member = &batch->sequences[sequence];
@@ -51,33 +51,33 @@ static query_cut cut_queries(const kvc_plan *plan, int32_t sequence) {
     while (cut.first < cut.end && batch->order[cut.end - 1] >= end) cut.end--;
     if (cut.first == cut.end) return cut;
     const int32_t last = batch->positions[batch->order[cut.end - 1]];
-    cut.tokens = unit_tokens(plan, cut.end - cut.first, (int64_t)last + 1);
-    cut.num_units = (int32_t)divide_up(cut.end - cut.first, cut.tokens);
+    cut.tokens = slice_tokens(plan, cut.end - cut.first, (int64_t)last + 1);
+    cut.num_slices = (int32_t)divide_up(cut.end - cut.first, cut.tokens);
     return cut;
 }
 
-int32_t kvc_count_units(const kvc_plan *plan) {
+int32_t kvc_count_slices(const kvc_plan *plan) {
     int32_t num = 0;
-    for (int32_t s = 0; s < plan->batch->num_sequences; s++) num += cut_queries(plan, s).num_units;
+    for (int32_t s = 0; s < plan->batch->num_sequences; s++) num += cut_queries(plan, s).num_slices;
     return num;
 }
 
-/* Makes unit i of a sequence, without its rows: see find_rows and cut_rows. */
-static kvc_new_unit unit_at(const kvc_plan *plan, const query_cut *cut, int32_t i) {
+/* Makes slice i of a sequence, without its rows: see find_rows and cut_rows. */
+static kvc_new_slice slice_at(const kvc_plan *plan, const query_cut *cut, int32_t i) {
     const int32_t first = cut->first + i * cut->tokens, rest = cut->end - first;
     const int tiled = (int64_t)(cut->end - cut->first) * plan->heads_per_kv > KVC_STREAM_QUERIES;
-    return (kvc_new_unit){.unit = {.sequence = cut->sequence,
-                                   .first = first,
-                                   .num_tokens = rest < cut->tokens ? rest : cut->tokens,
-                                   .tiled = tiled,
-                                   .tile_rows = tiled ? kvc_tile_rows(plan) : KVC_TILE},
-                          .is_whole = cut->num_units == 1};
+    return (kvc_new_slice){.slice = {.sequence = cut->sequence,
+                                     .first = first,
+                                     .num_tokens = rest < cut->tokens ? rest : cut->tokens,
+                                     .tiled = tiled,
+                                     .tile_rows = tiled ? kvc_tile_rows(plan) : KVC_TILE},
+                           .is_whole = cut->num_slices == 1};
 }
 
-/* ---- hidden rows ------------------------------------------------------------------------------------------------- */
+/* ---- masked rows ------------------------------------------------------------------------------------------------- */
 
 int64_t kvc_most_shown_runs(const kvc_plan *plan) {
-    int64_t most = plan->args.num_hidden; /* each cuts one run in two, if positions ascend */
+    int64_t most = plan->args.num_masked; /* each cuts one run in two, if positions ascend */
     for (int32_t s = 0; s < plan->batch->num_sequences; s++) {
         const kvc_run_list *list = &plan->batch->sequences[s].sequence->runs[plan->group];
         most += list->ascending ? list->num : list->num_rows;
@@ -85,7 +85,7 @@ int64_t kvc_most_shown_runs(const kvc_plan *plan) {
     return most;
 }
 
-void kvc_cut_hidden(const kvc_plan *plan, const kvc_view *view, kvc_run *runs) {
+void kvc_cut_masked(const kvc_plan *plan, const kvc_view *view, kvc_run *runs) {
     for (int32_t s = 0; s < plan->batch->num_sequences; s++) {
         const kvc_run_list *from = &plan->batch->sequences[s].sequence->runs[plan->group];
         kvc_run_list *to = &view->stored[s];
@@ -93,22 +93,22 @@ void kvc_cut_hidden(const kvc_plan *plan, const kvc_view *view, kvc_run *runs) {
         to->runs = runs;
         for (const kvc_run *run = kvc_runs_begin(from); run < kvc_runs_end(from); run++) {
             int32_t next = 0;
-            for (kvc_run part; (part = kvc_hidden_next(&view->hidden[s], run, &next)).count;)
+            for (kvc_run part; (part = kvc_masked_next(&view->masked[s], run, &next)).count;)
                 kvc_runs_append(to, &part);
         }
         runs += to->num;
     }
 }
 
-/* ---- the rows of a unit ------------------------------------------------------------------------------------------ */
+/* ---- the rows of a slice ----------------------------------------------------------------------------------------- */
 
-/* Finds the positions that the queries of a unit see, unless they are hidden. */
-static void find_reach(const kvc_plan *plan, const kvc_run_list *list, kvc_new_unit *u) {
+/* Finds the positions that the queries of a slice see, unless they are masked. */
+static void find_reach(const kvc_plan *plan, const kvc_run_list *list, kvc_new_slice *u) {
     const kvc_batch *batch = plan->batch;
     const kvc_policy *policy = &batch->cache->policies[plan->group];
     int32_t first = INT32_MAX, last = 0, all = policy->kind == KVC_CROSS;
-    for (int32_t i = 0; i < u->unit.num_tokens; i++) {
-        const int32_t token = batch->order[u->unit.first + i], position = batch->positions[token];
+    for (int32_t i = 0; i < u->slice.num_tokens; i++) {
+        const int32_t token = batch->order[u->slice.first + i], position = batch->positions[token];
         if (position < first) first = position;
         if (position > last) last = position;
         all |= kvc_plan_sees_all(plan, token);
@@ -118,48 +118,48 @@ static void find_reach(const kvc_plan *plan, const kvc_run_list *list, kvc_new_u
     if (reach.sinks >= reach.low) reach.sinks = reach.low = 0;
     u->stored = u->own = reach;
     if (batch->parents) u->own.end = INT32_MAX;
-    /* Drop bounds that hide nothing, so that units that see the same rows have the same reach. */
+    /* Drop bounds that hide nothing, so that slices that see the same rows have the same reach. */
     if (list->min_position >= reach.low) u->stored.sinks = u->stored.low = 0;
     if (list->max_position < reach.end) u->stored.end = INT32_MAX;
 }
 
-/* Called for each piece, a part of a run.  token: index into batch->order of the token of the piece's first row; -1 for
- * stored rows and those of cross-attention. */
-typedef void visit_fn(void *context, const kvc_run *piece, int32_t token);
+/* Called for each segment, a part of a run.  token: index into batch->order of the token of the segment's first row; -1
+ * for stored rows and those of cross-attention. */
+typedef void visit_fn(void *context, const kvc_run *segment, int32_t token);
 
 /* Visits the rows of a run at positions [begin, end).  token: as in visit_fn, for the run's first row. */
 static inline void visit_positions(const kvc_run *run, int32_t token, int32_t begin, int32_t end, visit_fn *visit,
                                    void *context) {
-    const kvc_run piece = kvc_run_part(run, begin, end);
-    if (piece.count) visit(context, &piece, token < 0 ? -1 : token + piece.position - run->position);
+    const kvc_run segment = kvc_run_part(run, begin, end);
+    if (segment.count) visit(context, &segment, token < 0 ? -1 : token + segment.position - run->position);
 }
 
-/* Visits the rows of a run that are in reach, hidden or not.  token: as in visit_positions. */
+/* Visits the rows of a run that are in reach, masked or not.  token: as in visit_positions. */
 static inline void visit_run(const kvc_reach *reach, const kvc_run *run, int32_t token, visit_fn *visit,
                              void *context) {
     if (reach->sinks) visit_positions(run, token, 0, reach->sinks, visit, context);
     visit_positions(run, token, reach->low, reach->end, visit, context);
 }
 
-/* Visits the rows of one of the batch's own runs that are in reach and not hidden.  token: as in visit_positions. */
-static void visit_own_run(const kvc_new_unit *u, const kvc_run *run, int32_t token, visit_fn *visit, void *context) {
+/* Visits the rows of one of the batch's own runs that are in reach and not masked.  token: as in visit_positions. */
+static void visit_own_run(const kvc_new_slice *u, const kvc_run *run, int32_t token, visit_fn *visit, void *context) {
     int32_t next = 0;
-    if (!u->hidden) {
+    if (!u->masked) {
         visit_run(&u->own, run, token, visit, context);
         return;
     }
-    for (kvc_run part; (part = kvc_hidden_next(u->hidden, run, &next)).count;)
+    for (kvc_run part; (part = kvc_masked_next(u->masked, run, &next)).count;)
         visit_run(&u->own, &part, token < 0 ? -1 : token + part.position - run->position, visit, context);
 }
 
-/* Visits, in a batch with parents, the rows of the unit's tokens and of those that they descend from.  Others may not
- * have been put.  marks: as for kvc_list_units. */
-static void visit_ancestors(const kvc_batch *batch, const kvc_new_unit *u, const kvc_pending *pending, uint8_t *marks,
+/* Visits, in a batch with parents, the rows of the slice's tokens and of those that they descend from.  Others may not
+ * have been put.  marks: as for kvc_list_slices. */
+static void visit_ancestors(const kvc_batch *batch, const kvc_new_slice *u, const kvc_pending *pending, uint8_t *marks,
                             visit_fn *visit, void *context) {
-    const kvc_batch_sequence *member = &batch->sequences[u->unit.sequence];
+    const kvc_batch_sequence *member = &batch->sequences[u->slice.sequence];
     const int32_t *order = batch->order;
     int32_t token = member->first; /* index into batch->order, for the run's first row */
-    for (int32_t i = u->unit.first; i < u->unit.first + u->unit.num_tokens; i++)
+    for (int32_t i = u->slice.first; i < u->slice.first + u->slice.num_tokens; i++)
         for (int32_t t = order[i]; t >= 0 && !marks[t]; t = batch->parents[t]) marks[t] = 1;
     for (int32_t r = 0; r < pending->num; token += pending->runs[r++].count)
         for (int32_t from = 0, to; from < pending->runs[r].count; from = to + 1) {
@@ -174,42 +174,42 @@ static void visit_ancestors(const kvc_batch *batch, const kvc_new_unit *u, const
 }
 
 /* Visits the batch's own rows in reach, which come after the stored ones; in a cross-attention layer they replace them.
- * marks: as for kvc_list_units. */
-static void visit_own_rows(const kvc_plan *plan, const kvc_new_unit *u, uint8_t *marks, visit_fn *visit,
+ * marks: as for kvc_list_slices. */
+static void visit_own_rows(const kvc_plan *plan, const kvc_new_slice *u, uint8_t *marks, visit_fn *visit,
                            void *context) {
     const kvc_batch *batch = plan->batch;
-    const kvc_pending *pending = kvc_pending_of(batch, plan->group, u->unit.sequence);
+    const kvc_pending *pending = kvc_pending_of(batch, plan->group, u->slice.sequence);
     const int is_cross = pending->to == KVC_TO_CROSS;
     if (batch->parents && !is_cross) {
         visit_ancestors(batch, u, pending, marks, visit, context);
         return;
     }
-    int32_t token = batch->sequences[u->unit.sequence].first;
+    int32_t token = batch->sequences[u->slice.sequence].first;
     for (int32_t i = 0; i < pending->num; token += pending->runs[i++].count)
         visit_own_run(u, &pending->runs[i], is_cross ? -1 : token, visit, context);
 }
 
-/* Counts a piece of the batch's own rows; context: the kvc_new_unit. */
-static void count_own_rows(void *context, const kvc_run *piece, int32_t token) {
-    kvc_new_unit *u = context;
+/* Counts a segment of the batch's own rows; context: the kvc_new_slice. */
+static void count_own_rows(void *context, const kvc_run *segment, int32_t token) {
+    kvc_new_slice *u = context;
     (void)token;
-    u->own_pieces++;
-    u->unit.num_rows += piece->count;
+    u->own_segments++;
+    u->slice.num_rows += segment->count;
 }
 
-/* Finds which rows a unit sees, and counts them. */
-static void find_rows(const kvc_plan *plan, const kvc_view *view, kvc_new_unit *u, uint8_t *marks) {
+/* Finds which rows a slice sees, and counts them. */
+static void find_rows(const kvc_plan *plan, const kvc_view *view, kvc_new_slice *u, uint8_t *marks) {
     const kvc_batch *batch = plan->batch;
-    const int32_t g = plan->group, s = u->unit.sequence;
+    const int32_t g = plan->group, s = u->slice.sequence;
     const kvc_run_list *stored = &batch->sequences[s].sequence->runs[g];
     const kvc_run_list *list = view->stored ? &view->stored[s] : stored;
     const kvc_pending *pending = kvc_pending_of(batch, g, s);
     const int is_cross = pending->to == KVC_TO_CROSS, is_replaced = is_cross && pending->num;
-    if (view->hidden) u->hidden = &view->hidden[s];
+    if (view->masked) u->masked = &view->masked[s];
     find_reach(plan, list, u);
     visit_own_rows(plan, u, marks, count_own_rows, u);
-    u->unit.is_buffered = pending->to == KVC_TO_BUFFER;
-    u->unit.lacks_rows = is_cross && !is_replaced && !stored->num;
+    u->slice.is_buffered = pending->to == KVC_TO_BUFFER;
+    u->slice.lacks_rows = is_cross && !is_replaced && !stored->num;
     if (is_replaced) return;
     u->runs = kvc_runs_begin(list);
     u->num_runs = list->num;
@@ -217,31 +217,32 @@ static void find_rows(const kvc_plan *plan, const kvc_view *view, kvc_new_unit *
         u->stored_rows = list->num_rows;
     else
         for (int32_t i = 0; i < u->num_runs; i++) u->stored_rows += kvc_rows_in_reach(&u->stored, &u->runs[i]);
-    u->unit.num_rows += u->stored_rows;
+    u->slice.num_rows += u->stored_rows;
 }
 
-/* Cuts the rows of a unit, one of num_units of its sequence, into parts. */
-static void cut_rows(const kvc_plan *plan, int32_t num_units, kvc_unit *unit) {
-    const int64_t most_parts = KVC_TILED_TASKS / ((int64_t)plan->num_kv_heads * num_units);
-    unit->part_rows = KVC_PART_ROWS;
-    while (unit->tiled && unit->part_rows < unit->num_rows && divide_up(unit->num_rows, unit->part_rows) > most_parts)
-        unit->part_rows += unit->part_rows / (unit->part_rows % 3 ? 2 : 3); /* 1, 3/2, 2, 3, 4, 6, 8 ... */
-    unit->num_parts = (int32_t)divide_up(unit->num_rows, unit->part_rows);
-    if (!unit->num_parts) unit->num_parts = 1; /* a unit that sees nothing needs a task too, which writes zeros */
+/* Cuts the rows of a slice, one of num_slices of its sequence, into splits. */
+static void cut_rows(const kvc_plan *plan, int32_t num_slices, kvc_query_slice *slice) {
+    const int64_t most_splits = KVC_TILED_TASKS / ((int64_t)plan->num_kv_heads * num_slices);
+    slice->split_rows = KVC_SPLIT_ROWS;
+    while (slice->tiled && slice->split_rows < slice->num_rows &&
+           divide_up(slice->num_rows, slice->split_rows) > most_splits)
+        slice->split_rows += slice->split_rows / (slice->split_rows % 3 ? 2 : 3); /* 1, 3/2, 2, 3, 4, 6, 8 ... */
+    slice->num_splits = (int32_t)divide_up(slice->num_rows, slice->split_rows);
+    if (!slice->num_splits) slice->num_splits = 1; /* a slice that sees nothing needs a task too, which writes zeros */
 }
 
-void kvc_list_units(const kvc_plan *plan, const kvc_view *view, kvc_new_unit *units, uint8_t *marks) {
+void kvc_list_slices(const kvc_plan *plan, const kvc_view *view, kvc_new_slice *slices, uint8_t *marks) {
     for (int32_t s = 0; s < plan->batch->num_sequences; s++) {
         const query_cut cut = cut_queries(plan, s);
-        for (int32_t i = 0; i < cut.num_units; i++, units++) {
-            *units = unit_at(plan, &cut, i);
-            find_rows(plan, view, units, marks);
-            cut_rows(plan, cut.num_units, &units->unit);
+        for (int32_t i = 0; i < cut.num_slices; i++, slices++) {
+            *slices = slice_at(plan, &cut, i);
+            find_rows(plan, view, slices, marks);
+            cut_rows(plan, cut.num_slices, &slices->slice);
         }
     }
 }
 
-/* ---- pieces ------------------------------------------------------------------------------------------------------ */
+/* ---- segments ---------------------------------------------------------------------------------------------------- */
 
 /* Returns the index of a delta among the plan's, counted from 1; 0 for delta 0. */
 static int32_t find_delta_index(const kvc_plan *plan, int32_t delta) {
@@ -257,29 +258,32 @@ static int32_t find_delta_index(const kvc_plan *plan, int32_t delta) {
     return begin + 1;
 }
 
-/* Adds a piece to the plan; context: the kvc_plan. */
-static void list_piece(void *context, const kvc_run *piece, int32_t token) {
+/* Adds a segment to the plan; context: the kvc_plan. */
+static void list_segment(void *context, const kvc_run *segment, int32_t token) {
     kvc_plan *plan = context;
-    plan->pieces[plan->num_pieces++] = (kvc_piece){.rows = piece->block ? piece->block->rows : NULL,
-                                                   .slot = piece->slot,
-                                                   .count = piece->count,
-                                                   .position = piece->position,
-                                                   .delta_index = find_delta_index(plan, piece->delta),
-                                                   .token = token};
+    plan->segments[plan->num_segments++] = (kvc_segment){.rows = segment->block ? segment->block->rows : NULL,
+                                                         .slot = segment->slot,
+                                                         .count = segment->count,
+                                                         .position = segment->position,
+                                                         .delta_index = find_delta_index(plan, segment->delta),
+                                                         .token = token};
 }
 
-void kvc_list_pieces(kvc_plan *plan, const kvc_new_unit *from, kvc_unit *unit, const kvc_unit *before, uint8_t *marks) {
-    kvc_part_start *starts = plan->starts + unit->first_start;
-    int64_t piece = plan->num_pieces, rows_before = from->rows_before; /* rows in reach before `piece` */
-    if (from->first_part) memcpy(starts, plan->starts + before->first_start, (size_t)from->first_part * sizeof *starts);
+void kvc_list_segments(kvc_plan *plan, const kvc_new_slice *from, kvc_query_slice *slice, const kvc_query_slice *before,
+                       uint8_t *marks) {
+    kvc_split_start *starts = plan->starts + slice->first_start;
+    int64_t segment = plan->num_segments, rows_before = from->rows_before; /* rows in reach before `segment` */
+    if (from->first_split)
+        memcpy(starts, plan->starts + before->first_start, (size_t)from->first_split * sizeof *starts);
     for (int32_t i = from->first_run; i < from->num_runs; i++)
-        visit_run(&from->stored, &from->runs[i], -1, list_piece, plan);
-    unit->first_own_piece = plan->num_pieces;
-    visit_own_rows(plan, from, marks, list_piece, plan);
-    unit->end_piece = plan->num_pieces;
-    for (int32_t p = from->first_part; p < unit->num_parts; p++) {
-        const int64_t row = p * unit->part_rows;
-        while (row && rows_before + plan->pieces[piece].count <= row) rows_before += plan->pieces[piece++].count;
-        starts[p] = (kvc_part_start){piece, (int32_t)(row - rows_before)};
+        visit_run(&from->stored, &from->runs[i], -1, list_segment, plan);
+    slice->first_own_segment = plan->num_segments;
+    visit_own_rows(plan, from, marks, list_segment, plan);
+    slice->end_segment = plan->num_segments;
+    for (int32_t p = from->first_split; p < slice->num_splits; p++) {
+        const int64_t row = p * slice->split_rows;
+        while (row && rows_before + plan->segments[segment].count <= row)
+            rows_before += plan->segments[segment++].count;
+        starts[p] = (kvc_split_start){segment, (int32_t)(row - rows_before)};
     }
 }

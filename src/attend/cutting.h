@@ -1,35 +1,35 @@
-/* cutting.h: cuts the queries of a batch into units, and the rows that each sees into pieces and parts. */
+/* cutting.h: cuts the queries of a batch into slices, and the rows that each sees into segments and splits. */
 #ifndef KVC_CUTTING_H
 #define KVC_CUTTING_H
 
 #include "attend/work.h"
 
-/* The positions that queries of a unit see: [0, sinks) and [low, end). */
+/* The positions that queries of a slice see: [0, sinks) and [low, end). */
 typedef struct kvc_reach {
     int32_t sinks, low, end;
 } kvc_reach;
 
 /* What a plan hides of the batch's sequences, and leaves of their stored runs; both NULL where it hides nothing. */
 typedef struct kvc_view {
-    kvc_hidden_ranges *hidden; /* [batch->num_sequences] */
+    kvc_masked_ranges *masked; /* [batch->num_sequences] */
     kvc_run_list *stored;      /* [batch->num_sequences] */
 } kvc_view;
 
-/* A unit, and what is known of it only while its plan is made. */
-typedef struct kvc_new_unit {
-    kvc_unit unit;
+/* A slice, and what is known of it only while its plan is made. */
+typedef struct kvc_new_slice {
+    kvc_query_slice slice;
     kvc_reach stored, own; /* reach in the stored rows, and in the batch's own */
-    const kvc_run *runs;   /* [num_runs] that are stored, without hidden rows */
+    const kvc_run *runs;   /* [num_runs] that are stored, without masked rows */
     int32_t num_runs;
-    const kvc_hidden_ranges *hidden; /* of its sequence; NULL: the plan hides nothing */
+    const kvc_masked_ranges *masked; /* of its sequence; NULL: the plan hides nothing */
     int32_t is_whole;                /* it has all query tokens of its sequence */
     int64_t stored_rows;             /* number of stored rows in reach */
-    int64_t own_pieces;              /* number of pieces of the batch's own rows */
-    /* Filled in by jobs.c.  Parts below first_part are those of the unit before it in the order of rows.  The others
+    int64_t own_segments;            /* number of segments of the batch's own rows */
+    /* Filled in by jobs.c.  Splits below first_split are those of the slice before it in the order of rows.  The others
      * begin in run first_run; the runs before that have rows_before rows in reach. */
-    int32_t first_part, first_run;
+    int32_t first_split, first_run;
     int64_t rows_before;
-} kvc_new_unit;
+} kvc_new_slice;
 
 static inline int kvc_reach_is_all(const kvc_reach *reach) { return reach->low == 0 && reach->end == INT32_MAX; }
 
@@ -39,21 +39,23 @@ static inline int32_t kvc_rows_in_reach(const kvc_reach *reach, const kvc_run *r
     return kvc_run_part(run, 0, reach->sinks).count + kvc_run_part(run, reach->low, reach->end).count;
 }
 
-/* Returns an upper bound of how many runs are left of those stored when hidden rows are cut out. */
+/* Returns an upper bound of how many runs are left of those stored when masked rows are cut out. */
 int64_t kvc_most_shown_runs(const kvc_plan *plan);
 
-/* Fills in view->stored, from view->hidden.  runs: memory for kvc_most_shown_runs(plan). */
-void kvc_cut_hidden(const kvc_plan *plan, const kvc_view *view, kvc_run *runs);
+/* Fills in view->stored, from view->masked.  runs: memory for kvc_most_shown_runs(plan). */
+void kvc_cut_masked(const kvc_plan *plan, const kvc_view *view, kvc_run *runs);
 
-/* Counts the units that the plan's queries are cut into. */
-int32_t kvc_count_units(const kvc_plan *plan);
+/* Counts the slices that the plan's queries are cut into. */
+int32_t kvc_count_slices(const kvc_plan *plan);
 
-/* Fills in units[0 .. kvc_count_units(plan)), with what each sees.  marks: [batch->num_tokens], all 0, for a batch with
- * parents; they are 0 again afterwards. */
-void kvc_list_units(const kvc_plan *plan, const kvc_view *view, kvc_new_unit *units, uint8_t *marks);
+/* Fills in slices[0 .. kvc_count_slices(plan)), with what each sees.  marks: [batch->num_tokens], all 0, for a batch
+ * with parents; they are 0 again afterwards. */
+void kvc_list_slices(const kvc_plan *plan, const kvc_view *view, kvc_new_slice *slices, uint8_t *marks);
 
-/* Adds the pieces of `unit`, which is the plan's copy of from->unit, to the plan, and fills in where its parts begin.
- * Parts below from->first_part are those of `before`, the unit before it in the order of rows, and listed already. */
-void kvc_list_pieces(kvc_plan *plan, const kvc_new_unit *from, kvc_unit *unit, const kvc_unit *before, uint8_t *marks);
+/* Adds the segments of `slice`, which is the plan's copy of from->slice, to the plan, and fills in where its splits
+ * begin. Splits below from->first_split are those of `before`, the slice before it in the order of rows, and listed
+ * already. */
+void kvc_list_segments(kvc_plan *plan, const kvc_new_slice *from, kvc_query_slice *slice, const kvc_query_slice *before,
+                       uint8_t *marks);
 
 #endif

@@ -44,7 +44,7 @@ typedef struct dense {
     dense_row *rows;
     slice *slices;             /* [batch->num_sequences] */
     member *order;             /* [batch->num_sequences] sequences in the order in which they are written */
-    kvc_hidden_ranges *hidden; /* [batch->num_sequences]; NULL: nothing is hidden */
+    kvc_masked_ranges *masked; /* [batch->num_sequences]; NULL: nothing is masked */
     float *scratch;            /* for one kvc_rotator per task, where keys may have to be rotated */
 } dense;
 
@@ -208,9 +208,9 @@ static void hide(const masks *m, int64_t first, int64_t end) {
 }
 
 /* Whether the caller hides a row from all tokens. */
-static int is_hidden(const dense *d, const dense_row *row) {
+static int is_masked(const dense *d, const dense_row *row) {
     int32_t from = 0;
-    return d->hidden && !kvc_hidden_next(&d->hidden[row->sequence], &row->run, &from).count;
+    return d->masked && !kvc_masked_next(&d->masked[row->sequence], &row->run, &from).count;
 }
 
 /* Writes the masks of a token, which sees rows of its own sequence only. */
@@ -232,7 +232,7 @@ static void fill_masks(const dense *d, int32_t t) {
         const int is_tree = batch->parents && row->token >= 0;
         const int in_order = is_tree ? kvc_descends(batch, t, row->token) : sees_later || row->position <= position;
         const int in_reach = sees_all || (in_order && (row->position >= low || row->position < sinks));
-        const int sees = in_reach && !is_hidden(d, row);
+        const int sees = in_reach && !is_masked(d, row);
         if (m.mask) m.mask[at + i] = sees ? 0 : -INFINITY;
         if (m.seen) m.seen[at + i] = (uint8_t)sees;
     }
@@ -264,7 +264,7 @@ static kvc_status check_args(const kvc_batch *batch, int32_t layer, const kvc_de
     if (status == KVC_OK) status = kvc_check_attention(batch, layer);
     if (status == KVC_OK) status = kvc_check_rows_out(&batch->cache->layers[layer], d->args.rows, &d->out, "rows");
     if (status == KVC_OK) status = kvc_check_array(KVC_F32, d->args.mask_token_stride, 0, "mask");
-    if (status == KVC_OK) status = kvc_hidden_check(batch, d->args.hidden, d->args.hidden_size, d->args.num_hidden);
+    if (status == KVC_OK) status = kvc_masked_check(batch, d->args.masked, d->args.masked_size, d->args.num_masked);
     if (status != KVC_OK || !d->args.by_sequence) return status;
     const kvc_reader to = kvc_reader_for(batch->cache, layer, &d->out, NULL);
     status = kvc_check_strides(to.k_type, d->args.k_batch_stride, 0, "rows");
@@ -308,9 +308,9 @@ static kvc_status make_dense(dense *d) {
     const uint64_t slices = kvc_add_array(&size, (uint64_t)batch->num_sequences * sizeof *d->slices);
     const uint64_t order = kvc_add_array(&size, (uint64_t)batch->num_sequences * sizeof *d->order);
     const uint64_t scratch = kvc_add_array(&size, (uint64_t)d->num_tasks * floats * sizeof(float));
-    const uint64_t ranges = kvc_add_array(&size, (uint64_t)d->args.num_hidden * sizeof(kvc_hidden_range));
-    const uint64_t hidden =
-        kvc_add_array(&size, d->args.num_hidden ? (uint64_t)batch->num_sequences * sizeof *d->hidden : 0);
+    const uint64_t ranges = kvc_add_array(&size, (uint64_t)d->args.num_masked * sizeof(kvc_masked_range));
+    const uint64_t masked =
+        kvc_add_array(&size, d->args.num_masked ? (uint64_t)batch->num_sequences * sizeof *d->masked : 0);
     kvc_lock(cache);
     char *start = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
     kvc_unlock(cache, KVC_OK);
@@ -319,10 +319,10 @@ static kvc_status make_dense(dense *d) {
     d->slices = (void *)(start + slices);
     d->order = (void *)(start + order);
     if (floats) d->scratch = (void *)(start + scratch);
-    if (d->args.num_hidden) {
-        d->hidden = (void *)(start + hidden);
-        kvc_hidden_sort(batch, d->args.hidden, d->args.hidden_size, d->args.num_hidden, (void *)(start + ranges),
-                        d->hidden);
+    if (d->args.num_masked) {
+        d->masked = (void *)(start + masked);
+        kvc_masked_sort(batch, d->args.masked, d->args.masked_size, d->args.num_masked, (void *)(start + ranges),
+                        d->masked);
     }
     list_rows(d);
     kvc_parallel(d->num_tasks, d->num_tasks, fill_share, d);

@@ -1,12 +1,13 @@
-/* jobs.c: which units share rows, and in which order tasks are run.
+/* jobs.c: which slices share rows, and in which order tasks are run.
  *
  * The rule for tasks.  Which task computes what, and when, changes no bit, so the rule may look at everything:
- *   - Units of whole sequences whose parts begin with the same rows, as those of forks do, become one job, which reads
- *     these rows once and then goes on with the rest of each.  A job has at most KVC_TASK_QUERIES query rows if it is
+ *   - Slices of whole sequences whose splits begin with the same rows, as those of forks do, become one job, which
+ * reads these rows once and then goes on with the rest of each.  A job has at most KVC_TASK_QUERIES query rows if it is
  *     streamed, KVC_TILE_QUERIES if it is tiled, and at most 1 / TASKS_PER_THREAD of the work of one of the plan's
  *     threads.
  *   - The largest jobs come first, so that little is left to do when the last one begins.  Tasks go KV head by KV head,
- *     as units of a prompt then find its rows in a cache, unless there are fewer than TASKS_PER_THREAD jobs per thread.
+ *     as slices of a prompt then find its rows in a cache, unless there are fewer than TASKS_PER_THREAD jobs per
+ * thread.
  */
 #include "attend/jobs.h"
 
@@ -29,32 +30,32 @@ static int compare_starts(const kvc_run *a, const kvc_run *b) {
 
 static int is_same_run(const kvc_run *a, const kvc_run *b) { return a->count == b->count && compare_starts(a, b) == 0; }
 
-/* Orders units by their kind: what must be the same before they can share rows. */
-static int compare_kinds(const kvc_new_unit *a, const kvc_new_unit *b) {
-    int order = compare(a->unit.tiled, b->unit.tiled);
-    if (!order) order = compare(a->unit.part_rows, b->unit.part_rows);
+/* Orders slices by their kind: what must be the same before they can share rows. */
+static int compare_kinds(const kvc_new_slice *a, const kvc_new_slice *b) {
+    int order = compare(a->slice.tiled, b->slice.tiled);
+    if (!order) order = compare(a->slice.split_rows, b->slice.split_rows);
     if (!order) order = compare(a->stored.sinks, b->stored.sinks);
     if (!order) order = compare(a->stored.low, b->stored.low);
     return order ? order : compare(a->stored.end, b->stored.end);
 }
 
-/* Orders two units of one kind by the first run in which they differ: run same_runs. */
-static int compare_runs(const kvc_new_unit *a, const kvc_new_unit *b, int32_t same_runs) {
+/* Orders two slices of one kind by the first run in which they differ: run same_runs. */
+static int compare_runs(const kvc_new_slice *a, const kvc_new_slice *b, int32_t same_runs) {
     if (same_runs == a->num_runs || same_runs == b->num_runs) return compare(a->num_runs, b->num_runs);
     const kvc_run *x = a->runs + same_runs, *y = b->runs + same_runs;
     const int order = compare_starts(x, y);
     return order ? order : compare(x->count, y->count);
 }
 
-/* Orders units by kind, then by stored rows, then by index.  same_runs: see kvc_neighbour. */
-static int compare_units(const kvc_new_unit *units, int32_t a, int32_t b, int32_t same_runs) {
+/* Orders slices by kind, then by stored rows, then by index.  same_runs: see kvc_neighbour. */
+static int compare_slices(const kvc_new_slice *slices, int32_t a, int32_t b, int32_t same_runs) {
     const int order =
-        same_runs < 0 ? compare_kinds(&units[a], &units[b]) : compare_runs(&units[a], &units[b], same_runs);
+        same_runs < 0 ? compare_kinds(&slices[a], &slices[b]) : compare_runs(&slices[a], &slices[b], same_runs);
     return order ? order : compare(a, b);
 }
 
-/* Returns same_runs (see kvc_neighbour) of two units; it is known to be at least `known`. */
-static int32_t count_same_runs(const kvc_new_unit *a, const kvc_new_unit *b, int32_t known) {
+/* Returns same_runs (see kvc_neighbour) of two slices; it is known to be at least `known`. */
+static int32_t count_same_runs(const kvc_new_slice *a, const kvc_new_slice *b, int32_t known) {
     enum { STEP = 64 }; /* runs compared at once, as bytes: makes comparing long lists several times as fast */
     _Static_assert(sizeof(kvc_run) == sizeof(kvc_block *) + 4 * sizeof(int32_t), "runs have no padding");
     if (known < 0 && compare_kinds(a, b) != 0) return -1;
@@ -65,18 +66,18 @@ static int32_t count_same_runs(const kvc_new_unit *a, const kvc_new_unit *b, int
     return same;
 }
 
-/* Merges two sorted lists.  Picks, of their first units, the one that has more runs in common with the unit picked
+/* Merges two sorted lists.  Picks, of their first slices, the one that has more runs in common with the slice picked
  * last; compares them only at a tie, and only from there on (Ng and Kakehi 2008).  So sorting costs no more than one
- * walk over the runs that units have in common. */
-static void merge(const kvc_new_unit *units, kvc_neighbour *to, const kvc_neighbour *a, int32_t num_a,
+ * walk over the runs that slices have in common. */
+static void merge(const kvc_new_slice *slices, kvc_neighbour *to, const kvc_neighbour *a, int32_t num_a,
                   const kvc_neighbour *b, int32_t num_b) {
-    /* leading runs that the first unit of a, and of b, has in common with the unit picked last */
+    /* leading runs that the first slice of a, and of b, has in common with the slice picked last */
     int32_t same_a = -1, same_b = -1;
     for (; num_a || num_b; to++) {
         const int is_tie = num_a && num_b && same_a == same_b;
-        const int32_t same = is_tie ? count_same_runs(&units[a->unit], &units[b->unit], same_a) : 0;
+        const int32_t same = is_tie ? count_same_runs(&slices[a->slice], &slices[b->slice], same_a) : 0;
         const int takes_a =
-            is_tie ? compare_units(units, a->unit, b->unit, same) < 0 : !num_b || (num_a && same_a > same_b);
+            is_tie ? compare_slices(slices, a->slice, b->slice, same) < 0 : !num_b || (num_a && same_a > same_b);
         *to = takes_a ? *a++ : *b++;
         to->same_runs = takes_a ? same_a : same_b;
         if (is_tie) same_a = same_b = same;
@@ -87,170 +88,172 @@ static void merge(const kvc_new_unit *units, kvc_neighbour *to, const kvc_neighb
     }
 }
 
-/* Sorts the units of whole sequences: merges lists of one unit, then of two, of four ... */
-static void sort_whole(const kvc_new_unit *units, const kvc_unit_order *order) {
+/* Sorts the slices of whole sequences: merges lists of one slice, then of two, of four ... */
+static void sort_whole(const kvc_new_slice *slices, const kvc_slice_order *order) {
     const int64_t num = order->num_whole;
     for (int64_t width = 1; width < num; width *= 2) {
         for (int64_t first = 0; first < num; first += 2 * width) {
             const int64_t rest = num - first, num_a = rest < width ? rest : width;
             const int64_t num_b = rest - num_a < width ? rest - num_a : width;
             const kvc_neighbour *a = order->items + first;
-            merge(units, order->spare + first, a, (int32_t)num_a, a + num_a, (int32_t)num_b);
+            merge(slices, order->spare + first, a, (int32_t)num_a, a + num_a, (int32_t)num_b);
         }
         memcpy(order->items, order->spare, (size_t)num * sizeof *order->items);
     }
 }
 
-/* Counts the leading rows in reach that two units both have of run `run`, the first in which they differ. */
-static int32_t same_rows_of_run(const kvc_new_unit *a, const kvc_new_unit *b, int32_t run) {
+/* Counts the leading rows in reach that two slices both have of run `run`, the first in which they differ. */
+static int32_t same_rows_of_run(const kvc_new_slice *a, const kvc_new_slice *b, int32_t run) {
     if (run >= a->num_runs || run >= b->num_runs || compare_starts(&a->runs[run], &b->runs[run]) != 0) return 0;
     return kvc_rows_in_reach(&a->stored, a->runs[run].count < b->runs[run].count ? &a->runs[run] : &b->runs[run]);
 }
 
-/* Finds which rows and parts a unit has in common with the one before it, and in which run its own parts begin. */
-static void find_common_rows(kvc_new_unit *units, kvc_neighbour *n) {
-    kvc_new_unit *u = &units[n->unit];
+/* Finds which rows and splits a slice has in common with the one before it, and in which run its own splits begin. */
+static void find_common_rows(kvc_new_slice *slices, kvc_neighbour *n) {
+    kvc_new_slice *u = &slices[n->slice];
     const kvc_reach *reach = &u->stored;
     if (n->same_runs < 0) return;
     int32_t run = n->same_runs;
     int64_t rows_before = u->stored_rows; /* rows in reach before run `run` */
     for (int32_t i = run; i < u->num_runs; i++) rows_before -= kvc_rows_in_reach(reach, &u->runs[i]);
-    n->same_rows = rows_before + same_rows_of_run(&units[n[-1].unit], u, run);
-    const int64_t part = n->same_rows / u->unit.part_rows, begin = part * u->unit.part_rows;
+    n->same_rows = rows_before + same_rows_of_run(&slices[n[-1].slice], u, run);
+    const int64_t split = n->same_rows / u->slice.split_rows, begin = split * u->slice.split_rows;
     while (rows_before > begin) rows_before -= kvc_rows_in_reach(reach, &u->runs[--run]);
-    n->same_tile_rows = begin + (n->same_rows - begin) / u->unit.tile_rows * u->unit.tile_rows;
-    u->first_part = (int32_t)part;
+    n->same_tile_rows = begin + (n->same_rows - begin) / u->slice.tile_rows * u->slice.tile_rows;
+    u->first_split = (int32_t)split;
     u->first_run = run;
     u->rows_before = rows_before;
 }
 
-void kvc_order_units(kvc_new_unit *units, int32_t num_units, kvc_unit_order *order) {
+void kvc_order_slices(kvc_new_slice *slices, int32_t num_slices, kvc_slice_order *order) {
     int32_t whole = 0, others = 0;
-    for (int32_t u = 0; u < num_units; u++) order->num_whole += units[u].is_whole;
-    for (int32_t u = 0; u < num_units; u++)
-        order->items[units[u].is_whole ? whole++ : order->num_whole + others++] =
-            (kvc_neighbour){.unit = u, .same_runs = -1};
-    sort_whole(units, order);
-    for (int32_t i = 1; i < order->num_whole; i++) find_common_rows(units, &order->items[i]);
+    for (int32_t u = 0; u < num_slices; u++) order->num_whole += slices[u].is_whole;
+    for (int32_t u = 0; u < num_slices; u++)
+        order->items[slices[u].is_whole ? whole++ : order->num_whole + others++] =
+            (kvc_neighbour){.slice = u, .same_runs = -1};
+    sort_whole(slices, order);
+    for (int32_t i = 1; i < order->num_whole; i++) find_common_rows(slices, &order->items[i]);
 }
 
 /* ---- jobs -------------------------------------------------------------------------------------------------------- */
 
-/* Adds a job: one part of the units n[0 .. num), whose first `shared` rows are read once for all. */
-static void add_job(kvc_plan *plan, int32_t part, const kvc_neighbour *n, int32_t num, int64_t shared) {
+/* Adds a job: one split of the slices n[0 .. num), whose first `shared` rows are read once for all. */
+static void add_job(kvc_plan *plan, int32_t split, const kvc_neighbour *n, int32_t num, int64_t shared) {
     const kvc_job *last = plan->num_jobs ? &plan->jobs[plan->num_jobs - 1] : NULL;
-    kvc_job job = {.first_member = last ? last->first_member + last->num_members : 0,
-                   .num_members = num,
-                   .part = part,
+    kvc_job job = {.first_slice = last ? last->first_slice + last->num_slices : 0,
+                   .num_slices = num,
+                   .split = split,
                    .shared_rows = shared,
                    .rows = shared};
     for (int32_t m = 0; m < num; m++) {
-        const kvc_unit *unit = &plan->units[n[m].unit];
-        const int64_t rows = kvc_part_rows(unit, part);
+        const kvc_query_slice *slice = &plan->slices[n[m].slice];
+        const int64_t rows = kvc_split_rows(slice, split);
         job.rows += rows - shared;
-        job.work += rows * kvc_num_query_rows(plan, unit);
-        plan->members[job.first_member + m] = n[m].unit;
+        job.work += rows * kvc_num_query_rows(plan, slice);
+        plan->job_slices[job.first_slice + m] = n[m].slice;
     }
     plan->jobs[plan->num_jobs++] = job;
 }
 
-/* Adds a job of its own for each part of a unit from `part` on. */
-static void add_jobs_alone(kvc_plan *plan, int32_t unit, int32_t part) {
-    const kvc_neighbour alone = {.unit = unit};
-    for (; part < plan->units[unit].num_parts; part++)
-        add_job(plan, part, &alone, 1, kvc_part_rows(&plan->units[unit], part));
+/* Adds a job of its own for each split of a slice from `split` on. */
+static void add_jobs_alone(kvc_plan *plan, int32_t slice, int32_t split) {
+    const kvc_neighbour alone = {.slice = slice};
+    for (; split < plan->slices[slice].num_splits; split++)
+        add_job(plan, split, &alone, 1, kvc_split_rows(&plan->slices[slice], split));
 }
 
-/* Counts the leading rows of a part that a unit has in common with the one before it: whole tiles, or all it has. */
-static int64_t shared_in_part(const kvc_plan *plan, const kvc_neighbour *n, int32_t part) {
-    const kvc_unit *unit = &plan->units[n->unit];
-    const int64_t begin = part * unit->part_rows;
+/* Counts the leading rows of a split that a slice has in common with the one before it: whole tiles, or all it has. */
+static int64_t shared_in_split(const kvc_plan *plan, const kvc_neighbour *n, int32_t split) {
+    const kvc_query_slice *slice = &plan->slices[n->slice];
+    const int64_t begin = split * slice->split_rows;
     if (n->same_rows <= begin) return 0;
-    if (n->same_rows >= begin + unit->part_rows) return unit->part_rows;
-    const int is_all = n->same_rows == unit->num_rows && n->same_rows == plan->units[n[-1].unit].num_rows;
+    if (n->same_rows >= begin + slice->split_rows) return slice->split_rows;
+    const int is_all = n->same_rows == slice->num_rows && n->same_rows == plan->slices[n[-1].slice].num_rows;
     return (is_all ? n->same_rows : n->same_tile_rows) - begin;
 }
 
-/* Neighbours that become one job: items[0 .. num_units). */
+/* Neighbours that become one job: items[0 .. num_slices). */
 typedef struct job_group {
-    int32_t num_units;
-    int64_t shared_rows; /* leading rows of the part that they have in common */
+    int32_t num_slices;
+    int64_t shared_rows; /* leading rows of the split that they have in common */
     int64_t query_rows, work;
 } job_group;
 
-/* Adds a unit to a group, which then has `shared` rows in common. */
-static void join(job_group *g, const kvc_plan *plan, const kvc_unit *unit, int32_t part, int64_t shared) {
-    g->num_units++;
+/* Adds a slice to a group, which then has `shared` rows in common. */
+static void join(job_group *g, const kvc_plan *plan, const kvc_query_slice *slice, int32_t split, int64_t shared) {
+    g->num_slices++;
     g->shared_rows = shared;
-    g->query_rows += kvc_num_query_rows(plan, unit);
-    g->work += kvc_num_query_rows(plan, unit) * kvc_part_rows(unit, part);
+    g->query_rows += kvc_num_query_rows(plan, slice);
+    g->work += kvc_num_query_rows(plan, slice) * kvc_split_rows(slice, split);
 }
 
-/* Whether a unit can join a group within the limits on query rows and work. */
-static int has_room(const job_group *g, const kvc_plan *plan, const kvc_unit *unit, int32_t part, int64_t most_work) {
-    const int32_t query_rows = kvc_num_query_rows(plan, unit);
-    return g->query_rows + query_rows <= (unit->tiled ? KVC_TILE_QUERIES : KVC_TASK_QUERIES) &&
-           g->work + query_rows * kvc_part_rows(unit, part) <= most_work;
+/* Whether a slice can join a group within the limits on query rows and work. */
+static int has_room(const job_group *g, const kvc_plan *plan, const kvc_query_slice *slice, int32_t split,
+                    int64_t most_work) {
+    const int32_t query_rows = kvc_num_query_rows(plan, slice);
+    return g->query_rows + query_rows <= (slice->tiled ? KVC_TILE_QUERIES : KVC_TASK_QUERIES) &&
+           g->work + query_rows * kvc_split_rows(slice, split) <= most_work;
 }
 
-/* Returns how many rows fewer are read if units become one job.  A job of M units, of which unit m has R(m) rows in the
- * part and all have the first S of them in common, reads
+/* Returns how many rows fewer are read if slices become one job.  A job of M slices, of which slice m has R(m) rows in
+ * the split and all have the first S of them in common, reads
  *
  *     S + sum of (R(m) - S) over m  =  sum of R(m) over m - S * (M - 1)
  *
  * rows, so joining them saves S * (M - 1).  S is the least that any two neighbours among them share. */
-static int64_t rows_saved(int64_t shared, int64_t num_units) { return shared * (num_units - 1); }
+static int64_t rows_saved(int64_t shared, int64_t num_slices) { return shared * (num_slices - 1); }
 
-/* Whether the unit after a group had better begin the next group, with the unit after it, than join this one, be it
- * alone or with that unit.  shared: rows that it has in common with the group's last unit; next_shared: with the unit
- * after it.  For a group of M units that share S rows, of which S1 are left once one has joined and S2 once both have,
- * and with T for next_shared: S1 * M and S2 * (M + 1) are less than S * (M - 1) + T. */
+/* Whether the slice after a group had better begin the next group, with the slice after it, than join this one, be it
+ * alone or with that slice.  shared: rows that it has in common with the group's last slice; next_shared: with the
+ * slice after it.  For a group of M slices that share S rows, of which S1 are left once one has joined and S2 once both
+ * have, and with T for next_shared: S1 * M and S2 * (M + 1) are less than S * (M - 1) + T. */
 static int is_better_apart(const job_group *g, int64_t shared, int64_t next_shared) {
     const int64_t joined = kvc_smaller(g->shared_rows, shared), both_joined = kvc_smaller(joined, next_shared);
-    const int64_t apart = rows_saved(g->shared_rows, g->num_units) + rows_saved(next_shared, 2);
-    return rows_saved(joined, g->num_units + 1) < apart && rows_saved(both_joined, g->num_units + 2) < apart;
+    const int64_t apart = rows_saved(g->shared_rows, g->num_slices) + rows_saved(next_shared, 2);
+    return rows_saved(joined, g->num_slices + 1) < apart && rows_saved(both_joined, g->num_slices + 2) < apart;
 }
 
-/* Groups items[0] with those units after it that become one job with it.  To save as many rows as possible over the
- * whole list, it is cut greedily, looking one unit ahead: the next unit joins as long as it shares rows, has room and
+/* Groups items[0] with those slices after it that become one job with it.  To save as many rows as possible over the
+ * whole list, it is cut greedily, looking one slice ahead: the next slice joins as long as it shares rows, has room and
  * is not better apart. */
-static job_group group_neighbours(const kvc_plan *plan, const kvc_neighbour *items, int32_t num, int32_t part,
+static job_group group_neighbours(const kvc_plan *plan, const kvc_neighbour *items, int32_t num, int32_t split,
                                   int64_t most_work) {
-    const kvc_unit *unit = &plan->units[items->unit];
+    const kvc_query_slice *slice = &plan->slices[items->slice];
     job_group g = {0};
-    join(&g, plan, unit, part, kvc_part_rows(unit, part));
+    join(&g, plan, slice, split, kvc_split_rows(slice, split));
     for (int32_t i = 1; i < num && items[i].shared_rows; i++) {
-        unit = &plan->units[items[i].unit];
-        if (!has_room(&g, plan, unit, part, most_work)) break;
+        slice = &plan->slices[items[i].slice];
+        if (!has_room(&g, plan, slice, split, most_work)) break;
         if (is_better_apart(&g, items[i].shared_rows, i + 1 < num ? items[i + 1].shared_rows : 0)) break;
-        join(&g, plan, unit, part, kvc_smaller(g.shared_rows, items[i].shared_rows));
+        join(&g, plan, slice, split, kvc_smaller(g.shared_rows, items[i].shared_rows));
     }
     return g;
 }
 
-/* Adds the jobs of one part of items[0 .. num).  Keeps in `items` the units that share rows of the next part with a
- * neighbour, and returns their number; adds jobs for all further parts of the others. */
-static int32_t add_jobs_of_part(kvc_plan *plan, kvc_neighbour *items, int32_t num, int32_t part, int64_t most_work) {
+/* Adds the jobs of one split of items[0 .. num).  Keeps in `items` the slices that share rows of the next split with a
+ * neighbour, and returns their number; adds jobs for all further splits of the others. */
+static int32_t add_jobs_of_split(kvc_plan *plan, kvc_neighbour *items, int32_t num, int32_t split, int64_t most_work) {
     int32_t kept = 0;
-    for (int32_t i = 0; i < num; i++) items[i].shared_rows = i ? shared_in_part(plan, &items[i], part) : 0;
+    for (int32_t i = 0; i < num; i++) items[i].shared_rows = i ? shared_in_split(plan, &items[i], split) : 0;
     for (int32_t i = 0; i < num;) {
-        const job_group g = group_neighbours(plan, items + i, num - i, part, most_work);
-        add_job(plan, part, items + i, g.num_units, g.shared_rows);
-        i += g.num_units;
+        const job_group g = group_neighbours(plan, items + i, num - i, split, most_work);
+        add_job(plan, split, items + i, g.num_slices, g.shared_rows);
+        i += g.num_slices;
     }
     for (int32_t i = 0; i < num; i++) {
         const kvc_neighbour item = items[i];
-        if (shared_in_part(plan, &items[i], part + 1) || (i + 1 < num && shared_in_part(plan, &items[i + 1], part + 1)))
+        if (shared_in_split(plan, &items[i], split + 1) ||
+            (i + 1 < num && shared_in_split(plan, &items[i + 1], split + 1)))
             items[kept++] = item;
         else
-            add_jobs_alone(plan, item.unit, part + 1);
+            add_jobs_alone(plan, item.slice, split + 1);
     }
     return kept;
 }
 
 static int by_work(const void *a, const void *b) {
     const kvc_job *x = a, *y = b;
-    return x->work != y->work ? compare(y->work, x->work) : compare(x->first_member, y->first_member);
+    return x->work != y->work ? compare(y->work, x->work) : compare(x->first_slice, y->first_slice);
 }
 
 /* Sorts the jobs, the largest first, unless they are in order already. */
@@ -260,17 +263,17 @@ static void sort_jobs(kvc_plan *plan) {
     if (i < plan->num_jobs) qsort(plan->jobs, (size_t)plan->num_jobs, sizeof *plan->jobs, by_work);
 }
 
-void kvc_find_jobs(kvc_plan *plan, const kvc_new_unit *units, const kvc_unit_order *order) {
+void kvc_find_jobs(kvc_plan *plan, const kvc_new_slice *slices, const kvc_slice_order *order) {
     const int64_t enough_jobs = TASKS_PER_THREAD * (int64_t)plan->args.num_threads;
     int64_t work = 0, most_work = INT64_MAX;
-    int32_t num = order->num_whole > 1 ? order->num_whole : 0; /* units that may share rows of the next part */
+    int32_t num = order->num_whole > 1 ? order->num_whole : 0; /* slices that may share rows of the next split */
     plan->num_jobs = 0;
-    for (int32_t u = 0; u < plan->num_units; u++) {
-        work += plan->units[u].num_rows * kvc_num_query_rows(plan, &plan->units[u]);
-        if (!num || !units[u].is_whole) add_jobs_alone(plan, u, 0);
+    for (int32_t u = 0; u < plan->num_slices; u++) {
+        work += plan->slices[u].num_rows * kvc_num_query_rows(plan, &plan->slices[u]);
+        if (!num || !slices[u].is_whole) add_jobs_alone(plan, u, 0);
     }
     if (plan->args.num_threads > 1) most_work = work * plan->num_kv_heads / enough_jobs;
-    for (int32_t part = 0; num; part++) num = add_jobs_of_part(plan, order->items, num, part, most_work);
+    for (int32_t split = 0; num; split++) num = add_jobs_of_split(plan, order->items, num, split, most_work);
     sort_jobs(plan);
     plan->by_head = plan->args.num_threads == 1 || plan->num_jobs >= enough_jobs;
 }

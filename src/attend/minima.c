@@ -6,8 +6,8 @@
 void kvc_add_up_blocks(const kvc_task *t) {
     const kvc_plan *plan = t->call->plan;
     for (int32_t r = 0; r < t->num_query_rows; r++) {
-        const float *q = t->q + (size_t)r * (size_t)plan->lane.q_stride;
-        float *sums = t->q_blocks + (size_t)r * (size_t)plan->lane.block_stride;
+        const float *q = t->q + (size_t)r * (size_t)plan->workspace.q_stride;
+        float *sums = t->q_blocks + (size_t)r * (size_t)plan->workspace.block_stride;
         for (int32_t d = 0; d < plan->k_dim; d += KVC_QUANT_ELEMENTS) {
             float sum[4] = {0};
             for (int32_t i = d; i < d + KVC_QUANT_ELEMENTS; i += 4)
@@ -18,10 +18,10 @@ void kvc_add_up_blocks(const kvc_task *t) {
 }
 
 void kvc_score_minima(const kvc_task *t, int32_t n) {
-    const kvc_lane_layout *lane = &t->call->plan->lane;
-    t->call->kernels->matmul(t->scores, KVC_TILE, t->q_blocks, lane->block_stride, t->lane + lane->minima, KVC_TILE,
-                             t->num_query_rows, n, t->call->plan->k_dim / KVC_QUANT_ELEMENTS, 1,
-                             (kvc_ahead){.bytes = 0});
+    const kvc_workspace_layout *workspace = &t->call->plan->workspace;
+    t->call->kernels->matmul(t->scores, KVC_TILE, t->q_blocks, workspace->block_stride,
+                             t->workspace + workspace->minima, KVC_TILE, t->num_query_rows, n,
+                             t->call->plan->k_dim / KVC_QUANT_ELEMENTS, 1, (kvc_ahead){.bytes = 0});
 }
 
 /* Adds to each column of a block of acc what its minima sum to. */
@@ -36,11 +36,11 @@ static void add_to_columns(float *acc, const float *sums, int32_t num_blocks) {
 void kvc_accumulate_minima(const kvc_task *t, int32_t n) {
     enum { AT_ONCE = 8 }; /* rows that kernels score at once: of fewer, each takes as long as all of these */
     const kvc_plan *plan = t->call->plan;
-    const kvc_lane_layout *lane = &plan->lane;
+    const kvc_workspace_layout *workspace = &plan->workspace;
     const int32_t num_blocks = plan->v_dim / KVC_QUANT_ELEMENTS;
-    float *const sums = t->lane + lane->sum_blocks;
+    float *const sums = t->workspace + workspace->sum_blocks;
     for (int32_t b = 0; b < num_blocks; b += KVC_TILE) {
-        float *const minima = t->lane + lane->minima + (size_t)b * KVC_TILE;
+        float *const minima = t->workspace + workspace->minima + (size_t)b * KVC_TILE;
         const int32_t some = (int32_t)kvc_smaller(num_blocks - b, KVC_TILE);
         const int32_t padded = (some + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
         memset(minima + some * KVC_TILE, 0, (size_t)(padded - some) * KVC_TILE * sizeof *minima);
@@ -49,7 +49,7 @@ void kvc_accumulate_minima(const kvc_task *t, int32_t n) {
         t->call->kernels->score[KVC_F32].score(sums, t->scores, KVC_TILE, t->num_query_rows, minima,
                                                KVC_TILE * sizeof *minima, padded, KVC_TILE, (kvc_ahead){.bytes = 0});
         for (int32_t r = 0; r < t->num_query_rows; r++)
-            add_to_columns(t->acc + (size_t)r * (size_t)lane->acc_stride + (size_t)b * KVC_QUANT_ELEMENTS,
+            add_to_columns(t->acc + (size_t)r * (size_t)workspace->acc_stride + (size_t)b * KVC_QUANT_ELEMENTS,
                            sums + (size_t)r * KVC_TILE, some);
     }
 }

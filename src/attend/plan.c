@@ -1,13 +1,13 @@
 /* plan.c: makes plans: memory, deltas, the public functions.
  *
- * A plan is one allocation, whose size is known only once its units are.  So new_plan and make_plan go this way:
- *   1. Count the units, and take scratch for them; cut what is hidden out of the stored runs.
+ * A plan is one allocation, whose size is known only once its slices are.  So new_plan and make_plan go this way:
+ *   1. Count the slices, and take scratch for them; cut what is masked out of the stored runs.
  *   2. List them, with what each sees (cutting.c).
  *   3. Sort those of whole sequences by their stored runs, and find what neighbours have in common (jobs.c).
  *   4. Size the plan's arrays, and allocate them.
  *   5. List the deltas, and compute their angles.
- *   6. List the pieces; those of parts that neighbours have in common are listed once (cutting.c).
- *   7. Join neighbours into jobs, part by part (jobs.c).
+ *   6. List the segments; those of splits that neighbours have in common are listed once (cutting.c).
+ *   7. Join neighbours into jobs, split by split (jobs.c).
  */
 #include "attend/plan.h"
 
@@ -20,53 +20,53 @@
 
 /* What a plan is made from, in scratch that is given back once the plan is made. */
 typedef struct maker {
-    kvc_plan *plan;      /* a struct on the stack, until allocate_plan copies it to its allocation */
-    kvc_new_unit *units; /* [plan->num_units] */
-    kvc_unit_order order;
+    kvc_plan *plan;        /* a struct on the stack, until allocate_plan copies it to its allocation */
+    kvc_new_slice *slices; /* [plan->num_slices] */
+    kvc_slice_order order;
     kvc_view view;
-    uint8_t *marks; /* marks for kvc_list_units */
-    void *scratch;  /* allocation that holds units, order, view and marks; NULL if a single unit needs none */
+    uint8_t *marks; /* marks for kvc_list_slices */
+    void *scratch;  /* allocation that holds slices, order, view and marks; NULL if a single slice needs none */
     uint64_t size;  /* bytes of scratch */
-    /* What units and order.items point at where there is no scratch. */
-    kvc_new_unit one_unit;
+    /* What slices and order.items point at where there is no scratch. */
+    kvc_new_slice one_slice;
     kvc_neighbour one_item;
 } maker;
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
-/* Takes memory for the units that were counted, for marks and, where ranges are hidden, for a view, which it fills in.
+/* Takes memory for the slices that were counted, for marks and, where ranges are masked, for a view, which it fills in.
  * Returns 0 if memory is exhausted. */
 static int take_scratch(maker *m) {
     const kvc_plan_args *args = &m->plan->args;
     kvc_batch *batch = m->plan->batch;
-    const uint64_t num = (uint64_t)m->plan->num_units, num_hidden = (uint64_t)args->num_hidden;
-    const uint64_t sequences = num_hidden ? (uint64_t)batch->num_sequences : 0;
-    const uint64_t shown = num_hidden ? (uint64_t)kvc_most_shown_runs(m->plan) : 0;
-    m->units = &m->one_unit;
+    const uint64_t num = (uint64_t)m->plan->num_slices, num_masked = (uint64_t)args->num_masked;
+    const uint64_t sequences = num_masked ? (uint64_t)batch->num_sequences : 0;
+    const uint64_t shown = num_masked ? (uint64_t)kvc_most_shown_runs(m->plan) : 0;
+    m->slices = &m->one_slice;
     m->order.items = &m->one_item;
-    if (num == 1 && !batch->parents && !num_hidden) return 1;
-    const uint64_t units = kvc_add_array(&m->size, num * sizeof *m->units);
+    if (num == 1 && !batch->parents && !num_masked) return 1;
+    const uint64_t slices = kvc_add_array(&m->size, num * sizeof *m->slices);
     const uint64_t items = kvc_add_array(&m->size, num * sizeof *m->order.items);
     const uint64_t spare = kvc_add_array(&m->size, num * sizeof *m->order.spare);
     const uint64_t marks = kvc_add_array(&m->size, batch->parents ? (uint64_t)batch->num_tokens : 0);
-    const uint64_t ranges = kvc_add_array(&m->size, num_hidden * sizeof(kvc_hidden_range));
-    const uint64_t hidden = kvc_add_array(&m->size, sequences * sizeof *m->view.hidden);
+    const uint64_t ranges = kvc_add_array(&m->size, num_masked * sizeof(kvc_masked_range));
+    const uint64_t masked = kvc_add_array(&m->size, sequences * sizeof *m->view.masked);
     const uint64_t stored = kvc_add_array(&m->size, sequences * sizeof *m->view.stored);
     const uint64_t runs = kvc_add_array(&m->size, shown * sizeof(kvc_run));
     kvc_lock(batch->cache);
     char *start = m->scratch = kvc_scratch_take(batch->cache, &m->size);
     kvc_unlock(batch->cache, KVC_OK);
     if (!start) return 0;
-    m->units = (void *)(start + units);
+    m->slices = (void *)(start + slices);
     m->order.items = (void *)(start + items);
     m->order.spare = (void *)(start + spare);
     m->marks = (void *)(start + marks);
     if (batch->parents) memset(m->marks, 0, (size_t)batch->num_tokens);
-    if (num_hidden) {
-        m->view = (kvc_view){(void *)(start + hidden), (void *)(start + stored)};
-        kvc_hidden_sort(batch, args->hidden, args->hidden_size, args->num_hidden, (void *)(start + ranges),
-                        m->view.hidden);
-        kvc_cut_hidden(m->plan, &m->view, (void *)(start + runs));
+    if (num_masked) {
+        m->view = (kvc_view){(void *)(start + masked), (void *)(start + stored)};
+        kvc_masked_sort(batch, args->masked, args->masked_size, args->num_masked, (void *)(start + ranges),
+                        m->view.masked);
+        kvc_cut_masked(m->plan, &m->view, (void *)(start + runs));
     }
     return 1;
 }
@@ -78,42 +78,42 @@ static void give_scratch(const maker *m, kvc_cache *cache) {
     kvc_unlock(cache, KVC_OK);
 }
 
-/* What the units of a plan add up to. */
+/* What the slices of a plan add up to. */
 typedef struct totals {
-    int64_t pieces;           /* upper bound of the number of pieces */
-    int64_t parts, counters;  /* lengths of plan->starts and plan->remaining */
-    int64_t whole_query_rows; /* query rows of the units of whole sequences */
+    int64_t segments;         /* upper bound of the number of segments */
+    int64_t splits, counters; /* lengths of plan->starts and plan->remaining */
+    int64_t whole_query_rows; /* query rows of the slices of whole sequences */
     uint64_t partials;        /* floats in plan->partials */
-    int32_t most_query_rows;  /* most query rows of one unit */
+    int32_t most_query_rows;  /* most query rows of one slice */
     int32_t any_tiled;
     double multiply_adds;
 } totals;
 
-/* Gives each unit its place in the plan's arrays, and adds up their sizes. */
-static totals lay_out_units(const maker *m) {
+/* Gives each slice its place in the plan's arrays, and adds up their sizes. */
+static totals lay_out_slices(const maker *m) {
     const kvc_plan *plan = m->plan;
     totals t = {0};
-    for (int32_t i = 0; i < plan->num_units; i++) {
-        kvc_new_unit *u = &m->units[i];
-        kvc_unit *unit = &u->unit;
-        const int32_t query_rows = kvc_num_query_rows(plan, unit);
-        const uint64_t tasks = (uint64_t)unit->num_parts * (uint64_t)plan->num_kv_heads;
-        unit->first_start = t.parts;
-        unit->first_counter = t.counters;
-        unit->partials = t.partials;
-        t.pieces += (int64_t)(u->num_runs - u->first_run) * (u->stored.sinks ? 2 : 1) + u->own_pieces;
-        t.parts += unit->num_parts;
+    for (int32_t i = 0; i < plan->num_slices; i++) {
+        kvc_new_slice *u = &m->slices[i];
+        kvc_query_slice *slice = &u->slice;
+        const int32_t query_rows = kvc_num_query_rows(plan, slice);
+        const uint64_t tasks = (uint64_t)slice->num_splits * (uint64_t)plan->num_kv_heads;
+        slice->first_start = t.splits;
+        slice->first_counter = t.counters;
+        slice->partials = t.partials;
+        t.segments += (int64_t)(u->num_runs - u->first_run) * (u->stored.sinks ? 2 : 1) + u->own_segments;
+        t.splits += slice->num_splits;
         t.counters += plan->num_kv_heads;
         t.whole_query_rows += u->is_whole ? query_rows : 0;
-        if (unit->num_parts > 1) t.partials += tasks * kvc_partial_size(query_rows, plan->lane.acc_stride);
+        if (slice->num_splits > 1) t.partials += tasks * kvc_partial_size(query_rows, plan->workspace.acc_stride);
         if (query_rows > t.most_query_rows) t.most_query_rows = query_rows;
-        t.any_tiled |= unit->tiled;
-        t.multiply_adds += (double)unit->num_rows * query_rows * plan->num_kv_heads * (plan->k_dim + plan->v_dim);
+        t.any_tiled |= slice->tiled;
+        t.multiply_adds += (double)slice->num_rows * query_rows * plan->num_kv_heads * (plan->k_dim + plan->v_dim);
     }
     return t;
 }
 
-/* Appends an array of floats to a lane that has *size so far; returns the array's offset. */
+/* Appends an array of floats to a workspace that has *size so far; returns the array's offset. */
 static uint64_t add_floats(uint64_t *size, uint64_t count) {
     const uint64_t at = *size;
     *size += (count + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
@@ -134,43 +134,43 @@ static int has_minima_apart(const kvc_plan *plan, int any_tiled) {
     return 0;
 }
 
-/* Lays out a lane that is large enough for every task. */
-static void lay_out_lane(kvc_plan *plan, const totals *t) {
-    kvc_lane_layout *lane = &plan->lane;
+/* Lays out a workspace that is large enough for every task. */
+static void lay_out_workspace(kvc_plan *plan, const totals *t) {
+    kvc_workspace_layout *workspace = &plan->workspace;
     const int64_t most_of_job = kvc_smaller(t->whole_query_rows, t->any_tiled ? KVC_TILE_QUERIES : KVC_TASK_QUERIES);
     const uint64_t q = (uint64_t)(most_of_job > t->most_query_rows ? most_of_job : t->most_query_rows);
     const uint64_t chunks = kvc_align_up((uint64_t)plan->k_dim, KVC_CHUNK) / KVC_CHUNK;
-    lane->q_stride = (int32_t)(chunks * (t->any_tiled ? KVC_PACKED : KVC_CHUNK));
-    lane->size = 0;
-    lane->q = add_floats(&lane->size, q * (uint64_t)lane->q_stride);
+    workspace->q_stride = (int32_t)(chunks * (t->any_tiled ? KVC_PACKED : KVC_CHUNK));
+    workspace->size = 0;
+    workspace->q = add_floats(&workspace->size, q * (uint64_t)workspace->q_stride);
     const uint64_t tile_rows = t->any_tiled ? (uint64_t)kvc_tile_rows(plan) : 0, scores = q * KVC_TILE;
     const uint64_t block = t->any_tiled ? KVC_BLOCK_QUERIES * KVC_WEIGHTS_STRIDE : 0;
-    lane->scores = add_floats(&lane->size, scores > block ? scores : block);
-    lane->acc = add_floats(&lane->size, q * (uint64_t)lane->acc_stride);
-    lane->max = add_floats(&lane->size, q);
-    lane->sum = add_floats(&lane->size, q);
-    lane->factor = add_floats(&lane->size, q);
-    lane->tokens = add_floats(&lane->size, q); /* an int32_t is as large as a float */
-    lane->keys = add_floats(&lane->size, (uint64_t)lane->q_stride * tile_rows);
-    lane->values =
-        add_floats(&lane->size, tile_rows ? (uint64_t)lane->acc_stride * (KVC_WIDE_TILE / KVC_CHUNK * KVC_PACKED) : 0);
-    const int32_t widest = lane->q_stride > lane->acc_stride ? lane->q_stride : lane->acc_stride;
-    lane->rows = add_floats(&lane->size, (uint64_t)widest * KVC_TILE); /* enough for rows of any type */
-    lane->zeros = add_floats(&lane->size, (uint64_t)widest);
+    workspace->scores = add_floats(&workspace->size, scores > block ? scores : block);
+    workspace->acc = add_floats(&workspace->size, q * (uint64_t)workspace->acc_stride);
+    workspace->max = add_floats(&workspace->size, q);
+    workspace->sum = add_floats(&workspace->size, q);
+    workspace->factor = add_floats(&workspace->size, q);
+    workspace->tokens = add_floats(&workspace->size, q); /* an int32_t is as large as a float */
+    workspace->keys = add_floats(&workspace->size, (uint64_t)workspace->q_stride * tile_rows);
+    workspace->values = add_floats(
+        &workspace->size, tile_rows ? (uint64_t)workspace->acc_stride * (KVC_WIDE_TILE / KVC_CHUNK * KVC_PACKED) : 0);
+    const int32_t widest = workspace->q_stride > workspace->acc_stride ? workspace->q_stride : workspace->acc_stride;
+    workspace->rows = add_floats(&workspace->size, (uint64_t)widest * KVC_TILE); /* enough for rows of any type */
+    workspace->zeros = add_floats(&workspace->size, (uint64_t)widest);
     if (!has_minima_apart(plan, t->any_tiled)) return;
-    lane->block_stride = (int32_t)kvc_align_up((uint64_t)widest / KVC_QUANT_ELEMENTS, KVC_LANES);
-    lane->minima = add_floats(&lane->size, (uint64_t)lane->block_stride * KVC_TILE);
-    lane->q_blocks = add_floats(&lane->size, q * (uint64_t)lane->block_stride);
-    lane->sum_blocks = add_floats(&lane->size, q * KVC_TILE);
+    workspace->block_stride = (int32_t)kvc_align_up((uint64_t)widest / KVC_QUANT_ELEMENTS, KVC_LANES);
+    workspace->minima = add_floats(&workspace->size, (uint64_t)workspace->block_stride * KVC_TILE);
+    workspace->q_blocks = add_floats(&workspace->size, q * (uint64_t)workspace->block_stride);
+    workspace->sum_blocks = add_floats(&workspace->size, q * KVC_TILE);
 }
 
 /* The arrays of a plan, in the order in which they lie behind its struct. */
 enum plan_array {
-    PLAN_UNITS,
-    PLAN_PIECES,
+    PLAN_SLICES,
+    PLAN_SEGMENTS,
     PLAN_STARTS,
     PLAN_JOBS,
-    PLAN_MEMBERS,
+    PLAN_JOB_SLICES,
     PLAN_COUNTERS,
     PLAN_STATES,
     PLAN_FLAGS,
@@ -178,32 +178,32 @@ enum plan_array {
     PLAN_ANGLES,
     PLAN_ROPE_TABLE,
     PLAN_NON_CAUSAL,
-    PLAN_HIDDEN,
+    PLAN_MASKED,
     PLAN_PARTIALS,
-    PLAN_LANES,
+    PLAN_WORKSPACES,
     NUM_PLAN_ARRAYS
 };
 
 /* Finds the offsets of a plan's arrays from the beginning of its struct; returns the size of the whole, in bytes. */
 static uint64_t lay_out_arrays(const kvc_plan *plan, const totals *t, uint64_t *at) {
-    const uint64_t parts = (uint64_t)t->parts, deltas = (uint64_t)plan->num_deltas;
-    const uint64_t angles = deltas * (uint64_t)plan->angles_stride, lanes = (uint64_t)plan->num_lanes;
+    const uint64_t splits = (uint64_t)t->splits, deltas = (uint64_t)plan->num_deltas;
+    const uint64_t angles = deltas * (uint64_t)plan->angles_stride, workspaces = (uint64_t)plan->num_workspaces;
     uint64_t size = sizeof(kvc_plan);
-    at[PLAN_UNITS] = (uint64_t)plan->num_units * sizeof(kvc_unit);
-    at[PLAN_PIECES] = (uint64_t)t->pieces * sizeof(kvc_piece);
-    at[PLAN_STARTS] = parts * sizeof(kvc_part_start);
-    at[PLAN_JOBS] = parts * sizeof(kvc_job); /* upper bound: no part is shared */
-    at[PLAN_MEMBERS] = parts * sizeof(int32_t);
+    at[PLAN_SLICES] = (uint64_t)plan->num_slices * sizeof(kvc_query_slice);
+    at[PLAN_SEGMENTS] = (uint64_t)t->segments * sizeof(kvc_segment);
+    at[PLAN_STARTS] = splits * sizeof(kvc_split_start);
+    at[PLAN_JOBS] = splits * sizeof(kvc_job); /* upper bound: no split is shared */
+    at[PLAN_JOB_SLICES] = splits * sizeof(int32_t);
     at[PLAN_COUNTERS] = (uint64_t)t->counters * sizeof(atomic_int);
-    at[PLAN_STATES] = parts * (uint64_t)plan->num_kv_heads;
-    at[PLAN_FLAGS] = lanes * sizeof(atomic_flag);
+    at[PLAN_STATES] = splits * (uint64_t)plan->num_kv_heads;
+    at[PLAN_FLAGS] = workspaces * sizeof(atomic_flag);
     at[PLAN_DELTAS] = deltas * sizeof(int32_t);
     at[PLAN_ANGLES] = (uint64_t)plan->batch->cache->num_ropes * angles * sizeof(float);
     at[PLAN_ROPE_TABLE] = deltas ? (1 + KVC_NEAR) * (uint64_t)plan->angles_stride * sizeof(double) : 0;
     at[PLAN_NON_CAUSAL] = plan->args.non_causal ? (uint64_t)plan->args.num_tokens : 0;
-    at[PLAN_HIDDEN] = (uint64_t)plan->args.num_hidden * sizeof(kvc_hidden);
+    at[PLAN_MASKED] = (uint64_t)plan->args.num_masked * sizeof(kvc_masked);
     at[PLAN_PARTIALS] = t->partials * sizeof(float);
-    at[PLAN_LANES] = lanes * plan->lane.size * sizeof(float);
+    at[PLAN_WORKSPACES] = workspaces * plan->workspace.size * sizeof(float);
     kvc_add_arrays(&size, at, NUM_PLAN_ARRAYS);
     return size;
 }
@@ -211,32 +211,32 @@ static uint64_t lay_out_arrays(const kvc_plan *plan, const totals *t, uint64_t *
 /* Copies the caller's arrays to the plan's own. */
 static void copy_given(kvc_plan *plan) {
     kvc_plan_args *args = &plan->args;
-    for (int32_t i = 0; i < args->num_hidden; i++) plan->hidden[i] = kvc_hidden_at(args->hidden, args->hidden_size, i);
-    args->hidden = plan->hidden;
-    args->hidden_size = sizeof *plan->hidden;
+    for (int32_t i = 0; i < args->num_masked; i++) plan->masked[i] = kvc_masked_at(args->masked, args->masked_size, i);
+    args->masked = plan->masked;
+    args->masked_size = sizeof *plan->masked;
     if (!args->non_causal) return;
     memcpy(plan->non_causal, args->non_causal, (size_t)args->num_tokens);
     args->non_causal = plan->non_causal;
 }
 
 /* Copies a plan from the stack to the beginning of its allocation, and points it at the arrays there. */
-static kvc_plan *place_plan(const kvc_plan *draft, const uint64_t *at, char *start) {
-    kvc_plan *plan = memcpy(start, draft, sizeof *draft);
-    plan->units = (void *)(start + at[PLAN_UNITS]);
-    plan->pieces = (void *)(start + at[PLAN_PIECES]);
+static kvc_plan *place_plan(const kvc_plan *sketch, const uint64_t *at, char *start) {
+    kvc_plan *plan = memcpy(start, sketch, sizeof *sketch);
+    plan->slices = (void *)(start + at[PLAN_SLICES]);
+    plan->segments = (void *)(start + at[PLAN_SEGMENTS]);
     plan->starts = (void *)(start + at[PLAN_STARTS]);
     plan->jobs = (void *)(start + at[PLAN_JOBS]);
-    plan->members = (void *)(start + at[PLAN_MEMBERS]);
+    plan->job_slices = (void *)(start + at[PLAN_JOB_SLICES]);
     plan->remaining = (void *)(start + at[PLAN_COUNTERS]);
     plan->round.states = (void *)(start + at[PLAN_STATES]);
-    plan->lane_taken = (void *)(start + at[PLAN_FLAGS]);
+    plan->workspace_taken = (void *)(start + at[PLAN_FLAGS]);
     plan->deltas = (void *)(start + at[PLAN_DELTAS]);
     plan->angles = (void *)(start + at[PLAN_ANGLES]);
     plan->rope_table = (void *)(start + at[PLAN_ROPE_TABLE]);
     plan->non_causal = (void *)(start + at[PLAN_NON_CAUSAL]);
-    plan->hidden = (void *)(start + at[PLAN_HIDDEN]);
+    plan->masked = (void *)(start + at[PLAN_MASKED]);
     plan->partials = (void *)(start + at[PLAN_PARTIALS]);
-    plan->lanes = (void *)(start + at[PLAN_LANES]);
+    plan->workspaces = (void *)(start + at[PLAN_WORKSPACES]);
     copy_given(plan);
     return plan;
 }
@@ -246,9 +246,9 @@ static kvc_plan *place_plan(const kvc_plan *draft, const uint64_t *at, char *sta
 /* Calls visit for each stored run with a delta that is neither 0 nor that of the run before it. */
 static void visit_deltas(const maker *m, void (*visit)(kvc_plan *plan, int32_t delta)) {
     int32_t last = 0;
-    for (int32_t i = 0; i < m->plan->num_units; i++) {
-        const kvc_new_unit *u = &m->units[i];
-        if (i && u[-1].unit.sequence == u->unit.sequence) continue; /* it has the same runs */
+    for (int32_t i = 0; i < m->plan->num_slices; i++) {
+        const kvc_new_slice *u = &m->slices[i];
+        if (i && u[-1].slice.sequence == u->slice.sequence) continue; /* it has the same runs */
         for (int32_t r = u->first_run; r < u->num_runs; last = u->runs[r++].delta)
             if (u->runs[r].delta && u->runs[r].delta != last) visit(m->plan, u->runs[r].delta);
     }
@@ -313,58 +313,58 @@ static void after_fork(kvc_plan_link *link) {
     kvc_plan *plan = (kvc_plan *)link;
     if (!plan->is_made) return;
     atomic_flag_clear(&plan->round.lock);
-    for (int32_t i = 0; i < plan->num_lanes; i++) atomic_flag_clear(&plan->lane_taken[i]);
+    for (int32_t i = 0; i < plan->num_workspaces; i++) atomic_flag_clear(&plan->workspace_taken[i]);
     kvc_plan_reset(plan);
 }
 
 /* Moves the plan to an allocation with room for its arrays, and adds it to batch->plans; NULL on failure. */
-static kvc_plan *allocate_plan(const kvc_plan *draft, const totals *t) {
-    kvc_batch *batch = draft->batch;
-    uint64_t at[NUM_PLAN_ARRAYS], size = lay_out_arrays(draft, t, at);
+static kvc_plan *allocate_plan(const kvc_plan *sketch, const totals *t) {
+    kvc_batch *batch = sketch->batch;
+    uint64_t at[NUM_PLAN_ARRAYS], size = lay_out_arrays(sketch, t, at);
     kvc_lock(batch->cache);
     char *start = kvc_scratch_take(batch->cache, &size);
-    kvc_plan *plan = start ? place_plan(draft, at, start) : NULL;
+    kvc_plan *plan = start ? place_plan(sketch, at, start) : NULL;
     if (plan) {
         plan->link = (kvc_plan_link){.next = batch->plans, .size = size, .after_fork = after_fork};
         batch->plans = &plan->link;
         atomic_flag_clear(&plan->taken);
         atomic_flag_test_and_set(&plan->taken);
-        for (int32_t i = 0; i < plan->num_lanes; i++) atomic_flag_clear(&plan->lane_taken[i]);
+        for (int32_t i = 0; i < plan->num_workspaces; i++) atomic_flag_clear(&plan->workspace_taken[i]);
     }
     kvc_unlock(batch->cache, KVC_OK);
     return plan;
 }
 
-/* Lists the pieces of all units, in the order of rows. */
-static void list_pieces(const maker *m) {
+/* Lists the segments of all slices, in the order of rows. */
+static void list_segments(const maker *m) {
     kvc_plan *plan = m->plan;
-    const kvc_unit *before = NULL;
-    for (int32_t i = 0; i < plan->num_units; i++) {
-        const int32_t u = m->order.items[i].unit;
-        plan->units[u] = m->units[u].unit;
-        kvc_list_pieces(plan, &m->units[u], &plan->units[u], before, m->marks);
-        before = &plan->units[u];
+    const kvc_query_slice *before = NULL;
+    for (int32_t i = 0; i < plan->num_slices; i++) {
+        const int32_t u = m->order.items[i].slice;
+        plan->slices[u] = m->slices[u].slice;
+        kvc_list_segments(plan, &m->slices[u], &plan->slices[u], before, m->marks);
+        before = &plan->slices[u];
     }
 }
 
-/* Makes the plan of the units that were counted.  Nobody else changes blocks and sequences of an open batch, so they
+/* Makes the plan of the slices that were counted.  Nobody else changes blocks and sequences of an open batch, so they
  * are read without the mutex. */
 static kvc_plan *make_plan(maker *m) {
-    kvc_plan *draft = m->plan;
-    kvc_cache *cache = draft->batch->cache;
-    kvc_list_units(draft, &m->view, m->units, m->marks);
-    kvc_order_units(m->units, draft->num_units, &m->order);
+    kvc_plan *sketch = m->plan;
+    kvc_cache *cache = sketch->batch->cache;
+    kvc_list_slices(sketch, &m->view, m->slices, m->marks);
+    kvc_order_slices(m->slices, sketch->num_slices, &m->order);
     count_deltas(m);
-    const totals t = lay_out_units(m);
-    draft->num_lanes = (int32_t)kvc_smaller(draft->args.num_threads, t.parts * draft->num_kv_heads);
-    draft->multiply_adds = t.multiply_adds;
-    lay_out_lane(draft, &t);
-    kvc_plan *plan = m->plan = allocate_plan(draft, &t);
+    const totals t = lay_out_slices(m);
+    sketch->num_workspaces = (int32_t)kvc_smaller(sketch->args.num_threads, t.splits * sketch->num_kv_heads);
+    sketch->multiply_adds = t.multiply_adds;
+    lay_out_workspace(sketch, &t);
+    kvc_plan *plan = m->plan = allocate_plan(sketch, &t);
     if (!plan) return NULL;
     if (plan->num_deltas) list_deltas(m);
     compute_angles(plan);
-    list_pieces(m);
-    kvc_find_jobs(plan, m->units, &m->order);
+    list_segments(m);
+    kvc_find_jobs(plan, m->slices, &m->order);
     atomic_flag_clear(&plan->round.lock);
     kvc_plan_reset(plan);
     kvc_lock(cache);
@@ -377,17 +377,17 @@ static kvc_plan *make_plan(maker *m) {
 static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **out) {
     const kvc_layer *layer = &batch->cache->layers[args->layer];
     const int32_t group = batch->cache->group_of[args->layer];
-    kvc_plan draft = {.batch = batch,
-                      .args = *args,
-                      .group = group,
-                      .num_kv_heads = layer->num_kv_heads,
-                      .k_dim = layer->k_dim,
-                      .v_dim = layer->v_dim,
-                      .num_cross_puts = kvc_num_cross_puts(batch, group),
-                      .heads_per_kv = args->num_heads / layer->num_kv_heads};
-    draft.lane.acc_stride = (int32_t)kvc_align_up((size_t)layer->v_dim, KVC_LANES);
-    draft.num_units = kvc_count_units(&draft);
-    maker m = {.plan = &draft};
+    kvc_plan sketch = {.batch = batch,
+                       .args = *args,
+                       .group = group,
+                       .num_kv_heads = layer->num_kv_heads,
+                       .k_dim = layer->k_dim,
+                       .v_dim = layer->v_dim,
+                       .num_cross_puts = kvc_num_cross_puts(batch, group),
+                       .heads_per_kv = args->num_heads / layer->num_kv_heads};
+    sketch.workspace.acc_stride = (int32_t)kvc_align_up((size_t)layer->v_dim, KVC_LANES);
+    sketch.num_slices = kvc_count_slices(&sketch);
+    maker m = {.plan = &sketch};
     *out = take_scratch(&m) ? make_plan(&m) : NULL;
     give_scratch(&m, batch->cache);
     return *out ? KVC_OK : kvc_fail(KVC_ERR_NOMEM, "out of memory for the tasks of an attention");
@@ -406,14 +406,14 @@ kvc_status kvc_plan_check(const kvc_batch *batch, kvc_plan_args *args) {
         return kvc_fail(KVC_ERR_INVALID, "num_threads is %d: it must be between 1 and %d, or 0 for the cache's",
                         args->num_threads, KVC_MOST_THREADS);
     if (!args->num_threads) args->num_threads = kvc_cache_threads(batch->cache);
-    return kvc_hidden_check(batch, args->hidden, args->hidden_size, args->num_hidden);
+    return kvc_masked_check(batch, args->masked, args->masked_size, args->num_masked);
 }
 
 /* Whether a plan hides these ranges, given in the same order. */
 static int hides(const kvc_plan *plan, const kvc_plan_args *args) {
-    if (plan->args.num_hidden != args->num_hidden) return 0;
-    for (int32_t i = 0; i < args->num_hidden; i++) {
-        const kvc_hidden own = plan->hidden[i], given = kvc_hidden_at(args->hidden, args->hidden_size, i);
+    if (plan->args.num_masked != args->num_masked) return 0;
+    for (int32_t i = 0; i < args->num_masked; i++) {
+        const kvc_masked own = plan->masked[i], given = kvc_masked_at(args->masked, args->masked_size, i);
         if (own.seq_id != given.seq_id || own.begin != given.begin || own.end != given.end) return 0;
     }
     return 1;
@@ -452,15 +452,16 @@ kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *given, kvc_plan *
 }
 
 void kvc_plan_recount(kvc_plan *plan) {
-    for (int32_t u = 0; u < plan->num_units; u++)
+    for (int32_t u = 0; u < plan->num_slices; u++)
         for (int32_t h = 0; h < plan->num_kv_heads; h++)
-            atomic_store_explicit(&plan->remaining[plan->units[u].first_counter + h], plan->units[u].num_parts,
+            atomic_store_explicit(&plan->remaining[plan->slices[u].first_counter + h], plan->slices[u].num_splits,
                                   memory_order_relaxed);
     for (int64_t i = 0, num = kvc_plan_num_tasks(plan); i < num; i++) {
         if (plan->round.states[i] != KVC_TASK_DONE) continue;
         const kvc_job *job = kvc_job_of(plan, i);
-        for (int64_t m = job->first_member; m < job->first_member + job->num_members; m++)
-            atomic_fetch_sub(&plan->remaining[plan->units[plan->members[m]].first_counter + kvc_head_of(plan, i)], 1);
+        for (int64_t m = job->first_slice; m < job->first_slice + job->num_slices; m++)
+            atomic_fetch_sub(&plan->remaining[plan->slices[plan->job_slices[m]].first_counter + kvc_head_of(plan, i)],
+                             1);
     }
 }
 

@@ -51,9 +51,9 @@ static int64_t step_on(kvc_row_place *p, int64_t most) {
     return rows;
 }
 
-/* Copies rows to the lane.  Walks in registers: each row may be a stretch. */
+/* Copies rows to the workspace.  Walks in registers: each row may be a stretch. */
 static void copy_rows(const kvc_task *t, kvc_walk *w, int64_t rows) {
-    uint8_t *to = (uint8_t *)(t->lane + t->call->plan->lane.rows);
+    uint8_t *to = (uint8_t *)(t->workspace + t->call->plan->workspace.rows);
     const size_t bytes = w->row_bytes;
     kvc_row_place p = w->place;
     for (int64_t some; rows; rows -= some) {
@@ -66,11 +66,11 @@ static void copy_rows(const kvc_task *t, kvc_walk *w, int64_t rows) {
     w->place = p;
 }
 
-/* Copies rows to the lane, unpacked or decoded, `stride` bytes apart. */
+/* Copies rows to the workspace, unpacked or decoded, `stride` bytes apart. */
 static void decode_rows(const kvc_task *t, kvc_walk *w, int64_t rows, int64_t stride) {
     const kvc_call *c = t->call;
-    const kvc_lane_layout *lane = &c->plan->lane;
-    uint8_t *const to = (uint8_t *)(t->lane + lane->rows);
+    const kvc_workspace_layout *workspace = &c->plan->workspace;
+    uint8_t *const to = (uint8_t *)(t->workspace + workspace->rows);
     for (int64_t done = 0, some; done < rows; done += some) {
         const uint8_t *from = row_at(w, &w->place);
         const ptrdiff_t step = step_of(w, w->place.at);
@@ -78,21 +78,22 @@ static void decode_rows(const kvc_task *t, kvc_walk *w, int64_t rows, int64_t st
         if (w->kernel_type == KVC_F32)
             c->kernels->convert(w->type, KVC_F32, to + done * stride, stride, from, step, some, w->dim);
         else
-            c->kernels->unpack(w->type, to + done * stride, from, step, some, w->dim, t->lane + lane->minima + done);
+            c->kernels->unpack(w->type, to + done * stride, from, step, some, w->dim,
+                               t->workspace + workspace->minima + done);
     }
 }
 
 kvc_kernel_rows kvc_take_rows(const kvc_task *t, kvc_walk *w, int64_t rows) {
-    const void *const lane = t->lane + t->call->plan->lane.rows;
+    const void *const workspace = t->workspace + t->call->plan->workspace.rows;
     w->left -= rows;
     if (w->kernel_type != w->type) {
         const int64_t stride = (int64_t)kvc_row_bytes(w->kernel_type, w->dim);
         decode_rows(t, w, rows, stride);
-        return (kvc_kernel_rows){lane, stride, rows};
+        return (kvc_kernel_rows){workspace, stride, rows};
     }
     if (rows_behind(&w->place) < rows) {
         copy_rows(t, w, rows);
-        return (kvc_kernel_rows){lane, (int64_t)w->row_bytes, rows};
+        return (kvc_kernel_rows){workspace, (int64_t)w->row_bytes, rows};
     }
     const kvc_kernel_rows in_place = {row_at(w, &w->place), step_of(w, w->place.at), rows};
     step_on(&w->place, rows);

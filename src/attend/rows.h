@@ -1,6 +1,6 @@
 /* rows.h: gives kernels the rows of a tile, and what to prefetch.
  *
- * Kernels take rows that lie evenly.  Others are copied to the lane, or given a few at a time.
+ * Kernels take rows that lie evenly.  Others are copied to the workspace, or given a few at a time.
  */
 #ifndef KVC_ROWS_H
 #define KVC_ROWS_H
@@ -35,7 +35,7 @@ typedef struct kvc_kernel_rows {
     int64_t stride, num;
 } kvc_kernel_rows;
 
-/* Takes `rows` rows: where they lie if evenly and of a type that kernels take, else copied to the lane. */
+/* Takes `rows` rows: where they lie if evenly and of a type that kernels take, else copied to the workspace. */
 kvc_kernel_rows kvc_take_rows(const kvc_task *t, kvc_walk *w, int64_t rows);
 
 /* Takes as many rows as a kernel is best given next: floats of a long stretch, else a few; all, where they are

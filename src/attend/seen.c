@@ -125,7 +125,7 @@ static int32_t add_row(kvc_stretch *to, int32_t num, const uint8_t *k, const uin
 void kvc_clear_unseen(const kvc_task *t, const kvc_tile *tile, kvc_tile *own) {
     const kvc_call *c = t->call;
     const kvc_visible v = kvc_visible_to(c, t->tokens[0]);
-    float *const zeros = t->lane + c->plan->lane.zeros;
+    float *const zeros = t->workspace + c->plan->workspace.zeros;
     const kvc_stretch *stretch = tile->stretches;
     int32_t num = 0;
     memset(zeros, 0, (size_t)tile->layout->v_row_bytes);

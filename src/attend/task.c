@@ -17,34 +17,34 @@
 
 /* ---- a task and its views ---------------------------------------------------------------------------------------- */
 
-kvc_task kvc_make_task(kvc_call *c, int64_t i, float *lane) {
+kvc_task kvc_make_task(kvc_call *c, int64_t i, float *workspace) {
     const kvc_plan *plan = c->plan;
-    const kvc_lane_layout *at = &plan->lane;
+    const kvc_workspace_layout *at = &plan->workspace;
     const kvc_job *job = kvc_job_of(plan, i);
-    const kvc_unit *unit = kvc_unit_of(plan, job, 0);
+    const kvc_query_slice *slice = kvc_slice_of(plan, job, 0);
     kvc_task t = {.call = c,
                   .job = job,
-                  .unit = unit,
-                  .k_as = kvc_taken_as(c->kernels, c->layer->k_type, unit->tiled),
-                  .v_as = kvc_taken_as(c->kernels, c->layer->v_type, unit->tiled),
+                  .slice = slice,
+                  .k_as = kvc_taken_as(c->kernels, c->layer->k_type, slice->tiled),
+                  .v_as = kvc_taken_as(c->kernels, c->layer->v_type, slice->tiled),
                   .index = i,
                   .head = kvc_head_of(plan, i),
-                  .part = job->part,
-                  .lane = lane,
-                  .q = lane + at->q,
-                  .q_blocks = lane + at->q_blocks,
-                  .scores = lane + at->scores,
-                  .acc = lane + at->acc,
-                  .max = lane + at->max,
-                  .sum = lane + at->sum,
-                  .factor = lane + at->factor,
+                  .split = job->split,
+                  .workspace = workspace,
+                  .q = workspace + at->q,
+                  .q_blocks = workspace + at->q_blocks,
+                  .scores = workspace + at->scores,
+                  .acc = workspace + at->acc,
+                  .max = workspace + at->max,
+                  .sum = workspace + at->sum,
+                  .factor = workspace + at->factor,
                   .delta_index = KVC_UNPREPARED,
-                  .tokens = (void *)(lane + at->tokens)};
+                  .tokens = (void *)(workspace + at->tokens)};
     int32_t num_tokens = 0;
-    for (int32_t m = 0; m < job->num_members; m++) {
-        if (m) unit = kvc_unit_of(plan, job, m);
-        memcpy(t.tokens + num_tokens, plan->batch->order + unit->first, (size_t)unit->num_tokens * sizeof *t.tokens);
-        num_tokens += unit->num_tokens;
+    for (int32_t m = 0; m < job->num_slices; m++) {
+        if (m) slice = kvc_slice_of(plan, job, m);
+        memcpy(t.tokens + num_tokens, plan->batch->order + slice->first, (size_t)slice->num_tokens * sizeof *t.tokens);
+        num_tokens += slice->num_tokens;
     }
     t.num_query_rows = num_tokens * plan->heads_per_kv;
     return t;
@@ -56,21 +56,21 @@ static kvc_task view_of(const kvc_task *t, int32_t first, int32_t num_query_rows
     kvc_task view = *t;
     view.num_query_rows = num_query_rows;
     view.tokens += first / plan->heads_per_kv;
-    view.q += (size_t)first * (size_t)plan->lane.q_stride;
-    view.q_blocks += (size_t)first * (size_t)plan->lane.block_stride;
+    view.q += (size_t)first * (size_t)plan->workspace.q_stride;
+    view.q_blocks += (size_t)first * (size_t)plan->workspace.block_stride;
     view.scores += (size_t)first * KVC_TILE;
-    view.acc += (size_t)first * (size_t)plan->lane.acc_stride;
+    view.acc += (size_t)first * (size_t)plan->workspace.acc_stride;
     view.max += first;
     view.sum += first;
     view.factor += first;
     return view;
 }
 
-kvc_task kvc_member_of(const kvc_task *t, int32_t m, int32_t first) {
+kvc_task kvc_part_of(const kvc_task *t, int32_t m, int32_t first) {
     const kvc_plan *plan = t->call->plan;
-    const kvc_unit *unit = kvc_unit_of(plan, t->job, m);
-    kvc_task view = view_of(t, first, kvc_num_query_rows(plan, unit));
-    view.unit = unit;
+    const kvc_query_slice *slice = kvc_slice_of(plan, t->job, m);
+    kvc_task view = view_of(t, first, kvc_num_query_rows(plan, slice));
+    view.slice = slice;
     return view;
 }
 
@@ -88,19 +88,20 @@ void kvc_convert_query_rows(const kvc_call *c, int32_t from, int32_t to, void *d
     for (int32_t i = 0; i < num; i++) memcpy((char *)dst + i * dst_stride, (const char *)src + i * src_stride, bytes);
 }
 
-/* Copies the query rows to the lane, as rows of type `to`, with zeros up to the end of a chunk. */
+/* Copies the query rows to the workspace, as rows of type `to`, with zeros up to the end of a chunk. */
 static void load_query_rows(const kvc_task *t, int32_t to) {
     const kvc_call *c = t->call;
     const kvc_attend_args *a = c->args;
     const int32_t dim = c->plan->k_dim, heads = c->plan->heads_per_kv;
-    const int64_t stride = c->plan->lane.q_stride * (int64_t)sizeof(float);
+    const int64_t stride = c->plan->workspace.q_stride * (int64_t)sizeof(float);
     const int32_t padding = (KVC_CHUNK - dim % KVC_CHUNK) % KVC_CHUNK; /* elements */
     const size_t bytes = padding ? kvc_row_bytes(to, dim) : 0;
     const size_t padding_bytes = padding ? kvc_row_bytes(to, padding) : 0;
     char *row = (char *)t->q;
     for (int32_t r = 0; r < t->num_query_rows; r += heads) {
-        const char *q = (const char *)a->q + kvc_token_offset(kvc_token_of(t, r) - c->plan->args.first, a->inner_tokens,
-                                                              a->q_token_stride, a->q_batch_stride);
+        const char *q =
+            (const char *)a->q + kvc_token_offset(kvc_token_of(t, r) - c->plan->args.first, a->tokens_per_sequence,
+                                                  a->q_token_stride, a->q_batch_stride);
         kvc_convert_query_rows(c, a->q_type, to, row, stride, q + t->head * heads * a->q_head_stride, a->q_head_stride,
                                dim);
         for (int32_t i = 0; i < heads; i++, row += stride)
@@ -121,32 +122,32 @@ static void rotate_query_rows(const kvc_task *t, int32_t delta_index) {
     const kvc_plan *plan = c->plan;
     const float *angles = angles_of(c, delta_index);
     for (int32_t r = 0; r < t->num_query_rows; r++)
-        kvc_rope_rotate(c->rope, angles, t->q + (size_t)r * (size_t)plan->lane.q_stride);
+        kvc_rope_rotate(c->rope, angles, t->q + (size_t)r * (size_t)plan->workspace.q_stride);
 }
 
-/* A place in the pieces of a tile. */
-typedef struct piece_place {
-    const kvc_piece *piece;
+/* A place in the segments of a tile. */
+typedef struct segment_place {
+    const kvc_segment *segment;
     int32_t offset;
-} piece_place;
+} segment_place;
 
-/* Decodes the next n keys of a mixed tile to the lane, transforms them back, and rotates them. */
-static const float *rotate_keys(const kvc_task *t, const kvc_tile *tile, piece_place *at, int32_t n) {
+/* Decodes the next n keys of a mixed tile to the workspace, transforms them back, and rotates them. */
+static const float *rotate_keys(const kvc_task *t, const kvc_tile *tile, segment_place *at, int32_t n) {
     const kvc_call *c = t->call;
     const int32_t dim = c->plan->k_dim, order = kvc_key_order(c->layer);
-    const int64_t stride = c->plan->lane.q_stride * (int64_t)sizeof(float);
-    float *const first = t->lane + c->plan->lane.rows, *to = first;
+    const int64_t stride = c->plan->workspace.q_stride * (int64_t)sizeof(float);
+    float *const first = t->workspace + c->plan->workspace.rows, *to = first;
     for (int32_t i = 0, count; i < n; i += count) {
-        const kvc_piece *piece = at->piece;
-        count = (int32_t)kvc_smaller(piece->count - at->offset, n - i);
-        c->kernels->convert(c->layer->k_type, KVC_F32, to, stride, kvc_key_in(tile, piece, at->offset),
+        const kvc_segment *segment = at->segment;
+        count = (int32_t)kvc_smaller(segment->count - at->offset, n - i);
+        c->kernels->convert(c->layer->k_type, KVC_F32, to, stride, kvc_key_in(tile, segment, at->offset),
                             (int64_t)tile->layout->k_row_bytes, count, dim);
-        for (int32_t j = 0; j < count; j++, to += c->plan->lane.q_stride) {
+        for (int32_t j = 0; j < count; j++, to += c->plan->workspace.q_stride) {
             if (order) c->kernels->hadamard(to, to, dim, order);
-            if (piece->delta_index) kvc_rope_rotate_back(c->rope, angles_of(c, piece->delta_index), to);
+            if (segment->delta_index) kvc_rope_rotate_back(c->rope, angles_of(c, segment->delta_index), to);
         }
         at->offset += count;
-        if (at->offset == piece->count) at->piece++, at->offset = 0;
+        if (at->offset == segment->count) at->segment++, at->offset = 0;
     }
     return first;
 }
@@ -173,10 +174,10 @@ static const kvc_tiler *tiler_of(const kvc_task *t, int32_t type) {
     return kernel_type != type && kernels->decoded.score ? &kernels->decoded : &kernels->tiler[kernel_type];
 }
 
-int kvc_sum_shift(const kvc_task *t) { return t->unit->tiled ? tiler_of(t, t->call->layer->v_type)->sum_shift : 0; }
+int kvc_sum_shift(const kvc_task *t) { return t->slice->tiled ? tiler_of(t, t->call->layer->v_type)->sum_shift : 0; }
 
 int kvc_counts_powers_of_2(const kvc_task *t) {
-    return t->unit->tiled && tiler_of(t, t->call->layer->v_type)->weigh != NULL;
+    return t->slice->tiled && tiler_of(t, t->call->layer->v_type)->weigh != NULL;
 }
 
 /* How the keys of a tile are multiplied by many query rows. */
@@ -208,7 +209,7 @@ static key_product product_of(const kvc_task *t, const kvc_tile *tile) {
 static void transform_query_rows(const kvc_task *t, int32_t order) {
     const kvc_call *c = t->call;
     for (int32_t r = 0; r < t->num_query_rows; r++) {
-        float *q = t->q + (size_t)r * (size_t)c->plan->lane.q_stride;
+        float *q = t->q + (size_t)r * (size_t)c->plan->workspace.q_stride;
         c->kernels->hadamard(q, q, c->plan->k_dim, order);
     }
 }
@@ -221,19 +222,19 @@ static const float *query_rows_for(kvc_task *t, const kvc_tile *tile) {
     if (delta_index == t->delta_index) return t->q;
     const int32_t order = kvc_key_order(t->call->layer);
     const kvc_scorer *scorer = scorer_of(t, tile);
-    kvc_prepare_fn *prepare = t->unit->tiled ? product_of(t, tile).prepare : scorer->prepare;
-    const int is_bf16 = !t->unit->tiled && scorer == &t->call->kernels->score_bf16;
+    kvc_prepare_fn *prepare = t->slice->tiled ? product_of(t, tile).prepare : scorer->prepare;
+    const int is_bf16 = !t->slice->tiled && scorer == &t->call->kernels->score_bf16;
     t->delta_index = delta_index;
     load_query_rows(t, prepare && !is_bf16 ? KVC_F32 : t->call->args->q_type);
     if (!prepare) return t->q;
     if (delta_index > 0) rotate_query_rows(t, delta_index);
     if (order && delta_index != KVC_MIXED) transform_query_rows(t, order);
     if (key_minima_apart(t, tile)) kvc_add_up_blocks(t);
-    prepare(t->q, plan->lane.q_stride, t->num_query_rows, plan->k_dim, t->call->scale);
+    prepare(t->q, plan->workspace.q_stride, t->num_query_rows, plan->k_dim, t->call->scale);
     return t->q;
 }
 
-/* ---- what changes scores ---------------------------------------------------------------------------------------- */
+/* ---- what changes scores ----------------------------------------------------------------------------------------- */
 
 /* Applies softcap and ALiBi to the scores of one query row over a tile. */
 static void apply_softcap_and_alibi(const kvc_call *c, kvc_tile *tile, float *scores, int32_t token, int32_t head) {
@@ -285,12 +286,12 @@ typedef void attend_tile_fn(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_
 /* Scores a tile, and prefetches its values. */
 static void score_tile(kvc_task *t, const kvc_tile *tile) {
     const kvc_call *c = t->call;
-    const int32_t stride = c->plan->lane.q_stride, dim = c->plan->k_dim;
+    const int32_t stride = c->plan->workspace.q_stride, dim = c->plan->k_dim;
     kvc_score_fn *const score = scorer_of(t, tile)->score;
     const float *q = query_rows_for(t, tile);
     kvc_walk keys = kvc_walk_keys(t, tile), values = kvc_walk_values(t, tile);
     if (delta_index_of(t, tile) == KVC_MIXED) {
-        piece_place at = {tile->piece, tile->offset};
+        segment_place at = {tile->segment, tile->offset};
         score(t->scores, q, stride, t->num_query_rows, rotate_keys(t, tile, &at, tile->n), stride * (int64_t)sizeof *q,
               tile->n, dim, kvc_take_ahead(c, &values, tile->n));
         return;
@@ -314,13 +315,13 @@ static void accumulate_rows(const kvc_task *t, const float *weights, kvc_kernel_
     const kvc_call *c = t->call;
     const int32_t type = t->v_as, dim = c->plan->v_dim;
     const int is_cut = type >= KVC_FLOAT_TYPES && kvc_is_in_stretches(keys);
-    const int32_t parts = is_cut ? PARTS : 1;
+    const int32_t splits = is_cut ? PARTS : 1;
     const int32_t columns =
         is_cut ? (dim / PARTS + KVC_QUANT_ELEMENTS - 1) / KVC_QUANT_ELEMENTS * KVC_QUANT_ELEMENTS : dim;
     for (int32_t d = 0; d < dim; d += columns) {
         const int is_last = d + columns >= dim;
-        const kvc_ahead ahead = kvc_take_ahead(c, keys, is_last ? rows_ahead : (rows_ahead + parts - 1) / parts);
-        c->kernels->accumulate[type](t->acc + d, c->plan->lane.acc_stride, t->factor, weights, t->num_query_rows,
+        const kvc_ahead ahead = kvc_take_ahead(c, keys, is_last ? rows_ahead : (rows_ahead + splits - 1) / splits);
+        c->kernels->accumulate[type](t->acc + d, c->plan->workspace.acc_stride, t->factor, weights, t->num_query_rows,
                                      (const uint8_t *)values.first + (d ? kvc_row_bytes(type, d) : 0), values.stride,
                                      (int)values.num, is_last ? dim - d : columns, ahead);
     }
@@ -361,29 +362,30 @@ static kvc_task view_that_sees(const kvc_task *t, const kvc_tile *tile) {
     return view_of(t, first * heads, (end - first) * heads);
 }
 
-/* Packs the keys of a tile into the lane's panel. */
+/* Packs the keys of a tile into the workspace's panel. */
 static void pack_keys(const kvc_task *t, const kvc_tile *tile, kvc_pack_keys_fn *pack) {
     const kvc_plan *plan = t->call->plan;
     const int is_mixed = delta_index_of(t, tile) == KVC_MIXED;
-    piece_place at = {tile->piece, tile->offset};
+    segment_place at = {tile->segment, tile->offset};
     kvc_walk keys = kvc_walk_keys(t, tile);
     for (int32_t i = 0, n; i < tile->n; i += n) {
         n = (int32_t)kvc_smaller(tile->n - i, KVC_TILE);
-        const kvc_kernel_rows rows =
-            is_mixed ? (kvc_kernel_rows){rotate_keys(t, tile, &at, n), plan->lane.q_stride * (int64_t)sizeof(float), n}
-                     : kvc_take_rows(t, &keys, n);
-        pack(t->lane + plan->lane.keys, rows.first, rows.stride, i, n, plan->k_dim);
+        const kvc_kernel_rows rows = is_mixed ? (kvc_kernel_rows){rotate_keys(t, tile, &at, n),
+                                                                  plan->workspace.q_stride * (int64_t)sizeof(float), n}
+                                              : kvc_take_rows(t, &keys, n);
+        pack(t->workspace + plan->workspace.keys, rows.first, rows.stride, i, n, plan->k_dim);
     }
 }
 
-/* Packs the values of a tile into the lane's panel. */
+/* Packs the values of a tile into the workspace's panel. */
 static void pack_values(const kvc_task *t, const kvc_tile *tile, kvc_pack_values_fn *pack) {
     const kvc_plan *plan = t->call->plan;
     kvc_walk values = kvc_walk_values(t, tile);
     for (int32_t i = 0, n; i < tile->n; i += n) {
         n = (int32_t)kvc_smaller(tile->n - i, KVC_TILE);
         const kvc_kernel_rows rows = kvc_take_rows(t, &values, n);
-        pack(t->lane + plan->lane.values, plan->lane.acc_stride, rows.first, rows.stride, i, n, plan->v_dim);
+        pack(t->workspace + plan->workspace.values, plan->workspace.acc_stride, rows.first, rows.stride, i, n,
+             plan->v_dim);
     }
 }
 
@@ -400,7 +402,7 @@ static void weigh_block(const kvc_task *t, kvc_tile *tile, const query_block *b,
                          (kvc_ahead){.bytes = 0});
     for (int32_t r = first; r < b->end; r++)
         if (t->factor[r] != 1)
-            kernels->scale(t->acc + (size_t)r * (size_t)plan->lane.acc_stride, 0, 1, plan->v_dim, t->factor[r]);
+            kernels->scale(t->acc + (size_t)r * (size_t)plan->workspace.acc_stride, 0, 1, plan->v_dim, t->factor[r]);
 }
 
 /* Attends to a tile for many query rows: keys and values are packed into panels once, and multiplied, by a block of
@@ -408,33 +410,33 @@ static void weigh_block(const kvc_task *t, kvc_tile *tile, const query_block *b,
 static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming) {
     const kvc_call *c = all->call;
     const kvc_plan *plan = c->plan;
-    const kvc_lane_layout *lane = &plan->lane;
+    const kvc_workspace_layout *workspace = &plan->workspace;
     query_rows_for(all, current);
     const kvc_task view = view_that_sees(all, current), *t = &view;
     const kvc_tiler *values = tiler_of(t, c->layer->v_type);
     const key_product keys = product_of(t, current);
     const int32_t num = t->num_query_rows, at_once = values->weigh ? KVC_BLOCK_QUERIES : num;
     const int32_t k_room = values->weigh ? plan->k_dim : KVC_TILE,
-                  v_room = values->weigh ? KVC_WIDE_TILE : lane->acc_stride;
+                  v_room = values->weigh ? KVC_WIDE_TILE : workspace->acc_stride;
     pack_keys(t, current, keys.pack);
     kvc_next_tile(next, upcoming);
     kvc_walk next_keys = kvc_walk_keys(t, next), next_values = kvc_walk_values(t, next);
     const int32_t blocks = num ? (num + at_once - 1) / at_once : 1, ahead = (next->n + blocks - 1) / blocks;
-    query_block b = {0, 0, values->weigh ? t->lane + lane->scores : t->scores,
+    query_block b = {0, 0, values->weigh ? t->workspace + workspace->scores : t->scores,
                      values->weigh ? KVC_WEIGHTS_STRIDE : KVC_TILE};
     kvc_former former;
     if (c->kernels->begin) c->kernels->begin(&former);
     for (; b.first < num; b.first = b.end) {
         b.end = (int32_t)kvc_smaller(num, b.first + at_once);
-        keys.score(b.scores, b.stride, t->q + (size_t)b.first * (size_t)lane->q_stride, lane->q_stride,
-                   t->lane + lane->keys, k_room, b.end - b.first, current->n, plan->k_dim, 0,
+        keys.score(b.scores, b.stride, t->q + (size_t)b.first * (size_t)workspace->q_stride, workspace->q_stride,
+                   t->workspace + workspace->keys, k_room, b.end - b.first, current->n, plan->k_dim, 0,
                    kvc_take_ahead(c, &next_keys, ahead));
         if (key_minima_apart(t, current)) kvc_score_minima(t, current->n); /* without weigh: this block is all rows */
         weigh_block(t, current, &b, keys.scale, values->weigh);
         if (!b.first) pack_values(t, current, values->pack_values);
-        values->accumulate(t->acc + (size_t)b.first * (size_t)lane->acc_stride, lane->acc_stride, b.scores, b.stride,
-                           t->lane + lane->values, v_room, b.end - b.first, plan->v_dim, current->n, 1,
-                           kvc_take_ahead(c, &next_values, ahead));
+        values->accumulate(t->acc + (size_t)b.first * (size_t)workspace->acc_stride, workspace->acc_stride, b.scores,
+                           b.stride, t->workspace + workspace->values, v_room, b.end - b.first, plan->v_dim, current->n,
+                           1, kvc_take_ahead(c, &next_values, ahead));
     }
     if (kvc_lacks_minima(c->layer->v_type, t->v_as)) kvc_accumulate_minima(t, current->n);
     if (c->kernels->end) c->kernels->end(&former);
@@ -457,50 +459,50 @@ static void attend_apart(kvc_task *t, attend_tile_fn *attend_tile, kvc_tile *cur
 
 /* ---- the rows of a task ------------------------------------------------------------------------------------------ */
 
-/* Returns a cursor over `count` rows of a part of a unit, from its row `row` on. */
-static kvc_cursor cursor_at(const kvc_call *c, const kvc_unit *unit, int32_t part, int32_t head, int64_t row,
+/* Returns a cursor over `count` rows of a split of a slice, from its row `row` on. */
+static kvc_cursor cursor_at(const kvc_call *c, const kvc_query_slice *slice, int32_t split, int32_t head, int64_t row,
                             int64_t count) {
     const kvc_plan *plan = c->plan;
-    const kvc_part_start *start = &plan->starts[unit->first_start + part];
-    const kvc_piece *piece = plan->pieces + start->piece;
+    const kvc_split_start *start = &plan->starts[slice->first_start + split];
+    const kvc_segment *segment = plan->segments + start->segment;
     int64_t offset = start->offset + row;
-    while (count && offset >= piece->count) offset -= piece++->count;
+    while (count && offset >= segment->count) offset -= segment++->count;
     kvc_cursor at = {.layout = c->layout,
-                     .piece = piece,
+                     .segment = segment,
                      .offset = (int32_t)offset,
                      .head = head,
                      .num_rows = count,
-                     .window_rows = unit->tile_rows};
-    if (plan->num_deltas) at.changes_to_mix = unit->tiled ? KVC_TILED_DELTA_CHANGES : KVC_STREAM_DELTA_CHANGES;
-    if (unit->is_buffered && count)
+                     .window_rows = slice->tile_rows};
+    if (plan->num_deltas) at.changes_to_mix = slice->tiled ? KVC_TILED_DELTA_CHANGES : KVC_STREAM_DELTA_CHANGES;
+    if (slice->is_buffered && count)
         at.layout = &c->buffer->layout, at.buffer_rows = kvc_row_buffer_block(c->buffer)->rows;
     return at;
 }
 
-/* Counts the rows of the part that a member does not share with all others. */
-static int64_t num_own_rows(const kvc_job *job, const kvc_unit *unit) {
-    return kvc_part_rows(unit, job->part) - job->shared_rows;
+/* Counts the rows of the split that a slice does not share with all others. */
+static int64_t num_own_rows(const kvc_job *job, const kvc_query_slice *slice) {
+    return kvc_split_rows(slice, job->split) - job->shared_rows;
 }
 
-/* Returns a cursor over the rows of task i that come first: those that its members share, or those of the only member.
+/* Returns a cursor over the rows of task i that come first: those that its slices share, or those of the only slice.
  * It is empty if there is no task i. */
 static kvc_cursor first_rows(const kvc_call *c, int64_t i) {
     const kvc_plan *plan = c->plan;
     if (i >= c->num_tasks) return (kvc_cursor){.layout = c->layout};
     const kvc_job *job = kvc_job_of(plan, i);
-    const kvc_unit *unit = kvc_unit_of(plan, job, 0);
-    const int64_t rows = job->shared_rows ? job->shared_rows : num_own_rows(job, unit);
-    return cursor_at(c, unit, job->part, kvc_head_of(plan, i), 0, rows);
+    const kvc_query_slice *slice = kvc_slice_of(plan, job, 0);
+    const int64_t rows = job->shared_rows ? job->shared_rows : num_own_rows(job, slice);
+    return cursor_at(c, slice, job->split, kvc_head_of(plan, i), 0, rows);
 }
 
-/* Returns a cursor over the own rows of member m, or of the next one that has any; behind the last member, over the
+/* Returns a cursor over the own rows of slice m, or of the next one that has any; behind the last slice, over the
  * first rows of the task that this thread will probably run next. */
-static kvc_cursor rows_from_member(const kvc_task *t, int32_t m) {
+static kvc_cursor rows_from_slice(const kvc_task *t, int32_t m) {
     const kvc_plan *plan = t->call->plan;
-    for (; m < t->job->num_members; m++) {
-        const kvc_unit *unit = kvc_unit_of(plan, t->job, m);
-        const int64_t rows = num_own_rows(t->job, unit);
-        if (rows) return cursor_at(t->call, unit, t->part, t->head, t->job->shared_rows, rows);
+    for (; m < t->job->num_slices; m++) {
+        const kvc_query_slice *slice = kvc_slice_of(plan, t->job, m);
+        const int64_t rows = num_own_rows(t->job, slice);
+        if (rows) return cursor_at(t->call, slice, t->split, t->head, t->job->shared_rows, rows);
     }
     return first_rows(t->call, t->index + plan->args.num_threads);
 }
@@ -508,19 +510,19 @@ static kvc_cursor rows_from_member(const kvc_task *t, int32_t m) {
 int kvc_is_cancelled(kvc_call *c) {
     const volatile int32_t *cancel = c->args->cancel;
     if (cancel && atomic_load_explicit((const volatile _Atomic int32_t *)cancel, memory_order_relaxed)) return 1;
-    return kvc_watch_ask(&c->watch);
+    return kvc_poll_timer_ask(&c->timer);
 }
 
 /* Attends to the rows of a cursor, tile by tile.  ahead: rows that this thread will read next, of which the first tile
  * is prefetched.  Returns 0 if the call was cancelled. */
 static int attend_rows(kvc_task *t, kvc_cursor rows, kvc_cursor ahead) {
-    attend_tile_fn *const attend_tile = t->unit->tiled ? multiply_tile : stream_tile;
+    attend_tile_fn *const attend_tile = t->slice->tiled ? multiply_tile : stream_tile;
     const kvc_visible common = kvc_visible_to_all(t);
     kvc_tile tiles[2];
     kvc_next_tile(&tiles[0], &rows);
     for (int i = 0, is_last = !tiles[0].n; !is_last; i = !i) {
         kvc_tile *current = &tiles[i], *next = &tiles[!i];
-        if (t->unit->tiled && kvc_is_cancelled(t->call)) return 0; /* streamed tasks are short */
+        if (t->slice->tiled && kvc_is_cancelled(t->call)) return 0; /* streamed tasks are short */
         is_last = !rows.num_rows;
         kvc_cursor *const upcoming = is_last ? &ahead : &rows;
         current->is_seen = kvc_sees_whole_tile(t->call, current, &common);
@@ -543,23 +545,23 @@ static void prefetch_keys(const kvc_task *t) {
     kvc_prefetch(kvc_take_ahead(c, &keys, tile.n));
 }
 
-int kvc_attend_part(kvc_task *t) {
+int kvc_attend_split(kvc_task *t) {
     const kvc_plan *plan = t->call->plan;
     const kvc_job *job = t->job;
-    kvc_task own;    /* a view; copying the task of a single member took 100 cycles */
+    kvc_task own;    /* a view; copying the task of a single slice took 100 cycles */
     int goes_on = 1; /* until the call is cancelled */
     prefetch_keys(t);
-    memset(t->acc, 0, (size_t)t->num_query_rows * (size_t)plan->lane.acc_stride * sizeof(float));
+    memset(t->acc, 0, (size_t)t->num_query_rows * (size_t)plan->workspace.acc_stride * sizeof(float));
     for (int32_t r = 0; r < t->num_query_rows; r++) t->max[r] = -INFINITY, t->sum[r] = 0;
-    if (job->shared_rows) goes_on = attend_rows(t, first_rows(t->call, t->index), rows_from_member(t, 0));
-    for (int32_t m = 0, first = 0; goes_on && m < job->num_members; m++) {
-        if (job->num_members > 1) own = kvc_member_of(t, m, first);
-        kvc_task *const member = job->num_members > 1 ? &own : t;
-        const int64_t rows = num_own_rows(job, member->unit);
-        first += member->num_query_rows;
+    if (job->shared_rows) goes_on = attend_rows(t, first_rows(t->call, t->index), rows_from_slice(t, 0));
+    for (int32_t m = 0, first = 0; goes_on && m < job->num_slices; m++) {
+        if (job->num_slices > 1) own = kvc_part_of(t, m, first);
+        kvc_task *const part = job->num_slices > 1 ? &own : t;
+        const int64_t rows = num_own_rows(job, part->slice);
+        first += part->num_query_rows;
         if (rows)
-            goes_on = attend_rows(member, cursor_at(t->call, member->unit, t->part, t->head, job->shared_rows, rows),
-                                  rows_from_member(t, m + 1));
+            goes_on = attend_rows(part, cursor_at(t->call, part->slice, t->split, t->head, job->shared_rows, rows),
+                                  rows_from_slice(t, m + 1));
     }
     return goes_on;
 }

@@ -14,7 +14,7 @@ typedef struct kvc_call {
     const kvc_kernels *kernels;
     const kvc_layer *layer;
     const kvc_layout *layout;
-    const kvc_row_buffer *buffer; /* the layer's row buffer, where buffered units have their rows */
+    const kvc_row_buffer *buffer; /* the layer's row buffer, where buffered slices have their rows */
     const kvc_policy *policy;
     int32_t num_sinks;      /* of that policy */
     int64_t num_tasks;      /* of the plan */
@@ -23,21 +23,21 @@ typedef struct kvc_call {
     int prefetch_level;     /* for kvc_ahead */
     int is_rerun, was_done; /* for kvc_plan_run: the round is a rerun; the task was done before in this round */
     float scale;
-    kvc_watch watch;   /* asked whether to end early, as tasks begin and between the tiles of long ones */
-    atomic_int status; /* KVC_OK, or that of a task that failed */
+    kvc_poll_timer timer; /* asked whether to end early, as tasks begin and between the tiles of long ones */
+    atomic_int status;    /* KVC_OK, or that of a task that failed */
 } kvc_call;
 
-/* A task, whose query rows are those of its job's members, one member after the other; or a view of some of these. */
+/* A task, whose query rows are those of its job's slices, one slice after the other; or a view of some of these. */
 typedef struct kvc_task {
     kvc_call *call;
     const kvc_job *job;
-    const kvc_unit *unit; /* the member; the first one if there are several */
+    const kvc_query_slice *slice; /* the slice; the first one if there are several */
     int64_t index;
-    int32_t head, part;     /* KV head; part of each member */
+    int32_t head, split;    /* KV head; split of each slice */
     int32_t k_as, v_as;     /* types as which kernels get keys and values: kvc_taken_as */
     int32_t num_query_rows; /* query row r is token r / heads_per_kv, and query head r % heads_per_kv of the KV head */
-    float *lane;
-    float *scores, *acc, *max, *sum, *factor; /* in the lane, by query row; strides are in plan->lane */
+    float *workspace;
+    float *scores, *acc, *max, *sum, *factor; /* in the workspace, by query row; strides are in plan->workspace */
     /* Query rows, prepared for the kernel that scores keys of delta_index; KVC_UNPREPARED: not loaded yet. */
     float *q;
     int32_t delta_index;
@@ -61,11 +61,11 @@ static inline int kvc_lacks_minima(int32_t type, int32_t as) { return KVC_TYPES[
 void kvc_convert_query_rows(const kvc_call *c, int32_t from, int32_t to, void *dst, int64_t dst_stride, const void *src,
                             int64_t src_stride, int32_t dim);
 
-/* Makes task i of the plan, which works in `lane`. */
-kvc_task kvc_make_task(kvc_call *c, int64_t i, float *lane);
+/* Makes task i of the plan, which works in `workspace`. */
+kvc_task kvc_make_task(kvc_call *c, int64_t i, float *workspace);
 
-/* Returns a view of the query rows of member m, the first of which is row `first`. */
-kvc_task kvc_member_of(const kvc_task *t, int32_t m, int32_t first);
+/* Returns a view of the query rows of slice m, the first of which is row `first`. */
+kvc_task kvc_part_of(const kvc_task *t, int32_t m, int32_t first);
 
 /* The values in acc, and those of partial results, are 2^shift times what they should be. */
 int kvc_sum_shift(const kvc_task *t);
@@ -76,8 +76,8 @@ int kvc_counts_powers_of_2(const kvc_task *t);
 /* Whether the call is to end early. */
 int kvc_is_cancelled(kvc_call *c);
 
-/* Attends to the rows that all members share, then to those that each has left: acc, max and sum become the results of
- * the members' parts.  Returns 0 if the call was cancelled. */
-int kvc_attend_part(kvc_task *t);
+/* Attends to the rows that all slices share, then to those that each has left: acc, max and sum become the results of
+ * the slices' splits.  Returns 0 if the call was cancelled. */
+int kvc_attend_split(kvc_task *t);
 
 #endif

@@ -8,18 +8,18 @@ static void open_window(kvc_cursor *c) {
     c->window = min32(c->num_rows, c->window_rows);
     c->is_mixed = 0;
     if (!c->changes_to_mix || !c->window) return;
-    const kvc_piece *piece = c->piece;
+    const kvc_segment *segment = c->segment;
     int32_t changes = 0;
-    for (int32_t n = piece->count - c->offset; n < c->window; n += piece->count) {
-        changes += piece[1].delta_index != piece->delta_index;
-        piece++;
+    for (int32_t n = segment->count - c->offset; n < c->window; n += segment->count) {
+        changes += segment[1].delta_index != segment->delta_index;
+        segment++;
     }
     c->is_mixed = changes >= c->changes_to_mix;
 }
 
-/* Counts the pieces from p on, up to `most`, that have one row each and lie evenly in one block, as where every second
- * token was removed; 1 if they are too few to gain anything. */
-static int32_t num_even_singles(const kvc_piece *p, int32_t most) {
+/* Counts the segments from p on, up to `most`, that have one row each and lie evenly in one block, as where every
+ * second token was removed; 1 if they are too few to gain anything. */
+static int32_t num_even_singles(const kvc_segment *p, int32_t most) {
     enum { LEAST = 4 };
     if (most < LEAST || p[0].count > 1 || p[1].count > 1 || p[2].count > 1) return 1;
     const int32_t step = p[1].slot - p[0].slot;
@@ -30,31 +30,31 @@ static int32_t num_even_singles(const kvc_piece *p, int32_t most) {
     return n >= LEAST && step > 0 ? n : 1;
 }
 
-/* Lists single rows that lie evenly as stretches, from the tile's first piece on, as long as there are some and up to
+/* Lists single rows that lie evenly as stretches, from the tile's first segment on, as long as there are some and up to
  * `most` rows; widens the range of positions.  Returns the number of stretches; t->n becomes that of rows. */
 static int32_t list_singles(kvc_tile *t, int32_t most, size_t k_begin, size_t v_begin) {
     const size_t k_bytes = t->layout->k_row_bytes, v_bytes = t->layout->v_row_bytes;
-    const kvc_piece *piece = t->piece;
+    const kvc_segment *segment = t->segment;
     int32_t num = 0;
-    for (int32_t rows; t->n < most && (t->delta_index == KVC_MIXED || piece->delta_index == t->delta_index);
-         piece += rows, t->n += rows) {
-        rows = num_even_singles(piece, most - t->n);
+    for (int32_t rows; t->n < most && (t->delta_index == KVC_MIXED || segment->delta_index == t->delta_index);
+         segment += rows, t->n += rows) {
+        rows = num_even_singles(segment, most - t->n);
         if (rows == 1) break;
-        const uint8_t *from = t->buffer_rows ? t->buffer_rows : piece->rows;
-        const size_t slot = (size_t)piece->slot;
-        const ptrdiff_t step = piece[1].slot - piece->slot;
+        const uint8_t *from = t->buffer_rows ? t->buffer_rows : segment->rows;
+        const size_t slot = (size_t)segment->slot;
+        const ptrdiff_t step = segment[1].slot - segment->slot;
         t->stretches[num++] = (kvc_stretch){{from + k_begin + slot * k_bytes, from + v_begin + slot * v_bytes},
                                             {step * (ptrdiff_t)k_bytes, step * (ptrdiff_t)v_bytes},
                                             rows};
         for (int32_t i = 0; i < rows; i++) {
-            t->min_position = min32(t->min_position, piece[i].position);
-            t->max_position = -min32(-t->max_position, -piece[i].position);
+            t->min_position = min32(t->min_position, segment[i].position);
+            t->max_position = -min32(-t->max_position, -segment[i].position);
         }
     }
     return num;
 }
 
-/* Walks over the pieces once, with all that changes in registers: in a cache full of holes, each row is a piece. */
+/* Walks over the segments once, with all that changes in registers: in a cache full of holes, each row is a segment. */
 void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     const kvc_layout *layout = c->layout;
     if (!c->window) open_window(c);
@@ -62,11 +62,11 @@ void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     const size_t k_begin = layout->k_offset + head, v_begin = layout->v_offset + head;
     const size_t k_bytes = layout->k_row_bytes, v_bytes = layout->v_row_bytes;
     const int32_t most = c->window, is_mixed = c->is_mixed;
-    const int32_t delta_index = !most ? 0 : is_mixed ? KVC_MIXED : c->piece->delta_index;
+    const int32_t delta_index = !most ? 0 : is_mixed ? KVC_MIXED : c->segment->delta_index;
     const uint8_t *const buffer = c->buffer_rows, *k_end = NULL, *v_end = NULL;
     t->layout = layout;
     t->buffer_rows = c->buffer_rows;
-    t->piece = c->piece;
+    t->segment = c->segment;
     t->offset = c->offset;
     t->head = c->head;
     t->n = 0;
@@ -75,11 +75,12 @@ void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     t->delta_index = delta_index;
     kvc_stretch *next = t->stretches + (c->offset ? 0 : list_singles(t, most, k_begin, v_begin));
     int32_t offset = c->offset, n = t->n, min_position = t->min_position, max_position = t->max_position;
-    const kvc_piece *piece = n ? c->piece + n : c->piece; /* which may be NULL: to that C lets nothing be added */
-    while (n < most && (is_mixed || piece->delta_index == delta_index)) {
-        const int32_t count = min32(piece->count - offset, most - n), position = piece->position + offset;
-        const uint8_t *rows = buffer ? buffer : piece->rows;
-        const size_t slot = (size_t)(piece->slot + offset);
+    const kvc_segment *segment =
+        n ? c->segment + n : c->segment; /* which may be NULL: to that C lets nothing be added */
+    while (n < most && (is_mixed || segment->delta_index == delta_index)) {
+        const int32_t count = min32(segment->count - offset, most - n), position = segment->position + offset;
+        const uint8_t *rows = buffer ? buffer : segment->rows;
+        const size_t slot = (size_t)(segment->slot + offset);
         const uint8_t *k = rows + k_begin + slot * k_bytes, *v = rows + v_begin + slot * v_bytes;
         if (k == k_end && v == v_end)
             next[-1].n += count;
@@ -91,32 +92,32 @@ void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
         if (position + count > max_position) max_position = position + count - 1;
         offset += count;
         n += count;
-        if (offset == piece->count) piece++, offset = 0;
+        if (offset == segment->count) segment++, offset = 0;
     }
     t->n = n;
     t->min_position = min_position;
     t->max_position = max_position;
-    t->is_batch = n && (offset ? piece : piece - 1)->token >= 0;
+    t->is_batch = n && (offset ? segment : segment - 1)->token >= 0;
     t->is_located = t->is_seen = 0;
-    c->piece = piece;
+    c->segment = segment;
     c->offset = offset;
     c->num_rows -= n;
     c->window -= n;
 }
 
-const uint8_t *kvc_key_in(const kvc_tile *t, const kvc_piece *piece, int32_t offset) {
+const uint8_t *kvc_key_in(const kvc_tile *t, const kvc_segment *segment, int32_t offset) {
     const kvc_layout *layout = t->layout;
-    return (t->buffer_rows ? t->buffer_rows : piece->rows) + layout->k_offset + (size_t)t->head * layout->head_stride +
-           (size_t)(piece->slot + offset) * layout->k_row_bytes;
+    return (t->buffer_rows ? t->buffer_rows : segment->rows) + layout->k_offset +
+           (size_t)t->head * layout->head_stride + (size_t)(segment->slot + offset) * layout->k_row_bytes;
 }
 
 void kvc_locate_rows(kvc_tile *t, const int32_t *order) {
-    const kvc_piece *piece = t->piece;
+    const kvc_segment *segment = t->segment;
     int32_t offset = t->offset;
     for (int32_t i = 0; i < t->n && !t->is_located; i++, offset++) {
-        if (offset == piece->count) piece++, offset = 0;
-        t->position[i] = piece->position + offset;
-        t->token[i] = piece->token < 0 ? -1 : order[piece->token + offset];
+        if (offset == segment->count) segment++, offset = 0;
+        t->position[i] = segment->position + offset;
+        t->token[i] = segment->token < 0 ? -1 : order[segment->token + offset];
     }
     t->is_located = 1;
 }

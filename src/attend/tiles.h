@@ -8,13 +8,13 @@
 
 #include "attend/work.h"
 
-/* A place in the rows of a unit's part.  From where the walk begins, rows are counted in windows, and no tile
- * reaches past the end of one, so that tiles do not depend on how rows are cut into pieces. */
+/* A place in the rows of a slice's split.  From where the walk begins, rows are counted in windows, and no tile
+ * reaches past the end of one, so that tiles do not depend on how rows are cut into segments. */
 typedef struct kvc_cursor {
     const kvc_layout *layout;
-    const uint8_t *buffer_rows; /* rows of the row buffer that all pieces lie in; NULL: each piece has its own */
-    const kvc_piece *piece;
-    int32_t offset;         /* index of the next row in the piece */
+    const uint8_t *buffer_rows; /* rows of the row buffer that all segments lie in; NULL: each segment has its own */
+    const kvc_segment *segment;
+    int32_t offset;         /* index of the next row in the segment */
     int32_t head;           /* KV head */
     int64_t num_rows;       /* rows left */
     int32_t window_rows;    /* rows of a window */
@@ -32,12 +32,12 @@ typedef struct kvc_stretch {
     int64_t n;
 } kvc_stretch;
 
-/* Rows side by side in a part, which are attended for together. */
+/* Rows side by side in a split, which are attended for together. */
 typedef struct kvc_tile {
     const kvc_layout *layout;
     const uint8_t *buffer_rows;
-    const kvc_piece *piece;
-    int32_t offset, head, n; /* index of the first row in the piece; KV head; number of rows */
+    const kvc_segment *segment;
+    int32_t offset, head, n; /* index of the first row in the segment; KV head; number of rows */
     int32_t min_position, max_position;
     int32_t delta_index; /* the same for all its rows, or KVC_MIXED */
     int32_t is_batch;    /* whether the last row is the batch's own; then others may be */
@@ -52,8 +52,8 @@ typedef struct kvc_tile {
  * changes. n is 0 if no rows are left. */
 void kvc_next_tile(kvc_tile *t, kvc_cursor *c);
 
-/* Returns the key of row `offset` of one of the tile's pieces. */
-const uint8_t *kvc_key_in(const kvc_tile *t, const kvc_piece *piece, int32_t offset);
+/* Returns the key of row `offset` of one of the tile's segments. */
+const uint8_t *kvc_key_in(const kvc_tile *t, const kvc_segment *segment, int32_t offset);
 
 /* Fills in the position and the token of each row of a tile, unless that is done.  order: batch->order. */
 void kvc_locate_rows(kvc_tile *t, const int32_t *order);

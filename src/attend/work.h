@@ -1,23 +1,23 @@
 /* work.h: a plan: one attention, cut into tasks.
  *
- * Rows are keys and values; query rows are one query head of one token each.  A unit is the query rows of one sequence
- * that are attended for together, and the pieces of runs whose rows they may see.  It is computed for each KV head
- * apart, and its rows may be cut into parts, whose results are merged by log-sum-exp.  A job is one part of one unit,
- * or of several units that begin with the same rows, which are then read once for all of them.  A task is a job for
- * one KV head.
+ * Rows are keys and values; query rows are one query head of one token each.  A slice is the query rows of one sequence
+ * that are attended for together, and the segments of runs whose rows they may see.  It is computed for each KV head
+ * apart, and its rows may be cut into splits, whose results are merged by log-sum-exp.  A job is one split of one
+ * slice, or of several slices that begin with the same rows, which are then read once for all of them.  A task is a job
+ * for one KV head.
  *
  * The files of attend/ stack in this order; each calls only those above it in this list:
  *
- *   work.h     the plan: its units, pieces, parts, jobs and tasks
- *   cutting.c  cuts queries into units, and the rows that each sees into pieces and parts
- *   jobs.c     which units share rows, and in which order tasks are run
+ *   work.h     the plan: its slices, segments, splits, jobs and tasks
+ *   cutting.c  cuts queries into slices, and the rows that each sees into segments and splits
+ *   jobs.c     which slices share rows, and in which order tasks are run
  *   plan.c     makes plans: memory, deltas, the public functions
  *   tiles.c    walks the rows of a task, a tile at a time
  *   minima.c   what the minima of blocks add to scores and sums
  *   rows.c     gives kernels the rows of a tile, and what to prefetch
  *   seen.c     which rows of a tile a query sees, and what becomes of the others
  *   task.c     attends to the rows of a task
- *   merge.c    merges the parts of a unit, and writes the result
+ *   merge.c    merges the splits of a slice, and writes the result
  *   attend.c   runs tasks: kvc_attend and kvc_plan_run
  *
  * dense.c, rows and masks for an attention of the caller's own, uses none of them.
@@ -29,80 +29,80 @@
 
 /* The sizes that the rules at the top of cutting.c and jobs.c name.  Query rows are counted for one KV head. */
 enum {
-    KVC_STREAM_QUERIES = 32, /* most query rows of a unit that is streamed */
-    KVC_TASK_QUERIES = 128,  /* most query rows of a sequence that is never cut into units, and of a streamed task */
+    KVC_STREAM_QUERIES = 32, /* most query rows of a slice that is streamed */
+    KVC_TASK_QUERIES = 128,  /* most query rows of a sequence that is never cut into slices, and of a streamed task */
     KVC_TILE_QUERIES = 256,  /* most query rows of a tiled task, unless one token has more */
-    KVC_PART_ROWS = 512,     /* fewest rows of a part, except a unit's last one */
+    KVC_SPLIT_ROWS = 512,    /* fewest rows of a split, except a slice's last one */
     KVC_TILED_TASKS = 144,   /* most tasks that a tiled sequence is cut into, about */
     /* From this many changes of delta in a tile on, keys are rotated instead of query rows. */
-    KVC_STREAM_DELTA_CHANGES = 4, /* in units that are streamed */
-    KVC_TILED_DELTA_CHANGES = 1   /* in units that are tiled */
+    KVC_STREAM_DELTA_CHANGES = 4, /* in slices that are streamed */
+    KVC_TILED_DELTA_CHANGES = 1   /* in slices that are tiled */
 };
 
-/* Rows of one run that queries of a unit may see. */
-typedef struct kvc_piece {
+/* Rows of one run that queries of a slice may see. */
+typedef struct kvc_segment {
     const uint8_t *rows;           /* the block's rows; NULL: they lie in the layer's row buffer */
     int32_t slot, count, position; /* slot of the first row, number of rows, position of the first row */
     int32_t delta_index;           /* n: the keys are off by plan->deltas[n - 1]; 0: they are not off */
     int32_t token;                 /* index into batch->order of the first row's token; -1: stored rows */
-} kvc_piece;
+} kvc_segment;
 
-/* Where a part begins: at row `offset` of a piece.  The pieces of one part follow each other; those of the unit's next
- * part may be elsewhere, as parts that units have in common are listed once. */
-typedef struct kvc_part_start {
-    int64_t piece;
+/* Where a split begins: at row `offset` of a segment.  The segments of one split follow each other; those of the
+ * slice's next split may be elsewhere, as splits that slices have in common are listed once. */
+typedef struct kvc_split_start {
+    int64_t segment;
     int32_t offset;
-} kvc_part_start;
+} kvc_split_start;
 
-typedef struct kvc_unit {
+typedef struct kvc_query_slice {
     int32_t sequence;          /* index into batch->sequences */
     int32_t first, num_tokens; /* query tokens: batch->order[first .. first + num_tokens) */
     int32_t tiled;       /* 1, for many query rows: tiles of rows are decoded and multiplied; 0: rows are streamed */
     int32_t tile_rows;   /* rows of a tile */
     int32_t is_buffered; /* whether its rows lie in row buffers */
-    int32_t lacks_rows;  /* its sequence has none in a cross-attention layer, hidden or not */
-    int32_t num_parts;
-    int64_t num_rows, part_rows;        /* rows in reach; rows of each part, of which the last may have fewer */
-    int64_t first_start;                /* plan->starts[first_start + p]: where part p begins */
-    int64_t first_counter;              /* plan->remaining[first_counter + h]: counter of KV head h */
-    int64_t first_own_piece, end_piece; /* pieces of the batch's own rows */
-    uint64_t partials;                  /* where its results begin in plan->partials, in floats */
-} kvc_unit;
+    int32_t lacks_rows;  /* its sequence has none in a cross-attention layer, masked or not */
+    int32_t num_splits;
+    int64_t num_rows, split_rows;           /* rows in reach; rows of each split, of which the last may have fewer */
+    int64_t first_start;                    /* plan->starts[first_start + p]: where split p begins */
+    int64_t first_counter;                  /* plan->remaining[first_counter + h]: counter of KV head h */
+    int64_t first_own_segment, end_segment; /* segments of the batch's own rows */
+    uint64_t partials;                      /* where its results begin in plan->partials, in floats */
+} kvc_query_slice;
 
 typedef struct kvc_job {
-    int64_t first_member; /* units: plan->members[first_member .. first_member + num_members) */
-    int32_t num_members;
-    int32_t part;        /* which part of each member */
-    int64_t shared_rows; /* leading rows of the part that all members have in common; each goes on with its own */
+    int64_t first_slice; /* slices: plan->job_slices[first_slice .. first_slice + num_slices) */
+    int32_t num_slices;
+    int32_t split;       /* which split of each slice */
+    int64_t shared_rows; /* leading rows of the split that all slices have in common; each goes on with its own */
     int64_t rows;        /* rows to read, the shared ones counted once */
-    int64_t work;        /* rows times query rows, summed over the members */
+    int64_t work;        /* rows times query rows, summed over the slices */
 } kvc_job;
 
 /* States of a task, in a round of kvc_plan_run. */
 enum { KVC_TASK_OPEN, KVC_TASK_RUNNING, KVC_TASK_DONE };
 
 /* A round of kvc_plan_run: each task is run once, for one layer and its arrays.  Once a task has failed or is run a
- * second time, the round becomes a rerun: each task then merges again its units that have all parts there, so that the
- * last task to end leaves the right result, in whatever order they are run. */
+ * second time, the round becomes a rerun: each task then merges again its slices that have all splits there, so that
+ * the last task to end leaves the right result, in whatever order they are run. */
 typedef struct kvc_round {
     atomic_flag lock;
     int32_t layer;
-    int32_t is_rerun; /* until a round for another layer or other arrays; parts are kept and merged under the lock */
+    int32_t is_rerun; /* until a round for another layer or other arrays; splits are kept and merged under the lock */
     int32_t has_failed;
     const void *q, *out, *lse; /* the caller's arrays: others begin another round */
     int64_t num_running, num_done;
     uint8_t *states; /* [num_tasks] */
 } kvc_round;
 
-/* Where arrays lie in a lane, which is the memory that one running task works in: offsets in floats from its beginning.
- * keys and values are the panels that a tile is packed into, rows those of up to KVC_TILE rows that do not lie one
- * after the other, or that no kernel takes as they are, minima and the two that follow what blocks with a minimum need
- * (minima.h), zeros a row of values (seen.h).
+/* Where arrays lie in a workspace, which is the memory that one running task works in: offsets in floats from its
+ * beginning. keys and values are the panels that a tile is packed into, rows those of up to KVC_TILE rows that do not
+ * lie one after the other, or that no kernel takes as they are, minima and the two that follow what blocks with a
+ * minimum need (minima.h), zeros a row of values (seen.h).
  */
-typedef struct kvc_lane_layout {
+typedef struct kvc_workspace_layout {
     uint64_t q, scores, acc, max, sum, factor, tokens, keys, values, rows, minima, q_blocks, sum_blocks, zeros, size;
     int32_t q_stride, acc_stride, block_stride;
-} kvc_lane_layout;
+} kvc_workspace_layout;
 
 struct kvc_plan {
     kvc_plan_link link; /* the first member: what batch->plans lists */
@@ -113,8 +113,8 @@ struct kvc_plan {
     int32_t group;
     int32_t num_kv_heads, k_dim, v_dim; /* shape of the layers that the plan serves */
     int32_t heads_per_kv;               /* query heads per KV head */
-    int32_t num_units, num_lanes;
-    int64_t num_pieces;
+    int32_t num_slices, num_workspaces;
+    int64_t num_segments;
     int64_t num_jobs; /* each is num_kv_heads tasks */
     int32_t by_head;  /* order of tasks: 1: all jobs of one KV head, then of the next; 0: all KV heads of one job */
     double multiply_adds;
@@ -124,18 +124,18 @@ struct kvc_plan {
     float *angles;                     /* [cache->num_ropes][num_deltas][angles_stride] that rotate query rows back */
     double *rope_table;                /* scratch of a kvc_rope_table, while the plan is made */
     uint8_t *non_causal;               /* [args.num_tokens] copied from the caller; args.non_causal points at it */
-    kvc_hidden *hidden;                /* [args.num_hidden] copied from the caller; args.hidden points at it */
-    kvc_unit *units;
-    kvc_piece *pieces;
-    kvc_part_start *starts;
+    kvc_masked *masked;                /* [args.num_masked] copied from the caller; args.masked points at it */
+    kvc_query_slice *slices;
+    kvc_segment *segments;
+    kvc_split_start *starts;
     kvc_job *jobs;
-    int32_t *members;      /* units of the jobs, as indices into `units` */
-    atomic_int *remaining; /* parts that are yet to be run, for each unit and KV head */
+    int32_t *job_slices;   /* slices of the jobs, as indices into `slices` */
+    atomic_int *remaining; /* splits that are yet to be run, for each slice and KV head */
     kvc_round round;
-    kvc_lane_layout lane;
-    float *partials;         /* results of parts, for units that have several */
-    float *lanes;            /* [num_lanes][lane.size] */
-    atomic_flag *lane_taken; /* [num_lanes] */
+    kvc_workspace_layout workspace;
+    float *partials;              /* results of splits, for slices that have several */
+    float *workspaces;            /* [num_workspaces][workspace.size] */
+    atomic_flag *workspace_taken; /* [num_workspaces] */
 };
 
 static inline int64_t kvc_smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -180,22 +180,22 @@ static inline int32_t kvc_head_of(const kvc_plan *plan, int64_t i) {
     return (int32_t)(plan->by_head ? i / plan->num_jobs : i % plan->num_kv_heads);
 }
 
-static inline const kvc_unit *kvc_unit_of(const kvc_plan *plan, const kvc_job *job, int32_t member) {
-    return &plan->units[plan->members[job->first_member + member]];
+static inline const kvc_query_slice *kvc_slice_of(const kvc_plan *plan, const kvc_job *job, int32_t slice) {
+    return &plan->slices[plan->job_slices[job->first_slice + slice]];
 }
 
-/* Counts the query rows of a unit for one KV head. */
-static inline int32_t kvc_num_query_rows(const kvc_plan *plan, const kvc_unit *unit) {
-    return unit->num_tokens * plan->heads_per_kv;
+/* Counts the query rows of a slice for one KV head. */
+static inline int32_t kvc_num_query_rows(const kvc_plan *plan, const kvc_query_slice *slice) {
+    return slice->num_tokens * plan->heads_per_kv;
 }
 
-/* Counts the rows of part p. */
-static inline int64_t kvc_part_rows(const kvc_unit *unit, int32_t p) {
-    const int64_t rest = unit->num_rows - p * unit->part_rows;
-    return rest < unit->part_rows ? rest : unit->part_rows;
+/* Counts the rows of split p. */
+static inline int64_t kvc_split_rows(const kvc_query_slice *slice, int32_t p) {
+    const int64_t rest = slice->num_rows - p * slice->split_rows;
+    return rest < slice->split_rows ? rest : slice->split_rows;
 }
 
-/* Returns the size of one part's result in floats: max and sum of each query row, then acc_stride accumulated values
+/* Returns the size of one split's result in floats: max and sum of each query row, then acc_stride accumulated values
  * of each. */
 static inline uint64_t kvc_partial_size(int32_t num_query_rows, int32_t acc_stride) {
     return kvc_align_up(2 * (uint64_t)num_query_rows, KVC_LANES) + (uint64_t)num_query_rows * (uint64_t)acc_stride;

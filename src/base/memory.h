@@ -7,8 +7,8 @@
 #include "base/slab.h"
 #include "kvcache.h"
 
-/* Pages that a call faults in or joins into huge pages without holding the mutex.  Until it has ended, they are neither
- * freed nor purged. */
+/* Pages that a call faults in or collapses into huge pages without holding the mutex.  Until it has ended, they are
+ * neither freed nor purged. */
 typedef struct kvc_page_work {
     struct kvc_page_work *next;
     uint8_t *p;
@@ -35,7 +35,7 @@ void kvc_memory_free(kvc_memory *memory, void *p, uint64_t size, kvc_memory_kind
 void kvc_memory_purge(kvc_memory *memory, void *p, size_t size);
 
 /* Records that [p, p + size), or a block at p that is smaller than a huge page, is written and stays.  Sets `work` to
- * the whole huge pages that these bytes, or several such blocks side by side, now fill, for kvc_pages_join: rows in
+ * the whole huge pages that these bytes, or several such blocks side by side, now fill, for kvc_pages_collapse: rows in
  * huge pages are read faster, as fewer addresses have to be looked up.  Returns 0 if there are none. */
 int kvc_memory_mark_written(kvc_memory *memory, uint8_t *p, size_t size, kvc_page_work *work);
 

@@ -15,7 +15,7 @@ size_t kvc_os_page_size(void) { return 4096; }
 void *kvc_pages_map(size_t size) { return (void)size, NULL; }
 void kvc_pages_unmap(void *p, size_t size) { (void)p, (void)size; }
 void kvc_pages_drop(void *p, size_t size) { (void)p, (void)size; }
-int kvc_pages_join(void *p, size_t size) { return (void)p, (void)size, 0; }
+int kvc_pages_collapse(void *p, size_t size) { return (void)p, (void)size, 0; }
 int kvc_pages_take(void *p, size_t size) { return (void)p, (void)size, 0; }
 
 #else
@@ -53,7 +53,7 @@ void kvc_pages_unmap(void *p, size_t size) { munmap(p, size); }
 
 void kvc_pages_drop(void *p, size_t size) { madvise(p, size, MADV_DONTNEED); }
 
-int kvc_pages_join(void *p, size_t size) {
+int kvc_pages_collapse(void *p, size_t size) {
 #if defined(__linux__)
     enum { COLLAPSE = 25 }; /* MADV_COLLAPSE, which older headers lack and older systems refuse */
     return madvise(p, size, COLLAPSE) == 0;

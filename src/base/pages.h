@@ -1,4 +1,4 @@
-/* pages.h: maps, returns and joins pages of the operating system. */
+/* pages.h: maps, returns and collapses pages of the operating system. */
 #ifndef KVC_PAGES_H
 #define KVC_PAGES_H
 
@@ -22,9 +22,9 @@ void kvc_pages_unmap(void *p, size_t size);
 /* Returns whole pages to the system; they stay addressable and lose their contents. */
 void kvc_pages_drop(void *p, size_t size);
 
-/* Joins pages that are written already into huge pages, if the system can.  Unlike advice given beforehand, this
+/* Collapses pages that are written already into huge pages, if the system can.  Unlike advice given beforehand, this
  * takes no memory for what is not written.  Returns whether it succeeded. */
-int kvc_pages_join(void *p, size_t size);
+int kvc_pages_collapse(void *p, size_t size);
 
 /* Takes memory for all pages that overlap [p, p + size), whose contents stay.  Returns 0 if the system cannot. */
 int kvc_pages_take(void *p, size_t size);

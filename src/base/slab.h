@@ -8,7 +8,7 @@
 typedef struct kvc_slab kvc_slab;
 
 /* Takes an item of `size` bytes from one of *slabs or from a new one; its memory is taken from the system as it is
- * touched.  NULL if memory is exhausted. */
+ * faulted.  NULL if memory is exhausted. */
 void *kvc_slab_take(kvc_slab **slabs, size_t size);
 
 /* Gives an item back. */

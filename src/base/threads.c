@@ -235,20 +235,20 @@ static KVC_THREAD_LOCAL char thread_mark; /* its address identifies the thread *
 
 enum { POLL_NS = 40000000 }; /* between two polls */
 
-void kvc_watch_init(kvc_watch *watch, kvc_poll_fn *poll, void *user) {
-    watch->poll = poll;
-    watch->user = user;
-    watch->caller = &thread_mark;
-    watch->next = poll ? kvc_now() + POLL_NS : 0;
-    atomic_init(&watch->stopped, 0);
+void kvc_poll_timer_init(kvc_poll_timer *timer, kvc_poll_fn *poll, void *user) {
+    timer->poll = poll;
+    timer->user = user;
+    timer->caller = &thread_mark;
+    timer->next = poll ? kvc_now() + POLL_NS : 0;
+    atomic_init(&timer->stopped, 0);
 }
 
-int kvc_watch_ask(kvc_watch *watch) {
-    if (!watch->poll) return 0;
-    if (atomic_load_explicit(&watch->stopped, memory_order_relaxed)) return 1;
-    if (watch->caller != &thread_mark || kvc_now() < watch->next) return 0;
-    const int stop = watch->poll(watch->user) != 0;
-    if (stop) atomic_store_explicit(&watch->stopped, 1, memory_order_relaxed);
-    watch->next = kvc_now() + POLL_NS;
+int kvc_poll_timer_ask(kvc_poll_timer *timer) {
+    if (!timer->poll) return 0;
+    if (atomic_load_explicit(&timer->stopped, memory_order_relaxed)) return 1;
+    if (timer->caller != &thread_mark || kvc_now() < timer->next) return 0;
+    const int stop = timer->poll(timer->user) != 0;
+    if (stop) atomic_store_explicit(&timer->stopped, 1, memory_order_relaxed);
+    timer->next = kvc_now() + POLL_NS;
     return stop;
 }

@@ -67,22 +67,22 @@ void kvc_threads_forked(void);
  * whose other threads have the processors. */
 int kvc_is_alone(void);
 
-/* Decides whether a long call is to end early: its tasks call kvc_watch_ask every millisecond or so. */
-typedef struct kvc_watch {
+/* Decides whether a long call is to end early: its tasks call kvc_poll_timer_ask every millisecond or so. */
+typedef struct kvc_poll_timer {
     kvc_poll_fn *poll;
     void *user;
     const char *caller; /* identifies the thread that made the call; only that one polls */
     int64_t next;       /* time of its next poll, in nanoseconds */
     atomic_int stopped;
-} kvc_watch;
+} kvc_poll_timer;
 
-/* Begins watching; poll NULL: the call never ends early. */
-void kvc_watch_init(kvc_watch *watch, kvc_poll_fn *poll, void *user);
+/* Begins; poll NULL: the call never ends early. */
+void kvc_poll_timer_init(kvc_poll_timer *timer, kvc_poll_fn *poll, void *user);
 
 /* Whether the call is to end early.  Polls if this thread made the call and its next poll is due. */
-int kvc_watch_ask(kvc_watch *watch);
+int kvc_poll_timer_ask(kvc_poll_timer *timer);
 
 /* Whether the tasks were told to end early.  Call once they have ended. */
-static inline int kvc_watch_stopped(const kvc_watch *watch) { return atomic_load(&watch->stopped); }
+static inline int kvc_poll_timer_stopped(const kvc_poll_timer *timer) { return atomic_load(&timer->stopped); }
 
 #endif

@@ -117,9 +117,9 @@ int32_t kvc_batch_find(const kvc_batch *batch, int64_t seq_id) {
 /* Returns where the rows of a sequence go in group g. */
 static kvc_destination find_destination(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
     const kvc_cache *cache = batch->cache;
-    if (batch->restored && !batch->restored[g]) return KVC_TO_NOWHERE;
+    if (batch->replaced && !batch->replaced[g]) return KVC_TO_NOWHERE;
     if (g >= cache->num_token_groups) return cache->policies[g].kind == KVC_CROSS ? KVC_TO_CROSS : KVC_TO_NOWHERE;
-    return member->is_buffered ? KVC_TO_BUFFER : batch->restored ? KVC_TO_REPLACE : KVC_TO_END;
+    return member->is_buffered ? KVC_TO_BUFFER : batch->replaced ? KVC_TO_REPLACE : KVC_TO_END;
 }
 
 int32_t kvc_batch_add_sequence(kvc_batch *batch, int64_t seq_id, int32_t is_unstored) {
@@ -134,7 +134,7 @@ int32_t kvc_batch_add_sequence(kvc_batch *batch, int64_t seq_id, int32_t is_unst
             .sequence = sequence, .is_unstored = is_unstored, .is_buffered = is_unstored && is_empty};
         for (int32_t g = 0; g < batch->cache->num_groups; g++)
             *kvc_pending_of(batch, g, s) = (kvc_pending){.to = find_destination(batch, member, g)};
-        sequence->low = is_empty ? INT32_MAX : kvc_sequence_low(sequence);
+        sequence->min_query_position = is_empty ? INT32_MAX : kvc_min_query_position(sequence);
         kvc_cache_mark_changed(batch->cache, sequence);
     }
     return sequence->in_batch - 1;

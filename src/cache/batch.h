@@ -45,7 +45,7 @@ typedef struct kvc_cross_put {
     kvc_thread thread;     /* the thread that called kvc_put */
     int32_t group, member; /* member: index of the sequence in batch->sequences */
     kvc_run run;
-    int32_t touched; /* touched slots of its block before the put, for kvc_pool_unopen */
+    int32_t faulted; /* faulted slots of its block before the put, for kvc_pool_unopen */
     kvc_reserved reserved;
 } kvc_cross_put;
 
@@ -61,7 +61,7 @@ struct kvc_batch {
     kvc_cache *cache;
     uint64_t size;          /* bytes of this allocation */
     int32_t is_fresh;       /* allocated for this batch, not reused scratch: freed if the batch does not begin */
-    kvc_table table_before; /* cache->sequences before the batch, for kvc_table_restore if it does not begin */
+    kvc_table table_before; /* cache->sequences before the batch, for kvc_table_undo if it does not begin */
     kvc_sequence *spare;    /* the sequence that was cache->spare; NULL: none */
     int32_t in_several;     /* its tokens come in several batches: it is asked what these need (kvc_reserve) */
     int32_t num_tokens, num_sequences;
@@ -76,8 +76,8 @@ struct kvc_batch {
     kvc_pending *pending;          /* [num_sequences][num_groups] */
     kvc_run *runs;                 /* [num_groups][num_tokens] the runs that pending points into */
     uint8_t *kept;                 /* [num_tokens] whether the token is committed */
-    uint8_t *restored;    /* [num_groups] whether the batch restores the group; NULL: none, it is an ordinary batch */
-    uint8_t *group_flags; /* [num_groups] memory for `restored` */
+    uint8_t *replaced;    /* [num_groups] whether the batch restores the group; NULL: none, it is an ordinary batch */
+    uint8_t *group_flags; /* [num_groups] memory for `replaced` */
     uint8_t *written;     /* [num_layers][num_tokens] whether the token's rows were put in the layer */
     int32_t num_buffered; /* number of tokens of buffered sequences */
     kvc_plan_link *plans; /* list of the plans made for this batch, freed with it */

@@ -41,12 +41,12 @@ struct kvc_cache {
     int64_t max_seq_len, max_sequences, capacity, max_bytes; /* 0: no limit */
 
     kvc_table sequences;
-    kvc_sequence *changed;         /* list of the sequences in which the next batch looks for rows to evict */
+    kvc_sequence *changed;         /* list of the sequences in which the next batch looks for rows to expire */
     kvc_sequence *spare;           /* made by kvc_reserve for the next new sequence; NULL: none */
     int64_t num_holding;           /* number of sequences that hold rows, but for retained ones */
     kvc_sequence *oldest, *newest; /* list of the retained sequences, from the least recently used on */
     int64_t num_retained;
-    kvc_sequence *victims; /* list of those that the plan of the running call reclaims, by rising last use */
+    kvc_sequence *victims; /* list of those that the plan of the running call evicts, by rising last use */
     int32_t lacks_bytes;   /* while victims are chosen: all that can be had is needed, for bytes are lacking */
     kvc_batch *batch;      /* the open batch; NULL: none */
     struct kvc_row_buffer *row_buffers; /* list: the open batch's, and those of ended batches still in use */
@@ -67,10 +67,12 @@ struct kvc_cache {
     } spares[KVC_NUM_SPARES]; /* the scratch that kvc_scratch_give kept; NULL and 0: none */
 };
 
-/* Returns the byte offset of token i in a caller's array.  If inner_tokens is not 0, groups of inner_tokens tokens are
- * batch_stride apart. */
-static inline int64_t kvc_token_offset(int32_t i, int32_t inner_tokens, int64_t token_stride, int64_t batch_stride) {
-    return inner_tokens ? i / inner_tokens * batch_stride + i % inner_tokens * token_stride : i * token_stride;
+/* Returns the byte offset of token i in a caller's array.  If tokens_per_sequence is not 0, groups of
+ * tokens_per_sequence tokens are batch_stride apart. */
+static inline int64_t kvc_token_offset(int32_t i, int32_t tokens_per_sequence, int64_t token_stride,
+                                       int64_t batch_stride) {
+    return tokens_per_sequence ? i / tokens_per_sequence * batch_stride + i % tokens_per_sequence * token_stride
+                               : i * token_stride;
 }
 
 static inline void kvc_lock(kvc_cache *cache) { kvc_mutex_lock(&cache->mutex); }
@@ -110,16 +112,16 @@ static inline int32_t kvc_cache_threads(const kvc_cache *cache) {
     return cache->num_threads ? cache->num_threads : kvc_num_threads();
 }
 
-/* Begins watching a call of `work` multiply-adds or conversions; short calls do not poll. */
-static inline void kvc_cache_watch(const kvc_cache *cache, double work, kvc_watch *watch) {
+/* Begins the timer of a call of `work` multiply-adds or conversions; short calls do not poll. */
+static inline void kvc_cache_poll_timer(const kvc_cache *cache, double work, kvc_poll_timer *timer) {
     static const double WORTH_POLLING = 1 << 22; /* multiply-adds or conversions: about a millisecond */
-    kvc_watch_init(watch, work < WORTH_POLLING ? NULL : cache->poll, cache->poll_user);
+    kvc_poll_timer_init(timer, work < WORTH_POLLING ? NULL : cache->poll, cache->poll_user);
 }
 
 /* ---- sequences of the table, with the mutex held ----------------------------------------------------------------- */
 
 /* Notes that the rows of a sequence have changed: counts the sequence if it holds rows, and lists it in cache->changed
- * until kvc_cache_unmark_changed, so that the next batch looks there for rows to evict. */
+ * until kvc_cache_unmark_changed, so that the next batch looks there for rows to expire. */
 void kvc_cache_mark_changed(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_unmark_changed(kvc_sequence *sequence);
 
@@ -134,15 +136,13 @@ kvc_status kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequen
 void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_unretain(kvc_cache *cache, kvc_sequence *sequence);
 
-/* Returns whether a retained sequence may be reclaimed: not if it is pinned, or a call writes its rows. */
-static inline int kvc_is_reclaimable(const kvc_sequence *sequence) {
-    return !sequence->num_pins && !sequence->in_place;
-}
+/* Returns whether a retained sequence may be evicted: not if it is pinned, or a call writes its rows. */
+static inline int kvc_is_evictable(const kvc_sequence *sequence) { return !sequence->num_pins && !sequence->in_place; }
 
-/* Returns whether a sequence loses its rows in group g when victims are reclaimed. */
-static inline int kvc_is_reclaimed_in(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {
+/* Returns whether a sequence loses its rows in group g when victims are evicted. */
+static inline int kvc_is_evicted_in(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {
     return sequence->fate == KVC_GOES ||
-           (sequence->fate == KVC_LOSES_WINDOWS && kvc_policy_evicts(&cache->policies[g]));
+           (sequence->fate == KVC_LOSES_WINDOWS && kvc_policy_expires(&cache->policies[g]));
 }
 
 /* Takes a blank sequence out of the table, as the spare one; there must be none. */
@@ -153,7 +153,7 @@ void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_forget_blank(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_forget_all(kvc_cache *cache, const kvc_sequence *kept);
 
-/* Returns whether a query of the sequence at `position`, or a later one, would miss rows: evicted, or not restored. */
+/* Returns whether a query of the sequence at `position`, or a later one, would miss rows: expired, or not replaced. */
 int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position);
 
 #endif

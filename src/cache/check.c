@@ -13,7 +13,7 @@ kvc_status kvc_check_attention(const kvc_batch *batch, int32_t layer) {
     KVC_TRY(kvc_check_layer(batch->cache, layer));
     if (batch->cache->layers[layer].policy.kind == KVC_NONE)
         return kvc_fail(KVC_ERR_INVALID, "layer %d has no attention", layer);
-    if (batch->restored)
+    if (batch->replaced)
         return kvc_fail(KVC_ERR_INVALID, "the batch restores rows: its tokens attend to nothing; put and commit it");
     return KVC_OK;
 }
@@ -66,10 +66,10 @@ kvc_status kvc_check_rows(int32_t type, int32_t stored, int64_t row_stride, int6
     return kvc_check_strides(type, row_stride, head_stride, name);
 }
 
-kvc_status kvc_check_inner(int32_t inner_tokens, int32_t num_tokens) {
-    if (inner_tokens >= 0 && (inner_tokens == 0 || num_tokens % inner_tokens == 0)) return KVC_OK;
-    return kvc_fail(KVC_ERR_INVALID, "inner_tokens is %d: it must divide the number of tokens, %d, or be 0",
-                    inner_tokens, num_tokens);
+kvc_status kvc_check_tokens_per_sequence(int32_t tokens_per_sequence, int32_t num_tokens) {
+    if (tokens_per_sequence >= 0 && (tokens_per_sequence == 0 || num_tokens % tokens_per_sequence == 0)) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "tokens_per_sequence is %d: it must divide the number of tokens, %d, or be 0",
+                    tokens_per_sequence, num_tokens);
 }
 
 kvc_status kvc_check_position(int32_t value, const char *name) {
@@ -106,7 +106,7 @@ static int32_t first_safe(const kvc_cache *cache, const kvc_sequence *sequence) 
     return begin;
 }
 
-kvc_status kvc_check_restored(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position, int32_t end) {
+kvc_status kvc_check_replaced(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position, int32_t end) {
     for (int32_t layer = 0; layer < cache->num_layers; layer++) {
         const int32_t g = cache->group_of[layer];
         const kvc_interval missing = sequence->runs[g].missing;
@@ -116,7 +116,7 @@ kvc_status kvc_check_restored(const kvc_cache *cache, const kvc_sequence *sequen
             continue;
         return kvc_fail(KVC_ERR_GONE,
                         "a token at position %d of sequence %lld would see rows that layer %d lacks, from %d to %d: a "
-                        "batch restored other layers; restore those of its policy, too, or cut the sequence there",
+                        "batch replaced other layers; restore those of its policy, too, or cut the sequence there",
                         position, (long long)sequence->id, layer, missing.begin, missing.end - 1);
     }
     return KVC_OK;
@@ -130,10 +130,10 @@ kvc_status kvc_check_cut(const kvc_cache *cache, const kvc_sequence *sequence, i
         misses |= lost.begin < length && kvc_policy_lowest(&cache->policies[g], length) < lost.end;
     }
     if (length >= kvc_sequence_next(sequence)) return KVC_OK;
-    const kvc_status status = kvc_check_restored(cache, sequence, length, length);
+    const kvc_status status = kvc_check_replaced(cache, sequence, length, length);
     if (status != KVC_OK || !misses) return status;
     return kvc_fail(KVC_ERR_GONE,
-                    "sequence %lld cannot go on at position %d: a token there would see rows that were evicted; it can "
+                    "sequence %lld cannot go on at position %d: a token there would see rows that have expired; it can "
                     "from position %d on, or up to %d; a larger resume_window keeps more",
                     (long long)sequence->id, length, first_safe(cache, sequence), before);
 }

@@ -27,8 +27,8 @@ kvc_status kvc_check_strides(int32_t type, int64_t row_stride, int64_t head_stri
 kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride, const char *name);
 kvc_status kvc_check_rows(int32_t type, int32_t stored, int64_t row_stride, int64_t head_stride, const char *name);
 
-/* Returns KVC_ERR_INVALID unless inner_tokens divides num_tokens, or is 0. */
-kvc_status kvc_check_inner(int32_t inner_tokens, int32_t num_tokens);
+/* Returns KVC_ERR_INVALID unless tokens_per_sequence divides num_tokens, or is 0. */
+kvc_status kvc_check_tokens_per_sequence(int32_t tokens_per_sequence, int32_t num_tokens);
 
 /* Return KVC_ERR_INVALID unless the argument of this name is a position, or [begin, end) a range of positions. */
 kvc_status kvc_check_position(int32_t value, const char *name);
@@ -37,8 +37,8 @@ kvc_status kvc_check_positions(int32_t begin, int32_t end);
 /* Returns KVC_ERR_INDEX unless the batch has tokens [first, first + *num_tokens); 0 becomes all from first on. */
 kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_tokens);
 
-/* Returns KVC_ERR_GONE if a token at `position` would miss rows below position `end` that were not restored. */
-kvc_status kvc_check_restored(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position, int32_t end);
+/* Returns KVC_ERR_GONE if a token at `position` would miss rows below position `end` that were not replaced. */
+kvc_status kvc_check_replaced(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position, int32_t end);
 
 /* Returns KVC_ERR_GONE if the sequence could not go on at position `length` once its rows from there on are dropped. */
 kvc_status kvc_check_cut(const kvc_cache *cache, const kvc_sequence *sequence, int32_t length);

@@ -137,7 +137,7 @@ int32_t kvc_config_block_size(const kvc_config *config) {
     int32_t full = 1;
     for (int32_t i = 0; i < config->num_layers; i++) {
         const kvc_layer layer = kvc_config_layer(config, i);
-        full &= !kvc_policy_evicts(&layer.policy);
+        full &= !kvc_policy_expires(&layer.policy);
     }
     return config->max_seq_len && config->max_sequences == 1 && full ? (int32_t)config->max_seq_len : 64;
 }

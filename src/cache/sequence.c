@@ -73,7 +73,7 @@ int32_t kvc_sequence_next(const kvc_sequence *sequence) {
     return next;
 }
 
-int32_t kvc_sequence_low(const kvc_sequence *sequence) {
+int32_t kvc_min_query_position(const kvc_sequence *sequence) {
     int32_t low = kvc_sequence_next(sequence);
     for (int32_t g = 0; g < sequence->num_token_groups; g++) {
         const kvc_interval missing = sequence->runs[g].missing;
@@ -129,7 +129,7 @@ void kvc_table_keep(const kvc_table *table, const kvc_table *before, kvc_memory 
     free_items(before, memory);
 }
 
-void kvc_table_restore(kvc_table *table, const kvc_table *before, kvc_memory *memory) {
+void kvc_table_undo(kvc_table *table, const kvc_table *before, kvc_memory *memory) {
     if (table->items == before->items) return;
     if (table->num) memcpy(before->items, table->items, (size_t)table->num * sizeof *table->items);
     memory->replaced -= (int64_t)table_bytes(before);

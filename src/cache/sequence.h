@@ -6,22 +6,22 @@
 #include "rows/runs.h"
 
 /* What becomes of a retained sequence by the plan of the call that is running: it keeps all rows, loses those of the
- * groups that evict, or is dropped. */
+ * groups that expire, or is dropped. */
 typedef enum kvc_fate { KVC_STAYS, KVC_LOSES_WINDOWS, KVC_GOES } kvc_fate;
 
 typedef struct kvc_sequence {
     int64_t id;
-    int32_t in_batch;         /* 1 + its index among the sequences of the open batch; 0: it is not in the batch */
-    int32_t low;              /* lowest position at which a query may still come; set while a batch begins */
-    int32_t in_rewrite;       /* a call copies its rows to new slots without the mutex */
-    kvc_fate fate;            /* KVC_STAYS unless it is in the list cache->victims */
-    kvc_thread rewriter;      /* the thread of that call */
-    struct kvc_draft *drafts; /* [num_token_groups] the drafts of that call */
-    int32_t in_place;         /* a call writes its rows where they lie without the mutex: kvc_cache_find waits */
-    int32_t holds;            /* it is counted in cache->num_holding */
-    int32_t is_retained;      /* it is in the list of retained sequences: reclaim.h */
-    int32_t frees;            /* while victims are chosen: reclaim.c */
-    int64_t num_pins;         /* of a retained sequence: while there are any, it is not reclaimed */
+    int32_t in_batch;             /* 1 + its index among the sequences of the open batch; 0: it is not in the batch */
+    int32_t min_query_position;   /* lowest position at which a query may still come; set while a batch begins */
+    int32_t in_rewrite;           /* a call copies its rows to new slots without the mutex */
+    kvc_fate fate;                /* KVC_STAYS unless it is in the list cache->victims */
+    kvc_thread rewriter;          /* the thread of that call */
+    struct kvc_rewrite *rewrites; /* [num_token_groups] the rewrites of that call */
+    int32_t in_place;             /* a call writes its rows where they lie without the mutex: kvc_cache_find waits */
+    int32_t holds;                /* it is counted in cache->num_holding */
+    int32_t is_retained;          /* it is in the list of retained sequences: evict.h */
+    int32_t frees;                /* while victims are chosen: evict.c */
+    int64_t num_pins;             /* of a retained sequence: while there are any, it is not evicted */
     int32_t num_groups;
     int32_t num_token_groups; /* number of groups of tokens: the first; others are of cross-attention layers */
     struct kvc_sequence *next_changed, **changed_at; /* place in the list cache->changed; NULL: not in it */
@@ -48,19 +48,19 @@ int kvc_sequence_holds(const kvc_sequence *sequence);
 /* Returns whether the sequence holds no token's rows. */
 int kvc_sequence_is_empty(const kvc_sequence *sequence);
 
-/* Returns whether the sequence holds no rows and none of its rows were evicted: it then leaves the table. */
+/* Returns whether the sequence holds no rows and none of its rows have expired: it then leaves the table. */
 int kvc_sequence_is_blank(const kvc_sequence *sequence);
 
 /* Return the smallest and the largest position of a token in any group; -1 if there is none. */
 int32_t kvc_sequence_first(const kvc_sequence *sequence);
 int32_t kvc_sequence_last(const kvc_sequence *sequence);
 
-/* Returns the position behind all tokens in any group, evicted ones included. */
+/* Returns the position behind all tokens in any group, expired ones included. */
 int32_t kvc_sequence_next(const kvc_sequence *sequence);
 
 /* Returns the lowest position at which the sequence may go on: the next one, or where groups lack rows that others were
- * restored to have, as it can go on there once it is cut. */
-int32_t kvc_sequence_low(const kvc_sequence *sequence);
+ * replaced to have, as it can go on there once it is cut. */
+int32_t kvc_min_query_position(const kvc_sequence *sequence);
 
 /* ---- the table of sequences -------------------------------------------------------------------------------------- */
 
@@ -73,11 +73,11 @@ typedef struct kvc_table {
 kvc_sequence *kvc_table_find(const kvc_table *table, int64_t id);
 
 /* Gets memory for `extra` more sequences, so that inserting them cannot fail.  `before` is a copy of the table from
- * before the first of several calls, whose array is kept: kvc_table_keep frees it, or kvc_table_restore, after all that
+ * before the first of several calls, whose array is kept: kvc_table_keep frees it, or kvc_table_undo, after all that
  * was inserted was removed again, and nothing else was, makes it the table's array again. */
 kvc_status kvc_table_reserve(kvc_table *table, int32_t extra, const kvc_table *before, kvc_memory *memory);
 void kvc_table_keep(const kvc_table *table, const kvc_table *before, kvc_memory *memory);
-void kvc_table_restore(kvc_table *table, const kvc_table *before, kvc_memory *memory);
+void kvc_table_undo(kvc_table *table, const kvc_table *before, kvc_memory *memory);
 
 /* Inserts a sequence, or removes one without freeing it. */
 void kvc_table_insert(kvc_table *table, kvc_sequence *sequence);

@@ -101,24 +101,24 @@ void kvc_waiter_leave(kvc_cache *cache, kvc_waiter *waiter) {
 }
 
 /* Polls without the mutex; returns whether the call is cancelled. */
-static int poll_unlocked(kvc_cache *cache, kvc_waiter *waiter, kvc_watch *watch) {
+static int poll_unlocked(kvc_cache *cache, kvc_waiter *waiter, kvc_poll_timer *timer) {
     waiter->is_polling = 1;
     kvc_wake_waiter(cache);
     kvc_unlock(cache, KVC_OK);
-    const int stop = kvc_watch_ask(watch);
+    const int stop = kvc_poll_timer_ask(timer);
     kvc_lock(cache);
     waiter->is_polling = 0;
     return stop;
 }
 
 kvc_status kvc_waiter_wait(kvc_cache *cache, kvc_waiter *waiter) {
-    kvc_watch watch;
-    kvc_watch_init(&watch, cache->poll, cache->poll_user);
+    kvc_poll_timer timer;
+    kvc_poll_timer_init(&timer, cache->poll, cache->poll_user);
     while (!kvc_may_begin(cache, waiter)) {
         if (kvc_now() >= waiter->deadline) return kvc_check_may_begin(cache, waiter);
-        const int64_t next = watch.poll && watch.next < waiter->deadline ? watch.next : waiter->deadline;
+        const int64_t next = timer.poll && timer.next < waiter->deadline ? timer.next : waiter->deadline;
         kvc_signal_wait_until(&waiter->signal, &cache->mutex, next);
-        if (watch.poll && kvc_now() >= watch.next && poll_unlocked(cache, waiter, &watch))
+        if (timer.poll && kvc_now() >= timer.next && poll_unlocked(cache, waiter, &timer))
             return kvc_fail(KVC_ERR_CANCELLED, "cancelled while it waited to begin a batch");
     }
     return KVC_OK;

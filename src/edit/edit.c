@@ -81,29 +81,30 @@ static kvc_change change_in(const kvc_cache *cache, int32_t group, const kvc_cha
 }
 
 static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, void *context) {
-    kvc_draft_visit_replaced((const kvc_draft *)need->context + g, visit, context);
+    kvc_rewrite_visit_replaced((const kvc_rewrite *)need->context + g, visit, context);
 }
 
 /* Checks capacity, where rows are copied, and max_bytes. */
 static kvc_status fits(const kvc_need *need) {
-    const kvc_draft *drafts = need->context;
+    const kvc_rewrite *rewrites = need->context;
     for (int32_t g = 0; g < need->cache->num_token_groups; g++) {
-        const kvc_status status = drafts[g].num_copied ? kvc_drafts_check(need, g) : KVC_OK;
+        const kvc_status status = rewrites[g].num_copied ? kvc_rewrites_check(need, g) : KVC_OK;
         if (status != KVC_OK) return status;
     }
     return kvc_check_max_bytes(need->cache, need->what);
 }
 
-/* Copies rows to their new slots on the lanes, perhaps by the caller's function, without the mutex. */
-static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_draft *drafts, const kvc_lanes *lanes) {
+/* Copies rows to their new slots on the copiers, perhaps by the caller's function, without the mutex. */
+static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_rewrite *rewrites,
+                                const kvc_copiers *copiers) {
     kvc_status status = KVC_OK;
     sequence->in_rewrite = 1;
     sequence->rewriter = kvc_thread_self();
-    sequence->drafts = drafts;
+    sequence->rewrites = rewrites;
     cache->num_rewrites++;
     kvc_unlock(cache, KVC_OK);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
-        status = kvc_draft_copy(cache, g, &drafts[g], lanes);
+        status = kvc_rewrite_copy(cache, g, &rewrites[g], copiers);
     kvc_lock(cache);
     if (cache->max_bytes) kvc_cache_wait_pages(cache);
     cache->num_rewrites--;
@@ -113,57 +114,57 @@ static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_dr
 }
 
 /* Copies the rows that are to be copied, and makes room for them: before they are, unless the caller's function may
- * fail then; so what a failed call would have reclaimed is still there. */
-static kvc_status copy_rows(kvc_cache *cache, kvc_sequence *sequence, kvc_draft *drafts) {
+ * fail then; so what a failed call would have evicted is still there. */
+static kvc_status copy_rows(kvc_cache *cache, kvc_sequence *sequence, kvc_rewrite *rewrites) {
     const kvc_need need = {.cache = cache,
                            .fits = fits,
                            .visit_replaced = visit_replaced,
-                           .context = drafts,
+                           .context = rewrites,
                            .what = "rewriting the keys of a sequence"};
-    kvc_lanes lanes = {0};
+    kvc_copiers copiers = {0};
     for (int32_t g = 0; g < cache->num_token_groups; g++)
-        if (drafts[g].num_copies) kvc_draft_size_lanes(cache, g, &drafts[g], &lanes);
-    if (!lanes.floats) return KVC_OK;
-    const int asks_caller = lanes.least != 0;
-    kvc_status status = kvc_lanes_new(cache, &lanes);
+        if (rewrites[g].num_copies) kvc_rewrite_size_copiers(cache, g, &rewrites[g], &copiers);
+    if (!copiers.floats) return KVC_OK;
+    const int asks_caller = copiers.least != 0;
+    kvc_status status = kvc_copiers_new(cache, &copiers);
     if (status == KVC_OK) status = asks_caller ? kvc_choose_victims(&need) : kvc_make_room(&need);
     kvc_spare_victims(cache);
-    if (status == KVC_OK) status = copy_unlocked(cache, sequence, drafts, &lanes);
+    if (status == KVC_OK) status = copy_unlocked(cache, sequence, rewrites, &copiers);
     if (status == KVC_OK && asks_caller) status = kvc_make_room(&need);
-    kvc_lanes_free(cache, &lanes);
+    kvc_copiers_free(cache, &copiers);
     return status;
 }
 
-/* Accepts the drafts, or discards them if status is an error. */
-static void finish(kvc_cache *cache, kvc_sequence *sequence, const edit *e, kvc_draft *drafts, kvc_status status) {
+/* Accepts the rewrites, or discards them if status is an error. */
+static void finish(kvc_cache *cache, kvc_sequence *sequence, const edit *e, kvc_rewrite *rewrites, kvc_status status) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         kvc_run_list *list = &sequence->runs[g];
         if (status != KVC_OK) {
-            kvc_draft_discard(cache, g, &drafts[g]);
+            kvc_rewrite_discard(cache, g, &rewrites[g]);
             continue;
         }
-        kvc_draft_accept(cache, g, &drafts[g]);
+        kvc_rewrite_accept(cache, g, &rewrites[g]);
         list->lost = lost_after(e, list->lost);
         list->missing = lost_after(e, list->missing);
-        kvc_draft_free(cache, &drafts[g]);
+        kvc_rewrite_free(cache, &rewrites[g]);
     }
 }
 
 /* Edits a sequence in all groups of tokens. */
 static kvc_status change_groups(kvc_cache *cache, kvc_sequence *sequence, const edit *e) {
-    const size_t size = kvc_drafts_size(cache);
+    const size_t size = kvc_rewrites_size(cache);
     if (!size) return KVC_OK;
-    kvc_draft *drafts = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
-    if (!drafts) return kvc_fail(KVC_ERR_NOMEM, "out of memory to edit %d layer groups", cache->num_token_groups);
-    memset(drafts, 0, size);
+    kvc_rewrite *rewrites = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
+    if (!rewrites) return kvc_fail(KVC_ERR_NOMEM, "out of memory to edit %d layer groups", cache->num_token_groups);
+    memset(rewrites, 0, size);
     kvc_status status = KVC_OK;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
         const kvc_change own = change_in(cache, g, &e->change);
-        status = kvc_draft_make(cache, g, &sequence->runs[g], &own, &drafts[g]);
+        status = kvc_rewrite_make(cache, g, &sequence->runs[g], &own, &rewrites[g]);
     }
-    if (status == KVC_OK) status = copy_rows(cache, sequence, drafts);
-    finish(cache, sequence, e, drafts, status);
-    kvc_memory_free(&cache->memory, drafts, size, KVC_MEMORY_SCRATCH, -1);
+    if (status == KVC_OK) status = copy_rows(cache, sequence, rewrites);
+    finish(cache, sequence, e, rewrites, status);
+    kvc_memory_free(&cache->memory, rewrites, size, KVC_MEMORY_SCRATCH, -1);
     return status;
 }
 

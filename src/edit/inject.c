@@ -27,8 +27,8 @@ typedef struct injection {
     kvc_run *parts;    /* [num_rows] the latest row of each position, in runs of at most KVC_COPY_ROWS rows */
     int64_t num_rows;  /* number of rows at positions [begin, end), not only the latest */
     int64_t num_parts, num_found; /* number of parts, and of rows in them */
-    kvc_lanes lanes;
-    kvc_draft draft; /* copies rows that another sequence or a view holds too */
+    kvc_copiers copiers;
+    kvc_rewrite rewrite; /* copies rows that another sequence or a view holds too */
 } injection;
 
 /* ---- which rows -------------------------------------------------------------------------------------------------- */
@@ -140,11 +140,11 @@ static void write_part(const injection *x, kvc_rotator *rotator, const kvc_run *
     kvc_transfer_rows(&v, part->count);
 }
 
-static void write_lane(void *context, int64_t lane) {
+static void write_copier(void *context, int64_t copier) {
     const injection *x = context;
     kvc_rotator rotator = {.kernels = x->cache->kernels,
-                           .scratch = x->lanes.scratch + (uint64_t)lane * x->lanes.floats};
-    const int64_t first = lane * x->num_parts / x->lanes.num, end = (lane + 1) * x->num_parts / x->lanes.num;
+                           .scratch = x->copiers.scratch + (uint64_t)copier * x->copiers.floats};
+    const int64_t first = copier * x->num_parts / x->copiers.num, end = (copier + 1) * x->num_parts / x->copiers.num;
     for (int64_t i = first; i < end; i++) write_part(x, &rotator, &x->parts[i]);
 }
 
@@ -152,17 +152,17 @@ static void write_lane(void *context, int64_t lane) {
 static void write_unlocked(injection *x, kvc_sequence *sequence, int32_t group) {
     kvc_cache *cache = x->cache;
     const kvc_layer *config = &cache->layers[x->layer];
-    kvc_draft_pin(&x->draft);
+    kvc_rewrite_pin(&x->rewrite);
     for (int64_t i = 0; i < x->num_parts; i++) kvc_pool_pin(x->parts[i].block);
     kvc_cache_begin_in_place(cache, sequence);
     kvc_unlock(cache, KVC_OK);
-    kvc_draft_copy(cache, group, &x->draft, &x->lanes);
+    kvc_rewrite_copy(cache, group, &x->rewrite, &x->copiers);
     const int64_t elements = x->num_found * config->num_kv_heads * (config->k_dim + config->v_dim);
-    kvc_parallel(elements < WORTH_THREADS ? 1 : x->lanes.num, x->lanes.num, write_lane, x);
+    kvc_parallel(elements < WORTH_THREADS ? 1 : x->copiers.num, x->copiers.num, write_copier, x);
     kvc_lock(cache);
     kvc_cache_end_in_place(cache, sequence);
     for (int64_t i = 0; i < x->num_parts; i++) kvc_pool_unpin(&cache->pools[group], x->parts[i].block);
-    kvc_draft_unpin(cache, group, &x->draft);
+    kvc_rewrite_unpin(cache, group, &x->rewrite);
 }
 
 /* ---- the call, with the mutex held ------------------------------------------------------------------------------- */
@@ -179,11 +179,11 @@ static kvc_status get_memory(injection *x, const kvc_run_list *list) {
     x->high = list->max_position < x->end ? list->max_position + 1 : x->end;
     if (x->high < x->low || !list->num) x->high = x->low;
     x->num_rows = kvc_runs_visit(list, x->begin, x->end, NULL, NULL);
-    x->lanes.floats = kvc_rotator_floats(x->cache->layers[x->layer].k_dim);
+    x->copiers.floats = kvc_rotator_floats(x->cache->layers[x->layer].k_dim);
     x->found = kvc_memory_alloc(memory, found_bytes(x), KVC_MEMORY_SCRATCH, -1);
     if (x->num_rows)
         x->parts = kvc_memory_alloc(memory, (uint64_t)x->num_rows * sizeof *x->parts, KVC_MEMORY_SCRATCH, -1);
-    if (x->found && (x->parts || !x->num_rows)) return kvc_lanes_new(x->cache, &x->lanes);
+    if (x->found && (x->parts || !x->num_rows)) return kvc_copiers_new(x->cache, &x->copiers);
     return kvc_fail(KVC_ERR_NOMEM, "out of memory to replace %lld rows", (long long)x->num_rows);
 }
 
@@ -191,21 +191,21 @@ static void free_memory(injection *x) {
     kvc_memory *memory = &x->cache->memory;
     kvc_memory_free(memory, x->found, found_bytes(x), KVC_MEMORY_SCRATCH, -1);
     kvc_memory_free(memory, x->parts, (uint64_t)x->num_rows * sizeof *x->parts, KVC_MEMORY_SCRATCH, -1);
-    kvc_lanes_free(x->cache, &x->lanes);
+    kvc_copiers_free(x->cache, &x->copiers);
 }
 
 static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, void *context) {
     const injection *x = need->context;
-    if (x->cache->group_of[x->layer] == g) kvc_draft_visit_replaced(&x->draft, visit, context);
+    if (x->cache->group_of[x->layer] == g) kvc_rewrite_visit_replaced(&x->rewrite, visit, context);
 }
 
 static kvc_status fits(const kvc_need *need) {
     const injection *x = need->context;
-    const kvc_status status = kvc_drafts_check(need, x->cache->group_of[x->layer]);
+    const kvc_status status = kvc_rewrites_check(need, x->cache->group_of[x->layer]);
     return status == KVC_OK ? kvc_check_max_bytes(x->cache, need->what) : status;
 }
 
-/* Makes and accepts the draft; once its copies are made, no other sequence or view has the rows to write. */
+/* Makes and accepts the rewrite; once its copies are made, no other sequence or view has the rows to write. */
 static kvc_status unshare_rows(injection *x, int32_t group, kvc_sequence *sequence) {
     const kvc_change change = {.begin = x->begin, .end = x->begin, .moved_end = x->end, .copies = is_shared};
     const kvc_need need = {.cache = x->cache,
@@ -213,15 +213,15 @@ static kvc_status unshare_rows(injection *x, int32_t group, kvc_sequence *sequen
                            .visit_replaced = visit_replaced,
                            .context = x,
                            .what = "copying rows that are shared"};
-    kvc_status status = kvc_draft_make(x->cache, group, &sequence->runs[group], &change, &x->draft);
+    kvc_status status = kvc_rewrite_make(x->cache, group, &sequence->runs[group], &change, &x->rewrite);
     if (status != KVC_OK) return status;
     sequence->num_pins++; /* it may be a retained one */
-    if (x->draft.num_copies) status = kvc_make_room(&need);
+    if (x->rewrite.num_copies) status = kvc_make_room(&need);
     sequence->num_pins--;
     if (status == KVC_OK)
-        kvc_draft_accept(x->cache, group, &x->draft);
+        kvc_rewrite_accept(x->cache, group, &x->rewrite);
     else
-        kvc_draft_discard(x->cache, group, &x->draft);
+        kvc_rewrite_discard(x->cache, group, &x->rewrite);
     return status;
 }
 
@@ -237,9 +237,9 @@ static kvc_status inject(injection *x, int64_t seq_id) {
     if (status == KVC_OK && !x->in->skip_missing && x->num_found < x->end - x->begin) status = fail_missing(x, seq_id);
     if (status == KVC_OK && x->num_found) status = unshare_rows(x, g, sequence);
     if (status == KVC_OK && x->num_found) {
-        if (x->draft.num_copies) find_parts(x, list); /* copied rows have other slots now */
+        if (x->rewrite.num_copies) find_parts(x, list); /* copied rows have other slots now */
         write_unlocked(x, sequence, g);
-        kvc_draft_free(x->cache, &x->draft);
+        kvc_rewrite_free(x->cache, &x->rewrite);
     }
     free_memory(x);
     return status;

@@ -1,7 +1,7 @@
 /* retain.c: the public functions that make, share and list retained sequences. */
 #include "cache/check.h"
 #include "space/limits.h"
-#include "space/reclaim.h"
+#include "space/evict.h"
 #include "cache/waiting.h"
 
 /* ---- making retained sequences ----------------------------------------------------------------------------------- */
@@ -45,7 +45,7 @@ static kvc_status end_retaining(kvc_cache *cache, kvc_sequence *sequence, const 
         return KVC_OK;
     }
     kvc_cache_forget(cache, sequence);
-    kvc_table_restore(&cache->sequences, before, &cache->memory);
+    kvc_table_undo(&cache->sequences, before, &cache->memory);
     return status;
 }
 
@@ -106,7 +106,7 @@ kvc_status kvc_retain(kvc_cache *cache, int64_t src, int64_t id, int32_t begin, 
 /* The block that a group's new rows are in. */
 typedef struct new_block {
     kvc_block *block; /* NULL: the group gets no rows */
-    int32_t touched;  /* touched slots of the block before */
+    int32_t faulted;  /* faulted slots of the block before */
     kvc_reserved reserved;
 } new_block;
 
@@ -127,7 +127,7 @@ static kvc_status take_slots(kvc_cache *cache, const new_rows *rows, int32_t g) 
     if (status == KVC_OK) status = kvc_pool_reserve(pool, 1, &taken->reserved);
     if (status != KVC_OK) return status;
     taken->block = kvc_pool_open(pool);
-    taken->touched = taken->block->touched;
+    taken->faulted = taken->block->faulted;
     const int32_t slot = kvc_pool_take(pool, taken->block, count);
     kvc_runs_append(list, &(kvc_run){taken->block, slot, count, rows->begin, 0});
     return KVC_OK;
@@ -140,7 +140,7 @@ static void give_slots(kvc_cache *cache, const new_rows *rows, int32_t g) {
     if (!taken->block) return;
     kvc_runs_visit(&rows->sequence->runs[g], 0, KVC_END, kvc_drop_part, pool);
     rows->sequence->runs[g].num = 0;
-    kvc_pool_unopen(pool, taken->block, taken->touched);
+    kvc_pool_unopen(pool, taken->block, taken->faulted);
     kvc_pool_unreserve(pool, 1, &taken->reserved);
 }
 
@@ -218,7 +218,7 @@ kvc_status kvc_retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_t e
 /* Retained sequences, in order of position. */
 typedef struct pieces {
     kvc_cache *cache;
-    kvc_sequence **items; /* [num] NULL: it was reclaimed */
+    kvc_sequence **items; /* [num] NULL: it was evicted */
     int32_t num;
     int32_t end; /* position behind the last token that one of them had; 0: there is none */
 } pieces;
@@ -276,7 +276,7 @@ static int32_t fresh_start(const kvc_policy *policy, int32_t end) {
 static int32_t find_end(const pieces *p, int32_t g, int32_t end) {
     const kvc_policy *policy = &p->cache->policies[g];
     const int32_t first_gap = covered_to(p, g);
-    if (!kvc_policy_evicts(policy) || first_gap < kvc_policy_sinks(policy)) return first_gap < end ? first_gap : end;
+    if (!kvc_policy_expires(policy) || first_gap < kvc_policy_sinks(policy)) return first_gap < end ? first_gap : end;
     for (int32_t last = p->num - 1; end > first_gap;) {
         last = find_below(p, last, end);
         const int32_t from = covered_from(p, g, end, last);
@@ -311,7 +311,7 @@ static void visit_pieces(const pieces *p, int32_t g, kvc_interval gap, int32_t e
 static kvc_status attach_group(const pieces *p, int32_t g, int32_t end, kvc_run_list *list) {
     const kvc_policy *policy = &p->cache->policies[g];
     kvc_interval gap = {0, 0};
-    if (kvc_policy_evicts(policy)) {
+    if (kvc_policy_expires(policy)) {
         const int32_t retained = kvc_policy_retained(policy, end), covered = covered_from(p, g, end, p->num - 1);
         gap = (kvc_interval){kvc_policy_sinks(policy), retained > covered ? retained : covered};
         if (gap.end < gap.begin) gap.end = gap.begin;
@@ -344,7 +344,7 @@ static void touch(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_cache_retain(cache, sequence);
 }
 
-/* Finds the retained sequences; those whose rows are being written are left out, as if they were reclaimed. */
+/* Finds the retained sequences; those whose rows are being written are left out, as if they were evicted. */
 static kvc_status find_pieces(pieces *p, const int64_t *ids) {
     int32_t last = -1;
     for (int32_t i = 0; i < p->num; i++) {

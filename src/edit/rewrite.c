@@ -1,4 +1,4 @@
-/* rewrite.c: makes, checks, copies and accepts drafts: see rewrite.h. */
+/* rewrite.c: makes, checks, copies and accepts rewrites: see rewrite.h. */
 #include "edit/rewrite.h"
 
 #include <string.h>
@@ -12,25 +12,25 @@ enum {
     FUNCTION_PIECES = 128    /* most pieces that these rows may be in */
 };
 
-/* ---- the draft --------------------------------------------------------------------------------------------------- */
+/* ---- the rewrite ------------------------------------------------------------------------------------------------- */
 
 /* Returns the position after the change. */
 static int32_t target(const kvc_change *change, int32_t position) {
     return change->divisor ? position / change->divisor : position + change->move;
 }
 
-/* A pass over the rows of the list: the first pass counts, the second fills in the draft. */
+/* A pass over the rows of the list: the first pass counts, the second fills in the rewrite. */
 typedef struct walk {
     const kvc_change *change;
     kvc_pool *pool;
-    kvc_draft *draft; /* NULL: only count */
-    kvc_block *block; /* the block to which rows are copied */
-    int64_t parts;    /* number of parts of runs whose rows are all treated alike */
-    int64_t copies;   /* number of parts that are copied */
-    int64_t copied;   /* number of rows in copied parts */
+    kvc_rewrite *rewrite; /* NULL: only count */
+    kvc_block *block;     /* the block to which rows are copied */
+    int64_t parts;        /* number of parts of runs whose rows are all treated alike */
+    int64_t copies;       /* number of parts that are copied */
+    int64_t copied;       /* number of rows in copied parts */
 } walk;
 
-/* Adds a copied part to the draft, cut where blocks are full.  to: a run with the part's new position and delta. */
+/* Adds a copied part to the rewrite, cut where blocks are full.  to: a run with the part's new position and delta. */
 static void add_copies(walk *w, const kvc_run *part, kvc_run to) {
     for (int32_t done = 0; done < part->count; done += to.count) {
         if (!w->block || w->block->fill == w->pool->block_size) w->block = kvc_pool_open(w->pool);
@@ -38,28 +38,28 @@ static void add_copies(walk *w, const kvc_run *part, kvc_run to) {
         to.count = rest < left ? rest : left;
         if (to.count > KVC_COPY_ROWS) to.count = KVC_COPY_ROWS;
         to.block = w->block;
-        const int32_t touched = w->block->touched;
+        const int32_t faulted = w->block->faulted;
         to.slot = kvc_pool_take(w->pool, w->block, to.count);
-        w->draft->copies[w->draft->num_copies++] = (kvc_copy){.from = part->block,
-                                                              .to = to.block,
-                                                              .from_slot = part->slot + done,
-                                                              .to_slot = to.slot,
-                                                              .count = to.count,
-                                                              .position = part->position + done,
-                                                              .delta = part->delta,
-                                                              .touched = touched};
-        kvc_runs_push(&w->draft->runs, &to);
+        w->rewrite->copies[w->rewrite->num_copies++] = (kvc_copy){.from = part->block,
+                                                                  .to = to.block,
+                                                                  .from_slot = part->slot + done,
+                                                                  .to_slot = to.slot,
+                                                                  .count = to.count,
+                                                                  .position = part->position + done,
+                                                                  .delta = part->delta,
+                                                                  .faulted = faulted};
+        kvc_runs_push(&w->rewrite->runs, &to);
         to.position += to.count;
     }
 }
 
-/* Counts a part of a run, or adds it to the draft.  changes, copied: how its rows are treated. */
+/* Counts a part of a run, or adds it to the rewrite.  changes, copied: how its rows are treated. */
 static void add_part(walk *w, const kvc_run *part, int changes, int copied) {
     const kvc_change *change = w->change;
     w->parts++;
     w->copies += copied;
     w->copied += copied ? part->count : 0;
-    if (!w->draft) return;
+    if (!w->rewrite) return;
     kvc_run to = *part;
     if (changes) {
         to.position = target(change, part->position);
@@ -69,7 +69,7 @@ static void add_part(walk *w, const kvc_run *part, int changes, int copied) {
     if (copied)
         add_copies(w, part, to);
     else
-        kvc_runs_push(&w->draft->runs, &to);
+        kvc_runs_push(&w->rewrite->runs, &to);
 }
 
 /* Returns the number of rows, from the first of a changing part on, that are treated alike; *copied: whether they are
@@ -105,47 +105,47 @@ static void walk_rows(walk *w, const kvc_run_list *list) {
 }
 
 /* Gets all memory for the parts and rows that the first pass counted. */
-static kvc_status reserve(kvc_cache *cache, kvc_pool *pool, const walk *counted, kvc_draft *draft) {
+static kvc_status reserve(kvc_cache *cache, kvc_pool *pool, const walk *counted, kvc_rewrite *rewrite) {
     const int64_t blocks = (counted->copied + pool->block_size - 1) / pool->block_size;
     const int64_t runs = counted->parts + blocks; /* copied parts are cut where blocks end */
     const int64_t copies = counted->copies + blocks + counted->copied / KVC_COPY_ROWS;
     if (runs > INT32_MAX / 2) return kvc_fail(KVC_ERR_NOMEM, "a sequence of more than %lld runs", (long long)runs);
-    kvc_status status = kvc_runs_reserve(&draft->runs, &cache->memory, (int32_t)runs);
+    kvc_status status = kvc_runs_reserve(&rewrite->runs, &cache->memory, (int32_t)runs);
     if (status != KVC_OK || !counted->copied) return status;
-    draft->max_copies = (int32_t)copies;
-    draft->copies = kvc_memory_alloc(&cache->memory, (uint64_t)copies * sizeof(kvc_copy), KVC_MEMORY_SCRATCH, -1);
-    if (!draft->copies) return kvc_fail(KVC_ERR_NOMEM, "out of memory to copy %lld rows", (long long)counted->copied);
-    return kvc_pool_reserve(pool, (int32_t)blocks, &draft->reserved);
+    rewrite->max_copies = (int32_t)copies;
+    rewrite->copies = kvc_memory_alloc(&cache->memory, (uint64_t)copies * sizeof(kvc_copy), KVC_MEMORY_SCRATCH, -1);
+    if (!rewrite->copies) return kvc_fail(KVC_ERR_NOMEM, "out of memory to copy %lld rows", (long long)counted->copied);
+    return kvc_pool_reserve(pool, (int32_t)blocks, &rewrite->reserved);
 }
 
-kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, kvc_run_list *list, const kvc_change *change,
-                          kvc_draft *draft) {
+kvc_status kvc_rewrite_make(kvc_cache *cache, int32_t group, kvc_run_list *list, const kvc_change *change,
+                            kvc_rewrite *rewrite) {
     walk w = {.change = change, .pool = &cache->pools[group]};
-    *draft = (kvc_draft){.change = *change, .from = list};
-    kvc_runs_init(&draft->runs);
+    *rewrite = (kvc_rewrite){.change = *change, .from = list};
+    kvc_runs_init(&rewrite->runs);
     walk_rows(&w, list);
-    const kvc_status status = reserve(cache, w.pool, &w, draft);
+    const kvc_status status = reserve(cache, w.pool, &w, rewrite);
     if (status != KVC_OK) {
-        kvc_draft_discard(cache, group, draft);
+        kvc_rewrite_discard(cache, group, rewrite);
         return status;
     }
-    draft->num_copied = w.copied;
-    w.pool->drafted += w.copied;
-    w.draft = draft;
+    rewrite->num_copied = w.copied;
+    w.pool->replacing += w.copied;
+    w.rewrite = rewrite;
     walk_rows(&w, list);
-    kvc_runs_recount(&draft->runs);
+    kvc_runs_recount(&rewrite->runs);
     return KVC_OK;
 }
 
-void kvc_draft_visit_replaced(const kvc_draft *draft, kvc_part_fn *visit, void *context) {
-    kvc_runs_visit(draft->from, draft->change.begin, draft->change.end, visit, context);
-    for (int32_t i = 0; i < draft->num_copies; i++) {
-        const kvc_copy *copy = &draft->copies[i];
+void kvc_rewrite_visit_replaced(const kvc_rewrite *rewrite, kvc_part_fn *visit, void *context) {
+    kvc_runs_visit(rewrite->from, rewrite->change.begin, rewrite->change.end, visit, context);
+    for (int32_t i = 0; i < rewrite->num_copies; i++) {
+        const kvc_copy *copy = &rewrite->copies[i];
         visit(context, &(kvc_run){copy->from, copy->from_slot, copy->count, copy->position, copy->delta});
     }
 }
 
-kvc_status kvc_drafts_check(const kvc_need *need, int32_t group) {
+kvc_status kvc_rewrites_check(const kvc_need *need, int32_t group) {
     int64_t live;
     if (!kvc_exceeds_capacity(need, group, 0, &live)) return KVC_OK;
     return kvc_fail(KVC_ERR_FULL,
@@ -154,79 +154,80 @@ kvc_status kvc_drafts_check(const kvc_need *need, int32_t group) {
                     need->what, (long long)live, (long long)need->cache->capacity);
 }
 
-void kvc_draft_free(kvc_cache *cache, kvc_draft *draft) {
-    kvc_memory_free(&cache->memory, draft->copies, (uint64_t)draft->max_copies * sizeof(kvc_copy), KVC_MEMORY_SCRATCH,
-                    -1);
-    *draft = (kvc_draft){0};
+void kvc_rewrite_free(kvc_cache *cache, kvc_rewrite *rewrite) {
+    kvc_memory_free(&cache->memory, rewrite->copies, (uint64_t)rewrite->max_copies * sizeof(kvc_copy),
+                    KVC_MEMORY_SCRATCH, -1);
+    *rewrite = (kvc_rewrite){0};
 }
 
-void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_draft *draft) {
+void kvc_rewrite_accept(kvc_cache *cache, int32_t group, kvc_rewrite *rewrite) {
     kvc_pool *pool = &cache->pools[group];
-    kvc_run_list *list = draft->from;
-    kvc_draft_visit_replaced(draft, kvc_drop_part, pool);
-    kvc_pool_keep(pool, &draft->reserved);
-    pool->drafted -= draft->num_copied;
-    cache->stats.rows_copied += draft->num_copied;
-    draft->runs.lost = list->lost;
-    draft->runs.missing = list->missing;
+    kvc_run_list *list = rewrite->from;
+    kvc_rewrite_visit_replaced(rewrite, kvc_drop_part, pool);
+    kvc_pool_keep(pool, &rewrite->reserved);
+    pool->replacing -= rewrite->num_copied;
+    cache->stats.rows_copied += rewrite->num_copied;
+    rewrite->runs.lost = list->lost;
+    rewrite->runs.missing = list->missing;
     kvc_runs_free_list(list, &cache->memory);
-    *list = draft->runs;
+    *list = rewrite->runs;
 }
 
-void kvc_draft_discard(kvc_cache *cache, int32_t group, kvc_draft *draft) {
+void kvc_rewrite_discard(kvc_cache *cache, int32_t group, kvc_rewrite *rewrite) {
     kvc_pool *pool = &cache->pools[group];
     int32_t num_blocks = 0;
-    for (int32_t i = draft->num_copies - 1; i >= 0; i--) { /* backwards, so that the free list gets its order back */
-        const kvc_copy *copy = &draft->copies[i];
+    for (int32_t i = rewrite->num_copies - 1; i >= 0; i--) { /* backwards, so that the free list gets its order back */
+        const kvc_copy *copy = &rewrite->copies[i];
         kvc_pool_drop(pool, copy->to, copy->to_slot, copy->count);
         if (copy->to_slot) continue;
-        kvc_pool_unopen(pool, copy->to, copy->touched);
+        kvc_pool_unopen(pool, copy->to, copy->faulted);
         num_blocks++;
     }
-    pool->drafted -= draft->num_copied;
-    kvc_pool_unreserve(pool, num_blocks, &draft->reserved);
-    kvc_runs_free_list(&draft->runs, &cache->memory);
-    kvc_draft_free(cache, draft);
+    pool->replacing -= rewrite->num_copied;
+    kvc_pool_unreserve(pool, num_blocks, &rewrite->reserved);
+    kvc_runs_free_list(&rewrite->runs, &cache->memory);
+    kvc_rewrite_free(cache, rewrite);
 }
 
-void kvc_draft_pin(const kvc_draft *draft) {
-    for (int32_t i = 0; i < draft->num_copies; i++) {
-        kvc_pool_pin(draft->copies[i].from);
-        kvc_pool_pin(draft->copies[i].to);
+void kvc_rewrite_pin(const kvc_rewrite *rewrite) {
+    for (int32_t i = 0; i < rewrite->num_copies; i++) {
+        kvc_pool_pin(rewrite->copies[i].from);
+        kvc_pool_pin(rewrite->copies[i].to);
     }
 }
 
-void kvc_draft_unpin(kvc_cache *cache, int32_t group, const kvc_draft *draft) {
-    for (int32_t i = 0; i < draft->num_copies; i++) {
-        kvc_pool_unpin(&cache->pools[group], draft->copies[i].from);
-        kvc_pool_unpin(&cache->pools[group], draft->copies[i].to);
+void kvc_rewrite_unpin(kvc_cache *cache, int32_t group, const kvc_rewrite *rewrite) {
+    for (int32_t i = 0; i < rewrite->num_copies; i++) {
+        kvc_pool_unpin(&cache->pools[group], rewrite->copies[i].from);
+        kvc_pool_unpin(&cache->pools[group], rewrite->copies[i].to);
     }
 }
 
 /* ---- copying ----------------------------------------------------------------------------------------------------- */
 
-kvc_status kvc_lanes_new(kvc_cache *cache, kvc_lanes *lanes) {
-    lanes->num = kvc_cache_threads(cache);
-    if ((uint64_t)lanes->num * lanes->floats > lanes->least) lanes->least = (uint64_t)lanes->num * lanes->floats;
-    if (!lanes->least) return KVC_OK;
-    lanes->scratch = kvc_memory_alloc(&cache->memory, lanes->least * sizeof(float), KVC_MEMORY_SCRATCH, -1);
-    if (lanes->scratch) return KVC_OK;
-    return kvc_fail(KVC_ERR_NOMEM, "out of memory for %llu elements of keys", (unsigned long long)lanes->least);
+kvc_status kvc_copiers_new(kvc_cache *cache, kvc_copiers *copiers) {
+    copiers->num = kvc_cache_threads(cache);
+    if ((uint64_t)copiers->num * copiers->floats > copiers->least)
+        copiers->least = (uint64_t)copiers->num * copiers->floats;
+    if (!copiers->least) return KVC_OK;
+    copiers->scratch = kvc_memory_alloc(&cache->memory, copiers->least * sizeof(float), KVC_MEMORY_SCRATCH, -1);
+    if (copiers->scratch) return KVC_OK;
+    return kvc_fail(KVC_ERR_NOMEM, "out of memory for %llu elements of keys", (unsigned long long)copiers->least);
 }
 
-void kvc_lanes_free(kvc_cache *cache, kvc_lanes *lanes) {
-    kvc_memory_free(&cache->memory, lanes->scratch, lanes->least * sizeof(float), KVC_MEMORY_SCRATCH, -1);
+void kvc_copiers_free(kvc_cache *cache, kvc_copiers *copiers) {
+    kvc_memory_free(&cache->memory, copiers->scratch, copiers->least * sizeof(float), KVC_MEMORY_SCRATCH, -1);
 }
 
-void kvc_draft_size_lanes(const kvc_cache *cache, int32_t group, const kvc_draft *draft, kvc_lanes *lanes) {
-    const int64_t rows = draft->num_copied < FUNCTION_ROWS ? draft->num_copied : FUNCTION_ROWS;
+void kvc_rewrite_size_copiers(const kvc_cache *cache, int32_t group, const kvc_rewrite *rewrite, kvc_copiers *copiers) {
+    const int64_t rows = rewrite->num_copied < FUNCTION_ROWS ? rewrite->num_copied : FUNCTION_ROWS;
     for (int32_t i = 0; i < cache->num_layers; i++) {
         const kvc_layer *layer = &cache->layers[i];
         if (cache->group_of[i] != group) continue;
         const uint64_t floats = kvc_rotator_floats(layer->k_dim),
                        least = (uint64_t)layer->k_dim * (uint64_t)layer->num_kv_heads * (uint64_t)rows;
-        if (floats > lanes->floats) lanes->floats = floats;
-        if (layer->rope.kind == KVC_ROPE_FUNCTION && least > lanes->least) lanes->least = least;
+        if (floats > copiers->floats) copiers->floats = floats;
+        if (layer->rope.kind == KVC_ROPE_FUNCTION && least > copiers->least) copiers->least = least;
     }
 }
 
@@ -255,26 +256,27 @@ void kvc_rotate_keys(const kvc_cache *cache, int32_t group, kvc_block *block, in
     }
 }
 
-/* One call of kvc_draft_copy: each lane copies a part of the list of copies. */
+/* One call of kvc_rewrite_copy: each copier copies a part of the list of copies. */
 typedef struct copying {
     const kvc_cache *cache;
-    const kvc_draft *draft;
-    const kvc_lanes *lanes;
+    const kvc_rewrite *rewrite;
+    const kvc_copiers *copiers;
     int32_t group, num_parts;
 } copying;
 
 static void copy_part(void *context, int64_t part) {
     const copying *c = context;
-    const kvc_draft *draft = c->draft;
+    const kvc_rewrite *rewrite = c->rewrite;
     const kvc_pool *pool = &c->cache->pools[c->group];
     kvc_rotator rotator = {.kernels = c->cache->kernels};
-    if (draft->change.applies_delta) rotator.scratch = c->lanes->scratch + (uint64_t)part * c->lanes->floats;
-    const int64_t first = part * draft->num_copies / c->num_parts, end = (part + 1) * draft->num_copies / c->num_parts;
-    for (const kvc_copy *copy = draft->copies + first; copy < draft->copies + end; copy++) {
+    if (rewrite->change.applies_delta) rotator.scratch = c->copiers->scratch + (uint64_t)part * c->copiers->floats;
+    const int64_t first = part * rewrite->num_copies / c->num_parts,
+                  end = (part + 1) * rewrite->num_copies / c->num_parts;
+    for (const kvc_copy *copy = rewrite->copies + first; copy < rewrite->copies + end; copy++) {
         for (int32_t l = 0; l < pool->num_layers; l++) copy_rows(&pool->layouts[l], copy);
-        for (int32_t i = 0; draft->change.applies_delta && i < copy->count; i++) {
+        for (int32_t i = 0; rewrite->change.applies_delta && i < copy->count; i++) {
             const int32_t position = copy->position + i,
-                          delta = copy->delta + target(&draft->change, position) - position;
+                          delta = copy->delta + target(&rewrite->change, position) - position;
             if (delta) kvc_rotate_keys(c->cache, c->group, copy->to, copy->to_slot + i, delta, &rotator);
         }
     }
@@ -294,7 +296,7 @@ typedef struct moving {
     const kvc_cache *cache;
     const kvc_layer *layer;
     const kvc_layout *at;
-    const kvc_lanes *lanes;
+    const kvc_copiers *copiers;
     int32_t index; /* index of the layer */
     int32_t num_pieces, num_rows, encodes;
     piece pieces[FUNCTION_PIECES];
@@ -320,7 +322,7 @@ static void convert_piece(void *context, int64_t i) {
 static kvc_status move_pieces(moving *m) {
     const kvc_rope *rope = &m->layer->rope;
     const int64_t bytes = (int64_t)m->num_rows * m->at->num_kv_heads * (int64_t)m->at->k_row_bytes;
-    const int32_t threads = bytes < WORTH_THREADS ? 1 : m->lanes->num;
+    const int32_t threads = bytes < WORTH_THREADS ? 1 : m->copiers->num;
     m->encodes = 0;
     kvc_parallel(threads, m->num_pieces, convert_piece, m);
     for (int32_t i = 0; i < m->num_pieces; i++)
@@ -340,24 +342,24 @@ static kvc_status add_piece(moving *m, piece p) {
         const kvc_status status = move_pieces(m);
         if (status != KVC_OK) return status;
     }
-    p.keys = m->lanes->scratch + (size_t)m->num_rows * row;
+    p.keys = m->copiers->scratch + (size_t)m->num_rows * row;
     m->num_rows += p.count;
     m->pieces[m->num_pieces++] = p;
     return KVC_OK;
 }
 
 /* Moves all copied keys of a layer by the caller's function. */
-static kvc_status move_by_function(const kvc_cache *cache, int32_t layer, const kvc_draft *draft,
-                                   const kvc_lanes *lanes) {
-    const kvc_change *change = &draft->change;
+static kvc_status move_by_function(const kvc_cache *cache, int32_t layer, const kvc_rewrite *rewrite,
+                                   const kvc_copiers *copiers) {
+    const kvc_change *change = &rewrite->change;
     moving m = {.cache = cache,
                 .layer = &cache->layers[layer],
                 .at = &cache->layouts[cache->layout_of[layer]],
-                .lanes = lanes,
+                .copiers = copiers,
                 .index = layer};
     kvc_status status = KVC_OK;
-    for (int32_t c = 0; c < draft->num_copies; c++) {
-        const kvc_copy *copy = &draft->copies[c];
+    for (int32_t c = 0; c < rewrite->num_copies; c++) {
+        const kvc_copy *copy = &rewrite->copies[c];
         for (int32_t i = 0, n; status == KVC_OK && i < copy->count; i += n) {
             const int32_t position = copy->position + i, delta = target(change, position) - position;
             n = change->divisor ? 1 : copy->count;
@@ -367,14 +369,16 @@ static kvc_status move_by_function(const kvc_cache *cache, int32_t layer, const 
     return status == KVC_OK && m.num_pieces ? move_pieces(&m) : status;
 }
 
-kvc_status kvc_draft_copy(const kvc_cache *cache, int32_t group, const kvc_draft *draft, const kvc_lanes *lanes) {
-    copying c = {cache, draft, lanes, group, lanes->num < draft->num_copies ? lanes->num : draft->num_copies};
-    if (draft->num_copied * kvc_pool_slot_bytes(&cache->pools[group]) < WORTH_THREADS) c.num_parts = 1;
-    if (draft->num_copies) kvc_parallel(c.num_parts, c.num_parts, copy_part, &c);
+kvc_status kvc_rewrite_copy(const kvc_cache *cache, int32_t group, const kvc_rewrite *rewrite,
+                            const kvc_copiers *copiers) {
+    copying c = {cache, rewrite, copiers, group,
+                 copiers->num < rewrite->num_copies ? copiers->num : rewrite->num_copies};
+    if (rewrite->num_copied * kvc_pool_slot_bytes(&cache->pools[group]) < WORTH_THREADS) c.num_parts = 1;
+    if (rewrite->num_copies) kvc_parallel(c.num_parts, c.num_parts, copy_part, &c);
     kvc_status status = KVC_OK;
-    for (int32_t layer = 0; status == KVC_OK && draft->change.applies_delta && layer < cache->num_layers; layer++)
+    for (int32_t layer = 0; status == KVC_OK && rewrite->change.applies_delta && layer < cache->num_layers; layer++)
         if (cache->group_of[layer] == group && kvc_keeps_tokens(cache, layer) &&
             cache->layers[layer].rope.kind == KVC_ROPE_FUNCTION)
-            status = move_by_function(cache, layer, draft, lanes);
+            status = move_by_function(cache, layer, rewrite, copiers);
     return status;
 }

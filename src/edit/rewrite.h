@@ -1,14 +1,14 @@
 /* rewrite.h: gives a sequence new runs in one layer group: at other positions, or in slots of its own.
  *
- * A draft is made first, with all the memory it needs; then rows are copied to the new slots, without the mutex; then
- * the draft replaces the sequence's runs, or is discarded.  So nothing is half done.
+ * A rewrite is made first, with all the memory it needs; then rows are copied to the new slots, without the mutex; then
+ * the rewrite replaces the sequence's runs, or is discarded.  So nothing is half done.
  *
- * All functions are called with the mutex held, but for kvc_draft_copy.
+ * All functions are called with the mutex held, but for kvc_rewrite_copy.
  */
 #ifndef KVC_REWRITE_H
 #define KVC_REWRITE_H
 
-#include "space/reclaim.h"
+#include "space/evict.h"
 
 /* A change of rows: those at positions [begin, end) are dropped, those at [end, moved_end) change, others stay. */
 typedef struct kvc_change {
@@ -27,10 +27,10 @@ typedef struct kvc_copy {
     kvc_block *from, *to;
     int32_t from_slot, to_slot, count;
     int32_t position, delta; /* position and delta of the first row, before the change */
-    int32_t touched;         /* touched slots of `to` before, for kvc_pool_unopen */
+    int32_t faulted;         /* faulted slots of `to` before, for kvc_pool_unopen */
 } kvc_copy;
 
-typedef struct kvc_draft {
+typedef struct kvc_rewrite {
     kvc_change change;
     kvc_run_list *from; /* the list to be replaced */
     kvc_run_list runs;  /* the new list, but for lost */
@@ -38,61 +38,63 @@ typedef struct kvc_draft {
     int32_t num_copies, max_copies;
     int64_t num_copied;    /* number of rows in copies */
     kvc_reserved reserved; /* blocks for copies */
-} kvc_draft;
+} kvc_rewrite;
 
 enum { KVC_COPY_ROWS = 64 }; /* most rows of a kvc_copy: few, so that threads share the work evenly */
 
 /* The threads that copy and rotate rows, and scratch for them. */
-typedef struct kvc_lanes {
+typedef struct kvc_copiers {
     int32_t num;
     float *scratch;  /* [num][floats], and at least `least` floats */
     uint64_t floats; /* floats for one thread, which rotates a row at a time */
     uint64_t least;  /* floats for a KVC_ROPE_FUNCTION of the caller, which gets many keys at a time */
-} kvc_lanes;
+} kvc_copiers;
 
-/* Makes a lane for each of the cache's threads, with scratch for lanes->floats and lanes->least.  Can fail with
+/* Makes a copier for each of the cache's threads, with scratch for copiers->floats and copiers->least.  Can fail with
  * KVC_ERR_NOMEM. */
-kvc_status kvc_lanes_new(kvc_cache *cache, kvc_lanes *lanes);
-void kvc_lanes_free(kvc_cache *cache, kvc_lanes *lanes);
+kvc_status kvc_copiers_new(kvc_cache *cache, kvc_copiers *copiers);
+void kvc_copiers_free(kvc_cache *cache, kvc_copiers *copiers);
 
-/* Makes a draft of `change` for a list of runs.  Can fail with KVC_ERR_NOMEM. */
-kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, kvc_run_list *list, const kvc_change *change,
-                          kvc_draft *draft);
+/* Makes a rewrite of `change` for a list of runs.  Can fail with KVC_ERR_NOMEM. */
+kvc_status kvc_rewrite_make(kvc_cache *cache, int32_t group, kvc_run_list *list, const kvc_change *change,
+                            kvc_rewrite *rewrite);
 
-/* Returns the bytes of an array with a draft for each group of tokens. */
-static inline size_t kvc_drafts_size(const kvc_cache *cache) {
-    return (size_t)cache->num_token_groups * sizeof(kvc_draft);
+/* Returns the bytes of an array with a rewrite for each group of tokens. */
+static inline size_t kvc_rewrites_size(const kvc_cache *cache) {
+    return (size_t)cache->num_token_groups * sizeof(kvc_rewrite);
 }
 
-/* Visits the slots that a draft lets go once it is accepted. */
-void kvc_draft_visit_replaced(const kvc_draft *draft, kvc_part_fn *visit, void *context);
+/* Visits the slots that a rewrite lets go once it is accepted. */
+void kvc_rewrite_visit_replaced(const kvc_rewrite *rewrite, kvc_part_fn *visit, void *context);
 
-/* Returns KVC_ERR_FULL if more slots of a group than the capacity would be live once the drafts of an edit, which copy
- * rows, are accepted; until then copies may take slots beyond the capacity. */
-kvc_status kvc_drafts_check(const kvc_need *need, int32_t group);
+/* Returns KVC_ERR_FULL if more slots of a group than the capacity would be live once the rewrites of an edit, which
+ * copy rows, are accepted; until then copies may take slots beyond the capacity. */
+kvc_status kvc_rewrites_check(const kvc_need *need, int32_t group);
 
-/* Raises lanes->floats and lanes->least to what kvc_draft_copy needs for this draft.  Call before kvc_lanes_new. */
-void kvc_draft_size_lanes(const kvc_cache *cache, int32_t group, const kvc_draft *draft, kvc_lanes *lanes);
+/* Raises copiers->floats and copiers->least to what kvc_rewrite_copy needs for this rewrite.  Call before
+ * kvc_copiers_new. */
+void kvc_rewrite_size_copiers(const kvc_cache *cache, int32_t group, const kvc_rewrite *rewrite, kvc_copiers *copiers);
 
-/* Copies rows to their new slots, without the mutex, on the threads of the lanes, which need scratch only if the change
- * applies deltas.  Returns KVC_ERR_CALLBACK if a layer's KVC_ROPE_FUNCTION, which this thread calls, fails; nothing
- * else can. */
-kvc_status kvc_draft_copy(const kvc_cache *cache, int32_t group, const kvc_draft *draft, const kvc_lanes *lanes);
+/* Copies rows to their new slots, without the mutex, on the threads of the copiers, which need scratch only if the
+ * change applies deltas.  Returns KVC_ERR_CALLBACK if a layer's KVC_ROPE_FUNCTION, which this thread calls, fails;
+ * nothing else can. */
+kvc_status kvc_rewrite_copy(const kvc_cache *cache, int32_t group, const kvc_rewrite *rewrite,
+                            const kvc_copiers *copiers);
 
 /* Rotates the keys in a slot by delta, in all layers of the group that have frequencies. */
 void kvc_rotate_keys(const kvc_cache *cache, int32_t group, kvc_block *block, int32_t slot, int32_t delta,
                      kvc_rotator *rotator);
 
 /* Pins the blocks that rows are copied from and to, or unpins them.  While they are pinned, rows may be copied after
- * the draft was accepted. */
-void kvc_draft_pin(const kvc_draft *draft);
-void kvc_draft_unpin(kvc_cache *cache, int32_t group, const kvc_draft *draft);
+ * the rewrite was accepted. */
+void kvc_rewrite_pin(const kvc_rewrite *rewrite);
+void kvc_rewrite_unpin(kvc_cache *cache, int32_t group, const kvc_rewrite *rewrite);
 
-/* Replaces the list that the draft was made for by the draft's; the copies stay listed until kvc_draft_free. */
-void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_draft *draft);
-void kvc_draft_free(kvc_cache *cache, kvc_draft *draft);
+/* Replaces the list that the rewrite was made for by the rewrite's; the copies stay listed until kvc_rewrite_free. */
+void kvc_rewrite_accept(kvc_cache *cache, int32_t group, kvc_rewrite *rewrite);
+void kvc_rewrite_free(kvc_cache *cache, kvc_rewrite *rewrite);
 
-/* Gives back the slots and blocks that the draft took, and frees it. */
-void kvc_draft_discard(kvc_cache *cache, int32_t group, kvc_draft *draft);
+/* Gives back the slots and blocks that the rewrite took, and frees it. */
+void kvc_rewrite_discard(kvc_cache *cache, int32_t group, kvc_rewrite *rewrite);
 
 #endif

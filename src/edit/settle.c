@@ -18,13 +18,13 @@ enum { UNHELD = INT32_MIN, DISPUTED = INT32_MIN + 1 };
 typedef struct group_work {
     kvc_cache *cache;
     int32_t group, num_blocks, num_sequences;
-    int32_t num_drafts; /* number of drafts made: of the sequences that are not reclaimed in the group */
-    kvc_block **blocks; /* [num_blocks] the pool's blocks before any is opened for copies; NULL: of no held slot */
+    int32_t num_rewrites; /* number of rewrites made: of the sequences that are not evicted in the group */
+    kvc_block **blocks;   /* [num_blocks] the pool's blocks before any is opened for copies; NULL: of no held slot */
     int32_t **deltas; /* [num_blocks + 1] where each block's slots begin in slot_deltas, and where the last one's end */
-    int32_t *slot_deltas; /* [num_slots] the delta of each slot, over all blocks, or UNHELD or DISPUTED */
-    kvc_draft *drafts;    /* [num_sequences] copies of disputed rows */
-    size_t num_slots;     /* number of slots below fill marks */
-    const kvc_lanes *lanes;
+    int32_t *slot_deltas;  /* [num_slots] the delta of each slot, over all blocks, or UNHELD or DISPUTED */
+    kvc_rewrite *rewrites; /* [num_sequences] copies of disputed rows */
+    size_t num_slots;      /* number of slots below fill marks */
+    const kvc_copiers *copiers;
 } group_work;
 
 /* Returns whether a row is copied, as kvc_change asks. */
@@ -36,7 +36,7 @@ static int is_disputed(const void *context, const kvc_run *run, int32_t slot) {
 /* Returns the list of the sequence at index i; NULL if victims lose their rows in the group. */
 static kvc_run_list *list_of(const kvc_cache *cache, int32_t g, int32_t i) {
     kvc_sequence *sequence = cache->sequences.items[i];
-    return kvc_is_reclaimed_in(cache, sequence, g) ? NULL : &sequence->runs[g];
+    return kvc_is_evicted_in(cache, sequence, g) ? NULL : &sequence->runs[g];
 }
 
 static void *alloc_array(const group_work *w, uint64_t count, size_t item) {
@@ -63,18 +63,18 @@ static void note_deltas(const group_work *w) {
     }
 }
 
-/* Gets all memory, notes deltas and makes drafts: everything that can fail. */
+/* Gets all memory, notes deltas and makes rewrites: everything that can fail. */
 static kvc_status prepare_group(group_work *w) {
     const kvc_pool *pool = &w->cache->pools[w->group];
     for (int32_t b = 0; b < w->num_blocks; b++) w->num_slots += (size_t)pool->blocks[b]->fill;
     w->blocks = alloc_array(w, (size_t)w->num_blocks, sizeof *w->blocks);
     w->deltas = alloc_array(w, (size_t)w->num_blocks, sizeof *w->deltas);
     w->slot_deltas = alloc_array(w, w->num_slots, sizeof *w->slot_deltas);
-    w->drafts = alloc_array(w, (size_t)w->num_sequences, sizeof *w->drafts);
-    if (!w->blocks || !w->deltas || !w->slot_deltas || !w->drafts)
+    w->rewrites = alloc_array(w, (size_t)w->num_sequences, sizeof *w->rewrites);
+    if (!w->blocks || !w->deltas || !w->slot_deltas || !w->rewrites)
         return kvc_fail(KVC_ERR_NOMEM, "out of memory to settle the keys of %zu slots", w->num_slots);
     note_deltas(w);
-    for (int32_t b = 0; b < w->num_blocks; b++) { /* others may be given back once victims are reclaimed */
+    for (int32_t b = 0; b < w->num_blocks; b++) { /* others may be given back once victims are evicted */
         const int32_t *delta = w->deltas[b];
         while (delta < w->deltas[b + 1] && *delta == UNHELD) delta++;
         w->blocks[b] = delta < w->deltas[b + 1] ? pool->blocks[b] : NULL;
@@ -83,30 +83,30 @@ static kvc_status prepare_group(group_work *w) {
     kvc_status status = KVC_OK;
     for (int32_t i = 0; status == KVC_OK && i < w->num_sequences; i++) {
         kvc_run_list *list = list_of(w->cache, w->group, i);
-        if (list) status = kvc_draft_make(w->cache, w->group, list, &change, &w->drafts[w->num_drafts]);
-        w->num_drafts += list && status == KVC_OK;
+        if (list) status = kvc_rewrite_make(w->cache, w->group, list, &change, &w->rewrites[w->num_rewrites]);
+        w->num_rewrites += list && status == KVC_OK;
     }
     return status;
 }
 
-/* Accepts the drafts before their rows are written, which needs no mutex while all blocks of the group are pinned. */
-static void accept_drafts(group_work *w) {
-    for (int32_t i = 0; i < w->num_drafts; i++) {
-        kvc_draft_pin(&w->drafts[i]);
-        kvc_draft_accept(w->cache, w->group, &w->drafts[i]);
+/* Accepts the rewrites before their rows are written, which needs no mutex while all blocks of the group are pinned. */
+static void accept_rewrites(group_work *w) {
+    for (int32_t i = 0; i < w->num_rewrites; i++) {
+        kvc_rewrite_pin(&w->rewrites[i]);
+        kvc_rewrite_accept(w->cache, w->group, &w->rewrites[i]);
     }
     for (int32_t b = 0; b < w->num_blocks; b++)
         if (w->blocks[b]) kvc_pool_pin(w->blocks[b]);
 }
 
-/* Rotates the keys in one lane's share of the slots, where they lie. */
-static void rotate_slots(void *context, int64_t lane) {
+/* Rotates the keys in one copier's share of the slots, where they lie. */
+static void rotate_slots(void *context, int64_t copier) {
     const group_work *w = context;
     kvc_rotator rotator = {.kernels = w->cache->kernels,
-                           .scratch = w->lanes->scratch + (uint64_t)lane * w->lanes->floats};
-    const uint64_t num = w->num_slots, lanes = (uint64_t)w->lanes->num;
-    const int32_t *delta = w->slot_deltas + (uint64_t)lane * num / lanes,
-                  *end = w->slot_deltas + (uint64_t)(lane + 1) * num / lanes;
+                           .scratch = w->copiers->scratch + (uint64_t)copier * w->copiers->floats};
+    const uint64_t num = w->num_slots, copiers = (uint64_t)w->copiers->num;
+    const int32_t *delta = w->slot_deltas + (uint64_t)copier * num / copiers,
+                  *end = w->slot_deltas + (uint64_t)(copier + 1) * num / copiers;
     for (int32_t b = 0; delta < end; b++)
         for (; delta < end && delta < w->deltas[b + 1]; delta++)
             if (*delta != 0 && *delta != UNHELD && *delta != DISPUTED)
@@ -115,25 +115,25 @@ static void rotate_slots(void *context, int64_t lane) {
 
 /* Copies disputed rows, then rotates the others where they lie. */
 static void write_rows(group_work *w) {
-    for (int32_t i = 0; i < w->num_drafts; i++) kvc_draft_copy(w->cache, w->group, &w->drafts[i], w->lanes);
-    kvc_parallel(w->lanes->num, w->lanes->num, rotate_slots, w);
+    for (int32_t i = 0; i < w->num_rewrites; i++) kvc_rewrite_copy(w->cache, w->group, &w->rewrites[i], w->copiers);
+    kvc_parallel(w->copiers->num, w->copiers->num, rotate_slots, w);
 }
 
-/* Unpins blocks and frees memory.  If status is not KVC_OK, the drafts were not accepted: discards them. */
+/* Unpins blocks and frees memory.  If status is not KVC_OK, the rewrites were not accepted: discards them. */
 static void end_group(group_work *w, kvc_status status) {
     for (int32_t b = 0; status == KVC_OK && b < w->num_blocks; b++)
         if (w->blocks[b]) kvc_pool_unpin(&w->cache->pools[w->group], w->blocks[b]);
-    for (int32_t i = w->num_drafts - 1; i >= 0; i--) /* backwards: the draft made last is discarded first */
+    for (int32_t i = w->num_rewrites - 1; i >= 0; i--) /* backwards: the rewrite made last is discarded first */
         if (status == KVC_OK) {
-            kvc_draft_unpin(w->cache, w->group, &w->drafts[i]);
-            kvc_draft_free(w->cache, &w->drafts[i]);
+            kvc_rewrite_unpin(w->cache, w->group, &w->rewrites[i]);
+            kvc_rewrite_free(w->cache, &w->rewrites[i]);
         } else {
-            kvc_draft_discard(w->cache, w->group, &w->drafts[i]);
+            kvc_rewrite_discard(w->cache, w->group, &w->rewrites[i]);
         }
     free_array(w, w->blocks, (size_t)w->num_blocks, sizeof *w->blocks);
     free_array(w, w->deltas, (size_t)w->num_blocks, sizeof *w->deltas);
     free_array(w, w->slot_deltas, w->num_slots, sizeof *w->slot_deltas);
-    free_array(w, w->drafts, (size_t)w->num_sequences, sizeof *w->drafts);
+    free_array(w, w->rewrites, (size_t)w->num_sequences, sizeof *w->rewrites);
 }
 
 /* Returns whether a run of the list has a delta to apply. */
@@ -168,7 +168,7 @@ static void unmark_sequences(kvc_cache *cache) {
 
 static void write_unlocked(kvc_cache *cache, group_work *groups, int32_t num) {
     mark_sequences(cache);
-    for (int32_t i = 0; i < num; i++) accept_drafts(&groups[i]);
+    for (int32_t i = 0; i < num; i++) accept_rewrites(&groups[i]);
     kvc_unlock(cache, KVC_OK);
     for (int32_t i = 0; i < num; i++) write_rows(&groups[i]);
     kvc_lock(cache);
@@ -179,7 +179,7 @@ static void write_unlocked(kvc_cache *cache, group_work *groups, int32_t num) {
 typedef struct settling {
     group_work *groups; /* [num_groups] */
     int32_t num;        /* number of groups that are prepared */
-    kvc_lanes lanes;
+    kvc_copiers copiers;
 } settling;
 
 /* Ends the work on all groups that are prepared; where status is not KVC_OK, undoes it. */
@@ -188,7 +188,7 @@ static void end_all(settling *s, kvc_status status) {
     s->num = 0;
 }
 
-/* Prepares every group that has deltas, and sizes the lanes. */
+/* Prepares every group that has deltas, and sizes the copiers. */
 static kvc_status prepare_all(kvc_cache *cache, settling *s) {
     kvc_status status = KVC_OK;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
@@ -202,10 +202,10 @@ static kvc_status prepare_all(kvc_cache *cache, settling *s) {
                           .group = g,
                           .num_blocks = cache->pools[g].num_blocks,
                           .num_sequences = cache->sequences.num,
-                          .lanes = &s->lanes};
+                          .copiers = &s->copiers};
         status = prepare_group(w);
-        for (int32_t i = 0; status == KVC_OK && i < w->num_drafts; i++)
-            kvc_draft_size_lanes(cache, g, &w->drafts[i], &s->lanes);
+        for (int32_t i = 0; status == KVC_OK && i < w->num_rewrites; i++)
+            kvc_rewrite_size_copiers(cache, g, &w->rewrites[i], &s->copiers);
     }
     return status;
 }
@@ -213,19 +213,19 @@ static kvc_status prepare_all(kvc_cache *cache, settling *s) {
 static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, void *context) {
     const settling *s = need->context;
     for (int32_t i = 0; i < s->num; i++)
-        for (int32_t d = 0; s->groups[i].group == g && d < s->groups[i].num_drafts; d++)
-            kvc_draft_visit_replaced(&s->groups[i].drafts[d], visit, context);
+        for (int32_t d = 0; s->groups[i].group == g && d < s->groups[i].num_rewrites; d++)
+            kvc_rewrite_visit_replaced(&s->groups[i].rewrites[d], visit, context);
 }
 
-/* Prepares all anew, as victims have no drafts: they need no copies, and others may need none without them. */
+/* Prepares all anew, as victims have no rewrites: they need no copies, and others may need none without them. */
 static kvc_status fits(const kvc_need *need) {
     settling *s = need->context;
     end_all(s, KVC_ERR_FULL);
     kvc_status status = prepare_all(need->cache, s);
     for (int32_t i = 0; status == KVC_OK && i < s->num; i++) {
         int64_t copied = 0;
-        for (int32_t d = 0; d < s->groups[i].num_drafts; d++) copied += s->groups[i].drafts[d].num_copied;
-        if (copied) status = kvc_drafts_check(need, s->groups[i].group);
+        for (int32_t d = 0; d < s->groups[i].num_rewrites; d++) copied += s->groups[i].rewrites[d].num_copied;
+        if (copied) status = kvc_rewrites_check(need, s->groups[i].group);
     }
     if (status == KVC_OK) status = kvc_check_max_bytes(need->cache, need->what);
     if (status != KVC_OK) end_all(s, status);
@@ -242,15 +242,15 @@ static kvc_status settle(kvc_cache *cache) {
     const kvc_need need = {
         .cache = cache, .fits = fits, .visit_replaced = visit_replaced, .context = &s, .what = "settling keys"};
     status = kvc_choose_victims(&need);
-    if (status == KVC_OK) status = kvc_lanes_new(cache, &s.lanes);
+    if (status == KVC_OK) status = kvc_copiers_new(cache, &s.copiers);
     if (status == KVC_OK) {
-        kvc_reclaim(cache);
+        kvc_evict(cache);
         if (cache->max_bytes) kvc_give_back(cache, cache->max_bytes);
         if (s.num) write_unlocked(cache, s.groups, s.num);
     }
     kvc_spare_victims(cache);
     end_all(&s, status);
-    kvc_lanes_free(cache, &s.lanes);
+    kvc_copiers_free(cache, &s.copiers);
     kvc_memory_free(&cache->memory, s.groups, size, KVC_MEMORY_SCRATCH, -1);
     return status;
 }

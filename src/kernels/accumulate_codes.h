@@ -10,7 +10,7 @@ enum {
     QUAD_LINES = 2 /* prefetched for these, of a block: as many as they fill */
 };
 
-/* ---- weights ---------------------------------------------------------------------------------------------------- */
+/* ---- weights ----------------------------------------------------------------------------------------------------- */
 
 /* What the rows' elements in some blocks are multiplied by, and what is added to the sums. */
 typedef struct code_weights {
@@ -82,7 +82,7 @@ INLINE void round_code_weights(int type, int num_q, code_weights *to, accumulate
     a->next = next;
 }
 
-/* ---- values ----------------------------------------------------------------------------------------------------- */
+/* ---- values ------------------------------------------------------------------------------------------------------ */
 
 /* Where the fifth bit of a byte of i_load_quad is, in columns from `column` on: in which byte of the bits of four rows,
  * and which bit of it.  Bytes 0 to 3 of a lane are of rows 0, 2, 1 and 3. */
@@ -117,7 +117,7 @@ INLINE void unpack_quad(int has_fifth_bits, ivec to[2][2], ivec x, ivec levels, 
     }
 }
 
-/* ---- accumulate ------------------------------------------------------------------------------------------------- */
+/* ---- accumulate -------------------------------------------------------------------------------------------------- */
 
 /* A block of a tile's rows, and where its sums go. */
 typedef struct code_block {

@@ -77,7 +77,7 @@ INLINE void find_units(block_weights *w, vec largest[WEIGHTS_AT_ONCE], float inv
 
 /* Rounds weights times scales to integers, in `blocks` blocks, the largest product of each and a query to INT16_MAX.
  * It and not the largest weight times the largest scale sets the unit: else a row of large elements and little weight,
- * even a hidden one, would cost all others their digits.  Goes over all blocks and queries three times, as what it does
+ * even a masked one, would cost all others their digits.  Goes over all blocks and queries three times, as what it does
  * for one of them is a chain of few but slow instructions. */
 TARGET static void round_weights(int type, int num_q, block_weights *w, accumulate_args *a, const char *block,
                                  int blocks) {

@@ -75,7 +75,7 @@ INLINE void split_pairs(int num_parts, vec x, vec y, ints *parts) {
     parts[num_parts - 1] = num_parts == 2 ? pair_bf16(rounded(x), rounded(y)) : pair_bf16(x, y);
 }
 
-/* ---- packing ---------------------------------------------------------------------------------------------------- */
+/* ---- packing ----------------------------------------------------------------------------------------------------- */
 
 /* Loads elements [d, d + LANES) of a row of `dim`, and 0 past its end. */
 INLINE vec load_or_zero(int type, const void *row, int d, int dim) {
@@ -195,7 +195,7 @@ INLINE void pack_values_in_parts(int type, int num_parts, float *dst, const void
     }
 }
 
-/* ---- weights ---------------------------------------------------------------------------------------------------- */
+/* ---- weights ----------------------------------------------------------------------------------------------------- */
 
 /* Replaces x by 2^x times `times`.  x = n + r with n an integer below it, so that 2^x = 2^n 2^r, and 2^r is a
  * polynomial of degree 5 or 6, whose largest relative error is 8e-8 or 2e-9. */
@@ -269,7 +269,7 @@ INLINE void weigh(int is_f16, int num_parts, float *scores, int num_q, int n, fl
     }
 }
 
-/* ---- products --------------------------------------------------------------------------------------------------- */
+/* ---- products ---------------------------------------------------------------------------------------------------- */
 
 /* c += a * b for up to two by two tiles, in tile registers:
  *

@@ -211,7 +211,7 @@ INLINE void store_level_scales(char *blocks, int num, const level_terms *terms) 
     }
 }
 
-/* ---- rows ------------------------------------------------------------------------------------------------------- */
+/* ---- rows -------------------------------------------------------------------------------------------------------- */
 
 /* Counts the bytes of the first i elements of a row; if it is quantised, of the blocks before that of element i. */
 INLINE size_t bytes_of(int type, int i) {
@@ -269,7 +269,7 @@ INLINE void store(int type, void *row, int i, int count, vec x) {
         store_part(type, p, count, x);
 }
 
-/* ---- conversion ------------------------------------------------------------------------------------------------- */
+/* ---- conversion -------------------------------------------------------------------------------------------------- */
 
 TARGET static void copy(void *dst, int64_t dst_stride, const void *src, int64_t src_stride, int64_t num_rows,
                         size_t row_bytes) {

@@ -17,7 +17,7 @@ enum {
     PRODUCT_QUERIES = 6                                        /* query rows that are multiplied at once */
 };
 
-/* ---- packing ---------------------------------------------------------------------------------------------------- */
+/* ---- packing ----------------------------------------------------------------------------------------------------- */
 
 /* Packs a block of LANES keys. */
 APART void pack_key_block(float *dst, const char *block, ptrdiff_t stride) {
@@ -69,7 +69,7 @@ INLINE void pack_quantised_values(float *dst, const char *rows, ptrdiff_t stride
     }
 }
 
-/* ---- products --------------------------------------------------------------------------------------------------- */
+/* ---- products ---------------------------------------------------------------------------------------------------- */
 
 /* Returns row r of rows `stride` bytes apart, by one of two addresses: the first row's and that of row 3.  From these,
  * processors reach three rows each without a register for each. */

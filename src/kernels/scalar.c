@@ -6,7 +6,7 @@
 #include "kernels/kernels.h"
 #include "kvcache.h"
 
-/* ---- element types ---------------------------------------------------------------------------------------------- */
+/* ---- element types ----------------------------------------------------------------------------------------------- */
 
 static uint32_t bits_of(float x) {
     uint32_t bits;
@@ -253,7 +253,7 @@ static const void *row_at(const void *rows, int64_t row_stride, int64_t j) {
     return (const char *)rows + j * row_stride;
 }
 
-/* ---- kernels over rows of any type ------------------------------------------------------------------------------ */
+/* ---- kernels over rows of any type ------------------------------------------------------------------------------- */
 
 static void quantise(int from, int to, void *dst_row, const void *src_row, int dim) {
     for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS) {
@@ -334,7 +334,7 @@ static void pack_values(int type, float *dst, int dst_stride, const void *rows, 
             dst[(ptrdiff_t)j * dst_stride + d] = d < dim ? load(type, row_at(rows, row_stride, j), d) : 0;
 }
 
-/* ---- kernels over f32 ------------------------------------------------------------------------------------------- */
+/* ---- kernels over f32 -------------------------------------------------------------------------------------------- */
 
 static float softmax_row(float *scores, int n, float *max, float *sum) {
     float old_max = *max, new_max = *max, new_sum = 0;

@@ -41,7 +41,7 @@ INLINE ivec levels_of(int type) {
     return i_set_16_bytes(type == KVC_IQ4_NL ? KVC_LEVELS : LESS_8);
 }
 
-/* ---- prepared queries ------------------------------------------------------------------------------------------- */
+/* ---- prepared queries -------------------------------------------------------------------------------------------- */
 
 /* Returns the elements of a block in the order in which score takes those of rows: as element_at says of q4_0. */
 INLINE const uint16_t *order_of_codes(void) {
@@ -94,7 +94,7 @@ APART void prepare_codes(int type, float *q, int q_stride, int num_q, int dim, f
     }
 }
 
-/* ---- blocks ----------------------------------------------------------------------------------------------------- */
+/* ---- blocks ------------------------------------------------------------------------------------------------------ */
 
 /* Loads what LANES rows have before the codes of a block: scales, minima of codes less middle_of(type), fifth bits.
  * Moves more into columns than these, but on both vector ports, where interleaving scales takes one. */
@@ -137,7 +137,7 @@ INLINE void unpack_quarter(int has_fifth_bits, ivec to[4], ivec x, ivec levels, 
     }
 }
 
-/* ---- score ------------------------------------------------------------------------------------------------------ */
+/* ---- score ------------------------------------------------------------------------------------------------------- */
 
 /* Adds the products of a block of keys and of num_q queries, scaled, to sums[query][group].  q: the first query's
  * block, the others q_bytes from one to the next. */

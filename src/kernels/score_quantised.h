@@ -39,7 +39,7 @@ INLINE int queries_at_once(int num_q) { return num_q >= MOST_QUERIES ? MOST_QUER
  * odd ones are shifted with their signs. */
 INLINE int offset_of(int type) { return type == KVC_Q8_0 ? 128 : 8; }
 
-/* ---- blocks and their scales ------------------------------------------------------------------------------------ */
+/* ---- blocks and their scales ------------------------------------------------------------------------------------- */
 
 enum {
     BLOCKS_AT_ONCE = 8,                            /* blocks of a row that are padded, or weighted, at once */
@@ -72,7 +72,7 @@ RARE const char *pad_rows(char to[][COPY_STRIDE], int num_rows, const char *rows
     return to[0];
 }
 
-/* ---- prepared queries ------------------------------------------------------------------------------------------- */
+/* ---- prepared queries -------------------------------------------------------------------------------------------- */
 
 INLINE size_t elements_offset(int block) { return (size_t)block * KVC_QUANT_ELEMENTS * sizeof(int16_t); }
 
@@ -151,7 +151,7 @@ INLINE void prepare(int type, float *q, int q_stride, int num_q, int dim, float 
     }
 }
 
-/* ---- score ------------------------------------------------------------------------------------------------------ */
+/* ---- score ------------------------------------------------------------------------------------------------------- */
 
 /* Takes a pair of elements, as int16, from each four bytes; adds offset_of(type). */
 INLINE ivec pair_of(int type, ivec x, int pair) {

@@ -121,7 +121,7 @@ INLINE vec v_div(vec x, vec y) { return vdivq_f32(x, y); }
 
 INLINE vec v_fma(vec x, vec y, vec z) { return vfmaq_f32(z, x, y); }
 
-/* Returns x where the mask is set, else y.  The mask is hidden from Clang, which would turn it and a comparison into
+/* Returns x where the mask is set, else y.  The mask is masked from Clang, which would turn it and a comparison into
  * FMAXNM where y is no NaN; that yields NaN where x is a signalling one. */
 INLINE vec choose(uint32x4_t mask, vec x, vec y) {
     __asm__("" : "+w"(mask));
@@ -186,7 +186,7 @@ INLINE void v_transpose(vec x[LANES]) {
 
 INLINE void copy_row(void *dst, const void *src, size_t bytes) { memcpy(dst, src, bytes); }
 
-/* ---- integers --------------------------------------------------------------------------------------------------- */
+/* ---- integers ---------------------------------------------------------------------------------------------------- */
 
 typedef int32x4_t ivec;
 

@@ -37,7 +37,7 @@ static kvc_status add_tokens(kvc_batch *batch, const kvc_begin_args *args) {
         member->num_stretches += !member->num_tokens++ || position != member->next;
         member->next = position + 1;
         member->goes_back |= position < next;
-        if (position < member->sequence->low) member->sequence->low = position;
+        if (position < member->sequence->min_query_position) member->sequence->min_query_position = position;
     }
     return KVC_OK;
 }
@@ -56,16 +56,16 @@ static void sort_tokens(kvc_batch *batch) {
     }
 }
 
-/* Returns KVC_ERR_GONE if a token would see rows that were evicted. */
-static kvc_status check_not_evicted(const kvc_cache *cache, int32_t num_tokens, const int32_t *positions,
+/* Returns KVC_ERR_GONE if a token would see rows that have expired. */
+static kvc_status check_not_expired(const kvc_cache *cache, int32_t num_tokens, const int32_t *positions,
                                     const int64_t *seq_ids) {
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_ids ? seq_ids[0] : 0);
     for (int32_t t = 0; t < num_tokens; t++) {
         if (seq_ids && t && seq_ids[t] != seq_ids[t - 1]) sequence = kvc_table_find(&cache->sequences, seq_ids[t]);
         if (!sequence || !kvc_cache_misses(cache, sequence, positions[t])) continue;
-        KVC_TRY(kvc_check_restored(cache, sequence, positions[t], KVC_END));
+        KVC_TRY(kvc_check_replaced(cache, sequence, positions[t], KVC_END));
         return kvc_fail(KVC_ERR_GONE,
-                        "a token at position %d of sequence %lld would see rows that were evicted: the sequence goes "
+                        "a token at position %d of sequence %lld would see rows that have expired: the sequence goes "
                         "on at %d; to go back further, clear it and feed it again, or give resume_window",
                         positions[t], (long long)sequence->id, kvc_sequence_next(sequence));
     }
@@ -123,7 +123,7 @@ static void open_batch(kvc_batch *batch) {
             pending->runs = batch->runs + (size_t)g * (size_t)batch->num_tokens + (size_t)member->first;
             if (pending->to == KVC_TO_BUFFER) take_buffer_slots(batch, g, s, slot);
             if (pending->to >= KVC_TO_REPLACE) take_slots(batch, g, s);
-            if (pending->to == KVC_TO_REPLACE) cache->pools[g].drafted += member->num_tokens;
+            if (pending->to == KVC_TO_REPLACE) cache->pools[g].replacing += member->num_tokens;
         }
         if (member->is_buffered) slot += member->num_tokens;
     }
@@ -160,26 +160,26 @@ static int32_t count_stored(const kvc_begin_args *args) {
 }
 
 static kvc_status begin(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **out) {
-    if (!args->restored) { /* else rows of some groups alone count: kvc_prepare */
-        if (args->positions) KVC_TRY(check_not_evicted(cache, args->num_tokens, args->positions, args->seq_ids));
+    if (!args->replaced) { /* else rows of some groups alone count: kvc_prepare */
+        if (args->positions) KVC_TRY(check_not_expired(cache, args->num_tokens, args->positions, args->seq_ids));
         KVC_TRY(kvc_check_num_tokens(cache, count_stored(args)));
     }
     kvc_batch *batch = kvc_batch_new(cache, args->num_tokens, args->parents);
     if (!batch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", args->num_tokens);
-    if (args->restored) kvc_restore_mark(batch, args->restored);
+    if (args->replaced) kvc_replace_mark(batch, args->replaced);
     kvc_status status = add_tokens(batch, args);
     if (status == KVC_OK && !args->positions)
-        status = check_not_evicted(cache, args->num_tokens, batch->positions, args->seq_ids);
+        status = check_not_expired(cache, args->num_tokens, batch->positions, args->seq_ids);
     if (status == KVC_OK) {
         sort_tokens(batch);
-        if (args->restored) kvc_restore_sort(batch);
+        if (args->replaced) kvc_replace_sort(batch);
         status = kvc_prepare(batch);
     }
     if (status != KVC_OK) {
         kvc_discard_batch(batch);
         return status;
     }
-    kvc_carry_out(batch);
+    kvc_apply_prepared(batch);
     open_batch(batch);
     *out = batch;
     return KVC_OK;
@@ -216,7 +216,7 @@ kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *given, kvc_bat
                         (long long)args.timeout_ms);
     if (!out) return kvc_fail(KVC_ERR_INVALID, "batch is NULL");
     KVC_TRY(check_tokens(&args));
-    if (args.restored) KVC_TRY(kvc_restore_check(cache, &args));
+    if (args.replaced) KVC_TRY(kvc_replace_check(cache, &args));
     kvc_lock(cache);
     return kvc_unlock(cache, args.timeout_ms ? begin_in_turn(cache, &args, out) : begin_now(cache, &args, out));
 }

@@ -1,7 +1,7 @@
 /* commit.c: kvc_commit, kvc_commit_kept and kvc_abort: end a batch. */
 #include <string.h>
 
-#include "space/evict.h"
+#include "space/expire.h"
 #include "pass/put.h"
 #include "space/resident.h"
 #include "pass/replace.h"
@@ -23,7 +23,7 @@ static void close_batch(kvc_batch *batch) {
     }
     for (int32_t g = 0; g < cache->num_groups; g++) {
         cache->pools[g].epoch++;
-        if (batch->pending[g].to == KVC_TO_REPLACE) cache->pools[g].drafted -= batch->num_tokens;
+        if (batch->pending[g].to == KVC_TO_REPLACE) cache->pools[g].replacing -= batch->num_tokens;
     }
     cache->batch = NULL;
     kvc_wake_waiter(cache);
@@ -69,11 +69,11 @@ static void end_slots(const kvc_batch *batch, int32_t g, int32_t s) {
                 continue;
             }
             kvc_drop_part(pool, &part);
-            if (kvc_policy_evicts(&cache->policies[g])) pool->num_loose += pool->num_free - before;
+            if (kvc_policy_expires(&cache->policies[g])) pool->num_loose += pool->num_free - before;
         }
 }
 
-/* Drops all rows of sequence s in group g, and forgets which were evicted. */
+/* Drops all rows of sequence s in group g, and forgets which have expired. */
 static void drop_rows(const kvc_batch *batch, int32_t g, int32_t s) {
     kvc_run_list *list = &batch->sequences[s].sequence->runs[g];
     kvc_runs_visit(list, 0, KVC_END, kvc_drop_part, &batch->cache->pools[g]);
@@ -82,15 +82,15 @@ static void drop_rows(const kvc_batch *batch, int32_t g, int32_t s) {
     kvc_runs_recount(list);
 }
 
-/* Sets `low` of sequence s to what it will be once the kept tokens are added: what a window has left behind by then is
- * not added.  In a batch that restores, adds everything: kvc_restore_note looks at all rows. */
-static void set_low(const kvc_batch *batch, int32_t s) {
+/* Sets `min_query_position` of sequence s to what it will be once the kept tokens are added: what a window has left
+ * behind by then is not added.  In a batch that restores, adds everything: kvc_replace_note looks at all rows. */
+static void set_min_query_position(const kvc_batch *batch, int32_t s) {
     const int32_t *token = batch->order + batch->sequences[s].first;
     int32_t last = -1;
     for (int32_t i = 0; i < batch->sequences[s].num_tokens; i++)
         if (batch->kept[token[i]] && batch->positions[token[i]] > last) last = batch->positions[token[i]];
-    kvc_set_low_behind(batch->sequences[s].sequence, last);
-    if (batch->restored) batch->sequences[s].sequence->low = 0;
+    kvc_set_min_query_behind(batch->sequences[s].sequence, last);
+    if (batch->replaced) batch->sequences[s].sequence->min_query_position = 0;
 }
 
 /* Returns whether any token of sequence s is kept. */
@@ -121,7 +121,7 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
     const kvc_cache *cache = batch->cache;
     const kvc_batch_sequence *member = &batch->sequences[s];
     const int keeps = keeps_any(batch, s);
-    set_low(batch, s);
+    set_min_query_position(batch, s);
     for (int32_t g = 0; g < cache->num_groups; g++) switch (kvc_pending_of(batch, g, s)->to) {
         case KVC_TO_REPLACE:
             if (keeps) drop_rows(batch, g, s);
@@ -132,8 +132,8 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
         case KVC_TO_BUFFER:
         case KVC_TO_NOWHERE: break;
         }
-    if (batch->restored && keeps) kvc_restore_note(batch, s);
-    /* An unstored sequence loses also what it held before the batch, and what was evicted of it is forgotten. */
+    if (batch->replaced && keeps) kvc_replace_note(batch, s);
+    /* An unstored sequence loses also what it held before the batch, and what has expired of it is forgotten. */
     for (int32_t g = 0; member->is_unstored && g < cache->num_groups; g++)
         kvc_runs_destroy(&member->sequence->runs[g], &cache->pools[g]);
 }
@@ -148,12 +148,12 @@ static kvc_status finish(kvc_batch *batch) {
     const int32_t num_tokens = batch->num_tokens;
     kvc_lock(cache);
     for (int32_t s = 0; s < batch->num_sequences; s++) end_sequence(batch, s);
-    for (int32_t s = 0; s < batch->num_sequences; s++) kvc_evict_behind(cache, batch->sequences[s].sequence);
+    for (int32_t s = 0; s < batch->num_sequences; s++) kvc_expire_behind(cache, batch->sequences[s].sequence);
     cache->stats.batches++;
     cache->stats.tokens += num_kept;
     close_batch(batch);
     kvc_return_surplus(cache, cache->num_holding);
-    kvc_join_pages(cache, num_tokens);
+    kvc_collapse_pages(cache, num_tokens);
     return kvc_unlock(cache, KVC_OK);
 }
 
@@ -189,20 +189,20 @@ static void drop_slots(const kvc_batch *batch, int32_t g, int32_t begin, int32_t
     }
 }
 
-/* Drops all slots of group g.  Where the group evicts, the blocks that this frees are loose, but for as many as were
+/* Drops all slots of group g.  Where the group expires, the blocks that this frees are loose, but for as many as were
  * free and not loose before, such as reserved ones, and for what lacks of one free block for each sequence: steps of
  * decoding that are aborted again and again would take it anew each time.  Those that were free and not loose are
  * dropped first: they stay, behind the others in the free list.  New ones all go, so that these come first again.
  * Returns whether any are loose. */
 static int drop_all(const kvc_batch *batch, int32_t g) {
     kvc_pool *pool = &batch->cache->pools[g];
-    const int evicts = kvc_policy_evicts(&batch->cache->policies[g]);
-    const int32_t before = pool->num_free, end = evicts ? pool->first_new : pool->first_given;
+    const int expires = kvc_policy_expires(&batch->cache->policies[g]);
+    const int32_t before = pool->num_free, end = expires ? pool->first_new : pool->first_given;
     drop_slots(batch, g, pool->first_given, end, 0);
     drop_slots(batch, g, pool->first_given, end, 1);
     const int32_t freed = pool->num_free - before, given = end - pool->first_given,
                   lacking = batch->num_sequences - (before - pool->num_loose), kept = given > lacking ? given : lacking;
-    if (!evicts || freed <= kept) return 0;
+    if (!expires || freed <= kept) return 0;
     pool->num_loose += freed - kept;
     pool->num_excess = freed - kept - pool->first_given;
     return 1;

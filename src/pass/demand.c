@@ -2,13 +2,13 @@
 #include "pass/demand.h"
 
 #include "space/compact.h"
-#include "space/evict.h"
+#include "space/expire.h"
 
 kvc_block *kvc_last_block(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, int32_t *fill) {
     const kvc_run_list *list = &member->sequence->runs[g];
     const kvc_compaction *c = batch->cache->pools[g].compaction;
-    const kvc_interval gone = kvc_evictable(batch->cache, member->sequence, g);
-    if (batch->restored) return NULL; /* rows that take the place of others do not go where these leave holes */
+    const kvc_interval gone = kvc_expirable(batch->cache, member->sequence, g);
+    if (batch->replaced) return NULL; /* rows that take the place of others do not go where these leave holes */
     for (int32_t i = list->num - 1; i >= 0; i--) {
         const kvc_run *run = kvc_runs_begin(list) + i;
         /* Index in the run of its last row that stays, plus 1. */
@@ -42,18 +42,18 @@ static void count_own(void *context, const kvc_run *part) {
 int32_t kvc_slots_spared(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, const kvc_block *block,
                          int32_t taken) {
     const kvc_sequence *sequence = member->sequence;
-    const int32_t start = kvc_policy_next_start(&batch->cache->policies[g], sequence->low),
+    const int32_t start = kvc_policy_next_start(&batch->cache->policies[g], sequence->min_query_position),
                   before = start - kvc_sequence_next(sequence);
     if (before >= taken) return taken;
     own_slots own = {block, 0};
-    kvc_runs_visit(&sequence->runs[g], kvc_evictable(batch->cache, sequence, g).end, KVC_END, count_own, &own);
+    kvc_runs_visit(&sequence->runs[g], kvc_expirable(batch->cache, sequence, g).end, KVC_END, count_own, &own);
     const int stays = block->pins || own.num < block->live || batch->cache->pools[g].compaction;
     return !stays ? taken : before > 0 ? before : 0;
 }
 
-/* Adds the memory of slots [from, to) of a block that were never touched; slots below `from` are counted elsewhere. */
-static void add_touched(kvc_pool *pool, const kvc_block *block, int32_t from, int32_t to) {
-    if (from < block->touched) from = block->touched;
+/* Adds the memory of slots [from, to) of a block that were never faulted; slots below `from` are counted elsewhere. */
+static void add_faulted(kvc_pool *pool, const kvc_block *block, int32_t from, int32_t to) {
+    if (from < block->faulted) from = block->faulted;
     if (from < to) pool->demand.more_bytes += kvc_pool_block_bytes(pool, to) - kvc_pool_block_bytes(pool, from);
 }
 
@@ -82,7 +82,7 @@ static void add_sequence(const kvc_batch *batch, const kvc_batch_sequence *membe
         }
         fill += block->planned;
         const int32_t taken = rest < pool->block_size - fill ? rest : pool->block_size - fill;
-        add_touched(pool, block, fill, fill + taken);
+        add_faulted(pool, block, fill, fill + taken);
         block->planned += taken;
         rest -= is_last && batch->in_several ? kvc_slots_spared(batch, member, g, block, taken) : taken;
     }
@@ -111,7 +111,7 @@ static void add_compaction(kvc_pool *pool, kvc_preview *preview) {
     const kvc_compaction *c = pool->compaction;
     for (int32_t i = 0; c && i < c->num_blocks; i++) {
         const int32_t fill = kvc_compaction_fill(c, i);
-        add_touched(pool, c->order[i], 0, fill);
+        add_faulted(pool, c->order[i], 0, fill);
         if (!fill) kvc_preview_add_free(preview, c->order[i]);
     }
 }

@@ -3,7 +3,7 @@
 
 #include "space/compact.h"
 #include "pass/demand.h"
-#include "space/evict.h"
+#include "space/expire.h"
 #include "space/limits.h"
 #include "cache/scratch.h"
 #include "space/row_buffer.h"
@@ -62,14 +62,14 @@ static int rises(const kvc_run_list *list) {
  * tokens than the policy keeps. */
 static int grows(const kvc_batch *batch, const kvc_batch_sequence *member) {
     const kvc_sequence *sequence = member->sequence;
-    return !batch->restored && !member->goes_back && kvc_sequence_low(sequence) == kvc_sequence_next(sequence);
+    return !batch->replaced && !member->goes_back && kvc_min_query_position(sequence) == kvc_sequence_next(sequence);
 }
 
 int64_t kvc_room_in_sequence(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
     const kvc_cache *cache = batch->cache;
     if (!cache->max_seq_len || (stays_within(cache, g) && grows(batch, member) && rises(&member->sequence->runs[g])))
         return INT64_MAX;
-    return cache->max_seq_len - (batch->restored ? 0 : kvc_count_kept(cache, member->sequence, g));
+    return cache->max_seq_len - (batch->replaced ? 0 : kvc_count_kept(cache, member->sequence, g));
 }
 
 int64_t kvc_most_counted(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
@@ -85,7 +85,7 @@ static kvc_status check_seq_len(const kvc_batch *batch, int32_t g) {
         const kvc_batch_sequence *member = &batch->sequences[s];
         const int64_t room = kvc_room_in_sequence(batch, member, g);
         if (member->num_tokens <= room) continue;
-        if (batch->restored)
+        if (batch->replaced)
             return kvc_fail(KVC_ERR_FULL, "%d tokens of sequence %lld do not fit: max_seq_len is %lld",
                             member->num_tokens, (long long)member->sequence->id, (long long)cache->max_seq_len);
         return kvc_fail(KVC_ERR_FULL,
@@ -93,18 +93,18 @@ static kvc_status check_seq_len(const kvc_batch *batch, int32_t g) {
                         "%s, or give a larger max_seq_len",
                         member->num_tokens, (long long)member->sequence->id, (long long)(cache->max_seq_len - room),
                         (long long)cache->max_seq_len, (long long)(room > 0 ? room : 0),
-                        kvc_policy_evicts(&cache->policies[g]) ? "feed so many at a time" : "remove some");
+                        kvc_policy_expires(&cache->policies[g]) ? "feed so many at a time" : "remove some");
     }
     return KVC_OK;
 }
 
-/* Visits the rows that the batch takes the place of in group g, but for those that are evicted before. */
+/* Visits the rows that the batch takes the place of in group g, but for those that have expired before. */
 static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, void *context) {
     const kvc_batch *batch = need->context;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         if (kvc_pending_of(batch, g, s)->to != KVC_TO_REPLACE) continue;
         const kvc_sequence *sequence = batch->sequences[s].sequence;
-        const kvc_interval gone = kvc_evictable(batch->cache, sequence, g);
+        const kvc_interval gone = kvc_expirable(batch->cache, sequence, g);
         kvc_runs_visit(&sequence->runs[g], 0, gone.begin, visit, context);
         kvc_runs_visit(&sequence->runs[g], gone.begin < gone.end ? gone.end : gone.begin, KVC_END, visit, context);
     }
@@ -154,7 +154,7 @@ int32_t kvc_most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, 
     return runs < TOO_MANY_RUNS ? (int32_t)runs : TOO_MANY_RUNS;
 }
 
-/* Gets memory in lists for the runs that each sequence may get, and that evictions may split. */
+/* Gets memory in lists for the runs that each sequence may get, and that expiries may split. */
 static kvc_status prepare_runs(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     kvc_status status = KVC_OK;
@@ -164,11 +164,11 @@ static kvc_status prepare_runs(const kvc_batch *batch) {
             const kvc_batch_sequence *member = sequence->in_batch ? &batch->sequences[sequence->in_batch - 1] : NULL;
             int32_t more = member ? kvc_most_runs(batch, member, g) : 0;
             if (more) more += kvc_most_cuts(cache, sequence, g, member->num_stretches);
-            const kvc_interval gone = kvc_evictable(cache, sequence, g);
+            const kvc_interval gone = kvc_expirable(cache, sequence, g);
             if (cache->pools[g].compaction)
                 status = kvc_runs_prepare_edit(list, &cache->memory, more + 2);
-            else if (more || kvc_policy_evicts(&cache->policies[g]))
-                status = kvc_runs_prepare_evict(list, &cache->memory, gone.begin, gone.end, more);
+            else if (more || kvc_policy_expires(&cache->policies[g]))
+                status = kvc_runs_prepare_expire(list, &cache->memory, gone.begin, gone.end, more);
         }
     return status;
 }
@@ -275,14 +275,14 @@ static kvc_status fits(const kvc_need *need) {
 
 kvc_need kvc_need_of(kvc_batch *batch) {
     return (kvc_need){
-        .cache = batch->cache, .fits = fits, .visit_replaced = visit_replaced, .context = batch, .evicts = 1};
+        .cache = batch->cache, .fits = fits, .visit_replaced = visit_replaced, .context = batch, .expires = 1};
 }
 
 kvc_status kvc_fit(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     const kvc_need need = kvc_need_of(batch);
     const int64_t holding = cache->max_sequences ? kvc_count_holding(batch) : 0;
-    kvc_set_lows(cache);
+    kvc_set_min_query_positions(cache);
     if (holding > cache->max_sequences)
         return kvc_fail(KVC_ERR_FULL, "the batch makes %lld sequences: max_sequences is %lld; clear one, or allow more",
                         (long long)holding, (long long)cache->max_sequences);
@@ -328,18 +328,18 @@ void kvc_discard_batch(kvc_batch *batch) {
             kvc_cache_forget_blank(cache, sequence);
     }
     kvc_row_buffers_free(cache);
-    kvc_table_restore(&cache->sequences, &batch->table_before, &cache->memory);
+    kvc_table_undo(&cache->sequences, &batch->table_before, &cache->memory);
     if (batch->is_fresh)
         kvc_memory_free(&cache->memory, batch, batch->size, KVC_MEMORY_SCRATCH, -1);
     else
         kvc_scratch_give(cache, batch, batch->size);
 }
 
-void kvc_carry_out(const kvc_batch *batch) {
+void kvc_apply_prepared(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     kvc_table_keep(&cache->sequences, &batch->table_before, &cache->memory);
-    for (int32_t g = 0; g < cache->num_groups; g++) kvc_evict(cache, g);
-    kvc_reclaim(cache);
+    for (int32_t g = 0; g < cache->num_groups; g++) kvc_expire(cache, g);
+    kvc_evict(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) {
         kvc_pool *pool = &cache->pools[g];
         kvc_compaction_run(cache, g);

@@ -1,14 +1,14 @@
 /* prepare.h: makes sure that a batch fits before anything is changed.
  *
- * There are three steps.  kvc_fit finds out whether the batch would fit once the cache has evicted rows, reclaimed
+ * There are three steps.  kvc_fit finds out whether the batch would fit once the cache has expired rows, evicted
  * others, compacted groups and given back free memory, without doing any of it.  kvc_prepare also takes all memory that
- * may be missing. kvc_carry_out then does what was found to be needed, which cannot fail.
+ * may be missing. kvc_apply_prepared then does what was found to be needed, which cannot fail.
  */
 #ifndef KVC_PREPARE_H
 #define KVC_PREPARE_H
 
 #include "cache/batch.h"
-#include "space/reclaim.h"
+#include "space/evict.h"
 
 /* Waits until no other call writes rows of the sequences seq_ids[num_tokens] in place (NULL: of sequence 0).  Under
  * max_bytes, waits for writers of any sequence and for calls that work on pages: they may use memory that could be
@@ -50,7 +50,7 @@ kvc_status kvc_prepare(kvc_batch *batch);
  */
 void kvc_discard_batch(kvc_batch *batch);
 
-/* Does what was prepared: afterwards there are free blocks for all slots of the batch, and no rows to evict. */
-void kvc_carry_out(const kvc_batch *batch);
+/* Does what was prepared: afterwards there are free blocks for all slots of the batch, and no rows to expire. */
+void kvc_apply_prepared(const kvc_batch *batch);
 
 #endif

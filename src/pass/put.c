@@ -5,7 +5,7 @@
 
 #include "base/parallel.h"
 #include "cache/check.h"
-#include "space/reclaim.h"
+#include "space/evict.h"
 #include "read/span.h"
 #include "rows/copy.h"
 #include "rows/hadamard_order.h"
@@ -30,7 +30,7 @@ typedef struct put_work {
     const kvc_place *places;
     kvc_place start;
     int32_t task_tokens;
-    kvc_watch watch;
+    kvc_poll_timer timer;
 } put_work;
 
 /* Returns the place of token i of the put. */
@@ -52,7 +52,7 @@ static void put_rows(const put_work *work, int32_t i, int32_t count) {
                             .order = kvc_key_order(layer),
                             .to = (char *)kvc_key_at(at, place.block, place.slot, 0),
                             .from = (const char *)a->k +
-                                    kvc_token_offset(i, a->inner_tokens, a->k_token_stride, a->k_batch_stride),
+                                    kvc_token_offset(i, a->tokens_per_sequence, a->k_token_stride, a->k_batch_stride),
                             .to_row = (int64_t)at->k_row_bytes,
                             .to_head = (int64_t)at->head_stride,
                             .from_row = a->k_token_stride,
@@ -67,7 +67,7 @@ static void put_rows(const put_work *work, int32_t i, int32_t count) {
                             .order = kvc_value_order(layer),
                             .to = (char *)kvc_value_at(at, place.block, place.slot, 0),
                             .from = (const char *)a->v +
-                                    kvc_token_offset(i, a->inner_tokens, a->v_token_stride, a->v_batch_stride),
+                                    kvc_token_offset(i, a->tokens_per_sequence, a->v_token_stride, a->v_batch_stride),
                             .to_row = (int64_t)at->v_row_bytes,
                             .to_head = (int64_t)at->head_stride,
                             .from_row = a->v_token_stride,
@@ -79,10 +79,10 @@ static void put_rows(const put_work *work, int32_t i, int32_t count) {
 
 static void put_task(void *context, int64_t task) {
     put_work *work = context;
-    const int32_t inner = work->args->inner_tokens, end = work->args->num_tokens;
+    const int32_t inner = work->args->tokens_per_sequence, end = work->args->num_tokens;
     int32_t i = (int32_t)task * work->task_tokens;
     const int32_t last = end - i > work->task_tokens ? i + work->task_tokens : end;
-    while (i < last && !kvc_watch_ask(&work->watch)) {
+    while (i < last && !kvc_poll_timer_ask(&work->timer)) {
         const kvc_place first = place_of(work, i);
         int32_t n = 1;
         for (; i + n < last && n < MOST_POLL_TOKENS && !(inner && (i + n) % inner == 0); n++) {
@@ -99,20 +99,20 @@ static kvc_status put_all(put_work *work) {
     const int32_t num_tokens = work->args->num_tokens, most = (num_tokens + LEAST_TASK_TOKENS - 1) / LEAST_TASK_TOKENS;
     const int32_t threads = most > 1 ? kvc_cache_threads(work->cache) : 1, tasks = threads < most ? threads : most;
     work->task_tokens = (num_tokens + tasks - 1) / tasks;
-    kvc_cache_watch(work->cache, (double)num_tokens * layer->num_kv_heads * (layer->k_dim + layer->v_dim),
-                    &work->watch);
+    kvc_cache_poll_timer(work->cache, (double)num_tokens * layer->num_kv_heads * (layer->k_dim + layer->v_dim),
+                         &work->timer);
     kvc_parallel(threads, tasks, put_task, work);
-    return kvc_watch_stopped(&work->watch) ? kvc_fail(KVC_ERR_CANCELLED, "the put was cancelled") : KVC_OK;
+    return kvc_poll_timer_stopped(&work->timer) ? kvc_fail(KVC_ERR_CANCELLED, "the put was cancelled") : KVC_OK;
 }
 
 static kvc_status check_arrays(const kvc_layer *layer, const kvc_put_args *args) {
     KVC_TRY(kvc_check_values(layer, args->k, args->v));
-    KVC_TRY(kvc_check_inner(args->inner_tokens, args->num_tokens));
+    KVC_TRY(kvc_check_tokens_per_sequence(args->tokens_per_sequence, args->num_tokens));
     KVC_TRY(kvc_check_rows(args->k_type, layer->k_type, args->k_token_stride, args->k_head_stride, "k"));
-    if (args->inner_tokens) KVC_TRY(kvc_check_strides(args->k_type, args->k_batch_stride, 0, "k"));
+    if (args->tokens_per_sequence) KVC_TRY(kvc_check_strides(args->k_type, args->k_batch_stride, 0, "k"));
     if (layer->value_in_key) return KVC_OK;
     KVC_TRY(kvc_check_rows(args->v_type, layer->v_type, args->v_token_stride, args->v_head_stride, "v"));
-    return args->inner_tokens ? kvc_check_strides(args->v_type, args->v_batch_stride, 0, "v") : KVC_OK;
+    return args->tokens_per_sequence ? kvc_check_strides(args->v_type, args->v_batch_stride, 0, "v") : KVC_OK;
 }
 
 static kvc_status check_not_written(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
@@ -176,7 +176,7 @@ void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all) {
         kvc_pool_keep(pool, &put->reserved);
     } else {
         kvc_drop_part(pool, &put->run);
-        kvc_pool_unopen(pool, put->run.block, put->touched);
+        kvc_pool_unopen(pool, put->run.block, put->faulted);
         kvc_pool_unreserve(pool, 1, &put->reserved);
     }
     kvc_memory_free(&batch->cache->memory, put, sizeof *put, KVC_MEMORY_SCRATCH, -1);
@@ -201,13 +201,13 @@ static kvc_status begin_cross(kvc_batch *batch, int32_t group, const kvc_put_arg
     *put = (kvc_cross_put){.next = batch->cross_puts,
                            .group = group,
                            .member = kvc_batch_find(batch, args->seq_id),
-                           .touched = block->touched,
+                           .faulted = block->faulted,
                            .reserved = reserved,
                            .thread = kvc_thread_self()};
     put->run = (kvc_run){block, kvc_pool_take(pool, block, count), count, 0, 0};
     batch->cross_puts = *out = put;
     const kvc_need need = kvc_need_max_bytes(cache, CROSS_PUT);
-    status = kvc_choose_victims(&need); /* they are reclaimed once the rows are there */
+    status = kvc_choose_victims(&need); /* they are evicted once the rows are there */
     kvc_spare_victims(cache);
     if (status != KVC_OK) kvc_cross_put_end(batch, put, 0);
     return status;

@@ -10,29 +10,29 @@ static int has_rows(const kvc_cache *cache, int32_t layer) {
     return !cache->layers[layer].share && cache->layers[layer].policy.kind != KVC_NONE;
 }
 
-/* Returns KVC_ERR_INVALID if a layer is restored, and another one of its group is not. */
-static kvc_status check_group(const kvc_cache *cache, const uint8_t *restored, int32_t layer) {
+/* Returns KVC_ERR_INVALID if a layer is replaced, and another one of its group is not. */
+static kvc_status check_group(const kvc_cache *cache, const uint8_t *replaced, int32_t layer) {
     for (int32_t i = 0; i < cache->num_layers; i++)
-        if (!restored[i] && has_rows(cache, i) && cache->group_of[i] == cache->group_of[layer])
+        if (!replaced[i] && has_rows(cache, i) && cache->group_of[i] == cache->group_of[layer])
             return kvc_fail(KVC_ERR_INVALID,
-                            "restored names layer %d and not layer %d, which has the same policy: such layers are "
-                            "restored together",
+                            "replaced names layer %d and not layer %d, which has the same policy: such layers are "
+                            "replaced together",
                             layer, i);
     return KVC_OK;
 }
 
-kvc_status kvc_restore_check(const kvc_cache *cache, const kvc_begin_args *args) {
+kvc_status kvc_replace_check(const kvc_cache *cache, const kvc_begin_args *args) {
     kvc_status status = KVC_OK;
     int32_t num = 0;
     if (!args->positions) return kvc_fail(KVC_ERR_INVALID, "positions is NULL: a batch that restores has to name them");
     if (args->parents) return kvc_fail(KVC_ERR_INVALID, "parents is not NULL: a batch that restores has no trees");
     if (args->unstored) return kvc_fail(KVC_ERR_INVALID, "unstored is not NULL: what a batch restores is stored");
     for (int32_t i = 0; status == KVC_OK && i < cache->num_layers; i++) {
-        if (!args->restored[i] || !has_rows(cache, i)) continue;
-        status = check_group(cache, args->restored, i);
+        if (!args->replaced[i] || !has_rows(cache, i)) continue;
+        status = check_group(cache, args->replaced, i);
         num++;
     }
-    if (status == KVC_OK && !num) return kvc_fail(KVC_ERR_INVALID, "restored names no layer that has rows of its own");
+    if (status == KVC_OK && !num) return kvc_fail(KVC_ERR_INVALID, "replaced names no layer that has rows of its own");
     return status;
 }
 
@@ -55,15 +55,15 @@ static void sort_tokens(kvc_batch *batch, kvc_batch_sequence *member, int64_t *k
     }
 }
 
-void kvc_restore_mark(kvc_batch *batch, const uint8_t *restored) {
+void kvc_replace_mark(kvc_batch *batch, const uint8_t *replaced) {
     const kvc_cache *cache = batch->cache;
-    batch->restored = batch->group_flags;
-    for (int32_t g = 0; g < cache->num_groups; g++) batch->restored[g] = 0;
+    batch->replaced = batch->group_flags;
+    for (int32_t g = 0; g < cache->num_groups; g++) batch->replaced[g] = 0;
     for (int32_t i = 0; i < cache->num_layers; i++)
-        if (restored[i] && has_rows(cache, i)) batch->restored[cache->group_of[i]] = 1;
+        if (replaced[i] && has_rows(cache, i)) batch->replaced[cache->group_of[i]] = 1;
 }
 
-void kvc_restore_sort(kvc_batch *batch) {
+void kvc_replace_sort(kvc_batch *batch) {
     int64_t *keys = (void *)batch->runs; /* no runs are listed yet */
     for (int32_t s = 0; s < batch->num_sequences; s++) sort_tokens(batch, &batch->sequences[s], keys);
 }
@@ -94,10 +94,10 @@ static void add_lacking(kvc_interval *range, const kvc_run_list *list, kvc_inter
     if (end > range->end) range->end = end;
 }
 
-/* Notes as lost what the policy of a restored group may have evicted: positions, sinks aside, at which there is no row,
+/* Notes as lost what the policy of a replaced group may have expired: positions, sinks aside, at which there is no row,
  * and that the query behind the last row does not see. */
 static void note_lost(const kvc_policy *policy, kvc_run_list *list) {
-    if (!kvc_policy_evicts(policy) || !list->num) return;
+    if (!kvc_policy_expires(policy) || !list->num) return;
     const kvc_interval none = {0, 0};
     add_lacking(&list->lost, list, none, kvc_policy_sinks(policy), kvc_policy_lowest(policy, list->max_position + 1));
 }
@@ -113,7 +113,7 @@ static void note_missing(kvc_sequence *sequence, int32_t g) {
     }
 }
 
-void kvc_restore_note(const kvc_batch *batch, int32_t s) {
+void kvc_replace_note(const kvc_batch *batch, int32_t s) {
     const kvc_cache *cache = batch->cache;
     kvc_sequence *sequence = batch->sequences[s].sequence;
     for (int32_t g = 0; g < cache->num_token_groups; g++)

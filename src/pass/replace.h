@@ -1,24 +1,24 @@
-/* replace.h: restoring batches (kvc_begin_args.restored), whose tokens take the place of all that their sequences held
+/* replace.h: restoring batches (kvc_begin_args.replaced), whose tokens take the place of all that their sequences held
  * in some of the groups.
  *
  * The old rows stay until the commit, which can then leave groups of a sequence with different positions.  What one
- * group lacks and another has is noted as missing, as evicted rows are noted as lost, so that no query goes without.
+ * group lacks and another has is noted as missing, as expired rows are noted as lost, so that no query goes without.
  */
 #ifndef KVC_REPLACE_H
 #define KVC_REPLACE_H
 
 #include "cache/batch.h"
 
-/* Returns KVC_ERR_INVALID if args->restored, which is not NULL, or what comes with it, is not valid. */
-kvc_status kvc_restore_check(const kvc_cache *cache, const kvc_begin_args *args);
+/* Returns KVC_ERR_INVALID if args->replaced, which is not NULL, or what comes with it, is not valid. */
+kvc_status kvc_replace_check(const kvc_cache *cache, const kvc_begin_args *args);
 
 /* Makes a batch, as yet without sequences, restore the groups of these layers. */
-void kvc_restore_mark(kvc_batch *batch, const uint8_t *restored);
+void kvc_replace_mark(kvc_batch *batch, const uint8_t *replaced);
 
 /* Sorts the tokens of each sequence by position, those at the same one in the order given. */
-void kvc_restore_sort(kvc_batch *batch);
+void kvc_replace_sort(kvc_batch *batch);
 
 /* Notes what sequence s lacks now in which group, once its new rows are listed. */
-void kvc_restore_note(const kvc_batch *batch, int32_t s);
+void kvc_replace_note(const kvc_batch *batch, int32_t s);
 
 #endif

@@ -1,7 +1,7 @@
 /* reserve.c: kvc_reserve and kvc_room: take memory for tokens to come, and say how many tokens fit. */
 #include "cache/check.h"
 #include "pass/demand.h"
-#include "space/evict.h"
+#include "space/expire.h"
 #include "space/limits.h"
 #include "pass/prepare.h"
 #include "space/resident.h"
@@ -26,13 +26,14 @@ static kvc_status new_probe(kvc_cache *cache, int64_t seq_id, int32_t array_len,
     }
     set_probe(batch, num_tokens);
     batch->sequences->num_stretches = 1;
-    batch->sequences->sequence->low = kvc_sequence_low(batch->sequences->sequence); /* where the first token stands */
+    batch->sequences->sequence->min_query_position =
+        kvc_min_query_position(batch->sequences->sequence); /* where the first token stands */
     *out = batch;
     return KVC_OK;
 }
 
 /* Makes a probe ask what its tokens need in several batches: more stretches, too.  A window's list needs room for twice
- * its runs then: as it slides through its array, runs are moved to the front once as many were evicted. */
+ * its runs then: as it slides through its array, runs are moved to the front once as many have expired. */
 static void set_several(kvc_batch *batch) {
     const kvc_cache *cache = batch->cache;
     int64_t num = 0;
@@ -40,7 +41,7 @@ static void set_several(kvc_batch *batch) {
         const int64_t most = kvc_policy_most_rows(&cache->policies[g]), size = cache->pools[g].block_size;
         const int64_t kept = most < batch->num_tokens ? most : batch->num_tokens;
         const int64_t runs = batch->sequences->sequence->runs[g].num + 2 * (kept / size + 3);
-        if (kvc_policy_evicts(&cache->policies[g]) && 2 * runs > num) num = 2 * runs; /* a stretch is half a run */
+        if (kvc_policy_expires(&cache->policies[g]) && 2 * runs > num) num = 2 * runs; /* a stretch is half a run */
     }
     num += 1 + MORE_STRETCHES;
     batch->sequences->num_stretches = num < MOST_STRETCHES ? (int32_t)num : MOST_STRETCHES;
@@ -59,15 +60,15 @@ static kvc_status check_fits(kvc_cache *cache, int64_t seq_id, int64_t num_token
     return status;
 }
 
-/* Marks the slots that the probe's tokens would get in group g as touched. */
-static void touch_slots(const kvc_batch *batch, int32_t g) {
+/* Marks the slots that the probe's tokens would get in group g as faulted. */
+static void fault_slots(const kvc_batch *batch, int32_t g) {
     kvc_pool *pool = &batch->cache->pools[g];
     int32_t rest = batch->num_tokens, fill;
     kvc_block *block = kvc_last_block(batch, batch->sequences, g, &fill), *next = pool->free;
     const kvc_block *last = block;
     for (fill = block ? fill : pool->block_size; rest > 0; fill = 0) {
         const int32_t taken = rest < pool->block_size - fill ? rest : pool->block_size - fill;
-        if (taken) kvc_pool_touch(pool, block, fill + taken);
+        if (taken) kvc_pool_fault(pool, block, fill + taken);
         const int may_move = taken && block == last && batch->in_several;
         rest -= may_move ? kvc_slots_spared(batch, batch->sequences, g, block, taken) : taken;
         block = next;
@@ -93,12 +94,12 @@ static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) 
         return status;
     }
     const int needs_free_memory = cache->max_bytes && kvc_bytes_after(batch) > cache->max_bytes;
-    kvc_carry_out(batch);
+    kvc_apply_prepared(batch);
     if (needs_free_memory) kvc_give_back(cache, 0);
     kvc_forget_demands(cache);
     kvc_sequence *sequence = batch->sequences->sequence;
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
-        touch_slots(batch, g);
+        fault_slots(batch, g);
         cache->pools[g].num_loose = 0;
     }
     sequence->in_batch = 0;
@@ -145,8 +146,8 @@ static kvc_status find_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
     kvc_status status = kvc_check_no_batch(cache, "count the room");
     if (status == KVC_OK) status = new_probe(cache, seq_id, 1, 1, &batch);
     if (status != KVC_OK) return status;
-    kvc_set_lows(cache);
-    kvc_choose_all(cache); /* what can be reclaimed is room */
+    kvc_set_min_query_positions(cache);
+    kvc_choose_all(cache); /* what can be evicted is room */
     /* room: known to fit; more than `most` are known not to. */
     int64_t room = 0, most = count_room(batch), bytes;
     if (!cache->max_bytes) room = most;

@@ -5,7 +5,7 @@
 #include "base/status.h"
 
 /* Returns the bytes of one head's keys, or values, in whole cache lines; in whole huge pages if they fill one and pages
- * are taken as they are touched.  SIZE_MAX: too many. */
+ * are taken as they are faulted.  SIZE_MAX: too many. */
 static size_t head_bytes(const kvc_memory *memory, int32_t block_size, size_t row_bytes) {
     if (row_bytes > SIZE_MAX / 8 / (size_t)block_size) return SIZE_MAX;
     const size_t bytes = (size_t)block_size * row_bytes;

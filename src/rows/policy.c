@@ -50,7 +50,7 @@ int kvc_policy_equal(const kvc_policy *a, const kvc_policy *b) {
 
 int kvc_policy_keeps_tokens(const kvc_policy *policy) { return policy->kind != KVC_CROSS && policy->kind != KVC_NONE; }
 
-int kvc_policy_evicts(const kvc_policy *policy) { return policy->kind == KVC_SLIDING || policy->kind == KVC_CHUNKED; }
+int kvc_policy_expires(const kvc_policy *policy) { return policy->kind == KVC_SLIDING || policy->kind == KVC_CHUNKED; }
 
 int64_t kvc_policy_most_rows(const kvc_policy *policy) {
     switch (policy->kind) {

@@ -16,20 +16,20 @@ int kvc_policy_keeps_tokens(const kvc_policy *policy);
 /* Returns the most rows that stay of a sequence with one row at each position; INT64_MAX: all. */
 int64_t kvc_policy_most_rows(const kvc_policy *policy);
 
-/* Returns whether the policy ever evicts rows. */
-int kvc_policy_evicts(const kvc_policy *policy);
+/* Returns whether the policy ever expires rows. */
+int kvc_policy_expires(const kvc_policy *policy);
 
 /* Returns the first position that a query at `position` sees, sinks aside. */
 int32_t kvc_policy_lowest(const kvc_policy *policy, int32_t position);
 
-/* Returns the first position that is kept, sinks aside, when no query will come below position `low`. */
+/* Returns the first position that is kept, sinks aside, when no query will come below position `min_query_position`. */
 int32_t kvc_policy_retained(const kvc_policy *policy, int32_t low);
 
-/* Returns the first position above `low` of which a query, as the first of a batch, lets go of all rows before it;
- * INT32_MAX: none does. */
+/* Returns the first position above `min_query_position` of which a query, as the first of a batch, lets go of all rows
+ * before it; INT32_MAX: none does. */
 int32_t kvc_policy_next_start(const kvc_policy *policy, int32_t low);
 
-/* Returns the number of sinks: positions below it are never evicted. */
+/* Returns the number of sinks: positions below it are never expired. */
 int32_t kvc_policy_sinks(const kvc_policy *policy);
 
 #endif

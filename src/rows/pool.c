@@ -8,10 +8,10 @@
 
 enum {
     WORTH_THREADS = 1 << 22, /* bytes; giving back fewer takes less time than waking a thread */
-    JOIN_SLOTS = 512,        /* slots filled in a block before its pages are looked at again */
-    JOIN_TOKENS = 8,         /* tokens of a batch per step made, and per block looked at, beyond the first ones */
-    JOIN_BLOCKS = 8,         /* blocks looked at after a batch of few tokens */
-    TOUCH_BYTES = 256 << 10  /* most bytes of memory taken in one step */
+    COLLAPSE_SLOTS = 512,    /* slots filled in a block before its pages are looked at again */
+    COLLAPSE_TOKENS = 8,     /* tokens of a batch per step made, and per block looked at, beyond the first ones */
+    COLLAPSE_BLOCKS = 8,     /* blocks looked at after a batch of few tokens */
+    FAULT_BYTES = 256 << 10  /* most bytes of memory taken in one step */
 };
 
 void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t block_size, const kvc_layout *layouts,
@@ -33,14 +33,14 @@ static size_t header_bytes(const kvc_pool *pool) {
 
 int64_t kvc_pool_header_bytes(const kvc_pool *pool) { return (int64_t)header_bytes(pool); }
 
-int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t touched) {
+int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t faulted) {
     if (!kvc_memory_is_lazy(pool->memory, pool->block_bytes)) return (int64_t)pool->block_bytes;
     const size_t page = kvc_os_page_size();
     uint64_t bytes = 0;
     for (int32_t i = 0; i < pool->num_layers; i++) {
         const kvc_layout *at = &pool->layouts[i];
-        bytes += (uint64_t)at->num_kv_heads * (kvc_align_up((size_t)touched * at->k_row_bytes, page) +
-                                               kvc_align_up((size_t)touched * at->v_stored, page));
+        bytes += (uint64_t)at->num_kv_heads * (kvc_align_up((size_t)faulted * at->k_row_bytes, page) +
+                                               kvc_align_up((size_t)faulted * at->v_stored, page));
     }
     const uint64_t all = kvc_align_up(pool->block_bytes, page);
     return (int64_t)(bytes < all ? bytes : all);
@@ -179,7 +179,7 @@ int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count) {
         pool->num_blocks--;
         pool->num_free--;
         pool->returned++;
-        pool->row_bytes -= kvc_pool_block_bytes(pool, block->touched);
+        pool->row_bytes -= kvc_pool_block_bytes(pool, block->faulted);
         free_block(pool, block);
     }
     if (pool->num_loose > pool->num_free) pool->num_loose = pool->num_free;
@@ -202,13 +202,13 @@ int32_t kvc_pool_give_surplus(kvc_pool *pool, int32_t count) {
     return done;
 }
 
-void kvc_pool_unopen(kvc_pool *pool, kvc_block *block, int32_t touched) {
-    pool->reused -= touched != 0;
-    block->fill = touched; /* keeps the memory that was touched before */
+void kvc_pool_unopen(kvc_pool *pool, kvc_block *block, int32_t faulted) {
+    pool->reused -= faulted != 0;
+    block->fill = faulted; /* keeps the memory that was faulted before */
     kvc_pool_purge(pool, block, 1);
     block->fill = 0;
-    if (!kvc_memory_is_lazy(pool->memory, pool->block_bytes)) block->touched = touched;
-    if (block->resident > block->touched) block->resident = block->touched;
+    if (!kvc_memory_is_lazy(pool->memory, pool->block_bytes)) block->faulted = faulted;
+    if (block->resident > block->faulted) block->resident = block->faulted;
 }
 
 void kvc_pool_unreserve(kvc_pool *pool, int32_t num_used, kvc_reserved *reserved) {
@@ -254,22 +254,22 @@ static void purge_region(void *context, int64_t index) {
     const kvc_block *block = ((const purge *)context)->block;
     const kvc_region at = kvc_pool_region(pool, index);
     kvc_memory_purge(pool->memory, block->rows + at.offset + (size_t)block->fill * at.row_bytes,
-                     (size_t)(block->touched - block->fill) * at.row_bytes);
+                     (size_t)(block->faulted - block->fill) * at.row_bytes);
 }
 
 void kvc_pool_purge(kvc_pool *pool, kvc_block *block, int32_t num_threads) {
-    if (block->fill >= block->touched || !kvc_memory_is_lazy(pool->memory, pool->block_bytes) ||
+    if (block->fill >= block->faulted || !kvc_memory_is_lazy(pool->memory, pool->block_bytes) ||
         kvc_memory_is_busy(pool->memory, block->rows, pool->block_bytes))
         return;
-    const int64_t bytes = kvc_pool_block_bytes(pool, block->touched) - kvc_pool_block_bytes(pool, block->fill);
+    const int64_t bytes = kvc_pool_block_bytes(pool, block->faulted) - kvc_pool_block_bytes(pool, block->fill);
     purge work = {pool, block};
     kvc_memory_clear_written(pool->memory, block->rows);
     kvc_parallel(bytes < WORTH_THREADS ? 1 : num_threads, kvc_pool_num_regions(pool), purge_region, &work);
     pool->row_bytes -= bytes;
-    block->touched = block->fill;
-    if (block->joined > block->fill) block->joined = block->fill;
+    block->faulted = block->fill;
+    if (block->collapsed > block->fill) block->collapsed = block->fill;
     if (block->resident > block->fill) block->resident = block->fill;
-    block->join_next = 0;
+    block->collapse_next = 0;
 }
 
 int64_t kvc_pool_slot_bytes(const kvc_pool *pool) {
@@ -285,8 +285,8 @@ int64_t kvc_pool_slot_bytes(const kvc_pool *pool) {
 
 /* Finds the huge pages that slots [from, to) fill in the rows of a region; returns whether there is one.  The first
  * page may begin a little before the rows, in padding. */
-static int join_rows(const kvc_pool *pool, uint8_t *rows, size_t row_bytes, int32_t from, int32_t to,
-                     kvc_page_work *work) {
+static int collapse_rows(const kvc_pool *pool, uint8_t *rows, size_t row_bytes, int32_t from, int32_t to,
+                         kvc_page_work *work) {
     const uintptr_t start = (uintptr_t)rows;
     uintptr_t begin = (start + (size_t)from * row_bytes) / KVC_HUGE_PAGE * KVC_HUGE_PAGE;
     const uintptr_t end = (start + (size_t)to * row_bytes) / KVC_HUGE_PAGE * KVC_HUGE_PAGE;
@@ -294,69 +294,72 @@ static int join_rows(const kvc_pool *pool, uint8_t *rows, size_t row_bytes, int3
     return begin < end && kvc_memory_mark_written(pool->memory, (uint8_t *)begin, end - begin, work);
 }
 
-/* Returns the number of steps in which the pages of a block are joined up to join_to: a step per page if the block is
- * full; else a step per region, as the ends of regions are not filled. */
-static int64_t num_join_steps(const kvc_pool *pool, const kvc_block *block) {
-    if (block->join_to < pool->block_size) return kvc_pool_num_regions(pool);
+/* Returns the number of steps in which the pages of a block are collapsed up to collapse_to: a step per page if the
+ * block is full; else a step per region, as the ends of regions are not filled. */
+static int64_t num_collapse_steps(const kvc_pool *pool, const kvc_block *block) {
+    if (block->collapse_to < pool->block_size) return kvc_pool_num_regions(pool);
     return pool->block_bytes < KVC_HUGE_PAGE ? 1 : (int64_t)(pool->block_bytes / KVC_HUGE_PAGE);
 }
 
 /* Finds the pages of one step; returns whether there are any. */
-static int join_step(const kvc_pool *pool, const kvc_block *block, int64_t step, kvc_page_work *work) {
-    if (block->join_to == pool->block_size) /* blocks that have a huge page are aligned to it */
+static int collapse_step(const kvc_pool *pool, const kvc_block *block, int64_t step, kvc_page_work *work) {
+    if (block->collapse_to == pool->block_size) /* blocks that have a huge page are aligned to it */
         return kvc_memory_mark_written(pool->memory, block->rows + step * KVC_HUGE_PAGE, KVC_HUGE_PAGE, work);
     const kvc_region at = kvc_pool_region(pool, step);
-    return join_rows(pool, block->rows + at.offset, at.row_bytes, block->joined, block->join_to, work);
+    return collapse_rows(pool, block->rows + at.offset, at.row_bytes, block->collapsed, block->collapse_to, work);
 }
 
-/* Finds the next pages to join in a block up to join_to; returns 0 if there are none. */
+/* Finds the next pages to collapse in a block up to collapse_to; returns 0 if there are none. */
 static int next_step(const kvc_pool *pool, kvc_block *block, kvc_page_work *work) {
-    while (block->join_next < num_join_steps(pool, block))
-        if (join_step(pool, block, block->join_next++, work)) return 1;
-    block->joined = block->join_to;
-    block->join_next = 0;
+    while (block->collapse_next < num_collapse_steps(pool, block))
+        if (collapse_step(pool, block, block->collapse_next++, work)) return 1;
+    block->collapsed = block->collapse_to;
+    block->collapse_next = 0;
     return 0;
 }
 
-/* Finds the next pages to join in a block; returns 0 if there are none.  A step takes the system a millisecond or more,
- * so the steps of a block are spread over many batches. */
+/* Finds the next pages to collapse in a block; returns 0 if there are none.  A step takes the system a millisecond or
+ * more, so the steps of a block are spread over many batches. */
 static int next_in_block(const kvc_pool *pool, kvc_block *block, kvc_page_work *work) {
     for (;;) {
-        if (block->join_next == 0) {
+        if (block->collapse_next == 0) {
             const int is_ahead = block->resident > block->fill;
             const int32_t to = is_ahead ? block->resident : block->fill;
             const int is_full = to == pool->block_size;
-            if (block->epoch == pool->epoch || to - block->joined < (is_full || is_ahead ? 1 : JOIN_SLOTS)) return 0;
+            if (block->epoch == pool->epoch || to - block->collapsed < (is_full || is_ahead ? 1 : COLLAPSE_SLOTS))
+                return 0;
             if (pool->block_bytes < KVC_HUGE_PAGE && !is_full) return 0; /* it shares its huge page with other blocks */
-            block->join_to = to;
+            block->collapse_to = to;
         }
         if (next_step(pool, block, work)) return 1;
     }
 }
 
 int kvc_pool_next_filled(kvc_pool *pool, kvc_block *block, kvc_page_work *work) {
-    if (block->joined >= block->fill) return 0;
+    if (block->collapsed >= block->fill) return 0;
     if (pool->block_bytes < KVC_HUGE_PAGE && block->fill < pool->block_size) return 0;
-    block->join_to = block->fill;
+    block->collapse_to = block->fill;
     return next_step(pool, block, work);
 }
 
-kvc_joining kvc_pool_join_for(int32_t num_tokens) {
-    const int32_t more = num_tokens / JOIN_TOKENS;
-    return (kvc_joining){1 + more, JOIN_BLOCKS + more, 0};
+kvc_collapsing kvc_pool_collapse_for(int32_t num_tokens) {
+    const int32_t more = num_tokens / COLLAPSE_TOKENS;
+    return (kvc_collapsing){1 + more, COLLAPSE_BLOCKS + more, 0};
 }
 
-kvc_joining kvc_pool_join_ahead(const kvc_pool *pool) { return (kvc_joining){INT64_MAX, pool->num_blocks, 1}; }
+kvc_collapsing kvc_pool_collapse_ahead(const kvc_pool *pool) {
+    return (kvc_collapsing){INT64_MAX, pool->num_blocks, 1};
+}
 
-int kvc_pool_next_join(kvc_pool *pool, kvc_joining *joining, kvc_page_work *work) {
+int kvc_pool_next_collapse(kvc_pool *pool, kvc_collapsing *collapsing, kvc_page_work *work) {
     if (!kvc_memory_is_lazy(pool->memory, pool->block_bytes)) return 0;
-    if (joining->blocks > pool->num_blocks) joining->blocks = pool->num_blocks;
-    for (; joining->steps > 0 && joining->blocks > 0; joining->blocks--) {
-        if (pool->join_block >= pool->num_blocks) pool->join_block = 0;
-        kvc_block *block = pool->blocks[pool->join_block];
-        if ((!joining->is_ahead || block->resident > block->fill) && next_in_block(pool, block, work))
-            return joining->steps-- > 0;
-        pool->join_block++;
+    if (collapsing->blocks > pool->num_blocks) collapsing->blocks = pool->num_blocks;
+    for (; collapsing->steps > 0 && collapsing->blocks > 0; collapsing->blocks--) {
+        if (pool->collapse_block >= pool->num_blocks) pool->collapse_block = 0;
+        kvc_block *block = pool->blocks[pool->collapse_block];
+        if ((!collapsing->is_ahead || block->resident > block->fill) && next_in_block(pool, block, work))
+            return collapsing->steps-- > 0;
+        pool->collapse_block++;
     }
     return 0;
 }
@@ -364,7 +367,7 @@ int kvc_pool_next_join(kvc_pool *pool, kvc_joining *joining, kvc_page_work *work
 /* ---- taking memory beforehand ------------------------------------------------------------------------------------ */
 
 /* Finds the next piece of memory in a block's slots past the fill mark; returns 0 if nothing is left. */
-static int touch_in_block(const kvc_pool *pool, const kvc_block *block, kvc_taking *taking, kvc_page_work *work) {
+static int fault_in_block(const kvc_pool *pool, const kvc_block *block, kvc_taking *taking, kvc_page_work *work) {
     const size_t from = (size_t)(block->fill > block->resident ? block->fill : block->resident);
     for (; taking->region < kvc_pool_num_regions(pool); taking->region++, taking->done = 0) {
         const kvc_region at = kvc_pool_region(pool, taking->region);
@@ -372,20 +375,20 @@ static int touch_in_block(const kvc_pool *pool, const kvc_block *block, kvc_taki
         if (taking->done < begin) taking->done = begin;
         if (taking->done >= end) continue;
         work->p = block->rows + at.offset + taking->done;
-        work->size = end - taking->done < TOUCH_BYTES ? end - taking->done : TOUCH_BYTES;
+        work->size = end - taking->done < FAULT_BYTES ? end - taking->done : FAULT_BYTES;
         taking->done += work->size;
         return 1;
     }
     return 0;
 }
 
-int kvc_pool_next_touch(kvc_pool *pool, kvc_taking *taking, kvc_page_work *work) {
+int kvc_pool_next_fault(kvc_pool *pool, kvc_taking *taking, kvc_page_work *work) {
     for (; taking->index < pool->num_blocks; taking->index++) {
         kvc_block *block = pool->blocks[taking->index];
-        if (block->fill >= block->touched || block->resident >= block->touched) continue;
-        if (block != taking->block || taking->to > block->touched) /* it was purged meanwhile */
-            *taking = (kvc_taking){.block = block, .index = taking->index, .to = block->touched};
-        if (touch_in_block(pool, block, taking, work)) return 1;
+        if (block->fill >= block->faulted || block->resident >= block->faulted) continue;
+        if (block != taking->block || taking->to > block->faulted) /* it was purged meanwhile */
+            *taking = (kvc_taking){.block = block, .index = taking->index, .to = block->faulted};
+        if (fault_in_block(pool, block, taking, work)) return 1;
         block->resident = taking->to;
     }
     return 0;
@@ -397,17 +400,17 @@ kvc_block *kvc_pool_open(kvc_pool *pool) {
     kvc_block *block = pool->free;
     pool->free = block->next;
     pool->num_free--;
-    if (pool->num_loose) pool->num_loose--; /* they are the first: evictions come right before */
-    if (block->touched) pool->reused++;
+    if (pool->num_loose) pool->num_loose--; /* they are the first: expiries come right before */
+    if (block->faulted) pool->reused++;
     block->is_free = 0;
     block->next = NULL;
     return block;
 }
 
-void kvc_pool_touch(kvc_pool *pool, kvc_block *block, int32_t count) {
-    if (count <= block->touched) return;
-    pool->row_bytes += kvc_pool_block_bytes(pool, count) - kvc_pool_block_bytes(pool, block->touched);
-    block->touched = count;
+void kvc_pool_fault(kvc_pool *pool, kvc_block *block, int32_t count) {
+    if (count <= block->faulted) return;
+    pool->row_bytes += kvc_pool_block_bytes(pool, count) - kvc_pool_block_bytes(pool, block->faulted);
+    block->faulted = count;
 }
 
 int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count) {
@@ -418,7 +421,7 @@ int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count) {
     block->live += count;
     pool->live += count;
     pool->filled += count;
-    kvc_pool_touch(pool, block, block->fill);
+    kvc_pool_fault(pool, block, block->fill);
     return slot;
 }
 
@@ -457,7 +460,7 @@ void kvc_pool_refill(kvc_pool *pool, kvc_block *const *blocks, int32_t num_block
         pool->filled -= block->fill;
         block->fill = block->live = live < pool->block_size ? live : pool->block_size;
         pool->filled += block->fill;
-        kvc_pool_touch(pool, block, block->fill);
+        kvc_pool_fault(pool, block, block->fill);
         live -= block->fill;
         free_if_empty(pool, block);
     }
@@ -485,6 +488,6 @@ int kvc_pool_try_drop(kvc_block *block, int32_t slot, int32_t count, int64_t *sl
     return dead && block->live == 0 && !block->pins;
 }
 
-void kvc_pool_restore(kvc_block *block, int32_t slot, int32_t count) {
+void kvc_pool_undo_try_drop(kvc_block *block, int32_t slot, int32_t count) {
     for (int32_t i = 0; i < count; i++) block->live += block->holders[slot + i]++ == 0;
 }

@@ -16,11 +16,11 @@ typedef struct kvc_block {
     int32_t index;          /* index in pool->blocks, which changes as others are given back: read under the mutex */
     int32_t fill;           /* the fill mark: slots below it were handed out */
     int32_t live;           /* number of slots that sequences hold */
-    int32_t touched;        /* slots below this count as resident: handed out, or reserved, since memory was taken */
-    int32_t resident;       /* slots below this have memory that kvc_pool_next_touch took beforehand */
-    int32_t joined;         /* OS pages of slots below this were made huge, where rows fill a huge page */
-    int32_t join_to;        /* value of `joined` after the steps from join_next on */
-    int64_t join_next;      /* index of the next step of joining; 0: none has been made */
+    int32_t faulted;        /* slots below this count as resident: handed out, or reserved, since memory was taken */
+    int32_t resident;       /* slots below this have memory that kvc_pool_next_fault took beforehand */
+    int32_t collapsed;      /* OS pages of slots below this were made huge, where rows fill a huge page */
+    int32_t collapse_to;    /* value of `collapsed` after the steps from collapse_next on */
+    int64_t collapse_next;  /* index of the next step of collapsing; 0: none has been made */
     uint32_t epoch;         /* pool->epoch when slots were last handed out */
     int32_t pins;           /* number of views and calls that keep the rows in place */
     int32_t planned;        /* number of slots past fill that a batch about to begin will take */
@@ -66,7 +66,7 @@ typedef struct kvc_pool {
     int32_t num_blocks, max_blocks;
     kvc_block *free; /* list of free blocks, last freed first: its rows may still be in the CPU's caches */
     int32_t num_free;
-    int32_t num_loose;  /* number of these that evictions freed, and that no batch has taken since: kvc_pool_surplus */
+    int32_t num_loose;  /* number of these that expiries freed, and that no batch has taken since: kvc_pool_surplus */
     int32_t num_excess; /* number of loose ones that no sequence may keep: an aborted batch had opened them */
     /* Of the num_taken blocks that the open batch opened, in order, [first_given, first_new) were free before and not
      * loose, such as reserved ones. */
@@ -78,21 +78,21 @@ typedef struct kvc_pool {
     kvc_demand demand;
     int32_t lacks_slots;               /* while victims are chosen: the call needs more slots here than are free */
     struct kvc_compaction *compaction; /* the planned compaction; NULL: none */
-    int32_t join_block;                /* index of the next block to look at for pages to join */
+    int32_t collapse_block;            /* index of the next block to look at for pages to collapse */
     uint32_t epoch;                    /* number of batches ended, plus 1: slots handed out since may lack their rows */
     int64_t live;                      /* number of slots that sequences hold, over all blocks */
-    int64_t drafted;                   /* how many of them are to replace others: in drafts, and in restoring batches */
-    int64_t filled;                    /* number of slots below fill marks, over all blocks */
-    int64_t row_bytes;                 /* resident bytes of all blocks' rows */
-    int64_t opened, reused, returned;  /* counters of blocks: kvc_stats */
+    int64_t replacing; /* how many of them are to replace others: in rewrites, and in restoring batches */
+    int64_t filled;    /* number of slots below fill marks, over all blocks */
+    int64_t row_bytes; /* resident bytes of all blocks' rows */
+    int64_t opened, reused, returned; /* counters of blocks: kvc_stats */
 } kvc_pool;
 
 void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t block_size, const kvc_layout *layouts,
                    int32_t num_layers, size_t block_bytes);
 void kvc_pool_destroy(kvc_pool *pool);
 
-/* Returns the resident bytes of the rows of a block of which `touched` slots were touched. */
-int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t touched);
+/* Returns the resident bytes of the rows of a block of which `faulted` slots were faulted. */
+int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t faulted);
 
 /* The keys, or the values, of one head of one layer: where they begin in a block, and the bytes of a row; 0: they are
  * not stored. */
@@ -142,34 +142,36 @@ void kvc_pool_unpin(kvc_pool *pool, kvc_block *block);
 int32_t kvc_pool_fill_after(const kvc_block *block);
 static inline int kvc_pool_is_free_after(const kvc_block *block) { return !block->live && !block->pins; }
 
-/* Takes one holder of each slot out of the counts until kvc_pool_restore, to see what dropping it would free: adds the
- * number of slots that no sequence would hold to *slots, and returns whether the block would become free. */
+/* Takes one holder of each slot out of the counts until kvc_pool_undo_try_drop, to see what dropping it would free:
+ * adds the number of slots that no sequence would hold to *slots, and returns whether the block would become free. */
 int kvc_pool_try_drop(kvc_block *block, int32_t slot, int32_t count, int64_t *slots);
-void kvc_pool_restore(kvc_block *block, int32_t slot, int32_t count);
+void kvc_pool_undo_try_drop(kvc_block *block, int32_t slot, int32_t count);
 
 /* Sets the fill marks after a compaction, which moved `live` slots and their holders to the front of `blocks`, filling
  * one block after the other. */
 void kvc_pool_refill(kvc_pool *pool, kvc_block *const *blocks, int32_t num_blocks, int32_t live);
 
-/* A round of joining pages into huge ones: number of steps still to make, and of blocks still to look at. */
-typedef struct kvc_joining {
+/* A round of collapsing pages into huge ones: number of steps still to make, and of blocks still to look at. */
+typedef struct kvc_collapsing {
     int64_t steps, blocks;
     int32_t is_ahead; /* looks only at blocks with memory taken beforehand */
-} kvc_joining;
+} kvc_collapsing;
 
-/* Return a round of joining after a batch of num_tokens tokens, for a few of the pages that are written; and a round
- * for all pages whose memory was taken beforehand.  Pages that nothing has touched cannot be joined, so blocks
+/* Return a round of collapsing after a batch of num_tokens tokens, for a few of the pages that are written; and a round
+ * for all pages whose memory was taken beforehand.  Pages that nothing has faulted cannot be collapsed, so blocks
  * with slots of the open batch, whose rows may be missing, are skipped. */
-kvc_joining kvc_pool_join_for(int32_t num_tokens);
-kvc_joining kvc_pool_join_ahead(const kvc_pool *pool);
+kvc_collapsing kvc_pool_collapse_for(int32_t num_tokens);
+kvc_collapsing kvc_pool_collapse_ahead(const kvc_pool *pool);
 
-/* Finds the next pages for kvc_pages_join, which takes a millisecond or more for each; returns 0 if there are none. */
-int kvc_pool_next_join(kvc_pool *pool, kvc_joining *joining, kvc_page_work *work);
+/* Finds the next pages for kvc_pages_collapse, which takes a millisecond or more for each; returns 0 if there are none.
+ */
+int kvc_pool_next_collapse(kvc_pool *pool, kvc_collapsing *collapsing, kvc_page_work *work);
 
-/* Finds the next pages to join in a block, the slots of which will all have rows soon; returns 0 if there are none. */
+/* Finds the next pages to collapse in a block, the slots of which will all have rows soon; returns 0 if there are none.
+ */
 int kvc_pool_next_filled(kvc_pool *pool, kvc_block *block, kvc_page_work *work);
 
-/* How far kvc_pool_next_touch has come; all 0 at first. */
+/* How far kvc_pool_next_fault has come; all 0 at first. */
 typedef struct kvc_taking {
     const kvc_block *block;
     int32_t index, to;
@@ -177,9 +179,9 @@ typedef struct kvc_taking {
     size_t done; /* bytes of the region that are done */
 } kvc_taking;
 
-/* Finds the next piece of memory that counts as touched, in slots past fill marks; returns 0 if there is none.  Between
+/* Finds the next piece of memory that counts as faulted, in slots past fill marks; returns 0 if there is none.  Between
  * two calls, others may take blocks or give them back. */
-int kvc_pool_next_touch(kvc_pool *pool, kvc_taking *taking, kvc_page_work *work);
+int kvc_pool_next_fault(kvc_pool *pool, kvc_taking *taking, kvc_page_work *work);
 
 /* Return the bytes of one block's bookkeeping, and the bytes by which the list of blocks grows for new_blocks. */
 int64_t kvc_pool_header_bytes(const kvc_pool *pool);
@@ -191,20 +193,20 @@ int64_t kvc_pool_slot_bytes(const kvc_pool *pool);
 /* Frees at most `count` free blocks, but not the next `kept` to be used; returns the number freed. */
 int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count);
 
-/* Returns how many free blocks evictions have left beyond what num_sequences sequences may keep: two blocks each, whose
+/* Returns how many free blocks expiries have left beyond what num_sequences sequences may keep: two blocks each, whose
  * slots that are not live count; at least num_excess.  Other free blocks, such as reserved ones, stay. */
 int32_t kvc_pool_surplus(const kvc_pool *pool, int64_t num_sequences);
 
 /* Frees at most `count` of these; returns the number freed. */
 int32_t kvc_pool_give_surplus(kvc_pool *pool, int32_t count);
 
-/* Undoes kvc_pool_open of a block that is free again and had `touched` touched slots before. */
-void kvc_pool_unopen(kvc_pool *pool, kvc_block *block, int32_t touched);
+/* Undoes kvc_pool_open of a block that is free again and had `faulted` faulted slots before. */
+void kvc_pool_unopen(kvc_pool *pool, kvc_block *block, int32_t faulted);
 
 /* Gives back the pages past the fill mark of a block. */
 void kvc_pool_purge(kvc_pool *pool, kvc_block *block, int32_t num_threads);
 
-/* Counts slots below `count` as touched. */
-void kvc_pool_touch(kvc_pool *pool, kvc_block *block, int32_t count);
+/* Counts slots below `count` as faulted. */
+void kvc_pool_fault(kvc_pool *pool, kvc_block *block, int32_t count);
 
 #endif

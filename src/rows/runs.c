@@ -81,7 +81,7 @@ void kvc_runs_install(kvc_run_list *list, kvc_memory *memory) {
 kvc_status kvc_runs_prepare(kvc_run_list *list, kvc_memory *memory, int32_t extra) {
     const int64_t needed = (int64_t)list->num + extra;
     if (list->spare ? needed <= list->spare_capacity : list->first + needed <= list->capacity) return KVC_OK;
-    if (!list->spare && needed <= list->capacity && list->first >= list->num) { /* one is moved per evicted one */
+    if (!list->spare && needed <= list->capacity && list->first >= list->num) { /* one is moved per expired one */
         memmove(list->runs, kvc_runs_begin(list), (size_t)list->num * sizeof *list->runs);
         list->first = 0;
         return KVC_OK;
@@ -176,7 +176,7 @@ void kvc_try_drop_part(void *slots, const kvc_run *part) {
 
 void kvc_undo_drop_part(void *context, const kvc_run *part) {
     (void)context;
-    kvc_pool_restore(part->block, part->slot, part->count);
+    kvc_pool_undo_try_drop(part->block, part->slot, part->count);
 }
 
 int64_t kvc_runs_remove(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end) {
@@ -208,7 +208,7 @@ static int32_t runs_before(const kvc_run_list *list, int32_t begin) {
     return n < list->num && kvc_runs_begin(list)[n].position < begin ? -1 : n;
 }
 
-kvc_status kvc_runs_prepare_evict(kvc_run_list *list, kvc_memory *memory, int32_t begin, int32_t end, int32_t extra) {
+kvc_status kvc_runs_prepare_expire(kvc_run_list *list, kvc_memory *memory, int32_t begin, int32_t end, int32_t extra) {
     if (kvc_runs_visit(list, begin, end, NULL, NULL) == 0 || runs_before(list, begin) >= 0)
         return kvc_runs_prepare(list, memory, extra);
     return kvc_runs_prepare_edit(list, memory, extra);
@@ -221,7 +221,7 @@ static void add_lost(kvc_interval *lost, kvc_interval more) {
     if (more.end > lost->end) lost->end = more.end;
 }
 
-/* Adds an evicted part to the list's lost positions. */
+/* Adds an expired part to the list's lost positions. */
 static void note_lost(void *lost, const kvc_run *part) {
     add_lost(lost, (kvc_interval){part->position, run_end(part)});
 }
@@ -261,7 +261,7 @@ int32_t kvc_runs_append_outside(kvc_run_list *list, kvc_pool *pool, const kvc_ru
     return gone.count;
 }
 
-int64_t kvc_runs_evict(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end) {
+int64_t kvc_runs_expire(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end) {
     if (kvc_runs_visit(list, begin, end, note_lost, &list->lost) == 0) return 0;
     const int32_t kept = runs_before(list, begin);
     return kept >= 0 ? trim_front(list, pool, kept, end) : kvc_runs_remove(list, pool, begin, end);

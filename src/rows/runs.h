@@ -22,10 +22,10 @@ typedef struct kvc_interval {
 } kvc_interval;
 
 typedef struct kvc_run_list {
-    kvc_run *runs; /* runs[first .. first + num): runs before `first` were evicted */
+    kvc_run *runs; /* runs[first .. first + num): runs before `first` have expired */
     int32_t first, num, capacity;
-    kvc_interval lost;                  /* all rows that were evicted stood here; end 0: none was */
-    kvc_interval missing;               /* where other groups have rows, and this one was not restored; end 0: none */
+    kvc_interval lost;                  /* all rows that have expired stood here; end 0: none was */
+    kvc_interval missing;               /* where other groups have rows, and this one was not replaced; end 0: none */
     int32_t min_position, max_position; /* -1 if there are no rows */
     int32_t ascending;                  /* positions rise from row to row */
     int64_t num_rows;
@@ -52,11 +52,11 @@ void kvc_runs_destroy(kvc_run_list *list, kvc_pool *pool);
 void kvc_runs_free_list(kvc_run_list *list, kvc_memory *memory);
 
 /* Get memory for a change, so that it cannot fail: for `extra` more runs at the end; for an edit that splits every run,
- * and `extra` more; for evicting [begin, end), and `extra` more.  If the array is too short, allocate a longer one as
+ * and `extra` more; for expiring [begin, end), and `extra` more.  If the array is too short, allocate a longer one as
  * the spare; nothing else changes.  Can fail with KVC_ERR_NOMEM. */
 kvc_status kvc_runs_prepare(kvc_run_list *list, kvc_memory *memory, int32_t extra);
 kvc_status kvc_runs_prepare_edit(kvc_run_list *list, kvc_memory *memory, int32_t extra);
-kvc_status kvc_runs_prepare_evict(kvc_run_list *list, kvc_memory *memory, int32_t begin, int32_t end, int32_t extra);
+kvc_status kvc_runs_prepare_expire(kvc_run_list *list, kvc_memory *memory, int32_t begin, int32_t end, int32_t extra);
 
 /* Replaces the list's array by the spare one, if there is one; or frees the spare one. */
 void kvc_runs_install(kvc_run_list *list, kvc_memory *memory);
@@ -99,9 +99,9 @@ void kvc_undo_drop_part(void *context, const kvc_run *part);
 /* Drops the rows at positions [begin, end), after kvc_runs_prepare_edit.  Returns their number. */
 int64_t kvc_runs_remove(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end);
 
-/* Drops the rows at positions [begin, end), which no query will see any more, after kvc_runs_prepare_evict, and notes
+/* Drops the rows at positions [begin, end), which no query will see any more, after kvc_runs_prepare_expire, and notes
  * that in list->lost.  Returns their number.  Takes time for rows that are dropped, not for rows that stay. */
-int64_t kvc_runs_evict(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end);
+int64_t kvc_runs_expire(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end);
 
 /* Returns a run with a row at a position; NULL if there is none. */
 const kvc_run *kvc_runs_at(const kvc_run_list *list, int32_t position);

@@ -24,7 +24,7 @@ int64_t kvc_compaction_gain(const kvc_cache *cache, int32_t group) {
     for (int32_t i = 0; i < pool->num_blocks; i++)
         if (is_movable(pool->blocks[i])) waste += pool->blocks[i]->fill - pool->blocks[i]->live;
     /* Do not count the holes that a window leaves behind its sinks, and in the block it moves out of, soon free. */
-    if (kvc_policy_evicts(&cache->policies[group])) waste -= 2 * (int64_t)pool->block_size * cache->num_holding;
+    if (kvc_policy_expires(&cache->policies[group])) waste -= 2 * (int64_t)pool->block_size * cache->num_holding;
     return waste;
 }
 
@@ -74,7 +74,7 @@ static int get_memory(kvc_compaction *c) {
     for (int32_t i = 0; i < c->cache->sequences.num; i++) {
         kvc_sequence *sequence = c->cache->sequences.items[i];
         if (sequence->fate == KVC_GOES) continue;
-        /* 2 more: the eviction before may cut a run in two */
+        /* 2 more: the expiry before may cut a run in two */
         if (kvc_runs_prepare_edit(&sequence->runs[c->group], &c->cache->memory, 2) != KVC_OK) return 0;
     }
     return 1;
@@ -136,10 +136,10 @@ static int is_scattered(const kvc_pool *pool) {
 
 kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group) {
     kvc_pool *pool = &cache->pools[group];
-    kvc_compaction draft = {.cache = cache, .pool = pool, .group = group, .max_blocks = pool->num_blocks};
+    kvc_compaction made = {.cache = cache, .pool = pool, .group = group, .max_blocks = pool->num_blocks};
     if (pool->compaction || !is_scattered(pool)) return KVC_OK;
-    kvc_compaction *c = alloc_array(&draft, 1, sizeof *c);
-    if (c) *c = draft;
+    kvc_compaction *c = alloc_array(&made, 1, sizeof *c);
+    if (c) *c = made;
     if (!c || !get_memory(c)) {
         const long long num_slots = c ? c->num_slots : 0;
         discard_lists(cache, group);

@@ -1,7 +1,7 @@
 /* compact.h: moves the rows of a group together.
  *
  * A compaction is planned first, with all the memory it needs, which changes nothing; carrying it out cannot fail.  One
- * that is planned in a preview (evict.h) must be carried out after what that shows.
+ * that is planned in a preview (expire.h) must be carried out after what that shows.
  */
 #ifndef KVC_COMPACT_H
 #define KVC_COMPACT_H

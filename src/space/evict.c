@@ -1,108 +1,262 @@
-/* evict.c: evicts rows, and previews it: see evict.h. */
+/* evict.c: chooses and evicts victims among retained sequences: see evict.h. */
 #include "space/evict.h"
 
-void kvc_set_lows(kvc_cache *cache) {
-    for (kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed)
-        if (!sequence->in_batch) sequence->low = kvc_sequence_low(sequence);
-}
+#include <stdio.h>
 
-kvc_interval kvc_evictable(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {
-    const kvc_policy *policy = &cache->policies[g];
-    return (kvc_interval){kvc_policy_sinks(policy), kvc_policy_retained(policy, sequence->low)};
-}
+#include "space/expire.h"
+#include "space/limits.h"
 
-int64_t kvc_count_kept(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {
-    const kvc_interval gone = kvc_evictable(cache, sequence, g);
-    return sequence->runs[g].num_rows - kvc_runs_visit(&sequence->runs[g], gone.begin, gone.end, NULL, NULL);
-}
+/* ---- victims ----------------------------------------------------------------------------------------------------- */
 
-/* ---- previews ---------------------------------------------------------------------------------------------------- */
-
-/* Calls visit for every part of a run that the group of a preview loses. */
-static void visit_lost(const kvc_preview *preview, kvc_part_fn *visit, void *context) {
-    const kvc_cache *cache = preview->cache;
-    const int32_t g = preview->pool->group;
-    const int evicts = preview->evicts && kvc_policy_evicts(&cache->policies[g]);
-    for (const kvc_sequence *sequence = evicts ? cache->changed : NULL; sequence; sequence = sequence->next_changed) {
-        const kvc_interval gone = kvc_evictable(cache, sequence, g);
-        kvc_runs_visit(&sequence->runs[g], gone.begin, gone.end, visit, context);
+void kvc_spare_victims(kvc_cache *cache) {
+    for (kvc_sequence *victim; (victim = cache->victims);) {
+        cache->victims = victim->next_victim;
+        victim->next_victim = NULL;
+        victim->fate = KVC_STAYS;
     }
-    for (const kvc_sequence *sequence = cache->victims; sequence; sequence = sequence->next_victim)
-        if (kvc_is_reclaimed_in(cache, sequence, g)) kvc_runs_visit(&sequence->runs[g], 0, KVC_END, visit, context);
 }
 
-/* Takes the slots of a part out of the counts of their block. */
-static void uncount_part(void *preview, const kvc_run *part) {
-    kvc_preview *p = preview;
-    if (kvc_pool_try_drop(part->block, part->slot, part->count, &p->slots)) kvc_preview_add_free(p, part->block);
+/* Makes victims of the num least recently used sequences that may be evicted. */
+static void choose_oldest(kvc_cache *cache, int64_t num) {
+    kvc_sequence **end = &cache->victims;
+    kvc_spare_victims(cache);
+    for (kvc_sequence *sequence = cache->oldest; sequence && num; sequence = sequence->newer) {
+        if (!kvc_is_evictable(sequence)) continue;
+        sequence->fate = KVC_GOES;
+        *end = sequence;
+        end = &sequence->next_victim;
+        num--;
+    }
 }
 
-kvc_preview kvc_preview_open(kvc_cache *cache, int32_t g, int evicts) {
-    kvc_preview preview = {&cache->pools[g], cache, evicts, cache->pools[g].free, 0};
-    visit_lost(&preview, uncount_part, &preview);
+void kvc_choose_all(kvc_cache *cache) { choose_oldest(cache, cache->num_retained); }
+
+static int64_t count_live(const kvc_cache *cache) {
+    int64_t live = 0;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) live += cache->pools[g].live;
+    return live;
+}
+
+/* Drops a sequence's rows in one group, and notes them as lost. */
+static void drop_in_group(kvc_cache *cache, kvc_sequence *sequence, int32_t group) {
+    kvc_run_list *list = &sequence->runs[group];
+    if (!list->num) return;
+    const kvc_interval lost = {list->min_position, list->max_position + 1};
+    kvc_runs_visit(list, 0, KVC_END, kvc_drop_part, &cache->pools[group]);
+    list->first = list->num = 0;
+    list->lost = lost;
+    kvc_runs_recount(list);
+}
+
+void kvc_evict(kvc_cache *cache) {
+    const int64_t before = count_live(cache);
+    for (kvc_sequence *victim; (victim = cache->victims);) {
+        const kvc_fate fate = victim->fate;
+        for (int32_t g = 0; g < cache->num_token_groups; g++)
+            if (kvc_is_evicted_in(cache, victim, g)) drop_in_group(cache, victim, g);
+        cache->victims = victim->next_victim;
+        victim->next_victim = NULL;
+        victim->fate = KVC_STAYS;
+        if (fate == KVC_GOES) kvc_cache_forget(cache, victim);
+    }
+    cache->stats.rows_evicted += before - count_live(cache);
+}
+
+/* ---- counting without them --------------------------------------------------------------------------------------- */
+
+/* A preview without what the call drops in the end; `slots` counts these slots, too. */
+static kvc_preview open_without(const kvc_need *need, int32_t g) {
+    kvc_preview preview = kvc_preview_open(need->cache, g, need->expires);
+    if (need->visit_replaced) need->visit_replaced(need, g, kvc_try_drop_part, &preview.slots);
     return preview;
 }
 
-void kvc_preview_add_free(kvc_preview *preview, kvc_block *block) {
-    block->next = preview->free;
-    preview->free = block;
+static void close_without(const kvc_need *need, int32_t g, kvc_preview *preview) {
+    if (need->visit_replaced) need->visit_replaced(need, g, kvc_undo_drop_part, NULL);
+    kvc_preview_close(preview);
 }
 
-void kvc_preview_close(kvc_preview *preview) {
-    visit_lost(preview, kvc_undo_drop_part, NULL);
-    while (preview->free != preview->pool->free) {
-        kvc_block *block = preview->free;
-        preview->free = block->next;
-        block->next = NULL;
+int64_t kvc_live_after(const kvc_need *need, int32_t g) {
+    kvc_preview preview = open_without(need, g);
+    close_without(need, g, &preview);
+    return need->cache->pools[g].live - preview.slots;
+}
+
+int kvc_exceeds_capacity(const kvc_need *need, int32_t g, int64_t more, int64_t *live) {
+    kvc_cache *cache = need->cache;
+    if (!cache->capacity) return 0;
+    *live = kvc_live_after(need, g);
+    if (*live + more <= cache->capacity) return 0;
+    cache->pools[g].lacks_slots = 1;
+    return 1;
+}
+
+int64_t kvc_count_evictable(kvc_cache *cache, int32_t group) {
+    kvc_choose_all(cache);
+    kvc_preview preview = kvc_preview_open(cache, group, 0);
+    kvc_preview_close(&preview);
+    kvc_spare_victims(cache);
+    return preview.slots;
+}
+
+/* ---- choosing ---------------------------------------------------------------------------------------------------- */
+
+/* What the rows of a victim free once all victims are gone. */
+enum {
+    FREES_LACKING = 1, /* slots of a group that lacks some; or, where bytes are lacking, any in blocks that can go */
+    FREES_FULL = 2     /* slots of a group that sees everything: nobody can go on behind them */
+};
+
+/* Slots that no sequence holds any more: all, and those in blocks that nothing else keeps as they are. */
+typedef struct unheld {
+    int64_t slots, loose;
+} unheld;
+
+static void count_unheld(void *to, const kvc_run *part) {
+    unheld *found = to;
+    for (int32_t i = 0; i < part->count; i++) {
+        const int is_unheld = !part->block->holders[part->slot + i];
+        found->slots += is_unheld;
+        found->loose += is_unheld && !part->block->pins;
     }
 }
 
-/* ---- evicting ---------------------------------------------------------------------------------------------------- */
-
-/* Counts rows that group g has let go, and the blocks that this freed: it had num_free before. */
-static void count_evicted(kvc_cache *cache, int32_t g, int64_t num_rows, int32_t num_free) {
-    cache->stats.rows_evicted += num_rows;
-    cache->pools[g].num_loose += cache->pools[g].num_free - num_free;
-}
-
-/* Evicts from group g of a sequence, given sequence->low. */
-static void evict(kvc_cache *cache, kvc_sequence *sequence, int32_t g) {
-    kvc_pool *pool = &cache->pools[g];
-    const kvc_interval gone = kvc_evictable(cache, sequence, g);
-    const int32_t before = pool->num_free;
-    count_evicted(cache, g, kvc_runs_evict(&sequence->runs[g], pool, gone.begin, gone.end), before);
-}
-
-void kvc_evict(kvc_cache *cache, int32_t g) {
-    for (kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed) {
-        kvc_runs_install(&sequence->runs[g], &cache->memory);
-        if (kvc_policy_evicts(&cache->policies[g])) evict(cache, sequence, g);
+/* Notes for every victim what its rows in group g free. */
+static void note_freed(const kvc_need *need, int32_t g) {
+    const kvc_cache *cache = need->cache;
+    const int full = kvc_policy_expires(&cache->policies[g]) ? 0 : FREES_FULL;
+    kvc_preview preview = open_without(need, g);
+    for (kvc_sequence *victim = cache->victims; victim; victim = victim->next_victim) {
+        unheld found = {0, 0};
+        kvc_runs_visit(&victim->runs[g], 0, KVC_END, count_unheld, &found);
+        if (found.slots) victim->frees |= full;
+        if ((cache->lacks_bytes && found.loose) || (cache->pools[g].lacks_slots && found.slots))
+            victim->frees |= FREES_LACKING;
     }
+    close_without(need, g, &preview);
 }
 
-void kvc_set_low_behind(kvc_sequence *sequence, int32_t last) {
-    int32_t low = kvc_sequence_low(sequence);
-    if (low == kvc_sequence_next(sequence) && low <= last) low = last + 1;
-    sequence->low = low ? low - 1 : 0;
-}
-
-void kvc_append_kept(kvc_cache *cache, kvc_sequence *sequence, int32_t g, const kvc_run *run) {
-    kvc_pool *pool = &cache->pools[g];
-    const kvc_interval gone = kvc_evictable(cache, sequence, g);
-    const int32_t before = pool->num_free;
-    count_evicted(cache, g, kvc_runs_append_outside(&sequence->runs[g], pool, run, gone.begin, gone.end), before);
-}
-
-void kvc_evict_behind(kvc_cache *cache, kvc_sequence *sequence) {
-    kvc_set_low_behind(sequence, -1);
+/* Returns whether a sequence holds rows of a group that sees everything. */
+static int holds_full(const kvc_cache *cache, const kvc_sequence *sequence) {
     for (int32_t g = 0; g < cache->num_token_groups; g++)
-        if (kvc_policy_evicts(&cache->policies[g])) evict(cache, sequence, g);
+        if (sequence->runs[g].num && !kvc_policy_expires(&cache->policies[g])) return 1;
+    return 0;
 }
 
-int32_t kvc_most_cuts(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g, int32_t num_stretches) {
-    const int32_t sinks = kvc_policy_sinks(&cache->policies[g]);
-    if (!sinks) return 0; /* rows are cut off the fronts of runs */
-    /* A run that is cut in two has a row at the last sink's position. */
-    const int64_t rows = kvc_runs_visit(&sequence->runs[g], sinks - 1, sinks, NULL, NULL);
-    return (int32_t)rows + (sequence->low < sinks ? num_stretches : 0);
+/* Notes for every victim what its rows free. */
+static void note_all_freed(const kvc_need *need) {
+    kvc_cache *cache = need->cache;
+    for (kvc_sequence *victim = cache->victims; victim; victim = victim->next_victim) victim->frees = 0;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) note_freed(need, g);
+}
+
+/* Spares the victims that free nothing of what is lacking; returns how many. */
+static int32_t spare_useless(kvc_cache *cache) {
+    int32_t num = 0;
+    for (kvc_sequence **link = &cache->victims, *victim; (victim = *link);) {
+        if (victim->frees & FREES_LACKING) {
+            link = &victim->next_victim;
+            continue;
+        }
+        *link = victim->next_victim;
+        victim->next_victim = NULL;
+        victim->fate = KVC_STAYS;
+        num++;
+    }
+    return num;
+}
+
+/* Spares the victims that free nothing of what is lacking, and rows of which others hold all that see everything. */
+static void sift(const kvc_need *need) {
+    kvc_cache *cache = need->cache;
+    note_all_freed(need);
+    if (spare_useless(cache)) note_all_freed(need); /* those that stay may hold rows of others */
+    for (kvc_sequence *victim = cache->victims; victim; victim = victim->next_victim)
+        if (!(victim->frees & FREES_FULL) && holds_full(cache, victim)) victim->fate = KVC_LOSES_WINDOWS;
+}
+
+/* Counts what was noted as lacking. */
+static int32_t count_lacking(const kvc_cache *cache) {
+    int32_t num = cache->lacks_bytes;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) num += cache->pools[g].lacks_slots;
+    return num;
+}
+
+/* Tries it with the num least recently used sequences: with those that free what is lacking, or all of them. */
+static kvc_status try_oldest(const kvc_need *need, int64_t num, int all) {
+    int32_t lacking;
+    kvc_status status;
+    do { /* again if without those that free nothing of it something else is lacking, too */
+        lacking = count_lacking(need->cache);
+        choose_oldest(need->cache, num);
+        if (!all) sift(need);
+        status = need->fits(need);
+    } while (status == KVC_ERR_FULL && count_lacking(need->cache) > lacking);
+    return status;
+}
+
+/* Finds the smallest number, at most `most`, with which it fits: there may be many, of which a call needs few. */
+static kvc_status find_oldest(const kvc_need *need, int64_t most, int all) {
+    int64_t num = 1, tried, less = 0; /* less: known not to do */
+    kvc_status status;
+    while ((status = try_oldest(need, num, all)) == KVC_ERR_FULL && num < most) {
+        less = num;
+        num = num < most / 2 ? num * 2 : most;
+    }
+    for (tried = num; status == KVC_OK && num - less > 1;) {
+        tried = less + (num - less) / 2;
+        const kvc_status fits = try_oldest(need, tried, all);
+        if (fits == KVC_OK)
+            num = tried;
+        else if (fits == KVC_ERR_FULL)
+            less = tried;
+        else
+            status = fits;
+    }
+    return status == KVC_OK && tried != num ? try_oldest(need, num, all) : status;
+}
+
+/* Adds to the error of a call that does not fit how many retained sequences are pinned. */
+static kvc_status fail_by_pins(const kvc_cache *cache) {
+    int64_t num = 0;
+    for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer)
+        num += sequence->num_pins != 0;
+    if (!num) return KVC_ERR_FULL;
+    char text[384]; /* a copy, as kvc_fail writes over it, and with space behind it for what is added */
+    snprintf(text, sizeof text, "%.*s", (int)sizeof text - 1, kvc_last_error());
+    return kvc_fail(KVC_ERR_FULL, "%s; %lld retained sequences are pinned: unpin some", text, (long long)num);
+}
+
+kvc_status kvc_choose_victims(const kvc_need *need) {
+    kvc_cache *cache = need->cache;
+    int64_t num = 0;
+    kvc_status status = need->fits(need);
+    for (const kvc_sequence *sequence = cache->oldest; status == KVC_ERR_FULL && sequence; sequence = sequence->newer)
+        num += kvc_is_evictable(sequence);
+    for (int all = 0; num && status == KVC_ERR_FULL && all <= cache->lacks_bytes; all++)
+        status = find_oldest(need, num, all);
+    cache->lacks_bytes = 0;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) cache->pools[g].lacks_slots = 0;
+    if (status != KVC_OK) kvc_spare_victims(cache);
+    return status == KVC_ERR_FULL ? fail_by_pins(cache) : status;
+}
+
+kvc_status kvc_make_room(const kvc_need *need) {
+    kvc_cache *cache = need->cache;
+    const kvc_status status = kvc_choose_victims(need);
+    if (status != KVC_OK) return status;
+    kvc_evict(cache);
+    if (cache->max_bytes) kvc_give_back(cache, cache->max_bytes);
+    return KVC_OK;
+}
+
+static kvc_status fits_max_bytes(const kvc_need *need) { return kvc_check_max_bytes(need->cache, need->what); }
+
+kvc_need kvc_need_max_bytes(kvc_cache *cache, const char *what) {
+    return (kvc_need){.cache = cache, .fits = fits_max_bytes, .what = what};
+}
+
+kvc_status kvc_fit_max_bytes(kvc_cache *cache, const char *what) {
+    const kvc_need need = kvc_need_max_bytes(cache, what);
+    return kvc_make_room(&need);
 }

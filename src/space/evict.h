@@ -1,60 +1,56 @@
-/* evict.h: forgets rows that no query will see any more, when a batch begins, and of its sequences when it is
- * committed.
+/* evict.h: plans which retained sequences, which wait to be used again, a call drops where it needs room.
  *
- * kvc_evictable says which rows of a sequence a group's policy lets go.  A preview shows what a group gains before
- * anything is evicted, or reclaimed of retained sequences (reclaim.h).  Sequences with nothing to evict and no change
- * since are skipped, so that idle ones cost nothing.
+ * A retained sequence stands in the table like any other, but no batch and no edit takes it.  A call that needs room
+ * chooses victims first, which changes nothing: previews (expire.h) and kvc_check_max_bytes count as if they were gone.
+ * Once nothing can fail any more, they are evicted; else they are spared.
+ *
+ * All functions are called with the mutex held, which is not released between choosing victims and evicting them.
  */
 #ifndef KVC_EVICT_H
 #define KVC_EVICT_H
 
 #include "cache/cache.h"
 
-/* Sets `low` of sequences outside the batch.  Call before evicting: one group's eviction changes the next one's. */
-void kvc_set_lows(kvc_cache *cache);
+/* What a call needs room for. */
+typedef struct kvc_need {
+    kvc_cache *cache;
+    /* Returns KVC_ERR_FULL unless the call fits once victims are gone.  Notes what is lacking, as kvc_exceeds_capacity
+     * and kvc_check_max_bytes do. */
+    kvc_status (*fits)(const struct kvc_need *need);
+    /* Visits the rows of group g that the call itself drops in the end.  NULL: none. */
+    void (*visit_replaced)(const struct kvc_need *need, int32_t g, kvc_part_fn *visit, void *to);
+    void *context;
+    const char *what; /* begins messages */
+    int32_t expires;  /* whether the call expires rows: that of a batch */
+} kvc_need;
 
-/* Returns the positions that group g can evict of a sequence, given sequence->low. */
-kvc_interval kvc_evictable(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g);
+/* Chooses victims so that the call fits: the fewest that are the least recently used, and of these only such that free
+ * what is lacking, by themselves or together.  A sequence is dropped; but where others hold all its rows in the groups
+ * that see everything, it only loses those of the other groups.  If rows do not suffice where bytes are lacking, such
+ * sequences and those that free no row are dropped, too, for the sake of their bookkeeping.  After a failure there are
+ * no victims.  The last call of need->fits is that for the victims chosen. */
+kvc_status kvc_choose_victims(const kvc_need *need);
 
-/* Counts the rows that a sequence keeps in group g when that evicts. */
-int64_t kvc_count_kept(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g);
+/* Makes victims of all retained sequences that may be evicted; or spares all victims. */
+void kvc_choose_all(kvc_cache *cache);
+void kvc_spare_victims(kvc_cache *cache);
 
-/* A group as it will be once rows were evicted, if the call evicts, and those of victims reclaimed.
- *
- * Opening a preview takes these rows out of the counts of the group's blocks (holders, live); closing it puts them
- * back, so that nothing has changed.  In between, only kvc_pool_is_free_after, kvc_pool_fill_after and
- * kvc_compaction_plan read the counts, and the mutex is held. */
-typedef struct kvc_preview {
-    kvc_pool *pool;
-    const kvc_cache *cache;
-    int32_t evicts;
-    kvc_block *free; /* blocks that will be free, in order of use: those that become so, then pool->free */
-    int64_t slots;   /* slots that no sequence will hold any more */
-} kvc_preview;
+/* Evicts the victims. */
+void kvc_evict(kvc_cache *cache);
 
-kvc_preview kvc_preview_open(kvc_cache *cache, int32_t g, int evicts);
-void kvc_preview_close(kvc_preview *preview);
+/* Chooses victims, evicts them, and gives back memory to stay within max_bytes: the last step of a call that can
+ * fail. kvc_fit_max_bytes does that for a call that only takes memory. */
+kvc_status kvc_make_room(const kvc_need *need);
+kvc_need kvc_need_max_bytes(kvc_cache *cache, const char *what);
+kvc_status kvc_fit_max_bytes(kvc_cache *cache, const char *what);
 
-/* Adds a block that will be free, to be used before the blocks listed so far. */
-void kvc_preview_add_free(kvc_preview *preview, kvc_block *block);
+/* Returns the slots of group g that will be live: after the expiry, without victims and what the call drops. */
+int64_t kvc_live_after(const kvc_need *need, int32_t g);
 
-/* Evicts from group g, in all sequences of cache->changed, after kvc_runs_prepare_evict of each.  Cannot fail. */
-void kvc_evict(kvc_cache *cache, int32_t g);
+/* Returns whether these, *live, and `more` exceed the capacity, and notes that in pool->lacks_slots. */
+int kvc_exceeds_capacity(const kvc_need *need, int32_t g, int64_t more, int64_t *live);
 
-/* Sets `low` of a sequence to which a batch adds tokens up to position `last` (-1: none): to the position of its last
- * token then, or, where groups lack rows that others have, of the one before these.  So as many of the latest positions
- * are kept as the policy says. */
-void kvc_set_low_behind(kvc_sequence *sequence, int32_t last);
-
-/* Appends a run to a sequence's list of group g, but for what that evicts, given sequence->low. */
-void kvc_append_kept(kvc_cache *cache, kvc_sequence *sequence, int32_t g, const kvc_run *run);
-
-/* Evicts from a sequence, in all groups, after a batch was added to it: kvc_set_low_behind.  The lists have room for
- * kvc_most_cuts more runs.  Cannot fail. */
-void kvc_evict_behind(kvc_cache *cache, kvc_sequence *sequence);
-
-/* Returns the most runs of group g that kvc_evict_behind may cut in two after a batch with so many stretches of
- * consecutive positions, given sequence->low. */
-int32_t kvc_most_cuts(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g, int32_t num_stretches);
+/* Counts the slots of a group that would be free if all that may be evicted were. */
+int64_t kvc_count_evictable(kvc_cache *cache, int32_t group);
 
 #endif

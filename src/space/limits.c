@@ -1,7 +1,7 @@
 /* limits.c: counts and limits a cache's memory: see limits.h. */
 #include "space/limits.h"
 
-#include "space/evict.h"
+#include "space/expire.h"
 
 int64_t kvc_cache_bytes(const kvc_cache *cache) {
     int64_t bytes = cache->memory.bookkeeping + cache->row_buffer_bytes;
@@ -31,14 +31,14 @@ int64_t kvc_victim_bytes(const kvc_cache *cache) {
     return bytes;
 }
 
-/* Returns the most bytes of a group that kvc_give_back can give back once victims are reclaimed. */
+/* Returns the most bytes of a group that kvc_give_back can give back once victims are evicted. */
 static int64_t unused_bytes(kvc_cache *cache, int32_t g) {
     const kvc_pool *pool = &cache->pools[g];
     kvc_preview preview = kvc_preview_open(cache, g, 0);
     int64_t bytes = 0;
     for (int32_t i = 0; i < pool->num_blocks; i++) {
         const kvc_block *block = pool->blocks[i];
-        bytes += kvc_pool_block_bytes(pool, block->touched);
+        bytes += kvc_pool_block_bytes(pool, block->faulted);
         bytes += kvc_pool_is_free_after(block) ? kvc_pool_header_bytes(pool)
                                                : -kvc_pool_block_bytes(pool, kvc_pool_fill_after(block));
     }

@@ -12,11 +12,11 @@ int64_t kvc_cache_bytes(const kvc_cache *cache);
  * blocks, except the next pool->demand.num_blocks to be used; pages past fill marks. */
 void kvc_give_back(kvc_cache *cache, int64_t most_bytes);
 
-/* Returns the bytes of the victims' bookkeeping that is freed as they are reclaimed. */
+/* Returns the bytes of the victims' bookkeeping that is freed as they are evicted. */
 int64_t kvc_victim_bytes(const kvc_cache *cache);
 
 /* Returns KVC_ERR_FULL, noting it in cache->lacks_bytes, unless the cache stays within max_bytes once victims are
- * reclaimed and kvc_give_back(cache, max_bytes) has been called.  `what` begins the message. */
+ * evicted and kvc_give_back(cache, max_bytes) has been called.  `what` begins the message. */
 kvc_status kvc_check_max_bytes(kvc_cache *cache, const char *what);
 
 /* Frees the spare sequence. */

@@ -1,4 +1,4 @@
-/* resident.c: takes OS pages, joins them into huge ones, or gives them back, in steps that do not hold the mutex.
+/* resident.c: takes OS pages, collapses them into huge ones, or gives them back, in steps that do not hold the mutex.
  *
  * A step counts as a call that reads rows: calls that wait for readers wait for one step at most; other calls leave the
  * memory of the step alone (kvc_memory_is_busy).  Between two steps anything may change, so each step is chosen anew,
@@ -38,15 +38,15 @@ static int step(kvc_cache *cache, kvc_page_work *work, int (*act)(void *p, size_
     return result;
 }
 
-/* Joins the pages of group g, as far as `joining` goes. */
-static void join_pages(kvc_cache *cache, int32_t g, kvc_joining joining, kvc_page_work *work) {
-    while (kvc_pool_next_join(&cache->pools[g], &joining, work)) step(cache, work, kvc_pages_join);
+/* Collapses the pages of group g, as far as `collapsing` goes. */
+static void collapse_pages(kvc_cache *cache, int32_t g, kvc_collapsing collapsing, kvc_page_work *work) {
+    while (kvc_pool_next_collapse(&cache->pools[g], &collapsing, work)) step(cache, work, kvc_pages_collapse);
 }
 
-void kvc_join_pages(kvc_cache *cache, int32_t num_tokens) {
+void kvc_collapse_pages(kvc_cache *cache, int32_t num_tokens) {
     kvc_page_work work;
     begin_work(cache, &work);
-    for (int32_t g = 0; g < cache->num_groups; g++) join_pages(cache, g, kvc_pool_join_for(num_tokens), &work);
+    for (int32_t g = 0; g < cache->num_groups; g++) collapse_pages(cache, g, kvc_pool_collapse_for(num_tokens), &work);
     end_work(cache, &work);
 }
 
@@ -68,7 +68,7 @@ static int let_pass(void *p, size_t size) {
  * without it, another call might take the slots meanwhile. */
 static void take_pages(kvc_cache *cache, int32_t g, kvc_page_work *work) {
     kvc_taking taking = {0}, before = taking;
-    for (int by_hand = 0; kvc_pool_next_touch(&cache->pools[g], &taking, work); before = taking) {
+    for (int by_hand = 0; kvc_pool_next_fault(&cache->pools[g], &taking, work); before = taking) {
         if (by_hand) touch(work);
         if (step(cache, work, by_hand ? let_pass : kvc_pages_take)) continue;
         by_hand = 1;
@@ -81,15 +81,15 @@ void kvc_take_pages(kvc_cache *cache) {
     begin_work(cache, &work);
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         take_pages(cache, g, &work);
-        join_pages(cache, g, kvc_pool_join_ahead(&cache->pools[g]), &work);
+        collapse_pages(cache, g, kvc_pool_collapse_ahead(&cache->pools[g]), &work);
     }
     end_work(cache, &work);
 }
 
 /* Takes memory for huge pages, as such ones if the system can: a page of each, which the others then join. */
-static int take_joined(void *p, size_t size) {
+static int take_collapsed(void *p, size_t size) {
     for (size_t i = 0; i < size; i += KVC_HUGE_PAGE) kvc_pages_take((char *)p + i, 1);
-    return kvc_pages_join(p, size) || kvc_pages_take(p, size);
+    return kvc_pages_collapse(p, size) || kvc_pages_take(p, size);
 }
 
 /* Takes the memory of a region's rows below the fill mark. */
@@ -109,7 +109,7 @@ void kvc_take_filled(kvc_cache *cache, int32_t g, kvc_block *block) {
     kvc_page_work work;
     if (!kvc_memory_is_lazy(pool->memory, pool->block_bytes)) return;
     begin_work(cache, &work);
-    while (kvc_pool_next_filled(pool, block, &work)) step(cache, &work, take_joined);
+    while (kvc_pool_next_filled(pool, block, &work)) step(cache, &work, take_collapsed);
     for (int64_t i = 0; !is_full && i < kvc_pool_num_regions(pool); i++)
         take_region(cache, block, kvc_pool_region(pool, i), &work);
     end_work(cache, &work);

@@ -1,4 +1,5 @@
-/* resident.h: takes OS pages, joins them into huge ones, or gives them back, in steps between which other calls go on.
+/* resident.h: takes OS pages, collapses them into huge ones, or gives them back, in steps between which other calls go
+ * on.
  *
  * All functions are called with the mutex held, and release it meanwhile: call them last, when all else is done.
  */
@@ -7,17 +8,17 @@
 
 #include "cache/cache.h"
 
-/* Joins a few pages into huge ones, after a batch of num_tokens tokens. */
-void kvc_join_pages(kvc_cache *cache, int32_t num_tokens);
+/* Collapses a few pages into huge ones, after a batch of num_tokens tokens. */
+void kvc_collapse_pages(kvc_cache *cache, int32_t num_tokens);
 
-/* Takes the memory of all slots that count as touched, and joins their pages. */
+/* Takes the memory of all slots that count as faulted, and collapses their pages. */
 void kvc_take_pages(kvc_cache *cache);
 
 /* Takes the memory of a block's slots below its fill mark, whose rows are about to be written, in huge pages where they
  * fill these: a fault for each small page would take longer than copying.  The block must be pinned. */
 void kvc_take_filled(kvc_cache *cache, int32_t g, kvc_block *block);
 
-/* Gives back blocks that evictions have left, beyond what num_sequences sequences may keep: kvc_pool_surplus. */
+/* Gives back blocks that expiries have left, beyond what num_sequences sequences may keep: kvc_pool_surplus. */
 void kvc_return_surplus(kvc_cache *cache, int64_t num_sequences);
 
 /* Gives back all free memory: kvc_give_back to 0 bytes, in steps. */

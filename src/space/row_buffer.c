@@ -2,7 +2,7 @@
 #include "space/row_buffer.h"
 
 #include "rows/layout.h"
-#include "space/reclaim.h"
+#include "space/evict.h"
 #include "cache/waiting.h"
 
 #include <string.h>

@@ -54,15 +54,15 @@ static void unpin(kvc_state *state) {
 /* ---- the sequences that are loaded ------------------------------------------------------------------------------- */
 
 /* Counts the rows of a group as those of sequences. */
-static void uncount_drafted(kvc_state *state, int32_t g) {
+static void uncount_replacing(kvc_state *state, int32_t g) {
     const kvc_extents *extents = &state->groups[g];
-    for (int64_t i = 0; i < extents->num; i++) state->cache->pools[g].drafted -= extents->items[i].count;
+    for (int64_t i = 0; i < extents->num; i++) state->cache->pools[g].replacing -= extents->items[i].count;
 }
 
 void kvc_state_accept(kvc_state *state) {
     kvc_cache *cache = state->cache;
     for (int32_t g = 0; g < cache->num_groups; g++) {
-        uncount_drafted(state, g);
+        uncount_replacing(state, g);
         kvc_pool_keep(&cache->pools[g], &state->groups[g].reserved);
     }
     for (int32_t i = 0; i < state->sequences.num; i++) {
@@ -84,7 +84,7 @@ static void give_back(kvc_state *state, int32_t g) {
         const kvc_extent *e = &extents->items[i];
         kvc_pool_drop(pool, e->block, e->slot, e->count);
         if (e->slot) continue;
-        kvc_pool_unopen(pool, e->block, e->touched);
+        kvc_pool_unopen(pool, e->block, e->faulted);
         num_blocks++;
     }
     kvc_pool_unreserve(pool, num_blocks, &extents->reserved);
@@ -94,7 +94,7 @@ static void give_back(kvc_state *state, int32_t g) {
 void kvc_state_drop(kvc_state *state) {
     kvc_cache *cache = state->cache;
     for (int32_t g = 0; state->groups && g < cache->num_groups; g++) {
-        uncount_drafted(state, g);
+        uncount_replacing(state, g);
         for (int64_t i = 0; i < state->groups[g].num; i++) {
             const kvc_extent *e = &state->groups[g].items[i];
             kvc_pool_hold(e->block, e->slot, e->count);

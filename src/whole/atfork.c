@@ -17,8 +17,8 @@
 #if defined(_WIN32)
 
 int kvc_atfork_init(void) { return 0; }
-void kvc_atfork_watch(kvc_cache *cache) { (void)cache; }
-void kvc_atfork_unwatch(kvc_cache *cache) { (void)cache; }
+void kvc_atfork_add(kvc_cache *cache) { (void)cache; }
+void kvc_atfork_remove(kvc_cache *cache) { (void)cache; }
 
 #else
 
@@ -42,8 +42,8 @@ static void unlock_all(void) {
 
 /* Undoes the rewrite of a sequence's keys that another thread of the parent had begun. */
 static void undo_rewrite(kvc_cache *cache, kvc_sequence *sequence) {
-    for (int32_t g = 0; g < cache->num_token_groups; g++) kvc_draft_discard(cache, g, &sequence->drafts[g]);
-    kvc_memory_free(&cache->memory, sequence->drafts, kvc_drafts_size(cache), KVC_MEMORY_SCRATCH, -1);
+    for (int32_t g = 0; g < cache->num_token_groups; g++) kvc_rewrite_discard(cache, g, &sequence->rewrites[g]);
+    kvc_memory_free(&cache->memory, sequence->rewrites, kvc_rewrites_size(cache), KVC_MEMORY_SCRATCH, -1);
     sequence->in_rewrite = 0;
     cache->num_rewrites--;
 }
@@ -94,7 +94,7 @@ int kvc_atfork_init(void) {
     return init_result;
 }
 
-void kvc_atfork_watch(kvc_cache *cache) {
+void kvc_atfork_add(kvc_cache *cache) {
     kvc_mutex_lock(&list_mutex);
     kvc_openmp_find(); /* under the mutex: a fork() in the middle of dlopen would leave its locks to the child */
     cache->link = end_of_caches;
@@ -103,7 +103,7 @@ void kvc_atfork_watch(kvc_cache *cache) {
     kvc_mutex_unlock(&list_mutex);
 }
 
-void kvc_atfork_unwatch(kvc_cache *cache) {
+void kvc_atfork_remove(kvc_cache *cache) {
     kvc_mutex_lock(&list_mutex);
     *cache->link = cache->next;
     *(cache->next ? &cache->next->link : &end_of_caches) = cache->link;

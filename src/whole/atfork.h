@@ -9,7 +9,7 @@
 int kvc_atfork_init(void);
 
 /* Adds a cache, once it can be used, to the list of caches that fork() locks; removes it, before it is freed. */
-void kvc_atfork_watch(kvc_cache *cache);
-void kvc_atfork_unwatch(kvc_cache *cache);
+void kvc_atfork_add(kvc_cache *cache);
+void kvc_atfork_remove(kvc_cache *cache);
 
 #endif

@@ -48,7 +48,7 @@ static void add_block(list *to, const kvc_pool *pool, const kvc_block *block) {
                                  .live = block->live,
                                  .references = (int32_t)most,
                                  .is_held = block->pins != 0,
-                                 .resident = block->touched,
+                                 .resident = block->faulted,
                                  .is_free = block->is_free};
     add(to, &info, sizeof info);
 }

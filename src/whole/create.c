@@ -193,7 +193,7 @@ kvc_status kvc_cache_new(const kvc_config *given, kvc_cache **out) {
         free_cache(cache);
         return status;
     }
-    kvc_atfork_watch(cache);
+    kvc_atfork_add(cache);
     *out = cache;
     return KVC_OK;
 }
@@ -212,7 +212,7 @@ kvc_status kvc_cache_free(kvc_cache *cache) {
     if (status == KVC_OK) kvc_cache_forget_all(cache, NULL);
     kvc_unlock(cache, status);
     if (status != KVC_OK) return status;
-    kvc_atfork_unwatch(cache);
+    kvc_atfork_remove(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_destroy(&cache->pools[g]);
     kvc_scratch_free(cache);
     kvc_spare_free(cache);

@@ -5,7 +5,7 @@
 
 #include "cache/check.h"
 #include "space/limits.h"
-#include "space/reclaim.h"
+#include "space/evict.h"
 #include "space/resident.h"
 #include "cache/waiting.h"
 
@@ -179,10 +179,10 @@ static kvc_status take_slots(visitor *v, int32_t g) {
         kvc_extent *e = &extents.items[i];
         if (!e->slot) block = kvc_pool_open(pool);
         e->block = block;
-        e->touched = block->touched;
+        e->faulted = block->faulted;
         kvc_pool_take(pool, block, e->count);
         memset(block->holders + e->slot, 0, (size_t)e->count * sizeof *block->holders); /* until runs hold them */
-        pool->drafted += e->count;
+        pool->replacing += e->count;
     }
     *to = extents;
     return KVC_OK;
@@ -265,7 +265,7 @@ static kvc_need need_of(kvc_state *state) {
         .cache = state->cache, .fits = fits, .visit_replaced = visit_replaced, .context = state, .what = "loading"};
 }
 
-/* Returns KVC_ERR_FULL unless it will fit once sequences are reclaimed: that waits until all is read and checked. */
+/* Returns KVC_ERR_FULL unless it will fit once sequences are evicted: that waits until all is read and checked. */
 static kvc_status check_room(kvc_state *state) {
     const kvc_need need = need_of(state);
     const kvc_status status = kvc_choose_victims(&need);
@@ -316,7 +316,7 @@ static void take_pages(kvc_state *state) {
     for (int32_t g = 0; g < state->cache->num_groups; g++)
         for (int64_t i = 0; i < state->groups[g].num; i++) {
             const kvc_extent *e = &state->groups[g].items[i];
-            if (!e->slot && e->touched < e->block->fill) kvc_take_filled(state->cache, g, e->block);
+            if (!e->slot && e->faulted < e->block->fill) kvc_take_filled(state->cache, g, e->block);
         }
 }
 
@@ -357,7 +357,7 @@ kvc_status kvc_loaded_accept(kvc_state *state) {
     if (num_new) status = kvc_table_reserve(&cache->sequences, num_new, &before, &cache->memory);
     if (status == KVC_OK) status = kvc_make_room(&need);
     if (status != KVC_OK) {
-        kvc_table_restore(&cache->sequences, &before, &cache->memory);
+        kvc_table_undo(&cache->sequences, &before, &cache->memory);
         return status;
     }
     kvc_table_keep(&cache->sequences, &before, &cache->memory);

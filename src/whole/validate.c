@@ -38,12 +38,12 @@ static kvc_status check_runs(const kvc_run_list *list, const kvc_pool *pool, lon
 static kvc_status check_block(const kvc_pool *pool, const kvc_block *block) {
     int32_t live = 0;
     for (int32_t s = 0; s < block->fill; s++) live += block->holders[s] != 0;
-    REQUIRE(block->fill >= 0 && block->fill <= pool->block_size && block->fill <= block->touched,
-            "group %d, block %d: the fill mark is %d of %d, %d touched", pool->group, block->index, block->fill,
-            pool->block_size, block->touched);
-    REQUIRE(block->joined <= block->touched && block->resident <= block->touched,
-            "group %d, block %d: %d slots joined and %d resident of %d touched", pool->group, block->index,
-            block->joined, block->resident, block->touched);
+    REQUIRE(block->fill >= 0 && block->fill <= pool->block_size && block->fill <= block->faulted,
+            "group %d, block %d: the fill mark is %d of %d, %d faulted", pool->group, block->index, block->fill,
+            pool->block_size, block->faulted);
+    REQUIRE(block->collapsed <= block->faulted && block->resident <= block->faulted,
+            "group %d, block %d: %d slots collapsed and %d resident of %d faulted", pool->group, block->index,
+            block->collapsed, block->resident, block->faulted);
     REQUIRE(live == block->live, "group %d, block %d: %d live slots are noted, there are %d", pool->group, block->index,
             block->live, live);
     REQUIRE(block->is_free == (!live && !block->pins), "group %d, block %d: %d live, %d pins, and is_free is %d",
@@ -66,7 +66,7 @@ static kvc_status check_pool(const kvc_pool *pool) {
         live += block->live;
         filled += block->fill;
         num_free += block->is_free;
-        bytes += kvc_pool_block_bytes(pool, block->touched);
+        bytes += kvc_pool_block_bytes(pool, block->faulted);
     }
     for (const kvc_block *block = pool->free; block && listed <= num_free; block = block->next) listed++;
     REQUIRE(live == pool->live && filled == pool->filled && bytes == pool->row_bytes,
@@ -128,15 +128,15 @@ static kvc_status check_row_buffers(const kvc_cache *cache) {
     return KVC_OK;
 }
 
-/* Returns KVC_ERR_CORRUPT if a sequence that the next batch will skip holds rows that may be evicted. */
-static kvc_status check_evicted(const kvc_cache *cache, const kvc_sequence *sequence) {
+/* Returns KVC_ERR_CORRUPT if a sequence that the next batch will skip holds rows that may be expired. */
+static kvc_status check_expired(const kvc_cache *cache, const kvc_sequence *sequence) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_policy *policy = &cache->policies[g];
-        const int32_t next = kvc_sequence_last(sequence) + 1, low = kvc_sequence_low(sequence);
+        const int32_t next = kvc_sequence_last(sequence) + 1, low = kvc_min_query_position(sequence);
         const int32_t end = kvc_policy_retained(policy, low < next ? low : next);
-        REQUIRE(!kvc_policy_evicts(policy) ||
+        REQUIRE(!kvc_policy_expires(policy) ||
                     !kvc_runs_visit(&sequence->runs[g], kvc_policy_sinks(policy), end, NULL, NULL),
-                "group %d, sequence %lld: rows may be evicted, and no batch will look for them", g,
+                "group %d, sequence %lld: rows may be expired, and no batch will look for them", g,
                 (long long)sequence->id);
     }
     return KVC_OK;
@@ -157,7 +157,7 @@ static kvc_status check_notes(const kvc_cache *cache) {
         REQUIRE(!sequence->changed_at || *sequence->changed_at == sequence, "sequence %lld is not in its list", id);
         const kvc_status status = sequence->changed_at || sequence->in_batch || sequence->is_retained
                                       ? KVC_OK
-                                      : check_evicted(cache, sequence);
+                                      : check_expired(cache, sequence);
         if (status != KVC_OK) return status;
     }
     REQUIRE(num_holding == cache->num_holding, "%lld sequences that hold rows are noted, there are %lld",
@@ -185,7 +185,7 @@ static kvc_status check_group(const kvc_cache *cache, int32_t g) {
         status = check_runs(&cache->sequences.items[i]->runs[g], &cache->pools[g], cache->sequences.items[i]->id);
     if (status == KVC_OK) status = check_pool(&cache->pools[g]);
     if (status == KVC_OK && cache->batch) status = check_room(cache->batch, g);
-    if (status != KVC_OK || cache->num_rewrites) return status; /* drafts hold slots of which there are no runs yet */
+    if (status != KVC_OK || cache->num_rewrites) return status; /* rewrites hold slots of which there are no runs yet */
     return check_holders(cache, g);
 }
 

@@ -25,7 +25,7 @@ def everything(cache):
     layers = range(cache.num_layers)
     stats = cache.stats()
     return {
-        "stats": {name: stats[name] for name in ("batches", "aborted", "tokens", "rows_evicted", "live_slots")},
+        "stats": {name: stats[name] for name in ("batches", "aborted", "tokens", "rows_expired", "live_slots")},
         "rows": {
             (seq_id, layer): (
                 cache.positions(seq_id=seq_id, layer=layer).tolist(),
@@ -448,7 +448,7 @@ def test_commit_with_a_layer_missing(cache, batch):
     batch.commit()
 
 
-def test_views_across_eviction_compact_and_close(cache):
+def test_views_across_expiry_compact_and_close(cache):
     view = cache.keys(0, copy=False)
     before = view.copy()
     for call in (cache.compact, cache.close):

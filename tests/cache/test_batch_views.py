@@ -162,7 +162,7 @@ def test_what_cannot_be_shown():
         assert batch.keys(1).itemsize == 2
         with pytest.raises(ValueError, match="layer 2 has no attention"):
             batch.spans(2)
-    with cache.batch(positions=[0], restored=[0, 1]) as batch:
+    with cache.batch(positions=[0], replaced=[0, 1]) as batch:
         batch.put(0, *rows(1, dim=32))
         batch.put(1, *rows(1, dim=32))
         with pytest.raises(ValueError, match="restores"):

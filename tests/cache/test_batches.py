@@ -118,7 +118,7 @@ def test_non_causal_of_a_range():
     assert (whole != causal).any()
 
 
-# ---- hidden ranges
+# ---- masked ranges
 
 
 def test_hidden():
@@ -132,16 +132,16 @@ def test_hidden():
         batch.put(0, k[kept], v[kept])
     with cache.batch(3) as batch, without.batch(positions=[9, 10, 11]) as right:
         expected = right.attend(0, q[9:], k[9:], v[9:])
-        out = batch.attend(0, q[9:], k[9:], v[9:], hidden=[(0, 7, 8), (0, 3, 5), (0, 2, 4)])
+        out = batch.attend(0, q[9:], k[9:], v[9:], masked=[(0, 7, 8), (0, 3, 5), (0, 2, 4)])
         np.testing.assert_array_equal(out, expected)
         array = np.array([[0, 2, 5], [0, 7, 8]], np.int32)
-        np.testing.assert_array_equal(batch.attend(0, q[9:], hidden=array), expected)
-        k_dense, v_dense, mask = batch.dense(0, hidden=array)
+        np.testing.assert_array_equal(batch.attend(0, q[9:], masked=array), expected)
+        k_dense, v_dense, mask = batch.dense(0, masked=array)
         assert k_dense.shape[1] == 12
         np.testing.assert_allclose(by_hand(q[9:], (k_dense, v_dense, mask)), expected, atol=1e-5)
         for nothing in (None, [], np.empty((0, 3), int), [(0, 5, 5)], [(0, 500, 2**60)]):
-            np.testing.assert_array_equal(batch.attend(0, q[9:], hidden=nothing), batch.attend(0, q[9:]))
-        out, lse = batch.attend(0, q[9:], hidden=[(0, 0, 2**60)], return_lse=True)
+            np.testing.assert_array_equal(batch.attend(0, q[9:], masked=nothing), batch.attend(0, q[9:]))
+        out, lse = batch.attend(0, q[9:], masked=[(0, 0, 2**60)], return_lse=True)
         assert not out.any()
         assert np.isneginf(lse).all()
 

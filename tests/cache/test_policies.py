@@ -214,7 +214,7 @@ def test_values_in_keys(dtype):
 
 
 @pytest.mark.parametrize("cut", ["truncate", "remove", "copy_prefix"])
-def test_a_cut_past_evicted_rows_is_refused(cut):
+def test_a_cut_past_expired_rows_is_refused(cut):
     """It left the sinks: position 2 of 20."""
     cache = new_cache(kvcache.SlidingWindow(4, num_sink_tokens=2))
     for position in range(20):

@@ -41,7 +41,7 @@ def save(cache, layer):
 def restore(cache, saved, layers, seq_id=0):
     positions = saved[layers[0]][0]
     order = np.random.default_rng(3).permutation(len(positions))
-    with cache.batch(positions=positions[order], seq_ids=[seq_id] * len(order), restored=layers) as batch:
+    with cache.batch(positions=positions[order], seq_ids=[seq_id] * len(order), replaced=layers) as batch:
         for layer in layers:
             batch.put(layer, *(x[:, order] for x in saved[layer][1]), layout="HTD")
 
@@ -88,14 +88,14 @@ def test_whatever_the_strategy_it_is_stored():
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"restored": [0]}, ValueError, "layer 0 and not layer 2"),
-        ({"restored": [0, 4]}, IndexError, r"restored\[1\]=4: the layers are 0 to 3"),
-        ({"restored": [-1]}, IndexError, r"restored\[0\]=-1"),
-        ({"restored": []}, ValueError, r"len\(restored\)=0"),
-        ({"restored": 0}, TypeError, "restored=0: a sequence"),
-        ({"restored": [0.0]}, TypeError, r"restored\[0\]=0.0: an integer"),
-        ({"restored": FULL, "positions": None, "n": 2}, TypeError, "positions"),
-        ({"restored": FULL, "parents": [-1, 0]}, ValueError, "parents"),
+        ({"replaced": [0]}, ValueError, "layer 0 and not layer 2"),
+        ({"replaced": [0, 4]}, IndexError, r"replaced\[1\]=4: the layers are 0 to 3"),
+        ({"replaced": [-1]}, IndexError, r"replaced\[0\]=-1"),
+        ({"replaced": []}, ValueError, r"len\(replaced\)=0"),
+        ({"replaced": 0}, TypeError, "replaced=0: a sequence"),
+        ({"replaced": [0.0]}, TypeError, r"replaced\[0\]=0.0: an integer"),
+        ({"replaced": FULL, "positions": None, "n": 2}, TypeError, "positions"),
+        ({"replaced": FULL, "parents": [-1, 0]}, ValueError, "parents"),
     ],
 )
 def test_refused(options, error, words):
@@ -111,7 +111,7 @@ def test_refused(options, error, words):
 def test_nothing_attends_in_it():
     cache = new_cache()
     feed(cache, 0, 20)
-    batch = cache.batch(positions=[0, 1], restored=FULL)
+    batch = cache.batch(positions=[0, 1], replaced=FULL)
     x = rows(0, [0, 1])
     for call in (
         lambda: batch.attend(0, x),

@@ -291,9 +291,9 @@ class Machine(RuleBasedStateMachine):
         count = len(self.batch)
         self.attend(layer, 0, count, with_rows=False)
         ahead = [None, True, self.rng.integers(0, 2, count).astype(bool).tolist()][self.rng.integers(3)]
-        hidden = self.some_ranges()
-        self.attend(layer, 0, count, with_rows=False, non_causal=ahead, hidden=hidden)
-        self.compare_dense(layer, non_causal=ahead, hidden=hidden)
+        masked = self.some_ranges()
+        self.attend(layer, 0, count, with_rows=False, non_causal=ahead, masked=masked)
+        self.compare_dense(layer, non_causal=ahead, masked=masked)
 
     def some_ranges(self):
         """Ranges of positions, near those of the batch, that queries are not to see."""
@@ -735,7 +735,7 @@ TestMachine = Machine.TestCase
 # ---- what random steps find only now and then
 
 
-def test_the_last_run_is_evicted_while_another_sequence_holds_it():
+def test_the_last_run_is_expired_while_another_sequence_holds_it():
     """The next token then goes on in the block of a run before it, which is full: one more block is needed."""
     cache = kvcache.KVCache(1, 1, 1, None, dtype="f32", policy=kvcache.SlidingWindow(2), max_sequences=2, block_size=4)
     x = np.arange(4, dtype=np.float32)[:, None, None]

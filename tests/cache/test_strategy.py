@@ -86,13 +86,13 @@ def rows_of(tokens, heads=2, seed=0):
 @pytest.mark.parametrize("tokens", [9, 120])
 def test_hidden_ranges_of_what_is_not_stored(tokens):
     caches = new_cache("disabled", max_seq_len=128), new_cache("always", max_seq_len=128)
-    x, hidden = rows_of(tokens), [(0, 4, 6), (0, tokens - 2, 2**31)]
+    x, masked = rows_of(tokens), [(0, 4, 6), (0, tokens - 2, 2**31)]
     with caches[0].batch(tokens) as passing, caches[1].batch(tokens) as stored:
         for layer in range(2):
-            expected = stored.attend(layer, x, x, x, hidden=hidden)
-            np.testing.assert_array_equal(passing.attend(layer, x, x, x, hidden=hidden), expected)
-            mask = passing.dense(layer, hidden=hidden)[2]
-            np.testing.assert_array_equal(mask, stored.dense(layer, hidden=hidden)[2])
+            expected = stored.attend(layer, x, x, x, masked=masked)
+            np.testing.assert_array_equal(passing.attend(layer, x, x, x, masked=masked), expected)
+            mask = passing.dense(layer, masked=masked)[2]
+            np.testing.assert_array_equal(mask, stored.dense(layer, masked=masked)[2])
             assert (expected[-1] != stored.attend(layer, x)[-1]).any()
 
 
@@ -199,7 +199,7 @@ def test_what_is_not_stored_need_not_be_put_everywhere():
     assert cache.sequences == []
 
 
-def test_rows_that_a_batch_evicts_are_held_before_it():
+def test_rows_that_a_batch_expires_are_held_before_it():
     """A sequence at the beginning of a chunk has no rows left of the chunk before, and is not a new one."""
     cache = new_cache(kvcache.LongSequencesOnly(3), policy=kvcache.ChunkedAttention(4))
     run(cache, [0, 1, 2, 3])

@@ -96,7 +96,7 @@ def test_the_last_token_of_a_prompt_can_be_taken_back():
         cache.truncate(498)
 
 
-def test_a_commit_of_some_tokens_evicts_by_these():
+def test_a_commit_of_some_tokens_expires_by_these():
     cache = make(SlidingWindow(100))
     with cache.batch(500) as batch:
         rows = np.zeros((500, HEADS, DIM), np.float32)
@@ -118,7 +118,7 @@ def test_what_was_reserved_stays_until_it_is_used():
     for _ in range(10):
         feed(cache, 40)
     assert cache.stats()["blocks_opened"] == opened
-    assert before - rows_bytes(cache, 4 * BLOCK) < cache.nbytes <= before  # what was evicted, was used
+    assert before - rows_bytes(cache, 4 * BLOCK) < cache.nbytes <= before  # what has expired, was used
     feed(cache, 600)
     assert cache.stats()["blocks_opened"] == opened
     cache.reserve(640)
@@ -167,7 +167,7 @@ def test_decoding_reuses_blocks_and_takes_no_new_ones():
     assert after["blocks_returned"] == stats["blocks_returned"]
 
 
-def test_rows_that_a_batch_evicts_as_it_begins_are_given_back_as_well():
+def test_rows_that_a_batch_expires_as_it_begins_are_given_back_as_well():
     cache = make(SlidingWindow(256), rope=False)
     feed(cache, 256)
     for seq_id in range(1, 20):  # one sequence of the rows of 20, as a runner that stitches texts together makes it

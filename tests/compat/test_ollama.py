@@ -91,7 +91,7 @@ def test_a_window_with_memory_keeps_more_than_it_shows():
     assert runner.append(0, 1) == [{4, 7}]
 
 
-def test_chunks_show_their_own_tokens_and_evict_nothing():
+def test_chunks_show_their_own_tokens_and_expire_nothing():
     runner = Runner(ollama.new_chunked_attention_cache(2))
     assert runner.append(0, 4) == [{1}, {1, 2}, {3}, {3, 4}]
     assert runner.append(0, 3) == [{5}, {5, 6}, {7}]
@@ -111,7 +111,7 @@ def test_except_lets_a_token_see_later_ones_until_the_next_pass():
         (4, 7, 1, 16, SlidingWindow(5, resume_window=8)),
         (4, None, 1, 16, SlidingWindow(5, resume_window=5)),
         (4, None, 2, 16, SlidingWindow(5, resume_window=6)),  # one can step back by a token
-        (4, 16, 1, 16, SlidingWindow(5, resume_window=17)),  # memory of the whole capacity: nothing is evicted
+        (4, 16, 1, 16, SlidingWindow(5, resume_window=17)),  # memory of the whole capacity: nothing has expired
         (4, 99, 3, 16, SlidingWindow(5, resume_window=49)),
     ],
 )

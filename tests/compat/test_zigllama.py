@@ -242,7 +242,7 @@ def test_no_more_than_max_sequences():
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3])
-def test_a_window_evicts_the_oldest(tokens):
+def test_a_window_expires_the_oldest(tokens):
     cache = SlidingWindowKVCache(2, 2, 8, 4)
     assert cache.get_with_window(9, 0) is None
     all_k = np.zeros((0, 2, 8), np.float32)

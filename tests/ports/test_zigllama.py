@@ -374,7 +374,7 @@ def test_cache_full(run):
         with pytest.raises(run()):
             cache.batch(1)
         assert cache.seq_len() == 16
-    with new_cache(policy=SlidingWindow(4)) as cache:  # may evict: never full
+    with new_cache(policy=SlidingWindow(4)) as cache:  # may expire: never full
         for _ in range(20):
             store(cache, 1)
 

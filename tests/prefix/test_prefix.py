@@ -264,7 +264,7 @@ def test_nothing_is_left_behind():
     cache.validate()
 
 
-def test_reclaimed_blocks_are_forgotten():
+def test_evicted_blocks_are_forgotten():
     """Names of blocks that are long gone take no memory."""
     cache, prefix = make(capacity=8 * BLOCK)
     for i in range(200):
@@ -402,7 +402,7 @@ def test_layers_that_are_not_restored_stay_inexact():
     feed(cache, 5, PROMPT, 0, 100)
     cache.remove(30, 40, seq_id=5)
     rows = cache.gather(0, seq_id=5)
-    with cache.batch(positions=range(90), seq_ids=[5] * 90, restored=[0]) as batch:
+    with cache.batch(positions=range(90), seq_ids=[5] * 90, replaced=[0]) as batch:
         batch.put(0, *rows, layout="HTD")
     left = [*PROMPT[:30], *PROMPT[40:]]
     prefix.release(5, left)
@@ -777,7 +777,7 @@ def test_the_speed_of_prompts(monkeypatch):
     assert prefix._watch.tokens_per_second == rate
 
 
-def test_windows_that_were_reclaimed_are_kept_anew():
+def test_windows_that_were_evicted_are_kept_anew():
     """Of a block whose window's rows are gone, those that are computed again are kept."""
     cache, prefix = make("hybrid")
     serve(prefix, cache, PROMPT)

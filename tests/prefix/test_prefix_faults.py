@@ -11,7 +11,7 @@ from support.prefixes import BLOCK, make_cache, serve
 
 import kvcache
 from kvcache import stores
-from kvcache.stores import lane
+from kvcache.stores import worker
 
 PROMPT = list(range(100))
 
@@ -19,8 +19,8 @@ PROMPT = list(range(100))
 @pytest.fixture
 def make(monkeypatch):
     """A function that makes a cache and a prefix cache, as another process would have."""
-    monkeypatch.setattr(lane, "FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(lane, "LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(worker, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(worker, "LONGEST_PAUSE", 0.2)
     with contextlib.ExitStack() as stack:
 
         def make(store, timeout=10):
@@ -86,10 +86,10 @@ def test_a_server_that_is_killed_stopped_and_started_in_the_middle_of_work(tmp_p
 def test_a_server_that_is_full(tmp_path, make, policy):
     valkey = servers.need()
     with servers.Server(tmp_path / "server", "--maxmemory", "4mb", "--maxmemory-policy", policy) as server:
-        client = valkey.Valkey(port=server.port)
+        direct = valkey.Valkey(port=server.port)
         with contextlib.suppress(valkey.ResponseError):
             for i in range(400):
-                client.set(f"of others {i}", bytes(10_000))
+                direct.set(f"of others {i}", bytes(10_000))
         cache, prefix = make(stores.open(f"{server.url}?timeout=30"))
         complete = []
         for prompt in requests(30):
@@ -106,6 +106,6 @@ def test_a_server_that_is_full(tmp_path, make, policy):
             assert stats.written > 0
         assert stats.reading
         cache.validate()
-        client.flushall()
+        direct.flushall()
         new = itertools.count(-1000, -1)
         servers.until(lambda: serve(prefix, cache, [next(new)] * 20) == 0 and prefix.stats.store.writing)

@@ -120,7 +120,7 @@ def test_payloads_of_another_shape():
     fill(store)
     key = next(iter(store))
     cache, prefix = make(store)
-    digest = prefix._guard._digest
+    digest = prefix._client._digest
     for payload in (b"", b"\0\0", b"\1", b"\1\1" + bytes(7), b"\1\1" + bytes(10000), b"\2\3\4" + bytes(512)):
         store[key] = values.pack(key, digest, [payload])
         assert prefix.acquire(PROMPT)[1] == 0
@@ -148,7 +148,7 @@ def test_a_value_without_some_layers_of_a_group(second):
         assert prefix._rows.write(50, 0, BLOCK, memoryview(payload)) == is_taken, flags
         assert (50 in _core.retained(cache._core)) == is_taken, flags
         cache._core.clear(50)
-    store[key] = values.pack(key, prefix._guard._digest, [b"\1\0\1" + bytes(2 * size)])
+    store[key] = values.pack(key, prefix._client._digest, [b"\1\0\1" + bytes(2 * size)])
     assert prefix.acquire(PROMPT)[1] == 0
     cache.validate()
 
@@ -292,7 +292,7 @@ def test_rows_that_go_before_they_are_written():
 
 
 def test_a_cache_that_is_closed_while_writes_wait(caplog):
-    """The blocks are gone like any that are reclaimed, which is no mistake to log."""
+    """The blocks are gone like any that are evicted, which is no mistake to log."""
     store = Held()
     cache, prefix = make(store)
     serve(prefix, cache, PROMPT)

@@ -180,7 +180,7 @@ def test_a_window_is_a_mask(model: runner.Llama, windows: list[list[int]], polic
     expected = logits_without_cache(model, text, *policy)
     window = {"window": policy[0], "num_sink_tokens": policy[1]}
     np.testing.assert_allclose(logits(model, text, **window), expected, atol=1e-4)
-    with runner.new_cache(model.config, options(**window)) as cache:  # and token by token, while rows are evicted
+    with runner.new_cache(model.config, options(**window)) as cache:  # and token by token, while rows have expired
         single = [model.forward(text[i : i + 1], cache) for i in range(len(text))]
     np.testing.assert_allclose(np.concatenate(single), expected, atol=1e-4)
 

@@ -1,6 +1,6 @@
 """Every kind of store is a mapping like a dictionary: those of this package, and those of zict and fsspec.
 
-Directly, by the methods of a MutableMapping; and through the guard, with which a prefix cache uses it.
+Directly, by the methods of a MutableMapping; and through the client, with which a prefix cache uses it.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support import servers
 
 from kvcache import stores
-from kvcache.stores.guard import Guard
+from kvcache.stores.client import StoreClient
 
 LONG = 30
 
@@ -152,17 +152,17 @@ def test_through_the_guard(store, steps):
     """A value, or None for a deletion."""
     for key in list(store):
         del store[key]
-    guard = Guard(store, digest=b"digest", secret=b"secret")
+    client = StoreClient(store, digest=b"digest", secret=b"secret")
     model = {}
     for key, value in steps:
         if value is None:
-            guard.delete(key)
+            client.delete(key)
             model.pop(key, None)
         else:
-            assert guard.put(key, lambda value=value: [value])
+            assert client.put(key, lambda value=value: [value])
             model[key] = value
-    assert guard.close(LONG)
-    guard = Guard(store, digest=b"digest", secret=b"secret")
-    assert guard.get_many([key for key, _ in steps] + ["ff" * 16], LONG) == model
-    stats = guard.stats
+    assert client.close(LONG)
+    client = StoreClient(store, digest=b"digest", secret=b"secret")
+    assert client.get_many([key for key, _ in steps] + ["ff" * 16], LONG) == model
+    stats = client.stats
     assert (stats.errors, stats.corrupt, stats.timeouts) == (0, 0, 0)

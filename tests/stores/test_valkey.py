@@ -1,4 +1,4 @@
-"""ValkeyStore, and the guard in front of it, on real servers: whole, killed, stopped, full, restarted."""
+"""ValkeyStore, and the client in front of it, on real servers: whole, killed, stopped, full, restarted."""
 
 import contextlib
 import os
@@ -12,9 +12,9 @@ import pytest
 from support import servers
 
 from kvcache import stores
-from kvcache.stores import ValkeyStore, lane
+from kvcache.stores import ValkeyStore, worker
 from kvcache.stores import valkey as module
-from kvcache.stores.guard import Guard
+from kvcache.stores.client import StoreClient
 
 LONG = 30
 
@@ -45,21 +45,21 @@ def store(shared):
 
 @pytest.fixture
 def make(monkeypatch):
-    """A function that makes guards, which are closed in the end."""
-    monkeypatch.setattr(lane, "FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(lane, "LONGEST_PAUSE", 0.2)
+    """A function that makes clients, which are closed in the end."""
+    monkeypatch.setattr(worker, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(worker, "LONGEST_PAUSE", 0.2)
     with contextlib.ExitStack() as stack:
 
         def make(store, **options):
-            guard = Guard(store, digest=b"digest", **options)
-            stack.callback(guard.close, 0)
-            return guard
+            client = StoreClient(store, digest=b"digest", **options)
+            stack.callback(client.close, 0)
+            return client
 
         yield make
 
 
-def put(guard, key, payload=b"rows"):
-    return guard.put(key, lambda: [payload])
+def put(client, key, payload=b"rows"):
+    return client.put(key, lambda: [payload])
 
 
 # ---- the mapping
@@ -92,23 +92,23 @@ def test_databases_are_apart(shared, store):
 
 
 def test_time_to_live(shared):
-    client = servers.need().Valkey(port=shared.port)
+    direct = servers.need().Valkey(port=shared.port)
     store = ValkeyStore(shared.url, ttl=1000, timeout=LONG)
     store["a"] = b"read"
     store.set_many({"b": b"not read"})
     for read in (lambda: store["a"], lambda: store.get_many("a")):
         for key in "ab":
-            assert 500 < client.ttl(f"kvcache:{key}") <= 1000
-            assert client.expire(f"kvcache:{key}", 500)
+            assert 500 < direct.ttl(f"kvcache:{key}") <= 1000
+            assert direct.expire(f"kvcache:{key}", 500)
         read()
-        assert client.ttl("kvcache:a") > 500 >= client.ttl("kvcache:b"), "reading prolongs its life"
-        assert client.expire("kvcache:b", 1000)
+        assert direct.ttl("kvcache:a") > 500 >= direct.ttl("kvcache:b"), "reading prolongs its life"
+        assert direct.expire("kvcache:b", 1000)
     ValkeyStore(shared.url, ttl=0.05, timeout=LONG)["c"] = b"goes"
     servers.until(lambda: set(store) == {"a", "b"})
     store = ValkeyStore(shared.url, ttl=None, timeout=LONG)
     store["c"] = b"stays"
     assert store["c"] == b"stays"
-    assert client.ttl("kvcache:c") == -1
+    assert direct.ttl("kvcache:c") == -1
     store.clear()
 
 
@@ -188,8 +188,8 @@ def test_a_child_has_connections_of_its_own(store):
         with contextlib.suppress(BaseException):
             for _ in range(100):
                 assert store["a"] == b"value"
-            with store._client() as client:
-                assert client is not own
+            with store._client() as direct:
+                assert direct is not own
             os._exit(0)
         os._exit(1)
     for _ in range(100):
@@ -322,42 +322,42 @@ def test_without_the_package(monkeypatch):
 
 def test_nobody_there(make):
     servers.need()
-    guard = make(stores.open(f"valkey://127.0.0.1:{servers.free_port()}"))
+    client = make(stores.open(f"valkey://127.0.0.1:{servers.free_port()}"))
     for _ in range(10):
-        assert guard.get_many("a", LONG) == {}
-        put(guard, "a")
-    assert guard.flush(LONG)
-    assert not guard.stats.reading
-    assert guard.stats.errors >= 3
+        assert client.get_many("a", LONG) == {}
+        put(client, "a")
+    assert client.flush(LONG)
+    assert not client.stats.reading
+    assert client.stats.errors >= 3
 
 
 def test_killed_and_started_again(server, make):
-    guard = make(stores.open(f"{server.url}?timeout=30"))
-    put(guard, "a")
-    assert guard.flush(LONG)
-    assert guard.get_many("a", LONG) == {"a": b"rows"}
+    client = make(stores.open(f"{server.url}?timeout=30"))
+    put(client, "a")
+    assert client.flush(LONG)
+    assert client.get_many("a", LONG) == {"a": b"rows"}
     server.kill()
     for _ in range(10):
-        assert guard.get_many("a", LONG) == {}
-    assert not guard.stats.reading
+        assert client.get_many("a", LONG) == {}
+    assert not client.stats.reading
     server.start()
-    servers.until(lambda: guard.stats.reading or guard.get_many("a", LONG))
-    servers.until(lambda: put(guard, "a") and guard.flush(LONG) and guard.get_many("a", LONG))
+    servers.until(lambda: client.stats.reading or client.get_many("a", LONG))
+    servers.until(lambda: put(client, "a") and client.flush(LONG) and client.get_many("a", LONG))
 
 
 def test_stopped_and_going_on(server, make):
-    guard = make(stores.open(f"{server.url}?timeout=0.2"))
-    servers.until(lambda: put(guard, "a") and guard.flush(LONG) and guard.get_many("a", LONG))
+    client = make(stores.open(f"{server.url}?timeout=0.2"))
+    servers.until(lambda: put(client, "a") and client.flush(LONG) and client.get_many("a", LONG))
     server.stop()
     begin = time.monotonic()
     for _ in range(20):
-        assert guard.get_many("a", 0.05) == {}
-        put(guard, "b")
+        assert client.get_many("a", 0.05) == {}
+        put(client, "b")
     assert time.monotonic() - begin < 5
-    assert not guard.stats.reading
+    assert not client.stats.reading
     server.go_on()
-    servers.until(lambda: guard.get_many("a", LONG))
-    servers.until(lambda: put(guard, "b") and guard.flush(LONG) and guard.get_many("b", LONG))
+    servers.until(lambda: client.get_many("a", LONG))
+    servers.until(lambda: put(client, "b") and client.flush(LONG) and client.get_many("b", LONG))
 
 
 @pytest.mark.parametrize("policy", ["noeviction", "allkeys-lru"])
@@ -366,27 +366,27 @@ def test_filled(tmp_path, make, policy, caplog):
     options = ["--maxmemory", "12mb", "--maxmemory-policy", policy]
     with servers.Server(tmp_path / "server", *options) as server:
         store = stores.open(f"{server.url}?timeout=30")
-        guard = make(store)
+        client = make(store)
         for i in range(40):
-            put(guard, str(i), b"%d" % i * 250_000)
-            assert guard.flush(LONG)
-        stats = guard.stats
+            put(client, str(i), b"%d" % i * 250_000)
+            assert client.flush(LONG)
+        stats = client.stats
         assert (stats.dropped > 0) == (stats.errors > 0) == (policy == "noeviction")
         assert stats.writing or policy == "noeviction"  # which has space for a value now and then
         assert ("OutOfMemoryError: command not allowed" in caplog.text) == (policy == "noeviction")
         assert len(caplog.text) < 500, "a message quotes what was to be stored"
-        found = guard.get_many(map(str, range(40)), LONG)
+        found = client.get_many(map(str, range(40)), LONG)
         assert 0 < len(found) < 40
         assert all(payload == key.encode() * 250_000 for key, payload in found.items())
-        assert guard.stats.reading
+        assert client.stats.reading
         store.clear()
-        servers.until(lambda: put(guard, "after") and guard.flush(LONG) and guard.get_many(["after"], LONG))
+        servers.until(lambda: put(client, "after") and client.flush(LONG) and client.get_many(["after"], LONG))
 
 
 @pytest.mark.slow
 def test_trouble_in_the_middle_of_work(server, make):
     """Eight threads read and write while the server is killed, started, stopped, goes on: nothing false, no error."""
-    guard = make(stores.open(f"{server.url}?timeout=0.2"))
+    client = make(stores.open(f"{server.url}?timeout=0.2"))
     ended, wrong, hits = threading.Event(), [], [0] * 8
 
     def work(number):
@@ -394,11 +394,11 @@ def test_trouble_in_the_middle_of_work(server, make):
         while not ended.is_set():
             i += 1
             key = f"{(number * 7 + i) % 50}"
-            for other, payload in guard.get_many([key, f"{i % 50}"], 0.1).items():
+            for other, payload in client.get_many([key, f"{i % 50}"], 0.1).items():
                 hits[number] += 1
                 if payload != other.encode() * 20_000:
                     wrong.append(other)
-            put(guard, key, key.encode() * 20_000)
+            put(client, key, key.encode() * 20_000)
             time.sleep(0.001)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
@@ -417,42 +417,42 @@ def test_trouble_in_the_middle_of_work(server, make):
             thread.join(LONG)
     assert not wrong
     assert all(not thread.is_alive() for thread in threads)
-    assert guard.stats.corrupt == 0
+    assert client.stats.corrupt == 0
 
 
 def test_values_that_somebody_changed(shared, store, make):
-    guard = make(store, secret=b"secret")
+    client = make(store, secret=b"secret")
     for key in "abc":
-        put(guard, key, key.encode() * 1000)
-    assert guard.flush(LONG)
-    client = servers.need().Valkey(port=shared.port)
-    client.setrange("kvcache:a", 500, b"evil")
-    client.copy("kvcache:b", "kvcache:c", replace=True)
-    assert guard.get_many("abc", LONG) == {"b": b"b" * 1000}
-    assert guard.flush(LONG)
-    assert guard.stats.corrupt == 2
+        put(client, key, key.encode() * 1000)
+    assert client.flush(LONG)
+    direct = servers.need().Valkey(port=shared.port)
+    direct.setrange("kvcache:a", 500, b"evil")
+    direct.copy("kvcache:b", "kvcache:c", replace=True)
+    assert client.get_many("abc", LONG) == {"b": b"b" * 1000}
+    assert client.flush(LONG)
+    assert client.stats.corrupt == 2
     assert list(store) == ["b"]
-    client.lpush("kvcache:d", "a list")  # not even a value
-    assert guard.get_many("d", LONG) == {}
-    client.delete("kvcache:d")
+    direct.lpush("kvcache:d", "a list")  # not even a value
+    assert client.get_many("d", LONG) == {}
+    direct.delete("kvcache:d")
 
 
 SECOND = """
 import sys
 sys.path[:] = {path!r}
 from kvcache import stores
-from kvcache.stores.guard import Guard
-guard = Guard(stores.open({url!r}), digest=b"digest", secret=b"secret")
-print(bytes(guard.get_many(["a"], 30)["a"]).decode())
+from kvcache.stores.client import StoreClient
+client = StoreClient(stores.open({url!r}), digest=b"digest", secret=b"secret")
+print(bytes(client.get_many(["a"], 30)["a"]).decode())
 """
 
 
 @pytest.mark.parametrize("kind", ["folder", "server"])
 def test_the_first_answer_of_a_second_process_is_a_hit(shared, make, tmp_path, kind):
     url = f"dir:{tmp_path}/store" if kind == "folder" else f"{shared.url}?timeout=30&prefix=two:"
-    guard = make(stores.open(url), secret=b"secret")
-    put(guard, "a")
-    assert guard.flush(LONG)
+    client = make(stores.open(url), secret=b"secret")
+    put(client, "a")
+    assert client.flush(LONG)
     code = SECOND.format(path=sys.path, url=url)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "rows\n"
@@ -492,24 +492,24 @@ def test_a_cluster(nodes):
 def test_a_cluster_s_node_is_stopped_killed_and_comes_back(nodes, make):
     """While a node is gone its keys are, and perhaps all of them; afterwards the store works as before."""
     store = stores.open(f"{servers.url_of(nodes)}?timeout=0.2")
-    guard = make(store)
+    client = make(store)
     keys = [f"key {i}" for i in range(30)]
 
     def works():
         for key in keys:
-            put(guard, key, key.encode())
-        return guard.flush(LONG) and guard.get_many(keys, LONG) == {key: key.encode() for key in keys}
+            put(client, key, key.encode())
+        return client.flush(LONG) and client.get_many(keys, LONG) == {key: key.encode() for key in keys}
 
     servers.until(works)
     for trouble, end in ((nodes[1].stop, nodes[1].go_on), (nodes[1].kill, nodes[1].start)):
         trouble()
         begin = time.monotonic()
         for _ in range(20):
-            found = guard.get_many(keys, 0.05)
+            found = client.get_many(keys, 0.05)
             assert all(payload == key.encode() for key, payload in found.items())
-            put(guard, "key", b"key")
+            put(client, "key", b"key")
         assert time.monotonic() - begin < 5
-        assert not guard.stats.reading
+        assert not client.stats.reading
         end()
         servers.until(works)
     stores.open(f"{servers.url_of(nodes)}?timeout=30").clear()
@@ -568,7 +568,7 @@ def is_used(node):
 
 @pytest.mark.slow
 def test_a_cluster_is_found_again_by_its_address(tmp_path):
-    """When all nodes that the client knew are gone: here a cluster of one, with another one for a later life."""
+    """When all nodes that the direct knew are gone: here a cluster of one, with another one for a later life."""
     valkey = servers.need()
     (tmp_path / "now").mkdir()
     (tmp_path / "later").mkdir()

@@ -98,7 +98,7 @@ class Row:
 
 
 def removed(lost, begin, end, shift):
-    """Where evicted rows stood after positions [begin, end) were removed, like stored ones."""
+    """Where expired rows stood after positions [begin, end) were removed, like stored ones."""
     if lost[0] >= begin and lost[1] <= end:
         return 0, 0
     return tuple(p - (end - begin if shift else 0) if p > end else min(p, begin) for p in lost)
@@ -143,7 +143,7 @@ class KVCache:
         self.source = [i if s is None else s for i, s in enumerate(share or [None] * num_layers)]  # whose rows it reads
         self.layers = [i for i in range(num_layers) if self.source[i] == i and self.keeps_tokens(i)]
         self.rows = [{} for _ in self.policy]  # layer -> {seq_id: [Row, in order of arrival]}
-        self.lost = [{} for _ in self.policy]  # layer -> {seq_id: (begin, end): all evicted rows stood there}
+        self.lost = [{} for _ in self.policy]  # layer -> {seq_id: (begin, end): all expired rows stood there}
         self.open_batch = None
 
     def keeps_tokens(self, layer):
@@ -177,14 +177,14 @@ class KVCache:
         return max(self.positions_in(seq_id, layer), default=-1)
 
     def next_position(self, seq_id=0):
-        """The position behind all tokens, evicted ones included."""
+        """The position behind all tokens, expired ones included."""
         return max([self.last_position(seq_id) + 1] + [self.lost_at(i, seq_id)[1] for i in self.layers])
 
     def lost_at(self, layer, seq_id):
         return self.lost[layer].get(seq_id, (0, 0))
 
     def misses(self, position, seq_id, below=MAX_POSITION + 1):
-        """Return whether a query at this position would miss evicted rows below another."""
+        """Return whether a query at this position would miss expired rows below another."""
         lost = [(*self.lost_at(i, seq_id), self.policy[i].lowest(position)) for i in self.layers]
         return any(begin < below and lowest < end for begin, end, lowest in lost)
 
@@ -250,7 +250,7 @@ class KVCache:
             self.clear(s)
 
     def check_cut(self, seq_id, length):
-        """Raise if a token at `length` would miss evicted rows, once those from there on are dropped."""
+        """Raise if a token at `length` would miss expired rows, once those from there on are dropped."""
         if length < self.next_position(seq_id) and self.misses(length, seq_id, below=length):
             raise RowsGoneError(f"sequence {seq_id} cannot go on at {length}")
 
@@ -482,21 +482,21 @@ class KVCache:
         rising = all(a < b for line in lines for a, b in itertools.pairwise(line))
         return rising and self.policy[layer].most_rows <= self.max_seq_len
 
-    def evict_behind(self, seq_id):
-        """Evict what a query in the place of a sequence's last token would not see."""
+    def expire_behind(self, seq_id):
+        """Expire what a query in the place of a sequence's last token would not see."""
         low = max(0, self.next_position(seq_id) - 1)
         kept = [{} for _ in self.rows]
         for i in self.layers:
             if seq_id in self.rows[i]:
                 kept[i][seq_id] = self.retained(i, self.rows[i][seq_id], low)
-        self.evict(kept)
+        self.expire(kept)
 
     def retained(self, layer, rows, low):
         """Return the rows that a layer keeps if no query will stand below `low`."""
         policy = self.policy[layer]
         return [r for r in rows if r.position >= policy.retained(low) or policy.is_sink(r.position)]
 
-    def evict(self, kept):
+    def expire(self, kept):
         for i in self.layers:
             for s, rows in kept[i].items():
                 gone = {r.position for r in self.rows[i][s]} - {r.position for r in rows}
@@ -506,11 +506,11 @@ class KVCache:
                     self.lost[i][s] = min({*gone, begin} if end else gone), max(end, max(gone) + 1)
 
     def reserve(self, num_tokens, *, seq_id=0):
-        """Evicts as a batch does; whatever else it does cannot be seen here."""
+        """Expires as a batch does; whatever else it does cannot be seen here."""
         if self.open_batch:
             raise CacheBusyError("a batch is open")
         first = self.next_position(seq_id)
-        self.evict(self.fit(range(first, first + num_tokens), [seq_id] * num_tokens))
+        self.expire(self.fit(range(first, first + num_tokens), [seq_id] * num_tokens))
 
     def room(self, seq_id=0, most=200):
         """How many tokens fit, at most `most`: try one after the other."""
@@ -553,8 +553,8 @@ class Batch:
             raise CacheBusyError("a batch is open")
         for p, s in zip(positions, seq_ids, strict=True):
             if cache.misses(p, s):
-                raise RowsGoneError(f"position {p} of sequence {s} sees rows that were evicted")
-        cache.evict(cache.fit(positions, seq_ids))  # nothing can fail from here on
+                raise RowsGoneError(f"position {p} of sequence {s} sees rows that have expired")
+        cache.expire(cache.fit(positions, seq_ids))  # nothing can fail from here on
         self.rows = [[None] * len(positions) for _ in cache.rows]
         self.slots = [object() for _ in positions]
         self.encoded = [{} for _ in cache.rows]  # cross-attention layers: {seq_id: rows}
@@ -597,10 +597,10 @@ class Batch:
         own = enumerate(self.rows[layer])
         return rows + [(r, j) for j, r in own if r is not None and self.seq_ids[j] == seq_id]
 
-    def sees(self, layer, i, j, position, causal, hidden=()):
+    def sees(self, layer, i, j, position, causal, masked=()):
         """Whether token i of the batch sees a position, where token j of the batch stands, or None: a stored one."""
         policy, q = self.cache.policy[layer], self.positions[i]
-        if any(s == self.seq_ids[i] and begin <= position < end for s, begin, end in hidden):
+        if any(s == self.seq_ids[i] and begin <= position < end for s, begin, end in masked):
             return False
         if isinstance(policy, CrossAttention):
             return True
@@ -614,7 +614,7 @@ class Batch:
             return False
         return position >= policy.lowest(q) or policy.is_sink(position)
 
-    def dense(self, layer, *, non_causal=None, hidden=None):
+    def dense(self, layer, *, non_causal=None, masked=None):
         """k, v [num_kv_heads, n, dim], mask [tokens, n]; the rows of each sequence in order of position."""
         if not self.open:
             raise ValueError("the batch has ended")
@@ -626,15 +626,15 @@ class Batch:
         mask = np.full((n, len(all_rows)), -np.inf)
         for i in range(n):
             for m, (r, j, s) in enumerate(all_rows):
-                if s == self.seq_ids[i] and self.sees(layer, i, j, r.position, not non_causal[i], hidden or ()):
+                if s == self.seq_ids[i] and self.sees(layer, i, j, r.position, not non_causal[i], masked or ()):
                     mask[i, m] = 0
         return *self.cache.stacked(layer, [r for r, _, _ in all_rows]), mask
 
-    def attend(self, layer, q, k=None, v=None, *, first=0, scale=None, non_causal=None, hidden=None):
+    def attend(self, layer, q, k=None, v=None, *, first=0, scale=None, non_causal=None, masked=None):
         """q [tokens, num_heads, k_dim] -> [tokens, num_heads, v_dim]; the plain softmax, in float64"""
         if k is not None:
             self.put(layer, k, v, first=first)
-        k, v, mask = self.dense(layer, non_causal=non_causal, hidden=hidden)
+        k, v, mask = self.dense(layer, non_causal=non_causal, masked=masked)
         mask = mask[first : first + len(q)]
         group = q.shape[1] // k.shape[0]
         k, v = np.repeat(k, group, 0).astype(float), np.repeat(v, group, 0).astype(float)
@@ -665,7 +665,7 @@ class Batch:
                     self.cache.rows[i][s] = encoded[s]
         self.cache.open_batch = None
         for s in set(self.seq_ids):
-            self.cache.evict_behind(s)
+            self.cache.expire_behind(s)
 
     def abort(self):
         if self.open:

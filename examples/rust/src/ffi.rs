@@ -155,7 +155,7 @@ abi! {
         v_head_stride: i64,
         k_type: i32,
         v_type: i32,
-        inner_tokens: i32,
+        tokens_per_sequence: i32,
         k_batch_stride: i64,
         v_batch_stride: i64,
         seq_id: i64,
@@ -179,13 +179,13 @@ abi! {
         scale: f32,
         softcap: f32,
         put: *const kvc_put_args,
-        inner_tokens: i32,
+        tokens_per_sequence: i32,
         q_batch_stride: i64,
         out_batch_stride: i64,
         lse_batch_stride: i64,
     }
 
-    struct kvc_hidden {
+    struct kvc_masked {
         seq_id: i64,
         begin: i32,
         end: i32,
@@ -199,9 +199,9 @@ abi! {
         num_heads: i32,
         num_threads: i32,
         non_causal: *const u8,
-        hidden: *const kvc_hidden,
-        hidden_size: usize,
-        num_hidden: i32,
+        hidden: *const kvc_masked,
+        masked_size: usize,
+        num_masked: i32,
     }
 
     fn kvc_last_error() -> *const c_char;

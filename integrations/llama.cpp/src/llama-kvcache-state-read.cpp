@@ -304,7 +304,7 @@ void llama_kvcache::state_reader::begin(const state_part &part) {
     args.num_tokens = (int32_t)cells.size();
     args.positions = positions.data();
     args.seq_ids = seq_ids.data();
-    args.restored = part.restored.data();
+    args.replaced = part.replaced.data();
 
     kvc_batch *res = nullptr;
 

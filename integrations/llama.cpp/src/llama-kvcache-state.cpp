@@ -24,7 +24,7 @@ std::vector<llama_kvcache::state_part> llama_kvcache::state_parts(llama_state_se
                 continue;
             }
             if (layer >= 0) {
-                part.restored[layer] = 1;
+                part.replaced[layer] = 1;
             }
             if (layer < 0 || layers.cache[layer].share == 0) {
                 part.layers.push_back(il);
@@ -32,9 +32,9 @@ std::vector<llama_kvcache::state_part> llama_kvcache::state_parts(llama_state_se
         }
 
         // llama.cpp has cells without layers, too
-        const auto restored = std::find(part.restored.begin(), part.restored.end(), 1);
+        const auto restored = std::find(part.replaced.begin(), part.replaced.end(), 1);
 
-        part.first = restored == part.restored.end() ? 0 : (int32_t)(restored - part.restored.begin());
+        part.first = restored == part.replaced.end() ? 0 : (int32_t)(restored - part.replaced.begin());
 
         res.push_back(std::move(part));
     }

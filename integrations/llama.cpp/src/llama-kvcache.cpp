@@ -127,7 +127,7 @@ bool llama_kvcache::windows_keep_all() const {
     return true;
 }
 
-// a window that moves down would see tokens that were evicted
+// a window that moves down would see tokens that have expired
 bool llama_kvcache::get_can_shift() const { return windows_keep_all(); }
 
 static llama_pos begin_of(llama_pos p0) { return std::max(p0, 0); }

@@ -596,7 +596,7 @@ static void test_partial(llama_model *model, setup s) {
 }
 
 // Windows of two sequences with a prefix in common, which only one of them still sees.
-static void test_evicted(llama_model *model, setup s) {
+static void test_expired(llama_model *model, setup s) {
     s.n_ctx = 1024;
 
     context from(model, s, true);
@@ -610,7 +610,7 @@ static void test_evicted(llama_model *model, setup s) {
     const llama_pos pos_min[2] = {llama_memory_seq_pos_min(from.mem, 0), llama_memory_seq_pos_min(from.mem, 1)};
     const std::vector<step> steps[2] = {from.go_on(0), from.go_on(1)};
 
-    expect(pos_min[0] > 60 && pos_min[1] == 0, "nothing was evicted, or too much: %d, %d", pos_min[0], pos_min[1]);
+    expect(pos_min[0] > 60 && pos_min[1] == 0, "nothing has expired, or too much: %d, %d", pos_min[0], pos_min[1]);
 
     for (const bool is_ours : {false, true}) {
         context to(model, s, is_ours);
@@ -667,7 +667,7 @@ static void test_setup(llama_model *model, setup s, bool is_first) {
         test_partial(model, s);
     }
     if (has_windows && !has_windows_only(model) && llama_model_n_swa(model) < 200 && s.is_unified) {
-        test_evicted(model, s);
+        test_expired(model, s);
     }
 }
 

@@ -22,7 +22,7 @@ static scene plain_scene(int num_kv_heads, int group, int dim, int num_stored, i
                    .members = {member_of_length(num_stored, num_new)}};
 }
 
-/* ---- the plain softmax ------------------------------------------------------------------------------------------ */
+/* ---- the plain softmax ------------------------------------------------------------------------------------------- */
 
 static int is_visible(const kvc_policy *policy, int32_t query, int32_t position)
 {
@@ -183,7 +183,7 @@ static void check_scene(const scene *s, const setting *how)
     stage_free(&st);
 }
 
-/* ---- against the plain softmax ---------------------------------------------------------------------------------- */
+/* ---- against the plain softmax ----------------------------------------------------------------------------------- */
 
 static void test_types(void)
 {
@@ -399,7 +399,7 @@ static void test_nothing_visible(void)
     for (int num_new = 1; num_new < 40; num_new += 19) {
         for (int with_sinks = 0; with_sinks < 2; with_sinks++) {
             scene s = plain_scene(1, 2, 8, 600, num_new);
-            s.hidden_keys = 1;
+            s.masked_keys = 1;
             s.sinks = with_sinks ? sinks : NULL;
             check_scene(&s, &usual); /* out 0, lse -inf or the sink */
         }
@@ -453,7 +453,7 @@ static void test_put_in_attend(void)
     stage_free(&st);
 }
 
-/* ---- the same bits ---------------------------------------------------------------------------------------------- */
+/* ---- the same bits ----------------------------------------------------------------------------------------------- */
 
 /* What came out for member 0, whoever else was there. */
 typedef struct bits {
@@ -548,7 +548,7 @@ static void test_same_bits(void)
     check_same_bits(&s);
 }
 
-/* ---- tasks ------------------------------------------------------------------------------------------------------ */
+/* ---- tasks ------------------------------------------------------------------------------------------------------- */
 
 /* All tasks of a plan, in any order, on so many threads. */
 static void run_plan(kvc_plan *plan, const question *a, int num_threads)
@@ -582,7 +582,7 @@ static void check_tasks(scene s)
     stage_free(&st);
 }
 
-/* ---- cancelling ------------------------------------------------------------------------------------------------- */
+/* ---- cancelling -------------------------------------------------------------------------------------------------- */
 
 /* The flag is set before: nothing is written, and without it the same call does it all. */
 static void check_cancel(stage *st, question *a, const bits *right)
@@ -659,7 +659,7 @@ static void test_cancel(void)
     }
 }
 
-/* ---- a child after fork() --------------------------------------------------------------------------------------- */
+/* ---- a child after fork() ---------------------------------------------------------------------------------------- */
 
 /* The child's exit status: whether it computes what the parent did, in the batch it inherits and in a new cache. */
 static int child(stage *st, question *a, const bits *right)
@@ -694,7 +694,7 @@ static void test_fork(void)
     stage_free(&st);
 }
 
-/* ---- bad arguments ---------------------------------------------------------------------------------------------- */
+/* ---- bad arguments ----------------------------------------------------------------------------------------------- */
 
 static void test_bad_plans(const stage *st, const question *a)
 {
@@ -787,7 +787,7 @@ static void test_bad_arguments(void)
     CHECK(kvc_cache_free(st.cache) == KVC_OK);
 }
 
-/* ---- everything ------------------------------------------------------------------------------------------------- */
+/* ---- everything -------------------------------------------------------------------------------------------------- */
 
 static void test_isa(void)
 {

@@ -708,11 +708,11 @@ static void test_bad_arguments(void)
     const kvc_plan_args plan = {.struct_size = sizeof plan, .num_heads = 2};
     kvc_attend_args args = {.struct_size = sizeof args, .q = q, .out = q};
     test_bad_dense(&st);
-    args.inner_tokens = 2;
-    CHECK_FAILS(kvc_attend(st.batch, &plan, &args), KVC_ERR_INVALID, "inner_tokens", "is 2:");
-    args.inner_tokens = -1;
-    CHECK_FAILS(kvc_attend(st.batch, &plan, &args), KVC_ERR_INVALID, "inner_tokens", "is -1:");
-    args.inner_tokens = 5;
+    args.tokens_per_sequence = 2;
+    CHECK_FAILS(kvc_attend(st.batch, &plan, &args), KVC_ERR_INVALID, "tokens_per_sequence", "is 2:");
+    args.tokens_per_sequence = -1;
+    CHECK_FAILS(kvc_attend(st.batch, &plan, &args), KVC_ERR_INVALID, "tokens_per_sequence", "is -1:");
+    args.tokens_per_sequence = 5;
     args.q_batch_stride = 3;
     CHECK_FAILS(kvc_attend(st.batch, &plan, &args), KVC_ERR_INVALID, "strides", "3");
     args.q_batch_stride = 0;

@@ -8,7 +8,7 @@
 #include "support/isas.h"
 #include "support/test.h"
 
-enum { MAX_BRANCHES = 40, HEADS = 2, K_DIM = 64, V_DIM = 32, REMOVED = 7, MAX_NEW = 20, PART = KVC_PART_ROWS };
+enum { MAX_BRANCHES = 40, HEADS = 2, K_DIM = 64, V_DIM = 32, REMOVED = 7, MAX_NEW = 20, PART = KVC_SPLIT_ROWS };
 
 /* A sequence: what another holds below position `fork`, then rows of its own up to `length`; then REMOVED positions are
  * removed, from `removed` on where that is not 0; and then num_new tokens in the batch. */
@@ -26,7 +26,7 @@ typedef struct grove {
     branch branches[MAX_BRANCHES];
 } grove;
 
-/* ---- storing it ------------------------------------------------------------------------------------------------- */
+/* ---- storing it -------------------------------------------------------------------------------------------------- */
 
 /* Tokens of one pass; row and branch say what they hold. */
 typedef struct pass {
@@ -106,7 +106,7 @@ static kvc_cache *new_cache(const grove *g)
     return cache_of(&layer, 1, (kvc_config){.block_size = g->block_size ? g->block_size : 16});
 }
 
-/* ---- attending -------------------------------------------------------------------------------------------------- */
+/* ---- attending --------------------------------------------------------------------------------------------------- */
 
 /* A cache with the batch of a grove, or of one branch of it, open. */
 typedef struct stage {
@@ -325,7 +325,7 @@ static void check_grove(const grove *g)
     answers_free(&a, g);
 }
 
-/* ---- groves ----------------------------------------------------------------------------------------------------- */
+/* ---- groves ------------------------------------------------------------------------------------------------------ */
 
 /* Forks that go on for a while, that end within a tile, at its edge, and right away; and one that shares nothing. */
 static grove one_prefix(void)
@@ -431,7 +431,7 @@ static void test_bits(void)
     }
 }
 
-/* ---- what is read ----------------------------------------------------------------------------------------------- */
+/* ---- what is read ------------------------------------------------------------------------------------------------ */
 
 /* Rows that the tasks of one KV head read. */
 static int64_t rows_read(const grove *g, int32_t num_threads)
@@ -546,7 +546,7 @@ static void check_cross(int32_t length)
     CHECKF(kvc_plan_new(batch, &plan_args, &plan) == KVC_OK, "%s", kvc_last_error());
     CHECK(kvc_plan_num_tasks(plan) == (length + PART - 1) / PART);
     for (int64_t i = 0; i < kvc_plan_num_tasks(plan); i++)
-        CHECK(plan->jobs[i].num_members == 3 && kvc_plan_run(plan, 1, &args, i) == KVC_OK);
+        CHECK(plan->jobs[i].num_slices == 3 && kvc_plan_run(plan, 1, &args, i) == KVC_OK);
     CHECK(!memcmp(out[0], out[1], sizeof *out) && !memcmp(out[0], out[2], sizeof *out));
     kvc_plan_free(plan);
     plan_args.first = plan_args.num_tokens = 1; /* alone */
@@ -579,7 +579,7 @@ static kvc_batch *put_any(kvc_cache *cache, int num_ids, const int32_t *counts)
     return batch;
 }
 
-/* A cut may be refused where a policy evicts. */
+/* A cut may be refused where a policy expires. */
 static void check_cut(kvc_status status, const kvc_policy *policy)
 {
     CHECKF(status == KVC_OK || (status == KVC_ERR_GONE && policy->kind != KVC_FULL), "%s", kvc_last_error());
@@ -613,7 +613,7 @@ static kvc_cache *tangle(kvc_policy policy)
                 check_cut(kvc_remove(cache, s, p, p + 1, 0), &policy);
         else
             check_cut(kvc_remove(cache, s, at, at + random_int(1, 30), policy.kind == KVC_FULL), &policy);
-        for (int c = 0; c < TANGLED; c++) /* a sequence whose window was evicted starts anew */
+        for (int c = 0; c < TANGLED; c++) /* a sequence whose window has expired starts anew */
             if (!kvc_can_resume(cache, c, kvc_next_position(cache, c)))
                 CHECK(kvc_clear_sequence(cache, c) == KVC_OK);
     }
@@ -623,17 +623,17 @@ static kvc_cache *tangle(kvc_policy policy)
 /* Every part of every unit is in one job. */
 static void check_jobs(const kvc_plan *plan)
 {
-    int64_t parts = 0, members = 0;
-    uint8_t *seen = calloc((size_t)plan->num_units, 1 << 8);
-    for (int32_t u = 0; u < plan->num_units; u++)
-        parts += plan->units[u].num_parts;
+    int64_t parts = 0, job_slices = 0;
+    uint8_t *seen = calloc((size_t)plan->num_slices, 1 << 8);
+    for (int32_t u = 0; u < plan->num_slices; u++)
+        parts += plan->slices[u].num_splits;
     for (int64_t j = 0; j < plan->num_jobs; j++)
-        for (int32_t m = 0; m < plan->jobs[j].num_members; m++, members++) {
-            uint8_t *part = &seen[plan->members[plan->jobs[j].first_member + m] * (1 << 8) + plan->jobs[j].part];
+        for (int32_t m = 0; m < plan->jobs[j].num_slices; m++, job_slices++) {
+            uint8_t *part = &seen[plan->job_slices[plan->jobs[j].first_slice + m] * (1 << 8) + plan->jobs[j].split];
             CHECK(!*part);
             *part = 1;
         }
-    CHECK(parts == members);
+    CHECK(parts == job_slices);
     free(seen);
 }
 
@@ -700,17 +700,17 @@ static void test_listed_once(void)
     kvc_plan *plan = NULL;
     kvc_plan_args args = {.struct_size = sizeof args, .num_heads = HEADS, .num_threads = 1};
     CHECKF(kvc_plan_new(batch, &args, &plan) == KVC_OK, "%s", kvc_last_error());
-    int64_t num_pieces = 0;
-    for (int32_t u = 0; u < plan->num_units; u++)
-        if (plan->units[u].end_piece > num_pieces)
-            num_pieces = plan->units[u].end_piece;
-    CHECKF(num_pieces == PART + FORKS, "%lld pieces", (long long)num_pieces);
+    int64_t num_segments = 0;
+    for (int32_t u = 0; u < plan->num_slices; u++)
+        if (plan->slices[u].end_segment > num_segments)
+            num_segments = plan->slices[u].end_segment;
+    CHECKF(num_segments == PART + FORKS, "%lld segments", (long long)num_segments);
     kvc_plan_free(plan);
     kvc_abort(batch);
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-/* ---- how even --------------------------------------------------------------------------------------------------- */
+/* ---- how even ---------------------------------------------------------------------------------------------------- */
 
 /* What the last of so many threads has done when all tasks are, begun in their order by whoever is free. */
 static int64_t last_of(const kvc_plan *plan, int num_threads, int64_t *total)

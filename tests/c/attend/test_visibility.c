@@ -6,7 +6,7 @@
 
 #include "support/random_steps.h"
 
-enum { MOST_ENTRIES = MAX_ROWS + MAX_BATCH, MOST_HEADS = 9, MOST_HIDDEN = 9 };
+enum { MOST_ENTRIES = MAX_ROWS + MAX_BATCH, MOST_HEADS = 9, MOST_MASKED = 9 };
 
 /* A row that a layer has for a sequence of the batch. */
 typedef struct entry {
@@ -20,9 +20,9 @@ typedef struct entry_list {
     entry entries[MOST_ENTRIES];
 } entry_list;
 
-/* What is hidden from the batch's queries. */
-static kvc_hidden hidden[MOST_HIDDEN];
-static int num_hidden;
+/* What is masked from the batch's queries. */
+static kvc_masked masked[MOST_MASKED];
+static int num_masked;
 
 static int num_looks, num_attends, num_refused;
 
@@ -78,10 +78,10 @@ static int descends(const pair *p, int32_t token, int32_t ancestor)
     return token == ancestor;
 }
 
-static int is_hidden(int64_t id, int32_t position)
+static int is_masked(int64_t id, int32_t position)
 {
-    for (int i = 0; i < num_hidden; i++)
-        if (hidden[i].seq_id == id && position >= hidden[i].begin && position < hidden[i].end)
+    for (int i = 0; i < num_masked; i++)
+        if (masked[i].seq_id == id && position >= masked[i].begin && position < masked[i].end)
             return 1;
     return 0;
 }
@@ -91,7 +91,7 @@ static int sees(const pair *p, int l, int32_t token, const entry *e, int sees_al
 {
     const kvc_policy *policy = &p->layers[l].policy;
     int32_t position = p->positions[token];
-    if (is_hidden(p->ids[token], e->position))
+    if (is_masked(p->ids[token], e->position))
         return 0;
     if (policy->kind == KVC_CROSS)
         return 1;
@@ -148,9 +148,9 @@ static void get_dense(pair *p, int l, const uint8_t *non_causal, dense *out)
                            .non_causal = non_causal,
                            .seen = out->seen,
                            .seen_token_stride = out->num,
-                           .hidden = hidden,
-                           .hidden_size = sizeof *hidden,
-                           .num_hidden = num_hidden};
+                           .masked = masked,
+                           .masked_size = sizeof *masked,
+                           .num_masked = num_masked};
     CHECKF(kvc_dense(p->batch, l, &args) == KVC_OK, "%s", kvc_last_error());
     for (int64_t i = 0; i < p->num_tokens * out->num; i++)
         CHECK(out->seen[i] == (out->mask[i] == 0));
@@ -214,9 +214,9 @@ static void check_apart(pair *p, int l, const uint8_t *non_causal, const dense *
                                  .by_sequence = 1,
                                  .k_batch_stride = layer->num_kv_heads * rows.k_head_stride,
                                  .v_batch_stride = layer->num_kv_heads * rows.v_head_stride,
-                                 .hidden = hidden,
-                                 .hidden_size = sizeof *hidden,
-                                 .num_hidden = num_hidden};
+                                 .masked = masked,
+                                 .masked_size = sizeof *masked,
+                                 .num_masked = num_masked};
     CHECKF(kvc_dense(p->batch, l, &args) == KVC_OK, "%s", kvc_last_error());
     for (int m = 0; m < num_sequences; m++) { /* by rising id; s: as the batch names them */
         const int tokens = p->num_tokens / num_sequences, num = list_entries(p, l, ids[m])->num;
@@ -319,9 +319,9 @@ static kvc_status run_query(const pair *p, const query *a, int num_threads)
                                 .num_heads = a->num_heads,
                                 .num_threads = num_threads,
                                 .non_causal = a->non_causal,
-                                .hidden = hidden,
-                                .hidden_size = sizeof *hidden,
-                                .num_hidden = num_hidden};
+                                .masked = masked,
+                                .masked_size = sizeof *masked,
+                                .num_masked = num_masked};
     const kvc_attend_args args = {.struct_size = sizeof args,
                                   .q = a->q,
                                   .out = a->out,
@@ -334,7 +334,7 @@ static kvc_status run_query(const pair *p, const query *a, int num_threads)
                                   .lse_token_stride = token,
                                   .lse_head_stride = head,
                                   .scale = a->scale,
-                                  .inner_tokens = a->inner,
+                                  .tokens_per_sequence = a->inner,
                                   .q_batch_stride = group * layer->k_dim,
                                   .out_batch_stride = group * layer->v_dim,
                                   .lse_batch_stride = group};
@@ -408,7 +408,7 @@ static void find_missing(const pair *p, const query *a, int *seen, int *any)
             const entry e = {.position = p->positions[i], .token = i};
             if (p->ids[i] != p->ids[t] || p->written[l][i])
                 continue;
-            *any |= !is_hidden(p->ids[t], e.position) && (!p->parents || descends(p, t, i));
+            *any |= !is_masked(p->ids[t], e.position) && (!p->parents || descends(p, t, i));
             *seen |= sees(p, l, t, &e, a->non_causal && a->non_causal[t - a->first]);
         }
     }
@@ -448,11 +448,11 @@ static void check_attend(pair *p, int l, int first, int n, const uint8_t *non_ca
 /* Hides ranges of some of the batch's sequences, or nothing. */
 static void hide_some(const pair *p)
 {
-    num_hidden = random_int(0, 2) ? random_int(1, MOST_HIDDEN + 1) : 0;
-    for (int i = 0; i < num_hidden; i++) {
+    num_masked = random_int(0, 2) ? random_int(1, MOST_MASKED + 1) : 0;
+    for (int i = 0; i < num_masked; i++) {
         int t = random_int(0, p->num_tokens), all = !random_int(0, 12);
         int32_t near = p->positions[t] - random_int(-3, 60), begin = all ? 0 : not_negative(near);
-        hidden[i] = (kvc_hidden){p->ids[t], begin, all || !random_int(0, 12) ? KVC_END : begin + random_int(0, 20)};
+        masked[i] = (kvc_masked){p->ids[t], begin, all || !random_int(0, 12) ? KVC_END : begin + random_int(0, 20)};
     }
 }
 

@@ -23,7 +23,7 @@ enum { COLLAPSE = 25, POPULATE_WRITE = 23, TOKENS = 4096, DIM = 128, HEADS = 4, 
 static kvc_cache *watched; /* its mutex must be free at each step */
 typedef void act(void);
 static _Atomic(act *) meanwhile; /* done in the next step, once */
-static atomic_int num_joined, num_taken;
+static atomic_int num_collapsed, num_taken;
 static atomic_int is_alone = 1; /* no other thread is running */
 static int no_populate;
 
@@ -31,7 +31,7 @@ int madvise(void *p, size_t size, int advice)
 {
     if (advice != COLLAPSE && advice != POPULATE_WRITE)
         return (int)syscall(SYS_madvise, p, size, advice);
-    num_joined += advice == COLLAPSE;
+    num_collapsed += advice == COLLAPSE;
     num_taken += advice == POPULATE_WRITE;
     if (watched && is_alone) {
         CHECKF(pthread_mutex_trylock(&watched->mutex) == 0, "a step holds the mutex");
@@ -56,7 +56,7 @@ static kvc_cache *new_cache(int32_t block_size, int64_t max_bytes)
         .num_kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .k_type = KVC_F16, .v_type = KVC_F16};
     const kvc_layer layers[2] = {layer, layer};
     kvc_cache *cache = cache_of(layers, 2, (kvc_config){.block_size = block_size, .max_bytes = max_bytes});
-    num_joined = num_taken = 0;
+    num_collapsed = num_taken = 0;
     return watched = cache;
 }
 
@@ -126,7 +126,7 @@ static void check_rows(kvc_cache *cache, int64_t id, int32_t n)
                         }
 }
 
-/* ---- joining ---------------------------------------------------------------------------------------------------- */
+/* ---- joining ----------------------------------------------------------------------------------------------------- */
 
 static void ask(void)
 {
@@ -174,7 +174,7 @@ static void test_join(int32_t block_size)
         kvc_cache *cache = new_cache(block_size, 0);
         meanwhile = all[i];
         feed(cache, 0, TOKENS);
-        CHECKF(num_joined > (i == 0) && !meanwhile, "blocks of %d: %d joined", block_size, num_joined);
+        CHECKF(num_collapsed > (i == 0) && !meanwhile, "blocks of %d: %d joined", block_size, num_collapsed);
         const int32_t left = (int32_t)kvc_seq_len(cache, 0, -1);
         check_rows(cache, 0, left);
         feed(cache, 0, 32);
@@ -203,16 +203,16 @@ static void test_open_batch(int32_t block_size)
     for (int32_t i = 0; i < pool->num_blocks; i++)
         if (pool->blocks[i]->epoch == pool->epoch) {
             num_new++;
-            CHECKF(!pool->blocks[i]->joined && !pool->blocks[i]->join_next, "joined before it was written");
+            CHECKF(!pool->blocks[i]->collapsed && !pool->blocks[i]->collapse_next, "joined before it was written");
         }
     CHECK(num_new > 0);
-    num_joined = 0;
+    num_collapsed = 0;
     put(another, 1024, 0);
-    CHECK(kvc_commit(another) == KVC_OK && (num_joined > 0 || block_size > 1024)); /* the rows fill a page, or none */
+    CHECK(kvc_commit(another) == KVC_OK && (num_collapsed > 0 || block_size > 1024)); /* the rows fill a page, or none */
     free_cache(cache);
 }
 
-/* ---- other threads ---------------------------------------------------------------------------------------------- */
+/* ---- other threads ----------------------------------------------------------------------------------------------- */
 
 static pthread_t other;
 
@@ -325,7 +325,7 @@ static void test_fork(void)
     free_cache(cache);
 }
 
-/* ---- reserving -------------------------------------------------------------------------------------------------- */
+/* ---- reserving --------------------------------------------------------------------------------------------------- */
 
 /* Whether each page of the rows of so many slots is there. */
 static int is_resident(kvc_cache *cache, int32_t slots)
@@ -358,7 +358,7 @@ static void test_reserve(int32_t block_size, int by_hand, act *then)
     feed(cache, 0, 100);
     check_rows(cache, 0, 100);
     meanwhile = then;
-    num_joined = num_taken = 0;
+    num_collapsed = num_taken = 0;
     CHECKF(kvc_reserve(cache, 0, TOKENS - 100) == KVC_OK, "%s", kvc_last_error());
     CHECKF(by_hand ? num_taken == 1 : num_taken > 0, "%d taken", num_taken);
     CHECK(then || is_resident(cache, TOKENS));
@@ -379,9 +379,9 @@ static void test_reserve(int32_t block_size, int by_hand, act *then)
         CHECK(kvc_set_num_threads(0) == KVC_OK);
         const long faults = after.ru_minflt - before.ru_minflt; /* a sanitizer has a byte of its own for each 8 */
         CHECKF(faults < kvc_nbytes(cache) / 4096 / 4, "%ld page faults", faults);
-        num_joined = 0;
+        num_collapsed = 0;
         CHECK(kvc_commit(batch) == KVC_OK);
-        CHECKF(num_joined == 0, "%d pages were not joined before", num_joined);
+        CHECKF(num_collapsed == 0, "%d pages were not joined before", num_collapsed);
         check_rows(cache, 0, TOKENS);
     }
     no_populate = 0;

@@ -18,7 +18,7 @@
 
 enum { MOST_TASKS = 1000, CALLERS = 4 };
 
-/* ---- a job that looks at itself --------------------------------------------------------------------------------- */
+/* ---- a job that looks at itself ---------------------------------------------------------------------------------- */
 
 typedef struct job {
     atomic_int times[MOST_TASKS]; /* that each task ran */

@@ -54,7 +54,7 @@ static int join(kvc_slab **slabs, uint8_t *p)
     const int found = kvc_slab_mark_written(slabs, &p, &size);
     CHECK(size % KVC_HUGE_PAGE == 0 && (!size || (uintptr_t)p % KVC_HUGE_PAGE == 0));
     if (size)
-        kvc_pages_join(p, size);
+        kvc_pages_collapse(p, size);
     return found;
 }
 

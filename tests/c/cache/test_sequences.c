@@ -4,7 +4,7 @@
 #include "support/random_steps.h"
 #include "support/pairs.h"
 
-/* ---- a forward pass --------------------------------------------------------------------------------------------- */
+/* ---- a forward pass ---------------------------------------------------------------------------------------------- */
 
 static void test_append(int block_size)
 {
@@ -101,7 +101,7 @@ static void test_abort(void)
     }
     kvc_stats after = stats_of(p);
     CHECK(after.aborted == 3 && after.batches == before.batches && after.tokens == before.tokens);
-    CHECK(after.live_slots < before.live_slots); /* what begin evicted stays evicted */
+    CHECK(after.live_slots < before.live_slots); /* what begin expired stays expired */
     pair_feed(p, 0, 12, 14);
     pair_check(p);
     pair_free(p);
@@ -143,7 +143,7 @@ static void test_largest_position(void)
     }
 }
 
-/* ---- editing ---------------------------------------------------------------------------------------------------- */
+/* ---- editing ----------------------------------------------------------------------------------------------------- */
 
 /* After a prefix of any length is copied, both sequences can append, and lose rows without the other's changing. */
 static void test_copy_prefix(int block_size)
@@ -239,7 +239,7 @@ static void test_truncate_keep_clear(void)
     pair_free(p);
 }
 
-/* ---- windows ---------------------------------------------------------------------------------------------------- */
+/* ---- windows ----------------------------------------------------------------------------------------------------- */
 
 /* A window keeps the rows that the next batch can still see, and sinks; a batch whose window lost rows is refused. */
 static void test_window(int block_size, kvc_policy policy)
@@ -253,7 +253,7 @@ static void test_window(int block_size, kvc_policy policy)
     int32_t low = 59 - kept + 1; /* the last token stands at 59 */
     CHECK(p->sequences[0].layers[0].num == policy.num_sink_tokens + 60 - low);
     CHECK(stats_of(p).rows_moved == 0 || policy.num_sink_tokens); /* which leave holes */
-    CHECK(stats_of(p).rows_evicted == low - policy.num_sink_tokens);
+    CHECK(stats_of(p).rows_expired == low - policy.num_sink_tokens);
 
     int32_t back = low + policy.window - 1; /* its window begins with the first row that is kept */
     CHECK(kvc_can_resume(p->cache, 0, back) == 1 && kvc_can_resume(p->cache, 0, back - 1) == 0);
@@ -264,7 +264,7 @@ static void test_window(int block_size, kvc_policy policy)
     pair_free(p);
 }
 
-/* A batch of another sequence evicts an idle one's rows as well, but for those its next token sees. */
+/* A batch of another sequence expires an idle one's rows as well, but for those its next token sees. */
 static void test_idle_sequences(void)
 {
     pair *p = pair_with(sliding_policy(4, 1, 0), 3);
@@ -292,8 +292,8 @@ static void check_cut_refused(pair *p, int32_t length, const char *position, con
     pair_check(p);
 }
 
-/* A cut that leaves a sequence where a token would see evicted rows is refused: one from behind the sinks up to the
- * window.  One within the sinks is not, nor one to nothing; what was evicted is gone with what is dropped. */
+/* A cut that leaves a sequence where a token would see expired rows is refused: one from behind the sinks up to the
+ * window.  One within the sinks is not, nor one to nothing; what has expired is gone with what is dropped. */
 static void test_cut_behind_sinks(void)
 {
     pair *p = pair_with(sliding_policy(4, 2, 0), 3);
@@ -358,7 +358,7 @@ static void test_cut_behind_a_gap(void)
 {
     pair *p = pair_with(sliding_policy(4, 0, 0), 3);
     pair_feed(p, 0, 0, 12);
-    pair_feed(p, 0, 12, 16); /* evicts below 9 */
+    pair_feed(p, 0, 12, 16); /* expires below 9 */
     CHECK(pair_remove(p, 0, 13, 15, 0) == KVC_OK && pair_truncate(p, 0, 15) == KVC_OK);
     CHECK(kvc_next_position(p->cache, 0) == 13 && pair_feed(p, 0, 15, 16) == KVC_OK);
     pair_check(p);
@@ -366,7 +366,7 @@ static void test_cut_behind_a_gap(void)
 }
 
 /* A sequence that lost all its rows to a window of one still refuses positions that would see them. */
-static void test_all_evicted(void)
+static void test_all_expired(void)
 {
     pair *p = pair_with(sliding_policy(1, 0, 0), 4);
     pair_feed(p, 0, 0, 6);
@@ -383,8 +383,8 @@ static void test_all_evicted(void)
     pair_free(p);
 }
 
-/* If the rows put last are evicted and earlier ones stay, the batch continues in the block of the earlier ones. */
-static void test_evicting_the_last_run(void)
+/* If the rows put last have expired and earlier ones stay, the batch continues in the block of the earlier ones. */
+static void test_expiring_the_last_run(void)
 {
     pair *p = pair_with(sliding_policy(4, 0, 0), 3);
     pair_pass(p, 4, (int32_t[]){10, 11, 12, 3}, (int64_t[]){0, 0, 0, 0});
@@ -402,7 +402,7 @@ static void test_evicting_the_last_run(void)
     pair_free(p);
 }
 
-/* ---- what is refused while a batch is open ---------------------------------------------------------------------- */
+/* ---- what is refused while a batch is open ----------------------------------------------------------------------- */
 
 /* While a batch is open, only sequences outside it may be edited. */
 static void test_busy(void)
@@ -455,7 +455,7 @@ static void test_busy_keep(void)
     pair_free(p);
 }
 
-/* ---- everything ------------------------------------------------------------------------------------------------- */
+/* ---- everything -------------------------------------------------------------------------------------------------- */
 
 static void test_block_size(int block_size)
 {
@@ -485,8 +485,8 @@ int main(void)
     test_cut_of_several_groups();
     test_cut_at_a_chunk();
     test_cut_behind_a_gap();
-    test_all_evicted();
-    test_evicting_the_last_run();
+    test_all_expired();
+    test_expiring_the_last_run();
     test_busy();
     test_busy_keep();
     for (int i = 0; i < 4; i++)

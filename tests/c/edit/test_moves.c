@@ -57,7 +57,7 @@ static int64_t spans_of(const pair *p, int64_t id, int layer, kvc_span *spans, i
     return num;
 }
 
-/* ---- removing, and moving what follows -------------------------------------------------------------------------- */
+/* ---- removing, and moving what follows --------------------------------------------------------------------------- */
 
 /* A removal near the front of a fork: no row is copied and no memory taken, and the other sequence stays as it was. */
 static void test_remove_from_fork(void)
@@ -115,7 +115,7 @@ static void test_remove_nothing(void)
     pair_free(p);
 }
 
-/* What was evicted is removed, and moves, like stored rows. */
+/* What has expired is removed, and moves, like stored rows. */
 static void test_lost_rows_move(void)
 {
     static const struct {
@@ -142,7 +142,7 @@ static void test_lost_rows_move(void)
     }
 }
 
-/* ---- shifts and divisions --------------------------------------------------------------------------------------- */
+/* ---- shifts and divisions ---------------------------------------------------------------------------------------- */
 
 /* Pieces moved by different distances, over each other and apart; compaction and what is fed later keep to them. */
 static void test_several_deltas(int block_size)
@@ -280,7 +280,7 @@ static void test_unknown_rope(void)
     pair_free(&p);
 }
 
-/* ---- the caller's function -------------------------------------------------------------------------------------- */
+/* ---- the caller's function --------------------------------------------------------------------------------------- */
 
 /* It fails at the first call, the second and so on, for any layer: nothing has changed. */
 static void test_failing_function(int block_size)
@@ -358,7 +358,7 @@ static void test_move_beside_a_batch(void)
     pair_free(p);
 }
 
-/* ---- settling --------------------------------------------------------------------------------------------------- */
+/* ---- settling ---------------------------------------------------------------------------------------------------- */
 
 static void check_settled(const pair *p)
 {
@@ -1135,17 +1135,17 @@ static void test_bad_puts(void)
     BAD(KVC_ERR_INVALID, 1, "layer 1", "layer 0", (void)args);
     BAD(KVC_ERR_INVALID, 2, "layer 2", "no attention", (void)args);
     BAD(KVC_ERR_INVALID, 4, "v is given", "keys", (void)args);
-    BAD(KVC_ERR_INVALID, 0, "inner_tokens", "is 3:", args.inner_tokens = 3);
-    BAD(KVC_ERR_INVALID, 0, "inner_tokens", "is 8:", args.inner_tokens = 8);
-    BAD(KVC_ERR_INVALID, 0, "inner_tokens", "is -2:", args.inner_tokens = -2);
-    BAD(KVC_ERR_INVALID, 0, "k: strides", "3", args.inner_tokens = 2, args.k_batch_stride = 3);
-    BAD(KVC_ERR_INVALID, 0, "v: strides", "2", args.inner_tokens = 2, args.v_batch_stride = 2);
+    BAD(KVC_ERR_INVALID, 0, "tokens_per_sequence", "is 3:", args.tokens_per_sequence = 3);
+    BAD(KVC_ERR_INVALID, 0, "tokens_per_sequence", "is 8:", args.tokens_per_sequence = 8);
+    BAD(KVC_ERR_INVALID, 0, "tokens_per_sequence", "is -2:", args.tokens_per_sequence = -2);
+    BAD(KVC_ERR_INVALID, 0, "k: strides", "3", args.tokens_per_sequence = 2, args.k_batch_stride = 3);
+    BAD(KVC_ERR_INVALID, 0, "v: strides", "2", args.tokens_per_sequence = 2, args.v_batch_stride = 2);
     BAD(KVC_ERR_INVALID, 3, "num_tokens", "0", (void)args);
     BAD(KVC_ERR_INVALID, 3, "num_tokens", "-1", args.num_tokens = -1);
     BAD(KVC_ERR_INVALID, 3, "first is 1", "2", args.first = 1, args.num_tokens = 2);
     BAD(KVC_ERR_INVALID, 3, "seq_id", "is 2:", args.seq_id = 2, args.num_tokens = 2);
     BAD(KVC_ERR_FULL, 3, "4 rows", "max_len is 3", args.num_tokens = 4);
-    BAD(KVC_ERR_INVALID, 3, "inner_tokens", "is 2:", args.num_tokens = 3, args.inner_tokens = 2);
+    BAD(KVC_ERR_INVALID, 3, "tokens_per_sequence", "is 2:", args.num_tokens = 3, args.tokens_per_sequence = 2);
     BAD(KVC_ERR_INVALID, 3, "v", "NULL", args.num_tokens = 3, args.v = NULL);
 #undef BAD
     pair_check(p);

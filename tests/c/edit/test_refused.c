@@ -92,11 +92,11 @@ static void clear_another(kvc_cache *cache)
 {
     static int32_t positions[2 * BLOCK];
     static int64_t ids[2 * BLOCK];
-    const uint8_t restored[] = {0, 1};
+    const uint8_t replaced[] = {0, 1};
     for (int32_t i = 0; i < 2 * BLOCK; i++)
         positions[i] = i, ids[i] = 2;
     const kvc_begin_args args = {.struct_size = sizeof args, .num_tokens = 2 * BLOCK, .positions = positions,
-                                 .seq_ids = ids, .restored = restored};
+                                 .seq_ids = ids, .replaced = replaced};
     const kvc_put_args put = put_of(2 * BLOCK);
     kvc_batch *batch = NULL;
     CHECK(kvc_begin_with(cache, &args, &batch) == KVC_OK && kvc_put(batch, 1, &put) == KVC_OK);
@@ -194,7 +194,7 @@ static void test_unstored_keeps_to_max_bytes(void)
     CHECK(begun);
 }
 
-/* ---- batches ---------------------------------------------------------------------------------------------------- */
+/* ---- batches ----------------------------------------------------------------------------------------------------- */
 
 /* A long batch of many sequences that fails near its end leaves nothing behind. */
 static void test_full_in_the_middle(void)
@@ -252,7 +252,7 @@ static void test_refused_batch_changes_nothing(void)
     CHECK(heap.num == 0);
 }
 
-/* ---- random steps ----------------------------------------------------------------------------------------------- */
+/* ---- random steps ------------------------------------------------------------------------------------------------ */
 
 /* Forks, truncates or cuts a random sequence, or appends tokens with gaps between their positions. */
 static void random_step(kvc_cache *cache)

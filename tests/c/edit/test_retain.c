@@ -1,4 +1,4 @@
-/* Retained sequences: which of their rows another sequence goes on from, what is reclaimed and when, and what they
+/* Retained sequences: which of their rows another sequence goes on from, what is evicted and when, and what they
  * are not taken for.  What a sequence holds after it was attached is compared with one that was fed, and where it can
  * go on with a search over all positions. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
@@ -26,7 +26,7 @@ static kvc_cache *new_cache(int num_layers, const kvc_policy *policies, kvc_conf
 }
 
 /* Puts rows of 1000 * layer + position in every layer, at positions [begin, end) of a sequence, in one batch.  Of what
- * the sequence holds then, retains the pieces with bits in `pieces`: windows evict rows at the commit. */
+ * the sequence holds then, retains the pieces with bits in `pieces`: windows expire rows at the commit. */
 static kvc_status feed_and_retain(kvc_cache *cache, int num_layers, int64_t id, int32_t begin, int32_t end, int pieces)
 {
     float rows[TOKENS * 2][4];
@@ -75,7 +75,7 @@ static void check_rows(kvc_cache *cache, int64_t id, int l, const int32_t *posit
         CHECK(k[i][3] == (float)(1000 * l + positions[i]));
 }
 
-/* ---- attaching -------------------------------------------------------------------------------------------------- */
+/* ---- attaching --------------------------------------------------------------------------------------------------- */
 
 static int sees(const kvc_policy *policy, int32_t query, int32_t position)
 {
@@ -170,7 +170,7 @@ static void test_every_subset(int num_layers, const kvc_policy *policies)
     }
 }
 
-/* A sequence that goes on where it was attached is as one that was fed all along: rows, evictions, limits of going
+/* A sequence that goes on where it was attached is as one that was fed all along: rows, expiries, limits of going
  * back. */
 static void test_like_fed(int num_layers, const kvc_policy *policies)
 {
@@ -195,7 +195,7 @@ static void test_like_fed(int num_layers, const kvc_policy *policies)
     }
 }
 
-/* ---- reclaiming ------------------------------------------------------------------------------------------------- */
+/* ---- evicting ---------------------------------------------------------------------------------------------------- */
 
 /* Returns which pieces exist, as bits. */
 static int pieces_left(kvc_cache *cache)
@@ -231,7 +231,7 @@ static void test_capacity(void)
     CHECK_FAILS(feed(cache, 1, 6, 0, TOKENS - 8), KVC_ERR_FULL, "16 more tokens", "15 fit");
     CHECK(pieces_left(cache) == 7 && kvc_validate(cache) == KVC_OK);
     kvc_get_stats(cache, &stats, sizeof stats);
-    CHECK(stats.retained == 3 && stats.reclaimable_slots == 12 && stats.rows_reclaimed == 12);
+    CHECK(stats.retained == 3 && stats.evictable_slots == 12 && stats.rows_evicted == 12);
     CHECK(kvc_reserve(cache, 5, 7) == KVC_OK && pieces_left(cache) == 3);
     CHECK(kvc_pin(cache, ids, 1, 1) == KVC_OK && kvc_room(cache, 5, &room) == KVC_OK && room == 11);
     CHECK(feed(cache, 1, 5, 11, 22) == KVC_OK && pieces_left(cache) == 1);
@@ -240,7 +240,7 @@ static void test_capacity(void)
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
-/* Of many retained sequences, those that may be reclaimed are found behind more than are looked at first. */
+/* Of many retained sequences, those that may be evicted are found behind more than are looked at first. */
 static void test_many(void)
 {
     enum { MANY = 300, PINNED = 200, BEGIN = 40 };
@@ -263,7 +263,7 @@ static void test_many(void)
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-/* There is as much room as if all that may be reclaimed were dropped, and asking changes nothing. */
+/* There is as much room as if all that may be evicted were dropped, and asking changes nothing. */
 static void test_room(void)
 {
     const kvc_policy policies[] = {full_policy, sliding_policy(5, 1, 0)};
@@ -279,7 +279,7 @@ static void test_room(void)
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
-/* Nor does a reservation of as many tokens as there can be, beside a running sequence, reclaim anything. */
+/* Nor does a reservation of as many tokens as there can be, beside a running sequence, evict anything. */
 static void test_reserving_too_many(void)
 {
     const kvc_policy policies[] = {full_policy};
@@ -308,7 +308,7 @@ static void test_shared_stay(void)
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
-/* Where a sequence holds the rows of full layers, those of a window that it has left behind are reclaimed alone. */
+/* Where a sequence holds the rows of full layers, those of a window that it has left behind are evicted alone. */
 static void test_windows_go_first(void)
 {
     const kvc_policy policies[] = {full_policy, sliding_policy(5, 0, 0)};
@@ -329,7 +329,7 @@ static void test_windows_go_first(void)
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-/* Edits that copy rows reclaim, too. */
+/* Edits that copy rows evict, too. */
 static void test_edits(void)
 {
     const kvc_policy policies[] = {full_policy};
@@ -343,7 +343,7 @@ static void test_edits(void)
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
-/* ---- rows from elsewhere ---------------------------------------------------------------------------------------- */
+/* ---- rows from elsewhere ----------------------------------------------------------------------------------------- */
 
 /* New rows are pinned until they are written, in the groups that were asked for, and are attached as others are. */
 static void test_new_rows(void)
@@ -373,7 +373,7 @@ static void test_new_rows(void)
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
-/* ---- what retained sequences are not ---------------------------------------------------------------------------- */
+/* ---- what retained sequences are not ----------------------------------------------------------------------------- */
 
 static void test_refused(void)
 {
@@ -417,7 +417,7 @@ static void test_clone(void)
     CHECK(kvc_cache_free(cache) == KVC_OK && kvc_validate(clone) == KVC_OK && kvc_cache_free(clone) == KVC_OK);
 }
 
-/* ---- memory ----------------------------------------------------------------------------------------------------- */
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
 
 static kvc_status retain_some(kvc_cache *cache)
 {

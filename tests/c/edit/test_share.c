@@ -3,7 +3,7 @@
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/pairs.h"
 
-/* Feeds a sequence token by token, so that each begins a batch that evicts what no later one sees. */
+/* Feeds a sequence token by token, so that each begins a batch that expires what no later one sees. */
 static void feed_singly(pair *p, int64_t id, int32_t begin, int32_t end)
 {
     for (int32_t at = begin; at < end; at++)
@@ -15,7 +15,7 @@ static int can_go_on(const pair *p, int64_t id)
     return kvc_can_resume(p->cache, id, kvc_next_position(p->cache, id));
 }
 
-/* ---- which rows ------------------------------------------------------------------------------------------------- */
+/* ---- which rows -------------------------------------------------------------------------------------------------- */
 
 /* Any range can be shared, with an empty sequence or behind what one holds; a second time changes nothing. */
 static void test_ranges(int block_size)
@@ -239,10 +239,10 @@ static void test_cross_attention(void)
     pair_free(&p);
 }
 
-/* ---- what was evicted ------------------------------------------------------------------------------------------- */
+/* ---- what has expired -------------------------------------------------------------------------------------------- */
 
-/* Rows that were evicted of src are missing in dst: it is refused where it would see them, and nowhere else. */
-static void test_evicted(int block_size)
+/* Rows that have expired of src are missing in dst: it is refused where it would see them, and nowhere else. */
+static void test_expired(int block_size)
 {
     pair *p = mixed_pair(block_size); /* windows of 5 with 2 sinks, and of 3, the latter keeping 9 */
     feed_singly(p, 0, 0, 40);
@@ -253,7 +253,7 @@ static void test_evicted(int block_size)
     pair_check(p);
     CHECK(pair_feed(p, 1, 40, 42) == KVC_OK);
     CHECK(pair_share(p, 0, 2, 36, KVC_END) == KVC_OK && can_go_on(p, 2) && pair_feed(p, 2, 40, 41) == KVC_OK);
-    CHECK(pair_share(p, 0, 3, 0, 2) == KVC_OK && !can_go_on(p, 3)); /* sinks of one window, evicted of the other */
+    CHECK(pair_share(p, 0, 3, 0, 2) == KVC_OK && !can_go_on(p, 3)); /* sinks of one window, expired of the other */
     pair_check(p);
     pair_free(p);
 }
@@ -277,12 +277,12 @@ static void test_held_since(int block_size, kvc_policy policy)
     pair_free(p);
 }
 
-/* Rows of src that dst holds at their positions, its own, are not missing, at either end of what was evicted. */
-static void test_own_rows_in_place_of_evicted(void)
+/* Rows of src that dst holds at their positions, its own, are not missing, at either end of what has expired. */
+static void test_own_rows_in_place_of_expired(void)
 {
     pair *p = pair_with(sliding_policy(4, 0, 12), 4);
     feed_singly(p, 0, 0, 40);
-    pair_feed(p, 1, 0, 10); /* nothing is evicted yet */
+    pair_feed(p, 1, 0, 10); /* nothing has expired yet */
     CHECK(pair_share(p, 0, 1, 0, 10) == KVC_OK && can_go_on(p, 1) && kvc_can_resume(p->cache, 1, 3));
     pair_check(p);
     CHECK(pair_share(p, 0, 1, 4, 15) == KVC_OK && !can_go_on(p, 1) && kvc_next_position(p->cache, 1) == 15);
@@ -292,8 +292,8 @@ static void test_own_rows_in_place_of_evicted(void)
     pair_free(p);
 }
 
-/* Where all rows were evicted, those positions are shared: dst does not begin anew in silence. */
-static void test_all_evicted(void)
+/* Where all rows have expired, those positions are shared: dst does not begin anew in silence. */
+static void test_all_expired(void)
 {
     pair *p = pair_with(chunked_policy(4, 0), 4);
     pair_feed(p, 0, 0, 8);
@@ -307,7 +307,7 @@ static void test_all_evicted(void)
     pair_free(p);
 }
 
-/* ---- what refuses it -------------------------------------------------------------------------------------------- */
+/* ---- what refuses it --------------------------------------------------------------------------------------------- */
 
 static void test_busy(void)
 {
@@ -337,7 +337,7 @@ static void test_too_long(void)
     pair_free(p);
 }
 
-/* ---- positions' ends -------------------------------------------------------------------------------------------- */
+/* ---- positions' ends --------------------------------------------------------------------------------------------- */
 
 static void test_position_range(void)
 {
@@ -366,14 +366,14 @@ int main(void)
         test_repeated_positions(block_sizes[i]);
         test_another_row(block_sizes[i]);
         test_one_slot_twice(block_sizes[i]);
-        test_evicted(block_sizes[i]);
+        test_expired(block_sizes[i]);
         test_held_since(block_sizes[i], sliding_policy(5, 0, 0));
         test_held_since(block_sizes[i], sliding_policy(3, 2, 9));
     }
     test_nothing();
     test_cross_attention();
-    test_own_rows_in_place_of_evicted();
-    test_all_evicted();
+    test_own_rows_in_place_of_expired();
+    test_all_expired();
     test_busy();
     test_too_long();
     test_position_range();

@@ -32,7 +32,7 @@ typedef union emulated {
     uint8_t u8[64];
 } emulated;
 
-/* ---- AVX-512 ---------------------------------------------------------------------------------------------------- */
+/* ---- AVX-512 ----------------------------------------------------------------------------------------------------- */
 
 static inline int emulated_rounded(float x) { return _mm_cvtss_si32(_mm_set_ss(x)); }
 static inline int emulated_truncated(float x) { return _mm_cvttss_si32(_mm_set_ss(x)); }
@@ -162,7 +162,7 @@ static inline __m512 emulated_scalef_ps(__m512 x, __m512 y)
 #define _mm512_shuffle_f32x4 simde_mm512_shuffle_f32x4
 #define _mm512_shuffle_i64x2 simde_mm512_shuffle_i32x4
 
-/* ---- bf16 ------------------------------------------------------------------------------------------------------- */
+/* ---- bf16 -------------------------------------------------------------------------------------------------------- */
 
 /* Denormal floats are 0, of the same sign, to what follows. */
 static inline __m512 emulated_flush(__m512 x)
@@ -209,7 +209,7 @@ static inline __m256bh emulated_cvtneps_pbh(__m512 x)
 #define _mm512_cvtne2ps_pbh emulated_cvtne2ps_pbh
 #define _mm512_cvtneps_pbh emulated_cvtneps_pbh
 
-/* ---- tiles ------------------------------------------------------------------------------------------------------ */
+/* ---- tiles ------------------------------------------------------------------------------------------------------- */
 
 static _Thread_local struct {
     uint8_t palette, start, reserved[14];
@@ -314,7 +314,7 @@ static inline void emulated_tile_dpfp16ps(int c, int a, int b)
 #define _tile_dpbf16ps emulated_tile_dpbf16ps
 #define KVC_TILE_DPFP16PS emulated_tile_dpfp16ps
 
-/* ---- the sources ------------------------------------------------------------------------------------------------ */
+/* ---- the sources ------------------------------------------------------------------------------------------------- */
 
 /* TARGET is an attribute without features; what keeps a vector in a register, for which there is none, is nothing.
  * `__asm__ volatile` stays, `__asm__ __volatile__` does not. */

@@ -5,7 +5,7 @@
 
 #include "support/pairs.h"
 
-/* ---- structs that are smaller or larger than the library's ------------------------------------------------------ */
+/* ---- structs that are smaller or larger than the library's ------------------------------------------------------- */
 
 typedef struct future_layer {
     kvc_layer layer;
@@ -97,7 +97,7 @@ static void test_argument_sizes(void)
     pair_free(p);
 }
 
-/* ---- bad arguments ---------------------------------------------------------------------------------------------- */
+/* ---- bad arguments ----------------------------------------------------------------------------------------------- */
 
 /* Each limit of kvc_config outside its range is refused by name and value. */
 static void test_bad_limits(void)

@@ -3,7 +3,7 @@
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/random_steps.h"
 
-/* ---- one cache, in whose memory allocations fail ---------------------------------------------------------------- */
+/* ---- one cache, in whose memory allocations fail ----------------------------------------------------------------- */
 
 /* What is there before the operation, and the operation, which may be repeated once it has failed. */
 typedef struct scenario {
@@ -70,7 +70,7 @@ static void run_scenario(const scenario *s)
         printf("in the scenario: %s\n", s->name);
 }
 
-/* ---- what is there before --------------------------------------------------------------------------------------- */
+/* ---- what is there before ---------------------------------------------------------------------------------------- */
 
 /* A rope that rotates two elements of a key by right angles. */
 static kvc_rope right_rope(int first_dim)
@@ -112,7 +112,7 @@ static void prepare_four(pair *p)
     pair_fork(p, 0, 3);
 }
 
-/* The rows before the last ones of sequence 1 have not been evicted. */
+/* The rows before the last ones of sequence 1 have not been expired. */
 static void prepare_fed(pair *p)
 {
     prepare_four(p);
@@ -259,7 +259,7 @@ static void prepare_deltas(pair *p)
     pair_put_all(p);
 }
 
-/* ---- operations ------------------------------------------------------------------------------------------------- */
+/* ---- operations -------------------------------------------------------------------------------------------------- */
 
 static kvc_status begin_new(pair *p)
 {
@@ -494,7 +494,7 @@ static kvc_status restore_over(pair *p)
     return pair_restore(p, 1, 0);
 }
 
-/* ---- what takes no memory, so that it cannot fail --------------------------------------------------------------- */
+/* ---- what takes no memory, so that it cannot fail ---------------------------------------------------------------- */
 
 static void test_needs_no_memory(void)
 {
@@ -570,14 +570,14 @@ static void prepare_scattered(pair *p)
 /* A batch that restores the layers of one group, in three sequences. */
 static kvc_status begin_restoring(pair *p)
 {
-    static const uint8_t restored[] = {0, 0, 1, 1};
+    static const uint8_t replaced[] = {0, 0, 1, 1};
     int32_t positions[30];
     int64_t ids[30];
     for (int t = 0; t < 30; t++) {
         ids[t] = (int64_t[]){0, 3, 9}[t % 3];
         positions[t] = 60 - 2 * t + t % 5;
     }
-    return pair_begin_with(p, 30, positions, ids, restored);
+    return pair_begin_with(p, 30, positions, ids, replaced);
 }
 
 static void prepare_restoring(pair *p)
@@ -639,7 +639,7 @@ static void test_unstored_commit_needs_no_memory(void)
     CHECK(heap.num == 0);
 }
 
-/* ---- everything ------------------------------------------------------------------------------------------------- */
+/* ---- everything -------------------------------------------------------------------------------------------------- */
 
 static void test_cache_new(void)
 {

@@ -290,7 +290,7 @@ static void test_rewrite_that_forks(void)
     check_child(child_of_function, "of the function's own");
 }
 
-/* ---- functions that write and read saved states -------------------------------------------------------------------- */
+/* ---- functions that write and read saved states ------------------------------------------------------------------ */
 
 static char file[1 << 16];
 static size_t file_size, file_at, slow_from; /* slow_from: the byte from which on a thread stays in the function */
@@ -473,7 +473,7 @@ static void test_plan(void)
     do_everything(cache, "in the parent");
 }
 
-/* ---- whatever others are at ------------------------------------------------------------------------------------- */
+/* ---- whatever others are at -------------------------------------------------------------------------------------- */
 
 static atomic_int stop;
 

@@ -66,7 +66,7 @@ static void test_refused(void)
 }
 
 /* A state for which retained sequences must go: they do once all is read and checked, and not before. */
-static void test_altered_reclaims_nothing(void)
+static void test_altered_evicts_nothing(void)
 {
     saved file = long_state();
     pair *p = limited_pair(0, 0, LONG + 4, 0);
@@ -84,9 +84,9 @@ static void test_altered_reclaims_nothing(void)
         const kvc_load_args args = load_args_of(&copy);
         CHECK(kvc_restore(p->cache, &args) == (is_altered ? KVC_ERR_FORMAT : KVC_OK));
         kvc_get_stats(p->cache, &stats, sizeof stats);
-        CHECKF(is_altered ? stats.retained == 3 && !stats.rows_reclaimed : stats.retained < 3,
-               "%lld are retained, %lld rows were reclaimed", (long long)stats.retained,
-               (long long)stats.rows_reclaimed);
+        CHECKF(is_altered ? stats.retained == 3 && !stats.rows_evicted : stats.retained < 3,
+               "%lld are retained, %lld rows were evicted", (long long)stats.retained,
+               (long long)stats.rows_evicted);
         CHECK(!is_altered || kvc_nbytes(p->cache) == nbytes);
         CHECK(kvc_validate(p->cache) == KVC_OK);
         free(copy.bytes);
@@ -130,7 +130,7 @@ static void check_clone(const pair *p, kvc_cache *clone)
     pair_free(&copy);
 }
 
-/* With rows that two sequences share, rows that were evicted, and blocks that only the state has. */
+/* With rows that two sequences share, rows that have expired, and blocks that only the state has. */
 static void test_cloned(int is_altered)
 {
     cloned_file c = {.file = long_state(), .p = limited_pair(0, 0, 0, 0)};
@@ -154,7 +154,7 @@ int main(void)
     if (KVC_IS_BIG_ENDIAN) /* test_saved.c checks that states are refused */
         return 0;
     test_refused();
-    test_altered_reclaims_nothing();
+    test_altered_evicts_nothing();
     test_cloned(0);
     test_cloned(1);
     return test_result();

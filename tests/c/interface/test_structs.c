@@ -157,15 +157,15 @@ static kvc_status hide(const void *given, size_t size)
     const kvc_rows_out out = {.struct_size = sizeof out, .k = k, .v = v};
     const kvc_attend_args args = {.struct_size = sizeof args, .q = rows, .out = v};
     const kvc_plan_args plan_args = {
-        .struct_size = sizeof plan_args, .num_heads = 1, .hidden = given, .hidden_size = size, .num_hidden = 1};
+        .struct_size = sizeof plan_args, .num_heads = 1, .masked = given, .masked_size = size, .num_masked = 1};
     uint8_t seen = 7;
     const kvc_dense_args dense_args = {.struct_size = sizeof dense_args,
                                        .rows = &out,
                                        .seen = &seen,
                                        .num_rows = 1,
-                                       .hidden = given,
-                                       .hidden_size = size,
-                                       .num_hidden = 1};
+                                       .masked = given,
+                                       .masked_size = size,
+                                       .num_masked = 1};
     kvc_cache *cache = new_cache();
     kvc_batch *batch = begin(cache, 0);
     put_one(batch);
@@ -233,7 +233,7 @@ static void test_given(void)
     const kvc_attend_args attend_args = {.struct_size = sizeof attend_args, .q = rows, .out = v};
     const kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .num_heads = 1};
     const kvc_dense_args dense_args = {.struct_size = sizeof dense_args, .rows = &out, .num_rows = 1};
-    const kvc_hidden hidden = {.begin = 0, .end = 1};
+    const kvc_masked masked = {.begin = 0, .end = 1};
     check_sizes(make_layer, &plain_layer, sizeof plain_layer, kvc_layer_least_size, "layers", 0);
     check_sizes(make_with_allocator, &allocator, sizeof allocator, kvc_allocator_least_size, "allocator", 1);
     check_sizes(make_cache, &config, sizeof config, kvc_config_least_size, "config", 1);
@@ -243,7 +243,7 @@ static void test_given(void)
     check_sizes(put, &put_args, sizeof put_args, kvc_put_args_least_size, "args", 1);
     check_sizes(attend, &attend_args, sizeof attend_args, kvc_attend_args_least_size, "args", 1);
     check_sizes(plan, &plan_args, sizeof plan_args, kvc_plan_args_least_size, "plan", 1);
-    check_sizes(hide, &hidden, sizeof hidden, kvc_hidden_least_size, "hidden", 0);
+    check_sizes(hide, &masked, sizeof masked, kvc_masked_least_size, "masked", 0);
     check_sizes(dense, &dense_args, sizeof dense_args, kvc_dense_args_least_size, "args", 1);
 }
 
@@ -254,7 +254,7 @@ static void test_missing_fields(void)
     kvc_plan_args args;
     memset(&args, 0xff, sizeof args);
     CHECK(kvc_read_sized(&args, sizeof args, older.struct_size, &older, "plan") == KVC_OK);
-    CHECK(args.struct_size == sizeof args && args.layer == 7 && args.num_heads == 0 && !args.non_causal && !args.num_hidden);
+    CHECK(args.struct_size == sizeof args && args.layer == 7 && args.num_heads == 0 && !args.non_causal && !args.num_masked);
     CHECK_FAILS(kvc_read_sized(&args, sizeof args, older.struct_size + 1, &older, "plan"), KVC_ERR_INVALID, "plan",
                 "given as ");
 }

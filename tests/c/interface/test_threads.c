@@ -34,7 +34,7 @@ static kvc_cache *new_cache(int block_size)
     return new_cache_of(block_size, layers);
 }
 
-/* ---- rows that follow from their position ----------------------------------------------------------------------- */
+/* ---- rows that follow from their position ------------------------------------------------------------------------ */
 
 /* Tokens [first, first + n) of a batch, the first of them at this position. */
 static void put_rows(kvc_batch *batch, int layer, int first, int n, int32_t position)
@@ -84,7 +84,7 @@ static void feed(kvc_cache *cache, int64_t id, int n)
     CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
 }
 
-/* ---- decoding --------------------------------------------------------------------------------------------------- */
+/* ---- decoding ---------------------------------------------------------------------------------------------------- */
 
 /* The outputs of attention of every step and layer. */
 typedef struct outputs {
@@ -161,7 +161,7 @@ static int32_t decode(kvc_cache *cache, outputs *results, int num_helpers)
     return position;
 }
 
-/* ---- what others do meanwhile ----------------------------------------------------------------------------------- */
+/* ---- what others do meanwhile ------------------------------------------------------------------------------------ */
 
 /* Other threads edit sequences 10 to 13, which share rows with sequence 1; that one stays as it is. */
 
@@ -308,7 +308,7 @@ static void test_decoding_among_others(void)
     CHECKF(kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
 }
 
-/* ---- putting from several threads ------------------------------------------------------------------------------- */
+/* ---- putting from several threads -------------------------------------------------------------------------------- */
 
 typedef struct share {
     kvc_batch *batch;
@@ -352,7 +352,7 @@ static void test_putting_together(void)
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
-/* ---- cross-attention layers ------------------------------------------------------------------------------------- */
+/* ---- cross-attention layers -------------------------------------------------------------------------------------- */
 
 enum { CROSS_ROWS = 6, CROSS_STEPS = 300 };
 
@@ -483,7 +483,7 @@ static void test_cross_layers_side_by_side(void)
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
-/* ---- a slow function that moves keys ---------------------------------------------------------------------------- */
+/* ---- a slow function that moves keys ----------------------------------------------------------------------------- */
 
 /* What the thread that moves keys and the others know of each other. */
 typedef struct slow {
@@ -575,7 +575,7 @@ static void test_slow_function(void)
     CHECK(kvc_validate(s.cache) == KVC_OK && kvc_cache_free(s.cache) == KVC_OK);
 }
 
-/* ---- rows that are written where they lie ----------------------------------------------------------------------- */
+/* ---- rows that are written where they lie ------------------------------------------------------------------------ */
 
 /* Replaces rows of a sequence of BASE tokens by what they are. */
 static kvc_status inject_again(kvc_cache *cache, int64_t id, int layer, int32_t begin, int32_t end, float *k, float *v)
@@ -746,7 +746,7 @@ static void test_writing_in_place(void)
     CHECKF(kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
 }
 
-/* ---- compacting beside copies ----------------------------------------------------------------------------------- */
+/* ---- compacting beside copies ------------------------------------------------------------------------------------ */
 
 /* kvc_compact and kvc_settle wait for all calls that copy rows out, and for no view. */
 static void test_compacting_beside_copies(void)
@@ -853,7 +853,7 @@ static void test_giving_back_beside_copies(void)
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-/* ---- a cache for each thread ------------------------------------------------------------------------------------ */
+/* ---- a cache for each thread ------------------------------------------------------------------------------------- */
 
 /* Blocks so large that they are pages of the operating system; the error is this thread's own. */
 static void *own_cache(void *context)

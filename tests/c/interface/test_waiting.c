@@ -97,7 +97,7 @@ static void await_waiters(kvc_cache *cache, int num)
         sched_yield();
 }
 
-/* ---- request threads -------------------------------------------------------------------------------------------- */
+/* ---- request threads --------------------------------------------------------------------------------------------- */
 
 typedef struct request {
     kvc_cache *cache;
@@ -139,7 +139,7 @@ static void test_requests(void)
         CHECK(kvc_validate(caches[i]) == KVC_OK && kvc_cache_free(caches[i]) == KVC_OK);
 }
 
-/* ---- order, time, failure --------------------------------------------------------------------------------------- */
+/* ---- order, time, failure ---------------------------------------------------------------------------------------- */
 
 typedef struct caller {
     kvc_cache *cache;
@@ -221,7 +221,7 @@ static void test_time(void)
     CHECK(patient.status == KVC_OK && kvc_next_position(cache, 2) == 1 && kvc_cache_free(cache) == KVC_OK);
 }
 
-/* ---- keys that another call rewrites ---------------------------------------------------------------------------- */
+/* ---- keys that another call rewrites ----------------------------------------------------------------------------- */
 
 static atomic_int is_inside, go_on;
 
@@ -264,7 +264,7 @@ static void test_rewrite(void)
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
-/* ---- poll ------------------------------------------------------------------------------------------------------- */
+/* ---- poll -------------------------------------------------------------------------------------------------------- */
 
 typedef struct poller {
     kvc_cache *cache;
@@ -330,7 +330,7 @@ static void test_freeing(void)
     CHECK(kvc_cache_free(p.cache) == KVC_OK);
 }
 
-/* ---- fork() ----------------------------------------------------------------------------------------------------- */
+/* ---- fork() ------------------------------------------------------------------------------------------------------ */
 
 static void test_fork(void)
 {

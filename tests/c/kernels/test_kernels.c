@@ -26,7 +26,7 @@ static float float_of(uint32_t bits)
     return x;
 }
 
-/* ---- what rows hold --------------------------------------------------------------------------------------------- */
+/* ---- what rows hold ---------------------------------------------------------------------------------------------- */
 
 static char *guarded_end; /* end of the memory of rows; reading beyond it faults */
 
@@ -115,7 +115,7 @@ static kvc_ahead ahead_of(const tile *t, int type, int dim)
                        random_int(1, 3)};
 }
 
-/* ---- conversions ------------------------------------------------------------------------------------------------ */
+/* ---- conversions ------------------------------------------------------------------------------------------------- */
 
 /* Converts n elements, as one row, with both tables and compares bit by bit. */
 static void check_same(const kvc_kernels *kernels, int from, int to, const void *src, int n)
@@ -235,7 +235,7 @@ static void test_convert_rows(const kvc_kernels *kernels, int from, int to, int 
     }
 }
 
-/* ---- quantised rows --------------------------------------------------------------------------------------------- */
+/* ---- quantised rows ---------------------------------------------------------------------------------------------- */
 
 enum { BLOCK = 32, BLOCKS = 8, QUANT_DIM = BLOCK * BLOCKS, LARGEST_BLOCK = 34 };
 
@@ -517,7 +517,7 @@ static void test_unpack(const kvc_kernels *kernels, int type, int dim)
     }
 }
 
-/* ---- score and accumulate --------------------------------------------------------------------------------------- */
+/* ---- score and accumulate ---------------------------------------------------------------------------------------- */
 
 /* What 16 bits for a number of [-largest, largest] may be off by. */
 static double step_of(const kvc_kernels *kernels, int type, double largest)
@@ -609,7 +609,7 @@ static void test_accumulate(const kvc_kernels *kernels, int type, int dim, int n
     for (int i = 0; i < MAX_Q * KVC_TILE; i++)
         weights[i] = i % KVC_TILE < n ? largest.factors * random_float() / growth_at(largest, i % KVC_TILE) : 0;
     for (int r = 0; r < MAX_Q && largest.growth; r++)
-        weights[r * KVC_TILE + n - 1] = 0; /* the largest row is hidden */
+        weights[r * KVC_TILE + n - 1] = 0; /* the largest row is masked */
     fill_to(&acc[0][0], MAX_Q * STRIDE, largest.rows * largest.factors);
     memcpy(old, acc, sizeof old);
     kernels->accumulate[type](&acc[0][0], STRIDE, factor, weights, num_q, t->rows, t->stride, n, dim,
@@ -648,7 +648,7 @@ static void accumulate_scale(const kvc_kernels *kernels, int type, int block, ui
         kernels->convert(KVC_F32, type, rows + j * stride, 0, row, 0, 1, DIM);
     }
     memcpy(rows + block * (int)kvc_row_bytes(type, BLOCK), &scale, sizeof scale);
-    for (int i = 0; i < Q * KVC_TILE; i++) /* the first row is hidden from query 1 */
+    for (int i = 0; i < Q * KVC_TILE; i++) /* the first row is masked from query 1 */
         weights[i] = i % KVC_TILE < N && i != KVC_TILE ? size * (float)(i % 13 + 1) : 0;
     memset(acc, 0, Q * DIM * sizeof *acc);
     kernels->accumulate[type](acc, DIM, factor, weights, Q, rows, stride, N, DIM, nothing_ahead);
@@ -717,7 +717,7 @@ static void test_same_sums(const kvc_kernels *kernels, int type, int dim, int nu
     }
 }
 
-/* ---- softmax ---------------------------------------------------------------------------------------------------- */
+/* ---- softmax ----------------------------------------------------------------------------------------------------- */
 
 static float softmax(const kvc_kernels *kernels, float *scores, int n, float *max, float *sum)
 {
@@ -812,12 +812,12 @@ static float draw_wide(int step)
     return 100 * random_float();
 }
 
-static float draw_half_hidden(int step)
+static float draw_half_masked(int step)
 {
     return step < 2 || random_int(0, 2) ? -INFINITY : random_float();
 }
 
-static float draw_hidden(int step)
+static float draw_masked(int step)
 {
     (void)step;
     return -INFINITY;
@@ -836,14 +836,14 @@ static float draw_far_apart(int step)
 
 static void test_softmax(const kvc_kernels *kernels)
 {
-    float (*draws[])(int) = {draw_usual, draw_wide, draw_half_hidden, draw_hidden, draw_huge, draw_far_apart};
+    float (*draws[])(int) = {draw_usual, draw_wide, draw_half_masked, draw_masked, draw_huge, draw_far_apart};
     for (int n = 1; n <= KVC_TILE; n++)
         for (size_t i = 0; i < sizeof draws / sizeof *draws; i++)
             check_softmax(kernels, n, draws[i]);
 
-    float max = 3, sum = 2, hidden[KVC_TILE] = {-INFINITY, -INFINITY};
-    float factor = softmax(kernels, hidden, 2, &max, &sum);
-    CHECK(factor == 1 && max == 3 && sum == 2 && hidden[0] == 0 && hidden[1] == 0);
+    float max = 3, sum = 2, masked[KVC_TILE] = {-INFINITY, -INFINITY};
+    float factor = softmax(kernels, masked, 2, &max, &sum);
+    CHECK(factor == 1 && max == 3 && sum == 2 && masked[0] == 0 && masked[1] == 0);
     for (int n = 1; n < KVC_TILE; n += 3) { /* NaN is never lost */
         float scores[KVC_TILE] = {0};
         scores[random_int(0, n)] = NAN;
@@ -854,7 +854,7 @@ static void test_softmax(const kvc_kernels *kernels)
     }
 }
 
-/* ---- matmul and what packs for it ------------------------------------------------------------------------------- */
+/* ---- matmul and what packs for it -------------------------------------------------------------------------------- */
 
 static void test_matmul(const kvc_kernels *kernels, int m, int n, int k, int add)
 {
@@ -940,7 +940,7 @@ static void test_panels(const kvc_kernels *kernels, int type, int dim, int m, in
            kvc_type_name(type), dim, m, n);
 }
 
-/* ---- many query rows -------------------------------------------------------------------------------------------- */
+/* ---- many query rows --------------------------------------------------------------------------------------------- */
 
 static void begin(const kvc_kernels *kernels, kvc_former *former)
 {
@@ -1104,7 +1104,7 @@ static void check_weigh(const kvc_kernels *kernels, const kvc_tiler *tiler, int 
 
 static void test_weigh(const kvc_kernels *kernels, const kvc_tiler *tiler)
 {
-    float (*draws[])(int) = {draw_usual, draw_wide, draw_half_hidden, draw_hidden, draw_huge, draw_far_apart};
+    float (*draws[])(int) = {draw_usual, draw_wide, draw_half_masked, draw_masked, draw_huge, draw_far_apart};
     if (!tiler->weigh)
         return;
     for (int n = 1; n <= KVC_WIDE_TILE; n += n < 40 ? 1 : 27)
@@ -1120,7 +1120,7 @@ static void test_weigh(const kvc_kernels *kernels, const kvc_tiler *tiler)
     }
 }
 
-/* ---- everything ------------------------------------------------------------------------------------------------- */
+/* ---- everything -------------------------------------------------------------------------------------------------- */
 
 static void test_rows(const kvc_kernels *kernels, int type, int dim)
 {
@@ -1190,7 +1190,7 @@ static void test_denormals(const kvc_kernels *kernels, int type, int dim)
     }
 }
 
-/* ---- the Hadamard transform --------------------------------------------------------------------------------------- */
+/* ---- the Hadamard transform -------------------------------------------------------------------------------------- */
 
 enum { MAX_ORDER = 1024 };
 
@@ -1304,7 +1304,7 @@ static void test_choice(void)
     CHECK(best && strstr(KVC_KERNEL_NAMES, best->name));
 }
 
-/* ---- what other code of the thread relies on -------------------------------------------------------------------- */
+/* ---- what other code of the thread relies on --------------------------------------------------------------------- */
 
 #ifdef KVC_HAVE_AMX
 /* A library on the same thread may set the shapes of its tiles once, as ggml does. */

@@ -5,7 +5,7 @@
 
 enum { WINDOW = 8, SINKS = 2, DIM = 4, LAYERS = 4, MAX_POSITION = 80 };
 
-/* ---- the same results as without saving and restoring ----------------------------------------------------------- */
+/* ---- the same results as without saving and restoring ------------------------------------------------------------ */
 
 /* Two groups, of two layers each: the second reads the first's rows, or has its own. */
 static kvc_cache *new_cache(int32_t num_sinks, int shares)
@@ -81,7 +81,7 @@ static void restore(kvc_cache *cache, int64_t id, const uint8_t *layers, int32_t
     for (int t = 0; t < n; t++)
         ids[t] = id;
     const kvc_begin_args args = {
-        .struct_size = sizeof args, .num_tokens = n, .positions = positions, .seq_ids = ids, .restored = layers};
+        .struct_size = sizeof args, .num_tokens = n, .positions = positions, .seq_ids = ids, .replaced = layers};
     CHECKF(kvc_begin_with(cache, &args, &batch) == KVC_OK, "%s", kvc_last_error());
     for (int l = 0; batch && l < LAYERS; l++) {
         kvc_status status = put_positions(batch, l, n, positions);
@@ -152,7 +152,7 @@ static void test_checkpoint(int32_t num_sinks, int shares)
     CHECK_FAILS(begin_at(cache, 0, 60), KVC_ERR_GONE, "position 60", "layer 1 lacks, from 30 to 59");
     CHECK(begin_at(cache, 0, 30) == KVC_ERR_GONE); /* the layers that see everything hold the tokens behind, too */
     CHECK(kvc_seq_len(cache, 0, 1) == WINDOW + num_sinks);
-    feed(cache, 1, 0, 20, shares, NULL); /* evicts what no query at 30 sees, and no more */
+    feed(cache, 1, 0, 20, shares, NULL); /* expires what no query at 30 sees, and no more */
     CHECK(kvc_reserve(cache, 2, 40) == KVC_OK);
     CHECK(kvc_seq_len(cache, 0, 1) == WINDOW - 1 + num_sinks);
     CHECK_FAILS(kvc_truncate(cache, 0, 31), KVC_ERR_GONE, "position 31", "layer 1 lacks");
@@ -211,7 +211,7 @@ static void test_windows_alone(void)
     }
 }
 
-/* ---- what is replaced, and what stays --------------------------------------------------------------------------- */
+/* ---- what is replaced, and what stays ---------------------------------------------------------------------------- */
 
 static const uint8_t first_layer[] = {1, 0};
 
@@ -286,7 +286,7 @@ static void test_limits(void)
     pair_free(&p);
 }
 
-/* Tokens of which no restored layer keeps rows need no room: those of a batch that restores an encoder's rows alone. */
+/* Tokens of which no replaced layer keeps rows need no room: those of a batch that restores an encoder's rows alone. */
 static void test_cross_alone(void)
 {
     const kvc_layer cross = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = {.kind = KVC_CROSS, .max_len = 3}};
@@ -298,12 +298,12 @@ static void test_cross_alone(void)
                            .num_tokens = 4,
                            .positions = (int32_t[]){0, 1, 2, 3},
                            .seq_ids = (int64_t[]){5, 5, 5, 5},
-                           .restored = (uint8_t[]){0, 1}};
+                           .replaced = (uint8_t[]){0, 1}};
     const float rows[8] = {0};
     const kvc_put_args put = {.struct_size = sizeof put, .k = rows, .v = rows, .num_tokens = 2, .seq_id = 5};
     CHECKF(kvc_begin_with(p.cache, &args, &batch) == KVC_OK, "%s", kvc_last_error());
     CHECK(kvc_put(batch, 1, &put) == KVC_OK && kvc_commit(batch) == KVC_OK && kvc_seq_len(p.cache, 5, 1) == 2);
-    args.restored = (uint8_t[]){1, 0};
+    args.replaced = (uint8_t[]){1, 0};
     CHECK_FAILS(kvc_begin_with(p.cache, &args, &batch), KVC_ERR_FULL, "4 more tokens", "capacity 3");
     pair_free(&p);
 }
@@ -323,11 +323,11 @@ static void test_refused(void)
                            .num_tokens = 3,
                            .positions = (int32_t[]){2, 0, 2},
                            .seq_ids = (int64_t[]){5, 5, 6},
-                           .restored = (uint8_t[]){0, 1, 0, 0, 0, 0}};
+                           .replaced = (uint8_t[]){0, 1, 0, 0, 0, 0}};
     CHECK_FAILS(kvc_begin_with(p.cache, &args, &batch), KVC_ERR_INVALID, "not layer 3", "names layer 1");
-    args.restored = (uint8_t[]){1, 0, 1, 0, 0, 0};
-    CHECK_FAILS(kvc_begin_with(p.cache, &args, &batch), KVC_ERR_INVALID, "restored names no layer", "rows of its own");
-    args.restored = (uint8_t[]){1, 1, 0, 1, 1, 0};
+    args.replaced = (uint8_t[]){1, 0, 1, 0, 0, 0};
+    CHECK_FAILS(kvc_begin_with(p.cache, &args, &batch), KVC_ERR_INVALID, "replaced names no layer", "rows of its own");
+    args.replaced = (uint8_t[]){1, 1, 0, 1, 1, 0};
     args.parents = (int32_t[]){-1, -1, -1};
     CHECK_FAILS(kvc_begin_with(p.cache, &args, &batch), KVC_ERR_INVALID, "parents", "NULL");
     args.parents = NULL;

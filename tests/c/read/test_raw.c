@@ -11,7 +11,7 @@ enum { HEADS = 3, K_DIM = 64, V_DIM = 32, ROWS = 23, BLOCK = 4, ODD = 1 };
 static const kvc_rope rope = {
     .kind = KVC_ROPE_FREQUENCIES, .first_dim = 2, .num_freqs = 5, .inv_freq = any_angles};
 
-/* ---- arrays of rows ----------------------------------------------------------------------------------------------- */
+/* ---- arrays of rows ---------------------------------------------------------------------------------------------- */
 
 /* How rows lie in an array. */
 typedef enum order { TOKEN_MAJOR, HEAD_MAJOR, GAPS, NUM_ORDERS } order;
@@ -97,7 +97,7 @@ static kvc_rows_in in_of(const kvc_layer *layer, const rows *r)
                          .v_type = layer->v_type};
 }
 
-/* Checks that rows [first, first + a->num) of b are those of a, and that what lies between those of a was not touched. */
+/* Checks that rows [first, first + a->num) of b are those of a, and that what lies between those of a was not faulted. */
 static void check_equal(const array *a, const array *b, int first)
 {
     for (int h = 0; h < a->heads; h++) {
@@ -115,7 +115,7 @@ static void check_rows(const rows *a, const rows *b, int first)
     check_equal(&a->v, &b->v, first);
 }
 
-/* ---- caches ------------------------------------------------------------------------------------------------------- */
+/* ---- caches ------------------------------------------------------------------------------------------------------ */
 
 static kvc_layer layer_of(int32_t k_type, int32_t v_type)
 {
@@ -205,7 +205,7 @@ static void check_stored(kvc_cache *cache, const kvc_layer *layer, int64_t id, c
     rows_free(&r);
 }
 
-/* ---- tests -------------------------------------------------------------------------------------------------------- */
+/* ---- tests ------------------------------------------------------------------------------------------------------- */
 
 /* What is gathered is what is stored, and put into another cache it is stored as it was. */
 static void check_round_trip(const kvc_layer *layer, order order)
@@ -244,7 +244,7 @@ static void test_round_trips(void)
 }
 
 /* Tokens of several sequences in lock step, [batch][head][token], go in as they are. */
-static void test_inner_tokens(void)
+static void test_tokens_per_sequence(void)
 {
     const kvc_layer layer = layer_of(KVC_Q4_0, KVC_Q8_0);
     kvc_cache *cache = new_cache(&layer), *other = new_cache(&layer);
@@ -258,7 +258,7 @@ static void test_inner_tokens(void)
         }
     }
     kvc_put_args args = put_of(&layer, &parts);
-    args.inner_tokens = 4;
+    args.tokens_per_sequence = 4;
     args.k_head_stride = 4 * parts.k.row_bytes, args.k_batch_stride = HEADS * args.k_head_stride;
     args.v_head_stride = 4 * parts.v.row_bytes, args.v_batch_stride = HEADS * args.v_head_stride;
     kvc_batch *batch = begin(other, 0, 12);
@@ -699,7 +699,7 @@ static void test_no_memory(void)
 static void test_all(void)
 {
     test_round_trips();
-    test_inner_tokens();
+    test_tokens_per_sequence();
     test_windows_and_forks();
     test_moved();
     test_moved_without_rope();

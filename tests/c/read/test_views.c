@@ -3,7 +3,7 @@
 #include "support/random_steps.h"
 #include "support/pairs.h"
 
-/* ---- holds ------------------------------------------------------------------------------------------------------ */
+/* ---- holds ------------------------------------------------------------------------------------------------------- */
 
 /* Held rows stay as they are whatever becomes of their sequence: their blocks are not used again. */
 static void test_hold(int block_size)
@@ -12,7 +12,7 @@ static void test_hold(int block_size)
     pair *p = mixed_pair(block_size);
     pair_feed(p, 0, 0, 30);
     CHECK(view_new(&full, p, 0, 0) == KVC_OK && view_new(&sliding, p, 0, 1) == KVC_OK);
-    pair_feed(p, 0, 30, 40); /* evicts */
+    pair_feed(p, 0, 30, 40); /* expires */
     pair_remove(p, 0, 3, 7, 0);
     pair_fork(p, 0, 1);
     CHECK(view_new(&again, p, 1, 0) == KVC_OK);
@@ -151,7 +151,7 @@ static void test_spans_that_no_batch_has(void)
     pair_free(p);
 }
 
-/* ---- copies of rows --------------------------------------------------------------------------------------------- */
+/* ---- copies of rows ---------------------------------------------------------------------------------------------- */
 
 /* kvc_gather reads rows from the middle of runs, converted, with strides, and K alone. */
 static void test_gather_parts(void)
@@ -227,7 +227,7 @@ static void test_next_positions(void)
     pair_free(p);
 }
 
-/* ---- blocks ----------------------------------------------------------------------------------------------------- */
+/* ---- blocks ------------------------------------------------------------------------------------------------------ */
 
 static void check_run(const kvc_run_info *run, int64_t seq_id, int32_t block, int32_t slot, int32_t count,
                       int32_t position, int32_t in_batch)

@@ -2,7 +2,7 @@
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/pairs.h"
 
-/* By default a block holds max_seq_len tokens if max_sequences is 1 and no layer evicts, otherwise 64. */
+/* By default a block holds max_seq_len tokens if max_sequences is 1 and no layer expires, otherwise 64. */
 static void test_default_block_size(void)
 {
     pair *p = limited_pair(0, 0, 0, 0);
@@ -30,7 +30,7 @@ static void test_default_block_size(void)
     }
 }
 
-/* max_seq_len counts the rows that a sequence holds: evicted ones make room for more. */
+/* max_seq_len counts the rows that a sequence holds: expired ones make room for more. */
 static void test_max_seq_len(void)
 {
     pair *p = limited_pair(10, 0, 0, 0);
@@ -88,7 +88,7 @@ static void test_max_sequences(void)
     pair_free(p);
 }
 
-/* capacity counts shared slots once and evicted ones not at all; holes between them do not matter. */
+/* capacity counts shared slots once and expired ones not at all; holes between them do not matter. */
 static void test_capacity(void)
 {
     pair *p = limited_pair(0, 0, 20, 0);

@@ -41,8 +41,8 @@ typedef struct range {
 
 typedef struct row_list {
     int32_t num;
-    range lost;    /* all rows that were evicted stood here */
-    range missing; /* and here other layers have rows, and this one was not restored */
+    range lost;    /* all rows that have expired stood here */
+    range missing; /* and here other layers have rows, and this one was not replaced */
     row rows[MAX_ROWS];
 } row_list;
 
@@ -74,14 +74,14 @@ typedef struct pair {
     int64_t ids[MAX_BATCH];
     const int32_t *parents;               /* parents of its tokens, or NULL */
     char written[MAX_LAYERS][MAX_BATCH]; /* whether token was put in layer */
-    const uint8_t *restored;             /* which layers the open batch restores; NULL: it is an ordinary one */
+    const uint8_t *replaced;             /* which layers the open batch restores; NULL: it is an ordinary one */
     void (*look)(struct pair *p);        /* not NULL: called when random tokens were put */
     int num_cross_puts;
     cross_put cross_puts[MAX_SEQUENCES * MAX_LAYERS];
     int64_t moving;           /* the sequence that is edited while move_keys is called */
     int calls_left, call_failed, num_calls; /* of move_keys, before one fails (-1: none does) */
     int64_t clock;         /* counts uses of retained sequences */
-    int32_t num_sequences; /* with rows, or whose rows were all evicted */
+    int32_t num_sequences; /* with rows, or whose rows were all expired */
     sequence sequences[MAX_SEQUENCES];
 } pair;
 
@@ -128,7 +128,7 @@ static inline void pair_free(pair *p)
     CHECKF(kvc_cache_free(p->cache) == KVC_OK, "%s", kvc_last_error());
 }
 
-/* ---- what rows hold --------------------------------------------------------------------------------------------- */
+/* ---- what rows hold ---------------------------------------------------------------------------------------------- */
 
 /* An element of a token's K (or V) row: a small odd integer, so that every type holds it, also where it was rotated by
  * right angles, the cosines of which are not quite 0. */
@@ -211,7 +211,7 @@ static inline float read_element(const void *from, int32_t type)
     return x;
 }
 
-/* ---- the oracle ------------------------------------------------------------------------------------------------- */
+/* ---- the oracle -------------------------------------------------------------------------------------------------- */
 
 static inline sequence *find_sequence(const pair *p, int64_t id)
 {
@@ -312,7 +312,7 @@ static inline int32_t extreme_of(const pair *p, const sequence *s, int sign)
     return found;
 }
 
-/* The position behind all its tokens, evicted ones included. */
+/* The position behind all its tokens, expired ones included. */
 static inline int32_t next_of(const pair *p, const sequence *s)
 {
     int32_t next = extreme_of(p, s, 1) + 1;
@@ -355,7 +355,7 @@ static inline int is_kept(const kvc_policy *policy, int32_t position, int32_t lo
            position >= not_negative(low - num_kept(policy) + 1);
 }
 
-/* Whether a query at this position would miss rows that were evicted, or not restored, below position `end`. */
+/* Whether a query at this position would miss rows that have expired, or not replaced, below position `end`. */
 static inline int misses_below(const pair *p, const sequence *s, int32_t position, int32_t end)
 {
     for (int l = 0; s && l < p->config.num_layers; l++) {
@@ -459,8 +459,8 @@ static inline void widen(range *r, int32_t position)
         r->end = position + 1;
 }
 
-/* Evicts what no query from position `low` on will see, and the policies do not keep. */
-static inline void evict_below(pair *p, sequence *s, int32_t low)
+/* Expires what no query from position `low` on will see, and the policies do not keep. */
+static inline void expire_below(pair *p, sequence *s, int32_t low)
 {
     for (int l = 0; l < p->config.num_layers; l++) {
         if (!keeps_tokens(p, l))
@@ -479,18 +479,18 @@ static inline void evict_below(pair *p, sequence *s, int32_t low)
     }
 }
 
-/* Evicts as a batch does that begins. */
-static inline void evict(pair *p, int n, const int32_t *positions, const int64_t *ids)
+/* Expires as a batch does that begins. */
+static inline void expire(pair *p, int n, const int32_t *positions, const int64_t *ids)
 {
     for (int s = 0; s < p->num_sequences; s++)
         if (!p->sequences[s].used)
-            evict_below(p, &p->sequences[s], lowest_query(p, &p->sequences[s], n, positions, ids));
+            expire_below(p, &p->sequences[s], lowest_query(p, &p->sequences[s], n, positions, ids));
 }
 
-/* Evicts as a batch does that is committed: what a query in the place of a sequence's last token would not see. */
-static inline void evict_behind(pair *p, sequence *s)
+/* Expires as a batch does that is committed: what a query in the place of a sequence's last token would not see. */
+static inline void expire_behind(pair *p, sequence *s)
 {
-    evict_below(p, s, not_negative(low_of(p, s) - 1));
+    expire_below(p, s, not_negative(low_of(p, s) - 1));
 }
 
 static inline int count_id(int64_t id, int n, const int64_t *ids)
@@ -502,9 +502,9 @@ static inline int count_id(int64_t id, int n, const int64_t *ids)
 }
 
 /* Whether the tokens of a batch get rows in a layer. */
-static inline int takes_tokens(const pair *p, int l, const uint8_t *restored)
+static inline int takes_tokens(const pair *p, int l, const uint8_t *replaced)
 {
-    return keeps_tokens(p, l) && (!restored || restored[l]);
+    return keeps_tokens(p, l) && (!replaced || replaced[l]);
 }
 
 /* What a batch is to be: num tokens at these positions of these sequences, and the layers that it restores (NULL: it
@@ -513,7 +513,7 @@ typedef struct wanted {
     int num;
     const int32_t *positions;
     const int64_t *ids;
-    const uint8_t *restored;
+    const uint8_t *replaced;
 } wanted;
 
 /* The most rows a policy keeps of a sequence that has one at each position. */
@@ -533,7 +533,7 @@ static inline int stays_within(const pair *p, int l, int64_t id, wanted batch)
     const sequence *s = find_sequence(p, id);
     const row_list *list = s ? &s->layers[l] : NULL;
     int32_t next = next_of(p, s);
-    int rises = low_of(p, s) == next && !batch.restored && most_kept(&p->layers[l].policy) <= p->config.max_seq_len;
+    int rises = low_of(p, s) == next && !batch.replaced && most_kept(&p->layers[l].policy) <= p->config.max_seq_len;
     for (int t = 0; t < batch.num; t++) {
         if (batch.ids[t] != id)
             continue;
@@ -545,8 +545,8 @@ static inline int stays_within(const pair *p, int l, int64_t id, wanted batch)
     return rises;
 }
 
-/* Whether a batch fits, in a copy of the oracle that has evicted for it; num_sequences: with the batch. */
-static inline int fits(const pair *p, const pair *evicted, int64_t num_sequences, wanted batch)
+/* Whether a batch fits, in a copy of the oracle that has expired for it; num_sequences: with the batch. */
+static inline int fits(const pair *p, const pair *expired, int64_t num_sequences, wanted batch)
 {
     const kvc_config *c = &p->config;
     const int has_own = c->capacity != c->max_seq_len * c->max_sequences;
@@ -554,10 +554,10 @@ static inline int fits(const pair *p, const pair *evicted, int64_t num_sequences
         return 0;
     for (int l = 0; l < c->num_layers; l++) {
         int64_t more = 0; /* tokens that count for the capacity */
-        if (!takes_tokens(p, l, batch.restored))
+        if (!takes_tokens(p, l, batch.replaced))
             continue;
         for (int t = 0; t < batch.num; t++) {
-            const sequence *s = find_sequence(evicted, batch.ids[t]);
+            const sequence *s = find_sequence(expired, batch.ids[t]);
             const int64_t all = (s ? s->layers[l].num : 0) + count_id(batch.ids[t], batch.num, batch.ids),
                           until = (s ? s->layers[l].num : 0) + count_id(batch.ids[t], t, batch.ids);
             const int within = stays_within(p, l, batch.ids[t], batch);
@@ -565,7 +565,7 @@ static inline int fits(const pair *p, const pair *evicted, int64_t num_sequences
                 return 0;
             more += has_own || !within || until < c->max_seq_len;
         }
-        if (c->capacity && live_rows(evicted, l) + more > c->capacity)
+        if (c->capacity && live_rows(expired, l) + more > c->capacity)
             return 0;
     }
     return 1;
@@ -586,45 +586,45 @@ static inline void oracle_copy(pair *to, const pair *from)
     }
 }
 
-/* Forgets what the sequences of these tokens hold in the layers that are restored. */
-static inline void drop_replaced(pair *p, int n, const int64_t *ids, const uint8_t *restored)
+/* Forgets what the sequences of these tokens hold in the layers that are replaced. */
+static inline void drop_replaced(pair *p, int n, const int64_t *ids, const uint8_t *replaced)
 {
     for (int t = 0; t < n; t++) {
         sequence *s = find_sequence(p, ids[t]);
         for (int l = 0; s && l < p->config.num_layers; l++)
-            if (takes_tokens(p, l, restored)) {
+            if (takes_tokens(p, l, replaced)) {
                 s->layers[l].num = 0;
                 s->layers[l].lost = (range){0, 0};
             }
     }
 }
 
-/* Whether n tokens fit (max_bytes aside); if so, *after is the oracle once it has evicted. */
+/* Whether n tokens fit (max_bytes aside); if so, *after is the oracle once it has expired. */
 static inline kvc_status oracle_fit(const pair *p, int n, const int32_t *positions, const int64_t *ids,
-                                    const uint8_t *restored, pair *after)
+                                    const uint8_t *replaced, pair *after)
 {
-    static pair replaced;
+    static pair rest;
     int64_t num_sequences = 0;
     for (int s = 0; s < p->num_sequences; s++)
         num_sequences += holds_rows(p, &p->sequences[s]) && !p->sequences[s].used;
     for (int t = 0; t < n; t++)
         num_sequences += !holds_rows(p, find_sequence(p, ids[t])) && !count_id(ids[t], t, ids);
     oracle_copy(after, p);
-    evict(after, n, positions, ids);
-    oracle_copy(&replaced, after);
-    if (restored)
-        drop_replaced(&replaced, n, ids, restored);
-    return fits(p, &replaced, num_sequences, (wanted){n, positions, ids, restored}) ? KVC_OK : KVC_ERR_FULL;
+    expire(after, n, positions, ids);
+    oracle_copy(&rest, after);
+    if (replaced)
+        drop_replaced(&rest, n, ids, replaced);
+    return fits(p, &rest, num_sequences, (wanted){n, positions, ids, replaced}) ? KVC_OK : KVC_ERR_FULL;
 }
 
-/* What kvc_begin should answer (max_bytes aside); on KVC_OK, *after is the oracle once it has evicted. */
+/* What kvc_begin should answer (max_bytes aside); on KVC_OK, *after is the oracle once it has expired. */
 static inline kvc_status oracle_begin(const pair *p, int n, const int32_t *positions, const int64_t *ids,
-                                      const uint8_t *restored, pair *after)
+                                      const uint8_t *replaced, pair *after)
 {
-    for (int t = 0; !restored && t < n; t++)
+    for (int t = 0; !replaced && t < n; t++)
         if (misses(p, find_sequence(p, ids[t]), positions[t]))
             return KVC_ERR_GONE;
-    return oracle_fit(p, n, positions, ids, restored, after);
+    return oracle_fit(p, n, positions, ids, replaced, after);
 }
 
 /* Returns the row put last at a position; NULL: none. */
@@ -636,9 +636,9 @@ static inline row *find_row(const row_list *list, int32_t position)
     return NULL;
 }
 
-/* Notes what layers of a sequence lack, once these have been restored: what a window let go before, and what other
+/* Notes what layers of a sequence lack, once these have been replaced: what a window let go before, and what other
  * layers have. */
-static inline void oracle_note(const pair *p, sequence *s, const uint8_t *restored)
+static inline void oracle_note(const pair *p, sequence *s, const uint8_t *replaced)
 {
     for (int l = 0; l < p->config.num_layers; l++) {
         const kvc_policy *policy = &p->layers[l].policy;
@@ -646,7 +646,7 @@ static inline void oracle_note(const pair *p, sequence *s, const uint8_t *restor
         int32_t last = -1, at = policy->kind == KVC_SLIDING ? policy->num_sink_tokens : 0;
         for (int i = 0; i < list->num; i++)
             last = list->rows[i].position > last ? list->rows[i].position : last;
-        for (; takes_tokens(p, l, restored) && last >= 0 && at < lowest_seen(policy, last + 1); at++)
+        for (; takes_tokens(p, l, replaced) && last >= 0 && at < lowest_seen(policy, last + 1); at++)
             if (!find_row(list, at))
                 widen(&list->lost, at);
     }
@@ -667,14 +667,14 @@ static inline void oracle_restore(pair *p, const char *kept)
 {
     for (int t = 0; t < p->num_tokens; t++)
         if (kept[t]) {
-            drop_replaced(p, 1, &p->ids[t], p->restored);
+            drop_replaced(p, 1, &p->ids[t], p->replaced);
             add_sequence(p, p->ids[t]);
         }
     for (int t = 0; t < p->num_tokens; t++) {
         sequence *s = kept[t] ? find_sequence(p, p->ids[t]) : NULL;
         for (int l = 0; s && l < p->config.num_layers; l++) {
             row_list *list = &s->layers[l];
-            if (!takes_tokens(p, l, p->restored))
+            if (!takes_tokens(p, l, p->replaced))
                 continue;
             list_add(list, (row){p->positions[t], p->batch_tag + t, p->batch_tag + t, p->positions[t], 0});
             for (int i = list->num - 1; i > 0 && list->rows[i - 1].position > list->rows[i].position; i--) {
@@ -686,15 +686,15 @@ static inline void oracle_restore(pair *p, const char *kept)
     }
     for (int t = 0; t < p->num_tokens; t++)
         if (kept[t])
-            oracle_note(p, find_sequence(p, p->ids[t]), p->restored);
+            oracle_note(p, find_sequence(p, p->ids[t]), p->replaced);
 }
 
 /* kept: of each token, whether it stays. */
 static inline void oracle_commit(pair *p, const char *kept)
 {
-    if (p->restored)
+    if (p->replaced)
         oracle_restore(p, kept);
-    for (int t = 0; !p->restored && t < p->num_tokens; t++) {
+    for (int t = 0; !p->replaced && t < p->num_tokens; t++) {
         if (!kept[t])
             continue;
         sequence *s = add_sequence(p, p->ids[t]);
@@ -717,7 +717,7 @@ static inline void oracle_commit(pair *p, const char *kept)
     }
     for (int t = 0; t < p->num_tokens; t++)
         if (find_sequence(p, p->ids[t]))
-            evict_behind(p, find_sequence(p, p->ids[t]));
+            expire_behind(p, find_sequence(p, p->ids[t]));
 }
 
 static inline range range_below(range r, int32_t length)
@@ -823,7 +823,7 @@ static inline void oracle_share(pair *p, int64_t src, int64_t dst, int32_t begin
     tidy(p, to);
 }
 
-/* Positions [begin, end) become their quotient, or are moved; moves_lost: rows that were evicted as well. */
+/* Positions [begin, end) become their quotient, or are moved; moves_lost: rows that have expired as well. */
 static inline void oracle_move_layer(pair *p, sequence *s, int l, int32_t begin, int32_t end, int32_t delta,
                                     int32_t divisor, int moves_lost)
 {
@@ -946,7 +946,7 @@ static inline void oracle_inject(pair *p, int64_t id, int layer, int32_t begin, 
     }
 }
 
-/* ---- comparing -------------------------------------------------------------------------------------------------- */
+/* ---- comparing --------------------------------------------------------------------------------------------------- */
 
 static inline void check_element(const row *r, int l, int is_v, int32_t h, int32_t d, float got)
 {
@@ -1197,7 +1197,7 @@ static inline int64_t batch_rows(const pair *p, int l)
 {
     int64_t num = 0;
     if (!p->batch || keeps_tokens(p, l))
-        return p->batch && takes_tokens(p, l, p->restored) ? p->num_tokens : 0;
+        return p->batch && takes_tokens(p, l, p->replaced) ? p->num_tokens : 0;
     for (int i = 0; i < p->num_cross_puts; i++)
         num += p->cross_puts[i].layer == l ? p->cross_puts[i].n : 0;
     return num;
@@ -1317,17 +1317,17 @@ static inline void pair_check(const pair *p)
     for (int s = 0; s < p->num_sequences; s++)
         check_sequence(p, &p->sequences[s]);
     check_sequence(p, &unknown);
-    if (p->batch && !p->restored)
+    if (p->batch && !p->replaced)
         check_batch_spans(p);
     if (p->memory)
         p->memory->fail_after = fail_after;
 }
 
-/* ---- a forward pass --------------------------------------------------------------------------------------------- */
+/* ---- a forward pass ---------------------------------------------------------------------------------------------- */
 
-/* Counts the retained sequences that may be reclaimed.  How many of them a call does is not modelled, nor whether that
- * is enough for it: see pair_see_reclaimed. */
-static inline int num_reclaimable(const pair *p)
+/* Counts the retained sequences that may be evicted.  How many of them a call does is not modelled, nor whether that
+ * is enough for it: see pair_see_evicted. */
+static inline int num_evictable(const pair *p)
 {
     int num = 0;
     for (int s = 0; s < p->num_sequences; s++)
@@ -1339,8 +1339,8 @@ static inline int num_reclaimable(const pair *p)
 static inline kvc_status agree(const pair *p, const char *what, kvc_status status, kvc_status right)
 {
     int nomem = p->memory && p->memory->failed && status == KVC_ERR_NOMEM;
-    int reclaims = right == KVC_ERR_FULL && status == KVC_OK && num_reclaimable(p);
-    CHECKF(status == right || nomem || reclaims, "%s: %s (%s), not %s", what, kvc_strerror(status), kvc_last_error(),
+    int evicts = right == KVC_ERR_FULL && status == KVC_OK && num_evictable(p);
+    CHECKF(status == right || nomem || evicts, "%s: %s (%s), not %s", what, kvc_strerror(status), kvc_last_error(),
            kvc_strerror(right));
     return status;
 }
@@ -1357,19 +1357,19 @@ static inline const int32_t *random_parents(int n, const int64_t *ids)
     return random_int(0, 4) ? NULL : parents;
 }
 
-/* Opens p->batch; restored: the layers it restores, or NULL. */
+/* Opens p->batch; replaced: the layers it restores, or NULL. */
 static inline kvc_status pair_begin_with(pair *p, int n, const int32_t *positions, const int64_t *ids,
-                                         const uint8_t *restored)
+                                         const uint8_t *replaced)
 {
     static pair after; /* large */
-    kvc_status right = oracle_begin(p, n, positions, ids, restored, &after);
-    const int32_t *parents = restored ? NULL : random_parents(n, ids);
+    kvc_status right = oracle_begin(p, n, positions, ids, replaced, &after);
+    const int32_t *parents = replaced ? NULL : random_parents(n, ids);
     const kvc_begin_args args = {.struct_size = sizeof args,
                                  .num_tokens = n,
                                  .positions = positions,
                                  .seq_ids = ids,
                                  .parents = parents,
-                                 .restored = restored};
+                                 .replaced = replaced};
     kvc_status status = kvc_begin_with(p->cache, &args, &p->batch);
     if (status != KVC_ERR_FULL || !p->config.max_bytes) /* how many bytes there are is not modelled */
         agree(p, "begin", status, right);
@@ -1379,7 +1379,7 @@ static inline kvc_status pair_begin_with(pair *p, int n, const int32_t *position
     oracle_copy(p, &after);
     p->num_tokens = n;
     p->parents = parents;
-    p->restored = restored;
+    p->replaced = replaced;
     memset(p->written, 0, sizeof p->written);
     p->num_cross_puts = 0;
     p->batch_tag = p->next_tag;
@@ -1449,7 +1449,7 @@ static inline kvc_put_args fill_put(const pair *p, int l, int32_t tag, int n)
                           .v_head_stride = v.head_stride,
                           .k_type = k.type,
                           .v_type = v.type,
-                          .inner_tokens = inner,
+                          .tokens_per_sequence = inner,
                           .k_batch_stride = k.batch_stride,
                           .v_batch_stride = v.batch_stride};
 }
@@ -1504,7 +1504,7 @@ static inline void pair_put_all(pair *p)
 {
     for (int l = 0; l < p->config.num_layers; l++) {
         int cut = random_int(0, p->num_tokens);
-        if (!takes_tokens(p, l, p->restored))
+        if (!takes_tokens(p, l, p->replaced))
             continue;
         pair_put(p, l, cut, p->num_tokens - cut);
         if (cut)
@@ -1581,7 +1581,7 @@ static inline kvc_status pair_feed(pair *p, int64_t id, int32_t begin, int32_t e
     return pair_pass(p, end - begin, positions, ids);
 }
 
-/* ---- editing ---------------------------------------------------------------------------------------------------- */
+/* ---- editing ----------------------------------------------------------------------------------------------------- */
 
 static inline int in_batch(const pair *p, int64_t id)
 {
@@ -1758,16 +1758,16 @@ static inline kvc_status pair_divide(pair *p, int64_t id, int32_t begin, int32_t
     return status;
 }
 
-/* Forgets retained sequences that the cache has reclaimed, or the rows of their windows; checks the order of those that
+/* Forgets retained sequences that the cache has evicted, or the rows of their windows; checks the order of those that
  * are left.  Call after each operation. */
-static inline void pair_see_reclaimed(pair *p)
+static inline void pair_see_evicted(pair *p)
 {
     int64_t left[MAX_SEQUENCES], num = kvc_retained(p->cache, left, MAX_SEQUENCES), before = 0;
     for (int s = p->num_sequences - 1; s >= 0; s--) {
         const sequence *at = &p->sequences[s];
         if (!at->used || count_id(at->id, (int)num, left))
             continue;
-        CHECKF(!at->num_pins, "sequence %lld was reclaimed", (long long)at->id);
+        CHECKF(!at->num_pins, "sequence %lld was evicted", (long long)at->id);
         forget_sequence(p, at->id);
     }
     for (int i = 0; i < num; i++) {
@@ -1798,7 +1798,7 @@ static inline kvc_status pair_settle(pair *p)
     kvc_status status = agree_moved(p, "settle", kvc_settle(p->cache), right);
     if (status != KVC_OK)
         return status;
-    pair_see_reclaimed(p); /* what was reclaimed shares no row that has to be copied */
+    pair_see_evicted(p); /* what was evicted shares no row that has to be copied */
     oracle_settle(p);
     return status;
 }
@@ -1857,7 +1857,7 @@ static inline kvc_status pair_inject(pair *p, int64_t id, int l, int32_t begin, 
     return pair_inject_rows(p, id, l, begin, end, 1);
 }
 
-/* Whether n more tokens of a sequence fit, whatever was evicted; *after is the oracle after eviction. */
+/* Whether n more tokens of a sequence fit, whatever has expired; *after is the oracle after expiry. */
 static inline kvc_status oracle_go_on(const pair *p, int64_t id, int n, pair *after)
 {
     static int32_t positions[MAX_BATCH];
@@ -1885,7 +1885,7 @@ static inline kvc_status pair_room(pair *p, int64_t id)
     static pair after;
     int64_t num = -1;
     kvc_status status = agree(p, "room", kvc_room(p->cache, id, &num), p->batch ? KVC_ERR_BUSY : KVC_OK);
-    if (status != KVC_OK || p->config.max_bytes || num_reclaimable(p))
+    if (status != KVC_OK || p->config.max_bytes || num_evictable(p))
         return status;
     if (num > 0 && num <= MAX_BATCH)
         CHECK(oracle_go_on(p, id, (int)num, &after) == KVC_OK);

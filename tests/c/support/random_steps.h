@@ -5,7 +5,7 @@
 #include "support/retained.h"
 #include "support/saved.h"
 
-/* ---- views ------------------------------------------------------------------------------------------------------ */
+/* ---- views ------------------------------------------------------------------------------------------------------- */
 
 /* A view of a sequence's rows, and what they were when it was taken. */
 typedef struct view {
@@ -48,7 +48,7 @@ static inline void view_free(view *v, pair *p)
     p->num_holds--;
 }
 
-/* ---- steps ------------------------------------------------------------------------------------------------------ */
+/* ---- steps ------------------------------------------------------------------------------------------------------- */
 
 enum { NUM_IDS = 6 };
 
@@ -154,7 +154,7 @@ static inline void random_edit(pair *p)
         pair_compact(p);
     else
         random_move(p, id, begin, end);
-    pair_see_reclaimed(p);
+    pair_see_evicted(p);
 }
 
 /* Tokens of up to three sequences: mostly those that follow, now and then with gaps, repeated, or from further back. */
@@ -183,7 +183,7 @@ static inline int random_tokens(const pair *p, int32_t *positions, int64_t *ids)
 static inline void random_cross_puts(pair *p)
 {
     for (int l = 0; l < p->config.num_layers; l++)
-        for (int i = random_int(-2, 3); i > 0 && is_cross(p, l) && (!p->restored || p->restored[l]); i--)
+        for (int i = random_int(-2, 3); i > 0 && is_cross(p, l) && (!p->replaced || p->replaced[l]); i--)
             pair_put_cross(p, l, p->ids[random_int(0, p->num_tokens)],
                            random_int(1, p->layers[l].policy.max_len + 2));
 }
@@ -198,10 +198,10 @@ static inline void random_commit_kept(pair *p)
         if (stays)
             kept[num++] = t;
         for (int l = 0; l < p->config.num_layers; l++)
-            if (takes_tokens(p, l, p->restored) && (stays || random_int(0, 2)))
+            if (takes_tokens(p, l, p->replaced) && (stays || random_int(0, 2)))
                 pair_put(p, l, t, 1);
     }
-    if (p->look && !p->restored)
+    if (p->look && !p->replaced)
         p->look(p);
     for (int i = 0; i < num; i++) { /* in any order */
         int j = random_int(0, num);
@@ -240,18 +240,18 @@ static inline int random_restored(const pair *p, int32_t *positions, int64_t *id
 /* Begins a batch that restores one or more groups of layers; returns KVC_ERR_INVALID if there is nothing to restore. */
 static inline kvc_status random_begin_restoring(pair *p)
 {
-    static uint8_t restored[MAX_LAYERS];
+    static uint8_t replaced[MAX_LAYERS];
     int32_t positions[MAX_BATCH];
     int64_t ids[MAX_BATCH];
     int n = random_restored(p, positions, ids), any = 0;
     for (int l = 0; l < p->config.num_layers; l++) {
-        restored[l] = random_int(0, 2) || !n;
+        replaced[l] = random_int(0, 2) || !n;
         for (int i = 0; i < l; i++)
             if (same_group(p, i, l))
-                restored[l] = restored[i];
-        any |= restored[l] && (keeps_tokens(p, l) || is_cross(p, l));
+                replaced[l] = replaced[i];
+        any |= replaced[l] && (keeps_tokens(p, l) || is_cross(p, l));
     }
-    return n && any ? pair_begin_with(p, n, positions, ids, restored) : KVC_ERR_INVALID;
+    return n && any ? pair_begin_with(p, n, positions, ids, replaced) : KVC_ERR_INVALID;
 }
 
 static inline void random_pass(pair *p)
@@ -263,7 +263,7 @@ static inline void random_pass(pair *p)
     int64_t bytes = kvc_nbytes(p->cache);
     CHECKF(status != KVC_OK || !p->config.max_bytes || bytes <= p->config.max_bytes, "%lld bytes, max_bytes is %lld",
            (long long)bytes, (long long)p->config.max_bytes);
-    pair_see_reclaimed(p);
+    pair_see_evicted(p);
     if (status != KVC_OK)
         return;
     for (int i = random_int(-2, 3); i > 0; i--) {
@@ -271,7 +271,7 @@ static inline void random_pass(pair *p)
         pair_check(p);
     }
     random_cross_puts(p);
-    pair_see_reclaimed(p);
+    pair_see_evicted(p);
     int choice = random_int(0, 12);
     if (choice == 0) {
         pair_abort(p);
@@ -279,7 +279,7 @@ static inline void random_pass(pair *p)
         random_commit_kept(p);
     } else {
         pair_put_all(p);
-        if (p->look && !p->restored)
+        if (p->look && !p->replaced)
             p->look(p);
         pair_commit(p);
     }

@@ -1,5 +1,5 @@
 /* retained.h: retained sequences in the oracle: what they hold, what is attached of them, and in which order they were
- * used.  Which of them are reclaimed the oracle learns from the cache, and checks that these could be. */
+ * used.  Which of them are evicted the oracle learns from the cache, and checks that these could be. */
 #ifndef KVC_TEST_RETAINED_H
 #define KVC_TEST_RETAINED_H
 

@@ -32,7 +32,7 @@ typedef struct scene {
     int num_heads, q_type;
     float scale, softcap;
     const float *sinks, *alibi;
-    int hidden_keys; /* keys are -inf: no query sees them */
+    int masked_keys; /* keys are -inf: no query sees them */
     int num_members; /* their sequence ids are 0, 1, 2, ... */
     member members[MAX_MEMBERS];
 } scene;
@@ -65,7 +65,7 @@ static inline member member_of_length(int32_t num_stored, int32_t num_new)
     return m;
 }
 
-/* ---- what rows hold --------------------------------------------------------------------------------------------- */
+/* ---- what rows hold ---------------------------------------------------------------------------------------------- */
 
 enum { IS_K, IS_V, IS_Q };
 
@@ -82,7 +82,7 @@ static inline float scene_element(int what, int type, int layer, int m, int row,
 
 static inline float key_element(const scene *s, int layer, int m, int row, int head, int d)
 {
-    return s->hidden_keys ? -INFINITY : scene_element(IS_K, s->layer.k_type, layer, m, row, head, d);
+    return s->masked_keys ? -INFINITY : scene_element(IS_K, s->layer.k_type, layer, m, row, head, d);
 }
 
 static inline float value_element(const scene *s, int layer, int m, int row, int head, int d)
@@ -90,14 +90,14 @@ static inline float value_element(const scene *s, int layer, int m, int row, int
     return scene_element(IS_V, s->layer.v_type, layer, m, row, head, d);
 }
 
-/* Positive where keys are hidden, so that scores are -inf and not NaN. */
+/* Positive where keys are masked, so that scores are -inf and not NaN. */
 static inline float query_element(const scene *s, int layer, int m, int row, int head, int d)
 {
     float q = scene_element(IS_Q, s->q_type, layer, m, row, head, d);
-    return s->hidden_keys ? fabsf(q) + 1 : q;
+    return s->masked_keys ? fabsf(q) + 1 : q;
 }
 
-/* ---- storing it ------------------------------------------------------------------------------------------------- */
+/* ---- storing it -------------------------------------------------------------------------------------------------- */
 
 /* The tokens of one pass. */
 typedef struct pass {
@@ -224,7 +224,7 @@ static inline void stage_free(stage *st)
     CHECKF(kvc_cache_free(st->cache) == KVC_OK, "%s", kvc_last_error());
 }
 
-/* ---- attending -------------------------------------------------------------------------------------------------- */
+/* ---- attending --------------------------------------------------------------------------------------------------- */
 
 /* The queries of tokens [first, first + n) of a stage's batch, and room for what comes out, each in its own memory, of
  * exactly its size. */

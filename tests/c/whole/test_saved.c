@@ -6,7 +6,7 @@
 
 static const double right_angle[] = {1.57079632679489661923};
 
-/* ---- the checksum ----------------------------------------------------------------------------------------------- */
+/* ---- the checksum ------------------------------------------------------------------------------------------------ */
 
 /* Bytes that come in three parts, and are copied or not, to any address. */
 static void check_parts(const uint8_t *data, size_t size, uint64_t right) {
@@ -78,7 +78,7 @@ static const kvc_layer varied_layers[] = {
     {.num_kv_heads = 1, .k_dim = 4, .v_dim = 2, .value_in_key = 1, .share = 3, .rope = {.kind = KVC_ROPE_NONE}},
 };
 
-/* Makes a cache of few rows, with shared ones, deltas, evicted ones, and holes. */
+/* Makes a cache of few rows, with shared ones, deltas, expired ones, and holes. */
 static pair *varied_pair(void)
 {
     static pair p;
@@ -394,7 +394,7 @@ static void test_load_arguments(void)
 
 /* ---- other layers ------------------------------------------------------------------------------------------------ */
 
-/* Checks that a file is not restored into a cache with this instead of layer l. */
+/* Checks that a file is not replaced into a cache with this instead of layer l. */
 static void check_other(const saved *file, int l, kvc_layer layer, const char *field, const char *values)
 {
     kvc_layer layers[6];
@@ -506,7 +506,7 @@ static void test_replaces(void)
     pair_free(&p);
 }
 
-/* Retained sequences are not saved unless they are named, not replaced, and reclaimed for what is loaded. */
+/* Retained sequences are not saved unless they are named, not replaced, and evicted for what is loaded. */
 static void test_retained(void)
 {
     const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 2};
@@ -599,7 +599,7 @@ static void test_large(int with_threads)
 typedef struct busy_file {
     saved file; /* first, so that it is what saved_write and saved_read get */
     pair *p;
-    int64_t target; /* the sequence being restored */
+    int64_t target; /* the sequence being replaced */
 } busy_file;
 
 static void edit_meanwhile(busy_file *b)
@@ -696,7 +696,7 @@ static void test_shared_meanwhile(void)
     }
 }
 
-/* ---- another order of bytes --------------------------------------------------------------------------------------- */
+/* ---- another order of bytes -------------------------------------------------------------------------------------- */
 
 static void test_big_endian(void)
 {

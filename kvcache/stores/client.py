@@ -1,6 +1,6 @@
 """Stand between a prefix cache and a store, so that a fault of the store costs speed and nothing else.
 
-The store's methods are called by two threads of the guard's own, one that reads, and one that writes and deletes, so
+The store's methods are called by two threads of the client's own, one that reads, and one that writes and deletes, so
 that neither waits for the other. Callers wait for reads no longer than they say, and never for writes. Each thread has
 a circuit breaker: after some failures in a row the store is left alone for a while, then asked once more, in the
 background; whenever that fails, too, the while doubles, up to a limit. A store that is full still reads.
@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING
 from kvcache.errors import plain
 from kvcache.stores import values
 from kvcache.stores.directory import DirectoryStore
-from kvcache.stores.lane import Lane
 from kvcache.stores.speed import Speed
 from kvcache.stores.valkey import ValkeyStore
+from kvcache.stores.worker import Worker
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Guard", "StoreStats"]
+__all__ = ["StoreClient", "StoreStats"]
 
 CALL_BYTES, MAX_CALL_KEYS = 8 << 20, 256  # of one call of get_many or set_many, about
 MOST_WRITES = 1 << 18  # that wait; rows are copied when they are written, so that one of these takes about 540 bytes
@@ -109,7 +109,7 @@ class Write:
     make_value: Callable[[], Iterable[Buffer] | None] | None
 
 
-class Guard:
+class StoreClient:
     """Reads from and writes to a store, within bounded time and memory, whatever the store does.
 
     Parameters
@@ -124,14 +124,14 @@ class Guard:
 
     Examples
     --------
-    >>> guard = Guard({}, digest=b"a model", secret=b"of one tenant")
-    >>> guard.put("a key", lambda: [b"some rows"])
+    >>> client = StoreClient({}, digest=b"a model", secret=b"of one tenant")
+    >>> client.put("a key", lambda: [b"some rows"])
     True
-    >>> guard.flush(timeout=10)
+    >>> client.flush(timeout=10)
     True
-    >>> {key: bytes(value) for key, value in guard.get_many(["a key", "another"], timeout=10).items()}
+    >>> {key: bytes(value) for key, value in client.get_many(["a key", "another"], timeout=10).items()}
     {'a key': b'some rows'}
-    >>> guard.stats.hits, guard.stats.misses
+    >>> client.stats.hits, client.stats.misses
     (1, 1)
     """
 
@@ -156,14 +156,14 @@ class Guard:
         self._value_bytes = 1 << 20  # of the latest values, about
         self._has_warned = False
         self._is_closed = False
-        self._make_lanes()
-        _guards.add(self)
+        self._make_workers()
+        _clients.add(self)
 
-    def _make_lanes(self) -> None:
+    def _make_workers(self) -> None:
         """Begin without threads, and with empty queues; again in a forked child, which has no other threads."""
         self._lock = threading.RLock()  # a garbage collection may run anything while it is held
-        self._reading = Lane("read", self._lock, self._work_read)
-        self._writing = Lane("write", self._lock, self._work_write)
+        self._reading = Worker("read", self._lock, self._work_read)
+        self._writing = Worker("write", self._lock, self._work_write)
         self._answers = 0  # of the store to reads
 
     # ---- what callers use
@@ -275,13 +275,13 @@ class Guard:
 
     def _admit_read(self, read: Read) -> bool:
         """Queue a read; return whether to wait for it. While the store is left alone, nobody waits for a probe."""
-        lane = self._reading
+        worker = self._reading
         if self._is_closed or not read.keys:
             return False
-        if not lane.breaker.is_open:
-            return lane.add(read)
+        if not worker.breaker.is_open:
+            return worker.add(read)
         if self._may_probe():
-            lane.breaker.probing = lane.add(Read(read.keys[:1], read.begin, read.patience, read.answers))
+            worker.breaker.probing = worker.add(Read(read.keys[:1], read.begin, read.patience, read.answers))
         return False
 
     def _end_wait(self, read: Read) -> str | None:
@@ -389,17 +389,17 @@ class Guard:
     # ---- writing
 
     def _queue_write(self, write: Write) -> bool:
-        lane = self._writing
+        worker = self._writing
         with self._lock:
-            is_probe = lane.breaker.is_open
+            is_probe = worker.breaker.is_open
             is_queued = (
                 not self._is_closed
-                and len(lane.queue) < MOST_WRITES
-                and (not is_probe or lane.breaker.may_probe)
-                and lane.add(write)
+                and len(worker.queue) < MOST_WRITES
+                and (not is_probe or worker.breaker.may_probe)
+                and worker.add(write)
             )
             if is_queued:
-                lane.breaker.probing = is_probe
+                worker.breaker.probing = is_probe
             elif write.make_value is not None:
                 self._counts["dropped"] += 1
         return is_queued
@@ -498,20 +498,20 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {plain(error)}" if str(error) else type(error).__name__
 
 
-# ---- all guards of the process
+# ---- all clients of the process
 
-_guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+_clients: weakref.WeakSet[StoreClient] = weakref.WeakSet()
 
 
 def _begin_in_child() -> None:
-    for guard in list(_guards):
-        guard._make_lanes()
+    for client in list(_clients):
+        client._make_workers()
 
 
 def _flush_at_exit() -> None:
     deadline = time.monotonic() + EXIT_TIMEOUT
-    for guard in list(_guards):
-        guard.flush(max(0.0, deadline - time.monotonic()))
+    for client in list(_clients):
+        client.flush(max(0.0, deadline - time.monotonic()))
 
 
 if hasattr(os, "register_at_fork"):

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Breaker", "Lane"]
+__all__ = ["Breaker", "Worker"]
 
 MAX_FAILURES = 3  # in a row, until a store is left alone
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds for which it is
@@ -16,7 +16,7 @@ LINGER = 1.0  # seconds after which a thread without work ends
 
 
 class Breaker:
-    """Leaves a store alone after failures in a row. Called with the guard's lock held."""
+    """Leaves a store alone after failures in a row. Called with the client's lock held."""
 
     def __init__(self) -> None:
         self.failures = 0
@@ -48,8 +48,8 @@ class Breaker:
         return self.failures == MAX_FAILURES
 
 
-class Lane:
-    """A queue, the thread that works it off, and the breaker of what it does; all fields under the guard's lock."""
+class Worker:
+    """A queue, the thread that works it off, and the breaker of what it does; all fields under the client's lock."""
 
     def __init__(self, name: str, lock: threading.RLock, work: Callable[[], None]) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-/* Hidden ranges: attention gives the bits of a cache in which the hidden rows were never put, whatever these hold,
+/* Masked ranges: attention gives the bits of a cache in which the masked rows were never put, whatever these hold,
  * while sequences that share rows hide different ones; and ranges that cannot be are refused. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign, setenv */
 #include <math.h>
@@ -9,9 +9,9 @@
 #include "support/memory.h"
 #include "support/test.h"
 
-enum { MAX_HIDDEN = 1024, MAX_BATCH = 400, MAX_STORED = 3000, MAX_MEMBERS = 5, KEYS, VALUES, QUERIES };
+enum { MAX_MASKED = 1024, MAX_BATCH = 400, MAX_STORED = 3000, MAX_MEMBERS = 5, KEYS, VALUES, QUERIES };
 
-/* Sequences 0, 1, ..., of which some positions are hidden; zeros for the defaults. */
+/* Sequences 0, 1, ..., of which some positions are masked; zeros for the defaults. */
 typedef struct scene {
     kvc_layer layer; /* f32 or what it says; 2 heads, of 32 and 64 elements */
     int32_t group;   /* query heads per KV head; 0: 2 */
@@ -20,10 +20,10 @@ typedef struct scene {
     int32_t asked;         /* queries are asked for positions from here on */
     int is_forked;         /* all have the stored rows of sequence 0, in the same slots */
     int32_t cut, delta;    /* tokens from position `cut` on move by delta, once they are stored */
-    int is_missing;        /* hidden tokens of the batch are not put */
+    int is_missing;        /* masked tokens of the batch are not put */
     int32_t block_size;
-    int32_t num_hidden;
-    kvc_hidden hidden[MAX_HIDDEN]; /* as of the time of the batch */
+    int32_t num_masked;
+    kvc_masked masked[MAX_MASKED]; /* as of the time of the batch */
 } scene;
 
 typedef struct stage {
@@ -41,10 +41,10 @@ typedef struct answers {
 
 /* ---- what rows hold ---------------------------------------------------------------------------------------------- */
 
-static int is_hidden(const scene *s, int64_t id, int32_t position)
+static int is_masked(const scene *s, int64_t id, int32_t position)
 {
-    for (int32_t i = 0; i < s->num_hidden; i++)
-        if (s->hidden[i].seq_id == id && position >= s->hidden[i].begin && position < s->hidden[i].end)
+    for (int32_t i = 0; i < s->num_masked; i++)
+        if (s->masked[i].seq_id == id && position >= s->masked[i].begin && position < s->masked[i].end)
             return 1;
     return 0;
 }
@@ -74,7 +74,7 @@ static void put(kvc_batch *batch, const scene *s, int first, int n, const int64_
 
 /* ---- storing it -------------------------------------------------------------------------------------------------- */
 
-/* Stores the tokens of sequence id, `content` says whose rows they hold.  without: those that are hidden are left out,
+/* Stores the tokens of sequence id, `content` says whose rows they hold.  without: those that are masked are left out,
  * else they are spoilt, if that is possible. */
 static void store(kvc_cache *cache, const scene *s, int64_t id, int64_t content, int without)
 {
@@ -83,7 +83,7 @@ static void store(kvc_cache *cache, const scene *s, int64_t id, int64_t content,
     static char spoilt[MAX_STORED];
     int n = 0;
     for (int32_t p = 0; p < s->stored; p++) {
-        const int hides = is_hidden(s, id, moved(s, p));
+        const int hides = is_masked(s, id, moved(s, p));
         if (hides && without)
             continue;
         spoilt[n] = (char)(hides && is_float(s) && !s->is_forked);
@@ -124,21 +124,21 @@ static kvc_cache *new_cache(scene *s, const kvc_allocator *allocator)
                     (kvc_config){.block_size = s->block_size ? s->block_size : 16, .allocator = allocator});
 }
 
-/* Opens the batch, and puts its tokens.  without: those that are hidden are no tokens of it. */
+/* Opens the batch, and puts its tokens.  without: those that are masked are no tokens of it. */
 static void open_batch(stage *st, const scene *s, int without)
 {
     static const char fine[1], spoilt[1] = {1};
     for (int64_t id = 0; id < s->members; id++)
         for (int32_t i = 0; i < s->fresh; i++) {
             const int32_t position = moved(s, s->stored - 1) + 1 + i;
-            if (without && is_hidden(s, id, position))
+            if (without && is_masked(s, id, position))
                 continue;
             st->ids[st->n] = id;
             st->positions[st->n++] = position;
         }
     CHECKF(kvc_begin(st->cache, st->n, st->positions, st->ids, NULL, &st->batch) == KVC_OK, "%s", kvc_last_error());
     for (int t = 0; t < st->n; t++) {
-        const int hides = is_hidden(s, st->ids[t], st->positions[t]);
+        const int hides = is_masked(s, st->ids[t], st->positions[t]);
         if (!hides || !s->is_missing)
             put(st->batch, s, t, 1, &st->ids[t], &st->positions[t], hides && is_float(s) ? spoilt : fine);
     }
@@ -196,9 +196,9 @@ static kvc_plan_args plan_of(const scene *s, const stage *st, int hides, int32_t
                            .first = first_asked(s, st),
                            .num_heads = 2 * s->group,
                            .num_threads = num_threads,
-                           .hidden = hides ? s->hidden : NULL,
-                           .hidden_size = sizeof *s->hidden,
-                           .num_hidden = hides ? s->num_hidden : 0};
+                           .masked = hides ? s->masked : NULL,
+                           .masked_size = sizeof *s->masked,
+                           .num_masked = hides ? s->num_masked : 0};
 }
 
 static kvc_attend_args args_of(const scene *s, const answers *a)
@@ -239,7 +239,7 @@ static void compare(const scene *s, const stage *st, const answers *got, const s
     for (int t = 0, j = 0; t < got->n; t++) {
         if (j == right->n || st->ids[first + t] != right_st->ids[right_first + j] ||
             st->positions[first + t] != right_st->positions[right_first + j])
-            continue; /* a hidden token */
+            continue; /* a masked token */
         CHECKF(!memcmp(got->out + (size_t)t * row, right->out + (size_t)j * row, row * sizeof *got->out) &&
                    !memcmp(got->lse + t * heads, right->lse + j * heads, (size_t)heads * sizeof *got->lse),
                "sequence %d, position %d: lse is %g, not %g", (int)st->ids[first + t], st->positions[first + t],
@@ -248,7 +248,7 @@ static void compare(const scene *s, const stage *st, const answers *got, const s
     }
 }
 
-/* Same bits with hidden rows and without them, by any number of threads and by tasks. */
+/* Same bits with masked rows and without them, by any number of threads and by tasks. */
 static void check_bits(scene s)
 {
     stage with = stage_new(&s, 0, NULL), without = stage_new(&s, 1, NULL);
@@ -268,8 +268,8 @@ static void check_bits(scene s)
 
 static void hide(scene *s, int64_t id, int32_t begin, int32_t end)
 {
-    CHECK(s->num_hidden < MAX_HIDDEN);
-    s->hidden[s->num_hidden++] = (kvc_hidden){id, begin, end};
+    CHECK(s->num_masked < MAX_MASKED);
+    s->masked[s->num_masked++] = (kvc_masked){id, begin, end};
 }
 
 static const double frequencies[16] = {1, 0.5, 0.25, 0.125, 0.0625, 0.03, 0.01, 0.003, 1e-3, 1e-4, 1, 1, 1, 1, 1, 1};
@@ -302,8 +302,8 @@ static void test_lengths(void)
                 hide(&s, 0, stored / 3, stored / 2);
                 hide(&s, 0, stored / 4, stored / 3 + 5);
                 hide(&s, 0, 0, 1);
-                s.asked = stored; /* queries of hidden tokens would be others */
-                while (is_hidden(&s, 0, s.asked))
+                s.asked = stored; /* queries of masked tokens would be others */
+                while (is_masked(&s, 0, s.asked))
                     s.asked++;
                 if (s.asked < stored + fresh)
                     check_bits(s);
@@ -326,7 +326,7 @@ static void test_ranges(void)
     for (int i = 0; i < 900; i++)
         hide(&s, 0, i * 37 % 1300, i * 37 % 1300 + i % 3);
     check_bits(s);
-    s.num_hidden = 0;
+    s.num_masked = 0;
     for (int32_t p = 0; p < 1300; p += 2) /* every other row */
         hide(&s, 0, p, p + 1);
     check_bits(s);
@@ -358,7 +358,7 @@ static void test_batch_tokens(void)
             scene s = {.stored = 20, .fresh = fresh, .is_missing = is_missing, .asked = 26};
             hide(&s, 0, 10, 26);
             check_bits(s);
-            s.asked = 0; /* and of the hidden ones: few query rows, each alone in its tile */
+            s.asked = 0; /* and of the masked ones: few query rows, each alone in its tile */
             if (fresh == 8)
                 check_bits(s);
             hide(&s, 0, 20 + fresh - 1, KVC_END); /* padding to the right */
@@ -393,10 +393,10 @@ static void test_forks(void)
             hide(&s, 2, 0, 12);
             hide(&s, 3, 700, 900);
             hide(&s, 4, 701, KVC_END);
-            s.hidden[s.num_hidden - 1].end = 1199;
+            s.masked[s.num_masked - 1].end = 1199;
             hide(&s, 2, 1100, 1150);
             check_bits(s);
-            s.num_hidden = 0;
+            s.num_masked = 0;
             hide(&s, 4, 600, 1000);
             check_bits(s);
         }
@@ -426,14 +426,14 @@ static void test_shared(void)
     CHECK(rows_read(&s, &st) == 960 + 2);
     hide(&s, 1, 800, 900); /* from row 512 on, the second part: two whole tiles and more of it are before 800 */
     CHECK(rows_read(&s, &st) == 512 + 192 + (960 - 704) + (860 - 704) + 2);
-    s.num_hidden = 0;
+    s.num_masked = 0;
     hide(&s, 0, 0, 1);
     CHECK(rows_read(&s, &st) == 1023 + 1024 + 2);
     stage_free(&st);
 }
 
 /* Nothing is left to see. */
-static void test_all_hidden(void)
+static void test_all_masked(void)
 {
     for (int32_t fresh = 1; fresh <= 100; fresh += 99)
         for (int is_missing = 0; is_missing < 2; is_missing++) {
@@ -459,13 +459,13 @@ static void test_other_ranges(void)
     kvc_plan_args args = plan_of(&s, &st, 1, 1);
     CHECK(kvc_plan_new(st.batch, &args, &first) == KVC_OK);
     kvc_plan_free(first);
-    kvc_hidden elsewhere[] = {{0, 10, 20}, {0, 40, 50}};
-    args.hidden = elsewhere;
+    kvc_masked elsewhere[] = {{0, 10, 20}, {0, 40, 50}};
+    args.masked = elsewhere;
     CHECK(kvc_plan_new(st.batch, &args, &again) == KVC_OK && again == first);
     kvc_plan_free(again);
     for (int i = 0; i < 4; i++) {
-        elsewhere[0] = i == 0 ? (kvc_hidden){0, 11, 20} : i == 1 ? (kvc_hidden){0, 10, 21} : (kvc_hidden){0, 10, 20};
-        args.num_hidden = i == 2 ? 2 : i == 3 ? 0 : 1;
+        elsewhere[0] = i == 0 ? (kvc_masked){0, 11, 20} : i == 1 ? (kvc_masked){0, 10, 21} : (kvc_masked){0, 10, 20};
+        args.num_masked = i == 2 ? 2 : i == 3 ? 0 : 1;
         CHECK(kvc_plan_new(st.batch, &args, &other[i]) == KVC_OK && other[i] != first);
     }
     for (int i = 0; i < 4; i++)
@@ -498,7 +498,7 @@ static void check_cross(int before, int all)
             put(with.batch, &s, 0, s.stored, ids, rows, fine);
     }
     for (int32_t i = 0; i < s.stored; i++)
-        if (!is_hidden(&s, 0, i))
+        if (!is_masked(&s, 0, i))
             rows[kept++] = i;
     CHECKF(kvc_begin(without.cache, 2, NULL, NULL, NULL, &without.batch) == KVC_OK, "%s", kvc_last_error());
     answers got = answers_new(&s, &with, 0), right = answers_new(&s, &without, 0);
@@ -572,30 +572,30 @@ static void test_bad_ranges(void)
     answers a = answers_new(&s, &st, 0);
     const kvc_attend_args args = args_of(&s, &a);
     const struct {
-        kvc_hidden second;
+        kvc_masked second;
         const char *name, *value;
-    } bad[] = {{{8, 2, 3}, "hidden[1].seq_id", "is 8"},
-               {{0, -1, 3}, "hidden[1].begin", "is -1"},
-               {{0, 4, 3}, "hidden[1].end", "is 3"}};
+    } bad[] = {{{8, 2, 3}, "masked[1].seq_id", "is 8"},
+               {{0, -1, 3}, "masked[1].begin", "is -1"},
+               {{0, 4, 3}, "masked[1].end", "is 3"}};
     for (int i = 0; i < 3; i++) {
-        s.hidden[1] = bad[i].second;
+        s.masked[1] = bad[i].second;
         CHECK_FAILS(attend(&s, &st, 1, 1, 0, &a), KVC_ERR_INVALID, bad[i].name, bad[i].value);
         CHECK_FAILS(attend(&s, &st, 1, 1, 1, &a), KVC_ERR_INVALID, bad[i].name, bad[i].value);
     }
-    s.hidden[1] = (kvc_hidden){0, 7, 7};
+    s.masked[1] = (kvc_masked){0, 7, 7};
     kvc_plan_args plan = plan_of(&s, &st, 1, 1);
-    plan.num_hidden = -1;
-    CHECK_FAILS(kvc_attend(st.batch, &plan, &args), KVC_ERR_INVALID, "num_hidden", "-1");
-    plan.num_hidden = 2;
-    plan.hidden_size = sizeof(kvc_hidden) - 1;
-    CHECK_FAILS(kvc_attend(st.batch, &plan, &args), KVC_ERR_INVALID, "hidden", "given as 15");
-    plan.hidden_size = 0;
-    CHECK_FAILS(kvc_attend(st.batch, &plan, &args), KVC_ERR_INVALID, "hidden", "given as 0");
-    plan.hidden_size = sizeof(kvc_hidden);
-    plan.hidden = NULL;
-    CHECK_FAILS(kvc_attend(st.batch, &plan, &args), KVC_ERR_INVALID, "hidden is NULL", "2");
-    plan.num_hidden = 0;
-    plan.hidden_size = 3; /* of no element */
+    plan.num_masked = -1;
+    CHECK_FAILS(kvc_attend(st.batch, &plan, &args), KVC_ERR_INVALID, "num_masked", "-1");
+    plan.num_masked = 2;
+    plan.masked_size = sizeof(kvc_masked) - 1;
+    CHECK_FAILS(kvc_attend(st.batch, &plan, &args), KVC_ERR_INVALID, "masked", "given as 15");
+    plan.masked_size = 0;
+    CHECK_FAILS(kvc_attend(st.batch, &plan, &args), KVC_ERR_INVALID, "masked", "given as 0");
+    plan.masked_size = sizeof(kvc_masked);
+    plan.masked = NULL;
+    CHECK_FAILS(kvc_attend(st.batch, &plan, &args), KVC_ERR_INVALID, "masked is NULL", "2");
+    plan.num_masked = 0;
+    plan.masked_size = 3; /* of no element */
     CHECKF(kvc_attend(st.batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
     answers_free(&a);
     stage_free(&st);
@@ -615,7 +615,7 @@ static void test_bits(void)
 int main(void)
 {
     test_shared();
-    test_all_hidden();
+    test_all_masked();
     test_other_ranges();
     test_cross();
     test_allocation();

@@ -32,7 +32,7 @@ class Turn(Protocol):
         """End the pass because a pass of another cache begins in the same memory."""
 
 
-class Shared:
+class Turns:
     """Knows whose batch is open, and hands out ids that no sequence has.
 
     A `KVCache` has one open batch at a time, and an `HFCache` keeps its batch open until somebody asks for its tokens.
@@ -46,12 +46,12 @@ class Shared:
         self.owner: Callable[[], Turn | None] = lambda: None  # returns the passes whose batch is open, if any
 
     @classmethod
-    def of(cls, cache: KVCache) -> Shared:
+    def of(cls, cache: KVCache) -> Turns:
         """Return the one of a cache that prefix caches use as well; it must not keep the cache alive."""
         with _lock:
-            shared = _known.setdefault(cache, cls())
-            shared.new_id = watch_of(cache).new_sequence
-            return shared
+            turns = _known.setdefault(cache, cls())
+            turns.new_id = watch_of(cache).new_sequence
+            return turns
 
     def take_turn(self, passes: Turn) -> None:
         """Make these the passes whose batch is open; call it with `changed` held."""
@@ -75,7 +75,7 @@ class Shared:
 
 
 _lock = threading.Lock()
-_known: weakref.WeakKeyDictionary[KVCache, Shared] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[KVCache, Turns] = weakref.WeakKeyDictionary()
 
 
 def clear_finally(cache: KVCache, seq_ids: Iterable[int]) -> None:

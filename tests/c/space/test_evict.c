@@ -1,4 +1,4 @@
-/* Reclaiming as one plan: a call that needs room takes what it needs of retained sequences, and only if that is enough
+/* Evicting as one plan: a call that needs room takes what it needs of retained sequences, and only if that is enough
  * and nothing can fail any more.  kvc_room says exactly what a batch can have; a call that fails has changed nothing. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/memory.h"
@@ -67,7 +67,7 @@ static void retain_pairs(kvc_cache *cache, int num)
         CHECK(kvc_retain_new(cache, id, 0, 2, NULL) == KVC_OK && kvc_pin(cache, &id, 1, -1) == KVC_OK);
 }
 
-/* ---- victims ---------------------------------------------------------------------------------------------------- */
+/* ---- victims ----------------------------------------------------------------------------------------------------- */
 
 /* The table of sequences is full, so that a new one lengthens it, while others leave it. */
 static void test_full_table(void)
@@ -85,7 +85,7 @@ static void test_full_table(void)
     }
 }
 
-/* Where an allocation fails, nothing was reclaimed. */
+/* Where an allocation fails, nothing was evicted. */
 static void test_failed_allocations(void)
 {
     for (int reserves = 0; reserves < 2; reserves++)
@@ -216,7 +216,7 @@ static crowd random_crowd(void)
     return c;
 }
 
-/* Returns a clone in which nothing can be reclaimed, without the `num` oldest that are not pinned, but for `kept`. */
+/* Returns a clone in which nothing can be evicted, without the `num` oldest that are not pinned, but for `kept`. */
 static kvc_cache *clone_without(const crowd *c, int num, int64_t kept)
 {
     kvc_cache *clone;
@@ -292,7 +292,7 @@ static void test_random_crowds(void)
     }
 }
 
-/* ---- room ------------------------------------------------------------------------------------------------------- */
+/* ---- room -------------------------------------------------------------------------------------------------------- */
 
 /* Checks that a batch of as many tokens as kvc_room says begins, and that one of a token more is full, in clones. */
 static void check_room(kvc_cache *cache, int64_t id, const char *where, int64_t limit)
@@ -381,7 +381,7 @@ static void test_room_is_exact(void)
             }
 }
 
-/* ---- calls that fail -------------------------------------------------------------------------------------------- */
+/* ---- calls that fail --------------------------------------------------------------------------------------------- */
 
 /* All that can be seen of a cache, but for its rows. */
 typedef struct seen {
@@ -458,7 +458,7 @@ static kvc_status edit(kvc_cache *cache, int which)
                                                   .num_tokens = 9,
                                                   .positions = (int32_t[]){9, 10, 11, 12, 13, 14, 15, 16, 17},
                                                   .seq_ids = (int64_t[]){1, 1, 1, 1, 1, 1, 1, 1, 1},
-                                                  .restored = which == RESTORE ? (uint8_t[]){1, 0} : NULL},
+                                                  .replaced = which == RESTORE ? (uint8_t[]){1, 0} : NULL},
                                 &batch);
         if (status == KVC_OK)
             kvc_abort(batch);

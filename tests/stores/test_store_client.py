@@ -1,4 +1,4 @@
-"""The guard: whatever a store does, callers lose time at most, and not much of it."""
+"""The client: whatever a store does, callers lose time at most, and not much of it."""
 
 import contextlib
 import gc
@@ -16,10 +16,10 @@ import pytest
 from hypothesis import strategies as st
 from support.faulty_stores import Blocking, Bulk, Faulty, raising, sleeping
 
-from kvcache.stores import DirectoryStore, lane, values
-from kvcache.stores import guard as module
+from kvcache.stores import DirectoryStore, values, worker
+from kvcache.stores import client as module
 from kvcache.stores import speed as speeds
-from kvcache.stores.guard import Guard
+from kvcache.stores.client import StoreClient
 
 DIGEST = b"digest"
 LONG = 30  # seconds within which anything that should happen has happened
@@ -27,19 +27,19 @@ LONG = 30  # seconds within which anything that should happen has happened
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(lane, "FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(lane, "LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(worker, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(worker, "LONGEST_PAUSE", 0.2)
 
 
 @pytest.fixture
 def make():
-    """A function that makes guards, which are closed in the end."""
+    """A function that makes clients, which are closed in the end."""
     with contextlib.ExitStack() as stack:
 
         def make(store, **options):
-            guard = Guard(store, digest=DIGEST, **options)
-            stack.callback(guard.close, 0)
-            return guard
+            client = StoreClient(store, digest=DIGEST, **options)
+            stack.callback(client.close, 0)
+            return client
 
         yield make
 
@@ -48,13 +48,13 @@ def packed(key, payload=b"rows"):
     return values.pack(key, DIGEST, [payload])
 
 
-def put(guard, key, payload=b"rows"):
-    return guard.put(key, lambda: [payload])
+def put(client, key, payload=b"rows"):
+    return client.put(key, lambda: [payload])
 
 
-def fill(guard, keys):
-    assert all(put(guard, key) for key in keys)
-    assert guard.flush(LONG)
+def fill(client, keys):
+    assert all(put(client, key) for key in keys)
+    assert client.flush(LONG)
 
 
 def until(condition):
@@ -67,72 +67,72 @@ def until(condition):
 @pytest.mark.parametrize("kind", [dict, Faulty, Bulk])
 def test_values_come_back(make, kind):
     store = kind()
-    guard = make(store, secret=b"secret")
-    fill(guard, "abc")
-    assert guard.get_many(["a", "x", "c", "a"], LONG) == {"a": b"rows", "c": b"rows"}
-    stats = guard.stats
+    client = make(store, secret=b"secret")
+    fill(client, "abc")
+    assert client.get_many(["a", "x", "c", "a"], LONG) == {"a": b"rows", "c": b"rows"}
+    stats = client.stats
     assert (stats.hits, stats.misses, stats.written, stats.bytes_read) == (2, 1, 3, 8)
     assert (stats.errors, stats.timeouts, stats.corrupt, stats.dropped) == (0, 0, 0, 0)
     assert stats.reading
     assert stats.writing
-    assert guard.delete("a")
-    assert guard.flush(LONG)
+    assert client.delete("a")
+    assert client.flush(LONG)
     assert set(store) == {"b", "c"}
 
 
 def test_many_keys_are_one_call(make):
     store = Bulk()
-    guard = make(store)
+    client = make(store)
     blocked = threading.Event()
-    guard.put("first", lambda: blocked.wait(LONG) and [b"rows"])
+    client.put("first", lambda: blocked.wait(LONG) and [b"rows"])
     keys = [f"key {i}" for i in range(100)]
-    assert all(put(guard, key) for key in keys)
+    assert all(put(client, key) for key in keys)
     blocked.set()
-    assert guard.flush(LONG)
-    guard.get_many(keys[:1], LONG)  # values are known to be small from here on
+    assert client.flush(LONG)
+    client.get_many(keys[:1], LONG)  # values are known to be small from here on
     store.calls.clear()
-    assert len(guard.get_many(keys, LONG)) == 100
+    assert len(client.get_many(keys, LONG)) == 100
     assert [verb for verb, _ in store.calls] == ["get_many"]
-    assert guard.stats.written == 101
+    assert client.stats.written == 101
 
 
 def test_writes_of_many_keys_are_few_calls(make):
     store = Bulk()
-    guard = make(store)
+    client = make(store)
     blocked = threading.Event()
-    guard.put("first", lambda: blocked.wait(LONG) and [b"rows"])
-    assert all(put(guard, f"key {i}") for i in range(100))
+    client.put("first", lambda: blocked.wait(LONG) and [b"rows"])
+    assert all(put(client, f"key {i}") for i in range(100))
     blocked.set()
-    assert guard.flush(LONG)
+    assert client.flush(LONG)
     assert len(store.calls) <= 2
-    assert guard.stats.written == 101
+    assert client.stats.written == 101
 
 
 def test_writes_of_large_values_are_several_calls(make, monkeypatch):
     """The values of one call are in memory at once."""
     monkeypatch.setattr(module, "CALL_BYTES", 1000)
     store = Bulk()
-    guard = make(store)
+    client = make(store)
     blocked = threading.Event()
-    guard.put("first", lambda: blocked.wait(LONG) and [b"x" * 400])
+    client.put("first", lambda: blocked.wait(LONG) and [b"x" * 400])
     for i in range(6):
-        put(guard, f"key {i}", b"x" * 400)
+        put(client, f"key {i}", b"x" * 400)
     blocked.set()
-    assert guard.flush(LONG)
+    assert client.flush(LONG)
     assert [len(keys) for verb, keys in store.calls if verb == "set_many"] == [1, 2, 2, 2]
 
 
 def test_large_values_are_several_calls(make, monkeypatch):
     monkeypatch.setattr(module, "CALL_BYTES", 1000)
     store = Bulk()
-    guard = make(store)
-    fill(guard, ["small"])
+    client = make(store)
+    fill(client, ["small"])
     for i in range(4):
-        put(guard, f"key {i}", b"x" * 400)
-    assert guard.flush(LONG)
-    guard.get_many(["key 0"], LONG)
+        put(client, f"key {i}", b"x" * 400)
+    assert client.flush(LONG)
+    client.get_many(["key 0"], LONG)
     store.calls.clear()
-    assert len(guard.get_many([f"key {i}" for i in range(4)], LONG)) == 4
+    assert len(client.get_many([f"key {i}" for i in range(4)], LONG)) == 4
     assert [len(keys) for _, keys in store.calls] == [2, 2]
 
 
@@ -140,10 +140,10 @@ def test_large_values_are_several_calls(make, monkeypatch):
 def test_reading_may_stop_at_a_miss(make, kind, monkeypatch):
     monkeypatch.setattr(module, "MAX_CALL_KEYS", 2)
     store = kind(items={key: packed(key) for key in "abdef"})
-    guard = make(store)
-    assert set(guard.get_many("abcdef", LONG)) == set("abdef")
+    client = make(store)
+    assert set(client.get_many("abcdef", LONG)) == set("abdef")
     store.calls.clear()
-    found = guard.get_many("abcdef", LONG, stop_at_miss=True)
+    found = client.get_many("abcdef", LONG, stop_at_miss=True)
     assert {"a", "b"} <= set(found) <= {"a", "b", "d"}
     assert [keys for _, keys in store.calls] == (["a", "b", "c"] if kind is Faulty else [["a", "b"], ["c", "d"]])
 
@@ -153,13 +153,13 @@ def test_reading_may_stop_at_a_miss(make, kind, monkeypatch):
 
 def test_a_slow_store_takes_no_longer_than_allowed(make):
     store = Blocking(items={"a": packed("a")})
-    guard = make(store)
+    client = make(store)
     begin = time.monotonic()
-    assert guard.get_many("a", timeout=0.05) == {}
+    assert client.get_many("a", timeout=0.05) == {}
     for i in range(100):
-        put(guard, f"key {i}")
+        put(client, f"key {i}")
     assert time.monotonic() - begin < LONG / 2  # bounded by the time-out, not by the store
-    assert guard.stats.timeouts == 1
+    assert client.stats.timeouts == 1
     store.released.set()
 
 
@@ -167,30 +167,30 @@ def test_what_has_come_in_time_is_taken(make, monkeypatch):
     store = Blocking()
     store.items_ |= {key: packed(key) for key in "ab"}
     store.fault = lambda verb, key: store.block(verb, key) if key == "b" else None
-    guard = make(store)
+    client = make(store)
     with monkeypatch.context() as patch:
-        patch.setattr(guard._reading.changed, "wait_for", for_caller(guard, store.entered.is_set))
-        found = guard.get_many("ab", timeout=0.01)
+        patch.setattr(client._reading.changed, "wait_for", for_caller(client, store.entered.is_set))
+        found = client.get_many("ab", timeout=0.01)
     assert found == {"a": b"rows"}
     store.released.set()
-    until(lambda: guard._reading.is_idle)
+    until(lambda: client._reading.is_idle)
     assert found == {"a": b"rows"}, "a late answer changed what was handed out"
-    assert (guard.stats.hits, guard.stats.misses, guard.stats.timeouts) == (1, 1, 1)
+    assert (client.stats.hits, client.stats.misses, client.stats.timeouts) == (1, 1, 1)
 
 
 def test_what_nobody_waits_for_is_not_read(make):
     store = Blocking()
-    guard = make(store)
-    until(lambda: guard.get_many("abc", timeout=0.02) or store.calls)
-    guard.get_many("abc", timeout=0.02)
+    client = make(store)
+    until(lambda: client.get_many("abc", timeout=0.02) or store.calls)
+    client.get_many("abc", timeout=0.02)
     store.released.set()
-    until(lambda: guard._reading.is_idle)
+    until(lambda: client._reading.is_idle)
     assert store.calls == [("get", "a")]
 
 
-def for_caller(guard, is_time):
-    """What to put in place of a guard's `wait_for`: this thread's time is up when this is true, however late."""
-    changed, caller = guard._reading.changed, threading.current_thread()
+def for_caller(client, is_time):
+    """What to put in place of a client's `wait_for`: this thread's time is up when this is true, however late."""
+    changed, caller = client._reading.changed, threading.current_thread()
     wait_for = changed.wait_for
 
     def wait(condition, timeout):
@@ -218,20 +218,20 @@ def test_any_time(make):
 
 def test_an_interrupted_caller_waits_no_more(make, monkeypatch):
     store = Blocking()
-    guard = make(store)
+    client = make(store)
 
-    caller, wait_for = threading.current_thread(), guard._reading.changed.wait_for
+    caller, wait_for = threading.current_thread(), client._reading.changed.wait_for
 
     def interrupt(condition, timeout):
         if threading.current_thread() is caller:
             raise KeyboardInterrupt
         return wait_for(condition, timeout)
 
-    monkeypatch.setattr(guard._reading.changed, "wait_for", interrupt)
+    monkeypatch.setattr(client._reading.changed, "wait_for", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        guard.get_many("abc", LONG)
+        client.get_many("abc", LONG)
     monkeypatch.undo()
-    until(lambda: guard._reading.is_idle)
+    until(lambda: client._reading.is_idle)
     assert store.calls == []
 
 
@@ -240,42 +240,42 @@ def test_an_interrupted_caller_waits_no_more(make, monkeypatch):
 
 def test_a_caller_in_a_hurry_blames_nobody(make):
     store = Blocking()
-    guard = make(store)
+    client = make(store)
     for _ in range(5):
-        assert guard.get_many("a", timeout=0.01, patience=LONG) == {}
-    assert guard.stats.timeouts == 5
-    assert guard.stats.reading
+        assert client.get_many("a", timeout=0.01, patience=LONG) == {}
+    assert client.stats.timeouts == 5
+    assert client.stats.reading
     store.released.set()
-    until(lambda: guard._reading.is_idle)
-    assert guard.stats.reading
+    until(lambda: client._reading.is_idle)
+    assert client.stats.reading
 
 
 def test_a_store_that_hangs_is_left_alone_by_callers_in_a_hurry(make):
-    guard = make(Blocking())
-    until(lambda: guard.get_many("a", timeout=0.01, patience=0.2) or not guard.stats.reading)
+    client = make(Blocking())
+    until(lambda: client.get_many("a", timeout=0.01, patience=0.2) or not client.stats.reading)
 
 
 @pytest.mark.parametrize("error", [OSError("gone"), KeyboardInterrupt(), SystemExit(3), MemoryError(), ValueError()])
 @pytest.mark.parametrize("kind", [Faulty, Bulk])
 def test_a_store_that_raises(make, kind, error):
     store = kind(raising(error), {"a": packed("a")})
-    guard = make(store)
-    assert guard.get_many("a", LONG) == {}
-    assert put(guard, "b")
-    assert guard.flush(LONG)
-    assert guard.stats.errors == 2
-    assert guard.stats.dropped == 1
+    client = make(store)
+    assert client.get_many("a", LONG) == {}
+    assert put(client, "b")
+    assert client.flush(LONG)
+    assert client.stats.errors == 2
+    assert client.stats.dropped == 1
     store.fault = lambda verb, key: None
-    assert guard.get_many("a", LONG) == {"a": b"rows"}
+    assert client.get_many("a", LONG) == {"a": b"rows"}
 
 
 @pytest.mark.parametrize("answer", [None, 5, "text", [], {"a": None}, {"a": 5}, {"a": "text"}, {"a": b""}, {"b": b"x"}])
 def test_a_store_that_answers_nonsense(make, answer):
     store = Bulk()
     store.get_many = lambda keys: answer
-    guard = make(store)
-    assert guard.get_many("a", LONG) == {}
-    assert guard.stats.misses == 1
+    client = make(store)
+    assert client.get_many("a", LONG) == {}
+    assert client.stats.misses == 1
 
 
 def corruptions():
@@ -294,14 +294,14 @@ def corruptions():
 @pytest.mark.parametrize("value", [pytest.param(value, id=name) for name, value in corruptions()])
 def test_what_does_not_verify_is_a_miss_and_deleted(make, value):
     store = {"a": value, "b": packed("b")}
-    guard = make(store)
-    assert guard.get_many("ab", LONG) == {"b": b"rows"}
-    assert guard.flush(LONG)
+    client = make(store)
+    assert client.get_many("ab", LONG) == {"b": b"rows"}
+    assert client.flush(LONG)
     assert set(store) == {"b"}
-    assert guard.stats.corrupt == 1
-    put(guard, "a")
-    assert guard.flush(LONG)
-    assert guard.get_many("a", LONG) == {"a": b"rows"}
+    assert client.stats.corrupt == 1
+    put(client, "a")
+    assert client.flush(LONG)
+    assert client.get_many("a", LONG) == {"a": b"rows"}
 
 
 def test_a_tenant_does_not_take_what_another_wrote(make):
@@ -314,37 +314,37 @@ def test_a_tenant_does_not_take_what_another_wrote(make):
 
 def test_an_empty_secret_is_refused():
     with pytest.raises(ValueError, match="secret=b'': must not be empty"):
-        Guard({}, digest=DIGEST, secret=b"")
+        StoreClient({}, digest=DIGEST, secret=b"")
     for secret in (5, "text"):
         with pytest.raises(TypeError, match=f"secret is a {type(secret).__name__}: bytes are needed"):
-            Guard({}, digest=DIGEST, secret=secret)
+            StoreClient({}, digest=DIGEST, secret=secret)
 
 
 def test_a_store_that_fails_is_left_alone_and_asked_again(make, monkeypatch):
-    monkeypatch.setattr(lane, "FIRST_PAUSE", math.inf)
+    monkeypatch.setattr(worker, "FIRST_PAUSE", math.inf)
     store = Faulty(raising(OSError("gone")), {"a": packed("a")})
-    guard = make(store)
-    for _ in range(lane.MAX_FAILURES):
-        guard.get_many("a", LONG)
-    assert not guard.stats.reading
-    assert guard.seconds_for(1, 10) == math.inf
+    client = make(store)
+    for _ in range(worker.MAX_FAILURES):
+        client.get_many("a", LONG)
+    assert not client.stats.reading
+    assert client.seconds_for(1, 10) == math.inf
     calls = len(store.calls)
     for _ in range(50):
-        guard.get_many("a", LONG)
+        client.get_many("a", LONG)
     assert len(store.calls) == calls
-    guard._reading.breaker.until = 0.0  # the pause is over
-    assert guard.seconds_for(1, 10) is None
+    client._reading.breaker.until = 0.0  # the pause is over
+    assert client.seconds_for(1, 10) is None
     store.fault = lambda verb, key: None
-    until(lambda: guard.get_many("a", LONG))
-    assert guard.stats.reading
+    until(lambda: client.get_many("a", LONG))
+    assert client.stats.reading
 
 
 def test_pauses_double_up_to_a_limit(make, monkeypatch):
     now = 0.0
-    monkeypatch.setattr(lane.time, "monotonic", lambda: now)
-    breaker = lane.Breaker()
+    monkeypatch.setattr(worker.time, "monotonic", lambda: now)
+    breaker = worker.Breaker()
     pauses = []
-    for _ in range(lane.MAX_FAILURES - 1):
+    for _ in range(worker.MAX_FAILURES - 1):
         assert not breaker.failed()
         assert not breaker.is_open
     for _ in range(5):
@@ -361,27 +361,27 @@ def test_pauses_double_up_to_a_limit(make, monkeypatch):
 
 def test_a_store_that_hangs_is_left_alone_and_nobody_waits_for_it(make):
     store = Blocking(items={"a": packed("a")})
-    guard = make(store)
-    until(lambda: guard.get_many("a", timeout=0.02) or store.calls)
-    for _ in range(lane.MAX_FAILURES):
-        guard.get_many("a", timeout=0.02)
-    assert not guard.stats.reading
+    client = make(store)
+    until(lambda: client.get_many("a", timeout=0.02) or store.calls)
+    for _ in range(worker.MAX_FAILURES):
+        client.get_many("a", timeout=0.02)
+    assert not client.stats.reading
     time.sleep(0.1)  # a probe would be due, but the store has not even answered what it was asked
     begin = time.monotonic()
     for _ in range(1000):
-        assert guard.get_many("a", timeout=LONG) == {}
+        assert client.get_many("a", timeout=LONG) == {}
     assert time.monotonic() - begin < LONG / 2
     assert len(store.calls) == 1
-    assert all(read.is_done for read in guard._reading.queue), "a probe would be late by the time it is made"
+    assert all(read.is_done for read in client._reading.queue), "a probe would be late by the time it is made"
     store.released.set()
-    until(lambda: guard.get_many("a", timeout=LONG))
+    until(lambda: client.get_many("a", timeout=LONG))
 
 
 def test_time_outs_of_a_store_that_is_busy_for_others_are_no_failures(make, monkeypatch):
     goes_on = threading.Semaphore(0)
     store = Faulty(lambda verb, key: goes_on.acquire(timeout=LONG), {str(i): packed(str(i)) for i in range(10)})
-    guard = make(store)
-    thread = threading.Thread(target=lambda: guard.get_many(map(str, range(10)), LONG))
+    client = make(store)
+    thread = threading.Thread(target=lambda: client.get_many(map(str, range(10)), LONG))
     thread.start()
     until(lambda: store.calls)
     before = 0
@@ -389,92 +389,92 @@ def test_time_outs_of_a_store_that_is_busy_for_others_are_no_failures(make, monk
     def has_answered_another():  # since this was asked first, in the middle of the call
         nonlocal before
         if before is None:
-            before = guard._answers
+            before = client._answers
             goes_on.release()
-        return guard._answers > before
+        return client._answers > before
 
-    for _ in range(2 * lane.MAX_FAILURES):
+    for _ in range(2 * worker.MAX_FAILURES):
         before = None
         with monkeypatch.context() as patch:
-            patch.setattr(guard._reading.changed, "wait_for", for_caller(guard, has_answered_another))
-            assert guard.get_many("x", 0.001) == {}
-        assert guard.stats.reading
-    assert guard.stats.timeouts == 2 * lane.MAX_FAILURES
+            patch.setattr(client._reading.changed, "wait_for", for_caller(client, has_answered_another))
+            assert client.get_many("x", 0.001) == {}
+        assert client.stats.reading
+    assert client.stats.timeouts == 2 * worker.MAX_FAILURES
     goes_on.release(100)
     thread.join(LONG)
 
 
 def test_a_full_store_still_reads(make, monkeypatch):
-    monkeypatch.setattr(lane, "FIRST_PAUSE", math.inf)
+    monkeypatch.setattr(worker, "FIRST_PAUSE", math.inf)
     store = Faulty(raising(OSError("full"), "set"), {"a": packed("a")})
-    guard = make(store)
-    for i in range(lane.MAX_FAILURES):
-        put(guard, str(i))
-        assert guard.flush(LONG)
-    assert not guard.stats.writing
-    assert not put(guard, "b")
-    assert guard.get_many("a", LONG) == {"a": b"rows"}
-    assert guard.stats.reading
+    client = make(store)
+    for i in range(worker.MAX_FAILURES):
+        put(client, str(i))
+        assert client.flush(LONG)
+    assert not client.stats.writing
+    assert not put(client, "b")
+    assert client.get_many("a", LONG) == {"a": b"rows"}
+    assert client.stats.reading
     store.fault = lambda verb, key: None
-    guard._writing.breaker.until = 0.0  # the pause is over
-    assert put(guard, "b")
-    assert guard.flush(LONG)
-    assert guard.stats.writing
+    client._writing.breaker.until = 0.0  # the pause is over
+    assert put(client, "b")
+    assert client.flush(LONG)
+    assert client.stats.writing
     assert "b" in store.items_
 
 
-def turn_off_writing(guard, store):
+def turn_off_writing(client, store):
     store.fault = raising(OSError("full"), "set")
-    while guard.stats.writing:
-        put(guard, "x")
-        assert guard.flush(LONG)
+    while client.stats.writing:
+        put(client, "x")
+        assert client.flush(LONG)
 
 
 def test_a_store_that_is_left_alone_is_asked_with_one_value(make):
     store = Blocking(("set",))
-    guard = make(store)
-    turn_off_writing(guard, store)
+    client = make(store)
+    turn_off_writing(client, store)
     store.fault = store.block
-    until(lambda: put(guard, "a"))
+    until(lambda: put(client, "a"))
     store.entered.wait(LONG)
     time.sleep(0.3)  # longer than any pause
-    assert not put(guard, "b")
+    assert not put(client, "b")
     store.released.set()
-    until(lambda: put(guard, "c"))
-    assert guard.flush(LONG)
+    until(lambda: put(client, "c"))
+    assert client.flush(LONG)
     assert set(store) == {"a", "c"}
 
 
 def test_a_value_that_is_gone_says_nothing_of_the_store(make):
     store = Faulty()
-    guard = make(store)
-    turn_off_writing(guard, store)
-    until(lambda: guard.put("a", lambda: None))
-    assert guard.flush(LONG)
-    assert not guard.stats.writing
+    client = make(store)
+    turn_off_writing(client, store)
+    until(lambda: client.put("a", lambda: None))
+    assert client.flush(LONG)
+    assert not client.stats.writing
 
 
 def test_what_waits_is_dropped_when_the_store_fails(make):
     """And not tried one after the other, which may take a time-out each."""
     store = Blocking(("set",))
-    guard = make(store)
+    client = make(store)
     for i in range(50):
-        put(guard, str(i))
+        put(client, str(i))
     store.entered.wait(LONG)
     store.fault = raising(OSError("full"))
     store.released.set()
-    assert guard.flush(LONG)
-    assert len(store.calls) <= 1 + lane.MAX_FAILURES
-    assert guard.stats.dropped == 49
+    assert client.flush(LONG)
+    assert len(store.calls) <= 1 + worker.MAX_FAILURES
+    assert client.stats.dropped == 49
 
 
 def test_one_warning(make, caplog):
     store = Faulty(raising(OSError("no route")), {"a": packed("a")})
-    guard = make(store)
+    client = make(store)
     for _ in range(5):
-        guard.get_many("a", LONG)
-        put(guard, "a")
-        guard.flush(LONG)
+        client.get_many("a", LONG)
+        put(client, "a")
+        client.flush(LONG)
     (record,) = (record for record in caplog.records if record.name == "kvcache")
     assert record.levelno == logging.WARNING
     assert "the store Faulty fails: OSError: no route" in record.getMessage()
@@ -482,40 +482,40 @@ def test_one_warning(make, caplog):
 
 def test_a_warning_names_the_address(make, caplog, tmp_path):
     store = DirectoryStore(tmp_path / "folder")
-    guard = make(store)
+    client = make(store)
     store.path.rename(tmp_path / "other")
-    guard.get_many("a", LONG)
+    client.get_many("a", LONG)
     assert f"the store DirectoryStore('{store.path}', max_bytes=None) fails: FileNotFoundError" in caplog.text
 
 
 def test_bytes_read_and_written_count_the_same(make):
-    guard = make({})
-    fill(guard, "ab")
-    assert len(guard.get_many("ab", LONG)) == 2
-    assert guard.stats.bytes_read == guard.stats.bytes_written == 2 * len(b"rows")
+    client = make({})
+    fill(client, "ab")
+    assert len(client.get_many("ab", LONG)) == 2
+    assert client.stats.bytes_read == client.stats.bytes_written == 2 * len(b"rows")
 
 
 def test_a_warning_is_short(make, caplog):
     """Messages of clients may quote the value, which is as confidential as a prompt."""
-    guard = make(Faulty(raising(OSError("\n\0" + 10**6 * "x"))))
-    guard.get_many("a", LONG)
+    client = make(Faulty(raising(OSError("\n\0" + 10**6 * "x"))))
+    client.get_many("a", LONG)
     (record,) = (record for record in caplog.records if record.name == "kvcache")
     assert len(record.getMessage()) < 500
     assert record.getMessage().isprintable()
 
 
 def test_a_handler_of_warnings_may_use_the_guard(make):
-    guard = make(Faulty(raising(OSError("no route"))))
+    client = make(Faulty(raising(OSError("no route"))))
     seen = []
 
     class Handler(logging.Handler):
         def emit(self, record):
-            seen.append(guard.stats)
+            seen.append(client.stats)
 
     handler = Handler()
     logging.getLogger("kvcache").addHandler(handler)
     try:
-        guard.get_many("a", LONG)
+        client.get_many("a", LONG)
     finally:
         logging.getLogger("kvcache").removeHandler(handler)
     assert len(seen) == 1
@@ -527,86 +527,86 @@ def test_a_handler_of_warnings_may_use_the_guard(make):
 def test_a_full_queue_drops(make, monkeypatch):
     monkeypatch.setattr(module, "MOST_WRITES", 10)
     store = Blocking()
-    guard = make(store)
-    assert put(guard, "first")
+    client = make(store)
+    assert put(client, "first")
     assert store.entered.wait(LONG)
-    assert [put(guard, str(i)) for i in range(1000)] == [True] * 10 + [False] * 990
-    assert not guard.delete("first")
-    assert guard.stats.dropped == 990
-    assert not guard.flush(0.01)
+    assert [put(client, str(i)) for i in range(1000)] == [True] * 10 + [False] * 990
+    assert not client.delete("first")
+    assert client.stats.dropped == 990
+    assert not client.flush(0.01)
     store.released.set()
-    assert guard.flush(LONG)
-    assert put(guard, "later")
-    assert guard.flush(LONG)
+    assert client.flush(LONG)
+    assert put(client, "later")
+    assert client.flush(LONG)
     assert len(store.items_) == 12
 
 
 def test_a_value_is_made_in_another_thread(make):
     threads = []
-    guard = make({})
-    guard.put("a", lambda: threads.append(threading.current_thread()) or [b"rows"])
-    assert guard.flush(LONG)
+    client = make({})
+    client.put("a", lambda: threads.append(threading.current_thread()) or [b"rows"])
+    assert client.flush(LONG)
     assert threads[0] is not threading.current_thread()
     assert threads[0].daemon
 
 
 def test_a_value_that_is_gone_is_not_written(make):
     store = Faulty()
-    guard = make(store)
-    assert guard.put("a", lambda: None)
-    assert guard.flush(LONG)
+    client = make(store)
+    assert client.put("a", lambda: None)
+    assert client.flush(LONG)
     assert store.calls == []
-    assert guard.stats.dropped == 1
+    assert client.stats.dropped == 1
 
 
 def test_a_mistake_in_making_a_value_is_not_the_store_s(make, caplog):
     store = Faulty()
-    guard = make(store)
+    client = make(store)
     for _ in range(5):
-        guard.put("a", lambda: 1 / 0)
-        guard.put("b", lambda: ["text"])
-    assert put(guard, "c")
-    assert guard.flush(LONG)
+        client.put("a", lambda: 1 / 0)
+        client.put("b", lambda: ["text"])
+    assert put(client, "c")
+    assert client.flush(LONG)
     assert set(store) == {"c"}
-    assert (guard.stats.errors, guard.stats.dropped) == (0, 10)
+    assert (client.stats.errors, client.stats.dropped) == (0, 10)
     assert "ZeroDivisionError" in caplog.text
 
 
 def test_closing_writes_what_is_queued(make):
     store = Faulty(sleeping(0.01))
-    guard = make(store)
+    client = make(store)
     for i in range(10):
-        put(guard, str(i))
-    assert guard.close(LONG)
+        put(client, str(i))
+    assert client.close(LONG)
     assert len(store.items_) == 10
-    assert not put(guard, "late")
-    assert guard.get_many("0", LONG) == {}
-    assert guard.close(LONG)
+    assert not put(client, "late")
+    assert client.get_many("0", LONG) == {}
+    assert client.close(LONG)
 
 
 def test_closing_drops_what_is_not_written_in_time(make):
     store = Blocking()
-    guard = make(store)
+    client = make(store)
     for i in range(5):
-        assert put(guard, str(i))
+        assert put(client, str(i))
     assert store.entered.wait(LONG)
-    assert not guard.close(0.01)
-    assert guard.stats.dropped == 4
+    assert not client.close(0.01)
+    assert client.stats.dropped == 4
     store.released.set()
-    assert guard.flush(LONG)
+    assert client.flush(LONG)
     assert set(store.items_) == {"0"}
 
 
 def test_a_guard_without_work_has_no_threads_and_is_collected(monkeypatch):
-    monkeypatch.setattr(lane, "LINGER", 0.01)
+    monkeypatch.setattr(worker, "LINGER", 0.01)
 
     def use_twice():
-        guard = Guard({}, digest=DIGEST)
+        client = StoreClient({}, digest=DIGEST)
         for key in "ab":
-            fill(guard, key)
-            guard.get_many(key, LONG)
-            until(lambda: guard._reading.thread is guard._writing.thread is None)
-        return weakref.ref(guard)
+            fill(client, key)
+            client.get_many(key, LONG)
+            until(lambda: client._reading.thread is client._writing.thread is None)
+        return weakref.ref(client)
 
     gone = use_twice()
     until(lambda: gc.collect() >= 0 and gone() is None)  # a thread may be on its last line still
@@ -614,14 +614,14 @@ def test_a_guard_without_work_has_no_threads_and_is_collected(monkeypatch):
 
 def test_many_threads(make):
     store = Bulk()
-    guard = make(store)
+    client = make(store)
     wrong = []
 
     def work(number):
         for i in range(50):
             key = f"{(number + i) % 40}"
-            put(guard, key, key.encode() * 100)
-            for other, payload in guard.get_many([key, f"{i % 40}"], LONG).items():
+            put(client, key, key.encode() * 100)
+            for other, payload in client.get_many([key, f"{i % 40}"], LONG).items():
                 if payload != other.encode() * 100:
                     wrong.append(other)
 
@@ -631,8 +631,8 @@ def test_many_threads(make):
     for thread in threads:
         thread.join(LONG)
     assert not wrong
-    assert guard.flush(LONG)
-    stats = guard.stats
+    assert client.flush(LONG)
+    stats = client.stats
     assert stats.hits + stats.misses == sum(
         1 + (f"{(n + i) % 40}" != f"{i % 40}") for n in range(16) for i in range(50)
     )
@@ -663,19 +663,19 @@ def test_whatever_happens_only_what_was_put_comes_back(steps):
             store.items_[name] = {"cut": value[:-1], "text": "x", "nothing": None}[fault] if value else None
 
     store.fault = misbehave
-    guard = Guard(store, digest=DIGEST, secret=b"secret")
+    client = StoreClient(store, digest=DIGEST, secret=b"secret")
     for verb, number, fault in steps:
         key = f"key {number}"
         if verb == "get":
             keys = [key, "key 0"]
-            found = guard.get_many(keys, timeout=0.001 if fault == "slow" else LONG)
+            found = client.get_many(keys, timeout=0.001 if fault == "slow" else LONG)
             assert all(payload == name.encode() for name, payload in found.items())
             assert found.keys() <= {*keys}
         elif verb == "put":
-            put(guard, key, key.encode())
+            put(client, key, key.encode())
         else:
-            guard.delete(key)
-    assert guard.close(LONG)
+            client.delete(key)
+    assert client.close(LONG)
 
 
 # ---- how long reading takes
@@ -712,17 +712,19 @@ def test_speed_is_never_negative(reads):
 
 
 def test_seconds_for(make, monkeypatch):
-    guard = make({"a": packed("a", bytes(10**6)), "b": packed("b")})
-    assert guard.seconds_for(1, 10**6) is None
+    client = make({"a": packed("a", bytes(10**6)), "b": packed("b")})
+    assert client.seconds_for(1, 10**6) is None
     for _ in range(3):
-        guard.get_many("ab", LONG)
-    seconds = guard.seconds_for(1, 10**6)
+        client.get_many("ab", LONG)
+    seconds = client.seconds_for(1, 10**6)
     assert 0 < seconds < 1
-    assert guard.seconds_for(10, 10**7) > guard.seconds_for(1, 10**6)
-    assert guard.stats.bandwidth > 0
-    assert guard.stats.latency >= 0
+    assert client.seconds_for(10, 10**7) > client.seconds_for(1, 10**6)
+    assert client.stats.bandwidth > 0
+    assert client.stats.latency >= 0
     monkeypatch.setattr(module, "STALE", -1)
-    assert guard.seconds_for(1, 10**6) is None, "an old measurement would keep the store from ever being measured again"
+    assert client.seconds_for(1, 10**6) is None, (
+        "an old measurement would keep the store from ever being measured again"
+    )
 
 
 # ---- processes
@@ -732,19 +734,19 @@ def test_seconds_for(make, monkeypatch):
 def test_a_child_begins_anew(make):
     """A forked child has no threads, and its parent's locks may be held for ever."""
     store = Blocking(("set",), {"a": packed("a")})
-    guard = make(store)
-    put(guard, "b")
-    put(guard, "c")
+    client = make(store)
+    put(client, "b")
+    put(client, "c")
     store.entered.wait(LONG)
-    with guard._lock:  # as another thread might hold it at the time
+    with client._lock:  # as another thread might hold it at the time
         child = os.fork()
         if child == 0:
             store.fault = lambda verb, key: None
-            ok = guard.get_many("a", 10) == {"a": b"rows"} and put(guard, "d") and guard.flush(10)
+            ok = client.get_many("a", 10) == {"a": b"rows"} and put(client, "d") and client.flush(10)
             os._exit(0 if ok and {*store.items_} == {"a", "d"} else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     store.released.set()
-    assert guard.flush(LONG)
+    assert client.flush(LONG)
     assert {*store.items_} == {"a", "b", "c"}
 
 
@@ -761,13 +763,13 @@ sys.path[:] = {sys.path!r}
 from support.faulty_stores import *
 store = {store}
 atexit.register(lambda: print(len(store.items_)))  # runs after what modules register from here on
-from kvcache.stores import guard as module
+from kvcache.stores import client as module
 if not isinstance(store, Blocking):
     module.EXIT_TIMEOUT = 30.0  # however slowly its threads get to run
-guard = module.Guard(store, digest=b"")
+client = module.StoreClient(store, digest=b"")
 for i in range(3):
-    guard.put(str(i), lambda: [b"rows"])
-guard.get_many("x", 0.01)
+    client.put(str(i), lambda: [b"rows"])
+client.get_many("x", 0.01)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0

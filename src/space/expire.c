@@ -1,0 +1,108 @@
+/* expire.c: expires rows, and previews it: see expire.h. */
+#include "space/expire.h"
+
+void kvc_set_min_query_positions(kvc_cache *cache) {
+    for (kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed)
+        if (!sequence->in_batch) sequence->min_query_position = kvc_min_query_position(sequence);
+}
+
+kvc_interval kvc_expirable(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {
+    const kvc_policy *policy = &cache->policies[g];
+    return (kvc_interval){kvc_policy_sinks(policy), kvc_policy_retained(policy, sequence->min_query_position)};
+}
+
+int64_t kvc_count_kept(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {
+    const kvc_interval gone = kvc_expirable(cache, sequence, g);
+    return sequence->runs[g].num_rows - kvc_runs_visit(&sequence->runs[g], gone.begin, gone.end, NULL, NULL);
+}
+
+/* ---- previews ---------------------------------------------------------------------------------------------------- */
+
+/* Calls visit for every part of a run that the group of a preview loses. */
+static void visit_lost(const kvc_preview *preview, kvc_part_fn *visit, void *context) {
+    const kvc_cache *cache = preview->cache;
+    const int32_t g = preview->pool->group;
+    const int expires = preview->expires && kvc_policy_expires(&cache->policies[g]);
+    for (const kvc_sequence *sequence = expires ? cache->changed : NULL; sequence; sequence = sequence->next_changed) {
+        const kvc_interval gone = kvc_expirable(cache, sequence, g);
+        kvc_runs_visit(&sequence->runs[g], gone.begin, gone.end, visit, context);
+    }
+    for (const kvc_sequence *sequence = cache->victims; sequence; sequence = sequence->next_victim)
+        if (kvc_is_evicted_in(cache, sequence, g)) kvc_runs_visit(&sequence->runs[g], 0, KVC_END, visit, context);
+}
+
+/* Takes the slots of a part out of the counts of their block. */
+static void uncount_part(void *preview, const kvc_run *part) {
+    kvc_preview *p = preview;
+    if (kvc_pool_try_drop(part->block, part->slot, part->count, &p->slots)) kvc_preview_add_free(p, part->block);
+}
+
+kvc_preview kvc_preview_open(kvc_cache *cache, int32_t g, int expires) {
+    kvc_preview preview = {&cache->pools[g], cache, expires, cache->pools[g].free, 0};
+    visit_lost(&preview, uncount_part, &preview);
+    return preview;
+}
+
+void kvc_preview_add_free(kvc_preview *preview, kvc_block *block) {
+    block->next = preview->free;
+    preview->free = block;
+}
+
+void kvc_preview_close(kvc_preview *preview) {
+    visit_lost(preview, kvc_undo_drop_part, NULL);
+    while (preview->free != preview->pool->free) {
+        kvc_block *block = preview->free;
+        preview->free = block->next;
+        block->next = NULL;
+    }
+}
+
+/* ---- expiring ---------------------------------------------------------------------------------------------------- */
+
+/* Counts rows that group g has let go, and the blocks that this freed: it had num_free before. */
+static void count_expired(kvc_cache *cache, int32_t g, int64_t num_rows, int32_t num_free) {
+    cache->stats.rows_expired += num_rows;
+    cache->pools[g].num_loose += cache->pools[g].num_free - num_free;
+}
+
+/* Expires from group g of a sequence, given sequence->min_query_position. */
+static void expire(kvc_cache *cache, kvc_sequence *sequence, int32_t g) {
+    kvc_pool *pool = &cache->pools[g];
+    const kvc_interval gone = kvc_expirable(cache, sequence, g);
+    const int32_t before = pool->num_free;
+    count_expired(cache, g, kvc_runs_expire(&sequence->runs[g], pool, gone.begin, gone.end), before);
+}
+
+void kvc_expire(kvc_cache *cache, int32_t g) {
+    for (kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed) {
+        kvc_runs_install(&sequence->runs[g], &cache->memory);
+        if (kvc_policy_expires(&cache->policies[g])) expire(cache, sequence, g);
+    }
+}
+
+void kvc_set_min_query_behind(kvc_sequence *sequence, int32_t last) {
+    int32_t low = kvc_min_query_position(sequence);
+    if (low == kvc_sequence_next(sequence) && low <= last) low = last + 1;
+    sequence->min_query_position = low ? low - 1 : 0;
+}
+
+void kvc_append_kept(kvc_cache *cache, kvc_sequence *sequence, int32_t g, const kvc_run *run) {
+    kvc_pool *pool = &cache->pools[g];
+    const kvc_interval gone = kvc_expirable(cache, sequence, g);
+    const int32_t before = pool->num_free;
+    count_expired(cache, g, kvc_runs_append_outside(&sequence->runs[g], pool, run, gone.begin, gone.end), before);
+}
+
+void kvc_expire_behind(kvc_cache *cache, kvc_sequence *sequence) {
+    kvc_set_min_query_behind(sequence, -1);
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
+        if (kvc_policy_expires(&cache->policies[g])) expire(cache, sequence, g);
+}
+
+int32_t kvc_most_cuts(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g, int32_t num_stretches) {
+    const int32_t sinks = kvc_policy_sinks(&cache->policies[g]);
+    if (!sinks) return 0; /* rows are cut off the fronts of runs */
+    /* A run that is cut in two has a row at the last sink's position. */
+    const int64_t rows = kvc_runs_visit(&sequence->runs[g], sinks - 1, sinks, NULL, NULL);
+    return (int32_t)rows + (sequence->min_query_position < sinks ? num_stretches : 0);
+}

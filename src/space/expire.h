@@ -1,0 +1,61 @@
+/* expire.h: forgets rows that no query will see any more, when a batch begins, and of its sequences when it is
+ * committed.
+ *
+ * kvc_expirable says which rows of a sequence a group's policy lets go.  A preview shows what a group gains before
+ * anything has expired, or evicted of retained sequences (evict.h).  Sequences with nothing to expire and no change
+ * since are skipped, so that idle ones cost nothing.
+ */
+#ifndef KVC_EXPIRE_H
+#define KVC_EXPIRE_H
+
+#include "cache/cache.h"
+
+/* Sets `min_query_position` of sequences outside the batch.  Call before expiring: one group's expiry changes the next
+ * one's. */
+void kvc_set_min_query_positions(kvc_cache *cache);
+
+/* Returns the positions that group g can expire of a sequence, given sequence->min_query_position. */
+kvc_interval kvc_expirable(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g);
+
+/* Counts the rows that a sequence keeps in group g when that expires. */
+int64_t kvc_count_kept(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g);
+
+/* A group as it will be once rows have expired, if the call expires, and those of victims evicted.
+ *
+ * Opening a preview takes these rows out of the counts of the group's blocks (holders, live); closing it puts them
+ * back, so that nothing has changed.  In between, only kvc_pool_is_free_after, kvc_pool_fill_after and
+ * kvc_compaction_plan read the counts, and the mutex is held. */
+typedef struct kvc_preview {
+    kvc_pool *pool;
+    const kvc_cache *cache;
+    int32_t expires;
+    kvc_block *free; /* blocks that will be free, in order of use: those that become so, then pool->free */
+    int64_t slots;   /* slots that no sequence will hold any more */
+} kvc_preview;
+
+kvc_preview kvc_preview_open(kvc_cache *cache, int32_t g, int expires);
+void kvc_preview_close(kvc_preview *preview);
+
+/* Adds a block that will be free, to be used before the blocks listed so far. */
+void kvc_preview_add_free(kvc_preview *preview, kvc_block *block);
+
+/* Expires from group g, in all sequences of cache->changed, after kvc_runs_prepare_expire of each.  Cannot fail. */
+void kvc_expire(kvc_cache *cache, int32_t g);
+
+/* Sets `min_query_position` of a sequence to which a batch adds tokens up to position `last` (-1: none): to the
+ * position of its last token then, or, where groups lack rows that others have, of the one before these.  So as many of
+ * the latest positions are kept as the policy says. */
+void kvc_set_min_query_behind(kvc_sequence *sequence, int32_t last);
+
+/* Appends a run to a sequence's list of group g, but for what that expires, given sequence->min_query_position. */
+void kvc_append_kept(kvc_cache *cache, kvc_sequence *sequence, int32_t g, const kvc_run *run);
+
+/* Expires from a sequence, in all groups, after a batch was added to it: kvc_set_min_query_behind.  The lists have room
+ * for kvc_most_cuts more runs.  Cannot fail. */
+void kvc_expire_behind(kvc_cache *cache, kvc_sequence *sequence);
+
+/* Returns the most runs of group g that kvc_expire_behind may cut in two after a batch with so many stretches of
+ * consecutive positions, given sequence->min_query_position. */
+int32_t kvc_most_cuts(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g, int32_t num_stretches);
+
+#endif
