@@ -333,8 +333,9 @@ typedef struct kvc_put_args {
                        rows as kvc_gather hands them out raw, which are stored byte for byte, need no alignment, and
                        are not checked: a scale may be infinite or NaN */
     int32_t v_type; /* the same for v */
-    int32_t tokens_per_sequence; /* 0: tokens lie as said above.  n: they lie as [num_tokens / n][n], groups a batch stride
-                             apart, the n tokens of one a token stride: [batch][head][token][dim], in lock step */
+    /* 0: tokens lie as said above.  n: they lie as [num_tokens / n][n], sequences a batch stride apart, the n tokens of
+     * one a token stride: [batch][head][token][dim], in lock step. */
+    int32_t tokens_per_sequence;
     int64_t k_batch_stride, v_batch_stride;
     int64_t seq_id; /* KVC_CROSS: the sequence, one of the batch, whose rows these are */
 } kvc_put_args;
@@ -364,7 +365,7 @@ typedef struct kvc_attend_args {
     float scale;    /* 0: 1 / sqrt(k_dim); to be given where values lie in the keys */
     float softcap;  /* 0: none; else scores become softcap * tanh(score / softcap) before alibi */
     const kvc_put_args *put; /* may be NULL; rows to store first, as by kvc_put.  For kvc_attend only */
-    int32_t tokens_per_sequence;    /* of q, out and lse, as in kvc_put_args */
+    int32_t tokens_per_sequence; /* of q, out and lse, as in kvc_put_args */
     int64_t q_batch_stride, out_batch_stride, lse_batch_stride;
 } kvc_attend_args;
 
@@ -604,7 +605,7 @@ KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, i
 /* ---- room and memory --------------------------------------------------------------------------------------------- */
 
 /* Sets *num_tokens to the number of tokens, at consecutive positions from kvc_next_position on, that one batch could
- * add to a sequence now: what max_seq_len, max_sequences, capacity and max_bytes leave once rows have expired for it,
+ * add to a sequence now: what max_seq_len, max_sequences, capacity and max_bytes leave once rows expire for it,
  * at most KVC_MAX_BATCH.  Under a sliding window or chunks there may be as much room again once these are committed,
  * and max_seq_len leaves room for any number where it is at least what the policy keeps.  Fails with KVC_ERR_BUSY and
  * KVC_ERR_NOMEM. */
@@ -661,7 +662,7 @@ typedef struct kvc_stats {
     int64_t rows_copied;     /* to slots of a sequence's own, to be changed there: by kvc_divide and KVC_ROPE_FUNCTION,
                                 and of shared rows by kvc_settle and kvc_inject.  Nothing else copies a stored row */
     int64_t rows_evicted;    /* of retained sequences, to make room */
-    int64_t retained;          /* now: retained sequences */
+    int64_t retained;        /* now: retained sequences */
     int64_t evictable_slots; /* now: of live_slots, those that only such sequences hold */
 } kvc_stats;
 
@@ -827,7 +828,7 @@ KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
  * capacity.  Positions that one layer holds and another lacks are gone from that other one, as if they had been
  * expired: to go on where they would be seen fails with KVC_ERR_GONE until it is restored as well, or kvc_truncate
  * drops them.  Of a restored layer with a window or chunks, positions that were not given and that the query behind
- * its last row would not see count as expired.  Until layers agree again, no row has expired that a query from the
+ * its last row would not see count as expired.  Until layers agree again, no row expires that a query from the
  * first such position on would see: so the window of an earlier moment can be restored into a sequence that has gone
  * on, and kvc_truncate takes it back there. */
 

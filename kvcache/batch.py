@@ -537,7 +537,7 @@ class Batch:
             self._core.commit(keep)
 
     def abort(self) -> None:
-        """End the batch and discard its tokens. Rows that have expired when it began stay expired.
+        """End the batch and discard its tokens. Rows that expired when it began stay so.
 
         Raises
         ------

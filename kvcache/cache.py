@@ -391,7 +391,7 @@ class KVCache(Saveable):
         timeout: SupportsFloat | None = 0,
         replaced: Iterable[SupportsIndex] | None = None,
     ) -> Batch:
-        """Begin a forward pass: expire rows that no later query can see, and take slots for the tokens in every layer.
+        """Begin a forward pass: rows that no later query can see expire, and the tokens take slots in every layer.
 
         A cache has one open batch at a time, which may have tokens of many sequences. Threads that each begin batches
         of their own take turns if they give `timeout`. A call that raises changes nothing. Give exactly one of `n` and
@@ -1288,7 +1288,7 @@ class KVCache(Saveable):
         The next batches, up to `num_tokens` tokens together, then allocate nothing for rows or bookkeeping, and cause
         no page fault: the memory is resident. Free memory of the cache counts, and other sequences may use the reserved
         memory. It stays reserved until it is used, `compact` gives it back, or other rows need it under `max_bytes`.
-        Rows have expired and compacted as by `batch`.
+        Rows expire and are compacted as by `batch`.
 
         So calls for several sequences do not add up: what was reserved for one is free memory for the next, and the
         largest of them is there in the end. For several sequences, make a cache that `capacity` limits, not

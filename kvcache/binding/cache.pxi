@@ -7,7 +7,7 @@ cdef class Cache(_CallCounter):
     cdef kvc_cache *handle  # NULL: the cache is closed
     cdef kvc_layer *layers
     cdef readonly int32_t num_layers
-    cdef int64_t max_tokens  # the most tokens that a batch may have, whatever has expired
+    cdef int64_t max_tokens  # the most tokens that a batch may have, whatever expires
     cdef Callbacks callbacks
 
     def __cinit__(self, list layers, int64_t max_seq_len, int64_t max_sequences, int64_t capacity, int64_t max_bytes,

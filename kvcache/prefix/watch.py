@@ -83,7 +83,7 @@ class Watch:
     def commit(self, begin: float, core: _core.Batch, keeps_all: bool) -> Iterator[None]:
         """Retain the blocks that a batch fills around its commit: before it, unless only some of its tokens are kept.
 
-        Once it is committed, another thread's batch may begin, for which rows have expired that no window reaches any
+        Once it is committed, another thread's batch may begin, for which rows expire that no window reaches any
         more. `begin` is the time of ``time.perf_counter`` when the batch had begun.
         """
         seq_ids, whose = np.unique(core.get_seq_ids(), return_inverse=True)

@@ -83,7 +83,7 @@ class Row:
 
     policy: str
     dtype: DType
-    bytes_per_token: int  # before anything has expired
+    bytes_per_token: int  # before anything expires
     nbytes: int  # bytes of all sequences at full length
     fits: bool | None  # None: the cache does, and the weights are not counted
     longest_context: int | None  # most tokens of each sequence, in the memory that is left; None: no limit

@@ -2,7 +2,7 @@
  * committed.
  *
  * kvc_expirable says which rows of a sequence a group's policy lets go.  A preview shows what a group gains before
- * anything has expired, or evicted of retained sequences (evict.h).  Sequences with nothing to expire and no change
+ * anything expires, or is evicted of retained sequences (evict.h).  Sequences with nothing to expire and no change
  * since are skipped, so that idle ones cost nothing.
  */
 #ifndef KVC_EXPIRE_H

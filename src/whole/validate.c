@@ -128,7 +128,7 @@ static kvc_status check_row_buffers(const kvc_cache *cache) {
     return KVC_OK;
 }
 
-/* Returns KVC_ERR_CORRUPT if a sequence that the next batch will skip holds rows that may be expired. */
+/* Returns KVC_ERR_CORRUPT if a sequence that the next batch will skip holds rows that are to expire. */
 static kvc_status check_expired(const kvc_cache *cache, const kvc_sequence *sequence) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_policy *policy = &cache->policies[g];
@@ -136,7 +136,7 @@ static kvc_status check_expired(const kvc_cache *cache, const kvc_sequence *sequ
         const int32_t end = kvc_policy_retained(policy, low < next ? low : next);
         REQUIRE(!kvc_policy_expires(policy) ||
                     !kvc_runs_visit(&sequence->runs[g], kvc_policy_sinks(policy), end, NULL, NULL),
-                "group %d, sequence %lld: rows may be expired, and no batch will look for them", g,
+                "group %d, sequence %lld: rows are to expire, and no batch will look for them", g,
                 (long long)sequence->id);
     }
     return KVC_OK;
