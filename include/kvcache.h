@@ -347,7 +347,9 @@ typedef struct kvc_put_args {
  * batch at once, for others once it is committed.
  * Fails with KVC_ERR_INVALID if a token was put before, or if the layer shares another's rows or has none, with
  * KVC_ERR_INDEX if the batch has no such tokens, and with KVC_ERR_CANCELLED (poll), after which nothing was put; for
- * KVC_CROSS, as for sequences that are not stored, also with KVC_ERR_FULL (max_len or max_bytes) and KVC_ERR_NOMEM. */
+ * KVC_CROSS, as for sequences that are not stored, also with KVC_ERR_FULL (max_len or max_bytes) and KVC_ERR_NOMEM:
+ * such rows may take new memory, and retained sequences are evicted for it once they are there; until then the cache
+ * may exceed max_bytes by them. */
 KVC_API kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *args);
 
 typedef struct kvc_attend_args {
@@ -803,7 +805,7 @@ KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
 
 /* Sequences that are not stored (kvc_begin_args.unstored), for example to score a text, or where memory is short.  The
  * batch sees what such a sequence held before; the commit drops that.  Where it held nothing, its tokens take the
- * memory of one layer: rows that kvc_attend puts stay until kvc_attend puts in another layer, be it cancelled, and to
+ * memory of one layer: rows that kvc_attend puts stay until rows are put in another layer, be that cancelled, and to
  * attend to them after that, or to ask for them by kvc_dense, fails with KVC_ERR_GONE.  Rows that kvc_put puts or
  * kvc_slots shows stay until the batch ends, in memory of their own, for which the call may fail with KVC_ERR_FULL
  * (max_bytes) and KVC_ERR_NOMEM; so do those of layers that others share, and of cross-attention layers.  capacity and

@@ -219,8 +219,7 @@ static kvc_status run_planned(kvc_plan *plan, int32_t layer, const kvc_attend_ar
     const int64_t num_tasks = kvc_plan_num_tasks(plan);
     if (status == KVC_OK && (task < 0 || task >= num_tasks))
         status = kvc_fail(KVC_ERR_INDEX, "task is %lld: the plan has %lld", (long long)task, (long long)num_tasks);
-    kvc_row_buffer *buffer = NULL;
-    if (status == KVC_OK) status = kvc_row_buffer_enter(plan->batch, layer, KVC_ROW_BUFFER_READ, &buffer);
+    kvc_row_buffer *buffer = status == KVC_OK ? kvc_row_buffer_find(plan->batch, layer) : NULL;
     if (status == KVC_OK) status = check_task(plan, layer, task, buffer);
     if (status == KVC_OK) {
         make_call(&c, plan, layer, &args, buffer);
@@ -269,11 +268,12 @@ static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *a
     kvc_batch *batch = plan->batch;
     for (int32_t u = 0; u < plan->num_slices; u++) KVC_TRY(check_seen(plan, &plan->slices[u], layer, put, *buffer));
     if (put && !*buffer && kvc_any_buffered(batch, layer, put->first, put->num_tokens))
-        KVC_TRY(kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_PASS, buffer));
+        KVC_TRY(kvc_row_buffer_enter(batch, layer, buffer));
     if (put) KVC_TRY(kvc_put_rows(batch, layer, put, *buffer));
     make_call(&c, plan, layer, args, *buffer);
-    const kvc_status status = run_all(&c);
-    if (status != KVC_OK && put) kvc_mark_written(batch, layer, put->first, put->num_tokens, *buffer, 0);
+    kvc_status status = run_all(&c);
+    if (status == KVC_OK && put && *buffer) status = kvc_row_buffer_accept(batch->cache, *buffer, 0);
+    if (status == KVC_OK && put) kvc_mark_written(batch, layer, put->first, put->num_tokens, *buffer);
     return status;
 }
 
@@ -295,10 +295,9 @@ kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const k
         KVC_TRY(kvc_put_rows(batch, layer, &put, NULL));
         must_put = 0;
     }
-    kvc_row_buffer *buffer = NULL;
     KVC_TRY(kvc_plan_get(batch, &plan_args, &plan));
-    kvc_status status = kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_READ, &buffer);
-    if (status == KVC_OK) status = attend(plan, layer, &args, must_put ? &put : NULL, &buffer);
+    kvc_row_buffer *buffer = kvc_row_buffer_find(batch, layer);
+    const kvc_status status = attend(plan, layer, &args, must_put ? &put : NULL, &buffer);
     kvc_row_buffer_leave(batch->cache, buffer);
     kvc_plan_free(plan);
     return status;

@@ -76,11 +76,10 @@ static kvc_status count_rows(const kvc_batch *batch, int32_t layer, const kvc_ro
     return KVC_OK;
 }
 
-/* Enters the layer's row buffer, counts the rows, and leaves it. */
-static kvc_status enter_and_count(kvc_batch *batch, int32_t layer, int64_t *num, int64_t *most) {
-    kvc_row_buffer *buffer = NULL;
-    kvc_status status = kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_READ, &buffer);
-    if (status == KVC_OK) status = count_rows(batch, layer, buffer, num, most);
+/* Finds the layer's row buffer, counts the rows, and leaves it. */
+static kvc_status find_and_count(kvc_batch *batch, int32_t layer, int64_t *num, int64_t *most) {
+    kvc_row_buffer *buffer = kvc_row_buffer_find(batch, layer);
+    const kvc_status status = count_rows(batch, layer, buffer, num, most);
     kvc_row_buffer_leave(batch->cache, buffer);
     return status;
 }
@@ -89,7 +88,7 @@ kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows) {
     int64_t most;
     KVC_TRY(kvc_check_attention(batch, layer));
     if (!num_rows) return kvc_fail(KVC_ERR_INVALID, "num_rows is NULL");
-    return enter_and_count(batch, layer, num_rows, &most);
+    return find_and_count(batch, layer, num_rows, &most);
 }
 
 /* Checks that all sequences have equally many tokens in the batch, one sequence after the other. */
@@ -118,7 +117,7 @@ kvc_status kvc_dense_sequences(kvc_batch *batch, int32_t layer, int32_t *num_seq
     if (status == KVC_OK && (!num_sequences || !most_rows))
         status = kvc_fail(KVC_ERR_INVALID, "%s is NULL", num_sequences ? "most_rows" : "num_sequences");
     if (status == KVC_OK) status = check_in_step(batch);
-    if (status == KVC_OK) status = enter_and_count(batch, layer, &num, most_rows);
+    if (status == KVC_OK) status = find_and_count(batch, layer, &num, most_rows);
     if (status == KVC_OK) *num_sequences = batch->num_sequences;
     return status;
 }
@@ -333,11 +332,10 @@ static kvc_status make_dense(dense *d) {
 
 kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *given) {
     dense d = {.batch = batch, .layer = layer};
-    kvc_row_buffer *buffer = NULL;
     KVC_TRY(check_args(batch, layer, given, &d));
-    KVC_TRY(kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_READ, &buffer));
+    kvc_row_buffer *buffer = kvc_row_buffer_find(batch, layer);
     d.buffer = buffer;
-    kvc_status status = make_dense(&d);
+    const kvc_status status = make_dense(&d);
     kvc_row_buffer_leave(batch->cache, buffer);
     return status;
 }

@@ -207,8 +207,7 @@ static kvc_status begin_cross(kvc_batch *batch, int32_t group, const kvc_put_arg
     put->run = (kvc_run){block, kvc_pool_take(pool, block, count), count, 0, 0};
     batch->cross_puts = *out = put;
     const kvc_need need = kvc_need_max_bytes(cache, CROSS_PUT);
-    status = kvc_choose_victims(&need); /* they are evicted once the rows are there */
-    kvc_spare_victims(cache);
+    status = kvc_check_room(&need); /* victims are evicted once the rows are there */
     if (status != KVC_OK) kvc_cross_put_end(batch, put, 0);
     return status;
 }
@@ -240,21 +239,26 @@ int kvc_any_buffered(const kvc_batch *batch, int32_t layer, int32_t first, int32
     return 0;
 }
 
-/* Enters the row buffer of a layer, for rows that stay until the batch ends; *buffer becomes NULL if no token of the
- * range is buffered. */
+/* Enters the row buffer of a layer; *buffer becomes NULL if no token of the range is buffered. */
 static kvc_status enter_buffer(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens,
                                kvc_row_buffer **buffer) {
     *buffer = NULL;
     if (!kvc_any_buffered(batch, layer, first, num_tokens)) return KVC_OK;
-    return kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_KEEP, buffer);
+    return kvc_row_buffer_enter(batch, layer, buffer);
 }
 
-void kvc_mark_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens, kvc_row_buffer *buffer,
-                      int is_written) {
+/* Leaves the row buffer; where the call succeeded, first keeps its rows until the batch ends. */
+static kvc_status leave_buffer(kvc_cache *cache, kvc_row_buffer *buffer, kvc_status status) {
+    if (status == KVC_OK && buffer) status = kvc_row_buffer_accept(cache, buffer, 1);
+    kvc_row_buffer_leave(cache, buffer);
+    return status;
+}
+
+void kvc_mark_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens, kvc_row_buffer *buffer) {
     const kvc_place *place = places_in(batch, layer, first);
-    memset(kvc_written_in(batch, layer) + first, is_written, (size_t)num_tokens);
+    memset(kvc_written_in(batch, layer) + first, 1, (size_t)num_tokens);
     for (int32_t i = 0; buffer && i < num_tokens; i++)
-        if (!place[i].block) kvc_row_buffer_written(buffer)[place[i].slot] = (uint8_t)is_written;
+        if (!place[i].block) kvc_row_buffer_written(buffer)[place[i].slot] = 1;
 }
 
 kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args, kvc_row_buffer *buffer) {
@@ -267,9 +271,7 @@ kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *arg
                      .buffer = buffer};
     if (!kvc_keeps_tokens(cache, layer)) return put_cross(batch, &work, g);
     work.places = places_in(batch, layer, 0);
-    const kvc_status status = put_all(&work);
-    if (status == KVC_OK) kvc_mark_written(batch, layer, args->first, args->num_tokens, buffer, 1);
-    return status;
+    return put_all(&work);
 }
 
 kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *given) {
@@ -278,9 +280,9 @@ kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *given) {
     KVC_TRY(KVC_READ(kvc_put_args, &args, given, "args"));
     KVC_TRY(kvc_put_check(batch, layer, &args));
     KVC_TRY(enter_buffer(batch, layer, args.first, args.num_tokens, &buffer));
-    kvc_status status = kvc_put_rows(batch, layer, &args, buffer);
-    kvc_row_buffer_leave(batch->cache, buffer);
-    return status;
+    KVC_TRY(leave_buffer(batch->cache, buffer, kvc_put_rows(batch, layer, &args, buffer)));
+    if (kvc_keeps_tokens(batch->cache, layer)) kvc_mark_written(batch, layer, args.first, args.num_tokens, buffer);
+    return KVC_OK;
 }
 
 /* ---- writing in place -------------------------------------------------------------------------------------------- */
@@ -302,6 +304,7 @@ kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *s
     KVC_TRY(kvc_check_size(span_size, kvc_span_least_size, sizeof *span, "span"));
     kvc_cache *cache = batch->cache;
     kvc_row_buffer *buffer;
+    kvc_hold *held = NULL;
     kvc_status status = enter_buffer(batch, layer, first, 1, &buffer);
     if (status != KVC_OK) return status;
     const kvc_place *place = places_in(batch, layer, first);
@@ -313,14 +316,17 @@ kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *s
     if (!run.block) run.block = kvc_row_buffer_block(buffer);
     if (hold) {
         kvc_lock(cache);
-        status = kvc_unlock(cache, kvc_hold_runs(cache, &run, 1, cache->group_of[layer], hold));
+        status = kvc_unlock(cache, kvc_hold_runs(cache, &run, 1, cache->group_of[layer], &held));
     }
-    if (status == KVC_OK) {
-        const kvc_span found = kvc_span_of(&run, kvc_layout_in(cache, layer, run.block));
-        kvc_write_struct(span, span_size, &found, sizeof found);
+    status = leave_buffer(cache, buffer, status);
+    if (status != KVC_OK) {
+        kvc_hold_free(held);
+        return status;
     }
-    kvc_row_buffer_leave(cache, buffer);
-    return status;
+    const kvc_span found = kvc_span_of(&run, kvc_layout_in(cache, layer, run.block));
+    kvc_write_struct(span, span_size, &found, sizeof found);
+    if (hold) *hold = held;
+    return KVC_OK;
 }
 
 kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
@@ -328,8 +334,7 @@ kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t n
     kvc_row_buffer *buffer;
     if (status == KVC_OK) status = check_not_written(batch, layer, first, num_tokens);
     if (status == KVC_OK) status = enter_buffer(batch, layer, first, num_tokens, &buffer);
-    if (status != KVC_OK) return status;
-    kvc_mark_written(batch, layer, first, num_tokens, buffer, 1);
-    kvc_row_buffer_leave(batch->cache, buffer);
-    return KVC_OK;
+    if (status == KVC_OK) status = leave_buffer(batch->cache, buffer, status);
+    if (status == KVC_OK) kvc_mark_written(batch, layer, first, num_tokens, buffer);
+    return status;
 }

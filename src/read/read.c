@@ -185,8 +185,8 @@ static kvc_status open_snapshot(copying *c, int64_t seq_id, int64_t least) {
         kvc_status status = kvc_check_attention(c->out.batch, c->layer);
         if (status == KVC_OK && c->out.batch->cache != cache)
             status = kvc_fail(KVC_ERR_INVALID, "out->batch is of another cache");
-        if (status == KVC_OK) status = kvc_row_buffer_enter(c->out.batch, c->layer, KVC_ROW_BUFFER_READ, &buffer);
         if (status != KVC_OK) return status;
+        buffer = kvc_row_buffer_find(c->out.batch, c->layer);
     }
     kvc_lock(cache);
     kvc_cache_begin_reading(cache);

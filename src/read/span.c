@@ -107,11 +107,10 @@ kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *
 kvc_status kvc_batch_spans(kvc_batch *batch, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
                            int64_t max_spans, int64_t *num_spans, kvc_hold **hold) {
     kvc_cache *cache = batch->cache;
-    kvc_row_buffer *buffer;
     kvc_batch_runs list;
     KVC_TRY(kvc_check_attention(batch, layer));
     KVC_TRY(check_arguments(span_size, num_spans, hold));
-    KVC_TRY(kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_READ, &buffer));
+    kvc_row_buffer *buffer = kvc_row_buffer_find(batch, layer);
     kvc_lock(cache);
     kvc_status status = kvc_batch_runs_new(batch, layer, seq_id, buffer, &list);
     if (status == KVC_OK)

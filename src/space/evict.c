@@ -241,6 +241,12 @@ kvc_status kvc_choose_victims(const kvc_need *need) {
     return status == KVC_ERR_FULL ? fail_by_pins(cache) : status;
 }
 
+kvc_status kvc_check_room(const kvc_need *need) {
+    const kvc_status status = kvc_choose_victims(need);
+    kvc_spare_victims(need->cache);
+    return status;
+}
+
 kvc_status kvc_make_room(const kvc_need *need) {
     kvc_cache *cache = need->cache;
     const kvc_status status = kvc_choose_victims(need);

@@ -31,6 +31,10 @@ typedef struct kvc_need {
  * no victims.  The last call of need->fits is that for the victims chosen. */
 kvc_status kvc_choose_victims(const kvc_need *need);
 
+/* Returns what kvc_choose_victims does, and spares them: for a call that evicts them later, by kvc_make_room, as
+ * something else may fail before. */
+kvc_status kvc_check_room(const kvc_need *need);
+
 /* Makes victims of all retained sequences that may be evicted; or spares all victims. */
 void kvc_choose_all(kvc_cache *cache);
 void kvc_spare_victims(kvc_cache *cache);

@@ -50,11 +50,16 @@ static void free_buffer(kvc_cache *cache, kvc_row_buffer *buffer) {
     kvc_memory_free(&cache->memory, buffer, buffer->bytes, KVC_MEMORY_BOOKKEEPING, -1);
 }
 
+/* Frees a buffer without users, if its batch has ended or no rows were put in it. */
+static void free_unused(kvc_cache *cache, kvc_row_buffer *buffer) {
+    if (!buffer->users && (buffer->left || buffer->is_new)) free_buffer(cache, buffer);
+}
+
 void kvc_row_buffers_free(kvc_cache *cache) {
     for (kvc_row_buffer *buffer = cache->row_buffers, *next; buffer; buffer = next) {
         next = buffer->next;
         buffer->left = 1;
-        if (!buffer->users) free_buffer(cache, buffer);
+        free_unused(cache, buffer);
     }
 }
 
@@ -62,7 +67,7 @@ void kvc_row_buffers_forked(kvc_cache *cache) {
     for (kvc_row_buffer *buffer = cache->row_buffers, *next; buffer; buffer = next) {
         next = buffer->next;
         buffer->users = buffer->holds;
-        if (buffer->left && !buffer->users) free_buffer(cache, buffer);
+        free_unused(cache, buffer);
     }
 }
 
@@ -74,19 +79,25 @@ static kvc_row_buffer *find_buffer(const kvc_cache *cache, int32_t layer) {
     return buffer;
 }
 
+static kvc_need need_of(kvc_cache *cache) {
+    return kvc_need_max_bytes(cache, "putting rows of a sequence that is not stored");
+}
+
 /* Gives a layer a buffer: an existing one whose rows need not stay, or a new one. */
 static kvc_status assign_buffer(kvc_batch *batch, int32_t layer, kvc_row_buffer **out) {
     kvc_cache *cache = batch->cache;
     size_t bytes = 0;
-    if (!(*out = find_buffer(cache, -1))) {
-        kvc_status status = kvc_row_buffer_add(batch);
+    kvc_row_buffer *buffer = find_buffer(cache, -1);
+    if (!buffer) {
+        const kvc_need need = need_of(cache);
+        KVC_TRY(kvc_row_buffer_add(batch));
+        buffer = cache->row_buffers;
+        buffer->is_new = 1;
+        const kvc_status status = kvc_check_room(&need);
+        if (status != KVC_OK) free_unused(cache, buffer);
         if (status != KVC_OK) return status;
-        status = kvc_fit_max_bytes(cache, "putting rows of a sequence that is not stored");
-        if (status != KVC_OK) free_buffer(cache, cache->row_buffers);
-        if (status != KVC_OK) return status;
-        *out = cache->row_buffers;
     }
-    kvc_row_buffer *buffer = *out;
+    *out = buffer;
     buffer->layer = layer;
     memset(kvc_row_buffer_written(buffer), 0, (size_t)buffer->num_slots);
     return kvc_layout_add(NULL, &buffer->layout, &cache->layers[layer], buffer->num_slots, &bytes);
@@ -99,25 +110,46 @@ static int is_shared(const kvc_cache *cache, int32_t layer) {
     return 0;
 }
 
-kvc_status kvc_row_buffer_enter(kvc_batch *batch, int32_t layer, kvc_row_buffer_use use, kvc_row_buffer **out) {
+kvc_row_buffer *kvc_row_buffer_find(const kvc_batch *batch, int32_t layer) {
     kvc_cache *cache = batch->cache;
     const int32_t source = kvc_source_of(cache, layer);
+    if (!batch->num_buffered || !kvc_keeps_tokens(cache, source)) return NULL;
+    kvc_lock(cache);
+    kvc_row_buffer *buffer = find_buffer(cache, source);
+    if (buffer) buffer->users++;
+    kvc_unlock(cache, KVC_OK);
+    return buffer;
+}
+
+kvc_status kvc_row_buffer_enter(kvc_batch *batch, int32_t layer, kvc_row_buffer **out) {
+    kvc_cache *cache = batch->cache;
     kvc_status status = KVC_OK;
-    *out = NULL;
-    if (!batch->num_buffered || !kvc_keeps_tokens(cache, source)) return KVC_OK;
     kvc_lock(cache);
     if (cache->max_bytes) kvc_cache_wait_pages(cache);
-    *out = find_buffer(cache, source);
-    if (!*out && use != KVC_ROW_BUFFER_READ) status = assign_buffer(batch, source, out);
-    if (status == KVC_OK && *out) {
-        (*out)->users++;
-        if (use == KVC_ROW_BUFFER_KEEP || is_shared(cache, source)) (*out)->keeps = 1;
+    *out = find_buffer(cache, layer);
+    if (!*out) status = assign_buffer(batch, layer, out);
+    if (status == KVC_OK) (*out)->users++;
+    return kvc_unlock(cache, status);
+}
+
+kvc_status kvc_row_buffer_accept(kvc_cache *cache, kvc_row_buffer *buffer, int keeps) {
+    kvc_status status = KVC_OK;
+    kvc_lock(cache);
+    if (cache->max_bytes) kvc_cache_wait_pages(cache);
+    if (buffer->is_new) {
+        const kvc_need need = need_of(cache);
+        status = kvc_make_room(&need);
+    }
+    if (status == KVC_OK) {
+        buffer->is_new = 0;
+        if (keeps || is_shared(cache, buffer->layer)) buffer->keeps = 1;
     }
     return kvc_unlock(cache, status);
 }
 
 void kvc_row_buffer_let_go(kvc_cache *cache, kvc_row_buffer *buffer) {
-    if (--buffer->users == 0 && buffer->left) free_buffer(cache, buffer);
+    buffer->users--;
+    free_unused(cache, buffer);
 }
 
 void kvc_row_buffer_leave(kvc_cache *cache, kvc_row_buffer *buffer) {

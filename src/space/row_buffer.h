@@ -20,6 +20,7 @@ typedef struct kvc_row_buffer {
     int32_t holds;     /* number of kvc_holds among the users */
     int32_t keeps;     /* not 0: its rows stay until the batch ends */
     int32_t left;      /* not 0: the batch has ended, and the last user frees it */
+    int32_t is_new;    /* not 0: no call has put rows in it yet; the last user frees it if none does */
     kvc_layout layout; /* where rows of its layer lie in it */
 } kvc_row_buffer;
 
@@ -47,16 +48,18 @@ uint64_t kvc_row_buffer_header_bytes(int32_t num_slots);
 /* Makes one more row buffer for the batch, as yet without a layer; call with the mutex held. */
 kvc_status kvc_row_buffer_add(const kvc_batch *batch);
 
-typedef enum kvc_row_buffer_use {
-    KVC_ROW_BUFFER_READ, /* find the buffer with the layer's rows */
-    KVC_ROW_BUFFER_PASS, /* find it; else take over a buffer whose rows need not stay, or make one */
-    KVC_ROW_BUFFER_KEEP  /* the same as PASS, and the rows stay until the batch ends */
-} kvc_row_buffer_use;
-
-/* Finds the row buffer of a layer and makes the call one of its users until kvc_row_buffer_leave; *buffer becomes NULL
- * if there is none, or no token is buffered. */
-kvc_status kvc_row_buffer_enter(kvc_batch *batch, int32_t layer, kvc_row_buffer_use use, kvc_row_buffer **buffer);
+/* Returns the row buffer with a layer's rows, and makes the call one of its users until kvc_row_buffer_leave; NULL if
+ * there is none. */
+kvc_row_buffer *kvc_row_buffer_find(const kvc_batch *batch, int32_t layer);
 void kvc_row_buffer_leave(kvc_cache *cache, kvc_row_buffer *buffer);
+
+/* Does the same for a call that puts buffered rows: where the layer has no buffer, it takes over one whose rows need
+ * not stay, or makes one.  Can fail with KVC_ERR_FULL and KVC_ERR_NOMEM. */
+kvc_status kvc_row_buffer_enter(kvc_batch *batch, int32_t layer, kvc_row_buffer **buffer);
+
+/* Keeps the buffer once the rows are there, as the last step of a call that can fail: evicts what makes room for it,
+ * if it is new.  keeps: the rows stay until the batch ends.  Fails with KVC_ERR_FULL if others took the room. */
+kvc_status kvc_row_buffer_accept(kvc_cache *cache, kvc_row_buffer *buffer, int keeps);
 
 /* Does the same as kvc_row_buffer_leave, with the mutex held. */
 void kvc_row_buffer_let_go(kvc_cache *cache, kvc_row_buffer *buffer);

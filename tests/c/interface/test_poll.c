@@ -23,7 +23,8 @@ static int32_t poll(void *user)
     return ++p->asked == p->stop_at;
 }
 
-static kvc_cache *new_cache(poller *p, const kvc_policy *policy, int32_t type, int num_threads)
+static kvc_cache *new_limited_cache(poller *p, const kvc_policy *policy, int32_t type, int num_threads,
+                                    int64_t max_bytes)
 {
     const kvc_layer layer = {.num_kv_heads = KV_HEADS,
                              .k_dim = DIM,
@@ -32,9 +33,14 @@ static kvc_cache *new_cache(poller *p, const kvc_policy *policy, int32_t type, i
                              .v_type = type,
                              .policy = *policy};
     const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 1, .v_dim = 1}, layer};
-    kvc_cache *cache = cache_of(layers, 2, (kvc_config){.num_threads = num_threads, .poll = poll, .poll_user = p});
-    *p = (poller){.cache = cache, .caller = pthread_self()};
-    return cache;
+    const kvc_config config = {.num_threads = num_threads, .max_bytes = max_bytes, .poll = poll, .poll_user = p};
+    *p = (poller){.cache = cache_of(layers, 2, config), .caller = pthread_self()};
+    return p->cache;
+}
+
+static kvc_cache *new_cache(poller *p, const kvc_policy *policy, int32_t type, int num_threads)
+{
+    return new_limited_cache(p, policy, type, num_threads, 0);
 }
 
 static float rows[STORED * KV_HEADS * DIM], q[QUERIES * HEADS * DIM], out[QUERIES * HEADS * DIM];
@@ -188,6 +194,71 @@ static void test_cross_put(void)
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
+/* ---- where putting rows makes the cache evict a retained sequence ------------------------------------------------ */
+
+enum { UNSTORED = 1 << 17 };
+static const int64_t retained = 1000;
+
+/* Retains a row, and begins an unstored batch that keeps rows in layer 0: rows in layer 1 take memory of their own. */
+static kvc_batch *begin_beside_retained(kvc_cache *cache, const kvc_put_args *all)
+{
+    static uint8_t unstored[UNSTORED];
+    const kvc_begin_args args = {.struct_size = sizeof args, .num_tokens = UNSTORED, .unstored = unstored};
+    kvc_batch *batch = NULL;
+    memset(unstored, 1, sizeof unstored);
+    CHECK(kvc_retain_new(cache, retained, 0, 1, NULL) == KVC_OK && kvc_pin(cache, &retained, 1, -1) == KVC_OK);
+    CHECKF(kvc_begin_with(cache, &args, &batch) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(kvc_put(batch, 0, all) == KVC_OK, "%s", kvc_last_error());
+    return batch;
+}
+
+/* Returns the bytes of the cache, and checks whether it still has the retained sequence. */
+static int64_t bytes_beside_retained(kvc_cache *cache, int64_t num_retained)
+{
+    CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+    CHECK(kvc_retained(cache, NULL, 0) == num_retained);
+    return kvc_nbytes(cache);
+}
+
+/* A put that is cancelled has evicted nothing, and gives back the memory it took; so has an attention. */
+static void test_unstored(void)
+{
+    const kvc_policy full = {.kind = KVC_FULL};
+    const kvc_plan_args plan = {.struct_size = sizeof plan, .layer = 1, .num_tokens = QUERIES, .num_heads = HEADS};
+    poller p;
+    kvc_put_args all = put_of(UNSTORED), own = put_of(QUERIES);
+    kvc_attend_args attend = attend_of(&own);
+    int32_t is_set = 1;
+    kvc_status status = KVC_OK;
+
+    all.k_token_stride = all.v_token_stride = 0; /* the same row again and again */
+    kvc_cache *cache = new_cache(&p, &full, KVC_Q4_0, 1);
+    kvc_batch *batch = begin_beside_retained(cache, &all);
+    CHECK(kvc_put(batch, 1, &all) == KVC_OK);
+    const int64_t max_bytes = bytes_beside_retained(cache, 1) - 1;
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+
+    cache = new_limited_cache(&p, &full, KVC_Q4_0, 1, max_bytes);
+    batch = begin_beside_retained(cache, &all);
+    const int64_t bytes = bytes_beside_retained(cache, 1);
+    attend.cancel = &is_set;
+    CHECK(kvc_attend(batch, &plan, &attend) == KVC_ERR_CANCELLED);
+    CHECK(bytes_beside_retained(cache, 1) == bytes);
+    while (status == KVC_OK) { /* however fast the machine is */
+        p.stop_at = p.asked + 1;
+        status = kvc_put(batch, 1, &all);
+        p.stop_at = 0;
+        CHECK(status == KVC_ERR_CANCELLED || bytes_beside_retained(cache, 0) <= max_bytes);
+        kvc_abort(status == KVC_OK ? batch : NULL);
+        batch = status == KVC_OK ? begin_beside_retained(cache, &all) : batch;
+    }
+    CHECK(status == KVC_ERR_CANCELLED && bytes_beside_retained(cache, 1) == bytes);
+    CHECK(kvc_put(batch, 1, &all) == KVC_OK && bytes_beside_retained(cache, 0) <= max_bytes);
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
 int main(void)
 {
     setenv("KVCACHE_ISA", "scalar", 1); /* so that every machine takes long enough to be asked */
@@ -201,5 +272,6 @@ int main(void)
     test_put(1);
     test_put(2);
     test_cross_put();
+    test_unstored();
     return test_result();
 }
