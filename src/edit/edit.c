@@ -127,8 +127,7 @@ static kvc_status copy_rows(kvc_cache *cache, kvc_sequence *sequence, kvc_rewrit
     if (!copiers.floats) return KVC_OK;
     const int asks_caller = copiers.least != 0;
     kvc_status status = kvc_copiers_new(cache, &copiers);
-    if (status == KVC_OK) status = asks_caller ? kvc_choose_victims(&need) : kvc_make_room(&need);
-    kvc_spare_victims(cache);
+    if (status == KVC_OK) status = asks_caller ? kvc_check_room(&need) : kvc_make_room(&need);
     if (status == KVC_OK) status = copy_unlocked(cache, sequence, rewrites, &copiers);
     if (status == KVC_OK && asks_caller) status = kvc_make_room(&need);
     kvc_copiers_free(cache, &copiers);

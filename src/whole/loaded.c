@@ -244,7 +244,7 @@ static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, 
     }
 }
 
-static kvc_status fits_capacity(const kvc_need *need) {
+static kvc_status fits(const kvc_need *need) {
     const kvc_cache *cache = need->cache;
     int64_t live;
     for (int32_t g = 0; g < cache->num_token_groups; g++)
@@ -252,25 +252,12 @@ static kvc_status fits_capacity(const kvc_need *need) {
             return kvc_fail(KVC_ERR_FULL, "loading would make it %lld tokens in all: capacity is %lld%s",
                             (long long)live, (long long)cache->capacity,
                             kvc_has_own_capacity(cache) ? "" : ", which is max_seq_len * max_sequences");
-    return KVC_OK;
-}
-
-static kvc_status fits(const kvc_need *need) {
-    KVC_TRY(fits_capacity(need));
     return kvc_check_max_bytes(need->cache, need->what);
 }
 
 static kvc_need need_of(kvc_state *state) {
     return (kvc_need){
         .cache = state->cache, .fits = fits, .visit_replaced = visit_replaced, .context = state, .what = "loading"};
-}
-
-/* Returns KVC_ERR_FULL unless it will fit once sequences are evicted: that waits until all is read and checked. */
-static kvc_status check_room(kvc_state *state) {
-    const kvc_need need = need_of(state);
-    const kvc_status status = kvc_choose_victims(&need);
-    kvc_spare_victims(state->cache);
-    return status;
 }
 
 /* Returns KVC_ERR_BUSY if one of the sequences that are to be replaced is in use, KVC_ERR_INVALID if it is retained. */
@@ -322,6 +309,7 @@ static void take_pages(kvc_state *state) {
 
 kvc_status kvc_loaded_make(kvc_state *state, const kvc_load_args *args, const int32_t *chosen) {
     visitor v = {.state = state, .args = args, .chosen = chosen};
+    const kvc_need need = need_of(state);
     int32_t num = 0;
     for (int64_t i = 0; i < state->format.state->num_sequences; i++) num += chosen[i] != 0;
     if (state->cache->max_bytes) kvc_cache_wait_pages(state->cache);
@@ -334,7 +322,7 @@ kvc_status kvc_loaded_make(kvc_state *state, const kvc_load_args *args, const in
     v.visit = add_runs;
     if (status == KVC_OK) status = visit_all(&v, add_sequence);
     if (status == KVC_OK) status = check_idle(state);
-    if (status == KVC_OK) status = check_room(state);
+    if (status == KVC_OK) status = kvc_check_room(&need); /* victims are evicted once all is read and checked */
     if (status != KVC_OK) {
         kvc_state_drop(state); /* before the mutex is released: slots without runs are nobody else's business */
         return status;
