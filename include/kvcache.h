@@ -730,6 +730,9 @@ typedef struct kvc_load_args {
 /* Sets *cache to a new cache with the configuration and the sequences of a file, to be freed with kvc_cache_free.  The
  * file is untrusted: every count is checked against its size before memory is taken for it.  cache NULL: only checks
  * the file, checksums included.
+ * What is loaded fits within max_bytes if kvc_nbytes of the new cache does.  That is mostly less than the saved cache
+ * had, as rows are packed into as few blocks as they fill; a sequence whose rows then go on in another block may take a
+ * few entries more in its list of runs, of 24 bytes each.
  * Fails with KVC_ERR_FORMAT, and the reason in kvc_last_error(), if it is truncated, altered (and which tensor), of
  * another shape or model, of a newer format, or no saved state; with KVC_ERR_INVALID also where the file has not all
  * of seq_ids, or needs functions that move keys; with KVC_ERR_CALLBACK, KVC_ERR_FULL (capacity or max_bytes),

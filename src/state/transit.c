@@ -110,7 +110,6 @@ void kvc_state_drop(kvc_state *state) {
 void kvc_state_end(kvc_state *state) {
     if (state->is_begun) unpin(state);
     if (state->is_loading) kvc_state_drop(state);
-    if (state->cache) kvc_table_destroy(&state->sequences, &state->cache->memory);
     for (kvc_state_buffer *buffer = state->buffers, *next; buffer; buffer = next) {
         next = buffer->next;
         kvc_memory_free(state->memory, buffer, buffer->size, KVC_MEMORY_SCRATCH, -1);

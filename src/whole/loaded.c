@@ -289,13 +289,11 @@ static kvc_status mark_needed(visitor *v) {
     return visit_all(v, NULL);
 }
 
-/* Gets memory for the table of the sequences, of which there are `num`. */
-static kvc_status reserve_table(kvc_state *state, int32_t num) {
-    kvc_memory *memory = &state->cache->memory;
-    const kvc_table before = state->sequences;
-    const kvc_status status = num ? kvc_table_reserve(&state->sequences, num, &before, memory) : KVC_OK;
-    kvc_table_keep(&state->sequences, &before, memory);
-    return status;
+/* Gets memory for the table of the sequences, of which there are `num`: with the state, as the cache has its own. */
+static kvc_status make_table(kvc_state *state, int32_t num) {
+    kvc_table *table = &state->sequences;
+    *table = (kvc_table){.items = kvc_state_alloc(state, (uint64_t)num * sizeof *table->items), .capacity = num};
+    return table->items ? KVC_OK : KVC_ERR_NOMEM;
 }
 
 /* Takes the memory of the blocks that are new. */
@@ -314,7 +312,7 @@ kvc_status kvc_loaded_make(kvc_state *state, const kvc_load_args *args, const in
     for (int64_t i = 0; i < state->format.state->num_sequences; i++) num += chosen[i] != 0;
     if (state->cache->max_bytes) kvc_cache_wait_pages(state->cache);
     kvc_status status = kvc_state_add_groups(state);
-    if (status == KVC_OK) status = reserve_table(state, num);
+    if (status == KVC_OK) status = make_table(state, num);
     if (status == KVC_OK) status = mark_needed(&v);
     if (status != KVC_OK) return status;
     state->is_loading = 1;

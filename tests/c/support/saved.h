@@ -90,6 +90,25 @@ static inline void check_loaded(const pair *p, kvc_cache *cache, const kvc_confi
     pair_free(&copy);
 }
 
+/* Checks that a file is refused for max_bytes where what is loaded without that limit has more bytes, and only there.
+ * loaded: what it became; NULL: it was refused. */
+static inline void check_max_bytes(pair *p, const saved *file, kvc_cache *loaded)
+{
+    kvc_config config = p->config;
+    kvc_load_args args = load_args_of(file);
+    kvc_cache *cache = loaded;
+    if (p->memory)
+        p->memory->fail_after = -1;
+    config.max_bytes = INT64_MAX; /* 0 would be the file's */
+    args.config = &config;
+    if (!loaded)
+        CHECKF(kvc_load(&args, &cache) == KVC_OK, "%s", kvc_last_error());
+    CHECKF((kvc_nbytes(cache) > p->config.max_bytes) == !loaded, "%lld bytes, max_bytes is %lld",
+           (long long)kvc_nbytes(cache), (long long)p->config.max_bytes);
+    if (!loaded)
+        kvc_cache_free(cache);
+}
+
 /* Saves the cache; checks that what is loaded is the same, from memory and by a function, and saves to the same
  * bytes. */
 static inline kvc_status pair_save(pair *p)
@@ -103,9 +122,11 @@ static inline kvc_status pair_save(pair *p)
     args.config = &p->config;
     if (status == KVC_OK)
         status = kvc_load(&args, &loaded);
-    if (status != KVC_ERR_FULL || !p->config.max_bytes) /* how many bytes there are is not modelled */
+    if (status != KVC_ERR_FULL || !p->config.max_bytes)
         agree(p, "load", status, KVC_OK);
     CHECK(!loaded == (status != KVC_OK));
+    if (p->config.max_bytes && (loaded || status == KVC_ERR_FULL))
+        check_max_bytes(p, &file, loaded);
     if (loaded) {
         if (p->memory)
             p->memory->fail_after = -1;

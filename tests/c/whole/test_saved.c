@@ -482,9 +482,16 @@ static void test_limits(void)
     config.max_bytes = 1 << 20;
     CHECK(kvc_load(&args, &cache) == KVC_OK);
     CHECK(kvc_block_size(cache) == 7 && kvc_capacity(cache) == -1);
+    const int64_t bytes = kvc_nbytes(cache);
     p->config.block_size = 7;
     p->config.max_bytes = 1 << 20;
     check_loaded(p, cache, &p->config);
+    cache = NULL;
+    config.max_bytes = bytes - 1;
+    CHECK_FAILS(kvc_load(&args, &cache), KVC_ERR_FULL, "max_bytes", "loading");
+    config.max_bytes = bytes;
+    CHECKF(kvc_load(&args, &cache) == KVC_OK && kvc_nbytes(cache) == bytes, "%s", kvc_last_error());
+    CHECK(kvc_cache_free(cache) == KVC_OK);
     free(file.bytes);
     pair_free(p);
 }
