@@ -45,7 +45,6 @@ typedef struct kvc_cross_put {
     kvc_thread thread;     /* the thread that called kvc_put */
     int32_t group, member; /* member: index of the sequence in batch->sequences */
     kvc_run run;
-    int32_t faulted; /* faulted slots of its block before the put, for kvc_pool_unopen */
     kvc_reserved reserved;
 } kvc_cross_put;
 

@@ -103,45 +103,35 @@ kvc_status kvc_retain(kvc_cache *cache, int64_t src, int64_t id, int32_t begin, 
 
 /* ---- rows that come from elsewhere ------------------------------------------------------------------------------- */
 
-/* The block that a group's new rows are in. */
-typedef struct new_block {
-    kvc_block *block; /* NULL: the group gets no rows */
-    int32_t faulted;  /* faulted slots of the block before */
-    kvc_reserved reserved;
-} new_block;
-
 /* New rows that are on the way. */
 typedef struct new_rows {
-    kvc_sequence *sequence;
+    kvc_sequence *sequence; /* has a run in each group that gets rows */
     int32_t begin, end;
-    new_block *blocks; /* [num_token_groups] */
+    kvc_reserved *reserved; /* [num_token_groups] */
 } new_rows;
 
 /* Takes slots for all positions, which fit a block, in one group. */
 static kvc_status take_slots(kvc_cache *cache, const new_rows *rows, int32_t g) {
     kvc_pool *pool = &cache->pools[g];
     kvc_run_list *list = &rows->sequence->runs[g];
-    new_block *taken = &rows->blocks[g];
     const int32_t count = rows->end - rows->begin;
     kvc_status status = kvc_runs_reserve(list, &cache->memory, 1);
-    if (status == KVC_OK) status = kvc_pool_reserve(pool, 1, &taken->reserved);
+    if (status == KVC_OK) status = kvc_pool_reserve(pool, 1, &rows->reserved[g]);
     if (status != KVC_OK) return status;
-    taken->block = kvc_pool_open(pool);
-    taken->faulted = taken->block->faulted;
-    const int32_t slot = kvc_pool_take(pool, taken->block, count);
-    kvc_runs_append(list, &(kvc_run){taken->block, slot, count, rows->begin, 0});
+    kvc_block *block = kvc_pool_open(pool);
+    const int32_t slot = kvc_pool_take(pool, block, count);
+    kvc_runs_append(list, &(kvc_run){block, slot, count, rows->begin, 0});
     return KVC_OK;
 }
 
 /* Gives back the slots that take_slots took, and their block. */
 static void give_slots(kvc_cache *cache, const new_rows *rows, int32_t g) {
     kvc_pool *pool = &cache->pools[g];
-    new_block *taken = &rows->blocks[g];
-    if (!taken->block) return;
-    kvc_runs_visit(&rows->sequence->runs[g], 0, KVC_END, kvc_drop_part, pool);
-    rows->sequence->runs[g].num = 0;
-    kvc_pool_unopen(pool, taken->block, taken->faulted);
-    kvc_pool_unreserve(pool, 1, &taken->reserved);
+    kvc_run_list *list = &rows->sequence->runs[g];
+    if (!list->num) return;
+    const kvc_run *run = kvc_runs_begin(list);
+    list->num = 0;
+    kvc_pool_unreserve(pool, kvc_pool_untake(pool, run->block, run->slot, run->count), &rows->reserved[g]);
 }
 
 /* Returns whether a layer of the group is flagged; where layers is NULL, whether one has rows of its own. */
@@ -157,7 +147,7 @@ static kvc_status fits(const kvc_need *need) {
     const int32_t count = rows->end - rows->begin;
     int64_t live;
     for (int32_t g = 0; g < need->cache->num_token_groups; g++)
-        if (rows->blocks[g].block && kvc_exceeds_capacity(need, g, 0, &live))
+        if (rows->sequence->runs[g].num && kvc_exceeds_capacity(need, g, 0, &live))
             return kvc_fail(KVC_ERR_FULL,
                             "%d more tokens do not fit: %lld of capacity %lld are in use; clear a sequence, or give a "
                             "larger capacity",
@@ -168,7 +158,7 @@ static kvc_status fits(const kvc_need *need) {
 static kvc_status take_all(kvc_cache *cache, new_rows *rows, const uint8_t *layers) {
     const kvc_need need = {.cache = cache, .fits = fits, .context = rows, .what = "retaining rows"};
     kvc_status status = KVC_OK;
-    for (int32_t g = 0; g < cache->num_token_groups; g++) rows->blocks[g] = (new_block){0};
+    for (int32_t g = 0; g < cache->num_token_groups; g++) rows->reserved[g] = (kvc_reserved){0};
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
         if (takes_group(cache, g, layers))
             status = take_slots(cache, rows, g);
@@ -178,28 +168,28 @@ static kvc_status take_all(kvc_cache *cache, new_rows *rows, const uint8_t *laye
     if (status == KVC_OK) status = kvc_make_room(&need);
     for (int32_t g = cache->num_token_groups - 1; g >= 0; g--)
         if (status == KVC_OK)
-            kvc_pool_keep(&cache->pools[g], &rows->blocks[g].reserved);
+            kvc_pool_keep(&cache->pools[g], &rows->reserved[g]);
         else
             give_slots(cache, rows, g);
     return status;
 }
 
 static kvc_status retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers) {
-    const size_t size = (size_t)(cache->num_token_groups + 1) * sizeof(new_block);
+    const size_t size = (size_t)(cache->num_token_groups + 1) * sizeof(kvc_reserved);
     kvc_table before;
     kvc_cache_find_to_copy(cache, id);
     kvc_status status = check_unused(cache, id);
     if (status != KVC_OK || begin == end) return status;
     new_rows rows = {.begin = begin, .end = end};
-    rows.blocks = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
-    if (rows.blocks) rows.sequence = new_retained(cache, id, &before);
+    rows.reserved = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
+    if (rows.reserved) rows.sequence = new_retained(cache, id, &before);
     if (rows.sequence) {
         rows.sequence->num_pins = 1;
         status = end_retaining(cache, rows.sequence, &before, take_all(cache, &rows, layers));
     } else {
         status = kvc_fail_sequence(id);
     }
-    kvc_memory_free(&cache->memory, rows.blocks, size, KVC_MEMORY_SCRATCH, -1);
+    kvc_memory_free(&cache->memory, rows.reserved, size, KVC_MEMORY_SCRATCH, -1);
     return status;
 }
 

@@ -38,7 +38,6 @@ static void add_copies(walk *w, const kvc_run *part, kvc_run to) {
         to.count = rest < left ? rest : left;
         if (to.count > KVC_COPY_ROWS) to.count = KVC_COPY_ROWS;
         to.block = w->block;
-        const int32_t faulted = w->block->faulted;
         to.slot = kvc_pool_take(w->pool, w->block, to.count);
         w->rewrite->copies[w->rewrite->num_copies++] = (kvc_copy){.from = part->block,
                                                                   .to = to.block,
@@ -46,8 +45,7 @@ static void add_copies(walk *w, const kvc_run *part, kvc_run to) {
                                                                   .to_slot = to.slot,
                                                                   .count = to.count,
                                                                   .position = part->position + done,
-                                                                  .delta = part->delta,
-                                                                  .faulted = faulted};
+                                                                  .delta = part->delta};
         kvc_runs_push(&w->rewrite->runs, &to);
         to.position += to.count;
     }
@@ -176,12 +174,9 @@ void kvc_rewrite_accept(kvc_cache *cache, int32_t group, kvc_rewrite *rewrite) {
 void kvc_rewrite_discard(kvc_cache *cache, int32_t group, kvc_rewrite *rewrite) {
     kvc_pool *pool = &cache->pools[group];
     int32_t num_blocks = 0;
-    for (int32_t i = rewrite->num_copies - 1; i >= 0; i--) { /* backwards, so that the free list gets its order back */
+    for (int32_t i = rewrite->num_copies - 1; i >= 0; i--) {
         const kvc_copy *copy = &rewrite->copies[i];
-        kvc_pool_drop(pool, copy->to, copy->to_slot, copy->count);
-        if (copy->to_slot) continue;
-        kvc_pool_unopen(pool, copy->to, copy->faulted);
-        num_blocks++;
+        num_blocks += kvc_pool_untake(pool, copy->to, copy->to_slot, copy->count);
     }
     pool->replacing -= rewrite->num_copied;
     kvc_pool_unreserve(pool, num_blocks, &rewrite->reserved);

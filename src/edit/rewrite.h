@@ -27,7 +27,6 @@ typedef struct kvc_copy {
     kvc_block *from, *to;
     int32_t from_slot, to_slot, count;
     int32_t position, delta; /* position and delta of the first row, before the change */
-    int32_t faulted;         /* faulted slots of `to` before, for kvc_pool_unopen */
 } kvc_copy;
 
 typedef struct kvc_rewrite {

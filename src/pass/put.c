@@ -175,9 +175,8 @@ void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all) {
         atomic_fetch_add(&batch->num_cross_puts[put->group - batch->cache->num_token_groups], 1);
         kvc_pool_keep(pool, &put->reserved);
     } else {
-        kvc_drop_part(pool, &put->run);
-        kvc_pool_unopen(pool, put->run.block, put->faulted);
-        kvc_pool_unreserve(pool, 1, &put->reserved);
+        const int32_t num_blocks = kvc_pool_untake(pool, put->run.block, put->run.slot, put->run.count);
+        kvc_pool_unreserve(pool, num_blocks, &put->reserved);
     }
     kvc_memory_free(&batch->cache->memory, put, sizeof *put, KVC_MEMORY_SCRATCH, -1);
 }
@@ -201,7 +200,6 @@ static kvc_status begin_cross(kvc_batch *batch, int32_t group, const kvc_put_arg
     *put = (kvc_cross_put){.next = batch->cross_puts,
                            .group = group,
                            .member = kvc_batch_find(batch, args->seq_id),
-                           .faulted = block->faulted,
                            .reserved = reserved,
                            .thread = kvc_thread_self()};
     put->run = (kvc_run){block, kvc_pool_take(pool, block, count), count, 0, 0};

@@ -202,7 +202,9 @@ int32_t kvc_pool_give_surplus(kvc_pool *pool, int32_t count) {
     return done;
 }
 
-void kvc_pool_unopen(kvc_pool *pool, kvc_block *block, int32_t faulted) {
+/* Undoes kvc_pool_open of a block that is free again. */
+static void unopen(kvc_pool *pool, kvc_block *block) {
+    const int32_t faulted = block->touched_before;
     pool->reused -= faulted != 0;
     block->fill = faulted; /* keeps the memory that was faulted before */
     kvc_pool_purge(pool, block, 1);
@@ -404,6 +406,7 @@ kvc_block *kvc_pool_open(kvc_pool *pool) {
     if (block->faulted) pool->reused++;
     block->is_free = 0;
     block->next = NULL;
+    block->touched_before = block->faulted;
     return block;
 }
 
@@ -472,6 +475,13 @@ void kvc_pool_drop(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count
     block->live -= dead;
     pool->live -= dead;
     if (block->live == 0 || slot + count == block->fill) lower_fill(pool, block);
+}
+
+int32_t kvc_pool_untake(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count) {
+    kvc_pool_drop(pool, block, slot, count);
+    if (slot) return 0;
+    unopen(pool, block);
+    return 1;
 }
 
 void kvc_pool_pin(kvc_block *block) { block->pins++; }

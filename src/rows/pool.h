@@ -17,6 +17,7 @@ typedef struct kvc_block {
     int32_t fill;           /* the fill mark: slots below it were handed out */
     int32_t live;           /* number of slots that sequences hold */
     int32_t faulted;        /* slots below this count as resident: handed out, or reserved, since memory was taken */
+    int32_t touched_before; /* value of `faulted` when it was opened */
     int32_t resident;       /* slots below this have memory that kvc_pool_next_fault took beforehand */
     int32_t collapsed;      /* OS pages of slots below this were made huge, where rows fill a huge page */
     int32_t collapse_to;    /* value of `collapsed` after the steps from collapse_next on */
@@ -133,6 +134,11 @@ int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count);
 void kvc_pool_hold(kvc_block *block, int32_t slot, int32_t count);
 void kvc_pool_drop(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count);
 
+/* Drops slots of a block that this call opened; with the block's first slot, also undoes kvc_pool_open, and returns 1,
+ * else 0: the sum is num_used for kvc_pool_unreserve.  Call it for the last slots first: so the free list gets its
+ * order back. */
+int32_t kvc_pool_untake(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count);
+
 /* Keeps a block's rows in place until kvc_pool_unpin takes this pin away. */
 void kvc_pool_pin(kvc_block *block);
 void kvc_pool_unpin(kvc_pool *pool, kvc_block *block);
@@ -199,9 +205,6 @@ int32_t kvc_pool_surplus(const kvc_pool *pool, int64_t num_sequences);
 
 /* Frees at most `count` of these; returns the number freed. */
 int32_t kvc_pool_give_surplus(kvc_pool *pool, int32_t count);
-
-/* Undoes kvc_pool_open of a block that is free again and had `faulted` faulted slots before. */
-void kvc_pool_unopen(kvc_pool *pool, kvc_block *block, int32_t faulted);
 
 /* Gives back the pages past the fill mark of a block. */
 void kvc_pool_purge(kvc_pool *pool, kvc_block *block, int32_t num_threads);

@@ -80,12 +80,9 @@ static void give_back(kvc_state *state, int32_t g) {
     kvc_extents *extents = &state->groups[g];
     kvc_pool *pool = &state->cache->pools[g];
     int32_t num_blocks = 0;
-    for (int64_t i = extents->num - 1; i >= 0; i--) { /* backwards, so that the free list gets its order back */
+    for (int64_t i = extents->num - 1; i >= 0; i--) {
         const kvc_extent *e = &extents->items[i];
-        kvc_pool_drop(pool, e->block, e->slot, e->count);
-        if (e->slot) continue;
-        kvc_pool_unopen(pool, e->block, e->faulted);
-        num_blocks++;
+        num_blocks += kvc_pool_untake(pool, e->block, e->slot, e->count);
     }
     kvc_pool_unreserve(pool, num_blocks, &extents->reserved);
 }

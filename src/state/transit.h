@@ -15,7 +15,6 @@ typedef struct kvc_extent {
     int64_t row;
     kvc_block *block;
     int32_t slot, count;
-    int32_t faulted; /* loading: faulted slots of the block before, for kvc_pool_unopen */
 } kvc_extent;
 
 /* The extents of a layer group, by rising row. */

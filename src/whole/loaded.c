@@ -179,7 +179,6 @@ static kvc_status take_slots(visitor *v, int32_t g) {
         kvc_extent *e = &extents.items[i];
         if (!e->slot) block = kvc_pool_open(pool);
         e->block = block;
-        e->faulted = block->faulted;
         kvc_pool_take(pool, block, e->count);
         memset(block->holders + e->slot, 0, (size_t)e->count * sizeof *block->holders); /* until runs hold them */
         pool->replacing += e->count;
@@ -301,7 +300,7 @@ static void take_pages(kvc_state *state) {
     for (int32_t g = 0; g < state->cache->num_groups; g++)
         for (int64_t i = 0; i < state->groups[g].num; i++) {
             const kvc_extent *e = &state->groups[g].items[i];
-            if (!e->slot && e->faulted < e->block->fill) kvc_take_filled(state->cache, g, e->block);
+            if (!e->slot && e->block->touched_before < e->block->fill) kvc_take_filled(state->cache, g, e->block);
         }
 }
 
