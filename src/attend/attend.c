@@ -273,7 +273,7 @@ static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *a
     make_call(&c, plan, layer, args, *buffer);
     kvc_status status = run_all(&c);
     if (status == KVC_OK && put && *buffer) status = kvc_row_buffer_accept(batch->cache, *buffer, 0);
-    if (status == KVC_OK && put) kvc_mark_written(batch, layer, put->first, put->num_tokens, *buffer);
+    if (status != KVC_OK && put) kvc_mark_written(batch, layer, put->first, put->num_tokens, *buffer, 0);
     return status;
 }
 

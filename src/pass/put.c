@@ -252,11 +252,12 @@ static kvc_status leave_buffer(kvc_cache *cache, kvc_row_buffer *buffer, kvc_sta
     return status;
 }
 
-void kvc_mark_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens, kvc_row_buffer *buffer) {
+void kvc_mark_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens, kvc_row_buffer *buffer,
+                      int is_written) {
     const kvc_place *place = places_in(batch, layer, first);
-    memset(kvc_written_in(batch, layer) + first, 1, (size_t)num_tokens);
+    memset(kvc_written_in(batch, layer) + first, is_written, (size_t)num_tokens);
     for (int32_t i = 0; buffer && i < num_tokens; i++)
-        if (!place[i].block) kvc_row_buffer_written(buffer)[place[i].slot] = 1;
+        if (!place[i].block) kvc_row_buffer_written(buffer)[place[i].slot] = (uint8_t)is_written;
 }
 
 kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args, kvc_row_buffer *buffer) {
@@ -269,7 +270,9 @@ kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *arg
                      .buffer = buffer};
     if (!kvc_keeps_tokens(cache, layer)) return put_cross(batch, &work, g);
     work.places = places_in(batch, layer, 0);
-    return put_all(&work);
+    const kvc_status status = put_all(&work);
+    if (status == KVC_OK) kvc_mark_written(batch, layer, args->first, args->num_tokens, buffer, 1);
+    return status;
 }
 
 kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *given) {
@@ -278,9 +281,13 @@ kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *given) {
     KVC_TRY(KVC_READ(kvc_put_args, &args, given, "args"));
     KVC_TRY(kvc_put_check(batch, layer, &args));
     KVC_TRY(enter_buffer(batch, layer, args.first, args.num_tokens, &buffer));
-    KVC_TRY(leave_buffer(batch->cache, buffer, kvc_put_rows(batch, layer, &args, buffer)));
-    if (kvc_keeps_tokens(batch->cache, layer)) kvc_mark_written(batch, layer, args.first, args.num_tokens, buffer);
-    return KVC_OK;
+    kvc_status status = kvc_put_rows(batch, layer, &args, buffer);
+    if (status == KVC_OK && buffer) {
+        status = kvc_row_buffer_accept(batch->cache, buffer, 1);
+        if (status != KVC_OK) kvc_mark_written(batch, layer, args.first, args.num_tokens, buffer, 0);
+    }
+    kvc_row_buffer_leave(batch->cache, buffer);
+    return status;
 }
 
 /* ---- writing in place -------------------------------------------------------------------------------------------- */
@@ -333,6 +340,6 @@ kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t n
     if (status == KVC_OK) status = check_not_written(batch, layer, first, num_tokens);
     if (status == KVC_OK) status = enter_buffer(batch, layer, first, num_tokens, &buffer);
     if (status == KVC_OK) status = leave_buffer(batch->cache, buffer, status);
-    if (status == KVC_OK) kvc_mark_written(batch, layer, first, num_tokens, buffer);
+    if (status == KVC_OK) kvc_mark_written(batch, layer, first, num_tokens, buffer, 1);
     return status;
 }

@@ -4,14 +4,15 @@
 
 #include "space/row_buffer.h"
 
-/* Do the first steps of kvc_put: check the arguments, and fill in num_tokens; store the rows, which can fail only in
+/* Do the two halves of kvc_put: check the arguments, and fill in num_tokens; store the rows, which can fail only in
  * cross-attention layers, or where the call is cancelled. */
 kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, kvc_put_args *args);
 kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args, kvc_row_buffer *buffer);
 
-/* Marks the rows of tokens in a layer as put: the last step.  buffer: the row buffer of the layer, which was accepted;
- * NULL if no token is buffered. */
-void kvc_mark_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens, kvc_row_buffer *buffer);
+/* Marks the rows of tokens in a layer as put, or as not put.  buffer: the row buffer of the layer; NULL if no token is
+ * buffered. */
+void kvc_mark_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens, kvc_row_buffer *buffer,
+                      int is_written);
 
 /* Returns whether rows of some of the tokens lie in row buffers. */
 int kvc_any_buffered(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens);
