@@ -977,20 +977,32 @@ class KVCache(Saveable):
         self._copy(partial(self._core.fork, src, dst), src, dst, missing_ok)
 
     def _copy(self, copy: Callable[[], None], src: SupportsIndex, dst: SupportsIndex, missing_ok: bool) -> None:
-        """Call a function that makes `dst` share rows of `src`; clear `dst` if there are none and that is no error."""
+        self._share(copy, partial(self._core.copy_prefix, src, dst, 0), missing_ok)
+        self._note_edit(dst, 0, source=src, is_whole=True)
+
+    def _share(self, share: Callable[[], None], share_nothing: Callable[[], None], missing_ok: bool) -> None:
+        """Call `share`; if it is refused where sequences may hold nothing, call `share_nothing`, which allows that.
+
+        It raises again if something else was wrong.
+        """
         is_refused = False
         try:
-            copy()
+            share()
         except ValueError:
             if self._strategy == "always" and not missing_ok:
                 raise
             is_refused = True
-        if is_refused:  # clears `dst` if `src` holds nothing, and raises again if something else was wrong
-            self._core.copy_prefix(src, dst, 0)
-        self._note_edit(dst, 0, source=src, is_whole=True)
+        if is_refused:
+            share_nothing()
 
     def share_range(
-        self, src: SupportsIndex, dst: SupportsIndex, begin: SupportsIndex = 0, end: SupportsIndex | None = None
+        self,
+        src: SupportsIndex,
+        dst: SupportsIndex,
+        begin: SupportsIndex = 0,
+        end: SupportsIndex | None = None,
+        *,
+        missing_ok: bool = False,
     ) -> None:
         """Add the rows of `src` at positions ``[begin, end)`` to `dst`, behind what it holds.
 
@@ -1008,13 +1020,15 @@ class KVCache(Saveable):
             The first position to share.
         end : int, optional
             The end of the positions to share; by default the end of `src`.
+        missing_ok : bool, default False
+            Whether it is no error, as under a strategy that does not store every sequence, that neither holds anything.
 
         Raises
         ------
         ValueError
             If `src` and `dst` are the same, `begin` is negative or `end` below it; if `dst` holds another row than
-            `src` at one of these positions, in some layer; or, as in `fork`, if neither holds anything and all
-            positions are shared.
+            `src` at one of these positions, in some layer; or, as in `fork`, if neither holds anything, all positions
+            are shared, and `missing_ok` is False.
         CacheBusyError
             If one of the two sequences is in an open batch.
         MemoryError
@@ -1032,16 +1046,9 @@ class KVCache(Saveable):
         >>> cache.positions(seq_id=2).tolist(), cache.stats()["live_slots"]
         ([0, 1, 2], 6)
         """
-        is_refused = False
-        try:
-            self._core.share_range(src, dst, begin, end)
-        except ValueError:
-            is_all = end is None or operator.index(end) == INT32_MAX
-            if self._strategy == "always" or not is_all or {*self.sequences} & {*map(operator.index, (src, dst))}:
-                raise
-            is_refused = True
-        if is_refused:  # neither holds anything, which is no error here; raises again if something else was wrong
-            self._core.share_range(src, dst, begin, begin)
+        share = partial(self._core.share_range, src, dst, begin)
+        some = INT32_MAX - 1 if end is None or end == INT32_MAX else end  # of part of the positions, none need exist
+        self._share(partial(share, end), partial(share, some), missing_ok)
         self._note_edit(dst, begin, source=src)
 
     def keep(self, seq_id: SupportsIndex) -> None:

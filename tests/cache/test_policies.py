@@ -145,6 +145,30 @@ def test_a_fork_of_nothing_is_an_error_unless_it_is_asked_for():
     never.fork(0, 1)  # the runner need not know what a strategy stores
 
 
+@pytest.mark.parametrize("how", [{}, {"missing_ok": True}])
+def test_sharing_a_range_of_nothing_is_an_error_unless_it_is_asked_for(how):
+    """As of `fork`; what else is wrong is an error still."""
+    cache = kvcache.KVCache(1, 2, 8, 64, max_sequences=3, strategy="always" if how else kvcache.LongSequencesOnly(0))
+    x = np.ones((1, 2, 8), np.float32)
+    for seq_id in (0, 1):
+        with cache.batch(1, seq_ids=[seq_id]) as batch:
+            batch.put(0, x, x)
+    if how:
+        with pytest.raises(ValueError, match="src is sequence 7, which holds nothing"):
+            cache.share_range(7, 8)
+    for end in (None, 2**31 - 1):
+        cache.share_range(7, 8, 0, end, **how)
+        with pytest.raises(ValueError, match="at position 0, dst, sequence 1, holds another row than src, sequence 0"):
+            cache.share_range(0, 1, 0, end, **how)
+        with pytest.raises(ValueError, match="both sequence 7"):
+            cache.share_range(7, 7, 0, end, **how)
+        with pytest.raises(ValueError, match=f"dst={2**63}"):
+            cache.share_range(7, 2**63, 0, end, **how)
+    with pytest.raises(ValueError, match="end"):
+        cache.share_range(7, 8, 3, 2, **how)
+    assert cache.sequences == [0, 1]
+
+
 # ---- no attention, shared rows, mixes
 
 
