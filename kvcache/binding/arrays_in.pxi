@@ -52,6 +52,12 @@ cdef int read_numpy(cnp.ndarray x, str name, int ndim, Array *a, int32_t stored=
     return 0
 
 
+def check_no_grad(x, str name not None):
+    """Raise a ValueError that says `name` for a tensor of PyTorch that requires grad: it would not be converted."""
+    if getattr(x, "requires_grad", False):
+        raise ValueError(f"{name}: the tensor requires grad, which a cache would lose; give its .detach()")
+
+
 cdef object read_array(object x, str name, int ndim, Array *a, bint write=False, int32_t stored=-1):
     """Describe an array of floats; or of bytes, if these may be rows of a stored type.
 

@@ -91,8 +91,7 @@ cdef object read_dlpack(object x, str name, int ndim, bint write, Array *a, int3
     cdef uint64_t flags = 0
     cdef int64_t step
     cdef int i
-    if getattr(x, "requires_grad", False):
-        raise ValueError(f"{name}: the tensor requires grad, which a cache would lose; pass {name}.detach()")
+    check_no_grad(x, name)
     capsule = to_capsule(x, write)
     cdef DLTensor *t = dltensor(capsule, name, &flags)
     if t.device_type != DL_CPU and t.device_type != DL_CUDA_HOST and t.device_type != DL_ROCM_HOST:

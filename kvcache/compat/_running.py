@@ -20,8 +20,10 @@ def read_array(x: Any, name: str) -> npt.NDArray[np.float32]:
     Raises
     ------
     TypeError, ValueError
-        If it is none.
+        If it is none, or a tensor that requires grad.
     """
+    if getattr(x, "requires_grad", False):
+        raise ValueError(f"{name}: the tensor requires grad, which a cache would lose; give its .detach()")
     try:
         return np.asarray(x, np.float32)
     except (TypeError, ValueError) as error:

@@ -358,6 +358,22 @@ def test_a_torch_tensor_with_grad(cache, batch):
         batch.put(0, torch.ones(4, 2, 8, dtype=torch.float64), torch.ones(4, 2, 8))
 
 
+def test_a_torch_tensor_with_grad_anywhere():
+    """One sentence, of ours, wherever a tensor is taken; a function for `rope` may return one, too."""
+    torch = pytest.importorskip("torch")
+    with_grad = torch.ones(4, requires_grad=True)
+    with pytest.raises(ValueError, match=r"inv_freq: the tensor requires grad.*give its \.detach\(\)"):
+        kvcache.Rope(with_grad)
+    cache = kvcache.KVCache(1, 1, 4, 64, rope=lambda layer, keys, delta: with_grad)
+    with cache.batch(1) as batch:
+        batch.put(0, np.ones((1, 1, 4), "f4"), np.ones((1, 1, 4), "f4"))
+    with pytest.raises(
+        ValueError, match=r"the function of layer 0 returned keys: the tensor requires grad.*\.detach\(\)"
+    ):
+        cache.shift(0, None, 1)
+    assert cache.positions().tolist() == [0]
+
+
 # ---- out
 
 

@@ -39,3 +39,32 @@ def test_an_interface_is_on_the_page_and_in_the_reference(name):
             assert f"`{path}`" in said
         else:
             assert inspect.getdoc(thing), f"the reference does not show {path}, which has no docstring"
+
+
+def put_into(name, k, v):
+    """Give rows of one token, 2 heads of 8, to a cache of each interface."""
+    module = importlib.import_module(f"kvcache.compat.{name}")
+    if name == "edifice":
+        shape = {"batch_size": 1, "num_layers": 1, "num_heads": 2, "head_dim": 8}
+        module.KVCache.init(**shape).update(0, k.reshape(1, 2, 1, 8), v.reshape(1, 2, 1, 8))
+    elif name == "forgellm":
+        module.KVCache(1, 2, 8).append(0, k, v)
+    elif name == "rust_kvcache":
+        module.KvCache(1, 2, 8, 4).inject_block(0, 0, 1, k, v)
+    elif name == "zigllama":
+        module.ModelKVCache(1, 2, 8, 4).layers[0].append(k[0], v[0])
+    else:
+        cache = module.new_causal_cache()
+        cache.init(1, 2, 8, capacity=4)
+        cache.start_forward([0])
+        cache.put(k, v)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_tensor_with_grad(name):
+    torch = pytest.importorskip("torch")
+    k = torch.ones(1, 2, 8)
+    put_into(name, k, k)
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(ValueError, match=r"k.*: the tensor requires grad, .* give its \.detach\(\)"):
+            put_into(name, k.to(dtype).requires_grad_(), k)
