@@ -49,6 +49,8 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         to_integer("cache_padding", self.cache_padding, 1)
+        if not isinstance(self.permuted_v, bool):
+            raise TypeError(f"permuted_v={self.permuted_v!r}: a bool is needed, not {type(self.permuted_v).__name__}")
         if self.mask_dtype not in ("f32", "f16"):
             raise ValueError(f"mask_dtype={self.mask_dtype!r}: must be 'f32' or 'f16'")
 
@@ -164,9 +166,13 @@ class Cache:
 
         Raises
         ------
+        TypeError
+            If `config` is no `CacheConfig`.
         ValueError
             If the cache was made, or it, or one of those in a wrapper, has a configuration already.
         """
+        if not isinstance(config, CacheConfig):
+            raise TypeError(f"set_config({config!r}): a CacheConfig is needed, which says what get() returns")
         if self._shared is not None:
             raise ValueError("set_config(): the cache was made; call it before init()")
         for member in self._members():

@@ -234,6 +234,19 @@ def test_a_config_pads_and_permutes():
         cache.set_config(CacheConfig())
 
 
+@pytest.mark.parametrize("config", [3, None, {"cache_padding": 4}, CacheConfig])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_what_is_no_config_is_refused(is_wrapped, config):
+    cache = ollama.new_causal_cache()
+    if is_wrapped:
+        cache = ollama.new_wrapper_cache(cache)
+    with pytest.raises(TypeError, match=r"set_config\(.*\): a CacheConfig is needed"):
+        cache.set_config(config)
+    cache.set_config(CacheConfig())
+    with pytest.raises(TypeError, match="permuted_v=3: a bool is needed"):
+        CacheConfig(permuted_v=3)
+
+
 def test_each_cache_of_a_wrapper_has_its_config():
     own, other = ollama.new_swa_cache(4), ollama.new_causal_cache()
     own.set_config(CacheConfig(cache_padding=8))
