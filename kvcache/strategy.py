@@ -290,15 +290,22 @@ class Decider:
         self, seq_id: int | None, position: int, *, is_moved: bool = False, source: SupportsIndex | None = None,
         is_whole: bool = False,
     ) -> None:  # fmt: skip
-        """Forget that sequences were dropped which begin anew; what shares rows of a dropped one lacks them, too."""
+        """Forget decisions on sequences that begin anew; what shares rows of a dropped one lacks them, too."""
         other = None if source is None else operator.index(source)
         if seq_id is None:
-            self._dropped &= set() if other is None else {other}  # at once: other threads may add some
+            for one in list(self._decisions):  # a copy: other threads may add some
+                if one != other:
+                    self._decisions.pop(one, None)
+            self._dropped &= set() if other is None else {other}  # at once
             return
-        if is_whole:
+        held = self._core.seq_len(seq_id, None)
+        if is_whole or (held and seq_id in self._dropped):
             self._dropped.discard(seq_id)
-        if other in self._dropped and (is_whole or not self._core.seq_len(seq_id, None)):
+            self._decisions.pop(seq_id, None)
+        if other in self._dropped and (is_whole or not held):
             self._dropped.add(seq_id)
+            if (decision := self._decisions.get(other)) is not None:
+                self._decisions[seq_id] = decision
 
     def forget_later(self, seq_id: int) -> None:
         """Do nothing: only the sequences of prefix caches are cleared by finalizers."""
@@ -317,6 +324,6 @@ class Decider:
         lines = describe(self._strategy, self._sizes)
         self._forget_decisions()
         for seq_id, (outcome, why) in [] if self._strategy == "disabled" else list(self._decisions.items()):
-            verb = "was" if outcome == "dropped" and seq_id in self._dropped else "is"
+            verb = "is" if outcome != "dropped" else "was" if seq_id in self._dropped else "is to be"
             lines.append(f"sequence {seq_id} {verb} {outcome}: {why()}")
         return "\n".join(lines)

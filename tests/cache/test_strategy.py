@@ -416,7 +416,7 @@ def test_only_what_is_committed_is_dropped(machine):
     machine.available = 0
     cache.batch(1).abort()
     assert cache.next_position() == 4
-    assert "sequence 0 is dropped" in cache.explain()
+    assert "sequence 0 is to be dropped" in cache.explain()
     batch = cache.batch(1)
     with pytest.raises(IndexError):
         batch.commit(keep=[1])
@@ -425,6 +425,48 @@ def test_only_what_is_committed_is_dropped(machine):
     machine.available = GIB
     assert run(cache, range(5))[0] == 4
     assert "sequence 0 is stored" in cache.explain()
+
+
+EDITS = {  # of sequence 0, which was dropped; sequence 7 holds rows
+    "clear": lambda cache: cache.clear(0),
+    "clear all": lambda cache: cache.clear(),
+    "keep another": lambda cache: cache.keep(7),
+    "truncate": lambda cache: cache.truncate(0),
+    "fork": lambda cache: cache.fork(7, 0),
+    "share": lambda cache: cache.share_range(7, 0),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_explain_forgets_what_was_dropped_and_begins_anew(machine, name):
+    cache = new_cache(kvcache.Adaptive(0.5))
+    machine.available = GIB
+    for seq_id in (7, 0):
+        run(cache, range(4), seq_id)
+    machine.available = 0
+    run(cache, range(5), 0)
+    cache.fork(0, 2)  # lacks the same rows for the same reason
+    for seq_id in (0, 2):
+        assert f"sequence {seq_id} was dropped: it may come to" in cache.explain()
+    EDITS[name](cache)
+    assert "sequence 0" not in cache.explain()
+    assert ("sequence 2 was dropped" in cache.explain()) == (name not in ("clear all", "keep another"))
+
+
+def test_explain_forgets_what_was_dropped_and_is_restored(machine, tmp_path):
+    cache = new_cache(kvcache.Adaptive(0.5))
+    machine.available = GIB
+    run(cache, range(4))
+    cache.save(tmp_path / "saved")
+    positions, rows = cache.positions(), [cache.gather(layer) for layer in range(2)]
+    machine.available = 0
+    run(cache, range(5))
+    assert "sequence 0 was dropped" in cache.explain()
+    with cache.batch(positions=positions, replaced=range(2)) as batch:
+        for layer in range(2):
+            batch.put(layer, *rows[layer], layout="HTD")
+    assert cache.seq_len() == 4
+    assert "sequence 0" not in cache.explain()
 
 
 def test_memory_that_a_view_holds_goes_later(machine):
