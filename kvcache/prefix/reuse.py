@@ -1,13 +1,14 @@
-"""Find tokens of a prompt among blocks that follow other tokens, or stand at other positions."""
+"""Go on with tokens that were computed elsewhere: behind other tokens, or at other positions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvcache.errors import CacheFullError, NotSupportedError
 from kvcache.prefix.keys import INT_SIZE, INTEGERS
-from kvcache.prefix.nodes import Node, Nodes
+from kvcache.prefix.tree import Node, Tree
 
-__all__ = ["Chunk", "Chunks"]
+__all__ = ["Reuse"]
 
 
 @dataclass(frozen=True)
@@ -22,21 +23,14 @@ class Chunk:
 class Chunks:
     """The known blocks by their own tokens, whatever comes before them.
 
-    Parameters
-    ----------
-    nodes : Nodes
-        The known blocks.
-    contents : list of bytes
-        The prompt's blocks. Chunks of it are found among 64-bit integers only.
-    block_size : int
-        The number of tokens in a block.
+    Chunks of a prompt, of these contents, are found among 64-bit integers only.
     """
 
-    def __init__(self, nodes: Nodes, contents: list[bytes], block_size: int) -> None:
-        self._nodes = nodes
-        whole = len(INTEGERS) + INT_SIZE * block_size
-        self._by_content = {node.content: node for node in nodes.by_key.values() if len(node.content) == whole}
-        self._size = INT_SIZE * block_size
+    def __init__(self, tree: Tree, contents: list[bytes]) -> None:
+        self._tree = tree
+        self._size = INT_SIZE * tree.block_size
+        whole = len(INTEGERS) + self._size
+        self._by_content = {node.content: node for node in tree.by_key.values() if len(node.content) == whole}
         plain = all(content.startswith(INTEGERS) for content in contents)
         self._prompt = b"".join(content[len(INTEGERS) :] for content in contents) if plain else b""
 
@@ -54,8 +48,46 @@ class Chunks:
         nodes = [node.parent, node] if skipped else [node]
         begin, end, common = node.begin - skipped // INT_SIZE, skipped + self._size, self._size
         while common == self._size:
-            similar = self._nodes.similar(nodes[-1], INTEGERS + rest[end : end + self._size])
+            similar = self._tree.similar(nodes[-1], INTEGERS + rest[end : end + self._size])
             nodes += [child for child, _ in similar[:1]]
             common = INT_SIZE * similar[0][1] if similar else 0
             end += common
         return Chunk(nodes, begin, end // INT_SIZE)
+
+
+class Reuse:
+    """Adds chunks of prompts to sequences, of at least so many tokens; None: never. Use it with the lock held."""
+
+    def __init__(self, tree: Tree, least: int | None) -> None:
+        self._core, self._watch, self._rows = tree.core, tree.watch, tree.rows
+        self._tree, self._least = tree, least
+
+    def extend(self, seq_id: int, contents: list[bytes], matched: int, limit: int) -> int:
+        """Go on behind the exact match with tokens that were computed elsewhere; return how many match then."""
+        if self._least is None or limit - matched < self._least:
+            return matched
+        chunks = Chunks(self._tree, contents)
+        while (chunk := chunks.find(matched)) is not None:
+            num_tokens = min(chunk.num_tokens, limit - matched)
+            if num_tokens < self._least or not self._move(seq_id, chunk, matched, num_tokens):
+                break
+            self._watch.note_inexact(seq_id, matched)
+            matched += num_tokens
+        return matched
+
+    def _move(self, seq_id: int, chunk: Chunk, position: int, num_tokens: int) -> bool:
+        """Add the rows of a chunk to a sequence at a position; return False, and do nothing, if they cannot be."""
+        moved, begin, end = self._watch.new_retained(), chunk.begin, chunk.begin + num_tokens
+        try:
+            for node in chunk.nodes:
+                if node.begin < end:
+                    self._core.share_range(node.seq_id, moved, max(node.begin, begin), min(node.end, end))
+            if not self._rows.are_complete(moved, num_tokens):
+                return False
+            self._core.shift(moved, 0, None, position - begin)
+            self._core.share_range(moved, seq_id, position, position + num_tokens)
+        except (NotSupportedError, CacheFullError, MemoryError):
+            return False
+        finally:
+            self._core.clear(moved)
+        return True

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
+from kvcache import _core
 from kvcache.prefix.keys import common_tokens, count_tokens
+from kvcache.prefix.rows import Rows
+from kvcache.prefix.watch import watch_of
 
-__all__ = ["Node", "Nodes", "place_of"]
+if TYPE_CHECKING:
+    from kvcache.cache import KVCache
+
+__all__ = ["Node", "Tree"]
+
+FEW_BLOCKS = 64  # names of blocks that were evicted; more are looked for and forgotten
 
 _content = attrgetter("content")
 
@@ -53,20 +63,31 @@ class Node:
             yield node
 
 
-def place_of(parent: Node, content: bytes) -> int:
-    """Return the index of the child with a content, or where it would be: there may be very many."""
-    return bisect_left(parent.children, content, key=_content)
+class Tree:
+    """All nodes, and whether their rows are there: they may be evicted at any time. Use it with the watch's lock.
 
+    Attributes
+    ----------
+    root : Node
+        Has no tokens.
+    by_key : dict
+        Every other node, by its key.
+    new : list of Node
+        Nodes that were added since the list was emptied, and not from a store.
+    """
 
-class Nodes:
-    """All nodes, by their keys."""
-
-    def __init__(self, root_key: bytes) -> None:
+    def __init__(self, cache: KVCache, root_key: bytes) -> None:
+        self.core, self.watch, self.rows, self.block_size = cache._core, watch_of(cache), Rows(cache), cache.block_size
         self.root = Node(root_key, b"", None, 0)
         self.by_key: dict[bytes, Node] = {}
+        self.new: list[Node] = []
+        self._sweep_at = FEW_BLOCKS
 
     def __len__(self) -> int:
         return len(self.by_key)
+
+    def __contains__(self, node: Node) -> bool:
+        return node is self.root or self.by_key.get(node.key) is node
 
     def walk(self, keys: Sequence[bytes]) -> list[Node]:
         """Return the nodes of the first keys, up to one that is not known."""
@@ -78,30 +99,87 @@ class Nodes:
             path.append(node)
         return path
 
+    def is_alive(self, node: Node) -> bool:
+        """Return whether a node's rows, or some of them, are there."""
+        return self.core.seq_len(node.seq_id, None) > 0
+
+    def alive(self, path: Sequence[Node]) -> list[Node]:
+        """Return the first nodes of a path, up to one whose rows are gone."""
+        return list(takewhile(self.is_alive, path))
+
+    def is_complete(self, node: Node) -> bool:
+        """Return whether all of a node's rows are there."""
+        return self.rows.are_complete(node.seq_id, node.end - node.begin)
+
     def similar(self, parent: Node, content: bytes) -> list[tuple[Node, int]]:
         """Return children that have most tokens in common with a block at their beginning, and how many: one or two."""
-        at = place_of(parent, content)
+        at = _place_of(parent, content)
         neighbours = parent.children[max(at - 1, 0) : at + 1]  # in order of content: one of these has most
         found = [(child, common_tokens(child.content, content)) for child in neighbours]
         most = max((common for _, common in found), default=0)
         return [(child, common) for child, common in found if most and common == most]
 
-    def add(self, key: bytes, content: bytes, parent: Node, seq_id: int) -> Node:
-        """Add a node that is not known."""
-        node = Node(key, content, parent, seq_id)
-        parent.children.insert(place_of(parent, content), node)
-        self.by_key[key] = node
+    def with_similar(self, path: list[Node], contents: list[bytes]) -> tuple[list[Node], int]:
+        """Add the node whose first tokens are those of the next block to a path, if there is one.
+
+        Return the path, and the number of tokens that it and the blocks have in common.
+        """
+        last = path[-1] if path else self.root
+        similar = self.similar(last, contents[len(path)]) if len(path) < len(contents) else []
+        if not similar:
+            return path, last.end
+        child, common = next((pair for pair in similar if self.is_complete(pair[0])), similar[0])
+        return [*path, child], last.end + common
+
+    def add(self, key: bytes, content: bytes, parent: Node, seq_id: int, is_stored: bool = False) -> Node:
+        """Add a block that a retained sequence holds; if it is known already, keep the one that has more rows."""
+        node = self.by_key.get(key)
+        if node is None:
+            node = self.by_key[key] = Node(key, content, parent, seq_id)
+            parent.children.insert(_place_of(parent, content), node)
+            self._drop_beginnings(node, parent)
+        elif self.is_alive(node) and self.is_complete(node):
+            self.core.clear(seq_id)
+            return node
+        else:
+            self.core.clear(node.seq_id)
+            node.seq_id = seq_id
+            for _ in range(node.num_pins):
+                _core.pin(self.core, [seq_id], True)
+        if not is_stored:
+            self.new.append(node)
         return node
 
-    def remove(self, node: Node) -> list[Node]:
-        """Remove a node with all that lies below it; return these nodes."""
-        removed = list(node.below())
-        for one in removed:
-            del self.by_key[one.key]
-        if node.parent is not None:
-            del node.parent.children[place_of(node.parent, node.content)]
-        return removed
+    def _drop_beginnings(self, node: Node, parent: Node) -> None:
+        """Drop short blocks that another one begins with."""
+        at = _place_of(parent, node.content)
+        while at and node.content.startswith(parent.children[at - 1].content) and not parent.children[at - 1].children:
+            if parent.children[at - 1].num_pins:
+                break
+            self.drop(parent.children[at - 1])
+            at -= 1
 
-    def contains(self, node: Node) -> bool:
-        """Return whether a node is one of these still."""
-        return node is self.root or self.by_key.get(node.key) is node
+    def drop(self, node: Node) -> list[Node]:
+        """Forget a block and all that build on it, and drop their rows; return them."""
+        dropped = list(node.below())
+        for one in dropped:
+            del self.by_key[one.key]
+            self.core.clear(one.seq_id)
+        if node.parent is not None:
+            del node.parent.children[_place_of(node.parent, node.content)]
+        return dropped
+
+    def sweep(self) -> None:
+        """Forget blocks that were evicted, once there are twice as many blocks as were left the last time."""
+        if len(self) < self._sweep_at:
+            return
+        retained = set(_core.retained(self.core))
+        for node in list(self.by_key.values()):
+            if node.seq_id not in retained and node in self:
+                self.drop(node)
+        self._sweep_at = max(2 * len(self), FEW_BLOCKS)
+
+
+def _place_of(parent: Node, content: bytes) -> int:
+    """Return the index of the child with a content, or where it would be: there may be very many."""
+    return bisect_left(parent.children, content, key=_content)

@@ -27,18 +27,18 @@ FEW_TOKENS = 16  # batches of fewer tokens a sequence say nothing about the spee
 
 
 class Listener(Protocol):
-    """A prefix cache, which is told what happens to sequences; with the lock of its `Watch` held."""
+    """A part of a prefix cache, which is told what happens to sequences; with the lock of its `Watch` held."""
 
-    def _fill(self, ranges: dict[int, tuple[int, int]]) -> None:
+    def fill(self, ranges: dict[int, tuple[int, int]]) -> None:
         """Retain the blocks that a batch fills; by sequence, the positions of its tokens."""
 
-    def _undo_fill(self, ranges: dict[int, tuple[int, int]]) -> None:
+    def undo_fill(self, ranges: dict[int, tuple[int, int]]) -> None:
         """Drop the blocks that were retained of a batch which could not be committed."""
 
-    def _store_new(self) -> None:
-        """Queue the new full blocks to be written to the store."""
+    def filled(self) -> None:
+        """Note that a batch was committed, whose blocks were retained."""
 
-    def _edited(self, seq_id: int | None, position: int) -> None:
+    def edited(self, seq_id: int | None, position: int) -> None:
         """Note that rows of a sequence from a position on were changed; None: all sequences are gone."""
 
 
@@ -84,7 +84,7 @@ class Watch:
         """Retain the blocks that a batch fills around its commit: before it, unless only some of its tokens are kept.
 
         Once it is committed, another thread's batch may begin, for which rows expire that no window reaches any
-        more. `begin` is the time of ``time.perf_counter`` when the batch had begun.
+        more.
         """
         seq_ids, whose = np.unique(core.get_seq_ids(), return_inverse=True)
         first, last = np.full(len(seq_ids), _core.INT32_MAX), np.full(len(seq_ids), -1)
@@ -98,18 +98,18 @@ class Watch:
             try:
                 if keeps_all:
                     for listener in listeners:
-                        listener._fill(ranges)
+                        listener.fill(ranges)
                 yield
             except BaseException:
                 for listener in listeners:
-                    listener._undo_fill(ranges)
+                    listener.undo_fill(ranges)
                 raise
             if not keeps_all:
                 ranges = {seq_id: (low, self._core.next_position(seq_id)) for seq_id, (low, _) in ranges.items()}
                 for listener in listeners:
-                    listener._fill(ranges)
+                    listener.fill(ranges)
             for listener in listeners:
-                listener._store_new()
+                listener.filled()
         if core.num_tokens >= FEW_TOKENS * len(seq_ids):
             self._measure(core.num_tokens, time.perf_counter() - begin)
 
@@ -124,14 +124,10 @@ class Watch:
         self, seq_id: int | None, position: int, *, is_moved: bool = False, source: SupportsIndex | None = None,
         is_whole: bool = False,
     ) -> None:  # fmt: skip
-        """Note that rows of a sequence at positions from this one on were changed, or of every one (None).
-
-        `is_moved` says that those which are left do not follow from the tokens before them any more; `source` that they
-        are another sequence's, and so are those of them that are inexact.
-        """
+        """Pass on what `Follower` is told, and note from where on rows do not follow from their tokens any more."""
         with self.lock:
             for listener in self._listeners:
-                listener._edited(seq_id, position)
+                listener.edited(seq_id, position)
             for one in list(self._exact_to) if seq_id is None else [seq_id]:
                 if is_whole or not self._core.next_position(one):
                     self._exact_to.pop(one, None)

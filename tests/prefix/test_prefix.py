@@ -735,7 +735,7 @@ def test_an_interrupt_while_a_batch_is_committed(monkeypatch):
     """Nothing of it is known to others."""
     cache, prefix = make()
     seq_id, _ = prefix.acquire(PROMPT)
-    retain, calls = prefix._retain, []
+    retain, calls = prefix._sessions._retain, []
 
     def interrupt(*arguments):
         calls.append(arguments)
@@ -744,7 +744,7 @@ def test_an_interrupt_while_a_batch_is_committed(monkeypatch):
         return retain(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(prefix, "_retain", interrupt)
+        patch.setattr(prefix._sessions, "_retain", interrupt)
         with pytest.raises(KeyboardInterrupt):
             feed(cache, seq_id, PROMPT, 0, 100)
     assert prefix.acquire(PROMPT)[1] == 0

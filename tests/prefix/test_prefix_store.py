@@ -145,7 +145,7 @@ def test_a_value_without_some_layers_of_a_group(second):
     key, size = next(iter(store)), 2 * BLOCK * 8
     for flags, is_taken in {"101": False, "011": False, "100": False, "001": True, "110": True, "111": True}.items():
         payload = bytes(map(int, flags)) + bytes(flags.count("1") * size)
-        assert prefix._rows.write(50, 0, BLOCK, memoryview(payload)) == is_taken, flags
+        assert prefix._tree.rows.write(50, 0, BLOCK, memoryview(payload)) == is_taken, flags
         assert (50 in _core.retained(cache._core)) == is_taken, flags
         cache._core.clear(50)
     store[key] = values.pack(key, prefix._client._digest, [b"\1\0\1" + bytes(2 * size)])
@@ -309,7 +309,7 @@ def test_a_cache_that_is_closed_while_a_block_is_read():
     cache, prefix = make({})
     serve(prefix, cache, PROMPT[:BLOCK])
     (seq_id,) = _core.retained(cache._core)
-    rows, held = prefix._rows, prefix._rows._held
+    rows, held = prefix._tree.rows, prefix._tree.rows._held
     assert rows.read(seq_id, 0, BLOCK)
 
     def close(*arguments):
@@ -362,7 +362,7 @@ def fetching():
     store = {}
     fill(store)
     cache, prefix = make(store)
-    write, begun, goes_on, found = prefix._rows.write, threading.Event(), threading.Event(), []
+    write, begun, goes_on, found = prefix._tree.rows.write, threading.Event(), threading.Event(), []
 
     def wait(seq_id, begin, end, payload):
         if begin == BLOCK:
@@ -370,7 +370,7 @@ def fetching():
             assert goes_on.wait(20)
         return write(seq_id, begin, end, payload)
 
-    prefix._rows.write = wait
+    prefix._tree.rows.write = wait
     thread = threading.Thread(target=lambda: found.append(prefix.acquire(PROMPT)))
     thread.start()
     assert begun.wait(20)
@@ -412,7 +412,7 @@ def test_an_error_while_blocks_are_fetched_leaves_nothing_behind():
     store = {}
     fill(store)
     cache, prefix = make(store)
-    write = prefix._rows.write
+    write = prefix._tree.rows.write
 
     def interrupt(seq_id, begin, end, payload):
         write(seq_id, begin, end, payload)
@@ -420,7 +420,7 @@ def test_an_error_while_blocks_are_fetched_leaves_nothing_behind():
             raise KeyboardInterrupt
         return True
 
-    prefix._rows.write = interrupt
+    prefix._tree.rows.write = interrupt
     with pytest.raises(KeyboardInterrupt):
         prefix.acquire(PROMPT)
     assert cache.stats()["live_slots"] == 2 * BLOCK
@@ -430,7 +430,7 @@ def test_an_error_while_blocks_are_fetched_leaves_nothing_behind():
 
 def test_long_prompts_are_fetched_in_parts(monkeypatch):
     """So that what is read and not yet copied takes little memory."""
-    monkeypatch.setattr("kvcache.prefix.cache.FETCH_BYTES", 1)
+    monkeypatch.setattr("kvcache.prefix.fetching.FETCH_BYTES", 1)
     store = {}
     fill(store)
     calls = []
