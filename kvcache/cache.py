@@ -75,18 +75,15 @@ class KVCache(Saveable):
     ValueError
         If a number is out of range, a name is unknown, a sequence does not have one entry per layer, or arguments
         contradict each other.
-    TypeError
-        If an argument has the wrong type: a float or a bool is no integer.
-    MemoryError
-        If memory for the bookkeeping is short. Rows take no memory before they are needed.
 
     Notes
     -----
     A cache has one open batch at a time, which may have tokens of many sequences. Any thread may call any method.
     Threads that serve a request each need no lock of their own: ``batch(..., timeout=None)`` waits until the open batch
-    has ended. An open batch owns its sequences: editing these, compacting or closing the cache raises `CacheBusyError`
-    until the batch is committed or aborted; other sequences may be edited. Every method that
-    may wait for another thread, or that stores, copies, moves or attends over rows, releases the GIL.
+    has ended. An open batch owns its sequences: editing these raises `CacheBusyError` until the batch is committed or
+    aborted, and so do `room`, `reserve`, `settle`, `compact`, `close` and copying the cache; other sequences may be
+    edited. Every method that may wait for another thread, or that stores, copies, moves or attends over rows, releases
+    the GIL.
 
     Destructors, weak references and arguments that convert themselves may call any method while another runs. A cache
     that they close, or a batch that they end, is closed for the rest of that method (``ValueError``). While the core is
@@ -96,8 +93,13 @@ class KVCache(Saveable):
     40 ms. If a handler raises, as Python's handler of Ctrl-C does, the call ends and has put, or begun, nothing: an
     open batch stays open, and the call can be repeated. During other methods, handlers run once these return.
 
-    A sequence is named by any 64-bit integer. A sequence that holds nothing is empty, not unknown: reading it yields 0,
-    -1 or no rows, and editing it does nothing. Methods raise ``ValueError`` once the cache is closed.
+    A sequence is named by any 64-bit integer, `seq_id`. One that holds nothing is empty, not unknown: reading it yields
+    0, -1 or no rows, and editing it does nothing. A layer is named by its index. Positions ``[begin, end)`` do not
+    include `end`; None: the end of the sequence.
+
+    Methods raise ``ValueError`` once the cache is closed, and for a position that is negative or an `end` below
+    `begin`; ``IndexError`` if there is no such layer, ``TypeError`` for an argument of the wrong type, and
+    ``MemoryError`` if memory is short. A method that raises changes nothing.
 
     Examples
     --------
@@ -251,7 +253,7 @@ class KVCache(Saveable):
             If a layer keeps a state that no policy describes. Rotations that depend on the length of the sequence, such
             as dynamic NTK and LongRoPE, are accepted; moving such keys raises this error, and it names the rotation.
         TypeError, ValueError
-            If an override is wrong.
+            As `KVCache` does, of an override.
 
         Examples
         --------
@@ -291,16 +293,9 @@ class KVCache(Saveable):
     def __copy__(self) -> Self:
         """Return an independent cache with the same content.
 
-        Rows are copied block by block, and rows that sequences share stay shared in the copy. The copy has the
-        original's configuration, strategy and rope functions; its `stats` begin at 0, and views stay the original's.
-        ``copy.deepcopy`` does the same.
-
-        Raises
-        ------
-        CacheBusyError
-            If a batch is open, or keys are being moved.
-        MemoryError
-            If memory is short.
+        Rows are copied block by block, and stay shared where they are. The copy has the original's configuration,
+        strategy and rope functions; its `stats` begin at 0, and views stay the original's. ``copy.deepcopy`` does the
+        same.
 
         Examples
         --------
@@ -393,9 +388,7 @@ class KVCache(Saveable):
     ) -> Batch:
         """Begin a forward pass: rows that no later query can see expire, and the tokens take slots in every layer.
 
-        A cache has one open batch at a time, which may have tokens of many sequences. Threads that each begin batches
-        of their own take turns if they give `timeout`. A call that raises changes nothing. Give exactly one of `n` and
-        `positions`.
+        Give exactly one of `n` and `positions`.
 
         Parameters
         ----------
@@ -410,18 +403,17 @@ class KVCache(Saveable):
             earlier token of the same sequence; -1: the token follows the stored tokens. Of the batch, a token then sees
             itself and its ancestors only. `Batch.commit` takes the accepted tokens.
         timeout : float or None, default 0
-            The most seconds to wait while another batch is open, or keys are being rewritten: 0 raises
-            `CacheBusyError` at once, None waits for as long as it takes. Calls that wait begin in the order in which
-            they came, and continue sequences as they are then; Ctrl-C ends the wait. A thread that waits for a batch
-            that it would have to end itself waits in vain. A strategy decides before the call waits.
+            The most seconds to wait while another batch is open, or keys are being rewritten; None: as long as it
+            takes. Calls that wait begin in the order in which they came, and continue sequences as they are then;
+            Ctrl-C ends the wait. A thread that waits for a batch that it would have to end itself waits in vain. A
+            strategy decides before the call waits.
         replaced : iterable of int, optional
-            Layers whose saved rows the batch restores. Once it is committed, its tokens are all that their sequences
-            hold in these layers, in place of what they held there; other layers stay as they are, and get no rows. Give
-            `positions`, in any order, and no `parents`. The tokens arrive by rising position, those of a sequence at
-            the same position, as `divide` leaves them, in the order given. Layers of one policy are restored together;
-            those that share rows follow. Nothing attends in such a batch. Rows that one layer has and another
-            lacks are as gone as expired ones until that layer is restored, too, or the sequence is truncated. Whatever
-            the strategy, these sequences are stored.
+            Layers whose saved rows the batch puts in place of what its sequences held there; other layers stay as they
+            are, and get no rows. Give `positions`, in any order, and no `parents`. Tokens arrive by rising position,
+            those at the same one, as `divide` leaves them, in the order given. Layers of one policy are restored
+            together; those that share rows follow. Nothing attends in such a batch. Rows that one layer has and another
+            lacks are as gone as expired ones until that layer is restored, too, or the sequence is truncated. These
+            sequences are stored under any strategy.
 
         Returns
         -------
@@ -437,18 +429,13 @@ class KVCache(Saveable):
             `LongSequencesOnly` or "disabled" did not store: such a sequence is fed from `next_position` on, in one
             batch.
         CacheBusyError
-            If another batch is open, keys are being rewritten in another thread, or other threads wait to begin, and
-            `timeout` is 0 or has passed.
+            If `timeout` has passed, or is 0 and other threads wait to begin.
         ValueError
             If a position or `timeout` is negative, there is no token or more than 16,777,216, `seq_ids` or `parents`
             does not have one entry per token, or a parent is no earlier token of the same sequence; if `replaced` names
             no layer with rows of its own, or not all of a policy, or `parents` are given.
-        IndexError
-            If `replaced` names a layer that does not exist.
         TypeError
-            If a number is no integer, both or neither of `n` and `positions` are given, or `n` and `replaced`.
-        MemoryError
-            If memory is short.
+            If both or neither of `n` and `positions` are given, or `n` and `replaced`.
 
         References
         ----------
@@ -463,34 +450,6 @@ class KVCache(Saveable):
         >>> len(batch), batch.positions, batch.seq_ids
         (3, array([0, 1, 0], dtype=int32), array([7, 7, 8]))
         >>> batch.abort()
-
-        Four threads, each with a sequence of its own:
-
-        >>> import numpy as np
-        >>> from concurrent.futures import ThreadPoolExecutor
-        >>> x = np.ones((1, 2, 8), np.float32)
-        >>> def generate(seq_id):
-        ...     for _ in range(10):
-        ...         with cache.batch(1, seq_ids=[seq_id], timeout=None) as batch:
-        ...             out = batch.attend(0, x, x, x)
-        >>> with ThreadPoolExecutor(4) as pool:
-        ...     done = list(pool.map(generate, range(4)))
-        >>> [cache.seq_len(seq_id) for seq_id in range(4)]
-        [10, 10, 10, 10]
-
-        Save a sequence whose layers hold different positions, and restore it in another cache, a layer at a time:
-
-        >>> policy = [kvcache.FullAttention(), kvcache.SlidingWindow(4)]
-        >>> cache, other = (kvcache.KVCache(2, 2, 8, 64, policy=policy) for _ in range(2))
-        >>> for _ in range(20):
-        ...     with cache.batch(1) as batch:
-        ...         for layer in range(2):
-        ...             batch.put(layer, x, x)
-        >>> for layer in range(2):
-        ...     with other.batch(positions=cache.positions(layer=layer), replaced=[layer]) as batch:
-        ...         batch.put(layer, *cache.gather(layer), layout="HTD")
-        >>> [other.seq_len(layer=layer) for layer in range(2)], other.next_position(), other.can_resume(20)
-        ([20, 4], 20, True)
         """
         if (n is None) == (positions is None):
             raise TypeError("batch() takes exactly one of n, the number of next tokens, and positions")
@@ -527,20 +486,6 @@ class KVCache(Saveable):
 
         Where layers have windows or chunks, also say what a batch may take beyond what stays once it is committed: the
         bytes of `most_bytes` for each of its tokens in `batch_tokens`.
-
-        Returns
-        -------
-        str
-            Lines of text for people.
-
-        Examples
-        --------
-        >>> import kvcache
-        >>> cache = kvcache.KVCache(1, 1, 8, 64, strategy=kvcache.LongSequencesOnly(16))
-        >>> cache.batch(4).abort()
-        >>> print(cache.explain())
-        strategy: LongSequencesOnly(threshold=16)
-        sequence 0 is not stored: its length, 4 tokens, is not above the threshold of 16
         """
         if self._decider is not None:
             return self._decider.explain()
@@ -553,10 +498,6 @@ class KVCache(Saveable):
 
         Parameters
         ----------
-        layer : int
-            The layer's index.
-        seq_id : int, default 0
-            The sequence's id.
         copy : bool, optional
             Whether to copy. False: return a view. True: return a copy. None, the default: a view if possible, else a
             copy. Keys that were moved have no view before `settle` rotates them.
@@ -566,7 +507,7 @@ class KVCache(Saveable):
         numpy.ndarray
             The keys, ``[num_kv_heads, len, head_dim]`` of the stored type; bf16 is ``ml_dtypes.bfloat16`` if that is
             installed, else a type of two bytes, which DLPack exports as bf16. A view is read-only and keeps its rows,
-            whatever becomes of the sequence; while it exists, `compact` and `close` raise ``BufferError``.
+            whatever becomes of the sequence; while it exists, `settle`, `compact` and `close` raise ``BufferError``.
 
         Raises
         ------
@@ -574,18 +515,6 @@ class KVCache(Saveable):
             If `copy` is False and the rows do not lie in one piece (`spans` has a view of each piece), or were moved
             since the last `settle`; or if the type is quantised, which no array can show (`gather` decodes it, or
             copies its bytes).
-        IndexError
-            If there is no such layer.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> import kvcache
-        >>> cache = kvcache.KVCache(1, 2, 8, 64, dtype="f32")
-        >>> with cache.batch(3) as batch:
-        ...     batch.put(0, np.ones((3, 2, 8), np.float32), np.ones((3, 2, 8), np.float32))
-        >>> cache.keys(0, copy=False).shape
-        (2, 3, 8)
         """
         return _core.rows(self._core, None, seq_id, layer, copy, False)
 
@@ -598,27 +527,13 @@ class KVCache(Saveable):
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None:
         """Return the key, rotated for its present position, and the value of a token, as new f32 arrays.
 
-        Parameters
-        ----------
-        layer : int
-            The layer's index.
-        position : int
-            The token's position; if several tokens have it, the latest counts.
-        seq_id : int, default 0
-            The sequence's id.
+        If several tokens have the position, the latest counts.
 
         Returns
         -------
         tuple of numpy.ndarray or None
             The key ``[num_kv_heads, head_dim]`` and the value ``[num_kv_heads, v_head_dim]``; None if the layer does
             not hold the token.
-
-        Raises
-        ------
-        IndexError
-            If there is no such layer.
-        ValueError
-            If `position` is negative.
         """
         return self._core.get(seq_id, layer, position)
 
@@ -636,10 +551,6 @@ class KVCache(Saveable):
 
         Parameters
         ----------
-        layer : int
-            The layer's index.
-        seq_id : int, default 0
-            The sequence's id.
         first : int, default 0
             The index of the first row to copy.
         dtype : {"f32", "f16", "bf16"}, optional
@@ -660,35 +571,21 @@ class KVCache(Saveable):
 
         Raises
         ------
-        IndexError
-            If there is no such layer.
         ValueError
             If there is no such `dtype`, or it is given with `out` or `raw`; if `first` is negative or past the last
             row; if `out` has another shape, more rows than there are, is read-only, or overlaps.
-        TypeError
-            If `out` is no pair of arrays, or has other types.
 
         Examples
         --------
-        A layer of q8_0, 34 bytes for 32 elements, to another cache, as it is stored:
+        A layer of q8_0, 34 bytes for 32 elements, token after token, each with all its heads, as llama.cpp saves them:
 
         >>> import numpy as np
         >>> import kvcache
-        >>> cache, other = (kvcache.KVCache(1, 2, 64, 16, dtype="q8_0") for _ in range(2))
+        >>> cache = kvcache.KVCache(1, 2, 64, 16, dtype="q8_0")
         >>> with cache.batch(3) as batch:
         ...     batch.put(0, np.ones((3, 2, 64), np.float32), np.ones((3, 2, 64), np.float32))
-        >>> k, v = cache.gather(0, raw=True)
-        >>> k.shape, k.dtype
-        ((2, 3, 68), dtype('uint8'))
-        >>> with other.batch(positions=cache.positions()) as batch:
-        ...     batch.put(0, k, v, layout="HTD")
-
-        Token after token, each with all its heads, as llama.cpp saves them:
-
         >>> k, v = np.empty((2, 3, 2, 68), np.uint8)
         >>> rows = cache.gather(0, raw=True, out=(k.swapaxes(0, 1), v.swapaxes(0, 1)))
-        >>> bool((k == other.gather(0, raw=True)[0].swapaxes(0, 1)).all())
-        True
         """
         if raw and dtype is not None:
             raise ValueError(f"dtype={dtype!r}: raw=True copies rows in the stored type; leave it out")
@@ -729,14 +626,10 @@ class KVCache(Saveable):
     ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Return copies of the keys and values at positions ``[begin, end)``, and zeros where nothing is stored.
 
+        Of several rows at one position, the latest counts.
+
         Parameters
         ----------
-        layer : int
-            The layer's index.
-        begin, end : int
-            The first position, and the end of the positions; of several rows at one position, the latest counts.
-        seq_id : int, default 0
-            The sequence's id.
         raw : bool, default False
             Whether to copy rows as they are stored, as in `gather`.
 
@@ -745,13 +638,6 @@ class KVCache(Saveable):
         tuple of numpy.ndarray
             The keys ``[num_kv_heads, end - begin, head_dim]``, rotated for their present positions, and the values
             ``[num_kv_heads, end - begin, v_head_dim]``, as f32; if `raw`, bytes as from `gather`.
-
-        Raises
-        ------
-        IndexError
-            If there is no such layer.
-        ValueError
-            If `begin` is negative or `end` is below it.
 
         Examples
         --------
@@ -780,19 +666,14 @@ class KVCache(Saveable):
     ) -> int:
         """Replace stored keys and values at positions from `begin` on.
 
-        Views, and other sequences that share the rows, keep the former rows.
+        Of several rows at one position, the latest is replaced. Views, and other sequences that share the rows, keep
+        the former ones.
 
         Parameters
         ----------
-        layer : int
-            The layer's index.
-        begin : int
-            The position of the first row; of several rows at one position, the latest is replaced.
         k, v : array
             The new rows, ``[num_kv_heads, n, head_dim]`` and ``[num_kv_heads, n, v_head_dim]``, of f32, f16 or bf16, or
             bytes, as in `Batch.put`; keys are rotated for these positions. Leave out `v` if keys hold the values.
-        seq_id : int, default 0
-            The sequence's id.
         skip_missing : bool, default False
             Whether to skip positions where nothing is stored, instead of raising.
 
@@ -804,20 +685,13 @@ class KVCache(Saveable):
         Raises
         ------
         IndexError
-            If there is no such layer, or nothing is stored at some positions, which the message names; nothing is
-            replaced then.
+            If nothing is stored at some positions, which the message names.
         ValueError
-            If a shape is wrong, `begin` is negative, or the layer reads another's rows or has no attention.
-        TypeError
-            If `k` or `v` is no array, or has another element type.
+            If a shape is wrong, or the layer reads another's rows or has no attention.
         NotSupportedError
             If the policy of the layer is `CrossAttention`, whose rows `Batch.put` replaces.
-        CacheBusyError
-            If the sequence is in an open batch, or its keys are being moved.
         CacheFullError
             If shared rows have to be copied, and `capacity` or `max_bytes` would be exceeded.
-        MemoryError
-            If memory is short.
 
         Examples
         --------
@@ -838,28 +712,8 @@ class KVCache(Saveable):
     def spans(self, layer: SupportsIndex, *, seq_id: SupportsIndex = 0) -> list[Span]:
         """Return views of the stored rows of a sequence in a layer, in order of arrival.
 
-        Returns
-        -------
-        list of Span
-            The spans, which together have all rows. Their views are like views of `keys`, but show the stored keys, not
-            rotated by `delta`.
-
-        Raises
-        ------
-        IndexError
-            If there is no such layer.
-        ValueError
-            If a type is quantised, which no array can show (`gather` decodes).
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> import kvcache
-        >>> cache = kvcache.KVCache(1, 2, 8, 64, block_size=16)
-        >>> with cache.batch(20) as batch:
-        ...     batch.put(0, np.ones((20, 2, 8), np.float32), np.ones((20, 2, 8), np.float32))
-        >>> [span.k.shape for span in cache.spans(0)]
-        [(2, 16, 8), (2, 4, 8)]
+        The spans together have all rows. Their views are like views of `keys`, but show the stored keys, not rotated by
+        `delta`. A quantised type is a ``ValueError``, as no array can show it (`gather` decodes).
         """
         return make_spans(_core.spans(self._core, None, seq_id, layer))
 
@@ -879,20 +733,7 @@ class KVCache(Saveable):
         return self._core.seq_len(seq_id, layer)
 
     def first_position(self, seq_id: SupportsIndex = 0, *, layer: SupportsIndex | None = None) -> int:
-        """Return the smallest position with a row in a layer, by default in any; -1 if nothing is stored there.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> import kvcache
-        >>> cache = kvcache.KVCache(2, 2, 8, 64, policy=[kvcache.FullAttention(), kvcache.SlidingWindow(4)])
-        >>> for _ in range(10):
-        ...     with cache.batch(1) as batch:
-        ...         for layer in range(2):
-        ...             batch.put(layer, np.ones((1, 2, 8), np.float32), np.ones((1, 2, 8), np.float32))
-        >>> cache.first_position(), cache.first_position(layer=1), cache.last_position(layer=1)
-        (0, 6, 9)
-        """
+        """Return the smallest position with a row in a layer, by default in any; -1 if nothing is stored there."""
         return self._core.position_range(seq_id, layer)[0]
 
     def last_position(self, seq_id: SupportsIndex = 0, *, layer: SupportsIndex | None = None) -> int:
@@ -911,15 +752,7 @@ class KVCache(Saveable):
         """Return whether a sequence can continue from a position.
 
         It can if the position is at most `next_position`, and no row that a query from there on sees has expired. A
-        cache that holds an encoder's rows only, and no tokens, can at any position.
-        `truncate` drops what stands there.
-
-        Examples
-        --------
-        >>> import kvcache
-        >>> cache = kvcache.KVCache(1, 2, 8, 64, policy=kvcache.SlidingWindow(4))
-        >>> cache.can_resume(0), cache.can_resume(1)
-        (True, False)
+        cache that holds an encoder's rows only, and no tokens, can at any position. `truncate` drops what stands there.
         """
         return self._core.can_resume(seq_id, position)
 
@@ -935,13 +768,8 @@ class KVCache(Saveable):
 
         Parameters
         ----------
-        src : int
-            The id of the sequence whose rows are shared.
-        dst : int
-            The id of the sequence that comes to hold them, in place of what it held.
         length : int
-            The end of the positions to share. With 0, `dst` shares what an encoder gave `src`, if anything, and no
-            token.
+            With 0, `dst` shares what an encoder gave `src`, if anything, and no token.
         missing_ok : bool, default False
             Whether a `src` that holds nothing empties `dst`, instead of raising ``ValueError``. It does anyway if
             `length` is 0, and under a strategy that does not store every sequence.
@@ -950,30 +778,14 @@ class KVCache(Saveable):
         ------
         RowsGoneError
             If `dst` could not continue at `length`, as a token there would see rows that have expired.
-        CacheBusyError
-            If one of the two sequences is in an open batch.
         ValueError
-            If `src` and `dst` are the same, `length` is negative, or is above 0 and `src` holds nothing.
-        MemoryError
-            If memory for the bookkeeping is short.
+            If `src` and `dst` are the same, or `length` is above 0 and `src` holds nothing.
         """
         end = integer(length, "length", 0, INT32_MAX)
         self._copy(partial(self._core.copy_prefix, src, dst, end), src, dst, missing_ok)
 
     def fork(self, src: SupportsIndex, dst: SupportsIndex, *, missing_ok: bool = False) -> None:
-        """Make `dst` share all rows of `src`; arguments and errors are as for `copy_prefix`.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> import kvcache
-        >>> cache = kvcache.KVCache(1, 2, 8, 64, max_sequences=2)
-        >>> with cache.batch(3) as batch:
-        ...     batch.put(0, np.ones((3, 2, 8), np.float32), np.ones((3, 2, 8), np.float32))
-        >>> cache.fork(0, 1)
-        >>> cache.sequences, cache.seq_len(1), cache.stats()["live_slots"]
-        ([0, 1], 3, 3)
-        """
+        """Make `dst` share all rows of `src`; arguments and errors are as for `copy_prefix`."""
         self._copy(partial(self._core.fork, src, dst), src, dst, missing_ok)
 
     def _copy(self, copy: Callable[[], None], src: SupportsIndex, dst: SupportsIndex, missing_ok: bool) -> None:
@@ -1012,27 +824,14 @@ class KVCache(Saveable):
 
         Parameters
         ----------
-        src : int
-            The id of the sequence whose rows are shared.
-        dst : int
-            The id of the sequence that comes to hold them, too.
-        begin : int, default 0
-            The first position to share.
-        end : int, optional
-            The end of the positions to share; by default the end of `src`.
         missing_ok : bool, default False
             Whether it is no error, as under a strategy that does not store every sequence, that neither holds anything.
 
         Raises
         ------
         ValueError
-            If `src` and `dst` are the same, `begin` is negative or `end` below it; if `dst` holds another row than
-            `src` at one of these positions, in some layer; or, as in `fork`, if neither holds anything, all positions
-            are shared, and `missing_ok` is False.
-        CacheBusyError
-            If one of the two sequences is in an open batch.
-        MemoryError
-            If memory for the bookkeeping is short.
+            If `src` and `dst` are the same; if `dst` holds another row than `src` at one of these positions, in some
+            layer; or, as in `fork`, if neither holds anything, all positions are shared, and `missing_ok` is False.
 
         Examples
         --------
@@ -1052,24 +851,12 @@ class KVCache(Saveable):
         self._note_edit(dst, begin, source=src)
 
     def keep(self, seq_id: SupportsIndex) -> None:
-        """Forget every sequence but this one.
-
-        Raises
-        ------
-        CacheBusyError
-            If one of the others is in an open batch.
-        """
+        """Forget every sequence but this one."""
         self._core.keep(seq_id)
         self._note_edit(None, 0, source=seq_id)
 
     def clear(self, seq_id: SupportsIndex | None = None) -> None:
-        """Forget one sequence, by default all. Memory is kept for reuse; `compact` gives it back.
-
-        Raises
-        ------
-        CacheBusyError
-            If the sequence, or any of all, is in an open batch.
-        """
+        """Forget one sequence, by default all. Memory is kept for reuse; `compact` gives it back."""
         self._core.clear(seq_id)
         self._note_edit(seq_id, 0, is_whole=True)
 
@@ -1085,12 +872,6 @@ class KVCache(Saveable):
 
         Parameters
         ----------
-        begin : int, default 0
-            The first position to drop.
-        end : int, optional
-            The end of the positions to drop; by default the end of the sequence.
-        seq_id : int, default 0
-            The sequence's id.
         shift : bool, default True
             Whether later tokens move down by ``end - begin``, as by `shift`; else a gap stays. After each removal,
             stored keys have one more distance from their rotation; hundreds of different distances slow attention
@@ -1102,23 +883,8 @@ class KVCache(Saveable):
             If later tokens have to move, and `rope` was not given.
         RowsGoneError
             If there are no later tokens, and the sequence could not continue at `begin`, as in `truncate`.
-        CacheBusyError
-            If the sequence is in an open batch.
-        ValueError
-            If `begin` is negative or `end` is below it.
-        CacheFullError, MemoryError
+        CacheFullError
             As in `shift`.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> import kvcache
-        >>> cache = kvcache.KVCache(1, 1, 2, 64, rope=kvcache.Rope([1.0]))
-        >>> with cache.batch(6) as batch:
-        ...     batch.put(0, np.ones((6, 1, 2), np.float32), np.ones((6, 1, 2), np.float32))
-        >>> cache.remove(1, 4)
-        >>> cache.positions(), [(span.positions.tolist(), span.delta) for span in cache.spans(0)]
-        (array([0, 1, 2], dtype=int32), [([0], 0), ([1, 2], -3)])
         """
         self._core.remove(seq_id, begin, end, shift)
         self._note_edit(seq_id, begin, is_moved=shift and begin != end)
@@ -1132,29 +898,14 @@ class KVCache(Saveable):
         attention rotates queries instead, and methods that return keys rotate these. With a function as `rope`, the
         moved keys are rewritten, and keys that sequences share are copied first.
 
-        Parameters
-        ----------
-        begin : int
-            The first position to move.
-        end : int or None
-            The end of the positions to move; None: the end of the sequence.
-        delta : int
-            The distance, which may be negative.
-        seq_id : int, default 0
-            The sequence's id.
-
         Raises
         ------
         NotSupportedError
             If `rope` was not given.
-        CacheBusyError
-            If the sequence is in an open batch.
         ValueError
-            If `begin` is negative, `end` is below it, or a position would be too large.
+            If a position would be too large.
         CacheFullError
             If rows have to be copied, and `capacity` or `max_bytes` would be exceeded.
-        MemoryError
-            If memory is short.
 
         Examples
         --------
@@ -1178,26 +929,13 @@ class KVCache(Saveable):
         Several tokens then have the same position. Rotated keys are rewritten to new memory, and their former memory is
         freed at the end.
 
-        Parameters
-        ----------
-        begin : int
-            The first position.
-        end : int or None
-            The end of the positions; None: the end of the sequence.
-        divisor : int
-            The divisor of the positions. At least 1.
-        seq_id : int, default 0
-            The sequence's id.
-
         Raises
         ------
         NotSupportedError
             If `rope` was not given.
-        CacheBusyError
-            If the sequence is in an open batch.
         ValueError
-            If `begin` is negative, `end` is below it, or `divisor` below 1.
-        CacheFullError, MemoryError
+            If `divisor` is below 1.
+        CacheFullError
             As in `shift`.
 
         References
@@ -1223,35 +961,13 @@ class KVCache(Saveable):
 
         A sequence that holds fewer tokens is left as it is. 0 ends the sequence, as `clear` does: with its last token,
         an encoder's rows go, too (`copy_prefix` with length 0 makes another sequence hold them before). 0 is always
-        possible; so is any position that `can_resume`
-        confirms, and any within the sinks of every layer with a window.
+        possible; so is any position that `can_resume` confirms, and any within the sinks of every layer with a window.
 
         Raises
         ------
         RowsGoneError
-            If the sequence could not continue at `length`, as a token there would see rows that have expired. Nothing
-            is dropped then; the message says how far back is possible. A larger `resume_window` keeps more.
-        CacheBusyError
-            If the sequence is in an open batch.
-        ValueError
-            If `length` is negative.
-        MemoryError
-            If memory is short.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> import kvcache
-        >>> cache = kvcache.KVCache(1, 1, 2, 64, policy=kvcache.SlidingWindow(4, resume_window=6))
-        >>> for _ in range(20):
-        ...     with cache.batch(1) as batch:
-        ...         batch.put(0, np.ones((1, 1, 2), np.float32), np.ones((1, 1, 2), np.float32))
-        >>> cache.truncate(10)
-        Traceback (most recent call last):
-        kvcache.errors.RowsGoneError: sequence 0 cannot go on at position 10: a token there would see rows that have ...
-        >>> cache.truncate(17)
-        >>> cache.next_position()
-        17
+            If the sequence could not continue at `length`, as a token there would see rows that have expired. The
+            message says how far back is possible; a larger `resume_window` keeps more.
         """
         self._core.truncate(seq_id, length)
         self._note_edit(seq_id, length, is_whole=operator.index(length) == 0)
@@ -1266,58 +982,28 @@ class KVCache(Saveable):
 
         Raises
         ------
-        CacheBusyError
-            While a batch is open.
-        BufferError
-            While a view of rows exists.
         CacheFullError
             If rows have to be copied, and `capacity` or `max_bytes` would be exceeded.
-        MemoryError
-            If memory is short.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> import kvcache
-        >>> cache = kvcache.KVCache(1, 1, 2, 64, dtype="f32", rope=kvcache.Rope([1.0]))
-        >>> with cache.batch(2) as batch:
-        ...     batch.put(0, np.ones((2, 1, 2), np.float32), np.ones((2, 1, 2), np.float32))
-        >>> cache.remove(0, 1)
-        >>> cache.settle()
-        >>> cache.spans(0)[0].delta
-        0
         """
         self._core.settle()
 
     def reserve(self, num_tokens: SupportsIndex, *, seq_id: SupportsIndex = 0) -> None:
-        """Allocate the memory for `num_tokens` more tokens of a sequence.
+        """Allocate the memory for `num_tokens` more tokens of a sequence, at least 1.
 
         The next batches, up to `num_tokens` tokens together, then allocate nothing for rows or bookkeeping, and cause
-        no page fault: the memory is resident. Free memory of the cache counts, and other sequences may use the reserved
-        memory. It stays reserved until it is used, `compact` gives it back, or other rows need it under `max_bytes`.
-        Rows expire and are compacted as by `batch`.
+        no page fault: the memory is resident. It stays reserved until it is used, by any sequence, `compact` gives it
+        back, or other rows need it under `max_bytes`. Rows expire and are compacted as by `batch`.
 
-        So calls for several sequences do not add up: what was reserved for one is free memory for the next, and the
-        largest of them is there in the end. For several sequences, make a cache that `capacity` limits, not
-        `max_seq_len`, and reserve the sum of their tokens, each rounded up to whole blocks, in one call.
-
-        Parameters
-        ----------
-        num_tokens : int
-            The number of tokens. At least 1.
-        seq_id : int, default 0
-            The sequence that the tokens will continue.
+        Free memory of the cache counts, so that calls for several sequences do not add up: the largest of them is there
+        in the end. For several, make a cache that `capacity` limits, not `max_seq_len`, and reserve the sum of their
+        tokens, each rounded up to whole blocks, in one call.
 
         Raises
         ------
         CacheFullError
             If a batch of `num_tokens` tokens would exceed `max_seq_len`, `max_sequences`, `capacity` or `max_bytes`.
-        CacheBusyError
-            While a batch is open.
         ValueError
             If `num_tokens` is below 1.
-        MemoryError
-            If memory is short.
         """
         self._core.reserve(num_tokens, seq_id)
 
@@ -1325,26 +1011,9 @@ class KVCache(Saveable):
         """Return the most tokens that one batch could add to a sequence now, from `next_position` on.
 
         The limits are `max_seq_len`, `max_sequences`, `capacity` and `max_bytes`, after the batch's expiries, and
-        16,777,216 tokens, the limit of any batch.
-
-        Parameters
-        ----------
-        seq_id : int, default 0
-            The sequence's id; the sequence may be empty.
-
-        Returns
-        -------
-        int
-            The number of tokens. Under a `SlidingWindow` or `ChunkedAttention` there may be room for more once these
-            are committed: feed a longer prompt in pieces. `max_seq_len` bounds no batch there if it is at least what
-            the policy keeps.
-
-        Raises
-        ------
-        CacheBusyError
-            While a batch is open.
-        MemoryError
-            If memory for the computation is short.
+        16,777,216 tokens, the limit of any batch. Under a `SlidingWindow` or `ChunkedAttention` there may be room for
+        more once these are committed: feed a longer prompt in pieces. `max_seq_len` bounds no batch there if it is at
+        least what the policy keeps.
 
         Examples
         --------
@@ -1365,29 +1034,11 @@ class KVCache(Saveable):
         return self._core.room(seq_id)
 
     def compact(self) -> None:
-        """Move rows together so that no block has holes, and give the freed memory back.
-
-        Raises
-        ------
-        CacheBusyError
-            While a batch is open.
-        BufferError
-            While a view of rows exists.
-        MemoryError
-            If memory for moving rows is short.
-        """
+        """Move rows together so that no block has holes, and give the freed memory back."""
         self._core.compact()
 
     def close(self) -> None:
-        """Free everything. A second call does nothing; the end of a ``with`` calls it.
-
-        Raises
-        ------
-        CacheBusyError
-            While a batch is open, or a call runs in another thread.
-        BufferError
-            While a view of rows exists.
-        """
+        """Free everything. A second call does nothing; the end of a ``with`` calls it."""
         self._core.close()
 
     @property
@@ -1407,13 +1058,8 @@ class KVCache(Saveable):
         holds more. Partly filled blocks and bookkeeping come on top, at most two blocks for each window, or three with
         sinks; rows that sequences share are stored once.
 
-        Parameters
-        ----------
-        num_tokens : int
-            The number of tokens of the sequence.
-        batch_tokens : int, default 0
-            How many of them are those of a batch that is open: until it is committed, layers with windows hold these
-            beside what they keep. By default none: what the sequence holds between batches.
+        `batch_tokens` of them are those of a batch that is open: until it is committed, layers with windows hold these
+        beside what they keep. By default none: what the sequence holds between batches.
 
         Examples
         --------
@@ -1454,22 +1100,8 @@ class KVCache(Saveable):
     def blocks(self, layer: SupportsIndex = 0) -> list[Block]:
         """Return the blocks that hold the rows of a layer and its group, all at one moment.
 
-        `kvcache.plot.blocks` draws them. Rows of sequences that are not stored lie elsewhere.
-
-        Parameters
-        ----------
-        layer : int, default 0
-            The layer's index; the layers of one policy share blocks.
-
-        Returns
-        -------
-        list of Block
-            The blocks in use and the blocks kept for reuse, by index.
-
-        Raises
-        ------
-        IndexError
-            If there is no such layer.
+        The layers of one policy share blocks. Those in use and those kept for reuse are listed, by index. Rows of
+        sequences that are not stored lie elsewhere. `kvcache.plot.blocks` draws them.
 
         Examples
         --------
