@@ -165,7 +165,8 @@ class HFCache(SaveableBatch, Cache):
         return bool(passes.seq_ids) and self._cache.seq_len(passes.seq_ids[0], layer=index) > 0
 
     def check_batch_size(self, batch_size: int) -> None:
-        """Raise ValueError if the cache holds more or fewer rows."""
+        """End a pass that failed; raise ValueError if the cache holds more or fewer rows."""
+        self._passes.end()
         self._passes.check_batch_size(batch_size)
 
     # ---- the interface of transformers' caches
@@ -190,8 +191,8 @@ class HFCache(SaveableBatch, Cache):
 
     @property
     def batch_size(self) -> int:
-        """The number of sequences in the batch; -1 before the first pass."""
-        return len(self._passes.seq_ids) or -1
+        """The number of sequences in the batch; -1 before the end of a first pass."""
+        return self._passes.batch_size
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -242,6 +243,7 @@ class HFCache(SaveableBatch, Cache):
         """
         if self._prefix is None:
             raise ValueError("the cache has no prefix cache: make it by HFCache(config, prefix=prefix)")
+        self._passes.end()
         if not self.takes_prompt:
             raise ValueError("the cache holds tokens: release or reset it first")
         prompts = Prompts(self._prefix, input_ids, attention_mask, self._placeholders)

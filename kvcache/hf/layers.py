@@ -213,8 +213,8 @@ class Layer(CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        """The number of sequences in the batch; -1 before the first pass."""
-        return len(self.passes.seq_ids) or -1
+        """The number of sequences in the batch; -1 before the end of a first pass."""
+        return self.passes.batch_size
 
 
 class CrossLayer(Layer):

@@ -38,6 +38,7 @@ class ForwardPass:
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
         self.is_open = False
+        self.brings_sequences = False  # whether there were none before
         self.thread = threading.get_ident()
         self.last_active = time.monotonic()  # when it reached a layer
         self.begun: set[int] = set()  # layers that have brought keys, or attended
@@ -226,6 +227,7 @@ class Passes:
         """Begin the batch of a pass; leave out the padding before a row's first token."""
         self.check_batch_size(batch_size)
         if not self.seq_ids:
+            this_pass.brings_sequences = True
             self.seq_ids, self.offsets = self.new_ids(batch_size), [0] * batch_size
         leading = [0] * batch_size
         if padding is None and self.prompts is not None:
@@ -252,6 +254,13 @@ class Passes:
         this_pass.batch, this_pass.num_tokens, this_pass.offsets = made, num_tokens, offsets
         this_pass.num_seen = self.num_seen
         this_pass.is_open = True
+
+    @property
+    def batch_size(self) -> int:
+        """The number of sequences in the batch; -1 before the end of a first pass."""
+        self.finish()
+        is_first = self.last is not None and self.last.brings_sequences
+        return -1 if is_first else len(self.seq_ids) or -1
 
     def check_batch_size(self, batch_size: int) -> None:
         """Raise ValueError if the cache holds more or fewer rows."""
@@ -329,4 +338,6 @@ class Passes:
             if is_complete:
                 self.num_seen += ended.num_tokens
                 self.offsets = ended.offsets
+            elif ended.brings_sequences:
+                self.forget()
             self.turns.changed.notify_all()

@@ -29,7 +29,7 @@ def begin_text(cache: HFCache, input_ids: torch.Tensor, mask: torch.Tensor | Non
     seen, length = cache.get_seq_length(), input_ids.shape[1]
     cache.check_batch_size(len(input_ids))
     text = input_ids if mask is None else input_ids.masked_fill(~mask.bool(), NONE)
-    if cache.text is not None:
+    if cache.text is not None and seen:
         known = cache.text[:, :seen]
         num_common = _count_common(known, text)
         if length <= seen or num_common < known.shape[1]:
@@ -55,9 +55,10 @@ def end_text(cache: HFCache, tokens: torch.Tensor) -> None:
 
 
 def leave_text(cache: HFCache) -> None:
-    """Note that nobody told what `generate` fed behind the text that it was given."""
-    if cache.text is not None and (num_more := cache.get_seq_length() - cache.text.shape[1]) > 0:
-        cache.text = torch.nn.functional.pad(cache.text, (0, num_more), value=NONE)
+    """Note that nobody told what `generate` fed behind the text that it was given, or that it fed less."""
+    seen = cache.get_seq_length()
+    if cache.text is not None:
+        cache.text = torch.nn.functional.pad(cache.text[:, :seen], (0, max(0, seen - cache.text.shape[1])), value=NONE)
 
 
 def _count_common(known: torch.Tensor, text: torch.Tensor) -> int:

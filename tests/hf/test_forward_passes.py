@@ -94,3 +94,47 @@ def test_an_error_in_the_attention(monkeypatch, layer, kind):
             yield from passes(model, cache, tokens[:, 10:], None, [12, 13])
 
     check_same(model, play)
+
+
+@pytest.mark.parametrize("layer", [0, 2, LAYERS - 1])
+@pytest.mark.parametrize("again", ["forward", "generate"])
+@pytest.mark.filterwarnings("ignore:kvcache. the last forward pass")
+def test_a_first_pass_that_fails(monkeypatch, layer, again):
+    """It leaves the cache as new: another text, of more rows, goes the way it goes in a new cache."""
+    model, tokens = model_of("llama"), random_tokens(3, 13)
+    model.set_attn_implementation("kvcache")
+    attend = kvcache.Batch.attend
+
+    def fail(batch, index, *args, **options):
+        if index == layer:
+            raise RuntimeError
+        return attend(batch, index, *args, **options)
+
+    def run(cache, tokens):
+        if again == "forward":
+            return model(tokens, past_key_values=cache).logits
+        return model.generate(tokens, past_key_values=cache, max_new_tokens=3, do_sample=False)
+
+    cache, new = ours(model)[0], ours(model)[0]
+    with torch.no_grad():
+        with monkeypatch.context() as patch:
+            patch.setattr(kvcache.Batch, "attend", fail)
+            with pytest.raises(RuntimeError):
+                run(cache, tokens[:2])
+        assert cache.batch_size == cache.layers[0].batch_size == -1
+        torch.testing.assert_close(run(cache, tokens), run(new, tokens))
+    assert (cache.batch_size, cache.get_seq_length()) == (3, new.get_seq_length())
+
+
+def test_a_first_pass_that_fails_lets_a_prompt_be_acquired(monkeypatch):
+    model, tokens = model_of("llama"), random_tokens(2, 13)
+    model.set_attn_implementation("kvcache")
+    rows = kvcache.hf.HFCache.make_kv_cache(model.config, "f32", block_size=4)
+    prefix = kvcache.PrefixCache(rows, fingerprint="llama")
+    cache = kvcache.hf.HFCache(model.config, prefix=prefix)
+    with torch.no_grad(), monkeypatch.context() as patch:
+        patch.setattr(kvcache.Batch, "attend", lambda *args, **options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(tokens, past_key_values=cache)
+    assert cache.acquire(tokens[:1]) == 0
+    assert cache.batch_size == 1
