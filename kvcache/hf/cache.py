@@ -101,26 +101,11 @@ class HFCache(SaveableBatch, Cache):
         block_size: int = 64,
         **arguments: Any,
     ) -> KVCache:
-        """Make the `KVCache` of a model, for a `kvcache.PrefixCache`.
+        """Make the `KVCache` of a model, for a `kvcache.PrefixCache` and any number of sequences.
 
-        Parameters
-        ----------
-        config, dtype, policy, transform
-            The arguments of `HFCache`.
-        block_size : int, default 64
-            The number of tokens in a block, the unit that a prefix cache keeps and drops: at most 1024.
-        **arguments
-            Further ones of `kvcache.KVCache`, such as `max_bytes` or `capacity`, which limit what is kept.
-
-        Returns
-        -------
-        KVCache
-            A cache for any number of sequences.
-
-        Raises
-        ------
-        NotSupportedError, ValueError, TypeError
-            As `HFCache` does.
+        Takes the arguments of `HFCache`, and raises what it raises; and arguments of `kvcache.KVCache`, such as
+        `max_bytes` or `capacity`, which limit what is kept. A block is the unit that a prefix cache keeps and drops, of
+        at most 1024 tokens.
         """
         block_size = integer(block_size, "block_size", 1, MOST_BLOCK_SIZE)
         arguments = {"block_size": block_size, "max_sequences": None, **arguments}
@@ -229,7 +214,7 @@ class HFCache(SaveableBatch, Cache):
         input_ids : torch.Tensor
             The prompts, ``[batch, tokens]``. What follows a token that stands for an image or sound is not matched.
         attention_mask : torch.Tensor, optional
-            A mask ``[batch, tokens]``, 0 for padding. What follows a hidden token in the middle is not matched.
+            0 for padding, ``[batch, tokens]``. What follows a hidden token in the middle is not matched.
 
         Returns
         -------
@@ -262,9 +247,9 @@ class HFCache(SaveableBatch, Cache):
         ----------
         tokens : torch.Tensor, optional
             All tokens of the batch, ``[batch, tokens]``, with the prompts and their padding, as `generate` returns
-            them; those that were not fed are ignored. By default the prompts alone are kept, as they are of a batch
-            whose rows were reordered (beam search). If the prompts were not named to `acquire`, nothing is kept; so
-            without a prefix cache, where this is `reset`.
+            them; those that were not fed are ignored. By default, and of a batch whose rows were reordered (beam
+            search), the prompts alone are kept; nothing, if they were not named to `acquire`. Without a prefix cache,
+            this is `reset`.
 
         Raises
         ------

@@ -192,6 +192,11 @@ def plan_command(
             raise typer.BadParameter(f"{wanted} takes 32 elements at a time, and a head of this model is no multiple")
     possible = [d for d in possible if not dtype or d in dtype]
     policy = None if window is None else SlidingWindow(window, sink_tokens)
+    rates = None
+    if measure:
+        from kvcache.tools import bench
+
+        rates = bench.decode_rates(_bench_shape(shape, context, threads), possible)
     made = memory_plan.make(
         shape,
         _memory(model, weights),
@@ -199,7 +204,7 @@ def plan_command(
         sequences=sequences,
         dtypes=possible,
         window=policy,
-        rates=_rates(shape, possible, context, threads) if measure else None,
+        rates=rates,
     )
     if plot is not None:
         _draw_plan(shape, made, possible, policy, plot)
@@ -216,12 +221,6 @@ def _memory(model: Path, weights: str | int | None) -> memory_plan.Memory:
         if not isinstance(weights, str):
             raise
         raise typer.BadParameter(f"{error}: give a size, such as 4.7GB", param_hint="--weights") from None
-
-
-def _rates(shape: shapes.Shape, dtypes: Sequence[DType], context: int, threads: int | None) -> dict[DType, float]:
-    from kvcache.tools import bench
-
-    return bench.decode_rates(_bench_shape(shape, context, threads), dtypes)
 
 
 def _bench_shape(shape: shapes.Shape, context: int, threads: int | None) -> bench.Shape:
@@ -278,7 +277,8 @@ def _print_plan(made: memory_plan.Plan) -> None:
     print("\nbytes of a token, by type")
     for group in made.groups:
         shares = " (another's rows)" if group.shares else ""
-        heads = f"{count(group.num_layers, 'layer')} of {count(group.num_kv_heads, 'KV head')} x {_dims(group)}"
+        dims = "/".join(map(str, dict.fromkeys((group.head_dim, group.v_head_dim))))
+        heads = f"{count(group.num_layers, 'layer')} of {count(group.num_kv_heads, 'KV head')} x {dims}"
         print_paragraph(f"{heads}, {group.policy}{shares}")
         print_list(f"{dtype} {nbytes:,}" for dtype, nbytes in group.bytes_per_token.items())
     print(f"\n{count(made.sequences, 'sequence')} of {made.context:,} tokens")
@@ -310,11 +310,6 @@ def _print_rows(policy: str, rows: Sequence[memory_plan.Row]) -> None:
     if any(row.prompt_nbytes for row in rows):
         more = ", ".join(f"{row.dtype} {readable(row.prompt_nbytes)}" for row in rows)
         print_paragraph(f"more while a prompt runs, fed {shapes.PREFILL_TOKENS} tokens at once: {more}")
-
-
-def _dims(group: memory_plan.Group) -> str:
-    same = group.head_dim == group.v_head_dim
-    return str(group.head_dim) if same else f"{group.head_dim}/{group.v_head_dim}"
 
 
 def _draw_plan(
@@ -359,8 +354,7 @@ def bench_command(
     from kvcache.tools import bench
 
     _check_picture(plot)
-    default = bench.Shape(context=context, threads=threads or get_num_threads())
-    shape = default
+    shape = bench.Shape(context=context, threads=threads or get_num_threads())
     if model is not None:
         with _explained(model):
             shape = _bench_shape(shapes.read(model, context), context, threads)

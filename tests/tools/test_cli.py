@@ -170,7 +170,7 @@ def test_plan():
 
 
 def test_plan_fits_80_columns(tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "_rates", lambda shape, dtypes, *_: dict.fromkeys(dtypes, 1e12))
+    monkeypatch.setattr("kvcache.tools.bench.decode_rates", lambda shape, dtypes: dict.fromkeys(dtypes, 1e12))
     config = LLAMA_8B | {
         "model_type": "gemma3_text",
         "sliding_window": 1024,
