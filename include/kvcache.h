@@ -44,8 +44,7 @@
  *           Some calls wait.  Calls that read the rows of a sequence, edit it or begin a batch of it wait while
  *           kvc_inject or kvc_settle writes its rows.  kvc_compact, kvc_settle and kvc_cache_free wait for calls that
  *           copy rows out.
- *           kvc_commit, kvc_abort and kvc_reserve end with work on OS pages, without the mutex; the batch has ended by
- *           then.
+ *           kvc_commit and kvc_reserve end with work on OS pages, without the mutex; the batch has ended by then.
  * fork()    The child has one thread, and every cache as it was.  fork() waits for what other threads do in the
  *           library, with two exceptions.  It does not wait for their work on a batch, nor for those that wait to begin
  *           one: in the child the batch is open, without what they were doing, and nobody waits.  Nor does it wait for
@@ -427,9 +426,9 @@ KVC_API kvc_status kvc_commit(kvc_batch *batch);
  * whichever they are, this cannot fail. */
 KVC_API kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept);
 
-/* Ends the batch and frees it, as if its tokens had never been; rows that kvc_begin expired stay expired, and their
- * blocks wait for the next kvc_commit.  New blocks that it took in layers with a window or chunks go back to the
- * system, but for one for each of its sequences; those of other layers are kept for reuse.  Ignores NULL. */
+/* Ends the batch and frees it, as if its tokens had never been, and gives back all memory that it took.  What kvc_begin
+ * did to make room stays done: rows that it expired stay expired, and their blocks wait for the next kvc_commit.
+ * Ignores NULL. */
 KVC_API void kvc_abort(kvc_batch *batch);
 
 /* ---- looking at sequences ---------------------------------------------------------------------------------------- */

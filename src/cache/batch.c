@@ -133,7 +133,8 @@ int32_t kvc_batch_add_sequence(kvc_batch *batch, int64_t seq_id, int32_t is_unst
         *member = (kvc_batch_sequence){
             .sequence = sequence, .is_unstored = is_unstored, .is_buffered = is_unstored && is_empty};
         for (int32_t g = 0; g < batch->cache->num_groups; g++)
-            *kvc_pending_of(batch, g, s) = (kvc_pending){.to = find_destination(batch, member, g)};
+            *kvc_pending_of(batch, g, s) =
+                (kvc_pending){.capacity_before = sequence->runs[g].capacity, .to = find_destination(batch, member, g)};
         sequence->min_query_position = is_empty ? INT32_MAX : kvc_min_query_position(sequence);
         kvc_cache_mark_changed(batch->cache, sequence);
     }

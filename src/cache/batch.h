@@ -35,6 +35,7 @@ typedef enum kvc_destination {
 typedef struct kvc_pending {
     kvc_run *runs;
     int32_t num;
+    int32_t capacity_before; /* capacity of the sequence's own list before the batch */
     kvc_destination to;
 } kvc_pending;
 

@@ -138,6 +138,16 @@ void kvc_table_undo(kvc_table *table, const kvc_table *before, kvc_memory *memor
     table->capacity = before->capacity;
 }
 
+void kvc_table_trim(kvc_table *table, int32_t capacity, kvc_memory *memory) {
+    kvc_table less = {.num = table->num, .capacity = capacity};
+    if (capacity >= table->capacity || capacity < table->num) return;
+    if (capacity) less.items = kvc_memory_alloc(memory, table_bytes(&less), KVC_MEMORY_BOOKKEEPING, -1);
+    if (capacity && !less.items) return;
+    if (table->num) memcpy(less.items, table->items, (size_t)table->num * sizeof *table->items);
+    free_items(table, memory);
+    *table = less;
+}
+
 void kvc_table_insert(kvc_table *table, kvc_sequence *sequence) {
     const int32_t at = lower_bound(table, sequence->id);
     memmove(table->items + at + 1, table->items + at, (size_t)(table->num - at) * sizeof *table->items);

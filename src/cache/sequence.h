@@ -79,6 +79,9 @@ kvc_status kvc_table_reserve(kvc_table *table, int32_t extra, const kvc_table *b
 void kvc_table_keep(const kvc_table *table, const kvc_table *before, kvc_memory *memory);
 void kvc_table_undo(kvc_table *table, const kvc_table *before, kvc_memory *memory);
 
+/* Shortens the table to a capacity that suffices for its sequences, if it is longer and there is memory for that. */
+void kvc_table_trim(kvc_table *table, int32_t capacity, kvc_memory *memory);
+
 /* Inserts a sequence, or removes one without freeing it. */
 void kvc_table_insert(kvc_table *table, kvc_sequence *sequence);
 void kvc_table_remove(kvc_table *table, const kvc_sequence *sequence);

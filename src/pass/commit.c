@@ -16,10 +16,11 @@ static void close_batch(kvc_batch *batch) {
         kvc_sequence *sequence = batch->sequences[s].sequence;
         sequence->in_batch = 0;
         kvc_cache_mark_changed(cache, sequence);
-        if (sequence == batch->spare && kvc_sequence_is_blank(sequence))
+        if (!kvc_sequence_is_blank(sequence)) continue;
+        if (sequence == batch->spare)
             kvc_cache_spare(cache, sequence);
         else
-            kvc_cache_forget_blank(cache, sequence);
+            kvc_cache_forget(cache, sequence);
     }
     for (int32_t g = 0; g < cache->num_groups; g++) {
         cache->pools[g].epoch++;
@@ -147,12 +148,13 @@ static kvc_status finish(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     const int32_t num_tokens = batch->num_tokens;
     kvc_lock(cache);
+    for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_keep(&cache->pools[g], &cache->pools[g].reserved);
     for (int32_t s = 0; s < batch->num_sequences; s++) end_sequence(batch, s);
     for (int32_t s = 0; s < batch->num_sequences; s++) kvc_expire_behind(cache, batch->sequences[s].sequence);
     cache->stats.batches++;
     cache->stats.tokens += num_kept;
     close_batch(batch);
-    kvc_return_surplus(cache, cache->num_holding);
+    kvc_return_surplus(cache);
     kvc_collapse_pages(cache, num_tokens);
     return kvc_unlock(cache, KVC_OK);
 }
@@ -175,53 +177,46 @@ kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_ke
     return finish(batch);
 }
 
-/* Drops slots that the tokens were given in group g, the last ones first: those in blocks [begin, end) of the ones that
- * the batch opened, in order, or the others. */
-static void drop_slots(const kvc_batch *batch, int32_t g, int32_t begin, int32_t end, int others) {
-    int32_t block = batch->cache->pools[g].num_taken; /* number of blocks opened up to this run */
+/* Gives back what the tokens were given in group g, the last slots first: then the free list is as it was, and the new
+ * blocks go.  Where a view keeps a block, a new one stays in its place. */
+static void drop_slots(const kvc_batch *batch, int32_t g) {
+    kvc_pool *pool = &batch->cache->pools[g];
+    int32_t num_blocks = 0;
     for (int32_t s = batch->num_sequences - 1; s >= 0; s--) {
         const kvc_pending *pending = kvc_pending_of(batch, g, s);
         for (int32_t i = pending->to < KVC_TO_REPLACE ? -1 : pending->num - 1; i >= 0; i--) {
-            const int is_within = block > begin && block <= end;
-            block -= pending->runs[i].slot == 0; /* the first in its block */
-            if (is_within != others) kvc_drop_part(&batch->cache->pools[g], &pending->runs[i]);
+            const kvc_run *run = &pending->runs[i];
+            const int32_t is_back = kvc_pool_untake(pool, run->block, run->slot, run->count);
+            num_blocks += is_back;
+            if (!run->slot && !is_back) pool->reserved.num_opened--;
         }
     }
+    kvc_pool_unreserve(pool, num_blocks, &pool->reserved);
 }
 
-/* Drops all slots of group g.  Where the group expires, the blocks that this frees are loose, but for as many as were
- * free and not loose before, such as reserved ones, and for what lacks of one free block for each sequence: steps of
- * decoding that are aborted again and again would take it anew each time.  Those that were free and not loose are
- * dropped first: they stay, behind the others in the free list.  New ones all go, so that these come first again.
- * Returns whether any are loose. */
-static int drop_all(const kvc_batch *batch, int32_t g) {
-    kvc_pool *pool = &batch->cache->pools[g];
-    const int expires = kvc_policy_expires(&batch->cache->policies[g]);
-    const int32_t before = pool->num_free, end = expires ? pool->first_new : pool->first_given;
-    drop_slots(batch, g, pool->first_given, end, 0);
-    drop_slots(batch, g, pool->first_given, end, 1);
-    const int32_t freed = pool->num_free - before, given = end - pool->first_given,
-                  lacking = batch->num_sequences - (before - pool->num_loose), kept = given > lacking ? given : lacking;
-    if (!expires || freed <= kept) return 0;
-    pool->num_loose += freed - kept;
-    pool->num_excess = freed - kept - pool->first_given;
-    return 1;
+/* Gives back the memory that the batch's sequences were given in lists. */
+static void trim_lists(const kvc_batch *batch) {
+    for (int32_t s = 0; s < batch->num_sequences; s++)
+        for (int32_t g = 0; g < batch->cache->num_groups; g++)
+            kvc_runs_trim(&batch->sequences[s].sequence->runs[g], &batch->cache->memory,
+                          kvc_pending_of(batch, g, s)->capacity_before);
 }
 
 void kvc_abort(kvc_batch *batch) {
     if (!batch) return;
     kvc_cache *cache = batch->cache;
-    int any_loose = 0;
+    const int32_t table_capacity = batch->table_before.capacity;
     kvc_lock(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) {
-        any_loose |= drop_all(batch, g);
+        drop_slots(batch, g);
         for (int32_t s = 0; s < batch->num_sequences; s++) {
             const kvc_pending *pending = kvc_pending_of(batch, g, s);
             if (pending->to == KVC_TO_CROSS && pending->num) kvc_drop_cross(batch, g, s);
         }
     }
+    trim_lists(batch);
     cache->stats.aborted++;
     close_batch(batch);
-    if (any_loose) kvc_return_surplus(cache, INT32_MAX); /* what it opened: what was reserved may count on the rest */
+    kvc_table_trim(&cache->sequences, table_capacity, &cache->memory);
     kvc_unlock(cache, KVC_OK);
 }

@@ -185,7 +185,7 @@ static int64_t other_bytes_after(const kvc_batch *batch) {
         const kvc_pool *pool = &cache->pools[g];
         const kvc_demand *d = &pool->demand;
         bytes += d->new_bytes;
-        if (d->new_blocks <= INT32_MAX - pool->num_blocks) bytes += kvc_pool_list_growth(pool, (int32_t)d->new_blocks);
+        if (d->new_blocks <= INT32_MAX - pool->num_blocks) bytes += kvc_pool_list_bytes(pool, (int32_t)d->new_blocks);
     }
     return bytes;
 }
@@ -302,10 +302,11 @@ static kvc_status prepare_blocks(const kvc_batch *batch) {
         const int64_t more = pool->demand.new_blocks;
         status = more > INT32_MAX - pool->num_blocks
                      ? kvc_fail(KVC_ERR_NOMEM, "out of memory for %lld blocks", (long long)more)
-                     : kvc_pool_prepare(pool, more ? pool->num_free + (int32_t)more : 0);
+                     : kvc_pool_reserve(pool, more ? pool->num_free + (int32_t)more : 0, &pool->reserved);
     }
     if (status != KVC_OK)
-        for (g -= 2; g >= 0; g--) kvc_pool_unprepare(&cache->pools[g]);
+        for (g -= 2; g >= 0; g--)
+            kvc_pool_unreserve(&cache->pools[g], cache->pools[g].num_free, &cache->pools[g].reserved);
     return status;
 }
 
@@ -340,15 +341,7 @@ void kvc_apply_prepared(const kvc_batch *batch) {
     kvc_table_keep(&cache->sequences, &batch->table_before, &cache->memory);
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_expire(cache, g);
     kvc_evict(cache);
-    for (int32_t g = 0; g < cache->num_groups; g++) {
-        kvc_pool *pool = &cache->pools[g];
-        kvc_compaction_run(cache, g);
-        kvc_pool_accept(pool);
-        pool->num_excess = 0;
-        pool->num_taken = pool->demand.num_blocks;
-        pool->first_new = pool->num_taken - (int32_t)pool->demand.new_blocks;
-        pool->first_given = pool->num_loose < pool->first_new ? pool->num_loose : pool->first_new;
-    }
+    for (int32_t g = 0; g < cache->num_groups; g++) kvc_compaction_run(cache, g);
     while (cache->changed) {
         kvc_sequence *sequence = cache->changed;
         kvc_cache_mark_changed(cache, sequence);

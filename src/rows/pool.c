@@ -85,27 +85,23 @@ static int32_t list_capacity(const kvc_pool *pool, int32_t count) {
     return count < pool->max_blocks * 2 ? pool->max_blocks * 2 : count < 8 ? 8 : count;
 }
 
-int64_t kvc_pool_list_growth(const kvc_pool *pool, int32_t new_blocks) {
-    return (list_capacity(pool, pool->num_blocks + new_blocks) - pool->max_blocks) * (int64_t)sizeof *pool->blocks;
+int64_t kvc_pool_list_bytes(const kvc_pool *pool, int32_t new_blocks) {
+    const int32_t max = list_capacity(pool, pool->num_blocks + new_blocks);
+    return max == pool->max_blocks ? 0 : max * (int64_t)sizeof *pool->blocks;
 }
 
-/* Lengthens the list of blocks to hold at least `count`; the old array is kept as pool->blocks_before. */
-static kvc_status reserve_list(kvc_pool *pool, int32_t count) {
+/* Lengthens the list of blocks to hold at least `count`; *reserved gets the old array. */
+static kvc_status lengthen_list(kvc_pool *pool, int32_t count, kvc_reserved *reserved) {
     const int32_t max = list_capacity(pool, count);
     if (max == pool->max_blocks) return KVC_OK;
     const size_t item = sizeof *pool->blocks;
     kvc_block **blocks = kvc_memory_alloc(pool->memory, (uint64_t)max * item, KVC_MEMORY_BOOKKEEPING, -1);
     if (!blocks) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a list of %d blocks", max);
     if (pool->num_blocks) memcpy(blocks, pool->blocks, (size_t)pool->num_blocks * item);
+    *reserved = (kvc_reserved){.max_before = pool->max_blocks, .blocks_before = pool->blocks, .blocks_after = blocks};
     pool->blocks = blocks;
     pool->max_blocks = max;
     return KVC_OK;
-}
-
-void kvc_pool_accept(kvc_pool *pool) {
-    if (pool->blocks != pool->blocks_before) free_list(pool, pool->blocks_before, pool->max_before);
-    pool->blocks_before = pool->blocks;
-    pool->max_before = pool->max_blocks;
 }
 
 /* Returns the link behind the first num_free blocks of the free list. */
@@ -115,50 +111,21 @@ static kvc_block **list_end(kvc_pool *pool, int32_t num_free) {
     return end;
 }
 
-void kvc_pool_unprepare(kvc_pool *pool) {
-    kvc_block **end = list_end(pool, pool->free_before);
-    while (*end) { /* the new blocks are the last of the list and of the array */
-        kvc_block *block = *end;
-        *end = block->next;
-        pool->num_free--;
-        pool->num_blocks--;
-        pool->opened--;
-        pool->row_bytes -= kvc_pool_block_bytes(pool, 0);
-        free_block(pool, block);
-    }
-    if (pool->blocks == pool->blocks_before) return;
-    free_list(pool, pool->blocks, pool->max_blocks);
-    pool->blocks = pool->blocks_before;
-    pool->max_blocks = pool->max_before;
-}
-
-kvc_status kvc_pool_prepare(kvc_pool *pool, int32_t count) {
-    const int32_t before = pool->free_before = pool->num_free;
+kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count, kvc_reserved *reserved) {
+    const int32_t before = pool->num_free;
+    *reserved = (kvc_reserved){0};
     if (count <= before) return KVC_OK;
-    kvc_status status = reserve_list(pool, pool->num_blocks + count - before);
+    kvc_status status = lengthen_list(pool, pool->num_blocks + count - before, reserved);
     /* New blocks go to the end of the list: blocks that were used before are resident, and are to be used first. */
     kvc_block **end = list_end(pool, before);
     while (status == KVC_OK && pool->num_free < count) status = new_block(pool, &end);
-    if (status != KVC_OK) kvc_pool_unprepare(pool);
+    reserved->num_opened = pool->num_free - before;
+    if (status != KVC_OK) kvc_pool_unreserve(pool, pool->num_free, reserved);
     return status;
 }
 
-kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count, kvc_reserved *reserved) {
-    const int32_t num_before = pool->num_blocks;
-    const kvc_status status = kvc_pool_prepare(pool, count);
-    *reserved = (kvc_reserved){0};
-    if (status != KVC_OK) return status;
-    reserved->num_opened = pool->num_blocks - num_before;
-    if (pool->blocks == pool->blocks_before) return KVC_OK;
-    reserved->max_before = pool->max_before;
-    reserved->blocks_before = pool->blocks_before;
-    reserved->blocks_after = pool->blocks_before = pool->blocks;
-    pool->max_before = pool->max_blocks;
-    return KVC_OK;
-}
-
 void kvc_pool_keep(kvc_pool *pool, kvc_reserved *reserved) {
-    free_list(pool, reserved->blocks_before, reserved->max_before);
+    if (reserved->blocks_before) free_list(pool, reserved->blocks_before, reserved->max_before);
     *reserved = (kvc_reserved){0};
 }
 
@@ -190,15 +157,13 @@ int32_t kvc_pool_surplus(const kvc_pool *pool, int64_t num_sequences) {
     if (!pool->num_loose) return 0;
     const int64_t size = pool->block_size, unused = (pool->num_blocks - pool->num_free) * size - pool->live;
     const int64_t kept = 2 * num_sequences - (unused + size - 1) / size;
-    int64_t surplus = pool->num_free - (kept > 0 ? kept : 0);
-    if (surplus < pool->num_excess) surplus = pool->num_excess;
+    const int64_t surplus = pool->num_free - (kept > 0 ? kept : 0);
     return (int32_t)(surplus > pool->num_loose ? pool->num_loose : surplus > 0 ? surplus : 0);
 }
 
 int32_t kvc_pool_give_surplus(kvc_pool *pool, int32_t count) {
     const int32_t before = pool->num_loose, done = kvc_pool_shrink(pool, before - count, count);
     pool->num_loose = before - done;
-    pool->num_excess -= done;
     return done;
 }
 
@@ -206,6 +171,7 @@ int32_t kvc_pool_give_surplus(kvc_pool *pool, int32_t count) {
 static void unopen(kvc_pool *pool, kvc_block *block) {
     const int32_t faulted = block->touched_before;
     pool->reused -= faulted != 0;
+    pool->num_loose += block->was_loose;
     block->fill = faulted; /* keeps the memory that was faulted before */
     kvc_pool_purge(pool, block, 1);
     block->fill = 0;
@@ -225,9 +191,9 @@ void kvc_pool_unreserve(kvc_pool *pool, int32_t num_used, kvc_reserved *reserved
         return;
     }
     if (pool->num_blocks) memcpy(reserved->blocks_before, blocks, (size_t)pool->num_blocks * sizeof *blocks);
-    pool->blocks = pool->blocks_before = reserved->blocks_before;
+    pool->blocks = reserved->blocks_before;
     free_list(pool, blocks, pool->max_blocks);
-    pool->max_blocks = pool->max_before = max;
+    pool->max_blocks = max;
     *reserved = (kvc_reserved){0};
 }
 
@@ -402,7 +368,8 @@ kvc_block *kvc_pool_open(kvc_pool *pool) {
     kvc_block *block = pool->free;
     pool->free = block->next;
     pool->num_free--;
-    if (pool->num_loose) pool->num_loose--; /* they are the first: expiries come right before */
+    block->was_loose = pool->num_loose > 0; /* they are the first: expiries come right before */
+    pool->num_loose -= block->was_loose;
     if (block->faulted) pool->reused++;
     block->is_free = 0;
     block->next = NULL;
@@ -479,7 +446,7 @@ void kvc_pool_drop(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count
 
 int32_t kvc_pool_untake(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count) {
     kvc_pool_drop(pool, block, slot, count);
-    if (slot) return 0;
+    if (slot || !block->is_free) return 0;
     unopen(pool, block);
     return 1;
 }

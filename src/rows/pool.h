@@ -26,6 +26,7 @@ typedef struct kvc_block {
     int32_t pins;           /* number of views and calls that keep the rows in place */
     int32_t planned;        /* number of slots past fill that a batch about to begin will take */
     int8_t is_free;         /* it is in the list of free blocks */
+    int8_t was_loose;       /* it was one of pool->num_loose when it was opened */
     int8_t is_row_buffer;   /* it is that of a row buffer, of no pool; never changes */
     uint32_t holders[];     /* [block_size] number of sequences that hold each slot, for slots below fill */
 } kvc_block;
@@ -56,6 +57,12 @@ typedef struct kvc_demand {
     int64_t least_bytes; /* bytes of rows and bookkeeping of existing blocks, if all free memory is given back */
 } kvc_demand;
 
+/* What kvc_pool_reserve took: blocks, and the array of pool->blocks from before it grew (NULL: it did not). */
+typedef struct kvc_reserved {
+    int32_t num_opened, max_before;
+    kvc_block **blocks_before, **blocks_after;
+} kvc_reserved;
+
 typedef struct kvc_pool {
     kvc_memory *memory;
     int32_t group;
@@ -67,16 +74,9 @@ typedef struct kvc_pool {
     int32_t num_blocks, max_blocks;
     kvc_block *free; /* list of free blocks, last freed first: its rows may still be in the CPU's caches */
     int32_t num_free;
-    int32_t num_loose;  /* number of these that expiries freed, and that no batch has taken since: kvc_pool_surplus */
-    int32_t num_excess; /* number of loose ones that no sequence may keep: an aborted batch had opened them */
-    /* Of the num_taken blocks that the open batch opened, in order, [first_given, first_new) were free before and not
-     * loose, such as reserved ones. */
-    int32_t first_given, first_new, num_taken;
-    /* num_free, blocks and max_blocks before kvc_pool_prepare. */
-    int32_t free_before;
-    kvc_block **blocks_before;
-    int32_t max_before;
+    int32_t num_loose; /* number of these that expiries freed, and that no batch has taken since: kvc_pool_surplus */
     kvc_demand demand;
+    kvc_reserved reserved;             /* what was reserved for the open batch, or for one that is about to begin */
     int32_t lacks_slots;               /* while victims are chosen: the call needs more slots here than are free */
     struct kvc_compaction *compaction; /* the planned compaction; NULL: none */
     int32_t collapse_block;            /* index of the next block to look at for pages to collapse */
@@ -105,18 +105,6 @@ typedef struct kvc_region {
 int64_t kvc_pool_num_regions(const kvc_pool *pool);
 kvc_region kvc_pool_region(const kvc_pool *pool, int64_t index);
 
-/* Makes sure that at least `count` blocks are free; on failure nothing has changed.  The caller prepares all pools
- * first, then accepts what was prepared in all of them, or undoes it in all. */
-kvc_status kvc_pool_prepare(kvc_pool *pool, int32_t count);
-void kvc_pool_accept(kvc_pool *pool);
-void kvc_pool_unprepare(kvc_pool *pool);
-
-/* What kvc_pool_reserve took: blocks, and the array of pool->blocks from before it grew (NULL: it did not). */
-typedef struct kvc_reserved {
-    int32_t num_opened, max_before;
-    kvc_block **blocks_before, **blocks_after;
-} kvc_reserved;
-
 /* Makes sure that at least `count` blocks are free; on failure nothing has changed.  Later, kvc_pool_keep keeps what
  * was taken; or kvc_pool_unreserve gives it back, once the num_used blocks that were opened since are the first of the
  * free list again, and counts the new ones as never opened. */
@@ -134,9 +122,9 @@ int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count);
 void kvc_pool_hold(kvc_block *block, int32_t slot, int32_t count);
 void kvc_pool_drop(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count);
 
-/* Drops slots of a block that this call opened; with the block's first slot, also undoes kvc_pool_open, and returns 1,
- * else 0: the sum is num_used for kvc_pool_unreserve.  Call it for the last slots first: so the free list gets its
- * order back. */
+/* Drops slots of a block that this call opened; with the block's first slot, also undoes kvc_pool_open, unless a view
+ * keeps the block, and returns 1, else 0: the sum is num_used for kvc_pool_unreserve.  Call it for the last slots
+ * first: so the free list gets its order back. */
 int32_t kvc_pool_untake(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count);
 
 /* Keeps a block's rows in place until kvc_pool_unpin takes this pin away. */
@@ -189,9 +177,9 @@ typedef struct kvc_taking {
  * two calls, others may take blocks or give them back. */
 int kvc_pool_next_fault(kvc_pool *pool, kvc_taking *taking, kvc_page_work *work);
 
-/* Return the bytes of one block's bookkeeping, and the bytes by which the list of blocks grows for new_blocks. */
+/* Return the bytes of one block's bookkeeping, and those that kvc_pool_reserve takes for the list of blocks. */
 int64_t kvc_pool_header_bytes(const kvc_pool *pool);
-int64_t kvc_pool_list_growth(const kvc_pool *pool, int32_t new_blocks);
+int64_t kvc_pool_list_bytes(const kvc_pool *pool, int32_t new_blocks);
 
 /* Returns the bytes of the rows in one slot. */
 int64_t kvc_pool_slot_bytes(const kvc_pool *pool);
@@ -200,7 +188,7 @@ int64_t kvc_pool_slot_bytes(const kvc_pool *pool);
 int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count);
 
 /* Returns how many free blocks expiries have left beyond what num_sequences sequences may keep: two blocks each, whose
- * slots that are not live count; at least num_excess.  Other free blocks, such as reserved ones, stay. */
+ * slots that are not live count.  Other free blocks, such as reserved ones, stay. */
 int32_t kvc_pool_surplus(const kvc_pool *pool, int64_t num_sequences);
 
 /* Frees at most `count` of these; returns the number freed. */

@@ -100,6 +100,18 @@ kvc_status kvc_runs_prepare_edit(kvc_run_list *list, kvc_memory *memory, int32_t
     return !list->spare && needed <= list->capacity ? KVC_OK : get_spare(list, memory, needed);
 }
 
+void kvc_runs_trim(kvc_run_list *list, kvc_memory *memory, int32_t capacity) {
+    const uint64_t bytes = (uint64_t)capacity * sizeof(kvc_run);
+    if (capacity >= list->capacity || capacity < list->num) return;
+    kvc_run *runs = bytes ? kvc_memory_alloc(memory, bytes, KVC_MEMORY_BOOKKEEPING, -1) : NULL;
+    if (bytes && !runs) return;
+    if (list->num) memcpy(runs, kvc_runs_begin(list), (size_t)list->num * sizeof *runs);
+    kvc_runs_free_list(list, memory);
+    list->runs = runs;
+    list->first = 0;
+    list->capacity = capacity;
+}
+
 /* ---- edits ------------------------------------------------------------------------------------------------------- */
 
 void kvc_runs_push(kvc_run_list *list, const kvc_run *run) {

@@ -65,6 +65,9 @@ void kvc_runs_discard(kvc_run_list *list, kvc_memory *memory);
 /* Combines kvc_runs_prepare and kvc_runs_install. */
 kvc_status kvc_runs_reserve(kvc_run_list *list, kvc_memory *memory, int32_t extra);
 
+/* Shortens the list's array to a capacity that suffices for its runs, if it is longer and there is memory for that. */
+void kvc_runs_trim(kvc_run_list *list, kvc_memory *memory, int32_t capacity);
+
 /* Returns the bytes of the list's array. */
 int64_t kvc_runs_bytes(const kvc_run_list *list);
 

@@ -18,8 +18,8 @@ void kvc_take_pages(kvc_cache *cache);
  * fill these: a fault for each small page would take longer than copying.  The block must be pinned. */
 void kvc_take_filled(kvc_cache *cache, int32_t g, kvc_block *block);
 
-/* Gives back blocks that expiries have left, beyond what num_sequences sequences may keep: kvc_pool_surplus. */
-void kvc_return_surplus(kvc_cache *cache, int64_t num_sequences);
+/* Gives back blocks that expiries have left: kvc_pool_surplus. */
+void kvc_return_surplus(kvc_cache *cache);
 
 /* Gives back all free memory: kvc_give_back to 0 bytes, in steps. */
 void kvc_return_pages(kvc_cache *cache);
