@@ -5,10 +5,148 @@
 #include "base/parallel.h"
 #include "attend/merge.h"
 #include "attend/plan.h"
+#include "attend/step.h"
 #include "cache/check.h"
 #include "pass/put.h"
 
+/* ---- the rows of a task ------------------------------------------------------------------------------------------ */
+
+/* Returns a cursor over `count` rows of a split of a slice, from its row `row` on. */
+static kvc_cursor cursor_at(const kvc_call *c, const kvc_query_slice *slice, int32_t split, int32_t head, int64_t row,
+                            int64_t count) {
+    const kvc_plan *plan = c->plan;
+    const kvc_split_start *start = &plan->starts[slice->first_start + split];
+    const kvc_segment *segment = plan->segments + start->segment;
+    int64_t offset = start->offset + row;
+    while (count && offset >= segment->count) offset -= segment++->count;
+    kvc_cursor at = {.layout = c->layout,
+                     .segment = segment,
+                     .offset = (int32_t)offset,
+                     .head = head,
+                     .num_rows = count,
+                     .window_rows = slice->tile_rows};
+    if (plan->num_deltas) at.changes_to_mix = slice->tiled ? KVC_TILED_DELTA_CHANGES : KVC_STREAM_DELTA_CHANGES;
+    if (slice->is_buffered && count)
+        at.layout = &c->buffer->layout, at.buffer_rows = kvc_row_buffer_block(c->buffer)->rows;
+    return at;
+}
+
+/* Counts the rows of the split that a slice does not share with all others. */
+static int64_t num_own_rows(const kvc_job *job, const kvc_query_slice *slice) {
+    return kvc_split_rows(slice, job->split) - job->shared_rows;
+}
+
+/* Returns a cursor over the rows of a job that come first: those that its slices share, or those of the only slice.
+ */
+static kvc_cursor first_rows(const kvc_call *c, const kvc_job *job, int32_t head) {
+    const kvc_query_slice *slice = kvc_slice_of(c->plan, job, 0);
+    return cursor_at(c, slice, job->split, head, 0, job->shared_rows ? job->shared_rows : num_own_rows(job, slice));
+}
+
+/* Returns a cursor over the own rows of slice m, or of the next one that has any; behind the last slice, over the
+ * first rows of the task that this thread will probably run next.  It is empty if there is no such task. */
+static kvc_cursor rows_from_slice(const kvc_task *t, int32_t m) {
+    const kvc_plan *plan = t->call->plan;
+    for (; m < t->job->num_slices; m++) {
+        const kvc_query_slice *slice = kvc_slice_of(plan, t->job, m);
+        const int64_t rows = num_own_rows(t->job, slice);
+        if (rows) return cursor_at(t->call, slice, t->split, t->head, t->job->shared_rows, rows);
+    }
+    const int64_t next = t->index + plan->args.num_threads;
+    int32_t head;
+    if (next >= t->call->num_tasks) return (kvc_cursor){.layout = t->call->layout};
+    const kvc_job *job = kvc_job_of(plan, next, &head);
+    return first_rows(t->call, job, head);
+}
+
+/* Whether the call is to end early. */
+static int is_cancelled(kvc_call *c) {
+    const volatile int32_t *cancel = c->args->cancel;
+    if (cancel && atomic_load_explicit((const volatile _Atomic int32_t *)cancel, memory_order_relaxed)) return 1;
+    return kvc_poll_timer_ask(&c->timer);
+}
+
+/* Attends to the rows of a cursor, tile by tile.  ahead: rows that this thread will read next, of which the first tile
+ * is prefetched.  Returns 0 if the call was cancelled. */
+static int attend_rows(kvc_task *t, kvc_cursor rows, kvc_cursor ahead) {
+    const kvc_visible common = kvc_visible_to_all(t);
+    kvc_tile tiles[2];
+    kvc_next_tile(&tiles[0], &rows);
+    for (int i = 0, is_last = !tiles[0].n; !is_last; i = !i) {
+        if (t->slice->tiled && is_cancelled(t->call)) return 0; /* streamed tasks are short */
+        is_last = !rows.num_rows;
+        kvc_attend_tile(t, &tiles[i], &tiles[!i], is_last ? &ahead : &rows, &common);
+    }
+    return 1;
+}
+
+/* Prefetches the first keys of a thread's first task.  For each later task, the one before it has done so. */
+static void prefetch_first(const kvc_task *t, kvc_cursor first) {
+    kvc_tile tile;
+    kvc_next_tile(&tile, &first);
+    kvc_prefetch_keys(t, &tile);
+}
+
+/* Attends to the rows that all slices share, then to those that each has left: acc, max and sum become the results of
+ * the slices' splits.  Returns 0 if the call was cancelled. */
+static int attend_split(kvc_task *t) {
+    const kvc_plan *plan = t->call->plan;
+    const kvc_job *job = t->job;
+    const kvc_cursor first = first_rows(t->call, job, t->head);
+    kvc_task own;    /* a view; copying the task of a single slice took 100 cycles */
+    int goes_on = 1; /* until the call is cancelled */
+    if (t->index < plan->args.num_threads) prefetch_first(t, first);
+    memset(t->acc, 0, (size_t)t->num_query_rows * (size_t)plan->workspace.acc_stride * sizeof(float));
+    for (int32_t r = 0; r < t->num_query_rows; r++) t->max[r] = -INFINITY, t->sum[r] = 0;
+    if (job->shared_rows) goes_on = attend_rows(t, first, rows_from_slice(t, 0));
+    for (int32_t m = 0, query_row = 0; goes_on && m < job->num_slices; m++) {
+        if (job->num_slices > 1) own = kvc_part_of(t, m, query_row);
+        kvc_task *const part = job->num_slices > 1 ? &own : t;
+        const int64_t rows = num_own_rows(job, part->slice);
+        query_row += part->num_query_rows;
+        if (rows)
+            goes_on = attend_rows(part, cursor_at(t->call, part->slice, t->split, t->head, job->shared_rows, rows),
+                                  rows_from_slice(t, m + 1));
+    }
+    return goes_on;
+}
+
 /* ---- running tasks ----------------------------------------------------------------------------------------------- */
+
+/* Makes task i of the plan, which works in `workspace`. */
+static kvc_task make_task(kvc_call *c, int64_t i, float *workspace) {
+    const kvc_plan *plan = c->plan;
+    const kvc_workspace_layout *at = &plan->workspace;
+    int32_t head;
+    const kvc_job *job = kvc_job_of(plan, i, &head);
+    const kvc_query_slice *slice = kvc_slice_of(plan, job, 0);
+    kvc_task t = {.call = c,
+                  .job = job,
+                  .slice = slice,
+                  .k_as = kvc_taken_as(c->kernels, c->layer->k_type, slice->tiled),
+                  .v_as = kvc_taken_as(c->kernels, c->layer->v_type, slice->tiled),
+                  .index = i,
+                  .head = head,
+                  .split = job->split,
+                  .workspace = workspace,
+                  .q = workspace + at->q,
+                  .q_blocks = workspace + at->q_blocks,
+                  .scores = workspace + at->scores,
+                  .acc = workspace + at->acc,
+                  .max = workspace + at->max,
+                  .sum = workspace + at->sum,
+                  .factor = workspace + at->factor,
+                  .delta_index = KVC_UNPREPARED,
+                  .tokens = (void *)(workspace + at->tokens)};
+    int32_t num_tokens = 0;
+    for (int32_t m = 0; m < job->num_slices; m++) {
+        if (m) slice = kvc_slice_of(plan, job, m);
+        memcpy(t.tokens + num_tokens, plan->batch->order + slice->first, (size_t)slice->num_tokens * sizeof *t.tokens);
+        num_tokens += slice->num_tokens;
+    }
+    t.num_query_rows = num_tokens * plan->heads_per_kv;
+    return t;
+}
 
 /* Takes a workspace that no task uses.  There is one for each thread of the plan; further threads wait. */
 static int32_t take_workspace(kvc_plan *plan) {
@@ -29,8 +167,8 @@ static void unlock_round(kvc_round *round) { atomic_flag_clear_explicit(&round->
 static kvc_status run_task(kvc_call *c, int64_t i) {
     kvc_plan *plan = c->plan;
     const int32_t l = take_workspace(plan);
-    kvc_task t = kvc_make_task(c, i, plan->workspaces + (size_t)l * plan->workspace.size);
-    const int cancelled = kvc_is_cancelled(c) || !kvc_attend_split(&t);
+    kvc_task t = make_task(c, i, plan->workspaces + (size_t)l * plan->workspace.size);
+    const int cancelled = is_cancelled(c) || !attend_split(&t);
     if (!cancelled && c->is_rerun) lock_round(&plan->round);
     if (!cancelled) kvc_end_splits(&t);
     if (!cancelled && c->is_rerun) unlock_round(&plan->round);
@@ -177,7 +315,8 @@ static kvc_status check_seen(const kvc_plan *plan, const kvc_query_slice *slice,
 
 /* Checks that the rows that the slices of a task see were put. */
 static kvc_status check_task(const kvc_plan *plan, int32_t layer, int64_t task, const kvc_row_buffer *buffer) {
-    const kvc_job *job = kvc_job_of(plan, task);
+    int32_t head;
+    const kvc_job *job = kvc_job_of(plan, task, &head);
     kvc_status status = KVC_OK;
     for (int32_t m = 0; status == KVC_OK && m < job->num_slices; m++)
         status = check_seen(plan, kvc_slice_of(plan, job, m), layer, NULL, buffer);

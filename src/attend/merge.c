@@ -4,6 +4,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "attend/step.h"
 #include "rows/hadamard_order.h"
 
 /* The results of a slice's splits for one KV head: in plan->partials or, if there is a single split, in the workspace.
@@ -12,6 +13,7 @@ typedef struct results {
     const float *max, *sum, *acc; /* those of split 0 */
     uint64_t stride;              /* from split to split, in floats */
     float ln_of_base;             /* of maxima: 1, or ln(2) */
+    float slice;                  /* what a value of 1 is in acc */
 } results;
 
 /* Returns the factor that turns a sum of exp(score - own_max) into one of exp(score - max). */
@@ -58,7 +60,7 @@ static void merge_row(const kvc_task *t, const results *all, int32_t r, float *l
     }
     const float sum = add_splits(t, all, r, max, out) + rescale_factor(sink, max, all->ln_of_base);
     /* If the sum is 0, the query saw nothing, and `out` is 0. */
-    t->call->kernels->scale(out, 0, 1, plan->v_dim, sum == 0 ? 1 : 1 / (sum * (float)(1 << kvc_sum_shift(t))));
+    t->call->kernels->scale(out, 0, 1, plan->v_dim, sum == 0 ? 1 : 1 / (sum * all->slice));
     if (order) t->call->kernels->hadamard(out, out, plan->v_dim, order);
     if (lse) *lse = sum == 0 ? -INFINITY : max * all->ln_of_base + logf(sum);
 }
@@ -106,12 +108,17 @@ static void keep_partial(const kvc_task *t) {
 }
 
 static results results_of(const kvc_task *t) {
-    const float ln_of_base = kvc_counts_powers_of_2(t) ? 0.693147180559945309f : 1;
-    if (t->slice->num_splits == 1) return (results){t->max, t->sum, t->acc, 0, ln_of_base};
+    const kvc_tiler *values = kvc_value_tiler(t);
+    results all = {t->max, t->sum, t->acc, 0, 1, 1};
+    if (values) all.slice = (float)(1 << values->sum_shift);
+    if (values && values->weigh) all.ln_of_base = 0.693147180559945309f;
+    if (t->slice->num_splits == 1) return all;
     const size_t q = (size_t)t->num_query_rows;
-    const float *partial = partial_of(t, 0);
-    return (results){partial, partial + q, partial + kvc_align_up(2 * q, KVC_LANES),
-                     kvc_partial_size(t->num_query_rows, t->call->plan->workspace.acc_stride), ln_of_base};
+    all.max = partial_of(t, 0);
+    all.sum = all.max + q;
+    all.acc = all.max + kvc_align_up(2 * q, KVC_LANES);
+    all.stride = kvc_partial_size(t->num_query_rows, t->call->plan->workspace.acc_stride);
+    return all;
 }
 
 /* Keeps the result of one of several splits of a slice; returns whether all are there. */

@@ -458,10 +458,10 @@ void kvc_plan_recount(kvc_plan *plan) {
                                   memory_order_relaxed);
     for (int64_t i = 0, num = kvc_plan_num_tasks(plan); i < num; i++) {
         if (plan->round.states[i] != KVC_TASK_DONE) continue;
-        const kvc_job *job = kvc_job_of(plan, i);
+        int32_t head;
+        const kvc_job *job = kvc_job_of(plan, i, &head);
         for (int64_t m = job->first_slice; m < job->first_slice + job->num_slices; m++)
-            atomic_fetch_sub(&plan->remaining[plan->slices[plan->job_slices[m]].first_counter + kvc_head_of(plan, i)],
-                             1);
+            atomic_fetch_sub(&plan->remaining[plan->slices[plan->job_slices[m]].first_counter + head], 1);
     }
 }
 

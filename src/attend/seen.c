@@ -3,7 +3,8 @@
 
 #include <math.h>
 
-kvc_visible kvc_visible_to(const kvc_call *c, int32_t token) {
+/* Returns what a token sees. */
+static kvc_visible visible_to(const kvc_call *c, int32_t token) {
     const int32_t position = c->plan->batch->positions[token];
     return (kvc_visible){.token = token,
                          .low = kvc_policy_lowest(c->policy, position),
@@ -21,7 +22,7 @@ int kvc_sees_whole_tile(const kvc_call *c, const kvc_tile *tile, const kvc_visib
 }
 
 int kvc_sees_nothing_of(const kvc_call *c, const kvc_tile *tile, int32_t token) {
-    const kvc_visible v = kvc_visible_to(c, token);
+    const kvc_visible v = visible_to(c, token);
     return c->policy->kind != KVC_CROSS && !has_branches(c, tile) &&
            (tile->min_position > v.last || (tile->max_position < v.low && tile->min_position >= v.sinks));
 }
@@ -35,12 +36,38 @@ static int sees_row(const kvc_call *c, const kvc_tile *tile, const kvc_visible *
     return in_order && (p >= v->low || p < v->sinks);
 }
 
-void kvc_hide_unseen(const kvc_call *c, kvc_tile *tile, float *scores, int32_t stride, int32_t num,
-                     const kvc_visible *v) {
+/* Sets the scores of rows that a token does not see to -inf, of its query rows, which are `num`. */
+static void hide_unseen(const kvc_call *c, kvc_tile *tile, float *scores, int32_t stride, int32_t num,
+                        const kvc_visible *v) {
     kvc_locate_rows(tile, c->plan->batch->order);
     for (int32_t j = 0; j < tile->n; j++) {
         const int is_seen = sees_row(c, tile, v, j);
         for (int32_t r = 0; !is_seen && r < num; r++) scores[r * stride + j] = -INFINITY;
+    }
+}
+
+/* Applies softcap and ALiBi to the scores of one query row over a tile. */
+static void apply_softcap_and_alibi(const kvc_call *c, kvc_tile *tile, float *scores, int32_t token, int32_t head) {
+    const kvc_batch *batch = c->plan->batch;
+    if (c->args->softcap > 0)
+        for (int32_t j = 0; j < tile->n; j++) scores[j] = c->args->softcap * tanhf(scores[j] / c->args->softcap);
+    if (!c->args->alibi) return;
+    kvc_locate_rows(tile, batch->order);
+    for (int32_t j = 0; j < tile->n; j++)
+        scores[j] -= c->args->alibi[head] * fabsf((float)(tile->position[j] - batch->positions[token]));
+}
+
+void kvc_change_scores(const kvc_task *t, kvc_tile *tile, int32_t first, int32_t end, float *scores, int32_t stride) {
+    const kvc_call *c = t->call;
+    const int32_t heads = c->plan->heads_per_kv;
+    const int is_changed = c->args->softcap > 0 || c->args->alibi;
+    if (tile->is_seen && !is_changed) return;
+    for (int32_t r = first, next; r < end; scores += (next - r) * stride, r = next) {
+        const kvc_visible v = visible_to(c, kvc_token_of(t, r));
+        next = (int32_t)kvc_smaller(r - r % heads + heads, end);
+        for (int32_t i = r; is_changed && i < next; i++)
+            apply_softcap_and_alibi(c, tile, scores + (i - r) * stride, v.token, kvc_query_head_of(t, i));
+        if (!kvc_sees_whole_tile(c, tile, &v)) hide_unseen(c, tile, scores, stride, next - r, &v);
     }
 }
 
@@ -86,9 +113,9 @@ static int is_finite(const uint8_t *row, int32_t type, int32_t dim) {
 }
 
 kvc_visible kvc_visible_to_all(const kvc_task *t) {
-    kvc_visible all = kvc_visible_to(t->call, t->tokens[0]);
+    kvc_visible all = visible_to(t->call, t->tokens[0]);
     for (int32_t i = 1; i < t->num_query_rows / t->call->plan->heads_per_kv; i++) {
-        const kvc_visible v = kvc_visible_to(t->call, t->tokens[i]);
+        const kvc_visible v = visible_to(t->call, t->tokens[i]);
         if (v.low > all.low) all.low = v.low;
         if (v.last < all.last) all.last = v.last;
     }
@@ -124,7 +151,7 @@ static int32_t add_row(kvc_stretch *to, int32_t num, const uint8_t *k, const uin
 
 void kvc_clear_unseen(const kvc_task *t, const kvc_tile *tile, kvc_tile *own) {
     const kvc_call *c = t->call;
-    const kvc_visible v = kvc_visible_to(c, t->tokens[0]);
+    const kvc_visible v = visible_to(c, t->tokens[0]);
     float *const zeros = t->workspace + c->plan->workspace.zeros;
     const kvc_stretch *stretch = tile->stretches;
     int32_t num = 0;

@@ -1,5 +1,5 @@
 /* seen.h: which rows of a tile a query token sees, and what becomes of the others: scores of -inf, and of values that
- * are no numbers, zeros. */
+ * are no numbers, zeros; and what else changes scores. */
 #ifndef KVC_SEEN_H
 #define KVC_SEEN_H
 
@@ -10,15 +10,13 @@ typedef struct kvc_visible {
     int32_t token, low, sinks, last;
 } kvc_visible;
 
-kvc_visible kvc_visible_to(const kvc_call *c, int32_t token);
-
 /* Return whether a token certainly sees all rows of a tile, or none. */
 int kvc_sees_whole_tile(const kvc_call *c, const kvc_tile *tile, const kvc_visible *v);
 int kvc_sees_nothing_of(const kvc_call *c, const kvc_tile *tile, int32_t token);
 
-/* Sets the scores of rows that a token does not see to -inf, of its query rows, which are `num`. */
-void kvc_hide_unseen(const kvc_call *c, kvc_tile *tile, float *scores, int32_t stride, int32_t num,
-                     const kvc_visible *v);
+/* Applies softcap, ALiBi and what each query sees to the scores of query rows [first, end) over a tile, which are
+ * `stride` floats apart. */
+void kvc_change_scores(const kvc_task *t, kvc_tile *tile, int32_t first, int32_t end, float *scores, int32_t stride);
 
 /* Returns what all tokens of a task see, trees aside. */
 kvc_visible kvc_visible_to_all(const kvc_task *t);

@@ -1,10 +1,14 @@
-/* task.h: attends to the rows of one task. */
+/* task.h: a task, and its rows in tiles of up to KVC_TILE rows, or KVC_WIDE_TILE.
+ *
+ * A tile lists its rows by stretches that lie evenly, so that blocks, holes, runs of one slot and shared rows take one
+ * path.  Nearly always it is one stretch of rows one after the other.
+ */
 #ifndef KVC_TASK_H
 #define KVC_TASK_H
 
 #include <string.h>
 
-#include "attend/tiles.h"
+#include "attend/work.h"
 #include "space/row_buffer.h"
 
 /* What all tasks of one kvc_attend, or one kvc_plan_run, share. */
@@ -54,30 +58,61 @@ static inline int32_t kvc_query_head_of(const kvc_task *t, int32_t r) {
     return t->head * heads + r % heads;
 }
 
-/* Whether kernels get keys, or values, without the minima of their blocks. */
-static inline int kvc_lacks_minima(int32_t type, int32_t as) { return KVC_TYPES[type].has_minimum && as == KVC_Q8_0; }
-
-/* Converts the rows of queries, or of the output, of one token and KV head. */
-void kvc_convert_query_rows(const kvc_call *c, int32_t from, int32_t to, void *dst, int64_t dst_stride, const void *src,
-                            int64_t src_stride, int32_t dim);
-
-/* Makes task i of the plan, which works in `workspace`. */
-kvc_task kvc_make_task(kvc_call *c, int64_t i, float *workspace);
-
-/* Returns a view of the query rows of slice m, the first of which is row `first`. */
+/* Return a view of num_query_rows query rows of a task, from row `first` on; and one of those of slice m, the first of
+ * which is row `first`. */
+kvc_task kvc_view_of(const kvc_task *t, int32_t first, int32_t num_query_rows);
 kvc_task kvc_part_of(const kvc_task *t, int32_t m, int32_t first);
 
-/* The values in acc, and those of partial results, are 2^shift times what they should be. */
-int kvc_sum_shift(const kvc_task *t);
+/* ---- its rows ---------------------------------------------------------------------------------------------------- */
 
-/* Whether maxima, also those of partial results, are of scores times log2(e). */
-int kvc_counts_powers_of_2(const kvc_task *t);
+/* A place in the rows of a slice's split.  From where the walk begins, rows are counted in windows, and no tile
+ * reaches past the end of one, so that tiles do not depend on how rows are cut into segments. */
+typedef struct kvc_cursor {
+    const kvc_layout *layout;
+    const uint8_t *buffer_rows; /* rows of the row buffer that all segments lie in; NULL: each segment has its own */
+    const kvc_segment *segment;
+    int32_t offset;         /* index of the next row in the segment */
+    int32_t head;           /* KV head */
+    int64_t num_rows;       /* rows left */
+    int32_t window_rows;    /* rows of a window */
+    int32_t window;         /* rows left in the window */
+    int32_t changes_to_mix; /* from this many changes of delta on, a window is mixed; 0: no key is off */
+    int32_t is_mixed;       /* whether the window is one tile, of several deltas */
+} kvc_cursor;
 
-/* Whether the call is to end early. */
-int kvc_is_cancelled(kvc_call *c);
+enum { KVC_MIXED = -2 }; /* a delta_index: the keys have several deltas, and are rotated instead of the query rows */
 
-/* Attends to the rows that all slices share, then to those that each has left: acc, max and sum become the results of
- * the slices' splits.  Returns 0 if the call was cancelled. */
-int kvc_attend_split(kvc_task *t);
+/* Rows whose keys lie evenly, and so do their values: one after the other, or single ones between holes. */
+typedef struct kvc_stretch {
+    const uint8_t *first[2]; /* key and value of the first row */
+    ptrdiff_t step[2];       /* bytes from row to row */
+    int64_t n;
+} kvc_stretch;
+
+/* Rows side by side in a split, which are attended for together. */
+typedef struct kvc_tile {
+    const kvc_layout *layout;
+    const uint8_t *buffer_rows;
+    const kvc_segment *segment;
+    int32_t offset, head, n; /* index of the first row in the segment; KV head; number of rows */
+    int32_t min_position, max_position;
+    int32_t delta_index; /* the same for all its rows, or KVC_MIXED */
+    int32_t is_batch;    /* whether the last row is the batch's own; then others may be */
+    int32_t is_seen;     /* whether all tokens of the task certainly see all its rows; set by the task */
+    int32_t is_located;  /* whether kvc_locate_rows has filled in position and token */
+    kvc_stretch stretches[KVC_WIDE_TILE];
+    int32_t position[KVC_WIDE_TILE];
+    int32_t token[KVC_WIDE_TILE]; /* token of the batch; -1: a stored row */
+} kvc_tile;
+
+/* Takes the next tile off a cursor: up to the end of the window or, in one that is not mixed, to where the delta
+ * changes. n is 0 if no rows are left. */
+void kvc_next_tile(kvc_tile *t, kvc_cursor *c);
+
+/* Returns the key of row `offset` of one of the tile's segments. */
+const uint8_t *kvc_key_in(const kvc_tile *t, const kvc_segment *segment, int32_t offset);
+
+/* Fills in the position and the token of each row of a tile, unless that is done.  order: batch->order. */
+void kvc_locate_rows(kvc_tile *t, const int32_t *order);
 
 #endif

@@ -12,11 +12,10 @@
  *   cutting.c  cuts queries into slices, and the rows that each sees into segments and splits
  *   jobs.c     which slices share rows, and in which order tasks are run
  *   plan.c     makes plans: memory, deltas, the public functions
- *   tiles.c    walks the rows of a task, a tile at a time
+ *   task.c     a task, and its rows a tile at a time
  *   minima.c   what the minima of blocks add to scores and sums
- *   rows.c     gives kernels the rows of a tile, and what to prefetch
- *   seen.c     which rows of a tile a query sees, and what becomes of the others
- *   task.c     attends to the rows of a task
+ *   seen.c     which rows of a tile a query sees, and what becomes of the scores of others
+ *   step.c     attends to a tile
  *   merge.c    merges the splits of a slice, and writes the result
  *   attend.c   runs tasks: kvc_attend and kvc_plan_run
  *
@@ -170,14 +169,10 @@ static inline int kvc_plan_is_current(const kvc_plan *plan) {
     return plan->num_cross_puts == kvc_num_cross_puts(plan->batch, plan->group);
 }
 
-/* Returns the job of task i. */
-static inline const kvc_job *kvc_job_of(const kvc_plan *plan, int64_t i) {
+/* Returns the job of task i, and its KV head in *head. */
+static inline const kvc_job *kvc_job_of(const kvc_plan *plan, int64_t i, int32_t *head) {
+    *head = (int32_t)(plan->by_head ? i / plan->num_jobs : i % plan->num_kv_heads);
     return &plan->jobs[plan->by_head ? i % plan->num_jobs : i / plan->num_kv_heads];
-}
-
-/* Returns the KV head of task i. */
-static inline int32_t kvc_head_of(const kvc_plan *plan, int64_t i) {
-    return (int32_t)(plan->by_head ? i / plan->num_jobs : i % plan->num_kv_heads);
 }
 
 static inline const kvc_query_slice *kvc_slice_of(const kvc_plan *plan, const kvc_job *job, int32_t slice) {

@@ -716,14 +716,15 @@ static void test_listed_once(void)
 static int64_t last_of(const kvc_plan *plan, int num_threads, int64_t *total)
 {
     int64_t busy[64] = {0}, last = 0;
+    int32_t head;
     *total = 0;
     for (int64_t i = 0; i < kvc_plan_num_tasks(plan); i++) {
         int free = 0;
         for (int t = 1; t < num_threads; t++)
             if (busy[t] < busy[free])
                 free = t;
-        busy[free] += kvc_job_of(plan, i)->work;
-        *total += kvc_job_of(plan, i)->work;
+        busy[free] += kvc_job_of(plan, i, &head)->work;
+        *total += kvc_job_of(plan, i, &head)->work;
         if (busy[free] > last)
             last = busy[free];
     }

@@ -1,0 +1,563 @@
+/* step.c: see step.h. */
+#include "attend/step.h"
+
+#include <string.h>
+
+#include "attend/minima.h"
+#include "attend/seen.h"
+#include "rows/hadamard_order.h"
+
+/* ---- the rows of a tile as kernels take them --------------------------------------------------------------------- */
+
+/* Kernels take rows that lie evenly.  Others are copied to the workspace, or given a few at a time. */
+enum {
+    LEAST_STRETCH = 8, /* rows of a stretch of floats that a kernel is given by themselves */
+    /* Rows of floats in shorter stretches that a kernel is given at once.  The fewer, the more evenly those ahead are
+     * prefetched; but each time, sums are loaded and stored. */
+    FEW_ROWS = 16,
+    LEAST_AHEAD = 4,                 /* rows of a stretch that is worth prefetching by itself */
+    NARROW_HOLE = 3 * KVC_CACHE_LINE /* most bytes between rows that are prefetched with them */
+};
+
+/* A place in the rows of a tile. */
+typedef struct row_place {
+    const kvc_stretch *at;
+    int64_t offset; /* rows of that stretch behind it */
+} row_place;
+
+/* What is left of the keys of a tile, or of its values. */
+typedef struct walk {
+    row_place place;
+    int64_t left;                  /* rows of the tile */
+    size_t row_bytes, ahead_bytes; /* of a row; those to prefetch: none of values that are splits of keys */
+    int32_t type, kernel_type, dim;
+    int is_value;
+} walk;
+
+/* Rows as a kernel takes them. */
+typedef struct kernel_rows {
+    const void *first;
+    int64_t stride, num;
+} kernel_rows;
+
+/* Return all keys of a tile, or values. */
+static walk walk_keys(const kvc_task *t, const kvc_tile *tile) {
+    const size_t bytes = tile->layout->k_row_bytes;
+    const int32_t type = t->call->layer->k_type;
+    return (walk){{tile->stretches, 0}, tile->n, bytes, bytes, type, t->k_as, t->call->plan->k_dim, 0};
+}
+
+static walk walk_values(const kvc_task *t, const kvc_tile *tile) {
+    const size_t bytes = tile->layout->v_row_bytes, stored = tile->layout->v_stored;
+    const int32_t type = t->call->layer->v_type;
+    return (walk){{tile->stretches, 0}, tile->n, bytes, stored, type, t->v_as, t->call->plan->v_dim, 1};
+}
+
+/* Prefetches it all at once. */
+static void prefetch(kvc_ahead ahead) {
+#if defined(__GNUC__)
+    for (int32_t i = 0; i < ahead.bytes; i += KVC_CACHE_LINE) __builtin_prefetch((const char *)ahead.begin + i, 0, 2);
+#else
+    (void)ahead;
+#endif
+}
+
+/* Returns how far apart the rows of a stretch lie. */
+static ptrdiff_t step_of(const walk *w, const kvc_stretch *stretch) { return stretch->step[w->is_value]; }
+
+static const uint8_t *row_at(const walk *w, const row_place *p) {
+    return p->at->first[w->is_value] + p->offset * step_of(w, p->at);
+}
+
+/* Counts the rows from a place on to the end of the stretch. */
+static int64_t rows_behind(const row_place *p) { return p->at->n - p->offset; }
+
+/* Goes on by up to `most` rows of one stretch; returns their number. */
+static int64_t step_on(row_place *p, int64_t most) {
+    int64_t rows = rows_behind(p);
+    if (rows > most) rows = most;
+    p->offset += rows;
+    if (p->offset == p->at->n) p->at++, p->offset = 0;
+    return rows;
+}
+
+/* Copies rows to the workspace.  Walks in registers: each row may be a stretch. */
+static void copy_rows(const kvc_task *t, walk *w, int64_t rows) {
+    uint8_t *to = (uint8_t *)(t->workspace + t->call->plan->workspace.rows);
+    const size_t bytes = w->row_bytes;
+    row_place p = w->place;
+    for (int64_t some; rows; rows -= some) {
+        const uint8_t *from = row_at(w, &p);
+        const ptrdiff_t step = step_of(w, p.at);
+        some = step == (ptrdiff_t)bytes ? step_on(&p, rows) : step_on(&p, 1);
+        memcpy(to, from, (size_t)some * bytes);
+        to += (size_t)some * bytes;
+    }
+    w->place = p;
+}
+
+/* Copies rows to the workspace, unpacked or decoded, `stride` bytes apart. */
+static void decode_rows(const kvc_task *t, walk *w, int64_t rows, int64_t stride) {
+    const kvc_call *c = t->call;
+    const kvc_workspace_layout *workspace = &c->plan->workspace;
+    uint8_t *const to = (uint8_t *)(t->workspace + workspace->rows);
+    for (int64_t done = 0, some; done < rows; done += some) {
+        const uint8_t *from = row_at(w, &w->place);
+        const ptrdiff_t step = step_of(w, w->place.at);
+        some = step_on(&w->place, rows - done);
+        if (w->kernel_type == KVC_F32)
+            c->kernels->convert(w->type, KVC_F32, to + done * stride, stride, from, step, some, w->dim);
+        else
+            c->kernels->unpack(w->type, to + done * stride, from, step, some, w->dim,
+                               t->workspace + workspace->minima + done);
+    }
+}
+
+/* Takes `rows` rows: where they lie if evenly and of a type that kernels take, else copied to the workspace. */
+static kernel_rows take_rows(const kvc_task *t, walk *w, int64_t rows) {
+    const void *const workspace = t->workspace + t->call->plan->workspace.rows;
+    w->left -= rows;
+    if (w->kernel_type != w->type) {
+        const int64_t stride = (int64_t)kvc_row_bytes(w->kernel_type, w->dim);
+        decode_rows(t, w, rows, stride);
+        return (kernel_rows){workspace, stride, rows};
+    }
+    if (rows_behind(&w->place) < rows) {
+        copy_rows(t, w, rows);
+        return (kernel_rows){workspace, (int64_t)w->row_bytes, rows};
+    }
+    const kernel_rows in_place = {row_at(w, &w->place), step_of(w, w->place.at), rows};
+    step_on(&w->place, rows);
+    return in_place;
+}
+
+/* Returns how many rows take_some takes. */
+static int64_t rows_at_once(const walk *w) {
+    const int64_t in_place = rows_behind(&w->place), left = w->left;
+    const int is_quantised = w->type >= KVC_FLOAT_TYPES;
+    if (in_place >= left || w->kernel_type != w->type || (is_quantised && w->is_value)) return left;
+    if (!is_quantised && in_place >= LEAST_STRETCH) return in_place;
+    if (is_quantised && in_place >= KVC_ROW_GROUP) return in_place / KVC_ROW_GROUP * KVC_ROW_GROUP;
+    const int64_t few = is_quantised ? KVC_ROW_GROUP : FEW_ROWS;
+    return few < left ? few : left;
+}
+
+/* Takes as many rows as a kernel is best given next: floats of a long stretch, else a few; all, where they are
+ * unpacked. Quantised rows are scored in groups, and sums of theirs depend on all rows of the tile. */
+static kernel_rows take_some(const kvc_task *t, walk *w) { return take_rows(t, w, rows_at_once(w)); }
+
+/* Returns what lies from first to end; of very large rows, the beginning. */
+static kvc_ahead ahead_of(const kvc_call *c, const uint8_t *first, const uint8_t *end) {
+    enum { MOST_BYTES = 1 << 24 };
+    const ptrdiff_t bytes = end - first;
+    return (kvc_ahead){first, bytes < MOST_BYTES ? (int32_t)bytes : MOST_BYTES, c->prefetch_level};
+}
+
+/* Returns the most bytes between rows that are prefetched with them: the processor fetches narrow holes all the same
+ * where rows share lines with them. */
+static ptrdiff_t narrow_hole(const walk *w) { return w->row_bytes % KVC_CACHE_LINE ? NARROW_HOLE : 0; }
+
+/* Whether the rows that are left lie in several stretches, which are better prefetched a few rows at a time. */
+static int is_in_stretches(const walk *w) {
+    const row_place *p = &w->place;
+    const int64_t rows = w->left ? rows_behind(p) : 0;
+    if (rows < LEAST_AHEAD) return 0;
+    return rows < w->left || step_of(w, p->at) - (ptrdiff_t)w->row_bytes > narrow_hole(w);
+}
+
+/* Takes up to `rows` rows to prefetch, and returns the last of them that lie one after the other, for a kernel to
+ * prefetch evenly; prefetches those before.  Call it behind take_rows: copying would wait for what it prefetches. */
+static kvc_ahead take_ahead(const kvc_call *c, walk *w, int64_t rows) {
+    const ptrdiff_t bytes = (ptrdiff_t)w->row_bytes, narrow = narrow_hole(w);
+    const uint8_t *first = NULL, *end = NULL;
+    row_place p = w->place;
+    if (rows > w->left) rows = w->left;
+    if (!w->ahead_bytes) rows = 0;
+    w->left -= rows;
+    for (int64_t some; rows; rows -= some) {
+        const uint8_t *row = row_at(w, &p);
+        const ptrdiff_t step = step_of(w, p.at);
+        some = step_on(&p, step - bytes <= narrow ? rows : 1);
+        if ((uintptr_t)row - (uintptr_t)end > (uintptr_t)narrow) {
+            prefetch(ahead_of(c, first, end));
+            first = row;
+        }
+        end = row + (some - 1) * step + bytes;
+    }
+    w->place = p;
+    return ahead_of(c, first, end);
+}
+
+/* Takes as many rows as fill `lines` lines; none, unless all that are left lie one after the other. */
+static kvc_ahead take_few_ahead(const kvc_call *c, walk *w, int64_t lines) {
+    const int is_even =
+        w->left && rows_behind(&w->place) >= w->left && step_of(w, w->place.at) == (ptrdiff_t)w->row_bytes;
+    return take_ahead(c, w, is_even ? lines * KVC_CACHE_LINE / (int64_t)w->row_bytes : 0);
+}
+
+/* ---- query rows and keys ----------------------------------------------------------------------------------------- */
+
+/* Copies what stays as it is here: `convert` begins copying too slowly for rows in the L1 cache. */
+void kvc_convert_query_rows(const kvc_call *c, int32_t from, int32_t to, void *dst, int64_t dst_stride, const void *src,
+                            int64_t src_stride, int32_t dim) {
+    const int32_t num = c->plan->heads_per_kv;
+    if (from != to) {
+        c->kernels->convert(from, to, dst, dst_stride, src, src_stride, num, dim);
+        return;
+    }
+    const size_t bytes = kvc_row_bytes(to, dim);
+    for (int32_t i = 0; i < num; i++) memcpy((char *)dst + i * dst_stride, (const char *)src + i * src_stride, bytes);
+}
+
+/* Copies the query rows to the workspace, as rows of type `to`, with zeros up to the end of a chunk. */
+static void load_query_rows(const kvc_task *t, int32_t to) {
+    const kvc_call *c = t->call;
+    const kvc_attend_args *a = c->args;
+    const int32_t dim = c->plan->k_dim, heads = c->plan->heads_per_kv;
+    const int64_t stride = c->plan->workspace.q_stride * (int64_t)sizeof(float);
+    const int32_t padding = (KVC_CHUNK - dim % KVC_CHUNK) % KVC_CHUNK; /* elements */
+    const size_t bytes = padding ? kvc_row_bytes(to, dim) : 0;
+    const size_t padding_bytes = padding ? kvc_row_bytes(to, padding) : 0;
+    char *row = (char *)t->q;
+    for (int32_t r = 0; r < t->num_query_rows; r += heads) {
+        const char *q =
+            (const char *)a->q + kvc_token_offset(kvc_token_of(t, r) - c->plan->args.first, a->tokens_per_sequence,
+                                                  a->q_token_stride, a->q_batch_stride);
+        kvc_convert_query_rows(c, a->q_type, to, row, stride, q + t->head * heads * a->q_head_stride, a->q_head_stride,
+                               dim);
+        for (int32_t i = 0; i < heads; i++, row += stride)
+            if (padding) memset(row + bytes, 0, padding_bytes);
+    }
+}
+
+/* Returns the delta_index of a tile's keys; 0 where no rope rotates them. */
+static int32_t delta_index_of(const kvc_task *t, const kvc_tile *tile) { return t->call->rope ? tile->delta_index : 0; }
+
+/* Returns the angles that rotate a query row for keys that are off by the delta with this index. */
+static const float *angles_of(const kvc_call *c, int32_t delta_index) {
+    return c->angles + (size_t)(delta_index - 1) * (size_t)c->plan->angles_stride;
+}
+
+static void rotate_query_rows(const kvc_task *t, int32_t delta_index) {
+    const kvc_call *c = t->call;
+    const kvc_plan *plan = c->plan;
+    const float *angles = angles_of(c, delta_index);
+    for (int32_t r = 0; r < t->num_query_rows; r++)
+        kvc_rope_rotate(c->rope, angles, t->q + (size_t)r * (size_t)plan->workspace.q_stride);
+}
+
+/* A place in the segments of a tile. */
+typedef struct segment_place {
+    const kvc_segment *segment;
+    int32_t offset;
+} segment_place;
+
+/* Decodes the next n keys of a mixed tile to the workspace, transforms them back, and rotates them. */
+static const float *rotate_keys(const kvc_task *t, const kvc_tile *tile, segment_place *at, int32_t n) {
+    const kvc_call *c = t->call;
+    const int32_t dim = c->plan->k_dim, order = kvc_key_order(c->layer);
+    const int64_t stride = c->plan->workspace.q_stride * (int64_t)sizeof(float);
+    float *const first = t->workspace + c->plan->workspace.rows, *to = first;
+    for (int32_t i = 0, count; i < n; i += count) {
+        const kvc_segment *segment = at->segment;
+        count = (int32_t)kvc_smaller(segment->count - at->offset, n - i);
+        c->kernels->convert(c->layer->k_type, KVC_F32, to, stride, kvc_key_in(tile, segment, at->offset),
+                            (int64_t)tile->layout->k_row_bytes, count, dim);
+        for (int32_t j = 0; j < count; j++, to += c->plan->workspace.q_stride) {
+            if (order) c->kernels->hadamard(to, to, dim, order);
+            if (segment->delta_index) kvc_rope_rotate_back(c->rope, angles_of(c, segment->delta_index), to);
+        }
+        at->offset += count;
+        if (at->offset == segment->count) at->segment++, at->offset = 0;
+    }
+    return first;
+}
+
+/* ---- kernels and prepared query rows ----------------------------------------------------------------------------- */
+
+/* Whether kernels get keys, or values, without the minima of their blocks. */
+static int lacks_minima(int32_t type, int32_t as) { return KVC_TYPES[type].has_minimum && as == KVC_Q8_0; }
+
+/* Whether a kernel takes the keys of a tile without their minima. */
+static int key_minima_apart(const kvc_task *t, const kvc_tile *tile) {
+    return delta_index_of(t, tile) != KVC_MIXED && lacks_minima(t->call->layer->k_type, t->k_as);
+}
+
+/* Returns the kernels that score a tile for few query rows. */
+static const kvc_scorer *scorer_of(const kvc_task *t, const kvc_tile *tile) {
+    const kvc_kernels *kernels = t->call->kernels;
+    const int32_t delta_index = delta_index_of(t, tile), type = delta_index == KVC_MIXED ? KVC_F32 : t->k_as;
+    const int is_bf16 = type == KVC_BF16 && t->call->args->q_type == KVC_BF16 && !delta_index;
+    return is_bf16 && kernels->score_bf16.score ? &kernels->score_bf16 : &kernels->score[type];
+}
+
+/* Returns the kernels that multiply rows of a stored type by many query rows. */
+static const kvc_tiler *tiler_of(const kvc_task *t, int32_t type) {
+    const kvc_kernels *kernels = t->call->kernels;
+    const int32_t kernel_type = kvc_taken_as(kernels, type, 1);
+    return kernel_type != type && kernels->decoded.score ? &kernels->decoded : &kernels->tiler[kernel_type];
+}
+
+const kvc_tiler *kvc_value_tiler(const kvc_task *t) {
+    return t->slice->tiled ? tiler_of(t, t->call->layer->v_type) : NULL;
+}
+
+/* How the keys of a tile are multiplied by many query rows. */
+typedef struct key_product {
+    kvc_prepare_fn *prepare; /* NULL: query rows are multiplied as the caller has them */
+    kvc_pack_keys_fn *pack;
+    kvc_matmul_fn *score;
+    float scale; /* what the scores are to be multiplied by then */
+} key_product;
+
+/* Query rows of 16 bits are multiplied as they are where nothing changes them, as this takes fewer products.  Their
+ * scores are scaled afterwards. */
+static key_product product_of(const kvc_task *t, const kvc_tile *tile) {
+    const kvc_call *c = t->call;
+    const kvc_attend_args *a = c->args;
+    const int32_t delta_index = delta_index_of(t, tile), type = delta_index == KVC_MIXED ? KVC_F32 : c->layer->k_type;
+    const kvc_tiler *tiler = tiler_of(t, type), *f16 = &c->kernels->tiler_f16;
+    const int is_changed = delta_index > 0 || (kvc_key_order(c->layer) && delta_index != KVC_MIXED);
+    if (!is_changed && c->scale > 0 && !(a->softcap > 0) && !a->alibi) {
+        if (a->q_type == KVC_F16 && type == KVC_F16 && f16->score)
+            return (key_product){NULL, f16->pack_keys, f16->score, c->scale};
+        if (a->q_type == KVC_BF16 && tiler->score_bf16)
+            return (key_product){NULL, tiler->pack_keys, tiler->score_bf16, c->scale};
+    }
+    return (key_product){tiler->prepare, tiler->pack_keys, tiler->score, 1};
+}
+
+/* Transforms the query rows as stored keys are, which leaves scores as they are. */
+static void transform_query_rows(const kvc_task *t, int32_t order) {
+    const kvc_call *c = t->call;
+    for (int32_t r = 0; r < t->num_query_rows; r++) {
+        float *q = t->q + (size_t)r * (size_t)c->plan->workspace.q_stride;
+        c->kernels->hadamard(q, q, c->plan->k_dim, order);
+    }
+}
+
+/* Returns the query rows, rotated for the tile's delta, transformed as its keys are and prepared for its kernel.
+ * Usually the last tile's serve. */
+static const float *query_rows_for(kvc_task *t, const kvc_tile *tile) {
+    const kvc_plan *plan = t->call->plan;
+    const int32_t delta_index = delta_index_of(t, tile);
+    if (delta_index == t->delta_index) return t->q;
+    const int32_t order = kvc_key_order(t->call->layer);
+    const kvc_scorer *scorer = scorer_of(t, tile);
+    kvc_prepare_fn *prepare = t->slice->tiled ? product_of(t, tile).prepare : scorer->prepare;
+    const int is_bf16 = !t->slice->tiled && scorer == &t->call->kernels->score_bf16;
+    t->delta_index = delta_index;
+    load_query_rows(t, prepare && !is_bf16 ? KVC_F32 : t->call->args->q_type);
+    if (!prepare) return t->q;
+    if (delta_index > 0) rotate_query_rows(t, delta_index);
+    if (order && delta_index != KVC_MIXED) transform_query_rows(t, order);
+    if (key_minima_apart(t, tile)) kvc_add_up_blocks(t);
+    prepare(t->q, plan->workspace.q_stride, t->num_query_rows, plan->k_dim, t->call->scale);
+    return t->q;
+}
+
+/* ---- one tile ---------------------------------------------------------------------------------------------------- */
+
+/* Some query rows of a task and their scores over a tile, which are `stride` floats apart. */
+typedef struct query_block {
+    int32_t first, end;
+    float *scores;
+    int32_t stride;
+} query_block;
+
+/* Turns the scores of a tile into weights, and updates max, sum and factor of each query row.  Prefetches `next`. */
+static void compute_weights(const kvc_task *t, kvc_tile *tile, kvc_ahead next) {
+    kvc_change_scores(t, tile, 0, t->num_query_rows, t->scores, KVC_TILE);
+    t->call->kernels->softmax(t->scores, t->num_query_rows, tile->n, t->max, t->sum, t->factor, next);
+}
+
+/* Attends to the tile `current`.  On the way, takes the tile `next` off the cursor `upcoming`, and prefetches its keys:
+ * not earlier, as stretches are best listed just before they are read, because a tile's rows fill the L1 cache. */
+typedef void attend_tile_fn(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming);
+
+/* Scores a tile, and prefetches its values. */
+static void score_tile(kvc_task *t, const kvc_tile *tile) {
+    const kvc_call *c = t->call;
+    const int32_t stride = c->plan->workspace.q_stride, dim = c->plan->k_dim;
+    kvc_score_fn *const score = scorer_of(t, tile)->score;
+    const float *q = query_rows_for(t, tile);
+    walk keys = walk_keys(t, tile), values = walk_values(t, tile);
+    if (delta_index_of(t, tile) == KVC_MIXED) {
+        segment_place at = {tile->segment, tile->offset};
+        score(t->scores, q, stride, t->num_query_rows, rotate_keys(t, tile, &at, tile->n), stride * (int64_t)sizeof *q,
+              tile->n, dim, take_ahead(c, &values, tile->n));
+        return;
+    }
+    float *scores = t->scores;
+    while (keys.left) {
+        const kernel_rows k = take_some(t, &keys);
+        score(scores, q, stride, t->num_query_rows, k.first, k.stride, (int)k.num, dim, take_ahead(c, &values, k.num));
+        scores += k.num;
+    }
+    if (key_minima_apart(t, tile)) kvc_score_minima(t, tile->n);
+}
+
+/* Adds rows of values, weighted, to acc, and prefetches up to `rows_ahead` rows of the next tile's keys.  Where these
+ * do not lie one after the other, a kernel of quantised values, which takes all rows at once, takes a part of the
+ * columns at a time, so that what no kernel prefetches evenly is at least prefetched in parts. */
+static void accumulate_rows(const kvc_task *t, const float *weights, kernel_rows values, walk *keys,
+                            int64_t rows_ahead) {
+    enum { PARTS = 4 };
+    const kvc_call *c = t->call;
+    const int32_t type = t->v_as, dim = c->plan->v_dim;
+    const int is_cut = type >= KVC_FLOAT_TYPES && is_in_stretches(keys);
+    const int32_t splits = is_cut ? PARTS : 1;
+    const int32_t columns =
+        is_cut ? (dim / PARTS + KVC_QUANT_ELEMENTS - 1) / KVC_QUANT_ELEMENTS * KVC_QUANT_ELEMENTS : dim;
+    for (int32_t d = 0; d < dim; d += columns) {
+        const int is_last = d + columns >= dim;
+        const kvc_ahead ahead = take_ahead(c, keys, is_last ? rows_ahead : (rows_ahead + splits - 1) / splits);
+        c->kernels->accumulate[type](t->acc + d, c->plan->workspace.acc_stride, t->factor, weights, t->num_query_rows,
+                                     (const uint8_t *)values.first + (d ? kvc_row_bytes(type, d) : 0), values.stride,
+                                     (int)values.num, is_last ? dim - d : columns, ahead);
+    }
+}
+
+/* Adds a tile's values, weighted, to acc, and prefetches what is left of the next one's keys. */
+static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, walk *keys) {
+    const kvc_call *c = t->call;
+    walk values = walk_values(t, tile);
+    const float *weights = t->scores;
+    while (values.left) {
+        const kernel_rows v = take_some(t, &values);
+        accumulate_rows(t, weights, v, keys, values.left ? v.num : KVC_TILE);
+        weights += v.num;
+        for (int32_t r = 0; values.left && r < t->num_query_rows; r++) t->factor[r] = 1; /* acc is multiplied once */
+    }
+    if (lacks_minima(c->layer->v_type, t->v_as)) kvc_accumulate_minima(t, tile->n);
+}
+
+enum { LINES_PER_ROW = KVC_TILE / KVC_LANES }; /* prefetched while the softmax of a query row is computed */
+
+/* Attends to a tile for few query rows: each row is read once for all of them. */
+static void stream_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming) {
+    score_tile(t, current);
+    kvc_next_tile(next, upcoming);
+    walk keys = walk_keys(t, next);
+    compute_weights(t, current, take_few_ahead(t->call, &keys, t->num_query_rows * LINES_PER_ROW));
+    accumulate_tile(t, current, &keys);
+}
+
+/* Returns a view of the query rows from the first to the last that sees anything of a tile: few, where the tile is at
+ * the end of a prompt or of a window. */
+static kvc_task view_that_sees(const kvc_task *t, const kvc_tile *tile) {
+    const int32_t heads = t->call->plan->heads_per_kv;
+    int32_t first = 0, end = t->num_query_rows / heads;
+    while (first < end && kvc_sees_nothing_of(t->call, tile, t->tokens[first])) first++;
+    while (first < end && kvc_sees_nothing_of(t->call, tile, t->tokens[end - 1])) end--;
+    return kvc_view_of(t, first * heads, (end - first) * heads);
+}
+
+/* Packs the keys of a tile into the workspace's panel. */
+static void pack_keys(const kvc_task *t, const kvc_tile *tile, kvc_pack_keys_fn *pack) {
+    const kvc_plan *plan = t->call->plan;
+    const int is_mixed = delta_index_of(t, tile) == KVC_MIXED;
+    segment_place at = {tile->segment, tile->offset};
+    walk keys = walk_keys(t, tile);
+    for (int32_t i = 0, n; i < tile->n; i += n) {
+        n = (int32_t)kvc_smaller(tile->n - i, KVC_TILE);
+        const kernel_rows rows =
+            is_mixed ? (kernel_rows){rotate_keys(t, tile, &at, n), plan->workspace.q_stride * (int64_t)sizeof(float), n}
+                     : take_rows(t, &keys, n);
+        pack(t->workspace + plan->workspace.keys, rows.first, rows.stride, i, n, plan->k_dim);
+    }
+}
+
+/* Packs the values of a tile into the workspace's panel. */
+static void pack_values(const kvc_task *t, const kvc_tile *tile, kvc_pack_values_fn *pack) {
+    const kvc_plan *plan = t->call->plan;
+    walk values = walk_values(t, tile);
+    for (int32_t i = 0, n; i < tile->n; i += n) {
+        n = (int32_t)kvc_smaller(tile->n - i, KVC_TILE);
+        const kernel_rows rows = take_rows(t, &values, n);
+        pack(t->workspace + plan->workspace.values, plan->workspace.acc_stride, rows.first, rows.stride, i, n,
+             plan->v_dim);
+    }
+}
+
+/* Turns a block's scores, times scale, into weights, and multiplies acc where a maximum rose. */
+static void weigh_block(const kvc_task *t, kvc_tile *tile, const query_block *b, float scale, kvc_weigh_fn *weigh) {
+    const kvc_kernels *kernels = t->call->kernels;
+    const kvc_plan *plan = t->call->plan;
+    const int32_t first = b->first, num = b->end - first;
+    kvc_change_scores(t, tile, first, b->end, b->scores, b->stride);
+    if (weigh)
+        weigh(b->scores, num, tile->n, scale, t->max + first, t->sum + first, t->factor + first);
+    else
+        kernels->softmax(b->scores, num, tile->n, t->max + first, t->sum + first, t->factor + first,
+                         (kvc_ahead){.bytes = 0});
+    for (int32_t r = first; r < b->end; r++)
+        if (t->factor[r] != 1)
+            kernels->scale(t->acc + (size_t)r * (size_t)plan->workspace.acc_stride, 0, 1, plan->v_dim, t->factor[r]);
+}
+
+/* Attends to a tile for many query rows: keys and values are packed into panels once, and multiplied, by a block of
+ * query rows after the other where their scores are to stay in the L1 cache.  Prefetches the next tile. */
+static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming) {
+    const kvc_call *c = all->call;
+    const kvc_plan *plan = c->plan;
+    const kvc_workspace_layout *workspace = &plan->workspace;
+    query_rows_for(all, current);
+    const kvc_task view = view_that_sees(all, current), *t = &view;
+    const kvc_tiler *values = tiler_of(t, c->layer->v_type);
+    const key_product keys = product_of(t, current);
+    const int32_t num = t->num_query_rows, at_once = values->weigh ? KVC_BLOCK_QUERIES : num;
+    const int32_t k_room = values->weigh ? plan->k_dim : KVC_TILE,
+                  v_room = values->weigh ? KVC_WIDE_TILE : workspace->acc_stride;
+    pack_keys(t, current, keys.pack);
+    kvc_next_tile(next, upcoming);
+    walk next_keys = walk_keys(t, next), next_values = walk_values(t, next);
+    const int32_t blocks = num ? (num + at_once - 1) / at_once : 1, ahead = (next->n + blocks - 1) / blocks;
+    query_block b = {0, 0, values->weigh ? t->workspace + workspace->scores : t->scores,
+                     values->weigh ? KVC_WEIGHTS_STRIDE : KVC_TILE};
+    kvc_former former;
+    if (c->kernels->begin) c->kernels->begin(&former);
+    for (; b.first < num; b.first = b.end) {
+        b.end = (int32_t)kvc_smaller(num, b.first + at_once);
+        keys.score(b.scores, b.stride, t->q + (size_t)b.first * (size_t)workspace->q_stride, workspace->q_stride,
+                   t->workspace + workspace->keys, k_room, b.end - b.first, current->n, plan->k_dim, 0,
+                   take_ahead(c, &next_keys, ahead));
+        if (key_minima_apart(t, current)) kvc_score_minima(t, current->n); /* without weigh: this block is all rows */
+        weigh_block(t, current, &b, keys.scale, values->weigh);
+        if (!b.first) pack_values(t, current, values->pack_values);
+        values->accumulate(t->acc + (size_t)b.first * (size_t)workspace->acc_stride, workspace->acc_stride, b.scores,
+                           b.stride, t->workspace + workspace->values, v_room, b.end - b.first, plan->v_dim, current->n,
+                           1, take_ahead(c, &next_values, ahead));
+    }
+    if (lacks_minima(c->layer->v_type, t->v_as)) kvc_accumulate_minima(t, current->n);
+    if (c->kernels->end) c->kernels->end(&former);
+}
+
+/* Attends to a tile by one token after the other, as a value that some of them do not see is no number: it would reach
+ * them, for all that its weight is 0.  The bits are those of a tile with numbers there. */
+static void attend_apart(kvc_task *t, attend_tile_fn *attend_tile, kvc_tile *current, kvc_tile *next,
+                         kvc_cursor *upcoming) {
+    const int32_t heads = t->call->plan->heads_per_kv;
+    kvc_cursor nothing = {.layout = t->call->layout};
+    kvc_tile own, none;
+    query_rows_for(t, current);
+    for (int32_t r = 0; r < t->num_query_rows; r += heads) {
+        kvc_task view = kvc_view_of(t, r, heads);
+        kvc_clear_unseen(&view, current, &own);
+        attend_tile(&view, &own, r ? &none : next, r ? &nothing : upcoming);
+    }
+}
+
+void kvc_attend_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming, const kvc_visible *common) {
+    attend_tile_fn *const attend_tile = t->slice->tiled ? multiply_tile : stream_tile;
+    current->is_seen = kvc_sees_whole_tile(t->call, current, common);
+    if (!current->is_seen && kvc_spoils_others(t, current, common))
+        attend_apart(t, attend_tile, current, next, upcoming);
+    else
+        attend_tile(t, current, next, upcoming);
+}
+
+void kvc_prefetch_keys(const kvc_task *t, const kvc_tile *tile) {
+    walk keys = walk_keys(t, tile);
+    prefetch(take_ahead(t->call, &keys, tile->n));
+}
