@@ -36,6 +36,7 @@ typedef struct kvc_pending {
     kvc_run *runs;
     int32_t num;
     int32_t capacity_before; /* capacity of the sequence's own list before the batch */
+    kvc_block *last_block;   /* of the sequence's own rows: its tokens go there while it is not full; NULL: to others */
     kvc_destination to;
 } kvc_pending;
 

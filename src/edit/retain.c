@@ -302,8 +302,9 @@ static kvc_status attach_group(const pieces *p, int32_t g, int32_t end, kvc_run_
     const kvc_policy *policy = &p->cache->policies[g];
     kvc_interval gap = {0, 0};
     if (kvc_policy_expires(policy)) {
-        const int32_t retained = kvc_policy_retained(policy, end), covered = covered_from(p, g, end, p->num - 1);
-        gap = (kvc_interval){kvc_policy_sinks(policy), retained > covered ? retained : covered};
+        const int32_t covered = covered_from(p, g, end, p->num - 1);
+        gap = kvc_policy_expired(policy, end);
+        if (covered > gap.end) gap.end = covered;
         if (gap.end < gap.begin) gap.end = gap.begin;
         if (gap.begin > end) gap = (kvc_interval){end, end};
     }

@@ -88,8 +88,7 @@ static void take_slots(kvc_batch *batch, int32_t g, int32_t s) {
     kvc_pool *pool = &batch->cache->pools[g];
     const kvc_batch_sequence *member = &batch->sequences[s];
     kvc_pending *pending = kvc_pending_of(batch, g, s);
-    int32_t fill;
-    kvc_block *block = kvc_last_block(batch, member, g, &fill);
+    kvc_block *block = pending->last_block;
     for (int32_t done = 0; done < member->num_tokens;) {
         if (!block || block->fill == pool->block_size) block = kvc_pool_open(pool);
         const int32_t rest = member->num_tokens - done, unfilled = pool->block_size - block->fill;

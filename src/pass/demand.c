@@ -4,10 +4,12 @@
 #include "space/compact.h"
 #include "space/expire.h"
 
-kvc_block *kvc_last_block(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, int32_t *fill) {
+/* Returns the block that holds a sequence's last row in group g after expiry and compaction, and its fill mark then.
+ * NULL if no row stays, or the batch restores. */
+static kvc_block *find_last_block(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, int32_t *fill) {
     const kvc_run_list *list = &member->sequence->runs[g];
     const kvc_compaction *c = batch->cache->pools[g].compaction;
-    const kvc_interval gone = kvc_expirable(batch->cache, member->sequence, g);
+    const kvc_interval gone = kvc_policy_expired(&batch->cache->policies[g], member->sequence->min_query_position);
     if (batch->replaced) return NULL; /* rows that take the place of others do not go where these leave holes */
     for (int32_t i = list->num - 1; i >= 0; i--) {
         const kvc_run *run = kvc_runs_begin(list) + i;
@@ -42,11 +44,13 @@ static void count_own(void *context, const kvc_run *part) {
 int32_t kvc_slots_spared(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, const kvc_block *block,
                          int32_t taken) {
     const kvc_sequence *sequence = member->sequence;
-    const int32_t start = kvc_policy_next_start(&batch->cache->policies[g], sequence->min_query_position),
+    const kvc_policy *policy = &batch->cache->policies[g];
+    const int32_t start = kvc_policy_next_start(policy, sequence->min_query_position),
                   before = start - kvc_sequence_next(sequence);
     if (before >= taken) return taken;
     own_slots own = {block, 0};
-    kvc_runs_visit(&sequence->runs[g], kvc_expirable(batch->cache, sequence, g).end, KVC_END, count_own, &own);
+    kvc_runs_visit(&sequence->runs[g], kvc_policy_expired(policy, sequence->min_query_position).end, KVC_END, count_own,
+                   &own);
     const int stays = block->pins || own.num < block->live || batch->cache->pools[g].compaction;
     return !stays ? taken : before > 0 ? before : 0;
 }
@@ -66,13 +70,17 @@ static void add_new_blocks(kvc_pool *pool, int32_t num_slots) {
     if (num_slots % size) pool->demand.new_bytes += kvc_pool_block_bytes(pool, num_slots % size);
 }
 
-/* Adds the blocks that a sequence of the batch will fill in group g: its last block, then free ones from *next on, then
+/* Adds the blocks that sequence s of the batch will fill in group g: its last block, then free ones from *next on, then
  * new ones.  *next becomes the first free block that is left.  Several sequences may share their last block, so the
  * slots that one will take are noted in block->planned. */
-static void add_sequence(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, kvc_block **next) {
+static void add_sequence(const kvc_batch *batch, int32_t g, int32_t s, kvc_block **next) {
+    const kvc_batch_sequence *member = &batch->sequences[s];
+    kvc_pending *pending = kvc_pending_of(batch, g, s);
     kvc_pool *pool = &batch->cache->pools[g];
     int32_t rest = member->num_tokens, fill = 0;
-    for (kvc_block *block = kvc_last_block(batch, member, g, &fill); rest > 0 && (block || *next); block = NULL) {
+    if (pending->to < KVC_TO_REPLACE) return;
+    pending->last_block = find_last_block(batch, member, g, &fill);
+    for (kvc_block *block = pending->last_block; rest > 0 && (block || *next); block = NULL) {
         const int is_last = block != NULL;
         if (!is_last) {
             block = *next;
@@ -118,10 +126,8 @@ static void add_compaction(kvc_pool *pool, kvc_preview *preview) {
 
 /* Sets block->planned back to 0.  next: the first free block of the preview that no sequence will use. */
 static void forget_planned(const kvc_batch *batch, int32_t g, const kvc_preview *preview, const kvc_block *next) {
-    int32_t fill;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
-        if (kvc_pending_of(batch, g, s)->to < KVC_TO_REPLACE) continue;
-        kvc_block *last = kvc_last_block(batch, &batch->sequences[s], g, &fill);
+        kvc_block *last = kvc_pending_of(batch, g, s)->last_block;
         if (last) last->planned = 0;
     }
     for (kvc_block *block = preview->free; block != next; block = block->next) block->planned = 0;
@@ -136,8 +142,7 @@ kvc_status kvc_find_demand(const kvc_batch *batch, int32_t g, int compacts) {
         pool->demand = (kvc_demand){0};
         add_compaction(pool, &preview);
         kvc_block *next = preview.free;
-        for (int32_t s = 0; s < batch->num_sequences; s++)
-            if (kvc_pending_of(batch, g, s)->to >= KVC_TO_REPLACE) add_sequence(batch, &batch->sequences[s], g, &next);
+        for (int32_t s = 0; s < batch->num_sequences; s++) add_sequence(batch, g, s, &next);
         pool->demand.num_blocks += (int32_t)pool->demand.new_blocks;
         if (cache->max_bytes) pool->demand.least_bytes = least_bytes(pool);
         forget_planned(batch, g, &preview, next);

@@ -4,16 +4,13 @@
 
 #include "cache/batch.h"
 
-/* Computes pool->demand of group g for after its expiry and, where one is planned, its compaction.  compacts: plans a
+/* Computes pool->demand of group g, and the last_block of each sequence of the batch, for after its expiry and, where
+ * one is planned, its compaction.  compacts: plans a
  * compaction first, unless nothing is to be gained; only that can fail, with KVC_ERR_NOMEM. */
 kvc_status kvc_find_demand(const kvc_batch *batch, int32_t g, int compacts);
 
 /* Sets the demand of all groups to zero. */
 void kvc_forget_demands(kvc_cache *cache);
-
-/* Returns the block that holds a sequence's last row in group g after expiry and compaction, and its fill mark then:
- * the sequence's next tokens go there while it is not full.  NULL if no row stays, or the batch restores. */
-kvc_block *kvc_last_block(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, int32_t *fill);
 
 /* Returns how many of `taken` slots behind a sequence's last row, in `block`, spare slots elsewhere, for tokens that
  * come in several batches: one of these may begin where the group lets go of all rows before it.  If others keep the

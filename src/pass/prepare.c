@@ -104,7 +104,7 @@ static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, 
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         if (kvc_pending_of(batch, g, s)->to != KVC_TO_REPLACE) continue;
         const kvc_sequence *sequence = batch->sequences[s].sequence;
-        const kvc_interval gone = kvc_expirable(batch->cache, sequence, g);
+        const kvc_interval gone = kvc_policy_expired(&batch->cache->policies[g], sequence->min_query_position);
         kvc_runs_visit(&sequence->runs[g], 0, gone.begin, visit, context);
         kvc_runs_visit(&sequence->runs[g], gone.begin < gone.end ? gone.end : gone.begin, KVC_END, visit, context);
     }
@@ -164,7 +164,7 @@ static kvc_status prepare_runs(const kvc_batch *batch) {
             const kvc_batch_sequence *member = sequence->in_batch ? &batch->sequences[sequence->in_batch - 1] : NULL;
             int32_t more = member ? kvc_most_runs(batch, member, g) : 0;
             if (more) more += kvc_most_cuts(cache, sequence, g, member->num_stretches);
-            const kvc_interval gone = kvc_expirable(cache, sequence, g);
+            const kvc_interval gone = kvc_policy_expired(&cache->policies[g], sequence->min_query_position);
             if (cache->pools[g].compaction)
                 status = kvc_runs_prepare_edit(list, &cache->memory, more + 2);
             else if (more || kvc_policy_expires(&cache->policies[g]))

@@ -63,10 +63,10 @@ static kvc_status check_fits(kvc_cache *cache, int64_t seq_id, int64_t num_token
 /* Marks the slots that the probe's tokens would get in group g as faulted. */
 static void fault_slots(const kvc_batch *batch, int32_t g) {
     kvc_pool *pool = &batch->cache->pools[g];
-    int32_t rest = batch->num_tokens, fill;
-    kvc_block *block = kvc_last_block(batch, batch->sequences, g, &fill), *next = pool->free;
+    int32_t rest = batch->num_tokens;
+    kvc_block *block = kvc_pending_of(batch, g, 0)->last_block, *next = pool->free;
     const kvc_block *last = block;
-    for (fill = block ? fill : pool->block_size; rest > 0; fill = 0) {
+    for (int32_t fill = block ? block->fill : pool->block_size; rest > 0; fill = 0) {
         const int32_t taken = rest < pool->block_size - fill ? rest : pool->block_size - fill;
         if (taken) kvc_pool_fault(pool, block, fill + taken);
         const int may_move = taken && block == last && batch->in_several;

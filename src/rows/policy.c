@@ -71,14 +71,14 @@ int32_t kvc_policy_lowest(const kvc_policy *policy, int32_t position) {
     }
 }
 
-int32_t kvc_policy_retained(const kvc_policy *policy, int32_t low) {
+kvc_interval kvc_policy_expired(const kvc_policy *policy, int32_t low) {
     switch (policy->kind) {
-    case KVC_SLIDING: return first_of(window_kept(policy), low);
+    case KVC_SLIDING: return (kvc_interval){policy->num_sink_tokens, first_of(window_kept(policy), low)};
     case KVC_CHUNKED: {
         const int32_t lowest = kvc_policy_lowest(policy, low);
-        return lowest > policy->resume_window ? lowest - policy->resume_window : 0;
+        return (kvc_interval){0, lowest > policy->resume_window ? lowest - policy->resume_window : 0};
     }
-    default: return 0;
+    default: return (kvc_interval){0, 0};
     }
 }
 

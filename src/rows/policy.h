@@ -2,7 +2,7 @@
 #ifndef KVC_POLICY_H
 #define KVC_POLICY_H
 
-#include "kvcache.h"
+#include "rows/runs.h"
 
 /* Returns KVC_ERR_INVALID, with a message that names the field, if the policy of a layer is not valid. */
 kvc_status kvc_policy_check(const kvc_policy *policy, int32_t layer);
@@ -22,8 +22,8 @@ int kvc_policy_expires(const kvc_policy *policy);
 /* Returns the first position that a query at `position` sees, sinks aside. */
 int32_t kvc_policy_lowest(const kvc_policy *policy, int32_t position);
 
-/* Returns the first position that is kept, sinks aside, when no query will come below position `min_query_position`. */
-int32_t kvc_policy_retained(const kvc_policy *policy, int32_t low);
+/* Returns the positions that are not kept when no query will come below position `min_query_position`. */
+kvc_interval kvc_policy_expired(const kvc_policy *policy, int32_t low);
 
 /* Returns the first position above `min_query_position` of which a query, as the first of a batch, lets go of all rows
  * before it; INT32_MAX: none does. */

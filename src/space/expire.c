@@ -6,13 +6,8 @@ void kvc_set_min_query_positions(kvc_cache *cache) {
         if (!sequence->in_batch) sequence->min_query_position = kvc_min_query_position(sequence);
 }
 
-kvc_interval kvc_expirable(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {
-    const kvc_policy *policy = &cache->policies[g];
-    return (kvc_interval){kvc_policy_sinks(policy), kvc_policy_retained(policy, sequence->min_query_position)};
-}
-
 int64_t kvc_count_kept(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {
-    const kvc_interval gone = kvc_expirable(cache, sequence, g);
+    const kvc_interval gone = kvc_policy_expired(&cache->policies[g], sequence->min_query_position);
     return sequence->runs[g].num_rows - kvc_runs_visit(&sequence->runs[g], gone.begin, gone.end, NULL, NULL);
 }
 
@@ -24,7 +19,7 @@ static void visit_lost(const kvc_preview *preview, kvc_part_fn *visit, void *con
     const int32_t g = preview->pool->group;
     const int expires = preview->expires && kvc_policy_expires(&cache->policies[g]);
     for (const kvc_sequence *sequence = expires ? cache->changed : NULL; sequence; sequence = sequence->next_changed) {
-        const kvc_interval gone = kvc_expirable(cache, sequence, g);
+        const kvc_interval gone = kvc_policy_expired(&cache->policies[g], sequence->min_query_position);
         kvc_runs_visit(&sequence->runs[g], gone.begin, gone.end, visit, context);
     }
     for (const kvc_sequence *sequence = cache->victims; sequence; sequence = sequence->next_victim)
@@ -68,7 +63,7 @@ static void count_expired(kvc_cache *cache, int32_t g, int64_t num_rows, int32_t
 /* Expires from group g of a sequence, given sequence->min_query_position. */
 static void expire(kvc_cache *cache, kvc_sequence *sequence, int32_t g) {
     kvc_pool *pool = &cache->pools[g];
-    const kvc_interval gone = kvc_expirable(cache, sequence, g);
+    const kvc_interval gone = kvc_policy_expired(&cache->policies[g], sequence->min_query_position);
     const int32_t before = pool->num_free;
     count_expired(cache, g, kvc_runs_expire(&sequence->runs[g], pool, gone.begin, gone.end), before);
 }
@@ -88,7 +83,7 @@ void kvc_set_min_query_behind(kvc_sequence *sequence, int32_t last) {
 
 void kvc_append_kept(kvc_cache *cache, kvc_sequence *sequence, int32_t g, const kvc_run *run) {
     kvc_pool *pool = &cache->pools[g];
-    const kvc_interval gone = kvc_expirable(cache, sequence, g);
+    const kvc_interval gone = kvc_policy_expired(&cache->policies[g], sequence->min_query_position);
     const int32_t before = pool->num_free;
     count_expired(cache, g, kvc_runs_append_outside(&sequence->runs[g], pool, run, gone.begin, gone.end), before);
 }

@@ -1,9 +1,9 @@
 /* expire.h: forgets rows that no query will see any more, when a batch begins, and of its sequences when it is
  * committed.
  *
- * kvc_expirable says which rows of a sequence a group's policy lets go.  A preview shows what a group gains before
- * anything expires, or is evicted of retained sequences (evict.h).  Sequences with nothing to expire and no change
- * since are skipped, so that idle ones cost nothing.
+ * Given sequence->min_query_position, kvc_policy_expired says which rows of a sequence a group lets go.  A preview
+ * shows what a group gains before anything expires, or is evicted of retained sequences (evict.h).  Sequences with
+ * nothing to expire and no change since are skipped, so that idle ones cost nothing.
  */
 #ifndef KVC_EXPIRE_H
 #define KVC_EXPIRE_H
@@ -13,9 +13,6 @@
 /* Sets `min_query_position` of sequences outside the batch.  Call before expiring: one group's expiry changes the next
  * one's. */
 void kvc_set_min_query_positions(kvc_cache *cache);
-
-/* Returns the positions that group g can expire of a sequence, given sequence->min_query_position. */
-kvc_interval kvc_expirable(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g);
 
 /* Counts the rows that a sequence keeps in group g when that expires. */
 int64_t kvc_count_kept(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g);

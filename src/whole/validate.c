@@ -133,9 +133,8 @@ static kvc_status check_expired(const kvc_cache *cache, const kvc_sequence *sequ
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_policy *policy = &cache->policies[g];
         const int32_t next = kvc_sequence_last(sequence) + 1, low = kvc_min_query_position(sequence);
-        const int32_t end = kvc_policy_retained(policy, low < next ? low : next);
-        REQUIRE(!kvc_policy_expires(policy) ||
-                    !kvc_runs_visit(&sequence->runs[g], kvc_policy_sinks(policy), end, NULL, NULL),
+        const kvc_interval gone = kvc_policy_expired(policy, low < next ? low : next);
+        REQUIRE(!kvc_policy_expires(policy) || !kvc_runs_visit(&sequence->runs[g], gone.begin, gone.end, NULL, NULL),
                 "group %d, sequence %lld: rows are to expire, and no batch will look for them", g,
                 (long long)sequence->id);
     }
