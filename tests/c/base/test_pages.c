@@ -27,10 +27,8 @@ static atomic_int num_collapsed, num_taken;
 static atomic_int is_alone = 1; /* no other thread is running */
 static int no_populate;
 
-int madvise(void *p, size_t size, int advice)
-{
-    if (advice != COLLAPSE && advice != POPULATE_WRITE)
-        return (int)syscall(SYS_madvise, p, size, advice);
+int madvise(void *p, size_t size, int advice) {
+    if (advice != COLLAPSE && advice != POPULATE_WRITE) return (int)syscall(SYS_madvise, p, size, advice);
     num_collapsed += advice == COLLAPSE;
     num_taken += advice == POPULATE_WRITE;
     if (watched && is_alone) {
@@ -38,8 +36,7 @@ int madvise(void *p, size_t size, int advice)
         pthread_mutex_unlock(&watched->mutex);
     }
     act *then = atomic_exchange(&meanwhile, NULL);
-    if (then)
-        then();
+    if (then) then();
     unsigned char *there = malloc(size / 4096 + 2);
     CHECKF(mincore((void *)((uintptr_t)p & ~(uintptr_t)4095), size, there) == 0, "the memory of a step was given back");
     free(there);
@@ -50,31 +47,26 @@ int madvise(void *p, size_t size, int advice)
     return (int)syscall(SYS_madvise, p, size, advice);
 }
 
-static kvc_cache *new_cache(int32_t block_size, int64_t max_bytes)
-{
-    const kvc_layer layer = {
-        .num_kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .k_type = KVC_F16, .v_type = KVC_F16};
+static kvc_cache *new_cache(int32_t block_size, int64_t max_bytes) {
+    const kvc_layer layer = {.num_kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .k_type = KVC_F16, .v_type = KVC_F16};
     const kvc_layer layers[2] = {layer, layer};
     kvc_cache *cache = cache_of(layers, 2, (kvc_config){.block_size = block_size, .max_bytes = max_bytes});
     num_collapsed = num_taken = 0;
     return watched = cache;
 }
 
-static void free_cache(kvc_cache *cache)
-{
+static void free_cache(kvc_cache *cache) {
     CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
     CHECK(!cache->memory.works && kvc_cache_free(cache) == KVC_OK);
     watched = NULL;
 }
 
 /* Rows of position i are all i & 15. */
-static void put(kvc_batch *batch, int32_t n, int32_t position)
-{
+static void put(kvc_batch *batch, int32_t n, int32_t position) {
     static uint16_t rows[TOKENS][HEADS][DIM];
     for (int32_t i = 0; i < n; i++)
         for (int h = 0; h < HEADS; h++)
-            for (int d = 0; d < DIM; d++)
-                rows[i][h][d] = (uint16_t)((position + i) & 15);
+            for (int d = 0; d < DIM; d++) rows[i][h][d] = (uint16_t)((position + i) & 15);
     const kvc_put_args args = {.struct_size = sizeof args,
                                .num_tokens = n,
                                .k = rows,
@@ -85,30 +77,25 @@ static void put(kvc_batch *batch, int32_t n, int32_t position)
                                .k_head_stride = sizeof **rows,
                                .v_token_stride = sizeof *rows,
                                .v_head_stride = sizeof **rows};
-    for (int l = 0; l < 2; l++)
-        CHECKF(kvc_put(batch, l, &args) == KVC_OK, "%s", kvc_last_error());
+    for (int l = 0; l < 2; l++) CHECKF(kvc_put(batch, l, &args) == KVC_OK, "%s", kvc_last_error());
 }
 
-static kvc_batch *begin(kvc_cache *cache, int64_t id, int32_t n)
-{
+static kvc_batch *begin(kvc_cache *cache, int64_t id, int32_t n) {
     static int64_t ids[TOKENS];
     kvc_batch *batch = NULL;
-    for (int32_t i = 0; i < n; i++)
-        ids[i] = id;
+    for (int32_t i = 0; i < n; i++) ids[i] = id;
     CHECKF(kvc_begin(cache, n, NULL, ids, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
     return batch;
 }
 
-static void feed(kvc_cache *cache, int64_t id, int32_t n)
-{
+static void feed(kvc_cache *cache, int64_t id, int32_t n) {
     const int32_t position = kvc_next_position(cache, id);
     kvc_batch *batch = begin(cache, id, n);
     put(batch, n, position);
     CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
 }
 
-static void check_rows(kvc_cache *cache, int64_t id, int32_t n)
-{
+static void check_rows(kvc_cache *cache, int64_t id, int32_t n) {
     kvc_run run;
     CHECKF(kvc_seq_len(cache, id, -1) == n, "%d rows, not %d", (int)kvc_seq_len(cache, id, -1), n);
     for (int64_t i = 0, at = 0; i < cache->sequences.num; i++)
@@ -128,29 +115,18 @@ static void check_rows(kvc_cache *cache, int64_t id, int32_t n)
 
 /* ---- joining ----------------------------------------------------------------------------------------------------- */
 
-static void ask(void)
-{
+static void ask(void) {
     CHECK(kvc_nbytes(watched) > 0 && kvc_seq_len(watched, 0, -1) == TOKENS && kvc_validate(watched) == KVC_OK);
 }
 
-static void clear(void)
-{
-    CHECK(kvc_clear(watched) == KVC_OK);
-}
+static void clear(void) { CHECK(kvc_clear(watched) == KVC_OK); }
 
-static void commit_another(void)
-{
-    feed(watched, 1, 600);
-}
+static void commit_another(void) { feed(watched, 1, 600); }
 
-static void remove_some(void)
-{
-    CHECK(kvc_truncate(watched, 0, 100) == KVC_OK);
-}
+static void remove_some(void) { CHECK(kvc_truncate(watched, 0, 100) == KVC_OK); }
 
 /* Gives back what it may, as a cache with max_bytes does. */
-static void give_back(void)
-{
+static void give_back(void) {
     clear();
     pthread_mutex_lock(&watched->mutex);
     kvc_give_back(watched, 0);
@@ -159,16 +135,14 @@ static void give_back(void)
     CHECKF(left > 0, "the block that was being worked on was given back");
 }
 
-static void purge(void)
-{
+static void purge(void) {
     remove_some();
     pthread_mutex_lock(&watched->mutex);
     kvc_give_back(watched, 0);
     pthread_mutex_unlock(&watched->mutex);
 }
 
-static void test_join(int32_t block_size)
-{
+static void test_join(int32_t block_size) {
     act *const all[] = {ask, clear, commit_another, remove_some, give_back, purge};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         kvc_cache *cache = new_cache(block_size, 0);
@@ -187,14 +161,10 @@ static void test_join(int32_t block_size)
 
 static kvc_batch *another;
 
-static void begin_another(void)
-{
-    another = begin(watched, 1, 1024);
-}
+static void begin_another(void) { another = begin(watched, 1, 1024); }
 
 /* Pages of a batch that is open are left to its end: nothing was written there yet. */
-static void test_open_batch(int32_t block_size)
-{
+static void test_open_batch(int32_t block_size) {
     kvc_cache *cache = new_cache(block_size, 0);
     const kvc_pool *pool = &cache->pools[0];
     int32_t num_new = 0;
@@ -208,7 +178,8 @@ static void test_open_batch(int32_t block_size)
     CHECK(num_new > 0);
     num_collapsed = 0;
     put(another, 1024, 0);
-    CHECK(kvc_commit(another) == KVC_OK && (num_collapsed > 0 || block_size > 1024)); /* the rows fill a page, or none */
+    CHECK(kvc_commit(another) == KVC_OK &&
+          (num_collapsed > 0 || block_size > 1024)); /* the rows fill a page, or none */
     free_cache(cache);
 }
 
@@ -216,27 +187,23 @@ static void test_open_batch(int32_t block_size)
 
 static pthread_t other;
 
-static void *free_it(void *cache)
-{
+static void *free_it(void *cache) {
     CHECK(kvc_cache_free(cache) == KVC_OK);
     return NULL;
 }
 
-static void *compact_it(void *cache)
-{
+static void *compact_it(void *cache) {
     CHECK(kvc_compact(cache) == KVC_OK);
     return NULL;
 }
 
-static void *begin_it(void *cache)
-{
+static void *begin_it(void *cache) {
     feed(cache, 1, 1024);
     return NULL;
 }
 
 /* Waits until the other thread waits for the step, or has come to its end. */
-static void let_wait(void *(*what)(void *))
-{
+static void let_wait(void *(*what)(void *)) {
     is_alone = 0;
     CHECK(pthread_create(&other, NULL, what, watched) == 0);
     for (int64_t waits = 0; !waits;) {
@@ -246,35 +213,30 @@ static void let_wait(void *(*what)(void *))
     }
 }
 
-static void join_other(void)
-{
+static void join_other(void) {
     CHECK(pthread_join(other, NULL) == 0);
     is_alone = 1;
 }
 
-static void start_free(void)
-{
+static void start_free(void) {
     kvc_cache *cache = watched;
     CHECK(kvc_clear(cache) == KVC_OK);
     let_wait(free_it);
     watched = NULL; /* from now on it may go with the end of the last step */
 }
 
-static void start_compact(void)
-{
+static void start_compact(void) {
     CHECK(kvc_truncate(watched, 0, 500) == KVC_OK);
     let_wait(compact_it);
 }
 
 /* There is room only once what is being worked on was given back. */
-static void start_begin(void)
-{
+static void start_begin(void) {
     CHECK(kvc_clear(watched) == KVC_OK);
     let_wait(begin_it);
 }
 
-static void test_waiting(int32_t block_size)
-{
+static void test_waiting(int32_t block_size) {
     kvc_cache *cache = new_cache(block_size, 0);
     meanwhile = start_free;
     feed(cache, 0, TOKENS);
@@ -296,13 +258,12 @@ static void test_waiting(int32_t block_size)
     free_cache(cache);
 }
 
-static void *fork_it(void *cache)
-{
+static void *fork_it(void *cache) {
     const pid_t child = fork();
     if (child == 0) {
         watched = NULL;
-        const int fails = kvc_validate(cache) != KVC_OK || kvc_clear(cache) != KVC_OK ||
-                          kvc_compact(cache) != KVC_OK || kvc_cache_free(cache) != KVC_OK;
+        const int fails = kvc_validate(cache) != KVC_OK || kvc_clear(cache) != KVC_OK || kvc_compact(cache) != KVC_OK ||
+                          kvc_cache_free(cache) != KVC_OK;
         _exit(fails);
     }
     int status = -1;
@@ -310,13 +271,9 @@ static void *fork_it(void *cache)
     return NULL;
 }
 
-static void start_fork(void)
-{
-    let_wait(fork_it);
-}
+static void start_fork(void) { let_wait(fork_it); }
 
-static void test_fork(void)
-{
+static void test_fork(void) {
     kvc_cache *cache = new_cache(64, 0);
     meanwhile = start_fork;
     feed(cache, 0, TOKENS);
@@ -328,8 +285,7 @@ static void test_fork(void)
 /* ---- reserving --------------------------------------------------------------------------------------------------- */
 
 /* Whether each page of the rows of so many slots is there. */
-static int is_resident(kvc_cache *cache, int32_t slots)
-{
+static int is_resident(kvc_cache *cache, int32_t slots) {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     const kvc_pool *pool = cache->pools;
     for (int32_t b = 0; b < pool->num_blocks && slots > 0; b++, slots -= pool->block_size)
@@ -339,20 +295,15 @@ static int is_resident(kvc_cache *cache, int32_t slots)
             const uintptr_t start = (uintptr_t)(pool->blocks[b]->rows + at.offset);
             for (uintptr_t p = start / page * page; p < start + used; p += page) {
                 unsigned char there;
-                if (mincore((void *)p, 1, &there) || !(there & 1))
-                    return 0;
+                if (mincore((void *)p, 1, &there) || !(there & 1)) return 0;
             }
         }
     return 1;
 }
 
-static void take_slots(void)
-{
-    feed(watched, 1, 200);
-}
+static void take_slots(void) { feed(watched, 1, 200); }
 
-static void test_reserve(int32_t block_size, int by_hand, act *then)
-{
+static void test_reserve(int32_t block_size, int by_hand, act *then) {
     kvc_cache *cache = new_cache(block_size, 0);
     no_populate = by_hand;
     feed(cache, 0, 100);
@@ -390,8 +341,7 @@ static void test_reserve(int32_t block_size, int by_hand, act *then)
 }
 
 /* Whether the system says that it took a page which is not there then, as an emulator of programs does. */
-static int only_pretends(void)
-{
+static int only_pretends(void) {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     unsigned char there = 0;
     void *p = mmap(NULL, page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -401,11 +351,9 @@ static int only_pretends(void)
     return taken && !(there & 1);
 }
 
-int main(void)
-{
+int main(void) {
     for (int32_t block_size = 16; block_size <= TOKENS; block_size *= 4) {
-        if (block_size > 32)
-            test_join(block_size), test_open_batch(block_size);
+        if (block_size > 32) test_join(block_size), test_open_batch(block_size);
         test_waiting(block_size > 32 ? block_size : 64);
         for (int by_hand = only_pretends(); by_hand < 2; by_hand++) {
             test_reserve(block_size, by_hand, NULL);
@@ -419,9 +367,6 @@ int main(void)
 
 #else
 
-int main(void)
-{
-    return 0;
-}
+int main(void) { return 0; }
 
 #endif

@@ -23,7 +23,7 @@ enum { MOST_TASKS = 1000, CALLERS = 4 };
 typedef struct job {
     atomic_int times[MOST_TASKS]; /* that each task ran */
     atomic_int num_running, most_running;
-    atomic_int others; /* tasks that ran on other threads than the caller's */
+    atomic_int others;       /* tasks that ran on other threads than the caller's */
     atomic_int open_signals; /* tasks on such threads that a signal could interrupt */
     pthread_t caller;
     int nap; /* microseconds of each task */
@@ -31,17 +31,14 @@ typedef struct job {
 
 static int runs_regions; /* of OpenMP, and not on the library's own threads */
 
-static void nap(long microseconds)
-{
+static void nap(long microseconds) {
     nanosleep(&(struct timespec){microseconds / 1000000, microseconds % 1000000 * 1000}, NULL);
 }
 
-static void run_task(void *context, int64_t i)
-{
+static void run_task(void *context, int64_t i) {
     job *j = context;
     int running = atomic_fetch_add(&j->num_running, 1) + 1, most = atomic_load(&j->most_running);
-    while (running > most && !atomic_compare_exchange_weak(&j->most_running, &most, running))
-        ;
+    while (running > most && !atomic_compare_exchange_weak(&j->most_running, &most, running));
     atomic_fetch_add(&j->times[i], 1);
     if (!pthread_equal(j->caller, pthread_self())) {
         sigset_t blocked;
@@ -50,14 +47,12 @@ static void run_task(void *context, int64_t i)
         if (!sigismember(&blocked, SIGINT) || !sigismember(&blocked, SIGTERM) || !sigismember(&blocked, SIGALRM))
             atomic_fetch_add(&j->open_signals, 1);
     }
-    if (j->nap)
-        nap(j->nap);
+    if (j->nap) nap(j->nap);
     atomic_fetch_sub(&j->num_running, 1);
 }
 
 /* Runs a job; checks that every task ran once, on no more threads than it may have. */
-static void run(job *j, int32_t num_threads, int64_t num_tasks, int nap_us)
-{
+static void run(job *j, int32_t num_threads, int64_t num_tasks, int nap_us) {
     memset(j, 0, sizeof *j);
     j->caller = pthread_self();
     j->nap = nap_us;
@@ -73,19 +68,16 @@ static void run(job *j, int32_t num_threads, int64_t num_tasks, int nap_us)
 
 /* ---- tests ------------------------------------------------------------------------------------------------------- */
 
-static void test_sizes(void)
-{
+static void test_sizes(void) {
     static job j;
     static const int32_t threads[] = {-1, 0, 1, 2, 3, 8, 2, 17, 5};
     static const int64_t tasks[] = {0, 1, 2, 3, 7, 100, MOST_TASKS};
     for (size_t t = 0; t < sizeof threads / sizeof *threads; t++)
-        for (size_t n = 0; n < sizeof tasks / sizeof *tasks; n++)
-            run(&j, threads[t], tasks[n], 0);
+        for (size_t n = 0; n < sizeof tasks / sizeof *tasks; n++) run(&j, threads[t], tasks[n], 0);
 }
 
 /* Tasks that take a while run on other threads as well, at once and after workers have fallen asleep. */
-static void test_other_threads_help(void)
-{
+static void test_other_threads_help(void) {
     static job j;
     static const long pauses[] = {0, 20, 60, 300, 3000, 0};
     for (size_t p = 0; p < sizeof pauses / sizeof *pauses; p++) {
@@ -104,20 +96,16 @@ typedef struct held_up {
     atomic_int is_held; /* a worker has begun a task, which takes long */
 } held_up;
 
-static void hold_up(void *context, int64_t i)
-{
+static void hold_up(void *context, int64_t i) {
     held_up *h = context;
     (void)i;
-    if (!pthread_equal(h->caller, pthread_self()) && !atomic_exchange(&h->is_held, 1))
-        nap(30000);
-    for (int n = 0; n < 100 && !atomic_load(&h->is_held); n++)
-        nap(20);
+    if (!pthread_equal(h->caller, pthread_self()) && !atomic_exchange(&h->is_held, 1)) nap(30000);
+    for (int n = 0; n < 100 && !atomic_load(&h->is_held); n++) nap(20);
 }
 
 /* A worker that stops in the middle of one of many tasks is not asked for some time, and then helps again.  (Workers
  * take the place of a region that was held up: test_openmp.c.) */
-static void test_held_up(void)
-{
+static void test_held_up(void) {
     static job j;
     held_up h = {.caller = pthread_self()};
     int alone = 0, others = 0;
@@ -135,48 +123,38 @@ static void test_held_up(void)
     CHECKF(others > 0, "the caller stays alone (%d)", h.is_held);
 }
 
-static void test_many_jobs(void)
-{
+static void test_many_jobs(void) {
     static job j;
-    for (int i = 0; i < (is_quick() ? 3000 : 20000); i++)
-        run(&j, random_int(2, 6), random_int(1, 12), 0);
+    for (int i = 0; i < (is_quick() ? 3000 : 20000); i++) run(&j, random_int(2, 6), random_int(1, 12), 0);
 }
 
 /* A job within a task runs on the task's thread. */
-static void run_nested(void *context, int64_t i)
-{
+static void run_nested(void *context, int64_t i) {
     job *jobs = context;
     run(&jobs[i], 4, 20, 0);
     CHECK(jobs[i].others == 0);
 }
 
-static void test_nested(void)
-{
+static void test_nested(void) {
     static job jobs[8];
     kvc_parallel(4, 8, run_nested, jobs);
 }
 
-static void *call_often(void *context)
-{
-    for (int i = 0; i < 200; i++)
-        run(context, 3, 20, i % 50 ? 0 : 20);
+static void *call_often(void *context) {
+    for (int i = 0; i < 200; i++) run(context, 3, 20, i % 50 ? 0 : 20);
     return NULL;
 }
 
 /* Threads of the program that call at the same time; one of them has the workers. */
-static void test_callers(void)
-{
+static void test_callers(void) {
     static job jobs[CALLERS];
     pthread_t threads[CALLERS];
-    for (int i = 0; i < CALLERS; i++)
-        CHECK(!pthread_create(&threads[i], NULL, call_often, &jobs[i]));
-    for (int i = 0; i < CALLERS; i++)
-        CHECK(!pthread_join(threads[i], NULL));
+    for (int i = 0; i < CALLERS; i++) CHECK(!pthread_create(&threads[i], NULL, call_often, &jobs[i]));
+    for (int i = 0; i < CALLERS; i++) CHECK(!pthread_join(threads[i], NULL));
 }
 
 /* The child has none of the workers, runs tasks by itself, and ends without waiting for them. */
-static void test_fork(void)
-{
+static void test_fork(void) {
     static job j;
     run(&j, 4, 100, 0);
     fflush(stdout);
@@ -201,11 +179,10 @@ static void test_fork(void)
 #else
 #define HAS_FEATURE(name) 0
 #endif
-#if defined(__linux__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) &&                           \
+#if defined(__linux__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && \
     !HAS_FEATURE(address_sanitizer) && !HAS_FEATURE(thread_sanitizer)
 /* Where the system gives no more threads, a call uses those that there are. */
-static void test_too_few_threads(void)
-{
+static void test_too_few_threads(void) {
     static job j;
     long pages = 0;
     struct rlimit before;
@@ -214,8 +191,7 @@ static void test_too_few_threads(void)
     CHECK(!getrlimit(RLIMIT_AS, &before));
     const rlim_t few = (rlim_t)pages * (rlim_t)sysconf(_SC_PAGESIZE) + (20 << 20); /* a few stacks */
     CHECK(!setrlimit(RLIMIT_AS, &(struct rlimit){few, before.rlim_max}));
-    for (int i = 0; i < 3; i++)
-        run(&j, 300, MOST_TASKS, 20);
+    for (int i = 0; i < 3; i++) run(&j, 300, MOST_TASKS, 20);
     CHECK(!setrlimit(RLIMIT_AS, &before));
     run(&j, 20, MOST_TASKS, 0);
 }
@@ -226,8 +202,7 @@ static void test_too_few_threads(void) {}
 /* ---- the number of threads --------------------------------------------------------------------------------------- */
 
 /* Returns what a new process takes for the number of threads. */
-static int threads_with(const char *environment)
-{
+static int threads_with(const char *environment) {
     fflush(stdout);
     const pid_t pid = fork();
     if (pid == 0) {
@@ -243,16 +218,19 @@ static int threads_with(const char *environment)
 }
 
 /* Call before anything asks for the number of threads, as it is read once. */
-static void test_environment(void)
-{
+static void test_environment(void) {
     static const struct {
         const char *value;
         int number; /* 0: the default */
-    } cases[] = {{"5", 5}, {" 7 ", 7}, {"4,2", 4}, {"3 ,2", 3}, {"+6", 6}, {"0", 0},
+    } cases[] = {{"5", 5},   {" 7 ", 7},
+                 {"4,2", 4}, {"3 ,2", 3},
+                 {"+6", 6},  {"0", 0},
 #if !defined(__clang__) /* whose runtime, of LLVM 14, ends the process for these */
-                 {"", 0}, {"99999999999999999999", 0},
+                 {"", 0},    {"99999999999999999999", 0},
 #endif
-                 {"-2", 0}, {"x", 0}, {"3x", 0}, {"4097", 0}, {",2", 0}};
+                 {"-2", 0},  {"x", 0},
+                 {"3x", 0},  {"4097", 0},
+                 {",2", 0}};
     const int otherwise = threads_with(NULL);
     CHECK(otherwise >= 1);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -262,8 +240,7 @@ static void test_environment(void)
     }
 }
 
-static void test_layer_names(void)
-{
+static void test_layer_names(void) {
     CHECK(kvc_set_threading_layer("mine") == KVC_ERR_UNSUPPORTED && strstr(kvc_last_error(), "mine"));
     CHECK(kvc_set_threading_layer("own") == KVC_OK && !strcmp(kvc_threading_layer(), "own"));
     setenv("KVCACHE_THREADS", "owned", 1);
@@ -281,19 +258,16 @@ static void test_layer_names(void)
     }
 }
 
-int main(void)
-{
+int main(void) {
     test_environment();
     test_layer_names();
     static const char *const layers[] = {"openmp", "own"};
     for (size_t i = 0; i < 2; i++) {
         runs_regions = i == 0;
-        if (kvc_set_threading_layer(layers[i]) != KVC_OK)
-            continue;
+        if (kvc_set_threading_layer(layers[i]) != KVC_OK) continue;
         test_sizes();
         test_other_threads_help();
-        if (!runs_regions)
-            test_held_up();
+        if (!runs_regions) test_held_up();
         test_many_jobs();
         test_nested();
         test_callers();

@@ -16,50 +16,43 @@ typedef struct block {
 } block;
 
 /* Marks both ends and the middle. */
-static void fill(block *b, uint8_t tag)
-{
+static void fill(block *b, uint8_t tag) {
     b->tag = tag;
     memset(b->p, tag, 64);
     memset(b->p + b->size / 2, tag, 64);
     memset(b->p + b->size - 64, tag, 64);
 }
 
-static int is_filled(const block *b)
-{
+static int is_filled(const block *b) {
     uint8_t expected[64];
     memset(expected, b->tag, sizeof expected);
     return !memcmp(b->p, expected, 64) && !memcmp(b->p + b->size / 2, expected, 64) &&
            !memcmp(b->p + b->size - 64, expected, 64);
 }
 
-static void take(kvc_slab **slabs, block *b, size_t size)
-{
+static void take(kvc_slab **slabs, block *b, size_t size) {
     *b = (block){.p = kvc_slab_take(slabs, size), .size = size};
     CHECK(b->p && (uintptr_t)b->p % kvc_os_page_size() == 0);
     for (size_t i = 0; i < size; i += size / 16) CHECKF(b->p[i] == 0, "what was given back is still there");
     fill(b, (uint8_t)random_int(1, 256));
 }
 
-static void give(kvc_slab **slabs, block *b)
-{
+static void give(kvc_slab **slabs, block *b) {
     CHECK(is_filled(b));
     kvc_slab_give(slabs, b->p);
     b->p = NULL;
 }
 
 /* Whether it is from one of the slabs; huge pages are made of what is written. */
-static int join(kvc_slab **slabs, uint8_t *p)
-{
+static int join(kvc_slab **slabs, uint8_t *p) {
     size_t size = 0;
     const int found = kvc_slab_mark_written(slabs, &p, &size);
     CHECK(size % KVC_HUGE_PAGE == 0 && (!size || (uintptr_t)p % KVC_HUGE_PAGE == 0));
-    if (size)
-        kvc_pages_collapse(p, size);
+    if (size) kvc_pages_collapse(p, size);
     return found;
 }
 
-static void test_random_steps(void)
-{
+static void test_random_steps(void) {
     static const size_t sizes[] = {256 << 10, 300000, 1 << 20, (2 << 20) - 64};
     kvc_slab *slabs = NULL;
     block blocks[BLOCKS] = {{.p = NULL}};
@@ -81,8 +74,7 @@ static void test_random_steps(void)
     CHECK(!slabs);
 }
 
-static void test_neighbours(void)
-{
+static void test_neighbours(void) {
     kvc_slab *slabs = NULL;
     uint8_t other[64];
     CHECK(!join(&slabs, other));
@@ -98,8 +90,7 @@ static void test_neighbours(void)
     CHECK(!slabs);
 }
 
-int main(void)
-{
+int main(void) {
     if (KVC_HAS_PAGES) test_random_steps();
     if (KVC_HAS_PAGES) test_neighbours();
     return test_result();

@@ -1,4 +1,5 @@
-/* Calls that are refused or cancelled change nothing: rows, reservations and counters stay, and max_bytes is kept to. */
+/* Calls that are refused or cancelled change nothing: rows, reservations and counters stay, and max_bytes is kept to.
+ */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/pairs.h"
 
@@ -6,15 +7,13 @@ enum { DIM = 1024, BLOCK = 64, ROWS = 256 };
 
 static float rows[ROWS * DIM];
 
-static kvc_cache *new_cache(const kvc_layer *layers, int num_layers, int64_t max_seq_len, int64_t max_bytes)
-{
-    return cache_of(layers, num_layers,
-                    (kvc_config){.block_size = BLOCK, .max_seq_len = max_seq_len, .max_bytes = max_bytes,
-                                 .num_threads = 1});
+static kvc_cache *new_cache(const kvc_layer *layers, int num_layers, int64_t max_seq_len, int64_t max_bytes) {
+    return cache_of(
+        layers, num_layers,
+        (kvc_config){.block_size = BLOCK, .max_seq_len = max_seq_len, .max_bytes = max_bytes, .num_threads = 1});
 }
 
-static kvc_put_args put_of(int32_t num_tokens)
-{
+static kvc_put_args put_of(int32_t num_tokens) {
     return (kvc_put_args){.struct_size = sizeof(kvc_put_args),
                           .num_tokens = num_tokens,
                           .k = rows,
@@ -24,13 +23,11 @@ static kvc_put_args put_of(int32_t num_tokens)
 }
 
 /* Appends tokens to sequence 0, and puts their rows in layers [0, num_layers). */
-static void feed(kvc_cache *cache, int32_t num_tokens, int num_layers)
-{
+static void feed(kvc_cache *cache, int32_t num_tokens, int num_layers) {
     const kvc_put_args args = put_of(num_tokens);
     kvc_batch *batch = NULL;
     CHECKF(kvc_begin(cache, num_tokens, NULL, NULL, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
-    for (int l = 0; l < num_layers; l++)
-        CHECK(kvc_put(batch, l, &args) == KVC_OK);
+    for (int l = 0; l < num_layers; l++) CHECK(kvc_put(batch, l, &args) == KVC_OK);
     CHECK(kvc_commit(batch) == KVC_OK);
 }
 
@@ -39,31 +36,27 @@ typedef struct state {
     kvc_stats stats;
 } state;
 
-static state state_of(kvc_cache *cache)
-{
+static state state_of(kvc_cache *cache) {
     state s = {.bytes = kvc_nbytes(cache)};
     kvc_get_stats(cache, &s.stats, sizeof s.stats);
     CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
     return s;
 }
 
-static void check_state(kvc_cache *cache, const state *before)
-{
+static void check_state(kvc_cache *cache, const state *before) {
     const state after = state_of(cache);
     CHECKF(after.bytes == before->bytes, "%lld bytes, before %lld", (long long)after.bytes, (long long)before->bytes);
     CHECK(!memcmp(&after.stats, &before->stats, sizeof after.stats));
 }
 
 static int32_t fail_to_move(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows,
-                            int32_t k_dim, int32_t delta)
-{
+                            int32_t k_dim, int32_t delta) {
     (void)user, (void)layer, (void)keys, (void)num_kv_heads, (void)num_rows, (void)k_dim, (void)delta;
     return 1;
 }
 
 /* A failed shift frees the block it opened, and leaves reserved blocks as they were. */
-static void test_shift_keeps_a_reservation(void)
-{
+static void test_shift_keeps_a_reservation(void) {
     const kvc_layer layer = {
         .num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .rope = {.kind = KVC_ROPE_FUNCTION, .shift = fail_to_move}};
     for (int reserved = 0; reserved < 3 * BLOCK; reserved += 17) {
@@ -80,23 +73,23 @@ static void test_shift_keeps_a_reservation(void)
         CHECK_FAILS(kvc_shift(cache, 0, 0, KVC_END, 3), KVC_ERR_CALLBACK, "function", "failed");
         check_state(cache, &before);
         const int64_t opened = before.stats.blocks_opened;
-        if (reserved)
-            feed(cache, reserved, 1);
+        if (reserved) feed(cache, reserved, 1);
         CHECK(state_of(cache).stats.blocks_opened == opened);
         CHECK(kvc_cache_free(cache) == KVC_OK);
     }
 }
 
 /* Restores sequence 2 in the sliding layer alone, and forgets it: its blocks stay free. */
-static void clear_another(kvc_cache *cache)
-{
+static void clear_another(kvc_cache *cache) {
     static int32_t positions[2 * BLOCK];
     static int64_t ids[2 * BLOCK];
     const uint8_t replaced[] = {0, 1};
-    for (int32_t i = 0; i < 2 * BLOCK; i++)
-        positions[i] = i, ids[i] = 2;
-    const kvc_begin_args args = {.struct_size = sizeof args, .num_tokens = 2 * BLOCK, .positions = positions,
-                                 .seq_ids = ids, .replaced = replaced};
+    for (int32_t i = 0; i < 2 * BLOCK; i++) positions[i] = i, ids[i] = 2;
+    const kvc_begin_args args = {.struct_size = sizeof args,
+                                 .num_tokens = 2 * BLOCK,
+                                 .positions = positions,
+                                 .seq_ids = ids,
+                                 .replaced = replaced};
     const kvc_put_args put = put_of(2 * BLOCK);
     kvc_batch *batch = NULL;
     CHECK(kvc_begin_with(cache, &args, &batch) == KVC_OK && kvc_put(batch, 1, &put) == KVC_OK);
@@ -104,11 +97,12 @@ static void clear_another(kvc_cache *cache)
 }
 
 /* Makes a cache of two sequences that share all rows; most blocks of the sliding layer's group are free. */
-static kvc_cache *new_shared(int64_t max_bytes)
-{
-    const kvc_layer layers[] = {
-        {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM},
-        {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .policy = {.kind = KVC_SLIDING, .window = 8, .resume_window = ROWS}}};
+static kvc_cache *new_shared(int64_t max_bytes) {
+    const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM},
+                                {.num_kv_heads = 1,
+                                 .k_dim = DIM,
+                                 .v_dim = DIM,
+                                 .policy = {.kind = KVC_SLIDING, .window = 8, .resume_window = ROWS}}};
     kvc_cache *cache = new_cache(layers, 2, 0, max_bytes);
     feed(cache, ROWS, 2);
     feed(cache, 1, 2);
@@ -118,8 +112,7 @@ static kvc_cache *new_shared(int64_t max_bytes)
 }
 
 /* A refused inject does not give back free blocks of other groups. */
-static void test_inject_gives_nothing_back(void)
-{
+static void test_inject_gives_nothing_back(void) {
     const kvc_rows_in in = {
         .struct_size = sizeof in, .k = rows, .v = rows, .k_row_stride = DIM * 4, .v_row_stride = DIM * 4};
     kvc_cache *cache = new_shared(0);
@@ -138,8 +131,7 @@ static void test_inject_gives_nothing_back(void)
 }
 
 /* A cross-attention put that does not fit takes no memory, although one of its blocks is free. */
-static void test_cross_put_that_does_not_fit(void)
-{
+static void test_cross_put_that_does_not_fit(void) {
     const kvc_layer layers[] = {
         {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM},
         {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .policy = {.kind = KVC_CROSS, .max_len = ROWS}}};
@@ -160,8 +152,7 @@ static void test_cross_put_that_does_not_fit(void)
 }
 
 /* kvc_reserve checks limits before it takes memory for its tokens. */
-static void test_reserve_of_too_many(void)
-{
+static void test_reserve_of_too_many(void) {
     const kvc_layer layer = {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM};
     kvc_cache *cache = new_cache(&layer, 1, 0, 1 << 24);
     CHECK_FAILS(kvc_reserve(cache, 0, 2000000000), KVC_ERR_FULL, "max_bytes", "bytes");
@@ -173,8 +164,7 @@ static void test_reserve_of_too_many(void)
 }
 
 /* max_bytes covers all memory of a batch of unstored tokens. */
-static void test_unstored_keeps_to_max_bytes(void)
-{
+static void test_unstored_keeps_to_max_bytes(void) {
     const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 1, .v_dim = 1};
     static uint8_t unstored[BLOCK];
     const kvc_begin_args args = {.struct_size = sizeof args, .num_tokens = BLOCK, .unstored = unstored};
@@ -194,69 +184,10 @@ static void test_unstored_keeps_to_max_bytes(void)
     CHECK(begun);
 }
 
-/* ---- batches ----------------------------------------------------------------------------------------------------- */
-
-/* A long batch of many sequences that fails near its end leaves nothing behind. */
-static void test_full_in_the_middle(void)
-{
-    pair *p = limited_pair(40, 8, 160, 0);
-    int32_t positions[170];
-    int64_t ids[170];
-    pair_feed(p, 0, 0, 12);
-    for (int t = 0; t < 170; t++) {
-        ids[t] = 2 * (t % 5); /* 34 of each */
-        positions[t] = t / 5 + (ids[t] ? 0 : 12);
-    }
-    CHECK_FAILS(pair_pass(p, 170, positions, ids), KVC_ERR_FULL, "170 tokens", "capacity is 160");
-    pair_check(p);
-    CHECK_FAILS(pair_pass(p, 145, positions, ids), KVC_ERR_FULL, "sequence 0 holds 12", "max_seq_len 40");
-    pair_check(p);
-    CHECK(p->num_sequences == 1 && stats_of(p).batches == 1);
-    CHECK(pair_pass(p, 140, positions, ids) == KVC_OK);
-    pair_check(p);
-    pair_free(p);
-}
-
-/* A refused batch moves no row and gives nothing back, not even reserved blocks. */
-static void test_refused_batch_changes_nothing(void)
-{
-    static memory heap;
-    static pair p;
-    static kvc_span before[4], after[4];
-    int32_t positions[200];
-    int64_t ids[200], num;
-    memory_init(&heap);
-    p = (pair){.memory = &heap, .config = {.block_size = 16, .num_threads = 1, .max_bytes = 14000}};
-    pair_new(&p, 2, (const kvc_layer[]){plain_layer, layer_with(sliding_policy(4, 1, 0))});
-    for (int64_t id = 0; id < 6; id++) {
-        pair_feed(&p, id, 0, 4);
-        pair_remove(&p, id, 0, 3, 0);
-    }
-    CHECK(pair_reserve(&p, 0, 60) == KVC_OK && stats_of(&p).blocks_free > 3);
-    const kvc_stats stats = stats_of(&p);
-    CHECK(kvc_spans(p.cache, 0, 0, before, sizeof *before, 4, &num, NULL) == KVC_OK && num == 1);
-    int64_t bytes = kvc_nbytes(p.cache);
-    int allocations = heap.num;
-    for (int t = 0; t < 200; t++) {
-        positions[t] = 4 + t / 7;
-        ids[t] = 6 - t % 7; /* the six above, and a new one */
-    }
-    CHECK_FAILS(pair_begin(&p, 200, positions, ids), KVC_ERR_FULL, "200 more tokens", "max_bytes");
-    const kvc_stats stats_after = stats_of(&p);
-    CHECK(!memcmp(&stats, &stats_after, sizeof stats));
-    CHECK(kvc_nbytes(p.cache) == bytes && heap.num == allocations);
-    CHECK(kvc_spans(p.cache, 0, 0, after, sizeof *after, 4, &num, NULL) == KVC_OK && num == 1);
-    CHECK(after->k == before->k && memcmp(after->k, before->k, 4) == 0);
-    pair_check(&p);
-    pair_free(&p);
-    CHECK(heap.num == 0);
-}
-
 /* ---- random steps ------------------------------------------------------------------------------------------------ */
 
 /* Forks, truncates or cuts a random sequence, or appends tokens with gaps between their positions. */
-static void random_step(kvc_cache *cache)
-{
+static void random_step(kvc_cache *cache) {
     const int64_t id = random_int(0, 4);
     int64_t ids[BLOCK];
     int32_t positions[BLOCK], next = kvc_next_position(cache, id), num = random_int(1, BLOCK);
@@ -272,27 +203,22 @@ static void random_step(kvc_cache *cache)
         positions[t] = next + t + t / 3;
     }
     const kvc_put_args args = {.struct_size = sizeof args, .k = rows, .v = rows};
-    if (kvc_begin(cache, num, positions, ids, NULL, &batch) != KVC_OK)
-        return;
-    for (int l = 0; l < 3; l++)
-        CHECK(kvc_put(batch, l, &args) == KVC_OK);
+    if (kvc_begin(cache, num, positions, ids, NULL, &batch) != KVC_OK) return;
+    for (int l = 0; l < 3; l++) CHECK(kvc_put(batch, l, &args) == KVC_OK);
     CHECK(kvc_commit(batch) == KVC_OK);
 }
 
 /* Reserves all tokens that kvc_room counts, and checks that their batch takes no memory beyond that. */
-static void check_reserved(kvc_cache *cache, int64_t id, int64_t max_bytes)
-{
+static void check_reserved(kvc_cache *cache, int64_t id, int64_t max_bytes) {
     static int64_t ids[1 << 12];
     int64_t room = 0;
     kvc_batch *batch;
     CHECK(kvc_room(cache, id, &room) == KVC_OK);
-    if (room < 1 || room > 1 << 12 || !kvc_can_resume(cache, id, kvc_next_position(cache, id)))
-        return;
+    if (room < 1 || room > 1 << 12 || !kvc_can_resume(cache, id, kvc_next_position(cache, id))) return;
     CHECKF(kvc_reserve(cache, id, room) == KVC_OK, "%s", kvc_last_error());
     const int64_t bytes = kvc_nbytes(cache);
     CHECK(bytes <= max_bytes);
-    for (int64_t t = 0; t < room; t++)
-        ids[t] = id;
+    for (int64_t t = 0; t < room; t++) ids[t] = id;
     CHECKF(kvc_begin(cache, (int32_t)room, NULL, ids, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
     CHECKF(kvc_nbytes(cache) == bytes, "%lld more", (long long)(kvc_nbytes(cache) - bytes));
     kvc_abort(batch);
@@ -300,73 +226,31 @@ static void check_reserved(kvc_cache *cache, int64_t id, int64_t max_bytes)
 }
 
 /* Whatever is stored, a reservation suffices for its batch. */
-static void test_what_is_reserved_is_all_there(int seed)
-{
-    const kvc_layer layers[] = {
-        {.num_kv_heads = 1, .k_dim = DIM / 8, .v_dim = DIM / 8},
-        {.num_kv_heads = 1,
-         .k_dim = DIM / 8,
-         .v_dim = DIM / 8,
-         .policy = {.kind = KVC_SLIDING, .window = 1 + seed % 40}},
-        {.num_kv_heads = 1,
-         .k_dim = DIM / 8,
-         .v_dim = DIM / 8,
-         .policy = {.kind = KVC_CHUNKED, .attention_chunk_size = 1 + seed % 7}}};
+static void test_what_is_reserved_is_all_there(int seed) {
+    const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = DIM / 8, .v_dim = DIM / 8},
+                                {.num_kv_heads = 1,
+                                 .k_dim = DIM / 8,
+                                 .v_dim = DIM / 8,
+                                 .policy = {.kind = KVC_SLIDING, .window = 1 + seed % 40}},
+                                {.num_kv_heads = 1,
+                                 .k_dim = DIM / 8,
+                                 .v_dim = DIM / 8,
+                                 .policy = {.kind = KVC_CHUNKED, .attention_chunk_size = 1 + seed % 7}}};
     const int64_t max_bytes = 1000000 + seed * 977;
     kvc_cache *cache = new_cache(layers, 3, 0, max_bytes);
     for (int i = 0; i < 60; i++) {
         random_step(cache);
-        if (random_int(0, 6) == 0)
-            check_reserved(cache, random_int(0, 4), max_bytes);
+        if (random_int(0, 6) == 0) check_reserved(cache, random_int(0, 4), max_bytes);
     }
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-/* A reservation also suffices for several batches of as many tokens together, behind rows that others share. */
-static void test_reserved_for_several_batches(void)
-{
-    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = DIM / 8, .v_dim = DIM / 8};
-    for (int round = 0; round < 400; round++) {
-        const int32_t most = random_int(1, round < 300 ? 8 : 200);
-        kvc_cache *cache = new_cache(&layer, 1, 0, 0);
-        feed(cache, random_int(1, 2 * BLOCK), 1);
-        CHECK(kvc_fork(cache, 0, 1) == KVC_OK);
-        for (int gaps = random_int(0, 8), at; gaps > 0; gaps--) { /* lists have more room now, or less */
-            kvc_batch *batch = NULL;
-            at = kvc_next_position(cache, 1) + 2;
-            CHECK(kvc_begin(cache, 1, &at, &(int64_t){1}, NULL, &batch) == KVC_OK);
-            CHECK(kvc_put(batch, 0, &(kvc_put_args){.struct_size = sizeof(kvc_put_args), .k = rows, .v = rows}) == KVC_OK);
-            CHECK(kvc_commit(batch) == KVC_OK);
-        }
-        feed(cache, 1, 1); /* so that sequence 1 goes on in slots behind this one, with a new run */
-        int64_t ids[200], bytes;
-        for (int t = 0; t < 200; t++)
-            ids[t] = 1;
-        CHECK(kvc_reserve(cache, 1, most) == KVC_OK);
-        bytes = kvc_nbytes(cache);
-        for (int32_t rest = most, n; rest > 0; rest -= n) {
-            kvc_batch *batch = NULL;
-            const kvc_put_args args = {.struct_size = sizeof args, .k = rows, .v = rows};
-            n = random_int(1, rest + 1);
-            CHECK(kvc_begin(cache, n, NULL, ids, NULL, &batch) == KVC_OK);
-            CHECK(kvc_put(batch, 0, &args) == KVC_OK && kvc_commit(batch) == KVC_OK);
-            CHECKF(kvc_nbytes(cache) == bytes, "%d of %d: %lld more", n, most, (long long)(kvc_nbytes(cache) - bytes));
-        }
-        CHECK(kvc_cache_free(cache) == KVC_OK);
-    }
-}
-
-int main(void)
-{
-    test_reserved_for_several_batches();
+int main(void) {
     test_shift_keeps_a_reservation();
     test_inject_gives_nothing_back();
     test_cross_put_that_does_not_fit();
     test_reserve_of_too_many();
     test_unstored_keeps_to_max_bytes();
-    test_full_in_the_middle();
-    test_refused_batch_changes_nothing();
-    for (int seed = 0; seed < 100; seed++)
-        test_what_is_reserved_is_all_there(seed);
+    for (int seed = 0; seed < 100; seed++) test_what_is_reserved_is_all_there(seed);
     return test_result();
 }

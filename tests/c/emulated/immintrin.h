@@ -38,13 +38,12 @@ static inline int emulated_rounded(float x) { return _mm_cvtss_si32(_mm_set_ss(x
 static inline int emulated_truncated(float x) { return _mm_cvttss_si32(_mm_set_ss(x)); }
 static inline uint16_t emulated_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 
-#define EMULATED_CONVERSION(name, result, to, to_lanes, argument, from, from_lanes, convert)  \
-    static inline result emulated_##name(argument x)                                          \
-    {                                                                                         \
-        const emulated y = {.from = x};                                                       \
-        emulated z;                                                                           \
-        for (int i = 0; i < 16; i++) z.to_lanes[i] = convert(y.from_lanes[i]);                \
-        return z.to;                                                                          \
+#define EMULATED_CONVERSION(name, result, to, to_lanes, argument, from, from_lanes, convert) \
+    static inline result emulated_##name(argument x) {                                       \
+        const emulated y = {.from = x};                                                      \
+        emulated z;                                                                          \
+        for (int i = 0; i < 16; i++) z.to_lanes[i] = convert(y.from_lanes[i]);               \
+        return z.to;                                                                         \
     }
 
 EMULATED_CONVERSION(cvtepi32_ps, __m512, ps, f32, __m512i, si, i32, (float))
@@ -62,8 +61,7 @@ static inline float emulated_cvtss_f32(__m512 x) { return (emulated){.ps = x}.f3
 
 static inline __m256 emulated_extractf32x8_ps(__m512 x, int half) { return (emulated){.ps = x}.half_ps[half]; }
 
-static inline __m512i emulated_cvtepu8_epi16(__m256i x)
-{
+static inline __m512i emulated_cvtepu8_epi16(__m256i x) {
     const emulated y = {.half = {x}};
     emulated z;
     for (int i = 0; i < 32; i++) z.u16[i] = y.u8[i];
@@ -71,8 +69,7 @@ static inline __m512i emulated_cvtepu8_epi16(__m256i x)
 }
 
 /* Picks floats within each quarter, by two bits of `order` each. */
-static inline __m512 emulated_permute_ps(__m512 x, int order)
-{
+static inline __m512 emulated_permute_ps(__m512 x, int order) {
     const emulated y = {.ps = x};
     emulated z;
     for (int i = 0; i < 16; i++) z.f32[i] = y.f32[i / 4 * 4 + (order >> i % 4 * 2 & 3)];
@@ -80,8 +77,7 @@ static inline __m512 emulated_permute_ps(__m512 x, int order)
 }
 
 /* Adds where the mask has a bit; elsewhere gives `otherwise`. */
-static inline __m256i emulated_mask_add_epi8(__m256i otherwise, __mmask32 mask, __m256i x, __m256i y)
-{
+static inline __m256i emulated_mask_add_epi8(__m256i otherwise, __mmask32 mask, __m256i x, __m256i y) {
     const emulated sum = {.half = {_mm256_add_epi8(x, y)}};
     emulated z = {.half = {otherwise}};
     for (int i = 0; i < 32; i++)
@@ -90,16 +86,14 @@ static inline __m256i emulated_mask_add_epi8(__m256i otherwise, __mmask32 mask, 
 }
 
 /* Elements that are masked are not read. */
-static inline __m512i emulated_maskz_loadu_epi16(__mmask32 mask, const void *p)
-{
+static inline __m512i emulated_maskz_loadu_epi16(__mmask32 mask, const void *p) {
     emulated x = {.si = _mm512_setzero_si512()};
     for (int i = 0; i < 32; i++)
         if (mask >> i & 1) memcpy(&x.u16[i], (const char *)p + 2 * i, 2);
     return x.si;
 }
 
-static inline __m512 emulated_maskz_loadu_ps(__mmask16 mask, const float *p)
-{
+static inline __m512 emulated_maskz_loadu_ps(__mmask16 mask, const float *p) {
     emulated x = {.si = _mm512_setzero_si512()};
     for (int i = 0; i < 16; i++)
         if (mask >> i & 1) x.f32[i] = p[i];
@@ -107,8 +101,7 @@ static inline __m512 emulated_maskz_loadu_ps(__mmask16 mask, const float *p)
 }
 
 /* Elements that are masked are not written. */
-static inline void emulated_mask_storeu_ps(float *p, __mmask16 mask, __m512 x)
-{
+static inline void emulated_mask_storeu_ps(float *p, __mmask16 mask, __m512 x) {
     const emulated y = {.ps = x};
     for (int i = 0; i < 16; i++)
         if (mask >> i & 1) p[i] = y.f32[i];
@@ -136,15 +129,13 @@ static inline void emulated_mask_storeu_ps(float *p, __mmask16 mask, __m512 x)
 #define _mm512_mask_storeu_ps emulated_mask_storeu_ps
 
 /* Lanes less the integers below them, and lanes times powers of two; 0 and the lane, of an infinity below 0. */
-static inline __m512 emulated_less_floor(__m512 x)
-{
+static inline __m512 emulated_less_floor(__m512 x) {
     emulated y = {.ps = x};
     for (int i = 0; i < 16; i++) y.f32[i] = isinf(y.f32[i]) ? 0 : y.f32[i] - floorf(y.f32[i]);
     return y.ps;
 }
 
-static inline __m512 emulated_scalef_ps(__m512 x, __m512 y)
-{
+static inline __m512 emulated_scalef_ps(__m512 x, __m512 y) {
     emulated z = {.ps = x};
     const emulated by = {.ps = y};
     for (int i = 0; i < 16; i++) z.f32[i] *= exp2f(floorf(by.f32[i]));
@@ -165,8 +156,7 @@ static inline __m512 emulated_scalef_ps(__m512 x, __m512 y)
 /* ---- bf16 -------------------------------------------------------------------------------------------------------- */
 
 /* Denormal floats are 0, of the same sign, to what follows. */
-static inline __m512 emulated_flush(__m512 x)
-{
+static inline __m512 emulated_flush(__m512 x) {
     const __m512i denormal = (__m512i)(_mm512_abs_ps(x) < _mm512_set1_ps(FLT_MIN));
     return (__m512)((__m512i)x & (~denormal | (__m512i)_mm512_set1_ps(-0.0f)));
 }
@@ -175,20 +165,17 @@ static inline __m512 emulated_fma(__m512 x, __m512 y, __m512 z) { return emulate
 
 static inline __m512 emulated_even(__m512i pairs) { return emulated_flush((__m512)_mm512_slli_epi32(pairs, 16)); }
 
-static inline __m512 emulated_odd(__m512i pairs)
-{
+static inline __m512 emulated_odd(__m512i pairs) {
     return emulated_flush((__m512)(pairs & _mm512_set1_epi32((int)0xffff0000)));
 }
 
-static inline __m512 emulated_dpbf16_ps(__m512 sum, __m512bh x, __m512bh y)
-{
+static inline __m512 emulated_dpbf16_ps(__m512 sum, __m512bh x, __m512bh y) {
     const __m512i a = (__m512i)x, b = (__m512i)y;
     sum = emulated_fma(emulated_odd(a), emulated_odd(b), emulated_flush(sum));
     return emulated_fma(emulated_even(a), emulated_even(b), sum);
 }
 
-static inline __m512bh emulated_cvtne2ps_pbh(__m512 upper, __m512 lower)
-{
+static inline __m512bh emulated_cvtne2ps_pbh(__m512 upper, __m512 lower) {
     const emulated x[2] = {{.ps = emulated_flush(lower)}, {.ps = emulated_flush(upper)}};
     emulated y;
     for (int i = 0; i < 32; i++) {
@@ -198,8 +185,7 @@ static inline __m512bh emulated_cvtne2ps_pbh(__m512 upper, __m512 lower)
     return y.bh;
 }
 
-static inline __m256bh emulated_cvtneps_pbh(__m512 x)
-{
+static inline __m256bh emulated_cvtneps_pbh(__m512 x) {
     const emulated y = {.bh = emulated_cvtne2ps_pbh(x, x)};
     return (__m256bh)y.half[0];
 }
@@ -218,56 +204,48 @@ static _Thread_local struct {
 } emulated_config; /* all 0: there are no tiles */
 static _Thread_local __m512i emulated_tiles[8][16];
 
-static inline void emulated_check(int right)
-{
+static inline void emulated_check(int right) {
     if (!right) __builtin_trap();
 }
 
-static inline void emulated_tile_release(void)
-{
+static inline void emulated_tile_release(void) {
     memset(&emulated_config, 0, sizeof emulated_config);
     memset(emulated_tiles, 0, sizeof emulated_tiles);
 }
 
-static inline void emulated_tile_loadconfig(const void *config)
-{
+static inline void emulated_tile_loadconfig(const void *config) {
     emulated_tile_release();
     memcpy(&emulated_config, config, sizeof emulated_config);
-    if (!emulated_config.palette) emulated_tile_release();
-    else emulated_check(emulated_config.palette == 1);
+    if (!emulated_config.palette)
+        emulated_tile_release();
+    else
+        emulated_check(emulated_config.palette == 1);
     for (int i = 0; i < 16; i++) {
         const int bytes = emulated_config.bytes[i], rows = emulated_config.rows[i];
         emulated_check(i < 8 ? bytes <= 64 && rows <= 16 && !bytes == !rows : !bytes && !rows);
     }
 }
 
-static inline void emulated_tile_storeconfig(void *config)
-{
-    memcpy(config, &emulated_config, sizeof emulated_config);
-}
+static inline void emulated_tile_storeconfig(void *config) { memcpy(config, &emulated_config, sizeof emulated_config); }
 
-static inline void emulated_tile_zero(int t)
-{
+static inline void emulated_tile_zero(int t) {
     emulated_check(emulated_config.rows[t]);
     memset(emulated_tiles[t], 0, sizeof emulated_tiles[t]);
 }
 
-static inline void emulated_tile_loadd(int t, const void *from, ptrdiff_t stride)
-{
+static inline void emulated_tile_loadd(int t, const void *from, ptrdiff_t stride) {
     emulated_tile_zero(t);
     for (int i = 0; i < emulated_config.rows[t]; i++)
         memcpy(&emulated_tiles[t][i], (const char *)from + i * stride, emulated_config.bytes[t]);
 }
 
-static inline void emulated_tile_stored(int t, void *to, ptrdiff_t stride)
-{
+static inline void emulated_tile_stored(int t, void *to, ptrdiff_t stride) {
     emulated_check(emulated_config.rows[t]);
     for (int i = 0; i < emulated_config.rows[t]; i++)
         memcpy((char *)to + i * stride, &emulated_tiles[t][i], emulated_config.bytes[t]);
 }
 
-static inline void emulated_tile_dpbf16ps(int c, int a, int b)
-{
+static inline void emulated_tile_dpbf16ps(int c, int a, int b) {
     const int rows = emulated_config.rows[c], depth = emulated_config.rows[b];
     emulated_check(c != a && c != b && a != b && rows && depth && emulated_config.rows[a] == rows &&
                    emulated_config.bytes[a] == 4 * depth && emulated_config.bytes[b] == emulated_config.bytes[c]);
@@ -284,8 +262,7 @@ static inline void emulated_tile_dpbf16ps(int c, int a, int b)
     }
 }
 
-static inline void emulated_tile_dpfp16ps(int c, int a, int b)
-{
+static inline void emulated_tile_dpfp16ps(int c, int a, int b) {
     const int rows = emulated_config.rows[c], depth = emulated_config.rows[b];
     emulated_check(c != a && c != b && a != b && rows && depth && emulated_config.rows[a] == rows &&
                    emulated_config.bytes[a] == 4 * depth && emulated_config.bytes[b] == emulated_config.bytes[c]);

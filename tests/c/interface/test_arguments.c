@@ -13,13 +13,10 @@ typedef struct future_layer {
 } future_layer;
 
 /* A larger kvc_layer is taken if the part unknown to the library is zero; a smaller one is refused. */
-static void test_layer_sizes(void)
-{
+static void test_layer_sizes(void) {
     future_layer layers[2] = {{.layer = plain_layer}, {.layer = plain_layer}};
-    kvc_config config = {.struct_size = sizeof config,
-                         .layers = &layers[0].layer,
-                         .layer_size = sizeof *layers,
-                         .num_layers = 2};
+    kvc_config config = {
+        .struct_size = sizeof config, .layers = &layers[0].layer, .layer_size = sizeof *layers, .num_layers = 2};
     kvc_cache *cache = NULL;
     layers[1].layer.num_kv_heads = 3;
     CHECK(kvc_cache_new(&config, &cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
@@ -32,15 +29,13 @@ static void test_layer_sizes(void)
 }
 
 /* The same holds for kvc_config. */
-static void test_config_sizes(void)
-{
+static void test_config_sizes(void) {
     struct {
         kvc_config config;
         int64_t new_field;
-    } future = {.config = {.struct_size = sizeof future,
-                           .layers = &plain_layer,
-                           .layer_size = sizeof plain_layer,
-                           .num_layers = 1}};
+    } future = {
+        .config = {
+            .struct_size = sizeof future, .layers = &plain_layer, .layer_size = sizeof plain_layer, .num_layers = 1}};
     kvc_cache *cache = NULL;
     CHECK(kvc_cache_new(&future.config, &cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
     cache = NULL;
@@ -54,8 +49,7 @@ static void test_config_sizes(void)
 }
 
 /* The same holds for argument structs; spans and statistics are filled to the size given. */
-static void test_argument_sizes(void)
-{
+static void test_argument_sizes(void) {
     pair *p = pair_with(full_policy, 4);
     const float rows[4] = {1, 2, 3, 4};
     float k[4] = {0};
@@ -100,8 +94,7 @@ static void test_argument_sizes(void)
 /* ---- bad arguments ----------------------------------------------------------------------------------------------- */
 
 /* Each limit of kvc_config outside its range is refused by name and value. */
-static void test_bad_limits(void)
-{
+static void test_bad_limits(void) {
     static const struct {
         kvc_config config;
         kvc_status status;
@@ -134,8 +127,7 @@ static void test_bad_limits(void)
 }
 
 /* Each field of kvc_layer outside its range is refused by name and value. */
-static void test_bad_layers(void)
-{
+static void test_bad_layers(void) {
 #define GOOD .num_kv_heads = 1, .k_dim = 4, .v_dim = 4
     static const struct {
         kvc_layer layer;
@@ -145,57 +137,81 @@ static void test_bad_layers(void)
         {{.k_dim = 4, .v_dim = 4}, KVC_ERR_INVALID, "layers[1].num_kv_heads", "is 0:"},
         {{.num_kv_heads = -1, .k_dim = 4, .v_dim = 4}, KVC_ERR_INVALID, "layers[1].num_kv_heads", "is -1:"},
         {{.num_kv_heads = INT32_MAX, .k_dim = 4, .v_dim = 4},
-         KVC_ERR_INVALID, "layers[1].num_kv_heads", "is 2147483647:"},
+         KVC_ERR_INVALID,
+         "layers[1].num_kv_heads",
+         "is 2147483647:"},
         {{.num_kv_heads = 1, .v_dim = 4}, KVC_ERR_INVALID, "layers[1].k_dim", "is 0:"},
         {{.num_kv_heads = 1, .k_dim = 4, .v_dim = -4}, KVC_ERR_INVALID, "layers[1].v_dim", "is -4:"},
         {{GOOD, .k_type = 9}, KVC_ERR_INVALID, "layers[1].k_type", "is 9:"},
         {{GOOD, .v_type = -1}, KVC_ERR_INVALID, "layers[1].v_type", "is -1:"},
         {{GOOD, .k_type = KVC_Q8_0}, KVC_ERR_INVALID, "layers[1].k_dim", "is 4: for q8_0"},
         {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 40, .v_type = KVC_Q4_0},
-         KVC_ERR_INVALID, "layers[1].v_dim", "is 40: for q4_0"},
+         KVC_ERR_INVALID,
+         "layers[1].v_dim",
+         "is 40: for q4_0"},
         {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 5, .value_in_key = 1}, KVC_ERR_INVALID, "layers[1].v_dim", "is 5:"},
         {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 3, .v_type = 1, .value_in_key = 1},
-         KVC_ERR_INVALID, "layers[1].v_type", "is f16:"},
+         KVC_ERR_INVALID,
+         "layers[1].v_type",
+         "is f16:"},
         {{GOOD, .share = 2}, KVC_ERR_INVALID, "layers[1].share", "is 2:"},
         {{GOOD, .share = 9}, KVC_ERR_INVALID, "layers[1].share", "is 9:"},
         {{GOOD, .share = -1}, KVC_ERR_INVALID, "layers[1].share", "is -1:"},
         {{.num_kv_heads = 3, .k_dim = 4, .v_dim = 4, .share = 1},
-         KVC_ERR_INVALID, "layers[1] shares", "the same heads"},
+         KVC_ERR_INVALID,
+         "layers[1] shares",
+         "the same heads"},
         {{GOOD, .k_transform = -1}, KVC_ERR_INVALID, "layers[1].k_transform", "is -1:"},
         {{GOOD, .v_transform = 2}, KVC_ERR_INVALID, "layers[1].v_transform", "is 2:"},
         {{GOOD, .v_transform = KVC_TRANSFORM_HADAMARD, .value_in_key = 1},
-         KVC_ERR_INVALID, "layers[1].v_transform", "is 1:"},
-        {{.num_kv_heads = 1, .k_dim = 64, .v_dim = 32, .k_type = KVC_Q8_0, .v_type = KVC_Q8_0, .value_in_key = 1,
-          .k_transform = KVC_TRANSFORM_HADAMARD, .v_transform = KVC_TRANSFORM_HADAMARD},
-         KVC_ERR_INVALID, "layers[1].v_dim", "multiple of 64"},
+         KVC_ERR_INVALID,
+         "layers[1].v_transform",
+         "is 1:"},
+        {{.num_kv_heads = 1,
+          .k_dim = 64,
+          .v_dim = 32,
+          .k_type = KVC_Q8_0,
+          .v_type = KVC_Q8_0,
+          .value_in_key = 1,
+          .k_transform = KVC_TRANSFORM_HADAMARD,
+          .v_transform = KVC_TRANSFORM_HADAMARD},
+         KVC_ERR_INVALID,
+         "layers[1].v_dim",
+         "multiple of 64"},
         {{.num_kv_heads = 1, .k_dim = 8, .v_dim = 4, .k_transform = KVC_TRANSFORM_HADAMARD, .share = 1},
-         KVC_ERR_INVALID, "layers[1] shares", "transforms"},
+         KVC_ERR_INVALID,
+         "layers[1] shares",
+         "transforms"},
         {{GOOD, .policy = {.kind = KVC_CHUNKED, .window = 4, .attention_chunk_size = 0}},
-         KVC_ERR_INVALID, "attention_chunk_size", "is 0:"},
+         KVC_ERR_INVALID,
+         "attention_chunk_size",
+         "is 0:"},
         {{GOOD, .policy = {.kind = KVC_CHUNKED, .window = 4, .resume_window = -1, .attention_chunk_size = 8}},
-         KVC_ERR_INVALID, "resume_window", "is -1:"},
-        {{GOOD, .policy = {.kind = KVC_CROSS, .window = 4, .max_len = 0}},
-         KVC_ERR_INVALID, "max_len", "is 0:"},
-        {{GOOD, .policy = {.kind = 5, .window = 4}},
-         KVC_ERR_INVALID, "layers[1].policy.kind", "is 5:"},
-        {{GOOD, .policy = {.kind = -1, .window = 4}},
-         KVC_ERR_INVALID, "layers[1].policy.kind", "is -1:"},
-        {{GOOD, .policy = {.kind = KVC_SLIDING, .window = 0}},
-         KVC_ERR_INVALID, "layers[1]: window", "is 0:"},
+         KVC_ERR_INVALID,
+         "resume_window",
+         "is -1:"},
+        {{GOOD, .policy = {.kind = KVC_CROSS, .window = 4, .max_len = 0}}, KVC_ERR_INVALID, "max_len", "is 0:"},
+        {{GOOD, .policy = {.kind = 5, .window = 4}}, KVC_ERR_INVALID, "layers[1].policy.kind", "is 5:"},
+        {{GOOD, .policy = {.kind = -1, .window = 4}}, KVC_ERR_INVALID, "layers[1].policy.kind", "is -1:"},
+        {{GOOD, .policy = {.kind = KVC_SLIDING, .window = 0}}, KVC_ERR_INVALID, "layers[1]: window", "is 0:"},
         {{GOOD, .policy = {.kind = KVC_SLIDING, .window = 4, .num_sink_tokens = -1}},
-         KVC_ERR_INVALID, "layers[1]: num_sink_tokens", "is -1:"},
+         KVC_ERR_INVALID,
+         "layers[1]: num_sink_tokens",
+         "is -1:"},
         {{GOOD, .policy = {.kind = KVC_SLIDING, .window = 4, .resume_window = 3}},
-         KVC_ERR_INVALID, "layers[1]: resume_window", "is 3:"},
+         KVC_ERR_INVALID,
+         "layers[1]: resume_window",
+         "is 3:"},
         {{GOOD, .policy = {.kind = KVC_SLIDING, .window = 4, .resume_window = -9}},
-         KVC_ERR_INVALID, "layers[1]: resume_window", "is -9:"},
+         KVC_ERR_INVALID,
+         "layers[1]: resume_window",
+         "is -9:"},
     };
 #undef GOOD
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         const kvc_layer layers[] = {plain_layer, bad[i].layer};
-        const kvc_config config = {.struct_size = sizeof config,
-                                   .layers = layers,
-                                   .layer_size = sizeof *layers,
-                                   .num_layers = 2};
+        const kvc_config config = {
+            .struct_size = sizeof config, .layers = layers, .layer_size = sizeof *layers, .num_layers = 2};
         kvc_cache *cache = NULL;
         CHECK_FAILS(kvc_cache_new(&config, &cache), bad[i].status, bad[i].name, bad[i].value);
         CHECK(!cache);
@@ -203,8 +219,7 @@ static void test_bad_layers(void)
 }
 
 /* NULL pointers, sizes that overflow and an unknown KVCACHE_ISA are refused. */
-static void test_bad_creation(void)
-{
+static void test_bad_creation(void) {
     kvc_layer huge = {.num_kv_heads = 1 << 20, .k_dim = 1 << 20, .v_dim = 1 << 20};
     kvc_config config = {.struct_size = sizeof config,
                          .layers = &huge,
@@ -236,22 +251,19 @@ static void test_bad_creation(void)
 }
 
 /* Every type has a name of its own, and a number that is no type has none. */
-static void test_type_names(void)
-{
-    static const char *const first[] = {[KVC_F32] = "f32", [KVC_F16] = "f16", [KVC_BF16] = "bf16",
-                                        [KVC_Q8_0] = "q8_0", [KVC_Q4_0] = "q4_0"};
+static void test_type_names(void) {
+    static const char *const first[] = {
+        [KVC_F32] = "f32", [KVC_F16] = "f16", [KVC_BF16] = "bf16", [KVC_Q8_0] = "q8_0", [KVC_Q4_0] = "q4_0"};
     int32_t num = 0;
     for (; kvc_type_name(num); num++)
-        for (int32_t i = 0; i < num; i++)
-            CHECK(strcmp(kvc_type_name(i), kvc_type_name(num)));
+        for (int32_t i = 0; i < num; i++) CHECK(strcmp(kvc_type_name(i), kvc_type_name(num)));
     for (int32_t i = 0; i < (int32_t)(sizeof first / sizeof *first); i++)
         CHECK(i < num && !strcmp(kvc_type_name(i), first[i]));
     CHECK(!kvc_type_name(-1) && !kvc_type_name(num + 1) && !kvc_type_name(INT32_MIN) && !kvc_type_name(INT32_MAX));
 }
 
 /* Edits with bad arguments are refused and change nothing. */
-static void test_bad_edits(void)
-{
+static void test_bad_edits(void) {
     pair *p = mixed_pair(4);
     pair_feed(p, 3, 0, 9);
     CHECK_FAILS(kvc_fork(p->cache, 3, 3), KVC_ERR_INVALID, "src and dst", "sequence 3");
@@ -269,8 +281,7 @@ static void test_bad_edits(void)
 }
 
 /* kvc_begin with bad arguments is refused and opens no batch. */
-static void test_bad_begin(void)
-{
+static void test_bad_begin(void) {
     pair *p = mixed_pair(4);
     const int32_t positions[] = {4, 5, -3, INT32_MAX};
     kvc_batch *batch = NULL;
@@ -292,18 +303,17 @@ static void test_bad_begin(void)
 }
 
 /* kvc_put with bad arguments is refused and writes nothing, and commit names the rows that miss. */
-static void test_bad_put(void)
-{
+static void test_bad_put(void) {
     pair *p = mixed_pair(4);
     const float rows[64] = {0};
     const kvc_put_args good = {.struct_size = sizeof good, .num_tokens = 1, .k = rows, .v = rows};
     CHECK(pair_begin(p, 4, (int32_t[]){0, 1, 2, 3}, (int64_t[]){0, 0, 0, 0}) == KVC_OK);
     CHECK_FAILS(kvc_commit(p->batch), KVC_ERR_INVALID, "token 0", "layer 0");
-#define BAD(status, name, value, ...)                                                                                  \
-    do {                                                                                                               \
-        kvc_put_args args = good;                                                                                      \
-        __VA_ARGS__;                                                                                                   \
-        CHECK_FAILS(kvc_put(p->batch, 0, &args), status, name, value);                                                 \
+#define BAD(status, name, value, ...)                                  \
+    do {                                                               \
+        kvc_put_args args = good;                                      \
+        __VA_ARGS__;                                                   \
+        CHECK_FAILS(kvc_put(p->batch, 0, &args), status, name, value); \
     } while (0)
     CHECK_FAILS(kvc_put(p->batch, 0, NULL), KVC_ERR_INVALID, "args", "NULL");
     CHECK_FAILS(kvc_put(p->batch, -1, &good), KVC_ERR_INDEX, "layer", "is -1:");
@@ -326,8 +336,7 @@ static void test_bad_put(void)
     kvc_put_args args = good;
     args.num_tokens = 0;
     CHECK_FAILS(kvc_put(p->batch, 0, &args), KVC_ERR_INVALID, "token 1", "layer 0 before");
-    for (int l = 1; l < 4; l++)
-        pair_put(p, l, 0, 4);
+    for (int l = 1; l < 4; l++) pair_put(p, l, 0, 4);
     pair_put(p, 0, 0, 1);
     CHECK_FAILS(kvc_commit(p->batch), KVC_ERR_INVALID, "token 2", "layer 0");
     pair_put(p, 0, 2, 2);
@@ -337,8 +346,7 @@ static void test_bad_put(void)
 }
 
 /* Reads with bad arguments are refused and write nothing. */
-static void test_bad_reads(void)
-{
+static void test_bad_reads(void) {
     pair *p = mixed_pair(4);
     float k[64];
     int32_t position = -5;
@@ -360,10 +368,10 @@ static void test_bad_reads(void)
         CHECK_FAILS(kvc_blocks(p->cache, layer, &block, sizeof block, 1, &num, &run, sizeof run, 1, &num_runs),
                     KVC_ERR_INDEX, "layer", value);
     }
-    CHECK_FAILS(kvc_blocks(p->cache, 0, &block, 4, 1, &num, &run, sizeof run, 1, &num_runs), KVC_ERR_INVALID,
-                "blocks", "as 4:");
-    CHECK_FAILS(kvc_blocks(p->cache, 0, &block, sizeof block, 1, &num, &run, 8, 1, &num_runs), KVC_ERR_INVALID,
-                "runs", "as 8:");
+    CHECK_FAILS(kvc_blocks(p->cache, 0, &block, 4, 1, &num, &run, sizeof run, 1, &num_runs), KVC_ERR_INVALID, "blocks",
+                "as 4:");
+    CHECK_FAILS(kvc_blocks(p->cache, 0, &block, sizeof block, 1, &num, &run, 8, 1, &num_runs), KVC_ERR_INVALID, "runs",
+                "as 8:");
     CHECK_FAILS(kvc_blocks(p->cache, 0, &block, sizeof block, 1, NULL, &run, sizeof run, 1, &num_runs), KVC_ERR_INVALID,
                 "num_blocks", "NULL");
     CHECK_FAILS(kvc_blocks(p->cache, 0, &block, sizeof block, 1, &num, &run, sizeof run, 1, NULL), KVC_ERR_INVALID,
@@ -385,8 +393,7 @@ static void test_bad_reads(void)
     pair_free(p);
 }
 
-int main(void)
-{
+int main(void) {
     test_layer_sizes();
     test_config_sizes();
     test_argument_sizes();

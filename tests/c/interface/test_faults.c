@@ -14,23 +14,17 @@ typedef struct scenario {
 
 static memory heap;
 
-static kvc_status reserve(pair *p)
-{
-    return pair_reserve(p, 0, 30);
-}
+static kvc_status reserve(pair *p) { return pair_reserve(p, 0, 30); }
 
-static void close_pair(pair *p)
-{
-    if (p->batch)
-        pair_abort(p);
+static void close_pair(pair *p) {
+    if (p->batch) pair_abort(p);
     pair_check(p);
     pair_free(p);
     CHECKF(heap.num == 0, "%d allocations are left", heap.num);
 }
 
 /* Runs the scenario with the allocation after `fail_after` others failing; returns whether one failed. */
-static int run_once(const scenario *s, int fail_after)
-{
+static int run_once(const scenario *s, int fail_after) {
     static pair p;
     memory_init(&heap);
     p = (pair){.memory = &heap};
@@ -46,8 +40,7 @@ static int run_once(const scenario *s, int fail_after)
     pair_check(&p);
     if (status != KVC_OK)
         CHECKF(!memcmp(&after, &before, sizeof after), "after %d", fail_after); /* no block is left over */
-    if (status != KVC_OK)
-        CHECKF(kvc_nbytes(p.cache) == bytes, "after %d", fail_after);
+    if (status != KVC_OK) CHECKF(kvc_nbytes(p.cache) == bytes, "after %d", fail_after);
     if (status != KVC_OK && (!strncmp(s->name, "begin", 5) || s->run == reserve || s->run == pair_compact))
         CHECKF(heap.num == allocations, "after %d", fail_after); /* and no scratch */
     CHECKF(status == KVC_OK || strstr(kvc_last_error(), "memory"), "%s", kvc_last_error());
@@ -60,27 +53,21 @@ static int run_once(const scenario *s, int fail_after)
     return failed;
 }
 
-static void run_scenario(const scenario *s)
-{
+static void run_scenario(const scenario *s) {
     int fail_after = 0, failures = test_failures;
-    while (run_once(s, fail_after) && fail_after < 100)
-        fail_after++;
+    while (run_once(s, fail_after) && fail_after < 100) fail_after++;
     CHECK(fail_after > 0 && fail_after < 100);
-    if (test_failures > failures)
-        printf("in the scenario: %s\n", s->name);
+    if (test_failures > failures) printf("in the scenario: %s\n", s->name);
 }
 
 /* ---- what is there before ---------------------------------------------------------------------------------------- */
 
 /* A rope that rotates two elements of a key by right angles. */
-static kvc_rope right_rope(int first_dim)
-{
-    return (kvc_rope){
-        .kind = KVC_ROPE_FREQUENCIES, .first_dim = first_dim, .num_freqs = 1, .inv_freq = right_angles};
+static kvc_rope right_rope(int first_dim) {
+    return (kvc_rope){.kind = KVC_ROPE_FREQUENCIES, .first_dim = first_dim, .num_freqs = 1, .inv_freq = right_angles};
 }
 
-static void prepare_empty(pair *p)
-{
+static void prepare_empty(pair *p) {
     const kvc_layer layers[] = {
         {.num_kv_heads = 2, .k_dim = 3, .v_dim = 5, .k_type = KVC_F32, .v_type = KVC_F16, .rope = right_rope(1)},
         {.num_kv_heads = 1,
@@ -97,15 +84,13 @@ static void prepare_empty(pair *p)
     pair_new(p, 4, layers);
 }
 
-static void prepare_one(pair *p)
-{
+static void prepare_one(pair *p) {
     prepare_empty(p);
     pair_feed(p, 0, 0, 21);
 }
 
 /* Fills the first table of sequences; two of them share rows. */
-static void prepare_four(pair *p)
-{
+static void prepare_four(pair *p) {
     prepare_one(p);
     pair_feed(p, 1, 0, 6);
     pair_feed(p, 2, 0, 1);
@@ -113,14 +98,12 @@ static void prepare_four(pair *p)
 }
 
 /* The rows before the last ones of sequence 1 have not been expired. */
-static void prepare_fed(pair *p)
-{
+static void prepare_fed(pair *p) {
     prepare_four(p);
     pair_feed(p, 1, 6, 9);
 }
 
-static void prepare_irregular(pair *p)
-{
+static void prepare_irregular(pair *p) {
     prepare_empty(p);
     pair_pass(p, 12, (int32_t[]){0, 1, 2, 9, 10, 11, 3, 4, 12, 13, 5, 6},
               (int64_t[]){0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0});
@@ -128,22 +111,18 @@ static void prepare_irregular(pair *p)
 }
 
 /* No scratch is kept from earlier batches. */
-static void prepare_compacted(pair *p)
-{
+static void prepare_compacted(pair *p) {
     prepare_four(p);
     pair_compact(p);
 }
 
 /* Fills a list of runs, so that an edit that splits one must lengthen it. */
-static void prepare_runs(pair *p)
-{
+static void prepare_runs(pair *p) {
     prepare_empty(p);
-    for (int32_t at = 0; at < 24; at += 2)
-        pair_feed(p, 0, at, at + 1);
+    for (int32_t at = 0; at < 24; at += 2) pair_feed(p, 0, at, at + 1);
 }
 
-static void prepare_holes(pair *p)
-{
+static void prepare_holes(pair *p) {
     prepare_one(p);
     pair_copy_prefix(p, 0, 1, 15);
     for (int32_t at = 1; at < 21; at += 2) {
@@ -153,28 +132,23 @@ static void prepare_holes(pair *p)
 }
 
 /* Two sequences that share the odd positions, of which one lacks the even ones. */
-static void prepare_between(pair *p)
-{
+static void prepare_between(pair *p) {
     prepare_one(p);
     pair_fork(p, 0, 1);
-    for (int32_t at = 0; at < 21; at += 2)
-        pair_remove(p, 0, at, at + 1, 0);
+    for (int32_t at = 0; at < 21; at += 2) pair_remove(p, 0, at, at + 1, 0);
 }
 
 /* Two sequences that share rows in no order of positions. */
-static void prepare_out_of_order(pair *p)
-{
+static void prepare_out_of_order(pair *p) {
     prepare_one(p);
     for (int64_t id = 1; id < 3; id++)
-        for (int32_t at = 15; at >= 5; at -= 5)
-            pair_share(p, 0, id, at, at + 4);
+        for (int32_t at = 15; at >= 5; at -= 5) pair_share(p, 0, id, at, at + 4);
     pair_keep(p, 1);
     pair_share(p, 1, 0, 6, KVC_END);
 }
 
 /* Prepare so few bytes that five tokens more fit only once the holes are closed. */
-static void prepare_few_bytes(pair *p)
-{
+static void prepare_few_bytes(pair *p) {
     prepare_empty(p);
     pair_feed(p, 0, 0, 40);
     int64_t bytes = kvc_nbytes(p->cache);
@@ -183,12 +157,10 @@ static void prepare_few_bytes(pair *p)
     p->config.max_bytes = bytes + 200; /* 200 for lists of runs */
     prepare_empty(p);
     pair_feed(p, 0, 0, 40);
-    for (int32_t at = 1; at < 36; at += 6)
-        pair_remove(p, 0, at, at + 1, 0);
+    for (int32_t at = 1; at < 36; at += 6) pair_remove(p, 0, at, at + 1, 0);
 }
 
-static void prepare_batch(pair *p)
-{
+static void prepare_batch(pair *p) {
     int32_t positions[24];
     int64_t ids[24];
     prepare_four(p);
@@ -201,8 +173,7 @@ static void prepare_batch(pair *p)
 }
 
 /* Three sequences that see the same slots at different deltas. */
-static void prepare_disputed(pair *p)
-{
+static void prepare_disputed(pair *p) {
     prepare_one(p);
     pair_fork(p, 0, 1);
     pair_fork(p, 0, 2);
@@ -211,27 +182,23 @@ static void prepare_disputed(pair *p)
     pair_shift(p, 2, 0, 2, 50);
 }
 
-static void prepare_long_batch(pair *p)
-{
+static void prepare_long_batch(pair *p) {
     int32_t positions[60];
     int64_t ids[60] = {0};
-    for (int t = 0; t < 60; t++)
-        positions[t] = t;
+    for (int t = 0; t < 60; t++) positions[t] = t;
     p->config.block_size = 16;
     prepare_empty(p);
     CHECK(pair_begin(p, 60, positions, ids) == KVC_OK);
     pair_put_all(p);
 }
 
-static void prepare_open(pair *p)
-{
+static void prepare_open(pair *p) {
     prepare_one(p);
     CHECK(pair_begin(p, 3, (int32_t[]){21, 22, 23}, (int64_t[]){0, 0, 0}) == KVC_OK);
 }
 
 /* Rows for a cross-attention layer in an open batch, whose tokens were put. */
-static void prepare_cross(pair *p)
-{
+static void prepare_cross(pair *p) {
     prepare_four(p);
     CHECK(pair_begin(p, 3, (int32_t[]){21, 6, 22}, (int64_t[]){0, 1, 0}) == KVC_OK);
     CHECK(pair_put_cross(p, 3, 0, 4) == KVC_OK);
@@ -239,15 +206,13 @@ static void prepare_cross(pair *p)
 }
 
 /* Rows in a cross-attention layer. */
-static void prepare_encoded(pair *p)
-{
+static void prepare_encoded(pair *p) {
     prepare_cross(p);
     CHECK(pair_commit(p) == KVC_OK);
 }
 
 /* Keys that are off by several deltas, and a batch to attend with. */
-static void prepare_deltas(pair *p)
-{
+static void prepare_deltas(pair *p) {
     int32_t positions[24];
     int64_t ids[24] = {0};
     prepare_disputed(p);
@@ -261,118 +226,63 @@ static void prepare_deltas(pair *p)
 
 /* ---- operations -------------------------------------------------------------------------------------------------- */
 
-static kvc_status begin_new(pair *p)
-{
+static kvc_status begin_new(pair *p) {
     return pair_begin(p, 7, (int32_t[]){0, 0, 0, 1, 5, 0, 0}, (int64_t[]){9, -1, 4, 4, 4, 5, 6});
 }
 
-static kvc_status begin_old(pair *p)
-{
-    return pair_begin(p, 4, (int32_t[]){21, 6, 22, 23}, (int64_t[]){0, 1, 0, 0});
-}
+static kvc_status begin_old(pair *p) { return pair_begin(p, 4, (int32_t[]){21, 6, 22, 23}, (int64_t[]){0, 1, 0, 0}); }
 
-static kvc_status begin_old_and_new(pair *p)
-{
+static kvc_status begin_old_and_new(pair *p) {
     return pair_begin(p, 5, (int32_t[]){21, 6, 22, 0, 0}, (int64_t[]){0, 1, 0, 7, 8});
 }
 
-static kvc_status prefill(pair *p)
-{
+static kvc_status prefill(pair *p) {
     int32_t positions[50];
     int64_t ids[50] = {0};
-    for (int t = 0; t < 50; t++)
-        positions[t] = next_of(p, find_sequence(p, 0)) + t;
+    for (int t = 0; t < 50; t++) positions[t] = next_of(p, find_sequence(p, 0)) + t;
     return pair_begin(p, 50, positions, ids);
 }
 
-static kvc_status begin_irregular(pair *p)
-{
+static kvc_status begin_irregular(pair *p) {
     return pair_begin(p, 6, (int32_t[]){14, 20, 16, 15, 15, 14}, (int64_t[]){0, 0, 0, 0, 1, 1});
 }
 
-static kvc_status begin_few(pair *p)
-{
+static kvc_status begin_few(pair *p) {
     return pair_begin(p, 5, (int32_t[]){40, 41, 42, 43, 44}, (int64_t[]){0, 0, 0, 0, 0});
 }
 
-static kvc_status fork_new(pair *p)
-{
-    return pair_fork(p, 0, 8);
-}
+static kvc_status fork_new(pair *p) { return pair_fork(p, 0, 8); }
 
-static kvc_status fork_over(pair *p)
-{
-    return pair_fork(p, 1, 0);
-}
+static kvc_status fork_over(pair *p) { return pair_fork(p, 1, 0); }
 
-static kvc_status copy_prefix(pair *p)
-{
-    return pair_copy_prefix(p, 1, 8, 8);
-}
+static kvc_status copy_prefix(pair *p) { return pair_copy_prefix(p, 1, 8, 8); }
 
-static kvc_status copy_nothing(pair *p)
-{
-    return pair_copy_prefix(p, 1, 0, 0);
-}
+static kvc_status copy_nothing(pair *p) { return pair_copy_prefix(p, 1, 0, 0); }
 
-static kvc_status share_new(pair *p)
-{
-    return pair_share(p, 1, 8, 2, 5);
-}
+static kvc_status share_new(pair *p) { return pair_share(p, 1, 8, 2, 5); }
 
-static kvc_status share_all(pair *p)
-{
-    return pair_share(p, 0, 8, 0, KVC_END);
-}
+static kvc_status share_all(pair *p) { return pair_share(p, 0, 8, 0, KVC_END); }
 
 /* Every other row of sequence 1 is left out, as sequence 0 has it; its list must be lengthened. */
-static kvc_status share_between(pair *p)
-{
-    return pair_share(p, 1, 0, 0, KVC_END);
-}
+static kvc_status share_between(pair *p) { return pair_share(p, 1, 0, 0, KVC_END); }
 
-static kvc_status share_nothing(pair *p)
-{
-    return pair_share(p, 1, 8, 500, 600);
-}
+static kvc_status share_nothing(pair *p) { return pair_share(p, 1, 8, 500, 600); }
 
-static kvc_status remove_middle(pair *p)
-{
-    return pair_remove(p, 0, 3, 18, 0);
-}
+static kvc_status remove_middle(pair *p) { return pair_remove(p, 0, 3, 18, 0); }
 
-static kvc_status remove_and_shift(pair *p)
-{
-    return pair_remove(p, 0, 3, 8, 1);
-}
+static kvc_status remove_and_shift(pair *p) { return pair_remove(p, 0, 3, 8, 1); }
 
-static kvc_status shift_some(pair *p)
-{
-    return pair_shift(p, 0, 5, 19, 7);
-}
+static kvc_status shift_some(pair *p) { return pair_shift(p, 0, 5, 19, 7); }
 
-static kvc_status divide_all(pair *p)
-{
-    return pair_divide(p, 0, 2, KVC_END, 2);
-}
+static kvc_status divide_all(pair *p) { return pair_divide(p, 0, 2, KVC_END, 2); }
 
-static kvc_status inject_shared(pair *p)
-{
-    return pair_inject(p, 1, 0, 0, 18);
-}
+static kvc_status inject_shared(pair *p) { return pair_inject(p, 1, 0, 0, 18); }
 
-static kvc_status inject_deltas(pair *p)
-{
-    return pair_inject(p, 2, 2, 0, 60);
-}
+static kvc_status inject_deltas(pair *p) { return pair_inject(p, 2, 2, 0, 60); }
 
-static kvc_status inject_all(pair *p)
-{
-    return pair_inject_rows(p, 0, 0, 0, 9, 0);
-}
+static kvc_status inject_all(pair *p) { return pair_inject_rows(p, 0, 0, 0, 9, 0); }
 
-static kvc_status hold_slots(pair *p)
-{
+static kvc_status hold_slots(pair *p) {
     kvc_span span;
     kvc_hold *hold = NULL;
     kvc_status status = agree(p, "slots", kvc_slots(p->batch, 0, 1, &span, sizeof span, &hold), KVC_OK);
@@ -381,61 +291,46 @@ static kvc_status hold_slots(pair *p)
     return status;
 }
 
-static kvc_status put_cross_again(pair *p)
-{
-    return pair_put_cross(p, 3, 0, 6);
-}
+static kvc_status put_cross_again(pair *p) { return pair_put_cross(p, 3, 0, 6); }
 
-static kvc_status put_cross_first(pair *p)
-{
-    return pair_put_cross(p, 3, 1, 2);
-}
+static kvc_status put_cross_first(pair *p) { return pair_put_cross(p, 3, 1, 2); }
 
-static kvc_status extract(pair *p)
-{
+static kvc_status extract(pair *p) {
     float k[30 * 6];
     const kvc_rows_out out = {.struct_size = sizeof out, .k = k, .k_head_stride = 30 * 12, .k_row_stride = 12};
     return agree(p, "extract", kvc_extract(p->cache, 1, 0, 0, 30, &out), KVC_OK);
 }
 
-static kvc_status dense(pair *p)
-{
+static kvc_status dense(pair *p) {
     static float k[2 * 200 * 3], mask[24 * 200];
     int64_t num = 0;
     CHECK(kvc_dense_rows(p->batch, 0, &num) == KVC_OK && num <= 200);
     const kvc_rows_out rows = {.struct_size = sizeof rows, .k = k, .k_head_stride = num * 12, .k_row_stride = 12};
-    const kvc_dense_args args = {
-        .struct_size = sizeof args,
-        .rows = &rows,
-        .mask = mask,
-        .mask_token_stride = num * (int64_t)sizeof *mask,
-        .num_rows = num};
+    const kvc_dense_args args = {.struct_size = sizeof args,
+                                 .rows = &rows,
+                                 .mask = mask,
+                                 .mask_token_stride = num * (int64_t)sizeof *mask,
+                                 .num_rows = num};
     return agree(p, "dense", kvc_dense(p->batch, 0, &args), KVC_OK);
 }
 
-static kvc_status truncate_one(pair *p)
-{
-    return pair_truncate(p, 0, 21);
-}
+static kvc_status truncate_one(pair *p) { return pair_truncate(p, 0, 21); }
 
-static kvc_status hold_spans(pair *p)
-{
+static kvc_status hold_spans(pair *p) {
     static view v;
     kvc_status status = view_new(&v, p, 0, 0);
     view_free(&v, p);
     return status;
 }
 
-static kvc_status gather(pair *p)
-{
+static kvc_status gather(pair *p) {
     float k[5 * 6];
     const kvc_rows_out out = {.struct_size = sizeof out, .k = k, .k_head_stride = 5 * 12, .k_row_stride = 12};
     return agree(p, "gather", kvc_gather(p->cache, 0, 0, 3, 5, &out), KVC_OK);
 }
 
 /* All that the batch shows of a sequence, held; and copied, keys rotated. */
-static kvc_status hold_batch_spans(pair *p)
-{
+static kvc_status hold_batch_spans(pair *p) {
     kvc_span spans[200];
     kvc_hold *hold = NULL;
     int64_t num;
@@ -446,21 +341,18 @@ static kvc_status hold_batch_spans(pair *p)
     return status;
 }
 
-static kvc_status gather_batch(pair *p)
-{
+static kvc_status gather_batch(pair *p) {
     static float k[200 * 6];
     int64_t num = 0;
     kvc_rows_out out = {.struct_size = sizeof out, .num_stored = &num, .batch = p->batch};
     kvc_status status = agree(p, "gather", kvc_gather(p->cache, 1, 0, 0, 0, &out), KVC_OK);
-    if (status != KVC_OK)
-        return status;
+    if (status != KVC_OK) return status;
     CHECK(num > 12 && num <= 200);
     out.k = k, out.k_head_stride = num * 12, out.k_row_stride = 12;
     return agree(p, "gather", kvc_gather(p->cache, 1, 0, 0, num, &out), KVC_OK);
 }
 
-static kvc_status plan(pair *p)
-{
+static kvc_status plan(pair *p) {
     const kvc_plan_args args = {.struct_size = sizeof args, .num_heads = 4, .num_threads = 3};
     kvc_plan *made = NULL;
     kvc_status status = agree(p, "plan_new", kvc_plan_new(p->batch, &args, &made), KVC_OK);
@@ -469,8 +361,7 @@ static kvc_status plan(pair *p)
     return status;
 }
 
-static kvc_status attend(pair *p)
-{
+static kvc_status attend(pair *p) {
     static const float q[24 * 4 * 3];
     static float out[24 * 4 * 5];
     const kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .num_heads = 4};
@@ -484,20 +375,13 @@ static kvc_status attend(pair *p)
     return agree(p, "attend", kvc_attend(p->batch, &plan_args, &args), KVC_OK);
 }
 
-static kvc_status restore_new(pair *p)
-{
-    return pair_restore(p, 1, 77);
-}
+static kvc_status restore_new(pair *p) { return pair_restore(p, 1, 77); }
 
-static kvc_status restore_over(pair *p)
-{
-    return pair_restore(p, 1, 0);
-}
+static kvc_status restore_over(pair *p) { return pair_restore(p, 1, 0); }
 
 /* ---- what takes no memory, so that it cannot fail ---------------------------------------------------------------- */
 
-static void test_needs_no_memory(void)
-{
+static void test_needs_no_memory(void) {
     static pair p;
     int64_t num_blocks, num_runs;
     memory_init(&heap);
@@ -527,8 +411,7 @@ static void test_needs_no_memory(void)
 }
 
 /* Commits what the batch of `prepare` has, all of it or, with kept, some, while every allocation fails. */
-static void commit_without_memory(void (*prepare)(pair *p), const int32_t *kept, int32_t num_kept)
-{
+static void commit_without_memory(void (*prepare)(pair *p), const int32_t *kept, int32_t num_kept) {
     static pair p;
     memory_init(&heap);
     p = (pair){.memory = &heap};
@@ -543,19 +426,17 @@ static void commit_without_memory(void (*prepare)(pair *p), const int32_t *kept,
 }
 
 /* A batch of several sequences, some new, with repeated positions, as trees have (and now and then with parents). */
-static void prepare_repeated(pair *p)
-{
+static void prepare_repeated(pair *p) {
     prepare_four(p);
-    CHECK(pair_begin(p, 10, (int32_t[]){21, 22, 6, 22, 23, 7, 0, 1, 1, 0},
-                     (int64_t[]){0, 0, 1, 0, 0, 1, 9, 9, 9, 8}) == KVC_OK);
+    CHECK(pair_begin(p, 10, (int32_t[]){21, 22, 6, 22, 23, 7, 0, 1, 1, 0}, (int64_t[]){0, 0, 1, 0, 0, 1, 9, 9, 9, 8}) ==
+          KVC_OK);
     CHECK(pair_put_cross(p, 3, 9, 3) == KVC_OK);
     CHECK(pair_put_cross(p, 3, 1, 6) == KVC_OK);
     pair_put_all(p);
 }
 
 /* A batch whose first slots lie behind those of a fork, in blocks that others fill, at positions that jump. */
-static void prepare_scattered(pair *p)
-{
+static void prepare_scattered(pair *p) {
     int32_t positions[40];
     int64_t ids[40];
     prepare_irregular(p);
@@ -568,8 +449,7 @@ static void prepare_scattered(pair *p)
 }
 
 /* A batch that restores the layers of one group, in three sequences. */
-static kvc_status begin_restoring(pair *p)
-{
+static kvc_status begin_restoring(pair *p) {
     static const uint8_t replaced[] = {0, 0, 1, 1};
     int32_t positions[30];
     int64_t ids[30];
@@ -580,8 +460,7 @@ static kvc_status begin_restoring(pair *p)
     return pair_begin_with(p, 30, positions, ids, replaced);
 }
 
-static void prepare_restoring(pair *p)
-{
+static void prepare_restoring(pair *p) {
     prepare_four(p);
     CHECK(begin_restoring(p) == KVC_OK);
     CHECK(pair_put_cross(p, 3, 9, 2) == KVC_OK);
@@ -589,32 +468,28 @@ static void prepare_restoring(pair *p)
 }
 
 /* Whether all tokens are kept, every other one, or any, a commit takes no memory. */
-static void test_commit_needs_no_memory(void)
-{
-    static void (*const prepares[])(pair * p) = {prepare_cross,    prepare_batch,     prepare_long_batch,
-                                                 prepare_repeated, prepare_scattered, prepare_restoring};
+static void test_commit_needs_no_memory(void) {
+    static void (*const prepares[])(pair *p) = {prepare_cross,    prepare_batch,     prepare_long_batch,
+                                                prepare_repeated, prepare_scattered, prepare_restoring};
     static const int sizes[] = {3, 24, 60, 10, 40, 30};
     int32_t kept[60], n;
     for (int i = 0; i < 6; i++) {
         commit_without_memory(prepares[i], NULL, 0);
         for (int step = 1; step < 4; step++) {
-            for (n = 0; n * step < sizes[i]; n++)
-                kept[n] = n * step;
+            for (n = 0; n * step < sizes[i]; n++) kept[n] = n * step;
             commit_without_memory(prepares[i], kept, n);
         }
         for (int round = 0; round < 20; round++) {
             n = 0;
             for (int32_t t = 0; t < sizes[i]; t++)
-                if (random_int(0, 2))
-                    kept[n++] = t;
+                if (random_int(0, 2)) kept[n++] = t;
             commit_without_memory(prepares[i], kept, n);
         }
     }
 }
 
 /* Sequences that are not stored: new ones, and one that held rows, which a commit drops. */
-static void test_unstored_commit_needs_no_memory(void)
-{
+static void test_unstored_commit_needs_no_memory(void) {
     static pair p;
     memory_init(&heap);
     p = (pair){.memory = &heap};
@@ -626,7 +501,8 @@ static void test_unstored_commit_needs_no_memory(void)
     const float row[6 * 8] = {0};
     CHECK(kvc_begin_with(p.cache, &args, &p.batch) == KVC_OK);
     for (int l = 0; l < 4; l++) {
-        const kvc_put_args put = {.struct_size = sizeof put, .num_tokens = l == 3 ? 6 : 4, .k = row, .v = row, .seq_id = 9};
+        const kvc_put_args put = {
+            .struct_size = sizeof put, .num_tokens = l == 3 ? 6 : 4, .k = row, .v = row, .seq_id = 9};
         CHECKF(kvc_put(p.batch, l, &put) == KVC_OK, "%s", kvc_last_error());
     }
     memory_fail_after(&heap, 0);
@@ -641,8 +517,7 @@ static void test_unstored_commit_needs_no_memory(void)
 
 /* ---- everything -------------------------------------------------------------------------------------------------- */
 
-static void test_cache_new(void)
-{
+static void test_cache_new(void) {
     kvc_config config = {.struct_size = sizeof config,
                          .layers = &(kvc_layer){.num_kv_heads = 1, .k_dim = 4, .v_dim = 4},
                          .layer_size = sizeof(kvc_layer),
@@ -659,8 +534,7 @@ static void test_cache_new(void)
     CHECK(kvc_cache_free(cache) == KVC_OK && heap.num == 0);
 }
 
-static void test_random(int block_size, int num_steps)
-{
+static void test_random(int block_size, int num_steps) {
     static pair p;
     static view v;
     memory_init(&heap);
@@ -676,8 +550,7 @@ static void test_random(int block_size, int num_steps)
     close_pair(&p);
 }
 
-int main(void)
-{
+int main(void) {
     static const scenario scenarios[] = {
         {"begin, first sequences", .prepare = prepare_empty, .run = begin_new},
         {"begin, more sequences", .prepare = prepare_four, .run = begin_new},
@@ -743,9 +616,7 @@ int main(void)
     test_needs_no_memory();
     test_commit_needs_no_memory();
     test_unstored_commit_needs_no_memory();
-    for (size_t i = 0; i < sizeof scenarios / sizeof *scenarios; i++)
-        run_scenario(&scenarios[i]);
-    for (int i = 0; i < 48; i++)
-        test_random(block_sizes[i % 4], 250);
+    for (size_t i = 0; i < sizeof scenarios / sizeof *scenarios; i++) run_scenario(&scenarios[i]);
+    for (int i = 0; i < 48; i++) test_random(block_sizes[i % 4], 250);
     return test_result();
 }

@@ -17,10 +17,7 @@
 const char *__tsan_default_options(void);
 
 /* A thread that ended, and that the parent is yet to join, is none that the child leaks. */
-const char *__tsan_default_options(void)
-{
-    return "report_thread_leaks=0";
-}
+const char *__tsan_default_options(void) { return "report_thread_leaks=0"; }
 
 enum {
     DIM = 8,
@@ -34,25 +31,21 @@ enum {
 static atomic_int is_inside; /* the function of the caller that is waited for was entered */
 static atomic_int go_on;
 static atomic_int forking;
-static int watch; /* the functions below wait */
+static int watch;       /* the functions below wait */
 static int num_passing; /* allocations that do not, before one does */
 static kvc_batch *open_batch;
 
-static void wait_for(atomic_int *flag)
-{
-    while (!atomic_load(flag))
-        sched_yield();
+static void wait_for(atomic_int *flag) {
+    while (!atomic_load(flag)) sched_yield();
 }
 
 /* An allocator that a thread stays in, with the mutex, until the process forks and a while longer: if fork() waited for
  * nothing, the child had a mutex that nobody lets go. */
-static void *slow_alloc(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint)
-{
+static void *slow_alloc(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
     (void)user;
     if (watch && num_passing-- <= 0 && !atomic_exchange(&is_inside, 1)) {
         wait_for(&forking);
-        for (int i = 0; i < 2000 && !atomic_load(&go_on); i++)
-            sched_yield();
+        for (int i = 0; i < 2000 && !atomic_load(&go_on); i++) sched_yield();
     }
     size = (size + alignment - 1) / alignment * alignment;
     void *start = aligned_alloc(alignment, size);
@@ -61,39 +54,30 @@ static void *slow_alloc(void *user, size_t size, size_t alignment, const kvc_mem
     return start;
 }
 
-static void slow_free(void *user, void *start, size_t size, const kvc_memory_hint *hint)
-{
+static void slow_free(void *user, void *start, size_t size, const kvc_memory_hint *hint) {
     (void)user, (void)size, (void)hint;
     free(start);
 }
 
-static void note_fork(void)
-{
-    atomic_store(&forking, 1);
-}
+static void note_fork(void) { atomic_store(&forking, 1); }
 
-static int32_t add_delta(float *keys, int64_t num, int32_t delta)
-{
-    for (int64_t i = 0; i < num; i++)
-        keys[i] += (float)delta;
+static int32_t add_delta(float *keys, int64_t num, int32_t delta) {
+    for (int64_t i = 0; i < num; i++) keys[i] += (float)delta;
     return 0;
 }
 
 /* A function that moves keys, in which a thread stays until the parent goes on. */
 static int32_t move_slowly(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows,
-                           int32_t k_dim, int32_t delta)
-{
+                           int32_t k_dim, int32_t delta) {
     (void)user, (void)layer;
-    if (watch && !atomic_exchange(&is_inside, 1))
-        wait_for(&go_on);
+    if (watch && !atomic_exchange(&is_inside, 1)) wait_for(&go_on);
     return add_delta(keys, num_kv_heads * num_rows * k_dim, delta);
 }
 
 static pid_t child_of_function;
 
 static int32_t move_and_fork(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows,
-                             int32_t k_dim, int32_t delta)
-{
+                             int32_t k_dim, int32_t delta) {
     (void)user, (void)layer;
     if (watch && !atomic_exchange(&is_inside, 1)) {
         child_of_function = fork();
@@ -111,36 +95,29 @@ static const double angles[] = {1, 0.1};
 static const kvc_rope frequencies = {.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 2, .inv_freq = angles};
 
 /* A call stays in it, too. */
-static int32_t poll_slowly(void *user)
-{
+static int32_t poll_slowly(void *user) {
     (void)user;
-    if (watch && !atomic_exchange(&is_inside, 1))
-        wait_for(&go_on);
+    if (watch && !atomic_exchange(&is_inside, 1)) wait_for(&go_on);
     return 0;
 }
 
-static kvc_cache *new_layers(const kvc_layer *layers, int32_t num_layers, const kvc_allocator *allocator)
-{
+static kvc_cache *new_layers(const kvc_layer *layers, int32_t num_layers, const kvc_allocator *allocator) {
     return cache_of(layers, num_layers,
                     (kvc_config){.block_size = 4, .num_threads = 1, .allocator = allocator, .poll = poll_slowly});
 }
 
-static kvc_cache *new_cache(kvc_rope rope, const kvc_allocator *allocator)
-{
+static kvc_cache *new_cache(kvc_rope rope, const kvc_allocator *allocator) {
     const kvc_layer layer = {.num_kv_heads = 2, .k_dim = DIM, .v_dim = DIM, .rope = rope};
     return new_layers(&layer, 1, allocator);
 }
 
 /* Appends ROWS tokens; returns the status of kvc_begin. */
-static kvc_status feed(kvc_cache *cache, int64_t id)
-{
+static kvc_status feed(kvc_cache *cache, int64_t id) {
     float rows[ROWS * 2 * DIM];
     int64_t ids[ROWS];
     kvc_batch *batch;
-    for (int i = 0; i < ROWS; i++)
-        ids[i] = id;
-    for (int i = 0; i < ROWS * 2 * DIM; i++)
-        rows[i] = (float)(i % 7);
+    for (int i = 0; i < ROWS; i++) ids[i] = id;
+    for (int i = 0; i < ROWS * 2 * DIM; i++) rows[i] = (float)(i % 7);
     const kvc_put_args args = {.struct_size = sizeof args,
                                .k = rows,
                                .v = rows,
@@ -149,15 +126,13 @@ static kvc_status feed(kvc_cache *cache, int64_t id)
                                .v_token_stride = 2 * DIM * sizeof *rows,
                                .v_head_stride = DIM * sizeof *rows};
     const kvc_status status = kvc_begin(cache, ROWS, NULL, ids, NULL, &batch);
-    if (status != KVC_OK)
-        return status;
+    if (status != KVC_OK) return status;
     CHECKF(kvc_put(batch, 0, &args) == KVC_OK, "%s", kvc_last_error());
     CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
     return KVC_OK;
 }
 
-static kvc_status gather(kvc_cache *cache, int64_t id)
-{
+static kvc_status gather(kvc_cache *cache, int64_t id) {
     static _Thread_local float k[2 * 2 * ROWS * DIM];
     int64_t stored = 0;
     kvc_rows_out out = {.struct_size = sizeof out,
@@ -170,8 +145,7 @@ static kvc_status gather(kvc_cache *cache, int64_t id)
 }
 
 /* Every kind of call, none of which may wait for ever, and the end of the cache. */
-static void do_everything(kvc_cache *cache, const char *when)
-{
+static void do_everything(kvc_cache *cache, const char *when) {
 #define WORKS(call) CHECKF((call) == KVC_OK, "%s: %s", when, kvc_last_error())
     WORKS(kvc_validate(cache));
     WORKS(feed(cache, 5));
@@ -196,16 +170,14 @@ static void do_everything(kvc_cache *cache, const char *when)
 #undef WORKS
 }
 
-static void check_child(pid_t child, const char *when)
-{
+static void check_child(pid_t child, const char *when) {
     int status = -1;
     CHECK(child > 0 && waitpid(child, &status, 0) == child);
     CHECKF(WIFEXITED(status) && WEXITSTATUS(status) == 0, "%s: the child ended with %d", when, status);
 }
 
 /* The child makes every kind of call and ends; the parent continues. */
-static void fork_and_check(kvc_cache *cache, const char *when)
-{
+static void fork_and_check(kvc_cache *cache, const char *when) {
     const pid_t child = fork();
     if (child == 0) {
         alarm(LIMIT);
@@ -220,22 +192,19 @@ static void fork_and_check(kvc_cache *cache, const char *when)
     check_child(child, when);
 }
 
-static void begin_watching(void)
-{
+static void begin_watching(void) {
     atomic_store(&is_inside, 0);
     atomic_store(&go_on, 0);
     atomic_store(&forking, 0);
     watch = 1;
 }
 
-static void *copy_in_thread(void *cache)
-{
+static void *copy_in_thread(void *cache) {
     CHECK(kvc_fork(cache, 0, 3) == KVC_OK);
     return NULL;
 }
 
-static void test_mutex_in_allocator(void)
-{
+static void test_mutex_in_allocator(void) {
     kvc_cache *cache = new_cache(frequencies, &slow_allocator);
     pthread_t thread;
     CHECK(feed(cache, 0) == KVC_OK);
@@ -249,15 +218,13 @@ static void test_mutex_in_allocator(void)
     do_everything(cache, "in the parent");
 }
 
-static void *shift_in_thread(void *cache)
-{
+static void *shift_in_thread(void *cache) {
     CHECKF(kvc_shift(cache, 0, 5, KVC_END, 3) == KVC_OK, "%s", kvc_last_error());
     return NULL;
 }
 
 /* The rewrite of a thread that is not there is undone. */
-static void test_rewrite(void)
-{
+static void test_rewrite(void) {
     const kvc_rope rope = {.kind = KVC_ROPE_FUNCTION, .shift = move_slowly};
     kvc_cache *cache = new_cache(rope, NULL);
     pthread_t thread;
@@ -273,8 +240,7 @@ static void test_rewrite(void)
 }
 
 /* A function that moves keys forks: its call goes on in the parent and in the child. */
-static void test_rewrite_that_forks(void)
-{
+static void test_rewrite_that_forks(void) {
     const kvc_rope rope = {.kind = KVC_ROPE_FUNCTION, .shift = move_and_fork};
     kvc_cache *cache = new_cache(rope, NULL);
     CHECK(feed(cache, 0) == KVC_OK);
@@ -290,19 +256,17 @@ static void test_rewrite_that_forks(void)
     check_child(child_of_function, "of the function's own");
 }
 
-/* ---- functions that write and read saved states ------------------------------------------------------------------ */
+/* ---- functions that write and read saved states --------------------------------------------------------------------
+ */
 
 static char file[1 << 16];
 static size_t file_size, file_at, slow_from; /* slow_from: the byte from which on a thread stays in the function */
 
-static void stay(size_t at)
-{
-    if (watch && at >= slow_from && !atomic_exchange(&is_inside, 1))
-        wait_for(&go_on);
+static void stay(size_t at) {
+    if (watch && at >= slow_from && !atomic_exchange(&is_inside, 1)) wait_for(&go_on);
 }
 
-static int32_t write_slowly(void *user, const void *data, size_t size)
-{
+static int32_t write_slowly(void *user, const void *data, size_t size) {
     (void)user;
     stay(file_size);
     CHECK(size <= sizeof file - file_size);
@@ -311,8 +275,7 @@ static int32_t write_slowly(void *user, const void *data, size_t size)
     return 0;
 }
 
-static int32_t read_slowly(void *user, void *data, size_t size)
-{
+static int32_t read_slowly(void *user, void *data, size_t size) {
     (void)user;
     stay(file_at);
     memcpy(data, file + file_at, size);
@@ -320,29 +283,25 @@ static int32_t read_slowly(void *user, void *data, size_t size)
     return 0;
 }
 
-static kvc_status save(kvc_cache *cache)
-{
+static kvc_status save(kvc_cache *cache) {
     const kvc_save_args args = {.struct_size = sizeof args, .write = write_slowly};
     file_size = 0;
     return kvc_save(cache, &args);
 }
 
-static void *save_in_thread(void *cache)
-{
+static void *save_in_thread(void *cache) {
     CHECKF(save(cache) == KVC_OK, "%s", kvc_last_error());
     return NULL;
 }
 
-static void *restore_in_thread(void *cache)
-{
+static void *restore_in_thread(void *cache) {
     const kvc_load_args args = {.struct_size = sizeof args, .read = read_slowly, .size = (int64_t)file_size};
     CHECKF(kvc_restore(cache, &args) == KVC_OK, "%s", kvc_last_error());
     return NULL;
 }
 
 /* The child holds nothing for a thread that is not there, and has not what that thread was restoring. */
-static void test_state(void *(*work)(void *cache), size_t from, const char *when)
-{
+static void test_state(void *(*work)(void *cache), size_t from, const char *when) {
     kvc_cache *cache = new_cache(frequencies, NULL);
     pthread_t thread;
     CHECK(feed(cache, 0) == KVC_OK && kvc_fork(cache, 0, 1) == KVC_OK);
@@ -363,8 +322,7 @@ static void test_state(void *(*work)(void *cache), size_t from, const char *when
 
 /* ---- work on a batch, which is not waited for -------------------------------------------------------------------- */
 
-static void *put_in_thread(void *batch)
-{
+static void *put_in_thread(void *batch) {
     static const float row[64] = {1};
     const kvc_put_args args = {.struct_size = sizeof args, .num_tokens = MAX_LEN, .k = row, .v = row};
     while (!atomic_load(&is_inside)) /* until a put takes long enough to poll */
@@ -372,16 +330,14 @@ static void *put_in_thread(void *batch)
     return NULL;
 }
 
-static void test_cross_put(void)
-{
-    const kvc_layer layers[] = {
-        {.num_kv_heads = 2, .k_dim = DIM, .v_dim = DIM, .rope = frequencies},
-        {.num_kv_heads = 2,
-         .k_dim = 64,
-         .v_dim = 64,
-         .k_type = KVC_Q4_0,
-         .v_type = KVC_Q4_0,
-         .policy = {.kind = KVC_CROSS, .max_len = MAX_LEN}}};
+static void test_cross_put(void) {
+    const kvc_layer layers[] = {{.num_kv_heads = 2, .k_dim = DIM, .v_dim = DIM, .rope = frequencies},
+                                {.num_kv_heads = 2,
+                                 .k_dim = 64,
+                                 .v_dim = 64,
+                                 .k_type = KVC_Q4_0,
+                                 .v_type = KVC_Q4_0,
+                                 .policy = {.kind = KVC_CROSS, .max_len = MAX_LEN}}};
     kvc_cache *cache = new_layers(layers, 2, NULL);
     pthread_t thread;
     CHECK(feed(cache, 0) == KVC_OK);
@@ -399,8 +355,7 @@ static void test_cross_put(void)
 }
 
 /* Put rows of batches that are not stored, until one takes long enough to poll; leave that batch open. */
-static void *put_unstored_in_thread(void *cache)
-{
+static void *put_unstored_in_thread(void *cache) {
     static const float row[64] = {1};
     static uint8_t unstored[LOOSE];
     const kvc_begin_args begin = {.struct_size = sizeof begin, .num_tokens = LOOSE, .unstored = unstored};
@@ -415,8 +370,7 @@ static void *put_unstored_in_thread(void *cache)
 }
 
 /* The memory of unstored rows is freed with their batch. */
-static void test_unstored_put(void)
-{
+static void test_unstored_put(void) {
     const kvc_layer layer = {.num_kv_heads = 2, .k_dim = 64, .v_dim = 64, .k_type = KVC_Q4_0, .v_type = KVC_Q4_0};
     kvc_cache *cache = new_layers(&layer, 1, NULL);
     pthread_t thread;
@@ -442,8 +396,7 @@ static void test_unstored_put(void)
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-static void *plan_in_thread(void *batch)
-{
+static void *plan_in_thread(void *batch) {
     const kvc_plan_args args = {.struct_size = sizeof args, .num_heads = 2};
     kvc_plan *plan;
     CHECKF(kvc_plan_new(batch, &args, &plan) == KVC_OK, "%s", kvc_last_error());
@@ -452,13 +405,11 @@ static void *plan_in_thread(void *batch)
 }
 
 /* fork() gets the mutex as soon as the plan has its memory. */
-static void test_plan(void)
-{
+static void test_plan(void) {
     static int64_t ids[MANY];
     kvc_cache *cache = new_cache(frequencies, &slow_allocator);
     pthread_t thread;
-    for (int i = 0; i < MANY; i++)
-        ids[i] = i;
+    for (int i = 0; i < MANY; i++) ids[i] = i;
     CHECK(feed(cache, 0) == KVC_OK);
     CHECK(kvc_begin(cache, MANY, NULL, ids, NULL, &open_batch) == KVC_OK);
     begin_watching();
@@ -477,8 +428,7 @@ static void test_plan(void)
 
 static atomic_int stop;
 
-static void *work(void *context)
-{
+static void *work(void *context) {
     kvc_cache *cache = context;
     while (!atomic_load(&stop)) {
         CHECKF(gather(cache, 0) == KVC_OK, "%s", kvc_last_error());
@@ -490,8 +440,7 @@ static void *work(void *context)
     return NULL;
 }
 
-static void *make_and_free(void *context)
-{
+static void *make_and_free(void *context) {
     (void)context;
     while (!atomic_load(&stop)) {
         kvc_cache *cache = new_cache(frequencies, NULL);
@@ -500,24 +449,19 @@ static void *make_and_free(void *context)
     return NULL;
 }
 
-static void test_work(void)
-{
+static void test_work(void) {
     enum { FORKS = 20 };
     kvc_cache *cache = new_cache(frequencies, NULL);
     pthread_t threads[4];
     CHECK(feed(cache, 0) == KVC_OK);
-    for (int i = 0; i < 4; i++)
-        CHECK(pthread_create(&threads[i], NULL, i < 3 ? work : make_and_free, cache) == 0);
-    for (int i = 0; i < FORKS; i++)
-        fork_and_check(cache, "in work");
+    for (int i = 0; i < 4; i++) CHECK(pthread_create(&threads[i], NULL, i < 3 ? work : make_and_free, cache) == 0);
+    for (int i = 0; i < FORKS; i++) fork_and_check(cache, "in work");
     atomic_store(&stop, 1);
-    for (int i = 0; i < 4; i++)
-        pthread_join(threads[i], NULL);
+    for (int i = 0; i < 4; i++) pthread_join(threads[i], NULL);
     do_everything(cache, "in the parent");
 }
 
-int main(void)
-{
+int main(void) {
     alarm(4 * LIMIT);
     test_mutex_in_allocator();
     test_rewrite();

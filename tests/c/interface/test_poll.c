@@ -15,8 +15,7 @@ typedef struct poller {
     int asked, stop_at; /* 0: never */
 } poller;
 
-static int32_t poll(void *user)
-{
+static int32_t poll(void *user) {
     poller *p = user;
     CHECK(pthread_equal(pthread_self(), p->caller));
     CHECK(kvc_nbytes(p->cache) > 0); /* which takes the mutex */
@@ -24,29 +23,22 @@ static int32_t poll(void *user)
 }
 
 static kvc_cache *new_limited_cache(poller *p, const kvc_policy *policy, int32_t type, int num_threads,
-                                    int64_t max_bytes)
-{
-    const kvc_layer layer = {.num_kv_heads = KV_HEADS,
-                             .k_dim = DIM,
-                             .v_dim = DIM,
-                             .k_type = type,
-                             .v_type = type,
-                             .policy = *policy};
+                                    int64_t max_bytes) {
+    const kvc_layer layer = {
+        .num_kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM, .k_type = type, .v_type = type, .policy = *policy};
     const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 1, .v_dim = 1}, layer};
     const kvc_config config = {.num_threads = num_threads, .max_bytes = max_bytes, .poll = poll, .poll_user = p};
     *p = (poller){.cache = cache_of(layers, 2, config), .caller = pthread_self()};
     return p->cache;
 }
 
-static kvc_cache *new_cache(poller *p, const kvc_policy *policy, int32_t type, int num_threads)
-{
+static kvc_cache *new_cache(poller *p, const kvc_policy *policy, int32_t type, int num_threads) {
     return new_limited_cache(p, policy, type, num_threads, 0);
 }
 
 static float rows[STORED * KV_HEADS * DIM], q[QUERIES * HEADS * DIM], out[QUERIES * HEADS * DIM];
 
-static kvc_put_args put_of(int32_t num_tokens)
-{
+static kvc_put_args put_of(int32_t num_tokens) {
     return (kvc_put_args){.struct_size = sizeof(kvc_put_args),
                           .num_tokens = num_tokens,
                           .k = rows,
@@ -57,8 +49,7 @@ static kvc_put_args put_of(int32_t num_tokens)
                           .v_head_stride = DIM * 4};
 }
 
-static kvc_attend_args attend_of(const kvc_put_args *put)
-{
+static kvc_attend_args attend_of(const kvc_put_args *put) {
     return (kvc_attend_args){.struct_size = sizeof(kvc_attend_args),
                              .q = q,
                              .out = out,
@@ -70,15 +61,12 @@ static kvc_attend_args attend_of(const kvc_put_args *put)
 }
 
 /* Attends again and again until it was asked `times` more: how often that is in one call depends on the machine. */
-static void attend_until_asked(kvc_batch *batch, const kvc_plan_args *plan, poller *p, int times)
-{
+static void attend_until_asked(kvc_batch *batch, const kvc_plan_args *plan, poller *p, int times) {
     const kvc_attend_args args = attend_of(NULL);
-    for (const int before = p->asked; p->asked < before + times;)
-        CHECK(kvc_attend(batch, plan, &args) == KVC_OK);
+    for (const int before = p->asked; p->asked < before + times;) CHECK(kvc_attend(batch, plan, &args) == KVC_OK);
 }
 
-static void test_attend(int num_threads)
-{
+static void test_attend(int num_threads) {
     poller p;
     kvc_cache *cache = new_cache(&p, &(kvc_policy){.kind = KVC_FULL}, KVC_F32, num_threads);
     const kvc_plan_args plan = {.struct_size = sizeof plan, .layer = 1, .num_tokens = QUERIES, .num_heads = HEADS};
@@ -94,8 +82,7 @@ static void test_attend(int num_threads)
         CHECK(kvc_begin(cache, QUERIES, NULL, NULL, NULL, &batch) == KVC_OK);
         p.stop_at = p.asked + 1;
         status = kvc_attend(batch, &plan, &with_put);
-        if (status == KVC_OK)
-            kvc_abort(batch);
+        if (status == KVC_OK) kvc_abort(batch);
     }
     CHECK(status == KVC_ERR_CANCELLED);
     CHECK(strstr(kvc_last_error(), "cancelled"));
@@ -113,15 +100,13 @@ static void test_attend(int num_threads)
 /* A flag that another thread sets during the call cancels it as well. */
 static volatile int32_t cancel;
 
-static int32_t set_cancel(void *user)
-{
+static int32_t set_cancel(void *user) {
     (void)user;
     cancel = 1;
     return 0;
 }
 
-static void test_cancel_ends_tasks(void)
-{
+static void test_cancel_ends_tasks(void) {
     poller p;
     kvc_cache *cache = new_cache(&p, &(kvc_policy){.kind = KVC_FULL}, KVC_F32, 1);
     const kvc_plan_args plan = {.struct_size = sizeof plan, .layer = 1, .num_tokens = QUERIES, .num_heads = HEADS};
@@ -139,8 +124,7 @@ static void test_cancel_ends_tasks(void)
 }
 
 /* Tokens whose put was cancelled can be put again. */
-static void test_put(int num_threads)
-{
+static void test_put(int num_threads) {
     enum { TOKENS = 1 << 17 };
     poller p;
     kvc_cache *cache = new_cache(&p, &(kvc_policy){.kind = KVC_FULL}, KVC_Q4_0, num_threads);
@@ -149,7 +133,7 @@ static void test_put(int num_threads)
     kvc_status status = KVC_OK;
 
     all.k_token_stride = all.v_token_stride = 0; /* the same row again and again */
-    for (p.stop_at = 1; status == KVC_OK;) { /* however fast the machine is */
+    for (p.stop_at = 1; status == KVC_OK;) {     /* however fast the machine is */
         kvc_abort(batch);
         CHECK(kvc_begin(cache, TOKENS, NULL, NULL, NULL, &batch) == KVC_OK);
         status = kvc_put(batch, 1, &all);
@@ -164,8 +148,7 @@ static void test_put(int num_threads)
 }
 
 /* A cancelled cross-attention put leaves the sequence the rows it had. */
-static void test_cross_put(void)
-{
+static void test_cross_put(void) {
     enum { MAX_LEN = 1 << 18 };
     poller p;
     kvc_cache *cache = new_cache(&p, &(kvc_policy){.kind = KVC_CROSS, .max_len = MAX_LEN}, KVC_Q4_0, 1);
@@ -182,8 +165,7 @@ static void test_cross_put(void)
         const kvc_status status = kvc_put(batch, 1, &all);
         CHECK(status == (p.asked ? KVC_ERR_CANCELLED : KVC_OK));
         CHECK(status == KVC_OK || kvc_nbytes(cache) == bytes);
-        if (status != KVC_OK)
-            break;
+        if (status != KVC_OK) break;
         kvc_abort(batch); /* the next one finds things as the first one did */
         CHECK(kvc_compact(cache) == KVC_OK && kvc_begin(cache, 1, NULL, NULL, NULL, &batch) == KVC_OK);
         CHECK(kvc_put(batch, 1, &few) == KVC_OK);
@@ -200,8 +182,7 @@ enum { UNSTORED = 1 << 17 };
 static const int64_t retained = 1000;
 
 /* Retains a row, and begins an unstored batch that keeps rows in layer 0: rows in layer 1 take memory of their own. */
-static kvc_batch *begin_beside_retained(kvc_cache *cache, const kvc_put_args *all)
-{
+static kvc_batch *begin_beside_retained(kvc_cache *cache, const kvc_put_args *all) {
     static uint8_t unstored[UNSTORED];
     const kvc_begin_args args = {.struct_size = sizeof args, .num_tokens = UNSTORED, .unstored = unstored};
     kvc_batch *batch = NULL;
@@ -213,16 +194,14 @@ static kvc_batch *begin_beside_retained(kvc_cache *cache, const kvc_put_args *al
 }
 
 /* Returns the bytes of the cache, and checks whether it still has the retained sequence. */
-static int64_t bytes_beside_retained(kvc_cache *cache, int64_t num_retained)
-{
+static int64_t bytes_beside_retained(kvc_cache *cache, int64_t num_retained) {
     CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
     CHECK(kvc_retained(cache, NULL, 0) == num_retained);
     return kvc_nbytes(cache);
 }
 
 /* A put that is cancelled has evicted nothing, and gives back the memory it took; so has an attention. */
-static void test_unstored(void)
-{
+static void test_unstored(void) {
     const kvc_policy full = {.kind = KVC_FULL};
     const kvc_plan_args plan = {.struct_size = sizeof plan, .layer = 1, .num_tokens = QUERIES, .num_heads = HEADS};
     poller p;
@@ -259,13 +238,10 @@ static void test_unstored(void)
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-int main(void)
-{
+int main(void) {
     setenv("KVCACHE_ISA", "scalar", 1); /* so that every machine takes long enough to be asked */
-    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
-        rows[i] = (float)(i % 7) - 3;
-    for (size_t i = 0; i < sizeof q / sizeof *q; i++)
-        q[i] = (float)(i % 5) - 2;
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) rows[i] = (float)(i % 7) - 3;
+    for (size_t i = 0; i < sizeof q / sizeof *q; i++) q[i] = (float)(i % 5) - 2;
     test_attend(1);
     test_attend(2);
     test_cancel_ends_tasks();

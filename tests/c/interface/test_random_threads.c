@@ -395,9 +395,9 @@ static kvc_cache *new_cache(int block_size, int64_t max_bytes) {
     const kvc_layer layers[NUM_LAYERS] = {
         {.num_kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .rope = none},
         {.num_kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .rope = none, .policy = sliding_policy(WINDOW, SINKS, 0)}};
-    return cache_of(layers, NUM_LAYERS,
-                    (kvc_config){.block_size = block_size, .capacity = CAPACITY, .max_bytes = max_bytes,
-                                 .num_threads = 1});
+    return cache_of(
+        layers, NUM_LAYERS,
+        (kvc_config){.block_size = block_size, .capacity = CAPACITY, .max_bytes = max_bytes, .num_threads = 1});
 }
 
 /* Runs all threads; when they have ended, what they made can be dropped, and no memory of rows is left. */

@@ -11,8 +11,7 @@
 enum { BLOCK = 4, LONG = 60, CAPACITY = 40 };
 
 /* Saves one sequence, 5, of LONG tokens in a full and a sliding layer. */
-static saved long_state(void)
-{
+static saved long_state(void) {
     saved file;
     pair *p = limited_pair(0, 0, 0, 0);
     CHECK(pair_feed(p, 5, 0, LONG) == KVC_OK && save_all(p->cache, &file) == KVC_OK);
@@ -28,8 +27,7 @@ typedef struct beside {
 } beside;
 
 /* Looks at the cache, asks for as many tokens as fit beside the 10 there are, and copies it. */
-static void *look(void *context)
-{
+static void *look(void *context) {
     const beside *b = context;
     int64_t ids[CAPACITY - 10] = {0};
     while (!atomic_load(b->stop)) {
@@ -46,8 +44,7 @@ static void *look(void *context)
 }
 
 /* A state that passes the capacity, given again and again while another thread looks. */
-static void test_refused(void)
-{
+static void test_refused(void) {
     saved file = long_state();
     const kvc_load_args args = load_args_of(&file);
     pair *p = limited_pair(0, 0, CAPACITY, 0);
@@ -66,14 +63,12 @@ static void test_refused(void)
 }
 
 /* A state for which retained sequences must go: they do once all is read and checked, and not before. */
-static void test_altered_evicts_nothing(void)
-{
+static void test_altered_evicts_nothing(void) {
     saved file = long_state();
     pair *p = limited_pair(0, 0, LONG + 4, 0);
     kvc_stats stats;
     CHECK(pair_feed(p, 2, 0, 12) == KVC_OK);
-    for (int i = 0; i < 3; i++)
-        CHECK(kvc_retain(p->cache, 2, 100 + i, 4 * i, 4 * i + 4) == KVC_OK);
+    for (int i = 0; i < 3; i++) CHECK(kvc_retain(p->cache, 2, 100 + i, 4 * i, 4 * i + 4) == KVC_OK);
     CHECK(kvc_clear_sequence(p->cache, 2) == KVC_OK);
     const int64_t nbytes = kvc_nbytes(p->cache);
     for (char is_altered = 1; is_altered >= 0; is_altered--) {
@@ -85,8 +80,7 @@ static void test_altered_evicts_nothing(void)
         CHECK(kvc_restore(p->cache, &args) == (is_altered ? KVC_ERR_FORMAT : KVC_OK));
         kvc_get_stats(p->cache, &stats, sizeof stats);
         CHECKF(is_altered ? stats.retained == 3 && !stats.rows_evicted : stats.retained < 3,
-               "%lld are retained, %lld rows were evicted", (long long)stats.retained,
-               (long long)stats.rows_evicted);
+               "%lld are retained, %lld rows were evicted", (long long)stats.retained, (long long)stats.rows_evicted);
         CHECK(!is_altered || kvc_nbytes(p->cache) == nbytes);
         CHECK(kvc_validate(p->cache) == KVC_OK);
         free(copy.bytes);
@@ -105,8 +99,7 @@ typedef struct cloned_file {
     int num_clones;
 } cloned_file;
 
-static int32_t read_and_clone(void *user, void *data, size_t size)
-{
+static int32_t read_and_clone(void *user, void *data, size_t size) {
     cloned_file *c = user;
     if (c->file.at > c->file.size / 2 && c->num_clones < 2) /* rows are being read */
         CHECK(kvc_cache_clone(c->p->cache, &c->clones[c->num_clones++]) == KVC_OK);
@@ -114,11 +107,10 @@ static int32_t read_and_clone(void *user, void *data, size_t size)
 }
 
 /* A clone takes no slot for what is being loaded beside it: all that it has is its sequences', and can be cleared. */
-static void check_clone(const pair *p, kvc_cache *clone)
-{
+static void check_clone(const pair *p, kvc_cache *clone) {
     static pair copy;
     kvc_stats stats;
-    oracle_copy(&copy, p);
+    copy = *p;
     copy.cache = clone;
     copy.memory = NULL;
     pair_check(&copy);
@@ -131,8 +123,7 @@ static void check_clone(const pair *p, kvc_cache *clone)
 }
 
 /* With rows that two sequences share, rows that have expired, and blocks that only the state has. */
-static void test_cloned(int is_altered)
-{
+static void test_cloned(int is_altered) {
     cloned_file c = {.file = long_state(), .p = limited_pair(0, 0, 0, 0)};
     pair *p = c.p;
     CHECK(pair_feed(p, 0, 0, 11) == KVC_OK && pair_fork(p, 0, 1) == KVC_OK && pair_feed(p, 1, 11, 15) == KVC_OK);
@@ -142,15 +133,13 @@ static void test_cloned(int is_altered)
     args.read = read_and_clone;
     const kvc_status status = kvc_restore(p->cache, &args);
     CHECKF(status == (is_altered ? KVC_ERR_FORMAT : KVC_OK), "%s", kvc_strerror(status));
-    for (int i = 0; i < 2; i++)
-        check_clone(p, c.clones[i]);
+    for (int i = 0; i < 2; i++) check_clone(p, c.clones[i]);
     CHECK(kvc_validate(p->cache) == KVC_OK);
     free(c.file.bytes);
     pair_free(p);
 }
 
-int main(void)
-{
+int main(void) {
     if (KVC_IS_BIG_ENDIAN) /* test_saved.c checks that states are refused */
         return 0;
     test_refused();

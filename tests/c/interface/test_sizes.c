@@ -8,23 +8,19 @@
 
 enum { MOST = 256 << 20, MANY = 1 << 20 }; /* bytes of one allocation; elements of a row, tokens, slots */
 
-static void *most_alloc(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint)
-{
+static void *most_alloc(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
     void *start = NULL;
     (void)user, (void)hint;
-    if (alignment < sizeof(void *))
-        alignment = sizeof(void *);
+    if (alignment < sizeof(void *)) alignment = sizeof(void *);
     return size <= MOST && !posix_memalign(&start, alignment, size) ? start : NULL;
 }
 
-static void most_free(void *user, void *start, size_t size, const kvc_memory_hint *hint)
-{
+static void most_free(void *user, void *start, size_t size, const kvc_memory_hint *hint) {
     (void)user, (void)size, (void)hint;
     free(start);
 }
 
-static kvc_status new_cache(const kvc_layer *layers, int32_t num_layers, int32_t block_size, kvc_cache **cache)
-{
+static kvc_status new_cache(const kvc_layer *layers, int32_t num_layers, int32_t block_size, kvc_cache **cache) {
     const kvc_allocator allocator = {.struct_size = sizeof allocator, .alloc = most_alloc, .free = most_free};
     const kvc_config config = {.struct_size = sizeof config,
                                .layers = layers,
@@ -35,25 +31,20 @@ static kvc_status new_cache(const kvc_layer *layers, int32_t num_layers, int32_t
     return kvc_cache_new(&config, cache);
 }
 
-static kvc_layer layer_of(int32_t num_kv_heads, int32_t k_dim)
-{
-    return (kvc_layer){
-        .num_kv_heads = num_kv_heads, .k_dim = k_dim, .v_dim = 1, .k_type = KVC_F16, .v_type = KVC_F16};
+static kvc_layer layer_of(int32_t num_kv_heads, int32_t k_dim) {
+    return (kvc_layer){.num_kv_heads = num_kv_heads, .k_dim = k_dim, .v_dim = 1, .k_type = KVC_F16, .v_type = KVC_F16};
 }
 
-static kvc_status begin(kvc_cache *cache, int32_t num_tokens, kvc_batch **batch)
-{
+static kvc_status begin(kvc_cache *cache, int32_t num_tokens, kvc_batch **batch) {
     int32_t *positions = malloc((size_t)num_tokens * sizeof *positions);
-    for (int32_t i = 0; i < num_tokens; i++)
-        positions[i] = i;
+    for (int32_t i = 0; i < num_tokens; i++) positions[i] = i;
     const kvc_status status = kvc_begin(cache, num_tokens, positions, NULL, NULL, batch);
     free(positions);
     return status;
 }
 
 /* Checks that the cache is valid and empty, and frees it. */
-static void check_empty(kvc_cache *cache)
-{
+static void check_empty(kvc_cache *cache) {
     kvc_stats stats;
     kvc_get_stats(cache, &stats, sizeof stats);
     CHECK(stats.blocks_opened == 0 && kvc_seq_len(cache, 0, -1) == 0 && kvc_validate(cache) == KVC_OK);
@@ -61,8 +52,7 @@ static void check_empty(kvc_cache *cache)
 }
 
 /* 2^30 blocks, whose list takes 4 bytes for each, or 8. */
-static void test_reserve(void)
-{
+static void test_reserve(void) {
     const kvc_layer layer = layer_of(1, 1);
     kvc_cache *cache;
     CHECK(new_cache(&layer, 1, 1, &cache) == KVC_OK);
@@ -72,14 +62,12 @@ static void test_reserve(void)
 }
 
 /* A batch notes one byte for each of 2^20 tokens and 2^12 layers, all but one of which hold nothing. */
-static void test_batch(void)
-{
+static void test_batch(void) {
     enum { LAYERS = 1 << 12 };
     kvc_layer *layers = malloc(LAYERS * sizeof *layers);
     kvc_cache *cache;
     kvc_batch *batch;
-    for (int i = 0; i < LAYERS; i++)
-        layers[i] = layer_of(1, 1), layers[i].policy.kind = i ? KVC_NONE : KVC_FULL;
+    for (int i = 0; i < LAYERS; i++) layers[i] = layer_of(1, 1), layers[i].policy.kind = i ? KVC_NONE : KVC_FULL;
     CHECK(new_cache(layers, LAYERS, 64, &cache) == KVC_OK);
     CHECK_FAILS(begin(cache, MANY, &batch), KVC_ERR_NOMEM, "batch", "1048576");
     check_empty(cache);
@@ -87,14 +75,12 @@ static void test_batch(void)
 }
 
 /* 16 threads, each with 5/4 GiB to work in, and a little. */
-static void test_plan(void)
-{
+static void test_plan(void) {
     enum { TOKENS = 32 };
     const kvc_layer layer = layer_of(1, MANY);
     const kvc_plan_args args = {.struct_size = sizeof args, .num_heads = 64, .num_threads = 16};
     uint16_t *row = calloc(MANY, sizeof *row);
-    const kvc_put_args put = {
-        .struct_size = sizeof put, .k = row, .v = row, .k_type = KVC_F16, .v_type = KVC_F16};
+    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row, .k_type = KVC_F16, .v_type = KVC_F16};
     kvc_cache *cache;
     kvc_batch *batch;
     kvc_plan *plan;
@@ -108,8 +94,7 @@ static void test_plan(void)
     free(row);
 }
 
-int main(void)
-{
+int main(void) {
     test_reserve();
     test_batch();
     test_plan();

@@ -11,40 +11,32 @@ static const kvc_layer plain_layer = {.num_kv_heads = 1, .k_dim = 2, .v_dim = 2}
 static const float rows[2] = {3, 4};
 static float k[2], v[2];
 
-static void *plain_alloc(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint)
-{
+static void *plain_alloc(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
     (void)user;
     CHECK(hint->struct_size == sizeof *hint);
     return aligned_alloc(alignment, (size + alignment - 1) / alignment * alignment);
 }
 
-static void plain_free(void *user, void *start, size_t size, const kvc_memory_hint *hint)
-{
+static void plain_free(void *user, void *start, size_t size, const kvc_memory_hint *hint) {
     (void)user, (void)size, (void)hint;
     free(start);
 }
 
-static kvc_cache *new_cache(void)
-{
-    return cache_of(&plain_layer, 1, (kvc_config){0});
-}
+static kvc_cache *new_cache(void) { return cache_of(&plain_layer, 1, (kvc_config){0}); }
 
-static kvc_batch *begin(kvc_cache *cache, int32_t position)
-{
+static kvc_batch *begin(kvc_cache *cache, int32_t position) {
     kvc_batch *batch = NULL;
     CHECKF(kvc_begin(cache, 1, &position, NULL, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
     return batch;
 }
 
-static void put_one(kvc_batch *batch)
-{
+static void put_one(kvc_batch *batch) {
     const kvc_put_args args = {.struct_size = sizeof args, .k = rows, .v = rows};
     CHECKF(kvc_put(batch, 0, &args) == KVC_OK, "%s", kvc_last_error());
 }
 
 /* A cache with one token stored. */
-static kvc_cache *filled_cache(void)
-{
+static kvc_cache *filled_cache(void) {
     kvc_cache *cache = new_cache();
     kvc_batch *batch = begin(cache, 0);
     put_one(batch);
@@ -56,8 +48,7 @@ static kvc_cache *filled_cache(void)
 
 typedef kvc_status call_fn(const void *given, size_t size);
 
-static kvc_status make_layer(const void *given, size_t size)
-{
+static kvc_status make_layer(const void *given, size_t size) {
     const kvc_config config = {.struct_size = sizeof config, .layers = given, .layer_size = size, .num_layers = 1};
     kvc_cache *cache = NULL;
     const kvc_status status = kvc_cache_new(&config, &cache);
@@ -65,8 +56,7 @@ static kvc_status make_layer(const void *given, size_t size)
     return status;
 }
 
-static kvc_status make_cache(const void *given, size_t size)
-{
+static kvc_status make_cache(const void *given, size_t size) {
     kvc_cache *cache = NULL;
     (void)size;
     const kvc_status status = kvc_cache_new(given, &cache);
@@ -74,8 +64,7 @@ static kvc_status make_cache(const void *given, size_t size)
     return status;
 }
 
-static kvc_status make_with_allocator(const void *given, size_t size)
-{
+static kvc_status make_with_allocator(const void *given, size_t size) {
     const kvc_config config = {.struct_size = sizeof config,
                                .layers = &plain_layer,
                                .layer_size = sizeof plain_layer,
@@ -84,8 +73,7 @@ static kvc_status make_with_allocator(const void *given, size_t size)
     return make_cache(&config, size);
 }
 
-static kvc_status gather(const void *given, size_t size)
-{
+static kvc_status gather(const void *given, size_t size) {
     kvc_cache *cache = filled_cache();
     (void)size;
     const kvc_status status = kvc_gather(cache, 0, 0, 0, 1, given), again = kvc_extract(cache, 0, 0, 0, 1, given);
@@ -94,8 +82,7 @@ static kvc_status gather(const void *given, size_t size)
     return status;
 }
 
-static kvc_status inject(const void *given, size_t size)
-{
+static kvc_status inject(const void *given, size_t size) {
     kvc_cache *cache = filled_cache();
     (void)size;
     const kvc_status status = kvc_inject(cache, 0, 0, 0, 1, given);
@@ -103,8 +90,7 @@ static kvc_status inject(const void *given, size_t size)
     return status;
 }
 
-static kvc_status begin_with(const void *given, size_t size)
-{
+static kvc_status begin_with(const void *given, size_t size) {
     kvc_cache *cache = new_cache();
     kvc_batch *batch = NULL;
     (void)size;
@@ -114,8 +100,7 @@ static kvc_status begin_with(const void *given, size_t size)
     return status;
 }
 
-static kvc_status put(const void *given, size_t size)
-{
+static kvc_status put(const void *given, size_t size) {
     kvc_cache *cache = new_cache();
     kvc_batch *batch = begin(cache, 0);
     (void)size;
@@ -125,8 +110,7 @@ static kvc_status put(const void *given, size_t size)
     return status;
 }
 
-static kvc_status attend_with(const kvc_plan_args *plan_args, const kvc_attend_args *args)
-{
+static kvc_status attend_with(const kvc_plan_args *plan_args, const kvc_attend_args *args) {
     kvc_cache *cache = new_cache();
     kvc_batch *batch = begin(cache, 0);
     put_one(batch);
@@ -137,23 +121,20 @@ static kvc_status attend_with(const kvc_plan_args *plan_args, const kvc_attend_a
     return status;
 }
 
-static kvc_status attend(const void *given, size_t size)
-{
+static kvc_status attend(const void *given, size_t size) {
     const kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .num_heads = 1};
     (void)size;
     return attend_with(&plan_args, given);
 }
 
-static kvc_status plan(const void *given, size_t size)
-{
+static kvc_status plan(const void *given, size_t size) {
     const kvc_attend_args args = {.struct_size = sizeof args, .q = rows, .out = v};
     (void)size;
     return attend_with(given, &args);
 }
 
 /* Hides the one row there is: by attention, and by masks. */
-static kvc_status hide(const void *given, size_t size)
-{
+static kvc_status hide(const void *given, size_t size) {
     const kvc_rows_out out = {.struct_size = sizeof out, .k = k, .v = v};
     const kvc_attend_args args = {.struct_size = sizeof args, .q = rows, .out = v};
     const kvc_plan_args plan_args = {
@@ -177,8 +158,7 @@ static kvc_status hide(const void *given, size_t size)
     return status;
 }
 
-static kvc_status dense(const void *given, size_t size)
-{
+static kvc_status dense(const void *given, size_t size) {
     kvc_cache *cache = filled_cache();
     kvc_batch *batch = begin(cache, 1);
     (void)size;
@@ -190,18 +170,15 @@ static kvc_status dense(const void *given, size_t size)
 }
 
 /* A copy of a struct, in memory of no more than `size` bytes: those of an older header, or of a newer one. */
-static void *resized(const void *from, size_t from_size, size_t size, int begins_with_size)
-{
+static void *resized(const void *from, size_t from_size, size_t size, int begins_with_size) {
     char *to = calloc(1, size);
     memcpy(to, from, from_size < size ? from_size : size);
-    if (begins_with_size)
-        memcpy(to, &size, sizeof size);
+    if (begins_with_size) memcpy(to, &size, sizeof size);
     return to;
 }
 
 static void check_sizes(call_fn *call, const void *right, size_t right_size, size_t least, const char *name,
-                        int begins_with_size)
-{
+                        int begins_with_size) {
     for (size_t size = least; size <= right_size + NEWER; size++) {
         void *given = resized(right, right_size, size, begins_with_size);
         memset(k, 0, sizeof k);
@@ -220,15 +197,13 @@ static void check_sizes(call_fn *call, const void *right, size_t right_size, siz
     free(small);
 }
 
-static void test_given(void)
-{
+static void test_given(void) {
     const kvc_allocator allocator = {.struct_size = sizeof allocator, .alloc = plain_alloc, .free = plain_free};
     const kvc_config config = {
         .struct_size = sizeof config, .layers = &plain_layer, .layer_size = sizeof plain_layer, .num_layers = 1};
     const kvc_rows_out out = {.struct_size = sizeof out, .k = k, .v = v};
     const kvc_rows_in in = {.struct_size = sizeof in, .k = rows, .v = rows};
-    const kvc_begin_args begin_args = {
-        .struct_size = sizeof begin_args, .num_tokens = 1, .positions = (int32_t[]){0}};
+    const kvc_begin_args begin_args = {.struct_size = sizeof begin_args, .num_tokens = 1, .positions = (int32_t[]){0}};
     const kvc_put_args put_args = {.struct_size = sizeof put_args, .k = rows, .v = rows};
     const kvc_attend_args attend_args = {.struct_size = sizeof attend_args, .q = rows, .out = v};
     const kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .num_heads = 1};
@@ -248,20 +223,19 @@ static void test_given(void)
 }
 
 /* What a struct of an older header has not is 0, whatever was there before. */
-static void test_missing_fields(void)
-{
+static void test_missing_fields(void) {
     const kvc_plan_args older = {.struct_size = offsetof(kvc_plan_args, num_heads), .layer = 7, .num_heads = 5};
     kvc_plan_args args;
     memset(&args, 0xff, sizeof args);
     CHECK(kvc_read_sized(&args, sizeof args, older.struct_size, &older, "plan") == KVC_OK);
-    CHECK(args.struct_size == sizeof args && args.layer == 7 && args.num_heads == 0 && !args.non_causal && !args.num_masked);
+    CHECK(args.struct_size == sizeof args && args.layer == 7 && args.num_heads == 0 && !args.non_causal &&
+          !args.num_masked);
     CHECK_FAILS(kvc_read_sized(&args, sizeof args, older.struct_size + 1, &older, "plan"), KVC_ERR_INVALID, "plan",
                 "given as ");
 }
 
 /* Structs within another have room of their own for fields to come. */
-static void test_reserved(void)
-{
+static void test_reserved(void) {
     kvc_layer layer = plain_layer;
     for (size_t i = 0; i < sizeof layer.policy.reserved / sizeof *layer.policy.reserved; i++) {
         layer.policy.reserved[i] = 1;
@@ -280,16 +254,13 @@ static void test_reserved(void)
 
 /* Whether `size` bytes are the first ones of a struct, and zeros past its end.  Its fields end at fields_end; what pads
  * it from there on may be anything. */
-static int is_part(const void *got, size_t size, const void *right, size_t fields_end, size_t right_size)
-{
+static int is_part(const void *got, size_t size, const void *right, size_t fields_end, size_t right_size) {
     for (size_t i = right_size; i < size; i++)
-        if (((const char *)got)[i])
-            return 0;
+        if (((const char *)got)[i]) return 0;
     return !memcmp(got, right, size < fields_end ? size : fields_end);
 }
 
-static void check_spans(kvc_cache *cache, size_t size)
-{
+static void check_spans(kvc_cache *cache, size_t size) {
     kvc_span right;
     int64_t num = 0;
     void *got = malloc(2 * size);
@@ -306,8 +277,7 @@ static void check_spans(kvc_cache *cache, size_t size)
     free(got);
 }
 
-static void check_blocks(kvc_cache *cache, size_t block_size, size_t run_size)
-{
+static void check_blocks(kvc_cache *cache, size_t block_size, size_t run_size) {
     kvc_block_info block;
     kvc_run_info run;
     int64_t num_blocks, num_runs;
@@ -322,11 +292,9 @@ static void check_blocks(kvc_cache *cache, size_t block_size, size_t run_size)
     free(runs);
 }
 
-static void test_filled_in(void)
-{
+static void test_filled_in(void) {
     kvc_cache *cache = filled_cache();
-    for (size_t size = kvc_span_least_size; size <= sizeof(kvc_span) + NEWER; size += 4)
-        check_spans(cache, size);
+    for (size_t size = kvc_span_least_size; size <= sizeof(kvc_span) + NEWER; size += 4) check_spans(cache, size);
     for (size_t more = 0; more <= NEWER; more += 4)
         check_blocks(cache, kvc_block_info_least_size + more, kvc_run_info_least_size + more);
     kvc_stats right;
@@ -341,8 +309,7 @@ static void test_filled_in(void)
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-int main(void)
-{
+int main(void) {
     test_given();
     test_missing_fields();
     test_reserved();

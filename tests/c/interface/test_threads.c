@@ -24,42 +24,33 @@ static const kvc_layer layers[NUM_LAYERS] = {
      .rope = {KVC_ROPE_FREQUENCIES, .interleaved = 1, .num_freqs = 4, .inv_freq = any_angles}},
 };
 
-static kvc_cache *new_cache_of(int block_size, const kvc_layer *of)
-{
+static kvc_cache *new_cache_of(int block_size, const kvc_layer *of) {
     return cache_of(of, NUM_LAYERS, (kvc_config){.block_size = block_size, .num_threads = 1});
 }
 
-static kvc_cache *new_cache(int block_size)
-{
-    return new_cache_of(block_size, layers);
-}
+static kvc_cache *new_cache(int block_size) { return new_cache_of(block_size, layers); }
 
 /* ---- rows that follow from their position ------------------------------------------------------------------------ */
 
 /* Tokens [first, first + n) of a batch, the first of them at this position. */
-static void put_rows(kvc_batch *batch, int layer, int first, int n, int32_t position)
-{
+static void put_rows(kvc_batch *batch, int layer, int first, int n, int32_t position) {
     float *k = malloc((size_t)n * 2 * K_DIM * sizeof *k), *v = malloc((size_t)n * 2 * V_DIM * sizeof *v);
     for (int i = 0; i < n * 2; i++) {
-        for (int d = 0; d < K_DIM; d++)
-            k[i * K_DIM + d] = element(position + i / 2, layer, 0, i % 2, d);
-        for (int d = 0; d < V_DIM; d++)
-            v[i * V_DIM + d] = element(position + i / 2, layer, 1, i % 2, d);
+        for (int d = 0; d < K_DIM; d++) k[i * K_DIM + d] = element(position + i / 2, layer, 0, i % 2, d);
+        for (int d = 0; d < V_DIM; d++) v[i * V_DIM + d] = element(position + i / 2, layer, 1, i % 2, d);
     }
     put_floats(batch, layer, first, n, 2, K_DIM, V_DIM, k, v);
     free(k);
     free(v);
 }
 
-static void check_key(const float *k, int layer, int head, int32_t position)
-{
+static void check_key(const float *k, int layer, int head, int32_t position) {
     for (int d = 0; d < K_DIM; d++)
         CHECKF(k[d] == element(position, layer, 0, head, d), "layer %d, head %d, position %d", layer, head, position);
 }
 
 /* Opens a batch of n tokens of one sequence, from a position on; with parents, of trees. */
-static kvc_batch *begin_tree(kvc_cache *cache, int64_t id, int n, int32_t position, const int32_t *parents)
-{
+static kvc_batch *begin_tree(kvc_cache *cache, int64_t id, int n, int32_t position, const int32_t *parents) {
     kvc_batch *batch = NULL;
     int32_t positions[MOST];
     int64_t ids[MOST];
@@ -71,16 +62,13 @@ static kvc_batch *begin_tree(kvc_cache *cache, int64_t id, int n, int32_t positi
     return batch;
 }
 
-static kvc_batch *begin(kvc_cache *cache, int64_t id, int n, int32_t position)
-{
+static kvc_batch *begin(kvc_cache *cache, int64_t id, int n, int32_t position) {
     return begin_tree(cache, id, n, position, NULL);
 }
 
-static void feed(kvc_cache *cache, int64_t id, int n)
-{
+static void feed(kvc_cache *cache, int64_t id, int n) {
     kvc_batch *batch = begin(cache, id, n, 0);
-    for (int l = 0; l < NUM_LAYERS; l++)
-        put_rows(batch, l, 0, n, 0);
+    for (int l = 0; l < NUM_LAYERS; l++) put_rows(batch, l, 0, n, 0);
     CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
 }
 
@@ -91,8 +79,7 @@ typedef struct outputs {
     float out[STEPS][NUM_LAYERS][PROMPT][HEADS][V_DIM];
 } outputs;
 
-static void run_plan(kvc_batch *batch, const kvc_plan_args *plan_args, const kvc_attend_args *args, int num_helpers)
-{
+static void run_plan(kvc_batch *batch, const kvc_plan_args *plan_args, const kvc_attend_args *args, int num_helpers) {
     kvc_plan *plan = NULL;
     CHECKF(kvc_plan_new(batch, plan_args, &plan) == KVC_OK, "%s", kvc_last_error());
     crew_run(plan, plan_args->layer, args, NULL, 1 + num_helpers);
@@ -100,13 +87,11 @@ static void run_plan(kvc_batch *batch, const kvc_plan_args *plan_args, const kvc
 }
 
 /* Attends with all n tokens of a batch in a layer; queries are the tokens' keys, scaled down. */
-static void attend(kvc_batch *batch, int layer, int n, int32_t position, float *out, int num_helpers)
-{
+static void attend(kvc_batch *batch, int layer, int n, int32_t position, float *out, int num_helpers) {
     static float q[PROMPT][HEADS][K_DIM];
     for (int t = 0; t < n; t++)
         for (int h = 0; h < HEADS; h++)
-            for (int d = 0; d < K_DIM; d++)
-                q[t][h][d] = element(position + t, layer, 0, h, d) / 1000;
+            for (int d = 0; d < K_DIM; d++) q[t][h][d] = element(position + t, layer, 0, h, d) / 1000;
     const kvc_plan_args plan = {
         .struct_size = sizeof plan, .layer = layer, .num_heads = HEADS, .num_threads = num_helpers ? num_helpers : 1};
     const kvc_attend_args args = {.struct_size = sizeof args,
@@ -124,8 +109,7 @@ static void attend(kvc_batch *batch, int layer, int n, int32_t position, float *
 
 /* A pass of n tokens from a position on, which is aborted, or committed with the first `kept` of them. */
 static void decode_pass(kvc_cache *cache, outputs *results, int step, int n, int32_t position, int kept,
-                        int num_helpers)
-{
+                        int num_helpers) {
     static const int32_t parents[] = {-1, 0, 0, 1, 1, 2, -1}, all[PROMPT] = {0, 1, 2, 3, 4, 5, 6};
     int is_tree = n == TREE;
     kvc_batch *batch = begin_tree(cache, 0, n, position, is_tree ? parents : NULL);
@@ -141,8 +125,7 @@ static void decode_pass(kvc_cache *cache, outputs *results, int step, int n, int
 
 /* Sequence 0: a prompt, and then a token at a time, some of them taken back first, some speculated, and some removed
  * later, so that there are ever more deltas.  Returns how many there are in the end. */
-static int32_t decode(kvc_cache *cache, outputs *results, int num_helpers)
-{
+static int32_t decode(kvc_cache *cache, outputs *results, int num_helpers) {
     int32_t position = 0;
     for (int step = 0; step < STEPS; step++) {
         int n = step ? 1 : PROMPT;
@@ -150,8 +133,7 @@ static int32_t decode(kvc_cache *cache, outputs *results, int num_helpers)
             CHECKF(kvc_remove(cache, 0, position - 9, position - 7, 1) == KVC_OK, "%s", kvc_last_error());
             position -= 2;
         }
-        if (step % 7 == 6)
-            decode_pass(cache, results, step, n, position, 0, num_helpers);
+        if (step % 7 == 6) decode_pass(cache, results, step, n, position, 0, num_helpers);
         if (step % 7 == 5)
             decode_pass(cache, results, step, TREE, position, 1, num_helpers);
         else
@@ -171,19 +153,18 @@ typedef struct other {
     uint32_t random; /* state */
 } other;
 
-static int pick(other *o, int n)
-{
+static int pick(other *o, int n) {
     o->random = o->random * 1664525 + 1013904223;
     return (int)((o->random >> 8) % (uint32_t)n);
 }
 
-static void *edit(void *context)
-{
+static void *edit(void *context) {
     other *o = context;
     while (!atomic_load(o->stop)) {
         int64_t id = 10 + pick(o, 4), from = pick(o, 2) ? 1 : 10 + pick(o, 4);
         int32_t position = pick(o, BASE);
-        int32_t cut = pick(o, 2) ? BASE - pick(o, 8) : pick(o, 6); /* the window still has all rows, or the sinks have */
+        int32_t cut =
+            pick(o, 2) ? BASE - pick(o, 8) : pick(o, 6); /* the window still has all rows, or the sinks have */
         int choice = pick(o, 7);
         kvc_status status = KVC_OK;
         if (choice == 6 && from != id) { /* rows that are another's are refused */
@@ -203,8 +184,7 @@ static void *edit(void *context)
             status = kvc_clear_sequence(o->cache, id);
         CHECKF(status == KVC_OK || status == KVC_ERR_GONE, "%s", kvc_last_error());
         status = KVC_OK;
-        if (choice == 5)
-            status = kvc_fork(o->cache, 0, 14); /* between two batches */
+        if (choice == 5) status = kvc_fork(o->cache, 0, 14); /* between two batches */
         CHECKF(status == KVC_OK || status == KVC_ERR_BUSY || status == KVC_ERR_INVALID, "%s", kvc_last_error());
         sched_yield();
     }
@@ -212,8 +192,7 @@ static void *edit(void *context)
 }
 
 /* Rows that are held are read without a lock, whatever becomes of the sequence. */
-static void *hold(void *context)
-{
+static void *hold(void *context) {
     other *o = context;
     while (!atomic_load(o->stop)) {
         kvc_span spans[BASE];
@@ -236,8 +215,7 @@ static void *hold(void *context)
     return NULL;
 }
 
-static void *copy_out(void *context)
-{
+static void *copy_out(void *context) {
     other *o = context;
     while (!atomic_load(o->stop)) {
         float k[2][BASE][K_DIM];
@@ -248,15 +226,13 @@ static void *copy_out(void *context)
                                        : kvc_extract(o->cache, 1, 0, first, first + n, &out);
         CHECKF(status == KVC_OK, "%s", kvc_last_error());
         for (int h = 0; h < 2; h++)
-            for (int i = 0; i < n; i++)
-                check_key(k[h][i], 0, h, first + i);
+            for (int i = 0; i < n; i++) check_key(k[h][i], 0, h, first + i);
         sched_yield();
     }
     return NULL;
 }
 
-static void *ask(void *context)
-{
+static void *ask(void *context) {
     other *o = context;
     while (!atomic_load(o->stop)) {
         int64_t id = pick(o, 15), ids[20];
@@ -280,8 +256,7 @@ static void *ask(void *context)
 }
 
 /* Decoding gives the same outputs as without other threads. */
-static void test_decoding_among_others(void)
-{
+static void test_decoding_among_others(void) {
     static outputs alone, among;
     void *(*const jobs[])(void *) = {edit, edit, hold, copy_out, ask};
     enum { NUM_JOBS = sizeof jobs / sizeof *jobs };
@@ -300,8 +275,7 @@ static void test_decoding_among_others(void)
     }
     CHECK(decode(cache, &among, 2) == length);
     atomic_store(&stop, 1);
-    for (int i = 0; i < NUM_JOBS; i++)
-        pthread_join(threads[i], NULL);
+    for (int i = 0; i < NUM_JOBS; i++) pthread_join(threads[i], NULL);
     CHECK(!memcmp(&alone, &among, sizeof alone));
     CHECK(kvc_seq_len(cache, 0, 0) == length);
     CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
@@ -315,8 +289,7 @@ typedef struct share {
     int first, n;
 } share;
 
-static void *put_share(void *context)
-{
+static void *put_share(void *context) {
     share *s = context;
     for (int l = 0; l < NUM_LAYERS; l++)
         for (int t = 0; t < s->n; t += 5)
@@ -324,8 +297,7 @@ static void *put_share(void *context)
     return NULL;
 }
 
-static void test_putting_together(void)
-{
+static void test_putting_together(void) {
     enum { THREADS = 4 };
     pthread_t threads[THREADS];
     share shares[THREADS];
@@ -336,8 +308,7 @@ static void test_putting_together(void)
         shares[i] = (share){batch, i * MOST / THREADS, MOST / THREADS};
         CHECK(pthread_create(&threads[i], NULL, put_share, &shares[i]) == 0);
     }
-    for (int i = 0; i < THREADS; i++)
-        pthread_join(threads[i], NULL);
+    for (int i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
     CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
     for (int l = 0; l < NUM_LAYERS; l++) {
         const kvc_rows_out out = {
@@ -346,8 +317,7 @@ static void test_putting_together(void)
         const int64_t num = kvc_positions(cache, 0, l, positions, MOST); /* the window keeps the last of them */
         CHECKF(kvc_gather(cache, 0, l, 0, num, &out) == KVC_OK, "%s", kvc_last_error());
         for (int h = 0; h < 2; h++)
-            for (int i = 0; i < num; i++)
-                check_key(k[h][i], l, h, positions[i]);
+            for (int i = 0; i < num; i++) check_key(k[h][i], l, h, positions[i]);
     }
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
@@ -357,8 +327,7 @@ static void test_putting_together(void)
 enum { CROSS_ROWS = 6, CROSS_STEPS = 300 };
 
 /* Layer 0 holds tokens, 1 and 2 are cross-attention layers; sequences 0 and 1 have a token each in the batch. */
-static kvc_cache *new_cross_cache(kvc_batch **batch)
-{
+static kvc_cache *new_cross_cache(kvc_batch **batch) {
     const kvc_policy cross = {KVC_CROSS, .max_len = CROSS_ROWS};
     const kvc_layer of[] = {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 4},
                             {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = cross},
@@ -368,8 +337,7 @@ static kvc_cache *new_cross_cache(kvc_batch **batch)
     return cache;
 }
 
-static kvc_status put_cross(kvc_batch *batch, int layer, int64_t seq_id, const float *rows, int n)
-{
+static kvc_status put_cross(kvc_batch *batch, int layer, int64_t seq_id, const float *rows, int n) {
     const kvc_put_args args = {.struct_size = sizeof args,
                                .num_tokens = n,
                                .k = rows,
@@ -390,8 +358,7 @@ static struct {
 } unread;
 
 /* Runs in the middle of a kvc_put, at the first row that it reads, when it holds no lock. */
-static void look(int signal)
-{
+static void look(int signal) {
     int64_t num_blocks;
     (void)signal;
     unread.status = kvc_validate(unread.cache);
@@ -401,8 +368,7 @@ static void look(int signal)
 }
 
 /* Slots that a put writes are accounted for while it does. */
-static void test_looking_at_a_cross_put(void)
-{
+static void test_looking_at_a_cross_put(void) {
     kvc_batch *batch;
     kvc_cache *cache = new_cross_cache(&batch);
     const struct sigaction action = {.sa_handler = look};
@@ -440,30 +406,26 @@ typedef struct cross_worker {
 } cross_worker;
 
 /* Rows of one number, put and attended over, in one call or in two. */
-static void *work_across(void *context)
-{
+static void *work_across(void *context) {
     const cross_worker *w = context;
     float rows[CROSS_ROWS][4], out[4];
     for (int step = 0; step < CROSS_STEPS; step++) {
         const float value = (float)(step * 4 + w->layer * 2 + (int)w->seq_id);
-        for (int i = 0; i < CROSS_ROWS * 4; i++)
-            rows[i / 4][i % 4] = value;
+        for (int i = 0; i < CROSS_ROWS * 4; i++) rows[i / 4][i % 4] = value;
         kvc_plan_args plan = {
             .struct_size = sizeof plan, .layer = w->layer, .first = (int)w->seq_id, .num_tokens = 1, .num_heads = 1};
         kvc_attend_args args = {.struct_size = sizeof args, .q = rows, .out = out};
         CHECKF(put_cross(w->batch, w->layer, w->seq_id, rows[0], 1 + step % CROSS_ROWS) == KVC_OK, "%s",
                kvc_last_error());
         CHECKF(kvc_attend(w->batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
-        for (int d = 0; d < 4; d++)
-            CHECKF(out[d] == value, "%g, not %g", (double)out[d], (double)value);
+        for (int d = 0; d < 4; d++) CHECKF(out[d] == value, "%g, not %g", (double)out[d], (double)value);
     }
     atomic_fetch_sub(w->running, 1);
     return NULL;
 }
 
 /* One thread for each cross-attention layer, and one that only looks. */
-static void test_cross_layers_side_by_side(void)
-{
+static void test_cross_layers_side_by_side(void) {
     kvc_batch *batch;
     kvc_cache *cache = new_cross_cache(&batch);
     pthread_t threads[2];
@@ -477,8 +439,7 @@ static void test_cross_layers_side_by_side(void)
         CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
         sched_yield();
     }
-    for (int i = 0; i < 2; i++)
-        pthread_join(threads[i], NULL);
+    for (int i = 0; i < 2; i++) pthread_join(threads[i], NULL);
     kvc_abort(batch);
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
@@ -493,23 +454,19 @@ typedef struct slow {
 
 /* Returns when others have edited something meanwhile. */
 static int32_t move_slowly(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows,
-                           int32_t k_dim, int32_t delta)
-{
+                           int32_t k_dim, int32_t delta) {
     slow *s = user;
     (void)layer;
     int edits = atomic_load(&s->edits), refused = atomic_load(&s->refused);
     atomic_store(&s->is_moving, 1);
-    while (atomic_load(&s->edits) < edits + 4 || atomic_load(&s->refused) == refused)
-        sched_yield();
+    while (atomic_load(&s->edits) < edits + 4 || atomic_load(&s->refused) == refused) sched_yield();
     atomic_store(&s->is_moving, 0);
-    for (int64_t i = 0; i < num_kv_heads * num_rows * k_dim; i++)
-        keys[i] += (float)delta;
+    for (int64_t i = 0; i < num_kv_heads * num_rows * k_dim; i++) keys[i] += (float)delta;
     return 0;
 }
 
 /* Edits others than the sequence whose keys are moved, of which some share its rows, and tries that one. */
-static void *edit_meanwhile(void *context)
-{
+static void *edit_meanwhile(void *context) {
     slow *s = context;
     for (int i = 0; !atomic_load(&s->stop); i++) {
         int64_t id = 10 + i % 3;
@@ -534,20 +491,17 @@ static void *edit_meanwhile(void *context)
 }
 
 /* The keys of a sequence of BASE rows, each of which was moved by so much. */
-static void check_moved(kvc_cache *cache, int64_t id, int layer, const int32_t *moved)
-{
+static void check_moved(kvc_cache *cache, int64_t id, int layer, const int32_t *moved) {
     float k[2][BASE][K_DIM];
     const kvc_rows_out out = {
         .struct_size = sizeof out, .k = k, .k_head_stride = sizeof *k, .k_row_stride = sizeof **k};
     CHECKF(kvc_gather(cache, id, layer, 0, BASE, &out) == KVC_OK, "%s", kvc_last_error());
     for (int h = 0; h < 2; h++)
         for (int i = 0; i < BASE; i++)
-            for (int d = 0; d < K_DIM; d++)
-                CHECK(k[h][i][d] == element(i, layer, 0, h, d) + (float)moved[i]);
+            for (int d = 0; d < K_DIM; d++) CHECK(k[h][i][d] == element(i, layer, 0, h, d) + (float)moved[i]);
 }
 
-static void test_slow_function(void)
-{
+static void test_slow_function(void) {
     slow s = {.cache = NULL};
     const kvc_layer layer = {.num_kv_heads = 2,
                              .k_dim = K_DIM,
@@ -562,8 +516,7 @@ static void test_slow_function(void)
     CHECK(pthread_create(&other, NULL, edit_meanwhile, &s) == 0);
     for (int n = 0; n < 6; n++) {
         CHECKF(kvc_shift(s.cache, 0, 10 * n, KVC_END, 3) == KVC_OK, "%s", kvc_last_error());
-        for (int i = 0; i < BASE; i++)
-            moved[i] += i + moved[i] >= 10 * n ? 3 : 0;
+        for (int i = 0; i < BASE; i++) moved[i] += i + moved[i] >= 10 * n ? 3 : 0;
     }
     atomic_store(&s.stop, 1);
     pthread_join(other, NULL);
@@ -578,15 +531,13 @@ static void test_slow_function(void)
 /* ---- rows that are written where they lie ------------------------------------------------------------------------ */
 
 /* Replaces rows of a sequence of BASE tokens by what they are. */
-static kvc_status inject_again(kvc_cache *cache, int64_t id, int layer, int32_t begin, int32_t end, float *k, float *v)
-{
+static kvc_status inject_again(kvc_cache *cache, int64_t id, int layer, int32_t begin, int32_t end, float *k,
+                               float *v) {
     int64_t num = 0;
     for (int i = 0; i < end - begin; i++)
         for (int h = 0; h < 2; h++) {
-            for (int d = 0; d < K_DIM; d++)
-                k[(i * 2 + h) * K_DIM + d] = element(begin + i, layer, 0, h, d);
-            for (int d = 0; d < V_DIM; d++)
-                v[(i * 2 + h) * V_DIM + d] = element(begin + i, layer, 1, h, d);
+            for (int d = 0; d < K_DIM; d++) k[(i * 2 + h) * K_DIM + d] = element(begin + i, layer, 0, h, d);
+            for (int d = 0; d < V_DIM; d++) v[(i * 2 + h) * V_DIM + d] = element(begin + i, layer, 1, h, d);
         }
     const kvc_rows_in in = {.struct_size = sizeof in,
                             .k = k,
@@ -609,21 +560,17 @@ static struct {
 } injected;
 
 /* Runs at the first row that kvc_inject reads, when it holds no lock. */
-static void wait_for_edits(int signal)
-{
+static void wait_for_edits(int signal) {
     (void)signal;
     atomic_store(&injected.is_reading, 1);
-    while (!atomic_load(&injected.is_done))
-        sched_yield();
+    while (!atomic_load(&injected.is_done)) sched_yield();
     mprotect(injected.page, page_size(), PROT_READ | PROT_WRITE);
 }
 
-static void *edit_others(void *cache)
-{
+static void *edit_others(void *cache) {
     kvc_batch *batch = NULL;
     const kvc_rows_out out = {.struct_size = sizeof out};
-    while (!atomic_load(&injected.is_reading))
-        sched_yield();
+    while (!atomic_load(&injected.is_reading)) sched_yield();
     injected.statuses[0] = kvc_validate(cache);
     injected.statuses[1] = kvc_fork(cache, 1, 2);
     injected.statuses[2] = kvc_remove(cache, 1, 3, 20, 1);
@@ -636,8 +583,7 @@ static void *edit_others(void *cache)
 }
 
 /* Other sequences are read, edited and gone on with while rows of one are replaced, shared ones and its own. */
-static void test_injecting_beside_others(void)
-{
+static void test_injecting_beside_others(void) {
     const struct sigaction action = {.sa_handler = wait_for_edits};
     struct sigaction before[2];
     static float v[BASE * 2 * V_DIM];
@@ -648,8 +594,7 @@ static void test_injecting_beside_others(void)
         kvc_cache *cache = new_cache(8);
         feed(cache, 0, BASE);
         feed(cache, 1, BASE);
-        if (shared)
-            CHECK(kvc_fork(cache, 0, 3) == KVC_OK);
+        if (shared) CHECK(kvc_fork(cache, 0, 3) == KVC_OK);
         CHECKF(inject_again(cache, 0, 0, 0, 60, k, v) == KVC_OK, "%s", kvc_last_error()); /* fills k */
         pthread_t editor;
         injected.page = k;
@@ -666,8 +611,7 @@ static void test_injecting_beside_others(void)
                                 .v_row_stride = 2 * V_DIM * sizeof *v};
         CHECKF(kvc_inject(cache, shared ? 3 : 0, 0, 0, 60, &in) == KVC_OK, "%s", kvc_last_error());
         pthread_join(editor, NULL);
-        for (int i = 0; i < 6; i++)
-            CHECKF(injected.statuses[i] == KVC_OK, "%d: %d", i, (int)injected.statuses[i]);
+        for (int i = 0; i < 6; i++) CHECKF(injected.statuses[i] == KVC_OK, "%d: %d", i, (int)injected.statuses[i]);
         const int32_t unmoved[BASE] = {0};
         check_moved(cache, 0, 0, unmoved);
         CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
@@ -680,8 +624,7 @@ static void test_injecting_beside_others(void)
 enum { WRITERS = 2, WRITES = 300, FIRST_WRITTEN = 20 };
 
 /* Replaces rows of its own sequence, which forks share at times, and moves it there and back. */
-static void *write_rows(void *context)
-{
+static void *write_rows(void *context) {
     other *o = context;
     static const int32_t unmoved[BASE] = {0};
     const int64_t id = FIRST_WRITTEN + (int64_t)o->random;
@@ -689,13 +632,11 @@ static void *write_rows(void *context)
     for (int i = 0; i < WRITES; i++) {
         int32_t begin = pick(o, BASE), end = begin + pick(o, BASE - begin) + 1;
         kvc_status status = KVC_OK;
-        if (i % 3 == 0)
-            status = kvc_fork(o->cache, id, id + WRITERS);
+        if (i % 3 == 0) status = kvc_fork(o->cache, id, id + WRITERS);
         CHECKF(status == KVC_OK, "%s", kvc_last_error());
         status = inject_again(o->cache, id, 0, begin, end, k, v);
         CHECKF(status == KVC_OK, "%s", kvc_last_error());
-        if (i % 5 == 4)
-            check_moved(o->cache, id, 0, unmoved);
+        if (i % 5 == 4) check_moved(o->cache, id, 0, unmoved);
     }
     free(k);
     free(v);
@@ -703,8 +644,7 @@ static void *write_rows(void *context)
 }
 
 /* Reads what is written, forks it, and settles. */
-static void *read_written(void *context)
-{
+static void *read_written(void *context) {
     other *o = context;
     static const int32_t unmoved[BASE] = {0};
     while (!atomic_load(o->stop)) {
@@ -725,21 +665,18 @@ static void *read_written(void *context)
     return NULL;
 }
 
-static void test_writing_in_place(void)
-{
+static void test_writing_in_place(void) {
     pthread_t threads[WRITERS + 2];
     other others[WRITERS + 2];
     atomic_int stop = 0;
     kvc_cache *cache = new_cache(8);
-    for (int i = 0; i < WRITERS; i++)
-        feed(cache, FIRST_WRITTEN + i, BASE);
+    for (int i = 0; i < WRITERS; i++) feed(cache, FIRST_WRITTEN + i, BASE);
     for (int i = 0; i < WRITERS + 2; i++) {
         others[i] = (other){cache, &stop, (uint32_t)i};
         CHECK(pthread_create(&threads[i], NULL, i < WRITERS ? write_rows : read_written, &others[i]) == 0);
     }
     for (int i = 0; i < WRITERS + 2; i++) {
-        if (i == WRITERS)
-            atomic_store(&stop, 1);
+        if (i == WRITERS) atomic_store(&stop, 1);
         pthread_join(threads[i], NULL);
     }
     CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
@@ -749,8 +686,7 @@ static void test_writing_in_place(void)
 /* ---- compacting beside copies ------------------------------------------------------------------------------------ */
 
 /* kvc_compact and kvc_settle wait for all calls that copy rows out, and for no view. */
-static void test_compacting_beside_copies(void)
-{
+static void test_compacting_beside_copies(void) {
     enum { READERS = 3, ROUNDS = 200 };
     pthread_t threads[READERS];
     other others[READERS];
@@ -775,8 +711,7 @@ static void test_compacting_beside_copies(void)
     CHECK(kvc_compact(cache) == KVC_ERR_HELD && kvc_settle(cache) == KVC_ERR_HELD);
     kvc_hold_free(held);
     atomic_store(&stop, 1);
-    for (int i = 0; i < READERS; i++)
-        pthread_join(threads[i], NULL);
+    for (int i = 0; i < READERS; i++) pthread_join(threads[i], NULL);
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
@@ -790,17 +725,14 @@ static struct {
 } copied;
 
 /* Runs at the first element that kvc_extract writes, when it holds no lock. */
-static void wait_for_giving_back(int signal)
-{
+static void wait_for_giving_back(int signal) {
     (void)signal;
     atomic_store_explicit(&copied.is_writing, 1, memory_order_relaxed);
-    while (!atomic_load_explicit(&copied.is_done, memory_order_relaxed))
-        sched_yield();
+    while (!atomic_load_explicit(&copied.is_done, memory_order_relaxed)) sched_yield();
     mprotect(copied.page, page_size(), PROT_READ | PROT_WRITE);
 }
 
-static void *copy_window(void *cache)
-{
+static void *copy_window(void *cache) {
     const kvc_rows_out out = {.struct_size = sizeof out,
                               .k = copied.page,
                               .k_head_stride = K_DIM * sizeof(float),
@@ -811,18 +743,15 @@ static void *copy_window(void *cache)
 }
 
 /* Takes n more tokens of sequence 2. */
-static void go_on(kvc_cache *cache, int n)
-{
+static void go_on(kvc_cache *cache, int n) {
     const int32_t next = kvc_next_position(cache, 2);
     kvc_batch *batch = begin(cache, 2, n, next);
-    for (int l = 0; batch && l < NUM_LAYERS; l++)
-        put_rows(batch, l, 0, n, next);
+    for (int l = 0; batch && l < NUM_LAYERS; l++) put_rows(batch, l, 0, n, next);
     CHECKF(batch && kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
 }
 
 /* The last block takes the place of one that is given back while its rows are copied. */
-static void test_giving_back_beside_copies(void)
-{
+static void test_giving_back_beside_copies(void) {
     const struct sigaction action = {.sa_handler = wait_for_giving_back};
     struct sigaction before[2];
     kvc_cache *cache = new_cache(8);
@@ -837,15 +766,13 @@ static void test_giving_back_beside_copies(void)
     kvc_get_stats(cache, &stats, sizeof stats);
     const int64_t returned = stats.blocks_returned;
     CHECK(pthread_create(&thread, NULL, copy_window, cache) == 0);
-    while (!atomic_load_explicit(&copied.is_writing, memory_order_relaxed))
-        sched_yield();
+    while (!atomic_load_explicit(&copied.is_writing, memory_order_relaxed)) sched_yield();
     go_on(cache, 16);
     kvc_get_stats(cache, &stats, sizeof stats);
     CHECK(stats.blocks_returned > returned);
     atomic_store_explicit(&copied.is_done, 1, memory_order_relaxed);
     pthread_join(thread, NULL);
-    for (int i = 0; i < 20; i++)
-        check_key(copied.page + (size_t)i * 2 * K_DIM, 1, 0, BASE - 20 + i);
+    for (int i = 0; i < 20; i++) check_key(copied.page + (size_t)i * 2 * K_DIM, 1, 0, BASE - 20 + i);
     sigaction(SIGSEGV, &before[0], NULL);
     sigaction(SIGBUS, &before[1], NULL);
     munmap(copied.page, page_size() * 8);
@@ -856,8 +783,7 @@ static void test_giving_back_beside_copies(void)
 /* ---- a cache for each thread ------------------------------------------------------------------------------------- */
 
 /* Blocks so large that they are pages of the operating system; the error is this thread's own. */
-static void *own_cache(void *context)
-{
+static void *own_cache(void *context) {
     int number = *(int *)context;
     char text[32];
     kvc_cache *cache = new_cache(4096);
@@ -871,8 +797,7 @@ static void *own_cache(void *context)
     return NULL;
 }
 
-static void test_own_caches(void)
-{
+static void test_own_caches(void) {
     enum { THREADS = 4 };
     pthread_t threads[THREADS];
     int numbers[THREADS];
@@ -880,12 +805,10 @@ static void test_own_caches(void)
         numbers[i] = i;
         CHECK(pthread_create(&threads[i], NULL, own_cache, &numbers[i]) == 0);
     }
-    for (int i = 0; i < THREADS; i++)
-        pthread_join(threads[i], NULL);
+    for (int i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
 }
 
-int main(void)
-{
+int main(void) {
     test_own_caches();
     test_putting_together();
     test_looking_at_a_cross_put();

@@ -1,4 +1,5 @@
-/* Calls that wait to begin a batch: in order of arrival, for a time, cancelled, refused, and in a process that forks. */
+/* Calls that wait to begin a batch: in order of arrival, for a time, cancelled, refused, and in a process that forks.
+ */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
 #include <sched.h>
@@ -12,46 +13,37 @@
 const char *__tsan_default_options(void);
 
 /* A thread that ended, and that the parent is yet to join, is none that the child leaks. */
-const char *__tsan_default_options(void)
-{
-    return "report_thread_leaks=0";
-}
+const char *__tsan_default_options(void) { return "report_thread_leaks=0"; }
 
 enum { HEADS = 2, DIM = 8, PROMPT = 5, STEPS = 40, MOST = 8, LIMIT = 120 /* seconds */ };
 
 static const double angles[] = {1, 0.1};
 
-static kvc_cache *new_cache(kvc_rope rope, int64_t max_seq_len, kvc_poll_fn *poll, void *user)
-{
+static kvc_cache *new_cache(kvc_rope rope, int64_t max_seq_len, kvc_poll_fn *poll, void *user) {
     const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .rope = rope},
                                 {.num_kv_heads = 1,
                                  .k_dim = DIM,
                                  .v_dim = DIM,
                                  .rope = rope,
                                  .policy = {.kind = KVC_SLIDING, .window = 7, .num_sink_tokens = 2}}};
-    return cache_of(layers, 2,
-                    (kvc_config){.block_size = 4, .max_seq_len = max_seq_len, .num_threads = 1, .poll = poll,
-                                 .poll_user = user});
+    return cache_of(
+        layers, 2,
+        (kvc_config){.block_size = 4, .max_seq_len = max_seq_len, .num_threads = 1, .poll = poll, .poll_user = user});
 }
 
 static const kvc_rope frequencies = {.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 2, .inv_freq = angles};
 
-static kvc_cache *plain_cache(void)
-{
-    return new_cache(frequencies, 0, NULL, NULL);
-}
+static kvc_cache *plain_cache(void) { return new_cache(frequencies, 0, NULL, NULL); }
 
 /* Begins a batch of n tokens, at most PROMPT, that continue a sequence. */
-static kvc_status begin(kvc_cache *cache, int64_t id, int32_t n, int64_t timeout_ms, kvc_batch **batch)
-{
+static kvc_status begin(kvc_cache *cache, int64_t id, int32_t n, int64_t timeout_ms, kvc_batch **batch) {
     const int64_t ids[] = {id, id, id, id, id};
     const kvc_begin_args args = {.struct_size = sizeof args, .num_tokens = n, .seq_ids = ids, .timeout_ms = timeout_ms};
     return kvc_begin_with(cache, &args, batch);
 }
 
 /* Attends in every layer with the batch's n tokens, whose rows follow from their sequence and position, and commits. */
-static void attend_and_commit(kvc_batch *batch, int64_t id, int32_t n, float *out)
-{
+static void attend_and_commit(kvc_batch *batch, int64_t id, int32_t n, float *out) {
     float k[PROMPT][DIM], q[PROMPT][HEADS][DIM];
     for (int32_t layer = 0; layer < 2; layer++) {
         for (int32_t t = 0; t < n; t++)
@@ -81,20 +73,16 @@ static void attend_and_commit(kvc_batch *batch, int64_t id, int32_t n, float *ou
     CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
 }
 
-static int count_waiters(kvc_cache *cache)
-{
+static int count_waiters(kvc_cache *cache) {
     int num = 0;
     kvc_lock(cache);
-    for (const kvc_waiter *waiter = cache->waiters; waiter; waiter = waiter->next)
-        num++;
+    for (const kvc_waiter *waiter = cache->waiters; waiter; waiter = waiter->next) num++;
     kvc_unlock(cache, KVC_OK);
     return num;
 }
 
-static void await_waiters(kvc_cache *cache, int num)
-{
-    while (count_waiters(cache) != num)
-        sched_yield();
+static void await_waiters(kvc_cache *cache, int num) {
+    while (count_waiters(cache) != num) sched_yield();
 }
 
 /* ---- request threads --------------------------------------------------------------------------------------------- */
@@ -106,8 +94,7 @@ typedef struct request {
 } request;
 
 /* Generates in a sequence: a prompt, then a token a step. */
-static void *generate(void *context)
-{
+static void *generate(void *context) {
     request *r = context;
     for (int step = 0; step < STEPS; step++) {
         kvc_batch *batch = NULL;
@@ -119,8 +106,7 @@ static void *generate(void *context)
 }
 
 /* Threads that share a cache and have no lock of their own get what each gets alone. */
-static void test_requests(void)
-{
+static void test_requests(void) {
     static request alone[MOST], together[MOST];
     pthread_t threads[MOST];
     kvc_cache *caches[] = {plain_cache(), plain_cache()};
@@ -129,14 +115,12 @@ static void test_requests(void)
         alone[i].id = together[i].id = i;
         generate(&alone[i]);
     }
-    for (int i = 0; i < MOST; i++)
-        CHECK(pthread_create(&threads[i], NULL, generate, &together[i]) == 0);
+    for (int i = 0; i < MOST; i++) CHECK(pthread_create(&threads[i], NULL, generate, &together[i]) == 0);
     for (int i = 0; i < MOST; i++) {
         pthread_join(threads[i], NULL);
         CHECKF(memcmp(alone[i].out, together[i].out, sizeof alone[i].out) == 0, "request %d", i);
     }
-    for (int i = 0; i < 2; i++)
-        CHECK(kvc_validate(caches[i]) == KVC_OK && kvc_cache_free(caches[i]) == KVC_OK);
+    for (int i = 0; i < 2; i++) CHECK(kvc_validate(caches[i]) == KVC_OK && kvc_cache_free(caches[i]) == KVC_OK);
 }
 
 /* ---- order, time, failure ---------------------------------------------------------------------------------------- */
@@ -150,13 +134,11 @@ typedef struct caller {
     char message[200];
 } caller;
 
-static void *call(void *context)
-{
+static void *call(void *context) {
     caller *c = context;
     kvc_batch *batch = NULL;
     c->status = begin(c->cache, c->id, c->num_tokens, c->timeout_ms, &batch);
-    if (c->status != KVC_OK)
-        snprintf(c->message, sizeof c->message, "%s", kvc_last_error());
+    if (c->status != KVC_OK) snprintf(c->message, sizeof c->message, "%s", kvc_last_error());
     float out[2 * PROMPT * HEADS * DIM];
     if (batch) {
         c->at = kvc_batch_positions(batch)[0];
@@ -165,8 +147,7 @@ static void *call(void *context)
     return NULL;
 }
 
-static pthread_t start(caller *c)
-{
+static pthread_t start(caller *c) {
     pthread_t thread;
     const int before = count_waiters(c->cache);
     CHECK(pthread_create(&thread, NULL, call, c) == 0);
@@ -176,15 +157,15 @@ static pthread_t start(caller *c)
 
 /* Batches begin in the order of the calls, where each finds what those before it left; one that fails gives way to the
  * next, and a call that does not wait does not go first. */
-static void test_order(void)
-{
+static void test_order(void) {
     kvc_cache *cache = new_cache(frequencies, 9, NULL, NULL);
     caller callers[MOST];
     pthread_t threads[MOST];
     kvc_batch *open = NULL, *none = NULL;
     CHECK(begin(cache, 99, 1, 0, &open) == KVC_OK);
     for (int i = 0; i < MOST; i++) { /* 5, 5: too many, 1, 1, 1, 1: the last that fits, ... */
-        callers[i] = (caller){.cache = cache, .timeout_ms = i % 2 ? -1 : 1000 * LIMIT, .num_tokens = i < 2 ? PROMPT : 1};
+        callers[i] =
+            (caller){.cache = cache, .timeout_ms = i % 2 ? -1 : 1000 * LIMIT, .num_tokens = i < 2 ? PROMPT : 1};
         threads[i] = start(&callers[i]);
     }
     CHECK_FAILS(begin(cache, 0, 1, 0, &none), KVC_ERR_BUSY, "a batch is open", "give a timeout");
@@ -200,8 +181,7 @@ static void test_order(void)
 }
 
 /* A call gives up once its time has passed, and has changed nothing; those behind it keep their places. */
-static void test_time(void)
-{
+static void test_time(void) {
     kvc_cache *cache = plain_cache();
     kvc_batch *open = NULL, *none = NULL;
     CHECK_FAILS(begin(cache, 0, 1, -2, &none), KVC_ERR_INVALID, "timeout_ms", "is -2:");
@@ -226,24 +206,20 @@ static void test_time(void)
 static atomic_int is_inside, go_on;
 
 static int32_t move_slowly(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows,
-                           int32_t k_dim, int32_t delta)
-{
+                           int32_t k_dim, int32_t delta) {
     (void)user, (void)layer, (void)keys, (void)num_kv_heads, (void)num_rows, (void)k_dim, (void)delta;
     atomic_store(&is_inside, 1);
-    while (!atomic_load(&go_on))
-        sched_yield();
+    while (!atomic_load(&go_on)) sched_yield();
     return 0;
 }
 
-static void *shift(void *context)
-{
+static void *shift(void *context) {
     kvc_cache *cache = context;
     CHECKF(kvc_shift(cache, 0, 0, KVC_END, 3) == KVC_OK, "%s", kvc_last_error());
     return NULL;
 }
 
-static void test_rewrite(void)
-{
+static void test_rewrite(void) {
     const kvc_rope rope = {.kind = KVC_ROPE_FUNCTION, .shift = move_slowly};
     kvc_cache *cache = new_cache(rope, 0, NULL, NULL);
     caller feeds = {.cache = cache, .timeout_ms = 0, .num_tokens = PROMPT}, waits = feeds;
@@ -251,8 +227,7 @@ static void test_rewrite(void)
     pthread_t shifting;
     call(&feeds);
     CHECK(pthread_create(&shifting, NULL, shift, cache) == 0);
-    while (!atomic_load(&is_inside))
-        sched_yield();
+    while (!atomic_load(&is_inside)) sched_yield();
     CHECK_FAILS(begin(cache, 1, 1, 0, &none), KVC_ERR_BUSY, "rewrites the keys", "give a timeout");
     CHECK_FAILS(begin(cache, 1, 1, 1, &none), KVC_ERR_BUSY, "rewrites the keys", "1 ms");
     waits.timeout_ms = -1;
@@ -275,12 +250,10 @@ typedef struct poller {
 } poller;
 
 /* Ends the open batch, and begins and ends one, while the call that polls waits. */
-static int32_t poll_and_begin(void *user)
-{
+static int32_t poll_and_begin(void *user) {
     poller *p = user;
     kvc_batch *own = NULL;
-    if (!p->open)
-        return p->stop;
+    if (!p->open) return p->stop;
     kvc_abort(p->open);
     p->open = NULL;
     p->status = begin(p->cache, 5, 1, -1, &own);
@@ -290,8 +263,7 @@ static int32_t poll_and_begin(void *user)
     return p->stop;
 }
 
-static void test_poll(int stop)
-{
+static void test_poll(int stop) {
     poller p = {.stop = stop};
     kvc_batch *batch = NULL;
     p.cache = new_cache(frequencies, 0, poll_and_begin, &p);
@@ -303,25 +275,21 @@ static void test_poll(int stop)
     CHECK(kvc_next_position(p.cache, 1) == 0 && kvc_validate(p.cache) == KVC_OK && kvc_cache_free(p.cache) == KVC_OK);
 }
 
-static int32_t poll_slowly(void *user)
-{
+static int32_t poll_slowly(void *user) {
     poller *p = user;
     atomic_store(&p->asked, 1);
-    while (!atomic_load(&p->go_on))
-        sched_yield();
+    while (!atomic_load(&p->go_on)) sched_yield();
     return 0;
 }
 
 /* A cache is not freed under a call that waits, though no batch is open. */
-static void test_freeing(void)
-{
+static void test_freeing(void) {
     poller p = {0};
     p.cache = new_cache(frequencies, 0, poll_slowly, &p);
     caller waits = {.cache = p.cache, .id = 1, .timeout_ms = -1, .num_tokens = 1};
     CHECK(begin(p.cache, 0, 1, 0, &p.open) == KVC_OK);
     const pthread_t thread = start(&waits);
-    while (!atomic_load(&p.asked))
-        sched_yield();
+    while (!atomic_load(&p.asked)) sched_yield();
     kvc_abort(p.open);
     CHECK_FAILS(kvc_cache_free(p.cache), KVC_ERR_BUSY, "free the cache", "wait to begin a batch");
     atomic_store(&p.go_on, 1);
@@ -332,8 +300,7 @@ static void test_freeing(void)
 
 /* ---- fork() ------------------------------------------------------------------------------------------------------ */
 
-static void test_fork(void)
-{
+static void test_fork(void) {
     kvc_cache *cache = plain_cache();
     kvc_batch *open = NULL, *next = NULL;
     caller waits = {.cache = cache, .id = 1, .timeout_ms = -1, .num_tokens = 1};
@@ -359,8 +326,7 @@ static void test_fork(void)
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
-int main(void)
-{
+int main(void) {
     alarm(LIMIT);
     test_order();
     test_time();

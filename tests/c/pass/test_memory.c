@@ -1,56 +1,14 @@
 /* Memory that batches take: none of what was reserved for them, and none that stays once they have ended. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
-#include "support/memory.h"
+#include "support/feeding.h"
 #include "support/pairs.h"
 
 enum { BLOCK = 4, MOST = 64 };
 
-static memory heap;
-
-static kvc_cache *new_cache(int num_layers, const kvc_layer *layers)
-{
-    memory_init(&heap);
-    const kvc_config config = {.struct_size = sizeof config,
-                               .layers = layers,
-                               .layer_size = sizeof *layers,
-                               .num_layers = num_layers,
-                               .block_size = BLOCK,
-                               .num_threads = 1,
-                               .allocator = &heap.allocator};
-    kvc_cache *cache = NULL;
-    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
-    return cache;
-}
-
-static void free_valid(kvc_cache *cache)
-{
-    CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
-    CHECK(kvc_nbytes(cache) == memory_bytes(&heap));
-    CHECK(kvc_cache_free(cache) == KVC_OK && heap.num == 0);
-}
-
-/* Feeds n tokens to the end of a sequence, in one batch. */
-static kvc_status feed(kvc_cache *cache, int num_layers, int64_t id, int32_t n)
-{
-    static const float rows[1024];
-    const kvc_put_args put = {.struct_size = sizeof put, .k = rows, .v = rows};
-    int64_t seq_ids[MOST];
-    kvc_batch *batch;
-    for (int32_t i = 0; i < n; i++)
-        seq_ids[i] = id;
-    const kvc_status status = kvc_begin(cache, n, NULL, seq_ids, NULL, &batch);
-    if (status != KVC_OK)
-        return status;
-    for (int l = 0; l < num_layers; l++)
-        CHECK(kvc_put(batch, l, &put) == KVC_OK);
-    return kvc_commit(batch);
-}
-
 /* ---- reserved ---------------------------------------------------------------------------------------------------- */
 
 /* Feeds, forks, retains, cuts and views a few sequences at random. */
-static kvc_hold *random_scene(kvc_cache *cache, int num_layers)
-{
+static kvc_hold *random_scene(kvc_cache *cache, int num_layers) {
     kvc_hold *hold = NULL;
     kvc_span spans[MOST];
     int64_t num, next_retained = 1000;
@@ -64,7 +22,8 @@ static kvc_hold *random_scene(kvc_cache *cache, int num_layers)
         case 3: CHECK(kvc_retain(cache, id, next_retained++, next / 2, next) == KVC_OK); break;
         case 4:
             if (!hold)
-                CHECK(kvc_spans(cache, id, random_int(0, num_layers), spans, sizeof *spans, MOST, &num, &hold) == KVC_OK);
+                CHECK(kvc_spans(cache, id, random_int(0, num_layers), spans, sizeof *spans, MOST, &num, &hold) ==
+                      KVC_OK);
             break;
         default: feed(cache, num_layers, id, random_int(1, 9)); break;
         }
@@ -74,13 +33,13 @@ static kvc_hold *random_scene(kvc_cache *cache, int num_layers)
 
 /* However the tokens that memory was reserved for come in batches, and whoever holds the rows before them, they take no
  * more. */
-static void test_reserved_beside_others(void)
-{
+static void test_reserved_beside_others(void) {
     for (int round = 0; round < (is_quick() ? 6000 : 20000); round++) {
-        const kvc_layer layers[] = {layer_with(chunked_policy(random_int(1, 12), random_int(0, 3) ? 0 : random_int(1, 6))),
-                                    layer_with(sliding_policy(random_int(1, 9), random_int(0, 3), 0)), plain_layer};
+        const kvc_layer layers[] = {
+            layer_with(chunked_policy(random_int(1, 12), random_int(0, 3) ? 0 : random_int(1, 6))),
+            layer_with(sliding_policy(random_int(1, 9), random_int(0, 3), 0)), plain_layer};
         const int num_layers = random_int(1, 4);
-        kvc_cache *cache = new_cache(num_layers, layers);
+        kvc_cache *cache = heap_cache(num_layers, layers, (kvc_config){0});
         kvc_hold *hold = random_scene(cache, num_layers);
         const int64_t id = random_int(1, 4);
         const int32_t most = random_int(1, 30);
@@ -91,8 +50,7 @@ static void test_reserved_beside_others(void)
                 n = random_int(1, rest + 1);
                 const kvc_status status = feed(cache, num_layers, id, n);
                 CHECKF(status == KVC_OK, "round %d: %d of %d, of %d: %s", round, n, rest, most, kvc_last_error());
-                if (status != KVC_OK)
-                    break;
+                if (status != KVC_OK) break;
             }
             memory_fail_after(&heap, -1);
         }
@@ -103,57 +61,34 @@ static void test_reserved_beside_others(void)
 
 /* ---- given back -------------------------------------------------------------------------------------------------- */
 
-/* Begins a batch of n tokens at the end of a sequence, and aborts it. */
-static void try_batch(kvc_cache *cache, int64_t id, int32_t n)
-{
-    int64_t seq_ids[MOST];
-    kvc_batch *batch = NULL;
-    for (int32_t i = 0; i < n; i++)
-        seq_ids[i] = id;
-    CHECKF(kvc_begin(cache, n, NULL, seq_ids, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
-    kvc_abort(batch);
-}
-
-static kvc_stats stats_in(kvc_cache *cache)
-{
-    kvc_stats stats;
-    kvc_get_stats(cache, &stats, sizeof stats);
-    return stats;
-}
-
-static int64_t blocks_in(kvc_cache *cache)
-{
+static int64_t blocks_in(kvc_cache *cache) {
     const kvc_stats stats = stats_in(cache);
     return stats.blocks_in_use + stats.blocks_free;
 }
 
 /* However many batches are aborted, they leave no block. */
-static void test_aborted(void)
-{
+static void test_aborted(void) {
     const kvc_layer windows[] = {layer_with(sliding_policy(5, 0, 0)), layer_with(sliding_policy(5, 2, 0)),
                                  layer_with(chunked_policy(7, 0)), plain_layer};
     for (int kind = 0; kind < 4; kind++)
         for (int32_t held = 0; held < 20; held++) {
-            kvc_cache *cache = new_cache(1, &windows[kind]);
-            if (held)
-                CHECK(feed(cache, 1, 1, held) == KVC_OK);
+            kvc_cache *cache = heap_cache(1, &windows[kind], (kvc_config){0});
+            if (held) CHECK(feed(cache, 1, 1, held) == KVC_OK);
             const int64_t before = blocks_in(cache);
             for (int tries = random_int(1, 24); tries > 0; tries--)
-                try_batch(cache, 1, tries > 1 ? random_int(1, MOST + 1) : MOST);
+                CHECK(try_batch(cache, 1, tries > 1 ? random_int(1, MOST + 1) : MOST) == KVC_OK);
             CHECKF(blocks_in(cache) == before, "%d blocks, not %d", (int)blocks_in(cache), (int)before);
             free_valid(cache);
         }
 }
 
 /* Steps that begin a chunk and are aborted do not keep the blocks of the one before. */
-static void test_aborted_at_a_chunk(void)
-{
+static void test_aborted_at_a_chunk(void) {
     const kvc_layer layer = layer_with(chunked_policy(40, 0));
     for (int tries = 0; tries < 24; tries++) {
-        kvc_cache *cache = new_cache(1, &layer);
+        kvc_cache *cache = heap_cache(1, &layer, (kvc_config){0});
         CHECK(feed(cache, 1, 1, 40) == KVC_OK);
-        for (int i = 0; i < tries; i++)
-            try_batch(cache, 1, 1);
+        for (int i = 0; i < tries; i++) CHECK(try_batch(cache, 1, 1) == KVC_OK);
         CHECK(feed(cache, 1, 1, 1) == KVC_OK);
         CHECKF(blocks_in(cache) <= 3, "%d tries: %d blocks", tries, (int)blocks_in(cache));
         free_valid(cache);
@@ -161,13 +96,12 @@ static void test_aborted_at_a_chunk(void)
 }
 
 /* What was reserved stays if a batch that takes more is aborted. */
-static void test_aborted_keeps_what_was_reserved(void)
-{
+static void test_aborted_keeps_what_was_reserved(void) {
     const kvc_layer layer = layer_with(sliding_policy(5, 0, 0));
     for (int32_t reserved = 1; reserved < MOST; reserved++) {
-        kvc_cache *cache = new_cache(1, &layer);
+        kvc_cache *cache = heap_cache(1, &layer, (kvc_config){0});
         CHECK(feed(cache, 1, 1, 9) == KVC_OK && kvc_reserve(cache, 1, reserved) == KVC_OK);
-        try_batch(cache, 1, random_int(1, MOST + 1));
+        CHECK(try_batch(cache, 1, random_int(1, MOST + 1)) == KVC_OK);
         memory_fail_after(&heap, 0);
         CHECKF(feed(cache, 1, 1, reserved) == KVC_OK, "%d: %s", (int)reserved, kvc_last_error());
         memory_fail_after(&heap, -1);
@@ -176,14 +110,13 @@ static void test_aborted_keeps_what_was_reserved(void)
 }
 
 /* The same of a sequence that holds nothing, whose list of runs is empty again. */
-static void test_aborted_at_the_start(void)
-{
+static void test_aborted_at_the_start(void) {
     const kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(5, 2, 0))};
     for (int32_t reserved = 1; reserved < MOST; reserved++) {
-        kvc_cache *cache = new_cache(2, layers);
+        kvc_cache *cache = heap_cache(2, layers, (kvc_config){0});
         CHECK(kvc_reserve(cache, 1, reserved) == KVC_OK);
         memory_fail_after(&heap, 0);
-        try_batch(cache, 1, reserved);
+        CHECK(try_batch(cache, 1, reserved) == KVC_OK);
         CHECKF(feed(cache, 2, 1, reserved) == KVC_OK, "%d: %s", (int)reserved, kvc_last_error());
         memory_fail_after(&heap, -1);
         free_valid(cache);
@@ -191,13 +124,12 @@ static void test_aborted_at_the_start(void)
 }
 
 /* The same where a view keeps the blocks that the batch took beyond them. */
-static void test_aborted_under_a_view(void)
-{
+static void test_aborted_under_a_view(void) {
     static const float row[4];
     const kvc_layer layer = layer_with(sliding_policy(5, 0, 0));
     for (int32_t reserved = 1; reserved < MOST; reserved++) {
         const int64_t seq_ids[MOST] = {0};
-        kvc_cache *cache = new_cache(1, &layer);
+        kvc_cache *cache = heap_cache(1, &layer, (kvc_config){0});
         kvc_batch *batch = NULL;
         kvc_span spans[MOST];
         kvc_hold *hold = NULL;
@@ -205,8 +137,7 @@ static void test_aborted_under_a_view(void)
         CHECK(feed(cache, 1, 0, 2 * BLOCK) == KVC_OK && kvc_reserve(cache, 0, reserved) == KVC_OK);
         CHECKF(kvc_begin(cache, MOST, NULL, seq_ids, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
         const kvc_put_args put = {.struct_size = sizeof put, .first = reserved + 2 * BLOCK, .k = row, .v = row};
-        if (put.first < MOST)
-            CHECK(kvc_put(batch, 0, &put) == KVC_OK);
+        if (put.first < MOST) CHECK(kvc_put(batch, 0, &put) == KVC_OK);
         CHECK(kvc_batch_spans(batch, 0, 0, spans, sizeof *spans, MOST, &num, &hold) == KVC_OK);
         kvc_abort(batch);
         memory_fail_after(&heap, 0);
@@ -218,19 +149,17 @@ static void test_aborted_under_a_view(void)
 }
 
 /* Reserved memory stays resident: batches of as many tokens touch no other, whatever was aborted between them. */
-static void test_aborted_leaves_resident(void)
-{
+static void test_aborted_leaves_resident(void) {
     for (int round = 0; round < 300; round++) {
         const kvc_policy policies[] = {full_policy, sliding_policy(random_int(1, 50), random_int(0, 3), 0),
                                        chunked_policy(random_int(1, 60), 0)};
-        const kvc_layer layer = {
-            .num_kv_heads = 4, .k_dim = 1024, .v_dim = 1024, .policy = policies[random_int(0, 3)]};
+        const kvc_layer layer = {.num_kv_heads = 4, .k_dim = 1024, .v_dim = 1024, .policy = policies[random_int(0, 3)]};
         kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.block_size = 16, .num_threads = 1});
         const int32_t reserved = random_int(1, MOST);
         CHECK(feed(cache, 1, 1, random_int(1, MOST)) == KVC_OK && kvc_reserve(cache, 1, reserved) == KVC_OK);
         for (int32_t rest = reserved, n; rest > 0; rest -= n) {
             n = random_int(1, rest + 1);
-            try_batch(cache, 1, random_int(1, MOST + 1));
+            CHECK(try_batch(cache, 1, random_int(1, MOST + 1)) == KVC_OK);
             const int64_t before = kvc_nbytes(cache);
             CHECK(feed(cache, 1, 1, n) == KVC_OK);
             CHECKF(kvc_nbytes(cache) <= before, "round %d: %d of %d took %d bytes", round, (int)n, (int)reserved,
@@ -248,8 +177,7 @@ typedef struct step {
 } step;
 
 /* Begins a batch at the end of a sequence. */
-static kvc_status begin_step(kvc_cache *cache, const step *step, kvc_batch **batch)
-{
+static kvc_status begin_step(kvc_cache *cache, const step *step, kvc_batch **batch) {
     int32_t positions[MOST];
     int64_t seq_ids[MOST];
     for (int32_t i = 0; i < step->n; i++) {
@@ -259,52 +187,43 @@ static kvc_status begin_step(kvc_cache *cache, const step *step, kvc_batch **bat
     return kvc_begin(cache, step->n, positions, seq_ids, NULL, batch);
 }
 
-static kvc_status feed_step(kvc_cache *cache, const step *step, int num_layers)
-{
+static kvc_status feed_step(kvc_cache *cache, const step *step, int num_layers) {
     static const float rows[1024];
     const kvc_put_args put = {.struct_size = sizeof put, .k = rows, .v = rows};
     kvc_batch *batch;
     const kvc_status status = begin_step(cache, step, &batch);
-    if (status != KVC_OK)
-        return status;
-    for (int l = 0; l < num_layers; l++)
-        CHECK(kvc_put(batch, l, &put) == KVC_OK);
+    if (status != KVC_OK) return status;
+    for (int l = 0; l < num_layers; l++) CHECK(kvc_put(batch, l, &put) == KVC_OK);
     return kvc_commit(batch);
 }
 
 enum { FED = 6, TRIED = 3, STEPS = FED + TRIED + 1 };
 
 /* Feeds the first steps, aborts those between if `tries`, and returns whether the last one fits. */
-static int fits_after(const kvc_layer *layers, int num_layers, const step *steps, int64_t max_bytes, int tries)
-{
-    const kvc_config config = {
-        .block_size = 1, .num_threads = 1, .max_bytes = max_bytes, .allocator = &heap.allocator};
+static int fits_after(const kvc_layer *layers, int num_layers, const step *steps, int64_t max_bytes, int tries) {
     kvc_batch *batch;
-    memory_init(&heap);
-    kvc_cache *cache = cache_of(layers, num_layers, config);
+    kvc_cache *cache = heap_cache(num_layers, layers, (kvc_config){.block_size = 1, .max_bytes = max_bytes});
     for (int i = 0; i < FED; i++)
-        if (steps[i].n)
-            feed_step(cache, &steps[i], num_layers);
+        if (steps[i].n) feed_step(cache, &steps[i], num_layers);
     for (int i = FED; tries && i < FED + TRIED; i++)
-        if (steps[i].n && begin_step(cache, &steps[i], &batch) == KVC_OK)
-            kvc_abort(batch);
+        if (steps[i].n && begin_step(cache, &steps[i], &batch) == KVC_OK) kvc_abort(batch);
     const int fits = feed_step(cache, &steps[STEPS - 1], num_layers) == KVC_OK;
     CHECK(kvc_nbytes(cache) <= max_bytes);
     free_valid(cache);
     return fits;
 }
 
-/* Near max_bytes, what fits in a cache still fits once other batches were aborted.  Blocks of one slot: rows that a batch
- * moves together stay so when it is aborted, in more runs. */
-static void test_aborted_leaves_room(void)
-{
+/* Near max_bytes, what fits in a cache still fits once other batches were aborted.  Blocks of one slot: rows that a
+ * batch moves together stay so when it is aborted, in more runs. */
+static void test_aborted_leaves_room(void) {
     for (int round = 0; round < (is_quick() ? 500 : 2000); round++) {
         const kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(random_int(1, 9), random_int(0, 3), 0)),
                                     layer_with(chunked_policy(random_int(1, 12), 0))};
         const int num_layers = random_int(1, 4);
         step steps[STEPS];
         for (int i = 0; i < STEPS; i++)
-            steps[i] = (step){random_int(0, 12), i == STEPS - 1 ? random_int(1, 20) : random_int(0, 40), random_int(1, 3)};
+            steps[i] =
+                (step){random_int(0, 12), i == STEPS - 1 ? random_int(1, 20) : random_int(0, 40), random_int(1, 3)};
         int64_t least = 0, most = 1 << 20; /* max_bytes with which the last step does not fit, and does */
         while (most - least > 8) {
             const int64_t middle = least + (most - least) / 2;
@@ -318,14 +237,12 @@ static void test_aborted_leaves_room(void)
 }
 
 /* Returns how many blocks were opened by 60 steps of decoding, each after `tries` that were aborted. */
-static int64_t opened_by_steps(const kvc_layer *layer, int tries)
-{
-    kvc_cache *cache = new_cache(1, layer);
+static int64_t opened_by_steps(const kvc_layer *layer, int tries) {
+    kvc_cache *cache = heap_cache(1, layer, (kvc_config){0});
     CHECK(feed(cache, 1, 1, 40) == KVC_OK);
     const int64_t before = stats_in(cache).blocks_opened;
     for (int i = 0; i < 60; i++) {
-        for (int t = 0; t < tries; t++)
-            try_batch(cache, 1, 1);
+        for (int t = 0; t < tries; t++) CHECK(try_batch(cache, 1, 1) == KVC_OK);
         CHECK(feed(cache, 1, 1, 1) == KVC_OK);
     }
     const int64_t opened = stats_in(cache).blocks_opened - before;
@@ -334,8 +251,7 @@ static int64_t opened_by_steps(const kvc_layer *layer, int tries)
 }
 
 /* Steps of decoding that are aborted first take no more blocks than others. */
-static void test_aborted_steps(void)
-{
+static void test_aborted_steps(void) {
     for (int32_t window = 1; window < 12; window++)
         for (int32_t sinks = 0; sinks < 4; sinks++) {
             const kvc_layer layer = layer_with(sliding_policy(window, sinks, 0));
@@ -345,8 +261,7 @@ static void test_aborted_steps(void)
         }
 }
 
-int main(void)
-{
+int main(void) {
     test_aborted();
     test_aborted_at_a_chunk();
     test_aborted_keeps_what_was_reserved();

@@ -22,23 +22,19 @@ static const kvc_layer layers[NUM_LAYERS] = {
 
 static float q[TOKENS][HEADS][DIM], k[NUM_LAYERS][TOKENS][KV_HEADS][DIM], v[NUM_LAYERS][TOKENS][KV_HEADS][DIM];
 
-static void fill_rows(void)
-{
-    for (size_t i = 0; i < sizeof q / sizeof(float); i++)
-        ((float *)q)[i] = random_float();
+static void fill_rows(void) {
+    for (size_t i = 0; i < sizeof q / sizeof(float); i++) ((float *)q)[i] = random_float();
     for (size_t i = 0; i < sizeof k / sizeof(float); i++) {
         ((float *)k)[i] = random_float();
         ((float *)v)[i] = random_float();
     }
 }
 
-static kvc_cache *new_cache(const kvc_config *with)
-{
+static kvc_cache *new_cache(const kvc_config *with) {
     return cache_of(layers, NUM_LAYERS, with ? *with : (kvc_config){0});
 }
 
-static void free_cache(kvc_cache *cache)
-{
+static void free_cache(kvc_cache *cache) {
     CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
     CHECKF(kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
 }
@@ -51,8 +47,7 @@ typedef struct pass {
     uint8_t unstored[TOKENS];
 } pass;
 
-static pass make_pass(int is_tree)
-{
+static pass make_pass(int is_tree) {
     pass p = {.n = TOKENS};
     int32_t next[3] = {0, 5, 3}, last[3] = {-1, -1, -1};
     for (int t = 0; t < TOKENS; t++) {
@@ -67,8 +62,7 @@ static pass make_pass(int is_tree)
     return p;
 }
 
-static kvc_status begin_pass(kvc_cache *cache, const pass *p, int is_tree, int stores_all, kvc_batch **batch)
-{
+static kvc_status begin_pass(kvc_cache *cache, const pass *p, int is_tree, int stores_all, kvc_batch **batch) {
     const kvc_begin_args args = {.struct_size = sizeof args,
                                  .num_tokens = p->n,
                                  .positions = p->positions,
@@ -78,8 +72,7 @@ static kvc_status begin_pass(kvc_cache *cache, const pass *p, int is_tree, int s
     return kvc_begin_with(cache, &args, batch);
 }
 
-static kvc_put_args put_of(int layer, int first, int n)
-{
+static kvc_put_args put_of(int layer, int first, int n) {
     return (kvc_put_args){.struct_size = sizeof(kvc_put_args),
                           .first = first,
                           .num_tokens = n,
@@ -91,8 +84,7 @@ static kvc_put_args put_of(int layer, int first, int n)
                           .v_head_stride = DIM * sizeof(float)};
 }
 
-static kvc_status put(kvc_batch *batch, int layer, int first, int n)
-{
+static kvc_status put(kvc_batch *batch, int layer, int first, int n) {
     const kvc_put_args args = put_of(layer, first, n);
     return kvc_put(batch, layer, &args);
 }
@@ -102,8 +94,7 @@ typedef struct result {
     float out[NUM_LAYERS][TOKENS][HEADS][DIM], lse[NUM_LAYERS][TOKENS][HEADS];
 } result;
 
-static kvc_attend_args args_for(int layer, int first, result *r)
-{
+static kvc_attend_args args_for(int layer, int first, result *r) {
     return (kvc_attend_args){.struct_size = sizeof(kvc_attend_args),
                              .q = q[first],
                              .out = r->out[layer][first],
@@ -116,8 +107,7 @@ static kvc_attend_args args_for(int layer, int first, result *r)
                              .lse_head_stride = sizeof(float)};
 }
 
-static kvc_status attend(kvc_batch *batch, int layer, int first, int n, int puts, result *r)
-{
+static kvc_status attend(kvc_batch *batch, int layer, int first, int n, int puts, result *r) {
     const kvc_put_args rows = put_of(layer, first, n);
     const kvc_plan_args plan = {
         .struct_size = sizeof plan, .layer = layer, .first = first, .num_tokens = n, .num_heads = HEADS};
@@ -126,14 +116,12 @@ static kvc_status attend(kvc_batch *batch, int layer, int first, int n, int puts
     return kvc_attend(batch, &plan, &args);
 }
 
-static int64_t nbytes(kvc_cache *cache)
-{
+static int64_t nbytes(kvc_cache *cache) {
     CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
     return kvc_nbytes(cache);
 }
 
-static kvc_stats stats_of(kvc_cache *cache)
-{
+static kvc_stats stats_of(kvc_cache *cache) {
     kvc_stats stats;
     kvc_get_stats(cache, &stats, sizeof stats);
     return stats;
@@ -142,22 +130,19 @@ static kvc_stats stats_of(kvc_cache *cache)
 /* ---- same bits --------------------------------------------------------------------------------------------------- */
 
 /* Appends five tokens to sequence 7. */
-static void store_seven(kvc_cache *cache)
-{
+static void store_seven(kvc_cache *cache) {
     const int32_t positions[] = {0, 1, 2, 3, 4};
     const int64_t ids[] = {7, 7, 7, 7, 7};
     kvc_batch *batch = NULL;
     CHECK(kvc_begin(cache, 5, positions, ids, NULL, &batch) == KVC_OK);
-    for (int l = 0; l < 3; l++)
-        CHECK(put(batch, l, 0, 5) == KVC_OK);
+    for (int l = 0; l < 3; l++) CHECK(put(batch, l, 0, 5) == KVC_OK);
     CHECK(kvc_commit(batch) == KVC_OK);
 }
 
 /* How a layer's rows are put. */
 enum { BY_ATTEND, BY_PUT, BY_HALVES, IN_PLACE, BY_PLAN, WAYS };
 
-static void write_in_place(kvc_batch *batch, int layer, int n)
-{
+static void write_in_place(kvc_batch *batch, int layer, int n) {
     kvc_span span;
     for (int t = 0; t < n; t += span.num_rows) {
         CHECKF(kvc_slots(batch, layer, t, &span, sizeof span, NULL) == KVC_OK, "%s", kvc_last_error());
@@ -173,8 +158,7 @@ static void write_in_place(kvc_batch *batch, int layer, int n)
     CHECK(kvc_written(batch, layer, 0, n) == KVC_OK);
 }
 
-static void run_plan(kvc_batch *batch, int layer, result *r)
-{
+static void run_plan(kvc_batch *batch, int layer, result *r) {
     const kvc_plan_args plan_args = {
         .struct_size = sizeof plan_args, .layer = layer, .num_heads = HEADS, .num_threads = 3};
     const kvc_attend_args args = args_for(layer, 0, r);
@@ -184,8 +168,7 @@ static void run_plan(kvc_batch *batch, int layer, result *r)
     kvc_plan_free(plan);
 }
 
-static void run_layer(kvc_batch *batch, int layer, int n, int way, result *r)
-{
+static void run_layer(kvc_batch *batch, int layer, int n, int way, result *r) {
     const int puts = layer < 3;
     if (way == BY_HALVES) {
         CHECKF(attend(batch, layer, 0, n / 2, puts, r) == KVC_OK, "%s", kvc_last_error());
@@ -202,8 +185,7 @@ static void run_layer(kvc_batch *batch, int layer, int n, int way, result *r)
         CHECKF(attend(batch, layer, 0, n, way == BY_ATTEND && puts, r) == KVC_OK, "%s", kvc_last_error());
 }
 
-static void run_pass(const pass *p, int is_tree, int stores_all, int way, int num_threads, result *r)
-{
+static void run_pass(const pass *p, int is_tree, int stores_all, int way, int num_threads, result *r) {
     kvc_cache *cache = new_cache(&(kvc_config){.block_size = 16, .num_threads = num_threads});
     kvc_batch *batch = NULL;
     store_seven(cache);
@@ -216,8 +198,7 @@ static void run_pass(const pass *p, int is_tree, int stores_all, int way, int nu
         CHECKF(kvc_put(batch, CROSS, &args) == KVC_OK, "%s", kvc_last_error());
     }
     memset(r, 0, sizeof *r);
-    for (int l = 0; l < NUM_LAYERS; l++)
-        run_layer(batch, l, p->n, way, r);
+    for (int l = 0; l < NUM_LAYERS; l++) run_layer(batch, l, p->n, way, r);
     CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
     int64_t ids[4];
     CHECK(kvc_sequences(cache, ids, 4) == (stores_all ? 3 : 1) && ids[stores_all ? 2 : 0] == 7);
@@ -228,8 +209,7 @@ static void run_pass(const pass *p, int is_tree, int stores_all, int way, int nu
     free_cache(cache);
 }
 
-static void test_same_bits(void)
-{
+static void test_same_bits(void) {
     static result stored, passed;
     for (int round = 0; round < 12; round++) {
         const int is_tree = round % 2;
@@ -246,13 +226,11 @@ static void test_same_bits(void)
 
 /* ---- how long rows stay ------------------------------------------------------------------------------------------ */
 
-static kvc_batch *begin_unstored(kvc_cache *cache, int n)
-{
+static kvc_batch *begin_unstored(kvc_cache *cache, int n) {
     int32_t positions[TOKENS];
     uint8_t unstored[TOKENS];
     kvc_batch *batch = NULL;
-    for (int t = 0; t < n; t++)
-        positions[t] = t, unstored[t] = 1;
+    for (int t = 0; t < n; t++) positions[t] = t, unstored[t] = 1;
     const kvc_begin_args args = {
         .struct_size = sizeof args, .num_tokens = n, .positions = positions, .unstored = unstored};
     CHECKF(kvc_begin_with(cache, &args, &batch) == KVC_OK, "%s", kvc_last_error());
@@ -260,15 +238,13 @@ static kvc_batch *begin_unstored(kvc_cache *cache, int n)
 }
 
 /* A cache whose table has room for a sequence. */
-static kvc_cache *new_cache_with_room(const kvc_config *with)
-{
+static kvc_cache *new_cache_with_room(const kvc_config *with) {
     kvc_cache *cache = new_cache(with);
     CHECK(kvc_commit_kept(begin_unstored(cache, 1), NULL, 0) == KVC_OK);
     return cache;
 }
 
-static void test_one_layer_at_a_time(void)
-{
+static void test_one_layer_at_a_time(void) {
     static result r;
     kvc_cache *cache = new_cache_with_room(NULL);
     const int64_t before = nbytes(cache), rows = TOKENS * ROW * 2 * (int64_t)sizeof(float);
@@ -307,8 +283,7 @@ static void test_one_layer_at_a_time(void)
 }
 
 /* Rows put by kvc_put stay until the batch ends, as do those of a layer that another shares. */
-static void test_what_stays(void)
-{
+static void test_what_stays(void) {
     static result r, again;
     kvc_cache *cache = new_cache_with_room(NULL);
     const int64_t before = nbytes(cache), rows = TOKENS * ROW * 2 * (int64_t)sizeof(float);
@@ -326,8 +301,7 @@ static void test_what_stays(void)
 
 /* Rows that attend puts keep a row buffer of their own while two layers attend at once; see test_two_threads. */
 
-static void test_a_hold_outlives_the_batch(void)
-{
+static void test_a_hold_outlives_the_batch(void) {
     kvc_cache *cache = new_cache_with_room(NULL);
     const int64_t before = nbytes(cache);
     kvc_batch *batch = begin_unstored(cache, 4);
@@ -348,8 +322,7 @@ static void test_a_hold_outlives_the_batch(void)
 }
 
 /* Begins a batch of three more tokens of sequence 7, which holds five. */
-static kvc_batch *begin_three(kvc_cache *cache, int is_unstored)
-{
+static kvc_batch *begin_three(kvc_cache *cache, int is_unstored) {
     const uint8_t unstored[] = {1, 1, 1};
     const kvc_begin_args args = {.struct_size = sizeof args,
                                  .num_tokens = 3,
@@ -362,8 +335,7 @@ static kvc_batch *begin_three(kvc_cache *cache, int is_unstored)
 }
 
 /* An unstored batch sees the rows its sequence held before; committing drops them. */
-static void test_what_was_stored_is_dropped(void)
-{
+static void test_what_was_stored_is_dropped(void) {
     static result stored, dropped;
     for (int is_dropped = 0; is_dropped < 2; is_dropped++) {
         kvc_cache *cache = new_cache(&(kvc_config){.block_size = 4});
@@ -387,8 +359,7 @@ static void test_what_was_stored_is_dropped(void)
 }
 
 /* Of such a sequence, what it held before is retained, and not the tokens that are gone with the batch. */
-static void test_retaining_what_was_stored(void)
-{
+static void test_retaining_what_was_stored(void) {
     for (int keeps = 0; keeps < 3; keeps++) { /* the batch is aborted, committed, or one that stores */
         kvc_cache *cache = new_cache(&(kvc_config){.block_size = 4});
         store_seven(cache);
@@ -397,8 +368,7 @@ static void test_retaining_what_was_stored(void)
         CHECK(kvc_retain(cache, 7, 100, 0, 8) == KVC_OK && kvc_retain(cache, 7, 101, 5, 8) == KVC_OK);
         CHECK(last_position(cache, 100) == (keeps < 2 ? 4 : 7));
         CHECK(kvc_retained(cache, NULL, 0) == (keeps < 2 ? 1 : 2));
-        for (int l = 0; l < 4; l++)
-            CHECKF(attend(batch, l, 0, 3, l < 3, &out) == KVC_OK, "%s", kvc_last_error());
+        for (int l = 0; l < 4; l++) CHECKF(attend(batch, l, 0, 3, l < 3, &out) == KVC_OK, "%s", kvc_last_error());
         if (keeps)
             CHECK(kvc_commit(batch) == KVC_OK);
         else
@@ -410,32 +380,26 @@ static void test_retaining_what_was_stored(void)
 
 /* ---- limits and errors ------------------------------------------------------------------------------------------- */
 
-static void test_limits(void)
-{
+static void test_limits(void) {
     static result r;
     kvc_cache *cache = new_cache(&(kvc_config){.max_seq_len = 20, .max_sequences = 1, .capacity = 20});
     pass p = {.n = 30};
     kvc_batch *batch = NULL;
-    for (int t = 0; t < 30; t++)
-        p.ids[t] = t / 10, p.positions[t] = t % 10, p.unstored[t] = t >= 10;
+    for (int t = 0; t < 30; t++) p.ids[t] = t / 10, p.positions[t] = t % 10, p.unstored[t] = t >= 10;
     CHECKF(begin_pass(cache, &p, 0, 0, &batch) == KVC_OK, "%s", kvc_last_error()); /* 10 to be stored, of one */
-    for (int l = 0; l < 3; l++)
-        CHECK(attend(batch, l, 0, 30, 1, &r) == KVC_OK);
+    for (int l = 0; l < 3; l++) CHECK(attend(batch, l, 0, 30, 1, &r) == KVC_OK);
     CHECK(kvc_commit(batch) == KVC_OK && kvc_next_position(cache, 0) == 10 && kvc_next_position(cache, 1) == 0);
-    for (int t = 0; t < 30; t++)
-        p.positions[t] += t < 10 ? 10 : 0;
+    for (int t = 0; t < 30; t++) p.positions[t] += t < 10 ? 10 : 0;
     CHECK_FAILS(begin_pass(cache, &p, 0, 1, &batch), KVC_ERR_FULL, "capacity", "20");
     p.n = 21;
-    for (int t = 0; t < 21; t++)
-        p.ids[t] = 1, p.positions[t] = t, p.unstored[t] = 1;
+    for (int t = 0; t < 21; t++) p.ids[t] = 1, p.positions[t] = t, p.unstored[t] = 1;
     CHECK_FAILS(begin_pass(cache, &p, 0, 0, &batch), KVC_ERR_FULL, "max_seq_len", "20");
     p.unstored[7] = 0;
     CHECK_FAILS(begin_pass(cache, &p, 0, 0, &batch), KVC_ERR_INVALID, "unstored[7]", "sequence 1");
     free_cache(cache);
 }
 
-static void test_max_bytes(void)
-{
+static void test_max_bytes(void) {
     static result r;
     const int64_t rows = TOKENS * ROW * 2 * (int64_t)sizeof(float);
     kvc_cache *cache = new_cache_with_room(NULL);
@@ -444,8 +408,7 @@ static void test_max_bytes(void)
     cache = new_cache_with_room(&(kvc_config){.max_bytes = empty + rows / 2});
     pass p = {.n = TOKENS};
     kvc_batch *batch = NULL;
-    for (int t = 0; t < TOKENS; t++)
-        p.positions[t] = t, p.unstored[t] = 1;
+    for (int t = 0; t < TOKENS; t++) p.positions[t] = t, p.unstored[t] = 1;
     CHECK_FAILS(begin_pass(cache, &p, 0, 0, &batch), KVC_ERR_FULL, "max_bytes", "48 more tokens");
     CHECK(nbytes(cache) == empty);
     free_cache(cache);
@@ -462,8 +425,7 @@ static void test_max_bytes(void)
 }
 
 /* Whichever allocation fails, nothing has changed, and the call succeeds when repeated. */
-static kvc_status try_pass(kvc_cache *cache, const pass *p, int fail_after, memory *heap, result *r)
-{
+static kvc_status try_pass(kvc_cache *cache, const pass *p, int fail_after, memory *heap, result *r) {
     kvc_batch *batch = NULL;
     memory_fail_after(heap, fail_after);
     kvc_status status = begin_pass(cache, p, 0, 0, &batch);
@@ -481,8 +443,7 @@ static kvc_status try_pass(kvc_cache *cache, const pass *p, int fail_after, memo
     return KVC_OK;
 }
 
-static void test_no_memory(void)
-{
+static void test_no_memory(void) {
     static memory heap;
     static result r, right;
     const pass p = make_pass(0);
@@ -503,8 +464,7 @@ static void test_no_memory(void)
         failures += status != KVC_OK;
         free_cache(cache);
         CHECKF(heap.num == 0, "%d allocations are left", heap.num);
-        if (fail_after >= 0 && status == KVC_OK)
-            break;
+        if (fail_after >= 0 && status == KVC_OK) break;
     }
     CHECKF(failures > 8, "%d", failures);
 }
@@ -517,8 +477,7 @@ typedef struct worker {
     result *r;
 } worker;
 
-static void *attend_layer(void *context)
-{
+static void *attend_layer(void *context) {
     worker *w = context;
     CHECKF(attend(w->batch, w->layer, 0, TOKENS, 1, w->r) == KVC_OK, "%s", kvc_last_error());
     return NULL;
@@ -526,23 +485,19 @@ static void *attend_layer(void *context)
 
 static atomic_int stops;
 
-static void *look(void *context)
-{
+static void *look(void *context) {
     kvc_cache *cache = context;
-    while (!atomic_load(&stops))
-        CHECKF(kvc_validate(cache) == KVC_OK && kvc_nbytes(cache) > 0, "%s", kvc_last_error());
+    while (!atomic_load(&stops)) CHECKF(kvc_validate(cache) == KVC_OK && kvc_nbytes(cache) > 0, "%s", kvc_last_error());
     return NULL;
 }
 
 /* Two layers at once, while a third thread looks: each has a row buffer for as long as it is at it. */
-static void test_two_threads(void)
-{
+static void test_two_threads(void) {
     static result one, both;
     kvc_cache *cache = new_cache(&(kvc_config){.num_threads = 1});
     pthread_t looks;
     kvc_batch *batch = begin_unstored(cache, TOKENS);
-    for (int l = 0; l < 3; l += 2)
-        CHECK(attend(batch, l, 0, TOKENS, 1, &one) == KVC_OK);
+    for (int l = 0; l < 3; l += 2) CHECK(attend(batch, l, 0, TOKENS, 1, &one) == KVC_OK);
     CHECK(kvc_commit(batch) == KVC_OK);
     CHECK(pthread_create(&looks, NULL, look, cache) == 0);
     for (int round = 0; round < 50; round++) {
@@ -553,8 +508,7 @@ static void test_two_threads(void)
             workers[i] = (worker){batch, 2 * i, &both};
             CHECK(pthread_create(&threads[i], NULL, attend_layer, &workers[i]) == 0);
         }
-        for (int i = 0; i < 2; i++)
-            CHECK(pthread_join(threads[i], NULL) == 0);
+        for (int i = 0; i < 2; i++) CHECK(pthread_join(threads[i], NULL) == 0);
         kvc_abort(batch);
         CHECK(!memcmp(&one, &both, sizeof one));
     }
@@ -563,8 +517,7 @@ static void test_two_threads(void)
     free_cache(cache);
 }
 
-int main(void)
-{
+int main(void) {
     fill_rows();
     test_same_bits();
     test_one_layer_at_a_time();

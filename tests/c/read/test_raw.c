@@ -1,5 +1,5 @@
-/* Rows in the types in which a layer stores them: out by kvc_gather, kvc_extract and kvc_dense, in by kvc_put, kvc_attend
- * and kvc_inject, byte for byte. */
+/* Rows in the types in which a layer stores them: out by kvc_gather, kvc_extract and kvc_dense, in by kvc_put,
+ * kvc_attend and kvc_inject, byte for byte. */
 #define _POSIX_C_SOURCE 200809L /* setenv */
 #include "base/dtype.h"
 #include "support/isas.h"
@@ -8,10 +8,10 @@
 
 enum { HEADS = 3, K_DIM = 64, V_DIM = 32, ROWS = 23, BLOCK = 4, ODD = 1 };
 
-static const kvc_rope rope = {
-    .kind = KVC_ROPE_FREQUENCIES, .first_dim = 2, .num_freqs = 5, .inv_freq = any_angles};
+static const kvc_rope rope = {.kind = KVC_ROPE_FREQUENCIES, .first_dim = 2, .num_freqs = 5, .inv_freq = any_angles};
 
-/* ---- arrays of rows ---------------------------------------------------------------------------------------------- */
+/* ---- arrays of rows -----------------------------------------------------------------------------------------------
+ */
 
 /* How rows lie in an array. */
 typedef enum order { TOKEN_MAJOR, HEAD_MAJOR, GAPS, NUM_ORDERS } order;
@@ -23,8 +23,7 @@ typedef struct array {
     int heads, num;
 } array;
 
-static array array_new(int32_t type, int32_t dim, int heads, int num, order order)
-{
+static array array_new(int32_t type, int32_t dim, int heads, int num, order order) {
     array a = {.row_bytes = (int64_t)kvc_row_bytes(type, dim), .heads = heads, .num = num};
     const int64_t gap = order == GAPS ? 4 : 0;
     a.row_stride = order == TOKEN_MAJOR ? heads * a.row_bytes : a.row_bytes + gap;
@@ -35,30 +34,24 @@ static array array_new(int32_t type, int32_t dim, int heads, int num, order orde
     return a;
 }
 
-static char *row_at(const array *a, int row, int head)
-{
-    return a->rows + head * a->head_stride + row * a->row_stride;
-}
+static char *row_at(const array *a, int row, int head) { return a->rows + head * a->head_stride + row * a->row_stride; }
 
 /* Keys and values of one layer. */
 typedef struct rows {
     array k, v;
 } rows;
 
-static rows rows_new(const kvc_layer *layer, int num, order order)
-{
+static rows rows_new(const kvc_layer *layer, int num, order order) {
     return (rows){array_new(layer->k_type, layer->k_dim, layer->num_kv_heads, num, order),
                   array_new(layer->v_type, layer->v_dim, layer->num_kv_heads, num, order)};
 }
 
-static void rows_free(rows *r)
-{
+static void rows_free(rows *r) {
     free(r->k.memory);
     free(r->v.memory);
 }
 
-static kvc_rows_out out_to(const rows *r)
-{
+static kvc_rows_out out_to(const rows *r) {
     return (kvc_rows_out){.struct_size = sizeof(kvc_rows_out),
                           .type = 99, /* ignored */
                           .k = r->k.rows,
@@ -70,8 +63,7 @@ static kvc_rows_out out_to(const rows *r)
                           .raw = 1};
 }
 
-static kvc_put_args put_of(const kvc_layer *layer, const rows *r)
-{
+static kvc_put_args put_of(const kvc_layer *layer, const rows *r) {
     return (kvc_put_args){.struct_size = sizeof(kvc_put_args),
                           .num_tokens = r->k.num,
                           .k = r->k.rows,
@@ -84,8 +76,7 @@ static kvc_put_args put_of(const kvc_layer *layer, const rows *r)
                           .v_type = layer->v_type};
 }
 
-static kvc_rows_in in_of(const kvc_layer *layer, const rows *r)
-{
+static kvc_rows_in in_of(const kvc_layer *layer, const rows *r) {
     return (kvc_rows_in){.struct_size = sizeof(kvc_rows_in),
                          .k = r->k.rows,
                          .v = layer->value_in_key ? NULL : r->v.rows,
@@ -97,9 +88,9 @@ static kvc_rows_in in_of(const kvc_layer *layer, const rows *r)
                          .v_type = layer->v_type};
 }
 
-/* Checks that rows [first, first + a->num) of b are those of a, and that what lies between those of a was not faulted. */
-static void check_equal(const array *a, const array *b, int first)
-{
+/* Checks that rows [first, first + a->num) of b are those of a, and that what lies between those of a was not faulted.
+ */
+static void check_equal(const array *a, const array *b, int first) {
     for (int h = 0; h < a->heads; h++) {
         for (int i = 0; i < a->num; i++) {
             CHECKF(!memcmp(row_at(a, i, h), row_at(b, first + i, h), (size_t)a->row_bytes), "head %d, row %d", h, i);
@@ -109,68 +100,55 @@ static void check_equal(const array *a, const array *b, int first)
     }
 }
 
-static void check_rows(const rows *a, const rows *b, int first)
-{
+static void check_rows(const rows *a, const rows *b, int first) {
     check_equal(&a->k, &b->k, first);
     check_equal(&a->v, &b->v, first);
 }
 
-/* ---- caches ------------------------------------------------------------------------------------------------------ */
+/* ---- caches -------------------------------------------------------------------------------------------------------
+ */
 
-static kvc_layer layer_of(int32_t k_type, int32_t v_type)
-{
-    return (kvc_layer){.num_kv_heads = HEADS, .k_dim = K_DIM, .v_dim = V_DIM, .k_type = k_type, .v_type = v_type,
-                       .rope = rope};
+static kvc_layer layer_of(int32_t k_type, int32_t v_type) {
+    return (kvc_layer){
+        .num_kv_heads = HEADS, .k_dim = K_DIM, .v_dim = V_DIM, .k_type = k_type, .v_type = v_type, .rope = rope};
 }
 
-static kvc_cache *new_cache_in(memory *heap, const kvc_layer *layer)
-{
+static kvc_cache *new_cache_in(memory *heap, const kvc_layer *layer) {
     return cache_of(layer, 1,
                     (kvc_config){.block_size = BLOCK, .num_threads = 2, .allocator = heap ? &heap->allocator : NULL});
 }
 
-static kvc_cache *new_cache(const kvc_layer *layer)
-{
-    return new_cache_in(NULL, layer);
-}
+static kvc_cache *new_cache(const kvc_layer *layer) { return new_cache_in(NULL, layer); }
 
-static void free_cache(kvc_cache *cache)
-{
+static void free_cache(kvc_cache *cache) {
     CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
     CHECKF(kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
 }
 
-static kvc_batch *begin(kvc_cache *cache, int64_t id, int n)
-{
+static kvc_batch *begin(kvc_cache *cache, int64_t id, int n) {
     int64_t ids[ROWS];
     kvc_batch *batch = NULL;
-    for (int i = 0; i < n; i++)
-        ids[i] = id;
+    for (int i = 0; i < n; i++) ids[i] = id;
     CHECKF(kvc_begin(cache, n, NULL, ids, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
     return batch;
 }
 
 /* Puts random rows, as f32. */
-static void put_random(kvc_batch *batch, const kvc_layer *layer, int n)
-{
+static void put_random(kvc_batch *batch, const kvc_layer *layer, int n) {
     static float k[ROWS * HEADS * K_DIM], v[ROWS * HEADS * V_DIM];
-    for (size_t i = 0; i < sizeof k / sizeof *k; i++)
-        k[i] = random_float();
-    for (size_t i = 0; i < sizeof v / sizeof *v; i++)
-        v[i] = random_float();
+    for (size_t i = 0; i < sizeof k / sizeof *k; i++) k[i] = random_float();
+    for (size_t i = 0; i < sizeof v / sizeof *v; i++) v[i] = random_float();
     put_floats(batch, 0, 0, n, HEADS, K_DIM, V_DIM, k, layer->value_in_key ? NULL : v);
 }
 
-static void feed(kvc_cache *cache, const kvc_layer *layer, int64_t id, int n)
-{
+static void feed(kvc_cache *cache, const kvc_layer *layer, int64_t id, int n) {
     kvc_batch *batch = begin(cache, id, n);
     put_random(batch, layer, n);
     CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
 }
 
 /* Returns the bytes that a sequence has, by kvc_spans, whatever its deltas. */
-static rows stored(kvc_cache *cache, const kvc_layer *layer, int64_t id)
-{
+static rows stored(kvc_cache *cache, const kvc_layer *layer, int64_t id) {
     kvc_span spans[2 * ROWS];
     int64_t num = 0;
     rows r = rows_new(layer, (int)kvc_seq_len(cache, id, 0), HEAD_MAJOR);
@@ -190,26 +168,24 @@ static rows stored(kvc_cache *cache, const kvc_layer *layer, int64_t id)
     return r;
 }
 
-static rows gathered(kvc_cache *cache, const kvc_layer *layer, int64_t id, int first, int n, order order)
-{
+static rows gathered(kvc_cache *cache, const kvc_layer *layer, int64_t id, int first, int n, order order) {
     rows r = rows_new(layer, n, order);
     const kvc_rows_out out = out_to(&r);
     CHECKF(kvc_gather(cache, id, 0, first, n, &out) == KVC_OK, "%s", kvc_last_error());
     return r;
 }
 
-static void check_stored(kvc_cache *cache, const kvc_layer *layer, int64_t id, const rows *right)
-{
+static void check_stored(kvc_cache *cache, const kvc_layer *layer, int64_t id, const rows *right) {
     rows r = stored(cache, layer, id);
     check_rows(&r, right, 0);
     rows_free(&r);
 }
 
-/* ---- tests ------------------------------------------------------------------------------------------------------- */
+/* ---- tests --------------------------------------------------------------------------------------------------------
+ */
 
 /* What is gathered is what is stored, and put into another cache it is stored as it was. */
-static void check_round_trip(const kvc_layer *layer, order order)
-{
+static void check_round_trip(const kvc_layer *layer, order order) {
     kvc_cache *cache = new_cache(layer), *other = new_cache(layer);
     feed(cache, layer, 0, ROWS);
     rows all = stored(cache, layer, 0), some = gathered(cache, layer, 0, 2, ROWS - 5, order),
@@ -232,20 +208,17 @@ static void check_round_trip(const kvc_layer *layer, order order)
     free_cache(cache), free_cache(other);
 }
 
-static void test_round_trips(void)
-{
+static void test_round_trips(void) {
     for (int32_t k_type = 0; k_type < KVC_STORED_TYPES; k_type++) {
         for (int32_t v_type = 0; v_type < KVC_STORED_TYPES; v_type++) {
             const kvc_layer layer = layer_of(k_type, v_type);
-            for (order order = 0; order < NUM_ORDERS; order++)
-                check_round_trip(&layer, order);
+            for (order order = 0; order < NUM_ORDERS; order++) check_round_trip(&layer, order);
         }
     }
 }
 
 /* Tokens of several sequences in lock step, [batch][head][token], go in as they are. */
-static void test_tokens_per_sequence(void)
-{
+static void test_tokens_per_sequence(void) {
     const kvc_layer layer = layer_of(KVC_Q4_0, KVC_Q8_0);
     kvc_cache *cache = new_cache(&layer), *other = new_cache(&layer);
     feed(cache, &layer, 0, 12);
@@ -269,8 +242,7 @@ static void test_tokens_per_sequence(void)
 }
 
 /* A window's rows, shared slots and a fork's own rows: each sequence gets its own. */
-static void test_windows_and_forks(void)
-{
+static void test_windows_and_forks(void) {
     kvc_layer layer = layer_of(KVC_Q8_0, KVC_BF16);
     layer.policy = sliding_policy(6, 2, 0);
     kvc_cache *cache = new_cache(&layer);
@@ -290,8 +262,7 @@ static void test_windows_and_forks(void)
 
 /* Keys that moved are what kvc_settle makes of them, and what the decoded ones are when they are encoded; those stored
  * stay as they are. */
-static void check_moved(int32_t k_type)
-{
+static void check_moved(int32_t k_type) {
     const kvc_layer layer = layer_of(k_type, KVC_Q8_0);
     static float floats[HEADS * ROWS * K_DIM];
     kvc_cache *cache = new_cache(&layer);
@@ -309,10 +280,9 @@ static void check_moved(int32_t k_type)
     for (int h = 0; h < HEADS; h++) /* the first three did not move */
         for (int i = 3; i < n; i++)
             kvc_kernels_scalar.convert(KVC_F32, k_type, row_at(&again.k, i, h), 0, floats + (h * n + i) * K_DIM, 0, 1,
-                                                        K_DIM);
+                                       K_DIM);
     for (int h = 0; h < HEADS; h++)
-        for (int i = 0; i < 3; i++)
-            memcpy(row_at(&again.k, i, h), row_at(&before.k, i, h), (size_t)again.k.row_bytes);
+        for (int i = 0; i < 3; i++) memcpy(row_at(&again.k, i, h), row_at(&before.k, i, h), (size_t)again.k.row_bytes);
     check_equal(&copy.k, &again.k, 0);
     check_equal(&copy.v, &before.v, 0);
     CHECK(memcmp(row_at(&copy.k, 3, 0), row_at(&before.k, 3, 0), (size_t)copy.k.row_bytes));
@@ -323,8 +293,7 @@ static void check_moved(int32_t k_type)
 }
 
 /* Without rotation, keys that moved are as they were. */
-static void test_moved_without_rope(void)
-{
+static void test_moved_without_rope(void) {
     kvc_layer layer = layer_of(KVC_Q4_0, KVC_Q4_0);
     layer.rope = (kvc_rope){.kind = KVC_ROPE_NONE};
     kvc_cache *cache = new_cache(&layer);
@@ -338,8 +307,7 @@ static void test_moved_without_rope(void)
 }
 
 /* Encoded rows injected where rows were moved are rotated back, as decoded ones are. */
-static void check_inject_moved(int32_t k_type)
-{
+static void check_inject_moved(int32_t k_type) {
     const kvc_layer layer = layer_of(k_type, KVC_Q4_0);
     static float k[HEADS * ROWS * K_DIM], v[HEADS * ROWS * V_DIM];
     kvc_cache *cache = new_cache(&layer);
@@ -368,8 +336,7 @@ static void check_inject_moved(int32_t k_type)
     free_cache(cache);
 }
 
-static void test_moved(void)
-{
+static void test_moved(void) {
     for (int32_t k_type = 0; k_type < KVC_STORED_TYPES; k_type++) {
         check_moved(k_type);
         check_inject_moved(k_type);
@@ -377,8 +344,7 @@ static void test_moved(void)
 }
 
 /* kvc_extract finds rows by position, the latest of several, and leaves bytes of 0 where there is none. */
-static void test_extract(void)
-{
+static void test_extract(void) {
     const kvc_layer layer = layer_of(KVC_Q8_0, KVC_F16);
     kvc_cache *cache = new_cache(&layer);
     feed(cache, &layer, 0, 8);
@@ -393,8 +359,7 @@ static void test_extract(void)
             for (int h = 0; h < HEADS; h++) {
                 memset(row_at(&right.k, i, h), 0, (size_t)right.k.row_bytes);
                 memset(row_at(&right.v, i, h), 0, (size_t)right.v.row_bytes);
-                if (source[i] < 0)
-                    continue;
+                if (source[i] < 0) continue;
                 memcpy(row_at(&right.k, i, h), row_at(&all.k, source[i], h), (size_t)right.k.row_bytes);
                 memcpy(row_at(&right.v, i, h), row_at(&all.v, source[i], h), (size_t)right.v.row_bytes);
             }
@@ -406,8 +371,7 @@ static void test_extract(void)
 }
 
 /* Where values lie in the keys, keys alone are enough; values are the first part of their bytes. */
-static void check_value_in_key(int32_t type)
-{
+static void check_value_in_key(int32_t type) {
     kvc_layer layer = layer_of(type, type);
     layer.value_in_key = 1;
     layer.rope.first_dim = V_DIM;
@@ -428,15 +392,12 @@ static void check_value_in_key(int32_t type)
     free_cache(cache), free_cache(other);
 }
 
-static void test_value_in_key(void)
-{
-    for (int32_t type = 0; type < KVC_STORED_TYPES; type++)
-        check_value_in_key(type);
+static void test_value_in_key(void) {
+    for (int32_t type = 0; type < KVC_STORED_TYPES; type++) check_value_in_key(type);
 }
 
 /* Rows for a cross-attention layer go in and out as they are. */
-static void test_cross(void)
-{
+static void test_cross(void) {
     kvc_layer layer = layer_of(KVC_Q4_0, KVC_Q8_0);
     layer.policy = (kvc_policy){.kind = KVC_CROSS, .max_len = ROWS};
     kvc_cache *cache = new_cache(&layer), *other = new_cache(&layer);
@@ -453,8 +414,7 @@ static void test_cross(void)
 }
 
 /* Attends with random queries to the rows of `put`, of a sequence that is not stored, or is. */
-static void attend(const kvc_layer *layer, const kvc_put_args *put, const float *q, float *out, uint8_t is_unstored)
-{
+static void attend(const kvc_layer *layer, const kvc_put_args *put, const float *q, float *out, uint8_t is_unstored) {
     uint8_t unstored[ROWS];
     memset(unstored, is_unstored, sizeof unstored);
     const kvc_begin_args begin_args = {.struct_size = sizeof begin_args, .num_tokens = ROWS, .unstored = unstored};
@@ -475,9 +435,9 @@ static void attend(const kvc_layer *layer, const kvc_put_args *put, const float 
 }
 
 /* kvc_attend takes encoded rows, too: the result has the bits of one over the rows as they were put before. */
-static void test_attend(void)
-{
-    static float q[ROWS * HEADS * K_DIM], out[2][ROWS * HEADS * V_DIM], k[ROWS * HEADS * K_DIM], v[ROWS * HEADS * V_DIM];
+static void test_attend(void) {
+    static float q[ROWS * HEADS * K_DIM], out[2][ROWS * HEADS * V_DIM], k[ROWS * HEADS * K_DIM],
+        v[ROWS * HEADS * V_DIM];
     for (int32_t type = 0; type < KVC_STORED_TYPES; type++) {
         const kvc_layer layer = layer_of(type, type);
         kvc_cache *cache = new_cache(&layer);
@@ -499,8 +459,7 @@ static void test_attend(void)
                                                                   .k_head_stride = decoded.k_head_stride,
                                                                   .v_token_stride = decoded.v_row_stride,
                                                                   .v_head_stride = decoded.v_head_stride};
-        for (int i = 0; i < ROWS * HEADS * K_DIM; i++)
-            q[i] = random_float();
+        for (int i = 0; i < ROWS * HEADS * K_DIM; i++) q[i] = random_float();
         attend(&layer, &floats, q, out[0], 0); /* decoded rows are encoded to the same bytes */
         for (uint8_t is_unstored = 0; is_unstored < 2; is_unstored++) {
             attend(&layer, &raw, q, out[1], is_unstored);
@@ -512,17 +471,14 @@ static void test_attend(void)
 }
 
 /* Any bytes are data: scales of NaN and infinity, and codes that no row is encoded to. */
-static void test_any_bytes(void)
-{
+static void test_any_bytes(void) {
     static float q[ROWS * HEADS * K_DIM], out[ROWS * HEADS * V_DIM];
     for (int32_t type = 0; type < KVC_STORED_TYPES; type++) {
         const kvc_layer layer = layer_of(type, type);
         kvc_cache *cache = new_cache(&layer);
         rows given = rows_new(&layer, ROWS, TOKEN_MAJOR);
-        for (int64_t i = 0; i < ROWS * HEADS * given.k.row_bytes; i++)
-            given.k.rows[i] = (char)random_int(-128, 128);
-        for (int64_t i = 0; i < ROWS * HEADS * given.v.row_bytes; i++)
-            given.v.rows[i] = (char)random_int(-128, 128);
+        for (int64_t i = 0; i < ROWS * HEADS * given.k.row_bytes; i++) given.k.rows[i] = (char)random_int(-128, 128);
+        for (int64_t i = 0; i < ROWS * HEADS * given.v.row_bytes; i++) given.v.rows[i] = (char)random_int(-128, 128);
         memcpy(given.k.rows, &(uint16_t){0x7e01}, 2); /* NaN */
         memcpy(given.v.rows, &(uint16_t){0xfc00}, 2); /* -infinity */
         const kvc_put_args args = put_of(&layer, &given);
@@ -544,8 +500,7 @@ static void test_any_bytes(void)
 }
 
 /* Codes of -128, which q8_0 has room for and nothing encodes to, are attended over as what they decode to. */
-static void test_largest_codes(void)
-{
+static void test_largest_codes(void) {
     const kvc_layer layer = layer_of(KVC_Q8_0, KVC_Q8_0);
     static float q[ROWS * HEADS * K_DIM], out[ROWS * HEADS * V_DIM];
     rows given = rows_new(&layer, ROWS, TOKEN_MAJOR);
@@ -558,17 +513,14 @@ static void test_largest_codes(void)
             memcpy(given.v.rows + i * given.v.row_bytes + at, &(uint16_t){0x3c00}, 2); /* 1 */
     }
     const kvc_put_args args = put_of(&layer, &given);
-    for (int i = 0; i < ROWS * HEADS * K_DIM; i++)
-        q[i] = random_float();
+    for (int i = 0; i < ROWS * HEADS * K_DIM; i++) q[i] = random_float();
     attend(&layer, &args, q, out, 0);
-    for (int i = 0; i < ROWS * HEADS * V_DIM; i++)
-        CHECKF(out[i] > -128.01f && out[i] < -127.99f, "%g", out[i]);
+    for (int i = 0; i < ROWS * HEADS * V_DIM; i++) CHECKF(out[i] > -128.01f && out[i] < -127.99f, "%g", out[i]);
     rows_free(&given);
 }
 
 /* kvc_dense hands out raw rows, too: with by_sequence each sequence's own, and bytes of 0 past them. */
-static void test_dense(void)
-{
+static void test_dense(void) {
     const kvc_layer layer = layer_of(KVC_Q8_0, KVC_Q4_0);
     kvc_cache *cache = new_cache(&layer);
     feed(cache, &layer, 0, 7);
@@ -578,8 +530,8 @@ static void test_dense(void)
     CHECK(kvc_begin(cache, 2, NULL, (int64_t[]){0, 1}, NULL, &batch) == KVC_OK);
     rows all = rows_new(&layer, 10, TOKEN_MAJOR), each = rows_new(&layer, 14, HEAD_MAJOR);
     const kvc_rows_out out = out_to(&all);
-    CHECKF(kvc_dense(batch, 0, &(kvc_dense_args){.struct_size = sizeof(kvc_dense_args), .rows = &out, .num_rows = 10}) ==
-               KVC_OK,
+    CHECKF(kvc_dense(batch, 0,
+                     &(kvc_dense_args){.struct_size = sizeof(kvc_dense_args), .rows = &out, .num_rows = 10}) == KVC_OK,
            "%s", kvc_last_error());
     for (int i = 0; i < 10; i++)
         for (int h = 0; h < HEADS; h++)
@@ -599,10 +551,8 @@ static void test_dense(void)
             const char *v = each.v.rows + h * split.v_head_stride + i * each.v.row_bytes;
             CHECK(!memcmp(v, row_at(&first.v, i, h), (size_t)each.v.row_bytes));
             v += args.v_batch_stride;
-            if (i < 3)
-                CHECK(!memcmp(v, row_at(&second.v, i, h), (size_t)each.v.row_bytes));
-            for (int64_t at = 0; i >= 3 && at < each.v.row_bytes; at++)
-                CHECK(v[at] == 0);
+            if (i < 3) CHECK(!memcmp(v, row_at(&second.v, i, h), (size_t)each.v.row_bytes));
+            for (int64_t at = 0; i >= 3 && at < each.v.row_bytes; at++) CHECK(v[at] == 0);
         }
     }
     kvc_abort(batch);
@@ -610,10 +560,9 @@ static void test_dense(void)
     free_cache(cache);
 }
 
-/* A quantised type that is not the layer's own is refused, by kvc_put and kvc_inject, and nothing changes; so are strides
- * that are not whole elements.  Queries are never quantised. */
-static void test_refused(void)
-{
+/* A quantised type that is not the layer's own is refused, by kvc_put and kvc_inject, and nothing changes; so are
+ * strides that are not whole elements.  Queries are never quantised. */
+static void test_refused(void) {
     const kvc_layer layer = layer_of(KVC_Q8_0, KVC_F16);
     kvc_cache *cache = new_cache(&layer);
     feed(cache, &layer, 0, 4);
@@ -651,27 +600,23 @@ static void test_refused(void)
 }
 
 /* What memory can fail for: rows that are rotated as they are copied, and rows that others have, too. */
-static kvc_status gather_once(kvc_cache *cache, const rows *r)
-{
+static kvc_status gather_once(kvc_cache *cache, const rows *r) {
     const kvc_rows_out out = out_to(r);
     return kvc_gather(cache, 0, 0, 0, ROWS, &out);
 }
 
-static kvc_status extract_once(kvc_cache *cache, const rows *r)
-{
+static kvc_status extract_once(kvc_cache *cache, const rows *r) {
     const kvc_rows_out out = out_to(r);
     return kvc_extract(cache, 1, 0, 5, 5 + ROWS, &out);
 }
 
-static kvc_status inject_once(kvc_cache *cache, const rows *r)
-{
+static kvc_status inject_once(kvc_cache *cache, const rows *r) {
     const kvc_layer layer = layer_of(KVC_Q8_0, KVC_Q4_0);
     const kvc_rows_in in = in_of(&layer, r);
     return kvc_inject(cache, 1, 0, 5, 5 + ROWS, &in);
 }
 
-static void test_no_memory(void)
-{
+static void test_no_memory(void) {
     static kvc_status (*const calls[])(kvc_cache *cache, const rows *r) = {gather_once, extract_once, inject_once};
     static memory heap;
     const kvc_layer layer = layer_of(KVC_Q8_0, KVC_Q4_0);
@@ -696,8 +641,7 @@ static void test_no_memory(void)
     }
 }
 
-static void test_all(void)
-{
+static void test_all(void) {
     test_round_trips();
     test_tokens_per_sequence();
     test_windows_and_forks();
@@ -714,8 +658,7 @@ static void test_all(void)
     test_no_memory();
 }
 
-int main(void)
-{
+int main(void) {
     for_some_isas(test_all);
     return test_result();
 }

@@ -4,8 +4,7 @@
 #include "support/pairs.h"
 
 /* Makes a pair of three sequences that share blocks, with holes in all. */
-static pair *scattered_pair(int block_size)
-{
+static pair *scattered_pair(int block_size) {
     pair *p = mixed_pair(block_size);
     pair_feed(p, 0, 0, 50);
     pair_feed(p, 5, 0, 33);
@@ -14,16 +13,14 @@ static pair *scattered_pair(int block_size)
     for (int32_t at = 0; at < 60; at += 4) {
         pair_remove(p, 0, at, at + 3, 0);
         pair_remove(p, 5, at + 1, at + 2, 0);
-        if (at > 20)
-            pair_remove(p, 1, at, at + 2, 0);
+        if (at > 20) pair_remove(p, 1, at, at + 2, 0);
     }
     pair_check(p);
     return p;
 }
 
 /* Compacting closes all holes and returns free blocks; doing it again moves nothing. */
-static void test_compact(int block_size)
-{
+static void test_compact(int block_size) {
     pair *p = scattered_pair(block_size);
     kvc_stats before = stats_of(p);
     int64_t bytes = kvc_nbytes(p->cache);
@@ -49,27 +46,22 @@ static void test_compact(int block_size)
 }
 
 /* Compacting joins half-full blocks without holes. */
-static void test_compact_short_sequences(void)
-{
+static void test_compact_short_sequences(void) {
     pair *p = mixed_pair(16);
-    for (int64_t id = 0; id < 5; id++)
-        pair_feed(p, id, 0, 3 + (int32_t)id);
+    for (int64_t id = 0; id < 5; id++) pair_feed(p, id, 0, 3 + (int32_t)id);
     CHECK(pair_compact(p) == KVC_OK);
     pair_check(p);
     CHECK(stats_of(p).blocks_in_use == 3 * 2);
-    for (int64_t id = 0; id < 5; id++)
-        pair_feed(p, id, 3 + (int32_t)id, 30);
+    for (int64_t id = 0; id < 5; id++) pair_feed(p, id, 3 + (int32_t)id, 30);
     pair_check(p);
     pair_free(p);
 }
 
 /* A batch that needs a block compacts first if more than a quarter of the slots are wasted. */
-static void test_automatic_compaction(int32_t stride, int64_t compactions)
-{
+static void test_automatic_compaction(int32_t stride, int64_t compactions) {
     pair *p = pair_with(full_policy, 4);
     pair_feed(p, 0, 0, 128);
-    for (int32_t at = 1; at < 128; at += stride)
-        pair_remove(p, 0, at, at + 1, 0);
+    for (int32_t at = 1; at < 128; at += stride) pair_remove(p, 0, at, at + 1, 0);
     CHECK(stats_of(p).wasted_slots > 0 && stats_of(p).compactions == 0);
     pair_feed(p, 1, 0, 3);
     pair_check(p);
@@ -78,8 +70,7 @@ static void test_automatic_compaction(int32_t stride, int64_t compactions)
 }
 
 /* Automatic compaction moves no row of a held block. */
-static void test_automatic_compaction_spares_held_blocks(void)
-{
+static void test_automatic_compaction_spares_held_blocks(void) {
     static view v;
     pair *p = pair_with(full_policy, 4);
     pair_feed(p, 0, 0, 16);
@@ -97,15 +88,13 @@ static void test_automatic_compaction_spares_held_blocks(void)
     pair_free(p);
 }
 
-int main(void)
-{
+int main(void) {
     static const int block_sizes[] = {1, 3, 16, 64};
     test_compact_short_sequences();
     test_automatic_compaction(2, 1);
     test_automatic_compaction(4, 0);
     test_automatic_compaction(8, 0);
     test_automatic_compaction_spares_held_blocks();
-    for (int i = 0; i < 4; i++)
-        test_compact(block_sizes[i]);
+    for (int i = 0; i < 4; i++) test_compact(block_sizes[i]);
     return test_result();
 }

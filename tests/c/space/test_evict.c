@@ -1,96 +1,47 @@
 /* Evicting as one plan: a call that needs room takes what it needs of retained sequences, and only if that is enough
- * and nothing can fail any more.  kvc_room says exactly what a batch can have; a call that fails has changed nothing. */
+ * and nothing can fail any more.  kvc_room says exactly what a batch can have; a call that fails has changed nothing.
+ */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
-#include "support/memory.h"
+#include "support/feeding.h"
 #include "support/pairs.h"
 #include "support/random_steps.h"
 
 enum { MOST = 64, FIRST_ID = 1000 };
 
-static memory heap; /* where caches have their memory from, so that sanitizers see what is freed */
-
-static kvc_cache *new_cache(int num_layers, const kvc_layer *layers, kvc_config config)
-{
-    kvc_cache *cache = NULL;
-    config.struct_size = sizeof config;
-    config.layers = layers;
-    config.layer_size = sizeof *layers;
-    config.num_layers = num_layers;
-    config.block_size = config.block_size ? config.block_size : 4;
-    config.num_threads = 1;
-    memory_init(&heap);
-    config.allocator = &heap.allocator;
-    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
-    return cache;
-}
-
-/* Feeds n tokens to the end of a sequence, in one batch. */
-static kvc_status feed(kvc_cache *cache, int num_layers, int64_t id, int32_t n)
-{
-    static const float rows[MOST * 2 * 8];
-    int64_t seq_ids[MOST * 2];
-    kvc_batch *batch;
-    for (int32_t i = 0; i < n; i++)
-        seq_ids[i] = id;
-    const kvc_status status = kvc_begin(cache, n, NULL, seq_ids, NULL, &batch);
-    if (status != KVC_OK)
-        return status;
-    for (int l = 0; l < num_layers; l++) {
-        const kvc_put_args put = {.struct_size = sizeof put, .k = rows, .v = rows, .k_token_stride = 16,
-                                  .k_head_stride = 16, .v_token_stride = 8, .v_head_stride = 8};
-        CHECK(kvc_put(batch, l, &put) == KVC_OK);
-    }
-    return kvc_commit(batch);
-}
-
-static void free_valid(kvc_cache *cache)
-{
-    CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
-    CHECK(kvc_nbytes(cache) == memory_bytes(&heap) && kvc_cache_free(cache) == KVC_OK && heap.num == 0);
-}
-
 /* Returns which of the sequences FIRST_ID, FIRST_ID + 1, ... are retained, as bits. */
-static int left(kvc_cache *cache)
-{
+static int left(kvc_cache *cache) {
     int64_t found[MOST];
     const int64_t num = kvc_retained(cache, found, MOST);
     int bits = 0;
-    for (int64_t i = 0; i < num; i++)
-        bits |= 1 << (found[i] - FIRST_ID);
+    for (int64_t i = 0; i < num; i++) bits |= 1 << (found[i] - FIRST_ID);
     return bits;
 }
 
 /* Retains `num` sequences of 2 rows each, which nobody else holds, and which are the first of the table. */
-static void retain_pairs(kvc_cache *cache, int num)
-{
+static void retain_pairs(kvc_cache *cache, int num) {
     for (int64_t id = FIRST_ID; id < FIRST_ID + num; id++)
         CHECK(kvc_retain_new(cache, id, 0, 2, NULL) == KVC_OK && kvc_pin(cache, &id, 1, -1) == KVC_OK);
 }
 
 /* ---- victims ----------------------------------------------------------------------------------------------------- */
 
-/* The table of sequences is full, so that a new one lengthens it, while others leave it. */
-static void test_full_table(void)
-{
-    for (int reserves = 0; reserves < 2; reserves++) {
-        kvc_cache *cache = new_cache(1, &plain_layer, (kvc_config){.capacity = 8});
-        retain_pairs(cache, 4);
-        if (reserves)
-            CHECK(kvc_reserve(cache, 9, 5) == KVC_OK && left(cache) == 8);
-        CHECK_FAILS(kvc_reserve(cache, 9, 9), KVC_ERR_FULL, "9 tokens", "capacity is 8");
-        CHECK(feed(cache, 1, 9, 5) == KVC_OK && left(cache) == 8);
-        CHECK_FAILS(feed(cache, 1, 10, 4), KVC_ERR_FULL, "4 more tokens", "3 fit");
-        CHECK(left(cache) == 8 && kvc_validate(cache) == KVC_OK && feed(cache, 1, 10, 3) == KVC_OK && !left(cache));
-        free_valid(cache);
-    }
+/* Settling evicts what it needs for its copies, of sequences that stand before those with deltas, too. */
+static void test_settling(void) {
+    kvc_layer layer = plain_layer;
+    layer.rope = (kvc_rope){.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 1, .inv_freq = right_angles};
+    kvc_cache *cache = heap_cache(1, &layer, (kvc_config){.capacity = 8});
+    retain_pairs(cache, 1);
+    CHECK(feed(cache, 1, 1, 4) == KVC_OK && kvc_fork(cache, 1, 2) == KVC_OK);
+    CHECK(kvc_shift(cache, 2, 1, KVC_END, 5) == KVC_OK && left(cache) == 1);
+    CHECK(kvc_settle(cache) == KVC_OK && left(cache) == 0 && stats_in(cache).live_slots == 7);
+    free_valid(cache);
 }
 
 /* Where an allocation fails, nothing was evicted. */
-static void test_failed_allocations(void)
-{
+static void test_failed_allocations(void) {
     for (int reserves = 0; reserves < 2; reserves++)
         for (int fail_after = 0, done = 0; !done; fail_after++) {
-            kvc_cache *cache = new_cache(1, &plain_layer, (kvc_config){.capacity = 16});
+            kvc_cache *cache = heap_cache(1, &plain_layer, (kvc_config){.capacity = 16});
             retain_pairs(cache, 4);
             CHECK(feed(cache, 1, 1, 6) == KVC_OK);
             const int64_t bytes = kvc_nbytes(cache);
@@ -106,72 +57,24 @@ static void test_failed_allocations(void)
         }
 }
 
-/* Rows that two retained sequences share are free once both are gone; a third that frees nothing stays. */
-static void test_shared_rows(void)
-{
-    for (int others = 0; others < 2; others++) {
-        kvc_cache *cache = new_cache(1, &plain_layer, (kvc_config){.capacity = 8});
-        int64_t room;
-        CHECK(feed(cache, 1, 1, 4) == KVC_OK);
-        if (others)
-            CHECK(kvc_retain(cache, 1, FIRST_ID + 2, 0, 4) == KVC_OK && kvc_fork(cache, 1, 2) == KVC_OK);
-        CHECK(kvc_clear_sequence(cache, 1) == KVC_OK && feed(cache, 1, 1, 4) == KVC_OK);
-        for (int i = 0; i < 2; i++)
-            CHECK(kvc_retain(cache, 1, FIRST_ID + i, 0, 4) == KVC_OK);
-        CHECK(kvc_clear_sequence(cache, 1) == KVC_OK);
-        CHECK(kvc_utilization(cache) == (others ? 0.5 : 0));
-        CHECK(kvc_room(cache, 5, &room) == KVC_OK && room == (others ? 4 : 8));
-        if (others) {
-            CHECK(feed(cache, 1, 5, 5) == KVC_ERR_FULL && left(cache) == 7);
-            CHECK(feed(cache, 1, 5, 1) == KVC_OK && left(cache) == 4);
-        } else {
-            CHECK(feed(cache, 1, 5, 4) == KVC_OK && left(cache) == 3);
-            CHECK(feed(cache, 1, 5, 1) == KVC_OK && left(cache) == 0);
-        }
-        free_valid(cache);
-    }
-}
-
-/* Rows that a running window leaves behind with this batch count as held by retained sequences alone. */
-static void test_running_windows(void)
-{
-    const kvc_layer layer = layer_with(sliding_policy(4, 0, 0));
-    for (int32_t n = 1; n <= 24; n++) {
-        kvc_cache *cache = new_cache(1, &layer, (kvc_config){.capacity = 24});
-        int64_t room;
-        CHECK(feed(cache, 1, 1, 24) == KVC_OK);
-        for (int i = 0; i < 6; i++)
-            CHECK(kvc_retain(cache, 1, FIRST_ID + i, 4 * i, 4 * i + 4) == KVC_OK);
-        CHECK(kvc_room(cache, 1, &room) == KVC_OK && room == 21);
-        const int num_before = left(cache);
-        CHECKF((feed(cache, 1, 1, n) == KVC_OK) == (n <= room), "%d of %d", n, (int)room);
-        if (n > room)
-            CHECK(left(cache) == num_before);
-        free_valid(cache);
-    }
-}
-
 /* Where only one group lacks slots, what frees none there stays. */
-static void test_one_group(void)
-{
+static void test_one_group(void) {
     const kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(4, 0, 0))};
-    kvc_cache *cache = new_cache(2, layers, (kvc_config){.capacity = 16});
+    kvc_cache *cache = heap_cache(2, layers, (kvc_config){.capacity = 16});
     CHECK(kvc_retain_new(cache, FIRST_ID, 0, 4, (uint8_t[]){0, 1}) == KVC_OK);
     CHECK(kvc_retain_new(cache, FIRST_ID + 1, 0, 4, (uint8_t[]){1, 0}) == KVC_OK);
     CHECK(kvc_pin(cache, (int64_t[]){FIRST_ID, FIRST_ID + 1}, 2, -1) == KVC_OK);
-    for (int i = 0; i < 3; i++)
-        CHECK(feed(cache, 2, 5, 4) == KVC_OK);
+    for (int i = 0; i < 3; i++) CHECK(feed(cache, 2, 5, 4) == KVC_OK);
     CHECK(left(cache) == 3);
     CHECK(feed(cache, 2, 5, 1) == KVC_OK && left(cache) == 1);
     free_valid(cache);
 }
 
 /* What only frees rows of a group that lacks none stays, and so do such rows of others that it holds, too. */
-static void test_one_group_of_shared_rows(void)
-{
+static void test_one_group_of_shared_rows(void) {
     const kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(2, 0, 0))};
     const int64_t id = FIRST_ID + 1;
-    kvc_cache *cache = new_cache(2, layers, (kvc_config){.capacity = 8});
+    kvc_cache *cache = heap_cache(2, layers, (kvc_config){.capacity = 8});
     CHECK(feed(cache, 2, 5, 2) == KVC_OK && kvc_retain(cache, 5, id, 0, 2) == KVC_OK);
     CHECK(feed(cache, 2, 5, 2) == KVC_OK && kvc_retain(cache, 5, FIRST_ID, 0, 2) == KVC_OK); /* none in the window */
     CHECK(kvc_touch(cache, &id, 1) == KVC_OK && kvc_clear_sequence(cache, 5) == KVC_OK);
@@ -188,20 +91,21 @@ typedef struct crowd {
 } crowd;
 
 /* Retains random stretches of random sequences, and lets go of some sequences. */
-static crowd random_crowd(void)
-{
+static crowd random_crowd(void) {
     const kvc_layer layers[] = {layer_with(sliding_policy(4, 1, 0)), plain_layer};
     const int kind = random_int(0, 3); /* a window, a layer that sees everything, or both */
     crowd c = {.num_layers = kind == 2 ? 2 : 1, .has_window = kind != 1};
     int64_t next = FIRST_ID;
-    c.cache = new_cache(c.num_layers, layers + (kind == 1), (kvc_config){.capacity = 40});
+    c.cache = heap_cache(c.num_layers, layers + (kind == 1), (kvc_config){.capacity = 40});
     for (int step = 0; step < 24; step++) {
         const int64_t id = random_int(1, 4), other = 1 + id % 3;
         const int32_t begin = random_int(0, kvc_next_position(c.cache, id) + 1);
         int32_t matched;
         switch (random_int(0, 7)) {
         case 0: CHECK(kvc_clear_sequence(c.cache, id) == KVC_OK); break;
-        case 1: CHECK(kvc_fork(c.cache, id, other) == (kvc_next_position(c.cache, id) ? KVC_OK : KVC_ERR_INVALID)); break;
+        case 1:
+            CHECK(kvc_fork(c.cache, id, other) == (kvc_next_position(c.cache, id) ? KVC_OK : KVC_ERR_INVALID));
+            break;
         case 2: kvc_attach(c.cache, (int64_t[]){FIRST_ID, FIRST_ID + 1}, 2, id, MOST, &matched); break;
         case 3: feed(c.cache, c.num_layers, id, random_int(1, 7)); break;
         default:
@@ -217,44 +121,22 @@ static crowd random_crowd(void)
 }
 
 /* Returns a clone in which nothing can be evicted, without the `num` oldest that are not pinned, but for `kept`. */
-static kvc_cache *clone_without(const crowd *c, int num, int64_t kept)
-{
+static kvc_cache *clone_without(const crowd *c, int num, int64_t kept) {
     kvc_cache *clone;
     int64_t found[MOST];
     CHECK(kvc_cache_clone(c->cache, &clone) == KVC_OK);
     const int64_t count = kvc_retained(clone, found, MOST);
     CHECK(kvc_pin(clone, found, (int32_t)count, 1) == KVC_OK);
     for (int64_t i = 0; i < count && num; i++) {
-        if (c->pinned >> (found[i] - FIRST_ID) & 1)
-            continue;
+        if (c->pinned >> (found[i] - FIRST_ID) & 1) continue;
         num--;
         CHECK(found[i] == kept || kvc_clear_sequence(clone, found[i]) == KVC_OK);
     }
     return clone;
 }
 
-static kvc_status begin(kvc_cache *cache, int64_t id, int32_t n)
-{
-    int64_t seq_ids[MOST];
-    kvc_batch *batch;
-    for (int i = 0; i < n; i++)
-        seq_ids[i] = id;
-    const kvc_status status = kvc_begin(cache, n, NULL, seq_ids, NULL, &batch);
-    if (status == KVC_OK)
-        kvc_abort(batch);
-    return status;
-}
-
-static int64_t live_slots(kvc_cache *cache)
-{
-    kvc_stats stats;
-    kvc_get_stats(cache, &stats, sizeof stats);
-    return stats.live_slots;
-}
-
 /* Whether a batch begins, and what it takes, is as found by clearing one retained sequence after the other. */
-static void test_random_crowds(void)
-{
+static void test_random_crowds(void) {
     for (int round = 0; round < 600; round++) {
         const crowd c = random_crowd();
         const int64_t id = random_int(1, 6);
@@ -264,12 +146,12 @@ static void test_random_crowds(void)
         int num = -1, lost = 0, taken = 0;
         while (num < count && !taken) {
             kvc_cache *clone = clone_without(&c, ++num, -1);
-            taken = begin(clone, id, n) == KVC_OK;
+            taken = try_batch(clone, id, n) == KVC_OK;
             CHECK(kvc_cache_free(clone) == KVC_OK);
         }
         kvc_cache *tried, *without = clone_without(&c, num, -1);
         CHECK(kvc_cache_clone(c.cache, &tried) == KVC_OK);
-        const kvc_status status = begin(tried, id, n);
+        const kvc_status status = try_batch(tried, id, n);
         CHECKF(status == (taken ? KVC_OK : KVC_ERR_FULL), "round %d: %d, not %d: %s", round, status, taken,
                kvc_last_error());
         lost = all & ~left(tried);
@@ -278,10 +160,9 @@ static void test_random_crowds(void)
             const int bit = 1 << (before[i] - FIRST_ID);
             const int may = !(c.pinned & bit) && oldest++ < num;
             CHECKF(may || !(lost & bit), "round %d: lost %x", round, (unsigned)lost);
-            if (!may || status != KVC_OK || c.has_window)
-                continue;
+            if (!may || status != KVC_OK || c.has_window) continue;
             kvc_cache *with = clone_without(&c, num, before[i]);
-            const int frees = live_slots(with) > live_slots(without);
+            const int frees = stats_in(with).live_slots > stats_in(without).live_slots;
             CHECKF(!(lost & bit) == !frees, "round %d: lost %x, of which %x frees %d", round, (unsigned)lost,
                    (unsigned)bit, frees);
             CHECK(kvc_cache_free(with) == KVC_OK);
@@ -295,8 +176,7 @@ static void test_random_crowds(void)
 /* ---- room -------------------------------------------------------------------------------------------------------- */
 
 /* Checks that a batch of as many tokens as kvc_room says begins, and that one of a token more is full, in clones. */
-static void check_room(kvc_cache *cache, int64_t id, const char *where, int64_t limit)
-{
+static void check_room(kvc_cache *cache, int64_t id, const char *where, int64_t limit) {
     int64_t room = -1, at_most;
     kvc_batch *batch = NULL;
     int64_t seq_ids[512];
@@ -304,8 +184,7 @@ static void check_room(kvc_cache *cache, int64_t id, const char *where, int64_t 
     CHECK(kvc_room(cache, id, &room) == KVC_OK);
     CHECK(kvc_nbytes(cache) == bytes && kvc_retained(cache, NULL, 0) == num);
     at_most = room + 1 < 500 ? room + 1 : 500;
-    for (int i = 0; i < 512; i++)
-        seq_ids[i] = id;
+    for (int i = 0; i < 512; i++) seq_ids[i] = id;
     for (int64_t n = at_most; n && (n >= room || n == at_most); n--) {
         const kvc_status status = kvc_begin(cache, (int32_t)n, NULL, seq_ids, NULL, &batch);
         CHECK(status != KVC_OK || *where == 'c' || kvc_nbytes(cache) <= limit);
@@ -320,13 +199,16 @@ static void check_room(kvc_cache *cache, int64_t id, const char *where, int64_t 
 }
 
 /* States with retained sequences, windows, sharing and pins; `limit` bounds bytes or slots. */
-static kvc_cache *state_with(int kind, int retained, kvc_config config)
-{
+static kvc_cache *state_with(int kind, int retained, kvc_config config) {
     const kvc_layer two[] = {plain_layer, layer_with(sliding_policy(4, 1, 0))};
     const kvc_layer chunks[] = {layer_with(chunked_policy(6, 0)), plain_layer};
     const int num = kind == 0 || kind == 3 ? 1 : 2; /* 3: a window alone */
-    kvc_cache *cache =
-        new_cache(num, kind == 1 ? two : kind == 2 ? chunks : kind == 3 ? two + 1 : &plain_layer, config);
+    kvc_cache *cache = heap_cache(num,
+                                  kind == 1   ? two
+                                  : kind == 2 ? chunks
+                                  : kind == 3 ? two + 1
+                                              : &plain_layer,
+                                  config);
     static const int32_t steps[] = {9, 1, 6, 3};
     kvc_status status = KVC_OK;
     for (int i = 0; i < 4 && status == KVC_OK; i++) {
@@ -336,19 +218,14 @@ static kvc_cache *state_with(int kind, int retained, kvc_config config)
         if (status == KVC_OK && retained && i == 1)
             CHECK(kvc_retain(cache, 1, FIRST_ID + 8, 2, 7) == KVC_OK && kvc_fork(cache, 1, 2) == KVC_OK);
     }
-    if (retained > 1)
-        CHECK(kvc_pin(cache, (int64_t[]){FIRST_ID + 1}, 1, 1) == KVC_OK);
-    if (retained > 2)
-        CHECK(kvc_clear_sequence(cache, 1) == KVC_OK);
-    if (retained > 3)
-        CHECK(kvc_clear_sequence(cache, 2) == KVC_OK);
-    if (!retained)
-        CHECK(kvc_remove(cache, 1, 3, 5, 0) == KVC_OK);
+    if (retained > 1) CHECK(kvc_pin(cache, (int64_t[]){FIRST_ID + 1}, 1, 1) == KVC_OK);
+    if (retained > 2) CHECK(kvc_clear_sequence(cache, 1) == KVC_OK);
+    if (retained > 3) CHECK(kvc_clear_sequence(cache, 2) == KVC_OK);
+    if (!retained) CHECK(kvc_remove(cache, 1, 3, 5, 0) == KVC_OK);
     return cache;
 }
 
-static void test_room_is_exact(void)
-{
+static void test_room_is_exact(void) {
     kvc_cache *cache;
     for (int kind = 0; kind < 3; kind++)
         for (int retained = 0; retained < 5; retained++)
@@ -391,38 +268,33 @@ typedef struct seen {
     int num_allocations;
 } seen;
 
-static void look(kvc_cache *cache, seen *s)
-{
+static void look(kvc_cache *cache, seen *s) {
     memset(s, 0, sizeof *s);
     s->bytes = kvc_nbytes(cache);
     s->num_ids = kvc_retained(cache, s->ids, MOST);
     kvc_get_stats(cache, &s->stats, sizeof s->stats);
     s->utilization = kvc_utilization(cache);
-    for (int i = 0; i < heap.num; i++)
-        s->num_allocations += heap.live[i].hint.kind != KVC_MEMORY_SCRATCH;
+    for (int i = 0; i < heap.num; i++) s->num_allocations += heap.live[i].hint.kind != KVC_MEMORY_SCRATCH;
     CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
 }
 
 static int calls_left; /* of move, before one fails; -1: none does */
 
 static int32_t move(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows, int32_t k_dim,
-                    int32_t delta)
-{
+                    int32_t delta) {
     (void)user, (void)layer, (void)keys, (void)num_kv_heads, (void)num_rows, (void)k_dim, (void)delta;
     return calls_left >= 0 && calls_left-- == 0;
 }
 
 /* Makes a cache with two sequences that share rows, at different positions; retained ones of which some share rows with
  * these or with each other; and blocks that nobody uses. */
-static kvc_cache *crowded(int calls, kvc_config config)
-{
+static kvc_cache *crowded(int calls, kvc_config config) {
     kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(6, 1, 0))};
     layers[0].rope = (kvc_rope){.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 1, .inv_freq = right_angles};
     layers[1].rope = calls ? (kvc_rope){.kind = KVC_ROPE_FUNCTION, .shift = move} : layers[0].rope;
-    kvc_cache *cache = new_cache(2, layers, config);
+    kvc_cache *cache = heap_cache(2, layers, config);
     CHECK(feed(cache, 2, 3, 8) == KVC_OK);
-    for (int i = 0; i < 2; i++)
-        CHECK(kvc_retain(cache, 3, FIRST_ID + i, 4 * i, 4 * i + 4) == KVC_OK);
+    for (int i = 0; i < 2; i++) CHECK(kvc_retain(cache, 3, FIRST_ID + i, 4 * i, 4 * i + 4) == KVC_OK);
     CHECK(kvc_retain(cache, 3, FIRST_ID + 2, 2, 5) == KVC_OK && kvc_clear_sequence(cache, 3) == KVC_OK);
     CHECK(feed(cache, 2, 1, 9) == KVC_OK && kvc_fork(cache, 1, 2) == KVC_OK);
     CHECK(kvc_retain(cache, 1, FIRST_ID + 3, 0, 4) == KVC_OK && kvc_retain(cache, 1, FIRST_ID + 4, 4, 8) == KVC_OK);
@@ -433,11 +305,15 @@ static kvc_cache *crowded(int calls, kvc_config config)
 
 enum { SHIFT, DIVIDE, REMOVE, INJECT, SETTLE, RETAIN_NEW, RETAIN, ATTACH, SHARE, RESERVE, BEGIN, RESTORE, NUM_EDITS };
 
-static kvc_status edit(kvc_cache *cache, int which)
-{
+static kvc_status edit(kvc_cache *cache, int which) {
     static const float zeros[64];
-    const kvc_rows_in in = {.struct_size = sizeof in, .k = zeros, .v = zeros, .k_head_stride = 16 * 9,
-                            .k_row_stride = 16, .v_head_stride = 16 * 9, .v_row_stride = 8};
+    const kvc_rows_in in = {.struct_size = sizeof in,
+                            .k = zeros,
+                            .v = zeros,
+                            .k_head_stride = 16 * 9,
+                            .k_row_stride = 16,
+                            .v_head_stride = 16 * 9,
+                            .v_row_stride = 8};
     int32_t matched;
     kvc_batch *batch = NULL;
     kvc_status status = KVC_OK;
@@ -460,16 +336,14 @@ static kvc_status edit(kvc_cache *cache, int which)
                                                   .seq_ids = (int64_t[]){1, 1, 1, 1, 1, 1, 1, 1, 1},
                                                   .replaced = which == RESTORE ? (uint8_t[]){1, 0} : NULL},
                                 &batch);
-        if (status == KVC_OK)
-            kvc_abort(batch);
+        if (status == KVC_OK) kvc_abort(batch);
         return status;
     }
 }
 
 /* Makes the edit, with the allocation after fail_after others, or the caller's function after so many calls, failing;
  * returns whether one did.  A failed one has changed nothing. */
-static int edit_once(int which, int calls, kvc_config config, int fail_after, int fail_call)
-{
+static int edit_once(int which, int calls, kvc_config config, int fail_after, int fail_call) {
     static seen before, after;
     calls_left = -1;
     kvc_cache *cache = crowded(calls, config);
@@ -483,7 +357,8 @@ static int edit_once(int which, int calls, kvc_config config, int fail_after, in
     look(cache, &after);
     if (status != KVC_OK) {
         const int same = !memcmp(&before, &after, sizeof before);
-        CHECKF(same, "edit %d (%s), calls %d, capacity %d, max_bytes %d, fail %d %d: %d bytes became %d, %d retained %d",
+        CHECKF(same,
+               "edit %d (%s), calls %d, capacity %d, max_bytes %d, fail %d %d: %d bytes became %d, %d retained %d",
                which, kvc_last_error(), calls, (int)config.capacity, (int)config.max_bytes, fail_after, fail_call,
                (int)before.bytes, (int)after.bytes, (int)before.num_ids, (int)after.num_ids);
         CHECK(status == KVC_ERR_FULL || failed);
@@ -498,8 +373,7 @@ static int edit_once(int which, int calls, kvc_config config, int fail_after, in
     return failed;
 }
 
-static void test_failed_edits(void)
-{
+static void test_failed_edits(void) {
     for (int calls = 0; calls < 2; calls++) {
         calls_left = -1;
         kvc_cache *cache = crowded(calls, (kvc_config){0});
@@ -511,10 +385,8 @@ static void test_failed_edits(void)
                                               {.max_bytes = bytes - 800 + 100 * step},
                                               {.capacity = 26, .max_bytes = bytes - 800 + 100 * step}};
                 for (int c = 0; c < (step < 0 ? 0 : 3); c++) {
-                    for (int fail = 0; edit_once(which, calls, configs[c], fail, -1);)
-                        fail++;
-                    for (int fail = 0; calls && edit_once(which, calls, configs[c], -1, fail);)
-                        fail++;
+                    for (int fail = 0; edit_once(which, calls, configs[c], fail, -1);) fail++;
+                    for (int fail = 0; calls && edit_once(which, calls, configs[c], -1, fail);) fail++;
                 }
             }
     }
@@ -523,9 +395,8 @@ static void test_failed_edits(void)
 /* ---- views ------------------------------------------------------------------------------------------------------- */
 
 /* Retains three sequences of a block each; the first is held by a view. */
-static kvc_cache *with_view(int64_t max_bytes, kvc_hold **hold)
-{
-    kvc_cache *cache = new_cache(1, &plain_layer, (kvc_config){.max_bytes = max_bytes, .block_size = MOST});
+static kvc_cache *with_view(int64_t max_bytes, kvc_hold **hold) {
+    kvc_cache *cache = heap_cache(1, &plain_layer, (kvc_config){.max_bytes = max_bytes, .block_size = MOST});
     kvc_span span;
     int64_t num;
     for (int64_t id = FIRST_ID; id < FIRST_ID + 3; id++)
@@ -535,8 +406,7 @@ static kvc_cache *with_view(int64_t max_bytes, kvc_hold **hold)
 }
 
 /* A sequence whose blocks views hold frees no bytes: it stays. */
-static void test_views(void)
-{
+static void test_views(void) {
     kvc_hold *hold;
     kvc_cache *cache = with_view(0, &hold);
     CHECK(feed(cache, 1, 9, MOST) == KVC_OK);
@@ -550,12 +420,9 @@ static void test_views(void)
     free_valid(cache);
 }
 
-int main(void)
-{
-    test_full_table();
+int main(void) {
+    test_settling();
     test_failed_allocations();
-    test_shared_rows();
-    test_running_windows();
     test_one_group();
     test_one_group_of_shared_rows();
     test_random_crowds();

@@ -11,8 +11,7 @@
 #include "kvcache.h"
 #include "support/test.h"
 
-static inline void for_isa(const char *name, void (*test)(void))
-{
+static inline void for_isa(const char *name, void (*test)(void)) {
     setenv("KVCACHE_ISA", name, 1);
     if (kvc_isa())
         test();
@@ -21,17 +20,14 @@ static inline void for_isa(const char *name, void (*test)(void))
     unsetenv("KVCACHE_ISA");
 }
 
-static inline void for_each_isa(void (*test)(void))
-{
+static inline void for_each_isa(void (*test)(void)) {
     char names[] = KVC_KERNEL_NAMES;
-    for (char *name = strtok(names, " "); name; name = strtok(NULL, " "))
-        for_isa(name, test);
+    for (char *name = strtok(names, " "); name; name = strtok(NULL, " ")) for_isa(name, test);
 }
 
 /* With each set in a full run; else with the best of this machine and, unless the run is quick, the first with vectors:
  * test_kernels.c tests the kernels of all. */
-static inline void for_some_isas(void (*test)(void))
-{
+static inline void for_some_isas(void (*test)(void)) {
     char names[] = KVC_KERNEL_NAMES;
     const char *first = (strtok(names, " "), strtok(NULL, " ")); /* the scalar one is before it */
     if (is_full()) {
@@ -39,8 +35,7 @@ static inline void for_some_isas(void (*test)(void))
         return;
     }
     test();
-    if (!is_quick() && first && strcmp(kvc_isa(), first))
-        for_isa(first, test);
+    if (!is_quick() && first && strcmp(kvc_isa(), first)) for_isa(first, test);
 }
 
 #endif

@@ -64,24 +64,24 @@ typedef struct pair {
     kvc_cache *cache;
     kvc_config config;
     kvc_layer layers[MAX_LAYERS];
-    int roundings; /* how often a key may be rounded to its type; 0: never, as all angles are right ones */
+    int roundings;    /* how often a key may be rounded to its type; 0: never, as all angles are right ones */
     int32_t next_tag; /* next unused tag, and slot */
     int num_holds;
-    memory *memory; /* not NULL: where the cache's memory comes from, which may be told to fail */
+    memory *memory;   /* not NULL: where the cache's memory comes from, which may be told to fail */
     kvc_batch *batch; /* the open one, its tokens are tagged from batch_tag on */
     int32_t num_tokens, batch_tag;
     int32_t positions[MAX_BATCH];
     int64_t ids[MAX_BATCH];
-    const int32_t *parents;               /* parents of its tokens, or NULL */
+    const int32_t *parents;              /* parents of its tokens, or NULL */
     char written[MAX_LAYERS][MAX_BATCH]; /* whether token was put in layer */
     const uint8_t *replaced;             /* which layers the open batch restores; NULL: it is an ordinary one */
     void (*look)(struct pair *p);        /* not NULL: called when random tokens were put */
     int num_cross_puts;
     cross_put cross_puts[MAX_SEQUENCES * MAX_LAYERS];
-    int64_t moving;           /* the sequence that is edited while move_keys is called */
+    int64_t moving;                         /* the sequence that is edited while move_keys is called */
     int calls_left, call_failed, num_calls; /* of move_keys, before one fails (-1: none does) */
-    int64_t clock;         /* counts uses of retained sequences */
-    int32_t num_sequences; /* with rows, or whose rows were all expired */
+    int64_t clock;                          /* counts uses of retained sequences */
+    int32_t num_sequences;                  /* with rows, or whose rows were all expired */
     sequence sequences[MAX_SEQUENCES];
 } pair;
 
@@ -89,59 +89,45 @@ static const size_t element_sizes[] = {4, 2, 2}; /* by KVC_F32, KVC_F16, KVC_BF1
 
 static const kvc_policy full_policy = {.kind = KVC_FULL};
 
-static inline kvc_policy chunked_policy(int32_t attention_chunk_size, int32_t resume_window)
-{
-    return (kvc_policy){.kind = KVC_CHUNKED,
-                        .resume_window = resume_window,
-                        .attention_chunk_size = attention_chunk_size};
+static inline kvc_policy chunked_policy(int32_t attention_chunk_size, int32_t resume_window) {
+    return (kvc_policy){
+        .kind = KVC_CHUNKED, .resume_window = resume_window, .attention_chunk_size = attention_chunk_size};
 }
 
-static inline kvc_policy sliding_policy(int32_t window, int32_t num_sink_tokens, int32_t resume_window)
-{
-    return (kvc_policy){.kind = KVC_SLIDING,
-                        .window = window,
-                        .num_sink_tokens = num_sink_tokens,
-                        .resume_window = resume_window};
+static inline kvc_policy sliding_policy(int32_t window, int32_t num_sink_tokens, int32_t resume_window) {
+    return (kvc_policy){
+        .kind = KVC_SLIDING, .window = window, .num_sink_tokens = num_sink_tokens, .resume_window = resume_window};
 }
 
 /* Makes a cache of these layers; set the other fields of p->config before. */
-static inline void pair_new(pair *p, int num_layers, const kvc_layer *layers)
-{
+static inline void pair_new(pair *p, int num_layers, const kvc_layer *layers) {
     memcpy(p->layers, layers, (size_t)num_layers * sizeof *layers);
     p->calls_left = -1;
     for (int l = 0; l < num_layers; l++)
-        if (p->layers[l].rope.kind == KVC_ROPE_FUNCTION)
-            p->layers[l].rope.user = p;
+        if (p->layers[l].rope.kind == KVC_ROPE_FUNCTION) p->layers[l].rope.user = p;
     p->config.struct_size = sizeof p->config;
     p->config.layers = p->layers;
     p->config.layer_size = sizeof *p->layers;
     p->config.num_layers = num_layers;
-    if (p->memory)
-        p->config.allocator = &p->memory->allocator;
-    if (!p->config.capacity)
-        p->config.capacity = p->config.max_seq_len * p->config.max_sequences;
+    if (p->memory) p->config.allocator = &p->memory->allocator;
+    if (!p->config.capacity) p->config.capacity = p->config.max_seq_len * p->config.max_sequences;
     CHECKF(kvc_cache_new(&p->config, &p->cache) == KVC_OK, "%s", kvc_last_error());
 }
 
-static inline void pair_free(pair *p)
-{
-    CHECKF(kvc_cache_free(p->cache) == KVC_OK, "%s", kvc_last_error());
-}
+static inline void pair_free(pair *p) { CHECKF(kvc_cache_free(p->cache) == KVC_OK, "%s", kvc_last_error()); }
 
 /* ---- what rows hold ---------------------------------------------------------------------------------------------- */
 
 /* An element of a token's K (or V) row: a small odd integer, so that every type holds it, also where it was rotated by
  * right angles, the cosines of which are not quite 0. */
-static inline float element(int32_t tag, int32_t layer, int is_v, int32_t head, int32_t d)
-{
+static inline float element(int32_t tag, int32_t layer, int is_v, int32_t head, int32_t d) {
     uint32_t x = (uint32_t)tag * 0x9e3779b1u + (uint32_t)(((layer * 2 + is_v) * 64 + head) * 64 + d) * 0x85ebca6bu;
     x = (x ^ x >> 15) * 0x2c1b3c6du;
     return (float)(x >> 25) * 2 - 127;
 }
 
 /* What a caller's function makes of an element when it is moved: an integer again, and no larger. */
-static inline float moved_element(float x, int32_t layer, int32_t moved)
-{
+static inline float moved_element(float x, int32_t layer, int32_t moved) {
     return (float)(((uint32_t)(int32_t)x + 128 + (uint32_t)moved * (uint32_t)(2 * layer + 1)) & 255) - 128;
 }
 
@@ -151,8 +137,7 @@ static const double any_angles[] = {1, -0.31, 0.017, 1.7, 100};
 static const double right_angles[] = {RIGHT_ANGLE, -RIGHT_ANGLE, 2 * RIGHT_ANGLE, 5 * RIGHT_ANGLE, -3 * RIGHT_ANGLE};
 
 /* Rotates a key by moved * inv_freq, in double. */
-static inline void rotate(const kvc_rope *rope, int32_t moved, double *k)
-{
+static inline void rotate(const kvc_rope *rope, int32_t moved, double *k) {
     for (int32_t i = 0; i < rope->num_freqs; i++) {
         double *a = k + rope->first_dim + (rope->interleaved ? 2 * i : i);
         double *b = a + (rope->interleaved ? 1 : rope->num_freqs);
@@ -163,26 +148,20 @@ static inline void rotate(const kvc_rope *rope, int32_t moved, double *k)
 }
 
 /* Computes head h of a token's K row after it moved by `moved`. */
-static inline void moved_key(const pair *p, int l, int32_t tag, int32_t moved, int32_t h, double *k)
-{
+static inline void moved_key(const pair *p, int l, int32_t tag, int32_t moved, int32_t h, double *k) {
     const kvc_layer *layer = &p->layers[l];
     int32_t first = layer->value_in_key ? layer->v_dim : 0;
-    for (int d = 0; d < layer->k_dim; d++)
-        k[d] = element(tag, l, 0, h, d);
-    if (!moved)
-        return;
-    if (layer->rope.kind == KVC_ROPE_FREQUENCIES)
-        rotate(&layer->rope, moved, k);
-    for (int d = 0; d < layer->k_dim && !p->roundings; d++)
-        k[d] = nearbyint(k[d]);
+    for (int d = 0; d < layer->k_dim; d++) k[d] = element(tag, l, 0, h, d);
+    if (!moved) return;
+    if (layer->rope.kind == KVC_ROPE_FREQUENCIES) rotate(&layer->rope, moved, k);
+    for (int d = 0; d < layer->k_dim && !p->roundings; d++) k[d] = nearbyint(k[d]);
     for (int d = first; d < layer->k_dim && layer->rope.kind == KVC_ROPE_FUNCTION; d++)
         k[d] = moved_element((float)k[d], l, moved);
 }
 
 /* The kvc_shift_fn of all: what may and may not be done from inside is looked at on the way. */
 static inline int32_t move_keys(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows,
-                                int32_t k_dim, int32_t delta)
-{
+                                int32_t k_dim, int32_t delta) {
     pair *p = user;
     const kvc_layer *config = &p->layers[layer];
     kvc_batch *batch = NULL;
@@ -204,8 +183,7 @@ static inline int32_t move_keys(void *user, int32_t layer, float *keys, int32_t 
     return -3;
 }
 
-static inline float read_element(const void *from, int32_t type)
-{
+static inline float read_element(const void *from, int32_t type) {
     float x;
     kvc_kernels_scalar.convert(type, KVC_F32, &x, 0, from, 0, 1, 1);
     return x;
@@ -213,108 +191,81 @@ static inline float read_element(const void *from, int32_t type)
 
 /* ---- the oracle -------------------------------------------------------------------------------------------------- */
 
-static inline sequence *find_sequence(const pair *p, int64_t id)
-{
+static inline sequence *find_sequence(const pair *p, int64_t id) {
     for (int s = 0; s < p->num_sequences; s++)
-        if (p->sequences[s].id == id)
-            return (sequence *)&p->sequences[s];
+        if (p->sequences[s].id == id) return (sequence *)&p->sequences[s];
     return NULL;
 }
 
-static inline sequence *add_sequence(pair *p, int64_t id)
-{
+static inline sequence *add_sequence(pair *p, int64_t id) {
     sequence *found = find_sequence(p, id);
-    if (found)
-        return found;
+    if (found) return found;
     CHECK(p->num_sequences < MAX_SEQUENCES);
     found = &p->sequences[p->num_sequences++];
-    found->id = id;
-    found->used = found->num_pins = 0;
-    for (int l = 0; l < MAX_LAYERS; l++)
-        memset(&found->layers[l], 0, offsetof(row_list, rows));
+    *found = (sequence){.id = id};
     return found;
 }
 
-static inline void forget_sequence(pair *p, int64_t id)
-{
+static inline void forget_sequence(pair *p, int64_t id) {
     sequence *found = find_sequence(p, id);
-    if (found)
-        *found = p->sequences[--p->num_sequences];
+    if (found) *found = p->sequences[--p->num_sequences];
 }
 
 /* Whether a layer has rows of its own, which are tokens'. */
-static inline int keeps_tokens(const pair *p, int l)
-{
+static inline int keeps_tokens(const pair *p, int l) {
     const kvc_layer *layer = &p->layers[l];
     return !layer->share && layer->policy.kind != KVC_CROSS && layer->policy.kind != KVC_NONE;
 }
 
-static inline int is_cross(const pair *p, int l)
-{
+static inline int is_cross(const pair *p, int l) {
     return !p->layers[l].share && p->layers[l].policy.kind == KVC_CROSS;
 }
 
 /* The layer whose rows a layer reads. */
-static inline int source_of(const pair *p, int l)
-{
-    return p->layers[l].share ? p->layers[l].share - 1 : l;
-}
+static inline int source_of(const pair *p, int l) { return p->layers[l].share ? p->layers[l].share - 1 : l; }
 
-static inline int32_t rows_of(const pair *p, const sequence *s)
-{
+static inline int32_t rows_of(const pair *p, const sequence *s) {
     int32_t most = 0;
     for (int l = 0; s && l < p->config.num_layers; l++)
-        if (keeps_tokens(p, l))
-            most = s->layers[l].num > most ? s->layers[l].num : most;
+        if (keeps_tokens(p, l)) most = s->layers[l].num > most ? s->layers[l].num : most;
     return most;
 }
 
 /* Whether it holds rows in any layer. */
-static inline int holds_rows(const pair *p, const sequence *s)
-{
+static inline int holds_rows(const pair *p, const sequence *s) {
     for (int l = 0; s && l < p->config.num_layers; l++)
-        if (s->layers[l].num)
-            return 1;
+        if (s->layers[l].num) return 1;
     return 0;
 }
 
-static inline void list_add(row_list *list, row r)
-{
+static inline void list_add(row_list *list, row r) {
     CHECK(list->num < MAX_ROWS);
-    if (list->num < MAX_ROWS)
-        list->rows[list->num++] = r;
+    if (list->num < MAX_ROWS) list->rows[list->num++] = r;
 }
 
 /* Whether a sequence has rows, or has lost some. */
-static inline int holds_any(const pair *p, int64_t id)
-{
+static inline int holds_any(const pair *p, int64_t id) {
     const sequence *s = find_sequence(p, id);
     for (int l = 0; s && l < p->config.num_layers; l++)
-        if (s->layers[l].num || s->layers[l].lost.end)
-            return 1;
+        if (s->layers[l].num || s->layers[l].lost.end) return 1;
     return 0;
 }
 
-static inline void tidy(pair *p, sequence *s)
-{
-    if (!holds_any(p, s->id))
-        forget_sequence(p, s->id);
+static inline void tidy(pair *p, sequence *s) {
+    if (!holds_any(p, s->id)) forget_sequence(p, s->id);
 }
 
 /* Smallest (sign -1) or largest (sign 1) position in any layer; -1: none. */
-static inline int32_t extreme_of(const pair *p, const sequence *s, int sign)
-{
+static inline int32_t extreme_of(const pair *p, const sequence *s, int sign) {
     int32_t found = -1;
     for (int l = 0; s && l < p->config.num_layers; l++)
         for (int i = 0; keeps_tokens(p, l) && i < s->layers[l].num; i++)
-            if (found < 0 || (s->layers[l].rows[i].position - found) * sign > 0)
-                found = s->layers[l].rows[i].position;
+            if (found < 0 || (s->layers[l].rows[i].position - found) * sign > 0) found = s->layers[l].rows[i].position;
     return found;
 }
 
 /* The position behind all its tokens, expired ones included. */
-static inline int32_t next_of(const pair *p, const sequence *s)
-{
+static inline int32_t next_of(const pair *p, const sequence *s) {
     int32_t next = extreme_of(p, s, 1) + 1;
     for (int l = 0; s && l < p->config.num_layers; l++)
         next = s->layers[l].lost.end > next ? s->layers[l].lost.end : next;
@@ -322,111 +273,87 @@ static inline int32_t next_of(const pair *p, const sequence *s)
 }
 
 /* The lowest position at which a query may come: the next one, or where layers lack rows that others have. */
-static inline int32_t low_of(const pair *p, const sequence *s)
-{
+static inline int32_t low_of(const pair *p, const sequence *s) {
     int32_t low = next_of(p, s);
     for (int l = 0; s && l < p->config.num_layers; l++)
         low = s->layers[l].missing.end && s->layers[l].missing.begin < low ? s->layers[l].missing.begin : low;
     return low;
 }
 
-static inline int32_t not_negative(int32_t x)
-{
-    return x > 0 ? x : 0;
-}
+static inline int32_t not_negative(int32_t x) { return x > 0 ? x : 0; }
 
-static inline int32_t lowest_seen(const kvc_policy *policy, int32_t position)
-{
-    if (policy->kind == KVC_CHUNKED)
-        return position / policy->attention_chunk_size * policy->attention_chunk_size;
+static inline int32_t lowest_seen(const kvc_policy *policy, int32_t position) {
+    if (policy->kind == KVC_CHUNKED) return position / policy->attention_chunk_size * policy->attention_chunk_size;
     return policy->kind == KVC_SLIDING ? not_negative(position - policy->window + 1) : 0;
 }
 
-static inline int32_t num_kept(const kvc_policy *policy)
-{
+static inline int32_t num_kept(const kvc_policy *policy) {
     return policy->resume_window ? policy->resume_window : policy->window;
 }
 
-static inline int is_kept(const kvc_policy *policy, int32_t position, int32_t low)
-{
-    if (policy->kind == KVC_CHUNKED)
-        return position >= lowest_seen(policy, low) - policy->resume_window;
+static inline int is_kept(const kvc_policy *policy, int32_t position, int32_t low) {
+    if (policy->kind == KVC_CHUNKED) return position >= lowest_seen(policy, low) - policy->resume_window;
     return policy->kind != KVC_SLIDING || position < policy->num_sink_tokens ||
            position >= not_negative(low - num_kept(policy) + 1);
 }
 
 /* Whether a query at this position would miss rows that have expired, or not replaced, below position `end`. */
-static inline int misses_below(const pair *p, const sequence *s, int32_t position, int32_t end)
-{
+static inline int misses_below(const pair *p, const sequence *s, int32_t position, int32_t end) {
     for (int l = 0; s && l < p->config.num_layers; l++) {
-        if (!keeps_tokens(p, l))
-            continue;
+        if (!keeps_tokens(p, l)) continue;
         const kvc_policy *policy = &p->layers[l].policy;
         range lost = s->layers[l].lost, missing = s->layers[l].missing;
-        int32_t lowest = lowest_seen(policy, position), sinks = policy->kind == KVC_SLIDING ? policy->num_sink_tokens : 0;
-        if (lost.begin < end && lowest < lost.end)
-            return 1;
-        if (missing.end && missing.begin < end && (lowest < missing.end || missing.begin < sinks))
-            return 1;
+        int32_t lowest = lowest_seen(policy, position),
+                sinks = policy->kind == KVC_SLIDING ? policy->num_sink_tokens : 0;
+        if (lost.begin < end && lowest < lost.end) return 1;
+        if (missing.end && missing.begin < end && (lowest < missing.end || missing.begin < sinks)) return 1;
     }
     return 0;
 }
 
-static inline int misses(const pair *p, const sequence *s, int32_t position)
-{
+static inline int misses(const pair *p, const sequence *s, int32_t position) {
     return misses_below(p, s, position, KVC_END);
 }
 
-static inline int same_policy(const kvc_policy *a, const kvc_policy *b)
-{
-    if (a->kind != b->kind || a->kind == KVC_FULL)
-        return a->kind == b->kind;
+static inline int same_policy(const kvc_policy *a, const kvc_policy *b) {
+    if (a->kind != b->kind || a->kind == KVC_FULL) return a->kind == b->kind;
     if (a->kind == KVC_CHUNKED)
         return a->attention_chunk_size == b->attention_chunk_size && a->resume_window == b->resume_window;
     return a->window == b->window && a->num_sink_tokens == b->num_sink_tokens && num_kept(a) == num_kept(b);
 }
 
 /* Whether two layers, both with tokens, are of one group. */
-static inline int same_group(const pair *p, int a, int b)
-{
+static inline int same_group(const pair *p, int a, int b) {
     return keeps_tokens(p, a) && keeps_tokens(p, b) && same_policy(&p->layers[a].policy, &p->layers[b].policy);
 }
 
 /* Whether layer l is the first of its group; each cross-attention layer is one by itself. */
-static inline int leads_group(const pair *p, int l)
-{
+static inline int leads_group(const pair *p, int l) {
     for (int i = 0; i < l; i++)
-        if (same_group(p, i, l))
-            return 0;
+        if (same_group(p, i, l)) return 0;
     return keeps_tokens(p, l) || is_cross(p, l);
 }
 
 /* Whether some layer of the group has a rope of this kind. */
-static inline int group_has(const pair *p, int l, int32_t kind)
-{
+static inline int group_has(const pair *p, int l, int32_t kind) {
     for (int i = 0; i < p->config.num_layers; i++)
-        if (same_group(p, i, l) && p->layers[i].rope.kind == kind)
-            return 1;
+        if (same_group(p, i, l) && p->layers[i].rope.kind == kind) return 1;
     return 0;
 }
 
-static inline int rope_is_unknown(const pair *p)
-{
+static inline int rope_is_unknown(const pair *p) {
     for (int l = 0; l < p->config.num_layers; l++)
-        if (keeps_tokens(p, l) && p->layers[l].rope.kind == KVC_ROPE_UNKNOWN)
-            return 1;
+        if (keeps_tokens(p, l) && p->layers[l].rope.kind == KVC_ROPE_UNKNOWN) return 1;
     return 0;
 }
 
-static inline int32_t new_slot(pair *p)
-{
+static inline int32_t new_slot(pair *p) {
     CHECK(p->next_tag < MAX_TAGS - 1);
     return p->next_tag++;
 }
 
 /* Rows of all sequences in a layer, shared ones counted once. */
-static inline int32_t live_rows(const pair *p, int l)
-{
+static inline int32_t live_rows(const pair *p, int l) {
     static int32_t seen[MAX_TAGS], round;
     int32_t num = 0;
     round++;
@@ -442,29 +369,22 @@ static inline int32_t live_rows(const pair *p, int l)
 
 /* The smallest position that one sequence has in a batch, or, if it has none, its next. */
 static inline int32_t lowest_query(const pair *p, const sequence *s, int n, const int32_t *positions,
-                                   const int64_t *ids)
-{
+                                   const int64_t *ids) {
     int32_t low = rows_of(p, s) ? low_of(p, s) : INT32_MAX;
     for (int t = 0; t < n; t++)
-        if (ids[t] == s->id && positions[t] < low)
-            low = positions[t];
+        if (ids[t] == s->id && positions[t] < low) low = positions[t];
     return low;
 }
 
-static inline void widen(range *r, int32_t position)
-{
-    if (!r->end || position < r->begin)
-        r->begin = position;
-    if (position >= r->end)
-        r->end = position + 1;
+static inline void widen(range *r, int32_t position) {
+    if (!r->end || position < r->begin) r->begin = position;
+    if (position >= r->end) r->end = position + 1;
 }
 
 /* Expires what no query from position `low` on will see, and the policies do not keep. */
-static inline void expire_below(pair *p, sequence *s, int32_t low)
-{
+static inline void expire_below(pair *p, sequence *s, int32_t low) {
     for (int l = 0; l < p->config.num_layers; l++) {
-        if (!keeps_tokens(p, l))
-            continue;
+        if (!keeps_tokens(p, l)) continue;
         row_list *list = &s->layers[l];
         int32_t num = 0;
         for (int i = 0; i < list->num; i++) {
@@ -480,30 +400,23 @@ static inline void expire_below(pair *p, sequence *s, int32_t low)
 }
 
 /* Expires as a batch does that begins. */
-static inline void expire(pair *p, int n, const int32_t *positions, const int64_t *ids)
-{
+static inline void expire(pair *p, int n, const int32_t *positions, const int64_t *ids) {
     for (int s = 0; s < p->num_sequences; s++)
         if (!p->sequences[s].used)
             expire_below(p, &p->sequences[s], lowest_query(p, &p->sequences[s], n, positions, ids));
 }
 
 /* Expires as a batch does that is committed: what a query in the place of a sequence's last token would not see. */
-static inline void expire_behind(pair *p, sequence *s)
-{
-    expire_below(p, s, not_negative(low_of(p, s) - 1));
-}
+static inline void expire_behind(pair *p, sequence *s) { expire_below(p, s, not_negative(low_of(p, s) - 1)); }
 
-static inline int count_id(int64_t id, int n, const int64_t *ids)
-{
+static inline int count_id(int64_t id, int n, const int64_t *ids) {
     int num = 0;
-    for (int t = 0; t < n; t++)
-        num += ids[t] == id;
+    for (int t = 0; t < n; t++) num += ids[t] == id;
     return num;
 }
 
 /* Whether the tokens of a batch get rows in a layer. */
-static inline int takes_tokens(const pair *p, int l, const uint8_t *replaced)
-{
+static inline int takes_tokens(const pair *p, int l, const uint8_t *replaced) {
     return keeps_tokens(p, l) && (!replaced || replaced[l]);
 }
 
@@ -517,8 +430,7 @@ typedef struct wanted {
 } wanted;
 
 /* The most rows a policy keeps of a sequence that has one at each position. */
-static inline int64_t most_kept(const kvc_policy *policy)
-{
+static inline int64_t most_kept(const kvc_policy *policy) {
     switch (policy->kind) {
     case KVC_SLIDING: return num_kept(policy) + policy->num_sink_tokens;
     case KVC_CHUNKED: return policy->attention_chunk_size + policy->resume_window;
@@ -528,67 +440,43 @@ static inline int64_t most_kept(const kvc_policy *policy)
 
 /* Whether a layer will hold at most max_seq_len rows of a sequence once a batch is committed, however many tokens it
  * has: because of its policy, and as all rows and tokens stand at rising positions. */
-static inline int stays_within(const pair *p, int l, int64_t id, wanted batch)
-{
+static inline int stays_within(const pair *p, int l, int64_t id, wanted batch) {
     const sequence *s = find_sequence(p, id);
     const row_list *list = s ? &s->layers[l] : NULL;
     int32_t next = next_of(p, s);
     int rises = low_of(p, s) == next && !batch.replaced && most_kept(&p->layers[l].policy) <= p->config.max_seq_len;
     for (int t = 0; t < batch.num; t++) {
-        if (batch.ids[t] != id)
-            continue;
+        if (batch.ids[t] != id) continue;
         rises &= batch.positions[t] >= next;
         next = batch.positions[t] + 1;
     }
-    for (int i = 1; list && i < list->num; i++)
-        rises &= list->rows[i].position > list->rows[i - 1].position;
+    for (int i = 1; list && i < list->num; i++) rises &= list->rows[i].position > list->rows[i - 1].position;
     return rises;
 }
 
 /* Whether a batch fits, in a copy of the oracle that has expired for it; num_sequences: with the batch. */
-static inline int fits(const pair *p, const pair *expired, int64_t num_sequences, wanted batch)
-{
+static inline int fits(const pair *p, const pair *expired, int64_t num_sequences, wanted batch) {
     const kvc_config *c = &p->config;
     const int has_own = c->capacity != c->max_seq_len * c->max_sequences;
-    if (c->max_sequences && num_sequences > c->max_sequences)
-        return 0;
+    if (c->max_sequences && num_sequences > c->max_sequences) return 0;
     for (int l = 0; l < c->num_layers; l++) {
         int64_t more = 0; /* tokens that count for the capacity */
-        if (!takes_tokens(p, l, batch.replaced))
-            continue;
+        if (!takes_tokens(p, l, batch.replaced)) continue;
         for (int t = 0; t < batch.num; t++) {
             const sequence *s = find_sequence(expired, batch.ids[t]);
             const int64_t all = (s ? s->layers[l].num : 0) + count_id(batch.ids[t], batch.num, batch.ids),
                           until = (s ? s->layers[l].num : 0) + count_id(batch.ids[t], t, batch.ids);
             const int within = stays_within(p, l, batch.ids[t], batch);
-            if (c->max_seq_len && all > c->max_seq_len && !within)
-                return 0;
+            if (c->max_seq_len && all > c->max_seq_len && !within) return 0;
             more += has_own || !within || until < c->max_seq_len;
         }
-        if (c->capacity && live_rows(expired, l) + more > c->capacity)
-            return 0;
+        if (c->capacity && live_rows(expired, l) + more > c->capacity) return 0;
     }
     return 1;
 }
 
-/* Copy the sequences that exist, and no more: the struct is large. */
-static inline void oracle_copy(pair *to, const pair *from)
-{
-    memcpy(to, from, offsetof(pair, sequences));
-    for (int s = 0; s < from->num_sequences; s++) {
-        to->sequences[s].id = from->sequences[s].id;
-        to->sequences[s].used = from->sequences[s].used;
-        to->sequences[s].num_pins = from->sequences[s].num_pins;
-        for (int l = 0; l < from->config.num_layers; l++) {
-            const row_list *list = &from->sequences[s].layers[l];
-            memcpy(&to->sequences[s].layers[l], list, offsetof(row_list, rows) + (size_t)list->num * sizeof(row));
-        }
-    }
-}
-
 /* Forgets what the sequences of these tokens hold in the layers that are replaced. */
-static inline void drop_replaced(pair *p, int n, const int64_t *ids, const uint8_t *replaced)
-{
+static inline void drop_replaced(pair *p, int n, const int64_t *ids, const uint8_t *replaced) {
     for (int t = 0; t < n; t++) {
         sequence *s = find_sequence(p, ids[t]);
         for (int l = 0; s && l < p->config.num_layers; l++)
@@ -601,54 +489,44 @@ static inline void drop_replaced(pair *p, int n, const int64_t *ids, const uint8
 
 /* Whether n tokens fit (max_bytes aside); if so, *after is the oracle once it has expired. */
 static inline kvc_status oracle_fit(const pair *p, int n, const int32_t *positions, const int64_t *ids,
-                                    const uint8_t *replaced, pair *after)
-{
+                                    const uint8_t *replaced, pair *after) {
     static pair rest;
     int64_t num_sequences = 0;
     for (int s = 0; s < p->num_sequences; s++)
         num_sequences += holds_rows(p, &p->sequences[s]) && !p->sequences[s].used;
-    for (int t = 0; t < n; t++)
-        num_sequences += !holds_rows(p, find_sequence(p, ids[t])) && !count_id(ids[t], t, ids);
-    oracle_copy(after, p);
+    for (int t = 0; t < n; t++) num_sequences += !holds_rows(p, find_sequence(p, ids[t])) && !count_id(ids[t], t, ids);
+    *after = *p;
     expire(after, n, positions, ids);
-    oracle_copy(&rest, after);
-    if (replaced)
-        drop_replaced(&rest, n, ids, replaced);
+    rest = *after;
+    if (replaced) drop_replaced(&rest, n, ids, replaced);
     return fits(p, &rest, num_sequences, (wanted){n, positions, ids, replaced}) ? KVC_OK : KVC_ERR_FULL;
 }
 
 /* What kvc_begin should answer (max_bytes aside); on KVC_OK, *after is the oracle once it has expired. */
 static inline kvc_status oracle_begin(const pair *p, int n, const int32_t *positions, const int64_t *ids,
-                                      const uint8_t *replaced, pair *after)
-{
+                                      const uint8_t *replaced, pair *after) {
     for (int t = 0; !replaced && t < n; t++)
-        if (misses(p, find_sequence(p, ids[t]), positions[t]))
-            return KVC_ERR_GONE;
+        if (misses(p, find_sequence(p, ids[t]), positions[t])) return KVC_ERR_GONE;
     return oracle_fit(p, n, positions, ids, replaced, after);
 }
 
 /* Returns the row put last at a position; NULL: none. */
-static inline row *find_row(const row_list *list, int32_t position)
-{
+static inline row *find_row(const row_list *list, int32_t position) {
     for (int i = list->num - 1; i >= 0; i--)
-        if (list->rows[i].position == position)
-            return (row *)&list->rows[i];
+        if (list->rows[i].position == position) return (row *)&list->rows[i];
     return NULL;
 }
 
 /* Notes what layers of a sequence lack, once these have been replaced: what a window let go before, and what other
  * layers have. */
-static inline void oracle_note(const pair *p, sequence *s, const uint8_t *replaced)
-{
+static inline void oracle_note(const pair *p, sequence *s, const uint8_t *replaced) {
     for (int l = 0; l < p->config.num_layers; l++) {
         const kvc_policy *policy = &p->layers[l].policy;
         row_list *list = &s->layers[l];
         int32_t last = -1, at = policy->kind == KVC_SLIDING ? policy->num_sink_tokens : 0;
-        for (int i = 0; i < list->num; i++)
-            last = list->rows[i].position > last ? list->rows[i].position : last;
+        for (int i = 0; i < list->num; i++) last = list->rows[i].position > last ? list->rows[i].position : last;
         for (; takes_tokens(p, l, replaced) && last >= 0 && at < lowest_seen(policy, last + 1); at++)
-            if (!find_row(list, at))
-                widen(&list->lost, at);
+            if (!find_row(list, at)) widen(&list->lost, at);
     }
     for (int l = 0; l < p->config.num_layers; l++) {
         row_list *list = &s->layers[l];
@@ -656,15 +534,13 @@ static inline void oracle_note(const pair *p, sequence *s, const uint8_t *replac
         for (int other = 0; other < p->config.num_layers; other++)
             for (int i = 0; keeps_tokens(p, l) && keeps_tokens(p, other) && i < s->layers[other].num; i++) {
                 int32_t at = s->layers[other].rows[i].position;
-                if (!find_row(list, at) && !(at >= list->lost.begin && at < list->lost.end))
-                    widen(&list->missing, at);
+                if (!find_row(list, at) && !(at >= list->lost.begin && at < list->lost.end)) widen(&list->missing, at);
             }
     }
 }
 
 /* Gives sequences the rows of the open batch, which restores layers, in order of position. */
-static inline void oracle_restore(pair *p, const char *kept)
-{
+static inline void oracle_restore(pair *p, const char *kept) {
     for (int t = 0; t < p->num_tokens; t++)
         if (kept[t]) {
             drop_replaced(p, 1, &p->ids[t], p->replaced);
@@ -674,8 +550,7 @@ static inline void oracle_restore(pair *p, const char *kept)
         sequence *s = kept[t] ? find_sequence(p, p->ids[t]) : NULL;
         for (int l = 0; s && l < p->config.num_layers; l++) {
             row_list *list = &s->layers[l];
-            if (!takes_tokens(p, l, p->replaced))
-                continue;
+            if (!takes_tokens(p, l, p->replaced)) continue;
             list_add(list, (row){p->positions[t], p->batch_tag + t, p->batch_tag + t, p->positions[t], 0});
             for (int i = list->num - 1; i > 0 && list->rows[i - 1].position > list->rows[i].position; i--) {
                 row after = list->rows[i];
@@ -685,82 +560,65 @@ static inline void oracle_restore(pair *p, const char *kept)
         }
     }
     for (int t = 0; t < p->num_tokens; t++)
-        if (kept[t])
-            oracle_note(p, find_sequence(p, p->ids[t]), p->replaced);
+        if (kept[t]) oracle_note(p, find_sequence(p, p->ids[t]), p->replaced);
 }
 
 /* kept: of each token, whether it stays. */
-static inline void oracle_commit(pair *p, const char *kept)
-{
-    if (p->replaced)
-        oracle_restore(p, kept);
+static inline void oracle_commit(pair *p, const char *kept) {
+    if (p->replaced) oracle_restore(p, kept);
     for (int t = 0; !p->replaced && t < p->num_tokens; t++) {
-        if (!kept[t])
-            continue;
+        if (!kept[t]) continue;
         sequence *s = add_sequence(p, p->ids[t]);
         for (int l = 0; l < p->config.num_layers; l++)
             if (keeps_tokens(p, l))
-                list_add(&s->layers[l],
-                         (row){p->positions[t], p->batch_tag + t, p->batch_tag + t, p->positions[t], 0});
+                list_add(&s->layers[l], (row){p->positions[t], p->batch_tag + t, p->batch_tag + t, p->positions[t], 0});
     }
     for (int i = 0; i < p->num_cross_puts; i++) {
         const cross_put *put = &p->cross_puts[i];
         int any = 0;
-        for (int t = 0; t < p->num_tokens; t++)
-            any |= kept[t] && p->ids[t] == put->id;
-        if (!any)
-            continue;
+        for (int t = 0; t < p->num_tokens; t++) any |= kept[t] && p->ids[t] == put->id;
+        if (!any) continue;
         row_list *list = &add_sequence(p, put->id)->layers[put->layer];
         list->num = 0;
-        for (int32_t r = 0; r < put->n; r++)
-            list_add(list, (row){r, put->tag + r, put->tag + r, r, 0});
+        for (int32_t r = 0; r < put->n; r++) list_add(list, (row){r, put->tag + r, put->tag + r, r, 0});
     }
     for (int t = 0; t < p->num_tokens; t++)
-        if (find_sequence(p, p->ids[t]))
-            expire_behind(p, find_sequence(p, p->ids[t]));
+        if (find_sequence(p, p->ids[t])) expire_behind(p, find_sequence(p, p->ids[t]));
 }
 
-static inline range range_below(range r, int32_t length)
-{
+static inline range range_below(range r, int32_t length) {
     return r.begin >= length ? (range){0, 0} : (range){r.begin, r.end < length ? r.end : length};
 }
 
 /* Where positions of rows that are not there stand once [begin, end) were moved, or divided: from the lowest to the
  * highest of where they came to, which follow from the first and last of those that move, and of those that do not. */
-static inline range range_moved(range r, int32_t begin, int32_t end, int32_t delta, int32_t divisor)
-{
+static inline range range_moved(range r, int32_t begin, int32_t end, int32_t delta, int32_t divisor) {
     const int64_t ends[] = {r.begin, r.end - 1, begin - (int64_t)1, begin, end - (int64_t)1, end, -(int64_t)delta};
     range moved = {0, 0};
     for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
         const int64_t at = ends[i];
         int64_t to = at < begin || at >= end ? at : divisor ? at / divisor : at + delta;
-        if (at >= r.begin && at < r.end && to >= 0)
-            widen(&moved, to < INT32_MAX - 1 ? (int32_t)to : INT32_MAX - 2);
+        if (at >= r.begin && at < r.end && to >= 0) widen(&moved, to < INT32_MAX - 1 ? (int32_t)to : INT32_MAX - 2);
     }
     return moved;
 }
 
-static inline range range_removed(range r, int32_t begin, int32_t end, int shift)
-{
-    if (r.begin >= begin && r.end <= end)
-        return (range){0, 0};
+static inline range range_removed(range r, int32_t begin, int32_t end, int shift) {
+    if (r.begin >= begin && r.end <= end) return (range){0, 0};
     for (int32_t *bound = &r.begin; bound; bound = bound == &r.begin ? &r.end : NULL)
         *bound = *bound > end ? *bound - (shift ? end - begin : 0) : *bound > begin ? begin : *bound;
     return r;
 }
 
-static inline void oracle_copy_prefix(pair *p, int64_t src, int64_t dst, int32_t length)
-{
+static inline void oracle_copy_prefix(pair *p, int64_t src, int64_t dst, int32_t length) {
     forget_sequence(p, dst);
-    if (!find_sequence(p, src))
-        return;
+    if (!find_sequence(p, src)) return;
     sequence *to = add_sequence(p, dst);
     const sequence *from = find_sequence(p, src);
     for (int l = 0; l < p->config.num_layers; l++) {
         const row_list *list = &from->layers[l];
         for (int i = 0; i < list->num; i++)
-            if (list->rows[i].position < length || is_cross(p, l))
-                list_add(&to->layers[l], list->rows[i]);
+            if (list->rows[i].position < length || is_cross(p, l)) list_add(&to->layers[l], list->rows[i]);
         to->layers[l].lost = range_below(list->lost, length);
         to->layers[l].missing = range_below(list->missing, length);
     }
@@ -768,52 +626,40 @@ static inline void oracle_copy_prefix(pair *p, int64_t src, int64_t dst, int32_t
 }
 
 /* Whether one of the first num rows of a list is this one: the same slot at the same position. */
-static inline int has_row(const row_list *list, int num, const row *r)
-{
+static inline int has_row(const row_list *list, int num, const row *r) {
     for (int i = 0; i < num; i++)
-        if (list->rows[i].slot == r->slot && list->rows[i].position == r->position)
-            return 1;
+        if (list->rows[i].slot == r->slot && list->rows[i].position == r->position) return 1;
     return 0;
 }
 
 /* Whether one of the first num rows of a list stands at a position. */
-static inline int has_position(const row_list *list, int num, int32_t position)
-{
+static inline int has_position(const row_list *list, int num, int32_t position) {
     for (int i = 0; i < num; i++)
-        if (list->rows[i].position == position)
-            return 1;
+        if (list->rows[i].position == position) return 1;
     return 0;
 }
 
 /* Adds what is gone from another list at [begin, end) to what is gone from one whose first num rows are its own. */
-static inline void oracle_share_gone(const row_list *to, range *gone, range from, int num, int32_t begin, int32_t end)
-{
+static inline void oracle_share_gone(const row_list *to, range *gone, range from, int num, int32_t begin, int32_t end) {
     begin = from.begin > begin ? from.begin : begin;
     end = from.end < end ? from.end : end;
-    while (begin < end && has_position(to, num, begin))
-        begin++;
-    while (begin < end && has_position(to, num, end - 1))
-        end--;
-    if (begin >= end)
-        return;
+    while (begin < end && has_position(to, num, begin)) begin++;
+    while (begin < end && has_position(to, num, end - 1)) end--;
+    if (begin >= end) return;
     gone->begin = gone->end && gone->begin < begin ? gone->begin : begin;
     gone->end = gone->end > end ? gone->end : end;
 }
 
-static inline void oracle_share(pair *p, int64_t src, int64_t dst, int32_t begin, int32_t end)
-{
+static inline void oracle_share(pair *p, int64_t src, int64_t dst, int32_t begin, int32_t end) {
     const sequence *from = find_sequence(p, src);
-    if (!from || begin == end)
-        return;
+    if (!from || begin == end) return;
     sequence *to = add_sequence(p, dst);
     for (int l = 0; l < p->config.num_layers; l++) {
         const row_list *list = &from->layers[l];
         row_list *own = &to->layers[l];
         int num = own->num;
-        for (int i = 0; i < list->num && is_cross(p, l) && !num; i++)
-            list_add(own, list->rows[i]);
-        if (is_cross(p, l))
-            continue;
+        for (int i = 0; i < list->num && is_cross(p, l) && !num; i++) list_add(own, list->rows[i]);
+        if (is_cross(p, l)) continue;
         oracle_share_gone(own, &own->lost, list->lost, num, begin, end);
         oracle_share_gone(own, &own->missing, list->missing, num, begin, end);
         for (int i = 0; i < list->num; i++)
@@ -825,8 +671,7 @@ static inline void oracle_share(pair *p, int64_t src, int64_t dst, int32_t begin
 
 /* Positions [begin, end) become their quotient, or are moved; moves_lost: rows that have expired as well. */
 static inline void oracle_move_layer(pair *p, sequence *s, int l, int32_t begin, int32_t end, int32_t delta,
-                                    int32_t divisor, int moves_lost)
-{
+                                     int32_t divisor, int moves_lost) {
     row_list *list = &s->layers[l];
     int rotates = group_has(p, l, KVC_ROPE_FREQUENCIES), num = 0;
     int copied = group_has(p, l, KVC_ROPE_FUNCTION) || (rotates && divisor);
@@ -834,8 +679,7 @@ static inline void oracle_move_layer(pair *p, sequence *s, int l, int32_t begin,
         row r = list->rows[i];
         if (r.position >= begin && r.position < end) {
             int64_t to = divisor ? r.position / divisor : (int64_t)r.position + delta;
-            if (to < 0)
-                continue;
+            if (to < 0) continue;
             r.delta = copied ? 0 : rotates ? r.delta + (int32_t)to - r.position : 0;
             r.slot = copied ? new_slot(p) : r.slot;
             r.position = (int32_t)to;
@@ -848,8 +692,7 @@ static inline void oracle_move_layer(pair *p, sequence *s, int l, int32_t begin,
 }
 
 /* Forgets a sequence that an edit has left nothing of the tokens that it `had`, whatever an encoder's rows it has. */
-static inline void end_without_tokens(pair *p, sequence *s, int had)
-{
+static inline void end_without_tokens(pair *p, sequence *s, int had) {
     if (had && next_of(p, s) == 0)
         forget_sequence(p, s->id);
     else
@@ -857,43 +700,34 @@ static inline void end_without_tokens(pair *p, sequence *s, int had)
 }
 
 static inline void oracle_move(pair *p, int64_t id, int32_t begin, int32_t end, int32_t delta, int32_t divisor,
-                              int moves_lost)
-{
+                               int moves_lost) {
     sequence *s = find_sequence(p, id);
-    if (!s || (divisor ? divisor == 1 : delta == 0))
-        return;
+    if (!s || (divisor ? divisor == 1 : delta == 0)) return;
     int had = next_of(p, s) > 0;
     for (int l = 0; l < p->config.num_layers; l++)
-        if (keeps_tokens(p, l))
-            oracle_move_layer(p, s, l, begin, end, delta, divisor, moves_lost);
+        if (keeps_tokens(p, l)) oracle_move_layer(p, s, l, begin, end, delta, divisor, moves_lost);
     end_without_tokens(p, s, had);
 }
 
-static inline void oracle_remove(pair *p, int64_t id, int32_t begin, int32_t end, int shift)
-{
+static inline void oracle_remove(pair *p, int64_t id, int32_t begin, int32_t end, int shift) {
     sequence *s = find_sequence(p, id);
     int moves = shift && extreme_of(p, s, 1) >= end, had = next_of(p, s) > 0 || (begin == 0 && end > 0);
     for (int l = 0; s && l < p->config.num_layers; l++) {
         row_list *list = &s->layers[l];
         int32_t num = 0;
-        if (!keeps_tokens(p, l))
-            continue;
+        if (!keeps_tokens(p, l)) continue;
         for (int i = 0; i < list->num; i++)
-            if (list->rows[i].position < begin || list->rows[i].position >= end)
-                list->rows[num++] = list->rows[i];
+            if (list->rows[i].position < begin || list->rows[i].position >= end) list->rows[num++] = list->rows[i];
         list->num = num;
         list->lost = range_removed(list->lost, begin, end, shift);
         list->missing = range_removed(list->missing, begin, end, shift);
     }
-    if (s)
-        end_without_tokens(p, s, had);
-    if (moves)
-        oracle_move(p, id, end, KVC_END, begin - end, 0, 0);
+    if (s) end_without_tokens(p, s, had);
+    if (moves) oracle_move(p, id, end, KVC_END, begin - end, 0, 0);
 }
 
 /* Applies all deltas; slots that sequences need at different deltas are copied. */
-static inline void oracle_settle(pair *p)
-{
+static inline void oracle_settle(pair *p) {
     static int32_t deltas[MAX_TAGS], seen[MAX_TAGS], round;
     for (int l = 0; l < p->config.num_layers; l++) {
         const int32_t disputed = INT32_MAX;
@@ -918,24 +752,20 @@ static inline void oracle_settle(pair *p)
 }
 
 /* Whether a slot is that of several rows. */
-static inline int is_shared(const pair *p, int l, int32_t slot)
-{
+static inline int is_shared(const pair *p, int l, int32_t slot) {
     int num = 0;
     for (int s = 0; s < p->num_sequences; s++)
-        for (int i = 0; i < p->sequences[s].layers[l].num; i++)
-            num += p->sequences[s].layers[l].rows[i].slot == slot;
+        for (int i = 0; i < p->sequences[s].layers[l].num; i++) num += p->sequences[s].layers[l].rows[i].slot == slot;
     return num > 1;
 }
 
 /* Replaces the rows at positions [begin, end) by rows tagged from `tag` on. */
-static inline void oracle_inject(pair *p, int64_t id, int layer, int32_t begin, int32_t end, int32_t tag)
-{
+static inline void oracle_inject(pair *p, int64_t id, int layer, int32_t begin, int32_t end, int32_t tag) {
     sequence *s = find_sequence(p, id);
     for (int l = 0; s && l < p->config.num_layers; l++)
         for (int i = 0; same_group(p, l, layer) && i < s->layers[l].num; i++) {
             row *r = &s->layers[l].rows[i];
-            if (r->position >= begin && r->position < end && is_shared(p, l, r->slot))
-                r->slot = new_slot(p);
+            if (r->position >= begin && r->position < end && is_shared(p, l, r->slot)) r->slot = new_slot(p);
         }
     for (int32_t at = begin; s && at < end; at++) {
         row *r = find_row(&s->layers[layer], at);
@@ -948,15 +778,13 @@ static inline void oracle_inject(pair *p, int64_t id, int layer, int32_t begin, 
 
 /* ---- comparing --------------------------------------------------------------------------------------------------- */
 
-static inline void check_element(const row *r, int l, int is_v, int32_t h, int32_t d, float got)
-{
+static inline void check_element(const row *r, int l, int is_v, int32_t h, int32_t d, float got) {
     CHECKF(got == element(r->tag, l, is_v, h, d), "layer %d, position %d, head %d, %c[%d] is %g, not %g", l,
            r->position, h, is_v ? 'v' : 'k', d, (double)got, (double)element(r->tag, l, is_v, h, d));
 }
 
 /* Checks head h of a key that moved by `moved`. */
-static inline void check_key_row(const pair *p, int l, const row *r, int32_t moved, int32_t h, const float *got)
-{
+static inline void check_key_row(const pair *p, int l, const row *r, int32_t moved, int32_t h, const float *got) {
     static const double half_steps[] = {0x1p-24, 0x1p-11, 0x1p-8}; /* of f32, f16 and bf16 numbers near 1 */
     double right[MAX_ROW], error = p->roundings * half_steps[p->layers[l].k_type] * 256;
     moved_key(p, l, r->tag, moved, h, right);
@@ -967,15 +795,12 @@ static inline void check_key_row(const pair *p, int l, const row *r, int32_t mov
 }
 
 /* Checks head h of a row of values. */
-static inline void check_value_row(const pair *p, int l, const row *r, int32_t h, const float *got)
-{
-    for (int d = 0; d < p->layers[l].v_dim; d++)
-        check_element(r, l, !p->layers[l].value_in_key, h, d, got[d]);
+static inline void check_value_row(const pair *p, int l, const row *r, int32_t h, const float *got) {
+    for (int d = 0; d < p->layers[l].v_dim; d++) check_element(r, l, !p->layers[l].value_in_key, h, d, got[d]);
 }
 
 /* Describes arrays for the f32 keys and values of n rows of a layer, all heads. */
-static inline kvc_rows_out room_for(const pair *p, int l, int32_t n, float *k, float *v)
-{
+static inline kvc_rows_out room_for(const pair *p, int l, int32_t n, float *k, float *v) {
     const kvc_layer *layer = &p->layers[l];
     return (kvc_rows_out){.struct_size = sizeof(kvc_rows_out),
                           .type = KVC_F32,
@@ -987,8 +812,7 @@ static inline kvc_rows_out room_for(const pair *p, int l, int32_t n, float *k, f
                           .v_row_stride = (int64_t)sizeof *v * layer->v_dim};
 }
 
-static inline void check_gather(const pair *p, const sequence *s, int l)
-{
+static inline void check_gather(const pair *p, const sequence *s, int l) {
     static float k[MAX_ROWS * MAX_ROW], v[MAX_ROWS * MAX_ROW];
     const kvc_layer *layer = &p->layers[l];
     const row_list *list = &s->layers[source_of(p, l)];
@@ -1004,8 +828,7 @@ static inline void check_gather(const pair *p, const sequence *s, int l)
 }
 
 /* Checks kvc_extract: rows by position, zeros where there is none. */
-static inline void check_extract(const pair *p, const sequence *s, int l, int32_t begin, int32_t end)
-{
+static inline void check_extract(const pair *p, const sequence *s, int l, int32_t begin, int32_t end) {
     static float k[MAX_ROWS * MAX_ROW], v[MAX_ROWS * MAX_ROW];
     static const float zeros[MAX_ROW];
     const kvc_layer *layer = &p->layers[l];
@@ -1029,14 +852,12 @@ static inline void check_extract(const pair *p, const sequence *s, int l, int32_
     }
 }
 
-static inline void read_row(const void *from, int32_t type, int32_t dim, float *to)
-{
+static inline void read_row(const void *from, int32_t type, int32_t dim, float *to) {
     kvc_kernels_scalar.convert(type, KVC_F32, to, 0, from, 0, 1, dim);
 }
 
 /* Checks a span's rows against those of the list; keys lack the span's delta. */
-static inline void check_span(const pair *p, int l, const kvc_span *span, const row *rows)
-{
+static inline void check_span(const pair *p, int l, const kvc_span *span, const row *rows) {
     const kvc_layer *layer = &p->layers[l];
     float values[MAX_ROW];
     for (int i = 0; i < span->num_rows; i++) {
@@ -1055,19 +876,16 @@ static inline void check_span(const pair *p, int l, const kvc_span *span, const 
 }
 
 /* Checks that num spans are the rows of a list. */
-static inline void compare_spans(const pair *p, int l, const kvc_span *spans, int64_t num, const row_list *list)
-{
+static inline void compare_spans(const pair *p, int l, const kvc_span *spans, int64_t num, const row_list *list) {
     int32_t row = 0;
     for (int64_t i = 0; i < num; row += spans[i++].num_rows) {
         CHECK(spans[i].num_rows >= 1 && row + spans[i].num_rows <= list->num);
-        if (row + spans[i].num_rows <= list->num)
-            check_span(p, l, &spans[i], &list->rows[row]);
+        if (row + spans[i].num_rows <= list->num) check_span(p, l, &spans[i], &list->rows[row]);
     }
     CHECKF(row == list->num, "spans of %d rows, not %d", row, list->num);
 }
 
-static inline void check_spans(const pair *p, const sequence *s, int l)
-{
+static inline void check_spans(const pair *p, const sequence *s, int l) {
     static kvc_span spans[MAX_ROWS];
     int64_t num;
     CHECK(kvc_spans(p->cache, s->id, l, spans, sizeof *spans, MAX_ROWS, &num, NULL) == KVC_OK);
@@ -1075,8 +893,7 @@ static inline void check_spans(const pair *p, const sequence *s, int l)
 }
 
 /* Sets *list to the rows that the open batch shows of a sequence: stored ones, and those that were put. */
-static inline void list_batch_rows(const pair *p, int64_t id, int l, row_list *list)
-{
+static inline void list_batch_rows(const pair *p, int64_t id, int l, row_list *list) {
     list->num = 0;
     for (int s = 0; s < p->num_sequences; s++)
         for (int i = 0; p->sequences[s].id == id && i < p->sequences[s].layers[l].num; i++)
@@ -1087,22 +904,19 @@ static inline void list_batch_rows(const pair *p, int64_t id, int l, row_list *l
     for (const cross_put *put = p->cross_puts; put < p->cross_puts + p->num_cross_puts; put++)
         if (put->layer == l && put->id == id) {
             list->num = 0;
-            for (int32_t r = 0; r < put->n; r++)
-                list_add(list, (row){r, put->tag + r, put->tag + r, r, 0});
+            for (int32_t r = 0; r < put->n; r++) list_add(list, (row){r, put->tag + r, put->tag + r, r, 0});
         }
 }
 
 /* Checks what the open batch shows of each of its sequences. */
-static inline void check_batch_spans(const pair *p)
-{
+static inline void check_batch_spans(const pair *p) {
     static kvc_span spans[MAX_ROWS];
     static row_list list;
     for (int l = 0; l < p->config.num_layers; l++)
         for (int t = 0; t < p->num_tokens; t++) {
             int64_t num = 0;
             const kvc_rows_out none = {.struct_size = sizeof none, .num_stored = &num, .batch = p->batch};
-            if (p->layers[l].policy.kind == KVC_NONE || (t && p->ids[t] == p->ids[t - 1]))
-                continue;
+            if (p->layers[l].policy.kind == KVC_NONE || (t && p->ids[t] == p->ids[t - 1])) continue;
             list_batch_rows(p, p->ids[t], source_of(p, l), &list);
             CHECK(kvc_gather(p->cache, p->ids[t], l, 0, 0, &none) == KVC_OK && num == list.num);
             CHECKF(kvc_batch_spans(p->batch, p->ids[t], l, spans, sizeof *spans, MAX_ROWS, &num, NULL) == KVC_OK, "%s",
@@ -1111,8 +925,7 @@ static inline void check_batch_spans(const pair *p)
         }
 }
 
-static inline void check_positions(const pair *p, const sequence *s, int l)
-{
+static inline void check_positions(const pair *p, const sequence *s, int l) {
     static int32_t positions[MAX_ROWS];
     const row_list *list = &s->layers[source_of(p, l)];
     int64_t num = kvc_positions(p->cache, s->id, l, positions, MAX_ROWS);
@@ -1123,23 +936,19 @@ static inline void check_positions(const pair *p, const sequence *s, int l)
 }
 
 /* Whether any layer holds tokens. */
-static inline int any_tokens(const pair *p)
-{
+static inline int any_tokens(const pair *p) {
     int any = 0;
-    for (int l = 0; l < p->config.num_layers; l++)
-        any |= keeps_tokens(p, l);
+    for (int l = 0; l < p->config.num_layers; l++) any |= keeps_tokens(p, l);
     return any;
 }
 
-static inline void check_can_resume(const pair *p, const sequence *s, int32_t position)
-{
+static inline void check_can_resume(const pair *p, const sequence *s, int32_t position) {
     int right = position >= 0 && (!any_tokens(p) || (position <= next_of(p, s) && !misses(p, s, position)));
     CHECKF(kvc_can_resume(p->cache, s->id, position) == right, "sequence %lld at %d", (long long)s->id, position);
 }
 
 /* Checks kvc_position_range of a layer; -1: of any. */
-static inline void check_range(const pair *p, const sequence *s, int l)
-{
+static inline void check_range(const pair *p, const sequence *s, int l) {
     int32_t first = 7, last = 7, low = l < 0 ? extreme_of(p, s, -1) : -1, high = l < 0 ? extreme_of(p, s, 1) : -1;
     const row_list *list = &s->layers[l < 0 ? 0 : source_of(p, l)];
     for (int i = 0; l >= 0 && i < list->num; i++) {
@@ -1150,8 +959,7 @@ static inline void check_range(const pair *p, const sequence *s, int l)
     CHECKF(first == low && last == high, "layer %d: positions %d to %d, not %d to %d", l, first, last, low, high);
 }
 
-static inline void check_sequence(const pair *p, const sequence *s)
-{
+static inline void check_sequence(const pair *p, const sequence *s) {
     int32_t next = next_of(p, s);
     CHECK(kvc_seq_len(p->cache, s->id, -1) == rows_of(p, s));
     CHECK(kvc_next_position(p->cache, s->id) == next);
@@ -1174,48 +982,38 @@ static inline void check_sequence(const pair *p, const sequence *s)
     }
 }
 
-static inline void check_ids(const pair *p)
-{
+static inline void check_ids(const pair *p) {
     int64_t ids[MAX_SEQUENCES];
     int64_t num = kvc_sequences(p->cache, ids, MAX_SEQUENCES), right = 0;
-    for (int s = 0; s < p->num_sequences; s++)
-        right += rows_of(p, &p->sequences[s]) > 0 && !p->sequences[s].used;
+    for (int s = 0; s < p->num_sequences; s++) right += rows_of(p, &p->sequences[s]) > 0 && !p->sequences[s].used;
     CHECKF(num == right, "%lld sequences, not %lld", (long long)num, (long long)right);
-    for (int i = 0; i < num; i++)
-        CHECK(rows_of(p, find_sequence(p, ids[i])) > 0 && (i == 0 || ids[i] > ids[i - 1]));
+    for (int i = 0; i < num; i++) CHECK(rows_of(p, find_sequence(p, ids[i])) > 0 && (i == 0 || ids[i] > ids[i - 1]));
 }
 
-static inline kvc_stats stats_of(const pair *p)
-{
+static inline kvc_stats stats_of(const pair *p) {
     kvc_stats stats;
     kvc_get_stats(p->cache, &stats, sizeof stats);
     return stats;
 }
 
 /* Counts the rows of the open batch in a layer. */
-static inline int64_t batch_rows(const pair *p, int l)
-{
+static inline int64_t batch_rows(const pair *p, int l) {
     int64_t num = 0;
-    if (!p->batch || keeps_tokens(p, l))
-        return p->batch && takes_tokens(p, l, p->replaced) ? p->num_tokens : 0;
-    for (int i = 0; i < p->num_cross_puts; i++)
-        num += p->cross_puts[i].layer == l ? p->cross_puts[i].n : 0;
+    if (!p->batch || keeps_tokens(p, l)) return p->batch && takes_tokens(p, l, p->replaced) ? p->num_tokens : 0;
+    for (int i = 0; i < p->num_cross_puts; i++) num += p->cross_puts[i].layer == l ? p->cross_puts[i].n : 0;
     return num;
 }
 
-static inline void check_live_slots(const pair *p)
-{
+static inline void check_live_slots(const pair *p) {
     int64_t right = 0;
     for (int l = 0; l < p->config.num_layers; l++)
-        if (leads_group(p, l))
-            right += live_rows(p, l) + batch_rows(p, l);
+        if (leads_group(p, l)) right += live_rows(p, l) + batch_rows(p, l);
     CHECKF(stats_of(p).live_slots == right, "%lld live slots, not %lld", (long long)stats_of(p).live_slots,
            (long long)right);
 }
 
 /* The runs of the sequence that *runs begins with are its spans; moves *runs past them. */
-static inline void check_runs(const pair *p, int l, const kvc_run_info **runs)
-{
+static inline void check_runs(const pair *p, int l, const kvc_run_info **runs) {
     static kvc_span spans[MAX_ROWS];
     int64_t num, id = (*runs)->seq_id;
     CHECK(kvc_spans(p->cache, id, l, spans, sizeof *spans, MAX_ROWS, &num, NULL) == KVC_OK && num > 0);
@@ -1226,18 +1024,15 @@ static inline void check_runs(const pair *p, int l, const kvc_run_info **runs)
 }
 
 /* The runs of the sequences by rising id, then those of the open batch. */
-static inline void check_all_runs(const pair *p, int l, const kvc_run_info *runs, int64_t num)
-{
+static inline void check_all_runs(const pair *p, int l, const kvc_run_info *runs, int64_t num) {
     const kvc_run_info *run = runs, *end = runs + num;
     int64_t rows = 0, pending = 0;
     while (run < end && !run->in_batch) {
         CHECK(run == runs || run->seq_id > run[-1].seq_id);
         check_runs(p, l, &run);
     }
-    for (int s = 0; s < p->num_sequences; s++)
-        rows += p->sequences[s].layers[source_of(p, l)].num;
-    for (const kvc_run_info *r = runs; r < run; r++)
-        rows -= r->count;
+    for (int s = 0; s < p->num_sequences; s++) rows += p->sequences[s].layers[source_of(p, l)].num;
+    for (const kvc_run_info *r = runs; r < run; r++) rows -= r->count;
     for (; run < end; run++) {
         CHECK(p->batch && run->in_batch && !run->delta);
         pending += run->count;
@@ -1247,8 +1042,7 @@ static inline void check_all_runs(const pair *p, int l, const kvc_run_info *runs
 }
 
 /* Checks a block, given the number of holders of each slot below its fill mark. */
-static inline void check_block(const kvc_block_info *block, const int32_t *holders, kvc_stats *sums)
-{
+static inline void check_block(const kvc_block_info *block, const int32_t *holders, kvc_stats *sums) {
     int32_t live = 0, most = 0;
     for (int32_t s = 0; s < block->filled; s++) {
         live += holders[s] > 0;
@@ -1266,8 +1060,7 @@ static inline void check_block(const kvc_block_info *block, const int32_t *holde
 }
 
 /* Checks a layer's blocks against the runs in them. */
-static inline void check_layer_blocks(const pair *p, int l, kvc_stats *sums)
-{
+static inline void check_layer_blocks(const pair *p, int l, kvc_stats *sums) {
     static kvc_block_info blocks[MAX_PLACES];
     static kvc_run_info runs[MAX_PLACES];
     static int32_t holders[MAX_PLACES], first[MAX_PLACES + 1];
@@ -1276,21 +1069,17 @@ static inline void check_layer_blocks(const pair *p, int l, kvc_stats *sums)
                      &num_runs) == KVC_OK);
     CHECK(num_blocks <= MAX_PLACES && num_runs <= MAX_PLACES);
     check_all_runs(p, l, runs, num_runs);
-    for (int i = 0; i < num_blocks; i++)
-        first[i + 1] = first[i] + blocks[i].filled;
+    for (int i = 0; i < num_blocks; i++) first[i + 1] = first[i] + blocks[i].filled;
     CHECK(first[num_blocks] <= MAX_PLACES);
     memset(holders, 0, (size_t)first[num_blocks] * sizeof *holders);
     for (const kvc_run_info *run = runs; run < runs + num_runs; run++) {
         CHECK(run->slot >= 0 && run->count > 0 && run->slot + run->count <= blocks[run->block].filled);
-        for (int32_t s = run->slot; s < run->slot + run->count; s++)
-            holders[first[run->block] + s]++;
+        for (int32_t s = run->slot; s < run->slot + run->count; s++) holders[first[run->block] + s]++;
     }
-    for (int i = 0; i < num_blocks; i++)
-        check_block(&blocks[i], holders + first[i], sums);
+    for (int i = 0; i < num_blocks; i++) check_block(&blocks[i], holders + first[i], sums);
 }
 
-static inline void check_blocks(const pair *p)
-{
+static inline void check_blocks(const pair *p) {
     kvc_stats sums = {0}, stats = stats_of(p);
     for (int l = 0; l < p->config.num_layers; l++) {
         kvc_stats others = {0};
@@ -1301,66 +1090,70 @@ static inline void check_blocks(const pair *p)
 }
 
 /* Compares all that can be seen with the oracle, and runs kvc_validate. */
-static inline void pair_check(const pair *p)
-{
+static inline void pair_check(const pair *p) {
     static const sequence unknown = {.id = INT64_MIN + 1};
     int fail_after = p->memory ? p->memory->fail_after : -1;
     if (p->memory) {
-        CHECKF(kvc_nbytes(p->cache) == memory_bytes(p->memory), "%lld bytes, not %lld",
-               (long long)kvc_nbytes(p->cache), (long long)memory_bytes(p->memory));
+        CHECKF(kvc_nbytes(p->cache) == memory_bytes(p->memory), "%lld bytes, not %lld", (long long)kvc_nbytes(p->cache),
+               (long long)memory_bytes(p->memory));
         p->memory->fail_after = -1; /* comparing takes memory */
     }
     CHECKF(kvc_validate(p->cache) == KVC_OK, "%s", kvc_last_error());
     check_ids(p);
     check_live_slots(p);
     check_blocks(p);
-    for (int s = 0; s < p->num_sequences; s++)
-        check_sequence(p, &p->sequences[s]);
+    for (int s = 0; s < p->num_sequences; s++) check_sequence(p, &p->sequences[s]);
     check_sequence(p, &unknown);
-    if (p->batch && !p->replaced)
-        check_batch_spans(p);
-    if (p->memory)
-        p->memory->fail_after = fail_after;
+    if (p->batch && !p->replaced) check_batch_spans(p);
+    if (p->memory) p->memory->fail_after = fail_after;
 }
 
 /* ---- a forward pass ---------------------------------------------------------------------------------------------- */
 
 /* Counts the retained sequences that may be evicted.  How many of them a call does is not modelled, nor whether that
  * is enough for it: see pair_see_evicted. */
-static inline int num_evictable(const pair *p)
-{
+static inline int num_evictable(const pair *p) {
     int num = 0;
-    for (int s = 0; s < p->num_sequences; s++)
-        num += p->sequences[s].used && !p->sequences[s].num_pins;
+    for (int s = 0; s < p->num_sequences; s++) num += p->sequences[s].used && !p->sequences[s].num_pins;
     return num;
 }
 
+/* Returns what the message of an error names at least. */
+static inline const char *words_of(kvc_status status) {
+    switch (status) {
+    case KVC_ERR_BUSY: return "batch";
+    case KVC_ERR_GONE: return "position";
+    case KVC_ERR_HELD: return "views of the rows are held";
+    case KVC_ERR_CALLBACK: return "the keys of layer";
+    case KVC_ERR_UNSUPPORTED: return "layer";
+    default: return NULL;
+    }
+}
+
 /* Checks that the library answered as the oracle, or KVC_ERR_NOMEM after an allocation failed. */
-static inline kvc_status agree(const pair *p, const char *what, kvc_status status, kvc_status right)
-{
+static inline kvc_status agree(const pair *p, const char *what, kvc_status status, kvc_status right) {
     int nomem = p->memory && p->memory->failed && status == KVC_ERR_NOMEM;
     int evicts = right == KVC_ERR_FULL && status == KVC_OK && num_evictable(p);
     CHECKF(status == right || nomem || evicts, "%s: %s (%s), not %s", what, kvc_strerror(status), kvc_last_error(),
            kvc_strerror(right));
+    CHECKF(status == KVC_OK || !words_of(status) || strstr(kvc_last_error(), words_of(status)), "%s: %s", what,
+           kvc_last_error());
     return status;
 }
 
 /* Returns random parents of the tokens, or NULL: trees do not change where rows are stored. */
-static inline const int32_t *random_parents(int n, const int64_t *ids)
-{
+static inline const int32_t *random_parents(int n, const int64_t *ids) {
     static int32_t parents[MAX_BATCH];
     for (int t = 0; t < n; t++) {
         parents[t] = random_int(-1, t + 1);
-        if (parents[t] == t || (parents[t] >= 0 && ids[parents[t]] != ids[t]))
-            parents[t] = -1;
+        if (parents[t] == t || (parents[t] >= 0 && ids[parents[t]] != ids[t])) parents[t] = -1;
     }
     return random_int(0, 4) ? NULL : parents;
 }
 
 /* Opens p->batch; replaced: the layers it restores, or NULL. */
 static inline kvc_status pair_begin_with(pair *p, int n, const int32_t *positions, const int64_t *ids,
-                                         const uint8_t *replaced)
-{
+                                         const uint8_t *replaced) {
     static pair after; /* large */
     kvc_status right = oracle_begin(p, n, positions, ids, replaced, &after);
     const int32_t *parents = replaced ? NULL : random_parents(n, ids);
@@ -1373,10 +1166,9 @@ static inline kvc_status pair_begin_with(pair *p, int n, const int32_t *position
     kvc_status status = kvc_begin_with(p->cache, &args, &p->batch);
     if (status != KVC_ERR_FULL || !p->config.max_bytes) /* how many bytes there are is not modelled */
         agree(p, "begin", status, right);
-    if (status != KVC_OK)
-        return status;
+    if (status != KVC_OK) return status;
     after.batch = p->batch;
-    oracle_copy(p, &after);
+    *p = after;
     p->num_tokens = n;
     p->parents = parents;
     p->replaced = replaced;
@@ -1390,8 +1182,7 @@ static inline kvc_status pair_begin_with(pair *p, int n, const int32_t *position
     return status;
 }
 
-static inline kvc_status pair_begin(pair *p, int n, const int32_t *positions, const int64_t *ids)
-{
+static inline kvc_status pair_begin(pair *p, int n, const int32_t *positions, const int64_t *ids) {
     return pair_begin_with(p, n, positions, ids, NULL);
 }
 
@@ -1404,8 +1195,7 @@ typedef struct source {
 } source;
 
 /* Makes K or V rows of a random type, token or head major, backwards or not, in groups of `inner` tokens (0: one). */
-static inline void fill_source(source *src, const pair *p, int l, int is_v, int32_t tag, int n, int inner)
-{
+static inline void fill_source(source *src, const pair *p, int l, int is_v, int32_t tag, int n, int inner) {
     int32_t heads = p->layers[l].num_kv_heads, dim = is_v ? p->layers[l].v_dim : p->layers[l].k_dim;
     src->type = random_int(0, 3);
     int64_t row = (int64_t)element_sizes[src->type] * dim;
@@ -1422,8 +1212,7 @@ static inline void fill_source(source *src, const pair *p, int l, int is_v, int3
     for (int t = 0; t < n; t++) {
         for (int h = 0; h < heads; h++) {
             float values[MAX_ROW];
-            for (int d = 0; d < dim; d++)
-                values[d] = element(tag + t, l, is_v, h, d);
+            for (int d = 0; d < dim; d++) values[d] = element(tag + t, l, is_v, h, d);
             char *to = start + t / group * src->batch_stride + t % group * src->token_stride + h * src->head_stride;
             kvc_kernels_scalar.convert(KVC_F32, src->type, to, 0, values, 0, 1, dim);
         }
@@ -1431,12 +1220,10 @@ static inline void fill_source(source *src, const pair *p, int l, int is_v, int3
 }
 
 /* Returns arguments for kvc_put of n rows tagged from `tag` on. */
-static inline kvc_put_args fill_put(const pair *p, int l, int32_t tag, int n)
-{
+static inline kvc_put_args fill_put(const pair *p, int l, int32_t tag, int n) {
     static source k, v;
     int inner = random_int(0, 3) ? 0 : random_int(1, 6);
-    if (inner && n % inner)
-        inner = 0;
+    if (inner && n % inner) inner = 0;
     fill_source(&k, p, l, 0, tag, n, inner);
     fill_source(&v, p, l, 1, tag, n, inner);
     return (kvc_put_args){.struct_size = sizeof(kvc_put_args),
@@ -1455,8 +1242,7 @@ static inline kvc_put_args fill_put(const pair *p, int l, int32_t tag, int n)
 }
 
 /* Writes a row of a batch's token where kvc_slots says. */
-static inline void write_in_place(const pair *p, int l, const kvc_span *span, int i, int32_t tag)
-{
+static inline void write_in_place(const pair *p, int l, const kvc_span *span, int i, int32_t tag) {
     const kvc_layer *layer = &p->layers[l];
     for (int h = 0; h < layer->num_kv_heads; h++) {
         float values[MAX_ROW];
@@ -1464,23 +1250,20 @@ static inline void write_in_place(const pair *p, int l, const kvc_span *span, in
             int32_t dim = is_v ? layer->v_dim : layer->k_dim;
             char *to = is_v ? (char *)span->v + h * span->v_head_stride + i * span->v_row_stride
                             : (char *)span->k + h * span->k_head_stride + i * span->k_row_stride;
-            for (int d = 0; d < dim; d++)
-                values[d] = element(tag, l, is_v, h, d);
+            for (int d = 0; d < dim; d++) values[d] = element(tag, l, is_v, h, d);
             kvc_kernels_scalar.convert(KVC_F32, is_v ? layer->v_type : layer->k_type, to, 0, values, 0, 1, dim);
         }
     }
 }
 
 /* Puts tokens [first, first + n) of the open batch in a layer without kvc_put. */
-static inline kvc_status put_in_place(const pair *p, int l, int first, int n)
-{
+static inline kvc_status put_in_place(const pair *p, int l, int first, int n) {
     while (n > 0) {
         kvc_span span;
         CHECKF(kvc_slots(p->batch, l, first, &span, sizeof span, NULL) == KVC_OK, "%s", kvc_last_error());
         CHECK(span.position == p->positions[first] && span.num_rows >= 1 && span.delta == 0);
         int some = span.num_rows < n ? span.num_rows : n;
-        for (int i = 0; i < some; i++)
-            write_in_place(p, l, &span, i, p->batch_tag + first + i);
+        for (int i = 0; i < some; i++) write_in_place(p, l, &span, i, p->batch_tag + first + i);
         CHECKF(kvc_written(p->batch, l, first, some) == KVC_OK, "%s", kvc_last_error());
         first += some;
         n -= some;
@@ -1489,89 +1272,83 @@ static inline kvc_status put_in_place(const pair *p, int l, int first, int n)
 }
 
 /* Puts tokens [first, first + n) of the open batch in a layer. */
-static inline kvc_status pair_put(pair *p, int l, int first, int n)
-{
+static inline kvc_status pair_put(pair *p, int l, int first, int n) {
     memset(&p->written[l][first], 1, (size_t)n);
-    if (!random_int(0, 4))
-        return put_in_place(p, l, first, n);
+    if (!random_int(0, 4)) return put_in_place(p, l, first, n);
     kvc_put_args args = fill_put(p, l, p->batch_tag + first, n);
     args.first = first;
     return agree(p, "put", kvc_put(p->batch, l, &args), KVC_OK);
 }
 
 /* Puts all tokens of the open batch, in one or two ranges. */
-static inline void pair_put_all(pair *p)
-{
+static inline void pair_put_all(pair *p) {
     for (int l = 0; l < p->config.num_layers; l++) {
         int cut = random_int(0, p->num_tokens);
-        if (!takes_tokens(p, l, p->replaced))
-            continue;
+        if (!takes_tokens(p, l, p->replaced)) continue;
         pair_put(p, l, cut, p->num_tokens - cut);
-        if (cut)
-            pair_put(p, l, 0, cut);
+        if (cut) pair_put(p, l, 0, cut);
     }
 }
 
 /* Puts n rows of a sequence in a cross-attention layer; they replace those put earlier in the batch. */
-static inline kvc_status pair_put_cross(pair *p, int l, int64_t id, int n)
-{
+static inline kvc_status pair_put_cross(pair *p, int l, int64_t id, int n) {
     kvc_put_args args = fill_put(p, l, p->next_tag, n);
     args.seq_id = id;
     kvc_status right = n > p->layers[l].policy.max_len ? KVC_ERR_FULL : KVC_OK;
     kvc_status status = kvc_put(p->batch, l, &args);
-    if (status != KVC_ERR_FULL || !p->config.max_bytes)
-        agree(p, "put", status, right);
-    if (status != KVC_OK)
-        return status;
+    if (status != KVC_ERR_FULL || !p->config.max_bytes) agree(p, "put", status, right);
+    if (status != KVC_OK) return status;
     int i = 0;
-    while (i < p->num_cross_puts && (p->cross_puts[i].layer != l || p->cross_puts[i].id != id))
-        i++;
+    while (i < p->num_cross_puts && (p->cross_puts[i].layer != l || p->cross_puts[i].id != id)) i++;
     p->num_cross_puts += i == p->num_cross_puts;
     p->cross_puts[i] = (cross_put){l, n, id, p->next_tag};
     p->next_tag += n;
     return status;
 }
 
+/* Checks what the end of a batch adds to the statistics. */
+static inline void check_counted(const pair *p, const kvc_stats *before, int is_committed, int32_t num_tokens) {
+    const kvc_stats after = stats_of(p);
+    CHECK(after.batches == before->batches + is_committed && after.aborted == before->aborted + !is_committed);
+    CHECKF(after.tokens == before->tokens + num_tokens, "%lld tokens, not %lld", (long long)after.tokens,
+           (long long)before->tokens + num_tokens);
+}
+
 /* Commits these tokens of the batch; NULL: all. */
-static inline kvc_status pair_commit_kept(pair *p, const int32_t *kept, int32_t num_kept)
-{
+static inline kvc_status pair_commit_kept(pair *p, const int32_t *kept, int32_t num_kept) {
     char stays[MAX_BATCH];
     memset(stays, !kept, sizeof stays);
-    for (int i = 0; kept && i < num_kept; i++)
-        stays[kept[i]] = 1;
+    for (int i = 0; kept && i < num_kept; i++) stays[kept[i]] = 1;
+    const kvc_stats before = stats_of(p);
     kvc_status status = kept ? kvc_commit_kept(p->batch, kept, num_kept) : kvc_commit(p->batch);
     CHECKF(status == KVC_OK, "commit: %s", kvc_last_error()); /* whether there is memory or not */
     if (status == KVC_OK) {
+        check_counted(p, &before, 1, kept ? num_kept : p->num_tokens);
         p->batch = NULL;
         oracle_commit(p, stays);
     }
     return status;
 }
 
-static inline kvc_status pair_commit(pair *p)
-{
-    return pair_commit_kept(p, NULL, 0);
-}
+static inline kvc_status pair_commit(pair *p) { return pair_commit_kept(p, NULL, 0); }
 
-static inline void pair_abort(pair *p)
-{
+static inline void pair_abort(pair *p) {
+    const kvc_stats before = stats_of(p);
     kvc_abort(p->batch);
+    check_counted(p, &before, 0, 0);
     p->batch = NULL;
 }
 
 /* Begins, puts and commits a batch; returns the status of begin. */
-static inline kvc_status pair_pass(pair *p, int n, const int32_t *positions, const int64_t *ids)
-{
+static inline kvc_status pair_pass(pair *p, int n, const int32_t *positions, const int64_t *ids) {
     kvc_status status = pair_begin(p, n, positions, ids);
-    if (status != KVC_OK)
-        return status;
+    if (status != KVC_OK) return status;
     pair_put_all(p);
     return pair_commit(p);
 }
 
 /* Runs a pass of positions [begin, end) of one sequence. */
-static inline kvc_status pair_feed(pair *p, int64_t id, int32_t begin, int32_t end)
-{
+static inline kvc_status pair_feed(pair *p, int64_t id, int32_t begin, int32_t end) {
     int32_t positions[MAX_BATCH] = {0};
     int64_t ids[MAX_BATCH] = {0};
     for (int32_t i = 0; i < end - begin; i++) {
@@ -1583,45 +1360,35 @@ static inline kvc_status pair_feed(pair *p, int64_t id, int32_t begin, int32_t e
 
 /* ---- editing ----------------------------------------------------------------------------------------------------- */
 
-static inline int in_batch(const pair *p, int64_t id)
-{
-    return p->batch && count_id(id, p->num_tokens, p->ids);
-}
+static inline int in_batch(const pair *p, int64_t id) { return p->batch && count_id(id, p->num_tokens, p->ids); }
 
 /* What dropping all rows of a sequence from this position on should answer, or sharing those before it. */
-static inline kvc_status may_cut(const pair *p, int64_t id, int32_t length)
-{
+static inline kvc_status may_cut(const pair *p, int64_t id, int32_t length) {
     const sequence *s = find_sequence(p, id);
-    if (s && length < next_of(p, s) && misses_below(p, s, length, length))
-        return KVC_ERR_GONE;
+    if (s && length < next_of(p, s) && misses_below(p, s, length, length)) return KVC_ERR_GONE;
     return KVC_OK;
 }
 
-static inline kvc_status pair_copy_prefix(pair *p, int64_t src, int64_t dst, int32_t length)
-{
+static inline kvc_status pair_copy_prefix(pair *p, int64_t src, int64_t dst, int32_t length) {
     kvc_status right = in_batch(p, src) || in_batch(p, dst) ? KVC_ERR_BUSY
-                       : length && !holds_any(p, src)        ? KVC_ERR_INVALID
-                                                             : may_cut(p, src, length);
+                       : length && !holds_any(p, src)       ? KVC_ERR_INVALID
+                                                            : may_cut(p, src, length);
     kvc_status status = agree(p, "copy_prefix", kvc_copy_prefix(p->cache, src, dst, length), right);
-    if (status == KVC_OK)
-        oracle_copy_prefix(p, src, dst, length);
+    if (status == KVC_OK) oracle_copy_prefix(p, src, dst, length);
     return status;
 }
 
-static inline kvc_status pair_fork(pair *p, int64_t src, int64_t dst)
-{
+static inline kvc_status pair_fork(pair *p, int64_t src, int64_t dst) {
     kvc_status right = in_batch(p, src) || in_batch(p, dst) ? KVC_ERR_BUSY
-                       : !holds_any(p, src)                  ? KVC_ERR_INVALID
-                                                             : KVC_OK;
+                       : !holds_any(p, src)                 ? KVC_ERR_INVALID
+                                                            : KVC_OK;
     kvc_status status = agree(p, "fork", kvc_fork(p->cache, src, dst), right);
-    if (status == KVC_OK)
-        oracle_copy_prefix(p, src, dst, KVC_END);
+    if (status == KVC_OK) oracle_copy_prefix(p, src, dst, KVC_END);
     return status;
 }
 
 /* What sharing a range should answer: every row of dst at a position of one of src's must be one of src's. */
-static inline kvc_status may_share(const pair *p, int64_t src, int64_t dst, int32_t begin, int32_t end)
-{
+static inline kvc_status may_share(const pair *p, int64_t src, int64_t dst, int32_t begin, int32_t end) {
     const sequence *from = find_sequence(p, src), *to = find_sequence(p, dst);
     if (!holds_any(p, src) && !holds_any(p, dst) && begin == 0 && end == KVC_END)
         return KVC_ERR_INVALID; /* it would be a fork */
@@ -1636,39 +1403,43 @@ static inline kvc_status may_share(const pair *p, int64_t src, int64_t dst, int3
     return KVC_OK;
 }
 
-static inline kvc_status pair_share(pair *p, int64_t src, int64_t dst, int32_t begin, int32_t end)
-{
+static inline kvc_status pair_share(pair *p, int64_t src, int64_t dst, int32_t begin, int32_t end) {
     kvc_status right = in_batch(p, src) || in_batch(p, dst) ? KVC_ERR_BUSY : may_share(p, src, dst, begin, end);
     kvc_status status = agree(p, "share", kvc_share(p->cache, src, dst, begin, end), right);
-    if (status == KVC_OK)
-        oracle_share(p, src, dst, begin, end);
+    if (status == KVC_OK) oracle_share(p, src, dst, begin, end);
     return status;
 }
 
 /* Whether an edit that may rewrite keys answered as it should; the function that moves them may have been told to fail,
  * and how many bytes there are is not modelled. */
-static inline kvc_status agree_moved(pair *p, const char *what, kvc_status status, kvc_status right)
-{
-    if (p->call_failed)
-        right = KVC_ERR_CALLBACK;
+static inline kvc_status agree_moved(pair *p, const char *what, kvc_status status, kvc_status right) {
+    if (p->call_failed) right = KVC_ERR_CALLBACK;
     p->call_failed = 0;
     return status == KVC_ERR_FULL && p->config.max_bytes ? status : agree(p, what, status, right);
 }
 
 /* Whether an edit copied rows of a layer to new slots. */
-static inline int has_copied(const pair *before, const pair *after, int l)
-{
+static inline int has_copied(const pair *before, const pair *after, int l) {
     for (int s = 0; s < after->num_sequences; s++)
         for (int i = 0; i < after->sequences[s].layers[l].num; i++)
-            if (after->sequences[s].layers[l].rows[i].slot >= before->next_tag)
-                return 1;
+            if (after->sequences[s].layers[l].rows[i].slot >= before->next_tag) return 1;
     return 0;
+}
+
+/* Checks that an edit copied those rows that the oracle gave new slots, from `first` on, each once, and no others. */
+static inline void check_copied(const pair *p, const kvc_stats *before, int32_t first) {
+    int64_t num = 0;
+    for (int l = 0; l < p->config.num_layers; l++)
+        for (int s = 0; leads_group(p, l) && s < p->num_sequences; s++)
+            for (int i = 0; i < p->sequences[s].layers[l].num; i++)
+                num += p->sequences[s].layers[l].rows[i].slot >= first;
+    CHECKF(stats_of(p).rows_copied - before->rows_copied == num, "%lld rows were copied, not %lld",
+           (long long)(stats_of(p).rows_copied - before->rows_copied), (long long)num);
 }
 
 /* What an edit should answer that leaves the oracle like this, where nothing else stands in its way: while a batch
  * restores rows, those that it replaces count as well. */
-static inline kvc_status fits_capacity(const pair *before, const pair *after)
-{
+static inline kvc_status fits_capacity(const pair *before, const pair *after) {
     for (int l = 0; after->config.capacity && l < after->config.num_layers; l++)
         if (keeps_tokens(after, l) && has_copied(before, after, l) &&
             live_rows(after, l) + batch_rows(after, l) > after->config.capacity)
@@ -1677,20 +1448,18 @@ static inline kvc_status fits_capacity(const pair *before, const pair *after)
 }
 
 /* Returns a copy of the oracle to try an edit on; large. */
-static inline pair *copy_of(const pair *p)
-{
+static inline pair *copy_of(const pair *p) {
     static pair copy;
-    oracle_copy(&copy, p);
+    copy = *p;
     return &copy;
 }
 
-static inline kvc_status pair_remove(pair *p, int64_t id, int32_t begin, int32_t end, int32_t shift)
-{
+static inline kvc_status pair_remove(pair *p, int64_t id, int32_t begin, int32_t end, int32_t shift) {
+    const kvc_stats before = stats_of(p);
+    const int32_t first_new = p->next_tag;
     const sequence *s = find_sequence(p, id);
     int moves = shift && extreme_of(p, s, 1) >= end, cuts = end >= next_of(p, s);
-    kvc_status right = in_batch(p, id)                   ? KVC_ERR_BUSY
-                       : moves && rope_is_unknown(p) ? KVC_ERR_UNSUPPORTED
-                                                     : KVC_OK;
+    kvc_status right = in_batch(p, id) ? KVC_ERR_BUSY : moves && rope_is_unknown(p) ? KVC_ERR_UNSUPPORTED : KVC_OK;
     if (right == KVC_OK) {
         pair *after = copy_of(p);
         oracle_remove(after, id, begin, end, shift);
@@ -1698,23 +1467,22 @@ static inline kvc_status pair_remove(pair *p, int64_t id, int32_t begin, int32_t
     }
     p->moving = id;
     kvc_status status = agree_moved(p, "remove", kvc_remove(p->cache, id, begin, end, shift), right);
-    if (status == KVC_OK)
+    if (status == KVC_OK) {
         oracle_remove(p, id, begin, end, shift);
+        check_copied(p, &before, first_new);
+    }
     return status;
 }
 
-static inline kvc_status pair_truncate(pair *p, int64_t id, int32_t length)
-{
+static inline kvc_status pair_truncate(pair *p, int64_t id, int32_t length) {
     kvc_status right = in_batch(p, id) ? KVC_ERR_BUSY : may_cut(p, id, length);
     kvc_status status = agree(p, "truncate", kvc_truncate(p->cache, id, length), right);
-    if (status == KVC_OK)
-        oracle_remove(p, id, length, KVC_END, 0);
+    if (status == KVC_OK) oracle_remove(p, id, length, KVC_END, 0);
     return status;
 }
 
 /* The largest position of [begin, end); -1: there is none. */
-static inline int32_t last_in(const pair *p, const sequence *s, int32_t begin, int32_t end)
-{
+static inline int32_t last_in(const pair *p, const sequence *s, int32_t begin, int32_t end) {
     int32_t last = -1;
     for (int l = 0; s && l < p->config.num_layers; l++)
         for (int i = 0; keeps_tokens(p, l) && i < s->layers[l].num; i++) {
@@ -1724,11 +1492,12 @@ static inline int32_t last_in(const pair *p, const sequence *s, int32_t begin, i
     return last;
 }
 
-static inline kvc_status pair_shift(pair *p, int64_t id, int32_t begin, int32_t end, int32_t delta)
-{
+static inline kvc_status pair_shift(pair *p, int64_t id, int32_t begin, int32_t end, int32_t delta) {
+    const kvc_stats before = stats_of(p);
+    const int32_t first_new = p->next_tag;
     int32_t last = last_in(p, find_sequence(p, id), begin, end);
-    kvc_status right = rope_is_unknown(p)                                      ? KVC_ERR_UNSUPPORTED
-                       : in_batch(p, id)                                       ? KVC_ERR_BUSY
+    kvc_status right = rope_is_unknown(p)                                   ? KVC_ERR_UNSUPPORTED
+                       : in_batch(p, id)                                    ? KVC_ERR_BUSY
                        : last >= 0 && (int64_t)last + delta > INT32_MAX - 1 ? KVC_ERR_INVALID
                                                                             : KVC_OK;
     if (right == KVC_OK) {
@@ -1738,13 +1507,16 @@ static inline kvc_status pair_shift(pair *p, int64_t id, int32_t begin, int32_t 
     }
     p->moving = id;
     kvc_status status = agree_moved(p, "shift", kvc_shift(p->cache, id, begin, end, delta), right);
-    if (status == KVC_OK)
+    if (status == KVC_OK) {
         oracle_move(p, id, begin, end, delta, 0, 1);
+        check_copied(p, &before, first_new);
+    }
     return status;
 }
 
-static inline kvc_status pair_divide(pair *p, int64_t id, int32_t begin, int32_t end, int32_t divisor)
-{
+static inline kvc_status pair_divide(pair *p, int64_t id, int32_t begin, int32_t end, int32_t divisor) {
+    const kvc_stats before = stats_of(p);
+    const int32_t first_new = p->next_tag;
     kvc_status right = rope_is_unknown(p) ? KVC_ERR_UNSUPPORTED : in_batch(p, id) ? KVC_ERR_BUSY : KVC_OK;
     if (right == KVC_OK) {
         pair *after = copy_of(p);
@@ -1753,20 +1525,20 @@ static inline kvc_status pair_divide(pair *p, int64_t id, int32_t begin, int32_t
     }
     p->moving = id;
     kvc_status status = agree_moved(p, "divide", kvc_divide(p->cache, id, begin, end, divisor), right);
-    if (status == KVC_OK)
+    if (status == KVC_OK) {
         oracle_move(p, id, begin, end, 0, divisor, 1);
+        check_copied(p, &before, first_new);
+    }
     return status;
 }
 
 /* Forgets retained sequences that the cache has evicted, or the rows of their windows; checks the order of those that
  * are left.  Call after each operation. */
-static inline void pair_see_evicted(pair *p)
-{
+static inline void pair_see_evicted(pair *p) {
     int64_t left[MAX_SEQUENCES], num = kvc_retained(p->cache, left, MAX_SEQUENCES), before = 0;
     for (int s = p->num_sequences - 1; s >= 0; s--) {
         const sequence *at = &p->sequences[s];
-        if (!at->used || count_id(at->id, (int)num, left))
-            continue;
+        if (!at->used || count_id(at->id, (int)num, left)) continue;
         CHECKF(!at->num_pins, "sequence %lld was evicted", (long long)at->id);
         forget_sequence(p, at->id);
     }
@@ -1776,19 +1548,18 @@ static inline void pair_see_evicted(pair *p)
         before = at ? at->used : before;
         for (int l = 0; at && l < p->config.num_layers; l++) {
             row_list *list = &at->layers[l];
-            if (!keeps_tokens(p, l) || !list->num || kvc_seq_len(p->cache, left[i], l) > 0)
-                continue;
+            if (!keeps_tokens(p, l) || !list->num || kvc_seq_len(p->cache, left[i], l) > 0) continue;
             CHECK(!at->num_pins && p->layers[l].policy.kind != KVC_FULL);
             list->lost = (range){0, 0};
-            for (int r = 0; r < list->num; r++)
-                widen(&list->lost, list->rows[r].position);
+            for (int r = 0; r < list->num; r++) widen(&list->lost, list->rows[r].position);
             list->num = 0;
         }
     }
 }
 
-static inline kvc_status pair_settle(pair *p)
-{
+static inline kvc_status pair_settle(pair *p) {
+    const kvc_stats before = stats_of(p);
+    const int32_t first_new = p->next_tag;
     kvc_status right = p->batch ? KVC_ERR_BUSY : p->num_holds ? KVC_ERR_HELD : KVC_OK;
     if (right == KVC_OK) {
         pair *after = copy_of(p);
@@ -1796,26 +1567,23 @@ static inline kvc_status pair_settle(pair *p)
         right = fits_capacity(p, after);
     }
     kvc_status status = agree_moved(p, "settle", kvc_settle(p->cache), right);
-    if (status != KVC_OK)
-        return status;
+    if (status != KVC_OK) return status;
     pair_see_evicted(p); /* what was evicted shares no row that has to be copied */
     oracle_settle(p);
+    check_copied(p, &before, first_new);
     return status;
 }
 
 /* The number of positions of [begin, end) at which a sequence holds a row of a layer. */
-static inline int32_t count_positions(const pair *p, int64_t id, int l, int32_t begin, int32_t end)
-{
+static inline int32_t count_positions(const pair *p, int64_t id, int l, int32_t begin, int32_t end) {
     const sequence *s = find_sequence(p, id);
     int32_t num = 0;
-    for (int32_t at = begin; s && at < end; at++)
-        num += find_row(&s->layers[l], at) != NULL;
+    for (int32_t at = begin; s && at < end; at++) num += find_row(&s->layers[l], at) != NULL;
     return num;
 }
 
 /* Replaces a layer's rows at positions [begin, end); skip_missing: only at those that hold one. */
-static inline kvc_status pair_inject_rows(pair *p, int64_t id, int l, int32_t begin, int32_t end, int skip_missing)
-{
+static inline kvc_status pair_inject_rows(pair *p, int64_t id, int l, int32_t begin, int32_t end, int skip_missing) {
     static source k, v;
     int64_t num = -1;
     fill_source(&k, p, l, 0, p->next_tag, end - begin, 0);
@@ -1833,9 +1601,9 @@ static inline kvc_status pair_inject_rows(pair *p, int64_t id, int l, int32_t be
                             .num_replaced = random_int(0, 4) ? &num : NULL};
     int32_t stored = count_positions(p, id, l, begin, end);
     int own = !p->layers[l].share && p->layers[l].policy.kind != KVC_NONE;
-    kvc_status right = !own              ? KVC_ERR_INVALID
-                       : is_cross(p, l)  ? KVC_ERR_UNSUPPORTED
-                       : in_batch(p, id) ? KVC_ERR_BUSY
+    kvc_status right = !own                                    ? KVC_ERR_INVALID
+                       : is_cross(p, l)                        ? KVC_ERR_UNSUPPORTED
+                       : in_batch(p, id)                       ? KVC_ERR_BUSY
                        : !skip_missing && stored < end - begin ? KVC_ERR_INDEX
                                                                : KVC_OK;
     if (right == KVC_OK) {
@@ -1846,20 +1614,17 @@ static inline kvc_status pair_inject_rows(pair *p, int64_t id, int l, int32_t be
     kvc_status status = agree_moved(p, "inject", kvc_inject(p->cache, id, l, begin, end, &in), right);
     int32_t tag = p->next_tag;
     p->next_tag += end - begin;
-    if (status == KVC_OK)
-        oracle_inject(p, id, l, begin, end, tag);
+    if (status == KVC_OK) oracle_inject(p, id, l, begin, end, tag);
     CHECKF(!in.num_replaced || num == (status == KVC_OK ? stored : -1), "%d rows replaced, not %d", (int)num, stored);
     return status;
 }
 
-static inline kvc_status pair_inject(pair *p, int64_t id, int l, int32_t begin, int32_t end)
-{
+static inline kvc_status pair_inject(pair *p, int64_t id, int l, int32_t begin, int32_t end) {
     return pair_inject_rows(p, id, l, begin, end, 1);
 }
 
 /* Whether n more tokens of a sequence fit, whatever has expired; *after is the oracle after expiry. */
-static inline kvc_status oracle_go_on(const pair *p, int64_t id, int n, pair *after)
-{
+static inline kvc_status oracle_go_on(const pair *p, int64_t id, int n, pair *after) {
     static int32_t positions[MAX_BATCH];
     static int64_t ids[MAX_BATCH];
     for (int t = 0; t < n; t++) {
@@ -1869,43 +1634,34 @@ static inline kvc_status oracle_go_on(const pair *p, int64_t id, int n, pair *af
     return oracle_fit(p, n, positions, ids, NULL, after);
 }
 
-static inline kvc_status pair_reserve(pair *p, int64_t id, int num_tokens)
-{
+static inline kvc_status pair_reserve(pair *p, int64_t id, int num_tokens) {
     static pair after;
     kvc_status right = p->batch ? KVC_ERR_BUSY : oracle_go_on(p, id, num_tokens, &after);
     kvc_status status = agree_moved(p, "reserve", kvc_reserve(p->cache, id, num_tokens), right);
-    if (status == KVC_OK)
-        oracle_copy(p, &after);
+    if (status == KVC_OK) *p = after;
     return status;
 }
 
 /* Checks kvc_room: a batch of that many tokens fits, one of a token more does not. */
-static inline kvc_status pair_room(pair *p, int64_t id)
-{
+static inline kvc_status pair_room(pair *p, int64_t id) {
     static pair after;
     int64_t num = -1;
     kvc_status status = agree(p, "room", kvc_room(p->cache, id, &num), p->batch ? KVC_ERR_BUSY : KVC_OK);
-    if (status != KVC_OK || p->config.max_bytes || num_evictable(p))
-        return status;
-    if (num > 0 && num <= MAX_BATCH)
-        CHECK(oracle_go_on(p, id, (int)num, &after) == KVC_OK);
-    if (num < MAX_BATCH)
-        CHECK(oracle_go_on(p, id, (int)num + 1, &after) == KVC_ERR_FULL);
+    if (status != KVC_OK || p->config.max_bytes || num_evictable(p)) return status;
+    if (num > 0 && num <= MAX_BATCH) CHECK(oracle_go_on(p, id, (int)num, &after) == KVC_OK);
+    if (num < MAX_BATCH) CHECK(oracle_go_on(p, id, (int)num + 1, &after) == KVC_ERR_FULL);
     return status;
 }
 
 /* Copies the cache, compares the copy with the oracle and frees it. */
-static inline kvc_status pair_clone(pair *p)
-{
+static inline kvc_status pair_clone(pair *p) {
     static pair copy;
     kvc_cache *clone = NULL;
     kvc_status status = agree(p, "clone", kvc_cache_clone(p->cache, &clone), p->batch ? KVC_ERR_BUSY : KVC_OK);
     CHECK(!clone == (status != KVC_OK));
-    if (status != KVC_OK)
-        return status;
-    if (p->memory)
-        p->memory->fail_after = -1; /* checking the copy must not fail */
-    oracle_copy(&copy, p);
+    if (status != KVC_OK) return status;
+    if (p->memory) p->memory->fail_after = -1; /* checking the copy must not fail */
+    copy = *p;
     copy.cache = clone;
     copy.memory = NULL;
     copy.num_holds = 0;
@@ -1915,38 +1671,30 @@ static inline kvc_status pair_clone(pair *p)
     return KVC_OK;
 }
 
-static inline kvc_status pair_clear_sequence(pair *p, int64_t id)
-{
+static inline kvc_status pair_clear_sequence(pair *p, int64_t id) {
     kvc_status right = in_batch(p, id) ? KVC_ERR_BUSY : KVC_OK;
     kvc_status status = agree(p, "clear_sequence", kvc_clear_sequence(p->cache, id), right);
-    if (status == KVC_OK)
-        forget_sequence(p, id);
+    if (status == KVC_OK) forget_sequence(p, id);
     return status;
 }
 
-static inline kvc_status pair_keep(pair *p, int64_t id)
-{
+static inline kvc_status pair_keep(pair *p, int64_t id) {
     kvc_status right = KVC_OK;
     for (int t = 0; p->batch && t < p->num_tokens; t++)
-        if (p->ids[t] != id)
-            right = KVC_ERR_BUSY;
+        if (p->ids[t] != id) right = KVC_ERR_BUSY;
     kvc_status status = agree(p, "keep", kvc_keep(p->cache, id), right);
     for (int s = p->num_sequences - 1; status == KVC_OK && s >= 0; s--)
-        if (p->sequences[s].id != id)
-            forget_sequence(p, p->sequences[s].id);
+        if (p->sequences[s].id != id) forget_sequence(p, p->sequences[s].id);
     return status;
 }
 
-static inline kvc_status pair_clear(pair *p)
-{
+static inline kvc_status pair_clear(pair *p) {
     kvc_status status = agree(p, "clear", kvc_clear(p->cache), p->batch ? KVC_ERR_BUSY : KVC_OK);
-    if (status == KVC_OK)
-        p->num_sequences = 0;
+    if (status == KVC_OK) p->num_sequences = 0;
     return status;
 }
 
-static inline kvc_status pair_compact(pair *p)
-{
+static inline kvc_status pair_compact(pair *p) {
     kvc_status right = p->batch ? KVC_ERR_BUSY : p->num_holds ? KVC_ERR_HELD : KVC_OK;
     return agree(p, "compact", kvc_compact(p->cache), right);
 }

@@ -7,16 +7,14 @@
 static const kvc_layer plain_layer = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 2};
 
 /* Returns plain_layer with this policy. */
-static inline kvc_layer layer_with(kvc_policy policy)
-{
+static inline kvc_layer layer_with(kvc_policy policy) {
     kvc_layer layer = plain_layer;
     layer.policy = policy;
     return layer;
 }
 
 /* Makes a pair of one layer with this policy. */
-static inline pair *pair_with(kvc_policy policy, int block_size)
-{
+static inline pair *pair_with(kvc_policy policy, int block_size) {
     static pair p;
     kvc_layer layer = layer_with(policy);
     p = (pair){.config = {.block_size = block_size, .num_threads = 1}};
@@ -25,8 +23,7 @@ static inline pair *pair_with(kvc_policy policy, int block_size)
 }
 
 /* Makes a pair of four layers in three groups: no two of the same shape, with elements of every float type. */
-static inline pair *mixed_pair(int block_size)
-{
+static inline pair *mixed_pair(int block_size) {
     static pair p;
     const kvc_layer layers[] = {
         {.num_kv_heads = 2, .k_dim = 3, .v_dim = 5, .k_type = KVC_F32, .v_type = KVC_F16},
@@ -40,8 +37,7 @@ static inline pair *mixed_pair(int block_size)
 }
 
 /* Makes a pair of a full and a sliding layer with these limits; 0: none. */
-static inline pair *limited_pair(int64_t max_seq_len, int64_t max_sequences, int64_t capacity, int64_t max_bytes)
-{
+static inline pair *limited_pair(int64_t max_seq_len, int64_t max_sequences, int64_t capacity, int64_t max_bytes) {
     static pair p;
     const kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(4, 0, 0))};
     p = (pair){.config = {.block_size = 4,
@@ -55,8 +51,7 @@ static inline pair *limited_pair(int64_t max_seq_len, int64_t max_sequences, int
 }
 
 /* Counts the spans of a sequence's rows in a layer. */
-static inline int64_t num_spans(const pair *p, int64_t id, int layer)
-{
+static inline int64_t num_spans(const pair *p, int64_t id, int layer) {
     int64_t num = -1;
     CHECK(kvc_spans(p->cache, id, layer, NULL, sizeof(kvc_span), 0, &num, NULL) == KVC_OK);
     return num;

@@ -16,32 +16,26 @@ typedef struct view {
     row rows[MAX_ROWS];
 } view;
 
-static inline kvc_status view_new(view *v, pair *p, int64_t id, int layer)
-{
+static inline kvc_status view_new(view *v, pair *p, int64_t id, int layer) {
     const sequence *s = find_sequence(p, id);
     kvc_status status = kvc_spans(p->cache, id, layer, v->spans, sizeof *v->spans, MAX_ROWS, &v->num_spans, &v->hold);
     agree(p, "spans", status, KVC_OK);
     CHECK(status != KVC_OK || !v->hold == !v->num_spans);
     v->layer = layer;
-    if (!v->hold)
-        return status;
+    if (!v->hold) return status;
     p->num_holds++;
     const row_list *list = &s->layers[source_of(p, layer)];
     memcpy(v->rows, list->rows, (size_t)list->num * sizeof *v->rows);
     return status;
 }
 
-static inline void view_check(const view *v, const pair *p)
-{
+static inline void view_check(const view *v, const pair *p) {
     const row *rows = v->rows;
-    for (int64_t i = 0; i < v->num_spans; rows += v->spans[i++].num_rows)
-        check_span(p, v->layer, &v->spans[i], rows);
+    for (int64_t i = 0; i < v->num_spans; rows += v->spans[i++].num_rows) check_span(p, v->layer, &v->spans[i], rows);
 }
 
-static inline void view_free(view *v, pair *p)
-{
-    if (!v->hold)
-        return;
+static inline void view_free(view *v, pair *p) {
+    if (!v->hold) return;
     view_check(v, p);
     kvc_hold_free(v->hold);
     v->hold = NULL;
@@ -54,19 +48,14 @@ enum { NUM_IDS = 6 };
 
 static const int64_t some_ids[NUM_IDS] = {0, 1, -7, INT64_MAX, INT64_MIN, 1 << 20};
 
-static inline int64_t random_id(void)
-{
-    return some_ids[random_int(0, NUM_IDS)];
-}
+static inline int64_t random_id(void) { return some_ids[random_int(0, NUM_IDS)]; }
 
-static inline int32_t random_position(const pair *p, int64_t id)
-{
+static inline int32_t random_position(const pair *p, int64_t id) {
     return random_int(0, next_of(p, find_sequence(p, id)) + 3);
 }
 
 /* Moves positions [begin, end) of a sequence or replaces their rows; or applies deltas, reserves, or asks for room. */
-static inline void random_move(pair *p, int64_t id, int32_t begin, int32_t end)
-{
+static inline void random_move(pair *p, int64_t id, int32_t begin, int32_t end) {
     int choice = random_int(0, 12);
     p->calls_left = random_int(0, 4) ? -1 : random_int(0, 3);
     if (choice < 5)
@@ -85,8 +74,7 @@ static inline void random_move(pair *p, int64_t id, int32_t begin, int32_t end)
 }
 
 /* Shares some rows: from anywhere on, or those behind what dst holds. */
-static inline void random_share(pair *p, int64_t src, int64_t dst)
-{
+static inline void random_share(pair *p, int64_t src, int64_t dst) {
     int32_t next = next_of(p, find_sequence(p, dst));
     int32_t begin = random_int(0, 3) ? random_int(0, 2) ? next : random_position(p, src) : 0;
     int32_t end = random_int(0, 2) && begin < INT32_MAX - 40 ? begin + random_int(0, 40) : KVC_END;
@@ -95,16 +83,14 @@ static inline void random_share(pair *p, int64_t src, int64_t dst)
 }
 
 /* Retains, attaches, pins, uses or drops retained sequences. */
-static inline void random_retained(pair *p, int64_t id)
-{
+static inline void random_retained(pair *p, int64_t id) {
     const int64_t retained = FIRST_RETAINED + random_int(0, NUM_RETAINED);
     int64_t ids[NUM_RETAINED];
     const int choice = random_int(0, 12);
     for (int i = 0; i < NUM_RETAINED; i++) { /* by position, if that is possible; some do not exist */
         int to = i;
         const int32_t first = extreme_of(p, find_sequence(p, FIRST_RETAINED + i), -1);
-        for (; to > 0 && extreme_of(p, find_sequence(p, ids[to - 1]), -1) > first; to--)
-            ids[to] = ids[to - 1];
+        for (; to > 0 && extreme_of(p, find_sequence(p, ids[to - 1]), -1) > first; to--) ids[to] = ids[to - 1];
         ids[to] = FIRST_RETAINED + i;
     }
     if (choice < 5) {
@@ -123,8 +109,7 @@ static inline void random_retained(pair *p, int64_t id)
 }
 
 /* Edits a random sequence; if it is in the open batch, the edit must be refused. */
-static inline void random_edit(pair *p)
-{
+static inline void random_edit(pair *p) {
     int64_t id = random_id(), other = random_id();
     int32_t begin = random_position(p, id), end = begin + random_int(0, 20);
     int choice = random_int(0, 245);
@@ -158,51 +143,40 @@ static inline void random_edit(pair *p)
 }
 
 /* Tokens of up to three sequences: mostly those that follow, now and then with gaps, repeated, or from further back. */
-static inline int random_tokens(const pair *p, int32_t *positions, int64_t *ids)
-{
+static inline int random_tokens(const pair *p, int32_t *positions, int64_t *ids) {
     int64_t members[3] = {random_id(), random_id(), random_id()};
     int32_t next[3];
     int n = random_int(0, 4) ? random_int(1, 8) : random_int(1, 40), irregular = !random_int(0, 5);
-    for (int m = 0; m < 3; m++)
-        next[m] = next_of(p, find_sequence(p, members[m]));
+    for (int m = 0; m < 3; m++) next[m] = next_of(p, find_sequence(p, members[m]));
     for (int t = 0; t < n; t++) {
         int m = t * 3 / n; /* one after the other, or mixed */
-        if (irregular)
-            m = random_int(0, 3);
+        if (irregular) m = random_int(0, 3);
         ids[t] = members[m];
         positions[t] = next[m];
-        for (int i = 0; i < 3; i++)
-            next[i] += members[i] == members[m];
-        if (irregular && !random_int(0, 3))
-            positions[t] = not_negative(positions[t] + random_int(-6, 7));
+        for (int i = 0; i < 3; i++) next[i] += members[i] == members[m];
+        if (irregular && !random_int(0, 3)) positions[t] = not_negative(positions[t] + random_int(-6, 7));
     }
     return n;
 }
 
 /* Now and then puts cross-attention rows for sequences of the open batch. */
-static inline void random_cross_puts(pair *p)
-{
+static inline void random_cross_puts(pair *p) {
     for (int l = 0; l < p->config.num_layers; l++)
         for (int i = random_int(-2, 3); i > 0 && is_cross(p, l) && (!p->replaced || p->replaced[l]); i--)
-            pair_put_cross(p, l, p->ids[random_int(0, p->num_tokens)],
-                           random_int(1, p->layers[l].policy.max_len + 2));
+            pair_put_cross(p, l, p->ids[random_int(0, p->num_tokens)], random_int(1, p->layers[l].policy.max_len + 2));
 }
 
 /* Commits some of the open batch's tokens; only these need rows in all layers. */
-static inline void random_commit_kept(pair *p)
-{
+static inline void random_commit_kept(pair *p) {
     int32_t kept[MAX_BATCH];
     int num = 0;
     for (int t = 0; t < p->num_tokens; t++) {
         int stays = random_int(0, 3) > 0;
-        if (stays)
-            kept[num++] = t;
+        if (stays) kept[num++] = t;
         for (int l = 0; l < p->config.num_layers; l++)
-            if (takes_tokens(p, l, p->replaced) && (stays || random_int(0, 2)))
-                pair_put(p, l, t, 1);
+            if (takes_tokens(p, l, p->replaced) && (stays || random_int(0, 2))) pair_put(p, l, t, 1);
     }
-    if (p->look && !p->replaced)
-        p->look(p);
+    if (p->look && !p->replaced) p->look(p);
     for (int i = 0; i < num; i++) { /* in any order */
         int j = random_int(0, num);
         int32_t t = kept[i];
@@ -212,9 +186,9 @@ static inline void random_commit_kept(pair *p)
     pair_commit_kept(p, kept, num);
 }
 
-/* Tokens that restore one or two sequences: a window of positions, or any, of each, in any order, some more than once. */
-static inline int random_restored(const pair *p, int32_t *positions, int64_t *ids)
-{
+/* Tokens that restore one or two sequences: a window of positions, or any, of each, in any order, some more than once.
+ */
+static inline int random_restored(const pair *p, int32_t *positions, int64_t *ids) {
     int n = 0;
     for (int m = random_int(0, 3) ? 1 : 2; m > 0; m--) {
         int64_t id = random_id();
@@ -224,8 +198,7 @@ static inline int random_restored(const pair *p, int32_t *positions, int64_t *id
         if (end > 1000 || count_id(id, n, ids)) /* a sequence that stands far from 0 */
             continue;
         for (int32_t at = begin > 0 ? begin : 0; at < (end ? end : 5) && n < 80; at++) {
-            if (holes && !random_int(0, 3))
-                continue;
+            if (holes && !random_int(0, 3)) continue;
             int to = random_int(0, 4) ? n : random_int(0, n + 1);
             positions[n] = positions[to];
             ids[n++] = ids[to];
@@ -238,8 +211,7 @@ static inline int random_restored(const pair *p, int32_t *positions, int64_t *id
 }
 
 /* Begins a batch that restores one or more groups of layers; returns KVC_ERR_INVALID if there is nothing to restore. */
-static inline kvc_status random_begin_restoring(pair *p)
-{
+static inline kvc_status random_begin_restoring(pair *p) {
     static uint8_t replaced[MAX_LAYERS];
     int32_t positions[MAX_BATCH];
     int64_t ids[MAX_BATCH];
@@ -247,15 +219,13 @@ static inline kvc_status random_begin_restoring(pair *p)
     for (int l = 0; l < p->config.num_layers; l++) {
         replaced[l] = random_int(0, 2) || !n;
         for (int i = 0; i < l; i++)
-            if (same_group(p, i, l))
-                replaced[l] = replaced[i];
+            if (same_group(p, i, l)) replaced[l] = replaced[i];
         any |= replaced[l] && (keeps_tokens(p, l) || is_cross(p, l));
     }
     return n && any ? pair_begin_with(p, n, positions, ids, replaced) : KVC_ERR_INVALID;
 }
 
-static inline void random_pass(pair *p)
-{
+static inline void random_pass(pair *p) {
     int32_t positions[MAX_BATCH];
     int64_t ids[MAX_BATCH];
     int n = random_tokens(p, positions, ids);
@@ -264,8 +234,7 @@ static inline void random_pass(pair *p)
     CHECKF(status != KVC_OK || !p->config.max_bytes || bytes <= p->config.max_bytes, "%lld bytes, max_bytes is %lld",
            (long long)bytes, (long long)p->config.max_bytes);
     pair_see_evicted(p);
-    if (status != KVC_OK)
-        return;
+    if (status != KVC_OK) return;
     for (int i = random_int(-2, 3); i > 0; i--) {
         random_edit(p);
         pair_check(p);
@@ -279,21 +248,18 @@ static inline void random_pass(pair *p)
         random_commit_kept(p);
     } else {
         pair_put_all(p);
-        if (p->look && !p->replaced)
-            p->look(p);
+        if (p->look && !p->replaced) p->look(p);
         pair_commit(p);
     }
 }
 
-static inline void keep_small(pair *p)
-{
+static inline void keep_small(pair *p) {
     for (int i = 0; i < NUM_IDS; i++)
         if (rows_of(p, find_sequence(p, some_ids[i])) > 150 || next_of(p, find_sequence(p, some_ids[i])) > 1000)
             pair_clear_sequence(p, some_ids[i]);
 }
 
-static inline kvc_policy random_policy(void)
-{
+static inline kvc_policy random_policy(void) {
     int32_t window = random_int(1, 9), resume = random_int(0, 2) ? 0 : window + random_int(0, 6);
     switch (random_int(0, 10)) {
     case 0: return (kvc_policy){.kind = KVC_NONE};
@@ -308,16 +274,12 @@ static inline kvc_policy random_policy(void)
 }
 
 /* Returns a random rope that the layer's dims allow. */
-static inline kvc_rope random_rope(const kvc_layer *layer, const double *angles)
-{
+static inline kvc_rope random_rope(const kvc_layer *layer, const double *angles) {
     int first = layer->value_in_key ? layer->v_dim : 0, choice = random_int(0, 20);
     kvc_rope rope = {.kind = choice == 0 ? KVC_ROPE_UNKNOWN : choice < 5 ? KVC_ROPE_NONE : KVC_ROPE_FREQUENCIES};
-    if (choice > 14)
-        return (kvc_rope){.kind = KVC_ROPE_FUNCTION, .shift = move_keys};
-    if (rope.kind != KVC_ROPE_FREQUENCIES)
-        return rope;
-    if (layer->k_dim - first < 2)
-        return (kvc_rope){.kind = KVC_ROPE_NONE};
+    if (choice > 14) return (kvc_rope){.kind = KVC_ROPE_FUNCTION, .shift = move_keys};
+    if (rope.kind != KVC_ROPE_FREQUENCIES) return rope;
+    if (layer->k_dim - first < 2) return (kvc_rope){.kind = KVC_ROPE_NONE};
     rope.first_dim = random_int(first, layer->k_dim - 1);
     rope.num_freqs = random_int(1, (layer->k_dim - rope.first_dim) / 2 + 1);
     rope.interleaved = random_int(0, 2);
@@ -325,8 +287,7 @@ static inline kvc_rope random_rope(const kvc_layer *layer, const double *angles)
     return rope;
 }
 
-static inline kvc_layer random_layer(const double *angles)
-{
+static inline kvc_layer random_layer(const double *angles) {
     kvc_layer layer = {.num_kv_heads = random_int(1, 3),
                        .k_dim = random_int(1, 8),
                        .v_dim = random_int(1, 5),
@@ -339,15 +300,13 @@ static inline kvc_layer random_layer(const double *angles)
 }
 
 /* Fills in random layers: the first stores tokens; others may have its policy, copy a layer, or share rows. */
-static inline int random_layers(kvc_layer *layers, const double *angles)
-{
+static inline int random_layers(kvc_layer *layers, const double *angles) {
     int num_layers = random_int(1, MAX_LAYERS), lazy = random_int(0, 3);
     for (int l = 0; l < num_layers; l++) {
         do {
             layers[l] = random_layer(angles);
         } while (l == 0 && (layers[l].policy.kind == KVC_CROSS || layers[l].policy.kind == KVC_NONE));
-        if (l && random_int(0, 2))
-            layers[l].policy = layers[l - 1].policy;
+        if (l && random_int(0, 2)) layers[l].policy = layers[l - 1].policy;
         if (l && !random_int(0, 4)) { /* but for the rope */
             layers[l] = layers[l - 1];
             layers[l].share = 0;
@@ -365,41 +324,32 @@ static inline int random_layers(kvc_layer *layers, const double *angles)
 }
 
 /* Makes a cache of random layers and limits; set the block size and p->roundings before. */
-static inline void random_pair(pair *p)
-{
+static inline void random_pair(pair *p) {
     kvc_layer layers[MAX_LAYERS];
     int num_layers = random_layers(layers, p->roundings ? any_angles : right_angles);
-    if (!random_int(0, 3))
-        p->config.max_seq_len = random_int(30, 80);
-    if (!random_int(0, 3))
-        p->config.max_sequences = random_int(2, 6);
-    if (!random_int(0, 3))
-        p->config.capacity = random_int(40, 150);
-    if (!random_int(0, 3))
-        p->config.max_bytes = random_int(20, 80) << 10;
+    if (!random_int(0, 3)) p->config.max_seq_len = random_int(30, 80);
+    if (!random_int(0, 3)) p->config.max_sequences = random_int(2, 6);
+    if (!random_int(0, 3)) p->config.capacity = random_int(40, 150);
+    if (!random_int(0, 3)) p->config.max_bytes = random_int(20, 80) << 10;
     p->config.num_threads = random_int(0, 4) ? 1 : 3;
     pair_new(p, num_layers, layers);
 }
 
 /* Runs an edit or a pass, and now and then frees the view and takes another. */
-static inline void random_step(pair *p, view *v)
-{
+static inline void random_step(pair *p, view *v) {
     if (random_int(0, 2))
         random_pass(p);
     else
         random_edit(p);
     keep_small(p);
-    if (random_int(0, 8))
-        return;
+    if (random_int(0, 8)) return;
     view_free(v, p);
-    if (random_int(0, 2))
-        view_new(v, p, random_id(), random_int(0, p->config.num_layers));
+    if (random_int(0, 2)) view_new(v, p, random_id(), random_int(0, p->config.num_layers));
 }
 
 /* Takes random steps on a new cache.  roundings: how often a key may be rounded, as settling, dividing and replacing
  * rotate it by any angle; 0: angles are right ones, which round nothing. */
-static inline void random_test(int block_size, int roundings, int num_steps)
-{
+static inline void random_test(int block_size, int roundings, int num_steps) {
     static pair p;
     static view v;
     p = (pair){.config.block_size = block_size, .roundings = roundings};

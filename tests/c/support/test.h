@@ -13,26 +13,25 @@ static int test_failures;
 
 /* Counts a condition that does not hold, and prints the first ones: CHECK(n == 3), CHECKF(n == 3, "n is %d", n). */
 #define CHECK(condition) CHECKF(condition, "failed")
-#define CHECKF(condition, ...)                                                                                         \
-    do {                                                                                                               \
-        if (!(condition) && test_failures++ < 20) {                                                                    \
-            printf("%s:%d: %s: ", __FILE__, __LINE__, #condition);                                                     \
-            printf(__VA_ARGS__);                                                                                       \
-            putchar('\n');                                                                                             \
-        }                                                                                                              \
+#define CHECKF(condition, ...)                                     \
+    do {                                                           \
+        if (!(condition) && test_failures++ < 20) {                \
+            printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
+            printf(__VA_ARGS__);                                   \
+            putchar('\n');                                         \
+        }                                                          \
     } while (0)
 
 /* Checks that a call fails with this status, and a sentence with these parts: the argument and its value. */
-#define CHECK_FAILS(call, status, name, value)                                                                         \
-    do {                                                                                                               \
-        kvc_status got_ = call;                                                                                        \
-        const char *text_ = kvc_last_error();                                                                          \
-        CHECKF(got_ == (status) && strstr(text_, name) && strstr(text_, value), "%s: %s", kvc_strerror(got_), text_);  \
+#define CHECK_FAILS(call, status, name, value)                                                                        \
+    do {                                                                                                              \
+        kvc_status got_ = call;                                                                                       \
+        const char *text_ = kvc_last_error();                                                                         \
+        CHECKF(got_ == (status) && strstr(text_, name) && strstr(text_, value), "%s: %s", kvc_strerror(got_), text_); \
     } while (0)
 
 /* Makes a cache of these layers, otherwise as `config` says; its sizes are filled in. */
-static inline kvc_cache *cache_of(const kvc_layer *layers, int32_t num_layers, kvc_config config)
-{
+static inline kvc_cache *cache_of(const kvc_layer *layers, int32_t num_layers, kvc_config config) {
     kvc_cache *cache = NULL;
     config.struct_size = sizeof config;
     config.layers = layers;
@@ -42,10 +41,10 @@ static inline kvc_cache *cache_of(const kvc_layer *layers, int32_t num_layers, k
     return cache;
 }
 
-/* Puts rows of tokens [first, first + n) of a batch, n = 0: all from `first` on; k is [n][heads][k_dim], and v alike. */
+/* Puts rows of tokens [first, first + n) of a batch, n = 0: all from `first` on; k is [n][heads][k_dim], and v alike.
+ */
 static inline void put_floats(kvc_batch *batch, int32_t layer, int32_t first, int32_t n, int64_t heads, int64_t k_dim,
-                              int64_t v_dim, const void *k, const void *v)
-{
+                              int64_t v_dim, const void *k, const void *v) {
     const int64_t size = sizeof(float);
     const kvc_put_args args = {.struct_size = sizeof args,
                                .first = first,
@@ -60,30 +59,25 @@ static inline void put_floats(kvc_batch *batch, int32_t layer, int32_t first, in
 }
 
 /* Returns the smallest or the largest position of a sequence in any layer; -1 if it holds nothing. */
-static inline int32_t first_position(kvc_cache *cache, int64_t seq_id)
-{
+static inline int32_t first_position(kvc_cache *cache, int64_t seq_id) {
     int32_t first = 0, last = 0;
     CHECK(kvc_position_range(cache, seq_id, -1, &first, &last) == KVC_OK);
     return first;
 }
 
-static inline int32_t last_position(kvc_cache *cache, int64_t seq_id)
-{
+static inline int32_t last_position(kvc_cache *cache, int64_t seq_id) {
     int32_t first = 0, last = 0;
     CHECK(kvc_position_range(cache, seq_id, -1, &first, &last) == KVC_OK);
     return last;
 }
 
-static inline int test_result(void)
-{
-    if (test_failures)
-        printf("%d checks failed\n", test_failures);
+static inline int test_result(void) {
+    if (test_failures) printf("%d checks failed\n", test_failures);
     return test_failures != 0;
 }
 
 /* Whether a part is enough of what repeats itself, such as sizes: in `pytest` without --slow. */
-static inline int is_quick(void)
-{
+static inline int is_quick(void) {
     const char *part = getenv("KVCACHE_TEST_PART");
     return part && !strcmp(part, "quick");
 }
@@ -92,8 +86,7 @@ static inline int is_quick(void)
 static inline int is_full(void) { return !getenv("KVCACHE_TEST_PART"); }
 
 /* 64 random bits (splitmix64); every run sees the same. */
-static inline uint64_t random_bits(void)
-{
+static inline uint64_t random_bits(void) {
     static uint64_t state = 1;
     uint64_t z = state += 0x9e3779b97f4a7c15;
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
@@ -102,14 +95,10 @@ static inline uint64_t random_bits(void)
 }
 
 /* A random integer of [begin, end). */
-static inline int random_int(int begin, int end)
-{
-    return begin + (int)(random_bits() % (uint64_t)(end - begin));
-}
+static inline int random_int(int begin, int end) { return begin + (int)(random_bits() % (uint64_t)(end - begin)); }
 
 /* A number of [-1, 1) for element d of a row; what: 0 to 3, as keys, values and queries hold different ones. */
-static inline float element_of(int what, int64_t id, int32_t position, int d)
-{
+static inline float element_of(int what, int64_t id, int32_t position, int d) {
     uint32_t x = (uint32_t)position * 0x9e3779b1u + (uint32_t)(id * 4 + what) * 0x7feb352du + (uint32_t)d * 0x85ebca6bu;
     x = (x ^ x >> 16) * 0x21f0aaadu;
     x = (x ^ x >> 15) * 0x735a2d97u;
@@ -117,9 +106,6 @@ static inline float element_of(int what, int64_t id, int32_t position, int d)
 }
 
 /* A random number of [-1, 1). */
-static inline float random_float(void)
-{
-    return (float)(random_bits() >> 40) * 0x1p-23f - 1;
-}
+static inline float random_float(void) { return (float)(random_bits() >> 40) * 0x1p-23f - 1; }
 
 #endif

@@ -28,8 +28,7 @@ static void check_parts(const uint8_t *data, size_t size, uint64_t right) {
 }
 
 /* Values of the xxhash library. */
-static void test_hash(void)
-{
+static void test_hash(void) {
     static const struct {
         size_t size;
         uint64_t seed_0, seed_1;
@@ -48,11 +47,11 @@ static void test_hash(void)
         {101, UINT64_C(0xbad4d3bf033bda4c), UINT64_C(0x3d09c9e61bb4c3c5)},
     };
     uint8_t data[101];
-    for (int i = 0; i < 101; i++)
-        data[i] = (uint8_t)(i * 7 + 3);
+    for (int i = 0; i < 101; i++) data[i] = (uint8_t)(i * 7 + 3);
     for (size_t i = 0; i < sizeof right / sizeof *right; i++) {
         CHECKF(kvc_hash(data, right[i].size, 0) == right[i].seed_0, "%zu bytes", right[i].size);
-        CHECKF(kvc_hash(data, right[i].size, UINT64_C(0x9e3779b185ebca8d)) == right[i].seed_1, "%zu bytes", right[i].size);
+        CHECKF(kvc_hash(data, right[i].size, UINT64_C(0x9e3779b185ebca8d)) == right[i].seed_1, "%zu bytes",
+               right[i].size);
         check_parts(data, right[i].size, right[i].seed_1);
     }
 }
@@ -79,8 +78,7 @@ static const kvc_layer varied_layers[] = {
 };
 
 /* Makes a cache of few rows, with shared ones, deltas, expired ones, and holes. */
-static pair *varied_pair(void)
-{
+static pair *varied_pair(void) {
     static pair p;
     p = (pair){.config = {.block_size = 4, .num_threads = 1}};
     pair_new(&p, 6, varied_layers);
@@ -98,8 +96,7 @@ static pair *varied_pair(void)
     return &p;
 }
 
-static int64_t live_slots(kvc_cache *cache)
-{
+static int64_t live_slots(kvc_cache *cache) {
     kvc_stats stats;
     kvc_get_stats(cache, &stats, sizeof stats);
     return stats.live_slots;
@@ -108,8 +105,7 @@ static int64_t live_slots(kvc_cache *cache)
 /* ---- damage ------------------------------------------------------------------------------------------------------ */
 
 /* Loads a damaged file: it is refused, unless only the MAC differs; then what is loaded saves to the same bytes. */
-static void check_damaged(const saved *file, const saved *original, const char *what, size_t at)
-{
+static void check_damaged(const saved *file, const saved *original, const char *what, size_t at) {
     saved again = {0}, read = *file;
     kvc_cache *cache = NULL;
     kvc_load_args args = load_args_of(file);
@@ -120,8 +116,7 @@ static void check_damaged(const saved *file, const saved *original, const char *
     const kvc_status status = kvc_load(&args, &cache);
     CHECKF(status == KVC_OK || status == KVC_ERR_FORMAT, "%s %zu: %s", what, at, kvc_last_error());
     CHECKF(!cache == (status != KVC_OK) && (!cache || at >= original->size - KVC_MAC_BYTES), "%s %zu", what, at);
-    if (!cache)
-        return;
+    if (!cache) return;
     CHECK(kvc_validate(cache) == KVC_OK && save_all(cache, &again) == KVC_OK);
     CHECKF(again.size == original->size && !memcmp(again.bytes, original->bytes, original->size - KVC_MAC_BYTES),
            "%s %zu: loaded, but not the same", what, at);
@@ -130,15 +125,13 @@ static void check_damaged(const saved *file, const saved *original, const char *
 }
 
 /* Returns a copy of so many bytes, in memory of just this size, for sanitizers. */
-static saved bytes_of(const saved *file, size_t size)
-{
+static saved bytes_of(const saved *file, size_t size) {
     saved copy = {.bytes = malloc(size ? size : 1), .size = size, .fail_after = -1};
     memcpy(copy.bytes, file->bytes, size);
     return copy;
 }
 
-static void test_damage(void)
-{
+static void test_damage(void) {
     saved file;
     pair *p = varied_pair();
     CHECK(save_all(p->cache, &file) == KVC_OK);
@@ -169,13 +162,11 @@ static void test_damage(void)
 }
 
 /* Computes header and checksum of the tables anew, as somebody would who means harm. */
-static void sign(saved *file)
-{
+static void sign(saved *file) {
     kvc_format format;
     char header[1 << 14];
     uint64_t length = 0;
-    for (int i = 0; i < 8; i++)
-        length |= (uint64_t)(uint8_t)file->bytes[i] << 8 * i;
+    for (int i = 0; i < 8; i++) length |= (uint64_t)(uint8_t)file->bytes[i] << 8 * i;
     CHECK(kvc_format_read_strings(&format, file->bytes + 8, length) == KVC_OK);
     char *tables = file->bytes + 8 + length;
     kvc_format_place(&format, tables);
@@ -186,17 +177,28 @@ static void sign(saved *file)
             !kvc_row_bytes((int32_t)format.layers[i].k_type, (int32_t)format.layers[i].k_dim) ||
             !kvc_row_bytes((int32_t)format.layers[i].v_type, (int32_t)format.layers[i].v_dim))
             return;
-    if (kvc_format_header(&format, header, sizeof header) == length + 8)
-        memcpy(file->bytes, header, length + 8);
-    *format.checksum = kvc_hash(tables, (size_t)((char *)format.checksum - tables),
-                                kvc_hash(file->bytes, (size_t)length + 8, 0));
+    if (kvc_format_header(&format, header, sizeof header) == length + 8) memcpy(file->bytes, header, length + 8);
+    *format.checksum =
+        kvc_hash(tables, (size_t)((char *)format.checksum - tables), kvc_hash(file->bytes, (size_t)length + 8, 0));
 }
 
 /* Tables that say anything, with a checksum that is right. */
-static void test_hostile(void)
-{
-    static const int64_t values[] = {0, 1, 2, 3, 5, 7, -1, -2, 1 << 20, INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN,
-                                     (int64_t)1 << 32, (int64_t)1 << 61};
+static void test_hostile(void) {
+    static const int64_t values[] = {0,
+                                     1,
+                                     2,
+                                     3,
+                                     5,
+                                     7,
+                                     -1,
+                                     -2,
+                                     1 << 20,
+                                     INT32_MAX,
+                                     INT32_MIN,
+                                     INT64_MAX,
+                                     INT64_MIN,
+                                     (int64_t)1 << 32,
+                                     (int64_t)1 << 61};
     saved file;
     pair *p = varied_pair();
     CHECK(save_all(p->cache, &file) == KVC_OK);
@@ -233,8 +235,7 @@ static void test_hostile(void)
     pair_free(p);
 }
 
-static void test_other_files(void)
-{
+static void test_other_files(void) {
     char text[300] = "no saved state at all, but some text that is long enough for a header and then some ........";
     kvc_load_args args = {.struct_size = sizeof args, .data = text, .size = sizeof text};
     CHECK_FAILS(kvc_load(&args, NULL), KVC_ERR_FORMAT, "no saved state", "begin");
@@ -251,8 +252,7 @@ static void test_other_files(void)
 
 /* ---- functions of the caller ------------------------------------------------------------------------------------- */
 
-static void test_failing_functions(void)
-{
+static void test_failing_functions(void) {
     saved file, part;
     kvc_cache *cache = NULL;
     pair *p = varied_pair();
@@ -289,18 +289,15 @@ static void test_failing_functions(void)
 static int64_t token_ids[8], token_sums[8];
 static int num_token_calls;
 
-static int32_t take_tokens(void *user, int64_t seq_id, const int64_t *tokens, int64_t num_tokens)
-{
+static int32_t take_tokens(void *user, int64_t seq_id, const int64_t *tokens, int64_t num_tokens) {
     token_ids[num_token_calls] = seq_id;
     token_sums[num_token_calls] = num_tokens;
-    for (int64_t i = 0; i < num_tokens; i++)
-        token_sums[num_token_calls] += 10 * tokens[i];
+    for (int64_t i = 0; i < num_tokens; i++) token_sums[num_token_calls] += 10 * tokens[i];
     num_token_calls++;
     return user != NULL;
 }
 
-static void test_tokens_and_fingerprint(void)
-{
+static void test_tokens_and_fingerprint(void) {
     const int64_t ids[] = {-3, 4, 99}, tokens[] = {5, -6, 7, INT64_MAX / 100}, num_tokens[] = {3, 0, 1};
     saved file = {.fail_after = -1};
     pair *p = varied_pair();
@@ -334,8 +331,7 @@ static void test_tokens_and_fingerprint(void)
     pair_free(p);
 }
 
-static void test_save_arguments(void)
-{
+static void test_save_arguments(void) {
     pair *p = varied_pair();
     saved file = {.fail_after = -1};
     const int64_t ids[] = {4, 4}, num_tokens[] = {-1, 0};
@@ -358,8 +354,7 @@ static void test_save_arguments(void)
     pair_free(p);
 }
 
-static void test_load_arguments(void)
-{
+static void test_load_arguments(void) {
     pair *p = varied_pair();
     saved file;
     kvc_cache *cache = NULL;
@@ -395,8 +390,7 @@ static void test_load_arguments(void)
 /* ---- other layers ------------------------------------------------------------------------------------------------ */
 
 /* Checks that a file is not replaced into a cache with this instead of layer l. */
-static void check_other(const saved *file, int l, kvc_layer layer, const char *field, const char *values)
-{
+static void check_other(const saved *file, int l, kvc_layer layer, const char *field, const char *values) {
     kvc_layer layers[6];
     kvc_cache *cache = NULL;
     char name[32];
@@ -413,8 +407,7 @@ static void check_other(const saved *file, int l, kvc_layer layer, const char *f
     CHECK_FAILS(kvc_load(&args, &cache), KVC_ERR_FORMAT, name, values);
 }
 
-static void test_other_layers(void)
-{
+static void test_other_layers(void) {
     pair *p = varied_pair();
     saved file;
     kvc_cache *cache = NULL;
@@ -437,18 +430,15 @@ static void test_other_layers(void)
     layer.rope.kind = KVC_ROPE_NONE;
     check_other(&file, 0, layer, "rope.kind", "2 in the file, and 1");
     kvc_load_args args = load_args_of(&file);
-    kvc_config config = {.struct_size = sizeof config,
-                         .layers = varied_layers,
-                         .layer_size = sizeof *varied_layers,
-                         .num_layers = 4};
+    kvc_config config = {
+        .struct_size = sizeof config, .layers = varied_layers, .layer_size = sizeof *varied_layers, .num_layers = 4};
     args.config = &config;
     CHECK_FAILS(kvc_load(&args, &cache), KVC_ERR_FORMAT, "6 layers", "4");
     free(file.bytes);
     pair_free(p);
 }
 
-static void test_function(void)
-{
+static void test_function(void) {
     static pair p;
     const kvc_layer layer = {
         .num_kv_heads = 1, .k_dim = 4, .v_dim = 2, .rope = {.kind = KVC_ROPE_FUNCTION, .shift = move_keys}};
@@ -466,8 +456,7 @@ static void test_function(void)
     pair_free(&p);
 }
 
-static void test_limits(void)
-{
+static void test_limits(void) {
     pair *p = varied_pair();
     saved file;
     kvc_cache *cache = NULL;
@@ -497,8 +486,7 @@ static void test_limits(void)
 }
 
 /* Restoring takes the place of what was there, which a full cache needs. */
-static void test_replaces(void)
-{
+static void test_replaces(void) {
     static pair p;
     const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 2};
     p = (pair){.config = {.block_size = 4, .max_seq_len = 20, .max_sequences = 2, .num_threads = 1}};
@@ -514,8 +502,7 @@ static void test_replaces(void)
 }
 
 /* Retained sequences are not saved unless they are named, not replaced, and evicted for what is loaded. */
-static void test_retained(void)
-{
+static void test_retained(void) {
     const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 2};
     static pair p;
     saved file, retained;
@@ -547,8 +534,7 @@ static void test_retained(void)
 
 enum { LARGE_ROWS = 6000, LARGE_HEADS = 4, LARGE_DIM = 96 };
 
-static void test_large(int with_threads)
-{
+static void test_large(int with_threads) {
     static float rows[LARGE_ROWS][LARGE_HEADS][LARGE_DIM];
     const kvc_layer layer = {.num_kv_heads = LARGE_HEADS, .k_dim = LARGE_DIM, .v_dim = LARGE_DIM, .v_type = KVC_Q8_0};
     const kvc_config config = {.struct_size = sizeof config,
@@ -561,14 +547,12 @@ static void test_large(int with_threads)
     kvc_cache *cache = NULL, *loaded = NULL;
     saved file, again, some, same;
     for (int t = 0; t < LARGE_ROWS; t++)
-        for (int d = 0; d < LARGE_HEADS * LARGE_DIM; d++)
-            rows[t][d / LARGE_DIM][d % LARGE_DIM] = random_float();
+        for (int d = 0; d < LARGE_HEADS * LARGE_DIM; d++) rows[t][d / LARGE_DIM][d % LARGE_DIM] = random_float();
     CHECK(kvc_cache_new(&config, &cache) == KVC_OK);
     for (int64_t id = 1; id <= 3; id++) {
         int64_t ids[LARGE_ROWS / 3];
         kvc_batch *batch = NULL;
-        for (int t = 0; t < LARGE_ROWS / 3; t++)
-            ids[t] = id;
+        for (int t = 0; t < LARGE_ROWS / 3; t++) ids[t] = id;
         const void *at = rows[LARGE_ROWS / 3 * (id - 1)];
         const kvc_put_args put = {.struct_size = sizeof put,
                                   .k = at,
@@ -609,8 +593,7 @@ typedef struct busy_file {
     int64_t target; /* the sequence being replaced */
 } busy_file;
 
-static void edit_meanwhile(busy_file *b)
-{
+static void edit_meanwhile(busy_file *b) {
     int64_t id = random_int(20, 24);
     CHECK_FAILS(kvc_compact(b->p->cache), KVC_ERR_HELD, "held", "");
     CHECK_FAILS(kvc_cache_free(b->p->cache), KVC_ERR_HELD, "held", "");
@@ -621,22 +604,19 @@ static void edit_meanwhile(busy_file *b)
     pair_clear_sequence(b->p, 4);
 }
 
-static int32_t write_busily(void *user, const void *data, size_t size)
-{
+static int32_t write_busily(void *user, const void *data, size_t size) {
     edit_meanwhile(user);
     return saved_write(user, data, size);
 }
 
-static int32_t read_busily(void *user, void *data, size_t size)
-{
+static int32_t read_busily(void *user, void *data, size_t size) {
     busy_file *b = user;
     if (b->file.at > b->file.size / 2) /* rows are being read */
         edit_meanwhile(user);
     return saved_read(user, data, size);
 }
 
-static void test_meanwhile(void)
-{
+static void test_meanwhile(void) {
     busy_file b = {.file = {.fail_after = -1}};
     saved before;
     kvc_cache *cache = NULL;
@@ -669,8 +649,7 @@ static void test_meanwhile(void)
     pair_free(b.p);
 }
 
-static int32_t read_and_fork(void *user, void *data, size_t size)
-{
+static int32_t read_and_fork(void *user, void *data, size_t size) {
     busy_file *b = user;
     if (live_slots(b->p->cache) == 24) /* rows are being read */
         pair_fork(b->p, 0, 1);
@@ -678,8 +657,7 @@ static int32_t read_and_fork(void *user, void *data, size_t size)
 }
 
 /* Rows that are to be replaced stay where another sequence shares them meanwhile, and count for capacity then. */
-static void test_shared_meanwhile(void)
-{
+static void test_shared_meanwhile(void) {
     static pair p;
     const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 2};
     for (int capacity = 20; capacity <= 24; capacity += 4) {
@@ -696,8 +674,7 @@ static void test_shared_meanwhile(void)
         else
             CHECKF(kvc_restore(p.cache, &load) == KVC_OK, "%s", kvc_last_error());
         CHECK(kvc_utilization(p.cache) == (capacity < 24 ? 0.6 : 1) && kvc_validate(p.cache) == KVC_OK);
-        if (capacity < 24)
-            pair_check(&p);
+        if (capacity < 24) pair_check(&p);
         free(b.file.bytes);
         pair_free(&p);
     }
@@ -705,8 +682,7 @@ static void test_shared_meanwhile(void)
 
 /* ---- another order of bytes -------------------------------------------------------------------------------------- */
 
-static void test_big_endian(void)
-{
+static void test_big_endian(void) {
     static pair p;
     const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 2};
     saved file;
@@ -719,8 +695,7 @@ static void test_big_endian(void)
     pair_free(&p);
 }
 
-int main(void)
-{
+int main(void) {
     if (KVC_IS_BIG_ENDIAN) {
         test_big_endian();
         return test_result();
