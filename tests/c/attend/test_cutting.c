@@ -8,7 +8,219 @@
 #include "support/isas.h"
 #include "support/test.h"
 
-enum { MAX_BRANCHES = 40, HEADS = 2, K_DIM = 64, V_DIM = 32, REMOVED = 7, MAX_NEW = 20, PART = KVC_SPLIT_ROWS };
+enum { MAX_BRANCHES = 40, HEADS = 2, K_DIM = 64, V_DIM = 32, REMOVED = 7, PART = KVC_SPLIT_ROWS };
+enum { TANGLED = 12, TANGLE_STEPS = 60, TANGLE_NEW = 40, MOST_PUT = TANGLED * 2 * PART };
+
+/* ---- any forks --------------------------------------------------------------------------------------------------- */
+
+/* Puts counts[i] tokens at the end of each sequence i; no two rows hold the same.  is_tree: each
+ * descends from one of the last before it. */
+static kvc_batch *put_any(kvc_cache *cache, int num_ids, const int32_t *counts, int is_tree) {
+    static int32_t positions[MOST_PUT], parents[MOST_PUT];
+    static int64_t ids[MOST_PUT];
+    static float rows[MOST_PUT][HEADS][K_DIM];
+    kvc_batch *batch = NULL;
+    int n = 0;
+    for (int s = 0; s < num_ids; s++)
+        for (int i = 0; i < counts[s]; i++, n++) {
+            ids[n] = s;
+            positions[n] = kvc_next_position(cache, s) + i;
+            parents[n] = i ? n - random_int(1, i < 5 ? i + 1 : 5) : -1;
+        }
+    for (int i = 0; i < n * HEADS * K_DIM; i++) rows[i / K_DIM / HEADS][i / K_DIM % HEADS][i % K_DIM] = random_float();
+    CHECKF(kvc_begin(cache, n, positions, ids, is_tree ? parents : NULL, &batch) == KVC_OK, "%s", kvc_last_error());
+    put_floats(batch, 0, 0, n, HEADS, K_DIM, V_DIM, rows, rows);
+    return batch;
+}
+
+/* A cut may be refused where a policy expires. */
+static void check_cut(kvc_status status, const kvc_policy *policy) {
+    CHECKF(status == KVC_OK || (status == KVC_ERR_GONE && policy->kind != KVC_FULL), "%s", kvc_last_error());
+}
+
+/* Forks, forks of forks, with rows of their own, holes, and rows that moved. */
+static kvc_cache *tangle(kvc_policy policy, int k_type, int v_type) {
+    static const double inv_freq[K_DIM / 2] = {1, 0.5, 0.3, 0.1, 0.03};
+    const kvc_layer layer = {.num_kv_heads = HEADS,
+                             .k_dim = K_DIM,
+                             .v_dim = V_DIM,
+                             .k_type = k_type,
+                             .v_type = v_type,
+                             .policy = policy,
+                             .rope = {.kind = KVC_ROPE_FREQUENCIES, .num_freqs = K_DIM / 2, .inv_freq = inv_freq}};
+    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.block_size = 48});
+    for (int i = 0; i < TANGLE_STEPS; i++) {
+        const int s = random_int(0, TANGLED), other = (s + random_int(1, TANGLED)) % TANGLED, what = random_int(0, 9);
+        const int32_t last = last_position(cache, s), at = last > 0 ? random_int(0, last + 1) : 0;
+        int32_t counts[TANGLED] = {0};
+        if (last < 0 || what < 2) {
+            counts[s] = random_int(1, what ? PART : 20);
+            if (last < 3 * PART)
+                CHECKF(kvc_commit(put_any(cache, TANGLED, counts, 0)) == KVC_OK, "%s", kvc_last_error());
+        } else if (what < 5)
+            check_cut(kvc_copy_prefix(cache, s, other, random_int(0, 3) ? KVC_END : at), &policy);
+        else if (what == 8) { /* at odd places, behind what it holds */
+            const kvc_status status = kvc_share(cache, s, other, at, at + random_int(1, PART));
+            CHECKF(status == KVC_OK || status == KVC_ERR_INVALID, "%s", kvc_last_error());
+        } else if (what == 5)
+            for (int32_t p = at; p < at + 100; p += 2) /* leaves runs of one row */
+                check_cut(kvc_remove(cache, s, p, p + 1, 0), &policy);
+        else
+            check_cut(kvc_remove(cache, s, at, at + random_int(1, 30), policy.kind == KVC_FULL), &policy);
+        for (int c = 0; c < TANGLED; c++) /* a sequence whose window has expired starts anew */
+            if (!kvc_can_resume(cache, c, kvc_next_position(cache, c))) CHECK(kvc_clear_sequence(cache, c) == KVC_OK);
+    }
+    return cache;
+}
+
+/* Every part of every unit is in one job. */
+static void check_jobs(const kvc_plan *plan) {
+    int64_t parts = 0, job_slices = 0;
+    uint8_t *seen = calloc((size_t)plan->num_slices, 1 << 8);
+    for (int32_t u = 0; u < plan->num_slices; u++) parts += plan->slices[u].num_splits;
+    for (int64_t j = 0; j < plan->num_jobs; j++)
+        for (int32_t m = 0; m < plan->jobs[j].num_slices; m++, job_slices++) {
+            uint8_t *part = &seen[plan->job_slices[plan->jobs[j].first_slice + m] * (1 << 8) + plan->jobs[j].split];
+            CHECK(!*part);
+            *part = 1;
+        }
+    CHECK(parts == job_slices);
+    free(seen);
+}
+
+/* A batch over a tangle, its queries, and what they get. */
+typedef struct answers {
+    float out[TANGLED * TANGLE_NEW][HEADS * 2][V_DIM], lse[TANGLED * TANGLE_NEW][HEADS * 2];
+} answers;
+
+typedef struct stage {
+    kvc_batch *batch;
+    int32_t num, counts[TANGLED]; /* tokens, of all and of each sequence */
+    kvc_plan_args plan;
+    kvc_attend_args args;
+} stage;
+
+static float q[TANGLED * TANGLE_NEW][HEADS * 2][K_DIM];
+static answers right, got;
+
+static stage stage_new(kvc_cache *cache, int is_tree, int has_options) {
+    static const float sinks[HEADS * 2] = {0.5f, -1, 2, 0}, alibi[HEADS * 2] = {0.5f, 0.01f, 0, 0.1f};
+    stage st = {0};
+    for (int s = 0; s < TANGLED; s++)
+        st.num += st.counts[s] = random_int(0, 4) ? random_int(1, 4) : random_int(1, TANGLE_NEW);
+    st.batch = put_any(cache, TANGLED, st.counts, is_tree);
+    for (int i = 0; i < st.num * HEADS * 2 * K_DIM; i++)
+        q[i / K_DIM / HEADS / 2][i / K_DIM % (HEADS * 2)][i % K_DIM] = random_float();
+    st.plan = (kvc_plan_args){.struct_size = sizeof st.plan, .num_heads = HEADS * 2, .num_threads = 1};
+    st.args = (kvc_attend_args){.struct_size = sizeof st.args,
+                                .q_token_stride = sizeof *q,
+                                .q_head_stride = sizeof **q,
+                                .out_token_stride = sizeof *got.out,
+                                .out_head_stride = sizeof **got.out,
+                                .lse_token_stride = sizeof *got.lse,
+                                .lse_head_stride = sizeof **got.lse,
+                                .sinks = has_options ? sinks : NULL,
+                                .alibi = has_options ? alibi : NULL};
+    return st;
+}
+
+/* Computes each sequence alone. */
+static void answer(const stage *st) {
+    kvc_plan_args plan = st->plan;
+    kvc_attend_args args = st->args;
+    for (int s = 0, first = 0; s < TANGLED; first += st->counts[s++]) {
+        plan.first = first;
+        plan.num_tokens = st->counts[s];
+        args.q = q[first];
+        args.out = right.out[first];
+        args.lse = right.lse[first];
+        CHECKF(kvc_attend(st->batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
+    }
+}
+
+/* Compares what all got together, and forgets it. */
+static void check_same(const stage *st, const char *what, int n) {
+    CHECKF(!memcmp(right.out, got.out, (size_t)st->num * sizeof *got.out) &&
+               !memcmp(right.lse, got.lse, (size_t)st->num * sizeof *got.lse),
+           "%s: %s %d", kvc_isa(), what, n);
+    memset(&got, 0x7f, sizeof got);
+}
+
+enum { DONE, CANCELLED, BAD, LEFT_OUT, NUM_FATES };
+
+/* What becomes of each task, by chance, in an order by chance; returned is which. */
+static int *run_some(const stage *st, kvc_plan *plan, float scale) {
+    const volatile int32_t cancel = 1;
+    const int64_t num_tasks = kvc_plan_num_tasks(plan);
+    int *fates = malloc((size_t)num_tasks * sizeof *fates);
+    int64_t *order = shuffled(num_tasks);
+    for (int64_t i = 0; i < num_tasks; i++) {
+        kvc_attend_args args = st->args;
+        const int fate = fates[order[i]] = random_int(0, 3) ? DONE : random_int(0, NUM_FATES);
+        args.scale = scale;
+        if (fate == CANCELLED) args.cancel = &cancel;
+        if (fate == BAD) args.q = NULL;
+        if (fate == LEFT_OUT) continue;
+        const kvc_status status = fate == DONE ? KVC_OK : fate == BAD ? KVC_ERR_INVALID : KVC_ERR_CANCELLED;
+        CHECKF(kvc_plan_run(plan, 0, &args, order[i]) == status, "%s", kvc_last_error());
+    }
+    free(order);
+    return fates;
+}
+
+/* Runs a plan on threads of the test, in any order.  After some tasks failed, those are run again, or all, with what
+ * was written wiped out and for other numbers. */
+static void check_plan(stage *st, int num_threads) {
+    kvc_plan *plan = NULL;
+    st->plan.num_threads = num_threads;
+    CHECKF(kvc_plan_new(st->batch, &st->plan, &plan) == KVC_OK, "%s", kvc_last_error());
+    check_jobs(plan);
+    const int64_t num_tasks = kvc_plan_num_tasks(plan);
+    for (int trial = 0; trial < 4; trial++) {
+        int64_t *order = shuffled(num_tasks);
+        const int all = trial % 2;
+        int *fates = run_some(st, plan, all ? 3 : 0);
+        if (all) {
+            memset(&got, 0x7f, sizeof got);
+            crew_run(plan, 0, &st->args, order, 1 + trial);
+        }
+        for (int64_t i = 0; i < num_tasks && !all; i++)
+            if (fates[order[i]] != DONE)
+                CHECKF(kvc_plan_run(plan, 0, &st->args, order[i]) == KVC_OK, "%s", kvc_last_error());
+        check_same(st, "again", trial);
+        free(fates);
+        free(order);
+    }
+    kvc_plan_free(plan);
+}
+
+/* Each sequence gives the same bits alone and with the others, whatever they share: by the library's threads, and by
+ * those of the test with a plan for one thread and for 64. */
+static void check_tangle(kvc_policy policy, int i) {
+    kvc_cache *cache = tangle(policy, i % KVC_STORED_TYPES, i * 2 % KVC_STORED_TYPES);
+    stage st = stage_new(cache, i % 3 == 2, i % 2);
+    answer(&st);
+    st.args.q = q, st.args.out = got.out, st.args.lse = *got.lse;
+    for (int threads = 1; threads <= 5; threads += 2) {
+        st.plan.num_threads = threads;
+        CHECKF(kvc_attend(st.batch, &st.plan, &st.args) == KVC_OK, "%s", kvc_last_error());
+        check_same(&st, "threads", threads);
+    }
+    check_plan(&st, 1);
+    check_plan(&st, 64);
+    kvc_abort(st.batch);
+    CHECKF(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
+}
+
+static void test_tangles(void) {
+    for (int i = 0; i < 10; i++) {
+        check_tangle((kvc_policy){.kind = KVC_FULL}, i);
+        check_tangle((kvc_policy){.kind = KVC_SLIDING, .window = 300, .num_sink_tokens = 70 * (i % 2)}, i + 1);
+        check_tangle((kvc_policy){.kind = KVC_CHUNKED, .attention_chunk_size = 700}, i + 2);
+    }
+}
+
+/* ---- what is read ------------------------------------------------------------------------------------------------ */
 
 /* A sequence: what another holds below position `fork`, then rows of its own up to `length`; then REMOVED positions are
  * removed, from `removed` on where that is not 0; and then num_new tokens in the batch. */
@@ -18,350 +230,47 @@ typedef struct branch {
 } branch;
 
 typedef struct grove {
-    kvc_layer layer; /* types, policy and rope; the dimensions are filled in */
-    int group, block_size;
-    int is_tree;     /* the batch's second and third token of a sequence both follow the first */
-    int num;         /* the sequences' ids are 0, 1, 2, ... */
-    const float *sinks, *alibi;
+    kvc_layer layer; /* policy and rope; the rest is filled in */
+    int group;
+    int num; /* the sequences' ids are 0, 1, 2, ... */
     branch branches[MAX_BRANCHES];
 } grove;
 
-/* ---- storing it -------------------------------------------------------------------------------------------------- */
-
-/* Tokens of one pass; row and branch say what they hold. */
-typedef struct pass {
-    int n;
-    int32_t positions[4096], parents[4096];
-    int64_t ids[4096];
-    int rows[4096], branches[4096];
-} pass;
-
-static void pass_add(pass *p, int64_t id, int branch, int row, int32_t position, int32_t parent)
-{
-    p->ids[p->n] = id;
-    p->branches[p->n] = branch;
-    p->rows[p->n] = row;
-    p->parents[p->n] = parent;
-    p->positions[p->n++] = position;
-}
-
-static kvc_batch *put_pass(kvc_cache *cache, const pass *p, int is_tree)
-{
-    kvc_batch *batch = NULL;
-    float *k = malloc((size_t)(p->n * HEADS * K_DIM) * sizeof *k);
-    float *v = malloc((size_t)(p->n * HEADS * V_DIM) * sizeof *v);
-    for (int i = 0; i < p->n * HEADS; i++) {
-        for (int d = 0; d < K_DIM; d++)
-            k[i * K_DIM + d] = element_of(0, p->branches[i / HEADS], p->rows[i / HEADS], i % HEADS * K_DIM + d);
-        for (int d = 0; d < V_DIM; d++)
-            v[i * V_DIM + d] = element_of(1, p->branches[i / HEADS], p->rows[i / HEADS], i % HEADS * K_DIM + d);
-    }
-    CHECKF(kvc_begin(cache, p->n, p->positions, p->ids, is_tree ? p->parents : NULL, &batch) == KVC_OK, "%s",
-           kvc_last_error());
-    put_floats(batch, 0, 0, p->n, HEADS, K_DIM, V_DIM, k, v);
-    free(k);
-    free(v);
-    return batch;
-}
-
-/* The branch's own rows, at the end of sequence id. */
-static void append(kvc_cache *cache, const grove *g, int b, int64_t id)
-{
-    static pass p; /* large */
-    p.n = 0;
-    for (int32_t i = kvc_next_position(cache, id); i < g->branches[b].length; i++)
-        pass_add(&p, id, b, i, i, -1);
-    if (p.n)
-        CHECKF(kvc_commit(put_pass(cache, &p, 0)) == KVC_OK, "%s", kvc_last_error());
-    if (g->branches[b].removed)
-        CHECK(kvc_remove(cache, id, g->branches[b].removed, g->branches[b].removed + REMOVED, 1) == KVC_OK);
-}
-
-/* Branch b as sequence id, without sharing anything. */
-static void grow_alone(kvc_cache *cache, const grove *g, int b, int64_t id)
-{
-    if (g->branches[b].parent >= 0) {
-        grow_alone(cache, g, g->branches[b].parent, id);
-        CHECK(kvc_truncate(cache, id, g->branches[b].fork) == KVC_OK);
-    }
-    append(cache, g, b, id);
-}
-
-static void grow_all(kvc_cache *cache, const grove *g)
-{
-    for (int b = 0; b < g->num; b++) {
-        const branch *own = &g->branches[b];
-        if (own->parent >= 0)
-            CHECK(kvc_copy_prefix(cache, own->parent, b, own->fork) == KVC_OK);
-        append(cache, g, b, b);
-    }
-}
-
-static kvc_cache *new_cache(const grove *g)
-{
+static kvc_cache *grow(const grove *g) {
     kvc_layer layer = g->layer;
     layer.num_kv_heads = HEADS;
     layer.k_dim = K_DIM;
     layer.v_dim = V_DIM;
-    return cache_of(&layer, 1, (kvc_config){.block_size = g->block_size ? g->block_size : 16});
-}
-
-/* ---- attending --------------------------------------------------------------------------------------------------- */
-
-/* A cache with the batch of a grove, or of one branch of it, open. */
-typedef struct stage {
-    const grove *grove;
-    kvc_cache *cache;
-    kvc_batch *batch;
-    pass tokens;
-    float *q, *out, *lse;
-    kvc_plan_args plan;
-    kvc_attend_args args;
-} stage;
-
-static void add_tokens(stage *st, int b)
-{
-    const int32_t next = kvc_next_position(st->cache, b), first = st->tokens.n;
-    for (int i = 0; i < st->grove->branches[b].num_new; i++)
-        pass_add(&st->tokens, b, b, 100000 + i, st->grove->is_tree && i == 2 ? next + 1 : next + i, i ? first : -1);
-}
-
-static void ask(stage *st)
-{
-    const grove *g = st->grove;
-    const int64_t heads = HEADS * g->group, n = st->tokens.n, f32 = sizeof(float);
-    st->q = malloc((size_t)(n * heads * K_DIM * f32));
-    st->out = malloc((size_t)(n * heads * V_DIM * f32));
-    st->lse = malloc((size_t)(n * heads * f32));
-    for (int i = 0; i < n * heads * K_DIM; i++) {
-        const int t = i / K_DIM / (int)heads;
-        st->q[i] = 2 * element_of(2, st->tokens.branches[t], st->tokens.rows[t], i % ((int)heads * K_DIM));
-    }
-    st->plan = (kvc_plan_args){.struct_size = sizeof st->plan, .num_heads = (int32_t)heads, .num_threads = 1};
-    st->args = (kvc_attend_args){.struct_size = sizeof st->args,
-                                 .q = st->q,
-                                 .out = st->out,
-                                 .lse = st->lse,
-                                 .sinks = g->sinks,
-                                 .alibi = g->alibi,
-                                 .q_token_stride = heads * K_DIM * f32,
-                                 .q_head_stride = K_DIM * f32,
-                                 .out_token_stride = heads * V_DIM * f32,
-                                 .out_head_stride = V_DIM * f32,
-                                 .lse_token_stride = heads * f32,
-                                 .lse_head_stride = f32};
-}
-
-/* b: the only branch, or -1 for all: then every second comes first. */
-static stage *stage_new(const grove *g, int b)
-{
-    stage *st = calloc(1, sizeof *st);
-    st->grove = g;
-    st->cache = new_cache(g);
-    if (b < 0)
-        grow_all(st->cache, g);
-    else
-        grow_alone(st->cache, g, b, b);
-    for (int odd = 0; odd < 2; odd++)
-        for (int i = odd; i < g->num; i += 2)
-            if (b < 0 || b == i)
-                add_tokens(st, i);
-    st->batch = put_pass(st->cache, &st->tokens, g->is_tree);
-    ask(st);
-    return st;
-}
-
-static void stage_free(stage *st)
-{
-    CHECKF(kvc_commit(st->batch) == KVC_OK, "%s", kvc_last_error());
-    CHECKF(kvc_validate(st->cache) == KVC_OK, "%s", kvc_last_error());
-    CHECK(kvc_cache_free(st->cache) == KVC_OK);
-    free(st->q);
-    free(st->out);
-    free(st->lse);
-    free(st);
-}
-
-static void forget(stage *st)
-{
-    memset(st->out, 0x7f, (size_t)(st->tokens.n * st->args.out_token_stride));
-    memset(st->lse, 0x7f, (size_t)(st->tokens.n * st->args.lse_token_stride));
-}
-
-/* The outputs of every branch computed alone. */
-typedef struct answers {
-    stage *alone[MAX_BRANCHES];
-} answers;
-
-static void answer(answers *a, const grove *g)
-{
+    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.block_size = 16});
     for (int b = 0; b < g->num; b++) {
-        a->alone[b] = g->branches[b].num_new ? stage_new(g, b) : NULL;
-        if (a->alone[b])
-            CHECKF(kvc_attend(a->alone[b]->batch, &a->alone[b]->plan, &a->alone[b]->args) == KVC_OK, "%s",
-                   kvc_last_error());
+        const branch *own = &g->branches[b];
+        int32_t counts[MAX_BRANCHES] = {0};
+        if (own->parent >= 0) CHECK(kvc_copy_prefix(cache, own->parent, b, own->fork) == KVC_OK);
+        counts[b] = own->length - kvc_next_position(cache, b);
+        if (counts[b] > 0) CHECK(kvc_commit(put_any(cache, b + 1, counts, 0)) == KVC_OK);
+        if (own->removed) CHECK(kvc_remove(cache, b, own->removed, own->removed + REMOVED, 1) == KVC_OK);
     }
+    return cache;
 }
 
-static void answers_free(answers *a, const grove *g)
-{
-    for (int b = 0; b < g->num; b++)
-        if (a->alone[b])
-            stage_free(a->alone[b]);
-}
-
-static void check_bits(const stage *st, const answers *a, const char *what, int n)
-{
-    int seen[MAX_BRANCHES] = {0};
-    for (int t = 0; t < st->tokens.n; t++) {
-        const int b = st->tokens.branches[t], i = seen[b]++;
-        const size_t out = (size_t)st->args.out_token_stride, lse = (size_t)st->args.lse_token_stride;
-        CHECKF(!memcmp((char *)st->out + (size_t)t * out, (char *)a->alone[b]->out + (size_t)i * out, out) &&
-                   !memcmp((char *)st->lse + (size_t)t * lse, (char *)a->alone[b]->lse + (size_t)i * lse, lse),
-               "%s: type %d, sequence %d, token %d, %s %d", kvc_isa(), st->grove->layer.k_type, b, i, what, n);
-    }
-}
-
-static int64_t *backwards(int64_t n)
-{
-    int64_t *order = malloc((size_t)n * sizeof *order);
-    for (int64_t i = 0; i < n; i++)
-        order[i] = n - 1 - i;
-    return order;
-}
-
-/* The second half of them is cancelled, then all are run. */
-static void check_plan(stage *st, const answers *a, int is_mixed)
-{
+/* Rows that the tasks of one KV head read. */
+static int64_t rows_read(const grove *g, int32_t num_threads) {
+    kvc_cache *cache = grow(g);
+    int32_t counts[MAX_BRANCHES];
+    for (int b = 0; b < g->num; b++) counts[b] = g->branches[b].num_new;
+    kvc_batch *batch = put_any(cache, g->num, counts, 0);
+    const kvc_plan_args args = {.struct_size = sizeof args, .num_heads = HEADS * g->group, .num_threads = num_threads};
     kvc_plan *plan = NULL;
-    const volatile int32_t cancel = 1;
-    CHECKF(kvc_plan_new(st->batch, &st->plan, &plan) == KVC_OK, "%s", kvc_last_error());
-    const int64_t num_tasks = kvc_plan_num_tasks(plan);
-    int64_t *order = is_mixed ? shuffled(num_tasks) : backwards(num_tasks);
-    kvc_attend_args cancelled = st->args;
-    cancelled.cancel = &cancel;
-    for (int64_t i = 0; i < num_tasks; i++)
-        CHECK(kvc_plan_run(plan, 0, i < num_tasks / 2 ? &st->args : &cancelled, order[i]) ==
-              (i < num_tasks / 2 ? KVC_OK : KVC_ERR_CANCELLED));
-    forget(st);
-    crew_run(plan, 0, &st->args, order, 3);
-    check_bits(st, a, "order", is_mixed);
-    free(order);
+    int64_t rows = 0;
+    CHECK(kvc_plan_new(batch, &args, &plan) == KVC_OK);
+    for (int64_t i = 0; i < plan->num_jobs; i++) rows += plan->jobs[i].rows;
     kvc_plan_free(plan);
+    kvc_abort(batch);
+    CHECKF(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
+    return rows;
 }
 
-enum { DONE, CANCELLED, BAD, LEFT_OUT, NUM_FATES };
-
-/* What becomes of each task, by chance, in an order by chance; returned is which. */
-static int *run_some(stage *st, kvc_plan *plan, float scale)
-{
-    const volatile int32_t cancel = 1;
-    const int64_t num_tasks = kvc_plan_num_tasks(plan);
-    int *fates = malloc((size_t)num_tasks * sizeof *fates);
-    int64_t *order = shuffled(num_tasks);
-    for (int64_t i = 0; i < num_tasks; i++) {
-        kvc_attend_args args = st->args;
-        const int fate = fates[order[i]] = random_int(0, 3) ? DONE : random_int(0, NUM_FATES);
-        args.scale = scale;
-        if (fate == CANCELLED)
-            args.cancel = &cancel;
-        if (fate == BAD)
-            args.q = NULL;
-        if (fate == LEFT_OUT)
-            continue;
-        const kvc_status right = fate == DONE ? KVC_OK : fate == BAD ? KVC_ERR_INVALID : KVC_ERR_CANCELLED;
-        CHECKF(kvc_plan_run(plan, 0, &args, order[i]) == right, "%s", kvc_last_error());
-    }
-    free(order);
-    return fates;
-}
-
-/* After some tasks failed, those are run again, or all, with what was written wiped out and for other numbers. */
-static void check_again(stage *st, const answers *a, int trial)
-{
-    kvc_plan *plan = NULL;
-    CHECKF(kvc_plan_new(st->batch, &st->plan, &plan) == KVC_OK, "%s", kvc_last_error());
-    const int64_t num_tasks = kvc_plan_num_tasks(plan);
-    int64_t *order = shuffled(num_tasks);
-    const int all = trial % 2;
-    forget(st);
-    int *fates = run_some(st, plan, all ? 3 : st->args.scale);
-    if (all) {
-        forget(st);
-        crew_run(plan, 0, &st->args, order, 1 + trial / 2 % 3);
-    }
-    for (int64_t i = 0; i < num_tasks && !all; i++)
-        if (fates[order[i]] != DONE)
-            CHECKF(kvc_plan_run(plan, 0, &st->args, order[i]) == KVC_OK, "%s", kvc_last_error());
-    check_bits(st, a, "again", trial);
-    forget(st);
-    crew_run(plan, 0, &st->args, order, 2);
-    check_bits(st, a, "once more", trial);
-    free(fates);
-    free(order);
-    kvc_plan_free(plan);
-}
-
-/* Attend with the library's threads, and with threads of the test in two orders; then with a plan for 64 threads. */
-static void check_grove(const grove *g)
-{
-    static const int32_t threads[] = {1, 2, 5};
-    answers a;
-    answer(&a, g);
-    stage *st = stage_new(g, -1);
-    for (int i = 0; i < 3; i++) {
-        st->plan.num_threads = threads[i];
-        forget(st);
-        CHECKF(kvc_attend(st->batch, &st->plan, &st->args) == KVC_OK, "%s", kvc_last_error());
-        check_bits(st, &a, "threads", threads[i]);
-        if (i == 0)
-            check_plan(st, &a, 0);
-    }
-    st->plan.num_threads = 64;
-    check_plan(st, &a, 1);
-    for (int trial = 0; trial < 6; trial++)
-        check_again(st, &a, trial);
-    stage_free(st);
-    answers_free(&a, g);
-}
-
-/* ---- groves ------------------------------------------------------------------------------------------------------ */
-
-/* Forks that go on for a while, that end within a tile, at its edge, and right away; and one that shares nothing. */
-static grove one_prefix(void)
-{
-    return (grove){.group = 4,
-                   .num = 9,
-                   .branches = {{-1, 0, 700, 0, 1},
-                                {0, 700, 700, 0, 1},
-                                {0, 700, 760, 0, 2},
-                                {0, 650, 1100, 0, 1},
-                                {0, 640, 640, 0, 3},
-                                {0, 512, 900, 0, 1},
-                                {0, 30, 600, 0, 1},
-                                {-1, 0, 900, 0, 1},
-                                {-1, 0, 0, 0, 1}}};
-}
-
-/* Two that fork from one, and their own forks. */
-static grove prefixes_of_prefixes(void)
-{
-    return (grove){.group = 3,
-                   .num = 9,
-                   .branches = {{-1, 0, 600, 0, 0},
-                                {0, 600, 1100, 0, 0},
-                                {0, 600, 1150, 0, 1},
-                                {1, 1100, 1101, 0, 1},
-                                {2, 1150, 1150, 0, 2},
-                                {1, 1100, 1200, 0, 1},
-                                {2, 1150, 1230, 0, 1},
-                                {1, 1030, 1100, 0, 1},
-                                {0, 600, 600, 0, 1}}};
-}
-
-/* Rows that moved before they were shared, and after. */
-static grove moved(void)
-{
+static grove moved(void) {
     static const double inv_freq[K_DIM / 2] = {1, 0.5, 0.3, 0.1, 0.03};
     return (grove){.layer.rope = {.kind = KVC_ROPE_FREQUENCIES, .num_freqs = K_DIM / 2, .inv_freq = inv_freq},
                    .group = 4,
@@ -375,8 +284,7 @@ static grove moved(void)
 }
 
 /* Sequences of one length see the same of what they share. */
-static grove windowed(kvc_policy policy)
-{
+static grove windowed(kvc_policy policy) {
     return (grove){.layer.policy = policy,
                    .group = 4,
                    .num = 6,
@@ -388,84 +296,19 @@ static grove windowed(kvc_policy policy)
                                 {-1, 0, 700, 0, 1}}};
 }
 
-/* All of one length, the batch's tokens in trees. */
-static grove speculated(void)
-{
-    grove g = one_prefix();
-    g.is_tree = 1;
-    for (int i = 0; i < g.num; i++)
-        g.branches[i].num_new = 1 + 2 * (i % 3 > 0);
-    return g;
-}
-
-/* Sequences with many tokens in the batch are tiled. */
-static grove prompted(void)
-{
-    grove g = one_prefix();
-    g.branches[1].num_new = g.branches[2].num_new = g.branches[5].num_new = MAX_NEW;
-    g.branches[0].num_new = 0;
-    return g;
-}
-
-static void test_bits(void)
-{
-    static const float sinks[HEADS * 4] = {0.5f, -1, 2, 0}, alibi[HEADS * 4] = {0.5f, 0.01f, 0, 0.1f};
-    static const int groups[] = {1, 3, 4, 7}, sizes[] = {16, 64, 5, 2048};
-    for (int i = 0; i < 10; i++) {
-        grove g = i < 5 ? one_prefix() : prefixes_of_prefixes();
-        g.layer.k_type = i % 5;
-        g.layer.v_type = i * 2 % 5;
-        g.group = groups[i % 4];
-        g.block_size = sizes[i % 4];
-        check_grove(&g);
-    }
-    grove groves[] = {moved(), speculated(), prompted(),
-                      windowed((kvc_policy){.kind = KVC_SLIDING, .window = 540, .num_sink_tokens = 5}),
-                      windowed((kvc_policy){.kind = KVC_CHUNKED, .attention_chunk_size = 650, .resume_window = 100})};
-    for (int i = 0; i < 5; i++) {
-        groves[i].layer.k_type = i % 2 ? KVC_Q8_0 : KVC_F16;
-        groves[i].layer.v_type = i % 3 ? KVC_BF16 : KVC_F16;
-        groves[i].sinks = i % 2 ? sinks : NULL;
-        groves[i].alibi = i % 2 ? alibi : NULL;
-        check_grove(&groves[i]);
-    }
-}
-
-/* ---- what is read ------------------------------------------------------------------------------------------------ */
-
-/* Rows that the tasks of one KV head read. */
-static int64_t rows_read(const grove *g, int32_t num_threads)
-{
-    kvc_plan *plan = NULL;
-    stage *st = stage_new(g, -1);
-    int64_t rows = 0;
-    st->plan.num_threads = num_threads;
-    CHECK(kvc_plan_new(st->batch, &st->plan, &plan) == KVC_OK);
-    for (int64_t i = 0; i < plan->num_jobs; i++)
-        rows += plan->jobs[i].rows;
-    kvc_plan_free(plan);
-    CHECK(kvc_attend(st->batch, &st->plan, &st->args) == KVC_OK);
-    stage_free(st);
-    return rows;
-}
-
 /* A prefix, and num forks of it, each with the same number of rows of its own and one token in the batch. */
-static grove forks(int32_t prefix, int num, int32_t own)
-{
+static grove forks(int32_t prefix, int num, int32_t own) {
     grove g = {.group = 4, .num = num + 1, .branches = {{-1, 0, prefix, 0, 0}}};
-    for (int i = 1; i <= num; i++)
-        g.branches[i] = (branch){0, prefix, prefix + own, 0, 1};
+    for (int i = 1; i <= num; i++) g.branches[i] = (branch){0, prefix, prefix + own, 0, 1};
     return g;
 }
 
-static void check_read(const grove *g, int32_t num_threads, int64_t right)
-{
+static void check_read(const grove *g, int32_t num_threads, int64_t right) {
     const int64_t rows = rows_read(g, num_threads);
     CHECKF(rows == right, "%lld rows are read, not %lld", (long long)rows, (long long)right);
 }
 
-static void test_read_once(void)
-{
+static void test_read_once(void) {
     grove g = forks(2 * PART, 32, 40);
     check_read(&g, 1, 2 * PART + 32 * 41);
     g = forks(4 * PART, 32, 40);
@@ -481,20 +324,17 @@ static void test_read_once(void)
     check_read(&g, 1, 3 * 2 * PART + 20);
     g = forks(2 * PART, 8, 5);
     g.group = 16;
-    for (int i = 1; i <= 8; i++)
-        g.branches[i].num_new = 3; /* 48 query rows: tiled, 5 sequences in a task */
+    for (int i = 1; i <= 8; i++) g.branches[i].num_new = 3; /* 48 query rows: tiled, 5 sequences in a task */
     check_read(&g, 1, 2 * 2 * PART + 8 * (5 + 3));
     g = forks(2 * PART, 32, 0);
     CHECK(rows_read(&g, 64) > 4 * PART); /* with 64 threads, shared rows are read more than once */
 }
 
 /* Forks of forks: every stretch once, but where one ends in the middle of a part. */
-static void test_read_trees(void)
-{
+static void test_read_trees(void) {
     grove g = {.group = 4, .num = 3, .branches = {{-1, 0, PART, 0, 0}}};
     g.branches[1] = g.branches[2] = (branch){0, PART, 3 * PART, 0, 0};
-    for (; g.num < 19; g.num++)
-        g.branches[g.num] = (branch){1 + g.num % 2, 3 * PART, 3 * PART, 0, 1};
+    for (; g.num < 19; g.num++) g.branches[g.num] = (branch){1 + g.num % 2, 3 * PART, 3 * PART, 0, 1};
     check_read(&g, 1, PART + 2 * 2 * PART + 16);
     for (int i = 0; i < 2; i++) /* half a part later */
         g.branches[1 + i].fork = g.branches[0].length = PART + PART / 2;
@@ -505,8 +345,7 @@ static void test_read_trees(void)
 }
 
 /* Rows at the same places that are not the same: nothing is shared. */
-static void test_not_shared(void)
-{
+static void test_not_shared(void) {
     grove g = windowed((kvc_policy){.kind = KVC_SLIDING, .window = 540});
     g.num = 3; /* the third is 30 rows further: it sees others first */
     check_read(&g, 1, 512 + 2 * 28 + 540);
@@ -517,21 +356,16 @@ static void test_not_shared(void)
 }
 
 /* Forks of what a cross-attention layer was given, with no token's rows behind it: all end with the same part. */
-static void check_cross(int32_t length)
-{
+static void check_cross(int32_t length) {
     const kvc_policy cross = {KVC_CROSS, .max_len = 4 * PART};
     const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 4},
                                 {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = cross}};
-    const kvc_config config = {
-        .struct_size = sizeof config, .layers = layers, .layer_size = sizeof *layers, .num_layers = 2};
     static float rows[4 * PART][4], out[3][4];
     const float q[4] = {1, 2, -1, 0.5f};
-    kvc_cache *cache = NULL;
+    kvc_cache *cache = cache_of(layers, 2, (kvc_config){0});
     kvc_batch *batch = NULL;
     kvc_plan *plan = NULL;
-    for (int i = 0; i < 16 * PART; i++)
-        rows[i / 4][i % 4] = random_float();
-    CHECK(kvc_cache_new(&config, &cache) == KVC_OK);
+    for (int i = 0; i < 16 * PART; i++) rows[i / 4][i % 4] = random_float();
     CHECK(kvc_begin(cache, 1, (int32_t[]){0}, (int64_t[]){0}, NULL, &batch) == KVC_OK);
     kvc_put_args put = {.struct_size = sizeof put, .k = rows, .v = rows, .k_token_stride = 16, .v_token_stride = 16};
     CHECKF(kvc_put(batch, 0, &put) == KVC_OK, "%s", kvc_last_error());
@@ -555,155 +389,24 @@ static void check_cross(int32_t length)
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-/* ---- any forks --------------------------------------------------------------------------------------------------- */
-
-enum { TANGLED = 12, TANGLE_STEPS = 60, TANGLE_NEW = 40 };
-
-/* Put counts[i] tokens at the end of each sequence i; no two rows hold the same. */
-static kvc_batch *put_any(kvc_cache *cache, int num_ids, const int32_t *counts)
-{
-    static int32_t positions[TANGLED * 2 * PART];
-    static int64_t ids[TANGLED * 2 * PART];
-    static float rows[TANGLED * 2 * PART][HEADS][K_DIM];
-    kvc_batch *batch = NULL;
-    int n = 0;
-    for (int s = 0; s < num_ids; s++)
-        for (int i = 0; i < counts[s]; i++, n++) {
-            ids[n] = s;
-            positions[n] = kvc_next_position(cache, s) + i;
-        }
-    for (int i = 0; i < n * HEADS * K_DIM; i++)
-        rows[i / K_DIM / HEADS][i / K_DIM % HEADS][i % K_DIM] = random_float();
-    CHECKF(kvc_begin(cache, n, positions, ids, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
-    put_floats(batch, 0, 0, n, HEADS, K_DIM, V_DIM, rows, rows);
-    return batch;
-}
-
-/* A cut may be refused where a policy expires. */
-static void check_cut(kvc_status status, const kvc_policy *policy)
-{
-    CHECKF(status == KVC_OK || (status == KVC_ERR_GONE && policy->kind != KVC_FULL), "%s", kvc_last_error());
-}
-
-/* Forks, forks of forks, with rows of their own, holes, and rows that moved. */
-static kvc_cache *tangle(kvc_policy policy)
-{
-    static const double inv_freq[K_DIM / 2] = {1, 0.5, 0.3, 0.1, 0.03};
-    const kvc_layer layer = {.num_kv_heads = HEADS,
-                             .k_dim = K_DIM,
-                             .v_dim = V_DIM,
-                             .policy = policy,
-                             .rope = {.kind = KVC_ROPE_FREQUENCIES, .num_freqs = K_DIM / 2, .inv_freq = inv_freq}};
-    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.block_size = 48});
-    for (int i = 0; i < TANGLE_STEPS; i++) {
-        const int s = random_int(0, TANGLED), other = (s + random_int(1, TANGLED)) % TANGLED, what = random_int(0, 9);
-        const int32_t last = last_position(cache, s), at = last > 0 ? random_int(0, last + 1) : 0;
-        int32_t counts[TANGLED] = {0};
-        if (last < 0 || what < 2) {
-            counts[s] = random_int(1, what ? PART : 20);
-            if (last < 3 * PART)
-                CHECKF(kvc_commit(put_any(cache, TANGLED, counts)) == KVC_OK, "%s", kvc_last_error());
-        } else if (what < 5)
-            check_cut(kvc_copy_prefix(cache, s, other, random_int(0, 3) ? KVC_END : at), &policy);
-        else if (what == 8) { /* at odd places, behind what it holds */
-            const kvc_status status = kvc_share(cache, s, other, at, at + random_int(1, PART));
-            CHECKF(status == KVC_OK || status == KVC_ERR_INVALID, "%s", kvc_last_error());
-        } else if (what == 5)
-            for (int32_t p = at; p < at + 100; p += 2) /* leaves runs of one row */
-                check_cut(kvc_remove(cache, s, p, p + 1, 0), &policy);
-        else
-            check_cut(kvc_remove(cache, s, at, at + random_int(1, 30), policy.kind == KVC_FULL), &policy);
-        for (int c = 0; c < TANGLED; c++) /* a sequence whose window has expired starts anew */
-            if (!kvc_can_resume(cache, c, kvc_next_position(cache, c)))
-                CHECK(kvc_clear_sequence(cache, c) == KVC_OK);
-    }
-    return cache;
-}
-
-/* Every part of every unit is in one job. */
-static void check_jobs(const kvc_plan *plan)
-{
-    int64_t parts = 0, job_slices = 0;
-    uint8_t *seen = calloc((size_t)plan->num_slices, 1 << 8);
-    for (int32_t u = 0; u < plan->num_slices; u++)
-        parts += plan->slices[u].num_splits;
-    for (int64_t j = 0; j < plan->num_jobs; j++)
-        for (int32_t m = 0; m < plan->jobs[j].num_slices; m++, job_slices++) {
-            uint8_t *part = &seen[plan->job_slices[plan->jobs[j].first_slice + m] * (1 << 8) + plan->jobs[j].split];
-            CHECK(!*part);
-            *part = 1;
-        }
-    CHECK(parts == job_slices);
-    free(seen);
-}
-
-/* Each sequence gives the same bits alone and with the others, whatever they share. */
-static void check_tangle(kvc_policy policy)
-{
-    static float q[TANGLED * TANGLE_NEW][HEADS * 2][K_DIM], out[2][TANGLED * TANGLE_NEW][HEADS * 2][V_DIM];
-    kvc_cache *cache = tangle(policy);
-    int32_t counts[TANGLED], num = 0;
-    for (int s = 0; s < TANGLED; s++)
-        num += counts[s] = random_int(0, 4) ? random_int(1, 4) : random_int(1, TANGLE_NEW);
-    kvc_batch *batch = put_any(cache, TANGLED, counts);
-    for (int i = 0; i < num * HEADS * 2 * K_DIM; i++)
-        q[i / K_DIM / HEADS / 2][i / K_DIM % (HEADS * 2)][i % K_DIM] = random_float();
-    kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .num_heads = HEADS * 2, .num_threads = 1};
-    kvc_attend_args args = {.struct_size = sizeof args,
-                            .q = q,
-                            .out = out[0],
-                            .q_token_stride = sizeof *q,
-                            .q_head_stride = sizeof **q,
-                            .out_token_stride = sizeof *out[0],
-                            .out_head_stride = sizeof **out[0]};
-    kvc_plan *plan = NULL;
-    CHECKF(kvc_plan_new(batch, &plan_args, &plan) == KVC_OK, "%s", kvc_last_error());
-    check_jobs(plan);
-    crew_run(plan, 0, &args, NULL, 1);
-    kvc_plan_free(plan);
-    for (int s = 0, first = 0; s < TANGLED; first += counts[s++]) {
-        plan_args.first = first;
-        plan_args.num_tokens = counts[s];
-        args.q = q[first];
-        args.out = out[1][first];
-        CHECKF(kvc_attend(batch, &plan_args, &args) == KVC_OK, "%s", kvc_last_error());
-        CHECKF(!memcmp(out[0][first], out[1][first], (size_t)counts[s] * sizeof *out[0]),
-               "policy %d, sequence %d of %d", policy.kind, s, counts[s]);
-    }
-    kvc_abort(batch);
-    CHECKF(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
-}
-
-static void test_tangles(void)
-{
-    for (int i = 0; i < 12; i++) {
-        check_tangle((kvc_policy){.kind = KVC_FULL});
-        check_tangle((kvc_policy){.kind = KVC_SLIDING, .window = 300, .num_sink_tokens = 70 * (i % 2)});
-        check_tangle((kvc_policy){.kind = KVC_CHUNKED, .attention_chunk_size = 700});
-    }
-}
-
 /* Runs that forks have in common are listed once. */
-static void test_listed_once(void)
-{
+static void test_listed_once(void) {
     enum { FORKS = 16 };
-    kvc_cache *cache = tangle((kvc_policy){.kind = KVC_FULL});
+    kvc_cache *cache = tangle((kvc_policy){.kind = KVC_FULL}, KVC_F32, KVC_F32);
     int32_t counts[FORKS] = {2 * PART};
-    CHECK(kvc_clear(cache) == KVC_OK && kvc_commit(put_any(cache, 1, counts)) == KVC_OK);
-    for (int32_t p = 1; p < 2 * PART; p += 2)
-        CHECK(kvc_remove(cache, 0, p, p + 1, 0) == KVC_OK);
+    CHECK(kvc_clear(cache) == KVC_OK && kvc_commit(put_any(cache, 1, counts, 0)) == KVC_OK);
+    for (int32_t p = 1; p < 2 * PART; p += 2) CHECK(kvc_remove(cache, 0, p, p + 1, 0) == KVC_OK);
     for (int i = 0; i < FORKS; i++) {
         CHECK(i == 0 || kvc_fork(cache, 0, i) == KVC_OK);
         counts[i] = 1;
     }
-    kvc_batch *batch = put_any(cache, FORKS, counts);
+    kvc_batch *batch = put_any(cache, FORKS, counts, 0);
     kvc_plan *plan = NULL;
     kvc_plan_args args = {.struct_size = sizeof args, .num_heads = HEADS, .num_threads = 1};
     CHECKF(kvc_plan_new(batch, &args, &plan) == KVC_OK, "%s", kvc_last_error());
     int64_t num_segments = 0;
     for (int32_t u = 0; u < plan->num_slices; u++)
-        if (plan->slices[u].end_segment > num_segments)
-            num_segments = plan->slices[u].end_segment;
+        if (plan->slices[u].end_segment > num_segments) num_segments = plan->slices[u].end_segment;
     CHECKF(num_segments == PART + FORKS, "%lld segments", (long long)num_segments);
     kvc_plan_free(plan);
     kvc_abort(batch);
@@ -713,20 +416,17 @@ static void test_listed_once(void)
 /* ---- how even ---------------------------------------------------------------------------------------------------- */
 
 /* What the last of so many threads has done when all tasks are, begun in their order by whoever is free. */
-static int64_t last_of(const kvc_plan *plan, int num_threads, int64_t *total)
-{
+static int64_t last_of(const kvc_plan *plan, int num_threads, int64_t *total) {
     int64_t busy[64] = {0}, last = 0;
     int32_t head;
     *total = 0;
     for (int64_t i = 0; i < kvc_plan_num_tasks(plan); i++) {
         int free = 0;
         for (int t = 1; t < num_threads; t++)
-            if (busy[t] < busy[free])
-                free = t;
+            if (busy[t] < busy[free]) free = t;
         busy[free] += kvc_job_of(plan, i, &head)->work;
         *total += kvc_job_of(plan, i, &head)->work;
-        if (busy[free] > last)
-            last = busy[free];
+        if (busy[free] > last) last = busy[free];
     }
     return last;
 }
@@ -738,8 +438,7 @@ typedef struct shape {
     int32_t shared, lengths[32];
 } shape;
 
-static kvc_batch *begin(kvc_cache *cache, int first, int num, int32_t n)
-{
+static kvc_batch *begin(kvc_cache *cache, int first, int num, int32_t n) {
     static const float zero[1];
     const kvc_put_args put = {.struct_size = sizeof put, .k = zero, .v = zero};
     kvc_batch *batch = NULL;
@@ -756,17 +455,14 @@ static kvc_batch *begin(kvc_cache *cache, int first, int num, int32_t n)
     return batch;
 }
 
-static kvc_cache *shape_cache(const shape *s)
-{
+static kvc_cache *shape_cache(const shape *s) {
     const kvc_layer layer = {
         .num_kv_heads = s->num_kv_heads, .k_dim = 1, .v_dim = 1, .k_type = KVC_F16, .v_type = KVC_F16};
     kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.block_size = 4096});
     for (int i = 0; i < s->num; i++) {
-        if (i && s->shared)
-            CHECK(kvc_copy_prefix(cache, 0, i, s->shared) == KVC_OK);
+        if (i && s->shared) CHECK(kvc_copy_prefix(cache, 0, i, s->shared) == KVC_OK);
         const int32_t more = s->lengths[i] - kvc_next_position(cache, i);
-        if (more > 0)
-            CHECK(kvc_commit(begin(cache, i, 1, more)) == KVC_OK);
+        if (more > 0) CHECK(kvc_commit(begin(cache, i, 1, more)) == KVC_OK);
     }
     return cache;
 }
@@ -774,8 +470,7 @@ static kvc_cache *shape_cache(const shape *s)
 /* 32 threads are at most a quarter behind, 64 a half, if each has at least so much to do: four parts of what is not cut
  * further, a sequence with few query rows or a token with many; else rows times query rows that take some 100
  * microseconds. */
-static void check_even(const shape *s)
-{
+static void check_even(const shape *s) {
     kvc_cache *cache = shape_cache(s);
     kvc_batch *batch = begin(cache, 0, s->num, s->num_new);
     const int64_t q = (int64_t)s->group * s->num_new, whole = q <= KVC_TASK_QUERIES ? q : s->group;
@@ -795,8 +490,7 @@ static void check_even(const shape *s)
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-static void test_even(void)
-{
+static void test_even(void) {
     static const int32_t lengths[] = {1024, 1500, 4096, 5000, 8192, 32768, 131072};
     for (int i = 0; i < 7; i++) {
         check_even(&(shape){"one sequence", 8, 4, 1, 1, 0, {lengths[i]}});
@@ -824,16 +518,13 @@ static void test_even(void)
     }
 }
 
-int main(void)
-{
+int main(void) {
     test_read_once();
     test_read_trees();
     test_not_shared();
-    for (int32_t length = PART; length <= 2 * PART; length += PART / 2)
-        check_cross(length);
-    test_tangles();
+    for (int32_t length = PART; length <= 2 * PART; length += PART / 2) check_cross(length);
     test_listed_once();
     test_even();
-    for_some_isas(test_bits);
+    for_some_isas(test_tangles);
     return test_result();
 }

@@ -19,34 +19,22 @@ enum { DIM = 32, HEADS = 8, MOST = 1000 };
 
 static char right[HEADS * DIM * sizeof(float)];
 
-static scene long_scene(void)
-{
-    return (scene){.layer = {.num_kv_heads = 2, .k_dim = DIM, .v_dim = DIM, .k_type = KVC_F16, .v_type = KVC_F16},
-                   .num_heads = HEADS,
-                   .num_members = 1,
-                   .members = {member_of_length(1100, 1)}};
-}
-
 /* Whether attention gives the bits of one thread. */
-static int attends_right(const stage *st)
-{
-    question a = question_new(st, 0, 0, st->num_tokens);
-    const int is_right =
-        kvc_attend(st->batch, &a.plan, &a.args) == KVC_OK && !memcmp(a.out, right, sizeof right);
+static int attends_right(const stage *st) {
+    question a = question_new(st, 0, 0, st->tokens.n);
+    const int is_right = kvc_attend(st->batch, &a.plan, &a.args) == KVC_OK && !memcmp(a.out, right, sizeof right);
     question_free(&a);
     return is_right;
 }
 
-static void nap(long microseconds)
-{
+static void nap(long microseconds) {
     nanosleep(&(struct timespec){microseconds / 1000000, microseconds % 1000000 * 1000}, NULL);
 }
 
 static void note_team(void *teams, int64_t i) { ((int *)teams)[i] = omp_get_num_threads(); }
 
 /* Returns the size of the team that runs tasks, 1 outside of regions; checks that it is the same for all. */
-static int team_of(int num_threads)
-{
+static int team_of(int num_threads) {
     static int teams[MOST];
     kvc_parallel(num_threads, MOST, note_team, teams);
     for (int i = 1; i < MOST; i++)
@@ -55,21 +43,17 @@ static int team_of(int num_threads)
 }
 
 /* Waits until calls run in regions: those that another program holds up are followed by calls without. */
-static void await_regions(int num_threads)
-{
+static void await_regions(int num_threads) {
     int team = 0;
-    for (int i = 0; i < 1000 && (team = team_of(num_threads)) != num_threads; i++)
-        nap(10000);
+    for (int i = 0; i < 1000 && (team = team_of(num_threads)) != num_threads; i++) nap(10000);
     CHECKF(team == num_threads, "a team of %d, not of %d", team, num_threads);
 }
 
-static void test_layers(void)
-{
+static void test_layers(void) {
     await_regions(3);
     await_regions(2);
     CHECK(kvc_set_threading_layer("own") == KVC_OK && kvc_num_threads() >= 1);
-    for (int i = 0; i < 10; i++)
-        CHECK(team_of(3) == 1);
+    for (int i = 0; i < 10; i++) CHECK(team_of(3) == 1);
     CHECK(kvc_set_threading_layer(NULL) == KVC_OK);
     await_regions(3);
 }
@@ -78,19 +62,15 @@ typedef struct held_up {
     atomic_int is_held; /* a thread of the team has begun a task, which takes long */
 } held_up;
 
-static void hold_up(void *context, int64_t i)
-{
+static void hold_up(void *context, int64_t i) {
     held_up *h = context;
     (void)i;
-    if (omp_get_thread_num() != 0 && !atomic_exchange(&h->is_held, 1))
-        nap(30000);
-    for (int n = 0; n < 100 && !atomic_load(&h->is_held); n++)
-        nap(20);
+    if (omp_get_thread_num() != 0 && !atomic_exchange(&h->is_held, 1)) nap(30000);
+    for (int n = 0; n < 100 && !atomic_load(&h->is_held); n++) nap(20);
 }
 
 /* A region that waits for one of its threads is followed by calls without regions, and later by regions again. */
-static void test_held_up(void)
-{
+static void test_held_up(void) {
     held_up h;
     int without = 0;
     for (int i = 0; i < 30 && !without; i++) {
@@ -103,8 +83,7 @@ static void test_held_up(void)
 }
 
 /* The number of threads is what the runtime says to the calling thread. */
-static void test_numbers(void)
-{
+static void test_numbers(void) {
     const int before = omp_get_max_threads(), number = kvc_num_threads();
     omp_set_num_threads(1);
     CHECKF(kvc_num_threads() == 1, "%d", kvc_num_threads());
@@ -113,19 +92,18 @@ static void test_numbers(void)
     CHECK(kvc_set_num_threads(0) == KVC_OK && kvc_num_threads() == number);
 }
 
-int main(void)
-{
-    scene s = long_scene();
-    stage alone = stage_new(&s, &(setting){.block_size = 16, .num_threads = 1});
-    question a = question_new(&alone, 0, 0, 1);
-    CHECK(kvc_attend(alone.batch, &a.plan, &a.args) == KVC_OK);
+int main(void) {
+    scene s = plain_scene(2, HEADS / 2, DIM, 1100, 1);
+    s.layer.k_type = s.layer.v_type = KVC_F16;
+    stage *alone = stage_new(&s, &(setting){.block_size = 16, .num_threads = 1});
+    question a = question_new(alone, 0, 0, 1);
+    CHECK(kvc_attend(alone->batch, &a.plan, &a.args) == KVC_OK);
     memcpy(right, a.out, sizeof right);
     question_free(&a);
-    stage_free(&alone);
+    stage_free(alone);
 
-    stage st = stage_new(&s, &(setting){.block_size = 16, .num_threads = 3});
-    for (int i = 0; i < 20; i++)
-        CHECK(attends_right(&st));
+    stage *st = stage_new(&s, &(setting){.block_size = 16, .num_threads = 3});
+    for (int i = 0; i < 20; i++) CHECK(attends_right(st));
     if (kvc_uses_openmp()) { /* else the core was compiled without it */
         test_layers();
         test_held_up();
@@ -135,18 +113,18 @@ int main(void)
     CHECK(kvc_set_num_threads(3) == KVC_OK && kvc_num_threads() == 3);
     int num_right = 0;
 #pragma omp parallel num_threads(4) reduction(+ : num_right)
-    num_right += kvc_num_threads() == 1 && attends_right(&st);
+    num_right += kvc_num_threads() == 1 && attends_right(st);
     CHECKF(num_right == 4, "%d", num_right);
 
     fflush(stdout);
     const pid_t pid = fork();
     if (pid == 0) {
         alarm(60); /* threads that are not there would be waited for without end */
-        _exit(kvc_num_threads() == 1 && attends_right(&st) ? 0 : 1);
+        _exit(kvc_num_threads() == 1 && attends_right(st) ? 0 : 1);
     }
     int status = -1;
     CHECK(pid > 0 && waitpid(pid, &status, 0) == pid && status == 0);
-    stage_free(&st);
+    stage_free(st);
     return test_result();
 }
 #else

@@ -29,30 +29,25 @@ static int num_looks, num_attends, num_refused;
 /* ---- the rows there are ------------------------------------------------------------------------------------------ */
 
 static void add_entry(const pair *p, int l, entry_list *list, int32_t position, int32_t token, int32_t tag,
-                      int32_t moved)
-{
+                      int32_t moved) {
     const kvc_layer *layer = &p->layers[l];
     entry *e = &list->entries[list->num];
     *e = (entry){.position = position, .token = token, .arrived = list->num++};
     for (int h = 0; h < layer->num_kv_heads; h++) {
         moved_key(p, l, tag, moved, h, &e->k[h * layer->k_dim]);
-        for (int d = 0; d < layer->v_dim; d++)
-            e->v[h * layer->v_dim + d] = element(tag, l, !layer->value_in_key, h, d);
+        for (int d = 0; d < layer->v_dim; d++) e->v[h * layer->v_dim + d] = element(tag, l, !layer->value_in_key, h, d);
     }
 }
 
-static const cross_put *find_cross_put(const pair *p, int l, int64_t id)
-{
+static const cross_put *find_cross_put(const pair *p, int l, int64_t id) {
     for (int i = 0; i < p->num_cross_puts; i++)
-        if (p->cross_puts[i].layer == l && p->cross_puts[i].id == id)
-            return &p->cross_puts[i];
+        if (p->cross_puts[i].layer == l && p->cross_puts[i].id == id) return &p->cross_puts[i];
     return NULL;
 }
 
 /* In order of arrival: what is stored, then the batch's own that were put; in a cross-attention layer one or the
  * other. */
-static const entry_list *list_entries(const pair *p, int layer, int64_t id)
-{
+static const entry_list *list_entries(const pair *p, int layer, int64_t id) {
     static entry_list list;
     int l = source_of(p, layer);
     const sequence *s = find_sequence(p, id);
@@ -62,67 +57,53 @@ static const entry_list *list_entries(const pair *p, int layer, int64_t id)
         const row *r = &s->layers[l].rows[i];
         add_entry(p, l, &list, r->position, -1, r->tag, r->position - r->base);
     }
-    for (int32_t i = 0; put && i < put->n; i++)
-        add_entry(p, l, &list, i, -1, put->tag + i, 0);
+    for (int32_t i = 0; put && i < put->n; i++) add_entry(p, l, &list, i, -1, put->tag + i, 0);
     for (int32_t t = 0; t < p->num_tokens; t++)
-        if (p->ids[t] == id && p->written[l][t])
-            add_entry(p, l, &list, p->positions[t], t, p->batch_tag + t, 0);
+        if (p->ids[t] == id && p->written[l][t]) add_entry(p, l, &list, p->positions[t], t, p->batch_tag + t, 0);
     return &list;
 }
 
 /* Whether a token is another of the batch, or descends from it. */
-static int descends(const pair *p, int32_t token, int32_t ancestor)
-{
-    while (token >= 0 && token != ancestor)
-        token = p->parents[token];
+static int descends(const pair *p, int32_t token, int32_t ancestor) {
+    while (token >= 0 && token != ancestor) token = p->parents[token];
     return token == ancestor;
 }
 
-static int is_masked(int64_t id, int32_t position)
-{
+static int is_masked(int64_t id, int32_t position) {
     for (int i = 0; i < num_masked; i++)
-        if (masked[i].seq_id == id && position >= masked[i].begin && position < masked[i].end)
-            return 1;
+        if (masked[i].seq_id == id && position >= masked[i].begin && position < masked[i].end) return 1;
     return 0;
 }
 
 /* Whether a token sees a row of its sequence. */
-static int sees(const pair *p, int l, int32_t token, const entry *e, int sees_all)
-{
+static int sees(const pair *p, int l, int32_t token, const entry *e, int sees_all) {
     const kvc_policy *policy = &p->layers[l].policy;
     int32_t position = p->positions[token];
-    if (is_masked(p->ids[token], e->position))
-        return 0;
-    if (policy->kind == KVC_CROSS)
-        return 1;
-    if (p->parents && e->token >= 0 ? !descends(p, token, e->token) : !sees_all && e->position > position)
-        return 0;
+    if (is_masked(p->ids[token], e->position)) return 0;
+    if (policy->kind == KVC_CROSS) return 1;
+    if (p->parents && e->token >= 0 ? !descends(p, token, e->token) : !sees_all && e->position > position) return 0;
     return e->position >= lowest_seen(policy, position) ||
            (policy->kind == KVC_SLIDING && e->position < policy->num_sink_tokens);
 }
 
 /* ---- dense rows -------------------------------------------------------------------------------------------------- */
 
-static int by_position(const void *a, const void *b)
-{
+static int by_position(const void *a, const void *b) {
     const entry *x = a, *y = b;
     return x->position != y->position ? (x->position > y->position) - (x->position < y->position)
                                       : x->arrived - y->arrived;
 }
 
-static int by_id(const void *a, const void *b)
-{
+static int by_id(const void *a, const void *b) {
     int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
     return (x > y) - (x < y);
 }
 
 /* The batch's sequences by rising id; returns how many. */
-static int members_of(const pair *p, int64_t *ids)
-{
+static int members_of(const pair *p, int64_t *ids) {
     int num = 0;
     for (int t = 0; t < p->num_tokens; t++)
-        if (!count_id(p->ids[t], t, p->ids))
-            ids[num++] = p->ids[t];
+        if (!count_id(p->ids[t], t, p->ids)) ids[num++] = p->ids[t];
     qsort(ids, (size_t)num, sizeof *ids, by_id);
     return num;
 }
@@ -135,8 +116,7 @@ typedef struct dense {
     uint8_t seen[MAX_BATCH * MOST_ENTRIES * 3];
 } dense;
 
-static void get_dense(pair *p, int l, const uint8_t *non_causal, dense *out)
-{
+static void get_dense(pair *p, int l, const uint8_t *non_causal, dense *out) {
     CHECKF(kvc_dense_rows(p->batch, l, &out->num) == KVC_OK, "%s", kvc_last_error());
     CHECK(out->num <= MOST_ENTRIES * 3);
     const kvc_rows_out rows = room_for(p, l, (int32_t)out->num, out->k, out->v);
@@ -152,29 +132,25 @@ static void get_dense(pair *p, int l, const uint8_t *non_causal, dense *out)
                            .masked_size = sizeof *masked,
                            .num_masked = num_masked};
     CHECKF(kvc_dense(p->batch, l, &args) == KVC_OK, "%s", kvc_last_error());
-    for (int64_t i = 0; i < p->num_tokens * out->num; i++)
-        CHECK(out->seen[i] == (out->mask[i] == 0));
+    for (int64_t i = 0; i < p->num_tokens * out->num; i++) CHECK(out->seen[i] == (out->mask[i] == 0));
     args.num_rows++;
     CHECK_FAILS(kvc_dense(p->batch, l, &args), KVC_ERR_INVALID, "num_rows", "there are");
 }
 
-static void check_dense_row(const pair *p, int l, const dense *got, int64_t i, const entry *e)
-{
+static void check_dense_row(const pair *p, int l, const dense *got, int64_t i, const entry *e) {
     const kvc_layer *layer = &p->layers[l];
     for (int h = 0; h < layer->num_kv_heads; h++) {
         const float *k = &got->k[(h * got->num + i) * layer->k_dim], *v = &got->v[(h * got->num + i) * layer->v_dim];
         for (int d = 0; d < layer->k_dim; d++)
             CHECKF(fabs(k[d] - e->k[h * layer->k_dim + d]) <= p->roundings * 1e-4, "layer %d, k[%d] is %g, not %g", l,
                    d, (double)k[d], e->k[h * layer->k_dim + d]);
-        for (int d = 0; d < layer->v_dim; d++)
-            CHECK(v[d] == e->v[h * layer->v_dim + d]);
+        for (int d = 0; d < layer->v_dim; d++) CHECK(v[d] == e->v[h * layer->v_dim + d]);
     }
 }
 
 /* The sequences apart: each has the rows and masks that it has among all, at `first`, and zeros that nobody sees. */
 static void check_slice(const pair *p, int l, const dense *all, int64_t first, int64_t num, const dense *got, int s,
-                        int tokens)
-{
+                        int tokens) {
     const kvc_layer *layer = &p->layers[l];
     const size_t k_size = (size_t)layer->k_dim * sizeof(float), v_size = (size_t)layer->v_dim * sizeof(float);
     static const float zeros[64];
@@ -191,8 +167,7 @@ static void check_slice(const pair *p, int l, const dense *all, int64_t first, i
     }
 }
 
-static void check_apart(pair *p, int l, const uint8_t *non_causal, const dense *all)
-{
+static void check_apart(pair *p, int l, const uint8_t *non_causal, const dense *all) {
     static dense got;
     const kvc_layer *layer = &p->layers[l];
     int32_t num_sequences;
@@ -221,15 +196,13 @@ static void check_apart(pair *p, int l, const uint8_t *non_causal, const dense *
     for (int m = 0; m < num_sequences; m++) { /* by rising id; s: as the batch names them */
         const int tokens = p->num_tokens / num_sequences, num = list_entries(p, l, ids[m])->num;
         int s = 0;
-        while (p->ids[s * tokens] != ids[m])
-            s++;
+        while (p->ids[s * tokens] != ids[m]) s++;
         check_slice(p, l, all, first, num, &got, s, tokens);
         first += num;
     }
 }
 
-static void check_dense(pair *p, int l, const uint8_t *non_causal)
-{
+static void check_dense(pair *p, int l, const uint8_t *non_causal) {
     static dense got;
     static entry_list sorted;
     int64_t ids[MAX_BATCH], row = 0;
@@ -270,20 +243,16 @@ typedef struct query {
 
 /* Where the row of a token and head of an array with rows of `dim` lies: token major, or in groups that are head
  * major. */
-static int64_t at(const query *a, int t, int h, int dim)
-{
-    if (!a->inner)
-        return (int64_t)(t * a->num_heads + h) * dim;
+static int64_t at(const query *a, int t, int h, int dim) {
+    if (!a->inner) return (int64_t)(t * a->num_heads + h) * dim;
     return (int64_t)((t / a->inner * a->num_heads + h) * a->inner + t % a->inner) * dim;
 }
 
-static double query_element(const pair *p, const query *a, int t, int h, int d)
-{
+static double query_element(const pair *p, const query *a, int t, int h, int d) {
     return (double)(element(p->batch_tag + a->first + t, a->l + 20, 1, h, d) / 128);
 }
 
-static query query_new(const pair *p, int l, int first, int n)
-{
+static query query_new(const pair *p, int l, int first, int n) {
     static float alibi[MOST_HEADS] = {0.01f, -0.02f, 0, 0.003f, 0.1f, 0, 0.01f, 0.02f, 0.03f};
     const kvc_layer *layer = &p->layers[l];
     query a = {.l = l, .first = first, .n = n, .num_heads = layer->num_kv_heads * random_int(1, 4), .scale = 0.006f};
@@ -300,15 +269,13 @@ static query query_new(const pair *p, int l, int first, int n)
     return a;
 }
 
-static void query_free(query *a)
-{
+static void query_free(query *a) {
     free(a->q);
     free(a->out);
     free(a->lse);
 }
 
-static kvc_status run_query(const pair *p, const query *a, int num_threads)
-{
+static kvc_status run_query(const pair *p, const query *a, int num_threads) {
     const kvc_layer *layer = &p->layers[a->l];
     const int64_t f = sizeof(float), group = a->num_heads * a->inner * f, inner = a->inner ? 1 : 0;
     const int64_t token = inner ? f : f * a->num_heads, head = inner ? f * a->inner : f;
@@ -341,22 +308,18 @@ static kvc_status run_query(const pair *p, const query *a, int num_threads)
     return kvc_attend(p->batch, &plan, &args);
 }
 
-static double score_of(const pair *p, const query *a, int t, int h, const entry *e)
-{
+static double score_of(const pair *p, const query *a, int t, int h, const entry *e) {
     const kvc_layer *layer = &p->layers[a->l];
     const double *k = &e->k[h * layer->num_kv_heads / a->num_heads * layer->k_dim];
     double score = 0;
-    for (int d = 0; d < layer->k_dim; d++)
-        score += query_element(p, a, t, h, d) * k[d];
+    for (int d = 0; d < layer->k_dim; d++) score += query_element(p, a, t, h, d) * k[d];
     score *= (double)a->scale;
-    if (a->alibi)
-        score -= (double)a->alibi[h] * fabs((double)e->position - p->positions[a->first + t]);
+    if (a->alibi) score -= (double)a->alibi[h] * fabs((double)e->position - p->positions[a->first + t]);
     return score;
 }
 
 /* Token t of the query, head h, over the rows of its sequence. */
-static void check_head(const pair *p, const query *a, const entry_list *list, int t, int h)
-{
+static void check_head(const pair *p, const query *a, const entry_list *list, int t, int h) {
     const kvc_layer *layer = &p->layers[a->l];
     static double scores[MOST_ENTRIES];
     double top = -INFINITY, sum = 0, right[MAX_ROW] = {0};
@@ -370,8 +333,7 @@ static void check_head(const pair *p, const query *a, const entry_list *list, in
         const double *v = &list->entries[i].v[h * layer->num_kv_heads / a->num_heads * layer->v_dim];
         double weight = exp(scores[i] - top);
         sum += weight;
-        for (int d = 0; d < layer->v_dim; d++)
-            right[d] += weight * v[d];
+        for (int d = 0; d < layer->v_dim; d++) right[d] += weight * v[d];
     }
     for (int d = 0; d < layer->v_dim; d++) {
         float got = a->out[at(a, t, h, layer->v_dim) + d];
@@ -385,29 +347,24 @@ static void check_head(const pair *p, const query *a, const entry_list *list, in
            right_lse);
 }
 
-static void check_answers(const pair *p, const query *a)
-{
+static void check_answers(const pair *p, const query *a) {
     int64_t ids[MAX_BATCH];
     for (int m = 0, n = members_of(p, ids); m < n; m++) {
         const entry_list *list = list_entries(p, a->l, ids[m]);
         for (int t = 0; t < a->n; t++)
-            for (int h = 0; h < a->num_heads && p->ids[a->first + t] == ids[m]; h++)
-                check_head(p, a, list, t, h);
+            for (int h = 0; h < a->num_heads && p->ids[a->first + t] == ids[m]; h++) check_head(p, a, list, t, h);
     }
 }
 
 /* Whether the batch's rows are there that a query sees; or, of all it may have a part in, one is missing. */
-static void find_missing(const pair *p, const query *a, int *seen, int *any)
-{
+static void find_missing(const pair *p, const query *a, int *seen, int *any) {
     int l = source_of(p, a->l);
     *seen = *any = p->layers[l].policy.kind == KVC_NONE;
     for (int t = a->first; t < a->first + a->n; t++) {
-        if (p->layers[l].policy.kind == KVC_CROSS && !list_entries(p, l, p->ids[t])->num)
-            *seen = *any = 1;
+        if (p->layers[l].policy.kind == KVC_CROSS && !list_entries(p, l, p->ids[t])->num) *seen = *any = 1;
         for (int32_t i = 0; keeps_tokens(p, l) && i < p->num_tokens; i++) {
             const entry e = {.position = p->positions[i], .token = i};
-            if (p->ids[i] != p->ids[t] || p->written[l][i])
-                continue;
+            if (p->ids[i] != p->ids[t] || p->written[l][i]) continue;
             *any |= !is_masked(p->ids[t], e.position) && (!p->parents || descends(p, t, i));
             *seen |= sees(p, l, t, &e, a->non_causal && a->non_causal[t - a->first]);
         }
@@ -415,8 +372,7 @@ static void find_missing(const pair *p, const query *a, int *seen, int *any)
 }
 
 /* One thread and several give the same bits. */
-static void check_threads(const pair *p, const query *a)
-{
+static void check_threads(const pair *p, const query *a) {
     size_t size = (size_t)(a->n * a->num_heads * p->layers[a->l].v_dim) * sizeof *a->out;
     float *before = malloc(size);
     memcpy(before, a->out, size);
@@ -424,8 +380,7 @@ static void check_threads(const pair *p, const query *a)
     free(before);
 }
 
-static void check_attend(pair *p, int l, int first, int n, const uint8_t *non_causal)
-{
+static void check_attend(pair *p, int l, int first, int n, const uint8_t *non_causal) {
     query a = query_new(p, l, first, n);
     a.non_causal = non_causal ? non_causal + first : NULL;
     int seen_missing, any_missing;
@@ -446,8 +401,7 @@ static void check_attend(pair *p, int l, int first, int n, const uint8_t *non_ca
 /* ---- random operations ------------------------------------------------------------------------------------------- */
 
 /* Hides ranges of some of the batch's sequences, or nothing. */
-static void hide_some(const pair *p)
-{
+static void hide_some(const pair *p) {
     num_masked = random_int(0, 2) ? random_int(1, MOST_MASKED + 1) : 0;
     for (int i = 0; i < num_masked; i++) {
         int t = random_int(0, p->num_tokens), all = !random_int(0, 12);
@@ -456,14 +410,12 @@ static void hide_some(const pair *p)
     }
 }
 
-static void look(pair *p)
-{
+static void look(pair *p) {
     uint8_t non_causal[MAX_BATCH];
     int some = random_int(0, 4);
     num_looks++;
     hide_some(p);
-    for (int t = 0; t < p->num_tokens; t++)
-        non_causal[t] = some == 0 ? 1 : (uint8_t)random_int(0, 2);
+    for (int t = 0; t < p->num_tokens; t++) non_causal[t] = some == 0 ? 1 : (uint8_t)random_int(0, 2);
     for (int l = 0; l < p->config.num_layers; l++) {
         const uint8_t *given = some < 2 ? non_causal : NULL;
         int first = random_int(0, p->num_tokens), n = random_int(1, p->num_tokens - first + 1);
@@ -477,8 +429,7 @@ static void look(pair *p)
 }
 
 /* roundings: how often f32 keys, rotated by any angles, may be rounded; 0: keys of any type, by right angles. */
-static void test_random(int block_size, int num_steps, int roundings)
-{
+static void test_random(int block_size, int num_steps, int roundings) {
     static pair p;
     static view v;
     static memory heap;
@@ -495,18 +446,15 @@ static void test_random(int block_size, int num_steps, int roundings)
         pair_free(&p);
         pair_new(&p, p.config.num_layers, layers);
     }
-    for (int i = 0; i < num_steps; i++)
-        random_step(&p, &v);
+    for (int i = 0; i < num_steps; i++) random_step(&p, &v);
     pair_check(&p);
     view_free(&v, &p);
     pair_free(&p);
 }
 
-int main(void)
-{
+int main(void) {
     static const int block_sizes[] = {1, 3, 16, 64};
-    for (int i = 0; i < 96; i++)
-        test_random(block_sizes[i % 4], 120, i % 3 ? 12 : 0);
+    for (int i = 0; i < 96; i++) test_random(block_sizes[i % 4], 120, i % 3 ? 12 : 0);
     CHECKF(num_looks > 500 && num_attends > 2000 && num_refused > 50, "%d, %d, %d", num_looks, num_attends,
            num_refused);
     return test_result();
