@@ -31,8 +31,8 @@ static void test_settling(void) {
     layer.rope = (kvc_rope){.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 1, .inv_freq = right_angles};
     kvc_cache *cache = heap_cache(1, &layer, (kvc_config){.capacity = 8});
     retain_pairs(cache, 1);
-    CHECK(feed(cache, 1, 1, 4) == KVC_OK && kvc_fork(cache, 1, 2) == KVC_OK);
-    CHECK(kvc_shift(cache, 2, 1, KVC_END, 5) == KVC_OK && left(cache) == 1);
+    CHECK(feed(cache, 1, 2001, 4) == KVC_OK && kvc_fork(cache, 2001, 2002) == KVC_OK);
+    CHECK(kvc_shift(cache, 2002, 1, KVC_END, 5) == KVC_OK && left(cache) == 1);
     CHECK(kvc_settle(cache) == KVC_OK && left(cache) == 0 && stats_in(cache).live_slots == 7);
     free_valid(cache);
 }
