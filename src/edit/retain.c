@@ -78,6 +78,7 @@ static kvc_status retain_group(kvc_cache *cache, const kvc_sequence *src, int32_
     if (status != KVC_OK) return status;
     visit_rows(cache, src, g, begin, end, kvc_hold_part, to);
     to->lost = kvc_runs_lost_in(to, src->runs[g].lost, begin, end);
+    to->missing = kvc_runs_lost_in(to, src->runs[g].missing, begin, end);
     return KVC_OK;
 }
 

@@ -184,6 +184,25 @@ static void test_windows_go_first(void) {
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
+/* What a batch that replaced other layers left out is missing in what is retained, too, and in what goes on from that.
+ */
+static void test_not_restored(void) {
+    const kvc_policy policies[] = {full_policy, sliding_policy(3, 0, 0)};
+    const kvc_begin_args args = {
+        .struct_size = sizeof args, .num_tokens = 3, .positions = (int32_t[]){0, 1, 2}, .replaced = (uint8_t[]){0, 1}};
+    const kvc_put_args put = {.struct_size = sizeof put, .k = (float[4]){0}, .v = (float[4]){0}};
+    kvc_cache *cache = new_cache(2, policies, (kvc_config){0});
+    kvc_batch *batch = NULL;
+    CHECK(kvc_begin_with(cache, &args, &batch) == KVC_OK && kvc_put(batch, 1, &put) == KVC_OK);
+    CHECK(kvc_commit(batch) == KVC_OK && !kvc_can_resume(cache, 0, 3));
+    CHECK(kvc_retain(cache, 0, ids[0], 0, 3) == KVC_OK && kvc_retain(cache, 0, ids[1], 1, 2) == KVC_OK);
+    for (int i = 0; i < 2; i++) {
+        CHECK(kvc_fork(cache, ids[i], i) == KVC_OK && !kvc_can_resume(cache, ids[i], 3 - i));
+        CHECK_FAILS(feed(cache, 2, i, 3 - i, 4 - i), KVC_ERR_GONE, "layer 0", i ? "from 1 to 1" : "from 0 to 2");
+    }
+    CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+}
+
 /* Edits that copy rows evict, too. */
 static void test_edits(void) {
     const kvc_policy policies[] = {full_policy};
@@ -313,6 +332,7 @@ int main(void) {
     test_many();
     test_reserving_too_many();
     test_windows_go_first();
+    test_not_restored();
     test_edits();
     test_new_rows();
     test_refused();

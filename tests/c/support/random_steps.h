@@ -50,6 +50,11 @@ static const int64_t some_ids[NUM_IDS] = {0, 1, -7, INT64_MAX, INT64_MIN, 1 << 2
 
 static inline int64_t random_id(void) { return some_ids[random_int(0, NUM_IDS)]; }
 
+/* A sequence to share rows of: now and then a retained one. */
+static inline int64_t random_source(void) {
+    return random_int(0, 4) ? random_id() : FIRST_RETAINED + random_int(0, NUM_RETAINED);
+}
+
 static inline int32_t random_position(const pair *p, int64_t id) {
     return random_int(0, next_of(p, find_sequence(p, id)) + 3);
 }
@@ -110,13 +115,13 @@ static inline void random_retained(pair *p, int64_t id) {
 
 /* Edits a random sequence; if it is in the open batch, the edit must be refused. */
 static inline void random_edit(pair *p) {
-    int64_t id = random_id(), other = random_id();
+    int64_t id = random_id(), other = random_id(), source = random_source();
     int32_t begin = random_position(p, id), end = begin + random_int(0, 20);
     int choice = random_int(0, 245);
     if (choice >= 175)
         random_retained(p, id);
     else if (choice >= 153)
-        random_share(p, id, other);
+        random_share(p, random_source(), other);
     else if (choice >= 151)
         pair_clone(p);
     else if (choice >= 149)
@@ -125,10 +130,10 @@ static inline void random_edit(pair *p) {
         pair_remove(p, id, begin, choice % 5 ? end : KVC_END, choice % 2);
     else if (choice < 40)
         pair_truncate(p, id, begin);
-    else if (choice < 60 && id != other)
-        pair_fork(p, id, other);
-    else if (choice < 85 && id != other)
-        pair_copy_prefix(p, id, other, begin);
+    else if (choice < 60 && source != other)
+        pair_fork(p, source, other);
+    else if (choice < 85 && source != other)
+        pair_copy_prefix(p, source, other, begin);
     else if (choice < 93)
         pair_clear_sequence(p, id);
     else if (choice < 94)

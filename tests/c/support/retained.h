@@ -25,6 +25,8 @@ static inline kvc_status pair_retain(pair *p, int64_t src, int64_t id, int32_t b
             if (from->layers[l].rows[i].position >= begin && from->layers[l].rows[i].position < end)
                 list_add(&to->layers[l], from->layers[l].rows[i]);
         oracle_share_gone(&to->layers[l], &to->layers[l].lost, from->layers[l].lost, to->layers[l].num, begin, end);
+        oracle_share_gone(&to->layers[l], &to->layers[l].missing, from->layers[l].missing, to->layers[l].num, begin,
+                          end);
         num += to->layers[l].num;
     }
     if (num)
