@@ -496,7 +496,9 @@ KVC_API kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, i
  * layer, with KVC_ERR_INVALID also if src == dst, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t begin, int32_t end);
 
-/* Drops the rows at positions [begin, end).  Where that leaves nothing of the tokens, so that the sequence would go on
+/* Drops the rows at positions [begin, end).  What has expired moves as rows do, here and below: where such positions
+ * come to stand in the window of a token, or among the sinks, which all tokens see, a batch fails with KVC_ERR_GONE.
+ * Where that leaves nothing of the tokens, so that the sequence would go on
  * at position 0, the sequence ends as by kvc_clear_sequence: its rows in KVC_CROSS layers go, too.  So it does by
  * every edit, and where positions from 0 on are dropped of a sequence that has such rows alone.  (kvc_copy_prefix with
  * length 0, before that, makes another sequence hold them.)

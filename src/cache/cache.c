@@ -90,9 +90,8 @@ void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence) {
 int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_interval lost = sequence->runs[g].lost, missing = sequence->runs[g].missing;
-        const int32_t lowest = kvc_policy_lowest(&cache->policies[g], position);
-        if (lowest < lost.end || lowest < missing.end) return 1;
-        if (missing.end && missing.begin < kvc_policy_sinks(&cache->policies[g])) return 1;
+        if (kvc_policy_sees(&cache->policies[g], position, lost.begin, lost.end)) return 1;
+        if (kvc_policy_sees(&cache->policies[g], position, missing.begin, missing.end)) return 1;
     }
     return 0;
 }

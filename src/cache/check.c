@@ -110,10 +110,8 @@ kvc_status kvc_check_replaced(const kvc_cache *cache, const kvc_sequence *sequen
     for (int32_t layer = 0; layer < cache->num_layers; layer++) {
         const int32_t g = cache->group_of[layer];
         const kvc_interval missing = sequence->runs[g].missing;
-        if (g >= cache->num_token_groups || !missing.end || missing.begin >= end) continue;
-        if (kvc_policy_lowest(&cache->policies[g], position) >= missing.end &&
-            kvc_policy_sinks(&cache->policies[g]) <= missing.begin)
-            continue;
+        if (g >= cache->num_token_groups || missing.begin >= end) continue;
+        if (!kvc_policy_sees(&cache->policies[g], position, missing.begin, missing.end)) continue;
         return kvc_fail(KVC_ERR_GONE,
                         "a token at position %d of sequence %lld would see rows that layer %d lacks, from %d to %d: a "
                         "batch replaced other layers; restore those of its policy, too, or cut the sequence there",
@@ -122,20 +120,40 @@ kvc_status kvc_check_replaced(const kvc_cache *cache, const kvc_sequence *sequen
     return KVC_OK;
 }
 
+kvc_status kvc_check_goes_on(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position) {
+    if (!sequence || !kvc_cache_misses(cache, sequence, position)) return KVC_OK;
+    KVC_TRY(kvc_check_replaced(cache, sequence, position, KVC_END));
+    if (first_safe(cache, sequence) == INT32_MAX)
+        return kvc_fail(KVC_ERR_GONE,
+                        "a token at position %d of sequence %lld would see rows that have expired, as every later one "
+                        "would: clear the sequence and feed it again, or cut it before them",
+                        position, (long long)sequence->id);
+    return kvc_fail(KVC_ERR_GONE,
+                    "a token at position %d of sequence %lld would see rows that have expired: the sequence goes on at "
+                    "%d; to go back further, clear it and feed it again, or give resume_window",
+                    position, (long long)sequence->id, kvc_sequence_next(sequence));
+}
+
 kvc_status kvc_check_cut(const kvc_cache *cache, const kvc_sequence *sequence, int32_t length) {
     int32_t before = INT32_MAX, misses = 0; /* before: nothing was lost below */
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_interval lost = sequence->runs[g].lost;
         if (lost.end && lost.begin < before) before = lost.begin;
-        misses |= lost.begin < length && kvc_policy_lowest(&cache->policies[g], length) < lost.end;
+        misses |= lost.begin < length && kvc_policy_sees(&cache->policies[g], length, lost.begin, lost.end);
     }
     if (length >= kvc_sequence_next(sequence)) return KVC_OK;
     const kvc_status status = kvc_check_replaced(cache, sequence, length, length);
     if (status != KVC_OK || !misses) return status;
+    const int32_t safe = first_safe(cache, sequence);
+    if (safe == INT32_MAX)
+        return kvc_fail(KVC_ERR_GONE,
+                        "sequence %lld cannot go on at position %d: a token there would see rows that have expired, as "
+                        "every later one would; it can up to %d",
+                        (long long)sequence->id, length, before);
     return kvc_fail(KVC_ERR_GONE,
                     "sequence %lld cannot go on at position %d: a token there would see rows that have expired; it can "
                     "from position %d on, or up to %d; a larger resume_window keeps more",
-                    (long long)sequence->id, length, first_safe(cache, sequence), before);
+                    (long long)sequence->id, length, safe, before);
 }
 
 kvc_status kvc_check_idle(const kvc_sequence *sequence) {

@@ -23,15 +23,7 @@ static kvc_status check_rope(const kvc_cache *cache) {
 typedef struct edit {
     kvc_change change;
     int32_t removes; /* not 0: tokens are removed; 0: they move */
-    int32_t shift;   /* not 0: tokens behind removed ones move down */
 } edit;
-
-/* Returns a bound of a range after positions [c->begin, c->end) were removed. */
-static int32_t bound_after(const edit *e, int32_t bound) {
-    const kvc_change *c = &e->change;
-    if (bound > c->end) return e->shift ? bound - (c->end - c->begin) : bound;
-    return bound > c->begin ? c->begin : bound;
-}
 
 /* Widens an interval to include the positions of `lost` that are in [begin, end), once they were moved by `move` and
  * divided. */
@@ -50,10 +42,6 @@ static void add_moved(kvc_interval *all, kvc_interval lost, int32_t begin, int32
 static kvc_interval lost_after(const edit *e, kvc_interval lost) {
     const kvc_change *c = &e->change;
     kvc_interval after = {0, 0};
-    if (e->removes) {
-        if (lost.begin >= c->begin && lost.end <= c->end) return after;
-        return (kvc_interval){bound_after(e, lost.begin), bound_after(e, lost.end)};
-    }
     add_moved(&after, lost, 0, c->begin, 0, 1);
     add_moved(&after, lost, c->end, c->moved_end, c->move, c->divisor ? c->divisor : 1);
     add_moved(&after, lost, c->moved_end, INT32_MAX, 0, 1);
@@ -190,10 +178,10 @@ static kvc_status remove_range(kvc_cache *cache, int64_t seq_id, int32_t begin, 
     if (status == KVC_OK && sequence && end >= kvc_sequence_next(sequence))
         status = kvc_check_cut(cache, sequence, begin);
     if (status != KVC_OK || !sequence) return status;
-    edit e = {.change = {.begin = begin, .end = end, .moved_end = end}, .removes = 1, .shift = shift};
-    if (shift && kvc_sequence_last(sequence) >= end) {
-        status = check_rope(cache);
-        e.change.moved_end = begin < end ? KVC_END : end; /* where nothing is removed, nothing moves */
+    edit e = {.change = {.begin = begin, .end = end, .moved_end = end}, .removes = 1};
+    if (shift && kvc_sequence_last(sequence) >= end) status = check_rope(cache);
+    if (shift && begin < end) { /* where nothing is removed, nothing moves */
+        e.change.moved_end = KVC_END;
         e.change.move = begin - end;
     }
     return status == KVC_OK ? apply(cache, sequence, &e) : status;

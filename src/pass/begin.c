@@ -62,12 +62,7 @@ static kvc_status check_not_expired(const kvc_cache *cache, int32_t num_tokens, 
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_ids ? seq_ids[0] : 0);
     for (int32_t t = 0; t < num_tokens; t++) {
         if (seq_ids && t && seq_ids[t] != seq_ids[t - 1]) sequence = kvc_table_find(&cache->sequences, seq_ids[t]);
-        if (!sequence || !kvc_cache_misses(cache, sequence, positions[t])) continue;
-        KVC_TRY(kvc_check_replaced(cache, sequence, positions[t], KVC_END));
-        return kvc_fail(KVC_ERR_GONE,
-                        "a token at position %d of sequence %lld would see rows that have expired: the sequence goes "
-                        "on at %d; to go back further, clear it and feed it again, or give resume_window",
-                        positions[t], (long long)sequence->id, kvc_sequence_next(sequence));
+        KVC_TRY(kvc_check_goes_on(cache, sequence, positions[t]));
     }
     return KVC_OK;
 }

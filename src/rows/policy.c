@@ -90,3 +90,7 @@ int32_t kvc_policy_next_start(const kvc_policy *policy, int32_t low) {
 }
 
 int32_t kvc_policy_sinks(const kvc_policy *policy) { return policy->kind == KVC_SLIDING ? policy->num_sink_tokens : 0; }
+
+int kvc_policy_sees(const kvc_policy *policy, int32_t position, int32_t begin, int32_t end) {
+    return begin < end && (kvc_policy_lowest(policy, position) < end || begin < kvc_policy_sinks(policy));
+}

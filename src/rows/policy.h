@@ -32,4 +32,7 @@ int32_t kvc_policy_next_start(const kvc_policy *policy, int32_t low);
 /* Returns the number of sinks: positions below it are never expired. */
 int32_t kvc_policy_sinks(const kvc_policy *policy);
 
+/* Returns whether a query at `position`, or a later one, sees any of the positions [begin, end). */
+int kvc_policy_sees(const kvc_policy *policy, int32_t position, int32_t begin, int32_t end);
+
 #endif

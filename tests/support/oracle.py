@@ -99,9 +99,11 @@ class Row:
 
 def removed(lost, begin, end, shift):
     """Where expired rows stood after positions [begin, end) were removed, like stored ones."""
-    if lost[0] >= begin and lost[1] <= end:
-        return 0, 0
-    return tuple(p - (end - begin if shift else 0) if p > end else min(p, begin) for p in lost)
+    first, last = lost[0], lost[1] - 1
+    down = end - begin if shift else 0
+    below = [p for p in (first, min(last, begin - 1)) if first <= p <= last and p < begin]
+    above = [p - down for p in (max(first, end), last) if first <= p <= last and p >= end]
+    return (min(below + above), max(below + above) + 1) if below + above else (0, 0)
 
 
 def within_capacity(edit):
@@ -185,8 +187,11 @@ class KVCache:
 
     def misses(self, position, seq_id, below=MAX_POSITION + 1):
         """Return whether a query at this position would miss expired rows below another."""
-        lost = [(*self.lost_at(i, seq_id), self.policy[i].lowest(position)) for i in self.layers]
-        return any(begin < below and lowest < end for begin, end, lowest in lost)
+        lost = [(*self.lost_at(i, seq_id), self.policy[i]) for i in self.layers]
+        return any(
+            begin < min(below, end) and (policy.lowest(position) < end or policy.is_sink(begin))
+            for begin, end, policy in lost
+        )
 
     def can_resume(self, position, *, seq_id=0):
         return not self.layers or (position <= self.next_position(seq_id) and not self.misses(position, seq_id))

@@ -79,6 +79,44 @@ static void test_remove_from_fork(void) {
     pair_free(p);
 }
 
+/* Where expired positions come to stand among the sinks, which every token sees, the sequence cannot go on, unless it
+ * is cut there; where they were removed, it can. */
+static void test_lost_rows_among_sinks(void) {
+    enum { REMOVE, REMOVE_AND_SHIFT, SHIFT, DIVIDE };
+    static const struct {
+        int edit;
+        int32_t begin, end, by;
+        int goes_on, cut; /* cut: the largest length that it can be cut to otherwise */
+    } cases[] = {
+        {REMOVE_AND_SHIFT, 0, 1, 0, 0, 1}, {REMOVE, 0, 1, 0, 1, 0},           {REMOVE_AND_SHIFT, 1, 4, 0, 0, 1},
+        {REMOVE, 1, 4, 0, 1, 0},           {REMOVE_AND_SHIFT, 2, 7, 0, 1, 0}, {REMOVE_AND_SHIFT, 0, 9, 0, 1, 0},
+        {REMOVE, 0, 8, 0, 1, 0},           {SHIFT, 2, KVC_END, -1, 0, 1},     {SHIFT, 2, KVC_END, -2, 0, 0},
+        {SHIFT, 0, KVC_END, 3, 1, 0},      {SHIFT, 8, KVC_END, 9, 1, 0},      {DIVIDE, 0, KVC_END, 2, 0, 1},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        pair *p = pair_with(no_rope, sliding_policy(3, 2, 0), 4);
+        pair_feed(p, 0, 0, 12); /* 2 to 8 have expired */
+        if (cases[i].edit == SHIFT)
+            pair_shift(p, 0, cases[i].begin, cases[i].end, cases[i].by);
+        else if (cases[i].edit == DIVIDE)
+            pair_divide(p, 0, cases[i].begin, cases[i].end, cases[i].by);
+        else
+            pair_remove(p, 0, cases[i].begin, cases[i].end, cases[i].edit == REMOVE_AND_SHIFT);
+        pair_check(p);
+        const int32_t next = kvc_next_position(p->cache, 0);
+        CHECKF(kvc_can_resume(p->cache, 0, next) == cases[i].goes_on, "case %d", (int)i);
+        if (!cases[i].goes_on) {
+            CHECK_FAILS(pair_feed(p, 0, next, next + 1), KVC_ERR_GONE, "every later one", "clear the sequence");
+            CHECK_FAILS(pair_truncate(p, 0, cases[i].cut + 1), KVC_ERR_GONE, "every later one", "it can up to");
+            CHECK(pair_truncate(p, 0, cases[i].cut) == KVC_OK);
+        }
+        pair_check(p);
+        CHECKF(pair_feed(p, 0, next_of(p, p->sequences), next_of(p, p->sequences) + 1) == KVC_OK, "case %d", (int)i);
+        pair_check(p);
+        pair_free(p);
+    }
+}
+
 /* ---- shifts and divisions ---------------------------------------------------------------------------------------- */
 
 static void test_largest_position(void) {
@@ -641,6 +679,7 @@ static void test_block_size(int block_size) {
 
 static void test_moves(void) {
     test_remove_from_fork();
+    test_lost_rows_among_sinks();
     test_largest_position();
 }
 

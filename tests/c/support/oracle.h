@@ -302,11 +302,11 @@ static inline int misses_below(const pair *p, const sequence *s, int32_t positio
     for (int l = 0; s && l < p->config.num_layers; l++) {
         if (!keeps_tokens(p, l)) continue;
         const kvc_policy *policy = &p->layers[l].policy;
-        range lost = s->layers[l].lost, missing = s->layers[l].missing;
+        const range gone[] = {s->layers[l].lost, s->layers[l].missing};
         int32_t lowest = lowest_seen(policy, position),
                 sinks = policy->kind == KVC_SLIDING ? policy->num_sink_tokens : 0;
-        if (lost.begin < end && lowest < lost.end) return 1;
-        if (missing.end && missing.begin < end && (lowest < missing.end || missing.begin < sinks)) return 1;
+        for (int i = 0; i < 2; i++)
+            if (gone[i].end && gone[i].begin < end && (lowest < gone[i].end || gone[i].begin < sinks)) return 1;
     }
     return 0;
 }
@@ -604,10 +604,14 @@ static inline range range_moved(range r, int32_t begin, int32_t end, int32_t del
 }
 
 static inline range range_removed(range r, int32_t begin, int32_t end, int shift) {
-    if (r.begin >= begin && r.end <= end) return (range){0, 0};
-    for (int32_t *bound = &r.begin; bound; bound = bound == &r.begin ? &r.end : NULL)
-        *bound = *bound > end ? *bound - (shift ? end - begin : 0) : *bound > begin ? begin : *bound;
-    return r;
+    const int32_t down = shift ? end - begin : 0;
+    range left = {0, 0};
+    if (r.begin < begin && r.begin < r.end) left = (range){r.begin, r.end < begin ? r.end : begin};
+    if (r.end > end && r.begin < r.end) {
+        widen(&left, (r.begin > end ? r.begin : end) - down);
+        widen(&left, r.end - 1 - down);
+    }
+    return left;
 }
 
 static inline void oracle_copy_prefix(pair *p, int64_t src, int64_t dst, int32_t length) {
