@@ -664,7 +664,7 @@ typedef struct kvc_stats {
     int64_t blocks_free;     /* now: memory kept for reuse */
     int64_t rows_copied;     /* to slots of a sequence's own, to be changed there: by kvc_divide and KVC_ROPE_FUNCTION,
                                 and of shared rows by kvc_settle and kvc_inject.  Nothing else copies a stored row */
-    int64_t rows_evicted;    /* of retained sequences, to make room */
+    int64_t rows_evicted;    /* of retained sequences, to make room: what two of them shared counts twice */
     int64_t retained;        /* now: retained sequences */
     int64_t evictable_slots; /* now: of live_slots, those that only such sequences hold */
 } kvc_stats;

@@ -23,6 +23,14 @@ static void retain_pairs(kvc_cache *cache, int num) {
         CHECK(kvc_retain_new(cache, id, 0, 2, NULL) == KVC_OK && kvc_pin(cache, &id, 1, -1) == KVC_OK);
 }
 
+static int calls_left; /* of move, before one fails; -1: none does */
+
+static int32_t move(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows, int32_t k_dim,
+                    int32_t delta) {
+    (void)user, (void)layer, (void)keys, (void)num_kv_heads, (void)num_rows, (void)k_dim, (void)delta;
+    return calls_left >= 0 && calls_left-- == 0;
+}
+
 /* ---- victims ----------------------------------------------------------------------------------------------------- */
 
 /* Settling evicts what it needs for its copies, of sequences that stand before those with deltas, too. */
@@ -81,6 +89,54 @@ static void test_one_group_of_shared_rows(void) {
     CHECK(kvc_retain_new(cache, FIRST_ID + 2, 0, 4, (uint8_t[]){0, 1}) == KVC_OK);
     CHECK(kvc_retain_new(cache, FIRST_ID + 3, 0, 4, (uint8_t[]){0, 1}) == KVC_OK);
     CHECK(left(cache) == 15 && kvc_seq_len(cache, id, 0) == 2 && kvc_seq_len(cache, id, 1) == 0);
+    free_valid(cache);
+}
+
+/* A retained sequence whose windows are evicted has lost these rows, sinks too, and those expired before: where a query
+ * sees any of them, nothing goes on from it. */
+static void test_evicted_windows(void) {
+    const kvc_policy policies[] = {sliding_policy(3, 0, 0), sliding_policy(3, 2, 0), sliding_policy(3, 2, 5),
+                                   sliding_policy(1, 2, 0), sliding_policy(1, 0, 0), chunked_policy(5, 0),
+                                   chunked_policy(4, 0),    chunked_policy(4, 3)};
+    for (size_t i = 0; i < sizeof policies / sizeof *policies; i++) {
+        const kvc_policy *policy = &policies[i];
+        const kvc_layer layers[] = {plain_layer, layer_with(*policy)};
+        const int has_sinks = policy->kind == KVC_SLIDING && policy->num_sink_tokens;
+        kvc_cache *cache = new_cache(2, layers, (kvc_config){.capacity = 16});
+        kvc_batch *batch;
+        for (int t = 0; t < 8; t++) CHECK(feed(cache, 2, 1, 1) == KVC_OK);
+        CHECK(kvc_retain(cache, 1, FIRST_ID, 0, 8) == KVC_OK);
+        for (int t = 0; t < 8; t++) CHECK(feed(cache, 2, 1, 1) == KVC_OK);
+        for (int64_t id = FIRST_ID + 1; id < FIRST_ID + 16 && kvc_seq_len(cache, FIRST_ID, 1); id++)
+            CHECK(kvc_retain_new(cache, id, 0, 1, (uint8_t[]){0, 1}) == KVC_OK);
+        CHECK(kvc_seq_len(cache, FIRST_ID, 0) == 8 && kvc_seq_len(cache, FIRST_ID, 1) == 0);
+        CHECK(kvc_fork(cache, FIRST_ID, 2) == KVC_OK);
+        for (int32_t at = 1; at <= 8; at++) {
+            const int resumes = at == 8 && lowest_seen(policy, at) == at && !has_sinks;
+            CHECKF(kvc_can_resume(cache, FIRST_ID, at) == resumes && kvc_can_resume(cache, 2, at) == resumes,
+                   "policy %d: at %d", (int)i, at);
+            const kvc_status status = kvc_copy_prefix(cache, FIRST_ID, 3, at);
+            CHECKF(status == (at == 8 ? KVC_OK : KVC_ERR_GONE), "policy %d: prefix of %d", (int)i, at);
+        }
+        CHECK(kvc_clear_sequence(cache, 1) == KVC_OK);
+        const kvc_status status = kvc_begin(cache, 1, (int32_t[]){20}, (int64_t[]){2}, NULL, &batch);
+        CHECKF(status == (has_sinks ? KVC_ERR_GONE : KVC_OK), "policy %d: %s", (int)i, kvc_last_error());
+        if (status == KVC_OK) kvc_abort(batch);
+        free_valid(cache);
+    }
+}
+
+/* Rows that an edit holds until it has copied them count as evicted as well. */
+static void test_rows_evicted(void) {
+    kvc_layer layer = plain_layer;
+    layer.rope = (kvc_rope){.kind = KVC_ROPE_FUNCTION, .shift = move};
+    kvc_cache *cache = new_cache(1, &layer, (kvc_config){.capacity = 12});
+    kvc_stats stats;
+    calls_left = -1;
+    CHECK(feed(cache, 1, 1, 10) == KVC_OK && kvc_retain(cache, 1, FIRST_ID, 0, 10) == KVC_OK);
+    CHECK(kvc_shift(cache, 1, 0, KVC_END, 5) == KVC_OK && !left(cache));
+    kvc_get_stats(cache, &stats, sizeof stats);
+    CHECKF(stats.rows_evicted == 10 && stats.live_slots == 10, "%d rows", (int)stats.rows_evicted);
     free_valid(cache);
 }
 
@@ -278,14 +334,6 @@ static void look(kvc_cache *cache, seen *s) {
     CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
 }
 
-static int calls_left; /* of move, before one fails; -1: none does */
-
-static int32_t move(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows, int32_t k_dim,
-                    int32_t delta) {
-    (void)user, (void)layer, (void)keys, (void)num_kv_heads, (void)num_rows, (void)k_dim, (void)delta;
-    return calls_left >= 0 && calls_left-- == 0;
-}
-
 /* Makes a cache with two sequences that share rows, at different positions; retained ones of which some share rows with
  * these or with each other; and blocks that nobody uses. */
 static kvc_cache *crowded(int calls, kvc_config config) {
@@ -425,6 +473,8 @@ int main(void) {
     test_failed_allocations();
     test_one_group();
     test_one_group_of_shared_rows();
+    test_evicted_windows();
+    test_rows_evicted();
     test_random_crowds();
     test_room_is_exact();
     test_failed_edits();

@@ -1554,7 +1554,6 @@ static inline void pair_see_evicted(pair *p) {
             row_list *list = &at->layers[l];
             if (!keeps_tokens(p, l) || !list->num || kvc_seq_len(p->cache, left[i], l) > 0) continue;
             CHECK(!at->num_pins && p->layers[l].policy.kind != KVC_FULL);
-            list->lost = (range){0, 0};
             for (int r = 0; r < list->num; r++) widen(&list->lost, list->rows[r].position);
             list->num = 0;
         }
