@@ -787,7 +787,7 @@ KVC_API kvc_status kvc_retain_new(kvc_cache *cache, int64_t id, int32_t begin, i
  * put in dst.  *matched becomes the number of tokens, at most `length`, behind which dst can go on: so many that every
  * layer has what a query there sees, which is all rows, or those of its window or chunk; and no more than the
  * sequences had, expired tokens included.  Ids that do not exist count as evicted: what they held is missing.  dst
- * holds no token from *matched on, and nothing where that is 0.  Marks the sequences as used, as kvc_touch does.
+ * holds no token from *matched on, and nothing where that is 0; what has expired of it is forgotten.  Marks the sequences as used, as kvc_touch does.
  * Fails with KVC_ERR_INVALID if dst holds rows, an id is that of a sequence that is not retained, or rows of one do
  * not stand behind those of the ones before; with KVC_ERR_BUSY and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_attach(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int64_t dst, int32_t length,

@@ -16,37 +16,38 @@ static kvc_sequence *find_retained(const kvc_cache *cache, int64_t id) {
     return sequence && sequence->is_retained ? sequence : NULL;
 }
 
-/* Returns KVC_ERR_INVALID if there is a sequence already. */
+/* Returns KVC_ERR_INVALID if there is a sequence that holds rows, or is in the open batch. */
 static kvc_status check_unused(const kvc_cache *cache, int64_t id) {
-    if (!kvc_table_find(&cache->sequences, id)) return KVC_OK;
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, id);
+    if (!sequence || !(sequence->in_batch || kvc_sequence_holds(sequence))) return KVC_OK;
     return kvc_fail(KVC_ERR_INVALID, "sequence %lld holds rows: retain others under an id that is not used",
                     (long long)id);
 }
 
-/* Makes a retained sequence that holds nothing as yet, and adds it to the table; returns NULL if out of memory.
+/* Makes a sequence that holds nothing as yet, and gets memory to add it to the table; returns NULL if out of memory.
  * *before: the table until then, for end_retaining. */
 static kvc_sequence *new_retained(kvc_cache *cache, int64_t id, kvc_table *before) {
     *before = cache->sequences;
     kvc_sequence *sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
-    if (!sequence) return NULL;
-    if (kvc_table_reserve(&cache->sequences, 1, before, &cache->memory) != KVC_OK) {
-        kvc_sequence_free(sequence, &cache->memory, cache->pools);
-        return NULL;
-    }
-    kvc_table_insert(&cache->sequences, sequence);
-    kvc_cache_retain(cache, sequence);
-    return sequence;
+    if (!sequence || kvc_table_reserve(&cache->sequences, 1, before, &cache->memory) == KVC_OK) return sequence;
+    kvc_sequence_free(sequence, &cache->memory, cache->pools);
+    return NULL;
 }
 
-/* Keeps the new sequence if it holds rows and status is KVC_OK; else removes all trace of it.  Returns status. */
+/* Adds the new sequence to the table and the retained ones, in place of one of which all rows have expired, if it holds
+ * rows and status is KVC_OK; else removes all trace of it.  Returns status. */
 static kvc_status end_retaining(kvc_cache *cache, kvc_sequence *sequence, const kvc_table *before, kvc_status status) {
-    if (status == KVC_OK && kvc_sequence_holds(sequence)) {
-        kvc_table_keep(&cache->sequences, before, &cache->memory);
-        return KVC_OK;
+    if (status != KVC_OK || !kvc_sequence_holds(sequence)) {
+        kvc_sequence_free(sequence, &cache->memory, cache->pools);
+        kvc_table_undo(&cache->sequences, before, &cache->memory);
+        return status;
     }
-    kvc_cache_forget(cache, sequence);
-    kvc_table_undo(&cache->sequences, before, &cache->memory);
-    return status;
+    kvc_table_keep(&cache->sequences, before, &cache->memory);
+    kvc_sequence *old = kvc_table_find(&cache->sequences, sequence->id);
+    if (old) kvc_cache_forget(cache, old);
+    kvc_table_insert(&cache->sequences, sequence);
+    kvc_cache_retain(cache, sequence);
+    return KVC_OK;
 }
 
 /* Adds 1 to the int32_t that is the context. */
@@ -362,14 +363,15 @@ static kvc_status attach(kvc_cache *cache, const int64_t *ids, int32_t num, int6
     if (status == KVC_OK && old && kvc_sequence_holds(old))
         status = kvc_fail(KVC_ERR_INVALID, "dst: sequence %lld holds rows; attach to one that holds nothing",
                           (long long)dst);
-    if (status != KVC_OK || !num) return status;
-    const size_t size = (size_t)num * sizeof(kvc_sequence *);
+    if (status != KVC_OK) return status;
+    const size_t size = (size_t)(num + 1) * sizeof(kvc_sequence *);
     pieces p = {cache, kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1), num, 0};
     if (!p.items) return kvc_fail(KVC_ERR_NOMEM, "out of memory to attach %d sequences", num);
     status = find_pieces(&p, ids);
     const int32_t end = status == KVC_OK ? find_match(&p, length < p.end ? length : p.end) : 0;
     if (end) status = attach_all(&p, dst, old, end);
     if (status == KVC_OK) {
+        if (!end && old) kvc_cache_forget(cache, old); /* what has expired of it */
         for (int32_t i = num - 1; i >= 0; i--)
             if (p.items[i]) touch(cache, p.items[i]);
         *matched = end;

@@ -203,6 +203,40 @@ static void test_not_restored(void) {
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
+/* A sequence that holds nothing but has expired of rows is no other than an empty one to what takes its place. */
+static void test_in_place_of_expired(void) {
+    enum { ATTACH, ATTACH_NONE, ATTACH_ALL, RETAIN, RETAIN_NEW, RETAIN_NOTHING, RETAIN_OWN, NUM_WAYS };
+    const kvc_policy policies[] = {sliding_policy(5, 0, 0)};
+    for (int way = 0; way < NUM_WAYS; way++) {
+        kvc_cache *cache = new_cache(1, policies, (kvc_config){.capacity = TOKENS});
+        const int64_t id = 3;
+        int64_t found;
+        int32_t matched = -1;
+        CHECK(feed(cache, 1, 1, 0, 20) == KVC_OK && kvc_share(cache, 1, id, 0, 10) == KVC_OK);
+        CHECK(kvc_retain(cache, 1, ids[0], 15, 20) == KVC_OK);
+        CHECK(kvc_seq_len(cache, id, -1) == 0 && kvc_next_position(cache, id) == 10);
+        switch (way) {
+        case ATTACH: CHECK(kvc_attach(cache, &(int64_t){77}, 1, id, 100, &matched) == KVC_OK && matched == 0); break;
+        case ATTACH_NONE: CHECK(kvc_attach(cache, NULL, 0, id, 100, &matched) == KVC_OK && matched == 0); break;
+        case ATTACH_ALL: CHECK(kvc_attach(cache, ids, 1, id, 100, &matched) == KVC_OK && matched == 20); break;
+        case RETAIN: CHECK(kvc_retain(cache, 1, id, 16, 20) == KVC_OK); break;
+        case RETAIN_NEW: CHECK(kvc_retain_new(cache, id, 0, 4, NULL) == KVC_OK); break;
+        case RETAIN_NOTHING: CHECK(kvc_retain(cache, 1, id, 0, 9) == KVC_OK); break;
+        case RETAIN_OWN: CHECK(kvc_retain(cache, id, id, 0, 9) == KVC_OK); break;
+        }
+        const int attaches = way <= ATTACH_ALL, retains = way == RETAIN || way == RETAIN_NEW;
+        CHECKF(!attaches || (kvc_can_resume(cache, id, matched) && kvc_next_position(cache, id) == matched), "%d", way);
+        CHECK(kvc_retained(cache, &found, 1) == 1 + retains &&
+              kvc_sequences(cache, NULL, 0) == 1 + (way == ATTACH_ALL));
+        CHECK(!retains || kvc_seq_len(cache, id, -1) == 4);
+        CHECK(attaches || retains ||
+              kvc_next_position(cache, id) == 10); /* nothing was retained: nothing has changed */
+        CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+        CHECK(!attaches || feed(cache, 1, id, matched, matched + 1) == KVC_OK);
+        CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+    }
+}
+
 /* Edits that copy rows evict, too. */
 static void test_edits(void) {
     const kvc_policy policies[] = {full_policy};
@@ -333,6 +367,7 @@ int main(void) {
     test_reserving_too_many();
     test_windows_go_first();
     test_not_restored();
+    test_in_place_of_expired();
     test_edits();
     test_new_rows();
     test_refused();

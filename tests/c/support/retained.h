@@ -118,8 +118,8 @@ static inline kvc_status pair_attach(pair *p, const int64_t *ids, int n, int64_t
     CHECKF(matched == right, "%d matched, not %d", matched, right);
     for (int i = n - 1; i >= 0; i--)
         if (find_sequence(p, ids[i])) oracle_use(p, ids[i]);
+    forget_sequence(p, dst); /* of which rows may have been expired */
     if (!right) return status;
-    forget_sequence(p, dst);
     sequence *to = add_sequence(p, dst);
     for (int l = 0; l < p->config.num_layers; l++)
         if (keeps_tokens(p, l)) oracle_attach_layer(p, ids, n, to, l, right);
