@@ -1,11 +1,6 @@
 /* expire.c: expires rows, and previews it: see expire.h. */
 #include "space/expire.h"
 
-void kvc_set_min_query_positions(kvc_cache *cache) {
-    for (kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed)
-        if (!sequence->in_batch) sequence->min_query_position = kvc_min_query_position(sequence);
-}
-
 int64_t kvc_count_kept(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {
     const kvc_interval gone = kvc_policy_expired(&cache->policies[g], sequence->min_query_position);
     return sequence->runs[g].num_rows - kvc_runs_visit(&sequence->runs[g], gone.begin, gone.end, NULL, NULL);
@@ -79,6 +74,11 @@ void kvc_set_min_query_behind(kvc_sequence *sequence, int32_t last) {
     int32_t low = kvc_min_query_position(sequence);
     if (low == kvc_sequence_next(sequence) && low <= last) low = last + 1;
     sequence->min_query_position = low ? low - 1 : 0;
+}
+
+void kvc_set_min_query_positions(kvc_cache *cache) {
+    for (kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed)
+        if (!sequence->in_batch) kvc_set_min_query_behind(sequence, -1);
 }
 
 void kvc_append_kept(kvc_cache *cache, kvc_sequence *sequence, int32_t g, const kvc_run *run) {

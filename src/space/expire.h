@@ -10,8 +10,8 @@
 
 #include "cache/cache.h"
 
-/* Sets `min_query_position` of sequences outside the batch.  Call before expiring: one group's expiry changes the next
- * one's. */
+/* Sets `min_query_position` of sequences outside the batch as after a commit, so that their last token can be taken
+ * back.  Call before expiring: one group's expiry changes the next one's. */
 void kvc_set_min_query_positions(kvc_cache *cache);
 
 /* Counts the rows that a sequence keeps in group g when that expires. */

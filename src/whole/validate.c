@@ -132,8 +132,9 @@ static kvc_status check_row_buffers(const kvc_cache *cache) {
 static kvc_status check_expired(const kvc_cache *cache, const kvc_sequence *sequence) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_policy *policy = &cache->policies[g];
-        const int32_t next = kvc_sequence_last(sequence) + 1, low = kvc_min_query_position(sequence);
-        const kvc_interval gone = kvc_policy_expired(policy, low < next ? low : next);
+        const int32_t last = kvc_sequence_last(sequence), low = kvc_min_query_position(sequence) - 1;
+        const int32_t behind = low < last ? low : last;
+        const kvc_interval gone = kvc_policy_expired(policy, behind > 0 ? behind : 0);
         REQUIRE(!kvc_policy_expires(policy) || !kvc_runs_visit(&sequence->runs[g], gone.begin, gone.end, NULL, NULL),
                 "group %d, sequence %lld: rows are to expire, and no batch will look for them", g,
                 (long long)sequence->id);

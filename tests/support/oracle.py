@@ -461,7 +461,7 @@ class KVCache:
         holding = {s for layer in self.rows for s, rows in layer.items() if rows}
         if self.max_sequences is not None and len(holding | set(seq_ids)) > self.max_sequences:
             raise CacheFullError("max_sequences")
-        low = {s: self.next_position(s) for s in self.sequences}
+        low = {s: max(0, self.next_position(s) - (s not in seq_ids)) for s in self.sequences}
         for p, s in zip(positions, seq_ids, strict=True):
             low[s] = min(low.get(s, p), p)
         kept = [{} for _ in self.rows]

@@ -92,6 +92,31 @@ static void test_window(int block_size, kvc_policy policy) {
     pair_free(p);
 }
 
+/* The last token of a sequence can be taken back, whatever batches of others begin, until one of its own does; then it
+ * cannot, be the batch aborted, where the policy lets go of what that token saw. */
+static void test_idle_sequences(void) {
+    const kvc_policy policies[] = {sliding_policy(4, 1, 0), sliding_policy(1, 0, 0), sliding_policy(3, 0, 7),
+                                   chunked_policy(4, 0), chunked_policy(5, 0)};
+    static const int kept[] = {5, 1, 7, 4, 5}, kept_on[] = {4, 0, 6, 0, 0};
+    for (size_t i = 0; i < sizeof policies / sizeof *policies; i++) {
+        pair *p = pair_with(policies[i], 3);
+        pair_feed(p, 0, 0, 20); /* the last token stays, with what it sees */
+        CHECK(kvc_seq_len(p->cache, 0, 0) == kept[i]);
+        pair_fork(p, 0, 1);
+        pair_feed(p, 2, 0, 1);
+        pair_reserve(p, 3, 9);
+        pair_check(p);
+        CHECK(kvc_seq_len(p->cache, 0, 0) == kept[i] && kvc_seq_len(p->cache, 1, 0) == kept[i]);
+        CHECK(pair_truncate(p, 1, 19) == KVC_OK && pair_feed(p, 1, 19, 20) == KVC_OK);
+        CHECK(pair_begin(p, 1, (int32_t[]){20}, (int64_t[]){0}) == KVC_OK);
+        pair_abort(p);
+        CHECKF(kvc_seq_len(p->cache, 0, 0) == kept_on[i], "policy %d", (int)i);
+        CHECK((pair_truncate(p, 0, 19) == KVC_OK) == (i == 2));
+        pair_check(p);
+        pair_free(p);
+    }
+}
+
 /* Checks that dropping the rows of sequence 0 from a length on, and sharing those before it, are refused with these
  * words, and change nothing. */
 static void check_cut_refused(pair *p, int32_t length, const char *position, const char *safe, const char *before) {
@@ -133,7 +158,7 @@ static void test_busy(void) {
     pair *p = mixed_pair(4);
     kvc_batch *other = NULL;
     const int32_t position = 0;
-    for (int64_t id = 0; id < 4; id++) pair_feed(p, id, 0, 7);
+    for (int64_t id = 0; id < 4; id++) pair_feed(p, id, 0, id == 2 ? 9 : 7);
     CHECK(pair_begin(p, 3, (int32_t[]){7, 7, 0}, (int64_t[]){0, 1, 9}) == KVC_OK);
     CHECK_FAILS(kvc_begin(p->cache, 1, &position, NULL, NULL, &other), KVC_ERR_BUSY, "batch is open", "commit");
     CHECK(!other);
@@ -153,7 +178,7 @@ static void test_busy(void) {
     CHECK(pair_fork(p, 2, 5) == KVC_OK); /* outside the batch */
     CHECK(pair_remove(p, 3, 1, 3, 0) == KVC_OK);
     CHECK_FAILS(pair_truncate(p, 5, 5), KVC_ERR_GONE, "sequence 5", "position 5");
-    CHECK(pair_truncate(p, 3, 6) == KVC_OK && pair_truncate(p, 5, 7) == KVC_OK);
+    CHECK(pair_truncate(p, 3, 6) == KVC_OK && pair_truncate(p, 5, 8) == KVC_OK);
     CHECK(pair_clear_sequence(p, 2) == KVC_OK);
     pair_check(p);
     pair_put_all(p);
@@ -176,6 +201,7 @@ int main(void) {
     test_extend_in_place();
     test_put_strides();
     test_largest_position();
+    test_idle_sequences();
     test_cut_behind_sinks();
     test_busy();
     for (int i = 0; i < 4; i++) test_block_size(block_sizes[i]);

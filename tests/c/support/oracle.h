@@ -367,10 +367,17 @@ static inline int32_t live_rows(const pair *p, int l) {
     return num;
 }
 
-/* The smallest position that one sequence has in a batch, or, if it has none, its next. */
+static inline int count_id(int64_t id, int n, const int64_t *ids) {
+    int num = 0;
+    for (int t = 0; t < n; t++) num += ids[t] == id;
+    return num;
+}
+
+/* The smallest position that one sequence has in a batch, its next included, or, if it has none, the one before. */
 static inline int32_t lowest_query(const pair *p, const sequence *s, int n, const int32_t *positions,
                                    const int64_t *ids) {
     int32_t low = rows_of(p, s) ? low_of(p, s) : INT32_MAX;
+    if (!count_id(s->id, n, ids)) return not_negative(low - 1);
     for (int t = 0; t < n; t++)
         if (ids[t] == s->id && positions[t] < low) low = positions[t];
     return low;
@@ -408,12 +415,6 @@ static inline void expire(pair *p, int n, const int32_t *positions, const int64_
 
 /* Expires as a batch does that is committed: what a query in the place of a sequence's last token would not see. */
 static inline void expire_behind(pair *p, sequence *s) { expire_below(p, s, not_negative(low_of(p, s) - 1)); }
-
-static inline int count_id(int64_t id, int n, const int64_t *ids) {
-    int num = 0;
-    for (int t = 0; t < n; t++) num += ids[t] == id;
-    return num;
-}
 
 /* Whether the tokens of a batch get rows in a layer. */
 static inline int takes_tokens(const pair *p, int l, const uint8_t *replaced) {
