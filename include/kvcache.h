@@ -608,10 +608,12 @@ KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, i
 /* ---- room and memory --------------------------------------------------------------------------------------------- */
 
 /* Sets *num_tokens to the number of tokens, at consecutive positions from kvc_next_position on, that one batch could
- * add to a sequence now: what max_seq_len, max_sequences, capacity and max_bytes leave once rows expire for it,
- * at most KVC_MAX_BATCH.  Under a sliding window or chunks there may be as much room again once these are committed,
- * and max_seq_len leaves room for any number where it is at least what the policy keeps.  Fails with KVC_ERR_BUSY and
- * KVC_ERR_NOMEM. */
+ * add to a sequence now: what max_seq_len, max_sequences, capacity and max_bytes leave once rows expire for it, at most
+ * KVC_MAX_BATCH; 0 where the next token would see rows that are gone.  A batch of a token more is refused; under
+ * max_bytes a still larger one may begin, as what is moved together first depends on the batch.  Under a sliding window
+ * or chunks there may be as much room again once these are committed, and max_seq_len leaves room for any number where
+ * it is at least what the policy keeps.  Fails with KVC_ERR_BUSY, KVC_ERR_NOMEM, and KVC_ERR_INVALID for a retained
+ * sequence. */
 KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens);
 
 /* Takes memory now for num_tokens more tokens of a sequence, at least 1, so that the next batches, of as many tokens
@@ -621,7 +623,8 @@ KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
  * for several sequences do not add up, so reserve the sum of their tokens, each rounded up to whole blocks, for one of
  * them, in a cache without max_seq_len.  What was reserved stays until it is used, kvc_compact gives it back, or other
  * rows need it to stay within max_bytes.  Expires rows and moves rows together as kvc_begin does, within the limits of a
- * batch of as many tokens.  Fails with KVC_ERR_FULL, KVC_ERR_BUSY and KVC_ERR_NOMEM. */
+ * batch of as many tokens.  Fails with KVC_ERR_FULL, KVC_ERR_BUSY, KVC_ERR_NOMEM, with KVC_ERR_GONE where the next token
+ * would see rows that are gone, and with KVC_ERR_INVALID for a retained sequence. */
 KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens);
 
 /* Moves rows together so that no block has holes, and gives back the memory that this frees, and that of unused

@@ -123,7 +123,8 @@ kvc_status kvc_check_replaced(const kvc_cache *cache, const kvc_sequence *sequen
 kvc_status kvc_check_goes_on(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position) {
     if (!sequence || !kvc_cache_misses(cache, sequence, position)) return KVC_OK;
     KVC_TRY(kvc_check_replaced(cache, sequence, position, KVC_END));
-    if (first_safe(cache, sequence) == INT32_MAX)
+    const int32_t safe = first_safe(cache, sequence), next = kvc_sequence_next(sequence);
+    if (safe == INT32_MAX)
         return kvc_fail(KVC_ERR_GONE,
                         "a token at position %d of sequence %lld would see rows that have expired, as every later one "
                         "would: clear the sequence and feed it again, or cut it before them",
@@ -131,7 +132,7 @@ kvc_status kvc_check_goes_on(const kvc_cache *cache, const kvc_sequence *sequenc
     return kvc_fail(KVC_ERR_GONE,
                     "a token at position %d of sequence %lld would see rows that have expired: the sequence goes on at "
                     "%d; to go back further, clear it and feed it again, or give resume_window",
-                    position, (long long)sequence->id, kvc_sequence_next(sequence));
+                    position, (long long)sequence->id, safe > next ? safe : next);
 }
 
 kvc_status kvc_check_cut(const kvc_cache *cache, const kvc_sequence *sequence, int32_t length) {

@@ -15,6 +15,13 @@ static void set_probe(kvc_batch *batch, int32_t num_tokens) {
     batch->num_tokens = batch->sequences->num_tokens = num_tokens;
 }
 
+/* Returns KVC_ERR_INVALID or KVC_ERR_GONE where a batch of the sequence's next token would be refused so. */
+static kvc_status check_next(const kvc_cache *cache, int64_t seq_id) {
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    KVC_TRY(kvc_check_not_retained(sequence));
+    return sequence ? kvc_check_goes_on(cache, sequence, kvc_sequence_next(sequence)) : KVC_OK;
+}
+
 /* Makes a probe: a batch that is prepared but never opened, to ask what num_tokens more tokens of a sequence would
  * need. Its arrays have only array_len elements, as nothing is written to them. */
 static kvc_status new_probe(kvc_cache *cache, int64_t seq_id, int32_t array_len, int32_t num_tokens, kvc_batch **out) {
@@ -80,6 +87,7 @@ static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) 
     kvc_batch *batch = NULL;
     int several = 1;
     kvc_status status = kvc_check_no_batch(cache, "reserve memory");
+    if (status == KVC_OK) status = check_next(cache, seq_id);
     if (status == KVC_OK) status = check_fits(cache, seq_id, num_tokens, several);
     if (status == KVC_ERR_FULL && cache->max_bytes) /* as many as kvc_room says fit, if in one batch */
         status = check_fits(cache, seq_id, num_tokens, several = 0);
@@ -141,26 +149,51 @@ static int64_t count_room(kvc_batch *batch) {
     return room > 0 ? room : 0; /* sharing may have made the sequence longer than max_seq_len */
 }
 
-/* Finds the largest number of tokens that fit; within max_bytes by bisection, as only a trial shows it. */
+/* Checks max_bytes for the probe's tokens once all that can be evicted is. */
+static kvc_status fit_without_all(kvc_batch *batch) {
+    int64_t bytes;
+    kvc_choose_all(batch->cache);
+    return kvc_fit_bytes(batch, &bytes);
+}
+
+/* Raises *room, a number of tokens that fits, to at most `most`, by bisection: one more does not fit then. */
+static kvc_status bisect(kvc_batch *batch, int64_t *room, int64_t most, kvc_status (*fit)(kvc_batch *batch)) {
+    while (*room < most) {
+        const int64_t middle = most - (most - *room) / 2;
+        set_probe(batch, (int32_t)middle);
+        const kvc_status status = fit(batch);
+        kvc_spare_victims(batch->cache);
+        if (status == KVC_OK)
+            *room = middle;
+        else if (status == KVC_ERR_FULL)
+            most = middle - 1;
+        else
+            return status;
+    }
+    return KVC_OK;
+}
+
+/* Finds a number of tokens that fit, where one more does not; within max_bytes only trials show it.  They begin with
+ * all gone that can be evicted, with which it fits for a batch, too.  That may still take more, as moving what stays
+ * together may save more than dropping it: where it takes one token more, the trials go on as it chooses. */
 static kvc_status find_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens) {
     kvc_batch *batch = NULL;
     kvc_status status = kvc_check_no_batch(cache, "count the room");
+    if (status == KVC_OK) status = check_next(cache, seq_id);
+    if (status == KVC_ERR_GONE) {
+        *num_tokens = 0;
+        return KVC_OK;
+    }
     if (status == KVC_OK) status = new_probe(cache, seq_id, 1, 1, &batch);
     if (status != KVC_OK) return status;
     kvc_set_min_query_positions(cache);
     kvc_choose_all(cache); /* what can be evicted is room */
-    /* room: known to fit; more than `most` are known not to. */
-    int64_t room = 0, most = count_room(batch), bytes;
-    if (!cache->max_bytes) room = most;
-    while (status == KVC_OK && room < most) {
-        const int64_t middle = most - (most - room) / 2;
-        set_probe(batch, (int32_t)middle);
-        status = kvc_fit_bytes(batch, &bytes);
-        if (status == KVC_OK) room = middle;
-        if (status != KVC_ERR_FULL) continue;
-        most = middle - 1;
-        status = KVC_OK;
-    }
+    const int64_t most = count_room(batch);
+    int64_t room = cache->max_bytes ? 0 : most;
+    status = bisect(batch, &room, most, fit_without_all);
+    const int64_t without_all = room;
+    if (status == KVC_OK && room < most) status = bisect(batch, &room, room + 1, kvc_fit);
+    if (status == KVC_OK && room > without_all) status = bisect(batch, &room, most, kvc_fit);
     kvc_discard_batch(batch);
     if (status == KVC_OK) *num_tokens = room;
     return status;

@@ -515,6 +515,8 @@ class KVCache:
         if self.open_batch:
             raise CacheBusyError("a batch is open")
         first = self.next_position(seq_id)
+        if self.misses(first, seq_id):
+            raise RowsGoneError("the next token")
         self.expire(self.fit(range(first, first + num_tokens), [seq_id] * num_tokens))
 
     def room(self, seq_id=0, most=200):
@@ -522,6 +524,8 @@ class KVCache:
         if self.open_batch:
             raise CacheBusyError("a batch is open")
         first = self.next_position(seq_id)
+        if self.misses(first, seq_id):
+            return 0
         for n in range(1, most + 1):
             try:
                 self.fit(range(first, first + n), [seq_id] * n)

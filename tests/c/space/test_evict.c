@@ -281,6 +281,50 @@ static kvc_cache *state_with(int kind, int retained, kvc_config config) {
     return cache;
 }
 
+/* Compactions may save more where less is evicted: a batch begins with as many tokens as where retained ones are
+ * pinned, and kvc_room says so. */
+static void test_room_of_what_stays(void) {
+    enum { HEADS = 1, DIM = 32, STEPS = 60 };
+    const kvc_layer layer = {.num_kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM};
+    static const float rows[DIM];
+    for (int step = 0; step < STEPS; step++) {
+        const int64_t most = 21640 + 64 * (step - STEPS / 2);
+        kvc_cache *cache = new_cache(1, &layer, (kvc_config){.max_bytes = most, .block_size = 8});
+        static const int32_t fed[] = {4, 6, 3, 1};
+        const int64_t retained[] = {FIRST_ID, FIRST_ID + 1};
+        int64_t room, pinned;
+        for (int64_t id = 0; id < 4; id++) {
+            kvc_batch *batch;
+            const kvc_put_args put = {.struct_size = sizeof put, .k = rows, .v = rows};
+            CHECK(kvc_begin(cache, fed[id], NULL, (int64_t[]){id, id, id, id, id, id}, NULL, &batch) == KVC_OK);
+            CHECK(kvc_put(batch, 0, &put) == KVC_OK && kvc_commit(batch) == KVC_OK);
+        }
+        CHECK(kvc_retain(cache, 0, FIRST_ID, 0, 5) == KVC_OK && kvc_retain(cache, 2, FIRST_ID + 1, 2, 6) == KVC_OK);
+        CHECK(kvc_remove(cache, 0, 2, 4, 0) == KVC_OK && kvc_clear_sequence(cache, 3) == KVC_OK);
+        CHECK(kvc_pin(cache, retained, 2, 1) == KVC_OK && kvc_room(cache, 1, &pinned) == KVC_OK);
+        CHECK(kvc_pin(cache, retained, 2, -1) == KVC_OK && kvc_room(cache, 1, &room) == KVC_OK);
+        CHECKF(room >= pinned, "step %d: %d, not %d", step, (int)room, (int)pinned);
+        check_room(cache, 1, "bytes", most);
+        free_valid(cache);
+    }
+}
+
+/* Where a batch of the next token would be refused whatever the room, there is none, and none is reserved. */
+static void test_room_of_those_that_end(void) {
+    const kvc_layer layer = layer_with(sliding_policy(5, 0, 0));
+    kvc_cache *cache = new_cache(1, &layer, (kvc_config){.capacity = 100});
+    int64_t room = -1;
+    CHECK(feed(cache, 1, 1, 20) == KVC_OK && kvc_share(cache, 1, 2, 0, 17) == KVC_OK);
+    CHECK(kvc_retain(cache, 1, FIRST_ID, 15, 20) == KVC_OK);
+    CHECK(kvc_room(cache, 2, &room) == KVC_OK && room == 0);
+    CHECK_FAILS(kvc_reserve(cache, 2, 1), KVC_ERR_GONE, "position 17", "goes on at 19");
+    CHECK_FAILS(kvc_room(cache, FIRST_ID, &room), KVC_ERR_INVALID, "sequence 1000", "retained");
+    CHECK_FAILS(kvc_reserve(cache, FIRST_ID, 1), KVC_ERR_INVALID, "sequence 1000", "retained");
+    CHECK(room == 0 && kvc_share(cache, 1, 2, 17, 20) == KVC_OK);
+    CHECK(kvc_room(cache, 2, &room) == KVC_OK && room == 95 && kvc_reserve(cache, 2, 95) == KVC_OK);
+    free_valid(cache);
+}
+
 static void test_room_is_exact(void) {
     kvc_cache *cache;
     for (int kind = 0; kind < 3; kind++)
@@ -477,6 +521,8 @@ int main(void) {
     test_rows_evicted();
     test_random_crowds();
     test_room_is_exact();
+    test_room_of_what_stays();
+    test_room_of_those_that_end();
     test_failed_edits();
     test_views();
     return test_result();

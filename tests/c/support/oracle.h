@@ -1627,12 +1627,15 @@ static inline kvc_status pair_inject(pair *p, int64_t id, int l, int32_t begin, 
     return pair_inject_rows(p, id, l, begin, end, 1);
 }
 
-/* Whether n more tokens of a sequence fit, whatever has expired; *after is the oracle after expiry. */
+/* Whether n more tokens of a sequence can be added; if so, *after is the oracle after expiry. */
 static inline kvc_status oracle_go_on(const pair *p, int64_t id, int n, pair *after) {
     static int32_t positions[MAX_BATCH];
     static int64_t ids[MAX_BATCH];
+    const sequence *s = find_sequence(p, id);
+    if (s && s->used) return KVC_ERR_INVALID;
+    if (misses(p, s, next_of(p, s))) return KVC_ERR_GONE;
     for (int t = 0; t < n; t++) {
-        positions[t] = next_of(p, find_sequence(p, id)) + t;
+        positions[t] = next_of(p, s) + t;
         ids[t] = id;
     }
     return oracle_fit(p, n, positions, ids, NULL, after);
@@ -1646,12 +1649,15 @@ static inline kvc_status pair_reserve(pair *p, int64_t id, int num_tokens) {
     return status;
 }
 
-/* Checks kvc_room: a batch of that many tokens fits, one of a token more does not. */
+/* Checks kvc_room: a batch of that many tokens fits, one of a token more does not; none does where rows are gone. */
 static inline kvc_status pair_room(pair *p, int64_t id) {
     static pair after;
     int64_t num = -1;
-    kvc_status status = agree(p, "room", kvc_room(p->cache, id, &num), p->batch ? KVC_ERR_BUSY : KVC_OK);
-    if (status != KVC_OK || p->config.max_bytes || num_evictable(p)) return status;
+    const kvc_status one = oracle_go_on(p, id, 1, &after);
+    const kvc_status right = p->batch ? KVC_ERR_BUSY : one == KVC_ERR_INVALID ? one : KVC_OK;
+    kvc_status status = agree(p, "room", kvc_room(p->cache, id, &num), right);
+    CHECK(status != KVC_OK || one != KVC_ERR_GONE || num == 0);
+    if (status != KVC_OK || one == KVC_ERR_GONE || p->config.max_bytes || num_evictable(p)) return status;
     if (num > 0 && num <= MAX_BATCH) CHECK(oracle_go_on(p, id, (int)num, &after) == KVC_OK);
     if (num < MAX_BATCH) CHECK(oracle_go_on(p, id, (int)num + 1, &after) == KVC_ERR_FULL);
     return status;

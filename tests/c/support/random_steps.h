@@ -50,7 +50,7 @@ static const int64_t some_ids[NUM_IDS] = {0, 1, -7, INT64_MAX, INT64_MIN, 1 << 2
 
 static inline int64_t random_id(void) { return some_ids[random_int(0, NUM_IDS)]; }
 
-/* A sequence to share rows of: now and then a retained one. */
+/* A sequence to share rows of, or to ask for room: now and then a retained one. */
 static inline int64_t random_source(void) {
     return random_int(0, 4) ? random_id() : FIRST_RETAINED + random_int(0, NUM_RETAINED);
 }
@@ -72,9 +72,9 @@ static inline void random_move(pair *p, int64_t id, int32_t begin, int32_t end) 
     else if (choice < 11)
         pair_settle(p);
     else if (random_int(0, 2))
-        pair_reserve(p, random_id(), random_int(1, 30));
+        pair_reserve(p, random_source(), random_int(1, 30));
     else
-        pair_room(p, random_id());
+        pair_room(p, random_source());
     p->calls_left = -1;
 }
 
