@@ -496,14 +496,14 @@ KVC_API kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, i
  * layer, with KVC_ERR_INVALID also if src == dst, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t begin, int32_t end);
 
-/* Drops the rows at positions [begin, end).  What has expired moves as rows do, here and below: where such positions
- * come to stand in the window of a token, or among the sinks, which all tokens see, a batch fails with KVC_ERR_GONE.
- * Where that leaves nothing of the tokens, so that the sequence would go on
+/* Drops the rows at positions [begin, end).  Where that leaves nothing of the tokens, so that the sequence would go on
  * at position 0, the sequence ends as by kvc_clear_sequence: its rows in KVC_CROSS layers go, too.  So it does by
  * every edit, and where positions from 0 on are dropped of a sequence that has such rows alone.  (kvc_copy_prefix with
  * length 0, before that, makes another sequence hold them.)
  * With `shift`, later tokens move down by end - begin, as by kvc_shift, with its errors.  Without, they stay where
- * they are.  Fails with KVC_ERR_NOMEM, and where there are no later tokens with KVC_ERR_GONE as kvc_truncate does. */
+ * they are.  What has expired moves along, in every edit: where a token would see such a position, in its window or
+ * among the sinks, a batch of it fails with KVC_ERR_GONE.
+ * Fails with KVC_ERR_NOMEM, and where there are no later tokens with KVC_ERR_GONE as kvc_truncate does. */
 KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift);
 
 /* Drops the rows at positions of at least `length`, where the sequence goes on then.  Fails with KVC_ERR_GONE where a
@@ -623,8 +623,8 @@ KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
  * for several sequences do not add up, so reserve the sum of their tokens, each rounded up to whole blocks, for one of
  * them, in a cache without max_seq_len.  What was reserved stays until it is used, kvc_compact gives it back, or other
  * rows need it to stay within max_bytes.  Expires rows and moves rows together as kvc_begin does, within the limits of a
- * batch of as many tokens.  Fails with KVC_ERR_FULL, KVC_ERR_BUSY, KVC_ERR_NOMEM, with KVC_ERR_GONE where the next token
- * would see rows that are gone, and with KVC_ERR_INVALID for a retained sequence. */
+ * batch of as many tokens.  Fails with KVC_ERR_FULL, KVC_ERR_BUSY, KVC_ERR_NOMEM, with KVC_ERR_GONE where the next
+ * token would see rows that are gone, and with KVC_ERR_INVALID for a retained sequence. */
 KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens);
 
 /* Moves rows together so that no block has holes, and gives back the memory that this frees, and that of unused
@@ -788,9 +788,10 @@ KVC_API kvc_status kvc_retain_new(kvc_cache *cache, int64_t id, int32_t begin, i
 
 /* Makes dst, which holds nothing, of rows of retained sequences, given by rising position, as if their tokens had been
  * put in dst.  *matched becomes the number of tokens, at most `length`, behind which dst can go on: so many that every
- * layer has what a query there sees, which is all rows, or those of its window or chunk; and no more than the
- * sequences had, expired tokens included.  Ids that do not exist count as evicted: what they held is missing.  dst
- * holds no token from *matched on, and nothing where that is 0; what has expired of it is forgotten.  Marks the sequences as used, as kvc_touch does.
+ * layer has what a query there sees, which is all rows, or those of its window or chunk; and no more than the sequences
+ * had, expired tokens included.  Ids that do not exist count as evicted: what they held is missing.  dst holds no
+ * token from *matched on, and nothing where that is 0; what has expired of it is forgotten.  Marks the sequences as
+ * used, as kvc_touch does.
  * Fails with KVC_ERR_INVALID if dst holds rows, an id is that of a sequence that is not retained, or rows of one do
  * not stand behind those of the ones before; with KVC_ERR_BUSY and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_attach(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int64_t dst, int32_t length,

@@ -1002,6 +1002,8 @@ class KVCache(Saveable):
         ------
         CacheFullError
             If a batch of `num_tokens` tokens would exceed `max_seq_len`, `max_sequences`, `capacity` or `max_bytes`.
+        RowsGoneError
+            If the next token would see rows that are gone.
         ValueError
             If `num_tokens` is below 1.
         """
@@ -1011,9 +1013,9 @@ class KVCache(Saveable):
         """Return the most tokens that one batch could add to a sequence now, from `next_position` on.
 
         The limits are `max_seq_len`, `max_sequences`, `capacity` and `max_bytes`, after the batch's expiries, and
-        16,777,216 tokens, the limit of any batch. Under a `SlidingWindow` or `ChunkedAttention` there may be room for
-        more once these are committed: feed a longer prompt in pieces. `max_seq_len` bounds no batch there if it is at
-        least what the policy keeps.
+        16,777,216 tokens, the limit of any batch; 0 where the next token would see rows that are gone. Under a
+        `SlidingWindow` or `ChunkedAttention` there may be room for more once these are committed: feed a longer prompt
+        in pieces. `max_seq_len` bounds no batch there if it is at least what the policy keeps.
 
         Examples
         --------

@@ -92,8 +92,8 @@ static void test_one_group_of_shared_rows(void) {
     free_valid(cache);
 }
 
-/* A retained sequence whose windows are evicted has lost these rows, sinks too, and those expired before: where a query
- * sees any of them, nothing goes on from it. */
+/* A retained sequence whose windows are evicted has lost these rows, sinks too, and those expired before: where a
+ * query sees any of them, nothing goes on from it. */
 static void test_evicted_windows(void) {
     const kvc_policy policies[] = {sliding_policy(3, 0, 0), sliding_policy(3, 2, 0), sliding_policy(3, 2, 5),
                                    sliding_policy(1, 2, 0), sliding_policy(1, 0, 0), chunked_policy(5, 0),

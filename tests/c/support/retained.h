@@ -24,10 +24,10 @@ static inline kvc_status pair_retain(pair *p, int64_t src, int64_t id, int32_t b
         for (int i = 0; i < from->layers[l].num; i++)
             if (from->layers[l].rows[i].position >= begin && from->layers[l].rows[i].position < end)
                 list_add(&to->layers[l], from->layers[l].rows[i]);
-        oracle_share_gone(&to->layers[l], &to->layers[l].lost, from->layers[l].lost, to->layers[l].num, begin, end);
-        oracle_share_gone(&to->layers[l], &to->layers[l].missing, from->layers[l].missing, to->layers[l].num, begin,
-                          end);
-        num += to->layers[l].num;
+        row_list *list = &to->layers[l];
+        oracle_share_gone(list, &list->lost, from->layers[l].lost, list->num, begin, end);
+        oracle_share_gone(list, &list->missing, from->layers[l].missing, list->num, begin, end);
+        num += list->num;
     }
     if (num)
         oracle_use(p, id);
