@@ -91,7 +91,7 @@ int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, i
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_interval lost = sequence->runs[g].lost, missing = sequence->runs[g].missing;
         if (kvc_policy_sees(&cache->policies[g], position, lost.begin, lost.end)) return 1;
-        if (kvc_policy_sees(&cache->policies[g], position, missing.begin, missing.end)) return 1;
+        if (missing.end && kvc_policy_sees(&cache->policies[g], position, missing.begin, missing.end)) return 1;
     }
     return 0;
 }

@@ -120,8 +120,7 @@ kvc_status kvc_check_replaced(const kvc_cache *cache, const kvc_sequence *sequen
     return KVC_OK;
 }
 
-kvc_status kvc_check_goes_on(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position) {
-    if (!sequence || !kvc_cache_misses(cache, sequence, position)) return KVC_OK;
+kvc_status kvc_fail_gone(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position) {
     KVC_TRY(kvc_check_replaced(cache, sequence, position, KVC_END));
     const int32_t safe = first_safe(cache, sequence), next = kvc_sequence_next(sequence);
     if (safe == INT32_MAX)

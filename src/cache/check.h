@@ -40,8 +40,8 @@ kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_t
 /* Returns KVC_ERR_GONE if a token at `position` would miss rows below position `end` that were not replaced. */
 kvc_status kvc_check_replaced(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position, int32_t end);
 
-/* Returns KVC_ERR_GONE if a token at `position` of the sequence, which may be NULL, or a later one, would miss rows. */
-kvc_status kvc_check_goes_on(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position);
+/* Returns KVC_ERR_GONE for a token at `position` that would miss rows (kvc_cache_misses), and says which. */
+kvc_status kvc_fail_gone(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position);
 
 /* Returns KVC_ERR_GONE if the sequence could not go on at position `length` once its rows from there on are dropped. */
 kvc_status kvc_check_cut(const kvc_cache *cache, const kvc_sequence *sequence, int32_t length);

@@ -62,7 +62,8 @@ static kvc_status check_not_expired(const kvc_cache *cache, int32_t num_tokens, 
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_ids ? seq_ids[0] : 0);
     for (int32_t t = 0; t < num_tokens; t++) {
         if (seq_ids && t && seq_ids[t] != seq_ids[t - 1]) sequence = kvc_table_find(&cache->sequences, seq_ids[t]);
-        KVC_TRY(kvc_check_goes_on(cache, sequence, positions[t]));
+        if (sequence && kvc_cache_misses(cache, sequence, positions[t]))
+            return kvc_fail_gone(cache, sequence, positions[t]);
     }
     return KVC_OK;
 }

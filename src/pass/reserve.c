@@ -19,7 +19,8 @@ static void set_probe(kvc_batch *batch, int32_t num_tokens) {
 static kvc_status check_next(const kvc_cache *cache, int64_t seq_id) {
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
     KVC_TRY(kvc_check_not_retained(sequence));
-    return sequence ? kvc_check_goes_on(cache, sequence, kvc_sequence_next(sequence)) : KVC_OK;
+    const int32_t next = sequence ? kvc_sequence_next(sequence) : 0;
+    return sequence && kvc_cache_misses(cache, sequence, next) ? kvc_fail_gone(cache, sequence, next) : KVC_OK;
 }
 
 /* Makes a probe: a batch that is prepared but never opened, to ask what num_tokens more tokens of a sequence would
