@@ -76,10 +76,11 @@ static inline void oracle_attach_layer(pair *p, const int64_t *ids, int n, seque
     const kvc_policy *policy = &p->layers[l].policy;
     range gap = {0, 0};
     if (policy->kind != KVC_FULL) {
+        const int32_t sinks = policy->kind == KVC_SLIDING ? policy->num_sink_tokens : 0;
         int32_t covered = length;
         while (covered > 0 && is_kept(policy, covered - 1, length) && is_held(p, ids, n, l, covered - 1)) covered--;
-        gap = (range){policy->kind == KVC_SLIDING ? policy->num_sink_tokens : 0, covered};
-        if (gap.begin >= gap.end) gap = (range){0, 0};
+        gap.begin = sinks < length ? sinks : length; /* empty or not, rows before it come first */
+        gap.end = covered > gap.begin ? covered : gap.begin;
     }
     for (int i = 0; i < n; i++) {
         const sequence *s = find_sequence(p, ids[i]);
@@ -90,7 +91,7 @@ static inline void oracle_attach_layer(pair *p, const int64_t *ids, int n, seque
                     list_add(&to->layers[l], *at);
             }
     }
-    to->layers[l].lost = gap;
+    to->layers[l].lost = gap.begin < gap.end ? gap : (range){0, 0};
 }
 
 static inline kvc_status attach_right(const pair *p, const int64_t *ids, int n, int64_t dst) {
