@@ -50,6 +50,7 @@ def varied_cache():
     cache.shift(6, None, 5, seq_id=7)
     feed(cache, 7, 2)
     cache.remove(4, 5, shift=False)
+    cache.batch(2, seq_ids=[0, 7]).abort()  # which expires what their next tokens do not see
     feed(cache, -3, 1)
     return cache
 
