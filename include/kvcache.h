@@ -989,7 +989,7 @@ KVC_API kvc_status kvc_set_num_threads(int32_t num_threads);
  *           when a cache was made and nothing else needs the linked one.  While regions are held up, because another
  *           program takes a processor, calls use the own threads.
  * "own"     Threads of this library, which wait for 50 microseconds and then sleep.  Also in a child after fork(),
- *           where the parent had no cache. */
+ *           where the parent had no cache, or (on Linux) had not even loaded this library. */
 KVC_API const char *kvc_threading_layer(void);
 
 /* Sets whose threads calls of the whole process use from now on, "openmp" or "own", over KVCACHE_THREADS; NULL undoes

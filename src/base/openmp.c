@@ -15,6 +15,7 @@
 #include <limits.h>
 #include <stdatomic.h>
 #include <stddef.h>
+#include <string.h>
 
 #include "kvcache.h"
 
@@ -105,12 +106,34 @@ void kvc_openmp_run(void (*work)(void *context), void *context, int num_threads)
 #if defined(_OPENMP) && !defined(_WIN32)
 
 #include <pthread.h>
+#include <stdio.h>
 
 static atomic_int was_forked;
 static void note_fork(void) { atomic_store(&was_forked, 1); }
 
-/* Watches from the beginning on: a team may be torch's, and older than the first cache. */
-__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, note_fork); }
+#if defined(__linux__)
+/* Whether this process was forked, and has run the program of its parent since. */
+static int runs_parents_program(void) {
+    enum { FORKED_BUT_NOT_EXECUTED = 0x40 }; /* PF_FORKNOEXEC of Linux, in the 9th field */
+    char line[512];
+    unsigned flags = 0;
+    FILE *file = fopen("/proc/self/stat", "r");
+    if (!file) return 0;
+    const char *name_end = fgets(line, sizeof line, file) ? strrchr(line, ')') : NULL; /* names may have spaces */
+    if (name_end) sscanf(name_end, ") %*c %*d %*d %*d %*d %*d %u", &flags);
+    fclose(file);
+    return (flags & FORKED_BUT_NOT_EXECUTED) != 0;
+}
+#else
+static int runs_parents_program(void) { return 0; }
+#endif
+
+/* Notes forks from the beginning on, and one before this library was loaded: a team may be torch's, and older than the
+ * first cache, or than this library. */
+__attribute__((constructor)) static void watch_forks(void) {
+    atomic_store(&was_forked, runs_parents_program());
+    pthread_atfork(NULL, NULL, note_fork);
+}
 
 int kvc_openmp_works(void) { return !atomic_load(&was_forked); }
 
@@ -133,7 +156,6 @@ int kvc_openmp_works(void) {
 #include <dlfcn.h>
 #include <link.h>
 #include <stdint.h>
-#include <string.h>
 
 /* Weak: before version 2.34, glibc has them in a library of their own. */
 extern __typeof__(dlopen) dlopen __attribute__((weak));

@@ -23,7 +23,7 @@
 void kvc_openmp_find(void);
 
 /* Whether this library has regions: it was compiled with OpenMP, and the process is no child of a fork(), where the
- * runtime would wait for threads of the parent. */
+ * runtime would wait for threads of the parent.  A fork() before the library was loaded is seen on Linux alone. */
 int kvc_openmp_works(void);
 
 /* Whether the calling thread is in a parallel region of the program, whose other threads have the processors. */
