@@ -981,8 +981,8 @@ KVC_API int32_t kvc_num_threads(void);
 KVC_API kvc_status kvc_set_num_threads(int32_t num_threads);
 
 /* Returns whose threads a call uses that is made now: "openmp", where the library was compiled with OpenMP, or "own".
- * The environment variable KVCACHE_THREADS, read when a cache is made, or kvc_set_threading_layer name another; NULL if
- * the variable names one that this build does not have, with which no cache can be made.
+ * The environment variable KVCACHE_THREADS, which is read once, when it is first needed, or kvc_set_threading_layer
+ * names another; NULL if the variable names one that this build does not have, with which no cache can be made.
  *
  * "openmp"  Calls are parallel regions of the OpenMP runtime that the program's other libraries use: the one that this
  *           library links to, or a copy of it, Clang's (libomp) or Intel's (libiomp5), where the process had loaded one

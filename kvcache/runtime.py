@@ -87,7 +87,7 @@ def set_threading_layer(name: str | None) -> None:
         libraries of the process use, and obey its environment variables and threadpoolctl. While another program
         holds regions up, calls use the own threads. "own": threads of this library, which never spin for longer than
         50 µs, and are one set however many threads call. None undoes an earlier call: the environment variable
-        ``KVCACHE_THREADS`` decides, which is read when a cache is made, or the default.
+        ``KVCACHE_THREADS`` decides, which is read once, when it is first needed, or the default.
 
     Raises
     ------

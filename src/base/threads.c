@@ -30,8 +30,8 @@ enum { OWN, NUM_LAYERS, OPENMP = NUM_LAYERS };
 #define LAYER_NAMES "own"
 #endif
 
-static atomic_int chosen_layer = -1;              /* by kvc_set_threading_layer; -1: none */
-static atomic_int default_layer = NUM_LAYERS - 1; /* by KVCACHE_THREADS when a cache was made */
+static atomic_int chosen_layer = -1;  /* by kvc_set_threading_layer; -1: none */
+static atomic_int default_layer = -1; /* by KVCACHE_THREADS; -1: not known yet */
 
 /* Returns the layer of this name; -1 if this build has none. */
 static int layer_of(const char *name) {
@@ -54,25 +54,25 @@ kvc_status kvc_set_threading_layer(const char *name) {
     return KVC_OK;
 }
 
-kvc_status kvc_threads_init(void) {
-    const int layer = layer_of_environment();
-    if (layer < 0)
-        return kvc_fail(KVC_ERR_UNSUPPORTED, "KVCACHE_THREADS is %s: this build has " LAYER_NAMES,
-                        getenv("KVCACHE_THREADS"));
-    atomic_store(&default_layer, layer);
-    return KVC_OK;
+/* Returns the layer that was chosen, else that of the environment, which is read until it names one; -1: none. */
+static int current_layer(void) {
+    int layer = atomic_load(&chosen_layer);
+    if (layer < 0) layer = atomic_load(&default_layer);
+    if (layer < 0) atomic_store(&default_layer, layer = layer_of_environment());
+    return layer == OPENMP && !kvc_openmp_works() ? OWN : layer;
 }
 
-int kvc_uses_openmp(void) {
-    const int chosen = atomic_load(&chosen_layer);
-    return (chosen < 0 ? atomic_load(&default_layer) : chosen) == OPENMP && kvc_openmp_works();
+kvc_status kvc_threads_check(void) {
+    if (current_layer() >= 0) return KVC_OK;
+    return kvc_fail(KVC_ERR_UNSUPPORTED, "KVCACHE_THREADS is %s: this build has " LAYER_NAMES,
+                    getenv("KVCACHE_THREADS"));
 }
+
+int kvc_uses_openmp(void) { return current_layer() == OPENMP; }
 
 const char *kvc_threading_layer(void) {
-    int layer = atomic_load(&chosen_layer);
-    if (layer < 0) layer = layer_of_environment();
-    if (layer < 0) return NULL;
-    return LAYERS[layer == OPENMP && !kvc_openmp_works() ? OWN : layer];
+    const int layer = current_layer();
+    return layer < 0 ? NULL : LAYERS[layer];
 }
 
 /* ---- the number of threads: OMP_NUM_THREADS, or the physical cores this process may use -------------------------- */

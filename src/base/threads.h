@@ -54,8 +54,8 @@ void kvc_signal_wait_until(kvc_signal *s, kvc_mutex *m, int64_t time);
 
 enum { KVC_MOST_THREADS = 4096 }; /* the largest number a caller may set */
 
-/* Reads KVCACHE_THREADS, for the whole process.  Call when a cache is made.  KVC_ERR_UNSUPPORTED, with a message. */
-kvc_status kvc_threads_init(void);
+/* Returns KVC_ERR_UNSUPPORTED, with a message, if KVCACHE_THREADS decides and names no layer of this build. */
+kvc_status kvc_threads_check(void);
 
 /* Whether calls run in regions of OpenMP, and not on this library's own threads. */
 int kvc_uses_openmp(void);

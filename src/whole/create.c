@@ -181,7 +181,7 @@ kvc_status kvc_cache_new(const kvc_config *given, kvc_cache **out) {
     if (!kernels)
         return kvc_fail(KVC_ERR_UNSUPPORTED, "KVCACHE_ISA is %s: this machine and build have %s", wanted,
                         KVC_KERNEL_NAMES);
-    KVC_TRY(kvc_threads_init());
+    KVC_TRY(kvc_threads_check());
     if (kvc_atfork_init()) return kvc_fail(KVC_ERR_NOMEM, "out of memory for what fork() is to call");
 
     kvc_cache *cache = new_cache(&memory, config.num_layers, count_frequencies(&config));

@@ -104,7 +104,7 @@ static void hold_up(void *context, int64_t i) {
 }
 
 /* A worker that stops in the middle of one of many tasks is not asked for some time, and then helps again.  (Workers
- * take the place of a region that was held up: test_openmp.c.) */
+ * take the place of a region that was held up, too.) */
 static void test_held_up(void) {
     static job j;
     held_up h = {.caller = pthread_self()};
@@ -240,21 +240,24 @@ static void test_environment(void) {
     }
 }
 
+/* Call before anything asks for the layer, as a name that this build has is read once. */
 static void test_layer_names(void) {
+    setenv("KVCACHE_THREADS", "owned", 1);
+    CHECK(!kvc_threading_layer() && !kvc_uses_openmp());
+    CHECK(kvc_threads_check() == KVC_ERR_UNSUPPORTED && strstr(kvc_last_error(), "KVCACHE_THREADS is owned"));
     CHECK(kvc_set_threading_layer("mine") == KVC_ERR_UNSUPPORTED && strstr(kvc_last_error(), "mine"));
     CHECK(kvc_set_threading_layer("own") == KVC_OK && !strcmp(kvc_threading_layer(), "own"));
-    setenv("KVCACHE_THREADS", "owned", 1);
-    CHECK(!strcmp(kvc_threading_layer(), "own") && kvc_set_threading_layer(NULL) == KVC_OK && !kvc_threading_layer());
-    CHECK(kvc_threads_init() == KVC_ERR_UNSUPPORTED && strstr(kvc_last_error(), "KVCACHE_THREADS is owned"));
+    CHECK(kvc_threads_check() == KVC_OK);
+    CHECK(kvc_set_threading_layer(NULL) == KVC_OK && !kvc_threading_layer());
     setenv("KVCACHE_THREADS", "own", 1);
-    CHECK(kvc_threads_init() == KVC_OK && !strcmp(kvc_threading_layer(), "own") && !kvc_uses_openmp());
-    unsetenv("KVCACHE_THREADS");
-    CHECK(kvc_threads_init() == KVC_OK);
+    CHECK(!kvc_uses_openmp() && !strcmp(kvc_threading_layer(), "own") && kvc_threads_check() == KVC_OK);
+    setenv("KVCACHE_THREADS", "openmp", 1);
+    CHECK(!kvc_uses_openmp() && !strcmp(kvc_threading_layer(), "own") && kvc_threads_check() == KVC_OK);
     if (strstr(kvc_build_info(), "no OpenMP")) { /* of the core, which may be built without what this program has */
-        CHECK(!strcmp(kvc_threading_layer(), "own"));
         CHECK(kvc_set_threading_layer("openmp") == KVC_ERR_UNSUPPORTED);
     } else {
-        CHECK(!strcmp(kvc_threading_layer(), "openmp") && kvc_uses_openmp() && strstr(kvc_build_info(), "OpenMP 20"));
+        CHECK(kvc_set_threading_layer("openmp") == KVC_OK && strstr(kvc_build_info(), "OpenMP 20"));
+        CHECK(!strcmp(kvc_threading_layer(), "openmp") && kvc_uses_openmp());
     }
 }
 
