@@ -969,7 +969,7 @@ KVC_API const char *kvc_isa(void);
  *   affinity and cgroup quota, or the places (OMP_PLACES) that OpenMP binds threads to;
  * - with OpenMP's threads, omp_get_max_threads() of the runtime in use, which omp_set_num_threads, threadpoolctl and
  *   torch.set_num_threads change for the calling thread.
- * OMP_THREAD_LIMIT bounds OpenMP's threads in any case.  Always 1 inside a parallel region of OpenMP, and in a child
+ * OMP_THREAD_LIMIT bounds these in any case.  Always 1 inside a parallel region of OpenMP, and in a child
  * after fork() of a process with caches.
  *
  * All caches of the process share these threads, which the first call that is worth it starts.  While one call has

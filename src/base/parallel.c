@@ -325,8 +325,8 @@ static int take_threads(int32_t num_threads) {
 void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *context, int64_t i), void *context) {
     if (num_threads > num_tasks) num_threads = (int32_t)num_tasks;
     if (num_threads > KVC_MOST_THREADS) num_threads = KVC_MOST_THREADS;
-    if (num_threads > 1 && kvc_uses_openmp() && num_threads > kvc_openmp_thread_limit())
-        num_threads = kvc_openmp_thread_limit();
+    const int32_t limit = num_threads > 1 ? kvc_thread_limit() : 1;
+    if (num_threads > limit) num_threads = limit;
     const int with = take_threads(num_threads);
     if (with == NOTHING) {
         for (int64_t i = 0; i < num_tasks; i++) task(context, i);

@@ -146,10 +146,10 @@ static int usable_cores(void) {
 static int usable_cores(void) { return online_processors(); }
 #endif
 
-/* Returns the first number in OMP_NUM_THREADS, a list with one for each level of nesting; 0 if there is none, or it is
- * none that a caller may set. */
-static int32_t threads_of_environment(void) {
-    const char *value = getenv("OMP_NUM_THREADS");
+/* Returns the first number in a variable of OpenMP, which may be a list with one for each level of nesting; 0 if there
+ * is none, or it is none that a caller may set. */
+static int32_t number_of_environment(const char *name) {
+    const char *value = getenv(name);
     if (!value) return 0;
     char *end;
     const long number = strtol(value, &end, 10);
@@ -161,13 +161,25 @@ static int32_t default_threads(void) {
     static atomic_int known; /* every thread stores the same value */
     int32_t number = atomic_load(&known);
     if (!number) {
-        number = threads_of_environment();
+        number = number_of_environment("OMP_NUM_THREADS");
         if (!number) number = usable_cores();
         if (number < 1) number = 1;
         if (number > KVC_MOST_THREADS) number = KVC_MOST_THREADS;
         atomic_store(&known, number);
     }
     return number;
+}
+
+int32_t kvc_thread_limit(void) {
+    static atomic_int known; /* for own threads; every thread stores the same value */
+    if (kvc_uses_openmp()) return kvc_openmp_thread_limit();
+    int32_t limit = atomic_load(&known);
+    if (!limit) {
+        limit = number_of_environment("OMP_THREAD_LIMIT");
+        if (!limit) limit = KVC_MOST_THREADS;
+        atomic_store(&known, limit);
+    }
+    return limit;
 }
 
 static atomic_int forked; /* this process is the child of a fork() */
@@ -179,8 +191,7 @@ int kvc_is_alone(void) { return atomic_load(&forked) || kvc_openmp_in_region(); 
 int32_t kvc_num_threads(void) {
     if (kvc_is_alone()) return 1;
     const int32_t chosen = atomic_load(&chosen_threads), number = chosen ? chosen : default_threads();
-    if (!kvc_uses_openmp()) return number;
-    const int32_t most = chosen ? kvc_openmp_thread_limit() : kvc_openmp_num_threads();
+    const int32_t most = !chosen && kvc_uses_openmp() ? kvc_openmp_num_threads() : kvc_thread_limit();
     return number < most ? number : most;
 }
 

@@ -60,6 +60,10 @@ kvc_status kvc_threads_check(void);
 /* Whether calls run in regions of OpenMP, and not on this library's own threads. */
 int kvc_uses_openmp(void);
 
+/* Returns how many threads a call may have at most, by OMP_THREAD_LIMIT: as OpenMP's runtime says, where regions are
+ * used. */
+int32_t kvc_thread_limit(void);
+
 /* Call in the child of the process's fork(), which lacks the threads of its parent: calls run on one from then on. */
 void kvc_threads_forked(void);
 

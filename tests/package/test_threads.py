@@ -182,6 +182,14 @@ def test_the_thread_limit_bounds_what_is_asked_for():
     assert until_shared(code, OMP_THREAD_LIMIT="2") == []
 
 
+def test_the_thread_limit_bounds_own_threads():
+    environment = {"KVCACHE_THREADS": "own", "OMP_THREAD_LIMIT": "2"}
+    code = "before = threads(); attend(8); print(kvcache.get_num_threads(), threads() - before)"
+    assert run_python(code, OMP_NUM_THREADS="3", **environment) == ["2", "1"]
+    code = "kvcache.set_num_threads(8); print(kvcache.get_num_threads())"
+    assert run_python(code, **environment) == ["2"]
+
+
 @needs_openmp
 def test_binding_does_not_count_as_affinity():
     """OpenMP binds the main thread, too, as soon as it is loaded."""
