@@ -199,6 +199,14 @@ def test_binding_does_not_count_as_affinity():
     assert (is_bound, number) in [("True", "3"), ("True", str(os.cpu_count()))]
 
 
+@needs_openmp
+@pytest.mark.skipif(kvcache.get_num_threads() < 2, reason="there is one processor")
+def test_the_runtime_that_starts_first_has_all_places():
+    pytest.importorskip("sklearn")
+    code = "attend(); print(kvcache.get_num_threads() > 1)"
+    assert run_python(code, imports="sklearn.cluster, kvcache", OMP_PROC_BIND="true") == ["True"]
+
+
 @pytest.mark.parametrize("name", ["gcc", "clang"])
 @pytest.mark.parametrize("is_bound", [False, True])
 def test_places_count_where_threads_are_bound(tmp_path, name, is_bound):
