@@ -987,7 +987,8 @@ KVC_API kvc_status kvc_set_num_threads(int32_t num_threads);
  * "openmp"  Calls are parallel regions of the OpenMP runtime that the program's other libraries use: the one that this
  *           library links to, or a copy of it, Clang's (libomp) or Intel's (libiomp5), where the process had loaded one
  *           when a cache was made and nothing else needs the linked one.  While regions are held up, because another
- *           program takes a processor, calls use the own threads.
+ *           program takes a processor, calls use the own threads; or, where OpenMP binds threads to places, the
+ *           calling one alone.
  * "own"     Threads of this library, which wait for 50 microseconds and then sleep.  Also in a child after fork(),
  *           where the parent had no cache, or (on Linux) had not even loaded this library. */
 KVC_API const char *kvc_threading_layer(void);

@@ -85,9 +85,10 @@ def set_threading_layer(name: str | None) -> None:
     name : {"openmp", "own"} or None
         "openmp", the default of a build that has it: calls are parallel regions of the OpenMP runtime that other
         libraries of the process use, and obey its environment variables and threadpoolctl. While another program
-        holds regions up, calls use the own threads. "own": threads of this library, which never spin for longer than
-        50 µs, and are one set however many threads call. None undoes an earlier call: the environment variable
-        ``KVCACHE_THREADS`` decides, which is read once, when it is first needed, or the default.
+        holds regions up, calls use the own threads, or the calling one alone where OpenMP binds threads. "own":
+        threads of this library, which never spin for longer than 50 µs, and are one set however many threads call. None
+        undoes an earlier call: the environment variable ``KVCACHE_THREADS`` decides, which is read once, when it is
+        first needed, or the default.
 
     Raises
     ------
