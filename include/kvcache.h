@@ -969,8 +969,8 @@ KVC_API const char *kvc_isa(void);
  *   affinity and cgroup quota, or the places (OMP_PLACES) that OpenMP binds threads to;
  * - with OpenMP's threads, omp_get_max_threads() of the runtime in use, which omp_set_num_threads, threadpoolctl and
  *   torch.set_num_threads change for the calling thread.
- * OMP_THREAD_LIMIT bounds these in any case.  Always 1 inside a parallel region of OpenMP, and in a child
- * after fork() of a process with caches.
+ * OMP_THREAD_LIMIT bounds these in any case.  Always 1 inside a parallel region of OpenMP that has several threads, and
+ * in a child after fork() of a process with caches.
  *
  * All caches of the process share these threads, which the first call that is worth it starts.  While one call has
  * them, others run on the threads that made them. */
@@ -997,8 +997,8 @@ KVC_API const char *kvc_threading_layer(void);
  * that.  Fails with KVC_ERR_UNSUPPORTED for a name that this build does not have. */
 KVC_API kvc_status kvc_set_threading_layer(const char *name);
 
-/* Returns the path of the OpenMP runtime that "openmp" means, as far as it is known when a cache was made; else "".
- * Static. */
+/* Returns the path of the OpenMP runtime that "openmp" means, whichever layer is in use; "" while it is not known:
+ * before the first cache is made, without OpenMP, and on macOS and Windows.  Static. */
 KVC_API const char *kvc_openmp_library(void);
 
 /* ---- inspection -------------------------------------------------------------------------------------------------- */

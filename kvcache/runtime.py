@@ -36,7 +36,7 @@ def get_num_threads() -> int:
         The number given to `set_num_threads`; else the first in ``OMP_NUM_THREADS``, which is read once, or the
         physical cores that this process may use within the limits of its cgroup, but no more than `threadpoolctl` or
         `torch.set_num_threads` leave to the calling thread, where the threads are OpenMP's. ``OMP_THREAD_LIMIT``
-        bounds these in any case. Always 1 in a child after ``os.fork``.
+        bounds these in any case. Always 1 in a child after ``os.fork`` of a process with caches.
     """
     return _core.get_num_threads()
 
@@ -131,8 +131,8 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str | 
     dict or None
         The report, with ``mode="dicts"``. ``isa`` is the instruction set of a cache made now; None if the environment
         variable ``KVCACHE_ISA`` names a set that the build or the machine does not have. ``threading_layer`` is what
-        `get_threading_layer` returns, and ``openmp_library`` the runtime whose threads these are, once a cache was
-        made.
+        `get_threading_layer` returns, and ``openmp_library`` the runtime that "openmp" means there, in use or not; None
+        while it is not known: before the first cache is made, without OpenMP, and on macOS and Windows.
 
     Raises
     ------

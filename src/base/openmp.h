@@ -26,7 +26,8 @@ void kvc_openmp_find(void);
  * runtime would wait for threads of the parent.  A fork() before the library was loaded is seen on Linux alone. */
 int kvc_openmp_works(void);
 
-/* Whether the calling thread is in a parallel region of the program, whose other threads have the processors. */
+/* Whether the calling thread is in a parallel region of the program that has several threads: the others have the
+ * processors. */
 int kvc_openmp_in_region(void);
 
 /* How many threads a region may have that the calling thread begins: by omp_set_num_threads, which threadpoolctl calls
