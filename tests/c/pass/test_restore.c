@@ -57,7 +57,6 @@ static void test_earlier_window(void) {
 /* Of layers that are replaced one group after the other, each lacks what the other has until it has it, too. */
 static void test_group_by_group(void) {
     for (int64_t id = 0; id < 2; id++) {
-<<<<<<< ours
         pair *p = window_pair(0, (kvc_config){0});
         restore(p, id ? second_layer : first_layer, id ? 50 - WINDOW : 0, 50);
         CHECK_FAILS(pair_feed(p, 0, 50, 51), KVC_ERR_GONE, id ? "layer 0 lacks" : "layer 1 lacks", "restore");
@@ -66,51 +65,6 @@ static void test_group_by_group(void) {
         CHECK(pair_feed(p, 0, 50, 59) == KVC_OK);
         pair_check(p);
         pair_free(p);
-=======
-        restore(cache, id, full_layers, 0, 50, 0);
-        CHECK_FAILS(begin_at(cache, id, id ? 70 : 50), KVC_ERR_GONE, id ? "layer 0 lacks" : "layer 1 lacks", "restore");
-        CHECK(kvc_next_position(cache, id) == (id ? 70 : 50));
-        CHECK(!kvc_can_resume(cache, id, 50) && !kvc_can_resume(cache, id, 49) && !kvc_can_resume(cache, id, 1));
-        restore(cache, id, window_layers, 50 - WINDOW, 50, num_sinks);
-        CHECK(kvc_next_position(cache, id) == 50 && kvc_can_resume(cache, id, 50) && kvc_can_resume(cache, id, 49));
-        CHECK(!kvc_can_resume(cache, id, 48));
-        CHECK(kvc_seq_len(cache, id, 0) == 50 && kvc_seq_len(cache, id, 1) == WINDOW + num_sinks);
-    }
-    restore(cache, 2, window_layers, 50 - WINDOW, 50, num_sinks);
-    CHECK_FAILS(begin_at(cache, 2, 50), KVC_ERR_GONE, "layer 0 lacks", "from ");
-    restore(cache, 2, full_layers, 0, 50, 0);
-    for (int64_t id = 0; id < 3; id++) {
-        CHECK(kvc_fork(original, 0, 9 + id) == KVC_OK);
-        check_alike(cache, id, original, 9 + id, 50, shares);
-    }
-    CHECK(kvc_cache_free(original) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
-}
-
-/* The window of an earlier moment, then truncating to it; other sequences go on in between. */
-static void test_checkpoint(int32_t num_sinks, int shares) {
-    kvc_cache *original = new_cache(num_sinks, shares), *cache = new_cache(num_sinks, shares);
-    feed(original, 0, 0, 30, shares, NULL);
-    feed(cache, 0, 0, 30, shares, NULL);
-    feed(cache, 0, 30, 60, shares, NULL);
-    CHECK(begin_at(cache, 0, 60) == KVC_OK);
-    CHECK(kvc_truncate(cache, 0, 30) == KVC_ERR_GONE);
-    restore(cache, 0, window_layers, 30 - WINDOW, 30, num_sinks);
-    CHECK_FAILS(begin_at(cache, 0, 60), KVC_ERR_GONE, "position 60", "layer 1 lacks, from 30 to 59");
-    CHECK(begin_at(cache, 0, 30) == KVC_ERR_GONE); /* the layers that see everything hold the tokens behind, too */
-    CHECK(kvc_seq_len(cache, 0, 1) == WINDOW + num_sinks);
-    feed(cache, 1, 0, 20, shares, NULL); /* expires nothing that a query in the place of the last token, 29, sees */
-    CHECK(kvc_reserve(cache, 2, 40) == KVC_OK);
-    CHECK(kvc_seq_len(cache, 0, 1) == WINDOW + num_sinks);
-    CHECK_FAILS(kvc_truncate(cache, 0, 31), KVC_ERR_GONE, "position 31", "layer 1 lacks");
-    CHECK(kvc_fork(cache, 0, 3) == KVC_OK && kvc_copy_prefix(cache, 0, 4, 30) == KVC_OK);
-    CHECK(kvc_copy_prefix(cache, 0, 5, 40) == KVC_ERR_GONE);
-    for (int64_t id = 0; id < 5; id++) {
-        if (id == 1 || id == 2) continue;
-        CHECKF(kvc_truncate(cache, id, 30) == KVC_OK, "%s", kvc_last_error());
-        CHECK(kvc_can_resume(cache, id, 29) && !kvc_can_resume(cache, id, 28));
-        CHECK(kvc_fork(original, 0, 9) == KVC_OK);
-        check_alike(cache, id, original, 9, 30, shares);
->>>>>>> theirs
     }
 }
 
