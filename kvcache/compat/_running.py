@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any, Literal, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache import Batch, KVCache
+from kvcache.arguments import INT64_MAX, integer
 
 Rows = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
@@ -48,15 +48,9 @@ def read_rows(x: npt.ArrayLike, name: str, *shape: int) -> npt.NDArray[np.float3
     return array.reshape(shape)
 
 
-def to_integer(name: str, value: SupportsIndex, least: int | None = None) -> int:
+def to_integer(name: str, value: SupportsIndex, least: int = -INT64_MAX) -> int:
     """Return an integer; raise ``TypeError`` if `value` is none, ``ValueError`` if it is below `least`."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r}: an integer is needed, not {type(value).__name__}") from None
-    if least is not None and number < least:
-        raise ValueError(f"{name}={value}: must be at least {least}")
-    return number
+    return integer(value, name, least, INT64_MAX)
 
 
 def check_index(name: str, value: SupportsIndex, length: int) -> None:
@@ -122,9 +116,6 @@ class Running:
 
     def _count_tokens(self, layer: int, k: npt.NDArray[Any]) -> int:
         """Return the tokens of each sequence in `k`; raise ``ValueError`` if they are not those that are running."""
-        if k.ndim != len(self.layout) or (self.layout == "BHTD" and len(k) != self.sequences):
-            axes = "tokens, heads, dim" if self.layout == "THD" else f"{self.sequences}, heads, tokens, dim"
-            raise ValueError(f"k: an array of shape {k.shape}, where [{axes}] is needed")
         num_tokens: int = k.shape[self.layout.index("T")]
         if self.layers and num_tokens != self.num_tokens:
             raise ValueError(

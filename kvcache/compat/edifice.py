@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvcache
-from kvcache.compat._running import Rows, Running, read_array, to_integer
+from kvcache.compat._running import Rows, Running, check_index, read_array, to_integer
 
 __all__ = ["KVCache"]
 
@@ -156,13 +156,16 @@ class KVCache:
         function
             ``attention(q, k, v, state)``, all arrays ``[batch, heads, tokens, dim]``, returns the result, ``[batch,
             tokens, num_heads * head_dim]``, and the state. As there, new tokens all see each other. It raises what
-            `update` raises.
+            `update` raises; a call that fails changes nothing.
         """
+        num_heads, head_dim = to_integer("num_heads", num_heads, 1), to_integer("head_dim", head_dim, 1)
 
         def attention(
             q: npt.ArrayLike, new_k: npt.ArrayLike, new_v: npt.ArrayLike, state: KVCache
         ) -> tuple[npt.NDArray[Any], KVCache]:
-            out = state._put(layer_idx, new_k, new_v, read_array(q, "q"))
+            queries = read_array(q, "q")
+            state._check_shape("q", queries, num_heads, head_dim)
+            out = state._put(layer_idx, new_k, new_v, queries)
             state._end_step()
             return out.swapaxes(1, 2).reshape(len(out), -1, num_heads * head_dim), state
 
@@ -172,21 +175,35 @@ class KVCache:
         """Put rows in a layer, in a new step if it has those of this one; with `q` attend, and return the result."""
         running = self._running
         k, v = read_array(k, "new_k"), read_array(v, "new_v")
+        check_index("layer_idx", layer, self.num_layers)
+        self._check(k, v, q)
         if layer in running.layers:
-            self._check_next(k, v)  # before this step ends
+            self._check_room(k.shape[2])  # before this step ends
             self._fill_with_zeros()
             running.commit()
         return running.put(layer, k, v, q)
 
-    def _check_next(self, k: npt.NDArray[Any], v: npt.NDArray[Any]) -> None:
-        """Raise unless rows can be those of the next step."""
-        tokens = k.shape[2] if k.ndim == 4 else 0
+    def _check_shape(self, name: str, array: Array, heads: int, head_dim: int) -> None:
+        """Raise ``ValueError`` unless an array is ``[batch, heads, tokens, head_dim]``, of at least one token."""
+        tokens = array.shape[2] if array.ndim == 4 else 0
+        if not tokens or array.shape != (self._running.sequences, heads, tokens, head_dim):
+            axes = f"{self._running.sequences}, {heads}, tokens, {head_dim}"
+            raise ValueError(f"{name}: an array of shape {array.shape}, where [{axes}] is needed")
+
+    def _check(self, k: Array, v: Array, q: Array | None) -> None:
+        """Raise ``ValueError`` unless arrays are those of the same tokens, and suit the cache."""
         [layer, *_] = self.cache.layers
-        wanted = self._running.sequences, layer.num_kv_heads, tokens, layer.head_dim
-        for name, rows in (("new_k", k), ("new_v", v)):
-            if not tokens or rows.shape != wanted:
-                axes = f"{wanted[0]}, {wanted[1]}, tokens, {wanted[3]}"
-                raise ValueError(f"{name}: an array of shape {rows.shape}, where [{axes}] is needed")
+        self._check_shape("new_k", k, layer.num_kv_heads, layer.head_dim)
+        if v.shape != k.shape:
+            raise ValueError(f"new_v: an array of shape {v.shape}, where new_k is of shape {k.shape}")
+        if q is not None and (q.shape[2:] != k.shape[2:] or q.shape[1] % layer.num_kv_heads):
+            raise ValueError(
+                f"q: an array of shape {q.shape}, where new_k is of shape {k.shape}: only the number of heads may differ, "
+                "and is a multiple then"
+            )
+
+    def _check_room(self, tokens: int) -> None:
+        """Raise ``CacheFullError`` unless the next step can be of `tokens`."""
         if self.position + tokens > self.max_seq_len:
             raise kvcache.CacheFullError(
                 f"{tokens} more tokens do not fit: there are {self.position} of max_seq_len={self.max_seq_len}"

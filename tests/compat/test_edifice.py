@@ -268,3 +268,31 @@ def test_a_refused_update_does_not_end_the_step(shape):
     _, k, _ = state.update(1, new, new)
     assert k[0, 0, :, 0].tolist() == [1]
     assert state.seq_length() == 1
+
+
+@pytest.mark.parametrize("heads", [4, 3, 8])  # of the attention; those that are stored are 2
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("shape", [(1, 4, 1, 7), (1, 2, 2, 8), (1, 3, 1, 8), (2, 4, 1, 8), (4, 1, 8), (1, 4, 2, 8)])
+def test_a_refused_attention_leaves_the_step_as_it_was(shape, tokens, heads):
+    if shape == (1, heads, tokens, 8) and heads % 2 == 0:
+        return
+    new, more = np.ones((2, 1, 2, 1, 8), np.float32), np.ones((2, 1, 2, tokens, 8), np.float32)
+    attention = KVCache.build_cached_attention(num_heads=heads, head_dim=8, layer_idx=0)
+    for is_running in (False, True):
+        state = KVCache.init(batch_size=1, num_layers=2, num_heads=2, head_dim=8, max_seq_len=4)
+        if is_running:
+            state.update(0, *new)
+        with pytest.raises(ValueError, match=r"shape|head|tokens"):
+            attention(np.ones(shape), *more, state)
+        assert (state.position, state.cache.seq_len()) == (is_running, 0)
+        assert state.update(1, *new)[1].tolist() == new[0].tolist()
+
+
+@pytest.mark.parametrize("layer", [True, 1.0, "1", None, 2, -1])
+def test_a_wrong_layer_does_not_end_the_step(layer):
+    state = KVCache.init(batch_size=1, num_layers=2, num_heads=2, head_dim=8)
+    new = np.ones((2, 1, 2, 1, 8), np.float32)
+    state.update(1, *new)
+    with pytest.raises((TypeError, IndexError), match=f"layer_idx={layer!r}: "):
+        state.update(layer, *new)
+    assert (state.position, state.cache.seq_len()) == (1, 0)
