@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 import kvcache
 from kvcache.compat._running import check_index, to_integer
+from kvcache.layer import count
 
 __all__ = [
     "MAX_INT32",
@@ -310,11 +311,14 @@ class Cache:
         kvcache.RowsGoneError
             If a token at the new end would miss rows that have expired: where `can_resume` is false, drop all.
         """
+        begin, end = to_integer("begin", begin), to_integer("end", end)
         cache = self._ended()
         if end == MAX_INT32:
             cache.truncate(begin, seq_id=seq)
         else:
             cache.remove(begin, end, seq_id=seq)
+        if not cache.sequences:
+            begin, end = -1, MAX_INT32  # an encoder's rows are gone, too, also those that stand for no token
         for member in self._members():
             member._removed(begin, end)
 
@@ -361,6 +365,13 @@ class Causal(Cache):
     def set_causal(self, options: CausalOptions) -> None:
         """Let some tokens of the pass see later ones, for every `get` until the next pass."""
         self._except = options.except_
+
+    def put(self, key: Any, value: Any) -> None:  # noqa: D102 - as in `Cache`
+        tokens = len(self._pass().open_batch())
+        for name, rows in (("key", key), ("value", value)):
+            if np.shape(rows)[:1] != (tokens,):
+                raise ValueError(f"{name}: an array of shape {np.shape(rows)}, where the pass has {count(tokens, 'token')}")
+        super().put(key, value)
 
     def get(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any] | None]:  # noqa: D102 - as in `Cache`
         shared = self._pass()
@@ -419,7 +430,12 @@ class EncoderCache(Cache):
         self._cached = False
 
     def put(self, key: Any, value: Any) -> None:
-        """Store rows in the layer, in place of those before: ``[..., heads, dim]`` each."""
+        """Store rows in the layer, in place of those before: ``[..., heads, dim]`` each, or ``[rows, heads * dim]``.
+
+        With `CacheConfig.permuted_v`, they are ``[..., rows, heads, dim]``.
+        """
+        if self._config is not None and self._config.permuted_v and np.ndim(value) < 3:
+            raise ValueError(f"value: an array of shape {np.shape(value)}, where permuted_v needs [..., rows, heads, dim]")
         super().put(key, value)
         self._shapes[self._pass().layer] = tuple(key.shape), tuple(value.shape)
         self._cached, self._cached_position = True, self._position
@@ -465,7 +481,7 @@ class EncoderCache(Cache):
 
     def remove(self, seq: int, begin: int, end: int = MAX_INT32) -> None:
         """Say that the rows are no longer wanted, if the token they stand for is removed; they can still be read."""
-        self._removed(begin, end)
+        self._removed(to_integer("begin", begin), to_integer("end", end))
 
     def _policy(self, max_sequences: int, capacity: int) -> Any:
         if max_sequences > 1:

@@ -278,13 +278,18 @@ def test_the_config_of_a_wrapper_is_for_all_its_caches():
     assert both.get()[2].shape == (5, 5)
 
 
-def test_a_put_of_another_number_of_tokens_is_refused():
+@pytest.mark.parametrize("tokens", [2, 4])
+def test_a_put_of_another_number_of_tokens_is_refused(tokens):
     cache = ollama.new_causal_cache()
     cache.init(1, 2, 8, capacity=16)
     cache.start_forward(range(3))
-    with pytest.raises(IndexError):
-        cache.put(*random_rows(4))
-    cache.put(*random_rows(3))
+    rows, wrong = [*random_rows(3)], [*random_rows(tokens)]
+    for k, v in ((wrong[0], wrong[1]), (rows[0], wrong[1])):
+        with pytest.raises(ValueError, match=rf"an array of shape \({tokens}, 2, 8\), where the pass has 3 tokens"):
+            cache.put(k, v)
+    cache.put(*rows)
+    cache.start_forward([3])
+    assert cache.cache.seq_len() == 3
 
 
 def test_without_init_and_after_close():
@@ -489,6 +494,33 @@ def test_a_wrapper_of_an_encoder_and_a_causal_cache():
     assert images.encoder_cached()
     cache.remove(0, 0)
     assert not images.encoder_cached()
+
+
+@pytest.mark.parametrize("end", [ollama.MAX_INT32, 2])
+def test_rows_that_are_gone_are_not_cached(end):
+    images = ollama.new_encoder_cache(64)
+    cache = ollama.new_wrapper_cache(images, ollama.new_causal_cache())
+    cache.init(2, 2, 8, capacity=16)
+    cache.start_forward([0, 1])  # the rows stand for no token
+    cache.put(*random_rows(5))
+    cache.set_layer(1)
+    cache.set_layer_type(1)
+    cache.put(*random_rows(2))
+    cache.remove(9, 0)
+    assert images.encoder_cached()
+    cache.remove(0, 0, end)
+    assert images.encoder_cached() is (cache.cache.seq_len(layer=0) > 0)
+
+
+@pytest.mark.parametrize("shape", [(6, 16), (2, 8)])
+def test_permuted_values_have_an_axis_of_rows(shape):
+    cache = ollama.new_encoder_cache(64)
+    cache.set_config(CacheConfig(permuted_v=True))
+    cache.init(1, 2, 8, capacity=16)
+    cache.start_forward([0])
+    with pytest.raises(ValueError, match=r"value: an array of shape .*, where permuted_v needs \[\.\.\., rows, heads"):
+        cache.put(*np.ones((2, *shape), np.float32))
+    assert not cache.encoder_cached()
 
 
 @pytest.mark.parametrize("share", [None, [None, 0]])
