@@ -3,10 +3,10 @@
 import os
 from typing import SupportsFloat, cast
 
-from kvcache._core import INT32_MAX, INT64_MAX, MAX_THREADS, integer
+from kvcache._core import INT32_MAX, INT64_MAX, MAX_THREADS, integer, integers
 from kvcache.errors import shown
 
-__all__ = ["INT32_MAX", "INT64_MAX", "MAX_THREADS", "check_path", "integer", "to_float"]
+__all__ = ["INT32_MAX", "INT64_MAX", "MAX_THREADS", "check_path", "integer", "integers", "to_float"]
 
 
 def to_float(value: object, name: str) -> float:

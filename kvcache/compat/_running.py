@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, Literal, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache import Batch, KVCache
-from kvcache.arguments import INT64_MAX, integer
+from kvcache.errors import shown
 
 Rows = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
@@ -48,9 +49,17 @@ def read_rows(x: npt.ArrayLike, name: str, *shape: int) -> npt.NDArray[np.float3
     return array.reshape(shape)
 
 
-def to_integer(name: str, value: SupportsIndex, least: int = -INT64_MAX) -> int:
-    """Return an integer; raise ``TypeError`` if `value` is none, ``ValueError`` if it is below `least`."""
-    return integer(value, name, least, INT64_MAX)
+def to_integer(name: str, value: SupportsIndex, least: int | None = None) -> int:
+    """Return an integer of any size; raise ``TypeError`` if `value` is none, ``ValueError`` if it is below `least`."""
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={shown(value)}: an integer is needed, not {type(value).__name__}") from None
+    if least is not None and number < least:
+        raise ValueError(f"{name}={number}: must be at least {least}")
+    return number
 
 
 def check_index(name: str, value: SupportsIndex, length: int) -> None:

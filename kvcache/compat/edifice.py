@@ -198,8 +198,8 @@ class KVCache:
             raise ValueError(f"new_v: an array of shape {v.shape}, where new_k is of shape {k.shape}")
         if q is not None and (q.shape[2:] != k.shape[2:] or q.shape[1] % layer.num_kv_heads):
             raise ValueError(
-                f"q: an array of shape {q.shape}, where new_k is of shape {k.shape}: only the number of heads may differ, "
-                "and is a multiple then"
+                f"q: an array of shape {q.shape}, where new_k is of shape {k.shape}: only the number of heads may "
+                "differ, and is a multiple then"
             )
 
     def _check_room(self, tokens: int) -> None:

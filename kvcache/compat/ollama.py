@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvcache
+from kvcache.arguments import integers
 from kvcache.compat._running import check_index, to_integer
 from kvcache.layer import count
 
@@ -61,6 +62,9 @@ class CausalOptions:
     """Which tokens of the batch also see later tokens of their sequence."""
 
     except_: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        integers(self.except_, "except_")
 
 
 @dataclass
@@ -141,9 +145,11 @@ class Cache:
             If there is no such cache as `layer_types` says.
         """
         members = self._members()
+        sizes = {"num_layers": num_layers, "max_sequences": max_sequences, "capacity": capacity}
+        num_layers, max_sequences, capacity = (to_integer(name, value, 1) for name, value in sizes.items())
         if layer_types is None:
             layer_types = [layer % len(members) for layer in range(num_layers)]
-        for kind in layer_types:
+        for kind in integers(layer_types, "layer_types").tolist():
             check_index("layer_types", kind, len(members))
         cache = kvcache.KVCache(
             num_layers,
@@ -230,6 +236,8 @@ class Cache:
             If `multimodal` names a token that there is not.
         """
         shared = self._pass()
+        positions = integers(positions, "positions").tolist()
+        multimodal = integers(multimodal, "multimodal").tolist()
         shared.end()
         if reserve:
             shared.cache.reserve(len(positions))
@@ -363,14 +371,30 @@ class Causal(Cache):
         self._except: Sequence[int] = ()
 
     def set_causal(self, options: CausalOptions) -> None:
-        """Let some tokens of the pass see later ones, for every `get` until the next pass."""
+        """Let some tokens of the pass see later ones, for every `get` until the next pass.
+
+        Raises
+        ------
+        TypeError
+            If `options` are no `CausalOptions`.
+        ValueError
+            If there is no pass.
+        IndexError
+            If they name a token that there is not.
+        """
+        if not isinstance(options, CausalOptions):
+            raise TypeError(f"set_causal({options!r}): CausalOptions are needed, which name the tokens")
+        for token in options.except_:
+            check_index("except_", token, len(self._pass().open_batch()))
         self._except = options.except_
 
     def put(self, key: Any, value: Any) -> None:  # noqa: D102 - as in `Cache`
         tokens = len(self._pass().open_batch())
         for name, rows in (("key", key), ("value", value)):
             if np.shape(rows)[:1] != (tokens,):
-                raise ValueError(f"{name}: an array of shape {np.shape(rows)}, where the pass has {count(tokens, 'token')}")
+                raise ValueError(
+                    f"{name}: an array of shape {np.shape(rows)}, where the pass has {count(tokens, 'token')}"
+                )
         super().put(key, value)
 
     def get(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any] | None]:  # noqa: D102 - as in `Cache`
@@ -435,7 +459,9 @@ class EncoderCache(Cache):
         With `CacheConfig.permuted_v`, they are ``[..., rows, heads, dim]``.
         """
         if self._config is not None and self._config.permuted_v and np.ndim(value) < 3:
-            raise ValueError(f"value: an array of shape {np.shape(value)}, where permuted_v needs [..., rows, heads, dim]")
+            raise ValueError(
+                f"value: an array of shape {np.shape(value)}, where permuted_v needs [..., rows, heads, dim]"
+            )
         super().put(key, value)
         self._shapes[self._pass().layer] = tuple(key.shape), tuple(value.shape)
         self._cached, self._cached_position = True, self._position
@@ -557,17 +583,19 @@ def new_causal_cache(shift: Any = None) -> Causal:
 
 def new_swa_cache(window_size: int, shift: Any = None) -> Causal:
     """Return a cache whose tokens see themselves and `window_size` earlier ones."""
-    return Causal(shift, window=window_size)
+    return Causal(shift, window=to_integer("window_size", window_size, 0))
 
 
 def new_swa_mem_cache(window_size: int, memory_size: int, shift: Any = None) -> Causal:
     """Return a cache as `new_swa_cache` does, which keeps `memory_size` tokens behind a batch, to go back to."""
-    return Causal(shift, window=window_size, memory=memory_size)
+    return Causal(
+        shift, window=to_integer("window_size", window_size, 0), memory=to_integer("memory_size", memory_size, 0)
+    )
 
 
 def new_chunked_attention_cache(chunk_size: int, shift: Any = None) -> Causal:
     """Return a cache whose tokens see the earlier ones of their chunk of `chunk_size` positions."""
-    return Causal(shift, chunk=chunk_size)
+    return Causal(shift, chunk=to_integer("chunk_size", chunk_size, 1))
 
 
 def new_encoder_cache(max_len: int = 2**16) -> EncoderCache:

@@ -259,16 +259,16 @@ class KvCache:
 
     def _check_block(self, layer: int, start_pos: int, block_size: int) -> None:
         check_index("layer", layer, self.num_layers())
-        if start_pos < 0 or block_size < 1:
-            raise ValueError(f"start_pos={start_pos}, block_size={block_size}: must be at least 0 and 1")
+        to_integer("start_pos", start_pos, 0)
+        to_integer("block_size", block_size, 1)
 
     def _head(self, which: int, layer: int, head: int, seq_len: int) -> npt.NDArray[Any]:
         self._check_head(layer, head)
-        if seq_len < 0:
-            raise ValueError(f"seq_len={seq_len}: must be at least 0")
+        seq_len = to_integer("seq_len", seq_len, 0)
         rows = self._running.rows(layer)[which][head, :seq_len]
         if len(rows) < seq_len:
             rows = np.concatenate([rows, np.zeros((seq_len - len(rows), self.head_dim()), rows.dtype)])
+            rows.flags.writeable = False
         return rows
 
 

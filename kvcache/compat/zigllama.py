@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 
 import kvcache
-from kvcache.compat._running import Rows, Running, check_index, read_rows
+from kvcache.compat._running import Rows, Running, check_index, read_rows, to_integer
 
 __all__ = [
     "CacheFull",
@@ -95,7 +95,7 @@ class LayerKVCache:
 
     def get(self, position: int) -> KVCacheEntry | None:
         """Return copies of the rows at a position, or None if it is not there."""
-        running = self._running
+        running, position = self._running, to_integer("position", position)
         index = position - running.cache.next_position()
         if self.layer_id in running.layers and 0 <= index < running.num_tokens:
             key, value = (x[:, index - running.num_tokens].copy() for x in running.rows(self.layer_id))
@@ -111,6 +111,7 @@ class LayerKVCache:
         IndexError
             If not all of them are there.
         """
+        start_pos, length = to_integer("start_pos", start_pos), to_integer("length", length)
         if not 0 <= start_pos <= start_pos + length <= self.sequence_length:
             raise IndexError(
                 f"start_pos={start_pos}, length={length}: layer {self.layer_id} holds {self.sequence_length} tokens"
@@ -216,6 +217,10 @@ class MultiSequenceKVCache:
         max_sequences: int | None = None,
         window_size: int | None = None,
     ) -> None:
+        sizes = {"n_layers": n_layers, "n_heads": n_heads, "head_dim": head_dim}
+        limits = {"max_seq_length": max_seq_length, "max_sequences": max_sequences, "window_size": window_size}
+        for name, value in (sizes | {name: limit for name, limit in limits.items() if limit is not None}).items():
+            to_integer(name, value, 1)
         self._shape = n_layers, n_heads, head_dim, max_seq_length
         self.max_sequences = max_sequences
         self.window_size = window_size
@@ -229,6 +234,7 @@ class MultiSequenceKVCache:
         CacheFull
             If there would be more than `max_sequences`.
         """
+        sequence_id = to_integer("sequence_id", sequence_id)
         if sequence_id not in self.sequences:
             if self.max_sequences is not None and len(self.sequences) >= self.max_sequences:
                 raise CacheFull(
@@ -240,7 +246,7 @@ class MultiSequenceKVCache:
     def append_to_sequence(self, sequence_id: int, layer_id: int, keys: npt.ArrayLike, values: npt.ArrayLike) -> None:
         """Add rows to a layer of a sequence, which is created if it is not there; see `LayerKVCache.append`."""
         check_index("layer_id", layer_id, self._shape[0])
-        is_new = sequence_id not in self.sequences
+        is_new = self._find(sequence_id) is None
         try:
             self.get_or_create_sequence(sequence_id)[layer_id].append(keys, values)
         except BaseException:
@@ -250,24 +256,29 @@ class MultiSequenceKVCache:
 
     def get_from_sequence(self, sequence_id: int, layer_id: int, start_pos: int, length: int) -> Rows | None:
         """Return rows as `LayerKVCache.get_range` does, or None if there is no such sequence."""
-        if sequence_id not in self.sequences:
+        model = self._find(sequence_id)
+        if model is None:
             return None
         check_index("layer_id", layer_id, self._shape[0])
-        return self.sequences[sequence_id].layers[layer_id].get_range(start_pos, length)
+        return model.layers[layer_id].get_range(start_pos, length)
 
     def get_sequence_length(self, sequence_id: int) -> int:
         """Return the number of tokens of a sequence, 0 if there is no such sequence."""
-        return self.sequences[sequence_id].layers[0].sequence_length if sequence_id in self.sequences else 0
+        model = self._find(sequence_id)
+        return 0 if model is None else model.layers[0].sequence_length
 
     def clear_sequence(self, sequence_id: int) -> None:
         """Forget the tokens of a sequence, and keep its memory; do nothing if there is no such sequence."""
-        if sequence_id in self.sequences:
-            self.sequences[sequence_id].clear()
+        model = self._find(sequence_id)
+        if model is not None:
+            model.clear()
 
     def remove_sequence(self, sequence_id: int) -> None:
         """Forget a sequence, and free its memory; do nothing if there is no such sequence."""
-        if sequence_id in self.sequences:
-            self.sequences.pop(sequence_id).deinit()
+        model = self._find(sequence_id)
+        if model is not None:
+            del self.sequences[sequence_id]
+            model.deinit()
 
     def get_memory_usage(self) -> int:
         """Return the bytes that are taken."""
@@ -277,6 +288,9 @@ class MultiSequenceKVCache:
         """Free all memory."""
         for sequence_id in list(self.sequences):
             self.remove_sequence(sequence_id)
+
+    def _find(self, sequence_id: int) -> ModelKVCache | None:
+        return self.sequences.get(to_integer("sequence_id", sequence_id))
 
 
 class SlidingWindowKVCache:
@@ -291,6 +305,7 @@ class SlidingWindowKVCache:
     """
 
     def __init__(self, n_layers: int, n_heads: int, head_dim: int, window_size: int) -> None:
+        window_size = to_integer("window_size", window_size, 1)
         self.cache = MultiSequenceKVCache(n_layers, n_heads, head_dim, None, window_size=window_size)
         self.window_size = window_size
 
@@ -304,9 +319,10 @@ class SlidingWindowKVCache:
         `position` is of no effect, as there.
         """
         check_index("layer_id", layer_id, self.cache._shape[0])
-        if sequence_id not in self.cache.sequences:
+        model = self.cache._find(sequence_id)
+        if model is None:
             return None
-        layer = self.cache.sequences[sequence_id].layers[layer_id]
+        layer = model.layers[layer_id]
         length = layer.sequence_length
         kept = min(length, self.window_size)
         return layer.get_range(length - kept, kept) if length else None

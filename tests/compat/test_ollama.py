@@ -567,3 +567,43 @@ def test_caches_are_given_one_by_one():
     for padding in (1.5, "32"):
         with pytest.raises(TypeError, match="cache_padding="):
             ollama.CacheConfig(cache_padding=padding)
+
+
+MADE = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8, "capacity": 16}
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        *((lambda cache, name=name: cache.init(**{**MADE, name: "2"}), name) for name in MADE),
+        (lambda cache: cache.init(**{**MADE, "capacity": None}), "capacity"),
+        (lambda cache: cache.init(**MADE, max_sequences="1"), "max_sequences"),
+        (lambda cache: cache.init(**MADE, layer_types=0), "layer_types"),
+        (lambda cache: cache.start_forward(None), "positions"),
+        (lambda cache: cache.start_forward(None, reserve=True), "positions"),
+        (lambda cache: cache.start_forward("01"), r"positions\[0\]"),
+        (lambda cache: cache.start_forward([0], multimodal=0), "multimodal"),
+        (lambda cache: cache.remove(0, 1, None), "end"),
+        (lambda _: ollama.new_encoder_cache().remove(0, "1"), "begin"),
+        (lambda cache: cache.set_causal([1]), r"set_causal\(\[1\]\)"),
+        (lambda _: CausalOptions("ab"), r"except_\[0\]"),
+        *((lambda _, size=size: ollama.new_swa_cache(size), "window_size") for size in ("3", None)),
+        (lambda _: ollama.new_swa_mem_cache(3, None), "memory_size"),
+        (lambda _: ollama.new_chunked_attention_cache(None), "chunk_size"),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_named(call, name):
+    cache = ollama.new_causal_cache()
+    if "init" not in call.__code__.co_names:
+        cache.init(**MADE)
+    with pytest.raises(TypeError, match=name):
+        call(cache)
+
+
+def test_tokens_that_there_are_not_see_nothing():
+    cache = ollama.new_causal_cache()
+    cache.init(1, 2, 8, capacity=16)
+    cache.start_forward([0, 1])
+    for token in (2, -1):
+        with pytest.raises(IndexError, match=f"except_={token}: must be at least 0 and below 2"):
+            cache.set_causal(CausalOptions([token]))

@@ -72,6 +72,16 @@ def test_rows_of_a_head_are_one_contiguous_view():
     assert np.shares_memory(running, cache.keys_for(1, 1, 5))
 
 
+@pytest.mark.parametrize("stored", [0, 1, 3])
+def test_what_is_shown_is_read_only(stored):
+    cache = KvCache(1, 2, 8, 16)
+    fill(cache, stored)
+    cache.store_key(0, 0, stored, np.ones(8))
+    for length in (0, 1, 4, 16):
+        assert not cache.keys_for(0, 1, length).flags.writeable
+        assert not cache.values_for(0, 1, length).flags.writeable
+
+
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_positions_are_stored_in_any_order(cache, by_layer):
     k, v = random_rows(6)
@@ -216,7 +226,7 @@ def test_a_block_of_another_size_is_refused(cache):
         cache.inject_block(2, 0, 4, *np.ones((2, 64)))
     for call in (cache.extract_block, lambda *place: cache.inject_block(*place, *np.ones((2, 64)))):
         for start_pos, block_size in ((-1, 4), (0, -1), (0, 0)):
-            with pytest.raises(ValueError, match=f"start_pos={start_pos}, block_size={block_size}"):
+            with pytest.raises(ValueError, match=rf"(start_pos=-1|block_size={block_size}): must be at least"):
                 call(0, start_pos, block_size)
     assert cache.cache.seq_len() == 0
 
@@ -335,6 +345,13 @@ def test_a_length_that_is_no_integer_changes_nothing(cache):
         with pytest.raises(TypeError, match=f"n={n!r}: an integer is needed"):
             cache.set_seq_len(n)
         assert cache.seq_len() == 3
+    for number in ("3", 1.5, None, True):
+        for read in (cache.keys_for, cache.values_for):
+            with pytest.raises(TypeError, match=r"seq_len=.*: an integer is needed"):
+                read(0, 0, number)
+        for place in ((number, 2), (0, number)):
+            with pytest.raises(TypeError, match=r"(start_pos|block_size)=.*: an integer is needed"):
+                cache.extract_block(0, *place)
     for arguments in (("0", 0, 0), (0, 0.5, 0), (0, 0, None)):
         with pytest.raises(TypeError, match=r"(layer|head|pos)=.*: an integer is needed"):
             cache.store_key(*arguments, np.ones(cache.head_dim()))

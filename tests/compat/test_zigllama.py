@@ -295,3 +295,42 @@ def test_estimates():
     assert KVCacheUtils.estimate_memory_usage(1, 512, 32, 32, 128) == 512 * 32 * 32 * 128 * 2 * 4
     assert KVCacheUtils.recommended_window_size(2048, 1024) == 2048
     assert KVCacheUtils.recommended_window_size(2**20, 64) == 16384
+
+
+@pytest.mark.parametrize("wrong", ["0", 0.0, None, True])
+def test_an_argument_of_a_wrong_type_is_named(model, wrong):
+    append_everywhere(model.layers)
+    [layer, _] = model.layers
+    sequences, window = MultiSequenceKVCache(2, 2, 8, 16), SlidingWindowKVCache(2, 2, 8, 4)
+    sequences.get_or_create_sequence(0)
+    rows = np.ones((2, 2, 8))
+    calls = {
+        "position": [lambda: layer.get(wrong)],
+        "start_pos": [lambda: layer.get_range(wrong, 1)],
+        "length": [lambda: layer.get_range(0, wrong)],
+        "window_size": [lambda: SlidingWindowKVCache(2, 2, 8, wrong)],
+        "n_layers": [lambda: MultiSequenceKVCache(wrong, 2, 8, 16)],
+        "sequence_id": [
+            lambda: sequences.get_or_create_sequence(wrong),
+            lambda: sequences.append_to_sequence(wrong, 0, *rows),
+            lambda: sequences.get_from_sequence(wrong, 0, 0, 1),
+            lambda: sequences.get_sequence_length(wrong),
+            lambda: sequences.clear_sequence(wrong),
+            lambda: sequences.remove_sequence(wrong),
+            lambda: window.append_with_sliding(wrong, 0, *rows),
+            lambda: window.get_with_window(wrong, 0),
+        ],
+    }
+    for name, each in calls.items():
+        for call in each:
+            with pytest.raises(TypeError, match=f"{name}={wrong}|{name}={wrong!r}"):
+                call()
+    assert [*sequences.sequences] == [0]
+
+
+def test_a_size_below_one_is_named():
+    for size in (0, -1):
+        with pytest.raises(ValueError, match=f"window_size={size}: must be at least 1"):
+            SlidingWindowKVCache(2, 2, 8, size)
+        with pytest.raises(ValueError, match=f"max_seq_length={size}: must be at least 1"):
+            MultiSequenceKVCache(2, 2, 8, size)
