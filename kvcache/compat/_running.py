@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal, Self, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +67,13 @@ def check_index(name: str, value: SupportsIndex, length: int) -> None:
     """Raise ``IndexError`` unless `value` is at least 0 and below `length`; ``TypeError`` if it is no integer."""
     if not 0 <= to_integer(name, value) < length:
         raise IndexError(f"{name}={value}: must be at least 0 and below {length}")
+
+
+class Copied:
+    """What a copy.copy() of is independent: two handles on one cache would change each other's tokens."""
+
+    def __copy__(self) -> Self:
+        return copy.deepcopy(self)
 
 
 class Running:

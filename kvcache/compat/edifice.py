@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvcache
-from kvcache.compat._running import Rows, Running, check_index, read_array, to_integer
+from kvcache.compat._running import Copied, Rows, Running, check_index, read_array, to_integer
 
 __all__ = ["KVCache"]
 
@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 Attention = Callable[[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike, "KVCache"], tuple[Array, "KVCache"]]
 
 
-class KVCache:
+class KVCache(Copied):
     """A state; `init` makes one. Functions that return a state there return this one, changed.
 
     A step ends when every layer has been updated, and the position advances once for a step. If a layer is updated

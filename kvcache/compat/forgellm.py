@@ -8,12 +8,12 @@ from typing import Any, Self
 import numpy.typing as npt
 
 import kvcache
-from kvcache.compat._running import Running, read_rows, to_integer
+from kvcache.compat._running import Copied, Running, read_rows, to_integer
 
 __all__ = ["KVCache"]
 
 
-class KVCache:
+class KVCache(Copied):
     """Keys and values of one sequence, which grows without a limit.
 
     Append the rows of a token in every layer, then advance. What was appended is read at once.
@@ -122,6 +122,4 @@ class KVCache:
         kvcache.CacheBusyError
             If a token is running: advance first.
         """
-        clone = copy.copy(self)
-        clone._running = Running(copy.copy(self.cache))
-        return clone
+        return copy.copy(self)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 import kvcache
 from kvcache.arguments import integers
-from kvcache.compat._running import check_index, to_integer
+from kvcache.compat._running import Copied, check_index, to_integer
 from kvcache.layer import count
 
 __all__ = [
@@ -92,7 +92,7 @@ class _Pass:
                 pass
 
 
-class Cache:
+class Cache(Copied):
     """What all caches have: `init`, then `start_forward` for each pass, and in each layer `set_layer`, `put`, `get`.
 
     A pass becomes part of its sequences at the next call that begins one, asks or edits. If a layer was left out, this
@@ -371,17 +371,7 @@ class Causal(Cache):
         self._except: Sequence[int] = ()
 
     def set_causal(self, options: CausalOptions) -> None:
-        """Let some tokens of the pass see later ones, for every `get` until the next pass.
-
-        Raises
-        ------
-        TypeError
-            If `options` are no `CausalOptions`.
-        ValueError
-            If there is no pass.
-        IndexError
-            If they name a token that there is not.
-        """
+        """Let some tokens of the pass see later ones, for every `get` until the next pass."""
         if not isinstance(options, CausalOptions):
             raise TypeError(f"set_causal({options!r}): CausalOptions are needed, which name the tokens")
         for token in options.except_:

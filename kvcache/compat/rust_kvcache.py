@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 import kvcache
-from kvcache.compat._running import Rows, Running, check_index, read_rows, to_integer
+from kvcache.compat._running import Copied, Rows, Running, check_index, read_rows, to_integer
 
 __all__ = ["KvCache", "PagedKvCache"]
 
 
-class KvCache:
+class KvCache(Copied):
     """Keys and values of one sequence of at most `max_seq_len` tokens, zeros where nothing was stored.
 
     The next token is the one at `seq_len`; its rows are read as soon as they are stored. `advance` makes it part of

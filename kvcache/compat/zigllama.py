@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 
 import kvcache
-from kvcache.compat._running import Rows, Running, check_index, read_rows, to_integer
+from kvcache.compat._running import Copied, Rows, Running, check_index, read_rows, to_integer
 
 __all__ = [
     "CacheFull",
@@ -120,7 +120,7 @@ class LayerKVCache:
         return k, v
 
 
-class ModelKVCache:
+class ModelKVCache(Copied):
     """The layers of a model, for one sequence.
 
     Parameters
@@ -192,7 +192,7 @@ class ModelKVCache:
         self._running.close()
 
 
-class MultiSequenceKVCache:
+class MultiSequenceKVCache(Copied):
     """Sequences, each with a cache of its own, by any integer.
 
     Parameters
@@ -293,7 +293,7 @@ class MultiSequenceKVCache:
         return self.sequences.get(to_integer("sequence_id", sequence_id))
 
 
-class SlidingWindowKVCache:
+class SlidingWindowKVCache(Copied):
     """Sequences of which the last `window_size` tokens stay.
 
     Parameters

@@ -1,10 +1,12 @@
 """The interfaces of kvcache.compat: docs/coming-from.md names each, and the reference shows each name of it."""
 
+import copy
 import importlib
 import inspect
 import pkgutil
 import re
 
+import numpy as np
 import pytest
 from support.coming_from import PAGE
 
@@ -42,22 +44,40 @@ def test_an_interface_is_on_the_page_and_in_the_reference(name):
 
 
 def put_into(name, k, v):
-    """Give rows of one token, 2 heads of 8, to a cache of each interface."""
+    """Give rows of one token, 2 heads of 8, to a cache of each interface; return it."""
     module = importlib.import_module(f"kvcache.compat.{name}")
     if name == "edifice":
-        shape = {"batch_size": 1, "num_layers": 1, "num_heads": 2, "head_dim": 8}
-        module.KVCache.init(**shape).update(0, k.reshape(1, 2, 1, 8), v.reshape(1, 2, 1, 8))
+        cache = module.KVCache.init(batch_size=1, num_layers=1, num_heads=2, head_dim=8)
+        cache.update(0, k.reshape(1, 2, 1, 8), v.reshape(1, 2, 1, 8))
     elif name == "forgellm":
-        module.KVCache(1, 2, 8).append(0, k, v)
+        cache = module.KVCache(1, 2, 8)
+        cache.append(0, k, v)
     elif name == "rust_kvcache":
-        module.KvCache(1, 2, 8, 4).inject_block(0, 0, 1, k, v)
+        cache = module.KvCache(1, 2, 8, 4)
+        cache.inject_block(0, 0, 1, k, v)
     elif name == "zigllama":
-        module.ModelKVCache(1, 2, 8, 4).layers[0].append(k[0], v[0])
+        cache = module.ModelKVCache(1, 2, 8, 4)
+        cache.layers[0].append(k[0], v[0])
     else:
         cache = module.new_causal_cache()
         cache.init(1, 2, 8, capacity=4)
         cache.start_forward([0])
         cache.put(k, v)
+    return cache
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_copy_is_independent(name):
+    cache = put_into(name, *np.ones((2, 1, 2, 8), np.float32))
+    end = {"forgellm": lambda: cache.advance(), "ollama": lambda: cache.can_resume(0, 1)}.get(name)
+    if end is not None:
+        with pytest.raises(kvcache.CacheBusyError):
+            copy.copy(cache)
+        end()
+    for make in (copy.copy, copy.deepcopy):
+        other = make(cache)
+        other.cache.clear()
+        assert (other.cache.seq_len(), cache.cache.seq_len()) == (0, 1)
 
 
 @pytest.mark.parametrize("name", MODULES)
