@@ -1,6 +1,17 @@
-"""Run the command ``kvcache`` as ``python -m kvcache``."""
+"""The command ``kvcache``, also as ``python -m kvcache``."""
 
-from kvcache.tools.cli import main
+import sys
+from typing import NoReturn
+
+
+def main() -> NoReturn:
+    """Load the command and run it; an interrupt while it is loaded ends it as one does later."""
+    try:
+        from kvcache.tools import cli
+    except KeyboardInterrupt:
+        sys.exit(130)
+    cli.main()
+
 
 if __name__ == "__main__":
     main()

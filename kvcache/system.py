@@ -134,7 +134,7 @@ def parse_bytes(text: str) -> int:
         If the text is no such number.
     """
     found = SIZE.fullmatch(text.strip())
-    if found is None:
+    if found is None or ("." in found[1] and not found[2]):  # a part of a byte
         raise ValueError(f"{text!r} is no number of bytes, such as 4.7GB, 4.4GiB or 800M")
     number, unit, kind = (part or "" for part in found.groups())
     return int(float(number) * (DECIMAL if kind.lower() == "b" else BINARY)[unit.lower()])

@@ -31,7 +31,7 @@ from kvcache.runtime import __version__, get_num_threads, print_values, show_con
 from kvcache.system import available_memory, readable
 from kvcache.tools import memory_plan
 from kvcache.tools.arguments import parse_size, parse_tokens, prompt_bytes
-from kvcache.tools.terminal import print_list, print_paragraph, print_table, progress
+from kvcache.tools.terminal import print_error, print_list, print_paragraph, print_table, progress
 
 if TYPE_CHECKING:
     from kvcache import state
@@ -96,9 +96,18 @@ def _weights(text: str) -> str | int:
         raise typer.BadParameter(f"{text!r} is no size, such as 4.7GB or none, and no type: {types}") from None
 
 
-Model = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder, its config.json, or a GGUF.", show_default=False)
-]
+def _model(text: str) -> Any:
+    """Make the argument that names a model's files."""
+
+    def parse(name: str) -> Path:
+        if name:
+            return Path(name)
+        raise typer.BadParameter("'' names no file")
+
+    return typer.Argument(parser=parse, metavar="MODEL", help=text, show_default=False)
+
+
+Model = Annotated[Path, _model("A Hugging Face folder, its config.json, or a GGUF.")]
 TYPES = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
 Types = Annotated[list[Any], _type(f"Only this type: {TYPES}; may be given several times.")]
 CONTEXT_OPTION = _tokens("Tokens of a sequence, such as 8192 or 8k.", 1)
@@ -133,7 +142,7 @@ def main() -> NoReturn:
         status = 130
     except (typer.TyperException, KVCacheError, OSError, ImportError, ValueError, MemoryError) as error:
         said = error.format_message() if isinstance(error, typer.TyperException) else sentence(error)
-        print(f"kvcache: {said}", file=sys.stderr)
+        print_error(f"kvcache: {said}")
         status = 2
     sys.exit(status)
 
@@ -338,9 +347,7 @@ def _draw_plan(
     name="bench",
 )
 def bench_command(
-    model: Annotated[
-        Path | None, typer.Argument(metavar="MODEL", help="Whose heads to measure; else 32 and 8 of 128.")
-    ] = None,
+    model: Annotated[Path | None, _model("Whose heads to measure; else 32 and 8 of 128.")] = None,
     context: Annotated[int, CONTEXT_OPTION] = CONTEXT,
     threads: Threads = None,
     seconds: Annotated[
@@ -413,9 +420,7 @@ def _print_bench(record: dict[str, Any]) -> None:
     "kvcache generate examples/model --prompt-file play.txt --session play.state",
 )
 def generate(
-    model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder or a GGUF.", show_default=False)
-    ],
+    model: Annotated[Path, _model("A Hugging Face folder or a GGUF.")],
     prompt: Annotated[
         str | None,
         typer.Argument(metavar="PROMPT", help=f"Text to continue; -, or a pipe: standard input.  [default: {PROMPT}]"),
@@ -592,7 +597,3 @@ def _check_picture(file: Path | None) -> None:
 def _print_json(value: Any) -> None:
     plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
     print(json.dumps(plain, indent=2))
-
-
-if __name__ == "__main__":
-    main()

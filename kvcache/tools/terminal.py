@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-__all__ = ["print_list", "print_paragraph", "print_table", "progress"]
+__all__ = ["print_error", "print_list", "print_paragraph", "print_table", "progress"]
 
 WIDTH = 80  # columns of all that is printed; tables are narrower for any model
 
@@ -17,6 +17,14 @@ WIDTH = 80  # columns of all that is printed; tables are narrower for any model
 def print_paragraph(text: str) -> None:
     """Print a sentence, in several lines where it is long; those after the first are indented."""
     print(textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False))
+
+
+def print_error(text: str) -> None:
+    """Print a line on stderr; where that is full, or unread, let it lead nowhere, for Python flushes it once more."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def print_list(items: Iterable[str]) -> None:

@@ -142,6 +142,8 @@ def test_version_and_completion():
         ["plan", MODEL, "--nope"],
         ["plan", MODEL, "--context", "0"],
         ["plan", MODEL, "--dtype", "f8"],
+        *([command, ""] for command in ("plan", "bench", "generate")),
+        ["plan", MODEL, "--weights", "4.7"],
     ],
 )
 def test_wrong_use(arguments):
@@ -907,6 +909,23 @@ def test_closed_streams_are_no_traceback(arguments):
     ran = subprocess.run(f"{code} >&-", shell=True, stderr=subprocess.PIPE, text=True, timeout=600)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert subprocess.run(f"{code} nosuch 2>&-", shell=True, stdout=subprocess.DEVNULL, timeout=600).returncode == 2
+
+
+@pytest.mark.parametrize("stderr", ["/dev/full", "closed", "pipe"])
+def test_a_mistake_that_nobody_reads_has_its_status(stderr):
+    code = shlex.join([sys.executable, "-m", "kvcache", "plan", "nosuch"])
+    streams = {
+        "/dev/full": "2>/dev/full",
+        "closed": "2>&-",
+        "pipe": "2>&1 >/dev/null | exec true; exit ${PIPESTATUS[0]}",
+    }
+    assert subprocess.run(["bash", "-c", f"{code} {streams[stderr]}"], timeout=600).returncode == 2
+
+
+def test_an_interrupt_while_the_command_is_loaded(tmp_path):
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    done = run("--help", PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_seconds_that_are_no_number_are_refused():
