@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Literal, Self, SupportsFloat, SupportsIndex, overload
+from typing import Any, Literal, NoReturn, Self, SupportsFloat, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +69,9 @@ class Batch:
         except BaseException:
             self._core.abort()
             raise
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Batch can be neither copied nor pickled: commit it, then copy or save() its cache")
 
     @property
     def positions(self) -> npt.NDArray[np.int32]:

@@ -40,6 +40,8 @@ def rows(Cache cache not None, Batch batch, seq_id, layer, copy, bint values):
     cdef int32_t type = shape.v_type if values else shape.k_type, delta = 0
     cdef kvc_rows_out none
     cdef Hold hold
+    if copy is not None and not isinstance(copy, (bool, np.bool_)):
+        raise TypeError(f"copy={show(copy)}: must be True, False or None")
     check_viewable(batch, at, type)
     if not copy:
         hold = Hold(cache, batch, at, seq)

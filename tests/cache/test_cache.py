@@ -404,6 +404,22 @@ def test_with_closes():
     cache.close()
 
 
+@pytest.mark.parametrize("make", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_no_pickles_of_a_batch(cache, make):
+    batch = cache.batch(1)
+    with pytest.raises(TypeError, match="neither copied nor pickled: commit it"):
+        make(batch)
+    batch.abort()
+
+
+@pytest.mark.parametrize("wrong", ["no", 0, 1, []])
+def test_copy_is_a_truth_value(cache, wrong):
+    for call in (cache.keys, cache.values):
+        with pytest.raises(TypeError, match=r"copy=.*: must be True, False or None"):
+            call(0, copy=wrong)
+    assert cache.keys(0, copy=np.True_).shape == cache.keys(0).shape
+
+
 def test_no_pickles_of_a_cache(cache):
     with pytest.raises(TypeError, match=r"pickled: save\(\).*copy\.copy\(\)"):
         pickle.dumps(cache)
