@@ -11,7 +11,9 @@ from kvcache.errors import RowsGoneError
 if TYPE_CHECKING:
     from kvcache.hf.cache import HFCache
 
-NONE = -1  # in place of a token: it was hidden, or nobody told which one was fed
+# In place of a token:
+NONE = -1  # it was hidden
+UNKNOWN = -2  # nobody told which one was fed
 
 
 def begin_text(cache: HFCache, input_ids: torch.Tensor, mask: torch.Tensor | None) -> None:
@@ -31,7 +33,7 @@ def begin_text(cache: HFCache, input_ids: torch.Tensor, mask: torch.Tensor | Non
     text = input_ids if mask is None else input_ids.masked_fill(~mask.bool(), NONE)
     if cache.text is not None and seen:
         known = cache.text[:, :seen]
-        num_common = _count_common(known, text)
+        num_common = _count_common(known, text, has_state=bool(cache.others))
         if length <= seen or num_common < known.shape[1]:
             _cut(cache, min(num_common, length - 1))
     elif length <= seen:
@@ -58,16 +60,21 @@ def leave_text(cache: HFCache) -> None:
     """Note that nobody told what `generate` fed behind the text that it was given, or that it fed less."""
     seen = cache.get_seq_length()
     if cache.text is not None:
-        cache.text = torch.nn.functional.pad(cache.text[:, :seen], (0, max(0, seen - cache.text.shape[1])), value=NONE)
+        num_more = max(0, seen - cache.text.shape[1])
+        cache.text = torch.nn.functional.pad(cache.text[:, :seen], (0, num_more), value=UNKNOWN)
 
 
-def _count_common(known: torch.Tensor, text: torch.Tensor) -> int:
-    """Count the columns before the first in which a row has another token, or saw one that is hidden now."""
+def _count_common(known: torch.Tensor, text: torch.Tensor, has_state: bool) -> int:
+    """Count the columns that a cache can keep: those before the first that follows from other tokens in some row.
+
+    A token that is hidden now counts for the tokens behind it, whose rows saw it. Where a layer has a state
+    (`has_state`), it counts itself: the state of the last token has all tokens in it.
+    """
     n = min(known.shape[1], text.shape[1])
-    known, text = known[:, :n], text[:, :n]
-    is_shown = text != NONE
-    saw_masked = (~is_shown & (known != NONE)).cumsum(1) > 0
-    columns = (is_shown & ((known != text) | saw_masked)).any(0).nonzero()
+    differs = known[:, :n] != text[:, :n]
+    if not has_state:
+        differs = (differs.cumsum(1) > 0) & (text[:, :n] != NONE)
+    columns = differs.any(0).nonzero()
     return int(columns[0]) if len(columns) else n
 
 

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import BASE, CONFIGS, make, random_tokens  # noqa: E402 - torch may be missing
+from support.hf_pairs import BASE, CONFIGS, make, models_with_states, random_tokens  # noqa: E402 - torch may be missing
 
 import kvcache  # noqa: E402 - it imports those
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
@@ -221,6 +221,44 @@ def test_layers_that_do_not_go_back():
     cache = HFCache(model.config, dtype="f32")
     text = generate(model, cache, random_tokens(1, 20))[:, :12]
     assert torch.equal(generate(model, cache, text), fresh(model, text))
+
+
+@pytest.mark.parametrize("columns", [[11], [10, 11], [9], [4]])
+@pytest.mark.parametrize("before", [None, 11])
+def test_a_token_of_a_state_that_the_mask_hides_now(columns, before):
+    """Also of the last token that the cache holds, which no other one saw."""
+    for model in models_with_states():
+        model.set_attn_implementation("kvcache")
+        cache, tokens = HFCache(model.config, dtype="f32"), random_tokens(2, 12)
+        mask = torch.ones_like(tokens)
+        mask[0, slice(0) if before is None else before] = 0
+        generate(model, cache, tokens, attention_mask=mask, max_new_tokens=1)
+        text = torch.cat([tokens, random_tokens(2, 1)], 1)
+        mask = torch.ones_like(text)
+        mask[0, columns] = 0
+        options = {"attention_mask": mask, "output_logits": True, "return_dict_in_generate": True}
+        want, got = fresh(model, text, **options), generate(model, cache, text, **options)
+        torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), rtol=0, atol=1e-4)
+
+
+def test_a_token_of_a_state_that_nobody_told_and_the_mask_hides_now():
+    def stop(ids, scores, **_):
+        if ids.shape[1] == 15:
+            raise KeyboardInterrupt
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    for model in models_with_states():
+        model.set_attn_implementation("kvcache")
+        cache, tokens = HFCache(model.config, dtype="f32"), random_tokens(1, 12)
+        with pytest.raises(KeyboardInterrupt):
+            generate(model, cache, tokens, stopping_criteria=[stop])
+        assert cache.get_seq_length() == 14
+        text = torch.cat([tokens, random_tokens(1, 4)], 1)
+        mask = torch.ones_like(text)
+        mask[0, 12:14] = 0
+        options = {"attention_mask": mask, "output_logits": True, "return_dict_in_generate": True}
+        want, got = fresh(model, text, **options), generate(model, cache, text, **options)
+        torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), rtol=0, atol=1e-4)
 
 
 def test_a_crop_that_such_layers_refuse_changes_nothing():

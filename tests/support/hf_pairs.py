@@ -91,6 +91,15 @@ def make(config: Any, auto: Any = transformers.AutoModelForCausalLM) -> Any:
     return auto.from_config(config, attn_implementation="eager").eval()
 
 
+def models_with_states() -> Iterator[Any]:
+    """Return models of which some layers keep a state that has all tokens in it: convolution, linear attention."""
+    yield make(transformers.Lfm2Config(**BASE | {"layer_types": ["conv", "full_attention"] * 2}))
+    sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "head_dim": 16}
+    sizes |= {"linear_num_value_heads": 2, "num_experts": 0}
+    types = {"layer_types": ["linear_attention", "full_attention"] * 2, "mlp_only_layers": [0, 1, 2, 3]}
+    yield make(transformers.Qwen3NextConfig(**BASE | sizes | types))
+
+
 def two_sided(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return a model with an encoder, and what it takes; of two texts, one is padded."""
     torch.manual_seed(0)
