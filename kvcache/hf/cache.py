@@ -11,11 +11,11 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from kvcache import KVCache
-from kvcache.arguments import integer
+from kvcache.arguments import INT32_MAX, integer
 from kvcache.hf.decode import Decoder
 from kvcache.hf.latents import LatentLayer
 from kvcache.hf.layers import CrossLayer, Layer
-from kvcache.hf.passes import Passes
+from kvcache.hf.passes import Passes, indices_of
 from kvcache.hf.policies import SHAPE, CacheLayer, block_size_for, describe, layers_of, parts_of
 from kvcache.hf.prompts import Prompts, check_prefix, placeholders_of
 from kvcache.hf.state import SaveableBatch, stored_in
@@ -182,13 +182,13 @@ class HFCache(SaveableBatch, Cache):
     def reset(self) -> None:
         """Forget all tokens."""
         self._passes.end()
+        for layer in self.others:
+            layer.reset()  # what may raise comes first: then nothing has changed
         for seq_id in self._passes.seq_ids:
             self._cache.clear(seq_id)
         self._passes.forget()
         self._decoder.forget()
         self._forget_text()
-        for layer in self.others:
-            layer.reset()
 
     # ---- prompts that begin as earlier ones
 
@@ -289,35 +289,31 @@ class HFCache(SaveableBatch, Cache):
         if passes.prompts is not None:
             passes.prompts.crop(seen)
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+    def reorder_cache(self, beam_idx: torch.Tensor | Sequence[int]) -> None:
         """Continue batch index i from the tokens of index ``beam_idx[i]``; no row of keys or values is copied."""
-        self._select(beam_idx.tolist())
-        for layer in self.others:
-            layer.reorder_cache(beam_idx)
+        self._select(beam_idx, "beam_idx")
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
-        """Keep the sequences at some batch indices, and drop the others."""
-        indices = torch.as_tensor(indices)
-        num_rows = len(self._passes.seq_ids)
-        self._select(torch.arange(num_rows)[indices].tolist() if num_rows else [])
-        for layer in self.others:
-            layer.batch_select_indices(indices)
+        """Keep the sequences at some batch indices, or where a mask is True, and drop the others."""
+        self._select(indices, "indices")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence of the batch `repeats` times."""
-        self._select([i for i in range(len(self._passes.seq_ids)) for _ in range(repeats)])
-        for layer in self.others:
-            layer.batch_repeat_interleave(repeats)
+        num_rows = len(self._passes.seq_ids)
+        repeats = integer(repeats, "repeats", 0, INT32_MAX)
+        self._select(torch.arange(num_rows).repeat_interleave(repeats), f"repeats={repeats}")
 
-    def _select(self, batch_indices: list[int]) -> None:
-        """Make a batch of the sequences at these indices."""
+    def _select(self, indices: torch.Tensor | Sequence[int], name: str) -> None:
+        """Make a batch of the sequences at these indices; nothing has changed where one does not exist."""
         self._passes.end()
-        if not self._passes.seq_ids:  # transformers' own caches ignore this as well
+        num_rows = len(self._passes.seq_ids)
+        if not num_rows:  # transformers' own caches ignore this as well
             return
-        if not batch_indices:
-            raise ValueError("no row of the batch would be left: select one or more, or reset the cache")
+        batch_indices = indices_of(indices, name, num_rows)
         self._passes.select(batch_indices)
         self.text, self.has_moved_rows = None if self.text is None else self.text[batch_indices], True
+        for layer in self.others:
+            layer.reorder_cache(torch.tensor(batch_indices))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HFCache:
         """Return a cache that continues from the same tokens; it shares their rows, and copies none."""

@@ -6,17 +6,39 @@ import copy
 import threading
 import time
 import warnings
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from kvcache.arrays import Layout
 from kvcache.batch import Batch
 from kvcache.cache import KVCache
+from kvcache.errors import shown
 from kvcache.hf.padding import count_leading, masked_ranges, refuse_batch, refuse_padding, shown_columns
 from kvcache.hf.prompts import Prompts
 from kvcache.hf.turns import Turns, clear_finally
 from kvcache.policy import CrossAttention
+
+INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}  # types of indices
+
+
+def indices_of(given: Any, name: str, num_rows: int) -> list[int]:
+    """Return batch indices, or where a mask is True, as a list; raise unless each is a row's, and there are some."""
+    try:
+        indices = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        indices = None
+    if indices is not None and indices.dtype == torch.bool and indices.shape == (num_rows,):
+        indices = indices.nonzero()[:, 0]
+    if indices is None or indices.ndim != 1 or (len(indices) and indices.dtype not in INTEGERS):
+        raise TypeError(f"{name}={shown(given)}: batch indices are needed, a tensor or a list of integers")
+    batch_indices: list[int] = indices.tolist()
+    if not batch_indices:
+        raise ValueError(f"{name}: no row of the batch would be left: select one or more, or reset the cache")
+    for i in batch_indices:
+        if not 0 <= i < num_rows:
+            raise IndexError(f"{name} has {i}: the rows of the batch are 0 to {num_rows - 1}")
+    return batch_indices
 
 
 class ForwardPass:
@@ -142,13 +164,17 @@ class Passes:
     def select(self, batch_indices: list[int]) -> None:
         """Make a batch of the sequences at these indices; fork a sequence whose index occurs more than once."""
         selected: list[int] = []
-        for source in (self.seq_ids[i] for i in batch_indices):
-            if source in selected:
-                [seq_id] = self.new_ids(1)
-                self.cache.fork(source, seq_id, missing_ok=True)
-                selected.append(seq_id)
-            else:
-                selected.append(source)
+        forked: list[int] = []
+        try:
+            for source in (self.seq_ids[i] for i in batch_indices):
+                if source in selected:
+                    forked += self.new_ids(1)
+                    self.cache.fork(source, forked[-1], missing_ok=True)
+                selected.append(forked[-1] if source in selected else source)
+        except BaseException:
+            for seq_id in forked:
+                self.cache.clear(seq_id)
+            raise
         for seq_id in set(self.seq_ids) - set(selected):
             self.cache.clear(seq_id)
         self.seq_ids, self.offsets = selected, [self.offsets[i] for i in batch_indices]
