@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from kvcache import KVCache
-from kvcache.arguments import INT32_MAX, integer
+from kvcache.arguments import INT32_MAX, INT64_MAX, integer
 from kvcache.hf.decode import Decoder
 from kvcache.hf.latents import LatentLayer
 from kvcache.hf.layers import CrossLayer, Layer
@@ -272,6 +272,7 @@ class HFCache(SaveableBatch, Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens: `tokens_to_remove` is minus their number."""
+        tokens_to_remove = integer(tokens_to_remove, "tokens_to_remove", -INT64_MAX, INT64_MAX)
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove is {tokens_to_remove}: give minus the number of tokens to take back")
         passes = self._passes

@@ -24,6 +24,8 @@ REFUSED = {
     "select: another mask": ("batch_select_indices", torch.tensor([True] * 3), TypeError, NEEDED),
     "repeat: negative": ("batch_repeat_interleave", -1, ValueError, "repeats=-1: must be at least 0"),
     "repeat: text": ("batch_repeat_interleave", "2", TypeError, "repeats='2': an integer is needed, not str"),
+    "crop: text": ("crop", "3", TypeError, "tokens_to_remove='3': an integer is needed, not str"),
+    "crop: None": ("crop", None, TypeError, "tokens_to_remove=None: an integer is needed, not NoneType"),
 }
 
 
