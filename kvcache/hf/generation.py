@@ -6,7 +6,6 @@ the beginning of another text, or have a prefix cache.
 
 from __future__ import annotations
 
-import copy
 import functools
 import warnings
 from contextvars import ContextVar
@@ -20,9 +19,8 @@ from kvcache.hf.attention import NAME
 from kvcache.hf.cache import HFCache
 from kvcache.hf.enabling import arguments_of, make_cache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
-from kvcache.hf.policies import window_of
+from kvcache.hf.pieces import PieceByPiece
 from kvcache.hf.texts import begin_text, end_text, leave_text
-from kvcache.models.shapes import PREFILL_TOKENS
 
 STATIC = configuration_utils.ALL_STATIC_CACHE_IMPLEMENTATIONS
 generate = GenerationMixin.generate
@@ -94,36 +92,31 @@ def _note_no_cache(model: Any, wanted: str | None, given: Any) -> None:
 def _prefill(
     self: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Keep what the cache has in common with the prompts, or take that from its prefix cache; feed the rest.
-
-    Prompts of models with windows are fed in pieces.
-    """
+    """Keep what the cache has in common with the prompts, or take that from its prefix cache; feed the rest."""
     cache = model_kwargs.get("past_key_values")
-    if isinstance(cache, HFCache):
-        if _is_whole(input_ids, generation_config, model_kwargs):
-            begin_text(cache, input_ids, model_kwargs.get("attention_mask"))
-        else:
-            cache.text = None
-        if _follows_from_tokens(input_ids, model_kwargs):
-            if cache.takes_prompt:
-                cache.acquire(input_ids, model_kwargs.get("attention_mask"))
-            is_open = generation_config.prefill_chunk_size is None and not _shows_whole_prompt(
-                generation_config, kwargs
-            )
-            if is_open and _gains_by_pieces(cache, input_ids.shape[1]):
-                generation_config = copy.copy(generation_config)
-                generation_config.prefill_chunk_size = PREFILL_TOKENS
-    return prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+    if not isinstance(cache, HFCache):
+        return prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+    mask = model_kwargs.get("attention_mask")
+    if _is_whole(input_ids, generation_config, model_kwargs):
+        begin_text(cache, input_ids, mask)
+    else:
+        cache.text = None
+    if cache.takes_prompt and _follows_from_tokens(input_ids, model_kwargs):
+        cache.acquire(input_ids, mask)
+    model = PieceByPiece(self, cache, generation_config.prefill_chunk_size)
+    return prefill(model, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
 
 def _decode_assisted(self: Any, input_ids: torch.Tensor, *args: Any, generation_config: Any, **kwargs: Any) -> Any:
     """Decode with a draft, which feeds the whole prompt whatever the cache holds."""
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, HFCache) and _is_whole(input_ids, generation_config, kwargs):
-        if not cache.is_acquired:
-            cache.reset()
-        begin_text(cache, input_ids, kwargs.get("attention_mask"))
-    return decode_assisted(self, input_ids, *args, generation_config=generation_config, **kwargs)
+    cache, model = kwargs.get("past_key_values"), self
+    if isinstance(cache, HFCache):
+        if _is_whole(input_ids, generation_config, kwargs):
+            if not cache.is_acquired:
+                cache.reset()
+            begin_text(cache, input_ids, kwargs.get("attention_mask"))
+        model = PieceByPiece(self, cache, generation_config.prefill_chunk_size)
+    return decode_assisted(model, input_ids, *args, generation_config=generation_config, **kwargs)
 
 
 def _is_whole(input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
@@ -133,22 +126,6 @@ def _is_whole(input_ids: torch.Tensor, generation_config: Any, model_kwargs: dic
     is_embedded = model_kwargs.get("inputs_embeds") is not None
     has_columns = input_ids.ndim == 2 and (mask is None or mask.ndim == 2)
     return bool(has_columns and input_ids.numel() and num_columns == input_ids.shape[1] and not is_embedded)
-
-
-def _gains_by_pieces(cache: HFCache, num_tokens: int) -> bool:
-    """Whether a prompt of so many tokens takes less memory in pieces.
-
-    While a pass runs, each layer holds what it sees and the pass's own tokens. Layers of linear attention may take a
-    text up in the middle by a single token only.
-    """
-    narrowest = min((window for policy in cache.policy if (window := window_of(policy))), default=num_tokens)
-    return num_tokens > max(PREFILL_TOKENS, narrowest) and not cache.others
-
-
-def _shows_whole_prompt(generation_config: Any, arguments: dict[str, Any]) -> bool:
-    """Whether more of a prompt's pass is used than its last token: transformers returns that of the last piece."""
-    goes_on = not arguments.get("is_first_iteration", True)  # as an assistant's text does with each guess
-    return bool(goes_on or generation_config.output_attentions or generation_config.output_hidden_states)
 
 
 def _follows_from_tokens(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:

@@ -1,5 +1,7 @@
 """Models with windows take the memory of their windows, also while a prompt runs."""
 
+import copy
+
 import pytest
 
 from kvcache import ChunkedAttention, FullAttention, SlidingWindow
@@ -10,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig  # noqa: E402 - torch may be missing
 
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
+from kvcache.hf.pieces import PieceByPiece  # noqa: E402
 from kvcache.hf.policies import RESUME, block_size_for  # noqa: E402
 from kvcache.models.shapes import PREFILL_TOKENS  # noqa: E402
 
@@ -46,18 +49,47 @@ def generate_and_watch(model, ids, attention, **options):
             hook.remove()
 
 
-@pytest.mark.parametrize("attention", ["kvcache", "sdpa"])
-def test_a_prompt_takes_its_windows_and_a_piece(model, attention):
-    ids = torch.randint(0, 64, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+def text_and_bound(model, ids):
+    """Return what transformers' own cache makes of a prompt, and the most bytes of ours, after it and during it."""
     model.set_attn_implementation("sdpa")
     theirs = DynamicCache(config=model.config)
     text = generate(model, theirs, ids)
     token = sum(layer.keys.nbytes + layer.values.nbytes for layer in theirs.layers) // (WINDOW - 1)
+    kept, bookkeeping = WINDOW + RESUME + 2 * 64, 64_000
+    return text, token * kept + bookkeeping, token * (kept + PREFILL_TOKENS) + bookkeeping
+
+
+@pytest.mark.parametrize("attention", ["kvcache", "sdpa"])
+def test_a_prompt_takes_its_windows_and_a_piece(model, attention):
+    ids = torch.randint(0, 64, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    text, most_after, most_during = text_and_bound(model, ids)
     ours, cache, most = generate_and_watch(model, ids, attention)
     assert torch.equal(ours, text)
-    kept, bookkeeping = WINDOW + RESUME + 2 * 64, 64_000
-    assert cache.nbytes <= token * kept + bookkeeping
-    assert most <= token * (kept + PREFILL_TOKENS) + bookkeeping
+    assert cache.nbytes <= most_after
+    assert most <= most_during
+
+
+@pytest.mark.parametrize("way", ["prompt lookup", "in pieces of 300", "draft", "embeddings", "padded embeddings"])
+def test_a_prompt_takes_no_more_however_it_is_fed(model, way):
+    ids = torch.randint(1, 64, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    text, _, most_during = text_and_bound(model, ids)
+    options = {
+        "prompt lookup": {"prompt_lookup_num_tokens": 3},
+        "in pieces of 300": {"prompt_lookup_num_tokens": 3, "prefill_chunk_size": 300},
+        "draft": {"assistant_model": copy.deepcopy(model)},
+        "embeddings": {"inputs_embeds": model.get_input_embeddings()(ids).detach()},
+    }
+    padded = torch.nn.functional.pad(options["embeddings"]["inputs_embeds"], (0, 0, 700, 0))
+    mask = torch.ones(1, LENGTH + 700, dtype=torch.long)
+    mask[:, :700] = 0
+    options["padded embeddings"] = {"inputs_embeds": padded, "attention_mask": mask}
+    sizes = []
+    hook = model.model.layers[0].register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[1]))
+    ours, _, most = generate_and_watch(model, None if "emb" in way else ids, "kvcache", **options[way])
+    hook.remove()
+    assert torch.equal(ours, text[:, LENGTH:] if "emb" in way else text)
+    assert max(sizes) == (300 if "300" in way else PREFILL_TOKENS)
+    assert most <= most_during
 
 
 @pytest.mark.parametrize(
@@ -95,3 +127,33 @@ def test_a_prompt_whose_states_are_shown_is_fed_at_once(model):
     result = generate(model, cache, ids, return_dict_in_generate=True, output_hidden_states=True)
     assert result.hidden_states[0][0].shape[1] == 1_000
     assert model.generation_config.prefill_chunk_size is None
+
+
+TOKENS = torch.ones(1, 1_100, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "lengths"),
+    [
+        ({}, [76, 512, 512]),
+        ({"attention_mask": TOKENS, "position_ids": TOKENS}, [76, 512, 512]),
+        ({"position_ids": TOKENS.expand(3, 1, 1_100)}, [76, 512, 512]),
+        ({"logits_to_keep": 600}, [500, 600]),  # the guesses of a draft are in one piece
+        ({"logits_to_keep": 2_000}, [1_100]),
+        ({"token_type_ids": TOKENS}, [1_100]),
+        ({"pixel_values": [TOKENS]}, [1_100]),
+        ({"output_hidden_states": True}, [1_100]),
+        ({"attention_mask": TOKENS[:, 1:]}, [1_100]),
+        ({"attention_mask": TOKENS[None, None]}, [1_100]),
+        ({"position_ids": TOKENS[:, 1:]}, [1_100]),
+    ],
+)
+def test_where_a_prompt_is_cut(model, inputs, lengths):
+    passes = []
+    pieces = PieceByPiece(lambda **given: passes.append(given), HFCache(model.config), None)
+    pieces(input_ids=TOKENS, **inputs)
+    assert [given["input_ids"].shape[1] for given in passes] == lengths
+    if len(lengths) > 1 and "position_ids" in inputs:
+        assert [given["position_ids"].shape[-1] for given in passes] == lengths
+    if len(lengths) > 1 and "attention_mask" in inputs:
+        assert [given["attention_mask"].shape[1] for given in passes] == [76, 588, 1_100]
