@@ -124,7 +124,8 @@ class HFCache(SaveableBatch, Cache):
         return [self]
 
     def _forget_text(self) -> None:
-        self.text: torch.Tensor | None = None  # tokens of each sequence, padding included, as far as `generate` told
+        # What `generate` told of each sequence: its tokens, padding included, or of an encoder's rows, a digest.
+        self.text: torch.Tensor | None = None
         self.has_moved_rows = False  # since `generate` told them
 
     def _make_layer(self, index: int) -> Layer:

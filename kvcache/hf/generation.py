@@ -1,11 +1,12 @@
 """Let ``generate`` make a cache where ``cache_implementation="kvcache"`` asks for one.
 
-The same for a model that was given to `kvcache.hf.enable`. Also let it hand its prompt to an `HFCache`, which may hold
-the beginning of another text, or have a prefix cache.
+The same for a model that was given to `kvcache.hf.enable`. Also let it hand its prompt to a cache that may hold the
+beginning of another text, or have a prefix cache.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from contextvars import ContextVar
@@ -20,7 +21,7 @@ from kvcache.hf.cache import HFCache
 from kvcache.hf.enabling import arguments_of, make_cache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.pieces import PieceByPiece
-from kvcache.hf.texts import begin_text, end_text, leave_text
+from kvcache.hf.texts import begin_source, begin_text, end_text, leave_text
 
 STATIC = configuration_utils.ALL_STATIC_CACHE_IMPLEMENTATIONS
 generate = GenerationMixin.generate
@@ -93,39 +94,61 @@ def _prefill(
     self: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Keep what the cache has in common with the prompts, or take that from its prefix cache; feed the rest."""
-    cache = model_kwargs.get("past_key_values")
-    if not isinstance(cache, HFCache):
-        return prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-    mask = model_kwargs.get("attention_mask")
-    if _is_whole(input_ids, generation_config, model_kwargs):
-        begin_text(cache, input_ids, mask)
-    else:
-        cache.text = None
-    if cache.takes_prompt and _follows_from_tokens(input_ids, model_kwargs):
-        cache.acquire(input_ids, mask)
-    model = PieceByPiece(self, cache, generation_config.prefill_chunk_size)
+    cache, model = model_kwargs.get("past_key_values"), self
+    generation_config = _begin(input_ids, generation_config, model_kwargs)
+    if isinstance(cache, HFCache):
+        if cache.takes_prompt and _follows_from_tokens(input_ids, model_kwargs):
+            cache.acquire(input_ids, model_kwargs.get("attention_mask"))
+        model = PieceByPiece(self, cache, generation_config.prefill_chunk_size)
     return prefill(model, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
 
 def _decode_assisted(self: Any, input_ids: torch.Tensor, *args: Any, generation_config: Any, **kwargs: Any) -> Any:
     """Decode with a draft, which feeds the whole prompt whatever the cache holds."""
     cache, model = kwargs.get("past_key_values"), self
+    _begin(input_ids, generation_config, kwargs, feeds_all=True)
     if isinstance(cache, HFCache):
-        if _is_whole(input_ids, generation_config, kwargs):
-            if not cache.is_acquired:
-                cache.reset()
-            begin_text(cache, input_ids, kwargs.get("attention_mask"))
         model = PieceByPiece(self, cache, generation_config.prefill_chunk_size)
     return decode_assisted(model, input_ids, *args, generation_config=generation_config, **kwargs)
 
 
-def _is_whole(input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
-    """Whether the prompts have the tokens that a cache holds, too: as many as the mask, which has all of them."""
-    mask = model_kwargs.get("attention_mask")
-    num_columns = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+def _begin(
+    input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], feeds_all: bool = False
+) -> Any:
+    """Cut the cache to what it has in common with the prompts and their source, and note them.
+
+    With `feeds_all`, keep nothing but what was acquired. Return the generation config that feeds the rest.
+    """
+    cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
     is_embedded = model_kwargs.get("inputs_embeds") is not None
+    if isinstance(cache, HFEncoderDecoderCache):
+        begin_source(cache, model_kwargs["encoder_outputs"][0], mask)
+        mask, is_embedded = model_kwargs.get("decoder_attention_mask"), False
+        if mask is None:  # tell transformers that the text is whole, as it finds out of other models' masks
+            generation_config = copy.copy(generation_config)
+            generation_config._mask_length = input_ids.shape[1]
+    text_cache = _text_cache(cache)
+    if text_cache is not None:
+        if not is_embedded and _is_whole(input_ids, mask, generation_config):
+            if feeds_all and not text_cache.is_acquired:
+                text_cache.reset()
+            begin_text(text_cache, input_ids, mask)
+        elif not feeds_all:
+            text_cache.text = None
+    return generation_config
+
+
+def _text_cache(cache: Any) -> HFCache | None:
+    """Return the cache, or the part of it, that holds a text's tokens; None: it is none of ours."""
+    part = cache.self_attention_cache if isinstance(cache, HFEncoderDecoderCache) else cache
+    return part if isinstance(part, HFCache) else None
+
+
+def _is_whole(input_ids: torch.Tensor, mask: torch.Tensor | None, generation_config: Any) -> bool:
+    """Whether the prompts have the tokens that a cache holds, too: as many as the mask, which has all of them."""
+    num_columns = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
     has_columns = input_ids.ndim == 2 and (mask is None or mask.ndim == 2)
-    return bool(has_columns and input_ids.numel() and num_columns == input_ids.shape[1] and not is_embedded)
+    return bool(has_columns and input_ids.numel() and num_columns == input_ids.shape[1])
 
 
 def _follows_from_tokens(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:
@@ -154,13 +177,14 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     made: list[HFCache] = []
     token = _made.set(made)
     used = kwargs.get("past_key_values")
-    before = getattr(used, "text", None)
+    before = getattr(_text_cache(used), "text", None)
     try:
         result = generate(self, *args, **kwargs)
         used = getattr(result, "past_key_values", None) if used is None else used
         text = getattr(result, "sequences", result)
-        if isinstance(used, HFCache) and isinstance(text, torch.Tensor):
-            end_text(used, text)
+        filled = _text_cache(used)
+        if filled is not None and isinstance(text, torch.Tensor):
+            end_text(filled, text)
         for cache in made:
             if getattr(result, "past_key_values", None) is not cache:
                 tokens: Any = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", ())
@@ -168,8 +192,9 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
                 cache.release(tokens if is_known else None)
         return result
     except BaseException:
-        if isinstance(used, HFCache) and used.text is not before:
-            leave_text(used)
+        filled = _text_cache(used)
+        if filled is not None and filled.text is not before:
+            leave_text(filled)
         for cache in made:
             cache.reset()
         raise

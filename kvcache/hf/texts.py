@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import hashlib
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,6 +11,7 @@ from kvcache.errors import RowsGoneError
 
 if TYPE_CHECKING:
     from kvcache.hf.cache import HFCache
+    from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 
 # In place of a token:
 NONE = -1  # it was hidden
@@ -62,6 +64,35 @@ def leave_text(cache: HFCache) -> None:
     if cache.text is not None:
         num_more = max(0, seen - cache.text.shape[1])
         cache.text = torch.nn.functional.pad(cache.text[:, :seen], (0, num_more), value=UNKNOWN)
+
+
+def begin_source(cache: HFEncoderDecoderCache, encoded: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Reset a cache that holds the rows of another source, and note this one by a digest of each row.
+
+    A cache that was filled with a source that nobody told it, or was loaded, is taken to hold this one.
+
+    Parameters
+    ----------
+    cache : HFEncoderDecoderCache
+        The cache.
+    encoded : torch.Tensor
+        What the encoder made, ``[batch, tokens, dim]``.
+    mask : torch.Tensor or None
+        The source's mask, ``[batch, tokens]``.
+
+    Raises
+    ------
+    ValueError
+        If a source that is not known to be another one has more or fewer rows. Nothing has changed then.
+    """
+    parts = [x.detach().contiguous().view(torch.uint8).flatten(1) for x in (encoded, mask) if x is not None]
+    rows = torch.cat(parts, 1).numpy(force=True)
+    source = torch.tensor([list(hashlib.blake2b(row).digest()) for row in rows])
+    held: Any = cache.cross_attention_cache
+    if held.text is not None and not torch.equal(held.text, source):
+        cache.reset()
+    held.check_batch_size(len(source))
+    held.text = source
 
 
 def _count_common(known: torch.Tensor, text: torch.Tensor, has_state: bool) -> int:

@@ -300,7 +300,9 @@ def test_a_model_with_an_encoder_goes_on(tmp_path, name, attention):
     loaded, other = (HFEncoderDecoderCache.load(model.config, tmp_path / "speech", **given) for _ in range(2))
     assert (loaded.get_seq_length(), loaded.self_attention_cache.batch_size) == (8, 2)
     assert loaded.cross_attention_cache.stats()["live_slots"] == cache.cross_attention_cache.stats()["live_slots"]
+    fresh = HFEncoderDecoderCache(model.config, dtype="f32", max_source_len=40)
     want = speak(model, inputs, cache, tokens, attention)
+    assert torch.equal(want, speak(model, inputs, fresh, tokens, attention))
     assert torch.equal(speak(model, inputs, loaded, tokens, attention), want)
     source = torch.full((2, 30 if name == "whisper" else 23, 64), torch.nan)  # nothing reads what is in it
     blind = {"encoder_outputs": transformers.modeling_outputs.BaseModelOutput(last_hidden_state=source)}

@@ -266,8 +266,7 @@ def test_whisper(whisper, asked, attention):
         made = whisper.generate(sound, past_key_values=cache, **given, **options)
         yield from tensors_of(made)
 
-    theirs = transformers.EncoderDecoderCache(DynamicCache(), DynamicCache())
-    want = play(whisper, theirs, "sdpa", speak)
+    want = play(whisper, None, "sdpa", speak)  # each part in a cache of its own: in one, transformers' go wrong
     got = play(whisper, HFEncoderDecoderCache(whisper.config, dtype="f32"), attention, speak)
     assert want
     compare(got, want)

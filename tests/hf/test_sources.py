@@ -1,0 +1,111 @@
+"""A cache of a model with an encoder, given to `generate` again: with the same source, and with others."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from support.hf_pairs import TWO_SIDED, two_sided  # noqa: E402 - torch may be missing
+
+from kvcache.hf import HFEncoderDecoderCache  # noqa: E402 - it imports those
+
+pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
+
+NEW = 6
+
+
+def cache_of(model):
+    return HFEncoderDecoderCache(model.config, dtype="f32", max_source_len=40)
+
+
+def generate(model, cache, inputs, **options):
+    """Generate; a text of which no token is said twice."""
+    model.set_attn_implementation("kvcache")
+    options = {"do_sample": False, "max_new_tokens": NEW, "no_repeat_ngram_size": 1, **options}
+    return transformers.GenerationMixin.generate(model, **inputs, past_key_values=cache, **options)
+
+
+def other_source(inputs):
+    given = inputs["inputs"]
+    return inputs | {"inputs": -given if given.is_floating_point() else torch.where(given > 0, 3 + given % 90, given)}
+
+
+def text_of(inputs, tokens):
+    return inputs | {"decoder_input_ids": tokens}
+
+
+@pytest.mark.parametrize("name", TWO_SIDED)
+def test_texts_of_the_same_and_of_other_sources(name):
+    model, inputs = two_sided(name)
+    cache, fed = cache_of(model), []
+    text = generate(model, cache, inputs)
+    model.get_decoder().register_forward_pre_hook(
+        lambda _, args, given: fed.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    other = other_source(inputs)
+    changed = torch.cat([text[:, :5], text[:, :3]], 1)
+    turns = {
+        "the same text": (inputs, inputs, 1),
+        "a longer one": (inputs, text_of(inputs, text), 1),
+        "an edited one": (inputs, text_of(inputs, changed), 3),
+        "another source": (inputs, other, 3),
+        "a longer text of another source": (inputs, text_of(other, text), 9),
+    }
+    for turn, (before, given, num_fed) in turns.items():
+        cache = cache_of(model)
+        generate(model, cache, before)
+        want = generate(model, cache_of(model), given)
+        fed.clear()
+        assert torch.equal(generate(model, cache, given), want), turn
+        assert fed[0] == num_fed, turn
+        assert cache.get_seq_length() == want.shape[1] - 1
+        again = copy.deepcopy(cache)
+        assert torch.equal(generate(model, again, inputs), text), turn
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True, "top_k": 1}])
+def test_several_texts_of_a_source(options):
+    model, inputs = two_sided("bart")
+    cache = cache_of(model)
+    want = generate(model, cache_of(model), inputs, **options)
+    other = other_source(inputs)
+    for given, text in ((inputs, want), (inputs, want), (other, generate(model, cache_of(model), other, **options))):
+        assert torch.equal(generate(model, cache, given, **options), text)
+
+
+def test_a_prompt_lookup_of_another_source():
+    model, inputs = two_sided("bart")
+    one = {name: tensor[:1] for name, tensor in inputs.items()}
+    cache = cache_of(model)
+    for given in (one, one, other_source(one)):
+        got = generate(model, cache, given, prompt_lookup_num_tokens=2)
+        assert torch.equal(got, generate(model, cache_of(model), given))
+
+
+def test_rows_that_the_caller_moves():
+    model, inputs = two_sided("bart")
+    cache = cache_of(model)
+    want = generate(model, cache, inputs)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(generate(model, cache, inputs), want)
+
+
+def test_a_cache_that_was_not_told_its_text():
+    model, inputs = two_sided("bart")
+    model.set_attn_implementation("kvcache")
+    cache = cache_of(model)
+    given = {"input_ids" if name == "inputs" else name: tensor for name, tensor in inputs.items()}
+    with torch.no_grad():
+        model(**given, past_key_values=cache)
+    with pytest.raises(ValueError, match="input_ids has 3 tokens, and the cache holds 3 tokens that it was not told"):
+        generate(model, cache, inputs)
+    cache.crop(-3)
+    assert torch.equal(generate(model, cache, inputs), generate(model, cache_of(model), inputs))
+    few = {name: tensor[:1] for name, tensor in inputs.items()}
+    cache = cache_of(model)
+    with torch.no_grad():
+        model(**given, past_key_values=cache)
+    with pytest.raises(ValueError, match="the batch has 1 rows: the cache was filled with 2"):
+        generate(model, cache, few)
