@@ -187,6 +187,7 @@ def calls_with_layer(cache):
         "values": cache.values,
         "get": lambda layer: cache.get(layer, 0),
         "gather": cache.gather,
+        "blocks": cache.blocks,
         "spans": cache.spans,
         "positions": lambda layer: cache.positions(layer=layer),
         "seq_len": lambda layer: cache.seq_len(layer=layer),

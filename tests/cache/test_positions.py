@@ -171,18 +171,6 @@ def test_a_function_may_return_any_float(dtype):
     assert (cache.keys(0) == 2).all()
 
 
-def test_a_function_leaves_other_sequences_and_views_alone():
-    cache = new_cache(lambda layer, keys, delta: keys + delta)
-    keys, values = raw(6)
-    feed(cache, keys, values, range(6))
-    cache.fork(0, 1)
-    view = cache.keys(0, copy=False)
-    cache.remove(0, 2, seq_id=1)
-    np.testing.assert_array_equal(np.swapaxes(view, 0, 1), keys)
-    np.testing.assert_array_equal(np.swapaxes(cache.keys(0, seq_id=1), 0, 1), keys[2:] - 2)
-    cache.validate()
-
-
 def test_a_function_may_keep_what_it_gets():
     got = []
 

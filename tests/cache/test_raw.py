@@ -66,25 +66,6 @@ def test_round_trip(k_dtype, v_dtype):
     assert_same(other.gather(0, seq_id=2, raw=True), raw)
 
 
-def test_bytes_are_those_of_the_slots():
-    cache = new_cache(block_size=32)
-    batch = cache.batch(TOKENS)
-    slots = batch.slots(0)
-    batch.put(0, *random_rows())
-    batch.commit()
-    assert_same(cache.gather(0, raw=True), slots)
-
-
-def test_lock_step():
-    """[batch, heads, tokens, bytes], as of sequences in lock step."""
-    cache, other = new_cache(), new_cache()
-    feed(cache, *random_rows(12))
-    k, v = cache.gather(0, raw=True)
-    with other.batch(12) as batch:
-        batch.put(0, *(x.reshape(HEADS, 3, 4, -1).swapaxes(0, 1) for x in (k, v)), layout="BHTD")
-    assert_same(other.gather(0, raw=True), [k, v])
-
-
 @pytest.mark.parametrize("dtype", TYPES)
 def test_out(dtype):
     """Into arrays of the caller: heads first or last, with gaps, through DLPack."""
@@ -117,24 +98,6 @@ def test_any_address(dtype):
     spread = [np.repeat(x, 2, -1)[..., ::2] for x in (k, v)]  # bytes that are not adjacent are copied first
     assert other.inject(0, 0, *spread) == TOKENS
     assert_same(other.gather(0, raw=True), [k, v])
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_values_in_keys(dtype):
-    rope = kvcache.Rope(ROPE.inv_freq[:8], first_dim=V_DIM)
-    cache, other = (new_cache(dtype, dtype, value_in_key=True, rope=rope) for _ in range(2))
-    feed(cache, random_rows()[0])
-    k, v = cache.gather(0, raw=True)
-    np.testing.assert_array_equal(v, k[..., : v.shape[2]])
-    feed(other, k, layout="HTD")
-    feed(other, k, v, seq_id=1, layout="HTD")
-    for seq_id in (0, 1):
-        assert_same(other.gather(0, seq_id=seq_id, raw=True), [k, v])
-    with other.batch(1) as batch:
-        for wrong in (v[:, :1] ^ 1, cache.gather(0)[1][:, :1]):
-            with pytest.raises(ValueError, match=rf"v: must be k\[..., :{v.shape[2]}\]"):
-                batch.put(0, k[:, :1], wrong, layout="HTD")
-        batch.put(0, k[:, :1], layout="HTD")
 
 
 def test_what_is_refused():

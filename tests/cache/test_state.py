@@ -41,43 +41,6 @@ def test_a_saved_cache_comes_back(saved):
     assert everything(other) == everything(cache)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"block_size": 512},  # blocks of 8 MiB, the last one partly filled
-        {"block_size": 32},  # several in a huge page
-        {"max_seq_len": 4096, "max_sequences": 1},  # one block
-        {"block_size": 512, "dtype": "q8_0", "head_dim": 96},  # rows that end anywhere in a line of memory
-        {"block_size": 48, "dtype": "q4_0", "head_dim": 32},
-    ],
-)
-def test_large_blocks_are_loaded(tmp_path, options):
-    """Their memory is taken beforehand, in huge pages where they fill these."""
-    options = {"max_seq_len": None, "max_sequences": None, "head_dim": 128, "dtype": "f32", **options}
-    cache = kvcache.KVCache(2, 8, **options, policy=[kvcache.FullAttention(), kvcache.SlidingWindow(700)])
-    rng = np.random.default_rng(0)
-    for n in (700, 357):
-        rows = rng.standard_normal((2, n, 8, options["head_dim"])).astype("f4")
-        with cache.batch(n) as batch:
-            for layer in range(2):
-                batch.put(layer, *rows)
-    cache.save(tmp_path / "state")
-    other = kvcache.KVCache.load(tmp_path / "state")
-    for _ in range(2):  # into new memory, then into memory that was used before
-        other.restore(tmp_path / "state")
-    other.restore(tmp_path / "state", seq_id=1, saved_id=0)
-    other.validate()
-    for layer in range(2):
-        for want, *got in zip(cache.gather(layer), other.gather(layer), other.gather(layer, seq_id=1), strict=True):
-            for one in got:
-                np.testing.assert_array_equal(one, want)
-    cache.clear()
-    other.clear()
-    assert other.stats()["live_slots"] == cache.stats()["live_slots"] == 0
-    other.compact()
-    other.validate()
-
-
 @pytest.mark.parametrize("secret", [None, SECRET])
 def test_the_file_of_version_1(secret):
     """Loads for ever."""

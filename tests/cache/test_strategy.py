@@ -83,19 +83,6 @@ def rows_of(tokens, heads=2, seed=0):
     return np.random.default_rng(seed).standard_normal((tokens, heads, 8)).astype(np.float32)
 
 
-@pytest.mark.parametrize("tokens", [9, 120])
-def test_hidden_ranges_of_what_is_not_stored(tokens):
-    caches = new_cache("disabled", max_seq_len=128), new_cache("always", max_seq_len=128)
-    x, masked = rows_of(tokens), [(0, 4, 6), (0, tokens - 2, 2**31)]
-    with caches[0].batch(tokens) as passing, caches[1].batch(tokens) as stored:
-        for layer in range(2):
-            expected = stored.attend(layer, x, x, x, masked=masked)
-            np.testing.assert_array_equal(passing.attend(layer, x, x, x, masked=masked), expected)
-            mask = passing.dense(layer, masked=masked)[2]
-            np.testing.assert_array_equal(mask, stored.dense(layer, masked=masked)[2])
-            assert (expected[-1] != stored.attend(layer, x)[-1]).any()
-
-
 def test_rows_that_are_gone_are_an_error():
     cache = new_cache("disabled")
     x = rows_of(4)
@@ -191,25 +178,6 @@ def test_a_strategy_and_what_is_kept():
     assert cache.positions().tolist() == [0, 1, 2, 3]
 
 
-def test_what_is_not_stored_need_not_be_put_everywhere():
-    cache = new_cache("disabled")
-    x = np.ones((2, 2, 8), np.float32)
-    with cache.batch(2) as batch:
-        batch.attend(0, x, x, x)
-    assert cache.sequences == []
-
-
-def test_rows_that_a_batch_expires_are_held_before_it():
-    """A sequence at the beginning of a chunk has no rows left of the chunk before, and is not a new one."""
-    cache = new_cache(kvcache.LongSequencesOnly(3), policy=kvcache.ChunkedAttention(4))
-    run(cache, [0, 1, 2, 3])
-    with cache.batch(1) as batch:
-        assert cache.sequences == []
-        for layer in range(2):
-            batch.put(layer, *np.ones((2, 1, 2, 8), np.float32))
-    assert cache.positions().tolist() == [4]
-
-
 def test_batches_that_fail_or_are_aborted_decide_nothing():
     cache = new_cache(kvcache.LongSequencesOnly(2))
     with pytest.raises(kvcache.CacheFullError):
@@ -217,17 +185,6 @@ def test_batches_that_fail_or_are_aborted_decide_nothing():
     assert cache.explain() == "strategy: LongSequencesOnly(threshold=2)"
     cache.batch(3).abort()
     assert cache.explain() == "strategy: LongSequencesOnly(threshold=2)"  # there is no such sequence
-
-
-def test_encoder_rows_of_what_is_not_stored():
-    cache = kvcache.KVCache(
-        2, 1, 4, 64, policy=[kvcache.FullAttention(), kvcache.CrossAttention(8)], strategy="disabled"
-    )
-    x = np.ones((3, 1, 4), np.float32)
-    with cache.batch(1) as batch:
-        batch.put(0, x[:1], x[:1])
-        batch.attend(1, x[:1], x, x)
-    assert cache.seq_len(layer=1) == 0
 
 
 # ---- explain, logging
