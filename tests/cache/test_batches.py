@@ -42,38 +42,6 @@ def by_hand(q, dense):
 # ---- trees
 
 
-def test_trees():
-    cache = new_cache()
-    feed(cache, 3)
-    q, k, v = rows(5, seed=1)
-    parents = [-1, 0, 0, 1, -1]
-    batch = cache.batch(positions=[3, 4, 4, 5, 3], parents=np.array(parents))
-    out = batch.attend(0, q, k, v)
-    dense = batch.dense(0)
-    np.testing.assert_allclose(out, by_hand(q, dense), atol=1e-5)
-    order = [0, 4, 1, 2, 3]  # of the tokens, by position
-    family = {0: [0], 1: [0, 1], 2: [0, 2], 3: [0, 1, 3], 4: [4]}
-    seen = dense[2] == 0
-    assert seen[:, :3].all()
-    for token, ancestors in family.items():
-        assert [order[i] for i in np.flatnonzero(seen[token, 3:])] == sorted(ancestors, key=order.index)
-    batch.commit(keep=(t for t in (3, 0, 1)))
-    assert cache.positions().tolist() == [0, 1, 2, 3, 4, 5]
-    np.testing.assert_array_equal(cache.gather(0)[0][:, 3:], np.swapaxes(k[[0, 1, 3]], 0, 1))
-    assert cache.stats()["tokens"] == 6
-    cache.validate()
-
-
-def test_keep_takes_any_order_and_any_sequence():
-    cache = new_cache()
-    q, k, v = rows(4)
-    batch = cache.batch(positions=[0, 0, 1, 1], seq_ids=[5, 6, 5, 6])
-    batch.attend(0, q, k, v)
-    batch.commit(keep=np.array([2, 0, 1], np.uint8))
-    assert (cache.positions(seq_id=5).tolist(), cache.positions(seq_id=6).tolist()) == ([0, 1], [0])
-    batch.commit(keep=[0])
-
-
 def test_what_is_not_kept_need_not_have_been_put():
     cache = new_cache()
     with cache.batch(4) as batch:
@@ -147,22 +115,6 @@ def test_hidden():
 
 
 # ---- dense
-
-
-def test_dense_of_several_sequences():
-    cache = new_cache(dtype="f16")
-    feed(cache, 2, seq_id=9)
-    feed(cache, 1, seq_id=4)
-    q, k, v = rows(3, seed=1)
-    with cache.batch(positions=[2, 1, 7], seq_ids=[9, 4, 9]) as batch:
-        out = batch.attend(0, q, k, v)
-        dense_k, dense_v, mask = batch.dense(0)
-    assert (dense_k.shape, dense_v.shape, mask.shape) == ((KV_HEADS, 6, DIM), (KV_HEADS, 6, V_DIM), (3, 6))
-    assert dense_k.dtype == dense_v.dtype == mask.dtype == np.float32
-    assert (mask == 0).astype(int).tolist() == [[0, 0, 1, 1, 1, 0], [1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1]]
-    assert np.isneginf(mask[mask != 0]).all()
-    np.testing.assert_array_equal(dense_k[:, 1], k[1].astype(np.float16))
-    np.testing.assert_allclose(out, by_hand(q, (dense_k, dense_v, mask)), atol=1e-5)
 
 
 def test_dense_before_anything_is_put():
@@ -522,32 +474,3 @@ def test_a_prompt_longer_than_the_capacity_says_how_much_of_it_fits_at_once():
     with pytest.raises(kvcache.CacheBusyError):
         full.room()
     batch.abort()
-
-
-def test_max_sequences_counts_what_holds_only_encoder_rows():
-    cache = kvcache.KVCache(2, 1, 8, 16, policy=[kvcache.FullAttention(), kvcache.CrossAttention(4)], dtype="f32")
-    x = np.ones((1, 1, 8), np.float32)
-    with cache.batch(1) as batch:
-        batch.put(0, x, x)
-        batch.put(1, x, x)
-    cache.copy_prefix(0, 2, 0)
-    cache.clear(0)
-    assert (cache.seq_len(2, layer=0), cache.seq_len(2, layer=1)) == (0, 1)
-    with pytest.raises(kvcache.CacheFullError, match="2 sequences: max_sequences is 1"):
-        cache.batch(positions=[0], seq_ids=[1])
-    cache.clear()
-    cache.batch(positions=[0], seq_ids=[1]).abort()
-
-
-def test_reserving_for_several_sequences():
-    """In turn they get what the largest needs; the sum, in whole blocks, is memory for all of them."""
-    x = np.ones((100, 1, 8), np.float32)
-    for tokens, opened in (([100, 100], 2), ([2 * 128], 0)):
-        cache = kvcache.KVCache(1, 1, 8, None, max_sequences=2, capacity=256, block_size=64)
-        for seq_id, number in enumerate(tokens):
-            cache.reserve(number, seq_id=seq_id)
-        before = cache.stats()["blocks_opened"]
-        for seq_id in (0, 1):
-            with cache.batch(positions=range(100), seq_ids=[seq_id] * 100) as batch:
-                batch.put(0, x, x)
-        assert cache.stats()["blocks_opened"] - before == opened

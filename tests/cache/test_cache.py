@@ -160,19 +160,6 @@ def test_positions_are_any_integers(cache, positions):
     assert batch.positions.tolist() == [0, 1]
 
 
-def test_n_goes_on_from_what_is_stored(cache):
-    feed(cache, [7])
-    with cache.batch(2) as batch:
-        assert batch.positions.tolist() == [8, 9]
-        batch.abort()
-
-
-def test_the_end_of_with_commits(cache):
-    feed(cache, range(3))
-    assert cache.seq_len() == 3
-    assert cache.stats()["batches"] == 1
-
-
 def test_an_exception_in_with_aborts(cache):
     feed(cache, range(3))
     with pytest.raises(ZeroDivisionError), cache.batch(2) as batch:
@@ -232,18 +219,6 @@ def test_attend_again(cache):
 
 
 # ---- sequences and edits
-
-
-def test_looking(cache):
-    assert (cache.seq_len(), cache.first_position(), cache.last_position(), cache.next_position()) == (0, -1, -1, 0)
-    feed(cache, [3, 4, 6], seq_id=-5)
-    assert (cache.seq_len(-5), cache.first_position(-5), cache.last_position(-5)) == (3, 3, 6)
-    assert cache.next_position(-5) == 7
-    assert cache.positions(seq_id=-5).tolist() == [3, 4, 6]
-    assert cache.positions(seq_id=-5).dtype == np.int32
-    assert cache.positions(seq_id=9, layer=1).tolist() == []
-    feed(cache, range(2), seq_id=3)
-    assert cache.sequences == [-5, 3]
 
 
 def test_get(cache):

@@ -161,23 +161,6 @@ def test_sequences_of_a_batch_are_decided_on_one_by_one():
     assert [cache.seq_len(s) for s in (5, 6, 7)] == [0, 3, 5]
 
 
-def test_a_strategy_and_what_is_kept():
-    cache = new_cache(kvcache.LongSequencesOnly(2))
-    run(cache, [1, 2, 3, 4], keep=[0, 1, 2])
-    assert cache.positions().tolist() == [0, 1, 2]
-    x = np.ones((4, 2, 8), np.float32)
-    with cache.batch(positions=[3, 0, 4, 1], seq_ids=[0, 1, 0, 1]) as batch:
-        for layer in range(2):
-            batch.put(layer, x, x)
-        with pytest.raises(IndexError, match=r"keep\[1\]=4"):
-            batch.commit(keep=[0, 4])
-        with pytest.raises(ValueError, match=r"keep\[2\]=3.*before"):
-            batch.commit(keep=[0, 3, 3])
-        batch.commit(keep=[3, 0, 1])
-    assert cache.sequences == [0]
-    assert cache.positions().tolist() == [0, 1, 2, 3]
-
-
 def test_batches_that_fail_or_are_aborted_decide_nothing():
     cache = new_cache(kvcache.LongSequencesOnly(2))
     with pytest.raises(kvcache.CacheFullError):

@@ -61,49 +61,6 @@ def test_the_type_is_the_one_asked_for():
 # --- update ------------------------------------------------------------------------------------------------------
 
 
-def test_an_update_appends_and_returns_what_is_valid(state):
-    new_k, new_v = array(3), array(3, 1)
-    updated, k, v = KVCache.update(state, 0, new_k, new_v)
-    assert updated.position == 3
-    np.testing.assert_array_equal(k, new_k)
-    np.testing.assert_array_equal(v, new_v)
-
-
-def test_successive_updates_accumulate(state):
-    first, second = array(3), array(2, 1)
-    state, _, _ = KVCache.update(state, 0, first, first)
-    state, k, v = KVCache.update(state, 0, second, second)  # the other layer is never updated
-    assert state.position == 5
-    np.testing.assert_array_equal(k, np.concatenate([first, second], 2))
-    np.testing.assert_array_equal(v, k)
-
-
-def test_layers_are_independent(state):
-    state, _, _ = KVCache.update(state, 0, array(2), array(2))
-    k, v = KVCache.get(state, 1)  # the position is that of the whole state
-    assert k.shape == v.shape == (B, H, 2, D)
-    assert not k.any()
-    assert not v.any()
-
-
-def test_the_position_advances_once_for_a_step_of_all_layers(state):
-    k, v = update_all(state, 4)
-    more_k, more_v = array(2, 5), array(2, 6)
-    for layer in range(L):
-        state, all_k, all_v = KVCache.update(state, layer, more_k, more_v)
-        assert state.position == 6
-        np.testing.assert_array_equal(all_k, np.concatenate([k, more_k], 2))
-        np.testing.assert_array_equal(all_v, np.concatenate([v, more_v], 2))
-
-
-def test_a_layer_that_was_left_out_holds_zeros(state):
-    first, second = array(2), array(1, 1)
-    state.update(0, first, first)
-    state.update(0, second, second)
-    _, k, _ = state.update(1, second, second)
-    np.testing.assert_array_equal(k, np.concatenate([np.zeros_like(first), second], 2))
-
-
 @pytest.mark.parametrize("shape", [(B, H, 3, D + 1), (B, H + 1, 3, D), (B + 1, H, 3, D), (B, H, 0, D), (3, H, D), (D,)])
 def test_what_does_not_fit_changes_nothing(state, shape):
     with pytest.raises((ValueError, IndexError)):
@@ -116,19 +73,6 @@ def test_what_does_not_fit_changes_nothing(state, shape):
 
 
 # --- get, seq_length, reset --------------------------------------------------------------------------------------
-
-
-def test_the_length_is_that_of_what_was_appended(state):
-    state.update(0, array(5), array(5))
-    assert KVCache.seq_length(state) == state.position == 5
-
-
-def test_get_returns_what_is_valid(state):
-    k, v = update_all(state, 4)
-    for layer in range(L):
-        got_k, got_v = KVCache.get(state, layer)
-        np.testing.assert_array_equal(got_k, k)
-        np.testing.assert_array_equal(got_v, v)
 
 
 def test_an_empty_state_has_one_row_of_zeros(state):

@@ -20,52 +20,6 @@ def append_everywhere(cache, k, v):
 # --- its unit tests ----------------------------------------------------------------------------------------------
 
 
-def test_create_and_append():
-    cache = KVCache(2, 4, 16)
-    assert cache.is_empty()
-    assert cache.len() == 0
-    assert cache.entry_size() == 64
-
-    # Append one token to both layers
-    kv_data = np.full(64, 1.0, np.float32)
-    cache.append(0, kv_data, kv_data)
-    cache.append(1, kv_data, kv_data)
-    cache.advance()
-
-    assert cache.len() == 1
-    assert len(cache.k(0)) == 64
-    assert len(cache.v(1)) == 64
-
-
-def test_append_multiple_tokens():
-    cache = KVCache(1, 2, 8)
-
-    for token_idx in range(5):
-        data = np.full(16, token_idx, np.float32)
-        cache.append(0, data, data)
-        cache.advance()
-
-    assert cache.len() == 5
-    assert len(cache.k(0)) == 80  # 5 tokens * 2 heads * 8 dim
-    # First entry should be 0.0, last should be 4.0
-    assert cache.k(0)[0] == 0.0
-    assert cache.k(0)[64] == 4.0
-
-
-def test_clear_cache():
-    cache = KVCache(2, 4, 16)
-    data = np.full(64, 1.0, np.float32)
-    cache.append(0, data, data)
-    cache.append(1, data, data)
-    cache.advance()
-    assert cache.len() == 1
-
-    cache.clear()
-    assert cache.len() == 0
-    assert cache.is_empty()
-    assert len(cache.k(0)) == 0
-
-
 def test_with_capacity():
     cache = KVCache.with_capacity(16, 8, 64, 2048)
     assert cache.is_empty()

@@ -37,17 +37,6 @@ def test_a_new_cache(cache):
     assert (cache.seq_len(), cache.max_seq_len(), cache.utilization_ratio()) == (0, 16, 0)
 
 
-def test_store_and_retrieve():
-    cache = KvCache(2, 8, 128, 16)
-    cache.store_key(0, 0, 0, np.full(128, 1.0))
-    cache.store_value(0, 0, 0, np.full(128, 2.0))
-    cache.advance()
-    keys, values = cache.keys_for(0, 0, 1), cache.values_for(0, 0, 1)
-    assert keys.size == values.size == 128
-    assert keys[0, 0] == 1.0
-    assert values[0, 0] == 2.0
-
-
 def test_what_is_stored_is_read_before_the_token_is_advanced(cache):
     k, v = fill(cache, 3)
     now_k, now_v = random_rows(1, seed=1)
@@ -95,26 +84,6 @@ def test_positions_are_stored_in_any_order(cache, by_layer):
             np.testing.assert_array_equal(cache.values_for(layer, head, 6), v[:, head])
 
 
-def test_a_stored_position_is_stored_again(cache):
-    k, v = fill(cache, 5)
-    key, value = np.arange(8), -np.arange(8)
-    cache.store_key(1, 0, 2, key)
-    cache.store_value(1, 0, 2, value)
-    k1, v1 = k.copy(), v.copy()
-    k1[2, 0], v1[2, 0] = key, value
-    for head in range(2):
-        np.testing.assert_array_equal(cache.keys_for(1, head, 5), k1[:, head])
-        np.testing.assert_array_equal(cache.values_for(1, head, 5), v1[:, head])
-        np.testing.assert_array_equal(cache.keys_for(0, head, 5), k[:, head])
-    assert cache.seq_len() == 5
-
-
-def test_what_was_not_stored_reads_as_zeros(cache):
-    store(cache, 3, *np.ones((2, 2, 8)), layers=[0])
-    assert cache.keys_for(0, 0, 16).any(axis=1).nonzero()[0].tolist() == [3]
-    assert not cache.values_for(1, 1, 16).any()
-
-
 @pytest.mark.parametrize(
     ("layer", "head", "pos", "size"),
     [(2, 0, 0, 8), (-1, 0, 0, 8), (0, 2, 0, 8), (0, 0, 16, 8), (0, 0, -1, 8), (0, 0, 0, 7)],
@@ -146,57 +115,7 @@ def test_utilization():
     assert cache.utilization_ratio() == pytest.approx(0.3)
 
 
-def test_set_seq_len_is_clamped(cache):
-    cache.set_seq_len(4)
-    assert cache.seq_len() == 4
-    cache.set_seq_len(100)
-    assert cache.seq_len() == 16
-
-
-def test_set_seq_len_goes_back(cache):
-    k, v = fill(cache, 8)
-    cache.set_seq_len(5)
-    assert cache.seq_len() == 5
-    store(cache, 5, k[0], v[0])
-    cache.advance()
-    np.testing.assert_array_equal(cache.keys_for(0, 1, 6), [*k[:5, 1], k[0, 1]])
-
-
-def test_clear_empties(cache):
-    fill(cache, 5)
-    store(cache, 5, *np.ones((2, 2, 8)))
-    cache.clear()
-    assert (cache.seq_len(), cache.utilization_ratio()) == (0, 0)
-    k, _ = fill(cache, 16, seed=1)
-    np.testing.assert_array_equal(cache.keys_for(1, 0, 16), k[:, 0])
-
-
 # --- blocks ------------------------------------------------------------------------------------------------------
-
-
-def test_blocks_go_from_one_cache_to_a_fresh_one(cache):
-    k, v = fill(cache, 6)
-    fresh = KvCache(2, 2, 8, 16)
-    for layer in range(2):
-        keys, values = cache.extract_block(layer, 2, 4)
-        assert keys.shape == values.shape == (2 * 4 * 8,)  # flat: head, position, element
-        np.testing.assert_array_equal(keys.reshape(2, 4, 8), k[2:6].swapaxes(0, 1))
-        fresh.inject_block(layer, 0, 4, keys, values)
-        assert fresh.seq_len() == 0
-    fresh.set_seq_len(4)
-    for layer in range(2):
-        for head in range(2):
-            np.testing.assert_array_equal(fresh.keys_for(layer, head, 4), k[2:6, head])
-            np.testing.assert_array_equal(fresh.values_for(layer, head, 4), v[2:6, head])
-
-
-def test_a_block_at_an_offset(cache):
-    k, v = (rows.swapaxes(0, 1).ravel() for rows in random_rows(4))
-    cache.inject_block(0, 4, 4, k, v)
-    assert not cache.keys_for(0, 0, 4).any()
-    assert cache.extract_block(0, 4, 4)[0].tolist() == k.tolist()
-    assert cache.extract_block(0, 4, 4)[1].tolist() == v.tolist()
-    assert not cache.extract_block(1, 4, 4)[0].any()
 
 
 def test_a_block_past_the_end_reads_as_zeros_and_is_left_out_on_the_way_in(cache):
@@ -333,10 +252,6 @@ def test_rows_of_pages_are_copies():
     keys = cache.keys_for(0, 0, 1)
     cache.clear()  # frees the pages, and would raise while there are views
     assert keys.tolist() == [[1, 1, 1, 1]]
-
-
-def test_a_page_has_256_tokens_unless_told_otherwise():
-    assert PagedKvCache(1, 1, 4, 1024).page_size() == 256
 
 
 def test_a_length_that_is_no_integer_changes_nothing(cache):
