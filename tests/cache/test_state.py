@@ -41,6 +41,25 @@ def test_a_saved_cache_comes_back(saved):
     assert everything(other) == everything(cache)
 
 
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no such advice")
+def test_a_large_cache_comes_back(tmp_path, monkeypatch):
+    """Pages of the file that were written are not kept in memory meanwhile."""
+    dropped = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, begin, size, advice: dropped.append(size))
+    cache = kvcache.KVCache(2, 8, 128, None, dtype="f32", block_size=512)
+    rows = np.random.default_rng(0).standard_normal((2, 1057, 8, 128)).astype("f4")
+    with cache.batch(1057) as batch:
+        for layer in range(2):
+            batch.put(layer, *rows)
+    cache.save(tmp_path / "state")
+    assert 0 < sum(dropped) <= (tmp_path / "state").stat().st_size
+    other = kvcache.KVCache.load(tmp_path / "state")
+    for _ in range(2):  # into new memory, then into memory that was used before
+        np.testing.assert_array_equal(other.gather(1), cache.gather(1))
+        other.restore(tmp_path / "state")
+    other.validate()
+
+
 @pytest.mark.parametrize("secret", [None, SECRET])
 def test_the_file_of_version_1(secret):
     """Loads for ever."""

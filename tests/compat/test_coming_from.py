@@ -4,6 +4,7 @@ import ast
 import copy
 import re
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -155,6 +156,11 @@ def test_new(run, request):
             row = sum(layer.num_kv_heads * 2 * layer.head_dim * 4 for layer in cache.layers)
             found["has_memory"] = tokens if cache.nbytes >= tokens * row else cache.nbytes
         assert found == expected
+
+
+def test_an_allocator_is_given_in_c():
+    header = Path(kvcache.get_include(), "kvcache.h").read_text()
+    assert "const kvc_allocator *allocator;" in re.search(r"struct kvc_config \{(.*?)\} kvc_config", header, re.S)[1]
 
 
 READ = {  # of a cache with 4 tokens in sequence 0 and 3 in sequence 1
