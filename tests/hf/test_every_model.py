@@ -10,6 +10,7 @@ import sys
 import warnings
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,9 @@ import kvcache
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support import small_models  # noqa: E402 - it imports torch
 from transformers.modeling_outputs import BaseModelOutput  # noqa: E402 - torch may be missing
+from transformers.models.auto import modeling_auto  # noqa: E402 - torch may be missing
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402 - torch may be missing
 
 from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - torch may be missing
 
@@ -32,6 +34,197 @@ TOLERANCE = 2e-5  # of the largest logit
 QUICK = ["deepseek_v3", "diffllama", "gemma3_text", "gemma3n_text", "gpt_oss", "llama", "qwen3_next", "whisper"]
 POSITIONS = ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"]  # derive wrong ones in a pass of one token
 NO_MASK = ["cpmant", "xlm"]  # take no mask of more columns than the pass has tokens
+
+
+# ---- small random models, each from its type's default configuration, shrunk by rule
+
+VOCAB = 97
+MOST_PARAMETERS = 13_000_000
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+THREE = {**ROPE, "mrope_section": [4, 2, 2]}  # the pairs of a head that each of three positions rotates
+# Fields that the rules below get wrong, by model type; a dot leads into a nested configuration.
+CHANGES: dict[str, dict[str, Any]] = {
+    "aria": {"projector_patch_to_query_dict": {4: 2}},
+    "bailing_hybrid": {"num_expert_group": 1, "num_experts_per_token": 2},
+    "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
+    "chameleon": {"vocabulary_map": {"<image>": 95}, "vq_config.base_channels": 32, "vq_config.latent_channels": 32}
+    | {"vq_config.channel_multiplier": [1]},
+    "cohere_compass": {"text_config.rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+    "ctrl": {"dff": 96},
+    "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
+    "deepseek_ocr2": {"text_config.mlp_layer_types": ["dense", *["sparse"] * 3], "text_config.num_experts_per_tok": 2},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "ernie4_5_vl_moe": {"text_config.rope_parameters": {**ROPE, "mrope_section": [3, 3, 2]}},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 128},
+    "florence2": {"vision_config.embed_dim": [32, 32, 32, 64], "vision_config.num_heads": [2] * 4}
+    | {"vision_config.num_groups": [2] * 4, "vision_config.depths": [1] * 4},
+    "fsmt": {"src_vocab_size": 97, "tgt_vocab_size": 97},
+    "fun_asr_nano": {"adaptor_config.intermediate_size": 16},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "glm46v": {"text_config.rope_parameters": THREE},
+    "glm4v": {"text_config.rope_parameters": THREE},
+    "glm4v_moe": {"text_config.rope_parameters": {**THREE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}},
+    "glm_ocr": {"text_config.rope_parameters": THREE},
+    "glmga": {"text_config.rope_parameters": THREE},
+    "granite4_vision": {"deepstack_layer_map": [[0, 1]], "downsample_rate": "1/2"},
+    "granitemoehybrid": {**MAMBA, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
+    "hunyuan_vl": {"text_config.head_dim": 16, "text_config.rope_parameters": {**ROPE, "mrope_section": [2, 2, 2, 2]}},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "janus": {"vq_config.base_channels": 32, "vq_config.latent_channels": 32, "vq_config.channel_multiplier": [1]},
+    "kimi_linear": {"num_experts": 4, "num_experts_per_token": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"zero_expert_num": 2, "num_layers": 2},
+    "ministral": {"head_dim": 16},
+    "molmo2": {"adapter_config.vision_feature_layer": [3, 2]},
+    "moonshine": {"decoder_num_key_value_heads": 4, "encoder_num_key_value_heads": 4},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "muse_glimmer": {"projector_hidden_size": 64},
+    "muse_spark": {"projector_hidden_size": 64, "audio_config.hidden_sizes": [8, 16, 32, 64]}
+    | {"audio_config.depths": [1] * 4, "text_config.moe_hidden_size": 32},
+    "nemotron": {"num_key_value_heads": 2},
+    "nllb-moe": {"decoder_sparse_step": 2},  # the router reads the mask, before other layers attend with it
+    "paddleocr_vl": {"text_config.rope_parameters": THREE},
+    "prophetnet": {"num_encoder_layers": 4},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 90, "text_config.rope_parameters": THREE},
+    "qwen2_5_vl": {"text_config.rope_parameters": THREE},
+    "qwen2_vl": {"text_config.rope_parameters": THREE},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 90},
+    "roc_bert": {"shape_vocab_size": 97, "pronunciation_vocab_size": 97},
+    "speecht5": {"conv_dim": [64] * 7},
+    "step3p7": {"text_config.sliding_window": 8}
+    | {"text_config.layer_types": ["sliding_attention", "full_attention"] * 2}
+    | {"text_config.rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+    "xmod": {"default_language": "en_XX"},
+}
+TASKS = {
+    "Seq2SeqLM": "SEQ_TO_SEQ_CAUSAL_LM",
+    "SpeechSeq2Seq": "SPEECH_SEQ_2_SEQ",
+    "CausalLM": "CAUSAL_LM",
+    "ImageTextToText": "IMAGE_TEXT_TO_TEXT",
+    "MultimodalLM": "MULTIMODAL_LM",
+}
+TYPES: dict[str, str] = {}  # model type -> the task of the Auto class that makes it
+for task, names in TASKS.items():
+    for name in getattr(modeling_auto, f"MODEL_FOR_{names}_MAPPING_NAMES"):
+        TYPES.setdefault(name, task)
+
+# The most that a field may be, by its name: a value, and the fields.
+LIMITS = {
+    64: """hidden_size d_model n_embd embed_dim emb_dim dim embedding_size word_embed_proj_dim dim_model
+        projection_dim cross_hidden_size hidden_size_global encoder_hidden_size decoder_hidden_size text_hidden_size
+        vision_hidden_size audio_hidden_size out_hidden_size lru_width output_dim input_dim encoder_d_model proj_size
+        text_embed_dim hidden_dim mm_hidden_size""",
+    96: """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim n_inner d_ff dim_ff ffn_hidden_size d_inner
+        intermediate_size_mlp dense_intermediate_size mlp_hidden_size mlp_dim attention_intermediate_size""",
+    32: """kv_lora_rank share_expert_dim moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size
+        moe_shared_expert_intermediate_size shared_intermediate_size expert_intermediate_size moe_latent_size""",
+    24: "q_lora_rank qk_head_dim",
+    16: """head_dim kv_channels d_kv attention_head_dim global_head_dim linear_key_head_dim linear_value_head_dim
+        cross_head_dim linear_head_dim mamba_head_dim mamba_d_head swa_head_dim qk_nope_head_dim dim_head""",
+    12: "v_head_dim",
+    8: """qk_rope_head_dim rotary_dim index_head_dim index_topk hidden_size_per_layer_input mamba_d_state
+        ssm_state_size state_size num_mel_bins laurel_rank sliding_window attention_window_size attention_chunk_size
+        sliding_window_size local_attention window_size""",
+    4: """num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers decoder_num_hidden_layers
+        num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads encoder_attention_heads
+        decoder_num_attention_heads encoder_num_attention_heads num_decoder_attention_heads
+        num_encoder_attention_heads cross_num_attention_heads linear_num_value_heads linear_num_heads mamba_n_heads
+        mamba_num_heads n_routed_experts num_experts num_local_experts moe_num_experts n_experts""",
+    2: """encoder_layers num_encoder_layers encoder_num_hidden_layers depth linear_num_key_heads num_experts_per_tok
+        num_experts_per_token moe_topk moe_k top_k_experts experts_per_token top_k num_ngroups""",
+    1: "n_group topk_group n_groups mamba_n_groups num_groups",
+    128: "max_position_embeddings n_positions max_target_positions max_source_positions n_ctx max_seq_len",
+    VOCAB: "vocab_size decoder_vocab_size vocab_size_per_layer_input",
+}
+FIELDS = {name: limit for limit, names in LIMITS.items() for name in names.split()}
+KV_HEADS = re.compile("(.*_)?num_key_value_heads|num_kv_heads|n_head_kv|kv_n_heads|multi_query_group_num")
+
+
+def _kv_heads(value: int, values: dict[str, Any]) -> int:
+    """Keep one KV head, or as many as there are query heads; else two."""
+    heads = next((values[name] for name in ("num_attention_heads", "n_head", "num_heads") if values.get(name)), None)
+    return 1 if value == 1 else 4 if value == heads else 2
+
+
+def shrink(values: dict[str, Any]) -> dict[str, Any]:
+    """Shrink a configuration, as a dictionary, with those that it nests; what is None or 0 stays that."""
+    length = next((values[n] for n in ("num_hidden_layers", "n_layer", "num_layers") if values.get(n)), 0)
+    layers = _choose_layers(values, length)
+    small = {}
+    for name, value in values.items():
+        if name == "per_layer_config" and value:
+            given = {int(i): layer for i, layer in value.items()}
+            small[name] = {n: shrink(given[i]) for n, i in enumerate(layers) if i in given}
+        elif isinstance(value, dict) and name not in ("rope_parameters", "rope_scaling"):
+            small[name] = shrink(value)
+        elif isinstance(value, list) and length and len(value) == length:
+            small[name] = [value[i] for i in layers]
+        elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            if KV_HEADS.fullmatch(str(name)):
+                small[name] = _kv_heads(value, values)
+            elif re.search(r"_token(_id|_index)?$", str(name)):
+                small[name] = value if value < VOCAB else VOCAB - 1 - value % 8
+            else:
+                small[name] = min(value, FIELDS.get(name, value))
+        else:
+            small[name] = value
+    if values.get("qk_rope_head_dim") and values.get("head_dim") == values["qk_rope_head_dim"]:
+        small["head_dim"] = small["qk_rope_head_dim"]
+    if isinstance(values.get("rope_parameters"), dict):
+        small["rope_parameters"] = _shrink_sections(values["rope_parameters"], small)
+    return small
+
+
+def _shrink_sections(rope: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
+    """Divide a head's rotated pairs by three, where the elements of a head are divided among three positions."""
+    if not rope.get("mrope_section"):
+        return rope
+    dim = small.get("head_dim") or small["hidden_size"] // small["num_attention_heads"]
+    pairs = int(dim * (rope.get("partial_rotary_factor") or 1)) // 2
+    return {**rope, "mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]}
+
+
+def _choose_layers(values: dict[str, Any], length: int) -> list[int]:
+    """Choose four layers, or all: those that differ in any list with an entry for each layer, then the first."""
+    lists = [value for value in values.values() if isinstance(value, list) and len(value) == length]
+    first: dict[str, int] = {}
+    for i in range(length):
+        first.setdefault(repr([value[i] for value in lists]), i)
+    chosen = [*first.values()][:4]
+    chosen += [i for i in range(length) if i not in chosen][: max(0, 4 - len(chosen))]
+    return sorted(chosen)
+
+
+def small_model(name: str, **changes: Any) -> Any:
+    """Make a small model of a type, with random weights; `changes` has further fields."""
+    values = {**shrink(CONFIG_MAPPING[name]().to_dict()), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    if TYPES[name] == "CausalLM" and "is_decoder" in values:
+        values["is_decoder"] = True
+    for path, value in {**CHANGES.get(name, {}), **changes}.items():
+        *parents, last = path.split(".")
+        part = values
+        for parent in parents:
+            part = part[parent]
+        part[last] = value
+    for key in ("model_type", "transformers_version", "architectures"):
+        values.pop(key, None)
+    config = CONFIG_MAPPING[name](**values)
+    auto = getattr(transformers, f"AutoModelFor{TYPES[name]}")
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
+    if count > MOST_PARAMETERS:
+        raise ValueError(f"{count:,} parameters")
+    torch.manual_seed(0)
+    return auto.from_config(config, attn_implementation="eager").eval()
+
+
+# ---- what is expected of each
 
 
 @cache
@@ -119,7 +312,7 @@ def check(model, want):
 
 def outcome(name, **changes):
     """Return what a type of model does with the attention "kvcache", and with its own; raise if logits are off."""
-    model = small_models.make(name, **changes)
+    model = small_model(name, **changes)
     randomise(model)
     wants = {}
     for attention in ("eager", "sdpa"):
@@ -149,7 +342,7 @@ def names_of(*beginnings):
 
 
 def test_the_table_is_complete():
-    assert sorted(table()) == sorted(small_models.TYPES)
+    assert sorted(table()) == sorted(TYPES)
     assert {*QUICK} <= {*table()}
 
 
@@ -176,14 +369,14 @@ def test_logits_of_variants(name, changes):
 def test_refused_when_the_cache_is_made(name):
     """As the types are by default; the table has the reason."""
     with pytest.raises(kvcache.NotSupportedError) as error:
-        our_cache(small_models.CONFIG_MAPPING[name]())
+        our_cache(CONFIG_MAPPING[name]())
     assert table()[name] == (f"refused: {str(error.value).rpartition(': ')[2]}", "refused")
 
 
 def row_of(name):
     """Return the row of the table that a type of model belongs in."""
     try:
-        our_cache(small_models.CONFIG_MAPPING[name]())
+        our_cache(CONFIG_MAPPING[name]())
     except kvcache.NotSupportedError as error:
         if "no layer with" not in str(error):
             return f"refused: {str(error).rpartition(': ')[2]}", "refused"
@@ -198,7 +391,7 @@ def row_of(name):
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    for name in sys.argv[1:] or small_models.TYPES:
+    for name in sys.argv[1:] or TYPES:
         got, listed = row_of(name), table().get(name)
         if got != listed:
             print(f"{name}: {got}, listed as {listed}", flush=True)

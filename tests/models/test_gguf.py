@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import gguf_files
+from support.hostile import tensor, text
 
 from kvcache import ModelFileError
 from kvcache.models import gguf
@@ -68,24 +69,12 @@ def write(path: Path, architecture: str = "llama", alignment: int | None = None)
     return path
 
 
-def text(data: bytes) -> bytes:
-    return struct.pack("<Q", len(data)) + data
-
-
 def entry(key: bytes, number: int, value: bytes) -> bytes:
     return text(key) + struct.pack("<I", number) + value
 
 
 def array(number: int, count: int, elements: bytes = b"") -> bytes:
     return struct.pack("<IQ", number, count) + elements
-
-
-def tensor(
-    name: bytes = b"t", shape: tuple[int, ...] = (4,), number: int = 0, offset: int = 0, axes: int | None = None
-) -> bytes:
-    """The shape as it stands in the file, innermost first."""
-    axes = len(shape) if axes is None else axes
-    return text(name) + struct.pack(f"<I{len(shape)}QIQ", axes, *shape, number, offset)
 
 
 def header(
@@ -317,7 +306,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         entry(b"strings", 9, array(8, 3, text(b"a") + text(b"") + text(b"ccc"))),
         entry(b"nested", 9, array(9, 1, array(4, 2, bytes(8)))),
     ]
-    tensors = [tensor(b"a", (3, 2)), tensor(b"b", (32,), 8, 32)]
+    tensors = [tensor(b"a", (3, 2)), tensor(b"b", (32,), 32, 8)]
     return header(*parts, *tensors, entries=5, tensors=2, data=32 + 34)
 
 

@@ -5,13 +5,13 @@ import os
 import platform
 import re
 import shutil
+import site
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
-from support import conda_channel
 
 import kvcache
 
@@ -86,16 +86,80 @@ def test_who_links_to_the_library_asks_for_its_minor_version():
     assert pin["pin_subpackage"]["upper_bound"] == "x.x"
 
 
+# ---- built
+
+PYTHON = "{}.{}".format(*sys.version_info[:2])
+# Stand-ins for what the recipe asks for, by package: its version, and the programs of the system that it calls.
+PROGRAMS = {
+    "gcc_linux-64": ("14.0", ("cc", "gcc", "ar", "ranlib", "ld", "strip")),
+    "sysroot_linux-64": ("2.17", ()),
+    "libgomp": ("14.0", ()),
+    "cmake": ("4.0", ("cmake", "ctest")),
+    "ninja": ("1.12", ("ninja",)),
+    "pkg-config": ("0.29", ("pkg-config",)),
+    **{name: (version, ()) for name, version in [
+        ("python-abi3", PYTHON), ("pip", "26.0"), ("setuptools", "80.0"), ("cython", "3.1"), ("numpy", "2.4"),
+        ("typer", "0.28"), ("rich", "14.0"), ("gguf", "0.17"), ("tokenizers", "0.22"),
+    ]},
+}  # fmt: skip
+
+
+def programs():
+    """Return the programs that the stand-ins call."""
+    return sorted({name for _, names in PROGRAMS.values() for name in names})
+
+
+def make_channel(folder):
+    """Make a channel of the stand-ins in a folder, without a network and what others packaged; return its URL."""
+    import rattler
+    import rattler_build
+
+    def package(name, version, files):
+        staged = folder.parent / "staged" / name
+        for path, content in files.items():
+            (staged / path).parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, Path):
+                (staged / path).symlink_to(content)
+            else:
+                (staged / path).write_text(content)
+                (staged / path).chmod(0o755 if path.startswith("bin/") else 0o644)
+        staged.mkdir(parents=True, exist_ok=True)
+        (folder / "linux-64").mkdir(parents=True, exist_ok=True)
+        rattler_build.assemble_package(name, version, "linux-64", "0", folder / "linux-64", files_dir=staged)
+
+    for name, (version, names) in PROGRAMS.items():
+        files = {f"bin/{each}": f'#!/bin/sh\nexec {shutil.which(each)} "$@"\n' for each in names}
+        if "cc" in names:
+            files["etc/conda/activate.d/cc.sh"] = 'export CC="$(command -v cc)"\n'
+        package(name, version, files)
+    package("python", f"{PYTHON}.0", _python())
+    (folder / "noarch").mkdir(exist_ok=True)
+    asyncio.run(rattler.index.index_fs(folder))
+    return folder.as_uri()
+
+
+def _python():
+    """Return the files of a Python: the running one, with the modules that it has, in an environment of its own."""
+    real = Path(sys.base_prefix) / "bin" / f"python{PYTHON}"
+    places = [*site.getsitepackages(), *(path for path in sys.path if path.endswith("site-packages"))]
+    modules = f"lib/python{PYTHON}/site-packages"
+    return {
+        "pyvenv.cfg": f"home = {real.parent}\ninclude-system-site-packages = false\nversion = {PYTHON}\n",
+        f"{modules}/stand_in.pth": "".join(f"{place}\n" for place in dict.fromkeys(places) if "kvcache" not in place),
+        **dict.fromkeys(("bin/python", "bin/python3", f"bin/python{PYTHON}"), real),
+    }
+
+
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:build_recipes is deprecated")
 def test_it_is_built_and_installed_from_a_local_channel(tmp_path):
     """With the system's compiler, CMake and Python in the place of packages, so that no network is needed."""
     rattler_build, rattler = pytest.importorskip("rattler_build"), pytest.importorskip("rattler")
-    if missing := [name for name in conda_channel.programs() if not shutil.which(name)]:
+    if missing := [name for name in programs() if not shutil.which(name)]:
         pytest.skip(f"no {', '.join(missing)} here")
-    if conda_channel.PYTHON != "3.11" or (sys.platform, platform.machine()) != ("linux", "x86_64"):
+    if PYTHON != "3.11" or (sys.platform, platform.machine()) != ("linux", "x86_64"):
         pytest.skip("the recipe's first variant is Python 3.11 on x86-64 Linux")
-    channel, out, prefix = conda_channel.make(tmp_path / "channel"), tmp_path / "out", tmp_path / "prefix"
+    channel, out, prefix = make_channel(tmp_path / "channel"), tmp_path / "out", tmp_path / "prefix"
     rattler_build.build_recipes([RECIPE], channel=[channel], output_dir=out, test="skip")
 
     async def install():
