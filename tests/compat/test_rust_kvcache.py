@@ -115,6 +115,13 @@ def test_utilization():
     assert cache.utilization_ratio() == pytest.approx(0.3)
 
 
+def test_set_seq_len_is_clamped(cache):
+    cache.set_seq_len(4)
+    assert cache.seq_len() == 4
+    cache.set_seq_len(100)
+    assert cache.seq_len() == 16
+
+
 # --- blocks ------------------------------------------------------------------------------------------------------
 
 
