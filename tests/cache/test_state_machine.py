@@ -220,8 +220,8 @@ class OracleBatch:
         own = [(row, t) for t, row in enumerate(self.rows) if self.seq_ids[t] == seq_id and row.k[layer] is not None]
         return [(row, None) for row in self.cache.held(seq_id)] + own
 
-    def sees(self, i, row, t, is_causal, hidden):
-        if any(s == self.seq_ids[i] and begin <= row.position < end for s, begin, end in hidden):
+    def sees(self, i, row, t, is_causal, masked):
+        if any(s == self.seq_ids[i] and begin <= row.position < end for s, begin, end in masked):
             return False
         if t is None or self.parents is None:
             return not is_causal or row.position <= self.rows[i].position
@@ -229,7 +229,7 @@ class OracleBatch:
             i = self.parents[i]
         return i == t
 
-    def dense(self, layer, non_causal, hidden):
+    def dense(self, layer, non_causal, masked):
         """Keys, values and mask [tokens, n]: the rows of each sequence in order of position."""
         shown = [
             (row, t, s) for s in sorted(set(self.seq_ids))
@@ -238,7 +238,7 @@ class OracleBatch:
         mask = np.full((len(self.rows), len(shown)), -np.inf)
         for i, ahead in enumerate(non_causal):
             for n, (row, t, s) in enumerate(shown):
-                if s == self.seq_ids[i] and self.sees(i, row, t, not ahead, hidden):
+                if s == self.seq_ids[i] and self.sees(i, row, t, not ahead, masked):
                     mask[i, n] = 0
         return *self.cache.stacked(layer, [row for row, _, _ in shown]), mask
 
@@ -389,8 +389,8 @@ class Machine(RuleBasedStateMachine):
             self.model.put(layer, *rows, first)
         ahead = self.rng.integers(0, 2, len(self.batch)).astype(bool).tolist()
         near = [int(self.rng.integers(len(self.batch))) for _ in range(self.rng.integers(3))]
-        hidden = [(s, p, p + 3) for s, p in ((self.model.seq_ids[t], self.model.rows[t].position) for t in near)]
-        shown = {"non_causal": ahead, "hidden": hidden}
+        masked = [(s, p, p + 3) for s, p in ((self.model.seq_ids[t], self.model.rows[t].position) for t in near)]
+        shown = {"non_causal": ahead, "masked": masked}
         options = {"first": first, "scale": 0.5, **shown}
         out, lse = self.batch.attend(layer, q, *self.as_given(rows), return_lse=True, **options)
         k, v, mask = self.model.dense(layer, **shown)
