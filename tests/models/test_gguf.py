@@ -234,6 +234,7 @@ BAD = {
     "strings of 'l' go past": header(entry(b"l", 9, array(8, 2, struct.pack("<QQ", 2**64 - 1, 1))), entries=1),
     "strings of 'm' go past": header(entry(b"m", 9, array(8, 2, struct.pack("<QQ", 2**63 - 60, 1))), entries=1),
     "a key of the metadata is there twice": header(entry(b"k", 0, b"1"), entry(b"k", 0, b"2"), entries=2),
+    "tensor 'b' begins within another": header(tensor(b"a"), tensor(b"b"), tensors=2, data=64),
     "a tensor is there twice": header(tensor(), tensor(), tensors=2, data=64),
     "tensor 't' has 5 axes; 4 are the most": header(tensor(shape=(1,) * 5), tensors=1, data=64),
     "has 4,294,967,295 axes": header(tensor(axes=2**32 - 1), tensors=1, data=64),

@@ -248,8 +248,12 @@ MADE: dict[str, dict[str, Callable[[Path], Path]]] = {  # how it is read, what i
 LARGE = {name: (kind, make) for kind, made in MADE.items() for name, make in made.items()}
 
 
+QUICK = ["wide values", "a long name", "JSON with one wide character", "short arrays", "sparse safetensors"]
+QUICK += ["nested tokens", "a tokenizer of objects"]
+
+
 @pytest.mark.parametrize(
-    "name", [name if i % 5 == 0 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(LARGE)]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LARGE]
 )
 def test_files_that_are_refused_take_little(tmp_path: Path, name: str) -> None:
     kind, make = LARGE[name]
