@@ -370,7 +370,7 @@ static void ask_once(actor *a) {
     EXPECT_ONE_OF(a, kvc_room(a->cache, own_id(a), &room), KVC_ERR_BUSY);
     EXPECT_ONE_OF(a, kvc_compact(a->cache), KVC_ERR_BUSY, KVC_ERR_HELD);
     EXPECT_ONE_OF(a, kvc_settle(a->cache), KVC_ERR_BUSY, KVC_ERR_HELD);
-    EXPECT_ONE_OF(a, kvc_reserve(a->cache, own_id(a), 1 + pick(a, 9)), KVC_ERR_BUSY, KVC_ERR_FULL);
+    EXPECT_ONE_OF(a, kvc_reserve(a->cache, own_id(a), 1 + pick(a, 9)), KVC_ERR_BUSY, KVC_ERR_FULL, KVC_ERR_GONE);
     EXPECT(a, room <= CAPACITY && kvc_utilization(a->cache) <= 1);
     EXPECT(a, kvc_validate(a->cache) == KVC_OK);
 }

@@ -102,7 +102,7 @@ static void test_evicted_windows(void) {
         const kvc_policy *policy = &policies[i];
         const kvc_layer layers[] = {plain_layer, layer_with(*policy)};
         const int has_sinks = policy->kind == KVC_SLIDING && policy->num_sink_tokens;
-        kvc_cache *cache = new_cache(2, layers, (kvc_config){.capacity = 16});
+        kvc_cache *cache = heap_cache(2, layers, (kvc_config){.capacity = 16});
         kvc_batch *batch;
         for (int t = 0; t < 8; t++) CHECK(feed(cache, 2, 1, 1) == KVC_OK);
         CHECK(kvc_retain(cache, 1, FIRST_ID, 0, 8) == KVC_OK);
@@ -130,7 +130,7 @@ static void test_evicted_windows(void) {
 static void test_rows_evicted(void) {
     kvc_layer layer = plain_layer;
     layer.rope = (kvc_rope){.kind = KVC_ROPE_FUNCTION, .shift = move};
-    kvc_cache *cache = new_cache(1, &layer, (kvc_config){.capacity = 12});
+    kvc_cache *cache = heap_cache(1, &layer, (kvc_config){.capacity = 12});
     kvc_stats stats;
     calls_left = -1;
     CHECK(feed(cache, 1, 1, 10) == KVC_OK && kvc_retain(cache, 1, FIRST_ID, 0, 10) == KVC_OK);
@@ -289,7 +289,7 @@ static void test_room_of_what_stays(void) {
     static const float rows[DIM];
     for (int step = 0; step < STEPS; step++) {
         const int64_t most = 21640 + 64 * (step - STEPS / 2);
-        kvc_cache *cache = new_cache(1, &layer, (kvc_config){.max_bytes = most, .block_size = 8});
+        kvc_cache *cache = heap_cache(1, &layer, (kvc_config){.max_bytes = most, .block_size = 8});
         static const int32_t fed[] = {4, 6, 3, 1};
         const int64_t retained[] = {FIRST_ID, FIRST_ID + 1};
         int64_t room, pinned;
@@ -312,7 +312,7 @@ static void test_room_of_what_stays(void) {
 /* Where a batch of the next token would be refused whatever the room, there is none, and none is reserved. */
 static void test_room_of_those_that_end(void) {
     const kvc_layer layer = layer_with(sliding_policy(5, 0, 0));
-    kvc_cache *cache = new_cache(1, &layer, (kvc_config){.capacity = 100});
+    kvc_cache *cache = heap_cache(1, &layer, (kvc_config){.capacity = 100});
     int64_t room = -1;
     CHECK(feed(cache, 1, 1, 20) == KVC_OK && kvc_share(cache, 1, 2, 0, 17) == KVC_OK);
     CHECK(kvc_retain(cache, 1, FIRST_ID, 15, 20) == KVC_OK);
