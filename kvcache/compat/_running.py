@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import operator
+from collections.abc import Iterable
 from typing import Any, Literal, Self, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache import Batch, KVCache
-from kvcache.errors import shown
 
 Rows = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
@@ -57,10 +57,19 @@ def to_integer(name: str, value: SupportsIndex, least: int | None = None) -> int
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name}={shown(value)}: an integer is needed, not {type(value).__name__}") from None
+        raise TypeError(f"{name}={repr(value)[:60]}: an integer is needed, not {type(value).__name__}") from None
     if least is not None and number < least:
         raise ValueError(f"{name}={number}: must be at least {least}")
     return number
+
+
+def to_integers(name: str, values: Iterable[SupportsIndex]) -> list[int]:
+    """Return several integers; raise ``TypeError`` if `values` is no sequence of such."""
+    try:
+        given = list(values)
+    except TypeError:
+        raise TypeError(f"{name}={repr(values)[:60]}: a sequence of integers is needed") from None
+    return [to_integer(f"{name}[{i}]", value) for i, value in enumerate(given)]
 
 
 def check_index(name: str, value: SupportsIndex, length: int) -> None:

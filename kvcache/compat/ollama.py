@@ -14,9 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvcache
-from kvcache.arguments import integers
-from kvcache.compat._running import Copied, check_index, to_integer
-from kvcache.layer import count
+from kvcache.compat._running import Copied, check_index, to_integer, to_integers
 
 __all__ = [
     "MAX_INT32",
@@ -64,7 +62,7 @@ class CausalOptions:
     except_: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        integers(self.except_, "except_")
+        to_integers("except_", self.except_)
 
 
 @dataclass
@@ -149,7 +147,7 @@ class Cache(Copied):
         num_layers, max_sequences, capacity = (to_integer(name, value, 1) for name, value in sizes.items())
         if layer_types is None:
             layer_types = [layer % len(members) for layer in range(num_layers)]
-        for kind in integers(layer_types, "layer_types").tolist():
+        for kind in to_integers("layer_types", layer_types):
             check_index("layer_types", kind, len(members))
         cache = kvcache.KVCache(
             num_layers,
@@ -236,8 +234,8 @@ class Cache(Copied):
             If `multimodal` names a token that there is not.
         """
         shared = self._pass()
-        positions = integers(positions, "positions").tolist()
-        multimodal = integers(multimodal, "multimodal").tolist()
+        positions = to_integers("positions", positions)
+        multimodal = to_integers("multimodal", multimodal)
         shared.end()
         if reserve:
             shared.cache.reserve(len(positions))
@@ -382,9 +380,7 @@ class Causal(Cache):
         tokens = len(self._pass().open_batch())
         for name, rows in (("key", key), ("value", value)):
             if np.shape(rows)[:1] != (tokens,):
-                raise ValueError(
-                    f"{name}: an array of shape {np.shape(rows)}, where the pass has {count(tokens, 'token')}"
-                )
+                raise ValueError(f"{name}: an array of shape {np.shape(rows)}, where the pass has {tokens} tokens")
         super().put(key, value)
 
     def get(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any] | None]:  # noqa: D102 - as in `Cache`

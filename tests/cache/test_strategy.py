@@ -97,9 +97,9 @@ def test_rows_that_are_gone_are_an_error():
 
 
 def test_slots_of_what_is_not_stored():
-    cache = new_cache("disabled")
-    cache.batch(1).abort()
-    x, before = rows_of(3), cache.nbytes
+    cache, x = new_cache("disabled"), rows_of(3)
+    steps(cache, [3])
+    before = cache.nbytes
     with cache.batch(3) as batch:
         k, v = batch.slots(0)
         k[:], v[:] = x.swapaxes(0, 1), x.swapaxes(0, 1)
