@@ -199,7 +199,7 @@ abi! {
         num_heads: i32,
         num_threads: i32,
         non_causal: *const u8,
-        hidden: *const kvc_masked,
+        masked: *const kvc_masked,
         masked_size: usize,
         num_masked: i32,
     }

@@ -91,6 +91,7 @@ static double score_of(const stage *st, const rows *r, int t, const float *q, in
         score += term;
         size += fabs(term);
     }
+    const double coarse = is_float(s->layer.k_type) ? 0 : 3e-5 * size; /* queries are rounded to integers */
     size *= s->layer.k_dim + 4;
     if (s->softcap > 0) {
         score = s->softcap * tanh(score / s->softcap);
@@ -102,7 +103,7 @@ static double score_of(const stage *st, const rows *r, int t, const float *q, in
         size += 3 * fabs(bias);
     }
     /* Queries are rotated, or transformed, in place of keys. */
-    *error = size * FLT_EPSILON / 2 + (s->num_moves || s->layer.k_transform ? 3e-5 * (1 + fabs(scale)) : 0);
+    *error = size * FLT_EPSILON / 2 + coarse + (s->num_moves || s->layer.k_transform ? 3e-5 * (1 + fabs(scale)) : 0);
     return score;
 }
 
@@ -169,7 +170,9 @@ static void check_answer(const question *a, const rows *r, int t, int h) {
                fabs(out[d] - right.out[d]), right.out_error[d]);
     const float lse = a->lse[t * s->num_heads + h];
     CHECKF(lse == right.lse || fabs(lse - right.lse) <= right.lse_error,
-           "%s: %d rows, token %d, head %d, lse is %g, not %g", kvc_isa(), (int)r->num, t, h, (double)lse, right.lse);
+           "%s: types %d and %d, %d rows, token %d, head %d, lse is %g, not %g, off by %g of %g", kvc_isa(),
+           s->layer.k_type, s->layer.v_type, (int)r->num, t, h, (double)lse, right.lse, fabs(lse - right.lse),
+           right.lse_error);
 }
 
 /* Checks that the rows which a token sees of those that were stored are there. */
