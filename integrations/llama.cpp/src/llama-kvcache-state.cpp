@@ -32,9 +32,9 @@ std::vector<llama_kvcache::state_part> llama_kvcache::state_parts(llama_state_se
         }
 
         // llama.cpp has cells without layers, too
-        const auto restored = std::find(part.replaced.begin(), part.replaced.end(), 1);
+        const auto replaced = std::find(part.replaced.begin(), part.replaced.end(), 1);
 
-        part.first = restored == part.replaced.end() ? 0 : (int32_t)(restored - part.replaced.begin());
+        part.first = replaced == part.replaced.end() ? 0 : (int32_t)(replaced - part.replaced.begin());
 
         res.push_back(std::move(part));
     }

@@ -21,7 +21,7 @@ struct llama_kvcache::state_part {
     bool has_windows;
     int32_t first;                 // a layer of the cache whose rows stand at the positions of the part
     std::vector<uint32_t> layers;  // of the model, also those without KV heads, whose rows have no bytes
-    std::vector<uint8_t> restored; // [layer of the cache]
+    std::vector<uint8_t> replaced; // [layer of the cache]
 };
 
 // a row of keys, or of values: all heads of a token
