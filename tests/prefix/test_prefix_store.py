@@ -308,6 +308,7 @@ def test_a_cache_that_is_closed_while_writes_wait(caplog):
 def test_a_cache_that_is_closed_while_a_block_is_read():
     cache, prefix = make({})
     serve(prefix, cache, PROMPT[:BLOCK])
+    assert prefix.flush(20)  # its own reading would keep the cache from being closed
     (seq_id,) = _core.retained(cache._core)
     rows, held = prefix._tree.rows, prefix._tree.rows._held
     assert rows.read(seq_id, 0, BLOCK)
