@@ -292,7 +292,7 @@ static scene random_scene(int i) {
 
 static void test_random(void) {
     static const int block_sizes[] = {1, 3, 7, 16, 64, 1000}, passes[] = {0, 11, 30};
-    for (int i = 0; i < (is_quick() ? 280 : 1200); i++) {
+    for (int i = 0; i < (is_quick() ? 280 : 560); i++) {
         static scene s;
         s = random_scene(i);
         const setting how = {.block_size = one_of(block_sizes, 6),
