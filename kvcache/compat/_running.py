@@ -79,7 +79,7 @@ def check_index(name: str, value: SupportsIndex, length: int) -> None:
 
 
 class Copied:
-    """What a copy.copy() of is independent: two handles on one cache would change each other's tokens."""
+    """Makes `copy.copy` return an independent cache: two handles on one would change each other's tokens."""
 
     def __copy__(self) -> Self:
         return copy.deepcopy(self)

@@ -167,10 +167,13 @@ class Passes:
         forked: list[int] = []
         try:
             for source in (self.seq_ids[i] for i in batch_indices):
-                if source in selected:
-                    forked += self.new_ids(1)
-                    self.cache.fork(source, forked[-1], missing_ok=True)
-                selected.append(forked[-1] if source in selected else source)
+                if source not in selected:
+                    selected.append(source)
+                    continue
+                [seq_id] = self.new_ids(1)
+                forked.append(seq_id)
+                self.cache.fork(source, seq_id, missing_ok=True)
+                selected.append(seq_id)
         except BaseException:
             for seq_id in forked:
                 self.cache.clear(seq_id)

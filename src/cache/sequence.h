@@ -12,7 +12,7 @@ typedef enum kvc_fate { KVC_STAYS, KVC_LOSES_WINDOWS, KVC_GOES } kvc_fate;
 typedef struct kvc_sequence {
     int64_t id;
     int32_t in_batch;             /* 1 + its index among the sequences of the open batch; 0: it is not in the batch */
-    int32_t min_query_position;   /* lowest position at which a query may still come; set before rows have expired */
+    int32_t min_query_position;   /* lowest position at which a query may still come; set before rows expire */
     int32_t in_rewrite;           /* a call copies its rows to new slots without the mutex */
     kvc_fate fate;                /* KVC_STAYS unless it is in the list cache->victims */
     kvc_thread rewriter;          /* the thread of that call */

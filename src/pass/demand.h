@@ -5,8 +5,8 @@
 #include "cache/batch.h"
 
 /* Computes pool->demand of group g, and the last_block of each sequence of the batch, for after its expiry and, where
- * one is planned, its compaction.  compacts: plans a
- * compaction first, unless nothing is to be gained; only that can fail, with KVC_ERR_NOMEM. */
+ * one is planned, its compaction.  compacts: plans a compaction first, unless nothing is to be gained; only that can
+ * fail, with KVC_ERR_NOMEM. */
 kvc_status kvc_find_demand(const kvc_batch *batch, int32_t g, int compacts);
 
 /* Sets the demand of all groups to zero. */

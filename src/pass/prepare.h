@@ -1,8 +1,8 @@
 /* prepare.h: makes sure that a batch fits before anything is changed.
  *
- * There are three steps.  kvc_fit finds out whether the batch would fit once the cache has expired rows, evicted
- * others, compacted groups and given back free memory, without doing any of it.  kvc_prepare also takes all memory that
- * may be missing. kvc_apply_prepared then does what was found to be needed, which cannot fail.
+ * There are three steps.  kvc_fit finds out whether the batch would fit once rows have expired, others are evicted,
+ * groups compacted and free memory given back, without doing any of it.  kvc_prepare also takes all memory that may be
+ * missing.  kvc_apply_prepared then does what was found to be needed, which cannot fail.
  */
 #ifndef KVC_PREPARE_H
 #define KVC_PREPARE_H

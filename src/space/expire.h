@@ -14,7 +14,7 @@
  * back.  Call before expiring: one group's expiry changes the next one's. */
 void kvc_set_min_query_positions(kvc_cache *cache);
 
-/* Counts the rows that a sequence keeps in group g when that expires. */
+/* Counts the rows of group g that a sequence keeps once others have expired. */
 int64_t kvc_count_kept(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g);
 
 /* A group as it will be once rows have expired, if the call expires, and those of victims evicted.

@@ -202,7 +202,7 @@ static void test_not_restored(void) {
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
-/* A sequence that holds nothing but has expired of rows is no other than an empty one to what takes its place. */
+/* A sequence of which all rows have expired is no other than an empty one to what takes its place. */
 static void test_in_place_of_expired(void) {
     enum { ATTACH, ATTACH_NONE, ATTACH_ALL, RETAIN, RETAIN_NEW, RETAIN_NOTHING, RETAIN_OWN, NUM_WAYS };
     const kvc_policy policies[] = {sliding_policy(5, 0, 0)};
@@ -235,19 +235,24 @@ static void test_in_place_of_expired(void) {
     }
 }
 
+/* Keys and values of a piece, which are the same. */
+static kvc_rows_in rows_in(float (*rows)[4]) {
+    return (kvc_rows_in){.struct_size = sizeof(kvc_rows_in),
+                         .k = rows,
+                         .v = rows,
+                         .k_head_stride = PIECE * sizeof *rows,
+                         .k_row_stride = sizeof *rows,
+                         .v_head_stride = PIECE * sizeof *rows,
+                         .v_row_stride = sizeof *rows};
+}
+
 /* Edits that copy rows evict, too. */
 static void test_edits(void) {
     const kvc_policy policies[] = {full_policy};
     kvc_cache *cache = all_pieces(1, policies, (kvc_config){.capacity = TOKENS});
     CHECK(feed(cache, 1, 5, 4) == KVC_OK && pieces_left(cache) == 31 && kvc_fork(cache, 5, 6) == KVC_OK);
-    float rows[4][4] = {{0}};
-    const kvc_rows_in in = {.struct_size = sizeof in,
-                            .k = rows,
-                            .v = rows,
-                            .k_head_stride = sizeof rows,
-                            .k_row_stride = sizeof *rows,
-                            .v_head_stride = sizeof rows,
-                            .v_row_stride = sizeof *rows};
+    float rows[PIECE][4] = {{0}};
+    const kvc_rows_in in = rows_in(rows);
     CHECK(kvc_inject(cache, 6, 0, 0, 4, &in) == KVC_OK && pieces_left(cache) == 15);
     CHECK(kvc_inject(cache, ids[0], 0, 0, 4, &in) == KVC_OK && pieces_left(cache) == 15);
     free_valid(cache);
@@ -263,13 +268,7 @@ static void test_new_rows(void) {
     int32_t matched;
     for (int i = 0; i < PIECE; i++)
         for (int d = 0; d < 4; d++) rows[i][d] = (float)i;
-    const kvc_rows_in in = {.struct_size = sizeof in,
-                            .k = rows,
-                            .v = rows,
-                            .k_head_stride = sizeof rows,
-                            .k_row_stride = sizeof *rows,
-                            .v_head_stride = sizeof rows,
-                            .v_row_stride = sizeof *rows};
+    const kvc_rows_in in = rows_in(rows);
     CHECK(kvc_retain_new(cache, ids[0], 0, 4, (uint8_t[]){1, 0}) == KVC_OK);
     CHECK(kvc_retain_new(cache, ids[1], 4, 8, NULL) == KVC_OK);
     CHECK_FAILS(kvc_retain_new(cache, ids[2], 8, 9, NULL), KVC_ERR_FULL, "1 more tokens", "8 of capacity 8");
