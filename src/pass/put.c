@@ -219,6 +219,7 @@ static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {
     work->start = (kvc_place){put->run.block, put->run.slot};
     kvc_status status = put_all(work);
     kvc_lock(cache);
+    if (cache->max_bytes) kvc_cache_wait_pages(cache);
     if (status == KVC_OK) status = kvc_fit_max_bytes(cache, CROSS_PUT);
     kvc_cross_put_end(batch, put, status == KVC_OK);
     return kvc_unlock(cache, status);

@@ -332,7 +332,8 @@ kvc_status kvc_loaded_make(kvc_state *state, const kvc_load_args *args, const in
 kvc_status kvc_loaded_accept(kvc_state *state) {
     kvc_cache *cache = state->cache;
     int32_t num_new = 0;
-    kvc_cache_find_all(cache);
+    do kvc_cache_find_all(cache);
+    while (cache->max_bytes && kvc_cache_wait_pages(cache));
     kvc_status status = check_idle(state); /* others may have used them since kvc_loaded_make */
     for (int32_t i = 0; i < state->sequences.num; i++)
         num_new += !kvc_table_find(&cache->sequences, state->sequences.items[i]->id);
