@@ -85,13 +85,12 @@ static void in_child(void) {
     unlock_all();
 }
 
-static int init_result;
-static void init(void) { init_result = pthread_atfork(lock_all, unlock_all, in_child); }
-
 int kvc_atfork_init(void) {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, init);
-    return init_result;
+    static int is_set; /* guarded by list_mutex; where memory was short once, the next cache tries again */
+    kvc_mutex_lock(&list_mutex);
+    if (!is_set) is_set = pthread_atfork(lock_all, unlock_all, in_child) == 0;
+    kvc_mutex_unlock(&list_mutex);
+    return !is_set;
 }
 
 void kvc_atfork_add(kvc_cache *cache) {
