@@ -158,6 +158,14 @@ class context {
     llama_memory_t mem = nullptr;
 };
 
+// whether the token that a step found best is, in the step that is wanted, as likely as the best one within the bound
+static bool as_likely(const step &found, const step &wanted) {
+    std::vector<float> logits = wanted.logits;
+
+    logits[found.best] = logits[wanted.best];
+    return nmse(logits, wanted.logits) <= MOST;
+}
+
 // expects the same tokens, of nearly the same logits
 static void compare(const std::vector<step> &found, const std::vector<step> &wanted, const std::string &what) {
     for (int i = 0; i < N_STEPS; ++i) {
@@ -165,7 +173,7 @@ static void compare(const std::vector<step> &found, const std::vector<step> &wan
 
         worst = std::max(worst, error);
         if (!expect(error <= MOST, "%s: logits of step %d differ by %.2g", what.c_str(), i, error) ||
-            !expect(found[i].best == wanted[i].best, "%s: token %d is %d, not %d", what.c_str(), i, found[i].best,
+            !expect(as_likely(found[i], wanted[i]), "%s: token %d is %d, not %d", what.c_str(), i, found[i].best,
                     wanted[i].best)) {
             return;
         }

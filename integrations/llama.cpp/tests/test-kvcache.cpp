@@ -184,7 +184,10 @@ static bool test_windows(llama_model *model) {
     const auto again = run.notes.back().row;
 
     llama_memory_clear(run.mem, true);
-    run.feed("anew", 0, 1, 0, first + n_swa + 1);
+    for (int i = 0, end; i <= first + n_swa; i = end) {
+        end = std::min(i + 100, first + n_swa + 1);
+        run.feed("anew", 0, 1, i, end);
+    }
     run.feed("anew", 0, 2, first + n_swa + 1, first + n_swa + 9);
     ok = ok && nmse(again, run.notes.back().row) < 1e-9;
     llama_free(ctx);

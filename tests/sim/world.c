@@ -1,0 +1,341 @@
+/* world.c: see world.h. */
+#include "world.h"
+
+#include <errno.h>
+#include <malloc.h>
+#include <semaphore.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { MOST_THREADS = 64, MOST_HANDLERS = 4, SECOND = 1000000000 };
+
+typedef enum thread_state { READY, BLOCKED, WAITING, ENDED } thread_state;
+
+typedef struct thread {
+    thread_state state;
+    const void *awaits; /* the mutex, condition or thread that it waits for */
+    int64_t deadline;   /* of WAITING; INT64_MAX: none */
+    uint64_t faults;
+    sem_t go; /* posted when this thread is to go on */
+    pthread_t real;
+    void *(*run)(void *);
+    void *argument, *result;
+} thread;
+
+static thread threads[MOST_THREADS];
+static int num_threads, current;
+static sim_options options;
+static uint64_t random_state, num_steps, num_handovers;
+static int64_t now, num_bytes; /* nanoseconds; bytes of the core */
+static int is_calm = 1;
+
+static void (*prepare_handlers[MOST_HANDLERS])(void), (*parent_handlers[MOST_HANDLERS])(void),
+    (*child_handlers[MOST_HANDLERS])(void);
+static int num_handlers;
+
+uint64_t sim_random(uint64_t n) { /* splitmix64 */
+    uint64_t z = random_state += 0x9e3779b97f4a7c15;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    return (z ^ z >> 31) % n;
+}
+
+void sim_fail(const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    printf("seed %llu, step %llu: ", (unsigned long long)options.seed, (unsigned long long)num_steps);
+    vprintf(format, arguments);
+    putchar('\n');
+    fflush(stdout);
+    abort();
+}
+
+/* Whether a fault of this kind happens now: once in `rarity` times, if the world has it. */
+static int goes_wrong(int fault, uint64_t rarity) {
+    if (is_calm || !(options.faults & fault) || sim_random(rarity)) return 0;
+    threads[current].faults++;
+    return 1;
+}
+
+uint64_t sim_steps(void) { return num_steps; }
+uint64_t sim_handovers(void) { return num_handovers; }
+uint64_t sim_faults(void) { return threads[current].faults; }
+int64_t sim_bytes(void) { return num_bytes; }
+
+/* ---- whose turn it is -------------------------------------------------------------------------------------------- */
+
+static void hand_to(int next) {
+    const int self = current;
+    if (next == self) return;
+    num_handovers++;
+    current = next;
+    sem_post(&threads[next].go);
+    if (threads[self].state != ENDED)
+        while (sem_wait(&threads[self].go)) continue;
+}
+
+/* Returns a random thread that can go on; -1: none can. */
+static int pick_ready(void) {
+    int found = -1;
+    for (int i = 0, n = 0; i < num_threads; i++)
+        if (threads[i].state == READY && !sim_random((uint64_t)++n)) found = i;
+    return found;
+}
+
+/* Wakes the thread whose deadline comes first, and lets its time come.  Returns -1 if no thread has one. */
+static int wake_next(void) {
+    int next = -1;
+    for (int i = 0; i < num_threads; i++)
+        if (threads[i].state == WAITING && threads[i].deadline < (next < 0 ? INT64_MAX : threads[next].deadline))
+            next = i;
+    if (next < 0) return -1;
+    if (now < threads[next].deadline) now = threads[next].deadline;
+    threads[next].state = READY;
+    return next;
+}
+
+/* Goes on with another thread, as this one cannot. */
+static void give_up_turn(void) {
+    if (goes_wrong(SIM_WAKE_UPS, 64)) {
+        threads[current].faults--; /* what another one meets */
+        const int i = (int)sim_random((uint64_t)num_threads);
+        if (threads[i].state == WAITING) threads[i].state = READY;
+    }
+    int next = pick_ready();
+    if (next < 0) next = wake_next();
+    if (next < 0) sim_fail("every thread waits for another one");
+    hand_to(next);
+}
+
+void sim_step(void) {
+    if (!num_threads) return;
+    num_steps++;
+    now += 1000 + (int64_t)sim_random(2000);
+    if (goes_wrong(SIM_CLOCK, 4096)) now += (int64_t)sim_random(3 * (uint64_t)SECOND);
+    for (int i = 0; i < num_threads; i++)
+        if (threads[i].state == WAITING && threads[i].deadline <= now) threads[i].state = READY;
+    if ((int)sim_random(1024) < options.handover) hand_to(pick_ready());
+}
+
+int sim_yield(void) {
+    sim_step();
+    hand_to(pick_ready());
+    return 0;
+}
+
+void sim_begin(const sim_options *given) {
+    if (!num_threads) {
+        sem_init(&threads[0].go, 0, 0);
+        num_threads = 1;
+    }
+    options = *given;
+    random_state = options.seed * 0x2545f4914f6cdd1d;
+    num_steps = num_handovers = 0;
+    is_calm = 0;
+}
+
+void sim_calm(void) { is_calm = 1; }
+
+/* ---- threads ----------------------------------------------------------------------------------------------------- */
+
+static void wake_those(const void *awaited) {
+    for (int i = 0; i < num_threads; i++)
+        if (threads[i].state != ENDED && threads[i].state != READY && threads[i].awaits == awaited)
+            threads[i].state = READY;
+}
+
+static void wait_for(thread_state state, const void *awaited, int64_t deadline) {
+    thread *self = &threads[current];
+    self->awaits = awaited;
+    self->deadline = deadline;
+    self->state = state;
+    give_up_turn();
+}
+
+static void *run_thread(void *context) {
+    thread *self = context;
+    while (sem_wait(&self->go)) continue;
+    self->result = self->run(self->argument);
+    self->state = ENDED;
+    wake_those(self);
+    give_up_turn();
+    return NULL;
+}
+
+int sim_thread_create(pthread_t *handle, const pthread_attr_t *attributes, void *(*run)(void *), void *argument) {
+    sim_step();
+    if (goes_wrong(SIM_THREADS, 2)) return EAGAIN;
+    int i = 1;
+    while (i < num_threads && !(threads[i].state == ENDED && !threads[i].run)) i++;
+    if (i == MOST_THREADS) return EAGAIN;
+    threads[i] = (thread){.state = READY, .run = run, .argument = argument};
+    sem_init(&threads[i].go, 0, 0);
+    if (pthread_create(&threads[i].real, attributes, run_thread, &threads[i])) return EAGAIN;
+    *handle = threads[i].real;
+    if (i == num_threads) num_threads++;
+    return 0;
+}
+
+int sim_thread_join(pthread_t handle, void **result) {
+    int i = 1;
+    while (i < num_threads && !(threads[i].run && pthread_equal(threads[i].real, handle))) i++;
+    if (i == num_threads) sim_fail("a thread is joined that was not started");
+    while (threads[i].state != ENDED) wait_for(BLOCKED, &threads[i], INT64_MAX);
+    if (result) *result = threads[i].result;
+    threads[i].run = NULL;
+    return pthread_join(handle, NULL);
+}
+
+/* ---- locks ------------------------------------------------------------------------------------------------------- */
+
+/* A mutex holds 1 + the thread that has it; 0: none has. */
+static int *owner_of(pthread_mutex_t *mutex) { return (int *)(void *)mutex; }
+
+int sim_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attributes) {
+    (void)attributes;
+    *owner_of(mutex) = 0;
+    return goes_wrong(SIM_MEMORY, 256) ? ENOMEM : 0;
+}
+
+int sim_mutex_destroy(pthread_mutex_t *mutex) {
+    if (*owner_of(mutex)) sim_fail("a mutex is destroyed while it is locked");
+    return 0;
+}
+
+int sim_mutex_lock(pthread_mutex_t *mutex) {
+    sim_step();
+    if (*owner_of(mutex) == current + 1) sim_fail("a thread locks a mutex that it has");
+    while (*owner_of(mutex)) wait_for(BLOCKED, mutex, INT64_MAX);
+    *owner_of(mutex) = current + 1;
+    return 0;
+}
+
+int sim_mutex_unlock(pthread_mutex_t *mutex) {
+    if (*owner_of(mutex) != current + 1) sim_fail("a thread unlocks a mutex that it has not");
+    *owner_of(mutex) = 0;
+    wake_those(mutex);
+    sim_step();
+    return 0;
+}
+
+int sim_cond_init(pthread_cond_t *cond, const pthread_condattr_t *attributes) {
+    (void)cond, (void)attributes;
+    return goes_wrong(SIM_MEMORY, 256) ? ENOMEM : 0;
+}
+
+int sim_cond_destroy(pthread_cond_t *cond) {
+    for (int i = 0; i < num_threads; i++)
+        if (threads[i].state == WAITING && threads[i].awaits == cond)
+            sim_fail("a condition is destroyed while a thread waits for it");
+    return 0;
+}
+
+static void wait_on(pthread_cond_t *cond, pthread_mutex_t *mutex, int64_t deadline) {
+    if (*owner_of(mutex) != current + 1) sim_fail("a thread waits without the mutex");
+    *owner_of(mutex) = 0;
+    wake_those(mutex);
+    wait_for(WAITING, cond, deadline);
+    while (*owner_of(mutex)) wait_for(BLOCKED, mutex, INT64_MAX);
+    *owner_of(mutex) = current + 1;
+}
+
+int sim_cond_wait(pthread_cond_t *cond, pthread_mutex_t *mutex) {
+    wait_on(cond, mutex, INT64_MAX);
+    return 0;
+}
+
+int sim_cond_timedwait(pthread_cond_t *cond, pthread_mutex_t *mutex, const struct timespec *until) {
+    const int64_t deadline = (int64_t)until->tv_sec * SECOND + until->tv_nsec;
+    if (deadline > now) wait_on(cond, mutex, deadline);
+    return now < deadline ? 0 : ETIMEDOUT;
+}
+
+int sim_cond_broadcast(pthread_cond_t *cond) {
+    wake_those(cond);
+    sim_step();
+    return 0;
+}
+
+int sim_clock_gettime(clockid_t clock, struct timespec *time) {
+    (void)clock;
+    sim_step();
+    *time = (struct timespec){(time_t)(now / SECOND), (long)(now % SECOND)};
+    return 0;
+}
+
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
+
+static void *count(void *memory) {
+    if (memory) num_bytes += (int64_t)malloc_usable_size(memory);
+    return memory;
+}
+
+void *sim_malloc(size_t size) {
+    sim_step();
+    return goes_wrong(SIM_MEMORY, 128) ? NULL : count(malloc(size));
+}
+
+void *sim_aligned_alloc(size_t alignment, size_t size) {
+    sim_step();
+    return goes_wrong(SIM_MEMORY, 128) ? NULL : count(aligned_alloc(alignment, size));
+}
+
+void sim_free(void *memory) {
+    sim_step();
+    if (memory) num_bytes -= (int64_t)malloc_usable_size(memory);
+    free(memory);
+}
+
+void *sim_mmap(void *at, size_t size, int protection, int flags, int file, off_t offset) {
+    sim_step();
+    if (goes_wrong(SIM_PAGES, 16)) return MAP_FAILED;
+    void *memory = mmap(at, size, protection, flags, file, offset);
+    if (memory != MAP_FAILED) num_bytes += (int64_t)size;
+    return memory;
+}
+
+int sim_munmap(void *at, size_t size) {
+    sim_step();
+    num_bytes -= (int64_t)size;
+    return munmap(at, size);
+}
+
+int sim_madvise(void *at, size_t size, int advice) {
+    sim_step();
+    if (!goes_wrong(SIM_PAGES, 4)) return madvise(at, size, advice);
+    errno = EINVAL;
+    return -1;
+}
+
+/* ---- fork() ------------------------------------------------------------------------------------------------------ */
+
+int sim_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void)) {
+    if (goes_wrong(SIM_MEMORY, 2)) return ENOMEM;
+    if (num_handlers == MOST_HANDLERS) sim_fail("too many handlers of fork()");
+    prepare_handlers[num_handlers] = prepare;
+    parent_handlers[num_handlers] = parent;
+    child_handlers[num_handlers++] = child;
+    return 0;
+}
+
+int sim_fork(int (*check)(void *context), void *context) {
+    int status;
+    sim_step();
+    for (int i = num_handlers - 1; i >= 0; i--) prepare_handlers[i]();
+    fflush(stdout);
+    const pid_t child = fork();
+    if (child == 0) {
+        for (int i = 0; i < num_threads; i++)
+            if (i != current) threads[i].state = ENDED;
+        for (int i = 0; i < num_handlers; i++) child_handlers[i]();
+        status = check(context);
+        fflush(stdout);
+        _exit(status);
+    }
+    for (int i = 0; i < num_handlers; i++) parent_handlers[i]();
+    if (child < 0 || waitpid(child, &status, 0) != child) return 0; /* no process could be made */
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
