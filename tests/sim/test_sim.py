@@ -27,6 +27,8 @@ def build(folder):
     def compile_one(source):
         target = folder / f"{source.parent.name}-{source.stem}.o"
         of_core = [] if source.parent == HERE else ["-DSIM_CORE", "-include", HERE / "world.h"]
+        if of_core and source.parent.name != "kernels":
+            of_core.append("-finstrument-functions")
         run(*command, *of_core, "-c", source, "-o", target)
         return target
 

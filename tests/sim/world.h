@@ -1,9 +1,10 @@
 /* world.h: a world in which the core is simulated: one seed decides all that happens in it.
  *
- * Every source of the core is compiled with `-include world.h -DSIM_CORE`.  What it asks of the system then comes to
- * world.c.  Threads are the system's, but one runs at a time: at each step (a lock, a wake-up, an atomic access, an
- * allocation) the world may hand over to another one.  Waiting threads wake early, the clock jumps, memory and threads
- * are refused, the system declines advice on pages.  So a run repeats with its seed, to the step.
+ * Every source of the core is compiled with `-include world.h -DSIM_CORE -finstrument-functions`.  What it asks of the
+ * system then comes to world.c.  Threads are the system's, but one runs at a time: at each step (a call of a function,
+ * a lock, a wake-up, an atomic access, an allocation) the world may hand over to another one.  Waiting threads wake
+ * early, the clock jumps, memory and threads are refused, the system declines advice on pages.  So a run repeats with
+ * its seed, to the step.
  */
 #ifndef SIM_WORLD_H
 #define SIM_WORLD_H
