@@ -313,7 +313,7 @@ class Decider:
     def _forget_decisions(self) -> None:
         """Forget decisions, except on sequences that hold rows, and the latest 8 on other sequences, not stored."""
         alive = set(self._core.sequences())
-        decisions = list(self._decisions.items())  # a copy: other threads may add some
+        decisions = list(self._decisions.copy().items())  # other threads, and finalizers, may add some
         others = [seq_id for seq_id, (outcome, _) in decisions if outcome != "stored"]
         kept = alive.union([seq_id for seq_id in others if seq_id not in alive][-8:])
         self._decisions = {seq_id: it for seq_id, it in decisions if seq_id in kept}
@@ -323,7 +323,7 @@ class Decider:
         """Describe the strategy and its decisions, as `KVCache.explain` says."""
         lines = describe(self._strategy, self._sizes)
         self._forget_decisions()
-        for seq_id, (outcome, why) in [] if self._strategy == "disabled" else list(self._decisions.items()):
+        for seq_id, (outcome, why) in [] if self._strategy == "disabled" else self._decisions.copy().items():
             verb = "is" if outcome != "dropped" else "was" if seq_id in self._dropped else "is to be"
             lines.append(f"sequence {seq_id} {verb} {outcome}: {why()}")
         return "\n".join(lines)

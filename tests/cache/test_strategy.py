@@ -1,6 +1,7 @@
 """Which sequences are stored, and what memory is free."""
 
 import copy
+import gc
 import itertools
 import logging
 import subprocess
@@ -347,6 +348,27 @@ def test_forks_while_another_thread_keeps_one_sequence(machine):
         is_over.set()
         thread.join()
         sys.setswitchinterval(interval)
+
+
+def test_a_finalizer_forks_while_decisions_are_listed(machine):
+    cache = new_cache(kvcache.Adaptive(0.5))
+    machine.available = 0
+    ids = range(5000)
+    cache.batch(positions=[0], seq_ids=[6000]).commit()  # not stored
+    others = itertools.count(10_000)
+
+    def fork(phase, info):
+        cache.fork(6000, next(others))
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(fork)
+    gc.set_threshold(1)
+    try:
+        cache.batch(positions=[0] * len(ids), seq_ids=ids).abort()
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(fork)
+    assert next(others) > 10_000
 
 
 def test_only_what_is_committed_is_dropped(machine):
