@@ -7,6 +7,7 @@ unset PYTHONPATH VIRTUAL_ENV
 export KVCACHE_LLAMA_CPP= # tests run no llama.cpp but the one that with_llama builds
 python=${PYTHON:-python3}
 jobs=$(nproc)
+only= # the steps to run, as a regular expression; empty: all
 readme_tests=tests/package/test_readme.py
 kept=${XDG_CACHE_HOME:-$HOME/.cache}/kvcache/llama.cpp/ci # builds of llama.cpp stay here
 
@@ -22,9 +23,10 @@ tar --create --null --files-from="$tmp/files" --ignore-failed-read 2>/dev/null |
 cd "$tree" || exit 1
 
 # step "name" command...: runs the command, and shows its output only if it fails, with the names of failed tests first;
-# one step may run beside another.
+# one step may run beside another. Where $only is set, runs only steps whose names match it.
 step() {
     local name=$1 start=$SECONDS status log
+    [[ $name =~ ${only:-} ]] || return 0
     shift
     log=$(mktemp "$tmp/log.XXXXXX")
     (set -eo pipefail; "$@") >"$log" 2>&1 </dev/null

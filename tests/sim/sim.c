@@ -845,7 +845,11 @@ static int check_child(void *context) {
     for (int s = 0; s < IDS + KEPT; s++) check_intact(c, w->cache, s);
     const kvc_status status = kvc_clear(w->cache); /* a batch that begins or ends is nobody's to abort */
     if (status != KVC_OK && (w->batch || status != KVC_ERR_BUSY)) fail(c, "the child's cache cannot be cleared");
-    if (kvc_compact(w->cache) != KVC_OK && kvc_validate(w->cache) != KVC_OK) fail(c, "the child's cache is corrupt");
+    kvc_stats stats;
+    const int is_empty = status == KVC_OK && kvc_compact(w->cache) == KVC_OK;
+    kvc_get_stats(w->cache, &stats, sizeof stats);
+    if (is_empty && stats.live_slots) fail(c, "%lld slots are left in the child", (long long)stats.live_slots);
+    if (kvc_validate(w->cache) != KVC_OK) fail(c, "the child's cache is corrupt when it was cleared");
     return 0;
 }
 

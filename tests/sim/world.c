@@ -10,7 +10,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum { MOST_THREADS = 64, MOST_HANDLERS = 4, MOST_SECONDS = 60, SECOND = 1000000000 };
+enum { MOST_THREADS = 64, MOST_HANDLERS = 4, MOST_SECONDS = 60, MOST_STEPS = 1 << 25, SECOND = 1000000000 };
 
 typedef enum thread_state { READY, BLOCKED, WAITING, ENDED } thread_state;
 
@@ -113,7 +113,7 @@ static void give_up_turn(void) {
 
 void sim_step(void) {
     if (!num_threads) return;
-    num_steps++;
+    if (++num_steps > MOST_STEPS) sim_fail("the threads do not get on");
     now += 100 + (int64_t)sim_random(200);
     if (goes_wrong(SIM_CLOCK, 4096)) now += (int64_t)sim_random(3 * (uint64_t)SECOND);
     for (int i = 0; i < num_threads; i++)
