@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <vector>
 
 int32_t llama_kvcache_type(ggml_type type) {
     for (int32_t res = 0; kvc_type_name(res); ++res) {
@@ -47,163 +48,65 @@ static std::string types_served() {
 static const char *const WITHOUT_CACHE = "the model works without a cache";
 static const char *const M_ROPE = "the model rotates keys by several positions a token (M-RoPE)";
 
+// Architectures by the reason why they are refused.  Those that are served, without one, attend through
+// llm_graph_context::build_attn, and their graphs touch the cache nowhere else.
+static const struct {
+    const char *reason;
+    std::vector<llm_arch> archs;
+} ARCHS[] = {
+    {"the model has no attention",
+     {LLM_ARCH_MAMBA, LLM_ARCH_MAMBA2, LLM_ARCH_RWKV6, LLM_ARCH_RWKV6QWEN2, LLM_ARCH_RWKV7, LLM_ARCH_ARWKV7}},
+    {WITHOUT_CACHE,
+     {LLM_ARCH_BERT, LLM_ARCH_MODERN_BERT, LLM_ARCH_NOMIC_BERT, LLM_ARCH_NOMIC_BERT_MOE, LLM_ARCH_NEO_BERT,
+      LLM_ARCH_JINA_BERT_V2, LLM_ARCH_JINA_BERT_V3, LLM_ARCH_EUROBERT, LLM_ARCH_GEMMA_EMBEDDING,
+      LLM_ARCH_WAVTOKENIZER_DEC, LLM_ARCH_DREAM, LLM_ARCH_LLADA, LLM_ARCH_LLADA_MOE, LLM_ARCH_LLAMA_EMBED,
+      LLM_ARCH_RND1}},
+    {"the model is an encoder-decoder (T5), whose attention adds a bias by position",
+     {LLM_ARCH_T5, LLM_ARCH_T5ENCODER}},
+    {"the model's attention is sparse: an indexer with a cache of its own chooses rows",
+     {LLM_ARCH_DEEPSEEK32, LLM_ARCH_DEEPSEEK4, LLM_ARCH_DOTS3NOTE, LLM_ARCH_GLM_DSA, LLM_ARCH_GLM5_NEXT,
+      LLM_ARCH_MINIMAX_M3, LLM_ARCH_QWEN4EXP}},
+    {"the model is a draft head, which works on another context's cache",
+     {LLM_ARCH_EAGLE3, LLM_ARCH_DFLASH, LLM_ARCH_GEMMA4_ASSISTANT}},
+    {M_ROPE,
+     {LLM_ARCH_PADDLEOCR, LLM_ARCH_QWEN2VL, LLM_ARCH_QWEN3TTS, LLM_ARCH_QWEN3VL, LLM_ARCH_QWEN3VLMOE, LLM_ARCH_QWEN35,
+      LLM_ARCH_QWEN35MOE}},
+    {"llama.cpp does not run such models", {LLM_ARCH_CHAMELEON, LLM_ARCH_CLIP, LLM_ARCH_GPTJ, LLM_ARCH_UNKNOWN}},
+    {nullptr, {LLM_ARCH_AFMOE,        LLM_ARCH_APERTUS,        LLM_ARCH_ARCEE,          LLM_ARCH_ARCTIC,
+               LLM_ARCH_BAICHUAN,     LLM_ARCH_BAILINGMOE,     LLM_ARCH_BAILINGMOE2,    LLM_ARCH_BAILINGMOE3,
+               LLM_ARCH_BITNET,       LLM_ARCH_BLOOM,          LLM_ARCH_CHATGLM,        LLM_ARCH_CODESHELL,
+               LLM_ARCH_COGVLM,       LLM_ARCH_COHERE2,        LLM_ARCH_COHERE2MOE,     LLM_ARCH_COMMAND_R,
+               LLM_ARCH_DBRX,         LLM_ARCH_DECI,           LLM_ARCH_DEEPSEEK,       LLM_ARCH_DEEPSEEK2,
+               LLM_ARCH_DEEPSEEK2OCR, LLM_ARCH_DOTS1,          LLM_ARCH_ERNIE4_5,       LLM_ARCH_ERNIE4_5_MOE,
+               LLM_ARCH_EXAONE,       LLM_ARCH_EXAONE4,        LLM_ARCH_EXAONE_MOE,     LLM_ARCH_FALCON,
+               LLM_ARCH_FALCON_H1,    LLM_ARCH_GEMMA,          LLM_ARCH_GEMMA2,         LLM_ARCH_GEMMA3,
+               LLM_ARCH_GEMMA3N,      LLM_ARCH_GEMMA4,         LLM_ARCH_GLM4,           LLM_ARCH_GLM4_MOE,
+               LLM_ARCH_GPT2,         LLM_ARCH_GPTNEOX,        LLM_ARCH_GRANITE,        LLM_ARCH_GRANITE_HYBRID,
+               LLM_ARCH_GRANITE_MOE,  LLM_ARCH_GRANITE_SWA,    LLM_ARCH_GRANITE_SWITCH, LLM_ARCH_GROK,
+               LLM_ARCH_GROVEMOE,     LLM_ARCH_HRM_TEXT,       LLM_ARCH_HUNYUAN_DENSE,  LLM_ARCH_HUNYUAN_MOE,
+               LLM_ARCH_HUNYUAN_VL,   LLM_ARCH_HY_V3,          LLM_ARCH_HY_V4,          LLM_ARCH_INTERNLM2,
+               LLM_ARCH_JAIS,         LLM_ARCH_JAIS2,          LLM_ARCH_JAMBA,          LLM_ARCH_KIMI_K3,
+               LLM_ARCH_KIMI_LINEAR,  LLM_ARCH_LAGUNA,         LLM_ARCH_LFM2,           LLM_ARCH_LFM2MOE,
+               LLM_ARCH_LLAMA,        LLM_ARCH_LLAMA4,         LLM_ARCH_MAINCODER,      LLM_ARCH_MAPLE,
+               LLM_ARCH_MELLUM,       LLM_ARCH_MIMO2,          LLM_ARCH_MINICPM,        LLM_ARCH_MINICPM3,
+               LLM_ARCH_MINIMAX_01,   LLM_ARCH_MINIMAX_M2,     LLM_ARCH_MISTRAL3,       LLM_ARCH_MISTRAL4,
+               LLM_ARCH_MPT,          LLM_ARCH_MUSE_GLIMMER,   LLM_ARCH_NANBEIGE,       LLM_ARCH_NEMOTRON,
+               LLM_ARCH_NEMOTRON_H,   LLM_ARCH_NEMOTRON_H_MOE, LLM_ARCH_OLMO,           LLM_ARCH_OLMO2,
+               LLM_ARCH_OLMOE,        LLM_ARCH_OPENAI_MOE,     LLM_ARCH_OPENELM,        LLM_ARCH_ORION,
+               LLM_ARCH_PANGU_EMBED,  LLM_ARCH_PHI2,           LLM_ARCH_PHI3,           LLM_ARCH_PHIMOE,
+               LLM_ARCH_PLAMO,        LLM_ARCH_PLAMO2,         LLM_ARCH_PLAMO3,         LLM_ARCH_PLM,
+               LLM_ARCH_POCKETTTS,    LLM_ARCH_QWEN,           LLM_ARCH_QWEN2,          LLM_ARCH_QWEN2MOE,
+               LLM_ARCH_QWEN3,        LLM_ARCH_QWEN3MOE,       LLM_ARCH_QWEN3NEXT,      LLM_ARCH_REFACT,
+               LLM_ARCH_SEED_OSS,     LLM_ARCH_SMALLTHINKER,   LLM_ARCH_SMOLLM3,        LLM_ARCH_SPARK2_5,
+               LLM_ARCH_STABLELM,     LLM_ARCH_STARCODER,      LLM_ARCH_STARCODER2,     LLM_ARCH_STEP35,
+               LLM_ARCH_TALKIE,       LLM_ARCH_XVERSE}},
+};
+
 const char *llama_kvcache_arch_refusal(llm_arch arch) {
-    switch (arch) {
-    case LLM_ARCH_MAMBA:
-    case LLM_ARCH_MAMBA2:
-    case LLM_ARCH_RWKV6:
-    case LLM_ARCH_RWKV6QWEN2:
-    case LLM_ARCH_RWKV7:
-    case LLM_ARCH_ARWKV7: return "the model has no attention";
-    case LLM_ARCH_BERT:
-    case LLM_ARCH_MODERN_BERT:
-    case LLM_ARCH_NOMIC_BERT:
-    case LLM_ARCH_NOMIC_BERT_MOE:
-    case LLM_ARCH_NEO_BERT:
-    case LLM_ARCH_JINA_BERT_V2:
-    case LLM_ARCH_JINA_BERT_V3:
-    case LLM_ARCH_EUROBERT:
-    case LLM_ARCH_GEMMA_EMBEDDING:
-    case LLM_ARCH_WAVTOKENIZER_DEC:
-    case LLM_ARCH_DREAM:
-    case LLM_ARCH_LLADA:
-    case LLM_ARCH_LLADA_MOE:
-    case LLM_ARCH_LLAMA_EMBED:
-    case LLM_ARCH_RND1: return WITHOUT_CACHE;
-    case LLM_ARCH_T5:
-    case LLM_ARCH_T5ENCODER: return "the model is an encoder-decoder (T5), whose attention adds a bias by position";
-    case LLM_ARCH_DEEPSEEK32:
-    case LLM_ARCH_DEEPSEEK4:
-    case LLM_ARCH_DOTS3NOTE:
-    case LLM_ARCH_GLM_DSA:
-    case LLM_ARCH_GLM5_NEXT:
-    case LLM_ARCH_MINIMAX_M3:
-    case LLM_ARCH_QWEN4EXP: return "the model's attention is sparse: an indexer with a cache of its own chooses rows";
-    case LLM_ARCH_EAGLE3:
-    case LLM_ARCH_DFLASH:
-    case LLM_ARCH_GEMMA4_ASSISTANT: return "the model is a draft head, which works on another context's cache";
-    case LLM_ARCH_PADDLEOCR:
-    case LLM_ARCH_QWEN2VL:
-    case LLM_ARCH_QWEN3TTS:
-    case LLM_ARCH_QWEN3VL:
-    case LLM_ARCH_QWEN3VLMOE:
-    case LLM_ARCH_QWEN35:
-    case LLM_ARCH_QWEN35MOE: return M_ROPE;
-    case LLM_ARCH_CHAMELEON:
-    case LLM_ARCH_CLIP:
-    case LLM_ARCH_GPTJ:
-    case LLM_ARCH_UNKNOWN: return "llama.cpp does not run such models";
-    // their graphs attend through llm_graph_context::build_attn and touch the cache nowhere else
-    case LLM_ARCH_AFMOE:
-    case LLM_ARCH_APERTUS:
-    case LLM_ARCH_ARCEE:
-    case LLM_ARCH_ARCTIC:
-    case LLM_ARCH_BAICHUAN:
-    case LLM_ARCH_BAILINGMOE:
-    case LLM_ARCH_BAILINGMOE2:
-    case LLM_ARCH_BAILINGMOE3:
-    case LLM_ARCH_BITNET:
-    case LLM_ARCH_BLOOM:
-    case LLM_ARCH_CHATGLM:
-    case LLM_ARCH_CODESHELL:
-    case LLM_ARCH_COGVLM:
-    case LLM_ARCH_COHERE2:
-    case LLM_ARCH_COHERE2MOE:
-    case LLM_ARCH_COMMAND_R:
-    case LLM_ARCH_DBRX:
-    case LLM_ARCH_DECI:
-    case LLM_ARCH_DEEPSEEK:
-    case LLM_ARCH_DEEPSEEK2:
-    case LLM_ARCH_DEEPSEEK2OCR:
-    case LLM_ARCH_DOTS1:
-    case LLM_ARCH_ERNIE4_5:
-    case LLM_ARCH_ERNIE4_5_MOE:
-    case LLM_ARCH_EXAONE:
-    case LLM_ARCH_EXAONE4:
-    case LLM_ARCH_EXAONE_MOE:
-    case LLM_ARCH_FALCON:
-    case LLM_ARCH_FALCON_H1:
-    case LLM_ARCH_GEMMA:
-    case LLM_ARCH_GEMMA2:
-    case LLM_ARCH_GEMMA3:
-    case LLM_ARCH_GEMMA3N:
-    case LLM_ARCH_GEMMA4:
-    case LLM_ARCH_GLM4:
-    case LLM_ARCH_GLM4_MOE:
-    case LLM_ARCH_GPT2:
-    case LLM_ARCH_GPTNEOX:
-    case LLM_ARCH_GRANITE:
-    case LLM_ARCH_GRANITE_HYBRID:
-    case LLM_ARCH_GRANITE_MOE:
-    case LLM_ARCH_GRANITE_SWA:
-    case LLM_ARCH_GRANITE_SWITCH:
-    case LLM_ARCH_GROK:
-    case LLM_ARCH_GROVEMOE:
-    case LLM_ARCH_HRM_TEXT:
-    case LLM_ARCH_HUNYUAN_DENSE:
-    case LLM_ARCH_HUNYUAN_MOE:
-    case LLM_ARCH_HUNYUAN_VL:
-    case LLM_ARCH_HY_V3:
-    case LLM_ARCH_HY_V4:
-    case LLM_ARCH_INTERNLM2:
-    case LLM_ARCH_JAIS:
-    case LLM_ARCH_JAIS2:
-    case LLM_ARCH_JAMBA:
-    case LLM_ARCH_KIMI_K3:
-    case LLM_ARCH_KIMI_LINEAR:
-    case LLM_ARCH_LAGUNA:
-    case LLM_ARCH_LFM2:
-    case LLM_ARCH_LFM2MOE:
-    case LLM_ARCH_LLAMA:
-    case LLM_ARCH_LLAMA4:
-    case LLM_ARCH_MAINCODER:
-    case LLM_ARCH_MAPLE:
-    case LLM_ARCH_MELLUM:
-    case LLM_ARCH_MIMO2:
-    case LLM_ARCH_MINICPM:
-    case LLM_ARCH_MINICPM3:
-    case LLM_ARCH_MINIMAX_01:
-    case LLM_ARCH_MINIMAX_M2:
-    case LLM_ARCH_MISTRAL3:
-    case LLM_ARCH_MISTRAL4:
-    case LLM_ARCH_MPT:
-    case LLM_ARCH_MUSE_GLIMMER:
-    case LLM_ARCH_NANBEIGE:
-    case LLM_ARCH_NEMOTRON:
-    case LLM_ARCH_NEMOTRON_H:
-    case LLM_ARCH_NEMOTRON_H_MOE:
-    case LLM_ARCH_OLMO:
-    case LLM_ARCH_OLMO2:
-    case LLM_ARCH_OLMOE:
-    case LLM_ARCH_OPENAI_MOE:
-    case LLM_ARCH_OPENELM:
-    case LLM_ARCH_ORION:
-    case LLM_ARCH_PANGU_EMBED:
-    case LLM_ARCH_PHI2:
-    case LLM_ARCH_PHI3:
-    case LLM_ARCH_PHIMOE:
-    case LLM_ARCH_PLAMO:
-    case LLM_ARCH_PLAMO2:
-    case LLM_ARCH_PLAMO3:
-    case LLM_ARCH_PLM:
-    case LLM_ARCH_POCKETTTS:
-    case LLM_ARCH_QWEN:
-    case LLM_ARCH_QWEN2:
-    case LLM_ARCH_QWEN2MOE:
-    case LLM_ARCH_QWEN3:
-    case LLM_ARCH_QWEN3MOE:
-    case LLM_ARCH_QWEN3NEXT:
-    case LLM_ARCH_REFACT:
-    case LLM_ARCH_SEED_OSS:
-    case LLM_ARCH_SMALLTHINKER:
-    case LLM_ARCH_SMOLLM3:
-    case LLM_ARCH_SPARK2_5:
-    case LLM_ARCH_STABLELM:
-    case LLM_ARCH_STARCODER:
-    case LLM_ARCH_STARCODER2:
-    case LLM_ARCH_STEP35:
-    case LLM_ARCH_TALKIE:
-    case LLM_ARCH_XVERSE: return nullptr;
+    for (const auto &[reason, archs] : ARCHS) {
+        if (std::find(archs.begin(), archs.end(), arch) != archs.end()) {
+            return reason;
+        }
     }
 
     return "this version does not know it";
