@@ -79,12 +79,12 @@ def check(sim, seeds):
 
 
 def test_seeds(sim):
-    check(sim, range(1, 41))
+    check(sim, range(1, 26))
 
 
 @pytest.mark.slow
 def test_more_seeds(sim):
-    check(sim, range(41, 241))
+    check(sim, range(26, 61))
 
 
 @pytest.mark.full
