@@ -120,10 +120,11 @@ torch_tests() {
     "${pytest[@]}" --slow "$readme_tests"
 }
 
+# with_torch arguments...: runs these tests with the tested torch and the oldest transformers that pyproject.toml allows
 with_torch() {
     export OMP_WAIT_POLICY=passive # threads of torch that spin as they wait would take their processors from other steps
     "$tools/bin/pip" install -qq --constraint bench/constraints.txt "$(oldest transformers)" "$(wheel)[hf]"
-    torch_tests "$tools"
+    torch_tests "$tools" "$@"
 }
 
 # Runs the installed benchmarks from an empty folder.
