@@ -8,6 +8,7 @@
 #include "attend/step.h"
 #include "cache/check.h"
 #include "pass/put.h"
+#include "rows/hadamard_order.h"
 
 /* ---- the rows of a task ------------------------------------------------------------------------------------------ */
 
@@ -37,9 +38,8 @@ static int64_t num_own_rows(const kvc_job *job, const kvc_query_slice *slice) {
 }
 
 /* Returns a cursor over the rows of a job that come first: those that its slices share, or those of the only slice.
- */
-static kvc_cursor first_rows(const kvc_call *c, const kvc_job *job, int32_t head) {
-    const kvc_query_slice *slice = kvc_slice_of(c->plan, job, 0);
+ * slice: its first one. */
+static kvc_cursor first_rows(const kvc_call *c, const kvc_job *job, const kvc_query_slice *slice, int32_t head) {
     return cursor_at(c, slice, job->split, head, 0, job->shared_rows ? job->shared_rows : num_own_rows(job, slice));
 }
 
@@ -50,41 +50,13 @@ static kvc_cursor rows_from_slice(const kvc_task *t, int32_t m) {
     for (; m < t->job->num_slices; m++) {
         const kvc_query_slice *slice = kvc_slice_of(plan, t->job, m);
         const int64_t rows = num_own_rows(t->job, slice);
-        if (rows) return cursor_at(t->call, slice, t->split, t->head, t->job->shared_rows, rows);
+        if (rows) return cursor_at(t->call, slice, t->job->split, t->head, t->job->shared_rows, rows);
     }
     const int64_t next = t->index + plan->args.num_threads;
     int32_t head;
     if (next >= t->call->num_tasks) return (kvc_cursor){.layout = t->call->layout};
     const kvc_job *job = kvc_job_of(plan, next, &head);
-    return first_rows(t->call, job, head);
-}
-
-/* Whether the call is to end early. */
-static int is_cancelled(kvc_call *c) {
-    const volatile int32_t *cancel = c->args->cancel;
-    if (cancel && atomic_load_explicit((const volatile _Atomic int32_t *)cancel, memory_order_relaxed)) return 1;
-    return kvc_poll_timer_ask(&c->timer);
-}
-
-/* Attends to the rows of a cursor, tile by tile.  ahead: rows that this thread will read next, of which the first tile
- * is prefetched.  Returns 0 if the call was cancelled. */
-static int attend_rows(kvc_task *t, kvc_cursor rows, kvc_cursor ahead) {
-    const kvc_visible common = kvc_visible_to_all(t);
-    kvc_tile tiles[2];
-    kvc_next_tile(&tiles[0], &rows);
-    for (int i = 0, is_last = !tiles[0].n; !is_last; i = !i) {
-        if (t->slice->tiled && is_cancelled(t->call)) return 0; /* streamed tasks are short */
-        is_last = !rows.num_rows;
-        kvc_attend_tile(t, &tiles[i], &tiles[!i], is_last ? &ahead : &rows, &common);
-    }
-    return 1;
-}
-
-/* Prefetches the first keys of a thread's first task.  For each later task, the one before it has done so. */
-static void prefetch_first(const kvc_task *t, kvc_cursor first) {
-    kvc_tile tile;
-    kvc_next_tile(&tile, &first);
-    kvc_prefetch_keys(t, &tile);
+    return first_rows(t->call, job, kvc_slice_of(plan, job, 0), head);
 }
 
 /* Attends to the rows that all slices share, then to those that each has left: acc, max and sum become the results of
@@ -92,21 +64,19 @@ static void prefetch_first(const kvc_task *t, kvc_cursor first) {
 static int attend_split(kvc_task *t) {
     const kvc_plan *plan = t->call->plan;
     const kvc_job *job = t->job;
-    const kvc_cursor first = first_rows(t->call, job, t->head);
-    kvc_task own;    /* a view; copying the task of a single slice took 100 cycles */
-    int goes_on = 1; /* until the call is cancelled */
-    if (t->index < plan->args.num_threads) prefetch_first(t, first);
+    const int is_alone = job->num_slices == 1; /* then all rows come first */
+    const kvc_cursor first = first_rows(t->call, job, t->slice, t->head);
+    if (t->index < plan->args.num_threads) kvc_prefetch_keys(t, first); /* for later tasks, the one before it has */
     memset(t->acc, 0, (size_t)t->num_query_rows * (size_t)plan->workspace.acc_stride * sizeof(float));
     for (int32_t r = 0; r < t->num_query_rows; r++) t->max[r] = -INFINITY, t->sum[r] = 0;
-    if (job->shared_rows) goes_on = attend_rows(t, first, rows_from_slice(t, 0));
-    for (int32_t m = 0, query_row = 0; goes_on && m < job->num_slices; m++) {
-        if (job->num_slices > 1) own = kvc_part_of(t, m, query_row);
-        kvc_task *const part = job->num_slices > 1 ? &own : t;
-        const int64_t rows = num_own_rows(job, part->slice);
-        query_row += part->num_query_rows;
+    int goes_on = kvc_attend_rows(t, first, rows_from_slice(t, is_alone)); /* until the call is cancelled */
+    for (int32_t m = 0, query_row = 0; goes_on && !is_alone && m < job->num_slices; m++) {
+        kvc_task own = kvc_part_of(t, m, query_row);
+        const int64_t rows = num_own_rows(job, own.slice);
+        query_row += own.num_query_rows;
         if (rows)
-            goes_on = attend_rows(part, cursor_at(t->call, part->slice, t->split, t->head, job->shared_rows, rows),
-                                  rows_from_slice(t, m + 1));
+            goes_on = kvc_attend_rows(&own, cursor_at(t->call, own.slice, job->split, t->head, job->shared_rows, rows),
+                                      rows_from_slice(t, m + 1));
     }
     return goes_on;
 }
@@ -123,11 +93,10 @@ static kvc_task make_task(kvc_call *c, int64_t i, float *workspace) {
     kvc_task t = {.call = c,
                   .job = job,
                   .slice = slice,
-                  .k_as = kvc_taken_as(c->kernels, c->layer->k_type, slice->tiled),
-                  .v_as = kvc_taken_as(c->kernels, c->layer->v_type, slice->tiled),
+                  .k_as = c->k_as[slice->tiled],
+                  .v_as = c->v_as[slice->tiled],
                   .index = i,
                   .head = head,
-                  .split = job->split,
                   .workspace = workspace,
                   .q = workspace + at->q,
                   .q_blocks = workspace + at->q_blocks,
@@ -168,7 +137,7 @@ static kvc_status run_task(kvc_call *c, int64_t i) {
     kvc_plan *plan = c->plan;
     const int32_t l = take_workspace(plan);
     kvc_task t = make_task(c, i, plan->workspaces + (size_t)l * plan->workspace.size);
-    const int cancelled = is_cancelled(c) || !attend_split(&t);
+    const int cancelled = !attend_split(&t);
     if (!cancelled && c->is_rerun) lock_round(&plan->round);
     if (!cancelled) kvc_end_splits(&t);
     if (!cancelled && c->is_rerun) unlock_round(&plan->round);
@@ -337,10 +306,17 @@ static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_atte
     c->buffer = buffer;
     c->policy = &cache->policies[plan->group];
     c->num_sinks = kvc_policy_sinks(c->policy);
+    for (int tiled = 0; tiled < 2; tiled++) {
+        c->k_as[tiled] = kvc_taken_as(c->kernels, c->layer->k_type, tiled);
+        c->v_as[tiled] = kvc_taken_as(c->kernels, c->layer->v_type, tiled);
+    }
+    c->k_order = kvc_key_order(c->layer);
+    c->v_order = kvc_value_order(c->layer);
     c->num_tasks = kvc_plan_num_tasks(plan);
     c->rope = kvc_rope_of(cache, layer);
     c->angles = plan->angles;
     if (c->rope) c->angles += (size_t)cache->rope_of[layer] * (size_t)plan->num_deltas * (size_t)plan->angles_stride;
+    c->changes_scores = args->softcap > 0 || args->alibi;
     c->scale = args->scale != 0 ? args->scale : 1 / sqrtf((float)plan->k_dim);
     kvc_poll_timer_init(&c->timer, NULL, NULL);
     atomic_init(&c->status, KVC_OK);

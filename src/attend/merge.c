@@ -5,7 +5,6 @@
 #include <string.h>
 
 #include "attend/step.h"
-#include "rows/hadamard_order.h"
 
 /* The results of a slice's splits for one KV head: in plan->partials or, if there is a single split, in the workspace.
  */
@@ -51,7 +50,7 @@ static float add_splits(const kvc_task *t, const results *all, int32_t r, float 
 static void merge_row(const kvc_task *t, const results *all, int32_t r, float *lse) {
     const kvc_plan *plan = t->call->plan;
     const float *sinks = t->call->args->sinks;
-    const int32_t order = kvc_value_order(t->call->layer);
+    const int32_t order = t->call->v_order;
     const float sink = sinks ? sinks[kvc_query_head_of(t, r)] / all->ln_of_base : -INFINITY;
     float *out = t->acc + (size_t)r * (size_t)plan->workspace.acc_stride, max = sink;
     for (int32_t p = 0; p < t->slice->num_splits; p++) {
@@ -80,7 +79,7 @@ static void write_out(const kvc_task *t, const results *all) {
     const int32_t heads = c->plan->heads_per_kv, first = t->head * heads;
     const int64_t stride = c->plan->workspace.acc_stride;
     for (int32_t r = 0; r < t->num_query_rows; r += heads) {
-        const int32_t token = kvc_token_of(t, r) - c->plan->args.first;
+        const int32_t token = t->tokens[r / heads] - c->plan->args.first;
         for (int32_t i = 0; i < heads; i++) merge_row(t, all, r + i, a->lse ? lse_of(a, token, first + i) : NULL);
         char *out = (char *)a->out +
                     kvc_token_offset(token, a->tokens_per_sequence, a->out_token_stride, a->out_batch_stride) +
@@ -99,7 +98,7 @@ static float *partial_of(const kvc_task *t, int32_t p) {
 
 /* Copies the result of the task's split from the workspace to plan->partials. */
 static void keep_partial(const kvc_task *t) {
-    float *partial = partial_of(t, t->split);
+    float *partial = partial_of(t, t->job->split);
     const size_t q = (size_t)t->num_query_rows;
     memcpy(partial, t->max, q * sizeof *partial);
     memcpy(partial + q, t->sum, q * sizeof *partial);
@@ -108,10 +107,12 @@ static void keep_partial(const kvc_task *t) {
 }
 
 static results results_of(const kvc_task *t) {
-    const kvc_tiler *values = kvc_value_tiler(t);
     results all = {t->max, t->sum, t->acc, 0, 1, 1};
-    if (values) all.slice = (float)(1 << values->sum_shift);
-    if (values && values->weigh) all.ln_of_base = 0.693147180559945309f;
+    if (t->slice->tiled) {
+        const kvc_tiler *values = kvc_value_tiler(t);
+        all.slice = (float)(1 << values->sum_shift);
+        if (values->weigh) all.ln_of_base = 0.693147180559945309f;
+    }
     if (t->slice->num_splits == 1) return all;
     const size_t q = (size_t)t->num_query_rows;
     all.max = partial_of(t, 0);

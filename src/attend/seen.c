@@ -60,12 +60,10 @@ static void apply_softcap_and_alibi(const kvc_call *c, kvc_tile *tile, float *sc
 void kvc_change_scores(const kvc_task *t, kvc_tile *tile, int32_t first, int32_t end, float *scores, int32_t stride) {
     const kvc_call *c = t->call;
     const int32_t heads = c->plan->heads_per_kv;
-    const int is_changed = c->args->softcap > 0 || c->args->alibi;
-    if (tile->is_seen && !is_changed) return;
     for (int32_t r = first, next; r < end; scores += (next - r) * stride, r = next) {
-        const kvc_visible v = visible_to(c, kvc_token_of(t, r));
+        const kvc_visible v = visible_to(c, t->tokens[r / heads]);
         next = (int32_t)kvc_smaller(r - r % heads + heads, end);
-        for (int32_t i = r; is_changed && i < next; i++)
+        for (int32_t i = r; c->changes_scores && i < next; i++)
             apply_softcap_and_alibi(c, tile, scores + (i - r) * stride, v.token, kvc_query_head_of(t, i));
         if (!kvc_sees_whole_tile(c, tile, &v)) hide_unseen(c, tile, scores, stride, next - r, &v);
     }

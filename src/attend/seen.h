@@ -14,8 +14,8 @@ typedef struct kvc_visible {
 int kvc_sees_whole_tile(const kvc_call *c, const kvc_tile *tile, const kvc_visible *v);
 int kvc_sees_nothing_of(const kvc_call *c, const kvc_tile *tile, int32_t token);
 
-/* Applies softcap, ALiBi and what each query sees to the scores of query rows [first, end) over a tile, which are
- * `stride` floats apart. */
+/* Call unless the tile is_seen and nothing changes_scores.  Applies softcap, ALiBi and what each query sees to the
+ * scores of query rows [first, end) over a tile, which are `stride` floats apart. */
 void kvc_change_scores(const kvc_task *t, kvc_tile *tile, int32_t first, int32_t end, float *scores, int32_t stride);
 
 /* Returns what all tokens of a task see, trees aside. */

@@ -5,7 +5,6 @@
 
 #include "attend/minima.h"
 #include "attend/seen.h"
-#include "rows/hadamard_order.h"
 
 /* ---- the rows of a tile as kernels take them --------------------------------------------------------------------- */
 
@@ -219,13 +218,13 @@ static void load_query_rows(const kvc_task *t, int32_t to) {
     const size_t bytes = padding ? kvc_row_bytes(to, dim) : 0;
     const size_t padding_bytes = padding ? kvc_row_bytes(to, padding) : 0;
     char *row = (char *)t->q;
-    for (int32_t r = 0; r < t->num_query_rows; r += heads) {
+    for (int32_t i = 0; i < t->num_query_rows / heads; i++) {
         const char *q =
-            (const char *)a->q + kvc_token_offset(kvc_token_of(t, r) - c->plan->args.first, a->tokens_per_sequence,
+            (const char *)a->q + kvc_token_offset(t->tokens[i] - c->plan->args.first, a->tokens_per_sequence,
                                                   a->q_token_stride, a->q_batch_stride);
         kvc_convert_query_rows(c, a->q_type, to, row, stride, q + t->head * heads * a->q_head_stride, a->q_head_stride,
                                dim);
-        for (int32_t i = 0; i < heads; i++, row += stride)
+        for (int32_t h = 0; h < heads; h++, row += stride)
             if (padding) memset(row + bytes, 0, padding_bytes);
     }
 }
@@ -255,7 +254,7 @@ typedef struct segment_place {
 /* Decodes the next n keys of a mixed tile to the workspace, transforms them back, and rotates them. */
 static const float *rotate_keys(const kvc_task *t, const kvc_tile *tile, segment_place *at, int32_t n) {
     const kvc_call *c = t->call;
-    const int32_t dim = c->plan->k_dim, order = kvc_key_order(c->layer);
+    const int32_t dim = c->plan->k_dim, order = c->k_order;
     const int64_t stride = c->plan->workspace.q_stride * (int64_t)sizeof(float);
     float *const first = t->workspace + c->plan->workspace.rows, *to = first;
     for (int32_t i = 0, count; i < n; i += count) {
@@ -298,9 +297,7 @@ static const kvc_tiler *tiler_of(const kvc_task *t, int32_t type) {
     return kernel_type != type && kernels->decoded.score ? &kernels->decoded : &kernels->tiler[kernel_type];
 }
 
-const kvc_tiler *kvc_value_tiler(const kvc_task *t) {
-    return t->slice->tiled ? tiler_of(t, t->call->layer->v_type) : NULL;
-}
+const kvc_tiler *kvc_value_tiler(const kvc_task *t) { return tiler_of(t, t->call->layer->v_type); }
 
 /* How the keys of a tile are multiplied by many query rows. */
 typedef struct key_product {
@@ -317,7 +314,7 @@ static key_product product_of(const kvc_task *t, const kvc_tile *tile) {
     const kvc_attend_args *a = c->args;
     const int32_t delta_index = delta_index_of(t, tile), type = delta_index == KVC_MIXED ? KVC_F32 : c->layer->k_type;
     const kvc_tiler *tiler = tiler_of(t, type), *f16 = &c->kernels->tiler_f16;
-    const int is_changed = delta_index > 0 || (kvc_key_order(c->layer) && delta_index != KVC_MIXED);
+    const int is_changed = delta_index > 0 || (c->k_order && delta_index != KVC_MIXED);
     if (!is_changed && c->scale > 0 && !(a->softcap > 0) && !a->alibi) {
         if (a->q_type == KVC_F16 && type == KVC_F16 && f16->score)
             return (key_product){NULL, f16->pack_keys, f16->score, c->scale};
@@ -342,7 +339,7 @@ static const float *query_rows_for(kvc_task *t, const kvc_tile *tile) {
     const kvc_plan *plan = t->call->plan;
     const int32_t delta_index = delta_index_of(t, tile);
     if (delta_index == t->delta_index) return t->q;
-    const int32_t order = kvc_key_order(t->call->layer);
+    const int32_t order = t->call->k_order;
     const kvc_scorer *scorer = scorer_of(t, tile);
     kvc_prepare_fn *prepare = t->slice->tiled ? product_of(t, tile).prepare : scorer->prepare;
     const int is_bf16 = !t->slice->tiled && scorer == &t->call->kernels->score_bf16;
@@ -367,7 +364,8 @@ typedef struct query_block {
 
 /* Turns the scores of a tile into weights, and updates max, sum and factor of each query row.  Prefetches `next`. */
 static void compute_weights(const kvc_task *t, kvc_tile *tile, kvc_ahead next) {
-    kvc_change_scores(t, tile, 0, t->num_query_rows, t->scores, KVC_TILE);
+    if (!tile->is_seen || t->call->changes_scores)
+        kvc_change_scores(t, tile, 0, t->num_query_rows, t->scores, KVC_TILE);
     t->call->kernels->softmax(t->scores, t->num_query_rows, tile->n, t->max, t->sum, t->factor, next);
 }
 
@@ -485,7 +483,7 @@ static void weigh_block(const kvc_task *t, kvc_tile *tile, const query_block *b,
     const kvc_kernels *kernels = t->call->kernels;
     const kvc_plan *plan = t->call->plan;
     const int32_t first = b->first, num = b->end - first;
-    kvc_change_scores(t, tile, first, b->end, b->scores, b->stride);
+    if (!tile->is_seen || t->call->changes_scores) kvc_change_scores(t, tile, first, b->end, b->scores, b->stride);
     if (weigh)
         weigh(b->scores, num, tile->n, scale, t->max + first, t->sum + first, t->factor + first);
     else
@@ -504,7 +502,7 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
     const kvc_workspace_layout *workspace = &plan->workspace;
     query_rows_for(all, current);
     const kvc_task view = view_that_sees(all, current), *t = &view;
-    const kvc_tiler *values = tiler_of(t, c->layer->v_type);
+    const kvc_tiler *values = kvc_value_tiler(t);
     const key_product keys = product_of(t, current);
     const int32_t num = t->num_query_rows, at_once = values->weigh ? KVC_BLOCK_QUERIES : num;
     const int32_t k_room = values->weigh ? plan->k_dim : KVC_TILE,
@@ -548,16 +546,40 @@ static void attend_apart(kvc_task *t, attend_tile_fn *attend_tile, kvc_tile *cur
     }
 }
 
-void kvc_attend_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming, const kvc_visible *common) {
-    attend_tile_fn *const attend_tile = t->slice->tiled ? multiply_tile : stream_tile;
+/* Attends to the tile `current`; common: kvc_visible_to_all. */
+static void attend_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming,
+                        const kvc_visible *common) {
+    attend_tile_fn *const attend = t->slice->tiled ? multiply_tile : stream_tile;
     current->is_seen = kvc_sees_whole_tile(t->call, current, common);
     if (!current->is_seen && kvc_spoils_others(t, current, common))
-        attend_apart(t, attend_tile, current, next, upcoming);
+        attend_apart(t, attend, current, next, upcoming);
     else
-        attend_tile(t, current, next, upcoming);
+        attend(t, current, next, upcoming);
 }
 
-void kvc_prefetch_keys(const kvc_task *t, const kvc_tile *tile) {
-    walk keys = walk_keys(t, tile);
-    prefetch(take_ahead(t->call, &keys, tile->n));
+/* Whether the call is to end early. */
+static int is_cancelled(kvc_call *c) {
+    const volatile int32_t *cancel = c->args->cancel;
+    if (cancel && atomic_load_explicit((const volatile _Atomic int32_t *)cancel, memory_order_relaxed)) return 1;
+    return kvc_poll_timer_ask(&c->timer);
+}
+
+int kvc_attend_rows(kvc_task *t, kvc_cursor rows, kvc_cursor ahead) {
+    const kvc_visible common = kvc_visible_to_all(t);
+    kvc_tile tiles[2];
+    if (is_cancelled(t->call)) return 0;
+    kvc_next_tile(&tiles[0], &rows);
+    for (int i = 0, is_last = !tiles[0].n; !is_last; i = !i) {
+        is_last = !rows.num_rows;
+        attend_tile(t, &tiles[i], &tiles[!i], is_last ? &ahead : &rows, &common);
+        if (t->slice->tiled && !is_last && is_cancelled(t->call)) return 0; /* streamed tasks are short */
+    }
+    return 1;
+}
+
+void kvc_prefetch_keys(const kvc_task *t, kvc_cursor rows) {
+    kvc_tile tile;
+    kvc_next_tile(&tile, &rows);
+    walk keys = walk_keys(t, &tile);
+    prefetch(take_ahead(t->call, &keys, tile.n));
 }

@@ -20,12 +20,15 @@ typedef struct kvc_call {
     const kvc_layout *layout;
     const kvc_row_buffer *buffer; /* the layer's row buffer, where buffered slices have their rows */
     const kvc_policy *policy;
-    int32_t num_sinks;      /* of that policy */
-    int64_t num_tasks;      /* of the plan */
-    const kvc_rope *rope;   /* rotates keys with a delta; NULL: the layer's keys are not rotated */
-    const float *angles;    /* [plan->num_deltas][plan->angles_stride] of that rope */
-    int prefetch_level;     /* for kvc_ahead */
-    int is_rerun, was_done; /* for kvc_plan_run: the round is a rerun; the task was done before in this round */
+    int32_t num_sinks;        /* of that policy */
+    int64_t num_tasks;        /* of the plan */
+    int32_t k_as[2], v_as[2]; /* kvc_taken_as of its types, for slices that are streamed and tiled */
+    int32_t k_order, v_order; /* kvc_key_order, kvc_value_order */
+    const kvc_rope *rope;     /* rotates keys with a delta; NULL: the layer's keys are not rotated */
+    const float *angles;      /* [plan->num_deltas][plan->angles_stride] of that rope */
+    int prefetch_level;       /* for kvc_ahead */
+    int is_rerun, was_done;   /* for kvc_plan_run: the round is a rerun; the task was done before in this round */
+    int changes_scores;       /* there is a softcap, or ALiBi */
     float scale;
     kvc_poll_timer timer; /* asked whether to end early, as tasks begin and between the tiles of long ones */
     atomic_int status;    /* KVC_OK, or that of a task that failed */
@@ -37,8 +40,8 @@ typedef struct kvc_task {
     const kvc_job *job;
     const kvc_query_slice *slice; /* the slice; the first one if there are several */
     int64_t index;
-    int32_t head, split;    /* KV head; split of each slice */
-    int32_t k_as, v_as;     /* types as which kernels get keys and values: kvc_taken_as */
+    int32_t head;           /* KV head */
+    int32_t k_as, v_as;     /* types as which kernels get keys and values */
     int32_t num_query_rows; /* query row r is token r / heads_per_kv, and query head r % heads_per_kv of the KV head */
     float *workspace;
     float *scores, *acc, *max, *sum, *factor; /* in the workspace, by query row; strides are in plan->workspace */
@@ -50,8 +53,6 @@ typedef struct kvc_task {
 } kvc_task;
 
 enum { KVC_UNPREPARED = -1 }; /* a delta_index */
-
-static inline int32_t kvc_token_of(const kvc_task *t, int32_t r) { return t->tokens[r / t->call->plan->heads_per_kv]; }
 
 static inline int32_t kvc_query_head_of(const kvc_task *t, int32_t r) {
     const int32_t heads = t->call->plan->heads_per_kv;

@@ -1,10 +1,6 @@
 /* cache.c: the upkeep of a cache's sequences: see cache.h. */
 #include "cache/cache.h"
 
-int kvc_keeps_tokens(const kvc_cache *cache, int32_t layer) {
-    return !cache->layers[layer].share && kvc_policy_keeps_tokens(&cache->layers[layer].policy);
-}
-
 /* Updates the number of sequences that hold rows, by whether this one does. */
 static void count_holding(kvc_cache *cache, kvc_sequence *sequence, int32_t holds) {
     cache->num_holding += holds - sequence->holds;

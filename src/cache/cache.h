@@ -105,7 +105,9 @@ static inline int32_t kvc_source_of(const kvc_cache *cache, int32_t layer) {
 }
 
 /* Returns whether a layer has rows of its own that belong to tokens: not if it shares rows, nor in cross-attention. */
-int kvc_keeps_tokens(const kvc_cache *cache, int32_t layer);
+static inline int kvc_keeps_tokens(const kvc_cache *cache, int32_t layer) {
+    return !cache->layers[layer].share && cache->group_of[layer] < cache->num_token_groups;
+}
 
 /* Returns the number of threads set for the cache, or else for the process. */
 static inline int32_t kvc_cache_threads(const kvc_cache *cache) {

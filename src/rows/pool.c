@@ -20,6 +20,7 @@ void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t bl
                        .group = group,
                        .block_size = block_size,
                        .block_bytes = block_bytes,
+                       .is_lazy = kvc_memory_is_lazy(memory, block_bytes),
                        .layouts = layouts,
                        .num_layers = num_layers,
                        .epoch = 1};
@@ -27,14 +28,12 @@ void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t bl
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
-static size_t header_bytes(const kvc_pool *pool) {
-    return sizeof(kvc_block) + (size_t)pool->block_size * sizeof(uint32_t);
+int64_t kvc_pool_header_bytes(const kvc_pool *pool) {
+    return (int64_t)(sizeof(kvc_block) + (size_t)pool->block_size * sizeof(uint32_t));
 }
 
-int64_t kvc_pool_header_bytes(const kvc_pool *pool) { return (int64_t)header_bytes(pool); }
-
 int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t faulted) {
-    if (!kvc_memory_is_lazy(pool->memory, pool->block_bytes)) return (int64_t)pool->block_bytes;
+    if (!pool->is_lazy) return (int64_t)pool->block_bytes;
     const size_t page = kvc_os_page_size();
     uint64_t bytes = 0;
     for (int32_t i = 0; i < pool->num_layers; i++) {
@@ -48,7 +47,7 @@ int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t faulted) {
 
 static void free_block(kvc_pool *pool, kvc_block *block) {
     kvc_memory_free(pool->memory, block->rows, pool->block_bytes, KVC_MEMORY_ROWS, pool->group);
-    kvc_memory_free(pool->memory, block, header_bytes(pool), KVC_MEMORY_BOOKKEEPING, -1);
+    kvc_memory_free(pool->memory, block, (size_t)kvc_pool_header_bytes(pool), KVC_MEMORY_BOOKKEEPING, -1);
 }
 
 static void free_list(kvc_pool *pool, kvc_block **blocks, int32_t max) {
@@ -62,10 +61,11 @@ void kvc_pool_destroy(kvc_pool *pool) {
 
 /* Adds a new block to the end of the free list: at **end, which becomes the new end. */
 static kvc_status new_block(kvc_pool *pool, kvc_block ***end) {
-    kvc_block *block = kvc_memory_alloc(pool->memory, header_bytes(pool), KVC_MEMORY_BOOKKEEPING, -1);
+    kvc_block *block = kvc_memory_alloc(pool->memory, (size_t)kvc_pool_header_bytes(pool), KVC_MEMORY_BOOKKEEPING, -1);
     uint8_t *rows = block ? kvc_memory_alloc(pool->memory, pool->block_bytes, KVC_MEMORY_ROWS, pool->group) : NULL;
     if (!rows) {
-        if (block) kvc_memory_free(pool->memory, block, header_bytes(pool), KVC_MEMORY_BOOKKEEPING, -1);
+        if (block)
+            kvc_memory_free(pool->memory, block, (size_t)kvc_pool_header_bytes(pool), KVC_MEMORY_BOOKKEEPING, -1);
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for a block of %d slots, %zu bytes", pool->block_size,
                         pool->block_bytes);
     }
@@ -175,7 +175,7 @@ static void unopen(kvc_pool *pool, kvc_block *block) {
     block->fill = faulted; /* keeps the memory that was faulted before */
     kvc_pool_purge(pool, block, 1);
     block->fill = 0;
-    if (!kvc_memory_is_lazy(pool->memory, pool->block_bytes)) block->faulted = faulted;
+    if (!pool->is_lazy) block->faulted = faulted;
     if (block->resident > block->faulted) block->resident = block->faulted;
 }
 
@@ -226,7 +226,7 @@ static void purge_region(void *context, int64_t index) {
 }
 
 void kvc_pool_purge(kvc_pool *pool, kvc_block *block, int32_t num_threads) {
-    if (block->fill >= block->faulted || !kvc_memory_is_lazy(pool->memory, pool->block_bytes) ||
+    if (block->fill >= block->faulted || !pool->is_lazy ||
         kvc_memory_is_busy(pool->memory, block->rows, pool->block_bytes))
         return;
     const int64_t bytes = kvc_pool_block_bytes(pool, block->faulted) - kvc_pool_block_bytes(pool, block->fill);
@@ -320,7 +320,7 @@ kvc_collapsing kvc_pool_collapse_ahead(const kvc_pool *pool) {
 }
 
 int kvc_pool_next_collapse(kvc_pool *pool, kvc_collapsing *collapsing, kvc_page_work *work) {
-    if (!kvc_memory_is_lazy(pool->memory, pool->block_bytes)) return 0;
+    if (!pool->is_lazy) return 0;
     if (collapsing->blocks > pool->num_blocks) collapsing->blocks = pool->num_blocks;
     for (; collapsing->steps > 0 && collapsing->blocks > 0; collapsing->blocks--) {
         if (pool->collapse_block >= pool->num_blocks) pool->collapse_block = 0;

@@ -68,6 +68,7 @@ typedef struct kvc_pool {
     int32_t group;
     int32_t block_size;
     size_t block_bytes;
+    int is_lazy;               /* its rows get memory as slots are faulted, not all at once */
     const kvc_layout *layouts; /* [num_layers] of the group's layers */
     int32_t num_layers;
     kvc_block **blocks; /* [num_blocks] all blocks that have memory */

@@ -107,7 +107,7 @@ void kvc_take_filled(kvc_cache *cache, int32_t g, kvc_block *block) {
     kvc_pool *pool = &cache->pools[g];
     const int is_full = block->fill == pool->block_size;
     kvc_page_work work;
-    if (!kvc_memory_is_lazy(pool->memory, pool->block_bytes)) return;
+    if (!pool->is_lazy) return;
     begin_work(cache, &work);
     while (kvc_pool_next_filled(pool, block, &work)) step(cache, &work, take_collapsed);
     for (int64_t i = 0; !is_full && i < kvc_pool_num_regions(pool); i++)
