@@ -26,9 +26,8 @@ class Follower(Protocol):
     ) -> None:  # fmt: skip
         """Note that rows of a sequence at positions from this one on were changed, or of every one but `source` (None).
 
-        `is_moved` says that those which are left do not follow from the tokens before them any more; `source` that they
-        are another sequence's, and so are those of them that are inexact; `is_whole` that nothing is left of what the
-        sequence was.
+        `is_moved`: the remaining rows were computed behind other tokens, and are not kept. `source`: the rows were
+        shared from this sequence, with its inexact position. `is_whole`: nothing is left of what the sequence was.
         """
 
     def forget_later(self, seq_id: int) -> None:

@@ -292,7 +292,7 @@ class PrefixCache:
     def note_inexact(self, seq_id: SupportsIndex, position: SupportsIndex) -> None:
         """Note that a sequence's rows from a position on do not follow from its tokens alone: they are not kept.
 
-        Say because a mask hid some of the tokens before them while they were computed.
+        For example, a mask hid some earlier tokens while they were computed.
         """
         seq_id = integer(seq_id, "seq_id", *_core.IDS)
         position = integer(position, "position", 0, _core.INT32_MAX)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Node", "Tree"]
 
-FEW_BLOCKS = 64  # names of blocks that were evicted; more are looked for and forgotten
+FEW_BLOCKS = 64  # the tree forgets evicted blocks when it has at least this many
 
 _content = attrgetter("content")
 

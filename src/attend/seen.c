@@ -36,7 +36,7 @@ static int sees_row(const kvc_call *c, const kvc_tile *tile, const kvc_visible *
     return in_order && (p >= v->low || p < v->sinks);
 }
 
-/* Sets the scores of rows that a token does not see to -inf, of its query rows, which are `num`. */
+/* Sets the scores of rows that a token does not see to -inf, in its `num` query rows. */
 static void hide_unseen(const kvc_call *c, kvc_tile *tile, float *scores, int32_t stride, int32_t num,
                         const kvc_visible *v) {
     kvc_locate_rows(tile, c->plan->batch->order);

@@ -94,10 +94,11 @@ typedef struct kvc_round {
 } kvc_round;
 
 /* Where arrays lie in a workspace, which is the memory that one running task works in: offsets in floats from its
- * beginning. keys and values are the panels that a tile is packed into, rows those of up to KVC_TILE rows that do not
- * lie one after the other, or that no kernel takes as they are, minima and the two that follow what blocks with a
- * minimum need (minima.h), zeros a row of values (seen.h).
- */
+ * beginning.
+ * keys, values: the panels that a tile is packed into.
+ * rows: copies of up to KVC_TILE rows that lie apart, or that kernels take only converted.
+ * minima, q_blocks, sum_blocks: scratch for types with a minimum (minima.h).
+ * zeros: a row of values (seen.h). */
 typedef struct kvc_workspace_layout {
     uint64_t q, scores, acc, max, sum, factor, tokens, keys, values, rows, minima, q_blocks, sum_blocks, zeros, size;
     int32_t q_stride, acc_stride, block_stride;
@@ -139,8 +140,8 @@ struct kvc_plan {
 
 static inline int64_t kvc_smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Returns the type as which kernels get rows of a type, for many query rows or few: as they are where there are kernels
- * for it, else unpacked to q8_0; for many where q8_0 has none either, or what is decoded has its own, decoded. */
+/* Returns the type to convert rows to before a kernel reads them: their own if a kernel takes it, else q8_0.  For many
+ * query rows, f32 if q8_0 has no kernel, or decoded rows have one. */
 static inline int32_t kvc_taken_as(const kvc_kernels *kernels, int32_t type, int is_tiled) {
     if (is_tiled ? kernels->tiler[type].score != NULL : kernels->accumulate[type] != NULL) return type;
     return is_tiled && (!kernels->tiler[KVC_Q8_0].score || kernels->decoded.score) ? KVC_F32 : KVC_Q8_0;

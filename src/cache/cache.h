@@ -54,9 +54,9 @@ struct kvc_cache {
     int64_t num_holds;                  /* number of kvc_holds that callers have not freed */
     int64_t num_rewrites;               /* number of calls that copy rows to new slots without the mutex */
     int64_t num_readers;                /* number of calls that read rows, of pinned blocks, without the mutex */
-    int64_t num_in_place; /* number of sequences whose rows are written where they lie without the mutex */
-    int64_t num_waiting;  /* number of calls that wait until no call works on rows or pages; readers wait for them */
-    kvc_signal idle;      /* sent when a call that others may wait for has ended */
+    int64_t num_in_place;       /* number of sequences whose rows are written where they lie without the mutex */
+    int64_t num_waiting;        /* number of calls in kvc_cache_wait, or _pages; new readers queue behind them */
+    kvc_signal idle;            /* sent when a call that others may wait for has ended */
     struct kvc_state *states;   /* list of what is being saved and loaded */
     struct kvc_waiter *waiters; /* list of the calls that wait to begin a batch, in order of arrival */
     kvc_cache *next, **link;    /* place in the list of all caches of the process: atfork.c */

@@ -58,8 +58,8 @@ int32_t kvc_sequence_last(const kvc_sequence *sequence);
 /* Returns the position behind all tokens in any group, expired ones included. */
 int32_t kvc_sequence_next(const kvc_sequence *sequence);
 
-/* Returns the lowest position at which the sequence may go on: the next one, or where groups lack rows that others were
- * replaced to have, as it can go on there once it is cut. */
+/* Returns the lowest position at which the sequence may go on: kvc_sequence_next; or, after a batch restored only some
+ * groups, the first position that the others lack, because truncating there is allowed. */
 int32_t kvc_min_query_position(const kvc_sequence *sequence);
 
 /* ---- the table of sequences -------------------------------------------------------------------------------------- */

@@ -66,8 +66,8 @@ static inline size_t kvc_rewrites_size(const kvc_cache *cache) {
 /* Visits the slots that a rewrite lets go once it is accepted. */
 void kvc_rewrite_visit_replaced(const kvc_rewrite *rewrite, kvc_part_fn *visit, void *context);
 
-/* Returns KVC_ERR_FULL if more slots of a group than the capacity would be live once the rewrites of an edit, which
- * copy rows, are accepted; until then copies may take slots beyond the capacity. */
+/* Returns KVC_ERR_FULL if accepting an edit's rewrites would exceed the capacity of a group.  While they are open,
+ * copies may exceed it. */
 kvc_status kvc_rewrites_check(const kvc_need *need, int32_t group);
 
 /* Raises copiers->floats and copiers->least to what kvc_rewrite_copy needs for this rewrite.  Call before

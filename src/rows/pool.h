@@ -81,7 +81,7 @@ typedef struct kvc_pool {
     int32_t lacks_slots;               /* while victims are chosen: the call needs more slots here than are free */
     struct kvc_compaction *compaction; /* the planned compaction; NULL: none */
     int32_t collapse_block;            /* index of the next block to look at for pages to collapse */
-    uint32_t epoch;                    /* number of batches ended, plus 1: slots handed out since may lack their rows */
+    uint32_t epoch;                    /* 1 + batches ended; in a block of this epoch, slots may lack rows */
     int64_t live;                      /* number of slots that sequences hold, over all blocks */
     int64_t replacing; /* how many of them are to replace others: in rewrites, and in restoring batches */
     int64_t filled;    /* number of slots below fill marks, over all blocks */

@@ -125,8 +125,8 @@ int32_t kvc_runs_find_other(const kvc_run_list *list, const kvc_run_list *than, 
 int32_t kvc_runs_visit_missing(const kvc_run_list *list, const kvc_run_list *from, int32_t begin, int32_t end,
                                kvc_part_fn *visit, void *context);
 
-/* Returns which positions that are lost to, or missing in, another list are so to `list` as well once it holds the
- * other's rows: those of [begin, end), but for ends of the range at which it holds rows of its own. */
+/* When `list` takes another list's rows at [begin, end), returns which of that list's lost positions become lost here:
+ * those in the range, trimmed at either end to where `list` has rows of its own. */
 kvc_interval kvc_runs_lost_in(const kvc_run_list *list, kvc_interval lost, int32_t begin, int32_t end);
 
 /* Moves the runs, lost and missing positions of `more` to the end of a list that has capacity for them. */
