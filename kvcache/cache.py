@@ -36,7 +36,7 @@ NOT_GIVEN: Any = object()
 class KVCache(Saveable):
     """The keys and values of a model's tokens, for one sequence or many.
 
-    ``KVCache([Layer(8, 128)] * 32, max_seq_len=4096)`` is ``KVCache(32, 8, 128, 4096)``.
+    ``KVCache([Layer(8, 128)] * 32)`` is ``KVCache(32, 8, 128)``.
 
     Parameters
     ----------
@@ -48,9 +48,9 @@ class KVCache(Saveable):
         As in `Layer`: one value for all layers, or a sequence of one per layer.
     share : sequence of int or None, optional
         As in `Layer`: for each layer, the index of the layer whose rows it reads; None: its own.
-    max_seq_len : int or None
-        The most rows that a sequence may hold in a layer between batches; None: no limit. In layers whose window with
-        its sinks, or chunk, is no longer, a batch may have any number of tokens.
+    max_seq_len : int, optional
+        The most rows that a sequence may hold in a layer between batches; by default no limit. In layers whose window
+        with its sinks, or chunk, is no longer, a batch may have any number of tokens.
     max_sequences : int or None, default 1
         The most sequences that may hold rows, in any layer; None: no limit. Checked when a batch begins, not by forks
         and edits.
@@ -142,7 +142,7 @@ class KVCache(Saveable):
         self,
         num_layers: Sequence[Layer],
         *,
-        max_seq_len: SupportsIndex | None,
+        max_seq_len: SupportsIndex | None = None,
         max_sequences: SupportsIndex | None = 1,
         capacity: SupportsIndex | None = None,
         max_bytes: SupportsIndex | None = None,
@@ -157,7 +157,7 @@ class KVCache(Saveable):
         num_layers: SupportsIndex,
         num_kv_heads: SupportsIndex | Sequence[SupportsIndex],
         head_dim: SupportsIndex | Sequence[SupportsIndex],
-        max_seq_len: SupportsIndex | None,
+        max_seq_len: SupportsIndex | None = None,
         *,
         v_head_dim: SupportsIndex | Sequence[SupportsIndex] | None = None,
         value_in_key: bool | Sequence[bool] = False,
@@ -182,7 +182,7 @@ class KVCache(Saveable):
         num_layers: SupportsIndex | Sequence[Layer],
         num_kv_heads: Any = NOT_GIVEN,
         head_dim: Any = NOT_GIVEN,
-        max_seq_len: Any = NOT_GIVEN,
+        max_seq_len: SupportsIndex | None = None,
         *,
         max_sequences: SupportsIndex | None = 1,
         capacity: SupportsIndex | None = None,
@@ -194,8 +194,6 @@ class KVCache(Saveable):
     ) -> None:
         sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
         given = {name: value for name, value in sizes.items() if value is not NOT_GIVEN} | per_layer
-        if max_seq_len is NOT_GIVEN:
-            raise TypeError("max_seq_len is not given: the most rows of a sequence are needed, or None for no limit")
         has_layers = isinstance(num_layers, Sequence) and not isinstance(num_layers, str)
         self._layers = tuple((check_layers if has_layers else make_layers)(num_layers, given))
         self._strategy = _check_strategy(strategy)

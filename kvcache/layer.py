@@ -128,7 +128,7 @@ class Layer:
     >>> import kvcache
     >>> full = kvcache.Layer(8, 128, dtype="q8_0")
     >>> window = kvcache.Layer(8, 128, dtype="q8_0", policy=kvcache.SlidingWindow(4096))
-    >>> cache = kvcache.KVCache([window, window, window, full] * 8, max_seq_len=131072)
+    >>> cache = kvcache.KVCache([window, window, window, full] * 8)
     >>> cache.num_layers, cache.layers[4].policy.window, window.most_bytes(131072)
     (32, 4096, 8912896)
     """

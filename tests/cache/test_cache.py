@@ -90,6 +90,7 @@ def test_attributes():
         ({"max_seq_len": 100}, 100, 100),
         ({"max_seq_len": 100, "max_sequences": 2}, 200, 64),
         ({"max_seq_len": 100, "max_sequences": None}, None, 64),
+        ({}, None, 64),
         ({"max_seq_len": None}, None, 64),
         ({"max_seq_len": None, "capacity": 70}, 70, 64),
         ({"max_seq_len": 100, "policy": kvcache.SlidingWindow(8)}, 100, 64),
