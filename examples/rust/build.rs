@@ -31,7 +31,7 @@ fn compile_core(cc: &str, folder: &Path) {
     });
     let flags = ["-std=c11", "-O2", "-fPIC", "-fvisibility=hidden", &include, &internal, "-c"];
 
-    let sources = ["base", "kernels", "store", "attend"].map(|layer| c_files(&root.join("src").join(layer))).concat();
+    let sources = entries(&root.join("src")).iter().flat_map(|layer| c_files(layer)).collect::<Vec<_>>();
     let jobs = env::var("NUM_JOBS").map_or(1, |jobs| jobs.parse().expect("cargo sets NUM_JOBS to a number"));
     let mut compilers = Vec::new();
     for job in 0..jobs.min(sources.len()) {
@@ -45,10 +45,14 @@ fn compile_core(cc: &str, folder: &Path) {
     finish(start(cc, &["-shared", "-o", &library, "-lm", "-lpthread"], &objects, folder));
 }
 
-fn c_files(folder: &Path) -> Vec<PathBuf> {
+fn entries(folder: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
-    let files = entries.map(|entry| entry.expect("an entry of a folder").path());
-    files.filter(|file| file.extension().map_or(false, |extension| extension == "c")).collect()
+    entries.map(|entry| entry.expect("an entry of a folder").path()).collect()
+}
+
+fn c_files(folder: &Path) -> Vec<PathBuf> {
+    let is_c = |file: &PathBuf| file.extension().map_or(false, |extension| extension == "c");
+    entries(folder).into_iter().filter(is_c).collect()
 }
 
 /// Starts `$CC`, which may be several words, in the folder for its output.

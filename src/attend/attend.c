@@ -318,7 +318,6 @@ static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_atte
     if (c->rope) c->angles += (size_t)cache->rope_of[layer] * (size_t)plan->num_deltas * (size_t)plan->angles_stride;
     c->changes_scores = args->softcap > 0 || args->alibi;
     c->scale = args->scale != 0 ? args->scale : 1 / sqrtf((float)plan->k_dim);
-    kvc_poll_timer_init(&c->timer, NULL, NULL);
     atomic_init(&c->status, KVC_OK);
 }
 
@@ -338,6 +337,7 @@ static kvc_status run_planned(kvc_plan *plan, int32_t layer, const kvc_attend_ar
     if (status == KVC_OK) status = check_task(plan, layer, task, buffer);
     if (status == KVC_OK) {
         make_call(&c, plan, layer, &args, buffer);
+        kvc_poll_timer_init(&c.timer, NULL, NULL);
         status = begin_task(&c, layer, &args, task);
         if (status == KVC_OK) {
             status = run_task(&c, task);
@@ -366,11 +366,10 @@ static void run_one(void *context, int64_t i) {
 
 /* Runs all tasks, on several threads if that is worth it. */
 static kvc_status run_all(kvc_call *c) {
-    /* Below this many multiply-adds, about 20 microseconds, waking threads costs more than they save. */
-    static const double WORTH_THREADS = 1 << 19;
+    static const double WORTH_THREADS = 1 << 19; /* multiply-adds: about 20 microseconds */
     const kvc_plan *plan = c->plan;
     kvc_cache_poll_timer(plan->batch->cache, plan->multiply_adds, &c->timer);
-    kvc_parallel(plan->multiply_adds < WORTH_THREADS ? 1 : plan->args.num_threads, c->num_tasks, run_one, c);
+    kvc_parallel(kvc_threads_for(plan->multiply_adds, WORTH_THREADS, plan->args.num_threads), c->num_tasks, run_one, c);
     const kvc_status status = (kvc_status)atomic_load(&c->status);
     return status == KVC_OK ? KVC_OK : kvc_fail(status, "the attention was cancelled");
 }

@@ -286,11 +286,11 @@ static kvc_status check_num_rows(const dense *d, int64_t *num) {
 
 /* Returns the number of tasks that are worth cutting the work into. */
 static int32_t num_tasks(const dense *d, int64_t num) {
-    static const double WORTH_THREADS = 1 << 16; /* elements; writing fewer takes less time than waking a thread */
+    static const double WORTH_THREADS = 1 << 16; /* elements */
     const kvc_layer *layer = &d->batch->cache->layers[d->layer];
     const double rows = (double)num * layer->num_kv_heads * (layer->k_dim + layer->v_dim),
                  masks = d->args.mask || d->args.seen ? (double)d->args.num_rows * d->batch->num_tokens : 0;
-    return rows + masks < WORTH_THREADS ? 1 : kvc_cache_threads(d->batch->cache);
+    return kvc_threads_for(rows + masks, WORTH_THREADS, kvc_cache_threads(d->batch->cache));
 }
 
 /* Copies rows and makes masks.  Call with the layer's row buffer entered. */

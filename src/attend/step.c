@@ -546,17 +546,6 @@ static void attend_apart(kvc_task *t, attend_tile_fn *attend_tile, kvc_tile *cur
     }
 }
 
-/* Attends to the tile `current`; common: kvc_visible_to_all. */
-static void attend_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming,
-                        const kvc_visible *common) {
-    attend_tile_fn *const attend = t->slice->tiled ? multiply_tile : stream_tile;
-    current->is_seen = kvc_sees_whole_tile(t->call, current, common);
-    if (!current->is_seen && kvc_spoils_others(t, current, common))
-        attend_apart(t, attend, current, next, upcoming);
-    else
-        attend(t, current, next, upcoming);
-}
-
 /* Whether the call is to end early. */
 static int is_cancelled(kvc_call *c) {
     const volatile int32_t *cancel = c->args->cancel;
@@ -565,14 +554,24 @@ static int is_cancelled(kvc_call *c) {
 }
 
 int kvc_attend_rows(kvc_task *t, kvc_cursor rows, kvc_cursor ahead) {
+    attend_tile_fn *const attend = t->slice->tiled ? multiply_tile : stream_tile;
     const kvc_visible common = kvc_visible_to_all(t);
-    kvc_tile tiles[2];
+    kvc_tile tiles[2], *current = tiles, *next = tiles + 1;
     if (is_cancelled(t->call)) return 0;
-    kvc_next_tile(&tiles[0], &rows);
-    for (int i = 0, is_last = !tiles[0].n; !is_last; i = !i) {
-        is_last = !rows.num_rows;
-        attend_tile(t, &tiles[i], &tiles[!i], is_last ? &ahead : &rows, &common);
-        if (t->slice->tiled && !is_last && is_cancelled(t->call)) return 0; /* streamed tasks are short */
+    kvc_next_tile(current, &rows);
+    while (current->n) {
+        const int is_last = !rows.num_rows;
+        kvc_cursor *upcoming = is_last ? &ahead : &rows;
+        current->is_seen = kvc_sees_whole_tile(t->call, current, &common);
+        if (!current->is_seen && kvc_spoils_others(t, current, &common))
+            attend_apart(t, attend, current, next, upcoming);
+        else
+            attend(t, current, next, upcoming);
+        if (is_last) break;
+        if (t->slice->tiled && is_cancelled(t->call)) return 0; /* streamed tasks are short */
+        kvc_tile *const done = current;
+        current = next;
+        next = done;
     }
     return 1;
 }

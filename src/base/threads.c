@@ -257,7 +257,7 @@ void kvc_poll_timer_init(kvc_poll_timer *timer, kvc_poll_fn *poll, void *user) {
 int kvc_poll_timer_ask(kvc_poll_timer *timer) {
     if (!timer->poll) return 0;
     if (atomic_load_explicit(&timer->stopped, memory_order_relaxed)) return 1;
-    if (timer->caller != &thread_mark || kvc_now() < timer->next) return 0;
+    if (timer->caller != &thread_mark || (kvc_now() < timer->next && !KVC_BUGGIFY())) return 0;
     const int stop = timer->poll(timer->user) != 0;
     if (stop) atomic_store_explicit(&timer->stopped, 1, memory_order_relaxed);
     timer->next = kvc_now() + POLL_NS;

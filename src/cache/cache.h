@@ -4,6 +4,7 @@
 
 #include <stdatomic.h>
 
+#include "base/compiler.h"
 #include "base/status.h"
 #include "base/structs.h"
 #include "base/threads.h"
@@ -117,7 +118,7 @@ static inline int32_t kvc_cache_threads(const kvc_cache *cache) {
 /* Begins the timer of a call of `work` multiply-adds or conversions; short calls do not poll. */
 static inline void kvc_cache_poll_timer(const kvc_cache *cache, double work, kvc_poll_timer *timer) {
     static const double WORTH_POLLING = 1 << 22; /* multiply-adds or conversions: about a millisecond */
-    kvc_poll_timer_init(timer, work < WORTH_POLLING ? NULL : cache->poll, cache->poll_user);
+    kvc_poll_timer_init(timer, work < WORTH_POLLING && !KVC_BUGGIFY() ? NULL : cache->poll, cache->poll_user);
 }
 
 /* ---- sequences of the table, with the mutex held ----------------------------------------------------------------- */

@@ -1,6 +1,8 @@
 /* scratch.c: memory kept from one batch to the next: see scratch.h. */
 #include "cache/scratch.h"
 
+#include "base/compiler.h"
+
 /* Returns the index of the smallest spare that is large enough; -1 if none is. */
 static int find_spare(const kvc_cache *cache, uint64_t size) {
     int best = -1;
@@ -29,7 +31,8 @@ void kvc_scratch_give(kvc_cache *cache, void *memory, uint64_t size) {
     int smallest = 0;
     for (int i = 1; i < KVC_NUM_SPARES; i++)
         if (cache->spares[i].size < cache->spares[smallest].size) smallest = i;
-    if (cache->spares[smallest].size < size) { /* keep the larger of the two; an empty place has size 0 */
+    if (cache->spares[smallest].size < size &&
+        !KVC_BUGGIFY()) { /* keep the larger of the two; an empty place has size 0 */
         void *other = cache->spares[smallest].memory;
         const uint64_t other_size = cache->spares[smallest].size;
         cache->spares[smallest].memory = memory;

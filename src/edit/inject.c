@@ -15,7 +15,7 @@
 #include "rows/hadamard_order.h"
 #include "cache/waiting.h"
 
-enum { WORTH_THREADS = 1 << 16 }; /* elements; writing fewer takes less time than waking a thread */
+enum { WORTH_THREADS = 1 << 16 }; /* elements */
 
 /* One call of kvc_inject. */
 typedef struct injection {
@@ -158,7 +158,7 @@ static void write_unlocked(injection *x, kvc_sequence *sequence, int32_t group) 
     kvc_unlock(cache, KVC_OK);
     kvc_rewrite_copy(cache, group, &x->rewrite, &x->copiers);
     const int64_t elements = x->num_found * config->num_kv_heads * (config->k_dim + config->v_dim);
-    kvc_parallel(elements < WORTH_THREADS ? 1 : x->copiers.num, x->copiers.num, write_copier, x);
+    kvc_parallel(kvc_threads_for((double)elements, WORTH_THREADS, x->copiers.num), x->copiers.num, write_copier, x);
     kvc_lock(cache);
     kvc_cache_end_in_place(cache, sequence);
     for (int64_t i = 0; i < x->num_parts; i++) kvc_pool_unpin(&cache->pools[group], x->parts[i].block);

@@ -7,7 +7,7 @@
 #include "rows/hadamard_order.h"
 
 enum {
-    WORTH_THREADS = 1 << 16, /* bytes; copying fewer takes less time than waking a thread */
+    WORTH_THREADS = 1 << 16, /* bytes */
     FUNCTION_ROWS = 512,     /* most rows decoded at a time for a KVC_ROPE_FUNCTION */
     FUNCTION_PIECES = 128    /* most pieces that these rows may be in */
 };
@@ -317,7 +317,7 @@ static void convert_piece(void *context, int64_t i) {
 static kvc_status move_pieces(moving *m) {
     const kvc_rope *rope = &m->layer->rope;
     const int64_t bytes = (int64_t)m->num_rows * m->at->num_kv_heads * (int64_t)m->at->k_row_bytes;
-    const int32_t threads = bytes < WORTH_THREADS ? 1 : m->copiers->num;
+    const int32_t threads = kvc_threads_for((double)bytes, WORTH_THREADS, m->copiers->num);
     m->encodes = 0;
     kvc_parallel(threads, m->num_pieces, convert_piece, m);
     for (int32_t i = 0; i < m->num_pieces; i++)
@@ -333,7 +333,7 @@ static kvc_status move_pieces(moving *m) {
 /* Adds a piece; if there is no space for it, first moves the pieces before it. */
 static kvc_status add_piece(moving *m, piece p) {
     const size_t row = (size_t)m->layer->num_kv_heads * (size_t)m->layer->k_dim;
-    if (m->num_pieces == FUNCTION_PIECES || m->num_rows + p.count > FUNCTION_ROWS) {
+    if (m->num_pieces == FUNCTION_PIECES || m->num_rows + p.count > FUNCTION_ROWS || (m->num_pieces && KVC_BUGGIFY())) {
         const kvc_status status = move_pieces(m);
         if (status != KVC_OK) return status;
     }
@@ -366,9 +366,9 @@ static kvc_status move_by_function(const kvc_cache *cache, int32_t layer, const 
 
 kvc_status kvc_rewrite_copy(const kvc_cache *cache, int32_t group, const kvc_rewrite *rewrite,
                             const kvc_copiers *copiers) {
-    copying c = {cache, rewrite, copiers, group,
-                 copiers->num < rewrite->num_copies ? copiers->num : rewrite->num_copies};
-    if (rewrite->num_copied * kvc_pool_slot_bytes(&cache->pools[group]) < WORTH_THREADS) c.num_parts = 1;
+    const int32_t most = copiers->num < rewrite->num_copies ? copiers->num : rewrite->num_copies;
+    const int64_t bytes = rewrite->num_copied * kvc_pool_slot_bytes(&cache->pools[group]);
+    copying c = {cache, rewrite, copiers, group, kvc_threads_for((double)bytes, WORTH_THREADS, most)};
     if (rewrite->num_copies) kvc_parallel(c.num_parts, c.num_parts, copy_part, &c);
     kvc_status status = KVC_OK;
     for (int32_t layer = 0; status == KVC_OK && rewrite->change.applies_delta && layer < cache->num_layers; layer++)

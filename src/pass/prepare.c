@@ -1,6 +1,7 @@
 /* prepare.c: makes sure that a batch fits: see prepare.h. */
 #include "pass/prepare.h"
 
+#include "base/compiler.h"
 #include "space/compact.h"
 #include "pass/demand.h"
 #include "space/expire.h"
@@ -134,9 +135,9 @@ static kvc_status check_capacity(const kvc_need *need, int32_t g) {
  * out are waste.  If there is no memory for a compaction, does without: then the batch takes more memory. */
 static void compact_if_scattered(const kvc_batch *batch, int32_t g) {
     const kvc_pool *pool = &batch->cache->pools[g];
-    if ((pool->filled - pool->live) * 4 > pool->filled && pool->demand.new_blocks &&
-        kvc_compaction_gain(batch->cache, g) * 4 > pool->filled)
-        kvc_find_demand(batch, g, 1);
+    const int is_scattered = (pool->filled - pool->live) * 4 > pool->filled && pool->demand.new_blocks &&
+                             kvc_compaction_gain(batch->cache, g) * 4 > pool->filled;
+    if (is_scattered || KVC_BUGGIFY()) kvc_find_demand(batch, g, 1);
 }
 
 enum { TOO_MANY_RUNS = INT32_MAX / 2 + 1 }; /* more than a list may have: kvc_runs_prepare fails */

@@ -96,7 +96,8 @@ static void put_task(void *context, int64_t task) {
 
 static kvc_status put_all(put_work *work) {
     const kvc_layer *layer = work->layer;
-    const int32_t num_tokens = work->args->num_tokens, most = (num_tokens + LEAST_TASK_TOKENS - 1) / LEAST_TASK_TOKENS;
+    const int32_t num_tokens = work->args->num_tokens, least = KVC_BUGGIFY() ? 1 : LEAST_TASK_TOKENS;
+    const int32_t most = (num_tokens + least - 1) / least;
     const int32_t threads = most > 1 ? kvc_cache_threads(work->cache) : 1, tasks = threads < most ? threads : most;
     work->task_tokens = (num_tokens + tasks - 1) / tasks;
     kvc_cache_poll_timer(work->cache, (double)num_tokens * layer->num_kv_heads * (layer->k_dim + layer->v_dim),

@@ -12,7 +12,7 @@
 #include "cache/check.h"
 #include "cache/waiting.h"
 
-enum { WORTH_THREADS = 1 << 16 }; /* elements; copying fewer takes less time than waking a thread */
+enum { WORTH_THREADS = 1 << 16 }; /* elements */
 
 /* ---- positions --------------------------------------------------------------------------------------------------- */
 
@@ -240,8 +240,8 @@ static void copy_task(void *context, int64_t task) {
 /* Returns the number of tasks, one for each thread, that a copy of num_rows rows is worth. */
 static int32_t count_tasks(const kvc_cache *cache, int32_t layer, int64_t num_rows) {
     const kvc_layer *config = &cache->layers[layer];
-    if ((double)num_rows * config->num_kv_heads * (config->k_dim + config->v_dim) < WORTH_THREADS) return 1;
-    const int32_t threads = kvc_cache_threads(cache);
+    const double elements = (double)num_rows * config->num_kv_heads * (config->k_dim + config->v_dim);
+    const int32_t threads = kvc_threads_for(elements, WORTH_THREADS, kvc_cache_threads(cache));
     return num_rows < threads ? (int32_t)num_rows : threads;
 }
 

@@ -7,7 +7,7 @@
 #include "base/parallel.h"
 
 enum {
-    WORTH_THREADS = 1 << 22, /* bytes; giving back fewer takes less time than waking a thread */
+    WORTH_THREADS = 1 << 22, /* bytes that are given back */
     COLLAPSE_SLOTS = 512,    /* slots filled in a block before its pages are looked at again */
     COLLAPSE_TOKENS = 8,     /* tokens of a batch per step made, and per block looked at, beyond the first ones */
     COLLAPSE_BLOCKS = 8,     /* blocks looked at after a batch of few tokens */
@@ -232,7 +232,8 @@ void kvc_pool_purge(kvc_pool *pool, kvc_block *block, int32_t num_threads) {
     const int64_t bytes = kvc_pool_block_bytes(pool, block->faulted) - kvc_pool_block_bytes(pool, block->fill);
     purge work = {pool, block};
     kvc_memory_clear_written(pool->memory, block->rows);
-    kvc_parallel(bytes < WORTH_THREADS ? 1 : num_threads, kvc_pool_num_regions(pool), purge_region, &work);
+    kvc_parallel(kvc_threads_for((double)bytes, WORTH_THREADS, num_threads), kvc_pool_num_regions(pool), purge_region,
+                 &work);
     pool->row_bytes -= bytes;
     block->faulted = block->fill;
     if (block->collapsed > block->fill) block->collapsed = block->fill;

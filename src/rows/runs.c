@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/compiler.h"
 #include "base/status.h"
 
 enum { SPARE_RUNS = 4 }; /* runs that a longer array has room for beyond twice those there are, and those asked for */
@@ -86,7 +87,7 @@ kvc_status kvc_runs_prepare(kvc_run_list *list, kvc_memory *memory, int32_t extr
         list->first = 0;
         return KVC_OK;
     }
-    return get_spare(list, memory, list->num + needed + SPARE_RUNS);
+    return get_spare(list, memory, KVC_BUGGIFY() ? needed : list->num + needed + SPARE_RUNS);
 }
 
 kvc_status kvc_runs_reserve(kvc_run_list *list, kvc_memory *memory, int32_t extra) {

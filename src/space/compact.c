@@ -13,7 +13,7 @@
 #include "space/resident.h"
 #include "cache/scratch.h"
 
-enum { WORTH_THREADS = 1 << 18 }; /* bytes; moving fewer takes less time than waking a thread */
+enum { WORTH_THREADS = 1 << 18 }; /* bytes */
 
 /* Returns whether a block takes part in compactions. */
 static int is_movable(const kvc_block *block) { return !block->pins && block->live; }
@@ -181,8 +181,8 @@ static void move_rows(kvc_compaction *c) {
     }
     c->cache->stats.rows_moved += moved;
     const int64_t bytes = moved * kvc_pool_slot_bytes(c->pool);
-    kvc_parallel(bytes < WORTH_THREADS ? 1 : kvc_cache_threads(c->cache), kvc_pool_num_regions(c->pool), move_region,
-                 c);
+    kvc_parallel(kvc_threads_for((double)bytes, WORTH_THREADS, kvc_cache_threads(c->cache)),
+                 kvc_pool_num_regions(c->pool), move_region, c);
 }
 
 /* Gives the runs of a list the new places of their slots; a run that would cross the end of a block becomes two. */

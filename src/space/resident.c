@@ -6,6 +6,7 @@
  */
 #include "space/resident.h"
 
+#include "base/compiler.h"
 #include "space/limits.h"
 #include "cache/waiting.h"
 
@@ -120,8 +121,9 @@ void kvc_return_pages(kvc_cache *cache) {
     int64_t before, after;
     begin_work(cache, &work);
     do {
+        const int64_t at_once = KVC_BUGGIFY() ? 1 : RETURN_BYTES;
         before = kvc_cache_bytes(cache);
-        kvc_give_back(cache, before > RETURN_BYTES ? before - RETURN_BYTES : 0);
+        kvc_give_back(cache, before > at_once ? before - at_once : 0);
         after = kvc_cache_bytes(cache);
         step(cache, &work, let_pass);
     } while (after < before);
@@ -130,7 +132,7 @@ void kvc_return_pages(kvc_cache *cache) {
 
 /* Gives back the surplus of a group, in steps. */
 static void return_surplus(kvc_cache *cache, kvc_pool *pool, kvc_page_work *work) {
-    const size_t at_once = RETURN_BYTES / pool->block_bytes + 1;
+    const size_t at_once = KVC_BUGGIFY() ? 1 : RETURN_BYTES / pool->block_bytes + 1;
     for (int32_t left; (left = kvc_pool_surplus(pool, cache->num_holding)) > 0; step(cache, work, let_pass))
         if (!kvc_pool_give_surplus(pool, (size_t)left < at_once ? left : (int32_t)at_once)) return;
 }

@@ -6,7 +6,7 @@
 #include "cache/check.h"
 #include "cache/waiting.h"
 
-enum { WORTH_THREADS = 1 << 18 }; /* bytes; copying fewer takes less time than waking a thread */
+enum { WORTH_THREADS = 1 << 18 }; /* bytes */
 
 /* A block and its copy; both NULL if no sequence holds slots of the block. */
 typedef struct twin {
@@ -177,7 +177,8 @@ static void copy_rows(cloning *c) {
         if (num > c->num_regions) c->num_regions = num;
         bytes += c->to->pools[g].row_bytes;
     }
-    kvc_parallel(bytes < WORTH_THREADS ? 1 : kvc_cache_threads(c->to), c->num_twins * c->num_regions, copy_region, c);
+    kvc_parallel(kvc_threads_for((double)bytes, WORTH_THREADS, kvc_cache_threads(c->to)), c->num_twins * c->num_regions,
+                 copy_region, c);
 }
 
 /* Copies everything; releases the mutex while it copies rows. */

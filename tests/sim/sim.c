@@ -1,11 +1,11 @@
 /* sim.c: clients of one cache in a simulated world (world.h), each of whose calls is checked.
  *
  * Clients take a sequence before they change it, and know what it holds: every row tells by its contents which token it
- * was put for.  What others do to the cache meanwhile is up to the world.  A call may fail only as its documentation
- * says, and only where its cause is there; then everything is as it was.  When all clients have ended, what they made
- * can be dropped, and every byte comes back.
+ * was put for.  In a third of the runs they also meddle with sequences of others.  What others do to the cache
+ * meanwhile is up to the world.  A call may fail only as its documentation says, and only where its cause is there;
+ * then everything is as it was.  When all clients have ended, what they made can be dropped, and every byte comes back.
  *
- *     sim --seed 1 --runs 100 --calls 400 --clients 4 --faults 31 --trace
+ *     sim --seed 1 --runs 100 --calls 400 --clients 4 --faults 63 --trace
  */
 #include <math.h>
 #include <stdarg.h>
@@ -37,7 +37,9 @@ enum {
 typedef struct sequence {
     int is_taken; /* by a client, who alone may change it */
     int is_kept;
-    int epoch; /* odd while its rows are undefined: retained, and not written yet */
+    int meddlers, meddlings; /* clients that change it though another one has it; how often any began to */
+    int is_spoilt;           /* one did since it was cleared: nobody knows which rows it holds */
+    int epoch;               /* odd while its rows are undefined: retained, and not written yet */
     int tags[MOST_LAYERS][MOST];
     int num_cross;
 } sequence;
@@ -46,7 +48,7 @@ typedef struct world {
     kvc_cache *cache;
     kvc_layer layers[MOST_LAYERS];
     kvc_config config;
-    int num_layers, expires, last_tag;
+    int num_layers, expires, last_tag, is_meddled; /* not 0: clients change sequences that others have */
     sequence sequences[IDS + KEPT];
     kvc_batch *batch; /* the open one; NULL while none is, or it begins or ends */
     int64_t calls_left;
@@ -115,8 +117,9 @@ static void check_unchanged(client *c) {
 
 static int ended(client *c, kvc_status status, int may) {
     const int met_fault = sim_faults() != c->faults;
-    if (traces)
-        printf("%llu client %d: %s: %s\n", (unsigned long long)sim_steps(), c->number, c->call, kvc_strerror(status));
+    const char *answer = kvc_strerror(status); /* it steps, with --trace or without */
+    if (c->w->is_meddled) may |= MAY_BE_BUSY | MAY_BE_FULL | MAY_BE_GONE | MAY_BE_INVALID | MAY_INDEX;
+    if (traces) printf("%llu client %d: %s: %s\n", (unsigned long long)sim_steps(), c->number, c->call, answer);
     const int is_allowed =
         status == KVC_OK || (status == KVC_ERR_NOMEM && met_fault) || (status == KVC_ERR_BUSY && may & MAY_BE_BUSY) ||
         (status == KVC_ERR_FULL && may & MAY_BE_FULL) ||
@@ -125,7 +128,7 @@ static int ended(client *c, kvc_status status, int may) {
         (status == KVC_ERR_INDEX && may & MAY_INDEX) ||
         (status == KVC_ERR_CANCELLED && may & MAY_CANCEL && c->was_cancelled) ||
         (status == KVC_ERR_CALLBACK && c->was_cancelled);
-    if (!is_allowed) fail(c, "answers \"%s\"", kvc_strerror(status));
+    if (!is_allowed) fail(c, "answers \"%s\"", answer);
     if (status != KVC_OK) check_unchanged(c);
     return status == KVC_OK;
 }
@@ -141,7 +144,7 @@ static int32_t poll_once(void *user) {
     (void)user;
     client *c = self_of(NULL);
     sim_step();
-    if (!c || pick(40)) return 0;
+    if (!c || pick(8)) return 0;
     c->was_cancelled = 1;
     return 1;
 }
@@ -218,7 +221,8 @@ static void check_sequence(client *c, kvc_cache *cache, int s) {
         if (status != KVC_OK) fail(c, "kvc_extract of %lld: %s", (long long)id_of(s), kvc_strerror(status));
         for (int i = 0; i < MOST; i++) {
             const int tag = r.positions[i] < 0 ? 0 : tag_of(c, r.k[0][i], r.v[0][i], MOST * DIM, l);
-            if (tag != of->tags[l][i] && (tag || !(of->is_kept || w->layers[l].policy.kind != KVC_FULL)))
+            if (of->is_spoilt || tag == of->tags[l][i]) continue;
+            if (tag || !(of->is_kept || w->layers[l].policy.kind != KVC_FULL))
                 fail(c, "sequence %lld has tag %d at %d, not %d, layer %d", (long long)id_of(s), tag, i, of->tags[l][i],
                      l);
         }
@@ -268,9 +272,12 @@ static void forget(sequence *s) {
 }
 
 static int clear_one(client *c, int s) {
+    sequence *of = &c->w->sequences[s];
+    const int meddlings = of->meddlers ? -1 : of->meddlings;
     begin_call(c, "kvc_clear_sequence");
     if (!ended(c, kvc_clear_sequence(c->w->cache, id_of(s)), 0)) return 0;
-    forget(&c->w->sequences[s]);
+    forget(of);
+    if (of->meddlings == meddlings) of->is_spoilt = 0;
     return 1;
 }
 
@@ -335,6 +342,18 @@ static int sees(const kvc_policy *policy, int at, int position) {
     return 1;
 }
 
+/* Attends by a plan, whose tasks are run in any order, some of them twice. */
+static kvc_status attend_by_tasks(kvc_batch *batch, const kvc_plan_args *args, const kvc_attend_args *attend) {
+    kvc_plan *plan = NULL;
+    kvc_status status = kvc_plan_new(batch, args, &plan);
+    if (status != KVC_OK) return status;
+    const int n = (int)kvc_plan_num_tasks(plan), first = pick(n);
+    for (int i = 0; status == KVC_OK && i < n + !pick(4); i++)
+        status = kvc_plan_run(plan, args->layer, attend, (first + i) % n);
+    kvc_plan_free(plan);
+    return status;
+}
+
 /* Attends with the last token of one sequence of the batch, and compares the result with that of its rows. */
 static void attend_last(client *c, const pass *p, int layer, int i) {
     const world *w = c->w;
@@ -358,7 +377,10 @@ static void attend_last(client *c, const pass *p, int layer, int i) {
     c->was_cancelled = 0;
     c->faults = sim_faults();
     c->handovers = UINT64_MAX;
-    if (!ended(c, kvc_attend(p->batch, &plan, &args), MAY_CANCEL | (p->unstored[t] ? MAY_BE_GONE : 0))) return;
+    if (!ended(c, pick(3) ? kvc_attend(p->batch, &plan, &args) : attend_by_tasks(p->batch, &plan, &args),
+               MAY_CANCEL | (p->unstored[t] ? MAY_BE_GONE : 0)) ||
+        of->is_spoilt)
+        return;
     for (int h = 0; h < HEADS; h++) {
         double sum = 0, value[DIM] = {0}, largest = 1;
         for (int at = 0; at <= p->positions[t]; at++) {
@@ -583,6 +605,7 @@ static void copy(client *c, int s) {
                                                 : kvc_copy_prefix(w->cache, id_of(s), id_of(to), length);
     if (ended(c, status, MAY_BE_GONE | (is_empty ? MAY_BE_INVALID : 0))) {
         memcpy(into->tags, from->tags, sizeof into->tags);
+        into->is_spoilt |= from->is_spoilt;
         for (int l = 0; l < MOST_LAYERS; l++)
             for (int i = length; i < MOST; i++) into->tags[l][i] = 0;
     }
@@ -597,6 +620,7 @@ static void share(client *c, int s) {
     const int begin = end_of(into), is_empty = !end_of(from);
     begin_call(c, "kvc_share");
     const kvc_status status = kvc_share(w->cache, id_of(s), id_of(to), begin, KVC_END);
+    into->is_spoilt |= from->is_spoilt;
     if (ended(c, status, (is_empty && !begin ? MAY_BE_INVALID : 0) | MAY_BE_GONE))
         for (int l = 0; l < MOST_LAYERS; l++)
             memcpy(into->tags[l] + begin, from->tags[l] + begin, (size_t)(MOST - begin) * sizeof(int));
@@ -609,6 +633,45 @@ static void edit(client *c) {
     if (s < 0) return;
     edits[pick(sizeof edits / sizeof *edits)](c, s);
     let_go(c, s);
+}
+
+/* Changes a sequence that another client has, perhaps in a batch: no row of another one may come of it. */
+static void meddle(client *c) {
+    world *w = c->w;
+    const int s = pick(IDS), begin = pick(MOST), end = begin + pick(MOST - begin);
+    sequence *of = &w->sequences[s];
+    if (!w->is_meddled || !of->is_taken) return;
+    of->meddlers++;
+    of->meddlings++;
+    of->is_spoilt = 1;
+    switch (pick(6)) {
+    case 0:
+        begin_call(c, "kvc_remove of another's");
+        ended(c, kvc_remove(w->cache, id_of(s), begin, end, pick(2)), 0);
+        break;
+    case 1:
+        begin_call(c, "kvc_truncate of another's");
+        ended(c, kvc_truncate(w->cache, id_of(s), begin), 0);
+        break;
+    case 2:
+        begin_call(c, "kvc_clear_sequence of another's");
+        ended(c, kvc_clear_sequence(w->cache, id_of(s)), 0);
+        break;
+    case 3:
+        begin_call(c, "kvc_shift of another's");
+        ended(c, kvc_shift(w->cache, id_of(s), begin, KVC_END, pick(3)), 0);
+        break;
+    case 4: {
+        const int from = pick(IDS);
+        begin_call(c, "kvc_fork over another's");
+        ended(c, kvc_fork(w->cache, id_of(from), id_of(s)), 0);
+        break;
+    }
+    default:
+        begin_call(c, "kvc_reserve of another's");
+        ended(c, kvc_reserve(w->cache, id_of(s), 1 + pick(12)), MAY_BE_HELD);
+    }
+    of->meddlers--;
 }
 
 static void clear_some(client *c) {
@@ -629,6 +692,7 @@ static void retain(client *c) {
         if (ended(c, kvc_retain(w->cache, id_of(s), id_of(to), begin, end), 0)) {
             sequence *kept = &w->sequences[to];
             kept->is_kept = 1;
+            kept->is_spoilt |= w->sequences[s].is_spoilt;
             for (int l = 0; l < MOST_LAYERS; l++)
                 for (int i = begin; i < end && i < MOST; i++) kept->tags[l][i] = w->sequences[s].tags[l][i];
         }
@@ -655,12 +719,14 @@ static void attach(client *c) {
         for (int l = 0; goes_on && l < MOST_LAYERS; l++)
             memcpy(kept->tags[l] + i * LENGTH, w->sequences[s].tags[l] + i * LENGTH, LENGTH * sizeof(int));
         kept->is_kept = 1;
+        if (goes_on) kept->is_spoilt |= w->sequences[s].is_spoilt;
     }
     if (goes_on) {
         kvc_pin(w->cache, ids, 1 + pick(PIECES), 1);
         kvc_touch(w->cache, ids, PIECES);
         begin_call(c, "kvc_attach");
         if (ended(c, kvc_attach(w->cache, ids, PIECES, id_of(to), pick(PIECES * LENGTH + 3), &matched), 0)) {
+            w->sequences[to].is_spoilt |= w->sequences[s].is_spoilt;
             if (matched < 0 || matched > PIECES * LENGTH) fail(c, "matched %d", matched);
             for (int l = 0; l < MOST_LAYERS; l++)
                 for (int i = 0; i < matched; i++) w->sequences[to].tags[l][i] = w->sequences[s].tags[l][i];
@@ -808,7 +874,10 @@ static void save_and_restore(client *c) {
     begin_call(c, "kvc_save");
     if (s >= 0 && to >= 0 && ended(c, kvc_save(w->cache, &save), 0)) {
         const int is_damaged = !pick(4), is_read = pick(2);
-        if (is_damaged) f.bytes[pick((int)f.size - KVC_MAC_BYTES)] ^= (char)(1 << pick(8));
+        if (is_damaged && pick(3))
+            f.bytes[pick((int)f.size - KVC_MAC_BYTES)] ^= (char)(1 << pick(8));
+        else if (is_damaged)
+            f.size = (size_t)pick((int)f.size);
         const kvc_load_args load = {.struct_size = sizeof load,
                                     .data = is_read ? NULL : f.bytes,
                                     .read = is_read ? read_file : NULL,
@@ -822,8 +891,10 @@ static void save_and_restore(client *c) {
         if (is_damaged && status == KVC_OK) fail(c, "took a damaged file");
         if (is_damaged ? status == KVC_ERR_FORMAT : 0)
             check_unchanged(c);
-        else if (ended(c, status, MAY_BE_FULL | (is_damaged ? MAY_BE_INVALID | MAY_BE_BUSY : 0)))
+        else if (ended(c, status, MAY_BE_FULL | (is_damaged ? MAY_BE_INVALID | MAY_BE_BUSY : 0))) {
             memcpy(w->sequences[to].tags, w->sequences[s].tags, sizeof w->sequences[to].tags);
+            w->sequences[to].is_spoilt |= w->sequences[s].is_spoilt;
+        }
     }
     free(f.bytes);
     let_go(c, s);
@@ -883,6 +954,8 @@ static void *run_client(void *context) {
                                                clone,
                                                save_and_restore,
                                                clear_some,
+                                               meddle,
+                                               meddle,
                                                fork_once};
     client *c = context;
     self_of(c);
@@ -890,6 +963,7 @@ static void *run_client(void *context) {
         calls[pick(sizeof calls / sizeof *calls)](c);
         check_intact(c, c->w->cache, pick(IDS + KEPT));
         if (kvc_utilization(c->w->cache) > 1) fail(c, "utilization is above 1");
+        if (!pick(4) && kvc_validate(c->w->cache) != KVC_OK) fail(c, "the cache is corrupt afterwards");
     }
     return NULL;
 }
@@ -908,6 +982,8 @@ static kvc_policy any_policy(void) {
 static void make_cache(world *w) {
     static const int rope_kinds[] = {KVC_ROPE_NONE, KVC_ROPE_FUNCTION};
     const int kind = rope_kinds[pick(2)];
+    /* Blocks of the largest sizes have memory that comes and goes by the page. */
+    const int sizes[] = {6, 6, 6, 40, 40, 12000}, block_size = 1 + pick(sizes[pick(6)]);
     w->num_layers = 1 + pick(MOST_LAYERS);
     for (int l = 0; l < w->num_layers; l++) {
         w->layers[l] = (kvc_layer){.num_kv_heads = HEADS,
@@ -923,11 +999,11 @@ static void make_cache(world *w) {
                              .layers = w->layers,
                              .layer_size = sizeof *w->layers,
                              .num_layers = w->num_layers,
-                             .block_size = 1 + pick(pick(2) ? 6 : 40),
+                             .block_size = block_size,
                              .max_seq_len = pick(3) ? 0 : 20 + pick(40),
                              .max_sequences = pick(3) ? 0 : 3 + pick(8),
                              .capacity = pick(2) ? 0 : 40 + pick(120),
-                             .max_bytes = pick(2) ? 0 : 20000 + pick(60000),
+                             .max_bytes = pick(2) ? 0 : (20000 + pick(60000)) * (block_size > MOST ? 100 : 1),
                              .num_threads = 1 + pick(3),
                              .poll = pick(2) ? poll_once : NULL};
     kvc_status status;
@@ -942,8 +1018,8 @@ static void run(uint64_t seed, int num_clients, int64_t num_calls, int faults) {
     pthread_t threads[MOST_CLIENTS];
     static const int handovers[] = {1, 4, 32, 256};
     /* Some faults hide what others show: a thread that wakes early misses no signal. */
-    const sim_options options = {seed, faults & (int)(seed * 0x9e3779b97f4a7c15 >> 59), handovers[seed % 4]};
-    w = (world){.calls_left = num_calls};
+    const sim_options options = {seed, faults & (int)(seed * 0x9e3779b97f4a7c15 >> 58), handovers[seed % 4]};
+    w = (world){.calls_left = num_calls, .is_meddled = seed / 4 % 3 == 0};
     sim_begin(&options);
     clients[num_clients] = (client){.w = &w, .number = -1, .call = "end"};
     self_of(&clients[num_clients]);

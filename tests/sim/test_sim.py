@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from support.compiling import EMULATOR, ENVIRONMENT, LIBRARIES, ROOT, SANITIZERS, TIMEOUT, compiler, run, works
 
 HERE = Path(__file__).parent
-OPTIONS = {"--clients": 4, "--calls": 400, "--faults": 31}
+OPTIONS = {"--clients": 4, "--calls": 400, "--faults": 63}
 
 
 def build(folder):
@@ -57,7 +58,7 @@ def play(sim, seed, options, runs=1):
 def shrink(sim, seed):
     """Return options with which the seed still fails: fewer clients, no fault that is not needed, the fewest calls."""
     options = dict(OPTIONS)
-    simpler = [{"--clients": n} for n in (1, 2, 3)] + [{"--faults": 31 & ~(1 << bit)} for bit in range(5)]
+    simpler = [{"--clients": n} for n in (1, 2, 3)] + [{"--faults": 63 & ~(1 << bit)} for bit in range(6)]
     for change in simpler:
         if "--faults" in change:
             change = {"--faults": options["--faults"] & change["--faults"]}
@@ -87,10 +88,12 @@ def test_more_seeds(sim):
     check(sim, range(26, 61))
 
 
-@pytest.mark.full
-def test_new_seeds(sim):
-    first = int.from_bytes(os.urandom(6), "big")
-    check(sim, range(first, first + 20000))
+@pytest.mark.parametrize(
+    "seconds", [pytest.param(60, marks=pytest.mark.slow), pytest.param(3600, marks=pytest.mark.full)]
+)
+def test_new_seeds(sim, seconds):
+    first, end = int.from_bytes(os.urandom(6), "big"), time.monotonic() + seconds
+    check(sim, itertools.takewhile(lambda _: time.monotonic() < end, itertools.count(first)))
 
 
 def test_the_same_seed_is_the_same_run(sim):

@@ -36,12 +36,13 @@ static void (*prepare_handlers[MOST_HANDLERS])(void), (*parent_handlers[MOST_HAN
     (*child_handlers[MOST_HANDLERS])(void);
 static int num_handlers;
 
-uint64_t sim_random(uint64_t n) { /* splitmix64 */
-    uint64_t z = random_state += 0x9e3779b97f4a7c15;
+static uint64_t mix(uint64_t z) { /* splitmix64 */
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
     z = (z ^ z >> 27) * 0x94d049bb133111eb;
-    return (z ^ z >> 31) % n;
+    return z ^ z >> 31;
 }
+
+uint64_t sim_random(uint64_t n) { return mix(random_state += 0x9e3779b97f4a7c15) % n; }
 
 void sim_fail(const char *format, ...) {
     va_list arguments;
@@ -58,6 +59,13 @@ static int goes_wrong(int fault, uint64_t rarity) {
     if (is_calm || !(options.faults & fault) || sim_random(rarity)) return 0;
     threads[current].faults++;
     return 1;
+}
+
+int sim_buggify(const char *function, int line) {
+    if (is_calm || !(options.faults & SIM_RARE)) return 0;
+    uint64_t place = mix(options.seed) + (uint64_t)line;
+    while (*function) place = mix(place + (uint64_t)*function++);
+    return place % 2 == 0 && sim_random(4) == 0;
 }
 
 uint64_t sim_steps(void) { return num_steps; }
@@ -305,17 +313,23 @@ void sim_free(void *memory) {
     free(memory);
 }
 
+/* Returns the bytes of the pages that `size` bytes lie in: munmap gives back whole ones. */
+static int64_t page_bytes(size_t size) {
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    return (int64_t)((size + page - 1) / page * page);
+}
+
 void *sim_mmap(void *at, size_t size, int protection, int flags, int file, off_t offset) {
     sim_step();
     if (goes_wrong(SIM_PAGES, 16)) return MAP_FAILED;
     void *memory = mmap(at, size, protection, flags, file, offset);
-    if (memory != MAP_FAILED) num_bytes += (int64_t)size;
+    if (memory != MAP_FAILED) num_bytes += page_bytes(size);
     return memory;
 }
 
 int sim_munmap(void *at, size_t size) {
     sim_step();
-    num_bytes -= (int64_t)size;
+    num_bytes -= page_bytes(size);
     return munmap(at, size);
 }
 

@@ -3,8 +3,8 @@
  * Every source of the core is compiled with `-include world.h -DSIM_CORE -finstrument-functions`.  What it asks of the
  * system then comes to world.c.  Threads are the system's, but one runs at a time: at each step (a call of a function,
  * a lock, a wake-up, an atomic access, an allocation) the world may hand over to another one.  Waiting threads wake
- * early, the clock jumps, memory and threads are refused, the system declines advice on pages.  So a run repeats with
- * its seed, to the step.
+ * early, the clock jumps, memory and threads are refused, the system declines advice on pages, and the core takes ways
+ * that are rare elsewhere.  So a run repeats with its seed, to the step.
  */
 #ifndef SIM_WORLD_H
 #define SIM_WORLD_H
@@ -29,7 +29,8 @@ enum sim_fault {
     SIM_PAGES = 4,    /* mmap and madvise fail */
     SIM_WAKE_UPS = 8, /* waiting threads wake early */
     SIM_CLOCK = 16,   /* the clock jumps forward */
-    SIM_ALL_FAULTS = 31
+    SIM_RARE = 32,    /* the core takes rare ways: KVC_BUGGIFY */
+    SIM_ALL_FAULTS = 63
 };
 
 typedef struct sim_options {
@@ -89,6 +90,9 @@ void *sim_mmap(void *at, size_t size, int protection, int flags, int file, off_t
 int sim_munmap(void *at, size_t size);
 int sim_madvise(void *at, size_t size, int advice);
 
+/* Whether to take the rare way at this line: at some lines of a run never, at others now and then. */
+int sim_buggify(const char *function, int line);
+
 #if defined(SIM_CORE)
 #define pthread_create sim_thread_create
 #define pthread_join sim_thread_join
@@ -110,6 +114,7 @@ int sim_madvise(void *at, size_t size, int advice);
 #define mmap sim_mmap
 #define munmap sim_munmap
 #define madvise sim_madvise
+#define KVC_BUGGIFY() sim_buggify(__func__, __LINE__)
 #undef atomic_load
 #undef atomic_store
 #undef atomic_exchange

@@ -70,8 +70,10 @@ def works(cc, flags, folder):
     """Return whether a program built with these flags runs."""
     with tempfile.TemporaryDirectory(dir=folder) as own:  # two processes link in the same folder
         source, program = Path(own, "probe.c"), Path(own, "probe")
-        include = "#include <omp.h>\n" if OPENMP in flags else ""
-        source.write_text(f"{include}int main(void) {{ return 0; }}\n")
+        probe = "int main(void) { return 0; }\n"
+        if OPENMP in flags:  # calls the runtime: a static one of another C library does not link
+            probe = "#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n"
+        source.write_text(probe)
         build = subprocess.run([*cc, *flags, source, "-o", program], capture_output=True)
         return build.returncode == 0 and subprocess.run([*EMULATOR, program], capture_output=True).returncode == 0
 
