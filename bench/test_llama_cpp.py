@@ -74,7 +74,10 @@ def test_a_context_is_filled_at_once(library, tiny, tmp_path, shape, cache, dtyp
     assert context.fill(100)
     first, last = context.positions()
     assert last == 99
-    assert first in ((68, 69) if shape == "windows" else (0,))
+    if shape == "windows":  # kvcache names the first position that its rows let the sequence go back to
+        assert first in ((98,) if cache == "kvcache" else (68, 69))
+    else:
+        assert first == 0
     context.decode()
     context.check()
     context.close()
