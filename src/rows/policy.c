@@ -71,21 +71,22 @@ int32_t kvc_policy_lowest(const kvc_policy *policy, int32_t position) {
     }
 }
 
-kvc_interval kvc_policy_expired(const kvc_policy *policy, int32_t low) {
+kvc_interval kvc_policy_expired(const kvc_policy *policy, int32_t min_query_position) {
     switch (policy->kind) {
-    case KVC_SLIDING: return (kvc_interval){policy->num_sink_tokens, first_of(window_kept(policy), low)};
+    case KVC_SLIDING: return (kvc_interval){policy->num_sink_tokens, first_of(window_kept(policy), min_query_position)};
     case KVC_CHUNKED: {
-        const int32_t lowest = kvc_policy_lowest(policy, low);
+        const int32_t lowest = kvc_policy_lowest(policy, min_query_position);
         return (kvc_interval){0, lowest > policy->resume_window ? lowest - policy->resume_window : 0};
     }
     default: return (kvc_interval){0, 0};
     }
 }
 
-int32_t kvc_policy_next_start(const kvc_policy *policy, int32_t low) {
-    if (policy->kind == KVC_SLIDING && window_kept(policy) == 1 && !policy->num_sink_tokens) return low + 1;
+int32_t kvc_policy_next_start(const kvc_policy *policy, int32_t min_query_position) {
+    if (policy->kind == KVC_SLIDING && window_kept(policy) == 1 && !policy->num_sink_tokens)
+        return min_query_position + 1;
     if (policy->kind != KVC_CHUNKED || policy->resume_window) return INT32_MAX;
-    const int64_t next = (int64_t)kvc_policy_lowest(policy, low) + policy->attention_chunk_size;
+    const int64_t next = (int64_t)kvc_policy_lowest(policy, min_query_position) + policy->attention_chunk_size;
     return next < INT32_MAX ? (int32_t)next : INT32_MAX;
 }
 

@@ -23,11 +23,11 @@ int kvc_policy_expires(const kvc_policy *policy);
 int32_t kvc_policy_lowest(const kvc_policy *policy, int32_t position);
 
 /* Returns the positions that are not kept when no query will come below position `min_query_position`. */
-kvc_interval kvc_policy_expired(const kvc_policy *policy, int32_t low);
+kvc_interval kvc_policy_expired(const kvc_policy *policy, int32_t min_query_position);
 
 /* Returns the first position above `min_query_position` of which a query, as the first of a batch, lets go of all rows
  * before it; INT32_MAX: none does. */
-int32_t kvc_policy_next_start(const kvc_policy *policy, int32_t low);
+int32_t kvc_policy_next_start(const kvc_policy *policy, int32_t min_query_position);
 
 /* Returns the number of sinks: positions below it are never expired. */
 int32_t kvc_policy_sinks(const kvc_policy *policy);
