@@ -83,11 +83,6 @@ def test_seeds(sim):
     check(sim, range(1, 26))
 
 
-@pytest.mark.slow
-def test_more_seeds(sim):
-    check(sim, range(26, 61))
-
-
 @pytest.mark.parametrize(
     "seconds", [pytest.param(60, marks=pytest.mark.slow), pytest.param(3600, marks=pytest.mark.full)]
 )
