@@ -585,7 +585,7 @@ class KVCache(Saveable):
         >>> k, v = np.empty((2, 3, 2, 68), np.uint8)
         >>> rows = cache.gather(0, raw=True, out=(k.swapaxes(0, 1), v.swapaxes(0, 1)))
         """
-        if raw and dtype is not None:
+        if _core.flag(raw, "raw") and dtype is not None:
             raise ValueError(f"dtype={dtype!r}: raw=True copies rows in the stored type; leave it out")
         chosen = None if dtype is None else check_float_dtype(dtype, "dtype")
         result: tuple[Any, Any] = self._core.gather(seq_id, layer, first, chosen, out, raw)
@@ -795,11 +795,12 @@ class KVCache(Saveable):
 
         It raises again if something else was wrong.
         """
+        may_lack = _core.flag(missing_ok, "missing_ok") or self._strategy != "always"
         is_refused = False
         try:
             share()
         except ValueError:
-            if self._strategy == "always" and not missing_ok:
+            if not may_lack:
                 raise
             is_refused = True
         if is_refused:
@@ -844,8 +845,11 @@ class KVCache(Saveable):
         ([0, 1, 2], 6)
         """
         share = partial(self._core.share_range, src, dst, begin)
-        some = INT32_MAX - 1 if end is None or end == INT32_MAX else end  # of part of the positions, none need exist
-        self._share(partial(share, end), partial(share, some), missing_ok)
+
+        def share_some() -> None:  # of part of the positions, none need exist
+            share(INT32_MAX - 1 if end is None or end == INT32_MAX else end)
+
+        self._share(partial(share, end), share_some, missing_ok)
         self._note_edit(dst, begin, source=src)
 
     def keep(self, seq_id: SupportsIndex) -> None:

@@ -280,7 +280,7 @@ def check_layers(layers: Any, given: Mapping[str, Any]) -> list[Layer]:
     if given:
         raise TypeError(f"{min(given)}: each Layer has its own; leave it out, or give num_layers, not a list of layers")
     if not 1 <= len(layers) <= MAX_LAYERS:
-        raise ValueError(f"{len(layers)} layers: must be from 1 to {MAX_LAYERS}")
+        raise ValueError(f"num_layers: a list of {len(layers)} layers; must be from 1 to {MAX_LAYERS}")
     for i, layer in enumerate(layers):
         if not isinstance(layer, Layer):
             raise TypeError(f"layers[{i}]={layer!r}: must be a Layer")

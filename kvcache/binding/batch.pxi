@@ -282,8 +282,9 @@ cdef class Batch(_CallCounter):
         return q, sinks, alibi, flags, ranges, out
 
     def attend(self, layer, q, k, v, first, scale, softcap, sinks, alibi, non_causal, masked, str layout, out,
-               bint return_lse):
+               return_lse):
         self.check_open()
+        cdef bint wants_lse = flag(return_lse, "return_lse")
         cdef int32_t at = to_layer(layer, self.cache.num_layers)
         cdef int axes = to_layout(layout)
         cdef bint store = k is not None or v is not None
@@ -310,7 +311,7 @@ cdef class Batch(_CallCounter):
             if store:
                 check_apart(&query.out, &rows.k, "k")
                 check_apart(&query.out, &rows.v, "v")
-        if return_lse:
+        if wants_lse:
             lse = new_array(KVC_F32, query.q.ndim - 1, query.q.shape[0], query.q.shape[1], query.q.shape[2])
             query.args.lse = <float *>cnp.PyArray_DATA(lse)
             query.args.lse_token_stride = cnp.PyArray_STRIDE(lse, TOKEN_AXIS[axes])
@@ -323,7 +324,7 @@ cdef class Batch(_CallCounter):
             status = kvc_attend(batch, &query.plan, &query.args)
         self.leave()
         self.cache.check_call(status)
-        return (out, lse) if return_lse else out
+        return (out, lse) if wants_lse else out
 
     cdef object dense_rows(self, object out, str name, int32_t type, int layout, int64_t heads, int64_t dim,
                            Array *like, Array *a):

@@ -251,13 +251,14 @@ cdef class Cache(_CallCounter):
         self.leave()
         check(status)
 
-    def remove(self, seq_id, begin, end, bint shift):
+    def remove(self, seq_id, begin, end, shift):
         cdef int64_t seq = to_seq_id(seq_id)
         cdef int32_t low = to_position(begin, "begin"), high = to_end(end, low)
+        cdef bint shifts = flag(shift, "shift")
         cdef kvc_status status
         cdef kvc_cache *cache = self.enter()
         with nogil:
-            status = kvc_remove(cache, seq, low, high, shift)
+            status = kvc_remove(cache, seq, low, high, shifts)
         self.leave()
         self.check_call(status)
 
@@ -328,14 +329,14 @@ cdef class Cache(_CallCounter):
         self.leave()
         check(status)
 
-    def inject(self, seq_id, layer, begin, k, v, bint skip_missing):
+    def inject(self, seq_id, layer, begin, k, v, skip_missing):
         cdef int64_t seq = to_seq_id(seq_id), num_replaced = 0
         cdef int32_t at = to_layer(layer, self.num_layers), low = to_position(begin, "begin"), high = 0
         cdef kvc_rows_in rows
         cdef kvc_cache *cache
         cdef kvc_status status
         _owners = read_replacement(&self.layers[at], k, v, low, &rows, &high)
-        rows.skip_missing, rows.num_replaced = skip_missing, &num_replaced
+        rows.skip_missing, rows.num_replaced = flag(skip_missing, "skip_missing"), &num_replaced
         cache = self.enter()
         with nogil:
             status = kvc_inject(cache, seq, at, low, high, &rows)
@@ -470,7 +471,7 @@ cdef class Cache(_CallCounter):
         check(status)
         return None if found < 0 else (k[:, 0], v[:, 0])
 
-    def gather(self, seq_id, layer, first, dtype, out, bint raw):
+    def gather(self, seq_id, layer, first, dtype, out, raw):
         cdef int64_t seq = to_seq_id(seq_id), begin, rows
         cdef int32_t at = to_layer(layer, self.num_layers)
         cdef kvc_rows_out to
@@ -484,7 +485,7 @@ cdef class Cache(_CallCounter):
         check(self.copy_to(None, at, seq, begin, rows, &to))
         return out
 
-    def extract(self, seq_id, layer, begin, end, bint raw):
+    def extract(self, seq_id, layer, begin, end, raw):
         cdef int64_t seq = to_seq_id(seq_id)
         cdef int32_t at = to_layer(layer, self.num_layers)
         cdef int32_t low = to_position(begin, "begin"), high = to_position(end, "end", low)
@@ -492,7 +493,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_status status
         cdef kvc_rows_out out
         self.check_open()
-        arrays = new_rows(&self.layers[at], high - low, KVC_F32, raw, True, True, &out)
+        arrays = new_rows(&self.layers[at], high - low, KVC_F32, flag(raw, "raw"), True, True, &out)
         cache = self.enter()
         with nogil:
             status = kvc_extract(cache, seq, at, low, high, &out)

@@ -122,6 +122,13 @@ cdef cnp.ndarray to_int_array(object values, str name, int typenum, int64_t low,
     return array
 
 
+cpdef bint flag(value, str name) except -1:
+    """Return a truth value, or raise a TypeError that says `name`."""
+    if value is not True and value is not False and not isinstance(value, np.bool_):
+        raise TypeError(f"{name}={show(value)}: must be True or False")
+    return bool(value)
+
+
 def integers(values, str name not None):
     """Return `values`, any number of 64-bit integers, as an array, or raise a TypeError or ValueError with `name`."""
     return to_int_array(values, name, cnp.NPY_INT64, _INT64_MIN, _INT64_MAX, 0)

@@ -305,7 +305,8 @@ class PrefixCache:
     def pin(self, tokens: Tokens) -> int:
         """Keep the blocks of a prompt, such as a system prompt, whatever else needs memory.
 
-        Return how many of its first tokens are kept: whole blocks, and only such as are known now.
+        Return how many of its first tokens are kept: such as are known now, in whole blocks, or in one that a released
+        prompt ended in.
         """
         with self._watch.lock:
             path = self._tree.alive(self._path_of(tokens))
