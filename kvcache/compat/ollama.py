@@ -6,8 +6,10 @@ The shape of the model is told to `Cache.init`, where a backend is given there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -74,6 +76,7 @@ class _Pass:
     layer: int = 0
     layer_type: int = 0  # of a wrapper: the cache that is chosen
     given: set[int] = field(default_factory=set)  # the layers that have the rows of the pass
+    undo: list[Callable[[], None]] = field(default_factory=list)  # called, the last first, if the pass is forgotten
 
     def open_batch(self) -> kvcache.Batch:
         """Return the batch of the forward pass."""
@@ -84,10 +87,15 @@ class _Pass:
     def end(self) -> None:
         """Make the pass part of its sequences; where a layer was left out, raise and forget the pass."""
         batch, self.batch = self.batch, None
+        undo, self.undo = self.undo, []
         self.given.clear()
-        if batch is not None:
-            with batch:
+        try:
+            with batch or nullcontext():
                 pass
+        except BaseException:
+            for each in reversed(undo):
+                each()
+            raise
 
 
 class Cache(Copied):
@@ -449,6 +457,8 @@ class EncoderCache(Cache):
                 f"value: an array of shape {np.shape(value)}, where permuted_v needs [..., rows, heads, dim]"
             )
         super().put(key, value)
+        before = self._shapes.copy(), self._cached, self._cached_position
+        self._pass().undo.append(partial(self._know, *before))
         self._shapes[self._pass().layer] = tuple(key.shape), tuple(value.shape)
         self._cached, self._cached_position = True, self._position
 
@@ -506,6 +516,9 @@ class EncoderCache(Cache):
     def _start(self, positions: Sequence[int], multimodal: Sequence[int]) -> None:
         if multimodal:
             self._position = positions[multimodal[-1]]
+
+    def _know(self, shapes: dict[int, Any], cached: bool, position: int) -> None:
+        self._shapes, self._cached, self._cached_position = shapes, cached, position
 
     def _removed(self, begin: int, end: int) -> None:
         if begin <= self._cached_position < end:

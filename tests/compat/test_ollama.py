@@ -512,6 +512,33 @@ def test_rows_that_are_gone_are_not_cached(end):
     assert images.encoder_cached() is (cache.cache.seq_len(layer=0) > 0)
 
 
+def test_rows_of_a_pass_that_is_forgotten_are_not_cached():
+    """What stood there before the pass stays, in its shape."""
+    images = ollama.new_encoder_cache(64)
+    cache = ollama.new_wrapper_cache(images, ollama.new_causal_cache())
+    cache.init(2, 2, 8, capacity=16, dtype="f32")
+    kept = None
+    for rows in (3, 5):
+        cache.start_forward([0], multimodal=[0])
+        cache.put(*random_rows(rows))
+        assert images.encoder_cached()
+        with pytest.raises(ValueError, match="not put in layer 1"):
+            cache.start_forward([0])
+        assert images.encoder_cached() is (kept is not None)
+        cache.start_forward([0])
+        if kept is None:
+            with pytest.raises(ValueError, match="layer 0 has no rows"):
+                cache.get()
+            kept = list(random_rows(4, seed=2))
+            cache.put(*kept)
+        assert cache.get()[0].tobytes() == kept[0].tobytes()
+        cache.set_layer(1)
+        cache.set_layer_type(1)
+        cache.put(*random_rows(1))
+        cache.remove(0, 1)
+        cache.set_layer(0)
+
+
 @pytest.mark.parametrize("shape", [(6, 16), (2, 8)])
 def test_permuted_values_have_an_axis_of_rows(shape):
     cache = ollama.new_encoder_cache(64)
