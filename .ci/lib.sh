@@ -160,9 +160,11 @@ core() {
         xargs -0 -n 1 -P "$jobs" "$@" -std=c11 -O1 "${strict[@]}" -Iinclude -Isrc -o /dev/null -c
 }
 
-# c_tests cc flags...: runs the tests of the core and of the C example, built with these flags only
+# c_tests cc flags...: runs the tests of the core and of the C example, built with these flags only; those marked `full`
+# where $part is --full, which one optimised build of each kind is for
+part=
 c_tests() {
-    CC=$1 KVCACHE_C_FLAGS="${*:2}" "$venv/bin/pytest" --color=no --full tests/c tests/examples/test_c_example.py
+    CC=$1 KVCACHE_C_FLAGS="${*:2}" "$venv/bin/pytest" --color=no $part tests/c tests/examples/test_c_example.py
 }
 
 # sanitizers cc flags...: runs the C tests under the address and undefined-behaviour sanitizers
