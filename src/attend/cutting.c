@@ -131,7 +131,7 @@ typedef void visit_fn(void *context, const kvc_run *segment, int32_t token);
 static inline void visit_positions(const kvc_run *run, int32_t token, int32_t begin, int32_t end, visit_fn *visit,
                                    void *context) {
     const kvc_run segment = kvc_run_part(run, begin, end);
-    if (segment.count) visit(context, &segment, token < 0 ? -1 : token + segment.position - run->position);
+    if (segment.count) visit(context, &segment, token < 0 ? -1 : token + (segment.position - run->position));
 }
 
 /* Visits the rows of a run that are in reach, masked or not.  token: as in visit_positions. */
@@ -149,7 +149,7 @@ static void visit_own_run(const kvc_new_slice *u, const kvc_run *run, int32_t to
         return;
     }
     for (kvc_run part; (part = kvc_masked_next(u->masked, run, &next)).count;)
-        visit_run(&u->own, &part, token < 0 ? -1 : token + part.position - run->position, visit, context);
+        visit_run(&u->own, &part, token < 0 ? -1 : token + (part.position - run->position), visit, context);
 }
 
 /* Visits, in a batch with parents, the rows of the slice's tokens and of those that they descend from.  Others may not

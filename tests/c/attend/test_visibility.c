@@ -452,8 +452,32 @@ static void test_random(int block_size, int num_steps, int roundings) {
     pair_free(&p);
 }
 
+/* Positions up to the largest, in rows that are cut where a block ends and where rows are masked. */
+static void test_largest_positions(void) {
+    enum { NUM = 12 };
+    static pair p;
+    static const kvc_policy policies[] = {{.kind = KVC_FULL}, {.kind = KVC_SLIDING, .window = 5}};
+    for (int i = 0; i < 2; i++) {
+        const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .k_type = KVC_F32, .policy = policies[i]};
+        int32_t positions[NUM];
+        for (int t = 0; t < NUM; t++) positions[t] = INT32_MAX - NUM + t;
+        p = (pair){.config.block_size = 4};
+        pair_new(&p, 1, &layer);
+        CHECK(pair_begin(&p, NUM, positions, (int64_t[NUM]){0}) == KVC_OK);
+        pair_put_all(&p);
+        look(&p);
+        num_masked = 1;
+        masked[0] = (kvc_masked){0, positions[2], positions[3]};
+        check_attend(&p, 0, 0, NUM, NULL);
+        CHECK(pair_commit(&p) == KVC_OK);
+        pair_check(&p);
+        pair_free(&p);
+    }
+}
+
 int main(void) {
     static const int block_sizes[] = {1, 3, 16, 64};
+    test_largest_positions();
     for (int i = 0; i < 96; i++) test_random(block_sizes[i % 4], 120, i % 3 ? 12 : 0);
     CHECKF(num_looks > 500 && num_attends > 2000 && num_refused > 50, "%d, %d, %d", num_looks, num_attends,
            num_refused);

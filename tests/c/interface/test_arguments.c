@@ -110,6 +110,7 @@ static void test_bad_limits(void) {
         {{.num_layers = 1, .max_seq_len = INT64_MAX}, KVC_ERR_INVALID, "max_seq_len", "is 9223372036854775807:"},
         {{.num_layers = 1, .max_sequences = -2}, KVC_ERR_INVALID, "max_sequences", "is -2:"},
         {{.num_layers = 1, .max_sequences = INT64_MAX}, KVC_ERR_INVALID, "max_sequences", "is 9223372036854775807:"},
+        {{.num_layers = 1, .max_seq_len = INT64_MAX, .max_sequences = 2}, KVC_ERR_INVALID, "max_seq_len", "is 92233"},
         {{.num_layers = 1, .capacity = -3}, KVC_ERR_INVALID, "capacity", "is -3:"},
         {{.num_layers = 1, .max_bytes = -4}, KVC_ERR_INVALID, "max_bytes", "is -4:"},
         {{.num_layers = 1, .num_threads = -1}, KVC_ERR_INVALID, "num_threads", "is -1:"},
