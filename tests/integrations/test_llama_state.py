@@ -63,11 +63,3 @@ def test_it_passes_for_llama_cpps_own_state_with_all_types(model, architecture):
 def test_llama_cpps_test_of_state(model, architecture):
     out = run("test-save-load-state", "-m", model(architecture), "-t", 1, "-v")
     assert "llama_kvcache: " in out
-
-
-def test_a_prompt_cache_of_llama_completion(model, tmp_path):
-    command = ["-m", model("llama"), "-p", "a b c d", "-n", 8, "-s", 1, "--temp", 0, "-no-cnv", "-t", 1, "-v"]
-    first = run("llama-completion", *command, "--prompt-cache", tmp_path / "session")
-    again = run("llama-completion", *command, "--prompt-cache", tmp_path / "session")
-    assert "llama_kvcache: " in first
-    assert "loaded a session" in again
