@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, SupportsIndex
 import numpy as np
 
 from kvcache import _core
+from kvcache.errors import CacheBusyError
 
 if TYPE_CHECKING:
     from kvcache.cache import KVCache
@@ -75,9 +76,19 @@ class Watch:
 
     def new_sequence(self) -> int:
         """Return an id for a sequence that nobody uses."""
-        while self._core.seq_len(seq_id := next(self._sequences), None) or self._core.next_position(seq_id):
+        while self._is_used(seq_id := next(self._sequences)):
             continue
         return seq_id
+
+    def _is_used(self, seq_id: int) -> bool:
+        """Whether a sequence holds anything, or has tokens in the open batch."""
+        if self._core.seq_len(seq_id, None) or self._core.next_position(seq_id):
+            return True
+        try:
+            self._core.remove(seq_id, 0, 0, False)  # raises if a batch has the sequence
+        except CacheBusyError:
+            return True
+        return False
 
     @contextmanager
     def commit(self, begin: float, core: _core.Batch, keeps_all: bool) -> Iterator[None]:

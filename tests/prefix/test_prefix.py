@@ -680,6 +680,21 @@ def test_release_while_it_is_in_a_batch():
     assert prefix.acquire(PROMPT)[1] == 99
 
 
+def test_an_id_in_the_open_batch_is_not_given_out():
+    """A sequence that began in the open batch holds nothing yet, but is somebody's."""
+    cache, prefix = make()
+    rows = rows_of(PROMPT, 0, 8, 0)
+    with cache.batch(positions=[*range(4)] * 2, seq_ids=[0] * 4 + [2] * 4) as batch:
+        seq_id, matched = prefix.acquire(PROMPT)
+        assert (seq_id, matched, prefix.new_sequence()) == (1, 0, 3)
+        for layer in range(cache.num_layers):
+            batch.put(layer, rows, rows)
+    assert cache.sequences == [0, 2]
+    feed(cache, seq_id, PROMPT, 0, 100)
+    prefix.release(seq_id, PROMPT)
+    assert prefix.acquire(PROMPT)[1] == 99
+
+
 def test_a_copy_has_no_prefix_cache():
     cache, prefix = make()
     seq_id, _ = prefix.acquire(PROMPT)
