@@ -196,6 +196,7 @@ class Cache(Copied):
         shared = _Pass(cache, members, layer_types)
         for each in (self, *members):
             each._shared = shared
+            each._removed(-1, MAX_INT32)  # an encoder's rows are those of a cache that was made before
 
     def set_config(self, config: CacheConfig) -> None:
         """Say what `get` is to return; once, before `init`. That of a `WrapperCache` is for all of its caches.

@@ -587,6 +587,18 @@ def test_rows_of_a_pass_that_is_forgotten_are_not_cached():
         cache.set_layer(0)
 
 
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_cache_that_is_made_anew_has_no_rows(is_wrapped):
+    images = ollama.new_encoder_cache(64)
+    cache = ollama.new_wrapper_cache(images) if is_wrapped else images
+    for _ in range(2):
+        cache.init(1, 2, 8, capacity=16)
+        assert not images.encoder_cached()
+        cache.start_forward([0])
+        cache.put(*random_rows(3))
+        assert images.encoder_cached()
+
+
 @pytest.mark.parametrize("shape", [(6, 16), (2, 8)])
 def test_permuted_values_have_an_axis_of_rows(shape):
     cache = ollama.new_encoder_cache(64)
