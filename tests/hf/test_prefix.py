@@ -488,6 +488,7 @@ def test_a_pass_that_failed_elsewhere_and_was_dropped():
     with torch.no_grad():
         model(tokens, past_key_values=cache)
     assert cache.get_seq_length() == 20
+    cache.finish()
     assert len(prefix.cache.sequences) == 1
 
 
