@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Listener", "Watch", "watch_of"]
 
-FIRST_RETAINED = 1 << 62  # ids of retained sequences, which a user has no use for, begin here
+FIRST_RETAINED = 1 << 62  # ids of retained sequences, which a user hardly uses, begin here
 FEW_TOKENS = 16  # batches of fewer tokens a sequence say nothing about the speed of prompts
 
 
@@ -71,14 +71,15 @@ class Watch:
             self._listeners.add(listener)
 
     def new_retained(self) -> int:
-        """Return an id for a retained sequence that was never used."""
-        return next(self._retained)
+        """Return an id for a retained sequence: one that nobody uses."""
+        return self._next_unused(self._retained)
 
     def new_sequence(self) -> int:
         """Return an id for a sequence that nobody uses."""
-        while self._is_used(seq_id := next(self._sequences)):
-            continue
-        return seq_id
+        return self._next_unused(self._sequences)
+
+    def _next_unused(self, ids: Iterator[int]) -> int:
+        return next(seq_id for seq_id in ids if not self._is_used(seq_id))
 
     def _is_used(self, seq_id: int) -> bool:
         """Whether a sequence holds anything, or has tokens in the open batch."""

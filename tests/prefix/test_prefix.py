@@ -15,6 +15,7 @@ import pytest
 from support.prefixes import BLOCK, as_array, check_rows, common, feed, make_cache, rows_of, serve
 
 import kvcache
+from kvcache.prefix.watch import FIRST_RETAINED
 
 PROMPT = list(range(100))
 
@@ -693,6 +694,19 @@ def test_an_id_in_the_open_batch_is_not_given_out():
     feed(cache, seq_id, PROMPT, 0, 100)
     prefix.release(seq_id, PROMPT)
     assert prefix.acquire(PROMPT)[1] == 99
+
+
+def test_an_id_may_be_any_integer():
+    """Also one of those that retained sequences get."""
+    cache, prefix = make()
+    ids = [FIRST_RETAINED, FIRST_RETAINED + 2]
+    for seq_id in ids:
+        feed(cache, seq_id, PROMPT, 0, 40)
+    assert serve(prefix, cache, PROMPT) == 0
+    assert serve(prefix, cache, PROMPT) == 99
+    for seq_id in ids:
+        check_rows(cache, seq_id, PROMPT, 40)
+        prefix.release(seq_id, PROMPT)
 
 
 def test_a_copy_has_no_prefix_cache():
