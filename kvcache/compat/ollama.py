@@ -398,7 +398,9 @@ class Causal(Cache):
         self, shift: Any = None, *, window: int | None = None, memory: int | None = None, chunk: int | None = None
     ) -> None:
         super().__init__(shift)
-        self._window, self._memory, self._chunk = window, memory, chunk
+        self._window = None if window is None else to_integer("window", window, 0)
+        self._memory = None if memory is None else to_integer("memory", memory, 0)
+        self._chunk = None if chunk is None else to_integer("chunk", chunk, 1)
         self._except: Sequence[int] = ()
 
     def set_causal(self, options: CausalOptions) -> None:

@@ -146,6 +146,15 @@ def test_a_pass_that_does_not_fit_changes_nothing():
     assert runner.append(0, 1) == [{1, 2, 3, 4}]
 
 
+def test_a_window_of_a_small_integer():
+    cache = ollama.Causal(window=np.uint8(255), memory=np.uint8(255))
+    cache.init(1, 1, 2, capacity=300)
+    assert cache.cache.layers[0].policy == SlidingWindow(256, resume_window=256)
+    for name, value in (("window", "3"), ("memory", 1.5), ("chunk", True)):
+        with pytest.raises(TypeError, match=f"{name}={value!r}: an integer is needed"):
+            ollama.Causal(**{name: value})
+
+
 def test_a_window_is_never_full():
     runner = Runner(ollama.new_swa_cache(2), capacity=8)
     for _ in range(30):
