@@ -3,6 +3,8 @@
 import os
 from typing import SupportsFloat, cast
 
+import numpy as np
+
 from kvcache._core import INT32_MAX, INT64_MAX, MAX_THREADS, integer, integers
 from kvcache.errors import shown
 
@@ -15,7 +17,7 @@ def to_float(value: object, name: str) -> float:
     Raise a ``TypeError`` that says `name` if it is none, and a ``ValueError`` if no float is as large.
     """
     try:
-        if isinstance(value, bool | str | bytes | bytearray):
+        if isinstance(value, bool | np.bool_ | str | bytes | bytearray):
             raise TypeError
         return float(cast("SupportsFloat", value))
     except (TypeError, ValueError):

@@ -64,7 +64,7 @@ class CausalOptions:
     except_: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        to_integers("except_", self.except_)
+        object.__setattr__(self, "except_", tuple(to_integers("except_", self.except_)))
 
 
 @dataclass
@@ -72,10 +72,13 @@ class _Pass:
     """What the caches of one model share: its rows, the forward pass, and the layer at hand."""
 
     cache: kvcache.KVCache
+    members: tuple[Cache, ...]
+    layer_types: list[int]  # by layer, the member that it is of
     batch: kvcache.Batch | None = None
     layer: int = 0
     layer_type: int = 0  # of a wrapper: the cache that is chosen
     given: set[int] = field(default_factory=set)  # the layers that have the rows of the pass
+    shapes: dict[int, Any] = field(default_factory=dict)  # by layer, those in which an encoder's rows were put
     undo: list[Callable[[], None]] = field(default_factory=list)  # called, the last first, if the pass is forgotten
 
     def open_batch(self) -> kvcache.Batch:
@@ -83,6 +86,22 @@ class _Pass:
         if self.batch is None:
             raise ValueError("no forward pass: call start_forward() first, with reserve=False")
         return self.batch
+
+    def batch_for(self, member: Cache) -> kvcache.Batch:
+        """Return the batch of the forward pass; raise ``ValueError`` if the layer at hand is of another cache."""
+        batch, number = self.open_batch(), self.layer_types[self.layer]
+        if self.members[number] is not member:
+            raise ValueError(
+                f"layer {self.layer} is of caches[{number}], and another one is asked: call set_layer_type({number}) "
+                "first, or say by the layer_types of init() which layer is of which cache"
+            )
+        return batch
+
+    @property
+    def source(self) -> int:
+        """The layer that has the rows of the layer at hand."""
+        share = self.cache.layers[self.layer].share
+        return self.layer if share is None else share
 
     def end(self) -> None:
         """Make the pass part of its sequences; where a layer was left out, raise and forget the pass."""
@@ -146,7 +165,8 @@ class Cache(Copied):
         Raises
         ------
         ValueError
-            If a window's memory is smaller than the window, or an encoder's cache is for several sequences.
+            If a window's memory is smaller than the window, an encoder's cache is for several sequences, or
+            `layer_types` has more or fewer layers.
         IndexError
             If there is no such cache as `layer_types` says.
         """
@@ -155,8 +175,11 @@ class Cache(Copied):
         num_layers, max_sequences, capacity = (to_integer(name, value, 1) for name, value in sizes.items())
         if layer_types is None:
             layer_types = [layer % len(members) for layer in range(num_layers)]
-        for kind in to_integers("layer_types", layer_types):
-            check_index("layer_types", kind, len(members))
+        layer_types = to_integers("layer_types", layer_types)
+        if len(layer_types) != num_layers:
+            raise ValueError(f"len(layer_types)={len(layer_types)}: must be num_layers, which is {num_layers}")
+        for layer, number in enumerate(layer_types):
+            check_index(f"layer_types[{layer}]", number, len(members))
         cache = kvcache.KVCache(
             num_layers,
             num_kv_heads,
@@ -164,15 +187,16 @@ class Cache(Copied):
             None,
             v_head_dim=v_head_dim,
             dtype=dtype,
-            policy=[members[kind]._policy(max_sequences, capacity) for kind in layer_types],
-            rope=[members[kind]._shift for kind in layer_types],
+            policy=[members[number]._policy(max_sequences, capacity) for number in layer_types],
+            rope=[members[number]._shift for number in layer_types],
             share=share,
             max_sequences=max_sequences,
             capacity=max_sequences * capacity,
         )
-        shared = _Pass(cache)
+        shared = _Pass(cache, members, layer_types)
         for each in (self, *members):
             each._shared = shared
+            each._removed(-1, MAX_INT32)  # an encoder's rows are those of a cache that was made before
 
     def set_config(self, config: CacheConfig) -> None:
         """Say what `get` is to return; once, before `init`. That of a `WrapperCache` is for all of its caches.
@@ -273,10 +297,11 @@ class Cache(Copied):
         Raises
         ------
         ValueError
-            If there is no pass, a shape is wrong, or the layer has its rows already.
+            If there is no pass, a shape is wrong, the layer has its rows already, or it is of another cache of a
+            wrapper.
         """
         shared = self._pass()
-        shared.open_batch().put(shared.layer, key, value)
+        shared.batch_for(self).put(shared.layer, key, value)
         shared.given.add(shared.layer)
 
     def get(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any] | None]:
@@ -293,7 +318,7 @@ class Cache(Copied):
         Raises
         ------
         ValueError
-            If there is no pass, or the layer has no rows of it.
+            If there is no pass, the layer has no rows of it, or it is of another cache of a wrapper.
         """
         raise NotImplementedError
 
@@ -373,7 +398,9 @@ class Causal(Cache):
         self, shift: Any = None, *, window: int | None = None, memory: int | None = None, chunk: int | None = None
     ) -> None:
         super().__init__(shift)
-        self._window, self._memory, self._chunk = window, memory, chunk
+        self._window = None if window is None else to_integer("window", window, 0)
+        self._memory = None if memory is None else to_integer("memory", memory, 0)
+        self._chunk = None if chunk is None else to_integer("chunk", chunk, 1)
         self._except: Sequence[int] = ()
 
     def set_causal(self, options: CausalOptions) -> None:
@@ -385,7 +412,7 @@ class Causal(Cache):
         self._except = options.except_
 
     def put(self, key: Any, value: Any) -> None:  # noqa: D102 - as in `Cache`
-        tokens = len(self._pass().open_batch())
+        tokens = len(self._pass().batch_for(self))
         for name, rows in (("key", key), ("value", value)):
             if np.shape(rows)[:1] != (tokens,):
                 raise ValueError(f"{name}: an array of shape {np.shape(rows)}, where the pass has {tokens} tokens")
@@ -393,9 +420,8 @@ class Causal(Cache):
 
     def get(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any] | None]:  # noqa: D102 - as in `Cache`
         shared = self._pass()
-        batch, config = shared.open_batch(), self._config or CacheConfig()
-        source = shared.cache.layers[shared.layer].share
-        if (shared.layer if source is None else source) not in shared.given:
+        batch, config = shared.batch_for(self), self._config or CacheConfig()
+        if shared.source not in shared.given:
             raise ValueError(
                 f"layer {shared.layer} has no rows of this pass: put them first; a layer that only reads another one's "
                 "is to be told to init(), by share"
@@ -443,7 +469,6 @@ class EncoderCache(Cache):
     def __init__(self, max_len: int) -> None:
         super().__init__(False)
         self._max_len = max_len
-        self._shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._position = self._cached_position = -1
         self._cached = False
 
@@ -457,9 +482,9 @@ class EncoderCache(Cache):
                 f"value: an array of shape {np.shape(value)}, where permuted_v needs [..., rows, heads, dim]"
             )
         super().put(key, value)
-        before = self._shapes.copy(), self._cached, self._cached_position
-        self._pass().undo.append(partial(self._know, *before))
-        self._shapes[self._pass().layer] = tuple(key.shape), tuple(value.shape)
+        shared = self._pass()
+        shared.undo.append(partial(self._know, shared.shapes.copy(), self._cached, self._cached_position))
+        shared.shapes[shared.layer] = tuple(key.shape), tuple(value.shape)
         self._cached, self._cached_position = True, self._position
 
     def get(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any] | None]:
@@ -468,15 +493,15 @@ class EncoderCache(Cache):
         Raises
         ------
         ValueError
-            If there is no pass, or no rows were put.
+            If there is no pass, no rows were put, or the layer is of another cache of a wrapper.
         """
         shared = self._pass()
-        batch = shared.open_batch()
+        batch = shared.batch_for(self)
         dtype: Any = "f16" if shared.cache.layers[shared.layer].k_dtype == "f16" else "f32"
         k, v, _ = batch.dense(shared.layer, layout="THD", dtype=dtype, mask=None)
         if not len(k):
             raise ValueError(f"layer {shared.layer} has no rows: put an encoder's first")
-        k, v = (rows.reshape(shape) for rows, shape in zip((k, v), self._shapes[shared.layer], strict=True))
+        k, v = (rows.reshape(shape) for rows, shape in zip((k, v), shared.shapes[shared.source], strict=True))
         if self._config is not None and self._config.permuted_v:
             v = np.ascontiguousarray(np.moveaxis(v, -3, -1))
         return k, v, None
@@ -518,7 +543,7 @@ class EncoderCache(Cache):
             self._position = positions[multimodal[-1]]
 
     def _know(self, shapes: dict[int, Any], cached: bool, position: int) -> None:
-        self._shapes, self._cached, self._cached_position = shapes, cached, position
+        self._pass().shapes, self._cached, self._cached_position = shapes, cached, position
 
     def _removed(self, begin: int, end: int) -> None:
         if begin <= self._cached_position < end:

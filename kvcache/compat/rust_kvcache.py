@@ -122,7 +122,7 @@ class KvCache(Copied):
         ValueError
             If `start_pos` is negative, or `block_size` below 1.
         """
-        self._check_block(layer, start_pos, block_size)
+        start_pos, block_size = self._check_block(layer, start_pos, block_size)
         blocks = np.zeros((2, self.num_kv_heads(), block_size, self.head_dim()), np.float32)
         for block, rows in zip(blocks, self._running.rows(layer), strict=True):
             part = rows[:, start_pos : start_pos + block_size]
@@ -143,7 +143,7 @@ class KvCache(Copied):
         ValueError
             If an array does not have as many numbers, `start_pos` is negative, or `block_size` below 1.
         """
-        self._check_block(layer, start_pos, block_size)
+        start_pos, block_size = self._check_block(layer, start_pos, block_size)
         shape = self.num_kv_heads(), block_size, self.head_dim()
         rows = read_rows(keys, "keys", *shape), read_rows(values, "values", *shape)
         if start_pos < self.max_seq_len():
@@ -257,10 +257,9 @@ class KvCache(Copied):
         check_index("layer", layer, self.num_layers())
         check_index("head", head, self.num_kv_heads())
 
-    def _check_block(self, layer: int, start_pos: int, block_size: int) -> None:
+    def _check_block(self, layer: int, start_pos: int, block_size: int) -> tuple[int, int]:
         check_index("layer", layer, self.num_layers())
-        to_integer("start_pos", start_pos, 0)
-        to_integer("block_size", block_size, 1)
+        return to_integer("start_pos", start_pos, 0), to_integer("block_size", block_size, 1)
 
     def _head(self, which: int, layer: int, head: int, seq_len: int) -> npt.NDArray[Any]:
         self._check_head(layer, head)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -365,9 +366,14 @@ class KVCacheUtils:
     @staticmethod
     def estimate_memory_usage(n_sequences: int, max_seq_length: int, n_layers: int, n_heads: int, head_dim: int) -> int:
         """Return the bytes that sequences of this length come to."""
-        return n_sequences * max_seq_length * n_layers * n_heads * head_dim * 2 * 4
+        sizes = {
+            "n_sequences": n_sequences, "max_seq_length": max_seq_length, "n_layers": n_layers, "n_heads": n_heads,
+            "head_dim": head_dim,
+        }  # fmt: skip
+        return math.prod(to_integer(name, size, 0) for name, size in sizes.items()) * 2 * 4
 
     @staticmethod
     def recommended_window_size(model_context_length: int, available_memory_mb: int) -> int:
         """Return the tokens of 4,096 bytes that memory has room for, at most the model's."""
-        return min(available_memory_mb * 2**20 // 4096, model_context_length)
+        most = to_integer("model_context_length", model_context_length, 0)
+        return min(to_integer("available_memory_mb", available_memory_mb, 0) * 2**20 // 4096, most)

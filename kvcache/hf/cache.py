@@ -172,8 +172,11 @@ class HFCache(SaveableBatch, Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens seen, padding included."""
+        return self._passes.num_seen + self._passes.num_open
+
+    def finish(self) -> None:
+        """Make the last pass part of its sequences, so that the `KVCache` has no open batch, if it is complete."""
         self._passes.finish()
-        return self._passes.num_seen
 
     @property
     def batch_size(self) -> int:
@@ -272,21 +275,33 @@ class HFCache(SaveableBatch, Cache):
         super().activate_past_recording()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens: `tokens_to_remove` is minus their number."""
+        """Remove the last tokens: `tokens_to_remove` is minus their number.
+
+        Tokens of the last pass can always be removed. Before them, a window can go back as far as its `resume_window`
+        keeps rows, else ``RowsGoneError`` is raised, and nothing has changed.
+        """
         tokens_to_remove = integer(tokens_to_remove, "tokens_to_remove", -INT64_MAX, INT64_MAX)
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove is {tokens_to_remove}: give minus the number of tokens to take back")
         passes = self._passes
-        passes.end()
-        seen = max(0, passes.num_seen + tokens_to_remove)
-        lengths = {i: max(0, seen - offset) for i, offset in zip(passes.seq_ids, passes.offsets, strict=True)}
-        can_resume = {i: self._cache.can_resume(length, seq_id=i) for i, length in lengths.items()}
-        if all(can_resume.values()):
-            for layer in self.others:
-                layer.crop(tokens_to_remove)
-        for seq_id in sorted(passes.seq_ids, key=can_resume.__getitem__):
-            self._cache.truncate(lengths[seq_id], seq_id=seq_id)  # what may raise comes first: then none has changed
-        passes.num_seen, passes.offsets = seen, [min(offset, seen) for offset in passes.offsets]
+        with passes.turns.changed:  # until tokens of the last pass are taken back, no other cache may end it
+            if not passes.num_open:
+                passes.end()
+            num_back, seen = min(-tokens_to_remove, passes.num_open), max(0, self.get_seq_length() + tokens_to_remove)
+            stuck: list[int] = []  # sequences whose windows have moved on
+            if seen < passes.num_seen:
+                begins = zip(passes.seq_ids, passes.offsets, strict=True)
+                stuck = [i for i, offset in begins if not self._cache.can_resume(max(0, seen - offset), seq_id=i)]
+            if stuck:
+                num_back = 0
+            else:
+                for layer in self.others:
+                    layer.crop(tokens_to_remove)
+            passes.end(num_back)
+            lengths = {i: max(0, seen - offset) for i, offset in zip(passes.seq_ids, passes.offsets, strict=True)}
+            for seq_id in (*stuck, *lengths):  # first what raises: then none has changed
+                self._cache.truncate(lengths[seq_id], seq_id=seq_id)  # also tells a prefix cache what was taken back
+            passes.num_seen, passes.offsets = seen, [min(offset, seen) for offset in passes.offsets]
         self.text = None if self.text is None else self.text[:, :seen]
         if passes.prompts is not None:
             passes.prompts.crop(seen)

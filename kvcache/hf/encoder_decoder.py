@@ -60,7 +60,7 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
     def __init__(
         self,
         config: PreTrainedConfig,
-        dtype: DType = "f16",
+        dtype: DType | None = None,
         policy: Policy | Sequence[Policy] | None = None,
         max_source_len: int | None = None,
         transform: Transform | None = None,
@@ -84,7 +84,7 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
     def _made_for(cls, config: PreTrainedConfig, policy: Any, states: Sequence[SavedState]) -> Self:
         dtype, transform = stored_in(states[0])
         lengths = (layer.policy.max_len for layer in states[1].layers if isinstance(layer.policy, CrossAttention))
-        return cls(config, dtype or "f16", policy, next(lengths, None), transform)
+        return cls(config, dtype, policy, next(lengths, None), transform)
 
     @property
     def _parts(self) -> list[Any]:

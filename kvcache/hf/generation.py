@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 from transformers.generation import configuration_utils
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 from kvcache.hf.attention import NAME
 from kvcache.hf.cache import HFCache
@@ -23,6 +24,7 @@ from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.pieces import PieceByPiece
 from kvcache.hf.texts import begin_source, begin_text, end_text, leave_text
 
+CACHE = "cache" if "cache" in ALL_CACHE_NAMES else "past_key_values"  # the argument's name, from 5.24 on the first
 STATIC = configuration_utils.ALL_STATIC_CACHE_IMPLEMENTATIONS
 generate = GenerationMixin.generate
 prefill: Any = GenerationMixin._prefill
@@ -56,13 +58,13 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
             f"cache_implementation={wanted!r} does not go with the attention {NAME!r}: say"
             f" cache_implementation={NAME!r}, or pass an HFCache as past_key_values"
         )
-    given = model_kwargs.get("past_key_values")
+    given = model_kwargs.get(CACHE)
     is_given = given is not None
     if generation_config.use_cache is False:
         _note_no_cache(self, wanted, given)
     if wanted == NAME and not is_given and generation_config.use_cache is not False:
         cache = make_cache(self, arguments)
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[CACHE] = cache
         if generation_config.is_assistant:
             cache.activate_past_recording()  # to take back what was guessed wrong
         made = _made.get()
@@ -94,7 +96,7 @@ def _prefill(
     self: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Keep what the cache has in common with the prompts, or take that from its prefix cache; feed the rest."""
-    cache, model = model_kwargs.get("past_key_values"), self
+    cache, model = model_kwargs.get(CACHE), self
     generation_config = _begin(input_ids, generation_config, model_kwargs)
     if isinstance(cache, HFCache):
         if cache.takes_prompt and _follows_from_tokens(input_ids, model_kwargs):
@@ -105,7 +107,7 @@ def _prefill(
 
 def _decode_assisted(self: Any, input_ids: torch.Tensor, *args: Any, generation_config: Any, **kwargs: Any) -> Any:
     """Decode with a draft, which feeds the whole prompt whatever the cache holds."""
-    cache, model = kwargs.get("past_key_values"), self
+    cache, model = kwargs.get(CACHE), self
     _begin(input_ids, generation_config, kwargs, feeds_all=True)
     if isinstance(cache, HFCache):
         model = PieceByPiece(self, cache, generation_config.prefill_chunk_size)
@@ -119,7 +121,7 @@ def _begin(
 
     With `feeds_all`, keep nothing but what was acquired. Return the generation config that feeds the rest.
     """
-    cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+    cache, mask = model_kwargs.get(CACHE), model_kwargs.get("attention_mask")
     is_embedded = model_kwargs.get("inputs_embeds") is not None
     if isinstance(cache, HFEncoderDecoderCache):
         begin_source(cache, model_kwargs["encoder_outputs"][0], mask)
@@ -176,17 +178,17 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate, and give the rows of caches that were made here, and that nobody else has, to their prefix caches."""
     made: list[HFCache] = []
     token = _made.set(made)
-    used = kwargs.get("past_key_values")
+    used = kwargs.get(CACHE, kwargs.get("past_key_values"))
     before = getattr(_text_cache(used), "text", None)
     try:
         result = generate(self, *args, **kwargs)
-        used = getattr(result, "past_key_values", None) if used is None else used
+        used = getattr(result, CACHE, None) if used is None else used
         text = getattr(result, "sequences", result)
         filled = _text_cache(used)
         if filled is not None and isinstance(text, torch.Tensor):
             end_text(filled, text)
         for cache in made:
-            if getattr(result, "past_key_values", None) is not cache:
+            if getattr(result, CACHE, None) is not cache:
                 tokens: Any = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", ())
                 is_known = len(tokens) == cache.batch_size and not kwargs.get("custom_generate")
                 cache.release(tokens if is_known else None)

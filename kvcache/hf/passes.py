@@ -82,6 +82,14 @@ class ForwardPass:
         """The layout of the tensors that `drop_padding` returns."""
         return "BHTD" if self.not_padding is None else "THD"
 
+    def kept(self, num_back: int) -> list[int]:
+        """Return the tokens of the batch, by index, but for those in the last `num_back` columns."""
+        columns = torch.arange(self.num_tokens).expand(len(self.offsets), -1)
+        if self.not_padding is not None:
+            columns = columns[self.not_padding]
+        kept: list[int] = (columns.flatten() < self.num_tokens - num_back).nonzero()[:, 0].tolist()
+        return kept
+
     @property
     def is_complete(self) -> bool:
         """Whether the pass has been through every layer."""
@@ -226,6 +234,7 @@ class Passes:
 
     def _next(self, index: int) -> ForwardPass:
         """End the last pass, and begin another one with a layer."""
+        begun = ForwardPass(self._num_layers)
         self._warn_unfinished()
         self.end()
         if index != self._first_layer:
@@ -233,8 +242,8 @@ class Passes:
                 f"layer {index} brings keys in a forward pass without layer {self._first_layer}: the model"
                 " runs a layer twice, or the cache, or a copy of it, was used by others before the pass ended"
             )
-        self.last = ForwardPass(self._num_layers)
-        return self.last
+        self.last = begun
+        return begun
 
     def _warn_unfinished(self) -> None:
         """Warn if the last pass left layers out, so that its tokens are dropped."""
@@ -350,22 +359,27 @@ class Passes:
             if self.last is not None and self.last.is_complete:
                 self.end()
 
-    def end(self) -> None:
-        """End the last pass: keep its tokens if it is complete, else drop them."""
+    @property
+    def num_open(self) -> int:
+        """The tokens of each sequence in the last pass, padding included, if it is complete and has not ended."""
+        return self.last.num_tokens if self.last is not None and self.last.is_complete and self.last.is_open else 0
+
+    def end(self, num_back: int = 0) -> None:
+        """End the last pass: if it is complete, keep its tokens but for the last `num_back` columns; else drop them."""
         with self.turns.changed:
             ended, self.last = self.last, None
             if ended is None:
                 return
             is_complete = ended.is_complete
-            if is_complete:
+            if is_complete and ended.pending:
                 self._put_pending(ended)
             if ended.is_open and ended.batch is not None:
                 if is_complete:
-                    ended.batch.commit()
+                    ended.batch.commit(ended.kept(num_back) if num_back else None)
                 else:
                     ended.batch.abort()
             if is_complete:
-                self.num_seen += ended.num_tokens
+                self.num_seen += ended.num_tokens - num_back
                 self.offsets = ended.offsets
             elif ended.brings_sequences:
                 self.forget()

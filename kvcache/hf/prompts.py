@@ -17,6 +17,7 @@ from kvcache.hf.padding import count_leading, shown_columns
 from kvcache.prefix import PrefixCache
 
 PLACEHOLDER = re.compile(r".*(image|video|audio|vision|boi|eoi|boa|eoa).*_(token_id|token_index|index)")
+ARGUMENTS = {"k_dtype": "dtype", "v_dtype": "dtype", "k_transform": "transform", "v_transform": "transform"}
 FOLLOWING_LENGTH = ("dynamic", "longrope")  # rotations that change with the length of the text
 
 
@@ -225,6 +226,12 @@ def check_prefix(
     for i, (one, other) in enumerate(zip(given.layers, wanted.layers, strict=True)):
         for name in fields:
             if getattr(one, name) != getattr(other, name):
+                if name in ARGUMENTS:
+                    raise ValueError(
+                        f"{ARGUMENTS[name]}={getattr(other, name)!r}: layer {i} of the cache of prefix has"
+                        f" {name}={getattr(one, name)!r}: leave {ARGUMENTS[name]} out, or make that cache by"
+                        " HFCache.make_kv_cache with the same arguments"
+                    )
                 raise ValueError(
                     f"prefix has a cache whose layer {i} has {name}={getattr(one, name)!r}, and not"
                     f" {getattr(other, name)!r}: make it by HFCache.make_kv_cache with the same arguments"

@@ -48,6 +48,7 @@ def begin_text(cache: HFCache, input_ids: torch.Tensor, mask: torch.Tensor | Non
 
 def end_text(cache: HFCache, tokens: torch.Tensor) -> None:
     """Note the whole text that `generate` returns, unless the rows of the batch changed places (beam search)."""
+    cache.finish()
     if cache.text is None:
         return
     num_given = cache.text.shape[1]

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Protocol, SupportsIndex
 import numpy as np
 
 from kvcache import _core
+from kvcache.errors import CacheBusyError
 
 if TYPE_CHECKING:
     from kvcache.cache import KVCache
 
 __all__ = ["Listener", "Watch", "watch_of"]
 
-FIRST_RETAINED = 1 << 62  # ids of retained sequences, which a user has no use for, begin here
+FIRST_RETAINED = 1 << 62  # ids of retained sequences, which a user hardly uses, begin here
 FEW_TOKENS = 16  # batches of fewer tokens a sequence say nothing about the speed of prompts
 
 
@@ -70,14 +71,25 @@ class Watch:
             self._listeners.add(listener)
 
     def new_retained(self) -> int:
-        """Return an id for a retained sequence that was never used."""
-        return next(self._retained)
+        """Return an id for a retained sequence: one that nobody uses."""
+        return self._next_unused(self._retained)
 
     def new_sequence(self) -> int:
         """Return an id for a sequence that nobody uses."""
-        while self._core.seq_len(seq_id := next(self._sequences), None) or self._core.next_position(seq_id):
-            continue
-        return seq_id
+        return self._next_unused(self._sequences)
+
+    def _next_unused(self, ids: Iterator[int]) -> int:
+        return next(seq_id for seq_id in ids if not self._is_used(seq_id))
+
+    def _is_used(self, seq_id: int) -> bool:
+        """Whether a sequence holds anything, or has tokens in the open batch."""
+        if self._core.seq_len(seq_id, None) or self._core.next_position(seq_id):
+            return True
+        try:
+            self._core.remove(seq_id, 0, 0, False)  # raises if a batch has the sequence
+        except CacheBusyError:
+            return True
+        return False
 
     @contextmanager
     def commit(self, begin: float, core: _core.Batch, keeps_all: bool) -> Iterator[None]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvcache import FullAttention, KVCache, SlidingWindow
+from kvcache.arguments import to_float
 from kvcache.layer import DTYPES, DType, Transform
 from kvcache.models.weights import F32
 from kvcache.runner import llama
@@ -167,7 +168,19 @@ def sample(logits: F32, rng: np.random.Generator, *, temperature: float = 1.0, t
     -------
     int
         The token.
+
+    Raises
+    ------
+    TypeError
+        If `temperature` or `top_p` is no number.
+    ValueError
+        If `temperature` is negative or not finite, or `top_p` is not above 0 and at most 1.
     """
+    temperature, top_p = to_float(temperature, "temperature"), to_float(top_p, "top_p")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature}: must be 0, for the likeliest token, or a positive number")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}: must be above 0 and at most 1, which keeps all tokens")
     if temperature == 0:
         return int(logits.argmax())
     order = np.argsort(-logits, kind="stable")

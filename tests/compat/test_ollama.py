@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.coming_from import random_rows
 
-from kvcache import ChunkedAttention, RowsGoneError, SlidingWindow
+from kvcache import ChunkedAttention, FullAttention, RowsGoneError, SlidingWindow
 from kvcache.compat import ollama
 from kvcache.compat.ollama import CacheConfig, CausalOptions, ErrKvCacheFull, ErrNotSupported
 
@@ -144,6 +144,15 @@ def test_a_pass_that_does_not_fit_changes_nothing():
     with pytest.raises(ErrKvCacheFull):
         runner.append(0, 2)
     assert runner.append(0, 1) == [{1, 2, 3, 4}]
+
+
+def test_a_window_of_a_small_integer():
+    cache = ollama.Causal(window=np.uint8(255), memory=np.uint8(255))
+    cache.init(1, 1, 2, capacity=300)
+    assert cache.cache.layers[0].policy == SlidingWindow(256, resume_window=256)
+    for name, value in (("window", "3"), ("memory", 1.5), ("chunk", True)):
+        with pytest.raises(TypeError, match=f"{name}={value!r}: an integer is needed"):
+            ollama.Causal(**{name: value})
 
 
 def test_a_window_is_never_full():
@@ -393,6 +402,23 @@ def test_an_encoder_returns_what_was_put_in_its_shape(shape):
     assert cache.get()[0].tobytes() == image[0].tobytes()
 
 
+def test_a_layer_may_get_what_an_encoder_put_in_another():
+    """In the shape in which it was put, now and in the next pass."""
+    cache = ollama.new_wrapper_cache(ollama.new_encoder_cache(64), ollama.new_encoder_cache(64))
+    cache.init(3, 2, 8, dtype="f32", capacity=16, layer_types=[0, 0, 1], share=[None, 0, 0])
+    k, v = (rows.reshape(3, 2, 2, 8) for rows in random_rows(6))
+    cache.start_forward([0])
+    cache.put(k, v)
+    for position in (1, 2):
+        for layer, layer_type in ((1, 0), (2, 1)):
+            cache.set_layer(layer)
+            cache.set_layer_type(layer_type)
+            keys, values, _ = cache.get()
+            np.testing.assert_array_equal(keys, k)
+            np.testing.assert_array_equal(values, v)
+        cache.start_forward([position])
+
+
 @pytest.mark.parametrize(
     ("begin", "end", "cached"), [(0, 2, True), (0, 3, False), (2, 3, False), (3, 9, True), (0, ollama.MAX_INT32, False)]
 )
@@ -440,11 +466,42 @@ def test_a_wrapper_says_which_layer_is_of_which():
     assert cache.underlying_cache() is chunked  # each pass begins with the first
 
 
+def test_a_layer_of_another_cache_is_neither_put_nor_read():
+    images, causal = ollama.new_encoder_cache(64), ollama.new_causal_cache()
+    cache = ollama.new_wrapper_cache(images, causal)
+    cache.init(2, 2, 8, dtype="f32", capacity=16)
+    cache.start_forward([0])
+    for layer, layer_type, wrong in ((0, 1, causal), (1, 0, images)):
+        cache.set_layer(layer)
+        cache.set_layer_type(layer_type)
+        for one in (cache, wrong):
+            with pytest.raises(ValueError, match=rf"layer {layer} is of caches\[{layer}\].*set_layer_type\({layer}\)"):
+                one.put(*random_rows(1))
+            with pytest.raises(ValueError, match=rf"layer {layer} is of caches\[{layer}\]"):
+                one.get()
+    assert not images.encoder_cached()
+    causal.put(*random_rows(1))  # a cache may be asked itself, whichever is chosen
+    assert len(causal.get()[0]) == 1
+
+
+def test_layer_types_may_be_any_iterable():
+    cache = ollama.new_wrapper_cache(ollama.new_chunked_attention_cache(4), ollama.new_causal_cache())
+    cache.init(3, 1, 2, capacity=16, layer_types=(number for number in np.array([0, 0, 1])))
+    assert [type(layer.policy) for layer in cache.cache.layers] == [ChunkedAttention] * 2 + [FullAttention]
+
+
+@pytest.mark.parametrize("layer_types", [[0, 1], [0, 1, 0, 1], []])
+def test_layer_types_are_of_every_layer(layer_types):
+    cache = ollama.new_wrapper_cache(ollama.new_causal_cache(), ollama.new_causal_cache())
+    with pytest.raises(ValueError, match=rf"len\(layer_types\)={len(layer_types)}: must be num_layers, which is 3"):
+        cache.init(3, 1, 2, capacity=16, layer_types=layer_types)
+
+
 def test_arguments_out_of_range():
     with pytest.raises(ValueError, match="at least one cache"):
         ollama.new_wrapper_cache()
     cache = ollama.new_wrapper_cache(ollama.new_causal_cache())
-    with pytest.raises(IndexError, match="layer_types=1"):
+    with pytest.raises(IndexError, match=r"layer_types\[1\]=1: must be at least 0 and below 1"):
         cache.init(2, 1, 2, capacity=16, layer_types=[0, 1])
     cache.init(2, 1, 2, capacity=16)
     with pytest.raises(IndexError, match="layer_type=1"):
@@ -539,6 +596,18 @@ def test_rows_of_a_pass_that_is_forgotten_are_not_cached():
         cache.set_layer(0)
 
 
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_cache_that_is_made_anew_has_no_rows(is_wrapped):
+    images = ollama.new_encoder_cache(64)
+    cache = ollama.new_wrapper_cache(images) if is_wrapped else images
+    for _ in range(2):
+        cache.init(1, 2, 8, capacity=16)
+        assert not images.encoder_cached()
+        cache.start_forward([0])
+        cache.put(*random_rows(3))
+        assert images.encoder_cached()
+
+
 @pytest.mark.parametrize("shape", [(6, 16), (2, 8)])
 def test_permuted_values_have_an_axis_of_rows(shape):
     cache = ollama.new_encoder_cache(64)
@@ -625,6 +694,18 @@ def test_an_argument_of_a_wrong_type_is_named(call, name):
         cache.init(**MADE)
     with pytest.raises(TypeError, match=name):
         call(cache)
+
+
+@pytest.mark.parametrize("kind", [iter, np.array, tuple])
+def test_except_may_be_any_iterable(kind):
+    cache = ollama.new_causal_cache()
+    cache.init(1, 2, 8, capacity=16)
+    cache.start_forward([0, 1])
+    cache.put(*random_rows(2))
+    cache.set_causal(CausalOptions(kind([0])))
+    for _ in range(2):
+        assert (cache.get()[2] == 0).all()
+    assert CausalOptions(kind([0])) == CausalOptions([0])
 
 
 def test_tokens_that_there_are_not_see_nothing():

@@ -137,6 +137,16 @@ def test_a_block_past_the_end_reads_as_zeros_and_is_left_out_on_the_way_in(cache
     assert not any(x.any() for x in cache.extract_block(0, 20, 4))
 
 
+def test_a_block_may_be_named_by_small_integers():
+    """250 + 10 is no uint8."""
+    cache = KvCache(1, 2, 8, 300)
+    k, v = fill(cache, 260)
+    begin, size = np.uint8([250, 10])
+    cache.inject_block(0, begin, size, *(2 * rows[250:].swapaxes(0, 1) for rows in (k, v)))
+    for block, rows in zip(cache.extract_block(0, begin, size), (k, v), strict=True):
+        np.testing.assert_array_equal(block, 2 * rows[250:].swapaxes(0, 1).ravel())
+
+
 def test_a_block_includes_the_running_token(cache):
     k, _ = fill(cache, 2)
     store(cache, 2, k[0], k[1])

@@ -1,5 +1,7 @@
 """kvcache.compat.zigllama: what ZigLlama's inference.kv_cache promises, sentence by sentence."""
 
+import math
+
 import numpy as np
 import pytest
 from support.coming_from import random_rows
@@ -284,6 +286,13 @@ def test_estimates():
     assert KVCacheUtils.estimate_memory_usage(1, 512, 32, 32, 128) == 512 * 32 * 32 * 128 * 2 * 4
     assert KVCacheUtils.recommended_window_size(2048, 1024) == 2048
     assert KVCacheUtils.recommended_window_size(2**20, 64) == 16384
+    sizes = 100, 4096, 32, 32, 128
+    assert KVCacheUtils.estimate_memory_usage(*np.int32(sizes)) == math.prod(sizes) * 2 * 4
+    assert KVCacheUtils.recommended_window_size(*np.int32([4096, 4096])) == 4096
+    with pytest.raises(TypeError, match="n_layers='2'"):
+        KVCacheUtils.estimate_memory_usage(1, 2, "2", 2, 2)
+    with pytest.raises(ValueError, match="available_memory_mb=-1"):
+        KVCacheUtils.recommended_window_size(4096, -1)
 
 
 @pytest.mark.parametrize("wrong", ["0", 0.0, None, True])

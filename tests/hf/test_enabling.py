@@ -87,7 +87,7 @@ def test_wrapped_models_copies_and_files(tmp_path):
     model, tokens = make(CONFIGS["llama"]()), random_tokens(1, 5)
     wrapper = torch.nn.Sequential(model)  # as PEFT and torch.compile wrap models
     memory = HFCache.make_kv_cache(model.config)
-    enable(wrapper, dtype=None, prefix=kvcache.PrefixCache(memory, fingerprint="one"))
+    enable(wrapper, prefix=kvcache.PrefixCache(memory, fingerprint="one"))
     for each in (model, copy.deepcopy(model)):
         assert isinstance(each.generate(tokens, **OPTIONS).past_key_values, HFCache)
     model.save_pretrained(tmp_path)
@@ -97,10 +97,29 @@ def test_wrapped_models_copies_and_files(tmp_path):
     assert isinstance(model.generate(tokens, **OPTIONS).past_key_values, transformers.DynamicCache)
 
 
+@pytest.mark.parametrize("name", ["dtype", "transform"])
+def test_the_type_of_a_prefix_cache_is_taken(name):
+    model, tokens = make(transformers.LlamaConfig(**BASE | {"head_dim": 32})), random_tokens(1, 5)
+    memory = HFCache.make_kv_cache(model.config, dtype="q8_0", transform="hadamard")
+    stored = {"dtype": "q8_0", "transform": "hadamard"}
+    prefix = kvcache.PrefixCache(memory, fingerprint="one")
+    for arguments in ({}, {name: stored[name]}):
+        enable(model, prefix=prefix, **arguments)
+        assert "dtype='q8_0', transform='hadamard'" in repr(model.generate(tokens, **OPTIONS).past_key_values)
+    disable(model)
+    other = {"dtype": "f16", "transform": "hadamard"}[name]
+    if name == "transform":
+        memory = HFCache.make_kv_cache(model.config, dtype="q8_0")
+        prefix = kvcache.PrefixCache(memory, fingerprint="one")
+    with pytest.raises(ValueError, match=f"^{name}='{other}': layer 0 of the cache of prefix has k_{name}="):
+        enable(model, prefix=prefix, **{name: other})
+    assert model.config._attn_implementation == "eager"
+
+
 def test_pickled_models():
     model, tokens = make(CONFIGS["llama"]()), random_tokens(1, 5)
     memory = HFCache.make_kv_cache(model.config, dtype="bf16")
-    enable(model, dtype=None, prefix=kvcache.PrefixCache(memory, fingerprint="one"))
+    enable(model, prefix=kvcache.PrefixCache(memory, fingerprint="one"))
     again = pickle.loads(pickle.dumps(model))
     assert "dtype='bf16'" in repr(again.generate(tokens, **OPTIONS).past_key_values)
     assert again.generate(tokens, **OPTIONS).past_key_values.takes_prompt is False

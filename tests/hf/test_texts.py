@@ -11,6 +11,7 @@ from support.hf_pairs import BASE, CONFIGS, make, models_with_states, random_tok
 
 import kvcache  # noqa: E402 - it imports those
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
+from kvcache.hf.generation import CACHE  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
 
@@ -259,6 +260,20 @@ def test_a_token_of_a_state_that_nobody_told_and_the_mask_hides_now():
         options = {"attention_mask": mask, "output_logits": True, "return_dict_in_generate": True}
         want, got = fresh(model, text, **options), generate(model, cache, text, **options)
         torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_either_name_of_the_argument(name):
+    if name not in (CACHE, "past_key_values"):
+        pytest.skip("transformers names it so from 5.24 on")
+    model, tokens = model_of("llama"), random_tokens(2, 20)
+    cache, options = HFCache(model.config, dtype="f32"), {"max_new_tokens": NEW, "do_sample": False}
+    want = fresh(model, tokens)
+    for _ in range(2):
+        assert torch.equal(model.generate(tokens, **{name: cache}, **options), want)
+        assert torch.equal(cache.text, want[:, :-1])
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model.generate(tokens, **{name: cache}, use_cache=False, **options)
 
 
 def test_a_crop_that_such_layers_refuse_changes_nothing():

@@ -15,6 +15,7 @@ import pytest
 from support.prefixes import BLOCK, as_array, check_rows, common, feed, make_cache, rows_of, serve
 
 import kvcache
+from kvcache.prefix.watch import FIRST_RETAINED
 
 PROMPT = list(range(100))
 
@@ -678,6 +679,34 @@ def test_release_while_it_is_in_a_batch():
         batch.abort()
     prefix.release(seq_id, PROMPT)
     assert prefix.acquire(PROMPT)[1] == 99
+
+
+def test_an_id_in_the_open_batch_is_not_given_out():
+    """A sequence that began in the open batch holds nothing yet, but is somebody's."""
+    cache, prefix = make()
+    rows = rows_of(PROMPT, 0, 8, 0)
+    with cache.batch(positions=[*range(4)] * 2, seq_ids=[0] * 4 + [2] * 4) as batch:
+        seq_id, matched = prefix.acquire(PROMPT)
+        assert (seq_id, matched, prefix.new_sequence()) == (1, 0, 3)
+        for layer in range(cache.num_layers):
+            batch.put(layer, rows, rows)
+    assert cache.sequences == [0, 2]
+    feed(cache, seq_id, PROMPT, 0, 100)
+    prefix.release(seq_id, PROMPT)
+    assert prefix.acquire(PROMPT)[1] == 99
+
+
+def test_an_id_may_be_any_integer():
+    """Also one of those that retained sequences get."""
+    cache, prefix = make()
+    ids = [FIRST_RETAINED, FIRST_RETAINED + 2]
+    for seq_id in ids:
+        feed(cache, seq_id, PROMPT, 0, 40)
+    assert serve(prefix, cache, PROMPT) == 0
+    assert serve(prefix, cache, PROMPT) == 99
+    for seq_id in ids:
+        check_rows(cache, seq_id, PROMPT, 40)
+        prefix.release(seq_id, PROMPT)
 
 
 def test_a_copy_has_no_prefix_cache():

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -295,6 +296,30 @@ def test_cold_sampling_is_greedy(temperature: float) -> None:
     row = np.array([1.0, 3.0, 2.0], np.float32)
     rng = np.random.default_rng(3)
     assert {runner.sample(row, rng, temperature=temperature) for _ in range(20)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        *(({"temperature": value}, ValueError) for value in (-1, -0.1, math.nan, math.inf, 10**400)),
+        *(({"top_p": value}, ValueError) for value in (0, -0.5, 1.1, math.nan, math.inf)),
+        *(({"temperature": value}, TypeError) for value in (True, np.True_, "1", None, [1])),
+        *(({"top_p": value}, TypeError) for value in (True, np.True_, "1", None, [1])),
+    ],
+)
+def test_sampling_refuses_what_is_no_temperature_and_no_top_p(options: dict[str, Any], error: type[Exception]) -> None:
+    rng = np.random.default_rng(3)
+    name = next(iter(options))
+    with pytest.raises(error, match=f"{name}=.*: (must be|a number is needed|is beyond the range)"):
+        runner.sample(np.ones(3, np.float32), rng, **options)
+    assert rng.random() == np.random.default_rng(3).random()  # it was not used
+
+
+def test_sampling_takes_any_number() -> None:
+    rng = np.random.default_rng(3)
+    row = np.array([1.0, 3.0, 2.0], np.float32)
+    for number in (1, np.float32(1), np.int64(1)):
+        assert runner.sample(row, rng, temperature=number, top_p=number) in (0, 1, 2)
 
 
 @pytest.mark.parametrize(
