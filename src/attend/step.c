@@ -130,20 +130,17 @@ static kernel_rows take_rows(const kvc_task *t, walk *w, int64_t rows) {
     return in_place;
 }
 
-/* Returns how many rows take_some takes. */
-static int64_t rows_at_once(const walk *w) {
-    const int64_t in_place = rows_behind(&w->place), left = w->left;
-    const int is_quantised = w->type >= KVC_FLOAT_TYPES;
-    if (in_place >= left || w->kernel_type != w->type || (is_quantised && w->is_value)) return left;
-    if (!is_quantised && in_place >= LEAST_STRETCH) return in_place;
-    if (is_quantised && in_place >= KVC_ROW_GROUP) return in_place / KVC_ROW_GROUP * KVC_ROW_GROUP;
-    const int64_t few = is_quantised ? KVC_ROW_GROUP : FEW_ROWS;
-    return few < left ? few : left;
-}
-
 /* Takes as many rows as a kernel is best given next: floats of a long stretch, else a few; all, where they are
  * unpacked. Quantised rows are scored in groups, and sums of theirs depend on all rows of the tile. */
-static kernel_rows take_some(const kvc_task *t, walk *w) { return take_rows(t, w, rows_at_once(w)); }
+static kernel_rows take_some(const kvc_task *t, walk *w) {
+    const int64_t in_place = rows_behind(&w->place), left = w->left;
+    const int is_quantised = w->type >= KVC_FLOAT_TYPES;
+    if (in_place >= left || w->kernel_type != w->type || (is_quantised && w->is_value)) return take_rows(t, w, left);
+    if (!is_quantised && in_place >= LEAST_STRETCH) return take_rows(t, w, in_place);
+    if (is_quantised && in_place >= KVC_ROW_GROUP) return take_rows(t, w, in_place / KVC_ROW_GROUP * KVC_ROW_GROUP);
+    const int64_t few = is_quantised ? KVC_ROW_GROUP : FEW_ROWS;
+    return take_rows(t, w, few < left ? few : left);
+}
 
 /* Returns what lies from first to end; of very large rows, the beginning. */
 static kvc_ahead ahead_of(const kvc_call *c, const uint8_t *first, const uint8_t *end) {
@@ -362,13 +359,6 @@ typedef struct query_block {
     int32_t stride;
 } query_block;
 
-/* Turns the scores of a tile into weights, and updates max, sum and factor of each query row.  Prefetches `next`. */
-static void compute_weights(const kvc_task *t, kvc_tile *tile, kvc_ahead next) {
-    if (!tile->is_seen || t->call->changes_scores)
-        kvc_change_scores(t, tile, 0, t->num_query_rows, t->scores, KVC_TILE);
-    t->call->kernels->softmax(t->scores, t->num_query_rows, tile->n, t->max, t->sum, t->factor, next);
-}
-
 /* Attends to the tile `current`.  On the way, takes the tile `next` off the cursor `upcoming`, and prefetches its keys:
  * not earlier, as stretches are best listed just before they are read, because a tile's rows fill the L1 cache. */
 typedef void attend_tile_fn(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming);
@@ -437,7 +427,10 @@ static void stream_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_curs
     score_tile(t, current);
     kvc_next_tile(next, upcoming);
     walk keys = walk_keys(t, next);
-    compute_weights(t, current, take_few_ahead(t->call, &keys, t->num_query_rows * LINES_PER_ROW));
+    const kvc_ahead ahead = take_few_ahead(t->call, &keys, t->num_query_rows * LINES_PER_ROW);
+    if (!current->is_seen || t->call->changes_scores)
+        kvc_change_scores(t, current, 0, t->num_query_rows, t->scores, KVC_TILE);
+    t->call->kernels->softmax(t->scores, t->num_query_rows, current->n, t->max, t->sum, t->factor, ahead);
     accumulate_tile(t, current, &keys);
 }
 

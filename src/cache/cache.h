@@ -159,4 +159,15 @@ void kvc_cache_forget_all(kvc_cache *cache, const kvc_sequence *kept);
 /* Returns whether a query of the sequence at `position`, or a later one, would miss rows: expired, or not replaced. */
 int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position);
 
+/* ---- scratch: memory for the length of a call or a batch, of which some is kept for the next one; with the mutex held
+ */
+
+/* Takes scratch of at least *size bytes, NULL if out of memory, and sets *size to its size and *is_new, which may be
+ * NULL, to whether none was kept; gives it back, with that size. */
+void *kvc_scratch_take(kvc_cache *cache, uint64_t *size, int32_t *is_new);
+void kvc_scratch_give(kvc_cache *cache, void *memory, uint64_t size);
+
+/* Frees all scratch that is kept. */
+void kvc_scratch_free(kvc_cache *cache);
+
 #endif

@@ -50,16 +50,14 @@ kvc_status kvc_check_strides(int32_t type, int64_t row_stride, int64_t head_stri
     return KVC_OK;
 }
 
-static int is_float_type(int32_t type) { return type >= 0 && type < KVC_FLOAT_TYPES; }
-
 kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride, const char *name) {
-    if (!is_float_type(type))
+    if (type < 0 || type >= KVC_FLOAT_TYPES)
         return kvc_fail(KVC_ERR_INVALID, "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16", name, type);
     return kvc_check_strides(type, row_stride, head_stride, name);
 }
 
 kvc_status kvc_check_rows(int32_t type, int32_t stored, int64_t row_stride, int64_t head_stride, const char *name) {
-    if (!is_float_type(type) && type != stored)
+    if ((type < 0 || type >= KVC_FLOAT_TYPES) && type != stored)
         return kvc_fail(KVC_ERR_INVALID,
                         "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16, or %d, as the layer stores %s", name,
                         type, stored, kvc_type_name(stored));
@@ -67,7 +65,7 @@ kvc_status kvc_check_rows(int32_t type, int32_t stored, int64_t row_stride, int6
 }
 
 kvc_status kvc_check_tokens_per_sequence(int32_t tokens_per_sequence, int32_t num_tokens) {
-    if (tokens_per_sequence >= 0 && (tokens_per_sequence == 0 || num_tokens % tokens_per_sequence == 0)) return KVC_OK;
+    if (tokens_per_sequence > 0 && num_tokens % tokens_per_sequence == 0) return KVC_OK;
     return kvc_fail(KVC_ERR_INVALID, "tokens_per_sequence is %d: it must divide the number of tokens, %d, or be 0",
                     tokens_per_sequence, num_tokens);
 }

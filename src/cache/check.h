@@ -27,7 +27,7 @@ kvc_status kvc_check_strides(int32_t type, int64_t row_stride, int64_t head_stri
 kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride, const char *name);
 kvc_status kvc_check_rows(int32_t type, int32_t stored, int64_t row_stride, int64_t head_stride, const char *name);
 
-/* Returns KVC_ERR_INVALID unless tokens_per_sequence divides num_tokens, or is 0. */
+/* Returns KVC_ERR_INVALID unless tokens_per_sequence, which is not 0, divides num_tokens. */
 kvc_status kvc_check_tokens_per_sequence(int32_t tokens_per_sequence, int32_t num_tokens);
 
 /* Return KVC_ERR_INVALID unless the argument of this name is a position, or [begin, end) a range of positions. */

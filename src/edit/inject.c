@@ -12,7 +12,6 @@
 #include "cache/check.h"
 #include "space/limits.h"
 #include "rows/copy.h"
-#include "rows/hadamard_order.h"
 #include "cache/waiting.h"
 
 enum { WORTH_THREADS = 1 << 16 }; /* elements */

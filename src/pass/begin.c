@@ -2,7 +2,6 @@
 #include <string.h>
 
 #include "cache/check.h"
-#include "pass/demand.h"
 #include "space/limits.h"
 #include "pass/prepare.h"
 #include "pass/replace.h"
@@ -10,7 +9,8 @@
 
 /* ---- tokens and positions ---------------------------------------------------------------------------------------- */
 
-/* Sets each token's sequence and position; if args->positions is NULL, the position after its sequence's last. */
+/* Sets each token's sequence and position; if args->positions is NULL, the position after its sequence's last, which
+ * must not miss rows. */
 static kvc_status add_tokens(kvc_batch *batch, const kvc_begin_args *args) {
     const int32_t *positions = args->positions;
     const int64_t *seq_ids = args->seq_ids;
@@ -32,6 +32,8 @@ static kvc_status add_tokens(kvc_batch *batch, const kvc_begin_args *args) {
             return kvc_fail(KVC_ERR_INVALID,
                             "a batch of %d would pass the last position, %d: sequence %lld goes on at %d",
                             batch->num_tokens, INT32_MAX - 1, (long long)id, kvc_sequence_next(member->sequence));
+        if (!positions && kvc_cache_misses(batch->cache, member->sequence, position))
+            return kvc_fail_gone(batch->cache, member->sequence, position);
         batch->positions[t] = position;
         batch->sequence_of[t] = s;
         member->num_stretches += !member->num_tokens++ || position != member->next;
@@ -147,24 +149,17 @@ static kvc_status check_tokens(const kvc_begin_args *args) {
     return KVC_OK;
 }
 
-/* Counts the tokens that may need a slot. */
-static int32_t count_stored(const kvc_begin_args *args) {
-    int32_t num = 0;
-    for (int32_t t = 0; t < args->num_tokens; t++) num += !(args->unstored && args->unstored[t]);
-    return num;
-}
-
 static kvc_status begin(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **out) {
     if (!args->replaced) { /* else rows of some groups alone count: kvc_prepare */
         if (args->positions) KVC_TRY(check_not_expired(cache, args->num_tokens, args->positions, args->seq_ids));
-        KVC_TRY(kvc_check_num_tokens(cache, count_stored(args)));
+        int32_t num_stored = 0; /* tokens that may need a slot */
+        for (int32_t t = 0; t < args->num_tokens; t++) num_stored += !(args->unstored && args->unstored[t]);
+        KVC_TRY(kvc_check_num_tokens(cache, num_stored));
     }
     kvc_batch *batch = kvc_batch_new(cache, args->num_tokens, args->parents);
     if (!batch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", args->num_tokens);
     if (args->replaced) kvc_replace_mark(batch, args->replaced);
     kvc_status status = add_tokens(batch, args);
-    if (status == KVC_OK && !args->positions)
-        status = check_not_expired(cache, args->num_tokens, batch->positions, args->seq_ids);
     if (status == KVC_OK) {
         sort_tokens(batch);
         if (args->replaced) kvc_replace_sort(batch);
@@ -195,12 +190,6 @@ static kvc_status begin_in_turn(kvc_cache *cache, const kvc_begin_args *args, kv
     return status;
 }
 
-static kvc_status begin_now(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **out) {
-    kvc_wait_for_writers(cache, args->num_tokens, args->seq_ids);
-    KVC_TRY(kvc_check_may_begin(cache, NULL));
-    return begin(cache, args, out);
-}
-
 kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *given, kvc_batch **out) {
     kvc_begin_args args;
     KVC_TRY(KVC_READ(kvc_begin_args, &args, given, "args"));
@@ -213,7 +202,11 @@ kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *given, kvc_bat
     KVC_TRY(check_tokens(&args));
     if (args.replaced) KVC_TRY(kvc_replace_check(cache, &args));
     kvc_lock(cache);
-    return kvc_unlock(cache, args.timeout_ms ? begin_in_turn(cache, &args, out) : begin_now(cache, &args, out));
+    if (args.timeout_ms) return kvc_unlock(cache, begin_in_turn(cache, &args, out));
+    kvc_wait_for_writers(cache, args.num_tokens, args.seq_ids);
+    kvc_status status = kvc_check_may_begin(cache, NULL);
+    if (status == KVC_OK) status = begin(cache, &args, out);
+    return kvc_unlock(cache, status);
 }
 
 kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,

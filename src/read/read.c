@@ -8,7 +8,6 @@
 #include "read/batch_rows.h"
 #include "read/span.h"
 #include "rows/copy.h"
-#include "rows/hadamard_order.h"
 #include "cache/check.h"
 #include "cache/waiting.h"
 

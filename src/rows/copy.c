@@ -1,8 +1,6 @@
 /* copy.c: see copy.h. */
 #include "rows/copy.h"
 
-#include "rows/hadamard_order.h"
-
 /* Converts columns [first, first + num) of a few rows by way of `buffer`, where they are transformed. */
 static void transform_rows(const kvc_transfer *x, float *buffer, char *to, int64_t to_stride, const char *from,
                            int64_t from_stride, int64_t num_rows, int32_t first, int32_t num) {

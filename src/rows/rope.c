@@ -4,7 +4,7 @@
 #include <math.h>
 
 #include "base/status.h"
-#include "rows/hadamard_order.h"
+#include "rows/copy.h"
 
 static kvc_status check_frequencies(const kvc_layer *layer, int32_t index) {
     const kvc_rope *rope = &layer->rope;

@@ -264,7 +264,6 @@ static int64_t trim_front(kvc_run_list *list, kvc_pool *pool, int32_t kept, int3
 }
 
 int32_t kvc_runs_append_outside(kvc_run_list *list, kvc_pool *pool, const kvc_run *run, int32_t begin, int32_t end) {
-    if (end < begin) end = begin;
     const kvc_run below = kvc_run_part(run, 0, begin), gone = kvc_run_part(run, begin, end),
                   above = kvc_run_part(run, end, INT32_MAX);
     if (below.count) kvc_runs_append(list, &below);
