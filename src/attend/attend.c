@@ -89,7 +89,7 @@ typedef struct results {
     const float *max, *sum, *acc; /* those of split 0 */
     uint64_t stride;              /* from split to split, in floats */
     float ln_of_base;             /* of maxima: 1, or ln(2) */
-    float slice;                  /* what a value of 1 is in acc */
+    float one;                    /* what a value of 1 is in acc */
 } results;
 
 /* Returns the factor that turns a sum of exp(score - own_max) into one of exp(score - max). */
@@ -136,7 +136,7 @@ static void merge_row(const kvc_task *t, const results *all, int32_t r, float *l
     }
     const float sum = add_splits(t, all, r, max, out) + rescale_factor(sink, max, all->ln_of_base);
     /* If the sum is 0, the query saw nothing, and `out` is 0. */
-    t->call->kernels->scale(out, 0, 1, plan->v_dim, sum == 0 ? 1 : 1 / (sum * all->slice));
+    t->call->kernels->scale(out, 0, 1, plan->v_dim, sum == 0 ? 1 : 1 / (sum * all->one));
     if (order) t->call->kernels->hadamard(out, out, plan->v_dim, order);
     if (lse) *lse = sum == 0 ? -INFINITY : max * all->ln_of_base + logf(sum);
 }
@@ -183,22 +183,6 @@ static void keep_partial(const kvc_task *t) {
            q * (size_t)t->call->plan->workspace.acc_stride * sizeof *partial);
 }
 
-static results results_of(const kvc_task *t) {
-    results all = {t->max, t->sum, t->acc, 0, 1, 1};
-    if (t->slice->tiled) {
-        const kvc_tiler *values = kvc_value_tiler(t);
-        all.slice = (float)(1 << values->sum_shift);
-        if (values->weigh) all.ln_of_base = 0.693147180559945309f;
-    }
-    if (t->slice->num_splits == 1) return all;
-    const size_t q = (size_t)t->num_query_rows;
-    all.max = partial_of(t, 0);
-    all.sum = all.max + q;
-    all.acc = all.max + kvc_align_up(2 * q, KVC_LANES);
-    all.stride = kvc_partial_size(t->num_query_rows, t->call->plan->workspace.acc_stride);
-    return all;
-}
-
 /* Keeps the result of one of several splits of a slice; returns whether all are there. */
 static int end_one_of(const kvc_task *t) {
     const kvc_call *c = t->call;
@@ -215,8 +199,21 @@ static int end_one_of(const kvc_task *t) {
  * all splits there does.  A single split is not counted: atomic instructions wait until all that was stored is in the
  * cache. */
 static void end_split(const kvc_task *t) {
-    if (t->slice->num_splits > 1 && !end_one_of(t)) return;
-    const results all = results_of(t);
+    const int32_t num_splits = t->slice->num_splits;
+    if (num_splits > 1 && !end_one_of(t)) return;
+    results all = {t->max, t->sum, t->acc, 0, 1, 1};
+    if (num_splits > 1) {
+        const size_t q = (size_t)t->num_query_rows;
+        all.max = partial_of(t, 0);
+        all.sum = all.max + q;
+        all.acc = all.max + kvc_align_up(2 * q, KVC_LANES);
+        all.stride = kvc_partial_size(t->num_query_rows, t->call->plan->workspace.acc_stride);
+    }
+    if (t->slice->tiled) {
+        const kvc_tiler *values = kvc_value_tiler(t);
+        all.one = (float)(1 << values->sum_shift);
+        if (values->weigh) all.ln_of_base = 0.693147180559945309f;
+    }
     write_out(t, &all);
 }
 
@@ -248,6 +245,8 @@ static kvc_task make_task(kvc_call *c, int64_t i, float *workspace) {
                   .slice = slice,
                   .k_as = c->k_as[slice->tiled],
                   .v_as = c->v_as[slice->tiled],
+                  .k_lacks_minima = KVC_TYPES[c->layer->k_type].has_minimum && c->k_as[slice->tiled] == KVC_Q8_0,
+                  .v_lacks_minima = KVC_TYPES[c->layer->v_type].has_minimum && c->v_as[slice->tiled] == KVC_Q8_0,
                   .index = i,
                   .head = head,
                   .workspace = workspace,

@@ -165,7 +165,7 @@ static void visit_ancestors(const kvc_batch *batch, const kvc_new_slice *u, cons
 static void visit_own_rows(const kvc_plan *plan, const kvc_new_slice *u, uint8_t *marks, visit_fn *visit,
                            void *context) {
     const kvc_batch *batch = plan->batch;
-    const kvc_pending *pending = kvc_pending_of(batch, plan->group, u->slice.sequence);
+    const kvc_pending *pending = u->pending;
     const int is_cross = pending->to == KVC_TO_CROSS;
     if (batch->parents && !is_cross) {
         visit_ancestors(batch, u, pending, marks, visit, context);
@@ -192,6 +192,7 @@ static void find_rows(const kvc_plan *plan, const kvc_view *view, kvc_new_slice 
     const kvc_run_list *list = view->stored ? &view->stored[s] : stored;
     const kvc_pending *pending = kvc_pending_of(batch, g, s);
     const int is_cross = pending->to == KVC_TO_CROSS, is_replaced = is_cross && pending->num;
+    u->pending = pending;
     if (view->masked) u->masked = &view->masked[s];
     find_reach(plan, list, u);
     visit_own_rows(plan, u, marks, count_own_rows, u);

@@ -39,8 +39,9 @@ typedef struct kvc_task {
     const kvc_job *job;
     const kvc_query_slice *slice; /* the slice; the first one if there are several */
     int64_t index;
-    int32_t head;           /* KV head */
-    int32_t k_as, v_as;     /* types as which kernels get keys and values */
+    int32_t head;                           /* KV head */
+    int32_t k_as, v_as;                     /* types as which kernels get keys and values */
+    int32_t k_lacks_minima, v_lacks_minima; /* whether kernels get them without the minima of their blocks */
     int32_t num_query_rows; /* query row r is token r / heads_per_kv, and query head r % heads_per_kv of the KV head */
     float *workspace;
     float *scores, *acc, *max, *sum, *factor; /* in the workspace, by query row; strides are in plan->workspace */

@@ -43,7 +43,7 @@ kvc_status kvc_check_values(const kvc_layer *layer, const void *k, const void *v
 }
 
 kvc_status kvc_check_strides(int32_t type, int64_t row_stride, int64_t head_stride, const char *name) {
-    const int64_t unit = type < KVC_FLOAT_TYPES ? (int64_t)kvc_row_bytes(type, 1) : 1; /* a power of two */
+    const int64_t unit = type < KVC_FLOAT_TYPES ? KVC_TYPES[type].bytes : 1; /* a power of two */
     if ((row_stride | head_stride) & (unit - 1))
         return kvc_fail(KVC_ERR_INVALID, "%s: strides of %lld and %lld bytes are not multiples of an element's %lld",
                         name, (long long)row_stride, (long long)head_stride, (long long)unit);

@@ -82,10 +82,9 @@ static void add_slot(kvc_pending *pending, kvc_block *block, int32_t slot, int32
 }
 
 /* Gives the tokens of sequence s slots from the fill mark of its last block on, then in newly opened blocks. */
-static void take_slots(kvc_batch *batch, int32_t g, int32_t s) {
+static void take_slots(kvc_batch *batch, int32_t g, int32_t s, kvc_pending *pending) {
     kvc_pool *pool = &batch->cache->pools[g];
     const kvc_batch_sequence *member = &batch->sequences[s];
-    kvc_pending *pending = kvc_pending_of(batch, g, s);
     kvc_block *block = pending->last_block;
     for (int32_t done = 0; done < member->num_tokens;) {
         if (!block || block->fill == pool->block_size) block = kvc_pool_open(pool);
@@ -101,12 +100,12 @@ static void take_slots(kvc_batch *batch, int32_t g, int32_t s) {
 }
 
 /* Gives the tokens of sequence s slots of the row buffers, from `slot` on. */
-static void take_buffer_slots(kvc_batch *batch, int32_t g, int32_t s, int32_t slot) {
+static void take_buffer_slots(kvc_batch *batch, int32_t g, int32_t s, kvc_pending *pending, int32_t slot) {
     const kvc_batch_sequence *member = &batch->sequences[s];
     for (int32_t i = 0; i < member->num_tokens; i++, slot++) {
         const int32_t t = batch->order[member->first + i];
         batch->places[(size_t)g * (size_t)batch->num_tokens + (size_t)t] = (kvc_place){NULL, slot};
-        add_slot(kvc_pending_of(batch, g, s), NULL, slot, batch->positions[t]);
+        add_slot(pending, NULL, slot, batch->positions[t]);
     }
 }
 
@@ -118,8 +117,8 @@ static void open_batch(kvc_batch *batch) {
         for (int32_t g = 0; g < cache->num_groups; g++) {
             kvc_pending *pending = kvc_pending_of(batch, g, s);
             pending->runs = batch->runs + (size_t)g * (size_t)batch->num_tokens + (size_t)member->first;
-            if (pending->to == KVC_TO_BUFFER) take_buffer_slots(batch, g, s, slot);
-            if (pending->to >= KVC_TO_REPLACE) take_slots(batch, g, s);
+            if (pending->to == KVC_TO_BUFFER) take_buffer_slots(batch, g, s, pending, slot);
+            if (pending->to >= KVC_TO_REPLACE) take_slots(batch, g, s, pending);
             if (pending->to == KVC_TO_REPLACE) cache->pools[g].replacing += member->num_tokens;
         }
         if (member->is_buffered) slot += member->num_tokens;

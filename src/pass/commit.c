@@ -51,10 +51,9 @@ static kvc_status check_complete(const kvc_batch *batch) {
 }
 
 /* Appends the slots of kept tokens to the rows of sequence s in group g, and drops those of the others. */
-static void end_slots(const kvc_batch *batch, int32_t g, int32_t s) {
+static void end_slots(const kvc_batch *batch, int32_t g, int32_t s, const kvc_pending *pending) {
     kvc_cache *cache = batch->cache;
     kvc_pool *pool = &cache->pools[g];
-    const kvc_pending *pending = kvc_pending_of(batch, g, s);
     const int32_t *token = batch->order + batch->sequences[s].first;
     for (int32_t i = 0; i < pending->num; token += pending->runs[i++].count)
         for (int32_t from = 0, to; from < pending->runs[i].count; from = to) {
@@ -84,9 +83,8 @@ static void drop_rows(const kvc_batch *batch, int32_t g, int32_t s) {
 
 /* Replaces the rows of a sequence in the group of a cross-attention layer by the rows put in this batch, if one of the
  * sequence's tokens is kept; else drops the new rows. */
-static void end_cross(const kvc_batch *batch, int32_t g, int32_t s, int keeps) {
+static void end_cross(const kvc_batch *batch, int32_t g, int32_t s, const kvc_pending *pending, int keeps) {
     kvc_run_list *list = &batch->sequences[s].sequence->runs[g];
-    const kvc_pending *pending = kvc_pending_of(batch, g, s);
     if (!pending->num) return;
     if (!keeps) {
         kvc_drop_cross(batch, g, s);
@@ -110,16 +108,12 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
      * kvc_replace_note looks at all rows. */
     kvc_set_min_query_behind(member->sequence, last);
     if (batch->replaced) member->sequence->min_query_position = 0;
-    for (int32_t g = 0; g < cache->num_groups; g++) switch (kvc_pending_of(batch, g, s)->to) {
-        case KVC_TO_REPLACE:
-            if (keeps) drop_rows(batch, g, s);
-            end_slots(batch, g, s);
-            break;
-        case KVC_TO_END: end_slots(batch, g, s); break;
-        case KVC_TO_CROSS: end_cross(batch, g, s, keeps); break;
-        case KVC_TO_BUFFER:
-        case KVC_TO_NOWHERE: break;
-        }
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        const kvc_pending *pending = kvc_pending_of(batch, g, s);
+        if (pending->to == KVC_TO_REPLACE && keeps) drop_rows(batch, g, s);
+        if (pending->to >= KVC_TO_REPLACE) end_slots(batch, g, s, pending);
+        if (pending->to == KVC_TO_CROSS) end_cross(batch, g, s, pending, keeps);
+    }
     if (batch->replaced && keeps) kvc_replace_note(batch, s);
     /* An unstored sequence loses also what it held before the batch, and what has expired of it is forgotten. */
     for (int32_t g = 0; member->is_unstored && g < cache->num_groups; g++)
