@@ -45,35 +45,16 @@ static void put_rows(const put_work *work, int32_t i, int32_t count) {
     const kvc_place to = place_of(work, i);
     const kvc_layout *at = to.block ? work->layout : &work->buffer->layout;
     const kvc_place place = {to.block ? to.block : kvc_row_buffer_block(work->buffer), to.slot};
-    const kvc_transfer k = {.kernels = work->cache->kernels,
-                            .from_type = a->k_type,
-                            .to_type = layer->k_type,
-                            .order = kvc_key_order(layer),
-                            .to = (char *)kvc_key_at(at, place.block, place.slot, 0),
-                            .from = (const char *)a->k +
-                                    kvc_token_offset(i, a->tokens_per_sequence, a->k_token_stride, a->k_batch_stride),
-                            .to_row = (int64_t)at->k_row_bytes,
-                            .to_head = (int64_t)at->head_stride,
-                            .from_row = a->k_token_stride,
-                            .from_head = a->k_head_stride,
-                            .heads = layer->num_kv_heads,
-                            .dim = layer->k_dim};
-    kvc_transfer_rows(&k, count);
+    const kvc_kernels *kernels = work->cache->kernels;
+    const int64_t k_from = kvc_token_offset(i, a->tokens_per_sequence, a->k_token_stride, a->k_batch_stride);
+    kvc_copy_keys(kernels, layer, kvc_key_at(at, place.block, place.slot, 0),
+                  (kvc_strides){layer->k_type, (int64_t)at->k_row_bytes, (int64_t)at->head_stride},
+                  (const char *)a->k + k_from, (kvc_strides){a->k_type, a->k_token_stride, a->k_head_stride}, count);
     if (layer->value_in_key) return;
-    const kvc_transfer v = {.kernels = work->cache->kernels,
-                            .from_type = a->v_type,
-                            .to_type = layer->v_type,
-                            .order = kvc_value_order(layer),
-                            .to = (char *)kvc_value_at(at, place.block, place.slot, 0),
-                            .from = (const char *)a->v +
-                                    kvc_token_offset(i, a->tokens_per_sequence, a->v_token_stride, a->v_batch_stride),
-                            .to_row = (int64_t)at->v_row_bytes,
-                            .to_head = (int64_t)at->head_stride,
-                            .from_row = a->v_token_stride,
-                            .from_head = a->v_head_stride,
-                            .heads = layer->num_kv_heads,
-                            .dim = layer->v_dim};
-    kvc_transfer_rows(&v, count);
+    const int64_t v_from = kvc_token_offset(i, a->tokens_per_sequence, a->v_token_stride, a->v_batch_stride);
+    kvc_copy_values(kernels, layer, kvc_value_at(at, place.block, place.slot, 0),
+                    (kvc_strides){layer->v_type, (int64_t)at->v_row_bytes, (int64_t)at->head_stride},
+                    (const char *)a->v + v_from, (kvc_strides){a->v_type, a->v_token_stride, a->v_head_stride}, count);
 }
 
 static void put_task(void *context, int64_t task) {

@@ -25,19 +25,18 @@ static inline int32_t kvc_value_order(const kvc_layer *layer) {
 
 /* ---- copies ------------------------------------------------------------------------------------------------------ */
 
-/* A copy of keys, or of values: addresses are those of the first row of head 0, strides are in bytes. */
-typedef struct kvc_transfer {
-    const kvc_kernels *kernels;
-    int32_t from_type, to_type;
-    int32_t order; /* of the matrix that stored rows are multiplied by (kvc_key_order, kvc_value_order); 0: by none */
-    char *to;
-    const char *from;
-    int64_t to_row, to_head, from_row, from_head;
-    int32_t heads, dim;
-} kvc_transfer;
+/* How rows of several heads lie: their type, and the bytes from row to row and from head to head. */
+typedef struct kvc_strides {
+    int32_t type;
+    int64_t row, head;
+} kvc_strides;
 
-/* Converts num_rows rows of each head, going through the caller's array in address order.  Rows are transformed where
- * they are quantised or decoded, and not where their type stays. */
-void kvc_transfer_rows(const kvc_transfer *x, int64_t num_rows);
+/* Copy num_rows keys, or values, of each head of a layer from one type and place to another; `to` and `from` are the
+ * first rows of head 0.  Goes through the caller's array in address order.  Rows are transformed where they are
+ * quantised or decoded, and not where their type stays. */
+void kvc_copy_keys(const kvc_kernels *kernels, const kvc_layer *layer, void *to, kvc_strides to_at, const void *from,
+                   kvc_strides from_at, int64_t num_rows);
+void kvc_copy_values(const kvc_kernels *kernels, const kvc_layer *layer, void *to, kvc_strides to_at, const void *from,
+                     kvc_strides from_at, int64_t num_rows);
 
 #endif
