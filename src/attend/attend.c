@@ -80,8 +80,7 @@ static int attend_split(kvc_task *t) {
     return goes_on;
 }
 
-/* ---- merging the results of splits by log-sum-exp (Flash-Decoding) ------------------------------------------------
- */
+/* ---- merging the results of splits by log-sum-exp (Flash-Decoding) ----------------------------------------------- */
 
 /* The results of a slice's splits for one KV head: in plan->partials or, if there is a single split, in the workspace.
  */

@@ -159,7 +159,7 @@ void kvc_cache_forget_all(kvc_cache *cache, const kvc_sequence *kept);
 /* Returns whether a query of the sequence at `position`, or a later one, would miss rows: expired, or not replaced. */
 int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position);
 
-/* ---- scratch: memory for the length of a call or a batch, with the mutex held; some is kept for the next one ------ */
+/* ---- scratch: memory for the length of a call or a batch, with the mutex held; some is kept ---------------------- */
 
 /* Takes scratch of at least *size bytes, NULL if out of memory, and sets *size to its size and *is_new, which may be
  * NULL, to whether none was kept; gives it back, with that size. */
