@@ -130,6 +130,7 @@ static void open_batch(kvc_batch *batch) {
 
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
+/* Checks positions and parents. */
 static kvc_status check_tokens(const kvc_begin_args *args) {
     const int32_t *positions = args->positions, *parents = args->parents;
     const int64_t *seq_ids = args->seq_ids;
@@ -198,7 +199,7 @@ kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *given, kvc_bat
         return kvc_fail(KVC_ERR_INVALID, "timeout_ms is %lld: it must be at least 0, or -1 for no limit",
                         (long long)args.timeout_ms);
     if (!out) return kvc_fail(KVC_ERR_INVALID, "batch is NULL");
-    KVC_TRY(check_tokens(&args));
+    if (args.positions || args.parents) KVC_TRY(check_tokens(&args));
     if (args.replaced) KVC_TRY(kvc_replace_check(cache, &args));
     kvc_lock(cache);
     if (args.timeout_ms) return kvc_unlock(cache, begin_in_turn(cache, &args, out));
