@@ -139,9 +139,6 @@ kvc_status kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequen
 void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_unretain(kvc_cache *cache, kvc_sequence *sequence);
 
-/* Returns whether a retained sequence may be evicted: not if it is pinned, or a call writes its rows. */
-static inline int kvc_is_evictable(const kvc_sequence *sequence) { return !sequence->num_pins && !sequence->in_place; }
-
 /* Returns whether a sequence loses its rows in group g when victims are evicted. */
 static inline int kvc_is_evicted_in(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {
     return sequence->fate == KVC_GOES ||

@@ -104,7 +104,8 @@ static int32_t first_safe(const kvc_cache *cache, const kvc_sequence *sequence) 
     return begin;
 }
 
-kvc_status kvc_check_replaced(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position, int32_t end) {
+/* Returns KVC_ERR_GONE if a token at `position` would miss rows below position `end` that were not replaced. */
+static kvc_status check_replaced(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position, int32_t end) {
     for (int32_t layer = 0; layer < cache->num_layers; layer++) {
         const int32_t g = cache->group_of[layer];
         const kvc_interval missing = sequence->runs[g].missing;
@@ -119,7 +120,7 @@ kvc_status kvc_check_replaced(const kvc_cache *cache, const kvc_sequence *sequen
 }
 
 kvc_status kvc_fail_gone(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position) {
-    KVC_TRY(kvc_check_replaced(cache, sequence, position, KVC_END));
+    KVC_TRY(check_replaced(cache, sequence, position, KVC_END));
     const int32_t safe = first_safe(cache, sequence), next = kvc_sequence_next(sequence);
     if (safe == INT32_MAX)
         return kvc_fail(KVC_ERR_GONE,
@@ -140,7 +141,7 @@ kvc_status kvc_check_cut(const kvc_cache *cache, const kvc_sequence *sequence, i
         misses |= lost.begin < length && kvc_policy_sees(&cache->policies[g], length, lost.begin, lost.end);
     }
     if (length >= kvc_sequence_next(sequence)) return KVC_OK;
-    const kvc_status status = kvc_check_replaced(cache, sequence, length, length);
+    const kvc_status status = check_replaced(cache, sequence, length, length);
     if (status != KVC_OK || !misses) return status;
     const int32_t safe = first_safe(cache, sequence);
     if (safe == INT32_MAX)

@@ -37,9 +37,6 @@ kvc_status kvc_check_positions(int32_t begin, int32_t end);
 /* Returns KVC_ERR_INDEX unless the batch has tokens [first, first + *num_tokens); 0 becomes all from first on. */
 kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_tokens);
 
-/* Returns KVC_ERR_GONE if a token at `position` would miss rows below position `end` that were not replaced. */
-kvc_status kvc_check_replaced(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position, int32_t end);
-
 /* Returns KVC_ERR_GONE for a token at `position` that would miss rows (kvc_cache_misses), and says which. */
 kvc_status kvc_fail_gone(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position);
 
