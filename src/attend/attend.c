@@ -3,12 +3,11 @@
 #include <string.h>
 
 #include "base/parallel.h"
-#include "attend/merge.h"
 #include "attend/plan.h"
 #include "attend/step.h"
 #include "cache/check.h"
 #include "pass/put.h"
-#include "rows/hadamard_order.h"
+#include "rows/copy.h"
 
 /* ---- the rows of a task ------------------------------------------------------------------------------------------ */
 
@@ -54,7 +53,7 @@ static kvc_cursor rows_from_slice(const kvc_task *t, int32_t m) {
     }
     const int64_t next = t->index + plan->args.num_threads;
     int32_t head;
-    if (next >= t->call->num_tasks) return (kvc_cursor){.layout = t->call->layout};
+    if (next >= plan->num_tasks) return (kvc_cursor){.layout = t->call->layout};
     const kvc_job *job = kvc_job_of(plan, next, &head);
     return first_rows(t->call, job, kvc_slice_of(plan, job, 0), head);
 }
@@ -81,6 +80,156 @@ static int attend_split(kvc_task *t) {
     return goes_on;
 }
 
+/* ---- merging the results of splits by log-sum-exp (Flash-Decoding) ----------------------------------------------- */
+
+/* The results of a slice's splits for one KV head: in plan->partials or, if there is a single split, in the workspace.
+ */
+typedef struct results {
+    const float *max, *sum, *acc; /* those of split 0 */
+    uint64_t stride;              /* from split to split, in floats */
+    float ln_of_base;             /* of maxima: 1, or ln(2) */
+    float one;                    /* what a value of 1 is in acc */
+} results;
+
+/* Returns the factor that turns a sum of exp(score - own_max) into one of exp(score - max). */
+static float rescale_factor(float own_max, float max, float ln_of_base) {
+    return own_max == -INFINITY ? 0 : own_max == max ? 1 : expf((own_max - max) * ln_of_base);
+}
+
+/* Adds up the splits of query row r, in their order, each rescaled to the maximum of all.  Writes the accumulated
+ * values to `out`, which is the workspace's acc, and returns the sum. */
+static float add_splits(const kvc_task *t, const results *all, int32_t r, float max, float *out) {
+    const kvc_plan *plan = t->call->plan;
+    const size_t stride = (size_t)plan->workspace.acc_stride, row = (size_t)r * stride;
+    float factor = rescale_factor(all->max[r], max, all->ln_of_base), sum = factor * all->sum[r];
+    if (t->slice->num_splits == 1 && factor == 1) return sum;
+    if (t->slice->num_splits > 1) memcpy(out, all->acc + row, stride * sizeof *out);
+    int32_t p = 1, n;
+    do { /* runs once even for a single split, as `out` must be multiplied by the factor */
+        float weights[KVC_TILE];
+        const float *rows = all->acc + (uint64_t)p * all->stride + row;
+        for (n = 0; n < KVC_TILE && p < t->slice->num_splits; n++, p++) {
+            const uint64_t split = (uint64_t)p * all->stride;
+            weights[n] = rescale_factor(all->max[split + (size_t)r], max, all->ln_of_base);
+            sum += weights[n] * all->sum[split + (size_t)r];
+        }
+        t->call->kernels->accumulate[KVC_F32](out, (int)stride, &factor, weights, 1, rows,
+                                              (int64_t)(all->stride * sizeof *rows), n, plan->v_dim,
+                                              (kvc_ahead){.bytes = 0});
+        factor = 1;
+    } while (p < t->slice->num_splits);
+    return sum;
+}
+
+/* Merges the splits of query row r, divides by their sum, and transforms the values back.  The output row takes acc's
+ * place in the workspace.  lse: NULL, or where it is written. */
+static void merge_row(const kvc_task *t, const results *all, int32_t r, float *lse) {
+    const kvc_plan *plan = t->call->plan;
+    const float *sinks = t->call->args->sinks;
+    const int32_t order = t->call->v_order;
+    const float sink = sinks ? sinks[kvc_query_head_of(t, r)] / all->ln_of_base : -INFINITY;
+    float *out = t->acc + (size_t)r * (size_t)plan->workspace.acc_stride, max = sink;
+    for (int32_t p = 0; p < t->slice->num_splits; p++) {
+        const float of_split = all->max[(size_t)p * all->stride + (size_t)r];
+        if (of_split > max) max = of_split;
+    }
+    const float sum = add_splits(t, all, r, max, out) + rescale_factor(sink, max, all->ln_of_base);
+    /* If the sum is 0, the query saw nothing, and `out` is 0. */
+    t->call->kernels->scale(out, 0, 1, plan->v_dim, sum == 0 ? 1 : 1 / (sum * all->one));
+    if (order) t->call->kernels->hadamard(out, out, plan->v_dim, order);
+    if (lse) *lse = sum == 0 ? -INFINITY : max * all->ln_of_base + logf(sum);
+}
+
+/* Returns where the caller wants the lse of a token and query head. */
+static float *lse_of(const kvc_attend_args *a, int32_t token, int32_t head) {
+    char *to = (char *)a->lse +
+               kvc_token_offset(token, a->tokens_per_sequence, a->lse_token_stride, a->lse_batch_stride) +
+               head * a->lse_head_stride;
+    return (float *)(void *)to;
+}
+
+/* Writes the output rows, and lse where the caller asks for it. */
+static void write_out(const kvc_task *t, const results *all) {
+    const kvc_call *c = t->call;
+    const kvc_attend_args *a = c->args;
+    const int32_t heads = c->plan->heads_per_kv, first = t->head * heads;
+    const int64_t stride = c->plan->workspace.acc_stride;
+    for (int32_t r = 0; r < t->num_query_rows; r += heads) {
+        const int32_t token = t->tokens[r / heads] - c->plan->args.first;
+        for (int32_t i = 0; i < heads; i++) merge_row(t, all, r + i, a->lse ? lse_of(a, token, first + i) : NULL);
+        char *out = (char *)a->out +
+                    kvc_token_offset(token, a->tokens_per_sequence, a->out_token_stride, a->out_batch_stride) +
+                    first * a->out_head_stride;
+        kvc_convert_query_rows(c, KVC_F32, a->q_type, out, a->out_head_stride, t->acc + r * stride,
+                               stride * (int64_t)sizeof(float), c->plan->v_dim);
+    }
+}
+
+/* Returns where the result of split p of the task's slice and KV head is kept. */
+static float *partial_of(const kvc_task *t, int32_t p) {
+    const kvc_plan *plan = t->call->plan;
+    const uint64_t size = kvc_partial_size(t->num_query_rows, plan->workspace.acc_stride);
+    return plan->partials + t->slice->partials + ((size_t)t->head * (size_t)t->slice->num_splits + (size_t)p) * size;
+}
+
+/* Copies the result of the task's split from the workspace to plan->partials. */
+static void keep_partial(const kvc_task *t) {
+    float *partial = partial_of(t, t->job->split);
+    const size_t q = (size_t)t->num_query_rows;
+    memcpy(partial, t->max, q * sizeof *partial);
+    memcpy(partial + q, t->sum, q * sizeof *partial);
+    memcpy(partial + kvc_align_up(2 * q, KVC_LANES), t->acc,
+           q * (size_t)t->call->plan->workspace.acc_stride * sizeof *partial);
+}
+
+/* Keeps the result of one of several splits of a slice; returns whether all are there. */
+static int end_one_of(const kvc_task *t) {
+    const kvc_call *c = t->call;
+    const kvc_query_slice *slice = t->slice;
+    atomic_int *remaining = &c->plan->remaining[slice->first_counter + t->head];
+    keep_partial(t);
+    const int new_splits = c->was_done ? 0 : 1;
+    if (atomic_fetch_sub(remaining, new_splits) != new_splits) return 0;
+    if (!c->is_rerun) atomic_store(remaining, slice->num_splits); /* for the next layer */
+    return 1;
+}
+
+/* The last task to end of a slice and KV head merges the splits and writes the output; in a rerun, each task that finds
+ * all splits there does.  A single split is not counted: atomic instructions wait until all that was stored is in the
+ * cache. */
+static void end_split(const kvc_task *t) {
+    const int32_t num_splits = t->slice->num_splits;
+    if (num_splits > 1 && !end_one_of(t)) return;
+    results all = {t->max, t->sum, t->acc, 0, 1, 1};
+    if (num_splits > 1) {
+        const size_t q = (size_t)t->num_query_rows;
+        all.max = partial_of(t, 0);
+        all.sum = all.max + q;
+        all.acc = all.max + kvc_align_up(2 * q, KVC_LANES);
+        all.stride = kvc_partial_size(t->num_query_rows, t->call->plan->workspace.acc_stride);
+    }
+    if (t->slice->tiled) {
+        const kvc_tiler *values = kvc_value_tiler(t);
+        all.one = (float)(1 << values->sum_shift);
+        if (values->weigh) all.ln_of_base = 0.693147180559945309f;
+    }
+    write_out(t, &all);
+}
+
+/* Ends a task whose rows were attended to: keeps the results of its slices' splits, and writes the output of slices
+ * whose last split it was. */
+static void end_splits(const kvc_task *t) {
+    if (t->job->num_slices == 1) {
+        end_split(t);
+        return;
+    }
+    for (int32_t m = 0, first = 0; m < t->job->num_slices; m++) {
+        const kvc_task own = kvc_part_of(t, m, first);
+        first += own.num_query_rows;
+        end_split(&own);
+    }
+}
+
 /* ---- running tasks ----------------------------------------------------------------------------------------------- */
 
 /* Makes task i of the plan, which works in `workspace`. */
@@ -95,6 +244,8 @@ static kvc_task make_task(kvc_call *c, int64_t i, float *workspace) {
                   .slice = slice,
                   .k_as = c->k_as[slice->tiled],
                   .v_as = c->v_as[slice->tiled],
+                  .k_lacks_minima = KVC_TYPES[c->layer->k_type].has_minimum && c->k_as[slice->tiled] == KVC_Q8_0,
+                  .v_lacks_minima = KVC_TYPES[c->layer->v_type].has_minimum && c->v_as[slice->tiled] == KVC_Q8_0,
                   .index = i,
                   .head = head,
                   .workspace = workspace,
@@ -132,18 +283,22 @@ static void lock_round(kvc_round *round) {
 
 static void unlock_round(kvc_round *round) { atomic_flag_clear_explicit(&round->lock, memory_order_release); }
 
-/* Attends to the rows of task i, and ends its splits. */
-static kvc_status run_task(kvc_call *c, int64_t i) {
+/* Attends to the rows of task i, and ends its splits, unless the call is cancelled; for kvc_parallel, with the kvc_call
+ * as context. */
+static void run_task(void *context, int64_t i) {
+    kvc_call *c = context;
     kvc_plan *plan = c->plan;
     const int32_t l = take_workspace(plan);
     kvc_task t = make_task(c, i, plan->workspaces + (size_t)l * plan->workspace.size);
     const int cancelled = !attend_split(&t);
     if (!cancelled && c->is_rerun) lock_round(&plan->round);
-    if (!cancelled) kvc_end_splits(&t);
+    if (!cancelled) end_splits(&t);
     if (!cancelled && c->is_rerun) unlock_round(&plan->round);
     atomic_flag_clear_explicit(&plan->workspace_taken[l], memory_order_release);
-    return cancelled ? kvc_fail(KVC_ERR_CANCELLED, "the attention was cancelled") : KVC_OK;
+    if (cancelled) atomic_store(&c->was_cancelled, 1);
 }
+
+static kvc_status fail_cancelled(void) { return kvc_fail(KVC_ERR_CANCELLED, "the attention was cancelled"); }
 
 /* ---- rounds ------------------------------------------------------------------------------------------------------ */
 
@@ -206,8 +361,8 @@ static void end_task(const kvc_call *c, int64_t task, int is_done) {
     round->states[task] = is_done || c->was_done ? KVC_TASK_DONE : KVC_TASK_OPEN;
     round->num_running--;
     round->num_done += is_done && !c->was_done;
-    if (round->num_done == c->num_tasks && !round->is_rerun) { /* all is done: begin the next round */
-        memset(round->states, KVC_TASK_OPEN, (size_t)c->num_tasks);
+    if (round->num_done == c->plan->num_tasks && !round->is_rerun) { /* all is done: begin the next round */
+        memset(round->states, KVC_TASK_OPEN, (size_t)c->plan->num_tasks);
         round->num_done = 0;
     }
     unlock_round(round);
@@ -312,13 +467,12 @@ static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_atte
     }
     c->k_order = kvc_key_order(c->layer);
     c->v_order = kvc_value_order(c->layer);
-    c->num_tasks = kvc_plan_num_tasks(plan);
     c->rope = kvc_rope_of(cache, layer);
     c->angles = plan->angles;
     if (c->rope) c->angles += (size_t)cache->rope_of[layer] * (size_t)plan->num_deltas * (size_t)plan->angles_stride;
     c->changes_scores = args->softcap > 0 || args->alibi;
     c->scale = args->scale != 0 ? args->scale : 1 / sqrtf((float)plan->k_dim);
-    atomic_init(&c->status, KVC_OK);
+    atomic_init(&c->was_cancelled, 0);
 }
 
 /* Checks the arguments of kvc_plan_run, and runs the task. */
@@ -330,9 +484,9 @@ static kvc_status run_planned(kvc_plan *plan, int32_t layer, const kvc_attend_ar
     if (status == KVC_OK) status = check_args(&plan->batch->cache->layers[layer], plan->args.num_tokens, &args);
     if (status == KVC_OK && args.put)
         status = kvc_fail(KVC_ERR_INVALID, "args->put is not NULL: rows are stored by kvc_put before tasks are run");
-    const int64_t num_tasks = kvc_plan_num_tasks(plan);
-    if (status == KVC_OK && (task < 0 || task >= num_tasks))
-        status = kvc_fail(KVC_ERR_INDEX, "task is %lld: the plan has %lld", (long long)task, (long long)num_tasks);
+    if (status == KVC_OK && (task < 0 || task >= plan->num_tasks))
+        status =
+            kvc_fail(KVC_ERR_INDEX, "task is %lld: the plan has %lld", (long long)task, (long long)plan->num_tasks);
     kvc_row_buffer *buffer = status == KVC_OK ? kvc_row_buffer_find(plan->batch, layer) : NULL;
     if (status == KVC_OK) status = check_task(plan, layer, task, buffer);
     if (status == KVC_OK) {
@@ -340,7 +494,8 @@ static kvc_status run_planned(kvc_plan *plan, int32_t layer, const kvc_attend_ar
         kvc_poll_timer_init(&c.timer, NULL, NULL);
         status = begin_task(&c, layer, &args, task);
         if (status == KVC_OK) {
-            status = run_task(&c, task);
+            run_task(&c, task);
+            if (atomic_load(&c.was_cancelled)) status = fail_cancelled();
             end_task(&c, task, status == KVC_OK);
         }
     }
@@ -357,35 +512,22 @@ kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *ar
     return status;
 }
 
-/* Runs task i, for kvc_parallel; context: the kvc_call. */
-static void run_one(void *context, int64_t i) {
-    kvc_call *c = context;
-    const kvc_status status = run_task(c, i);
-    if (status != KVC_OK) atomic_store(&c->status, status);
-}
-
-/* Runs all tasks, on several threads if that is worth it. */
-static kvc_status run_all(kvc_call *c) {
-    static const double WORTH_THREADS = 1 << 19; /* multiply-adds: about 20 microseconds */
-    const kvc_plan *plan = c->plan;
-    kvc_cache_poll_timer(plan->batch->cache, plan->multiply_adds, &c->timer);
-    kvc_parallel(kvc_threads_for(plan->multiply_adds, WORTH_THREADS, plan->args.num_threads), c->num_tasks, run_one, c);
-    const kvc_status status = (kvc_status)atomic_load(&c->status);
-    return status == KVC_OK ? KVC_OK : kvc_fail(status, "the attention was cancelled");
-}
-
-/* Puts rows, if `put` is not NULL, and runs all tasks.  *buffer: the layer's row buffer, or NULL if it has none; set if
- * putting rows makes one. */
+/* Puts rows, if `put` is not NULL, and runs all tasks, on several threads if that is worth it.  *buffer: the layer's
+ * row buffer, or NULL if it has none; set if putting rows makes one. */
 static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_put_args *put,
                          kvc_row_buffer **buffer) {
+    static const double WORTH_THREADS = 1 << 19; /* multiply-adds: about 20 microseconds */
     kvc_call c;
     kvc_batch *batch = plan->batch;
     for (int32_t u = 0; u < plan->num_slices; u++) KVC_TRY(check_seen(plan, &plan->slices[u], layer, put, *buffer));
-    if (put && !*buffer && kvc_any_buffered(batch, layer, put->first, put->num_tokens))
+    if (put && !*buffer && batch->num_buffered && kvc_any_buffered(batch, layer, put->first, put->num_tokens))
         KVC_TRY(kvc_row_buffer_enter(batch, layer, buffer));
     if (put) KVC_TRY(kvc_put_rows(batch, layer, put, *buffer));
     make_call(&c, plan, layer, args, *buffer);
-    kvc_status status = run_all(&c);
+    kvc_cache_poll_timer(batch->cache, plan->multiply_adds, &c.timer);
+    kvc_parallel(kvc_threads_for(plan->multiply_adds, WORTH_THREADS, plan->args.num_threads), plan->num_tasks, run_task,
+                 &c);
+    kvc_status status = atomic_load(&c.was_cancelled) ? fail_cancelled() : KVC_OK;
     if (status == KVC_OK && put && *buffer) status = kvc_row_buffer_accept(batch->cache, *buffer, 0);
     if (status != KVC_OK && put) kvc_mark_written(batch, layer, put->first, put->num_tokens, *buffer, 0);
     return status;
@@ -410,9 +552,9 @@ kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const k
         must_put = 0;
     }
     KVC_TRY(kvc_plan_get(batch, &plan_args, &plan));
-    kvc_row_buffer *buffer = kvc_row_buffer_find(batch, layer);
+    kvc_row_buffer *buffer = batch->num_buffered ? kvc_row_buffer_find(batch, layer) : NULL;
     const kvc_status status = attend(plan, layer, &args, must_put ? &put : NULL, &buffer);
-    kvc_row_buffer_leave(batch->cache, buffer);
+    if (buffer) kvc_row_buffer_leave(batch->cache, buffer);
     kvc_plan_free(plan);
     return status;
 }

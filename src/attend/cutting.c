@@ -25,15 +25,13 @@ static int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
 /* The query tokens order[first .. end) of a sequence, cut into slices of `tokens` tokens; the last may have fewer. */
 typedef struct query_cut {
-    int32_t sequence, first, end, tokens;
+    int32_t first, end, tokens;
     int32_t num_slices; /* 0: the sequence has no query tokens */
 } query_cut;
 
-/* Returns the number of query tokens per slice, for a sequence of num_tokens query tokens that see at most num_rows
- * rows. */
-static int32_t slice_tokens(const kvc_plan *plan, int32_t num_tokens, int64_t num_rows) {
-    const int64_t query_rows = (int64_t)num_tokens * plan->heads_per_kv;
-    if (query_rows <= KVC_TASK_QUERIES) return num_tokens;
+/* Returns the number of query tokens per slice, for a sequence with more than KVC_TASK_QUERIES query rows that see at
+ * most num_rows rows. */
+static int32_t slice_tokens(const kvc_plan *plan, int64_t query_rows, int64_t num_rows) {
     const int64_t tasks_per_slice = divide_up(num_rows, KVC_SPLIT_ROWS) * plan->num_kv_heads; /* upper bound */
     int32_t most = KVC_TILE_QUERIES;
     while (most > KVC_TILE_QUERIES / 4 && divide_up(query_rows, most) * tasks_per_slice < KVC_TILED_TASKS) most /= 2;
@@ -45,14 +43,15 @@ static query_cut cut_queries(const kvc_plan *plan, int32_t sequence) {
     const kvc_batch *batch = plan->batch;
     const kvc_batch_sequence *member = &batch->sequences[sequence];
     const int32_t begin = plan->args.first, end = begin + plan->args.num_tokens;
-    query_cut cut = {.sequence = sequence, .first = member->first, .end = member->first + member->num_tokens};
+    query_cut cut = {.first = member->first, .end = member->first + member->num_tokens};
     /* Tokens of a sequence are listed in rising order, so those of the plan's range are side by side. */
     while (cut.first < cut.end && batch->order[cut.first] < begin) cut.first++;
     while (cut.first < cut.end && batch->order[cut.end - 1] >= end) cut.end--;
     if (cut.first == cut.end) return cut;
-    const int32_t last = batch->positions[batch->order[cut.end - 1]];
-    cut.tokens = slice_tokens(plan, cut.end - cut.first, (int64_t)last + 1);
-    cut.num_slices = (int32_t)divide_up(cut.end - cut.first, cut.tokens);
+    const int32_t num_tokens = cut.end - cut.first, last = batch->positions[batch->order[cut.end - 1]];
+    const int64_t query_rows = (int64_t)num_tokens * plan->heads_per_kv;
+    cut.tokens = query_rows <= KVC_TASK_QUERIES ? num_tokens : slice_tokens(plan, query_rows, (int64_t)last + 1);
+    cut.num_slices = (int32_t)divide_up(num_tokens, cut.tokens);
     return cut;
 }
 
@@ -60,18 +59,6 @@ int32_t kvc_count_slices(const kvc_plan *plan) {
     int32_t num = 0;
     for (int32_t s = 0; s < plan->batch->num_sequences; s++) num += cut_queries(plan, s).num_slices;
     return num;
-}
-
-/* Makes slice i of a sequence, without its rows: see find_rows and cut_rows. */
-static kvc_new_slice slice_at(const kvc_plan *plan, const query_cut *cut, int32_t i) {
-    const int32_t first = cut->first + i * cut->tokens, rest = cut->end - first;
-    const int tiled = (int64_t)(cut->end - cut->first) * plan->heads_per_kv > KVC_STREAM_QUERIES;
-    return (kvc_new_slice){.slice = {.sequence = cut->sequence,
-                                     .first = first,
-                                     .num_tokens = rest < cut->tokens ? rest : cut->tokens,
-                                     .tiled = tiled,
-                                     .tile_rows = tiled ? kvc_tile_rows(plan) : KVC_TILE},
-                           .is_whole = cut->num_slices == 1};
 }
 
 /* ---- masked rows ------------------------------------------------------------------------------------------------- */
@@ -178,7 +165,7 @@ static void visit_ancestors(const kvc_batch *batch, const kvc_new_slice *u, cons
 static void visit_own_rows(const kvc_plan *plan, const kvc_new_slice *u, uint8_t *marks, visit_fn *visit,
                            void *context) {
     const kvc_batch *batch = plan->batch;
-    const kvc_pending *pending = kvc_pending_of(batch, plan->group, u->slice.sequence);
+    const kvc_pending *pending = u->pending;
     const int is_cross = pending->to == KVC_TO_CROSS;
     if (batch->parents && !is_cross) {
         visit_ancestors(batch, u, pending, marks, visit, context);
@@ -205,6 +192,7 @@ static void find_rows(const kvc_plan *plan, const kvc_view *view, kvc_new_slice 
     const kvc_run_list *list = view->stored ? &view->stored[s] : stored;
     const kvc_pending *pending = kvc_pending_of(batch, g, s);
     const int is_cross = pending->to == KVC_TO_CROSS, is_replaced = is_cross && pending->num;
+    u->pending = pending;
     if (view->masked) u->masked = &view->masked[s];
     find_reach(plan, list, u);
     visit_own_rows(plan, u, marks, count_own_rows, u);
@@ -234,8 +222,15 @@ static void cut_rows(const kvc_plan *plan, int32_t num_slices, kvc_query_slice *
 void kvc_list_slices(const kvc_plan *plan, const kvc_view *view, kvc_new_slice *slices, uint8_t *marks) {
     for (int32_t s = 0; s < plan->batch->num_sequences; s++) {
         const query_cut cut = cut_queries(plan, s);
+        const int tiled = (int64_t)(cut.end - cut.first) * plan->heads_per_kv > KVC_STREAM_QUERIES;
         for (int32_t i = 0; i < cut.num_slices; i++, slices++) {
-            *slices = slice_at(plan, &cut, i);
+            const int32_t first = cut.first + i * cut.tokens, rest = cut.end - first;
+            *slices = (kvc_new_slice){.slice = {.sequence = s,
+                                                .first = first,
+                                                .num_tokens = rest < cut.tokens ? rest : cut.tokens,
+                                                .tiled = tiled,
+                                                .tile_rows = tiled ? kvc_tile_rows(plan) : KVC_TILE},
+                                      .is_whole = cut.num_slices == 1};
             find_rows(plan, view, slices, marks);
             cut_rows(plan, cut.num_slices, &slices->slice);
         }
@@ -244,9 +239,8 @@ void kvc_list_slices(const kvc_plan *plan, const kvc_view *view, kvc_new_slice *
 
 /* ---- segments ---------------------------------------------------------------------------------------------------- */
 
-/* Returns the index of a delta among the plan's, counted from 1; 0 for delta 0. */
+/* Returns the index of a delta among the plan's, counted from 1. */
 static int32_t find_delta_index(const kvc_plan *plan, int32_t delta) {
-    if (delta == 0) return 0;
     int32_t begin = 0, end = plan->num_deltas;
     while (begin < end) {
         const int32_t middle = begin + (end - begin) / 2;
@@ -261,12 +255,13 @@ static int32_t find_delta_index(const kvc_plan *plan, int32_t delta) {
 /* Adds a segment to the plan; context: the kvc_plan. */
 static void list_segment(void *context, const kvc_run *segment, int32_t token) {
     kvc_plan *plan = context;
-    plan->segments[plan->num_segments++] = (kvc_segment){.rows = segment->block ? segment->block->rows : NULL,
-                                                         .slot = segment->slot,
-                                                         .count = segment->count,
-                                                         .position = segment->position,
-                                                         .delta_index = find_delta_index(plan, segment->delta),
-                                                         .token = token};
+    plan->segments[plan->num_segments++] =
+        (kvc_segment){.rows = segment->block ? segment->block->rows : NULL,
+                      .slot = segment->slot,
+                      .count = segment->count,
+                      .position = segment->position,
+                      .delta_index = segment->delta ? find_delta_index(plan, segment->delta) : 0,
+                      .token = token};
 }
 
 void kvc_list_segments(kvc_plan *plan, const kvc_new_slice *from, kvc_query_slice *slice, const kvc_query_slice *before,

@@ -21,6 +21,7 @@ typedef struct kvc_new_slice {
     kvc_reach stored, own; /* reach in the stored rows, and in the batch's own */
     const kvc_run *runs;   /* [num_runs] that are stored, without masked rows */
     int32_t num_runs;
+    const kvc_pending *pending;      /* the batch's own rows of its sequence */
     const kvc_masked_ranges *masked; /* of its sequence; NULL: the plan hides nothing */
     int32_t is_whole;                /* it has all query tokens of its sequence */
     int64_t stored_rows;             /* number of stored rows in reach */

@@ -263,7 +263,8 @@ static kvc_status check_args(const kvc_batch *batch, int32_t layer, const kvc_de
     if (status == KVC_OK) status = kvc_check_attention(batch, layer);
     if (status == KVC_OK) status = kvc_check_rows_out(&batch->cache->layers[layer], d->args.rows, &d->out, "rows");
     if (status == KVC_OK) status = kvc_check_array(KVC_F32, d->args.mask_token_stride, 0, "mask");
-    if (status == KVC_OK) status = kvc_masked_check(batch, d->args.masked, d->args.masked_size, d->args.num_masked);
+    if (status == KVC_OK && d->args.num_masked)
+        status = kvc_masked_check(batch, d->args.masked, d->args.masked_size, d->args.num_masked);
     if (status != KVC_OK || !d->args.by_sequence) return status;
     const kvc_reader to = kvc_reader_for(batch->cache, layer, &d->out, NULL);
     status = kvc_check_strides(to.k_type, d->args.k_batch_stride, 0, "rows");

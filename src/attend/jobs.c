@@ -88,20 +88,6 @@ static void merge(const kvc_new_slice *slices, kvc_neighbour *to, const kvc_neig
     }
 }
 
-/* Sorts the slices of whole sequences: merges lists of one slice, then of two, of four ... */
-static void sort_whole(const kvc_new_slice *slices, const kvc_slice_order *order) {
-    const int64_t num = order->num_whole;
-    for (int64_t width = 1; width < num; width *= 2) {
-        for (int64_t first = 0; first < num; first += 2 * width) {
-            const int64_t rest = num - first, num_a = rest < width ? rest : width;
-            const int64_t num_b = rest - num_a < width ? rest - num_a : width;
-            const kvc_neighbour *a = order->items + first;
-            merge(slices, order->spare + first, a, (int32_t)num_a, a + num_a, (int32_t)num_b);
-        }
-        memcpy(order->items, order->spare, (size_t)num * sizeof *order->items);
-    }
-}
-
 /* Counts the leading rows in reach that two slices both have of run `run`, the first in which they differ. */
 static int32_t same_rows_of_run(const kvc_new_slice *a, const kvc_new_slice *b, int32_t run) {
     if (run >= a->num_runs || run >= b->num_runs || compare_starts(&a->runs[run], &b->runs[run]) != 0) return 0;
@@ -131,8 +117,17 @@ void kvc_order_slices(kvc_new_slice *slices, int32_t num_slices, kvc_slice_order
     for (int32_t u = 0; u < num_slices; u++)
         order->items[slices[u].is_whole ? whole++ : order->num_whole + others++] =
             (kvc_neighbour){.slice = u, .same_runs = -1};
-    sort_whole(slices, order);
-    for (int32_t i = 1; i < order->num_whole; i++) find_common_rows(slices, &order->items[i]);
+    const int64_t num = order->num_whole;
+    for (int64_t width = 1; width < num; width *= 2) { /* merge lists of one slice, then of two, of four ... */
+        for (int64_t first = 0; first < num; first += 2 * width) {
+            const int64_t rest = num - first, num_a = rest < width ? rest : width;
+            const int64_t num_b = rest - num_a < width ? rest - num_a : width;
+            const kvc_neighbour *a = order->items + first;
+            merge(slices, order->spare + first, a, (int32_t)num_a, a + num_a, (int32_t)num_b);
+        }
+        memcpy(order->items, order->spare, (size_t)num * sizeof *order->items);
+    }
+    for (int32_t i = 1; i < num; i++) find_common_rows(slices, &order->items[i]);
 }
 
 /* ---- jobs -------------------------------------------------------------------------------------------------------- */
@@ -256,13 +251,6 @@ static int by_work(const void *a, const void *b) {
     return x->work != y->work ? compare(y->work, x->work) : compare(x->first_slice, y->first_slice);
 }
 
-/* Sorts the jobs, the largest first, unless they are in order already. */
-static void sort_jobs(kvc_plan *plan) {
-    int64_t i = 1;
-    while (i < plan->num_jobs && plan->jobs[i - 1].work >= plan->jobs[i].work) i++;
-    if (i < plan->num_jobs) qsort(plan->jobs, (size_t)plan->num_jobs, sizeof *plan->jobs, by_work);
-}
-
 void kvc_find_jobs(kvc_plan *plan, const kvc_new_slice *slices, const kvc_slice_order *order) {
     const int64_t enough_jobs = TASKS_PER_THREAD * (int64_t)plan->args.num_threads;
     int64_t work = 0, most_work = INT64_MAX;
@@ -274,6 +262,9 @@ void kvc_find_jobs(kvc_plan *plan, const kvc_new_slice *slices, const kvc_slice_
     }
     if (plan->args.num_threads > 1) most_work = work * plan->num_kv_heads / enough_jobs;
     for (int32_t split = 0; num; split++) num = add_jobs_of_split(plan, order->items, num, split, most_work);
-    sort_jobs(plan);
+    int64_t i = 1;
+    while (i < plan->num_jobs && plan->jobs[i - 1].work >= plan->jobs[i].work) i++;
+    if (i < plan->num_jobs) qsort(plan->jobs, (size_t)plan->num_jobs, sizeof *plan->jobs, by_work);
+    plan->num_tasks = plan->num_jobs * plan->num_kv_heads;
     plan->by_head = plan->args.num_threads == 1 || plan->num_jobs >= enough_jobs;
 }

@@ -17,7 +17,6 @@
 #include "base/compiler.h"
 #include "attend/jobs.h"
 #include "cache/check.h"
-#include "cache/scratch.h"
 
 /* What a plan is made from, in scratch that is given back once the plan is made. */
 typedef struct maker {
@@ -43,9 +42,6 @@ static int take_scratch(maker *m) {
     const uint64_t num = (uint64_t)m->plan->num_slices, num_masked = (uint64_t)args->num_masked;
     const uint64_t sequences = num_masked ? (uint64_t)batch->num_sequences : 0;
     const uint64_t shown = num_masked ? (uint64_t)kvc_most_shown_runs(m->plan) : 0;
-    m->slices = &m->one_slice;
-    m->order.items = &m->one_item;
-    if (num == 1 && !batch->parents && !num_masked) return 1;
     const uint64_t slices = kvc_add_array(&m->size, num * sizeof *m->slices);
     const uint64_t items = kvc_add_array(&m->size, num * sizeof *m->order.items);
     const uint64_t spare = kvc_add_array(&m->size, num * sizeof *m->order.spare);
@@ -55,7 +51,7 @@ static int take_scratch(maker *m) {
     const uint64_t stored = kvc_add_array(&m->size, sequences * sizeof *m->view.stored);
     const uint64_t runs = kvc_add_array(&m->size, shown * sizeof(kvc_run));
     kvc_lock(batch->cache);
-    char *start = m->scratch = kvc_scratch_take(batch->cache, &m->size);
+    char *start = m->scratch = kvc_scratch_take(batch->cache, &m->size, NULL);
     kvc_unlock(batch->cache, KVC_OK);
     if (!start) return 0;
     m->slices = (void *)(start + slices);
@@ -70,13 +66,6 @@ static int take_scratch(maker *m) {
         kvc_cut_masked(m->plan, &m->view, (void *)(start + runs));
     }
     return 1;
-}
-
-static void give_scratch(const maker *m, kvc_cache *cache) {
-    if (!m->scratch) return;
-    kvc_lock(cache);
-    kvc_scratch_give(cache, m->scratch, m->size);
-    kvc_unlock(cache, KVC_OK);
 }
 
 /* What the slices of a plan add up to. */
@@ -209,18 +198,8 @@ static uint64_t lay_out_arrays(const kvc_plan *plan, const totals *t, uint64_t *
     return size;
 }
 
-/* Copies the caller's arrays to the plan's own. */
-static void copy_given(kvc_plan *plan) {
-    kvc_plan_args *args = &plan->args;
-    for (int32_t i = 0; i < args->num_masked; i++) plan->masked[i] = kvc_masked_at(args->masked, args->masked_size, i);
-    args->masked = plan->masked;
-    args->masked_size = sizeof *plan->masked;
-    if (!args->non_causal) return;
-    memcpy(plan->non_causal, args->non_causal, (size_t)args->num_tokens);
-    args->non_causal = plan->non_causal;
-}
-
-/* Copies a plan from the stack to the beginning of its allocation, and points it at the arrays there. */
+/* Copies a plan from the stack to the beginning of its allocation, points it at the arrays there, and copies the
+ * caller's arrays. */
 static kvc_plan *place_plan(const kvc_plan *sketch, const uint64_t *at, char *start) {
     kvc_plan *plan = memcpy(start, sketch, sizeof *sketch);
     plan->slices = (void *)(start + at[PLAN_SLICES]);
@@ -238,35 +217,38 @@ static kvc_plan *place_plan(const kvc_plan *sketch, const uint64_t *at, char *st
     plan->masked = (void *)(start + at[PLAN_MASKED]);
     plan->partials = (void *)(start + at[PLAN_PARTIALS]);
     plan->workspaces = (void *)(start + at[PLAN_WORKSPACES]);
-    copy_given(plan);
+    kvc_plan_args *args = &plan->args;
+    for (int32_t i = 0; i < args->num_masked; i++) plan->masked[i] = kvc_masked_at(args->masked, args->masked_size, i);
+    args->masked = plan->masked;
+    args->masked_size = sizeof *plan->masked;
+    if (args->non_causal) {
+        memcpy(plan->non_causal, args->non_causal, (size_t)args->num_tokens);
+        args->non_causal = plan->non_causal;
+    }
     return plan;
 }
 
 /* ---- deltas ------------------------------------------------------------------------------------------------------ */
 
-/* Calls visit for each stored run with a delta that is neither 0 nor that of the run before it. */
-static void visit_deltas(const maker *m, void (*visit)(kvc_plan *plan, int32_t delta)) {
-    int32_t last = 0;
+/* Counts the stored runs with a delta that is neither 0 nor that of the run before it, and lists these deltas, unless
+ * deltas is NULL. */
+static int32_t find_deltas(const maker *m, int32_t *deltas) {
+    int32_t num = 0, last = 0;
     for (int32_t i = 0; i < m->plan->num_slices; i++) {
         const kvc_new_slice *u = &m->slices[i];
         if (i && u[-1].slice.sequence == u->slice.sequence) continue; /* it has the same runs */
-        for (int32_t r = u->first_run; r < u->num_runs; last = u->runs[r++].delta)
-            if (u->runs[r].delta && u->runs[r].delta != last) visit(m->plan, u->runs[r].delta);
+        for (int32_t r = u->first_run; r < u->num_runs; last = u->runs[r++].delta) {
+            if (!u->runs[r].delta || u->runs[r].delta == last) continue;
+            if (deltas) deltas[num] = u->runs[r].delta;
+            num++;
+        }
     }
+    return num;
 }
 
-static void count_delta(kvc_plan *plan, int32_t delta) {
-    (void)delta;
-    plan->num_deltas++;
-}
-
-static void list_delta(kvc_plan *plan, int32_t delta) { plan->deltas[plan->num_deltas++] = delta; }
-
-/* Counts the deltas, equal ones perhaps several times, and finds how many floats the angles of one take. */
-static void count_deltas(const maker *m) {
-    kvc_plan *plan = m->plan;
+/* Finds how many floats the angles of one delta take. */
+static void find_stride(kvc_plan *plan) {
     const kvc_cache *cache = plan->batch->cache;
-    visit_deltas(m, count_delta);
     for (int32_t r = 0; r < cache->num_ropes; r++)
         if ((int32_t)kvc_rope_angles_size(&cache->ropes[r]) > plan->angles_stride)
             plan->angles_stride = (int32_t)kvc_rope_angles_size(&cache->ropes[r]);
@@ -280,9 +262,7 @@ static int by_value(const void *a, const void *b) {
 /* Lists the deltas in ascending order, each once. */
 static void list_deltas(const maker *m) {
     kvc_plan *plan = m->plan;
-    const int32_t num = plan->num_deltas;
-    plan->num_deltas = 0;
-    visit_deltas(m, list_delta);
+    const int32_t num = find_deltas(m, plan->deltas);
     qsort(plan->deltas, (size_t)num, sizeof *plan->deltas, by_value);
     plan->num_deltas = 0;
     for (int32_t i = 0; i < num; i++)
@@ -295,7 +275,7 @@ static void list_deltas(const maker *m) {
 static void compute_angles(kvc_plan *plan) {
     const kvc_cache *cache = plan->batch->cache;
     const size_t stride = (size_t)plan->angles_stride;
-    for (int32_t layer = 0, last = -1; plan->num_deltas && layer < cache->num_layers; layer++) {
+    for (int32_t layer = 0, last = -1; layer < cache->num_layers; layer++) {
         const int32_t r = cache->rope_of[layer];
         if (cache->group_of[layer] != plan->group || r < 0 || r == last) continue;
         kvc_rope_table table = {.angles = plan->rope_table, .coarse = 1};
@@ -323,7 +303,7 @@ static kvc_plan *allocate_plan(const kvc_plan *sketch, const totals *t) {
     kvc_batch *batch = sketch->batch;
     uint64_t at[NUM_PLAN_ARRAYS], size = lay_out_arrays(sketch, t, at);
     kvc_lock(batch->cache);
-    char *start = kvc_scratch_take(batch->cache, &size);
+    char *start = kvc_scratch_take(batch->cache, &size, NULL);
     kvc_plan *plan = start ? place_plan(sketch, at, start) : NULL;
     if (plan) {
         plan->link = (kvc_plan_link){.next = batch->plans, .size = size, .after_fork = after_fork};
@@ -336,18 +316,6 @@ static kvc_plan *allocate_plan(const kvc_plan *sketch, const totals *t) {
     return plan;
 }
 
-/* Lists the segments of all slices, in the order of rows. */
-static void list_segments(const maker *m) {
-    kvc_plan *plan = m->plan;
-    const kvc_query_slice *before = NULL;
-    for (int32_t i = 0; i < plan->num_slices; i++) {
-        const int32_t u = m->order.items[i].slice;
-        plan->slices[u] = m->slices[u].slice;
-        kvc_list_segments(plan, &m->slices[u], &plan->slices[u], before, m->marks);
-        before = &plan->slices[u];
-    }
-}
-
 /* Makes the plan of the slices that were counted.  Nobody else changes blocks and sequences of an open batch, so they
  * are read without the mutex. */
 static kvc_plan *make_plan(maker *m) {
@@ -355,16 +323,25 @@ static kvc_plan *make_plan(maker *m) {
     kvc_cache *cache = sketch->batch->cache;
     kvc_list_slices(sketch, &m->view, m->slices, m->marks);
     kvc_order_slices(m->slices, sketch->num_slices, &m->order);
-    count_deltas(m);
+    sketch->num_deltas = find_deltas(m, NULL); /* equal ones perhaps several times */
+    if (sketch->num_deltas) find_stride(sketch);
     const totals t = lay_out_slices(m);
     sketch->num_workspaces = (int32_t)kvc_smaller(sketch->args.num_threads, t.splits * sketch->num_kv_heads);
     sketch->multiply_adds = t.multiply_adds;
     lay_out_workspace(sketch, &t);
     kvc_plan *plan = m->plan = allocate_plan(sketch, &t);
     if (!plan) return NULL;
-    if (plan->num_deltas) list_deltas(m);
-    compute_angles(plan);
-    list_segments(m);
+    if (plan->num_deltas) {
+        list_deltas(m);
+        compute_angles(plan);
+    }
+    const kvc_query_slice *before = NULL;
+    for (int32_t i = 0; i < plan->num_slices; i++) { /* in the order of rows */
+        const int32_t u = m->order.items[i].slice;
+        plan->slices[u] = m->slices[u].slice;
+        kvc_list_segments(plan, &m->slices[u], &plan->slices[u], before, m->marks);
+        before = &plan->slices[u];
+    }
     kvc_find_jobs(plan, m->slices, &m->order);
     atomic_flag_clear(&plan->round.lock);
     kvc_plan_reset(plan);
@@ -389,8 +366,15 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
     sketch.workspace.acc_stride = (int32_t)kvc_align_up((size_t)layer->v_dim, KVC_LANES);
     sketch.num_slices = kvc_count_slices(&sketch);
     maker m = {.plan = &sketch};
-    *out = take_scratch(&m) ? make_plan(&m) : NULL;
-    give_scratch(&m, batch->cache);
+    m.slices = &m.one_slice;
+    m.order.items = &m.one_item;
+    const int needs_scratch = sketch.num_slices != 1 || batch->parents || args->num_masked;
+    *out = !needs_scratch || take_scratch(&m) ? make_plan(&m) : NULL;
+    if (m.scratch) {
+        kvc_lock(batch->cache);
+        kvc_scratch_give(batch->cache, m.scratch, m.size);
+        kvc_unlock(batch->cache, KVC_OK);
+    }
     return *out ? KVC_OK : kvc_fail(KVC_ERR_NOMEM, "out of memory for the tasks of an attention");
 }
 
@@ -407,7 +391,7 @@ kvc_status kvc_plan_check(const kvc_batch *batch, kvc_plan_args *args) {
         return kvc_fail(KVC_ERR_INVALID, "num_threads is %d: it must be between 1 and %d, or 0 for the cache's",
                         args->num_threads, KVC_MOST_THREADS);
     if (!args->num_threads) args->num_threads = kvc_cache_threads(batch->cache);
-    return kvc_masked_check(batch, args->masked, args->masked_size, args->num_masked);
+    return args->num_masked ? kvc_masked_check(batch, args->masked, args->masked_size, args->num_masked) : KVC_OK;
 }
 
 /* Whether a plan hides these ranges, given in the same order. */
@@ -457,7 +441,7 @@ void kvc_plan_recount(kvc_plan *plan) {
         for (int32_t h = 0; h < plan->num_kv_heads; h++)
             atomic_store_explicit(&plan->remaining[plan->slices[u].first_counter + h], plan->slices[u].num_splits,
                                   memory_order_relaxed);
-    for (int64_t i = 0, num = kvc_plan_num_tasks(plan); i < num; i++) {
+    for (int64_t i = 0; i < plan->num_tasks; i++) {
         if (plan->round.states[i] != KVC_TASK_DONE) continue;
         int32_t head;
         const kvc_job *job = kvc_job_of(plan, i, &head);
@@ -468,7 +452,7 @@ void kvc_plan_recount(kvc_plan *plan) {
 
 void kvc_plan_reset(kvc_plan *plan) {
     kvc_round *round = &plan->round;
-    memset(round->states, KVC_TASK_OPEN, (size_t)kvc_plan_num_tasks(plan));
+    memset(round->states, KVC_TASK_OPEN, (size_t)plan->num_tasks);
     round->num_running = round->num_done = 0;
     round->is_rerun = round->has_failed = 0;
     kvc_plan_recount(plan);
@@ -480,4 +464,4 @@ void kvc_plan_free(kvc_plan *plan) {
     atomic_flag_clear(&plan->taken);
 }
 
-int64_t kvc_plan_num_tasks(const kvc_plan *plan) { return plan->num_jobs * plan->num_kv_heads; }
+int64_t kvc_plan_num_tasks(const kvc_plan *plan) { return plan->num_tasks; }

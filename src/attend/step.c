@@ -61,11 +61,8 @@ static void prefetch(kvc_ahead ahead) {
 #endif
 }
 
-/* Returns how far apart the rows of a stretch lie. */
-static ptrdiff_t step_of(const walk *w, const kvc_stretch *stretch) { return stretch->step[w->is_value]; }
-
 static const uint8_t *row_at(const walk *w, const row_place *p) {
-    return p->at->first[w->is_value] + p->offset * step_of(w, p->at);
+    return p->at->first[w->is_value] + p->offset * p->at->step[w->is_value];
 }
 
 /* Counts the rows from a place on to the end of the stretch. */
@@ -87,7 +84,7 @@ static void copy_rows(const kvc_task *t, walk *w, int64_t rows) {
     row_place p = w->place;
     for (int64_t some; rows; rows -= some) {
         const uint8_t *from = row_at(w, &p);
-        const ptrdiff_t step = step_of(w, p.at);
+        const ptrdiff_t step = p.at->step[w->is_value];
         some = step == (ptrdiff_t)bytes ? step_on(&p, rows) : step_on(&p, 1);
         memcpy(to, from, (size_t)some * bytes);
         to += (size_t)some * bytes;
@@ -102,7 +99,7 @@ static void decode_rows(const kvc_task *t, walk *w, int64_t rows, int64_t stride
     uint8_t *const to = (uint8_t *)(t->workspace + workspace->rows);
     for (int64_t done = 0, some; done < rows; done += some) {
         const uint8_t *from = row_at(w, &w->place);
-        const ptrdiff_t step = step_of(w, w->place.at);
+        const ptrdiff_t step = w->place.at->step[w->is_value];
         some = step_on(&w->place, rows - done);
         if (w->kernel_type == KVC_F32)
             c->kernels->convert(w->type, KVC_F32, to + done * stride, stride, from, step, some, w->dim);
@@ -125,25 +122,22 @@ static kernel_rows take_rows(const kvc_task *t, walk *w, int64_t rows) {
         copy_rows(t, w, rows);
         return (kernel_rows){workspace, (int64_t)w->row_bytes, rows};
     }
-    const kernel_rows in_place = {row_at(w, &w->place), step_of(w, w->place.at), rows};
+    const kernel_rows in_place = {row_at(w, &w->place), w->place.at->step[w->is_value], rows};
     step_on(&w->place, rows);
     return in_place;
 }
 
-/* Returns how many rows take_some takes. */
-static int64_t rows_at_once(const walk *w) {
-    const int64_t in_place = rows_behind(&w->place), left = w->left;
-    const int is_quantised = w->type >= KVC_FLOAT_TYPES;
-    if (in_place >= left || w->kernel_type != w->type || (is_quantised && w->is_value)) return left;
-    if (!is_quantised && in_place >= LEAST_STRETCH) return in_place;
-    if (is_quantised && in_place >= KVC_ROW_GROUP) return in_place / KVC_ROW_GROUP * KVC_ROW_GROUP;
-    const int64_t few = is_quantised ? KVC_ROW_GROUP : FEW_ROWS;
-    return few < left ? few : left;
-}
-
 /* Takes as many rows as a kernel is best given next: floats of a long stretch, else a few; all, where they are
  * unpacked. Quantised rows are scored in groups, and sums of theirs depend on all rows of the tile. */
-static kernel_rows take_some(const kvc_task *t, walk *w) { return take_rows(t, w, rows_at_once(w)); }
+static kernel_rows take_some(const kvc_task *t, walk *w) {
+    const int64_t in_place = rows_behind(&w->place), left = w->left;
+    const int is_quantised = w->type >= KVC_FLOAT_TYPES;
+    if (in_place >= left || w->kernel_type != w->type || (is_quantised && w->is_value)) return take_rows(t, w, left);
+    if (!is_quantised && in_place >= LEAST_STRETCH) return take_rows(t, w, in_place);
+    if (is_quantised && in_place >= KVC_ROW_GROUP) return take_rows(t, w, in_place / KVC_ROW_GROUP * KVC_ROW_GROUP);
+    const int64_t few = is_quantised ? KVC_ROW_GROUP : FEW_ROWS;
+    return take_rows(t, w, few < left ? few : left);
+}
 
 /* Returns what lies from first to end; of very large rows, the beginning. */
 static kvc_ahead ahead_of(const kvc_call *c, const uint8_t *first, const uint8_t *end) {
@@ -161,7 +155,7 @@ static int is_in_stretches(const walk *w) {
     const row_place *p = &w->place;
     const int64_t rows = w->left ? rows_behind(p) : 0;
     if (rows < LEAST_AHEAD) return 0;
-    return rows < w->left || step_of(w, p->at) - (ptrdiff_t)w->row_bytes > narrow_hole(w);
+    return rows < w->left || p->at->step[w->is_value] - (ptrdiff_t)w->row_bytes > narrow_hole(w);
 }
 
 /* Takes up to `rows` rows to prefetch, and returns the last of them that lie one after the other, for a kernel to
@@ -175,7 +169,7 @@ static kvc_ahead take_ahead(const kvc_call *c, walk *w, int64_t rows) {
     w->left -= rows;
     for (int64_t some; rows; rows -= some) {
         const uint8_t *row = row_at(w, &p);
-        const ptrdiff_t step = step_of(w, p.at);
+        const ptrdiff_t step = p.at->step[w->is_value];
         some = step_on(&p, step - bytes <= narrow ? rows : 1);
         if ((uintptr_t)row - (uintptr_t)end > (uintptr_t)narrow) {
             prefetch(ahead_of(c, first, end));
@@ -190,7 +184,7 @@ static kvc_ahead take_ahead(const kvc_call *c, walk *w, int64_t rows) {
 /* Takes as many rows as fill `lines` lines; none, unless all that are left lie one after the other. */
 static kvc_ahead take_few_ahead(const kvc_call *c, walk *w, int64_t lines) {
     const int is_even =
-        w->left && rows_behind(&w->place) >= w->left && step_of(w, w->place.at) == (ptrdiff_t)w->row_bytes;
+        w->left && rows_behind(&w->place) >= w->left && w->place.at->step[w->is_value] == (ptrdiff_t)w->row_bytes;
     return take_ahead(c, w, is_even ? lines * KVC_CACHE_LINE / (int64_t)w->row_bytes : 0);
 }
 
@@ -274,12 +268,9 @@ static const float *rotate_keys(const kvc_task *t, const kvc_tile *tile, segment
 
 /* ---- kernels and prepared query rows ----------------------------------------------------------------------------- */
 
-/* Whether kernels get keys, or values, without the minima of their blocks. */
-static int lacks_minima(int32_t type, int32_t as) { return KVC_TYPES[type].has_minimum && as == KVC_Q8_0; }
-
 /* Whether a kernel takes the keys of a tile without their minima. */
 static int key_minima_apart(const kvc_task *t, const kvc_tile *tile) {
-    return delta_index_of(t, tile) != KVC_MIXED && lacks_minima(t->call->layer->k_type, t->k_as);
+    return delta_index_of(t, tile) != KVC_MIXED && t->k_lacks_minima;
 }
 
 /* Returns the kernels that score a tile for few query rows. */
@@ -362,13 +353,6 @@ typedef struct query_block {
     int32_t stride;
 } query_block;
 
-/* Turns the scores of a tile into weights, and updates max, sum and factor of each query row.  Prefetches `next`. */
-static void compute_weights(const kvc_task *t, kvc_tile *tile, kvc_ahead next) {
-    if (!tile->is_seen || t->call->changes_scores)
-        kvc_change_scores(t, tile, 0, t->num_query_rows, t->scores, KVC_TILE);
-    t->call->kernels->softmax(t->scores, t->num_query_rows, tile->n, t->max, t->sum, t->factor, next);
-}
-
 /* Attends to the tile `current`.  On the way, takes the tile `next` off the cursor `upcoming`, and prefetches its keys:
  * not earlier, as stretches are best listed just before they are read, because a tile's rows fill the L1 cache. */
 typedef void attend_tile_fn(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming);
@@ -418,7 +402,6 @@ static void accumulate_rows(const kvc_task *t, const float *weights, kernel_rows
 
 /* Adds a tile's values, weighted, to acc, and prefetches what is left of the next one's keys. */
 static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, walk *keys) {
-    const kvc_call *c = t->call;
     walk values = walk_values(t, tile);
     const float *weights = t->scores;
     while (values.left) {
@@ -427,7 +410,7 @@ static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, walk *keys)
         weights += v.num;
         for (int32_t r = 0; values.left && r < t->num_query_rows; r++) t->factor[r] = 1; /* acc is multiplied once */
     }
-    if (lacks_minima(c->layer->v_type, t->v_as)) kvc_accumulate_minima(t, tile->n);
+    if (t->v_lacks_minima) kvc_accumulate_minima(t, tile->n);
 }
 
 enum { LINES_PER_ROW = KVC_TILE / KVC_LANES }; /* prefetched while the softmax of a query row is computed */
@@ -437,7 +420,10 @@ static void stream_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_curs
     score_tile(t, current);
     kvc_next_tile(next, upcoming);
     walk keys = walk_keys(t, next);
-    compute_weights(t, current, take_few_ahead(t->call, &keys, t->num_query_rows * LINES_PER_ROW));
+    const kvc_ahead ahead = take_few_ahead(t->call, &keys, t->num_query_rows * LINES_PER_ROW);
+    if (!current->is_seen || t->call->changes_scores)
+        kvc_change_scores(t, current, 0, t->num_query_rows, t->scores, KVC_TILE);
+    t->call->kernels->softmax(t->scores, t->num_query_rows, current->n, t->max, t->sum, t->factor, ahead);
     accumulate_tile(t, current, &keys);
 }
 
@@ -527,7 +513,7 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
                            b.stride, t->workspace + workspace->values, v_room, b.end - b.first, plan->v_dim, current->n,
                            1, take_ahead(c, &next_values, ahead));
     }
-    if (lacks_minima(c->layer->v_type, t->v_as)) kvc_accumulate_minima(t, current->n);
+    if (t->v_lacks_minima) kvc_accumulate_minima(t, current->n);
     if (c->kernels->end) c->kernels->end(&former);
 }
 

@@ -26,11 +26,9 @@ kvc_task kvc_part_of(const kvc_task *t, int32_t m, int32_t first) {
 
 /* ---- its rows ---------------------------------------------------------------------------------------------------- */
 
-static int32_t min32(int64_t a, int64_t b) { return (int32_t)(a < b ? a : b); }
-
 /* Begins the next window, and decides whether it is mixed. */
 static void open_window(kvc_cursor *c) {
-    c->window = min32(c->num_rows, c->window_rows);
+    c->window = c->num_rows < c->window_rows ? (int32_t)c->num_rows : c->window_rows;
     c->is_mixed = 0;
     if (!c->changes_to_mix || !c->window) return;
     const kvc_segment *segment = c->segment;
@@ -72,8 +70,8 @@ static int32_t list_singles(kvc_tile *t, int32_t most, size_t k_begin, size_t v_
                                             {step * (ptrdiff_t)k_bytes, step * (ptrdiff_t)v_bytes},
                                             rows};
         for (int32_t i = 0; i < rows; i++) {
-            t->min_position = min32(t->min_position, segment[i].position);
-            t->max_position = -min32(-t->max_position, -segment[i].position);
+            if (segment[i].position < t->min_position) t->min_position = segment[i].position;
+            if (segment[i].position > t->max_position) t->max_position = segment[i].position;
         }
     }
     return num;
@@ -103,7 +101,8 @@ void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     const kvc_segment *segment =
         n ? c->segment + n : c->segment; /* which may be NULL: to that C lets nothing be added */
     while (n < most && (is_mixed || segment->delta_index == delta_index)) {
-        const int32_t count = min32(segment->count - offset, most - n), position = segment->position + offset;
+        const int32_t left = segment->count - offset, count = left < most - n ? left : most - n;
+        const int32_t position = segment->position + offset;
         const uint8_t *rows = buffer ? buffer : segment->rows;
         const size_t slot = (size_t)(segment->slot + offset);
         const uint8_t *k = rows + k_begin + slot * k_bytes, *v = rows + v_begin + slot * v_bytes;

@@ -21,7 +21,6 @@ typedef struct kvc_call {
     const kvc_row_buffer *buffer; /* the layer's row buffer, where buffered slices have their rows */
     const kvc_policy *policy;
     int32_t num_sinks;        /* of that policy */
-    int64_t num_tasks;        /* of the plan */
     int32_t k_as[2], v_as[2]; /* kvc_taken_as of its types, for slices that are streamed and tiled */
     int32_t k_order, v_order; /* kvc_key_order, kvc_value_order */
     const kvc_rope *rope;     /* rotates keys with a delta; NULL: the layer's keys are not rotated */
@@ -30,8 +29,8 @@ typedef struct kvc_call {
     int is_rerun, was_done;   /* for kvc_plan_run: the round is a rerun; the task was done before in this round */
     int changes_scores;       /* there is a softcap, or ALiBi */
     float scale;
-    kvc_poll_timer timer; /* asked whether to end early, as tasks begin and between the tiles of long ones */
-    atomic_int status;    /* KVC_OK, or that of a task that failed */
+    kvc_poll_timer timer;     /* asked whether to end early, as tasks begin and between the tiles of long ones */
+    atomic_int was_cancelled; /* a task ended early */
 } kvc_call;
 
 /* A task, whose query rows are those of its job's slices, one slice after the other; or a view of some of these. */
@@ -40,8 +39,9 @@ typedef struct kvc_task {
     const kvc_job *job;
     const kvc_query_slice *slice; /* the slice; the first one if there are several */
     int64_t index;
-    int32_t head;           /* KV head */
-    int32_t k_as, v_as;     /* types as which kernels get keys and values */
+    int32_t head;                           /* KV head */
+    int32_t k_as, v_as;                     /* types as which kernels get keys and values */
+    int32_t k_lacks_minima, v_lacks_minima; /* whether kernels get them without the minima of their blocks */
     int32_t num_query_rows; /* query row r is token r / heads_per_kv, and query head r % heads_per_kv of the KV head */
     float *workspace;
     float *scores, *acc, *max, *sum, *factor; /* in the workspace, by query row; strides are in plan->workspace */

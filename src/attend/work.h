@@ -16,8 +16,7 @@
  *   minima.c   what the minima of blocks add to scores and sums
  *   seen.c     which rows of a tile a query sees, and what becomes of the scores of others
  *   step.c     attends to a tile
- *   merge.c    merges the splits of a slice, and writes the result
- *   attend.c   runs tasks: kvc_attend and kvc_plan_run
+ *   attend.c   runs tasks, merges the splits of a slice, and writes the result: kvc_attend and kvc_plan_run
  *
  * dense.c, rows and masks for an attention of the caller's own, uses none of them.
  */
@@ -115,8 +114,8 @@ struct kvc_plan {
     int32_t heads_per_kv;               /* query heads per KV head */
     int32_t num_slices, num_workspaces;
     int64_t num_segments;
-    int64_t num_jobs; /* each is num_kv_heads tasks */
-    int32_t by_head;  /* order of tasks: 1: all jobs of one KV head, then of the next; 0: all KV heads of one job */
+    int64_t num_jobs, num_tasks; /* a job is num_kv_heads tasks */
+    int32_t by_head; /* order of tasks: 1: all jobs of one KV head, then of the next; 0: all KV heads of one job */
     double multiply_adds;
     int32_t num_cross_puts;            /* kvc_num_cross_puts of the group when the plan was made */
     int32_t num_deltas, angles_stride; /* stride in floats */

@@ -310,9 +310,9 @@ static void run_with_team(int32_t num_threads, int64_t num_tasks) {
 /* What the calling thread has beside itself for its tasks. */
 enum { NOTHING, WORKERS, TEAM };
 
-/* Takes what there is for num_threads threads.  There is nothing while another call has it. */
-static int take_threads(int32_t num_threads) {
-    if (num_threads <= 1 || kvc_is_alone()) return NOTHING;
+/* Takes what there is for several threads.  There is nothing while another call has it. */
+static int take_threads(void) {
+    if (kvc_is_alone()) return NOTHING;
     const int64_t now = kvc_now();
     const int in_region = kvc_uses_openmp(), has_team = in_region && now >= atomic_load(&from_regions.until);
     if (!has_team && now < atomic_load(&from_workers.until)) return NOTHING;
@@ -327,7 +327,7 @@ void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *con
     if (num_threads > KVC_MOST_THREADS) num_threads = KVC_MOST_THREADS;
     const int32_t limit = num_threads > 1 ? kvc_thread_limit() : 1;
     if (num_threads > limit) num_threads = limit;
-    const int with = take_threads(num_threads);
+    const int with = num_threads > 1 ? take_threads() : NOTHING;
     if (with == NOTHING) {
         for (int64_t i = 0; i < num_tasks; i++) task(context, i);
         return;

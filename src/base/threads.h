@@ -15,8 +15,8 @@ static inline int kvc_mutex_init(kvc_mutex *m) {
     return 0;
 }
 static inline void kvc_mutex_destroy(kvc_mutex *m) { (void)m; }
-static inline void kvc_mutex_lock(kvc_mutex *m) { AcquireSRWLockExclusive(m); }
-static inline void kvc_mutex_unlock(kvc_mutex *m) { ReleaseSRWLockExclusive(m); }
+#define kvc_mutex_lock AcquireSRWLockExclusive
+#define kvc_mutex_unlock ReleaseSRWLockExclusive
 static inline void kvc_pause(void) { SwitchToThread(); }
 typedef DWORD kvc_thread;
 static inline kvc_thread kvc_thread_self(void) { return GetCurrentThreadId(); }
@@ -27,15 +27,15 @@ static inline int kvc_signal_init(kvc_signal *s) {
 }
 static inline void kvc_signal_destroy(kvc_signal *s) { (void)s; }
 static inline void kvc_signal_wait(kvc_signal *s, kvc_mutex *m) { SleepConditionVariableSRW(s, m, INFINITE, 0); }
-static inline void kvc_signal_all(kvc_signal *s) { WakeAllConditionVariable(s); }
+#define kvc_signal_all WakeAllConditionVariable
 #else
 #include <pthread.h>
 #include <sched.h>
 typedef pthread_mutex_t kvc_mutex;
 static inline int kvc_mutex_init(kvc_mutex *m) { return pthread_mutex_init(m, NULL); }
 static inline void kvc_mutex_destroy(kvc_mutex *m) { pthread_mutex_destroy(m); }
-static inline void kvc_mutex_lock(kvc_mutex *m) { pthread_mutex_lock(m); }
-static inline void kvc_mutex_unlock(kvc_mutex *m) { pthread_mutex_unlock(m); }
+#define kvc_mutex_lock pthread_mutex_lock
+#define kvc_mutex_unlock pthread_mutex_unlock
 static inline void kvc_pause(void) { sched_yield(); }
 typedef pthread_t kvc_thread;
 static inline kvc_thread kvc_thread_self(void) { return pthread_self(); }
@@ -43,7 +43,7 @@ typedef pthread_cond_t kvc_signal;
 int kvc_signal_init(kvc_signal *s);
 static inline void kvc_signal_destroy(kvc_signal *s) { pthread_cond_destroy(s); }
 static inline void kvc_signal_wait(kvc_signal *s, kvc_mutex *m) { pthread_cond_wait(s, m); }
-static inline void kvc_signal_all(kvc_signal *s) { pthread_cond_broadcast(s); }
+#define kvc_signal_all pthread_cond_broadcast
 #endif
 
 /* Returns the time in nanoseconds, by a clock that never goes back. */
@@ -77,7 +77,7 @@ typedef struct kvc_poll_timer {
     void *user;
     const char *caller; /* identifies the thread that made the call; only that one polls */
     int64_t next;       /* time of its next poll, in nanoseconds */
-    atomic_int stopped;
+    atomic_int stopped; /* the tasks were told to end early */
 } kvc_poll_timer;
 
 /* Begins; poll NULL: the call never ends early. */
@@ -85,8 +85,5 @@ void kvc_poll_timer_init(kvc_poll_timer *timer, kvc_poll_fn *poll, void *user);
 
 /* Whether the call is to end early.  Polls if this thread made the call and its next poll is due. */
 int kvc_poll_timer_ask(kvc_poll_timer *timer);
-
-/* Whether the tasks were told to end early.  Call once they have ended. */
-static inline int kvc_poll_timer_stopped(const kvc_poll_timer *timer) { return atomic_load(&timer->stopped); }
 
 #endif

@@ -1,8 +1,6 @@
 /* batch.c: makes a batch: its arrays, its trees, its sequences. */
 #include "cache/batch.h"
 
-#include "cache/scratch.h"
-
 #include <string.h>
 
 /* Numbers the tokens depth first.  Parents come before their children, so no stack is needed: one pass backwards adds
@@ -63,8 +61,8 @@ kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *gi
                                      [BATCH_WRITTEN] = n * (uint64_t)cache->num_layers,
                                      [BATCH_CROSS_PUTS] = (uint64_t)num_cross * sizeof(atomic_int)};
     kvc_add_arrays(&size, at, NUM_BATCH_ARRAYS);
-    const int32_t is_fresh = !kvc_scratch_has(cache, size);
-    char *start = kvc_scratch_take(cache, &size);
+    int32_t is_fresh;
+    char *start = kvc_scratch_take(cache, &size, &is_fresh);
     if (!start) return NULL;
     kvc_batch *batch = (void *)start;
     *batch = (kvc_batch){.cache = cache,

@@ -1,15 +1,11 @@
 /* cache.c: the upkeep of a cache's sequences: see cache.h. */
 #include "cache/cache.h"
 
-/* Updates the number of sequences that hold rows, by whether this one does. */
-static void count_holding(kvc_cache *cache, kvc_sequence *sequence, int32_t holds) {
-    cache->num_holding += holds - sequence->holds;
-    sequence->holds = holds;
-}
-
 void kvc_cache_mark_changed(kvc_cache *cache, kvc_sequence *sequence) {
     if (sequence->is_retained) return;
-    count_holding(cache, sequence, kvc_sequence_holds(sequence));
+    const int32_t holds = kvc_sequence_holds(sequence);
+    cache->num_holding += holds - sequence->holds;
+    sequence->holds = holds;
     if (sequence->changed_at) return;
     sequence->next_changed = cache->changed;
     sequence->changed_at = &cache->changed;
@@ -63,7 +59,7 @@ void kvc_cache_spare(kvc_cache *cache, kvc_sequence *sequence) {
 
 void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_cache_unmark_changed(sequence);
-    count_holding(cache, sequence, 0);
+    cache->num_holding -= sequence->holds;
     if (sequence->is_retained) kvc_cache_unretain(cache, sequence);
     kvc_table_remove(&cache->sequences, sequence);
     kvc_sequence_free(sequence, &cache->memory, cache->pools);
@@ -90,4 +86,45 @@ int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, i
         if (missing.end && kvc_policy_sees(&cache->policies[g], position, missing.begin, missing.end)) return 1;
     }
     return 0;
+}
+
+/* ---- scratch ----------------------------------------------------------------------------------------------------- */
+
+void *kvc_scratch_take(kvc_cache *cache, uint64_t *size, int32_t *is_new) {
+    int best = -1; /* index of the smallest spare that is large enough */
+    for (int i = 0; i < KVC_NUM_SPARES; i++)
+        if (cache->spares[i].size >= *size && (best < 0 || cache->spares[i].size < cache->spares[best].size)) best = i;
+    if (is_new) *is_new = best < 0;
+    if (best < 0) { /* larger, to serve the next batch, which may need a little more */
+        *size = kvc_align_up(*size + *size / 4, 4096);
+        return kvc_memory_alloc(&cache->memory, *size, KVC_MEMORY_SCRATCH, -1);
+    }
+    void *memory = cache->spares[best].memory;
+    *size = cache->spares[best].size;
+    cache->spares[best].memory = NULL;
+    cache->spares[best].size = 0;
+    return memory;
+}
+
+void kvc_scratch_give(kvc_cache *cache, void *memory, uint64_t size) {
+    int smallest = 0;
+    for (int i = 1; i < KVC_NUM_SPARES; i++)
+        if (cache->spares[i].size < cache->spares[smallest].size) smallest = i;
+    if (cache->spares[smallest].size < size && !KVC_BUGGIFY()) { /* keep the larger of the two */
+        void *other = cache->spares[smallest].memory;
+        const uint64_t other_size = cache->spares[smallest].size;
+        cache->spares[smallest].memory = memory;
+        cache->spares[smallest].size = size;
+        memory = other;
+        size = other_size;
+    }
+    if (memory) kvc_memory_free(&cache->memory, memory, size, KVC_MEMORY_SCRATCH, -1); /* the place was not empty */
+}
+
+void kvc_scratch_free(kvc_cache *cache) {
+    for (int i = 0; i < KVC_NUM_SPARES; i++) {
+        kvc_memory_free(&cache->memory, cache->spares[i].memory, cache->spares[i].size, KVC_MEMORY_SCRATCH, -1);
+        cache->spares[i].memory = NULL;
+        cache->spares[i].size = 0;
+    }
 }

@@ -139,9 +139,6 @@ kvc_status kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequen
 void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_unretain(kvc_cache *cache, kvc_sequence *sequence);
 
-/* Returns whether a retained sequence may be evicted: not if it is pinned, or a call writes its rows. */
-static inline int kvc_is_evictable(const kvc_sequence *sequence) { return !sequence->num_pins && !sequence->in_place; }
-
 /* Returns whether a sequence loses its rows in group g when victims are evicted. */
 static inline int kvc_is_evicted_in(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {
     return sequence->fate == KVC_GOES ||
@@ -158,5 +155,15 @@ void kvc_cache_forget_all(kvc_cache *cache, const kvc_sequence *kept);
 
 /* Returns whether a query of the sequence at `position`, or a later one, would miss rows: expired, or not replaced. */
 int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position);
+
+/* ---- scratch: memory for the length of a call or a batch, with the mutex held; some is kept ---------------------- */
+
+/* Takes scratch of at least *size bytes, NULL if out of memory, and sets *size to its size and *is_new, which may be
+ * NULL, to whether none was kept; gives it back, with that size. */
+void *kvc_scratch_take(kvc_cache *cache, uint64_t *size, int32_t *is_new);
+void kvc_scratch_give(kvc_cache *cache, void *memory, uint64_t size);
+
+/* Frees all scratch that is kept. */
+void kvc_scratch_free(kvc_cache *cache);
 
 #endif

@@ -43,23 +43,21 @@ kvc_status kvc_check_values(const kvc_layer *layer, const void *k, const void *v
 }
 
 kvc_status kvc_check_strides(int32_t type, int64_t row_stride, int64_t head_stride, const char *name) {
-    const int64_t unit = type < KVC_FLOAT_TYPES ? (int64_t)kvc_row_bytes(type, 1) : 1; /* a power of two */
+    const int64_t unit = type < KVC_FLOAT_TYPES ? KVC_TYPES[type].bytes : 1; /* a power of two */
     if ((row_stride | head_stride) & (unit - 1))
         return kvc_fail(KVC_ERR_INVALID, "%s: strides of %lld and %lld bytes are not multiples of an element's %lld",
                         name, (long long)row_stride, (long long)head_stride, (long long)unit);
     return KVC_OK;
 }
 
-static int is_float_type(int32_t type) { return type >= 0 && type < KVC_FLOAT_TYPES; }
-
 kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride, const char *name) {
-    if (!is_float_type(type))
+    if (type < 0 || type >= KVC_FLOAT_TYPES)
         return kvc_fail(KVC_ERR_INVALID, "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16", name, type);
     return kvc_check_strides(type, row_stride, head_stride, name);
 }
 
 kvc_status kvc_check_rows(int32_t type, int32_t stored, int64_t row_stride, int64_t head_stride, const char *name) {
-    if (!is_float_type(type) && type != stored)
+    if ((type < 0 || type >= KVC_FLOAT_TYPES) && type != stored)
         return kvc_fail(KVC_ERR_INVALID,
                         "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16, or %d, as the layer stores %s", name,
                         type, stored, kvc_type_name(stored));
@@ -67,7 +65,7 @@ kvc_status kvc_check_rows(int32_t type, int32_t stored, int64_t row_stride, int6
 }
 
 kvc_status kvc_check_tokens_per_sequence(int32_t tokens_per_sequence, int32_t num_tokens) {
-    if (tokens_per_sequence >= 0 && (tokens_per_sequence == 0 || num_tokens % tokens_per_sequence == 0)) return KVC_OK;
+    if (tokens_per_sequence > 0 && num_tokens % tokens_per_sequence == 0) return KVC_OK;
     return kvc_fail(KVC_ERR_INVALID, "tokens_per_sequence is %d: it must divide the number of tokens, %d, or be 0",
                     tokens_per_sequence, num_tokens);
 }
@@ -106,7 +104,8 @@ static int32_t first_safe(const kvc_cache *cache, const kvc_sequence *sequence) 
     return begin;
 }
 
-kvc_status kvc_check_replaced(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position, int32_t end) {
+/* Returns KVC_ERR_GONE if a token at `position` would miss rows below position `end` that were not replaced. */
+static kvc_status check_replaced(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position, int32_t end) {
     for (int32_t layer = 0; layer < cache->num_layers; layer++) {
         const int32_t g = cache->group_of[layer];
         const kvc_interval missing = sequence->runs[g].missing;
@@ -121,7 +120,7 @@ kvc_status kvc_check_replaced(const kvc_cache *cache, const kvc_sequence *sequen
 }
 
 kvc_status kvc_fail_gone(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position) {
-    KVC_TRY(kvc_check_replaced(cache, sequence, position, KVC_END));
+    KVC_TRY(check_replaced(cache, sequence, position, KVC_END));
     const int32_t safe = first_safe(cache, sequence), next = kvc_sequence_next(sequence);
     if (safe == INT32_MAX)
         return kvc_fail(KVC_ERR_GONE,
@@ -142,7 +141,7 @@ kvc_status kvc_check_cut(const kvc_cache *cache, const kvc_sequence *sequence, i
         misses |= lost.begin < length && kvc_policy_sees(&cache->policies[g], length, lost.begin, lost.end);
     }
     if (length >= kvc_sequence_next(sequence)) return KVC_OK;
-    const kvc_status status = kvc_check_replaced(cache, sequence, length, length);
+    const kvc_status status = check_replaced(cache, sequence, length, length);
     if (status != KVC_OK || !misses) return status;
     const int32_t safe = first_safe(cache, sequence);
     if (safe == INT32_MAX)

@@ -27,7 +27,7 @@ kvc_status kvc_check_strides(int32_t type, int64_t row_stride, int64_t head_stri
 kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride, const char *name);
 kvc_status kvc_check_rows(int32_t type, int32_t stored, int64_t row_stride, int64_t head_stride, const char *name);
 
-/* Returns KVC_ERR_INVALID unless tokens_per_sequence divides num_tokens, or is 0. */
+/* Returns KVC_ERR_INVALID unless tokens_per_sequence, which is not 0, divides num_tokens. */
 kvc_status kvc_check_tokens_per_sequence(int32_t tokens_per_sequence, int32_t num_tokens);
 
 /* Return KVC_ERR_INVALID unless the argument of this name is a position, or [begin, end) a range of positions. */
@@ -36,9 +36,6 @@ kvc_status kvc_check_positions(int32_t begin, int32_t end);
 
 /* Returns KVC_ERR_INDEX unless the batch has tokens [first, first + *num_tokens); 0 becomes all from first on. */
 kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_tokens);
-
-/* Returns KVC_ERR_GONE if a token at `position` would miss rows below position `end` that were not replaced. */
-kvc_status kvc_check_replaced(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position, int32_t end);
 
 /* Returns KVC_ERR_GONE for a token at `position` that would miss rows (kvc_cache_misses), and says which. */
 kvc_status kvc_fail_gone(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position);

@@ -6,7 +6,7 @@
 #include "base/threads.h"
 #include "rows/policy.h"
 #include "rows/rope.h"
-#include "rows/hadamard_order.h"
+#include "rows/copy.h"
 
 static kvc_status check_limit(int64_t value, const char *name, int64_t most) {
     if (value >= 0 && value <= most) return KVC_OK;

@@ -67,9 +67,12 @@ int32_t kvc_sequence_last(const kvc_sequence *sequence) {
 }
 
 int32_t kvc_sequence_next(const kvc_sequence *sequence) {
-    int32_t next = kvc_sequence_last(sequence) + 1;
-    for (int32_t g = 0; g < sequence->num_token_groups; g++)
-        if (sequence->runs[g].lost.end > next) next = sequence->runs[g].lost.end;
+    int32_t next = 0;
+    for (int32_t g = 0; g < sequence->num_token_groups; g++) {
+        const kvc_run_list *list = &sequence->runs[g];
+        if (list->max_position >= next) next = list->max_position + 1;
+        if (list->lost.end > next) next = list->lost.end;
+    }
     return next;
 }
 

@@ -12,7 +12,6 @@
 #include "cache/check.h"
 #include "space/limits.h"
 #include "rows/copy.h"
-#include "rows/hadamard_order.h"
 #include "cache/waiting.h"
 
 enum { WORTH_THREADS = 1 << 16 }; /* elements */
@@ -108,36 +107,18 @@ static void write_part(const injection *x, kvc_rotator *rotator, const kvc_run *
     const kvc_layout *at = &cache->layouts[cache->layout_of[x->layer]];
     const kvc_rope *rope = part->delta ? kvc_rope_of(cache, x->layer) : NULL;
     const int64_t row = part->position - x->begin;
-    const kvc_transfer k = {.kernels = cache->kernels,
-                            .from_type = in->k_type,
-                            .to_type = config->k_type,
-                            .order = kvc_key_order(config),
-                            .to = (char *)kvc_key_at(at, part->block, part->slot, 0),
-                            .from = (const char *)in->k + row * in->k_row_stride,
-                            .to_row = (int64_t)at->k_row_bytes,
-                            .to_head = (int64_t)at->head_stride,
-                            .from_row = in->k_row_stride,
-                            .from_head = in->k_head_stride,
-                            .heads = config->num_kv_heads,
-                            .dim = config->k_dim};
     if (rope)
         rotate_keys_back(x, rotator, part, rope);
     else
-        kvc_transfer_rows(&k, part->count);
+        kvc_copy_keys(cache->kernels, config, kvc_key_at(at, part->block, part->slot, 0),
+                      (kvc_strides){config->k_type, (int64_t)at->k_row_bytes, (int64_t)at->head_stride},
+                      (const char *)in->k + row * in->k_row_stride,
+                      (kvc_strides){in->k_type, in->k_row_stride, in->k_head_stride}, part->count);
     if (config->value_in_key) return;
-    const kvc_transfer v = {.kernels = cache->kernels,
-                            .from_type = in->v_type,
-                            .to_type = config->v_type,
-                            .order = kvc_value_order(config),
-                            .to = (char *)kvc_value_at(at, part->block, part->slot, 0),
-                            .from = (const char *)in->v + row * in->v_row_stride,
-                            .to_row = (int64_t)at->v_row_bytes,
-                            .to_head = (int64_t)at->head_stride,
-                            .from_row = in->v_row_stride,
-                            .from_head = in->v_head_stride,
-                            .heads = config->num_kv_heads,
-                            .dim = config->v_dim};
-    kvc_transfer_rows(&v, part->count);
+    kvc_copy_values(cache->kernels, config, kvc_value_at(at, part->block, part->slot, 0),
+                    (kvc_strides){config->v_type, (int64_t)at->v_row_bytes, (int64_t)at->head_stride},
+                    (const char *)in->v + row * in->v_row_stride,
+                    (kvc_strides){in->v_type, in->v_row_stride, in->v_head_stride}, part->count);
 }
 
 static void write_copier(void *context, int64_t copier) {

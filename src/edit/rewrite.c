@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "base/parallel.h"
-#include "rows/hadamard_order.h"
+#include "rows/copy.h"
 
 enum {
     WORTH_THREADS = 1 << 16, /* bytes */

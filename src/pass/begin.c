@@ -2,7 +2,6 @@
 #include <string.h>
 
 #include "cache/check.h"
-#include "pass/demand.h"
 #include "space/limits.h"
 #include "pass/prepare.h"
 #include "pass/replace.h"
@@ -10,7 +9,8 @@
 
 /* ---- tokens and positions ---------------------------------------------------------------------------------------- */
 
-/* Sets each token's sequence and position; if args->positions is NULL, the position after its sequence's last. */
+/* Sets each token's sequence and position; if args->positions is NULL, the position after its sequence's last, which
+ * must not miss rows. */
 static kvc_status add_tokens(kvc_batch *batch, const kvc_begin_args *args) {
     const int32_t *positions = args->positions;
     const int64_t *seq_ids = args->seq_ids;
@@ -32,6 +32,8 @@ static kvc_status add_tokens(kvc_batch *batch, const kvc_begin_args *args) {
             return kvc_fail(KVC_ERR_INVALID,
                             "a batch of %d would pass the last position, %d: sequence %lld goes on at %d",
                             batch->num_tokens, INT32_MAX - 1, (long long)id, kvc_sequence_next(member->sequence));
+        if (!positions && kvc_cache_misses(batch->cache, member->sequence, position))
+            return kvc_fail_gone(batch->cache, member->sequence, position);
         batch->positions[t] = position;
         batch->sequence_of[t] = s;
         member->num_stretches += !member->num_tokens++ || position != member->next;
@@ -80,10 +82,9 @@ static void add_slot(kvc_pending *pending, kvc_block *block, int32_t slot, int32
 }
 
 /* Gives the tokens of sequence s slots from the fill mark of its last block on, then in newly opened blocks. */
-static void take_slots(kvc_batch *batch, int32_t g, int32_t s) {
+static void take_slots(kvc_batch *batch, int32_t g, int32_t s, kvc_pending *pending) {
     kvc_pool *pool = &batch->cache->pools[g];
     const kvc_batch_sequence *member = &batch->sequences[s];
-    kvc_pending *pending = kvc_pending_of(batch, g, s);
     kvc_block *block = pending->last_block;
     for (int32_t done = 0; done < member->num_tokens;) {
         if (!block || block->fill == pool->block_size) block = kvc_pool_open(pool);
@@ -99,12 +100,12 @@ static void take_slots(kvc_batch *batch, int32_t g, int32_t s) {
 }
 
 /* Gives the tokens of sequence s slots of the row buffers, from `slot` on. */
-static void take_buffer_slots(kvc_batch *batch, int32_t g, int32_t s, int32_t slot) {
+static void take_buffer_slots(kvc_batch *batch, int32_t g, int32_t s, kvc_pending *pending, int32_t slot) {
     const kvc_batch_sequence *member = &batch->sequences[s];
     for (int32_t i = 0; i < member->num_tokens; i++, slot++) {
         const int32_t t = batch->order[member->first + i];
         batch->places[(size_t)g * (size_t)batch->num_tokens + (size_t)t] = (kvc_place){NULL, slot};
-        add_slot(kvc_pending_of(batch, g, s), NULL, slot, batch->positions[t]);
+        add_slot(pending, NULL, slot, batch->positions[t]);
     }
 }
 
@@ -116,8 +117,8 @@ static void open_batch(kvc_batch *batch) {
         for (int32_t g = 0; g < cache->num_groups; g++) {
             kvc_pending *pending = kvc_pending_of(batch, g, s);
             pending->runs = batch->runs + (size_t)g * (size_t)batch->num_tokens + (size_t)member->first;
-            if (pending->to == KVC_TO_BUFFER) take_buffer_slots(batch, g, s, slot);
-            if (pending->to >= KVC_TO_REPLACE) take_slots(batch, g, s);
+            if (pending->to == KVC_TO_BUFFER) take_buffer_slots(batch, g, s, pending, slot);
+            if (pending->to >= KVC_TO_REPLACE) take_slots(batch, g, s, pending);
             if (pending->to == KVC_TO_REPLACE) cache->pools[g].replacing += member->num_tokens;
         }
         if (member->is_buffered) slot += member->num_tokens;
@@ -129,6 +130,7 @@ static void open_batch(kvc_batch *batch) {
 
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
+/* Checks positions and parents. */
 static kvc_status check_tokens(const kvc_begin_args *args) {
     const int32_t *positions = args->positions, *parents = args->parents;
     const int64_t *seq_ids = args->seq_ids;
@@ -147,24 +149,17 @@ static kvc_status check_tokens(const kvc_begin_args *args) {
     return KVC_OK;
 }
 
-/* Counts the tokens that may need a slot. */
-static int32_t count_stored(const kvc_begin_args *args) {
-    int32_t num = 0;
-    for (int32_t t = 0; t < args->num_tokens; t++) num += !(args->unstored && args->unstored[t]);
-    return num;
-}
-
 static kvc_status begin(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **out) {
     if (!args->replaced) { /* else rows of some groups alone count: kvc_prepare */
         if (args->positions) KVC_TRY(check_not_expired(cache, args->num_tokens, args->positions, args->seq_ids));
-        KVC_TRY(kvc_check_num_tokens(cache, count_stored(args)));
+        int32_t num_stored = 0; /* tokens that may need a slot */
+        for (int32_t t = 0; t < args->num_tokens; t++) num_stored += !(args->unstored && args->unstored[t]);
+        KVC_TRY(kvc_check_num_tokens(cache, num_stored));
     }
     kvc_batch *batch = kvc_batch_new(cache, args->num_tokens, args->parents);
     if (!batch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", args->num_tokens);
     if (args->replaced) kvc_replace_mark(batch, args->replaced);
     kvc_status status = add_tokens(batch, args);
-    if (status == KVC_OK && !args->positions)
-        status = check_not_expired(cache, args->num_tokens, batch->positions, args->seq_ids);
     if (status == KVC_OK) {
         sort_tokens(batch);
         if (args->replaced) kvc_replace_sort(batch);
@@ -195,12 +190,6 @@ static kvc_status begin_in_turn(kvc_cache *cache, const kvc_begin_args *args, kv
     return status;
 }
 
-static kvc_status begin_now(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **out) {
-    kvc_wait_for_writers(cache, args->num_tokens, args->seq_ids);
-    KVC_TRY(kvc_check_may_begin(cache, NULL));
-    return begin(cache, args, out);
-}
-
 kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *given, kvc_batch **out) {
     kvc_begin_args args;
     KVC_TRY(KVC_READ(kvc_begin_args, &args, given, "args"));
@@ -210,10 +199,14 @@ kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *given, kvc_bat
         return kvc_fail(KVC_ERR_INVALID, "timeout_ms is %lld: it must be at least 0, or -1 for no limit",
                         (long long)args.timeout_ms);
     if (!out) return kvc_fail(KVC_ERR_INVALID, "batch is NULL");
-    KVC_TRY(check_tokens(&args));
+    if (args.positions || args.parents) KVC_TRY(check_tokens(&args));
     if (args.replaced) KVC_TRY(kvc_replace_check(cache, &args));
     kvc_lock(cache);
-    return kvc_unlock(cache, args.timeout_ms ? begin_in_turn(cache, &args, out) : begin_now(cache, &args, out));
+    if (args.timeout_ms) return kvc_unlock(cache, begin_in_turn(cache, &args, out));
+    kvc_wait_for_writers(cache, args.num_tokens, args.seq_ids);
+    kvc_status status = kvc_check_may_begin(cache, NULL);
+    if (status == KVC_OK) status = begin(cache, &args, out);
+    return kvc_unlock(cache, status);
 }
 
 kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,

@@ -5,7 +5,6 @@
 #include "pass/put.h"
 #include "space/resident.h"
 #include "pass/replace.h"
-#include "cache/scratch.h"
 #include "cache/waiting.h"
 
 /* Frees the batch, takes its sequences out of it, and frees the blank ones; one that was the spare one, whose lists may
@@ -32,7 +31,7 @@ static void close_batch(kvc_batch *batch) {
         batch->plans = plan->next;
         kvc_scratch_give(cache, plan, plan->size);
     }
-    kvc_row_buffers_free(cache);
+    if (batch->num_buffered) kvc_row_buffers_free(cache);
     kvc_scratch_give(cache, batch, batch->size);
 }
 
@@ -52,10 +51,9 @@ static kvc_status check_complete(const kvc_batch *batch) {
 }
 
 /* Appends the slots of kept tokens to the rows of sequence s in group g, and drops those of the others. */
-static void end_slots(const kvc_batch *batch, int32_t g, int32_t s) {
+static void end_slots(const kvc_batch *batch, int32_t g, int32_t s, const kvc_pending *pending) {
     kvc_cache *cache = batch->cache;
     kvc_pool *pool = &cache->pools[g];
-    const kvc_pending *pending = kvc_pending_of(batch, g, s);
     const int32_t *token = batch->order + batch->sequences[s].first;
     for (int32_t i = 0; i < pending->num; token += pending->runs[i++].count)
         for (int32_t from = 0, to; from < pending->runs[i].count; from = to) {
@@ -83,30 +81,10 @@ static void drop_rows(const kvc_batch *batch, int32_t g, int32_t s) {
     kvc_runs_recount(list);
 }
 
-/* Sets `min_query_position` of sequence s to what it will be once the kept tokens are added: what a window has left
- * behind by then is not added.  In a batch that restores, adds everything: kvc_replace_note looks at all rows. */
-static void set_min_query_position(const kvc_batch *batch, int32_t s) {
-    const int32_t *token = batch->order + batch->sequences[s].first;
-    int32_t last = -1;
-    for (int32_t i = 0; i < batch->sequences[s].num_tokens; i++)
-        if (batch->kept[token[i]] && batch->positions[token[i]] > last) last = batch->positions[token[i]];
-    kvc_set_min_query_behind(batch->sequences[s].sequence, last);
-    if (batch->replaced) batch->sequences[s].sequence->min_query_position = 0;
-}
-
-/* Returns whether any token of sequence s is kept. */
-static int keeps_any(const kvc_batch *batch, int32_t s) {
-    const int32_t *token = batch->order + batch->sequences[s].first;
-    int any = 0;
-    for (int32_t i = 0; i < batch->sequences[s].num_tokens; i++) any |= batch->kept[token[i]];
-    return any;
-}
-
 /* Replaces the rows of a sequence in the group of a cross-attention layer by the rows put in this batch, if one of the
  * sequence's tokens is kept; else drops the new rows. */
-static void end_cross(const kvc_batch *batch, int32_t g, int32_t s, int keeps) {
+static void end_cross(const kvc_batch *batch, int32_t g, int32_t s, const kvc_pending *pending, int keeps) {
     kvc_run_list *list = &batch->sequences[s].sequence->runs[g];
-    const kvc_pending *pending = kvc_pending_of(batch, g, s);
     if (!pending->num) return;
     if (!keeps) {
         kvc_drop_cross(batch, g, s);
@@ -121,18 +99,21 @@ static void end_cross(const kvc_batch *batch, int32_t g, int32_t s, int keeps) {
 static void end_sequence(const kvc_batch *batch, int32_t s) {
     const kvc_cache *cache = batch->cache;
     const kvc_batch_sequence *member = &batch->sequences[s];
-    const int keeps = keeps_any(batch, s);
-    set_min_query_position(batch, s);
-    for (int32_t g = 0; g < cache->num_groups; g++) switch (kvc_pending_of(batch, g, s)->to) {
-        case KVC_TO_REPLACE:
-            if (keeps) drop_rows(batch, g, s);
-            end_slots(batch, g, s);
-            break;
-        case KVC_TO_END: end_slots(batch, g, s); break;
-        case KVC_TO_CROSS: end_cross(batch, g, s, keeps); break;
-        case KVC_TO_BUFFER:
-        case KVC_TO_NOWHERE: break;
-        }
+    const int32_t *token = batch->order + member->first;
+    int32_t last = -1; /* largest position that is kept */
+    for (int32_t i = 0; i < member->num_tokens; i++)
+        if (batch->kept[token[i]] && batch->positions[token[i]] > last) last = batch->positions[token[i]];
+    const int keeps = last >= 0;
+    /* What a window has left behind once the tokens are added is not added.  In a batch that restores, everything is:
+     * kvc_replace_note looks at all rows. */
+    kvc_set_min_query_behind(member->sequence, last);
+    if (batch->replaced) member->sequence->min_query_position = 0;
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        const kvc_pending *pending = kvc_pending_of(batch, g, s);
+        if (pending->to == KVC_TO_REPLACE && keeps) drop_rows(batch, g, s);
+        if (pending->to >= KVC_TO_REPLACE) end_slots(batch, g, s, pending);
+        if (pending->to == KVC_TO_CROSS) end_cross(batch, g, s, pending, keeps);
+    }
     if (batch->replaced && keeps) kvc_replace_note(batch, s);
     /* An unstored sequence loses also what it held before the batch, and what has expired of it is forgotten. */
     for (int32_t g = 0; member->is_unstored && g < cache->num_groups; g++)

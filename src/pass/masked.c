@@ -30,7 +30,6 @@ static kvc_status check_range(const kvc_batch *batch, const kvc_masked *given, s
 kvc_status kvc_masked_check(const kvc_batch *batch, const kvc_masked *given, size_t size, int32_t num) {
     kvc_status status = KVC_OK;
     if (num < 0) return kvc_fail(KVC_ERR_INVALID, "num_masked is %d: it must not be negative", num);
-    if (!num) return KVC_OK;
     if (!given) return kvc_fail(KVC_ERR_INVALID, "masked is NULL: num_masked is %d", num);
     kvc_lock(batch->cache);
     for (int32_t i = 0; status == KVC_OK && i < num; i++) status = check_range(batch, given, size, i);

@@ -18,7 +18,8 @@ typedef struct kvc_masked_ranges {
 /* Returns element i of a caller's array, whose elements have `size` bytes. */
 kvc_masked kvc_masked_at(const kvc_masked *given, size_t size, int32_t i);
 
-/* Returns KVC_ERR_INVALID or KVC_ERR_UNSUPPORTED unless this is an array of ranges of the batch's sequences. */
+/* Returns KVC_ERR_INVALID or KVC_ERR_UNSUPPORTED unless this is an array of ranges, at least one, of the batch's
+ * sequences. */
 kvc_status kvc_masked_check(const kvc_batch *batch, const kvc_masked *given, size_t size, int32_t num);
 
 /* Sorts an array that was checked into ranges[0 .. num), joins those that touch, and fills in

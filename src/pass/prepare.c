@@ -3,39 +3,32 @@
 
 #include "base/compiler.h"
 #include "space/compact.h"
-#include "pass/demand.h"
 #include "space/expire.h"
 #include "space/limits.h"
-#include "cache/scratch.h"
 #include "space/row_buffer.h"
 #include "cache/waiting.h"
 
-/* Waits for one of the calls that kvc_wait_for_writers waits for; returns whether there was one. */
-static int wait_once(kvc_cache *cache, int32_t num_tokens, const int64_t *seq_ids) {
-    if (cache->max_bytes) kvc_cache_find_all(cache);
-    if (cache->max_bytes && kvc_cache_wait_pages(cache)) return 1;
-    for (int32_t t = 0; cache->num_in_place && t < num_tokens; t++) {
-        const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_ids ? seq_ids[t] : 0);
-        if (sequence && sequence->in_place) return kvc_cache_find(cache, sequence->id), 1;
-    }
-    return 0;
-}
-
 void kvc_wait_for_writers(kvc_cache *cache, int32_t num_tokens, const int64_t *seq_ids) {
-    while (wait_once(cache, num_tokens, seq_ids)) continue;
+    int waited; /* which released the mutex: all is looked at again */
+    do {
+        if (cache->max_bytes) kvc_cache_find_all(cache);
+        waited = cache->max_bytes && kvc_cache_wait_pages(cache);
+        for (int32_t t = 0; !waited && cache->num_in_place && t < num_tokens; t++) {
+            const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_ids ? seq_ids[t] : 0);
+            if (!sequence || !sequence->in_place) continue;
+            kvc_cache_find(cache, sequence->id);
+            waited = 1;
+        }
+    } while (waited);
 }
 
 /* ---- limits other than max_bytes --------------------------------------------------------------------------------- */
 
-/* Returns whether a layer of group g may hold no more rows of a sequence than max_seq_len, by its policy alone. */
-static int stays_within(const kvc_cache *cache, int32_t g) {
-    return kvc_policy_most_rows(&cache->policies[g]) <= cache->max_seq_len;
-}
-
 kvc_status kvc_check_num_tokens(const kvc_cache *cache, int64_t num_tokens) {
-    int any = 0; /* groups in which each token counts */
-    for (int32_t g = 0; g < cache->num_token_groups; g++) any |= kvc_has_own_capacity(cache) || !stays_within(cache, g);
-    if (any && cache->capacity && num_tokens > cache->capacity)
+    int any = 0; /* whether each token counts for the capacity, in any group */
+    for (int32_t g = 0; cache->capacity && num_tokens > cache->capacity && g < cache->num_token_groups; g++)
+        any |= kvc_has_own_capacity(cache) || kvc_policy_most_rows(&cache->policies[g]) > cache->max_seq_len;
+    if (any)
         return kvc_fail(KVC_ERR_FULL, "%lld tokens do not fit: capacity is %lld, so that at most %lld fit at once",
                         (long long)num_tokens, (long long)cache->capacity, (long long)cache->capacity);
     if (num_tokens < INT32_MAX) return KVC_OK;
@@ -68,8 +61,9 @@ static int grows(const kvc_batch *batch, const kvc_batch_sequence *member) {
 
 int64_t kvc_room_in_sequence(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
     const kvc_cache *cache = batch->cache;
-    if (!cache->max_seq_len || (stays_within(cache, g) && grows(batch, member) && rises(&member->sequence->runs[g])))
-        return INT64_MAX;
+    if (!cache->max_seq_len) return INT64_MAX;
+    const int stays_within = kvc_policy_most_rows(&cache->policies[g]) <= cache->max_seq_len;
+    if (stays_within && grows(batch, member) && rises(&member->sequence->runs[g])) return INT64_MAX;
     return cache->max_seq_len - (batch->replaced ? 0 : kvc_count_kept(cache, member->sequence, g));
 }
 
@@ -111,12 +105,12 @@ static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, 
     }
 }
 
-/* Returns KVC_ERR_FULL if more slots of group g than the capacity would be live. */
+/* Returns KVC_ERR_FULL if more slots of group g than the capacity, which is set, would be live. */
 static kvc_status check_capacity(const kvc_need *need, int32_t g) {
     const kvc_batch *batch = need->context;
     const int64_t capacity = need->cache->capacity;
     int64_t live, num_slots = 0;
-    for (int32_t s = 0; capacity && s < batch->num_sequences; s++) {
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
         const kvc_batch_sequence *member = &batch->sequences[s];
         if (kvc_pending_of(batch, g, s)->to < KVC_TO_REPLACE) continue;
         const int64_t most = kvc_most_counted(batch, member, g);
@@ -129,16 +123,158 @@ static kvc_status check_capacity(const kvc_need *need, int32_t g) {
                     (long long)num_slots, (long long)live, (long long)capacity, (long long)(capacity - live));
 }
 
-/* ---- memory that the batch needs --------------------------------------------------------------------------------- */
+/* ---- blocks and bytes that the batch needs of a group ------------------------------------------------------------ */
 
-/* Plans to compact group g first if the batch would open a block there while more than a quarter of the slots handed
- * out are waste.  If there is no memory for a compaction, does without: then the batch takes more memory. */
-static void compact_if_scattered(const kvc_batch *batch, int32_t g) {
-    const kvc_pool *pool = &batch->cache->pools[g];
-    const int is_scattered = (pool->filled - pool->live) * 4 > pool->filled && pool->demand.new_blocks &&
-                             kvc_compaction_gain(batch->cache, g) * 4 > pool->filled;
-    if (is_scattered || KVC_BUGGIFY()) kvc_find_demand(batch, g, 1);
+/* Returns the block that holds a sequence's last row in group g after expiry and compaction, and its fill mark then.
+ * NULL if no row stays, or the batch restores. */
+static kvc_block *find_last_block(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, int32_t *fill) {
+    const kvc_run_list *list = &member->sequence->runs[g];
+    const kvc_compaction *c = batch->cache->pools[g].compaction;
+    const kvc_interval gone = kvc_policy_expired(&batch->cache->policies[g], member->sequence->min_query_position);
+    if (batch->replaced) return NULL; /* rows that take the place of others do not go where these leave holes */
+    for (int32_t i = list->num - 1; i >= 0; i--) {
+        const kvc_run *run = kvc_runs_begin(list) + i;
+        /* Index in the run of its last row that stays, plus 1. */
+        int32_t kept_end = run->position + run->count > gone.end ? run->count : gone.begin - run->position;
+        if (kept_end <= 0) continue;
+        if (kept_end > run->count) kept_end = run->count;
+        const int32_t *targets = c ? c->targets[run->block->index] : NULL;
+        if (!targets) {
+            *fill = kvc_pool_fill_after(run->block);
+            return run->block;
+        }
+        const int32_t to = targets[run->slot + kept_end - 1] / c->pool->block_size;
+        *fill = kvc_compaction_fill(c, to);
+        return c->order[to];
+    }
+    return NULL;
 }
+
+/* The slots of a block that one sequence alone holds, each once. */
+typedef struct own_slots {
+    const kvc_block *block;
+    int32_t num;
+} own_slots;
+
+static void count_own(void *context, const kvc_run *part) {
+    own_slots *own = context;
+    for (int32_t i = 0; part->block == own->block && i < part->count; i++)
+        own->num += part->block->holders[part->slot + i] == 1;
+}
+
+int32_t kvc_slots_spared(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, const kvc_block *block,
+                         int32_t taken) {
+    const kvc_sequence *sequence = member->sequence;
+    const kvc_policy *policy = &batch->cache->policies[g];
+    const int32_t start = kvc_policy_next_start(policy, sequence->min_query_position),
+                  before = start - kvc_sequence_next(sequence);
+    if (before >= taken) return taken;
+    own_slots own = {block, 0};
+    kvc_runs_visit(&sequence->runs[g], kvc_policy_expired(policy, sequence->min_query_position).end, KVC_END, count_own,
+                   &own);
+    const int stays = block->pins || own.num < block->live || batch->cache->pools[g].compaction;
+    return !stays ? taken : before > 0 ? before : 0;
+}
+
+/* Adds the memory of slots [from, to) of a block that were never faulted; slots below `from` are counted elsewhere. */
+static void add_faulted(kvc_pool *pool, const kvc_block *block, int32_t from, int32_t to) {
+    if (from < block->faulted) from = block->faulted;
+    if (from < to) pool->demand.more_bytes += kvc_pool_block_bytes(pool, to) - kvc_pool_block_bytes(pool, from);
+}
+
+/* Adds new blocks for num_slots slots, at least one. */
+static void add_new_blocks(kvc_pool *pool, int32_t num_slots) {
+    const int32_t size = pool->block_size;
+    const int64_t full = num_slots / size, all = full + (num_slots % size != 0);
+    pool->demand.new_blocks += all;
+    pool->demand.new_bytes += full * kvc_pool_block_bytes(pool, size) + all * kvc_pool_header_bytes(pool);
+    if (num_slots % size) pool->demand.new_bytes += kvc_pool_block_bytes(pool, num_slots % size);
+}
+
+/* Adds the blocks that sequence s of the batch will fill in group g: its last block, then free ones from *next on, then
+ * new ones.  *next becomes the first free block that is left.  Several sequences may share their last block, so the
+ * slots that one will take are noted in block->planned. */
+static void add_sequence(const kvc_batch *batch, int32_t g, int32_t s, kvc_block **next) {
+    const kvc_batch_sequence *member = &batch->sequences[s];
+    kvc_pending *pending = kvc_pending_of(batch, g, s);
+    kvc_pool *pool = &batch->cache->pools[g];
+    int32_t rest = member->num_tokens, fill = 0;
+    if (pending->to < KVC_TO_REPLACE) return;
+    pending->last_block = find_last_block(batch, member, g, &fill);
+    for (kvc_block *block = pending->last_block; rest > 0 && (block || *next); block = NULL) {
+        const int is_last = block != NULL;
+        if (!is_last) {
+            block = *next;
+            *next = block->next;
+            fill = 0;
+            pool->demand.num_blocks++;
+        }
+        fill += block->planned;
+        const int32_t taken = rest < pool->block_size - fill ? rest : pool->block_size - fill;
+        add_faulted(pool, block, fill, fill + taken);
+        block->planned += taken;
+        rest -= is_last && batch->in_several ? kvc_slots_spared(batch, member, g, block, taken) : taken;
+    }
+    if (rest > 0) add_new_blocks(pool, rest);
+}
+
+/* Returns the bytes of existing blocks with the batch's slots, if all free memory is given back. */
+static int64_t least_bytes(const kvc_pool *pool) {
+    const kvc_compaction *c = pool->compaction;
+    const int64_t header = kvc_pool_header_bytes(pool);
+    int64_t bytes = 0;
+    for (int32_t i = 0; i < pool->num_blocks; i++) {
+        const kvc_block *block = pool->blocks[i];
+        const int32_t fill = c && c->targets[i] ? 0 : kvc_pool_fill_after(block) + block->planned;
+        if (fill || block->pins) bytes += kvc_pool_block_bytes(pool, fill) + header;
+    }
+    for (int32_t i = 0; c && i < c->num_blocks; i++) {
+        const int32_t fill = kvc_compaction_fill(c, i) + c->order[i]->planned;
+        if (fill) bytes += kvc_pool_block_bytes(pool, fill) + header;
+    }
+    return bytes;
+}
+
+/* Adds the memory that the blocks of a planned compaction will touch, and lists the blocks that it empties as free. */
+static void add_compaction(kvc_pool *pool, kvc_preview *preview) {
+    const kvc_compaction *c = pool->compaction;
+    for (int32_t i = 0; i < c->num_blocks; i++) {
+        const int32_t fill = kvc_compaction_fill(c, i);
+        add_faulted(pool, c->order[i], 0, fill);
+        if (!fill) kvc_preview_add_free(preview, c->order[i]);
+    }
+}
+
+/* Computes pool->demand of group g, and the last_block of each sequence of the batch, for after its expiry and, where
+ * one is planned, its compaction.  compacts: plans a compaction first, unless nothing is to be gained; only that can
+ * fail, with KVC_ERR_NOMEM. */
+static kvc_status find_demand(const kvc_batch *batch, int32_t g, int compacts) {
+    kvc_cache *cache = batch->cache;
+    kvc_pool *pool = &cache->pools[g];
+    kvc_preview preview = kvc_preview_open(cache, g, 1);
+    const kvc_status status = compacts ? kvc_compaction_plan(cache, g) : KVC_OK;
+    if (status == KVC_OK) {
+        pool->demand = (kvc_demand){0};
+        if (pool->compaction) add_compaction(pool, &preview);
+        kvc_block *next = preview.free; /* the first free block that no sequence will use */
+        for (int32_t s = 0; s < batch->num_sequences; s++) add_sequence(batch, g, s, &next);
+        pool->demand.num_blocks += (int32_t)pool->demand.new_blocks;
+        if (cache->max_bytes) pool->demand.least_bytes = least_bytes(pool);
+        for (int32_t s = 0; s < batch->num_sequences; s++) {
+            kvc_block *last = kvc_pending_of(batch, g, s)->last_block;
+            if (last) last->planned = 0;
+        }
+        for (kvc_block *block = preview.free; block != next; block = block->next) block->planned = 0;
+    }
+    kvc_preview_close(&preview);
+    return status;
+}
+
+void kvc_forget_demands(kvc_cache *cache) {
+    for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].demand = (kvc_demand){0};
+}
+
+/* ---- memory that the batch needs --------------------------------------------------------------------------------- */
 
 enum { TOO_MANY_RUNS = INT32_MAX / 2 + 1 }; /* more than a list may have: kvc_runs_prepare fails */
 
@@ -164,12 +300,16 @@ static kvc_status prepare_runs(const kvc_batch *batch) {
             kvc_run_list *list = &sequence->runs[g];
             const kvc_batch_sequence *member = sequence->in_batch ? &batch->sequences[sequence->in_batch - 1] : NULL;
             int32_t more = member ? kvc_most_runs(batch, member, g) : 0;
-            if (more) more += kvc_most_cuts(cache, sequence, g, member->num_stretches);
-            const kvc_interval gone = kvc_policy_expired(&cache->policies[g], sequence->min_query_position);
-            if (cache->pools[g].compaction)
+            const int expires = kvc_policy_expires(&cache->policies[g]);
+            if (more && expires) more += kvc_most_cuts(cache, sequence, g, member->num_stretches);
+            if (cache->pools[g].compaction) {
                 status = kvc_runs_prepare_edit(list, &cache->memory, more + 2);
-            else if (more || kvc_policy_expires(&cache->policies[g]))
+            } else if (expires) {
+                const kvc_interval gone = kvc_policy_expired(&cache->policies[g], sequence->min_query_position);
                 status = kvc_runs_prepare_expire(list, &cache->memory, gone.begin, gone.end, more);
+            } else if (more) {
+                status = kvc_runs_prepare(list, &cache->memory, more);
+            }
         }
     return status;
 }
@@ -216,7 +356,7 @@ static void forget_needs(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     kvc_forget_demands(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) {
-        kvc_compaction_drop(cache, g);
+        if (cache->pools[g].compaction) kvc_compaction_drop(cache, g);
         for (kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed)
             kvc_runs_discard(&sequence->runs[g], &cache->memory);
     }
@@ -224,7 +364,7 @@ static void forget_needs(const kvc_batch *batch) {
 
 /* Which groups are compacted before a batch. */
 enum {
-    COMPACT_SCATTERED, /* groups where compact_if_scattered finds it worth its time */
+    COMPACT_SCATTERED, /* groups in which more than a quarter of the slots handed out are waste, if a block is opened */
     COMPACT_NONE,      /* none */
     COMPACT_ALL        /* all groups with scattered rows */
 };
@@ -235,8 +375,13 @@ static kvc_status find_needs(const kvc_batch *batch, int compacts) {
     kvc_status status = KVC_OK;
     forget_needs(batch);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) {
-        status = kvc_find_demand(batch, g, compacts == COMPACT_ALL);
-        if (compacts == COMPACT_SCATTERED) compact_if_scattered(batch, g);
+        const kvc_pool *pool = &cache->pools[g];
+        status = find_demand(batch, g, compacts == COMPACT_ALL);
+        if (compacts != COMPACT_SCATTERED) continue;
+        const int is_scattered = (pool->filled - pool->live) * 4 > pool->filled && pool->demand.new_blocks &&
+                                 kvc_compaction_gain(cache, g) * 4 > pool->filled;
+        /* Without memory for a compaction, the batch takes more memory. */
+        if (is_scattered || KVC_BUGGIFY()) find_demand(batch, g, 1);
     }
     return status == KVC_OK ? prepare_runs(batch) : status;
 }
@@ -253,25 +398,21 @@ kvc_status kvc_fit_bytes(const kvc_batch *batch, int64_t *bytes) {
     return KVC_ERR_FULL;
 }
 
-static kvc_status check_bytes(const kvc_batch *batch) {
-    const kvc_cache *cache = batch->cache;
+/* Checks capacity and max_bytes. */
+static kvc_status fits(const kvc_need *need) {
+    const kvc_batch *batch = need->context;
+    kvc_cache *cache = batch->cache;
     int64_t bytes = 0;
+    for (int32_t g = 0; cache->capacity && g < cache->num_token_groups; g++)
+        if (kvc_takes_rows(batch, g)) KVC_TRY(check_capacity(need, g));
     const kvc_status status = kvc_fit_bytes(batch, &bytes);
     if (status != KVC_ERR_FULL) return status;
-    batch->cache->lacks_bytes = 1;
+    cache->lacks_bytes = 1;
     return kvc_fail(KVC_ERR_FULL,
                     "%d more tokens would make it %lld bytes: max_bytes is %lld, and nothing that is scattered or free "
                     "is left to be given back%s",
                     batch->num_tokens, (long long)bytes, (long long)cache->max_bytes,
                     cache->num_holds ? ", but for what views of the rows keep from being moved" : "");
-}
-
-/* Checks capacity and max_bytes. */
-static kvc_status fits(const kvc_need *need) {
-    const kvc_batch *batch = need->context;
-    for (int32_t g = 0; g < batch->cache->num_token_groups; g++)
-        if (kvc_takes_rows(batch, g)) KVC_TRY(check_capacity(need, g));
-    return check_bytes(batch);
 }
 
 kvc_need kvc_need_of(kvc_batch *batch) {
@@ -294,27 +435,24 @@ kvc_status kvc_fit(kvc_batch *batch) {
 
 /* ---- prepare (may fail) and carry out (cannot) ------------------------------------------------------------------- */
 
-static kvc_status prepare_blocks(const kvc_batch *batch) {
+kvc_status kvc_prepare(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
+    KVC_TRY(kvc_fit(batch));
+    if (batch->num_buffered) KVC_TRY(kvc_row_buffer_add(batch));
     kvc_status status = KVC_OK;
     int32_t g = 0;
     for (; status == KVC_OK && g < cache->num_token_groups; g++) {
         kvc_pool *pool = &cache->pools[g];
         const int64_t more = pool->demand.new_blocks;
-        status = more > INT32_MAX - pool->num_blocks
-                     ? kvc_fail(KVC_ERR_NOMEM, "out of memory for %lld blocks", (long long)more)
-                     : kvc_pool_reserve(pool, more ? pool->num_free + (int32_t)more : 0, &pool->reserved);
+        if (more > INT32_MAX - pool->num_blocks)
+            status = kvc_fail(KVC_ERR_NOMEM, "out of memory for %lld blocks", (long long)more);
+        else if (more)
+            status = kvc_pool_reserve(pool, pool->num_free + (int32_t)more, &pool->reserved);
     }
     if (status != KVC_OK)
         for (g -= 2; g >= 0; g--)
             kvc_pool_unreserve(&cache->pools[g], cache->pools[g].num_free, &cache->pools[g].reserved);
     return status;
-}
-
-kvc_status kvc_prepare(kvc_batch *batch) {
-    KVC_TRY(kvc_fit(batch));
-    if (batch->num_buffered) KVC_TRY(kvc_row_buffer_add(batch));
-    return prepare_blocks(batch);
 }
 
 void kvc_discard_batch(kvc_batch *batch) {
@@ -329,7 +467,7 @@ void kvc_discard_batch(kvc_batch *batch) {
         else
             kvc_cache_forget_blank(cache, sequence);
     }
-    kvc_row_buffers_free(cache);
+    if (batch->num_buffered) kvc_row_buffers_free(cache);
     kvc_table_undo(&cache->sequences, &batch->table_before, &cache->memory);
     if (batch->is_fresh)
         kvc_memory_free(&cache->memory, batch, batch->size, KVC_MEMORY_SCRATCH, -1);
@@ -342,7 +480,8 @@ void kvc_apply_prepared(const kvc_batch *batch) {
     kvc_table_keep(&cache->sequences, &batch->table_before, &cache->memory);
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_expire(cache, g);
     kvc_evict(cache);
-    for (int32_t g = 0; g < cache->num_groups; g++) kvc_compaction_run(cache, g);
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        if (cache->pools[g].compaction) kvc_compaction_run(cache, g);
     while (cache->changed) {
         kvc_sequence *sequence = cache->changed;
         kvc_cache_mark_changed(cache, sequence);

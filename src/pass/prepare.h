@@ -43,6 +43,15 @@ int64_t kvc_bytes_after(const kvc_batch *batch);
 /* Returns the most runs that the commit adds to a sequence in group g, whichever of its tokens are kept. */
 int32_t kvc_most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g);
 
+/* Sets the demand of all groups to zero. */
+void kvc_forget_demands(kvc_cache *cache);
+
+/* Returns how many of `taken` slots behind a sequence's last row, in `block`, spare slots elsewhere, for tokens that
+ * come in several batches: one of these may begin where the group lets go of all rows before it.  If others keep the
+ * block from being free then, the tokens from there on go to another one. */
+int32_t kvc_slots_spared(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, const kvc_block *block,
+                         int32_t taken);
+
 /* Does everything that can fail.  After a failure, call kvc_discard_batch. */
 kvc_status kvc_prepare(kvc_batch *batch);
 

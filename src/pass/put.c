@@ -8,7 +8,6 @@
 #include "space/evict.h"
 #include "read/span.h"
 #include "rows/copy.h"
-#include "rows/hadamard_order.h"
 #include "cache/waiting.h"
 
 /* ---- put --------------------------------------------------------------------------------------------------------- */
@@ -46,35 +45,16 @@ static void put_rows(const put_work *work, int32_t i, int32_t count) {
     const kvc_place to = place_of(work, i);
     const kvc_layout *at = to.block ? work->layout : &work->buffer->layout;
     const kvc_place place = {to.block ? to.block : kvc_row_buffer_block(work->buffer), to.slot};
-    const kvc_transfer k = {.kernels = work->cache->kernels,
-                            .from_type = a->k_type,
-                            .to_type = layer->k_type,
-                            .order = kvc_key_order(layer),
-                            .to = (char *)kvc_key_at(at, place.block, place.slot, 0),
-                            .from = (const char *)a->k +
-                                    kvc_token_offset(i, a->tokens_per_sequence, a->k_token_stride, a->k_batch_stride),
-                            .to_row = (int64_t)at->k_row_bytes,
-                            .to_head = (int64_t)at->head_stride,
-                            .from_row = a->k_token_stride,
-                            .from_head = a->k_head_stride,
-                            .heads = layer->num_kv_heads,
-                            .dim = layer->k_dim};
-    kvc_transfer_rows(&k, count);
+    const kvc_kernels *kernels = work->cache->kernels;
+    const int64_t k_from = kvc_token_offset(i, a->tokens_per_sequence, a->k_token_stride, a->k_batch_stride);
+    kvc_copy_keys(kernels, layer, kvc_key_at(at, place.block, place.slot, 0),
+                  (kvc_strides){layer->k_type, (int64_t)at->k_row_bytes, (int64_t)at->head_stride},
+                  (const char *)a->k + k_from, (kvc_strides){a->k_type, a->k_token_stride, a->k_head_stride}, count);
     if (layer->value_in_key) return;
-    const kvc_transfer v = {.kernels = work->cache->kernels,
-                            .from_type = a->v_type,
-                            .to_type = layer->v_type,
-                            .order = kvc_value_order(layer),
-                            .to = (char *)kvc_value_at(at, place.block, place.slot, 0),
-                            .from = (const char *)a->v +
-                                    kvc_token_offset(i, a->tokens_per_sequence, a->v_token_stride, a->v_batch_stride),
-                            .to_row = (int64_t)at->v_row_bytes,
-                            .to_head = (int64_t)at->head_stride,
-                            .from_row = a->v_token_stride,
-                            .from_head = a->v_head_stride,
-                            .heads = layer->num_kv_heads,
-                            .dim = layer->v_dim};
-    kvc_transfer_rows(&v, count);
+    const int64_t v_from = kvc_token_offset(i, a->tokens_per_sequence, a->v_token_stride, a->v_batch_stride);
+    kvc_copy_values(kernels, layer, kvc_value_at(at, place.block, place.slot, 0),
+                    (kvc_strides){layer->v_type, (int64_t)at->v_row_bytes, (int64_t)at->head_stride},
+                    (const char *)a->v + v_from, (kvc_strides){a->v_type, a->v_token_stride, a->v_head_stride}, count);
 }
 
 static void put_task(void *context, int64_t task) {
@@ -103,17 +83,7 @@ static kvc_status put_all(put_work *work) {
     kvc_cache_poll_timer(work->cache, (double)num_tokens * layer->num_kv_heads * (layer->k_dim + layer->v_dim),
                          &work->timer);
     kvc_parallel(threads, tasks, put_task, work);
-    return kvc_poll_timer_stopped(&work->timer) ? kvc_fail(KVC_ERR_CANCELLED, "the put was cancelled") : KVC_OK;
-}
-
-static kvc_status check_arrays(const kvc_layer *layer, const kvc_put_args *args) {
-    KVC_TRY(kvc_check_values(layer, args->k, args->v));
-    KVC_TRY(kvc_check_tokens_per_sequence(args->tokens_per_sequence, args->num_tokens));
-    KVC_TRY(kvc_check_rows(args->k_type, layer->k_type, args->k_token_stride, args->k_head_stride, "k"));
-    if (args->tokens_per_sequence) KVC_TRY(kvc_check_strides(args->k_type, args->k_batch_stride, 0, "k"));
-    if (layer->value_in_key) return KVC_OK;
-    KVC_TRY(kvc_check_rows(args->v_type, layer->v_type, args->v_token_stride, args->v_head_stride, "v"));
-    return args->tokens_per_sequence ? kvc_check_strides(args->v_type, args->v_batch_stride, 0, "v") : KVC_OK;
+    return atomic_load(&work->timer.stopped) ? kvc_fail(KVC_ERR_CANCELLED, "the put was cancelled") : KVC_OK;
 }
 
 static kvc_status check_not_written(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
@@ -145,7 +115,7 @@ static kvc_status check_cross_put(const kvc_batch *batch, int32_t layer, const k
 }
 
 kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, kvc_put_args *args) {
-    KVC_TRY(kvc_check_layer(batch->cache, layer));
+    const kvc_layer *config = &batch->cache->layers[layer];
     KVC_TRY(kvc_check_takes_rows(batch, layer));
     if (kvc_keeps_tokens(batch->cache, layer)) {
         KVC_TRY(kvc_check_range(batch, args->first, &args->num_tokens));
@@ -153,7 +123,13 @@ kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, kvc_put_args *ar
     } else {
         KVC_TRY(check_cross_put(batch, layer, args));
     }
-    return check_arrays(&batch->cache->layers[layer], args);
+    KVC_TRY(kvc_check_values(config, args->k, args->v));
+    if (args->tokens_per_sequence) KVC_TRY(kvc_check_tokens_per_sequence(args->tokens_per_sequence, args->num_tokens));
+    KVC_TRY(kvc_check_rows(args->k_type, config->k_type, args->k_token_stride, args->k_head_stride, "k"));
+    if (args->tokens_per_sequence) KVC_TRY(kvc_check_strides(args->k_type, args->k_batch_stride, 0, "k"));
+    if (config->value_in_key) return KVC_OK;
+    KVC_TRY(kvc_check_rows(args->v_type, config->v_type, args->v_token_stride, args->v_head_stride, "v"));
+    return args->tokens_per_sequence ? kvc_check_strides(args->v_type, args->v_batch_stride, 0, "v") : KVC_OK;
 }
 
 void kvc_drop_cross(const kvc_batch *batch, int32_t g, int32_t s) {
@@ -233,7 +209,7 @@ static const kvc_place *places_in(const kvc_batch *batch, int32_t layer, int32_t
 
 int kvc_any_buffered(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
     const kvc_place *place = places_in(batch, layer, first);
-    if (!batch->num_buffered || !kvc_keeps_tokens(batch->cache, layer)) return 0;
+    if (!kvc_keeps_tokens(batch->cache, layer)) return 0;
     for (int32_t i = 0; i < num_tokens; i++)
         if (!place[i].block) return 1;
     return 0;
@@ -243,7 +219,7 @@ int kvc_any_buffered(const kvc_batch *batch, int32_t layer, int32_t first, int32
 static kvc_status enter_buffer(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens,
                                kvc_row_buffer **buffer) {
     *buffer = NULL;
-    if (!kvc_any_buffered(batch, layer, first, num_tokens)) return KVC_OK;
+    if (!batch->num_buffered || !kvc_any_buffered(batch, layer, first, num_tokens)) return KVC_OK;
     return kvc_row_buffer_enter(batch, layer, buffer);
 }
 
@@ -281,6 +257,7 @@ kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *given) {
     kvc_put_args args;
     kvc_row_buffer *buffer = NULL;
     KVC_TRY(KVC_READ(kvc_put_args, &args, given, "args"));
+    KVC_TRY(kvc_check_layer(batch->cache, layer));
     KVC_TRY(kvc_put_check(batch, layer, &args));
     KVC_TRY(enter_buffer(batch, layer, args.first, args.num_tokens, &buffer));
     kvc_status status = kvc_put_rows(batch, layer, &args, buffer);

@@ -4,8 +4,8 @@
 
 #include "space/row_buffer.h"
 
-/* Do the two halves of kvc_put: check the arguments, and fill in num_tokens; store the rows, which can fail only in
- * cross-attention layers, or where the call is cancelled. */
+/* Do the two halves of kvc_put to a layer that the cache has: check the arguments, and fill in num_tokens; store the
+ * rows, which can fail only in cross-attention layers, or where the call is cancelled. */
 kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, kvc_put_args *args);
 kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args, kvc_row_buffer *buffer);
 
@@ -14,7 +14,7 @@ kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *arg
 void kvc_mark_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens, kvc_row_buffer *buffer,
                       int is_written);
 
-/* Returns whether rows of some of the tokens lie in row buffers. */
+/* Returns whether rows of some of the tokens, of a batch with buffered ones, lie in row buffers. */
 int kvc_any_buffered(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens);
 
 /* Takes a put to a cross-attention layer out of the batch's list and frees it.  If `all` rows were stored, they replace

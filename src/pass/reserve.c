@@ -1,11 +1,9 @@
 /* reserve.c: kvc_reserve and kvc_room: take memory for tokens to come, and say how many tokens fit. */
 #include "cache/check.h"
-#include "pass/demand.h"
 #include "space/expire.h"
 #include "space/limits.h"
 #include "pass/prepare.h"
 #include "space/resident.h"
-#include "cache/scratch.h"
 
 /* Stretches added to what is reserved: tokens that come in several batches need a little more room in lists. */
 enum { MORE_STRETCHES = 4, MOST_STRETCHES = 1 << 28 };

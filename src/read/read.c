@@ -8,7 +8,6 @@
 #include "read/batch_rows.h"
 #include "read/span.h"
 #include "rows/copy.h"
-#include "rows/hadamard_order.h"
 #include "cache/check.h"
 #include "cache/waiting.h"
 
@@ -56,48 +55,21 @@ static void rotate_keys(kvc_reader *reader, const kvc_span *span, const kvc_rope
                                config->k_type, config);
 }
 
-static void copy_keys(kvc_reader *reader, const kvc_span *span, const kvc_rows_out *out, char *to) {
-    const kvc_layer *config = &reader->cache->layers[reader->layer];
-    const kvc_transfer x = {.kernels = reader->cache->kernels,
-                            .from_type = config->k_type,
-                            .to_type = reader->k_type,
-                            .order = kvc_key_order(config),
-                            .to = to,
-                            .from = span->k,
-                            .to_row = out->k_row_stride,
-                            .to_head = out->k_head_stride,
-                            .from_row = span->k_row_stride,
-                            .from_head = span->k_head_stride,
-                            .heads = config->num_kv_heads,
-                            .dim = config->k_dim};
-    const kvc_rope *rope = span->delta ? kvc_rope_of(reader->cache, reader->layer) : NULL;
-    if (rope)
-        rotate_keys(reader, span, rope, out, to);
-    else
-        kvc_transfer_rows(&x, span->num_rows);
-}
-
-static void copy_values(const kvc_reader *reader, const kvc_span *span, const kvc_rows_out *out, char *to) {
-    const kvc_layer *config = &reader->cache->layers[reader->layer];
-    const kvc_transfer x = {.kernels = reader->cache->kernels,
-                            .from_type = config->v_type,
-                            .to_type = reader->v_type,
-                            .order = kvc_value_order(config),
-                            .to = to,
-                            .from = span->v,
-                            .to_row = out->v_row_stride,
-                            .to_head = out->v_head_stride,
-                            .from_row = span->v_row_stride,
-                            .from_head = span->v_head_stride,
-                            .heads = config->num_kv_heads,
-                            .dim = config->v_dim};
-    kvc_transfer_rows(&x, span->num_rows);
-}
-
 void kvc_reader_copy(kvc_reader *reader, const kvc_run *run, const kvc_rows_out *out, int64_t at) {
-    const kvc_span span = kvc_span_of(run, kvc_layout_in(reader->cache, reader->layer, run->block));
-    if (out->k) copy_keys(reader, &span, out, (char *)out->k + at * out->k_row_stride);
-    if (out->v) copy_values(reader, &span, out, (char *)out->v + at * out->v_row_stride);
+    const kvc_cache *cache = reader->cache;
+    const kvc_layer *config = &cache->layers[reader->layer];
+    const kvc_span span = kvc_span_of(run, kvc_layout_in(cache, reader->layer, run->block));
+    const kvc_rope *rope = span.delta ? kvc_rope_of(cache, reader->layer) : NULL;
+    char *k = out->k ? (char *)out->k + at * out->k_row_stride : NULL;
+    char *v = out->v ? (char *)out->v + at * out->v_row_stride : NULL;
+    if (k && rope)
+        rotate_keys(reader, &span, rope, out, k);
+    else if (k)
+        kvc_copy_keys(cache->kernels, config, k, (kvc_strides){reader->k_type, out->k_row_stride, out->k_head_stride},
+                      span.k, (kvc_strides){config->k_type, span.k_row_stride, span.k_head_stride}, span.num_rows);
+    if (v)
+        kvc_copy_values(cache->kernels, config, v, (kvc_strides){reader->v_type, out->v_row_stride, out->v_head_stride},
+                        span.v, (kvc_strides){config->v_type, span.v_row_stride, span.v_head_stride}, span.num_rows);
 }
 
 void kvc_reader_clear(const kvc_reader *reader, const kvc_rows_out *out, int64_t begin, int64_t end) {

@@ -4,7 +4,7 @@
 #include <math.h>
 
 #include "base/status.h"
-#include "rows/hadamard_order.h"
+#include "rows/copy.h"
 
 static kvc_status check_frequencies(const kvc_layer *layer, int32_t index) {
     const kvc_rope *rope = &layer->rope;
@@ -53,7 +53,8 @@ int kvc_rope_equal(const kvc_rope *a, const kvc_rope *b) {
     return a->kind != KVC_ROPE_FUNCTION || (a->shift == b->shift && a->user == b->user);
 }
 
-void kvc_rope_angles(const kvc_rope *rope, int32_t delta, float *angles) {
+/* Computes the cosines, then the sines, of delta * inv_freq. */
+static void compute_angles_f32(const kvc_rope *rope, int32_t delta, float *angles) {
     for (int32_t i = 0; i < rope->num_freqs; i++) {
         const double angle = delta * rope->inv_freq[i]; /* may be many full rotations: too large for f32 */
         angles[i] = (float)cos(angle);
@@ -61,7 +62,7 @@ void kvc_rope_angles(const kvc_rope *rope, int32_t delta, float *angles) {
     }
 }
 
-/* Does the same as kvc_rope_angles, in f64. */
+/* Does the same in f64. */
 static void compute_angles(const kvc_rope *rope, int32_t distance, double *angles) {
     for (int32_t i = 0; i < rope->num_freqs; i++) {
         angles[i] = cos(distance * rope->inv_freq[i]);
@@ -110,7 +111,7 @@ void kvc_rotator_rotate(kvc_rotator *rotator, const kvc_rope *rope, int32_t delt
     const kvc_kernels *kernels = rotator->kernels;
     const int32_t dim = layer->k_dim, order = kvc_key_order(layer);
     float *angles = rotator->scratch, *row = angles + kvc_rope_angles_size(rope);
-    if (rope != rotator->rope || delta != rotator->delta) kvc_rope_angles(rope, delta, angles);
+    if (rope != rotator->rope || delta != rotator->delta) compute_angles_f32(rope, delta, angles);
     rotator->rope = rope;
     rotator->delta = delta;
     kernels->convert(from_type, KVC_F32, row, 0, from, 0, 1, dim);

@@ -14,9 +14,6 @@ int kvc_rope_equal(const kvc_rope *a, const kvc_rope *b);
 /* Returns the number of floats for the cosines and sines of one distance. */
 static inline size_t kvc_rope_angles_size(const kvc_rope *rope) { return 2 * (size_t)rope->num_freqs; }
 
-/* Computes the cosines, then the sines, of delta * inv_freq. */
-void kvc_rope_angles(const kvc_rope *rope, int32_t delta, float *angles);
-
 enum { KVC_NEAR = 64 };
 
 /* What kvc_rope_angles_from keeps to compute the angles of many distances.  A distance is a multiple of KVC_NEAR, the
@@ -28,8 +25,8 @@ typedef struct kvc_rope_table {
     int32_t coarse; /* the coarse part that is computed; 1: none yet */
 } kvc_rope_table;
 
-/* Computes the same as kvc_rope_angles, up to rounding.  Use a table for one rope only.  Rising or falling distances
- * are fastest. */
+/* Computes the cosines, then the sines, of delta * inv_freq.  Use a table for one rope only.  Rising or falling
+ * distances are fastest. */
 void kvc_rope_angles_from(kvc_rope_table *table, const kvc_rope *rope, int32_t delta, float *angles);
 
 /* Rotates a row by the angles, or back by the angles. */

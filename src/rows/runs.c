@@ -192,7 +192,8 @@ void kvc_undo_drop_part(void *context, const kvc_run *part) {
     kvc_pool_undo_try_drop(part->block, part->slot, part->count);
 }
 
-int64_t kvc_runs_remove(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end) {
+/* Drops the rows at positions [begin, end), after kvc_runs_prepare_edit.  Returns their number. */
+static int64_t remove_rows(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end) {
     /* Move the runs to the far end of the array, then write the parts that stay from its beginning.  Writing never
      * overtakes reading, as the array has room for one more run for each that is cut in two. */
     const int32_t num = list->num, from = list->capacity - num;
@@ -264,7 +265,6 @@ static int64_t trim_front(kvc_run_list *list, kvc_pool *pool, int32_t kept, int3
 }
 
 int32_t kvc_runs_append_outside(kvc_run_list *list, kvc_pool *pool, const kvc_run *run, int32_t begin, int32_t end) {
-    if (end < begin) end = begin;
     const kvc_run below = kvc_run_part(run, 0, begin), gone = kvc_run_part(run, begin, end),
                   above = kvc_run_part(run, end, INT32_MAX);
     if (below.count) kvc_runs_append(list, &below);
@@ -277,7 +277,7 @@ int32_t kvc_runs_append_outside(kvc_run_list *list, kvc_pool *pool, const kvc_ru
 int64_t kvc_runs_expire(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end) {
     if (kvc_runs_visit(list, begin, end, note_lost, &list->lost) == 0) return 0;
     const int32_t kept = runs_before(list, begin);
-    return kept >= 0 ? trim_front(list, pool, kept, end) : kvc_runs_remove(list, pool, begin, end);
+    return kept >= 0 ? trim_front(list, pool, kept, end) : remove_rows(list, pool, begin, end);
 }
 
 const kvc_run *kvc_runs_at(const kvc_run_list *list, int32_t position) {

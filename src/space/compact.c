@@ -11,7 +11,6 @@
 #include "base/parallel.h"
 #include "cache/check.h"
 #include "space/resident.h"
-#include "cache/scratch.h"
 
 enum { WORTH_THREADS = 1 << 18 }; /* bytes */
 
@@ -214,7 +213,6 @@ static void move_runs(const kvc_compaction *c, kvc_run_list *list) {
 void kvc_compaction_run(kvc_cache *cache, int32_t group) {
     kvc_pool *pool = &cache->pools[group];
     kvc_compaction *c = pool->compaction;
-    if (!c) return;
     for (int32_t i = 0; i < cache->sequences.num; i++)
         kvc_runs_install(&cache->sequences.items[i]->runs[group], &cache->memory);
     move_rows(c);
@@ -227,7 +225,6 @@ void kvc_compaction_run(kvc_cache *cache, int32_t group) {
 
 void kvc_compaction_drop(kvc_cache *cache, int32_t group) {
     kvc_pool *pool = &cache->pools[group];
-    if (!pool->compaction) return;
     discard_lists(cache, group);
     free_memory(pool->compaction);
     pool->compaction = NULL;
@@ -238,11 +235,13 @@ void kvc_compaction_drop(kvc_cache *cache, int32_t group) {
 static kvc_status compact(kvc_cache *cache) {
     kvc_status status = kvc_check_closed(cache, "compact");
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) status = kvc_compaction_plan(cache, g);
-    for (int32_t g = 0; g < cache->num_groups; g++)
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        if (!cache->pools[g].compaction) continue;
         if (status == KVC_OK)
             kvc_compaction_run(cache, g);
         else
             kvc_compaction_drop(cache, g);
+    }
     if (status != KVC_OK) return status;
     kvc_scratch_free(cache);
     kvc_return_pages(cache);

@@ -31,7 +31,7 @@ typedef struct kvc_compaction {
  * NULL where nothing is to be gained.  Can fail with KVC_ERR_NOMEM. */
 kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group);
 
-/* Carries out the planned compaction, or drops it; pool->compaction becomes NULL.  Does nothing if none is planned. */
+/* Carries out the planned compaction, or drops it; pool->compaction becomes NULL. */
 void kvc_compaction_run(kvc_cache *cache, int32_t group);
 void kvc_compaction_drop(kvc_cache *cache, int32_t group);
 

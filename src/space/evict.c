@@ -16,12 +16,15 @@ void kvc_spare_victims(kvc_cache *cache) {
     }
 }
 
+/* Returns whether a retained sequence may be evicted: not if it is pinned, or a call writes its rows. */
+static int is_evictable(const kvc_sequence *sequence) { return !sequence->num_pins && !sequence->in_place; }
+
 /* Makes victims of the num least recently used sequences that may be evicted. */
 static void choose_oldest(kvc_cache *cache, int64_t num) {
     kvc_sequence **end = &cache->victims;
     kvc_spare_victims(cache);
     for (kvc_sequence *sequence = cache->oldest; sequence && num; sequence = sequence->newer) {
-        if (!kvc_is_evictable(sequence)) continue;
+        if (!is_evictable(sequence)) continue;
         sequence->fate = KVC_GOES;
         *end = sequence;
         end = &sequence->next_victim;
@@ -214,7 +217,7 @@ kvc_status kvc_choose_victims(const kvc_need *need) {
     int64_t num = 0;
     kvc_status status = need->fits(need);
     for (const kvc_sequence *sequence = cache->oldest; status == KVC_ERR_FULL && sequence; sequence = sequence->newer)
-        num += kvc_is_evictable(sequence);
+        num += is_evictable(sequence);
     for (int all = 0; num && status == KVC_ERR_FULL && all <= cache->lacks_bytes; all++)
         status = find_oldest(need, num, all);
     cache->lacks_bytes = 0;

@@ -49,18 +49,13 @@ void kvc_preview_close(kvc_preview *preview) {
 
 /* ---- expiring ---------------------------------------------------------------------------------------------------- */
 
-/* Counts rows that group g has let go, and the blocks that this freed: it had num_free before. */
-static void count_expired(kvc_cache *cache, int32_t g, int64_t num_rows, int32_t num_free) {
-    cache->stats.rows_expired += num_rows;
-    cache->pools[g].num_loose += cache->pools[g].num_free - num_free;
-}
-
 /* Expires from group g of a sequence, given sequence->min_query_position. */
 static void expire(kvc_cache *cache, kvc_sequence *sequence, int32_t g) {
     kvc_pool *pool = &cache->pools[g];
     const kvc_interval gone = kvc_policy_expired(&cache->policies[g], sequence->min_query_position);
     const int32_t before = pool->num_free;
-    count_expired(cache, g, kvc_runs_expire(&sequence->runs[g], pool, gone.begin, gone.end), before);
+    cache->stats.rows_expired += kvc_runs_expire(&sequence->runs[g], pool, gone.begin, gone.end);
+    pool->num_loose += pool->num_free - before;
 }
 
 void kvc_expire(kvc_cache *cache, int32_t g) {
@@ -85,7 +80,11 @@ void kvc_append_kept(kvc_cache *cache, kvc_sequence *sequence, int32_t g, const 
     kvc_pool *pool = &cache->pools[g];
     const kvc_interval gone = kvc_policy_expired(&cache->policies[g], sequence->min_query_position);
     const int32_t before = pool->num_free;
-    count_expired(cache, g, kvc_runs_append_outside(&sequence->runs[g], pool, run, gone.begin, gone.end), before);
+    if (gone.begin < gone.end)
+        cache->stats.rows_expired += kvc_runs_append_outside(&sequence->runs[g], pool, run, gone.begin, gone.end);
+    else
+        kvc_runs_append(&sequence->runs[g], run);
+    pool->num_loose += pool->num_free - before;
 }
 
 void kvc_expire_behind(kvc_cache *cache, kvc_sequence *sequence) {

@@ -46,6 +46,9 @@ static void collapse_pages(kvc_cache *cache, int32_t g, kvc_collapsing collapsin
 
 void kvc_collapse_pages(kvc_cache *cache, int32_t num_tokens) {
     kvc_page_work work;
+    int any = 0; /* whether memory of any group is taken page by page */
+    for (int32_t g = 0; g < cache->num_groups; g++) any |= cache->pools[g].is_lazy;
+    if (!any) return;
     begin_work(cache, &work);
     for (int32_t g = 0; g < cache->num_groups; g++) collapse_pages(cache, g, kvc_pool_collapse_for(num_tokens), &work);
     end_work(cache, &work);

@@ -7,7 +7,6 @@
 #include "cache/config.h"
 #include "rows/layout.h"
 #include "space/limits.h"
-#include "cache/scratch.h"
 
 /* ---- layer groups ------------------------------------------------------------------------------------------------ */
 
