@@ -656,39 +656,6 @@ static void check_cancel(question *a, const question *right) {
     a->args.cancel = NULL;
 }
 
-static void *set_flag(void *flag) {
-    *(volatile int32_t *)flag = 1;
-    return NULL;
-}
-
-/* Another thread sets the flag when some tasks have run; the rest do nothing, or are left out altogether.  Nothing of
- * what was begun is found in what is computed next. */
-static void check_cancel_in_the_middle(question *a, const question *right, int left_out) {
-    volatile int32_t cancel = 0;
-    kvc_plan *plan;
-    pthread_t other;
-    kvc_attend_args begun = a->args;
-    begun.cancel = &cancel;
-    begun.scale = 3;
-    CHECK(kvc_plan_new(a->stage->batch, &a->plan, &plan) == KVC_OK);
-    const int64_t num_tasks = kvc_plan_num_tasks(plan), half = num_tasks / 2 + 1;
-    CHECK(half < num_tasks);
-    for (int64_t i = 0; i < num_tasks + half; i++) /* leftovers, if any, come from these tasks */
-        CHECK(kvc_plan_run(plan, 0, &begun, i % num_tasks) == KVC_OK);
-    CHECK(pthread_create(&other, NULL, set_flag, (void *)&cancel) == 0 && pthread_join(other, NULL) == 0);
-    for (int64_t i = half; i < num_tasks && !left_out; i++)
-        CHECK(kvc_plan_run(plan, 0, &begun, i) == KVC_ERR_CANCELLED);
-    wipe(a);
-    if (!left_out) {
-        run_plan(plan, a, 2);
-        check_all_same(a, right, "left out", left_out);
-    }
-    kvc_plan_free(plan);
-    wipe(a);
-    CHECK(ask(a) == KVC_OK); /* may get the plan that was given back */
-    check_all_same(a, right, "left out", left_out);
-}
-
 static void test_cancel(void) {
     for (int i = 0; i < 2; i++) {
         const scene s = i ? wide_scene() : long_scene();
@@ -696,8 +663,6 @@ static void test_cancel(void) {
         question a = question_of_all(st), right = question_of_all(st);
         CHECK(ask(&right) == KVC_OK);
         check_cancel(&a, &right);
-        check_cancel_in_the_middle(&a, &right, 0);
-        check_cancel_in_the_middle(&a, &right, 1);
         question_free(&a);
         question_free(&right);
         stage_free(st);

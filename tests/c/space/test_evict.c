@@ -17,12 +17,6 @@ static int left(kvc_cache *cache) {
     return bits;
 }
 
-/* Retains `num` sequences of 2 rows each, which nobody else holds, and which are the first of the table. */
-static void retain_pairs(kvc_cache *cache, int num) {
-    for (int64_t id = FIRST_ID; id < FIRST_ID + num; id++)
-        CHECK(kvc_retain_new(cache, id, 0, 2, NULL) == KVC_OK && kvc_pin(cache, &id, 1, -1) == KVC_OK);
-}
-
 static int calls_left; /* of move, before one fails; -1: none does */
 
 static int32_t move(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows, int32_t k_dim,
@@ -32,38 +26,6 @@ static int32_t move(void *user, int32_t layer, float *keys, int32_t num_kv_heads
 }
 
 /* ---- victims ----------------------------------------------------------------------------------------------------- */
-
-/* Settling evicts what it needs for its copies, of sequences that stand before those with deltas, too. */
-static void test_settling(void) {
-    kvc_layer layer = plain_layer;
-    layer.rope = (kvc_rope){.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 1, .inv_freq = right_angles};
-    kvc_cache *cache = heap_cache(1, &layer, (kvc_config){.capacity = 8});
-    retain_pairs(cache, 1);
-    CHECK(feed(cache, 1, 2001, 4) == KVC_OK && kvc_fork(cache, 2001, 2002) == KVC_OK);
-    CHECK(kvc_shift(cache, 2002, 1, KVC_END, 5) == KVC_OK && left(cache) == 1);
-    CHECK(kvc_settle(cache) == KVC_OK && left(cache) == 0 && stats_in(cache).live_slots == 7);
-    free_valid(cache);
-}
-
-/* Where an allocation fails, nothing was evicted. */
-static void test_failed_allocations(void) {
-    for (int reserves = 0; reserves < 2; reserves++)
-        for (int fail_after = 0, done = 0; !done; fail_after++) {
-            kvc_cache *cache = heap_cache(1, &plain_layer, (kvc_config){.capacity = 16});
-            retain_pairs(cache, 4);
-            CHECK(feed(cache, 1, 1, 6) == KVC_OK);
-            const int64_t bytes = kvc_nbytes(cache);
-            memory_fail_after(&heap, fail_after);
-            const kvc_status status = reserves ? kvc_reserve(cache, 2, 8) : feed(cache, 1, 2, 8);
-            memory_fail_after(&heap, -1);
-            done = status == KVC_OK;
-            CHECKF(done || status == KVC_ERR_NOMEM, "%s", kvc_last_error());
-            CHECK(left(cache) == (done ? 8 : 15) && (done || kvc_nbytes(cache) == bytes));
-            CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
-            CHECK(feed(cache, 1, 3, done && !reserves ? 2 : 10) == KVC_OK && left(cache) == 0);
-            free_valid(cache);
-        }
-}
 
 /* Where only one group lacks slots, what frees none there stays. */
 static void test_one_group(void) {
@@ -513,8 +475,6 @@ static void test_views(void) {
 }
 
 int main(void) {
-    test_settling();
-    test_failed_allocations();
     test_one_group();
     test_one_group_of_shared_rows();
     test_evicted_windows();
