@@ -272,12 +272,18 @@ static void test_reserve_refused(void) {
     CHECK_FAILS(kvc_reserve(p.cache, 0, 0), KVC_ERR_INVALID, "num_tokens", "is 0:");
     CHECK_FAILS(kvc_reserve(p.cache, 0, -4), KVC_ERR_INVALID, "num_tokens", "is -4:");
     CHECK_FAILS(kvc_reserve(p.cache, 0, 31), KVC_ERR_FULL, "31 more tokens", "20 of capacity 50");
-    CHECK_FAILS(kvc_reserve(p.cache, 0, INT64_MAX), KVC_ERR_FULL, "tokens", "capacity is 50");
+    CHECK_FAILS(kvc_reserve(p.cache, 0, INT64_MAX), KVC_ERR_FULL, "tokens", "capacity is 50"); /* takes no memory */
     CHECK_FAILS(kvc_reserve(p.cache, 0, 30), KVC_ERR_FULL, "30 more tokens", "max_bytes is 7000");
     pair_check(&p);
     CHECK(kvc_nbytes(p.cache) == bytes);
     CHECK(pair_reserve(&p, 0, 1) == KVC_OK);
     pair_check(&p);
+    pair_free(&p);
+
+    p = (pair){.config = {.block_size = 4, .max_seq_len = 1000, .max_bytes = 1 << 24}};
+    pair_new(&p, 1, layers);
+    CHECK_FAILS(kvc_reserve(p.cache, 0, 2000000000), KVC_ERR_FULL, "max_seq_len", "1000");
+    CHECK(pair_reserve(&p, 0, 250) == KVC_OK && kvc_reserve(p.cache, 0, 1000) == KVC_OK);
     pair_free(&p);
 
     p = (pair){.config = {.block_size = 4, .num_threads = 1}};

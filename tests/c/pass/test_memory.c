@@ -31,14 +31,20 @@ static kvc_hold *random_scene(kvc_cache *cache, int num_layers) {
     return hold;
 }
 
+/* Fills in one to three layers of the three policies; returns how many. */
+static int random_layers(kvc_layer *layers) {
+    layers[0] = layer_with(chunked_policy(random_int(1, 12), random_int(0, 3) ? 0 : random_int(1, 6)));
+    layers[1] = layer_with(sliding_policy(random_int(1, 9), random_int(0, 3), 0));
+    layers[2] = plain_layer;
+    return random_int(1, 4);
+}
+
 /* However the tokens that memory was reserved for come in batches, whoever holds the rows before them, and whatever was
  * begun and aborted first, they take no more. */
 static void test_reserved_beside_others(void) {
     for (int round = 0; round < (is_quick() ? 6000 : 20000); round++) {
-        const kvc_layer layers[] = {
-            layer_with(chunked_policy(random_int(1, 12), random_int(0, 3) ? 0 : random_int(1, 6))),
-            layer_with(sliding_policy(random_int(1, 9), random_int(0, 3), 0)), plain_layer};
-        const int num_layers = random_int(1, 4);
+        kvc_layer layers[3];
+        const int num_layers = random_layers(layers);
         kvc_cache *cache = heap_cache(num_layers, layers, (kvc_config){0});
         kvc_hold *hold = random_scene(cache, num_layers);
         const int64_t id = random_int(1, 4);
@@ -59,6 +65,32 @@ static void test_reserved_beside_others(void) {
         kvc_hold_free(hold);
         free_valid(cache);
     }
+}
+
+/* Near max_bytes, all that there is room for can be reserved, and its batch takes no more. */
+static void test_reserved_room(void) {
+    int num_reserved = 0;
+    for (int round = 0; round < (is_quick() ? 500 : 3000); round++) {
+        kvc_layer layers[3];
+        const int num_layers = random_layers(layers);
+        const int64_t max_bytes = random_int(40, 200) << 6, id = random_int(1, 4);
+        kvc_cache *cache = heap_cache(num_layers, layers, (kvc_config){.max_bytes = max_bytes});
+        kvc_batch *batch = NULL;
+        int64_t room = 0;
+        kvc_hold_free(random_scene(cache, num_layers));
+        CHECK(kvc_room(cache, id, &room) == KVC_OK);
+        if (room > 0 && room <= MOST_FED) {
+            CHECKF(kvc_reserve(cache, id, room) == KVC_OK, "%s", kvc_last_error());
+            const int64_t bytes = kvc_nbytes(cache);
+            CHECK(bytes <= max_bytes);
+            CHECKF(begin_at_end(cache, id, (int32_t)room, &batch) == KVC_OK, "%s", kvc_last_error());
+            CHECKF(kvc_nbytes(cache) == bytes, "%lld more", (long long)(kvc_nbytes(cache) - bytes));
+            kvc_abort(batch);
+            num_reserved++;
+        }
+        free_valid(cache);
+    }
+    CHECKF(num_reserved > 100, "%d", num_reserved);
 }
 
 /* ---- given back -------------------------------------------------------------------------------------------------- */
@@ -243,5 +275,6 @@ int main(void) {
     test_aborted_leaves_room();
     test_aborted_steps();
     test_reserved_beside_others();
+    test_reserved_room();
     return test_result();
 }

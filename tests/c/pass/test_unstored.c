@@ -424,6 +424,27 @@ static void test_max_bytes(void) {
     free_cache(cache);
 }
 
+/* max_bytes covers all memory of such a batch, what is noted of its tokens as well. */
+static void test_max_bytes_of_notes(void) {
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 1, .v_dim = 1};
+    uint8_t unstored[TOKENS];
+    int begun = 0;
+    memset(unstored, 1, sizeof unstored);
+    for (int64_t max_bytes = 64; max_bytes < 4096; max_bytes += 16) {
+        kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.max_bytes = max_bytes});
+        kvc_batch *batch = NULL;
+        const kvc_begin_args args = {.struct_size = sizeof args, .num_tokens = TOKENS, .unstored = unstored};
+        const kvc_status status = kvc_begin_with(cache, &args, &batch);
+        CHECK(status == KVC_OK || !begun);
+        begun |= status == KVC_OK;
+        CHECKF(!batch || kvc_nbytes(cache) <= max_bytes, "%lld bytes of %lld", (long long)kvc_nbytes(cache),
+               (long long)max_bytes);
+        kvc_abort(batch);
+        CHECK(kvc_cache_free(cache) == KVC_OK);
+    }
+    CHECK(begun);
+}
+
 /* Whichever allocation fails, nothing has changed, and the call succeeds when repeated. */
 static kvc_status try_pass(kvc_cache *cache, const pass *p, int fail_after, memory *heap, result *r) {
     kvc_batch *batch = NULL;
@@ -527,6 +548,7 @@ int main(void) {
     test_retaining_what_was_stored();
     test_limits();
     test_max_bytes();
+    test_max_bytes_of_notes();
     test_no_memory();
     test_two_threads();
     return test_result();

@@ -85,10 +85,11 @@ static inline int is_quick(void) {
 /* Whether all is to be tested: in `pytest --full`, and in a program that is started by hand. */
 static inline int is_full(void) { return !getenv("KVCACHE_TEST_PART"); }
 
+static uint64_t random_state = 1; /* set to what it was, it gives the same numbers again */
+
 /* 64 random bits (splitmix64); every run sees the same. */
 static inline uint64_t random_bits(void) {
-    static uint64_t state = 1;
-    uint64_t z = state += 0x9e3779b97f4a7c15;
+    uint64_t z = random_state += 0x9e3779b97f4a7c15;
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
     z = (z ^ z >> 27) * 0x94d049bb133111eb;
     return z ^ z >> 31;
