@@ -97,17 +97,10 @@ static kvc_status dense(pair *p) {
 static kvc_status attend(pair *p) {
     static float q[MAX_BATCH * MOST_HEADS * MAX_ROW], out[MAX_BATCH * MOST_HEADS * MAX_ROW];
     const int l = random_int(0, p->config.num_layers), num_heads = 2 * p->layers[l].num_kv_heads;
-    const int64_t k_row = p->layers[l].k_dim * (int64_t)sizeof *q, v_row = p->layers[l].v_dim * (int64_t)sizeof *out;
     const kvc_plan_args plan_args = {
         .struct_size = sizeof plan_args, .layer = l, .num_heads = num_heads, .num_threads = random_int(1, 4)};
-    const kvc_attend_args args = {.struct_size = sizeof args,
-                                  .q = q,
-                                  .out = out,
-                                  .q_token_stride = num_heads * k_row,
-                                  .q_head_stride = k_row,
-                                  .out_token_stride = num_heads * v_row,
-                                  .out_head_stride = v_row,
-                                  .scale = 1};
+    kvc_attend_args args = float_queries(num_heads, p->layers[l].k_dim, p->layers[l].v_dim, q, out);
+    args.scale = 1; /* which layers with values in their keys need */
     if (random_int(0, 2)) return kvc_attend(p->batch, &plan_args, &args);
     kvc_plan *plan = NULL;
     kvc_status status = kvc_plan_new(p->batch, &plan_args, &plan);

@@ -1,5 +1,5 @@
 /* A process forks while another thread is in the middle of a call: the child can do everything, and so can the parent.
- * A child that hangs is ended by alarm().  The simulation (tests/sim) forks in the middle of saves and puts, too. */
+ * A child that hangs is ended by alarm().  The simulation (tests/sim) forks in the middle of rewrites and puts. */
 #define _POSIX_C_SOURCE 200809L
 #include <sched.h>
 #include <stdatomic.h>
@@ -109,16 +109,9 @@ static kvc_status feed(kvc_cache *cache, int64_t id) {
     kvc_batch *batch;
     for (int i = 0; i < ROWS; i++) ids[i] = id;
     for (int i = 0; i < ROWS * 2 * DIM; i++) rows[i] = (float)(i % 7);
-    const kvc_put_args args = {.struct_size = sizeof args,
-                               .k = rows,
-                               .v = rows,
-                               .k_token_stride = 2 * DIM * sizeof *rows,
-                               .k_head_stride = DIM * sizeof *rows,
-                               .v_token_stride = 2 * DIM * sizeof *rows,
-                               .v_head_stride = DIM * sizeof *rows};
     const kvc_status status = kvc_begin(cache, ROWS, NULL, ids, NULL, &batch);
     if (status != KVC_OK) return status;
-    CHECKF(kvc_put(batch, 0, &args) == KVC_OK, "%s", kvc_last_error());
+    put_floats(batch, 0, 0, 0, 2, DIM, DIM, rows, rows);
     CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
     return KVC_OK;
 }
@@ -224,6 +217,70 @@ static void test_rewrite_that_forks(void) {
         _exit(test_failures != 0);
     }
     check_child(child_of_function, "of the function's own");
+}
+
+/* ---- functions that write and read saved states --------------------------------------------------------------------
+ */
+
+static char file[1 << 16];
+static size_t file_size, file_at, slow_from; /* slow_from: the byte from which on a thread stays in the function */
+
+static void stay(size_t at) {
+    if (watch && at >= slow_from && !atomic_exchange(&is_inside, 1)) wait_for(&go_on);
+}
+
+static int32_t write_slowly(void *user, const void *data, size_t size) {
+    (void)user;
+    stay(file_size);
+    CHECK(size <= sizeof file - file_size);
+    memcpy(file + file_size, data, size);
+    file_size += size;
+    return 0;
+}
+
+static int32_t read_slowly(void *user, void *data, size_t size) {
+    (void)user;
+    stay(file_at);
+    memcpy(data, file + file_at, size);
+    file_at += size;
+    return 0;
+}
+
+static kvc_status save(kvc_cache *cache) {
+    const kvc_save_args args = {.struct_size = sizeof args, .write = write_slowly};
+    file_size = 0;
+    return kvc_save(cache, &args);
+}
+
+static void *save_in_thread(void *cache) {
+    CHECKF(save(cache) == KVC_OK, "%s", kvc_last_error());
+    return NULL;
+}
+
+static void *restore_in_thread(void *cache) {
+    const kvc_load_args args = {.struct_size = sizeof args, .read = read_slowly, .size = (int64_t)file_size};
+    CHECKF(kvc_restore(cache, &args) == KVC_OK, "%s", kvc_last_error());
+    return NULL;
+}
+
+/* The child holds nothing for a thread that is not there, and has not what that thread was restoring. */
+static void test_state(void *(*work)(void *cache), size_t from, const char *when) {
+    kvc_cache *cache = new_cache(frequencies, NULL);
+    pthread_t thread;
+    CHECK(feed(cache, 0) == KVC_OK && kvc_fork(cache, 0, 1) == KVC_OK);
+    if (save(cache) != KVC_OK) { /* on a big-endian machine */
+        do_everything(cache, when);
+        return;
+    }
+    file_at = 0;
+    slow_from = from;
+    begin_watching();
+    CHECK(pthread_create(&thread, NULL, work, cache) == 0);
+    wait_for(&is_inside);
+    fork_and_check(cache, when);
+    pthread_join(thread, NULL);
+    watch = 0;
+    do_everything(cache, "in the parent");
 }
 
 /* ---- work on a batch, which is not waited for -------------------------------------------------------------------- */
@@ -339,6 +396,9 @@ int main(void) {
     alarm(4 * LIMIT);
     test_mutex_in_allocator();
     test_rewrite_that_forks();
+    test_state(save_in_thread, 3000, "in a save");
+    test_state(restore_in_thread, 0, "in a restore, at its header");
+    test_state(restore_in_thread, 3000, "in a restore, at its rows");
     test_unstored_put();
     test_plan();
     test_work();

@@ -201,12 +201,8 @@ static void attend_last(owner *o, kvc_batch *batch, const own_sequence *own, con
     kvc_plan *plan = NULL;
     const kvc_plan_args plan_args = {
         .struct_size = sizeof plan_args, .first = n - 1, .num_tokens = 1, .num_heads = HEADS, .num_threads = 2};
-    const kvc_attend_args args = {.struct_size = sizeof args,
-                                  .q = q,
-                                  .out = out,
-                                  .q_head_stride = sizeof *q,
-                                  .out_head_stride = sizeof *out,
-                                  .scale = 1};
+    kvc_attend_args args = float_queries(HEADS, DIM, DIM, q, out);
+    args.scale = 1;
     EXPECT(&o->actor, kvc_plan_new(batch, &plan_args, &plan) == KVC_OK);
     crew_run(plan, 0, &args, NULL, 2);
     kvc_plan_free(plan);

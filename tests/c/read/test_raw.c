@@ -419,14 +419,8 @@ static void attend(const kvc_layer *layer, const kvc_put_args *put, const float 
     memset(unstored, is_unstored, sizeof unstored);
     const kvc_begin_args begin_args = {.struct_size = sizeof begin_args, .num_tokens = ROWS, .unstored = unstored};
     const kvc_plan_args plan = {.struct_size = sizeof plan, .num_heads = HEADS};
-    const kvc_attend_args args = {.struct_size = sizeof args,
-                                  .q = q,
-                                  .out = out,
-                                  .q_token_stride = HEADS * K_DIM * (int64_t)sizeof *q,
-                                  .q_head_stride = K_DIM * (int64_t)sizeof *q,
-                                  .out_token_stride = HEADS * V_DIM * (int64_t)sizeof *out,
-                                  .out_head_stride = V_DIM * (int64_t)sizeof *out,
-                                  .put = put};
+    kvc_attend_args args = float_queries(HEADS, K_DIM, V_DIM, q, out);
+    args.put = put;
     kvc_cache *cache = new_cache(layer);
     kvc_batch *batch = NULL;
     CHECK(kvc_begin_with(cache, &begin_args, &batch) == KVC_OK);
@@ -451,14 +445,7 @@ static void test_attend(void) {
                                       .v_row_stride = HEADS * V_DIM * (int64_t)sizeof *v,
                                       .v_head_stride = V_DIM * (int64_t)sizeof *v};
         CHECK(kvc_gather(cache, 0, 0, 0, ROWS, &decoded) == KVC_OK);
-        const kvc_put_args raw = put_of(&layer, &copy), floats = {.struct_size = sizeof floats,
-                                                                  .num_tokens = ROWS,
-                                                                  .k = k,
-                                                                  .v = v,
-                                                                  .k_token_stride = decoded.k_row_stride,
-                                                                  .k_head_stride = decoded.k_head_stride,
-                                                                  .v_token_stride = decoded.v_row_stride,
-                                                                  .v_head_stride = decoded.v_head_stride};
+        const kvc_put_args raw = put_of(&layer, &copy), floats = float_rows(0, ROWS, HEADS, K_DIM, V_DIM, k, v);
         for (int i = 0; i < ROWS * HEADS * K_DIM; i++) q[i] = random_float();
         attend(&layer, &floats, q, out[0], 0); /* decoded rows are encoded to the same bytes */
         for (uint8_t is_unstored = 0; is_unstored < 2; is_unstored++) {

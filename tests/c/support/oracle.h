@@ -995,11 +995,7 @@ static inline void check_ids(const pair *p) {
     for (int i = 0; i < num; i++) CHECK(rows_of(p, find_sequence(p, ids[i])) > 0 && (i == 0 || ids[i] > ids[i - 1]));
 }
 
-static inline kvc_stats stats_of(const pair *p) {
-    kvc_stats stats;
-    kvc_get_stats(p->cache, &stats, sizeof stats);
-    return stats;
-}
+static inline kvc_stats stats_of(const pair *p) { return stats_in(p->cache); }
 
 /* Counts the rows of the open batch in a layer. */
 static inline int64_t batch_rows(const pair *p, int l) {
