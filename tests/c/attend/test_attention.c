@@ -715,34 +715,6 @@ static void test_put_in_attend(void) {
     stage_free(st);
 }
 
-/* Rows of tokens from which no query descends need not be there, and what is in their slots is no matter. */
-static void test_partial_tree(void) {
-    static const int32_t parents[] = {-1, 0, 0, 1, 2, -1};
-    for (int num_stored = 0; num_stored < 80; num_stored += 70) {
-        scene s = plain_scene(2, 1, 32, num_stored, 6);
-        s.is_tree = 1;
-        stage *st = stage_new(&s, &usual);
-        memcpy(st->tokens.parents, parents, sizeof parents);
-        begin_again(st, parents);
-        s.num_bad = 1, s.bad = num_stored + 5, s.number = NAN;
-        scene_put(&s, &usual, st->batch, 0, &st->tokens, 5, 1); /* an unrelated token, of values that are no numbers */
-        scene_put(&s, &usual, st->batch, 0, &st->tokens, 0, 2);
-        question two = question_new(st, 0, 0, 2), fourth = question_new(st, 0, 3, 1), fifth = question_new(st, 0, 4, 1);
-        CHECKF(ask(&two) == KVC_OK, "%s", kvc_last_error());
-        for (int i = 0; i < 2 * 2 * 32; i++) CHECK(isfinite(((float *)(void *)two.out)[i]));
-        CHECK_FAILS(ask(&fourth), KVC_ERR_INVALID, "token 3", "layer 0");
-        scene_put(&s, &usual, st->batch, 0, &st->tokens, 3, 1);
-        CHECKF(ask(&fourth) == KVC_OK, "%s", kvc_last_error());
-        for (int i = 0; i < 2 * 32; i++) CHECK(isfinite(((float *)(void *)fourth.out)[i]));
-        CHECK_FAILS(ask(&fifth), KVC_ERR_INVALID, "token", "layer 0"); /* its parent, 2, is not there */
-        CHECK(kvc_commit_kept(st->batch, (int32_t[]){0, 1, 3}, 3) == KVC_OK);
-        CHECK(kvc_seq_len(st->cache, 0, 0) == num_stored + 3);
-        st->batch = NULL;
-        question_free(&two), question_free(&fourth), question_free(&fifth);
-        stage_free(st);
-    }
-}
-
 /* ---- plans ------------------------------------------------------------------------------------------------------- */
 
 /* A freed plan is reused only for one like it. */
@@ -984,7 +956,6 @@ static void test_isa(void) {
     check_tasks(plain_scene(1, 1, 1, 0, 1));
     test_cancel();
     test_put_in_attend();
-    test_partial_tree();
     test_plans_of_non_causal();
 }
 

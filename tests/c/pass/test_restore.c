@@ -68,31 +68,6 @@ static void test_group_by_group(void) {
     }
 }
 
-/* capacity and max_seq_len count what there is once the batch is committed; utilization never passes 1. */
-static void test_limits(void) {
-    static pair p;
-    int32_t positions[21];
-    int64_t ids[21] = {0};
-    for (int32_t t = 0; t < 21; t++) positions[t] = t;
-    p = (pair){.config = {.block_size = 4, .max_seq_len = 20, .capacity = 30}};
-    pair_new(&p, 2, (const kvc_layer[]){layer_with(full_policy), layer_with(sliding_policy(5, 1, 0))});
-    pair_feed(&p, 0, 0, 20);
-    pair_feed(&p, 1, 0, 10);
-    CHECK_FAILS(pair_begin_with(&p, 21, positions, ids, first_layer), KVC_ERR_FULL, "21 tokens of sequence 0",
-                "max_seq_len is 20");
-    CHECK(pair_begin_with(&p, 20, positions, ids, first_layer) == KVC_OK);
-    CHECK(kvc_utilization(p.cache) == 1);
-    pair_put_all(&p);
-    pair_check(&p);
-    pair_commit(&p);
-    pair_check(&p);
-    CHECK(kvc_utilization(p.cache) == 1);
-    pair_fork(&p, 0, 2); /* what another shares is not freed */
-    CHECK_FAILS(pair_begin_with(&p, 1, positions, ids, first_layer), KVC_ERR_FULL, "1 more tokens", "capacity 30");
-    pair_check(&p);
-    pair_free(&p);
-}
-
 static void test_refused(void) {
     const kvc_layer cross = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = {.kind = KVC_CROSS, .max_len = 3}},
                     none = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = {.kind = KVC_NONE}},
@@ -155,7 +130,6 @@ static void test_refused(void) {
 int main(void) {
     test_earlier_window();
     test_group_by_group();
-    test_limits();
     test_refused();
     return test_result();
 }

@@ -29,92 +29,45 @@ static void test_default_block_size(void) {
     }
 }
 
-/* max_seq_len counts the rows that a sequence holds: expired ones make room for more. */
-static void test_max_seq_len(void) {
-    pair *p = limited_pair(10, 0, 0, 0);
+/* What is said where a batch does not fit; what does, the oracle knows. */
+static void test_messages(void) {
+    pair *p = limited_pair(10, 2, 0, 0);
+    CHECK(kvc_capacity(p->cache) == 20 && kvc_capacity_bytes(p->cache) == 20 * 2 * 24); /* their product by default */
     CHECK_FAILS(pair_feed(p, 0, 0, 11), KVC_ERR_FULL, "max_seq_len 10", "11 more tokens");
-    pair_check(p);
-    pair_feed(p, 0, 0, 8);
+    CHECK(pair_feed(p, 0, 0, 8) == KVC_OK && fabs(kvc_utilization(p->cache) - 0.4) < 1e-15);
     CHECK_FAILS(pair_feed(p, 0, 8, 11), KVC_ERR_FULL, "sequence 0 holds 8", "max_seq_len 10");
-    pair_check(p);
-    CHECK(pair_feed(p, 0, 8, 10) == KVC_OK);
-    pair_check(p);
-    pair_free(p);
-
-    p = pair_with(sliding_policy(4, 0, 0), 4);
-    p->config.max_seq_len = 10;
-    pair_free(p);
-    pair_new(p, 1, p->layers);
-    for (int32_t at = 0; at < 50; at += 7) CHECK(pair_feed(p, 0, at, at + 7) == KVC_OK); /* 3 stay */
-    pair_check(p);
-    CHECK(pair_feed(p, 0, 56, 70) == KVC_OK); /* none of a prompt is too long for a window */
-    pair_check(p);
-    pair_free(p);
-
-    for (int64_t max_sequences = 0; max_sequences < 3; max_sequences++)
-        for (int32_t length = 5; length < 8; length++) { /* the window and its sinks are 6 rows */
-            p = pair_with(sliding_policy(4, 2, 0), 4);
-            p->config.max_seq_len = length;
-            p->config.max_sequences = max_sequences;
-            pair_free(p);
-            pair_new(p, 1, p->layers);
-            CHECK(pair_room(p, 0) == KVC_OK);
-            CHECK((pair_feed(p, 0, 0, 20) == KVC_OK) == (length >= 6));
-            pair_room(p, 0);
-            CHECK(pair_feed(p, 0, kvc_next_position(p->cache, 0), kvc_next_position(p->cache, 0) + 1) == KVC_OK);
-            pair_room(p, 0);
-            pair_room(p, 1);
-            pair_check(p);
-            pair_free(p);
-        }
-}
-
-/* max_sequences counts sequences with rows; clearing one makes room for another. */
-static void test_max_sequences(void) {
-    pair *p = limited_pair(0, 2, 0, 0);
-    pair_feed(p, 0, 0, 3);
     CHECK_FAILS(pair_pass(p, 2, (int32_t[]){0, 0}, (int64_t[]){1, 2}), KVC_ERR_FULL, "3 sequences",
                 "max_sequences is 2");
     pair_check(p);
-    CHECK(pair_pass(p, 3, (int32_t[]){3, 0, 4}, (int64_t[]){0, 1, 0}) == KVC_OK);
-    CHECK_FAILS(pair_feed(p, 2, 0, 1), KVC_ERR_FULL, "3 sequences", "max_sequences is 2");
-    pair_clear_sequence(p, 0);
-    CHECK(pair_feed(p, 2, 0, 1) == KVC_OK);
-    pair_check(p);
     pair_free(p);
-}
-
-/* capacity counts shared slots once and expired ones not at all; holes between them do not matter. */
-static void test_capacity(void) {
-    pair *p = limited_pair(0, 0, 20, 0);
-    CHECK(kvc_capacity(p->cache) == 20 && kvc_capacity_bytes(p->cache) == 20 * 2 * 24);
-    pair_feed(p, 0, 0, 16);
-    pair_fork(p, 0, 1);
-    CHECK(fabs(kvc_utilization(p->cache) - 0.8) < 1e-15);
-    CHECK(pair_pass(p, 4, (int32_t[]){16, 16, 17, 17}, (int64_t[]){0, 1, 0, 1}) == KVC_OK);
-    pair_check(p);
+    p = limited_pair(0, 0, 20, 0);
+    CHECK(pair_feed(p, 0, 0, 16) == KVC_OK && pair_fork(p, 0, 1) == KVC_OK && pair_feed(p, 1, 16, 20) == KVC_OK);
     CHECK_FAILS(pair_feed(p, 2, 0, 1), KVC_ERR_FULL, "1 more tokens", "20 of capacity 20");
     pair_check(p);
-    for (int32_t at = 0; at < 12; at += 3) {
-        pair_remove(p, 0, at, at + 1, 0);
-        pair_remove(p, 1, at, at + 1, 0);
-    }
-    CHECK(pair_feed(p, 2, 0, 4) == KVC_OK);
-    pair_check(p);
-    CHECK_FAILS(pair_feed(p, 2, 4, 5), KVC_ERR_FULL, "1 more tokens", "20 of capacity 20");
-    pair_clear_sequence(p, 1);
-    CHECK(pair_feed(p, 2, 4, 6) == KVC_OK);
-    pair_check(p);
-    pair_free(p);
-
-    p = limited_pair(5, 4, 0, 0); /* capacity is their product by default */
-    CHECK(kvc_capacity(p->cache) == 20 && kvc_capacity_bytes(p->cache) == 20 * 2 * 24);
     pair_free(p);
     p = limited_pair(5, 0, 0, 0);
     CHECK(kvc_capacity(p->cache) == -1 && kvc_capacity_bytes(p->cache) == -1);
     pair_feed(p, 0, 0, 2);
     CHECK(kvc_utilization(p->cache) == 0.5); /* without a capacity: the share of the slots in blocks */
     pair_free(p);
+}
+
+/* Where a window and its sinks are no more rows than max_seq_len, no prompt is too long. */
+static void test_max_seq_len_of_a_window(void) {
+    for (int64_t max_sequences = 0; max_sequences < 3; max_sequences++)
+        for (int32_t length = 5; length < 8; length++) { /* the window and its sinks are 6 rows */
+            pair *p = pair_with(sliding_policy(4, 2, 0), 4);
+            p->config.max_seq_len = length;
+            p->config.max_sequences = max_sequences;
+            pair_free(p);
+            pair_new(p, 1, p->layers);
+            CHECK(pair_room(p, 0) == KVC_OK);
+            CHECK((pair_feed(p, 0, 0, 20) == KVC_OK) == (length >= 6));
+            CHECK(pair_feed(p, 0, kvc_next_position(p->cache, 0), kvc_next_position(p->cache, 0) + 1) == KVC_OK);
+            pair_room(p, 0);
+            pair_check(p);
+            pair_free(p);
+        }
 }
 
 /* A cache may use all of max_bytes, and compacts before it refuses a batch, unless a view holds the rows. */
@@ -172,9 +125,8 @@ static void test_max_bytes_of_large_blocks(void) {
 
 int main(void) {
     test_default_block_size();
-    test_max_seq_len();
-    test_max_sequences();
-    test_capacity();
+    test_messages();
+    test_max_seq_len_of_a_window();
     test_max_bytes();
     test_max_bytes_of_large_blocks();
     return test_result();
