@@ -276,3 +276,35 @@ def test_inject_where_nothing_is_stored():
     assert cache.inject(0, 3, new[:, :2], new[:, :2]) == 2
     assert cache.inject(0, 0, new, new, skip_missing=True) == 6
     assert cache.extract(0, 0, 10)[0][:, :, 0].tolist() == [[1, 1, 0, 1, 1, 0, 0, 1, 0, 1]] * HEADS
+
+
+@pytest.mark.parametrize("dtype", ["f16", "q8_0"])
+def test_rewriting_on_several_threads(dtype):
+    """inject, settle, divide and a function's shift: the bits are those of one thread."""
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((700, 4, 64)).astype(np.float32)
+
+    def nudge(layer, keys, delta):
+        return keys + delta
+
+    rows = []
+    for rope in (kvcache.Rope(1 / 100 ** np.linspace(0, 1, 32)), nudge):
+        for threads in (1, 3):
+            cache = kvcache.KVCache(
+                2, 4, 64, None, dtype=dtype, rope=rope, max_sequences=None, block_size=300, num_threads=threads
+            )
+            with cache.batch(700) as batch:
+                for layer in range(2):
+                    batch.put(layer, x, x)
+            cache.fork(0, 1)
+            cache.shift(100, None, 7)
+            cache.shift(300, None, 5)
+            cache.divide(400, 600, 2)
+            cache.inject(1, 0, x[:90].swapaxes(0, 1), x[:90].swapaxes(0, 1))
+            cache.inject(0, 120, x[:170].swapaxes(0, 1), x[:170].swapaxes(0, 1))
+            cache.inject(0, 120, x[:170].swapaxes(0, 1), x[:170].swapaxes(0, 1), seq_id=1)
+            cache.settle()
+            cache.validate()
+            rows.append([cache.gather(layer, seq_id=s) for layer in range(2) for s in range(2)])
+    for one, several in (rows[:2], rows[2:]):
+        np.testing.assert_equal(several, one)

@@ -29,8 +29,9 @@ static seen look(const pair *p) {
 /* ---- calls, each with random arguments --------------------------------------------------------------------------- */
 
 static kvc_status put_cross(pair *p) {
-    int l = random_int(0, p->config.num_layers);
-    if (!is_cross(p, l) || (p->replaced && !p->replaced[l])) return KVC_OK;
+    int l = 0;
+    while (l < p->config.num_layers && (!is_cross(p, l) || (p->replaced && !p->replaced[l]))) l++;
+    if (l == p->config.num_layers) return KVC_OK;
     kvc_status status = pair_put_cross(p, l, p->ids[random_int(0, p->num_tokens)], random_int(1, 9));
     pair_see_evicted(p);
     return status;

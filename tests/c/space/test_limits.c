@@ -52,6 +52,18 @@ static void test_messages(void) {
     pair_free(p);
 }
 
+/* Each sequence's rows of an encoder lie in a block of their own, which capacity says nothing of. */
+static void test_bytes_of_an_encoder(void) {
+    const kvc_layer layers[] = {plain_layer,
+                                {.num_kv_heads = 1, .k_dim = 2, .v_dim = 1, .policy = {KVC_CROSS, .max_len = 9}},
+                                {.num_kv_heads = 1, .k_dim = 9, .v_dim = 9, .policy = {.kind = KVC_NONE}}};
+    for (int64_t max_sequences = 0; max_sequences < 4; max_sequences += 3) {
+        kvc_cache *cache = cache_of(layers, 3, (kvc_config){.capacity = 10, .max_sequences = max_sequences});
+        CHECK(kvc_capacity_bytes(cache) == (max_sequences ? 10 * 24 + 3 * 9 * 12 : -1));
+        CHECK(kvc_cache_free(cache) == KVC_OK);
+    }
+}
+
 /* Where a window and its sinks are no more rows than max_seq_len, no prompt is too long. */
 static void test_max_seq_len_of_a_window(void) {
     for (int64_t max_sequences = 0; max_sequences < 3; max_sequences++)
@@ -126,6 +138,7 @@ static void test_max_bytes_of_large_blocks(void) {
 int main(void) {
     test_default_block_size();
     test_messages();
+    test_bytes_of_an_encoder();
     test_max_seq_len_of_a_window();
     test_max_bytes();
     test_max_bytes_of_large_blocks();
