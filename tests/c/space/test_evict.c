@@ -17,6 +17,12 @@ static int left(kvc_cache *cache) {
     return bits;
 }
 
+/* Retains `num` sequences of 2 rows each, which nobody else holds, and which are the first of the table. */
+static void retain_pairs(kvc_cache *cache, int num) {
+    for (int64_t id = FIRST_ID; id < FIRST_ID + num; id++)
+        CHECK(kvc_retain_new(cache, id, 0, 2, NULL) == KVC_OK && kvc_pin(cache, &id, 1, -1) == KVC_OK);
+}
+
 static int32_t move(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows, int32_t k_dim,
                     int32_t delta) {
     (void)user, (void)layer, (void)keys, (void)num_kv_heads, (void)num_rows, (void)k_dim, (void)delta;
@@ -24,6 +30,26 @@ static int32_t move(void *user, int32_t layer, float *keys, int32_t num_kv_heads
 }
 
 /* ---- victims ----------------------------------------------------------------------------------------------------- */
+
+/* Where an allocation fails, nothing was evicted. */
+static void test_failed_allocations(void) {
+    for (int reserves = 0; reserves < 2; reserves++)
+        for (int fail_after = 0, done = 0; !done; fail_after++) {
+            kvc_cache *cache = heap_cache(1, &plain_layer, (kvc_config){.capacity = 16});
+            retain_pairs(cache, 4);
+            CHECK(feed(cache, 1, 1, 6) == KVC_OK);
+            const int64_t bytes = kvc_nbytes(cache);
+            memory_fail_after(&heap, fail_after);
+            const kvc_status status = reserves ? kvc_reserve(cache, 2, 8) : feed(cache, 1, 2, 8);
+            memory_fail_after(&heap, -1);
+            done = status == KVC_OK;
+            CHECKF(done || status == KVC_ERR_NOMEM, "%s", kvc_last_error());
+            CHECK(left(cache) == (done ? 8 : 15) && (done || kvc_nbytes(cache) == bytes));
+            CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+            CHECK(feed(cache, 1, 3, done && !reserves ? 2 : 10) == KVC_OK && left(cache) == 0);
+            free_valid(cache);
+        }
+}
 
 /* Where only one group lacks slots, what frees none there stays. */
 static void test_one_group(void) {
@@ -330,6 +356,7 @@ static void test_views(void) {
 }
 
 int main(void) {
+    test_failed_allocations();
     test_one_group();
     test_one_group_of_shared_rows();
     test_evicted_windows();

@@ -135,6 +135,74 @@ static void test_max_bytes_of_large_blocks(void) {
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
+/* A put of an encoder's rows that does not fit takes no memory, although one of its blocks is free. */
+static void test_max_bytes_of_an_encoder(void) {
+    enum { DIM = 1024, ROWS = 256, MAX_BYTES = ROWS * DIM * 4 };
+    static const float row[DIM];
+    const kvc_layer layers[] = {
+        plain_layer, {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .policy = {KVC_CROSS, .max_len = ROWS}}};
+    kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row};
+    kvc_cache *cache = cache_of(layers, 2, (kvc_config){.max_bytes = MAX_BYTES});
+    kvc_batch *batch;
+    CHECK(kvc_begin(cache, 1, NULL, NULL, NULL, &batch) == KVC_OK);
+    for (int i = 0; i < 3; i++) {
+        const int64_t bytes = kvc_nbytes(cache);
+        put.num_tokens = ROWS;
+        CHECK_FAILS(kvc_put(batch, 1, &put), KVC_ERR_FULL, "max_bytes", "bytes");
+        CHECK(kvc_nbytes(cache) == bytes && kvc_validate(cache) == KVC_OK);
+        put.num_tokens = 1;
+        CHECK(kvc_put(batch, 1, &put) == KVC_OK && kvc_nbytes(cache) <= MAX_BYTES);
+    }
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
+/* Makes a cache of two sequences that share all rows; most blocks of the sliding layer's group are free. */
+static kvc_cache *new_shared(int64_t max_bytes) {
+    enum { DIM = 1024, BLOCK = 64, ROWS = 4 * BLOCK };
+    const kvc_layer full = {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM};
+    kvc_layer layers[] = {full, full};
+    layers[1].policy = sliding_policy(8, 0, ROWS);
+    static const float row[DIM];
+    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row};
+    int32_t positions[2 * BLOCK];
+    int64_t ids[2 * BLOCK];
+    kvc_cache *cache = cache_of(layers, 2, (kvc_config){.block_size = BLOCK, .max_bytes = max_bytes});
+    kvc_batch *batch;
+    for (int32_t n = ROWS; n > 0; n = n > 1 ? 1 : 0) {
+        CHECK(kvc_begin(cache, n, NULL, NULL, NULL, &batch) == KVC_OK);
+        for (int l = 0; l < 2; l++) CHECK(kvc_put(batch, l, &put) == KVC_OK);
+        CHECK(kvc_commit(batch) == KVC_OK);
+    }
+    CHECK(kvc_fork(cache, 0, 1) == KVC_OK);
+    for (int32_t i = 0; i < 2 * BLOCK; i++) positions[i] = i, ids[i] = 2;
+    const kvc_begin_args args = {.struct_size = sizeof args,
+                                 .num_tokens = 2 * BLOCK,
+                                 .positions = positions,
+                                 .seq_ids = ids,
+                                 .replaced = (uint8_t[]){0, 1}};
+    CHECK(kvc_begin_with(cache, &args, &batch) == KVC_OK && kvc_put(batch, 1, &put) == KVC_OK);
+    CHECK(kvc_commit(batch) == KVC_OK && kvc_clear_sequence(cache, 2) == KVC_OK);
+    return cache;
+}
+
+/* An edit that copies rows gives back free blocks of other groups where it needs their bytes. */
+static void test_edits_give_back_blocks(void) {
+    static const float row[1024];
+    const kvc_rows_in in = {.struct_size = sizeof in, .k = row, .v = row};
+    kvc_cache *cache = new_shared(0);
+    const int64_t max_bytes = kvc_nbytes(cache) + 4096;
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    cache = new_shared(max_bytes);
+    const kvc_stats before = stats_in(cache);
+    CHECK(before.blocks_free >= 2);
+    CHECK_FAILS(kvc_inject(cache, 0, 0, 0, 256, &in), KVC_ERR_FULL, "max_bytes", "shared");
+    CHECK(stats_in(cache).blocks_returned == before.blocks_returned);
+    CHECK(kvc_inject(cache, 0, 0, 0, 64, &in) == KVC_OK && kvc_nbytes(cache) <= max_bytes);
+    CHECK(stats_in(cache).blocks_returned > before.blocks_returned);
+    CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+}
+
 int main(void) {
     test_default_block_size();
     test_messages();
@@ -142,5 +210,7 @@ int main(void) {
     test_max_seq_len_of_a_window();
     test_max_bytes();
     test_max_bytes_of_large_blocks();
+    test_max_bytes_of_an_encoder();
+    test_edits_give_back_blocks();
     return test_result();
 }
