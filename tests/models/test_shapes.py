@@ -217,6 +217,7 @@ def test_models_that_do_not_say_how_they_rotate(config, expected):
         ({"layer_types": "full_attention"}, "layer_types"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
         ({"sliding_window": "wide"}, "sliding_window"),
+        ({"no_rope_layers": [1]}, "no_rope_layers"),
         ({"sliding_window": 8, "sliding_window_pattern": 0}, "sliding_window_pattern"),
         (
             {

@@ -475,29 +475,16 @@ def gguf(*parts):
     return b"GGUF" + struct.pack("<I", 3) + b"".join(parts)
 
 
-HOSTILE = {
+HOSTILE = {  # some of what tests/models/test_hostile_files.py has
     "missing": None,
     "empty.gguf": b"",
-    "empty.json": b"",
-    "cut.json": b'{"num_hidden_layers": ',
-    "cut.gguf": gguf(struct.pack("<Q", 1)),
     "many.gguf": gguf(struct.pack("<QQ", 2**63, 2**63 - 1)),
-    "long.gguf": gguf(struct.pack("<QQQ", 0, 1, 2**63)),
     "deep.json": b"[" * 1_000_000,
-    "types.json": b'{"num_hidden_layers": {"a": [1]}, "num_attention_heads": "many"}',
-    "number.json": b"17",
-    "large.json": b'{"num_hidden_layers": 1e400, "num_attention_heads": 9}',
-    "layers.json": b'{"num_hidden_layers": 2147483647, "num_attention_heads": 1, "hidden_size": 8}',
     "control.json": b'{"model_type": "a\\u001b[2Jb\\n", "num_hidden_layers": 0}',
 }
 
 
-FEW = ["missing", "many.gguf", "deep.json"]  # the others are read by the same function
-
-
-@pytest.mark.parametrize(
-    ("command", "name"), [*(("plan", name) for name in HOSTILE), *itertools.product(["generate", "bench"], FEW)]
-)
+@pytest.mark.parametrize(("command", "name"), [*itertools.product(["plan", "generate", "bench"], HOSTILE)])
 def test_hostile_files(tmp_path, command, name):
     path = tmp_path / name
     if HOSTILE[name] is not None:

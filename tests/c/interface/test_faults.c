@@ -1,5 +1,5 @@
-/* Every call with its first, second, third ... allocation failing, until none does, in random states: it changes nothing
- * and can be repeated.  At the end no byte is left, and all were given back as they were taken. */
+/* Every call with its first, second, third ... allocation failing, until none does, in random states: it changes
+ * nothing and can be repeated.  At the end no byte is left, and all were given back as they were taken. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/random_steps.h"
 
@@ -175,8 +175,7 @@ static void test_unstored_commit_needs_no_memory(void) {
     pair_feed(&p, 1, 0, 6);
     CHECK(kvc_begin_with(p.cache, &args, &p.batch) == KVC_OK);
     for (int l = 0; l < 2; l++) {
-        const kvc_put_args put = {
-            .struct_size = sizeof put, .num_tokens = l ? 6 : 4, .k = row, .v = row, .seq_id = 9};
+        const kvc_put_args put = {.struct_size = sizeof put, .num_tokens = l ? 6 : 4, .k = row, .v = row, .seq_id = 9};
         CHECKF(kvc_put(p.batch, l, &put) == KVC_OK, "%s", kvc_last_error());
     }
     memory_fail_after(&heap, 0);

@@ -38,9 +38,7 @@ static kvc_cache *new_cache(poller *p, const kvc_policy *policy, int32_t type, i
 
 static float rows[STORED * KV_HEADS * DIM], q[QUERIES * HEADS * DIM], out[QUERIES * HEADS * DIM];
 
-static kvc_put_args put_of(int32_t num_tokens) {
-    return float_rows(0, num_tokens, KV_HEADS, DIM, DIM, rows, rows);
-}
+static kvc_put_args put_of(int32_t num_tokens) { return float_rows(0, num_tokens, KV_HEADS, DIM, DIM, rows, rows); }
 
 static kvc_attend_args attend_of(const kvc_put_args *put) {
     kvc_attend_args args = float_queries(HEADS, DIM, DIM, q, out);
