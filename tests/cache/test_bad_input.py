@@ -465,20 +465,6 @@ def test_commit_with_a_layer_missing(cache, batch):
     batch.commit()
 
 
-def test_views_across_expiry_compact_and_close(cache):
-    view = cache.keys(0, copy=False)
-    before = view.copy()
-    for call in (cache.compact, cache.close):
-        with refused(BufferError, "view", unchanged=cache):
-            call()
-    cache.clear()
-    feed(cache, range(16))
-    np.testing.assert_array_equal(view, before)
-    del view
-    cache.compact()
-    cache.close()
-
-
 @pytest.mark.parametrize(
     ("end", "words"),
     [("commit", "it was committed: read its rows from the KVCache, and"), ("abort", "it was aborted:")],

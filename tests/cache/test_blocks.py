@@ -27,10 +27,6 @@ def new_cache(policy=FULL, **options):
     return kvcache.KVCache(layers, 1, 2, None, policy=policy, **options)
 
 
-def test_an_empty_cache_has_none():
-    assert new_cache().blocks() == []
-
-
 def test_append():
     cache = new_cache()
     feed(cache, 0, 6)
@@ -41,16 +37,6 @@ def test_append():
     }  # fmt: skip
     assert (second.filled, second.live, second.resident) == (2, 2, 2)
     assert second.holders == {0: [Run(0, 2, 4, 0, False)]}
-
-
-def test_a_batch_holds_its_slots():
-    cache = new_cache()
-    feed(cache, 0, 3)
-    with cache.batch(2) as batch:
-        put(cache, batch)
-        assert cache.blocks()[0].holders == {0: [Run(0, 3, 0, 0, False), Run(3, 1, 3, 0, True)]}
-        assert cache.blocks()[1].holders == {0: [Run(0, 1, 4, 0, True)]}
-    assert cache.blocks()[0].holders == {0: [Run(0, 4, 0, 0, False)]}
 
 
 def test_a_view_holds_its_block():

@@ -280,7 +280,7 @@ def test_inject_where_nothing_is_stored():
 
 @pytest.mark.parametrize("dtype", ["f16", "q8_0"])
 def test_rewriting_on_several_threads(dtype):
-    """inject, settle, divide and a function's shift: the bits are those of one thread."""
+    """inject, settle, divide, a function's shift and compact: the bits are those of one thread."""
     rng = np.random.default_rng(3)
     x = rng.standard_normal((700, 4, 64)).astype(np.float32)
 
@@ -304,6 +304,9 @@ def test_rewriting_on_several_threads(dtype):
             cache.inject(0, 120, x[:170].swapaxes(0, 1), x[:170].swapaxes(0, 1))
             cache.inject(0, 120, x[:170].swapaxes(0, 1), x[:170].swapaxes(0, 1), seq_id=1)
             cache.settle()
+            for seq_id in range(2):
+                cache.remove(30, 90, seq_id=seq_id, shift=False)
+            cache.compact()
             cache.validate()
             rows.append([cache.gather(layer, seq_id=s) for layer in range(2) for s in range(2)])
     for one, several in (rows[:2], rows[2:]):

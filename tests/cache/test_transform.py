@@ -88,16 +88,6 @@ def test_other_types_are_stored_as_given(dtype):
     assert "hadamard" not in repr(cache)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_less_is_lost(name):
-    k, v = rows(20, 64, 64)
-    losses = []
-    for transform in (None, "hadamard"):
-        cache = filled(k, v, name, k_transform=transform, v_transform=transform)
-        losses.append([np.square(by_head(found) - x).mean() for found, x in zip(cache.gather(0), (k, v), strict=True)])
-    assert np.all(np.divide(losses[1], losses[0]) < 0.6)
-
-
 @pytest.mark.parametrize("given", [np.float32, np.float16])
 def test_rows_are_handed_out_as_they_came(given):
     k, v = (x.astype(given) for x in rows(8, 64, 96))

@@ -656,39 +656,6 @@ static void check_cancel(question *a, const question *right) {
     a->args.cancel = NULL;
 }
 
-static void *set_flag(void *flag) {
-    *(volatile int32_t *)flag = 1;
-    return NULL;
-}
-
-/* Another thread sets the flag when some tasks have run; the rest do nothing, or are left out altogether.  Nothing of
- * what was begun is found in what is computed next. */
-static void check_cancel_in_the_middle(question *a, const question *right, int left_out) {
-    volatile int32_t cancel = 0;
-    kvc_plan *plan;
-    pthread_t other;
-    kvc_attend_args begun = a->args;
-    begun.cancel = &cancel;
-    begun.scale = 3;
-    CHECK(kvc_plan_new(a->stage->batch, &a->plan, &plan) == KVC_OK);
-    const int64_t num_tasks = kvc_plan_num_tasks(plan), half = num_tasks / 2 + 1;
-    CHECK(half < num_tasks);
-    for (int64_t i = 0; i < num_tasks + half; i++) /* leftovers, if any, come from these tasks */
-        CHECK(kvc_plan_run(plan, 0, &begun, i % num_tasks) == KVC_OK);
-    CHECK(pthread_create(&other, NULL, set_flag, (void *)&cancel) == 0 && pthread_join(other, NULL) == 0);
-    for (int64_t i = half; i < num_tasks && !left_out; i++)
-        CHECK(kvc_plan_run(plan, 0, &begun, i) == KVC_ERR_CANCELLED);
-    wipe(a);
-    if (!left_out) {
-        run_plan(plan, a, 2);
-        check_all_same(a, right, "left out", left_out);
-    }
-    kvc_plan_free(plan);
-    wipe(a);
-    CHECK(ask(a) == KVC_OK); /* may get the plan that was given back */
-    check_all_same(a, right, "left out", left_out);
-}
-
 static void test_cancel(void) {
     for (int i = 0; i < 2; i++) {
         const scene s = i ? wide_scene() : long_scene();
@@ -696,8 +663,6 @@ static void test_cancel(void) {
         question a = question_of_all(st), right = question_of_all(st);
         CHECK(ask(&right) == KVC_OK);
         check_cancel(&a, &right);
-        check_cancel_in_the_middle(&a, &right, 0);
-        check_cancel_in_the_middle(&a, &right, 1);
         question_free(&a);
         question_free(&right);
         stage_free(st);
@@ -748,34 +713,6 @@ static void test_put_in_attend(void) {
     }
     check_range(st, 0, 6);
     stage_free(st);
-}
-
-/* Rows of tokens from which no query descends need not be there, and what is in their slots is no matter. */
-static void test_partial_tree(void) {
-    static const int32_t parents[] = {-1, 0, 0, 1, 2, -1};
-    for (int num_stored = 0; num_stored < 80; num_stored += 70) {
-        scene s = plain_scene(2, 1, 32, num_stored, 6);
-        s.is_tree = 1;
-        stage *st = stage_new(&s, &usual);
-        memcpy(st->tokens.parents, parents, sizeof parents);
-        begin_again(st, parents);
-        s.num_bad = 1, s.bad = num_stored + 5, s.number = NAN;
-        scene_put(&s, &usual, st->batch, 0, &st->tokens, 5, 1); /* an unrelated token, of values that are no numbers */
-        scene_put(&s, &usual, st->batch, 0, &st->tokens, 0, 2);
-        question two = question_new(st, 0, 0, 2), fourth = question_new(st, 0, 3, 1), fifth = question_new(st, 0, 4, 1);
-        CHECKF(ask(&two) == KVC_OK, "%s", kvc_last_error());
-        for (int i = 0; i < 2 * 2 * 32; i++) CHECK(isfinite(((float *)(void *)two.out)[i]));
-        CHECK_FAILS(ask(&fourth), KVC_ERR_INVALID, "token 3", "layer 0");
-        scene_put(&s, &usual, st->batch, 0, &st->tokens, 3, 1);
-        CHECKF(ask(&fourth) == KVC_OK, "%s", kvc_last_error());
-        for (int i = 0; i < 2 * 32; i++) CHECK(isfinite(((float *)(void *)fourth.out)[i]));
-        CHECK_FAILS(ask(&fifth), KVC_ERR_INVALID, "token", "layer 0"); /* its parent, 2, is not there */
-        CHECK(kvc_commit_kept(st->batch, (int32_t[]){0, 1, 3}, 3) == KVC_OK);
-        CHECK(kvc_seq_len(st->cache, 0, 0) == num_stored + 3);
-        st->batch = NULL;
-        question_free(&two), question_free(&fourth), question_free(&fifth);
-        stage_free(st);
-    }
 }
 
 /* ---- plans ------------------------------------------------------------------------------------------------------- */
@@ -1019,7 +956,6 @@ static void test_isa(void) {
     check_tasks(plain_scene(1, 1, 1, 0, 1));
     test_cancel();
     test_put_in_attend();
-    test_partial_tree();
     test_plans_of_non_causal();
 }
 

@@ -71,69 +71,48 @@ static void check_bits_of(const scene *s, setting how, int32_t asked) {
     stage_free(other);
 }
 
-static void check_bits(const scene *s) { check_bits_of(s, usual, 0); }
-
 /* ---- scenes ------------------------------------------------------------------------------------------------------ */
 
-/* Padding to the left, as in a batch of prompts, with queries few and many. */
-static void test_types(void) {
-    for (int type = 0; type <= KVC_Q4_0; type++)
-        for (int num_new = 1; num_new <= 80; num_new += 79) {
-            scene s = hiding(2, 700, num_new);
-            s.layer.k_type = s.layer.v_type = type;
-            hide(&s, 0, 0, 37);
-            check_bits(&s);
-            hide(&s, 0, 300, 301);
-            hide(&s, 0, 640, 699);
-            s.layer.k_type = KVC_F16;
-            check_bits(&s);
-        }
-}
-
-static void test_lengths(void) {
-    for (int32_t stored = 0; stored < 2600; stored += stored < 70 ? 23 : 611)
-        for (int num_new = 1; num_new <= 300; num_new *= 7)
-            for (int group = 1; group <= 5; group += 4) {
-                scene s = hiding(group, stored, num_new);
-                int32_t asked = stored; /* queries of masked tokens would be others */
-                hide(&s, 0, stored / 3, stored / 2);
-                hide(&s, 0, stored / 4, stored / 3 + 5);
-                hide(&s, 0, 0, 1);
-                while (is_masked(&s, 0, asked)) asked++;
-                if (asked < stored + num_new) check_bits_of(&s, usual, asked);
-            }
-}
-
-/* Ranges that overlap, touch, repeat, are empty or beyond all, and are in no order. */
-static void test_ranges(void) {
-    static const int32_t ranges[][2] = {{900, 960}, {40, 80},   {80, 90}, {50, 60},
-                                        {40, 80},   {500, 500}, {39, 41}, {5000, KVC_END}};
-    const setting how = {.block_size = 7};
-    scene s = hiding(2, 1300, 3);
-    for (int i = 0; i < 8; i++) hide(&s, 0, ranges[i][0], ranges[i][1]);
-    check_bits_of(&s, how, 0);
-    for (int i = 0; i < 900; i++) hide(&s, 0, i * 37 % 1300, i * 37 % 1300 + i % 3);
-    check_bits_of(&s, how, 0);
-    s.num_masked = 0;
-    for (int32_t p = 0; p < 1300; p += 2) /* every other row */
-        hide(&s, 0, p, p + 1);
-    check_bits_of(&s, how, 0);
-    hide(&s, 0, 0, 1300); /* all that is stored */
-    check_bits_of(&s, how, 0);
-}
-
-static void test_policies(void) {
+/* A scene of any types, lengths and numbers of queries, with a policy, keys that are off by a delta, or sequences that
+ * share their stored rows; and ranges of these rows that overlap, touch, repeat, are empty or all there is, in no
+ * order. */
+static scene random_scene(void) {
+    static const int lengths[] = {1, 23, 64, 700, 1200, 2560}, queries[] = {1, 1, 2, 7, 49, 80, 300};
+    static const int sizes[] = {0, 1, 3, 37, 64, 600};
     const kvc_policy policies[] = {{.kind = KVC_SLIDING, .window = 300},
                                    {.kind = KVC_SLIDING, .window = 600, .num_sink_tokens = 70},
                                    {.kind = KVC_CHUNKED, .attention_chunk_size = 256}};
-    for (int i = 0; i < 12; i++) {
-        scene s = hiding(2, 1000, 1 + i / 3 * 23);
-        s.layer.policy = policies[i % 3];
-        hide(&s, 0, 3, 41); /* sinks */
-        hide(&s, 0, 60, 75);
-        hide(&s, 0, 640, 820);
-        hide(&s, 0, 990, 996);
-        check_bits(&s);
+    const int32_t stored = lengths[random_int(0, 6)];
+    const int kind = random_int(0, 4), num_new = queries[random_int(0, kind == 3 ? 6 : 7)];
+    int32_t end = stored; /* no query stands below */
+    scene s = hiding(random_int(1, 6), stored, num_new);
+    s.layer.k_type = random_int(0, KVC_STORED_TYPES);
+    s.layer.v_type = random_int(0, KVC_STORED_TYPES);
+    if (kind == 1) s.layer.policy = policies[random_int(0, 3)];
+    if (kind == 2 && stored > 200) { /* moved down, keys stand at positions that others have, too */
+        s.layer.rope = rope_of(0, 16, 0);
+        s.num_moves = 1;
+        s.delta = random_int(0, 2) ? 50 : -50;
+        end += s.delta;
+    }
+    if (kind == 3) {
+        s.is_forked = random_int(0, 2);
+        s.num_members = 5;
+        for (int m = 1; m < 5; m++) s.members[m] = s.members[0];
+    }
+    for (int i = random_int(0, 8) ? random_int(1, 9) : 900; i > 0; i--) {
+        const int32_t begin = random_int(0, end + 1), size = sizes[random_int(0, i < 9 ? 6 : 3)];
+        hide(&s, random_int(0, s.num_members), begin, begin + size < end ? begin + size : end);
+    }
+    if (!random_int(0, 10)) hide(&s, 0, 0, end);
+    return s;
+}
+
+static void test_random(void) {
+    for (int i = 0; i < (is_quick() ? 100 : 300); i++) {
+        static scene s; /* large */
+        s = random_scene();
+        check_bits_of(&s, (setting){.block_size = i % 3 ? 16 : 7}, 0);
     }
 }
 
@@ -150,38 +129,6 @@ static void test_batch_tokens(void) {
         check_bits_of(&s, how, 0);    /* and of the masked ones: few query rows, each alone in its tile */
         hide(&s, 0, 20 + 7, KVC_END); /* padding to the right */
         check_bits_of(&s, how, 26);
-    }
-}
-
-/* Keys that are off by a delta; moved down, they stand at positions that others have, too. */
-static void test_deltas(void) {
-    for (int num_new = 1; num_new <= 64; num_new *= 8)
-        for (int32_t delta = -50; delta <= 50; delta += 100) {
-            scene s = hiding(2, 800, num_new);
-            s.layer.rope = rope_of(0, 16, 0);
-            s.num_moves = 1; /* from 400 on */
-            s.delta = delta;
-            hide(&s, 0, 100, 110);
-            hide(&s, 0, 340, 380);
-            hide(&s, 0, 390 + delta, 410 + delta);
-            hide(&s, 0, 700, 731);
-            check_bits(&s);
-        }
-}
-
-/* Sequences that share their stored rows, and hide the same of them, others, or none. */
-static void test_forks(void) {
-    static const kvc_masked some[] = {{1, 0, 12}, {2, 0, 12}, {3, 700, 900}, {4, 701, 1199}, {2, 1100, 1150}};
-    for (int i = 0; i < 4; i++) {
-        scene s = hiding(2, 1200, i / 2 ? 80 : 1);
-        s.is_forked = i % 2;
-        s.num_members = 5;
-        for (int m = 1; m < 5; m++) s.members[m] = s.members[0];
-        for (int h = 0; h < 5; h++) s.masked[s.num_masked++] = some[h];
-        check_bits(&s);
-        s.num_masked = 0;
-        hide(&s, 4, 600, 1000);
-        check_bits(&s);
     }
 }
 
@@ -379,13 +326,8 @@ static void test_bad_ranges(void) {
 }
 
 static void test_bits(void) {
-    test_types();
-    test_lengths();
-    test_ranges();
-    test_policies();
+    test_random();
     test_batch_tokens();
-    test_deltas();
-    test_forks();
 }
 
 int main(void) {

@@ -47,37 +47,7 @@ static pair *mixed_pair(int block_size) {
     return &p;
 }
 
-static int64_t spans_of(const pair *p, int64_t id, int layer, kvc_span *spans, int64_t max_spans) {
-    int64_t num = -1;
-    CHECK(kvc_spans(p->cache, id, layer, spans, sizeof *spans, max_spans, &num, NULL) == KVC_OK);
-    return num;
-}
-
 /* ---- removing, and moving what follows --------------------------------------------------------------------------- */
-
-/* A removal near the front of a fork: no row is copied and no memory taken, and the other sequence stays as it was. */
-static void test_remove_from_fork(void) {
-    pair *p = pair_with(right_rope(0, 0, 3), full_policy, 16);
-    kvc_span spans[40];
-    pair_feed(p, 0, 0, 300);
-    pair_fork(p, 0, 1);
-    kvc_stats before = stats_of(p);
-    CHECK(pair_remove(p, 1, 3, 13, 1) == KVC_OK);
-    kvc_stats after = stats_of(p);
-    CHECK(after.rows_moved == before.rows_moved && after.blocks_opened == before.blocks_opened);
-    CHECK(after.live_slots == before.live_slots && after.blocks_in_use == before.blocks_in_use);
-    CHECK(after.rows_copied == 0);
-    pair_check(p);
-    CHECK(last_position(p->cache, 1) == 289 && last_position(p->cache, 0) == 299);
-    int64_t num = spans_of(p, 1, 0, spans, 40);
-    CHECK(num == 20 && spans[0].delta == 0 && spans[1].delta == -10 && spans[1].position == 3);
-    num = spans_of(p, 0, 0, spans, 40);
-    CHECK(num == 19 && spans[18].delta == 0);
-    pair_feed(p, 1, 290, 295);
-    pair_feed(p, 0, 300, 305);
-    pair_check(p);
-    pair_free(p);
-}
 
 /* Where expired positions come to stand among the sinks, which every token sees, the sequence cannot go on, unless it
  * is cut there; where they were removed, it can. */
@@ -246,27 +216,6 @@ static void test_bad_clone(void) {
     pair_free(p);
 }
 
-/* ---- cross-attention layers -------------------------------------------------------------------------------------- */
-
-/* Each sequence's rows lie in a block of their own, which capacity says nothing of. */
-static void test_cross_capacity(void) {
-    static pair p;
-    const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 2},
-                                {.num_kv_heads = 1, .k_dim = 2, .v_dim = 1, .policy = {KVC_CROSS, .max_len = 9}},
-                                {.num_kv_heads = 1, .k_dim = 9, .v_dim = 9, .policy = {.kind = KVC_NONE}}};
-    p = (pair){.config = {.block_size = 4, .num_threads = 1, .max_sequences = 3, .capacity = 10}};
-    pair_new(&p, 3, layers);
-    CHECK(kvc_capacity_bytes(p.cache) == 10 * 24 + 3 * 9 * 12);
-    CHECK(pair_begin(&p, 2, (int32_t[]){0, 0}, (int64_t[]){0, 1}) == KVC_OK);
-    pair_put_all(&p);
-    CHECK(pair_put_cross(&p, 1, 0, 9) == KVC_OK && pair_put_cross(&p, 1, 1, 9) == KVC_OK);
-    CHECK(pair_commit(&p) == KVC_OK);
-    CHECK(fabs(kvc_utilization(p.cache) - 0.2) < 1e-15 && stats_of(&p).live_slots == 2 + 18);
-    pair_check(&p);
-    CHECK(pair_feed(&p, 0, 1, 9) == KVC_OK && pair_feed(&p, 0, 9, 10) == KVC_ERR_FULL);
-    pair_free(&p);
-}
-
 /* ---- tokens that are kept ---------------------------------------------------------------------------------------- */
 
 /* Blocks that a commit frees of a window go back to the system, those of tokens that it does not keep, too. */
@@ -323,12 +272,18 @@ static void test_reserve_refused(void) {
     CHECK_FAILS(kvc_reserve(p.cache, 0, 0), KVC_ERR_INVALID, "num_tokens", "is 0:");
     CHECK_FAILS(kvc_reserve(p.cache, 0, -4), KVC_ERR_INVALID, "num_tokens", "is -4:");
     CHECK_FAILS(kvc_reserve(p.cache, 0, 31), KVC_ERR_FULL, "31 more tokens", "20 of capacity 50");
-    CHECK_FAILS(kvc_reserve(p.cache, 0, INT64_MAX), KVC_ERR_FULL, "tokens", "capacity is 50");
+    CHECK_FAILS(kvc_reserve(p.cache, 0, INT64_MAX), KVC_ERR_FULL, "tokens", "capacity is 50"); /* takes no memory */
     CHECK_FAILS(kvc_reserve(p.cache, 0, 30), KVC_ERR_FULL, "30 more tokens", "max_bytes is 7000");
     pair_check(&p);
     CHECK(kvc_nbytes(p.cache) == bytes);
     CHECK(pair_reserve(&p, 0, 1) == KVC_OK);
     pair_check(&p);
+    pair_free(&p);
+
+    p = (pair){.config = {.block_size = 4, .max_seq_len = 1000, .max_bytes = 1 << 24}};
+    pair_new(&p, 1, layers);
+    CHECK_FAILS(kvc_reserve(p.cache, 0, 2000000000), KVC_ERR_FULL, "max_seq_len", "1000");
+    CHECK(pair_reserve(&p, 0, 250) == KVC_OK && kvc_reserve(p.cache, 0, 1000) == KVC_OK);
     pair_free(&p);
 
     p = (pair){.config = {.block_size = 4, .num_threads = 1}};
@@ -678,7 +633,6 @@ static void test_block_size(int block_size) {
 }
 
 static void test_moves(void) {
-    test_remove_from_fork();
     test_lost_rows_among_sinks();
     test_largest_position();
 }
@@ -687,7 +641,6 @@ static void test_rows(void) {
     test_inject_missing();
     test_inject_many();
     test_held_slots();
-    test_cross_capacity();
     test_capacity();
     test_reserve_refused();
 }

@@ -327,33 +327,6 @@ static void test_clone(void) {
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
-static kvc_status retain_some(kvc_cache *cache) {
-    int32_t matched = 0;
-    kvc_status status = kvc_retain(cache, 1, 50, 0, 5);
-    if (status == KVC_OK) status = kvc_retain_new(cache, 51, 5, 9, NULL);
-    if (status == KVC_OK) status = kvc_attach(cache, (int64_t[]){50, 51}, 2, 2, 9, &matched);
-    CHECK(status != KVC_OK || matched == 9);
-    return status;
-}
-
-/* Every allocation fails once: an error, and nothing has changed but what calls before it did. */
-static void test_allocation_failures(void) {
-    const kvc_policy policies[] = {full_policy, sliding_policy(3, 1, 0)};
-    for (int fail_after = 0, done = 0; !done; fail_after++) {
-        kvc_cache *cache = new_cache(2, policies, (kvc_config){0});
-        CHECK(feed(cache, 2, 1, 8) == KVC_OK);
-        memory_fail_after(&heap, fail_after);
-        const kvc_status status = retain_some(cache);
-        memory_fail_after(&heap, -1);
-        done = status == KVC_OK;
-        CHECK(done || status == KVC_ERR_NOMEM);
-        CHECK(kvc_validate(cache) == KVC_OK);
-        for (int64_t id = 50; !done && id < 52; id++) CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
-        CHECK(done || retain_some(cache) == KVC_OK);
-        free_valid(cache);
-    }
-}
-
 int main(void) {
     test_every_pair_of_subsets(chunked_policy(4, 0), full_policy);
     test_every_pair_of_subsets(chunked_policy(6, 2), sliding_policy(3, 1, 0));
@@ -369,6 +342,5 @@ int main(void) {
     test_new_rows();
     test_refused();
     test_clone();
-    test_allocation_failures();
     return test_result();
 }

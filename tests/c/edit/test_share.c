@@ -14,49 +14,6 @@ static int can_go_on(const pair *p, int64_t id) {
 
 /* ---- which rows -------------------------------------------------------------------------------------------------- */
 
-/* Checks that sequences 1 and 2 hold the same rows in the same slots in a layer. */
-static void check_same_runs(const pair *p, int l) {
-    static kvc_run_info runs[256];
-    int64_t num, num_blocks, ones = 0;
-    CHECK(kvc_blocks(p->cache, l, NULL, sizeof(kvc_block_info), 0, &num_blocks, runs, sizeof *runs, 256, &num) ==
-          KVC_OK);
-    const kvc_run_info *one = runs;
-    while (one < runs + num && one->seq_id < 1) one++;
-    while (one + ones < runs + num && one[ones].seq_id == 1) ones++;
-    CHECK(ones && one + 2 * ones == runs + num);
-    for (int64_t i = 0; i < ones; i++) {
-        kvc_run_info two = one[ones + i];
-        CHECK(two.seq_id == 2);
-        two.seq_id = 1;
-        CHECK(!memcmp(&one[i], &two, sizeof two));
-    }
-}
-
-/* [0, KVC_END) into an empty sequence does what a fork does: the same runs, deltas and lost positions. */
-static void test_like_a_fork(int block_size) {
-    kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(4, 1, 0)),
-                          layer_with((kvc_policy){.kind = KVC_CROSS, .max_len = 3})};
-    static pair p;
-    p = (pair){.config = {.block_size = block_size, .num_threads = 1}};
-    layers[0].rope = layers[1].rope =
-        (kvc_rope){.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 2, .inv_freq = right_angles};
-    pair_new(&p, 3, layers);
-    feed_singly(&p, 0, 0, 9);
-    CHECK(pair_begin(&p, 3, (int32_t[]){9, 9, 30}, (int64_t[]){0, 0, 0}) == KVC_OK);
-    CHECK(pair_put_cross(&p, 2, 0, 3) == KVC_OK);
-    pair_put_all(&p);
-    CHECK(pair_commit(&p) == KVC_OK);
-    for (int step = 0; step < 3; step++) {
-        CHECK(pair_share(&p, 0, 1, 0, KVC_END) == KVC_OK && pair_fork(&p, 0, 2) == KVC_OK);
-        pair_check(&p);
-        for (int l = 0; l < 3; l++) check_same_runs(&p, l);
-        for (int32_t at = 0; at < 40; at++) CHECK(kvc_can_resume(p.cache, 1, at) == kvc_can_resume(p.cache, 2, at));
-        pair_clear_sequence(&p, 1);
-        CHECK((step ? pair_divide(&p, 0, 3, KVC_END, 2) : pair_shift(&p, 0, 3, KVC_END, 5)) == KVC_OK);
-    }
-    pair_free(&p);
-}
-
 /* Tokens that belong to several sequences: fed to one, and shared with the others.  The lists stay as short, and the
  * last run goes on in the same block. */
 static void test_tokens_of_several_sequences(int block_size) {
@@ -129,7 +86,6 @@ static void test_position_range(void) {
 int main(void) {
     static const int block_sizes[] = {1, 3, 16};
     for (int i = 0; i < 3; i++) {
-        test_like_a_fork(block_sizes[i]);
         test_tokens_of_several_sequences(block_sizes[i]);
         test_another_row(block_sizes[i]);
     }

@@ -12,85 +12,6 @@ typedef struct future_layer {
     int64_t new_field; /* a full eight bytes, as padding may hold anything */
 } future_layer;
 
-/* A larger kvc_layer is taken if the part unknown to the library is zero; a smaller one is refused. */
-static void test_layer_sizes(void) {
-    future_layer layers[2] = {{.layer = plain_layer}, {.layer = plain_layer}};
-    kvc_config config = {
-        .struct_size = sizeof config, .layers = &layers[0].layer, .layer_size = sizeof *layers, .num_layers = 2};
-    kvc_cache *cache = NULL;
-    layers[1].layer.num_kv_heads = 3;
-    CHECK(kvc_cache_new(&config, &cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
-    cache = NULL;
-    layers[1].new_field = 1;
-    CHECK_FAILS(kvc_cache_new(&config, &cache), KVC_ERR_UNSUPPORTED, "layers", "does not know");
-    config.layer_size = sizeof(kvc_layer) - 4;
-    CHECK_FAILS(kvc_cache_new(&config, &cache), KVC_ERR_INVALID, "layers", "must be sizeof");
-    CHECK(!cache);
-}
-
-/* The same holds for kvc_config. */
-static void test_config_sizes(void) {
-    struct {
-        kvc_config config;
-        int64_t new_field;
-    } future = {
-        .config = {
-            .struct_size = sizeof future, .layers = &plain_layer, .layer_size = sizeof plain_layer, .num_layers = 1}};
-    kvc_cache *cache = NULL;
-    CHECK(kvc_cache_new(&future.config, &cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
-    cache = NULL;
-    future.new_field = -1;
-    CHECK_FAILS(kvc_cache_new(&future.config, &cache), KVC_ERR_UNSUPPORTED, "config", "does not know");
-    future.config.struct_size = 8;
-    CHECK_FAILS(kvc_cache_new(&future.config, &cache), KVC_ERR_INVALID, "config", "given as 8");
-    future.config.struct_size = 0;
-    CHECK_FAILS(kvc_cache_new(&future.config, &cache), KVC_ERR_INVALID, "config", "given as 0");
-    CHECK(!cache);
-}
-
-/* The same holds for argument structs; spans and statistics are filled to the size given. */
-static void test_argument_sizes(void) {
-    pair *p = pair_with(full_policy, 4);
-    const float rows[4] = {1, 2, 3, 4};
-    float k[4] = {0};
-    struct {
-        kvc_put_args args;
-        int64_t new_field;
-    } put = {{.struct_size = sizeof put, .k = rows, .v = rows}, 1};
-    struct {
-        kvc_rows_out out;
-        int64_t new_field;
-    } out = {{.struct_size = sizeof out, .k = k}, 1};
-    CHECK(pair_begin(p, 1, (int32_t[]){0}, (int64_t[]){0}) == KVC_OK);
-    CHECK_FAILS(kvc_put(p->batch, 0, &put.args), KVC_ERR_UNSUPPORTED, "args", "does not know");
-    put.args.struct_size = sizeof put.args - 8;
-    CHECK_FAILS(kvc_put(p->batch, 0, &put.args), KVC_ERR_INVALID, "args", "must be sizeof");
-    put.args.struct_size = sizeof put;
-    put.new_field = 0;
-    CHECK(kvc_put(p->batch, 0, &put.args) == KVC_OK && kvc_commit(p->batch) == KVC_OK);
-
-    CHECK_FAILS(kvc_gather(p->cache, 0, 0, 0, 1, &out.out), KVC_ERR_UNSUPPORTED, "out", "does not know");
-    out.out.struct_size = 1;
-    CHECK_FAILS(kvc_gather(p->cache, 0, 0, 0, 1, &out.out), KVC_ERR_INVALID, "out", "given as 1");
-    CHECK(k[0] == 0);
-    out.out.struct_size = sizeof out;
-    out.new_field = 0;
-    CHECK(kvc_gather(p->cache, 0, 0, 0, 1, &out.out) == KVC_OK && k[3] == 4);
-
-    struct {
-        kvc_span span;
-        int64_t new_field;
-    } spans[2] = {{.new_field = 5}, {.new_field = 6}};
-    int64_t num;
-    CHECK(kvc_spans(p->cache, 0, 0, &spans[0].span, sizeof *spans, 2, &num, NULL) == KVC_OK);
-    CHECK(num == 1 && spans[0].span.num_rows == 1 && spans[0].new_field == 0 && spans[1].span.num_rows == 0);
-    int64_t batches[2] = {-1, -1};
-    kvc_get_stats(p->cache, (kvc_stats *)(void *)batches, sizeof *batches);
-    CHECK(batches[0] == 1 && batches[1] == -1);
-    kvc_clear(p->cache);
-    pair_free(p);
-}
-
 /* ---- bad arguments ----------------------------------------------------------------------------------------------- */
 
 /* Each limit of kvc_config outside its range is refused by name and value. */
@@ -395,9 +316,6 @@ static void test_bad_reads(void) {
 }
 
 int main(void) {
-    test_layer_sizes();
-    test_config_sizes();
-    test_argument_sizes();
     test_bad_limits();
     test_bad_layers();
     test_bad_creation();

@@ -1,5 +1,5 @@
 /* A process forks while another thread is in the middle of a call: the child can do everything, and so can the parent.
- * A child that hangs is ended by alarm(). */
+ * A child that hangs is ended by alarm().  The simulation (tests/sim) forks in the middle of rewrites and puts. */
 #define _POSIX_C_SOURCE 200809L
 #include <sched.h>
 #include <stdatomic.h>
@@ -22,7 +22,6 @@ const char *__tsan_default_options(void) { return "report_thread_leaks=0"; }
 enum {
     DIM = 8,
     ROWS = 40,
-    MAX_LEN = 1 << 20,
     MANY = 20000,    /* tokens */
     LOOSE = 1 << 18, /* tokens */
     LIMIT = 60       /* seconds */
@@ -64,14 +63,6 @@ static void note_fork(void) { atomic_store(&forking, 1); }
 static int32_t add_delta(float *keys, int64_t num, int32_t delta) {
     for (int64_t i = 0; i < num; i++) keys[i] += (float)delta;
     return 0;
-}
-
-/* A function that moves keys, in which a thread stays until the parent goes on. */
-static int32_t move_slowly(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows,
-                           int32_t k_dim, int32_t delta) {
-    (void)user, (void)layer;
-    if (watch && !atomic_exchange(&is_inside, 1)) wait_for(&go_on);
-    return add_delta(keys, num_kv_heads * num_rows * k_dim, delta);
 }
 
 static pid_t child_of_function;
@@ -118,16 +109,9 @@ static kvc_status feed(kvc_cache *cache, int64_t id) {
     kvc_batch *batch;
     for (int i = 0; i < ROWS; i++) ids[i] = id;
     for (int i = 0; i < ROWS * 2 * DIM; i++) rows[i] = (float)(i % 7);
-    const kvc_put_args args = {.struct_size = sizeof args,
-                               .k = rows,
-                               .v = rows,
-                               .k_token_stride = 2 * DIM * sizeof *rows,
-                               .k_head_stride = DIM * sizeof *rows,
-                               .v_token_stride = 2 * DIM * sizeof *rows,
-                               .v_head_stride = DIM * sizeof *rows};
     const kvc_status status = kvc_begin(cache, ROWS, NULL, ids, NULL, &batch);
     if (status != KVC_OK) return status;
-    CHECKF(kvc_put(batch, 0, &args) == KVC_OK, "%s", kvc_last_error());
+    put_floats(batch, 0, 0, 0, 2, DIM, DIM, rows, rows);
     CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
     return KVC_OK;
 }
@@ -218,27 +202,6 @@ static void test_mutex_in_allocator(void) {
     do_everything(cache, "in the parent");
 }
 
-static void *shift_in_thread(void *cache) {
-    CHECKF(kvc_shift(cache, 0, 5, KVC_END, 3) == KVC_OK, "%s", kvc_last_error());
-    return NULL;
-}
-
-/* The rewrite of a thread that is not there is undone. */
-static void test_rewrite(void) {
-    const kvc_rope rope = {.kind = KVC_ROPE_FUNCTION, .shift = move_slowly};
-    kvc_cache *cache = new_cache(rope, NULL);
-    pthread_t thread;
-    CHECK(feed(cache, 0) == KVC_OK && kvc_fork(cache, 0, 1) == KVC_OK);
-    begin_watching();
-    CHECK(pthread_create(&thread, NULL, shift_in_thread, cache) == 0);
-    wait_for(&is_inside);
-    fork_and_check(cache, "in a rewrite");
-    pthread_join(thread, NULL);
-    watch = 0;
-    CHECK(last_position(cache, 0) == ROWS + 2 && last_position(cache, 1) == ROWS - 1);
-    do_everything(cache, "in the parent");
-}
-
 /* A function that moves keys forks: its call goes on in the parent and in the child. */
 static void test_rewrite_that_forks(void) {
     const kvc_rope rope = {.kind = KVC_ROPE_FUNCTION, .shift = move_and_fork};
@@ -321,38 +284,6 @@ static void test_state(void *(*work)(void *cache), size_t from, const char *when
 }
 
 /* ---- work on a batch, which is not waited for -------------------------------------------------------------------- */
-
-static void *put_in_thread(void *batch) {
-    static const float row[64] = {1};
-    const kvc_put_args args = {.struct_size = sizeof args, .num_tokens = MAX_LEN, .k = row, .v = row};
-    while (!atomic_load(&is_inside)) /* until a put takes long enough to poll */
-        CHECKF(kvc_put(batch, 1, &args) == KVC_OK, "%s", kvc_last_error());
-    return NULL;
-}
-
-static void test_cross_put(void) {
-    const kvc_layer layers[] = {{.num_kv_heads = 2, .k_dim = DIM, .v_dim = DIM, .rope = frequencies},
-                                {.num_kv_heads = 2,
-                                 .k_dim = 64,
-                                 .v_dim = 64,
-                                 .k_type = KVC_Q4_0,
-                                 .v_type = KVC_Q4_0,
-                                 .policy = {.kind = KVC_CROSS, .max_len = MAX_LEN}}};
-    kvc_cache *cache = new_layers(layers, 2, NULL);
-    pthread_t thread;
-    CHECK(feed(cache, 0) == KVC_OK);
-    CHECK(kvc_begin(cache, 1, NULL, NULL, NULL, &open_batch) == KVC_OK);
-    begin_watching();
-    CHECK(pthread_create(&thread, NULL, put_in_thread, open_batch) == 0);
-    wait_for(&is_inside);
-    fork_and_check(cache, "in a put");
-    pthread_join(thread, NULL);
-    watch = 0;
-    CHECK(kvc_validate(cache) == KVC_OK);
-    kvc_abort(open_batch);
-    open_batch = NULL;
-    do_everything(cache, "in the parent");
-}
 
 /* Put rows of batches that are not stored, until one takes long enough to poll; leave that batch open. */
 static void *put_unstored_in_thread(void *cache) {
@@ -464,12 +395,10 @@ static void test_work(void) {
 int main(void) {
     alarm(4 * LIMIT);
     test_mutex_in_allocator();
-    test_rewrite();
     test_rewrite_that_forks();
     test_state(save_in_thread, 3000, "in a save");
     test_state(restore_in_thread, 0, "in a restore, at its header");
     test_state(restore_in_thread, 3000, "in a restore, at its rows");
-    test_cross_put();
     test_unstored_put();
     test_plan();
     test_work();

@@ -38,26 +38,12 @@ static kvc_cache *new_cache(poller *p, const kvc_policy *policy, int32_t type, i
 
 static float rows[STORED * KV_HEADS * DIM], q[QUERIES * HEADS * DIM], out[QUERIES * HEADS * DIM];
 
-static kvc_put_args put_of(int32_t num_tokens) {
-    return (kvc_put_args){.struct_size = sizeof(kvc_put_args),
-                          .num_tokens = num_tokens,
-                          .k = rows,
-                          .v = rows,
-                          .k_token_stride = KV_HEADS * DIM * 4,
-                          .k_head_stride = DIM * 4,
-                          .v_token_stride = KV_HEADS * DIM * 4,
-                          .v_head_stride = DIM * 4};
-}
+static kvc_put_args put_of(int32_t num_tokens) { return float_rows(0, num_tokens, KV_HEADS, DIM, DIM, rows, rows); }
 
 static kvc_attend_args attend_of(const kvc_put_args *put) {
-    return (kvc_attend_args){.struct_size = sizeof(kvc_attend_args),
-                             .q = q,
-                             .out = out,
-                             .q_token_stride = HEADS * DIM * 4,
-                             .q_head_stride = DIM * 4,
-                             .out_token_stride = HEADS * DIM * 4,
-                             .out_head_stride = DIM * 4,
-                             .put = put};
+    kvc_attend_args args = float_queries(HEADS, DIM, DIM, q, out);
+    args.put = put;
+    return args;
 }
 
 /* Attends again and again until it was asked `times` more: how often that is in one call depends on the machine. */

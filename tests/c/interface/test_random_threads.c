@@ -2,10 +2,12 @@
  * know what these hold; guests clone, save, restore, retain, attach, hold and read whatever there is.  Every row tells
  * whether all of it was written together. */
 #define _DEFAULT_SOURCE
+#include <math.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 
+#include "support/crew.h"
 #include "support/saved.h"
 
 enum {
@@ -192,6 +194,32 @@ static void put_tags(owner *o, kvc_batch *batch, const int *tags, int n) {
     }
 }
 
+/* Attends with the last token of a batch in layer 0 on two threads: the result follows from the tags of its rows. */
+static void attend_last(owner *o, kvc_batch *batch, const own_sequence *own, const int *tags, int at, int n) {
+    static const float q[HEADS][DIM] = {{1e-4f, -2e-4f, 3e-4f}, {-1e-4f, 1e-4f, 0, 2e-4f}};
+    float out[HEADS][DIM];
+    kvc_plan *plan = NULL;
+    const kvc_plan_args plan_args = {
+        .struct_size = sizeof plan_args, .first = n - 1, .num_tokens = 1, .num_heads = HEADS, .num_threads = 2};
+    kvc_attend_args args = float_queries(HEADS, DIM, DIM, q, out);
+    args.scale = 1;
+    EXPECT(&o->actor, kvc_plan_new(batch, &plan_args, &plan) == KVC_OK);
+    crew_run(plan, 0, &args, NULL, 2);
+    kvc_plan_free(plan);
+    for (int h = 0; h < HEADS; h++) {
+        double right[DIM] = {0}, sum = 0;
+        for (int i = 0; i < at + n; i++) {
+            const int tag = i < at ? own->tags[0][i] : tags[i - at];
+            double score = 0;
+            for (int d = 0; d < DIM; d++) score += (double)q[h][d] * (double)tag_element(tag, 0, 0, h, d);
+            for (int d = 0; d < DIM; d++) right[d] += exp(score) * (double)tag_element(tag, 0, 1, h, d);
+            sum += exp(score);
+        }
+        for (int d = 0; d < DIM; d++)
+            EXPECT(&o->actor, fabs((double)out[h][d] - right[d] / sum) <= 1e-5 * (1 + right[d] / sum));
+    }
+}
+
 /* Adds tokens behind a sequence's last; some batches are aborted, of some only the first tokens are kept. */
 static void feed_own(owner *o, int s) {
     enum { MOST_FED = 9 };
@@ -219,6 +247,7 @@ static void feed_own(owner *o, int s) {
         return;
     }
     put_tags(o, batch, tags, n);
+    attend_last(o, batch, &o->own[s], tags, at, n);
     const int kept = pick(a, 4) ? n : pick(a, n + 1);
     if (!kept)
         kvc_abort(batch);
@@ -251,13 +280,13 @@ static void fork_own(owner *o, int s, int to) {
     o->own[to] = o->own[s];
 }
 
-/* Replaces a row that layer 0 holds. */
+/* Replaces rows from `at` on, all of which layer 0 holds. */
 static void inject_own(owner *o, int s, int at) {
     actor *a = &o->actor;
     rows r;
-    const int tag = ++o->last_tag;
-    if (!o->own[s].tags[0][at]) return;
-    set_row(&r, 0, tag, 0);
+    const int end = end_of(&o->own[s]), n = at < end ? 1 + pick(a, end - at) : 0, first_tag = o->last_tag + 1;
+    o->last_tag += n;
+    for (int i = 0; i < n; i++) set_row(&r, i, first_tag + i, 0);
     const kvc_rows_in in = {.struct_size = sizeof in,
                             .k = r.k,
                             .v = r.v,
@@ -265,9 +294,9 @@ static void inject_own(owner *o, int s, int at) {
                             .k_row_stride = sizeof **r.k,
                             .v_head_stride = sizeof *r.v,
                             .v_row_stride = sizeof **r.v};
-    const kvc_status status = kvc_inject(a->cache, id_of(o, s), 0, at, at + 1, &in);
-    EXPECT_ONE_OF(a, status, KVC_ERR_FULL); /* a row that another holds is copied */
-    if (status == KVC_OK) o->own[s].tags[0][at] = tag;
+    const kvc_status status = kvc_inject(a->cache, id_of(o, s), 0, at, at + n, &in);
+    EXPECT_ONE_OF(a, status, KVC_ERR_FULL); /* rows that another holds are copied */
+    for (int i = 0; status == KVC_OK && i < n; i++) o->own[s].tags[0][at + i] = first_tag + i;
 }
 
 static void *own(void *context) {
@@ -278,7 +307,7 @@ static void *own(void *context) {
         case 0: remove_own(o, s, at, at + pick(&o->actor, end - at + 1)); break;
         case 1: cut_own(o, s, at); break;
         case 2: fork_own(o, s, pick(&o->actor, OWN_IDS)); break;
-        case 3: inject_own(o, s, at < MOST ? at : 0); break;
+        case 3: inject_own(o, s, at); break;
         case 4: clear_own(o, s); break;
         case 5: retain_stretches(&o->actor, id_of(o, s)); break;
         default: feed_own(o, s);

@@ -1,16 +1,15 @@
-/* Several threads in one cache: one decodes, with helpers, while others edit, hold, read and ask.  Plain threads, so
- * that the thread sanitizer sees all there is in a build without OpenMP. */
+/* Several threads in one cache: each test puts two kinds of calls side by side; test_random_threads.c mixes all.  Plain
+ * threads, so that the thread sanitizer sees all there is in a build without OpenMP. */
 #define _DEFAULT_SOURCE
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 
-#include "support/crew.h"
 #include "support/guarded.h"
 #include "support/oracle.h"
 
-enum { HEADS = 4, K_DIM = 16, V_DIM = 8, NUM_LAYERS = 2, PROMPT = 40, STEPS = 150, TREE = 7, BASE = 90, MOST = 256 };
+enum { K_DIM = 16, V_DIM = 8, NUM_LAYERS = 2, BASE = 90, MOST = 256 };
 
 static const kvc_layer layers[NUM_LAYERS] = {
     {.num_kv_heads = 2,
@@ -49,8 +48,8 @@ static void check_key(const float *k, int layer, int head, int32_t position) {
         CHECKF(k[d] == element(position, layer, 0, head, d), "layer %d, head %d, position %d", layer, head, position);
 }
 
-/* Opens a batch of n tokens of one sequence, from a position on; with parents, of trees. */
-static kvc_batch *begin_tree(kvc_cache *cache, int64_t id, int n, int32_t position, const int32_t *parents) {
+/* Opens a batch of n tokens of one sequence, from a position on. */
+static kvc_batch *begin(kvc_cache *cache, int64_t id, int n, int32_t position) {
     kvc_batch *batch = NULL;
     int32_t positions[MOST];
     int64_t ids[MOST];
@@ -58,12 +57,8 @@ static kvc_batch *begin_tree(kvc_cache *cache, int64_t id, int n, int32_t positi
         positions[t] = position + t;
         ids[t] = id;
     }
-    CHECKF(kvc_begin(cache, n, positions, ids, parents, &batch) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(kvc_begin(cache, n, positions, ids, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
     return batch;
-}
-
-static kvc_batch *begin(kvc_cache *cache, int64_t id, int n, int32_t position) {
-    return begin_tree(cache, id, n, position, NULL);
 }
 
 static void feed(kvc_cache *cache, int64_t id, int n) {
@@ -72,80 +67,7 @@ static void feed(kvc_cache *cache, int64_t id, int n) {
     CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
 }
 
-/* ---- decoding ---------------------------------------------------------------------------------------------------- */
-
-/* The outputs of attention of every step and layer. */
-typedef struct outputs {
-    float out[STEPS][NUM_LAYERS][PROMPT][HEADS][V_DIM];
-} outputs;
-
-static void run_plan(kvc_batch *batch, const kvc_plan_args *plan_args, const kvc_attend_args *args, int num_helpers) {
-    kvc_plan *plan = NULL;
-    CHECKF(kvc_plan_new(batch, plan_args, &plan) == KVC_OK, "%s", kvc_last_error());
-    crew_run(plan, plan_args->layer, args, NULL, 1 + num_helpers);
-    kvc_plan_free(plan);
-}
-
-/* Attends with all n tokens of a batch in a layer; queries are the tokens' keys, scaled down. */
-static void attend(kvc_batch *batch, int layer, int n, int32_t position, float *out, int num_helpers) {
-    static float q[PROMPT][HEADS][K_DIM];
-    for (int t = 0; t < n; t++)
-        for (int h = 0; h < HEADS; h++)
-            for (int d = 0; d < K_DIM; d++) q[t][h][d] = element(position + t, layer, 0, h, d) / 1000;
-    const kvc_plan_args plan = {
-        .struct_size = sizeof plan, .layer = layer, .num_heads = HEADS, .num_threads = num_helpers ? num_helpers : 1};
-    const kvc_attend_args args = {.struct_size = sizeof args,
-                                  .q = q,
-                                  .out = out,
-                                  .q_token_stride = sizeof *q,
-                                  .q_head_stride = sizeof **q,
-                                  .out_token_stride = HEADS * V_DIM * sizeof *out,
-                                  .out_head_stride = V_DIM * sizeof *out};
-    if (num_helpers)
-        run_plan(batch, &plan, &args, num_helpers);
-    else
-        CHECKF(kvc_attend(batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
-}
-
-/* A pass of n tokens from a position on, which is aborted, or committed with the first `kept` of them. */
-static void decode_pass(kvc_cache *cache, outputs *results, int step, int n, int32_t position, int kept,
-                        int num_helpers) {
-    static const int32_t parents[] = {-1, 0, 0, 1, 1, 2, -1}, all[PROMPT] = {0, 1, 2, 3, 4, 5, 6};
-    int is_tree = n == TREE;
-    kvc_batch *batch = begin_tree(cache, 0, n, position, is_tree ? parents : NULL);
-    for (int l = 0; l < NUM_LAYERS; l++) {
-        put_rows(batch, l, 0, n, position);
-        attend(batch, l, n, position, &results->out[step][l][0][0][0], num_helpers);
-    }
-    if (!kept)
-        kvc_abort(batch);
-    else
-        CHECKF((is_tree ? kvc_commit_kept(batch, all, kept) : kvc_commit(batch)) == KVC_OK, "%s", kvc_last_error());
-}
-
-/* Sequence 0: a prompt, and then a token at a time, some of them taken back first, some speculated, and some removed
- * later, so that there are ever more deltas.  Returns how many there are in the end. */
-static int32_t decode(kvc_cache *cache, outputs *results, int num_helpers) {
-    int32_t position = 0;
-    for (int step = 0; step < STEPS; step++) {
-        int n = step ? 1 : PROMPT;
-        if (step % 20 == 19) {
-            CHECKF(kvc_remove(cache, 0, position - 9, position - 7, 1) == KVC_OK, "%s", kvc_last_error());
-            position -= 2;
-        }
-        if (step % 7 == 6) decode_pass(cache, results, step, n, position, 0, num_helpers);
-        if (step % 7 == 5)
-            decode_pass(cache, results, step, TREE, position, 1, num_helpers);
-        else
-            decode_pass(cache, results, step, n, position, n, num_helpers);
-        position += n;
-    }
-    return position;
-}
-
 /* ---- what others do meanwhile ------------------------------------------------------------------------------------ */
-
-/* Other threads edit sequences 10 to 13, which share rows with sequence 1; that one stays as it is. */
 
 typedef struct other {
     kvc_cache *cache;
@@ -156,63 +78,6 @@ typedef struct other {
 static int pick(other *o, int n) {
     o->random = o->random * 1664525 + 1013904223;
     return (int)((o->random >> 8) % (uint32_t)n);
-}
-
-static void *edit(void *context) {
-    other *o = context;
-    while (!atomic_load(o->stop)) {
-        int64_t id = 10 + pick(o, 4), from = pick(o, 2) ? 1 : 10 + pick(o, 4);
-        int32_t position = pick(o, BASE);
-        int32_t cut =
-            pick(o, 2) ? BASE - pick(o, 8) : pick(o, 6); /* the window still has all rows, or the sinks have */
-        int choice = pick(o, 7);
-        kvc_status status = KVC_OK;
-        if (choice == 6 && from != id) { /* rows that are another's are refused */
-            status = kvc_share(o->cache, from, id, position, position + pick(o, 20));
-            status = status == KVC_ERR_INVALID ? KVC_OK : status;
-        } else if (choice == 0 && from != id)
-            status = kvc_fork(o->cache, from, id);
-        else if (choice == 1 && from != id)
-            status = kvc_copy_prefix(o->cache, from, id, cut);
-        if (choice < 2) /* of what others have cleared there is nothing to share */
-            status = status == KVC_ERR_INVALID ? KVC_OK : status;
-        else if (choice == 2)
-            status = kvc_remove(o->cache, id, position, position + pick(o, 20), 0);
-        else if (choice == 3)
-            status = kvc_truncate(o->cache, id, cut);
-        else if (choice == 4)
-            status = kvc_clear_sequence(o->cache, id);
-        CHECKF(status == KVC_OK || status == KVC_ERR_GONE, "%s", kvc_last_error());
-        status = KVC_OK;
-        if (choice == 5) status = kvc_fork(o->cache, 0, 14); /* between two batches */
-        CHECKF(status == KVC_OK || status == KVC_ERR_BUSY || status == KVC_ERR_INVALID, "%s", kvc_last_error());
-        sched_yield();
-    }
-    return NULL;
-}
-
-/* Rows that are held are read without a lock, whatever becomes of the sequence. */
-static void *hold(void *context) {
-    other *o = context;
-    while (!atomic_load(o->stop)) {
-        kvc_span spans[BASE];
-        kvc_hold *held = NULL;
-        int64_t num = 0;
-        int layer = pick(o, NUM_LAYERS);
-        int64_t id = 10 + pick(o, 4);
-        CHECKF(kvc_spans(o->cache, id, layer, spans, sizeof *spans, BASE, &num, &held) == KVC_OK, "%s",
-               kvc_last_error());
-        CHECK(num <= BASE);
-        sched_yield();
-        for (int64_t i = 0; i < num; i++)
-            for (int r = 0; r < spans[i].num_rows; r++)
-                for (int h = 0; h < 2; h++)
-                    check_key((const float *)(const void *)((const char *)spans[i].k + h * spans[i].k_head_stride +
-                                                            r * spans[i].k_row_stride),
-                              layer, h, spans[i].position + r);
-        kvc_hold_free(held);
-    }
-    return NULL;
 }
 
 static void *copy_out(void *context) {
@@ -230,56 +95,6 @@ static void *copy_out(void *context) {
         sched_yield();
     }
     return NULL;
-}
-
-static void *ask(void *context) {
-    other *o = context;
-    while (!atomic_load(o->stop)) {
-        int64_t id = pick(o, 15), ids[20];
-        int32_t positions[BASE];
-        CHECK(kvc_seq_len(o->cache, id, -1) <= PROMPT + STEPS);
-        CHECK(kvc_positions(o->cache, id, 1, positions, BASE) <= PROMPT + STEPS);
-        CHECK(last_position(o->cache, id) < PROMPT + STEPS && first_position(o->cache, id) < BASE);
-        CHECK(kvc_next_position(o->cache, 1) == BASE && kvc_seq_len(o->cache, 1, 0) == BASE);
-        CHECK(kvc_can_resume(o->cache, 1, BASE) == 1);
-        CHECK(kvc_sequences(o->cache, ids, 20) <= 7);
-        CHECK(kvc_nbytes(o->cache) > 0 && kvc_utilization(o->cache) <= 1);
-        CHECKF(kvc_validate(o->cache) == KVC_OK, "%s", kvc_last_error());
-        kvc_stats stats;
-        kvc_get_stats(o->cache, &stats, sizeof stats);
-        CHECK(stats.live_slots >= BASE);
-        kvc_status status = kvc_compact(o->cache);
-        CHECKF(status == KVC_OK || status == KVC_ERR_BUSY || status == KVC_ERR_HELD, "%s", kvc_last_error());
-        sched_yield();
-    }
-    return NULL;
-}
-
-/* Decoding gives the same outputs as without other threads. */
-static void test_decoding_among_others(void) {
-    static outputs alone, among;
-    void *(*const jobs[])(void *) = {edit, edit, hold, copy_out, ask};
-    enum { NUM_JOBS = sizeof jobs / sizeof *jobs };
-    pthread_t threads[NUM_JOBS];
-    other others[NUM_JOBS];
-    atomic_int stop = 0;
-    kvc_cache *cache = new_cache(8);
-    int32_t length = decode(cache, &alone, 0);
-    CHECK(kvc_cache_free(cache) == KVC_OK);
-
-    cache = new_cache(8);
-    feed(cache, 1, BASE);
-    for (int i = 0; i < NUM_JOBS; i++) {
-        others[i] = (other){cache, &stop, (uint32_t)i};
-        CHECK(pthread_create(&threads[i], NULL, jobs[i], &others[i]) == 0);
-    }
-    CHECK(decode(cache, &among, 2) == length);
-    atomic_store(&stop, 1);
-    for (int i = 0; i < NUM_JOBS; i++) pthread_join(threads[i], NULL);
-    CHECK(!memcmp(&alone, &among, sizeof alone));
-    CHECK(kvc_seq_len(cache, 0, 0) == length);
-    CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
-    CHECKF(kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
 }
 
 /* ---- putting from several threads -------------------------------------------------------------------------------- */
@@ -621,68 +436,6 @@ static void test_injecting_beside_others(void) {
     munmap(k, page_size() * 8);
 }
 
-enum { WRITERS = 2, WRITES = 300, FIRST_WRITTEN = 20 };
-
-/* Replaces rows of its own sequence, which forks share at times, and moves it there and back. */
-static void *write_rows(void *context) {
-    other *o = context;
-    static const int32_t unmoved[BASE] = {0};
-    const int64_t id = FIRST_WRITTEN + (int64_t)o->random;
-    float *k = malloc(BASE * 2 * K_DIM * sizeof *k), *v = malloc(BASE * 2 * V_DIM * sizeof *v);
-    for (int i = 0; i < WRITES; i++) {
-        int32_t begin = pick(o, BASE), end = begin + pick(o, BASE - begin) + 1;
-        kvc_status status = KVC_OK;
-        if (i % 3 == 0) status = kvc_fork(o->cache, id, id + WRITERS);
-        CHECKF(status == KVC_OK, "%s", kvc_last_error());
-        status = inject_again(o->cache, id, 0, begin, end, k, v);
-        CHECKF(status == KVC_OK, "%s", kvc_last_error());
-        if (i % 5 == 4) check_moved(o->cache, id, 0, unmoved);
-    }
-    free(k);
-    free(v);
-    return NULL;
-}
-
-/* Reads what is written, forks it, and settles. */
-static void *read_written(void *context) {
-    other *o = context;
-    static const int32_t unmoved[BASE] = {0};
-    while (!atomic_load(o->stop)) {
-        int64_t id = FIRST_WRITTEN + pick(o, WRITERS);
-        int choice = pick(o, 5);
-        kvc_status status = KVC_OK;
-        if (choice == 0)
-            status = kvc_fork(o->cache, id, 30 + pick(o, 2));
-        else if (choice == 1)
-            status = kvc_shift(o->cache, 30, 0, KVC_END, 1);
-        else if (choice == 2)
-            status = kvc_settle(o->cache);
-        else
-            check_moved(o->cache, id, 0, unmoved);
-        CHECKF(status == KVC_OK || status == KVC_ERR_HELD, "%s", kvc_last_error());
-        CHECKF(kvc_validate(o->cache) == KVC_OK, "%s", kvc_last_error());
-    }
-    return NULL;
-}
-
-static void test_writing_in_place(void) {
-    pthread_t threads[WRITERS + 2];
-    other others[WRITERS + 2];
-    atomic_int stop = 0;
-    kvc_cache *cache = new_cache(8);
-    for (int i = 0; i < WRITERS; i++) feed(cache, FIRST_WRITTEN + i, BASE);
-    for (int i = 0; i < WRITERS + 2; i++) {
-        others[i] = (other){cache, &stop, (uint32_t)i};
-        CHECK(pthread_create(&threads[i], NULL, i < WRITERS ? write_rows : read_written, &others[i]) == 0);
-    }
-    for (int i = 0; i < WRITERS + 2; i++) {
-        if (i == WRITERS) atomic_store(&stop, 1);
-        pthread_join(threads[i], NULL);
-    }
-    CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
-    CHECKF(kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
-}
-
 /* ---- compacting beside copies ------------------------------------------------------------------------------------ */
 
 /* kvc_compact and kvc_settle wait for all calls that copy rows out, and for no view. */
@@ -815,9 +568,7 @@ int main(void) {
     test_cross_layers_side_by_side();
     test_slow_function();
     test_injecting_beside_others();
-    test_writing_in_place();
     test_compacting_beside_copies();
     test_giving_back_beside_copies();
-    test_decoding_among_others();
     return test_result();
 }

@@ -52,22 +52,10 @@ static void attend_and_commit(kvc_batch *batch, int64_t id, int32_t n, float *ou
                 q[t][0][d] = k[t][d];
                 q[t][1][d] = 1 - k[t][d];
             }
-        const kvc_put_args put = {.struct_size = sizeof put,
-                                  .k = k,
-                                  .v = k,
-                                  .k_token_stride = sizeof *k,
-                                  .k_head_stride = sizeof *k,
-                                  .v_token_stride = sizeof *k,
-                                  .v_head_stride = sizeof *k};
+        const kvc_put_args put = float_rows(0, 0, 1, DIM, DIM, k, k);
         const kvc_plan_args plan = {.struct_size = sizeof plan, .layer = layer, .num_heads = HEADS};
-        const kvc_attend_args args = {.struct_size = sizeof args,
-                                      .q = q,
-                                      .out = out + layer * PROMPT * HEADS * DIM,
-                                      .q_token_stride = sizeof *q,
-                                      .q_head_stride = sizeof **q,
-                                      .out_token_stride = HEADS * DIM * sizeof *out,
-                                      .out_head_stride = DIM * sizeof *out,
-                                      .put = &put};
+        kvc_attend_args args = float_queries(HEADS, DIM, DIM, q, out + layer * PROMPT * HEADS * DIM);
+        args.put = &put;
         CHECKF(kvc_attend(batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
     }
     CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());

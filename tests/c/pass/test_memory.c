@@ -31,20 +31,28 @@ static kvc_hold *random_scene(kvc_cache *cache, int num_layers) {
     return hold;
 }
 
-/* However the tokens that memory was reserved for come in batches, and whoever holds the rows before them, they take no
- * more. */
+/* Fills in one to three layers of the three policies; returns how many. */
+static int random_layers(kvc_layer *layers) {
+    layers[0] = layer_with(chunked_policy(random_int(1, 12), random_int(0, 3) ? 0 : random_int(1, 6)));
+    layers[1] = layer_with(sliding_policy(random_int(1, 9), random_int(0, 3), 0));
+    layers[2] = plain_layer;
+    return random_int(1, 4);
+}
+
+/* However the tokens that memory was reserved for come in batches, whoever holds the rows before them, and whatever was
+ * begun and aborted first, they take no more. */
 static void test_reserved_beside_others(void) {
     for (int round = 0; round < (is_quick() ? 6000 : 20000); round++) {
-        const kvc_layer layers[] = {
-            layer_with(chunked_policy(random_int(1, 12), random_int(0, 3) ? 0 : random_int(1, 6))),
-            layer_with(sliding_policy(random_int(1, 9), random_int(0, 3), 0)), plain_layer};
-        const int num_layers = random_int(1, 4);
+        kvc_layer layers[3];
+        const int num_layers = random_layers(layers);
         kvc_cache *cache = heap_cache(num_layers, layers, (kvc_config){0});
         kvc_hold *hold = random_scene(cache, num_layers);
         const int64_t id = random_int(1, 4);
         const int32_t most = random_int(1, 30);
         if (kvc_can_resume(cache, id, kvc_next_position(cache, id))) {
             CHECKF(kvc_reserve(cache, id, most) == KVC_OK, "%s", kvc_last_error());
+            if (!hold && random_int(0, 2)) /* a view may keep slots of what was reserved */
+                CHECK(try_batch(cache, id, random_int(1, MOST + 1)) == KVC_OK);
             memory_fail_after(&heap, 0);
             for (int32_t rest = most, n; rest > 0; rest -= n) {
                 n = random_int(1, rest + 1);
@@ -57,6 +65,32 @@ static void test_reserved_beside_others(void) {
         kvc_hold_free(hold);
         free_valid(cache);
     }
+}
+
+/* Near max_bytes, all that there is room for can be reserved, and its batch takes no more. */
+static void test_reserved_room(void) {
+    int num_reserved = 0;
+    for (int round = 0; round < (is_quick() ? 500 : 3000); round++) {
+        kvc_layer layers[3];
+        const int num_layers = random_layers(layers);
+        const int64_t max_bytes = random_int(40, 200) << 6, id = random_int(1, 4);
+        kvc_cache *cache = heap_cache(num_layers, layers, (kvc_config){.max_bytes = max_bytes});
+        kvc_batch *batch = NULL;
+        int64_t room = 0;
+        kvc_hold_free(random_scene(cache, num_layers));
+        CHECK(kvc_room(cache, id, &room) == KVC_OK);
+        if (room > 0 && room <= MOST_FED) {
+            CHECKF(kvc_reserve(cache, id, room) == KVC_OK, "%s", kvc_last_error());
+            const int64_t bytes = kvc_nbytes(cache);
+            CHECK(bytes <= max_bytes);
+            CHECKF(begin_at_end(cache, id, (int32_t)room, &batch) == KVC_OK, "%s", kvc_last_error());
+            CHECKF(kvc_nbytes(cache) == bytes, "%lld more", (long long)(kvc_nbytes(cache) - bytes));
+            kvc_abort(batch);
+            num_reserved++;
+        }
+        free_valid(cache);
+    }
+    CHECKF(num_reserved > 100, "%d", num_reserved);
 }
 
 /* ---- given back -------------------------------------------------------------------------------------------------- */
@@ -95,35 +129,7 @@ static void test_aborted_at_a_chunk(void) {
     }
 }
 
-/* What was reserved stays if a batch that takes more is aborted. */
-static void test_aborted_keeps_what_was_reserved(void) {
-    const kvc_layer layer = layer_with(sliding_policy(5, 0, 0));
-    for (int32_t reserved = 1; reserved < MOST; reserved++) {
-        kvc_cache *cache = heap_cache(1, &layer, (kvc_config){0});
-        CHECK(feed(cache, 1, 1, 9) == KVC_OK && kvc_reserve(cache, 1, reserved) == KVC_OK);
-        CHECK(try_batch(cache, 1, random_int(1, MOST + 1)) == KVC_OK);
-        memory_fail_after(&heap, 0);
-        CHECKF(feed(cache, 1, 1, reserved) == KVC_OK, "%d: %s", (int)reserved, kvc_last_error());
-        memory_fail_after(&heap, -1);
-        free_valid(cache);
-    }
-}
-
-/* The same of a sequence that holds nothing, whose list of runs is empty again. */
-static void test_aborted_at_the_start(void) {
-    const kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(5, 2, 0))};
-    for (int32_t reserved = 1; reserved < MOST; reserved++) {
-        kvc_cache *cache = heap_cache(2, layers, (kvc_config){0});
-        CHECK(kvc_reserve(cache, 1, reserved) == KVC_OK);
-        memory_fail_after(&heap, 0);
-        CHECK(try_batch(cache, 1, reserved) == KVC_OK);
-        CHECKF(feed(cache, 2, 1, reserved) == KVC_OK, "%d: %s", (int)reserved, kvc_last_error());
-        memory_fail_after(&heap, -1);
-        free_valid(cache);
-    }
-}
-
-/* The same where a view keeps the blocks that the batch took beyond them. */
+/* What was reserved stays where a view keeps the blocks that an aborted batch took beyond it. */
 static void test_aborted_under_a_view(void) {
     static const float row[4];
     const kvc_layer layer = layer_with(sliding_policy(5, 0, 0));
@@ -264,12 +270,11 @@ static void test_aborted_steps(void) {
 int main(void) {
     test_aborted();
     test_aborted_at_a_chunk();
-    test_aborted_keeps_what_was_reserved();
-    test_aborted_at_the_start();
     test_aborted_under_a_view();
     test_aborted_leaves_resident();
     test_aborted_leaves_room();
     test_aborted_steps();
     test_reserved_beside_others();
+    test_reserved_room();
     return test_result();
 }

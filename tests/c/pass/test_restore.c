@@ -3,7 +3,7 @@
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/pairs.h"
 
-enum { WINDOW = 8, DIM = 4, MAX_POSITION = 80 };
+enum { WINDOW = 8, MAX_POSITION = 80 };
 
 /* Begins a batch that restores these layers of sequence 0 at positions [begin, end), backwards, and commits it. */
 static void restore(pair *p, const uint8_t *replaced, int32_t begin, int32_t end) {
@@ -68,78 +68,6 @@ static void test_group_by_group(void) {
     }
 }
 
-/* Layers with a window alone: what lies before the rows that were given is gone, but for what no query could miss. */
-static void test_windows_alone(void) {
-    const kvc_layer layer = {
-        .num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .policy = {.kind = KVC_SLIDING, .window = WINDOW}};
-    static const uint8_t all[] = {1};
-    static pair p;
-    int32_t positions[WINDOW + 2];
-    int64_t ids[WINDOW + 2] = {0};
-    for (int32_t n = WINDOW - 2; n <= WINDOW + 2; n++) {
-        p = (pair){.config.block_size = 4};
-        pair_new(&p, 1, &layer);
-        for (int32_t t = 0; t < n; t++) positions[t] = 50 + t;
-        CHECK(pair_begin_with(&p, n, positions, ids, all) == KVC_OK);
-        pair_put_all(&p);
-        pair_commit(&p);
-        pair_check(&p);
-        const int32_t next = 50 + n;
-        CHECK(kvc_can_resume(p.cache, 0, next));
-        CHECK(kvc_can_resume(p.cache, 0, next - 1) == (n >= WINDOW));
-        CHECK(!kvc_can_resume(p.cache, 0, next - 3));
-        CHECK(pair_feed(&p, 0, next, next + 5) == KVC_OK);
-        pair_check(&p);
-        pair_free(&p);
-    }
-}
-
-/* capacity and max_seq_len count what there is once the batch is committed; utilization never passes 1. */
-static void test_limits(void) {
-    static pair p;
-    int32_t positions[21];
-    int64_t ids[21] = {0};
-    for (int32_t t = 0; t < 21; t++) positions[t] = t;
-    p = (pair){.config = {.block_size = 4, .max_seq_len = 20, .capacity = 30}};
-    pair_new(&p, 2, (const kvc_layer[]){layer_with(full_policy), layer_with(sliding_policy(5, 1, 0))});
-    pair_feed(&p, 0, 0, 20);
-    pair_feed(&p, 1, 0, 10);
-    CHECK_FAILS(pair_begin_with(&p, 21, positions, ids, first_layer), KVC_ERR_FULL, "21 tokens of sequence 0",
-                "max_seq_len is 20");
-    CHECK(pair_begin_with(&p, 20, positions, ids, first_layer) == KVC_OK);
-    CHECK(kvc_utilization(p.cache) == 1);
-    pair_put_all(&p);
-    pair_check(&p);
-    pair_commit(&p);
-    pair_check(&p);
-    CHECK(kvc_utilization(p.cache) == 1);
-    pair_fork(&p, 0, 2); /* what another shares is not freed */
-    CHECK_FAILS(pair_begin_with(&p, 1, positions, ids, first_layer), KVC_ERR_FULL, "1 more tokens", "capacity 30");
-    pair_check(&p);
-    pair_free(&p);
-}
-
-/* Tokens of which no replaced layer keeps rows need no room: those of a batch that restores an encoder's rows alone. */
-static void test_cross_alone(void) {
-    const kvc_layer cross = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = {.kind = KVC_CROSS, .max_len = 3}};
-    static pair p;
-    kvc_batch *batch = NULL;
-    p = (pair){.config = {.block_size = 4, .capacity = 3}};
-    pair_new(&p, 2, (const kvc_layer[]){layer_with(full_policy), cross});
-    kvc_begin_args args = {.struct_size = sizeof args,
-                           .num_tokens = 4,
-                           .positions = (int32_t[]){0, 1, 2, 3},
-                           .seq_ids = (int64_t[]){5, 5, 5, 5},
-                           .replaced = (uint8_t[]){0, 1}};
-    const float rows[8] = {0};
-    const kvc_put_args put = {.struct_size = sizeof put, .k = rows, .v = rows, .num_tokens = 2, .seq_id = 5};
-    CHECKF(kvc_begin_with(p.cache, &args, &batch) == KVC_OK, "%s", kvc_last_error());
-    CHECK(kvc_put(batch, 1, &put) == KVC_OK && kvc_commit(batch) == KVC_OK && kvc_seq_len(p.cache, 5, 1) == 2);
-    args.replaced = (uint8_t[]){1, 0};
-    CHECK_FAILS(kvc_begin_with(p.cache, &args, &batch), KVC_ERR_FULL, "4 more tokens", "capacity 3");
-    pair_free(&p);
-}
-
 static void test_refused(void) {
     const kvc_layer cross = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = {.kind = KVC_CROSS, .max_len = 3}},
                     none = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = {.kind = KVC_NONE}},
@@ -202,9 +130,6 @@ static void test_refused(void) {
 int main(void) {
     test_earlier_window();
     test_group_by_group();
-    test_windows_alone();
-    test_limits();
-    test_cross_alone();
     test_refused();
     return test_result();
 }

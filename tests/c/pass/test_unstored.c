@@ -73,15 +73,7 @@ static kvc_status begin_pass(kvc_cache *cache, const pass *p, int is_tree, int s
 }
 
 static kvc_put_args put_of(int layer, int first, int n) {
-    return (kvc_put_args){.struct_size = sizeof(kvc_put_args),
-                          .first = first,
-                          .num_tokens = n,
-                          .k = k[layer][first],
-                          .v = v[layer][first],
-                          .k_token_stride = ROW * sizeof(float),
-                          .k_head_stride = DIM * sizeof(float),
-                          .v_token_stride = ROW * sizeof(float),
-                          .v_head_stride = DIM * sizeof(float)};
+    return float_rows(first, n, KV_HEADS, DIM, DIM, k[layer][first], v[layer][first]);
 }
 
 static kvc_status put(kvc_batch *batch, int layer, int first, int n) {
@@ -95,16 +87,11 @@ typedef struct result {
 } result;
 
 static kvc_attend_args args_for(int layer, int first, result *r) {
-    return (kvc_attend_args){.struct_size = sizeof(kvc_attend_args),
-                             .q = q[first],
-                             .out = r->out[layer][first],
-                             .lse = r->lse[layer][first],
-                             .q_token_stride = sizeof *q,
-                             .q_head_stride = sizeof **q,
-                             .out_token_stride = sizeof *q,
-                             .out_head_stride = sizeof **q,
-                             .lse_token_stride = HEADS * sizeof(float),
-                             .lse_head_stride = sizeof(float)};
+    kvc_attend_args args = float_queries(HEADS, DIM, DIM, q[first], r->out[layer][first]);
+    args.lse = r->lse[layer][first];
+    args.lse_token_stride = HEADS * sizeof(float);
+    args.lse_head_stride = sizeof(float);
+    return args;
 }
 
 static kvc_status attend(kvc_batch *batch, int layer, int first, int n, int puts, result *r) {
@@ -119,12 +106,6 @@ static kvc_status attend(kvc_batch *batch, int layer, int first, int n, int puts
 static int64_t nbytes(kvc_cache *cache) {
     CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
     return kvc_nbytes(cache);
-}
-
-static kvc_stats stats_of(kvc_cache *cache) {
-    kvc_stats stats;
-    kvc_get_stats(cache, &stats, sizeof stats);
-    return stats;
 }
 
 /* ---- same bits --------------------------------------------------------------------------------------------------- */
@@ -203,7 +184,7 @@ static void run_pass(const pass *p, int is_tree, int stores_all, int way, int nu
     int64_t ids[4];
     CHECK(kvc_sequences(cache, ids, 4) == (stores_all ? 3 : 1) && ids[stores_all ? 2 : 0] == 7);
     CHECK(kvc_seq_len(cache, 0, CROSS) == (stores_all ? 3 : 0) && kvc_seq_len(cache, 7, CROSS) == 4);
-    CHECK(stores_all || stats_of(cache).blocks_free == 0);
+    CHECK(stores_all || stats_in(cache).blocks_free == 0);
     CHECK(kvc_clear(cache) == KVC_OK && kvc_compact(cache) == KVC_OK);
     CHECK(nbytes(cache) <= before);
     free_cache(cache);
@@ -278,7 +259,7 @@ static void test_one_layer_at_a_time(void) {
     kvc_plan_free(plan);
     CHECK(kvc_commit(batch) == KVC_OK);
     CHECK(nbytes(cache) == before && kvc_next_position(cache, 0) == 0);
-    CHECK(stats_of(cache).batches == 2 && stats_of(cache).tokens == 0 && stats_of(cache).blocks_opened == 0);
+    CHECK(stats_in(cache).batches == 2 && stats_in(cache).tokens == 0 && stats_in(cache).blocks_opened == 0);
     free_cache(cache);
 }
 
@@ -351,8 +332,8 @@ static void test_what_was_stored_is_dropped(void) {
         }
         CHECK(kvc_commit(batch) == KVC_OK);
         CHECK(kvc_next_position(cache, 7) == (is_dropped ? 0 : 8) && kvc_can_resume(cache, 7, 0));
-        CHECK(stats_of(cache).tokens == (is_dropped ? 5 : 8));
-        CHECK(is_dropped ? stats_of(cache).live_slots == 0 : stats_of(cache).live_slots > 0);
+        CHECK(stats_in(cache).tokens == (is_dropped ? 5 : 8));
+        CHECK(is_dropped ? stats_in(cache).live_slots == 0 : stats_in(cache).live_slots > 0);
         free_cache(cache);
     }
     CHECK(!memcmp(&stored, &dropped, sizeof stored));
@@ -422,6 +403,27 @@ static void test_max_bytes(void) {
     CHECK(kvc_commit_kept(batch, (int32_t[]){3}, 1) == KVC_OK && kvc_next_position(cache, 0) == 0);
     CHECK(nbytes(cache) == empty);
     free_cache(cache);
+}
+
+/* max_bytes covers all memory of such a batch, what is noted of its tokens as well. */
+static void test_max_bytes_of_notes(void) {
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 1, .v_dim = 1};
+    uint8_t unstored[TOKENS];
+    int begun = 0;
+    memset(unstored, 1, sizeof unstored);
+    for (int64_t max_bytes = 64; max_bytes < 4096; max_bytes += 16) {
+        kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.max_bytes = max_bytes});
+        kvc_batch *batch = NULL;
+        const kvc_begin_args args = {.struct_size = sizeof args, .num_tokens = TOKENS, .unstored = unstored};
+        const kvc_status status = kvc_begin_with(cache, &args, &batch);
+        CHECK(status == KVC_OK || !begun);
+        begun |= status == KVC_OK;
+        CHECKF(!batch || kvc_nbytes(cache) <= max_bytes, "%lld bytes of %lld", (long long)kvc_nbytes(cache),
+               (long long)max_bytes);
+        kvc_abort(batch);
+        CHECK(kvc_cache_free(cache) == KVC_OK);
+    }
+    CHECK(begun);
 }
 
 /* Whichever allocation fails, nothing has changed, and the call succeeds when repeated. */
@@ -527,6 +529,7 @@ int main(void) {
     test_retaining_what_was_stored();
     test_limits();
     test_max_bytes();
+    test_max_bytes_of_notes();
     test_no_memory();
     test_two_threads();
     return test_result();

@@ -164,66 +164,6 @@ static void test_next_positions(void) {
 
 /* ---- blocks ------------------------------------------------------------------------------------------------------ */
 
-static void check_run(const kvc_run_info *run, int64_t seq_id, int32_t block, int32_t slot, int32_t count,
-                      int32_t position, int32_t in_batch) {
-    CHECKF(run->seq_id == seq_id && run->block == block && run->slot == slot && run->count == count &&
-               run->position == position && run->delta == 0 && run->in_batch == in_batch,
-           "sequence %lld: block %d, slots %d + %d, position %d, in_batch %d", (long long)run->seq_id, run->block,
-           run->slot, run->count, run->position, run->in_batch);
-}
-
-static void check_info(const kvc_block_info *block, int32_t filled, int32_t live, int32_t references, int32_t is_held,
-                       int32_t resident) {
-    CHECKF(block->num_slots == 4 && block->filled == filled && block->live == live && block->references == references &&
-               block->is_held == is_held && block->resident == resident && block->is_free == (!live && !is_held),
-           "%d filled, %d live, %d references, is_held %d, %d resident, is_free %d", block->filled, block->live,
-           block->references, block->is_held, block->resident, block->is_free);
-}
-
-/* kvc_blocks tells which blocks are shared, held, freed and compacted. pair_check compares the rest. */
-static void test_blocks(void) {
-    pair *p = pair_with(full_policy, 4);
-    kvc_block_info blocks[3] = {{0}};
-    kvc_run_info runs[8];
-    int64_t num_blocks, num_runs;
-    view v;
-#define LOOK() \
-    CHECK(kvc_blocks(p->cache, 0, blocks, sizeof *blocks, 3, &num_blocks, runs, sizeof *runs, 8, &num_runs) == KVC_OK)
-    LOOK();
-    CHECK(num_blocks == 0 && num_runs == 0);
-    pair_feed(p, 7, 0, 6);
-    pair_fork(p, 7, -2);
-    pair_begin(p, 3, (int32_t[]){6, 7, 8}, (int64_t[]){7, 7, 7});
-    LOOK();
-    CHECK(num_blocks == 3 && num_runs == 6);
-    check_info(&blocks[0], 4, 4, 2, 0, 4);
-    check_info(&blocks[1], 4, 4, 2, 0, 4);
-    check_info(&blocks[2], 1, 1, 1, 0, 1);
-    check_run(&runs[0], -2, 0, 0, 4, 0, 0);
-    check_run(&runs[1], -2, 1, 0, 2, 4, 0);
-    check_run(&runs[2], 7, 0, 0, 4, 0, 0);
-    check_run(&runs[4], 7, 1, 2, 2, 6, 1);
-    check_run(&runs[5], 7, 2, 0, 1, 8, 1);
-    pair_abort(p);
-    pair_remove(p, 7, 1, 3, 0);
-    pair_truncate(p, -2, 1);
-    LOOK();
-    CHECK(num_blocks == 2 && num_runs == 4); /* the third one was the batch's */
-    check_info(&blocks[0], 4, 2, 2, 0, 4);
-    check_info(&blocks[1], 2, 2, 1, 0, 4);
-    CHECK(view_new(&v, p, 7, 0) == KVC_OK);
-    pair_clear(p);
-    LOOK();
-    CHECK(num_blocks == 2 && num_runs == 0);
-    check_info(&blocks[0], 4, 0, 0, 1, 4);
-    view_free(&v, p);
-    pair_compact(p);
-    LOOK();
-    CHECK(num_blocks == 0 && num_runs == 0);
-#undef LOOK
-    pair_free(p);
-}
-
 /* kvc_blocks counts all blocks and runs, and writes no more than the arrays hold. */
 static void test_few_blocks(void) {
     pair *p = pair_with(full_policy, 4);
@@ -247,7 +187,6 @@ int main(void) {
     test_gather_parts();
     test_positions_of_copies();
     test_next_positions();
-    test_blocks();
     test_few_blocks();
     return test_result();
 }

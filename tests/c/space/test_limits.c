@@ -29,92 +29,57 @@ static void test_default_block_size(void) {
     }
 }
 
-/* max_seq_len counts the rows that a sequence holds: expired ones make room for more. */
-static void test_max_seq_len(void) {
-    pair *p = limited_pair(10, 0, 0, 0);
+/* What is said where a batch does not fit; what does, the oracle knows. */
+static void test_messages(void) {
+    pair *p = limited_pair(10, 2, 0, 0);
+    CHECK(kvc_capacity(p->cache) == 20 && kvc_capacity_bytes(p->cache) == 20 * 2 * 24); /* their product by default */
     CHECK_FAILS(pair_feed(p, 0, 0, 11), KVC_ERR_FULL, "max_seq_len 10", "11 more tokens");
-    pair_check(p);
-    pair_feed(p, 0, 0, 8);
+    CHECK(pair_feed(p, 0, 0, 8) == KVC_OK && fabs(kvc_utilization(p->cache) - 0.4) < 1e-15);
     CHECK_FAILS(pair_feed(p, 0, 8, 11), KVC_ERR_FULL, "sequence 0 holds 8", "max_seq_len 10");
-    pair_check(p);
-    CHECK(pair_feed(p, 0, 8, 10) == KVC_OK);
-    pair_check(p);
-    pair_free(p);
-
-    p = pair_with(sliding_policy(4, 0, 0), 4);
-    p->config.max_seq_len = 10;
-    pair_free(p);
-    pair_new(p, 1, p->layers);
-    for (int32_t at = 0; at < 50; at += 7) CHECK(pair_feed(p, 0, at, at + 7) == KVC_OK); /* 3 stay */
-    pair_check(p);
-    CHECK(pair_feed(p, 0, 56, 70) == KVC_OK); /* none of a prompt is too long for a window */
-    pair_check(p);
-    pair_free(p);
-
-    for (int64_t max_sequences = 0; max_sequences < 3; max_sequences++)
-        for (int32_t length = 5; length < 8; length++) { /* the window and its sinks are 6 rows */
-            p = pair_with(sliding_policy(4, 2, 0), 4);
-            p->config.max_seq_len = length;
-            p->config.max_sequences = max_sequences;
-            pair_free(p);
-            pair_new(p, 1, p->layers);
-            CHECK(pair_room(p, 0) == KVC_OK);
-            CHECK((pair_feed(p, 0, 0, 20) == KVC_OK) == (length >= 6));
-            pair_room(p, 0);
-            CHECK(pair_feed(p, 0, kvc_next_position(p->cache, 0), kvc_next_position(p->cache, 0) + 1) == KVC_OK);
-            pair_room(p, 0);
-            pair_room(p, 1);
-            pair_check(p);
-            pair_free(p);
-        }
-}
-
-/* max_sequences counts sequences with rows; clearing one makes room for another. */
-static void test_max_sequences(void) {
-    pair *p = limited_pair(0, 2, 0, 0);
-    pair_feed(p, 0, 0, 3);
     CHECK_FAILS(pair_pass(p, 2, (int32_t[]){0, 0}, (int64_t[]){1, 2}), KVC_ERR_FULL, "3 sequences",
                 "max_sequences is 2");
     pair_check(p);
-    CHECK(pair_pass(p, 3, (int32_t[]){3, 0, 4}, (int64_t[]){0, 1, 0}) == KVC_OK);
-    CHECK_FAILS(pair_feed(p, 2, 0, 1), KVC_ERR_FULL, "3 sequences", "max_sequences is 2");
-    pair_clear_sequence(p, 0);
-    CHECK(pair_feed(p, 2, 0, 1) == KVC_OK);
-    pair_check(p);
     pair_free(p);
-}
-
-/* capacity counts shared slots once and expired ones not at all; holes between them do not matter. */
-static void test_capacity(void) {
-    pair *p = limited_pair(0, 0, 20, 0);
-    CHECK(kvc_capacity(p->cache) == 20 && kvc_capacity_bytes(p->cache) == 20 * 2 * 24);
-    pair_feed(p, 0, 0, 16);
-    pair_fork(p, 0, 1);
-    CHECK(fabs(kvc_utilization(p->cache) - 0.8) < 1e-15);
-    CHECK(pair_pass(p, 4, (int32_t[]){16, 16, 17, 17}, (int64_t[]){0, 1, 0, 1}) == KVC_OK);
-    pair_check(p);
+    p = limited_pair(0, 0, 20, 0);
+    CHECK(pair_feed(p, 0, 0, 16) == KVC_OK && pair_fork(p, 0, 1) == KVC_OK && pair_feed(p, 1, 16, 20) == KVC_OK);
     CHECK_FAILS(pair_feed(p, 2, 0, 1), KVC_ERR_FULL, "1 more tokens", "20 of capacity 20");
     pair_check(p);
-    for (int32_t at = 0; at < 12; at += 3) {
-        pair_remove(p, 0, at, at + 1, 0);
-        pair_remove(p, 1, at, at + 1, 0);
-    }
-    CHECK(pair_feed(p, 2, 0, 4) == KVC_OK);
-    pair_check(p);
-    CHECK_FAILS(pair_feed(p, 2, 4, 5), KVC_ERR_FULL, "1 more tokens", "20 of capacity 20");
-    pair_clear_sequence(p, 1);
-    CHECK(pair_feed(p, 2, 4, 6) == KVC_OK);
-    pair_check(p);
-    pair_free(p);
-
-    p = limited_pair(5, 4, 0, 0); /* capacity is their product by default */
-    CHECK(kvc_capacity(p->cache) == 20 && kvc_capacity_bytes(p->cache) == 20 * 2 * 24);
     pair_free(p);
     p = limited_pair(5, 0, 0, 0);
     CHECK(kvc_capacity(p->cache) == -1 && kvc_capacity_bytes(p->cache) == -1);
     pair_feed(p, 0, 0, 2);
     CHECK(kvc_utilization(p->cache) == 0.5); /* without a capacity: the share of the slots in blocks */
     pair_free(p);
+}
+
+/* Each sequence's rows of an encoder lie in a block of their own, which capacity says nothing of. */
+static void test_bytes_of_an_encoder(void) {
+    const kvc_layer layers[] = {plain_layer,
+                                {.num_kv_heads = 1, .k_dim = 2, .v_dim = 1, .policy = {KVC_CROSS, .max_len = 9}},
+                                {.num_kv_heads = 1, .k_dim = 9, .v_dim = 9, .policy = {.kind = KVC_NONE}}};
+    for (int64_t max_sequences = 0; max_sequences < 4; max_sequences += 3) {
+        kvc_cache *cache = cache_of(layers, 3, (kvc_config){.capacity = 10, .max_sequences = max_sequences});
+        CHECK(kvc_capacity_bytes(cache) == (max_sequences ? 10 * 24 + 3 * 9 * 12 : -1));
+        CHECK(kvc_cache_free(cache) == KVC_OK);
+    }
+}
+
+/* Where a window and its sinks are no more rows than max_seq_len, no prompt is too long. */
+static void test_max_seq_len_of_a_window(void) {
+    for (int64_t max_sequences = 0; max_sequences < 3; max_sequences++)
+        for (int32_t length = 5; length < 8; length++) { /* the window and its sinks are 6 rows */
+            pair *p = pair_with(sliding_policy(4, 2, 0), 4);
+            p->config.max_seq_len = length;
+            p->config.max_sequences = max_sequences;
+            pair_free(p);
+            pair_new(p, 1, p->layers);
+            CHECK(pair_room(p, 0) == KVC_OK);
+            CHECK((pair_feed(p, 0, 0, 20) == KVC_OK) == (length >= 6));
+            CHECK(pair_feed(p, 0, kvc_next_position(p->cache, 0), kvc_next_position(p->cache, 0) + 1) == KVC_OK);
+            pair_room(p, 0);
+            pair_check(p);
+            pair_free(p);
+        }
 }
 
 /* A cache may use all of max_bytes, and compacts before it refuses a batch, unless a view holds the rows. */
@@ -170,12 +135,82 @@ static void test_max_bytes_of_large_blocks(void) {
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
+/* A put of an encoder's rows that does not fit takes no memory, although one of its blocks is free. */
+static void test_max_bytes_of_an_encoder(void) {
+    enum { DIM = 1024, ROWS = 256, MAX_BYTES = ROWS * DIM * 4 };
+    static const float row[DIM];
+    const kvc_layer layers[] = {
+        plain_layer, {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .policy = {KVC_CROSS, .max_len = ROWS}}};
+    kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row};
+    kvc_cache *cache = cache_of(layers, 2, (kvc_config){.max_bytes = MAX_BYTES});
+    kvc_batch *batch;
+    CHECK(kvc_begin(cache, 1, NULL, NULL, NULL, &batch) == KVC_OK);
+    for (int i = 0; i < 3; i++) {
+        const int64_t bytes = kvc_nbytes(cache);
+        put.num_tokens = ROWS;
+        CHECK_FAILS(kvc_put(batch, 1, &put), KVC_ERR_FULL, "max_bytes", "bytes");
+        CHECK(kvc_nbytes(cache) == bytes && kvc_validate(cache) == KVC_OK);
+        put.num_tokens = 1;
+        CHECK(kvc_put(batch, 1, &put) == KVC_OK && kvc_nbytes(cache) <= MAX_BYTES);
+    }
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
+/* Makes a cache of two sequences that share all rows; most blocks of the sliding layer's group are free. */
+static kvc_cache *new_shared(int64_t max_bytes) {
+    enum { DIM = 1024, BLOCK = 64, ROWS = 4 * BLOCK };
+    const kvc_layer full = {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM};
+    kvc_layer layers[] = {full, full};
+    layers[1].policy = sliding_policy(8, 0, ROWS);
+    static const float row[DIM];
+    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row};
+    int32_t positions[2 * BLOCK];
+    int64_t ids[2 * BLOCK];
+    kvc_cache *cache = cache_of(layers, 2, (kvc_config){.block_size = BLOCK, .max_bytes = max_bytes});
+    kvc_batch *batch;
+    for (int32_t n = ROWS; n > 0; n = n > 1 ? 1 : 0) {
+        CHECK(kvc_begin(cache, n, NULL, NULL, NULL, &batch) == KVC_OK);
+        for (int l = 0; l < 2; l++) CHECK(kvc_put(batch, l, &put) == KVC_OK);
+        CHECK(kvc_commit(batch) == KVC_OK);
+    }
+    CHECK(kvc_fork(cache, 0, 1) == KVC_OK);
+    for (int32_t i = 0; i < 2 * BLOCK; i++) positions[i] = i, ids[i] = 2;
+    const kvc_begin_args args = {.struct_size = sizeof args,
+                                 .num_tokens = 2 * BLOCK,
+                                 .positions = positions,
+                                 .seq_ids = ids,
+                                 .replaced = (uint8_t[]){0, 1}};
+    CHECK(kvc_begin_with(cache, &args, &batch) == KVC_OK && kvc_put(batch, 1, &put) == KVC_OK);
+    CHECK(kvc_commit(batch) == KVC_OK && kvc_clear_sequence(cache, 2) == KVC_OK);
+    return cache;
+}
+
+/* An edit that copies rows gives back free blocks of other groups where it needs their bytes. */
+static void test_edits_give_back_blocks(void) {
+    static const float row[1024];
+    const kvc_rows_in in = {.struct_size = sizeof in, .k = row, .v = row};
+    kvc_cache *cache = new_shared(0);
+    const int64_t max_bytes = kvc_nbytes(cache) + 4096;
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    cache = new_shared(max_bytes);
+    const kvc_stats before = stats_in(cache);
+    CHECK(before.blocks_free >= 2);
+    CHECK_FAILS(kvc_inject(cache, 0, 0, 0, 256, &in), KVC_ERR_FULL, "max_bytes", "shared");
+    CHECK(stats_in(cache).blocks_returned == before.blocks_returned);
+    CHECK(kvc_inject(cache, 0, 0, 0, 64, &in) == KVC_OK && kvc_nbytes(cache) <= max_bytes);
+    CHECK(stats_in(cache).blocks_returned > before.blocks_returned);
+    CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+}
+
 int main(void) {
     test_default_block_size();
-    test_max_seq_len();
-    test_max_sequences();
-    test_capacity();
+    test_messages();
+    test_bytes_of_an_encoder();
+    test_max_seq_len_of_a_window();
     test_max_bytes();
     test_max_bytes_of_large_blocks();
+    test_max_bytes_of_an_encoder();
+    test_edits_give_back_blocks();
     return test_result();
 }

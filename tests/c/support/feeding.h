@@ -51,10 +51,4 @@ static inline kvc_status feed(kvc_cache *cache, int num_layers, int64_t id, int3
     return kvc_commit(batch);
 }
 
-static inline kvc_stats stats_in(kvc_cache *cache) {
-    kvc_stats stats;
-    kvc_get_stats(cache, &stats, sizeof stats);
-    return stats;
-}
-
 #endif

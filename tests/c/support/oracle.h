@@ -995,11 +995,7 @@ static inline void check_ids(const pair *p) {
     for (int i = 0; i < num; i++) CHECK(rows_of(p, find_sequence(p, ids[i])) > 0 && (i == 0 || ids[i] > ids[i - 1]));
 }
 
-static inline kvc_stats stats_of(const pair *p) {
-    kvc_stats stats;
-    kvc_get_stats(p->cache, &stats, sizeof stats);
-    return stats;
-}
+static inline kvc_stats stats_of(const pair *p) { return stats_in(p->cache); }
 
 /* Counts the rows of the open batch in a layer. */
 static inline int64_t batch_rows(const pair *p, int l) {
@@ -1431,6 +1427,12 @@ static inline int has_copied(const pair *before, const pair *after, int l) {
     return 0;
 }
 
+/* Checks that max_bytes is kept to. */
+static inline void check_bytes(const pair *p) {
+    CHECKF(!p->config.max_bytes || kvc_nbytes(p->cache) <= p->config.max_bytes, "%lld bytes, max_bytes is %lld",
+           (long long)kvc_nbytes(p->cache), (long long)p->config.max_bytes);
+}
+
 /* Checks that an edit copied those rows that the oracle gave new slots, from `first` on, each once, and no others. */
 static inline void check_copied(const pair *p, const kvc_stats *before, int32_t first) {
     int64_t num = 0;
@@ -1440,6 +1442,7 @@ static inline void check_copied(const pair *p, const kvc_stats *before, int32_t 
                 num += p->sequences[s].layers[l].rows[i].slot >= first;
     CHECKF(stats_of(p).rows_copied - before->rows_copied == num, "%lld rows were copied, not %lld",
            (long long)(stats_of(p).rows_copied - before->rows_copied), (long long)num);
+    if (num) check_bytes(p);
 }
 
 /* What an edit should answer that leaves the oracle like this, where nothing else stands in its way: while a batch
@@ -1645,7 +1648,9 @@ static inline kvc_status pair_reserve(pair *p, int64_t id, int num_tokens) {
     static pair after;
     kvc_status right = p->batch ? KVC_ERR_BUSY : oracle_go_on(p, id, num_tokens, &after);
     kvc_status status = agree_moved(p, "reserve", kvc_reserve(p->cache, id, num_tokens), right);
-    if (status == KVC_OK) *p = after;
+    if (status != KVC_OK) return status;
+    *p = after;
+    check_bytes(p);
     return status;
 }
 

@@ -60,35 +60,37 @@ static inline int32_t random_position(const pair *p, int64_t id) {
 }
 
 /* Moves positions [begin, end) of a sequence or replaces their rows; or applies deltas, reserves, or asks for room. */
-static inline void random_move(pair *p, int64_t id, int32_t begin, int32_t end) {
-    int choice = random_int(0, 12);
+static inline kvc_status random_move(pair *p, int64_t id, int32_t begin, int32_t end) {
+    const int choice = random_int(0, 12);
+    kvc_status status;
     p->calls_left = random_int(0, 4) ? -1 : random_int(0, 3);
     if (choice < 5)
-        pair_shift(p, id, begin, random_int(0, 2) ? end : KVC_END, random_int(-12, 13));
+        status = pair_shift(p, id, begin, random_int(0, 2) ? end : KVC_END, random_int(-12, 13));
     else if (choice < 7)
-        pair_divide(p, id, begin, random_int(0, 2) ? end : KVC_END, random_int(1, 4));
+        status = pair_divide(p, id, begin, random_int(0, 2) ? end : KVC_END, random_int(1, 4));
     else if (choice < 9)
-        pair_inject_rows(p, id, random_int(0, p->config.num_layers), begin, end, random_int(0, 2));
+        status = pair_inject_rows(p, id, random_int(0, p->config.num_layers), begin, end, random_int(0, 2));
     else if (choice < 11)
-        pair_settle(p);
+        status = pair_settle(p);
     else if (random_int(0, 2))
-        pair_reserve(p, random_source(), random_int(1, 30));
+        status = pair_reserve(p, random_source(), random_int(1, 30));
     else
-        pair_room(p, random_source());
+        status = pair_room(p, random_source());
     p->calls_left = -1;
+    return status;
 }
 
 /* Shares some rows: from anywhere on, or those behind what dst holds. */
-static inline void random_share(pair *p, int64_t src, int64_t dst) {
+static inline kvc_status random_share(pair *p, int64_t src, int64_t dst) {
     int32_t next = next_of(p, find_sequence(p, dst));
     int32_t begin = random_int(0, 3) ? random_int(0, 2) ? next : random_position(p, src) : 0;
     int32_t end = random_int(0, 2) && begin < INT32_MAX - 40 ? begin + random_int(0, 40) : KVC_END;
-    if (src != dst && rows_of(p, find_sequence(p, src)) + rows_of(p, find_sequence(p, dst)) < 240)
-        pair_share(p, src, dst, begin, end);
+    if (src == dst || rows_of(p, find_sequence(p, src)) + rows_of(p, find_sequence(p, dst)) >= 240) return KVC_OK;
+    return pair_share(p, src, dst, begin, end);
 }
 
 /* Retains, attaches, pins, uses or drops retained sequences. */
-static inline void random_retained(pair *p, int64_t id) {
+static inline kvc_status random_retained(pair *p, int64_t id) {
     const int64_t retained = FIRST_RETAINED + random_int(0, NUM_RETAINED);
     int64_t ids[NUM_RETAINED];
     const int choice = random_int(0, 12);
@@ -100,51 +102,46 @@ static inline void random_retained(pair *p, int64_t id) {
     }
     if (choice < 5) {
         const int32_t begin = random_int(0, 3) ? extreme_of(p, find_sequence(p, ids[NUM_RETAINED - 1]), 1) + 1 : 0;
-        pair_retain(p, id, retained, begin, begin + random_int(1, 12));
+        return pair_retain(p, id, retained, begin, begin + random_int(1, 12));
     } else if (choice < 8) {
         const int skipped = random_int(0, 3) ? 0 : random_int(0, NUM_RETAINED);
-        pair_attach(p, ids + skipped, NUM_RETAINED - skipped, id, random_int(0, 2) ? 10000 : random_int(0, 40));
+        return pair_attach(p, ids + skipped, NUM_RETAINED - skipped, id, random_int(0, 2) ? 10000 : random_int(0, 40));
     } else if (choice < 10) {
         pair_pin(p, retained, random_int(0, 2) ? 1 : -1);
     } else if (choice < 11) {
         pair_touch(p, retained);
     } else {
-        pair_clear_sequence(p, retained);
+        return pair_clear_sequence(p, retained);
     }
+    return KVC_OK;
 }
 
-/* Edits a random sequence; if it is in the open batch, the edit must be refused. */
-static inline void random_edit(pair *p) {
+static inline kvc_status any_edit(pair *p) {
     int64_t id = random_id(), other = random_id(), source = random_source();
     int32_t begin = random_position(p, id), end = begin + random_int(0, 20);
     int choice = random_int(0, 245);
-    if (choice >= 175)
-        random_retained(p, id);
-    else if (choice >= 153)
-        random_share(p, random_source(), other);
-    else if (choice >= 151)
-        pair_clone(p);
-    else if (choice >= 149)
-        random_int(0, 3) || p->config.capacity || p->config.max_bytes ? pair_save(p) : pair_restore(p, id, other);
-    else if (choice < 25)
-        pair_remove(p, id, begin, choice % 5 ? end : KVC_END, choice % 2);
-    else if (choice < 40)
-        pair_truncate(p, id, begin);
-    else if (choice < 60 && source != other)
-        pair_fork(p, source, other);
-    else if (choice < 85 && source != other)
-        pair_copy_prefix(p, source, other, begin);
-    else if (choice < 93)
-        pair_clear_sequence(p, id);
-    else if (choice < 94)
-        pair_keep(p, id);
-    else if (choice < 95)
-        pair_clear(p);
-    else if (choice < 100)
-        pair_compact(p);
-    else
-        random_move(p, id, begin, end);
+    if (choice >= 175) return random_retained(p, id);
+    if (choice >= 153) return random_share(p, random_source(), other);
+    if (choice >= 151) return pair_clone(p);
+    if (choice >= 149)
+        return random_int(0, 3) || p->config.capacity || p->config.max_bytes ? pair_save(p)
+                                                                             : pair_restore(p, id, other);
+    if (choice < 25) return pair_remove(p, id, begin, choice % 5 ? end : KVC_END, choice % 2);
+    if (choice < 40) return pair_truncate(p, id, begin);
+    if (choice < 60 && source != other) return pair_fork(p, source, other);
+    if (choice < 85 && source != other) return pair_copy_prefix(p, source, other, begin);
+    if (choice < 93) return pair_clear_sequence(p, id);
+    if (choice < 94) return pair_keep(p, id);
+    if (choice < 95) return pair_clear(p);
+    if (choice < 100) return pair_compact(p);
+    return random_move(p, id, begin, end);
+}
+
+/* Edits a random sequence; if it is in the open batch, the edit must be refused. */
+static inline kvc_status random_edit(pair *p) {
+    const kvc_status status = any_edit(p);
     pair_see_evicted(p);
+    return status;
 }
 
 /* Tokens of up to three sequences: mostly those that follow, now and then with gaps, repeated, or from further back. */
@@ -230,16 +227,19 @@ static inline kvc_status random_begin_restoring(pair *p) {
     return n && any ? pair_begin_with(p, n, positions, ids, replaced) : KVC_ERR_INVALID;
 }
 
-static inline void random_pass(pair *p) {
+/* Begins a batch of random tokens, or one that restores layers. */
+static inline kvc_status random_begin(pair *p) {
     int32_t positions[MAX_BATCH];
     int64_t ids[MAX_BATCH];
     int n = random_tokens(p, positions, ids);
     kvc_status status = random_int(0, 6) ? pair_begin(p, n, positions, ids) : random_begin_restoring(p);
-    int64_t bytes = kvc_nbytes(p->cache);
-    CHECKF(status != KVC_OK || !p->config.max_bytes || bytes <= p->config.max_bytes, "%lld bytes, max_bytes is %lld",
-           (long long)bytes, (long long)p->config.max_bytes);
+    if (status == KVC_OK) check_bytes(p);
     pair_see_evicted(p);
-    if (status != KVC_OK) return;
+    return status;
+}
+
+static inline void random_pass(pair *p) {
+    if (random_begin(p) != KVC_OK) return;
     for (int i = random_int(-2, 3); i > 0; i--) {
         random_edit(p);
         pair_check(p);

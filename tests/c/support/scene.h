@@ -179,7 +179,6 @@ typedef struct source {
 
 static inline source source_new(const scene *s, const setting *how, int layer, const pass *p, int first, int n) {
     const int heads = s->layer.num_kv_heads, k_dim = s->layer.k_dim, v_dim = s->layer.v_dim;
-    const int64_t size = sizeof(float);
     source src = {.k = malloc((size_t)(n * heads * k_dim) * sizeof(float)),
                   .v = malloc((size_t)(n * heads * v_dim) * sizeof(float))};
     for (int t = 0; t < n; t++) {
@@ -190,15 +189,7 @@ static inline source source_new(const scene *s, const setting *how, int layer, c
             src.v[t * heads * v_dim + i] =
                 spoilt ? INFINITY : scene_element(s, IS_V, layer, m, row, i / v_dim, i % v_dim);
     }
-    src.args = (kvc_put_args){.struct_size = sizeof src.args,
-                              .first = first,
-                              .num_tokens = n,
-                              .k = src.k,
-                              .v = s->layer.value_in_key ? NULL : src.v,
-                              .k_token_stride = heads * k_dim * size,
-                              .k_head_stride = k_dim * size,
-                              .v_token_stride = heads * v_dim * size,
-                              .v_head_stride = v_dim * size};
+    src.args = float_rows(first, n, heads, k_dim, v_dim, src.k, s->layer.value_in_key ? NULL : src.v);
     return src;
 }
 

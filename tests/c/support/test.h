@@ -41,21 +41,43 @@ static inline kvc_cache *cache_of(const kvc_layer *layers, int32_t num_layers, k
     return cache;
 }
 
-/* Puts rows of tokens [first, first + n) of a batch, n = 0: all from `first` on; k is [n][heads][k_dim], and v alike.
- */
+/* Describes floats for kvc_put: k is [n][heads][k_dim], and v alike; n = 0: of all tokens from `first` on. */
+static inline kvc_put_args float_rows(int32_t first, int32_t n, int64_t heads, int64_t k_dim, int64_t v_dim,
+                                      const void *k, const void *v) {
+    const int64_t size = sizeof(float);
+    return (kvc_put_args){.struct_size = sizeof(kvc_put_args),
+                          .first = first,
+                          .num_tokens = n,
+                          .k = k,
+                          .v = v,
+                          .k_token_stride = heads * k_dim * size,
+                          .k_head_stride = k_dim * size,
+                          .v_token_stride = heads * v_dim * size,
+                          .v_head_stride = v_dim * size};
+}
+
+/* Describes floats for kvc_attend: q is [n][heads][k_dim], out [n][heads][v_dim]. */
+static inline kvc_attend_args float_queries(int64_t heads, int64_t k_dim, int64_t v_dim, const void *q, void *out) {
+    const int64_t size = sizeof(float);
+    return (kvc_attend_args){.struct_size = sizeof(kvc_attend_args),
+                             .q = q,
+                             .out = out,
+                             .q_token_stride = heads * k_dim * size,
+                             .q_head_stride = k_dim * size,
+                             .out_token_stride = heads * v_dim * size,
+                             .out_head_stride = v_dim * size};
+}
+
 static inline void put_floats(kvc_batch *batch, int32_t layer, int32_t first, int32_t n, int64_t heads, int64_t k_dim,
                               int64_t v_dim, const void *k, const void *v) {
-    const int64_t size = sizeof(float);
-    const kvc_put_args args = {.struct_size = sizeof args,
-                               .first = first,
-                               .num_tokens = n,
-                               .k = k,
-                               .v = v,
-                               .k_token_stride = heads * k_dim * size,
-                               .k_head_stride = k_dim * size,
-                               .v_token_stride = heads * v_dim * size,
-                               .v_head_stride = v_dim * size};
+    const kvc_put_args args = float_rows(first, n, heads, k_dim, v_dim, k, v);
     CHECKF(kvc_put(batch, layer, &args) == KVC_OK, "%s", kvc_last_error());
+}
+
+static inline kvc_stats stats_in(kvc_cache *cache) {
+    kvc_stats stats;
+    kvc_get_stats(cache, &stats, sizeof stats);
+    return stats;
 }
 
 /* Returns the smallest or the largest position of a sequence in any layer; -1 if it holds nothing. */
@@ -85,10 +107,11 @@ static inline int is_quick(void) {
 /* Whether all is to be tested: in `pytest --full`, and in a program that is started by hand. */
 static inline int is_full(void) { return !getenv("KVCACHE_TEST_PART"); }
 
+static uint64_t random_state = 1; /* set to what it was, it gives the same numbers again */
+
 /* 64 random bits (splitmix64); every run sees the same. */
 static inline uint64_t random_bits(void) {
-    static uint64_t state = 1;
-    uint64_t z = state += 0x9e3779b97f4a7c15;
+    uint64_t z = random_state += 0x9e3779b97f4a7c15;
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
     z = (z ^ z >> 27) * 0x94d049bb133111eb;
     return z ^ z >> 31;

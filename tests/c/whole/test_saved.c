@@ -96,12 +96,6 @@ static pair *varied_pair(void) {
     return &p;
 }
 
-static int64_t live_slots(kvc_cache *cache) {
-    kvc_stats stats;
-    kvc_get_stats(cache, &stats, sizeof stats);
-    return stats.live_slots;
-}
-
 /* ---- damage ------------------------------------------------------------------------------------------------------ */
 
 /* Loads a damaged file: it is refused, unless only the MAC differs; then what is loaded saves to the same bytes. */
@@ -381,7 +375,7 @@ static void test_load_arguments(void) {
     args.to_ids = (int64_t[]){20, 8}; /* in any order */
     CHECK(kvc_load(&args, &cache) == KVC_OK);
     CHECK(kvc_seq_len(cache, 20, 0) == kvc_seq_len(p->cache, -3, 0) && kvc_seq_len(cache, 8, 0) == 9);
-    CHECK(live_slots(cache) < live_slots(p->cache));
+    CHECK(stats_in(cache).live_slots < stats_of(p).live_slots);
     CHECK(kvc_cache_free(cache) == KVC_OK);
     free(file.bytes);
     pair_free(p);
@@ -554,15 +548,9 @@ static void test_large(int with_threads) {
         kvc_batch *batch = NULL;
         for (int t = 0; t < LARGE_ROWS / 3; t++) ids[t] = id;
         const void *at = rows[LARGE_ROWS / 3 * (id - 1)];
-        const kvc_put_args put = {.struct_size = sizeof put,
-                                  .k = at,
-                                  .v = at,
-                                  .k_token_stride = sizeof *rows,
-                                  .k_head_stride = sizeof **rows,
-                                  .v_token_stride = sizeof *rows,
-                                  .v_head_stride = sizeof **rows};
         CHECK(kvc_begin(cache, LARGE_ROWS / 3, NULL, ids, NULL, &batch) == KVC_OK);
-        CHECK(kvc_put(batch, 0, &put) == KVC_OK && kvc_commit(batch) == KVC_OK);
+        put_floats(batch, 0, 0, 0, LARGE_HEADS, LARGE_DIM, LARGE_DIM, at, at);
+        CHECK(kvc_commit(batch) == KVC_OK);
     }
     CHECK(save_all(cache, &file) == KVC_OK && file.size > (11 << 20));
     kvc_load_args args = load_args_of(&file);
@@ -651,7 +639,7 @@ static void test_meanwhile(void) {
 
 static int32_t read_and_fork(void *user, void *data, size_t size) {
     busy_file *b = user;
-    if (live_slots(b->p->cache) == 24) /* rows are being read */
+    if (stats_of(b->p).live_slots == 24) /* rows are being read */
         pair_fork(b->p, 0, 1);
     return saved_read(user, data, size);
 }
