@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -20,6 +22,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from kvcache.plot import name_ends
 
 LAYERS = 32  # layers of the model that is drawn: 32 query heads, 8 KV heads of 128 (Llama 3.1 8B)
+SVG = "http://www.w3.org/2000/svg"
 SETTINGS = {"svg.hashsalt": "kvcache", "svg.fonttype": "none", "font.family": "sans-serif"}
 
 # Okabe and Ito's colours, which differ for the colour-blind too; markers and dashes differ as well.
@@ -111,8 +114,38 @@ def draw(found: Curves, title: str) -> Figure:
 
 
 def save(picture: Figure, path: Path) -> None:
-    """Write a .png, .pdf or .svg; an SVG holds no date, so that the same figures make the same file."""
-    picture.savefig(path, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None, dpi=120)
+    """Write a .png, .pdf or .svg; an SVG is made small, and the same figures make the same file."""
+    picture.savefig(path, bbox_inches="tight", dpi=120)
+    if path.suffix == ".svg":
+        path.write_text(smaller(path.read_text()) + "\n")
+
+
+def smaller(text: str) -> str:
+    """Return an SVG of matplotlib without metadata and groups that do nothing, and with hundredths of a point."""
+    for prefix, space in (("", SVG), ("xlink", "http://www.w3.org/1999/xlink")):
+        ElementTree.register_namespace(prefix, space)
+    root = ElementTree.fromstring(text)
+    root.remove(root[0])  # metadata
+    shrink(root)
+    ElementTree.indent(root, " ")
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def shrink(element: ElementTree.Element) -> None:
+    """Replace groups that do nothing by what they hold, and neighbouring paths of one style by one path."""
+    children = list(element)
+    element[:] = []
+    for child in children:
+        shrink(child)
+        for name, value in child.items():
+            short = re.sub(r"-?\d+\.\d+", lambda number: f"{round(float(number[0]), 2):g}", value)
+            child.set(name, ("" if short.startswith("data:") else " ").join(short.split()))
+        if child.tag == f"{{{SVG}}}g" and child.keys() in ([], ["id"]):
+            element.extend(child)
+        elif len(element) and child.get("d") and {**child.attrib, "d": ""} == {**element[-1].attrib, "d": ""}:
+            element[-1].set("d", f"{element[-1].get('d')} {child.get('d')}")
+        else:
+            element.append(child)
 
 
 def kept(path: Path) -> tuple[list[dict[str, Any]], str]:

@@ -342,7 +342,7 @@ def _title(policy: Policy) -> str:
 
 def _image(ax: Axes, cells: npt.NDArray[Any], colours: Sequence[str]) -> None:
     ax.imshow(
-        cells, cmap=ListedColormap(colours), vmin=-0.5, vmax=len(colours) - 0.5, interpolation="nearest", aspect="auto"
+        cells, cmap=ListedColormap(colours), vmin=-0.5, vmax=len(colours) - 0.5, interpolation="none", aspect="auto"
     )
     ax.autoscale(False)
     ax.spines[:].set_visible(False)
