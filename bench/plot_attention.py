@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from figures import rows_of
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
@@ -151,8 +152,9 @@ def shrink(element: ElementTree.Element) -> None:
 def kept(path: Path) -> tuple[list[dict[str, Any]], str]:
     """Read rows, and the processor's name, from a run (--json of a benchmark) or from all runs of a processor."""
     record = json.loads(path.read_text())
-    runs = record.get("runs", [record])
-    return [row for run in runs for row in run["rows"]], record.get("processor", "")
+    if "runs" not in record:
+        return record["rows"], ""
+    return [row for run in record["runs"] for row in rows_of(run["lines"])], record["processor"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
