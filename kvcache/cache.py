@@ -255,7 +255,6 @@ class KVCache(Saveable):
 
         Examples
         --------
-        >>> import kvcache
         >>> config = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512,
         ...           "max_position_embeddings": 4096, "rope_theta": 10000.0}
         >>> kvcache.KVCache.from_config(config, dtype="q8_0").layers[1].head_dim
@@ -298,8 +297,6 @@ class KVCache(Saveable):
         Examples
         --------
         >>> import copy
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(1, 1, 2, 64)
         >>> with cache.batch(3) as batch:
         ...     batch.put(0, np.ones((3, 1, 2), np.float32), np.ones((3, 1, 2), np.float32))
@@ -442,7 +439,6 @@ class KVCache(Saveable):
 
         Examples
         --------
-        >>> import kvcache
         >>> cache = kvcache.KVCache(1, 2, 8, 64, max_sequences=None)
         >>> batch = cache.batch(positions=[0, 1, 0], seq_ids=[7, 7, 8])
         >>> len(batch), batch.positions, batch.seq_ids
@@ -577,8 +573,6 @@ class KVCache(Saveable):
         --------
         A layer of q8_0, 34 bytes for 32 elements, token after token, each with all its heads, as llama.cpp saves them:
 
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(1, 2, 64, 16, dtype="q8_0")
         >>> with cache.batch(3) as batch:
         ...     batch.put(0, np.ones((3, 2, 64), np.float32), np.ones((3, 2, 64), np.float32))
@@ -639,8 +633,6 @@ class KVCache(Saveable):
 
         Examples
         --------
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(1, 1, 2, 64)
         >>> with cache.batch(positions=[1]) as batch:
         ...     batch.put(0, np.ones((1, 1, 2), np.float32), np.ones((1, 1, 2), np.float32))
@@ -693,8 +685,6 @@ class KVCache(Saveable):
 
         Examples
         --------
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(1, 1, 2, 64)
         >>> with cache.batch(3) as batch:
         ...     batch.put(0, np.ones((3, 1, 2), np.float32), np.ones((3, 1, 2), np.float32))
@@ -834,8 +824,6 @@ class KVCache(Saveable):
 
         Examples
         --------
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(1, 2, 8, 64, max_sequences=3)
         >>> with cache.batch(positions=[0, 1, 2, 0, 1, 2], seq_ids=[0, 0, 0, 1, 1, 1]) as batch:
         ...     batch.put(0, np.ones((6, 2, 8), np.float32), np.ones((6, 2, 8), np.float32))
@@ -911,8 +899,6 @@ class KVCache(Saveable):
 
         Examples
         --------
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(1, 1, 2, 64, rope=kvcache.Rope([1.0]))
         >>> with cache.batch(3) as batch:
         ...     batch.put(0, np.ones((3, 1, 2), np.float32), np.ones((3, 1, 2), np.float32))
@@ -946,8 +932,6 @@ class KVCache(Saveable):
 
         Examples
         --------
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(1, 1, 2, 64, rope=False)
         >>> with cache.batch(5) as batch:
         ...     batch.put(0, np.ones((5, 1, 2), np.float32), np.ones((5, 1, 2), np.float32))
@@ -1021,8 +1005,6 @@ class KVCache(Saveable):
 
         Examples
         --------
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(1, 1, 8, 4, policy=kvcache.SlidingWindow(4), capacity=16)
         >>> cache.room()
         16
@@ -1067,7 +1049,6 @@ class KVCache(Saveable):
 
         Examples
         --------
-        >>> import kvcache
         >>> cache = kvcache.KVCache(32, 8, 128, 131072, dtype="f16")
         >>> cache.most_bytes(1), cache.most_bytes(131072) / 2**30
         (131072, 16.0)
@@ -1111,8 +1092,6 @@ class KVCache(Saveable):
         --------
         Six tokens in blocks of four, and a fork; then each of the two appends a token:
 
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(1, 1, 2, 64, max_sequences=2, block_size=4)
         >>> with cache.batch(6) as batch:
         ...     batch.put(0, np.ones((6, 1, 2), np.float32), np.ones((6, 1, 2), np.float32))

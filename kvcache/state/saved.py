@@ -141,7 +141,6 @@ def inspect(path: StrPath, *, verify: bool = False) -> SavedState:
     Examples
     --------
     >>> import tempfile
-    >>> import kvcache
     >>> from kvcache.state import inspect
     >>> cache = kvcache.KVCache(1, 1, 2, 64)
     >>> with tempfile.TemporaryDirectory() as folder:

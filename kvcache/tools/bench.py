@@ -68,10 +68,8 @@ class Shape:
 
     Raises
     ------
-    ValueError
-        If a number is out of range, or `num_heads` is no multiple of `num_kv_heads`.
-    TypeError
-        If a number is no integer.
+    ValueError, TypeError
+        If a number is out of range or no integer, or `num_heads` is no multiple of `num_kv_heads`.
     """
 
     num_layers: int = 32
