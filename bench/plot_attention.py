@@ -10,7 +10,7 @@ import argparse
 import json
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -114,9 +114,10 @@ def draw(found: Curves, title: str) -> Figure:
     return picture
 
 
-def save(picture: Figure, path: Path) -> None:
-    """Write a .png, .pdf or .svg; an SVG is made small, and the same figures make the same file."""
-    picture.savefig(path, bbox_inches="tight", dpi=120)
+def save(make: Callable[[], Figure], path: Path) -> None:
+    """Draw and write a .png, .pdf or .svg; an SVG is made small, and the same figures make the same file."""
+    with rc_context(SETTINGS):
+        make().savefig(path, bbox_inches="tight", dpi=120)
     if path.suffix == ".svg":
         path.write_text(smaller(path.read_text()) + "\n")
 
@@ -164,8 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--section", choices=("peers", "llama_cpp"), default="peers", help="default: peers")
     options = parser.parse_args(arguments)
     made = {"peers": figure, "llama_cpp": llama_cpp}[options.section]
-    with rc_context(SETTINGS):
-        save(made(*kept(options.source)), options.target)
+    save(lambda: made(*kept(options.source)), options.target)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -84,9 +83,8 @@ def llama_cpp() -> Figure:
 
 
 def draw(folder: Path) -> None:
-    with mpl.rc_context(plot_attention.SETTINGS):
-        for picture in (visibility, blocks, memory, attention, llama_cpp):
-            plot_attention.save(picture(), folder / f"{picture.__name__}.svg")
+    for picture in (visibility, blocks, memory, attention, llama_cpp):
+        plot_attention.save(picture, folder / f"{picture.__name__}.svg")
 
 
 if __name__ == "__main__":
