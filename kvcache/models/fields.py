@@ -122,20 +122,7 @@ def is_positive(value: Any) -> bool:
 
 
 class Fields:
-    """The fields of a configuration, each checked as it is read.
-
-    Parameters
-    ----------
-    values : mapping of str to anything
-        The fields.
-    source : str
-        The name of the file or argument, for messages.
-
-    Raises
-    ------
-    ModelFileError
-        If there are more fields than any model has.
-    """
+    """The fields of a configuration, each checked as it is read; `source` names the file or argument in messages."""
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self.values = values
@@ -227,25 +214,11 @@ def _number(key: object) -> int | None:
 
 
 def read_config(source: Any) -> Fields:
-    """Gather the fields of a model's text decoder.
+    """Gather the fields of a model's text decoder, under Hugging Face's names; ``model_type`` is the decoder's.
 
-    Parameters
-    ----------
-    source : path, mapping, or configuration of transformers
-        A folder with a ``config.json``, that file, or safetensors beside it, or a GGUF; or the content of a
-        ``config.json``, as a mapping or as `Fields`.
-
-    Returns
-    -------
-    Fields
-        The fields under Hugging Face's names, whatever the source; ``model_type`` is the text decoder's.
-
-    Raises
-    ------
-    ModelFileError
-        If a file is missing, is of another format, or holds impossible values.
-    TypeError
-        If `source` is none of these.
+    `source` is a folder with a ``config.json``, that file, or safetensors beside it, or a GGUF; or the content of a
+    ``config.json``, as a mapping, as `Fields`, or as a configuration of transformers. Raise `ModelFileError` if a file
+    is missing, is of another format, or holds impossible values.
     """
     if isinstance(source, Fields):
         return source
@@ -276,23 +249,14 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object.
-
-    Raises
-    ------
-    ModelFileError
-        If it is missing, too large, no JSON, or holds no object.
-    """
+    """Read a JSON file; raise `ModelFileError` if it is missing, too large, no JSON, or holds no object."""
     return _parse(read_file(path, MAX_JSON, "a configuration"), path)
 
 
 def read_safetensors_header(file: File) -> tuple[dict[str, Any], int]:
     """Read a safetensors file's header: an entry for each tensor, and the offset at which the tensors' data begins.
 
-    Raises
-    ------
-    ModelFileError
-        If it is no safetensors file, or its header is larger than any real one.
+    Raise `ModelFileError` if it is no safetensors file, or its header is larger than any real one.
     """
     length = int.from_bytes(file.read(0, min(8, file.size)), "little")
     if file.size < 8 or not length or length > min(MAX_JSON, file.size - 8):

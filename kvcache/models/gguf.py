@@ -105,22 +105,9 @@ class Header:
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """Read the header of a GGUF file.
+    """Read the header of a GGUF file; each tensor of a known type lies within the file, and no two overlap.
 
-    Parameters
-    ----------
-    path : str or path-like
-        The file.
-
-    Returns
-    -------
-    Header
-        The metadata and the tensors; each tensor of a known type lies within the file, and no two overlap.
-
-    Raises
-    ------
-    ModelFileError
-        The file is missing, no GGUF, damaged, cut short, big-endian, or of an unsupported version.
+    Raise `ModelFileError` if it is missing, no GGUF, damaged, cut short, big-endian, or of an unsupported version.
     """
     with _open(path) as source:
         version, num_tensors, num_entries = source.beginning()
@@ -135,24 +122,9 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def read_array(header: Header, key: str) -> tuple[Any, ...]:
-    """Read an array of the metadata, from the header or, if it was skipped, from the file.
+    """Read an array of strings or numbers of the metadata, from the header or, if it was skipped, from the file.
 
-    Parameters
-    ----------
-    header : Header
-        The header that `read_header` returned.
-    key : str
-        The name of an entry of `Header.metadata`.
-
-    Returns
-    -------
-    tuple
-        The array's strings or numbers.
-
-    Raises
-    ------
-    ModelFileError
-        The entry is no array of strings or numbers, a string is not UTF-8, or the file has changed.
+    Raise `ModelFileError` if the entry is no such array, a string is not UTF-8, or the file has changed.
     """
     value = header.metadata[key]
     if isinstance(value, tuple):
@@ -166,24 +138,9 @@ def read_array(header: Header, key: str) -> tuple[Any, ...]:
 
 
 def read_floats(header: Header, name: str) -> tuple[float, ...]:
-    """Read a short F32 tensor, such as the factors of a rotation.
+    """Read a short F32 tensor of one axis, such as the factors of a rotation.
 
-    Parameters
-    ----------
-    header : Header
-        The header that `read_header` returned.
-    name : str
-        The name of a tensor of `Header.tensors`.
-
-    Returns
-    -------
-    tuple of float
-        The tensor's elements.
-
-    Raises
-    ------
-    ModelFileError
-        The tensor has another type, more than one axis or more than 4096 elements, or the file has changed.
+    Raise `ModelFileError` if the tensor is another one, has more than 4,096 elements, or the file has changed.
     """
     tensor = header.tensors[name]
     if tensor.type != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_KEPT:
