@@ -184,43 +184,20 @@ class Batch:
 
     @overload
     def attend(
-        self,
-        layer: SupportsIndex,
-        q: AnyArray,
-        k: AnyArray | None = None,
-        v: AnyArray | None = None,
-        *,
-        first: SupportsIndex = 0,
-        scale: SupportsFloat | None = None,
-        softcap: SupportsFloat | None = None,
-        sinks: AnyArray | None = None,
-        alibi: AnyArray | None = None,
-        non_causal: Flags | None = None,
-        masked: Ranges | None = None,
-        layout: Layout = "THD",
-        out: AnyArray | None = None,
+        self, layer: SupportsIndex, q: AnyArray, k: AnyArray | None = None, v: AnyArray | None = None, *,
+        first: SupportsIndex = 0, scale: SupportsFloat | None = None, softcap: SupportsFloat | None = None,
+        sinks: AnyArray | None = None, alibi: AnyArray | None = None, non_causal: Flags | None = None,
+        masked: Ranges | None = None, layout: Layout = "THD", out: AnyArray | None = None,
         return_lse: Literal[False] = False,
-    ) -> npt.NDArray[Any]: ...
+    ) -> npt.NDArray[Any]: ...  # fmt: skip
 
     @overload
     def attend(
-        self,
-        layer: SupportsIndex,
-        q: AnyArray,
-        k: AnyArray | None = None,
-        v: AnyArray | None = None,
-        *,
-        first: SupportsIndex = 0,
-        scale: SupportsFloat | None = None,
-        softcap: SupportsFloat | None = None,
-        sinks: AnyArray | None = None,
-        alibi: AnyArray | None = None,
-        non_causal: Flags | None = None,
-        masked: Ranges | None = None,
-        layout: Layout = "THD",
-        out: AnyArray | None = None,
-        return_lse: Literal[True],
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]: ...
+        self, layer: SupportsIndex, q: AnyArray, k: AnyArray | None = None, v: AnyArray | None = None, *,
+        first: SupportsIndex = 0, scale: SupportsFloat | None = None, softcap: SupportsFloat | None = None,
+        sinks: AnyArray | None = None, alibi: AnyArray | None = None, non_causal: Flags | None = None,
+        masked: Ranges | None = None, layout: Layout = "THD", out: AnyArray | None = None, return_lse: Literal[True],
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]: ...  # fmt: skip
 
     def attend(
         self,

@@ -139,43 +139,27 @@ class KVCache(Saveable):
 
     @overload
     def __init__(
-        self,
-        num_layers: Sequence[Layer],
-        *,
-        max_seq_len: SupportsIndex | None = None,
-        max_sequences: SupportsIndex | None = 1,
-        capacity: SupportsIndex | None = None,
-        max_bytes: SupportsIndex | None = None,
-        block_size: SupportsIndex | None = None,
-        strategy: Strategy = "always",
+        self, num_layers: Sequence[Layer], *, max_seq_len: SupportsIndex | None = None,
+        max_sequences: SupportsIndex | None = 1, capacity: SupportsIndex | None = None,
+        max_bytes: SupportsIndex | None = None, block_size: SupportsIndex | None = None, strategy: Strategy = "always",
         num_threads: SupportsIndex | None = None,
-    ) -> None: ...
+    ) -> None: ...  # fmt: skip
 
     @overload
     def __init__(
-        self,
-        num_layers: SupportsIndex,
-        num_kv_heads: SupportsIndex | Sequence[SupportsIndex],
-        head_dim: SupportsIndex | Sequence[SupportsIndex],
-        max_seq_len: SupportsIndex | None = None,
-        *,
-        v_head_dim: SupportsIndex | Sequence[SupportsIndex] | None = None,
-        value_in_key: bool | Sequence[bool] = False,
-        dtype: DType | Sequence[DType] = "f16",
-        k_dtype: DType | Sequence[DType] | None = None,
+        self, num_layers: SupportsIndex, num_kv_heads: SupportsIndex | Sequence[SupportsIndex],
+        head_dim: SupportsIndex | Sequence[SupportsIndex], max_seq_len: SupportsIndex | None = None, *,
+        v_head_dim: SupportsIndex | Sequence[SupportsIndex] | None = None, value_in_key: bool | Sequence[bool] = False,
+        dtype: DType | Sequence[DType] = "f16", k_dtype: DType | Sequence[DType] | None = None,
         v_dtype: DType | Sequence[DType] | None = None,
         k_transform: Transform | Sequence[Transform | None] | None = None,
         v_transform: Transform | Sequence[Transform | None] | None = None,
         policy: Policy | Sequence[Policy | None] | None = FullAttention(),  # noqa: B008  (frozen)
-        share: Sequence[SupportsIndex | None] | None = None,
-        rope: RopeLike | Sequence[RopeLike] = None,
-        max_sequences: SupportsIndex | None = 1,
-        capacity: SupportsIndex | None = None,
-        max_bytes: SupportsIndex | None = None,
-        block_size: SupportsIndex | None = None,
-        strategy: Strategy = "always",
+        share: Sequence[SupportsIndex | None] | None = None, rope: RopeLike | Sequence[RopeLike] = None,
+        max_sequences: SupportsIndex | None = 1, capacity: SupportsIndex | None = None,
+        max_bytes: SupportsIndex | None = None, block_size: SupportsIndex | None = None, strategy: Strategy = "always",
         num_threads: SupportsIndex | None = None,
-    ) -> None: ...
+    ) -> None: ...  # fmt: skip
 
     def __init__(
         self,
@@ -587,25 +571,15 @@ class KVCache(Saveable):
 
     @overload
     def extract(
-        self,
-        layer: SupportsIndex,
-        begin: SupportsIndex,
-        end: SupportsIndex,
-        *,
-        seq_id: SupportsIndex = 0,
+        self, layer: SupportsIndex, begin: SupportsIndex, end: SupportsIndex, *, seq_id: SupportsIndex = 0,
         raw: Literal[False] = False,
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]: ...
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]: ...  # fmt: skip
 
     @overload
     def extract(
-        self,
-        layer: SupportsIndex,
-        begin: SupportsIndex,
-        end: SupportsIndex,
-        *,
-        seq_id: SupportsIndex = 0,
+        self, layer: SupportsIndex, begin: SupportsIndex, end: SupportsIndex, *, seq_id: SupportsIndex = 0,
         raw: Literal[True],
-    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]: ...
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]: ...  # fmt: skip
 
     def extract(
         self,

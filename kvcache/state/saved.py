@@ -248,21 +248,11 @@ def _read_tables(data: memoryview, place: int) -> SavedState:
 
     limits = table("state")[0, 6:11].tolist()
     layers, inv_freq = table("layers"), table("inv_freq")
-    return SavedState(
-        VERSION,
-        str(metadata["library"]),
-        str(metadata["fingerprint"]),
-        tuple(_layer(row, inv_freq) for row in layers.tolist()),
-        limits[0],
-        limits[1],
-        limits[2],
-        limits[3],
-        limits[4],
-        tuple(_sequences(table, layers[:, 9:11].tolist())),
-        tuple(tensors.values()),
-        size,
-        any(data[size - MAC_BYTES : size]),
-    )
+    own = tuple(_layer(row, inv_freq) for row in layers.tolist())
+    sequences = tuple(_sequences(table, layers[:, 9:11].tolist()))
+    library, fingerprint = str(metadata["library"]), str(metadata["fingerprint"])
+    has_mac = any(data[size - MAC_BYTES : size])
+    return SavedState(VERSION, library, fingerprint, own, *limits, sequences, tuple(tensors.values()), size, has_mac)
 
 
 def _layer(row: list[int], inv_freq: npt.NDArray[np.float64]) -> Layer:
