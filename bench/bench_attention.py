@@ -105,8 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, object]]:
     if o.plot:
         import plot_attention
 
-        with plot_attention.rc_context(plot_attention.SETTINGS):
-            plot_attention.save(plot_attention.figure(report.rows), o.plot)
+        plot_attention.save(lambda: plot_attention.figure(report.rows), o.plot)
     return report.rows
 
 

@@ -309,8 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     if o.output:
         import plot_attention
 
-        with plot_attention.rc_context(plot_attention.SETTINGS):
-            plot_attention.save(plot_attention.llama_cpp(report.rows), o.output)
+        plot_attention.save(lambda: plot_attention.llama_cpp(report.rows), o.output)
     return report.rows
 
 

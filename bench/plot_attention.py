@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
+from figures import rows_of
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
@@ -20,6 +23,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from kvcache.plot import name_ends
 
 LAYERS = 32  # layers of the model that is drawn: 32 query heads, 8 KV heads of 128 (Llama 3.1 8B)
+SVG = "http://www.w3.org/2000/svg"
 SETTINGS = {"svg.hashsalt": "kvcache", "svg.fonttype": "none", "font.family": "sans-serif"}
 
 # Okabe and Ito's colours, which differ for the colour-blind too; markers and dashes differ as well.
@@ -110,16 +114,48 @@ def draw(found: Curves, title: str) -> Figure:
     return picture
 
 
-def save(picture: Figure, path: Path) -> None:
-    """Write a .png, .pdf or .svg; an SVG holds no date, so that the same figures make the same file."""
-    picture.savefig(path, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None, dpi=120)
+def save(make: Callable[[], Figure], path: Path) -> None:
+    """Draw and write a .png, .pdf or .svg; an SVG is made small, and the same figures make the same file."""
+    with rc_context(SETTINGS):
+        make().savefig(path, bbox_inches="tight", dpi=120)
+    if path.suffix == ".svg":
+        path.write_text(smaller(path.read_text()) + "\n")
+
+
+def smaller(text: str) -> str:
+    """Return an SVG of matplotlib without metadata and groups that do nothing, and with hundredths of a point."""
+    for prefix, space in (("", SVG), ("xlink", "http://www.w3.org/1999/xlink")):
+        ElementTree.register_namespace(prefix, space)
+    root = ElementTree.fromstring(text)
+    root.remove(root[0])  # metadata
+    shrink(root)
+    ElementTree.indent(root, " ")
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def shrink(element: ElementTree.Element) -> None:
+    """Replace groups that do nothing by what they hold, and neighbouring paths of one style by one path."""
+    children = list(element)
+    element[:] = []
+    for child in children:
+        shrink(child)
+        for name, value in child.items():
+            short = re.sub(r"-?\d+\.\d+", lambda number: f"{round(float(number[0]), 2):g}", value)
+            child.set(name, ("" if short.startswith("data:") else " ").join(short.split()))
+        if child.tag == f"{{{SVG}}}g" and child.keys() in ([], ["id"]):
+            element.extend(child)
+        elif len(element) and child.get("d") and {**child.attrib, "d": ""} == {**element[-1].attrib, "d": ""}:
+            element[-1].set("d", f"{element[-1].get('d')} {child.get('d')}")
+        else:
+            element.append(child)
 
 
 def kept(path: Path) -> tuple[list[dict[str, Any]], str]:
     """Read rows, and the processor's name, from a run (--json of a benchmark) or from all runs of a processor."""
     record = json.loads(path.read_text())
-    runs = record.get("runs", [record])
-    return [row for run in runs for row in run["rows"]], record.get("processor", "")
+    if "runs" not in record:
+        return record["rows"], ""
+    return [row for run in record["runs"] for row in rows_of(run["lines"])], record["processor"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -129,8 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--section", choices=("peers", "llama_cpp"), default="peers", help="default: peers")
     options = parser.parse_args(arguments)
     made = {"peers": figure, "llama_cpp": llama_cpp}[options.section]
-    with rc_context(SETTINGS):
-        save(made(*kept(options.source)), options.target)
+    save(lambda: made(*kept(options.source)), options.target)
 
 
 if __name__ == "__main__":

@@ -9,18 +9,7 @@ import numpy as np
 import pytest
 from attention_report import wanted
 from driver import FLOATS, TYPES
-from entrants import (
-    TINY,
-    TINY_LAYERS,
-    Shape,
-    core,
-    in_cache,
-    multiplying,
-    own_pages,
-    reading,
-    tiny_attend,
-    tiny_step,
-)
+from entrants import TINY, TINY_LAYERS, Shape, core, in_cache, multiplying, tiny_attend, tiny_step
 
 import kvcache
 
@@ -29,17 +18,9 @@ HEADS, DIM = 8, 128
 
 def test_the_whole_table(tmp_path, monkeypatch):
     """Run every section of bench_attention.py, at sizes at which its figures mean nothing."""
-    small = [
-        "--context=128,256",
-        "--threads=1",
-        "--dtype=f16,bf16,q8_0",
-        "--prefill=64,128",
-        "--seconds=0.01",
-        "--no-peers",
-        "--memory=1",
-    ]
+    small = "--context=128,256 --threads=1 --dtype=f16,bf16,q8_0 --prefill=64,128 --seconds=0.01 --no-peers --memory=1"
     monkeypatch.setattr(entrants, "working_set", 0)  # put back at the end
-    rows = bench_attention.main([*small, f"--json={tmp_path / 'run.json'}"])
+    rows = bench_attention.main([*small.split(), f"--json={tmp_path / 'run.json'}"])
     assert {row["section"] for row in rows} == set(bench_attention.SECTIONS)
     assert all(row["quotient"] < 5e-4 for row in rows if row["section"] == "error")
     quotients = {row["name"] for row in rows if row.get("wanted") and "quotient" in row}
@@ -52,23 +33,6 @@ def test_the_whole_table(tmp_path, monkeypatch):
     run = json.loads((tmp_path / "run.json").read_text())
     assert len(run["rows"]) == len(rows)
     assert set(run) == {"command", "seen", "commit", "machine", "rows"}
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_decode_from_memory(figures, interleave, dtype, threads):
-    """Decode at 8,192 tokens, 32 heads over 8 KV heads x 128, in layers of four times the last-level cache."""
-    shape = Shape(8192, dtype, threads)
-    with own_pages() as are_huge, core(shape) as attention:
-        reader = reading(shape.nbytes, threads, are_huge(shape.nbytes * attention.layers))[0]
-        ours, reads = (
-            np.ravel(samples)
-            for samples in interleave(lambda: attention.run(attention.layers), lambda: reader.run(attention.layers))
-        )
-    name = f"decode, 8,192 tokens, {dtype}, {threads} thread{'s' * (threads > 1)}"
-    gbs = shape.nbytes / np.median(reads) / 1e9
-    note = f"of read bandwidth; {1e6 * np.median(ours):.0f} µs; read {gbs:.1f} GB/s ({reader.name})"
-    figures.ratio(name, reads, ours, wanted("share of the limit", dtype), note)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -5,8 +5,8 @@ python bench/write_results.py --keep run.json --as epyc-zen5      # add a run: w
 python bench/write_results.py                                     # write the table of docs/performance.md again
 
 A file of bench/results/ belongs to one kind of processor and holds runs. A run is a command, its day, the commit that
-it measured, and its rows. A row has a name and either a quotient or seconds, for a type, a context and a number of
-threads, or tokens/s as its rate, or a value to print unchanged.
+it measured, and lines of tables. A line has a name, a context and a number of threads, and for each type a quotient,
+seconds, tokens/s as its rate, or a value to print unchanged.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from figures import Row, lines_of, rows_of
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench/results"
 PERFORMANCE = ROOT / "docs/performance.md"
 TYPES = ("f32", "f16", "bf16", "fp8", "int8", "u8", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl", "int4")
 
-Row = dict[str, Any]
-Run = dict[str, Any]
 Record = dict[str, Any]
 
 # The heading of each section's table, and the explanation below it.
@@ -51,10 +51,6 @@ SECTIONS = {
     ),
     "batches": ("Batches, and how rows lie", "Costs over the plain case: 1 is none the worse."),
     "error": ("Error", "Against float64 over the stored values."),
-    "c_example": (
-        "A step of the runner in C",
-        "4 layers of 4 query and 2 KV heads x 64; speedups of kvcache's attention.",
-    ),
     "llama_cpp": (
         "llama.cpp",
         "The shape of a 1 B Llama, random Q4_0 weights. A speedup is the time with llama.cpp's own cache by that with "
@@ -125,11 +121,12 @@ def page(record: Record) -> str:
     lines = [f"# {record['processor']}", "", record["machine"], ""]
     lines += [line for note in record["notes"] for line in (note, "")]
     for run in record["runs"]:
-        title, meaning = SECTIONS[run["rows"][0]["section"]]
+        rows = rows_of(run["lines"])
+        title, meaning = SECTIONS[rows[0]["section"]]
         source = "transcribed from docs/performance.md of" if run.get("transcribed") else "measured at"
         lines += [f"## {title}", "", f"`{run['command']}`, {run['seen']}, {source} commit {run['commit']}.", ""]
         lines += [line for text in (meaning, run.get("note", "")) if text for line in (text, "")]
-        for table in tables(run["rows"]):
+        for table in tables(rows):
             lines += [*table, ""]
     return "\n".join(lines)
 
@@ -153,7 +150,7 @@ def speedups(records: dict[str, Record]) -> list[str]:
     """Make a table with a line for each kind of processor and number of threads; the last run's figure counts."""
     lines = []
     for name, record in records.items():
-        rows = [row for run in record["runs"] for row in run["rows"] if "quotient" in row]
+        rows = [row for run in record["runs"] for row in rows_of(run["lines"]) if "quotient" in row]
         for threads in sorted({row["threads"] for row in rows if row["section"] == "peers"}):
             cells = []
             for _, *wanted in SPEEDUPS:
@@ -178,12 +175,12 @@ def load() -> dict[str, Record]:
 
 
 def text_of(record: Record) -> str:
-    """Format a record as JSON with a row on each line, so that a diff shows the rows that changed."""
-    rows = [row for run in record["runs"] for row in run["rows"]]
-    marked = {**record, "runs": [{**run, "rows": [f"<{id(row)}>" for row in run["rows"]]} for run in record["runs"]]}
+    """Format a record as JSON with a line of a table on each line, so that a diff shows the lines that changed."""
+    marked = {**record, "runs": [{**run, "lines": "<lines>"} for run in record["runs"]]}
     text = json.dumps(marked, indent=1, ensure_ascii=False)
-    for row in rows:
-        text = text.replace(f'"<{id(row)}>"', json.dumps(row, ensure_ascii=False))
+    for run in record["runs"]:
+        lines = ",\n".join(f"    {json.dumps(line, ensure_ascii=False)}" for line in run["lines"])
+        text = text.replace('"<lines>"', f"[\n{lines}\n   ]", 1)
     return text + "\n"
 
 
@@ -194,7 +191,7 @@ def keep(source: Path, name: str) -> None:
     record = {"processor": run["machine"], "machine": run["machine"], "notes": [], "runs": []}
     if path.exists():
         record = json.loads(path.read_text())
-    record["runs"].append(run)
+    record["runs"].append({**run, "lines": lines_of(run.pop("rows"))})
     path.write_text(text_of(record))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -84,13 +83,8 @@ def llama_cpp() -> Figure:
 
 
 def draw(folder: Path) -> None:
-    for picture in (visibility, blocks, memory):
-        with mpl.rc_context(plot_attention.SETTINGS):
-            path = folder / f"{picture.__name__}.svg"
-            picture().savefig(path, metadata={"Date": None, "Creator": None}, dpi=288)  # dpi of images within the SVG
-    with mpl.rc_context(plot_attention.SETTINGS):
-        plot_attention.save(attention(), folder / "attention.svg")
-        plot_attention.save(llama_cpp(), folder / "llama_cpp.svg")
+    for picture in (visibility, blocks, memory, attention, llama_cpp):
+        plot_attention.save(picture, folder / f"{picture.__name__}.svg")
 
 
 if __name__ == "__main__":

@@ -27,10 +27,11 @@ class Batch:
     rows. Before the commit, put rows in every layer that has attention and rows of its own. Rows for `CrossAttention`,
     and rows of sequences that are not stored, are optional.
 
+    Methods raise ``ValueError`` once the batch has ended, ``IndexError`` if there is no such layer, or no such token of
+    the batch, and ``MemoryError`` if memory is short.
+
     Examples
     --------
-    >>> import numpy as np
-    >>> import kvcache
     >>> cache = kvcache.KVCache(num_layers=1, num_kv_heads=2, head_dim=8, max_seq_len=64)
     >>> x = np.ones((3, 2, 8), np.float32)
     >>> with cache.batch(3) as batch:
@@ -117,11 +118,9 @@ class Batch:
 
         Raises
         ------
-        IndexError
-            If there is no such layer, or the tokens from `first` on exceed the batch.
         ValueError
             If a shape is wrong, a token was put before, the layer reads another's rows or has no attention, `seq_id` is
-            missing or superfluous, a tensor requires grad, or the batch has ended.
+            missing or superfluous, or a tensor requires grad.
         TypeError
             If `k` or `v` is no array, or has another element type.
         CacheFullError
@@ -150,10 +149,8 @@ class Batch:
 
         Raises
         ------
-        IndexError
-            If there is no such layer, or no such token.
         ValueError
-            If the token was put before, the layer reads another's rows or has no attention, or the batch has ended.
+            If the token was put before, or the layer reads another's rows or has no attention.
         NotSupportedError
             If the policy of the layer is `CrossAttention`.
 
@@ -165,8 +162,6 @@ class Batch:
 
         Examples
         --------
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(num_layers=1, num_kv_heads=2, head_dim=8, max_seq_len=64)
         >>> with cache.batch(3) as batch:
         ...     k, v = batch.slots(0)
@@ -182,52 +177,27 @@ class Batch:
 
         Raises
         ------
-        IndexError
-            If there is no such layer, or no such token.
         ValueError
-            If one of the tokens was put before, or the batch has ended.
+            If one of the tokens was put before.
         """
         self._core.written(layer, first, num_tokens)
 
     @overload
     def attend(
-        self,
-        layer: SupportsIndex,
-        q: AnyArray,
-        k: AnyArray | None = None,
-        v: AnyArray | None = None,
-        *,
-        first: SupportsIndex = 0,
-        scale: SupportsFloat | None = None,
-        softcap: SupportsFloat | None = None,
-        sinks: AnyArray | None = None,
-        alibi: AnyArray | None = None,
-        non_causal: Flags | None = None,
-        masked: Ranges | None = None,
-        layout: Layout = "THD",
-        out: AnyArray | None = None,
+        self, layer: SupportsIndex, q: AnyArray, k: AnyArray | None = None, v: AnyArray | None = None, *,
+        first: SupportsIndex = 0, scale: SupportsFloat | None = None, softcap: SupportsFloat | None = None,
+        sinks: AnyArray | None = None, alibi: AnyArray | None = None, non_causal: Flags | None = None,
+        masked: Ranges | None = None, layout: Layout = "THD", out: AnyArray | None = None,
         return_lse: Literal[False] = False,
-    ) -> npt.NDArray[Any]: ...
+    ) -> npt.NDArray[Any]: ...  # fmt: skip
 
     @overload
     def attend(
-        self,
-        layer: SupportsIndex,
-        q: AnyArray,
-        k: AnyArray | None = None,
-        v: AnyArray | None = None,
-        *,
-        first: SupportsIndex = 0,
-        scale: SupportsFloat | None = None,
-        softcap: SupportsFloat | None = None,
-        sinks: AnyArray | None = None,
-        alibi: AnyArray | None = None,
-        non_causal: Flags | None = None,
-        masked: Ranges | None = None,
-        layout: Layout = "THD",
-        out: AnyArray | None = None,
-        return_lse: Literal[True],
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]: ...
+        self, layer: SupportsIndex, q: AnyArray, k: AnyArray | None = None, v: AnyArray | None = None, *,
+        first: SupportsIndex = 0, scale: SupportsFloat | None = None, softcap: SupportsFloat | None = None,
+        sinks: AnyArray | None = None, alibi: AnyArray | None = None, non_causal: Flags | None = None,
+        masked: Ranges | None = None, layout: Layout = "THD", out: AnyArray | None = None, return_lse: Literal[True],
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]: ...  # fmt: skip
 
     def attend(
         self,
@@ -300,19 +270,15 @@ class Batch:
 
         Raises
         ------
-        IndexError
-            If there is no such layer, or the tokens from `first` on exceed the batch.
         ValueError
             If a shape is wrong, a visible token of the batch was not put, a token was put before, a required `scale` is
-            missing, a tensor requires grad, `out` is read-only or overlaps, or the batch has ended.
+            missing, a tensor requires grad, or `out` is read-only or overlaps.
         TypeError
             If an argument is no array, or has another element type.
         RowsGoneError
             If a visible token belongs to a sequence that is not stored, and its rows in the layer are gone.
         CacheFullError
             If a cross-attention layer gets more rows than it may hold, or `max_bytes` would be exceeded.
-        MemoryError
-            If memory for the computation is short.
 
         Notes
         -----
@@ -327,8 +293,6 @@ class Batch:
 
         Examples
         --------
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(num_layers=1, num_kv_heads=1, head_dim=2, max_seq_len=8, dtype="f32")
         >>> k = np.zeros((2, 1, 2), np.float32)
         >>> v = np.array([[[1, 3]], [[5, 7]]], np.float32)
@@ -392,23 +356,17 @@ class Batch:
 
         Raises
         ------
-        IndexError
-            If there is no such layer.
         ValueError
             If `non_causal` does not have one entry per token; there is no such `dtype`, `layout` or `mask`, or `dtype`
-            is given with `out`; `out` has another shape, is read-only, or overlaps; the batch does not suit the layout
-            ``"BHTD"``; or the batch has ended.
+            is given with `out`; `out` has another shape, is read-only, or overlaps; or the batch does not suit the
+            layout ``"BHTD"``.
         TypeError
             If `non_causal` holds other values than booleans, or `out` other things than arrays of these types.
         RowsGoneError
             If rows of a sequence that is not stored are gone, because `attend` has put rows of another layer since.
-        MemoryError
-            If memory is short.
 
         Examples
         --------
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(num_layers=1, num_kv_heads=1, head_dim=2, max_seq_len=8, dtype="f32")
         >>> batch = cache.batch(2)
         >>> batch.put(0, np.ones((2, 1, 2), np.float32), np.ones((2, 1, 2), np.float32))
@@ -461,13 +419,9 @@ class Batch:
         ------
         ValueError
             As in `KVCache.keys`; or if the batch has no token of the sequence, or several sequences and `seq_id` is
-            missing; if it restores layers, the layer has no attention, or the batch has ended.
-        IndexError
-            If there is no such layer.
+            missing; if it restores layers, or the layer has no attention.
         RowsGoneError
             If rows of a sequence that is not stored are gone, because `attend` has put rows of another layer since.
-        MemoryError
-            If memory is short.
 
         Notes
         -----
@@ -475,8 +429,6 @@ class Batch:
 
         Examples
         --------
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(num_layers=1, num_kv_heads=2, head_dim=8, max_seq_len=64)
         >>> x = np.ones((3, 2, 8), np.float32)
         >>> with cache.batch(3) as batch:
@@ -515,8 +467,6 @@ class Batch:
         ------
         ValueError
             If a token to keep was not put in some layer, or is given twice; the batch stays open then.
-        IndexError
-            If there is no such token.
         TypeError
             If an index is no integer.
         CacheBusyError
@@ -526,8 +476,6 @@ class Batch:
         --------
         Two guesses for the token after the next, of which the second is right:
 
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(num_layers=1, num_kv_heads=1, head_dim=2, max_seq_len=8)
         >>> x = np.ones((3, 1, 2), np.float32)
         >>> with cache.batch(positions=[0, 1, 1], parents=[-1, 0, 0]) as batch:

@@ -139,43 +139,27 @@ class KVCache(Saveable):
 
     @overload
     def __init__(
-        self,
-        num_layers: Sequence[Layer],
-        *,
-        max_seq_len: SupportsIndex | None = None,
-        max_sequences: SupportsIndex | None = 1,
-        capacity: SupportsIndex | None = None,
-        max_bytes: SupportsIndex | None = None,
-        block_size: SupportsIndex | None = None,
-        strategy: Strategy = "always",
+        self, num_layers: Sequence[Layer], *, max_seq_len: SupportsIndex | None = None,
+        max_sequences: SupportsIndex | None = 1, capacity: SupportsIndex | None = None,
+        max_bytes: SupportsIndex | None = None, block_size: SupportsIndex | None = None, strategy: Strategy = "always",
         num_threads: SupportsIndex | None = None,
-    ) -> None: ...
+    ) -> None: ...  # fmt: skip
 
     @overload
     def __init__(
-        self,
-        num_layers: SupportsIndex,
-        num_kv_heads: SupportsIndex | Sequence[SupportsIndex],
-        head_dim: SupportsIndex | Sequence[SupportsIndex],
-        max_seq_len: SupportsIndex | None = None,
-        *,
-        v_head_dim: SupportsIndex | Sequence[SupportsIndex] | None = None,
-        value_in_key: bool | Sequence[bool] = False,
-        dtype: DType | Sequence[DType] = "f16",
-        k_dtype: DType | Sequence[DType] | None = None,
+        self, num_layers: SupportsIndex, num_kv_heads: SupportsIndex | Sequence[SupportsIndex],
+        head_dim: SupportsIndex | Sequence[SupportsIndex], max_seq_len: SupportsIndex | None = None, *,
+        v_head_dim: SupportsIndex | Sequence[SupportsIndex] | None = None, value_in_key: bool | Sequence[bool] = False,
+        dtype: DType | Sequence[DType] = "f16", k_dtype: DType | Sequence[DType] | None = None,
         v_dtype: DType | Sequence[DType] | None = None,
         k_transform: Transform | Sequence[Transform | None] | None = None,
         v_transform: Transform | Sequence[Transform | None] | None = None,
         policy: Policy | Sequence[Policy | None] | None = FullAttention(),  # noqa: B008  (frozen)
-        share: Sequence[SupportsIndex | None] | None = None,
-        rope: RopeLike | Sequence[RopeLike] = None,
-        max_sequences: SupportsIndex | None = 1,
-        capacity: SupportsIndex | None = None,
-        max_bytes: SupportsIndex | None = None,
-        block_size: SupportsIndex | None = None,
-        strategy: Strategy = "always",
+        share: Sequence[SupportsIndex | None] | None = None, rope: RopeLike | Sequence[RopeLike] = None,
+        max_sequences: SupportsIndex | None = 1, capacity: SupportsIndex | None = None,
+        max_bytes: SupportsIndex | None = None, block_size: SupportsIndex | None = None, strategy: Strategy = "always",
         num_threads: SupportsIndex | None = None,
-    ) -> None: ...
+    ) -> None: ...  # fmt: skip
 
     def __init__(
         self,
@@ -255,7 +239,6 @@ class KVCache(Saveable):
 
         Examples
         --------
-        >>> import kvcache
         >>> config = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512,
         ...           "max_position_embeddings": 4096, "rope_theta": 10000.0}
         >>> kvcache.KVCache.from_config(config, dtype="q8_0").layers[1].head_dim
@@ -298,8 +281,6 @@ class KVCache(Saveable):
         Examples
         --------
         >>> import copy
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(1, 1, 2, 64)
         >>> with cache.batch(3) as batch:
         ...     batch.put(0, np.ones((3, 1, 2), np.float32), np.ones((3, 1, 2), np.float32))
@@ -442,7 +423,6 @@ class KVCache(Saveable):
 
         Examples
         --------
-        >>> import kvcache
         >>> cache = kvcache.KVCache(1, 2, 8, 64, max_sequences=None)
         >>> batch = cache.batch(positions=[0, 1, 0], seq_ids=[7, 7, 8])
         >>> len(batch), batch.positions, batch.seq_ids
@@ -577,8 +557,6 @@ class KVCache(Saveable):
         --------
         A layer of q8_0, 34 bytes for 32 elements, token after token, each with all its heads, as llama.cpp saves them:
 
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(1, 2, 64, 16, dtype="q8_0")
         >>> with cache.batch(3) as batch:
         ...     batch.put(0, np.ones((3, 2, 64), np.float32), np.ones((3, 2, 64), np.float32))
@@ -593,25 +571,15 @@ class KVCache(Saveable):
 
     @overload
     def extract(
-        self,
-        layer: SupportsIndex,
-        begin: SupportsIndex,
-        end: SupportsIndex,
-        *,
-        seq_id: SupportsIndex = 0,
+        self, layer: SupportsIndex, begin: SupportsIndex, end: SupportsIndex, *, seq_id: SupportsIndex = 0,
         raw: Literal[False] = False,
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]: ...
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]: ...  # fmt: skip
 
     @overload
     def extract(
-        self,
-        layer: SupportsIndex,
-        begin: SupportsIndex,
-        end: SupportsIndex,
-        *,
-        seq_id: SupportsIndex = 0,
+        self, layer: SupportsIndex, begin: SupportsIndex, end: SupportsIndex, *, seq_id: SupportsIndex = 0,
         raw: Literal[True],
-    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]: ...
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]: ...  # fmt: skip
 
     def extract(
         self,
@@ -639,8 +607,6 @@ class KVCache(Saveable):
 
         Examples
         --------
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(1, 1, 2, 64)
         >>> with cache.batch(positions=[1]) as batch:
         ...     batch.put(0, np.ones((1, 1, 2), np.float32), np.ones((1, 1, 2), np.float32))
@@ -693,8 +659,6 @@ class KVCache(Saveable):
 
         Examples
         --------
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(1, 1, 2, 64)
         >>> with cache.batch(3) as batch:
         ...     batch.put(0, np.ones((3, 1, 2), np.float32), np.ones((3, 1, 2), np.float32))
@@ -834,8 +798,6 @@ class KVCache(Saveable):
 
         Examples
         --------
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(1, 2, 8, 64, max_sequences=3)
         >>> with cache.batch(positions=[0, 1, 2, 0, 1, 2], seq_ids=[0, 0, 0, 1, 1, 1]) as batch:
         ...     batch.put(0, np.ones((6, 2, 8), np.float32), np.ones((6, 2, 8), np.float32))
@@ -911,8 +873,6 @@ class KVCache(Saveable):
 
         Examples
         --------
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(1, 1, 2, 64, rope=kvcache.Rope([1.0]))
         >>> with cache.batch(3) as batch:
         ...     batch.put(0, np.ones((3, 1, 2), np.float32), np.ones((3, 1, 2), np.float32))
@@ -946,8 +906,6 @@ class KVCache(Saveable):
 
         Examples
         --------
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(1, 1, 2, 64, rope=False)
         >>> with cache.batch(5) as batch:
         ...     batch.put(0, np.ones((5, 1, 2), np.float32), np.ones((5, 1, 2), np.float32))
@@ -1021,8 +979,6 @@ class KVCache(Saveable):
 
         Examples
         --------
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(1, 1, 8, 4, policy=kvcache.SlidingWindow(4), capacity=16)
         >>> cache.room()
         16
@@ -1067,7 +1023,6 @@ class KVCache(Saveable):
 
         Examples
         --------
-        >>> import kvcache
         >>> cache = kvcache.KVCache(32, 8, 128, 131072, dtype="f16")
         >>> cache.most_bytes(1), cache.most_bytes(131072) / 2**30
         (131072, 16.0)
@@ -1111,8 +1066,6 @@ class KVCache(Saveable):
         --------
         Six tokens in blocks of four, and a fork; then each of the two appends a token:
 
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(1, 1, 2, 64, max_sequences=2, block_size=4)
         >>> with cache.batch(6) as batch:
         ...     batch.put(0, np.ones((6, 1, 2), np.float32), np.ones((6, 1, 2), np.float32))

@@ -125,7 +125,6 @@ class Layer:
     --------
     Windows in three layers of four:
 
-    >>> import kvcache
     >>> full = kvcache.Layer(8, 128, dtype="q8_0")
     >>> window = kvcache.Layer(8, 128, dtype="q8_0", policy=kvcache.SlidingWindow(4096))
     >>> cache = kvcache.KVCache([window, window, window, full] * 8)

@@ -90,10 +90,8 @@ def memory(caches: Mapping[str, KVCache], max_tokens: SupportsIndex, ax: Axes | 
 
     Raises
     ------
-    ValueError
-        If there is no cache, a cache has no layer that stores rows, or `max_tokens` is out of range.
-    TypeError
-        If an argument has the wrong type.
+    ValueError, TypeError
+        If there is no cache, a cache stores no rows, `max_tokens` is out of range, or an argument has the wrong type.
 
     Examples
     --------
@@ -148,10 +146,8 @@ def visibility(policy: Policy, num_tokens: SupportsIndex, ax: Axes | None = None
 
     Raises
     ------
-    ValueError
-        If `num_tokens` is out of range.
-    TypeError
-        If an argument has the wrong type.
+    ValueError, TypeError
+        If `num_tokens` is out of range, or an argument has the wrong type.
 
     Examples
     --------
@@ -199,14 +195,11 @@ def blocks(cache: KVCache, layer: SupportsIndex = 0, ax: Axes | None = None) -> 
 
     Raises
     ------
-    IndexError
-        If there is no such layer.
-    TypeError
-        If an argument has the wrong type.
+    IndexError, TypeError
+        If there is no such layer, or an argument has the wrong type.
 
     Examples
     --------
-    >>> import numpy as np
     >>> import kvcache.plot
     >>> cache = kvcache.KVCache(1, 1, 2, 64, max_sequences=2, block_size=4)
     >>> with cache.batch(3) as batch:
@@ -342,7 +335,7 @@ def _title(policy: Policy) -> str:
 
 def _image(ax: Axes, cells: npt.NDArray[Any], colours: Sequence[str]) -> None:
     ax.imshow(
-        cells, cmap=ListedColormap(colours), vmin=-0.5, vmax=len(colours) - 0.5, interpolation="nearest", aspect="auto"
+        cells, cmap=ListedColormap(colours), vmin=-0.5, vmax=len(colours) - 0.5, interpolation="none", aspect="auto"
     )
     ax.autoscale(False)
     ax.spines[:].set_visible(False)

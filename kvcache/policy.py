@@ -29,10 +29,8 @@ class SlidingWindow:
 
     Raises
     ------
-    ValueError
-        If a number is too small or too large.
-    TypeError
-        If one is no integer.
+    ValueError, TypeError
+        If a number is too small or too large, or no integer.
 
     References
     ----------
@@ -69,10 +67,8 @@ class ChunkedAttention:
 
     Raises
     ------
-    ValueError
-        If a number is too small or too large.
-    TypeError
-        If one is no integer.
+    ValueError, TypeError
+        If a number is too small or too large, or no integer.
 
     Examples
     --------
@@ -104,10 +100,8 @@ class CrossAttention:
 
     Raises
     ------
-    ValueError
-        If the number is too small or too large.
-    TypeError
-        If it is no integer.
+    ValueError, TypeError
+        If the number is too small or too large, or no integer.
 
     Examples
     --------

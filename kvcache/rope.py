@@ -42,7 +42,6 @@ class Rope:
     -----
     The rotation of keys at a position, in NumPy:
 
-    >>> import numpy as np
     >>> def rotate(keys, position, rope):  # keys: [..., head_dim]
     ...     n, first, step = len(rope.inv_freq), rope.first_dim, 2 if rope.interleaved else 1
     ...     a = first + step * np.arange(n)
@@ -61,7 +60,6 @@ class Rope:
     --------
     The frequencies of Llama 2, whose heads have 128 elements:
 
-    >>> import numpy as np
     >>> rope = Rope(10_000.0 ** (-np.arange(0, 128, 2) / 128))
     >>> rope
     Rope(64 frequencies from 1 to 0.000115478, interleaved=False, first_dim=0)

@@ -51,14 +51,11 @@ def set_num_threads(num_threads: SupportsIndex | None) -> None:
 
     Raises
     ------
-    ValueError
-        If the number is out of range.
-    TypeError
-        If it is no integer.
+    ValueError, TypeError
+        If the number is out of range, or no integer.
 
     Examples
     --------
-    >>> import kvcache
     >>> kvcache.set_num_threads(2)
     >>> kvcache.set_num_threads(None)
     """
@@ -99,7 +96,6 @@ def set_threading_layer(name: str | None) -> None:
 
     Examples
     --------
-    >>> import kvcache
     >>> kvcache.set_threading_layer("own")
     >>> kvcache.get_threading_layer()
     'own'
@@ -141,7 +137,6 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str | 
 
     Examples
     --------
-    >>> import kvcache
     >>> kvcache.show_config(mode="dicts")["kvcache"] == kvcache.__version__
     True
     """
@@ -159,9 +154,7 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str | 
         "num_threads": get_num_threads(),
         "threading_layer": get_threading_layer(),
         "openmp_library": _core.openmp_library() or None,
-        "KVCACHE_ISA": os.environ.get("KVCACHE_ISA"),
-        "KVCACHE_THREADS": os.environ.get("KVCACHE_THREADS"),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+        **{name: os.environ.get(name) for name in ("KVCACHE_ISA", "KVCACHE_THREADS", "OMP_NUM_THREADS")},
         "python": platform.python_version(),
         "numpy": numpy.__version__,
         "system": platform.platform(),

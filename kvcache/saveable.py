@@ -70,8 +70,6 @@ class Saveable:
         Examples
         --------
         >>> import tempfile
-        >>> import numpy as np
-        >>> import kvcache
         >>> cache = kvcache.KVCache(1, 1, 2, 64)
         >>> with cache.batch(3) as batch:
         ...     batch.put(0, np.ones((3, 1, 2), np.float32), np.ones((3, 1, 2), np.float32))

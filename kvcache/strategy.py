@@ -37,17 +37,13 @@ class LongSequencesOnly:
 
     Raises
     ------
-    ValueError
-        If the number is too small or too large.
-    TypeError
-        If it is no integer.
+    ValueError, TypeError
+        If the number is too small or too large, or no integer.
 
     Examples
     --------
     Until a sequence is stored, its `KVCache.next_position` is 0, and the runner feeds all of it again:
 
-    >>> import numpy as np
-    >>> import kvcache
     >>> cache = kvcache.KVCache(1, 1, 8, 64, strategy=kvcache.LongSequencesOnly(2))
     >>> for length in (1, 2, 3, 4):
     ...     first = cache.next_position()
@@ -90,16 +86,13 @@ class Adaptive:
 
     Raises
     ------
-    ValueError
-        If `fraction` is out of range.
-    TypeError
-        If `fraction` is no number.
+    ValueError, TypeError
+        If `fraction` is out of range, or no number.
     ImportError
         If the system has no /proc/meminfo, and psutil is not installed.
 
     Examples
     --------
-    >>> import kvcache
     >>> cache = kvcache.KVCache(32, 8, 128, 8192, strategy=kvcache.Adaptive(0.25))
     >>> print(cache.explain())
     strategy: Adaptive(fraction=0.25)

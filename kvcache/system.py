@@ -29,15 +29,7 @@ def available_memory() -> tuple[int, str]:
 def machine_memory(meminfo: str | Path = "/proc/meminfo") -> int:
     """Return the number of bytes that the machine has available: free ones, and caches that the kernel can drop.
 
-    Parameters
-    ----------
-    meminfo : path
-        The file in which Linux says so. Where it does not, psutil does.
-
-    Raises
-    ------
-    ImportError
-        If that is needed, and not installed.
+    `meminfo` is the file in which Linux says so; elsewhere psutil does, and ``ImportError`` is raised if it is missing.
     """
     kib = _number(os.fspath(meminfo), "MemAvailable:")
     if kib is not None:
@@ -53,14 +45,8 @@ def free_memory(
 ) -> tuple[int, str]:
     """Return the number of free bytes, and the source of the limit: the machine, or a cgroup with less left.
 
-    Parameters
-    ----------
-    available : int
-        The bytes that the machine has available.
-    cgroups_of : path
-        The file that lists the cgroups of the process.
-    root : path
-        The folder in which cgroups are mounted.
+    `available` are the machine's bytes; `cgroups_of` lists the cgroups of the process, `root` is where they are
+    mounted.
     """
     free = available, "of this machine"
     for directory, limit, usage, inactive in _memory_cgroups(os.fspath(cgroups_of), os.fspath(root)):

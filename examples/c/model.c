@@ -3,16 +3,12 @@
 
 #include "model.h"
 
-#include <fcntl.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <unistd.h>
-
-#include "json.h"
 
 enum { FAILED = 2, MOST_LAYERS = 1024, MOST_DIM = 1 << 20, PATH = 1024 };
 enum { MOST_CONFIG = 1 << 20, MOST_HEADER = 1 << 24 }; /* bytes */
@@ -41,68 +37,80 @@ typedef struct file {
 
 static int file_open(file *f, const char *folder, const char *name) {
     const int length = snprintf(f->path, sizeof f->path, "%s/%s", folder, name);
+    struct stat found;
     if (length < 0 || length >= (int)sizeof f->path) return fail("the folder's name is too long: %.40s...", folder);
-    const int descriptor = open(f->path, O_RDONLY | O_NONBLOCK | O_NOCTTY); /* so that a pipe is not waited for */
-    struct stat found = {0};
-    if (descriptor < 0) return fail("there is no %s, or it cannot be read", f->path);
-    if (fstat(descriptor, &found) == 0 && S_ISREG(found.st_mode)) f->stream = fdopen(descriptor, "rb");
+    if (stat(f->path, &found) != 0) return fail("there is no %s, or it cannot be read", f->path);
+    if (!S_ISREG(found.st_mode)) return fail("%s is not a file", f->path);
     f->size = found.st_size;
-    if (f->stream) return 0;
-    close(descriptor);
-    return fail("%s is not a file", f->path);
+    f->stream = fopen(f->path, "rb");
+    return f->stream ? 0 : fail("there is no %s, or it cannot be read", f->path);
 }
 
-/* Reads the next `size` bytes; NULL, after fail, if the file ends before, or without memory. */
+/* Reads the next `size` bytes, and puts a 0 behind them; NULL, after fail, if there are fewer, or without memory. */
 static void *file_read(file *f, size_t size) {
-    void *bytes = malloc(size ? size : 1);
+    char *bytes = malloc(size + 1);
     if (!bytes) {
         fail("out of memory for %zu bytes of %s", size, f->path);
     } else if (fread(bytes, 1, size, f->stream) != size) {
         fail("%s cannot be read", f->path);
         free(bytes);
         bytes = NULL;
+    } else {
+        bytes[size] = 0;
     }
     return bytes;
+}
+
+/* Finds "name": in JSON, at any depth, and returns what follows; NULL without it, or if that is null.  This does for
+ * the files that Hugging Face writes; a runner that is to understand others needs a JSON library. */
+static const char *value_of(const char *json, const char *name) {
+    static const char *const space = " \t\r\n";
+    char quoted[80];
+    snprintf(quoted, sizeof quoted, "\"%s\"", name);
+    const char *at = strstr(json, quoted);
+    if (!at) return NULL;
+    at += strlen(quoted);
+    at += strspn(at, space);
+    if (*at != ':') return NULL;
+    at += 1 + strspn(at + 1, space);
+    return strncmp(at, "null", 4) ? at : NULL;
+}
+
+static int is_string(const char *value, const char *text) {
+    const size_t length = strlen(text);
+    return value && *value == '"' && !strncmp(value + 1, text, length) && value[length + 1] == '"';
 }
 
 /* ---- config.json ------------------------------------------------------------------------------------------------- */
 
 /* The field's value, a whole number from 1 to most; without the field, `otherwise`, unless that is 0. */
-static int read_count(json config, const char *path, const char *name, int most, int otherwise, int *count) {
-    const json value = json_member(config, name);
-    double number = otherwise;
-    if (!value.at && !otherwise) return fail("%s has no %s", path, name);
-    if (value.at && !json_number(value, &number)) number = 0;
+static int read_count(const char *config, const char *path, const char *name, int most, int otherwise, int *count) {
+    const char *value = value_of(config, name);
+    const double number = value ? strtod(value, NULL) : otherwise;
+    if (!value && !otherwise) return fail("%s has no %s", path, name);
     if (!(number >= 1 && number <= most) || number != floor(number))
         return fail("%s: %s must be a whole number from 1 to %d", path, name, most);
     *count = (int)number;
     return 0;
 }
 
-static int read_positive(json config, const char *path, const char *name, double otherwise, double *number) {
-    const json value = json_member(config, name);
-    *number = otherwise;
-    if (value.at && !json_number(value, number)) *number = 0;
-    return *number > 0 ? 0 : fail("%s: %s must be a positive number", path, name);
+static int read_positive(const char *config, const char *path, const char *name, double otherwise, double *number) {
+    const char *value = value_of(config, name);
+    *number = value ? strtod(value, NULL) : otherwise;
+    return *number > 0 && isfinite(*number) ? 0 : fail("%s: %s must be a positive number", path, name);
 }
 
 /* Refuses what this forward pass does not do: ignored, it would give text that is wrong and looks right. */
-static int check_family(json config, json rope, const char *path) {
-    json type = json_member(rope, "rope_type");
-    if (!type.at) type = json_member(rope, "type");
-    if (!json_is_string(json_member(config, "model_type"), "llama"))
-        return fail("%s: model_type must be \"llama\"", path);
-    if (json_member(config, "hidden_act").at && !json_is_string(json_member(config, "hidden_act"), "silu"))
-        return fail("%s: hidden_act must be \"silu\"", path);
-    if (type.at && !json_is_string(type, "default")) return fail("%s: rope_type must be \"default\"", path);
-    return 0;
+static int check_family(const char *config, const char *path) {
+    const char *rope = value_of(config, "rope_type"), *activation = value_of(config, "hidden_act");
+    if (!is_string(value_of(config, "model_type"), "llama")) return fail("%s: model_type must be \"llama\"", path);
+    if (activation && !is_string(activation, "silu")) return fail("%s: hidden_act must be \"silu\"", path);
+    if (!rope) rope = value_of(config, "type");
+    return rope && !is_string(rope, "default") ? fail("%s: rope_type must be \"default\"", path) : 0;
 }
 
-static int read_fields(model *m, json config, const char *path) {
-    json rope = json_member(config, "rope_parameters");
-    if (!rope.at) rope = json_member(config, "rope_scaling");
-    const json theta_in = json_member(rope, "rope_theta").at ? rope : config;
-    int vocab, status = check_family(config, rope, path);
+static int read_fields(model *m, const char *config, const char *path) {
+    int vocab, status = check_family(config, path);
     if (!status) status = read_count(config, path, "vocab_size", MOST_DIM, 0, &vocab);
     if (!status && vocab != VOCAB)
         status = fail("%s: vocab_size is %d: tokens are bytes here, so it must be %d", path, vocab, VOCAB);
@@ -114,9 +122,10 @@ static int read_fields(model *m, json config, const char *path) {
     if (!status) status = read_count(config, path, "head_dim", MOST_DIM, m->hidden / m->num_heads, &m->head_dim);
     if (!status) status = read_count(config, path, "max_position_embeddings", 1 << 30, 0, &m->max_seq_len);
     if (!status) status = read_positive(config, path, "rms_norm_eps", 1e-6, &m->rms_norm_eps);
-    if (!status) status = read_positive(theta_in, path, "rope_theta", 10000, &m->rope_theta);
+    if (!status) status = read_positive(config, path, "rope_theta", 10000, &m->rope_theta);
     if (status) return status;
-    m->is_tied = json_is_literal(json_member(config, "tie_word_embeddings"), "true");
+    const char *tied = value_of(config, "tie_word_embeddings");
+    m->is_tied = tied && !strncmp(tied, "true", 4);
     if (m->num_heads % m->num_kv_heads)
         return fail("%s: num_attention_heads, %d, must be a multiple of num_key_value_heads, %d", path, m->num_heads,
                     m->num_kv_heads);
@@ -134,10 +143,7 @@ static int read_config(model *m, const char *folder) {
     int status = file_open(&f, folder, "config.json");
     if (!status && f.size > MOST_CONFIG) status = fail("%s is too large for a configuration", f.path);
     if (!status && !(text = file_read(&f, (size_t)f.size))) status = FAILED;
-    if (!status) {
-        const json config = json_read(text, (size_t)f.size);
-        status = config.at ? read_fields(m, config, f.path) : fail("%s is not well-formed JSON", f.path);
-    }
+    if (!status) status = read_fields(m, text, f.path);
     free(text);
     if (f.stream) fclose(f.stream);
     return status;
@@ -152,7 +158,7 @@ typedef struct tensor {
     float **to;      /* where the address of its floats goes; NULL: they follow the tensor before */
     long long begin; /* behind the header */
     int bytes;       /* of an element */
-    int is_bf16, is_found;
+    int is_bf16;
 } tensor;
 
 static long long num_elements(const tensor *t) { return (t->rows ? t->rows : 1LL) * t->cols; }
@@ -189,63 +195,39 @@ static int list_tensors(model *m, tensor *list) {
     return (int)(t - list);
 }
 
-/* Whether an array of the header has exactly these numbers. */
-static int has_numbers(json array, const double *numbers, int count) {
-    json name, value = {NULL, NULL};
-    double number;
-    int i = 0;
-    for (; json_next(array, &name, &value); i++)
-        if (i == count || !json_number(value, &number) || number != numbers[i]) return 0;
-    return array.at && *array.at == '[' && i == count;
-}
-
 /* Reads where a tensor lies; data_size: bytes after the header. */
-static int place_tensor(tensor *t, json entry, long long data_size, const char *path) {
-    const json dtype = json_member(entry, "dtype");
-    const double shape[] = {t->rows ? t->rows : t->cols, t->cols};
-    double offsets[2] = {-1, -1};
-    json name, value = {NULL, NULL}, array = json_member(entry, "data_offsets");
-    if (t->is_found) return fail("%s has tensor %s twice", path, t->name);
-    t->is_found = 1;
-    t->is_bf16 = json_is_string(dtype, "BF16");
-    t->bytes = json_is_string(dtype, "F32") ? 4 : t->is_bf16 || json_is_string(dtype, "F16") ? 2 : 0;
+static int place_tensor(tensor *t, const char *header, long long data_size, const char *path) {
+    char entry[256] = "";
+    const char *found = value_of(header, t->name);
+    if (!found) return fail("%s has no tensor %s", path, t->name);
+    if (sscanf(found, "{%255[^}]", entry) != 1) return fail("%s: tensor %s has no description", path, t->name);
+    const char *dtype = value_of(entry, "dtype"), *shape = value_of(entry, "shape");
+    const char *offsets = value_of(entry, "data_offsets");
+    t->is_bf16 = is_string(dtype, "BF16");
+    t->bytes = is_string(dtype, "F32") ? 4 : t->is_bf16 || is_string(dtype, "F16") ? 2 : 0;
     if (!t->bytes) return fail("%s: tensor %s must be of type F32, F16 or BF16", path, t->name);
-    if (!has_numbers(json_member(entry, "shape"), shape, t->rows ? 2 : 1))
-        return t->rows ? fail("%s: tensor %s must have the shape [%d, %d]", path, t->name, t->rows, t->cols)
-                       : fail("%s: tensor %s must have the shape [%d]", path, t->name, t->cols);
-    for (int i = 0; i < 2 && json_next(array, &name, &value); i++)
-        if (!json_number(value, &offsets[i])) offsets[i] = -1;
-    if (!has_numbers(array, offsets, 2) || !(offsets[0] >= 0 && offsets[1] <= (double)data_size) ||
-        offsets[1] - offsets[0] != (double)(num_elements(t) * t->bytes) || offsets[0] != floor(offsets[0]))
+    long long dims[2] = {0, 0}, end = -1;
+    const int num_dims = shape ? sscanf(shape, "[ %lld , %lld", &dims[0], &dims[1]) : 0;
+    if (t->rows && (num_dims != 2 || dims[0] != t->rows || dims[1] != t->cols))
+        return fail("%s: tensor %s must have the shape [%d, %d]", path, t->name, t->rows, t->cols);
+    if (!t->rows && (num_dims != 1 || dims[0] != t->cols))
+        return fail("%s: tensor %s must have the shape [%d]", path, t->name, t->cols);
+    if (!offsets || sscanf(offsets, "[ %lld , %lld ]", &t->begin, &end) != 2 || t->begin < 0 || end > data_size ||
+        t->begin > end || end - t->begin != num_elements(t) * t->bytes)
         return fail("%s: the data_offsets of tensor %s are not those of %lld elements within the file", path, t->name,
                     num_elements(t));
-    t->begin = (long long)offsets[0];
     return 0;
 }
 
-/* Refuses tensors that overlap: they would take more memory than the file. */
-static int check_total(const tensor *list, int count, long long data_size, const char *path) {
+/* Refuses a file with more, such as biases, which ignored would give text that is wrong and looks right. */
+static int place_tensors(tensor *list, int count, const char *header, long long data_size, const char *path) {
     long long left = data_size;
     for (int i = 0; i < count; i++) {
-        if (!list[i].is_found) return fail("%s has no tensor %s", path, list[i].name);
+        const int status = place_tensor(&list[i], header, data_size, path);
+        if (status) return status;
         left -= num_elements(&list[i]) * list[i].bytes;
     }
-    return left < 0 ? fail("%s has tensors that lie within each other", path) : 0;
-}
-
-/* Reads the header: it must have every tensor once, and no other. */
-static int place_tensors(const model *m, tensor *list, int count, json header, long long data_size, const char *path) {
-    json name, entry = {NULL, NULL};
-    while (json_next(header, &name, &entry)) {
-        if (json_is_string(name, "__metadata__") || (m->is_tied && json_is_string(name, "lm_head.weight"))) continue;
-        int i = 0;
-        while (i < count && !json_is_string(name, list[i].name)) i++;
-        const int status = i < count ? place_tensor(&list[i], entry, data_size, path)
-                                     : fail("%s has a tensor that a plain Llama has not: %.*s", path,
-                                            (int)(name.end - name.at < 80 ? name.end - name.at : 80), name.at);
-        if (status) return status;
-    }
-    return check_total(list, count, data_size, path);
+    return left ? fail("%s has other tensors than those of a plain Llama, or some lie within each other", path) : 0;
 }
 
 /* Safetensors are little-endian. */
@@ -312,10 +294,8 @@ static int read_weights(model *m, file *f) {
     tensor *list = malloc((size_t)(9 * m->num_layers + 3) * sizeof *list);
     int status = text && list ? 0 : text ? fail("out of memory for a list of tensors") : FAILED;
     if (!status) {
-        const json header = json_read(text, (size_t)size);
         const int count = list_tensors(m, list);
-        if (!header.at || *header.at != '{') status = fail("%s: its header is not well-formed JSON", f->path);
-        if (!status) status = place_tensors(m, list, count, header, f->size - 8 - size, f->path);
+        status = place_tensors(list, count, text, f->size - 8 - size, f->path);
         if (!status) status = read_tensors(m, list, count, f, 8 + size);
     }
     free(text);

@@ -39,10 +39,8 @@ class Case:
 
     Raises
     ------
-    ValueError
-        If a number is below 1 or too large, or `num_heads` is no multiple of `num_kv_heads`.
-    TypeError
-        If a number is no integer.
+    ValueError, TypeError
+        If a number is below 1, too large or no integer, or `num_heads` is no multiple of `num_kv_heads`.
     """
 
     num_layers: int

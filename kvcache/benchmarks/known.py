@@ -26,22 +26,7 @@ def limit(dtype: str) -> float:
 
 
 def check(name: str, error: float, dtype: str) -> None:
-    """Fail if a result is wrong.
-
-    Parameters
-    ----------
-    name : str
-        The name of the result.
-    error : float
-        The result's relative error.
-    dtype : str
-        The type of stored rows.
-
-    Raises
-    ------
-    AssertionError
-        If the error exceeds the limit of the type, or is NaN.
-    """
+    """Raise AssertionError, not to be timed, if a result's relative error exceeds the limit of the type, or is NaN."""
     if not error <= limit(dtype):
         raise AssertionError(f"not timed: {name} is off by {error:.3g}, where {dtype} may be by {limit(dtype):.3g}")
 
@@ -53,16 +38,9 @@ def _pool(tokens: int, num_kv_heads: int, head_dim: int) -> tuple[Floats, Floats
 
 
 class Known:
-    """An implementation, and the tokens of its sequences, so that the exact results are known.
+    """An implementation of a case, and the tokens of its sequences, so that exact results are known.
 
     A token is a number, which says its rows.
-
-    Parameters
-    ----------
-    make : callable
-        The function or class that makes the implementation of a case.
-    case : Case
-        The case.
     """
 
     def __init__(self, make: Callable[[Case], Implementation], case: Case) -> None:

@@ -45,10 +45,15 @@ cdef class Batch(_CallCounter):
         return 0
 
     cdef kvc_batch *enter(self) except NULL:
-        """Return the handle, which is valid until leave(); _core.pyx says what may be done in between."""
+        """Return the handle, which is valid until leave() or finish(); _core.pyx says what may be done in between."""
         self.check_open()
         self.count_call()
         return self.handle
+
+    cdef int finish(self, kvc_status status) except -1:
+        """End a call, and raise for its status."""
+        self.leave()
+        return self.cache.check_call(status)
 
     cdef int begin_ending(self) except -1:
         """Reserve the handle for this call, or raise if another call uses it."""
@@ -175,8 +180,7 @@ cdef class Batch(_CallCounter):
         batch = self.enter()
         with nogil:
             status = kvc_put(batch, at, &rows.args)
-        self.leave()
-        self.cache.check_call(status)
+        self.finish(status)
 
     def slots(self, layer, first):
         self.check_open()
@@ -189,8 +193,7 @@ cdef class Batch(_CallCounter):
         batch = self.enter()
         with nogil:
             status = kvc_slots(batch, at, token, &slots.span, sizeof(kvc_span), &slots.handle)
-        self.leave()
-        check(status)
+        self.finish(status)
         views = slots.view(&self.cache.layers[at], False), slots.view(&self.cache.layers[at], True)
         writable = []
         if self.writable is None:
@@ -209,8 +212,7 @@ cdef class Batch(_CallCounter):
         cdef kvc_batch *batch = self.enter()
         with nogil:
             status = kvc_written(batch, at, token, tokens)
-        self.leave()
-        check(status)
+        self.finish(status)
 
     cdef object read_factors(self, object x, str name, int64_t heads, Array *a):
         """Describe an array of one f32 number per query head; return the object that keeps the array's memory."""
@@ -322,8 +324,7 @@ cdef class Batch(_CallCounter):
         batch = self.enter()
         with nogil:
             status = kvc_attend(batch, &query.plan, &query.args)
-        self.leave()
-        self.cache.check_call(status)
+        self.finish(status)
         return (out, lse) if wants_lse else out
 
     cdef object dense_rows(self, object out, str name, int32_t type, int layout, int64_t heads, int64_t dim,
@@ -388,8 +389,7 @@ cdef class Batch(_CallCounter):
                 status = kvc_dense_sequences(batch, layer, &sequences, &args.num_rows)
             else:
                 status = kvc_dense_rows(batch, layer, &args.num_rows)
-        self.leave()
-        check(status)
+        self.finish(status)
         return sequences
 
     def dense(self, layer, non_causal, masked, dtype, str layout, mask, out):
@@ -437,8 +437,7 @@ cdef class Batch(_CallCounter):
         batch = self.enter()
         with nogil:
             status = kvc_dense(batch, at, &args)
-        self.leave()
-        check(status)
+        self.finish(status)
         return (key_owner, value_owner, masks) if out is None else (k_out, v_out, masks)
 
     cdef cnp.ndarray to_kept(self, object keep):

@@ -89,7 +89,7 @@ cdef class Cache(_CallCounter):
         return 0
 
     cdef kvc_cache *enter(self) except NULL:
-        """Return the handle, which is valid until leave(); _core.pyx says what may be done in between."""
+        """Return the handle, which is valid until leave() or finish(); _core.pyx says what may be done in between."""
         self.check_open()
         self.count_call()
         return self.handle
@@ -100,8 +100,12 @@ cdef class Cache(_CallCounter):
             error = self.callbacks.raised.pop(get_ident(), None)
             if error is not None:
                 raise error
-        check(status)
-        return 0
+        return check(status)
+
+    cdef int finish(self, kvc_status status) except -1:
+        """End a call, and raise for its status."""
+        self.leave()
+        return self.check_call(status)
 
     def close(self):
         cdef kvc_status status
@@ -148,8 +152,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_position_range(cache, seq, at, &first, &last)
-        self.leave()
-        check(status)
+        self.finish(status)
         return first, last
 
     def next_position(self, seq_id):
@@ -210,8 +213,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_clear(cache) if every else kvc_clear_sequence(cache, seq)
-        self.leave()
-        check(status)
+        self.finish(status)
 
     def keep(self, seq_id):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -219,8 +221,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_keep(cache, seq)
-        self.leave()
-        check(status)
+        self.finish(status)
 
     def copy_prefix(self, src, dst, length):
         cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
@@ -229,8 +230,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_copy_prefix(cache, source, target, end)
-        self.leave()
-        check(status)
+        self.finish(status)
 
     def fork(self, src, dst):
         cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
@@ -238,8 +238,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_fork(cache, source, target)
-        self.leave()
-        check(status)
+        self.finish(status)
 
     def share_range(self, src, dst, begin, end):
         cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
@@ -248,8 +247,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_share(cache, source, target, low, high)
-        self.leave()
-        check(status)
+        self.finish(status)
 
     def remove(self, seq_id, begin, end, shift):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -259,8 +257,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_remove(cache, seq, low, high, shifts)
-        self.leave()
-        self.check_call(status)
+        self.finish(status)
 
     def shift(self, seq_id, begin, end, delta):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -270,8 +267,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_shift(cache, seq, low, high, by)
-        self.leave()
-        self.check_call(status)
+        self.finish(status)
 
     def divide(self, seq_id, begin, end, divisor):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -281,8 +277,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_divide(cache, seq, low, high, by)
-        self.leave()
-        self.check_call(status)
+        self.finish(status)
 
     def truncate(self, seq_id, length):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -291,16 +286,14 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_truncate(cache, seq, end)
-        self.leave()
-        check(status)
+        self.finish(status)
 
     def settle(self):
         cdef kvc_status status
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_settle(cache)
-        self.leave()
-        check(status)
+        self.finish(status)
 
     def reserve(self, num_tokens, seq_id):
         cdef int64_t number = to_int(num_tokens, "num_tokens", 1, _INT64_MAX), seq = to_seq_id(seq_id)
@@ -308,8 +301,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_reserve(cache, seq, number)
-        self.leave()
-        check(status)
+        self.finish(status)
 
     def room(self, seq_id):
         cdef int64_t number = 0, seq = to_seq_id(seq_id)
@@ -317,8 +309,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_room(cache, seq, &number)
-        self.leave()
-        check(status)
+        self.finish(status)
         return number
 
     def compact(self):
@@ -326,8 +317,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_compact(cache)
-        self.leave()
-        check(status)
+        self.finish(status)
 
     def inject(self, seq_id, layer, begin, k, v, skip_missing):
         cdef int64_t seq = to_seq_id(seq_id), num_replaced = 0
@@ -340,8 +330,7 @@ cdef class Cache(_CallCounter):
         cache = self.enter()
         with nogil:
             status = kvc_inject(cache, seq, at, low, high, &rows)
-        self.leave()
-        check(status)
+        self.finish(status)
         return num_replaced
 
     # ---- memory
@@ -381,8 +370,7 @@ cdef class Cache(_CallCounter):
             with nogil:
                 status = kvc_blocks(cache, at, b, sizeof(kvc_block_info), max_blocks, &num_blocks,
                                     r, sizeof(kvc_run_info), max_runs, &num_runs)
-            self.leave()
-            check(status)
+            self.finish(status)
         return (
             [(b[i].num_slots, b[i].filled, b[i].live, b[i].references, b[i].resident, b[i].is_held != 0)
              for i in range(num_blocks)],
@@ -426,8 +414,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_validate(cache)
-        self.leave()
-        check(status)
+        self.finish(status)
 
     # ---- reading rows
 
@@ -467,8 +454,7 @@ cdef class Cache(_CallCounter):
         cache = self.enter()
         with nogil:
             status = kvc_extract(cache, seq, at, where, where + (where <= _MAX_POSITION), &out)
-        self.leave()
-        check(status)
+        self.finish(status)
         return None if found < 0 else (k[:, 0], v[:, 0])
 
     def gather(self, seq_id, layer, first, dtype, out, raw):
@@ -497,8 +483,7 @@ cdef class Cache(_CallCounter):
         cache = self.enter()
         with nogil:
             status = kvc_extract(cache, seq, at, low, high, &out)
-        self.leave()
-        check(status)
+        self.finish(status)
         return arrays
 
     # ---- a forward pass
@@ -548,7 +533,6 @@ cdef class Cache(_CallCounter):
             status = kvc_begin_with(cache, &args, &batch.handle)
             if status == KVC_OK and args.positions == NULL:
                 memcpy(found, kvc_batch_positions(batch.handle), args.num_tokens * sizeof(int32_t))
-        self.leave()
-        self.check_call(status)
+        self.finish(status)
         cnp.PyArray_CLEARFLAGS(batch.positions, cnp.NPY_ARRAY_WRITEABLE)
         return batch

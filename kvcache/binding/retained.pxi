@@ -8,8 +8,7 @@ def retain(Cache cache not None, src, seq_id, begin, end):
     cdef kvc_cache *handle = cache.enter()
     with nogil:
         status = kvc_retain(handle, source, seq, low, high)
-    cache.leave()
-    check(status)
+    cache.finish(status)
 
 
 def retain_new(Cache cache not None, seq_id, begin, end, layers):
@@ -21,8 +20,7 @@ def retain_new(Cache cache not None, seq_id, begin, end, layers):
     cdef kvc_cache *handle = cache.enter()
     with nogil:
         status = kvc_retain_new(handle, seq, low, high, flags)
-    cache.leave()
-    check(status)
+    cache.finish(status)
 
 
 def attach(Cache cache not None, seq_ids, dst, length):
@@ -34,8 +32,7 @@ def attach(Cache cache not None, seq_ids, dst, length):
     cdef kvc_cache *handle = cache.enter()
     with nogil:
         status = kvc_attach(handle, ids, num, target, end, &matched)
-    cache.leave()
-    check(status)
+    cache.finish(status)
     return matched
 
 

@@ -55,8 +55,7 @@ def save(Cache cache not None, write, seq_ids, tokens, str fingerprint not None)
     handle = cache.enter()
     with nogil:
         status = kvc_save(handle, &args)
-    cache.leave()
-    cache.check_call(status)
+    cache.finish(status)
 
 
 cdef class _Source:
@@ -99,8 +98,7 @@ def restore(Cache cache not None, data, read, int64_t size, fingerprint, seq_ids
     cdef kvc_cache *handle = cache.enter()
     with nogil:
         status = kvc_restore(handle, &source.args)
-    cache.leave()
-    cache.check_call(status)
+    cache.finish(status)
 
 
 def verify(data):

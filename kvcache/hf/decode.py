@@ -58,23 +58,10 @@ class Decoder:
     def decode_rows(
         self, layer: int, seq_ids: Sequence[int], num_columns: int, num_new: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decode the last rows of several sequences in a layer, from whatever type they are stored in.
+        """Decode the last `num_columns` rows of several sequences in a layer, from whatever type they are stored in.
 
-        Parameters
-        ----------
-        layer : int
-            The layer's index in the cache.
-        seq_ids : sequence of int
-            The sequence of each batch index.
-        num_columns : int
-            The number of rows of each sequence; a sequence with fewer gets zeros before them, where its padding was.
-        num_new : int, default 0
-            The number of columns to leave after these rows, uninitialised, for the rows of new tokens.
-
-        Returns
-        -------
-        tuple of torch.Tensor
-            Keys and values, ``[batch, heads, num_columns + num_new, dim]``.
+        Return keys and values, ``[batch, heads, num_columns + num_new, dim]``. A sequence with fewer rows gets zeros
+        before them, where its padding was; the `num_new` last columns are uninitialised, for the rows of new tokens.
         """
         heads, k_dim, v_dim = self._shapes[layer]
         shape = len(seq_ids), heads, num_columns + num_new

@@ -104,18 +104,10 @@ class LayerRows:
 
 
 class Layer(CacheLayerMixin):
-    """One layer of a model's attention over its own tokens.
+    """One layer of a model's attention over its own tokens: layer `index` of the `KVCache`.
 
-    Parameters
-    ----------
-    passes : Passes
-        The passes of the cache.
-    decoder : Decoder
-        Decodes rows for a model with an attention of its own.
-    index : int
-        The layer's index in the `KVCache`.
-    follows_config : bool
-        Whether the layer's window is the model's.
+    `decoder` decodes rows for a model with an attention of its own; `follows_config` says whether the layer's window is
+    the model's.
     """
 
     is_croppable = True

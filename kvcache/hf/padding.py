@@ -43,21 +43,10 @@ def count_leading(shown: npt.NDArray[np.bool_]) -> list[int]:
 def masked_ranges(
     shown: npt.NDArray[np.bool_], seq_ids: Sequence[int], offsets: Sequence[int]
 ) -> list[tuple[int, int, int]]:
-    """Return the positions that a mask hides, as ranges ``(seq_id, begin, end)``.
+    """Return the positions that a mask hides, as ranges ``(seq_id, begin, end)``, by rising position for each row.
 
-    Parameters
-    ----------
-    shown : numpy.ndarray
-        Which columns the mask shows, ``[batch, columns]`` of bool.
-    seq_ids : sequence of int
-        The sequence of each row.
-    offsets : sequence of int
-        The column of each row's position 0.
-
-    Returns
-    -------
-    list of tuple
-        The ranges of each row, by rising position.
+    `shown` says which columns the mask shows, ``[batch, columns]`` of bool; `seq_ids` and `offsets` have the sequence
+    of each row, and the column of its position 0.
     """
     ranges: list[tuple[int, int, int]] = []
     for row, seq_id, offset in zip(shown, seq_ids, offsets, strict=True):

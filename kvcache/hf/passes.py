@@ -100,48 +100,26 @@ class ForwardPass:
 class Passes:
     """The passes that a model makes through the layers of a cache, one after the other, and the sequences they fill.
 
-    Parameters
-    ----------
-    cache : KVCache
-        The rows.
-    turns : Turns
-        What the caches on these rows share.
-    timeout : float
-        The most seconds to wait while a batch of others is open.
-
-    Attributes
-    ----------
-    seq_ids : list of int
-        The sequence of each batch index.
-    num_seen : int
-        The tokens of each sequence, padding included: the columns of a mask.
-    offsets : list of int
-        The column of each sequence's position 0: its leading padding is not stored.
-    last : ForwardPass or None
-        The pass that runs, or ran last.
-    prompts : Prompts or None
-        What `HFCache.acquire` was told.
-    calls : dict
-        How many times a layer was attended over by each means.
+    `turns` is what the caches on these rows share, `timeout` the most seconds to wait while a batch of others is open.
     """
 
     def __init__(self, cache: KVCache, turns: Turns, timeout: float) -> None:
         self.cache, self.turns = cache, turns
-        self.last: ForwardPass | None = None
+        self.last: ForwardPass | None = None  # that runs, or ran last
         self.forget()
         self._timeout = timeout
         self._num_layers = cache.num_layers
         self.is_source = [isinstance(layer.policy, CrossAttention) for layer in cache.layers]  # over an encoder
-        self.calls = {"kernel": 0, "dense": 0, "fallback": 0}
+        self.calls = {"kernel": 0, "dense": 0, "fallback": 0}  # how often a layer was attended over by each means
         self._has_warned = False  # that layers were attended without the kernels
         self._first_layer: int | None = None  # the layer that forward passes begin with
 
     def forget(self) -> None:
         """Forget all tokens; the pass has ended, and the sequences were cleared."""
-        self.seq_ids: list[int] = []
-        self.num_seen = 0
-        self.offsets: list[int] = []
-        self.prompts: Prompts | None = None
+        self.seq_ids: list[int] = []  # the sequence of each batch index
+        self.num_seen = 0  # tokens of each sequence, padding included: the columns of a mask
+        self.offsets: list[int] = []  # the column of each sequence's position 0: leading padding is not stored
+        self.prompts: Prompts | None = None  # what `HFCache.acquire` was told
 
     def fork(self) -> Self:
         """Return passes that go on from the same tokens; they share the rows, and copy none."""

@@ -15,18 +15,10 @@ SHOWING = ("output_attentions", "output_hidden_states")  # they ask for more of 
 
 
 class PieceByPiece:
-    """Stands for a model where transformers feeds a prompt to it: a long one is cut into passes of some tokens.
+    """Stands for a model where transformers feeds a prompt to it: a long one is cut into passes of `size` tokens.
 
     The result is that of the last pass. While a pass runs, each layer holds what it sees and the pass's own tokens.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        The model. Its attributes are found here, too.
-    cache : HFCache
-        The cache that it fills.
-    size : int or None
-        The tokens of a pass; None: `PREFILL_TOKENS`.
+    Without a size, a pass has `PREFILL_TOKENS`. The model's attributes are found here, too.
     """
 
     def __init__(self, model: Any, cache: HFCache, size: int | None) -> None:

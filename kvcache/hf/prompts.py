@@ -23,21 +23,11 @@ FOLLOWING_LENGTH = ("dynamic", "longrope")  # rotations that change with the len
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is known of a row's tokens.
+    """What is known of a row's tokens."""
 
-    Attributes
-    ----------
-    leading : int
-        The columns of padding before the first token.
-    tokens : list of int
-        The tokens of the prompt, up to the first one whose rows do not follow from tokens alone.
-    limit : int or None
-        Position from which on the row's keys and values do not follow from tokens that are known; None: all do.
-    """
-
-    leading: int
-    tokens: list[int]
-    limit: int | None = None
+    leading: int  # columns of padding before the first token
+    tokens: list[int]  # of the prompt, up to the first one whose rows do not follow from tokens alone
+    limit: int | None = None  # position from which on rows do not follow from tokens that are known; None: all do
 
 
 def placeholders_of(config: PreTrainedConfig) -> set[int]:
@@ -80,14 +70,8 @@ def prompts_of(input_ids: torch.Tensor, mask: torch.Tensor | None, placeholders:
 class Prompts:
     """The prompts of a batch whose beginnings come from a prefix cache, and where rows stop following from tokens.
 
-    Parameters
-    ----------
-    prefix : PrefixCache
-        The prefix cache.
-    input_ids, mask : torch.Tensor
-        The prompts, ``[batch, tokens]``, and 0 for padding; a mask of None shows all.
-    placeholders : set of int
-        Tokens that stand for an image or sound, and do not say for which.
+    `input_ids` and `mask` are ``[batch, tokens]``, 0 for padding; a mask of None shows all. `placeholders` are tokens
+    that stand for an image or sound, and do not say for which.
     """
 
     def __init__(

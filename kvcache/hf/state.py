@@ -173,13 +173,7 @@ def _tokens_of(passes: Passes, tokens: Any) -> dict[int, Any]:
 
 
 class Filler:
-    """Makes the rows of a batch of what a file has.
-
-    Parameters
-    ----------
-    part : HFCache
-        The cache, which is empty.
-    """
+    """Makes the rows of a batch of what a file has, in an empty cache."""
 
     def __init__(self, part: Any) -> None:
         self.part = part

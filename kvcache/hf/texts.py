@@ -22,13 +22,8 @@ def begin_text(cache: HFCache, input_ids: torch.Tensor, mask: torch.Tensor | Non
     """Cut a cache to what it has in common with a text that `generate` is given as a whole, and note the text.
 
     A text that goes on from what the cache holds is left as it is; so is one that is longer, where the cache was filled
-    with tokens that nobody told it.
-
-    Raises
-    ------
-    ValueError
-        If the text is not longer than what the cache holds, and the cache does not know its own tokens; or if there are
-        more or fewer rows. Nothing has changed then.
+    with tokens that nobody told it. Raise ``ValueError``, and change nothing, if the text is not longer than what the
+    cache holds, and the cache does not know its own tokens; or if there are more or fewer rows.
     """
     seen, length = cache.get_seq_length(), input_ids.shape[1]
     cache.check_batch_size(len(input_ids))
@@ -70,21 +65,9 @@ def leave_text(cache: HFCache) -> None:
 def begin_source(cache: HFEncoderDecoderCache, encoded: torch.Tensor, mask: torch.Tensor | None) -> None:
     """Reset a cache that holds the rows of another source, and note this one by a digest of each row.
 
-    A cache that was filled with a source that nobody told it, or was loaded, is taken to hold this one.
-
-    Parameters
-    ----------
-    cache : HFEncoderDecoderCache
-        The cache.
-    encoded : torch.Tensor
-        What the encoder made, ``[batch, tokens, dim]``.
-    mask : torch.Tensor or None
-        The source's mask, ``[batch, tokens]``.
-
-    Raises
-    ------
-    ValueError
-        If a source that is not known to be another one has more or fewer rows. Nothing has changed then.
+    `encoded` is what the encoder made, ``[batch, tokens, dim]``. A cache that was filled with a source that nobody told
+    it, or was loaded, is taken to hold this one. Raise ``ValueError``, and change nothing, if a source that is not
+    known to be another one has more or fewer rows.
     """
     parts = [x.detach().contiguous().view(torch.uint8).flatten(1) for x in (encoded, mask) if x is not None]
     rows = torch.cat(parts, 1).numpy(force=True)

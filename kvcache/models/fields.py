@@ -28,55 +28,29 @@ INDEX = "model.safetensors.index.json"  # names the file of each tensor, where w
 # Every name that Hugging Face's configurations use for a fact. The first one present counts: the decoder's come first.
 NAMES = {
     "num_hidden_layers": (
-        "decoder_layers",
-        "num_decoder_layers",
-        "decoder_num_hidden_layers",
-        "num_hidden_layers",
-        "n_layer",
-        "n_layers",
-        "num_layers",
-        "layers",
+        "decoder_layers", "num_decoder_layers", "decoder_num_hidden_layers", "num_hidden_layers", "n_layer",
+        "n_layers", "num_layers", "layers",
     ),
     "num_attention_heads": (
-        "decoder_attention_heads",
-        "num_decoder_attention_heads",
-        "decoder_num_attention_heads",
-        "num_attention_heads",
-        "n_head",
-        "n_heads",
-        "num_heads",
-        "attention_heads",
+        "decoder_attention_heads", "num_decoder_attention_heads", "decoder_num_attention_heads",
+        "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads",
     ),
     "num_key_value_heads": (
-        "decoder_num_key_value_heads",
-        "num_key_value_heads",
-        "num_kv_heads",
-        "n_head_kv",
-        "multi_query_group_num",
+        "decoder_num_key_value_heads", "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num",
     ),
     "hidden_size": ("hidden_size", "d_model", "n_embd", "embed_dim", "emb_dim", "dim"),
     "head_dim": ("head_dim", "d_kv", "attention_head_dim", "kv_channels", "dim_head"),
     "max_position_embeddings": (
-        "max_target_positions",
-        "max_decoder_position_embeddings",
-        "max_text_positions",
-        "max_position_embeddings",
-        "n_positions",
-        "max_seq_len",
-        "max_sequence_length",
-        "seq_length",
-        "n_ctx",
+        "max_target_positions", "max_decoder_position_embeddings", "max_text_positions", "max_position_embeddings",
+        "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx",
     ),
     "max_source_positions": (
-        "max_source_positions",
-        "max_encoder_position_embeddings",
-        "max_speech_positions",
-        "max_position_embeddings",
-        "n_positions",
+        "max_source_positions", "max_encoder_position_embeddings", "max_speech_positions",
+        "max_position_embeddings", "n_positions",
     ),
     "layer_types": ("layer_types", "layers_block_type"),
     "sliding_window": ("sliding_window", "sliding_window_size", "attention_window_size"),
-}
+}  # fmt: skip
 # Fields under which a model of several parts nests the configuration of its text decoder.
 PARTS = ("text_config", "thinker_config", "decoder", "decoder_config", "generator", "llm_config", "language_config")
 # Fields of a model of several parts that count before those of its text decoder, by each name that they have.
@@ -86,57 +60,23 @@ OF_THE_WHOLE = {
     "quantization_config": ("quantization_config",),
 }
 # Defaults by model type: files name only what differs from these.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma": {
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "head_dim": 256,
-        "hidden_size": 3072,
-        "max_position_embeddings": 8192,
-    },
-    "gemma2": {
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "hidden_size": 2304,
-        "sliding_window": 4096,
-        "max_position_embeddings": 8192,
-    },
-    "gemma3_text": {
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "hidden_size": 2304,
-        "sliding_window": 4096,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-    },
-    "llama": {
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "hidden_size": 4096,
-        "max_position_embeddings": 2048,
-    },
-    "mistral": {
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "hidden_size": 4096,
-        "sliding_window": 4096,
-        "max_position_embeddings": 131072,
-    },
-    "qwen2": {
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "hidden_size": 4096,
-        "max_position_embeddings": 32768,
-    },
+SIZES = (
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "sliding_window",
+    "max_position_embeddings",
+)  # fmt: skip
+DEFAULT_SIZES: dict[str, tuple[int | None, ...]] = {
+    "gemma": (28, 16, 16, 256, 3072, None, 8192),
+    "gemma2": (26, 8, 4, 256, 2304, 4096, 8192),
+    "gemma3_text": (26, 8, 4, 256, 2304, 4096, 131072),
+    "llama": (32, 32, None, None, 4096, None, 2048),
+    "mistral": (32, 32, 8, None, 4096, 4096, 131072),
+    "qwen2": (32, 32, 32, None, 4096, None, 32768),
 }
+DEFAULTS: dict[str, dict[str, Any]] = {
+    model_type: {name: size for name, size in zip(SIZES, sizes, strict=True) if size is not None}
+    for model_type, sizes in DEFAULT_SIZES.items()
+}
+DEFAULTS["gemma3_text"] |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
 # GGUF's keys, less the architecture's name that precedes them, and Hugging Face's names of the same facts.
 GGUF_NAMES = {
     "block_count": "num_hidden_layers",
@@ -168,20 +108,10 @@ GGUF_SCALING = {
 }
 # GGUF architectures whose name differs from Hugging Face's model type.
 GGUF_TYPES = {
-    "command-r": "cohere",
-    "deepseek2": "deepseek_v3",
-    "gemma3": "gemma3_text",
-    "gemma3n": "gemma3n_text",
-    "gemma4": "gemma4_text",
-    "gpt-oss": "gpt_oss",
-    "gptneox": "gpt_neox",
-    "llama4": "llama4_text",
-    "phi2": "phi",
-    "qwen2moe": "qwen2_moe",
-    "qwen3moe": "qwen3_moe",
-    "qwen3next": "qwen3_next",
-    "starcoder": "gpt_bigcode",
-}
+    "command-r": "cohere", "deepseek2": "deepseek_v3", "gemma3": "gemma3_text", "gemma3n": "gemma3n_text",
+    "gemma4": "gemma4_text", "gpt-oss": "gpt_oss", "gptneox": "gpt_neox", "llama4": "llama4_text", "phi2": "phi",
+    "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "qwen3next": "qwen3_next", "starcoder": "gpt_bigcode",
+}  # fmt: skip
 # Fields that GGUF files leave out, because every reader of GGUF has them built in, by model type.
 GGUF_DEFAULTS = {"gemma2": {"sliding_window": 4096}, "llama4_text": {"attention_chunk_size": 8192}}
 
@@ -192,20 +122,7 @@ def is_positive(value: Any) -> bool:
 
 
 class Fields:
-    """The fields of a configuration, each checked as it is read.
-
-    Parameters
-    ----------
-    values : mapping of str to anything
-        The fields.
-    source : str
-        The name of the file or argument, for messages.
-
-    Raises
-    ------
-    ModelFileError
-        If there are more fields than any model has.
-    """
+    """The fields of a configuration, each checked as it is read; `source` names the file or argument in messages."""
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self.values = values
@@ -297,25 +214,11 @@ def _number(key: object) -> int | None:
 
 
 def read_config(source: Any) -> Fields:
-    """Gather the fields of a model's text decoder.
+    """Gather the fields of a model's text decoder, under Hugging Face's names; ``model_type`` is the decoder's.
 
-    Parameters
-    ----------
-    source : path, mapping, or configuration of transformers
-        A folder with a ``config.json``, that file, or safetensors beside it, or a GGUF; or the content of a
-        ``config.json``, as a mapping or as `Fields`.
-
-    Returns
-    -------
-    Fields
-        The fields under Hugging Face's names, whatever the source; ``model_type`` is the text decoder's.
-
-    Raises
-    ------
-    ModelFileError
-        If a file is missing, is of another format, or holds impossible values.
-    TypeError
-        If `source` is none of these.
+    `source` is a folder with a ``config.json``, that file, or safetensors beside it, or a GGUF; or the content of a
+    ``config.json``, as a mapping, as `Fields`, or as a configuration of transformers. Raise `ModelFileError` if a file
+    is missing, is of another format, or holds impossible values.
     """
     if isinstance(source, Fields):
         return source
@@ -346,23 +249,14 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object.
-
-    Raises
-    ------
-    ModelFileError
-        If it is missing, too large, no JSON, or holds no object.
-    """
+    """Read a JSON file; raise `ModelFileError` if it is missing, too large, no JSON, or holds no object."""
     return _parse(read_file(path, MAX_JSON, "a configuration"), path)
 
 
 def read_safetensors_header(file: File) -> tuple[dict[str, Any], int]:
     """Read a safetensors file's header: an entry for each tensor, and the offset at which the tensors' data begins.
 
-    Raises
-    ------
-    ModelFileError
-        If it is no safetensors file, or its header is larger than any real one.
+    Raise `ModelFileError` if it is no safetensors file, or its header is larger than any real one.
     """
     length = int.from_bytes(file.read(0, min(8, file.size)), "little")
     if file.size < 8 or not length or length > min(MAX_JSON, file.size - 8):

@@ -53,18 +53,9 @@ NESTED = 64  # elements that an array within an array counts as, because Python 
 
 # GGUF's number of a type: this module's name, struct's format
 NUMBERS = {
-    0: ("u8", "B"),
-    1: ("i8", "b"),
-    2: ("u16", "H"),
-    3: ("i16", "h"),
-    4: ("u32", "I"),
-    5: ("i32", "i"),
-    6: ("f32", "f"),
-    7: ("bool", "B"),
-    10: ("u64", "Q"),
-    11: ("i64", "q"),
-    12: ("f64", "d"),
-}
+    0: ("u8", "B"), 1: ("i8", "b"), 2: ("u16", "H"), 3: ("i16", "h"), 4: ("u32", "I"), 5: ("i32", "i"),
+    6: ("f32", "f"), 7: ("bool", "B"), 10: ("u64", "Q"), 11: ("i64", "q"), 12: ("f64", "d"),
+}  # fmt: skip
 STRING, ARRAY = 8, 9
 LENGTH = struct.Struct("<Q")  # a string's length, which precedes its bytes
 TYPE_NAMES = {number: name for number, (name, _) in NUMBERS.items()} | {STRING: "str", ARRAY: "array"}
@@ -72,37 +63,14 @@ TYPE_NUMBERS = {name: number for number, name in TYPE_NAMES.items()}
 
 # ggml's number of a type: name, elements per block, bytes per block
 TENSOR_TYPES = {
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
-    2: ("Q4_0", 32, 18),
-    3: ("Q4_1", 32, 20),
-    6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24),
-    8: ("Q8_0", 32, 34),
-    10: ("Q2_K", 256, 84),
-    11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210),
-    16: ("IQ2_XXS", 256, 66),
-    17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98),
-    19: ("IQ1_S", 256, 50),
-    20: ("IQ4_NL", 32, 18),
-    21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82),
-    23: ("IQ4_XS", 256, 136),
-    24: ("I8", 1, 1),
-    25: ("I16", 1, 2),
-    26: ("I32", 1, 4),
-    27: ("I64", 1, 8),
-    28: ("F64", 1, 8),
-    29: ("IQ1_M", 256, 56),
-    30: ("BF16", 1, 2),
-    34: ("TQ1_0", 256, 54),
-    35: ("TQ2_0", 256, 66),
-    39: ("MXFP4", 32, 17),
-}
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4),
+    27: ("I64", 1, 8), 28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,22 +105,9 @@ class Header:
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """Read the header of a GGUF file.
+    """Read the header of a GGUF file; each tensor of a known type lies within the file, and no two overlap.
 
-    Parameters
-    ----------
-    path : str or path-like
-        The file.
-
-    Returns
-    -------
-    Header
-        The metadata and the tensors; each tensor of a known type lies within the file, and no two overlap.
-
-    Raises
-    ------
-    ModelFileError
-        The file is missing, no GGUF, damaged, cut short, big-endian, or of an unsupported version.
+    Raise `ModelFileError` if it is missing, no GGUF, damaged, cut short, big-endian, or of an unsupported version.
     """
     with _open(path) as source:
         version, num_tensors, num_entries = source.beginning()
@@ -167,24 +122,9 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def read_array(header: Header, key: str) -> tuple[Any, ...]:
-    """Read an array of the metadata, from the header or, if it was skipped, from the file.
+    """Read an array of strings or numbers of the metadata, from the header or, if it was skipped, from the file.
 
-    Parameters
-    ----------
-    header : Header
-        The header that `read_header` returned.
-    key : str
-        The name of an entry of `Header.metadata`.
-
-    Returns
-    -------
-    tuple
-        The array's strings or numbers.
-
-    Raises
-    ------
-    ModelFileError
-        The entry is no array of strings or numbers, a string is not UTF-8, or the file has changed.
+    Raise `ModelFileError` if the entry is no such array, a string is not UTF-8, or the file has changed.
     """
     value = header.metadata[key]
     if isinstance(value, tuple):
@@ -198,24 +138,9 @@ def read_array(header: Header, key: str) -> tuple[Any, ...]:
 
 
 def read_floats(header: Header, name: str) -> tuple[float, ...]:
-    """Read a short F32 tensor, such as the factors of a rotation.
+    """Read a short F32 tensor of one axis, such as the factors of a rotation.
 
-    Parameters
-    ----------
-    header : Header
-        The header that `read_header` returned.
-    name : str
-        The name of a tensor of `Header.tensors`.
-
-    Returns
-    -------
-    tuple of float
-        The tensor's elements.
-
-    Raises
-    ------
-    ModelFileError
-        The tensor has another type, more than one axis or more than 4096 elements, or the file has changed.
+    Raise `ModelFileError` if the tensor is another one, has more than 4,096 elements, or the file has changed.
     """
     tensor = header.tensors[name]
     if tensor.type != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_KEPT:

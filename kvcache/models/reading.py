@@ -67,15 +67,7 @@ Stamp: TypeAlias = tuple[int, int, int, int]  # identifies a file's content: dev
 
 
 class File:
-    """An open regular file.
-
-    Parameters
-    ----------
-    path : Path
-        The file's name, for messages.
-    descriptor : int
-        The file's descriptor. `File` does not close it.
-    """
+    """An open regular file, whose `descriptor` it does not close; `path` is for messages."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path, self._descriptor = path, descriptor
@@ -119,17 +111,8 @@ class File:
 def open_file(path: str | os.PathLike[str], stamp: Stamp | None = None) -> Iterator[File]:
     """Open a regular file for reading; refuse pipes and devices at once.
 
-    Parameters
-    ----------
-    path : str or path-like
-        The file.
-    stamp : tuple, optional
-        The `File.stamp` of an earlier opening, since which the file must not have changed.
-
-    Raises
-    ------
-    ModelFileError
-        The file does not exist, is a folder, a pipe or a device, may not be read, or has changed.
+    Raise `ModelFileError` if it does not exist, is something else, may not be read, or has changed since an earlier
+    opening whose `File.stamp` is given.
     """
     path = Path(path)
     flags = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC"))

@@ -33,17 +33,9 @@ PACKED = "quantization_config"  # a field with which weights may be packed into 
 
 # Every n-th layer uses full attention, the others a window (model type: n).
 FULL_EVERY = {
-    "afmoe": 4,
-    "cohere2": 4,
-    "exaone4": 4,
-    "gemma2": 2,
-    "gemma3_text": 6,
-    "gemma3n_text": 5,
-    "gemma4_text": 6,
-    "gpt_oss": 2,
-    "olmo3": 4,
-    "vaultgemma": 2,
-}
+    "afmoe": 4, "cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3_text": 6, "gemma3n_text": 5, "gemma4_text": 6,
+    "gpt_oss": 2, "olmo3": 4, "vaultgemma": 2,
+}  # fmt: skip
 # Types whose layers with full attention rotate no keys; their layers with a window do.
 NO_ROPE_IN_FULL = {"afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe"}
 # Every n-th layer rotates no keys (model type: n).
@@ -54,25 +46,10 @@ ROTATING = {"falcon", "gemma", "gemma2", "gpt_neox", "gptj", "llama", "mistral",
 ALIBI = {"bloom", "mpt"}
 # Types whose pairs of rotated elements are neighbours (i, i + 1), not halves (i, i + n).
 INTERLEAVED = {
-    "codegen",
-    "cohere",
-    "cohere2",
-    "cohere2_moe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "ernie4_5",
-    "ernie4_5_moe",
-    "ernie4_5_vl_moe_text",
-    "glm",
-    "glm4",
-    "glm4v_text",
-    "glm_ocr_text",
-    "gptj",
-    "helium",
-    "llama4_text",
-    "moonshine",
-    "moonshine_streaming",
-}
+    "codegen", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe",
+    "ernie4_5_vl_moe_text", "glm", "glm4", "glm4v_text", "glm_ocr_text", "gptj", "helium", "llama4_text",
+    "moonshine", "moonshine_streaming",
+}  # fmt: skip
 # Types that are refused, and the reason.
 REFUSED = {
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), "its state is not keys and values"),
@@ -91,32 +68,10 @@ FULL = {"full_attention", "attention", "hybrid"}  # a hybrid layer has another s
 SLIDING = {"sliding_attention", "hybrid_sliding"}
 # GGUF architectures whose pairs of rotated elements are neighbours: converters reorder some models' weights.
 INTERLEAVED_GGUF = {
-    "arcee",
-    "arctic",
-    "baichuan",
-    "chameleon",
-    "chatglm",
-    "cohere2",
-    "command-r",
-    "deci",
-    "deepseek",
-    "deepseek2",
-    "ernie4_5",
-    "ernie4_5-moe",
-    "granite",
-    "granitemoe",
-    "internlm2",
-    "llama",
-    "llama4",
-    "minicpm",
-    "mistral3",
-    "olmo",
-    "orion",
-    "plamo",
-    "smollm3",
-    "starcoder",
-    "xverse",
-}
+    "arcee", "arctic", "baichuan", "chameleon", "chatglm", "cohere2", "command-r", "deci", "deepseek", "deepseek2",
+    "ernie4_5", "ernie4_5-moe", "granite", "granitemoe", "internlm2", "llama", "llama4", "minicpm", "mistral3",
+    "olmo", "orion", "plamo", "smollm3", "starcoder", "xverse",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

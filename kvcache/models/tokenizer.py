@@ -62,24 +62,10 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """Load the tokenizer of a model.
+    """Load the tokenizer of a Hugging Face folder or a GGUF; a `ByteTokenizer` for 256 tokens without a tokenizer.
 
-    Parameters
-    ----------
-    path : str or path-like
-        A Hugging Face folder, or a GGUF file.
-
-    Returns
-    -------
-    Tokenizer
-        A `ByteTokenizer` where the model has 256 tokens and no tokenizer.
-
-    Raises
-    ------
-    ModelFileError
-        A file is missing or damaged, or the tokenizer is of an unsupported kind.
-    ImportError
-        The package ``tokenizers`` is needed and not installed.
+    Raise `ModelFileError` if a file is missing or damaged, or the tokenizer is of an unsupported kind, and
+    ``ImportError`` if the package ``tokenizers`` is needed and not installed.
     """
     path = Path(path)
     return _from_folder(path) if os.path.isdir(path) else _from_gguf(read_header(path))
@@ -112,18 +98,8 @@ class ByteTokenizer:
 class ModelTokenizer:
     """A tokenizer of the package ``tokenizers``.
 
-    Parameters
-    ----------
-    model : tokenizers.Tokenizer
-        The package's tokenizer.
-    byte_level : bool
-        Whether a token's characters stand for a byte each, as in GPT-2, or are text with SentencePiece's spaces.
-    bos : int or None
-        The token before an encoded text.
-    stop : frozenset of int
-        The tokens that end a text.
-    source : str
-        The name of the tokenizer's file, for messages.
+    `byte_level`: a token's characters stand for a byte each, as in GPT-2, and are not text with SentencePiece's spaces.
+    `bos` precedes an encoded text, the tokens `stop` end one, and `source` names the file in messages.
     """
 
     def __init__(

@@ -61,17 +61,8 @@ class _Stored:
 class Tensors:
     """The tensors of a folder or a GGUF file; each is taken once, in the shape that the configuration implies.
 
-    Parameters
-    ----------
-    path : Path
-        A folder with ``model.safetensors``, or the shards of its index; or a GGUF file.
-
-    Raises
-    ------
-    ModelFileError
-        If a file is missing or damaged, a tensor has an unsupported type, or two tensors overlap.
-    ImportError
-        If a package that reads the file is not installed.
+    Raises `ModelFileError` if a file is missing or damaged, a tensor has an unsupported type, or two tensors overlap,
+    and ``ImportError`` if a package that reads the file is not installed.
     """
 
     def __init__(self, path: Path) -> None:

@@ -119,15 +119,8 @@ def identity_of(cache: KVCache, fingerprint: str) -> bytes:
 class Keys:
     """Makes keys, of one tenant and one cache.
 
-    Parameters
-    ----------
-    identity : bytes
-        What rows depend on besides tokens: `identity_of`.
-    salt : bytes
-        The tenant's; tenants with different salts share nothing.
+    `identity` is what rows depend on besides tokens (`identity_of`); tenants with different `salt` share nothing.
 
-    Examples
-    --------
     >>> keys = Keys(b"a model", b"a tenant")
     >>> first, second = keys.chain(keys.root, blocks_of([1, 2, 3, 4], 2))
     >>> first == keys.chain(keys.root, blocks_of([1, 2], 2))[0], first == second

@@ -21,13 +21,7 @@ __all__ = ["Rows"]
 
 
 class Rows:
-    """Reads and writes the rows of retained sequences.
-
-    Parameters
-    ----------
-    cache : KVCache
-        The cache that holds them.
-    """
+    """Reads and writes the rows of retained sequences of a cache."""
 
     def __init__(self, cache: KVCache) -> None:
         self._core = cache._core

@@ -24,34 +24,17 @@ _content = attrgetter("content")
 
 
 class Node:
-    """A block of tokens, whose rows a retained sequence of the cache holds, unless they were evicted.
-
-    Attributes
-    ----------
-    key, content : bytes
-        The key of the block, and its tokens: `kvcache.prefix.keys`.
-    parent : Node or None
-        The block before; None: the root, which has no tokens.
-    seq_id : int
-        The retained sequence with its rows.
-    begin, end : int
-        Positions of its first token, and behind its last.
-    children : list of Node
-        By rising content; no two have the same.
-    num_pins : int
-        How often it was pinned.
-    """
+    """A block of tokens, whose rows a retained sequence of the cache holds, unless they were evicted."""
 
     __slots__ = ("begin", "children", "content", "end", "key", "num_pins", "parent", "seq_id")
 
     def __init__(self, key: bytes, content: bytes, parent: Node | None, seq_id: int) -> None:
-        self.key = key
-        self.content = content
-        self.parent = parent
-        self.seq_id = seq_id
-        self.begin: int = parent.end if parent else 0
+        self.key, self.content = key, content  # of the block, and its tokens: `kvcache.prefix.keys`
+        self.parent = parent  # the block before; None: the root, which has no tokens
+        self.seq_id = seq_id  # the retained sequence with its rows
+        self.begin: int = parent.end if parent else 0  # positions of its first token, and behind its last
         self.end: int = self.begin + count_tokens(content) if parent else 0
-        self.children: list[Node] = []
+        self.children: list[Node] = []  # by rising content; no two have the same
         self.num_pins = 0
 
     def below(self) -> Iterator[Node]:
@@ -64,23 +47,13 @@ class Node:
 
 
 class Tree:
-    """All nodes, and whether their rows are there: they may be evicted at any time. Use it with the watch's lock.
-
-    Attributes
-    ----------
-    root : Node
-        Has no tokens.
-    by_key : dict
-        Every other node, by its key.
-    new : list of Node
-        Nodes that were added since the list was emptied, and not from a store.
-    """
+    """All nodes, and whether their rows are there: they may be evicted at any time. Use it with the watch's lock."""
 
     def __init__(self, cache: KVCache, root_key: bytes) -> None:
         self.core, self.watch, self.rows, self.block_size = cache._core, watch_of(cache), Rows(cache), cache.block_size
         self.root = Node(root_key, b"", None, 0)
-        self.by_key: dict[bytes, Node] = {}
-        self.new: list[Node] = []
+        self.by_key: dict[bytes, Node] = {}  # all but the root
+        self.new: list[Node] = []  # added since the list was emptied, and not from a store
         self._sweep_at = FEW_BLOCKS
 
     def __len__(self) -> int:

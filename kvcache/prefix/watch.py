@@ -44,19 +44,11 @@ class Listener(Protocol):
 
 
 class Watch:
-    """The `Follower` of a cache that has prefix caches: calls these around each commit, and after each edit.
-
-    Attributes
-    ----------
-    lock : threading.RLock
-        Guards the prefix caches of the cache; held briefly.
-    tokens_per_second : float or None
-        How fast batches of many tokens were computed, recent ones counting most; None before the first.
-    """
+    """The `Follower` of a cache that has prefix caches: calls these around each commit, and after each edit."""
 
     def __init__(self, core: _core.Cache) -> None:
-        self.lock = threading.RLock()
-        self.tokens_per_second: float | None = None
+        self.lock = threading.RLock()  # guards the prefix caches of the cache; held briefly
+        self.tokens_per_second: float | None = None  # of batches of many tokens, recent ones counting most
         self._gone: deque[int] = deque()  # sequences that a finalizer cleared
         self._core = core
         self._exact_to: dict[int, int] = {}  # by sequence: position from which on rows do not follow from its tokens

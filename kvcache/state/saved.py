@@ -141,7 +141,6 @@ def inspect(path: StrPath, *, verify: bool = False) -> SavedState:
     Examples
     --------
     >>> import tempfile
-    >>> import kvcache
     >>> from kvcache.state import inspect
     >>> cache = kvcache.KVCache(1, 1, 2, 64)
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -247,23 +246,16 @@ def _read_tables(data: memoryview, place: int) -> SavedState:
         dtype = {"I64": "<i8", "F64": "<f8"}[tensor.dtype]
         return np.frombuffer(bytes(data[tensor.begin - place : tensor.end - place]), dtype).reshape(tensor.shape)
 
-    limits = table("state")[0, 6:11].tolist()
+    block_size, max_seq_len, max_sequences, capacity, max_bytes = table("state")[0, 6:11].tolist()
     layers, inv_freq = table("layers"), table("inv_freq")
+    own = tuple(_layer(row, inv_freq) for row in layers.tolist())
+    sequences = tuple(_sequences(table, layers[:, 9:11].tolist()))
+    library, fingerprint = str(metadata["library"]), str(metadata["fingerprint"])
+    has_mac = any(data[size - MAC_BYTES : size])
     return SavedState(
-        VERSION,
-        str(metadata["library"]),
-        str(metadata["fingerprint"]),
-        tuple(_layer(row, inv_freq) for row in layers.tolist()),
-        limits[0],
-        limits[1],
-        limits[2],
-        limits[3],
-        limits[4],
-        tuple(_sequences(table, layers[:, 9:11].tolist())),
-        tuple(tensors.values()),
-        size,
-        any(data[size - MAC_BYTES : size]),
-    )
+        VERSION, library, fingerprint, own, block_size, max_seq_len, max_sequences, capacity, max_bytes, sequences,
+        tuple(tensors.values()), size, has_mac,
+    )  # fmt: skip
 
 
 def _layer(row: list[int], inv_freq: npt.NDArray[np.float64]) -> Layer:

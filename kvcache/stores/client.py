@@ -112,18 +112,11 @@ class Write:
 class StoreClient:
     """Reads from and writes to a store, within bounded time and memory, whatever the store does.
 
-    Parameters
-    ----------
-    store : mutable mapping of str to bytes
-        The store. Two threads use it at once, one to read and one to write. If it has ``get_many(keys)``, which returns
-        a dict of what is there, and ``set_many(items)``, which takes a dict, they are called for many keys at once.
-    digest : bytes
-        What stands for the model and the shape: a value that was stored with another digest is a miss.
-    secret : bytes, optional
-        The key of the MAC: a value that was stored without it, or with another one, is a miss.
+    Two threads use the store at once, one to read and one to write. If it has ``get_many(keys)``, which returns a dict
+    of what is there, and ``set_many(items)``, which takes a dict, they are called for many keys at once. `digest`
+    stands for the model and the shape, and `secret` is the key of the MAC: a value that was stored with others is a
+    miss.
 
-    Examples
-    --------
     >>> client = StoreClient({}, digest=b"a model", secret=b"of one tenant")
     >>> client.put("a key", lambda: [b"some rows"])
     True
@@ -171,20 +164,12 @@ class StoreClient:
     def get_many(
         self, keys: Iterable[str], timeout: float, *, patience: float | None = None, stop_at_miss: bool = False
     ) -> dict[str, memoryview]:
-        """Return the payloads that the store has for these keys and hands out in time; others are misses.
+        """Return the payloads that the store hands out for these keys within `timeout` seconds; others are misses.
 
-        Parameters
-        ----------
-        keys : iterable of str
-            The keys, in the order in which they are wanted.
-        timeout : float
-            Seconds after which what has come is returned. Later answers are dropped.
-        patience : float, optional
-            Seconds after which the store has failed if it has not answered, for callers who wait less than it may take.
-            By default `timeout`.
-        stop_at_miss : bool, default False
-            Whether a key is of no use without those before it, so that reading ends where one is missing. What was
-            asked for in the same call of the store may still be among the results.
+        Keys are read in this order; later answers are dropped. With `stop_at_miss` a key is of no use without those
+        before it: reading ends where one is missing, though the same call of the store may have brought more. The store
+        has failed if it has not answered within `patience` seconds, by default `timeout`: for callers who wait less
+        than it may take.
         """
         keys = list(dict.fromkeys(keys))
         timeout = min(timeout, threading.TIMEOUT_MAX)
@@ -221,13 +206,8 @@ class StoreClient:
     def put(self, key: str, make_value: Callable[[], Iterable[Buffer] | None]) -> bool:
         """Queue a value to be written, and return whether it was queued; never wait.
 
-        Parameters
-        ----------
-        key : str
-            The key.
-        make_value : function
-            Returns the payload, in parts that are joined, or None if there is none any more. Called later, in the
-            thread that writes, unless the value is dropped before.
+        `make_value` returns the payload, in parts that are joined, or None if there is none any more. It is called
+        later, in the thread that writes, unless the value is dropped before.
         """
         return self._queue_write(Write(key, make_value))
 

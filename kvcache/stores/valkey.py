@@ -231,13 +231,7 @@ def _execute(pipeline: Any) -> list[Any]:
 
 
 def import_valkey() -> Any:
-    """Return the module valkey.
-
-    Raises
-    ------
-    ImportError
-        If it is not installed.
-    """
+    """Return the module valkey; raise ImportError if it is not installed."""
     try:
         importlib.import_module("valkey.cluster")
         return importlib.import_module("valkey")

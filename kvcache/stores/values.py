@@ -66,21 +66,11 @@ def view_of(value: object) -> memoryview:
 
 
 def pack(key: str, digest: bytes, parts: Iterable[Buffer], secret: bytes | None = None) -> bytes:
-    """Return the value to store under a key.
+    """Return the value to store under a key: the joined `parts`, C-contiguous buffers, behind a header.
 
-    Parameters
-    ----------
-    key : str
-        The key under which the value will be stored.
-    digest : bytes
-        What stands for the model and the shape; the value is taken by those alone who give the same.
-    parts : iterable of buffers
-        The payload, in C-contiguous parts that are joined.
-    secret : bytes, optional
-        The key of the MAC.
+    `digest` stands for the model and the shape: only who gives the same takes the value. `secret` is the key of the
+    MAC.
 
-    Examples
-    --------
     >>> value = pack("a key", b"a model", [b"some ", b"rows"])
     >>> bytes(unpack(value, "a key", b"a model"))
     b'some rows'
@@ -94,19 +84,10 @@ def pack(key: str, digest: bytes, parts: Iterable[Buffer], secret: bytes | None 
 
 
 def unpack(value: object, key: str, digest: bytes, secret: bytes | None = None) -> memoryview:
-    """Return the payload of a value that a store handed out for a key, without copying it.
+    """Return the payload of whatever a store handed out for a key, without copying it.
 
-    Parameters
-    ----------
-    value : object
-        Whatever the store returned. Of a ``bytearray`` or ``memoryview``, which may change, a copy is used.
-    key, digest, secret
-        As in `pack`.
-
-    Raises
-    ------
-    ValueRefusedError
-        If it is not the value that was packed with this key, digest and secret, to the last bit.
+    Raise ValueRefusedError unless it is the value that was packed with this key, digest and secret, to the last bit. A
+    ``bytearray`` or ``memoryview`` may change, and is copied.
     """
     if isinstance(value, bytearray | memoryview):
         value = bytes(value)

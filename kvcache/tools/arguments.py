@@ -47,19 +47,8 @@ def parse_size(text: str) -> int:
 def prompt_bytes(prompt: str | None, file: Path | None, default: str) -> bytes:
     """Return a prompt: the argument, a file's content, standard input, or the default.
 
-    Parameters
-    ----------
-    prompt : str, optional
-        The argument; ``-`` stands for standard input.
-    file : Path, optional
-        A file with the prompt; ``-`` stands for standard input.
-    default : str
-        The prompt if there is neither, and nothing is piped into standard input.
-
-    Raises
-    ------
-    ModelFileError
-        If a file or standard input cannot be read, or holds too much.
+    ``-`` stands for standard input, as argument and as file; without either, what is piped into it counts before the
+    default. Raise `ModelFileError` if something cannot be read, or holds too much.
     """
     if file is not None and str(file) != "-":
         return read_prompt(file)

@@ -47,31 +47,11 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Shape:
-    """The attention of a model, over a context.
+    """The attention of a model, over a context; values are by default as long as keys, and threads `get_num_threads`.
 
-    Parameters
-    ----------
-    num_layers : int, default 32
-        The number of layers of the model; fewer are measured.
-    num_heads, num_kv_heads : int, default 32 and 8
-        The number of query heads and of KV heads.
-    head_dim : int, default 128
-        The number of elements of a key of one head.
-    v_head_dim : int, optional
-        The number of elements of a value of one head; by default `head_dim`.
-    value_in_key : bool, default False
-        Whether values are the first elements of their keys, as in multi-head latent attention.
-    context : int, default 8192
-        The number of stored tokens.
-    threads : int, optional
-        The number of threads of a call; by default `get_num_threads`.
-
-    Raises
-    ------
-    ValueError
-        If a number is out of range, or `num_heads` is no multiple of `num_kv_heads`.
-    TypeError
-        If a number is no integer.
+    `num_layers` are those of the model; fewer are measured. `value_in_key`: values are the first elements of their
+    keys, as in multi-head latent attention. Raises ``ValueError`` or ``TypeError`` if a number is out of range or no
+    integer, or `num_heads` is no multiple of `num_kv_heads`.
     """
 
     num_layers: int = 32
@@ -152,21 +132,9 @@ class _Reader:
 
 
 def read_bandwidth(nbytes: int | None = None, threads: int | None = None, seconds: float = 0.5) -> float:
-    """Measure how fast memory is read.
+    """Return the best bytes per second at which `threads` threads read `nbytes` bytes of memory.
 
-    Parameters
-    ----------
-    nbytes : int, optional
-        The number of bytes to read; by default four times the last-level cache.
-    threads : int, optional
-        The number of threads that read; by default `get_num_threads`.
-    seconds : float, default 0.5
-        The duration of the measurement.
-
-    Returns
-    -------
-    float
-        The best bytes per second.
+    By default `get_num_threads`, and four times the last-level cache; `seconds` is how long it takes.
     """
     if threads is None:
         threads = get_num_threads()
@@ -262,22 +230,11 @@ class _Filled:
 
 
 def decode_rates(shape: Shape, dtypes: Sequence[DType] = DTYPES, seconds: float = 1.0) -> dict[DType, float]:
-    """Measure how fast attention of one token reads rows from memory, by type.
+    """Measure how many bytes of rows per second attention of one token reads from memory, by type.
 
-    Parameters
-    ----------
-    shape : Shape
-        The attention to measure. A long context is cut short: the rate stays the same.
-    dtypes : sequence of {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"}, optional
-        The element types; types that the shape's rows cannot have are left out.
-    seconds : float, default 1.0
-        The approximate duration.
-
-    Returns
-    -------
-    dict
-        The bytes of rows per second, by type. Divided by the bytes that all layers hold of a sequence, they are the
-        tokens per second of attention.
+    Divided by the bytes that all layers hold of a sequence, they are the tokens per second of attention. A long context
+    of the shape is cut short: the rate stays the same. Types that its rows cannot have are left out. It takes about
+    `seconds`.
     """
     end = time.perf_counter() + seconds
     known = [dtype for dtype in _check_dtypes(dtypes) if not shape.why_not(dtype)]
@@ -417,25 +374,13 @@ class _Run:
 def measure(shape: Shape | None = None, *, seconds: float = 60.0, peers: bool = True) -> Iterator[Progress | Result]:
     """Measure this machine: read bandwidth; decoding, prefill and appending by element type; and the same of peers.
 
+    Yields any number of `Progress`, then one `Result`. To stop early, close the generator: memory is freed, and the
+    peers' processes end.
+
     Measurements are interleaved, so that other load slows all alike. Each peer runs in a process of its own, with types
     of 16 and 8 bits if it has them, interleaved with this cache's f16 and q8_0. Rows are read from memory: the layers
-    together hold four times the last-level cache.
-
-    Parameters
-    ----------
-    shape : Shape, optional
-        The attention to measure; by default 32 layers of 32 query and 8 KV heads of 128, and 8,192 tokens.
-    seconds : float, default 60
-        The approximate duration. At least three rounds of each measurement are made; peers for which no time remains
-        are left out.
-    peers : bool, default True
-        Whether to measure installed peers.
-
-    Yields
-    ------
-    Progress or Result
-        Any number of `Progress`, then one `Result`. To stop early, close the generator: memory is freed, and the
-        peers' processes end.
+    together hold four times the last-level cache. It takes about `seconds`: at least three rounds of each measurement
+    are made, and peers for which no time remains are left out.
     """
     shape = Shape() if shape is None else shape
     run = _Run(shape, seconds, peers)
@@ -476,17 +421,7 @@ OURS, OTHERS = "#0072B2", "#E69F00"  # of Okabe and Ito's palette, which the col
 
 
 def draw(record: dict[str, Any], ax: _Axes, part: str = "decode") -> None:
-    """Draw the tokens per second of one part as bars, by type and peer.
-
-    Parameters
-    ----------
-    record : dict
-        The record of a `Result`.
-    ax : matplotlib.axes.Axes
-        The axes to draw into.
-    part : {"decode", "prefill", "append"}, default "decode"
-        The part to draw.
-    """
+    """Draw the tokens per second of a record's part (decode, prefill or append) as bars, by type and peer."""
     rows = [row for row in record["rows"] if row["part"] == part]
     rows.sort(key=lambda row: (row["name"] != "kvcache", -row["tokens_per_second"]))
     speeds = [row["tokens_per_second"] for row in rows]

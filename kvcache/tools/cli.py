@@ -560,25 +560,14 @@ def _print_state(found: state.SavedState, verify: bool) -> None:
 
 def _state_as_json(found: state.SavedState, verified: bool) -> dict[str, Any]:
     """Return what --json prints of a saved state."""
+    facts = ("version", "library", "fingerprint", "nbytes", "has_mac")
     limits = ("block_size", "max_seq_len", "max_sequences", "capacity", "max_bytes")
     return {
-        "version": found.version,
-        "library": found.library,
-        "fingerprint": found.fingerprint,
-        "nbytes": found.nbytes,
-        "has_mac": found.has_mac,
+        **{name: getattr(found, name) for name in facts},
         "verified": verified,
         **{name: getattr(found, name) or None for name in limits},
         "layers": [str(layer) for layer in found.layers],
-        "sequences": [
-            {
-                "seq_id": one.seq_id,
-                "num_rows": one.num_rows,
-                "next_position": one.next_position,
-                "tokens": one.tokens.tolist(),
-            }
-            for one in found.sequences
-        ],
+        "sequences": [dataclasses.asdict(one) | {"tokens": one.tokens.tolist()} for one in found.sequences],
         "tensors": [dataclasses.asdict(tensor) for tensor in found.tensors],
         **({} if found.following is None else {"following": _state_as_json(found.following, verified)}),
     }

@@ -114,29 +114,11 @@ def make(
     window: Policy | None = None,
     rates: Mapping[DType, float] | None = None,
 ) -> Plan:
-    """Plan a model's cache.
+    """Plan a model's cache on a machine with this `memory`; the plan has a row for each policy and type.
 
-    Parameters
-    ----------
-    shape : Shape
-        The model's shape, which `kvcache.models.shapes.read` returns.
-    memory : Memory
-        The free memory, which `available_memory` returns.
-    context : int
-        The number of tokens of each sequence.
-    sequences : int
-        The number of sequences in the cache.
-    dtypes : sequence of {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"}, optional
-        The element types; by default every type that can store the model's heads.
-    window : policy, optional
-        A policy to plan with as well, in place of `FullAttention`.
-    rates : mapping of type to float, optional
-        The bytes per second that attention reads, which `kvcache.tools.bench.decode_rates` measures.
-
-    Returns
-    -------
-    Plan
-        The plan, with a row for each policy and type.
+    `sequences` of `context` tokens each are to be held, in each of `dtypes`, by default every type that can store the
+    model's heads. `window` is a policy to plan with as well, in place of `FullAttention`. `rates` are the bytes per
+    second that attention reads, by type, which `kvcache.tools.bench.decode_rates` measures.
     """
     dtypes = dtypes or shape.dtypes
     own = {dtype: _layers(shape, dtype, None) for dtype in dtypes}
@@ -153,19 +135,10 @@ def make(
 
 
 def available_memory(model: Any = None, weights: str | int | None = None) -> Memory:
-    """Return the free memory of the machine and of this process's cgroups, and a model's weights.
+    """Return the free memory of the machine and of this process's cgroups, and a model's weights, by `weigh`.
 
-    Parameters
-    ----------
-    model : path, mapping, or configuration of transformers, optional
-        The model; None: there are no weights.
-    weights : str or int, optional
-        The argument of `weigh`.
-
-    Raises
-    ------
-    ImportError
-        If the system has no /proc/meminfo, and psutil is not installed.
+    Without a model there are none. Raise ``ImportError`` if the system has no /proc/meminfo, and psutil is not
+    installed.
     """
     found = Weights(0, "there is no model") if model is None else weigh(model, weights)
     return Memory(*system.available_memory(), found.nbytes, found.source, found.num_parameters)
@@ -174,19 +147,10 @@ def available_memory(model: Any = None, weights: str | int | None = None) -> Mem
 def weigh(model: Any, given: str | int | None = None) -> Weights:
     """Return the size of a model's weights.
 
-    Parameters
-    ----------
-    model : path, mapping, or configuration of transformers
-        The model.
-    given : str or int, optional
-        A type of `WEIGHT_TYPES`, in which every parameter is counted, or the number of bytes. By default the bytes of
-        the model's files if they are there, else every parameter in the type that the configuration names; counting
-        needs torch and transformers, but for a GGUF.
-
-    Raises
-    ------
-    ModelFileError, NotSupportedError
-        If the parameters are to be counted in a type, and cannot be.
+    `given` is a type of `WEIGHT_TYPES`, in which every parameter is counted, or the number of bytes. By default: the
+    bytes of the model's files if they are there, else every parameter in the type that the configuration names;
+    counting needs torch and transformers, but for a GGUF. Raise `ModelFileError` or `NotSupportedError` if parameters
+    cannot be counted.
     """
     if isinstance(given, int):
         return Weights(given, "as given")

@@ -27,6 +27,7 @@ CONFIG = json.loads((MODEL / "config.json").read_text())
 WEIGHTS = (MODEL / "model.safetensors").read_bytes()
 HEADER_SIZE = struct.unpack("<Q", WEIGHTS[:8])[0]
 HEADER = json.loads(WEIGHTS[8 : 8 + HEADER_SIZE])
+DATA = WEIGHTS[8 + HEADER_SIZE :]
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 
 
@@ -175,7 +176,7 @@ def refused(generate, tmp_path):
 
 def with_header(text, size=None):
     text = text if isinstance(text, bytes) else json.dumps(text).encode()
-    return struct.pack("<Q", len(text) if size is None else size) + text + WEIGHTS[8 + HEADER_SIZE :]
+    return struct.pack("<Q", len(text) if size is None else size) + text + DATA
 
 
 def with_tensor(name, **fields):
@@ -199,11 +200,13 @@ def with_tensor(name, **fields):
         ({"hidden_size": 128}, "tensor model.embed_tokens.weight must have the shape [256, 128]"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be a whole number from 1 to 1024"),
         ({"num_hidden_layers": 5}, "has no tensor model.layers.4.input_layernorm.weight"),
-        ({"num_hidden_layers": 3}, 'has a tensor that a plain Llama has not: "model.layers.3.input_layernorm.weight"'),
+        ({"num_hidden_layers": 3}, "has other tensors than those of a plain Llama"),
+        ({"rope_scaling": {"type": "linear"}, "rope_parameters": None}, 'rope_type must be "default"'),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be a positive number"),
         ({"num_key_value_heads": 3}, "num_attention_heads, 4, must be a multiple of num_key_value_heads, 3"),
         ({"head_dim": 63}, "head_dim must be even, as halves are rotated together, not 63"),
         ({"head_dim": 2**20}, "4 heads of 1048576 are more than any model's"),
-        ({"intermediate_size": 705}, "mlp.down_proj.weight must have the shape [256, 705]"),
+        ({"intermediate_size": 705}, "mlp.gate_proj.weight must have the shape [705, 256]"),
         ({"max_position_embeddings": -1}, "max_position_embeddings must be a whole number"),
         ({"tie_word_embeddings": False}, "has no tensor lm_head.weight"),
     ],
@@ -212,37 +215,18 @@ def test_configuration_that_does_not_fit(refused, fields, sentence):
     refused(sentence, config=CONFIG | fields)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"",
-        b"{",
-        b"[1",
-        b'{"a": 1',
-        b'{"a" 1}',
-        b'{"a": 1,}',
-        b"{1: 1}",
-        b"nul",
-        b"{} {}",
-        b'{"a": 1e999}',
-        b'{"a": -nan}',
-        b'{"a": ' + b"1" * 100 + b"}",
-        b'{"a": "',
-        b'{"a": "\\',
-        b'{"a": "\n"}',
-        b"[" * 100_000,
-        b'{"a":' * 50 + b"1" + b"}" * 50,
-    ],
-    ids=lambda text: text[:12].decode(),
-)
-def test_malformed_json(refused, text):
-    refused("config.json is not well-formed JSON", config=text)
-    refused("its header is not well-formed JSON", weights=with_header(text))
+@pytest.mark.parametrize("text", [b"", b"{", b"nul", b"[]", b'"model_type"', b'{"model_type', b'{"model_type": "llama'])
+def test_what_is_no_configuration(refused, text):
+    refused('model_type must be "llama"', config=text)
+    refused(f"has no tensor {EMBEDDING}", weights=with_header(text))
 
 
-def test_other_json(refused):
-    refused('model_type must be "llama"', config=b"[]")
-    refused("its header is not well-formed JSON", weights=with_header(b"[]"))
+@pytest.mark.parametrize("entry", ["", " {", " {}", " [1]", ' "'])
+def test_tensors_without_a_description(refused, entry):
+    refused(f"tensor {EMBEDDING} ", weights=with_header(f'{{"{EMBEDDING}":{entry}'.encode()))
+
+
+def test_large_configuration(refused):
     refused("config.json is too large for a configuration", config=b" " * (2**20 + 1))
 
 
@@ -276,7 +260,6 @@ def test_truncated_behind_it(refused, size):
         [0.5, 512.5],
         [0, 511],
         [0],
-        [0, 512, 512],
         [],
         "0, 512",
         None,
@@ -299,15 +282,11 @@ def test_types_of_tensors(refused, dtype):
     refused(f"tensor {NORM} must be of type F32, F16 or BF16", weights=with_tensor(NORM, dtype=dtype))
 
 
-def test_tensors_twice_missing_and_too_many(refused):
-    text = json.dumps(HEADER)
-    again = json.dumps({NORM: HEADER[NORM]})[1:]
-    refused(f"has tensor {NORM} twice", weights=with_header((text[:-1] + ", " + again).encode()))
+def test_tensors_missing_and_too_many(refused):
     refused(f"has no tensor {NORM}", weights=with_header({k: v for k, v in HEADER.items() if k != NORM}))
-    refused('has not: "model.norm.bias"', weights=with_header(HEADER | {"model.norm.bias": HEADER[NORM]}))
-    refused(f"tensor {NORM} must be of type", weights=with_header(HEADER | {NORM: None}))
-    long = with_header(HEADER | {"x" * 10_000: HEADER[NORM]})
-    refused("has not: " + '"' + "x" * 79 + "\n", weights=long)
+    refused(f"has no tensor {NORM}", weights=with_header(HEADER | {NORM: None}))
+    bias = HEADER | {"model.norm.bias": HEADER[NORM] | {"data_offsets": [len(DATA), len(DATA) + 512]}}
+    refused("has other tensors than those of a plain Llama", weights=with_header(bias) + bytes(512))
 
 
 def test_tensors_within_each_other(refused):
@@ -316,9 +295,7 @@ def test_tensors_within_each_other(refused):
     layer = {name: HEADER[name] for name in HEADER if name.startswith("model.layers.0.")}
     for i in range(500):
         entries |= {name.replace(".0.", f".{i}.", 1): entry for name, entry in layer.items()}
-    refused(
-        "tensors that lie within each other", config=CONFIG | {"num_hidden_layers": 500}, weights=with_header(entries)
-    )
+    refused("or some lie within each other", config=CONFIG | {"num_hidden_layers": 500}, weights=with_header(entries))
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
@@ -329,12 +306,8 @@ def test_weights_that_are_no_numbers(refused, number):
     refused(f"tensor {NORM} has an element that is no finite number", weights=bytes(weights))
 
 
-def test_names_do_not_steer_a_terminal(generate, refused, tmp_path):
-    name = "a\x7f\u009b2J"
-    refused(
-        'has not: "a???2J"', weights=with_header(json.dumps(HEADER | {name: HEADER[NORM]}, ensure_ascii=False).encode())
-    )
-    check_refused(generate("--model", tmp_path / "\x1b[2J"), "?[2J/config.json")
+def test_names_do_not_steer_a_terminal(generate, tmp_path):
+    check_refused(generate("--model", tmp_path / "\x1b[2J\x7f\u009b"), "?[2J???/config.json")
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
@@ -361,7 +334,7 @@ def test_types_of_weights(generate, tmp_path, dtype):
     header, data = {}, b""
     tensors = {name: entry["data_offsets"] for name, entry in HEADER.items() if name != "__metadata__"}
     for name, (begin, end) in (tensors | {"lm_head.weight": tensors[EMBEDDING]}).items():
-        values = np.frombuffer(WEIGHTS[8 + HEADER_SIZE :][begin:end], "<f2").astype("<f4")
+        values = np.frombuffer(DATA[begin:end], "<f2").astype("<f4")
         raw = (values if dtype == "F32" else (values.view("<u4") >> 16).astype("<u2")).tobytes()
         shape = HEADER.get(name, HEADER[EMBEDDING])["shape"]
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]}

@@ -32,7 +32,8 @@ def need(name):
 @pytest.mark.parametrize("name", MODULES)
 def test_docstrings(name):
     need(name)
-    result = doctest.testmod(importlib.import_module(name), optionflags=OPTIONS)
+    module, known = importlib.import_module(name), {"np": np, "kvcache": kvcache}
+    result = doctest.testmod(module, extraglobs=known, optionflags=OPTIONS)
     assert not result.failed
 
 

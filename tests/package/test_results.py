@@ -1,7 +1,7 @@
 """The table of docs/performance.md is what bench/write_results.py makes of the figures kept; it prints all others."""
 
 import json
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -9,16 +9,10 @@ import pytest
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
-def module_of_bench(name):
-    spec = spec_from_file_location(name, BENCH / f"{name}.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-def results():
-    return module_of_bench("write_results")
+def results(monkeypatch):
+    monkeypatch.syspath_prepend(BENCH)
+    return import_module("write_results")
 
 
 def test_the_table_is_made_of_what_was_kept(results):
@@ -31,14 +25,14 @@ def test_kept_files_are_written_as_they_are_kept(results):
         assert path.read_text() == results.text_of(json.loads(path.read_text()))
 
 
-def test_rows_have_a_name_and_one_figure(results):
+def test_lines_have_a_name_and_a_figure(results):
     for record in results.load().values():
         for run in record["runs"]:
-            assert {"command", "seen", "commit", "rows"} <= set(run)
-            assert run["rows"][0]["section"] in results.SECTIONS
-            for row in run["rows"]:
-                assert row["name"]
-                assert {"quotient", "seconds", "rate", "value"} & set(row)
+            assert {"command", "seen", "commit", "lines"} <= set(run)
+            assert run["lines"][0]["section"] in results.SECTIONS
+            for line in run["lines"]:
+                assert line["name"]
+                assert {"quotient", "seconds", "rate", "value"} & set(line)
 
 
 def test_a_run_is_added(results, tmp_path, monkeypatch, capsys):
@@ -73,10 +67,23 @@ def test_a_run_is_added(results, tmp_path, monkeypatch, capsys):
     assert "there is no 'another': give some of a-processor" in capsys.readouterr().err
 
 
-def test_a_command_is_kept_without_the_files_that_it_writes(tmp_path):
+def test_lines_hold_the_rows_that_differ_in_type_alone(results):
+    common = {"section": "floor", "name": "a kernel", "context": 8192, "threads": 1}
+    rows = [
+        {**common, "type": "f16", "quotient": 1.5, "bound": "memory", "seconds": 0.25},
+        {**common, "type": "q8_0", "quotient": 2.0},
+        {"section": "put", "name": "an import", "type": "", "value": "80 ms"},
+    ]
+    again = {**common, "type": "q8_0", "quotient": 3.0}
+    lines = results.lines_of([*rows, again])
+    assert len(lines) == 2
+    assert results.rows_of(lines) == rows
+
+
+def test_a_command_is_kept_without_the_files_that_it_writes(results, tmp_path):
     command = "python bench/bench_attention.py --only peers{} --dtype f16"
     written = tmp_path / "run.json"
-    module_of_bench("figures").keep(written, command.format(f" --json {written} --plot={tmp_path}/p.svg"), [])
+    import_module("figures").keep(written, command.format(f" --json {written} --plot={tmp_path}/p.svg"), [])
     assert json.loads(written.read_text())["command"] == command.format("")
 
 

@@ -101,7 +101,6 @@ def test_logits_after_the_prompt(model: runner.Llama) -> None:
 def test_greedy_text(model: runner.Llama, dtype: DType) -> None:
     with runner.new_cache(model.config, options(dtype=dtype)) as cache:
         text = PROMPT + greedy(model, cache, PROMPT, 250)
-    assert text == EXPECTED["greedy_ids"]
     assert bytes(text).decode() == EXPECTED["greedy"]
 
 

