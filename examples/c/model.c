@@ -110,7 +110,7 @@ static int check_family(const char *config, const char *path) {
 }
 
 static int read_fields(model *m, const char *config, const char *path) {
-    int vocab, status = check_family(config, path);
+    int vocab = 0, status = check_family(config, path);
     if (!status) status = read_count(config, path, "vocab_size", MOST_DIM, 0, &vocab);
     if (!status && vocab != VOCAB)
         status = fail("%s: vocab_size is %d: tokens are bytes here, so it must be %d", path, vocab, VOCAB);

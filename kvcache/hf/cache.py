@@ -172,7 +172,7 @@ class HFCache(SaveableBatch, Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens seen, padding included."""
-        return self._passes.num_seen + self._passes.num_open
+        return self._passes.length
 
     def finish(self) -> None:
         """Make the last pass part of its sequences, so that the `KVCache` has no open batch, if it is complete."""

@@ -190,13 +190,13 @@ class Layer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of columns in the mask of a pass, and the index of the first column's token."""
-        seen = self.passes.num_seen + self.passes.num_open
+        seen = self.passes.length
         past = min(seen, self.most_past)
         return past + query_length, seen - past
 
     def get_seq_length(self) -> int:
         """Return the number of tokens seen, padding included."""
-        return self.passes.num_seen + self.passes.num_open
+        return self.passes.length
 
     def get_max_length(self) -> int:
         """Return -1: there is no limit."""

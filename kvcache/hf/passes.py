@@ -338,9 +338,19 @@ class Passes:
                 self.end()
 
     @property
+    def length(self) -> int:
+        """The tokens of each sequence, with those of the last pass if it is complete, padding included."""
+        with self.turns.changed:  # another cache may end the pass
+            last = self.last
+            if last is None or not last.is_open or not last.is_complete:
+                return self.num_seen
+            return self.num_seen + last.num_tokens
+
+    @property
     def num_open(self) -> int:
         """The tokens of each sequence in the last pass, padding included, if it is complete and has not ended."""
-        return self.last.num_tokens if self.last is not None and self.last.is_complete and self.last.is_open else 0
+        with self.turns.changed:
+            return self.length - self.num_seen
 
     def end(self, num_back: int = 0) -> None:
         """End the last pass: if it is complete, keep its tokens but for the last `num_back` columns; else drop them."""
