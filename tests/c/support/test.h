@@ -109,9 +109,18 @@ static inline int is_full(void) { return !getenv("KVCACHE_TEST_PART"); }
 
 static uint64_t random_state = 1; /* set to what it was, it gives the same numbers again */
 
+/* The input of a fuzzer, which decides instead of chance, two bytes at a time. */
+static const uint8_t *decisions;
+static size_t num_decisions; /* bytes that are left */
+
 /* 64 random bits (splitmix64); every run sees the same. */
 static inline uint64_t random_bits(void) {
     uint64_t z = random_state += 0x9e3779b97f4a7c15;
+    if (num_decisions >= 2) {
+        z = decisions[0] | (uint64_t)decisions[1] << 8;
+        decisions += 2;
+        num_decisions -= 2;
+    }
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
     z = (z ^ z >> 27) * 0x94d049bb133111eb;
     return z ^ z >> 31;

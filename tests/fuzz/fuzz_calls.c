@@ -1,0 +1,42 @@
+/* fuzz_calls.c: an input decides what clients call, and what they look at; the oracle answers each call (oracle.h), and
+ * plain arithmetic each attention (looking.h), with the instruction set that the input names. */
+#define _POSIX_C_SOURCE 200809L /* posix_memalign, setenv */
+#include "support/isas.h"
+#include "support/looking.h"
+
+#include "fuzz.h"
+
+/* Returns the name of an instruction set that this machine has. */
+static const char *choose_isa(uint8_t by) {
+    static char names[] = KVC_KERNEL_NAMES, *list[16];
+    static int num;
+    for (char *name = num ? NULL : strtok(names, " "); name; name = strtok(NULL, " ")) {
+        setenv("KVCACHE_ISA", name, 1);
+        if (kvc_isa()) list[num++] = name;
+    }
+    return list[by % num];
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    static const int block_sizes[] = {1, 3, 16, 64};
+    static pair p;
+    static view v;
+    static memory heap;
+    if (size < 3) return 0;
+    setenv("KVCACHE_ISA", choose_isa(data[0]), 1);
+    random_state = 1;
+    decisions = data + 2;
+    num_decisions = size - 2;
+    memory_init(&heap);
+    p = (pair){.config.block_size = block_sizes[data[1] % 4], .memory = &heap, .look = data[1] & 4 ? look : NULL};
+    random_pair(&p);
+    for (int i = 0; i < 200 && num_decisions >= 2; i++) {
+        random_step(&p, &v);
+        pair_check(&p);
+    }
+    view_free(&v, &p);
+    pair_free(&p);
+    decisions = NULL;
+    fail_if_checks_failed();
+    return 0;
+}

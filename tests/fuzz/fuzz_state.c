@@ -1,0 +1,245 @@
+/* fuzz_state.c: an input alters a saved state; what is then loaded is whole, and is saved to the same bytes again.
+ *
+ * A header and checksums that match what was altered lead the loader as far as it goes.  Bytes of an input:
+ *   0     the state that is altered, of those that random calls led to
+ *   1     bits: 1 repair header and checksums, 2 read by a function, 4 restore into a cache, 8 cut the end off
+ *   2...  five for each alteration: the number of an int64 of the tables, 2 bytes; how it is altered; a number, 2 bytes
+ */
+#define _POSIX_C_SOURCE 200809L /* posix_memalign, setenv */
+#include "base/hash.h"
+#include "support/random_steps.h"
+
+#include "fuzz.h"
+
+enum { NUM_STATES = 32, MOST_TABLES = 1 << 18, MOST_FILE = 1 << 21 };
+
+/* ---- states ------------------------------------------------------------------------------------------------------ */
+
+/* Saves a state that random calls lead to. */
+static void make_state(uint64_t seed, saved *to) {
+    static pair p;
+    static view v;
+    random_state = seed;
+    p = (pair){.config.block_size = 1 << seed % 5};
+    random_pair(&p);
+    for (int step = 0; step < 40; step++) random_step(&p, &v);
+    CHECK(save_all(p.cache, to) == KVC_OK);
+    view_free(&v, &p);
+    pair_free(&p);
+}
+
+/* Returns state i of those that load without a function for their keys. */
+static const saved *state_of(int i) {
+    static saved states[NUM_STATES];
+    kvc_cache *cache = NULL;
+    for (uint64_t seed = (uint64_t)i; !states[i].bytes; seed += NUM_STATES) {
+        saved file;
+        make_state(seed, &file);
+        const kvc_load_args args = load_args_of(&file);
+        if (kvc_load(&args, &cache) == KVC_OK)
+            states[i] = file;
+        else
+            free(file.bytes);
+    }
+    kvc_cache_free(cache);
+    return &states[i];
+}
+
+static uint64_t header_bytes(const char *file) {
+    uint64_t length;
+    memcpy(&length, file, sizeof length);
+    return length + sizeof length;
+}
+
+/* ---- altering one ------------------------------------------------------------------------------------------------ */
+
+static int64_t alter(int64_t value, uint8_t how, int64_t by) {
+    const uint64_t bits = (uint64_t)value;
+    switch (how % 8) {
+    case 0: return by;
+    case 1: return (int64_t)(bits + (uint64_t)by);
+    case 2: return (int64_t)(bits ^ (uint64_t)1 << (by & 63));
+    case 3: return INT64_MAX - (by & 255);
+    case 4: return INT64_MIN + (by & 255);
+    case 5: return INT32_MAX + by;
+    case 6: return (int64_t)((uint64_t)1 << (by & 63));
+    default: return ~value;
+    }
+}
+
+/* A file that is being written. */
+typedef struct writing {
+    const saved *from; /* rows are those of this file, again and again */
+    uint64_t at, size, tables, num_checksums;
+    uint64_t checksums[2 * MAX_LAYERS];
+    char bytes[MOST_FILE];
+} writing;
+
+/* Returns what kvc_save would write as the checksum of a tensor of rows. */
+static uint64_t checksum_of(const char *rows, uint64_t size) {
+    uint64_t checksum = 0;
+    for (uint64_t begin = 0; begin < size; begin += KVC_FORMAT_PIECE) {
+        const uint64_t rest = size - begin;
+        const uint64_t hash = kvc_hash(rows + begin, rest < KVC_FORMAT_PIECE ? rest : KVC_FORMAT_PIECE, 0);
+        checksum = kvc_hash(&hash, sizeof hash, checksum);
+    }
+    return checksum;
+}
+
+static kvc_status write_tensor(void *context, const kvc_tensor *tensor) {
+    writing *w = context;
+    if (tensor->begin < w->tables) return KVC_OK;
+    if (tensor->size > MOST_FILE - w->size) return KVC_ERR_FULL;
+    char *to = w->bytes + w->size;
+    memset(to, 0, (size_t)tensor->size);
+    if (tensor->kind == KVC_ROWS) {
+        const uint64_t begin = header_bytes(w->from->bytes);
+        for (uint64_t i = 0; i < tensor->size; i++) to[i] = w->from->bytes[begin + w->at++ % (w->from->size - begin)];
+        w->checksums[w->num_checksums++] = checksum_of(to, tensor->size);
+    } else if (tensor->kind == KVC_CHECKSUMS) {
+        memcpy(to, w->checksums, (size_t)tensor->size);
+    }
+    w->size += tensor->size;
+    return KVC_OK;
+}
+
+/* Whether the tensors of these tables can be listed: kvc_load checks layers first. */
+static int can_be_listed(const kvc_format *f) {
+    for (int64_t i = 0; i < f->state->num_layers; i++) {
+        const kvc_saved_layer *layer = &f->layers[i];
+        const int64_t sizes[] = {layer->num_kv_heads, layer->k_dim, layer->v_dim};
+        for (int s = 0; s < 3; s++)
+            if (sizes[s] < 1 || sizes[s] > 1 << 10) return 0;
+        if (!kvc_type_name((int32_t)layer->k_type) || !kvc_type_name((int32_t)layer->v_type)) return 0;
+        if (layer->k_type != (int32_t)layer->k_type || layer->v_type != (int32_t)layer->v_type) return 0;
+        if (layer->k_dim % kvc_type_elements((int32_t)layer->k_type)) return 0;
+        if (layer->v_dim % kvc_type_elements((int32_t)layer->v_type)) return 0;
+        if (layer->group < 0 || layer->group >= f->state->num_groups) return 0;
+    }
+    for (int64_t g = 0; g < f->state->num_groups; g++)
+        if (f->group_rows[g] < 0 || f->group_rows[g] > 1 << 12) return 0;
+    return f->state->num_layers <= MAX_LAYERS;
+}
+
+/* Writes a file of these tables with the header and checksums that belong to them; returns 0 if there is none. */
+static int repair(writing *w, char *tables) {
+    kvc_format f = {.library = "0.2.0"};
+    w->tables = kvc_format_tables_bytes((const kvc_saved_state *)(void *)tables, MOST_TABLES);
+    if (w->tables > MOST_TABLES) return 0;
+    kvc_format_place(&f, tables);
+    if (!can_be_listed(&f)) return 0;
+    w->size = kvc_format_header(&f, w->bytes, MOST_FILE);
+    if (w->size > MOST_FILE - w->tables) return 0;
+    const uint64_t seed = kvc_hash(w->bytes, (size_t)w->size, 0);
+    *f.checksum = kvc_hash(tables, (size_t)((char *)f.checksum - tables), seed);
+    memset(f.checksum + 1, 0, (size_t)(tables + w->tables - (char *)(f.checksum + 1)));
+    memcpy(w->bytes + w->size, tables, (size_t)w->tables);
+    w->size += w->tables;
+    return kvc_format_visit(&f, MOST_FILE, write_tensor, w) == KVC_OK;
+}
+
+/* Writes what an input makes of a state. */
+static void write_altered(writing *w, const saved *from, const uint8_t *data, size_t size) {
+    static union {
+        int64_t numbers[MOST_TABLES / 8];
+        char bytes[MOST_TABLES];
+    } tables;
+    const uint64_t header = header_bytes(from->bytes), rest = from->size - header,
+                   copied = rest < MOST_TABLES ? rest : MOST_TABLES;
+    w->from = from;
+    memset(&tables, 0, sizeof tables);
+    memcpy(tables.bytes, from->bytes + header, (size_t)copied);
+    for (size_t i = 2; i + 5 <= size; i += 5) {
+        const int at = (data[i] | data[i + 1] << 8) % (int)(copied / 8);
+        tables.numbers[at] = alter(tables.numbers[at], data[i + 2], (int16_t)(data[i + 3] | data[i + 4] << 8));
+    }
+    if (data[1] & 1 && repair(w, tables.bytes)) return;
+    w->size = from->size;
+    memcpy(w->bytes, from->bytes, from->size);
+    memcpy(w->bytes + header, tables.bytes, (size_t)copied);
+}
+
+/* ---- loading it -------------------------------------------------------------------------------------------------- */
+
+static void check_valid(kvc_cache *cache) { CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error()); }
+
+/* Runs a pass of one token of a sequence, where it can go on. */
+static void pass_one(kvc_cache *cache, int64_t id) {
+    static const float rows[1 << 20];
+    kvc_batch *batch;
+    if (kvc_begin(cache, 1, NULL, &id, NULL, &batch) != KVC_OK) return;
+    const kvc_put_args args = {.struct_size = sizeof args, .k = rows, .v = rows};
+    for (int32_t l = 0; l < MAX_LAYERS; l++) kvc_put(batch, l, &args); /* some layers take no rows */
+    if (kvc_commit(batch) != KVC_OK) kvc_abort(batch);
+}
+
+/* Checks that a cache is saved to bytes which load and are saved to the same bytes. */
+static void check_saved(kvc_cache *cache) {
+    saved first, again;
+    kvc_cache *loaded = NULL;
+    CHECKF(save_all(cache, &first) == KVC_OK, "%s", kvc_last_error());
+    const kvc_load_args args = load_args_of(&first);
+    CHECKF(kvc_load(&args, &loaded) == KVC_OK, "%s", kvc_last_error());
+    if (loaded) {
+        CHECK(save_all(loaded, &again) == KVC_OK);
+        CHECK(first.size == again.size && !memcmp(first.bytes, again.bytes, first.size));
+        free(again.bytes);
+        kvc_cache_free(loaded);
+    }
+    free(first.bytes);
+}
+
+/* Uses what was loaded, and frees it. */
+static void use(kvc_cache *cache) {
+    int64_t ids[8];
+    check_valid(cache);
+    check_saved(cache);
+    const int64_t num = kvc_sequences(cache, ids, 8);
+    for (int64_t i = 0; i < num && i < 8; i++) {
+        pass_one(cache, ids[i]);
+        check_valid(cache);
+        kvc_remove(cache, ids[i], 1, 3, 0);
+        kvc_shift(cache, ids[i], 2, KVC_END, 1);
+    }
+    kvc_compact(cache);
+    check_valid(cache);
+    kvc_cache_free(cache);
+}
+
+/* Restores into a cache; where that fails, the cache is as it was. */
+static void restore(const saved *from, const kvc_load_args *args) {
+    kvc_cache *cache = NULL;
+    saved before, after;
+    const kvc_load_args good = load_args_of(from);
+    CHECK(kvc_load(&good, &cache) == KVC_OK);
+    CHECK(save_all(cache, &before) == KVC_OK);
+    const kvc_status status = kvc_restore(cache, args);
+    if (status != KVC_OK) {
+        CHECK(save_all(cache, &after) == KVC_OK);
+        CHECK(before.size == after.size && !memcmp(before.bytes, after.bytes, before.size));
+        free(after.bytes);
+    }
+    free(before.bytes);
+    use(cache);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    static writing w;
+    if (size < 2) return 0;
+    const saved *from = state_of(data[0] % NUM_STATES);
+    w.at = w.num_checksums = 0;
+    write_altered(&w, from, data, size);
+    if (data[1] & 8) w.size -= size % w.size;
+    saved file = {.bytes = w.bytes, .size = (size_t)w.size, .fail_after = -1};
+    const kvc_saved_state *state = (const void *)(w.bytes + header_bytes(w.bytes)); /* unless it was cut off */
+    const kvc_config small = {.struct_size = sizeof small, .block_size = 16}; /* a block takes its address space */
+    kvc_load_args args = data[1] & 2 ? read_args_of(&file) : load_args_of(&file);
+    kvc_cache *cache = NULL;
+    if (!(data[1] & 4) && state->block_size > 1 << 12) args.config = &small;
+    if (data[1] & 4)
+        restore(from, &args);
+    else if (kvc_load(&args, &cache) == KVC_OK)
+        use(cache);
+    fail_if_checks_failed();
+    return 0;
+}
