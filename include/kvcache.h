@@ -148,7 +148,8 @@ typedef enum kvc_type { /* element types of rows */
  * on without gaps.  A name that ggml has too means ggml's type, byte for byte. */
 KVC_API const char *kvc_type_name(int32_t type);
 
-/* Returns the bytes of a row of dim elements of a kvc_type; of a quantised one, dim is a multiple of 32. */
+/* Returns the bytes of a row of dim elements of a kvc_type, 0 for a number that is none; of a quantised type, dim is a
+ * multiple of 32. */
 KVC_API size_t kvc_row_bytes(int32_t type, int32_t dim);
 
 typedef enum kvc_policy_kind {
@@ -856,7 +857,7 @@ typedef struct kvc_begin_args {
 } kvc_begin_args;
 
 /* Does what kvc_begin does, with its errors, for batches of the kinds above.  Fails with KVC_ERR_INVALID also where
- * restored, positions, parents or unstored are not as said there. */
+ * replaced, positions, parents or unstored are not as said there. */
 KVC_API kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **batch);
 
 /* Returns the positions of the batch's tokens, [num_tokens]; valid until the batch ends. */
