@@ -148,7 +148,8 @@ typedef enum kvc_type { /* element types of rows */
  * on without gaps.  A name that ggml has too means ggml's type, byte for byte. */
 KVC_API const char *kvc_type_name(int32_t type);
 
-/* Returns the bytes of a row of dim elements of a kvc_type; of a quantised one, dim is a multiple of 32. */
+/* Returns the bytes of a row of dim elements of a kvc_type, 0 for a number that is none; of a quantised type, dim is a
+ * multiple of 32. */
 KVC_API size_t kvc_row_bytes(int32_t type, int32_t dim);
 
 typedef enum kvc_policy_kind {
@@ -420,7 +421,7 @@ KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const
 KVC_API kvc_status kvc_commit(kvc_batch *batch);
 
 /* Does what kvc_commit does with num_kept of the tokens only, such as the accepted ones of those that were
- * speculated:  `kept` has their indices in the batch, in any order.  The others need not have been put.  What a
+ * speculated: `kept` has their indices in the batch, in any order.  The others need not have been put.  What a
  * sequence was given in a cross-attention layer is kept if one of its tokens is.  Fails with KVC_ERR_INDEX for an
  * index that is none, with KVC_ERR_INVALID for one given twice, and as kvc_commit does: once the kept tokens were put,
  * whichever they are, this cannot fail. */
@@ -446,8 +447,8 @@ KVC_API kvc_status kvc_position_range(kvc_cache *cache, int64_t seq_id, int32_t 
  * have expired.  0 if nothing was stored. */
 KVC_API int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id);
 
-/* Returns 1 if `position` is at most kvc_next_position and no row that a query there or later would see has expired, or
- * left out by a batch that restored other layers; else 0.  Always 1 in a cache that holds no tokens, as no layer but
+/* Returns 1 if `position` is at most kvc_next_position and no row that a query there or later would see has expired or
+ * was left out by a batch that restored other layers; else 0.  Always 1 in a cache that holds no tokens, as no layer but
  * KVC_CROSS and KVC_NONE ones has rows. */
 KVC_API int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position);
 
@@ -481,7 +482,7 @@ KVC_API kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst);
 /* Makes dst hold the rows of src at positions below `length`, in place of what it held.  No row is copied: the two
  * share slots until one of them drops these, and each appends to its own.  Sharing takes no slots: limits are checked
  * when the next batch begins.  src == dst is KVC_ERR_INVALID, and so is a length above 0 of an src that holds
- * nothing:  clear dst where that is meant.  Fails with KVC_ERR_GONE as kvc_truncate of src does, and with
+ * nothing: clear dst where that is meant.  Fails with KVC_ERR_GONE as kvc_truncate of src does, and with
  * KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, int32_t length);
 
@@ -647,7 +648,7 @@ KVC_API int64_t kvc_capacity(kvc_cache *cache);
 KVC_API int64_t kvc_capacity_bytes(kvc_cache *cache);
 
 /* Returns the fullest layer group's live slots over `capacity`, or, where that has no limit, over the slots in
- * blocks:  from 0 to 1.  Rows being written to replace others, in an edit or a batch that restores, do not count
+ * blocks: from 0 to 1.  Rows being written to replace others, in an edit or a batch that restores, do not count
  * beside those that they replace; rows that can be evicted do not count. */
 KVC_API double kvc_utilization(kvc_cache *cache);
 
@@ -680,7 +681,7 @@ KVC_API void kvc_get_stats(kvc_cache *cache, kvc_stats *stats, size_t stats_size
 /* A saved state is a file, or any other sequence of bytes, with rows as they are stored, all that belongs to them, and
  * checksums; docs/format.md specifies it.  safetensors opens it, too.  Checksums find damage; they do not find a
  * change by somebody who computes them anew.  The file ends with KVC_MAC_BYTES bytes that the library writes as 0 and
- * ignores:  whoever has a secret puts there a MAC of all bytes before them. */
+ * ignores: whoever has a secret puts there a MAC of all bytes before them. */
 #define KVC_MAC_BYTES 32
 
 /* Takes the next `size` bytes of a file that is saved.  Returns 0 for success; anything else ends the call with
@@ -856,7 +857,7 @@ typedef struct kvc_begin_args {
 } kvc_begin_args;
 
 /* Does what kvc_begin does, with its errors, for batches of the kinds above.  Fails with KVC_ERR_INVALID also where
- * restored, positions, parents or unstored are not as said there. */
+ * replaced, positions, parents or unstored are not as said there. */
 KVC_API kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **batch);
 
 /* Returns the positions of the batch's tokens, [num_tokens]; valid until the batch ends. */

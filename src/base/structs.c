@@ -1,12 +1,18 @@
 /* structs.c: see structs.h. */
 #include "base/structs.h"
 
-#include <stdint.h>
+#include <inttypes.h>
 #include <string.h>
 
 kvc_status kvc_check_size(size_t size, size_t least, size_t right, const char *name) {
     if (size >= least) return KVC_OK;
     return kvc_fail(KVC_ERR_INVALID, "%s: its size is given as %zu: it must be sizeof, %zu", name, size, right);
+}
+
+kvc_status kvc_check_output(const void *array, size_t size, int64_t max, size_t least, size_t right, const char *name) {
+    KVC_TRY(kvc_check_size(size, least, right, name));
+    if (array || max <= 0) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "%s is NULL: there is to be room for %" PRId64, name, max);
 }
 
 kvc_status kvc_read_struct(void *to, size_t to_size, size_t least, const void *from, size_t from_size,

@@ -4,6 +4,7 @@
 #define KVC_STRUCTS_H
 
 #include <stddef.h>
+#include <stdint.h>
 
 #include "base/status.h"
 
@@ -36,6 +37,10 @@ enum {
 /* Returns KVC_ERR_INVALID if the size that a caller gives is below `least`, that of the struct's first version. `right`
  * is today's size, for the message. */
 kvc_status kvc_check_size(size_t size, size_t least, size_t right, const char *name);
+
+/* Checks a caller's array of at most `max` structs of this size, to be filled in: KVC_ERR_INVALID as well if it is NULL
+ * and max is above 0. */
+kvc_status kvc_check_output(const void *array, size_t size, int64_t max, size_t least, size_t right, const char *name);
 
 /* Copies a caller's struct of from_size bytes; fields it lacks become 0.  Returns KVC_ERR_INVALID if it is NULL or too
  * small, KVC_ERR_UNSUPPORTED if it sets a field that this version does not know. */

@@ -85,8 +85,9 @@ static kvc_status show_runs(kvc_cache *cache, int32_t layer, const kvc_run *runs
     return kvc_hold_runs(cache, runs, num_runs, cache->group_of[layer], hold);
 }
 
-static kvc_status check_arguments(size_t span_size, const int64_t *num_spans, kvc_hold **hold) {
-    kvc_status status = kvc_check_size(span_size, kvc_span_least_size, sizeof(kvc_span), "spans");
+static kvc_status check_arguments(const kvc_span *spans, size_t span_size, int64_t max_spans, const int64_t *num_spans,
+                                  kvc_hold **hold) {
+    kvc_status status = kvc_check_output(spans, span_size, max_spans, kvc_span_least_size, sizeof(kvc_span), "spans");
     if (status == KVC_OK && !num_spans) status = kvc_fail(KVC_ERR_INVALID, "num_spans is NULL");
     if (status == KVC_OK && hold) *hold = NULL;
     return status;
@@ -95,7 +96,7 @@ static kvc_status check_arguments(size_t span_size, const int64_t *num_spans, kv
 kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
                      int64_t max_spans, int64_t *num_spans, kvc_hold **hold) {
     KVC_TRY(kvc_check_layer(cache, layer));
-    KVC_TRY(check_arguments(span_size, num_spans, hold));
+    KVC_TRY(check_arguments(spans, span_size, max_spans, num_spans, hold));
     kvc_lock(cache);
     kvc_cache_find(cache, seq_id); /* waits while its rows are written */
     const kvc_run_list *list = kvc_runs_of(cache, seq_id, layer);
@@ -109,7 +110,7 @@ kvc_status kvc_batch_spans(kvc_batch *batch, int64_t seq_id, int32_t layer, kvc_
     kvc_cache *cache = batch->cache;
     kvc_batch_runs list;
     KVC_TRY(kvc_check_attention(batch, layer));
-    KVC_TRY(check_arguments(span_size, num_spans, hold));
+    KVC_TRY(check_arguments(spans, span_size, max_spans, num_spans, hold));
     kvc_row_buffer *buffer = kvc_row_buffer_find(batch, layer);
     kvc_lock(cache);
     kvc_status status = kvc_batch_runs_new(batch, layer, seq_id, buffer, &list);

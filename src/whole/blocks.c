@@ -71,8 +71,8 @@ kvc_status kvc_blocks(kvc_cache *cache, int32_t layer, kvc_block_info *blocks, s
                       int64_t max_blocks, int64_t *num_blocks, kvc_run_info *runs, size_t run_info_size,
                       int64_t max_runs, int64_t *num_runs) {
     KVC_TRY(kvc_check_layer(cache, layer));
-    KVC_TRY(kvc_check_size(block_info_size, kvc_block_info_least_size, sizeof *blocks, "blocks"));
-    KVC_TRY(kvc_check_size(run_info_size, kvc_run_info_least_size, sizeof *runs, "runs"));
+    KVC_TRY(kvc_check_output(blocks, block_info_size, max_blocks, kvc_block_info_least_size, sizeof *blocks, "blocks"));
+    KVC_TRY(kvc_check_output(runs, run_info_size, max_runs, kvc_run_info_least_size, sizeof *runs, "runs"));
     if (!num_blocks) return kvc_fail(KVC_ERR_INVALID, "num_blocks is NULL");
     if (!num_runs) return kvc_fail(KVC_ERR_INVALID, "num_runs is NULL");
     list block_list = {(char *)blocks, block_info_size, max_blocks, 0},

@@ -172,7 +172,7 @@ static void test_bad_creation(void) {
     CHECK(strcmp(kvc_strerror(KVC_ERR_FULL), "the tokens do not fit") == 0);
 }
 
-/* Every type has a name of its own, and a number that is no type has none. */
+/* Every type has a name of its own; a number that is no type has none, and its rows no bytes. */
 static void test_type_names(void) {
     static const char *const first[] = {
         [KVC_F32] = "f32", [KVC_F16] = "f16", [KVC_BF16] = "bf16", [KVC_Q8_0] = "q8_0", [KVC_Q4_0] = "q4_0"};
@@ -181,7 +181,9 @@ static void test_type_names(void) {
         for (int32_t i = 0; i < num; i++) CHECK(strcmp(kvc_type_name(i), kvc_type_name(num)));
     for (int32_t i = 0; i < (int32_t)(sizeof first / sizeof *first); i++)
         CHECK(i < num && !strcmp(kvc_type_name(i), first[i]));
-    CHECK(!kvc_type_name(-1) && !kvc_type_name(num + 1) && !kvc_type_name(INT32_MIN) && !kvc_type_name(INT32_MAX));
+    const int32_t none[] = {-1, num, num + 1, INT32_MIN, INT32_MAX};
+    for (size_t i = 0; i < sizeof none / sizeof *none; i++)
+        CHECK(!kvc_type_name(none[i]) && kvc_row_bytes(none[i], 32) == 0);
 }
 
 /* Edits with bad arguments are refused and change nothing. */
@@ -298,8 +300,13 @@ static void test_bad_reads(void) {
                 "num_blocks", "NULL");
     CHECK_FAILS(kvc_blocks(p->cache, 0, &block, sizeof block, 1, &num, &run, sizeof run, 1, NULL), KVC_ERR_INVALID,
                 "num_runs", "NULL");
+    CHECK_FAILS(kvc_blocks(p->cache, 0, NULL, sizeof block, 3, &num, &run, sizeof run, 1, &num_runs), KVC_ERR_INVALID,
+                "blocks is NULL", "for 3");
+    CHECK_FAILS(kvc_blocks(p->cache, 0, &block, sizeof block, 1, &num, NULL, sizeof run, 2, &num_runs), KVC_ERR_INVALID,
+                "runs is NULL", "for 2");
     CHECK(num == -5 && num_runs == -5 && block.live == -5 && run.count == -5);
     CHECK_FAILS(kvc_spans(p->cache, 0, 0, &span, 8, 1, &num, &hold), KVC_ERR_INVALID, "spans", "as 8:");
+    CHECK_FAILS(kvc_spans(p->cache, 0, 0, NULL, sizeof span, 1, &num, &hold), KVC_ERR_INVALID, "spans is NULL", "for 1");
     CHECK(num == -5 && span.num_rows == -5 && !hold);
     CHECK_FAILS(kvc_gather(p->cache, 0, 0, 0, 1, NULL), KVC_ERR_INVALID, "out", "NULL");
     CHECK_FAILS(kvc_gather(p->cache, 0, 0, -1, 1, &good), KVC_ERR_INVALID, "first_row", "is -1");
