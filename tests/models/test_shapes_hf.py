@@ -186,6 +186,7 @@ MODELS = {
     "phi3": SMALL,
     "qwen2": SMALL,
     "qwen3": {**SMALL, "head_dim": 32},
+    "sarvam_moe": {**SMALL, "head_dim": 16, "moe_intermediate_size": 32, "n_routed_experts": 8},
     "smollm3": SMALL,
     "stablelm": SMALL,
     "starcoder2": SMALL,
