@@ -37,7 +37,7 @@ FULL_EVERY = {
     "gpt_oss": 2, "olmo3": 4, "vaultgemma": 2,
 }  # fmt: skip
 # Types whose layers with full attention rotate no keys; their layers with a window do.
-NO_ROPE_IN_FULL = {"afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe"}
+NO_ROPE_IN_FULL = {"afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "lara_mini"}
 # Every n-th layer rotates no keys (model type: n).
 NO_ROPE_EVERY = {"llama4_text": 4, "smollm3": 4}
 # Types that use RoPE even if an old config.json does not say so.
@@ -48,13 +48,14 @@ ALIBI = {"bloom", "mpt"}
 INTERLEAVED = {
     "codegen", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe",
     "ernie4_5_vl_moe_text", "glm", "glm4", "glm4v_text", "glm_ocr_text", "gptj", "helium", "llama4_text",
-    "moonshine", "moonshine_streaming",
+    "moonshine", "moonshine_streaming", "sarvam_mla",
 }  # fmt: skip
 # Types that are refused, and the reason.
 REFUSED = {
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), "its state is not keys and values"),
     "reformer": "it sorts what it stores into buckets",
     "blt_local_decoder": "it is made of several decoders",
+    **dict.fromkeys(("dory", "inkling2_loop_text"), "it runs some of its layers several times"),
 }
 # Attentions per layer, where there are several; each is a layer of the cache.
 ATTENTIONS = {"longcat_flash": 2}
@@ -476,4 +477,5 @@ SCALINGS: dict[str, Callable[[Fields, Fields, Frequencies, int], Frequencies]] =
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    "deepseek_yarn": _yarn,  # in files older than their model's class in transformers
 }

@@ -34,6 +34,10 @@ TOLERANCE = 2e-5  # of the largest logit
 QUICK = ["deepseek_v3", "diffllama", "gemma3_text", "gemma3n_text", "gpt_oss", "llama", "qwen3_next", "whisper"]
 POSITIONS = ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"]  # derive wrong ones in a pass of one token
 NO_MASK = ["cpmant", "xlm"]  # take no mask of more columns than the pass has tokens
+SINCE_5_24 = {  # types that transformers 5.23 does not have
+    "apertus1p5", "apertus1p5_text", "dory", "exaone", "hy_v4_vl", "inkling2_loop", "inkling2_loop_text", "lara_mini",
+    "omniasr", "sarvam_mla", "sarvam_moe",
+}  # fmt: skip
 
 
 # ---- small random models, each from its type's default configuration, shrunk by rule
@@ -45,6 +49,8 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 THREE = {**ROPE, "mrope_section": [4, 2, 2]}  # the pairs of a head that each of three positions rotates
 # Fields that the rules below get wrong, by model type; a dot leads into a nested configuration.
 CHANGES: dict[str, dict[str, Any]] = {
+    "apertus1p5": {"image_token_offset": 80, "vision_config.codebook_size": 4, "vision_config.base_channels": 32}
+    | {"audio_token_offset": 84, "audio_config.codebook_size": 4, "audio_config.codebook_dim": 64},
     "aria": {"projector_patch_to_query_dict": {4: 2}},
     "bailing_hybrid": {"num_expert_group": 1, "num_experts_per_token": 2},
     "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
@@ -338,11 +344,11 @@ def marked(names):
 
 
 def names_of(*beginnings):
-    return [name for name, (kernels, _) in table().items() if kernels.startswith(beginnings)]
+    return [name for name, (kernels, _) in table().items() if kernels.startswith(beginnings) and name in TYPES]
 
 
 def test_the_table_is_complete():
-    assert sorted(table()) == sorted(TYPES)
+    assert {*TYPES} in ({*table()}, {*table()} - SINCE_5_24)
     assert {*QUICK} <= {*table()}
 
 

@@ -88,7 +88,11 @@ def test_a_model_that_changes_rows_after_the_cache(model, monkeypatch, change):
 
     def changed(cache):
         update = type(cache).update
-        monkeypatch.setattr(type(cache), "update", lambda self, *args: CHANGES[change](*update(self, *args)))
+
+        def then_change(self, *args, **options):
+            return CHANGES[change](*update(self, *args, **options))
+
+        monkeypatch.setattr(type(cache), "update", then_change)
         return cache
 
     with monkeypatch.context():
@@ -140,8 +144,8 @@ def test_a_model_that_attends_to_its_own_keys(model, monkeypatch):
     update = HFCache.update
     keep = HFCache(model.config, dtype="f32")
 
-    def ignore(self, key, value, layer, *args):
-        update(self, key, value, layer, *args)
+    def ignore(self, key, value, *args, **options):
+        update(self, key, value, *args, **options)
         return key, value
 
     with monkeypatch.context() as patch:

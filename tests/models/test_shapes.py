@@ -106,6 +106,15 @@ def test_latents():
     assert all(layer.value_in_key for layer in kvcache.KVCache.from_config({**LLAMA, **mla}).layers)
 
 
+def test_latents_of_a_file_older_than_their_class_in_transformers():
+    mla = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 576, "model_type": "sarvam_mla"}
+    scaling = {"factor": 40, "original_max_position_embeddings": 4096, "type": "deepseek_yarn"}
+    layer = shapes.read({**LLAMA, **mla, "rope_scaling": scaling}).layers[0]
+    assert rows_of(layer) == (1, 576, 512)
+    assert layer.rope == shapes.read({**LLAMA, **mla, "rope_scaling": {**scaling, "type": "yarn"}}).layers[0].rope
+    assert (layer.rope.first_dim, layer.rope.interleaved) == (512, True)
+
+
 def test_per_layer_config():
     shape = shapes.read({**LLAMA, "per_layer_config": {"01": {"head_dim": 64, "num_key_value_heads": 4}}})
     assert tuple(layer.head_dim for layer in shape.layers) == (128, 64, 128, 128)
