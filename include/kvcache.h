@@ -623,9 +623,10 @@ KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
  * meanwhile are not touched.  Memory that is free already counts, and other sequences may use what was reserved: calls
  * for several sequences do not add up, so reserve the sum of their tokens, each rounded up to whole blocks, for one of
  * them, in a cache without max_seq_len.  What was reserved stays until it is used, kvc_compact gives it back, or other
- * rows need it to stay within max_bytes.  Expires rows and moves rows together as kvc_begin does, within the limits of a
- * batch of as many tokens.  Fails with KVC_ERR_FULL, KVC_ERR_BUSY, KVC_ERR_NOMEM, with KVC_ERR_GONE where the next
- * token would see rows that are gone, and with KVC_ERR_INVALID for a retained sequence. */
+ * rows need it to stay within max_bytes.  In a block that a kvc_hold keeps, a batch that is aborted uses slots up, too,
+ * until the hold is freed.  Expires rows and moves rows together as kvc_begin does, within the limits of a batch of as
+ * many tokens.  Fails with KVC_ERR_FULL, KVC_ERR_BUSY, KVC_ERR_NOMEM, with KVC_ERR_GONE where the next token would see
+ * rows that are gone, and with KVC_ERR_INVALID for a retained sequence. */
 KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens);
 
 /* Moves rows together so that no block has holes, and gives back the memory that this frees, and that of unused

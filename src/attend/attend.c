@@ -43,7 +43,8 @@ static kvc_cursor first_rows(const kvc_call *c, const kvc_job *job, const kvc_qu
 }
 
 /* Returns a cursor over the own rows of slice m, or of the next one that has any; behind the last slice, over the
- * first rows of the task that this thread will probably run next.  It is empty if there is no such task. */
+ * first rows of the task that this thread will probably run next.  It is empty if there is no such task, or if that one
+ * will fail for lack of a row buffer. */
 static kvc_cursor rows_from_slice(const kvc_task *t, int32_t m) {
     const kvc_plan *plan = t->call->plan;
     for (; m < t->job->num_slices; m++) {
@@ -55,7 +56,9 @@ static kvc_cursor rows_from_slice(const kvc_task *t, int32_t m) {
     int32_t head;
     if (next >= plan->num_tasks) return (kvc_cursor){.layout = t->call->layout};
     const kvc_job *job = kvc_job_of(plan, next, &head);
-    return first_rows(t->call, job, kvc_slice_of(plan, job, 0), head);
+    const kvc_query_slice *slice = kvc_slice_of(plan, job, 0);
+    if (slice->is_buffered && !t->call->buffer) return (kvc_cursor){.layout = t->call->layout};
+    return first_rows(t->call, job, slice, head);
 }
 
 /* Attends to the rows that all slices share, then to those that each has left: acc, max and sum become the results of

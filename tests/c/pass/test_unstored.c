@@ -263,6 +263,25 @@ static void test_one_layer_at_a_time(void) {
     free_cache(cache);
 }
 
+/* Where the task that follows cannot run, as its sequence has no rows yet, those before it do. */
+static void test_a_task_without_rows_follows(void) {
+    static result r;
+    const uint8_t unstored[2] = {0, 1};
+    const int64_t ids[2] = {0, 1};
+    const kvc_begin_args begin = {.struct_size = sizeof begin, .num_tokens = 2, .seq_ids = ids, .unstored = unstored};
+    const kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .num_heads = HEADS, .num_threads = 1};
+    kvc_cache *cache = new_cache(NULL);
+    kvc_batch *batch = NULL;
+    kvc_plan *plan = NULL;
+    CHECK(kvc_begin_with(cache, &begin, &batch) == KVC_OK && put(batch, 0, 0, 1) == KVC_OK);
+    CHECK(kvc_plan_new(batch, &plan_args, &plan) == KVC_OK);
+    const kvc_attend_args args = args_for(0, 0, &r);
+    CHECK(kvc_plan_num_tasks(plan) == 2 * KV_HEADS); /* the two sequences take turns */
+    for (int i = 0; i < 2 * KV_HEADS; i++) CHECK(kvc_plan_run(plan, 0, &args, i) == (i % 2 ? KVC_ERR_INVALID : KVC_OK));
+    kvc_abort(batch);
+    free_cache(cache);
+}
+
 /* Rows put by kvc_put stay until the batch ends, as do those of a layer that another shares. */
 static void test_what_stays(void) {
     static result r, again;
@@ -523,6 +542,7 @@ int main(void) {
     fill_rows();
     test_same_bits();
     test_one_layer_at_a_time();
+    test_a_task_without_rows_follows();
     test_what_stays();
     test_a_hold_outlives_the_batch();
     test_what_was_stored_is_dropped();
