@@ -287,7 +287,8 @@ class HFCache(SaveableBatch, Cache):
         with passes.turns.changed:  # until tokens of the last pass are taken back, no other cache may end it
             if not passes.num_open:
                 passes.end()
-            num_back, seen = min(-tokens_to_remove, passes.num_open), max(0, self.get_seq_length() + tokens_to_remove)
+            before = passes.length
+            num_back, seen = min(-tokens_to_remove, passes.num_open), max(0, before + tokens_to_remove)
             stuck: list[int] = []  # sequences whose windows have moved on
             if seen < passes.num_seen:
                 begins = zip(passes.seq_ids, passes.offsets, strict=True)
@@ -303,8 +304,11 @@ class HFCache(SaveableBatch, Cache):
                 self._cache.truncate(lengths[seq_id], seq_id=seq_id)  # also tells a prefix cache what was taken back
             passes.num_seen, passes.offsets = seen, [min(offset, seen) for offset in passes.offsets]
         self.text = None if self.text is None else self.text[:, :seen]
-        if passes.prompts is not None:
-            passes.prompts.crop(seen)
+        if passes.prompts is not None and seen < before:
+            if self.begins_behind(seen):
+                passes.prompts = None  # what comes now may have other padding
+            else:
+                passes.prompts.crop(seen)
 
     def reorder_cache(self, beam_idx: torch.Tensor | Sequence[int]) -> None:
         """Continue batch index i from the tokens of index ``beam_idx[i]``; no row of keys or values is copied."""

@@ -365,6 +365,49 @@ def test_going_back():
     assert cache.get_seq_length() == LONG - 1
 
 
+@pytest.mark.parametrize("attention", ["kvcache", "sdpa"])
+def test_going_back_into_the_padding(attention):
+    """What is fed then may begin behind other padding, and more of it is acquired prompts no longer."""
+    model = model_of("llama")
+    model.set_attn_implementation(attention)
+    tokens, mask = random_tokens(2, LONG), torch.ones(2, LONG, dtype=torch.long)
+    mask[0, :20] = 0
+    with torch.no_grad():
+        for left, padding in ((0, 0), (0, 30), (10, 10), (10, 40), (20, 50)):
+            cache = HFCache(model.config, prefix=prefix_for(model))
+            cache.acquire(tokens, mask)
+            feed(model, cache, tokens, mask)
+            cache.crop(left - LONG)
+            mask2 = mask.clone()
+            mask2[0, left:padding], mask2[0, padding:] = 0, 1
+            feed(model, cache, tokens, mask2)
+            want = feed(model, HFCache(model.config, dtype="f32"), tokens, mask2)
+            torch.testing.assert_close(cache.layers[1].keys[1], want.layers[1].keys[1])
+            torch.testing.assert_close(cache.layers[1].keys[0, :, padding:], want.layers[1].keys[0, :, padding:])
+            cache.release(tokens)
+
+
+def feed(model, cache, tokens, mask):
+    """Feed what the cache has not seen."""
+    seen = cache.get_seq_length()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, seen:]
+    model(tokens[:, seen:], attention_mask=mask, position_ids=positions, past_key_values=cache)
+    return cache
+
+
+def test_crop_of_no_token_keeps_the_prompt():
+    model = model_of("llama")
+    model.set_attn_implementation("kvcache")
+    prefix, tokens = prefix_for(model), random_tokens(1, LONG)
+    cache = HFCache(model.config, prefix=prefix)
+    cache.acquire(tokens)
+    cache.crop(0)
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+    cache.release()
+    assert cache.acquire(tokens) == LONG - 1
+
+
 def test_sequences_are_given_back():
     """By `reset`, when a cache is dropped, and when `generate` fails."""
     model = model_of("llama")
