@@ -111,7 +111,9 @@ Model = Annotated[Path, _model("A Hugging Face folder, its config.json, or a GGU
 TYPES = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
 Types = Annotated[list[Any], _type(f"Only this type: {TYPES}; may be given several times.")]
 CONTEXT_OPTION = _tokens("Tokens of a sequence, such as 8192 or 8k.", 1)
-Threads = Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help="How many; else as `kvcache info` says.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, max=MAX_THREADS, metavar="N", help="How many; else as `kvcache info` says.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it too: a .png, .svg or .pdf file.")]
 
@@ -170,7 +172,7 @@ def top(
 def plan_command(
     model: Model,
     context: Annotated[int | None, CONTEXT_OPTION] = None,
-    sequences: Annotated[int, typer.Option(min=1, max=INT32_MAX, help="How many there are.")] = 1,
+    sequences: Annotated[int, typer.Option(min=1, max=INT32_MAX, metavar="N", help="How many there are.")] = 1,
     dtype: Types = [],  # noqa: B006 (typer copies it)
     weights: Annotated[
         Any,
@@ -351,7 +353,7 @@ def bench_command(
     context: Annotated[int, CONTEXT_OPTION] = CONTEXT,
     threads: Threads = None,
     seconds: Annotated[
-        float, typer.Option(min=1, max=3600, callback=_not_nan, help="About how long it may take.")
+        float, typer.Option(min=1, max=3600, callback=_not_nan, metavar="S", help="About how long it may take.")
     ] = 60.0,
     peers: Annotated[bool, typer.Option(help="Measure other people's code too, where it is installed.")] = True,
     as_json: AsJson = False,

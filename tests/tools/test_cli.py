@@ -82,10 +82,11 @@ def test_help_names_the_commands(arguments):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_an_example(command):
+def test_help_has_an_example_and_names_values(command):
     done = run(command, "--help")
     assert done.returncode == 0
     assert f"\n    kvcache {command}" in done.stdout
+    assert not re.search(r"--[a-z-]+ <", done.stdout)  # typer's name of a type, in place of the value's
 
 
 def test_python_m_is_the_command():
