@@ -7,13 +7,12 @@ call of a function in another file than its caller's; x.c and x.h are one file. 
 import os
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from support.compiling import EMULATOR, FLAGS, LIBRARIES, ROOT, compiler, run
+from support.compiling import EMULATOR, FLAGS, LIBRARIES, ROOT, compile_all, compiler, run
 
 RECORDER = Path(__file__).with_name("core_call_paths.c")
 KERNEL = ("kernels", "")
@@ -54,13 +53,10 @@ def program(tmp_path_factory):
     if not works([*command, *INSTRUMENTED, "-no-pie"], probe):
         pytest.skip("the compiler does not instrument functions")
 
-    def compile_one(source):
-        target = folder / f"{source.parent.name}-{source.stem}.o"
-        run(*command, *(INSTRUMENTED[:3] if source == RECORDER else INSTRUMENTED), "-c", source, "-o", target)
-        return target
+    def command_for(source):
+        return [*command, *(INSTRUMENTED[:3] if source == RECORDER else INSTRUMENTED)]
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_one, [RECORDER, *ROOT.glob("src/*/*.c")]))
+    objects = compile_all(folder, [RECORDER, *ROOT.glob("src/*/*.c")], command_for)
     run(*command, "-no-pie", *objects, "-o", folder / "calls", *LIBRARIES)
     return folder / "calls"
 

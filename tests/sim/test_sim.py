@@ -8,11 +8,21 @@ import os
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.compiling import EMULATOR, ENVIRONMENT, LIBRARIES, ROOT, SANITIZERS, TIMEOUT, compiler, run, works
+from support.compiling import (
+    EMULATOR,
+    ENVIRONMENT,
+    LIBRARIES,
+    ROOT,
+    SANITIZERS,
+    TIMEOUT,
+    compile_all,
+    compiler,
+    run,
+    works,
+)
 
 HERE = Path(__file__).parent
 OPTIONS = {"--clients": 4, "--calls": 400, "--faults": 63}
@@ -25,16 +35,13 @@ def build(folder):
     command = [*compiler(), "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", *extra]
     command += [f"-I{ROOT / path}" for path in ("include", "src", "tests/sim")]
 
-    def compile_one(source):
-        target = folder / f"{source.parent.name}-{source.stem}.o"
-        of_core = [] if source.parent == HERE else ["-DSIM_CORE", "-include", HERE / "world.h"]
-        if of_core and source.parent.name != "kernels":
-            of_core.append("-finstrument-functions")
-        run(*command, *of_core, "-c", source, "-o", target)
-        return target
+    def command_for(source):
+        if source.parent == HERE:
+            return command
+        instrumented = [] if source.parent.name == "kernels" else ["-finstrument-functions"]
+        return [*command, "-DSIM_CORE", "-include", HERE / "world.h", *instrumented]
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_one, [*HERE.glob("*.c"), *ROOT.glob("src/*/*.c")]))
+    objects = compile_all(folder, [*HERE.glob("*.c"), *ROOT.glob("src/*/*.c")], command_for)
     run(*command, *objects, "-o", folder / "sim", *LIBRARIES)
     return folder / "sim"
 

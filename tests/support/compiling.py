@@ -78,17 +78,21 @@ def works(cc, flags, folder):
         return build.returncode == 0 and subprocess.run([*EMULATOR, program], capture_output=True).returncode == 0
 
 
+def compile_all(folder, sources, command_for):
+    """Compile sources into a folder, each with the command that a function returns for it; return the objects."""
+
+    def compile_one(source):
+        target = folder / f"{source.parent.name}-{source.stem}.o"
+        run(*command_for(source), "-c", source, "-o", target)
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # kernels take the longest
+        return list(pool.map(compile_one, sorted(sources, key=lambda source: source.parent.name != "kernels")))
+
+
 def compile_core(folder, command):
     """Compile the core's sources into a folder; return the objects."""
-    sources = sorted(ROOT.glob("src/**/*.c"), key=lambda source: source.parent.name != "kernels")  # the longest first
-    objects = [folder / f"{source.parent.name}-{source.stem}.o" for source in sources]
-
-    def compile_one(source, target):
-        run(*command, "-c", source, "-o", target)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_one, sources, objects))
-    return objects
+    return compile_all(folder, ROOT.glob("src/*/*.c"), lambda source: command)
 
 
 def build_core(folder):
