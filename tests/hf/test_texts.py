@@ -11,7 +11,7 @@ from support.hf_pairs import BASE, CONFIGS, make, models_with_states, random_tok
 
 import kvcache  # noqa: E402 - it imports those
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
-from kvcache.hf.generation import CACHE  # noqa: E402
+from kvcache.hf.generation import CACHE  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
 
