@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 from support.hf_pairs import BASE, check_same, make, model_of, ours, passes, play, random_tokens, theirs  # noqa: E402 - torch may be missing
 
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
+from kvcache.hf.generation import CACHE  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
 
@@ -23,7 +24,7 @@ def draft():
 
 def contrastive(model, input_ids, stopping_criteria=None, num_candidates=3, **kwargs):
     """Search for likely tokens that are unlike those before them, and edit the cache as code from the hub does."""
-    cache, tokens = kwargs["past_key_values"], input_ids
+    cache, tokens = kwargs[CACHE], input_ids
     done = model(tokens, past_key_values=cache, output_hidden_states=True)
     hidden, logits = done.hidden_states[-1], done.logits[:, -1]
     while True:

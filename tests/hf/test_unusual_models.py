@@ -144,7 +144,9 @@ def test_softcap_and_sinks_without_a_cache(name):
 
 OWN_SCORES = {
     "bloom": lambda: transformers.BloomConfig(vocab_size=VOCAB, hidden_size=64, n_layer=3, n_head=4),
-    "codegen": lambda: transformers.CodeGenConfig(vocab_size=VOCAB, n_embd=64, n_layer=3, n_head=4, rotary_dim=8),
+    "xglm": lambda: transformers.XGLMConfig(
+        vocab_size=VOCAB, d_model=64, num_layers=3, attention_heads=4, ffn_dim=96, pad_token_id=0
+    ),
     "mpt": lambda: transformers.MptConfig(vocab_size=VOCAB, d_model=64, n_layers=3, n_heads=4, max_seq_len=64),
     "trocr": lambda: transformers.TrOCRConfig(
         vocab_size=VOCAB, d_model=64, decoder_layers=3, decoder_attention_heads=4, decoder_ffn_dim=96, is_decoder=True
