@@ -217,20 +217,20 @@ static int threads_with(const char *environment) {
     return WEXITSTATUS(status);
 }
 
-/* Call before anything asks for the number of threads, as it is read once. */
+/* Call before anything asks for the number of threads, as it is read once.  LLVM 14's runtime takes for a number that
+ * is none what it finds in memory, and may end the process. */
 static void test_environment(void) {
     static const struct {
         const char *value;
         int number; /* 0: the default */
-    } cases[] = {{"5", 5},   {" 7 ", 7},
-                 {"4,2", 4}, {"3 ,2", 3},
-                 {"+6", 6},  {"0", 0},
-#if !defined(__clang__) /* whose runtime, of LLVM 14, ends the process for these */
-                 {"", 0},    {"99999999999999999999", 0},
+    } cases[] = {
+        {"5", 5},  {" 7 ", 7},  {"4,2", 4}, {"3 ,2", 3},
+        {"0", 0},  {"4097", 0},
+#if !defined(__clang__)
+        {"+6", 6}, {"-2", 0},   {"", 0},    {"99999999999999999999", 0},
+        {"x", 0},  {"3x", 0},   {",2", 0},
 #endif
-                 {"-2", 0},  {"x", 0},
-                 {"3x", 0},  {"4097", 0},
-                 {",2", 0}};
+    };
     const int otherwise = threads_with(NULL);
     CHECK(otherwise >= 1);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
