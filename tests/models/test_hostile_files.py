@@ -598,7 +598,7 @@ def test_an_index_that_names_no_file_of_its_folder(tmp_path: Path, name: object)
 
 def test_paths_with_a_zero_byte(tmp_path: Path) -> None:
     for read in (shapes.read, runner.Llama.load, tokenizer.load_tokenizer):
-        with pytest.raises(ModelFileError, match="cannot be read: embedded null byte"):
+        with pytest.raises(ModelFileError, match="cannot be read: .*embedded null"):
             read(f"{tmp_path}/a\0b")
 
 

@@ -29,7 +29,8 @@ enum {
     FIRST_KEPT = 100,
     FEED = 9,     /* most tokens of a sequence in one batch */
     MOST_FED = 3, /* most sequences of a batch */
-    CROSS = 5     /* most rows of a sequence in a cross-attention layer */
+    CROSS = 5,    /* most rows of a sequence in a cross-attention layer */
+    MOST_TAGS = 1 << 20
 };
 
 /* What a sequence holds: tags by position, 0 where there is no row.  Of layers that expire rows, and of retained
@@ -48,10 +49,13 @@ typedef struct world {
     kvc_cache *cache;
     kvc_layer layers[MOST_LAYERS];
     kvc_config config;
-    int num_layers, expires, last_tag, is_meddled; /* not 0: clients change sequences that others have */
+    int num_layers, expires, last_tag;
+    int is_meddled;      /* not 0: clients change sequences that others have */
+    int takes_rare_ways; /* not 0: rows may be moved together where that gains nothing */
     sequence sequences[IDS + KEPT];
     kvc_batch *batch; /* the open one; NULL while none is, or it begins or ends */
     int64_t calls_left;
+    uint8_t origins[MOST_TAGS]; /* by tag: the position that the row was put at */
 } world;
 
 typedef struct client {
@@ -149,14 +153,20 @@ static int32_t poll_once(void *user) {
     return 1;
 }
 
-/* Leaves keys as they are. */
+/* Turns keys, as key_element says. */
 static int32_t move_keys(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows, int32_t k_dim,
                          int32_t delta) {
-    (void)user, (void)layer, (void)keys, (void)num_kv_heads, (void)num_rows, (void)k_dim, (void)delta;
+    (void)user, (void)layer;
     client *c = self_of(NULL);
     sim_step();
     if (pick(2)) kvc_validate(c->w->cache);
-    if (pick(30)) return 0;
+    for (float *key = keys; key < keys + num_kv_heads * num_rows * k_dim; key += k_dim)
+        for (int i = delta & 3; i > 0; i--) {
+            const float x = key[2];
+            key[2] = -key[3];
+            key[3] = x;
+        }
+    if (pick(10)) return 0;
     c->was_cancelled = 1;
     return 1;
 }
@@ -169,7 +179,24 @@ typedef struct rows {
 } rows;
 
 static float element(int tag, int layer, int is_value, int h, int d) {
-    return d ? (float)((tag * 31 + layer * 17 + is_value * 11 + h * 5 + d) % 4093) : (float)tag;
+    return d ? (float)(1 + (tag * 31 + layer * 17 + is_value * 11 + h * 5 + d) % 4093) : (float)tag;
+}
+
+/* An element of a key at a position: where keys carry it, its last two are turned by a right angle for each position
+ * that it stands behind the one it was put at. */
+static float key_element(const world *w, int tag, int layer, int h, int d, int position) {
+    const int turns = w->layers[layer].rope.kind == KVC_ROPE_NONE ? 0 : (position - w->origins[tag]) & 3;
+    if (d < 2 || turns == 0) return element(tag, layer, 0, h, d);
+    const float x = element(tag, layer, 0, h, 2), y = element(tag, layer, 0, h, 3);
+    const float turned[4][2] = {{x, y}, {-y, x}, {-x, -y}, {y, -x}};
+    return turned[turns][d - 2];
+}
+
+/* Returns a tag for a new row. */
+static int new_tag(world *w, int position) {
+    if (++w->last_tag == MOST_TAGS) sim_fail("too many rows: give fewer --calls");
+    w->origins[w->last_tag] = (uint8_t)position;
+    return w->last_tag;
 }
 
 static void set_row(rows *r, int i, int tag, int layer) {
@@ -180,13 +207,13 @@ static void set_row(rows *r, int i, int tag, int layer) {
         }
 }
 
-/* Returns the tag of a row, all of which must be of that tag. */
-static int tag_of(const client *c, const float *k, const float *v, int64_t head_stride, int layer) {
+/* Returns the tag of a row, all of which must be of that tag, and its key turned as at this position. */
+static int tag_of(const client *c, const float *k, const float *v, int64_t head_stride, int layer, int position) {
     const int tag = (int)k[0];
     int differ = tag < 1 || tag > c->w->last_tag;
-    for (int h = 0; h < HEADS; h++)
+    for (int h = 0; h < HEADS && !differ; h++)
         for (int d = 0; d < DIM; d++)
-            differ += k[h * head_stride + d] != element(tag, layer, 0, h, d) ||
+            differ += k[h * head_stride + d] != key_element(c->w, tag, layer, h, d, position) ||
                       v[h * head_stride + d] != element(tag, layer, 1, h, d);
     if (differ) fail(c, "%d elements of a row with tag %d are another's, layer %d", differ, tag, layer);
     return tag;
@@ -220,7 +247,7 @@ static void check_sequence(client *c, kvc_cache *cache, int s) {
         if (status == KVC_ERR_NOMEM && sim_faults() != faults) return;
         if (status != KVC_OK) fail(c, "kvc_extract of %lld: %s", (long long)id_of(s), kvc_strerror(status));
         for (int i = 0; i < MOST; i++) {
-            const int tag = r.positions[i] < 0 ? 0 : tag_of(c, r.k[0][i], r.v[0][i], MOST * DIM, l);
+            const int tag = r.positions[i] < 0 ? 0 : tag_of(c, r.k[0][i], r.v[0][i], MOST * DIM, l, i);
             if (of->is_spoilt || tag == of->tags[l][i]) continue;
             if (tag || !(of->is_kept || w->layers[l].policy.kind != KVC_FULL))
                 fail(c, "sequence %lld has tag %d at %d, not %d, layer %d", (long long)id_of(s), tag, i, of->tags[l][i],
@@ -237,7 +264,7 @@ static void check_intact(client *c, kvc_cache *cache, int s) {
     if (is_cross(c->w, l) || epoch % 2 || kvc_extract(cache, id_of(s), l, 0, MOST, &out) != KVC_OK) return;
     if (c->w->sequences[s].epoch != epoch) return;
     for (int i = 0; i < MOST; i++)
-        if (r.positions[i] >= 0) tag_of(c, r.k[0][i], r.v[0][i], MOST * DIM, l);
+        if (r.positions[i] >= 0) tag_of(c, r.k[0][i], r.v[0][i], MOST * DIM, l, i);
 }
 
 /* ---- sequences of a client --------------------------------------------------------------------------------------- */
@@ -304,10 +331,7 @@ static int put_rows(client *c, const pass *p, int layer, int first, int n) {
                                .v_token_stride = sizeof **r.v,
                                .v_head_stride = sizeof *r.v};
     for (;;) {
-        c->call = "kvc_put";
-        c->was_cancelled = 0;
-        c->faults = sim_faults();
-        c->handovers = UINT64_MAX;
+        begin_call(c, "kvc_put");
         if (ended(c, kvc_put(p->batch, layer, &args), MAY_CANCEL | MAY_BE_FULL)) return 1;
         if (!pick(4)) return 0;
     }
@@ -326,10 +350,7 @@ static int put_cross(client *c, const pass *p, int layer, int i) {
                                .v_token_stride = sizeof **r.v,
                                .v_head_stride = sizeof *r.v,
                                .seq_id = id_of(p->sequences[i])};
-    c->call = "kvc_put of cross-attention";
-    c->was_cancelled = 0;
-    c->faults = sim_faults();
-    c->handovers = UINT64_MAX;
+    begin_call(c, "kvc_put of cross-attention");
     return ended(c, kvc_put(p->batch, layer, &args), MAY_CANCEL | MAY_BE_FULL);
 }
 
@@ -389,7 +410,7 @@ static void attend_last(client *c, const pass *p, int layer, int i) {
                 if (p->positions[j] == at) tag = p->tags[j];
             if (!tag || !sees(&w->layers[source].policy, p->positions[t], at)) continue;
             double score = 0;
-            for (int d = 0; d < DIM; d++) score += q[h][d] * (double)element(tag, source, 0, h, d);
+            for (int d = 0; d < DIM; d++) score += q[h][d] * (double)key_element(w, tag, source, h, d, at);
             const double weight = exp(score * (double)scale);
             sum += weight;
             for (int d = 0; d < DIM; d++) {
@@ -421,7 +442,8 @@ static void read_batch(client *c, const pass *p, int layer, int i) {
             const int64_t row = n * spans[j].k_row_stride / (int64_t)sizeof(float);
             tag_of(c, (const float *)spans[j].k + row,
                    (const float *)spans[j].v + n * spans[j].v_row_stride / (int64_t)sizeof(float),
-                   spans[j].k_head_stride / (int64_t)sizeof(float), source_of(c->w, layer));
+                   spans[j].k_head_stride / (int64_t)sizeof(float), source_of(c->w, layer),
+                   spans[j].position + n - spans[j].delta);
         }
     sim_step();
     kvc_hold_free(hold);
@@ -462,12 +484,24 @@ static void make_pass(client *c, pass *p) {
         }
         for (int t = 0; t < n; t++, p->num_tokens++) {
             p->positions[p->num_tokens] = at + t;
-            p->tags[p->num_tokens] = ++w->last_tag;
+            p->tags[p->num_tokens] = new_tag(w, at + t);
             p->unstored[p->num_tokens] = (uint8_t)is_unstored;
         }
         p->sequences[p->num_sequences++] = s;
         p->first[p->num_sequences] = p->num_tokens;
     }
+}
+
+/* A call that finds no room finds none either once the retained sequences that can be evicted are cleared. */
+static void check_full(client *c, const kvc_begin_args *args) {
+    kvc_batch *batch;
+    if (sim_handovers() != c->handovers || c->w->takes_rare_ways || pick(4)) return;
+    for (int s = IDS; s < IDS + KEPT; s++)
+        if (!c->w->sequences[s].is_taken && kvc_clear_sequence(c->w->cache, id_of(s)) == KVC_OK)
+            forget(&c->w->sequences[s]);
+    if (kvc_begin_with(c->w->cache, args, &batch) != KVC_OK) return;
+    kvc_abort(batch);
+    if (sim_handovers() == c->handovers) fail(c, "found no room, and does once retained sequences are cleared");
 }
 
 static int begin(client *c, pass *p) {
@@ -482,8 +516,12 @@ static int begin(client *c, pass *p) {
                                  .unstored = p->unstored,
                                  .timeout_ms = timeout};
     begin_call(c, "kvc_begin_with");
-    return ended(c, kvc_begin_with(c->w->cache, &args, &p->batch),
-                 MAY_BE_FULL | MAY_BE_GONE | MAY_CANCEL | (timeout >= 0 ? MAY_BE_BUSY : 0));
+    const kvc_status status = kvc_begin_with(c->w->cache, &args, &p->batch);
+    const int has_begun = ended(c, status, MAY_BE_FULL | MAY_BE_GONE | MAY_CANCEL | (timeout >= 0 ? MAY_BE_BUSY : 0));
+    if (status == KVC_ERR_FULL) check_full(c, &args);
+    for (int t = 0; has_begun && t < p->num_tokens; t++) /* others may have moved the sequence's end */
+        c->w->origins[p->tags[t]] = (uint8_t)kvc_batch_positions(p->batch)[t];
+    return has_begun;
 }
 
 /* Notes what became of the tokens that were kept. */
@@ -519,19 +557,73 @@ static void end_pass(client *c, const pass *p) {
     note_kept(c, p, kept);
 }
 
+/* Retains rows of a sequence of the running batch: those that it held, and the batch's if they are stored. */
+static void retain_running(client *c, const pass *p) {
+    world *w = c->w;
+    const int i = pick(p->num_sequences), s = p->sequences[i], to = take(c, 1), begin = pick(MOST),
+              end = begin + pick(12);
+    if (to >= 0 && clear_one(c, to)) {
+        sequence *kept = &w->sequences[to];
+        begin_call(c, "kvc_retain of a running sequence");
+        if (ended(c, kvc_retain(w->cache, id_of(s), id_of(to), begin, end), 0)) {
+            kept->is_kept = 1;
+            kept->is_spoilt |= w->sequences[s].is_spoilt;
+            for (int l = 0; l < MOST_LAYERS; l++) {
+                for (int at = begin; at < end && at < MOST; at++) kept->tags[l][at] = w->sequences[s].tags[l][at];
+                for (int t = p->first[i]; t < p->first[i + 1] && !p->unstored[t]; t++)
+                    if (p->positions[t] >= begin && p->positions[t] < end && is_own(w, l))
+                        kept->tags[l][p->positions[t]] = p->tags[t];
+            }
+        }
+    }
+    let_go(c, to);
+}
+
+/* What there was before a batch. */
+typedef struct before {
+    uint64_t handovers, faults;
+    int64_t room, rows_gone; /* moved or expired: that stays done */
+} before;
+
+static int64_t count_gone(const client *c) {
+    kvc_stats stats;
+    kvc_get_stats(c->w->cache, &stats, sizeof stats);
+    return stats.rows_moved + stats.rows_expired;
+}
+
+static before note_before(const client *c, int64_t seq_id) {
+    before b = {.handovers = sim_handovers(), .faults = sim_faults(), .rows_gone = count_gone(c)};
+    if (pick(2) && !c->w->takes_rare_ways) kvc_room(c->w->cache, seq_id, &b.room);
+    return b;
+}
+
+/* Aborts a batch: it leaves as much room as there was before it. */
+static void abort_pass(client *c, const pass *p, const before *b) {
+    int64_t room = 0;
+    c->call = "kvc_abort";
+    c->w->batch = NULL;
+    kvc_abort(p->batch);
+    if (traces) printf("%llu client %d: aborted\n", (unsigned long long)sim_steps(), c->number);
+    const kvc_status status = kvc_room(c->w->cache, id_of(p->sequences[0]), &room);
+    if (count_gone(c) != b->rows_gone || sim_handovers() != b->handovers || sim_faults() != b->faults) return;
+    if (status == KVC_OK && room < b->room)
+        fail(c, "leaves room for %lld tokens, of %lld before the batch", (long long)room, (long long)b->room);
+}
+
 static void feed(client *c) {
     pass p;
     make_pass(c, &p);
-    if (p.num_sequences && begin(c, &p)) {
+    if (!p.num_sequences) return;
+    const before b = note_before(c, id_of(p.sequences[0]));
+    if (begin(c, &p)) {
         c->w->batch = p.batch;
-        if (fill(c, &p) && pick(6)) {
+        const int is_filled = fill(c, &p);
+        if (is_filled && !pick(6)) retain_running(c, &p);
+        if (is_filled && pick(6))
             end_pass(c, &p);
-        } else {
-            c->w->batch = NULL;
-            kvc_abort(p.batch);
-            if (traces) printf("%llu client %d: aborted\n", (unsigned long long)sim_steps(), c->number);
-        }
-    } else if (p.num_sequences && pick(2)) {
+        else
+            abort_pass(c, &p, &b);
+    } else if (pick(2)) {
         clear_one(c, p.sequences[pick(p.num_sequences)]); /* so that others have room */
     }
     for (int i = 0; i < p.num_sequences; i++) let_go(c, p.sequences[i]);
@@ -580,7 +672,7 @@ static void inject(client *c, int s) {
     world *w = c->w;
     rows r;
     sequence *of = &w->sequences[s];
-    const int at = pick(end_of(of) + 1), l = source_of(w, pick(w->num_layers)), tag = ++w->last_tag;
+    const int at = pick(end_of(of) + 1), l = source_of(w, pick(w->num_layers)), tag = new_tag(w, at);
     if (at == MOST || is_cross(w, l)) return;
     set_row(&r, 0, tag, l);
     const kvc_rows_in in = {.struct_size = sizeof in,
@@ -644,7 +736,7 @@ static void meddle(client *c) {
     of->meddlers++;
     of->meddlings++;
     of->is_spoilt = 1;
-    switch (pick(6)) {
+    switch (pick(7)) {
     case 0:
         begin_call(c, "kvc_remove of another's");
         ended(c, kvc_remove(w->cache, id_of(s), begin, end, pick(2)), 0);
@@ -665,6 +757,17 @@ static void meddle(client *c) {
         const int from = pick(IDS);
         begin_call(c, "kvc_fork over another's");
         ended(c, kvc_fork(w->cache, id_of(from), id_of(s)), 0);
+        break;
+    }
+    case 5: {
+        kvc_batch *batch;
+        const int64_t id = id_of(s);
+        begin_call(c, "kvc_begin of another's");
+        if (!ended(c, kvc_begin(w->cache, 1, NULL, &id, NULL, &batch), 0)) break;
+        w->batch = batch;
+        for (int i = 0; i < 20; i++) sim_step();
+        w->batch = NULL;
+        kvc_abort(batch);
         break;
     }
     default:
@@ -701,6 +804,29 @@ static void retain(client *c) {
     let_go(c, to);
 }
 
+/* Notes which positions have rows in one of these retained sequences, by layer, and returns the position behind the
+ * last that one had. */
+static int list_rows(const client *c, const int64_t *ids, int num, uint8_t has[MOST_LAYERS][MOST]) {
+    int32_t end = 0, positions[MOST];
+    memset(has, 0, sizeof *has * MOST_LAYERS);
+    for (int i = 0; i < num; i++) {
+        const int32_t next = kvc_next_position(c->w->cache, ids[i]);
+        if (next > end) end = next;
+        for (int l = 0; l < c->w->num_layers; l++)
+            for (int64_t n = kvc_positions(c->w->cache, ids[i], l, positions, MOST); n > 0; n--)
+                has[l][positions[n - 1]] = 1;
+    }
+    return end;
+}
+
+/* Whether rows are there in all layers for what a query at a position sees below itself. */
+static int can_go_on(const world *w, uint8_t has[MOST_LAYERS][MOST], int at) {
+    for (int l = 0; l < w->num_layers; l++)
+        for (int i = 0; is_own(w, l) && i < at; i++)
+            if (sees(&w->layers[l].policy, at, i) && !has[l][i]) return 0;
+    return 1;
+}
+
 /* Retains stretches of one sequence that follow each other, and makes another of them. */
 static void attach(client *c) {
     world *w = c->w;
@@ -725,9 +851,14 @@ static void attach(client *c) {
         kvc_pin(w->cache, ids, 1 + pick(PIECES), 1);
         kvc_touch(w->cache, ids, PIECES);
         begin_call(c, "kvc_attach");
-        if (ended(c, kvc_attach(w->cache, ids, PIECES, id_of(to), pick(PIECES * LENGTH + 3), &matched), 0)) {
+        uint8_t has[MOST_LAYERS][MOST];
+        const int length = pick(PIECES * LENGTH + 3), last = list_rows(c, ids, PIECES, has);
+        int most = length < last ? length : last;
+        while (!can_go_on(w, has, most)) most--;
+        if (ended(c, kvc_attach(w->cache, ids, PIECES, id_of(to), length, &matched), 0)) {
             w->sequences[to].is_spoilt |= w->sequences[s].is_spoilt;
-            if (matched < 0 || matched > PIECES * LENGTH) fail(c, "matched %d", matched);
+            if (matched < 0 || matched > PIECES * LENGTH || (matched != most && sim_handovers() == c->handovers))
+                fail(c, "matched %d, not %d", matched, most);
             for (int l = 0; l < MOST_LAYERS; l++)
                 for (int i = 0; i < matched; i++) w->sequences[to].tags[l][i] = w->sequences[s].tags[l][i];
         }
@@ -754,7 +885,7 @@ static void retain_new(client *c) {
             int is_whole = 1;
             for (int l = 0; l < w->num_layers && is_whole; l++) {
                 if (!is_own(w, l)) continue;
-                for (int i = 0; i < n; i++) set_row(&r, i, kept->tags[l][begin + i] = ++w->last_tag, l);
+                for (int i = 0; i < n; i++) set_row(&r, i, kept->tags[l][begin + i] = new_tag(w, begin + i), l);
                 const kvc_rows_in in = {.struct_size = sizeof in,
                                         .k = r.k,
                                         .v = r.v,
@@ -778,6 +909,22 @@ static void retain_new(client *c) {
 
 /* ---- the cache as a whole ---------------------------------------------------------------------------------------- */
 
+/* A batch takes as many tokens as kvc_room said, and no more. */
+static void check_room(client *c, int s, int64_t room) {
+    const int64_t n = room + pick(2);
+    int64_t ids[MOST];
+    kvc_batch *batch;
+    for (int i = 0; i < MOST; i++) ids[i] = id_of(s);
+    if (n == 0 || n > MOST || c->w->takes_rare_ways) return;
+    const kvc_begin_args args = {.struct_size = sizeof args, .num_tokens = (int32_t)n, .seq_ids = ids};
+    const kvc_status status = kvc_begin_with(c->w->cache, &args, &batch);
+    if (status == KVC_OK) kvc_abort(batch);
+    if (sim_handovers() != c->handovers || sim_faults() != c->faults || status == KVC_ERR_BUSY) return;
+    if ((status == KVC_OK) != (n == room))
+        fail(c, "says %lld, and a batch of %lld is answered \"%s\"", (long long)room, (long long)n,
+             kvc_strerror(status));
+}
+
 static void tidy(client *c) {
     static const char *const names[] = {"kvc_compact", "kvc_settle", "kvc_reserve", "kvc_room", "kvc_validate"};
     world *w = c->w;
@@ -794,6 +941,7 @@ static void tidy(client *c) {
           which == 4 ? 0
                      : MAY_BE_BUSY | MAY_BE_HELD | (which == 1 || which == 2 ? MAY_BE_FULL : 0) |
                            (which == 2 ? MAY_BE_GONE : 0));
+    if (which == 3 && status == KVC_OK) check_room(c, s, room);
     let_go(c, s);
 }
 
@@ -810,10 +958,10 @@ static void hold(client *c) {
     for (int round = 0; round < 3 * is_defined; round++)
         for (int64_t i = 0, n = 0; i < num; i++)
             for (int j = 0; j < spans[i].num_rows && n < MOST; j++, n++) {
-                const int tag =
-                    tag_of(c, (const float *)spans[i].k + j * spans[i].k_row_stride / (int64_t)sizeof(float),
-                           (const float *)spans[i].v + j * spans[i].v_row_stride / (int64_t)sizeof(float),
-                           spans[i].k_head_stride / (int64_t)sizeof(float), layer);
+                const int tag = tag_of(
+                    c, (const float *)spans[i].k + j * spans[i].k_row_stride / (int64_t)sizeof(float),
+                    (const float *)spans[i].v + j * spans[i].v_row_stride / (int64_t)sizeof(float),
+                    spans[i].k_head_stride / (int64_t)sizeof(float), layer, spans[i].position + j - spans[i].delta);
                 if (round && tag != tags[n]) fail(c, "a row that is held became another");
                 tags[n] = tag;
                 sim_step();
@@ -863,7 +1011,51 @@ static int32_t read_file(void *user, void *data, size_t size) {
     return 0;
 }
 
-/* Saves a sequence, and restores it as another, or loads it; some files are damaged. */
+/* Damages some files; returns whether it did. */
+static int damage(file *f) {
+    if (pick(4)) return 0;
+    if (pick(3))
+        f->bytes[pick((int)f->size - KVC_MAC_BYTES)] ^= (char)(1 << pick(8));
+    else
+        f->size = (size_t)pick((int)f->size);
+    return 1;
+}
+
+/* Loads what was saved of sequence s as a cache of its own. */
+static void load(client *c, kvc_load_args *args, int s, int is_damaged) {
+    kvc_cache *copy = NULL;
+    kvc_config config = {.struct_size = sizeof config,
+                         .layers = c->w->layers,
+                         .layer_size = sizeof *c->w->layers,
+                         .num_layers = c->w->num_layers,
+                         .block_size = pick(2) ? 0 : 1 + pick(40),
+                         .num_threads = 1 + pick(3)};
+    args->config = &config;
+    args->to_ids = NULL;
+    begin_call(c, "kvc_load");
+    const kvc_status status = kvc_load(args, &copy);
+    if (is_damaged && status == KVC_OK) fail(c, "took a damaged file");
+    if (status == KVC_ERR_FORMAT && is_damaged) return;
+    if (!ended(c, status, MAY_BE_FULL)) return;
+    if (kvc_validate(copy) != KVC_OK) fail(c, "what was loaded is corrupt");
+    check_sequence(c, copy, s);
+    if (kvc_cache_free(copy) != KVC_OK) fail(c, "what was loaded cannot be freed");
+}
+
+static void restore(client *c, const kvc_load_args *args, int s, int to, int is_damaged) {
+    world *w = c->w;
+    begin_call(c, "kvc_restore");
+    const kvc_status status = kvc_restore(w->cache, args);
+    if (is_damaged && status == KVC_OK) fail(c, "took a damaged file");
+    if (is_damaged && status == KVC_ERR_FORMAT) {
+        check_unchanged(c);
+    } else if (ended(c, status, MAY_BE_FULL | (is_damaged ? MAY_BE_INVALID | MAY_BE_BUSY : 0))) {
+        memcpy(w->sequences[to].tags, w->sequences[s].tags, sizeof w->sequences[to].tags);
+        w->sequences[to].is_spoilt |= w->sequences[s].is_spoilt;
+    }
+}
+
+/* Saves a sequence, and restores it as another, or loads it. */
 static void save_and_restore(client *c) {
     world *w = c->w;
     file f = {.c = c};
@@ -873,28 +1065,19 @@ static void save_and_restore(client *c) {
         .struct_size = sizeof save, .write = write_file, .user = &f, .seq_ids = &from_id, .num_sequences = 1};
     begin_call(c, "kvc_save");
     if (s >= 0 && to >= 0 && ended(c, kvc_save(w->cache, &save), 0)) {
-        const int is_damaged = !pick(4), is_read = pick(2);
-        if (is_damaged && pick(3))
-            f.bytes[pick((int)f.size - KVC_MAC_BYTES)] ^= (char)(1 << pick(8));
-        else if (is_damaged)
-            f.size = (size_t)pick((int)f.size);
-        const kvc_load_args load = {.struct_size = sizeof load,
-                                    .data = is_read ? NULL : f.bytes,
-                                    .read = is_read ? read_file : NULL,
-                                    .user = &f,
-                                    .size = (int64_t)f.size,
-                                    .seq_ids = &from_id,
-                                    .to_ids = &to_id,
-                                    .num_sequences = 1};
-        begin_call(c, "kvc_restore");
-        const kvc_status status = kvc_restore(w->cache, &load);
-        if (is_damaged && status == KVC_OK) fail(c, "took a damaged file");
-        if (is_damaged ? status == KVC_ERR_FORMAT : 0)
-            check_unchanged(c);
-        else if (ended(c, status, MAY_BE_FULL | (is_damaged ? MAY_BE_INVALID | MAY_BE_BUSY : 0))) {
-            memcpy(w->sequences[to].tags, w->sequences[s].tags, sizeof w->sequences[to].tags);
-            w->sequences[to].is_spoilt |= w->sequences[s].is_spoilt;
-        }
+        const int is_damaged = damage(&f), is_read = pick(2);
+        kvc_load_args args = {.struct_size = sizeof args,
+                              .data = is_read ? NULL : f.bytes,
+                              .read = is_read ? read_file : NULL,
+                              .user = &f,
+                              .size = (int64_t)f.size,
+                              .seq_ids = &from_id,
+                              .to_ids = &to_id,
+                              .num_sequences = 1};
+        if (pick(3))
+            restore(c, &args, s, to, is_damaged);
+        else
+            load(c, &args, s, is_damaged);
     }
     free(f.bytes);
     let_go(c, s);
@@ -980,16 +1163,17 @@ static kvc_policy any_policy(void) {
 
 /* Makes a cache of any shape and limits. */
 static void make_cache(world *w) {
-    static const int rope_kinds[] = {KVC_ROPE_NONE, KVC_ROPE_FUNCTION};
-    const int kind = rope_kinds[pick(2)];
+    static const double right_angle[] = {1.57079632679489661923};
+    const int kind = KVC_ROPE_NONE + pick(3);
     /* Blocks of the largest sizes have memory that comes and goes by the page. */
     const int sizes[] = {6, 6, 6, 40, 40, 12000}, block_size = 1 + pick(sizes[pick(6)]);
     w->num_layers = 1 + pick(MOST_LAYERS);
     for (int l = 0; l < w->num_layers; l++) {
-        w->layers[l] = (kvc_layer){.num_kv_heads = HEADS,
-                                   .k_dim = DIM,
-                                   .v_dim = DIM,
-                                   .rope = {.kind = kind, .shift = kind == KVC_ROPE_FUNCTION ? move_keys : NULL}};
+        w->layers[l] = (kvc_layer){
+            .num_kv_heads = HEADS,
+            .k_dim = DIM,
+            .v_dim = DIM,
+            .rope = {.kind = kind, .first_dim = 2, .num_freqs = 1, .inv_freq = right_angle, .shift = move_keys}};
         const int what = l ? pick(5) : 0;
         if (what == 1 || what == 2) w->layers[l].policy = any_policy(), w->expires = 1;
         if (what == 3) w->layers[l].policy = (kvc_policy){.kind = KVC_CROSS, .max_len = CROSS};
@@ -1019,7 +1203,8 @@ static void run(uint64_t seed, int num_clients, int64_t num_calls, int faults) {
     static const int handovers[] = {1, 4, 32, 256};
     /* Some faults hide what others show: a thread that wakes early misses no signal. */
     const sim_options options = {seed, faults & (int)(seed * 0x9e3779b97f4a7c15 >> 58), handovers[seed % 4]};
-    w = (world){.calls_left = num_calls, .is_meddled = seed / 4 % 3 == 0};
+    w = (world){.calls_left = num_calls, .is_meddled = seed / 4 % 3 == 0, .takes_rare_ways = options.faults & SIM_RARE};
+    if (seed / 12 % 3 == 0) num_clients = 1; /* what a failed call changes is seen where no other client runs */
     sim_begin(&options);
     clients[num_clients] = (client){.w = &w, .number = -1, .call = "end"};
     self_of(&clients[num_clients]);

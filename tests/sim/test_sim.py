@@ -28,8 +28,11 @@ HERE = Path(__file__).parent
 OPTIONS = {"--clients": 4, "--calls": 400, "--faults": 63}
 
 
-def build(folder):
-    """Build the core for the simulated world, under the sanitizers unless only quick tests run; return the program."""
+def build(folder, changed=None):
+    """Build the core for the simulated world, under the sanitizers unless only quick tests run; return the program.
+
+    changed maps a source of src/ to the text that is compiled in its place, beside the objects that the folder has.
+    """
     quick = ENVIRONMENT.get("KVCACHE_TEST_PART") == "quick"
     extra = SANITIZERS if not quick and works(compiler(), SANITIZERS, folder) else []
     command = [*compiler(), "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", *extra]
@@ -41,9 +44,20 @@ def build(folder):
         instrumented = [] if source.parent.name == "kernels" else ["-finstrument-functions"]
         return [*command, "-DSIM_CORE", "-include", HERE / "world.h", *instrumented]
 
-    objects = compile_all(folder, [*HERE.glob("*.c"), *ROOT.glob("src/*/*.c")], command_for)
-    run(*command, *objects, "-o", folder / "sim", *LIBRARIES)
-    return folder / "sim"
+    if changed is None:
+        objects = compile_all(folder, [*HERE.glob("*.c"), *ROOT.glob("src/*/*.c")], command_for)
+        program = folder / "sim"
+    else:
+        sources = [folder / "changed" / name for name in changed]
+        for source, text in zip(sources, changed.values(), strict=True):
+            source.parent.mkdir(parents=True, exist_ok=True)
+            source.write_text(text)
+        replacing = compile_all(folder / "changed", sources, command_for)
+        others = {path.name for path in replacing}
+        objects = [*replacing, *(path for path in folder.glob("*.o") if path.name not in others)]
+        program = folder / "changed" / "sim"
+    run(*command, *objects, "-o", program, *LIBRARIES)
+    return program
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +117,31 @@ def test_the_same_seed_is_the_same_run(sim):
         return subprocess.run([sim, "--seed", str(seed)], capture_output=True, text=True, check=True).stdout
 
     assert steps(5) == steps(5) != steps(6)
+
+
+def read_defects():
+    """[name, source, changes] of each of defects.txt; a change is text and what takes its place."""
+    for block in (HERE / "defects.txt").read_text().split("\n\n")[1:]:
+        name, source, *lines = block.strip().splitlines()
+        changes = []
+        for line in lines:
+            if line.startswith("- "):
+                changes.append((line[2:], []))
+            else:
+                changes[-1][1].append(line[2:])
+        yield pytest.param(source, [(text, "\n".join(to)) for text, to in changes], id=name[2:])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("source", "changes"), read_defects())
+def test_defects_put_back(sim, source, changes):
+    text, start = (ROOT / "src" / source).read_text(), time.monotonic()
+    for this, other in changes:
+        assert text.count(this) == 1, f"src/{source} has changed: write the defect anew"
+        text = text.replace(this, other)
+    program = build(sim.parent, {source: text})
+    for seed in itertools.count(1):
+        if said := play(program, seed, OPTIONS):
+            break
+        assert time.monotonic() - start < 600
+    print(f"seed {seed}, {time.monotonic() - start:.0f} s: {said.strip().splitlines()[-1]}")

@@ -1,0 +1,84 @@
+"""Count the lines and branches of src/ that the programs in tests/c run, with GCC and gcov.
+
+    python tests/support/coverage.py [folder]    # keeps what it builds in the folder
+
+Prints each folder's counts, the lines that no test runs, and last the sum; fails where that is less than it should be.
+Code of templates counts once, however often it is compiled; branches that the compiler adds count, too.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from support.compiling import ENVIRONMENT, FLAGS, LIBRARIES, OPENMP, ROOT, TIMEOUT, compile_core, compiler
+
+WANTED = {"lines": 97.0, "branches": 92.0}  # percent
+
+
+def play(folder):
+    """Run all of tests/c on a core that counts."""
+    command = [*compiler(), *FLAGS, OPENMP, "--coverage", "-fprofile-update=atomic"]
+    objects = compile_core(folder, command)
+
+    def play_one(source):
+        program = folder / source.stem
+        build = [*compiler(), *FLAGS, OPENMP, source, *objects, "-o", program, *LIBRARIES, "-lgcov"]
+        subprocess.run(build, check=True)
+        subprocess.run([program], env=ENVIRONMENT, check=True, timeout=TIMEOUT, stdout=subprocess.DEVNULL)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(play_one, sorted((ROOT / "tests/c").glob("*/test_*.c"), key=lambda path: -path.stat().st_size)))
+
+
+def read_counts(folder):
+    """How often each line, and each branch of a line, of a source was taken."""
+    counts = {"lines": defaultdict(int), "branches": defaultdict(int)}
+    done = subprocess.run(
+        ["gcov", "--json-format", "--stdout", "--branch-probabilities", *map(str, folder.glob("*.gcda"))],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    for file in (file for line in done.stdout.splitlines() for file in json.loads(line)["files"]):
+        if not (found := re.search(r"/src/(\w+/\w+\.[ch])$", file["file"])):
+            continue
+        for line in file["lines"]:
+            place = found[1], line["line_number"]
+            counts["lines"][place] += line["count"]
+            for i, branch in enumerate(line["branches"]):
+                counts["branches"][*place, i] += branch["count"]
+    return counts
+
+
+def percent(counts, folder=""):
+    chosen = [count > 0 for place, count in counts.items() if place[0].startswith(folder)]
+    return 100 * sum(chosen) / max(len(chosen), 1)
+
+
+def main():
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(sys.argv[1] if len(sys.argv) > 1 else temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        play(folder)
+        counts = read_counts(folder)
+    folders = sorted({place[0].split("/")[0] for place in counts["lines"]})
+    for name in folders:
+        print(f"{name:8}", *(f"{percent(of, name + '/'):5.1f} % of {what}" for what, of in counts.items()))
+    missed = Counter(place for place, count in counts["lines"].items() if not count)
+    for source, line in sorted(missed):
+        print(f"src/{source}:{line}:", (ROOT / "src" / source).read_text().splitlines()[line - 1].strip())
+    found = {what: percent(of) for what, of in counts.items()}
+    print("src/ in tests/c:", *(f"{value:.1f} % of {what}" for what, value in found.items()))
+    return any(found[what] < wanted for what, wanted in WANTED.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
