@@ -31,24 +31,24 @@
  *           kvc_last_error() returns the message of the thread's last failure, with the numbers in it.  Nothing here
  *           aborts, prints or leaks.  Functions list their errors, but for two that mean the same everywhere:
  *           KVC_ERR_INVALID, an argument that cannot be (NULL, negative, an unknown constant), and KVC_ERR_INDEX, a
- *           layer that does not exist.  Handles (kvc_cache *, kvc_batch *, ...) are not checked: they must come from
- *           kvc_cache_new, kvc_begin and the like, and be in use; NULL, but for what is freed, crashes.
+ *           layer that does not exist.  Handles (kvc_cache *, kvc_batch *, ...) are not checked: pass what
+ *           kvc_cache_new, kvc_begin and the like made, while it is in use.  NULL crashes, except where it is freed.
  * Threads   Any thread may call any function.  A mutex guards the bookkeeping; it is held briefly, and not while rows
  *           are put, replaced, copied out, settled, attended over or handed to a function of the caller (kvc_compact
  *           holds it while it moves rows).
- *           Some calls fail with KVC_ERR_BUSY.  While a batch is open, these are: to begin another, to edit one of its
- *           sequences, and kvc_reserve, kvc_room, kvc_settle, kvc_compact, kvc_cache_clone and kvc_cache_free; other
- *           sequences may be edited.  The same while kvc_shift, kvc_remove or kvc_divide rewrites the keys of a
- *           sequence.  So threads that serve one request each put their tokens in one batch, of many sequences, or take
- *           turns: kvc_begin_with waits for the open batch to end if it is given timeout_ms.
+ *           While a batch is open, or kvc_shift, kvc_remove or kvc_divide rewrites the keys of a sequence, these fail
+ *           with KVC_ERR_BUSY: to begin a batch, to edit such a sequence, and kvc_reserve, kvc_room, kvc_settle,
+ *           kvc_compact, kvc_cache_clone and kvc_cache_free.  Other sequences may be edited.  So threads that serve one
+ *           request each put their tokens in one batch, of many sequences, or take turns: kvc_begin_with waits for the
+ *           open batch to end if it is given timeout_ms.
  *           Some calls wait.  Calls that read the rows of a sequence, edit it or begin a batch of it wait while
  *           kvc_inject or kvc_settle writes its rows.  kvc_compact, kvc_settle and kvc_cache_free wait for calls that
  *           copy rows out.
  *           kvc_commit and kvc_reserve end with work on OS pages, without the mutex; the batch has ended by then.
  * fork()    The child has one thread, and every cache as it was.  fork() waits for what other threads do in the
- *           library, with two exceptions.  It does not wait for their work on a batch, nor for those that wait to begin
- *           one: in the child the batch is open, without what they were doing, and nobody waits.  Nor does it wait for
- *           functions of the caller: a sequence whose keys one of these was moving is, in the child, as it was before.
+ *           library, except for work on a batch (the child has it open, without that work), for threads that wait to
+ *           begin one (in the child nobody waits), and for functions of the caller (a sequence whose keys one was
+ *           moving is as it was before).
  * Limits    max_seq_len, max_sequences and capacity are checked when a batch begins, capacity also by edits that copy
  *           rows, max_bytes whenever memory is taken for rows.
  * Structs   grow at their end, so that a program and a library of different versions understand each other.
@@ -203,8 +203,8 @@ typedef struct kvc_rope {
 } kvc_rope;
 
 /* How quantised rows are transformed before they are stored, so that elements that share a scale are about equally
- * large (Ashkboos et al. 2024, "QuaRot").  Rows are handed in, and out, as they are without: kvc_put transforms them, and
- * what decodes them transforms them back.  Raw ones, and those that kvc_spans and kvc_slots show, are as stored. */
+ * large (Ashkboos et al. 2024, "QuaRot").  Callers hand rows in, and get them, untransformed: kvc_put transforms them,
+ * and what decodes them transforms them back.  Raw rows, and those that kvc_spans and kvc_slots show, are as stored. */
 typedef enum kvc_transform {
     KVC_TRANSFORM_NONE = 0,
     KVC_TRANSFORM_HADAMARD = 1 /* blocks of n elements are multiplied by the Hadamard matrix over sqrt(n), which is its
@@ -240,7 +240,7 @@ typedef enum kvc_memory_kind { /* what an allocation is for */
 typedef struct kvc_memory_hint {
     size_t struct_size;
     int32_t kind;       /* kvc_memory_kind */
-    int32_t group;      /* layer group of a block; -1: of none, as are rows that are not to be stored */
+    int32_t group;      /* layer group of a block; -1: none, as for rows that are not stored */
     int32_t first_head; /* KV heads [first_head, end_head) whose rows lie here; for NUMA placement */
     int32_t end_head;
 } kvc_memory_hint;
@@ -272,12 +272,12 @@ typedef struct kvc_config {
     int32_t num_layers;
     int32_t block_size;    /* slots in a block.  0: max_seq_len where that is given, max_sequences is 1 and every layer
                               sees everything (one contiguous block); else 64 */
-    int64_t max_seq_len;   /* rows one sequence may hold in one layer between batches; 0: no limit.  A layer whose
-                              window, with its sinks, or chunk is no longer takes any number of tokens in one batch */
+    int64_t max_seq_len;   /* rows one sequence may hold in one layer between batches; 0: no limit.  A batch may have
+                              more tokens in a layer whose window, with its sinks, or chunk is at most this */
     int64_t max_sequences; /* sequences that hold rows, in any layer, once a batch has begun; 0: no limit */
-    int64_t capacity;      /* live slots of one layer group, those shared by several sequences counted once, and those
-                              of the open batch; 0: max_seq_len * max_sequences, no limit where one of these has none;
-                              of a batch, what max_seq_len lets stay counts then */
+    int64_t capacity;      /* live slots of one layer group, shared ones counted once, the open batch's included.  0:
+                              max_seq_len * max_sequences, for which only those tokens of a batch count that
+                              max_seq_len lets stay; no limit where one of these has none */
     int64_t max_bytes;     /* hard limit of kvc_nbytes; 0: none */
     int32_t num_threads;   /* threads one call uses; 0: kvc_num_threads() at the time of the call */
     const kvc_allocator *allocator; /* copied; NULL: the C library, and the operating system's pages for blocks */
@@ -346,10 +346,10 @@ typedef struct kvc_put_args {
  * In a KVC_CROSS layer the num_tokens rows (at least 1; first is 0) replace all that the sequence has there: for this
  * batch at once, for others once it is committed.
  * Fails with KVC_ERR_INVALID if a token was put before, or if the layer shares another's rows or has none, with
- * KVC_ERR_INDEX if the batch has no such tokens, and with KVC_ERR_CANCELLED (poll), after which nothing was put; for
- * KVC_CROSS, as for sequences that are not stored, also with KVC_ERR_FULL (max_len or max_bytes) and KVC_ERR_NOMEM:
- * such rows may take new memory, and retained sequences are evicted for it once they are there; until then the cache
- * may exceed max_bytes by them. */
+ * KVC_ERR_INDEX if the batch has no such tokens, and with KVC_ERR_CANCELLED (poll), after which nothing was put.  Rows
+ * of KVC_CROSS layers, and of sequences that are not stored, may take new memory: the call then also fails with
+ * KVC_ERR_FULL (max_len or max_bytes) and KVC_ERR_NOMEM.  Retained sequences are evicted for such rows once these are
+ * put; until then the cache may exceed max_bytes by them. */
 KVC_API kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *args);
 
 typedef struct kvc_attend_args {
@@ -412,9 +412,8 @@ KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const
 
 /* Ends the batch and frees it: its tokens become part of their sequences, if these are stored.  Layers with a window
  * or chunks keep what a query in the place of a sequence's last token would see, or as many positions as resume_window
- * says; blocks that this frees go back to the system, but for what a sequence needs to go on, so that such a layer
- * takes the memory of what it keeps, and at most two blocks, or with sinks three, for each sequence whose tokens are
- * all kept and in nobody else's blocks.
+ * says; blocks that this frees go back to the system.  Beside what it keeps, such a layer takes at most two blocks, or
+ * with sinks three, to go on in, for each sequence whose tokens are all kept and in nobody else's blocks.
  * Fails with KVC_ERR_INVALID if a token was not put in some layer; the batch is still open then.  Once every token was
  * put, this cannot fail: kvc_begin has taken all memory that it needs.  (The work on OS pages at its end is left out
  * where the system refuses it.) */
@@ -443,13 +442,13 @@ KVC_API int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer);
  * KVC_ERR_INDEX. */
 KVC_API kvc_status kvc_position_range(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *first, int32_t *last);
 
-/* Returns the position of the next token: the largest stored one + 1, or what follows the latest tokens if all their rows
- * have expired.  0 if nothing was stored. */
+/* Returns the position of the next token: the largest stored one + 1, or, if all rows have expired, what followed the
+ * latest.  0 if nothing was stored. */
 KVC_API int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id);
 
 /* Returns 1 if `position` is at most kvc_next_position and no row that a query there or later would see has expired or
- * was left out by a batch that restored other layers; else 0.  Always 1 in a cache that holds no tokens, as no layer but
- * KVC_CROSS and KVC_NONE ones has rows. */
+ * was left out by a batch that restored other layers; else 0.  Always 1 where all layers are KVC_CROSS or KVC_NONE, as
+ * such a cache holds no tokens. */
 KVC_API int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position);
 
 /* Writes the ids of the sequences that hold rows of tokens, ascending, at most max_ids of them; returns how many there
@@ -497,10 +496,10 @@ KVC_API kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, i
  * layer, with KVC_ERR_INVALID also if src == dst, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t begin, int32_t end);
 
-/* Drops the rows at positions [begin, end).  Where that leaves nothing of the tokens, so that the sequence would go on
- * at position 0, the sequence ends as by kvc_clear_sequence: its rows in KVC_CROSS layers go, too.  So it does by
- * every edit, and where positions from 0 on are dropped of a sequence that has such rows alone.  (kvc_copy_prefix with
- * length 0, before that, makes another sequence hold them.)
+/* Drops the rows at positions [begin, end).  A sequence that this, or any edit, leaves without tokens, so that it would
+ * go on at position 0, ends as by kvc_clear_sequence: its rows in KVC_CROSS layers go, too.  So does one that has such
+ * rows alone, where positions from 0 on are dropped.  (To keep these rows, first let another sequence hold them, by
+ * kvc_copy_prefix with length 0.)
  * With `shift`, later tokens move down by end - begin, as by kvc_shift, with its errors.  Without, they stay where
  * they are.  What has expired moves along, in every edit: where a token would see such a position, in its window or
  * among the sinks, a batch of it fails with KVC_ERR_GONE.
@@ -508,16 +507,16 @@ KVC_API kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t
 KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift);
 
 /* Drops the rows at positions of at least `length`, where the sequence goes on then.  Fails with KVC_ERR_GONE where a
- * token there would see rows that have expired.  0 is always possible, and so are a position that kvc_can_resume
- * confirms and one within the sinks of every layer with a window, where these were restored as well (kvc_begin_with).
+ * token there would see rows that have expired.  Always possible are 0, a position that kvc_can_resume confirms, and
+ * one within the sinks of every layer with a window, unless a layer was restored without its sinks (kvc_begin_with).
  * Fails with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length);
 
 /* Moves the tokens at positions [begin, end) by delta; those that would come below 0 are dropped.  No row is copied or
  * rotated, unless a layer has KVC_ROPE_FUNCTION: then the moved rows are rewritten in new slots, and take memory twice
- * until all of them are: within max_bytes once retained rows are evicted and free memory is given back, which the
- * call does when that function has succeeded.  `capacity` counts what is live once the edit is done, which is more
- * than before where sequences shared rows.
+ * meanwhile.  That must fit into max_bytes once retained rows are evicted and free memory is given back, which the call
+ * does after the function has succeeded.  `capacity` counts what is live once the edit is done, which is more than
+ * before where sequences shared rows.
  * Fails with KVC_ERR_UNSUPPORTED if a layer's rope is not known, with KVC_ERR_INVALID if a position would pass the
  * largest, and with KVC_ERR_NOMEM; where rows are rewritten, also with KVC_ERR_FULL (capacity or max_bytes) and
  * KVC_ERR_CALLBACK. */
@@ -610,23 +609,23 @@ KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, i
 
 /* Sets *num_tokens to the number of tokens, at consecutive positions from kvc_next_position on, that one batch could
  * add to a sequence now: what max_seq_len, max_sequences, capacity and max_bytes leave once rows expire for it, at most
- * KVC_MAX_BATCH; 0 where the next token would see rows that are gone.  A batch of a token more is refused; under
- * max_bytes a still larger one may begin, as what is moved together first depends on the batch.  Under a sliding window
- * or chunks there may be as much room again once these are committed, and max_seq_len leaves room for any number where
- * it is at least what the policy keeps.  Fails with KVC_ERR_BUSY, KVC_ERR_NOMEM, and KVC_ERR_INVALID for a retained
- * sequence. */
+ * KVC_MAX_BATCH; 0 where the next token would see rows that are gone.  A batch of one token more is refused; under
+ * max_bytes a still larger one may begin, as its size decides which rows are moved together first.  Under a sliding
+ * window or chunks there may be as much room again once these are committed, and max_seq_len leaves room for any number
+ * where it is at least what the policy keeps.  Fails with KVC_ERR_BUSY, KVC_ERR_NOMEM, and KVC_ERR_INVALID for a
+ * retained sequence. */
 KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens);
 
 /* Takes memory now for num_tokens more tokens of a sequence, at least 1, so that the next batches, of as many tokens
  * together, take none for rows or bookkeeping.  It is resident then, in huge pages where the system has them: writing
  * these rows faults on no page.  Nothing fails after the first page is touched; slots that another thread takes
- * meanwhile are not touched.  Memory that is free already counts, and other sequences may use what was reserved: calls
- * for several sequences do not add up, so reserve the sum of their tokens, each rounded up to whole blocks, for one of
- * them, in a cache without max_seq_len.  What was reserved stays until it is used, kvc_compact gives it back, or other
- * rows need it to stay within max_bytes.  In a block that a kvc_hold keeps, a batch that is aborted uses slots up, too,
- * until the hold is freed.  Expires rows and moves rows together as kvc_begin does, within the limits of a batch of as
- * many tokens.  Fails with KVC_ERR_FULL, KVC_ERR_BUSY, KVC_ERR_NOMEM, with KVC_ERR_GONE where the next token would see
- * rows that are gone, and with KVC_ERR_INVALID for a retained sequence. */
+ * meanwhile are not touched.  Free memory counts, and other sequences may use what was reserved, so calls for several
+ * sequences do not add up: reserve the sum of their tokens, each rounded up to whole blocks, for one of them, in a
+ * cache without max_seq_len.  What was reserved stays until it is used, kvc_compact gives it back, or other rows need
+ * it to stay within max_bytes.  In a block that a kvc_hold keeps, a batch that is aborted uses slots up, too, until the
+ * hold is freed.  Expires rows and moves rows together as kvc_begin does, within the limits of a batch of as many
+ * tokens.  Fails with KVC_ERR_FULL, KVC_ERR_BUSY, KVC_ERR_NOMEM, with KVC_ERR_GONE where the next token would see rows
+ * that are gone, and with KVC_ERR_INVALID for a retained sequence. */
 KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens);
 
 /* Moves rows together so that no block has holes, and gives back the memory that this frees, and that of unused
@@ -736,13 +735,12 @@ typedef struct kvc_load_args {
 /* Sets *cache to a new cache with the configuration and the sequences of a file, to be freed with kvc_cache_free.  The
  * file is untrusted: every count is checked against its size before memory is taken for it.  cache NULL: only checks
  * the file, checksums included.
- * What is loaded fits within max_bytes if kvc_nbytes of the new cache does.  That is mostly less than the saved cache
- * had, as rows are packed into as few blocks as they fill; a sequence whose rows then go on in another block may take a
- * few entries more in its list of runs, of 24 bytes each.
- * Fails with KVC_ERR_FORMAT, and the reason in kvc_last_error(), if it is truncated, altered (and which tensor), of
- * another shape or model, of a newer format, or no saved state; with KVC_ERR_INVALID also where the file has not all
- * of seq_ids, or needs functions that move keys; with KVC_ERR_CALLBACK, KVC_ERR_FULL (capacity or max_bytes),
- * KVC_ERR_NOMEM and KVC_ERR_UNSUPPORTED. */
+ * kvc_nbytes of the new cache must be within max_bytes.  It is mostly less than the saved cache had, as rows are packed
+ * into as few blocks as they fill; where rows go on in another block, a sequence's list of runs may be a few entries
+ * longer, of 24 bytes each. Fails with KVC_ERR_FORMAT, and the reason in kvc_last_error(), if it is truncated, altered
+ * (and which tensor), of another shape or model, of a newer format, or no saved state; with KVC_ERR_INVALID also where
+ * the file has not all of seq_ids, or needs functions that move keys; with KVC_ERR_CALLBACK, KVC_ERR_FULL (capacity or
+ * max_bytes), KVC_ERR_NOMEM and KVC_ERR_UNSUPPORTED. */
 KVC_API kvc_status kvc_load(const kvc_load_args *args, kvc_cache **cache);
 
 /* Loads sequences into a cache whose layers have the shapes, types, transforms, policies and ropes of the file's, in
@@ -767,16 +765,15 @@ KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
  * KVC_ERR_INVALID, but for kvc_inject; kvc_clear_sequence drops it; kvc_sequences does not list it, and max_sequences
  * does not count it.
  * Where a call would fail with KVC_ERR_FULL for capacity or max_bytes, rows that only retained sequences hold are
- * evicted, the least recently used first, and none unless the call succeeds.  A sequence is evicted as a whole;
- * but where others hold its rows in the layers that see everything, only its rows in the other layers are.  One whose
- * rows free nothing that is lacking stays, unless max_bytes takes even its bookkeeping.  kvc_room counts what can be
- * evicted. */
+ * evicted, the least recently used first, and none unless the call succeeds.  A sequence is evicted as a whole, unless
+ * others hold its rows in the layers that see everything: then only its rows in the other layers are.  One whose rows
+ * would free nothing of what is lacking stays, unless max_bytes lacks even the bytes of its bookkeeping.  kvc_room
+ * counts what can be evicted. */
 
 /* Makes a retained sequence `id` of the rows of src at positions [begin, end), as the most recently used.  No row is
  * copied, and those of cross-attention layers are left out.  If src holds no rows there, no sequence is made.  Rows
- * that the open batch adds to src, if src is stored, are retained as well: before the commit they are all there, the
- * commit expires some of layers with a window or chunks.  If the batch is aborted, or does not keep them, clear the
- * retained sequence.
+ * that the open batch adds to src, if src is stored, are retained as well: call this before the commit, which expires
+ * some of layers with a window or chunks.  If the batch is aborted, or does not keep them, clear the retained sequence.
  * Fails with KVC_ERR_INVALID if `id` holds rows, with KVC_ERR_BUSY while keys of src are rewritten, and with
  * KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_retain(kvc_cache *cache, int64_t src, int64_t id, int32_t begin, int32_t end);
@@ -789,11 +786,10 @@ KVC_API kvc_status kvc_retain(kvc_cache *cache, int64_t src, int64_t id, int32_t
 KVC_API kvc_status kvc_retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers);
 
 /* Makes dst, which holds nothing, of rows of retained sequences, given by rising position, as if their tokens had been
- * put in dst.  *matched becomes the number of tokens, at most `length`, behind which dst can go on: so many that every
- * layer has what a query there sees, which is all rows, or those of its window or chunk; and no more than the sequences
- * had, expired tokens included.  Ids that do not exist count as evicted: what they held is missing.  dst holds no
- * token from *matched on, and nothing where that is 0; what has expired of it is forgotten.  Marks the sequences as
- * used, as kvc_touch does.
+ * put in dst.  *matched becomes the largest number of tokens, at most `length`, behind which every layer has what a
+ * query sees there: all rows, or those of its window or chunk.  It is at most what the sequences had, expired tokens
+ * included.  Ids that do not exist count as evicted: what they held is missing.  dst holds no token from *matched on,
+ * and nothing where that is 0; what has expired of it is forgotten.  Marks the sequences as used, as kvc_touch does.
  * Fails with KVC_ERR_INVALID if dst holds rows, an id is that of a sequence that is not retained, or rows of one do
  * not stand behind those of the ones before; with KVC_ERR_BUSY and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_attach(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int64_t dst, int32_t length,
@@ -815,8 +811,8 @@ KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
 
 /* Sequences that are not stored (kvc_begin_args.unstored), for example to score a text, or where memory is short.  The
  * batch sees what such a sequence held before; the commit drops that.  Where it held nothing, its tokens take the
- * memory of one layer: rows that kvc_attend puts stay until rows are put in another layer, be that cancelled, and to
- * attend to them after that, or to ask for them by kvc_dense, fails with KVC_ERR_GONE.  Rows that kvc_put puts or
+ * memory of one layer: rows that kvc_attend puts stay until it puts in another layer, even if that is cancelled;
+ * attending over them after that, or asking kvc_dense for them, fails with KVC_ERR_GONE.  Rows that kvc_put puts or
  * kvc_slots shows stay until the batch ends, in memory of their own, for which the call may fail with KVC_ERR_FULL
  * (max_bytes) and KVC_ERR_NOMEM; so do those of layers that others share, and of cross-attention layers.  capacity and
  * max_sequences do not count such tokens, and kvc_blocks does not show their rows. */
@@ -840,9 +836,9 @@ KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
  * capacity.  Positions that one layer holds and another lacks are gone from that other one, as if they had been
  * expired: to go on where they would be seen fails with KVC_ERR_GONE until it is restored as well, or kvc_truncate
  * drops them.  Of a restored layer with a window or chunks, positions that were not given and that the query behind
- * its last row would not see count as expired.  Until layers agree again, no row expires that a query from the
- * first such position on would see: so the window of an earlier moment can be restored into a sequence that has gone
- * on, and kvc_truncate takes it back there. */
+ * its last row would not see count as expired.  Until layers agree again, no row expires that a query would see at the
+ * first position that one of them lacks, or later: so the window of an earlier moment can be restored into a sequence
+ * that has gone on, and kvc_truncate takes it back there. */
 
 typedef struct kvc_begin_args {
     size_t struct_size;
@@ -922,9 +918,9 @@ KVC_API kvc_status kvc_batch_spans(kvc_batch *batch, int64_t seq_id, int32_t lay
  * ones, in order of arrival).  Fails with KVC_ERR_GONE for sequences that are not stored (kvc_begin_with). */
 KVC_API kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows);
 
-/* Sets *num_sequences to the number of sequences the batch has, and *most_rows to how many of these rows the sequence
- * with most of them has, for by_sequence.  Fails with KVC_ERR_INVALID unless the batch's tokens come sequence after
- * sequence, as many of each, and with KVC_ERR_GONE as kvc_dense_rows does. */
+/* For by_sequence: sets *num_sequences to the number of sequences in the batch, and *most_rows to the largest number of
+ * these rows that one of them has.  Fails with KVC_ERR_INVALID unless the batch's tokens come sequence after sequence,
+ * as many of each, and with KVC_ERR_GONE as kvc_dense_rows does. */
 KVC_API kvc_status kvc_dense_sequences(kvc_batch *batch, int32_t layer, int32_t *num_sequences, int64_t *most_rows);
 
 typedef struct kvc_dense_args {
@@ -987,10 +983,10 @@ KVC_API kvc_status kvc_set_num_threads(int32_t num_threads);
  * names another; NULL if the variable names one that this build does not have, with which no cache can be made.
  *
  * "openmp"  Calls are parallel regions of the OpenMP runtime that the program's other libraries use: the one that this
- *           library links to, or a copy of it, Clang's (libomp) or Intel's (libiomp5), where the process had loaded one
+ *           library links to; or a copy of it, Clang's (libomp) or Intel's (libiomp5), if the process had loaded that
  *           when a cache was made and nothing else needs the linked one.  While regions are held up, because another
- *           program takes a processor, calls use the own threads; or, where OpenMP binds threads to places, the
- *           calling one alone.
+ *           program takes a processor, calls use the own threads; or, where OpenMP binds threads to places, the calling
+ *           one alone.
  * "own"     Threads of this library, which wait for 50 microseconds and then sleep.  Also in a child after fork(),
  *           where the parent had no cache, or (on Linux) had not even loaded this library. */
 KVC_API const char *kvc_threading_layer(void);

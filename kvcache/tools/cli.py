@@ -112,7 +112,7 @@ TYPES = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
 Types = Annotated[list[Any], _type(f"Only this type: {TYPES}; may be given several times.")]
 CONTEXT_OPTION = _tokens("Tokens of a sequence, such as 8192 or 8k.", 1)
 Threads = Annotated[
-    int | None, typer.Option(min=1, max=MAX_THREADS, metavar="N", help="How many; else as `kvcache info` says.")
+    int | None, typer.Option(min=1, max=MAX_THREADS, metavar="N", help="Threads; by default as `kvcache info` says.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it too: a .png, .svg or .pdf file.")]
@@ -171,17 +171,21 @@ def top(
 )
 def plan_command(
     model: Model,
-    context: Annotated[int | None, CONTEXT_OPTION] = None,
-    sequences: Annotated[int, typer.Option(min=1, max=INT32_MAX, metavar="N", help="How many there are.")] = 1,
+    context: Annotated[
+        int | None, _tokens("Tokens of a sequence, such as 8k; by default the model's context.", 1)
+    ] = None,
+    sequences: Annotated[int, typer.Option(min=1, max=INT32_MAX, metavar="N", help="Sequences of so many tokens.")] = 1,
     dtype: Types = [],  # noqa: B006 (typer copies it)
     weights: Annotated[
         Any,
         typer.Option(
-            parser=_weights, metavar="TYPE|SIZE", help="Count the weights in a type (q4_0, f16, ...), or as 4.7GB."
+            parser=_weights,
+            metavar="TYPE|SIZE",
+            help="Count weights in a type (q4_0, f16, ...), as a size (4.7GB), or none.",
         ),
     ] = None,
     window: Annotated[int | None, _tokens("Plan also for a window of N tokens.", 1)] = None,
-    sink_tokens: Annotated[int, _tokens("The first N tokens stay beside it.", 0)] = 0,
+    sink_tokens: Annotated[int, _tokens("With --window: the first N tokens stay.", 0)] = 0,
     max_source_len: Annotated[int | None, _tokens("Tokens or frames that an encoder is given.", 1)] = None,
     threads: Threads = None,
     measure: Annotated[bool, typer.Option(help="Measure how fast this machine reads rows: a second or two.")] = True,
@@ -434,13 +438,15 @@ def generate(
     hadamard: Annotated[bool, typer.Option("--hadamard", help="Transform rows before they are quantised.")] = False,
     window: Annotated[int | None, _tokens("Each token sees the last N only.")] = None,
     shift: Annotated[bool, typer.Option("--shift", help="Drop the older half of a full context and go on.")] = False,
-    sink_tokens: Annotated[int | None, _tokens("The first N tokens stay.")] = None,
+    sink_tokens: Annotated[int | None, _tokens("With --window or --shift: the first N tokens stay.")] = None,
     tokens: Annotated[int, _tokens("How many to generate, such as 300 or 2k.")] = 300,
     seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same text.")] = 0,
     temperature: Annotated[float, typer.Option(metavar="T", help="0: always the likeliest token.")] = 0.8,
-    top_p: Annotated[float, typer.Option(metavar="P", help="Draw from the likeliest that together have this.")] = 0.95,
+    top_p: Annotated[
+        float, typer.Option(metavar="P", help="Draw from the likeliest tokens, of probability P together.")
+    ] = 0.95,
     compare: Annotated[
-        bool, typer.Option(help="Then measure without the cache, and each type: a table. Without it, one line.")
+        bool, typer.Option(help="Then print a table of tokens/s without the cache, and of each type; else a line.")
     ] = True,
     quiet: Annotated[bool, typer.Option("--quiet", help="Write the text, and what --session did; no more.")] = False,
     session: Annotated[
