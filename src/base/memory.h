@@ -3,6 +3,7 @@
 #define KVC_MEMORY_H
 
 #include "base/align.h"
+#include "base/compiler.h"
 #include "base/pages.h"
 #include "base/slab.h"
 #include "kvcache.h"
@@ -26,10 +27,13 @@ typedef struct kvc_memory {
 /* Sets the allocator.  NULL: the default one, which uses the C library, and OS pages for large blocks. */
 kvc_status kvc_memory_init(kvc_memory *memory, const kvc_allocator *allocator);
 
+/* Frees memory that was allocated with this size, kind and group; NULL is allowed. */
+void kvc_memory_free(kvc_memory *memory, void *p, uint64_t size, kvc_memory_kind kind, int32_t group);
+
 /* Allocates without clearing, aligned to a cache line unless it is bookkeeping; NULL if memory is exhausted.  Callers
  * compute sizes from counts in 64 bits, so that none wraps around on 32-bit machines. */
+KVC_FREED_BY(kvc_memory_free, 2)
 void *kvc_memory_alloc(kvc_memory *memory, uint64_t size, kvc_memory_kind kind, int32_t group);
-void kvc_memory_free(kvc_memory *memory, void *p, uint64_t size, kvc_memory_kind kind, int32_t group);
 
 /* Returns the whole OS pages within [p, p + size) to the system; they stay addressable and lose their contents. */
 void kvc_memory_purge(kvc_memory *memory, void *p, size_t size);

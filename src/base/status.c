@@ -8,12 +8,11 @@
 
 static KVC_THREAD_LOCAL char last_error[512];
 
-kvc_status kvc_fail(kvc_status status, const char *format, ...) {
+void kvc_set_last_error(const char *format, ...) {
     va_list args;
     va_start(args, format);
     vsnprintf(last_error, sizeof last_error, format, args);
     va_end(args);
-    return status;
 }
 
 const char *kvc_last_error(void) { return last_error; }

@@ -5,8 +5,11 @@
 #include "base/compiler.h"
 #include "kvcache.h"
 
-/* Keeps the formatted sentence for kvc_last_error() on this thread; returns status. */
-kvc_status kvc_fail(kvc_status status, const char *format, ...) KVC_PRINTF(2, 3);
+/* Keeps the formatted sentence for kvc_last_error() on this thread. */
+void kvc_set_last_error(const char *format, ...) KVC_PRINTF(1, 2);
+
+/* Keeps the sentence; is `status`.  A macro, so that compilers and analysers see what a failing function returns. */
+#define kvc_fail(status, ...) (kvc_set_last_error(__VA_ARGS__), (status))
 
 /* Returns from the function unless a call returns KVC_OK. */
 #define KVC_TRY(call)                              \

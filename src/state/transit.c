@@ -11,7 +11,7 @@ void *kvc_state_alloc(kvc_state *state, uint64_t size) {
     if (size < UINT64_MAX - KVC_CACHE_LINE)
         buffer = kvc_memory_alloc(state->memory, size + KVC_CACHE_LINE, KVC_MEMORY_SCRATCH, -1);
     if (!buffer) {
-        kvc_fail(KVC_ERR_NOMEM, "out of memory for %llu bytes of a saved state", (unsigned long long)size);
+        kvc_set_last_error("out of memory for %llu bytes of a saved state", (unsigned long long)size);
         return NULL;
     }
     *buffer = (kvc_state_buffer){state->buffers, size + KVC_CACHE_LINE};

@@ -315,7 +315,7 @@ kvc_status kvc_load(const kvc_load_args *given, kvc_cache **out) {
     if (status == KVC_OK) status = make_cache(&l, &config);
     if (status == KVC_OK) status = load_rows(&l);
     kvc_cache *cache = l.state.cache;
-    const int keeps = status == KVC_OK && !l.only_checks;
+    const int keeps = status == KVC_OK && out;
     end_loading(&l, keeps);
     if (keeps) *out = cache;
     return status;
