@@ -164,16 +164,17 @@ class PrefixCache:
             _check_rope(cache)
         seconds = _seconds(timeout)
         identity = identity_of(cache, fingerprint)
+        self._cache = cache
+        self._core, self._watch, self._block_size = cache._core, watch_of(cache), cache.block_size
+        self._keys = Keys(identity, salt)
+        self._tree = Tree(cache, self._keys.root)
         self._client: StoreClient | None = None
         if store is not None:
             from kvcache.stores.client import StoreClient
 
             _check_store(store)
-            self._client = StoreClient(store, digest=blake2b(identity).digest(), secret=secret)
-        self._cache = cache
-        self._core, self._watch, self._block_size = cache._core, watch_of(cache), cache.block_size
-        self._keys = Keys(identity, salt)
-        self._tree = Tree(cache, self._keys.root)
+            most_bytes = self._tree.rows.nbytes(self._block_size)
+            self._client = StoreClient(store, digest=blake2b(identity).digest(), secret=secret, most_bytes=most_bytes)
         self._fetching = Fetching(self._tree, self._client, seconds)
         self._reuse = Reuse(self._tree, least)
         self._sessions = Sessions(self._tree, self._fetching)

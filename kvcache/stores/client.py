@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvcache.arguments import INT64_MAX
 from kvcache.errors import plain
 from kvcache.stores import values
 from kvcache.stores.directory import DirectoryStore
@@ -115,7 +116,7 @@ class StoreClient:
     Two threads use the store at once, one to read and one to write. If it has ``get_many(keys)``, which returns a dict
     of what is there, and ``set_many(items)``, which takes a dict, they are called for many keys at once. `digest`
     stands for the model and the shape, and `secret` is the key of the MAC: a value that was stored with others is a
-    miss.
+    miss. No payload has more than `most_bytes`: of a longer file, a folder reads no more.
 
     >>> client = StoreClient({}, digest=b"a model", secret=b"of one tenant")
     >>> client.put("a key", lambda: [b"some rows"])
@@ -134,6 +135,7 @@ class StoreClient:
         *,
         digest: bytes,
         secret: bytes | None = None,
+        most_bytes: int = INT64_MAX - values.HEADER_SIZE - 1,
     ) -> None:
         if not isinstance(secret, bytes | None):
             raise TypeError(f"secret is a {type(secret).__name__}: bytes are needed, or None for values without a MAC")
@@ -142,6 +144,7 @@ class StoreClient:
         self._store = store
         self._digest = bytes(digest)
         self._secret = secret
+        self._most_bytes = most_bytes
         self._counts = dict.fromkeys(
             ("hits", "misses", "errors", "timeouts", "corrupt", "dropped", "written", "bytes_read", "bytes_written"), 0
         )
@@ -345,10 +348,16 @@ class StoreClient:
             found: dict[str, object] = {}
             for key in keys:
                 with contextlib.suppress(KeyError):
-                    found[key] = self._store[key]
+                    found[key] = self._get(key)
         else:
             found = get_many(keys)
         return [(key, found[key]) for key in keys if found.get(key) is not None]
+
+    def _get(self, key: str) -> object:
+        """Return a value; of one that is too long, a part, which is refused as any that was cut."""
+        if isinstance(self._store, DirectoryStore):
+            return self._store.read(key, values.HEADER_SIZE + self._most_bytes + 1)
+        return self._store[key]
 
     def _end_read(self, read: Read, failure: BaseException | None) -> str | None:
         """Judge a read, unless its caller has; return what to warn of."""

@@ -40,7 +40,8 @@ class DirectoryStore(MutableMapping[str, bytes]):
     Nothing is synced to the disk: a cache that is lost in a power cut is computed again, and waiting for the disk takes
     many times as long as writing. A file that was torn by it is not as long as it says, and counts as missing.
 
-    Only files with names of its own kind are read, replaced or removed, and links are not followed. Files are readable
+    Only files with names of its own kind are read, replaced or removed, and links are not followed; a hard link that
+    takes the place of ``usage.lock`` is an error. Files are readable
     for their owner alone, because keys and values tell what was in the prompts.
 
     Parameters
@@ -95,16 +96,18 @@ class DirectoryStore(MutableMapping[str, bytes]):
     # ---- one value
 
     def __getitem__(self, key: str) -> bytes:
+        return self.read(key, INT64_MAX)
+
+    def read(self, key: str, most: int) -> bytes:
+        """Return a value, or its first `most` bytes: a file that somebody else made may be of any size."""
         with self._folder() as folder, _opened(folder, _name_of(key), key) as file:
-            found, size = _read_header(file)
-            if found != key:
+            size = _size_of_value(file, key)
+            value = None if size is None else _read_exactly(file, min(size, most))
+            if value is None:
                 raise KeyError(key)
-            value = _read_exactly(file, size)
             now = time.time_ns()  # finer than the clock of the file system
             with contextlib.suppress(OSError):  # a file of somebody else's
                 os.utime(file, ns=(now, now))
-        if value is None or found is None:
-            raise KeyError(key)
         return value
 
     def __setitem__(self, key: str, value: bytes) -> None:
@@ -140,7 +143,7 @@ class DirectoryStore(MutableMapping[str, bytes]):
             return False
         try:
             with self._folder() as folder, _opened(folder, _name_of(key), key) as file:
-                return _read_header(file)[0] == key
+                return _size_of_value(file, key) is not None
         except KeyError:
             return False
 
@@ -151,7 +154,7 @@ class DirectoryStore(MutableMapping[str, bytes]):
             names = [file.name for file in _values(folder)]
         for name in names:
             with contextlib.suppress(KeyError), self._folder() as folder, _opened(folder, name, name) as file:
-                key = _read_header(file)[0]
+                key = _read_key(file)
                 if key is not None and _name_of(key) == name:
                     yield key
 
@@ -209,6 +212,9 @@ class _Usage:
         self.file = os.open(USAGE_NAME, flags, 0o600, dir_fd=self.folder)
         deadline = time.monotonic() + LOCK_WAIT
         try:
+            found = os.fstat(self.file)
+            if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:  # a write would reach a file elsewhere
+                raise OSError(errno.EMLINK, f"{USAGE_NAME} is not a file of this folder alone")
             while not _lock(self.file):
                 if time.monotonic() > deadline:  # its holder was stopped, perhaps
                     raise TimeoutError(f"another process has locked {USAGE_NAME} for {LOCK_WAIT:g} s")
@@ -224,10 +230,10 @@ class _Usage:
     @property
     def total(self) -> int:
         data = os.pread(self.file, 8, 0)
-        if len(data) < 8:  # new
-            self.total = sum(file.size for file in _values(self.folder))
-            return self.total
-        return int.from_bytes(data, "little")
+        total = int.from_bytes(data, "little")
+        if len(data) < 8 or total > INT64_MAX:  # new, or no count
+            total = self.total = sum(file.size for file in _values(self.folder))
+        return total
 
     @total.setter
     def total(self, total: int) -> None:
@@ -305,8 +311,18 @@ def _read_exactly(file: int, size: int) -> bytes | None:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _read_header(file: int) -> tuple[str | None, int]:
-    """Return the key and the bytes of the value that follows; no key if the file is not as long as it says."""
+def _size_of_value(file: int, key: str) -> int | None:
+    """Return the bytes of the value that follows; None if the file is of another key, or not as long as it says."""
+    encoded = encode_key(key)
+    size = os.fstat(file).st_size - HEADER.size - len(encoded)
+    if size < 0:
+        return None
+    beginning = HEADER.pack(MAGIC, len(encoded), size) + encoded
+    return size if os.read(file, len(beginning)) == beginning else None
+
+
+def _read_key(file: int) -> str | None:
+    """Return the key; None if the file is not as long as it says."""
     header = os.read(file, HEADER.size)
     if len(header) == HEADER.size:
         magic, key_size, size = HEADER.unpack(header)
@@ -314,8 +330,8 @@ def _read_header(file: int) -> tuple[str | None, int]:
             key = _read_exactly(file, key_size)
             if key is not None:
                 with contextlib.suppress(UnicodeDecodeError):
-                    return key.decode(errors="surrogatepass"), size
-    return None, 0
+                    return key.decode(errors="surrogatepass")
+    return None
 
 
 def _values(folder: int) -> list[_File]:

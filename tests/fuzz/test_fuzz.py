@@ -1,11 +1,13 @@
-"""Run the fuzzers, fuzz_*.c: on inputs that lead far, one a line of fuzz_*.txt, and on alterations of them; with --full
-under libFuzzer, for a minute each.
+"""Run the fuzzers, fuzz_*.c and fuzz_*.py: on inputs that lead far, one a line of fuzz_*.txt, and on alterations of
+them; with --full for a minute each, to find more: in C under libFuzzer, in Python as guided.py does.
 
-What libFuzzer finds becomes a line of fuzz_*.txt, as the failure says it.
+What is found becomes a line of fuzz_*.txt, as the failure says it.
 """
 
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ HERE = Path(__file__).parent
 FUZZERS = sorted(HERE.glob("fuzz_*.c"))
 FLAGS = ["-std=c11", "-g", *INCLUDE]
 ALTERED = {"fuzz_calls": 5, "fuzz_state": 50}  # how often each input: one of calls takes fifty times as long
+IN_PYTHON = sorted(path.stem for path in HERE.glob("fuzz_*.py"))
 SECONDS = 60
 
 
@@ -51,3 +54,27 @@ def test_under_libfuzzer(core, source, tmp_path):
     if done.returncode:
         inputs = "\n".join(path.read_bytes().hex() for path in found.iterdir())
         pytest.fail(f"{source.stem} fails on\n{inputs}\n{done.stdout[-5000:]}", pytrace=False)
+
+
+# ---- what is written in Python
+
+
+def run_guided(tmp_path, *arguments):
+    """Run a fuzzer in a process of its own, which an input may end."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), *sys.path])}
+    command = [sys.executable, HERE / "guided.py", *arguments, "--last", tmp_path / "last"]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment)
+    if done.returncode:
+        last = (tmp_path / "last").read_bytes().hex()
+        pytest.fail(f"{done.stdout}\n{done.stderr[-5000:]}\nthe last input was\n{last}", pytrace=False)
+
+
+@pytest.mark.parametrize("name", IN_PYTHON)
+def test_inputs_in_python(name, tmp_path):
+    run_guided(tmp_path, name, "--alter", "1")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", IN_PYTHON)
+def test_guided_by_what_is_reached(name, tmp_path):
+    run_guided(tmp_path, name, "--seconds", str(SECONDS))

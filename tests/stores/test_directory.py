@@ -15,7 +15,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.prefixes import BLOCK, make_cache, serve
 
+import kvcache
 from kvcache.stores import DirectoryStore, directory
 
 MAX_BYTES = 2000
@@ -283,6 +285,47 @@ def test_the_lock_is_not_followed(tmp_path):
     assert [name for name in files_of(store.path) if name.endswith(".tmp")] == []
 
 
+def test_the_lock_of_another_name_is_not_written(tmp_path):
+    """A hard link: what is written to it would be written to a file outside."""
+    store = DirectoryStore(tmp_path / "store")
+    (tmp_path / "outside").write_bytes(b"precious")
+    (store.path / directory.USAGE_NAME).unlink()
+    (store.path / directory.USAGE_NAME).hardlink_to(tmp_path / "outside")
+    with pytest.raises(OSError, match=r"usage\.lock is not a file of this folder alone"):
+        store["a"] = b"value"
+    assert DirectoryStore(store.path).get("a") is None
+    assert (tmp_path / "outside").read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize(("key_size", "size"), [(64, 1 << 40), ((1 << 32) - 1, 10)], ids=["value", "key"])
+def test_a_sparse_file_takes_no_memory(tmp_path, monkeypatch, key_size, size):
+    """One that is as long as it says, and takes no space on the disk, is refused before it is read."""
+    read = os.read
+
+    def read_little(file, size):
+        assert size < 1 << 20
+        return read(file, size)
+
+    def make_prefix():
+        cache = make_cache()
+        return cache, kvcache.PrefixCache(cache, store=DirectoryStore(tmp_path), fingerprint="a model", timeout=30)
+
+    cache, prefix = make_prefix()
+    serve(prefix, cache, range(BLOCK + 1))
+    assert prefix.flush(30)
+    (file,) = tmp_path.glob("*.kv")
+    key = file.read_bytes()[directory.HEADER.size :][:64]
+    file.write_bytes(directory.HEADER.pack(directory.MAGIC, key_size, size) + key)
+    os.truncate(file, directory.HEADER.size + key_size + size)
+    monkeypatch.setattr(os, "read", read_little)
+    cache, prefix = make_prefix()
+    assert prefix.acquire(range(BLOCK + 1))[1] == 0
+    assert prefix.flush(30)
+    is_of_the_key = key_size == 64
+    stats = prefix.stats.store
+    assert (stats.errors, stats.corrupt, file.exists()) == (0, is_of_the_key, not is_of_the_key)
+
+
 # ---- full disks, killed writers, many processes
 
 
@@ -328,6 +371,11 @@ def test_the_count_of_bytes_may_be_lost(stored):
         for i in range(200):
             store[str(i)] = bytes(100)
         assert store.nbytes <= 10_000 or damage == b"\0" * 8  # that is a count, if a wrong one
+        usage.write_bytes(damage)
+        unlimited = DirectoryStore.__new__(DirectoryStore)  # opened before
+        unlimited.path, unlimited.max_bytes = store.path, None
+        unlimited["a"] = b"some value"
+        del unlimited["a"]
     usage.unlink()
     for i in range(200):
         store[str(i)] = bytes(100)
