@@ -100,9 +100,19 @@ class Writer:
 def check_replaceable(path: StrPath) -> None:
     """Raise OSError if something other than a regular file is at `path`, such as a folder, a device or a FIFO."""
     check_path(path)
-    if os.path.exists(path) and not os.path.isfile(path):
-        code = errno.EISDIR if os.path.isdir(path) else errno.EEXIST
+    _mode_of(path)
+
+
+def _mode_of(path: StrPath) -> int | None:
+    """Return the mode of the regular file at `path`; None if nothing is there."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(mode):
+        code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EEXIST
         raise OSError(code, "is not a regular file, and is not replaced: give the name of one", os.fspath(path))
+    return stat.S_IMODE(mode)
 
 
 @contextmanager
@@ -111,15 +121,16 @@ def replacing(path: StrPath) -> Iterator[BinaryIO]:
 
     It gets the other's mode; where there is none, only its owner may read it, since tokens and rows tell what was said.
     """
-    check_replaceable(path)
-    target = os.path.realpath(path)  # a link stays one
-    folder, name = os.path.split(os.fsdecode(target))
-    kept = os.fsencode(name)[:NAME_BYTES].decode(sys.getfilesystemencoding(), "ignore")  # it may be cut in a character
-    temporary = os.path.join(folder, f".{kept}.{secrets.token_hex(8)}.tmp")
+    check_path(path)
     try:
+        target = _target_of(path)
+        mode = _mode_of(target)
+        folder, name = os.path.split(os.fsdecode(target))
+        kept = os.fsencode(name)[:NAME_BYTES].decode(sys.getfilesystemencoding(), "ignore")  # may cut in a character
+        temporary = os.path.join(folder, f".{kept}.{secrets.token_hex(8)}.tmp")
         with _written_whole(temporary) as file:
-            if os.path.exists(target):
-                os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
+            if mode is not None:
+                os.chmod(temporary, mode)
             yield file
             os.fsync(file.fileno())
             file.close()
@@ -132,17 +143,27 @@ def replacing(path: StrPath) -> Iterator[BinaryIO]:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error  # which may name the temporary one
 
 
+def _target_of(path: StrPath) -> StrPath:
+    """Return where a link leads, so that it stays one; also if nothing is there yet."""
+    try:
+        return os.path.realpath(path, strict=True)
+    except FileNotFoundError:
+        return os.path.realpath(path)
+
+
 @contextmanager
 def _written_whole(path: str) -> Iterator[BinaryIO]:
     """Make a file for its owner alone, and remove it if there is an error."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-    with open(os.open(path, flags, 0o600), "wb", buffering=0) as file:
+    with open(path, "wb", buffering=0, opener=lambda path, _: os.open(path, flags, 0o600)) as file:
         try:
             yield cast(BinaryIO, file)
         except BaseException:
-            file.close()
-            with suppress(FileNotFoundError):
-                os.unlink(path)
+            try:
+                file.close()
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
             raise
 
 

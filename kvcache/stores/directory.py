@@ -262,9 +262,11 @@ class _Temporary:
             os.close(self.file)  # somebody took it for a leftover before it was locked
 
     def __exit__(self, *exception: object) -> None:
-        if self.name:
-            _unlink(self.folder, self.name)
-        os.close(self.file)
+        try:
+            if self.name:
+                _unlink(self.folder, self.name)
+        finally:
+            os.close(self.file)
 
     def write(self, data: bytes | memoryview) -> None:
         while len(data):

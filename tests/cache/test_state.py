@@ -1,5 +1,7 @@
 """Saved states: what they hold, how they replace a file, and what is refused."""
 
+import contextlib
+import errno
 import json
 import os
 import resource
@@ -10,6 +12,7 @@ import time
 
 import numpy as np
 import pytest
+from support.failing_calls import every_failure
 from support.saved_states import FINGERPRINT, SECRET, STATES, TOKENS, everything, feed, varied_cache
 
 import kvcache
@@ -325,6 +328,39 @@ def test_a_failed_save_leaves_the_old_file(saved, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="fingerprint"):
         cache.save(path, fingerprint='"')
     assert path.read_bytes() == before
+
+
+def test_every_call_to_the_system_may_fail(saved, tmp_path):
+    """A file is the old one or the new one, with its mode, and nothing else stays, unless it could not be removed."""
+    cache, path = saved
+    link, old, descriptors = tmp_path / "link", path.read_bytes(), len(os.listdir("/dev/fd"))
+    other, before = varied_cache(), everything(cache)
+    other.clear(0)
+    other.save(path)
+    new = path.read_bytes()
+    link.symlink_to(path)
+    for calls in every_failure():
+        path.write_bytes(old)
+        path.chmod(0o640)
+        error = None
+        with calls:
+            try:
+                other.save(link)
+            except OSError as raised:
+                error = raised.with_traceback(None)
+        assert error is None or (error.errno, error.filename) == (errno.EIO, str(link))
+        assert path.read_bytes() == (new if "replace" in calls.done else old), calls.failed
+        assert error or "replace" in calls.done, calls.failed
+        assert link.is_symlink() and path.stat().st_mode & 0o7777 == 0o640, calls.failed
+        for left in {*os.listdir(tmp_path)} - {"state", "link"}:
+            assert "unlink" in calls.failed
+            (tmp_path / left).unlink()
+        assert len(os.listdir("/dev/fd")) <= descriptors, calls.failed
+    for calls in every_failure():
+        with calls, contextlib.suppress(OSError):
+            cache.restore(link)
+        assert everything(cache) == before
+        assert len(os.listdir("/dev/fd")) <= descriptors, calls.failed
 
 
 @pytest.mark.parametrize("fingerprint", ["model\0 of another", "\ud800", "modèle"])

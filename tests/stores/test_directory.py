@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.failing_calls import every_failure
 from support.prefixes import BLOCK, make_cache, serve
 
 import kvcache
@@ -342,6 +343,51 @@ def test_a_full_disk_leaves_nothing(stored, monkeypatch):
             store["a"] = b"new"
     assert files_of(store.path) == before
     assert store["a"] == b"some value"
+
+
+USES = {
+    "open": lambda store: DirectoryStore(store.path, max_bytes=1000),
+    "set": lambda store: store.__setitem__("new", bytes(100)),
+    "replace": lambda store: store.__setitem__("a", bytes(101)),
+    "evict": lambda store: store.__setitem__("new", bytes(800)),
+    "get": lambda store: store["a"],
+    "delete": lambda store: store.__delitem__("a"),
+    "contains": lambda store: "a" in store,
+    "list": lambda store: list(store),
+    "nbytes": lambda store: store.nbytes,
+    "clear": lambda store: store.clear(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_every_call_to_the_system_may_fail(tmp_path, use):
+    """Values stay whole, none is lost but what was to go, and their bytes are not counted as fewer than they are."""
+    values = {"a": bytes(100), "b": b"b" * 100, "c": b"c" * 100}
+    gone = {"evict": {"a", "b", "c"}, "clear": {"a", "b", "c"}, "delete": {"a"}}.get(use, set())
+    for i, calls in enumerate(every_failure()):
+        store, descriptors = DirectoryStore(tmp_path / str(i), max_bytes=1000), len(os.listdir("/dev/fd"))
+        store.update(values)
+        error = None
+        with calls:
+            try:
+                USES[use](store)
+            except OSError as raised:
+                error = raised.with_traceback(None)
+        assert error is None or error.errno == errno.EIO
+        assert len(os.listdir("/dev/fd")) <= descriptors, calls.failed
+        with store._folder() as folder, directory._Usage(folder) as usage:
+            assert usage.total >= store.nbytes, calls.failed
+        found = dict(store)
+        for key in values.keys() - gone:
+            assert found[key] == values[key] or (use == "replace" and found[key] == bytes(101)), calls.failed
+        assert found.keys() - values.keys() <= {"new"}
+        left = [name for name in files_of(store.path) if name.endswith(".tmp")]
+        assert not left or "unlink" in calls.failed, calls.failed
+        with contextlib.suppress(KeyError):
+            USES[use](DirectoryStore(store.path, max_bytes=1000))
+        assert all(name.endswith(".kv") for name in files_of(store.path))
+        with store._folder() as folder, directory._Usage(folder) as usage:
+            assert usage.total == store.nbytes
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOLCK, "No locks available"), KeyboardInterrupt()])

@@ -115,8 +115,9 @@ def link(core, folder, *sources):
     if any("_OPENMP" in source.read_text() for source in sources) and "-fsanitize=thread" not in command:
         flags = [flag for flag in [*command, OPENMP] if flag.startswith(("-f", "-m", "-static"))]
         command = [*command, OPENMP] if works(compiler(), flags, folder) else command
+    wrapped = {name for source in sources for name in re.findall(r"\b__wrap_(\w+)\(", source.read_text())}
     program = folder / sources[0].stem
-    run(*command, *sources, *objects, "-o", program, *LIBRARIES)
+    run(*command, *sources, *objects, "-o", program, *LIBRARIES, *(f"-Wl,--wrap={name}" for name in sorted(wrapped)))
     return program
 
 

@@ -279,7 +279,7 @@ static void test_allocation(void) {
     do {
         memory_fail_after(&heap, fail_after++);
         status = attend(&got, 2, 0);
-        heap.fail_after = -1;
+        heap.is_failing = 0;
         CHECK(status == (heap.failed ? KVC_ERR_NOMEM : KVC_OK) && kvc_validate(st->cache) == KVC_OK);
     } while (status != KVC_OK && fail_after < 10);
     CHECKF(fail_after > 1 && status == KVC_OK, "%d", fail_after);

@@ -1,11 +1,107 @@
-/* Every call with its first, second, third ... allocation failing, until none does, in random states: it changes
- * nothing and can be repeated.  At the end no byte is left, and all were given back as they were taken. */
-#define _POSIX_C_SOURCE 200809L /* posix_memalign */
+/* Every call with its nth request to the system failing; with the one behind it failing, too; and with all of them
+ * failing from the nth on: for each n until none fails, in random states.  A call that fails changes nothing and can be
+ * repeated.  At the end no byte is left, and all were given back as they were taken.
+ *
+ * Requests are for memory, pages, advice on pages, mutexes, signals, threads and handlers of fork().  The linker lets
+ * the core's come to the __wrap_ functions here. */
+#define _GNU_SOURCE /* MAP_ANONYMOUS */
+#include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define malloc(size) __real_malloc(size) /* of the test, not of the core */
+#define free(p) __real_free(p)
+void *__real_malloc(size_t size);
+void __real_free(void *p);
+
+#include "base/parallel.h"
 #include "support/random_steps.h"
 
 enum { MOST_READ = MAX_ROWS + MAX_BATCH, MOST_HEADS = 4 };
 
-static memory heap;
+static memory heap; /* its numbers are of all requests */
+
+/* ---- requests of the core ---------------------------------------------------------------------------------------- */
+
+static int64_t num_taken, mapped; /* blocks of the C library, and bytes of pages, that the core has */
+
+void *__wrap_malloc(size_t size);
+void *__wrap_aligned_alloc(size_t alignment, size_t size);
+void __wrap_free(void *p);
+void *__wrap_mmap(void *at, size_t size, int protection, int flags, int file, off_t offset);
+int __wrap_munmap(void *at, size_t size);
+int __wrap_madvise(void *at, size_t size, int advice);
+int __wrap_pthread_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attributes);
+int __wrap_pthread_cond_init(pthread_cond_t *cond, const pthread_condattr_t *attributes);
+int __wrap_pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*run)(void *), void *argument);
+int __wrap_pthread_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void));
+void *__real_aligned_alloc(size_t alignment, size_t size);
+void *__real_mmap(void *at, size_t size, int protection, int flags, int file, off_t offset);
+int __real_munmap(void *at, size_t size);
+int __real_madvise(void *at, size_t size, int advice);
+int __real_pthread_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attributes);
+int __real_pthread_cond_init(pthread_cond_t *cond, const pthread_condattr_t *attributes);
+int __real_pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*run)(void *), void *argument);
+int __real_pthread_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void));
+
+static void *taken(void *p, size_t size) {
+    num_taken += p != NULL;
+    return p ? memset(p, 0xff, size) : NULL; /* nothing may count on zeros */
+}
+
+void *__wrap_malloc(size_t size) { return memory_refuses(&heap) ? NULL : taken(malloc(size), size); }
+
+void *__wrap_aligned_alloc(size_t alignment, size_t size) {
+    return memory_refuses(&heap) ? NULL : taken(__real_aligned_alloc(alignment, size), size);
+}
+
+void __wrap_free(void *p) {
+    num_taken -= p != NULL;
+    free(p);
+}
+
+static int64_t whole_pages(size_t size) {
+    const int64_t page = sysconf(_SC_PAGESIZE);
+    return ((int64_t)size + page - 1) / page * page;
+}
+
+void *__wrap_mmap(void *at, size_t size, int protection, int flags, int file, off_t offset) {
+    if (memory_refuses(&heap)) return MAP_FAILED;
+    mapped += whole_pages(size);
+    return __real_mmap(at, size, protection, flags, file, offset);
+}
+
+int __wrap_munmap(void *at, size_t size) {
+    mapped -= whole_pages(size);
+    return __real_munmap(at, size);
+}
+
+int __wrap_madvise(void *at, size_t size, int advice) {
+    if (!memory_refuses(&heap)) return __real_madvise(at, size, advice);
+    errno = EINVAL;
+    return -1;
+}
+
+int __wrap_pthread_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attributes) {
+    return memory_refuses(&heap) ? ENOMEM : __real_pthread_mutex_init(mutex, attributes);
+}
+
+int __wrap_pthread_cond_init(pthread_cond_t *cond, const pthread_condattr_t *attributes) {
+    return memory_refuses(&heap) ? ENOMEM : __real_pthread_cond_init(cond, attributes);
+}
+
+int __wrap_pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*run)(void *), void *argument) {
+    return memory_refuses(&heap) ? EAGAIN : __real_pthread_create(thread, attributes, run, argument);
+}
+
+int __wrap_pthread_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void)) {
+    return memory_refuses(&heap) ? ENOMEM : __real_pthread_atfork(prepare, parent, child);
+}
+
+/* ---- what a call must not change --------------------------------------------------------------------------------- */
 
 /* All that can be seen of a cache, but for its rows, which pair_check compares. */
 typedef struct seen {
@@ -13,6 +109,7 @@ typedef struct seen {
     double utilization;
     int64_t bytes, num_retained, retained[NUM_RETAINED];
     int num_allocations; /* without scratch */
+    int64_t mapped;
 } seen;
 
 static seen look(const pair *p) {
@@ -23,6 +120,7 @@ static seen look(const pair *p) {
     s.bytes = kvc_nbytes(p->cache);
     s.num_retained = kvc_retained(p->cache, s.retained, NUM_RETAINED);
     for (int i = 0; i < heap.num; i++) s.num_allocations += heap.live[i].hint.kind != KVC_MEMORY_SCRATCH;
+    s.mapped = mapped;
     return s;
 }
 
@@ -110,50 +208,73 @@ static kvc_status attend(pair *p) {
     return status;
 }
 
-static int num_failures; /* calls that lacked memory */
-
-/* Makes a call with these random arguments, with one allocation failing after the other until none does.  A call that
- * fails, for whatever reason, has changed nothing. */
-static void check_call(pair *p, kvc_status (*call)(pair *p)) {
-    const uint64_t arguments = random_state;
-    for (int fail_after = 0, goes_on = 1; goes_on; fail_after++) {
-        const seen before = look(p);
-        random_state = arguments;
-        memory_fail_after(&heap, fail_after);
-        const kvc_status status = call(p);
-        const int failed = heap.failed;
-        if (status == KVC_ERR_NOMEM) CHECKF(failed && strstr(kvc_last_error(), "memory"), "%s", kvc_last_error());
-        memory_fail_after(&heap, -1);
-        if (status != KVC_OK) {
-            const seen after = look(p);
-            CHECKF(!memcmp(&after, &before, sizeof after), "after %d: %s", fail_after, kvc_strerror(status));
-            pair_check(p);
-        }
-        num_failures += status == KVC_ERR_NOMEM;
-        goes_on = failed && status != KVC_OK && fail_after < 100;
-    }
+/* Begins a batch while one is open, and waits for that. */
+static kvc_status begin_late(pair *p) {
+    const kvc_begin_args args = {.struct_size = sizeof args, .num_tokens = 1, .timeout_ms = 1};
+    kvc_batch *batch = NULL;
+    return agree(p, "begin", kvc_begin_with(p->cache, &args, &batch), KVC_ERR_BUSY);
 }
 
-/* ---- what takes no memory, so that it cannot fail ---------------------------------------------------------------- */
+/* Whether the message of a call says what it lacked. */
+static int names_lack(void) {
+    return heap.failed && (strstr(kvc_last_error(), "out of memory") || strstr(kvc_last_error(), "no mutex"));
+}
 
-/* Commits the open batch, or some of its tokens, or aborts it if its rows were not put; and drops sequences. */
+/* How many requests fail, one behind the other. */
+enum { NUM_WAYS = 3 };
+static const int in_a_row[NUM_WAYS] = {INT32_MAX, 2, 1};
+static int num_failures[NUM_WAYS]; /* calls that failed so */
+
+/* Makes a call with these random arguments and requests [first, first + most) failing.  One that fails, for whatever
+ * reason, has changed nothing.  Returns whether it failed for the lack of something, and so can be repeated. */
+static int fails(pair *p, kvc_status (*call)(pair *p), uint64_t arguments, int first, int way) {
+    const seen before = look(p);
+    random_state = arguments;
+    memory_fail(&heap, first, in_a_row[way]);
+    const kvc_status status = call(p);
+    heap.is_failing = 0;
+    if (status == KVC_ERR_NOMEM) CHECKF(names_lack(), "%s", kvc_last_error());
+    if (status != KVC_OK) {
+        const seen after = look(p);
+        CHECKF(!memcmp(&after, &before, sizeof after), "requests from %d on, %d: %s", first, in_a_row[way],
+               kvc_strerror(status));
+        pair_check(p);
+    }
+    num_failures[way] += status == KVC_ERR_NOMEM;
+    return heap.failed && status != KVC_OK;
+}
+
+/* Makes a call with each of its requests failing in turn.  Where it does without one, its other requests fail in later
+ * calls: these begin anywhere. */
+static void check_call(pair *p, kvc_status (*call)(pair *p)) {
+    const int begin = random_int(0, 2) ? 0 : random_int(0, 8);
+    const uint64_t arguments = random_state;
+    for (int i = 0; i < 100 * NUM_WAYS; i++)
+        if (!fails(p, call, arguments, begin + i / NUM_WAYS, i % NUM_WAYS)) return;
+}
+
+/* ---- what needs nothing, so that it cannot fail ------------------------------------------------------------------ */
+
+/* Commits the open batch, or some of its tokens, or aborts it if its rows were not put; and drops sequences.  No memory
+ * is asked for; advice on pages may be declined. */
 static void check_end(pair *p, int is_put) {
     int32_t kept[MAX_BATCH], num_kept = 0;
     int64_t num_blocks, num_runs;
     for (int32_t t = 0; t < p->num_tokens; t++)
         if (random_int(0, 3)) kept[num_kept++] = t;
-    memory_fail_after(&heap, 0);
+    const int first = random_int(0, 4), most = in_a_row[random_int(0, NUM_WAYS)];
+    memory_fail(&heap, first, most);
     if (is_put)
         pair_commit_kept(p, random_int(0, 2) ? kept : NULL, num_kept);
     else
         pair_abort(p); /* may try to make a list shorter */
-    if (!is_put) memory_fail_after(&heap, 0);
+    if (!is_put) memory_fail(&heap, first, most);
     CHECK(kvc_blocks(p->cache, 0, NULL, sizeof(kvc_block_info), 0, &num_blocks, NULL, sizeof(kvc_run_info), 0,
                      &num_runs) == KVC_OK);
     if (!random_int(0, 9)) pair_clear_sequence(p, random_id());
     if (!random_int(0, 40)) pair_keep(p, random_id());
     if (!random_int(0, 40)) pair_clear(p);
-    CHECKF(heap.failed == 0, "memory was asked for %d times", heap.failed);
+    CHECKF(heap.asked == 0 || !p->config.allocator, "memory was asked for %d times", heap.asked);
     memory_fail_after(&heap, -1);
     pair_check(p);
 }
@@ -190,29 +311,53 @@ static void test_unstored_commit_needs_no_memory(void) {
 
 /* ---- everything -------------------------------------------------------------------------------------------------- */
 
-static void test_cache_new(void) {
-    kvc_config config = {.struct_size = sizeof config,
-                         .layers = &(kvc_layer){.num_kv_heads = 1, .k_dim = 4, .v_dim = 4},
-                         .layer_size = sizeof(kvc_layer),
-                         .num_layers = 1,
-                         .allocator = &heap.allocator};
+/* A cache is made, with the program's allocator or the default one, in the first of which fork() learns of caches. */
+static void test_cache_new(int has_allocator) {
+    const kvc_config config = {.struct_size = sizeof config,
+                               .layers = &(kvc_layer){.num_kv_heads = 1, .k_dim = 4, .v_dim = 4},
+                               .layer_size = sizeof(kvc_layer),
+                               .num_layers = 1,
+                               .allocator = has_allocator ? &heap.allocator : NULL};
     kvc_cache *cache = NULL;
-    int fail_after = 0;
+    int i = 0;
     memory_init(&heap);
-    for (; memory_fail_after(&heap, fail_after), kvc_cache_new(&config, &cache) != KVC_OK; fail_after++) {
-        CHECK(!cache && heap.failed == 1 && heap.num == 0 && strstr(kvc_last_error(), "out of memory"));
-        CHECK(fail_after < 10);
+    for (; memory_fail(&heap, i / NUM_WAYS, in_a_row[i % NUM_WAYS]), kvc_cache_new(&config, &cache) != KVC_OK; i++) {
+        CHECK(!cache && heap.num == 0 && num_taken == 0 && names_lack());
+        CHECK(i < 20 * NUM_WAYS);
     }
-    CHECK(fail_after > 0 && heap.failed == 0);
-    CHECK(kvc_cache_free(cache) == KVC_OK && heap.num == 0);
+    CHECKF(i >= 3 * NUM_WAYS && heap.failed == 0, "%d", i);
+    CHECK(kvc_cache_free(cache) == KVC_OK && heap.num == 0 && num_taken == 0);
 }
 
+static void count_task(void *context, int64_t i) {
+    (void)i;
+    atomic_fetch_add((atomic_int *)context, 1);
+}
+
+/* Where a thread cannot be had, the others do its tasks; the next call asks again. */
+static void test_threads(int num_threads) {
+    memory_init(&heap);
+    int num_refused = 0;
+    for (int i = 0, met = 1; met; i++) {
+        atomic_int num_done = 0;
+        memory_fail(&heap, i / NUM_WAYS, in_a_row[i % NUM_WAYS]);
+        kvc_parallel(num_threads, num_threads, count_task, &num_done);
+        heap.is_failing = 0;
+        CHECKF(num_done == num_threads, "%d tasks of %d", num_done, num_threads);
+        num_refused += met = heap.failed > 0;
+    }
+    CHECKF(num_refused >= 3 * NUM_WAYS, "%d", num_refused); /* a mutex, a signal, a thread */
+}
+
+/* Small blocks come from the program's allocator; large ones from the default one, from slabs or mappings. */
 static void test_random(int block_size, int num_steps) {
     static kvc_status (*const without[])(pair *) = {random_edit,  random_edit, random_edit, random_begin,
                                                     random_begin, retain_new,  hold,        copy_out};
-    static kvc_status (*const within[])(pair *) = {random_edit, retain_new, put_cross, hold, copy_out, dense, attend};
+    static kvc_status (*const within[])(pair *) = {random_edit, retain_new, put_cross, hold,
+                                                   copy_out,    dense,      attend,    begin_late};
     static pair p;
     memory_init(&heap);
+    if (block_size > MAX_ROWS) heap.allocator.alloc = NULL;
     p = (pair){.memory = &heap, .config.block_size = block_size};
     random_pair(&p);
     for (int i = 0; i < num_steps; i++) {
@@ -220,21 +365,25 @@ static void test_random(int block_size, int num_steps) {
         if (p.batch) {
             const int is_put = random_int(0, 2);
             if (is_put) pair_put_all(&p);
-            for (int calls = random_int(0, 5); calls > 0; calls--) check_call(&p, within[random_int(0, 7)]);
+            for (int calls = random_int(0, 5); calls > 0; calls--) check_call(&p, within[random_int(0, 8)]);
             check_end(&p, is_put);
         }
         keep_small(&p);
     }
     pair_check(&p);
     pair_free(&p);
-    CHECKF(heap.num == 0, "%d allocations are left", heap.num);
+    CHECKF(heap.num == 0 && num_taken == 0 && mapped == 0, "%d allocations, %d blocks, %lld bytes of pages are left",
+           heap.num, (int)num_taken, (long long)mapped);
 }
 
 int main(void) {
-    static const int block_sizes[] = {1, 3, 16, 64};
-    test_cache_new();
+    static const int block_sizes[] = {1, 3, 16, 64, 12000, 100000};
+    CHECK(kvc_set_threading_layer("own") == KVC_OK);
+    for (int num_threads = 2; num_threads < 5; num_threads++) test_threads(num_threads);
+    for (int i = 0; i < 2; i++) test_cache_new(i);
     test_unstored_commit_needs_no_memory();
-    for (int i = 0; i < 96; i++) test_random(block_sizes[i % 4], 200);
-    CHECKF(num_failures > 10000, "%d calls lacked memory", num_failures);
+    for (int i = 0; i < 96; i++) test_random(block_sizes[i % 6], 200);
+    for (int way = 0; way < NUM_WAYS; way++)
+        CHECKF(num_failures[way] > 40000, "%d in a row: %d calls failed", in_a_row[way], num_failures[way]);
     return test_result();
 }

@@ -1,4 +1,5 @@
-/* memory.h: an allocator that can be told to fail, and that notes what it handed out. */
+/* memory.h: an allocator that can be told to fail, and that notes what it handed out.  A test that sees what else the
+ * core asks of the system, and refuses that by memory_refuses, has both in one numbering. */
 #ifndef KVC_TEST_MEMORY_H
 #define KVC_TEST_MEMORY_H
 
@@ -18,21 +19,28 @@ typedef struct allocation {
 
 typedef struct memory {
     kvc_allocator allocator;
-    int fail_after; /* allocations that succeed before one fails; -1: all do */
-    int failed;     /* how many did since memory_fail_after */
+    int is_failing;  /* requests are counted, and some fail */
+    int asked;       /* how many were counted */
+    int first, most; /* of these, [first, first + most) fail */
+    int failed;      /* how many did */
     int num;
     allocation live[MAX_ALLOCATIONS];
 } memory;
+
+/* Counts a request, while they are; returns whether it fails. */
+static inline int memory_refuses(memory *m) {
+    if (!m->is_failing) return 0;
+    const int n = m->asked++, fails = n >= m->first && n - m->first < m->most;
+    m->failed += fails;
+    return fails;
+}
 
 static inline void *memory_alloc(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
     memory *m = user;
     void *start;
     CHECK(size > 0 && alignment >= sizeof(void *) && (alignment & (alignment - 1)) == 0);
     CHECK((hint->kind == KVC_MEMORY_ROWS || hint->group < 0) && hint->first_head < hint->end_head);
-    if (m->fail_after >= 0 && m->fail_after-- == 0) {
-        m->failed++;
-        return NULL;
-    }
+    if (memory_refuses(m)) return NULL;
     CHECK(m->num < MAX_ALLOCATIONS);
     if (m->num == MAX_ALLOCATIONS || posix_memalign(&start, alignment, size)) return NULL;
     memset(start, 0xff, size); /* NaN in every type: nothing may count on zeros, or touch rows that nobody put */
@@ -54,13 +62,21 @@ static inline void memory_free(void *user, void *start, size_t size, const kvc_m
 
 static inline void memory_init(memory *m) {
     *m = (memory){
-        .allocator = {.struct_size = sizeof m->allocator, .user = m, .alloc = memory_alloc, .free = memory_free},
-        .fail_after = -1};
+        .allocator = {.struct_size = sizeof m->allocator, .user = m, .alloc = memory_alloc, .free = memory_free}};
 }
 
+/* From now on, lets requests [first, first + most) fail. */
+static inline void memory_fail(memory *m, int first, int most) {
+    m->is_failing = 1;
+    m->asked = m->failed = 0;
+    m->first = first;
+    m->most = most;
+}
+
+/* Lets one request fail, after so many others; -1: none. */
 static inline void memory_fail_after(memory *m, int fail_after) {
-    m->fail_after = fail_after;
-    m->failed = 0;
+    memory_fail(m, fail_after, 1);
+    m->is_failing = fail_after >= 0;
 }
 
 /* Returns the bytes handed out, without scratch: what kvc_nbytes should answer. */

@@ -90,7 +90,7 @@ static inline kvc_load_args read_args_of(saved *from) {
 /* Compares a cache with a pair's oracle, without the open batch, and frees it. */
 static inline void check_loaded(const pair *p, kvc_cache *cache, const kvc_config *config) {
     static pair copy;
-    if (p->memory) p->memory->fail_after = -1; /* comparing takes memory */
+    if (p->memory) p->memory->is_failing = 0; /* comparing takes memory */
     copy = *p;
     copy.cache = cache;
     copy.config = *config;
@@ -109,7 +109,7 @@ static inline void check_max_bytes(pair *p, const saved *file, kvc_cache *loaded
     kvc_config config = p->config;
     kvc_load_args args = load_args_of(file);
     kvc_cache *cache = loaded;
-    if (p->memory) p->memory->fail_after = -1;
+    if (p->memory) p->memory->is_failing = 0;
     config.max_bytes = INT64_MAX; /* 0 would be the file's */
     args.config = &config;
     if (!loaded) CHECKF(kvc_load(&args, &cache) == KVC_OK, "%s", kvc_last_error());
@@ -133,7 +133,7 @@ static inline kvc_status pair_save(pair *p) {
     CHECK(!loaded == (status != KVC_OK));
     if (p->config.max_bytes && (loaded || status == KVC_ERR_FULL)) check_max_bytes(p, &file, loaded);
     if (loaded) {
-        if (p->memory) p->memory->fail_after = -1;
+        if (p->memory) p->memory->is_failing = 0;
         CHECK(save_all(loaded, &again) == KVC_OK);
         CHECKF(is_same(&again, &file), "saves to other bytes");
         free(again.bytes);
