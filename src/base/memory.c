@@ -74,7 +74,7 @@ void *kvc_memory_alloc(kvc_memory *memory, uint64_t size, kvc_memory_kind kind, 
     const size_t alignment = kind == KVC_MEMORY_BOOKKEEPING ? _Alignof(max_align_t) : KVC_CACHE_LINE;
     void *p = memory->allocator.alloc(memory->allocator.user, (size_t)size, alignment, &hint);
     if (p && kind == KVC_MEMORY_BOOKKEEPING) memory->bookkeeping += (int64_t)size;
-    return p;
+    return p; // cppcheck-suppress returnDanglingLifetime ; the allocator keeps no hint
 }
 
 void kvc_memory_free(kvc_memory *memory, void *p, uint64_t size, kvc_memory_kind kind, int32_t group) {

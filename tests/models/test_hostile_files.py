@@ -1,7 +1,6 @@
 """Hostile model files are read, or refused in one sentence, at little cost."""
 
 import ast
-import contextlib
 import json
 import os
 import struct
@@ -15,14 +14,12 @@ from typing import Any
 import gguf as reference
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from support import hostile
 from tokenizers import Tokenizer, decoders, models
 
 import kvcache
 from kvcache import ModelFileError, NotSupportedError, errors, runner
-from kvcache.models import fields, gguf, reading, shapes, tokenizer, weights
+from kvcache.models import gguf, reading, shapes, tokenizer, weights
 from kvcache.runner import llama
 
 MODEL = Path(__file__).parents[2] / "examples" / "model"
@@ -559,7 +556,7 @@ def test_an_index_that_names_no_file_of_its_folder(tmp_path: Path, name: object)
 
 def test_paths_with_a_zero_byte(tmp_path: Path) -> None:
     for read in (shapes.read, runner.Llama.load, tokenizer.load_tokenizer):
-        with pytest.raises(ModelFileError, match="cannot be read: .*embedded null"):
+        with pytest.raises(ModelFileError, match=r"cannot be read: .*embedded null"):
             read(f"{tmp_path}/a\0b")
 
 
