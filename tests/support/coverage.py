@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support.compiling import ENVIRONMENT, FLAGS, LIBRARIES, OPENMP, ROOT, TIMEOUT, compile_core, compiler
 
-WANTED = {"lines": 97.0, "branches": 92.0}  # percent
+LEAST = {"lines": 97.0, "branches": 91.0}  # percent
 
 
 def play(folder):
@@ -77,7 +77,7 @@ def main():
         print(f"src/{source}:{line}:", (ROOT / "src" / source).read_text().splitlines()[line - 1].strip())
     found = {what: percent(of) for what, of in counts.items()}
     print("src/ in tests/c:", *(f"{value:.1f} % of {what}" for what, value in found.items()))
-    return any(found[what] < wanted for what, wanted in WANTED.items())
+    return any(found[what] < least for what, least in LEAST.items())
 
 
 if __name__ == "__main__":
