@@ -133,7 +133,7 @@ def read_defects():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("source", "changes"), read_defects())
+@pytest.mark.parametrize(("source", "changes"), list(read_defects()))
 def test_defects_put_back(sim, source, changes):
     text, start = (ROOT / "src" / source).read_text(), time.monotonic()
     for this, other in changes:
