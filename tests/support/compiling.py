@@ -115,10 +115,18 @@ def link(core, folder, *sources):
     if any("_OPENMP" in source.read_text() for source in sources) and "-fsanitize=thread" not in command:
         flags = [flag for flag in [*command, OPENMP] if flag.startswith(("-f", "-m", "-static"))]
         command = [*command, OPENMP] if works(compiler(), flags, folder) else command
-    wrapped = {name for source in sources for name in re.findall(r"\b__wrap_(\w+)\(", source.read_text())}
     program = folder / sources[0].stem
-    run(*command, *sources, *objects, "-o", program, *LIBRARIES, *(f"-Wl,--wrap={name}" for name in sorted(wrapped)))
+    if wrapped := {name for source in sources for name in re.findall(r"\b__wrap_(\w+)\(", source.read_text())}:
+        objects = [divert(command, objects, sorted(wrapped), program.with_suffix(".core.o"))]
+    run(*command, *sources, *objects, "-o", program, *LIBRARIES)
     return program
+
+
+def divert(command, objects, names, joined):
+    """Join objects to one that calls __wrap_x for each x of the names; other calls of a program stay as they are."""
+    machine = [word for word in command if not word.startswith("-") or word.startswith(("-m", "--target"))]
+    run(*machine, "-r", "-nostdlib", *(f"-Wl,--wrap={name}" for name in names), *objects, "-o", joined)
+    return joined
 
 
 # ---- programs that are built and run beside the tests in Python, by a process of their own

@@ -2,8 +2,8 @@
  * failing from the nth on: for each n until none fails, in random states.  A call that fails changes nothing and can be
  * repeated.  At the end no byte is left, and all were given back as they were taken.
  *
- * Requests are for memory, pages, advice on pages, mutexes, signals, threads and handlers of fork().  The linker lets
- * the core's come to the __wrap_ functions here. */
+ * Requests are for memory, pages, advice on pages, mutexes, signals, threads and handlers of fork().  What the core
+ * calls comes to the __wrap_ functions here: see compiling.py. */
 #define _GNU_SOURCE /* MAP_ANONYMOUS */
 #include <errno.h>
 #include <pthread.h>
@@ -11,11 +11,6 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <unistd.h>
-
-#define malloc(size) __real_malloc(size) /* of the test, not of the core */
-#define free(p) __real_free(p)
-void *__real_malloc(size_t size);
-void __real_free(void *p);
 
 #include "base/parallel.h"
 #include "support/random_steps.h"
@@ -28,25 +23,6 @@ static memory heap; /* its numbers are of all requests */
 
 static int64_t num_taken, mapped; /* blocks of the C library, and bytes of pages, that the core has */
 
-void *__wrap_malloc(size_t size);
-void *__wrap_aligned_alloc(size_t alignment, size_t size);
-void __wrap_free(void *p);
-void *__wrap_mmap(void *at, size_t size, int protection, int flags, int file, off_t offset);
-int __wrap_munmap(void *at, size_t size);
-int __wrap_madvise(void *at, size_t size, int advice);
-int __wrap_pthread_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attributes);
-int __wrap_pthread_cond_init(pthread_cond_t *cond, const pthread_condattr_t *attributes);
-int __wrap_pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*run)(void *), void *argument);
-int __wrap_pthread_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void));
-void *__real_aligned_alloc(size_t alignment, size_t size);
-void *__real_mmap(void *at, size_t size, int protection, int flags, int file, off_t offset);
-int __real_munmap(void *at, size_t size);
-int __real_madvise(void *at, size_t size, int advice);
-int __real_pthread_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attributes);
-int __real_pthread_cond_init(pthread_cond_t *cond, const pthread_condattr_t *attributes);
-int __real_pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*run)(void *), void *argument);
-int __real_pthread_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void));
-
 static void *taken(void *p, size_t size) {
     num_taken += p != NULL;
     return p ? memset(p, 0xff, size) : NULL; /* nothing may count on zeros */
@@ -55,7 +31,7 @@ static void *taken(void *p, size_t size) {
 void *__wrap_malloc(size_t size) { return memory_refuses(&heap) ? NULL : taken(malloc(size), size); }
 
 void *__wrap_aligned_alloc(size_t alignment, size_t size) {
-    return memory_refuses(&heap) ? NULL : taken(__real_aligned_alloc(alignment, size), size);
+    return memory_refuses(&heap) ? NULL : taken(aligned_alloc(alignment, size), size);
 }
 
 void __wrap_free(void *p) {
@@ -71,34 +47,34 @@ static int64_t whole_pages(size_t size) {
 void *__wrap_mmap(void *at, size_t size, int protection, int flags, int file, off_t offset) {
     if (memory_refuses(&heap)) return MAP_FAILED;
     mapped += whole_pages(size);
-    return __real_mmap(at, size, protection, flags, file, offset);
+    return mmap(at, size, protection, flags, file, offset);
 }
 
 int __wrap_munmap(void *at, size_t size) {
     mapped -= whole_pages(size);
-    return __real_munmap(at, size);
+    return munmap(at, size);
 }
 
 int __wrap_madvise(void *at, size_t size, int advice) {
-    if (!memory_refuses(&heap)) return __real_madvise(at, size, advice);
+    if (!memory_refuses(&heap)) return madvise(at, size, advice);
     errno = EINVAL;
     return -1;
 }
 
 int __wrap_pthread_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attributes) {
-    return memory_refuses(&heap) ? ENOMEM : __real_pthread_mutex_init(mutex, attributes);
+    return memory_refuses(&heap) ? ENOMEM : pthread_mutex_init(mutex, attributes);
 }
 
 int __wrap_pthread_cond_init(pthread_cond_t *cond, const pthread_condattr_t *attributes) {
-    return memory_refuses(&heap) ? ENOMEM : __real_pthread_cond_init(cond, attributes);
+    return memory_refuses(&heap) ? ENOMEM : pthread_cond_init(cond, attributes);
 }
 
 int __wrap_pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*run)(void *), void *argument) {
-    return memory_refuses(&heap) ? EAGAIN : __real_pthread_create(thread, attributes, run, argument);
+    return memory_refuses(&heap) ? EAGAIN : pthread_create(thread, attributes, run, argument);
 }
 
 int __wrap_pthread_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void)) {
-    return memory_refuses(&heap) ? ENOMEM : __real_pthread_atfork(prepare, parent, child);
+    return memory_refuses(&heap) ? ENOMEM : pthread_atfork(prepare, parent, child);
 }
 
 /* ---- what a call must not change --------------------------------------------------------------------------------- */
