@@ -16,7 +16,7 @@ tmp=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$tmp"' EXIT
 tree=$tmp/tree venv=$tmp/venv tools=$tmp/tools empty=$tmp/empty
 mkdir "$tree" "$empty"
-touch "$tmp/skipped" "$tmp/failed"
+touch "$tmp/skipped" "$tmp/notes" "$tmp/failed"
 # Copies the files that git tracks or would track; in an unpacked archive, all files.
 git ls-files -z --cached --others --exclude-standard 2>/dev/null >"$tmp/files" || find * -type f -print0 >"$tmp/files"
 tar --create --null --files-from="$tmp/files" --ignore-failed-read 2>/dev/null | tar --extract --directory="$tree"
@@ -66,7 +66,7 @@ without() { if grep -nE "$1"; then return 1; fi; }
 
 finish() {
     echo
-    cat "$tmp/skipped"
+    cat "$tmp/skipped" "$tmp/notes"
     if [ -s "$tmp/failed" ]; then cat "$tmp/failed"; else echo "every step passed, in $SECONDS s"; fi
     [ ! -e "$tmp/pytest" ] || tail -n 40 "$tmp/pytest" | sed -n '/short test summary\|=.* in [0-9.]*s/,$p'
     [ ! -s "$tmp/failed" ]

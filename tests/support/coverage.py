@@ -12,12 +12,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter, defaultdict
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from support.compiling import ENVIRONMENT, FLAGS, LIBRARIES, OPENMP, ROOT, TIMEOUT, compile_core, compiler
+from support.compiling import FLAGS, OPENMP, ROOT, compile_core, compiler, link, run
 
 LEAST = {"lines": 97.0, "branches": 91.0}  # percent
 
@@ -28,10 +28,7 @@ def play(folder):
     objects = compile_core(folder, command)
 
     def play_one(source):
-        program = folder / source.stem
-        build = [*compiler(), *FLAGS, OPENMP, source, *objects, "-o", program, *LIBRARIES, "-lgcov"]
-        subprocess.run(build, check=True)
-        subprocess.run([program], env=ENVIRONMENT, check=True, timeout=TIMEOUT, stdout=subprocess.DEVNULL)
+        run(link((command, objects), folder, source))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(play_one, sorted((ROOT / "tests/c").glob("*/test_*.c"), key=lambda path: -path.stat().st_size)))
@@ -72,8 +69,7 @@ def main():
     folders = sorted({place[0].split("/")[0] for place in counts["lines"]})
     for name in folders:
         print(f"{name:8}", *(f"{percent(of, name + '/'):5.1f} % of {what}" for what, of in counts.items()))
-    missed = Counter(place for place, count in counts["lines"].items() if not count)
-    for source, line in sorted(missed):
+    for source, line in sorted(place for place, count in counts["lines"].items() if not count):
         print(f"src/{source}:{line}:", (ROOT / "src" / source).read_text().splitlines()[line - 1].strip())
     found = {what: percent(of) for what, of in counts.items()}
     print("src/ in tests/c:", *(f"{value:.1f} % of {what}" for what, value in found.items()))
