@@ -308,6 +308,21 @@ static int clear_one(client *c, int s) {
     return 1;
 }
 
+/* Retains rows of sequence s at positions [begin, end) under a retained id, in place of others; returns whether it
+ * could. */
+static int retain_rows(client *c, int s, int to, int begin, int end) {
+    const sequence *from = &c->w->sequences[s];
+    sequence *kept = &c->w->sequences[to];
+    if (!clear_one(c, to)) return 0;
+    begin_call(c, "kvc_retain");
+    if (!ended(c, kvc_retain(c->w->cache, id_of(s), id_of(to), begin, end), 0)) return 0;
+    kept->is_kept = 1;
+    kept->is_spoilt |= from->is_spoilt;
+    for (int l = 0; l < MOST_LAYERS; l++)
+        for (int i = begin; i < end && i < MOST; i++) kept->tags[l][i] = from->tags[l][i];
+    return 1;
+}
+
 /* ---- forward passes ---------------------------------------------------------------------------------------------- */
 
 typedef struct pass {
@@ -559,23 +574,13 @@ static void end_pass(client *c, const pass *p) {
 
 /* Retains rows of a sequence of the running batch: those that it held, and the batch's if they are stored. */
 static void retain_running(client *c, const pass *p) {
-    world *w = c->w;
-    const int i = pick(p->num_sequences), s = p->sequences[i], to = take(c, 1), begin = pick(MOST),
-              end = begin + pick(12);
-    if (to >= 0 && clear_one(c, to)) {
-        sequence *kept = &w->sequences[to];
-        begin_call(c, "kvc_retain of a running sequence");
-        if (ended(c, kvc_retain(w->cache, id_of(s), id_of(to), begin, end), 0)) {
-            kept->is_kept = 1;
-            kept->is_spoilt |= w->sequences[s].is_spoilt;
-            for (int l = 0; l < MOST_LAYERS; l++) {
-                for (int at = begin; at < end && at < MOST; at++) kept->tags[l][at] = w->sequences[s].tags[l][at];
-                for (int t = p->first[i]; t < p->first[i + 1] && !p->unstored[t]; t++)
-                    if (p->positions[t] >= begin && p->positions[t] < end && is_own(w, l))
-                        kept->tags[l][p->positions[t]] = p->tags[t];
-            }
-        }
-    }
+    const world *w = c->w;
+    const int i = pick(p->num_sequences), to = take(c, 1), begin = pick(MOST), end = begin + pick(12);
+    if (to >= 0 && retain_rows(c, p->sequences[i], to, begin, end))
+        for (int t = p->first[i]; t < p->first[i + 1] && !p->unstored[t]; t++)
+            for (int l = 0; l < w->num_layers; l++)
+                if (p->positions[t] >= begin && p->positions[t] < end && is_own(w, l))
+                    c->w->sequences[to].tags[l][p->positions[t]] = p->tags[t];
     let_go(c, to);
 }
 
@@ -787,19 +792,8 @@ static void clear_some(client *c) {
 /* ---- retained sequences ------------------------------------------------------------------------------------------ */
 
 static void retain(client *c) {
-    world *w = c->w;
-    const int s = take(c, 0), to = take(c, 1);
-    if (s >= 0 && to >= 0 && clear_one(c, to)) {
-        const int begin = pick(MOST), end = begin + 1 + pick(12);
-        begin_call(c, "kvc_retain");
-        if (ended(c, kvc_retain(w->cache, id_of(s), id_of(to), begin, end), 0)) {
-            sequence *kept = &w->sequences[to];
-            kept->is_kept = 1;
-            kept->is_spoilt |= w->sequences[s].is_spoilt;
-            for (int l = 0; l < MOST_LAYERS; l++)
-                for (int i = begin; i < end && i < MOST; i++) kept->tags[l][i] = w->sequences[s].tags[l][i];
-        }
-    }
+    const int s = take(c, 0), to = take(c, 1), begin = pick(MOST);
+    if (s >= 0 && to >= 0) retain_rows(c, s, to, begin, begin + 1 + pick(12));
     let_go(c, s);
     let_go(c, to);
 }
@@ -837,16 +831,7 @@ static void attach(client *c) {
     int32_t matched = 0;
     while (num < PIECES && (pieces[num] = take(c, 1)) >= 0) ids[num] = id_of(pieces[num]), num++;
     int goes_on = s >= 0 && to >= 0 && num == PIECES && clear_one(c, to);
-    for (int i = 0; goes_on && i < PIECES; i++) {
-        sequence *kept = &w->sequences[pieces[i]];
-        goes_on = clear_one(c, pieces[i]);
-        begin_call(c, "kvc_retain");
-        goes_on = goes_on && ended(c, kvc_retain(w->cache, id_of(s), ids[i], i * LENGTH, (i + 1) * LENGTH), 0);
-        for (int l = 0; goes_on && l < MOST_LAYERS; l++)
-            memcpy(kept->tags[l] + i * LENGTH, w->sequences[s].tags[l] + i * LENGTH, LENGTH * sizeof(int));
-        kept->is_kept = 1;
-        if (goes_on) kept->is_spoilt |= w->sequences[s].is_spoilt;
-    }
+    for (int i = 0; goes_on && i < PIECES; i++) goes_on = retain_rows(c, s, pieces[i], i * LENGTH, (i + 1) * LENGTH);
     if (goes_on) {
         kvc_pin(w->cache, ids, 1 + pick(PIECES), 1);
         kvc_touch(w->cache, ids, PIECES);

@@ -28,34 +28,42 @@ HERE = Path(__file__).parent
 OPTIONS = {"--clients": 4, "--calls": 400, "--faults": 63}
 
 
-def build(folder, changed=None):
-    """Build the core for the simulated world, under the sanitizers unless only quick tests run; return the program.
+def build(folder):
+    """Build the core for the simulated world; return the program."""
+    command = command_of(folder)
+    return link(command, compile_sources(command, folder, [*HERE.glob("*.c"), *ROOT.glob("src/*/*.c")]), folder / "sim")
 
-    changed maps a source of src/ to the text that is compiled in its place, beside the objects that the folder has.
-    """
+
+def build_with(folder, source, text):
+    """Build it with this text in the place of a source of src/, and the other objects of build()."""
+    own = folder / "changed"
+    path = own / source
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    command = command_of(folder)
+    (changed,) = compile_sources(command, own, [path])
+    return link(command, [changed, *(path for path in folder.glob("*.o") if path.name != changed.name)], own / "sim")
+
+
+def command_of(folder):
+    """The compiler's command: under the sanitizers unless only quick tests run."""
     quick = ENVIRONMENT.get("KVCACHE_TEST_PART") == "quick"
     extra = SANITIZERS if not quick and works(compiler(), SANITIZERS, folder) else []
-    command = [*compiler(), "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", *extra]
-    command += [f"-I{ROOT / path}" for path in ("include", "src", "tests/sim")]
+    includes = [f"-I{ROOT / path}" for path in ("include", "src", "tests/sim")]
+    return [*compiler(), "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", *extra, *includes]
 
+
+def compile_sources(command, folder, sources):
     def command_for(source):
         if source.parent == HERE:
             return command
         instrumented = [] if source.parent.name == "kernels" else ["-finstrument-functions"]
         return [*command, "-DSIM_CORE", "-include", HERE / "world.h", *instrumented]
 
-    if changed is None:
-        objects = compile_all(folder, [*HERE.glob("*.c"), *ROOT.glob("src/*/*.c")], command_for)
-        program = folder / "sim"
-    else:
-        sources = [folder / "changed" / name for name in changed]
-        for source, text in zip(sources, changed.values(), strict=True):
-            source.parent.mkdir(parents=True, exist_ok=True)
-            source.write_text(text)
-        replacing = compile_all(folder / "changed", sources, command_for)
-        others = {path.name for path in replacing}
-        objects = [*replacing, *(path for path in folder.glob("*.o") if path.name not in others)]
-        program = folder / "changed" / "sim"
+    return compile_all(folder, sources, command_for)
+
+
+def link(command, objects, program):
     run(*command, *objects, "-o", program, *LIBRARIES)
     return program
 
@@ -120,7 +128,7 @@ def test_the_same_seed_is_the_same_run(sim):
 
 
 def read_defects():
-    """[name, source, changes] of each of defects.txt; a change is text and what takes its place."""
+    """The source and the changes of each defect of defects.txt; a change is text and what takes its place."""
     for block in (HERE / "defects.txt").read_text().split("\n\n")[1:]:
         name, source, *lines = block.strip().splitlines()
         changes = []
@@ -139,7 +147,7 @@ def test_defects_put_back(sim, source, changes):
     for this, other in changes:
         assert text.count(this) == 1, f"src/{source} has changed: write the defect anew"
         text = text.replace(this, other)
-    program = build(sim.parent, {source: text})
+    program = build_with(sim.parent, source, text)
     for seed in itertools.count(1):
         if said := play(program, seed, OPTIONS):
             break
