@@ -17,8 +17,6 @@ from pathlib import Path
 
 import numpy as np
 from support import hostile
-from tokenizers import Tokenizer, decoders
-from tokenizers import models as tokenizer_models
 
 import kvcache
 from kvcache import ModelFileError, NotSupportedError, runner
@@ -54,12 +52,6 @@ TENSORS = {  # safetensors' name: GGUF's, and the shape
 # ---- inputs
 
 
-def a_tokenizer():
-    model = Tokenizer(tokenizer_models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
-    model.decoder = decoders.ByteLevel()
-    return model.to_str().encode()
-
-
 def safetensors_header(dtype, size):
     entries, at = {}, 0
     for name, (_, shape) in TENSORS.items():
@@ -91,7 +83,7 @@ def seeds():
     for change in ({}, *CHANGES):
         yield an_input("config.json", json.dumps({**CONFIG, **change}).encode())
     yield an_input("generation_config.json", b'{"eos_token_id": [1, 2]}')
-    yield an_input("tokenizer.json", a_tokenizer())
+    yield an_input("tokenizer.json", json.dumps(hostile.bpe()).encode())
     yield an_input(
         "model.safetensors.index.json",
         json.dumps({"weight_map": dict.fromkeys(TENSORS, "model.safetensors")}).encode(),
@@ -110,7 +102,7 @@ def seeds():
         yield an_input("a.gguf", whole, event=HALF | i << 3)
         yield an_input("model.safetensors without its length", header, event=HALF | i << 3)
         yield an_input("config.json", json.dumps(CONFIG).encode(), event=i % 6 + 1 | i // 6 << 3)
-        yield an_input("tokenizer.json", a_tokenizer(), event=i % 6 + 1 | i // 6 << 3)
+        yield an_input("tokenizer.json", json.dumps(hostile.bpe()).encode(), event=i % 6 + 1 | i // 6 << 3)
 
 
 CHANGES = [
@@ -257,7 +249,7 @@ class Folder:
         header, size = safetensors_header("F32", 4)
         self.right = {
             "config.json": json.dumps(CONFIG).encode(),
-            "tokenizer.json": a_tokenizer(),
+            "tokenizer.json": json.dumps(hostile.bpe()).encode(),
             "model.safetensors": struct.pack("<Q", len(header)) + header + bytes(size),
         }
         for name in self.right:

@@ -15,7 +15,6 @@ import gguf as reference
 import numpy as np
 import pytest
 from support import hostile
-from tokenizers import Tokenizer, decoders, models
 
 import kvcache
 from kvcache import ModelFileError, NotSupportedError, errors, runner
@@ -561,9 +560,7 @@ def test_paths_with_a_zero_byte(tmp_path: Path) -> None:
 
 
 def bpe(**changes: Any) -> dict[str, Any]:
-    model = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
-    model.decoder = decoders.ByteLevel()
-    state: dict[str, Any] = json.loads(model.to_str())
+    state = hostile.bpe()
     return {**state, **changes, "model": {**state["model"], **changes.get("model", {})}}
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer, decoders, models
+
 # --- JSON --------------------------------------------------------------------------------------------------------
 
 CONFIG: dict[str, Any] = {
@@ -26,6 +28,14 @@ CONFIG: dict[str, Any] = {
 def config(path: Path, **changes: Any) -> Path:
     path.write_text(json.dumps({**CONFIG, **changes}))
     return path
+
+
+def bpe() -> dict[str, Any]:
+    """The state of a right tokenizer, of three tokens."""
+    right = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    right.decoder = decoders.ByteLevel()
+    state: dict[str, Any] = json.loads(right.to_str())
+    return state
 
 
 def safetensors(path: Path, header: bytes | dict[str, Any], data: bytes = b"") -> Path:
