@@ -41,8 +41,8 @@ class DirectoryStore(MutableMapping[str, bytes]):
     many times as long as writing. A file that was torn by it is not as long as it says, and counts as missing.
 
     Only files with names of its own kind are read, replaced or removed, and links are not followed; a hard link that
-    takes the place of ``usage.lock`` is an error. Files are readable
-    for their owner alone, because keys and values tell what was in the prompts.
+    takes the place of ``usage.lock`` is an error. Files are readable for their owner alone, because keys and values
+    tell what was in the prompts.
 
     Parameters
     ----------
