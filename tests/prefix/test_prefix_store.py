@@ -1,8 +1,11 @@
 """Blocks in a store: the next process finds them; whatever the store does, answers are right."""
 
+import json
 import math
 import threading
 import time
+from base64 import b64decode
+from pathlib import Path
 
 import pytest
 from support import servers
@@ -67,6 +70,29 @@ def test_quantised_rows():
         assert prefix.flush(10)
     assert matched == 96
     assert found[0] == found[1]
+
+
+VALUES = Path(__file__).with_name("values-1.json")  # by case, keys and values in base64; never written anew
+CASES = {
+    "plain": {},
+    "tenant": {"kind": "hybrid", "dtype": "f16", "salt": b"a tenant", "secret": b"of this tenant"},
+    "words": {"kind": "windows", "prompt": [f"word {i}".encode() for i in range(40)]},
+    "large": {"prompt": [i * 2**60 for i in range(40)]},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_of_version_1_are_found_for_ever(case):
+    """And written, to the byte: machines that share a store may run different releases."""
+    arguments = {"prompt": PROMPT[:40]} | CASES[case]
+    prompt = arguments.pop("prompt")
+    written, store = {}, {key: b64decode(value) for key, value in json.loads(VALUES.read_text())[case].items()}
+    fill(written, prompt=prompt, **arguments)
+    assert written == store
+    cache, prefix = make(store, **arguments)
+    seq_id, matched = prefix.acquire(prompt)
+    assert matched == 32
+    check_rows(cache, seq_id, prompt, matched)
 
 
 @pytest.mark.parametrize(
