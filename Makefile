@@ -3,14 +3,14 @@ PYTHON ?= $(or $(wildcard .venv/bin/python),python3)
 export PATH := $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$(PATH)
 export PYTHONSAFEPATH = 1 # or the sources in this folder would hide what is installed
 
-.PHONY: help install test ctest lint style types analyse analyse-cppcheck analyse-gcc check bench docs
+.PHONY: help install test ctest lint style types analyse analyse-clang-tidy analyse-cppcheck analyse-gcc check bench docs
 help:
 	@echo 'make install   install this checkout for $(PYTHON), with all that the other tasks need;'
 	@echo '               repeat it after a change to C or Cython'
 	@echo 'make test      run the tests; ARGS="-k window" picks some'
 	@echo 'make ctest     run the tests in C alone'
 	@echo 'make lint      check style (ruff, cython-lint, clang-format) and types (mypy, stubtest)'
-	@echo 'make analyse   look for defects in C without running it (cppcheck, gcc -fanalyzer)'
+	@echo 'make analyse   look for defects in C without running it (clang-tidy, cppcheck, gcc -fanalyzer)'
 	@echo 'make check     run everything that a change must pass'
 	@echo 'make bench     run the benchmarks (minutes)'
 	@echo 'make docs      build the documentation into $(DOCS)'
@@ -42,7 +42,10 @@ types:
 # Kernels are left out: they allocate nothing, and each is tested against the scalar one.
 ANALYSED = $(filter-out src/kernels/%,$(wildcard src/*/*.c)) $(wildcard examples/c/*.c)
 C11 = -std=c11 -Iinclude -Isrc
-analyse: analyse-cppcheck analyse-gcc
+analyse: analyse-clang-tidy analyse-cppcheck analyse-gcc
+
+analyse-clang-tidy:
+	printf '%s\0' $(ANALYSED) | xargs -0 -P "$$(nproc)" -I {} clang-tidy --quiet {} -- $(C11)
 
 analyse-cppcheck:
 	cppcheck --quiet --error-exitcode=1 --enable=warning,portability --inline-suppr -j "$$(nproc)" --std=c11 \

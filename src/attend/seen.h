@@ -25,7 +25,7 @@ kvc_visible kvc_visible_to_all(const kvc_task *t);
  * times the weight of 0 that it has for them, it would be NaN.  common: kvc_visible_to_all. */
 int kvc_spoils_others(const kvc_task *t, kvc_tile *tile, const kvc_visible *common);
 
-/* Makes *own the tile as the one token of a view is to see it: with zeros for such values, if it does not see them. */
-void kvc_clear_unseen(const kvc_task *view, const kvc_tile *tile, kvc_tile *own);
+/* Makes *own the tile as the one token of a task is to see it: with zeros for such values, if it does not see them. */
+void kvc_clear_unseen(const kvc_task *t, const kvc_tile *tile, kvc_tile *own);
 
 #endif

@@ -55,7 +55,7 @@ void kvc_row_buffer_leave(kvc_cache *cache, kvc_row_buffer *buffer);
 
 /* Does the same for a call that puts buffered rows: where the layer has no buffer, it takes over one whose rows need
  * not stay, or makes one.  Can fail with KVC_ERR_FULL and KVC_ERR_NOMEM. */
-kvc_status kvc_row_buffer_enter(kvc_batch *batch, int32_t layer, kvc_row_buffer **buffer);
+kvc_status kvc_row_buffer_enter(kvc_batch *batch, int32_t layer, kvc_row_buffer **out);
 
 /* Keeps the buffer once the rows are there, as the last step of a call that can fail: evicts what makes room for it,
  * if it is new.  keeps: the rows stay until the batch ends.  Fails with KVC_ERR_FULL if others took the room. */

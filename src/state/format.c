@@ -193,11 +193,10 @@ uint64_t kvc_format_header(const kvc_format *format, char *to, uint64_t size) {
     return out.length;
 }
 
-int kvc_is_fingerprint(const char *string) {
+int kvc_is_fingerprint(const char *text) {
     size_t n = 0;
-    while (n <= KVC_MOST_FINGERPRINT && string[n] >= ' ' && string[n] <= '~' && string[n] != '"' && string[n] != '\\')
-        n++;
-    return n <= KVC_MOST_FINGERPRINT && !string[n];
+    while (n <= KVC_MOST_FINGERPRINT && text[n] >= ' ' && text[n] <= '~' && text[n] != '"' && text[n] != '\\') n++;
+    return n <= KVC_MOST_FINGERPRINT && !text[n];
 }
 
 /* A place in a header that is being read. */
