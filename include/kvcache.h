@@ -451,12 +451,12 @@ KVC_API int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id);
  * such a cache holds no tokens. */
 KVC_API int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position);
 
-/* Writes the ids of the sequences that hold rows of tokens, ascending, at most max_ids of them; returns how many there
- * are. */
+/* Writes the ids of the sequences that hold rows of tokens, ascending, at most max_ids of them, none if seq_ids is
+ * NULL; returns how many there are. */
 KVC_API int64_t kvc_sequences(kvc_cache *cache, int64_t *seq_ids, int64_t max_ids);
 
-/* Writes the positions of the sequence's rows in order of arrival, at most max_positions of them; returns how many
- * rows there are, or -1 if there is no such layer. */
+/* Writes the positions of the sequence's rows in order of arrival, at most max_positions of them, none if positions is
+ * NULL; returns how many rows there are, or -1 if there is no such layer. */
 KVC_API int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *positions,
                               int64_t max_positions);
 
@@ -803,8 +803,8 @@ KVC_API kvc_status kvc_touch(kvc_cache *cache, const int64_t *ids, int32_t num_i
  * exist, or are not retained, are ignored. */
 KVC_API kvc_status kvc_pin(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int32_t add);
 
-/* Writes the ids of the retained sequences, the least recently used first, at most max_ids of them; returns how many
- * there are. */
+/* Writes the ids of the retained sequences, the least recently used first, at most max_ids of them, none if ids is
+ * NULL; returns how many there are. */
 KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
 
 /* ---- batches of other kinds -------------------------------------------------------------------------------------- */

@@ -420,7 +420,7 @@ int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids) {
     int64_t n = 0;
     kvc_lock(cache);
     for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer, n++)
-        if (n < max_ids) ids[n] = sequence->id;
+        if (ids && n < max_ids) ids[n] = sequence->id;
     kvc_unlock(cache, KVC_OK);
     return n;
 }

@@ -28,7 +28,7 @@ int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *
     kvc_lock(cache);
     const kvc_run_list *list = kvc_runs_of(cache, seq_id, layer);
     const int64_t n = list ? list->num_rows : 0;
-    if (n) list_positions(kvc_runs_begin(list), list->num, 0, max_positions, positions);
+    if (n && positions) list_positions(kvc_runs_begin(list), list->num, 0, max_positions, positions);
     kvc_unlock(cache, KVC_OK);
     return n;
 }

@@ -54,7 +54,7 @@ int64_t kvc_sequences(kvc_cache *cache, int64_t *seq_ids, int64_t max_ids) {
     kvc_lock(cache);
     for (int32_t i = 0; i < cache->sequences.num; i++) {
         if (cache->sequences.items[i]->is_retained || kvc_sequence_is_empty(cache->sequences.items[i])) continue;
-        if (n < max_ids) seq_ids[n] = cache->sequences.items[i]->id;
+        if (seq_ids && n < max_ids) seq_ids[n] = cache->sequences.items[i]->id;
         n++;
     }
     kvc_unlock(cache, KVC_OK);

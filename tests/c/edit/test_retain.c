@@ -146,7 +146,7 @@ static void test_many(void) {
     CHECK(found[PINNED - 1] == many[PINNED - 1] && found[PINNED] == many[PINNED + 3]);
     CHECK(kvc_pin(cache, many + PINNED, MANY - PINNED - 2, 1) == KVC_OK);
     CHECK_FAILS(feed(cache, 1, 5, 3), KVC_ERR_FULL, "3 more tokens", "2 fit");
-    CHECK(kvc_retained(cache, NULL, 0) == MANY - 3 && feed(cache, 1, 5, 2) == KVC_OK);
+    CHECK(kvc_retained(cache, NULL, MANY) == MANY - 3 && feed(cache, 1, 5, 2) == KVC_OK);
     CHECK(kvc_retained(cache, NULL, 0) == MANY - 5 && kvc_validate(cache) == KVC_OK);
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
