@@ -156,9 +156,15 @@ static inline __m512 emulated_scalef_ps(__m512 x, __m512 y) {
 /* ---- bf16 -------------------------------------------------------------------------------------------------------- */
 
 /* Denormal floats are 0, of the same sign, to what follows. */
+static inline __m256 emulated_flush_half(__m256 x) {
+    const __m256 sign = _mm256_set1_ps(-0.0f), magnitude = _mm256_andnot_ps(sign, x);
+    return _mm256_and_ps(x, _mm256_or_ps(sign, _mm256_cmp_ps(magnitude, _mm256_set1_ps(FLT_MIN), _CMP_NLT_UQ)));
+}
+
 static inline __m512 emulated_flush(__m512 x) {
-    const __m512i denormal = (__m512i)(_mm512_abs_ps(x) < _mm512_set1_ps(FLT_MIN));
-    return (__m512)((__m512i)x & (~denormal | (__m512i)_mm512_set1_ps(-0.0f)));
+    emulated y = {.ps = x};
+    for (int half = 0; half < 2; half++) y.half_ps[half] = emulated_flush_half(y.half_ps[half]);
+    return y.ps;
 }
 
 static inline __m512 emulated_fma(__m512 x, __m512 y, __m512 z) { return emulated_flush(_mm512_fmadd_ps(x, y, z)); }
@@ -245,42 +251,50 @@ static inline void emulated_tile_stored(int t, void *to, ptrdiff_t stride) {
         memcpy((char *)to + i * stride, &emulated_tiles[t][i], emulated_config.bytes[t]);
 }
 
-static inline void emulated_tile_dpbf16ps(int c, int a, int b) {
+typedef struct emulated_pairs { /* numbers of 16 bits, widened: those in the lower halves of 32 bits, and in the upper */
+    emulated even, odd;
+} emulated_pairs;
+
+static inline emulated_pairs emulated_bf16(__m512i pairs) {
+    return (emulated_pairs){{.ps = emulated_even(pairs)}, {.ps = emulated_odd(pairs)}};
+}
+
+static inline emulated_pairs emulated_f16(__m512i pairs) {
+    const emulated x = {.si = pairs};
+    emulated_pairs y;
+    for (int i = 0; i < 16; i++) {
+        y.even.f32[i] = _cvtsh_ss(x.u32[i] & 0xffff);
+        y.odd.f32[i] = _cvtsh_ss((uint16_t)(x.u32[i] >> 16));
+    }
+    return y;
+}
+
+/* Products of f16, and their sums, are no denormals. */
+static inline void emulated_tile_dot(int c, int a, int b, emulated_pairs (*widen)(__m512i)) {
     const int rows = emulated_config.rows[c], depth = emulated_config.rows[b];
     emulated_check(c != a && c != b && a != b && rows && depth && emulated_config.rows[a] == rows &&
                    emulated_config.bytes[a] == 4 * depth && emulated_config.bytes[b] == emulated_config.bytes[c]);
+    emulated_pairs y[16];
+    for (int k = 0; k < depth; k++) y[k] = widen(emulated_tiles[b][k]);
     for (int i = 0; i < rows; i++) {
-        const emulated pairs = {.si = emulated_tiles[a][i]};
-        __m512 even = _mm512_setzero_ps(), odd = even, sum = (__m512)emulated_tiles[c][i];
-        for (int k = 0; k < depth; k++) {
-            const __m512i pair = _mm512_set1_epi32((int)pairs.u32[k]), row = emulated_tiles[b][k];
-            even = emulated_fma(emulated_even(pair), emulated_even(row), even);
-            odd = emulated_fma(emulated_odd(pair), emulated_odd(row), odd);
+        const emulated_pairs x = widen(emulated_tiles[a][i]);
+        emulated sum = {.ps = emulated_flush((__m512)emulated_tiles[c][i])};
+        for (int half = 0; half < 2; half++) {
+            __m256 even = _mm256_setzero_ps(), odd = even;
+            for (int k = 0; k < depth; k++) {
+                even = _mm256_fmadd_ps(_mm256_set1_ps(x.even.f32[k]), y[k].even.half_ps[half], even);
+                odd = _mm256_fmadd_ps(_mm256_set1_ps(x.odd.f32[k]), y[k].odd.half_ps[half], odd);
+                even = emulated_flush_half(even);
+                odd = emulated_flush_half(odd);
+            }
+            sum.half_ps[half] = emulated_flush_half(sum.half_ps[half] + emulated_flush_half(even + odd));
         }
-        sum = emulated_flush(sum) + emulated_flush(even + odd);
-        emulated_tiles[c][i] = (__m512i)emulated_flush(sum);
+        emulated_tiles[c][i] = sum.si;
     }
 }
 
-static inline void emulated_tile_dpfp16ps(int c, int a, int b) {
-    const int rows = emulated_config.rows[c], depth = emulated_config.rows[b];
-    emulated_check(c != a && c != b && a != b && rows && depth && emulated_config.rows[a] == rows &&
-                   emulated_config.bytes[a] == 4 * depth && emulated_config.bytes[b] == emulated_config.bytes[c]);
-    for (int i = 0; i < rows; i++) {
-        const emulated pairs = {.si = emulated_tiles[a][i]};
-        emulated sum = {.si = emulated_tiles[c][i]};
-        for (int j = 0; j < 16; j++) {
-            float even = 0, odd = 0;
-            for (int k = 0; k < depth; k++) {
-                const uint32_t x = pairs.u32[k], y = ((emulated){.si = emulated_tiles[b][k]}).u32[j];
-                even = fmaf(_cvtsh_ss(x & 0xffff), _cvtsh_ss(y & 0xffff), even);
-                odd = fmaf(_cvtsh_ss(x >> 16), _cvtsh_ss(y >> 16), odd);
-            }
-            sum.f32[j] += even + odd;
-        }
-        emulated_tiles[c][i] = (__m512i)emulated_flush(sum.ps);
-    }
-}
+static inline void emulated_tile_dpbf16ps(int c, int a, int b) { emulated_tile_dot(c, a, b, emulated_bf16); }
+static inline void emulated_tile_dpfp16ps(int c, int a, int b) { emulated_tile_dot(c, a, b, emulated_f16); }
 
 #define _tile_release emulated_tile_release
 #define _tile_loadconfig emulated_tile_loadconfig
