@@ -20,6 +20,7 @@ import tempfile
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -124,7 +125,8 @@ def link(core, folder, *sources):
 
 def divert(command, objects, names, joined):
     """Join objects to one that calls __wrap_x for each x of the names; other calls of a program stay as they are."""
-    machine = [word for word in command if not word.startswith("-") or word.startswith(("-m", "--target"))]
+    machine = [*takewhile(lambda word: not word.startswith("-"), command)]
+    machine += [word for word in command if word.startswith(("-m", "--target"))]
     run(*machine, "-r", "-nostdlib", *(f"-Wl,--wrap={name}" for name in names), *objects, "-o", joined)
     return joined
 

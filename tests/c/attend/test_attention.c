@@ -91,7 +91,11 @@ static double score_of(const stage *st, const rows *r, int t, const float *q, in
         score += term;
         size += fabs(term);
     }
-    const double coarse = is_float(s->layer.k_type) ? 0 : 3e-5 * size; /* queries are rounded to integers */
+    double coarse = 0;
+    if (!is_float(s->layer.k_type))
+        coarse = 3e-5 * size; /* queries are rounded to integers */
+    else if (s->layer.k_type != KVC_F32 && !strncmp(kvc_isa(), "amx", 3))
+        coarse = 0x1.8p-17 * size; /* 16 bits of a query times the scale count; products of lower parts do not */
     size *= s->layer.k_dim + 4;
     if (s->softcap > 0) {
         score = s->softcap * tanh(score / s->softcap);
