@@ -183,7 +183,7 @@ thread_sanitizer() {
 
 # Builds, tests and installs with CMake; then builds a program that finds the library through CMake and pkg-config.
 cmake_build() {
-    local prefix=$tmp/prefix
+    local language prefix=$tmp/prefix
     cmake -S . -B "$tmp/cmake" -DKVCACHE_WERROR=ON -DCMAKE_INSTALL_PREFIX="$prefix" -DCMAKE_INSTALL_LIBDIR=lib
     cmake --build "$tmp/cmake" --parallel "$jobs"
     ctest --test-dir "$tmp/cmake" --output-on-failure --parallel "$jobs"
@@ -198,17 +198,20 @@ int main(void) { return puts(kvc_build_info()) < 0; }
 END
     cat >CMakeLists.txt <<'END'
 cmake_minimum_required(VERSION 3.21)
-project(user C)
+project(user ${language})
 find_package(kvcache 0.2 REQUIRED)
+set_source_files_properties(main.c PROPERTIES LANGUAGE ${language})
 foreach(library kvcache kvcache_static)
   add_executable(with_${library} main.c)
   target_link_libraries(with_${library} PRIVATE kvcache::${library})
 endforeach()
 END
-    cmake -S . -B build -DCMAKE_PREFIX_PATH="$prefix"
-    cmake --build build
-    build/with_kvcache
-    build/with_kvcache_static
+    for language in C CXX; do
+        cmake -S . -B $language -Dlanguage=$language -DCMAKE_PREFIX_PATH="$prefix"
+        cmake --build $language
+        $language/with_kvcache
+        $language/with_kvcache_static
+    done
     mv "$prefix" "$prefix-moved"
     prefix=$prefix-moved
     export PKG_CONFIG_PATH=$prefix/lib/pkgconfig
