@@ -314,8 +314,8 @@ KVC_API kvc_status kvc_cache_free(kvc_cache *cache);
  * kvc_next_position.  While the batch is open, layers with a window or chunks hold its tokens beside what they keep;
  * kvc_commit expires what no later query can see.
  * parents, where it is not NULL, makes trees of the tokens (speculated ones, to be verified together): parents[i] is
- * an earlier token of the same sequence, or -1, and of the batch a token sees itself and its ancestors, whatever their
- * positions, and nothing else.
+ * an earlier token of the same sequence, or -1, and of the batch a token sees itself and its ancestors, where the
+ * layer's policy shows it their positions, and nothing else.
  * Fails with KVC_ERR_FULL where max_seq_len, max_sequences, capacity or max_bytes would be passed, with KVC_ERR_GONE
  * where a token would see rows that have expired, with KVC_ERR_BUSY and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
@@ -433,17 +433,17 @@ KVC_API void kvc_abort(kvc_batch *batch);
 
 /* ---- looking at sequences ---------------------------------------------------------------------------------------- */
 
-/* Returns the number of rows of the sequence in the layer; layer -1: in the layer that keeps most.  -1 if there is no
- * such layer. */
+/* Returns the number of rows of the sequence in the layer; layer -1: of its tokens, in the layer that keeps most.  -1
+ * if there is no such layer. */
 KVC_API int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer);
 
 /* Sets *first and *last to the smallest and the largest stored position in a layer, both to -1 if nothing is stored
- * there; layer -1: in any layer.  Takes the same time however many rows there are.  Fails with
+ * there; layer -1: those of its tokens in any layer.  Takes the same time however many rows there are.  Fails with
  * KVC_ERR_INDEX. */
 KVC_API kvc_status kvc_position_range(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *first, int32_t *last);
 
-/* Returns the position of the next token: the largest stored one + 1, or, if all rows have expired, what followed the
- * latest.  0 if nothing was stored. */
+/* Returns the position of the next token: behind the largest that is stored or has expired.  0 if nothing was
+ * stored. */
 KVC_API int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id);
 
 /* Returns 1 if `position` is at most kvc_next_position and no row that a query there or later would see has expired or
@@ -489,7 +489,8 @@ KVC_API kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, i
  * row is copied, and limits are checked later, as in kvc_copy_prefix; of a cross-attention layer all rows are added,
  * where dst has none.  Rows that dst holds already, in the same slots at the same positions, are left out, so that
  * sharing twice does no harm.  What has expired of src at these positions counts as expired of dst, unless dst holds
- * rows there: kvc_can_resume says where dst can go on, and a batch that would see such rows fails with KVC_ERR_GONE.
+ * rows there, and so does what lies between this and what had expired of dst: kvc_can_resume says where dst can go on,
+ * and a batch that would see such positions fails with KVC_ERR_GONE.
  * Into an empty sequence, [0, KVC_END) does what kvc_fork does, with its errors; else sharing of an empty one does
  * nothing.
  * Fails with KVC_ERR_INVALID, and the position, if dst holds another row at the position of one of src's in some
@@ -648,8 +649,9 @@ KVC_API int64_t kvc_capacity(kvc_cache *cache);
 KVC_API int64_t kvc_capacity_bytes(kvc_cache *cache);
 
 /* Returns the fullest layer group's live slots over `capacity`, or, where that has no limit, over the slots in
- * blocks: from 0 to 1.  Rows being written to replace others, in an edit or a batch that restores, do not count
- * beside those that they replace; rows that can be evicted do not count. */
+ * blocks.  Above 1 while a batch is open with tokens that a capacity of 0 does not count.  Rows being written to
+ * replace others, in an edit or a batch that restores, do not count beside those that they replace; rows that can be
+ * evicted do not count. */
 KVC_API double kvc_utilization(kvc_cache *cache);
 
 typedef struct kvc_stats {

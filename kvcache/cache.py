@@ -62,7 +62,7 @@ class KVCache(Saveable):
         A hard limit of `nbytes`; by default none.
     block_size : int, optional
         The number of tokens in a block, the unit of allocation and of sharing. By default 64; but `max_seq_len`, so
-        that the sequence lies in one piece, if that is given, `max_sequences` is 1 and every policy is `FullAttention`.
+        that the sequence lies in one piece, if that is given, `max_sequences` is 1 and no layer has a window or chunks.
     strategy : {"always", "disabled"}, LongSequencesOnly or Adaptive, default "always"
         The rule for which sequences are stored. If a sequence is not stored, its `next_position` stays 0, the runner
         feeds all of it again, and each batch attends over itself; rows that `Batch.attend` puts take the memory of one
@@ -691,15 +691,15 @@ class KVCache(Saveable):
         return self._core.sequences()
 
     def seq_len(self, seq_id: SupportsIndex = 0, *, layer: SupportsIndex | None = None) -> int:
-        """Return the number of rows that a sequence holds in a layer, by default in the layer with most."""
+        """Return the number of rows that a sequence holds in a layer, by default of tokens in the layer with most."""
         return self._core.seq_len(seq_id, layer)
 
     def first_position(self, seq_id: SupportsIndex = 0, *, layer: SupportsIndex | None = None) -> int:
-        """Return the smallest position with a row in a layer, by default in any; -1 if nothing is stored there."""
+        """Return the smallest position with a row in a layer, by default of a token in any; -1 if there is none."""
         return self._core.position_range(seq_id, layer)[0]
 
     def last_position(self, seq_id: SupportsIndex = 0, *, layer: SupportsIndex | None = None) -> int:
-        """Return the largest position with a row in a layer, by default in any; -1 if nothing is stored there."""
+        """Return the largest position with a row in a layer, by default of a token in any; -1 if there is none."""
         return self._core.position_range(seq_id, layer)[1]
 
     def next_position(self, seq_id: SupportsIndex = 0) -> int:
@@ -808,10 +808,11 @@ class KVCache(Saveable):
         """
         share = partial(self._core.share_range, src, dst, begin)
 
-        def share_some() -> None:  # of part of the positions, none need exist
-            share(INT32_MAX - 1 if end is None or end == INT32_MAX else end)
+        def share_nothing() -> None:  # of part of the positions, none need exist
+            is_all = end is None or end == INT32_MAX
+            share(INT32_MAX - 1 if is_all and not {src, dst} & {*self._core.sequences()} else end)
 
-        self._share(partial(share, end), share_some, missing_ok)
+        self._share(partial(share, end), share_nothing, missing_ok)
         self._note_edit(dst, begin, source=src)
 
     def keep(self, seq_id: SupportsIndex) -> None:
@@ -1035,7 +1036,8 @@ class KVCache(Saveable):
     def utilization(self) -> float:
         """The tokens held, as a fraction of `capacity`; without that limit, of the slots of the allocated blocks.
 
-        Tokens that can be evicted from a `PrefixCache` do not count.
+        Tokens that can be evicted from a `PrefixCache` do not count. It is above 1 while a batch is open of more tokens
+        than windows keep, where `capacity` was not given.
         """
         return self._core.utilization()
 

@@ -224,7 +224,7 @@ cdef object fold_axes(object x, str name, int64_t heads, int64_t dim):
 
 cdef tuple fold_encoder_rows(object k, object v, kvc_layer *shape):
     """Return keys and values for a cross-attention layer, of any leading axes, as arrays of three axes."""
-    if all(getattr(x, "ndim", 3) == 3 or not hasattr(x, "reshape") for x in (k, v)):
+    if k is None or all(getattr(x, "ndim", 3) == 3 or not hasattr(x, "reshape") for x in (k, v)):
         return k, v
     shapes = [tuple(getattr(x, "shape", ())) for x in (k, v)]
     if v is not None and shapes[0][:-1] != shapes[1][:-1]:

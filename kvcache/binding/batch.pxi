@@ -72,13 +72,9 @@ cdef class Batch(_CallCounter):
             self.seq_ids = to_int_array(seq_ids, "seq_ids", cnp.NPY_INT64, _INT64_MIN, _INT64_MAX)
             args.seq_ids = <const int64_t *>cnp.PyArray_DATA(self.seq_ids)
         if n is not None:
-            size = to_int(n, "n", 1, _INT32_MAX)
+            size = to_int(n, "n", 1, KVC_MAX_BATCH)
             if seq_ids is not None and cnp.PyArray_DIM(self.seq_ids, 0) != size:
                 raise ValueError(f"len(seq_ids)={len(self.seq_ids)}: must be n, which is {size}")
-            if seq_ids is None and size > self.cache.max_tokens:  # before memory is taken for their positions
-                raise CacheFullError(f"n={size}: at most {self.cache.max_tokens} tokens fit at once; room() says how "
-                                     "many")
-            to_int(size, "n", 1, KVC_MAX_BATCH)
             self.positions = cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT32, 0)
         else:
             self.positions = to_int_array(positions, "positions", cnp.NPY_INT32, 0, _MAX_POSITION)
@@ -121,8 +117,8 @@ cdef class Batch(_CallCounter):
             return 0
         seq_ids = set(self.seq_ids.tolist())
         if len(seq_ids) > 1:
-            raise ValueError(f"seq_id=None: the batch has {len(seq_ids)} sequences; give the seq_id of the one whose "
-                             "rows these are")
+            raise ValueError(f"seq_id=None: the batch has {len(seq_ids)} sequences; give put the seq_id of the one "
+                             "whose rows these are")
         return self.seq_ids[0]
 
     cdef int read_cross(self, int32_t layer, object first, object seq_id, int layout, PutRows *rows) except -1:

@@ -7,7 +7,6 @@ cdef class Cache(_CallCounter):
     cdef kvc_cache *handle  # NULL: the cache is closed
     cdef kvc_layer *layers
     cdef readonly int32_t num_layers
-    cdef int64_t max_tokens  # the most tokens that a batch may have, whatever expires
     cdef Callbacks callbacks
 
     def __cinit__(self, list layers, int64_t max_seq_len, int64_t max_sequences, int64_t capacity, int64_t max_bytes,
@@ -46,8 +45,6 @@ cdef class Cache(_CallCounter):
         check(status)
         for i in range(self.num_layers):
             self.layers[i].rope.inv_freq = NULL  # the core has copied the frequencies
-        expires = any(self.layers[i].policy.kind in (KVC_SLIDING, KVC_CHUNKED) for i in range(self.num_layers))
-        self.max_tokens = _INT64_MAX if expires else min(max_seq_len or _INT64_MAX, capacity or _INT64_MAX)
 
     cdef object read_layer(self, int32_t i, tuple description):
         """Fill in a layer from its tuple (see _core.pyi); return the object that keeps the rope's frequencies."""

@@ -28,10 +28,9 @@ class Fetching:
 
     def store_new(self) -> None:
         """Queue the new full blocks to be written to the store. With the lock held."""
-        for node in self._tree.new:
+        for node in self._tree.take_new():
             if self._client is not None and node.end - node.begin == self._block_size:
                 self._client.put(node.key.hex(), partial(self._rows.read, node.seq_id, node.begin, node.end))
-        self._tree.new.clear()
 
     def fetch(self, keys: list[bytes], contents: list[bytes]) -> None:
         """Get blocks from the store that follow those that are there, if that takes less time than to compute them."""

@@ -53,7 +53,7 @@ class Tree:
         self.core, self.watch, self.rows, self.block_size = cache._core, watch_of(cache), Rows(cache), cache.block_size
         self.root = Node(root_key, b"", None, 0)
         self.by_key: dict[bytes, Node] = {}  # all but the root
-        self.new: list[Node] = []  # added since the list was emptied, and not from a store
+        self.new: list[Node] = []  # added since the last `take_new`, and not from a store
         self._sweep_at = FEW_BLOCKS
 
     def __len__(self) -> int:
@@ -110,7 +110,6 @@ class Tree:
         if node is None:
             node = self.by_key[key] = Node(key, content, parent, seq_id)
             parent.children.insert(_place_of(parent, content), node)
-            self._drop_beginnings(node, parent)
         elif self.is_alive(node) and self.is_complete(node):
             self.core.clear(seq_id)
             return node
@@ -119,12 +118,22 @@ class Tree:
             node.seq_id = seq_id
             for _ in range(node.num_pins):
                 _core.pin(self.core, [seq_id], True)
-        if not is_stored:
+        if is_stored:
+            self._drop_beginnings(node)
+        else:
             self.new.append(node)
         return node
 
-    def _drop_beginnings(self, node: Node, parent: Node) -> None:
+    def take_new(self) -> list[Node]:
+        """Return the new blocks, now that their rows are there to stay, and drop what they take the place of."""
+        new, self.new = [node for node in self.new if node in self], []
+        for node in new:
+            self._drop_beginnings(node)
+        return new
+
+    def _drop_beginnings(self, node: Node) -> None:
         """Drop short blocks that another one begins with."""
+        parent = node.parent or self.root
         at = _place_of(parent, node.content)
         while at and node.content.startswith(parent.children[at - 1].content) and not parent.children[at - 1].children:
             if parent.children[at - 1].num_pins:

@@ -83,7 +83,7 @@ def sequences_to_save(core: _core.Cache, seq_ids: Any, tokens: Any) -> list[int]
         raise TypeError(f"tokens={shown(tokens)}: a mapping of sequences to tokens is needed, such as {{0: [5, 6]}}")
     given = {_core.integer(one, "key of tokens", *_core.IDS) for one in tokens or ()}
     if seq_ids is None:
-        ids = {*core.sequences(), *(one for one in given if _holds(core, one))}
+        ids = {*core.sequences(), *_with_rows(core), *(one for one in given if _holds(core, one))}
     else:
         ids = {*_core.integers(seq_ids, "seq_ids").tolist()}
         for one in sorted(ids - given):
@@ -93,6 +93,12 @@ def sequences_to_save(core: _core.Cache, seq_ids: Any, tokens: Any) -> list[int]
         what = "holds nothing" if seq_ids is None else "is not in seq_ids"
         raise ValueError(f"tokens: of sequence {min(unknown)}, which {what}")
     return sorted(ids)
+
+
+def _with_rows(core: _core.Cache) -> set[int]:
+    """Return the ids of the sequences that have rows, of their tokens or an encoder's, and are not retained."""
+    runs = (run for layer in range(core.num_layers) for run in core.blocks(layer)[1])
+    return {seq_id for _, seq_id, *_ in runs} - {*_core.retained(core)}
 
 
 def _holds(core: _core.Cache, seq_id: int) -> bool:

@@ -385,8 +385,9 @@ kvc_status kvc_plan_check(const kvc_batch *batch, kvc_plan_args *args) {
     KVC_TRY(kvc_check_range(batch, args->first, &args->num_tokens));
     const int32_t num_kv_heads = batch->cache->layers[args->layer].num_kv_heads;
     if (args->num_heads < 1 || args->num_heads % num_kv_heads || args->num_heads / num_kv_heads > 1 << 16)
-        return kvc_fail(KVC_ERR_INVALID, "num_heads is %d: it must be a multiple of layer %d's num_kv_heads, %d",
-                        args->num_heads, args->layer, num_kv_heads);
+        return kvc_fail(KVC_ERR_INVALID,
+                        "num_heads is %d: it must be a multiple of layer %d's num_kv_heads, %d, by at most %d",
+                        args->num_heads, args->layer, num_kv_heads, 1 << 16);
     if (args->num_threads < 0 || args->num_threads > KVC_MOST_THREADS)
         return kvc_fail(KVC_ERR_INVALID, "num_threads is %d: it must be between 1 and %d, or 0 for the cache's",
                         args->num_threads, KVC_MOST_THREADS);

@@ -68,7 +68,8 @@ int kvc_openmp_thread_limit(void) {
 int kvc_openmp_num_threads(void) {
     const runtime *r = atomic_load(&in_use);
     const int number = r ? r->max_threads() : omp_get_max_threads(), limit = kvc_openmp_thread_limit();
-    return number < limit ? number : limit;
+    const int least = number < limit ? number : limit;
+    return least > 1 ? least : 1; /* LLVM's runtime, told a number that is none, may give a negative one */
 }
 
 int kvc_openmp_num_places(void) {

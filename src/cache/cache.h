@@ -40,6 +40,7 @@ struct kvc_cache {
     kvc_poll_fn *poll; /* asks whether to cancel a call; may be NULL */
     void *poll_user;
     int64_t max_seq_len, max_sequences, capacity, max_bytes; /* 0: no limit */
+    int32_t has_own_capacity; /* whether one was given; else it is max_seq_len * max_sequences */
 
     kvc_table sequences;
     kvc_sequence *changed;         /* list of the sequences in which the next batch looks for rows to expire */
@@ -82,11 +83,6 @@ static inline void kvc_lock(kvc_cache *cache) { kvc_mutex_lock(&cache->mutex); }
 static inline kvc_status kvc_unlock(kvc_cache *cache, kvc_status status) {
     kvc_mutex_unlock(&cache->mutex);
     return status;
-}
-
-/* Returns whether capacity is a number of its own, not max_seq_len * max_sequences, which are below 2^31 each. */
-static inline int kvc_has_own_capacity(const kvc_cache *cache) {
-    return cache->capacity != cache->max_seq_len * cache->max_sequences;
 }
 
 /* Returns the runs of a sequence in a layer; NULL if the sequence does not exist. */

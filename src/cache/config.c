@@ -75,8 +75,7 @@ static kvc_status check_layer(const kvc_layer *layer, int32_t index) {
     return status == KVC_OK ? kvc_rope_check(layer, index) : status;
 }
 
-/* Checks the limits and fills in the capacity. */
-static kvc_status check_limits(kvc_config *config) {
+static kvc_status check_limits(const kvc_config *config) {
     if (config->num_layers < 1 || config->num_layers > 1 << 20)
         return kvc_fail(KVC_ERR_INVALID, "num_layers is %d: it must be between 1 and %d", config->num_layers, 1 << 20);
     kvc_status status = check_limit(config->block_size, "block_size", INT32_MAX - 1);
@@ -84,10 +83,7 @@ static kvc_status check_limits(kvc_config *config) {
     if (status == KVC_OK) status = check_limit(config->max_sequences, "max_sequences", INT32_MAX);
     if (status == KVC_OK) status = check_limit(config->capacity, "capacity", INT64_MAX);
     if (status == KVC_OK) status = check_limit(config->max_bytes, "max_bytes", INT64_MAX);
-    if (status == KVC_OK) status = check_limit(config->num_threads, "num_threads", KVC_MOST_THREADS);
-    if (status == KVC_OK && !config->capacity)
-        config->capacity = config->max_seq_len * config->max_sequences; /* each below 2^31 */
-    return status;
+    return status == KVC_OK ? check_limit(config->num_threads, "num_threads", KVC_MOST_THREADS) : status;
 }
 
 kvc_layer kvc_config_layer(const kvc_config *config, int32_t i) {

@@ -27,7 +27,7 @@ void kvc_wait_for_writers(kvc_cache *cache, int32_t num_tokens, const int64_t *s
 kvc_status kvc_check_num_tokens(const kvc_cache *cache, int64_t num_tokens) {
     int any = 0; /* whether each token counts for the capacity, in any group */
     for (int32_t g = 0; cache->capacity && num_tokens > cache->capacity && g < cache->num_token_groups; g++)
-        any |= kvc_has_own_capacity(cache) || kvc_policy_most_rows(&cache->policies[g]) > cache->max_seq_len;
+        any |= cache->has_own_capacity || kvc_policy_most_rows(&cache->policies[g]) > cache->max_seq_len;
     if (any)
         return kvc_fail(KVC_ERR_FULL, "%lld tokens do not fit: capacity is %lld, so that at most %lld fit at once",
                         (long long)num_tokens, (long long)cache->capacity, (long long)cache->capacity);
@@ -69,7 +69,7 @@ int64_t kvc_room_in_sequence(const kvc_batch *batch, const kvc_batch_sequence *m
 
 int64_t kvc_most_counted(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
     const kvc_cache *cache = batch->cache;
-    if (kvc_has_own_capacity(cache) || kvc_room_in_sequence(batch, member, g) < INT64_MAX) return INT64_MAX;
+    if (cache->has_own_capacity || kvc_room_in_sequence(batch, member, g) < INT64_MAX) return INT64_MAX;
     return cache->max_seq_len - kvc_count_kept(cache, member->sequence, g);
 }
 

@@ -52,7 +52,7 @@ void kvc_save_limits(const kvc_cache *cache, kvc_saved_state *state) {
     state->block_size = cache->pools[0].block_size;
     state->max_seq_len = cache->max_seq_len;
     state->max_sequences = cache->max_sequences;
-    state->capacity = kvc_has_own_capacity(cache) ? cache->capacity : 0;
+    state->capacity = cache->has_own_capacity ? cache->capacity : 0;
     state->max_bytes = cache->max_bytes;
 }
 

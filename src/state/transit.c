@@ -31,8 +31,6 @@ kvc_status kvc_state_add_groups(kvc_state *state) {
 
 void kvc_state_begin(kvc_state *state) {
     kvc_cache *cache = state->cache;
-    for (int32_t g = 0; g < cache->num_groups; g++)
-        for (int64_t i = 0; i < state->groups[g].num; i++) kvc_pool_pin(state->groups[g].items[i].block);
     cache->num_holds++;
     state->thread = kvc_thread_self();
     state->is_begun = 1;
@@ -40,12 +38,21 @@ void kvc_state_begin(kvc_state *state) {
     cache->states = state;
 }
 
-static void unpin(kvc_state *state) {
-    kvc_cache *cache = state->cache;
-    kvc_state **link = &cache->states;
+static void leave(kvc_state *state) {
+    kvc_state **link = &state->cache->states;
     while (*link != state) link = &(*link)->next;
     *link = state->next;
-    cache->num_holds--;
+    state->cache->num_holds--;
+}
+
+void kvc_state_pin(kvc_state *state) {
+    for (int32_t g = 0; g < state->cache->num_groups; g++)
+        for (int64_t i = 0; i < state->groups[g].num; i++) kvc_pool_pin(state->groups[g].items[i].block);
+    state->is_pinned = 1;
+}
+
+static void unpin(kvc_state *state) {
+    kvc_cache *cache = state->cache;
     for (int32_t g = 0; g < cache->num_groups; g++)
         for (int64_t i = 0; i < state->groups[g].num; i++)
             kvc_pool_unpin(&cache->pools[g], state->groups[g].items[i].block);
@@ -105,7 +112,8 @@ void kvc_state_drop(kvc_state *state) {
 }
 
 void kvc_state_end(kvc_state *state) {
-    if (state->is_begun) unpin(state);
+    if (state->is_begun) leave(state);
+    if (state->is_pinned) unpin(state);
     if (state->is_loading) kvc_state_drop(state);
     for (kvc_state_buffer *buffer = state->buffers, *next; buffer; buffer = next) {
         next = buffer->next;

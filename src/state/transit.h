@@ -36,7 +36,7 @@ typedef struct kvc_state {
     kvc_cache *cache;   /* NULL: there is none yet */
     kvc_memory *memory; /* for what the state allocates */
     kvc_state_buffer *buffers;
-    int32_t is_begun, is_loading;
+    int32_t is_begun, is_pinned, is_loading;
     kvc_extents *groups; /* [num_groups] NULL: there are none yet */
     kvc_table sequences; /* loading: those that will be part of the cache */
     kvc_format format;
@@ -51,8 +51,11 @@ void *kvc_state_alloc(kvc_state *state, uint64_t size);
 /* Makes the list of groups, without extents.  KVC_ERR_NOMEM. */
 kvc_status kvc_state_add_groups(kvc_state *state);
 
-/* Keeps the rows of all extents in place, and shows the sequences to kvc_validate and fork(), until kvc_state_end. */
+/* Keeps the cache from being freed, and shows the sequences to kvc_validate and fork(), until kvc_state_end. */
 void kvc_state_begin(kvc_state *state);
+
+/* Keeps the rows of all extents in place until kvc_state_end. */
+void kvc_state_pin(kvc_state *state);
 
 /* Makes the sequences part of the table, which has capacity for them, in place of those with the same id. */
 void kvc_state_accept(kvc_state *state);

@@ -30,7 +30,7 @@ static kvc_status new_like(const kvc_cache *from, kvc_cache **out) {
                                .block_size = from->pools[0].block_size,
                                .max_seq_len = from->max_seq_len,
                                .max_sequences = from->max_sequences,
-                               .capacity = from->capacity,
+                               .capacity = from->has_own_capacity ? from->capacity : 0,
                                .max_bytes = from->max_bytes,
                                .num_threads = from->num_threads,
                                .poll = from->poll,

@@ -154,7 +154,8 @@ static kvc_status init_cache(kvc_cache *cache, const kvc_config *config) {
     cache->poll_user = config->poll_user;
     cache->max_seq_len = config->max_seq_len;
     cache->max_sequences = config->max_sequences;
-    cache->capacity = config->capacity;
+    cache->has_own_capacity = config->capacity != 0;
+    cache->capacity = config->capacity ? config->capacity : config->max_seq_len * config->max_sequences;
     cache->max_bytes = config->max_bytes;
     for (int32_t i = 0; i < config->num_layers; i++) cache->layers[i] = kvc_config_layer(config, i);
     find_groups(cache);

@@ -295,6 +295,12 @@ static kvc_status read_config(const kvc_config *given, kvc_config *config, kvc_m
     return status == KVC_OK ? kvc_memory_init(memory, config->allocator) : status;
 }
 
+static void begin_loading(loading *l) {
+    kvc_lock(l->state.cache);
+    kvc_state_begin(&l->state);
+    kvc_unlock(l->state.cache, KVC_OK);
+}
+
 /* Ends loading; frees the new cache unless it is to be kept. */
 static void end_loading(loading *l, int keeps_cache) {
     kvc_cache *cache = l->state.cache;
@@ -313,6 +319,7 @@ kvc_status kvc_load(const kvc_load_args *given, kvc_cache **out) {
     l.state.memory = &memory;
     kvc_status status = read_beginning(&l);
     if (status == KVC_OK) status = make_cache(&l, &config);
+    if (status == KVC_OK) begin_loading(&l);
     if (status == KVC_OK) status = load_rows(&l);
     kvc_cache *cache = l.state.cache;
     const int keeps = status == KVC_OK && out;
@@ -327,6 +334,7 @@ kvc_status kvc_restore(kvc_cache *cache, const kvc_load_args *given) {
         .layers = cache->layers, .layer_size = sizeof *cache->layers, .num_layers = cache->num_layers};
     KVC_TRY(check_args(given, &l.args));
     if (l.args.config) return kvc_fail(KVC_ERR_INVALID, "config is not NULL: the cache has its own");
+    begin_loading(&l);
     kvc_status status = read_beginning(&l);
     if (status == KVC_OK) status = kvc_match_layers(&l.saved, &own);
     if (status == KVC_OK) status = load_rows(&l);

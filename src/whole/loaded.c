@@ -250,7 +250,7 @@ static kvc_status fits(const kvc_need *need) {
         if (kvc_exceeds_capacity(need, g, 0, &live))
             return kvc_fail(KVC_ERR_FULL, "loading would make it %lld tokens in all: capacity is %lld%s",
                             (long long)live, (long long)cache->capacity,
-                            kvc_has_own_capacity(cache) ? "" : ", which is max_seq_len * max_sequences");
+                            cache->has_own_capacity ? "" : ", which is max_seq_len * max_sequences");
     return kvc_check_max_bytes(need->cache, need->what);
 }
 
@@ -324,7 +324,7 @@ kvc_status kvc_loaded_make(kvc_state *state, const kvc_load_args *args, const in
         kvc_state_drop(state); /* before the mutex is released: slots without runs are nobody else's business */
         return status;
     }
-    kvc_state_begin(state);
+    kvc_state_pin(state);
     take_pages(state);
     return KVC_OK;
 }

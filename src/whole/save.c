@@ -229,9 +229,10 @@ static kvc_status take_moment(saving *s) {
     KVC_TRY(reserve_tables(s));
     KVC_TRY(reserve_extents(s));
     fill_tables(s);
-    kvc_status status = make_header(s);
-    if (status == KVC_OK) kvc_state_begin(&s->state);
-    return status;
+    KVC_TRY(make_header(s));
+    kvc_state_begin(&s->state);
+    kvc_state_pin(&s->state);
+    return KVC_OK;
 }
 
 /* ---- writing, without the mutex ---------------------------------------------------------------------------------- */

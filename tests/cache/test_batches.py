@@ -406,6 +406,21 @@ def test_reserve():
     assert cache.stats()["blocks_opened"] == opened + 3
 
 
+@pytest.mark.parametrize(
+    "unlimited",
+    [
+        {"strategy": "disabled", "capacity": 8},
+        {"strategy": kvcache.LongSequencesOnly(100), "capacity": 8},
+        {"policy": None, "max_seq_len": 8},
+        {"policy": kvcache.CrossAttention(5), "max_seq_len": 8},
+    ],
+)
+def test_tokens_that_are_not_stored_count_for_no_limit(unlimited):
+    with kvcache.KVCache(1, 1, 2, **unlimited).batch(20) as batch:
+        assert batch.positions.tolist() == [*range(20)]
+        batch.abort()
+
+
 def test_a_prompt_longer_than_the_capacity_says_how_much_of_it_fits_at_once():
     cache = kvcache.KVCache(1, 2, 8, None, v_head_dim=4, policy=kvcache.SlidingWindow(4), capacity=16)
     assert cache.room() == 16
@@ -419,7 +434,7 @@ def test_a_prompt_longer_than_the_capacity_says_how_much_of_it_fits_at_once():
     full = kvcache.KVCache(1, 2, 8, 16, v_head_dim=4, max_sequences=2)
     feed(full, 16)
     assert (full.room(), full.room(7)) == (0, 16)
-    with pytest.raises(kvcache.CacheFullError, match=r"n=17: at most 16 tokens fit at once; room\(\)"):
+    with pytest.raises(kvcache.CacheFullError, match="holds 16 of max_seq_len 16, 0 fit at once"):
         full.batch(17)
     batch = full.batch(positions=[0], seq_ids=[1])
     with pytest.raises(kvcache.CacheBusyError):

@@ -167,6 +167,15 @@ def test_sharing_a_range_of_nothing_is_an_error_unless_it_is_asked_for(how):
     assert cache.sequences == [0, 1]
 
 
+def test_nothing_missing_hides_another_row():
+    cache, last, x = kvcache.KVCache(1, 2, 8, max_sequences=None), 2**31 - 2, np.ones((1, 2, 8), np.float32)
+    for seq_id in (0, 1):
+        with cache.batch(positions=[last], seq_ids=[seq_id]) as batch:
+            batch.put(0, x, x)
+    with pytest.raises(ValueError, match=f"at position {last}, dst, sequence 1, holds another row"):
+        cache.share_range(0, 1, missing_ok=True)
+
+
 # ---- no attention, shared rows, mixes
 
 

@@ -117,6 +117,8 @@ def test_what_holds_an_encoders_rows_alone_is_saved(tmp_path):
     cache.copy_prefix(5, 3, 0)
     cache.save(tmp_path / "state", [3], tokens={3: [1]})
     assert kvcache.KVCache.load(tmp_path / "state").seq_len(3, layer=1) == 1
+    cache.save(tmp_path / "state", tokens={5: [1]})
+    assert kvcache.KVCache.load(tmp_path / "state").seq_len(3, layer=1) == 1
 
 
 def test_restore(saved):

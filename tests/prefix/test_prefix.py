@@ -760,6 +760,18 @@ def test_a_batch_that_fails_takes_no_blocks_of_others_with_it():
     cache.validate()
 
 
+def test_a_batch_that_fails_leaves_the_beginning_of_its_block():
+    cache, prefix = make()
+    serve(prefix, cache, PROMPT[:11])
+    seq_id, matched = prefix.acquire(PROMPT)
+    with pytest.raises(ValueError, match="was not put"), cache.batch(positions=range(11, 40), seq_ids=[seq_id] * 29):
+        pass
+    assert matched == prefix.acquire(PROMPT)[1] == 11
+    feed(cache, seq_id, PROMPT, 11, 40)
+    assert len(prefix._tree) == 2  # of the full blocks, the first of which has taken the place of the beginning
+    cache.validate()
+
+
 def test_an_interrupt_while_a_batch_is_committed(monkeypatch):
     """Nothing of it is known to others."""
     cache, prefix = make()

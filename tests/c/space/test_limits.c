@@ -82,6 +82,24 @@ static void test_max_seq_len_of_a_window(void) {
         }
 }
 
+/* A capacity that is given counts all tokens of a batch, also where it is what the default would be; and so do those of
+ * a clone and of a saved state. */
+static void test_own_capacity(void) {
+    kvc_layer layer = plain_layer;
+    layer.policy = sliding_policy(4, 0, 0);
+    for (int64_t capacity = 0; capacity < 3; capacity += 2) {
+        kvc_cache *clone, *cache = cache_of(&layer, 1, (kvc_config){.capacity = capacity * 4, .max_seq_len = 8,
+                                                                    .max_sequences = 1});
+        CHECK(kvc_cache_clone(cache, &clone) == KVC_OK && kvc_capacity(cache) == 8 && kvc_capacity(clone) == 8);
+        for (int i = 0; i < 2; i++) {
+            kvc_batch *batch = NULL;
+            CHECK(kvc_begin(i ? clone : cache, 9, NULL, NULL, NULL, &batch) == (capacity ? KVC_ERR_FULL : KVC_OK));
+            kvc_abort(batch);
+            CHECK(kvc_cache_free(i ? clone : cache) == KVC_OK);
+        }
+    }
+}
+
 /* A cache may use all of max_bytes, and compacts before it refuses a batch, unless a view holds the rows. */
 static void test_max_bytes(void) {
     static pair both[2];
@@ -208,6 +226,7 @@ int main(void) {
     test_messages();
     test_bytes_of_an_encoder();
     test_max_seq_len_of_a_window();
+    test_own_capacity();
     test_max_bytes();
     test_max_bytes_of_large_blocks();
     test_max_bytes_of_an_encoder();

@@ -111,8 +111,11 @@ static inline void pair_new(pair *p, int num_layers, const kvc_layer *layers) {
     p->config.layer_size = sizeof *p->layers;
     p->config.num_layers = num_layers;
     if (p->memory && p->memory->allocator.alloc) p->config.allocator = &p->memory->allocator;
-    if (!p->config.capacity) p->config.capacity = p->config.max_seq_len * p->config.max_sequences;
     CHECKF(kvc_cache_new(&p->config, &p->cache) == KVC_OK, "%s", kvc_last_error());
+}
+
+static inline int64_t capacity_of(const pair *p) {
+    return p->config.capacity ? p->config.capacity : p->config.max_seq_len * p->config.max_sequences;
 }
 
 static inline void pair_free(pair *p) { CHECKF(kvc_cache_free(p->cache) == KVC_OK, "%s", kvc_last_error()); }
@@ -459,7 +462,6 @@ static inline int stays_within(const pair *p, int l, int64_t id, wanted batch) {
 /* Whether a batch fits, in a copy of the oracle that has expired for it; num_sequences: with the batch. */
 static inline int fits(const pair *p, const pair *expired, int64_t num_sequences, wanted batch) {
     const kvc_config *c = &p->config;
-    const int has_own = c->capacity != c->max_seq_len * c->max_sequences;
     if (c->max_sequences && num_sequences > c->max_sequences) return 0;
     for (int l = 0; l < c->num_layers; l++) {
         int64_t more = 0; /* tokens that count for the capacity */
@@ -470,9 +472,9 @@ static inline int fits(const pair *p, const pair *expired, int64_t num_sequences
                           until = (s ? s->layers[l].num : 0) + count_id(batch.ids[t], t, batch.ids);
             const int within = stays_within(p, l, batch.ids[t], batch);
             if (c->max_seq_len && all > c->max_seq_len && !within) return 0;
-            more += has_own || !within || until < c->max_seq_len;
+            more += c->capacity || !within || until < c->max_seq_len;
         }
-        if (c->capacity && live_rows(expired, l) + more > c->capacity) return 0;
+        if (capacity_of(p) && live_rows(expired, l) + more > capacity_of(p)) return 0;
     }
     return 1;
 }
@@ -1448,9 +1450,9 @@ static inline void check_copied(const pair *p, const kvc_stats *before, int32_t 
 /* What an edit should answer that leaves the oracle like this, where nothing else stands in its way: while a batch
  * restores rows, those that it replaces count as well. */
 static inline kvc_status fits_capacity(const pair *before, const pair *after) {
-    for (int l = 0; after->config.capacity && l < after->config.num_layers; l++)
+    for (int l = 0; capacity_of(after) && l < after->config.num_layers; l++)
         if (keeps_tokens(after, l) && has_copied(before, after, l) &&
-            live_rows(after, l) + batch_rows(after, l) > after->config.capacity)
+            live_rows(after, l) + batch_rows(after, l) > capacity_of(after))
             return KVC_ERR_FULL;
     return KVC_OK;
 }

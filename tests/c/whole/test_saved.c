@@ -573,10 +573,13 @@ typedef struct busy_file {
     int64_t target; /* the sequence being replaced */
 } busy_file;
 
-static void edit_meanwhile(busy_file *b) {
-    int64_t id = random_int(20, 24);
+static void check_held(const busy_file *b) {
     CHECK_FAILS(kvc_compact(b->p->cache), KVC_ERR_HELD, "held", "");
     CHECK_FAILS(kvc_cache_free(b->p->cache), KVC_ERR_HELD, "held", "");
+}
+
+static void edit_meanwhile(busy_file *b) {
+    int64_t id = random_int(20, 24);
     CHECKF(kvc_validate(b->p->cache) == KVC_OK, "%s", kvc_last_error());
     pair_feed(b->p, id, next_of(b->p, find_sequence(b->p, id)), next_of(b->p, find_sequence(b->p, id)) + 2);
     pair_remove(b->p, 0, random_int(0, 9), random_int(9, 12), 0);
@@ -585,12 +588,14 @@ static void edit_meanwhile(busy_file *b) {
 }
 
 static int32_t write_busily(void *user, const void *data, size_t size) {
+    check_held(user);
     edit_meanwhile(user);
     return saved_write(user, data, size);
 }
 
 static int32_t read_busily(void *user, void *data, size_t size) {
     busy_file *b = user;
+    check_held(b);
     if (b->file.at > b->file.size / 2) /* rows are being read */
         edit_meanwhile(user);
     return saved_read(user, data, size);
