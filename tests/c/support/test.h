@@ -11,6 +11,10 @@
 
 static int test_failures;
 
+#ifndef TEST_STOPS /* not 0: a program ends at the first failed check, for who asks only whether one fails */
+#define TEST_STOPS 0
+#endif
+
 /* Counts a condition that does not hold, and prints the first ones: CHECK(n == 3), CHECKF(n == 3, "n is %d", n). */
 #define CHECK(condition) CHECKF(condition, "failed")
 #define CHECKF(condition, ...)                                     \
@@ -19,6 +23,7 @@ static int test_failures;
             printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
             printf(__VA_ARGS__);                                   \
             putchar('\n');                                         \
+            if (TEST_STOPS) _Exit(1);                              \
         }                                                          \
     } while (0)
 
