@@ -39,7 +39,7 @@ from support.compiling import (
     diverted_by,
     run,
 )
-from support.coverage import read_counts
+from support.coverage import COUNTING, read_counts
 
 LEAST = 90.0  # percent
 MEMORY = 8 << 30  # bytes that a program may map
@@ -207,7 +207,7 @@ def measure(program, command, objects, folder):
 def measure_all(programs, command, objects, folder):
     """Measure the programs that were not yet, as they and the core are."""
     folder.mkdir(exist_ok=True)
-    counting = [*command, "--coverage", "-fprofile-update=atomic"]
+    counting = [*command, *COUNTING]
     core = b"".join(path.read_bytes() for path in objects)
     objects = None
     for program in programs:

@@ -103,6 +103,18 @@ static inline int test_result(void) {
     return test_failures != 0;
 }
 
+#if defined(__ELF__)
+extern void __gcov_dump(void) __attribute__((weak)); /* of a program that counts: coverage.py */
+#else
+static void (*const __gcov_dump)(void) = NULL;
+#endif
+
+/* Ends a child of fork() as _exit does, and keeps what was counted there. */
+static inline void end_child(int status) {
+    if (__gcov_dump) __gcov_dump();
+    _Exit(status);
+}
+
 /* Whether a part is enough of what repeats itself, such as sizes: in `pytest` without --slow. */
 static inline int is_quick(void) {
     const char *part = getenv("KVCACHE_TEST_PART");
