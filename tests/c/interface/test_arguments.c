@@ -325,6 +325,7 @@ static void test_bad_reads(void) {
     CHECK_FAILS(kvc_gather(p->cache, 0, 0, 0, 1, &bad), KVC_ERR_INVALID, "out_type", "is 4:");
     CHECK(kvc_gather(p->cache, 0, 0, 4, 0, &good) == KVC_OK && kvc_gather(p->cache, 8, 0, 0, 0, &good) == KVC_OK);
     CHECK(kvc_can_resume(p->cache, 0, -1) == 0);
+    CHECK_FAILS(kvc_room(p->cache, 0, NULL), KVC_ERR_INVALID, "num_tokens", "NULL");
     pair_check(p);
     pair_free(p);
 }
