@@ -117,10 +117,15 @@ def link(core, folder, *sources):
         flags = [flag for flag in [*command, OPENMP] if flag.startswith(("-f", "-m", "-static"))]
         command = [*command, OPENMP] if works(compiler(), flags, folder) else command
     program = folder / sources[0].stem
-    if wrapped := {name for source in sources for name in re.findall(r"\b__wrap_(\w+)\(", source.read_text())}:
-        objects = [divert(command, objects, sorted(wrapped), program.with_suffix(".core.o"))]
+    if diverted := diverted_by(*sources):
+        objects = [divert(command, objects, diverted, program.with_suffix(".core.o"))]
     run(*command, *sources, *objects, "-o", program, *LIBRARIES)
     return program
+
+
+def diverted_by(*sources):
+    """The calls of the core in whose place these sources have a function __wrap_x."""
+    return sorted({name for source in sources for name in re.findall(r"\b__wrap_(\w+)\(", source.read_text())})
 
 
 def divert(command, objects, names, joined):

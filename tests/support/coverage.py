@@ -19,12 +19,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support.compiling import FLAGS, OPENMP, ROOT, compile_core, compiler, link, run
 
-LEAST = {"lines": 97.0, "branches": 91.0}  # percent
+# GCC's; programs then keep what a child of fork() counts: end_child() of tests/c/support/test.h.
+COUNTING = ["--coverage", "-fprofile-update=atomic", "-Wl,-u,__gcov_dump"]
+LEAST = {"lines": 97.0, "branches": 92.0}  # percent
 
 
 def play(folder):
     """Run all of tests/c on a core that counts."""
-    command = [*compiler(), *FLAGS, OPENMP, "--coverage", "-fprofile-update=atomic"]
+    command = [*compiler(), *FLAGS, OPENMP, *COUNTING]
     objects = compile_core(folder, command)
 
     def play_one(source):

@@ -860,6 +860,7 @@ static void test_bad_plans(const question *a) {
         CHECK_FAILS(kvc_attend(batch, &args, &a->args), status, name, value); \
     } while (0)
     CHECK_FAILS(kvc_plan_new(batch, NULL, &plan), KVC_ERR_INVALID, "plan", "NULL");
+    CHECK_FAILS(kvc_plan_new(batch, &a->plan, NULL), KVC_ERR_INVALID, "plan", "NULL");
     BAD(KVC_ERR_INVALID, "plan", "given as 4", args.struct_size = 4);
     BAD(KVC_ERR_INDEX, "layer", "is -1:", args.layer = -1);
     BAD(KVC_ERR_INDEX, "layer", "is 2:", args.layer = 2);
@@ -898,7 +899,12 @@ static void test_bad_attends(const question *a) {
     BAD("softcap", "nan", args.softcap = NAN);
     BAD("tokens_per_sequence", "is 2:", args.tokens_per_sequence = 2);
     BAD("tokens_per_sequence", "is -1:", args.tokens_per_sequence = -1);
+    BAD("q", "3", args.q_token_stride = 3);
+    BAD("out", "5", args.out_token_stride = 5);
+    BAD("out", "7", args.out_head_stride = 7);
+    BAD("lse", "2", args.lse_token_stride = 2);
     BAD("strides", "3", args.tokens_per_sequence = 3, args.q_batch_stride = 3);
+    BAD("out", "5", args.tokens_per_sequence = 3, args.out_batch_stride = 5);
     BAD("lse", "2", args.tokens_per_sequence = 3, args.lse_batch_stride = 2);
 #undef BAD
     for (int i = 0; i < a->n * a->args.out_token_stride; i++) CHECK(a->out[i] == 0x7f); /* nothing was written */

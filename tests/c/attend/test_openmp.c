@@ -124,7 +124,7 @@ int main(void) {
     const pid_t pid = fork();
     if (pid == 0) {
         alarm(60); /* threads that are not there would be waited for without end */
-        _exit(kvc_num_threads() == 1 && attends_right(st) ? 0 : 1);
+        end_child(kvc_num_threads() == 1 && attends_right(st) ? 0 : 1);
     }
     int status = -1;
     CHECK(pid > 0 && waitpid(pid, &status, 0) == pid && status == 0);

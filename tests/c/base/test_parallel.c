@@ -210,7 +210,7 @@ static int threads_with(const char *environment) {
             setenv("OMP_NUM_THREADS", environment, 1);
         else
             unsetenv("OMP_NUM_THREADS");
-        _exit(kvc_num_threads() & 127);
+        end_child(kvc_num_threads() & 127);
     }
     int status = -1;
     CHECK(pid > 0 && waitpid(pid, &status, 0) == pid && WIFEXITED(status));

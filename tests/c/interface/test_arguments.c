@@ -168,8 +168,14 @@ static void test_bad_creation(void) {
     CHECK(!cache && kvc_cache_free(NULL) == KVC_OK);
     CHECK_FAILS(kvc_set_num_threads(-1), KVC_ERR_INVALID, "num_threads", "is -1:");
     CHECK_FAILS(kvc_set_num_threads(4097), KVC_ERR_INVALID, "num_threads", "is 4097:");
+}
+
+/* Every status has the text that its list says, and a number that is none says so. */
+static void test_status_texts(void) {
+#define CHECK_TEXT(name, value, text) CHECK(!strcmp(kvc_strerror(name), text) && !strcmp(kvc_strerror(value), text));
+    KVC_STATUS_LIST(CHECK_TEXT)
+#undef CHECK_TEXT
     CHECK(strcmp(kvc_strerror((kvc_status)99), "unknown status") == 0);
-    CHECK(strcmp(kvc_strerror(KVC_ERR_FULL), "the tokens do not fit") == 0);
 }
 
 /* Every type has a name of its own; a number that is no type has none, and its rows no bytes. */
@@ -306,7 +312,8 @@ static void test_bad_reads(void) {
                 "runs is NULL", "for 2");
     CHECK(num == -5 && num_runs == -5 && block.live == -5 && run.count == -5);
     CHECK_FAILS(kvc_spans(p->cache, 0, 0, &span, 8, 1, &num, &hold), KVC_ERR_INVALID, "spans", "as 8:");
-    CHECK_FAILS(kvc_spans(p->cache, 0, 0, NULL, sizeof span, 1, &num, &hold), KVC_ERR_INVALID, "spans is NULL", "for 1");
+    CHECK_FAILS(kvc_spans(p->cache, 0, 0, NULL, sizeof span, 1, &num, &hold), KVC_ERR_INVALID, "spans is NULL",
+                "for 1");
     CHECK(num == -5 && span.num_rows == -5 && !hold);
     CHECK(kvc_positions(p->cache, 0, 0, NULL, 9) == 4 && kvc_sequences(p->cache, NULL, 9) == 1);
     CHECK_FAILS(kvc_gather(p->cache, 0, 0, 0, 1, NULL), KVC_ERR_INVALID, "out", "NULL");
@@ -319,6 +326,7 @@ static void test_bad_reads(void) {
     CHECK_FAILS(kvc_gather(p->cache, 0, 0, 0, 1, &bad), KVC_ERR_INVALID, "out_type", "is 4:");
     CHECK(kvc_gather(p->cache, 0, 0, 4, 0, &good) == KVC_OK && kvc_gather(p->cache, 8, 0, 0, 0, &good) == KVC_OK);
     CHECK(kvc_can_resume(p->cache, 0, -1) == 0);
+    CHECK_FAILS(kvc_room(p->cache, 0, NULL), KVC_ERR_INVALID, "num_tokens", "NULL");
     pair_check(p);
     pair_free(p);
 }
@@ -327,6 +335,7 @@ int main(void) {
     test_bad_limits();
     test_bad_layers();
     test_bad_creation();
+    test_status_texts();
     test_type_names();
     test_bad_edits();
     test_bad_begin();

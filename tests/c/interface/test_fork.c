@@ -170,7 +170,7 @@ static void fork_and_check(kvc_cache *cache, const char *when) {
         kvc_abort(open_batch);
         do_everything(cache, when);
         fflush(stdout);
-        _exit(test_failures != 0);
+        end_child(test_failures != 0);
     }
     atomic_store(&go_on, 1);
     check_child(child, when);
@@ -214,7 +214,7 @@ static void test_rewrite_that_forks(void) {
     do_everything(cache, "of the function's own");
     if (!child_of_function) {
         fflush(stdout);
-        _exit(test_failures != 0);
+        end_child(test_failures != 0);
     }
     check_child(child_of_function, "of the function's own");
 }
@@ -316,7 +316,7 @@ static void test_unstored_put(void) {
         CHECK(kvc_nbytes(cache) < LOOSE);
         CHECK(kvc_cache_free(cache) == KVC_OK);
         fflush(stdout);
-        _exit(test_failures != 0);
+        end_child(test_failures != 0);
     }
     atomic_store(&go_on, 1);
     check_child(child, "in a put that is not stored");

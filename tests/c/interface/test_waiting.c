@@ -304,7 +304,7 @@ static void test_fork(void) {
         CHECKF(begin(cache, 0, 1, -1, &next) == KVC_OK, "%s", kvc_last_error());
         kvc_abort(next);
         CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
-        _exit(test_result());
+        end_child(test_result());
     }
     kvc_abort(open);
     pthread_join(thread, NULL);

@@ -171,6 +171,8 @@ static inline void check_slice(const pair *p, int l, const dense *all, int64_t f
 
 static inline void check_apart(pair *p, int l, const uint8_t *non_causal, const dense *all) {
     static dense got;
+    static entry_list sorted;
+    static int32_t positions[MAX_SEQUENCES * MOST_ENTRIES];
     const kvc_layer *layer = &p->layers[l];
     int32_t num_sequences;
     int64_t ids[MAX_BATCH], first = 0;
@@ -179,7 +181,8 @@ static inline void check_apart(pair *p, int l, const uint8_t *non_causal, const 
         return;
     }
     CHECK(members_of(p, ids) == num_sequences && num_sequences * got.num <= MAX_SEQUENCES * MOST_ENTRIES);
-    const kvc_rows_out rows = room_for(p, l, (int32_t)got.num, got.k, got.v);
+    kvc_rows_out rows = room_for(p, l, (int32_t)got.num, got.k, got.v);
+    rows.positions = positions;
     const kvc_dense_args args = {.struct_size = sizeof args,
                                  .rows = &rows,
                                  .mask = got.mask,
@@ -200,6 +203,10 @@ static inline void check_apart(pair *p, int l, const uint8_t *non_causal, const 
         int s = 0;
         while (p->ids[s * tokens] != ids[m]) s++;
         check_slice(p, l, all, first, num, &got, s, tokens);
+        sorted = *list_entries(p, l, ids[m]);
+        qsort(sorted.entries, (size_t)num, sizeof *sorted.entries, by_position);
+        for (int64_t i = 0; i < got.num; i++)
+            CHECK(positions[s * got.num + i] == (i < num ? sorted.entries[i].position : -1));
         first += num;
     }
 }

@@ -11,6 +11,10 @@
 
 static int test_failures;
 
+#ifndef TEST_STOPS /* not 0: a program ends at the first failed check, for who asks only whether one fails */
+#define TEST_STOPS 0
+#endif
+
 /* Counts a condition that does not hold, and prints the first ones: CHECK(n == 3), CHECKF(n == 3, "n is %d", n). */
 #define CHECK(condition) CHECKF(condition, "failed")
 #define CHECKF(condition, ...)                                     \
@@ -19,6 +23,7 @@ static int test_failures;
             printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
             printf(__VA_ARGS__);                                   \
             putchar('\n');                                         \
+            if (TEST_STOPS) _Exit(1);                              \
         }                                                          \
     } while (0)
 
@@ -96,6 +101,18 @@ static inline int32_t last_position(kvc_cache *cache, int64_t seq_id) {
 static inline int test_result(void) {
     if (test_failures) printf("%d checks failed\n", test_failures);
     return test_failures != 0;
+}
+
+#if defined(__ELF__)
+extern void __gcov_dump(void) __attribute__((weak)); /* of a program that counts: coverage.py */
+#else
+static void (*const __gcov_dump)(void) = NULL;
+#endif
+
+/* Ends a child of fork() as _exit does, and keeps what was counted there. */
+static inline void end_child(int status) {
+    if (__gcov_dump) __gcov_dump();
+    _Exit(status);
 }
 
 /* Whether a part is enough of what repeats itself, such as sizes: in `pytest` without --slow. */

@@ -333,6 +333,14 @@ static void test_save_arguments(void) {
     CHECK_FAILS(kvc_save(p->cache, &args), KVC_ERR_INVALID, "num_tokens", "NULL");
     args.num_tokens = num_tokens;
     CHECK_FAILS(kvc_save(p->cache, &args), KVC_ERR_INVALID, "num_tokens[0]", "-1");
+    args.num_sequences = -1;
+    CHECK_FAILS(kvc_save(p->cache, &args), KVC_ERR_INVALID, "num_sequences", "is -1");
+    args.num_sequences = INT64_C(1) << 31;
+    CHECK_FAILS(kvc_save(p->cache, &args), KVC_ERR_INVALID, "num_sequences", "is 2147483648");
+    args.num_sequences = 1;
+    args.tokens = NULL;
+    CHECK_FAILS(kvc_save(p->cache, &args), KVC_ERR_INVALID, "tokens is NULL", "neither");
+    args.tokens = ids;
     args.seq_ids = NULL;
     args.num_sequences = 0;
     CHECK_FAILS(kvc_save(p->cache, &args), KVC_ERR_INVALID, "seq_ids", "tokens");
@@ -350,6 +358,9 @@ static void test_load_arguments(void) {
     args.read = saved_read;
     CHECK_FAILS(kvc_load(&args, &cache), KVC_ERR_INVALID, "data and read", "both not NULL");
     args.read = NULL;
+    args.data = NULL;
+    CHECK_FAILS(kvc_load(&args, &cache), KVC_ERR_INVALID, "data and read", "are both NULL");
+    args.data = file.bytes;
     args.size = -1;
     CHECK_FAILS(kvc_load(&args, &cache), KVC_ERR_INVALID, "size", "-1");
     args = load_args_of(&file);

@@ -1,0 +1,182 @@
+/* kvc_validate finds what is wrong: each thing that it checks is broken here, and mended again. */
+#define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#include "cache/cache.h"
+#include "space/row_buffer.h"
+#include "support/feeding.h"
+#include "support/pairs.h"
+
+enum { CHANGED = 0, RESTED = 1, UNORDERED = 2, RETAINED = 100, FULL = 0, SLIDING = 1 };
+
+static const float zeros[4];
+
+/* Checks that the cache is found broken, with these words. */
+#define CHECK_BROKEN(cache, words) CHECK_FAILS(kvc_validate(cache), KVC_ERR_CORRUPT, words, "")
+
+/* Checks so with another value of a number, which is then set to what it was. */
+#define BREAK(cache, number, value, words)                                     \
+    do {                                                                       \
+        const int64_t was_ = (int64_t)(number);                                \
+        (number) = (value);                                                    \
+        CHECK_BROKEN(cache, words);                                            \
+        (number) = was_;                                                       \
+        CHECKF(kvc_validate(cache) == KVC_OK, "mended: %s", kvc_last_error()); \
+    } while (0)
+
+/* A sequence that the next batch will look at, one at which it has looked, one whose positions do not ascend, and a
+ * retained one; a free block in each group, and blocks of which not all slots are filled. */
+static kvc_cache *make_cache(void) {
+    const kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(4, 0, 0))};
+    kvc_cache *cache = heap_cache(2, layers, (kvc_config){.block_size = 4});
+    const kvc_put_args put = {.struct_size = sizeof put, .k = zeros, .v = zeros};
+    kvc_batch *batch = NULL;
+    CHECK(feed(cache, 2, 3, 4) == KVC_OK);
+    CHECK(feed(cache, 2, RESTED, 6) == KVC_OK);
+    CHECK(kvc_begin(cache, 2, (int32_t[]){3, 1}, (int64_t[]){UNORDERED, UNORDERED}, NULL, &batch) == KVC_OK);
+    for (int l = 0; l < 2; l++) CHECK(kvc_put(batch, l, &put) == KVC_OK);
+    CHECK(kvc_commit(batch) == KVC_OK);
+    CHECK(kvc_retain(cache, RESTED, RETAINED, 0, 6) == KVC_OK);
+    CHECK(feed(cache, 2, CHANGED, 6) == KVC_OK);
+    CHECK(kvc_clear_sequence(cache, 3) == KVC_OK);
+    CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+    return cache;
+}
+
+static void test_lists(void) {
+    kvc_cache *cache = make_cache();
+    kvc_run_list *list = &kvc_table_find(&cache->sequences, CHANGED)->runs[FULL];
+    BREAK(cache, list->first, -1, "passes its room");
+    BREAK(cache, list->capacity, list->first + list->num - 1, "passes its room");
+    BREAK(cache, list->num_rows, list->num_rows + 1, "7 rows at 0 to 5 are noted, there are 6 at 0 to 5");
+    BREAK(cache, list->min_position, 1, "6 rows at 1 to 5 are noted");
+    BREAK(cache, list->max_position, 6, "6 rows at 0 to 6 are noted");
+    BREAK(cache, kvc_table_find(&cache->sequences, UNORDERED)->runs[FULL].ascending, 1, "do not ascend");
+
+    kvc_run *run = kvc_runs_begin(list);
+    BREAK(cache, run->count, 0, "a run of slots 0 + 0");
+    BREAK(cache, run->slot, -1, "a run of slots -1 +");
+    BREAK(cache, run->slot, run->block->fill, "passes the fill mark");
+    BREAK(cache, run->position, -1, "a run at position -1");
+    BREAK(cache, run->position, INT32_MAX, "a run at position");
+    BREAK(cache, run->block->index, cache->pools[FULL].num_blocks, "a block of another pool");
+    BREAK(cache, run->block->index, run->block->index ? 0 : 1, "a block of another pool");
+    free_valid(cache);
+}
+
+static void test_blocks(void) {
+    kvc_cache *cache = make_cache();
+    kvc_pool *pool = &cache->pools[FULL];
+    kvc_block *block = kvc_runs_end(&kvc_table_find(&cache->sequences, CHANGED)->runs[FULL])[-1].block;
+    CHECK(block->fill < pool->block_size && block->live == block->fill && pool->free);
+    BREAK(cache, pool->free->fill, -1, "the fill mark is -1 of 4");
+    BREAK(cache, pool->block_size, 3, "the fill mark is 4 of 3");
+    BREAK(cache, block->faulted, block->fill - 1, "faulted");
+    BREAK(cache, block->collapsed, block->faulted + 1, "slots collapsed");
+    BREAK(cache, block->resident, block->faulted + 1, "resident of");
+    BREAK(cache, block->live, block->live + 1, "live slots are noted");
+    BREAK(cache, block->is_free, 1, "0 pins, and is_free is 1");
+    BREAK(cache, pool->free->pins, 1, "0 live, 1 pins, and is_free is 1");
+    BREAK(cache, block->planned, 1, "still planned");
+    BREAK(cache, pool->free->index, pool->free->index + 1, "stands at");
+
+    const kvc_block before = *block;
+    const uint32_t holders = block->holders[block->fill];
+    block->holders[block->fill++] = 0;
+    if (block->faulted < block->fill) block->faulted = block->fill;
+    CHECK_BROKEN(cache, "nobody holds the last slot");
+    block->pins = 1;
+    CHECK_BROKEN(cache, "are noted, there are"); /* the slots that are filled, no longer the last one */
+    *block = before;
+    block->holders[block->fill] = holders;
+
+    pool->compaction = (void *)pool;
+    CHECK_BROKEN(cache, "still planned");
+    pool->compaction = NULL;
+    free_valid(cache);
+}
+
+static void test_pools(void) {
+    kvc_cache *cache = make_cache();
+    kvc_pool *pool = &cache->pools[SLIDING];
+    BREAK(cache, pool->live, pool->live + 1, "live and");
+    BREAK(cache, pool->filled, pool->filled - 1, "filled slots of");
+    BREAK(cache, pool->row_bytes, pool->row_bytes + 1, "bytes are noted");
+    BREAK(cache, pool->num_free, pool->num_free + 1, "free blocks are noted");
+    kvc_block *free_blocks = pool->free;
+    pool->free = NULL;
+    CHECK_BROKEN(cache, "0 listed");
+    pool->free = free_blocks;
+
+    const kvc_run *run = kvc_runs_begin(&kvc_table_find(&cache->sequences, CHANGED)->runs[SLIDING]);
+    uint32_t *holders = &run->block->holders[run->slot];
+    BREAK(cache, *holders, *holders + 1, "the holders of a slot are not the runs there are");
+    cache->num_rewrites = 1; /* then slots may be held by what is no run yet */
+    ++*holders;
+    CHECK(kvc_validate(cache) == KVC_OK);
+    --*holders;
+    cache->num_rewrites = 0;
+    free_valid(cache);
+}
+
+static void test_sequences(void) {
+    kvc_cache *cache = make_cache();
+    kvc_sequence *changed = kvc_table_find(&cache->sequences, CHANGED);
+    kvc_sequence *rested = kvc_table_find(&cache->sequences, RESTED);
+    kvc_sequence *retained = kvc_table_find(&cache->sequences, RETAINED);
+    CHECK(changed->changed_at && !rested->changed_at && !retained->changed_at);
+    BREAK(cache, changed->holds, 0, "noted to hold rows");
+    BREAK(cache, retained->holds, 1, "noted to hold rows");
+    BREAK(cache, retained->in_batch, 1, "a retained one and in use");
+    BREAK(cache, changed->in_batch, 1, "belongs to a batch that is not there");
+    BREAK(cache, rested->id, retained->id, "out of order");
+    BREAK(cache, cache->policies[SLIDING].window, 1, "rows are to expire, and no batch will look for them");
+    BREAK(cache, cache->num_holding, cache->num_holding - 1, "sequences that hold rows are noted");
+    BREAK(cache, cache->memory.replaced, 1, "lists that nobody uses are left");
+
+    kvc_sequence **changed_at = changed->changed_at;
+    retained->changed_at = changed_at;
+    CHECK_BROKEN(cache, "a retained one and in use");
+    retained->changed_at = NULL;
+    changed->changed_at = &rested;
+    CHECK_BROKEN(cache, "is not in its list");
+    changed->changed_at = changed_at;
+    cache->oldest = NULL;
+    CHECK_BROKEN(cache, "the list of retained sequences");
+    cache->oldest = retained;
+
+    const kvc_run_list lists[] = {changed->runs[FULL], changed->runs[SLIDING]};
+    for (int g = 0; g < 2; g++) changed->runs[g].num = changed->runs[g].lost.end = 0;
+    changed->holds = 0;
+    cache->num_holding--;
+    CHECK_BROKEN(cache, "is blank and in the table");
+    for (int g = 0; g < 2; g++) changed->runs[g] = lists[g];
+    changed->holds = 1;
+    cache->num_holding++;
+    free_valid(cache);
+}
+
+static void test_batch(void) {
+    kvc_cache *cache = make_cache();
+    const kvc_begin_args args = {.struct_size = sizeof args,
+                                 .num_tokens = 3,
+                                 .seq_ids = (int64_t[]){RESTED, RESTED, 7},
+                                 .unstored = (uint8_t[]){0, 0, 1}};
+    const kvc_put_args put = {.struct_size = sizeof put, .k = zeros, .v = zeros};
+    kvc_batch *batch = NULL;
+    CHECKF(kvc_begin_with(cache, &args, &batch) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(kvc_put(batch, 0, &put) == KVC_OK, "%s", kvc_last_error());
+    kvc_run_list *list = &kvc_table_find(&cache->sequences, RESTED)->runs[FULL];
+    BREAK(cache, list->capacity, list->first + list->num, "has no room for 1 of the batch");
+    BREAK(cache, cache->row_buffer_bytes, 0, "bytes of row buffers are noted");
+    BREAK(cache, cache->row_buffers->left, 1, "with 0 users is there after its batch");
+    kvc_abort(batch);
+    free_valid(cache);
+}
+
+int main(void) {
+    test_lists();
+    test_blocks();
+    test_pools();
+    test_sequences();
+    test_batch();
+    return test_result();
+}

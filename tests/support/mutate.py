@@ -1,0 +1,296 @@
+"""Change the code of src/ in one place at a time, and see whether a program in tests/c notices: mutation testing.
+
+    python tests/support/mutate.py --seed 1 --number 200 [folder]    # keeps what it builds and measures in the folder
+
+Of all changes, tries those that the seed draws, each in a core of its own, with the quick part of the tests: of the
+programs that run the changed line, the fastest first. Prints the changes that all of them pass, and fails where fewer
+than LEAST are noticed. What does not compile, or compiles to the same code, does not count. Kernels are left out:
+instruction sets are compared with each other.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from support.c_sources import amalgamate, blank
+from support.compiling import (
+    ENVIRONMENT,
+    FLAGS,
+    LIBRARIES,
+    OPENMP,
+    ROOT,
+    compile_all,
+    compile_core,
+    compiler,
+    divert,
+    diverted_by,
+    run,
+)
+from support.coverage import COUNTING, read_counts
+
+LEAST = 90.0  # percent
+MEMORY = 8 << 30  # bytes that a program may map
+
+# ---- changes
+
+OTHER = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "&&": "||", "||": "&&"}
+OTHER |= {"+": "-", "-": "+", "+=": "-=", "-=": "+="}
+OPERATOR = re.compile(r"(?<=\s)[<>=!&|+-]{1,2}(?=\s)")
+NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")
+IF = re.compile(r"\bif (?=\()")
+FUNCTION = re.compile(r"^(\w[^;{}=]*\)) \{(?:\n(.*?)^\}|([^\n]*)\}$)", re.M | re.S)
+HEADER = re.compile(r"(?:if|for|while|switch) (?=\()")
+LABEL = re.compile(r"(?:else|do)\b|case [^:]*:|\w+:")
+CALL = re.compile(r"\w+\(.*\)", re.S)
+ASSIGNMENT = re.compile(r"\**\w+(?:(?:->|\.)\w+|\[[^;=]*?\])*(?: (?:[-+*/|&^%]|<<|>>)?= .*|\+\+|--)", re.S)
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    path: Path
+    begin: int
+    end: int
+    new: str
+
+    @property
+    def source(self):
+        return self.path.relative_to(ROOT / "src").as_posix()
+
+    @property
+    def line(self):
+        return self.path.read_text().count("\n", 0, self.begin) + 1
+
+    def apply(self):
+        text = self.path.read_text()
+        return text[: self.begin] + self.new + text[self.end :]
+
+    def __str__(self):
+        text = self.path.read_text()
+        begin, end = text.rfind("\n", 0, self.begin) + 1, text.find("\n", self.end)
+        lines = text[begin:end], text[begin : self.begin] + self.new + text[self.end : end]
+        before, after = (" ".join(line.split()) for line in lines)
+        return f"src/{self.source}:{self.line}: {before}  ->  {after}"
+
+
+def read_code(path):
+    """The text of a source with all that is not code blanked out."""
+
+    def spaces(found):
+        return re.sub(r"[^\n]", " ", found[0])
+
+    code = amalgamate.COMMENT.sub(spaces, blank(path.read_text()))
+    return amalgamate.TOKEN.sub(lambda token: spaces(token) if token["string"] else token[0], code)
+
+
+def closing(code, at):
+    """Where the bracket that opens here closes; here, if none does."""
+    depth = 0
+    while True:
+        depth += (code[at] in "([{") - (code[at] in ")]}")
+        if not depth:
+            return at
+        at += 1
+
+
+def statements(code, at, end):
+    """Yield begin and end of each statement before a semicolon."""
+    while at < end:
+        if code[at].isspace() or code[at] in "{};":
+            at += 1
+        elif found := HEADER.match(code, at):
+            at = closing(code, found.end()) + 1
+        elif found := LABEL.match(code, at):
+            at = found.end()
+        else:
+            begin = at
+            while code[at] not in ";}":
+                at = closing(code, at) + 1
+            if code[at] == ";":  # no macro that stands for several
+                yield begin, at
+
+
+def changes_of(path):
+    """Yield all changes of a source."""
+    code = read_code(path)
+    for function in FUNCTION.finditer(code):
+        begin, end = function.span(2 if function[2] else 3)
+        for found in OPERATOR.finditer(code, begin, end):
+            if found[0] in OTHER:
+                yield Change(path, *found.span(), OTHER[found[0]])
+        for found in NUMBER.finditer(code, begin, end):
+            yield Change(path, *found.span(), str(int(found[0]) + 1))
+        for found in IF.finditer(code, begin, end):
+            last = closing(code, found.end()) + 1
+            yield Change(path, found.end(), last, f"(!{path.read_text()[found.end() : last]})")
+        for first, last in statements(code, begin, end):
+            statement = code[first:last]
+            if CALL.fullmatch(statement) or ASSIGNMENT.fullmatch(statement):
+                yield Change(path, first, last, "")
+            elif "kvc_status " in function[1].split("(")[0] and re.match(r"return (?!KVC_OK$)", statement):
+                yield Change(path, first, last, "return KVC_OK")
+
+
+# ---- programs
+
+
+@dataclasses.dataclass
+class Program:
+    """A test, compiled but not linked; how long it takes, and how often it runs each line of a source."""
+
+    source: Path
+    object: Path
+    seconds: float = 0  # of a processor
+    lines: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
+
+    def link(self, command, objects, folder):
+        if diverted := diverted_by(self.source):
+            objects = [divert(command, objects, diverted, folder / "core.o")]
+        run(*command, self.object, *objects, "-o", folder / "program", *LIBRARIES)
+        return folder / "program"
+
+    def runs(self, change):
+        """Whether it runs the line of a change; if that has no code of its own, the last one before it that has."""
+        lines = self.lines.get(change.source, {})
+        return lines.get(max((line for line in lines if line <= change.line), default=0), 0) > 0
+
+
+def play(program, seconds):
+    """Run a program for so many seconds of a processor at most; return whether it passes, and how many it took."""
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    process = subprocess.Popen(
+        [program],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=ENVIRONMENT | {"KVCACHE_TEST_PART": "quick"},
+        start_new_session=True,
+        preexec_fn=limit,
+    )
+    with contextlib.suppress(subprocess.TimeoutExpired):  # it may wait for what never comes
+        process.wait(60 + 10 * seconds)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    passes = process.wait() == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return passes, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def measure(program, command, objects, folder):
+    """Run a program on a core that counts."""
+    for old in folder.glob("*.gcda"):
+        old.unlink()
+    passes, program.seconds = play(program.link(command, objects, folder), 600)
+    if not passes:
+        sys.exit(f"{program.source.stem} fails without a change")
+    for (source, line), count in read_counts(folder)["lines"].items():
+        program.lines.setdefault(source, {})[line] = count
+
+
+def measure_all(programs, command, objects, folder):
+    """Measure the programs that were not yet, as they and the core are."""
+    folder.mkdir(exist_ok=True)
+    counting = [*command, *COUNTING]
+    core = b"".join(path.read_bytes() for path in objects)
+    objects = None
+    for program in programs:
+        digest = hashlib.sha256(program.object.read_bytes() + core).hexdigest()
+        measured = folder / f"{program.source.stem}.{digest[:16]}.json"
+        if not measured.exists():
+            objects = objects or compile_core(folder, counting)
+            measure(program, counting, objects, folder)
+            measured.write_text(json.dumps([program.seconds, program.lines]))
+        program.seconds, lines = json.loads(measured.read_text())
+        program.lines = {source: {int(line): n for line, n in of.items()} for source, of in lines.items()}
+
+
+class Bench:
+    """Where changes are tried."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.command = [*compiler(), *(flag for flag in FLAGS if flag != "-g"), "-w", OPENMP]
+        self.objects = compile_core(folder, self.command)
+        tests = sorted(ROOT.glob("tests/c/*/test_*.c"))
+        objects = compile_all(folder, tests, lambda source: [*self.command, "-DTEST_STOPS"])
+        by_stem = {path.stem.split("-", 1)[1]: path for path in objects}
+        self.programs = [Program(source, by_stem[source.stem]) for source in tests]
+        measure_all(self.programs, self.command, self.objects, folder / "counted")
+        self.programs.sort(key=lambda program: program.seconds)
+
+    def try_change(self, change):
+        """Return the programs that pass, and the one that does not; None if there is nothing to try."""
+        own = self.folder / "changed"
+        source = own / change.source
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_text(change.apply())
+        target = own / f"{source.parent.name}-{source.stem}.o"
+        if subprocess.run([*self.command, "-c", source, "-o", target], capture_output=True).returncode:
+            return None
+        original = self.folder / target.name
+        if target.read_bytes() == original.read_bytes():
+            return None
+        objects = [target if path.name == target.name else path for path in self.objects]
+        passing = []
+        for program in (program for program in self.programs if program.runs(change)):
+            if not play(program.link(self.command, objects, own), int(3 * program.seconds) + 3)[0]:
+                return passing, program
+            passing.append(program)
+        return passing, None
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--number", type=int, default=200, help="of changes")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no change is begun")
+    parser.add_argument("--only", default="", help="changes that match this regular expression, as they are printed")
+    parser.add_argument("folder", type=Path, nargs="?")
+    options = parser.parse_args()
+    sources = sorted(path for path in ROOT.glob("src/*/*.c") if path.parent.name != "kernels")
+    changes = [change for path in sources for change in changes_of(path) if re.search(options.only, str(change))]
+    random.Random(options.seed).shuffle(changes)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        noticed, tried = try_changes(Bench(folder), changes, options)
+    print(f"noticed {noticed} of {tried} changes: {100 * noticed / max(tried, 1):.1f} %; there are {len(changes)}")
+    return 100 * noticed < LEAST * tried
+
+
+def try_changes(bench, changes, options):
+    """Try changes in order; return how many were noticed, and how many tried."""
+    noticed = tried = 0
+    end = time.monotonic() + options.seconds
+    for change in changes:
+        if tried == options.number or time.monotonic() > end:
+            break
+        if outcome := bench.try_change(change):
+            passing, failing = outcome
+            tried += 1
+            noticed += failing is not None
+            if not failing:
+                names = ", ".join(program.source.stem for program in passing)
+                print(f"{change}\n    passes {names or 'unseen: no program runs it'}", flush=True)
+    return noticed, tried
+
+
+if __name__ == "__main__":
+    sys.exit(main())
