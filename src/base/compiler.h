@@ -18,7 +18,7 @@
 /* Tells GCC that `release` frees what the function returns, in its argument of this number: -fanalyzer then finds
  * leaks, uses after that, and allocations that nobody checks. */
 #if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
-#define KVC_FREED_BY(release, argument) __attribute__((malloc(release, argument)))
+#define KVC_FREED_BY(release, argument) __attribute__((__malloc__(release, argument)))
 #else
 #define KVC_FREED_BY(release, argument)
 #endif

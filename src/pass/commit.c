@@ -175,6 +175,14 @@ static void drop_slots(const kvc_batch *batch, int32_t g) {
     kvc_pool_unreserve(pool, num_blocks, &pool->reserved);
 }
 
+/* Gives back what was put in the cross-attention layers of group g. */
+static void drop_all_cross(const kvc_batch *batch, int32_t g) {
+    kvc_pool *pool = &batch->cache->pools[g];
+    for (int32_t s = 0; s < batch->num_sequences; s++)
+        if (kvc_pending_of(batch, g, s)->num) kvc_drop_cross(batch, g, s);
+    kvc_pool_unreserve(pool, pool->reserved.num_opened, &pool->reserved);
+}
+
 /* Gives back the memory that the batch's sequences were given in lists. */
 static void trim_lists(const kvc_batch *batch) {
     for (int32_t s = 0; s < batch->num_sequences; s++)
@@ -188,13 +196,8 @@ void kvc_abort(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     const int32_t table_capacity = batch->table_before.capacity;
     kvc_lock(cache);
-    for (int32_t g = 0; g < cache->num_groups; g++) {
-        drop_slots(batch, g);
-        for (int32_t s = 0; s < batch->num_sequences; s++) {
-            const kvc_pending *pending = kvc_pending_of(batch, g, s);
-            if (pending->to == KVC_TO_CROSS && pending->num) kvc_drop_cross(batch, g, s);
-        }
-    }
+    for (int32_t g = 0; g < cache->num_token_groups; g++) drop_slots(batch, g);
+    for (int32_t g = cache->num_token_groups; g < cache->num_groups; g++) drop_all_cross(batch, g);
     trim_lists(batch);
     cache->stats.aborted++;
     close_batch(batch);

@@ -197,6 +197,17 @@ void kvc_pool_unreserve(kvc_pool *pool, int32_t num_used, kvc_reserved *reserved
     *reserved = (kvc_reserved){0};
 }
 
+void kvc_pool_add_reserved(kvc_pool *pool, kvc_reserved *to, const kvc_reserved *since) {
+    const int32_t num_opened = to->num_opened + since->num_opened;
+    if (!to->blocks_after) {
+        *to = *since;
+    } else if (since->blocks_after) {
+        free_list(pool, since->blocks_before, since->max_before);
+        to->blocks_after = since->blocks_after;
+    }
+    to->num_opened = num_opened;
+}
+
 int64_t kvc_pool_num_regions(const kvc_pool *pool) {
     int64_t num = 0;
     for (int32_t i = 0; i < pool->num_layers; i++) num += 2 * (int64_t)pool->layouts[i].num_kv_heads;

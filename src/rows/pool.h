@@ -113,6 +113,9 @@ kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count, kvc_reserved *reserve
 void kvc_pool_keep(kvc_pool *pool, kvc_reserved *reserved);
 void kvc_pool_unreserve(kvc_pool *pool, int32_t num_used, kvc_reserved *reserved);
 
+/* Adds what was reserved since to what was reserved before, so that both are given back at once. */
+void kvc_pool_add_reserved(kvc_pool *pool, kvc_reserved *to, const kvc_reserved *since);
+
 /* Takes a free block into use; there must be one. */
 kvc_block *kvc_pool_open(kvc_pool *pool);
 

@@ -1,16 +1,18 @@
 /* sim.c: clients of one cache in a simulated world (world.h), each of whose calls is checked.
  *
  * Clients take a sequence before they change it, and know what it holds: every row tells by its contents which token it
- * was put for.  In a third of the runs they also meddle with sequences of others.  What others do to the cache
- * meanwhile is up to the world.  A call may fail only as its documentation says, and only where its cause is there;
- * then everything is as it was.  When all clients have ended, what they made can be dropped, and every byte comes back.
+ * was put for.  In a third of the runs they also meddle with sequences of others.  Functions that the core calls make
+ * other calls, or take their time.  What others do to the cache meanwhile is up to the world.  A call may fail only as
+ * its documentation says, and only where its cause is there; then everything is as it was.  When all clients have
+ * ended, what they made can be dropped, and every byte comes back.
  *
- *     sim --seed 1 --runs 100 --calls 400 --clients 4 --faults 63 --trace
+ *     sim --seed 1 --runs 100 --calls 400 --clients 4 --faults 127 --trace
  */
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/personality.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -27,9 +29,11 @@ enum {
     IDS = 7,
     KEPT = 8, /* retained sequences: ids from FIRST_KEPT on */
     FIRST_KEPT = 100,
-    FEED = 9,     /* most tokens of a sequence in one batch */
-    MOST_FED = 3, /* most sequences of a batch */
-    CROSS = 5,    /* most rows of a sequence in a cross-attention layer */
+    FEED = 9,          /* most tokens of a sequence in one batch */
+    MOST_FED = 3,      /* most sequences of a batch */
+    CROSS = 5,         /* most rows of a sequence in a cross-attention layer */
+    PIECES = 3,        /* retained sequences that are attached at once */
+    MOST_LISTED = 256, /* blocks, and runs */
     MOST_TAGS = 1 << 20
 };
 
@@ -54,18 +58,35 @@ typedef struct world {
     int takes_rare_ways; /* not 0: rows may be moved together where that gains nothing */
     sequence sequences[IDS + KEPT];
     kvc_batch *batch; /* the open one; NULL while none is, or it begins or ends */
+    kvc_hold *holds[MOST_CLIENTS];
+    int num_holds; /* of these, and of those that a call is about to return */
+    int num_clones;
+    int has_allocator;
+    int64_t bytes[KVC_MEMORY_SCRATCH + 1]; /* that the cache and its clones have of the allocator, by kvc_memory_kind */
     int64_t calls_left;
     uint8_t origins[MOST_TAGS]; /* by tag: the position that the row was put at */
 } world;
+
+/* What others can see of the cache, at one moment unless sim_handovers() has changed. */
+typedef struct picture {
+    uint64_t handovers;
+    int layer; /* whose blocks are in it */
+    int64_t nbytes;
+    kvc_stats stats;
+    uint64_t contents; /* a hash of the sequences, in order of use, and the blocks */
+} picture;
 
 typedef struct client {
     world *w;
     int number;
     int was_cancelled; /* since the call began */
+    int is_called;     /* by the core: its call is one within another */
+    int calls_aside;   /* how many it made within others, or in a batch without need */
     uint64_t handovers, faults;
-    int64_t nbytes;
-    kvc_stats stats;
+    picture before; /* the call */
     const char *call;
+    int replaces;     /* the sequence that the call replaces; -1: none */
+    kvc_batch *batch; /* one of that sequence, which began meanwhile */
 } client;
 
 static int traces;
@@ -97,26 +118,67 @@ enum {
     MAY_INDEX = 64
 };
 
+static uint64_t hash(uint64_t to, const void *data, size_t size) { /* FNV-1a */
+    for (const unsigned char *byte = data; size; size--) to = (to ^ *byte++) * 0x100000001b3;
+    return to;
+}
+
+/* Hashes what a layer's group holds, and how far each sequence goes. */
+static uint64_t hash_contents(const world *w, int layer) {
+    kvc_block_info blocks[MOST_LISTED];
+    kvc_run_info runs[MOST_LISTED];
+    int64_t ids[KEPT], num_blocks = 0, num_runs = 0, num = kvc_retained(w->cache, ids, KEPT);
+    uint64_t to = hash(0, ids, (size_t)num * sizeof *ids);
+    kvc_blocks(w->cache, layer, blocks, sizeof *blocks, MOST_LISTED, &num_blocks, runs, sizeof *runs, MOST_LISTED,
+               &num_runs);
+    for (int64_t i = 0; i < num_blocks && i < MOST_LISTED; i++)
+        blocks[i].resident = 0; /* a batch that is aborted wrote */
+    to = hash(to, blocks, (size_t)(num_blocks < MOST_LISTED ? num_blocks : MOST_LISTED) * sizeof *blocks);
+    to = hash(to, runs, (size_t)(num_runs < MOST_LISTED ? num_runs : MOST_LISTED) * sizeof *runs);
+    for (int s = 0; s < IDS + KEPT; s++) {
+        const int32_t next = kvc_next_position(w->cache, id_of(s));
+        to = hash(to, &next, sizeof next);
+    }
+    return to;
+}
+
+static picture take_picture(const world *w, int layer) {
+    picture p = {.handovers = sim_handovers(), .layer = layer, .nbytes = kvc_nbytes(w->cache)};
+    kvc_get_stats(w->cache, &p.stats, sizeof p.stats);
+    p.contents = hash_contents(w, layer);
+    return p;
+}
+
 /* Notes how things are before a call. */
 static void begin_call(client *c, const char *call) {
     c->call = call;
     c->was_cancelled = 0;
-    c->handovers = sim_handovers();
-    c->nbytes = kvc_nbytes(c->w->cache);
-    kvc_get_stats(c->w->cache, &c->stats, sizeof c->stats);
+    c->before = take_picture(c->w, pick(c->w->num_layers));
+    c->handovers = c->before.handovers;
     c->faults = sim_faults();
+    sim_fail_memory(pick(4) ? 0 : 1 + (uint64_t)pick(20));
 }
 
-/* Whether what a failed call may not change is as it was; others must not have run meanwhile. */
+/* Whether others may have seen, or changed, something since the call began. */
+static int is_alone(const client *c) { return sim_handovers() == c->handovers; }
+
+/* Whether nothing has changed since the call began, unless others ran meanwhile. */
 static void check_unchanged(client *c) {
+    const picture *was = &c->before, now = take_picture(c->w, was->layer);
+    if (!is_alone(c)) return;
+    if (now.nbytes != was->nbytes)
+        fail(c, "changed kvc_nbytes from %lld to %lld", (long long)was->nbytes, (long long)now.nbytes);
+    if (memcmp(&now.stats, &was->stats, sizeof now.stats)) fail(c, "changed the statistics");
+    if (now.contents != was->contents) fail(c, "changed the sequences, or the blocks of layer %d", was->layer);
+}
+
+/* Whether the bytes of an allocator are counted right. */
+static void check_bytes(client *c) {
     const uint64_t handovers = sim_handovers();
-    kvc_stats now;
-    const int64_t nbytes = kvc_nbytes(c->w->cache);
-    kvc_get_stats(c->w->cache, &now, sizeof now);
-    if (handovers != c->handovers || sim_handovers() != handovers) return;
-    if (nbytes != c->nbytes)
-        fail(c, "failed, and changed kvc_nbytes from %lld to %lld", (long long)c->nbytes, (long long)nbytes);
-    if (memcmp(&now, &c->stats, sizeof now)) fail(c, "failed, and changed the statistics");
+    const world *w = c->w;
+    const int64_t nbytes = kvc_nbytes(w->cache), taken = w->bytes[KVC_MEMORY_ROWS] + w->bytes[KVC_MEMORY_BOOKKEEPING];
+    if (sim_handovers() == handovers && w->has_allocator && !w->num_clones && nbytes != taken)
+        fail(c, "kvc_nbytes is %lld, and the cache has %lld", (long long)nbytes, (long long)taken);
 }
 
 static int ended(client *c, kvc_status status, int may) {
@@ -144,13 +206,17 @@ static client *self_of(void *user) { /* poll and the functions of ropes are call
     return self;
 }
 
+/* What becomes of the time for which the core waits for a function of the client: little, much, or other calls. */
+static void pass_time(client *c);
+
 static int32_t poll_once(void *user) {
     (void)user;
     client *c = self_of(NULL);
-    sim_step();
-    if (!c || pick(8)) return 0;
-    c->was_cancelled = 1;
-    return 1;
+    if (!c) return 0;
+    pass_time(c);
+    const int32_t stops = !pick(8);
+    c->was_cancelled |= stops;
+    return stops;
 }
 
 /* Turns keys, as key_element says. */
@@ -158,17 +224,16 @@ static int32_t move_keys(void *user, int32_t layer, float *keys, int32_t num_kv_
                          int32_t delta) {
     (void)user, (void)layer;
     client *c = self_of(NULL);
-    sim_step();
-    if (pick(2)) kvc_validate(c->w->cache);
+    pass_time(c);
     for (float *key = keys; key < keys + num_kv_heads * num_rows * k_dim; key += k_dim)
         for (int i = delta & 3; i > 0; i--) {
             const float x = key[2];
             key[2] = -key[3];
             key[3] = x;
         }
-    if (pick(10)) return 0;
-    c->was_cancelled = 1;
-    return 1;
+    const int32_t stops = !pick(8);
+    c->was_cancelled |= stops;
+    return stops;
 }
 
 /* ---- rows -------------------------------------------------------------------------------------------------------- */
@@ -217,6 +282,36 @@ static int tag_of(const client *c, const float *k, const float *v, int64_t head_
                       v[h * head_stride + d] != element(tag, layer, 1, h, d);
     if (differ) fail(c, "%d elements of a row with tag %d are another's, layer %d", differ, tag, layer);
     return tag;
+}
+
+/* Returns the tag of row n of a span. */
+static int tag_in(const client *c, const kvc_span *span, int n, int layer) {
+    const int64_t size = sizeof(float);
+    return tag_of(c, (const float *)span->k + n * span->k_row_stride / size,
+                  (const float *)span->v + n * span->v_row_stride / size, span->k_head_stride / size, layer,
+                  span->position + n - span->delta);
+}
+
+static kvc_put_args put_of(const rows *r, int first, int n) {
+    return (kvc_put_args){.struct_size = sizeof(kvc_put_args),
+                          .first = first,
+                          .num_tokens = n,
+                          .k = r->k,
+                          .v = r->v,
+                          .k_token_stride = sizeof **r->k,
+                          .k_head_stride = sizeof *r->k,
+                          .v_token_stride = sizeof **r->v,
+                          .v_head_stride = sizeof *r->v};
+}
+
+static kvc_rows_in in_of(const rows *r) {
+    return (kvc_rows_in){.struct_size = sizeof(kvc_rows_in),
+                         .k = r->k,
+                         .v = r->v,
+                         .k_head_stride = sizeof *r->k,
+                         .k_row_stride = sizeof **r->k,
+                         .v_head_stride = sizeof *r->v,
+                         .v_row_stride = sizeof **r->v};
 }
 
 static kvc_rows_out out_of(rows *r) {
@@ -336,15 +431,7 @@ typedef struct pass {
 static int put_rows(client *c, const pass *p, int layer, int first, int n) {
     rows r;
     for (int i = 0; i < n; i++) set_row(&r, i, p->tags[first + i], layer);
-    const kvc_put_args args = {.struct_size = sizeof args,
-                               .first = first,
-                               .num_tokens = n,
-                               .k = r.k,
-                               .v = r.v,
-                               .k_token_stride = sizeof **r.k,
-                               .k_head_stride = sizeof *r.k,
-                               .v_token_stride = sizeof **r.v,
-                               .v_head_stride = sizeof *r.v};
+    const kvc_put_args args = put_of(&r, first, n);
     for (;;) {
         begin_call(c, "kvc_put");
         if (ended(c, kvc_put(p->batch, layer, &args), MAY_CANCEL | MAY_BE_FULL)) return 1;
@@ -352,19 +439,33 @@ static int put_rows(client *c, const pass *p, int layer, int first, int n) {
     }
 }
 
+/* Writes rows where the core shows. */
+static int write_rows(client *c, const pass *p, int layer, int first, int n) {
+    kvc_span span;
+    for (int end = first + n, num; first < end; first += num) {
+        begin_call(c, "kvc_slots");
+        if (!ended(c, kvc_slots(p->batch, layer, first, &span, sizeof span, NULL), MAY_BE_FULL)) return 0;
+        num = span.num_rows < end - first ? span.num_rows : end - first;
+        for (int i = 0; i < num; i++)
+            for (int h = 0; h < HEADS; h++)
+                for (int d = 0; d < DIM; d++) {
+                    char *k = (char *)span.k + h * span.k_head_stride + i * span.k_row_stride;
+                    char *v = (char *)span.v + h * span.v_head_stride + i * span.v_row_stride;
+                    ((float *)(void *)k)[d] = element(p->tags[first + i], layer, 0, h, d);
+                    ((float *)(void *)v)[d] = element(p->tags[first + i], layer, 1, h, d);
+                }
+        begin_call(c, "kvc_written");
+        if (!ended(c, kvc_written(p->batch, layer, first, num), MAY_BE_FULL)) return 0;
+    }
+    return 1;
+}
+
 static int put_cross(client *c, const pass *p, int layer, int i) {
     rows r;
     const int n = 1 + pick(CROSS), tag = p->tags[p->first[i]];
     for (int j = 0; j < n; j++) set_row(&r, j, tag, layer);
-    const kvc_put_args args = {.struct_size = sizeof args,
-                               .num_tokens = n,
-                               .k = r.k,
-                               .v = r.v,
-                               .k_token_stride = sizeof **r.k,
-                               .k_head_stride = sizeof *r.k,
-                               .v_token_stride = sizeof **r.v,
-                               .v_head_stride = sizeof *r.v,
-                               .seq_id = id_of(p->sequences[i])};
+    kvc_put_args args = put_of(&r, 0, n);
+    args.seq_id = id_of(p->sequences[i]);
     begin_call(c, "kvc_put of cross-attention");
     return ended(c, kvc_put(p->batch, layer, &args), MAY_CANCEL | MAY_BE_FULL);
 }
@@ -441,6 +542,13 @@ static void attend_last(client *c, const pass *p, int layer, int i) {
     }
 }
 
+static void let_go_of_hold(client *c) {
+    kvc_hold *hold = c->w->holds[c->number];
+    c->w->holds[c->number] = NULL;
+    kvc_hold_free(hold);
+    c->w->num_holds--;
+}
+
 /* Reads what the batch holds of one of its sequences. */
 static void read_batch(client *c, const pass *p, int layer, int i) {
     kvc_span spans[MOST];
@@ -450,18 +558,14 @@ static void read_batch(client *c, const pass *p, int layer, int i) {
     c->call = "kvc_batch_spans";
     c->faults = sim_faults();
     c->handovers = UINT64_MAX;
+    c->w->num_holds++;
     if (!ended(c, kvc_batch_spans(p->batch, id_of(s), layer, spans, sizeof *spans, MOST, &num, &hold), MAY_BE_GONE))
-        return;
+        num = 0;
+    c->w->holds[c->number] = hold;
     for (int64_t j = 0; j < num; j++)
-        for (int n = 0; n < spans[j].num_rows; n++) {
-            const int64_t row = n * spans[j].k_row_stride / (int64_t)sizeof(float);
-            tag_of(c, (const float *)spans[j].k + row,
-                   (const float *)spans[j].v + n * spans[j].v_row_stride / (int64_t)sizeof(float),
-                   spans[j].k_head_stride / (int64_t)sizeof(float), source_of(c->w, layer),
-                   spans[j].position + n - spans[j].delta);
-        }
+        for (int n = 0; n < spans[j].num_rows; n++) tag_in(c, &spans[j], n, source_of(c->w, layer));
     sim_step();
-    kvc_hold_free(hold);
+    let_go_of_hold(c);
 }
 
 /* Puts rows in all layers; returns whether it could. */
@@ -473,10 +577,9 @@ static int fill(client *c, const pass *p) {
                 if (!pick(3) && !put_cross(c, p, l, i)) return 0;
             continue;
         }
-        const int cut = pick(p->num_tokens + 1);
-        if (!w->layers[l].share && ((cut && !put_rows(c, p, l, 0, cut)) ||
-                                    (cut < p->num_tokens && !put_rows(c, p, l, cut, p->num_tokens - cut))))
-            return 0;
+        const int cut = pick(p->num_tokens + 1), rest = p->num_tokens - cut;
+        if (!w->layers[l].share && cut && !put_rows(c, p, l, 0, cut)) return 0;
+        if (!w->layers[l].share && rest && !(pick(3) ? put_rows : write_rows)(c, p, l, cut, rest)) return 0;
         const int i = pick(p->num_sequences);
         if (!pick(3)) attend_last(c, p, l, i);
         if (!pick(6) && !p->unstored[p->first[i]]) read_batch(c, p, l, i);
@@ -491,7 +594,7 @@ static void make_pass(client *c, pass *p) {
     for (int i = 1 + pick(MOST_FED); i > 0; i--) {
         const int s = take(c, 0);
         if (s < 0) continue;
-        const int at = kvc_next_position(w->cache, id_of(s)), n = 1 + pick(FEED), is_unstored = !pick(10);
+        const int at = kvc_next_position(w->cache, id_of(s)), n = 1 + pick(FEED), is_unstored = !pick(5);
         if (at + n > MOST) {
             clear_one(c, s);
             let_go(c, s);
@@ -510,13 +613,13 @@ static void make_pass(client *c, pass *p) {
 /* A call that finds no room finds none either once the retained sequences that can be evicted are cleared. */
 static void check_full(client *c, const kvc_begin_args *args) {
     kvc_batch *batch;
-    if (sim_handovers() != c->handovers || c->w->takes_rare_ways || pick(4)) return;
+    if (!is_alone(c) || c->w->takes_rare_ways || pick(4)) return;
     for (int s = IDS; s < IDS + KEPT; s++)
         if (!c->w->sequences[s].is_taken && kvc_clear_sequence(c->w->cache, id_of(s)) == KVC_OK)
             forget(&c->w->sequences[s]);
     if (kvc_begin_with(c->w->cache, args, &batch) != KVC_OK) return;
     kvc_abort(batch);
-    if (sim_handovers() == c->handovers) fail(c, "found no room, and does once retained sequences are cleared");
+    if (is_alone(c)) fail(c, "found no room, and does once retained sequences are cleared");
 }
 
 static int begin(client *c, pass *p) {
@@ -534,6 +637,8 @@ static int begin(client *c, pass *p) {
     const kvc_status status = kvc_begin_with(c->w->cache, &args, &p->batch);
     const int has_begun = ended(c, status, MAY_BE_FULL | MAY_BE_GONE | MAY_CANCEL | (timeout >= 0 ? MAY_BE_BUSY : 0));
     if (status == KVC_ERR_FULL) check_full(c, &args);
+    if (has_begun && c->w->config.max_bytes && kvc_nbytes(c->w->cache) > c->w->config.max_bytes && is_alone(c))
+        fail(c, "passes max_bytes by %lld", (long long)(kvc_nbytes(c->w->cache) - c->w->config.max_bytes));
     for (int t = 0; has_begun && t < p->num_tokens; t++) /* others may have moved the sequence's end */
         c->w->origins[p->tags[t]] = (uint8_t)kvc_batch_positions(p->batch)[t];
     return has_begun;
@@ -559,10 +664,7 @@ static void end_pass(client *c, const pass *p) {
         for (int t = p->first[i]; t < end; t++) kept[t] = 1, indices[num++] = t;
     }
     c->w->batch = NULL;
-    c->call = "kvc_commit";
-    c->faults = sim_faults() - 1; /* it cannot fail: neither here nor there */
-    c->faults = sim_faults();
-    c->handovers = UINT64_MAX;
+    c->call = "kvc_commit"; /* it cannot fail */
     const kvc_status status =
         num == p->num_tokens && pick(2) ? kvc_commit(p->batch) : kvc_commit_kept(p->batch, indices, num);
     if (status != KVC_OK) fail(c, "answers \"%s\"", kvc_strerror(status));
@@ -576,6 +678,7 @@ static void end_pass(client *c, const pass *p) {
 static void retain_running(client *c, const pass *p) {
     const world *w = c->w;
     const int i = pick(p->num_sequences), to = take(c, 1), begin = pick(MOST), end = begin + pick(12);
+    c->calls_aside++;
     if (to >= 0 && retain_rows(c, p->sequences[i], to, begin, end))
         for (int t = p->first[i]; t < p->first[i + 1] && !p->unstored[t]; t++)
             for (int l = 0; l < w->num_layers; l++)
@@ -585,49 +688,55 @@ static void retain_running(client *c, const pass *p) {
 }
 
 /* What there was before a batch. */
-typedef struct before {
-    uint64_t handovers, faults;
-    int64_t room, rows_gone; /* moved or expired: that stays done */
-} before;
+typedef struct beginning {
+    picture picture;
+    uint64_t faults;
+    int calls_aside;
+    int64_t room;
+} beginning;
 
-static int64_t count_gone(const client *c) {
-    kvc_stats stats;
-    kvc_get_stats(c->w->cache, &stats, sizeof stats);
-    return stats.rows_moved + stats.rows_expired;
+static beginning note_beginning(client *c, int64_t seq_id) {
+    beginning was = {.picture = take_picture(c->w, pick(c->w->num_layers)), .calls_aside = c->calls_aside};
+    was.faults = sim_faults();
+    if (pick(2) && !c->w->takes_rare_ways) kvc_room(c->w->cache, seq_id, &was.room);
+    return was;
 }
 
-static before note_before(const client *c, int64_t seq_id) {
-    before b = {.handovers = sim_handovers(), .faults = sim_faults(), .rows_gone = count_gone(c)};
-    if (pick(2) && !c->w->takes_rare_ways) kvc_room(c->w->cache, seq_id, &b.room);
-    return b;
-}
-
-/* Aborts a batch: it leaves as much room as there was before it. */
-static void abort_pass(client *c, const pass *p, const before *b) {
+/* Aborts a batch: all is as it was, but for rows that moved, expired or were evicted to make room. */
+static void abort_pass(client *c, const pass *p, const beginning *was) {
     int64_t room = 0;
     c->call = "kvc_abort";
     c->w->batch = NULL;
     kvc_abort(p->batch);
     if (traces) printf("%llu client %d: aborted\n", (unsigned long long)sim_steps(), c->number);
+    const picture *before = &was->picture, now = take_picture(c->w, before->layer);
+    const kvc_stats *x = &before->stats, *y = &now.stats;
+    if (sim_handovers() != before->handovers || c->calls_aside != was->calls_aside) return;
+    if (x->rows_moved + x->rows_expired != y->rows_moved + y->rows_expired) return;
+    if (c->w->has_allocator && now.nbytes > before->nbytes) /* else, rows of old blocks count once they are written */
+        fail(c, "leaves %lld bytes, of %lld before the batch", (long long)now.nbytes, (long long)before->nbytes);
+    if (x->rows_evicted == y->rows_evicted && x->blocks_returned == y->blocks_returned &&
+        now.contents != before->contents)
+        fail(c, "leaves other sequences, or other blocks of layer %d, than before the batch", before->layer);
     const kvc_status status = kvc_room(c->w->cache, id_of(p->sequences[0]), &room);
-    if (count_gone(c) != b->rows_gone || sim_handovers() != b->handovers || sim_faults() != b->faults) return;
-    if (status == KVC_OK && room < b->room)
-        fail(c, "leaves room for %lld tokens, of %lld before the batch", (long long)room, (long long)b->room);
+    if (sim_handovers() != before->handovers || sim_faults() != was->faults) return;
+    if (status == KVC_OK && room < was->room)
+        fail(c, "leaves room for %lld tokens, of %lld before the batch", (long long)room, (long long)was->room);
 }
 
 static void feed(client *c) {
     pass p;
     make_pass(c, &p);
     if (!p.num_sequences) return;
-    const before b = note_before(c, id_of(p.sequences[0]));
+    const beginning was = note_beginning(c, id_of(p.sequences[0]));
     if (begin(c, &p)) {
         c->w->batch = p.batch;
         const int is_filled = fill(c, &p);
-        if (is_filled && !pick(6)) retain_running(c, &p);
+        if (is_filled && !pick(3)) retain_running(c, &p);
         if (is_filled && pick(6))
             end_pass(c, &p);
         else
-            abort_pass(c, &p, &b);
+            abort_pass(c, &p, &was);
     } else if (pick(2)) {
         clear_one(c, p.sequences[pick(p.num_sequences)]); /* so that others have room */
     }
@@ -673,22 +782,26 @@ static void divide(client *c, int s) {
     while (!clear_one(c, s)) continue;
 }
 
+/* Replaces a few rows of a sequence, perhaps of a retained one. */
 static void inject(client *c, int s) {
     world *w = c->w;
     rows r;
     sequence *of = &w->sequences[s];
-    const int at = pick(end_of(of) + 1), l = source_of(w, pick(w->num_layers)), tag = new_tag(w, at);
-    if (at == MOST || is_cross(w, l)) return;
-    set_row(&r, 0, tag, l);
-    const kvc_rows_in in = {.struct_size = sizeof in,
-                            .k = r.k,
-                            .v = r.v,
-                            .k_head_stride = sizeof *r.k,
-                            .k_row_stride = sizeof **r.k,
-                            .v_head_stride = sizeof *r.v,
-                            .v_row_stride = sizeof **r.v};
+    const int at = pick(end_of(of) + 1), n = 1 + pick(4), l = source_of(w, pick(w->num_layers));
+    int tags[4];
+    if (at + n > MOST || is_cross(w, l)) return;
+    for (int i = 0; i < n; i++) set_row(&r, i, tags[i] = new_tag(w, at + i), l);
+    const kvc_rows_in in = in_of(&r);
     begin_call(c, "kvc_inject");
-    if (ended(c, kvc_inject(w->cache, id_of(s), l, at, at + 1, &in), MAY_BE_FULL | MAY_INDEX)) of->tags[l][at] = tag;
+    if (ended(c, kvc_inject(w->cache, id_of(s), l, at, at + n, &in), MAY_BE_FULL | MAY_INDEX))
+        memcpy(of->tags[l] + at, tags, (size_t)n * sizeof *tags);
+}
+
+static void inject_retained(client *c) {
+    const int s = take(c, 1);
+    if (s < 0) return;
+    inject(c, s);
+    let_go(c, s);
 }
 
 static void copy(client *c, int s) {
@@ -714,13 +827,13 @@ static void share(client *c, int s) {
     const int to = take(c, 0);
     if (to < 0) return;
     sequence *from = &w->sequences[s], *into = &w->sequences[to];
-    const int begin = end_of(into), is_empty = !end_of(from);
+    const int begin = end_of(into), end = pick(2) ? MOST : begin + pick(MOST - begin + 1), is_empty = !end_of(from);
     begin_call(c, "kvc_share");
-    const kvc_status status = kvc_share(w->cache, id_of(s), id_of(to), begin, KVC_END);
+    const kvc_status status = kvc_share(w->cache, id_of(s), id_of(to), begin, end < MOST ? end : KVC_END);
     into->is_spoilt |= from->is_spoilt;
     if (ended(c, status, (is_empty && !begin ? MAY_BE_INVALID : 0) | MAY_BE_GONE))
         for (int l = 0; l < MOST_LAYERS; l++)
-            memcpy(into->tags[l] + begin, from->tags[l] + begin, (size_t)(MOST - begin) * sizeof(int));
+            memcpy(into->tags[l] + begin, from->tags[l] + begin, (size_t)(end - begin) * sizeof(int));
     let_go(c, to);
 }
 
@@ -741,7 +854,7 @@ static void meddle(client *c) {
     of->meddlers++;
     of->meddlings++;
     of->is_spoilt = 1;
-    switch (pick(7)) {
+    switch (pick(8)) {
     case 0:
         begin_call(c, "kvc_remove of another's");
         ended(c, kvc_remove(w->cache, id_of(s), begin, end, pick(2)), 0);
@@ -773,6 +886,16 @@ static void meddle(client *c) {
         for (int i = 0; i < 20; i++) sim_step();
         w->batch = NULL;
         kvc_abort(batch);
+        break;
+    }
+    case 6: {
+        rows r;
+        const int l = source_of(w, pick(w->num_layers)), n = 1 + pick(MOST - begin);
+        for (int i = 0; i < n; i++) set_row(&r, i, new_tag(w, begin + i), l);
+        kvc_rows_in in = in_of(&r);
+        in.skip_missing = 1;
+        begin_call(c, "kvc_inject into another's");
+        if (!is_cross(w, l)) ended(c, kvc_inject(w->cache, id_of(s), l, begin, begin + n, &in), 0);
         break;
     }
     default:
@@ -821,33 +944,71 @@ static int can_go_on(const world *w, uint8_t has[MOST_LAYERS][MOST], int at) {
     return 1;
 }
 
-/* Retains stretches of one sequence that follow each other, and makes another of them. */
+/* Notes of which retained sequence each row below `end` is; returns whether none is of two. */
+static int join_tags(const world *w, const int *pieces, int end, int tags[MOST_LAYERS][MOST]) {
+    memset(tags, 0, sizeof *tags * MOST_LAYERS);
+    for (int p = 0; p < PIECES; p++)
+        for (int l = 0; l < MOST_LAYERS; l++)
+            for (int i = 0; i < end; i++) {
+                const int tag = w->sequences[pieces[p]].tags[l][i];
+                if (tag && tags[l][i]) return 0;
+                if (tag) tags[l][i] = tag;
+            }
+    return 1;
+}
+
+/* Makes sequence `to` of retained ones, by rising position. */
+static void attach_pieces(client *c, int to, const int *pieces) {
+    world *w = c->w;
+    int64_t ids[PIECES];
+    int32_t matched = 0;
+    int tags[MOST_LAYERS][MOST];
+    uint8_t has[MOST_LAYERS][MOST];
+    for (int i = 0; i < PIECES; i++) ids[i] = id_of(pieces[i]);
+    begin_call(c, "kvc_attach");
+    const int last = list_rows(c, ids, PIECES, has), length = pick(last + 3);
+    int most = length < last ? length : last;
+    while (!can_go_on(w, has, most)) most--;
+    if (!ended(c, kvc_attach(w->cache, ids, PIECES, id_of(to), length, &matched), 0)) return;
+    if (matched < 0 || matched > length || (matched != most && is_alone(c)))
+        fail(c, "matched %d, not %d", matched, most);
+    for (int i = 0; i < PIECES; i++) w->sequences[to].is_spoilt |= w->sequences[pieces[i]].is_spoilt;
+    join_tags(w, pieces, matched, tags);
+    memcpy(w->sequences[to].tags, tags, sizeof tags);
+}
+
+static int first_of(const client *c, int s) {
+    int32_t first = -1, last;
+    kvc_position_range(c->w->cache, id_of(s), -1, &first, &last);
+    return first;
+}
+
+/* Takes retained sequences by rising position, most often stretches of one sequence that follow each other, and makes
+ * another sequence of them. */
 static void attach(client *c) {
     world *w = c->w;
-    enum { PIECES = 3, LENGTH = 5 };
-    int64_t ids[PIECES];
-    int pieces[PIECES], num = 0;
-    const int s = take(c, 0), to = take(c, 0);
-    int32_t matched = 0;
-    while (num < PIECES && (pieces[num] = take(c, 1)) >= 0) ids[num] = id_of(pieces[num]), num++;
+    int pieces[PIECES], num = 0, begin = pick(4) ? 0 : pick(9);
+    int tags[MOST_LAYERS][MOST];
+    const int s = take(c, 0), to = take(c, 0), makes_new = pick(4);
+    while (num < PIECES && (pieces[num] = take(c, 1)) >= 0) num++;
     int goes_on = s >= 0 && to >= 0 && num == PIECES && clear_one(c, to);
-    for (int i = 0; goes_on && i < PIECES; i++) goes_on = retain_rows(c, s, pieces[i], i * LENGTH, (i + 1) * LENGTH);
-    if (goes_on) {
-        kvc_pin(w->cache, ids, 1 + pick(PIECES), 1);
-        kvc_touch(w->cache, ids, PIECES);
-        begin_call(c, "kvc_attach");
-        uint8_t has[MOST_LAYERS][MOST];
-        const int length = pick(PIECES * LENGTH + 3), last = list_rows(c, ids, PIECES, has);
-        int most = length < last ? length : last;
-        while (!can_go_on(w, has, most)) most--;
-        if (ended(c, kvc_attach(w->cache, ids, PIECES, id_of(to), length, &matched), 0)) {
-            w->sequences[to].is_spoilt |= w->sequences[s].is_spoilt;
-            if (matched < 0 || matched > PIECES * LENGTH || (matched != most && sim_handovers() == c->handovers))
-                fail(c, "matched %d, not %d", matched, most);
-            for (int l = 0; l < MOST_LAYERS; l++)
-                for (int i = 0; i < matched; i++) w->sequences[to].tags[l][i] = w->sequences[s].tags[l][i];
+    for (int i = 0; goes_on && makes_new && i < PIECES; i++) {
+        const int end = begin + 1 + pick(8);
+        goes_on = retain_rows(c, s, pieces[i], begin, end);
+        begin = end;
+    }
+    for (int i = 1; goes_on && !makes_new && i < PIECES; i++)
+        for (int j = i; j > 0 && first_of(c, pieces[j]) < first_of(c, pieces[j - 1]); j--) {
+            const int other = pieces[j];
+            pieces[j] = pieces[j - 1];
+            pieces[j - 1] = other;
         }
-        kvc_pin(w->cache, ids, PIECES, -1);
+    if (goes_on && join_tags(w, pieces, MOST, tags)) {
+        const int64_t id = id_of(pieces[pick(PIECES)]);
+        kvc_pin(w->cache, &id, 1, 1);
+        kvc_touch(w->cache, &id, 1);
+        attach_pieces(c, to, pieces);
+        kvc_pin(w->cache, &id, 1, -1);
     }
     while (num) let_go(c, pieces[--num]);
     let_go(c, s);
@@ -871,13 +1032,7 @@ static void retain_new(client *c) {
             for (int l = 0; l < w->num_layers && is_whole; l++) {
                 if (!is_own(w, l)) continue;
                 for (int i = 0; i < n; i++) set_row(&r, i, kept->tags[l][begin + i] = new_tag(w, begin + i), l);
-                const kvc_rows_in in = {.struct_size = sizeof in,
-                                        .k = r.k,
-                                        .v = r.v,
-                                        .k_head_stride = sizeof *r.k,
-                                        .k_row_stride = sizeof **r.k,
-                                        .v_head_stride = sizeof *r.v,
-                                        .v_row_stride = sizeof **r.v};
+                const kvc_rows_in in = in_of(&r);
                 begin_call(c, "kvc_inject into a retained sequence");
                 is_whole = ended(c, kvc_inject(w->cache, id, l, begin, begin + n, &in),
                                  MAY_BE_FULL); /* where others hold them */
@@ -904,7 +1059,7 @@ static void check_room(client *c, int s, int64_t room) {
     const kvc_begin_args args = {.struct_size = sizeof args, .num_tokens = (int32_t)n, .seq_ids = ids};
     const kvc_status status = kvc_begin_with(c->w->cache, &args, &batch);
     if (status == KVC_OK) kvc_abort(batch);
-    if (sim_handovers() != c->handovers || sim_faults() != c->faults || status == KVC_ERR_BUSY) return;
+    if (!is_alone(c) || sim_faults() != c->faults || status == KVC_ERR_BUSY) return;
     if ((status == KVC_OK) != (n == room))
         fail(c, "says %lld, and a batch of %lld is answered \"%s\"", (long long)room, (long long)n,
              kvc_strerror(status));
@@ -926,6 +1081,7 @@ static void tidy(client *c) {
           which == 4 ? 0
                      : MAY_BE_BUSY | MAY_BE_HELD | (which == 1 || which == 2 ? MAY_BE_FULL : 0) |
                            (which == 2 ? MAY_BE_GONE : 0));
+    if (which >= 3) check_unchanged(c);
     if (which == 3 && status == KVC_OK) check_room(c, s, room);
     let_go(c, s);
 }
@@ -938,35 +1094,37 @@ static void hold(client *c) {
     if (is_cross(c->w, layer)) return;
     const int s = pick(IDS + KEPT), epoch = c->w->sequences[s].epoch;
     begin_call(c, "kvc_spans");
-    if (!ended(c, kvc_spans(c->w->cache, id_of(s), layer, spans, sizeof *spans, MOST, &num, &held), 0)) return;
-    const int is_defined = epoch % 2 == 0 && c->w->sequences[s].epoch == epoch;
+    c->w->num_holds++;
+    const int is_held = ended(c, kvc_spans(c->w->cache, id_of(s), layer, spans, sizeof *spans, MOST, &num, &held), 0);
+    c->w->holds[c->number] = held;
+    const int is_defined = is_held && epoch % 2 == 0 && c->w->sequences[s].epoch == epoch;
     for (int round = 0; round < 3 * is_defined; round++)
         for (int64_t i = 0, n = 0; i < num; i++)
             for (int j = 0; j < spans[i].num_rows && n < MOST; j++, n++) {
-                const int tag = tag_of(
-                    c, (const float *)spans[i].k + j * spans[i].k_row_stride / (int64_t)sizeof(float),
-                    (const float *)spans[i].v + j * spans[i].v_row_stride / (int64_t)sizeof(float),
-                    spans[i].k_head_stride / (int64_t)sizeof(float), layer, spans[i].position + j - spans[i].delta);
+                const int tag = tag_in(c, &spans[i], j, layer);
                 if (round && tag != tags[n]) fail(c, "a row that is held became another");
                 tags[n] = tag;
                 sim_step();
             }
-    kvc_hold_free(held);
+    let_go_of_hold(c);
 }
 
 static void clone(client *c) {
     kvc_cache *copy = NULL;
     int epochs[IDS + KEPT], cloned_epochs[IDS + KEPT];
     for (int s = 0; s < IDS + KEPT; s++) epochs[s] = c->w->sequences[s].epoch;
+    c->w->num_clones++;
     begin_call(c, "kvc_cache_clone");
-    if (!ended(c, kvc_cache_clone(c->w->cache, &copy), MAY_BE_BUSY)) return;
+    const int is_there = ended(c, kvc_cache_clone(c->w->cache, &copy), MAY_BE_BUSY);
+    check_unchanged(c);
+    c->w->num_clones -= !is_there;
+    if (!is_there) return;
     for (int s = 0; s < IDS + KEPT; s++) cloned_epochs[s] = c->w->sequences[s].epoch;
     if (kvc_validate(copy) != KVC_OK) fail(c, "the clone is corrupt");
-    for (int i = 0; i < 3; i++) {
-        const int s = pick(IDS + KEPT);
+    for (int s = 0; s < IDS + KEPT; s++)
         if (epochs[s] % 2 == 0 && cloned_epochs[s] == epochs[s]) check_intact(c, copy, s);
-    }
     if (kvc_cache_free(copy) != KVC_OK) fail(c, "the clone cannot be freed");
+    c->w->num_clones--;
 }
 
 /* ---- files ------------------------------------------------------------------------------------------------------- */
@@ -979,8 +1137,8 @@ typedef struct file {
 
 static int32_t write_file(void *user, const void *data, size_t size) {
     file *f = user;
-    sim_step();
-    if (!pick(200)) return f->c->was_cancelled = 1;
+    pass_time(f->c);
+    if (!pick(100)) return f->c->was_cancelled = 1;
     if (f->size + size > f->room) f->bytes = realloc(f->bytes, f->room = 2 * (f->size + size));
     memcpy(f->bytes + f->size, data, size);
     f->size += size;
@@ -989,8 +1147,8 @@ static int32_t write_file(void *user, const void *data, size_t size) {
 
 static int32_t read_file(void *user, void *data, size_t size) {
     file *f = user;
-    sim_step();
-    if (!pick(200) || size > f->size - f->at) return f->c->was_cancelled = 1;
+    pass_time(f->c);
+    if (!pick(100) || size > f->size - f->at) return f->c->was_cancelled = 1;
     memcpy(data, f->bytes + f->at, size);
     f->at += size;
     return 0;
@@ -1029,15 +1187,23 @@ static void load(client *c, kvc_load_args *args, int s, int is_damaged) {
 
 static void restore(client *c, const kvc_load_args *args, int s, int to, int is_damaged) {
     world *w = c->w;
+    sequence *into = &w->sequences[to];
     begin_call(c, "kvc_restore");
+    c->replaces = to;
     const kvc_status status = kvc_restore(w->cache, args);
+    c->replaces = -1;
+    if (c->batch && status == KVC_OK) fail(c, "replaced a sequence of the open batch");
     if (is_damaged && status == KVC_OK) fail(c, "took a damaged file");
     if (is_damaged && status == KVC_ERR_FORMAT) {
         check_unchanged(c);
-    } else if (ended(c, status, MAY_BE_FULL | (is_damaged ? MAY_BE_INVALID | MAY_BE_BUSY : 0))) {
-        memcpy(w->sequences[to].tags, w->sequences[s].tags, sizeof w->sequences[to].tags);
-        w->sequences[to].is_spoilt |= w->sequences[s].is_spoilt;
+    } else if (ended(c, status, MAY_BE_FULL | (is_damaged || c->batch ? MAY_BE_INVALID | MAY_BE_BUSY : 0))) {
+        memcpy(into->tags, w->sequences[s].tags, sizeof into->tags);
+        into->is_spoilt |= w->sequences[s].is_spoilt;
     }
+    if (!c->batch) return;
+    w->batch = NULL;
+    kvc_abort(c->batch);
+    c->batch = NULL;
 }
 
 /* Saves a sequence, and restores it as another, or loads it. */
@@ -1050,6 +1216,7 @@ static void save_and_restore(client *c) {
         .struct_size = sizeof save, .write = write_file, .user = &f, .seq_ids = &from_id, .num_sequences = 1};
     begin_call(c, "kvc_save");
     if (s >= 0 && to >= 0 && ended(c, kvc_save(w->cache, &save), 0)) {
+        check_unchanged(c);
         const int is_damaged = damage(&f), is_read = pick(2);
         kvc_load_args args = {.struct_size = sizeof args,
                               .data = is_read ? NULL : f.bytes,
@@ -1069,26 +1236,44 @@ static void save_and_restore(client *c) {
     let_go(c, to);
 }
 
+/* Whether a cleared cache gives back all memory of rows. */
+static void check_empty(client *c) {
+    world *w = c->w;
+    kvc_stats stats;
+    if (kvc_compact(w->cache) != KVC_OK) fail(c, "the cache cannot be compacted once it is cleared");
+    kvc_get_stats(w->cache, &stats, sizeof stats);
+    if (stats.live_slots || stats.blocks_in_use || stats.blocks_free || stats.retained) fail(c, "rows are left");
+    if (w->bytes[KVC_MEMORY_ROWS] && !w->num_clones)
+        fail(c, "%lld bytes of rows are left", (long long)w->bytes[KVC_MEMORY_ROWS]);
+    if (kvc_validate(w->cache) != KVC_OK) fail(c, "the cache is corrupt once it is cleared");
+}
+
 /* ---- fork() ------------------------------------------------------------------------------------------------------ */
 
-/* In the child: everything is as it was, and can be dropped. */
+/* In the child: everything is as it was, and can be dropped; then the cache can be used anew. */
 static int check_child(void *context) {
     client *c = context;
     world *w = c->w;
     c->call = "fork()";
+    sim_calm();
     if (kvc_validate(w->cache) != KVC_OK) fail(c, "the child's cache is corrupt");
     for (int s = 0; s < IDS + KEPT; s++)
         if (!w->sequences[s].is_taken) check_sequence(c, w->cache, s);
     if (w->batch) kvc_abort(w->batch);
     if (kvc_validate(w->cache) != KVC_OK) fail(c, "the child's cache is corrupt without the batch");
     for (int s = 0; s < IDS + KEPT; s++) check_intact(c, w->cache, s);
-    const kvc_status status = kvc_clear(w->cache); /* a batch that begins or ends is nobody's to abort */
-    if (status != KVC_OK && (w->batch || status != KVC_ERR_BUSY)) fail(c, "the child's cache cannot be cleared");
-    kvc_stats stats;
-    const int is_empty = status == KVC_OK && kvc_compact(w->cache) == KVC_OK;
-    kvc_get_stats(w->cache, &stats, sizeof stats);
-    if (is_empty && stats.live_slots) fail(c, "%lld slots are left in the child", (long long)stats.live_slots);
-    if (kvc_validate(w->cache) != KVC_OK) fail(c, "the child's cache is corrupt when it was cleared");
+    for (int i = 0; i < MOST_CLIENTS; i++) {
+        w->num_holds -= w->holds[i] != NULL;
+        kvc_hold_free(w->holds[i]);
+    }
+    if (kvc_clear(w->cache) != KVC_OK) { /* a batch that begins or ends is nobody's to abort */
+        if (w->batch) fail(c, "the child's cache cannot be cleared");
+        return 0;
+    }
+    if (!w->num_holds) check_empty(c);
+    for (int s = 0; s < IDS + KEPT; s++) w->sequences[s] = (sequence){0};
+    w->batch = NULL;
+    for (int i = 0; i < 3; i++) feed(c);
     return 0;
 }
 
@@ -1099,37 +1284,47 @@ static void fork_once(client *c) {
     if (result) fail(c, "the child ended with %d", result);
 }
 
+/* ---- calls within calls ------------------------------------------------------------------------------------------ */
+
+/* Begins a batch of the sequence that the running call replaces. */
+static void begin_replaced(client *c) {
+    kvc_batch *batch;
+    const int64_t id = id_of(c->replaces);
+    if (kvc_begin(c->w->cache, 1, NULL, &id, NULL, &batch) == KVC_OK) c->batch = c->w->batch = batch;
+}
+
+static void pass_time(client *c) {
+    static void (*const calls[])(client *c) = {edit, edit, retain,     retain_new,     attach,
+                                               hold, tidy, clear_some, inject_retained};
+    for (int i = 1 << pick(8); i > 0; i--) sim_step();
+    if (c->is_called || pick(8)) return;
+    client within = *c;
+    within.is_called = 1;
+    self_of(&within);
+    if (c->replaces >= 0 && !c->batch && pick(2))
+        begin_replaced(c);
+    else
+        calls[pick(sizeof calls / sizeof *calls)](&within);
+    self_of(c);
+    sim_fail_memory(0);
+    c->calls_aside++;
+    c->handovers = UINT64_MAX;
+}
+
 /* ---- together ---------------------------------------------------------------------------------------------------- */
 
 static void *run_client(void *context) {
-    static void (*const calls[])(client *c) = {feed,
-                                               feed,
-                                               feed,
-                                               feed,
-                                               feed,
-                                               feed,
-                                               edit,
-                                               edit,
-                                               edit,
-                                               edit,
-                                               retain,
-                                               retain,
-                                               attach,
-                                               retain_new,
-                                               tidy,
-                                               tidy,
-                                               hold,
-                                               clone,
-                                               save_and_restore,
-                                               clear_some,
-                                               meddle,
-                                               meddle,
-                                               fork_once};
+    static void (*const calls[])(client *c) = {feed,       feed,   feed,   feed,       feed,
+                                               feed,       edit,   edit,   edit,       edit,
+                                               retain,     retain, attach, retain_new, inject_retained,
+                                               tidy,       tidy,   hold,   clone,      save_and_restore,
+                                               clear_some, meddle, meddle, fork_once};
     client *c = context;
     self_of(c);
     while (c->w->calls_left-- > 0) {
         calls[pick(sizeof calls / sizeof *calls)](c);
         check_intact(c, c->w->cache, pick(IDS + KEPT));
+        check_bytes(c);
         if (kvc_utilization(c->w->cache) > 1) fail(c, "utilization is above 1");
         if (!pick(4) && kvc_validate(c->w->cache) != KVC_OK) fail(c, "the cache is corrupt afterwards");
     }
@@ -1146,6 +1341,19 @@ static kvc_policy any_policy(void) {
                         .resume_window = pick(2) * (window + pick(9))};
 }
 
+static void *allocate(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
+    world *w = user;
+    void *memory = sim_aligned_alloc(alignment, (size + alignment - 1) / alignment * alignment);
+    if (memory) w->bytes[hint->kind] += (int64_t)size;
+    return memory;
+}
+
+static void release(void *user, void *memory, size_t size, const kvc_memory_hint *hint) {
+    world *w = user;
+    w->bytes[hint->kind] -= (int64_t)size;
+    sim_free(memory);
+}
+
 /* Makes a cache of any shape and limits. */
 static void make_cache(world *w) {
     static const double right_angle[] = {1.57079632679489661923};
@@ -1159,10 +1367,10 @@ static void make_cache(world *w) {
             .k_dim = DIM,
             .v_dim = DIM,
             .rope = {.kind = kind, .first_dim = 2, .num_freqs = 1, .inv_freq = right_angle, .shift = move_keys}};
-        const int what = l ? pick(5) : 0;
+        const int what = l ? pick(5) : !pick(3);
         if (what == 1 || what == 2) w->layers[l].policy = any_policy(), w->expires = 1;
         if (what == 3) w->layers[l].policy = (kvc_policy){.kind = KVC_CROSS, .max_len = CROSS};
-        if (what == 4) w->layers[l].share = 1;
+        if (what == 4) w->layers[l].share = 1, w->layers[l].policy = w->layers[0].policy;
     }
     w->config = (kvc_config){.struct_size = sizeof w->config,
                              .layers = w->layers,
@@ -1175,9 +1383,13 @@ static void make_cache(world *w) {
                              .max_bytes = pick(2) ? 0 : (20000 + pick(60000)) * (block_size > MOST ? 100 : 1),
                              .num_threads = 1 + pick(3),
                              .poll = pick(2) ? poll_once : NULL};
+    const kvc_allocator allocator = {.struct_size = sizeof allocator, .user = w, .alloc = allocate, .free = release};
+    w->has_allocator = pick(2);
+    if (w->has_allocator) w->config.allocator = &allocator;
     kvc_status status;
     do status = kvc_cache_new(&w->config, &w->cache);
     while (status == KVC_ERR_NOMEM && sim_faults());
+    w->config.allocator = NULL; /* the cache has a copy */
     if (status != KVC_OK) sim_fail("kvc_cache_new: %s", kvc_last_error());
 }
 
@@ -1187,16 +1399,16 @@ static void run(uint64_t seed, int num_clients, int64_t num_calls, int faults) {
     pthread_t threads[MOST_CLIENTS];
     static const int handovers[] = {1, 4, 32, 256};
     /* Some faults hide what others show: a thread that wakes early misses no signal. */
-    const sim_options options = {seed, faults & (int)(seed * 0x9e3779b97f4a7c15 >> 58), handovers[seed % 4]};
+    const sim_options options = {seed, faults & (int)(seed * 0x9e3779b97f4a7c15 >> 57), handovers[seed % 4]};
     w = (world){.calls_left = num_calls, .is_meddled = seed / 4 % 3 == 0, .takes_rare_ways = options.faults & SIM_RARE};
     if (seed / 12 % 3 == 0) num_clients = 1; /* what a failed call changes is seen where no other client runs */
     sim_begin(&options);
-    clients[num_clients] = (client){.w = &w, .number = -1, .call = "end"};
+    clients[num_clients] = (client){.w = &w, .number = num_clients, .replaces = -1, .call = "end"};
     self_of(&clients[num_clients]);
     const int64_t bytes = sim_bytes();
     make_cache(&w);
     for (int i = 0; i < num_clients; i++) {
-        clients[i] = (client){.w = &w, .number = i};
+        clients[i] = (client){.w = &w, .number = i, .replaces = -1};
         while (sim_thread_create(&threads[i], NULL, run_client, &clients[i])) continue;
     }
     for (int i = 0; i < num_clients; i++) sim_thread_join(threads[i], NULL);
@@ -1204,10 +1416,8 @@ static void run(uint64_t seed, int num_clients, int64_t num_calls, int faults) {
     client *c = &clients[num_clients];
     for (int s = 0; s < IDS + KEPT; s++) check_sequence(c, w.cache, s);
     if (kvc_validate(w.cache) != KVC_OK) fail(c, "the cache is corrupt");
-    if (kvc_clear(w.cache) != KVC_OK || kvc_compact(w.cache) != KVC_OK) fail(c, "the cache cannot be cleared");
-    kvc_stats stats;
-    kvc_get_stats(w.cache, &stats, sizeof stats);
-    if (stats.live_slots || stats.blocks_in_use || stats.blocks_free || stats.retained) fail(c, "rows are left");
+    if (kvc_clear(w.cache) != KVC_OK) fail(c, "the cache cannot be cleared");
+    check_empty(c);
     if (kvc_cache_free(w.cache) != KVC_OK) fail(c, "the cache cannot be freed");
     if (sim_bytes() != bytes) fail(c, "%lld bytes are left", (long long)(sim_bytes() - bytes));
 }

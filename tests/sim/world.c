@@ -10,7 +10,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum { MOST_THREADS = 64, MOST_HANDLERS = 4, MOST_SECONDS = 60, MOST_STEPS = 1 << 25, SECOND = 1000000000 };
+enum {
+    MOST_THREADS = 64,
+    MOST_HANDLERS = 4,
+    MOST_SECONDS = 60,
+    MOST_STEPS = 1 << 25,
+    MOST_STALL = 1 << 20,
+    SECOND = 1000000000
+};
 
 typedef enum thread_state { READY, BLOCKED, WAITING, ENDED } thread_state;
 
@@ -18,15 +25,18 @@ typedef struct thread {
     thread_state state;
     const void *awaits; /* the mutex, condition or thread that it waits for */
     int64_t deadline;   /* of WAITING; INT64_MAX: none */
+    int64_t stalls_until;
+    int is_worker; /* of the core */
     uint64_t faults;
-    sem_t go; /* posted when this thread is to go on */
+    uint64_t memory_left; /* requests for memory until one fails; 0: any number */
+    sem_t go;             /* posted when this thread is to go on */
     pthread_t real;
     void *(*run)(void *);
     void *argument, *result;
 } thread;
 
 static thread threads[MOST_THREADS];
-static int num_threads, current;
+static int num_threads, current, last_client; /* last_client: the last thread to run that is no worker */
 static sim_options options;
 static uint64_t random_state, num_steps, num_handovers;
 static int64_t now, num_bytes; /* nanoseconds; bytes of the core */
@@ -55,17 +65,29 @@ void sim_fail(const char *format, ...) {
 }
 
 /* Whether a fault of this kind happens now: once in `rarity` times, if the world has it. */
-static int goes_wrong(int fault, uint64_t rarity) {
-    if (is_calm || !(options.faults & fault) || sim_random(rarity)) return 0;
-    threads[current].faults++;
-    return 1;
+static int goes_wrong(int fault, uint64_t rarity) { return !is_calm && options.faults & fault && !sim_random(rarity); }
+
+/* Whether the system refuses what the calling thread asks for. */
+static int is_refused(int fault, uint64_t rarity) {
+    const int refuses = goes_wrong(fault, rarity);
+    threads[current].faults += refuses;
+    return refuses;
 }
 
+static int lacks_memory(void) {
+    thread *self = &threads[current];
+    const int is_last = self->memory_left && !--self->memory_left;
+    return is_refused(SIM_MEMORY, is_last ? 1 : 1024);
+}
+
+void sim_fail_memory(uint64_t n) { threads[current].memory_left = n; }
+
 int sim_buggify(const char *function, int line) {
+    static const uint64_t percents[] = {0, 0, 0, 5, 25, 25, 75, 100};
     if (is_calm || !(options.faults & SIM_RARE)) return 0;
     uint64_t place = mix(options.seed) + (uint64_t)line;
     while (*function) place = mix(place + (uint64_t)*function++);
-    return place % 2 == 0 && sim_random(4) == 0;
+    return sim_random(100) < percents[place % 8];
 }
 
 uint64_t sim_steps(void) { return num_steps; }
@@ -78,18 +100,23 @@ int64_t sim_bytes(void) { return num_bytes; }
 static void hand_to(int next) {
     const int self = current;
     if (next == self) return;
-    num_handovers++;
+    if (!threads[next].is_worker) {
+        num_handovers += next != last_client;
+        last_client = next;
+    }
     current = next;
     sem_post(&threads[next].go);
     if (threads[self].state != ENDED)
         while (sem_wait(&threads[self].go)) continue;
 }
 
-/* Returns a random thread that can go on; -1: none can. */
+/* Returns a random thread that can go on, one that stalls only where there is no other; -1: none can. */
 static int pick_ready(void) {
     int found = -1;
-    for (int i = 0, n = 0; i < num_threads; i++)
-        if (threads[i].state == READY && !sim_random((uint64_t)++n)) found = i;
+    for (int stalls = 0; stalls < 2 && found < 0; stalls++)
+        for (int i = 0, n = 0; i < num_threads; i++)
+            if (threads[i].state == READY && (threads[i].stalls_until > now) == stalls && !sim_random((uint64_t)++n))
+                found = i;
     return found;
 }
 
@@ -109,7 +136,6 @@ static int wake_next(void) {
 /* Goes on with another thread, as this one cannot. */
 static void give_up_turn(void) {
     if (goes_wrong(SIM_WAKE_UPS, 64)) {
-        threads[current].faults--; /* what another one meets */
         const int i = (int)sim_random((uint64_t)num_threads);
         if (threads[i].state == WAITING) threads[i].state = READY;
     }
@@ -126,6 +152,10 @@ void sim_step(void) {
     if (goes_wrong(SIM_CLOCK, 4096)) now += (int64_t)sim_random(3 * (uint64_t)SECOND);
     for (int i = 0; i < num_threads; i++)
         if (threads[i].state == WAITING && threads[i].deadline <= now) threads[i].state = READY;
+    if (goes_wrong(SIM_STALLS, 1024)) {
+        threads[current].stalls_until = now + (int64_t)sim_random(MOST_STALL);
+        hand_to(pick_ready());
+    }
     if ((int)sim_random(1024) < options.handover) hand_to(pick_ready());
 }
 
@@ -185,18 +215,27 @@ static void *run_thread(void *context) {
     return NULL;
 }
 
-int sim_thread_create(pthread_t *handle, const pthread_attr_t *attributes, void *(*run)(void *), void *argument) {
+static int create(pthread_t *handle, const pthread_attr_t *attributes, void *(*run)(void *), void *argument,
+                  int is_worker) {
     sim_step();
-    if (goes_wrong(SIM_THREADS, 2)) return EAGAIN;
+    if (is_refused(SIM_THREADS, 2)) return EAGAIN;
     int i = 1;
     while (i < num_threads && !(threads[i].state == ENDED && !threads[i].run)) i++;
     if (i == MOST_THREADS) return EAGAIN;
-    threads[i] = (thread){.state = READY, .run = run, .argument = argument};
+    threads[i] = (thread){.state = READY, .run = run, .argument = argument, .is_worker = is_worker};
     sem_init(&threads[i].go, 0, 0);
     if (pthread_create(&threads[i].real, attributes, run_thread, &threads[i])) return EAGAIN;
     *handle = threads[i].real;
     if (i == num_threads) num_threads++;
     return 0;
+}
+
+int sim_thread_create(pthread_t *handle, const pthread_attr_t *attributes, void *(*run)(void *), void *argument) {
+    return create(handle, attributes, run, argument, 0);
+}
+
+int sim_worker_create(pthread_t *handle, const pthread_attr_t *attributes, void *(*run)(void *), void *argument) {
+    return create(handle, attributes, run, argument, 1);
 }
 
 int sim_thread_join(pthread_t handle, void **result) {
@@ -217,7 +256,7 @@ static int *owner_of(pthread_mutex_t *mutex) { return (int *)(void *)mutex; }
 int sim_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attributes) {
     (void)attributes;
     *owner_of(mutex) = 0;
-    return goes_wrong(SIM_MEMORY, 256) ? ENOMEM : 0;
+    return lacks_memory() ? ENOMEM : 0;
 }
 
 int sim_mutex_destroy(pthread_mutex_t *mutex) {
@@ -243,7 +282,7 @@ int sim_mutex_unlock(pthread_mutex_t *mutex) {
 
 int sim_cond_init(pthread_cond_t *cond, const pthread_condattr_t *attributes) {
     (void)cond, (void)attributes;
-    return goes_wrong(SIM_MEMORY, 256) ? ENOMEM : 0;
+    return lacks_memory() ? ENOMEM : 0;
 }
 
 int sim_cond_destroy(pthread_cond_t *cond) {
@@ -297,12 +336,12 @@ static void *count(void *memory) {
 
 void *sim_malloc(size_t size) {
     sim_step();
-    return goes_wrong(SIM_MEMORY, 128) ? NULL : count(malloc(size));
+    return lacks_memory() ? NULL : count(malloc(size));
 }
 
 void *sim_aligned_alloc(size_t alignment, size_t size) {
     sim_step();
-    return goes_wrong(SIM_MEMORY, 128) ? NULL : count(aligned_alloc(alignment, size));
+    return lacks_memory() ? NULL : count(aligned_alloc(alignment, size));
 }
 
 void sim_free(void *memory) {
@@ -321,7 +360,7 @@ static int64_t page_bytes(size_t size) {
 
 void *sim_mmap(void *at, size_t size, int protection, int flags, int file, off_t offset) {
     sim_step();
-    if (goes_wrong(SIM_PAGES, 16)) return MAP_FAILED;
+    if (is_refused(SIM_PAGES, 16)) return MAP_FAILED;
     void *memory = mmap(at, size, protection, flags, file, offset);
     if (memory != MAP_FAILED) num_bytes += page_bytes(size);
     return memory;
@@ -335,7 +374,7 @@ int sim_munmap(void *at, size_t size) {
 
 int sim_madvise(void *at, size_t size, int advice) {
     sim_step();
-    if (!goes_wrong(SIM_PAGES, 4)) return madvise(at, size, advice);
+    if (!is_refused(SIM_PAGES, 4)) return madvise(at, size, advice);
     errno = EINVAL;
     return -1;
 }
@@ -343,7 +382,7 @@ int sim_madvise(void *at, size_t size, int advice) {
 /* ---- fork() ------------------------------------------------------------------------------------------------------ */
 
 int sim_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void)) {
-    if (goes_wrong(SIM_MEMORY, 2)) return ENOMEM;
+    if (is_refused(SIM_MEMORY, 2)) return ENOMEM;
     if (num_handlers == MOST_HANDLERS) sim_fail("too many handlers of fork()");
     prepare_handlers[num_handlers] = prepare;
     parent_handlers[num_handlers] = parent;

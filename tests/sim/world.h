@@ -3,8 +3,8 @@
  * Every source of the core is compiled with `-include world.h -DSIM_CORE -finstrument-functions`.  What it asks of the
  * system then comes to world.c.  Threads are the system's, but one runs at a time: at each step (a call of a function,
  * a lock, a wake-up, an atomic access, an allocation) the world may hand over to another one.  Waiting threads wake
- * early, the clock jumps, memory and threads are refused, the system declines advice on pages, and the core takes ways
- * that are rare elsewhere.  So a run repeats with its seed, to the step.
+ * early, threads stall, the clock jumps, memory and threads are refused, the system declines advice on pages, and the
+ * core takes ways that are rare elsewhere.  A run repeats with its seed, to the step.
  */
 #ifndef SIM_WORLD_H
 #define SIM_WORLD_H
@@ -30,7 +30,8 @@ enum sim_fault {
     SIM_WAKE_UPS = 8, /* waiting threads wake early */
     SIM_CLOCK = 16,   /* the clock jumps forward */
     SIM_RARE = 32,    /* the core takes rare ways: KVC_BUGGIFY */
-    SIM_ALL_FAULTS = 63
+    SIM_STALLS = 64,  /* threads stop for as long as others take for many calls */
+    SIM_ALL_FAULTS = 127
 };
 
 typedef struct sim_options {
@@ -55,8 +56,11 @@ uint64_t sim_random(uint64_t n);
 /* Lets another thread go on, perhaps. */
 void sim_step(void);
 
-/* Counters: of steps, of handovers to other threads, of faults that met the calling thread, and of bytes that the core
- * has and did not give back. */
+/* Lets the calling thread's nth request for memory from now on fail, if memory fails at all; 0: none. */
+void sim_fail_memory(uint64_t n);
+
+/* Counters: of steps, of handovers from one of the simulation's own threads to another, of requests of the calling
+ * thread that were refused, and of bytes that the core has and did not give back. */
 uint64_t sim_steps(void);
 uint64_t sim_handovers(void);
 uint64_t sim_faults(void);
@@ -71,6 +75,7 @@ _Noreturn void sim_fail(const char *format, ...) __attribute__((format(printf, 1
 
 /* ---- for the core ------------------------------------------------------------------------------------------------ */
 
+int sim_worker_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*run)(void *), void *argument);
 int sim_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attributes);
 int sim_mutex_destroy(pthread_mutex_t *mutex);
 int sim_mutex_lock(pthread_mutex_t *mutex);
@@ -90,11 +95,11 @@ void *sim_mmap(void *at, size_t size, int protection, int flags, int file, off_t
 int sim_munmap(void *at, size_t size);
 int sim_madvise(void *at, size_t size, int advice);
 
-/* Whether to take the rare way at this line: at some lines of a run never, at others now and then. */
+/* Whether to take the rare way at this line: in a run at some lines never, at others now and then, or always. */
 int sim_buggify(const char *function, int line);
 
 #if defined(SIM_CORE)
-#define pthread_create sim_thread_create
+#define pthread_create sim_worker_create
 #define pthread_join sim_thread_join
 #define pthread_mutex_init sim_mutex_init
 #define pthread_mutex_destroy sim_mutex_destroy

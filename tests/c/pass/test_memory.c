@@ -116,6 +116,25 @@ static void test_aborted(void) {
         }
 }
 
+/* Nor do the rows that they were given in a cross-attention layer, each time anew. */
+static void test_aborted_cross(void) {
+    static const float rows[16];
+    const kvc_layer layers[] = {
+        plain_layer, {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = {.kind = KVC_CROSS, .max_len = 6}}};
+    for (int held = 0; held < 2; held++) {
+        kvc_cache *cache = heap_cache(2, layers, (kvc_config){0});
+        const kvc_put_args put = {.struct_size = sizeof put, .num_tokens = 4, .k = rows, .v = rows, .seq_id = 1};
+        kvc_batch *batch = NULL;
+        if (held) CHECK(feed(cache, 1, 1, 3) == KVC_OK);
+        const int64_t before = memory_bytes(&heap);
+        CHECK(begin_at_end(cache, 1, 2, &batch) == KVC_OK);
+        for (int i = 0; i < 2; i++) CHECKF(kvc_put(batch, 1, &put) == KVC_OK, "%s", kvc_last_error());
+        kvc_abort(batch);
+        CHECKF(memory_bytes(&heap) == before, "%d bytes more", (int)(memory_bytes(&heap) - before));
+        free_valid(cache);
+    }
+}
+
 /* Steps that begin a chunk and are aborted do not keep the blocks of the one before. */
 static void test_aborted_at_a_chunk(void) {
     const kvc_layer layer = layer_with(chunked_policy(40, 0));
@@ -269,6 +288,7 @@ static void test_aborted_steps(void) {
 
 int main(void) {
     test_aborted();
+    test_aborted_cross();
     test_aborted_at_a_chunk();
     test_aborted_under_a_view();
     test_aborted_leaves_resident();
