@@ -23,6 +23,6 @@ class Living(Generic[T]):
         """Note an object."""
         self._by_id[id(one)] = one
 
-    def list(self) -> list[T]:
+    def alive(self) -> list[T]:
         """Return the objects that are alive."""
         return [one for ref in self._by_id.valuerefs() if (one := ref()) is not None]

@@ -98,7 +98,7 @@ class Watch:
         ranges = dict(zip(seq_ids.tolist(), bounds, strict=True))
         with self.lock:
             self.forget_gone()
-            listeners = self._listeners.list()
+            listeners = self._listeners.alive()
             try:
                 if keeps_all:
                     for listener in listeners:
@@ -130,7 +130,7 @@ class Watch:
     ) -> None:  # fmt: skip
         """Pass on what `Follower` is told, and note from where on rows do not follow from their tokens any more."""
         with self.lock:
-            for listener in self._listeners.list():
+            for listener in self._listeners.alive():
                 listener.edited(seq_id, position)
             for one in list(self._exact_to) if seq_id is None else [seq_id]:
                 if is_whole or not self._core.next_position(one):
@@ -175,7 +175,7 @@ def watch_of(cache: KVCache) -> Watch:
 def _hold_all() -> None:
     """Let no other thread be in the middle of a change when the process forks."""
     _making.acquire()
-    for watch in _watches.list():
+    for watch in _watches.alive():
         watch.lock.acquire()
         _held.append(watch)
 

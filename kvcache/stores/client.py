@@ -494,13 +494,13 @@ _clients: Living[StoreClient] = Living()
 
 
 def _begin_in_child() -> None:
-    for client in _clients.list():
+    for client in _clients.alive():
         client._make_workers()
 
 
 def _flush_at_exit() -> None:
     deadline = time.monotonic() + EXIT_TIMEOUT
-    for client in _clients.list():
+    for client in _clients.alive():
         client.flush(max(0.0, deadline - time.monotonic()))
 
 
