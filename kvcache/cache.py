@@ -83,7 +83,7 @@ class KVCache(Saveable):
     has ended. An open batch owns its sequences: editing these raises `CacheBusyError` until the batch is committed or
     aborted, and so do `room`, `reserve`, `settle`, `compact`, `close` and copying the cache; other sequences may be
     edited. Every method that may wait for another thread, or that stores, copies, moves or attends over rows, releases
-    the GIL.
+    the GIL; nothing here needs one.
 
     Destructors, weak references and arguments that convert themselves may call any method while another runs. A cache
     that they close, or a batch that they end, is closed for the rest of that method (``ValueError``). While the core is

@@ -35,7 +35,7 @@ cdef int read_numpy(cnp.ndarray x, str name, int ndim, Array *a, int32_t stored=
         a.type = KVC_F32
     elif typenum == cnp.NPY_FLOAT16:
         a.type = KVC_F16
-    elif typenum == bf16_typenum or is_bf16(x):
+    elif is_bf16(x):
         a.type = KVC_BF16
     else:
         wrong_type(name, str(x.dtype))

@@ -25,7 +25,10 @@ cdef class Batch(_CallCounter):
     cdef readonly int32_t num_tokens
     cdef readonly cnp.ndarray positions
     cdef cnp.ndarray seq_ids  # None: all tokens are of sequence 0
-    cdef list writable  # weak references to writable views of the batch's slots; None: slots() was never called
+    cdef list writable  # weak references to writable views of the batch's slots
+
+    def __cinit__(self):
+        self.writable = []
 
     def __dealloc__(self):
         # `ending` here means that the process forked while another thread was ending the batch: the handle may be free.
@@ -37,6 +40,11 @@ cdef class Batch(_CallCounter):
 
     cdef int check_open(self) except -1:
         """Raise if the batch has ended. Call it before arguments are read, so that its error comes first."""
+        with cython.critical_section(self):
+            self.locked_check()
+        return 0
+
+    cdef int locked_check(self) except -1:
         if self.handle == NULL:
             what = "committed: read its rows from the KVCache, and" if self.committed else "aborted:"
             raise ValueError(f"the batch has ended: it was {what} begin another with KVCache.batch()")
@@ -46,21 +54,39 @@ cdef class Batch(_CallCounter):
 
     cdef kvc_batch *enter(self) except NULL:
         """Return the handle, which is valid until leave() or finish(); _core.pyx says what may be done in between."""
-        self.check_open()
-        self.count_call()
-        return self.handle
+        with cython.critical_section(self):
+            self.locked_check()
+            self.locked_count()
+            return self.handle
 
     cdef int finish(self, kvc_status status) except -1:
         """End a call, and raise for its status."""
         self.leave()
         return self.cache.check_call(status)
 
-    cdef int begin_ending(self) except -1:
-        """Reserve the handle for this call, or raise if another call uses it."""
-        if self.in_use():
-            raise CacheBusyError("a call in another thread is using the batch; end it when that has returned")
-        self.ending = True
-        return 0
+    cdef kvc_batch *begin_ending(self) except? NULL:
+        """Return the handle, which is this call's until end(); raise if another uses it. NULL: the batch has ended."""
+        with cython.critical_section(self):
+            if self.handle == NULL:
+                return NULL
+            if self.locked_in_use():
+                raise CacheBusyError("a call in another thread is using the batch; end it when that has returned")
+            self.ending = True
+            return self.handle
+
+    cdef int end(self, kvc_status status, bint committed) except -1:
+        """Raise for the status of the call that was to end the batch, or note that it has ended."""
+        with cython.critical_section(self):
+            self.ending = False
+            if status == KVC_OK:
+                self.handle = NULL
+                self.committed = committed
+        check(status)
+        return self.end_writing()
+
+    cdef bint has_ended(self) noexcept:
+        with cython.critical_section(self):
+            return self.handle == NULL
 
     cdef object read_tokens(self, object n, object positions, object seq_ids, object parents, kvc_begin_args *args):
         """Describe the new tokens; return the array of parents, which C reads. The batch keeps the other arrays."""
@@ -92,14 +118,15 @@ cdef class Batch(_CallCounter):
         return parent_tokens
 
     def get_seq_ids(self):
-        if self.seq_ids is None:
-            self.seq_ids = np.zeros(self.num_tokens, np.int64)
-            self.seq_ids.flags.writeable = False
-        return self.seq_ids
+        if self.seq_ids is not None:
+            return self.seq_ids
+        zeros = np.zeros(self.num_tokens, np.int64)
+        zeros.flags.writeable = False
+        return zeros
 
     @property
     def ended(self):
-        return self.handle == NULL
+        return self.has_ended()
 
     cdef int32_t to_first(self, object first, int64_t tokens) except -1:
         """Convert the index of the first of `tokens` tokens of the batch, and check that the batch has them."""
@@ -191,11 +218,8 @@ cdef class Batch(_CallCounter):
             status = kvc_slots(batch, at, token, &slots.span, sizeof(kvc_span), &slots.handle)
         self.finish(status)
         views = slots.view(&self.cache.layers[at], False), slots.view(&self.cache.layers[at], True)
-        writable = []
-        if self.writable is None:
-            self.writable = writable
         self.writable.extend([weakref.ref(view, self.writable.remove) for view in views])
-        if self.handle == NULL:  # another thread ended the batch while the views were made
+        if self.has_ended():  # another thread ended the batch while the views were made
             self.end_writing()
         return views
 
@@ -454,42 +478,35 @@ cdef class Batch(_CallCounter):
         cdef const int32_t *tokens = NULL
         cdef bint every = keep is None
         cdef int32_t num_kept = 0
+        cdef kvc_batch *batch
         cdef kvc_status status
-        if self.handle == NULL:
+        if self.has_ended():
             return False
         if keep is not None:
             kept = self.to_kept(keep)
             num_kept = <int32_t>kept.shape[0]
         if num_kept:
             tokens = &kept[0]
-        if self.handle == NULL:  # converting `keep` ran code that ended the batch
+        batch = self.begin_ending()
+        if batch == NULL:  # converting `keep` ran code that ended the batch, or another thread did
             return False
-        self.begin_ending()
         with nogil:
-            status = kvc_commit(self.handle) if every else kvc_commit_kept(self.handle, tokens, num_kept)
-        if status == KVC_OK:
-            self.handle = NULL
-            self.committed = True
-        self.ending = False
-        check(status)
-        self.end_writing()
+            status = kvc_commit(batch) if every else kvc_commit_kept(batch, tokens, num_kept)
+        self.end(status, True)
         return True
 
     def abort(self):
-        if self.handle == NULL:
+        cdef kvc_batch *batch = self.begin_ending()
+        if batch == NULL:
             return
-        self.begin_ending()
         with nogil:
-            kvc_abort(self.handle)
-        self.handle = NULL
-        self.ending = False
-        self.end_writing()
+            kvc_abort(batch)
+        self.end(KVC_OK, False)
 
     cdef int end_writing(self) except -1:
         """Make views of the batch's slots read-only."""
-        if self.writable is not None:
-            for ref in tuple(self.writable):  # a copy: the list shrinks when a view dies
-                view = ref()
-                if view is not None:
-                    view.flags.writeable = False
+        for ref in tuple(self.writable):  # a copy: the list shrinks when a view dies
+            view = ref()
+            if view is not None:
+                view.flags.writeable = False
         return 0

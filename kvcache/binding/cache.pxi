@@ -79,6 +79,11 @@ cdef class Cache(_CallCounter):
 
     cdef int check_open(self) except -1:
         """Raise if the cache is closed. Call it before arguments are read, so that its error comes first."""
+        with cython.critical_section(self):
+            self.locked_check()
+        return 0
+
+    cdef int locked_check(self) except -1:
         if self.handle == NULL:
             raise ValueError("the cache is closed")
         if self.ending:
@@ -87,9 +92,10 @@ cdef class Cache(_CallCounter):
 
     cdef kvc_cache *enter(self) except NULL:
         """Return the handle, which is valid until leave() or finish(); _core.pyx says what may be done in between."""
-        self.check_open()
-        self.count_call()
-        return self.handle
+        with cython.critical_section(self):
+            self.locked_check()
+            self.locked_count()
+            return self.handle
 
     cdef int check_call(self, kvc_status status) except -1:
         """Check the status of a call that may have called back, and raise what the callback raised."""
@@ -105,20 +111,25 @@ cdef class Cache(_CallCounter):
         return self.check_call(status)
 
     def close(self):
+        cdef kvc_cache *handle
         cdef kvc_status status
-        if self.in_use():
-            raise CacheBusyError("a call in another thread is using the cache; close it when that has returned")
-        self.ending = True
+        with cython.critical_section(self):
+            if self.locked_in_use():
+                raise CacheBusyError("a call in another thread is using the cache; close it when that has returned")
+            self.ending = True
+            handle = self.handle
         with nogil:
-            status = kvc_cache_free(self.handle)
-        self.ending = False
-        if status == KVC_OK:
-            self.handle = NULL
+            status = kvc_cache_free(handle)
+        with cython.critical_section(self):
+            self.ending = False
+            if status == KVC_OK:
+                self.handle = NULL
         check(status)
 
     @property
     def closed(self):
-        return self.handle == NULL
+        with cython.critical_section(self):
+            return self.handle == NULL
 
     # ---- inspecting sequences
 

@@ -80,9 +80,9 @@ class Sessions:
         """Drop the rows of a prefix cache that is no more."""
         if self._core.closed:
             return
-        for node in self._tree.by_key.values():
+        for node in list(self._tree.by_key.values()):  # a commit of another thread may go on with both
             self._core.clear(node.seq_id)
-        for session in self._by_id.values():
+        for session in list(self._by_id.values()):
             self._drop_pending(session, 0)
 
     # ---- what the watch says
@@ -155,5 +155,6 @@ class Sessions:
 
     def _drop_pending(self, session: Session, position: int) -> None:
         """Drop retained blocks of unknown tokens that end behind a position."""
-        for i in [i for i in session.pending if (i + 1) * self._block_size > position]:
-            self._core.clear(session.pending.pop(i))
+        for i in list(session.pending):
+            if (i + 1) * self._block_size > position and (retained := session.pending.pop(i, None)) is not None:
+                self._core.clear(retained)

@@ -7,7 +7,6 @@ import operator
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import numpy as np
 
 from kvcache import _core
 from kvcache.errors import CacheBusyError
+from kvcache.living import Living
 
 if TYPE_CHECKING:
     from kvcache.cache import KVCache
@@ -52,7 +52,7 @@ class Watch:
         self._gone: deque[int] = deque()  # sequences that a finalizer cleared
         self._core = core
         self._exact_to: dict[int, int] = {}  # by sequence: position from which on rows do not follow from its tokens
-        self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+        self._listeners: Living[Listener] = Living()
         self._retained = itertools.count(FIRST_RETAINED)
         self._sequences = itertools.count()
         _watches.add(self)
@@ -98,7 +98,7 @@ class Watch:
         ranges = dict(zip(seq_ids.tolist(), bounds, strict=True))
         with self.lock:
             self.forget_gone()
-            listeners = list(self._listeners)
+            listeners = self._listeners.alive()
             try:
                 if keeps_all:
                     for listener in listeners:
@@ -130,7 +130,7 @@ class Watch:
     ) -> None:  # fmt: skip
         """Pass on what `Follower` is told, and note from where on rows do not follow from their tokens any more."""
         with self.lock:
-            for listener in self._listeners:
+            for listener in self._listeners.alive():
                 listener.edited(seq_id, position)
             for one in list(self._exact_to) if seq_id is None else [seq_id]:
                 if is_whole or not self._core.next_position(one):
@@ -159,7 +159,7 @@ class Watch:
 
 
 _making = threading.Lock()
-_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_watches: Living[Watch] = Living()
 _held: list[Watch] = []  # while the process forks
 
 
@@ -175,7 +175,7 @@ def watch_of(cache: KVCache) -> Watch:
 def _hold_all() -> None:
     """Let no other thread be in the middle of a change when the process forks."""
     _making.acquire()
-    for watch in list(_watches):
+    for watch in _watches.alive():
         watch.lock.acquire()
         _held.append(watch)
 

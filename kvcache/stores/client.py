@@ -17,13 +17,13 @@ import math
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcache.arguments import INT64_MAX
 from kvcache.errors import plain
+from kvcache.living import Living
 from kvcache.stores import values
 from kvcache.stores.directory import DirectoryStore
 from kvcache.stores.speed import Speed
@@ -472,9 +472,10 @@ class StoreClient:
 
     def _warn(self, reason: str | None) -> None:
         """Log the first thing to warn of. Called without the lock, because a handler may do anything."""
-        if reason is None or self._has_warned:
-            return
-        self._has_warned = True
+        with self._lock:
+            if reason is None or self._has_warned:
+                return
+            self._has_warned = True
         logger.warning(
             "the store %s fails: %s; what it does not hand out is computed, and further failures are only counted",
             self._store if isinstance(self._store, DirectoryStore | ValkeyStore) else type(self._store).__name__,
@@ -489,17 +490,17 @@ def _describe(error: BaseException) -> str:
 
 # ---- all clients of the process
 
-_clients: weakref.WeakSet[StoreClient] = weakref.WeakSet()
+_clients: Living[StoreClient] = Living()
 
 
 def _begin_in_child() -> None:
-    for client in list(_clients):
+    for client in _clients.alive():
         client._make_workers()
 
 
 def _flush_at_exit() -> None:
     deadline = time.monotonic() + EXIT_TIMEOUT
-    for client in list(_clients):
+    for client in _clients.alive():
         client.flush(max(0.0, deadline - time.monotonic()))
 
 

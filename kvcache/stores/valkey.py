@@ -103,10 +103,11 @@ class ValkeyStore(MutableMapping[str, bytes]):
         After an error of a cluster the next call makes another client, which learns anew who has what from the nodes
         of the address: a client forgets nodes that failed, and once it has forgotten all, it learns of no others.
         """
-        if self._client_and_process is None or self._client_and_process[1] != os.getpid():
-            self._client_and_process = self._connect(), os.getpid()
+        found = self._client_and_process  # another thread's call may end with an error of its own meanwhile
+        if found is None or found[1] != os.getpid():
+            found = self._client_and_process = self._connect(), os.getpid()
         try:
-            yield self._client_and_process[0]
+            yield found[0]
         except Exception:
             if self._is_cluster:
                 self._client_and_process = None
@@ -129,11 +130,9 @@ class ValkeyStore(MutableMapping[str, bytes]):
 
     def close(self) -> None:
         """Close all connections; a later call opens them again."""
-        if self._client_and_process is not None:
-            client, process = self._client_and_process
-            self._client_and_process = None
-            if process == os.getpid():
-                client.close()
+        found, self._client_and_process = self._client_and_process, None
+        if found is not None and found[1] == os.getpid():
+            found[0].close()
 
     # ---- one value
 

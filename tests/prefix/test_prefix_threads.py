@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from support.prefixes import BLOCK, make_cache, rows_of
+from support.prefixes import BLOCK, feed, make_cache, rows_of
 
 import kvcache
 
@@ -108,3 +108,55 @@ def one_request(cache, prefix, tokens):
     out = attend(cache, seq_id, tokens, 59, 60)
     prefix.release(seq_id, tokens)
     return out
+
+
+def test_prefix_caches_that_come_and_go_beside_commits():
+    """The cache tells all of its prefix caches of each commit, while other threads make and drop some."""
+    cache = make_cache("full", num_threads=1)
+    stop = threading.Event()
+
+    def come_and_go(i):
+        while not stop.is_set():
+            prefix = kvcache.PrefixCache(cache, fingerprint=f"model {i}")
+            seq_id, matched = prefix.acquire(PROMPTS[i])
+            feed(cache, seq_id, PROMPTS[i], matched, 59)
+            prefix.release(seq_id, PROMPTS[i][:59])
+
+    def commit(seq_id):
+        try:
+            for _ in range(100):
+                feed(cache, seq_id, PROMPTS[0], 0, 60, step=20)
+                cache.clear(seq_id)
+        finally:
+            stop.set()
+
+    with ThreadPoolExecutor(6) as pool:
+        others = [pool.submit(come_and_go, i) for i in range(4)]
+        both = [pool.submit(commit, 1 << 40 | i) for i in range(2)]
+        for future in both + others:
+            future.result()
+    cache.validate()
+
+
+def test_a_prefix_cache_that_is_dropped_while_a_commit_adds_to_it():
+    """A commit of another thread holds what it tells of blocks, and may go on as the prefix cache is dropped."""
+    cache = make_cache("full")
+    prefix = kvcache.PrefixCache(cache, fingerprint="a model")
+    for tokens in PROMPTS[:2]:
+        one_request(cache, prefix, tokens)
+    seq_id, _ = prefix.acquire(PROMPTS[2])
+    sessions, tree = prefix._sessions, prefix._tree
+
+    class Core:
+        closed = False
+
+        def clear(self, cleared):
+            """Add a block, as a commit does meanwhile, whenever one is dropped."""
+            cache.clear(cleared)
+            number = len(tree.by_key) + 100
+            tree.add(b"%d" % number, b"\0" + b"%8d" % number, tree.root, prefix._watch.new_retained())
+            if len(sessions) < 10:
+                sessions._by_id[number] = sessions._by_id[seq_id]
+
+    sessions._core = Core()
+    sessions.drop_all()

@@ -461,6 +461,24 @@ def test_one_warning(make, caplog):
     assert "the store Faulty fails: OSError: no route" in record.getMessage()
 
 
+def test_one_warning_of_many_threads(make, caplog):
+    """Without a GIL several threads look at once whether there has been one."""
+    for _ in range(20):
+        client, barrier = make({}), threading.Barrier(8)
+
+        def warn(client=client, barrier=barrier):
+            barrier.wait()
+            client._warn("it is full")
+
+        threads = [threading.Thread(target=warn) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(caplog.records) == 1
+        caplog.clear()
+
+
 def test_a_warning_names_the_address(make, caplog, tmp_path):
     store = DirectoryStore(tmp_path / "folder")
     client = make(store)

@@ -296,6 +296,28 @@ def test_values_and_keys_of_the_wrong_type():
         store[5]
 
 
+def test_a_failure_in_another_thread_between_two_looks_at_the_client(monkeypatch):
+    """After a cluster's failure another thread forgets the client, at any moment."""
+    pytest.importorskip("valkey", exc_type=ImportError)
+    store, process = ValkeyStore("valkey+cluster://localhost"), os.getpid()
+
+    class Client:
+        def exists(self, name):
+            return 1
+
+        def close(self):
+            pass
+
+    def getpid():
+        store._client_and_process = None
+        return process
+
+    monkeypatch.setattr(store, "_connect", Client)
+    assert "a" in store
+    monkeypatch.setattr(module.os, "getpid", getpid)
+    assert "a" in store
+
+
 def test_options_in_the_address_of_the_class():
     with pytest.raises(ValueError, match="has options: give them as arguments, or use"):
         ValkeyStore("valkey://localhost?ttl=3")
