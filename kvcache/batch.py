@@ -120,7 +120,7 @@ class Batch:
         ------
         ValueError
             If a shape is wrong, a token was put before, the layer reads another's rows or has no attention, `seq_id` is
-            missing or superfluous, or a tensor requires grad.
+            missing or superfluous, or a tensor requires grad or has its negative bit set.
         TypeError
             If `k` or `v` is no array, or has another element type.
         CacheFullError
@@ -272,7 +272,7 @@ class Batch:
         ------
         ValueError
             If a shape is wrong, a visible token of the batch was not put, a token was put before, a required `scale` is
-            missing, a tensor requires grad, or `out` is read-only or overlaps.
+            missing, a tensor requires grad or has its negative bit set, or `out` is read-only or overlaps.
         TypeError
             If an argument is no array, or has another element type.
         RowsGoneError

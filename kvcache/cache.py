@@ -251,6 +251,7 @@ class KVCache(Saveable):
         return cls(layers, **{"max_seq_len": shape.max_seq_len, **others})
 
     def __enter__(self) -> Self:
+        self._core.check_open()
         return self
 
     def __exit__(
@@ -465,6 +466,7 @@ class KVCache(Saveable):
         Where layers have windows or chunks, also say what a batch may take beyond what stays once it is committed: the
         bytes of `most_bytes` for each of its tokens in `batch_tokens`.
         """
+        self._core.check_open()
         if self._decider is not None:
             return self._decider.explain()
         return "\n".join(describe(self._strategy, self._sizes))
@@ -1028,6 +1030,7 @@ class KVCache(Saveable):
         >>> cache.most_bytes(1), cache.most_bytes(131072) / 2**30
         (131072, 16.0)
         """
+        self._core.check_open()
         tokens = integer(num_tokens, "num_tokens", 0, INT32_MAX)
         at_once = integer(batch_tokens, "batch_tokens", 0, INT32_MAX)
         return self._sizes.most_bytes(tokens, at_once)

@@ -10,7 +10,7 @@ from typing import Any, Literal, SupportsFloat, SupportsIndex, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcache._core import INT32_MAX, check_no_grad, integer
+from kvcache._core import INT32_MAX, check_tensor, integer
 
 __all__ = ["Rope", "RopeFunction", "RopeLike"]
 
@@ -98,7 +98,7 @@ RopeLike: TypeAlias = Rope | RopeFunction | Literal[False] | None
 
 
 def _frequencies(inv_freq: Any) -> tuple[float, ...]:
-    check_no_grad(inv_freq, "inv_freq")
+    check_tensor(inv_freq, "inv_freq")
     try:
         array = np.asarray(inv_freq if hasattr(inv_freq, "__array__") else list(inv_freq))
     except Exception as error:

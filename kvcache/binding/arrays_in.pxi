@@ -52,10 +52,14 @@ cdef int read_numpy(cnp.ndarray x, str name, int ndim, Array *a, int32_t stored=
     return 0
 
 
-def check_no_grad(x, str name not None):
-    """Raise a ValueError that says `name` for a tensor of PyTorch that requires grad: it would not be converted."""
+def check_tensor(x, str name not None):
+    """Raise a ValueError that says `name` for a tensor of PyTorch whose memory lacks its gradient or its sign."""
     if getattr(x, "requires_grad", False):
         raise ValueError(f"{name}: the tensor requires grad, which a cache would lose; give its .detach()")
+    is_neg = getattr(x, "is_neg", None)
+    if is_neg is not None and is_neg():
+        raise ValueError(f"{name}: the tensor has its negative bit set, so that its memory has the other sign; give "
+                         "its .resolve_neg()")
 
 
 cdef object read_array(object x, str name, int ndim, Array *a, bint write=False, int32_t stored=-1):

@@ -77,7 +77,7 @@ cdef class Cache(_CallCounter):
             kvc_cache_free(self.handle)  # no batch or hold is left: it would have kept this object alive
         PyMem_Free(self.layers)
 
-    cdef int check_open(self) except -1:
+    cpdef int check_open(self) except -1:
         """Raise if the cache is closed. Call it before arguments are read, so that its error comes first."""
         with cython.critical_section(self):
             self.locked_check()

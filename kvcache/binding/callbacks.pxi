@@ -25,7 +25,7 @@ cdef class Callbacks:
         cdef size_t size = <size_t>(heads * rows * dim) * sizeof(float)
         memcpy(&given[0, 0, 0], keys, size)
         returned = self.by_layer[layer](layer, given.base, delta)
-        check_no_grad(returned, f"rope: the function of layer {layer} returned keys")
+        check_tensor(returned, f"rope: the function of layer {layer} returned keys")
         rotated = np.asarray(returned)
         if np.shape(rotated) != (heads, rows, dim):
             raise ValueError(f"rope: the function of layer {layer} returned an array of shape {np.shape(rotated)}, "

@@ -91,8 +91,13 @@ cdef object read_dlpack(object x, str name, int ndim, bint write, Array *a, int3
     cdef uint64_t flags = 0
     cdef int64_t step
     cdef int i
-    check_no_grad(x, name)
-    capsule = to_capsule(x, write)
+    check_tensor(x, name)
+    try:
+        capsule = to_capsule(x, write)
+    except (BufferError, RuntimeError) as error:  # PyTorch's function in C raises the latter, with a trace of C++
+        reason = str(error).partition("\n")[0]
+        raise TypeError(f"{name}: a {type(x).__name__} that DLPack cannot export ({reason}); give a dense array of "
+                        "float32, float16 or bfloat16 in the CPU's memory") from error
     cdef DLTensor *t = dltensor(capsule, name, &flags)
     if t.device_type != DL_CPU and t.device_type != DL_CUDA_HOST and t.device_type != DL_ROCM_HOST:
         raise ValueError(f"{name}: lies on a device (DLPack type {t.device_type}); copy it to the CPU")
@@ -117,4 +122,6 @@ cdef object read_dlpack(object x, str name, int ndim, bint write, Array *a, int3
         a.shape[i] = t.shape[i]
         a.strides[i] = step if t.strides == NULL else t.strides[i] * item_size(a)
         step *= a.shape[i]
+    if t.data == NULL and step:
+        raise ValueError(f"{name}: a {type(x).__name__} without memory: its address is NULL; give its .clone()")
     return capsule

@@ -50,6 +50,7 @@ def refused(error, *words, unchanged=None):
     assert caught.type is error
     for word in words:
         assert str(word) in str(caught.value)
+    assert "\n" not in str(caught.value)
     if before is not None:
         assert everything(unchanged) == before
         unchanged.validate()
@@ -102,6 +103,17 @@ class WithGrad(fake_dlpack.Array):
     requires_grad = True
 
 
+class Negative(fake_dlpack.Array):
+    def is_neg(self):
+        return True
+
+
+class Nowhere(fake_dlpack.Array):
+    def __init__(self, array):
+        super().__init__(array)
+        self.tensor.data = None
+
+
 class Moody:
     def __dlpack__(self):
         raise BufferError("not today")
@@ -109,8 +121,8 @@ class Moody:
 
 NAMES = {name: getattr(kvcache, name) for name in kvcache.__all__} | {
     "np": np, "NAN": NAN, "Fraction": Fraction, "dlpack": fake_dlpack.Array, "CUDA": fake_dlpack.CUDA,
-    "WithGrad": WithGrad, "Moody": Moody, "rows": rows, "grid": grid, "put_all": put_all,
-    "ones": ones, "feed": feed, "make": make,
+    "WithGrad": WithGrad, "Negative": Negative, "Nowhere": Nowhere, "Moody": Moody, "rows": rows, "grid": grid,
+    "put_all": put_all, "ones": ones, "feed": feed, "make": make,
 }  # fmt: skip
 
 
@@ -375,6 +387,37 @@ def test_a_torch_tensor_with_grad_anywhere():
     assert cache.positions().tolist() == [0]
 
 
+def test_torch_tensors_that_their_memory_does_not_show(cache, batch):
+    """Of a negative view DLPack exports the memory, whose sign is the other one; others have none, or another type."""
+    torch = pytest.importorskip("torch")
+    rows = torch.ones(4, 2, 8)
+    negative = torch.complex(rows, rows).conj().imag
+    assert negative.is_neg()
+    unreadable = [
+        (negative, ValueError, "resolve_neg()"),
+        (torch._efficientzerotensor(rows.shape), ValueError, "clone()"),
+        (rows.to("meta"), TypeError, "meta"),
+        (rows.to_sparse(), TypeError, "dense"),
+        (torch.complex(rows, rows).conj(), TypeError, "complex64"),
+    ]
+    for x, error, word in unreadable:
+        kept = x[:3].transpose(0, 1) if not x.is_sparse else x
+        calls = {
+            "k": lambda x=x: batch.put(0, x, rows),
+            "v": lambda x=x: batch.put(0, rows, x),
+            "q": lambda x=x: batch.attend(0, x, rows, rows),
+            "out": lambda x=x: batch.attend(0, rows, rows, rows, out=x),
+            "out[1]": lambda kept=kept: cache.gather(0, out=(torch.empty(2, 3, 8), kept)),
+        }
+        for name, call in calls.items():
+            with refused(error, f"{name}: ", word, unchanged=cache):
+                call()
+    batch.put(0, negative.resolve_neg(), rows)
+    batch.abort()
+    with refused(ValueError, "k: ", "resolve_neg()", unchanged=cache):
+        cache.inject(0, 0, negative[:2].transpose(0, 1), torch.ones(2, 2, 8))
+
+
 # ---- out
 
 
@@ -500,6 +543,9 @@ def test_use_after_close(cache):
         **properties,
         "capacity_bytes": lambda: cache.capacity_bytes,
         "batch": lambda: cache.batch(1),
+        "with": cache.__enter__,
+        "explain": cache.explain,
+        "most_bytes": lambda: cache.most_bytes(3),
         "clear": cache.clear,
         "stats": cache.stats,
         "validate": cache.validate,
