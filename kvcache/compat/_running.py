@@ -27,11 +27,11 @@ def read_array(x: Any, name: str) -> npt.NDArray[np.float32]:
     if getattr(x, "requires_grad", False):
         raise ValueError(f"{name}: the tensor requires grad, which a cache would lose; give its .detach()")
     try:
-        return np.asarray(x, np.float32)
-    except (TypeError, ValueError) as error:
-        if hasattr(x, "float"):  # a tensor of PyTorch in bf16, for which NumPy has no type
-            return np.asarray(x.float(), np.float32)
-        raise type(error)(f"{name}: an array of numbers is needed: {error}") from None
+        # A tensor of PyTorch may be of bf16, for which NumPy has no type.
+        return np.asarray(x.float() if hasattr(x, "float") else x, np.float32)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        raise kind(f"{name}: an array of numbers is needed: {error}") from None
 
 
 def read_rows(x: npt.ArrayLike, name: str, *shape: int) -> npt.NDArray[np.float32]:

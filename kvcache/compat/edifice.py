@@ -61,13 +61,18 @@ class KVCache(Copied):
         type : str, default "f32"
             The element type, any that `kvcache.KVCache` stores.
         """
-        sizes = {"batch_size": batch_size, "max_seq_len": max_seq_len}
-        batch_size, max_seq_len = (to_integer(name, value, 1) for name, value in sizes.items())
+        sizes = {
+            "batch_size": batch_size, "num_layers": num_layers, "num_heads": num_heads, "max_seq_len": max_seq_len
+        }  # fmt: skip
+        batch_size, num_layers, num_heads, max_seq_len = (to_integer(name, value, 1) for name, value in sizes.items())
+        try:
+            layer = kvcache.Layer(num_heads, head_dim, dtype=type)
+        except ValueError as error:
+            raise ValueError(str(error).replace("dtype=", "type=", 1)) from None
         capacity = batch_size * max_seq_len
         cache = kvcache.KVCache(
-            num_layers, num_heads, head_dim, None, dtype=type, max_sequences=batch_size, capacity=capacity,
-            block_size=max_seq_len,
-        )  # fmt: skip
+            [layer] * num_layers, max_sequences=batch_size, capacity=capacity, block_size=max_seq_len
+        )
         cache.reserve(capacity)
         return cls(Running(cache, batch_size, layout="BHTD"), max_seq_len)
 

@@ -289,6 +289,7 @@ class PagedKvCache(KvCache):
     ) -> Self:
         """Return a cache with pages of `page_size` tokens."""
         self = cls.__new__(cls)
+        page_size = to_integer("page_size", page_size, 1)
         self._start(num_layers, num_kv_heads, head_dim, max_seq_len, dtype="f32", block_size=page_size)
         return self
 

@@ -162,13 +162,16 @@ class ModelKVCache(Copied):
             CacheStrategy.LONG_SEQUENCE_ONLY: kvcache.LongSequencesOnly(512),
             CacheStrategy.ADAPTIVE: kvcache.Adaptive() if strategy is CacheStrategy.ADAPTIVE else None,
         }
+        policy: Any = kvcache.FullAttention()
+        if window_size is not None:
+            policy = kvcache.SlidingWindow(to_integer("window_size", window_size, 1))
         self.cache = kvcache.KVCache(
             num_layers,
-            num_heads,
+            to_integer("num_heads", num_heads, 1),
             head_dim,
             max_seq_len,
             dtype="f32",
-            policy=kvcache.FullAttention() if window_size is None else kvcache.SlidingWindow(window_size),
+            policy=policy,
             strategy=strategies.get(strategy, strategy.value),
         )
         self._running = Running(self.cache)

@@ -195,10 +195,16 @@ def test_a_refused_shape_leaves_the_step_as_it_was(shape, first):
     assert k.shape == (2, 2, 2, 8)
 
 
-@pytest.mark.parametrize(("name", "value"), [("max_seq_len", 0), ("max_seq_len", None), ("batch_size", 0)])
-def test_a_wrong_size_is_named(name, value):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_seq_len", 0), ("max_seq_len", None), ("batch_size", 0), ("num_layers", 0), ("num_heads", 0),
+        ("num_heads", 1.5), ("head_dim", 0), ("type", "fp32"), ("type", 4),
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_is_named(name, value):
     sizes = {"batch_size": 1, "num_layers": 1, "num_heads": 1, "head_dim": 8, "max_seq_len": 4}
-    with pytest.raises((ValueError, TypeError), match=f"{name}={value}: "):
+    with pytest.raises((ValueError, TypeError), match=f"^{name}={value!r}: "):
         KVCache.init(**{**sizes, name: value})
 
 

@@ -88,3 +88,12 @@ def test_a_tensor_with_grad(name):
     for dtype in (torch.float32, torch.bfloat16):
         with pytest.raises(ValueError, match=r"k.*: the tensor requires grad, .* give its \.detach\(\)"):
             put_into(name, k.to(dtype).requires_grad_(), k)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_tensor_that_cannot_be_read(name):
+    torch = pytest.importorskip("torch")
+    k = torch.ones(1, 2, 8)
+    for tensor in (torch._neg_view(k), k.to("meta"), torch._efficientzerotensor(k.shape)):
+        with pytest.raises((TypeError, ValueError), match=r"^(new_)?k.*: "):
+            put_into(name, tensor, k)

@@ -263,6 +263,12 @@ def test_pages_are_taken_as_they_are_needed():
     assert cache.memory_usage_bytes() < taken
 
 
+@pytest.mark.parametrize(("page_size", "error"), [(0, ValueError), (-1, ValueError), (None, TypeError)])
+def test_a_wrong_page_size_is_named(page_size, error):
+    with pytest.raises(error, match=f"^page_size={page_size}: "):
+        PagedKvCache.with_page_size(1, 1, 4, 8, page_size)
+
+
 def test_rows_of_pages_are_copies():
     cache = PagedKvCache(1, 1, 4, 1024)
     cache.store_key(0, 0, 0, np.ones(4))

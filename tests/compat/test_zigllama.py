@@ -307,6 +307,7 @@ def test_an_argument_of_a_wrong_type_is_named(model, wrong):
         "start_pos": [lambda: layer.get_range(wrong, 1)],
         "length": [lambda: layer.get_range(0, wrong)],
         "window_size": [lambda: SlidingWindowKVCache(2, 2, 8, wrong)],
+        "num_heads": [lambda: ModelKVCache(2, wrong, 8, 16)],
         "n_layers": [lambda: MultiSequenceKVCache(wrong, 2, 8, 16)],
         "sequence_id": [
             lambda: sequences.get_or_create_sequence(wrong),
@@ -332,3 +333,7 @@ def test_a_size_below_one_is_named():
             SlidingWindowKVCache(2, 2, 8, size)
         with pytest.raises(ValueError, match=f"max_seq_length={size}: must be at least 1"):
             MultiSequenceKVCache(2, 2, 8, size)
+        with pytest.raises(ValueError, match=f"^num_heads={size}: must be at least 1"):
+            ModelKVCache(2, size, 8, 16)
+        with pytest.raises(ValueError, match=f"^window_size={size}: must be at least 1"):
+            ModelKVCache(2, 2, 8, 16, window_size=size)
