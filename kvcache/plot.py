@@ -64,7 +64,7 @@ COLOURS = {FREE: WHITE, UNFILLED: LIGHT, WASTED: WHITE, SHARED: DARK}
 def check_file(file: Path) -> None:
     """Refuse a file that no picture can be written to, before anything is computed."""
     kinds = Figure().canvas.get_supported_filetypes()
-    if file.suffix.lstrip(".") not in kinds:
+    if file.suffix.lstrip(".").lower() not in kinds:
         raise ValueError(f"{file} is of none of the kinds that can be drawn: {', '.join(kinds)}")
     if not file.absolute().parent.is_dir():
         raise ValueError(f"there is no folder {file.parent} to draw into")

@@ -114,7 +114,8 @@ def run(
                     kept.save(cache, tokens)
         finally:
             text.end()
-        _notice_limits(model.config, options, len(tokens), full=not ended and room < options.max_new_tokens)
+        if not options.quiet:
+            _notice_limits(model.config, options, len(tokens), full=not ended and room < options.max_new_tokens)
     except KeyboardInterrupt:
         status = INTERRUPTED
     if options.compare and not options.quiet:

@@ -96,15 +96,15 @@ def _weights(text: str) -> str | int:
         raise typer.BadParameter(f"{text!r} is no size, such as 4.7GB or none, and no type: {types}") from None
 
 
+def _file(name: str) -> Path:
+    if name:
+        return Path(name)
+    raise typer.BadParameter("'' names no file")
+
+
 def _model(text: str) -> Any:
     """Make the argument that names a model's files."""
-
-    def parse(name: str) -> Path:
-        if name:
-            return Path(name)
-        raise typer.BadParameter("'' names no file")
-
-    return typer.Argument(parser=parse, metavar="MODEL", help=text, show_default=False)
+    return typer.Argument(parser=_file, metavar="MODEL", help=text, show_default=False)
 
 
 Model = Annotated[Path, _model("A Hugging Face folder, its config.json, or a GGUF.")]
@@ -115,7 +115,9 @@ Threads = Annotated[
     int | None, typer.Option(min=1, max=MAX_THREADS, metavar="N", help="Threads; by default as `kvcache info` says.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it too: a .png, .svg or .pdf file.")]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", parser=_file, metavar="FILE", help="Draw it too: a .png, .svg or .pdf file.")
+]
 
 
 def _command(*examples: str, name: str | None = None) -> Callable[[F], F]:
@@ -432,7 +434,8 @@ def generate(
         typer.Argument(metavar="PROMPT", help=f"Text to continue; -, or a pipe: standard input.  [default: {PROMPT}]"),
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Read the prompt from a file; -: from standard input.")
+        Path | None,
+        typer.Option(parser=_file, metavar="FILE", help="Read the prompt from a file; -: from standard input."),
     ] = None,
     dtype: Annotated[Any, _type(f"Element type of the cache: {TYPES}.")] = "f16",
     hadamard: Annotated[bool, typer.Option("--hadamard", help="Transform rows before they are quantised.")] = False,
@@ -529,7 +532,7 @@ def _why_threads() -> str:
 
 @_command("kvcache inspect chat.state --verify")
 def inspect(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A saved state.", show_default=False)],
+    file: Annotated[Path, typer.Argument(parser=_file, metavar="FILE", help="A saved state.", show_default=False)],
     verify: Annotated[
         bool, typer.Option("--verify", help="Read all of it, and compare it with its checksums.")
     ] = False,

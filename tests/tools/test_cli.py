@@ -434,8 +434,18 @@ def test_plan_draws(tmp_path):
     pytest.importorskip("matplotlib")
     assert run("plan", MODEL, "--no-measure", "--plot", tmp_path / "a.svg").returncode == 0
     assert (tmp_path / "a.svg").read_bytes().startswith(b"<?xml")
-    check_refused(run("plan", MODEL, "--no-measure", "--plot", tmp_path / "a.bogus"), "bogus")
-    check_refused(run("plan", MODEL, "--no-measure", "--plot", tmp_path / "nowhere" / "a.png"), "nowhere")
+    assert run_here("plan", MODEL, "--no-measure", "--plot", tmp_path / "b.PNG").returncode == 0
+    assert (tmp_path / "b.PNG").read_bytes().startswith(b"\x89PNG")
+    for name in (tmp_path / "a.bogus", tmp_path / "nowhere" / "a.png"):
+        check_refused(run_here("plan", MODEL, "--no-measure", "--plot", name), str(name.relative_to(tmp_path).parts[0]))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["plan", ""], ["plan", MODEL, "--plot", ""], ["generate", MODEL, "--prompt-file", ""], ["inspect", ""]],
+)
+def test_an_empty_name_is_refused_as_it_was_typed(arguments):
+    check_refused(run_here(*arguments), "'' names no file")
 
 
 def test_plan_draws_the_window_too(tmp_path, monkeypatch):
@@ -533,6 +543,17 @@ def test_generate():
     assert quiet.stderr == ""
     assert alone.stderr.startswith("(prefill 6 tokens, ")
     assert alone.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", ["", "--window 32 --sink-tokens 4"])
+def test_generate_is_quiet_at_the_end_of_the_context_too(tmp_path, options):
+    """With --session one line is written, on the session."""
+    (tmp_path / "prompt").write_bytes((Path(MODEL) / "eval.txt").read_bytes()[:2045])
+    arguments = ["generate", MODEL, "--prompt-file", tmp_path / "prompt", "--tokens", 5, *options.split(), "--quiet"]
+    done = run_here(*arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = run_here(*arguments, "--session", tmp_path / "s")
+    assert (done.returncode, done.stderr) == (0, f"({tmp_path / 's'}: a new session)\n")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
