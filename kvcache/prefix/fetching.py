@@ -73,7 +73,7 @@ class Fetching:
 
         Rows are copied without the lock, which every commit takes. Return whether all blocks were added.
         """
-        pinned = [node.seq_id for node in path]
+        pinned, num_found = [node.seq_id for node in path], len(path)
         try:
             _core.pin(self._core, pinned, True)
             for (key, payload), content in zip(payloads, contents, strict=False):
@@ -88,7 +88,8 @@ class Fetching:
                     return False
                 path.append(node)
         except BaseException:
-            self._watch.is_torn = True  # a sequence may be there that no node has
+            for seq_id in pinned[num_found:][-1:]:  # perhaps no node has it yet
+                self._core.clear(seq_id)
             raise
         finally:
             _core.pin(self._core, pinned, False)

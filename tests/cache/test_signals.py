@@ -10,6 +10,10 @@ COUNTERS = ("aborted", "batches")  # of a batch that nobody was handed
 ROWS = intruder.rows(3)
 
 
+# A finalizer that is interrupted cannot raise.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
 @pytest.fixture
 def step(pytestconfig):
     """Of how many points one is tried."""
