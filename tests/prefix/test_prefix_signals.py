@@ -1,4 +1,4 @@
-"""A signal's handler that raises, wherever Python may run it: what is found afterwards is right, and nothing is kept."""
+"""A handler of a signal that raises, wherever Python may run it: what is found is right, and nothing is kept."""
 
 import pytest
 from support.interrupts import in_a_thread, interrupt_everywhere
