@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from kvcache import _core
 from kvcache.layer import Layer
 from kvcache.rope import RopeLike
+
+if TYPE_CHECKING:
+    from kvcache._core import Edit
 
 __all__ = ["Saveable"]
 
@@ -22,6 +26,8 @@ class Saveable:
         _core: _core.Cache
         _layers: tuple[Layer, ...]
 
+        @property
+        def _edits(self) -> deque[Edit] | None: ...
         def _note_edits(self) -> None: ...
 
     def save(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, SupportsIndex, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias, TypeVar, cast
 
 from kvcache import _core
 from kvcache.errors import StateFormatError, shown
@@ -29,6 +29,9 @@ from kvcache.state.saved import (
 )
 from kvcache.state.saved import read_states as read_states
 
+if TYPE_CHECKING:
+    from kvcache._core import Edit
+
 __all__ = ["SavedSequence", "SavedState", "Tensor", "inspect", "not_saved"]
 
 
@@ -39,7 +42,7 @@ class Restorable(Protocol):
     _layers: tuple[Layer, ...]
 
     @property
-    def _edits(self) -> deque[_core.Edit] | None: ...
+    def _edits(self) -> deque[Edit] | None: ...
 
 
 C = TypeVar("C", bound=Restorable)

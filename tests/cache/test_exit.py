@@ -30,7 +30,7 @@ def start(call, number=1):
         while True:
             try:
                 call()
-            except (kvcache.KVCacheError, ValueError, OSError):
+            except (kvcache.KVCacheError, ValueError, OSError, BufferError):
                 pass
     for _ in range(number):
         threading.Thread(target=work, daemon=True).start()
@@ -130,11 +130,9 @@ prefix = kvcache.PrefixCache(new_cache(), fingerprint="a", store={})
 last = Last(lambda prefix=prefix: (prefix.acquire([1, 2]), prefix.stats, prefix.close(1)))
 """,
     "a store in a folder": """
-import tempfile
 from kvcache.stores import DirectoryStore
-folder = tempfile.TemporaryDirectory()
 cache = kvcache.KVCache(1, 1, 8, None, max_sequences=None, block_size=16)
-prefix = kvcache.PrefixCache(cache, fingerprint="a", store=DirectoryStore(folder.name))
+prefix = kvcache.PrefixCache(cache, fingerprint="a", store=DirectoryStore(sys.argv[1]))
 def serve():
     prompt = np.random.randint(0, 9, 64)
     seq_id, begin = prefix.acquire(prompt)
@@ -149,9 +147,9 @@ STATUS = {"an open batch in a with": 3}
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_the_interpreter_ends(scene):
+def test_the_interpreter_ends(scene, tmp_path):
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", BEGIN + SCENES[scene]],
+        [sys.executable, "-X", "faulthandler", "-c", BEGIN + SCENES[scene], tmp_path],
         capture_output=True,
         text=True,
         timeout=120,
