@@ -12,6 +12,16 @@ if _PathFinder.find_spec("kvcache._core", __path__) is None:
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+try:
+    from kvcache import _core as _core
+except ImportError as _error:
+    if "per process" not in str(_error) and "subinterpreter" not in str(_error):
+        raise
+    raise ImportError(
+        "kvcache works in one interpreter of a process, as NumPy does, and not in this subinterpreter: use threads, or "
+        "processes"
+    ) from _error
+
 from kvcache.batch import Batch
 from kvcache.block import Block, Run, Span
 from kvcache.cache import KVCache

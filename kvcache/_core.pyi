@@ -1,4 +1,6 @@
+from collections import deque
 from collections.abc import Callable, Iterable
+from types import TracebackType
 from typing import Any, Literal, Self, SupportsFloat, SupportsIndex, TypeAlias, final
 
 import numpy as np
@@ -11,6 +13,9 @@ MAX_THREADS: int
 TYPES: dict[str, int]
 TRANSFORMS: dict[str | None, int]
 POLICIES: dict[str, int]
+
+# What an edit did (kvcache.follower): seq_id, position, is_moved, source, is_whole
+Edit: TypeAlias = tuple[int | None, int, bool, int | None, bool]
 
 # num_kv_heads, k_dim, v_dim; k_type, v_type; k_transform, v_transform; value_in_key; share; policy: kind, window,
 # num_sink_tokens, attention_chunk_size, resume_window, max_len; rope: inv_freq, interleaved, first_dim
@@ -59,20 +64,44 @@ class Cache:
     def can_resume(self, seq_id: SupportsIndex, position: SupportsIndex) -> bool: ...
     def sequences(self) -> list[int]: ...
     def positions(self, seq_id: SupportsIndex, layer: SupportsIndex) -> npt.NDArray[np.int32]: ...
-    def clear(self, seq_id: SupportsIndex | None) -> None: ...
-    def keep(self, seq_id: SupportsIndex) -> None: ...
-    def copy_prefix(self, src: SupportsIndex, dst: SupportsIndex, length: SupportsIndex) -> None: ...
-    def fork(self, src: SupportsIndex, dst: SupportsIndex) -> None: ...
-    def share_range(
-        self, src: SupportsIndex, dst: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None
+    def clear(self, seq_id: SupportsIndex | None, edits: deque[Edit] | None = None) -> None: ...
+    def keep(self, seq_id: SupportsIndex, edits: deque[Edit] | None = None) -> None: ...
+    def copy_prefix(
+        self, src: SupportsIndex, dst: SupportsIndex, length: SupportsIndex, edits: deque[Edit] | None = None
     ) -> None: ...
-    def remove(self, seq_id: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None, shift: bool) -> None: ...
-    def truncate(self, seq_id: SupportsIndex, length: SupportsIndex) -> None: ...
+    def fork(self, src: SupportsIndex, dst: SupportsIndex, edits: deque[Edit] | None = None) -> None: ...
+    def share_range(
+        self,
+        src: SupportsIndex,
+        dst: SupportsIndex,
+        begin: SupportsIndex,
+        end: SupportsIndex | None,
+        edits: deque[Edit] | None = None,
+    ) -> None: ...
+    def remove(
+        self,
+        seq_id: SupportsIndex,
+        begin: SupportsIndex,
+        end: SupportsIndex | None,
+        shift: bool,
+        edits: deque[Edit] | None = None,
+    ) -> None: ...
+    def truncate(self, seq_id: SupportsIndex, length: SupportsIndex, edits: deque[Edit] | None = None) -> None: ...
     def shift(
-        self, seq_id: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None, delta: SupportsIndex
+        self,
+        seq_id: SupportsIndex,
+        begin: SupportsIndex,
+        end: SupportsIndex | None,
+        delta: SupportsIndex,
+        edits: deque[Edit] | None = None,
     ) -> None: ...
     def divide(
-        self, seq_id: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None, divisor: SupportsIndex
+        self,
+        seq_id: SupportsIndex,
+        begin: SupportsIndex,
+        end: SupportsIndex | None,
+        divisor: SupportsIndex,
+        edits: deque[Edit] | None = None,
     ) -> None: ...
     def settle(self) -> None: ...
     def reserve(self, num_tokens: SupportsIndex, seq_id: SupportsIndex) -> None: ...
@@ -111,6 +140,7 @@ class Cache:
         k: object,
         v: object,
         skip_missing: bool,
+        edits: deque[Edit] | None = None,
     ) -> int: ...
     def begin(
         self,
@@ -163,6 +193,8 @@ def restore(
     fingerprint: str | None,
     seq_ids: Iterable[SupportsIndex] | None,
     to_ids: Iterable[SupportsIndex] | None,
+    edits: deque[Edit] | None,
+    restored: Iterable[Edit],
 ) -> None: ...
 def verify(data: Any) -> None: ...
 
@@ -218,9 +250,14 @@ class Batch:
         mask: str | None,
         out: object,
     ) -> tuple[Any, Any, Any]: ...
-    def commit(self, keep: Iterable[SupportsIndex] | None) -> bool: ...
+    def commit(
+        self, keep: Iterable[SupportsIndex] | None, edits: deque[Edit] | None = None, restored: Iterable[Edit] = ()
+    ) -> bool: ...
     def abort(self) -> None: ...
 
+def exit_batch(
+    batch: Any, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+) -> None: ...
 def flag(value: bool, name: str) -> bool: ...
 def integer(value: SupportsIndex, name: str, low: int, high: int) -> int: ...
 def integers(values: Iterable[SupportsIndex], name: str) -> npt.NDArray[np.int64]: ...

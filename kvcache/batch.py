@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, SupportsFloat, SupportsIndex, overload
 
 import numpy as np
@@ -40,15 +38,15 @@ class Batch:
     3
     """
 
-    __slots__ = ("__weakref__", "_around", "_core")
+    __slots__ = ("__weakref__", "_commit", "_core")
 
     def __init__(
         self,
         core: _core.Batch,
-        around: Callable[[_core.Batch, bool], AbstractContextManager[None]] | None = None,
+        commit: Callable[[_core.Batch, Iterable[SupportsIndex] | None], None] | None = None,
     ) -> None:
         self._core = core
-        self._around = around  # a context around the commit, given whether all tokens are kept; None: there is none
+        self._commit = commit  # commits the core's batch, given the tokens to keep; None: nothing else is to be done
 
     def __len__(self) -> int:
         return self._core.num_tokens
@@ -59,17 +57,7 @@ class Batch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self._core.abort()
-            return
-        try:
-            self.commit()
-        except BaseException:
-            self._core.abort()
-            raise
+    __exit__ = _core.exit_batch
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Batch can be neither copied nor pickled: commit it, then copy or save() its cache")
@@ -484,8 +472,10 @@ class Batch:
         >>> cache.positions()
         array([0, 1], dtype=int32)
         """
-        with nullcontext() if self._around is None or self._core.ended else self._around(self._core, keep is None):
+        if self._commit is None or self._core.ended:
             self._core.commit(keep)
+        else:
+            self._commit(self._core, keep)
 
     def abort(self) -> None:
         """End the batch and discard its tokens. Rows that expired when it began stay so.

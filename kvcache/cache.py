@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, SupportsFloat, SupportsIndex, cast, overload
@@ -444,21 +442,24 @@ class KVCache(Saveable):
             decider.begun(found)
         if self._follower is None:
             return Batch(core)
-        around = partial(self._follower.commit, time.perf_counter()) if replaced is None else self._restoring
-        return Batch(core, around)
+        commit = partial(self._follower.commit, time.perf_counter()) if replaced is None else self._commit_restored
+        return Batch(core, commit)
 
-    @contextmanager
-    def _restoring(self, core: _core.Batch, keeps_all: bool) -> Iterator[None]:
-        """Tell the follower of sequences that a batch restores, once it is committed."""
-        is_new = {seq_id: not self.next_position(seq_id) for seq_id in set(core.get_seq_ids().tolist())}
-        yield
-        for seq_id, is_whole in is_new.items():  # of others, the layers that the batch does not restore stay
-            self._note_edit(seq_id, 0, is_whole=is_whole)
+    def _commit_restored(self, core: _core.Batch, keep: Iterable[SupportsIndex] | None) -> None:
+        """Commit a batch that restores sequences; of those it does not make, the other layers stay."""
+        seq_ids = set(core.get_seq_ids().tolist())
+        core.commit(keep, self._edits, [(one, 0, False, None, not self.next_position(one)) for one in seq_ids])
+        self._note_edits()
 
-    def _note_edit(self, seq_id: SupportsIndex | None, position: SupportsIndex, **how: Any) -> None:
-        """Tell the follower that rows of a sequence were changed or dropped, as `Follower.edited`."""
+    @property
+    def _edits(self) -> deque[_core.Edit] | None:
+        """The list of the follower's to which the core appends edits; None without one."""
+        return None if self._follower is None else self._follower.edits
+
+    def _note_edits(self) -> None:
+        """Let the follower note the edit that was made."""
         if self._follower is not None:
-            self._follower.edited(None if seq_id is None else operator.index(seq_id), operator.index(position), **how)
+            self._follower.note_edits()
 
     def explain(self) -> str:
         """Describe the strategy and its decisions on sequences that hold rows, and on the latest that were not stored.
@@ -669,8 +670,8 @@ class KVCache(Saveable):
         >>> cache.values(0)[0, :, 0]
         array([1., 0., 0.], dtype=float16)
         """
-        num_replaced = self._core.inject(seq_id, layer, begin, k, v, skip_missing)
-        self._note_edit(seq_id, begin)
+        num_replaced = self._core.inject(seq_id, layer, begin, k, v, skip_missing, self._edits)
+        self._note_edits()
         return num_replaced
 
     def spans(self, layer: SupportsIndex, *, seq_id: SupportsIndex = 0) -> list[Span]:
@@ -746,15 +747,15 @@ class KVCache(Saveable):
             If `src` and `dst` are the same, or `length` is above 0 and `src` holds nothing.
         """
         end = integer(length, "length", 0, INT32_MAX)
-        self._copy(partial(self._core.copy_prefix, src, dst, end), src, dst, missing_ok)
+        self._copy(partial(self._core.copy_prefix, src, dst, end, self._edits), src, dst, missing_ok)
 
     def fork(self, src: SupportsIndex, dst: SupportsIndex, *, missing_ok: bool = False) -> None:
         """Make `dst` share all rows of `src`; arguments and errors are as for `copy_prefix`."""
-        self._copy(partial(self._core.fork, src, dst), src, dst, missing_ok)
+        self._copy(partial(self._core.fork, src, dst, self._edits), src, dst, missing_ok)
 
     def _copy(self, copy: Callable[[], None], src: SupportsIndex, dst: SupportsIndex, missing_ok: bool) -> None:
-        self._share(copy, partial(self._core.copy_prefix, src, dst, 0), missing_ok)
-        self._note_edit(dst, 0, source=src, is_whole=True)
+        self._share(copy, partial(self._core.copy_prefix, src, dst, 0, self._edits), missing_ok)
+        self._note_edits()
 
     def _share(self, share: Callable[[], None], share_nothing: Callable[[], None], missing_ok: bool) -> None:
         """Call `share`; if it is refused where sequences may hold nothing, call `share_nothing`, which allows that.
@@ -812,20 +813,21 @@ class KVCache(Saveable):
 
         def share_nothing() -> None:  # of part of the positions, none need exist
             is_all = end is None or end == INT32_MAX
-            share(INT32_MAX - 1 if is_all and not {src, dst} & {*self._core.sequences()} else end)
+            may_be_none = is_all and not {src, dst} & {*self._core.sequences()}
+            share(INT32_MAX - 1 if may_be_none else end, self._edits)
 
-        self._share(partial(share, end), share_nothing, missing_ok)
-        self._note_edit(dst, begin, source=src)
+        self._share(partial(share, end, self._edits), share_nothing, missing_ok)
+        self._note_edits()
 
     def keep(self, seq_id: SupportsIndex) -> None:
         """Forget every sequence but this one."""
-        self._core.keep(seq_id)
-        self._note_edit(None, 0, source=seq_id)
+        self._core.keep(seq_id, self._edits)
+        self._note_edits()
 
     def clear(self, seq_id: SupportsIndex | None = None) -> None:
         """Forget one sequence, by default all. Memory is kept for reuse; `compact` gives it back."""
-        self._core.clear(seq_id)
-        self._note_edit(seq_id, 0, is_whole=True)
+        self._core.clear(seq_id, self._edits)
+        self._note_edits()
 
     def remove(
         self,
@@ -853,8 +855,8 @@ class KVCache(Saveable):
         CacheFullError
             As in `shift`.
         """
-        self._core.remove(seq_id, begin, end, shift)
-        self._note_edit(seq_id, begin, is_moved=shift and begin != end)
+        self._core.remove(seq_id, begin, end, shift, self._edits)
+        self._note_edits()
 
     def shift(
         self, begin: SupportsIndex, end: SupportsIndex | None, delta: SupportsIndex, *, seq_id: SupportsIndex = 0
@@ -883,8 +885,8 @@ class KVCache(Saveable):
         >>> cache.positions()
         array([ 0, 11, 12], dtype=int32)
         """
-        self._core.shift(seq_id, begin, end, delta)
-        self._note_edit(seq_id, max(operator.index(begin) + min(operator.index(delta), 0), 0), is_moved=True)
+        self._core.shift(seq_id, begin, end, delta, self._edits)
+        self._note_edits()
 
     def divide(
         self, begin: SupportsIndex, end: SupportsIndex | None, divisor: SupportsIndex, *, seq_id: SupportsIndex = 0
@@ -916,8 +918,8 @@ class KVCache(Saveable):
         >>> cache.positions()
         array([0, 0, 1, 1, 2], dtype=int32)
         """
-        self._core.divide(seq_id, begin, end, divisor)
-        self._note_edit(seq_id, operator.index(begin) // operator.index(divisor), is_moved=True)
+        self._core.divide(seq_id, begin, end, divisor, self._edits)
+        self._note_edits()
 
     def truncate(self, length: SupportsIndex, *, seq_id: SupportsIndex = 0) -> None:
         """Drop the rows of a sequence at positions from `length` on, where the sequence then continues.
@@ -932,8 +934,8 @@ class KVCache(Saveable):
             If the sequence could not continue at `length`, as a token there would see rows that have expired. The
             message says how far back is possible; a larger `resume_window` keeps more.
         """
-        self._core.truncate(seq_id, length)
-        self._note_edit(seq_id, length, is_whole=operator.index(length) == 0)
+        self._core.truncate(seq_id, length, self._edits)
+        self._note_edits()
 
     # -- memory
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Iterable
 from typing import Protocol, SupportsIndex
 
 from kvcache import _core
@@ -11,24 +12,27 @@ __all__ = ["Follower"]
 
 
 class Follower(Protocol):
-    """Is told by a `KVCache` when a batch is committed, and when rows of a sequence are changed or dropped."""
+    """Commits the batches of a `KVCache`, and is told when rows of a sequence are changed or dropped.
 
-    def commit(self, begin: float, core: _core.Batch, keeps_all: bool) -> AbstractContextManager[None]:
-        """Return the context in which a batch is committed.
+    Attributes
+    ----------
+    edits : deque of tuple
+        What was done to sequences and is not noted yet, oldest first: ``(seq_id, position, is_moved, source,
+        is_whole)``. The core appends it in the call that does it, so that nothing comes between, such as a signal's
+        handler that raises.
 
-        `begin` is the time of ``time.perf_counter`` when the batch had begun; `keeps_all` is False if only some of its
-        tokens are kept.
+        Rows of a sequence at positions from this one on were changed, or of every one but `source` (None). `is_moved`:
+        the remaining rows were computed behind other tokens, and are not kept. `source`: the rows were shared from this
+        sequence, with its inexact position. `is_whole`: nothing is left of what the sequence was.
+    """
+
+    edits: deque[_core.Edit]
+
+    def commit(self, begin: float, core: _core.Batch, keep: Iterable[SupportsIndex] | None) -> None:
+        """Commit a batch, with the tokens to keep; None: all.
+
+        `begin` is the time of ``time.perf_counter`` when the batch had begun.
         """
 
-    def edited(
-        self, seq_id: int | None, position: int, *, is_moved: bool = False, source: SupportsIndex | None = None,
-        is_whole: bool = False,
-    ) -> None:  # fmt: skip
-        """Note that rows of a sequence at positions from this one on were changed, or of every one but `source` (None).
-
-        `is_moved`: the remaining rows were computed behind other tokens, and are not kept. `source`: the rows were
-        shared from this sequence, with its inexact position. `is_whole`: nothing is left of what the sequence was.
-        """
-
-    def forget_later(self, seq_id: int) -> None:
-        """Note that a finalizer cleared a sequence: it may run in the middle of anything, and takes no lock."""
+    def note_edits(self) -> None:
+        """Note what is in `edits`, and remove it from there."""

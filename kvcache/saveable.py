@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from kvcache import _core
-from kvcache.follower import Follower
 from kvcache.layer import Layer
 from kvcache.rope import RopeLike
+
+if TYPE_CHECKING:
+    from kvcache._core import Edit
 
 __all__ = ["Saveable"]
 
@@ -22,7 +25,10 @@ class Saveable:
     if TYPE_CHECKING:
         _core: _core.Cache
         _layers: tuple[Layer, ...]
-        _follower: Follower | None
+
+        @property
+        def _edits(self) -> deque[Edit] | None: ...
+        def _note_edits(self) -> None: ...
 
     def save(
         self, path: str | os.PathLike[str], seq_ids: Iterable[SupportsIndex] | None = None, *,
@@ -171,7 +177,5 @@ class Saveable:
         """
         from kvcache import state  # not loaded by `import kvcache`
 
-        restored = state.restore(self, path, seq_id, saved_id, fingerprint, secret)
-        if self._follower is not None:
-            for one in restored:
-                self._follower.edited(one, 0, is_whole=True)
+        state.restore(self, path, seq_id, saved_id, fingerprint, secret)
+        self._note_edits()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, SupportsIndex, TypeAlias
 
@@ -207,6 +207,7 @@ class Decider:
         self._most_decisions = 64
         self._dropped: set[int] = set()  # sequences that Adaptive dropped or did not store, to be fed again whole
         self._open: dict[int, Decision] = {}  # those of the open batch
+        self.edits: deque[_core.Edit] = deque()
 
     def copy(self, core: _core.Cache) -> Decider:
         """Return a decider for a copy of the cache."""
@@ -266,25 +267,33 @@ class Decider:
         if len(self._decisions) > self._most_decisions:
             self._forget_decisions()
 
-    @contextmanager
-    def commit(self, begin: float, core: _core.Batch, keeps_all: bool) -> Iterator[None]:
-        """Give back the memory of sequences that a batch drops, once it is committed."""
+    def commit(self, begin: float, core: _core.Batch, keep: Iterable[SupportsIndex] | None) -> None:
+        """Commit a batch, and give back the memory of sequences that it drops."""
         found = self._open  # before another batch can begin
-        yield
-        if isinstance(self._strategy, Adaptive):  # under the others, what holds nothing begins at next_position anyway
-            stored = {seq_id for seq_id, decision in found.items() if decision.outcome == "stored"}
+        is_adaptive = isinstance(self._strategy, Adaptive)  # else what holds nothing begins at next_position anyway
+        stored = {seq_id for seq_id, decision in found.items() if decision.outcome == "stored"}
+        dropped = found.keys() - stored - self._dropped if is_adaptive else set()
+        self._dropped |= dropped  # before they are: in between, a signal's handler may raise
+        try:
+            core.commit(keep)
+        except BaseException:
+            if not core.ended:
+                self._dropped -= dropped
+            raise
+        if is_adaptive:
             self._dropped -= {seq_id for seq_id in stored if self._core.next_position(seq_id)}  # 0: no token was kept
-            self._dropped |= found.keys() - stored
         if any(decision.outcome == "dropped" for decision in found.values()):
             with suppress(CacheBusyError, BufferError, MemoryError):  # the memory stays for reuse
                 self._core.compact()
 
-    def edited(
-        self, seq_id: int | None, position: int, *, is_moved: bool = False, source: SupportsIndex | None = None,
-        is_whole: bool = False,
-    ) -> None:  # fmt: skip
+    def note_edits(self) -> None:
         """Forget decisions on sequences that begin anew; what shares rows of a dropped one lacks them, too."""
-        other = None if source is None else operator.index(source)
+        with suppress(IndexError):  # there are no more; other threads may note some
+            while True:
+                seq_id, _, _, source, is_whole = self.edits.popleft()
+                self._edited(seq_id, source, is_whole)
+
+    def _edited(self, seq_id: int | None, other: int | None, is_whole: bool) -> None:
         if seq_id is None:
             for one in list(self._decisions):  # a copy: other threads may add some
                 if one != other:
@@ -299,9 +308,6 @@ class Decider:
             self._dropped.add(seq_id)
             if (decision := self._decisions.get(other)) is not None:
                 self._decisions[seq_id] = decision
-
-    def forget_later(self, seq_id: int) -> None:
-        """Do nothing: only the sequences of prefix caches are cleared by finalizers."""
 
     def _forget_decisions(self) -> None:
         """Forget decisions, except on sequences that hold rows, and the latest 8 on other sequences, not stored."""

@@ -472,8 +472,11 @@ cdef class Batch(_CallCounter):
             seen.add(token)
         return kept
 
-    def commit(self, keep):
-        """Commit the tokens to keep (None: all). Return False if the batch had ended before."""
+    def commit(self, keep, edits=None, restored=()):
+        """Commit the tokens to keep (None: all). Return False if the batch had ended before.
+
+        Note in `edits`, if it is not None, what the batch restored.
+        """
         cdef const int32_t[::1] kept
         cdef const int32_t *tokens = NULL
         cdef bint every = keep is None
@@ -492,6 +495,8 @@ cdef class Batch(_CallCounter):
             return False
         with nogil:
             status = kvc_commit(batch) if every else kvc_commit_kept(batch, tokens, num_kept)
+        if status == KVC_OK and edits is not None:
+            edits.extend(restored)
         self.end(status, True)
         return True
 
@@ -510,3 +515,16 @@ cdef class Batch(_CallCounter):
             if view is not None:
                 view.flags.writeable = False
         return 0
+
+
+def exit_batch(batch, kind, value, trace):
+    """End a `kvcache.Batch` at the end of its ``with``: commit it; or abort it, after an exception or if that fails.
+
+    It is not written in Python, where a signal's handler may raise at the beginning, and leave the batch open.
+    """
+    cdef Batch core = batch._core
+    try:
+        if kind is None:
+            batch.commit()
+    finally:
+        core.abort()

@@ -1,6 +1,16 @@
 """The cache: sequences, edits, memory and copies of rows, each a call of the C core."""
 
 
+cdef int note_edit(object edits, object seq_id, int32_t position, bint is_moved, object source, bint is_whole) except -1:
+    """Append what an edit did to the follower's list (kvcache.follower), unless that is None.
+
+    Here, and not in Python, because a signal's handler that raises would come between the two.
+    """
+    if edits is not None:
+        edits.append((seq_id, position, is_moved, source, is_whole))
+    return 0
+
+
 @cython.final
 @cython.no_gc_clear  # __dealloc__ frees the core's cache, which may call `callbacks` until then
 cdef class Cache(_CallCounter):
@@ -214,7 +224,7 @@ cdef class Cache(_CallCounter):
 
     # ---- editing sequences
 
-    def clear(self, seq_id):
+    def clear(self, seq_id, edits=None):
         cdef bint every = seq_id is None
         cdef int64_t seq = 0 if every else to_seq_id(seq_id)
         cdef kvc_status status
@@ -222,16 +232,18 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_clear(cache) if every else kvc_clear_sequence(cache, seq)
         self.finish(status)
+        note_edit(edits, None if every else seq, 0, False, None, True)
 
-    def keep(self, seq_id):
+    def keep(self, seq_id, edits=None):
         cdef int64_t seq = to_seq_id(seq_id)
         cdef kvc_status status
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_keep(cache, seq)
         self.finish(status)
+        note_edit(edits, None, 0, False, seq, False)
 
-    def copy_prefix(self, src, dst, length):
+    def copy_prefix(self, src, dst, length, edits=None):
         cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
         cdef int32_t end = to_position(length, "length")
         cdef kvc_status status
@@ -239,16 +251,18 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_copy_prefix(cache, source, target, end)
         self.finish(status)
+        note_edit(edits, target, 0, False, source, True)
 
-    def fork(self, src, dst):
+    def fork(self, src, dst, edits=None):
         cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
         cdef kvc_status status
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_fork(cache, source, target)
         self.finish(status)
+        note_edit(edits, target, 0, False, source, True)
 
-    def share_range(self, src, dst, begin, end):
+    def share_range(self, src, dst, begin, end, edits=None):
         cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
         cdef int32_t low = to_position(begin, "begin"), high = to_end(end, low)
         cdef kvc_status status
@@ -256,8 +270,9 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_share(cache, source, target, low, high)
         self.finish(status)
+        note_edit(edits, target, low, False, source, False)
 
-    def remove(self, seq_id, begin, end, shift):
+    def remove(self, seq_id, begin, end, shift, edits=None):
         cdef int64_t seq = to_seq_id(seq_id)
         cdef int32_t low = to_position(begin, "begin"), high = to_end(end, low)
         cdef bint shifts = flag(shift, "shift")
@@ -266,8 +281,9 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_remove(cache, seq, low, high, shifts)
         self.finish(status)
+        note_edit(edits, seq, low, shifts and low != high, None, False)
 
-    def shift(self, seq_id, begin, end, delta):
+    def shift(self, seq_id, begin, end, delta, edits=None):
         cdef int64_t seq = to_seq_id(seq_id)
         cdef int32_t low = to_position(begin, "begin"), high = to_end(end, low)
         cdef int32_t by = <int32_t>to_int(delta, "delta", -_INT32_MAX - 1, _INT32_MAX)
@@ -276,8 +292,9 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_shift(cache, seq, low, high, by)
         self.finish(status)
+        note_edit(edits, seq, max(low + min(by, 0), 0), True, None, False)
 
-    def divide(self, seq_id, begin, end, divisor):
+    def divide(self, seq_id, begin, end, divisor, edits=None):
         cdef int64_t seq = to_seq_id(seq_id)
         cdef int32_t low = to_position(begin, "begin"), high = to_end(end, low)
         cdef int32_t by = <int32_t>to_int(divisor, "divisor", 1, _INT32_MAX)
@@ -286,8 +303,9 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_divide(cache, seq, low, high, by)
         self.finish(status)
+        note_edit(edits, seq, low // by, True, None, False)
 
-    def truncate(self, seq_id, length):
+    def truncate(self, seq_id, length, edits=None):
         cdef int64_t seq = to_seq_id(seq_id)
         cdef int32_t end = to_position(length, "length")
         cdef kvc_status status
@@ -295,6 +313,7 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_truncate(cache, seq, end)
         self.finish(status)
+        note_edit(edits, seq, end, False, None, end == 0)
 
     def settle(self):
         cdef kvc_status status
@@ -327,7 +346,7 @@ cdef class Cache(_CallCounter):
             status = kvc_compact(cache)
         self.finish(status)
 
-    def inject(self, seq_id, layer, begin, k, v, skip_missing):
+    def inject(self, seq_id, layer, begin, k, v, skip_missing, edits=None):
         cdef int64_t seq = to_seq_id(seq_id), num_replaced = 0
         cdef int32_t at = to_layer(layer, self.num_layers), low = to_position(begin, "begin"), high = 0
         cdef kvc_rows_in rows
@@ -339,6 +358,7 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_inject(cache, seq, at, low, high, &rows)
         self.finish(status)
+        note_edit(edits, seq, low, False, None, False)
         return num_replaced
 
     # ---- memory

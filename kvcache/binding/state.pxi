@@ -91,14 +91,19 @@ cdef class _Source:
             self.kept += ids, targets
 
 
-def restore(Cache cache not None, data, read, int64_t size, fingerprint, seq_ids, to_ids):
-    """Restore sequences, by rising id (None: all), from memory, or by a function that reads if `data` is None."""
+def restore(Cache cache not None, data, read, int64_t size, fingerprint, seq_ids, to_ids, edits, restored):
+    """Restore sequences, by rising id (None: all), from memory, or by a function that reads if `data` is None.
+
+    Note that in `edits`, if it is not None, by those that `restored` lists.
+    """
     cdef _Source source = _Source(data, read, size, fingerprint, seq_ids, to_ids, cache.callbacks)
     cdef kvc_status status
     cdef kvc_cache *handle = cache.enter()
     with nogil:
         status = kvc_restore(handle, &source.args)
     cache.finish(status)
+    if edits is not None:
+        edits.extend(restored)
 
 
 def verify(data):

@@ -83,6 +83,4 @@ def clear_finally(cache: KVCache, seq_ids: Iterable[int]) -> None:
     if cache._core.closed:
         return
     for seq_id in seq_ids:
-        cache._core.clear(seq_id)
-        if cache._follower is not None:
-            cache._follower.forget_later(seq_id)
+        cache._core.clear(seq_id, cache._edits)

@@ -234,25 +234,25 @@ class PrefixCache:
         if max_matched is not None:
             limit = min(limit, integer(max_matched, "max_matched", 0, _core.INT64_MAX))
         self._fetching.fetch(keys[: limit // self._block_size], contents)
-        with self._watch.lock:
-            self._watch.forget_gone()
-            self._tree.sweep()
-            seq_id = self._watch.new_sequence()
-            try:
+        seq_id = None
+        try:
+            with self._watch.lock, self._watch:
+                self._tree.sweep()
+                seq_id = self._watch.new_sequence()
                 exact = self._sessions.begin(seq_id, keys, contents, limit)
                 matched = self._reuse.extend(seq_id, contents, exact, limit)
-            except BaseException:
-                self._core.clear(seq_id)
-                self._watch.edited(seq_id, 0)
-                raise
-            more = {
-                "requests": 1,
-                "hits": matched > 0,
-                "tokens": num_tokens,
-                "matched": matched,
-                "reused": matched - exact,
-            }
-            self._counts.update(more)
+                more = {
+                    "requests": 1,
+                    "hits": int(matched > 0),
+                    "tokens": num_tokens,
+                    "matched": matched,
+                    "reused": matched - exact,
+                }
+                self._counts = self._counts + Counter(more)
+        except BaseException:
+            if seq_id is not None:
+                self._core.clear(seq_id, self._watch.edits)
+            raise
         return seq_id, matched
 
     def release(self, seq_id: SupportsIndex, tokens: Tokens) -> None:
@@ -275,16 +275,18 @@ class PrefixCache:
             As in `acquire`. The sequence is as it was, whatever is raised.
         """
         seq_id = integer(seq_id, "seq_id", *_core.IDS)
+        self._watch.note_edits()
         length = min(self._core.next_position(seq_id), self._watch.exact_to(seq_id))
         contents = blocks_of(tokens, self._block_size, length)
         keys = self._keys.chain(self._keys.root, contents)
         with self._watch.lock:
             self._core.remove(seq_id, 0, 0, False)  # raises if a batch has the sequence
-            path = self._sessions.keep(seq_id, keys, contents, length)
-            self._core.clear(seq_id)
-            self._watch.edited(seq_id, 0)
-            _core.touch(self._core, [node.seq_id for node in path])
-            self._fetching.store_new()
+            with self._watch:
+                path = self._sessions.keep(seq_id, keys, contents, length)
+                self._core.clear(seq_id, self._watch.edits)
+            with self._watch:
+                _core.touch(self._core, [node.seq_id for node in path])
+                self._fetching.store_new()
 
     def new_sequence(self) -> int:
         """Return an id for a sequence that nobody uses, such as a fork of one that was acquired."""
@@ -297,7 +299,7 @@ class PrefixCache:
         """
         seq_id = integer(seq_id, "seq_id", *_core.IDS)
         position = integer(position, "position", 0, _core.INT32_MAX)
-        with self._watch.lock:
+        with self._watch.lock, self._watch:
             if seq_id in self._sessions or self._core.next_position(seq_id):
                 self._watch.note_inexact(seq_id, position)
 
@@ -309,7 +311,7 @@ class PrefixCache:
         Return how many of its first tokens are kept: such as are known now, in whole blocks, or in one that a released
         prompt ended in.
         """
-        with self._watch.lock:
+        with self._watch.lock, self._watch:
             path = self._tree.alive(self._path_of(tokens))
             for node in path:
                 node.num_pins += 1
@@ -318,7 +320,7 @@ class PrefixCache:
 
     def unpin(self, tokens: Tokens) -> None:
         """Undo one `pin` of these tokens; do nothing for blocks that are not pinned."""
-        with self._watch.lock:
+        with self._watch.lock, self._watch:
             path = [node for node in self._path_of(tokens) if node.num_pins]
             for node in path:
                 node.num_pins -= 1
@@ -331,7 +333,7 @@ class PrefixCache:
         """
         wanted = integer(num_tokens, "num_tokens", 0, _core.INT64_MAX)
         dropped = 0
-        with self._watch.lock:
+        with self._watch.lock, self._watch:
             by_id = {node.seq_id: node for node in self._tree.by_key.values()}
             for seq_id in _core.retained(self._core):
                 node = by_id.get(seq_id)
@@ -344,7 +346,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Drop all blocks, pinned ones too. Sequences in use stay as they are, and so does what is in the store."""
-        with self._watch.lock:
+        with self._watch.lock, self._watch:
             for node in list(self._tree.root.children):
                 self._tree.drop(node)
             self._sessions.clear()
@@ -374,8 +376,7 @@ class PrefixCache:
     @property
     def stats(self) -> PrefixStats:
         """What has happened so far, and what there is now."""
-        with self._watch.lock:
-            self._watch.forget_gone()
+        with self._watch.lock, self._watch:
             return PrefixStats(
                 **self._counts,
                 fetched=self._fetching.num_fetched,

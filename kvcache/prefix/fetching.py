@@ -72,21 +72,27 @@ class Fetching:
 
         Rows are copied without the lock, which every commit takes. Return whether all blocks were added.
         """
-        pinned = [node.seq_id for node in path]
-        _core.pin(self._core, pinned, True)
+        pinned, num_found = [node.seq_id for node in path], len(path)
         try:
+            _core.pin(self._core, pinned, True)
             for (key, payload), content in zip(payloads, contents, strict=False):
                 node = self._known(key)
                 if node is None and payload is not None:
-                    seq_id = self._import(len(path) * self._block_size, payload)
-                    if seq_id is not None:
-                        pinned.append(seq_id)
+                    seq_id = self._watch.new_retained()
+                    self._watch.importing.add(seq_id)
+                    pinned.append(seq_id)  # first: it is made pinned
+                    if self._import(seq_id, len(path) * self._block_size, payload):
                         node = self._add(key, content, path[-1] if path else self._tree.root, seq_id)
                 if node is None:
                     return False
                 path.append(node)
+        except BaseException:
+            for seq_id in pinned[num_found:][-1:]:  # perhaps no node has it yet
+                self._core.clear(seq_id)
+            raise
         finally:
             _core.pin(self._core, pinned, False)
+            self._watch.importing.difference_update(pinned)
         return True
 
     def _known(self, key: bytes) -> Node | None:
@@ -94,21 +100,19 @@ class Fetching:
             node = self._tree.by_key.get(key)
             return node if node is not None and self._tree.is_alive(node) else None
 
-    def _import(self, begin: int, payload: memoryview) -> int | None:
-        """Return a new retained sequence, pinned, of a block's rows; None if there is no room, or they do not fit."""
-        seq_id = self._watch.new_retained()
+    def _import(self, seq_id: int, begin: int, payload: memoryview) -> bool:
+        """Make a retained sequence, pinned, of a block's rows; return False if there is no room, or they do not fit."""
         try:
-            if self._rows.write(seq_id, begin, begin + self._block_size, payload):
-                return seq_id
+            return self._rows.write(seq_id, begin, begin + self._block_size, payload)
         except BaseException as error:
             self._core.clear(seq_id)
             if not isinstance(error, (CacheFullError, MemoryError)):
                 raise
-        return None
+        return False
 
     def _add(self, key: bytes, content: bytes, parent: Node, seq_id: int) -> Node | None:
         """Add a block from the store; return None, and drop it, if the block before was dropped meanwhile."""
-        with self._watch.lock:
+        with self._watch.lock, self._watch:
             if parent not in self._tree:
                 self._core.clear(seq_id)
                 return None

@@ -76,6 +76,12 @@ class Sessions:
             session.keys.clear()
             self._drop_pending(session, 0)
 
+    def start_over(self) -> None:
+        """Forget all blocks, whose rows are dropped; those of sequences in use are retained again."""
+        self._tree.start_over()
+        for session in self._by_id.values():
+            session.path, session.pending, session.retained_to = [], {}, 0
+
     def drop_all(self) -> None:
         """Drop the rows of a prefix cache that is no more."""
         if self._core.closed:

@@ -151,6 +151,12 @@ class Tree:
             del node.parent.children[_place_of(node.parent, node.content)]
         return dropped
 
+    def start_over(self) -> None:
+        """Forget all blocks, whatever state they are in; their rows stay."""
+        self.root.children.clear()
+        self.by_key.clear()
+        self.new.clear()
+
     def sweep(self) -> None:
         """Forget blocks that were evicted, once there are twice as many blocks as were left the last time."""
         if len(self) < self._sweep_at:

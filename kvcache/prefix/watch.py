@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
 import numpy as np
@@ -42,14 +41,23 @@ class Listener(Protocol):
     def edited(self, seq_id: int | None, position: int) -> None:
         """Note that rows of a sequence from a position on were changed; None: all sequences are gone."""
 
+    def start_over(self) -> None:
+        """Forget all blocks, whose rows are dropped: a change was broken off, and left who knows what."""
+
 
 class Watch:
-    """The `Follower` of a cache that has prefix caches: calls these around each commit, and after each edit."""
+    """The `Follower` of a cache that has prefix caches: calls these around each commit, and after each edit.
+
+    A change of what prefix caches keep is made ``with watch.lock, watch:``. If an exception ends it, such as a signal's
+    handler raises anywhere, the next change begins by forgetting all that they keep, for it may be half done.
+    """
 
     def __init__(self, core: _core.Cache) -> None:
         self.lock = threading.RLock()  # guards the prefix caches of the cache; held briefly
         self.tokens_per_second: float | None = None  # of batches of many tokens, recent ones counting most
-        self._gone: deque[int] = deque()  # sequences that a finalizer cleared
+        self.edits: deque[_core.Edit] = deque()
+        self.importing: set[int] = set()  # retained sequences that no listener knows yet, and that are wanted
+        self.is_torn = False  # a change was broken off
         self._core = core
         self._exact_to: dict[int, int] = {}  # by sequence: position from which on rows do not follow from its tokens
         self._listeners: Living[Listener] = Living()
@@ -83,8 +91,32 @@ class Watch:
             return True
         return False
 
-    @contextmanager
-    def commit(self, begin: float, core: _core.Batch, keeps_all: bool) -> Iterator[None]:
+    def __enter__(self) -> None:
+        """Begin a change, with the lock held: note the edits, and forget what may be half done."""
+        if self._core.closed:
+            return
+        if self.is_torn:
+            self._start_over()
+        while self.edits:
+            edit = self.edits[0]
+            self._edited(*edit)
+            if self.edits and self.edits[0] is edit:  # else a finalizer came in between, and did the same
+                self.edits.popleft()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and not issubclass(kind, MemoryError):  # which leaves all as it was
+            self.is_torn = True
+
+    def _start_over(self) -> None:
+        for listener in self._listeners.alive():
+            listener.start_over()
+        for seq_id in set(_core.retained(self._core)) - self.importing:
+            self._core.clear(seq_id)
+        self.is_torn = False
+
+    def commit(self, begin: float, core: _core.Batch, keep: Iterable[SupportsIndex] | None) -> None:
         """Retain the blocks that a batch fills around its commit: before it, unless only some of its tokens are kept.
 
         Once it is committed, another thread's batch may begin, for which rows expire that no window reaches any
@@ -97,23 +129,24 @@ class Watch:
         bounds = zip(first.tolist(), (last + 1).tolist(), strict=True)
         ranges = dict(zip(seq_ids.tolist(), bounds, strict=True))
         with self.lock:
-            self.forget_gone()
-            listeners = self._listeners.alive()
+            with self:
+                listeners = self._listeners.alive()
+                for listener in listeners if keep is None else ():
+                    listener.fill(ranges)
             try:
-                if keeps_all:
+                core.commit(keep)
+            except BaseException:  # it may be committed, too, as when a signal came meanwhile
+                with self:
+                    for listener in listeners:
+                        listener.undo_fill(ranges)
+                raise
+            with self:
+                if keep is not None:
+                    ranges = {seq_id: (low, self._core.next_position(seq_id)) for seq_id, (low, _) in ranges.items()}
                     for listener in listeners:
                         listener.fill(ranges)
-                yield
-            except BaseException:
                 for listener in listeners:
-                    listener.undo_fill(ranges)
-                raise
-            if not keeps_all:
-                ranges = {seq_id: (low, self._core.next_position(seq_id)) for seq_id, (low, _) in ranges.items()}
-                for listener in listeners:
-                    listener.fill(ranges)
-            for listener in listeners:
-                listener.filled()
+                    listener.filled()
         if core.num_tokens >= FEW_TOKENS * len(seq_ids):
             self._measure(core.num_tokens, time.perf_counter() - begin)
 
@@ -124,20 +157,20 @@ class Watch:
 
     # ---- edits
 
-    def edited(
-        self, seq_id: int | None, position: int, *, is_moved: bool = False, source: SupportsIndex | None = None,
-        is_whole: bool = False,
-    ) -> None:  # fmt: skip
-        """Pass on what `Follower` is told, and note from where on rows do not follow from their tokens any more."""
-        with self.lock:
-            for listener in self._listeners.alive():
-                listener.edited(seq_id, position)
-            for one in list(self._exact_to) if seq_id is None else [seq_id]:
-                if is_whole or not self._core.next_position(one):
-                    self._exact_to.pop(one, None)
-            inexact = self.exact_to(operator.index(source)) if source is not None else position
-            if seq_id is not None and (is_moved or source is not None) and inexact < self._core.next_position(seq_id):
-                self.note_inexact(seq_id, inexact)
+    def note_edits(self) -> None:
+        """Pass on what `edits` says, and note from where on rows do not follow from their tokens any more."""
+        with self.lock, self:
+            pass
+
+    def _edited(self, seq_id: int | None, position: int, is_moved: bool, source: int | None, is_whole: bool) -> None:
+        for listener in self._listeners.alive():
+            listener.edited(seq_id, position)
+        for one in list(self._exact_to) if seq_id is None else [seq_id]:
+            if is_whole or not self._core.next_position(one):
+                self._exact_to.pop(one, None)
+        inexact = self.exact_to(source) if source is not None else position
+        if seq_id is not None and (is_moved or source is not None) and inexact < self._core.next_position(seq_id):
+            self.note_inexact(seq_id, inexact)
 
     def note_inexact(self, seq_id: int, position: int) -> None:
         """Note that a sequence's rows from a position on do not follow from its tokens alone."""
@@ -145,17 +178,8 @@ class Watch:
             self._exact_to[seq_id] = min(position, self.exact_to(seq_id))
 
     def exact_to(self, seq_id: int) -> int:
-        """Return the position up to which a sequence's rows follow from its tokens."""
+        """Return the position up to which a sequence's rows follow from its tokens, by the edits noted so far."""
         return self._exact_to.get(seq_id, _core.INT32_MAX)
-
-    def forget_later(self, seq_id: int) -> None:
-        """Note that a finalizer cleared a sequence, without the lock."""
-        self._gone.append(seq_id)
-
-    def forget_gone(self) -> None:
-        """Forget what is noted of the sequences that finalizers cleared. With the lock held."""
-        while self._gone:
-            self.edited(self._gone.popleft(), 0)
 
 
 _making = threading.Lock()

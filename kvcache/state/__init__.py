@@ -7,8 +7,9 @@ writes and reads the format, which docs/format.md specifies; here are files, sec
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, SupportsIndex, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias, TypeVar, cast
 
 from kvcache import _core
 from kvcache.errors import StateFormatError, shown
@@ -28,6 +29,9 @@ from kvcache.state.saved import (
 )
 from kvcache.state.saved import read_states as read_states
 
+if TYPE_CHECKING:
+    from kvcache._core import Edit
+
 __all__ = ["SavedSequence", "SavedState", "Tensor", "inspect", "not_saved"]
 
 
@@ -36,6 +40,9 @@ class Restorable(Protocol):
 
     _core: _core.Cache
     _layers: tuple[Layer, ...]
+
+    @property
+    def _edits(self) -> deque[Edit] | None: ...
 
 
 C = TypeVar("C", bound=Restorable)
@@ -120,11 +127,13 @@ def _restore(
     """Restore sequences of a mapped state; ids: which, and under which id."""
     chosen = None if ids is None else sorted(ids)
     targets = None if ids is None else [ids[one] for one in sorted(ids)]
+    held = [one.seq_id for one in saved.sequences] if targets is None else targets
+    restored = [(one, 0, False, None, True) for one in held]
     if fingerprint is not None:
         _check_fingerprint(fingerprint)
     whole, read = (data, None) if mac is None else (None, Reader(data, mac).read)
     try:
-        _core.restore(cache._core, whole, read, len(data), fingerprint, chosen, targets)
+        _core.restore(cache._core, whole, read, len(data), fingerprint, chosen, targets, cache._edits, restored)
     except StateFormatError as error:
         if "of another shape" in str(error) and (difference := _find_difference(saved.layers, cache._layers)):
             raise StateFormatError(f"of another shape: {difference}") from None
@@ -152,16 +161,9 @@ def _shown(value: Any) -> str:
 
 def restore(
     cache: Restorable, path: StrPath, seq_id: Any, saved_id: Any, fingerprint: str | None, secret: bytes | None
-) -> set[int]:
-    """Restore sequences, as `KVCache.restore` says; return their ids."""
-    there: list[int] = []
-
-    def choose(saved: SavedState) -> Mapping[int, int] | None:
-        there.extend(sequence.seq_id for sequence in saved.sequences)
-        return _target_of(saved, seq_id, saved_id)
-
-    [ids] = restore_chosen(path, [(cache, choose)], fingerprint, secret)
-    return set(there) if ids is None else set(ids.values())
+) -> None:
+    """Restore sequences, as `KVCache.restore` says."""
+    restore_chosen(path, [(cache, lambda saved: _target_of(saved, seq_id, saved_id))], fingerprint, secret)
 
 
 Choice: TypeAlias = Callable[[SavedState], Mapping[int, int] | None]
@@ -169,17 +171,14 @@ Choice: TypeAlias = Callable[[SavedState], Mapping[int, int] | None]
 
 def restore_chosen(
     path: StrPath, targets: Sequence[tuple[Restorable, Choice]], fingerprint: str | None, secret: bytes | None
-) -> list[Mapping[int, int] | None]:
+) -> None:
     """Restore a state to each cache: the sequences that a function chooses, under the ids it returns (None: all)."""
-    mac, restored = None if secret is None else begin_mac(secret), []
+    mac = None if secret is None else begin_mac(secret)
     with mapped(path) as data:
         states = states_of(read_state(data), len(targets))
         for (cache, choose), saved in zip(targets, states, strict=True):
-            ids = choose(saved)
-            _restore(cache, saved, data[: saved.nbytes], fingerprint, mac, ids)
-            restored.append(ids)
+            _restore(cache, saved, data[: saved.nbytes], fingerprint, mac, choose(saved))
             data = data[saved.nbytes :]
-    return restored
 
 
 def load(

@@ -200,12 +200,23 @@ class _File(NamedTuple):
     used: int  # nanoseconds
 
 
-class _Usage:
-    """The bytes of all values, as all processes count them; who has it open has a lock, for which others wait."""
+class _Locked:
+    """An open file, which may be locked; closed with the object, too, for an interrupt may keep ``__exit__`` away."""
 
     def __init__(self, folder: int) -> None:
         self.folder = folder
         self.file = -1
+
+    def close(self) -> None:
+        file, self.file = self.file, -1  # before it is closed, which it must not be twice
+        if file >= 0:
+            os.close(file)
+
+    __del__ = close
+
+
+class _Usage(_Locked):
+    """The bytes of all values, as all processes count them; who has it open has a lock, for which others wait."""
 
     def __enter__(self) -> Self:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -220,12 +231,12 @@ class _Usage:
                     raise TimeoutError(f"another process has locked {USAGE_NAME} for {LOCK_WAIT:g} s")
                 time.sleep(0.001)
         except BaseException:
-            os.close(self.file)
+            self.close()
             raise
         return self
 
     def __exit__(self, *exception: object) -> None:
-        os.close(self.file)
+        self.close()
 
     @property
     def total(self) -> int:
@@ -240,13 +251,10 @@ class _Usage:
         os.pwrite(self.file, max(total, 0).to_bytes(8, "little"), 0)
 
 
-class _Temporary:
+class _Temporary(_Locked):
     """A file under a name of its own, locked while its writer lives, and removed unless it was renamed."""
 
-    def __init__(self, folder: int) -> None:
-        self.folder = folder
-        self.name = ""
-        self.file = -1
+    name = ""
 
     def __enter__(self) -> Self:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -259,14 +267,14 @@ class _Temporary:
             except BaseException:  # such as of a file system without locks
                 self.__exit__()
                 raise
-            os.close(self.file)  # somebody took it for a leftover before it was locked
+            self.close()  # somebody took it for a leftover before it was locked
 
     def __exit__(self, *exception: object) -> None:
         try:
             if self.name:
                 _unlink(self.folder, self.name)
         finally:
-            os.close(self.file)
+            self.close()
 
     def write(self, data: bytes | memoryview) -> None:
         while len(data):

@@ -78,6 +78,8 @@ class Worker:
         """Work, until there has been nothing to do for a while. What the thread does."""
         changed = self.changed
         with changed:
+            if self.thread is not threading.current_thread():  # an exception came between its start and the note of it
+                return
             try:
                 while self.queue or changed.wait_for(lambda: self.queue, LINGER):
                     self.is_busy, self.began = True, time.monotonic()

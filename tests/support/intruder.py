@@ -74,7 +74,7 @@ scene.end()
 
 # Every public name, with what to call it with; a property is looked at.  None: it is not called.
 CACHE = {
-    "batch": ((), {"positions": [9, 20, 9], "seq_ids": [0, 2, 1], "parents": [-1, -1, -1]}),
+    "batch": ((), {"positions": [9, 0, 9], "seq_ids": [0, 2, 1], "parents": [-1, -1, -1]}),
     "blocks": ((0,), {}),
     "can_resume": ((3,), {"seq_id": 1}),
     "clear": ((1,), {}),
@@ -120,29 +120,29 @@ CACHE = {
 BATCH = {
     "abort": ((), {}),
     "attend": (
-        (1, rows(2, 4), rows(2), rows(2)),
+        (1, rows(3, 4), rows(3), rows(3)),
         {
-            "first": 1,
+            "first": 0,
             "scale": 0.5,
             "softcap": 3.0,
             "sinks": np.ones(4, np.float32),
             "alibi": np.ones(4, np.float32),
-            "non_causal": [True, False],
-            "masked": [(2, 0, 3)],
-            "out": np.empty((2, 4, 8), np.float32),
+            "non_causal": [True, False, True],
+            "masked": [(1, 0, 3)],
+            "out": np.empty((3, 4, 8), np.float32),
             "return_lse": True,
         },
     ),
     "commit": (([],), {}),
-    "dense": ((0,), {"non_causal": [True, False, True], "masked": [(2, 0, 3)]}),
-    "keys": ((0,), {"seq_id": 2}),
+    "dense": ((0,), {"non_causal": [True, False, True], "masked": [(1, 0, 3)]}),
+    "keys": ((0,), {"seq_id": 1}),
     "put": ((1, rows(2), rows(2)), {"first": 1}),
     "slots": ((1,), {"first": 1}),
-    "spans": ((0,), {"seq_id": 2}),
-    "values": ((0,), {"seq_id": 2}),
+    "spans": ((0,), {"seq_id": 1}),
+    "values": ((0,), {"seq_id": 1}),
     "written": ((1, 0, 2), {}),
     "__enter__": ((), {}),
-    "__exit__": ((None, None, None), {}),
+    "__exit__": ((ValueError, None, None), {}),
     "__len__": ((), {}),
     "__repr__": ((), {}),
 }
