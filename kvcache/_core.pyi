@@ -6,6 +6,8 @@ from typing import Any, Literal, Self, SupportsFloat, SupportsIndex, TypeAlias, 
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.follower import Edit
+
 INT32_MAX: int
 INT64_MAX: int
 IDS: tuple[int, int]
@@ -13,9 +15,6 @@ MAX_THREADS: int
 TYPES: dict[str, int]
 TRANSFORMS: dict[str | None, int]
 POLICIES: dict[str, int]
-
-# What an edit did (kvcache.follower): seq_id, position, is_moved, source, is_whole
-Edit: TypeAlias = tuple[int | None, int, bool, int | None, bool]
 
 # num_kv_heads, k_dim, v_dim; k_type, v_type; k_transform, v_transform; value_in_key; share; policy: kind, window,
 # num_sink_tokens, attention_chunk_size, resume_window, max_len; rope: inv_freq, interleaved, first_dim

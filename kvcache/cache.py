@@ -18,7 +18,7 @@ from kvcache.arrays import AnyArray, FloatDType, SupportsDLPack, check_float_dty
 from kvcache.batch import Batch
 from kvcache.block import Block, Run, Span, make_spans
 from kvcache.errors import CacheBusyError
-from kvcache.follower import Follower
+from kvcache.follower import Edit, Follower
 from kvcache.layer import DType, Layer, Sizes, Transform, check_layers, count, make_layers, override
 from kvcache.policy import FullAttention, Policy
 from kvcache.rope import RopeLike
@@ -452,7 +452,7 @@ class KVCache(Saveable):
         self._note_edits()
 
     @property
-    def _edits(self) -> deque[_core.Edit] | None:
+    def _edits(self) -> deque[Edit] | None:
         """The list of the follower's to which the core appends edits; None without one."""
         return None if self._follower is None else self._follower.edits
 

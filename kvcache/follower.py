@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Protocol, SupportsIndex
+from typing import Protocol, SupportsIndex, TypeAlias
 
 from kvcache import _core
 
-__all__ = ["Follower"]
+__all__ = ["Edit", "Follower"]
+
+Edit: TypeAlias = tuple[int | None, int, bool, int | None, bool]  # of `Follower.edits`
 
 
 class Follower(Protocol):
@@ -26,7 +28,7 @@ class Follower(Protocol):
         sequence, with its inexact position. `is_whole`: nothing is left of what the sequence was.
     """
 
-    edits: deque[_core.Edit]
+    edits: deque[Edit]
 
     def commit(self, begin: float, core: _core.Batch, keep: Iterable[SupportsIndex] | None) -> None:
         """Commit a batch, with the tokens to keep; None: all.

@@ -12,7 +12,7 @@ from kvcache.layer import Layer
 from kvcache.rope import RopeLike
 
 if TYPE_CHECKING:
-    from kvcache._core import Edit
+    from kvcache.follower import Edit
 
 __all__ = ["Saveable"]
 

@@ -15,6 +15,7 @@ from kvcache import _core, system
 from kvcache._core import INT32_MAX, integer
 from kvcache.arguments import to_float
 from kvcache.errors import CacheBusyError, RowsGoneError
+from kvcache.follower import Edit
 from kvcache.layer import Sizes
 from kvcache.system import readable
 
@@ -207,7 +208,7 @@ class Decider:
         self._most_decisions = 64
         self._dropped: set[int] = set()  # sequences that Adaptive dropped or did not store, to be fed again whole
         self._open: dict[int, Decision] = {}  # those of the open batch
-        self.edits: deque[_core.Edit] = deque()
+        self.edits: deque[Edit] = deque()
 
     def copy(self, core: _core.Cache) -> Decider:
         """Return a decider for a copy of the cache."""

@@ -1,7 +1,9 @@
 """The cache: sequences, edits, memory and copies of rows, each a call of the C core."""
 
 
-cdef int note_edit(object edits, object seq_id, int32_t position, bint is_moved, object source, bint is_whole) except -1:
+cdef int note_edit(
+    object edits, object seq_id, int32_t position, bint is_moved, object source, bint is_whole
+) except -1:
     """Append what an edit did to the follower's list (kvcache.follower), unless that is None.
 
     Here, and not in Python, because a signal's handler that raises would come between the two.

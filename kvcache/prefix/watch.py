@@ -15,6 +15,7 @@ import numpy as np
 
 from kvcache import _core
 from kvcache.errors import CacheBusyError
+from kvcache.follower import Edit
 from kvcache.living import Living
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Watch:
     def __init__(self, core: _core.Cache) -> None:
         self.lock = threading.RLock()  # guards the prefix caches of the cache; held briefly
         self.tokens_per_second: float | None = None  # of batches of many tokens, recent ones counting most
-        self.edits: deque[_core.Edit] = deque()
+        self.edits: deque[Edit] = deque()
         self.importing: set[int] = set()  # retained sequences that no listener knows yet, and that are wanted
         self.is_torn = False  # a change was broken off
         self._core = core

@@ -30,7 +30,7 @@ from kvcache.state.saved import (
 from kvcache.state.saved import read_states as read_states
 
 if TYPE_CHECKING:
-    from kvcache._core import Edit
+    from kvcache.follower import Edit
 
 __all__ = ["SavedSequence", "SavedState", "Tensor", "inspect", "not_saved"]
 
