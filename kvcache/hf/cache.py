@@ -16,7 +16,7 @@ from kvcache.hf.decode import Decoder
 from kvcache.hf.latents import LatentLayer
 from kvcache.hf.layers import CrossLayer, Layer
 from kvcache.hf.passes import Passes, indices_of
-from kvcache.hf.policies import SHAPE, CacheLayer, block_size_for, describe, layers_of, parts_of
+from kvcache.hf.policies import SHAPE, CacheLayer, block_size_for, check_policies, describe, layers_of, parts_of
 from kvcache.hf.prompts import Prompts, check_prefix, placeholders_of
 from kvcache.hf.state import SaveableBatch, stored_in
 from kvcache.hf.turns import STALLED, Turns
@@ -52,8 +52,8 @@ class HFCache(SaveableBatch, Cache):
         of linear attention; or if it makes no use of a cache that it is given. With `prefix`, if the model has layers
         of linear attention, or a rotation that follows the length of the text.
     ValueError
-        If `config` does not say how many heads there are, `kvcache.KVCache` refuses an argument, or the cache of
-        `prefix` has other layers.
+        If `config` does not say how many heads there are, `kvcache.KVCache` refuses an argument, a `policy` is None or
+        `CrossAttention`, or the cache of `prefix` has other layers.
     TypeError
         If `config` is not a configuration of transformers.
 
@@ -61,6 +61,8 @@ class HFCache(SaveableBatch, Cache):
     -----
     The padding before the first token of a row is not stored. Layers of linear attention keep transformers' own state.
     """
+
+    _holds_source = False  # whether its rows are an encoder's: a part of HFEncoderDecoderCache
 
     def __init__(
         self,
@@ -72,6 +74,8 @@ class HFCache(SaveableBatch, Cache):
     ) -> None:
         block_size = block_size_for([layer.policy for layer in layers_of(config)] if policy is None else policy)
         made = self.make_kv_cache(config, dtype or "f16", policy, transform, block_size=block_size)
+        if not self._holds_source:
+            check_policies(made.layers)
         layers: list[Any] = parts_of(config)[1]
         self._prefix = prefix
         if prefix is None:
@@ -177,6 +181,21 @@ class HFCache(SaveableBatch, Cache):
     def finish(self) -> None:
         """Make the last pass part of its sequences, so that the `KVCache` has no open batch, if it is complete."""
         self._passes.finish()
+
+    def check_complete(self) -> None:
+        """Raise ValueError if the model has returned from a pass that did not go through every layer."""
+        last = self._passes.last
+        if last is not None and not last.is_complete:
+            raise ValueError(
+                f"the model went through {len(last.done)} of {last.num_layers} layers of attention that the config has"
+                " which this cache was made from: give HFCache model.config"
+            )
+
+    def drop_failed(self) -> None:
+        """End a pass that failed."""
+        last = self._passes.last
+        if last is not None and not last.is_complete:
+            self._passes.end()
 
     @property
     def batch_size(self) -> int:
@@ -335,6 +354,10 @@ class HFCache(SaveableBatch, Cache):
         self.text, self.has_moved_rows = None if self.text is None else self.text[batch_indices], True
         for layer in self.others:
             layer.reorder_cache(torch.tensor(batch_indices))
+
+    def __copy__(self) -> HFCache:
+        """Return what `copy.deepcopy` does."""
+        return copy.deepcopy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HFCache:
         """Return a cache that continues from the same tokens; it shares their rows, and copies none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -31,6 +32,12 @@ class Updated(dict[int, bool]):
     def get(self, index: int, default: Any = None) -> Any:
         """Return whether a layer has stored the encoder's rows."""
         return self.cache.has_source(index)
+
+
+class SourceCache(HFCache):
+    """The part of an `HFEncoderDecoderCache` that holds an encoder's rows."""
+
+    _holds_source = True
 
 
 class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
@@ -73,10 +80,9 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
             max_source_len = next((length for length in lengths if length), None)
         if max_source_len is None:
             raise ValueError(f"max_source_len=None: a {type(config).__name__} does not say how long a source may be")
-        policies = policy, CrossAttention(max_source_len)
-        caches = tuple(HFCache(decoder, dtype, one, transform) for one in policies)
-        super().__init__(*caches)
-        self.is_updated = Updated(caches[1])
+        source = SourceCache(decoder, dtype, CrossAttention(max_source_len), transform)
+        super().__init__(HFCache(decoder, dtype, policy, transform), source)
+        self.is_updated = Updated(source)
 
     _num_parts = 2
 
@@ -89,6 +95,10 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
     @property
     def _parts(self) -> list[Any]:
         return [self.self_attention_cache, self.cross_attention_cache]
+
+    def __copy__(self) -> HFEncoderDecoderCache:
+        """Return what `copy.deepcopy` does: two caches of the same parts would feed each other's."""
+        return copy.deepcopy(self)
 
     def check_dynamic_cache(self, method: str) -> None:
         """Do nothing: transformers allows some methods for its own caches only, and these have them too."""

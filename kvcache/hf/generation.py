@@ -17,6 +17,7 @@ from transformers import GenerationMixin
 from transformers.generation import configuration_utils
 from transformers.generation.utils import ALL_CACHE_NAMES
 
+from kvcache.cache import KVCache
 from kvcache.hf.attention import NAME
 from kvcache.hf.cache import HFCache
 from kvcache.hf.enabling import arguments_of, make_cache
@@ -60,6 +61,8 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
         )
     given = model_kwargs.get(CACHE)
     is_given = given is not None
+    if isinstance(given, KVCache):
+        raise TypeError("the cache given is a KVCache: give an HFCache, made by kvcache.hf.HFCache(model.config)")
     if generation_config.use_cache is False:
         _note_no_cache(self, wanted, given)
     if wanted == NAME and not is_given and generation_config.use_cache is not False:
@@ -102,7 +105,11 @@ def _prefill(
         if cache.takes_prompt and _follows_from_tokens(input_ids, model_kwargs):
             cache.acquire(input_ids, model_kwargs.get("attention_mask"))
         model = PieceByPiece(self, cache, generation_config.prefill_chunk_size)
-    return prefill(model, input_ids, generation_config, model_kwargs, *args, **kwargs)
+    result = prefill(model, input_ids, generation_config, model_kwargs, *args, **kwargs)
+    text_cache = _text_cache(cache)
+    if text_cache is not None:
+        text_cache.check_complete()
+    return result
 
 
 def _decode_assisted(self: Any, input_ids: torch.Tensor, *args: Any, generation_config: Any, **kwargs: Any) -> Any:
@@ -195,8 +202,10 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         return result
     except BaseException:
         filled = _text_cache(used)
-        if filled is not None and filled.text is not before:
-            leave_text(filled)
+        if filled is not None:
+            filled.drop_failed()
+            if filled.text is not before:
+                leave_text(filled)
         for cache in made:
             cache.reset()
         raise

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvcache.layer import count
+
 
 def refuse_padding(row: int, offset: int) -> NoReturn:
     """Raise ValueError for a mask that shows padding which was not stored."""
@@ -20,9 +22,9 @@ def refuse_padding(row: int, offset: int) -> NoReturn:
 
 def refuse_batch(batch_size: int, num_filled: int) -> NoReturn:
     """Raise ValueError for a batch of more or fewer rows than the cache holds."""
+    method = "batch_repeat_interleave" if batch_size > num_filled else "batch_select_indices"
     raise ValueError(
-        f"the batch has {batch_size} rows: the cache was filled with {num_filled}; reset it, or call"
-        " batch_repeat_interleave"
+        f"the batch has {count(batch_size, 'row')}: the cache was filled with {num_filled}; reset it, or call {method}"
     )
 
 

@@ -17,6 +17,7 @@ from kvcache.errors import shown
 from kvcache.hf.padding import count_leading, masked_ranges, refuse_batch, refuse_padding, shown_columns
 from kvcache.hf.prompts import Prompts
 from kvcache.hf.turns import Turns, clear_finally
+from kvcache.layer import count
 from kvcache.policy import CrossAttention
 
 INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}  # types of indices
@@ -200,7 +201,7 @@ class Passes:
                 self._first_layer = index
             this_pass = self.last
             if this_pass is None or index == self._first_layer or index in this_pass.begun:
-                this_pass = self._next(index)
+                this_pass = self._next(index, rows)
             elif this_pass.pending:  # the model attended to other keys than those it was given
                 this_pass.leaves_rows = True
                 self._put_pending(this_pass)
@@ -210,9 +211,11 @@ class Passes:
                 this_pass.pending[index] = rows
             return this_pass
 
-    def _next(self, index: int) -> ForwardPass:
-        """End the last pass, and begin another one with a layer."""
+    def _next(self, index: int, rows: tuple[torch.Tensor, ...]) -> ForwardPass:
+        """End the last pass, and begin another one with a layer, which brings these rows."""
         begun = ForwardPass(self._num_layers)
+        if not self.is_source[index]:
+            self._check_unfinished(rows[0].shape[2])
         self._warn_unfinished()
         self.end()
         if index != self._first_layer:
@@ -222,6 +225,21 @@ class Passes:
             )
         self.last = begun
         return begun
+
+    def _check_unfinished(self, num_tokens: int) -> None:
+        """Raise if the next pass, of so many tokens, seems to follow those of a last pass that left layers out.
+
+        A pass that fails within a layer leaves that one unfinished. One that fails between two layers looks like a pass
+        of a model with fewer layers: then only the same number of tokens is taken for the same ones, fed again.
+        """
+        last = self.last
+        if last is None or last.is_complete or last.begun != last.done or last.num_tokens == num_tokens:
+            return
+        raise ValueError(
+            f"the last forward pass went through {len(last.done)} of {last.num_layers} layers, and what it fed"
+            f" ({count(last.num_tokens, 'token')}) was dropped: if the model has no more layers, give HFCache"
+            " model.config; if the pass failed, call crop(0), then feed it again"
+        )
 
     def _warn_unfinished(self) -> None:
         """Warn if the last pass left layers out, so that its tokens are dropped."""

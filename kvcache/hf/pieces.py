@@ -29,10 +29,10 @@ class PieceByPiece:
 
     def __call__(self, **inputs: Any) -> Any:
         """Feed what a pass of the model is given."""
-        *pieces, last = self._cut(inputs)
-        for piece in pieces:
-            self._model(**piece)
-        return self._model(**last)
+        for piece in self._cut(inputs):
+            result = self._model(**piece)
+            self._cache.check_complete()
+        return result
 
     def _cut(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
         """Cut a pass into pieces. The last one has its whole size: a draft's guesses are all in it."""

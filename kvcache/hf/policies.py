@@ -21,7 +21,7 @@ from kvcache.errors import NotSupportedError
 from kvcache.layer import Layer, count
 from kvcache.models.fields import NAMES
 from kvcache.models.shapes import MORE_KV_HEADS, REFUSED, SLIDING
-from kvcache.policy import ChunkedAttention, FullAttention, Policy, SlidingWindow, written
+from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow, written
 
 # Layers without keys and values, for which transformers' own cache layers are used.
 CacheLayer: TypeAlias = LinearAttentionCacheLayerMixin | DummyLayer
@@ -152,6 +152,17 @@ def layers_of(config: PreTrainedConfig) -> list[Layer]:
     decoder, layers, types = parts_of(config)
     policies = {i: layer for i, layer in enumerate(layers) if not isinstance(layer, CacheLayer)}
     return [layer_of(decoder.per_layer_config[i], types[i], policy) for i, policy in policies.items()]
+
+
+def check_policies(layers: Sequence[Layer]) -> None:
+    """Raise ValueError for a policy that lets no layer of a decoder attend over its own tokens."""
+    for i, policy in enumerate(layer.policy for layer in layers):
+        if policy is None or isinstance(policy, CrossAttention):
+            given = "None" if policy is None else written(policy)
+            raise ValueError(
+                f"policy: layer {i} has {given}, but attends over its own tokens: give FullAttention, SlidingWindow or"
+                " ChunkedAttention (for an encoder's rows there is HFEncoderDecoderCache)"
+            )
 
 
 def block_size_for(policies: Any) -> int:

@@ -18,7 +18,7 @@ from kvcache import state
 from kvcache.errors import NotSupportedError, StateFormatError, shown
 from kvcache.hf.passes import Passes
 from kvcache.hf.policies import SHAPE, check_config
-from kvcache.layer import DType, Layer, Transform
+from kvcache.layer import DType, Layer, Transform, count
 from kvcache.policy import CrossAttention, Policy
 
 VERSION = 1  # of the tokens of the sequence without rows: version, columns seen, ids of the batch's sequences
@@ -163,6 +163,11 @@ def _tokens_of(passes: Passes, tokens: Any) -> dict[int, Any]:
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"tokens={shown(tokens)}: a tensor [batch, tokens] is needed ({error})") from None
     seq_ids, seen = passes.seq_ids, passes.num_seen
+    if given.ndim == 2 and 0 < len(given) < len(seq_ids):
+        raise ValueError(
+            f"tokens has {count(len(given), 'row')}, the cache {len(seq_ids)}, as after a beam search, when it holds"
+            " every beam: give the returned tokens to generate once more, with max_new_tokens=1, or leave tokens out"
+        )
     if given.ndim != 2 or given.is_floating_point() or len(given) != len(seq_ids) or given.shape[1] < seen:
         raise ValueError(
             f"tokens has the shape {[*given.shape]} and the type {given.dtype}: integers [{len(seq_ids)}, {seen}]"

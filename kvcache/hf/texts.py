@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,11 +24,13 @@ def begin_text(cache: HFCache, input_ids: torch.Tensor, mask: torch.Tensor | Non
 
     A text that goes on from what the cache holds is left as it is; so is one that is longer, where the cache was filled
     with tokens that nobody told it. Raise ``ValueError``, and change nothing, if the text is not longer than what the
-    cache holds, and the cache does not know its own tokens; or if there are more or fewer rows.
+    cache holds, and the cache does not know its own tokens; or if there are more or fewer rows, and not as beams of the
+    same prompts.
     """
     seen, length = cache.get_seq_length(), input_ids.shape[1]
-    cache.check_batch_size(len(input_ids))
     text = input_ids if mask is None else input_ids.masked_fill(~mask.bool(), NONE)
+    _match_beams(cache, text)
+    cache.check_batch_size(len(input_ids))
     if cache.text is not None and seen:
         known = cache.text[:, :seen]
         num_common = _count_common(known, text, has_state=bool(cache.others))
@@ -77,6 +80,25 @@ def begin_source(cache: HFEncoderDecoderCache, encoded: torch.Tensor, mask: torc
         cache.reset()
     held.check_batch_size(len(source))
     held.text = source
+
+
+def _match_beams(cache: HFCache, text: torch.Tensor) -> None:
+    """Keep as many rows of each prompt as the text has, where the rows of both are beams of the same prompts.
+
+    Beams of a prompt are neighbours. The cache knows the same tokens of them: only the prompt.
+    """
+    held = cache.text
+    if held is None or len(held) == len(text) or held.shape[1] < cache.get_seq_length():
+        return
+    num_prompts = math.gcd(len(held), len(text))
+    num_held, num_given = len(held) // num_prompts, len(text) // num_prompts
+    are_beams = (
+        torch.equal(rows, rows[::num_beams].repeat_interleave(num_beams, 0))
+        for rows, num_beams in ((held, num_held), (text, num_given))
+    )
+    if all(are_beams):
+        first_beams = torch.arange(0, len(held), num_held)
+        cache.batch_select_indices(first_beams.repeat_interleave(num_given))
 
 
 def _count_common(known: torch.Tensor, text: torch.Tensor, has_state: bool) -> int:

@@ -143,6 +143,12 @@ def test_a_draft_model(enabled):
     [
         ({"dtype": "f8"}, ValueError, "dtype='f8'"),
         ({"policy": 3}, TypeError, "policy"),
+        (
+            {"policy": kvcache.CrossAttention(64)},
+            ValueError,
+            r"policy: layer 0 has CrossAttention\(max_len=64\), but attends over its own tokens: give FullAttention",
+        ),
+        ({"policy": [kvcache.FullAttention()] * 3 + [None]}, ValueError, "policy: layer 3 has None, but attends over"),
         ({"types": "f16"}, TypeError, "types"),
     ],
 )

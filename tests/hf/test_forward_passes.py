@@ -96,6 +96,52 @@ def test_an_error_in_the_attention(monkeypatch, layer, kind):
     check_same(model, play)
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_an_error_between_two_layers(told):
+    """The tokens may be fed again as they were; others, once the cache was told that the pass failed."""
+    model, tokens = model_of("llama"), random_tokens(2, 13)
+
+    def play(cache):
+        yield from passes(model, cache, tokens[:, :8])
+        if not isinstance(cache, transformers.DynamicCache):
+            hook = model.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(tokens[:, 8:12], past_key_values=cache)
+            hook.remove()
+            assert cache.get_seq_length() == 8
+            if told:
+                with pytest.raises(ValueError, match=r"2 of 4 layers, .* \(4 tokens\) .*: if .* call crop\(0\)"):
+                    model(tokens[:, 8:10], past_key_values=cache)
+                cache.crop(0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error" if told else "ignore", "kvcache: the last forward pass")
+            yield from passes(model, cache, tokens[:, 8:], None, [10, 13] if told else [12, 13])
+
+    check_same(model, play)
+
+
+@pytest.mark.parametrize("embedded", [False, True])
+def test_generating_that_fails_between_two_layers(embedded):
+    """Other prompts may follow, and calls of the model."""
+    model = make(CONFIGS["llama"]())
+    model.set_attn_implementation("kvcache")
+    cache, new = ours(model)[0], ours(model)[0]
+    embed = model.get_input_embeddings()
+    texts = random_tokens(1, 9), random_tokens(1, 6)
+    prompts = [{"inputs_embeds": embed(text)} if embedded else {"input_ids": text} for text in texts]
+    options = {"max_new_tokens": 3, "do_sample": False}
+    with torch.no_grad():
+        for _ in range(2):
+            hook = model.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model.generate(**prompts[0], past_key_values=cache, **options)
+            hook.remove()
+            want = model.generate(**prompts[1], past_key_values=new, **options)
+            assert torch.equal(model.generate(**prompts[1], past_key_values=cache, **options), want)
+            cache.reset()
+            new.reset()
+
+
 @pytest.mark.parametrize("layer", [0, 2, LAYERS - 1])
 @pytest.mark.parametrize("again", ["forward", "generate"])
 @pytest.mark.filterwarnings("ignore:kvcache. the last forward pass")

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+import kvcache
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
@@ -82,6 +84,13 @@ def test_a_static_cache_is_refused_by_name(folder):
         model.generate(PROMPT, cache_implementation="static", max_new_tokens=4)
     model.set_attn_implementation("sdpa")
     model.generate(PROMPT, cache_implementation="static", max_new_tokens=4)
+
+
+def test_a_kvcache_is_refused_by_name(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    cache = kvcache.KVCache(2, 4, 32, 64)
+    with pytest.raises(TypeError, match=r"given is a KVCache: give an HFCache, made by kvcache\.hf\.HFCache"):
+        model.generate(PROMPT, past_key_values=cache, max_new_tokens=2)
 
 
 def test_a_wrong_argument_of_the_cache(folder):

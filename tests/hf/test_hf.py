@@ -189,7 +189,8 @@ def test_models_with_an_encoder(name, way, attention):
 
 
 @pytest.mark.parametrize("attention", ["kvcache", "eager"])
-def test_rows_of_the_batch_of_a_model_with_an_encoder(attention):
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, copy.copy])
+def test_rows_of_the_batch_of_a_model_with_an_encoder(attention, make_copy):
     model, inputs = two_sided("bart")
 
     def logits(cache, attention):
@@ -197,7 +198,7 @@ def test_rows_of_the_batch_of_a_model_with_an_encoder(attention):
         rows = {"input_ids": inputs["inputs"], "attention_mask": inputs["attention_mask"], "past_key_values": cache}
         with torch.no_grad():
             model(**rows, decoder_input_ids=inputs["decoder_input_ids"])
-            other = copy.deepcopy(cache)
+            other = make_copy(cache)
             cache.batch_repeat_interleave(2)
             cache.batch_select_indices(torch.tensor([0, 2, 3]))
             cache.crop(-1)
@@ -292,12 +293,13 @@ def test_turns_and_copies(models, name):
         assert torch.equal(want, got)
 
 
-def test_a_copy_shares_rows(models):
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, copy.copy])
+def test_a_copy_shares_rows(models, make_copy):
     model, tokens = models("llama"), prompt()[0]
     cache = HFCache(model.config)
     generate(model, cache, "kvcache", tokens)
     before = cache.stats()["live_slots"]
-    other = copy.deepcopy(cache)
+    other = make_copy(cache)
     assert cache.stats()["live_slots"] == before
     cache.reset()
     assert other.stats()["live_slots"] == before
@@ -359,6 +361,12 @@ def test_without_a_cache(models):
         with torch.no_grad():
             logits.append(model(tokens[0], attention_mask=tokens[1], use_cache=False).logits[1])
     torch.testing.assert_close(logits[0], logits[1])
+
+
+def test_a_wrong_policy_for_a_decoder():
+    config = transformers.BartConfig(d_model=16, encoder_attention_heads=2, decoder_attention_heads=2)
+    with pytest.raises(ValueError, match=r"policy: layer 0 has CrossAttention\(max_len=64\)"):
+        HFEncoderDecoderCache(config, policy=kvcache.CrossAttention(64))
 
 
 def test_a_policy_of_ones_own(models):

@@ -1,6 +1,5 @@
 """What a model, or a user, does with the keys, values and masks that the attention "kvcache" gives it."""
 
-import copy
 import functools
 import pickle
 import warnings
@@ -224,7 +223,7 @@ def test_print_says_what_windows_keep(model):
     assert said % (f", {kept} rows of a sequence kept", ", 15 rows of a sequence kept") in repr(cache)
 
 
-@pytest.mark.parametrize("save", [pickle.dumps, lambda cache: torch.save(cache, "never.pt"), copy.copy])
+@pytest.mark.parametrize("save", [pickle.dumps, lambda cache: torch.save(cache, "never.pt")])
 def test_saving_says_what_to_do(passed, save, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(TypeError, match="keep the token ids and give them to the model again"):
@@ -246,10 +245,24 @@ def test_a_config_with_fewer_layers(model):
         model(TOKENS, past_key_values=cache)
 
 
-def test_a_config_with_more_layers(model):
+@pytest.mark.parametrize("attention", ["kvcache", "sdpa"])
+@pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 2}, {"prefill_chunk_size": 4}])
+@pytest.mark.parametrize("length", [1, 11])
+@pytest.mark.filterwarnings("ignore:kvcache. the last forward pass")
+def test_a_config_with_more_layers(model, attention, options, length):
+    """The model's tokens cannot be kept: no text is made without them."""
+    model.set_attn_implementation(attention)
     cache = HFCache(transformers.LlamaConfig(**BASE | {"num_hidden_layers": 5}))
-    with (
-        torch.inference_mode(),
-        pytest.warns(UserWarning, match="went through 3 of 5 layers, and its tokens were dropped"),
-    ):
-        [model(TOKENS, past_key_values=cache) for _ in range(2)]
+    with pytest.raises(ValueError, match=r"through 3 of 5 layers .* the config .*: give HFCache model\.config"):
+        model.generate(TOKENS[:1, :length], past_key_values=cache, max_new_tokens=3, **options)
+
+
+def test_passes_with_a_config_with_more_layers(model):
+    cache = HFCache(transformers.LlamaConfig(**BASE | {"num_hidden_layers": 5}))
+    with torch.inference_mode():
+        model(TOKENS, past_key_values=cache)
+        with pytest.warns(UserWarning, match="went through 3 of 5 layers, and its tokens were dropped"):
+            model(TOKENS, past_key_values=cache)  # as after an error
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"3 of 5 layers, .* \(11 tokens\) was dropped: .* model\.config"):
+                model(TOKENS[:, :1], past_key_values=cache)

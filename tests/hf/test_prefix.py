@@ -598,7 +598,7 @@ def test_wrong_calls():
     with pytest.raises(ValueError, match="row 0 of tokens does not begin with the prompt"):
         cache.release(tokens.flip(0))
     model.set_attn_implementation("kvcache")
-    with torch.no_grad(), pytest.raises(ValueError, match=r"the batch has 1 rows.*batch_repeat_interleave"):
+    with torch.no_grad(), pytest.raises(ValueError, match=r"the batch has 1 row: .*batch_select_indices"):
         model(tokens[:1], past_key_values=cache)
     cache.release()
     HFCache(model.config).release(tokens)  # is `reset`

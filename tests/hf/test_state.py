@@ -259,6 +259,23 @@ def test_an_empty_cache(tmp_path):
     assert torch.equal(generate(model, loaded, tokens), generate(model, HFCache(model.config, dtype="f32"), tokens))
 
 
+def test_tokens_after_beams(tmp_path):
+    """The rows are those of all beams: an error says how to make them those of the text that was returned."""
+    model = model_of("llama")
+    model.set_attn_implementation("kvcache")
+    cache, options = HFCache(model.config, dtype="f32"), {"do_sample": False, "max_new_tokens": 5}
+    text = model.generate(random_tokens(1, 12), past_key_values=cache, num_beams=3, **options)
+    with pytest.raises(ValueError, match=r"tokens has 1 row, the cache 3, as after a beam .*, with max_new_tokens=1"):
+        cache.save(tmp_path / "chat", tokens=text)
+    model.generate(text, past_key_values=cache, max_new_tokens=1)
+    cache.save(tmp_path / "chat", tokens=text)
+    [saved, _] = kvcache.state.inspect(tmp_path / "chat").sequences
+    assert saved.tokens.tolist() == text[0].tolist()
+    loaded, more = HFCache.load(model.config, tmp_path / "chat"), torch.cat([text, random_tokens(1, 3)], 1)
+    want = model.generate(more, past_key_values=HFCache(model.config, dtype="f32"), **options)
+    assert torch.equal(model.generate(more, past_key_values=loaded, **options), want)
+
+
 def test_a_failed_pass_is_no_part(tmp_path):
     model, cache, tokens = filled(tmp_path)
     broken = model.model.layers[2].register_forward_hook(lambda *_: 1 / 0)

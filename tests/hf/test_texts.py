@@ -106,6 +106,67 @@ def test_after_beams_the_prompt_is_known():
             assert torch.equal(generate(model, cache, more, num_beams=3), fresh(model, more, num_beams=3))
 
 
+@pytest.mark.parametrize("before", [1, 3, 4])
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_another_number_of_beams(before, after):
+    """Of each prompt's beams, as many are kept as there are now; also in a batch with padding."""
+    model, tokens = model_of("llama"), random_tokens(2, 20)
+    mask = torch.ones_like(tokens)
+    tokens[0, :6] = mask[0, :6] = 0
+    for rows in (slice(1, 2), slice(2)):
+        cache, fed = HFCache(model.config, dtype="f32"), []
+        text = generate(model, cache, tokens[rows], attention_mask=mask[rows], num_beams=before)
+        more = torch.cat([text, random_tokens(len(text), 3)], 1)
+        wide = torch.cat([mask[rows], torch.ones_like(more[:, 20:])], 1)
+        want = fresh(model, more, attention_mask=wide, num_beams=after)
+        hook = model.model.embed_tokens.register_forward_pre_hook(lambda _, args, fed=fed: fed.append(args[0].shape))
+        got = generate(model, cache, more, attention_mask=wide, num_beams=after)
+        hook.remove()
+        assert torch.equal(got, want)
+        assert fed[0][1] <= more.shape[1] - 20, "the prompt is kept"
+        assert cache.batch_size == len(text) * after
+
+
+def test_another_text_after_beams():
+    model, cache = model_of("llama"), HFCache(model_of("llama").config, dtype="f32")
+    generate(model, cache, random_tokens(1, 20), num_beams=3)
+    for text in (random_tokens(1, 9, seed=8), random_tokens(1, 40, seed=9)):
+        assert torch.equal(generate(model, cache, text), fresh(model, text))
+
+
+def test_beams_with_a_prefix_cache_and_then_none():
+    model = model_of("llama")
+    memory = HFCache.make_kv_cache(model.config, dtype="f32", block_size=4)
+    prefix = kvcache.PrefixCache(memory, fingerprint="one")
+    cache = HFCache(model.config, prefix=prefix)
+    text = generate(model, cache, random_tokens(1, 20), num_beams=3)
+    more = torch.cat([text, random_tokens(1, 3)], 1)
+    answer = generate(model, cache, more)
+    assert torch.equal(answer, fresh(model, more))
+    cache.release(answer)
+    other = HFCache(model.config, prefix=prefix)
+    assert torch.equal(generate(model, other, answer), fresh(model, answer))
+    assert prefix.stats.matched >= 16
+    memory.validate()
+
+
+def test_rows_of_a_batch_are_no_beams():
+    """Rows that hold different tokens, or whose last tokens nobody told, are not taken for one another's."""
+    model = model_of("llama")
+    different, told_in_part = (HFCache(model.config, dtype="f32") for _ in range(2))
+    text = generate(model, different, random_tokens(2, 20))
+    same = random_tokens(1, 20).repeat(2, 1)
+    generate(model, told_in_part, same)
+    with torch.no_grad():
+        model(random_tokens(2, 3), past_key_values=told_in_part)
+    for cache in (different, told_in_part):
+        with pytest.raises(ValueError, match=r"the batch has 1 row: .* filled with 2; reset it, or call batch_select"):
+            generate(model, cache, random_tokens(1, 40))
+    different.batch_select_indices([1])
+    more = torch.cat([text[1:], random_tokens(1, 2)], 1)
+    assert torch.equal(generate(model, different, more), fresh(model, more))
+
+
 def test_rows_that_the_caller_moves():
     model, tokens = model_of("llama"), random_tokens(2, 20)
     cache = HFCache(model.config, dtype="f32")
