@@ -214,9 +214,11 @@ class Passes:
     def _next(self, index: int, rows: tuple[torch.Tensor, ...]) -> ForwardPass:
         """End the last pass, and begin another one with a layer, which brings these rows."""
         begun = ForwardPass(self._num_layers)
-        if not self.is_source[index]:
-            self._check_unfinished(rows[0].shape[2])
-        self._warn_unfinished()
+        last = self.last
+        if last is not None and not last.is_complete:
+            if not self.is_source[index]:
+                _check_fed_again(last, rows[0].shape[2])
+            self._warn_unfinished()
         self.end()
         if index != self._first_layer:
             raise RuntimeError(
@@ -225,21 +227,6 @@ class Passes:
             )
         self.last = begun
         return begun
-
-    def _check_unfinished(self, num_tokens: int) -> None:
-        """Raise if the next pass, of so many tokens, seems to follow those of a last pass that left layers out.
-
-        A pass that fails within a layer leaves that one unfinished. One that fails between two layers looks like a pass
-        of a model with fewer layers: then only the same number of tokens is taken for the same ones, fed again.
-        """
-        last = self.last
-        if last is None or last.is_complete or last.begun != last.done or last.num_tokens == num_tokens:
-            return
-        raise ValueError(
-            f"the last forward pass went through {len(last.done)} of {last.num_layers} layers, and what it fed"
-            f" ({count(last.num_tokens, 'token')}) was dropped: if the model has no more layers, give HFCache"
-            " model.config; if the pass failed, call crop(0), then feed it again"
-        )
 
     def _warn_unfinished(self) -> None:
         """Warn if the last pass left layers out, so that its tokens are dropped."""
@@ -390,3 +377,17 @@ class Passes:
             elif ended.brings_sequences:
                 self.forget()
             self.turns.changed.notify_all()
+
+
+def _check_fed_again(last: ForwardPass, num_tokens: int) -> None:
+    """Raise if a pass of so many tokens seems to follow those of a last pass that left layers out.
+
+    A pass that fails within a layer leaves that one unfinished. One that fails between two layers looks like a pass of
+    a model with fewer layers: then only the same number of tokens is taken for the same ones, fed again.
+    """
+    if last.begun == last.done and last.num_tokens != num_tokens:
+        raise ValueError(
+            f"the last forward pass went through {len(last.done)} of {last.num_layers} layers, and what it fed"
+            f" ({count(last.num_tokens, 'token')}) was dropped: if the model has no more layers, give HFCache"
+            " model.config; if the pass failed, call crop(0), then feed it again"
+        )

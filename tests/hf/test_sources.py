@@ -107,5 +107,5 @@ def test_a_cache_that_was_not_told_its_text():
     cache = cache_of(model)
     with torch.no_grad():
         model(**given, past_key_values=cache)
-    with pytest.raises(ValueError, match="the batch has 1 rows: the cache was filled with 2"):
+    with pytest.raises(ValueError, match="the batch has 1 row: the cache was filled with 2"):
         generate(model, cache, few)
