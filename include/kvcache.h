@@ -278,7 +278,8 @@ typedef struct kvc_config {
     int64_t capacity;      /* live slots of one layer group, shared ones counted once, the open batch's included.  0:
                               max_seq_len * max_sequences, for which only those tokens of a batch count that
                               max_seq_len lets stay; no limit where one of these has none */
-    int64_t max_bytes;     /* hard limit of kvc_nbytes; 0: none */
+    int64_t max_bytes;     /* limit of kvc_nbytes whenever memory is taken for rows; an edit that takes none may pass
+                              it by bookkeeping, until a batch begins.  0: none */
     int32_t num_threads;   /* threads one call uses; 0: kvc_num_threads() at the time of the call */
     const kvc_allocator *allocator; /* copied; NULL: the C library, and the operating system's pages for blocks */
     kvc_poll_fn *poll;              /* may be NULL: calls go on to their end */

@@ -147,6 +147,7 @@ class Tree:
         for one in dropped:
             del self.by_key[one.key]
             self.core.clear(one.seq_id)
+            one.children.clear()  # with their parent, they would wait for the garbage collector
         if node.parent is not None:
             del node.parent.children[_place_of(node.parent, node.content)]
         return dropped

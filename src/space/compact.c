@@ -1,8 +1,8 @@
 /* compact.c: moves the rows of a group together.
  *
- * Blocks are ordered as the runs of the sequences come to them, and every live slot moves down to the first free place
- * in that order.  No row moves up, so that one pass over the rows of each head works in place.  Slots that several
- * sequences share move once.  As slots keep their order, runs stay runs.
+ * Blocks that are not full are ordered as the runs of the sequences come to them, and every live slot in them moves
+ * down to the first free place in that order.  No row moves up, so that one pass over the rows of each head works in
+ * place.  Slots that several sequences share move once.  As slots keep their order, runs stay runs.
  */
 #include <string.h>
 
@@ -14,14 +14,17 @@
 
 enum { WORTH_THREADS = 1 << 18 }; /* bytes */
 
-/* Returns whether a block takes part in compactions. */
-static int is_movable(const kvc_block *block) { return !block->pins && block->live; }
+/* Returns whether a block takes part in compactions.  One that is full of live slots would gain nothing, and a batch
+ * that lacks a block would move the whole cache. */
+static int is_movable(const kvc_pool *pool, const kvc_block *block) {
+    return !block->pins && block->live && block->live < pool->block_size;
+}
 
 int64_t kvc_compaction_gain(const kvc_cache *cache, int32_t group) {
     const kvc_pool *pool = &cache->pools[group];
     int64_t waste = 0;
     for (int32_t i = 0; i < pool->num_blocks; i++)
-        if (is_movable(pool->blocks[i])) waste += pool->blocks[i]->fill - pool->blocks[i]->live;
+        if (is_movable(pool, pool->blocks[i])) waste += pool->blocks[i]->fill - pool->blocks[i]->live;
     /* Do not count the holes that a window leaves behind its sinks, and in the block it moves out of, soon free. */
     if (kvc_policy_expires(&cache->policies[group])) waste -= 2 * (int64_t)pool->block_size * cache->num_holding;
     return waste;
@@ -58,7 +61,7 @@ static int get_memory(kvc_compaction *c) {
     const size_t blocks = (size_t)c->max_blocks;
     for (int32_t i = 0; i < pool->num_blocks; i++) {
         const kvc_block *block = pool->blocks[i];
-        if (!is_movable(block)) continue;
+        if (!is_movable(pool, block)) continue;
         c->num_slots += block->fill;
         for (int32_t s = 0; s < block->fill; s++)
             c->max_moves += block->holders[s] && (s == 0 || !block->holders[s - 1]);
@@ -88,7 +91,7 @@ static void order_blocks(kvc_compaction *c) {
     for (int32_t i = 0; i < c->cache->sequences.num; i++) {
         const kvc_run_list *list = &c->cache->sequences.items[i]->runs[c->group];
         for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
-            if (!is_movable(run->block) || c->targets[run->block->index]) continue;
+            if (!is_movable(c->pool, run->block) || c->targets[run->block->index]) continue;
             c->order[c->num_blocks++] = run->block;
             c->targets[run->block->index] = slots;
             slots += run->block->fill;
@@ -127,8 +130,8 @@ static int is_scattered(const kvc_pool *pool) {
     int32_t partial = 0, holes = 0;
     for (int32_t i = 0; i < pool->num_blocks; i++) {
         const kvc_block *block = pool->blocks[i];
-        partial += is_movable(block) && block->live < pool->block_size;
-        holes |= is_movable(block) && block->live < block->fill;
+        partial += is_movable(pool, block);
+        holes |= is_movable(pool, block) && block->live < block->fill;
     }
     return holes || partial > 1;
 }

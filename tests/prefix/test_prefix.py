@@ -15,6 +15,7 @@ import pytest
 from support.prefixes import BLOCK, as_array, check_rows, common, feed, make_cache, rows_of, serve
 
 import kvcache
+from kvcache.prefix.tree import Node
 from kvcache.prefix.watch import FIRST_RETAINED
 
 PROMPT = list(range(100))
@@ -263,6 +264,25 @@ def test_nothing_is_left_behind():
     assert cache.stats()["retained"] == 0
     assert cache.stats()["live_slots"] == 0
     cache.validate()
+
+
+def test_dropped_blocks_are_freed_at_once():
+    """Blocks know those before and behind them: dropped ones are not left to the garbage collector."""
+
+    def count_nodes():
+        return sum(isinstance(one, Node) for one in gc.get_objects())
+
+    cache, prefix = make()
+    gc.collect()
+    before = count_nodes()
+    gc.disable()
+    try:
+        serve(prefix, cache, PROMPT)
+        assert count_nodes() > before
+        prefix.clear()
+        assert count_nodes() == before
+    finally:
+        gc.enable()
 
 
 def test_evicted_blocks_are_forgotten():

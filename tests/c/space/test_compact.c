@@ -57,6 +57,21 @@ static void test_compact_short_sequences(void) {
     pair_free(p);
 }
 
+/* Compacting moves no row of a full block: a cache may be full but for a few of them. */
+static void test_compact_spares_full_blocks(void) {
+    pair *p = pair_with(full_policy, 4);
+    pair_feed(p, 0, 0, 8);
+    pair_feed(p, 1, 0, 100);
+    pair_feed(p, 2, 0, 8);
+    pair_remove(p, 0, 1, 2, 0);
+    pair_remove(p, 2, 5, 7, 0);
+    CHECK(pair_compact(p) == KVC_OK);
+    pair_check(p);
+    CHECKF(stats_of(p).rows_moved <= 3 + 2, "%lld rows moved", (long long)stats_of(p).rows_moved);
+    CHECK(stats_of(p).wasted_slots == 0);
+    pair_free(p);
+}
+
 /* A batch that needs a block compacts first if more than a quarter of the slots are wasted. */
 static void test_automatic_compaction(int32_t stride, int64_t compactions) {
     pair *p = pair_with(full_policy, 4);
@@ -91,6 +106,7 @@ static void test_automatic_compaction_spares_held_blocks(void) {
 int main(void) {
     static const int block_sizes[] = {1, 3, 16, 64};
     test_compact_short_sequences();
+    test_compact_spares_full_blocks();
     test_automatic_compaction(2, 1);
     test_automatic_compaction(4, 0);
     test_automatic_compaction(8, 0);
