@@ -270,7 +270,7 @@ def test_dropped_blocks_are_freed_at_once():
     """Blocks know those before and behind them: dropped ones are not left to the garbage collector."""
 
     def count_nodes():
-        return sum(isinstance(one, Node) for one in gc.get_objects())
+        return sum(type(one) is Node for one in gc.get_objects())
 
     cache, prefix = make()
     gc.collect()
