@@ -48,12 +48,18 @@ def interrupt(number, call):
     before, raised = sys.gettrace(), None
     sys.settrace(trace)
     try:
-        call()
+        try:
+            call()
+        finally:
+            sys.settrace(before)
+            run_handlers()
     except BaseException as error:
         raised = error.with_traceback(None)  # which would keep what the call held
-    finally:
-        sys.settrace(before)
     return left <= 0, raised
+
+
+def run_handlers():
+    """Have a handler run here, at the beginning of a function, if its signal came behind the last point."""
 
 
 def interrupt_everywhere(make, check, step=1):
