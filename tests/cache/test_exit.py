@@ -155,4 +155,7 @@ def test_the_interpreter_ends(scene, tmp_path):
         timeout=120,
     )
     assert (done.returncode, done.stderr) == (STATUS.get(scene, 0), "")
-    assert done.stdout == ("last" if "last" in SCENES[scene] else "")
+    said = "last" if "last" in SCENES[scene] else ""
+    has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()  # without one, what sys holds is not ended
+    ends = has_gil or "sys.last" not in SCENES[scene]
+    assert done.stdout in ([said] if ends else [said, ""])

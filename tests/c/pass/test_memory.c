@@ -249,7 +249,9 @@ static void test_aborted_leaves_room(void) {
         for (int i = 0; i < STEPS; i++)
             steps[i] =
                 (step){random_int(0, 12), i == STEPS - 1 ? random_int(1, 20) : random_int(0, 40), random_int(1, 3)};
-        int64_t least = 0, most = 1 << 20; /* max_bytes with which the last step does not fit, and does */
+        kvc_cache *empty = heap_cache(num_layers, layers, (kvc_config){.block_size = 1});
+        int64_t least = kvc_nbytes(empty), most = 1 << 20; /* max_bytes where the last step does not fit, and does */
+        kvc_cache_free(empty);
         while (most - least > 8) {
             const int64_t middle = least + (most - least) / 2;
             if (fits_after(layers, num_layers, steps, middle, 0))
