@@ -46,7 +46,8 @@ def intrude(how, **environment):
 @pytest.mark.parametrize("how", [pytest.param("collector", marks=pytest.mark.full), "arguments"])
 def test_nothing_ends_in_the_middle(how):
     """Memory that is freed is overwritten, so that to use it shows; the next test does so by a sanitizer."""
-    intrude(how, PYTHONMALLOC="malloc", MALLOC_PERTURB_="165")
+    allocator = "debug" if sysconfig.get_config_var("Py_GIL_DISABLED") else "malloc"
+    intrude(how, PYTHONMALLOC=allocator, MALLOC_PERTURB_="165")
 
 
 @pytest.fixture(scope="module")

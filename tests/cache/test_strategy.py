@@ -6,6 +6,7 @@ import itertools
 import logging
 import subprocess
 import sys
+import sysconfig
 import threading
 from types import SimpleNamespace
 
@@ -368,7 +369,8 @@ def test_a_finalizer_forks_while_decisions_are_listed(machine):
     finally:
         gc.set_threshold(*threshold)
         gc.callbacks.remove(fork)
-    assert next(others) > 10_000
+    # Without a GIL, a collection also waits until a quarter of all objects are new.
+    assert next(others) > 10_000 or sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
 def test_only_what_is_committed_is_dropped(machine):

@@ -340,6 +340,7 @@ static void clone_once(actor *a) {
 
 /* Saves a sequence, and restores it in this cache under an id of its own. */
 static void restore_once(actor *a) {
+    if (KVC_IS_BIG_ENDIAN) return; /* test_saved.c checks that states are refused */
     saved file;
     const int64_t from = any_id(a), to = own_id(a);
     const kvc_status written = save_one(a->cache, from, &file);
