@@ -1,4 +1,4 @@
-# cython: language_level=3
+# cython: language_level=3, freethreading_compatible=True
 """The C core for Python: arguments in, arrays out; no logic of its own.
 
 include/kvcache.h documents the functions, and cache.py the classes that users see. The module is one translation unit,

@@ -3,8 +3,10 @@
 import contextlib
 import copy
 import itertools
+import os
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 
@@ -249,3 +251,10 @@ def test_batches_that_are_dropped_while_the_cache_closes():
 def test_the_first_arrays_of_bf16():
     done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", BF16], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python has a GIL")
+def test_the_import_leaves_the_gil_off():
+    code = "import sys, kvcache; assert not sys._is_gil_enabled()"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHON_GIL"}
+    subprocess.run([sys.executable, "-W", "error", "-c", code], env=environment, check=True)
