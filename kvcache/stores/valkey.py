@@ -263,19 +263,22 @@ def _parse(url: str) -> tuple[bool, bool, list[tuple[str, int]], dict[str, Any]]
     """Return whether an address is of a cluster and takes TLS, the nodes, and options of the client."""
     address = shown(url)
     check_login(url)
+    netloc = "".join(re.findall(r"^[^/?#]*//([^/?#]*)", url))
+    login, _, hosts = netloc.rpartition("@")
     try:
-        found = urlsplit(url)
+        if "[" in login or "]" in login:
+            raise ValueError
+        found = urlsplit(url.replace("[", "").replace("]", ""))  # new CPythons take them around the whole host alone
     except ValueError:  # whose message may quote the password
         raise ValueError(
-            f"{address!r} cannot be read: brackets stand around an IPv6 address, and what is neither a letter nor a"
-            " digit of ASCII is percent-encoded in a password"
+            f"{address!r} cannot be read: what is neither a letter nor a digit of ASCII is percent-encoded in a"
+            " password"
         ) from None
     scheme, _, kind = found.scheme.partition("+")
     if scheme not in ("valkey", "valkeys", "redis", "rediss") or kind not in ("", "cluster"):
         raise ValueError(f"{address!r} is no address of a server: valkey://HOST:PORT/0 or valkey+cluster://HOST:PORT")
     if found.query or found.fragment:
         raise ValueError(f"{address!r} has options: give them as arguments, or use kvcache.stores.open")
-    login, _, hosts = found.netloc.rpartition("@")
     if not hosts:
         raise ValueError(f"{address!r} names no host: {found.scheme}://HOST, or {found.scheme}://HOST:PORT, is needed")
     is_cluster = kind == "cluster"
@@ -294,7 +297,7 @@ def _parse(url: str) -> tuple[bool, bool, list[tuple[str, int]], dict[str, Any]]
 
 
 def _parse_node(url: str, text: str) -> tuple[str, int]:
-    found = re.fullmatch(r"(?:\[([^\]]+)\]|([^:\[\]]+))(?::(\d+))?", text)
+    found = re.fullmatch(r"(?:\[([^\]\s]+)\]|([^:\[\]\s]+))(?::(\d+))?", text)
     if found is None or not 0 <= int(found[3] or 0) < 1 << 16:
-        raise ValueError(f"{shown(url)!r}: {text!r} is neither HOST nor HOST:PORT")
+        raise ValueError(f"{shown(url)!r}: {text!r} is neither HOST nor HOST:PORT, nor [IPV6] nor [IPV6]:PORT")
     return unquote(found[1] or found[2]), int(found[3] or DEFAULT_PORT)
