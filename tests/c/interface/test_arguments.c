@@ -316,6 +316,7 @@ static void test_bad_reads(void) {
                 "for 1");
     CHECK(num == -5 && span.num_rows == -5 && !hold);
     CHECK(kvc_positions(p->cache, 0, 0, NULL, 9) == 4 && kvc_sequences(p->cache, NULL, 9) == 1);
+    CHECK(kvc_sequences(p->cache, &num, 0) == 1 && num == -5);
     CHECK_FAILS(kvc_gather(p->cache, 0, 0, 0, 1, NULL), KVC_ERR_INVALID, "out", "NULL");
     CHECK_FAILS(kvc_gather(p->cache, 0, 0, -1, 1, &good), KVC_ERR_INVALID, "first_row", "is -1");
     CHECK_FAILS(kvc_gather(p->cache, 0, 0, 1, -2, &good), KVC_ERR_INVALID, "num_rows", "-2");
