@@ -118,7 +118,7 @@ def identity_of(cache: KVCache, fingerprint: str) -> bytes:
 
 
 def _text_of(value: Any) -> str:
-    """Return `str(value)`, which a dataclass that a signal once interrupted in it answers with "..." ever after."""
+    """Return `str(value)`; of a dataclass built here, as its own is "..." for ever once a signal interrupted it."""
     if not is_dataclass(value):
         return str(value)
     own = (f"{field.name}={getattr(value, field.name)!r}" for field in fields(value))

@@ -263,12 +263,12 @@ def _parse(url: str) -> tuple[bool, bool, list[tuple[str, int]], dict[str, Any]]
     """Return whether an address is of a cluster and takes TLS, the nodes, and options of the client."""
     address = shown(url)
     check_login(url)
-    netloc = "".join(re.findall(r"^[^/?#]*//([^/?#]*)", url))
-    login, _, hosts = netloc.rpartition("@")
+    netloc = re.match(r"[^/?#]*//([^/?#]*)", url)
+    login, _, hosts = netloc[1].rpartition("@") if netloc else ("", "", "")
     try:
         if "[" in login or "]" in login:
             raise ValueError
-        found = urlsplit(url.replace("[", "").replace("]", ""))  # new CPythons take them around the whole host alone
+        found = urlsplit(url.replace("[", "").replace("]", ""))  # newer CPythons refuse brackets in a list of hosts
     except ValueError:  # whose message may quote the password
         raise ValueError(
             f"{address!r} cannot be read: what is neither a letter nor a digit of ASCII is percent-encoded in a"

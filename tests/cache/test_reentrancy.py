@@ -45,7 +45,7 @@ def intrude(how, **environment):
 
 @pytest.mark.parametrize("how", [pytest.param("collector", marks=pytest.mark.full), "arguments"])
 def test_nothing_ends_in_the_middle(how):
-    """Memory that is freed is overwritten, so that to use it shows; the next test does so by a sanitizer."""
+    """Freed memory is overwritten, so that its use shows; the next test has the address sanitizer for that."""
     allocator = "debug" if sysconfig.get_config_var("Py_GIL_DISABLED") else "malloc"
     intrude(how, PYTHONMALLOC=allocator, MALLOC_PERTURB_="165")
 

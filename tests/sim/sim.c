@@ -709,14 +709,14 @@ static void abort_pass(client *c, const pass *p, const beginning *was) {
     c->call = "kvc_abort";
     c->w->batch = NULL;
     kvc_abort(p->batch);
-    const int is_trimmed = sim_faults() == faults; /* else, a list of runs may have got no shorter array */
+    const int is_trimmed = sim_faults() == faults; /* without memory, a list of runs keeps its longer array */
     if (traces) printf("%llu client %d: aborted\n", (unsigned long long)sim_steps(), c->number);
     const picture *before = &was->picture, now = take_picture(c->w, before->layer);
     const kvc_stats *x = &before->stats, *y = &now.stats;
     if (sim_handovers() != before->handovers || c->calls_aside != was->calls_aside) return;
     if (x->rows_moved + x->rows_expired != y->rows_moved + y->rows_expired) return;
-    if (c->w->has_allocator && is_trimmed && /* else, rows of old blocks count once they are written */
-        now.nbytes > before->nbytes)
+    /* Without an allocator, rows of old blocks count once they are written. */
+    if (c->w->has_allocator && is_trimmed && now.nbytes > before->nbytes)
         fail(c, "leaves %lld bytes, of %lld before the batch", (long long)now.nbytes, (long long)before->nbytes);
     if (x->rows_evicted == y->rows_evicted && x->blocks_returned == y->blocks_returned &&
         now.contents != before->contents)

@@ -209,7 +209,7 @@ def test_a_child_has_connections_of_its_own(store):
         ("valkey+cluster://a,,b", "'' is neither HOST nor HOST:PORT"),
         ("valkey://localhost:lots", "'localhost:lots' is neither HOST nor HOST:PORT"),
         ("valkey://localhost:99999", "'localhost:99999' is neither HOST nor HOST:PORT"),
-        ("valkey://[::1", "'[::1' is neither HOST nor HOST:PORT, nor [IPV6]"),
+        ("valkey://[::1", "'valkey://[::1': '[::1' is neither HOST nor HOST:PORT, nor [IPV6] nor [IPV6]:PORT"),
         ("valkey://one,two", "names several hosts, which only valkey+cluster:// does"),
         ("valkey://localhost/first", "the database must be a number"),
         ("valkey+cluster://localhost/1", "the database must be 0 in a cluster"),
