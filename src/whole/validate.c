@@ -76,6 +76,8 @@ static kvc_status check_pool(const kvc_pool *pool) {
     REQUIRE(num_free == pool->num_free && listed == num_free,
             "group %d: %d free blocks are noted, %d listed, there are %d", pool->group, pool->num_free, listed,
             num_free);
+    REQUIRE(pool->num_loose >= 0 && pool->num_loose <= num_free, "group %d: %d of %d free blocks are loose",
+            pool->group, pool->num_loose, num_free);
     return KVC_OK;
 }
 

@@ -53,6 +53,7 @@ COS, SIN = np.cos(ANGLES).astype(np.float32), np.sin(ANGLES).astype(np.float32)
 MAX_BYTES, STORE_BYTES = 8 << 20, 16 << 20
 BOOKKEEPING = 64 << 10  # of edits that copy no row: max_bytes is checked when rows are taken
 NUM_CLIENTS = 4
+MOST_STEPS = 1 << 16  # whose times are kept: in an array that does not grow, as memory is watched
 PIECE = 64  # tokens of a prompt that a step takes
 FINGERPRINT, SECRET = "random weights", b"known to the servers"
 TOLERANCE = 1e-3  # of a logit, whose standard deviation is about 1
@@ -247,7 +248,8 @@ class Server:
         self.changed = threading.Condition()
         self.stopped = threading.Event()
         self.loading = threading.Lock()  # while a file is read, the cache may exceed max_bytes by what is loaded
-        self.seconds = []  # of each step of decoding since they were last taken: wall, and of the processor
+        self.steps = 0  # of decoding
+        self.seconds = np.ones((MOST_STEPS, 2))  # of each of the last ones: wall, and of the processor
 
     def tenant(self, salt):
         return kvcache.PrefixCache(
@@ -323,7 +325,8 @@ class Server:
         except GaveUp:
             return
         if max(counts) == 1:
-            self.seconds.append((time.perf_counter() - begin[0], time.thread_time() - begin[1]))
+            self.seconds[self.steps % MOST_STEPS] = time.perf_counter() - begin[0], time.thread_time() - begin[1]
+            self.steps += 1
         for job, n, row in zip(jobs, counts, logits[np.cumsum(counts) - 1], strict=True):
             job.take(n, row)
             if job.done.is_set():
@@ -627,6 +630,7 @@ class Watch:
         self.start = time.monotonic()
         self.minutes = []
         self.samples = []
+        self.steps = 0  # when it last ended a stretch
 
     def look(self):
         with self.server.loading:
@@ -637,15 +641,16 @@ class Watch:
     def end(self):
         server = self.server
         server.cache.validate()
-        give_back_memory()
         store = server.store.nbytes
         assert store <= STORE_BYTES, store
-        seconds, server.seconds = np.array(server.seconds or [(0.0, 0.0)]), []
+        begin, self.steps = self.steps, server.steps
         stats = server.cache.stats()
         prefixes = [prefix.stats for prefix in server.tenants]
         names = ("requests", "hits", "tokens", "matched", "fetched", "blocks", "sequences")
         rss, nbytes = np.median(self.samples, axis=0)
-        wall, processor = np.percentile(seconds, [50, 99], axis=0).T
+        which = np.arange(max(begin, self.steps - MOST_STEPS), self.steps) % MOST_STEPS
+        wall, processor = np.percentile(server.seconds[which], [50, 99], axis=0).T if len(which) else np.zeros((2, 2))
+        give_back_memory()
         self.minutes.append(
             Minute(
                 seconds=time.monotonic() - self.start,
@@ -655,7 +660,7 @@ class Watch:
                 objects=sys.getallocatedblocks(),
                 store=store,
                 threads=threading.active_count(),
-                steps=len(seconds),
+                steps=self.steps - begin,
                 wall=tuple(wall.tolist()),
                 processor=tuple(processor.tolist()),
                 retained=stats["retained"],

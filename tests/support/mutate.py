@@ -3,9 +3,9 @@
     python tests/support/mutate.py --seed 1 --number 200 [folder]    # keeps what it builds and measures in the folder
 
 Of all changes, tries those that the seed draws, each in a core of its own, with the quick part of the tests: of the
-programs that run the changed line, the fastest first. Prints the changes that all of them pass, and fails where fewer
-than LEAST are noticed. What does not compile, or compiles to the same code, does not count. Kernels are left out:
-instruction sets are compared with each other.
+programs that run the changed line, the fastest first, and some seeds of the simulator last. Prints the changes that all
+of them pass, and fails where fewer than LEAST are noticed. What does not compile, or compiles to the same code, does
+not count. Kernels are left out: instruction sets are compared with each other.
 """
 
 import argparse
@@ -25,6 +25,8 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["KVCACHE_TEST_PART"] = "quick"  # of each program; and the simulator without sanitizers
+from sim import test_sim as sim
 from support.c_sources import amalgamate, blank
 from support.compiling import (
     ENVIRONMENT,
@@ -43,6 +45,7 @@ from support.coverage import COUNTING, read_counts
 
 LEAST = 90.0  # percent
 MEMORY = 8 << 30  # bytes that a program may map
+SIMULATED = ["--seed", "1", "--runs", "20"]
 
 # ---- changes
 
@@ -167,7 +170,7 @@ class Program:
         return lines.get(max((line for line in lines if line <= change.line), default=0), 0) > 0
 
 
-def play(program, seconds):
+def play(command, seconds):
     """Run a program for so many seconds of a processor at most; return whether it passes, and how many it took."""
 
     def limit():
@@ -177,10 +180,10 @@ def play(program, seconds):
 
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     process = subprocess.Popen(
-        [program],
+        command,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=ENVIRONMENT | {"KVCACHE_TEST_PART": "quick"},
+        env=ENVIRONMENT,
         start_new_session=True,
         preexec_fn=limit,
     )
@@ -197,7 +200,7 @@ def measure(program, command, objects, folder):
     """Run a program on a core that counts."""
     for old in folder.glob("*.gcda"):
         old.unlink()
-    passes, program.seconds = play(program.link(command, objects, folder), 600)
+    passes, program.seconds = play([program.link(command, objects, folder)], 600)
     if not passes:
         sys.exit(f"{program.source.stem} fails without a change")
     for (source, line), count in read_counts(folder)["lines"].items():
@@ -234,9 +237,11 @@ class Bench:
         self.programs = [Program(source, by_stem[source.stem]) for source in tests]
         measure_all(self.programs, self.command, self.objects, folder / "counted")
         self.programs.sort(key=lambda program: program.seconds)
+        (folder / "sim").mkdir(exist_ok=True)
+        sim.build(folder / "sim")
 
     def try_change(self, change):
-        """Return the programs that pass, and the one that does not; None if there is nothing to try."""
+        """Return the names of programs that pass, and of the one that does not; None if there is nothing to try."""
         own = self.folder / "changed"
         source = own / change.source
         source.parent.mkdir(parents=True, exist_ok=True)
@@ -250,10 +255,11 @@ class Bench:
         objects = [target if path.name == target.name else path for path in self.objects]
         passing = []
         for program in (program for program in self.programs if program.runs(change)):
-            if not play(program.link(self.command, objects, own), int(3 * program.seconds) + 3)[0]:
-                return passing, program
-            passing.append(program)
-        return passing, None
+            if not play([program.link(self.command, objects, own)], int(3 * program.seconds) + 3)[0]:
+                return passing, program.source.stem
+            passing.append(program.source.stem)
+        simulated = sim.build_with(self.folder / "sim", change.source, change.apply())
+        return passing, None if play([simulated, *SIMULATED], 60)[0] else "sim"
 
 
 def main():
@@ -287,8 +293,7 @@ def try_changes(bench, changes, options):
             tried += 1
             noticed += failing is not None
             if not failing:
-                names = ", ".join(program.source.stem for program in passing)
-                print(f"{change}\n    passes {names or 'unseen: no program runs it'}", flush=True)
+                print(f"{change}\n    passes {', '.join(passing) or 'unseen: no program runs it'}", flush=True)
     return noticed, tried
 
 

@@ -219,6 +219,15 @@ static void test_edits_give_back_blocks(void) {
     CHECK(kvc_inject(cache, 0, 0, 0, 64, &in) == KVC_OK && kvc_nbytes(cache) <= max_bytes);
     CHECK(stats_in(cache).blocks_returned > before.blocks_returned);
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+
+    cache = new_shared(max_bytes);
+    CHECK(kvc_inject(cache, 0, 0, 0, 256, &in) == KVC_ERR_FULL);
+    long long enough = 0;
+    CHECK(sscanf(kvc_last_error(), "%*[^0-9]%lld", &enough) == 1 && enough > max_bytes);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    cache = new_shared(enough); /* as many as the error says */
+    CHECK(kvc_inject(cache, 0, 0, 0, 256, &in) == KVC_OK && kvc_nbytes(cache) <= enough);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
 int main(void) {

@@ -221,6 +221,39 @@ static void test_hostile(void) {
     pair_free(p);
 }
 
+/* The header is that of a safetensors file: each tensor has as many bytes as its type and shape say. */
+static void test_header(void) {
+    static const struct {
+        const char *name;
+        size_t bytes;
+    } dtypes[] = {{"U8", 1}, {"F16", 2}, {"BF16", 2}, {"F32", 4}, {"I64", 8}, {"U64", 8}, {"F64", 8}};
+    for (int32_t type = 0; kvc_type_name(type); type++) {
+        static pair p;
+        const kvc_layer layer = {.num_kv_heads = 2, .k_dim = 64, .v_dim = 32, .k_type = type, .v_type = type};
+        saved file;
+        p = (pair){.config = {.num_threads = 1}};
+        pair_new(&p, 1, &layer);
+        pair_feed(&p, 0, 0, 5);
+        CHECK(save_all(p.cache, &file) == KVC_OK);
+        size_t end = 0;
+        int num = 0;
+        for (const char *at = file.bytes; (at = strstr(at + 8, "\"dtype\":\"")); num++) {
+            char name[8];
+            size_t shape[3] = {1, 1, 1}, first = 0, size = 0;
+            const char *offsets = strstr(at, "\"data_offsets\":[");
+            CHECK(sscanf(at, "\"dtype\":\"%7[A-Z0-9]\",\"shape\":[%zu,%zu,%zu", name, shape, shape + 1, shape + 2) >= 2);
+            CHECK(offsets && sscanf(offsets, "\"data_offsets\":[%zu,%zu", &first, &size) == 2 && first == end);
+            for (size_t i = 0; i < sizeof dtypes / sizeof *dtypes; i++)
+                if (!strcmp(name, dtypes[i].name))
+                    end += dtypes[i].bytes * shape[0] * shape[1] * shape[2];
+            CHECKF(end == size, "type %d: tensor %d ends at %zu: %.120s", type, num, size, at);
+        }
+        CHECK(num >= 8);
+        free(file.bytes);
+        pair_free(&p);
+    }
+}
+
 static void test_other_files(void) {
     char text[300] = "no saved state at all, but some text that is long enough for a header and then some ........";
     kvc_load_args args = {.struct_size = sizeof args, .data = text, .size = sizeof text};
@@ -699,6 +732,7 @@ int main(void) {
     test_hash();
     test_damage();
     test_hostile();
+    test_header();
     test_other_files();
     test_failing_functions();
     test_tokens_and_fingerprint();

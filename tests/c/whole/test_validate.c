@@ -101,6 +101,7 @@ static void test_pools(void) {
     BREAK(cache, pool->filled, pool->filled - 1, "filled slots of");
     BREAK(cache, pool->row_bytes, pool->row_bytes + 1, "bytes are noted");
     BREAK(cache, pool->num_free, pool->num_free + 1, "free blocks are noted");
+    BREAK(cache, pool->num_loose, pool->num_free + 1, "free blocks are loose");
     kvc_block *free_blocks = pool->free;
     pool->free = NULL;
     CHECK_BROKEN(cache, "0 listed");
