@@ -508,8 +508,9 @@ KVC_API kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t
  * Fails with KVC_ERR_NOMEM, and where there are no later tokens with KVC_ERR_GONE as kvc_truncate does. */
 KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift);
 
-/* Drops the rows at positions of at least `length`, where the sequence goes on then.  Fails with KVC_ERR_GONE where a
- * token there would see rows that have expired.  Always possible are 0, a position that kvc_can_resume confirms, and
+/* Drops the rows at positions of at least `length`, where the sequence goes on then; if there are none, changes nothing.
+ * Fails with KVC_ERR_GONE where rows are dropped and a token there would see others that have expired.  Always possible
+ * are 0, a position that kvc_can_resume confirms, and
  * one within the sinks of every layer with a window, unless a layer was restored without its sinks (kvc_begin_with).
  * Fails with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length);

@@ -313,7 +313,12 @@ static kvc_status join_round(kvc_plan *plan, int32_t layer, const kvc_attend_arg
     if (round->num_running)
         return kvc_fail(KVC_ERR_BUSY, "tasks are being run for layer %d: a plan serves one layer at a time",
                         round->layer);
-    if (round->num_done) kvc_plan_reset(plan);
+    if (round->num_done == plan->num_tasks && !round->is_rerun) { /* `remaining` is what it was before */
+        memset(round->states, KVC_TASK_OPEN, (size_t)plan->num_tasks);
+        round->num_done = 0;
+    } else if (round->num_done) {
+        kvc_plan_reset(plan);
+    }
     round->is_rerun = round->has_failed = 0;
     round->layer = layer;
     round->q = args->q;
@@ -364,10 +369,6 @@ static void end_task(const kvc_call *c, int64_t task, int is_done) {
     round->states[task] = is_done || c->was_done ? KVC_TASK_DONE : KVC_TASK_OPEN;
     round->num_running--;
     round->num_done += is_done && !c->was_done;
-    if (round->num_done == c->plan->num_tasks && !round->is_rerun) { /* all is done: begin the next round */
-        memset(round->states, KVC_TASK_OPEN, (size_t)c->plan->num_tasks);
-        round->num_done = 0;
-    }
     unlock_round(round);
 }
 

@@ -106,6 +106,11 @@ static inline int kvc_keeps_tokens(const kvc_cache *cache, int32_t layer) {
     return !cache->layers[layer].share && cache->group_of[layer] < cache->num_token_groups;
 }
 
+/* Returns whether a layer has rows of its own: neither those of another nor none. */
+static inline int kvc_has_rows(const kvc_cache *cache, int32_t layer) {
+    return !cache->layers[layer].share && cache->layers[layer].policy.kind != KVC_NONE;
+}
+
 /* Returns the number of threads set for the cache, or else for the process. */
 static inline int32_t kvc_cache_threads(const kvc_cache *cache) {
     return cache->num_threads ? cache->num_threads : kvc_num_threads();

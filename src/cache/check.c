@@ -104,6 +104,24 @@ static int32_t first_safe(const kvc_cache *cache, const kvc_sequence *sequence) 
     return begin;
 }
 
+/* Returns KVC_ERR_INVALID if a layer is named, and another one of its group is not. */
+static kvc_status check_group(const kvc_cache *cache, const uint8_t *flags, const char *name, int32_t layer) {
+    for (int32_t i = 0; i < cache->num_layers; i++)
+        if (!flags[i] && kvc_has_rows(cache, i) && cache->group_of[i] == cache->group_of[layer])
+            return kvc_fail(
+                KVC_ERR_INVALID,
+                "%s names layer %d and not layer %d, which has the same policy: name all layers of a policy "
+                "or none",
+                name, layer, i);
+    return KVC_OK;
+}
+
+kvc_status kvc_check_groups(const kvc_cache *cache, const uint8_t *flags, const char *name) {
+    for (int32_t i = 0; i < cache->num_layers; i++)
+        if (flags[i] && kvc_has_rows(cache, i)) KVC_TRY(check_group(cache, flags, name, i));
+    return KVC_OK;
+}
+
 /* Returns KVC_ERR_GONE if a token at `position` would miss rows below position `end` that were not replaced. */
 static kvc_status check_replaced(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position, int32_t end) {
     for (int32_t layer = 0; layer < cache->num_layers; layer++) {
@@ -127,10 +145,11 @@ kvc_status kvc_fail_gone(const kvc_cache *cache, const kvc_sequence *sequence, i
                         "a token at position %d of sequence %lld would see rows that have expired, as every later one "
                         "would: clear the sequence and feed it again, or cut it before them",
                         position, (long long)sequence->id);
-    return kvc_fail(KVC_ERR_GONE,
-                    "a token at position %d of sequence %lld would see rows that have expired: the sequence goes on at "
-                    "%d; to go back further, clear it and feed it again, or give resume_window",
-                    position, (long long)sequence->id, safe > next ? safe : next);
+    return kvc_fail(
+        KVC_ERR_GONE,
+        "a token at position %d of sequence %lld would see rows that have expired: from position %d on none "
+        "would; to go on before it, clear the sequence and feed it again, or give resume_window",
+        position, (long long)sequence->id, safe > next ? safe : next);
 }
 
 kvc_status kvc_check_cut(const kvc_cache *cache, const kvc_sequence *sequence, int32_t length) {

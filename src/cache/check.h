@@ -37,10 +37,15 @@ kvc_status kvc_check_positions(int32_t begin, int32_t end);
 /* Returns KVC_ERR_INDEX unless the batch has tokens [first, first + *num_tokens); 0 becomes all from first on. */
 kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_tokens);
 
+/* Returns KVC_ERR_INVALID if flags of layers name some layers of a group, and others that have rows not; name: of the
+ * argument. */
+kvc_status kvc_check_groups(const kvc_cache *cache, const uint8_t *flags, const char *name);
+
 /* Returns KVC_ERR_GONE for a token at `position` that would miss rows (kvc_cache_misses), and says which. */
 kvc_status kvc_fail_gone(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position);
 
-/* Returns KVC_ERR_GONE if the sequence could not go on at position `length` once its rows from there on are dropped. */
+/* Returns KVC_ERR_GONE if the sequence could not go on at position `length` once its rows from there on are dropped,
+ * and KVC_OK if there are none. */
 kvc_status kvc_check_cut(const kvc_cache *cache, const kvc_sequence *sequence, int32_t length);
 
 /* Returns KVC_ERR_BUSY if a batch or a rewrite has the sequence, which may be NULL. */

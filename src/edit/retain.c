@@ -196,8 +196,8 @@ static kvc_status retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_
 }
 
 kvc_status kvc_retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers) {
-    const kvc_status status = kvc_check_positions(begin, end);
-    if (status != KVC_OK) return status;
+    KVC_TRY(kvc_check_positions(begin, end));
+    if (layers) KVC_TRY(kvc_check_groups(cache, layers, "layers"));
     if (end - begin > kvc_block_size(cache))
         return kvc_fail(KVC_ERR_INVALID, "end is %d: at most block_size, %d, positions from begin, %d, on", end,
                         kvc_block_size(cache), begin);

@@ -271,7 +271,7 @@ static void copy_part(void *context, int64_t part) {
         for (int32_t l = 0; l < pool->num_layers; l++) copy_rows(&pool->layouts[l], copy);
         for (int32_t i = 0; rewrite->change.applies_delta && i < copy->count; i++) {
             const int32_t position = copy->position + i,
-                          delta = copy->delta + target(&rewrite->change, position) - position;
+                          delta = copy->delta + (target(&rewrite->change, position) - position);
             if (delta) kvc_rotate_keys(c->cache, c->group, copy->to, copy->to_slot + i, delta, &rotator);
         }
     }

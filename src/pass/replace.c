@@ -5,35 +5,14 @@
 
 /* ---- beginning --------------------------------------------------------------------------------------------------- */
 
-/* Returns whether a layer has rows of its own: neither those of another nor none. */
-static int has_rows(const kvc_cache *cache, int32_t layer) {
-    return !cache->layers[layer].share && cache->layers[layer].policy.kind != KVC_NONE;
-}
-
-/* Returns KVC_ERR_INVALID if a layer is replaced, and another one of its group is not. */
-static kvc_status check_group(const kvc_cache *cache, const uint8_t *replaced, int32_t layer) {
-    for (int32_t i = 0; i < cache->num_layers; i++)
-        if (!replaced[i] && has_rows(cache, i) && cache->group_of[i] == cache->group_of[layer])
-            return kvc_fail(KVC_ERR_INVALID,
-                            "replaced names layer %d and not layer %d, which has the same policy: such layers are "
-                            "replaced together",
-                            layer, i);
-    return KVC_OK;
-}
-
 kvc_status kvc_replace_check(const kvc_cache *cache, const kvc_begin_args *args) {
-    kvc_status status = KVC_OK;
     int32_t num = 0;
     if (!args->positions) return kvc_fail(KVC_ERR_INVALID, "positions is NULL: a batch that restores has to name them");
     if (args->parents) return kvc_fail(KVC_ERR_INVALID, "parents is not NULL: a batch that restores has no trees");
     if (args->unstored) return kvc_fail(KVC_ERR_INVALID, "unstored is not NULL: what a batch restores is stored");
-    for (int32_t i = 0; status == KVC_OK && i < cache->num_layers; i++) {
-        if (!args->replaced[i] || !has_rows(cache, i)) continue;
-        status = check_group(cache, args->replaced, i);
-        num++;
-    }
-    if (status == KVC_OK && !num) return kvc_fail(KVC_ERR_INVALID, "replaced names no layer that has rows of its own");
-    return status;
+    for (int32_t i = 0; i < cache->num_layers; i++) num += args->replaced[i] && kvc_has_rows(cache, i);
+    if (!num) return kvc_fail(KVC_ERR_INVALID, "replaced names no layer that has rows of its own");
+    return kvc_check_groups(cache, args->replaced, "replaced");
 }
 
 static int by_value(const void *a, const void *b) {
@@ -60,7 +39,7 @@ void kvc_replace_mark(kvc_batch *batch, const uint8_t *replaced) {
     batch->replaced = batch->group_flags;
     for (int32_t g = 0; g < cache->num_groups; g++) batch->replaced[g] = 0;
     for (int32_t i = 0; i < cache->num_layers; i++)
-        if (replaced[i] && has_rows(cache, i)) batch->replaced[cache->group_of[i]] = 1;
+        if (replaced[i] && kvc_has_rows(cache, i)) batch->replaced[cache->group_of[i]] = 1;
 }
 
 void kvc_replace_sort(kvc_batch *batch) {

@@ -355,6 +355,38 @@ static void test_not_shared(void) {
     check_read(&g, 1, (693 + 1) + (753 + 1) - 300 / 64 * 64);
 }
 
+/* Of a plan's tasks some are left out; then all are run, those first, with another scale, and once more with the first
+ * one: the result is that of the last run, although tasks of the one before are there. */
+static void test_left_out(void) {
+    static float rows[4 * PART][4], out[4], right[2][4];
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4};
+    const float q[4] = {1, 2, -1, 0.5f}, scales[] = {0.1f, 1};
+    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){0});
+    kvc_batch *batch = NULL;
+    kvc_plan *plan = NULL;
+    for (int i = 0; i < 16 * PART; i++) rows[i / 4][i % 4] = random_float();
+    const kvc_put_args put = {.struct_size = sizeof put, .k = rows, .v = rows, .k_token_stride = 16, .v_token_stride = 16};
+    CHECK(kvc_begin(cache, 4 * PART, NULL, NULL, NULL, &batch) == KVC_OK && kvc_put(batch, 0, &put) == KVC_OK);
+    CHECK(kvc_commit(batch) == KVC_OK && kvc_begin(cache, 1, NULL, NULL, NULL, &batch) == KVC_OK);
+    CHECK(kvc_put(batch, 0, &put) == KVC_OK);
+    const kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .num_heads = 1, .num_threads = 4};
+    kvc_attend_args args[2];
+    for (int i = 0; i < 2; i++) {
+        args[i] = (kvc_attend_args){.struct_size = sizeof *args, .q = q, .out = right[i], .scale = scales[i]};
+        CHECK(kvc_attend(batch, &plan_args, &args[i]) == KVC_OK);
+        args[i].out = out;
+    }
+    CHECK(kvc_plan_new(batch, &plan_args, &plan) == KVC_OK);
+    const int64_t num = kvc_plan_num_tasks(plan);
+    CHECK(num > 2 && kvc_plan_run(plan, 0, &args[0], num - 1) == KVC_OK);
+    for (int round = 1; round <= 4; round++) {
+        for (int64_t i = 0; i < num; i++) CHECK(kvc_plan_run(plan, 0, &args[round % 2], i) == KVC_OK);
+        CHECKF(!memcmp(out, right[round % 2], sizeof out), "round %d", round);
+    }
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
 /* Forks of what a cross-attention layer was given, with no token's rows behind it: all end with the same part. */
 static void check_cross(int32_t length) {
     const kvc_policy cross = {KVC_CROSS, .max_len = 4 * PART};
@@ -523,6 +555,7 @@ int main(void) {
     test_read_trees();
     test_not_shared();
     for (int32_t length = PART; length <= 2 * PART; length += PART / 2) check_cross(length);
+    test_left_out();
     test_listed_once();
     test_even();
     for_some_isas(test_tangles);

@@ -362,6 +362,27 @@ static pair *odd_pair(void) {
     return &p;
 }
 
+/* Keys move as far as positions reach: all of a sequence, where another holds the rows, too, and where none does. */
+static void test_far(void) {
+    enum { FAR_OFF = 1500000000 };
+    for (int is_forked = 0; is_forked < 2; is_forked++)
+        for (int divides = 0; divides < 2; divides++) {
+            static pair all;
+            pair *p = &all;
+            const kvc_layer layer = { /* f16 rounds off what such an angle lacks of a right one */
+                .num_kv_heads = 2, .k_dim = 6, .v_dim = 2, .k_type = KVC_F16, .rope = right_rope(0, 0, 2)};
+            *p = (pair){.config = {.num_threads = 1}};
+            pair_new(p, 1, &layer);
+            pair_feed(p, 0, 0, 6);
+            CHECK(!is_forked || pair_fork(p, 0, 1) == KVC_OK);
+            CHECK(pair_shift(p, is_forked, 0, KVC_END, FAR_OFF) == KVC_OK);
+            CHECK(!divides || pair_divide(p, is_forked, 0, KVC_END, 2) == KVC_OK);
+            CHECK(pair_settle(p) == KVC_OK);
+            pair_check(p);
+            pair_free(p);
+        }
+}
+
 static void test_bad_inject(void) {
     pair *p = odd_pair();
     const float rows[16] = {0};
@@ -635,6 +656,7 @@ static void test_block_size(int block_size) {
 static void test_moves(void) {
     test_lost_rows_among_sinks();
     test_largest_position();
+    test_far();
 }
 
 static void test_rows(void) {

@@ -299,6 +299,10 @@ static void test_refused(void) {
     CHECK_FAILS(kvc_retain(cache, 1, 1, 0, 1), KVC_ERR_INVALID, "sequence 1", "not used");
     CHECK_FAILS(kvc_retain(cache, 1, 9, 1, 0), KVC_ERR_INVALID, "end", "0");
     CHECK_FAILS(kvc_retain_new(cache, 9, 0, PIECE + 1, NULL), KVC_ERR_INVALID, "end is 5", "block_size, 4");
+    const kvc_layer alike[] = {layer_with(full_policy), layer_with(full_policy)};
+    kvc_cache *other = cache_of(alike, 2, (kvc_config){0});
+    CHECK_FAILS(kvc_retain_new(other, 9, 0, 4, (uint8_t[]){1, 0}), KVC_ERR_INVALID, "layers names layer 0", "not layer 1");
+    CHECK(kvc_retain_new(other, 9, 0, 4, (uint8_t[]){1, 1}) == KVC_OK && kvc_cache_free(other) == KVC_OK);
     CHECK_FAILS(kvc_attach(cache, ids, 1, 1, 4, &matched), KVC_ERR_INVALID, "sequence 1", "holds rows");
     CHECK_FAILS(kvc_attach(cache, (int64_t[]){1}, 1, 2, 4, &matched), KVC_ERR_INVALID, "ids[0] is 1", "retained");
     CHECK_FAILS(kvc_attach(cache, (int64_t[]){ids[1], ids[0]}, 2, 2, 4, &matched), KVC_ERR_INVALID, "ids[1]", "behind");

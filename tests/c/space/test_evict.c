@@ -302,7 +302,9 @@ static void test_room_of_those_that_end(void) {
     CHECK(feed(cache, 1, 1, 20) == KVC_OK && kvc_share(cache, 1, 2, 0, 17) == KVC_OK);
     CHECK(kvc_retain(cache, 1, FIRST_ID, 15, 20) == KVC_OK);
     CHECK(kvc_room(cache, 2, &room) == KVC_OK && room == 0);
-    CHECK_FAILS(kvc_reserve(cache, 2, 1), KVC_ERR_GONE, "position 17", "goes on at 19");
+    CHECK_FAILS(kvc_reserve(cache, 2, 1), KVC_ERR_GONE, "position 17", "from position 19 on");
+    CHECK(kvc_truncate(cache, 2, 17) == KVC_OK); /* drops nothing */
+    CHECK_FAILS(kvc_truncate(cache, 2, 16), KVC_ERR_GONE, "position 16", "from position 19 on");
     CHECK_FAILS(kvc_room(cache, FIRST_ID, &room), KVC_ERR_INVALID, "sequence 1000", "retained");
     CHECK_FAILS(kvc_reserve(cache, FIRST_ID, 1), KVC_ERR_INVALID, "sequence 1000", "retained");
     CHECK(room == 0 && kvc_share(cache, 1, 2, 17, 20) == KVC_OK);
