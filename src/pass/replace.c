@@ -3,6 +3,8 @@
 
 #include <stdlib.h>
 
+#include "cache/check.h"
+
 /* ---- beginning --------------------------------------------------------------------------------------------------- */
 
 kvc_status kvc_replace_check(const kvc_cache *cache, const kvc_begin_args *args) {
