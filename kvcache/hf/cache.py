@@ -258,6 +258,17 @@ class HFCache(SaveableBatch, Cache):
         self._passes.begin_with(prompts, input_ids.shape[1])
         return self._passes.num_seen
 
+    def is_begun_by(self, text: torch.Tensor, hidden: int) -> bool:
+        """Whether a text begins with the prompts that were acquired, if any; `hidden` stands for padding."""
+        prompts = self._passes.prompts
+        return prompts is None or prompts.begin(text, hidden)
+
+    @property
+    def lacks_prompt(self) -> bool:
+        """Whether prompts were acquired and not fed to their end."""
+        prompts = self._passes.prompts
+        return prompts is not None and not prompts.are_fed(self.get_seq_length())
+
     def begins_behind(self, column: int) -> bool:
         """Whether a prompt that was acquired begins there or behind: another one cannot take its place."""
         prompts = self._passes.prompts

@@ -130,6 +130,17 @@ class Prompts:
         """Whether a row's padding reaches to a column or beyond."""
         return any(prompt.leading >= column for prompt in self._rows)
 
+    def begin(self, text: torch.Tensor, hidden: int) -> bool:
+        """Whether each row of a text begins with its prompt, and before it with as much padding: `hidden`."""
+        return all(
+            row[: prompt.leading + len(prompt.tokens)] == [hidden] * prompt.leading + prompt.tokens
+            for row, prompt in zip(text.tolist(), self._rows, strict=True)
+        )
+
+    def are_fed(self, seen: int) -> bool:
+        """Whether the prompts are before a column."""
+        return all(prompt.leading + len(prompt.tokens) <= seen for prompt in self._rows)
+
     def check_leading(self, offsets: Sequence[int], num_columns: int) -> None:
         """Raise if a row begins behind other padding than it should; before `num_columns`, it has a token."""
         for row, (prompt, offset) in enumerate(zip(self._rows, offsets, strict=True)):

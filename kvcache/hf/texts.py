@@ -23,7 +23,8 @@ def begin_text(cache: HFCache, input_ids: torch.Tensor, mask: torch.Tensor | Non
     """Cut a cache to what it has in common with a text that `generate` is given as a whole, and note the text.
 
     A text that goes on from what the cache holds is left as it is; so is one that is longer, where the cache was filled
-    with tokens that nobody told it. Raise ``ValueError``, and change nothing, if the text is not longer than what the
+    with tokens that nobody told it. Forget all where the text does not begin with the prompts that were acquired: its
+    rows would get their names. Raise ``ValueError``, and change nothing, if the text is not longer than what the
     cache holds, and the cache does not know its own tokens; or if there are more or fewer rows, and not as beams of the
     same prompts.
     """
@@ -36,11 +37,13 @@ def begin_text(cache: HFCache, input_ids: torch.Tensor, mask: torch.Tensor | Non
         num_common = _count_common(known, text, has_state=bool(cache.others))
         if length <= seen or num_common < known.shape[1]:
             _cut(cache, min(num_common, length - 1))
-    elif length <= seen:
+    elif length <= seen and not cache.is_acquired:
         raise ValueError(
             f"input_ids has {length} tokens, and the cache holds {seen} tokens that it was not told: crop the cache to"
             " what both begin with, or reset it"
         )
+    if not cache.is_begun_by(text, NONE):
+        cache.reset()
     cache.text, cache.has_moved_rows = text, False
 
 
@@ -58,7 +61,12 @@ def end_text(cache: HFCache, tokens: torch.Tensor) -> None:
 
 
 def leave_text(cache: HFCache) -> None:
-    """Note that nobody told what `generate` fed behind the text that it was given, or that it fed less."""
+    """Note that nobody told what `generate` fed behind the text that it was given, or that it fed less.
+
+    Forget all where it did not feed the whole prompts that it acquired: others may come in their place.
+    """
+    if cache.lacks_prompt:
+        cache.reset()
     seen = cache.get_seq_length()
     if cache.text is not None:
         num_more = max(0, seen - cache.text.shape[1])

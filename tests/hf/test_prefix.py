@@ -433,6 +433,77 @@ def test_sequences_are_given_back():
     assert (prefix.stats.sequences, prefix.cache.sequences) == (0, [])
 
 
+def interrupt(model, at):
+    """Interrupt the model at one of its passes to come, from 0 on; return what ends that."""
+    passes = iter(range(at + 1))
+
+    def stop(*_):
+        if next(passes, at) == at:
+            raise KeyboardInterrupt
+
+    return model.model.register_forward_pre_hook(stop)
+
+
+@pytest.mark.parametrize("known", [0, 32])
+@pytest.mark.parametrize("common", [20, 40])
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_another_text_behind_an_interrupt(known, common, at):
+    """What was fed of either text is found as that text's alone, wherever the first was interrupted."""
+    model = model_of("llama")
+    first = random_tokens(2, LONG)
+    second = join(first[:, :common], random_tokens(2, 45, seed=1))
+    want = [generate(model, text)[0] for text in (first, second)]
+    prefix = prefix_for(model)
+    if known:
+        generate(model, first[:, :known], prefix)
+    cache = HFCache(model.config, prefix=prefix)
+    options = {"past_key_values": cache, "cache_implementation": None, "cache_config": None, "prefill_chunk_size": 7}
+    hook = interrupt(model, at)
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, first, **options)
+    hook.remove()
+    assert torch.equal(generate(model, second, **options)[0], want[1])
+    cache.release(want[1])
+    for text, answer in ((first, want[0]), (second, want[1])):
+        got, fed = generate(model, text, prefix)
+        assert torch.equal(got, answer)
+    assert fed[0] == 1
+
+
+def test_a_text_fed_by_hand_behind_an_interrupt():
+    """A cache that is empty takes any text, under no name of what `generate` was about to feed."""
+    model = model_of("llama")
+    prefix = prefix_for(model)
+    tokens, others = random_tokens(1, LONG), random_tokens(1, LONG, seed=1)
+    cache = HFCache(model.config, prefix=prefix)
+    hook = interrupt(model, 0)
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, tokens, past_key_values=cache, cache_implementation=None, cache_config=None)
+    hook.remove()
+    assert cache.get_seq_length() == 0
+    with torch.no_grad():
+        model(others, past_key_values=cache)
+    cache.release(others)
+    assert torch.equal(generate(model, tokens, prefix)[0], generate(model, tokens)[0])
+
+
+@pytest.mark.parametrize("matched", [0, 20, LONG - 1])
+def test_generate_with_another_text_than_was_acquired(matched):
+    model = model_of("llama")
+    tokens, others = random_tokens(1, LONG), random_tokens(1, 45, seed=1)
+    others[:, :20] = tokens[:, :20]
+    for text in (others, tokens[:, :20]):
+        prefix = prefix_for(model)
+        if matched:
+            generate(model, tokens[:, :matched], prefix)
+        cache = HFCache(model.config, prefix=prefix)
+        assert cache.acquire(tokens) == matched
+        got, _ = generate(model, text, past_key_values=cache, cache_implementation=None, cache_config=None)
+        assert torch.equal(got, generate(model, text)[0])
+        cache.release(got)
+        assert torch.equal(generate(model, tokens, prefix)[0], generate(model, tokens)[0])
+
+
 @pytest.mark.parametrize("attention", ["kvcache", "eager"])
 def test_caches_that_take_turns(attention):
     """Passes of several caches alternate in one thread."""
