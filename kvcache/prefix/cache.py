@@ -341,7 +341,8 @@ class PrefixCache:
                     break
                 if node is None or node not in self._tree or any(n.num_pins for n in node.below()):
                     continue
-                dropped += sum(n.end - n.begin for n in self._tree.drop(node))
+                dropped += sum(n.end - n.begin for n in node.below() if self._tree.is_alive(n))
+                self._tree.drop(node)
         return dropped
 
     def clear(self) -> None:

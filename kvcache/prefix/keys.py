@@ -83,7 +83,12 @@ def _digest_of(token: Token) -> bytes:
         return hashlib.blake2b(token, digest_size=DIGEST_SIZE, person=b"bytes").digest()
     if not isinstance(token, SupportsIndex):
         raise TypeError(f"a token is {token!r}: an integer, or bytes, is needed")
-    return hashlib.blake2b(str(token.__index__()).encode(), digest_size=DIGEST_SIZE, person=b"integer").digest()
+    number = token.__index__()
+    try:
+        text = str(number)
+    except ValueError:  # of more decimal digits than Python writes
+        text = hex(number)
+    return hashlib.blake2b(text.encode(), digest_size=DIGEST_SIZE, person=b"integer").digest()
 
 
 def count_tokens(content: bytes) -> int:

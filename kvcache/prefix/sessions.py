@@ -41,6 +41,8 @@ class Sessions:
     def begin(self, seq_id: int, keys: list[bytes], contents: list[bytes], limit: int) -> int:
         """Begin a sequence with what is known of a prompt, up to a position; return how many tokens that are."""
         path = self._tree.walk(keys)
+        while path and not self._tree.is_alive(path[-1]):
+            path.pop()  # it would hide those that begin alike
         found, end = self._tree.with_similar(path, contents)
         matched = _core.attach(self._core, [node.seq_id for node in found], seq_id, min(end, limit))
         known = matched // self._block_size

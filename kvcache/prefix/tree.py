@@ -86,11 +86,20 @@ class Tree:
 
     def similar(self, parent: Node, content: bytes) -> list[tuple[Node, int]]:
         """Return children that have most tokens in common with a block at their beginning, and how many: one or two."""
-        at = _place_of(parent, content)
-        neighbours = parent.children[max(at - 1, 0) : at + 1]  # in order of content: one of these has most
-        found = [(child, common_tokens(child.content, content)) for child in neighbours]
+        found = [(child, common_tokens(child.content, content)) for child in self._neighbours(parent, content)]
         most = max((common for _, common in found), default=0)
         return [(child, common) for child, common in found if most and common == most]
+
+    def _neighbours(self, parent: Node, content: bytes) -> list[Node]:
+        """Return the children beside a content in order, one of which has most in common; forget evicted ones."""
+        while True:
+            at = _place_of(parent, content)
+            neighbours = parent.children[max(at - 1, 0) : at + 1]
+            evicted = [child for child in neighbours if not self.is_alive(child)]
+            if not evicted:
+                return neighbours
+            for child in evicted:
+                self.drop(child)
 
     def with_similar(self, path: list[Node], contents: list[bytes]) -> tuple[list[Node], int]:
         """Add the node whose first tokens are those of the next block to a path, if there is one.
@@ -141,16 +150,14 @@ class Tree:
             self.drop(parent.children[at - 1])
             at -= 1
 
-    def drop(self, node: Node) -> list[Node]:
-        """Forget a block and all that build on it, and drop their rows; return them."""
-        dropped = list(node.below())
-        for one in dropped:
+    def drop(self, node: Node) -> None:
+        """Forget a block and all that build on it, and drop their rows."""
+        for one in list(node.below()):
             del self.by_key[one.key]
             self.core.clear(one.seq_id)
             one.children.clear()  # with their parent, they would wait for the garbage collector
         if node.parent is not None:
             del node.parent.children[_place_of(node.parent, node.content)]
-        return dropped
 
     def start_over(self) -> None:
         """Forget all blocks, whatever state they are in; their rows stay."""

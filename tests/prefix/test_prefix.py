@@ -159,6 +159,18 @@ def test_tenants_share_nothing(difference):
     assert serve(prefix, cache, PROMPT) == 99
 
 
+def test_integers_of_any_size():
+    """Some have more digits than Python writes."""
+    cache, prefix = make()
+    prompt = [2**63, 10**4000, 10**5000, -(10**5000), 10**5000 + 1, 7]
+    seq_id, _ = prefix.acquire(prompt)
+    feed(cache, seq_id, range(6), 0, 6)
+    prefix.release(seq_id, prompt)
+    for i, token in enumerate(prompt):
+        assert prefix.acquire([*prompt[:i], token + 1, 5], max_matched=i + 1)[1] == i
+    assert prefix.acquire(prompt)[1] == 5
+
+
 def test_equal_prefix_caches_have_equal_keys():
     """Keys are the same in every process: of the model, the shape, the types and the policies."""
     keys = {make(fingerprint=f)[1]._keys.root for f in ("a", "b") for _ in range(2)}
@@ -249,6 +261,18 @@ def test_evict():
     cache.validate()
 
 
+def test_evict_counts_what_it_drops():
+    """Blocks that a batch evicted before, and whose names are known yet, are no part of it."""
+    cache, prefix = make(capacity=8 * BLOCK)
+    serve(prefix, cache, PROMPT[:96])
+    serve(prefix, cache, range(1000, 1064))  # takes the place of the last two blocks
+    before = cache.stats()["evictable_slots"]
+    assert prefix.evict(32) == 32
+    assert before - cache.stats()["evictable_slots"] == 32
+    assert prefix.evict(10_000) == before - 32 == 96
+    assert prefix.stats.blocks == 0
+
+
 def test_nothing_is_left_behind():
     """Once a prefix cache is gone, or cleared, nobody holds its rows."""
     cache, prefix = make()
@@ -292,6 +316,20 @@ def test_evicted_blocks_are_forgotten():
         serve(prefix, cache, [1000 * i + j for j in range(100)])
     assert prefix.stats.blocks < 100
     assert serve(prefix, cache, [1000 * 199 + j for j in range(100)]) == 99
+
+
+@pytest.mark.parametrize("num_common", [10, 16, 20])
+def test_an_evicted_block_hides_no_other(num_common):
+    """Of blocks that begin alike, one that is there is found beside one that has more in common, and was evicted."""
+    cache, prefix = make(capacity=6 * BLOCK)
+    prompt = [*PROMPT[:num_common], *[-1] * BLOCK]
+    serve(prefix, cache, prompt)
+    serve(prefix, cache, PROMPT[:8] + [-2] * 8)
+    seq_id, matched = prefix.acquire(PROMPT[:8] + [-2] * 3)
+    assert matched == 10
+    cache.clear(seq_id)
+    serve(prefix, cache, [-3] * 5 * BLOCK)  # in the place of all but the block just used
+    assert prefix.acquire(prompt)[1] == 8
 
 
 # ---- sequences that change while they run
