@@ -90,7 +90,11 @@ _VALKEY_OPTIONS: dict[str, Callable[[str], Any]] = {
 def _options(url: str, query: str, known: dict[str, Callable[[str], Any]]) -> dict[str, Any]:
     """Read the options of an address, each given once."""
     options: dict[str, Any] = {}
-    for name, text in parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)):
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+    except ValueError as error:
+        raise ValueError(f"{url!r}: {error}") from None
+    for name, text in pairs:
         if name not in known:
             raise ValueError(f"{url!r}: there is no option {name!r}, but {', '.join(sorted(known))}")
         if name in options:

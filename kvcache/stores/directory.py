@@ -26,6 +26,7 @@ HEADER = struct.Struct("<8sIQ")  # MAGIC, the bytes of the key, the bytes of the
 VALUE_NAME = re.compile(r"[0-9a-f]{40}\.kv")
 TEMPORARY_NAME = re.compile(r"[0-9a-f]{32}\.tmp")
 USAGE_NAME = "usage.lock"  # 8 bytes: those of all values; whoever changes them has the lock
+MAX_KEY = 1 << 20  # bytes
 LOCK_WAIT = 10.0  # seconds
 SPARE = 16  # an eviction makes room for 1/16 of the limit more than is needed
 
@@ -56,7 +57,7 @@ class DirectoryStore(MutableMapping[str, bytes]):
     Raises
     ------
     ValueError
-        If `max_bytes` is not positive, or a value alone exceeds it.
+        If `max_bytes` is not positive, or a value alone exceeds it; or a key has more than 1 MiB.
     TypeError
         If `path` is no path, a key no str, or a value no bytes.
     OSError
@@ -112,6 +113,8 @@ class DirectoryStore(MutableMapping[str, bytes]):
 
     def __setitem__(self, key: str, value: bytes) -> None:
         encoded, view = encode_key(key), view_of(value)
+        if len(encoded) > MAX_KEY:
+            raise ValueError(f"a key of {len(encoded)} bytes: the most are {MAX_KEY}")
         header = HEADER.pack(MAGIC, len(encoded), view.nbytes) + encoded
         size = len(header) + view.nbytes
         if self.max_bytes is not None and size > self.max_bytes:
@@ -332,11 +335,12 @@ def _size_of_value(file: int, key: str) -> int | None:
 
 
 def _read_key(file: int) -> str | None:
-    """Return the key; None if the file is not as long as it says."""
+    """Return the key; None if the file is not as long as it says, or claims more than a key may have."""
     header = os.read(file, HEADER.size)
     if len(header) == HEADER.size:
         magic, key_size, size = HEADER.unpack(header)
-        if magic == MAGIC and HEADER.size + key_size + size == os.fstat(file).st_size:
+        is_whole = HEADER.size + key_size + size == os.fstat(file).st_size
+        if magic == MAGIC and key_size <= MAX_KEY and is_whole:
             key = _read_exactly(file, key_size)
             if key is not None:
                 with contextlib.suppress(UnicodeDecodeError):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
 
 import hypothesis
 import pytest
@@ -225,6 +226,25 @@ def test_a_value_under_the_name_of_another_is_missing(stored):
     other.write_bytes(file.read_bytes())
     assert store.get("b") is None
     assert set(store) == {"a"}
+
+
+def test_keys_that_a_file_claims_take_no_memory(stored):
+    """Of more than a MiB, which are no key's."""
+    store, file = stored
+    other = file.with_name("0" * 40 + ".kv")
+    with open(other, "wb") as claiming:
+        claiming.write(directory.HEADER.pack(directory.MAGIC, 1 << 28, 0))
+        claiming.truncate(directory.HEADER.size + (1 << 28))
+    tracemalloc.start()
+    assert list(store) == ["a"]
+    assert len(store) == 1
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    store, longest = DirectoryStore(store.path), "k" * (1 << 20)
+    store[longest] = b"value"
+    assert set(store) == {"a", longest}
+    with pytest.raises(ValueError, match="a key of 1048577 bytes: the most are 1048576"):
+        store[longest + "k"] = b"value"
 
 
 def make_link(file, outside):

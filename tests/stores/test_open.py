@@ -49,7 +49,7 @@ def test_paths(tmp_path, monkeypatch):
         ("dir:x?max_byte=5", "there is no option 'max_byte', but max_bytes"),
         ("dir:x?max_bytes=lots", "'lots' is no number of bytes"),
         ("dir:x?max_bytes=0", "max_bytes=0: must be at least 1"),
-        ("dir:x?max_bytes", "bad query field: 'max_bytes'"),
+        ("dir:x?max_bytes", "'dir:x?max_bytes': bad query field: 'max_bytes'"),
         ("dir:x?max_bytes=5&max_bytes=6", "gives max_bytes twice"),
     ],
 )
