@@ -28,15 +28,22 @@ NAME_BYTES = 233  # of a name, in that of its temporary file: with 22 more, the 
 
 @contextmanager
 def mapped(path: StrPath) -> Iterator[memoryview]:
-    """Map a file into memory; errors in its content name it."""
+    """Map a regular file into memory, and wait for no other; errors in its content name it."""
     check_path(path)
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=_open_at_once) as file:
         try:
-            if not os.fstat(file.fileno()).st_size:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise StateFormatError("is not a regular file")
+            if not found.st_size:
                 raise StateFormatError("truncated: the file is empty")
             yield memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))  # ends with the last part of it
         except StateFormatError as error:
             raise StateFormatError(f"{os.fspath(path)}: {error}") from None
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # else a FIFO would wait for its writer
 
 
 # ---- secrets

@@ -403,6 +403,18 @@ def test_only_regular_files_are_replaced(saved, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["fifo", "link", "state"]
 
 
+@pytest.mark.skipif(os.name != "posix", reason="no FIFOs and devices")
+def test_what_is_no_file_is_neither_read_nor_waited_for(saved, tmp_path):
+    cache, _ = saved
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", "/dev/zero"):
+        for read in (kvcache.KVCache.load, cache.restore, kvcache.state.inspect):
+            with pytest.raises(kvcache.StateFormatError, match=rf"^{path}: is not a regular file$"):
+                read(path)
+    with pytest.raises(IsADirectoryError):
+        kvcache.KVCache.load(tmp_path)
+
+
 def test_errors_name_the_file_that_was_given(saved, tmp_path):
     """Not the temporary one."""
     cache, _ = saved
