@@ -33,7 +33,7 @@ from cpython.memoryview cimport PyMemoryView_FromMemory
 from cpython.object cimport PyTypeObject
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
 from cpython.ref cimport Py_INCREF
-from libc.math cimport ceil, isfinite
+from libc.math cimport INFINITY, ceil, isfinite
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 

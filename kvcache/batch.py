@@ -11,6 +11,7 @@ import numpy.typing as npt
 from kvcache import _core
 from kvcache.arrays import AnyArray, Flags, FloatDType, Layout, Ranges, check_float_dtype
 from kvcache.block import Span, make_spans
+from kvcache.errors import shown
 from kvcache.layer import count
 
 __all__ = ["Batch"]
@@ -375,8 +376,8 @@ class Batch:
         chosen = None if dtype is None else check_float_dtype(dtype, "dtype")
         if chosen is not None and out is not None:
             raise ValueError(f"dtype={dtype!r}: rows are converted to the type of out; leave it out")
-        if mask is not None and mask not in ("f32", "bool"):
-            raise ValueError(f"mask={mask!r}: must be 'f32', 'bool' or None")
+        if mask is not None and not (isinstance(mask, str) and mask in ("f32", "bool")):
+            raise ValueError(f"mask={shown(mask)}: must be 'f32', 'bool' or None")
         return self._core.dense(layer, non_causal, masked, chosen, layout, mask, out)
 
     def keys(

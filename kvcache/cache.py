@@ -1015,7 +1015,7 @@ class KVCache(Saveable):
 
     @property
     def capacity_bytes(self) -> int | None:
-        """The bytes of the rows of `capacity` tokens in every layer; None without that limit."""
+        """The bytes of the rows of `capacity` tokens in every layer, at most 2**63 - 1; None without that limit."""
         return self._core.capacity_bytes()
 
     def most_bytes(self, num_tokens: SupportsIndex, *, batch_tokens: SupportsIndex = 0) -> int:

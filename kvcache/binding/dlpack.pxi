@@ -119,6 +119,8 @@ cdef object read_dlpack(object x, str name, int ndim, bint write, Array *a, int3
     a.read_only = (flags & (DL_READ_ONLY | DL_COPIED)) != 0
     step = item_size(a)
     for i in range(ndim - 1, -1, -1):
+        if t.shape[i] < 0:
+            raise ValueError(f"{name}: axis {i} has the length {t.shape[i]}")
         a.shape[i] = t.shape[i]
         a.strides[i] = step if t.strides == NULL else t.strides[i] * item_size(a)
         step *= a.shape[i]

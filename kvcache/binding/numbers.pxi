@@ -71,6 +71,8 @@ cdef float to_factor(object value, str name, bint positive) except? -1:
         number = <float>PyFloat_AsDouble(value)
     except TypeError:
         raise TypeError(f"{name}={show(value)}: a number or None is needed, not {type(value).__name__}") from None
+    except OverflowError:  # an int beyond all floats
+        number = INFINITY
     if not isfinite(number) or number == 0 or (positive and number < 0):
         what = "above 0" if positive else "other than 0"
         raise ValueError(f"{name}={show(value)}: must be a finite f32 number {what}; None asks for the default")
@@ -92,6 +94,8 @@ cdef int64_t to_timeout(object value) except? -2:
     except TypeError:
         what = type(value).__name__
         raise TypeError(f"timeout={show(value)}: a number of seconds or None is needed, not {what}") from None
+    except OverflowError:
+        raise ValueError(f"timeout={show(value)}: is beyond the range of floats; None waits without end") from None
     if not seconds >= 0:
         raise ValueError(f"timeout={show(value)}: must be a number of seconds of at least 0; None waits without end")
     return <int64_t>ceil(seconds * 1000) if seconds < 1e15 else -1

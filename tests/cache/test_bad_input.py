@@ -114,6 +114,14 @@ class Nowhere(fake_dlpack.Array):
         self.tensor.data = None
 
 
+class Less(fake_dlpack.Array):
+    """Has a negative number of tokens."""
+
+    def __init__(self, array):
+        super().__init__(array)
+        self.shape[0] = -len(array)
+
+
 class Moody:
     def __dlpack__(self):
         raise BufferError("not today")
@@ -121,8 +129,8 @@ class Moody:
 
 NAMES = {name: getattr(kvcache, name) for name in kvcache.__all__} | {
     "np": np, "NAN": NAN, "Fraction": Fraction, "dlpack": fake_dlpack.Array, "CUDA": fake_dlpack.CUDA,
-    "WithGrad": WithGrad, "Negative": Negative, "Nowhere": Nowhere, "Moody": Moody, "rows": rows, "grid": grid,
-    "put_all": put_all, "ones": ones, "feed": feed, "make": make,
+    "WithGrad": WithGrad, "Negative": Negative, "Nowhere": Nowhere, "Less": Less, "Moody": Moody, "rows": rows,
+    "grid": grid, "put_all": put_all, "ones": ones, "feed": feed, "make": make,
 }  # fmt: skip
 
 

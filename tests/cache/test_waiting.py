@@ -76,6 +76,12 @@ def test_no_time(timeout):
         new_cache().batch(1, timeout=timeout)
 
 
+@pytest.mark.parametrize("timeout", [10**400, -(10**400)])
+def test_a_time_beyond_all_floats(timeout):
+    with pytest.raises(ValueError, match=r"timeout=.*: is beyond the range of floats; None waits without end"):
+        new_cache().batch(1, timeout=timeout)
+
+
 @pytest.mark.parametrize("timeout", ["1", True, [1], 1j])
 def test_no_number(timeout):
     with pytest.raises(TypeError, match=r"timeout=.*: a number of seconds or None is needed"):
