@@ -288,7 +288,8 @@ class HFCache(SaveableBatch, Cache):
         Raises
         ------
         ValueError
-            If there are more or fewer rows, or a row does not begin with its prompt; nothing has changed then.
+            If there are more or fewer rows, and none were reordered, or a row does not begin with its prompt; nothing
+            has changed then.
         """
         self._passes.end()
         if self._passes.prompts is not None:

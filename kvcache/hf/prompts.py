@@ -82,6 +82,7 @@ class Prompts:
         self._placeholders = placeholders
         self._mask = mask
         self._num_columns = input_ids.shape[1]
+        self._are_moved = False  # rows were selected, such as by beam search
         self.num_matched = 0  # columns that the sequences held when they were acquired
 
     def acquire(self, num_columns: int) -> tuple[list[int], int]:
@@ -168,7 +169,7 @@ class Prompts:
         Behind the prompts, a row's tokens may then be another's than its user takes them for.
         """
         rows = [self._rows[i] for i in indices]
-        is_fed = seen > self._num_columns
+        self._are_moved, is_fed = True, seen > self._num_columns
         self._rows = [replace(row, limit=len(row.tokens)) for row in rows] if is_fed else rows
 
     def crop(self, seen: int) -> None:
@@ -176,15 +177,19 @@ class Prompts:
         self._rows = [replace(row, tokens=row.tokens[: max(0, seen - row.leading)]) for row in self._rows]
 
     def release(self, seq_ids: Sequence[int], tokens: torch.Tensor | None) -> None:
-        """Release the sequences with their tokens, or with those of the prompts; raise if the rows are not theirs."""
+        """Release the sequences with their tokens, or with those of the prompts; raise if the rows are not theirs.
+
+        Once rows were selected, other numbers of them may be what a beam search returns.
+        """
         rows = [prompt.tokens for prompt in self._rows]
         if tokens is not None:
             check_tokens(tokens, "tokens")
             if tokens.ndim != 2:
                 raise ValueError(f"tokens has the shape {[*tokens.shape]}: [{len(rows)}, tokens] is needed")
-            if len(tokens) != len(rows):
+            if len(tokens) == len(rows):
+                rows = [row[prompt.leading :].tolist() for row, prompt in zip(tokens, self._rows, strict=True)]
+            elif not self._are_moved:
                 raise ValueError(f"tokens has {len(tokens)} rows, the cache {len(rows)}: give all, or leave it out")
-            rows = [row[prompt.leading :].tolist() for row, prompt in zip(tokens, self._rows, strict=True)]
         for i, (row, prompt) in enumerate(zip(rows, self._rows, strict=True)):
             num = min(len(row), len(prompt.tokens))
             if row[:num] != prompt.tokens[:num]:

@@ -324,6 +324,22 @@ def test_ways_to_generate(way, attention):
     assert prefix.stats.sequences == 0
 
 
+@pytest.mark.parametrize("way", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 1}])
+def test_beams_in_a_cache_of_the_user(way):
+    """`release` takes what `generate` returns, and keeps the prompt."""
+    model = model_of("llama")
+    prefix, tokens = prefix_for(model), random_tokens(1, LONG)
+    cache = HFCache(model.config, prefix=prefix)
+    got, _ = generate(model, tokens, past_key_values=cache, cache_implementation=None, cache_config=None, **way)
+    with pytest.raises(TypeError, match="tokens is a list"):
+        cache.release(got.tolist())
+    cache.release(got)
+    assert cache.acquire(tokens) == LONG - 1
+    cache.reset()
+    longer = join(got[:1], random_tokens(1, 3))
+    assert torch.equal(generate(model, longer, prefix)[0], generate(model, longer)[0])
+
+
 def test_assisted_generation_with_a_cache_of_the_user():
     """It feeds the whole prompt, whatever the cache holds: so the cache begins anew, and the prompt is kept."""
     model = model_of("llama")
