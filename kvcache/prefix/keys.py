@@ -1,6 +1,6 @@
 """Name blocks of tokens: a key stands for the block's tokens, all tokens before it, and the cache they were fed to.
 
-A key is BLAKE2b of the key of the block before and of the block's content. The first one's parent stands for the
+A key is BLAKE2b of the key of the block before and of the block's tokens. The first one's parent stands for the
 model and for the shape of the cache, and all are keyed with a tenant's salt. Without the salt nobody can name a block,
 or tell what others have asked by the names in a store or by how soon an answer begins.
 """
@@ -23,23 +23,25 @@ from kvcache.rope import Rope
 if TYPE_CHECKING:
     from kvcache.cache import KVCache
 
-__all__ = ["KEY_SIZE", "Keys", "Tokens", "blocks_of", "common_tokens", "count_tokens", "identity_of"]
+__all__ = ["KEY_SIZE", "Keys", "Tokens", "are_integers", "blocks_of", "common_tokens", "count_tokens", "identity_of"]
 
 Token: TypeAlias = SupportsIndex | bytes
 Tokens: TypeAlias = Sequence[Token] | bytes | bytearray | memoryview | npt.NDArray[np.integer[Any]]
 
 KEY_SIZE = 32
 LAYOUT_VERSION = 1  # of what keys stand for, and of the rows in a store: raise it with either
-INT_SIZE = 8  # bytes of a token in the content of a block of 64-bit integers
-DIGEST_SIZE = 32  # bytes of a token in the content of any other block
-INTEGERS, DIGESTS = b"\x00", b"\x01"  # begin a content, and say which
+INT_SIZE = 8  # bytes of a 64-bit integer in the content of a block
+DIGEST_SIZE = 32  # bytes of any other token, and of those behind it
+COUNT_SIZE = 2  # bytes of the number of integers, at the end of a content with digests
+INTEGERS, DIGESTS = b"\x00", b"\x01"  # begin what a key is made of: the integers of a block, or a digest of each token
 
 
 def blocks_of(tokens: Tokens, block_size: int, most: int | None = None) -> list[bytes]:
-    """Cut tokens, or the first `most` of them, into blocks; return what the key of each block is made of.
+    """Cut tokens, or the first `most` of them, into blocks; return the content of each block.
 
-    The last block may be short. Integers of 64 bits are written as they are. A block with any other token, bytes or an
-    integer that is longer, is written as a digest of each token.
+    The last block may be short. Integers of 64 bits are written as they are, up to the first token that is bytes or an
+    integer that is longer. From there each token is written as a digest, and how many integers there are comes last.
+    No two blocks have the same content, and blocks that begin alike have contents that begin alike.
     """
     integers = _as_integers(tokens)
     if integers is None:
@@ -75,7 +77,30 @@ def _as_integers(tokens: Tokens) -> bytes | None:
 
 def _content_of(block: list[Token]) -> bytes:
     integers = _as_integers(block)
-    return DIGESTS + b"".join(_digest_of(token) for token in block) if integers is None else INTEGERS + integers
+    if integers is not None:
+        return INTEGERS + integers
+    first: list[bytes] = []
+    while (integer := _as_integers(block[len(first) : len(first) + 1])) is not None:
+        first.append(integer)
+    digests = map(_digest_of, block[len(first) :])
+    return INTEGERS + b"".join([*first, *digests]) + len(first).to_bytes(COUNT_SIZE, "big")
+
+
+def are_integers(content: bytes) -> bool:
+    """Return whether a block has 64-bit integers only."""
+    return len(content) % INT_SIZE == len(INTEGERS)
+
+
+def _num_integers(content: bytes) -> int:
+    """Return how many tokens of a block are written as integers: the first ones."""
+    return len(content) // INT_SIZE if are_integers(content) else int.from_bytes(content[-COUNT_SIZE:], "big")
+
+
+def _named(content: bytes) -> bytes:
+    """Return what the key of a block with digests is made of: a digest of each token."""
+    end = len(INTEGERS) + INT_SIZE * _num_integers(content)
+    numbers = np.frombuffer(content[len(INTEGERS) : end], "<i8").tolist()
+    return DIGESTS + b"".join(map(_digest_of, numbers)) + content[end:-COUNT_SIZE]
 
 
 def _digest_of(token: Token) -> bytes:
@@ -93,17 +118,20 @@ def _digest_of(token: Token) -> bytes:
 
 def count_tokens(content: bytes) -> int:
     """Return the number of tokens of a block."""
-    return (len(content) - 1) // (INT_SIZE if content[:1] == INTEGERS else DIGEST_SIZE)
+    integers = _num_integers(content)
+    return integers + (len(content) - len(INTEGERS) - INT_SIZE * integers) // DIGEST_SIZE
 
 
 def common_tokens(one: bytes, other: bytes) -> int:
     """Return how many tokens two blocks have in common at their beginning."""
-    if one[:1] != other[:1]:
-        return 0
     num = min(len(one), len(other))
     a, b = np.frombuffer(one, np.uint8, num), np.frombuffer(other, np.uint8, num)
     differ = np.flatnonzero(a != b)
-    return count_tokens(one[: int(differ[0]) if len(differ) else num])
+    same = (int(differ[0]) if len(differ) else num) - len(INTEGERS)  # bytes
+    integers, others = _num_integers(one), _num_integers(other)
+    if same >= INT_SIZE * integers and integers == others:
+        return integers + (same - INT_SIZE * integers) // DIGEST_SIZE
+    return min(same // INT_SIZE, integers, others)
 
 
 def identity_of(cache: KVCache, fingerprint: str) -> bytes:
@@ -149,6 +177,7 @@ class Keys:
         """Return the keys of blocks that follow each other, the first one behind `parent`."""
         keys, blake2b, salt = [], hashlib.blake2b, self._salt
         for content in blocks:
-            parent = blake2b(parent + content, digest_size=KEY_SIZE, key=salt).digest()
+            named = content if are_integers(content) else _named(content)
+            parent = blake2b(parent + named, digest_size=KEY_SIZE, key=salt).digest()
             keys.append(parent)
         return keys

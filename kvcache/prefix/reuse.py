@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcache.errors import CacheFullError, NotSupportedError
-from kvcache.prefix.keys import INT_SIZE, INTEGERS
+from kvcache.prefix.keys import INT_SIZE, INTEGERS, are_integers
 from kvcache.prefix.tree import Node, Tree
 
 __all__ = ["Reuse"]
@@ -31,7 +31,7 @@ class Chunks:
         self._size = INT_SIZE * tree.block_size
         whole = len(INTEGERS) + self._size
         self._by_content = {node.content: node for node in tree.by_key.values() if len(node.content) == whole}
-        plain = all(content.startswith(INTEGERS) for content in contents)
+        plain = all(map(are_integers, contents))
         self._prompt = b"".join(content[len(INTEGERS) :] for content in contents) if plain else b""
 
     def find(self, position: int) -> Chunk | None:
@@ -43,7 +43,10 @@ class Chunks:
     def _find_at(self, rest: bytes, skipped: int) -> Chunk | None:
         """Return a chunk that begins with the last `skipped` bytes of one block, and goes on with a whole one."""
         node = self._by_content.get(INTEGERS + rest[skipped : skipped + self._size])
-        if node is None or node.parent is None or not node.parent.content.endswith(rest[:skipped]):
+        if node is None or node.parent is None:
+            return None
+        before = node.parent.content
+        if skipped and not (are_integers(before) and before.endswith(rest[:skipped])):
             return None
         nodes = [node.parent, node] if skipped else [node]
         begin, end, common = node.begin - skipped // INT_SIZE, skipped + self._size, self._size

@@ -144,10 +144,11 @@ class Tree:
         """Drop short blocks that another one begins with."""
         parent = node.parent or self.root
         at = _place_of(parent, node.content)
-        while at and node.content.startswith(parent.children[at - 1].content) and not parent.children[at - 1].children:
-            if parent.children[at - 1].num_pins:
+        while at:
+            other = parent.children[at - 1]
+            if common_tokens(other.content, node.content) < other.end - other.begin or other.children or other.num_pins:
                 break
-            self.drop(parent.children[at - 1])
+            self.drop(other)
             at -= 1
 
     def drop(self, node: Node) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import hashlib
 import math
 import os
 import random
@@ -15,6 +16,7 @@ import pytest
 from support.prefixes import BLOCK, as_array, check_rows, common, feed, make_cache, rows_of, serve
 
 import kvcache
+from kvcache.prefix.keys import Keys, blocks_of
 from kvcache.prefix.tree import Node
 from kvcache.prefix.watch import FIRST_RETAINED
 
@@ -126,6 +128,44 @@ def test_tokens_of_any_kind():
     for same in (as_array(PROMPT), np.array(PROMPT, np.int32), np.array(PROMPT, np.uint64), tuple(PROMPT), range(100)):
         assert prefix.acquire(same)[1] == 99
     assert prefix.acquire(np.array([2**63], np.uint64))[1] == 0
+
+
+def test_the_match_is_the_longest_of_tokens_of_any_kind():
+    """A block has tokens of one kind or of several; what it shares with another ends where these differ, and there."""
+    choose = random.Random(1)
+    cache, prefix = make()
+    history = []
+    for _ in range(150):
+        begin = choose.choice(history)[: choose.randint(1, 60)] if history and choose.random() < 0.9 else []
+        prompt = begin + choose.choices([1, 2, 3, 2**70, b"a", b"1"], [9, 9, 9, 1, 1, 1], k=choose.randint(1, 30))
+        best = max((common(old, prompt[:-1]) for old in history), default=0)
+        assert serve(prefix, cache, prompt) == best
+        history.append(prompt)
+        cache.validate()
+    assert prefix.evict(10**6) > 0
+    assert prefix.stats.blocks == 0
+
+
+def test_integers_that_look_like_a_digest():
+    """Whoever chooses tokens may choose such: they are other tokens, and at worst hide a match."""
+    cache, prefix = make()
+    digest = hashlib.blake2b(b"an image", digest_size=32, person=b"bytes").digest()
+    alike = np.frombuffer(digest, "<i8").tolist()
+    texts = [[1, b"an image", 2], [1, *alike, 2], [1, *alike, b"an image"], [b"an image", *[5] * 9], [*alike, *[5] * 9]]
+    for i, text in enumerate(texts):
+        assert serve(prefix, cache, text) <= max((common(old, text[:-1]) for old in texts[:i]), default=0)
+    for text in texts:
+        assert prefix.acquire(text)[1] == len(text) - 1
+    assert prefix.evict(10**6) > 0
+    assert prefix.stats.blocks == 0
+
+
+def test_names_of_blocks_stay():
+    """Stores are full of them."""
+    names = Keys(b"a model", b"a tenant")
+    tokens = [1, -2, b"an image", 2**63, 5, 6, 7, 8, b"x", -(2**200), 3]
+    last = names.chain(names.root, blocks_of(tokens, 4))[-1]
+    assert last.hex() == "023b6fe6bac42d5d96842db2e6cb37109fbba11662ba7b588ca38b528dde42f3"
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda text: memoryview(text).cast("b"), list])
