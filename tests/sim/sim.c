@@ -1452,7 +1452,12 @@ int main(int argc, char **argv) {
             *total += sim_steps();
             return 0;
         }
-        if (child < 0 || waitpid(child, &status, 0) != child || status) return 1;
+        if (child < 0 || waitpid(child, &status, 0) != child || status) {
+            const int signal = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+            printf("seed %llu: status %d%s%s\n", (unsigned long long)(seed + i), status, signal ? ", " : "",
+                   signal ? strsignal(signal) : "");
+            return 1;
+        }
     }
     printf("%llu steps\n", (unsigned long long)*total);
     return 0;

@@ -81,7 +81,7 @@ def play(sim, seed, options, runs=1):
     done = subprocess.run(
         [sim, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=TIMEOUT
     )
-    return done.stdout if done.returncode else None
+    return None if done.returncode == 0 else f"status {done.returncode}\n{done.stdout}"
 
 
 def shrink(sim, seed):
