@@ -116,7 +116,7 @@ distributions() {
 torch_tests() {
     local pytest=("$1/bin/pytest" --color=no "${@:2}")
     "${pytest[@]}" $(grep -rl --include='test_*.py' '^torch = ' tests) tests/package/test_docs.py
-    "${pytest[@]}" -k torch tests/cache/test_arrays.py tests/cache/test_bad_input.py
+    "${pytest[@]}" -m hf --slow $(grep -rl --include='test_*.py' 'mark\.hf' tests)
     "${pytest[@]}" --slow "$readme_tests"
 }
 

@@ -9,6 +9,7 @@ import signal
 import sys
 import sysconfig
 import tempfile
+import warnings
 from pathlib import Path
 
 import hypothesis
@@ -61,6 +62,13 @@ def pytest_configure(config):
         compiling.ENVIRONMENT["KVCACHE_TEST_PART"] = part_of(config)  # for tests/c/support/test.h
     if part_of(config) == "quick" and "HYPOTHESIS_PROFILE" not in os.environ:
         hypothesis.settings.load_profile("quick")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("hf"):
+        pytest.importorskip("torch")
+        with warnings.catch_warnings(action="ignore"):
+            pytest.importorskip("transformers")
 
 
 def pytest_report_header(config):

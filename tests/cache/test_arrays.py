@@ -328,9 +328,11 @@ def test_bf16_without_ml_dtypes():
 # ---- PyTorch
 
 
+@pytest.mark.hf
 @pytest.mark.parametrize(("given", "stored"), [*itertools.product(["float32", "float16", "bfloat16"], NUMPY)])
 def test_torch(given, stored):
-    torch = pytest.importorskip("torch")
+    import torch
+
     k, v = rows()
     q, tk, tv = (torch.from_numpy(x).to(getattr(torch, given)) for x in (queries(), k, v))
     check_stored(stored_after_put(tk, tv, stored), k, v)
@@ -344,8 +346,10 @@ def test_torch(given, stored):
     assert torch.equal(strided_out, torch.from_dlpack(attended(q, tk.flip(0), tv, stored)))
 
 
+@pytest.mark.hf
 def test_views_go_to_torch():
-    torch = pytest.importorskip("torch")
+    import torch
+
     k, v = rows()
     for dtype in NUMPY:
         keys, _ = stored_after_put(k, v, dtype)

@@ -371,17 +371,21 @@ def test_full_in_the_middle_of_a_long_batch(limit):
 # ---- arrays
 
 
+@pytest.mark.hf
 def test_a_torch_tensor_with_grad(cache, batch):
-    torch = pytest.importorskip("torch")
+    import torch
+
     with refused(ValueError, "k:", "detach()", unchanged=cache):
         batch.put(0, torch.ones(4, 2, 8, requires_grad=True), torch.ones(4, 2, 8))
     with refused(TypeError, "k:", "torch.float64", unchanged=cache):
         batch.put(0, torch.ones(4, 2, 8, dtype=torch.float64), torch.ones(4, 2, 8))
 
 
+@pytest.mark.hf
 def test_a_torch_tensor_with_grad_anywhere():
     """One sentence, of ours, wherever a tensor is taken; a function for `rope` may return one, too."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     with_grad = torch.ones(4, requires_grad=True)
     with pytest.raises(ValueError, match=r"inv_freq: the tensor requires grad.*give its \.detach\(\)"):
         kvcache.Rope(with_grad)
@@ -395,9 +399,11 @@ def test_a_torch_tensor_with_grad_anywhere():
     assert cache.positions().tolist() == [0]
 
 
+@pytest.mark.hf
 def test_torch_tensors_that_their_memory_does_not_show(cache, batch):
     """Of a negative view DLPack exports the memory, whose sign is the other one; others have none, or another type."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     rows = torch.ones(4, 2, 8)
     negative = torch.complex(rows, rows).conj().imag
     assert negative.is_neg()

@@ -144,11 +144,14 @@ def test_the_attention_that_is_built_appends_and_attends(state):
     assert KVCache.seq_length(state) == 7
 
 
-@pytest.mark.parametrize("convert", [np.float64, np.float16, np.ndarray.tolist, "bfloat16"])
+@pytest.mark.parametrize(
+    "convert", [np.float64, np.float16, np.ndarray.tolist, pytest.param("bfloat16", marks=pytest.mark.hf)]
+)
 def test_numbers_of_any_kind(state, convert):
     """As `kvcache.KVCache` takes them, and those that there are to be converted first."""
     if convert == "bfloat16":
-        torch = pytest.importorskip("torch")
+        import torch
+
         convert = lambda x: torch.from_numpy(x).bfloat16()  # noqa: E731 - it is one of several
     attention = KVCache.build_cached_attention(num_heads=H, head_dim=D, layer_idx=0)
     q, k, v = (np.round(array(3, seed) * 4) / 4 for seed in (7, 8, 9))  # exact in each type

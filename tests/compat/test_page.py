@@ -80,9 +80,11 @@ def test_a_copy_is_independent(name):
         assert (other.cache.seq_len(), cache.cache.seq_len()) == (0, 1)
 
 
+@pytest.mark.hf
 @pytest.mark.parametrize("name", MODULES)
 def test_a_tensor_with_grad(name):
-    torch = pytest.importorskip("torch")
+    import torch
+
     k = torch.ones(1, 2, 8)
     put_into(name, k, k)
     for dtype in (torch.float32, torch.bfloat16):
@@ -90,9 +92,11 @@ def test_a_tensor_with_grad(name):
             put_into(name, k.to(dtype).requires_grad_(), k)
 
 
+@pytest.mark.hf
 @pytest.mark.parametrize("name", MODULES)
 def test_a_tensor_that_cannot_be_read(name):
-    torch = pytest.importorskip("torch")
+    import torch
+
     k = torch.ones(1, 2, 8)
     for tensor in (torch._neg_view(k), k.to("meta"), torch._efficientzerotensor(k.shape)):
         with pytest.raises((TypeError, ValueError), match=r"^(new_)?k.*: "):

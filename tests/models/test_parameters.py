@@ -29,13 +29,7 @@ PUBLISHED = {
 }
 
 
-@pytest.fixture
-def _hf():
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-
-
-@pytest.mark.usefixtures("_hf")
+@pytest.mark.hf
 @pytest.mark.filterwarnings("default")  # those of importing transformers
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models(name):
@@ -45,7 +39,7 @@ def test_published_models(name):
     assert parameters.count(config | packed) == number
 
 
-@pytest.mark.usefixtures("_hf")
+@pytest.mark.hf
 def test_all_parts_of_a_model_are_counted():
     from transformers import LlavaConfig
 
@@ -53,7 +47,7 @@ def test_all_parts_of_a_model_are_counted():
     assert parameters.count(config) == parameters.count(config.to_dict()) > parameters.count(config.text_config)
 
 
-@pytest.mark.usefixtures("_hf")
+@pytest.mark.hf
 @pytest.mark.parametrize(
     "change",
     [
@@ -84,7 +78,7 @@ def test_without_the_packages(missing, monkeypatch):
         parameters.count(LLAMA)
 
 
-@pytest.mark.usefixtures("_hf")
+@pytest.mark.hf
 @pytest.mark.filterwarnings("default")  # those of importing transformers
 def test_models_of_too_many_modules_are_not_made(monkeypatch):
     """A file may ask for any number of layers of an encoder."""

@@ -5,6 +5,7 @@ layer and those below. An offender stands in one of the sets of what is yet to b
 as it is: the test fails until then. What stays for good stands in KEPT, with the reason.
 """
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -229,6 +230,12 @@ def test_torch_is_imported_for_hugging_face_in_peers_and_to_count_parameters():
     users = {path for module, path in imported(".") if module.split(".")[0] == "torch"}
     assert "hf/cache.py" in users
     assert not [path for path in users - {"models/parameters.py"} if not {"hf", "peers"} & {*path.split("/")}]
+
+
+def test_what_needs_torch_is_found():
+    """.ci/run takes modules with `torch = ` at the margin, and of others the tests marked `hf`."""
+    files = python_sources.PACKAGE.parent.glob("tests/*/test_*.py")
+    assert not [path for path in files if re.search(r"^ .*importorskip\(.torch\W", path.read_text(), re.M)]
 
 
 def test_interfaces_of_other_caches_use_what_kvcache_exports():

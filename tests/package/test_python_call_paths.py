@@ -62,10 +62,13 @@ def test_a_step_of_one_layer():
     check("a step of one layer", walk(step), Walk(6, 6, 2, 1))
 
 
+@pytest.mark.hf
 def test_a_pass_of_transformers():
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    hf = pytest.importorskip("kvcache.hf")
+    import torch
+    import transformers
+
+    from kvcache import hf
+
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=4, **sizes, **heads)).eval()

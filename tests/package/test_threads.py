@@ -242,10 +242,10 @@ print(kvcache.get_num_threads())
     assert run_python(code, OMP_NUM_THREADS="4") == ["1", "0", "4"]
 
 
+@pytest.mark.hf
 @needs_openmp
 @pytest.mark.parametrize("order", ["torch, kvcache", "kvcache, torch"])
 def test_threads_are_shared_with_torch(order):
-    pytest.importorskip("torch")
     code = """
 torch.set_num_threads(3)
 torch.rand(1 << 20).sum()
@@ -274,10 +274,10 @@ print(os.path.basename(kvcache.show_config("dicts")["openmp_library"]), threads(
     assert name.startswith("libgomp-")
 
 
+@pytest.mark.hf
 @needs_openmp
 @pytest.mark.parametrize("order", ["sklearn.cluster, torch, kvcache", "kvcache, sklearn.cluster, torch"])
 def test_torchs_threads_come_before_scikit_learns(order):
-    pytest.importorskip("torch")
     pytest.importorskip("sklearn")
     code = """
 torch.set_num_threads(2)
@@ -298,10 +298,10 @@ signal.alarm(60)
 """
 
 
+@pytest.mark.hf
 @pytest.mark.parametrize(("imports", "before", "code"), [("torch, kvcache", "", FORK), ("torch", FORK, "")])
 def test_a_child_of_a_process_without_caches(imports, before, code):
     """The child has none of the team that its parent had, and must not wait for it, whichever loaded the library."""
-    pytest.importorskip("torch")
     code += """
 attend(3)
 assert kvcache.get_threading_layer() == "own"

@@ -240,13 +240,6 @@ LLAMA_8B = {
 PARAMETERS = 8_030_261_248
 
 
-@pytest.fixture
-def _hf():
-    """Counting parameters needs both; importing them warns."""
-    for package in ("torch", "transformers"):
-        pytest.importorskip(package)
-
-
 def plan_of(tmp_path, config, *options):
     (tmp_path / "config.json").write_text(json.dumps(config))
     text, as_json = run_here("plan", tmp_path / "config.json", "--no-measure", *options), None
@@ -263,7 +256,7 @@ def fits_of(done):
     return {line[first:end].strip() for line in rows_of(done)}
 
 
-@pytest.mark.usefixtures("_hf")
+@pytest.mark.hf
 def test_weights_are_counted_from_the_configuration_alone(tmp_path):
     text, made = plan_of(tmp_path, LLAMA_8B)
     assert "weights: 15.0 GiB (8,030,261,248 parameters in bf16)" in text.stdout
@@ -273,7 +266,7 @@ def test_weights_are_counted_from_the_configuration_alone(tmp_path):
     assert made["memory"]["weights"] == 4 * PARAMETERS
 
 
-@pytest.mark.usefixtures("_hf")
+@pytest.mark.hf
 def test_weights_in_a_type(tmp_path):
     types = {"q4_0": PARAMETERS // 32 * 18, "Q8_0": PARAMETERS // 32 * 34, "q4_k": PARAMETERS // 256 * 144}
     for given, nbytes in {**types, "f16": 2 * PARAMETERS}.items():
@@ -299,7 +292,7 @@ def test_weights_of_a_size(tmp_path, given, nbytes):
         assert row["fits"] is (nbytes + row["nbytes"] <= made["memory"]["free"])
 
 
-@pytest.mark.usefixtures("_hf")
+@pytest.mark.hf
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -335,7 +328,7 @@ def test_weights_in_a_type_need_a_count(tmp_path, monkeypatch):
     check_refused(run_here("plan", MODEL, "--weights", "q9"), "--weights", "q4_0", "4.7GB")
 
 
-@pytest.mark.usefixtures("_hf")
+@pytest.mark.hf
 def test_weights_of_files(tmp_path):
     def memory_of(path, *options):
         return json.loads(run_here("plan", path, "--no-measure", "--json", *options).stdout)["memory"]
@@ -824,16 +817,15 @@ def documented():
     page = Path(MODEL).parents[1] / "docs/cli.md"
     lines = [line for line in page.read_text().splitlines() if line.startswith(("kvcache plan", "kvcache generate"))]
     lines = [line for line in lines if "--session" not in line]
-    slow = "kvcache plan"  # it measures
+    marks = {"kvcache plan": pytest.mark.slow, "--weights": pytest.mark.hf}  # it measures; and counts parameters
     return [
-        pytest.param(shlex.split(line)[1:], marks=[pytest.mark.slow] if line.startswith(slow) else []) for line in lines
+        pytest.param(shlex.split(line)[1:], marks=[mark for words, mark in marks.items() if words in line])
+        for line in lines
     ]
 
 
 @pytest.mark.parametrize("arguments", documented(), ids=" ".join)
 def test_documented_commands(arguments, monkeypatch):
-    if arguments[0] == "plan" and "--weights" in arguments:
-        pytest.importorskip("transformers")  # counts them
     monkeypatch.chdir(Path(MODEL).parents[1])
     faster = ["--no-compare"] if arguments[0] == "generate" else []
     assert run(*arguments, *faster, PYTHONSAFEPATH="1").returncode == 0
