@@ -127,7 +127,8 @@ def test_tokens_of_any_kind():
     serve(prefix, cache, PROMPT)
     for same in (as_array(PROMPT), np.array(PROMPT, np.int32), np.array(PROMPT, np.uint64), tuple(PROMPT), range(100)):
         assert prefix.acquire(same)[1] == 99
-    assert prefix.acquire(np.array([2**63], np.uint64))[1] == 0
+    serve(prefix, cache, [-1, 2, 3])
+    assert prefix.acquire(np.array([2**64 - 1, 2, 3], np.uint64))[1] == 0
 
 
 def test_the_match_is_the_longest_of_tokens_of_any_kind():

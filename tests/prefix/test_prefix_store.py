@@ -95,16 +95,27 @@ def test_values_of_version_1_are_found_for_ever(case):
     check_rows(cache, seq_id, prompt, matched)
 
 
+LONG = 200 * "x"
+
+
 @pytest.mark.parametrize(
-    "difference",
-    [{"salt": b"another"}, {"fingerprint": "another"}, {"dtype": "f16"}, {"kind": "hybrid"}, {"block_size": 8}],
+    ("own", "others"),
+    [
+        ({}, {"salt": b"another"}),
+        ({"salt": LONG.encode() + b"1"}, {"salt": LONG.encode() + b"2"}),
+        ({}, {"fingerprint": "another"}),
+        ({"fingerprint": LONG + "1"}, {"fingerprint": LONG + "2"}),
+        ({}, {"dtype": "f16"}),
+        ({}, {"kind": "hybrid"}),
+        ({}, {"block_size": 8}),
+    ],
 )
-def test_others_find_nothing(difference):
+def test_others_find_nothing(own, others):
     """Other tenants, models, types and shapes; and they leave what is there alone."""
     store = {}
-    fill(store)
+    fill(store, **own)
     before = dict(store)
-    _cache, prefix = make(store, **difference)
+    _cache, prefix = make(store, **others)
     assert prefix.acquire(PROMPT)[1] == 0
     assert store == before
 

@@ -78,14 +78,17 @@ def test_what_is_not_bytes_is_refused(value):
 
 
 def test_what_belongs_to_others_is_refused(secret):
-    value = pack("key", b"digest", [b"rows"], secret)
-    assert refusal(value, key="kez", secret=secret) == "it was stored under another key"
-    assert refusal(value, digest=b"digesu", secret=secret) == "it is of another model or shape"
+    """Also where keys and digests are long, and begin alike."""
+    key, digest = "key" * 40, b"digest" * 20
+    value = pack(key, digest, [b"rows"], secret)
+    assert refusal(value, key=key[:-1] + "z", digest=digest, secret=secret) == "it was stored under another key"
+    assert refusal(value, key=key, digest=digest[:-1] + b"u", secret=secret) == "it is of another model or shape"
 
 
 def test_another_secret_is_refused():
+    for one, other in ((b"one tenant's", b"another's"), (b"tenant's " * 20 + b"1", b"tenant's " * 20 + b"2")):
+        assert refusal(pack("key", b"digest", [b"rows"], one), secret=other) == "its checksum does not match"
     value = pack("key", b"digest", [b"rows"], b"one tenant's")
-    assert refusal(value, secret=b"another's") == "its checksum does not match"
     assert refusal(value) == "it was stored with a secret, or another kind of one"
     assert refusal(pack("key", b"digest", [b"rows"]), secret=b"one tenant's")
 

@@ -1,16 +1,8 @@
-/* Bad arguments: each is refused by its name and value, and nothing changes. Structs may be smaller or larger than the
- * library's. */
+/* Bad arguments: each is refused by its name and value, and nothing changes. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign, setenv */
 #include <stdlib.h>
 
 #include "support/pairs.h"
-
-/* ---- structs that are smaller or larger than the library's ------------------------------------------------------- */
-
-typedef struct future_layer {
-    kvc_layer layer;
-    int64_t new_field; /* a full eight bytes, as padding may hold anything */
-} future_layer;
 
 /* ---- bad arguments ----------------------------------------------------------------------------------------------- */
 

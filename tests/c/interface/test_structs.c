@@ -3,11 +3,14 @@
 #include <stdlib.h>
 
 #include "base/structs.h"
+#include "state/format.h"
 #include "support/test.h"
 
 enum { NEWER = 16 }; /* bytes that a newer header has more */
 
 static const kvc_layer plain_layer = {.num_kv_heads = 1, .k_dim = 2, .v_dim = 2};
+static const kvc_layer two_layers[2] = {{.num_kv_heads = 1, .k_dim = 2, .v_dim = 2},
+                                        {.num_kv_heads = 1, .k_dim = 1, .v_dim = 2}};
 static const float rows[2] = {3, 4};
 static float k[2], v[2];
 
@@ -22,7 +25,7 @@ static void plain_free(void *user, void *start, size_t size, const kvc_memory_hi
     free(start);
 }
 
-static kvc_cache *new_cache(void) { return cache_of(&plain_layer, 1, (kvc_config){0}); }
+static kvc_cache *new_cache(void) { return cache_of(&plain_layer, 1, (kvc_config){.block_size = 1}); }
 
 static kvc_batch *begin(kvc_cache *cache, int32_t position) {
     kvc_batch *batch = NULL;
@@ -35,12 +38,16 @@ static void put_one(kvc_batch *batch) {
     CHECKF(kvc_put(batch, 0, &args) == KVC_OK, "%s", kvc_last_error());
 }
 
+static void store_one(kvc_cache *cache, int32_t position) {
+    kvc_batch *batch = begin(cache, position);
+    put_one(batch);
+    CHECK(kvc_commit(batch) == KVC_OK);
+}
+
 /* A cache with one token stored. */
 static kvc_cache *filled_cache(void) {
     kvc_cache *cache = new_cache();
-    kvc_batch *batch = begin(cache, 0);
-    put_one(batch);
-    CHECK(kvc_commit(batch) == KVC_OK);
+    store_one(cache, 0);
     return cache;
 }
 
@@ -48,10 +55,18 @@ static kvc_cache *filled_cache(void) {
 
 typedef kvc_status call_fn(const void *given, size_t size);
 
-static kvc_status make_layer(const void *given, size_t size) {
-    const kvc_config config = {.struct_size = sizeof config, .layers = given, .layer_size = size, .num_layers = 1};
+/* Makes a cache of two_layers. */
+static kvc_status make_layers(const void *given, size_t size) {
+    const kvc_config config = {.struct_size = sizeof config, .layers = given, .layer_size = size, .num_layers = 2};
     kvc_cache *cache = NULL;
     const kvc_status status = kvc_cache_new(&config, &cache);
+    kvc_batch *batch = cache ? begin(cache, 0) : NULL;
+    for (int32_t layer = 0; batch && layer < 2; layer++) {
+        kvc_span span;
+        CHECKF(kvc_slots(batch, layer, 0, &span, sizeof span, NULL) == KVC_OK, "%s", kvc_last_error());
+        CHECK(span.k_row_stride == (int64_t)sizeof(float) * two_layers[layer].k_dim);
+    }
+    kvc_abort(batch);
     CHECK(kvc_cache_free(cache) == KVC_OK);
     return status;
 }
@@ -133,12 +148,12 @@ static kvc_status plan(const void *given, size_t size) {
     return attend_with(given, &args);
 }
 
-/* Hides the one row there is: by attention, and by masks. */
+/* Hides the one row there is, by the second of two ranges: from attention, and by masks. */
 static kvc_status hide(const void *given, size_t size) {
     const kvc_rows_out out = {.struct_size = sizeof out, .k = k, .v = v};
     const kvc_attend_args args = {.struct_size = sizeof args, .q = rows, .out = v};
     const kvc_plan_args plan_args = {
-        .struct_size = sizeof plan_args, .num_heads = 1, .masked = given, .masked_size = size, .num_masked = 1};
+        .struct_size = sizeof plan_args, .num_heads = 1, .masked = given, .masked_size = size, .num_masked = 2};
     uint8_t seen = 7;
     const kvc_dense_args dense_args = {.struct_size = sizeof dense_args,
                                        .rows = &out,
@@ -146,7 +161,7 @@ static kvc_status hide(const void *given, size_t size) {
                                        .num_rows = 1,
                                        .masked = given,
                                        .masked_size = size,
-                                       .num_masked = 1};
+                                       .num_masked = 2};
     kvc_cache *cache = new_cache();
     kvc_batch *batch = begin(cache, 0);
     put_one(batch);
@@ -169,10 +184,42 @@ static kvc_status dense(const void *given, size_t size) {
     return status;
 }
 
-/* A copy of a struct, in memory of no more than `size` bytes: those of an older header, or of a newer one. */
+static char file[1 << 14];
+static size_t file_size;
+
+static int32_t write_file(void *user, const void *data, size_t size) {
+    (void)user;
+    CHECK(size <= sizeof file - file_size);
+    memcpy(file + file_size, data, size);
+    file_size += size;
+    return 0;
+}
+
+static kvc_status save(const void *given, size_t size) {
+    kvc_cache *cache = filled_cache();
+    (void)size;
+    file_size = 0;
+    const kvc_status status = kvc_save(cache, given);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    return status;
+}
+
+static kvc_status load(const void *given, size_t size) {
+    kvc_cache *cache = NULL;
+    (void)size;
+    const kvc_status status = kvc_load(given, &cache);
+    CHECK(status != KVC_OK || kvc_seq_len(cache, 0, 0) == 1);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    return status;
+}
+
+/* A copy of a struct, in memory of no more than `size` bytes: those of an older header, or of a newer one.  Of structs
+ * that do not begin with their size there are two, as they are given in arrays. */
 static void *resized(const void *from, size_t from_size, size_t size, int begins_with_size) {
-    char *to = calloc(1, size);
-    memcpy(to, from, from_size < size ? from_size : size);
+    const size_t num = begins_with_size ? 1 : 2;
+    char *to = calloc(num, size);
+    for (size_t i = 0; i < num; i++)
+        memcpy(to + i * size, (const char *)from + i * from_size, from_size < size ? from_size : size);
     if (begins_with_size) memcpy(to, &size, sizeof size);
     return to;
 }
@@ -208,8 +255,8 @@ static void test_given(void) {
     const kvc_attend_args attend_args = {.struct_size = sizeof attend_args, .q = rows, .out = v};
     const kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .num_heads = 1};
     const kvc_dense_args dense_args = {.struct_size = sizeof dense_args, .rows = &out, .num_rows = 1};
-    const kvc_masked masked = {.begin = 0, .end = 1};
-    check_sizes(make_layer, &plain_layer, sizeof plain_layer, kvc_layer_least_size, "layers", 0);
+    const kvc_masked masked[2] = {{.begin = 5, .end = 6}, {.begin = 0, .end = 1}};
+    check_sizes(make_layers, two_layers, sizeof *two_layers, kvc_layer_least_size, "layers", 0);
     check_sizes(make_with_allocator, &allocator, sizeof allocator, kvc_allocator_least_size, "allocator", 1);
     check_sizes(make_cache, &config, sizeof config, kvc_config_least_size, "config", 1);
     check_sizes(gather, &out, sizeof out, kvc_rows_out_least_size, "out", 1);
@@ -218,8 +265,17 @@ static void test_given(void) {
     check_sizes(put, &put_args, sizeof put_args, kvc_put_args_least_size, "args", 1);
     check_sizes(attend, &attend_args, sizeof attend_args, kvc_attend_args_least_size, "args", 1);
     check_sizes(plan, &plan_args, sizeof plan_args, kvc_plan_args_least_size, "plan", 1);
-    check_sizes(hide, &masked, sizeof masked, kvc_masked_least_size, "masked", 0);
+    check_sizes(hide, masked, sizeof *masked, kvc_masked_least_size, "masked", 0);
     check_sizes(dense, &dense_args, sizeof dense_args, kvc_dense_args_least_size, "args", 1);
+}
+
+static void test_given_for_files(void) {
+    const kvc_save_args save_args = {.struct_size = sizeof save_args, .write = write_file};
+    if (KVC_IS_BIG_ENDIAN) return; /* saves nothing */
+    check_sizes(save, &save_args, sizeof save_args, kvc_save_args_least_size, "args", 1);
+    CHECK(save(&save_args, sizeof save_args) == KVC_OK);
+    const kvc_load_args load_args = {.struct_size = sizeof load_args, .data = file, .size = (int64_t)file_size};
+    check_sizes(load, &load_args, sizeof load_args, kvc_load_args_least_size, "args", 1);
 }
 
 /* What a struct of an older header has not is 0, whatever was there before. */
@@ -236,64 +292,69 @@ static void test_missing_fields(void) {
 
 /* Structs within another have room of their own for fields to come. */
 static void test_reserved(void) {
-    kvc_layer layer = plain_layer;
-    for (size_t i = 0; i < sizeof layer.policy.reserved / sizeof *layer.policy.reserved; i++) {
-        layer.policy.reserved[i] = 1;
-        CHECK_FAILS(make_layer(&layer, sizeof layer), KVC_ERR_UNSUPPORTED, "layers[0].policy", "does not know");
-        layer.policy.reserved[i] = 0;
+    kvc_layer layers[2] = {two_layers[0], two_layers[1]}, *layer = &layers[1];
+    for (size_t i = 0; i < sizeof layer->policy.reserved / sizeof *layer->policy.reserved; i++) {
+        layer->policy.reserved[i] = 1;
+        CHECK_FAILS(make_layers(layers, sizeof *layers), KVC_ERR_UNSUPPORTED, "layers[1].policy", "does not know");
+        layer->policy.reserved[i] = 0;
     }
-    for (size_t i = 0; i < sizeof layer.rope.reserved / sizeof *layer.rope.reserved; i++) {
-        layer.rope.reserved[i] = -1;
-        CHECK_FAILS(make_layer(&layer, sizeof layer), KVC_ERR_UNSUPPORTED, "layers[0].rope", "does not know");
-        layer.rope.reserved[i] = 0;
+    for (size_t i = 0; i < sizeof layer->rope.reserved / sizeof *layer->rope.reserved; i++) {
+        layer->rope.reserved[i] = -1;
+        CHECK_FAILS(make_layers(layers, sizeof *layers), KVC_ERR_UNSUPPORTED, "layers[1].rope", "does not know");
+        layer->rope.reserved[i] = 0;
     }
-    CHECK(make_layer(&layer, sizeof layer) == KVC_OK);
+    CHECK(make_layers(layers, sizeof *layers) == KVC_OK);
 }
 
 /* ---- what is filled in ------------------------------------------------------------------------------------------- */
 
-/* Whether `size` bytes are the first ones of a struct, and zeros past its end.  Its fields end at fields_end; what pads
- * it from there on may be anything. */
-static int is_part(const void *got, size_t size, const void *right, size_t fields_end, size_t right_size) {
-    for (size_t i = right_size; i < size; i++)
-        if (((const char *)got)[i]) return 0;
-    return !memcmp(got, right, size < fields_end ? size : fields_end);
+/* Whether `size` bytes are the first ones of a struct, and zeros past its end, and so for each of an array.  Its fields
+ * end at fields_end; what pads it from there on may be anything. */
+static int are_parts(const void *got, size_t size, const void *right, size_t fields_end, size_t right_size, int num) {
+    const char *at = got, *right_at = right;
+    for (; num > 0; num--, at += size, right_at += right_size) {
+        for (size_t i = right_size; i < size; i++)
+            if (at[i]) return 0;
+        if (memcmp(at, right_at, size < fields_end ? size : fields_end)) return 0;
+    }
+    return 1;
 }
 
 static void check_spans(kvc_cache *cache, size_t size) {
-    kvc_span right;
+    kvc_span right[2];
     int64_t num = 0;
     void *got = malloc(2 * size);
     memset(got, 0xff, 2 * size);
-    CHECK(kvc_spans(cache, 0, 0, &right, sizeof right, 1, &num, NULL) == KVC_OK && num == 1);
+    CHECK(kvc_spans(cache, 0, 0, right, sizeof *right, 2, &num, NULL) == KVC_OK && num == 2);
     CHECKF(kvc_spans(cache, 0, 0, got, size, 2, &num, NULL) == KVC_OK, "%s", kvc_last_error());
-    CHECK(is_part(got, size, &right, kvc_span_least_size, sizeof right));
-    kvc_batch *batch = begin(cache, 1);
+    CHECK(are_parts(got, size, right, kvc_span_least_size, sizeof *right, 2));
+    kvc_batch *batch = begin(cache, 2);
     memset(got, 0xff, 2 * size);
-    CHECK(kvc_slots(batch, 0, 0, &right, sizeof right, NULL) == KVC_OK);
+    CHECK(kvc_slots(batch, 0, 0, right, sizeof *right, NULL) == KVC_OK);
     CHECKF(kvc_slots(batch, 0, 0, got, size, NULL) == KVC_OK, "%s", kvc_last_error());
-    CHECK(is_part(got, size, &right, kvc_span_least_size, sizeof right));
+    CHECK(are_parts(got, size, right, kvc_span_least_size, sizeof *right, 1));
     kvc_abort(batch);
     free(got);
 }
 
 static void check_blocks(kvc_cache *cache, size_t block_size, size_t run_size) {
-    kvc_block_info block;
-    kvc_run_info run;
+    kvc_block_info block[2];
+    kvc_run_info run[2];
     int64_t num_blocks, num_runs;
-    void *blocks = malloc(block_size), *runs = malloc(run_size);
-    CHECK(kvc_blocks(cache, 0, &block, sizeof block, 1, &num_blocks, &run, sizeof run, 1, &num_runs) == KVC_OK);
-    CHECK(num_blocks == 1 && num_runs == 1);
-    CHECKF(kvc_blocks(cache, 0, blocks, block_size, 1, &num_blocks, runs, run_size, 1, &num_runs) == KVC_OK, "%s",
+    void *blocks = malloc(2 * block_size), *runs = malloc(2 * run_size);
+    CHECK(kvc_blocks(cache, 0, block, sizeof *block, 2, &num_blocks, run, sizeof *run, 2, &num_runs) == KVC_OK);
+    CHECK(num_blocks == 2 && num_runs == 2);
+    CHECKF(kvc_blocks(cache, 0, blocks, block_size, 2, &num_blocks, runs, run_size, 2, &num_runs) == KVC_OK, "%s",
            kvc_last_error());
-    CHECK(is_part(blocks, block_size, &block, kvc_block_info_least_size, sizeof block));
-    CHECK(is_part(runs, run_size, &run, kvc_run_info_least_size, sizeof run));
+    CHECK(are_parts(blocks, block_size, block, kvc_block_info_least_size, sizeof *block, 2));
+    CHECK(are_parts(runs, run_size, run, kvc_run_info_least_size, sizeof *run, 2));
     free(blocks);
     free(runs);
 }
 
 static void test_filled_in(void) {
     kvc_cache *cache = filled_cache();
+    store_one(cache, 1); /* in another block */
     for (size_t size = kvc_span_least_size; size <= sizeof(kvc_span) + NEWER; size += 4) check_spans(cache, size);
     for (size_t more = 0; more <= NEWER; more += 4)
         check_blocks(cache, kvc_block_info_least_size + more, kvc_run_info_least_size + more);
@@ -303,7 +364,7 @@ static void test_filled_in(void) {
         void *got = malloc(size + 1);
         memset(got, 0xff, size + 1);
         kvc_get_stats(cache, got, size);
-        CHECK(is_part(got, size, &right, sizeof right, sizeof right) && ((char *)got)[size] == (char)0xff);
+        CHECK(are_parts(got, size, &right, sizeof right, sizeof right, 1) && ((char *)got)[size] == (char)0xff);
         free(got);
     }
     CHECK(kvc_cache_free(cache) == KVC_OK);
@@ -311,6 +372,7 @@ static void test_filled_in(void) {
 
 int main(void) {
     test_given();
+    test_given_for_files();
     test_missing_fields();
     test_reserved();
     test_filled_in();
