@@ -154,15 +154,21 @@ static void test_damage(void) {
     pair_free(p);
 }
 
+/* Sets the pointers to the tables of a file, and returns how many bytes are before them. */
+static uint64_t place_tables(const saved *file, kvc_format *format) {
+    uint64_t length = 0;
+    for (int i = 0; i < 8; i++) length |= (uint64_t)(uint8_t)file->bytes[i] << 8 * i;
+    length += 8;
+    kvc_format_place(format, file->bytes + length);
+    return length;
+}
+
 /* Computes the header, if there is one of its length, and the checksum of the tables anew. */
 static void sign(saved *file) {
     kvc_format format;
     char header[1 << 14];
-    uint64_t length = 0;
-    for (int i = 0; i < 8; i++) length |= (uint64_t)(uint8_t)file->bytes[i] << 8 * i;
-    length += 8;
+    const uint64_t length = place_tables(file, &format);
     CHECK(kvc_format_read_strings(&format, file->bytes + 8, length - 8) == KVC_OK);
-    kvc_format_place(&format, file->bytes + length);
     if (can_be_listed(&format) && kvc_format_header(&format, header, sizeof header) == length)
         memcpy(file->bytes, header, length);
     sign_tables(&format, file->bytes, length);
@@ -188,9 +194,8 @@ static void test_hostile(void) {
     saved file;
     pair *p = varied_pair();
     CHECK(save_all(p->cache, &file) == KVC_OK);
-    const size_t start = 8 + (size_t)(uint8_t)file.bytes[0] + ((size_t)(uint8_t)file.bytes[1] << 8);
     kvc_format format;
-    kvc_format_place(&format, file.bytes + start);
+    const size_t start = (size_t)place_tables(&file, &format);
     const size_t fields = (size_t)((char *)format.checksum - file.bytes - start) / 8;
     int num_loaded = 0;
     for (int i = 0; i < (is_quick() ? 5000 : 50000); i++) {
@@ -217,6 +222,58 @@ static void test_hostile(void) {
         free(copy.bytes);
     }
     CHECKF(num_loaded > 100, "%d of the files were loaded", num_loaded);
+    free(file.bytes);
+    pair_free(p);
+}
+
+/* One field says what cannot be, or is the first to. */
+static void test_impossible_tables(void) {
+    saved file;
+    kvc_format f;
+    pair *p = varied_pair();
+    CHECK(save_all(p->cache, &file) == KVC_OK);
+    place_tables(&file, &f);
+    kvc_saved_holding *first = f.holdings, *second = f.holdings + f.state->num_groups;
+    kvc_saved_run *run = f.runs;
+    const int64_t full = f.layers[0].group, cross = f.layers[3].group, none = f.layers[4].group;
+    CHECK(second[cross].num_runs == 1 && first[full].num_runs > 0);
+    const struct {
+        int64_t *at, value;
+        const char *name;
+    } wrong[] = {
+        {&f.sequences[1].id, f.sequences[0].id, "sequence 1 of the table"},
+        {&f.sequences[0].num_tokens, -1, "sequence 0 of the table"},
+        {&first[full].num_runs, -1, "holds in group"},
+        {&first[full].lost_begin, -1, "holds in group"},
+        {&first[full].lost_begin, first[full].lost_end + 1, "holds in group"},
+        {&first[full].lost_end, (int64_t)INT32_MAX + 1, "holds in group"},
+        {&first[full].missing_begin, -1, "holds in group"},
+        {&first[full].missing_end, (int64_t)INT32_MAX + 1, "holds in group"},
+        {&second[cross].num_runs, 2, "holds in group"},
+        {&second[cross].lost_end, 1, "holds in group"},
+        {&second[cross].missing_end, 1, "holds in group"},
+        {&second[none].num_runs, 1, "holds in group"},
+        {&second[none].lost_end, 1, "holds in group"},
+        {&second[none].missing_end, 1, "holds in group"},
+        {&f.layers[3].max_len, 3, "run "}, /* it has 4 rows */
+        {&run->row, -1, "run 0 "},
+        {&run->row, f.group_rows[full] - run->count + 1, "run 0 "},
+        {&run->count, 0, "run 0 "},
+        {&run->position, -1, "run 0 "},
+        {&run->position, INT32_MAX - run->count + 1, "run 0 "},
+        {&run->delta, run->position + 1, "run 0 "},
+        {&run->delta, run->position - INT32_MAX - 1, "run 0 "},
+    };
+    const kvc_load_args args = load_args_of(&file);
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        const int64_t right = *wrong[i].at;
+        *wrong[i].at = wrong[i].value;
+        sign(&file);
+        CHECK_FAILS(kvc_load(&args, NULL), KVC_ERR_FORMAT, "altered", wrong[i].name);
+        *wrong[i].at = right;
+    }
+    sign(&file);
+    CHECKF(kvc_load(&args, NULL) == KVC_OK, "%s", kvc_last_error());
     free(file.bytes);
     pair_free(p);
 }
@@ -732,6 +789,7 @@ int main(void) {
     test_hash();
     test_damage();
     test_hostile();
+    test_impossible_tables();
     test_header();
     test_other_files();
     test_failing_functions();
