@@ -274,16 +274,26 @@ def test_what_is_no_file_is_neither_followed_nor_waited_for(stored, tmp_path, ma
     assert store.get("a") is None
     assert "a" not in store
     assert list(store) == []
+    assert DirectoryStore(store.path).nbytes == 0
     with contextlib.suppress(OSError):
         store["a"] = b"new"
         assert store["a"] == b"new"
+    assert int.from_bytes((store.path / directory.USAGE_NAME).read_bytes(), "little") >= store.nbytes
     with contextlib.suppress(OSError):
         store.clear()
     assert outside.read_bytes().endswith(b"some value")
 
 
 def test_files_of_others_are_left_alone(tmp_path):
-    names = ["notes.txt", "0" * 40, "0" * 40 + ".kv.bak", ("0" * 40 + ".kv").upper(), "x.tmp", ".hidden"]
+    names = [
+        "notes.txt",
+        "0" * 40,
+        "0" * 40 + ".kv.bak",
+        "0" * 32 + ".tmp.bak",
+        ("0" * 40 + ".kv").upper(),
+        "x.tmp",
+        ".hidden",
+    ]
     for name in names:
         (tmp_path / name).write_bytes(b"x" * 1000)
     store = DirectoryStore(tmp_path, max_bytes=500)
