@@ -23,10 +23,12 @@ tar --create --null --files-from="$tmp/files" --ignore-failed-read 2>/dev/null |
 cd "$tree" || exit 1
 
 # step "name" command...: runs the command, and shows its output only if it fails, with the names of failed tests first;
-# one step may run beside another. Where $only is set, runs only steps whose names match it.
+# one step may run beside another. Where $only is set, runs only steps whose names match it; `only= step` is one that
+# others need.
 step() {
     local name=$1 start=$SECONDS status log
-    [[ $name =~ ${only:-} ]] || return 0
+    [[ $name =~ $only ]] || return 0
+    [ -z "$only" ] || touch "$tmp/matched"
     shift
     log=$(mktemp "$tmp/log.XXXXXX")
     (set -eo pipefail; "$@") >"$log" 2>&1 </dev/null
@@ -67,6 +69,7 @@ without() { if grep -nE "$1"; then return 1; fi; }
 finish() {
     echo
     cat "$tmp/skipped" "$tmp/notes"
+    if [ -n "$only" ] && [ ! -e "$tmp/matched" ]; then echo "no step is named like $only" >>"$tmp/failed"; fi
     if [ -s "$tmp/failed" ]; then cat "$tmp/failed"; else echo "every step passed, in $SECONDS s"; fi
     [ ! -e "$tmp/pytest" ] || tail -n 40 "$tmp/pytest" | sed -n '/short test summary\|=.* in [0-9.]*s/,$p'
     [ ! -s "$tmp/failed" ]
@@ -103,9 +106,9 @@ build() { KVCACHE_WERROR=1 SOURCE_DATE_EPOCH=1000000000 "$tools/bin/python" -m b
 distributions() {
     fresh "$tools" build
     build "$tmp/dist"
-    tar --list --file "$tmp"/dist/*.tar.gz | cut -d/ -f2- >"$tmp/sdist"
+    tar --list --file "$tmp"/dist/*.tar.gz | cut -d/ -f2- | sort >"$tmp/sdist"
     without '_core\.c$|\.(so|o|pyc)$|(^|/)\.' <"$tmp/sdist"
-    without '^[^.]' < <(tr '\0' '\n' <"$tmp/files" | sort | comm -23 - <(sort "$tmp/sdist"))
+    tr '\0' '\n' <"$tmp/files" | sort | comm -23 - "$tmp/sdist" | without '^[^.]'
     "$tools/bin/pip" install -qq "$(wheel)[test,docs,lint]"
     cd "$empty"
     "$tools/bin/python" -c 'import kvcache; kvcache.show_config()'
@@ -181,22 +184,27 @@ thread_sanitizer() {
         -k 'test_threads or test_random_threads or test_restoring or test_waiting'
 }
 
+# Writes a program that uses the library.
+user_program() {
+    cat >main.c <<'END'
+#include <kvcache.h>
+#include <stdio.h>
+int main(void) { return puts(kvc_build_info()) < 0; }
+END
+}
+
 # Builds and installs with CMake, and runs two of the tests, one with objects of the core of its own; .ci/full runs all.
 # Then builds a program that finds the library through CMake and pkg-config.
 cmake_build() {
     local language prefix=$tmp/prefix
     cmake -S . -B "$tmp/cmake" -DKVCACHE_WERROR=ON -DCMAKE_INSTALL_PREFIX="$prefix" -DCMAKE_INSTALL_LIBDIR=lib
     cmake --build "$tmp/cmake" --parallel "$jobs" --target kvcache kvcache_static generate c_test_faults c_test_sizes
-    ctest --test-dir "$tmp/cmake" --output-on-failure -R '^test_(faults|sizes)$'
+    ctest --test-dir "$tmp/cmake" --output-on-failure --no-tests=error -R '^test_(faults|sizes)$'
     cmake --install "$tmp/cmake"
     cmp LICENSE "$prefix/share/licenses/kvcache/LICENSE"
     mkdir "$tmp/user"
     cd "$tmp/user"
-    cat >main.c <<'END'
-#include <kvcache.h>
-#include <stdio.h>
-int main(void) { return puts(kvc_build_info()) < 0; }
-END
+    user_program
     cat >CMakeLists.txt <<'END'
 cmake_minimum_required(VERSION 3.21)
 project(user ${language})
@@ -222,9 +230,9 @@ END
         sed 's/-lkvcache//')
     ./static
     # The shared library exports public names only, needs only these libraries, and is small.
-    without ' [A-Z] ([^k]|k[^v]|kv[^c]|kvc[^_])' < <(nm --dynamic --defined-only "$prefix/lib/libkvcache.so")
-    without . < <(readelf --dynamic "$prefix/lib/libkvcache.so" | grep NEEDED |
-        grep -vE '\[(lib(c|m|pthread|gomp|omp)\.|ld-)')
+    nm --dynamic --defined-only "$prefix/lib/libkvcache.so" | without ' [A-Z] ([^k]|k[^v]|kv[^c]|kvc[^_])'
+    readelf --dynamic "$prefix/lib/libkvcache.so" |
+        sed -E '/NEEDED/!d; /\[(lib(c|m|pthread|gomp|omp)\.|ld-)/d' | without .
     strip "$prefix/lib/libkvcache.so" -o stripped.so
     [ "$(stat --format %s stripped.so)" -lt 684000 ]
 }
@@ -233,7 +241,7 @@ END
 cmake_part() {
     mkdir "$tmp/part"
     cd "$tmp/part"
-    cp "$tmp/user/main.c" .
+    user_program
     cat >CMakeLists.txt <<END
 cmake_minimum_required(VERSION 3.21)
 project(whole C)
@@ -248,7 +256,7 @@ END
     cmake --build build --parallel "$jobs" --target whole
     build/whole
     cmake --install build
-    without . < <(cd prefix && find . -type f | grep -v '^./bin/whole$')
+    find prefix -type f | sed '\|^prefix/bin/whole$|d' | without .
 }
 
 # ---- llama.cpp on this cache
@@ -302,8 +310,8 @@ with_llama() {
 
 usual() {
     step "no leftovers" leftovers
-    step "sdist and wheel" distributions
-    step "install the wheel with [test]" install
+    only= step "sdist and wheel" distributions
+    only= step "install the wheel with [test]" install
     command -v valkey-server >/dev/null || has "stores in Valkey or Redis" redis-server
     has "stores with TLS" openssl
     # Much of it waits or runs on one processor, and so do the steps that go on beside it.

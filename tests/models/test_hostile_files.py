@@ -26,7 +26,7 @@ MODEL = Path(__file__).parents[2] / "examples" / "model"
 # --- memory and work ---------------------------------------------------------------------------------------------
 
 READ = """
-import resource, sys
+import resource, sys, time
 from kvcache import KVCacheError
 from kvcache.models import shapes, tokenizer
 from kvcache import runner
@@ -40,13 +40,16 @@ def peak():
 tokenizers.Tokenizer.from_buffer(
     b'{"version":"1.0","added_tokens":[],"model":{"type":"BPE","vocab":{"a":0},"merges":[]}}'
 ).encode("a")
-before, allowed = peak(), int(sys.argv[3])
+before, allowed, begin = peak(), int(sys.argv[3]), time.process_time()
 resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 result = "read"
 try:
     {"shape": shapes.read, "tokenizer": tokenizer.load_tokenizer, "llama": runner.Llama.load}[sys.argv[1]](sys.argv[2])
 except KVCacheError as error:
     result = f"{type(error).__name__}: {error}"
+seconds = time.process_time() - begin
+if seconds > 10:  # two, and what a slow machine may take longer
+    result = f"{seconds:.0f} s for: {result}"
 if peak() - before > allowed:  # of what the imports took already
     result = f"{(peak() - before) >> 20} MiB for: {result}"
 print(ascii(result))
