@@ -12,6 +12,7 @@
 #include "base/align.h"
 #include "base/dtype.h"
 #include "kernels/dispatch.h"
+#include "rows/copy.h"
 #include "kvcache.h"
 
 #define EXPORT __attribute__((visibility("default")))
@@ -283,7 +284,8 @@ typedef struct driver_kernel {
     const kvc_kernels *kernels;
     int32_t type, kernel_type, dim, num_q, num_rows, q_stride, prefetch_level;
     size_t row_bytes;
-    char *rows, *unpacked; /* a tile of kernel_type, where no kernel takes `type` */
+    char *rows, *scales, *unpacked; /* scales: of the rows, if they have any; unpacked: a tile of kernel_type, where no
+                                       kernel takes `type` */
     float *given, *q, *weights, *scores, *acc, *factor, *max, *sum, *minima;
 } driver_kernel;
 
@@ -322,12 +324,13 @@ EXPORT driver_kernel *driver_kernel_new(int32_t type, int32_t dim, int32_t num_q
                          .num_rows = num_rows,
                          .q_stride = 2 * dim,
                          .prefetch_level = kvc_cpu_prefetch_level(),
-                         .row_bytes = kvc_row_bytes(type, dim)};
+                         .row_bytes = kvc_blocks_bytes(type, dim)};
     const size_t scores = (size_t)num_q * KVC_TILE, q = (size_t)num_q * (size_t)k->q_stride;
     k->kernel_type = k->kernels->score[type].score ? type : KVC_Q8_0;
     k->unpacked = allocate(KVC_TILE * kvc_row_bytes(k->kernel_type, dim));
     k->minima = allocate((size_t)(dim / KVC_QUANT_ELEMENTS * KVC_TILE) * sizeof(float));
-    k->rows = allocate((size_t)num_rows * k->row_bytes);
+    k->rows = allocate((size_t)num_rows * (k->row_bytes + kvc_row_scale_bytes(type)));
+    k->scales = k->rows + (size_t)num_rows * k->row_bytes;
     k->given = random_floats(scores > (size_t)num_rows * (size_t)dim ? scores : (size_t)num_rows * (size_t)dim);
     k->q = random_floats(q);
     k->weights = random_floats(scores);
@@ -336,8 +339,8 @@ EXPORT driver_kernel *driver_kernel_new(int32_t type, int32_t dim, int32_t num_q
     k->factor = allocate((size_t)num_q * sizeof(float));
     k->max = allocate((size_t)num_q * sizeof(float));
     k->sum = allocate((size_t)num_q * sizeof(float));
-    k->kernels->convert(KVC_F32, type, k->rows, (int64_t)k->row_bytes, k->given, dim * (int64_t)sizeof(float), num_rows,
-                        dim);
+    const kvc_rows rows = {type, k->rows, (int64_t)k->row_bytes, 0, k->scales, KVC_SCALE_BYTES};
+    kvc_encode_rows(k->kernels, &rows, k->given, dim * (int64_t)sizeof(float), num_rows, dim);
     if (scorer_of(k) == &k->kernels->score_bf16)
         for (int32_t r = 0; r < num_q; r++) {
             float *row = k->q + r * k->q_stride;
@@ -359,19 +362,31 @@ static void reset(const driver_kernel *k) {
 static const char *tile_of(const driver_kernel *k, int32_t tile) {
     const char *rows = k->rows + tile * KVC_TILE * (int64_t)k->row_bytes;
     if (k->kernel_type == k->type) return rows;
-    k->kernels->unpack(k->type, k->unpacked, rows, (int64_t)k->row_bytes, KVC_TILE, k->dim, k->minima);
+    k->kernels->unpack(k->type, k->unpacked, rows, (int64_t)k->row_bytes, NULL, 0, KVC_TILE, k->dim, k->minima);
     return k->unpacked;
+}
+
+/* Multiplies scores, or weights, by the scales of a tile's rows, if these have any. */
+static void times_scales(const driver_kernel *k, float *x, int32_t tile) {
+    float by[KVC_TILE];
+    if (!kvc_row_scale_bytes(k->type)) return;
+    k->kernels->convert(KVC_F16, KVC_F32, by, 0, k->scales + tile * KVC_TILE * KVC_SCALE_BYTES, 0, 1, KVC_TILE);
+    k->kernels->times(x, k->num_q, by);
 }
 
 /* Runs kernel number `kernel` (Kernel.NAMES of driver.py) on a tile, and asks for the rows of the next one. */
 static void run_kernel(const driver_kernel *k, int32_t kernel, int32_t tile) {
-    const int64_t stride = (int64_t)kvc_row_bytes(k->kernel_type, k->dim), bytes = KVC_TILE * (int64_t)k->row_bytes;
+    const int64_t stride = (int64_t)kvc_blocks_bytes(k->kernel_type, k->dim), bytes = KVC_TILE * (int64_t)k->row_bytes;
     const char *rows = kernel < 2 ? tile_of(k, tile) : NULL;
     const kvc_ahead next = {k->rows + (tile * bytes + bytes) % (k->num_rows * (int64_t)k->row_bytes), (int32_t)bytes,
                             k->prefetch_level};
     switch (kernel) {
-    case 0: scorer_of(k)->score(k->scores, k->q, k->q_stride, k->num_q, rows, stride, KVC_TILE, k->dim, next); break;
+    case 0:
+        scorer_of(k)->score(k->scores, k->q, k->q_stride, k->num_q, rows, stride, KVC_TILE, k->dim, next);
+        times_scales(k, k->scores, tile);
+        break;
     case 1:
+        times_scales(k, k->scores, tile); /* as weights would be */
         k->kernels->accumulate[k->kernel_type](k->acc, k->q_stride, k->factor, k->weights, k->num_q, rows, stride,
                                                KVC_TILE, k->dim, next);
         break;

@@ -27,13 +27,18 @@ FLOATS = {"f32": 4, "f16": 2, "bf16": 2}  # bytes of an element
 
 @dataclass(frozen=True)
 class Quantised:
-    """How 32 elements are stored: bytes that are unpacked to 32 bytes, after a scale."""
+    """How 32 elements are stored: bytes that are unpacked to 32 bytes, after a scale, unless a row has one."""
 
     packed: int  # bytes that hold elements: 32, or 16 with two in a byte
     nbytes: int  # of the block
     has_min: bool = False  # an f16 beside the scale, which is added
     has_fifth_bits: bool = False  # in four bytes of their own
     has_table: bool = False  # elements are looked up
+    has_row_scale: bool = False  # 2 bytes, beside the row
+
+    def scaled(self, dim: int) -> float:
+        """Count what has a scale of its own."""
+        return 1 if self.has_row_scale else dim / BLOCK
 
 
 QUANTISED = {
@@ -43,11 +48,14 @@ QUANTISED = {
     "q5_0": Quantised(16, 22, has_fifth_bits=True),
     "q5_1": Quantised(16, 24, has_min=True, has_fifth_bits=True),
     "iq4_nl": Quantised(16, 18, has_table=True),
+    "int8": Quantised(32, 32, has_row_scale=True),
 }
 
 
 def row_bytes(dtype: str, dim: int) -> float:
-    return FLOATS[dtype] * dim if dtype in FLOATS else QUANTISED[dtype].nbytes * dim / BLOCK
+    if dtype in FLOATS:
+        return FLOATS[dtype] * dim
+    return QUANTISED[dtype].nbytes * dim / BLOCK + 2 * QUANTISED[dtype].has_row_scale
 
 
 def passes(dtype: str, queries: int, v: Vectors) -> list[int]:
@@ -118,6 +126,8 @@ def scales(kind: Quantised, blocks: float, v: Vectors) -> Mix:
     """Collecting the scales of L rows in a vector, for each block: L loads, all but one into a lane."""
     halves = 2 if kind.has_min else 1
     each = {"load": 1, "insert": v.lanes - 1, "from f16": halves, "shuffle": 1, "shift": halves - 1}
+    if kind.has_row_scale:  # they stand side by side
+        each = {"load": 1, "from f16": 1}
     return times(each, blocks / v.lanes)
 
 
@@ -143,8 +153,9 @@ def products(dim: int, q: int, v: Vectors) -> list[tuple[Mix, bool]]:
 
 def score_quantised(dtype: str, dim: int, q: int, v: Vectors) -> list[Mix]:
     """Transposes 16 bytes of L rows at a time, so that a lane is a row: 8 shuffles make 4 vectors of 4."""
-    kind, blocks, groups = QUANTISED[dtype], dim / BLOCK, 2 if v.accumulators >= 16 and q <= QUERIES else 1
-    pieces = kind.packed * blocks / 16
+    kind, groups = QUANTISED[dtype], 2 if v.accumulators >= 16 and q <= QUERIES else 1
+    blocks = kind.scaled(dim)
+    pieces = kind.packed * dim / BLOCK / 16
     transposing = times({"load": GROUP_LOADS, "insert": v.lanes - GROUP_LOADS, "shuffle": 8}, pieces / v.lanes)
     queries = times({"broadcast": 1}, dim / 2 * q / (groups * v.lanes))
     found = []
@@ -162,9 +173,9 @@ def score_quantised(dtype: str, dim: int, q: int, v: Vectors) -> list[Mix]:
 
 def accumulate_quantised(dtype: str, dim: int, q: int, v: Vectors) -> list[Mix]:
     """Interleaves 2 rows of words or 4 of bytes, and multiplies them by weights that are rounded once for a tile."""
-    kind, blocks = QUANTISED[dtype], dim / BLOCK
-    packed = kind.packed * blocks / (4 * v.lanes)  # vectors of stored bytes
-    pieces = max(blocks, packed)  # a block's bytes are loaded, or inserted beside those of another
+    kind, blocks = QUANTISED[dtype], QUANTISED[dtype].scaled(dim)
+    packed = kind.packed * dim / BLOCK / (4 * v.lanes)  # vectors of stored bytes
+    pieces = packed if kind.has_row_scale else max(blocks, packed)  # a block's are loaded, or inserted beside another's
     found = []
     for mix, to_words in products(dim, q, v):
         loads = {"load": packed, "insert": pieces - packed}

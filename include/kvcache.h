@@ -138,10 +138,14 @@ typedef enum kvc_type { /* element types of rows */
     KVC_Q4_1 = 5,  /* 20 bytes: m = min x, d = (max x - m) / 15, q = floor((x - m) / d + 0.5); x = d * q + m */
     KVC_Q5_0 = 6,  /* 22 bytes: as KVC_Q4_0 with 16 for 8 and 31 for 15; 5 bits */
     KVC_Q5_1 = 7,  /* 24 bytes: as KVC_Q4_1 with 31 for 15; 5 bits */
-    KVC_IQ4_NL = 8 /* 18 bytes: x = d * level[q], with level = -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113.
+    KVC_IQ4_NL = 8, /* 18 bytes: x = d * level[q], with level = -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113.
                       q is that of the level nearest to -127 * x / (the x of largest magnitude); d = sum of w * level[q] *
                       x / sum of w * level[q]^2, with w = x^2.  Elements below 1e-15 are stored as d = 0, q = 8; with any
                       beyond 1e18, d may be NaN */
+    /* One f16 scale d for a whole row, so that kernels multiply integers alone; k_dim, or v_dim, must be a multiple of
+     * 32.  In a row of a caller's d stands behind the elements; in the cache, apart (kvc_span).  An infinite element, or
+     * one beyond 65504 * 127, makes d infinite, and NaN or infinities of all elements; NaN is stored as 0. */
+    KVC_INT8 = 9 /* dim + 2 bytes: d = max |x| / 127, int8 q = round(x / d), halves away from 0; x = d * q */
 } kvc_type;
 
 /* Returns the name of a type, such as "q8_0", static; NULL for a number that is no kvc_type.  Types are numbered from 0
@@ -545,6 +549,9 @@ typedef struct kvc_span {
     int32_t position; /* of the first row; the others follow one by one */
     int32_t delta;    /* position now, less the position the keys were rotated for: they are as they were stored */
     int32_t reserved; /* 0 */
+    /* Of types with one scale a row: that of the first position, KV head 0; an f16 for each row, side by side, those of
+     * the next head k_head_stride, or v_head_stride, behind it.  Else NULL. */
+    const void *k_scales, *v_scales;
 } kvc_span;
 
 /* Lists the stored rows of a sequence in a layer, in order of arrival, without a copy.  Writes at most max_spans of

@@ -174,6 +174,8 @@ cdef extern from "kvcache.h" nogil:
         const void *v
         int64_t k_head_stride, k_row_stride, v_head_stride, v_row_stride
         int32_t num_rows, position, delta
+        const void *k_scales
+        const void *v_scales
 
     kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
                          int64_t max_spans, int64_t *num_spans, kvc_hold **hold)

@@ -141,7 +141,7 @@ class Batch:
         ValueError
             If the token was put before, or the layer reads another's rows or has no attention.
         NotSupportedError
-            If the policy of the layer is `CrossAttention`.
+            If the policy of the layer is `CrossAttention`, or it stores int8, whose scales no array shows.
 
         Notes
         -----

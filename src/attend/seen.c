@@ -93,21 +93,32 @@ static int are_finite_32(const uint8_t *at, int32_t num) {
     return !bad;
 }
 
-/* Returns whether all elements of a stored row are numbers: of quantised ones, what all elements of a block are
- * multiplied by, and their minimum. */
-static int is_finite(const uint8_t *row, int32_t type, int32_t dim) {
+/* Returns whether all elements of a stored row are numbers: of quantised ones, what all elements of a block, or of the
+ * row, are multiplied by, and their minimum. */
+static int is_finite(const uint8_t *row, const uint8_t *scale, int32_t type, int32_t dim) {
     const int32_t num_blocks = dim / KVC_QUANT_ELEMENTS;
     const size_t block = type < KVC_FLOAT_TYPES ? 0 : kvc_row_bytes(type, KVC_QUANT_ELEMENTS);
     switch (type) {
     case KVC_F32: return are_finite_32(row, dim);
     case KVC_F16: return are_finite_16(row, dim, sizeof(uint16_t), 0x7c00);
     case KVC_BF16: return are_finite_16(row, dim, sizeof(uint16_t), 0x7f80);
+    case KVC_INT8: return are_finite_16(scale, 1, 0, 0x7c00);
     case KVC_Q4_1:
     case KVC_Q5_1:
         return are_finite_16(row, num_blocks, block, 0x7c00) &&
                are_finite_16(row + sizeof(uint16_t), num_blocks, block, 0x7c00);
     default: return are_finite_16(row, num_blocks, block, 0x7c00);
     }
+}
+
+/* The value of row i of a stretch, and its scale, where it has one. */
+typedef struct place {
+    const uint8_t *row, *scale;
+} place;
+
+static place value_at(const kvc_stretch *stretch, int32_t i) {
+    const uint8_t *scales = stretch->scales[1];
+    return (place){stretch->first[1] + i * stretch->step[1], scales ? scales + i * stretch->scale_step : NULL};
 }
 
 kvc_visible kvc_visible_to_all(const kvc_task *t) {
@@ -129,21 +140,29 @@ int kvc_spoils_others(const kvc_task *t, kvc_tile *tile, const kvc_visible *comm
     const kvc_stretch *stretch = tile->stretches;
     for (int32_t j = 0, i = 0; j < tile->n; j++) {
         const int is_common = !(is_tree && tile->token[j] >= 0) && sees_row(c, tile, common, j);
-        const uint8_t *row = stretch->first[1] + i * stretch->step[1];
-        if (!is_common && !is_finite(row, c->layer->v_type, c->plan->v_dim)) return 1;
+        const place at = value_at(stretch, i);
+        if (!is_common && !is_finite(at.row, at.scale, c->layer->v_type, c->plan->v_dim)) return 1;
         if (++i == stretch->n) stretch++, i = 0;
     }
     return 0;
 }
 
-/* Appends a row to a list of stretches that has `num`: to the last one, if there it is where the next one is due. */
-static int32_t add_row(kvc_stretch *to, int32_t num, const uint8_t *k, const uint8_t *v, const kvc_stretch *like) {
+/* Appends row i of a stretch, with another value in place of its own if `value` is not NULL, to a list of stretches
+ * that has `num`: to the last one, if there it is where the next one is due. */
+static int32_t add_row(kvc_stretch *to, int32_t num, const kvc_stretch *from, int32_t i, const uint8_t *value) {
+    const place own = value_at(from, i), v = value ? (place){value, value} : own;
+    const uint8_t *k = from->first[0] + i * from->step[0];
     kvc_stretch *last = to + num - 1;
-    if (num && k == last->first[0] + last->n * last->step[0] && v == last->first[1] + last->n * last->step[1]) {
+    if (num && k == last->first[0] + last->n * last->step[0] && v.row == last->first[1] + last->n * last->step[1]) {
         last->n++;
         return num;
     }
-    to[num] = (kvc_stretch){{k, v}, {like->step[0], like->step[1]}, 1};
+    to[num] = *from;
+    to[num].first[0] = k;
+    to[num].first[1] = v.row;
+    to[num].n = 1;
+    if (from->scales[0]) to[num].scales[0] += i * from->scale_step;
+    if (from->scales[1]) to[num].scales[1] = v.scale;
     return num + 1;
 }
 
@@ -156,10 +175,10 @@ void kvc_clear_unseen(const kvc_task *t, const kvc_tile *tile, kvc_tile *own) {
     memset(zeros, 0, (size_t)tile->layout->v_row_bytes);
     *own = *tile;
     for (int32_t j = 0, i = 0; j < tile->n; j++) {
-        const uint8_t *row = stretch->first[1] + i * stretch->step[1];
-        const int is_cleared = !sees_row(c, tile, &v, j) && !is_finite(row, c->layer->v_type, c->plan->v_dim);
-        num = add_row(own->stretches, num, stretch->first[0] + i * stretch->step[0],
-                      is_cleared ? (const uint8_t *)zeros : row, stretch);
+        const place at = value_at(stretch, i);
+        const int is_cleared =
+            !sees_row(c, tile, &v, j) && !is_finite(at.row, at.scale, c->layer->v_type, c->plan->v_dim);
+        num = add_row(own->stretches, num, stretch, i, is_cleared ? (const uint8_t *)zeros : NULL);
         if (++i == stretch->n) stretch++, i = 0;
     }
 }

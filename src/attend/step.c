@@ -65,6 +65,12 @@ static const uint8_t *row_at(const walk *w, const row_place *p) {
     return p->at->first[w->is_value] + p->offset * p->at->step[w->is_value];
 }
 
+/* Returns where the scale of the row at a place is; NULL if rows have none. */
+static const uint8_t *scales_at(const walk *w, const row_place *p) {
+    const uint8_t *scales = p->at->scales[w->is_value];
+    return scales ? scales + p->offset * p->at->scale_step : NULL;
+}
+
 /* Counts the rows from a place on to the end of the stretch. */
 static int64_t rows_behind(const row_place *p) { return p->at->n - p->offset; }
 
@@ -98,14 +104,18 @@ static void decode_rows(const kvc_task *t, walk *w, int64_t rows, int64_t stride
     const kvc_workspace_layout *workspace = &c->plan->workspace;
     uint8_t *const to = (uint8_t *)(t->workspace + workspace->rows);
     for (int64_t done = 0, some; done < rows; done += some) {
-        const uint8_t *from = row_at(w, &w->place);
-        const ptrdiff_t step = w->place.at->step[w->is_value];
+        const kvc_stretch *at = w->place.at;
+        const uint8_t *from = row_at(w, &w->place), *scales = scales_at(w, &w->place);
+        const ptrdiff_t step = at->step[w->is_value];
         some = step_on(&w->place, rows - done);
-        if (w->kernel_type == KVC_F32)
-            c->kernels->convert(w->type, KVC_F32, to + done * stride, stride, from, step, some, w->dim);
-        else
-            c->kernels->unpack(w->type, to + done * stride, from, step, some, w->dim,
+        if (w->kernel_type == KVC_F32) {
+            const kvc_rows rows_here = {w->type,       (char *)from, step, 0, (char *)(scales ? scales : from),
+                                        at->scale_step};
+            kvc_decode_rows(c->kernels, (float *)(void *)(to + done * stride), stride, &rows_here, some, w->dim);
+        } else {
+            c->kernels->unpack(w->type, to + done * stride, from, step, scales, at->scale_step, some, w->dim,
                                t->workspace + workspace->minima + done);
+        }
     }
 }
 
@@ -137,6 +147,21 @@ static kernel_rows take_some(const kvc_task *t, walk *w) {
     if (is_quantised && in_place >= KVC_ROW_GROUP) return take_rows(t, w, in_place / KVC_ROW_GROUP * KVC_ROW_GROUP);
     const int64_t few = is_quantised ? KVC_ROW_GROUP : FEW_ROWS;
     return take_rows(t, w, few < left ? few : left);
+}
+
+/* Multiplies a tile's scores by the scales of its keys, or weights by those of its values, where kernels take rows
+ * without them. */
+static void times_scales(const kvc_task *t, const kvc_tile *tile, int is_value) {
+    const kvc_kernels *kernels = t->call->kernels;
+    float by[KVC_TILE];
+    int32_t n = 0;
+    for (const kvc_stretch *at = tile->stretches; n < tile->n; at++)
+        for (int64_t i = 0, some; i < at->n; i += some, n += (int32_t)some) {
+            some = at->scale_step == KVC_SCALE_BYTES ? at->n : 1;
+            kernels->convert(KVC_F16, KVC_F32, by + n, 0, at->scales[is_value] + i * at->scale_step, 0, 1, (int)some);
+        }
+    memset(by + n, 0, (size_t)(KVC_TILE - n) * sizeof *by);
+    kernels->times(t->scores, t->num_query_rows, by);
 }
 
 /* Returns what lies from first to end; of very large rows, the beginning. */
@@ -254,8 +279,8 @@ static const float *rotate_keys(const kvc_task *t, const kvc_tile *tile, segment
     for (int32_t i = 0, count; i < n; i += count) {
         const kvc_segment *segment = at->segment;
         count = (int32_t)kvc_smaller(segment->count - at->offset, n - i);
-        c->kernels->convert(c->layer->k_type, KVC_F32, to, stride, kvc_key_in(tile, segment, at->offset),
-                            (int64_t)tile->layout->k_row_bytes, count, dim);
+        const kvc_rows keys = kvc_keys_in(tile, c->layer, segment, at->offset);
+        kvc_decode_rows(c->kernels, to, stride, &keys, count, dim);
         for (int32_t j = 0; j < count; j++, to += c->plan->workspace.q_stride) {
             if (order) c->kernels->hadamard(to, to, dim, order);
             if (segment->delta_index) kvc_rope_rotate_back(c->rope, angles_of(c, segment->delta_index), to);
@@ -376,6 +401,7 @@ static void score_tile(kvc_task *t, const kvc_tile *tile) {
         score(scores, q, stride, t->num_query_rows, k.first, k.stride, (int)k.num, dim, take_ahead(c, &values, k.num));
         scores += k.num;
     }
+    if (t->k_as == KVC_INT8) times_scales(t, tile, 0);
     if (key_minima_apart(t, tile)) kvc_score_minima(t, tile->n);
 }
 
@@ -395,7 +421,7 @@ static void accumulate_rows(const kvc_task *t, const float *weights, kernel_rows
         const int is_last = d + columns >= dim;
         const kvc_ahead ahead = take_ahead(c, keys, is_last ? rows_ahead : (rows_ahead + splits - 1) / splits);
         c->kernels->accumulate[type](t->acc + d, c->plan->workspace.acc_stride, t->factor, weights, t->num_query_rows,
-                                     (const uint8_t *)values.first + (d ? kvc_row_bytes(type, d) : 0), values.stride,
+                                     (const uint8_t *)values.first + (d ? kvc_blocks_bytes(type, d) : 0), values.stride,
                                      (int)values.num, is_last ? dim - d : columns, ahead);
     }
 }
@@ -404,6 +430,7 @@ static void accumulate_rows(const kvc_task *t, const float *weights, kernel_rows
 static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, walk *keys) {
     walk values = walk_values(t, tile);
     const float *weights = t->scores;
+    if (t->v_as == KVC_INT8) times_scales(t, tile, 1);
     while (values.left) {
         const kernel_rows v = take_some(t, &values);
         accumulate_rows(t, weights, v, keys, values.left ? v.num : KVC_TILE);

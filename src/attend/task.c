@@ -53,9 +53,18 @@ static int32_t num_even_singles(const kvc_segment *p, int32_t most) {
     return n >= LEAST && step > 0 ? n : 1;
 }
 
+/* Notes where the scales of a stretch are, whose rows are `step` slots apart from this one on. */
+static void find_scales(const kvc_tile *t, kvc_stretch *stretch, const uint8_t *head, size_t slot, ptrdiff_t step) {
+    const kvc_layout *layout = t->layout;
+    if (layout->k_scales) stretch->scales[0] = head + layout->k_scales + slot * KVC_SCALE_BYTES;
+    if (layout->v_scales) stretch->scales[1] = head + layout->v_scales + slot * KVC_SCALE_BYTES;
+    stretch->scale_step = step * KVC_SCALE_BYTES;
+}
+
 /* Lists single rows that lie evenly as stretches, from the tile's first segment on, as long as there are some and up to
  * `most` rows; widens the range of positions.  Returns the number of stretches; t->n becomes that of rows. */
-static int32_t list_singles(kvc_tile *t, int32_t most, size_t k_begin, size_t v_begin) {
+static int32_t list_singles(kvc_tile *t, int32_t most, size_t head) {
+    const size_t k_begin = t->layout->k_offset + head, v_begin = t->layout->v_offset + head;
     const size_t k_bytes = t->layout->k_row_bytes, v_bytes = t->layout->v_row_bytes;
     const kvc_segment *segment = t->segment;
     int32_t num = 0;
@@ -66,9 +75,12 @@ static int32_t list_singles(kvc_tile *t, int32_t most, size_t k_begin, size_t v_
         const uint8_t *from = t->buffer_rows ? t->buffer_rows : segment->rows;
         const size_t slot = (size_t)segment->slot;
         const ptrdiff_t step = segment[1].slot - segment->slot;
-        t->stretches[num++] = (kvc_stretch){{from + k_begin + slot * k_bytes, from + v_begin + slot * v_bytes},
-                                            {step * (ptrdiff_t)k_bytes, step * (ptrdiff_t)v_bytes},
-                                            rows};
+        t->stretches[num] = (kvc_stretch){{from + k_begin + slot * k_bytes, from + v_begin + slot * v_bytes},
+                                          {step * (ptrdiff_t)k_bytes, step * (ptrdiff_t)v_bytes},
+                                          rows,
+                                          {NULL, NULL},
+                                          0};
+        find_scales(t, &t->stretches[num++], from + head, slot, step);
         for (int32_t i = 0; i < rows; i++) {
             if (segment[i].position < t->min_position) t->min_position = segment[i].position;
             if (segment[i].position > t->max_position) t->max_position = segment[i].position;
@@ -84,7 +96,7 @@ void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     const size_t head = (size_t)c->head * layout->head_stride;
     const size_t k_begin = layout->k_offset + head, v_begin = layout->v_offset + head;
     const size_t k_bytes = layout->k_row_bytes, v_bytes = layout->v_row_bytes;
-    const int32_t most = c->window, is_mixed = c->is_mixed;
+    const int32_t most = c->window, is_mixed = c->is_mixed, has_scales = layout->num_scales;
     const int32_t delta_index = !most ? 0 : is_mixed ? KVC_MIXED : c->segment->delta_index;
     const uint8_t *const buffer = c->buffer_rows, *k_end = NULL, *v_end = NULL;
     t->layout = layout;
@@ -96,7 +108,7 @@ void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     t->min_position = INT32_MAX;
     t->max_position = -1;
     t->delta_index = delta_index;
-    kvc_stretch *next = t->stretches + (c->offset ? 0 : list_singles(t, most, k_begin, v_begin));
+    kvc_stretch *next = t->stretches + (c->offset ? 0 : list_singles(t, most, head));
     int32_t offset = c->offset, n = t->n, min_position = t->min_position, max_position = t->max_position;
     const kvc_segment *segment =
         n ? c->segment + n : c->segment; /* which may be NULL: to that C lets nothing be added */
@@ -108,8 +120,11 @@ void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
         const uint8_t *k = rows + k_begin + slot * k_bytes, *v = rows + v_begin + slot * v_bytes;
         if (k == k_end && v == v_end)
             next[-1].n += count;
-        else
-            *next++ = (kvc_stretch){{k, v}, {(ptrdiff_t)k_bytes, (ptrdiff_t)v_bytes}, count};
+        else {
+            *next = (kvc_stretch){{k, v}, {(ptrdiff_t)k_bytes, (ptrdiff_t)v_bytes}, count, {NULL, NULL}, 0};
+            if (has_scales) find_scales(t, next, rows + head, slot, 1);
+            next++;
+        }
         k_end = k + (size_t)count * k_bytes;
         v_end = v + (size_t)count * v_bytes;
         if (position < min_position) min_position = position;
@@ -129,10 +144,10 @@ void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     c->window -= n;
 }
 
-const uint8_t *kvc_key_in(const kvc_tile *t, const kvc_segment *segment, int32_t offset) {
-    const kvc_layout *layout = t->layout;
-    return (t->buffer_rows ? t->buffer_rows : segment->rows) + layout->k_offset +
-           (size_t)t->head * layout->head_stride + (size_t)(segment->slot + offset) * layout->k_row_bytes;
+kvc_rows kvc_keys_in(const kvc_tile *t, const kvc_layer *layer, const kvc_segment *segment, int32_t offset) {
+    const uint8_t *rows = t->buffer_rows ? t->buffer_rows : segment->rows;
+    const kvc_rows keys = kvc_stored_rows(layer, t->layout, rows, segment->slot + offset, 0);
+    return kvc_row_of(&keys, 0, t->head);
 }
 
 void kvc_locate_rows(kvc_tile *t, const int32_t *order) {

@@ -88,6 +88,8 @@ typedef struct kvc_stretch {
     const uint8_t *first[2]; /* key and value of the first row */
     ptrdiff_t step[2];       /* bytes from row to row */
     int64_t n;
+    const uint8_t *scales[2]; /* of these two, where rows have one; those of the others are scale_step bytes apart */
+    ptrdiff_t scale_step;
 } kvc_stretch;
 
 /* Rows side by side in a split, which are attended for together. */
@@ -110,8 +112,8 @@ typedef struct kvc_tile {
  * changes. n is 0 if no rows are left. */
 void kvc_next_tile(kvc_tile *t, kvc_cursor *c);
 
-/* Returns the key of row `offset` of one of the tile's segments. */
-const uint8_t *kvc_key_in(const kvc_tile *t, const kvc_segment *segment, int32_t offset);
+/* Returns the keys of one of the tile's segments from row `offset` on. */
+kvc_rows kvc_keys_in(const kvc_tile *t, const kvc_layer *layer, const kvc_segment *segment, int32_t offset);
 
 /* Fills in the position and the token of each row of a tile, unless that is done.  order: batch->order. */
 void kvc_locate_rows(kvc_tile *t, const int32_t *order);

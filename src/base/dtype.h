@@ -7,7 +7,7 @@
 
 enum {
     KVC_FLOAT_TYPES = 3,     /* kvc_type below this are floating point: what callers hand in and get out */
-    KVC_STORED_TYPES = 9,    /* kvc_type below this can be stored; from KVC_FLOAT_TYPES on they are quantised */
+    KVC_STORED_TYPES = 10,   /* kvc_type below this can be stored; from KVC_FLOAT_TYPES on they are quantised */
     KVC_QUANT_ELEMENTS = 32, /* elements in a block of a quantised type */
     KVC_SCALE_BYTES = 2,     /* a block begins with its scale, an f16 */
     KVC_NIBBLE_BYTES = KVC_QUANT_ELEMENTS / 2,
@@ -22,20 +22,22 @@ typedef struct kvc_type_row {
     int8_t has_minimum;     /* the f16 that a code of 0 stands for */
     int8_t has_fifth_bits;  /* 4 bytes, of which bit i is bit 4 of the code of element i */
     int8_t zero;            /* what is taken off a code before it is multiplied by the scale */
+    int8_t has_row_scale;   /* instead of one in each block, a row has one: an f16 behind all blocks, or apart */
 } kvc_type_row;
 
 /* In the order of kvc_type.  Beside a row here, a type needs what encodes a block of it (elements.h, scalar.c); one
  * that is no list of codes as above, or is not scored as such, also what decodes it. */
 static const kvc_type_row KVC_TYPES[KVC_STORED_TYPES] = {
-    [KVC_F32] = {"f32", 1, 4, 0, 0, 0},
-    [KVC_F16] = {"f16", 1, 2, 0, 0, 0},
-    [KVC_BF16] = {"bf16", 1, 2, 0, 0, 0},
-    [KVC_Q8_0] = {"q8_0", KVC_QUANT_ELEMENTS, KVC_Q8_0_BYTES, 0, 0, 0},
-    [KVC_Q4_0] = {"q4_0", KVC_QUANT_ELEMENTS, KVC_SCALE_BYTES + KVC_NIBBLE_BYTES, 0, 0, 8},
-    [KVC_Q4_1] = {"q4_1", KVC_QUANT_ELEMENTS, KVC_SCALE_BYTES + 2 + KVC_NIBBLE_BYTES, 1, 0, 0},
-    [KVC_Q5_0] = {"q5_0", KVC_QUANT_ELEMENTS, KVC_SCALE_BYTES + 4 + KVC_NIBBLE_BYTES, 0, 1, 16},
-    [KVC_Q5_1] = {"q5_1", KVC_QUANT_ELEMENTS, KVC_SCALE_BYTES + 2 + 4 + KVC_NIBBLE_BYTES, 1, 1, 0},
-    [KVC_IQ4_NL] = {"iq4_nl", KVC_QUANT_ELEMENTS, KVC_SCALE_BYTES + KVC_NIBBLE_BYTES, 0, 0, 0}};
+    [KVC_F32] = {"f32", 1, 4, 0, 0, 0, 0},
+    [KVC_F16] = {"f16", 1, 2, 0, 0, 0, 0},
+    [KVC_BF16] = {"bf16", 1, 2, 0, 0, 0, 0},
+    [KVC_Q8_0] = {"q8_0", KVC_QUANT_ELEMENTS, KVC_Q8_0_BYTES, 0, 0, 0, 0},
+    [KVC_Q4_0] = {"q4_0", KVC_QUANT_ELEMENTS, KVC_SCALE_BYTES + KVC_NIBBLE_BYTES, 0, 0, 8, 0},
+    [KVC_Q4_1] = {"q4_1", KVC_QUANT_ELEMENTS, KVC_SCALE_BYTES + 2 + KVC_NIBBLE_BYTES, 1, 0, 0, 0},
+    [KVC_Q5_0] = {"q5_0", KVC_QUANT_ELEMENTS, KVC_SCALE_BYTES + 4 + KVC_NIBBLE_BYTES, 0, 1, 16, 0},
+    [KVC_Q5_1] = {"q5_1", KVC_QUANT_ELEMENTS, KVC_SCALE_BYTES + 2 + 4 + KVC_NIBBLE_BYTES, 1, 1, 0, 0},
+    [KVC_IQ4_NL] = {"iq4_nl", KVC_QUANT_ELEMENTS, KVC_SCALE_BYTES + KVC_NIBBLE_BYTES, 0, 0, 0, 0},
+    [KVC_INT8] = {"int8", KVC_QUANT_ELEMENTS, KVC_QUANT_ELEMENTS, 0, 0, 0, 1}};
 
 /* What the codes of iq4_nl stand for, times the scale. */
 static const int8_t KVC_LEVELS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
@@ -43,6 +45,15 @@ static const int8_t KVC_LEVELS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 
 /* A block of iq4_nl without a larger element than this is stored as a scale of 0, and codes of the level 1. */
 #define KVC_LEAST_LEVELLED 1e-15f
 enum { KVC_LEVELS_OF_1 = 0x88 };
+
+/* Returns the bytes of a row's blocks, without a scale of the row; those of its scale. */
+static inline size_t kvc_blocks_bytes(int32_t type, int32_t dim) {
+    return (size_t)dim / (size_t)KVC_TYPES[type].elements * (size_t)KVC_TYPES[type].bytes;
+}
+static inline size_t kvc_row_scale_bytes(int32_t type) { return KVC_TYPES[type].has_row_scale ? KVC_SCALE_BYTES : 0; }
+
+/* Whether rows are int8, with scales in their blocks or one for each row. */
+static inline int kvc_is_8_bits(int32_t type) { return type == KVC_Q8_0 || type == KVC_INT8; }
 
 /* Returns the elements in a block of the type, of which a row's length is a multiple; 1 if it is not quantised. */
 static inline int32_t kvc_type_elements(int32_t type) { return KVC_TYPES[type].elements; }

@@ -90,13 +90,13 @@ static void rotate_keys_back(const injection *x, kvc_rotator *rotator, const kvc
     const kvc_rows_in *in = x->in;
     const kvc_layer *config = &x->cache->layers[x->layer];
     const kvc_layout *at = &x->cache->layouts[x->cache->layout_of[x->layer]];
-    for (int32_t h = 0; h < config->num_kv_heads; h++) {
-        const char *k = (const char *)in->k + h * in->k_head_stride + (part->position - x->begin) * in->k_row_stride;
-        uint8_t *key = kvc_key_at(at, part->block, part->slot, h);
-        for (int32_t i = 0; i < part->count; i++)
-            kvc_rotator_rotate(rotator, rope, -part->delta, key + (size_t)i * at->k_row_bytes, config->k_type,
-                               k + i * in->k_row_stride, in->k_type, config);
-    }
+    const kvc_rows stored = kvc_stored_rows(config, at, part->block->rows, part->slot, 0),
+                   given = kvc_given_rows(in->k_type, in->k, in->k_row_stride, in->k_head_stride, config->k_dim);
+    for (int32_t h = 0; h < config->num_kv_heads; h++)
+        for (int32_t i = 0; i < part->count; i++) {
+            const kvc_rows to = kvc_row_of(&stored, i, h), from = kvc_row_of(&given, part->position - x->begin + i, h);
+            kvc_rotator_rotate(rotator, rope, -part->delta, &to, &from, config);
+        }
 }
 
 /* Writes the rows of a part, of all heads. */
@@ -107,18 +107,18 @@ static void write_part(const injection *x, kvc_rotator *rotator, const kvc_run *
     const kvc_layout *at = &cache->layouts[cache->layout_of[x->layer]];
     const kvc_rope *rope = part->delta ? kvc_rope_of(cache, x->layer) : NULL;
     const int64_t row = part->position - x->begin;
+    const kvc_rows keys = kvc_stored_rows(config, at, part->block->rows, part->slot, 0),
+                   given_keys = kvc_given_rows(in->k_type, (const char *)in->k + row * in->k_row_stride,
+                                               in->k_row_stride, in->k_head_stride, config->k_dim);
     if (rope)
         rotate_keys_back(x, rotator, part, rope);
     else
-        kvc_copy_keys(cache->kernels, config, kvc_key_at(at, part->block, part->slot, 0),
-                      (kvc_strides){config->k_type, (int64_t)at->k_row_bytes, (int64_t)at->head_stride},
-                      (const char *)in->k + row * in->k_row_stride,
-                      (kvc_strides){in->k_type, in->k_row_stride, in->k_head_stride}, part->count);
+        kvc_copy_rows(cache->kernels, config, 0, &keys, &given_keys, part->count);
     if (config->value_in_key) return;
-    kvc_copy_values(cache->kernels, config, kvc_value_at(at, part->block, part->slot, 0),
-                    (kvc_strides){config->v_type, (int64_t)at->v_row_bytes, (int64_t)at->head_stride},
-                    (const char *)in->v + row * in->v_row_stride,
-                    (kvc_strides){in->v_type, in->v_row_stride, in->v_head_stride}, part->count);
+    const kvc_rows values = kvc_stored_rows(config, at, part->block->rows, part->slot, 1),
+                   given_values = kvc_given_rows(in->v_type, (const char *)in->v + row * in->v_row_stride,
+                                                 in->v_row_stride, in->v_head_stride, config->v_dim);
+    kvc_copy_rows(cache->kernels, config, 1, &values, &given_values, part->count);
 }
 
 static void write_copier(void *context, int64_t copier) {

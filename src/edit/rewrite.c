@@ -228,12 +228,16 @@ void kvc_rewrite_size_copiers(const kvc_cache *cache, int32_t group, const kvc_r
 
 /* Copies the rows of one layer, all heads. */
 static void copy_rows(const kvc_layout *at, const kvc_copy *copy) {
+    const size_t scales[] = {at->k_scales ? at->k_scales : at->v_scales, at->v_scales};
     for (int32_t h = 0; h < at->num_kv_heads; h++) {
         memcpy(kvc_key_at(at, copy->to, copy->to_slot, h), kvc_key_at(at, copy->from, copy->from_slot, h),
                (size_t)copy->count * at->k_row_bytes);
         if (at->v_stored)
             memcpy(kvc_value_at(at, copy->to, copy->to_slot, h), kvc_value_at(at, copy->from, copy->from_slot, h),
                    (size_t)copy->count * at->v_stored);
+        for (int i = 0; i < at->num_scales; i++)
+            memcpy(kvc_scale_at(at, scales[i], copy->to, copy->to_slot, h),
+                   kvc_scale_at(at, scales[i], copy->from, copy->from_slot, h), (size_t)copy->count * KVC_SCALE_BYTES);
     }
 }
 
@@ -244,9 +248,10 @@ void kvc_rotate_keys(const kvc_cache *cache, int32_t group, kvc_block *block, in
         if (cache->group_of[layer] != group || cache->layers[layer].share || !rope) continue;
         const kvc_layout *at = &cache->layouts[cache->layout_of[layer]];
         const kvc_layer *config = &cache->layers[layer];
+        const kvc_rows keys = kvc_stored_rows(config, at, block->rows, slot, 0);
         for (int32_t h = 0; h < at->num_kv_heads; h++) {
-            uint8_t *key = kvc_key_at(at, block, slot, h);
-            kvc_rotator_rotate(rotator, rope, delta, key, config->k_type, key, config->k_type, config);
+            const kvc_rows key = kvc_row_of(&keys, 0, h);
+            kvc_rotator_rotate(rotator, rope, delta, &key, &key, config);
         }
     }
 }
@@ -302,14 +307,15 @@ static void convert_piece(void *context, int64_t i) {
     const moving *m = context;
     const piece *p = &m->pieces[i];
     const kvc_kernels *kernels = m->cache->kernels;
-    const int32_t dim = m->layer->k_dim, type = m->layer->k_type, order = kvc_key_order(m->layer);
-    const int64_t row = (int64_t)m->at->k_row_bytes, f32_row = dim * (int64_t)sizeof(float);
+    const int32_t dim = m->layer->k_dim, order = kvc_key_order(m->layer);
+    const kvc_rows stored = kvc_stored_rows(m->layer, m->at, p->copy->to->rows, p->copy->to_slot + p->first, 0);
+    const int64_t stride = dim * (int64_t)sizeof(float);
     for (int32_t h = 0; h < m->at->num_kv_heads; h++) {
-        uint8_t *stored = kvc_key_at(m->at, p->copy->to, p->copy->to_slot + p->first, h);
+        const kvc_rows of_head = kvc_row_of(&stored, 0, h);
         float *keys = p->keys + (size_t)h * (size_t)p->count * (size_t)dim;
-        if (!m->encodes) kernels->convert(type, KVC_F32, keys, f32_row, stored, row, p->count, dim);
+        if (!m->encodes) kvc_decode_rows(kernels, keys, stride, &of_head, p->count, dim);
         if (order) kernels->hadamard(keys, keys, p->count * dim, order);
-        if (m->encodes) kernels->convert(KVC_F32, type, stored, row, keys, f32_row, p->count, dim);
+        if (m->encodes) kvc_encode_rows(kernels, &of_head, keys, stride, p->count, dim);
     }
 }
 

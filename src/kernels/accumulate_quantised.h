@@ -43,6 +43,21 @@ INLINE float load_scales(vec scales[TILE_VECS], const char *block, ptrdiff_t str
     return zero_or_nan_of(zero_or_nan);
 }
 
+/* Are those of rows whose weights have been multiplied by their scales. */
+INLINE float no_scales(vec scales[TILE_VECS]) {
+    UNROLL
+    for (int i = 0; i < TILE_VECS; i++) scales[i] = v_set(1);
+    return 0;
+}
+
+/* Returns 0; NaN if one of the products is NaN or infinite. */
+INLINE float finite_products(const float *products) {
+    vec zero_or_nan = v_zero();
+    UNROLL
+    for (int i = 0; i < TILE_VECS; i++) zero_or_nan = v_fma(v_load(products + i * LANES), v_zero(), zero_or_nan);
+    return zero_or_nan_of(zero_or_nan);
+}
+
 /* Multiplies weights by scales; returns the largest products in each lane. */
 INLINE vec multiply_scales(float *products, const float *weights, const vec scales[TILE_VECS]) {
     vec largest = v_zero();
@@ -86,14 +101,14 @@ TARGET static void round_weights(int type, int num_q, block_weights *w, accumula
     vec largest[WEIGHTS_AT_ONCE];
     for (int b = 0, i = 0; b < blocks; b++, block += block_bytes(type)) {
         vec scales[TILE_VECS];
-        zero_or_nan[b] = load_scales(scales, block, a->row_stride, a->n);
+        zero_or_nan[b] = type == KVC_INT8 ? no_scales(scales) : load_scales(scales, block, a->row_stride, a->n);
         for (int r = 0; r < num_q; r++, i++)
             prefetch_line(&next), largest[i] = multiply_scales(w->products[i], a->weights + r * KVC_TILE, scales);
     }
     find_units(w, largest, inverse, blocks * num_q);
     for (int b = 0, i = 0; b < blocks; b++)
         for (int r = 0; r < num_q; r++, i++) {
-            w->unit[i] += zero_or_nan[b];
+            w->unit[i] += type == KVC_INT8 ? finite_products(w->products[i]) : zero_or_nan[b];
             prefetch_line(&next);
             round_products(w->products[i], inverse[i]);
         }
@@ -123,7 +138,7 @@ INLINE void accumulate_rows(int type, int num_q, ivec sums[2 * MANY_QUERIES], co
 INLINE void accumulate_columns(int type, int num_q, accumulate_args *a, const char *block, int d, int c, const char *w,
                                const float *unit) {
     ivec sums[2 * MANY_QUERIES];
-    const int byte = type == KVC_Q8_0 ? c : c / 2, second = type == KVC_Q8_0 ? LANES : KVC_QUANT_ELEMENTS / 2;
+    const int byte = kvc_is_8_bits(type) ? c : c / 2, second = kvc_is_8_bits(type) ? LANES : KVC_QUANT_ELEMENTS / 2;
     ptrdiff_t stride = a->row_stride;
     char last[ROWS_AT_ONCE][COPY_STRIDE];
     prefetcher next = a->next; /* in registers, unlike *a */
@@ -135,7 +150,7 @@ INLINE void accumulate_columns(int type, int num_q, accumulate_args *a, const ch
             stride = COPY_STRIDE;
         }
         prefetch_step(&next, ROWS_AT_ONCE / 2);
-        accumulate_rows(type, num_q, sums, block + KVC_SCALE_BYTES + byte, stride, w);
+        accumulate_rows(type, num_q, sums, block + begin_of(type) + byte, stride, w);
         w += ROWS_AT_ONCE * sizeof(int16_t);
     }
     UNROLL
@@ -157,8 +172,9 @@ INLINE void accumulate_quantised_rows(int num_q, int type, accumulate_args *a, k
     block_weights w;
     a->next = prefetch_begin(next, a->rows, a->dim / (2 * LANES) * ((a->n + 1) / 2) + 2 * num_blocks * num_q);
     for (int b = 0; b < num_blocks; b++, block += block_bytes(type)) {
-        const int first = b % blocks_at_once * num_q;
-        if (first == 0) round_weights(type, num_q, &w, a, block, smaller(blocks_at_once, num_blocks - b));
+        const int first = type == KVC_INT8 ? 0 : b % blocks_at_once * num_q;
+        if (type == KVC_INT8 ? b == 0 : first == 0)
+            round_weights(type, num_q, &w, a, block, type == KVC_INT8 ? 1 : smaller(blocks_at_once, num_blocks - b));
         UNROLL
         for (int c = 0; c < KVC_QUANT_ELEMENTS; c += 2 * LANES)
             accumulate_columns(type, num_q, a, block, b * KVC_QUANT_ELEMENTS, c, (const char *)w.products[first],

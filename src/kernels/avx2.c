@@ -8,6 +8,9 @@
 
 DEFINE_CONVERT(kvc_convert_avx2)
 DEFINE_UNPACK(kvc_unpack_avx2)
+DEFINE_LARGEST(kvc_largest_avx2)
+DEFINE_TIMES(kvc_times_avx2)
+DEFINE_ENCODE_INT8(kvc_encode_int8_avx2)
 
 DEFINE_SCORE(kvc_score_f32_avx2, KVC_F32)
 DEFINE_SCORE(kvc_score_f16_avx2, KVC_F16)
@@ -32,23 +35,29 @@ DEFINE_PREPARE(kvc_prepare_q8_0_avx2, KVC_Q8_0)
 DEFINE_PREPARE(kvc_prepare_q4_0_avx2, KVC_Q4_0)
 DEFINE_SCORE(kvc_score_q8_0_avx2, KVC_Q8_0)
 DEFINE_SCORE(kvc_score_q4_0_avx2, KVC_Q4_0)
+DEFINE_SCORE(kvc_score_int8_avx2, KVC_INT8)
 DEFINE_ACCUMULATE(kvc_accumulate_q8_0_avx2, KVC_Q8_0)
 DEFINE_ACCUMULATE(kvc_accumulate_q4_0_avx2, KVC_Q4_0)
+DEFINE_ACCUMULATE(kvc_accumulate_int8_avx2, KVC_INT8)
 
 const kvc_kernels kvc_kernels_avx2 = {
     .name = "avx2",
     .convert = kvc_convert_avx2,
     .unpack = kvc_unpack_avx2,
+    .largest = kvc_largest_avx2,
+    .encode_int8 = kvc_encode_int8_avx2,
     .score[KVC_F32] = {kvc_scale_avx2, kvc_score_f32_avx2},
     .score[KVC_F16] = {kvc_scale_avx2, kvc_score_f16_avx2},
     .score[KVC_BF16] = {kvc_scale_avx2, kvc_score_bf16_avx2},
     .score[KVC_Q8_0] = {kvc_prepare_q8_0_avx2, kvc_score_q8_0_avx2},
     .score[KVC_Q4_0] = {kvc_prepare_q4_0_avx2, kvc_score_q4_0_avx2},
+    .score[KVC_INT8] = {kvc_prepare_q8_0_avx2, kvc_score_int8_avx2},
     .accumulate[KVC_F32] = kvc_accumulate_f32_avx2,
     .accumulate[KVC_F16] = kvc_accumulate_f16_avx2,
     .accumulate[KVC_BF16] = kvc_accumulate_bf16_avx2,
     .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_avx2,
     .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_avx2,
+    .accumulate[KVC_INT8] = kvc_accumulate_int8_avx2,
     .tiler[KVC_F32] =
         KVC_FLOAT_TILER(kvc_scale_avx2, kvc_pack_keys_f32_avx2, kvc_pack_values_f32_avx2, kvc_matmul_avx2),
     .tiler[KVC_F16] =
@@ -57,6 +66,7 @@ const kvc_kernels kvc_kernels_avx2 = {
         KVC_FLOAT_TILER(kvc_scale_avx2, kvc_pack_keys_bf16_avx2, kvc_pack_values_bf16_avx2, kvc_matmul_avx2),
     .matmul = kvc_matmul_avx2,
     .softmax = kvc_softmax_avx2,
+    .times = kvc_times_avx2,
     .scale = kvc_scale_avx2,
     .hadamard = kvc_hadamard_avx2,
 };

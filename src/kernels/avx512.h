@@ -9,6 +9,9 @@
 
 extern kvc_convert_fn kvc_convert_avx512;
 extern kvc_unpack_fn kvc_unpack_avx512;
+extern kvc_largest_fn kvc_largest_avx512;
+extern kvc_times_fn kvc_times_avx512;
+extern kvc_encode_int8_fn kvc_encode_int8_avx512;
 extern kvc_score_fn kvc_score_f32_avx512, kvc_score_f16_avx512, kvc_score_bf16_avx512;
 extern kvc_accumulate_fn kvc_accumulate_f32_avx512, kvc_accumulate_f16_avx512, kvc_accumulate_bf16_avx512;
 extern kvc_pack_keys_fn kvc_pack_keys_f32_avx512, kvc_pack_keys_f16_avx512, kvc_pack_keys_bf16_avx512;
@@ -19,8 +22,8 @@ extern kvc_matmul_fn kvc_matmul_avx512;
 extern kvc_hadamard_fn kvc_hadamard_avx512;
 
 extern kvc_prepare_fn kvc_prepare_q8_0_avx512vnni, kvc_prepare_q4_0_avx512vnni;
-extern kvc_score_fn kvc_score_q8_0_avx512vnni, kvc_score_q4_0_avx512vnni;
-extern kvc_accumulate_fn kvc_accumulate_q8_0_avx512vnni, kvc_accumulate_q4_0_avx512vnni;
+extern kvc_score_fn kvc_score_int8_avx512vnni, kvc_score_q8_0_avx512vnni, kvc_score_q4_0_avx512vnni;
+extern kvc_accumulate_fn kvc_accumulate_int8_avx512vnni, kvc_accumulate_q8_0_avx512vnni, kvc_accumulate_q4_0_avx512vnni;
 extern kvc_prepare_fn kvc_prepare_q4_1_avx512vnni, kvc_prepare_q5_0_avx512vnni, kvc_prepare_q5_1_avx512vnni,
     kvc_prepare_iq4_nl_avx512vnni;
 extern kvc_score_fn kvc_score_q4_1_avx512vnni, kvc_score_q5_0_avx512vnni, kvc_score_q5_1_avx512vnni,
@@ -43,7 +46,7 @@ extern kvc_score_fn kvc_score_bf16_avx512bf16;
     .score[KVC_BF16] = {kvc_prepare_bf16_avx512, kvc_score_bf16_avx512},                                            \
     .accumulate[KVC_F32] = kvc_accumulate_f32_avx512, .accumulate[KVC_F16] = kvc_accumulate_f16_avx512,             \
     .accumulate[KVC_BF16] = kvc_accumulate_bf16_avx512, .matmul = kvc_matmul_avx512, .softmax = kvc_softmax_avx512, \
-    .scale = kvc_scale_avx512, .hadamard = kvc_hadamard_avx512
+    .times = kvc_times_avx512, .scale = kvc_scale_avx512, .hadamard = kvc_hadamard_avx512
 
 /* Tilers that multiply panels of floats. */
 #define KVC_AVX512_TILER_F32 \
@@ -70,7 +73,9 @@ extern kvc_score_fn kvc_score_bf16_avx512bf16;
     .score[KVC_Q5_0] = {kvc_prepare_q5_0_avx512vnni, kvc_score_q5_0_avx512vnni},                                    \
     .score[KVC_Q5_1] = {kvc_prepare_q5_1_avx512vnni, kvc_score_q5_1_avx512vnni},                                    \
     .score[KVC_IQ4_NL] = {kvc_prepare_iq4_nl_avx512vnni, kvc_score_iq4_nl_avx512vnni},                              \
-    .accumulate[KVC_Q4_1] = kvc_accumulate_q4_1_avx512vnni, .accumulate[KVC_Q5_0] = kvc_accumulate_q5_0_avx512vnni, \
-    .accumulate[KVC_Q5_1] = kvc_accumulate_q5_1_avx512vnni, .accumulate[KVC_IQ4_NL] = kvc_accumulate_iq4_nl_avx512vnni
+    .score[KVC_INT8] = {kvc_prepare_q8_0_avx512vnni, kvc_score_int8_avx512vnni},                                    \
+    .accumulate[KVC_INT8] = kvc_accumulate_int8_avx512vnni, .accumulate[KVC_Q4_1] = kvc_accumulate_q4_1_avx512vnni, \
+    .accumulate[KVC_Q5_0] = kvc_accumulate_q5_0_avx512vnni, .accumulate[KVC_Q5_1] = kvc_accumulate_q5_1_avx512vnni, \
+    .accumulate[KVC_IQ4_NL] = kvc_accumulate_iq4_nl_avx512vnni
 
 #endif

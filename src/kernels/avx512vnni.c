@@ -13,8 +13,10 @@ DEFINE_PREPARE(kvc_prepare_q8_0_avx512vnni, KVC_Q8_0)
 DEFINE_PREPARE(kvc_prepare_q4_0_avx512vnni, KVC_Q4_0)
 DEFINE_SCORE(kvc_score_q8_0_avx512vnni, KVC_Q8_0)
 DEFINE_SCORE(kvc_score_q4_0_avx512vnni, KVC_Q4_0)
+DEFINE_SCORE(kvc_score_int8_avx512vnni, KVC_INT8)
 DEFINE_ACCUMULATE(kvc_accumulate_q8_0_avx512vnni, KVC_Q8_0)
 DEFINE_ACCUMULATE(kvc_accumulate_q4_0_avx512vnni, KVC_Q4_0)
+DEFINE_ACCUMULATE(kvc_accumulate_int8_avx512vnni, KVC_INT8)
 DEFINE_PREPARE_CODES(kvc_prepare_q4_1_avx512vnni, KVC_Q4_1)
 DEFINE_PREPARE_CODES(kvc_prepare_q5_0_avx512vnni, KVC_Q5_0)
 DEFINE_PREPARE_CODES(kvc_prepare_q5_1_avx512vnni, KVC_Q5_1)
@@ -55,6 +57,8 @@ const kvc_kernels kvc_kernels_avx512vnni = {
     .name = "avx512vnni",
     .convert = kvc_convert_avx512,
     .unpack = kvc_unpack_avx512,
+    .largest = kvc_largest_avx512,
+    .encode_int8 = kvc_encode_int8_avx512,
     KVC_AVX512_FLOATS,
     KVC_AVX512_TILER_F32,
     KVC_AVX512_TILERS,

@@ -405,6 +405,35 @@ INLINE void convert(int from, int to, void *dst, int64_t dst_stride, const void 
         converter_of(from, to)(from, to, dst, dst_stride, src, src_stride, num_rows, dim);
 }
 
+/* ---- rows with a scale of their own ------------------------------------------------------------------------------ */
+
+/* Is a kvc_times_fn. */
+INLINE void times(float *rows, int num_q, const float *by) {
+    for (int j = 0; j < KVC_TILE; j += LANES) {
+        const vec x = v_load(by + j);
+        for (int r = 0; r < num_q; r++) v_store(rows + r * KVC_TILE + j, v_mul(v_load(rows + r * KVC_TILE + j), x));
+    }
+}
+
+/* Is a kvc_largest_fn. */
+INLINE float largest(const void *x, int n) {
+    vec most = v_zero();
+    for (int i = 0; i < n; i += LANES)
+        most = v_max(v_abs(load_full(KVC_F32, (const char *)x + bytes_of(KVC_F32, i))), most);
+    return v_max_lane(most);
+}
+
+/* Is a kvc_encode_int8_fn. */
+INLINE void encode_int8(void *dst, void *scale, const void *src, int n, float largest_element) {
+    const float d = largest_element / 127;
+    const vec id = v_set(reciprocal(d));
+    store_f16(scale, d);
+    for (int i = 0; i < n; i += LANES) {
+        const vec x = load_full(KVC_F32, (const char *)src + bytes_of(KVC_F32, i));
+        v_store_8((char *)dst + i, v_round_away(v_number(v_mul(x, id))));
+    }
+}
+
 /* ---- unpacking --------------------------------------------------------------------------------------------------- */
 
 /* Returns half of the range of a type's codes. */
@@ -432,8 +461,16 @@ INLINE void unpack_minima(int type, float *minima, const char *p, int64_t row_st
         v_store_first(minima + j, v_fma(v_set_f16(p), middle, v_set_f16(p + KVC_SCALE_BYTES)));
 }
 
+INLINE void unpack_row_int8(char *dst, const char *row, const char *scale, int dim) {
+    for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS, dst += KVC_Q8_0_BYTES) {
+        memcpy(dst, scale, KVC_SCALE_BYTES);
+        memcpy(dst + KVC_SCALE_BYTES, row + d, KVC_QUANT_ELEMENTS);
+    }
+}
+
 /* Is a kvc_unpack_fn. */
-INLINE void unpack(int type, void *dst, const void *rows, int64_t row_stride, int64_t n, int dim, float *minima) {
+INLINE void unpack(int type, void *dst, const void *rows, int64_t row_stride, const void *scales, int64_t scale_stride,
+                   int64_t n, int dim, float *minima) {
     for (int64_t j = 0; j < n; j++) {
         char *to = (char *)dst + (size_t)j * bytes_of(KVC_Q8_0, dim);
         const char *row = (const char *)rows + j * row_stride;
@@ -442,6 +479,7 @@ INLINE void unpack(int type, void *dst, const void *rows, int64_t row_stride, in
         case KVC_Q4_1: unpack_row(KVC_Q4_1, to, row, dim); break;
         case KVC_Q5_0: unpack_row(KVC_Q5_0, to, row, dim); break;
         case KVC_Q5_1: unpack_row(KVC_Q5_1, to, row, dim); break;
+        case KVC_INT8: unpack_row_int8(to, row, (const char *)scales + j * scale_stride, dim); break;
         default: unpack_row(KVC_IQ4_NL, to, row, dim);
         }
     }

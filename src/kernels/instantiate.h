@@ -12,10 +12,25 @@
         convert(from, to, dst, dst_stride, src, src_stride, num_rows, dim);                                \
     }
 
-#define DEFINE_UNPACK(name)                                                                                          \
-    extern kvc_unpack_fn name;                                                                                       \
-    TARGET void name(int type, void *dst, const void *rows, int64_t row_stride, int64_t n, int dim, float *minima) { \
-        unpack(type, dst, rows, row_stride, n, dim, minima);                                                         \
+#define DEFINE_UNPACK(name)                                                                         \
+    extern kvc_unpack_fn name;                                                                      \
+    TARGET void name(int type, void *dst, const void *rows, int64_t row_stride, const void *scales, \
+                     int64_t scale_stride, int64_t n, int dim, float *minima) {                     \
+        unpack(type, dst, rows, row_stride, scales, scale_stride, n, dim, minima);                  \
+    }
+
+#define DEFINE_TIMES(name)    \
+    extern kvc_times_fn name; \
+    TARGET void name(float *rows, int num_q, const float *by) { times(rows, num_q, by); }
+
+#define DEFINE_LARGEST(name)    \
+    extern kvc_largest_fn name; \
+    TARGET float name(const void *x, int n) { return largest(x, n); }
+
+#define DEFINE_ENCODE_INT8(name)                                                      \
+    extern kvc_encode_int8_fn name;                                                   \
+    TARGET void name(void *dst, void *scale, const void *src, int n, float largest) { \
+        encode_int8(dst, scale, src, n, largest);                                     \
     }
 
 #define DEFINE_SCORE(name, type)                                                                                   \

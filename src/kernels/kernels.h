@@ -43,6 +43,8 @@ enum {
  * infinities and denormals survive, and NaN with its sign and leading payload bits: as it is where the type stays or
  * bf16 becomes f32, else made quiet.  src and dst need no alignment; they do not overlap.
  *
+ * Rows of a type with row scales are only copied; kvc_copy_rows goes by way of what follows.
+ *
  * Quantising: finite elements become what kvc_type says, which is what ggml's reference does, bit for bit.  It does not
  * say what becomes of others, and of elements so small that 1 / d is infinite (d is 0 as an f16 then).  Here these are
  * stored as bits of 0; NaN is stored as 0 and does not count for d; with an infinity d is infinite and all elements are
@@ -52,9 +54,16 @@ typedef void kvc_convert_fn(int from, int to, void *dst, int64_t dst_stride, con
 
 /* Unpacks n rows of codes of four or five bits for kernels of q8_0: to rows that lie one after the other, with the same
  * scales, and as elements what is multiplied by them: codes less half of their range, or levels.  minima[b * KVC_TILE +
- * j] becomes what block b of row j lacks then, where its type has minima. */
-typedef void kvc_unpack_fn(int type, void *dst, const void *rows, int64_t row_stride, int64_t n, int dim,
-                           float *minima);
+ * j] becomes what block b of row j lacks then, where its type has minima.  Takes rows of a type with row scales, too:
+ * those scales stand at `scales`, scale_stride bytes apart. */
+typedef void kvc_unpack_fn(int type, void *dst, const void *rows, int64_t row_stride, const void *scales,
+                           int64_t scale_stride, int64_t n, int dim, float *minima);
+
+/* Returns the largest magnitude of n floats, a multiple of KVC_QUANT_ELEMENTS; NaN does not count. */
+typedef float kvc_largest_fn(const void *x, int n);
+
+/* Encodes n floats of a row of KVC_INT8 whose largest magnitude this is, and its scale. */
+typedef void kvc_encode_int8_fn(void *dst, void *scale, const void *src, int n, float largest);
 
 /* Converts num_q query rows of f32, in place, to the form that score takes, so that scores are multiplied by scale.
  * Rows are padded to a multiple of KVC_LANES. */
@@ -85,6 +94,11 @@ typedef struct kvc_scorer {
  * for r < num_q, d < dim.  Where rows are quantised, weights[r * KVC_TILE + j] are 0 for j past n. */
 typedef void kvc_accumulate_fn(float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
                                const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next);
+
+/* rows[r * KVC_TILE + j] *= by[j] for r < num_q, j < KVC_TILE: what the kernels of a type with row scales leave to be
+ * done, with scores and keys' scales, before they are weighted, or with weights and values' scales.  `by` is 0 for rows
+ * that are none. */
+typedef void kvc_times_fn(float *rows, int num_q, const float *by);
 
 /* One step of the online softmax of num_q query rows, over scores[r * KVC_TILE + j], j < n <= KVC_TILE.  With m the
  * larger of max[r] and the row's largest score: scores become exp(score - m), sum[r] becomes sum[r] * exp(max[r] - m) +
@@ -154,7 +168,10 @@ typedef struct kvc_kernels {
     const char *name;
     kvc_convert_fn *convert;
     kvc_unpack_fn *unpack;
-    /* NULL, here and in `accumulate`, of types that are unpacked first; in `tiler`, of those that are unpacked to q8_0
+    kvc_largest_fn *largest;
+    kvc_encode_int8_fn *encode_int8;
+    /* Of a type with row scales, for its elements as they are, times which come scores or weights: `times`.
+     * NULL, here and in `accumulate`, of types that are unpacked first; in `tiler`, of those that are unpacked to q8_0
      * or decoded first. */
     kvc_scorer score[KVC_STORED_TYPES];
     /* For rows and queries of bf16; prepare takes queries that are bf16 already.  NULL: they are scored as others. */
@@ -168,6 +185,7 @@ typedef struct kvc_kernels {
     void (*end)(const kvc_former *former); /* ... behind them, on the same thread */
     kvc_matmul_fn *matmul;                 /* of panels of floats */
     kvc_softmax_fn *softmax;
+    kvc_times_fn *times;
     kvc_prepare_fn *scale; /* multiplies rows of f32 by a number */
     kvc_hadamard_fn *hadamard;
 } kvc_kernels;

@@ -8,6 +8,9 @@
 
 DEFINE_CONVERT(kvc_convert_neon)
 DEFINE_UNPACK(kvc_unpack_neon)
+DEFINE_LARGEST(kvc_largest_neon)
+DEFINE_TIMES(kvc_times_neon)
+DEFINE_ENCODE_INT8(kvc_encode_int8_neon)
 
 DEFINE_SCORE(kvc_score_f32_neon, KVC_F32)
 DEFINE_SCORE(kvc_score_f16_neon, KVC_F16)
@@ -32,23 +35,29 @@ DEFINE_PREPARE(kvc_prepare_q8_0_neon, KVC_Q8_0)
 DEFINE_PREPARE(kvc_prepare_q4_0_neon, KVC_Q4_0)
 DEFINE_SCORE(kvc_score_q8_0_neon, KVC_Q8_0)
 DEFINE_SCORE(kvc_score_q4_0_neon, KVC_Q4_0)
+DEFINE_SCORE(kvc_score_int8_neon, KVC_INT8)
 DEFINE_ACCUMULATE(kvc_accumulate_q8_0_neon, KVC_Q8_0)
 DEFINE_ACCUMULATE(kvc_accumulate_q4_0_neon, KVC_Q4_0)
+DEFINE_ACCUMULATE(kvc_accumulate_int8_neon, KVC_INT8)
 
 const kvc_kernels kvc_kernels_neon = {
     .name = "neon",
     .convert = kvc_convert_neon,
     .unpack = kvc_unpack_neon,
+    .largest = kvc_largest_neon,
+    .encode_int8 = kvc_encode_int8_neon,
     .score[KVC_F32] = {kvc_scale_neon, kvc_score_f32_neon},
     .score[KVC_F16] = {kvc_scale_neon, kvc_score_f16_neon},
     .score[KVC_BF16] = {kvc_scale_neon, kvc_score_bf16_neon},
     .score[KVC_Q8_0] = {kvc_prepare_q8_0_neon, kvc_score_q8_0_neon},
     .score[KVC_Q4_0] = {kvc_prepare_q4_0_neon, kvc_score_q4_0_neon},
+    .score[KVC_INT8] = {kvc_prepare_q8_0_neon, kvc_score_int8_neon},
     .accumulate[KVC_F32] = kvc_accumulate_f32_neon,
     .accumulate[KVC_F16] = kvc_accumulate_f16_neon,
     .accumulate[KVC_BF16] = kvc_accumulate_bf16_neon,
     .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_neon,
     .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_neon,
+    .accumulate[KVC_INT8] = kvc_accumulate_int8_neon,
     .tiler[KVC_F32] =
         KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_f32_neon, kvc_pack_values_f32_neon, kvc_matmul_neon),
     .tiler[KVC_F16] =
@@ -57,6 +66,7 @@ const kvc_kernels kvc_kernels_neon = {
         KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_bf16_neon, kvc_pack_values_bf16_neon, kvc_matmul_neon),
     .matmul = kvc_matmul_neon,
     .softmax = kvc_softmax_neon,
+    .times = kvc_times_neon,
     .scale = kvc_scale_neon,
     .hadamard = kvc_hadamard_neon,
 };

@@ -90,7 +90,8 @@ static float load_code(int type, const uint8_t *block, int i) {
 
 /* Returns element i of a row of a quantised type. */
 static float load_quantised(int type, const uint8_t *row, int i) {
-    const uint8_t *block = row + kvc_row_bytes(type, i);
+    if (type == KVC_INT8) return (float)((const int8_t *)row)[i];
+    const uint8_t *block = row + kvc_blocks_bytes(type, i);
     int8_t q;
     if (type != KVC_Q8_0) return load_code(type, block, i % KVC_QUANT_ELEMENTS);
     memcpy(&q, block + KVC_SCALE_BYTES + i % KVC_QUANT_ELEMENTS, sizeof q);
@@ -111,18 +112,26 @@ static float scaled(float x, float id) {
     return isnan(y) ? 0 : y;
 }
 
-static void store_q8_0(uint8_t *block, const float x[KVC_QUANT_ELEMENTS]) {
-    uint32_t largest =
-        0; /* magnitude, as bits: Clang would turn floats into a maximum, where a signalling NaN counts */
-    for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) {
-        uint32_t magnitude = bits_of(x[i]) & 0x7fffffff;
-        if (largest < magnitude && magnitude <= 0x7f800000) largest = magnitude;
+/* Compares magnitudes as bits: Clang would turn floats into a maximum, where a signalling NaN counts. */
+static float largest(const void *x, int n) {
+    uint32_t most = 0;
+    for (int i = 0; i < n; i++) {
+        uint32_t magnitude;
+        memcpy(&magnitude, (const char *)x + i * (int)sizeof magnitude, sizeof magnitude);
+        magnitude &= 0x7fffffff;
+        if (most < magnitude && magnitude <= 0x7f800000) most = magnitude;
     }
-    float d = float_of(largest) / 127, id = reciprocal(d);
-    store_scale(block, d);
-    for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) {
-        int8_t q = (int8_t)roundf(scaled(x[i], id));
-        memcpy(block + KVC_SCALE_BYTES + i, &q, sizeof q);
+    return float_of(most);
+}
+
+/* Stores n codes of 8 bits, and their scale. */
+static void encode_int8(void *dst, void *scale, const void *src, int n, float largest_element) {
+    const float d = largest_element / 127, id = reciprocal(d);
+    store_scale(scale, d);
+    for (int i = 0; i < n; i++) {
+        float x;
+        memcpy(&x, (const char *)src + i * (int)sizeof x, sizeof x);
+        ((int8_t *)dst)[i] = (int8_t)roundf(scaled(x, id));
     }
 }
 
@@ -238,9 +247,9 @@ static void store(int type, void *row, int i, float x) {
 
 /* Stores elements [i, i + KVC_QUANT_ELEMENTS) of a row of a quantised type. */
 static void store_block(int type, void *row, int i, const float x[KVC_QUANT_ELEMENTS]) {
-    uint8_t *block = (uint8_t *)row + kvc_row_bytes(type, i);
+    uint8_t *block = (uint8_t *)row + kvc_blocks_bytes(type, i);
     if (type == KVC_Q8_0)
-        store_q8_0(block, x);
+        encode_int8(block + KVC_SCALE_BYTES, block, x, KVC_QUANT_ELEMENTS, largest(x, KVC_QUANT_ELEMENTS));
     else if (type == KVC_IQ4_NL)
         store_iq4_nl(block, x);
     else if (KVC_TYPES[type].has_minimum)
@@ -269,7 +278,7 @@ static void convert(int from, int to, void *dst, int64_t dst_stride, const void 
         const char *src_row = (const char *)src + r * src_stride;
         char *dst_row = (char *)dst + r * dst_stride;
         if (from == to)
-            memcpy(dst_row, src_row, kvc_row_bytes(from, dim));
+            memcpy(dst_row, src_row, kvc_blocks_bytes(from, dim));
         else if (to >= KVC_FLOAT_TYPES)
             quantise(from, to, dst_row, src_row, dim);
         else
@@ -277,7 +286,21 @@ static void convert(int from, int to, void *dst, int64_t dst_stride, const void 
     }
 }
 
-static void unpack(int type, void *dst, const void *rows, int64_t row_stride, int64_t n, int dim, float *minima) {
+static void unpack_int8(uint8_t *to, const void *rows, int64_t row_stride, const char *scales, int64_t scale_stride,
+                        int64_t n, int dim) {
+    for (int64_t j = 0; j < n; j++)
+        for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS, to += KVC_Q8_0_BYTES) {
+            memcpy(to, scales + j * scale_stride, KVC_SCALE_BYTES);
+            memcpy(to + KVC_SCALE_BYTES, (const char *)rows + j * row_stride + d, KVC_QUANT_ELEMENTS);
+        }
+}
+
+static void unpack(int type, void *dst, const void *rows, int64_t row_stride, const void *scales, int64_t scale_stride,
+                   int64_t n, int dim, float *minima) {
+    if (type == KVC_INT8) {
+        unpack_int8(dst, rows, row_stride, scales, scale_stride, n, dim);
+        return;
+    }
     const int middle = KVC_TYPES[type].has_fifth_bits ? 16 : 8;
     uint8_t *to = dst;
     for (int64_t j = 0; j < n; j++) {
@@ -357,6 +380,10 @@ static float softmax_row(float *scores, int n, float *max, float *sum) {
     return factor;
 }
 
+static void times(float *rows, int num_q, const float *by) {
+    for (int i = 0; i < num_q * KVC_TILE; i++) rows[i] *= by[i % KVC_TILE];
+}
+
 static void softmax_rows(float *scores, int num_q, int n, float *max, float *sum, float *factor, kvc_ahead next) {
     (void)next;
     for (int r = 0; r < num_q; r++) factor[r] = softmax_row(scores + r * KVC_TILE, n, &max[r], &sum[r]);
@@ -405,6 +432,11 @@ static void prepare(int type, float *q, int q_stride, int num_q, int dim, float 
 
 DEFINE_CONVERT(kvc_convert_scalar)
 DEFINE_UNPACK(kvc_unpack_scalar)
+DEFINE_LARGEST(kvc_largest_scalar)
+DEFINE_TIMES(kvc_times_scalar)
+DEFINE_SCORE(kvc_score_int8_scalar, KVC_INT8)
+DEFINE_ACCUMULATE(kvc_accumulate_int8_scalar, KVC_INT8)
+DEFINE_ENCODE_INT8(kvc_encode_int8_scalar)
 
 DEFINE_SCORE(kvc_score_f32_scalar, KVC_F32)
 DEFINE_SCORE(kvc_score_f16_scalar, KVC_F16)
@@ -436,6 +468,8 @@ const kvc_kernels kvc_kernels_scalar = {
     .name = "scalar",
     .convert = kvc_convert_scalar,
     .unpack = kvc_unpack_scalar,
+    .largest = kvc_largest_scalar,
+    .encode_int8 = kvc_encode_int8_scalar,
     .score[KVC_F32] = {kvc_scale_scalar, kvc_score_f32_scalar},
     .score[KVC_F16] = {kvc_scale_scalar, kvc_score_f16_scalar},
     .score[KVC_BF16] = {kvc_scale_scalar, kvc_score_bf16_scalar},
@@ -446,6 +480,8 @@ const kvc_kernels kvc_kernels_scalar = {
     .score[KVC_Q4_0] = {kvc_prepare_q4_0_scalar, kvc_score_q4_0_scalar},
     .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_scalar,
     .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_scalar,
+    .score[KVC_INT8] = {kvc_scale_scalar, kvc_score_int8_scalar},
+    .accumulate[KVC_INT8] = kvc_accumulate_int8_scalar,
     .tiler[KVC_F32] =
         KVC_FLOAT_TILER(kvc_scale_scalar, kvc_pack_keys_f32_scalar, kvc_pack_values_f32_scalar, kvc_matmul_scalar),
     .tiler[KVC_F16] =
@@ -454,6 +490,7 @@ const kvc_kernels kvc_kernels_scalar = {
         KVC_FLOAT_TILER(kvc_scale_scalar, kvc_pack_keys_bf16_scalar, kvc_pack_values_bf16_scalar, kvc_matmul_scalar),
     .matmul = kvc_matmul_scalar,
     .softmax = kvc_softmax_scalar,
+    .times = kvc_times_scalar,
     .scale = kvc_scale_scalar,
     .hadamard = kvc_hadamard_scalar,
 };

@@ -1,6 +1,7 @@
 /* score_quantised.h: scores of quantised rows, in integers; part of template.h.
  *
- * Elements of rows are small integers; each block of KVC_QUANT_ELEMENTS shares a scale.  Queries are rounded to int16,
+ * Elements of rows are small integers; each block of KVC_QUANT_ELEMENTS shares a scale, or the row has one, which is
+ * no matter of kernels: see kvc_times_fn.  Queries are rounded to int16,
  * so that one instruction multiplies and adds pairs of them, twice as many as of floats, and nothing is decoded to f32.
  * Sums within a block are exact.  Compared with f32, scores of normal data change by some 3e-5 of their size, whatever
  * the length.
@@ -37,7 +38,7 @@ INLINE int queries_at_once(int num_q) { return num_q >= MOST_QUERIES ? MOST_QUER
 
 /* Returns what is added to elements to make them unsigned: of q8_0 to those with even numbers, which are masked; the
  * odd ones are shifted with their signs. */
-INLINE int offset_of(int type) { return type == KVC_Q8_0 ? 128 : 8; }
+INLINE int offset_of(int type) { return kvc_is_8_bits(type) ? 128 : 8; }
 
 /* ---- blocks and their scales ------------------------------------------------------------------------------------- */
 
@@ -47,6 +48,9 @@ enum {
 };
 
 INLINE int block_bytes(int type) { return (int)bytes_of(type, KVC_QUANT_ELEMENTS); }
+
+/* Returns where the elements of a block begin: behind its scale. */
+INLINE int begin_of(int type) { return type == KVC_INT8 ? 0 : KVC_SCALE_BYTES; }
 
 /* Returns the scales at p and in the row behind it. */
 INLINE uint32_t two_scales(const char *p, ptrdiff_t stride) {
@@ -88,12 +92,12 @@ INLINE size_t scale_offset(int dim) { return start_offset(dim, dim / KVC_QUANT_E
  *     q4_0   the same in the low halves of the bytes,     pairs (e, e+2) (e+16, e+18) (e+1, e+3) (e+17, e+19)
  *            e+16 .. e+19 in the high ones
  */
-INLINE int pairs_in_four_bytes(int type) { return type == KVC_Q8_0 ? 2 : 4; }
+INLINE int pairs_in_four_bytes(int type) { return kvc_is_8_bits(type) ? 2 : 4; }
 
 /* Returns which element of a block is the first or second of a pair in its bytes [4 * four, 4 * four + 4). */
 INLINE int element_at(int type, int four, int pair, int is_second) {
     const int e = 4 * four + 2 * is_second;
-    return type == KVC_Q8_0 ? e + pair : e + pair / 2 + pair % 2 * (KVC_QUANT_ELEMENTS / 2);
+    return kvc_is_8_bits(type) ? e + pair : e + pair / 2 + pair % 2 * (KVC_QUANT_ELEMENTS / 2);
 }
 
 /* Puts a block's elements in the order in which score takes those of rows; returns the sum of those that it multiplies
@@ -105,7 +109,7 @@ INLINE int32_t order_block(int type, char *block) {
     int32_t sum = 0;
     UNROLL
     for (int i = 0; i < KVC_QUANT_ELEMENTS; i += 2 * LANES) v_store(x + i, v_load(block + i * (int)sizeof *x));
-    const int step = type == KVC_Q8_0 ? 2 : 1;
+    const int step = kvc_is_8_bits(type) ? 2 : 1;
     for (int i = 0; i < KVC_QUANT_ELEMENTS; i += step) sum += x[i];
     UNROLL
     for (int four = 0; four < PAIRS / pairs; four++) UNROLL
@@ -155,7 +159,7 @@ INLINE void prepare(int type, float *q, int q_stride, int num_q, int dim, float 
 
 /* Takes a pair of elements, as int16, from each four bytes; adds offset_of(type). */
 INLINE ivec pair_of(int type, ivec x, int pair) {
-    if (type == KVC_Q8_0) return pair ? i_high_bytes(x) : i_xor_and(x, i_set_16(128), i_set_16(255));
+    if (kvc_is_8_bits(type)) return pair ? i_high_bytes(x) : i_xor_and(x, i_set_16(128), i_set_16(255));
     return pair == 3 ? i_shift(x, 12) : i_and(pair ? i_shift(x, 4 * pair) : x, i_set_16(15));
 }
 
@@ -192,13 +196,13 @@ INLINE void score_piece(int type, int num_q, ivec counts[][MANY_QUERIES], const 
  * row's; b: which of the queries'. */
 INLINE void score_quant_block(int type, int num_q, vec sums[][MANY_QUERIES], const char *const *q, const char *block,
                               ptrdiff_t stride, const uint16_t *scales, int dim, int b, prefetcher *next) {
-    const int num_pieces = type == KVC_Q8_0 ? 2 : 1, groups = groups_for(num_q);
+    const int num_pieces = kvc_is_8_bits(type) ? 2 : 1, groups = groups_for(num_q);
     ivec counts[GROUPS][MANY_QUERIES];
     UNROLL
     for (int r = 0; r < num_q; r++) UNROLL
     for (int g = 0; g < groups; g++) counts[g][r] = i_set_pair(q[r] + start_offset(dim, b));
     const size_t at_q = elements_offset(b), step = PAIRS * sizeof(int16_t);
-    const char *piece = block + KVC_SCALE_BYTES;
+    const char *piece = block + begin_of(type);
     if (num_q > QUERIES) {
         for (int i = 0; i < num_pieces; i++) /* a loop: half the code */
             score_piece(type, num_q, counts, q, at_q + (size_t)i * step, piece + i * PIECE_BYTES, stride, next);
@@ -209,9 +213,12 @@ INLINE void score_quant_block(int type, int num_q, vec sums[][MANY_QUERIES], con
     }
     UNROLL
     for (int g = 0; g < groups; g++) {
-        const vec scale = v_load_f16(scales + g * LANES);
+        const vec scale = type == KVC_INT8 ? v_zero() : v_load_f16(scales + g * LANES);
         UNROLL
-        for (int r = 0; r < num_q; r++) sums[g][r] = v_fma(v_from_int(counts[g][r]), scale, sums[g][r]);
+        for (int r = 0; r < num_q; r++) {
+            const vec count = v_from_int(counts[g][r]);
+            sums[g][r] = type == KVC_INT8 ? v_add(sums[g][r], count) : v_fma(count, scale, sums[g][r]);
+        }
     }
 }
 
@@ -231,7 +238,7 @@ INLINE void score_group(int type, int num_q, float *scores, const char *const *q
         if (count < num_rows && b % BLOCKS_AT_ONCE == 0)
             block = pad_rows(copies, num_rows, rows + b * block_bytes(type), row_stride, count,
                              smaller(BLOCKS_AT_ONCE, num_blocks - b) * block_bytes(type));
-        copy_scales(scales, block, stride, num_rows);
+        if (type != KVC_INT8) copy_scales(scales, block, stride, num_rows);
         score_quant_block(type, num_q, sums, q, block, stride, scales, dim, b, next);
     }
     UNROLL
@@ -248,7 +255,7 @@ INLINE void score_quantised_rows(int num_q, int type, const score_args *a, kvc_a
     const char *q[MANY_QUERIES];
     for (int r = 0; r < num_q; r++) q[r] = (const char *)(a->q + (ptrdiff_t)r * a->q_stride);
     const int num_rows = groups_for(num_q) * LANES, num_groups = (a->n + num_rows - 1) / num_rows;
-    const int num_pieces = a->dim / (type == KVC_Q8_0 ? PIECE_BYTES : 2 * PIECE_BYTES);
+    const int num_pieces = a->dim / (kvc_is_8_bits(type) ? PIECE_BYTES : 2 * PIECE_BYTES);
     prefetcher p = prefetch_begin(next, a->rows, num_groups * num_pieces * 2 * lines_per_step(num_q));
     for (int j = 0; j < a->n; j += num_rows)
         score_group(type, num_q, a->scores + j, q, row_at(a->rows, a->row_stride, j), a->row_stride, a->n - j, a->dim,

@@ -252,7 +252,7 @@ INLINE void v_load_scales(vec x[2], const char *p, ptrdiff_t stride) {
 }
 
 INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {
-    if (type == KVC_Q8_0) {
+    if (kvc_is_8_bits(type)) {
         const __m128i a = load_16(p), b = load_16(q);
         x[0] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
         x[1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));

@@ -357,7 +357,7 @@ INLINE void v_load_scales(vec x[2], const char *p, ptrdiff_t stride) {
 }
 
 INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {
-    if (type == KVC_Q8_0) {
+    if (kvc_is_8_bits(type)) {
         const __m256i a = load_32(p), b = load_32(q);
         x[0] = _mm512_cvtepi8_epi16(_mm256_unpacklo_epi8(a, b));
         x[1] = _mm512_cvtepi8_epi16(_mm256_unpackhi_epi8(a, b));
@@ -371,7 +371,7 @@ INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {
 
 /* Puts the columns of q8_0 in order: i_load_pairs leaves [0, 8) and [16, 24) in x[0]. */
 INLINE void i_order(int type, ivec x[2]) {
-    if (type != KVC_Q8_0) return;
+    if (!kvc_is_8_bits(type)) return;
     ivec low = _mm512_shuffle_i64x2(x[0], x[1], _MM_SHUFFLE(1, 0, 1, 0));
     x[1] = _mm512_shuffle_i64x2(x[0], x[1], _MM_SHUFFLE(3, 2, 3, 2));
     x[0] = low;

@@ -273,11 +273,11 @@ INLINE void v_load_scales(vec x[2], const char *p, ptrdiff_t stride) {
 }
 
 INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {
-    const size_t bytes = type == KVC_Q8_0 ? 8 : 4;
+    const size_t bytes = kvc_is_8_bits(type) ? 8 : 4;
     uint64_t one = 0, two = 0;
     memcpy(&one, p, bytes);
     memcpy(&two, q, bytes);
-    if (type == KVC_Q8_0) {
+    if (kvc_is_8_bits(type)) {
         const int8x8_t a = vcreate_s8(one), b = vcreate_s8(two);
         x[0] = vreinterpretq_s32_s16(vmovl_s8(vzip1_s8(a, b)));
         x[1] = vreinterpretq_s32_s16(vmovl_s8(vzip2_s8(a, b)));

@@ -47,14 +47,16 @@ static void put_rows(const put_work *work, int32_t i, int32_t count) {
     const kvc_place place = {to.block ? to.block : kvc_row_buffer_block(work->buffer), to.slot};
     const kvc_kernels *kernels = work->cache->kernels;
     const int64_t k_from = kvc_token_offset(i, a->tokens_per_sequence, a->k_token_stride, a->k_batch_stride);
-    kvc_copy_keys(kernels, layer, kvc_key_at(at, place.block, place.slot, 0),
-                  (kvc_strides){layer->k_type, (int64_t)at->k_row_bytes, (int64_t)at->head_stride},
-                  (const char *)a->k + k_from, (kvc_strides){a->k_type, a->k_token_stride, a->k_head_stride}, count);
+    const kvc_rows keys = kvc_stored_rows(layer, at, place.block->rows, place.slot, 0),
+                   given_keys = kvc_given_rows(a->k_type, (const char *)a->k + k_from, a->k_token_stride,
+                                               a->k_head_stride, layer->k_dim);
+    kvc_copy_rows(kernels, layer, 0, &keys, &given_keys, count);
     if (layer->value_in_key) return;
     const int64_t v_from = kvc_token_offset(i, a->tokens_per_sequence, a->v_token_stride, a->v_batch_stride);
-    kvc_copy_values(kernels, layer, kvc_value_at(at, place.block, place.slot, 0),
-                    (kvc_strides){layer->v_type, (int64_t)at->v_row_bytes, (int64_t)at->head_stride},
-                    (const char *)a->v + v_from, (kvc_strides){a->v_type, a->v_token_stride, a->v_head_stride}, count);
+    const kvc_rows values = kvc_stored_rows(layer, at, place.block->rows, place.slot, 1),
+                   given_values = kvc_given_rows(a->v_type, (const char *)a->v + v_from, a->v_token_stride,
+                                                 a->v_head_stride, layer->v_dim);
+    kvc_copy_rows(kernels, layer, 1, &values, &given_values, count);
 }
 
 static void put_task(void *context, int64_t task) {

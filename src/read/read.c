@@ -44,32 +44,37 @@ kvc_reader kvc_reader_for(const kvc_cache *cache, int32_t layer, const kvc_rows_
                         .rotator = {.kernels = cache->kernels, .scratch = scratch}};
 }
 
-/* Copies keys, rotated by the span's delta. */
-static void rotate_keys(kvc_reader *reader, const kvc_span *span, const kvc_rope *rope, const kvc_rows_out *out,
-                        char *to) {
+/* Copies a run's keys, rotated by its delta. */
+static void rotate_keys(kvc_reader *reader, const kvc_run *run, const kvc_rope *rope, const kvc_rows *to,
+                        const kvc_rows *from) {
     const kvc_layer *config = &reader->cache->layers[reader->layer];
-    for (int64_t h = 0; h < config->num_kv_heads; h++)
-        for (int32_t i = 0; i < span->num_rows; i++)
-            kvc_rotator_rotate(&reader->rotator, rope, span->delta, to + h * out->k_head_stride + i * out->k_row_stride,
-                               reader->k_type, (const char *)span->k + h * span->k_head_stride + i * span->k_row_stride,
-                               config->k_type, config);
+    for (int32_t h = 0; h < config->num_kv_heads; h++)
+        for (int32_t i = 0; i < run->count; i++) {
+            const kvc_rows row = kvc_row_of(to, i, h), stored = kvc_row_of(from, i, h);
+            kvc_rotator_rotate(&reader->rotator, rope, run->delta, &row, &stored, config);
+        }
 }
 
-void kvc_reader_copy(kvc_reader *reader, const kvc_run *run, const kvc_rows_out *out, int64_t at) {
+void kvc_reader_copy(kvc_reader *reader, const kvc_run *run, const kvc_rows_out *out, int64_t row) {
     const kvc_cache *cache = reader->cache;
     const kvc_layer *config = &cache->layers[reader->layer];
-    const kvc_span span = kvc_span_of(run, kvc_layout_in(cache, reader->layer, run->block));
-    const kvc_rope *rope = span.delta ? kvc_rope_of(cache, reader->layer) : NULL;
-    char *k = out->k ? (char *)out->k + at * out->k_row_stride : NULL;
-    char *v = out->v ? (char *)out->v + at * out->v_row_stride : NULL;
-    if (k && rope)
-        rotate_keys(reader, &span, rope, out, k);
-    else if (k)
-        kvc_copy_keys(cache->kernels, config, k, (kvc_strides){reader->k_type, out->k_row_stride, out->k_head_stride},
-                      span.k, (kvc_strides){config->k_type, span.k_row_stride, span.k_head_stride}, span.num_rows);
-    if (v)
-        kvc_copy_values(cache->kernels, config, v, (kvc_strides){reader->v_type, out->v_row_stride, out->v_head_stride},
-                        span.v, (kvc_strides){config->v_type, span.v_row_stride, span.v_head_stride}, span.num_rows);
+    const kvc_layout *at = kvc_layout_in(cache, reader->layer, run->block);
+    const kvc_rope *rope = run->delta ? kvc_rope_of(cache, reader->layer) : NULL;
+    if (out->k) {
+        const kvc_rows to = kvc_given_rows(reader->k_type, (char *)out->k + row * out->k_row_stride, out->k_row_stride,
+                                           out->k_head_stride, config->k_dim),
+                       from = kvc_stored_rows(config, at, run->block->rows, run->slot, 0);
+        if (rope)
+            rotate_keys(reader, run, rope, &to, &from);
+        else
+            kvc_copy_rows(cache->kernels, config, 0, &to, &from, run->count);
+    }
+    if (out->v) {
+        const kvc_rows to = kvc_given_rows(reader->v_type, (char *)out->v + row * out->v_row_stride, out->v_row_stride,
+                                           out->v_head_stride, config->v_dim),
+                       from = kvc_stored_rows(config, at, run->block->rows, run->slot, 1);
+        kvc_copy_rows(cache->kernels, config, 1, &to, &from, run->count);
+    }
 }
 
 void kvc_reader_clear(const kvc_reader *reader, const kvc_rows_out *out, int64_t begin, int64_t end) {

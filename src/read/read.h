@@ -17,7 +17,7 @@ kvc_reader kvc_reader_for(const kvc_cache *cache, int32_t layer, const kvc_rows_
 
 /* Copies the rows of a run, converted and with keys rotated for the positions they have now, to rows `at` and following
  * of the caller's arrays. */
-void kvc_reader_copy(kvc_reader *reader, const kvc_run *run, const kvc_rows_out *out, int64_t at);
+void kvc_reader_copy(kvc_reader *reader, const kvc_run *run, const kvc_rows_out *out, int64_t row);
 
 /* Fills rows [begin, end) of the caller's arrays with zeros. */
 void kvc_reader_clear(const kvc_reader *reader, const kvc_rows_out *out, int64_t begin, int64_t end);

@@ -69,7 +69,9 @@ kvc_span kvc_span_of(const kvc_run *run, const kvc_layout *at) {
                       .v_row_stride = (int64_t)at->v_row_bytes,
                       .num_rows = run->count,
                       .position = run->position,
-                      .delta = run->delta};
+                      .delta = run->delta,
+                      .k_scales = kvc_scale_at(at, at->k_scales, run->block, run->slot, 0),
+                      .v_scales = kvc_scale_at(at, at->v_scales, run->block, run->slot, 0)};
 }
 
 /* Writes the runs as spans, as many as there is room for, and sets *num_spans to how many there are.  Holds them if all

@@ -3,6 +3,7 @@
 #define KVC_COPY_H
 
 #include "kernels/kernels.h"
+#include "rows/pool.h"
 
 /* ---- the Hadamard matrices that rows are multiplied by before they are stored: kvc_transform --------------------- */
 
@@ -25,18 +26,37 @@ static inline int32_t kvc_value_order(const kvc_layer *layer) {
 
 /* ---- copies ------------------------------------------------------------------------------------------------------ */
 
-/* How rows of several heads lie: their type, and the bytes from row to row and from head to head. */
-typedef struct kvc_strides {
+/* Rows of several heads: their type, the first one, and the bytes from row to row and from head to head.  scales: of a
+ * type with row scales, that of the first row; those of the next row are scale_row bytes behind it, and those of the
+ * next head `head` bytes. */
+typedef struct kvc_rows {
     int32_t type;
+    char *first;
     int64_t row, head;
-} kvc_strides;
+    char *scales;
+    int64_t scale_row;
+} kvc_rows;
 
-/* Copy num_rows keys, or values, of each head of a layer from one type and place to another; `to` and `from` are the
- * first rows of head 0.  Goes through the caller's array in address order.  Rows are transformed where they are
- * quantised or decoded, and not where their type stays. */
-void kvc_copy_keys(const kvc_kernels *kernels, const kvc_layer *layer, void *to, kvc_strides to_at, const void *from,
-                   kvc_strides from_at, int64_t num_rows);
-void kvc_copy_values(const kvc_kernels *kernels, const kvc_layer *layer, void *to, kvc_strides to_at, const void *from,
-                     kvc_strides from_at, int64_t num_rows);
+/* Returns the keys, or the values, of a layer from a slot on, in a block whose rows these are. */
+kvc_rows kvc_stored_rows(const kvc_layer *layer, const kvc_layout *at, const uint8_t *rows, int32_t slot, int is_value);
+
+/* Returns rows of a caller's, whose scales stand behind their elements. */
+kvc_rows kvc_given_rows(int32_t type, const void *first, int64_t row, int64_t head, int32_t dim);
+
+/* Returns the rows of head h from row i on, as rows of one head. */
+kvc_rows kvc_row_of(const kvc_rows *rows, int64_t i, int64_t h);
+
+/* Copies num_rows keys, or values, of each head of a layer from one type and place to another.  Goes through the
+ * caller's array in address order.  Rows are transformed where they are quantised or decoded, and not where their type
+ * stays. */
+void kvc_copy_rows(const kvc_kernels *kernels, const kvc_layer *layer, int is_value, const kvc_rows *to,
+                   const kvc_rows *from, int64_t num_rows);
+
+/* Decodes num_rows rows of one head to floats `stride` bytes apart, as they are stored: transformed or not; encodes
+ * them. */
+void kvc_decode_rows(const kvc_kernels *kernels, float *to, int64_t stride, const kvc_rows *from, int64_t num_rows,
+                     int32_t dim);
+void kvc_encode_rows(const kvc_kernels *kernels, const kvc_rows *to, const float *from, int64_t stride,
+                     int64_t num_rows, int32_t dim);
 
 #endif

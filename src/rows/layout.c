@@ -14,20 +14,28 @@ static size_t head_bytes(const kvc_memory *memory, int32_t block_size, size_t ro
 }
 
 /* Places a head's values behind its keys: they are read next, so that hardware prefetching past the end of the keys is
- * of use.  Places heads an odd number of cache lines apart, so that the same slot of several heads does not fall into
- * the same set of a CPU cache. */
+ * of use.  Scales of rows come behind both.  Places heads an odd number of cache lines apart, so that the same slot of
+ * several heads does not fall into the same set of a CPU cache. */
 kvc_status kvc_layout_add(const kvc_memory *memory, kvc_layout *layout, const kvc_layer *layer, int32_t num_slots,
                           size_t *block_bytes) {
     layout->num_kv_heads = layer->num_kv_heads;
-    layout->k_row_bytes = kvc_row_bytes(layer->k_type, layer->k_dim);
-    layout->v_stored = layer->value_in_key ? 0 : kvc_row_bytes(layer->v_type, layer->v_dim);
+    layout->k_row_bytes = kvc_blocks_bytes(layer->k_type, layer->k_dim);
+    layout->v_stored = layer->value_in_key ? 0 : kvc_blocks_bytes(layer->v_type, layer->v_dim);
     layout->v_row_bytes = layer->value_in_key ? layout->k_row_bytes : layout->v_stored;
     const size_t k_bytes = head_bytes(memory, num_slots, layout->k_row_bytes),
-                 v_bytes = head_bytes(memory, num_slots, layout->v_stored);
-    layout->head_stride = k_bytes + v_bytes;
+                 v_bytes = head_bytes(memory, num_slots, layout->v_stored),
+                 k_scale_bytes = head_bytes(NULL, num_slots, kvc_row_scale_bytes(layer->k_type)),
+                 v_scale_bytes =
+                     layer->value_in_key ? 0 : head_bytes(NULL, num_slots, kvc_row_scale_bytes(layer->v_type));
+    layout->head_stride = k_bytes + v_bytes + k_scale_bytes + v_scale_bytes;
     if (layout->head_stride / KVC_CACHE_LINE % 2 == 0) layout->head_stride += KVC_CACHE_LINE;
     layout->k_offset = *block_bytes;
     layout->v_offset = layout->k_offset + (layer->value_in_key ? 0 : k_bytes);
+    layout->k_scales = k_scale_bytes ? layout->k_offset + k_bytes + v_bytes : 0;
+    layout->v_scales = layer->value_in_key ? layout->k_scales
+                       : v_scale_bytes     ? layout->k_offset + k_bytes + v_bytes + k_scale_bytes
+                                           : 0;
+    layout->num_scales = (k_scale_bytes > 0) + (v_scale_bytes > 0);
     if (k_bytes == SIZE_MAX || v_bytes == SIZE_MAX ||
         layout->head_stride > (SIZE_MAX / 4 - *block_bytes) / (size_t)layer->num_kv_heads)
         return kvc_fail(KVC_ERR_INVALID,

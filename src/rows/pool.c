@@ -39,7 +39,8 @@ int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t faulted) {
     for (int32_t i = 0; i < pool->num_layers; i++) {
         const kvc_layout *at = &pool->layouts[i];
         bytes += (uint64_t)at->num_kv_heads * (kvc_align_up((size_t)faulted * at->k_row_bytes, page) +
-                                               kvc_align_up((size_t)faulted * at->v_stored, page));
+                                               kvc_align_up((size_t)faulted * at->v_stored, page) +
+                                               at->num_scales * kvc_align_up((size_t)faulted * KVC_SCALE_BYTES, page));
     }
     const uint64_t all = kvc_align_up(pool->block_bytes, page);
     return (int64_t)(bytes < all ? bytes : all);
@@ -208,18 +209,24 @@ void kvc_pool_add_reserved(kvc_pool *pool, kvc_reserved *to, const kvc_reserved 
     to->num_opened = num_opened;
 }
 
+enum { REGIONS = 4 }; /* of a head: keys, values, and the scales of both */
+
 int64_t kvc_pool_num_regions(const kvc_pool *pool) {
     int64_t num = 0;
-    for (int32_t i = 0; i < pool->num_layers; i++) num += 2 * (int64_t)pool->layouts[i].num_kv_heads;
+    for (int32_t i = 0; i < pool->num_layers; i++) num += REGIONS * (int64_t)pool->layouts[i].num_kv_heads;
     return num;
 }
 
 kvc_region kvc_pool_region(const kvc_pool *pool, int64_t index) {
     const kvc_layout *at = pool->layouts;
-    for (; index >= 2 * (int64_t)at->num_kv_heads; at++) index -= 2 * (int64_t)at->num_kv_heads;
-    const size_t head = (size_t)index / 2;
-    if (index % 2) return (kvc_region){at->v_offset + head * at->head_stride, at->v_stored};
-    return (kvc_region){at->k_offset + head * at->head_stride, at->k_row_bytes};
+    for (; index >= REGIONS * (int64_t)at->num_kv_heads; at++) index -= REGIONS * (int64_t)at->num_kv_heads;
+    const size_t begin = (size_t)(index / REGIONS) * at->head_stride;
+    switch (index % REGIONS) {
+    case 0: return (kvc_region){begin + at->k_offset, at->k_row_bytes};
+    case 1: return (kvc_region){begin + at->v_offset, at->v_stored};
+    case 2: return (kvc_region){begin + at->k_scales, at->k_scales ? KVC_SCALE_BYTES : 0};
+    default: return (kvc_region){begin + at->v_scales, at->v_scales && at->v_stored ? KVC_SCALE_BYTES : 0};
+    }
 }
 
 typedef struct purge {
@@ -256,7 +263,8 @@ int64_t kvc_pool_slot_bytes(const kvc_pool *pool) {
     int64_t bytes = 0;
     for (int32_t i = 0; i < pool->num_layers; i++) {
         const kvc_layout *at = &pool->layouts[i];
-        bytes += at->num_kv_heads * (int64_t)(at->k_row_bytes + at->v_stored);
+        bytes += at->num_kv_heads * (int64_t)(at->k_row_bytes + at->v_stored) +
+                 at->num_kv_heads * at->num_scales * KVC_SCALE_BYTES;
     }
     return bytes;
 }

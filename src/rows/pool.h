@@ -8,10 +8,13 @@
 #define KVC_POOL_H
 
 #include "kvcache.h"
+#include "base/dtype.h"
 #include "base/memory.h"
 
 typedef struct kvc_block {
-    uint8_t *rows;          /* per layer and head of the group: K [slot][k_dim], then V [slot][v_dim], if stored */
+    /* Per layer and head of the group: K [slot][k_dim], then V [slot][v_dim], if stored, then scales of their rows, K
+     * [slot] and V [slot], if their types have any. */
+    uint8_t *rows;
     struct kvc_block *next; /* next block in the list of free blocks */
     int32_t index;          /* index in pool->blocks, which changes as others are given back: read under the mutex */
     int32_t fill;           /* the fill mark: slots below it were handed out */
@@ -37,6 +40,8 @@ typedef struct kvc_layout {
     size_t head_stride;
     size_t k_row_bytes, v_row_bytes; /* strides from slot to slot; the same if values lie in the keys */
     size_t v_stored;                 /* bytes stored for a row of values: v_row_bytes, or 0 if values lie in the keys */
+    size_t k_scales, v_scales;       /* offsets of the scales of head 0, slot 0; 0: rows have none */
+    int32_t num_scales;              /* stored for a slot and head: 0 to 2 */
     int32_t num_kv_heads;
 } kvc_layout;
 
@@ -46,6 +51,12 @@ static inline uint8_t *kvc_key_at(const kvc_layout *at, const kvc_block *block, 
 }
 static inline uint8_t *kvc_value_at(const kvc_layout *at, const kvc_block *block, int32_t slot, int32_t head) {
     return block->rows + at->v_offset + (size_t)head * at->head_stride + (size_t)slot * at->v_row_bytes;
+}
+
+/* Return where the scale of one slot's key, or value, and head lies; NULL if rows have none. */
+static inline uint8_t *kvc_scale_at(const kvc_layout *at, size_t scales, const kvc_block *block, int32_t slot,
+                                    int32_t head) {
+    return scales ? block->rows + scales + (size_t)head * at->head_stride + (size_t)slot * KVC_SCALE_BYTES : NULL;
 }
 
 /* What a batch that is about to begin needs of a group. */
@@ -96,8 +107,8 @@ void kvc_pool_destroy(kvc_pool *pool);
 /* Returns the resident bytes of the rows of a block of which `faulted` slots were faulted. */
 int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t faulted);
 
-/* The keys, or the values, of one head of one layer: where they begin in a block, and the bytes of a row; 0: they are
- * not stored. */
+/* The keys, or the values, of one head of one layer, or their scales: where they begin in a block, and the bytes of a
+ * row; 0: they are not stored. */
 typedef struct kvc_region {
     size_t offset, row_bytes;
 } kvc_region;

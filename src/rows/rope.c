@@ -4,7 +4,6 @@
 #include <math.h>
 
 #include "base/status.h"
-#include "rows/copy.h"
 
 static kvc_status check_frequencies(const kvc_layer *layer, int32_t index) {
     const kvc_rope *rope = &layer->rope;
@@ -106,17 +105,17 @@ void kvc_rope_rotate(const kvc_rope *rope, const float *angles, float *row) { ro
 
 void kvc_rope_rotate_back(const kvc_rope *rope, const float *angles, float *row) { rotate(rope, angles, row, -1); }
 
-void kvc_rotator_rotate(kvc_rotator *rotator, const kvc_rope *rope, int32_t delta, void *to, int32_t to_type,
-                        const void *from, int32_t from_type, const kvc_layer *layer) {
+void kvc_rotator_rotate(kvc_rotator *rotator, const kvc_rope *rope, int32_t delta, const kvc_rows *to,
+                        const kvc_rows *from, const kvc_layer *layer) {
     const kvc_kernels *kernels = rotator->kernels;
     const int32_t dim = layer->k_dim, order = kvc_key_order(layer);
     float *angles = rotator->scratch, *row = angles + kvc_rope_angles_size(rope);
     if (rope != rotator->rope || delta != rotator->delta) compute_angles_f32(rope, delta, angles);
     rotator->rope = rope;
     rotator->delta = delta;
-    kernels->convert(from_type, KVC_F32, row, 0, from, 0, 1, dim);
-    if (order && from_type >= KVC_FLOAT_TYPES) kernels->hadamard(row, row, dim, order);
+    kvc_decode_rows(kernels, row, 0, from, 1, dim);
+    if (order && from->type >= KVC_FLOAT_TYPES) kernels->hadamard(row, row, dim, order);
     kvc_rope_rotate(rope, angles, row);
-    if (order && to_type >= KVC_FLOAT_TYPES) kernels->hadamard(row, row, dim, order);
-    kernels->convert(KVC_F32, to_type, to, 0, row, 0, 1, dim);
+    if (order && to->type >= KVC_FLOAT_TYPES) kernels->hadamard(row, row, dim, order);
+    kvc_encode_rows(kernels, to, row, 0, 1, dim);
 }

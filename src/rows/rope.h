@@ -2,8 +2,7 @@
 #ifndef KVC_ROPE_H
 #define KVC_ROPE_H
 
-#include "kernels/kernels.h"
-#include "kvcache.h"
+#include "rows/copy.h"
 
 /* Returns KVC_ERR_INVALID if the rope of a layer is not valid; index: the layer's, for the message. */
 kvc_status kvc_rope_check(const kvc_layer *layer, int32_t index);
@@ -46,7 +45,7 @@ static inline size_t kvc_rotator_floats(int32_t k_dim) { return 2 * (size_t)k_di
 
 /* Writes the key at `from`, rotated by delta, to `to`, which may be the same address.  The types are f32, f16, bf16 or,
  * for keys as the layer stores them, the layer's. */
-void kvc_rotator_rotate(kvc_rotator *rotator, const kvc_rope *rope, int32_t delta, void *to, int32_t to_type,
-                        const void *from, int32_t from_type, const kvc_layer *layer);
+void kvc_rotator_rotate(kvc_rotator *rotator, const kvc_rope *rope, int32_t delta, const kvc_rows *to,
+                        const kvc_rows *from, const kvc_layer *layer);
 
 #endif

@@ -108,24 +108,30 @@ static kvc_status visit_table(listing *l, const table *t, kvc_tensor_kind kind) 
     return visit_padded(l, &tensor);
 }
 
-/* Visits the keys, or the values, of a layer: [num_kv_heads][rows][elements], or bytes of quantised rows. */
-static kvc_status visit_rows(listing *l, int32_t layer, int32_t is_value) {
-    static const char *const dtypes[KVC_FLOAT_TYPES] = {"F32", "F16", "BF16"};
+/* Visits the keys, or the values, of a layer: [num_kv_heads][rows][elements], or bytes of quantised rows; or the scales
+ * of rows: [num_kv_heads][rows]. */
+static kvc_status visit_rows(listing *l, int32_t layer, int32_t is_value, int32_t is_scale) {
+    static const char *const dtypes[KVC_STORED_TYPES] = {
+        [KVC_F32] = "F32", [KVC_F16] = "F16", [KVC_BF16] = "BF16", [KVC_INT8] = "I8"};
     const kvc_saved_layer *config = &l->format->layers[layer];
     const int32_t type = (int32_t)(is_value ? config->v_type : config->k_type),
                   dim = (int32_t)(is_value ? config->v_dim : config->k_dim);
-    const uint64_t bytes = kvc_row_bytes(type, dim) * (uint64_t)config->num_kv_heads, /* below 2^43 */
+    const uint64_t row_bytes = is_scale ? kvc_row_scale_bytes(type) : kvc_blocks_bytes(type, dim),
+                   bytes = row_bytes * (uint64_t)config->num_kv_heads, /* below 2^43 */
         rows = (uint64_t)l->format->group_rows[config->group];
+    if (!bytes) return KVC_OK;
     kvc_tensor tensor = {.kind = KVC_ROWS,
-                         .dtype = type < KVC_FLOAT_TYPES ? dtypes[type] : "U8",
-                         .rank = 3,
-                         .shape = {config->num_kv_heads, (int64_t)rows, dim},
+                         .dtype = is_scale       ? "F16"
+                                  : dtypes[type] ? dtypes[type]
+                                                 : "U8",
+                         .rank = is_scale ? 2 : 3,
+                         .shape = {config->num_kv_heads, (int64_t)rows, dtypes[type] ? dim : (int64_t)row_bytes},
                          .layer = layer,
-                         .is_value = is_value};
-    snprintf(tensor.name, sizeof tensor.name, "layer.%d.%s", layer, is_value ? "v" : "k");
+                         .is_value = is_value,
+                         .is_scale = is_scale};
+    snprintf(tensor.name, sizeof tensor.name, "layer.%d.%s%s", layer, is_value ? "v" : "k", is_scale ? ".scale" : "");
     if (rows > l->most / bytes)
         return kvc_fail(KVC_ERR_FORMAT, "truncated: tensor %s does not fit in the file", tensor.name);
-    if (type >= KVC_FLOAT_TYPES) tensor.shape[2] = (int64_t)kvc_row_bytes(type, dim);
     tensor.size = rows * bytes;
     l->num_rows++;
     return visit_padded(l, &tensor);
@@ -141,8 +147,8 @@ kvc_status kvc_format_visit(const kvc_format *format, uint64_t most, kvc_tensor_
     for (int32_t i = 0; status == KVC_OK && i < format->state->num_layers; i++) {
         const kvc_saved_layer *layer = &format->layers[i];
         if (layer->share || layer->kind == KVC_NONE) continue;
-        status = visit_rows(&l, i, 0);
-        if (status == KVC_OK && !layer->value_in_key) status = visit_rows(&l, i, 1);
+        for (int32_t part = 0; status == KVC_OK && part < (layer->value_in_key ? 2 : 4); part++)
+            status = visit_rows(&l, i, part / 2, part % 2);
     }
     if (status != KVC_OK) return status;
     const table checksums = {"checksums", "U64", l.num_rows, 0, 0};

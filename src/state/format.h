@@ -81,8 +81,8 @@ typedef struct kvc_tensor {
     const char *dtype; /* as safetensors calls it */
     int32_t rank;
     int64_t shape[3];
-    uint64_t begin, size;    /* bytes; begin counts from the first tensor on */
-    int32_t layer, is_value; /* of rows: which they are */
+    uint64_t begin, size;              /* bytes; begin counts from the first tensor on */
+    int32_t layer, is_value, is_scale; /* of rows: which they are, or whose scales */
 } kvc_tensor;
 
 /* Returns the bytes of all tables, with padding and their checksum; UINT64_MAX if one of the counts is

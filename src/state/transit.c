@@ -161,8 +161,10 @@ static uint64_t find_bytes(const kvc_pieces *pieces, uint64_t begin, uint64_t en
     const kvc_cache *cache = state->cache;
     const kvc_layout *at = &cache->layouts[cache->layout_of[tensor->layer]];
     const int32_t g = cache->group_of[tensor->layer];
-    const size_t offset = tensor->is_value ? at->v_offset : at->k_offset,
-                 row_bytes = tensor->is_value ? at->v_row_bytes : at->k_row_bytes;
+    const size_t offsets[][2] = {{at->k_offset, at->k_scales}, {at->v_offset, at->v_scales}},
+                 row_sizes[][2] = {{at->k_row_bytes, KVC_SCALE_BYTES}, {at->v_row_bytes, KVC_SCALE_BYTES}},
+                 offset = offsets[tensor->is_value][tensor->is_scale],
+                 row_bytes = row_sizes[tensor->is_value][tensor->is_scale];
     const uint64_t head_bytes = (uint64_t)state->format.group_rows[g] * row_bytes, head = begin / head_bytes,
                    from = begin - head * head_bytes, left = end - begin, /* from: in the rows of the head */
         most = left < head_bytes - from ? left : head_bytes - from;

@@ -3,15 +3,22 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from support import fake_dlpack
 from support.ggml_blocks import NAMES, SIZES
 
 import kvcache
 
-TYPES = ["f32", "f16", "bf16", *NAMES]
+TYPES = ["f32", "f16", "bf16", *NAMES, "int8"]
 FLOATS = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
 BYTES = {"f32": 4, "f16": 2, "bf16": 2, **{name: size / 32 for name, size in SIZES.items()}}
 HEADS, K_DIM, V_DIM, TOKENS = 3, 64, 32, 21
+
+
+def row_bytes(dtype, dim):
+    return dim + 2 if dtype == "int8" else dim * BYTES[dtype]
+
+
 ROPE = kvcache.Rope(10_000.0 ** (-np.arange(0, 32, 2) / 32))
 
 
@@ -48,8 +55,8 @@ def test_round_trip(k_dtype, v_dtype):
     cache, other = fed(k_dtype, v_dtype), new_cache(k_dtype, v_dtype)
     k, v = raw = cache.gather(0, raw=True)
     assert (k.shape, v.shape) == (
-        (HEADS, TOKENS, K_DIM * BYTES[k_dtype]),
-        (HEADS, TOKENS, V_DIM * BYTES[v_dtype]),
+        (HEADS, TOKENS, row_bytes(k_dtype, K_DIM)),
+        (HEADS, TOKENS, row_bytes(v_dtype, V_DIM)),
     )
     for rows, dtype, stored in ((k, k_dtype, cache.keys), (v, v_dtype, cache.values)):
         if dtype in FLOATS:
@@ -64,6 +71,29 @@ def test_round_trip(k_dtype, v_dtype):
     feed(other, *random_rows(seed=1), seq_id=2)
     assert other.inject(0, 0, k, v, seq_id=2) == TOKENS
     assert_same(other.gather(0, seq_id=2, raw=True), raw)
+
+
+def test_int8(tmp_path):
+    """A row is int8 codes and, behind them, one f16 scale; in saved states the two are tensors of their own."""
+    cache, rows = fed("int8", "int8"), random_rows()
+    for raw, decoded, x in zip(cache.gather(0, raw=True), cache.gather(0), rows, strict=True):
+        x = x.swapaxes(0, 1)
+        scales = np.abs(x).max(-1, keepdims=True) / np.float32(127)
+        codes = np.sign(x) * np.floor(np.abs(x * (1 / scales)) + np.float32(0.5))
+        np.testing.assert_array_equal(raw[..., :-2].view(np.int8), codes)
+        np.testing.assert_array_equal(raw[..., -2:].view(np.float16), scales.astype(np.float16))
+        np.testing.assert_array_equal(decoded, codes * scales.astype(np.float16).astype(np.float32))
+    with cache.batch(1) as batch:
+        with pytest.raises(kvcache.NotSupportedError, match=r"int8, whose scales lie apart: put\(\)"):
+            batch.slots(0)
+        batch.put(0, *random_rows(1))
+    cache.save(tmp_path / "state")
+    tensors = load_file(tmp_path / "state")
+    for name, raw in zip("kv", cache.gather(0, raw=True), strict=True):
+        np.testing.assert_array_equal(tensors[f"layer.0.{name}"], raw[..., :-2].view(np.int8))
+        np.testing.assert_array_equal(tensors[f"layer.0.{name}.scale"], raw[..., -2:].view(np.float16)[..., 0])
+    with kvcache.KVCache.load(tmp_path / "state") as other:
+        assert_same(other.gather(0, raw=True), cache.gather(0, raw=True))
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -28,9 +28,9 @@ class Count(NamedTuple):
 # The most that each may be. Lower a number when its path has become shorter.
 MOST = {
     "begin": Count(78, 14, 56),
-    "attend": Count(146, 20, 153),
+    "attend": Count(146, 19, 155),
     "commit": Count(34, 10, 26),
-    "together": Count(231, 28, 235),
+    "together": Count(231, 28, 237),
 }
 
 

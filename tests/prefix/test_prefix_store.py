@@ -56,7 +56,7 @@ def test_quantised_rows():
     """Rows come back byte for byte, in types that have no array."""
     store, found = {}, []
     for _ in range(2):
-        cache = kvcache.KVCache(2, 2, 64, None, max_sequences=None, block_size=BLOCK, k_dtype="q8_0", v_dtype="iq4_nl")
+        cache = kvcache.KVCache(2, 2, 64, None, max_sequences=None, block_size=BLOCK, k_dtype="int8", v_dtype="iq4_nl")
         prefix = kvcache.PrefixCache(cache, store=store, fingerprint="a model", timeout=10)
         seq_id, matched = prefix.acquire(PROMPT)
         with cache.batch(positions=range(matched, 100), seq_ids=[seq_id] * (100 - matched)) as batch:

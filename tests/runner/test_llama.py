@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvcache import KVCache, ModelFileError, runner
-from kvcache.layer import DType, dtypes_for
+from kvcache.layer import DTYPES, DType, dtypes_for
 from kvcache.models import tokenizer
 from kvcache.models.weights import F32
 from kvcache.runner import llama, stream
@@ -117,7 +117,7 @@ def test_loss_and_logits_of_long_texts(model: runner.Llama, windows: list[list[i
 @pytest.mark.slow
 def test_types_stay_near_f32(model: runner.Llama, windows: list[list[int]]) -> None:
     found = dict(runner.compare_dtypes(model, options(), windows[:2]))
-    assert list(found) == ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"]
+    assert list(found) == ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8"]
     exact = found["f32"]
     assert exact.max_difference == 0
     assert exact.prefill.tokens == 4096
@@ -128,7 +128,8 @@ def test_types_stay_near_f32(model: runner.Llama, windows: list[list[int]]) -> N
     assert found["bf16"].loss == pytest.approx(exact.loss, abs=5e-4)
     assert 1e-2 < found["q8_0"].max_difference < 1
     assert found["q8_0"].loss == pytest.approx(exact.loss, abs=1e-3)
-    assert found["q8_0"].max_difference < found["q4_0"].max_difference
+    assert found["int8"].loss == pytest.approx(exact.loss, abs=1e-3)
+    assert max(found["q8_0"].max_difference, found["int8"].max_difference) < found["q4_0"].max_difference
     assert found["q4_0"].loss == pytest.approx(exact.loss, abs=0.1)
     for five_bits, four_bits in (("q5_0", "q4_0"), ("q5_1", "q4_1")):
         assert abs(found[five_bits].loss - exact.loss) < abs(found[four_bits].loss - exact.loss) < 0.1
@@ -324,7 +325,7 @@ def test_sampling_takes_any_number() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dtype": "f64"}, "dtype must be one of f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, iq4_nl, not 'f64'"),
+        ({"dtype": "f64"}, f"dtype must be one of {', '.join(DTYPES)}, not 'f64'"),
         ({"window": 0}, "window must be at least 1, not 0"),
         ({"window": 8, "num_sink_tokens": -1}, "sink tokens must be at least 0, not -1"),
         ({"num_sink_tokens": 4}, "sink tokens need a window or a shift"),
@@ -614,9 +615,9 @@ def test_no_eval_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = io.StringIO()
     assert runner.run(folder, b"ROMEO:", options(max_new_tokens=3), out) == 0
     assert "has no eval.txt" in capsys.readouterr().err
-    types = [line.split() for line in out.getvalue().splitlines()[-9:]]
+    types = [line.split() for line in out.getvalue().splitlines()[-10:]]
     assert types[:5] == [["f32", "4,096"], ["f16", "2,048"], ["bf16", "2,048"], ["q8_0", "1,088"], ["q4_0", "576"]]
-    assert types[5:] == [["q4_1", "640"], ["q5_0", "704"], ["q5_1", "768"], ["iq4_nl", "576"]]
+    assert types[5:] == [["q4_1", "640"], ["q5_0", "704"], ["q5_1", "768"], ["iq4_nl", "576"], ["int8", "1,056"]]
 
 
 def test_importing_kvcache_imports_no_runner() -> None:

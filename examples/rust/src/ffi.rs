@@ -82,6 +82,7 @@ abi! {
         KVC_Q5_0 = 6,
         KVC_Q5_1 = 7,
         KVC_IQ4_NL = 8,
+        KVC_INT8 = 9,
     }
 
     opaque {

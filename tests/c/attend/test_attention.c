@@ -118,7 +118,7 @@ static double rounding_of(int type) { return type == KVC_F32 ? FLT_EPSILON / 2 :
 static answer answer_to(const stage *st, const rows *r, int t, const float *q, int h) {
     static double scores[MAX_POSITIONS];
     const scene *s = st->scene;
-    double top = s->sinks ? (double)s->sinks[h] : -INFINITY, low = INFINITY, worst = 0, sum = 0;
+    double top = s->sinks ? (double)s->sinks[h] : -INFINITY, low = INFINITY, worst = 0, sum = 0, spread = 0;
     double sizes[MAX_DIM] = {0};
     answer a = {.lse = -INFINITY};
     for (int j = 0; j < r->num; j++) {
@@ -135,11 +135,14 @@ static answer answer_to(const stage *st, const rows *r, int t, const float *q, i
     for (int j = 0; j < r->num; j++) {
         const float *v = r->v[j][h * s->layer.num_kv_heads / s->num_heads];
         const double weight = exp(scores[j] - top);
+        double largest = 0; /* whose scale, at most, the row's weight is rounded with */
         sum += weight;
         for (int d = 0; d < s->layer.v_dim && weight > 0; d++) {
             a.out[d] += weight * v[d];
             sizes[d] += weight * fabsf(v[d]);
+            largest = fmax(largest, fabs((double)v[d]));
         }
+        spread += weight * largest;
     }
     /* Off are the scores, exp (2 ulp, and what its argument is rounded by), and the sums. */
     const double relative = 2 * worst + ((double)r->num + 16 + (low < top ? fmin(top - low, 100) : 0)) * FLT_EPSILON;
@@ -151,7 +154,7 @@ static answer answer_to(const stage *st, const rows *r, int t, const float *q, i
     /* Weights of quantised values are rounded further; a transformed row is, before it is transformed back. */
     for (int d = 0; d < s->layer.v_dim; d++)
         a.out_error[d] = 2 * relative * sizes[d] / sum +
-                         (is_float(s->layer.v_type) ? 0x1p-24 : 1e-4 + 3e-4 * sizes[d] / sum) +
+                         (is_float(s->layer.v_type) ? 0x1p-24 : 1e-4 + 3e-4 * spread / sum) +
                          rounding_of(s->q_type) * (s->layer.v_transform ? 2 * sqrt(square) : fabs(a.out[d]));
     a.lse = top + log(sum);
     a.lse_error = relative + 4 * FLT_EPSILON * (1 + fabs(a.lse));

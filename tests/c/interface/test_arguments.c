@@ -56,7 +56,7 @@ static void test_bad_layers(void) {
          "is 2147483647:"},
         {{.num_kv_heads = 1, .v_dim = 4}, KVC_ERR_INVALID, "layers[1].k_dim", "is 0:"},
         {{.num_kv_heads = 1, .k_dim = 4, .v_dim = -4}, KVC_ERR_INVALID, "layers[1].v_dim", "is -4:"},
-        {{GOOD, .k_type = 9}, KVC_ERR_INVALID, "layers[1].k_type", "is 9:"},
+        {{GOOD, .k_type = 10}, KVC_ERR_INVALID, "layers[1].k_type", "is 10:"},
         {{GOOD, .v_type = -1}, KVC_ERR_INVALID, "layers[1].v_type", "is -1:"},
         {{GOOD, .k_type = KVC_Q8_0}, KVC_ERR_INVALID, "layers[1].k_dim", "is 4: for q8_0"},
         {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 40, .v_type = KVC_Q4_0},
@@ -173,7 +173,7 @@ static void test_status_texts(void) {
 /* Every type has a name of its own; a number that is no type has none, and its rows no bytes. */
 static void test_type_names(void) {
     static const char *const first[] = {
-        [KVC_F32] = "f32", [KVC_F16] = "f16", [KVC_BF16] = "bf16", [KVC_Q8_0] = "q8_0", [KVC_Q4_0] = "q4_0"};
+        [KVC_F32] = "f32", [KVC_F16] = "f16", [KVC_BF16] = "bf16", [KVC_Q8_0] = "q8_0", [KVC_Q4_0] = "q4_0", [KVC_INT8] = "int8"};
     int32_t num = 0;
     for (; kvc_type_name(num); num++)
         for (int32_t i = 0; i < num; i++) CHECK(strcmp(kvc_type_name(i), kvc_type_name(num)));

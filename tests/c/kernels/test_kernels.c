@@ -15,7 +15,7 @@
 #include "kvcache.h"
 #include "support/test.h"
 
-enum { MAX_DIM = 576, MAX_Q = 16, NUM_DIMS = 13, TYPES = KVC_STORED_TYPES, UNTOUCHED = 12345 };
+enum { MAX_DIM = 576, MAX_Q = 16, NUM_DIMS = 13, TYPES = KVC_INT8, UNTOUCHED = 12345 };
 
 static const int dims[NUM_DIMS] = {1, 7, 8, 31, 32, 40, 64, 80, 96, 128, 160, 256, MAX_DIM};
 
@@ -442,7 +442,7 @@ static void test_unpack(const kvc_kernels *kernels, int type, int dim) {
     }
     fill(minima, MAX_BLOCKS * KVC_TILE);
     memset(got, 7, sizeof got);
-    kernels->unpack(type, got, rows, row_bytes + gap, n, dim, minima);
+    kernels->unpack(type, got, rows, row_bytes + gap, NULL, 0, n, dim, minima);
     CHECK(got[n * q8_bytes] == 7);
     for (int j = 0; j < n; j++) {
         kvc_kernels_scalar.convert(type, KVC_F32, x, 0, rows + j * (row_bytes + gap), 0, 1, dim);
@@ -453,6 +453,64 @@ static void test_unpack(const kvc_kernels *kernels, int type, int dim) {
             CHECKF(fabs(y[d] + minimum - x[d]) <= size * FLT_EPSILON, "%s %s dim %d, row %d, element %d: %g, not %g",
                    kernels->name, kvc_type_name(type), dim, j, d, y[d] + minimum, (double)x[d]);
         }
+    }
+}
+
+/* ---- rows with a scale of their own ------------------------------------------------------------------------------ */
+
+/* A row becomes the elements and the scale that the header says, at any address, and nothing else is written.
+ * not_finite: an element of the row; 0: none. */
+static void check_encode_int8(const kvc_kernels *kernels, int dim, double size, float not_finite) {
+    static char source[MAX_DIM * sizeof(float) + 1];
+    float x[MAX_DIM], largest = 0;
+    uint8_t got[MAX_DIM + 1], scale[3] = {7, 7, 7};
+    uint16_t bits;
+    fill(x, (size_t)dim);
+    for (int d = 0; d < dim; d++) x[d] = (float)(x[d] * size);
+    if (not_finite != 0) x[random_int(0, dim)] = not_finite;
+    for (int d = 0; d < dim; d++)
+        if (fabsf(x[d]) > largest) largest = fabsf(x[d]);
+    memcpy(source + 1, x, (size_t)dim * sizeof *x);
+    memset(got, 7, sizeof got);
+    CHECKF(kernels->largest(source + 1, dim) == largest, "%s dim %d: %g, not %g", kernels->name, dim,
+           (double)kernels->largest(source + 1, dim), (double)largest);
+    kernels->encode_int8(got, scale, source + 1, dim, largest);
+    const float d = largest / 127, inverse = d != 0 && isfinite(1 / d) ? 1 / d : 0;
+    kvc_kernels_scalar.convert(KVC_F32, KVC_F16, &bits, 0, &d, 0, 1, 1);
+    CHECK(scale[2] == 7 && got[dim] == 7 && !memcmp(scale, &bits, sizeof bits));
+    for (int i = 0; i < dim; i++) {
+        const float scaled = x[i] * inverse;
+        const int right = isnan(scaled) ? 0 : (int)roundf(scaled);
+        CHECKF((int8_t)got[i] == right, "%s dim %d, size %g: element %d, %g, is %d, not %d", kernels->name, dim, size, i,
+               (double)x[i], (int8_t)got[i], right);
+    }
+}
+
+/* Rows whose scales stand apart are unpacked to q8_0 with these in each block. */
+static void check_unpack_int8(const kvc_kernels *kernels, int dim) {
+    enum { MAX_BLOCKS = MAX_DIM / BLOCK };
+    static uint8_t rows[KVC_TILE * (MAX_DIM + 3)], got[KVC_TILE * MAX_BLOCKS * 34 + 1], scales[KVC_TILE * 6];
+    const int n = random_int(1, KVC_TILE + 1), gap = random_int(0, 3), step = random_int(2, 7);
+    for (size_t i = 0; i < sizeof rows; i++) rows[i] = (uint8_t)random_int(0, 256);
+    for (size_t i = 0; i < sizeof scales; i++) scales[i] = (uint8_t)random_int(0, 256);
+    memset(got, 7, sizeof got);
+    kernels->unpack(KVC_INT8, got, rows, dim + gap, scales, step, n, dim, NULL);
+    for (int j = 0; j < n; j++)
+        for (int b = 0; b < dim / BLOCK; b++) {
+            const uint8_t *block = got + (j * (dim / BLOCK) + b) * 34;
+            CHECKF(!memcmp(block, scales + j * step, 2) && !memcmp(block + 2, rows + j * (dim + gap) + b * BLOCK, BLOCK),
+                   "%s dim %d, row %d of %d, block %d", kernels->name, dim, j, n, b);
+        }
+    CHECK(got[n * (dim / BLOCK) * 34] == 7);
+}
+
+static void test_row_scales(const kvc_kernels *kernels) {
+    for (int dim = BLOCK; dim <= MAX_DIM; dim += BLOCK) {
+        check_unpack_int8(kernels, dim);
+        for (int exponent = -150; exponent < 127; exponent += 3) check_encode_int8(kernels, dim, ldexp(1, exponent), 0);
+        check_encode_int8(kernels, dim, 0, 0);
+        check_encode_int8(kernels, dim, 1, NAN);
+        check_encode_int8(kernels, dim, 1, -INFINITY);
     }
 }
 
@@ -1132,6 +1190,7 @@ static void test_kernels(const kvc_kernels *kernels) {
         test_dequantise(kernels, type);
         if (kernels->accumulate[type]) test_scales(kernels, type);
     }
+    test_row_scales(kernels);
     test_16_bits(kernels, KVC_F16);
     test_16_bits(kernels, KVC_BF16);
     test_rounding(kernels, KVC_F16);

@@ -147,6 +147,13 @@ static void feed(kvc_cache *cache, const kvc_layer *layer, int64_t id, int n) {
     CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
 }
 
+/* Copies a row of a span, and behind it its scale, if it has one, which `scales` is NULL without. */
+static void copy_row(char *to, int64_t row_bytes, const void *row, const char *scales, int i) {
+    const int64_t rest = scales ? KVC_SCALE_BYTES : 0;
+    memcpy(to, row, (size_t)(row_bytes - rest));
+    if (scales) memcpy(to + row_bytes - rest, scales + i * rest, (size_t)rest);
+}
+
 /* Returns the bytes that a sequence has, by kvc_spans, whatever its deltas. */
 static rows stored(kvc_cache *cache, const kvc_layer *layer, int64_t id) {
     kvc_span spans[2 * ROWS];
@@ -156,12 +163,14 @@ static rows stored(kvc_cache *cache, const kvc_layer *layer, int64_t id) {
     for (int s = 0, row = 0; s < num; s++) {
         for (int i = 0; i < spans[s].num_rows; i++, row++) {
             for (int h = 0; h < layer->num_kv_heads; h++) {
-                memcpy(row_at(&r.k, row, h),
-                       (const char *)spans[s].k + h * spans[s].k_head_stride + i * spans[s].k_row_stride,
-                       (size_t)r.k.row_bytes);
-                memcpy(row_at(&r.v, row, h),
-                       (const char *)spans[s].v + h * spans[s].v_head_stride + i * spans[s].v_row_stride,
-                       (size_t)r.v.row_bytes);
+                const kvc_span *at = &spans[s];
+                const char *k_scales = at->k_scales, *v_scales = at->v_scales;
+                copy_row(row_at(&r.k, row, h), r.k.row_bytes,
+                         (const char *)at->k + h * at->k_head_stride + i * at->k_row_stride,
+                         k_scales ? k_scales + h * at->k_head_stride : NULL, i);
+                copy_row(row_at(&r.v, row, h), r.v.row_bytes,
+                         (const char *)at->v + h * at->v_head_stride + i * at->v_row_stride,
+                         v_scales ? v_scales + h * at->v_head_stride : NULL, i);
             }
         }
     }
@@ -300,9 +309,10 @@ static void check_moved(int32_t k_type) {
                                   .k_head_stride = n * K_DIM * (int64_t)sizeof *floats};
     CHECK(kvc_gather(cache, 0, 0, 0, n, &decoded) == KVC_OK);
     for (int h = 0; h < HEADS; h++) /* the first three did not move */
-        for (int i = 3; i < n; i++)
-            kvc_kernels_scalar.convert(KVC_F32, k_type, row_at(&again.k, i, h), 0, floats + (h * n + i) * K_DIM, 0, 1,
-                                       K_DIM);
+        for (int i = 3; i < n; i++) {
+            const kvc_rows to = kvc_given_rows(k_type, row_at(&again.k, i, h), 0, 0, K_DIM);
+            kvc_encode_rows(&kvc_kernels_scalar, &to, floats + (h * n + i) * K_DIM, 0, 1, K_DIM);
+        }
     for (int h = 0; h < HEADS; h++)
         for (int i = 0; i < 3; i++) memcpy(row_at(&again.k, i, h), row_at(&before.k, i, h), (size_t)again.k.row_bytes);
     check_equal(&copy.k, &again.k, 0);

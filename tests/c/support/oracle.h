@@ -11,7 +11,7 @@
 #include <stddef.h>
 #include <string.h>
 
-#include "kernels/kernels.h"
+#include "rows/copy.h"
 #include "kvcache.h"
 #include "support/memory.h"
 #include "support/test.h"
@@ -123,10 +123,13 @@ static inline void pair_free(pair *p) { CHECKF(kvc_cache_free(p->cache) == KVC_O
 /* ---- what rows hold ---------------------------------------------------------------------------------------------- */
 
 /* An element of a token's K (or V) row: a small odd integer, so that every type holds it, also where it was rotated by
- * right angles, the cosines of which are not quite 0. */
+ * right angles, the cosines of which are not quite 0.  The last one of SCALED_DIM is the largest, so that their scale is
+ * 1. */
+enum { SCALED_DIM = 32 };
 static inline float element(int32_t tag, int32_t layer, int is_v, int32_t head, int32_t d) {
     uint32_t x = (uint32_t)tag * 0x9e3779b1u + (uint32_t)(((layer * 2 + is_v) * 64 + head) * 64 + d) * 0x85ebca6bu;
     x = (x ^ x >> 15) * 0x2c1b3c6du;
+    if (d == SCALED_DIM - 1) return x >> 31 ? 127 : -127;
     return (float)(x >> 25) * 2 - 127;
 }
 
@@ -793,7 +796,8 @@ static inline void check_element(const row *r, int l, int is_v, int32_t h, int32
 
 /* Checks head h of a key that moved by `moved`. */
 static inline void check_key_row(const pair *p, int l, const row *r, int32_t moved, int32_t h, const float *got) {
-    static const double half_steps[] = {0x1p-24, 0x1p-11, 0x1p-8}; /* of f32, f16 and bf16 numbers near 1 */
+    /* Of f32, f16 and bf16 numbers near 1; of integers, in units of 256. */
+    static const double half_steps[KVC_STORED_TYPES] = {0x1p-24, 0x1p-11, 0x1p-8, [KVC_INT8] = 0x1p-8};
     double right[MAX_ROW], error = p->roundings * half_steps[p->layers[l].k_type] * 256;
     moved_key(p, l, r->tag, moved, h, right);
     for (int d = 0; d < p->layers[l].k_dim; d++)
@@ -860,8 +864,16 @@ static inline void check_extract(const pair *p, const sequence *s, int l, int32_
     }
 }
 
-static inline void read_row(const void *from, int32_t type, int32_t dim, float *to) {
-    kvc_kernels_scalar.convert(type, KVC_F32, to, 0, from, 0, 1, dim);
+/* Returns row i of head h of a span. */
+static inline kvc_rows row_in_span(const kvc_layer *layer, const kvc_span *span, int is_v, int h, int i) {
+    const char *scales = is_v ? span->v_scales : span->k_scales;
+    const kvc_rows rows = {is_v ? layer->v_type : layer->k_type,
+                           (char *)(is_v ? span->v : span->k),
+                           is_v ? span->v_row_stride : span->k_row_stride,
+                           is_v ? span->v_head_stride : span->k_head_stride,
+                           (char *)(scales ? scales : (const char *)span->k),
+                           KVC_SCALE_BYTES};
+    return kvc_row_of(&rows, i, h);
 }
 
 /* Checks a span's rows against those of the list; keys lack the span's delta. */
@@ -873,11 +885,10 @@ static inline void check_span(const pair *p, int l, const kvc_span *span, const 
         CHECKF(r->position == span->position + i, "position %d, not %d", span->position + i, r->position);
         CHECKF(r->delta == span->delta, "position %d: delta %d, not %d", r->position, span->delta, r->delta);
         for (int h = 0; h < layer->num_kv_heads; h++) {
-            read_row((const char *)span->k + h * span->k_head_stride + i * span->k_row_stride, layer->k_type,
-                     layer->k_dim, values);
+            const kvc_rows key = row_in_span(layer, span, 0, h, i), value = row_in_span(layer, span, 1, h, i);
+            kvc_decode_rows(&kvc_kernels_scalar, values, 0, &key, 1, layer->k_dim);
             check_key_row(p, source_of(p, l), r, r->position - r->delta - r->base, h, values);
-            read_row((const char *)span->v + h * span->v_head_stride + i * span->v_row_stride, layer->v_type,
-                     layer->v_dim, values);
+            kvc_decode_rows(&kvc_kernels_scalar, values, 0, &value, 1, layer->v_dim);
             check_value_row(p, source_of(p, l), r, h, values);
         }
     }
@@ -1251,10 +1262,9 @@ static inline void write_in_place(const pair *p, int l, const kvc_span *span, in
         float values[MAX_ROW];
         for (int is_v = 0; is_v < (layer->value_in_key ? 1 : 2); is_v++) {
             int32_t dim = is_v ? layer->v_dim : layer->k_dim;
-            char *to = is_v ? (char *)span->v + h * span->v_head_stride + i * span->v_row_stride
-                            : (char *)span->k + h * span->k_head_stride + i * span->k_row_stride;
             for (int d = 0; d < dim; d++) values[d] = element(tag, l, is_v, h, d);
-            kvc_kernels_scalar.convert(KVC_F32, is_v ? layer->v_type : layer->k_type, to, 0, values, 0, 1, dim);
+            const kvc_rows to = row_in_span(layer, span, is_v, h, i);
+            kvc_encode_rows(&kvc_kernels_scalar, &to, values, 0, 1, dim);
         }
     }
 }

@@ -282,14 +282,18 @@ static inline kvc_policy random_policy(void) {
 }
 
 /* Returns a random rope that the layer's dims allow. */
+enum { MOST_FREQS = 3 }; /* of the angles that there are */
+
 static inline kvc_rope random_rope(const kvc_layer *layer, const double *angles) {
     int first = layer->value_in_key ? layer->v_dim : 0, choice = random_int(0, 20);
     kvc_rope rope = {.kind = choice == 0 ? KVC_ROPE_UNKNOWN : choice < 5 ? KVC_ROPE_NONE : KVC_ROPE_FREQUENCIES};
-    if (choice > 14) return (kvc_rope){.kind = KVC_ROPE_FUNCTION, .shift = move_keys};
+    if (choice > 14 && layer->k_type < KVC_FLOAT_TYPES) /* it may move elements to -128 */
+        return (kvc_rope){.kind = KVC_ROPE_FUNCTION, .shift = move_keys};
     if (rope.kind != KVC_ROPE_FREQUENCIES) return rope;
     if (layer->k_dim - first < 2) return (kvc_rope){.kind = KVC_ROPE_NONE};
     rope.first_dim = random_int(first, layer->k_dim - 1);
-    rope.num_freqs = random_int(1, (layer->k_dim - rope.first_dim) / 2 + 1);
+    int most = (layer->k_dim - rope.first_dim) / 2;
+    rope.num_freqs = random_int(1, (most < MOST_FREQS ? most : MOST_FREQS) + 1);
     rope.interleaved = random_int(0, 2);
     rope.inv_freq = angles + random_int(0, 2);
     return rope;
@@ -302,6 +306,8 @@ static inline kvc_layer random_layer(const double *angles) {
                        .k_type = random_int(0, 3),
                        .v_type = random_int(0, 3),
                        .policy = random_policy()};
+    if (layer.k_dim == 7) layer.k_dim = SCALED_DIM, layer.k_type = KVC_INT8;
+    if (layer.v_dim == 4) layer.v_dim = SCALED_DIM, layer.v_type = KVC_INT8;
     layer.value_in_key = layer.v_dim <= layer.k_dim && layer.v_type == layer.k_type;
     layer.rope = random_rope(&layer, angles);
     return layer;

@@ -283,7 +283,7 @@ static void test_header(void) {
     static const struct {
         const char *name;
         size_t bytes;
-    } dtypes[] = {{"U8", 1}, {"F16", 2}, {"BF16", 2}, {"F32", 4}, {"I64", 8}, {"U64", 8}, {"F64", 8}};
+    } dtypes[] = {{"U8", 1}, {"I8", 1}, {"F16", 2}, {"BF16", 2}, {"F32", 4}, {"I64", 8}, {"U64", 8}, {"F64", 8}};
     for (int32_t type = 0; kvc_type_name(type); type++) {
         static pair p;
         const kvc_layer layer = {.num_kv_heads = 2, .k_dim = 64, .v_dim = 32, .k_type = type, .v_type = type};
