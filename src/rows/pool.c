@@ -38,9 +38,10 @@ int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t faulted) {
     uint64_t bytes = 0;
     for (int32_t i = 0; i < pool->num_layers; i++) {
         const kvc_layout *at = &pool->layouts[i];
-        bytes += (uint64_t)at->num_kv_heads * (kvc_align_up((size_t)faulted * at->k_row_bytes, page) +
-                                               kvc_align_up((size_t)faulted * at->v_stored, page) +
-                                               at->num_scales * kvc_align_up((size_t)faulted * KVC_SCALE_BYTES, page));
+        bytes += (uint64_t)at->num_kv_heads *
+                 (kvc_align_up((size_t)faulted * at->k_row_bytes, page) +
+                  kvc_align_up((size_t)faulted * at->v_stored, page) +
+                  (uint64_t)at->num_scales * kvc_align_up((size_t)faulted * KVC_SCALE_BYTES, page));
     }
     const uint64_t all = kvc_align_up(pool->block_bytes, page);
     return (int64_t)(bytes < all ? bytes : all);

@@ -195,7 +195,7 @@ def test_a_secret_finds_what_checksums_do_not(saved, tmp_path):
         kvcache.KVCache.load(path, secret=b"another")
     cache.save(tmp_path / "long", secret=bytes(63) + b"1")  # as long as one may be
     assert kvcache.KVCache.load(tmp_path / "long", secret=bytes(63) + b"1")
-    with pytest.raises(kvcache.StateFormatError, match="secret: its MAC is another one"):
+    with pytest.raises(kvcache.StateFormatError, match="long: its MAC is another one"):
         kvcache.KVCache.load(tmp_path / "long", secret=bytes(63) + b"2")
     with pytest.raises(kvcache.StateFormatError, match="it was saved without a secret"):
         kvcache.KVCache.load(plain, secret=SECRET)

@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "generate.py"
 EXPECTED = json.loads((ROOT / "examples" / "model" / "expected.json").read_text())
-TYPES = ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"]
-MEASURING = "(measuring 8 steps without the cache, then 9 types on 4 texts of 2,048 tokens; Ctrl-C ends it)\n"
+TYPES = ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8"]
+MEASURING = "(measuring 8 steps without the cache, then 10 types on 4 texts of 2,048 tokens; Ctrl-C ends it)\n"
 TIMEOUT = 600
 
 
@@ -51,7 +51,7 @@ def test_greedy_text_and_table() -> None:
     names = ["prefill, f32 cache", "decode, f32 cache", "decode, without cache", "cache type", *TYPES]
     assert len(table) == len(names)
     assert all(line.startswith(name) for line, name in zip(table, names, strict=True))
-    sizes = ["4,096", "2,048", "2,048", "1,088", "576", "640", "704", "768", "576"]
+    sizes = ["4,096", "2,048", "2,048", "1,088", "576", "640", "704", "768", "576", "1,056"]
     assert [line.split()[1] for line in table[4:]] == sizes
     rates = [
         float(line.removeprefix(name).split()[1].replace(",", "")) for line, name in zip(table, names[:3], strict=False)

@@ -356,7 +356,7 @@ def test_a_text_from_a_folder_and_from_a_file(tmp_path: Path, capsys: pytest.Cap
     assert "eval.txt" not in capsys.readouterr().err
     (tmp_path / "eval.txt").write_text("abcd " * 500)
     table = run(file, quiet=False, compare=True, max_new_tokens=4, dtype="q8_0")
-    assert [line.split()[0] for line in table.splitlines()[-9:]] == list(DTYPES)
+    assert [line.split()[0] for line in table.splitlines()[-len(DTYPES) :]] == list(DTYPES)
 
 
 @pytest.mark.parametrize("dtype", ["F16", "Q8_0"])

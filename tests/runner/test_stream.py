@@ -11,7 +11,7 @@ from kvcache.layer import DTYPES
 from kvcache.runner import stream
 
 MODEL = Path(__file__).resolve().parents[2] / "examples/model"
-ASKED = "(measuring 4 steps without the cache, then 9 types on 4 texts of 2,048 tokens; Ctrl-C ends it)\n"
+ASKED = "(measuring 4 steps without the cache, then 10 types on 4 texts of 2,048 tokens; Ctrl-C ends it)\n"
 
 
 class Watched(io.StringIO):

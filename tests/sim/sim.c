@@ -131,8 +131,10 @@ static uint64_t hash_contents(const world *w, int layer) {
     uint64_t to = hash(0, ids, (size_t)num * sizeof *ids);
     kvc_blocks(w->cache, layer, blocks, sizeof *blocks, MOST_LISTED, &num_blocks, runs, sizeof *runs, MOST_LISTED,
                &num_runs);
-    for (int64_t i = 0; i < num_blocks && i < MOST_LISTED; i++)
-        blocks[i].resident = 0; /* a batch that is aborted wrote */
+    for (int64_t i = 0; i < num_blocks && i < MOST_LISTED; i++) {
+        blocks[i].resident = 0;                       /* a batch that is aborted wrote */
+        if (blocks[i].is_held) blocks[i].filled = 0; /* its mark falls once it is let go */
+    }
     to = hash(to, blocks, (size_t)(num_blocks < MOST_LISTED ? num_blocks : MOST_LISTED) * sizeof *blocks);
     to = hash(to, runs, (size_t)(num_runs < MOST_LISTED ? num_runs : MOST_LISTED) * sizeof *runs);
     for (int s = 0; s < IDS + KEPT; s++) {

@@ -173,12 +173,13 @@ static void test_status_texts(void) {
 /* Every type has a name of its own; a number that is no type has none, and its rows no bytes. */
 static void test_type_names(void) {
     static const char *const first[] = {
-        [KVC_F32] = "f32", [KVC_F16] = "f16", [KVC_BF16] = "bf16", [KVC_Q8_0] = "q8_0", [KVC_Q4_0] = "q4_0", [KVC_INT8] = "int8"};
+        [KVC_F32] = "f32", [KVC_F16] = "f16", [KVC_BF16] = "bf16", [KVC_Q8_0] = "q8_0", [KVC_Q4_0] = "q4_0"};
     int32_t num = 0;
     for (; kvc_type_name(num); num++)
         for (int32_t i = 0; i < num; i++) CHECK(strcmp(kvc_type_name(i), kvc_type_name(num)));
     for (int32_t i = 0; i < (int32_t)(sizeof first / sizeof *first); i++)
         CHECK(i < num && !strcmp(kvc_type_name(i), first[i]));
+    CHECK(num == KVC_INT8 + 1 && !strcmp(kvc_type_name(KVC_INT8), "int8"));
     const int32_t none[] = {-1, num, num + 1, INT32_MIN, INT32_MAX};
     for (size_t i = 0; i < sizeof none / sizeof *none; i++)
         CHECK(!kvc_type_name(none[i]) && kvc_row_bytes(none[i], 32) == 0);
