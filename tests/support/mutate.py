@@ -5,12 +5,14 @@
 Of all changes, tries those that the seed draws, each in a core of its own, with the quick part of the tests: of the
 programs that run the changed line, the fastest first, and some seeds of the simulator last. Prints the changes that all
 of them pass, and fails where fewer than LEAST are noticed. What does not compile, or compiles to the same code, does
-not count. Kernels are left out: instruction sets are compared with each other.
+not count; what gives the same by a rule of syntax is not tried: same_in(). Kernels are left out: instruction sets are
+compared with each other.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -59,6 +61,35 @@ HEADER = re.compile(r"(?:if|for|while|switch) (?=\()")
 LABEL = re.compile(r"(?:else|do)\b|case [^:]*:|\w+:")
 CALL = re.compile(r"\w+\(.*\)", re.S)
 ASSIGNMENT = re.compile(r"\**\w+(?:(?:->|\.)\w+|\[[^;=]*?\])*(?: (?:[-+*/|&^%]|<<|>>)?= .*|\+\+|--)", re.S)
+
+# Where a change gives the same: what matches "same" is not changed.
+VALUE = r"(?:->|[^<>=?:;&|!,{}])+?"
+BEGIN = r"(?:(?<=\()|(?<=[=?:,] )|(?<=&& )|(?<=\|\| )|(?<=return ))"
+BOUND = rf"(?P<a>{VALUE}) (?P<same>[<>]=?) (?P<b>{VALUE})"
+EITHER = r"(?:(?P=a){0}(?P=b)|(?P=b){0}(?P=a))"
+SAME = [
+    # Of two equal values, it does not matter which one is taken.
+    re.compile(rf"\bif \({BOUND}\) {EITHER.format(' = ')};"),
+    re.compile(rf"{BEGIN}{BOUND}(?: && [^?;]+)? \? (?:\(\w+\))?{EITHER.format(' : ')}(?=[;,)])"),
+    # To wait, or to prefetch, takes time alone.
+    re.compile(r"(?P<same>\b(?:kvc_pause|kvc_prefetch\w*|__builtin_prefetch)\([^;]*\))(?=;)"),
+    # A way that is rare elsewhere is as right with another number, and the simulator's alone.
+    re.compile(r"KVC_BUGGIFY\(\) \? (?P<same>\d+)"),
+]
+YES = re.compile(r"\breturn (?P<same>1);")
+SET = re.compile(r"\b(?P<name>\w+) = (?P<same>1);")
+# How a flag is used: declared, set, or asked whether it is 0; and a function that says yes or no.
+PATH = r"[\w>.\[\]-]*"
+FLAG_USE = "|".join(
+    [
+        r"\bint(?:\d+_t)? (?:\w+, )*NAME\b",
+        r"\bNAME = ",
+        rf"!{PATH}\bNAME\b",
+        rf"(?:(?<!\w)\(|&& |\|\| ){PATH}\bNAME(?=\))",
+        rf"(?:(?<!\w)\(|&& |\|\| |[?:;,] |(?<![=!<>])= |return ){PATH}\bNAME(?= (?:&&|\|\||\?))",
+    ]
+)
+CALL_USE = r"\bint NAME\(|(?:(?<!\w)\(|&& |\|\| |!)NAME\("
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +156,35 @@ def statements(code, at, end):
                 yield begin, at
 
 
+@functools.cache
+def core():
+    """All code of the core but its kernels."""
+    return "".join(read_code(path) for path in sorted(ROOT.glob("src/*/*.[ch]")) if path.parent.name != "kernels")
+
+
+@functools.cache
+def is_only_asked(name, use):
+    """Whether nobody takes a name for a number, and any but 0 is as good as 1."""
+    return len(re.findall(rf"\b{name}\b", core())) == len(re.findall(use.replace("NAME", name), core()))
+
+
+def same_in(code):
+    """The spans of a source's code a change of which gives the same."""
+    found = [match for pattern in SAME for match in pattern.finditer(code)]
+    found += [match for match in SET.finditer(code) if is_only_asked(match["name"], FLAG_USE)]
+    for function in FUNCTION.finditer(code):
+        if is_only_asked(re.search(r"(\w+)\(", function[1])[1], CALL_USE):
+            found += YES.finditer(code, *function.span())
+    return {match.span("same") for match in found}
+
+
 def changes_of(path):
-    """Yield all changes of a source."""
+    """Yield all changes of a source that somebody could see."""
+    same = same_in(read_code(path))
+    return (change for change in all_changes_of(path) if (change.begin, change.end) not in same)
+
+
+def all_changes_of(path):
     code = read_code(path)
     for function in FUNCTION.finditer(code):
         begin, end = function.span(2 if function[2] else 3)
