@@ -61,12 +61,14 @@ static void free_cache(kvc_cache *cache) {
     watched = NULL;
 }
 
-/* Rows of position i are all i & 15. */
+/* Rows of position i are all value_at(i), in no byte of which is 0. */
+static uint16_t value_at(int64_t i) { return (uint16_t)(257 * (1 + (i & 15))); }
+
 static void put(kvc_batch *batch, int32_t n, int32_t position) {
     static uint16_t rows[TOKENS][HEADS][DIM];
     for (int32_t i = 0; i < n; i++)
         for (int h = 0; h < HEADS; h++)
-            for (int d = 0; d < DIM; d++) rows[i][h][d] = (uint16_t)((position + i) & 15);
+            for (int d = 0; d < DIM; d++) rows[i][h][d] = value_at(position + i);
     const kvc_put_args args = {.struct_size = sizeof args,
                                .num_tokens = n,
                                .k = rows,
@@ -109,7 +111,7 @@ static void check_rows(kvc_cache *cache, int64_t id, int32_t n) {
                             uint16_t k, v;
                             memcpy(&k, kvc_key_at(to, run.block, run.slot, h), sizeof k);
                             memcpy(&v, kvc_value_at(to, run.block, run.slot, h), sizeof v);
-                            CHECKF(k == (at & 15) && v == k, "slot %d", run.slot);
+                            CHECKF(k == value_at(at) && v == k, "slot %d", run.slot);
                         }
 }
 

@@ -240,6 +240,26 @@ static void test_environment(void) {
     }
 }
 
+/* The same: own threads keep to OMP_THREAD_LIMIT as it is when they are first asked for; a runtime of OpenMP has read
+ * it when the process began. */
+static void test_thread_limit(void) {
+    static const struct {
+        const char *value;
+        int32_t limit;
+    } cases[] = {{"3", 3}, {"0", KVC_MOST_THREADS}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        fflush(stdout);
+        const pid_t pid = fork();
+        if (pid == 0) {
+            setenv("OMP_THREAD_LIMIT", cases[i].value, 1);
+            end_child(kvc_set_threading_layer("own") != KVC_OK || kvc_thread_limit() != cases[i].limit);
+        }
+        int status = -1;
+        CHECK(pid > 0 && waitpid(pid, &status, 0) == pid);
+        CHECKF(WIFEXITED(status) && WEXITSTATUS(status) == 0, "OMP_THREAD_LIMIT=%s", cases[i].value);
+    }
+}
+
 /* Call before anything asks for the layer, as a name that this build has is read once. */
 static void test_layer_names(void) {
     setenv("KVCACHE_THREADS", "owned", 1);
@@ -263,6 +283,7 @@ static void test_layer_names(void) {
 
 int main(void) {
     test_environment();
+    test_thread_limit();
     test_layer_names();
     static const char *const layers[] = {"openmp", "own"};
     for (size_t i = 0; i < 2; i++) {

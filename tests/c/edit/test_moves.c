@@ -106,6 +106,21 @@ static void test_largest_position(void) {
     pair_free(p);
 }
 
+/* Keys that were all moved are rotated where they lie. */
+static void test_settle_moved(void) {
+    pair *p = pair_with(right_rope(0, 0, 1), full_policy, 4);
+    kvc_span span;
+    int64_t num;
+    pair_feed(p, 0, 0, 4);
+    for (int settles = 0; settles < 2; settles++) {
+        CHECK(pair_shift(p, 0, 0, KVC_END, 3) == KVC_OK && (!settles || pair_settle(p) == KVC_OK));
+        CHECK(kvc_spans(p->cache, 0, 0, &span, sizeof span, 1, &num, NULL) == KVC_OK && num == 1);
+        CHECKF(span.delta == (settles ? 0 : 3), "moved by %d", span.delta);
+        pair_check(p);
+    }
+    pair_free(p);
+}
+
 /* ---- replacing rows, and reading them ---------------------------------------------------------------------------- */
 
 /* Positions without a row are named, and nothing is replaced. */
@@ -657,6 +672,7 @@ static void test_moves(void) {
     test_lost_rows_among_sinks();
     test_largest_position();
     test_far();
+    test_settle_moved();
 }
 
 static void test_rows(void) {

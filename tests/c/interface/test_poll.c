@@ -4,7 +4,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 
-#include "kvcache.h"
+#include "base/threads.h"
 #include "support/test.h"
 
 enum { STORED = 4096, QUERIES = 64, HEADS = 32, KV_HEADS = 2, DIM = 64 };
@@ -224,8 +224,20 @@ static void test_unstored(void) {
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
+/* The next poll comes later than one that was. */
+static void test_timer(void) {
+    poller p = {.cache = cache_of(&(kvc_layer){.num_kv_heads = 1, .k_dim = 1, .v_dim = 1}, 1, (kvc_config){0}),
+                .caller = pthread_self()};
+    kvc_poll_timer timer;
+    kvc_poll_timer_init(&timer, poll, &p);
+    const int64_t before = timer.next = kvc_now();
+    CHECK(!kvc_poll_timer_ask(&timer) && p.asked == 1 && timer.next > before);
+    CHECK(kvc_cache_free(p.cache) == KVC_OK);
+}
+
 int main(void) {
     setenv("KVCACHE_ISA", "scalar", 1); /* so that every machine takes long enough to be asked */
+    test_timer();
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) rows[i] = (float)(i % 7) - 3;
     for (size_t i = 0; i < sizeof q / sizeof *q; i++) q[i] = (float)(i % 5) - 2;
     test_attend(1);

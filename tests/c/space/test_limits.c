@@ -1,5 +1,6 @@
 /* Limits: max_seq_len, max_sequences, capacity and max_bytes, and the default block size. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#include "support/feeding.h"
 #include "support/pairs.h"
 
 /* By default a block holds max_seq_len tokens if max_sequences is 1 and no layer expires, otherwise 64. */
@@ -135,6 +136,21 @@ static void test_max_bytes(void) {
     pair_free(p);
 }
 
+/* A batch that needs the memory of a sequence for which some was reserved gets it. */
+static void test_max_bytes_of_a_reserved_sequence(void) {
+    const kvc_layer layer = {.num_kv_heads = 2, .k_dim = 32, .v_dim = 32};
+    int64_t max_bytes = 0;
+    for (int is_limited = 0; is_limited < 2; is_limited++) {
+        kvc_cache *cache = heap_cache(1, &layer, (kvc_config){.max_bytes = max_bytes});
+        CHECK(feed(cache, 1, 0, 8) == KVC_OK && kvc_reserve(cache, 1, 1) == KVC_OK);
+        CHECKF(feed(cache, 1, 0, 8) == KVC_OK, "%s", kvc_last_error());
+        const int64_t bytes = kvc_nbytes(cache);
+        CHECK(kvc_compact(cache) == KVC_OK && (kvc_nbytes(cache) < bytes) == !is_limited);
+        max_bytes = kvc_nbytes(cache);
+        free_valid(cache);
+    }
+}
+
 /* Of a large block, kvc_nbytes counts the slots written so far; those are used first. */
 static void test_max_bytes_of_large_blocks(void) {
     enum { DIM = 1024, ROW = 2 * DIM * 4 };
@@ -237,6 +253,7 @@ int main(void) {
     test_max_seq_len_of_a_window();
     test_own_capacity();
     test_max_bytes();
+    test_max_bytes_of_a_reserved_sequence();
     test_max_bytes_of_large_blocks();
     test_max_bytes_of_an_encoder();
     test_edits_give_back_blocks();
