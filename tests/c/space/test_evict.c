@@ -112,6 +112,21 @@ static void test_evicted_windows(void) {
     }
 }
 
+/* Of two sequences whose windows were evicted by one call, one goes, and the other is evicted by another. */
+static void test_evicted_twice(void) {
+    const kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(4, 0, 0))};
+    kvc_cache *cache = heap_cache(2, layers, (kvc_config){.capacity = 16, .block_size = 16});
+    for (int i = 0; i < 2; i++) /* whose windows share no row */
+        CHECK(feed(cache, 2, 1, 4) == KVC_OK && kvc_retain(cache, 1, FIRST_ID + i, 0, 4 * (i + 1)) == KVC_OK);
+    CHECK(feed(cache, 2, 1, 4) == KVC_OK && feed(cache, 2, 2, 1) == KVC_OK);
+    CHECK(kvc_retain_new(cache, FIRST_ID + 2, 0, 11, (uint8_t[]){0, 1}) == KVC_OK);
+    CHECK(left(cache) == 7 && !kvc_seq_len(cache, FIRST_ID, 1) && !kvc_seq_len(cache, FIRST_ID + 1, 1));
+    CHECK(kvc_clear_sequence(cache, FIRST_ID + 1) == KVC_OK && kvc_clear_sequence(cache, FIRST_ID + 2) == KVC_OK);
+    CHECK(kvc_clear_sequence(cache, 1) == KVC_OK && left(cache) == 1);
+    CHECK(feed(cache, 2, 2, 12) == KVC_OK && left(cache) == 0);
+    free_valid(cache);
+}
+
 /* Rows that an edit holds until it has copied them count as evicted as well. */
 static void test_rows_evicted(void) {
     kvc_layer layer = plain_layer;
@@ -362,6 +377,7 @@ int main(void) {
     test_one_group();
     test_one_group_of_shared_rows();
     test_evicted_windows();
+    test_evicted_twice();
     test_rows_evicted();
     test_random_crowds();
     test_room_is_exact();

@@ -48,6 +48,9 @@ static inline void *memory_alloc(void *user, size_t size, size_t alignment, cons
     return start;
 }
 
+/* What a compiler does not leave out before free(). */
+static void *(*const volatile overwrite)(void *, int, size_t) = memset;
+
 static inline void memory_free(void *user, void *start, size_t size, const kvc_memory_hint *hint) {
     memory *m = user;
     int i = 0;
@@ -57,6 +60,7 @@ static inline void memory_free(void *user, void *start, size_t size, const kvc_m
     CHECKF(m->live[i].size == size, "freed as %zu bytes, not %zu", size, m->live[i].size);
     CHECK(m->live[i].hint.kind == hint->kind && m->live[i].hint.group == hint->group);
     m->live[i] = m->live[--m->num];
+    overwrite(start, 0xff, size); /* nothing may read it any more */
     free(start);
 }
 
