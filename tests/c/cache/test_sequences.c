@@ -1,8 +1,27 @@
 /* Sequences: batches, edits, windows, and random steps, compared after each with the oracle of plain row lists
  * (support/oracle.h). */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#include <pthread.h>
+
 #include "support/random_steps.h"
 #include "support/pairs.h"
+
+/* ---- the mutex --------------------------------------------------------------------------------------------------- */
+
+static _Thread_local int num_locked; /* mutexes that this thread has locked in the core: see compiling.py */
+
+int __wrap_pthread_mutex_lock(pthread_mutex_t *mutex);
+int __wrap_pthread_mutex_unlock(pthread_mutex_t *mutex);
+
+int __wrap_pthread_mutex_lock(pthread_mutex_t *mutex) {
+    num_locked++;
+    return pthread_mutex_lock(mutex);
+}
+
+int __wrap_pthread_mutex_unlock(pthread_mutex_t *mutex) {
+    CHECKF(num_locked-- > 0, "unlocked, but not locked");
+    return pthread_mutex_unlock(mutex);
+}
 
 /* ---- a forward pass ---------------------------------------------------------------------------------------------- */
 
@@ -44,6 +63,18 @@ static void test_largest_position(void) {
         pair_check(p);
         pair_free(p);
     }
+}
+
+/* No more ids are written than there is room for. */
+static void test_room_for_ids(void) {
+    pair *p = pair_with(full_policy, 4);
+    for (int64_t id = 0; id < 3; id++) pair_feed(p, id, 0, 1);
+    for (int64_t room = 0; room <= 3; room++) {
+        int64_t ids[4] = {-1, -1, -1, -1};
+        CHECK(kvc_sequences(p->cache, ids, room) == 3);
+        for (int64_t i = 0; i < 4; i++) CHECK(ids[i] == (i < room ? i : -1));
+    }
+    pair_free(p);
 }
 
 /* ---- windows ----------------------------------------------------------------------------------------------------- */
@@ -125,6 +156,7 @@ int main(void) {
     static const int block_sizes[] = {1, 3, 16, 64};
     test_extend_in_place();
     test_largest_position();
+    test_room_for_ids();
     test_cut_behind_sinks();
     test_busy();
     for (int i = 0; i < 48; i++) random_test(block_sizes[i % 4], 0, 700);
