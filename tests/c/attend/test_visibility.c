@@ -49,9 +49,34 @@ static void test_largest_positions(void) {
     }
 }
 
+/* Single rows that lie evenly in their block, the first or the last of which was moved by another distance than those
+ * beside it. */
+static void test_single_rows(void) {
+    enum { NUM = 24 };
+    static pair p;
+    const kvc_layer layer = {.num_kv_heads = 1,
+                             .k_dim = 4,
+                             .v_dim = 4,
+                             .rope = {.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 2, .inv_freq = right_angles}};
+    for (int32_t from = 2; from < NUM; from += NUM - 4) {
+        p = (pair){.config.block_size = 64};
+        pair_new(&p, 1, &layer);
+        pair_feed(&p, 0, 0, NUM);
+        for (int32_t i = 1; i < NUM; i += 2) CHECK(pair_remove(&p, 0, i, i + 1, 0) == KVC_OK);
+        CHECK(pair_shift(&p, 0, from, KVC_END, 3) == KVC_OK);
+        CHECK(pair_begin(&p, 1, (int32_t[]){kvc_next_position(p.cache, 0)}, (int64_t[]){0}) == KVC_OK);
+        pair_put_all(&p);
+        num_masked = 0;
+        check_attend(&p, 0, 0, 1, NULL);
+        CHECK(pair_commit(&p) == KVC_OK);
+        pair_free(&p);
+    }
+}
+
 int main(void) {
     static const int block_sizes[] = {1, 3, 16, 64};
     test_largest_positions();
+    test_single_rows();
     for (int i = 0; i < 96; i++) test_random(block_sizes[i % 4], 120, i % 3 ? 12 : 0);
     CHECKF(num_looks > 500 && num_attends > 2000 && num_refused > 50, "%d, %d, %d", num_looks, num_attends,
            num_refused);
