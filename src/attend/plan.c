@@ -131,7 +131,6 @@ static void lay_out_workspace(kvc_plan *plan, const totals *t) {
     const uint64_t q = (uint64_t)(most_of_job > t->most_query_rows ? most_of_job : t->most_query_rows);
     const uint64_t chunks = kvc_align_up((uint64_t)plan->k_dim, KVC_CHUNK) / KVC_CHUNK;
     workspace->q_stride = (int32_t)(chunks * (t->any_tiled ? KVC_PACKED : KVC_CHUNK));
-    workspace->size = 0;
     workspace->q = add_floats(&workspace->size, q * (uint64_t)workspace->q_stride);
     const uint64_t tile_rows = t->any_tiled ? (uint64_t)kvc_tile_rows(plan) : 0, scores = q * KVC_TILE;
     const uint64_t block = t->any_tiled ? KVC_BLOCK_QUERIES * KVC_WEIGHTS_STRIDE : 0;
