@@ -32,7 +32,7 @@ KEY_SIZE = 32
 LAYOUT_VERSION = 1  # of what keys stand for, and of the rows in a store: raise it with either
 INT_SIZE = 8  # bytes of a 64-bit integer in the content of a block
 DIGEST_SIZE = 32  # bytes of any other token, and of those behind it
-COUNT_SIZE = 2  # bytes of the number of integers, at the end of a content with digests
+COUNT_SIZE = 4  # bytes of the number of integers, at the end of a content with digests
 INTEGERS, DIGESTS = b"\x00", b"\x01"  # begin what a key is made of: the integers of a block, or a digest of each token
 
 

@@ -16,7 +16,7 @@ import pytest
 from support.prefixes import BLOCK, as_array, check_rows, common, feed, make_cache, rows_of, serve
 
 import kvcache
-from kvcache.prefix.keys import Keys, blocks_of
+from kvcache.prefix.keys import Keys, blocks_of, common_tokens, count_tokens
 from kvcache.prefix.tree import Node
 from kvcache.prefix.watch import FIRST_RETAINED
 
@@ -159,6 +159,12 @@ def test_integers_that_look_like_a_digest():
         assert prefix.acquire(text)[1] == len(text) - 1
     assert prefix.evict(10**6) > 0
     assert prefix.stats.blocks == 0
+
+
+def test_large_blocks():
+    tokens = [0] * 65536 + [b"an image", 1]
+    (one,), (other,) = (blocks_of([*tokens, last], 1 << 17) for last in (2, 3))
+    assert (count_tokens(one), common_tokens(one, other)) == (65539, 65538)
 
 
 def test_names_of_blocks_stay():
