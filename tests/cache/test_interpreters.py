@@ -83,7 +83,7 @@ def child(number):
     prefix = kvcache.PrefixCache(shared := kvcache.KVCache(1, 2, 8, None, max_sequences=None, block_size=16),
                                  fingerprint="a", store=DirectoryStore(FOLDER + "/prefix"))
     seq_id, matched = prefix.acquire(range(40))
-    assert matched in (0, 32)
+    assert matched in (0, 16, 32)  # the other processes may be between the two blocks
     with shared.batch(positions=range(matched, 40), seq_ids=[seq_id] * (40 - matched)) as mine:
         mine.put(0, rows(40 - matched), rows(40 - matched))
     prefix.release(seq_id, range(40))
