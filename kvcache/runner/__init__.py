@@ -4,7 +4,15 @@
 `compare_dtypes` measure, and `run` uses them all: it streams a text and ends with a table.
 """
 
-from kvcache.runner.evaluate import Fidelity, Report, compare_dtypes, mean_loss, read_windows, seconds_without_cache
+from kvcache.runner.evaluate import (
+    Fidelity,
+    Report,
+    compare_dtypes,
+    fidelity,
+    mean_loss,
+    read_windows,
+    seconds_without_cache,
+)
 from kvcache.runner.generate import FIRST_TOKENS_KEPT, Options, Speed, generate, new_cache, sample, shift_context
 from kvcache.runner.llama import PREFILL_TOKENS, Llama, LlamaConfig, LlamaError
 from kvcache.runner.stream import run
@@ -20,6 +28,7 @@ __all__ = [
     "Report",
     "Speed",
     "compare_dtypes",
+    "fidelity",
     "generate",
     "mean_loss",
     "new_cache",

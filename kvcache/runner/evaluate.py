@@ -1,14 +1,15 @@
-"""Measure decoding without a cache, and the effect of each element type on a model's loss and logits."""
+"""Measure decoding without a cache, and the effect of each element type on a model's loss and predictions."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from kvcache.layer import DType, bytes_of_token, dtypes_for, stored_as
 from kvcache.models.reading import open_file
@@ -17,20 +18,75 @@ from kvcache.models.weights import F32
 from kvcache.runner.generate import Options, Speed, new_cache
 from kvcache.runner.llama import Llama, LlamaConfig
 
-__all__ = ["Fidelity", "Report", "compare_dtypes", "mean_loss", "read_windows", "seconds_without_cache"]
+__all__ = [
+    "Fidelity",
+    "Report",
+    "compare_dtypes",
+    "fidelity",
+    "mean_loss",
+    "read_windows",
+    "seconds_without_cache",
+]
+
+F64: TypeAlias = NDArray[np.float64]
 
 EVAL_WINDOWS = 4  # texts of eval.txt that the loss is averaged over
 EVAL_TOKENS = 2048  # tokens of each text, unless the model's context is shorter
 EVAL_BYTES = 16 * EVAL_WINDOWS * EVAL_TOKENS  # bytes read of eval.txt: a token usually stands for fewer than 16
+ROWS_AT_ONCE = 256  # of logits in float64: a vocabulary may be large
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """The effect of a cache's element type on a model, for given texts."""
+    """How near a model's predictions stay to those with an f32 cache, for given texts."""
 
     loss: float  # mean over the texts, in nats per token
-    max_difference: float  # largest difference of a logit from the same logit with an f32 cache
-    prefill: Speed
+    divergence: float  # mean Kullback-Leibler divergence of the next token's probabilities, in nats
+    divergence_999: float  # its 99.9 % quantile: one token in 1,000 diverges more
+    best_kept: float  # share of tokens after which the likeliest next token is the same
+
+
+def fidelity(passes: Iterable[F32], exact: Sequence[F32], texts: Sequence[Sequence[int]]) -> Fidelity:
+    """Compare a model's logits with those of an f32 cache.
+
+    Parameters
+    ----------
+    passes : iterable of ndarray of float32, shape [n, vocab_size]
+        The logits after each token of a text, for each text; only one text's are held at a time.
+    exact : sequence of ndarray of float32, shape [n, vocab_size]
+        The same with an f32 cache.
+    texts : sequence of sequences of int
+        The texts' tokens.
+    """
+    losses, divergences, kept = [], [], []
+    for logits, wanted, text in zip(passes, exact, texts, strict=True):
+        losses.append(mean_loss(logits, text))
+        divergences.append(_divergences(logits, wanted))
+        kept.append(logits.argmax(axis=-1) == wanted.argmax(axis=-1))
+    found = np.concatenate(divergences)
+    return Fidelity(
+        float(np.mean(losses)),
+        float(found.mean()),
+        float(np.quantile(found, 0.999)),
+        float(np.concatenate(kept).mean()),
+    )
+
+
+def _divergences(logits: F32, exact: F32) -> F64:
+    """Return each next token's Kullback-Leibler divergence from the exact probabilities, in nats: [n]."""
+    found = np.empty(len(exact))
+    for i in range(0, len(exact), ROWS_AT_ONCE):
+        rows = slice(i, i + ROWS_AT_ONCE)
+        wanted = _log_probabilities(exact[rows])
+        found[rows] = np.vecdot(np.exp(wanted), wanted - _log_probabilities(logits[rows]))
+    return found
+
+
+def _log_probabilities(logits: F32) -> F64:
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=-1, keepdims=True)
+    wide -= np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+    return wide
 
 
 def mean_loss(logits: F32, tokens: ArrayLike) -> float:
@@ -43,10 +99,8 @@ def mean_loss(logits: F32, tokens: ArrayLike) -> float:
     tokens : array_like of int, shape [n]
         The text; its first token is not predicted.
     """
-    wide, targets = logits[:-1].astype(np.float64), np.asarray(tokens, dtype=np.intp)[1:]
-    top = wide.max(axis=-1)
-    log_total = top + np.log(np.exp(wide - top[:, None]).sum(axis=-1))
-    return float(np.mean(log_total - wide[np.arange(len(targets)), targets]))
+    targets = np.asarray(tokens, dtype=np.intp)[1:]
+    return float(-np.mean(_log_probabilities(logits[:-1])[np.arange(len(targets)), targets]))
 
 
 def read_windows(path: Path, tokenizer: Tokenizer, length: int) -> list[list[int]]:
@@ -65,20 +119,16 @@ def compare_dtypes(
     model: Llama, options: Options, windows: Sequence[Sequence[int]]
 ) -> Iterator[tuple[DType, Fidelity]]:
     """Run each text through a cache of each element type, f32 first; yield the type and its effect."""
-    exact: list[F32] = []
+    exact = list(_passes(model, options, "f32", windows))
     for dtype in dtypes_for(model.config.head_dim):
-        losses, differences, speed = [], [], Speed()
-        for i, window in enumerate(windows):
-            with new_cache(model.config, options, dtype) as cache:
-                start = time.perf_counter()
-                logits = model.forward(window, cache)
-                speed.seconds += time.perf_counter() - start
-            speed.tokens += len(window)
-            if dtype == "f32":
-                exact.append(logits)
-            losses.append(mean_loss(logits, window))
-            differences.append(float(np.abs(logits - exact[i]).max()))
-        yield dtype, Fidelity(float(np.mean(losses)), max(differences), speed)
+        passes = exact if dtype == "f32" else _passes(model, options, dtype, windows)
+        yield dtype, fidelity(passes, exact, windows)
+
+
+def _passes(model: Llama, options: Options, dtype: DType, windows: Sequence[Sequence[int]]) -> Iterator[F32]:
+    for window in windows:
+        with new_cache(model.config, options, dtype) as cache:
+            yield model.forward(window, cache)
 
 
 def seconds_without_cache(model: Llama, options: Options, tokens: Sequence[int], lengths: Sequence[int]) -> list[float]:
@@ -122,25 +172,28 @@ class Report:
 
     def sizes(self) -> list[str]:
         """Return a heading, and a line for each type with its bytes: nothing was compared."""
-        return [f"{'cache type':14}{'bytes/token':>12}", *map(self._size, dtypes_for(self.config.head_dim))]
+        return [f"{'cache type':15}{'bytes/token':>12}", *map(self._size, dtypes_for(self.config.head_dim))]
 
     def heading(self) -> str:
         """Return the heading of the rows."""
-        measured = f"{'logits off by':>15}{'loss':>10}{'change':>11}{'prefill tokens/s':>18}"
-        return f"{'cache type':14}{'bytes/token':>12}{measured}"
+        divergence = f"{'divergence':>12}{'99.9 %':>10}{'best kept':>11}"
+        return f"{'cache type':15}{'bytes/token':>12}{'loss':>10}{'change':>10}{divergence}"
 
     def row(self, dtype: DType, found: Fidelity) -> str:
         """Return a type's bytes and its effect on the model; the first type is f32, with which others are compared."""
         exact = self._exact = self._exact or found
-        off, change = f"{found.max_difference:.4f}", f"{found.loss - exact.loss:+.6f}"
-        off, change = ("-", "-") if found is exact else (off, change)
-        rate = found.prefill.tokens_per_second
-        return f"{self._size(dtype)}{off:>15}{found.loss:10.6f}{change:>11}{rate:18,.1f}"
+        change, mean, quantile, kept = "----" if found is exact else (
+            f"{found.loss - exact.loss:+.6f}",
+            f"{found.divergence:.2e}",
+            f"{found.divergence_999:.2e}",
+            f"{found.best_kept:.2%}",
+        )  # fmt: skip
+        return f"{self._size(dtype)}{found.loss:10.6f}{change:>10}{mean:>12}{quantile:>10}{kept:>11}"
 
     def _size(self, dtype: DType) -> str:
         c = self.config
         nbytes = c.num_layers * bytes_of_token(c.num_kv_heads, c.head_dim, c.head_dim, dtype, dtype)
-        return f"{stored_as(dtype, self.options.transform):14}{nbytes:12,}"
+        return f"{stored_as(dtype, self.options.transform):15}{nbytes:12,}"
 
 
 def _speed(name: str, speed: Speed) -> str:

@@ -449,7 +449,7 @@ def generate(
         float, typer.Option(metavar="P", help="Draw from the likeliest tokens, of probability P together.")
     ] = 0.95,
     compare: Annotated[
-        bool, typer.Option(help="Then print a table of tokens/s without the cache, and of each type; else a line.")
+        bool, typer.Option(help="Then print a table: tokens/s without the cache, what each type loses; else a line.")
     ] = True,
     quiet: Annotated[bool, typer.Option("--quiet", help="Write the text, and what --session did; no more.")] = False,
     session: Annotated[

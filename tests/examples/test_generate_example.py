@@ -57,7 +57,7 @@ def test_greedy_text_and_table() -> None:
         float(line.removeprefix(name).split()[1].replace(",", "")) for line, name in zip(table, names[:3], strict=False)
     ]
     assert rates[1] > rates[2]
-    assert float(table[4].split()[3]) == pytest.approx(EXPECTED["eval_loss_windows_of_2048"], abs=2e-6)
+    assert float(table[4].split()[2]) == pytest.approx(EXPECTED["eval_loss_windows_of_2048"], abs=2e-6)
 
 
 def speeds_of(errors: str) -> dict[str, tuple[int, float]]:

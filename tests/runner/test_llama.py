@@ -14,6 +14,7 @@ from typing import Any, Self, cast
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from support.fidelity import expected
 
 from kvcache import KVCache, ModelFileError, runner
 from kvcache.layer import DTYPES, DType, dtypes_for
@@ -119,21 +120,28 @@ def test_types_stay_near_f32(model: runner.Llama, windows: list[list[int]]) -> N
     found = dict(runner.compare_dtypes(model, options(), windows[:2]))
     assert list(found) == ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8"]
     exact = found["f32"]
-    assert exact.max_difference == 0
-    assert exact.prefill.tokens == 4096
     # f16 keeps 11 bits, bf16 and q8_0 8, q4_0 4: it must show, and not more than this
-    assert 1e-3 < found["f16"].max_difference < 0.05
-    assert 1e-2 < found["bf16"].max_difference < 0.4
+    assert 1e-9 < found["f16"].divergence < 1e-6
+    assert 1e-7 < found["bf16"].divergence < 1e-5
     assert found["f16"].loss == pytest.approx(exact.loss, abs=5e-5)
     assert found["bf16"].loss == pytest.approx(exact.loss, abs=5e-4)
-    assert 1e-2 < found["q8_0"].max_difference < 1
+    assert 1e-6 < found["q8_0"].divergence < 1e-4
     assert found["q8_0"].loss == pytest.approx(exact.loss, abs=1e-3)
     assert found["int8"].loss == pytest.approx(exact.loss, abs=1e-3)
-    assert max(found["q8_0"].max_difference, found["int8"].max_difference) < found["q4_0"].max_difference
+    assert 20 * max(found["q8_0"].divergence, found["int8"].divergence) < found["q4_0"].divergence
     assert found["q4_0"].loss == pytest.approx(exact.loss, abs=0.1)
     for five_bits, four_bits in (("q5_0", "q4_0"), ("q5_1", "q4_1")):
         assert abs(found[five_bits].loss - exact.loss) < abs(found[four_bits].loss - exact.loss) < 0.1
     assert found["iq4_nl"].loss == pytest.approx(exact.loss, abs=0.1)
+
+
+def test_types_are_compared_with_f32(model: runner.Llama, windows: list[list[int]]) -> None:
+    texts = [windows[0][:300], windows[1][:200]]  # of other lengths: a loss is a mean of texts, the rest of tokens
+    exact = [logits(model, text, dtype="f32") for text in texts]
+    for dtype, found in runner.compare_dtypes(model, options(), texts):
+        wanted = expected([logits(model, text, dtype=dtype) for text in texts], exact, texts)
+        assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(wanted), rel=1e-6, abs=1e-12)
+        assert (found.divergence == 0) is (dtype == "f32")
 
 
 # --- against itself ----------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """What a run says while it measures."""
 
 import io
-import re
 from pathlib import Path
 
 import pytest
@@ -52,7 +51,7 @@ def measured(monkeypatch, out, capsys):
     def compare_dtypes(model, options, windows):
         for dtype in DTYPES:
             see()
-            yield dtype, runner.Fidelity(1.0, 0.25, runner.Speed(10, 1.0))
+            yield dtype, runner.Fidelity(*((1.0, 0, 0, 1) if dtype == "f32" else (1.25, 1.5e-5, 0.00075, 0.987654)))
         see()
 
     monkeypatch.setattr(stream, "seconds_without_cache", seconds_without_cache)
@@ -70,8 +69,18 @@ def test_it_says_what_it_measures_and_shows_each_row_at_once(out, measured):
         assert found.splitlines()[-1].startswith(f"{dtype} ")
         assert errors == ""
     table = out.getvalue().split("\n\n")[-1].splitlines()
-    assert table[0].split() == re.split(r"\s+", "cache type bytes/token logits off by loss change prefill tokens/s")
+    heading = "cache type bytes/token loss change divergence 99.9 % best kept"
+    assert table[0].split() == heading.split()
     assert [line.split()[0] for line in table[1:]] == [*DTYPES]
+    assert table[1].split()[1:] == ["4,096", "1.000000", "-", "-", "-", "-"]
+    assert table[-1].split()[1:] == ["1,056", "1.250000", "+0.250000", "1.50e-05", "7.50e-04", "98.77%"]
+
+
+def test_its_table_fits_a_terminal(out, measured):
+    assert runner.run(MODEL, b"ROMEO:", runner.Options(max_new_tokens=5, transform="hadamard"), out) == 0
+    table = out.getvalue().split("\n\n")[-1].splitlines()
+    assert {len(line) for line in table} == {80}
+    assert all(line[14] != " " and line[15] == " " for line in table if line.startswith("hadamard iq4_nl"))
 
 
 @pytest.mark.parametrize("asked", [{"compare": False}, {"quiet": True}])
@@ -88,7 +97,7 @@ def test_an_interrupt_keeps_what_was_measured(out, measured, after):
     assert ("without cache" in speeds) is (after > 0)
     names = [line.split()[0] for line in types.splitlines()]
     assert names == ["cache", *(DTYPES[: after - 1] if after > 1 else DTYPES)]
-    assert ("logits" in types) is (after > 1)
+    assert ("divergence" in types) is (after > 1)
 
 
 def test_a_folder_without_a_text_to_compare_on(tmp_path, out, measured, capsys):
