@@ -141,7 +141,8 @@ class Batch:
         ValueError
             If the token was put before, or the layer reads another's rows or has no attention.
         NotSupportedError
-            If the policy of the layer is `CrossAttention`, or it stores int8, whose scales no array shows.
+            If the policy of the layer is `CrossAttention`, or it stores a type with one scale a row, as int8: views of
+            elements would lack the scales, which lie apart. `put` also takes such rows, as uint8.
 
         Notes
         -----

@@ -212,13 +212,16 @@ cdef class Batch(_CallCounter):
         cdef Slots slots = Slots.__new__(Slots)
         cdef kvc_status status
         cdef kvc_batch *batch
+        cdef kvc_layer *shape
         slots.cache = self.cache
         batch = self.enter()
         with nogil:
             status = kvc_slots(batch, at, token, &slots.span, sizeof(kvc_span), &slots.handle)
         self.finish(status)
         if slots.span.k_scales or slots.span.v_scales:
-            raise NotSupportedError(f"layer {at} stores int8, whose scales lie apart: put() the rows")
+            shape = &self.cache.layers[at]
+            name = type_name(shape.k_type if slots.span.k_scales else shape.v_type)
+            raise NotSupportedError(f"layer {at} stores {name}, whose scales lie apart: put() the rows")
         views = slots.view(&self.cache.layers[at], False), slots.view(&self.cache.layers[at], True)
         self.writable.extend([weakref.ref(view, self.writable.remove) for view in views])
         if self.has_ended():  # another thread ended the batch while the views were made

@@ -83,10 +83,11 @@ def test_int8(tmp_path):
         np.testing.assert_array_equal(raw[..., :-2].view(np.int8), codes)
         np.testing.assert_array_equal(raw[..., -2:].view(np.float16), scales.astype(np.float16))
         np.testing.assert_array_equal(decoded, codes * scales.astype(np.float16).astype(np.float32))
-    with cache.batch(1) as batch:
-        with pytest.raises(kvcache.NotSupportedError, match=r"int8, whose scales lie apart: put\(\)"):
-            batch.slots(0)
-        batch.put(0, *random_rows(1))
+    for each in (fed("f16", "int8"), cache):
+        with each.batch(1) as batch:
+            with pytest.raises(kvcache.NotSupportedError, match=r"int8, whose scales lie apart: put\(\)"):
+                batch.slots(0)
+            batch.put(0, *random_rows(1))
     cache.save(tmp_path / "state")
     tensors = load_file(tmp_path / "state")
     for name, raw in zip("kv", cache.gather(0, raw=True), strict=True):
