@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 from support.failing_calls import every_failure
-from support.saved_states import FINGERPRINT, SECRET, STATES, TOKENS, everything, feed, varied_cache
+from support.saved_states import CACHES, FINGERPRINT, SECRET, STATES, TOKENS, everything, feed, varied_cache
 
 import kvcache
 from kvcache import state
@@ -64,9 +64,10 @@ def test_a_large_cache_comes_back(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
-def test_the_file_of_version_1(secret):
+@pytest.mark.parametrize("name", CACHES)
+def test_a_file_that_was_saved_once(name, secret):
     """Loads for ever."""
-    path, cache = STATES / "version-1", varied_cache()
+    path, cache = STATES / name, CACHES[name]()
     assert everything(kvcache.KVCache.load(path, secret=secret, fingerprint=FINGERPRINT)) == everything(cache)
     found = state.inspect(path, verify=True)
     assert (found.version, found.fingerprint, found.has_mac) == (1, FINGERPRINT, True)

@@ -1,9 +1,10 @@
-"""A cache with every kind of layer and sequence, and what it holds; `python saved_states.py FILE` saves it.
+"""Caches with every kind of layer and sequence, and what they hold; `python saved_states.py FILE` saves one.
 
-tests/support/states has a file of each version of the format, written by this program. Such a file is never written
-anew: every later version of the library must load it.
+tests/support/states has files of each version of the format, written by this program: version-N, and version-N-TYPE for
+a type whose rows have a scale each. Such a file is never written anew: every later version of the library must load it.
 """
 
+import functools
 import sys
 from pathlib import Path
 
@@ -45,6 +46,37 @@ def varied_cache():
         block_size=4,
         num_threads=1,
     )
+    return filled(cache)
+
+
+def scaled_cache(dtype):
+    """Make a cache of rows with a scale each: of keys and values, of values, of keys that hold the values."""
+    cache = kvcache.KVCache(
+        4,
+        [2, 1, 1, 1],
+        [32, 4, 64, 32],
+        None,
+        v_head_dim=[64, 32, 32, 32],
+        value_in_key=[False, False, True, False],
+        k_dtype=[dtype, "f16", dtype, dtype],
+        v_dtype=dtype,
+        k_transform=[None, None, None, "hadamard"],
+        v_transform=[None, None, None, "hadamard"],
+        policy=[
+            kvcache.FullAttention(),
+            kvcache.SlidingWindow(4, 2, 6),
+            kvcache.FullAttention(),
+            kvcache.CrossAttention(5),
+        ],
+        rope=[kvcache.Rope([1.0, 0.25], True), False, False, None],
+        max_sequences=None,
+        block_size=4,
+        num_threads=1,
+    )
+    return filled(cache)
+
+
+def filled(cache):
     feed(cache, 0, 11)
     cache.fork(0, 7)
     cache.shift(6, None, 5, seq_id=7)
@@ -85,5 +117,9 @@ def everything(cache):
     return found
 
 
+CACHES = {"version-1": varied_cache, "version-1-int8": functools.partial(scaled_cache, "int8")}
+
+
 if __name__ == "__main__":
-    varied_cache().save(sys.argv[1], tokens=TOKENS, fingerprint=FINGERPRINT, secret=SECRET)
+    path = Path(sys.argv[1])
+    CACHES[path.name]().save(path, tokens=TOKENS, fingerprint=FINGERPRINT, secret=SECRET)
