@@ -51,10 +51,13 @@ def complete(model, prompt, *options, **environment):
 
 
 @pytest.mark.parametrize("name", WITH_COMMON_OPTIONS)
-def test_help_shows_the_option(folder, name):
+def test_help_shows_the_options(folder, name):
     said = "".join(run(name, "--help"))
     assert re.search(r"^--kvcache, +--no-kvcache ", said, re.MULTILINE)
-    assert "env: LLAMA_KVCACHE" in said
+    assert "env: LLAMA_KVCACHE)" in said
+    for x in "kv":
+        assert re.search(rf"^--kvcache-type-{x} TYPE ", said, re.MULTILINE)
+        assert f"LLAMA_KVCACHE_TYPE_{x.upper()})" in said
 
 
 def test_the_option_goes_before_the_environment(repository):
@@ -104,6 +107,58 @@ def test_types_are_served_if_the_library_has_them(repository):
         if name not in served:
             assert "llama_kv_cache: size" in log
             assert said == complete(repository, text(0, 100), *options)[0]
+
+
+TYPE_K, TYPE_V = "LLAMA_KVCACHE_TYPE_K", "LLAMA_KVCACHE_TYPE_V"
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "types"),
+    [
+        ([], {TYPE_K: "int8"}, ("int8", "f16")),
+        (["--cache-type-k", "q4_0"], {TYPE_K: "int8", TYPE_V: "int8"}, ("int8", "int8")),
+        (["--cache-type-k", "q4_0"], {TYPE_K: ""}, ("q4_0", "f16")),
+        (["--kvcache-type-k", "int8", "--kvcache-type-v", "q8_0"], {TYPE_K: "f32", TYPE_V: "int8"}, ("int8", "q8_0")),
+        (["--kvcache-type-v", "int8", "--flash-attn", "off"], {}, ("f16", "int8")),
+    ],
+)
+def test_types_of_this_library_go_before_llama_cpps(repository, options, environment, types):
+    _, log = complete(repository, text(0, 100), "--kvcache", *options, **environment)
+    assert "K ({}), V ({}),".format(*types) in re.search(f"{USED}.*", log)[0]
+
+
+def test_a_type_of_this_library_is_nothing_to_llama_cpps_cache(repository):
+    said, log = complete(repository, text(0, 100), "--no-kvcache", LLAMA_KVCACHE_TYPE_K="int8")
+    assert not re.search(USED, log)
+    assert said == complete(repository, text(0, 100))[0]
+
+
+@pytest.mark.parametrize("variable", [TYPE_K, TYPE_V])
+@pytest.mark.parametrize("name", ["i8", "INT8", "int8 "])
+def test_a_name_of_no_type_is_an_error(repository, variable, name):
+    options = ("--model", repository, "--prompt", "a", "-n", "1", "--no-conversation", "--kvcache")
+    said = f"{variable} is '{name}': set it to {', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
+    run("completion", *options, status=1, end=re.escape(said), **{variable: name})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "head_dim", "type_k", "said"),
+    [
+        ("llama", 48, "int8", r"layers\[0\].k_dim is 48: for int8 it must be a multiple of 32"),
+        ("deepseek2", None, "", f"{TYPE_V} is 'int8': this model's values lie in its keys, whose type is f16"),
+        ("deepseek2", None, "int8", ""),
+    ],
+)
+def test_types_that_do_not_fit_a_model_are_errors(folder, architecture, head_dim, type_k, said):
+    model = folder / f"{architecture}-{head_dim}.gguf"
+    if head_dim:
+        module = llama_models.writer()
+        module.write_random(model, module.Shape(architecture, 1, 96, 96, 2, 1, head_dim, vocab_size=320))
+    else:
+        model = llama_models.write_random(folder, architecture)
+    options = ("--model", model, "-npp", "16", "-ntg", "4", "-npl", "1", "-c", "256", "--threads", "1", "--kvcache")
+    end = said or r"\| +4 \| +1 \|"
+    run("batched-bench", *options, status=bool(said), end=end, LLAMA_KVCACHE_TYPE_K=type_k, LLAMA_KVCACHE_TYPE_V="int8")
 
 
 def test_a_model_that_is_not_served_runs_on_the_own_cache(folder):

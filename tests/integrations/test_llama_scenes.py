@@ -39,6 +39,12 @@ def test_scenes_with_the_repositorys_model(repository):
     assert len(re.findall(r"  ok   250 tokens, (?:f32|f16), .*\(250 of 250 equal", out)) == 6, out
 
 
+def test_scenes_in_int8_are_nearly_as_with_llama_cpps_own_cache(repository):
+    """Which stores f32 rows."""
+    out = run("test-kvcache", "--only", "int8", repository)
+    assert out.count("  ok ") == 14, out
+
+
 def perplexity(model, kvcache, *args):
     """Return the perplexity of the text that the repository's model was tried on."""
     text = ROOT / "examples/model/eval.txt"
@@ -61,6 +67,11 @@ def test_perplexity_is_that_of_llama_cpps_own_cache(repository, type_, tolerance
     types = ["-ctk", type_, "-ctv", type_]
     own = perplexity(repository, "0", *types)
     assert perplexity(repository, "1", *types) == pytest.approx(own, rel=tolerance)
+
+
+def test_perplexity_in_int8_is_nearly_that_of_f16(repository):
+    types = ["--kvcache-type-k", "int8", "--kvcache-type-v", "int8"]
+    assert perplexity(repository, "1", *types) == pytest.approx(perplexity(repository, "1"), rel=1e-3)
 
 
 def test_training_says_to_take_llama_cpps_own_cache(model):

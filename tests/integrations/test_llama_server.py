@@ -139,6 +139,28 @@ def test_a_slot_is_saved_erased_and_restored(pair):
         assert again["content"] == continued["content"]
 
 
+def test_a_slot_of_rows_with_scales_is_saved_erased_and_restored(folder, repository):
+    saved = folder / "scales"
+    saved.mkdir()
+    types = ("--kvcache-type-k", "int8", "--kvcache-type-v", "int8")
+    options = ("--kvcache", *types, *TWO_SLOTS, "--slot-save-path", saved)
+    with Server(repository, folder / "scales.log", *options) as server:
+        assert "K (int8), V (int8)" in server.log()
+        first = server.complete(text(2000, 2200), id_slot=0)
+        assert server.ask("/slots/0?action=save", {"filename": "slot.bin"})["n_saved"] == 200 + 31
+        continued = server.complete(text(2000, 2200) + first["content"][:20], id_slot=0)
+        server.ask("/slots/0?action=erase", {})
+        for slot in (0, 1):
+            assert server.ask(f"/slots/{slot}?action=restore", {"filename": "slot.bin"})["n_restored"] == 231
+            again = server.complete(text(2000, 2200) + first["content"][:20], id_slot=slot)
+            assert timings(again) == (219, 1)
+            assert again["content"] == continued["content"]
+    with Server(repository, folder / "no scales.log", "--kvcache", *TWO_SLOTS, "--slot-save-path", saved) as server:
+        server.ask("/slots/0?action=restore", {"filename": "slot.bin"}, status=400)
+        assert "mismatched type of keys" in server.log()
+        assert server.complete(text(2000, 2200), id_slot=0)["tokens_predicted"] == 32
+
+
 def named(pair):
     return (("ours", pair.ours), ("own", pair.own))
 

@@ -26,13 +26,17 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize(
     ("architecture", "types", "count"),
     [
-        ("gemma2", "f16,q4_0,q5_1", 8),
-        ("granitehybrid", "f16", 4),
-        ("deci", "f32,q8_0", 6),
-    ],  # windows, a hybrid, blank layers
+        ("gemma2", "f16,q4_0,q5_1,int8", 12),
+        ("granitehybrid", "f16,int8", 8),
+        ("deci", "f32,q8_0,int8", 10),
+        ("deepseek2", "int8", 4),
+    ],  # windows, a hybrid, blank layers, values in keys
 )
 def test_it_passes_for_llama_cpps_own_state(model, architecture, types, count):
-    """Values are transposed or not (flash attention off, on), sequences are divided, and states go both ways."""
+    """Values are transposed or not (flash attention off, on), sequences are divided, and states go both ways.
+
+    Of int8, which llama.cpp lacks, they go from this cache to this cache, and llama.cpp's own refuses them.
+    """
     out = run("test-kvcache-state", "--types", types, model(architecture))
     assert out.splitlines()[-1].startswith("0 of"), out
     assert out.count("  ok ") == count, out

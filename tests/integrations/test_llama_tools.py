@@ -14,7 +14,7 @@ from support import llama_cpp_build, llama_models
 from support.compiling import ROOT
 
 README = (ROOT / "integrations/llama.cpp/README.md").read_text()
-BUILD, USE, COMPLETE, SERVE, BENCH, *_ = re.findall(r"^```sh\n(.*?)\n```$", README, re.M | re.S)
+BUILD, USE, COMPLETE, SERVE, BENCH, TYPES, *_ = re.findall(r"^```sh\n(.*?)\n```$", README, re.M | re.S)
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +126,10 @@ def test_the_page_completes_a_text(reader):
     assert f"{shown}, " in said, "the line that the page shows"
     own = reader.run(COMPLETE.replace("-lv 4", "-lv 4 --no-kvcache"))
     assert "llama_kvcache:" not in own
+
+
+def test_the_page_completes_a_text_in_another_type(reader):
+    assert "K (int8), V (int8), " in reader.run(f"{TYPES} -lv 4")
 
 
 def test_the_page_serves(reader):

@@ -12,12 +12,20 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <map>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
-int32_t llama_kvcache_type(ggml_type type) {
+static const char *const TYPE_K = "LLAMA_KVCACHE_TYPE_K";
+static const char *const TYPE_V = "LLAMA_KVCACHE_TYPE_V";
+
+// In states, kvc_types that ggml lacks have numbers from this one on, which llama.cpp's own cache refuses.
+static constexpr int32_t FIRST_OWN_TYPE = 1000;
+
+// returns the kvc_type of this name, -1 if there is none
+static int32_t type_of(const char *name) {
     for (int32_t res = 0; kvc_type_name(res); ++res) {
-        if (!strcmp(kvc_type_name(res), ggml_type_name(type))) {
+        if (!strcmp(kvc_type_name(res), name)) {
             return res;
         }
     }
@@ -25,21 +33,73 @@ int32_t llama_kvcache_type(ggml_type type) {
     return -1;
 }
 
-// names the types that both ggml and the cache have
-static std::string types_served() {
-    std::map<int32_t, std::string> names; // [kvc_type]
+int32_t llama_kvcache_type(ggml_type type) { return type_of(ggml_type_name(type)); }
 
-    for (int32_t type = 0; type < GGML_TYPE_COUNT; ++type) {
-        names[llama_kvcache_type((ggml_type)type)] = ggml_type_name((ggml_type)type);
+int32_t llama_kvcache_state_type(int32_t type) {
+    for (int32_t res = 0; res < GGML_TYPE_COUNT; ++res) {
+        if (llama_kvcache_type((ggml_type)res) == type) {
+            return res;
+        }
     }
-    names.erase(-1);
 
-    std::string res;
+    return FIRST_OWN_TYPE + type;
+}
 
-    for (const auto &[type, name] : names) {
-        const char *separator = type == names.begin()->first ? "" : type == names.rbegin()->first ? " or " : ", ";
+// names the types of the cache, or those that ggml has, too
+static std::string type_names(bool is_own_too) {
+    std::vector<const char *> names;
 
-        res += separator + name;
+    for (int32_t type = 0; kvc_type_name(type); ++type) {
+        if (is_own_too || llama_kvcache_state_type(type) < FIRST_OWN_TYPE) {
+            names.push_back(kvc_type_name(type));
+        }
+    }
+
+    std::string res = names[0];
+
+    for (size_t i = 1; i < names.size(); ++i) {
+        res += (i + 1 < names.size() ? ", " : " or ") + std::string(names[i]);
+    }
+
+    return res;
+}
+
+// returns the kvc_type that a variable names, -1 if it is not set
+static int32_t type_asked_for(const char *variable) {
+    const char *name = getenv(variable);
+
+    if (!name || !*name) {
+        return -1;
+    }
+
+    const int32_t res = type_of(name);
+
+    if (res < 0) {
+        throw std::runtime_error(format("%s is '%s': set it to %s", variable, name, type_names(true).c_str()));
+    }
+
+    return res;
+}
+
+// the kvc_types that rows are stored in, -1: the cache lacks it
+struct stored_types {
+    int32_t k;
+    int32_t v;
+};
+
+// a variable goes before llama.cpp's option
+static stored_types stored_types_of(const llama_model &model, const llama_memory_params &params) {
+    const int32_t k = type_asked_for(TYPE_K);
+    const int32_t v = type_asked_for(TYPE_V);
+
+    stored_types res = {k < 0 ? llama_kvcache_type(params.type_k) : k, v < 0 ? llama_kvcache_type(params.type_v) : v};
+
+    if (model.hparams.is_mla()) { // values lie in the keys
+        if (res.k >= 0 && v >= 0 && v != res.k) {
+            throw std::runtime_error(format("%s is '%s': this model's values lie in its keys, whose type is %s (%s)",
+                                            TYPE_V, kvc_type_name(v), kvc_type_name(res.k), TYPE_K));
+        }
+        res.v = res.k;
     }
 
     return res;
@@ -170,10 +230,13 @@ std::string llama_kvcache_refusal(const llama_model &model, const llama_memory_p
     if (hparams.swa_type == LLAMA_SWA_TYPE_SYMMETRIC || hparams.non_causal_type == LLAMA_NON_CAUSAL_TYPE_SWA_FULL) {
         return "the model's windows reach to both sides";
     }
-    for (const ggml_type type : {params.type_k, params.type_v}) {
-        if (llama_kvcache_type(type) < 0) {
-            return std::string("no support for rows of type ") + ggml_type_name(type) + " (use " + types_served() + ")";
-        }
+
+    const stored_types types = stored_types_of(model, params);
+
+    if (types.k < 0 || types.v < 0) {
+        const char *name = ggml_type_name(types.k < 0 ? params.type_k : params.type_v);
+
+        return std::string("no support for rows of type ") + name + " (use " + type_names(false) + ")";
     }
 
     return "";
@@ -325,13 +388,14 @@ static int32_t shape_of(const llama_kvcache_layers &layers, const llama_kvcache_
 llama_kvcache_layers llama_kvcache_layers_of(const llama_model &model, const llama_memory_params &params,
                                              const llama_cparams &cparams) {
     const auto &hparams = model.hparams;
+    const stored_types types = stored_types_of(model, params);
 
     std::vector<llama_kvcache_layer> cached;
 
     for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
         if (llama_kvcache_is_cached(model, il)) {
-            cached.push_back({(int32_t)il, params.type_k, params.type_v, KVC_TRANSFORM_NONE, KVC_TRANSFORM_NONE,
-                              hparams.is_swa(il), hparams.n_head(il), 0});
+            cached.push_back(
+                {(int32_t)il, KVC_TRANSFORM_NONE, KVC_TRANSFORM_NONE, hparams.is_swa(il), hparams.n_head(il), 0});
         }
     }
 
@@ -353,8 +417,8 @@ llama_kvcache_layers llama_kvcache_layers_of(const llama_model &model, const lla
         cache.num_kv_heads = hparams.n_head_kv(il);
         cache.k_dim = hparams.n_embd_head_k(il);
         cache.v_dim = hparams.n_embd_head_v(il);
-        cache.k_type = llama_kvcache_type(layer.type_k);
-        cache.v_type = llama_kvcache_type(hparams.is_mla() ? layer.type_k : layer.type_v);
+        cache.k_type = types.k;
+        cache.v_type = types.v;
         cache.k_transform = layer.k_transform;
         cache.v_transform = layer.v_transform;
         cache.value_in_key = hparams.is_mla();

@@ -15,9 +15,7 @@ struct llama_memory_params;
 struct llama_model;
 
 struct llama_kvcache_layer {
-    int32_t il; // in the model
-    ggml_type type_k;
-    ggml_type type_v;
+    int32_t il;                // in the model
     kvc_transform k_transform; // as llama.cpp multiplies what it stores
     kvc_transform v_transform;
     bool is_swa;
@@ -51,7 +49,8 @@ bool llama_kvcache_is_cached(const llama_model &model, uint32_t il);
 // whether llama.cpp's cache has the layer, with rows of no bytes, and this one does not: it has no KV heads (Deci)
 bool llama_kvcache_is_blank(const llama_model &model, uint32_t il);
 
-// returns why this cache does not serve the model with these options, empty if it does
+// returns why this cache does not serve the model with these options, empty if it does; throws where a variable names a
+// type that cannot be
 std::string llama_kvcache_refusal(const llama_model &model, const llama_memory_params &params,
                                   const llama_cparams &cparams);
 
@@ -60,3 +59,6 @@ llama_kvcache_layers llama_kvcache_layers_of(const llama_model &model, const lla
 
 // returns the kvc_type of the same name, and so of the same bytes; -1 if there is none
 int32_t llama_kvcache_type(ggml_type type);
+
+// returns the number that a kvc_type has in a state: that of the ggml_type, or, if there is none, one of no ggml_type
+int32_t llama_kvcache_state_type(int32_t type);

@@ -11,6 +11,8 @@
 #include <string>
 #include <utility>
 
+static constexpr size_t N_SCALE = 2; // bytes of a row's scale
+
 static std::runtime_error failure(const std::string &reason) {
     LLAMA_LOG_ERROR("llama_kvcache::state_read: %s\n", reason.c_str());
 
@@ -56,6 +58,7 @@ class llama_kvcache::state_reader {
     // where the rows of a cell go
     struct place {
         uint8_t *data;
+        uint8_t *scale; // null unless the row has one that lies apart
         int64_t head_stride;
     };
 
@@ -325,12 +328,14 @@ std::vector<llama_kvcache::state_reader::place> llama_kvcache::state_reader::pla
         llama_kvcache_check(
             kvc_slots(batch.get(), mem.layers.index[il], (int32_t)of_token.size(), &span, sizeof(span), nullptr));
 
-        auto *data = (uint8_t *)const_cast<void *>(is_value ? span.v : span.k); // slots are for writing
+        // slots are for writing
+        auto *data = (uint8_t *)const_cast<void *>(is_value ? span.v : span.k);
+        auto *scales = (uint8_t *)const_cast<void *>(is_value ? span.v_scales : span.k_scales);
         const int64_t head_stride = is_value ? span.v_head_stride : span.k_head_stride;
         const int64_t row_stride = is_value ? span.v_row_stride : span.k_row_stride;
 
         for (int32_t i = 0; i < span.num_rows; ++i) {
-            of_token.push_back({data + i * row_stride, head_stride});
+            of_token.push_back({data + i * row_stride, scales ? scales + i * N_SCALE : nullptr, head_stride});
         }
     }
 
@@ -346,7 +351,7 @@ void llama_kvcache::state_reader::read_rows(uint32_t il, bool is_value) {
     const auto row = mem.state_row_of(il, is_value);
     const char *name = is_value ? "values" : "keys";
 
-    expect<int32_t>(row.type, "type", name, il);
+    expect<int32_t>(llama_kvcache_state_type(row.type), "type", name, il);
     expect<uint64_t>(row.n_bytes, "row size", name, il);
 
     if (row.n_bytes == 0) {
@@ -366,8 +371,14 @@ void llama_kvcache::state_reader::read_rows(uint32_t il, bool is_value) {
             const auto &to = places[i];
             const uint8_t *from = &rows[(cells[i].row - first) * row.n_bytes];
 
-            for (uint32_t h = 0; h < row.n_heads; ++h) {
-                std::memcpy(to.data + h * to.head_stride, from + h * row.n_head_bytes, row.n_head_bytes);
+            const size_t n_scale = to.scale ? N_SCALE : 0; // behind the rest of a head's row
+            const size_t n_rest = row.n_head_bytes - n_scale;
+
+            for (uint32_t h = 0; h < row.n_heads; ++h, from += row.n_head_bytes) {
+                std::memcpy(to.data + h * to.head_stride, from, n_rest);
+                if (n_scale) {
+                    std::memcpy(to.scale + h * to.head_stride, from + n_rest, n_scale);
+                }
             }
         }
     }
@@ -375,13 +386,14 @@ void llama_kvcache::state_reader::read_rows(uint32_t il, bool is_value) {
 
 void llama_kvcache::state_reader::read_transposed(uint32_t il) {
     const auto row = mem.state_row_of(il, true);
-    const size_t size = ggml_type_size(row.type);
 
-    if (ggml_is_quantized(row.type)) {
-        throw failure(format("values of type %s are transposed", ggml_type_name(row.type)));
+    if (row.is_quantized()) {
+        throw failure(format("values of type %s are transposed", kvc_type_name(row.type)));
     }
 
-    expect<int32_t>(row.type, "type", "values", il);
+    const size_t size = row.n_element_bytes();
+
+    expect<int32_t>(llama_kvcache_state_type(row.type), "type", "values", il);
     expect<uint32_t>(size, "element size", "values", il);
     expect<uint32_t>(row.n_elements, "number of elements", "values", il);
 

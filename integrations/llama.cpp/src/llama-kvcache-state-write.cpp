@@ -224,7 +224,7 @@ template <typename F> void llama_kvcache::state_writer::visit_rows(uint32_t il, 
 void llama_kvcache::state_writer::write_rows(uint32_t il, bool is_value) {
     const auto row = mem.state_row_of(il, is_value);
 
-    write<int32_t>(row.type);
+    write<int32_t>(llama_kvcache_state_type(row.type));
     write<uint64_t>(row.n_bytes);
 
     visit_rows(il, is_value, [&](const uint8_t *rows, int64_t n) { io.write(rows, n * row.n_bytes); });
@@ -232,9 +232,9 @@ void llama_kvcache::state_writer::write_rows(uint32_t il, bool is_value) {
 
 void llama_kvcache::state_writer::write_transposed(uint32_t il) {
     const auto row = mem.state_row_of(il, true);
-    const size_t size = ggml_type_size(row.type);
+    const size_t size = row.n_element_bytes();
 
-    write<int32_t>(row.type);
+    write<int32_t>(llama_kvcache_state_type(row.type));
     write<uint32_t>(size);
     write<uint32_t>(row.n_elements);
 
@@ -253,7 +253,7 @@ void llama_kvcache::state_writer::write_transposed(uint32_t il) {
 
 void llama_kvcache::state_writer::write(const state_part &part, llama_seq_id seq_id) {
     const uint32_t n_stream = mem.n_stream();
-    const bool v_trans = !mem.cparams.flash_attn;
+    const bool v_trans = !mem.cparams.flash_attn && !mem.state_row_of(0, true).is_quantized();
 
     write<uint32_t>(n_stream);
 

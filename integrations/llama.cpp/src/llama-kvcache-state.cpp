@@ -47,7 +47,7 @@ llama_kvcache::state_row llama_kvcache::state_row_of(uint32_t il, bool is_value)
 
     state_row res = {};
 
-    res.type = is_value ? layers.model[0].type_v : layers.model[0].type_k;
+    res.type = is_value ? layers.cache[0].v_type : layers.cache[0].k_type;
 
     if (layer >= 0) {
         const auto &l = layers.cache[layer];
@@ -55,7 +55,7 @@ llama_kvcache::state_row llama_kvcache::state_row_of(uint32_t il, bool is_value)
 
         res.n_heads = l.num_kv_heads;
         res.n_elements = l.num_kv_heads * n_dims;
-        res.n_head_bytes = ggml_row_size(res.type, n_dims);
+        res.n_head_bytes = kvc_row_bytes(res.type, n_dims);
         res.n_bytes = res.n_head_bytes * res.n_heads;
     }
 

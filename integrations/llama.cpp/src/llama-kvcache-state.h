@@ -26,7 +26,12 @@ struct llama_kvcache::state_part {
 
 // a row of keys, or of values: all heads of a token
 struct llama_kvcache::state_row {
-    ggml_type type;
+    bool is_quantized() const { return type != KVC_F32 && type != KVC_F16 && type != KVC_BF16; }
+
+    // of an element that is not quantised
+    size_t n_element_bytes() const { return kvc_row_bytes(type, 1); }
+
+    int32_t type; // kvc_type
     uint32_t n_heads;
     uint32_t n_elements;
     size_t n_head_bytes;

@@ -98,8 +98,8 @@ llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cpar
     }
 
     LLAMA_LOG_INFO("%s: %u cells, %zu layers, K (%s), V (%s), %s, up to %.2f MiB\n", __func__,
-                   (uint32_t)config.capacity, layers.cache.size(), ggml_type_name(layers.model[0].type_k),
-                   ggml_type_name(layers.model[0].type_v), kvc_isa(), kvc_capacity_bytes(cache) / 1024.0 / 1024.0);
+                   (uint32_t)config.capacity, layers.cache.size(), kvc_type_name(layers.cache[0].k_type),
+                   kvc_type_name(layers.cache[0].v_type), kvc_isa(), kvc_capacity_bytes(cache) / 1024.0 / 1024.0);
 }
 
 llama_kvcache::~llama_kvcache() {

@@ -63,6 +63,12 @@ inline llama_context_params exact_params() {
     return params;
 }
 
+// the types of this cache go before llama.cpp's option; "" undoes that
+inline void set_types(const char *k, const char *v) {
+    setenv("LLAMA_KVCACHE_TYPE_K", k, 1);
+    setenv("LLAMA_KVCACHE_TYPE_V", v, 1);
+}
+
 // returns a context with this cache, or with llama.cpp's own; nullptr if there is none
 inline llama_context *new_context(llama_model *model, const llama_context_params &params, bool is_ours) {
     setenv("LLAMA_KVCACHE", is_ours ? "1" : "0", 1);

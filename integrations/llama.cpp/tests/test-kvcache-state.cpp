@@ -46,13 +46,30 @@ static bool expect(bool ok, const char *format, ...) {
 //
 
 struct setup {
-    ggml_type type = GGML_TYPE_F16;
+    std::string type; // of both caches, or one that llama.cpp's own lacks
     bool flash_attn = true;
     bool is_unified = true;
     bool swa_full = false;
     bool is_divided = false; // sequences have several tokens at one position
     uint32_t n_ctx = 256;    // of a sequence
 };
+
+// returns GGML_TYPE_COUNT if llama.cpp's own cache lacks the type
+static ggml_type ggml_type_of(const std::string &name) {
+    int res = 0;
+
+    while (res < GGML_TYPE_COUNT && name != ggml_type_name((ggml_type)res)) {
+        ++res;
+    }
+    return (ggml_type)res;
+}
+
+static bool is_float(const setup &s) { return s.type == "f32" || s.type == "f16" || s.type == "bf16"; }
+
+// whether a context has this cache: of all, or of those that have the type
+static std::vector<bool> caches_of(const setup &s) {
+    return ggml_type_of(s.type) == GGML_TYPE_COUNT ? std::vector<bool>{true} : std::vector<bool>{false, true};
+}
 
 struct step {
     llama_token best;
@@ -71,11 +88,15 @@ class context {
         params.n_ubatch = 32;
         params.kv_unified = s.is_unified;
         params.swa_full = s.swa_full;
-        params.type_k = s.type;
-        params.type_v = s.type;
         params.flash_attn_type = s.flash_attn ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
 
+        if (const auto type = ggml_type_of(s.type); type == GGML_TYPE_COUNT) {
+            set_types(s.type.c_str(), s.type.c_str());
+        } else {
+            params.type_k = params.type_v = type;
+        }
         ctx.reset(new_context(model, params, is_ours));
+        set_types("", "");
 
         if (!ctx) {
             printf("    FAIL: no context with %s cache\n", name());
@@ -202,7 +223,7 @@ static bool is_mla(const llama_model *model) {
 // remove, and ends the process over bf16, over quantised parts of keys (MLA) and over quantised layers without heads.
 static bool can_move(const llama_model *model, const setup &s) {
     const bool is_plain = !is_mla(model) && architecture(model) != "deci";
-    const bool is_rotatable = s.type != GGML_TYPE_BF16 && (is_plain || !ggml_is_quantized(s.type));
+    const bool is_rotatable = s.type != "bf16" && (is_plain || is_float(s) || caches_of(s).size() == 1);
 
     return is_rotatable && !llama_model_is_hybrid(model) && (s.swa_full || llama_model_n_swa(model) == 0);
 }
@@ -347,29 +368,36 @@ static void exchange_files(llama_model *model, const setup &s, context &from, co
 }
 
 static void test_exchange(llama_model *model, const setup &s) {
-    context own(model, s, false);
     context ours(model, s, true);
 
-    fill(own, s);
     fill(ours, s);
 
-    const saved state_own = save_all(own);
     const saved state_ours = save_all(ours);
 
-    for (llama_seq_id id = 0; id < 3; ++id) {
-        expect(is_size(model, state_ours.seqs[id].size(), state_own.seqs[id].size()),
-               "sequence %d has %zu bytes with this cache, %zu with llama.cpp's", id, state_ours.seqs[id].size(),
-               state_own.seqs[id].size());
-    }
-    expect(is_size(model, state_ours.all.size(), state_own.all.size()) || s.is_divided,
-           "the state has %zu bytes with this cache, %zu with llama.cpp's", state_ours.all.size(),
-           state_own.all.size());
-
-    for (const bool is_ours : {false, true}) {
-        exchange(model, s, own, state_own, is_ours);
+    for (const bool is_ours : caches_of(s)) {
         exchange(model, s, ours, state_ours, is_ours);
-        exchange_files(model, s, own, state_own, is_ours);
         exchange_files(model, s, ours, state_ours, is_ours);
+    }
+    if (caches_of(s).size() > 1) {
+        context own(model, s, false);
+
+        fill(own, s);
+
+        const saved state_own = save_all(own);
+
+        for (llama_seq_id id = 0; id < 3; ++id) {
+            expect(is_size(model, state_ours.seqs[id].size(), state_own.seqs[id].size()),
+                   "sequence %d has %zu bytes with this cache, %zu with llama.cpp's", id, state_ours.seqs[id].size(),
+                   state_own.seqs[id].size());
+        }
+        expect(is_size(model, state_ours.all.size(), state_own.all.size()) || s.is_divided,
+               "the state has %zu bytes with this cache, %zu with llama.cpp's", state_ours.all.size(),
+               state_own.all.size());
+
+        for (const bool is_ours : {false, true}) {
+            exchange(model, s, own, state_own, is_ours);
+            exchange_files(model, s, own, state_own, is_ours);
+        }
     }
 
     const uint32_t on_device = LLAMA_STATE_SEQ_FLAGS_ON_DEVICE;
@@ -394,7 +422,7 @@ static void test_sharing(llama_model *model, const setup &s) {
 
     const saved state = save_all(from);
 
-    for (const bool is_ours : {false, true}) {
+    for (const bool is_ours : caches_of(s)) {
         context to(model, s, is_ours);
 
         const auto what = direction(from, to, "a shared prefix");
@@ -519,10 +547,14 @@ static void test_mismatch(llama_model *model, const setup &s) {
     context c(model, s, true);
 
     setup other = s;
-    other.type = s.type == GGML_TYPE_F16 ? GGML_TYPE_F32 : GGML_TYPE_F16;
+    other.type = s.type == "f16" ? "f32" : "f16";
     context of_type(model, other, true);
     of_type.feed(1, 0, 12, 0);
     expect(c.load(of_type.save(0), 0) == 0, "rows of another type were read");
+
+    context own(model, other, false);
+    c.feed(1, 0, 12, 0);
+    expect(own.load(c.save(0), 0) == 0, "rows of another type were read by llama.cpp's own cache");
 
     other = s;
     other.is_unified = !s.is_unified;
@@ -539,7 +571,7 @@ static void test_mismatch(llama_model *model, const setup &s) {
         expect(llama_memory_seq_pos_max(c.mem, 0) == -1, "rows were left");
     }
 
-    if (!ggml_is_quantized(s.type)) { // transposed by one, not by the other
+    if (is_float(s)) { // transposed by one, not by the other
         other = s;
         other.flash_attn = !s.flash_attn;
         context transposed(model, other, true);
@@ -568,22 +600,23 @@ static void test_partial(llama_model *model, setup s) {
     std::vector<bytes> states;
     std::vector<std::vector<step>> steps;
 
-    for (const bool is_ours : {false, true}) {
+    for (const bool is_ours : caches_of(s)) {
         context c(model, s, is_ours);
 
         c.feed(1, 0, N_SAVED, 0);
         states.push_back(c.save(0, flags));
         steps.push_back(c.go_on(0));
     }
-    expect(states[0].size() == states[1].size(), "a checkpoint has %zu bytes with this cache, %zu with llama.cpp's",
-           states[1].size(), states[0].size());
+    expect(states.front().size() == states.back().size(),
+           "a checkpoint has %zu bytes with this cache, %zu with llama.cpp's", states.back().size(),
+           states.front().size());
 
-    for (const bool is_ours : {false, true}) {
-        for (int from = 0; from < 2; ++from) {
+    for (const bool is_ours : caches_of(s)) {
+        for (size_t from = 0; from < states.size(); ++from) {
             context c(model, s, is_ours);
 
-            const std::string what =
-                std::string("a checkpoint from ") + (from ? "this" : "llama.cpp's") + " cache to " + c.name();
+            const std::string what = std::string("a checkpoint from ") +
+                                     (from + 1 == states.size() ? "this" : "llama.cpp's") + " cache to " + c.name();
 
             c.feed(1, 0, N_SAVED, 0);
             c.feed(2, 0, 700, 0);
@@ -620,7 +653,7 @@ static void test_expired(llama_model *model, setup s) {
 
     expect(pos_min[0] > 60 && pos_min[1] == 0, "nothing has expired, or too much: %d, %d", pos_min[0], pos_min[1]);
 
-    for (const bool is_ours : {false, true}) {
+    for (const bool is_ours : caches_of(s)) {
         context to(model, s, is_ours);
 
         const auto what = direction(from, to, "a prefix that one sequence sees");
@@ -679,18 +712,18 @@ static void test_setup(llama_model *model, setup s, bool is_first) {
     }
 }
 
-static void test_model(llama_model *model, const std::vector<ggml_type> &types) {
-    for (const ggml_type type : types) {
+static void test_model(llama_model *model, const std::vector<std::string> &types) {
+    for (const auto &type : types) {
         for (const bool flash_attn : {true, false}) {
             for (const bool is_unified : {true, false}) {
-                if (ggml_is_quantized(type) && !flash_attn) {
-                    continue; // llama.cpp takes none
-                }
-
                 setup s;
                 s.type = type;
                 s.flash_attn = flash_attn;
                 s.is_unified = is_unified;
+
+                if (!is_float(s) && caches_of(s).size() > 1 && !flash_attn) {
+                    continue; // llama.cpp takes none
+                }
 
                 const int n_before = n_failed;
                 worst = 0.0;
@@ -698,7 +731,7 @@ static void test_model(llama_model *model, const std::vector<ggml_type> &types) 
                 test_setup(model, s, type == types[0]);
 
                 printf("  %-4s %-4s %s, %s: logits differ by at most %.1g\n", n_failed == n_before ? "ok" : "FAIL",
-                       ggml_type_name(type), flash_attn ? "flash attention" : "values transposed",
+                       type.c_str(), flash_attn ? "flash attention" : "values transposed",
                        is_unified ? "unified" : "streams", worst);
                 fflush(stdout);
             }
@@ -706,16 +739,12 @@ static void test_model(llama_model *model, const std::vector<ggml_type> &types) 
     }
 }
 
-static std::vector<ggml_type> parse_types(const std::string &names) {
-    std::vector<ggml_type> res;
+static std::vector<std::string> parse_types(const std::string &names) {
+    std::vector<std::string> res;
     std::istringstream in(names);
 
     for (std::string name; std::getline(in, name, ',');) {
-        for (int type = 0; type < GGML_TYPE_COUNT; ++type) {
-            if (ggml_type_name((ggml_type)type) && name == ggml_type_name((ggml_type)type)) {
-                res.push_back((ggml_type)type);
-            }
-        }
+        res.push_back(name);
     }
     return res;
 }
@@ -727,7 +756,7 @@ static void on_log(ggml_log_level level, const char *text, void * /*user*/) {
 }
 
 int main(int argc, char **argv) {
-    std::string types = "f32,f16,bf16,q8_0,q4_0,q4_1,q5_0,q5_1,iq4_nl";
+    std::string types = "f32,f16,bf16,q8_0,q4_0,q4_1,q5_0,q5_1,iq4_nl,int8";
     std::vector<std::string> models;
 
     for (int i = 1; i < argc; ++i) {

@@ -236,6 +236,35 @@ static bool test_options(llama_model *model) {
     return ok;
 }
 
+// rows of a type that llama.cpp lacks, which its f32 rows are nearly like
+static bool test_types(llama_model *model) {
+    bool ok = true;
+
+    for (const char *type_v : {"int8", "f32"}) {
+        auto params = exact_params();
+
+        const auto suffix = std::string(", keys int8, values ") + type_v;
+        const auto check_near = [&](const char *name, const scene_fn &scene) {
+            ok = check(name + suffix, model, params, scene, 1e-3) && ok;
+        };
+
+        set_types("int8", type_v);
+        check_near("prompt", scene_prompt);
+        check_near("coupled", scene_coupled);
+        check_near("forks", scene_forks);
+        check_near("moves", scene_moves);
+        check_near("division", scene_division);
+
+        params.n_ctx = 256;
+        params.n_seq_max = 1;
+        check_near("context shift", scene_context_shift);
+        check_near("full", scene_full);
+    }
+    set_types("", "");
+
+    return ok;
+}
+
 int main(int argc, char **argv) {
     bool ok = argc > 1;
 
@@ -278,6 +307,7 @@ int main(int argc, char **argv) {
         ok = test_differences(model) && ok;
         ok = test_windows(model) && ok;
         ok = test_options(model) && ok;
+        ok = test_types(model) && ok;
 
         llama_model_free(model);
     }
