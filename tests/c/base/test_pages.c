@@ -15,6 +15,7 @@
 #include <sys/syscall.h>
 #include <sys/wait.h>
 
+#include "base/pages.h"
 #include "space/limits.h"
 #include "support/test.h"
 
@@ -342,6 +343,52 @@ static void test_reserve(int32_t block_size, int by_hand, act *then) {
     free_cache(cache);
 }
 
+/* ---- mapping ----------------------------------------------------------------------------------------------------- */
+
+/* The pages that the process has mapped, and whether the system keeps no memory for the mapping of an address; 0 where
+ * it does not say. */
+static long num_mapped(void) {
+    long pages = 0;
+    FILE *file = fopen("/proc/self/statm", "r");
+    if (file && fscanf(file, "%ld", &pages) != 1) pages = 0;
+    if (file) fclose(file);
+    return pages;
+}
+
+static int is_unreserved(const void *p) {
+    int is_it = 0, found = 0;
+    char line[512];
+    FILE *file = fopen("/proc/self/smaps", "r");
+    while (file && fgets(line, sizeof line, file)) {
+        unsigned long begin, end;
+        if (sscanf(line, "%lx-%lx ", &begin, &end) == 2) is_it = begin <= (uintptr_t)p && (uintptr_t)p < end;
+        if (is_it && !strncmp(line, "VmFlags:", 8)) found = strstr(line, " nr") != NULL;
+    }
+    if (file) fclose(file);
+    return found;
+}
+
+/* A mapping that has room for a huge page begins where one can; nothing beside it stays mapped; and the system keeps no
+ * memory for it, as it may be longer than there is. */
+static void test_map(void) {
+    static const size_t sizes[] = {1, HUGE - 1, HUGE, HUGE + 1, 2 * HUGE};
+    const long before = num_mapped();
+    for (int round = 0; round < 100; round++)
+        for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+            char *p = kvc_pages_map(sizes[i]);
+            CHECK(p && (sizes[i] < HUGE || (uintptr_t)p % HUGE == 0));
+            p[0] = p[sizes[i] - 1] = 1;
+            kvc_pages_unmap(p, sizes[i]);
+        }
+    CHECKF(num_mapped() < before + 1000, "%ld pages stay", num_mapped() - before);
+    const size_t page = kvc_os_page_size();
+    void *p = kvc_pages_map(page);
+    void *like = mmap(NULL, page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    CHECK(is_unreserved(p) == is_unreserved(like));
+    munmap(like, page);
+    kvc_pages_unmap(p, page);
+}
+
 /* Whether the system says that it took a page which is not there then, as an emulator of programs does. */
 static int only_pretends(void) {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -354,6 +401,7 @@ static int only_pretends(void) {
 }
 
 int main(void) {
+    test_map();
     for (int32_t block_size = 16; block_size <= TOKENS; block_size *= 4) {
         if (block_size > 32) test_join(block_size), test_open_batch(block_size);
         test_waiting(block_size > 32 ? block_size : 64);

@@ -195,6 +195,20 @@ static void test_aborted_leaves_resident(void) {
     }
 }
 
+/* A free block of which some slots have memory has no more once a batch that took it was aborted. */
+static void test_aborted_leaves_free(void) {
+    const kvc_layer layer = {.num_kv_heads = 4, .k_dim = 1024, .v_dim = 1024};
+    for (int32_t more = 1; more < 16; more++) {
+        kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.block_size = 16});
+        CHECK(feed(cache, 1, 1, 16 + more) == KVC_OK && kvc_truncate(cache, 1, 16) == KVC_OK);
+        const int64_t held = kvc_nbytes(cache);
+        CHECK(try_batch(cache, 1, 16) == KVC_OK);
+        CHECKF(kvc_nbytes(cache) == held, "%d tokens: %d bytes more", (int)more, (int)(kvc_nbytes(cache) - held));
+        CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+        CHECK(kvc_cache_free(cache) == KVC_OK);
+    }
+}
+
 /* What a sequence is fed, at positions with gaps or without. */
 typedef struct step {
     int64_t id;
@@ -294,6 +308,7 @@ int main(void) {
     test_aborted_at_a_chunk();
     test_aborted_under_a_view();
     test_aborted_leaves_resident();
+    test_aborted_leaves_free();
     test_aborted_leaves_room();
     test_aborted_steps();
     test_reserved_beside_others();

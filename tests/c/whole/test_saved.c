@@ -241,6 +241,9 @@ static void test_impossible_tables(void) {
         int64_t *at, value;
         const char *name;
     } wrong[] = {
+        {&f.state->block_size, 0, "blocks of 0 slots"},
+        {&f.state->block_size, (int64_t)1 << 32 | 4, "blocks of 4294967300 slots"},
+        {&f.state->block_size, INT32_MAX, "block_size is 2147483647"},
         {&f.sequences[1].id, f.sequences[0].id, "sequence 1 of the table"},
         {&f.sequences[0].num_tokens, -1, "sequence 0 of the table"},
         {&first[full].num_runs, -1, "holds in group"},
@@ -272,18 +275,26 @@ static void test_impossible_tables(void) {
         CHECK_FAILS(kvc_load(&args, NULL), KVC_ERR_FORMAT, "altered", wrong[i].name);
         *wrong[i].at = right;
     }
+    f.state->block_size = 1;
     sign(&file);
     CHECKF(kvc_load(&args, NULL) == KVC_OK, "%s", kvc_last_error());
     free(file.bytes);
     pair_free(p);
 }
 
-/* The header is that of a safetensors file: each tensor has as many bytes as its type and shape say. */
+/* The header is that of a safetensors file: each tensor has as many bytes as its type and shape say, and tables have
+ * the shapes of docs/format.md. */
 static void test_header(void) {
     static const struct {
         const char *name;
         size_t bytes;
     } dtypes[] = {{"U8", 1}, {"I8", 1}, {"F16", 2}, {"BF16", 2}, {"F32", 4}, {"I64", 8}, {"U64", 8}, {"F64", 8}};
+    static const char *const tables[] = {
+        "\"state\":{\"dtype\":\"I64\",\"shape\":[1,16],",    "\"layers\":{\"dtype\":\"I64\",\"shape\":[1,24],",
+        "\"group_rows\":{\"dtype\":\"I64\",\"shape\":[1],",  "\"inv_freq\":{\"dtype\":\"F64\",\"shape\":[0],",
+        "\"sequences\":{\"dtype\":\"I64\",\"shape\":[1,2],", "\"holdings\":{\"dtype\":\"I64\",\"shape\":[1,1,5],",
+        "\"runs\":{\"dtype\":\"I64\",\"shape\":[1,4],",      "\"tokens\":{\"dtype\":\"I64\",\"shape\":[0],",
+        "\"checksum\":{\"dtype\":\"U64\",\"shape\":[1],"};
     for (int32_t type = 0; kvc_type_name(type); type++) {
         static pair p;
         const kvc_layer layer = {.num_kv_heads = 2, .k_dim = 64, .v_dim = 32, .k_type = type, .v_type = type};
@@ -306,6 +317,8 @@ static void test_header(void) {
             CHECKF(end == size, "type %d: tensor %d ends at %zu: %.120s", type, num, size, at);
         }
         CHECK(num >= 8);
+        for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
+            CHECKF(strstr(file.bytes + 8, tables[i]), "%s: %.2000s", tables[i], file.bytes + 8);
         free(file.bytes);
         pair_free(&p);
     }
