@@ -9,16 +9,21 @@
 
 enum { STORED = 4096, QUERIES = 64, HEADS = 32, KV_HEADS = 2, DIM = 64 };
 
+static const int64_t retained = 1000;
+
 typedef struct poller {
     kvc_cache *cache;
     pthread_t caller;
     int asked, stop_at; /* 0: never */
+    int pins;           /* pins the retained sequence, once */
 } poller;
 
 static int32_t poll(void *user) {
     poller *p = user;
     CHECK(pthread_equal(pthread_self(), p->caller));
     CHECK(kvc_nbytes(p->cache) > 0); /* which takes the mutex */
+    if (p->pins) CHECK(kvc_pin(p->cache, &retained, 1, 1) == KVC_OK);
+    p->pins = 0;
     return ++p->asked == p->stop_at;
 }
 
@@ -165,7 +170,6 @@ static void test_cross_put(void) {
 /* ---- where putting rows makes the cache evict a retained sequence ------------------------------------------------ */
 
 enum { UNSTORED = 1 << 17 };
-static const int64_t retained = 1000;
 
 /* Retains a row, and begins an unstored batch that keeps rows in layer 0: rows in layer 1 take memory of their own. */
 static kvc_batch *begin_beside_retained(kvc_cache *cache, const kvc_put_args *all) {
@@ -186,7 +190,7 @@ static int64_t bytes_beside_retained(kvc_cache *cache, int64_t num_retained) {
     return kvc_nbytes(cache);
 }
 
-/* A put that is cancelled has evicted nothing, and gives back the memory it took; so has an attention. */
+/* A put that fails has evicted nothing, and gives back the memory it took; so has an attention. */
 static void test_unstored(void) {
     const kvc_policy full = {.kind = KVC_FULL};
     const kvc_plan_args plan = {.struct_size = sizeof plan, .layer = 1, .num_tokens = QUERIES, .num_heads = HEADS};
@@ -219,6 +223,15 @@ static void test_unstored(void) {
         batch = status == KVC_OK ? begin_beside_retained(cache, &all) : batch;
     }
     CHECK(status == KVC_ERR_CANCELLED && bytes_beside_retained(cache, 1) == bytes);
+    for (status = KVC_OK; status == KVC_OK;) { /* nor has one during which the sequence was pinned */
+        p.pins = 1;
+        status = kvc_put(batch, 1, &all);
+        p.pins = 0;
+        kvc_abort(status == KVC_OK ? batch : NULL);
+        batch = status == KVC_OK ? begin_beside_retained(cache, &all) : batch;
+    }
+    CHECK(status == KVC_ERR_FULL && bytes_beside_retained(cache, 1) == bytes);
+    CHECK(kvc_pin(cache, &retained, 1, -1) == KVC_OK);
     CHECK(kvc_put(batch, 1, &all) == KVC_OK && bytes_beside_retained(cache, 0) <= max_bytes);
     kvc_abort(batch);
     CHECK(kvc_cache_free(cache) == KVC_OK);

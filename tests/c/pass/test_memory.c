@@ -100,6 +100,18 @@ static int64_t blocks_in(kvc_cache *cache) {
     return stats.blocks_in_use + stats.blocks_free;
 }
 
+/* Blocks count as opened, taken again, and returned, once each; those of an aborted batch do not. */
+static void test_counted(void) {
+    kvc_cache *cache = heap_cache(1, &plain_layer, (kvc_config){0});
+    CHECK(feed(cache, 1, 1, 10 * BLOCK) == KVC_OK && kvc_truncate(cache, 1, 4 * BLOCK) == KVC_OK);
+    CHECK(feed(cache, 1, 1, 2 * BLOCK) == KVC_OK && try_batch(cache, 1, 6 * BLOCK) == KVC_OK);
+    CHECK(kvc_compact(cache) == KVC_OK);
+    const kvc_stats stats = stats_in(cache);
+    CHECKF(stats.blocks_opened == 10 && stats.blocks_reused == 2 && stats.blocks_returned == 4, "%d, %d, %d",
+           (int)stats.blocks_opened, (int)stats.blocks_reused, (int)stats.blocks_returned);
+    free_valid(cache);
+}
+
 /* However many batches are aborted, they leave no block. */
 static void test_aborted(void) {
     const kvc_layer windows[] = {layer_with(sliding_policy(5, 0, 0)), layer_with(sliding_policy(5, 2, 0)),
@@ -303,6 +315,7 @@ static void test_aborted_steps(void) {
 }
 
 int main(void) {
+    test_counted();
     test_aborted();
     test_aborted_cross();
     test_aborted_at_a_chunk();
