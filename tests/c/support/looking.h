@@ -114,9 +114,17 @@ static inline int members_of(const pair *p, int64_t *ids) {
 typedef struct dense {
     int64_t num;
     float k[MAX_SEQUENCES * MOST_ENTRIES * 16], v[MAX_SEQUENCES * MOST_ENTRIES * 16];
-    float mask[MAX_BATCH * MOST_ENTRIES * 3];
-    uint8_t seen[MAX_BATCH * MOST_ENTRIES * 3];
+    float mask[MAX_BATCH * MOST_ENTRIES * 3 + 1];
+    uint8_t seen[MAX_BATCH * MOST_ENTRIES * 3 + 1];
 } dense;
+
+/* Calls kvc_dense, which must write the masks of so many tokens and nothing past them. */
+static inline void fill_dense(kvc_batch *batch, int l, const kvc_dense_args *args, int num_tokens) {
+    const int64_t end = num_tokens * args->num_rows;
+    args->mask[end] = args->seen[end] = 7;
+    CHECKF(kvc_dense(batch, l, args) == KVC_OK, "%s", kvc_last_error());
+    CHECK(args->mask[end] == 7 && args->seen[end] == 7);
+}
 
 static inline void get_dense(pair *p, int l, const uint8_t *non_causal, dense *out) {
     CHECKF(kvc_dense_rows(p->batch, l, &out->num) == KVC_OK, "%s", kvc_last_error());
@@ -133,7 +141,7 @@ static inline void get_dense(pair *p, int l, const uint8_t *non_causal, dense *o
                            .masked = masked,
                            .masked_size = sizeof *masked,
                            .num_masked = num_masked};
-    CHECKF(kvc_dense(p->batch, l, &args) == KVC_OK, "%s", kvc_last_error());
+    fill_dense(p->batch, l, &args, p->num_tokens);
     for (int64_t i = 0; i < p->num_tokens * out->num; i++) CHECK(out->seen[i] == (out->mask[i] == 0));
     args.num_rows++;
     CHECK_FAILS(kvc_dense(p->batch, l, &args), KVC_ERR_INVALID, "num_rows", "there are");
@@ -197,7 +205,7 @@ static inline void check_apart(pair *p, int l, const uint8_t *non_causal, const 
                                  .masked = masked,
                                  .masked_size = sizeof *masked,
                                  .num_masked = num_masked};
-    CHECKF(kvc_dense(p->batch, l, &args) == KVC_OK, "%s", kvc_last_error());
+    fill_dense(p->batch, l, &args, p->num_tokens);
     for (int m = 0; m < num_sequences; m++) { /* by rising id; s: as the batch names them */
         const int tokens = p->num_tokens / num_sequences, num = list_entries(p, l, ids[m])->num;
         int s = 0;

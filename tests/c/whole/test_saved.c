@@ -339,6 +339,27 @@ static void test_other_files(void) {
     CHECK_FAILS(kvc_load(&args, NULL), KVC_ERR_FORMAT, "newer format", "version 2");
 }
 
+/* A file may be tables for the most part, and still they fit in it. */
+static void test_many_tokens(void) {
+    static int64_t tokens[10000];
+    const int64_t id = 1, num_tokens = sizeof tokens / sizeof *tokens;
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 1, .v_dim = 1};
+    saved file = {.fail_after = -1};
+    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){0});
+    const kvc_save_args args = {.struct_size = sizeof args,
+                                .write = saved_write,
+                                .user = &file,
+                                .seq_ids = &id,
+                                .num_sequences = 1,
+                                .tokens = tokens,
+                                .num_tokens = &num_tokens};
+    CHECKF(kvc_save(cache, &args) == KVC_OK, "%s", kvc_last_error());
+    const kvc_load_args load = load_args_of(&file);
+    CHECKF(kvc_load(&load, NULL) == KVC_OK, "%s", kvc_last_error());
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    free(file.bytes);
+}
+
 /* ---- functions of the caller ------------------------------------------------------------------------------------- */
 
 static void test_failing_functions(void) {
@@ -805,6 +826,7 @@ int main(void) {
     test_impossible_tables();
     test_header();
     test_other_files();
+    test_many_tokens();
     test_failing_functions();
     test_tokens_and_fingerprint();
     test_save_arguments();
