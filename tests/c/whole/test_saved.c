@@ -71,7 +71,11 @@ static const kvc_layer varied_layers[] = {
      .policy = {.kind = KVC_SLIDING, .window = 5, .num_sink_tokens = 2},
      .rope = {.kind = KVC_ROPE_NONE}},
     {.num_kv_heads = 1, .k_dim = 4, .v_dim = 2, .value_in_key = 1, .rope = {.kind = KVC_ROPE_NONE}},
-    {.num_kv_heads = 1, .k_dim = 3, .v_dim = 2, .policy = {.kind = KVC_CROSS, .max_len = 6}},
+    {.num_kv_heads = 1,
+     .k_dim = 3,
+     .v_dim = 2,
+     .policy = {.kind = KVC_CROSS, .max_len = 6},
+     .rope = {.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 1, .inv_freq = right_angle}},
     {.num_kv_heads = 1, .k_dim = 1, .v_dim = 1, .policy = {.kind = KVC_NONE}},
     {.num_kv_heads = 1, .k_dim = 4, .v_dim = 2, .value_in_key = 1, .share = 3, .rope = {.kind = KVC_ROPE_NONE}},
 };
@@ -237,6 +241,7 @@ static void test_impossible_tables(void) {
     kvc_saved_run *run = f.runs;
     const int64_t full = f.layers[0].group, cross = f.layers[3].group, none = f.layers[4].group;
     CHECK(second[cross].num_runs == 1 && first[full].num_runs > 0);
+    CHECK(f.layers[3].rope == KVC_ROPE_UNKNOWN); /* the cross-attention layer's keys never move */
     const struct {
         int64_t *at, value;
         const char *name;
