@@ -5,8 +5,8 @@
 Of all changes, tries those that the seed draws, each in a core of its own, with the quick part of the tests: of the
 programs that run the changed line, the fastest first, and some seeds of the simulator last. Prints the changes that all
 of them pass, and fails where fewer than LEAST are noticed. What does not compile, or compiles to the same code, does
-not count; what gives the same by a rule of syntax is not tried: same_in(). Kernels are left out: instruction sets are
-compared with each other.
+not count; what gives the same by a rule of syntax, same_in(), or was looked at, same_changes.txt, is not tried.
+Kernels are left out: instruction sets are compared with each other.
 """
 
 import argparse
@@ -48,6 +48,8 @@ from support.coverage import COUNTING, read_counts
 LEAST = 90.0  # percent
 MEMORY = 8 << 30  # bytes that a program may map
 SIMULATED = ["--seed", "1", "--runs", "20"]
+LISTED = Path(__file__).with_name("same_changes.txt")
+ENTRY = re.compile(r"# .+\n(.+)\n- (.+)\n\+ (.+)")
 
 # ---- changes
 
@@ -98,6 +100,7 @@ class Change:
     begin: int
     end: int
     new: str
+    function: str  # it is in
 
     @property
     def source(self):
@@ -111,11 +114,16 @@ class Change:
         text = self.path.read_text()
         return text[: self.begin] + self.new + text[self.end :]
 
-    def __str__(self):
+    @property
+    def lines(self):
+        """What stands there before it and after it, without indentation."""
         text = self.path.read_text()
         begin, end = text.rfind("\n", 0, self.begin) + 1, text.find("\n", self.end)
         lines = text[begin:end], text[begin : self.begin] + self.new + text[self.end : end]
-        before, after = (" ".join(line.split()) for line in lines)
+        return tuple(" ".join(line.split()) for line in lines)
+
+    def __str__(self):
+        before, after = self.lines
         return f"src/{self.source}:{self.line}: {before}  ->  {after}"
 
 
@@ -127,6 +135,10 @@ def read_code(path):
 
     code = amalgamate.COMMENT.sub(spaces, blank(path.read_text()))
     return amalgamate.TOKEN.sub(lambda token: spaces(token) if token["string"] else token[0], code)
+
+
+def name_of(function):
+    return re.search(r"(\w+)\(", function[1])[1]
 
 
 def closing(code, at):
@@ -173,7 +185,7 @@ def same_in(code):
     found = [match for pattern in SAME for match in pattern.finditer(code)]
     found += [match for match in SET.finditer(code) if is_only_asked(match["name"], FLAG_USE)]
     for function in FUNCTION.finditer(code):
-        if is_only_asked(re.search(r"(\w+)\(", function[1])[1], CALL_USE):
+        if is_only_asked(name_of(function), CALL_USE):
             found += YES.finditer(code, *function.span())
     return {match.span("same") for match in found}
 
@@ -187,21 +199,37 @@ def changes_of(path):
 def all_changes_of(path):
     code = read_code(path)
     for function in FUNCTION.finditer(code):
-        begin, end = function.span(2 if function[2] else 3)
+        name, (begin, end) = name_of(function), function.span(2 if function[2] else 3)
         for found in OPERATOR.finditer(code, begin, end):
             if found[0] in OTHER:
-                yield Change(path, *found.span(), OTHER[found[0]])
+                yield Change(path, *found.span(), OTHER[found[0]], name)
         for found in NUMBER.finditer(code, begin, end):
-            yield Change(path, *found.span(), str(int(found[0]) + 1))
+            yield Change(path, *found.span(), str(int(found[0]) + 1), name)
         for found in IF.finditer(code, begin, end):
             last = closing(code, found.end()) + 1
-            yield Change(path, found.end(), last, f"(!{path.read_text()[found.end() : last]})")
+            yield Change(path, found.end(), last, f"(!{path.read_text()[found.end() : last]})", name)
         for first, last in statements(code, begin, end):
             statement = code[first:last]
             if CALL.fullmatch(statement) or ASSIGNMENT.fullmatch(statement):
-                yield Change(path, first, last, "")
+                yield Change(path, first, last, "", name)
             elif "kvc_status " in function[1].split("(")[0] and re.match(r"return (?!KVC_OK$)", statement):
-                yield Change(path, first, last, "return KVC_OK")
+                yield Change(path, first, last, "return KVC_OK", name)
+
+
+def read_listed(changes):
+    """The changes that same_changes.txt lists; each of its entries must stand for exactly one."""
+    by_text = {}
+    for change in changes:
+        by_text.setdefault((f"{change.source} {change.function}", *change.lines), []).append(change)
+    listed = set()
+    for entry in LISTED.read_text().strip().split("\n\n")[1:]:
+        if not (found := ENTRY.fullmatch(entry)):
+            sys.exit(f"{LISTED.name}: an entry is a reason, a place, a line and what becomes of it:\n{entry}")
+        same = by_text.get(found.groups(), [])
+        if len(same) != 1:
+            sys.exit(f"{LISTED.name}: an entry must stand for one change, and this one does for {len(same)}:\n{entry}")
+        listed.add(same[0])
+    return listed
 
 
 # ---- programs
@@ -329,13 +357,17 @@ def main():
     parser.add_argument("folder", type=Path, nargs="?")
     options = parser.parse_args()
     sources = sorted(path for path in ROOT.glob("src/*/*.c") if path.parent.name != "kernels")
-    changes = [change for path in sources for change in changes_of(path) if re.search(options.only, str(change))]
-    random.Random(options.seed).shuffle(changes)
+    possible = [change for path in sources for change in changes_of(path)]
+    listed = read_listed(possible)
+    changes = [change for change in possible if re.search(options.only, str(change))]
+    random.Random(options.seed).shuffle(changes)  # all: a seed then draws the same when more are listed
+    changes = [change for change in changes if change not in listed]
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         noticed, tried = try_changes(Bench(folder), changes, options)
-    print(f"noticed {noticed} of {tried} changes: {100 * noticed / max(tried, 1):.1f} %; there are {len(changes)}")
+    percent = 100 * noticed / max(tried, 1)
+    print(f"noticed {noticed} of {tried} changes: {percent:.1f} %; there are {len(changes)}, and {len(listed)} listed")
     return not tried or 100 * noticed < LEAST * tried
 
 
