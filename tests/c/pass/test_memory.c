@@ -67,6 +67,21 @@ static void test_reserved_beside_others(void) {
     }
 }
 
+/* At max_bytes, reserving less than what is there gives nothing back. */
+static void test_reserved_again(void) {
+    const kvc_layer layer = {.num_kv_heads = 4, .k_dim = 1024, .v_dim = 1024};
+    int64_t bytes[2], max_bytes = 0;
+    for (int limited = 0; limited < 2; limited++) {
+        kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.block_size = 16, .max_bytes = max_bytes});
+        CHECKF(feed(cache, 1, 1, 16) == KVC_OK && kvc_reserve(cache, 1, 32) == KVC_OK, "%s", kvc_last_error());
+        CHECKF(kvc_reserve(cache, 1, 4) == KVC_OK, "%s", kvc_last_error());
+        bytes[limited] = kvc_nbytes(cache);
+        max_bytes = bytes[limited] + (1 << 14); /* a row has twice as many */
+        CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+    }
+    CHECKF(bytes[1] == bytes[0], "%d bytes are left, of %d", (int)bytes[1], (int)bytes[0]);
+}
+
 /* Near max_bytes, all that there is room for can be reserved, and its batch takes no more. */
 static void test_reserved_room(void) {
     int num_reserved = 0;
@@ -325,6 +340,7 @@ int main(void) {
     test_aborted_leaves_room();
     test_aborted_steps();
     test_reserved_beside_others();
+    test_reserved_again();
     test_reserved_room();
     return test_result();
 }

@@ -344,6 +344,26 @@ static void test_other_files(void) {
     CHECK_FAILS(kvc_load(&args, NULL), KVC_ERR_FORMAT, "newer format", "version 2");
 }
 
+/* What is loaded has the limits of what was saved. */
+static void test_saved_limits(void) {
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 1, .v_dim = 1};
+    const kvc_config config = {
+        .block_size = 8, .max_seq_len = 100, .max_sequences = 3, .capacity = 200, .max_bytes = 1 << 20};
+    saved file, again;
+    kvc_cache *cache = cache_of(&layer, 1, config), *loaded = NULL;
+    kvc_format f;
+    CHECK(save_all(cache, &file) == KVC_OK);
+    place_tables(&file, &f);
+    CHECK(f.state->block_size == 8 && f.state->max_seq_len == 100 && f.state->max_sequences == 3);
+    CHECK(f.state->capacity == 200 && f.state->max_bytes == 1 << 20);
+    const kvc_load_args args = load_args_of(&file);
+    CHECKF(kvc_load(&args, &loaded) == KVC_OK, "%s", kvc_last_error());
+    CHECK(save_all(loaded, &again) == KVC_OK && is_same(&again, &file));
+    CHECK(kvc_cache_free(cache) == KVC_OK && kvc_cache_free(loaded) == KVC_OK);
+    free(file.bytes);
+    free(again.bytes);
+}
+
 /* A file may be tables for the most part, and still they fit in it. */
 static void test_many_tokens(void) {
     static int64_t tokens[10000];
@@ -831,6 +851,7 @@ int main(void) {
     test_impossible_tables();
     test_header();
     test_other_files();
+    test_saved_limits();
     test_many_tokens();
     test_failing_functions();
     test_tokens_and_fingerprint();
