@@ -95,6 +95,9 @@ static void test_largest_position(void) {
     pair_feed(p, 0, 0, 6);
     CHECK_FAILS(pair_shift(p, 0, 0, KVC_END, INT32_MAX - 5), KVC_ERR_INVALID, "delta is 2147483642", "position 5");
     CHECK_FAILS(pair_shift(p, 0, 2, 4, INT32_MAX), KVC_ERR_INVALID, "delta is 2147483647", "position 3");
+    pair_fork(p, 0, 1);
+    CHECK(pair_shift(p, 1, 0, 1, 6) == KVC_OK); /* the last position is that of the first row */
+    CHECK_FAILS(pair_shift(p, 1, 0, KVC_END, INT32_MAX - 6), KVC_ERR_INVALID, "delta is 2147483641", "position 6");
     pair_check(p);
     CHECK(pair_shift(p, 0, 6, KVC_END, INT32_MAX) == KVC_OK); /* there is nothing */
     CHECK(pair_shift(p, 0, 3, KVC_END, INT32_MAX - 6) == KVC_OK);

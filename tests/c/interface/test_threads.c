@@ -6,6 +6,7 @@
 #include <signal.h>
 #include <stdatomic.h>
 
+#include "cache/waiting.h"
 #include "support/guarded.h"
 #include "support/oracle.h"
 
@@ -561,6 +562,48 @@ static void test_own_caches(void) {
     for (int i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
 }
 
+/* ---- cloning beside what is written in place --------------------------------------------------------------------- */
+
+typedef struct copying {
+    kvc_cache *from, *to;
+} copying;
+
+static void *clone_it(void *context) {
+    copying *c = context;
+    CHECKF(kvc_cache_clone(c->from, &c->to) == KVC_OK, "%s", kvc_last_error());
+    return NULL;
+}
+
+/* A clone has the rows that are there when the writing ends, however early it began. */
+static void test_cloning_beside_writing(void) {
+    float k[2][2][K_DIM];
+    pthread_t thread;
+    copying c = {.from = new_cache(8)};
+    feed(c.from, 1, BASE);
+    kvc_sequence *sequence = kvc_table_find(&c.from->sequences, 1);
+    const kvc_run *run = kvc_runs_begin(sequence->runs);
+    pthread_mutex_lock(&c.from->mutex);
+    kvc_cache_begin_in_place(c.from, sequence);
+    pthread_mutex_unlock(&c.from->mutex);
+    CHECK(pthread_create(&thread, NULL, clone_it, &c) == 0);
+    usleep(20000); /* in which it would be done if it did not wait */
+    memset(kvc_key_at(c.from->layouts, run->block, run->slot, 0), 1, K_DIM * sizeof(float));
+    pthread_mutex_lock(&c.from->mutex);
+    kvc_cache_end_in_place(c.from, sequence);
+    pthread_mutex_unlock(&c.from->mutex);
+    CHECK(pthread_join(thread, NULL) == 0 && c.to);
+    for (int i = 0; i < 2; i++) {
+        const kvc_rows_out out = {.struct_size = sizeof out,
+                                  .k = k[i],
+                                  .k_head_stride = K_DIM * sizeof(float),
+                                  .k_row_stride = 2 * K_DIM * sizeof(float)};
+        kvc_cache *cache = i ? c.to : c.from;
+        CHECKF(kvc_extract(cache, 1, 0, 0, 1, &out) == KVC_OK, "%s", kvc_last_error());
+        CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+    }
+    CHECK(!memcmp(k[0], k[1], sizeof *k));
+}
+
 int main(void) {
     test_own_caches();
     test_putting_together();
@@ -570,5 +613,6 @@ int main(void) {
     test_injecting_beside_others();
     test_compacting_beside_copies();
     test_giving_back_beside_copies();
+    test_cloning_beside_writing();
     return test_result();
 }
