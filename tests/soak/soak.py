@@ -742,6 +742,9 @@ def show(minute):
 # ---- the verdict
 
 
+LEAST_JUDGED = 600  # seconds with cache and store full, before which memory is not judged
+
+
 @dataclass
 class Verdict:
     """Begins once cache and store are full, and compares what then came first and last, at most ten minutes of each."""
@@ -757,7 +760,7 @@ class Verdict:
         full = [m.evicted > 0 and m.store > 0.9 * STORE_BYTES for m in minutes]
         warm = full.index(True) + 1 if True in full else len(minutes)
         counted = minutes[warm:]
-        if len(counted) < 6:
+        if len(counted) < 6 or counted[-1].seconds - counted[0].seconds < LEAST_JUDGED:
             return cls(warm, None, None, None, None)
         third = len(counted) // 3
         some = min(10, third)
@@ -772,7 +775,7 @@ class Verdict:
 
     def show(self):
         if self.growth is None:
-            print("too short to judge memory: cache and store are to be full for six periods")
+            print("too short to judge memory: cache and store are to be full for ten minutes")
             return
         print(f"memory held: {self.growth:+.2%} from the first to the last; by least squares {self.slope:+.2%} an hour")
         for name, (first, last) in {"time": self.p99, "processor time": self.processor_p99}.items():
