@@ -30,12 +30,14 @@ MODEL = Path(__file__).resolve().parents[1] / "examples/model"
 MIXES: list[tuple[DType, DType]] = [
     ("f16", "q4_0"),
     ("q8_0", "q4_0"),
-    ("int8", "q4_0"),
-    ("int8", "iq4_nl"),
+    ("int8", "int6"),
+    ("int8", "int4"),
+    ("int6", "int4"),
     ("q5_1", "iq4_nl"),
     ("q4_0", "q8_0"),
 ]
 TYPES = [*((dtype, dtype) for dtype in DTYPES if dtype != "f32"), *MIXES]
+TRANSFORMED = ("int6", "int4")  # by themselves
 HADAMARD = {"k_transform": "hadamard", "v_transform": "hadamard"}
 POLICIES = [
     SlidingWindow(1024),
@@ -106,13 +108,13 @@ def print_head(*cells: str) -> None:
 
 
 def print_types(settings: Sequence[Setting]) -> None:
-    """Print a row for each type or mix of types, without and, where it is quantised, with a Hadamard transform."""
+    """Print a row for each type or mix of types, without and, where that makes a difference, with a transform."""
     print_head("keys", "values", "Hadamard", "bits", *FIGURES, *(f"outliers: {name}" for name in FIGURES))
     head_dim = settings[0].model.config.head_dim
     for k_dtype, v_dtype in TYPES:
         bits = 8 * bytes_of_token(1, head_dim, head_dim, k_dtype, v_dtype) / (2 * head_dim)
-        quantised = not (suits(k_dtype, 1) and suits(v_dtype, 1))
-        for transform in ({}, HADAMARD) if quantised else ({},):
+        transformable = any(not suits(dtype, 1) and dtype not in TRANSFORMED for dtype in (k_dtype, v_dtype))
+        for transform in ({}, HADAMARD) if transformable else ({},):
             options = {"k_dtype": k_dtype, "v_dtype": v_dtype, **transform}
             figures = [cell for setting in settings for cell in setting.cells(**options)]
             print_row(f"`{k_dtype}`", f"`{v_dtype}`", "yes" if transform else "", f"{bits:g}", *figures)

@@ -29,11 +29,11 @@ FLOATS = {"f32": 4, "f16": 2, "bf16": 2}  # bytes of an element
 class Quantised:
     """How 32 elements are stored: bytes that are unpacked to 32 bytes, after a scale, unless a row has one."""
 
-    packed: int  # bytes that hold elements: 32, or 16 with two in a byte
+    packed: int  # bytes that hold elements: 32, or 16 with two in a byte, and 8 more for two bits of each
     nbytes: int  # of the block
     has_min: bool = False  # an f16 beside the scale, which is added
     has_fifth_bits: bool = False  # in four bytes of their own
-    has_table: bool = False  # elements are looked up
+    tables: int = 0  # of 16 bytes, in which elements are looked up
     has_row_scale: bool = False  # 2 bytes, beside the row
 
     def scaled(self, dim: int) -> float:
@@ -47,8 +47,10 @@ QUANTISED = {
     "q4_1": Quantised(16, 20, has_min=True),
     "q5_0": Quantised(16, 22, has_fifth_bits=True),
     "q5_1": Quantised(16, 24, has_min=True, has_fifth_bits=True),
-    "iq4_nl": Quantised(16, 18, has_table=True),
+    "iq4_nl": Quantised(16, 18, tables=1),
     "int8": Quantised(32, 32, has_row_scale=True),
+    "int6": Quantised(24, 24, tables=4, has_row_scale=True),
+    "int4": Quantised(16, 16, tables=1, has_row_scale=True),
 }
 
 
@@ -138,8 +140,8 @@ def unpacking(kind: Quantised, dim: int, v: Vectors, *, to_words: bool) -> Mix:
     found = times({"logic": 1} if kind.packed == BLOCK else {"logic": 2, "shift": 1}, packed)
     if kind.has_fifth_bits:
         found = total(found, times({"shuffle": 1, "logic": 2}, unpacked))  # a byte for eight bits, test one, add it
-    if kind.has_table:
-        found = total(found, times({"shuffle": 1}, unpacked))
+    # Each table is a shuffle; each but the first is chosen by a bit that is tested.
+    found = total(found, times({"shuffle": kind.tables, "logic": max(0, kind.tables - 1)}, unpacked))
     return total(found, times({"logic": 1, "shift": 1}, unpacked)) if to_words else found
 
 

@@ -24,7 +24,7 @@ from figures import Row, lines_of, rows_of
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench/results"
 PERFORMANCE = ROOT / "docs/performance.md"
-TYPES = ("f32", "f16", "bf16", "fp8", "int8", "u8", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl", "int4")
+TYPES = ("f32", "f16", "bf16", "fp8", "int8", "u8", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl", "int6", "int4")
 
 Record = dict[str, Any]
 

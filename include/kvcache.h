@@ -145,7 +145,23 @@ typedef enum kvc_type { /* element types of rows */
     /* One f16 scale d for a whole row, so that kernels multiply integers alone; k_dim, or v_dim, must be a multiple of
      * 32.  In a row of a caller's d stands behind the elements; in the cache, apart (kvc_span).  An infinite element, or
      * one beyond 65504 * 127, makes d infinite, and NaN or infinities of all elements; NaN is stored as 0. */
-    KVC_INT8 = 9 /* dim + 2 bytes: d = max |x| / 127, int8 q = round(x / d), halves away from 0; x = d * q */
+    KVC_INT8 = 9, /* dim + 2 bytes: d = max |x| / 127, int8 q = round(x / d), halves away from 0; x = d * q */
+    /* The same with fewer bits, for rows of normally distributed elements, which the cache makes of all rows: it
+     * multiplies each by D * H * D before it is quantised, and back when it is decoded, where H is Sylvester's Hadamard
+     * matrix of the order that KVC_TRANSFORM_HADAMARD takes for keys, over the root of it, and D is diagonal: -1 where
+     * element i of each `order` elements has an odd number of pairs of bits 2 j and 2 j + 1 that are both set in i,
+     * else 1.  A large channel, or a mean that is not 0, is spread over the row.
+     *
+     * x = d * level[q], of 16 or 64 levels in ascending order (Lloyd and Max): those below 0 mirror those above.  q is
+     * that of the level nearest to x / u in magnitude, the larger one halfway between two, on the side of x's sign (+ of
+     * 0); d = sum of level[q] * x / sum of level[q]^2.  u = max |x| / 127; for KVC_INT4, 0.96 or 1.06 times that: the
+     * one for which (sum of level[q] * x)^2 / sum of level[q]^2, of the first 1024 elements, is larger.  Where d would
+     * exceed 65504, or an element is no finite number, d is NaN. */
+    KVC_INT6 = 10, /* dim * 3 / 4 + 2 bytes: 24 for 32 elements.  Byte j < 8 has bits 4 and 5 of elements j, j + 8, j +
+                      16 and j + 24, lowest first; 16 bytes have the low 4 bits of elements i and i + 16.  level[32 ..] =
+                      1 3 6 9 12 15 18 21 24 27 30 33 36 39 42 45 48 52 56 60 64 68 72 76 81 86 91 97 103 110 118 127 */
+    KVC_INT4 = 11  /* dim / 2 + 2 bytes: 16 for 32 elements, with elements i and i + 16.  level[8 ..] = 5 16 28 40 54 70
+                      90 119 */
 } kvc_type;
 
 /* Returns the name of a type, such as "q8_0", static; NULL for a number that is no kvc_type.  Types are numbered from 0

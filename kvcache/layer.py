@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 FloatDType: TypeAlias = Literal["f32", "f16", "bf16"]
-DType: TypeAlias = Literal[FloatDType, "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8"]
+DType: TypeAlias = Literal[FloatDType, "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8", "int6", "int4"]
 DTYPES: tuple[DType, ...] = get_args(DType)
 Transform: TypeAlias = Literal["hadamard"]
 
@@ -82,9 +82,9 @@ class Layer:
     value_in_key : bool, default False
         Whether a value is the first `v_head_dim` elements of its key, and stored once, as in multi-head latent
         attention [1]_. `Batch.attend` must then be given a `scale`.
-    dtype : {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8"}, default "f16"
-        The type of stored rows. Those from q8_0 on need a `head_dim` that is a multiple of 32: ggml's blocks of 32
-        elements, in 18 to 34 bytes, and int8, with one scale for a row of one head.
+    dtype : {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8", "int6", "int4"}, optional
+        The type of stored rows, by default "f16". Those from q8_0 on need a `head_dim` that is a multiple of 32: ggml's
+        blocks of 32 elements, in 18 to 34 bytes, and int8, int6 and int4, with one scale for a row of one head.
     k_dtype, v_dtype : as `dtype`, optional
         The type of keys, or of values, if not `dtype`.
     k_transform, v_transform : {"hadamard", None}, optional

@@ -34,8 +34,8 @@ class HFCache(SaveableBatch, Cache):
     ----------
     config : transformers.PreTrainedConfig
         The model's configuration.
-    dtype : {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8"}, default "f16"
-        The type that rows are stored in; by default, with `prefix`, the type of its cache.
+    dtype : {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8", "int6", "int4"}, optional
+        The type that rows are stored in; by default "f16" or, with `prefix`, the type of its cache.
     policy : policy or list of policies, optional
         The policy of all layers or of each layer of attention; by default from `config`.
     transform : {"hadamard"}, optional

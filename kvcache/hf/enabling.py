@@ -46,8 +46,8 @@ def enable(model: Any, dtype: DType | None = None, **arguments: Any) -> None:
     ----------
     model : transformers.PreTrainedModel
         A model that generates text, or a wrapper around one. Called again, it takes the new arguments.
-    dtype : {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8"}, default "f16"
-        The type that rows are stored in; by default, with `prefix`, the type of its cache.
+    dtype : {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8", "int6", "int4"}, optional
+        The type that rows are stored in; by default "f16" or, with `prefix`, the type of its cache.
     **arguments
         Further ones of `HFCache`, or of `HFEncoderDecoderCache` if the model has an encoder.
 

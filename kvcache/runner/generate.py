@@ -27,7 +27,7 @@ class Options:
 
     Parameters
     ----------
-    dtype : {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8"}
+    dtype : {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8", "int6", "int4"}
         The element type of the cache.
     window : int, optional
         The number of tokens that each token sees, itself included; by default all.
@@ -118,7 +118,7 @@ def new_cache(config: LlamaConfig, options: Options, dtype: DType | None = None)
         The model's configuration.
     options : Options
         The settings. `window` and `num_sink_tokens` narrow the policies of layers that see more.
-    dtype : {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8"}, optional
+    dtype : {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8", "int6", "int4"}, optional
         The element type, `options.dtype` by default.
 
     Returns

@@ -129,7 +129,6 @@ static float add_splits(const kvc_task *t, const results *all, int32_t r, float 
 static void merge_row(const kvc_task *t, const results *all, int32_t r, float *lse) {
     const kvc_plan *plan = t->call->plan;
     const float *sinks = t->call->args->sinks;
-    const int32_t order = t->call->v_order;
     const float sink = sinks ? sinks[kvc_query_head_of(t, r)] / all->ln_of_base : -INFINITY;
     float *out = t->acc + (size_t)r * (size_t)plan->workspace.acc_stride, max = sink;
     for (int32_t p = 0; p < t->slice->num_splits; p++) {
@@ -139,7 +138,7 @@ static void merge_row(const kvc_task *t, const results *all, int32_t r, float *l
     const float sum = add_splits(t, all, r, max, out) + rescale_factor(sink, max, all->ln_of_base);
     /* If the sum is 0, the query saw nothing, and `out` is 0. */
     t->call->kernels->scale(out, 0, 1, plan->v_dim, sum == 0 ? 1 : 1 / (sum * all->one));
-    if (order) t->call->kernels->hadamard(out, out, plan->v_dim, order);
+    if (t->call->v_mixing.order) t->call->kernels->hadamard(out, out, plan->v_dim, t->call->v_mixing);
     if (lse) *lse = sum == 0 ? -INFINITY : max * all->ln_of_base + logf(sum);
 }
 
@@ -469,8 +468,8 @@ static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_atte
         c->k_as[tiled] = kvc_taken_as(c->kernels, c->layer->k_type, tiled);
         c->v_as[tiled] = kvc_taken_as(c->kernels, c->layer->v_type, tiled);
     }
-    c->k_order = kvc_key_order(c->layer);
-    c->v_order = kvc_value_order(c->layer);
+    c->k_mixing = kvc_mixing_of(c->layer, 0);
+    c->v_mixing = kvc_mixing_of(c->layer, 1);
     c->rope = kvc_rope_of(cache, layer);
     c->angles = plan->angles;
     if (c->rope) c->angles += (size_t)cache->rope_of[layer] * (size_t)plan->num_deltas * (size_t)plan->angles_stride;

@@ -113,8 +113,8 @@ static void decode_rows(const kvc_task *t, walk *w, int64_t rows, int64_t stride
                                         at->scale_step};
             kvc_decode_rows(c->kernels, (float *)(void *)(to + done * stride), stride, &rows_here, some, w->dim);
         } else {
-            c->kernels->unpack(w->type, to + done * stride, from, step, scales, at->scale_step, some, w->dim,
-                               t->workspace + workspace->minima + done);
+            c->kernels->unpack(w->type, to + done * stride, from, step, w->kernel_type == KVC_INT8 ? NULL : scales,
+                               at->scale_step, some, w->dim, t->workspace + workspace->minima + done);
         }
     }
 }
@@ -124,7 +124,7 @@ static kernel_rows take_rows(const kvc_task *t, walk *w, int64_t rows) {
     const void *const workspace = t->workspace + t->call->plan->workspace.rows;
     w->left -= rows;
     if (w->kernel_type != w->type) {
-        const int64_t stride = (int64_t)kvc_row_bytes(w->kernel_type, w->dim);
+        const int64_t stride = (int64_t)kvc_blocks_bytes(w->kernel_type, w->dim);
         decode_rows(t, w, rows, stride);
         return (kernel_rows){workspace, stride, rows};
     }
@@ -273,7 +273,7 @@ typedef struct segment_place {
 /* Decodes the next n keys of a mixed tile to the workspace, transforms them back, and rotates them. */
 static const float *rotate_keys(const kvc_task *t, const kvc_tile *tile, segment_place *at, int32_t n) {
     const kvc_call *c = t->call;
-    const int32_t dim = c->plan->k_dim, order = c->k_order;
+    const int32_t dim = c->plan->k_dim;
     const int64_t stride = c->plan->workspace.q_stride * (int64_t)sizeof(float);
     float *const first = t->workspace + c->plan->workspace.rows, *to = first;
     for (int32_t i = 0, count; i < n; i += count) {
@@ -282,7 +282,7 @@ static const float *rotate_keys(const kvc_task *t, const kvc_tile *tile, segment
         const kvc_rows keys = kvc_keys_in(tile, c->layer, segment, at->offset);
         kvc_decode_rows(c->kernels, to, stride, &keys, count, dim);
         for (int32_t j = 0; j < count; j++, to += c->plan->workspace.q_stride) {
-            if (order) c->kernels->hadamard(to, to, dim, order);
+            if (c->k_mixing.order) c->kernels->hadamard(to, to, dim, c->k_mixing);
             if (segment->delta_index) kvc_rope_rotate_back(c->rope, angles_of(c, segment->delta_index), to);
         }
         at->offset += count;
@@ -330,7 +330,7 @@ static key_product product_of(const kvc_task *t, const kvc_tile *tile) {
     const kvc_attend_args *a = c->args;
     const int32_t delta_index = delta_index_of(t, tile), type = delta_index == KVC_MIXED ? KVC_F32 : c->layer->k_type;
     const kvc_tiler *tiler = tiler_of(t, type), *f16 = &c->kernels->tiler_f16;
-    const int is_changed = delta_index > 0 || (c->k_order && delta_index != KVC_MIXED);
+    const int is_changed = delta_index > 0 || (c->k_mixing.order && delta_index != KVC_MIXED);
     if (!is_changed && c->scale > 0 && !(a->softcap > 0) && !a->alibi) {
         if (a->q_type == KVC_F16 && type == KVC_F16 && f16->score)
             return (key_product){NULL, f16->pack_keys, f16->score, c->scale};
@@ -341,11 +341,11 @@ static key_product product_of(const kvc_task *t, const kvc_tile *tile) {
 }
 
 /* Transforms the query rows as stored keys are, which leaves scores as they are. */
-static void transform_query_rows(const kvc_task *t, int32_t order) {
+static void transform_query_rows(const kvc_task *t) {
     const kvc_call *c = t->call;
     for (int32_t r = 0; r < t->num_query_rows; r++) {
         float *q = t->q + (size_t)r * (size_t)c->plan->workspace.q_stride;
-        c->kernels->hadamard(q, q, c->plan->k_dim, order);
+        c->kernels->hadamard(q, q, c->plan->k_dim, c->k_mixing);
     }
 }
 
@@ -355,7 +355,6 @@ static const float *query_rows_for(kvc_task *t, const kvc_tile *tile) {
     const kvc_plan *plan = t->call->plan;
     const int32_t delta_index = delta_index_of(t, tile);
     if (delta_index == t->delta_index) return t->q;
-    const int32_t order = t->call->k_order;
     const kvc_scorer *scorer = scorer_of(t, tile);
     kvc_prepare_fn *prepare = t->slice->tiled ? product_of(t, tile).prepare : scorer->prepare;
     const int is_bf16 = !t->slice->tiled && scorer == &t->call->kernels->score_bf16;
@@ -363,7 +362,7 @@ static const float *query_rows_for(kvc_task *t, const kvc_tile *tile) {
     load_query_rows(t, prepare && !is_bf16 ? KVC_F32 : t->call->args->q_type);
     if (!prepare) return t->q;
     if (delta_index > 0) rotate_query_rows(t, delta_index);
-    if (order && delta_index != KVC_MIXED) transform_query_rows(t, order);
+    if (t->call->k_mixing.order && delta_index != KVC_MIXED) transform_query_rows(t);
     if (key_minima_apart(t, tile)) kvc_add_up_blocks(t);
     prepare(t->q, plan->workspace.q_stride, t->num_query_rows, plan->k_dim, t->call->scale);
     return t->q;
@@ -401,7 +400,7 @@ static void score_tile(kvc_task *t, const kvc_tile *tile) {
         score(scores, q, stride, t->num_query_rows, k.first, k.stride, (int)k.num, dim, take_ahead(c, &values, k.num));
         scores += k.num;
     }
-    if (t->k_as == KVC_INT8) times_scales(t, tile, 0);
+    if (KVC_TYPES[t->k_as].has_row_scale) times_scales(t, tile, 0);
     if (key_minima_apart(t, tile)) kvc_score_minima(t, tile->n);
 }
 
@@ -430,7 +429,7 @@ static void accumulate_rows(const kvc_task *t, const float *weights, kernel_rows
 static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, walk *keys) {
     walk values = walk_values(t, tile);
     const float *weights = t->scores;
-    if (t->v_as == KVC_INT8) times_scales(t, tile, 1);
+    if (KVC_TYPES[t->v_as].has_row_scale) times_scales(t, tile, 1);
     while (values.left) {
         const kernel_rows v = take_some(t, &values);
         accumulate_rows(t, weights, v, keys, values.left ? v.num : KVC_TILE);
@@ -533,8 +532,11 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
         keys.score(b.scores, b.stride, t->q + (size_t)b.first * (size_t)workspace->q_stride, workspace->q_stride,
                    t->workspace + workspace->keys, k_room, b.end - b.first, current->n, plan->k_dim, 0,
                    take_ahead(c, &next_keys, ahead));
-        if (key_minima_apart(t, current)) kvc_score_minima(t, current->n); /* without weigh: this block is all rows */
+        /* Without weigh, this block is all query rows. */
+        if (KVC_TYPES[t->k_as].has_row_scale && delta_index_of(t, current) != KVC_MIXED) times_scales(t, current, 0);
+        if (key_minima_apart(t, current)) kvc_score_minima(t, current->n);
         weigh_block(t, current, &b, keys.scale, values->weigh);
+        if (KVC_TYPES[t->v_as].has_row_scale) times_scales(t, current, 1);
         if (!b.first) pack_values(t, current, values->pack_values);
         values->accumulate(t->acc + (size_t)b.first * (size_t)workspace->acc_stride, workspace->acc_stride, b.scores,
                            b.stride, t->workspace + workspace->values, v_room, b.end - b.first, plan->v_dim, current->n,

@@ -22,12 +22,12 @@ typedef struct kvc_call {
     const kvc_policy *policy;
     int32_t num_sinks;        /* of that policy */
     int32_t k_as[2], v_as[2]; /* kvc_taken_as of its types, for slices that are streamed and tiled */
-    int32_t k_order, v_order; /* kvc_key_order, kvc_value_order */
-    const kvc_rope *rope;     /* rotates keys with a delta; NULL: the layer's keys are not rotated */
-    const float *angles;      /* [plan->num_deltas][plan->angles_stride] of that rope */
-    int prefetch_level;       /* for kvc_ahead */
-    int is_rerun, was_done;   /* for kvc_plan_run: the round is a rerun; the task was done before in this round */
-    int changes_scores;       /* there is a softcap, or ALiBi */
+    kvc_mixing k_mixing, v_mixing;
+    const kvc_rope *rope;   /* rotates keys with a delta; NULL: the layer's keys are not rotated */
+    const float *angles;    /* [plan->num_deltas][plan->angles_stride] of that rope */
+    int prefetch_level;     /* for kvc_ahead */
+    int is_rerun, was_done; /* for kvc_plan_run: the round is a rerun; the task was done before in this round */
+    int changes_scores;     /* there is a softcap, or ALiBi */
     float scale;
     kvc_poll_timer timer;     /* asked whether to end early, as tasks begin and between the tiles of long ones */
     atomic_int was_cancelled; /* a task ended early */

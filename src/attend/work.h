@@ -139,11 +139,13 @@ struct kvc_plan {
 
 static inline int64_t kvc_smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Returns the type to convert rows to before a kernel reads them: their own if a kernel takes it, else q8_0.  For many
- * query rows, f32 if q8_0 has no kernel, or decoded rows have one. */
+/* Returns the type to convert rows to before a kernel reads them: their own if a kernel takes it, else q8_0 or, of rows
+ * with a scale of their own, int8.  For many query rows, q8_0, or f32 if q8_0 has no kernel, or decoded rows have one.
+ */
 static inline int32_t kvc_taken_as(const kvc_kernels *kernels, int32_t type, int is_tiled) {
     if (is_tiled ? kernels->tiler[type].score != NULL : kernels->accumulate[type] != NULL) return type;
-    return is_tiled && (!kernels->tiler[KVC_Q8_0].score || kernels->decoded.score) ? KVC_F32 : KVC_Q8_0;
+    if (is_tiled) return kernels->tiler[KVC_Q8_0].score && !kernels->decoded.score ? KVC_Q8_0 : KVC_F32;
+    return KVC_TYPES[type].has_row_scale ? KVC_INT8 : KVC_Q8_0;
 }
 
 /* Returns the rows of a tile for many query rows.  Panels of a larger one would not stay in the L2 cache. */

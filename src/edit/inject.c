@@ -90,13 +90,10 @@ static void rotate_keys_back(const injection *x, kvc_rotator *rotator, const kvc
     const kvc_rows_in *in = x->in;
     const kvc_layer *config = &x->cache->layers[x->layer];
     const kvc_layout *at = &x->cache->layouts[x->cache->layout_of[x->layer]];
-    const kvc_rows stored = kvc_stored_rows(config, at, part->block->rows, part->slot, 0),
-                   given = kvc_given_rows(in->k_type, in->k, in->k_row_stride, in->k_head_stride, config->k_dim);
-    for (int32_t h = 0; h < config->num_kv_heads; h++)
-        for (int32_t i = 0; i < part->count; i++) {
-            const kvc_rows to = kvc_row_of(&stored, i, h), from = kvc_row_of(&given, part->position - x->begin + i, h);
-            kvc_rotator_rotate(rotator, rope, -part->delta, &to, &from, config);
-        }
+    const kvc_rows to = kvc_stored_rows(config, at, part->block->rows, part->slot, 0),
+                   given = kvc_given_rows(in->k_type, in->k, in->k_row_stride, in->k_head_stride, config->k_dim),
+                   from = kvc_row_of(&given, part->position - x->begin, 0);
+    kvc_rotator_rotate(rotator, rope, -part->delta, &to, &from, part->count, config);
 }
 
 /* Writes the rows of a part, of all heads. */

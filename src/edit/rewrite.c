@@ -249,10 +249,7 @@ void kvc_rotate_keys(const kvc_cache *cache, int32_t group, kvc_block *block, in
         const kvc_layout *at = &cache->layouts[cache->layout_of[layer]];
         const kvc_layer *config = &cache->layers[layer];
         const kvc_rows keys = kvc_stored_rows(config, at, block->rows, slot, 0);
-        for (int32_t h = 0; h < at->num_kv_heads; h++) {
-            const kvc_rows key = kvc_row_of(&keys, 0, h);
-            kvc_rotator_rotate(rotator, rope, delta, &key, &key, config);
-        }
+        kvc_rotator_rotate(rotator, rope, delta, &keys, &keys, 1, config);
     }
 }
 
@@ -307,14 +304,15 @@ static void convert_piece(void *context, int64_t i) {
     const moving *m = context;
     const piece *p = &m->pieces[i];
     const kvc_kernels *kernels = m->cache->kernels;
-    const int32_t dim = m->layer->k_dim, order = kvc_key_order(m->layer);
+    const int32_t dim = m->layer->k_dim;
+    const kvc_mixing mixing = kvc_mixing_of(m->layer, 0);
     const kvc_rows stored = kvc_stored_rows(m->layer, m->at, p->copy->to->rows, p->copy->to_slot + p->first, 0);
     const int64_t stride = dim * (int64_t)sizeof(float);
     for (int32_t h = 0; h < m->at->num_kv_heads; h++) {
         const kvc_rows of_head = kvc_row_of(&stored, 0, h);
         float *keys = p->keys + (size_t)h * (size_t)p->count * (size_t)dim;
         if (!m->encodes) kvc_decode_rows(kernels, keys, stride, &of_head, p->count, dim);
-        if (order) kernels->hadamard(keys, keys, p->count * dim, order);
+        if (mixing.order) kernels->hadamard(keys, keys, p->count * dim, mixing);
         if (m->encodes) kvc_encode_rows(kernels, &of_head, keys, stride, p->count, dim);
     }
 }

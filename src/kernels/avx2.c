@@ -10,7 +10,7 @@ DEFINE_CONVERT(kvc_convert_avx2)
 DEFINE_UNPACK(kvc_unpack_avx2)
 DEFINE_LARGEST(kvc_largest_avx2)
 DEFINE_TIMES(kvc_times_avx2)
-DEFINE_ENCODE_INT8(kvc_encode_int8_avx2)
+DEFINE_ENCODE(kvc_encode_avx2)
 
 DEFINE_SCORE(kvc_score_f32_avx2, KVC_F32)
 DEFINE_SCORE(kvc_score_f16_avx2, KVC_F16)
@@ -45,7 +45,7 @@ const kvc_kernels kvc_kernels_avx2 = {
     .convert = kvc_convert_avx2,
     .unpack = kvc_unpack_avx2,
     .largest = kvc_largest_avx2,
-    .encode_int8 = kvc_encode_int8_avx2,
+    .encode = kvc_encode_avx2,
     .score[KVC_F32] = {kvc_scale_avx2, kvc_score_f32_avx2},
     .score[KVC_F16] = {kvc_scale_avx2, kvc_score_f16_avx2},
     .score[KVC_BF16] = {kvc_scale_avx2, kvc_score_bf16_avx2},

@@ -11,7 +11,7 @@ extern kvc_convert_fn kvc_convert_avx512;
 extern kvc_unpack_fn kvc_unpack_avx512;
 extern kvc_largest_fn kvc_largest_avx512;
 extern kvc_times_fn kvc_times_avx512;
-extern kvc_encode_int8_fn kvc_encode_int8_avx512;
+extern kvc_encode_fn kvc_encode_avx512;
 extern kvc_score_fn kvc_score_f32_avx512, kvc_score_f16_avx512, kvc_score_bf16_avx512;
 extern kvc_accumulate_fn kvc_accumulate_f32_avx512, kvc_accumulate_f16_avx512, kvc_accumulate_bf16_avx512;
 extern kvc_pack_keys_fn kvc_pack_keys_f32_avx512, kvc_pack_keys_f16_avx512, kvc_pack_keys_bf16_avx512;
@@ -22,8 +22,11 @@ extern kvc_matmul_fn kvc_matmul_avx512;
 extern kvc_hadamard_fn kvc_hadamard_avx512;
 
 extern kvc_prepare_fn kvc_prepare_q8_0_avx512vnni, kvc_prepare_q4_0_avx512vnni;
-extern kvc_score_fn kvc_score_int8_avx512vnni, kvc_score_q8_0_avx512vnni, kvc_score_q4_0_avx512vnni;
-extern kvc_accumulate_fn kvc_accumulate_int8_avx512vnni, kvc_accumulate_q8_0_avx512vnni, kvc_accumulate_q4_0_avx512vnni;
+extern kvc_score_fn kvc_score_q8_0_avx512vnni, kvc_score_q4_0_avx512vnni;
+extern kvc_accumulate_fn kvc_accumulate_q8_0_avx512vnni, kvc_accumulate_q4_0_avx512vnni;
+extern kvc_prepare_fn kvc_prepare_scaled_avx512vnni;
+extern kvc_score_fn kvc_score_int8_avx512vnni, kvc_score_int6_avx512vnni, kvc_score_int4_avx512vnni;
+extern kvc_accumulate_fn kvc_accumulate_int8_avx512vnni, kvc_accumulate_int6_avx512vnni, kvc_accumulate_int4_avx512vnni;
 extern kvc_prepare_fn kvc_prepare_q4_1_avx512vnni, kvc_prepare_q5_0_avx512vnni, kvc_prepare_q5_1_avx512vnni,
     kvc_prepare_iq4_nl_avx512vnni;
 extern kvc_score_fn kvc_score_q4_1_avx512vnni, kvc_score_q5_0_avx512vnni, kvc_score_q5_1_avx512vnni,
@@ -58,12 +61,25 @@ extern kvc_score_fn kvc_score_bf16_avx512bf16;
     .tiler[KVC_BF16] =                                                                                              \
         KVC_FLOAT_TILER(kvc_scale_avx512, kvc_pack_keys_bf16_avx512, kvc_pack_values_bf16_avx512, kvc_matmul_avx512)
 
-/* Multiplies quantised rows as integers, all types as q8_0. */
-#define KVC_AVX512VNNI_TILER                                            \
-    .tiler[KVC_Q8_0] = {.prepare = kvc_prepare_q8_0_avx512vnni,         \
-                        .pack_keys = kvc_pack_keys_q8_0_avx512vnni,     \
-                        .pack_values = kvc_pack_values_q8_0_avx512vnni, \
-                        .score = kvc_score_panels_avx512vnni,           \
+extern kvc_pack_keys_fn kvc_pack_keys_int8_avx512vnni, kvc_pack_keys_int6_avx512vnni, kvc_pack_keys_int4_avx512vnni;
+extern kvc_pack_values_fn kvc_pack_values_int8_avx512vnni, kvc_pack_values_int6_avx512vnni,
+    kvc_pack_values_int4_avx512vnni;
+extern kvc_matmul_fn kvc_score_scaled_avx512vnni, kvc_accumulate_scaled_avx512vnni;
+
+/* Multiplies quantised rows as integers: those with one scale a row as they are, others as q8_0. */
+#define KVC_SCALED_TILER(type)                           \
+    {.prepare = kvc_prepare_scaled_avx512vnni,           \
+     .pack_keys = kvc_pack_keys_##type##_avx512vnni,     \
+     .pack_values = kvc_pack_values_##type##_avx512vnni, \
+     .score = kvc_score_scaled_avx512vnni,               \
+     .accumulate = kvc_accumulate_scaled_avx512vnni}
+#define KVC_AVX512VNNI_TILER                                                              \
+    .tiler[KVC_INT8] = KVC_SCALED_TILER(int8), .tiler[KVC_INT6] = KVC_SCALED_TILER(int6), \
+    .tiler[KVC_INT4] = KVC_SCALED_TILER(int4),                                            \
+    .tiler[KVC_Q8_0] = {.prepare = kvc_prepare_q8_0_avx512vnni,                           \
+                        .pack_keys = kvc_pack_keys_q8_0_avx512vnni,                       \
+                        .pack_values = kvc_pack_values_q8_0_avx512vnni,                   \
+                        .score = kvc_score_panels_avx512vnni,                             \
                         .accumulate = kvc_accumulate_panels_avx512vnni}
 #define KVC_AVX512VNNI_INTEGERS                                                                                     \
     .score[KVC_Q8_0] = {kvc_prepare_q8_0_avx512vnni, kvc_score_q8_0_avx512vnni},                                    \
@@ -73,8 +89,11 @@ extern kvc_score_fn kvc_score_bf16_avx512bf16;
     .score[KVC_Q5_0] = {kvc_prepare_q5_0_avx512vnni, kvc_score_q5_0_avx512vnni},                                    \
     .score[KVC_Q5_1] = {kvc_prepare_q5_1_avx512vnni, kvc_score_q5_1_avx512vnni},                                    \
     .score[KVC_IQ4_NL] = {kvc_prepare_iq4_nl_avx512vnni, kvc_score_iq4_nl_avx512vnni},                              \
-    .score[KVC_INT8] = {kvc_prepare_q8_0_avx512vnni, kvc_score_int8_avx512vnni},                                    \
-    .accumulate[KVC_INT8] = kvc_accumulate_int8_avx512vnni, .accumulate[KVC_Q4_1] = kvc_accumulate_q4_1_avx512vnni, \
+    .score[KVC_INT8] = {kvc_prepare_scaled_avx512vnni, kvc_score_int8_avx512vnni},                                  \
+    .score[KVC_INT6] = {kvc_prepare_scaled_avx512vnni, kvc_score_int6_avx512vnni},                                  \
+    .score[KVC_INT4] = {kvc_prepare_scaled_avx512vnni, kvc_score_int4_avx512vnni},                                  \
+    .accumulate[KVC_INT8] = kvc_accumulate_int8_avx512vnni, .accumulate[KVC_INT6] = kvc_accumulate_int6_avx512vnni, \
+    .accumulate[KVC_INT4] = kvc_accumulate_int4_avx512vnni, .accumulate[KVC_Q4_1] = kvc_accumulate_q4_1_avx512vnni, \
     .accumulate[KVC_Q5_0] = kvc_accumulate_q5_0_avx512vnni, .accumulate[KVC_Q5_1] = kvc_accumulate_q5_1_avx512vnni, \
     .accumulate[KVC_IQ4_NL] = kvc_accumulate_iq4_nl_avx512vnni
 

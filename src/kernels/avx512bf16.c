@@ -43,7 +43,7 @@ const kvc_kernels kvc_kernels_avx512bf16 = {
     .convert = kvc_convert_avx512bf16,
     .unpack = kvc_unpack_avx512,
     .largest = kvc_largest_avx512,
-    .encode_int8 = kvc_encode_int8_avx512,
+    .encode = kvc_encode_avx512,
     KVC_AVX512_FLOATS,
     KVC_AVX512_TILER_F32,
     KVC_AVX512_TILERS,

@@ -8,15 +8,17 @@
 #include "kernels/vector_avx512.h"
 #include "kernels/template.h"
 #include "kernels/matmul_quantised.h"
+#include "kernels/scaled_rows.h"
 
 DEFINE_PREPARE(kvc_prepare_q8_0_avx512vnni, KVC_Q8_0)
 DEFINE_PREPARE(kvc_prepare_q4_0_avx512vnni, KVC_Q4_0)
 DEFINE_SCORE(kvc_score_q8_0_avx512vnni, KVC_Q8_0)
 DEFINE_SCORE(kvc_score_q4_0_avx512vnni, KVC_Q4_0)
-DEFINE_SCORE(kvc_score_int8_avx512vnni, KVC_INT8)
 DEFINE_ACCUMULATE(kvc_accumulate_q8_0_avx512vnni, KVC_Q8_0)
 DEFINE_ACCUMULATE(kvc_accumulate_q4_0_avx512vnni, KVC_Q4_0)
-DEFINE_ACCUMULATE(kvc_accumulate_int8_avx512vnni, KVC_INT8)
+DEFINE_SCALED(int8, KVC_INT8)
+DEFINE_SCALED(int6, KVC_INT6)
+DEFINE_SCALED(int4, KVC_INT4)
 DEFINE_PREPARE_CODES(kvc_prepare_q4_1_avx512vnni, KVC_Q4_1)
 DEFINE_PREPARE_CODES(kvc_prepare_q5_0_avx512vnni, KVC_Q5_0)
 DEFINE_PREPARE_CODES(kvc_prepare_q5_1_avx512vnni, KVC_Q5_1)
@@ -29,6 +31,22 @@ DEFINE_ACCUMULATE_CODES(kvc_accumulate_q4_1_avx512vnni, KVC_Q4_1)
 DEFINE_ACCUMULATE_CODES(kvc_accumulate_q5_0_avx512vnni, KVC_Q5_0)
 DEFINE_ACCUMULATE_CODES(kvc_accumulate_q5_1_avx512vnni, KVC_Q5_1)
 DEFINE_ACCUMULATE_CODES(kvc_accumulate_iq4_nl_avx512vnni, KVC_IQ4_NL)
+
+TARGET void kvc_prepare_scaled_avx512vnni(float *q, int q_stride, int num_q, int dim, float scale) {
+    prepare_scaled(q, q_stride, num_q, dim, scale);
+}
+
+TARGET void kvc_score_scaled_avx512vnni(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m,
+                                        int n, int k, int add, kvc_ahead next) {
+    (void)ldb, (void)add; /* scores are not added to */
+    score_scaled_panels(c, ldc, a, lda, b, m, n, k, next);
+}
+
+TARGET void kvc_accumulate_scaled_avx512vnni(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m,
+                                             int n, int k, int add, kvc_ahead next) {
+    (void)ldb, (void)add; /* sums always are */
+    accumulate_scaled_panels(c, ldc, a, lda, b, m, n, k, next);
+}
 
 TARGET void kvc_pack_keys_q8_0_avx512vnni(float *dst, const void *rows, int64_t row_stride, int first, int n, int dim) {
     (void)first; /* 0: tiles have KVC_TILE rows */
@@ -58,7 +76,7 @@ const kvc_kernels kvc_kernels_avx512vnni = {
     .convert = kvc_convert_avx512,
     .unpack = kvc_unpack_avx512,
     .largest = kvc_largest_avx512,
-    .encode_int8 = kvc_encode_int8_avx512,
+    .encode = kvc_encode_avx512,
     KVC_AVX512_FLOATS,
     KVC_AVX512_TILER_F32,
     KVC_AVX512_TILERS,

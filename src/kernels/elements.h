@@ -149,7 +149,7 @@ INLINE vec nearest_levels(vec x) {
     vec codes[3] = {v_zero(), v_zero(), v_zero()}; /* side by side, as each step waits for the one before */
     UNROLL
     for (int i = 0; i < 15; i++)
-        codes[i % 3] = v_count(codes[i % 3], x, v_set((float)(KVC_LEVELS[i] + KVC_LEVELS[i + 1]) / 2));
+        codes[i % 3] = v_count(codes[i % 3], x, v_set((float)(KVC_LEVELS_IQ4_NL[i] + KVC_LEVELS_IQ4_NL[i + 1]) / 2));
     return v_add(v_add(codes[0], codes[1]), codes[2]);
 }
 
@@ -173,7 +173,7 @@ INLINE void store_levels(char *block, level_terms *terms, const vec x[QUANT_VECT
         }
         return;
     }
-    const vec id = v_set(1 / (largest / KVC_LEVELS[0]));
+    const vec id = v_set(1 / (largest / KVC_LEVELS_IQ4_NL[0]));
     vec codes[QUANT_VECTORS];
     char levels[KVC_QUANT_ELEMENTS];
     UNROLL
@@ -415,6 +415,11 @@ INLINE void times(float *rows, int num_q, const float *by) {
     }
 }
 
+/* Adds to sums of every KVC_LANES-th element, of which x has those from i on. */
+INLINE void add_to_lanes(float sums[KVC_LANES], int i, vec x) {
+    v_store(sums + i % KVC_LANES, v_add(v_load(sums + i % KVC_LANES), x));
+}
+
 /* Is a kvc_largest_fn. */
 INLINE float largest(const void *x, int n) {
     vec most = v_zero();
@@ -423,14 +428,70 @@ INLINE float largest(const void *x, int n) {
     return v_max_lane(most);
 }
 
-/* Is a kvc_encode_int8_fn. */
-INLINE void encode_int8(void *dst, void *scale, const void *src, int n, float largest_element) {
-    const float d = largest_element / 127;
-    const vec id = v_set(reciprocal(d));
-    store_f16(scale, d);
+INLINE void encode_int8(char *dst, const char *src, int n, vec inverse) {
     for (int i = 0; i < n; i += LANES) {
-        const vec x = load_full(KVC_F32, (const char *)src + bytes_of(KVC_F32, i));
-        v_store_8((char *)dst + i, v_round_away(v_number(v_mul(x, id))));
+        const vec x = load_full(KVC_F32, src + bytes_of(KVC_F32, i));
+        v_store_8(dst + i, v_round_away(v_number(v_mul(x, inverse))));
+    }
+}
+
+/* A block of codes, a byte each. */
+typedef uint8_t code_bytes __attribute__((vector_size(KVC_QUANT_ELEMENTS)));
+
+/* Stores codes below 16 or 64. */
+INLINE void store_planes(int type, char *block, const code_bytes *codes) {
+    char *const nibbles = block + KVC_TYPES[type].bytes - KVC_NIBBLE_BYTES;
+    uint64_t x[4]; /* elements [8 * i, 8 * i + 8), a byte each */
+    memcpy(x, codes, sizeof x);
+    const uint64_t low = 0x0f0f0f0f0f0f0f0f,
+                   pairs[2] = {(x[0] & low) | (x[2] & low) << 4, (x[1] & low) | (x[3] & low) << 4};
+    memcpy(nibbles, pairs, sizeof pairs);
+    if (KVC_TYPES[type].num_levels < 64) return;
+    const uint64_t high = x[0] >> 4 & low, bits = high | (x[1] >> 4 & low) << 2 | (x[2] & ~low) | (x[3] & ~low) << 2;
+    memcpy(block, &bits, sizeof bits);
+}
+
+/* Encodes a block by levels of which half are above 0: counts the middles between them that are not above twice the
+ * magnitude. */
+INLINE void encode_fitted(int type, char *block, const char *src, vec inverse, kvc_level_sums *sums) {
+    const int half = KVC_TYPES[type].num_levels / 2;
+    const int8_t *const levels = kvc_levels(type) + half;
+    code_bytes twice = {0}, is_positive = {0}, codes = {0};
+    char unpacked[KVC_QUANT_ELEMENTS];
+    vec x[QUANT_VECTORS];
+    UNROLL
+    for (int i = 0; i < QUANT_VECTORS; i++) {
+        x[i] = load_full(KVC_F32, src + bytes_of(KVC_F32, i * LANES));
+        const vec in_units = v_mul(x[i], inverse);
+        v_store_8((char *)&twice + i * LANES, v_truncate(v_min(v_abs(v_add(in_units, in_units)), v_set(255))));
+        v_store_8((char *)&is_positive + i * LANES, v_count(v_zero(), in_units, v_zero()));
+    }
+    for (int i = 0; i + 1 < half; i++) codes -= (code_bytes)(twice >= (uint8_t)(levels[i] + levels[i + 1]));
+    codes = (codes + (uint8_t)half) ^ ((code_bytes)(is_positive == 0) & (uint8_t)(2 * half - 1));
+    store_planes(type, block, &codes);
+    unpack_codes(type, unpacked, block, 0);
+    UNROLL
+    for (int i = 0; i < KVC_QUANT_ELEMENTS; i += LANES) {
+        const vec level = v_load_i8(unpacked + i);
+        add_to_lanes(sums->products, i, v_mul(x[i / LANES], level));
+        add_to_lanes(sums->squares, i, v_mul(level, level));
+    }
+}
+
+/* Is a kvc_encode_fn. */
+INLINE void encode(int type, void *dst, const void *src, int n, float unit, kvc_level_sums *sums) {
+    const vec inverse = v_set(reciprocal(unit));
+    if (!KVC_TYPES[type].is_fitted) {
+        encode_int8(dst, src, n, inverse);
+        return;
+    }
+    for (int d = 0; d < n; d += KVC_QUANT_ELEMENTS) {
+        char *const block = (char *)dst + bytes_of(type, d);
+        const char *const from = (const char *)src + bytes_of(KVC_F32, d);
+        if (type == KVC_INT4)
+            encode_fitted(KVC_INT4, block, from, inverse, sums);
+        else
+            encode_fitted(KVC_INT6, block, from, inverse, sums);
     }
 }
 
@@ -461,26 +522,34 @@ INLINE void unpack_minima(int type, float *minima, const char *p, int64_t row_st
         v_store_first(minima + j, v_fma(v_set_f16(p), middle, v_set_f16(p + KVC_SCALE_BYTES)));
 }
 
-INLINE void unpack_row_int8(char *dst, const char *row, const char *scale, int dim) {
-    for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS, dst += KVC_Q8_0_BYTES) {
-        memcpy(dst, scale, KVC_SCALE_BYTES);
-        memcpy(dst + KVC_SCALE_BYTES, row + d, KVC_QUANT_ELEMENTS);
+/* scale: NULL for rows without. */
+INLINE void unpack_scaled_row(int type, char *dst, const char *row, const char *scale, int dim) {
+    for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS, dst += KVC_QUANT_ELEMENTS, row += KVC_TYPES[type].bytes) {
+        if (scale) memcpy(dst, scale, KVC_SCALE_BYTES), dst += KVC_SCALE_BYTES;
+        if (type == KVC_INT8)
+            memcpy(dst, row, KVC_QUANT_ELEMENTS);
+        else
+            unpack_codes(type, dst, row, 0);
     }
 }
 
 /* Is a kvc_unpack_fn. */
 INLINE void unpack(int type, void *dst, const void *rows, int64_t row_stride, const void *scales, int64_t scale_stride,
                    int64_t n, int dim, float *minima) {
-    for (int64_t j = 0; j < n; j++) {
-        char *to = (char *)dst + (size_t)j * bytes_of(KVC_Q8_0, dim);
+    const size_t bytes = bytes_of(KVC_TYPES[type].has_row_scale && !scales ? KVC_INT8 : KVC_Q8_0, dim);
+    const char *scale = scales;
+    for (int64_t j = 0; j < n; j++, scale = scale ? scale + scale_stride : NULL) {
+        char *to = (char *)dst + (size_t)j * bytes;
         const char *row = (const char *)rows + j * row_stride;
         switch (type) {
         case KVC_Q4_0: unpack_row(KVC_Q4_0, to, row, dim); break;
         case KVC_Q4_1: unpack_row(KVC_Q4_1, to, row, dim); break;
         case KVC_Q5_0: unpack_row(KVC_Q5_0, to, row, dim); break;
         case KVC_Q5_1: unpack_row(KVC_Q5_1, to, row, dim); break;
-        case KVC_INT8: unpack_row_int8(to, row, (const char *)scales + j * scale_stride, dim); break;
-        default: unpack_row(KVC_IQ4_NL, to, row, dim);
+        case KVC_IQ4_NL: unpack_row(KVC_IQ4_NL, to, row, dim); break;
+        case KVC_INT8: unpack_scaled_row(KVC_INT8, to, row, scale, dim); break;
+        case KVC_INT6: unpack_scaled_row(KVC_INT6, to, row, scale, dim); break;
+        default: unpack_scaled_row(KVC_INT4, to, row, scale, dim);
         }
     }
     if (KVC_TYPES[type].has_minimum)

@@ -45,9 +45,21 @@ INLINE void hadamard_step(float *x, int n, int half) {
         }
 }
 
+/* Changes the signs that kvc_mixing says: of the lowest four bits in a table, of those above for KVC_LANES elements at
+ * once. */
+INLINE void change_signs(float *dst, const char *src, int n, int order) {
+    static const float SIGNS[KVC_LANES] = {1, 1, 1, -1, 1, 1, 1, -1, 1, 1, 1, -1, -1, -1, -1, 1};
+    for (int i = 0; i < n; i += LANES) {
+        const unsigned pairs = (unsigned)(i % order) / KVC_LANES, both = pairs & pairs >> 1 & 0x15;
+        const float sign = (both ^ both >> 2 ^ both >> 4) & 1 ? -1 : 1;
+        v_store(dst + i,
+                v_mul(v_mul(v_load(src + (size_t)i * sizeof(float)), v_load(SIGNS + i % KVC_LANES)), v_set(sign)));
+    }
+}
+
 /* The fast Walsh-Hadamard transform: scales, then does a step for each bit of the matrix's rows' numbers, lowest first:
  * in this order, every set and ggml round alike. */
-INLINE void hadamard(float *dst, const void *src, int n, int order) {
+INLINE void multiply_by_hadamard(float *dst, const void *src, int n, int order) {
     const int unit = smaller(order, HADAMARD_VECTORS * LANES);
     const vec scale = v_set(1 / sqrtf((float)order));
     for (int i = 0; i < n; i += unit) {
@@ -60,4 +72,11 @@ INLINE void hadamard(float *dst, const void *src, int n, int order) {
             hadamard_vectors(dst + i, from, 2, scale);
     }
     for (int half = unit; half < order; half *= 2) hadamard_step(dst, n, half);
+}
+
+/* Is a kvc_hadamard_fn. */
+INLINE void hadamard(float *dst, const void *src, int n, kvc_mixing mixing) {
+    if (mixing.has_signs) change_signs(dst, src, n, mixing.order), src = dst;
+    multiply_by_hadamard(dst, src, n, mixing.order);
+    if (mixing.has_signs) change_signs(dst, (const char *)dst, n, mixing.order);
 }

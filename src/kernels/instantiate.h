@@ -27,10 +27,10 @@
     extern kvc_largest_fn name; \
     TARGET float name(const void *x, int n) { return largest(x, n); }
 
-#define DEFINE_ENCODE_INT8(name)                                                      \
-    extern kvc_encode_int8_fn name;                                                   \
-    TARGET void name(void *dst, void *scale, const void *src, int n, float largest) { \
-        encode_int8(dst, scale, src, n, largest);                                     \
+#define DEFINE_ENCODE(name)                                                                         \
+    extern kvc_encode_fn name;                                                                      \
+    TARGET void name(int type, void *dst, const void *x, int n, float unit, kvc_level_sums *sums) { \
+        encode(type, dst, x, n, unit, sums);                                                        \
     }
 
 #define DEFINE_SCORE(name, type)                                                                                   \
@@ -89,7 +89,7 @@
 
 #define DEFINE_HADAMARD(name)    \
     extern kvc_hadamard_fn name; \
-    TARGET void name(float *dst, const void *src, int n, int order) { hadamard(dst, src, n, order); }
+    TARGET void name(float *dst, const void *src, int n, kvc_mixing mixing) { hadamard(dst, src, n, mixing); }
 
 /* Kernels of score_codes.h and accumulate_codes.h, of which all types have one copy. */
 #define DEFINE_PREPARE_CODES(name, type)                                        \

@@ -6,8 +6,8 @@
  *
  *   scalar.c          plain C, no vectors: what the others are tested against.  Keep it.
  *   avx2.c avx512.c avx512vnni.c avx512bf16.c amx.c neon.c     a set each: its kernels by name, and its table
- *   matmul_quantised.h     a part of avx512vnni.c: products of many query rows with quantised ones
- *   dispatch.c        chooses a table
+ *   matmul_quantised.h scaled_rows.h     parts of avx512vnni.c: products of many query rows with quantised ones, and
+ * all those of rows with one scale dispatch.c        chooses a table
  *
  * The sets but scalar share their loops:
  *
@@ -52,18 +52,25 @@ enum {
 typedef void kvc_convert_fn(int from, int to, void *dst, int64_t dst_stride, const void *src, int64_t src_stride,
                             int64_t num_rows, int dim);
 
-/* Unpacks n rows of codes of four or five bits for kernels of q8_0: to rows that lie one after the other, with the same
- * scales, and as elements what is multiplied by them: codes less half of their range, or levels.  minima[b * KVC_TILE +
- * j] becomes what block b of row j lacks then, where its type has minima.  Takes rows of a type with row scales, too:
- * those scales stand at `scales`, scale_stride bytes apart. */
+/* Unpacks n rows of codes for kernels of q8_0: to rows that lie one after the other, with the same scales, and as
+ * elements what is multiplied by them: codes less half of their range, or levels.  minima[b * KVC_TILE + j] becomes
+ * what block b of row j lacks then, where its type has minima.  The scales of a type with row scales stand at `scales`,
+ * scale_stride bytes apart; NULL: rows are unpacked for kernels of int8, without. */
 typedef void kvc_unpack_fn(int type, void *dst, const void *rows, int64_t row_stride, const void *scales,
                            int64_t scale_stride, int64_t n, int dim, float *minima);
 
 /* Returns the largest magnitude of n floats, a multiple of KVC_QUANT_ELEMENTS; NaN does not count. */
 typedef float kvc_largest_fn(const void *x, int n);
 
-/* Encodes n floats of a row of KVC_INT8 whose largest magnitude this is, and its scale. */
-typedef void kvc_encode_int8_fn(void *dst, void *scale, const void *src, int n, float largest);
+/* What the scale of a row of levels is a quotient of: sums of x * level and of level * level, each of every
+ * KVC_LANES-th element, so that all sets round alike. */
+typedef struct kvc_level_sums {
+    float products[KVC_LANES], squares[KVC_LANES];
+} kvc_level_sums;
+
+/* Encodes n floats of a row of a type with row scales, `unit` of which is what a code or level of 1 stands for.  Adds
+ * them to the sums where the type has levels. */
+typedef void kvc_encode_fn(int type, void *dst, const void *x, int n, float unit, kvc_level_sums *sums);
 
 /* Converts num_q query rows of f32, in place, to the form that score takes, so that scores are multiplied by scale.
  * Rows are padded to a multiple of KVC_LANES. */
@@ -159,20 +166,26 @@ typedef struct kvc_tiler {
      .score = matmul_fn,                                                \
      .accumulate = matmul_fn}
 
-/* Multiplies every `order` of the n floats at src by Sylvester's Hadamard matrix of that order (a power of two, at
- * least KVC_QUANT_ELEMENTS, that divides n) over sqrt(order), which is its own inverse.  src is dst, or needs no
- * alignment.  All sets, and ggml, give the same bits. */
-typedef void kvc_hadamard_fn(float *dst, const void *src, int n, int order);
+/* By which matrix rows are multiplied before they are stored: Sylvester's Hadamard matrix of this order (a power of
+ * two, at least KVC_QUANT_ELEMENTS; 0: by none) over sqrt(order), with signs that kvcache.h says of KVC_INT6 or
+ * without. */
+typedef struct kvc_mixing {
+    int32_t order, has_signs;
+} kvc_mixing;
+
+/* Multiplies every `order` of the n floats at src by a matrix, which is its own inverse; the order divides n.  src is
+ * dst, or needs no alignment.  All sets, and ggml, give the same bits. */
+typedef void kvc_hadamard_fn(float *dst, const void *src, int n, kvc_mixing mixing);
 
 typedef struct kvc_kernels {
     const char *name;
     kvc_convert_fn *convert;
     kvc_unpack_fn *unpack;
     kvc_largest_fn *largest;
-    kvc_encode_int8_fn *encode_int8;
+    kvc_encode_fn *encode;
     /* Of a type with row scales, for its elements as they are, times which come scores or weights: `times`.
      * NULL, here and in `accumulate`, of types that are unpacked first; in `tiler`, of those that are unpacked to q8_0
-     * or decoded first. */
+     * or decoded first.  What is unpacked becomes q8_0, or, with row scales, int8. */
     kvc_scorer score[KVC_STORED_TYPES];
     /* For rows and queries of bf16; prepare takes queries that are bf16 already.  NULL: they are scored as others. */
     kvc_scorer score_bf16;

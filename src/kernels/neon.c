@@ -10,7 +10,7 @@ DEFINE_CONVERT(kvc_convert_neon)
 DEFINE_UNPACK(kvc_unpack_neon)
 DEFINE_LARGEST(kvc_largest_neon)
 DEFINE_TIMES(kvc_times_neon)
-DEFINE_ENCODE_INT8(kvc_encode_int8_neon)
+DEFINE_ENCODE(kvc_encode_neon)
 
 DEFINE_SCORE(kvc_score_f32_neon, KVC_F32)
 DEFINE_SCORE(kvc_score_f16_neon, KVC_F16)
@@ -45,7 +45,7 @@ const kvc_kernels kvc_kernels_neon = {
     .convert = kvc_convert_neon,
     .unpack = kvc_unpack_neon,
     .largest = kvc_largest_neon,
-    .encode_int8 = kvc_encode_int8_neon,
+    .encode = kvc_encode_neon,
     .score[KVC_F32] = {kvc_scale_neon, kvc_score_f32_neon},
     .score[KVC_F16] = {kvc_scale_neon, kvc_score_f16_neon},
     .score[KVC_BF16] = {kvc_scale_neon, kvc_score_bf16_neon},

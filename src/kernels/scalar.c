@@ -71,10 +71,11 @@ static void store_scale(uint8_t *block, float d) {
     memcpy(block, &bits, sizeof bits);
 }
 
-/* Returns the code of element i of a block of codes of four or five bits. */
+/* Returns the code of element i of a block of codes of four, five or six bits. */
 static int code_at(int type, const uint8_t *block, int i) {
     const uint8_t *nibbles = block + KVC_TYPES[type].bytes - KVC_NIBBLE_BYTES;
     const int code = nibbles[i % KVC_NIBBLE_BYTES] >> (i < KVC_NIBBLE_BYTES ? 0 : 4) & 15;
+    if (KVC_TYPES[type].num_levels == 64) return code + (block[i % 8] >> i / 8 * 2 & 3) * 16;
     if (!KVC_TYPES[type].has_fifth_bits) return code;
     uint32_t fifth_bits;
     memcpy(&fifth_bits, nibbles - sizeof fifth_bits, sizeof fifth_bits);
@@ -84,7 +85,8 @@ static int code_at(int type, const uint8_t *block, int i) {
 /* Returns element i of such a block. */
 static float load_code(int type, const uint8_t *block, int i) {
     const int code = code_at(type, block, i);
-    const float x = scale_of(block) * (float)(type == KVC_IQ4_NL ? KVC_LEVELS[code] : code - KVC_TYPES[type].zero);
+    const float x =
+        scale_of(block) * (float)(type == KVC_IQ4_NL ? KVC_LEVELS_IQ4_NL[code] : code - KVC_TYPES[type].zero);
     return KVC_TYPES[type].has_minimum ? x + scale_of(block + KVC_SCALE_BYTES) : x;
 }
 
@@ -112,27 +114,26 @@ static float scaled(float x, float id) {
     return isnan(y) ? 0 : y;
 }
 
+/* Returns element i of floats at any address. */
+static float float_at(const void *x, int i) {
+    float element;
+    memcpy(&element, (const char *)x + i * (int)sizeof element, sizeof element);
+    return element;
+}
+
 /* Compares magnitudes as bits: Clang would turn floats into a maximum, where a signalling NaN counts. */
 static float largest(const void *x, int n) {
     uint32_t most = 0;
     for (int i = 0; i < n; i++) {
-        uint32_t magnitude;
-        memcpy(&magnitude, (const char *)x + i * (int)sizeof magnitude, sizeof magnitude);
-        magnitude &= 0x7fffffff;
+        const uint32_t magnitude = bits_of(float_at(x, i)) & 0x7fffffff;
         if (most < magnitude && magnitude <= 0x7f800000) most = magnitude;
     }
     return float_of(most);
 }
 
-/* Stores n codes of 8 bits, and their scale. */
-static void encode_int8(void *dst, void *scale, const void *src, int n, float largest_element) {
-    const float d = largest_element / 127, id = reciprocal(d);
-    store_scale(scale, d);
-    for (int i = 0; i < n; i++) {
-        float x;
-        memcpy(&x, (const char *)src + i * (int)sizeof x, sizeof x);
-        ((int8_t *)dst)[i] = (int8_t)roundf(scaled(x, id));
-    }
+/* Stores n codes of 8 bits. */
+static void encode_int8(void *dst, const void *src, int n, float id) {
+    for (int i = 0; i < n; i++) ((int8_t *)dst)[i] = (int8_t)roundf(scaled(float_at(src, i), id));
 }
 
 /* Stores codes of four bits, or five. */
@@ -191,7 +192,7 @@ static void store_from_minimum(int type, uint8_t *block, const float x[KVC_QUANT
 /* Returns the code of the level of iq4_nl nearest to x; halfway between two, of the upper one. */
 static int nearest_level(float x) {
     int code = 0;
-    for (int i = 0; i < 15; i++) code += x >= (float)(KVC_LEVELS[i] + KVC_LEVELS[i + 1]) / 2;
+    for (int i = 0; i < 15; i++) code += x >= (float)(KVC_LEVELS_IQ4_NL[i] + KVC_LEVELS_IQ4_NL[i + 1]) / 2;
     return code;
 }
 
@@ -204,14 +205,14 @@ static void store_iq4_nl(uint8_t *block, const float x[KVC_QUANT_ELEMENTS]) {
         memset(block + KVC_SCALE_BYTES, KVC_LEVELS_OF_1, KVC_NIBBLE_BYTES);
         return;
     }
-    const float id = 1 / (largest / KVC_LEVELS[0]);
+    const float id = 1 / (largest / KVC_LEVELS_IQ4_NL[0]);
     volatile float by_element, by_level;
     float sum_by_element = 0, sum_by_level = 0;
     int codes[KVC_QUANT_ELEMENTS];
     for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) {
         const float y = isnan(x[i]) ? 0 : x[i];
         codes[i] = nearest_level(id * y);
-        const float level = KVC_LEVELS[codes[i]], weighted = y * y * level;
+        const float level = KVC_LEVELS_IQ4_NL[codes[i]], weighted = y * y * level;
         by_element = weighted * y;
         by_level = weighted * level;
         sum_by_element += by_element;
@@ -248,9 +249,11 @@ static void store(int type, void *row, int i, float x) {
 /* Stores elements [i, i + KVC_QUANT_ELEMENTS) of a row of a quantised type. */
 static void store_block(int type, void *row, int i, const float x[KVC_QUANT_ELEMENTS]) {
     uint8_t *block = (uint8_t *)row + kvc_blocks_bytes(type, i);
-    if (type == KVC_Q8_0)
-        encode_int8(block + KVC_SCALE_BYTES, block, x, KVC_QUANT_ELEMENTS, largest(x, KVC_QUANT_ELEMENTS));
-    else if (type == KVC_IQ4_NL)
+    if (type == KVC_Q8_0) {
+        const float d = largest(x, KVC_QUANT_ELEMENTS) / 127;
+        store_scale(block, d);
+        encode_int8(block + KVC_SCALE_BYTES, x, KVC_QUANT_ELEMENTS, reciprocal(d));
+    } else if (type == KVC_IQ4_NL)
         store_iq4_nl(block, x);
     else if (KVC_TYPES[type].has_minimum)
         store_from_minimum(type, block, x);
@@ -286,36 +289,67 @@ static void convert(int from, int to, void *dst, int64_t dst_stride, const void 
     }
 }
 
-static void unpack_int8(uint8_t *to, const void *rows, int64_t row_stride, const char *scales, int64_t scale_stride,
-                        int64_t n, int dim) {
-    for (int64_t j = 0; j < n; j++)
-        for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS, to += KVC_Q8_0_BYTES) {
-            memcpy(to, scales + j * scale_stride, KVC_SCALE_BYTES);
-            memcpy(to + KVC_SCALE_BYTES, (const char *)rows + j * row_stride + d, KVC_QUANT_ELEMENTS);
-        }
+/* Returns what the scale is multiplied by for element i of a block. */
+static int unpacked_at(int type, const uint8_t *block, int i) {
+    if (type == KVC_INT8) return ((const int8_t *)block)[i];
+    const int code = code_at(type, block, i), middle = KVC_TYPES[type].has_fifth_bits ? 16 : 8;
+    return KVC_TYPES[type].num_levels ? kvc_levels(type)[code] : code - middle;
 }
 
 static void unpack(int type, void *dst, const void *rows, int64_t row_stride, const void *scales, int64_t scale_stride,
                    int64_t n, int dim, float *minima) {
-    if (type == KVC_INT8) {
-        unpack_int8(dst, rows, row_stride, scales, scale_stride, n, dim);
-        return;
-    }
-    const int middle = KVC_TYPES[type].has_fifth_bits ? 16 : 8;
-    uint8_t *to = dst;
+    const int has_row_scale = KVC_TYPES[type].has_row_scale;
+    const float middle = KVC_TYPES[type].has_fifth_bits ? 16 : 8;
+    int8_t *to = dst;
     for (int64_t j = 0; j < n; j++) {
         const uint8_t *block = (const uint8_t *)rows + j * row_stride;
         for (int b = 0; b < dim / KVC_QUANT_ELEMENTS; b++, block += KVC_TYPES[type].bytes) {
-            memcpy(to, block, KVC_SCALE_BYTES);
-            to += KVC_SCALE_BYTES;
-            for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) {
-                const int code = code_at(type, block, i);
-                *to++ = (uint8_t)(type == KVC_IQ4_NL ? KVC_LEVELS[code] : code - middle);
+            if (!has_row_scale || scales) {
+                memcpy(to, has_row_scale ? (const uint8_t *)scales + j * scale_stride : block, KVC_SCALE_BYTES);
+                to += KVC_SCALE_BYTES;
             }
+            for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) *to++ = (int8_t)unpacked_at(type, block, i);
             if (KVC_TYPES[type].has_minimum)
-                minima[b * KVC_TILE + j] = scale_of(block) * (float)middle + scale_of(block + KVC_SCALE_BYTES);
+                minima[b * KVC_TILE + j] = scale_of(block) * middle + scale_of(block + KVC_SCALE_BYTES);
         }
     }
+}
+
+/* Returns the code of the level nearest to x, of levels of which half are above 0. */
+static int fitted_code(const int8_t *levels, int half, float x) {
+    const float twice = fabsf(x) * 2;
+    int magnitude = 0;
+    for (int i = half; i + 1 < 2 * half; i++) magnitude += !(twice < (float)(levels[i] + levels[i + 1]));
+    return x >= 0 ? half + magnitude : half - 1 - magnitude;
+}
+
+static void encode_fitted(int type, uint8_t *dst, const void *src, int n, float id, kvc_level_sums *sums) {
+    const int8_t *const levels = kvc_levels(type);
+    const int half = KVC_TYPES[type].num_levels / 2;
+    for (int d = 0; d < n; d += KVC_QUANT_ELEMENTS) {
+        uint8_t *const block = dst + kvc_blocks_bytes(type, d);
+        int codes[KVC_QUANT_ELEMENTS];
+        for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) {
+            const float x = float_at(src, d + i);
+            const volatile float in_units = x * id;
+            codes[i] = fitted_code(levels, half, in_units);
+            const float level = levels[codes[i]];
+            const volatile float product = x * level;
+            sums->products[i % KVC_LANES] += product;
+            sums->squares[i % KVC_LANES] += level * level;
+        }
+        store_codes(type, block, codes);
+        for (int i = 0; half > 8 && i < 8; i++)
+            block[i] =
+                (uint8_t)(codes[i] >> 4 | codes[i + 8] >> 4 << 2 | codes[i + 16] >> 4 << 4 | codes[i + 24] >> 4 << 6);
+    }
+}
+
+static void encode(int type, void *dst, const void *x, int n, float unit, kvc_level_sums *sums) {
+    if (KVC_TYPES[type].is_fitted)
+        encode_fitted(type, dst, x, n, reciprocal(unit), sums);
+    else
+        encode_int8(dst, x, n, reciprocal(unit));
 }
 
 /* Takes all queries as f32, and prefetches nothing. */
@@ -401,9 +435,20 @@ static void matmul_rows(float *c, int ldc, const float *a, int lda, const float 
     }
 }
 
-static void hadamard(float *dst, const void *src, int n, int order) {
+/* Changes the signs that kvc_mixing says. */
+static void change_signs(float *x, int n, int order) {
+    for (int i = 0; i < n; i++) {
+        int is_odd = 0;
+        for (int pairs = i % order; pairs; pairs >>= 2) is_odd ^= pairs % 4 == 3;
+        if (is_odd) x[i] = -x[i];
+    }
+}
+
+static void hadamard(float *dst, const void *src, int n, kvc_mixing mixing) {
+    const int order = mixing.order;
     const float scale = 1 / sqrtf((float)order);
     if (src != dst) memcpy(dst, src, (size_t)n * sizeof *dst);
+    if (mixing.has_signs) change_signs(dst, n, order);
     for (int i = 0; i < n; i++) dst[i] *= scale;
     for (int half = 1; half < order; half *= 2)
         for (int i = 0; i < n; i++)
@@ -412,6 +457,7 @@ static void hadamard(float *dst, const void *src, int n, int order) {
                 dst[i] = x + y;
                 dst[i + half] = x - y;
             }
+    if (mixing.has_signs) change_signs(dst, n, order);
 }
 
 static void scale_rows(float *q, int q_stride, int num_q, int dim, float by) {
@@ -436,7 +482,7 @@ DEFINE_LARGEST(kvc_largest_scalar)
 DEFINE_TIMES(kvc_times_scalar)
 DEFINE_SCORE(kvc_score_int8_scalar, KVC_INT8)
 DEFINE_ACCUMULATE(kvc_accumulate_int8_scalar, KVC_INT8)
-DEFINE_ENCODE_INT8(kvc_encode_int8_scalar)
+DEFINE_ENCODE(kvc_encode_scalar)
 
 DEFINE_SCORE(kvc_score_f32_scalar, KVC_F32)
 DEFINE_SCORE(kvc_score_f16_scalar, KVC_F16)
@@ -469,7 +515,7 @@ const kvc_kernels kvc_kernels_scalar = {
     .convert = kvc_convert_scalar,
     .unpack = kvc_unpack_scalar,
     .largest = kvc_largest_scalar,
-    .encode_int8 = kvc_encode_int8_scalar,
+    .encode = kvc_encode_scalar,
     .score[KVC_F32] = {kvc_scale_scalar, kvc_score_f32_scalar},
     .score[KVC_F16] = {kvc_scale_scalar, kvc_score_f16_scalar},
     .score[KVC_BF16] = {kvc_scale_scalar, kvc_score_bf16_scalar},

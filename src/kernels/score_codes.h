@@ -38,7 +38,7 @@ INLINE int code_offset(int type) { return KVC_TYPES[type].has_fifth_bits ? 16 : 
 /* Returns what codes of four bits stand for, times the scale, beside the minimum of codes less middle_of(type). */
 INLINE ivec levels_of(int type) {
     static const int8_t LESS_8[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-    return i_set_16_bytes(type == KVC_IQ4_NL ? KVC_LEVELS : LESS_8);
+    return i_set_16_bytes(type == KVC_IQ4_NL ? KVC_LEVELS_IQ4_NL : LESS_8);
 }
 
 /* ---- prepared queries -------------------------------------------------------------------------------------------- */

@@ -75,8 +75,8 @@
  *   v_from_int(x)              converts int32 to floats
  *   i_store_16(p, x, y)        rounds two vectors of floats to 2 * LANES int16, which saturate
  *   unpack_codes(type, dst, block, by)
- *                              the codes of a block of four or five bits for each element, less `by`, or the levels of
- *                              iq4_nl, as KVC_QUANT_ELEMENTS int8
+ *                              the codes of a block for each element, less `by`, or the levels that they stand for, as
+ *                              KVC_QUANT_ELEMENTS int8
  *   i_load_rows(x, p, stride)  loads 16 bytes of each of LANES rows, those of the first at p: lane j of x[i] is int32 i
  *                              of row j
  *   v_load_scales(x, p, stride)
@@ -88,7 +88,8 @@
  *                              high halves in x[1]
  *   i_order(type, x)           puts sums over what i_load_pairs loaded in the order of columns
  *
- *   where HAS_VNNI, for the kernels of codes of four and five bits:
+ *   where HAS_VNNI, for the kernels of codes of four and five bits, and of rows with one scale:
+ *   i_dot_bytes(sum, x, y)     adds to each int32 lane of sum the four products of bytes there, of x without signs
  *   i_load(p)  i_store(p, x)   LANES int32 at any address
  *   i_set_32(x)  i_set_16_bytes(p)
  *                              the int32 x in all lanes; the 16 bytes at p in each quarter

@@ -377,13 +377,24 @@ INLINE void i_order(int type, ivec x[2]) {
     x[0] = low;
 }
 
+/* Around each of these intrinsics GCC copies the sum, there and back. */
+#if HAS_VNNI && defined(KVC_NO_ASSEMBLY)
+INLINE ivec i_dot(ivec sum, ivec x, ivec y) { return _mm512_dpwssd_epi32(sum, x, y); }
+
+INLINE ivec i_dot_bytes(ivec sum, ivec x, ivec y) { return _mm512_dpbusd_epi32(sum, x, y); }
+#elif HAS_VNNI
 INLINE ivec i_dot(ivec sum, ivec x, ivec y) {
-#if HAS_VNNI
-    return _mm512_dpwssd_epi32(sum, x, y);
-#else
-    return _mm512_add_epi32(sum, _mm512_madd_epi16(x, y));
-#endif
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
+    return sum;
 }
+
+INLINE ivec i_dot_bytes(ivec sum, ivec x, ivec y) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
+    return sum;
+}
+#else
+INLINE ivec i_dot(ivec sum, ivec x, ivec y) { return _mm512_add_epi32(sum, _mm512_madd_epi16(x, y)); }
+#endif
 
 #if HAS_BF16_DOT
 /* ---- bf16 -------------------------------------------------------------------------------------------------------- */

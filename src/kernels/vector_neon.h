@@ -224,11 +224,21 @@ INLINE void i_store_16(int16_t *p, vec x, vec y) {
     memcpy(p, &packed, sizeof packed);
 }
 
-/* Looks 16 codes of iq4_nl up, and puts the fifth bits of other types where they belong. */
-INLINE uint8x16_t finish_codes(int type, uint8x16_t low, const char *bits) {
-    if (type == KVC_IQ4_NL) {
+/* Looks 16 codes up where they stand for levels, the first of which is element `first`, and puts the fifth bits of
+ * other types where they belong. */
+INLINE uint8x16_t finish_codes(int type, uint8x16_t low, const char *bits, int first) {
+    if (KVC_TYPES[type].num_levels == 64) {
+        uint8x16x4_t levels;
+        uint8x8_t high;
+        memcpy(&levels, kvc_levels(type), sizeof levels);
+        memcpy(&high, bits, sizeof high);
+        const uint8x16_t both = vshlq_u8(vcombine_u8(high, high), vcombine_s8(vdup_n_s8((int8_t)(4 - first / 4)),
+                                                                              vdup_n_s8((int8_t)(2 - first / 4))));
+        return vqtbl4q_u8(levels, vorrq_u8(low, vandq_u8(both, vdupq_n_u8(0x30))));
+    }
+    if (KVC_TYPES[type].num_levels) {
         uint8x16_t levels;
-        memcpy(&levels, KVC_LEVELS, sizeof levels);
+        memcpy(&levels, kvc_levels(type), sizeof levels);
         return vqtbl1q_u8(levels, low);
     }
     if (!KVC_TYPES[type].has_fifth_bits) return low;
@@ -244,8 +254,9 @@ INLINE void unpack_codes(int type, char *dst, const char *block, int by) {
     const char *nibbles = block + KVC_TYPES[type].bytes - KVC_NIBBLE_BYTES;
     uint8x16_t both;
     memcpy(&both, nibbles, sizeof both);
-    uint8x16_t first = finish_codes(type, vandq_u8(both, vdupq_n_u8(15)), nibbles - 4);
-    uint8x16_t second = finish_codes(type, vshrq_n_u8(both, 4), nibbles - 2);
+    const int is_six = KVC_TYPES[type].num_levels == 64;
+    uint8x16_t first = finish_codes(type, vandq_u8(both, vdupq_n_u8(15)), is_six ? block : nibbles - 4, 0);
+    uint8x16_t second = finish_codes(type, vshrq_n_u8(both, 4), is_six ? block : nibbles - 2, 16);
     first = vsubq_u8(first, vdupq_n_u8((uint8_t)by));
     second = vsubq_u8(second, vdupq_n_u8((uint8_t)by));
     memcpy(dst, &first, sizeof first);

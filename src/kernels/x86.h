@@ -26,14 +26,28 @@ INLINE void copy_row(void *dst, const void *src, size_t bytes) {
 /* Adds 16 to those of 32 bytes whose bit is set.  In the header of each set's vectors. */
 INLINE __m256i add_fifth_bits(__m256i codes, uint32_t bits);
 
+/* Looks bytes below 16 up. */
+INLINE __m256i look_up_levels(const int8_t *levels, __m256i x) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)levels)), x);
+}
+
 INLINE void unpack_codes(int type, char *dst, const char *block, int by) {
     const char *nibbles = block + KVC_TYPES[type].bytes - KVC_NIBBLE_BYTES;
     const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)nibbles));
     const __m256i shifted = _mm256_srlv_epi32(both, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
     const __m256i low = _mm256_and_si256(shifted, _mm256_set1_epi8(15));
     __m256i codes = low;
-    if (type == KVC_IQ4_NL)
-        codes = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)KVC_LEVELS)), low);
+    if (KVC_TYPES[type].num_levels) codes = look_up_levels(kvc_levels(type), low);
+    if (KVC_TYPES[type].num_levels == 64) {
+        int64_t bits; /* 4 and 5 */
+        memcpy(&bits, block, sizeof bits);
+        const __m256i quarters = _mm256_srlv_epi64(_mm256_set1_epi64x(bits), _mm256_setr_epi64x(0, 2, 4, 6));
+        const __m256i high = _mm256_and_si256(quarters, _mm256_set1_epi8(3));
+        UNROLL
+        for (int i = 1; i < 4; i++)
+            codes = _mm256_blendv_epi8(codes, look_up_levels(kvc_levels(type) + 16 * i, low),
+                                       _mm256_cmpeq_epi8(high, _mm256_set1_epi8((char)i)));
+    }
     if (by) codes = _mm256_sub_epi8(codes, _mm256_set1_epi8((char)by));
     if (KVC_TYPES[type].has_fifth_bits) {
         uint32_t bits;

@@ -44,17 +44,6 @@ kvc_reader kvc_reader_for(const kvc_cache *cache, int32_t layer, const kvc_rows_
                         .rotator = {.kernels = cache->kernels, .scratch = scratch}};
 }
 
-/* Copies a run's keys, rotated by its delta. */
-static void rotate_keys(kvc_reader *reader, const kvc_run *run, const kvc_rope *rope, const kvc_rows *to,
-                        const kvc_rows *from) {
-    const kvc_layer *config = &reader->cache->layers[reader->layer];
-    for (int32_t h = 0; h < config->num_kv_heads; h++)
-        for (int32_t i = 0; i < run->count; i++) {
-            const kvc_rows row = kvc_row_of(to, i, h), stored = kvc_row_of(from, i, h);
-            kvc_rotator_rotate(&reader->rotator, rope, run->delta, &row, &stored, config);
-        }
-}
-
 void kvc_reader_copy(kvc_reader *reader, const kvc_run *run, const kvc_rows_out *out, int64_t row) {
     const kvc_cache *cache = reader->cache;
     const kvc_layer *config = &cache->layers[reader->layer];
@@ -65,7 +54,7 @@ void kvc_reader_copy(kvc_reader *reader, const kvc_run *run, const kvc_rows_out 
                                            out->k_head_stride, config->k_dim),
                        from = kvc_stored_rows(config, at, run->block->rows, run->slot, 0);
         if (rope)
-            rotate_keys(reader, run, rope, &to, &from);
+            kvc_rotator_rotate(&reader->rotator, rope, run->delta, &to, &from, run->count, config);
         else
             kvc_copy_rows(cache->kernels, config, 0, &to, &from, run->count);
     }

@@ -1,6 +1,7 @@
 /* copy.c: see copy.h. */
 #include "rows/copy.h"
 
+#include <math.h>
 #include <string.h>
 
 /* ---- rows of one head, or of one token --------------------------------------------------------------------------- */
@@ -8,7 +9,7 @@
 /* What the copies of one call have in common. */
 typedef struct transfer {
     const kvc_kernels *kernels;
-    int32_t order; /* of the matrix that stored rows are multiplied by; 0: by none */
+    kvc_mixing mixing; /* of stored rows */
     int32_t dim;
 } transfer;
 
@@ -27,25 +28,74 @@ static void load_columns(const transfer *x, float *to, int64_t stride, const kvc
     x->kernels->convert(KVC_Q8_0, KVC_F32, to, stride, unpacked, (int64_t)kvc_row_bytes(KVC_Q8_0, num), num_rows, num);
 }
 
-/* Encodes columns [first, first + num) of a few rows; largest: the magnitudes by which rows are scaled, if they are. */
+static float add_up(const float lanes[KVC_LANES]) {
+    float sums[KVC_LANES];
+    memcpy(sums, lanes, sizeof sums);
+    for (int half = KVC_LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) sums[i] += sums[i + half];
+    return sums[0];
+}
+
+/* What is found of a row to scale it. */
+typedef struct fit {
+    float largest; /* magnitude */
+    float unit;    /* what a code or level of 1 stands for */
+    kvc_level_sums sums;
+} fit;
+
+static float scale_of(int32_t type, const fit *row) {
+    if (!KVC_TYPES[type].is_fitted) return row->unit;
+    const float scale = add_up(row->sums.products) / add_up(row->sums.squares);
+    return scale <= KVC_LARGEST_F16 ? scale : NAN;
+}
+
+/* Returns by how much the best scale lessens the squared error. */
+static float merit_of(const kvc_level_sums *sums) {
+    const float products = add_up(sums->products);
+    return products * products / add_up(sums->squares);
+}
+
+/* Encodes the first num elements of a row, a multiple of KVC_QUANT_ELEMENTS, in the better of two units: beside the
+ * largest element, it matters where the others fall among few levels. */
+static void encode_in_best_unit(const transfer *x, char *to, const char *from, int32_t num, fit *row) {
+    static const float UNITS[2] = {0.96f, 1.06f};
+    char other[MOST_FLOATS / 2];
+    kvc_level_sums sums[2] = {{{0}, {0}}, {{0}, {0}}};
+    x->kernels->encode(KVC_INT4, to, from, num, row->unit * UNITS[0], &sums[0]);
+    x->kernels->encode(KVC_INT4, other, from, num, row->unit * UNITS[1], &sums[1]);
+    const int best = merit_of(&sums[1]) > merit_of(&sums[0]);
+    if (best) memcpy(to, other, kvc_blocks_bytes(KVC_INT4, num));
+    row->unit *= UNITS[best];
+    row->sums = sums[best];
+}
+
+/* Encodes columns [first, first + num) of a few rows; fits: of rows with a scale. */
 static void store_columns(const transfer *x, const kvc_rows *to, const float *from, int64_t stride, int64_t num_rows,
-                          int32_t first, int32_t num, const float *largest) {
+                          int32_t first, int32_t num, fit *fits) {
     char *rows = to->first + kvc_blocks_bytes(to->type, first);
     if (!KVC_TYPES[to->type].has_row_scale) {
         x->kernels->convert(KVC_F32, to->type, rows, to->row, from, stride, num_rows, num);
         return;
     }
-    for (int64_t i = 0; i < num_rows; i++)
-        x->kernels->encode_int8(rows + i * to->row, to->scales + i * to->scale_row,
-                                (const float *)(const void *)((const char *)from + i * stride), num, largest[i]);
+    for (int64_t i = 0; i < num_rows; i++) {
+        char *const row = rows + i * to->row;
+        const char *const floats = (const char *)from + i * stride;
+        if (first == 0) fits[i].unit = fits[i].largest / 127;
+        if (first == 0 && to->type == KVC_INT4)
+            encode_in_best_unit(x, row, floats, num, &fits[i]);
+        else
+            x->kernels->encode(to->type, row, floats, num, fits[i].unit, &fits[i].sums);
+    }
 }
 
 /* Converts a few rows by way of `buffer`, some columns at a time.  Where rows have a scale, their largest elements are
  * found before; in long rows, by a first pass over all columns. */
 static void convert_few(const transfer *x, const kvc_rows *to, const kvc_rows *from, int64_t num_rows,
                         int32_t columns) {
-    float buffer[MOST_FLOATS], largest[MOST_FLOATS / KVC_QUANT_ELEMENTS] = {0};
+    float buffer[MOST_FLOATS];
+    fit fits[MOST_FLOATS / KVC_QUANT_ELEMENTS];
     const int scales = KVC_TYPES[to->type].has_row_scale, passes = scales && columns < x->dim ? 2 : 1;
+    if (scales) memset(fits, 0, (size_t)num_rows * sizeof *fits);
     for (int pass = 0; pass < passes; pass++)
         for (int32_t d = 0; d < x->dim; d += columns) {
             const int32_t num = x->dim - d < columns ? x->dim - d : columns;
@@ -55,24 +105,31 @@ static void convert_few(const transfer *x, const kvc_rows *to, const kvc_rows *f
                 floats = (const float *)(const void *)from->first + d;
             else
                 load_columns(x, buffer, stride, from, num_rows, d, num);
-            if (x->order) x->kernels->hadamard(buffer, floats, (int)num_rows * num, x->order), floats = buffer;
+            if (x->mixing.order) x->kernels->hadamard(buffer, floats, (int)num_rows * num, x->mixing), floats = buffer;
             for (int64_t i = 0; scales && !pass && i < num_rows; i++) {
                 const float most = x->kernels->largest(floats + i * num, num);
-                if (most > largest[i]) largest[i] = most;
+                if (most > fits[i].largest) fits[i].largest = most;
             }
-            if (pass == passes - 1) store_columns(x, to, floats, stride, num_rows, d, num, largest);
+            if (pass == passes - 1) store_columns(x, to, floats, stride, num_rows, d, num, fits);
         }
+    for (int64_t i = 0; scales && i < num_rows; i++) {
+        const float scale = scale_of(to->type, &fits[i]);
+        x->kernels->convert(KVC_F32, KVC_F16, to->scales + i * to->scale_row, 0, &scale, 0, 1, 1);
+    }
 }
 
 static void convert_rows(const transfer *x, const kvc_rows *to, const kvc_rows *from, int64_t num_rows) {
     const int scales = KVC_TYPES[to->type].has_row_scale || KVC_TYPES[from->type].has_row_scale;
-    if (from->type == to->type || (!x->order && !scales)) {
+    if (from->type == to->type || (!x->mixing.order && !scales)) {
         x->kernels->convert(from->type, to->type, to->first, to->row, from->first, from->row, num_rows, x->dim);
         for (int64_t i = 0; scales && i < num_rows; i++)
             memcpy(to->scales + i * to->scale_row, from->scales + i * from->scale_row, KVC_SCALE_BYTES);
         return;
     }
-    const int32_t most = MOST_FLOATS, columns = x->dim < most ? x->dim : x->order ? most / x->order * x->order : most;
+    const int32_t most = MOST_FLOATS, order = x->mixing.order,
+                  columns = x->dim < most ? x->dim
+                            : order       ? most / order * order
+                                          : most;
     const int64_t rows = most / columns;
     for (int64_t i = 0; i < num_rows; i += rows) {
         const kvc_rows to_some = kvc_row_of(to, i, 0), from_some = kvc_row_of(from, i, 0);
@@ -98,8 +155,7 @@ static kvc_rows part_of(const kvc_rows *rows, int64_t i, int by_row) {
 
 void kvc_copy_rows(const kvc_kernels *kernels, const kvc_layer *layer, int is_value, const kvc_rows *to,
                    const kvc_rows *from, int64_t num_rows) {
-    const transfer x = {kernels, is_value ? kvc_value_order(layer) : kvc_key_order(layer),
-                        is_value ? layer->v_dim : layer->k_dim};
+    const transfer x = {kernels, kvc_mixing_of(layer, is_value), is_value ? layer->v_dim : layer->k_dim};
     const int32_t heads = layer->num_kv_heads;
     /* In a block heads are never closer than rows, so that a side on which they are is the caller's. */
     const int by_row = heads > 1 && (num_rows == 1 || from->head < from->row || to->head < to->row);
@@ -111,14 +167,14 @@ void kvc_copy_rows(const kvc_kernels *kernels, const kvc_layer *layer, int is_va
 
 void kvc_decode_rows(const kvc_kernels *kernels, float *to, int64_t stride, const kvc_rows *from, int64_t num_rows,
                      int32_t dim) {
-    const transfer x = {kernels, 0, dim};
+    const transfer x = {kernels, {0, 0}, dim};
     const kvc_rows floats = kvc_given_rows(KVC_F32, to, stride, 0, dim);
     convert_rows(&x, &floats, from, num_rows);
 }
 
 void kvc_encode_rows(const kvc_kernels *kernels, const kvc_rows *to, const float *from, int64_t stride,
                      int64_t num_rows, int32_t dim) {
-    const transfer x = {kernels, 0, dim};
+    const transfer x = {kernels, {0, 0}, dim};
     const kvc_rows floats = kvc_given_rows(KVC_F32, from, stride, 0, dim);
     convert_rows(&x, to, &floats, num_rows);
 }

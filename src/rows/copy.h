@@ -5,23 +5,22 @@
 #include "kernels/kernels.h"
 #include "rows/pool.h"
 
-/* ---- the Hadamard matrices that rows are multiplied by before they are stored: kvc_transform --------------------- */
+/* ---- the matrices that rows are multiplied by before they are stored: kvc_transform, and those of types ---------- */
 
 enum { KVC_MOST_KEY_ORDER = 1024, KVC_MOST_VALUE_ORDER = 64 };
 
 /* Returns the largest power of two that divides dim, at most `most`. */
 static inline int32_t kvc_order_for(int32_t dim, int32_t most) { return (dim & -dim) < most ? dim & -dim : most; }
 
-/* Return the order of the matrix that the keys, or the values, of a layer are multiplied by; 0: by none. */
-static inline int32_t kvc_key_order(const kvc_layer *layer) {
-    const int is_transformed = layer->k_transform == KVC_TRANSFORM_HADAMARD && layer->k_type >= KVC_FLOAT_TYPES;
-    return is_transformed ? kvc_order_for(layer->k_dim, KVC_MOST_KEY_ORDER) : 0;
-}
-
-static inline int32_t kvc_value_order(const kvc_layer *layer) {
-    const int is_transformed = layer->v_transform == KVC_TRANSFORM_HADAMARD && layer->v_type >= KVC_FLOAT_TYPES;
-    if (layer->value_in_key) return kvc_key_order(layer);
-    return is_transformed ? kvc_order_for(layer->v_dim, KVC_MOST_VALUE_ORDER) : 0;
+/* Returns how the keys, or the values, of a layer are mixed: always, where the type is fitted, else by a transform. */
+static inline kvc_mixing kvc_mixing_of(const kvc_layer *layer, int is_value) {
+    const int of_values = is_value && !layer->value_in_key;
+    const int32_t type = of_values ? layer->v_type : layer->k_type, dim = of_values ? layer->v_dim : layer->k_dim;
+    if (KVC_TYPES[type].is_fitted) return (kvc_mixing){kvc_order_for(dim, KVC_MOST_KEY_ORDER), 1};
+    const int32_t transform = of_values ? layer->v_transform : layer->k_transform;
+    const int is_transformed = transform == KVC_TRANSFORM_HADAMARD && type >= KVC_FLOAT_TYPES;
+    const int32_t most = of_values ? KVC_MOST_VALUE_ORDER : KVC_MOST_KEY_ORDER;
+    return (kvc_mixing){is_transformed ? kvc_order_for(dim, most) : 0, 0};
 }
 
 /* ---- copies ------------------------------------------------------------------------------------------------------ */

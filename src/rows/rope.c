@@ -106,16 +106,21 @@ void kvc_rope_rotate(const kvc_rope *rope, const float *angles, float *row) { ro
 void kvc_rope_rotate_back(const kvc_rope *rope, const float *angles, float *row) { rotate(rope, angles, row, -1); }
 
 void kvc_rotator_rotate(kvc_rotator *rotator, const kvc_rope *rope, int32_t delta, const kvc_rows *to,
-                        const kvc_rows *from, const kvc_layer *layer) {
+                        const kvc_rows *from, int32_t num_rows, const kvc_layer *layer) {
     const kvc_kernels *kernels = rotator->kernels;
-    const int32_t dim = layer->k_dim, order = kvc_key_order(layer);
+    const int32_t dim = layer->k_dim;
+    const kvc_mixing mixing = kvc_mixing_of(layer, 0);
     float *angles = rotator->scratch, *row = angles + kvc_rope_angles_size(rope);
     if (rope != rotator->rope || delta != rotator->delta) compute_angles_f32(rope, delta, angles);
     rotator->rope = rope;
     rotator->delta = delta;
-    kvc_decode_rows(kernels, row, 0, from, 1, dim);
-    if (order && from->type >= KVC_FLOAT_TYPES) kernels->hadamard(row, row, dim, order);
-    kvc_rope_rotate(rope, angles, row);
-    if (order && to->type >= KVC_FLOAT_TYPES) kernels->hadamard(row, row, dim, order);
-    kvc_encode_rows(kernels, to, row, 0, 1, dim);
+    for (int32_t h = 0; h < layer->num_kv_heads; h++)
+        for (int32_t i = 0; i < num_rows; i++) {
+            const kvc_rows from_row = kvc_row_of(from, i, h), to_row = kvc_row_of(to, i, h);
+            kvc_decode_rows(kernels, row, 0, &from_row, 1, dim);
+            if (mixing.order && from->type >= KVC_FLOAT_TYPES) kernels->hadamard(row, row, dim, mixing);
+            kvc_rope_rotate(rope, angles, row);
+            if (mixing.order && to->type >= KVC_FLOAT_TYPES) kernels->hadamard(row, row, dim, mixing);
+            kvc_encode_rows(kernels, &to_row, row, 0, 1, dim);
+        }
 }

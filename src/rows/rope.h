@@ -43,9 +43,9 @@ typedef struct kvc_rotator {
 /* Returns the floats of scratch that a rotator of keys of k_dim elements uses. */
 static inline size_t kvc_rotator_floats(int32_t k_dim) { return 2 * (size_t)k_dim; }
 
-/* Writes the key at `from`, rotated by delta, to `to`, which may be the same address.  The types are f32, f16, bf16 or,
- * for keys as the layer stores them, the layer's. */
+/* Writes num_rows keys of each head at `from`, rotated by delta, to `to`, which may be the same address.  The types are
+ * f32, f16, bf16 or, for keys as the layer stores them, the layer's. */
 void kvc_rotator_rotate(kvc_rotator *rotator, const kvc_rope *rope, int32_t delta, const kvc_rows *to,
-                        const kvc_rows *from, const kvc_layer *layer);
+                        const kvc_rows *from, int32_t num_rows, const kvc_layer *layer);
 
 #endif

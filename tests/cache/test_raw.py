@@ -4,19 +4,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support import fake_dlpack
+from support import fake_dlpack, row_types
 from support.ggml_blocks import NAMES, SIZES
 
 import kvcache
 
-TYPES = ["f32", "f16", "bf16", *NAMES, "int8"]
+TYPES = ["f32", "f16", "bf16", *NAMES, *row_types.NAMES]
 FLOATS = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
 BYTES = {"f32": 4, "f16": 2, "bf16": 2, **{name: size / 32 for name, size in SIZES.items()}}
 HEADS, K_DIM, V_DIM, TOKENS = 3, 64, 32, 21
 
 
 def row_bytes(dtype, dim):
-    return dim + 2 if dtype == "int8" else dim * BYTES[dtype]
+    return row_types.row_bytes(dtype, dim) if dtype in row_types.NAMES else dim * BYTES[dtype]
 
 
 ROPE = kvcache.Rope(10_000.0 ** (-np.arange(0, 32, 2) / 32))
@@ -73,28 +73,70 @@ def test_round_trip(k_dtype, v_dtype):
     assert_same(other.gather(0, seq_id=2, raw=True), raw)
 
 
-def test_int8(tmp_path):
-    """A row is int8 codes and, behind them, one f16 scale; in saved states the two are tensors of their own."""
-    cache, rows = fed("int8", "int8"), random_rows()
-    for raw, decoded, x in zip(cache.gather(0, raw=True), cache.gather(0), rows, strict=True):
-        x = x.swapaxes(0, 1)
-        scales = np.abs(x).max(-1, keepdims=True) / np.float32(127)
-        codes = np.sign(x) * np.floor(np.abs(x * (1 / scales)) + np.float32(0.5))
-        np.testing.assert_array_equal(raw[..., :-2].view(np.int8), codes)
-        np.testing.assert_array_equal(raw[..., -2:].view(np.float16), scales.astype(np.float16))
-        np.testing.assert_array_equal(decoded, codes * scales.astype(np.float16).astype(np.float32))
-    for each in (fed("f16", "int8"), cache):
-        with each.batch(1) as batch:
-            with pytest.raises(kvcache.NotSupportedError, match=r"int8, whose scales lie apart: put\(\)"):
+@pytest.mark.parametrize("dtype", row_types.NAMES)
+@pytest.mark.parametrize(("k_dim", "v_dim"), [(64, 32), (128, 96), (1024, 192), (1536, 2080)])
+def test_row_scales(tmp_path, dtype, k_dim, v_dim):
+    """A row is codes and, behind them, one f16 scale; in saved states the two are tensors of their own."""
+    rows = random_rows(dims=(k_dim, v_dim))
+    for x in rows:
+        x[..., 3] *= 30
+        x[4] += 10
+        x[5] = 0 if dtype != "int8" else 1
+        x[6] *= 1e-5
+    with kvcache.KVCache(1, HEADS, k_dim, 64, v_head_dim=v_dim, dtype=dtype) as cache:
+        feed(cache, *rows)
+        raw = cache.gather(0, raw=True)
+        for i, x in enumerate(rows):
+            expected, decoded = row_types.encoded(x.swapaxes(0, 1), dtype)
+            np.testing.assert_array_equal(raw[i], expected)
+            np.testing.assert_array_equal(cache.gather(0)[i], decoded)
+        with cache.batch(1) as batch:
+            with pytest.raises(
+                kvcache.NotSupportedError, match=rf"layer 0 stores {dtype}, whose scales lie apart: put\(\)"
+            ):
                 batch.slots(0)
-            batch.put(0, *random_rows(1))
-    cache.save(tmp_path / "state")
-    tensors = load_file(tmp_path / "state")
-    for name, raw in zip("kv", cache.gather(0, raw=True), strict=True):
-        np.testing.assert_array_equal(tensors[f"layer.0.{name}"], raw[..., :-2].view(np.int8))
-        np.testing.assert_array_equal(tensors[f"layer.0.{name}.scale"], raw[..., -2:].view(np.float16)[..., 0])
-    with kvcache.KVCache.load(tmp_path / "state") as other:
-        assert_same(other.gather(0, raw=True), cache.gather(0, raw=True))
+            batch.put(0, *random_rows(1, dims=(k_dim, v_dim)))
+        cache.save(tmp_path / "state")
+        tensors = load_file(tmp_path / "state")
+        for name, x in zip("kv", cache.gather(0, raw=True), strict=True):
+            elements = x[..., :-2].view(np.int8 if dtype == "int8" else np.uint8)
+            np.testing.assert_array_equal(tensors[f"layer.0.{name}"], elements)
+            np.testing.assert_array_equal(tensors[f"layer.0.{name}.scale"], x[..., -2:].view(np.float16)[..., 0])
+        with kvcache.KVCache.load(tmp_path / "state") as other:
+            assert_same(other.gather(0, raw=True), cache.gather(0, raw=True))
+
+
+@pytest.mark.parametrize("dtype", row_types.NAMES)
+def test_values_in_keys(dtype):
+    """A value may be the beginning of its key where whole blocks of the key's matrix are in it."""
+    (k, _), q = random_rows(dims=(96, 32)), np.ones((TOKENS, HEADS, 96), np.float32)
+    with kvcache.KVCache(1, HEADS, 96, 64, v_head_dim=64, dtype=dtype, value_in_key=True) as cache:
+        with cache.batch(TOKENS) as batch:
+            out = batch.attend(0, q, k, scale=0.1)
+        _, decoded = row_types.encoded(k.swapaxes(0, 1), dtype)
+        for found, expected in zip(cache.gather(0), (decoded, decoded[..., :64]), strict=True):
+            np.testing.assert_array_equal(found, expected)
+        scores = np.einsum("thd,hsd->hts", q, decoded) * 0.1
+        scores[:, ~np.tri(TOKENS, dtype=bool)] = -np.inf
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        np.testing.assert_allclose(out, np.einsum("hts,hsd->thd", weights, decoded[..., :64]), atol=1e-3)
+    if dtype != "int8":
+        with pytest.raises(ValueError, match="must be a multiple of 64"):
+            kvcache.KVCache(1, HEADS, 64, 64, v_head_dim=32, dtype=dtype, value_in_key=True)
+
+
+@pytest.mark.parametrize("dtype", ["int6", "int4"])
+@pytest.mark.parametrize("element", [np.nan, np.inf, -np.inf, 1e30, 2e8])
+def test_rows_that_are_no_numbers(dtype, element):
+    """A row with an element that no scale reaches, or that is no number, is NaN; other rows stay."""
+    cache, rows = new_cache(dtype, dtype), random_rows(2)
+    for x in rows:
+        x[1, 1, 5] = element
+    feed(cache, *rows)
+    for x in cache.gather(0):
+        np.testing.assert_array_equal(np.isnan(x).any(-1), [[False, False], [False, True], [False, False]])
+        np.testing.assert_array_equal(np.isfinite(x).all(-1), [[True, True], [True, False], [True, True]])
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -129,8 +129,14 @@ def test_help(generate):
         (["--threads", "-1"], "--threads must be a whole number from 1 to 256, not -1"),
         (["--window", "1x"], "--window must be a whole number"),
         (["--window", "2049"], "--window is 2049: it may be at most the model's context, 2048"),
-        (["--dtype", "f64"], "--dtype must be one of f32 f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1 iq4_nl int8, not f64"),
-        (["--dtype"], "--dtype must be one of f32 f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1 iq4_nl int8, not missing"),
+        (
+            ["--dtype", "f64"],
+            "--dtype must be one of f32 f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1 iq4_nl int8 int6 int4, not f64",
+        ),
+        (
+            ["--dtype"],
+            "--dtype must be one of f32 f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1 iq4_nl int8 int6 int4, not missing",
+        ),
         (["--model"], "--model needs a folder"),
         (["--model", "/no/such/folder"], "there is no /no/such/folder/config.json, or it cannot be read"),
         (["--model", "x" * 5000], "the folder's name is too long"),

@@ -118,7 +118,20 @@ def test_loss_and_logits_of_long_texts(model: runner.Llama, windows: list[list[i
 @pytest.mark.slow
 def test_types_stay_near_f32(model: runner.Llama, windows: list[list[int]]) -> None:
     found = dict(runner.compare_dtypes(model, options(), windows[:2]))
-    assert list(found) == ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8"]
+    assert list(found) == [
+        "f32",
+        "f16",
+        "bf16",
+        "q8_0",
+        "q4_0",
+        "q4_1",
+        "q5_0",
+        "q5_1",
+        "iq4_nl",
+        "int8",
+        "int6",
+        "int4",
+    ]
     exact = found["f32"]
     # f16 keeps 11 bits, bf16 and q8_0 8, q4_0 4: it must show, and not more than this
     assert 1e-9 < found["f16"].divergence < 1e-6
@@ -623,9 +636,10 @@ def test_no_eval_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = io.StringIO()
     assert runner.run(folder, b"ROMEO:", options(max_new_tokens=3), out) == 0
     assert "has no eval.txt" in capsys.readouterr().err
-    types = [line.split() for line in out.getvalue().splitlines()[-10:]]
+    types = [line.split() for line in out.getvalue().splitlines()[-12:]]
     assert types[:5] == [["f32", "4,096"], ["f16", "2,048"], ["bf16", "2,048"], ["q8_0", "1,088"], ["q4_0", "576"]]
-    assert types[5:] == [["q4_1", "640"], ["q5_0", "704"], ["q5_1", "768"], ["iq4_nl", "576"], ["int8", "1,056"]]
+    assert types[5:9] == [["q4_1", "640"], ["q5_0", "704"], ["q5_1", "768"], ["iq4_nl", "576"]]
+    assert types[9:] == [["int8", "1,056"], ["int6", "800"], ["int4", "544"]]
 
 
 def test_importing_kvcache_imports_no_runner() -> None:

@@ -10,7 +10,7 @@ from kvcache.layer import DTYPES
 from kvcache.runner import stream
 
 MODEL = Path(__file__).resolve().parents[2] / "examples/model"
-ASKED = "(measuring 4 steps without the cache, then 10 types on 4 texts of 2,048 tokens; Ctrl-C ends it)\n"
+ASKED = "(measuring 4 steps without the cache, then 12 types on 4 texts of 2,048 tokens; Ctrl-C ends it)\n"
 
 
 class Watched(io.StringIO):
@@ -73,7 +73,7 @@ def test_it_says_what_it_measures_and_shows_each_row_at_once(out, measured):
     assert table[0].split() == heading.split()
     assert [line.split()[0] for line in table[1:]] == [*DTYPES]
     assert table[1].split()[1:] == ["4,096", "1.000000", "-", "-", "-", "-"]
-    assert table[-1].split()[1:] == ["1,056", "1.250000", "+0.250000", "1.50e-05", "7.50e-04", "98.77%"]
+    assert table[-1].split()[1:] == ["544", "1.250000", "+0.250000", "1.50e-05", "7.50e-04", "98.77%"]
 
 
 def test_its_table_fits_a_terminal(out, measured):

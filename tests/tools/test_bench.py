@@ -125,7 +125,7 @@ def test_types_that_do_not_fit_are_left_out(quick, fake):
     assert types(record, "decode", "Fake") == ["int8"]  # by our f16, then
     assert record["left_out"] == [
         f"{dtype} takes a head_dim that is a multiple of 32, not 48"
-        for dtype in ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8")
+        for dtype in ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8", "int6", "int4")
     ]
 
 
@@ -224,4 +224,4 @@ def test_picture(quick, fake):
     quick.setattr(bench, "KINDS", {"fake": fake(("fast", "f16"))})
     figure = bench.picture(measured())
     assert [axes.get_title(loc="left").split(",")[0] for axes in figure.axes] == ["decode", "prefill", "append"]
-    assert [len(axes.patches) for axes in figure.axes] == [11, 10, 10]
+    assert [len(axes.patches) for axes in figure.axes] == [13, 12, 12]

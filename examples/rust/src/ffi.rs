@@ -83,6 +83,8 @@ abi! {
         KVC_Q5_1 = 7,
         KVC_IQ4_NL = 8,
         KVC_INT8 = 9,
+        KVC_INT6 = 10,
+        KVC_INT4 = 11,
     }
 
     opaque {

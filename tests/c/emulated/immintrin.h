@@ -85,6 +85,27 @@ static inline __m256i emulated_mask_add_epi8(__m256i otherwise, __mmask32 mask, 
     return z.half[0];
 }
 
+static inline __m512i emulated_srai_epi32(__m512i x, int n) {
+    emulated y = {.si = x};
+    for (int i = 0; i < 16; i++) y.i32[i] >>= n;
+    return y.si;
+}
+
+/* Picks int32 within each quarter, by two bits of `order` each. */
+static inline __m512i emulated_shuffle_epi32(__m512i x, int order) {
+    const emulated y = {.si = x};
+    emulated z;
+    for (int i = 0; i < 16; i++) z.i32[i] = y.i32[i / 4 * 4 + (order >> i % 4 * 2 & 3)];
+    return z.si;
+}
+
+static inline __m512i emulated_dpbusd_epi32(__m512i sum, __m512i x, __m512i y) {
+    const emulated a = {.si = x}, b = {.si = y};
+    emulated z = {.si = sum};
+    for (int i = 0; i < 64; i++) z.i32[i / 4] += a.u8[i] * b.i8[i];
+    return z.si;
+}
+
 /* Elements that are masked are not read. */
 static inline __m512i emulated_maskz_loadu_epi16(__mmask32 mask, const void *p) {
     emulated x = {.si = _mm512_setzero_si512()};
@@ -117,6 +138,13 @@ static inline void emulated_mask_storeu_ps(float *p, __mmask16 mask, __m512 x) {
 #define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
 #define _mm512_cvtepi32_epi16 emulated_cvtepi32_epi16
 #define _mm512_cvtepi32_epi8 emulated_cvtepi32_epi8
+#define KVC_NO_ASSEMBLY 1
+#undef _mm512_srai_epi32
+#define _mm512_srai_epi32 emulated_srai_epi32
+#undef _mm512_shuffle_epi32
+#define _mm512_shuffle_epi32 emulated_shuffle_epi32
+#undef _mm512_dpbusd_epi32
+#define _mm512_dpbusd_epi32 emulated_dpbusd_epi32
 #define _mm512_cvtss_f32 emulated_cvtss_f32
 #define _mm512_extractf32x8_ps emulated_extractf32x8_ps
 #undef _mm512_permute_ps

@@ -61,7 +61,7 @@ static void test_bad_layers(void) {
          "is 1048577:"},
         {{.num_kv_heads = 1, .v_dim = 4}, KVC_ERR_INVALID, "layers[1].k_dim", "is 0:"},
         {{.num_kv_heads = 1, .k_dim = 4, .v_dim = -4}, KVC_ERR_INVALID, "layers[1].v_dim", "is -4:"},
-        {{GOOD, .k_type = 10}, KVC_ERR_INVALID, "layers[1].k_type", "is 10:"},
+        {{GOOD, .k_type = 12}, KVC_ERR_INVALID, "layers[1].k_type", "is 12:"},
         {{GOOD, .v_type = -1}, KVC_ERR_INVALID, "layers[1].v_type", "is -1:"},
         {{GOOD, .k_type = KVC_Q8_0}, KVC_ERR_INVALID, "layers[1].k_dim", "is 4: for q8_0"},
         {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 40, .v_type = KVC_Q4_0},
@@ -184,7 +184,8 @@ static void test_type_names(void) {
         for (int32_t i = 0; i < num; i++) CHECK(strcmp(kvc_type_name(i), kvc_type_name(num)));
     for (int32_t i = 0; i < (int32_t)(sizeof first / sizeof *first); i++)
         CHECK(i < num && !strcmp(kvc_type_name(i), first[i]));
-    CHECK(num == KVC_INT8 + 1 && !strcmp(kvc_type_name(KVC_INT8), "int8"));
+    CHECK(num == KVC_INT4 + 1 && !strcmp(kvc_type_name(KVC_INT8), "int8"));
+    CHECK(!strcmp(kvc_type_name(KVC_INT6), "int6") && !strcmp(kvc_type_name(KVC_INT4), "int4"));
     const int32_t none[] = {-1, num, num + 1, INT32_MIN, INT32_MAX};
     for (size_t i = 0; i < sizeof none / sizeof *none; i++)
         CHECK(!kvc_type_name(none[i]) && kvc_row_bytes(none[i], 32) == 0);

@@ -53,6 +53,23 @@ static sizes denormal(int type) {
 /* The fewest bytes, not 0, that may lie between rows: an element, or a byte. */
 static int gap_of(int type) { return type < KVC_FLOAT_TYPES ? (int)kvc_row_bytes(type, 1) : 1; }
 
+/* The levels above 0 that the header says. */
+static const int8_t int4_levels[8] = {5, 16, 28, 40, 54, 70, 90, 119};
+static const int8_t int6_levels[32] = {1,  3,  6,  9,  12, 15, 18, 21, 24, 27, 30, 33, 36,  39,  42,  45,
+                                       48, 52, 56, 60, 64, 68, 72, 76, 81, 86, 91, 97, 103, 110, 118, 127};
+
+/* What the scale is multiplied by for element i of a row. */
+static int scaled_at(int type, const uint8_t *row, int i) {
+    const uint8_t *block = row + i / KVC_QUANT_ELEMENTS * (int)(kvc_row_bytes(type, KVC_QUANT_ELEMENTS) - 2);
+    const int e = i % KVC_QUANT_ELEMENTS;
+    if (type == KVC_INT8) return (int8_t)block[e];
+    const uint8_t *nibbles = type == KVC_INT6 ? block + 8 : block;
+    int code = nibbles[e % 16] >> (e < 16 ? 0 : 4) & 15, half = 8;
+    if (type == KVC_INT6) half = 32, code += (block[e % 8] >> 2 * (e / 8) & 3) << 4;
+    const int8_t *levels = half == 32 ? int6_levels : int4_levels;
+    return code < half ? -levels[half - 1 - code] : levels[code - half];
+}
+
 /* A tile of random rows of a type, the last of which ends at the guard page or, where the stride is negative, the
  * first, with a gap between them at times, so that most are not aligned to more than they have to be; and their values.
  */
@@ -64,7 +81,8 @@ typedef struct tile {
 
 static tile *tile_new(int type, int n, int dim, sizes largest) {
     static tile t;
-    const size_t row_bytes = kvc_row_bytes(type, dim);
+    const int is_scaled = type >= KVC_INT8; /* rows of elements alone, which may be any */
+    const size_t row_bytes = kvc_row_bytes(type, dim) - (is_scaled ? 2 : 0);
     const int sign = random_int(0, 2) ? 1 : -1;
     t.stride = sign * (int64_t)(row_bytes + (size_t)(random_int(0, 3) * gap_of(type)));
     t.rows = guarded_end - row_bytes - (sign > 0 ? (n - 1) * t.stride : 0);
@@ -72,6 +90,9 @@ static tile *tile_new(int type, int n, int dim, sizes largest) {
         float row[MAX_DIM];
         char *stored = guarded_end - row_bytes - (sign > 0 ? n - 1 - j : j) * sign * t.stride;
         const float size = largest.rows * growth_at(largest, j);
+        for (size_t i = 0; is_scaled && i < row_bytes; i++) stored[i] = (char)random_int(-128, 128);
+        for (int d = 0; is_scaled && d < dim; d++) t.values[j][d] = scaled_at(type, (const uint8_t *)stored, d);
+        if (is_scaled) continue;
         for (int d = 0; d < dim; d++)
             row[d] = size * (random_int(0, 50) ? random_float() : random_float() * 0x1p-20f); /* some much smaller */
         kvc_kernels_scalar.convert(KVC_F32, type, stored, 0, row, 0, 1, dim);
@@ -458,13 +479,26 @@ static void test_unpack(const kvc_kernels *kernels, int type, int dim) {
 
 /* ---- rows with a scale of their own ------------------------------------------------------------------------------ */
 
-/* A row becomes the elements and the scale that the header says, at any address, and nothing else is written.
- * not_finite: an element of the row; 0: none. */
-static void check_encode_int8(const kvc_kernels *kernels, int dim, double size, float not_finite) {
+static float inverse_of(float d) { return d != 0 && isfinite(1 / d) ? 1 / d : 0; }
+
+/* Whether x, in units, became what the header says. */
+static int is_encoded(int type, float x, int got) {
+    if (type == KVC_INT8) return got == (isnan(x) ? 0 : (int)roundf(x));
+    const int8_t *levels = type == KVC_INT6 ? int6_levels : int4_levels;
+    int nearest = 0;
+    for (int i = 1; i < (type == KVC_INT6 ? 32 : 8); i++)
+        if (isnan(x) || fabsf(x) * 2 >= (float)(levels[i - 1] + levels[i])) nearest = i;
+    return got == (x >= 0 ? levels[nearest] : -levels[nearest]);
+}
+
+/* A row becomes the elements that the header says, at any address; nothing else is
+ * written.  not_finite: an element of the row; 0: none. */
+static void check_encode(const kvc_kernels *kernels, int type, int dim, double size, float not_finite) {
     static char source[MAX_DIM * sizeof(float) + 1];
     float x[MAX_DIM], largest = 0;
-    uint8_t got[MAX_DIM + 1], scale[3] = {7, 7, 7};
-    uint16_t bits;
+    uint8_t got[MAX_DIM + 1];
+    kvc_level_sums found = {{0}, {0}}, right = {{0}, {0}};
+    const int bytes = (int)kvc_row_bytes(type, dim) - 2;
     fill(x, (size_t)dim);
     for (int d = 0; d < dim; d++) x[d] = (float)(x[d] * size);
     if (not_finite != 0) x[random_int(0, dim)] = not_finite;
@@ -474,43 +508,56 @@ static void check_encode_int8(const kvc_kernels *kernels, int dim, double size, 
     memset(got, 7, sizeof got);
     CHECKF(kernels->largest(source + 1, dim) == largest, "%s dim %d: %g, not %g", kernels->name, dim,
            (double)kernels->largest(source + 1, dim), (double)largest);
-    kernels->encode_int8(got, scale, source + 1, dim, largest);
-    const float d = largest / 127, inverse = d != 0 && isfinite(1 / d) ? 1 / d : 0;
-    kvc_kernels_scalar.convert(KVC_F32, KVC_F16, &bits, 0, &d, 0, 1, 1);
-    CHECK(scale[2] == 7 && got[dim] == 7 && !memcmp(scale, &bits, sizeof bits));
+    const float unit = largest / 127, inverse = inverse_of(unit);
+    kernels->encode(type, got, source + 1, dim, unit, &found);
+    CHECK(got[bytes] == 7);
     for (int i = 0; i < dim; i++) {
-        const float scaled = x[i] * inverse;
-        const int right = isnan(scaled) ? 0 : (int)roundf(scaled);
-        CHECKF((int8_t)got[i] == right, "%s dim %d, size %g: element %d, %g, is %d, not %d", kernels->name, dim, size, i,
-               (double)x[i], (int8_t)got[i], right);
+        const volatile float scaled = x[i] * inverse;
+        const int level = scaled_at(type, got, i);
+        CHECKF(is_encoded(type, scaled, level), "%s %s dim %d, size %g: element %d, %g, is %d", kernels->name,
+               kvc_type_name(type), dim, size, i, (double)x[i], level);
+        const volatile float product = x[i] * (float)level;
+        right.products[i % KVC_LANES] += type == KVC_INT8 ? 0 : product;
+        right.squares[i % KVC_LANES] += type == KVC_INT8 ? 0 : (float)(level * level);
     }
+    CHECK(!memcmp(found.squares, right.squares, sizeof right.squares));
+    for (int i = 0; i < KVC_LANES; i++) CHECK(found.products[i] == right.products[i] || isnan(right.products[i]));
 }
 
-/* Rows whose scales stand apart are unpacked to q8_0 with these in each block. */
-static void check_unpack_int8(const kvc_kernels *kernels, int dim) {
+/* Rows whose scales stand apart are unpacked to q8_0 with these in each block, or to int8. */
+static void check_unpack_scaled(const kvc_kernels *kernels, int type, int dim, int has_scales) {
     enum { MAX_BLOCKS = MAX_DIM / BLOCK };
     static uint8_t rows[KVC_TILE * (MAX_DIM + 3)], got[KVC_TILE * MAX_BLOCKS * 34 + 1], scales[KVC_TILE * 6];
-    const int n = random_int(1, KVC_TILE + 1), gap = random_int(0, 3), step = random_int(2, 7);
+    const int n = random_int(1, KVC_TILE + 1), step = random_int(2, 7);
+    const int stride = (int)kvc_row_bytes(type, dim) - 2 + random_int(0, 3);
     for (size_t i = 0; i < sizeof rows; i++) rows[i] = (uint8_t)random_int(0, 256);
     for (size_t i = 0; i < sizeof scales; i++) scales[i] = (uint8_t)random_int(0, 256);
     memset(got, 7, sizeof got);
-    kernels->unpack(KVC_INT8, got, rows, dim + gap, scales, step, n, dim, NULL);
+    kernels->unpack(type, got, rows, stride, has_scales ? scales : NULL, step, n, dim, NULL);
+    const uint8_t *at = got;
     for (int j = 0; j < n; j++)
-        for (int b = 0; b < dim / BLOCK; b++) {
-            const uint8_t *block = got + (j * (dim / BLOCK) + b) * 34;
-            CHECKF(!memcmp(block, scales + j * step, 2) && !memcmp(block + 2, rows + j * (dim + gap) + b * BLOCK, BLOCK),
-                   "%s dim %d, row %d of %d, block %d", kernels->name, dim, j, n, b);
+        for (int i = 0; i < dim; i++, at++) {
+            if (has_scales && i % BLOCK == 0) {
+                CHECK(!memcmp(at, scales + j * step, 2));
+                at += 2;
+            }
+            CHECKF((int8_t)*at == scaled_at(type, rows + j * stride, i), "%s %s dim %d, row %d of %d, element %d",
+                   kernels->name, kvc_type_name(type), dim, j, n, i);
         }
-    CHECK(got[n * (dim / BLOCK) * 34] == 7);
+    CHECK(*at == 7);
 }
 
 static void test_row_scales(const kvc_kernels *kernels) {
     for (int dim = BLOCK; dim <= MAX_DIM; dim += BLOCK) {
-        check_unpack_int8(kernels, dim);
-        for (int exponent = -150; exponent < 127; exponent += 3) check_encode_int8(kernels, dim, ldexp(1, exponent), 0);
-        check_encode_int8(kernels, dim, 0, 0);
-        check_encode_int8(kernels, dim, 1, NAN);
-        check_encode_int8(kernels, dim, 1, -INFINITY);
+        for (int type = KVC_INT8; kvc_type_name(type); type++) {
+            check_unpack_scaled(kernels, type, dim, 0);
+            check_unpack_scaled(kernels, type, dim, 1);
+            for (int exponent = -150; exponent < 127; exponent += 3)
+                check_encode(kernels, type, dim, ldexp(1, exponent), 0);
+            check_encode(kernels, type, dim, 0, 0);
+            check_encode(kernels, type, dim, 1, NAN);
+            check_encode(kernels, type, dim, 1, -INFINITY);
+        }
     }
 }
 
@@ -1122,6 +1169,24 @@ static void test_denormals(const kvc_kernels *kernels, int type, int dim) {
     }
 }
 
+/* Scores and sums of rows without their scales. */
+static void test_scaled_rows(const kvc_kernels *kernels, int type, int dim) {
+    for (int num_q = 1; num_q <= MAX_Q; num_q++) {
+        const int n = random_int(1, KVC_TILE + 1);
+        test_score(kernels, type, 0, dim, num_q, n, usual);
+        test_accumulate(kernels, type, dim, num_q, n, usual);
+        test_accumulate(kernels, type, dim, num_q, n, uneven);
+        if (num_q > 9) continue;
+        test_same_scores(kernels, type, 0, dim, num_q);
+        test_same_sums(kernels, type, dim, num_q);
+    }
+    for (int n = 1; n <= KVC_TILE; n++) {
+        test_score(kernels, type, 0, dim, 4, n, usual);
+        test_accumulate(kernels, type, dim, 4, n, usual);
+        if (kernels->tiler[type].score) test_panels(kernels, type, dim, random_int(1, MAX_M + 1), n);
+    }
+}
+
 /* ---- the Hadamard transform ---------------------------------------------------------------------------------------
  */
 
@@ -1134,9 +1199,17 @@ static int hadamard_sign(int i, int j) {
     return sign;
 }
 
+/* The sign that the header says of element i. */
+static int sign_at(int i, int order) {
+    int sign = 1;
+    for (int bits = i % order; bits; bits /= 4) sign = bits % 4 == 3 ? -sign : sign;
+    return sign;
+}
+
 /* Transforms `num` times `order` floats: against the matrix, in place and from where no byte more may be read, with the
  * bits of the scalar set, and back again. */
-static void test_hadamard(const kvc_kernels *kernels, int order, int num) {
+static void test_hadamard(const kvc_kernels *kernels, int order, int num, int has_signs) {
+    const kvc_mixing mixing = {order, has_signs};
     static float x[3 * MAX_ORDER], y[3 * MAX_ORDER + 1], z[3 * MAX_ORDER];
     const int n = num * order;
     const size_t bytes = (size_t)n * sizeof *x;
@@ -1144,23 +1217,24 @@ static void test_hadamard(const kvc_kernels *kernels, int order, int num) {
     fill(x, (size_t)n);
     memcpy(src, x, bytes);
     y[n] = UNTOUCHED;
-    kernels->hadamard(y, src, n, order);
+    kernels->hadamard(y, src, n, mixing);
     CHECK(y[n] == UNTOUCHED);
     for (int i = 0; i < n; i++) {
         double sum = 0, size = 0;
         for (int j = 0; j < order; j++) {
-            sum += hadamard_sign(i % order, j) * (double)x[i / order * order + j];
+            const int sign = has_signs ? sign_at(i, order) * sign_at(j, order) : 1;
+            sum += sign * hadamard_sign(i % order, j) * (double)x[i / order * order + j];
             size += fabs((double)x[i / order * order + j]);
         }
         CHECKF(is_close(y[i], sum / sqrt(order), size / sqrt(order), 12), "%s: order %d, element %d is %g, not %g",
                kernels->name, order, i, (double)y[i], sum / sqrt(order));
     }
-    kvc_kernels_scalar.hadamard(z, x, n, order);
+    kvc_kernels_scalar.hadamard(z, x, n, mixing);
     CHECKF(!memcmp(z, y, bytes), "%s: order %d", kernels->name, order);
     memcpy(z, x, bytes);
-    kernels->hadamard(z, z, n, order);
+    kernels->hadamard(z, z, n, mixing);
     CHECK(!memcmp(z, y, bytes));
-    kernels->hadamard(z, z, n, order);
+    kernels->hadamard(z, z, n, mixing);
     for (int i = 0; i < n; i++) CHECK(fabsf(z[i] - x[i]) < 1e-6f * (float)order);
 }
 
@@ -1191,6 +1265,9 @@ static void test_kernels(const kvc_kernels *kernels) {
         if (kernels->accumulate[type]) test_scales(kernels, type);
     }
     test_row_scales(kernels);
+    for (int type = KVC_INT8; kvc_type_name(type); type++)
+        for (int i = 0; i < num_dims && kernels->accumulate[type]; i++)
+            if (dims[i] % BLOCK == 0) test_scaled_rows(kernels, type, dims[i]);
     test_16_bits(kernels, KVC_F16);
     test_16_bits(kernels, KVC_BF16);
     test_rounding(kernels, KVC_F16);
@@ -1201,7 +1278,7 @@ static void test_kernels(const kvc_kernels *kernels) {
     test_softmax_rows(kernels);
     for (int type = 0; type < TYPES; type++) test_weigh(kernels, &kernels->tiler[type]);
     for (int order = KVC_QUANT_ELEMENTS; order <= MAX_ORDER; order *= 2)
-        for (int num = 1; num <= 3; num++) test_hadamard(kernels, order, num);
+        for (int num = 1; num <= 3; num++) test_hadamard(kernels, order, num, 0), test_hadamard(kernels, order, num, 1);
     for (int m = 1; m <= 20; m++)
         for (int n = 1; n <= 70; n += n % 16 < 2 ? 1 : 7) test_matmul(kernels, m, n, random_int(1, 65), n % 2);
     test_matmul(kernels, 40, 64, 64, 1);

@@ -1,0 +1,535 @@
+/* scaled_rows.h: products of rows that have one scale, which kernels leave out (kvc_times_fn), in bytes; part of
+ * avx512vnni.c.
+ *
+ * What rows are multiplied by, query rows or weights, is rounded to 16 bits: two digits, signed bytes, of which the
+ * high one counts 256.  vpdpbusd adds four products of bytes to a lane, if the rows' are not negative: so SHIFT is
+ * added to those, and SHIFT times the sum of the digits taken off.  Sums are exact.  Scores are off by 3e-5 of the size
+ * of normal data, sums by 1e-4.
+ *
+ * Rows are moved into panels first, as int8 plus SHIFT, whatever their type, so that what multiplies stands here once;
+ * but for values of a few query rows.
+ *
+ *     keys      of PANEL_ROWS rows, of each four elements, two vectors whose lanes are 16 rows each
+ *     values    of KVC_QUANT_ELEMENTS columns, of each four rows, two vectors whose lanes are 16 columns each
+ */
+
+enum {
+    SHIFT = 128,
+    LARGEST_DIGITS = 127 * 256 + 127, /* what two digits can count */
+    FOUR = 4,                         /* elements that are multiplied at once */
+    PANEL_BYTES = 2 * LANES * FOUR,   /* of four elements of PANEL_ROWS keys, or columns of values */
+    DIGIT_BYTES = 2 * FOUR,           /* digits of four numbers: the high ones, then the low ones */
+    PANEL_ELEMENTS = 512,             /* elements of keys that are moved at once */
+    PANEL_QUADS = KVC_TILE / FOUR,
+    SCALED_QUERIES = 6, /* multiplied at once */
+    /* Lines that are prefetched while a block of LANES keys, or of four values, is moved, and while four elements are
+     * multiplied: about as many as are read meanwhile. */
+    LINES_PER_KEYS = 4,
+    LINES_PER_STEP = 1
+};
+
+/* What follows a row of digits: what cancels SHIFT in sums with the high and the low ones, and their unit. */
+typedef struct digits_end {
+    int32_t start[2];
+    float unit;
+} digits_end;
+
+/* ---- digits ------------------------------------------------------------------------------------------------------ */
+
+/* Splits LANES integers into digits. */
+INLINE void store_digits(char *to, vec x) {
+    const ivec both = _mm512_cvtps_epi32(x), high = _mm512_srai_epi32(_mm512_add_epi32(both, i_set_32(SHIFT)), 8);
+    const __m128i h = _mm512_cvtepi32_epi8(high), l = _mm512_cvtepi32_epi8(both); /* the low byte, with its sign */
+    _mm_storeu_si128((void *)to, _mm_unpacklo_epi32(h, l));
+    _mm_storeu_si128((void *)(to + 2 * DIGIT_BYTES), _mm_unpackhi_epi32(h, l));
+}
+
+/* Adds SHIFT times digits to a sum, whose even lanes are of the high ones. */
+INLINE ivec add_shifted(ivec sum, const char *digits) {
+    return i_dot_bytes(sum, i_set_32((int32_t)0x80808080), i_load(digits));
+}
+
+/* Sets start to what cancels such a sum. */
+INLINE void cancel_shifted(digits_end *end, ivec sum) {
+    sum = i_add(sum, _mm512_shuffle_i64x2(sum, sum, _MM_SHUFFLE(1, 0, 3, 2)));
+    sum = i_add(sum, _mm512_shuffle_i64x2(sum, sum, _MM_SHUFFLE(2, 3, 0, 1)));
+    sum = i_add(sum, _mm512_shuffle_epi32(sum, _MM_PERM_BADC));
+    _mm_storel_epi64((void *)end->start, _mm512_castsi512_si128(_mm512_sub_epi32(i_zero(), sum)));
+}
+
+/* Returns 256 times the high digits' sum and the low ones', as floats. */
+INLINE vec sum_of_digits(ivec high, ivec low) { return v_fma(v_from_int(high), v_set(256), v_from_int(low)); }
+
+/* ---- panels ------------------------------------------------------------------------------------------------------ */
+
+/* Turns codes of 16 bytes in each of four rows, or in 16, to unsigned bytes: to[0], and of types with two elements in a
+ * byte to[1].  high: bits 4 and 5 of the codes in the low bits of bytes, for to[0] and to[1]. */
+INLINE void shift_codes(int type, ivec *to, ivec x, const ivec high[2]) {
+    const ivec shift = i_set_32((int32_t)0x80808080), mask = i_set_16(0x0f0f);
+    if (type == KVC_INT8) {
+        to[0] = i_xor(x, shift);
+        return;
+    }
+    const ivec codes[2] = {i_and(x, mask), i_and(i_shift(x, 4), mask)};
+    UNROLL
+    for (int i = 0; i < 2; i++) {
+        to[i] = i_look_up(i_set_16_bytes(kvc_levels(type)), codes[i]);
+        if (type == KVC_INT6) {
+            const __mmask64 odd = _mm512_test_epi8_mask(high[i], i_set_16(0x0101));
+            const __mmask64 upper = _mm512_test_epi8_mask(high[i], i_set_16(0x0202));
+            ivec above = i_look_up(i_set_16_bytes(kvc_levels(type) + 32), codes[i]);
+            to[i] = _mm512_mask_shuffle_epi8(to[i], odd, i_set_16_bytes(kvc_levels(type) + 16), codes[i]);
+            above = _mm512_mask_shuffle_epi8(above, odd, i_set_16_bytes(kvc_levels(type) + 48), codes[i]);
+            to[i] = _mm512_mask_mov_epi8(to[i], upper, above);
+        }
+        to[i] = i_xor(to[i], shift);
+    }
+}
+
+/* Moves a block of LANES keys into a panel. */
+INLINE void pack_key_bytes(int type, char *to, const char *block, ptrdiff_t stride) {
+    const int halves = type == KVC_INT8 ? 2 : 1;
+    ivec x[4], high[4] = {i_zero(), i_zero(), i_zero(), i_zero()};
+    if (type == KVC_INT6) i_load_rows(high, block, stride);
+    UNROLL
+    for (int half = 0; half < halves; half++) {
+        i_load_rows(x, block + half * PIECE_BYTES + block_bytes(type) - halves * PIECE_BYTES, stride);
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+            ivec bytes[2];
+            const ivec bits[2] = {i / 2 ? _mm512_srli_epi32(high[i % 2], 2) : high[i % 2],
+                                  _mm512_srli_epi32(high[i % 2], i / 2 ? 6 : 4)};
+            shift_codes(type, bytes, x[i], bits);
+            i_store(to + (4 * half + i) * PANEL_BYTES, bytes[0]);
+            if (type != KVC_INT8) i_store(to + (4 + i) * PANEL_BYTES, bytes[1]);
+        }
+    }
+}
+
+/* Loads 16 bytes of each of four rows: lane j has bytes j. */
+INLINE ivec load_quad(const char *p, ptrdiff_t stride) {
+    const ivec in_turns = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const ivec by_column = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    const char *q = next_row(p, stride), *r = next_row(q, stride), *s = next_row(r, stride);
+    const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const void *)p)),
+                                                _mm_loadu_si128((const void *)q), 1);
+    const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const void *)r)),
+                                                 _mm_loadu_si128((const void *)s), 1);
+    const ivec rows = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(in_turns, rows), by_column);
+}
+
+/* Loads a block of columns of four values, as they stand in a panel. */
+INLINE void load_values(int type, ivec bytes[2], const char *block, ptrdiff_t stride) {
+    ivec high[2] = {i_zero(), i_zero()};
+    if (type == KVC_INT8) {
+        shift_codes(type, bytes, load_quad(block, stride), high);
+        shift_codes(type, bytes + 1, load_quad(block + PIECE_BYTES, stride), high);
+    } else {
+        if (type == KVC_INT6) { /* lanes 0 to 7 of what is loaded have bits of columns j, j + 8, j + 16 and j + 24 */
+            const ivec bits = load_quad(block, stride),
+                       twice = _mm512_shuffle_i64x2(bits, bits, _MM_SHUFFLE(1, 0, 1, 0));
+            const ivec by = _mm512_inserti64x4(i_zero(), _mm256_set1_epi32(2), 1);
+            high[0] = _mm512_srlv_epi32(twice, by);
+            high[1] = _mm512_srli_epi32(high[0], 4);
+        }
+        shift_codes(type, bytes, load_quad(block + block_bytes(type) - PIECE_BYTES, stride), high);
+    }
+}
+
+INLINE void pack_value_bytes(int type, char *to, const char *block, ptrdiff_t stride) {
+    ivec bytes[2];
+    load_values(type, bytes, block, stride);
+    i_store(to, bytes[0]);
+    i_store(to + LANES * FOUR, bytes[1]);
+}
+
+/* Moves num elements of up to PANEL_ROWS keys, from an element on that begins a block. */
+INLINE void pack_keys_of(int type, char *to, const char *rows, ptrdiff_t stride, int n, int num, prefetcher *next) {
+    prefetcher p = *next;
+    char copies[LANES][COPY_STRIDE];
+    for (int j = 0; j < PANEL_ROWS; j += LANES, to += LANES * FOUR, rows += LANES * stride) {
+        const char *block = rows;
+        for (int d = 0; d < num; d += KVC_QUANT_ELEMENTS, block += block_bytes(type)) {
+            char *const panel = to + d / FOUR * PANEL_BYTES;
+            prefetch_step(&p, LINES_PER_KEYS);
+            if (j + LANES <= n)
+                pack_key_bytes(type, panel, block, stride);
+            else
+                pack_key_bytes(type, panel,
+                               pad_rows(copies, LANES, block, stride, n > j ? n - j : 0, block_bytes(type)),
+                               COPY_STRIDE);
+        }
+    }
+    *next = p;
+}
+
+/* Moves a block of columns of n values. */
+INLINE void pack_values_of(int type, char *to, const char *block, ptrdiff_t stride, int n, prefetcher *next) {
+    prefetcher p = *next;
+    char copies[FOUR][COPY_STRIDE];
+    for (int j = 0; j < n; j += FOUR, to += PANEL_BYTES, block += FOUR * stride) {
+        prefetch_step(&p, LINES_PER_STEP);
+        if (j + FOUR <= n)
+            pack_value_bytes(type, to, block, stride);
+        else
+            pack_value_bytes(type, to, pad_rows(copies, FOUR, block, stride, n - j, block_bytes(type)), COPY_STRIDE);
+    }
+    *next = p;
+}
+
+/* Moves keys, or values, of a type that is no constant. */
+APART void pack_keys_of_type(int type, char *to, const char *rows, ptrdiff_t stride, int n, int num, prefetcher *next) {
+    switch (type) {
+    case KVC_INT8: pack_keys_of(KVC_INT8, to, rows, stride, n, num, next); break;
+    case KVC_INT6: pack_keys_of(KVC_INT6, to, rows, stride, n, num, next); break;
+    default: pack_keys_of(KVC_INT4, to, rows, stride, n, num, next);
+    }
+}
+
+APART void pack_values_of_type(int type, char *to, const char *block, ptrdiff_t stride, int n, prefetcher *next) {
+    switch (type) {
+    case KVC_INT8: pack_values_of(KVC_INT8, to, block, stride, n, next); break;
+    case KVC_INT6: pack_values_of(KVC_INT6, to, block, stride, n, next); break;
+    default: pack_values_of(KVC_INT4, to, block, stride, n, next);
+    }
+}
+
+/* ---- products ---------------------------------------------------------------------------------------------------- */
+
+/* Multiplies four elements of each lane of x, or as many rows, by digits `at` bytes into num_q rows of them, which are
+ * `stride` bytes apart (`third` as row_from says), and adds these to sums[row][digit][vector]. */
+INLINE void multiply_four(int num_q, ivec (*sums)[2][2], const char *const third[2], ptrdiff_t stride, ptrdiff_t at,
+                          const ivec x[2]) {
+    UNROLL
+    for (int r = 0; r < num_q; r++) UNROLL
+    for (int digit = 0; digit < 2; digit++) {
+        const ivec y = i_set_pair(row_from(third, stride, r) + at + digit * FOUR);
+        UNROLL
+        for (int v = 0; v < 2; v++) sums[r][digit][v] = i_dot_bytes(sums[r][digit][v], x[v], y);
+    }
+}
+
+/* Multiplies all of a panel. */
+INLINE void multiply_panel(int num_q, ivec (*sums)[2][2], const char *digits, ptrdiff_t stride, const char *panel,
+                           int steps, prefetcher *next) {
+    const char *third[2] = {digits, digits + 3 * stride};
+    prefetcher p = *next;
+    __asm__("" : "+r"(third[0]), "+r"(third[1]));
+    for (int i = 0; i < steps; i++, panel += PANEL_BYTES) {
+        const ivec x[2] = {i_load(panel), i_load(panel + LANES * FOUR)};
+        prefetch_step(&p, LINES_PER_STEP);
+        multiply_four(num_q, sums, third, stride, i * DIGIT_BYTES, x);
+    }
+    *next = p;
+}
+
+/* Sets sums to what cancels SHIFT. */
+INLINE void begin_sums(int num_q, ivec (*sums)[2][2], const char *ends, ptrdiff_t stride) {
+    UNROLL
+    for (int r = 0; r < num_q; r++) UNROLL
+    for (int digit = 0; digit < 2; digit++)
+        sums[r][digit][0] = sums[r][digit][1] = i_set_pair(ends + r * stride + digit * (int)sizeof(int32_t));
+}
+
+/* Calls f(num_q, ...) with num_q as a constant. */
+#define CALL_WITH_SCALED_QUERIES(f, num_q, ...) \
+    if ((num_q) == SCALED_QUERIES)              \
+        f(SCALED_QUERIES, __VA_ARGS__);         \
+    else                                        \
+        CALL_WITH_QUERIES(f, num_q, QUERIES, 0, __VA_ARGS__)
+
+/* Returns how many of num_q rows are multiplied by a panel at once, and how often that goes over it for all. */
+INLINE int scaled_at_once(int num_q) { return num_q >= SCALED_QUERIES ? SCALED_QUERIES : smaller(num_q, QUERIES); }
+INLINE int scaled_passes(int num_q) {
+    return num_q / SCALED_QUERIES + (num_q % SCALED_QUERIES + QUERIES - 1) / QUERIES;
+}
+
+/* ---- score ------------------------------------------------------------------------------------------------------- */
+
+INLINE ptrdiff_t digits_bytes(int dim) { return dim / FOUR * DIGIT_BYTES; }
+
+/* Is a kvc_prepare_fn: a row's digits stand where its floats were, and its digits_end behind them.  Finds the units of
+ * some rows first, as prepare_quantised does. */
+INLINE void prepare_scaled(float *q, int q_stride, int num_q, int dim, float scale) {
+    for (int some; num_q; num_q -= some, q += (ptrdiff_t)some * q_stride) {
+        float units[MANY_QUERIES];
+        some = smaller(num_q, MANY_QUERIES);
+        for (int r = 0; r < some; r++) units[r] = unit_of(q + (ptrdiff_t)r * q_stride, dim);
+        for (int r = 0; r < some; r++) {
+            const float unit = units[r] * ((float)INT16_MAX / LARGEST_DIGITS), *row = q + (ptrdiff_t)r * q_stride;
+            const vec inverse = v_set(reciprocal(unit));
+            digits_end end = {{0, 0}, unit * scale};
+            ivec shifted = i_zero();
+            char *to = (char *)(q + (ptrdiff_t)r * q_stride);
+            for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS, to += KVC_QUANT_ELEMENTS / FOUR * DIGIT_BYTES) {
+                const vec x = v_mul(v_load(row + d), inverse), y = v_mul(v_load(row + d + LANES), inverse);
+                store_digits(to, x);
+                store_digits(to + LANES / FOUR * DIGIT_BYTES, y);
+                shifted = add_shifted(shifted, to);
+            }
+            cancel_shifted(&end, shifted);
+            memcpy(to, &end, sizeof end);
+        }
+    }
+}
+
+/* Where the scores of query rows over PANEL_ROWS keys go. */
+typedef struct scaled_scores {
+    float *scores;
+    int stride;     /* floats from row to row */
+    int first, dim; /* the first element of those that are multiplied, which are added to what is there; of all */
+} scaled_scores;
+
+INLINE void finish_scores(int num_q, ivec (*sums)[2][2], const scaled_scores *to, const char *ends, ptrdiff_t stride) {
+    UNROLL
+    for (int r = 0; r < num_q; r++, ends += stride) UNROLL
+    for (int v = 0; v < 2; v++) {
+        float unit, *const scores = to->scores + (ptrdiff_t)r * to->stride + v * LANES;
+        memcpy(&unit, ends + offsetof(digits_end, unit), sizeof unit);
+        const vec x = v_mul(sum_of_digits(sums[r][0][v], sums[r][1][v]), v_set(unit));
+        v_store(scores, to->first ? v_add(v_load(scores), x) : x);
+    }
+}
+
+/* Scores a panel of num elements of keys. */
+INLINE void score_scaled_panel(int num_q, const scaled_scores *to, const char *q, ptrdiff_t q_bytes, const char *panel,
+                               int num, prefetcher *next) {
+    static const digits_end ZERO = {{0, 0}, 0};
+    ivec sums[SCALED_QUERIES][2][2];
+    const char *const ends = q + digits_bytes(to->dim);
+    if (to->first)
+        begin_sums(num_q, sums, (const char *)&ZERO, 0);
+    else
+        begin_sums(num_q, sums, ends, q_bytes);
+    multiply_panel(num_q, sums, q + digits_bytes(to->first), q_bytes, panel, num / FOUR, next);
+    finish_scores(num_q, sums, to, ends, q_bytes);
+}
+
+APART void score_panel_for_queries(int num_q, scaled_scores to, const char *q, ptrdiff_t q_bytes, const char *panel,
+                                   int num, prefetcher *next) {
+    for (int some; num_q; num_q -= some, q += some * q_bytes, to.scores += (ptrdiff_t)some * to.stride) {
+        some = scaled_at_once(num_q);
+        CALL_WITH_SCALED_QUERIES(score_scaled_panel, some, &to, q, q_bytes, panel, num, next)
+    }
+}
+
+/* Is a kvc_score_fn once the type is known. */
+APART void score_scaled(int type, float *scores, const float *q, int q_stride, int num_q, const void *rows,
+                        int64_t row_stride, int n, int dim, kvc_ahead ahead) {
+    _Alignas(64) char panel[PANEL_ELEMENTS / FOUR * PANEL_BYTES];
+    const int panels = (n + PANEL_ROWS - 1) / PANEL_ROWS;
+    const int lines = PANEL_ROWS / LANES * (dim / KVC_QUANT_ELEMENTS) * LINES_PER_KEYS +
+                      dim / FOUR * LINES_PER_STEP * scaled_passes(num_q);
+    prefetcher next = prefetch_begin(ahead, rows, panels * lines);
+    for (int j = 0; j < n; j += PANEL_ROWS)
+        for (int first = 0; first < dim; first += PANEL_ELEMENTS) {
+            const int num = smaller(PANEL_ELEMENTS, dim - first);
+            const char *const block = (const char *)row_at(rows, row_stride, j) + kvc_blocks_bytes(type, first);
+            const scaled_scores to = {scores + j, KVC_TILE, first, dim};
+            pack_keys_of_type(type, panel, block, row_stride, n - j, num, &next);
+            score_panel_for_queries(num_q, to, (const char *)q, q_stride * (ptrdiff_t)sizeof *q, panel, num, &next);
+        }
+    prefetch_rest(&next);
+}
+
+/* ---- accumulate -------------------------------------------------------------------------------------------------- */
+
+/* The weights of a query row over a tile. */
+typedef struct scaled_weights {
+    char digits[PANEL_QUADS * DIGIT_BYTES];
+    digits_end end;
+} scaled_weights;
+
+/* Rounds the weights of num_q query rows, `stride` floats apart: some side by side, as each step waits for the one
+ * before.  A unit is NaN if a weight is NaN or infinite. */
+APART void round_scaled_weights(int num_q, scaled_weights *to, const float *weights, int stride) {
+    for (int first = 0; first < num_q; first += QUERIES) {
+        const int some = smaller(num_q - first, QUERIES);
+        vec largest[QUERIES], zero_or_nan[QUERIES];
+        float most[QUERIES];
+        UNROLL
+        for (int r = 0; r < QUERIES; r++) {
+            const float *row = weights + (ptrdiff_t)(first + smaller(r, some - 1)) * stride;
+            largest[r] = zero_or_nan[r] = v_zero();
+            UNROLL
+            for (int j = 0; j < KVC_TILE; j += LANES) {
+                largest[r] = v_max_abs(v_load(row + j), largest[r]);
+                zero_or_nan[r] = v_fma(v_load(row + j), v_zero(), zero_or_nan[r]);
+            }
+        }
+        v_store_largest(most, largest);
+        for (int r = 0; r < some; r++) {
+            scaled_weights *const w = &to[first + r];
+            const float *row = weights + (ptrdiff_t)(first + r) * stride;
+            const float x = most[r] < 1e-33f ? 1e-33f : most[r]; /* smaller weights round to nothing */
+            const vec inverse = v_set(LARGEST_DIGITS / x);
+            ivec shifted = i_zero();
+            w->end.unit = x * (1.0f / LARGEST_DIGITS) + zero_or_nan_of(zero_or_nan[r]);
+            UNROLL
+            for (int j = 0; j < KVC_TILE; j += LANES)
+                store_digits(w->digits + j / FOUR * DIGIT_BYTES, v_mul(v_load(row + j), inverse));
+            UNROLL
+            for (int i = 0; i < (int)sizeof w->digits; i += (int)sizeof shifted)
+                shifted = add_shifted(shifted, w->digits + i);
+            cancel_shifted(&w->end, shifted);
+        }
+    }
+}
+
+/* Adds sums over values to KVC_QUANT_ELEMENTS columns of num_q rows of acc. */
+INLINE void finish_values(int num_q, ivec (*sums)[2][2], float *acc, int acc_stride, const float *factor,
+                          const scaled_weights *w) {
+    UNROLL
+    for (int r = 0; r < num_q; r++, acc += acc_stride) UNROLL
+    for (int v = 0; v < 2; v++) {
+        const vec sum = sum_of_digits(sums[r][0][v], sums[r][1][v]), old = v_load(acc + v * LANES);
+        v_store(acc + v * LANES, v_fma(sum, v_set(w[r].end.unit), v_mul(old, v_set(factor[r]))));
+    }
+}
+
+/* Adds a block of columns of n values, weighted, to num_q rows of acc: without a panel, which few rows do not pay for.
+ */
+INLINE void accumulate_scaled_block(int num_q, int type, accumulate_args *a, int d, const scaled_weights *w) {
+    ivec sums[QUERIES][2][2];
+    char copies[FOUR][COPY_STRIDE];
+    const char *block = (const char *)a->rows + kvc_blocks_bytes(type, d);
+    const char *const third[2] = {w->digits, w->digits + 3 * sizeof *w};
+    ptrdiff_t stride = a->row_stride;
+    prefetcher next = a->next; /* in registers, unlike *a */
+    begin_sums(num_q, sums, (const char *)&w->end, sizeof *w);
+    for (int n = a->n, at = 0; n > 0; n -= FOUR, block += FOUR * stride, at += DIGIT_BYTES) {
+        ivec x[2];
+        if (n < FOUR) {
+            block = pad_rows(copies, FOUR, block, stride, n, block_bytes(type));
+            stride = COPY_STRIDE;
+        }
+        prefetch_step(&next, 2 * LINES_PER_STEP);
+        load_values(type, x, block, stride);
+        multiply_four(num_q, sums, third, sizeof *w, at, x);
+    }
+    a->next = next;
+    finish_values(num_q, sums, a->acc + d, a->acc_stride, a->factor, w);
+}
+
+INLINE void accumulate_scaled_blocks(int num_q, int type, accumulate_args *a, const scaled_weights *w) {
+    for (int d = 0; d < a->dim; d += KVC_QUANT_ELEMENTS) accumulate_scaled_block(num_q, type, a, d, w);
+}
+
+/* Adds a panel of num_quads times four values, weighted, to KVC_QUANT_ELEMENTS columns of num_q rows of acc. */
+INLINE void accumulate_scaled_panel(int num_q, float *acc, int acc_stride, const float *factor, const scaled_weights *w,
+                                    const char *panel, int num_quads, prefetcher *next) {
+    ivec sums[SCALED_QUERIES][2][2];
+    begin_sums(num_q, sums, (const char *)&w->end, sizeof *w);
+    multiply_panel(num_q, sums, w->digits, sizeof *w, panel, num_quads, next);
+    finish_values(num_q, sums, acc, acc_stride, factor, w);
+}
+
+APART void accumulate_panel_for_queries(int num_q, float *acc, int acc_stride, const float *factor,
+                                        const scaled_weights *w, const char *panel, int num_quads, prefetcher *next) {
+    for (int some; num_q; num_q -= some, acc += (ptrdiff_t)some * acc_stride, factor += some, w += some) {
+        some = scaled_at_once(num_q);
+        CALL_WITH_SCALED_QUERIES(accumulate_scaled_panel, some, acc, acc_stride, factor, w, panel, num_quads, next)
+    }
+}
+
+/* Is a kvc_accumulate_fn once the type is known. */
+INLINE void accumulate_scaled(int type, float *acc, int acc_stride, const float *factor, const float *weights,
+                              int num_q, const void *rows, int64_t row_stride, int n, int dim, kvc_ahead ahead) {
+    const int num_quads = (n + FOUR - 1) / FOUR, steps = dim / KVC_QUANT_ELEMENTS * num_quads;
+    _Alignas(64) char panel[PANEL_QUADS * PANEL_BYTES];
+    scaled_weights w[KVC_BLOCK_QUERIES];
+    for (int some; num_q; num_q -= some) {
+        accumulate_args a = {acc, factor, weights, rows, row_stride, acc_stride, n, dim, {0}};
+        some = smaller(num_q, KVC_BLOCK_QUERIES);
+        a.next =
+            prefetch_begin(take_part(&ahead, some, num_q), rows, steps * LINES_PER_STEP * (1 + scaled_passes(some)));
+        round_scaled_weights(some, w, weights, KVC_TILE);
+        if (some <= QUERIES) {
+            CALL_WITH_QUERIES(accumulate_scaled_blocks, some, QUERIES, 0, type, &a, w)
+        } else {
+            for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS) {
+                pack_values_of_type(type, panel, (const char *)rows + kvc_blocks_bytes(type, d), row_stride, n,
+                                    &a.next);
+                accumulate_panel_for_queries(some, acc + d, acc_stride, factor, w, panel, num_quads, &a.next);
+            }
+        }
+        prefetch_rest(&a.next);
+        acc += (ptrdiff_t)some * acc_stride;
+        factor += some;
+        weights += some * KVC_TILE;
+    }
+}
+
+/* ---- many query rows --------------------------------------------------------------------------------------------- */
+
+/* Is a kvc_pack_keys_fn once the type is known. */
+INLINE void pack_scaled_keys(int type, float *dst, const void *rows, int64_t row_stride, int n, int dim) {
+    prefetcher none = prefetch_begin((kvc_ahead){.bytes = 0}, rows, 0);
+    char *to = (char *)dst;
+    for (int j = 0; j < n; j += PANEL_ROWS, to += dim / FOUR * PANEL_BYTES)
+        pack_keys_of_type(type, to, row_at(rows, row_stride, j), row_stride, n - j, dim, &none);
+}
+
+/* Is a kvc_pack_values_fn. */
+INLINE void pack_scaled_values(int type, float *dst, const void *rows, int64_t row_stride, int n, int dim) {
+    prefetcher none = prefetch_begin((kvc_ahead){.bytes = 0}, rows, 0);
+    char *to = (char *)dst;
+    for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS, to += (n + FOUR - 1) / FOUR * PANEL_BYTES)
+        pack_values_of_type(type, to, (const char *)rows + kvc_blocks_bytes(type, d), row_stride, n, &none);
+}
+
+/* Is a kvc_matmul_fn: scores n keys for m query rows. */
+INLINE void score_scaled_panels(float *c, int ldc, const float *q, int q_stride, const float *keys, int m, int n,
+                                int dim, kvc_ahead ahead) {
+    const char *panel = (const char *)keys;
+    const int panels = (n + PANEL_ROWS - 1) / PANEL_ROWS;
+    prefetcher next = prefetch_begin(ahead, keys, panels * (dim / FOUR) * LINES_PER_STEP * scaled_passes(m));
+    for (int j = 0; j < n; j += PANEL_ROWS, panel += dim / FOUR * PANEL_BYTES)
+        score_panel_for_queries(m, (scaled_scores){c + j, ldc, 0, dim}, (const char *)q,
+                                q_stride * (ptrdiff_t)sizeof *q, panel, dim, &next);
+    prefetch_rest(&next);
+}
+
+/* Is a kvc_matmul_fn: adds n weighted values of dim columns to the sums of m query rows. */
+INLINE void accumulate_scaled_panels(float *acc, int acc_stride, const float *weights, int lda, const float *values,
+                                     int m, int dim, int n, kvc_ahead ahead) {
+    static const float ONES[SCALED_QUERIES] = {1, 1, 1, 1, 1, 1};
+    const int num_quads = (n + FOUR - 1) / FOUR, steps = dim / KVC_QUANT_ELEMENTS * num_quads;
+    scaled_weights w[SCALED_QUERIES];
+    prefetcher next = prefetch_begin(ahead, values, steps * LINES_PER_STEP * scaled_passes(m));
+    for (int some; m; m -= some, acc += (ptrdiff_t)some * acc_stride, weights += (ptrdiff_t)some * lda) {
+        const char *panel = (const char *)values;
+        some = scaled_at_once(m);
+        round_scaled_weights(some, w, weights, lda);
+        for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS, panel += num_quads * PANEL_BYTES)
+            accumulate_panel_for_queries(some, acc + d, acc_stride, ONES, w, panel, num_quads, &next);
+    }
+    prefetch_rest(&next);
+}
+
+/* Defines the kernels of a type that has one scale a row. */
+#define DEFINE_SCALED(type, TYPE)                                                                                     \
+    extern kvc_score_fn kvc_score_##type##_avx512vnni;                                                                \
+    extern kvc_accumulate_fn kvc_accumulate_##type##_avx512vnni;                                                      \
+    extern kvc_pack_keys_fn kvc_pack_keys_##type##_avx512vnni;                                                        \
+    extern kvc_pack_values_fn kvc_pack_values_##type##_avx512vnni;                                                    \
+    TARGET void kvc_score_##type##_avx512vnni(float *scores, const float *q, int q_stride, int num_q,                 \
+                                              const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next) { \
+        score_scaled(TYPE, scores, q, q_stride, num_q, rows, row_stride, n, dim, next);                               \
+    }                                                                                                                 \
+    TARGET void kvc_accumulate_##type##_avx512vnni(float *acc, int acc_stride, const float *factor,                   \
+                                                   const float *weights, int num_q, const void *rows,                 \
+                                                   int64_t row_stride, int n, int dim, kvc_ahead next) {              \
+        accumulate_scaled(TYPE, acc, acc_stride, factor, weights, num_q, rows, row_stride, n, dim, next);             \
+    }                                                                                                                 \
+    TARGET void kvc_pack_keys_##type##_avx512vnni(float *dst, const void *rows, int64_t row_stride, int first, int n, \
+                                                  int dim) {                                                          \
+        (void)first; /* 0 */                                                                                          \
+        pack_scaled_keys(TYPE, dst, rows, row_stride, n, dim);                                                        \
+    }                                                                                                                 \
+    TARGET void kvc_pack_values_##type##_avx512vnni(float *dst, int dst_stride, const void *rows, int64_t row_stride, \
+                                                    int first, int n, int dim) {                                      \
+        (void)dst_stride, (void)first;                                                                                \
+        pack_scaled_values(TYPE, dst, rows, row_stride, n, dim);                                                      \
+    }
