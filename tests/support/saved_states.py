@@ -49,12 +49,12 @@ def varied_cache():
     return filled(cache)
 
 
-def scaled_cache(dtype):
-    """Make a cache of rows with a scale each: of keys and values, of values, of keys that hold the values."""
+def scaled_cache(dtype, dim=64):
+    """Make a cache of rows with a scale each: of keys and values, of values, of keys of `dim` that hold the values."""
     cache = kvcache.KVCache(
         4,
         [2, 1, 1, 1],
-        [32, 4, 64, 32],
+        [32, 4, dim, 32],
         None,
         v_head_dim=[64, 32, 32, 32],
         value_in_key=[False, False, True, False],
@@ -117,7 +117,12 @@ def everything(cache):
     return found
 
 
-CACHES = {"version-1": varied_cache, "version-1-int8": functools.partial(scaled_cache, "int8")}
+CACHES = {
+    "version-1": varied_cache,
+    "version-1-int8": functools.partial(scaled_cache, "int8"),
+    "version-1-int6": functools.partial(scaled_cache, "int6", 96),
+    "version-1-int4": functools.partial(scaled_cache, "int4", 96),
+}
 
 
 if __name__ == "__main__":
