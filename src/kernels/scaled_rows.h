@@ -19,7 +19,7 @@ enum {
     FOUR = 4,                         /* elements that are multiplied at once */
     PANEL_BYTES = 2 * LANES * FOUR,   /* of four elements of PANEL_ROWS keys, or columns of values */
     DIGIT_BYTES = 2 * FOUR,           /* digits of four numbers: the high ones, then the low ones */
-    PANEL_ELEMENTS = 512,             /* elements of keys that are moved at once */
+    PANEL_ELEMENTS = 512,             /* of keys: moved at once, and products of these added up as integers */
     PANEL_QUADS = KVC_TILE / FOUR,
     SCALED_QUERIES = 6, /* multiplied at once */
     /* Lines that are prefetched while a block of LANES keys, or of four values, is moved, and while four elements are
@@ -247,10 +247,14 @@ INLINE int scaled_passes(int num_q) {
 
 /* ---- score ------------------------------------------------------------------------------------------------------- */
 
-INLINE ptrdiff_t digits_bytes(int dim) { return dim / FOUR * DIGIT_BYTES; }
+/* Returns the bytes of the digits of `dim` elements of a row: those of every PANEL_ELEMENTS, whose sums 32 bits hold,
+ * with their own digits_end behind them. */
+INLINE ptrdiff_t digits_bytes(int dim) {
+    return dim / FOUR * DIGIT_BYTES + dim / PANEL_ELEMENTS * (ptrdiff_t)sizeof(digits_end);
+}
 
-/* Is a kvc_prepare_fn: a row's digits stand where its floats were, and its digits_end behind them.  Finds the units of
- * some rows first, as prepare_quantised does. */
+/* Is a kvc_prepare_fn: a row's digits stand where its floats were.  Finds the units of some rows first, as
+ * prepare_quantised does. */
 INLINE void prepare_scaled(float *q, int q_stride, int num_q, int dim, float scale) {
     for (int some; num_q; num_q -= some, q += (ptrdiff_t)some * q_stride) {
         float units[MANY_QUERIES];
@@ -262,14 +266,19 @@ INLINE void prepare_scaled(float *q, int q_stride, int num_q, int dim, float sca
             digits_end end = {{0, 0}, unit * scale};
             ivec shifted = i_zero();
             char *to = (char *)(q + (ptrdiff_t)r * q_stride);
-            for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS, to += KVC_QUANT_ELEMENTS / FOUR * DIGIT_BYTES) {
+            for (int d = 0; d < dim;) {
                 const vec x = v_mul(v_load(row + d), inverse), y = v_mul(v_load(row + d + LANES), inverse);
                 store_digits(to, x);
                 store_digits(to + LANES / FOUR * DIGIT_BYTES, y);
                 shifted = add_shifted(shifted, to);
+                to += KVC_QUANT_ELEMENTS / FOUR * DIGIT_BYTES;
+                d += KVC_QUANT_ELEMENTS;
+                if (d % PANEL_ELEMENTS && d < dim) continue;
+                cancel_shifted(&end, shifted);
+                memcpy(to, &end, sizeof end);
+                to += sizeof end;
+                shifted = i_zero();
             }
-            cancel_shifted(&end, shifted);
-            memcpy(to, &end, sizeof end);
         }
     }
 }
@@ -277,8 +286,8 @@ INLINE void prepare_scaled(float *q, int q_stride, int num_q, int dim, float sca
 /* Where the scores of query rows over PANEL_ROWS keys go. */
 typedef struct scaled_scores {
     float *scores;
-    int stride;     /* floats from row to row */
-    int first, dim; /* the first element of those that are multiplied, which are added to what is there; of all */
+    int stride; /* floats from row to row */
+    int first;  /* the first element of those that are multiplied, which are added to what is there */
 } scaled_scores;
 
 INLINE void finish_scores(int num_q, ivec (*sums)[2][2], const scaled_scores *to, const char *ends, ptrdiff_t stride) {
@@ -292,17 +301,13 @@ INLINE void finish_scores(int num_q, ivec (*sums)[2][2], const scaled_scores *to
     }
 }
 
-/* Scores a panel of num elements of keys. */
+/* Scores a panel of num elements of keys, up to PANEL_ELEMENTS. */
 INLINE void score_scaled_panel(int num_q, const scaled_scores *to, const char *q, ptrdiff_t q_bytes, const char *panel,
                                int num, prefetcher *next) {
-    static const digits_end ZERO = {{0, 0}, 0};
     ivec sums[SCALED_QUERIES][2][2];
-    const char *const ends = q + digits_bytes(to->dim);
-    if (to->first)
-        begin_sums(num_q, sums, (const char *)&ZERO, 0);
-    else
-        begin_sums(num_q, sums, ends, q_bytes);
-    multiply_panel(num_q, sums, q + digits_bytes(to->first), q_bytes, panel, num / FOUR, next);
+    const char *const digits = q + digits_bytes(to->first), *const ends = digits + num / FOUR * DIGIT_BYTES;
+    begin_sums(num_q, sums, ends, q_bytes);
+    multiply_panel(num_q, sums, digits, q_bytes, panel, num / FOUR, next);
     finish_scores(num_q, sums, to, ends, q_bytes);
 }
 
@@ -326,7 +331,7 @@ APART void score_scaled(int type, float *scores, const float *q, int q_stride, i
         for (int first = 0; first < dim; first += PANEL_ELEMENTS) {
             const int num = smaller(PANEL_ELEMENTS, dim - first);
             const char *const block = (const char *)row_at(rows, row_stride, j) + kvc_blocks_bytes(type, first);
-            const scaled_scores to = {scores + j, KVC_TILE, first, dim};
+            const scaled_scores to = {scores + j, KVC_TILE, first};
             pack_keys_of_type(type, panel, block, row_stride, n - j, num, &next);
             score_panel_for_queries(num_q, to, (const char *)q, q_stride * (ptrdiff_t)sizeof *q, panel, num, &next);
         }
@@ -485,9 +490,12 @@ INLINE void score_scaled_panels(float *c, int ldc, const float *q, int q_stride,
     const char *panel = (const char *)keys;
     const int panels = (n + PANEL_ROWS - 1) / PANEL_ROWS;
     prefetcher next = prefetch_begin(ahead, keys, panels * (dim / FOUR) * LINES_PER_STEP * scaled_passes(m));
-    for (int j = 0; j < n; j += PANEL_ROWS, panel += dim / FOUR * PANEL_BYTES)
-        score_panel_for_queries(m, (scaled_scores){c + j, ldc, 0, dim}, (const char *)q,
-                                q_stride * (ptrdiff_t)sizeof *q, panel, dim, &next);
+    for (int j = 0; j < n; j += PANEL_ROWS)
+        for (int first = 0, num; first < dim; first += num, panel += num / FOUR * PANEL_BYTES) {
+            num = smaller(PANEL_ELEMENTS, dim - first);
+            score_panel_for_queries(m, (scaled_scores){c + j, ldc, first}, (const char *)q,
+                                    q_stride * (ptrdiff_t)sizeof *q, panel, num, &next);
+        }
     prefetch_rest(&next);
 }
 

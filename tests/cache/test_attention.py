@@ -75,3 +75,22 @@ def test_layouts_and_out(tokens):
     for (out, lse), is_htd in zip(results, (False, True, True, False), strict=True):
         np.testing.assert_array_equal(out.swapaxes(0, 1) if is_htd else out, results[0][0])
         np.testing.assert_array_equal(lse.swapaxes(0, 1) if is_htd else lse, results[0][1])
+
+
+@pytest.mark.parametrize("isa", [None, "avx512vnni"])  # that of the machine, and the one that multiplies panels
+@pytest.mark.parametrize("tokens", [1, 64])
+@pytest.mark.parametrize("dtype", ["int8", "int6", "int4"])
+def test_long_heads(dtype, tokens, isa, monkeypatch):
+    """Products of many elements, all of one sign, do not overflow where they are added up as integers."""
+    if isa:
+        monkeypatch.setenv("KVCACHE_ISA", isa)
+        try:
+            kvcache.KVCache(1, 1, 32, 64)
+        except kvcache.NotSupportedError:
+            pytest.skip(f"this processor lacks {isa}")
+    dim = 1 << 18
+    x = np.ones((tokens, 1, dim), np.float32)
+    v = np.ones((tokens, 1, 32), np.float32)
+    with kvcache.KVCache(1, 1, dim, 64, v_head_dim=32, k_dtype=dtype, v_dtype="f32").batch(tokens) as batch:
+        _, lse = batch.attend(0, x, x, v, scale=1 / dim, return_lse=True)
+    np.testing.assert_allclose(lse[:, 0], 1 + np.log(np.arange(1, tokens + 1)), atol=0.01)
