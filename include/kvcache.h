@@ -231,7 +231,8 @@ typedef enum kvc_transform {
                                   own inverse.  Of keys, n is the largest power of two that divides k_dim, at most 1024;
                                   of values the largest that divides v_dim, at most 64; of values in keys that of the
                                   keys.  So does llama.cpp where 64 divides the dimensions.  Rows whose type is not
-                                  quantised, which have no scale, are stored as given */
+                                  quantised, which have no scale, are stored as given; those of KVC_INT6 and KVC_INT4
+                                  are always transformed, as these say */
 } kvc_transform;
 
 typedef struct kvc_layer {

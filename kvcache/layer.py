@@ -29,6 +29,7 @@ __all__ = [
     "override",
     "stored_as",
     "suits",
+    "why_not",
 ]
 
 FloatDType: TypeAlias = Literal["f32", "f16", "bf16"]
@@ -40,6 +41,7 @@ Transform: TypeAlias = Literal["hadamard"]
 MAX_LAYERS = 1 << 20
 MAX_DIM = 1 << 20
 MAX_ORDER = 1024  # of the Hadamard matrix that keys are multiplied by
+ALWAYS_TRANSFORMED = ("int6", "int4")
 
 
 def suits(dtype: DType, dim: int) -> bool:
@@ -48,8 +50,26 @@ def suits(dtype: DType, dim: int) -> bool:
 
 
 def stored_as(dtype: DType, transform: Transform | None) -> str:
-    """Return what rows are stored as, in words; a transform is of no effect where the type is not quantised."""
-    return dtype if transform is None or suits(dtype, 1) else f"{transform} {dtype}"
+    """Return what rows are stored as, in words; a transform is of no effect where the type has its own, or none."""
+    is_plain = transform is None or suits(dtype, 1) or dtype in ALWAYS_TRANSFORMED
+    return dtype if is_plain else f"{transform} {dtype}"
+
+
+def order_of_keys(dtype: DType, transform: Transform | None, head_dim: int) -> int:
+    """Return the order of the matrix that keys are multiplied by before they are stored; 1: by none."""
+    is_transformed = dtype in ALWAYS_TRANSFORMED or (transform is not None and not suits(dtype, 1))
+    return min(head_dim & -head_dim, MAX_ORDER) if is_transformed else 1
+
+
+def why_not(dtype: DType, head_dim: int, v_head_dim: int, value_in_key: bool) -> str | None:
+    """Return the reason why rows of these sizes cannot be stored in a type; None: they can."""
+    for name, dim in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
+        if not suits(dtype, dim):
+            return f"{dtype} takes a {name} that is a multiple of 32, not {dim}"
+    order = order_of_keys(dtype, None, head_dim)
+    if value_in_key and v_head_dim % order:
+        return f"{dtype} takes a v_head_dim that is a multiple of {order}, not {v_head_dim}, in keys of {head_dim}"
+    return None
 
 
 def dtypes_for(*dims: int) -> list[DType]:
@@ -91,7 +111,7 @@ class Layer:
         How quantised keys, or values, are transformed before they are stored. "hadamard": each block of elements is
         multiplied by an orthonormal Hadamard matrix, which makes elements that share a scale about equally large, so
         that q4_0 and the like lose less [2]_. Rows are handed out transformed back, except raw ones. f32, f16 and bf16
-        are stored as given. By default None.
+        are stored as given; int6 and int4 are always transformed, in their own way. By default None.
     policy : FullAttention, SlidingWindow, ChunkedAttention, CrossAttention or None
         The positions that a query may see, and so the rows that are kept; by default `FullAttention`. None: the layer
         has no attention, and holds nothing.
@@ -440,11 +460,12 @@ def _check_value_in_key(layer: Layer, v_name: str) -> None:
             f"v_transform={layer.v_transform!r}: must be k_transform, which is {layer.k_transform!r}, where values lie "
             "in the keys (value_in_key)"
         )
-    order = min(layer.head_dim & -layer.head_dim, MAX_ORDER)
-    if layer.k_transform is not None and layer.v_head_dim % order and not suits(layer.k_dtype, 1):
+    order = order_of_keys(layer.k_dtype, layer.k_transform, layer.head_dim)
+    if layer.v_head_dim % order:
+        how = f"stored as {layer.k_dtype}" if layer.k_dtype in ALWAYS_TRANSFORMED else "transformed"
         raise ValueError(
             f"{v_name}={layer.v_head_dim}: must be a multiple of {order}, the largest power of two that divides "
-            "head_dim, where values lie in keys (value_in_key) that are transformed"
+            f"head_dim, where values lie in keys (value_in_key) that are {how}"
         )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.errors import ModelFileError, NotSupportedError, plain, shown
-from kvcache.layer import DType, Layer, dtypes_for
+from kvcache.layer import DTYPES, DType, Layer, why_not
 from kvcache.models.fields import Fields, find_weights, is_positive, read_config, read_safetensors_header
 from kvcache.models.reading import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, open_file
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow
@@ -100,7 +100,12 @@ class Shape:
     @property
     def dtypes(self) -> list[DType]:
         """The element types that can store the rows of every layer."""
-        return dtypes_for(*(dim for layer in self.layers for dim in (layer.head_dim, layer.v_head_dim)))
+        return [dtype for dtype in DTYPES if not self.why_not(dtype)]
+
+    def why_not(self, dtype: DType) -> str | None:
+        """Return the reason why an element type cannot store the rows of some layer; None: it can."""
+        sizes = dict.fromkeys((layer.head_dim, layer.v_head_dim, layer.value_in_key) for layer in self.layers)
+        return next((reason for each in sizes if (reason := why_not(dtype, *each))), None)
 
 
 def read(source: Any, max_source_len: int | None = None) -> Shape:

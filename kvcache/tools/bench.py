@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvcache.arguments import INT32_MAX, INT64_MAX, MAX_THREADS, integer
 from kvcache.cache import KVCache
-from kvcache.layer import DTYPES, MAX_DIM, MAX_LAYERS, DType, bytes_of_token, count, dtypes_for, suits
+from kvcache.layer import DTYPES, MAX_DIM, MAX_LAYERS, DType, bytes_of_token, count, why_not
 from kvcache.runtime import get_num_threads, show_config
 from kvcache.tools.interleave import Entrant, cache_size, compete, layers_of, rounds, timed
 from kvcache.tools.peers import BYTES, KINDS, Peers, tasks
@@ -82,10 +82,7 @@ class Shape:
 
     def why_not(self, dtype: DType) -> str | None:
         """Return the reason why rows of this shape cannot have an element type; None: they can."""
-        for name, dim in (("head_dim", self.head_dim), ("v_head_dim", self.v_dim)):
-            if not suits(dtype, dim):
-                return f"{dtype} takes a {name} that is a multiple of 32, not {dim}"
-        return None
+        return why_not(dtype, self.head_dim, self.v_dim, self.value_in_key)
 
 
 # ---- reading
@@ -389,7 +386,7 @@ def measure(shape: Shape | None = None, *, seconds: float = 60.0, peers: bool = 
         reader = stack.enter_context(_Reader(4 * cache_size(), shape.threads))
         bandwidth = reader.choose(READING * seconds)
         ours = []
-        for dtype in dtypes_for(shape.head_dim, shape.v_dim):
+        for dtype in (one for one in DTYPES if not shape.why_not(one)):
             yield run.progress(f"filling a cache, {dtype}")
             ours.append(stack.enter_context(_Filled(shape, dtype, 4 * cache_size())))
         for part in PARTS:

@@ -205,8 +205,8 @@ def plan_command(
     context = context or shape.max_seq_len or CONTEXT
     possible = shape.dtypes
     for wanted in dtype:
-        if wanted not in possible:
-            raise typer.BadParameter(f"{wanted} takes 32 elements at a time, and a head of this model is no multiple")
+        if reason := shape.why_not(wanted):
+            raise typer.BadParameter(reason)
     possible = [d for d in possible if not dtype or d in dtype]
     policy = None if window is None else SlidingWindow(window, sink_tokens)
     rates = None

@@ -78,6 +78,16 @@ def test_other_types_are_stored_as_given(dtype):
     assert "hadamard" not in repr(cache)
 
 
+@pytest.mark.parametrize("dtype", ["int6", "int4"])
+def test_types_with_a_matrix_of_their_own_take_no_other(dtype):
+    k, v = rows(5, 64, 32)
+    plain, cache = (filled(k, v, dtype, **options) for options in ({"k_transform": None, "v_transform": None}, {}))
+    for one, other in zip(plain.gather(0, raw=True), cache.gather(0, raw=True), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert dtype in repr(cache)
+    assert "hadamard" not in repr(cache)
+
+
 @pytest.mark.parametrize("given", [np.float32, np.float16])
 def test_rows_are_handed_out_as_they_came(given):
     k, v = (x.astype(given) for x in rows(8, 64, 96))

@@ -104,6 +104,10 @@ def test_latents():
     rope = shape.layers[0].rope
     assert (rope.first_dim, len(rope.inv_freq), rope.interleaved) == (512, 32, True)
     assert all(layer.value_in_key for layer in kvcache.KVCache.from_config({**LLAMA, **mla}).layers)
+    assert "int4" in shape.dtypes
+    odd = shapes.read({**LLAMA, **mla, "kv_lora_rank": 192})
+    assert odd.dtypes == [dtype for dtype in shape.dtypes if dtype not in ("int6", "int4")]
+    assert odd.why_not("int4") == "int4 takes a v_head_dim that is a multiple of 256, not 192, in keys of 256"
 
 
 def test_latents_of_a_file_older_than_their_class_in_transformers():

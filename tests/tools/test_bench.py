@@ -129,6 +129,15 @@ def test_types_that_do_not_fit_are_left_out(quick, fake):
     ]
 
 
+def test_types_whose_matrix_does_not_fit_are_left_out(quick, fake):
+    quick.setattr(bench, "KINDS", {"fake": fake(("fast", "f16"))})
+    record = measured(dataclasses.replace(SMALL, num_kv_heads=1, head_dim=128, v_head_dim=96, value_in_key=True))
+    assert types(record, "decode") == ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8"]
+    assert record["left_out"][:2] == [
+        f"{dtype} takes a v_head_dim that is a multiple of 128, not 96, in keys of 128" for dtype in ("int6", "int4")
+    ]
+
+
 def test_other_shapes(quick, fake):
     quick.setattr(bench, "KINDS", {"fake": fake(("fast", "f16"))})
     latent = dataclasses.replace(SMALL, num_kv_heads=1, head_dim=96, v_head_dim=64, value_in_key=True)
