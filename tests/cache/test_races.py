@@ -166,12 +166,13 @@ def test_a_batch_that_ends_while_threads_work_on_it(end):
     """It ends between calls; those that come later are told."""
     cache = new_cache()
     for _ in range(ROUNDS):
+        begin = cache.next_position()
         batch = cache.batch(THREADS)
 
-        def work(token, batch=batch):
+        def work(token, batch=batch, begin=begin):
             for layer in range(2):
                 batch.put(layer, X, X, first=token)
-                batch.attend(layer, X, first=token, masked=[(0, 0, token)])
+                batch.attend(layer, X, first=token, masked=[(0, 0, begin + token)])
             return batch.positions, batch.seq_ids
 
         works = [lambda token=token, work=work: work(token) for token in range(THREADS)]

@@ -51,7 +51,7 @@ def test_greedy_text_and_table() -> None:
     names = ["prefill, f32 cache", "decode, f32 cache", "decode, without cache", "cache type", *TYPES]
     assert len(table) == len(names)
     assert all(line.startswith(name) for line, name in zip(table, names, strict=True))
-    sizes = ["4,096", "2,048", "2,048", "1,088", "576", "640", "704", "768", "576", "1,056"]
+    sizes = ["4,096", "2,048", "2,048", "1,088", "576", "640", "704", "768", "576", "1,056", "800", "544"]
     assert [line.split()[1] for line in table[4:]] == sizes
     rates = [
         float(line.removeprefix(name).split()[1].replace(",", "")) for line, name in zip(table, names[:3], strict=False)
