@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from kvcache import ChunkedAttention, KVCache, SlidingWindow
-from kvcache.layer import DTYPES, DType, bytes_of_token, suits
+from kvcache.layer import DTYPES, DType, bytes_of_token, stored_as
 from kvcache.models.tokenizer import load_tokenizer
 from kvcache.models.weights import F32
 from kvcache.runner import Fidelity, Llama, fidelity, read_windows
@@ -37,7 +37,6 @@ MIXES: list[tuple[DType, DType]] = [
     ("q4_0", "q8_0"),
 ]
 TYPES = [*((dtype, dtype) for dtype in DTYPES if dtype != "f32"), *MIXES]
-TRANSFORMED = ("int6", "int4")  # by themselves
 HADAMARD = {"k_transform": "hadamard", "v_transform": "hadamard"}
 POLICIES = [
     SlidingWindow(1024),
@@ -113,7 +112,7 @@ def print_types(settings: Sequence[Setting]) -> None:
     head_dim = settings[0].model.config.head_dim
     for k_dtype, v_dtype in TYPES:
         bits = 8 * bytes_of_token(1, head_dim, head_dim, k_dtype, v_dtype) / (2 * head_dim)
-        transformable = any(not suits(dtype, 1) and dtype not in TRANSFORMED for dtype in (k_dtype, v_dtype))
+        transformable = any(stored_as(dtype, "hadamard") != dtype for dtype in (k_dtype, v_dtype))
         for transform in ({}, HADAMARD) if transformable else ({},):
             options = {"k_dtype": k_dtype, "v_dtype": v_dtype, **transform}
             figures = [cell for setting in settings for cell in setting.cells(**options)]

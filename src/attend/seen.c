@@ -98,13 +98,11 @@ static int are_finite_32(const uint8_t *at, int32_t num) {
 static int is_finite(const uint8_t *row, const uint8_t *scale, int32_t type, int32_t dim) {
     const int32_t num_blocks = dim / KVC_QUANT_ELEMENTS;
     const size_t block = type < KVC_FLOAT_TYPES ? 0 : kvc_row_bytes(type, KVC_QUANT_ELEMENTS);
+    if (KVC_TYPES[type].has_row_scale) return are_finite_16(scale, 1, 0, 0x7c00);
     switch (type) {
     case KVC_F32: return are_finite_32(row, dim);
     case KVC_F16: return are_finite_16(row, dim, sizeof(uint16_t), 0x7c00);
     case KVC_BF16: return are_finite_16(row, dim, sizeof(uint16_t), 0x7f80);
-    case KVC_INT8:
-    case KVC_INT6:
-    case KVC_INT4: return are_finite_16(scale, 1, 0, 0x7c00);
     case KVC_Q4_1:
     case KVC_Q5_1:
         return are_finite_16(row, num_blocks, block, 0x7c00) &&

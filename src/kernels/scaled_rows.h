@@ -106,34 +106,21 @@ INLINE void pack_key_bytes(int type, char *to, const char *block, ptrdiff_t stri
     }
 }
 
-/* Loads 16 bytes of each of four rows: lane j has bytes j. */
-INLINE ivec load_quad(const char *p, ptrdiff_t stride) {
-    const ivec in_turns = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const ivec by_column = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-    const char *q = next_row(p, stride), *r = next_row(q, stride), *s = next_row(r, stride);
-    const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const void *)p)),
-                                                _mm_loadu_si128((const void *)q), 1);
-    const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const void *)r)),
-                                                 _mm_loadu_si128((const void *)s), 1);
-    const ivec rows = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-    return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(in_turns, rows), by_column);
-}
-
 /* Loads a block of columns of four values, as they stand in a panel. */
 INLINE void load_values(int type, ivec bytes[2], const char *block, ptrdiff_t stride) {
     ivec high[2] = {i_zero(), i_zero()};
     if (type == KVC_INT8) {
-        shift_codes(type, bytes, load_quad(block, stride), high);
-        shift_codes(type, bytes + 1, load_quad(block + PIECE_BYTES, stride), high);
+        shift_codes(type, bytes, i_load_quad(block, stride, 0), high);
+        shift_codes(type, bytes + 1, i_load_quad(block + PIECE_BYTES, stride, 0), high);
     } else {
         if (type == KVC_INT6) { /* lanes 0 to 7 of what is loaded have bits of columns j, j + 8, j + 16 and j + 24 */
-            const ivec bits = load_quad(block, stride),
+            const ivec bits = i_load_quad(block, stride, 0),
                        twice = _mm512_shuffle_i64x2(bits, bits, _MM_SHUFFLE(1, 0, 1, 0));
             const ivec by = _mm512_inserti64x4(i_zero(), _mm256_set1_epi32(2), 1);
             high[0] = _mm512_srlv_epi32(twice, by);
             high[1] = _mm512_srli_epi32(high[0], 4);
         }
-        shift_codes(type, bytes, load_quad(block + block_bytes(type) - PIECE_BYTES, stride), high);
+        shift_codes(type, bytes, i_load_quad(block + block_bytes(type) - PIECE_BYTES, stride, 0), high);
     }
 }
 

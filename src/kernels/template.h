@@ -101,8 +101,9 @@
  *   i_permute_16(x, order)     lane order[i] of the int16 of x as lane i
  *   i_look_up(table, x)        for each byte of x, below 16, that byte of the same quarter of the table
  *   i_add_16(codes, x, bits)   adds 16 to those bytes of codes where x & bits is not 0
- *   i_load_quad(p, stride)     loads LANES bytes of each of four rows, those of the first at p: lane j has bytes j of
- *                              rows 0, 2, 1 and 3
+ *   i_load_quad(p, stride, swaps)
+ *                              loads LANES bytes of each of four rows, those of the first at p: lane j has bytes j of
+ *                              rows 0, 1, 2 and 3, or, swapped, of rows 0, 2, 1 and 3
  *   v_from_f16_pairs(x, both)  converts the low halves of lanes, f16, to x[0] and the high ones to x[1]
  *
  *   bvec                       a vector of 2 * LANES bf16, where HAS_BF16_DOT is 1

@@ -330,10 +330,11 @@ INLINE void i_load_rows(ivec x[4], const char *p, ptrdiff_t stride) {
     x[3] = _mm512_unpackhi_epi64(ab, cd);
 }
 
-INLINE ivec i_load_quad(const char *p, ptrdiff_t stride) {
+INLINE ivec i_load_quad(const char *p, ptrdiff_t stride, int swaps) {
     const __m512i in_turns = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const __m512i by_column =
-        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15));
+    const __m128i swapped = _mm_setr_epi8(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15);
+    const __m128i in_order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i by_column = _mm512_broadcast_i32x4(swaps ? swapped : in_order);
     const char *q = next_row(p, stride), *r = next_row(q, stride), *s = next_row(r, stride);
     const __m256i a = _mm256_castsi128_si256(_mm_loadu_si128((const void *)p));
     const __m256i b = _mm256_castsi128_si256(_mm_loadu_si128((const void *)r));

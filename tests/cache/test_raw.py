@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support import fake_dlpack, row_types
-from support.ggml_blocks import NAMES, SIZES
+from support.ggml_blocks import SIZES
+from support.row_types import TYPES
 
 import kvcache
 
-TYPES = ["f32", "f16", "bf16", *NAMES, *row_types.NAMES]
 FLOATS = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
 BYTES = {"f32": 4, "f16": 2, "bf16": 2, **{name: size / 32 for name, size in SIZES.items()}}
 HEADS, K_DIM, V_DIM, TOKENS = 3, 64, 32, 21

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.row_types import TYPES
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "generate.py"
 EXPECTED = json.loads((ROOT / "examples" / "model" / "expected.json").read_text())
-TYPES = ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8", "int6", "int4"]
 MEASURING = "(measuring 8 steps without the cache, then 12 types on 4 texts of 2,048 tokens; Ctrl-C ends it)\n"
 TIMEOUT = 600
 

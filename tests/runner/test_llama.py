@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support.fidelity import expected
+from support.row_types import TYPES
 
 from kvcache import KVCache, ModelFileError, runner
 from kvcache.layer import DTYPES, DType, dtypes_for
@@ -118,20 +119,7 @@ def test_loss_and_logits_of_long_texts(model: runner.Llama, windows: list[list[i
 @pytest.mark.slow
 def test_types_stay_near_f32(model: runner.Llama, windows: list[list[int]]) -> None:
     found = dict(runner.compare_dtypes(model, options(), windows[:2]))
-    assert list(found) == [
-        "f32",
-        "f16",
-        "bf16",
-        "q8_0",
-        "q4_0",
-        "q4_1",
-        "q5_0",
-        "q5_1",
-        "iq4_nl",
-        "int8",
-        "int6",
-        "int4",
-    ]
+    assert list(found) == TYPES
     exact = found["f32"]
     # f16 keeps 11 bits, bf16 and q8_0 8, q4_0 4: it must show, and not more than this
     assert 1e-9 < found["f16"].divergence < 1e-6

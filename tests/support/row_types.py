@@ -3,6 +3,7 @@
 import numpy as np
 
 NAMES = ["int8", "int6", "int4"]
+TYPES = ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", *NAMES]  # all, in their order
 BITS = {"int8": 8, "int6": 6, "int4": 4}
 UPPER_LEVELS = {
     "int6": [1, *range(3, 49, 3), 52, 56, 60, 64, 68, 72, 76, 81, 86, 91, 97, 103, 110, 118, 127],

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.row_types import TYPES
 from support.saved_states import STATES
 from support.terminal import run_in_terminal
 
@@ -166,20 +167,7 @@ def test_plan():
     assert not done.stderr
     assert "\x1b" not in done.stdout
     lines = {line.split()[0]: line.split() for line in rows_of(done)}
-    assert list(lines) == [
-        "f32",
-        "f16",
-        "bf16",
-        "q8_0",
-        "q4_0",
-        "q4_1",
-        "q5_0",
-        "q5_1",
-        "iq4_nl",
-        "int8",
-        "int6",
-        "int4",
-    ]
+    assert list(lines) == TYPES
     cache = kvcache.KVCache.from_config(MODEL, dtype="q8_0")
     assert lines["q8_0"][1] == f"{cache.most_bytes(1):,}"
     assert "\n4 layers of 2 KV heads x 64, FullAttention()\n    f32 4,096  f16 2,048  " in done.stdout

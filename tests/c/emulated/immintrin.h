@@ -68,12 +68,16 @@ static inline __m512i emulated_cvtepu8_epi16(__m256i x) {
     return z.si;
 }
 
-/* Picks floats within each quarter, by two bits of `order` each. */
-static inline __m512 emulated_permute_ps(__m512 x, int order) {
-    const emulated y = {.ps = x};
+/* Picks lanes within each quarter, by two bits of `order` each. */
+static inline __m512i emulated_shuffle_epi32(__m512i x, int order) {
+    const emulated y = {.si = x};
     emulated z;
-    for (int i = 0; i < 16; i++) z.f32[i] = y.f32[i / 4 * 4 + (order >> i % 4 * 2 & 3)];
-    return z.ps;
+    for (int i = 0; i < 16; i++) z.i32[i] = y.i32[i / 4 * 4 + (order >> i % 4 * 2 & 3)];
+    return z.si;
+}
+
+static inline __m512 emulated_permute_ps(__m512 x, int order) {
+    return (emulated){.si = emulated_shuffle_epi32((emulated){.ps = x}.si, order)}.ps;
 }
 
 /* Adds where the mask has a bit; elsewhere gives `otherwise`. */
@@ -89,14 +93,6 @@ static inline __m512i emulated_srai_epi32(__m512i x, int n) {
     emulated y = {.si = x};
     for (int i = 0; i < 16; i++) y.i32[i] >>= n;
     return y.si;
-}
-
-/* Picks int32 within each quarter, by two bits of `order` each. */
-static inline __m512i emulated_shuffle_epi32(__m512i x, int order) {
-    const emulated y = {.si = x};
-    emulated z;
-    for (int i = 0; i < 16; i++) z.i32[i] = y.i32[i / 4 * 4 + (order >> i % 4 * 2 & 3)];
-    return z.si;
 }
 
 static inline __m512i emulated_dpbusd_epi32(__m512i sum, __m512i x, __m512i y) {
