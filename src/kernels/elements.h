@@ -415,11 +415,6 @@ INLINE void times(float *rows, int num_q, const float *by) {
     }
 }
 
-/* Adds to sums of every KVC_LANES-th element, of which x has those from i on. */
-INLINE void add_to_lanes(float sums[KVC_LANES], int i, vec x) {
-    v_store(sums + i % KVC_LANES, v_add(v_load(sums + i % KVC_LANES), x));
-}
-
 /* Is a kvc_largest_fn. */
 INLINE float largest(const void *x, int n) {
     vec most = v_zero();
@@ -435,63 +430,93 @@ INLINE void encode_int8(char *dst, const char *src, int n, vec inverse) {
     }
 }
 
-/* A block of codes, a byte each. */
-typedef uint8_t code_bytes __attribute__((vector_size(KVC_QUANT_ELEMENTS)));
-
 /* Stores codes below 16 or 64. */
-INLINE void store_planes(int type, char *block, const code_bytes *codes) {
-    char *const nibbles = block + KVC_TYPES[type].bytes - KVC_NIBBLE_BYTES;
-    uint64_t x[4]; /* elements [8 * i, 8 * i + 8), a byte each */
-    memcpy(x, codes, sizeof x);
-    const uint64_t low = 0x0f0f0f0f0f0f0f0f,
-                   pairs[2] = {(x[0] & low) | (x[2] & low) << 4, (x[1] & low) | (x[3] & low) << 4};
-    memcpy(nibbles, pairs, sizeof pairs);
+INLINE void store_planes(int type, char *block, code_bytes codes) {
+    typedef uint8_t nibble_bytes __attribute__((vector_size(KVC_NIBBLE_BYTES)));
+    nibble_bytes halves[2];
+    memcpy(halves, &codes, sizeof halves);
+    const nibble_bytes nibbles = (halves[0] & 15) | (halves[1] << 4);
+    memcpy(block + KVC_TYPES[type].bytes - KVC_NIBBLE_BYTES, &nibbles, sizeof nibbles);
     if (KVC_TYPES[type].num_levels < 64) return;
-    const uint64_t high = x[0] >> 4 & low, bits = high | (x[1] >> 4 & low) << 2 | (x[2] & ~low) | (x[3] & ~low) << 2;
+    uint64_t x[4]; /* bits 4 and 5 of elements [8 * i, 8 * i + 8), a byte each */
+    codes >>= 4;
+    memcpy(x, &codes, sizeof x);
+    const uint64_t bits = x[0] | x[1] << 2 | x[2] << 4 | x[3] << 6;
     memcpy(block, &bits, sizeof bits);
 }
 
-/* Encodes a block by levels of which half are above 0: counts the middles between them that are not above twice the
- * magnitude. */
-INLINE void encode_fitted(int type, char *block, const char *src, vec inverse, kvc_level_sums *sums) {
+/* Twice the middles between levels above 0, as a search asks for them: step s, from 0 on, for one of 1 << s. */
+static const uint8_t MIDDLES_INT4[8 + 12] = {0, 94, 44, 160, 21, 68, 124, 209};
+static const uint8_t MIDDLES_INT6[32] = {0, 93, 45, 157, 21, 69, 124, 200, 9,   33,  57,  81,  108, 140, 177, 228,
+                                         4, 15, 27, 39,  51, 63, 75,  87,  100, 116, 132, 148, 167, 188, 213, 245};
+
+/* Returns the codes of the levels nearest to x, half of which are above 0; halfway, of the larger one. */
+INLINE code_bytes fitted_codes(int type, const vec x[QUANT_VECTORS]) {
     const int half = KVC_TYPES[type].num_levels / 2;
-    const int8_t *const levels = kvc_levels(type) + half;
-    code_bytes twice = {0}, is_positive = {0}, codes = {0};
-    char unpacked[KVC_QUANT_ELEMENTS];
-    vec x[QUANT_VECTORS];
+    vec twice[QUANT_VECTORS], is_positive[QUANT_VECTORS];
     UNROLL
     for (int i = 0; i < QUANT_VECTORS; i++) {
-        x[i] = load_full(KVC_F32, src + bytes_of(KVC_F32, i * LANES));
-        const vec in_units = v_mul(x[i], inverse);
-        v_store_8((char *)&twice + i * LANES, v_truncate(v_min(v_abs(v_add(in_units, in_units)), v_set(255))));
-        v_store_8((char *)&is_positive + i * LANES, v_count(v_zero(), in_units, v_zero()));
+        twice[i] = v_min(v_abs(v_add(x[i], x[i])), v_set(255));
+        is_positive[i] = v_count(v_zero(), x[i], v_zero());
     }
-    for (int i = 0; i + 1 < half; i++) codes -= (code_bytes)(twice >= (uint8_t)(levels[i] + levels[i + 1]));
-    codes = (codes + (uint8_t)half) ^ ((code_bytes)(is_positive == 0) & (uint8_t)(2 * half - 1));
-    store_planes(type, block, &codes);
-    unpack_codes(type, unpacked, block, 0);
+    const code_bytes size = b_from_floats(twice);
+    code_bytes codes = {0};
     UNROLL
-    for (int i = 0; i < KVC_QUANT_ELEMENTS; i += LANES) {
-        const vec level = v_load_i8(unpacked + i);
-        add_to_lanes(sums->products, i, v_mul(x[i / LANES], level));
-        add_to_lanes(sums->squares, i, v_mul(level, level));
+    for (int num = 1; num < half; num *= 2) {
+        const uint8_t *const middles = (type == KVC_INT4 ? MIDDLES_INT4 : MIDDLES_INT6) + num;
+        codes = codes + codes - (code_bytes)(size >= b_look_up(middles, codes));
+    }
+    return (codes + (uint8_t)half) ^ ((code_bytes)(b_from_floats(is_positive) == 0) & (uint8_t)(2 * half - 1));
+}
+
+INLINE code_bytes decode_levels(int type, code_bytes codes) {
+    const int8_t *const levels = kvc_levels(type);
+    code_bytes found = b_look_up(levels, codes & 15);
+    UNROLL
+    for (int i = 16; i < KVC_TYPES[type].num_levels; i += 16) {
+        const code_bytes above = (code_bytes)(codes >= (uint8_t)i);
+        found = (found & ~above) | (b_look_up(levels + i, codes & 15) & above);
+    }
+    return found;
+}
+
+/* Encodes n floats of a row of levels. */
+INLINE void encode_fitted(int type, char *dst, const char *src, int n, vec inverse, kvc_level_sums *sums) {
+    enum { SUMS = KVC_LANES / LANES };
+    vec products[SUMS], squares[SUMS];
+    UNROLL
+    for (int i = 0; i < SUMS; i++) {
+        products[i] = v_load(sums->products + i * LANES);
+        squares[i] = v_load(sums->squares + i * LANES);
+    }
+    for (; n; n -= KVC_QUANT_ELEMENTS, src += KVC_QUANT_ELEMENTS * sizeof(float), dst += KVC_TYPES[type].bytes) {
+        vec x[QUANT_VECTORS], in_units[QUANT_VECTORS], levels[QUANT_VECTORS];
+        load_vectors(KVC_F32, x, src);
+        UNROLL
+        for (int i = 0; i < QUANT_VECTORS; i++) in_units[i] = v_mul(x[i], inverse);
+        const code_bytes codes = fitted_codes(type, in_units);
+        store_planes(type, dst, codes);
+        b_to_floats(levels, decode_levels(type, codes));
+        UNROLL
+        for (int i = 0; i < QUANT_VECTORS; i++) {
+            products[i % SUMS] = v_add(products[i % SUMS], v_mul(x[i], levels[i]));
+            squares[i % SUMS] = v_add(squares[i % SUMS], v_mul(levels[i], levels[i]));
+        }
+    }
+    UNROLL
+    for (int i = 0; i < SUMS; i++) {
+        v_store(sums->products + i * LANES, products[i]);
+        v_store(sums->squares + i * LANES, squares[i]);
     }
 }
 
 /* Is a kvc_encode_fn. */
 INLINE void encode(int type, void *dst, const void *src, int n, float unit, kvc_level_sums *sums) {
     const vec inverse = v_set(reciprocal(unit));
-    if (!KVC_TYPES[type].is_fitted) {
-        encode_int8(dst, src, n, inverse);
-        return;
-    }
-    for (int d = 0; d < n; d += KVC_QUANT_ELEMENTS) {
-        char *const block = (char *)dst + bytes_of(type, d);
-        const char *const from = (const char *)src + bytes_of(KVC_F32, d);
-        if (type == KVC_INT4)
-            encode_fitted(KVC_INT4, block, from, inverse, sums);
-        else
-            encode_fitted(KVC_INT6, block, from, inverse, sums);
+    switch (type) {
+    case KVC_INT8: encode_int8(dst, src, n, inverse); break;
+    case KVC_INT6: encode_fitted(KVC_INT6, dst, src, n, inverse, sums); break;
+    default: encode_fitted(KVC_INT4, dst, src, n, inverse, sums);
     }
 }
 

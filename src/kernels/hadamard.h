@@ -15,11 +15,22 @@ INLINE void add_and_subtract(vec *x, vec *y) {
     *x = sum;
 }
 
-/* Multiplies num vectors by scale, and does the steps within them. */
-INLINE void hadamard_vectors(float *dst, const char *src, int num, vec scale) {
+/* Returns x with the signs that kvc_mixing says for elements [i, i + LANES): of the lowest four bits from a table, of
+ * those above, for KVC_LANES elements at once, from the bits of a number. */
+INLINE vec signs_of(int i, float x) {
+    static const float SIGNS[KVC_LANES] = {1, 1, 1, -1, 1, 1, 1, -1, 1, 1, 1, -1, -1, -1, -1, 1};
+    static const float SIGNS_ABOVE[2] = {1, -1};
+    const uint64_t is_negative = 0x8777788878887888; /* bit i / KVC_LANES */
+    return v_mul(v_load(SIGNS + i % KVC_LANES), v_set(SIGNS_ABOVE[is_negative >> i / KVC_LANES & 1] * x));
+}
+
+/* Multiplies num vectors, elements from first on, by scale, and with their signs, and does the steps within them. */
+INLINE void hadamard_vectors(float *dst, const char *src, int num, float scale, int has_signs, int first) {
     vec x[HADAMARD_VECTORS];
     UNROLL
-    for (int i = 0; i < num; i++) x[i] = v_mul(v_load(src + (size_t)i * LANES * sizeof(float)), scale);
+    for (int i = 0; i < num; i++)
+        x[i] = v_mul(v_load(src + (size_t)i * LANES * sizeof(float)),
+                     has_signs ? signs_of(first + i * LANES, scale) : v_set(scale));
     UNROLL
     for (int b = 0; 1 << b < LANES; b++) {
         vec signs = v_load(hadamard_signs[b]);
@@ -45,38 +56,21 @@ INLINE void hadamard_step(float *x, int n, int half) {
         }
 }
 
-/* Changes the signs that kvc_mixing says: of the lowest four bits in a table, of those above for KVC_LANES elements at
- * once. */
-INLINE void change_signs(float *dst, const char *src, int n, int order) {
-    static const float SIGNS[KVC_LANES] = {1, 1, 1, -1, 1, 1, 1, -1, 1, 1, 1, -1, -1, -1, -1, 1};
-    for (int i = 0; i < n; i += LANES) {
-        const unsigned pairs = (unsigned)(i % order) / KVC_LANES, both = pairs & pairs >> 1 & 0x15;
-        const float sign = (both ^ both >> 2 ^ both >> 4) & 1 ? -1 : 1;
-        v_store(dst + i,
-                v_mul(v_mul(v_load(src + (size_t)i * sizeof(float)), v_load(SIGNS + i % KVC_LANES)), v_set(sign)));
-    }
-}
-
-/* The fast Walsh-Hadamard transform: scales, then does a step for each bit of the matrix's rows' numbers, lowest first:
- * in this order, every set and ggml round alike. */
-INLINE void multiply_by_hadamard(float *dst, const void *src, int n, int order) {
-    const int unit = smaller(order, HADAMARD_VECTORS * LANES);
-    const vec scale = v_set(1 / sqrtf((float)order));
+/* Is a kvc_hadamard_fn, the fast Walsh-Hadamard transform: scales, then does a step for each bit of the matrix's rows'
+ * numbers, lowest first: in this order, every set and ggml round alike. */
+INLINE void hadamard(float *dst, const void *src, int n, kvc_mixing mixing) {
+    const int order = mixing.order, unit = smaller(order, HADAMARD_VECTORS * LANES);
+    const float scale = 1 / sqrtf((float)order);
     for (int i = 0; i < n; i += unit) {
         const char *from = (const char *)src + (size_t)i * sizeof(float);
         if (unit == HADAMARD_VECTORS * LANES)
-            hadamard_vectors(dst + i, from, HADAMARD_VECTORS, scale);
+            hadamard_vectors(dst + i, from, HADAMARD_VECTORS, scale, mixing.has_signs, i % order);
         else if (QUANT_VECTORS == 4 || unit == 4 * LANES)
-            hadamard_vectors(dst + i, from, 4, scale);
+            hadamard_vectors(dst + i, from, 4, scale, mixing.has_signs, i % order);
         else
-            hadamard_vectors(dst + i, from, 2, scale);
+            hadamard_vectors(dst + i, from, 2, scale, mixing.has_signs, i % order);
     }
     for (int half = unit; half < order; half *= 2) hadamard_step(dst, n, half);
-}
-
-/* Is a kvc_hadamard_fn. */
-INLINE void hadamard(float *dst, const void *src, int n, kvc_mixing mixing) {
-    if (mixing.has_signs) change_signs(dst, src, n, mixing.order), src = dst;
-    multiply_by_hadamard(dst, src, n, mixing.order);
-    if (mixing.has_signs) change_signs(dst, (const char *)dst, n, mixing.order);
+    for (int i = 0; i < n && mixing.has_signs; i += LANES)
+        v_store(dst + i, v_mul(v_load(dst + i), signs_of(i % order, 1)));
 }

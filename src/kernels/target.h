@@ -2,6 +2,10 @@
  *
  * They may be unused: sets that take kernels from another one leave some so, of which Clang warns where the core is one
  * source. */
+#include <stdint.h>
+
+#include "base/dtype.h"
+
 #if defined(__SANITIZE_ADDRESS__)
 #define HAVE_ADDRESS_SANITIZER 1
 #elif defined(__has_feature)
@@ -25,3 +29,6 @@
 #define APART static __attribute__((unused)) TARGET
 #define UNROLL
 #endif
+
+/* A block's elements, a byte each. */
+typedef uint8_t code_bytes __attribute__((vector_size(KVC_QUANT_ELEMENTS)));

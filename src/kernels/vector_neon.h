@@ -224,6 +224,46 @@ INLINE void i_store_16(int16_t *p, vec x, vec y) {
     memcpy(p, &packed, sizeof packed);
 }
 
+INLINE code_bytes b_from_floats(const vec x[8]) {
+    uint8x16_t halves[2];
+    code_bytes both;
+    UNROLL
+    for (int i = 0; i < 2; i++) {
+        uint16x8_t narrow[2];
+        UNROLL
+        for (int j = 0; j < 2; j++)
+            narrow[j] = vcombine_u16(vmovn_u32(vcvtq_u32_f32(x[4 * i + 2 * j])),
+                                     vmovn_u32(vcvtq_u32_f32(x[4 * i + 2 * j + 1])));
+        halves[i] = vcombine_u8(vmovn_u16(narrow[0]), vmovn_u16(narrow[1]));
+    }
+    memcpy(&both, halves, sizeof both);
+    return both;
+}
+
+INLINE void b_to_floats(vec to[8], code_bytes x) {
+    int8x16_t halves[2];
+    memcpy(halves, &x, sizeof halves);
+    UNROLL
+    for (int i = 0; i < 2; i++) {
+        const int16x8_t wide[2] = {vmovl_s8(vget_low_s8(halves[i])), vmovl_high_s8(halves[i])};
+        UNROLL
+        for (int j = 0; j < 2; j++) {
+            to[4 * i + 2 * j] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide[j])));
+            to[4 * i + 2 * j + 1] = vcvtq_f32_s32(vmovl_high_s16(wide[j]));
+        }
+    }
+}
+
+INLINE code_bytes b_look_up(const void *table, code_bytes x) {
+    uint8x16_t entries, halves[2];
+    memcpy(&entries, table, sizeof entries);
+    memcpy(halves, &x, sizeof halves);
+    UNROLL
+    for (int i = 0; i < 2; i++) halves[i] = vqtbl1q_u8(entries, halves[i]);
+    memcpy(&x, halves, sizeof x);
+    return x;
+}
+
 /* Looks 16 codes up where they stand for levels, the first of which is element `first`, and puts the fifth bits of
  * other types where they belong. */
 INLINE uint8x16_t finish_codes(int type, uint8x16_t low, const char *bits, int first) {

@@ -13,7 +13,10 @@ typedef struct transfer {
     int32_t dim;
 } transfer;
 
-enum { MOST_FLOATS = KVC_MOST_KEY_ORDER }; /* that are decoded at once */
+enum {
+    MOST_FLOATS = KVC_MOST_KEY_ORDER, /* that are decoded at once */
+    MOST_ROWS = MOST_FLOATS / KVC_QUANT_ELEMENTS
+};
 
 /* Decodes columns [first, first + num) of a few rows. */
 static void load_columns(const transfer *x, float *to, int64_t stride, const kvc_rows *from, int64_t num_rows,
@@ -28,12 +31,12 @@ static void load_columns(const transfer *x, float *to, int64_t stride, const kvc
     x->kernels->convert(KVC_Q8_0, KVC_F32, to, stride, unpacked, (int64_t)kvc_row_bytes(KVC_Q8_0, num), num_rows, num);
 }
 
-static float add_up(const float lanes[KVC_LANES]) {
-    float sums[KVC_LANES];
-    memcpy(sums, lanes, sizeof sums);
-    for (int half = KVC_LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) sums[i] += sums[i + half];
-    return sums[0];
+/* Adds halves, then halves of these, and so on. */
+static float add_up(const float x[KVC_LANES]) {
+    float sums[KVC_LANES / 4];
+    for (int i = 0; i < KVC_LANES / 4; i++)
+        sums[i] = (x[i] + x[i + KVC_LANES / 2]) + (x[i + KVC_LANES / 4] + x[i + 3 * KVC_LANES / 4]);
+    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
 /* What is found of a row to scale it. */
@@ -88,12 +91,20 @@ static void store_columns(const transfer *x, const kvc_rows *to, const float *fr
     }
 }
 
+static void store_scales(const transfer *x, const kvc_rows *to, const fit *fits, int num_rows) {
+    float scales[MOST_ROWS];
+    char rounded[MOST_ROWS][KVC_SCALE_BYTES];
+    for (int i = 0; i < num_rows; i++) scales[i] = scale_of(to->type, &fits[i]);
+    x->kernels->convert(KVC_F32, KVC_F16, rounded, 0, scales, 0, 1, num_rows);
+    for (int i = 0; i < num_rows; i++) memcpy(to->scales + i * to->scale_row, rounded[i], KVC_SCALE_BYTES);
+}
+
 /* Converts a few rows by way of `buffer`, some columns at a time.  Where rows have a scale, their largest elements are
  * found before; in long rows, by a first pass over all columns. */
 static void convert_few(const transfer *x, const kvc_rows *to, const kvc_rows *from, int64_t num_rows,
                         int32_t columns) {
     float buffer[MOST_FLOATS];
-    fit fits[MOST_FLOATS / KVC_QUANT_ELEMENTS];
+    fit fits[MOST_ROWS];
     const int scales = KVC_TYPES[to->type].has_row_scale, passes = scales && columns < x->dim ? 2 : 1;
     if (scales) memset(fits, 0, (size_t)num_rows * sizeof *fits);
     for (int pass = 0; pass < passes; pass++)
@@ -112,10 +123,7 @@ static void convert_few(const transfer *x, const kvc_rows *to, const kvc_rows *f
             }
             if (pass == passes - 1) store_columns(x, to, floats, stride, num_rows, d, num, fits);
         }
-    for (int64_t i = 0; scales && i < num_rows; i++) {
-        const float scale = scale_of(to->type, &fits[i]);
-        x->kernels->convert(KVC_F32, KVC_F16, to->scales + i * to->scale_row, 0, &scale, 0, 1, 1);
-    }
+    if (scales) store_scales(x, to, fits, (int)num_rows);
 }
 
 static void convert_rows(const transfer *x, const kvc_rows *to, const kvc_rows *from, int64_t num_rows) {

@@ -222,7 +222,7 @@ static kvc_status add_runs(visitor *v, int32_t g, const kvc_saved_holding *holdi
     kvc_run_list *list = &v->sequence->runs[g];
     int64_t num = 0;
     for (int64_t r = 0; r < holding->num_runs; r++) num += visit_parts(extents, &runs[r], NULL, NULL);
-    if (g >= v->state->cache->num_token_groups && num > 1)
+    if (g >= v->state->cache->num_token_groups && num && kvc_first_extent(extents, runs->row)->count != runs->count)
         return kvc_fail(KVC_ERR_FORMAT, "altered: sequences share a part of their rows in group %d", g);
     if (num > INT32_MAX / 4) return kvc_fail(KVC_ERR_NOMEM, "a sequence of more than %lld runs", (long long)num);
     if (num) KVC_TRY(kvc_runs_reserve(list, &v->state->cache->memory, (int32_t)num));
