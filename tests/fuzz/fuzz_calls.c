@@ -8,17 +8,6 @@
 
 #include "fuzz.h"
 
-/* Returns the name of an instruction set that this machine has. */
-static const char *choose_isa(uint8_t by) {
-    static char names[] = KVC_KERNEL_NAMES, *list[16];
-    static int num;
-    for (char *name = num ? NULL : strtok(names, " "); name; name = strtok(NULL, " ")) {
-        setenv("KVCACHE_ISA", name, 1);
-        if (kvc_isa()) list[num++] = name;
-    }
-    return list[by % num];
-}
-
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static const int block_sizes[] = {1, 3, 16, 64};
     static pair p;

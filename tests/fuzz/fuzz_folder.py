@@ -111,7 +111,8 @@ def renew(path, outside, rest):
         path.parent.mkdir()
 
 
-DEEDS = [write, write_value, write_usage, alter, resize, link, link_hard, make_other, rename, unlink, renew]
+WRITING = [write, write_value, write_usage, alter, resize]
+DEEDS = [*WRITING, link, link_hard, make_other, rename, unlink, renew]
 
 # ---- what the store does
 
@@ -196,9 +197,15 @@ def tree_of(outside):
     }
 
 
-def attempt(act, *arguments):
+def is_own(path):
+    """Whether who writes to a path writes to the folder alone."""
+    return not path.is_symlink() and not (path.is_file() and path.stat().st_nlink > 1)
+
+
+def attempt(act, path, outside, rest):
     with contextlib.suppress(OSError):
-        act(*arguments)
+        if act not in WRITING or is_own(path):
+            act(path, outside, rest)
 
 
 def run(data):

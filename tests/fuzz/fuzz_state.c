@@ -10,7 +10,7 @@
 
 #include "fuzz.h"
 
-enum { NUM_STATES = 32, MOST_TABLES = 1 << 18, MOST_FILE = 1 << 21 };
+enum { NUM_STATES = 32, MOST_TABLES = 1 << 18, MOST_FILE = 1 << 21, MOST_MEMORY = 1 << 26 };
 
 /* ---- states ------------------------------------------------------------------------------------------------------ */
 
@@ -144,6 +144,20 @@ static void write_altered(writing *w, const saved *from, const uint8_t *data, si
 
 /* ---- loading it -------------------------------------------------------------------------------------------------- */
 
+/* Has no memory for a block of any shape that a file may name: it takes its address space. */
+static void *alloc_some(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
+    void *start;
+    (void)user, (void)hint;
+    return size > MOST_MEMORY || posix_memalign(&start, alignment, size) ? NULL : start;
+}
+
+static void free_some(void *user, void *start, size_t size, const kvc_memory_hint *hint) {
+    (void)user, (void)size, (void)hint;
+    free(start);
+}
+
+static const kvc_allocator allocator = {.struct_size = sizeof allocator, .alloc = alloc_some, .free = free_some};
+
 static void check_valid(kvc_cache *cache) { CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error()); }
 
 /* Runs a pass of one token of a sequence, where it can go on. */
@@ -161,7 +175,9 @@ static void check_saved(kvc_cache *cache) {
     saved first, again;
     kvc_cache *loaded = NULL;
     CHECKF(save_all(cache, &first) == KVC_OK, "%s", kvc_last_error());
-    const kvc_load_args args = load_args_of(&first);
+    const kvc_config config = {.struct_size = sizeof config, .allocator = &allocator};
+    kvc_load_args args = load_args_of(&first);
+    args.config = &config;
     CHECKF(kvc_load(&args, &loaded) == KVC_OK, "%s", kvc_last_error());
     if (loaded) {
         CHECK(save_all(loaded, &again) == KVC_OK);
@@ -215,13 +231,15 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (data[1] & 8) w.size -= size % w.size;
     saved file = {.bytes = w.bytes, .size = (size_t)w.size, .fail_after = -1};
     const kvc_saved_state *state = (const void *)(w.bytes + header_bytes(w.bytes)); /* unless it was cut off */
-    const kvc_config small = {.struct_size = sizeof small, .block_size = 16}; /* a block takes its address space */
+    const kvc_config config = {.struct_size = sizeof config,
+                               .block_size = state->block_size > 1 << 12 ? 16 : 0, /* 0: the file's */
+                               .allocator = &allocator};
     kvc_load_args args = data[1] & 2 ? read_args_of(&file) : load_args_of(&file);
     kvc_cache *cache = NULL;
-    if (!(data[1] & 4) && state->block_size > 1 << 12) args.config = &small;
     if (data[1] & 4) {
         restore(from, &args);
     } else {
+        args.config = &config;
         const kvc_status status = kvc_load(&args, &cache);
         CHECKF(status == KVC_OK || size >= 7 || data[1] & 8, "nothing was altered: %s", kvc_last_error());
         if (status == KVC_OK) use(cache);

@@ -16,7 +16,6 @@ import functools
 import hashlib
 import json
 import os
-import random
 import re
 import resource
 import signal
@@ -121,6 +120,10 @@ class Change:
         begin, end = text.rfind("\n", 0, self.begin) + 1, text.find("\n", self.end)
         lines = text[begin:end], text[begin : self.begin] + self.new + text[self.end : end]
         return tuple(" ".join(line.split()) for line in lines)
+
+    def rank(self, seed):
+        """By chance, but the same however the code around it changes."""
+        return hashlib.sha256(repr((seed, self.source, self.function, self.lines)).encode()).digest()
 
     def __str__(self):
         before, after = self.lines
@@ -359,9 +362,8 @@ def main():
     sources = sorted(path for path in ROOT.glob("src/*/*.c") if path.parent.name != "kernels")
     possible = [change for path in sources for change in changes_of(path)]
     listed = read_listed(possible)
-    changes = [change for change in possible if re.search(options.only, str(change))]
-    random.Random(options.seed).shuffle(changes)  # all: a seed then draws the same when more are listed
-    changes = [change for change in changes if change not in listed]
+    changes = [change for change in possible if change not in listed and re.search(options.only, str(change))]
+    changes.sort(key=lambda change: change.rank(options.seed))
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

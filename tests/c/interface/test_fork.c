@@ -219,8 +219,34 @@ static void test_rewrite_that_forks(void) {
     check_child(child_of_function, "of the function's own");
 }
 
-/* ---- functions that write and read saved states --------------------------------------------------------------------
- */
+static int32_t move_slowly(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows,
+                           int32_t k_dim, int32_t delta) {
+    (void)user, (void)layer;
+    if (watch && !atomic_exchange(&is_inside, 1)) wait_for(&go_on);
+    return add_delta(keys, num_kv_heads * num_rows * k_dim, delta);
+}
+
+static void *shift_in_thread(void *cache) {
+    CHECKF(kvc_shift(cache, 0, 5, KVC_END, 3) == KVC_OK, "%s", kvc_last_error());
+    return NULL;
+}
+
+/* The child has the sequence as it was before a thread that is not there began to rewrite it. */
+static void test_rewrite_of_another(void) {
+    const kvc_rope rope = {.kind = KVC_ROPE_FUNCTION, .shift = move_slowly};
+    kvc_cache *cache = new_cache(rope, NULL);
+    pthread_t thread;
+    CHECK(feed(cache, 0) == KVC_OK);
+    begin_watching();
+    CHECK(pthread_create(&thread, NULL, shift_in_thread, cache) == 0);
+    wait_for(&is_inside);
+    fork_and_check(cache, "in another's rewrite");
+    pthread_join(thread, NULL);
+    watch = 0;
+    do_everything(cache, "in the parent");
+}
+
+/* ---- functions that write and read saved states ------------------------------------------------------------------ */
 
 static char file[1 << 16];
 static size_t file_size, file_at, slow_from; /* slow_from: the byte from which on a thread stays in the function */
@@ -396,6 +422,7 @@ int main(void) {
     alarm(4 * LIMIT);
     test_mutex_in_allocator();
     test_rewrite_that_forks();
+    test_rewrite_of_another();
     test_state(save_in_thread, 3000, "in a save");
     test_state(restore_in_thread, 0, "in a restore, at its header");
     test_state(restore_in_thread, 3000, "in a restore, at its rows");

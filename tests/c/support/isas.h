@@ -38,4 +38,15 @@ static inline void for_some_isas(void (*test)(void)) {
     if (!is_quick() && first && strcmp(kvc_isa(), first)) for_isa(first, test);
 }
 
+/* Returns the name of an instruction set that this machine has; which one, a number decides. */
+static inline const char *choose_isa(uint8_t by) {
+    static char names[] = KVC_KERNEL_NAMES, *list[16];
+    static int num;
+    for (char *name = num ? NULL : strtok(names, " "); name; name = strtok(NULL, " ")) {
+        setenv("KVCACHE_ISA", name, 1);
+        if (kvc_isa()) list[num++] = name;
+    }
+    return list[by % num];
+}
+
 #endif

@@ -53,7 +53,8 @@ typedef struct scene {
 typedef struct setting {
     int block_size, num_threads;
     int pass;       /* tokens of each member in a pass before the batch; 0: 80 */
-    int scattered;  /* slots of a cleared sequence lie between all others */
+    int scattered;  /* slots of a cleared sequence lie between those of passes */
+    int thinned;    /* one position behind each stored row stood another one, which was removed */
     int compacted;  /* the holes were closed */
     int settled;    /* keys are rotated where they lie */
     int without;    /* masked rows were never put; else they are no numbers, if that is possible */
@@ -232,6 +233,7 @@ static inline int pass_fill(pass *p, const scene *s, int *next, const setting *h
             num++;
             if (!how->without || !is_masked(s, m, position_of(s, m, row)))
                 pass_add(p, m, row, s->members[m].positions[row]);
+            if (how->thinned) pass_add(p, m, 0, s->members[m].positions[row] + 1);
             if (how->scattered) pass_add(p, FILLER, 0, 0);
         }
     return num;
@@ -279,6 +281,11 @@ static inline stage *stage_new(const scene *s, const setting *how) {
     for (int m = 1; m < s->num_members && s->is_forked && !how->without; m++)
         CHECK(kvc_fork(st->cache, 0, m) == KVC_OK);
     CHECK(kvc_clear_sequence(st->cache, FILLER) == KVC_OK);
+    for (int m = 0; m < s->num_members && how->thinned; m++)
+        for (int i = 0; i < s->members[m].num_stored; i++) {
+            const int32_t begin = s->members[m].positions[i] + 1;
+            CHECKF(kvc_remove(st->cache, m, begin, begin + 1, 0) == KVC_OK, "%s", kvc_last_error());
+        }
     if (how->compacted) CHECK(kvc_compact(st->cache) == KVC_OK);
     for (int m = 0; m < s->num_members; m++)
         for (int i = 1; i <= s->num_moves; i++) {

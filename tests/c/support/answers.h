@@ -1,0 +1,307 @@
+/* answers.h: scenes by chance (scene.h), and attention over them against plain arithmetic in double over the decoded
+ * rows. */
+#ifndef KVC_TEST_ANSWERS_H
+#define KVC_TEST_ANSWERS_H
+
+#include <float.h>
+
+#include "base/dtype.h"
+#include "support/scene.h"
+
+/* ---- the plain softmax ------------------------------------------------------------------------------------------- */
+
+/* Whether token t of a batch sees a row at a position; token: the row's in the batch, -1: it is stored. */
+static inline int sees(const stage *st, int t, int32_t position, int token) {
+    const kvc_policy *policy = &st->scene->layer.policy;
+    const int32_t query = st->tokens.positions[t], size = policy->attention_chunk_size;
+    if (is_masked(st->scene, st->tokens.ids[t], position)) return 0;
+    if (st->scene->is_tree && token >= 0) {
+        while (t > token) t = st->tokens.parents[t];
+        if (t != token) return 0;
+    } else if (position > query) {
+        return 0;
+    }
+    if (policy->kind == KVC_CHUNKED) return position / size == query / size;
+    return policy->kind != KVC_SLIDING || position > query - policy->window || position < policy->num_sink_tokens;
+}
+
+/* What one query row should give, and how far off a sum in f32 may be. */
+typedef struct answer {
+    double out[MAX_DIM], lse;
+    double out_error[MAX_DIM], lse_error;
+} answer;
+
+/* The rows that one member has in one layer. */
+typedef struct rows {
+    int64_t num;
+    int32_t positions[MAX_POSITIONS], stored[MAX_POSITIONS]; /* of the rows there are; of those that were stored */
+    int tokens[MAX_POSITIONS];                               /* index in the batch; -1: stored */
+    float k[MAX_POSITIONS][MAX_KV_HEADS][MAX_DIM], v[MAX_POSITIONS][MAX_KV_HEADS][MAX_DIM];
+} rows;
+
+/* Checks that a decoded row is what was put, but for what its type rounds. */
+static inline void check_decoded(const kvc_layer *layer, int type, int transform, float put, float got) {
+    static const double steps[] = {0, 0x1p-11, 0x1p-8};
+    const double step = is_float(type) ? steps[type] : type == KVC_Q8_0 ? 0.02 : transform || type == KVC_INT4 ? 0.6 : 0.2;
+    CHECKF(isinf(put) || fabs(put - got) <= step, "types %d and %d: %g is decoded as %g", layer->k_type, layer->v_type,
+           (double)put, (double)got);
+}
+
+/* Gathers the rows of a member, those of the batch included; checks that those which are not masked are what was put, if
+ * they did not move and none has expired. */
+static inline const rows *rows_of(const stage *st, int layer, int m) {
+    static rows r;
+    const scene *s = st->scene;
+    kvc_rows_out out = {.struct_size = sizeof out, .num_stored = &r.num, .batch = st->batch};
+    CHECKF(kvc_gather(st->cache, m, layer, 0, 0, &out) == KVC_OK && r.num <= MAX_POSITIONS, "%s", kvc_last_error());
+    out.k = r.k, out.v = r.v, out.positions = r.positions;
+    out.k_head_stride = out.v_head_stride = sizeof **r.k;
+    out.k_row_stride = out.v_row_stride = sizeof *r.k;
+    CHECKF(kvc_gather(st->cache, m, layer, 0, r.num, &out) == KVC_OK, "%s", kvc_last_error());
+    for (int i = (int)r.num - 1, t = st->tokens.n - 1; i >= 0; i--) {
+        while (t >= 0 && st->tokens.ids[t] != m) t--;
+        r.tokens[i] = t >= 0 ? t-- : -1;
+    }
+    for (int row = 0; row < s->members[m].num_stored; row++) r.stored[row] = position_of(s, m, row);
+    if (s->num_moves || r.num != s->members[m].num_stored + s->members[m].num_new) return &r;
+    for (int i = 0; i < r.num; i++)
+        for (int h = 0; h < s->layer.num_kv_heads && !is_masked(s, m, r.positions[i]); h++) {
+            for (int d = 0; d < s->layer.k_dim; d++)
+                check_decoded(&s->layer, s->layer.k_type, s->layer.k_transform, key_element(s, layer, m, i, h, d),
+                              r.k[i][h][d]);
+            for (int d = 0; d < s->layer.v_dim && !s->layer.value_in_key; d++)
+                check_decoded(&s->layer, s->layer.v_type, s->layer.v_transform,
+                              scene_element(s, IS_V, layer, m, i, h, d), r.v[i][h][d]);
+        }
+    return &r;
+}
+
+/* A score of token t, query head h, and a bound of its error. */
+static inline double score_of(const stage *st, const rows *r, int t, const float *q, int h, int j, double *error) {
+    const scene *s = st->scene;
+    const float *k = r->k[j][h * s->layer.num_kv_heads / s->num_heads];
+    double scale = s->scale != 0 ? (double)s->scale : 1 / sqrt(s->layer.k_dim), score = 0, size = 0;
+    for (int d = 0; d < s->layer.k_dim; d++) {
+        const double term = (double)q[d] * k[d] * scale;
+        score += term;
+        size += fabs(term);
+    }
+    double coarse = 0;
+    if (!is_float(s->layer.k_type))
+        coarse = 3e-5 * size; /* queries are rounded to integers */
+    else if (s->layer.k_type != KVC_F32 && !strncmp(kvc_isa(), "amx", 3))
+        coarse = 0x1.8p-17 * size; /* 16 bits of a query times the scale count; products of lower parts do not */
+    size *= s->layer.k_dim + 4;
+    if (s->softcap > 0) {
+        score = s->softcap * tanh(score / s->softcap);
+        size += 4 * (double)s->softcap;
+    }
+    if (s->alibi) {
+        const double bias = (double)s->alibi[h] * -abs(r->positions[j] - st->tokens.positions[t]);
+        score += bias;
+        size += 3 * fabs(bias);
+    }
+    /* Queries are rotated, or transformed, in place of keys. */
+    *error = size * FLT_EPSILON / 2 + coarse + (s->num_moves || s->layer.k_transform ? 3e-5 * (1 + fabs(scale)) : 0);
+    return score;
+}
+
+/* Relative error of rounding to the type of q. */
+static inline double rounding_of(int type) { return type == KVC_F32 ? FLT_EPSILON / 2 : type == KVC_F16 ? 0x1p-11 : 0x1p-8; }
+
+/* The answer to query head h of token t. */
+static inline answer answer_to(const stage *st, const rows *r, int t, const float *q, int h) {
+    static double scores[MAX_POSITIONS];
+    const scene *s = st->scene;
+    double top = s->sinks ? (double)s->sinks[h] : -INFINITY, low = INFINITY, worst = 0, sum = 0, spread = 0;
+    double sizes[MAX_DIM] = {0};
+    answer a = {.lse = -INFINITY};
+    for (int j = 0; j < r->num; j++) {
+        double error = 0;
+        const int seen = sees(st, t, r->positions[j], r->tokens[j]);
+        scores[j] = seen ? score_of(st, r, t, q, h, j, &error) : -INFINITY;
+        if (scores[j] == -INFINITY) continue;
+        top = fmax(top, scores[j]);
+        low = fmin(low, scores[j]);
+        worst = fmax(worst, error);
+    }
+    if (top == -INFINITY) return a;
+    sum = s->sinks ? exp(s->sinks[h] - top) : 0;
+    for (int j = 0; j < r->num; j++) {
+        const float *v = r->v[j][h * s->layer.num_kv_heads / s->num_heads];
+        const double weight = exp(scores[j] - top);
+        double largest = 0; /* whose scale, at most, the row's weight is rounded with */
+        sum += weight;
+        for (int d = 0; d < s->layer.v_dim && weight > 0; d++) {
+            a.out[d] += weight * v[d];
+            sizes[d] += weight * fabsf(v[d]);
+            largest = fmax(largest, fabs((double)v[d]));
+        }
+        spread += weight * largest;
+    }
+    /* Off are the scores, exp (2 ulp, and what its argument is rounded by), and the sums. */
+    const double relative = 2 * worst + ((double)r->num + 16 + (low < top ? fmin(top - low, 100) : 0)) * FLT_EPSILON;
+    double square = 0;
+    for (int d = 0; d < s->layer.v_dim; d++) {
+        a.out[d] /= sum;
+        square += a.out[d] * a.out[d];
+    }
+    /* Weights of quantised values are rounded further; a transformed row is, before it is transformed back. */
+    for (int d = 0; d < s->layer.v_dim; d++)
+        a.out_error[d] = 2 * relative * sizes[d] / sum +
+                         (is_float(s->layer.v_type) ? 0x1p-24 : 1e-4 + 3e-4 * spread / sum) +
+                         rounding_of(s->q_type) * (s->layer.v_transform ? 2 * sqrt(square) : fabs(a.out[d]));
+    a.lse = top + log(sum);
+    a.lse_error = relative + 4 * FLT_EPSILON * (1 + fabs(a.lse));
+    return a;
+}
+
+/* What came out for token t of the question, head h. */
+static inline void check_answer(const question *a, const rows *r, int t, int h) {
+    const scene *s = a->stage->scene;
+    const pass *tokens = &a->stage->tokens;
+    float q[MAX_DIM], out[MAX_DIM];
+    for (int d = 0; d < s->layer.k_dim; d++)
+        q[d] = query_element(s, a->layer, (int)tokens->ids[a->first + t], tokens->rows[a->first + t], h, d);
+    const answer right = answer_to(a->stage, r, a->first + t, q, h);
+    read_out(a, t, h, out);
+    for (int d = 0; d < s->layer.v_dim; d++)
+        CHECKF(fabs(out[d] - right.out[d]) <= right.out_error[d],
+               "%s: types %d and %d, %d rows, token %d, head %d, out[%d] is %g, not %g, off by %g of %g", kvc_isa(),
+               s->layer.k_type, s->layer.v_type, (int)r->num, t, h, d, (double)out[d], right.out[d],
+               fabs(out[d] - right.out[d]), right.out_error[d]);
+    const float lse = a->lse[t * s->num_heads + h];
+    CHECKF(lse == right.lse || fabs(lse - right.lse) <= right.lse_error,
+           "%s: types %d and %d, %d rows, token %d, head %d, lse is %g, not %g, off by %g of %g", kvc_isa(),
+           s->layer.k_type, s->layer.v_type, (int)r->num, t, h, (double)lse, right.lse, fabs(lse - right.lse),
+           right.lse_error);
+}
+
+/* Checks that the rows which a token sees of those that were stored are there. */
+static inline void check_seen(const stage *st, const rows *r, int m, int t) {
+    int num = 0;
+    for (int j = 0; j < r->num; j++) num += r->tokens[j] < 0 && sees(st, t, r->positions[j], -1);
+    for (int row = 0; row < st->scene->members[m].num_stored; row++) num -= sees(st, t, r->stored[row], -1);
+    CHECKF(!num, "token %d sees %d rows too many", t, num);
+}
+
+static inline void check_answers(const question *a) {
+    const scene *s = a->stage->scene;
+    for (int m = 0; m < s->num_members; m++) {
+        const rows *r = rows_of(a->stage, a->layer, m);
+        for (int t = 0; t < a->n; t++) {
+            if (a->stage->tokens.ids[a->first + t] != m) continue;
+            check_seen(a->stage, r, m, a->first + t);
+            for (int h = 0; h < s->num_heads; h++) check_answer(a, r, t, h);
+        }
+    }
+}
+
+/* Tokens [first, first + n) of the batch. */
+static inline void check_range(const stage *st, int first, int n) {
+    question a = question_new(st, 0, first, n);
+    a.plan.masked = st->scene->masked;
+    a.plan.masked_size = sizeof *st->scene->masked;
+    a.plan.num_masked = st->scene->num_masked;
+    CHECKF(ask(&a) == KVC_OK, "%s", kvc_last_error());
+    check_answers(&a);
+    question_free(&a);
+}
+
+static inline void check_scene(const scene *s, const setting *how) {
+    stage *st = stage_new(s, how);
+    const int first = random_int(0, st->tokens.n);
+    check_range(st, 0, st->tokens.n);
+    if (first) check_range(st, first, random_int(1, st->tokens.n - first + 1));
+    stage_free(st);
+}
+
+/* ---- scenes by chance -------------------------------------------------------------------------------------------- */
+
+static inline int one_of(const int *numbers, int n) { return numbers[random_int(0, n)]; }
+
+/* A dimension that a type has, from first_dim on. */
+static inline int random_dim(int type, int least) {
+    static const int dims[] = {1, 3, 8, 33, 40, 64, 80, 128}, blocks[] = {32, 64, 96, 128, 192, 256};
+    int dim;
+    do dim = kvc_type_elements(type) > 1 ? one_of(blocks, 6) : one_of(dims, 8);
+    while (dim < least || dim % kvc_type_elements(type));
+    return dim;
+}
+
+static inline kvc_policy random_policy(int is_irregular) {
+    static const int windows[] = {1, 2, 7, 64, 65, 200}, num_sinks[] = {0, 1, 4, 70};
+    static const int sizes[] = {1, 7, 64, 100, 290, 1000};
+    const int window = one_of(windows, 6), resume = is_irregular ? MAX_POSITIONS : random_int(0, 2) * 210;
+    switch (random_int(0, 4)) {
+    case 0:
+        return (kvc_policy){
+            .kind = KVC_SLIDING, .window = window, .num_sink_tokens = one_of(num_sinks, 4), .resume_window = resume};
+    case 1:
+        return (kvc_policy){.kind = KVC_CHUNKED,
+                            .attention_chunk_size = one_of(sizes, 6),
+                            .resume_window = is_irregular ? MAX_POSITIONS : random_int(0, 2) * 100};
+    default: return (kvc_policy){.kind = KVC_FULL};
+    }
+}
+
+/* Types, dimensions and the rope of layer i: all pairs of types come in turn. */
+static inline kvc_layer random_layer(int i, int moves) {
+    kvc_layer layer = {.num_kv_heads = random_int(1, MAX_KV_HEADS + 1),
+                       .k_type = i % KVC_STORED_TYPES,
+                       .v_type = i / KVC_STORED_TYPES % KVC_STORED_TYPES,
+                       .k_transform = random_int(0, 2),
+                       .v_transform = random_int(0, 2)};
+    layer.k_dim = random_dim(layer.k_type, moves ? 8 : 1);
+    layer.v_dim = random_dim(layer.v_type, 1);
+    if (moves) {
+        const int first_dim = random_int(0, layer.k_dim - 1);
+        layer.rope = rope_of(first_dim, random_int(1, (layer.k_dim - first_dim) / 2 + 1), random_int(0, 2));
+    }
+    return layer;
+}
+
+/* Positions with gaps, that repeat, and that fall. */
+static inline void make_irregular(member *m) {
+    for (int i = 0; i < m->num_stored + m->num_new; i++) {
+        const int32_t moved =
+            m->positions[i] + 20 * (i > 70) + (i < m->num_stored ? random_int(-5, 6) : random_int(-20, 20));
+        m->positions[i] = moved > 0 ? moved : 0;
+    }
+}
+
+/* Scene i: lengths around the edges of tiles (64 rows) and parts (512), and numbers of tokens, come in turn. */
+static inline scene random_scene(int i) {
+    static const int edges[] = {0, 64, 128, 512, 1024, 1536}, groups[] = {1, 2, 3, 4, 7, 8, 16};
+    static const float sinks[MAX_HEADS] = {0.5f, -3, 20, -INFINITY, 0, 1}, scales[] = {0, 0, 1, -0.3f, 4};
+    static const float alibi[MAX_HEADS] = {0.5f, 0.01f, -0.1f, 0, 2, 1}, softcaps[] = {0, 0, 30, 0.5f};
+    const int edge = edges[i % 6], is_long = edge > 200, is_irregular = !random_int(0, 6);
+    const int moves = random_int(0, 3) || is_irregular ? 0 : random_int(0, 5) ? random_int(1, 4) : 40;
+    scene s = {.layer = random_layer(i, moves), .num_moves = moves, .num_members = random_int(1, is_long ? 2 : 5)};
+    s.num_heads = s.layer.num_kv_heads * one_of(groups, is_long ? 4 : 7);
+    s.q_type = random_int(0, 2) ? KVC_F32 : random_int(0, 3);
+    s.scale = scales[random_int(0, 5)];
+    s.softcap = softcaps[random_int(0, 4)];
+    s.sinks = random_int(0, 3) ? NULL : sinks;
+    s.alibi = random_int(0, 3) ? NULL : alibi;
+    s.is_tree = !is_irregular && !random_int(0, 3);
+    s.layer.policy = moves ? (kvc_policy){.kind = KVC_FULL} : random_policy(is_irregular);
+    for (int m = 0; m < s.num_members; m++) {
+        const int num_new = m ? random_int(1, 12) : is_long ? (i / 6 % 2 ? 1 : 18) : 1 + i % 70;
+        const int stored = edge + i / 6 % 3 - 1 - (i % 4 ? 0 : num_new);
+        s.members[m] = member_of_length(m ? random_int(0, 120) : stored > 0 ? stored : 0, num_new);
+        if (is_irregular) make_irregular(&s.members[m]);
+    }
+    return s;
+}
+
+static inline setting random_setting(void) {
+    static const int block_sizes[] = {1, 3, 7, 16, 64, 1000}, passes[] = {0, 11, 30};
+    return (setting){.block_size = one_of(block_sizes, 6),
+                     .num_threads = random_int(1, 3),
+                     .pass = one_of(passes, 3),
+                     .scattered = !random_int(0, 4),
+                     .settled = !random_int(0, 5)};
+}
+
+#endif

@@ -1,0 +1,38 @@
+/* fuzz_attention.c: an input decides on types, shapes, policies, lengths, moved and hidden rows; attention over them, with
+ * the instruction set that it names, is held against plain arithmetic (answers.h).  Where the input ends, chance goes
+ * on. */
+#define _POSIX_C_SOURCE 200809L /* setenv */
+#include "base/hash.h"
+#include "support/answers.h"
+#include "support/isas.h"
+
+#include "fuzz.h"
+
+/* Hides up to three ranges of rows of each sequence; of one whose tokens are a tree, of those that are stored. */
+static void hide_some(scene *s) {
+    for (int m = 0; m < s->num_members; m++) {
+        const member *who = &s->members[m];
+        const int32_t first_new = position_of(s, m, who->num_stored),
+                      end = s->is_tree ? first_new : position_of(s, m, who->num_stored + who->num_new - 1) + 1;
+        for (int n = random_int(0, 4); n; n--) {
+            const int32_t begin = random_int(0, end + 1);
+            s->masked[s->num_masked++] = (kvc_masked){m, begin, random_int(begin, end + 1)};
+        }
+    }
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    static scene s;
+    if (size < 2) return 0;
+    setenv("KVCACHE_ISA", choose_isa(data[0]), 1);
+    random_state = kvc_hash(data, size, 0);
+    decisions = data + 1;
+    num_decisions = size - 1;
+    s = random_scene(random_int(0, 1 << 20));
+    if (random_int(0, 2)) hide_some(&s);
+    const setting how = random_setting();
+    check_scene(&s, &how);
+    num_decisions = 0;
+    fail_if_checks_failed();
+    return 0;
+}
