@@ -28,6 +28,12 @@ enum {
     LINES_PER_STEP = 1
 };
 
+/* Besides types: int6 where one instruction looks 64 levels up. */
+enum { INT6_AT_ONCE = KVC_STORED_TYPES };
+
+INLINE int stored_as(int type) { return type == INT6_AT_ONCE ? KVC_INT6 : type; }
+INLINE int unpacked_as(int type) { return type == KVC_INT6 && has_look_up_64() ? INT6_AT_ONCE : type; }
+
 /* What follows a row of digits: what cancels SHIFT in sums with the high and the low ones, and their unit. */
 typedef struct digits_end {
     int32_t start[2];
@@ -70,6 +76,12 @@ INLINE void shift_codes(int type, ivec *to, ivec x, const ivec high[2]) {
         to[0] = i_xor(x, shift);
         return;
     }
+    if (type == INT6_AT_ONCE) {
+        const ivec levels = i_xor(i_load(KVC_LEVELS_INT6), shift);
+        to[0] = i_look_up_64(levels, i_select(mask, x, _mm512_slli_epi16(high[0], 4)));
+        to[1] = i_look_up_64(levels, i_select(mask, i_shift(x, 4), _mm512_slli_epi16(high[1], 4)));
+        return;
+    }
     const ivec codes[2] = {i_and(x, mask), i_and(i_shift(x, 4), mask)};
     UNROLL
     for (int i = 0; i < 2; i++) {
@@ -90,10 +102,10 @@ INLINE void shift_codes(int type, ivec *to, ivec x, const ivec high[2]) {
 INLINE void pack_key_bytes(int type, char *to, const char *block, ptrdiff_t stride) {
     const int halves = type == KVC_INT8 ? 2 : 1;
     ivec x[4], high[4] = {i_zero(), i_zero(), i_zero(), i_zero()};
-    if (type == KVC_INT6) i_load_rows(high, block, stride);
+    if (stored_as(type) == KVC_INT6) i_load_rows(high, block, stride);
     UNROLL
     for (int half = 0; half < halves; half++) {
-        i_load_rows(x, block + half * PIECE_BYTES + block_bytes(type) - halves * PIECE_BYTES, stride);
+        i_load_rows(x, block + half * PIECE_BYTES + block_bytes(stored_as(type)) - halves * PIECE_BYTES, stride);
         UNROLL
         for (int i = 0; i < 4; i++) {
             ivec bytes[2];
@@ -113,14 +125,14 @@ INLINE void load_values(int type, ivec bytes[2], const char *block, ptrdiff_t st
         shift_codes(type, bytes, i_load_quad(block, stride, 0), high);
         shift_codes(type, bytes + 1, i_load_quad(block + PIECE_BYTES, stride, 0), high);
     } else {
-        if (type == KVC_INT6) { /* lanes 0 to 7 of what is loaded have bits of columns j, j + 8, j + 16 and j + 24 */
+        if (stored_as(type) == KVC_INT6) { /* lanes 0 to 7 of what is loaded have bits of columns j, j + 8, j + 16 and j + 24 */
             const ivec bits = i_load_quad(block, stride, 0),
                        twice = _mm512_shuffle_i64x2(bits, bits, _MM_SHUFFLE(1, 0, 1, 0));
             const ivec by = _mm512_inserti64x4(i_zero(), _mm256_set1_epi32(2), 1);
             high[0] = _mm512_srlv_epi32(twice, by);
             high[1] = _mm512_srli_epi32(high[0], 4);
         }
-        shift_codes(type, bytes, i_load_quad(block + block_bytes(type) - PIECE_BYTES, stride, 0), high);
+        shift_codes(type, bytes, i_load_quad(block + block_bytes(stored_as(type)) - PIECE_BYTES, stride, 0), high);
     }
 }
 
@@ -137,14 +149,14 @@ INLINE void pack_keys_of(int type, char *to, const char *rows, ptrdiff_t stride,
     char copies[LANES][COPY_STRIDE];
     for (int j = 0; j < PANEL_ROWS; j += LANES, to += LANES * FOUR, rows += LANES * stride) {
         const char *block = rows;
-        for (int d = 0; d < num; d += KVC_QUANT_ELEMENTS, block += block_bytes(type)) {
+        for (int d = 0; d < num; d += KVC_QUANT_ELEMENTS, block += block_bytes(stored_as(type))) {
             char *const panel = to + d / FOUR * PANEL_BYTES;
             prefetch_step(&p, LINES_PER_KEYS);
             if (j + LANES <= n)
                 pack_key_bytes(type, panel, block, stride);
             else
                 pack_key_bytes(type, panel,
-                               pad_rows(copies, LANES, block, stride, n > j ? n - j : 0, block_bytes(type)),
+                               pad_rows(copies, LANES, block, stride, n > j ? n - j : 0, block_bytes(stored_as(type))),
                                COPY_STRIDE);
         }
     }
@@ -160,23 +172,25 @@ INLINE void pack_values_of(int type, char *to, const char *block, ptrdiff_t stri
         if (j + FOUR <= n)
             pack_value_bytes(type, to, block, stride);
         else
-            pack_value_bytes(type, to, pad_rows(copies, FOUR, block, stride, n - j, block_bytes(type)), COPY_STRIDE);
+            pack_value_bytes(type, to, pad_rows(copies, FOUR, block, stride, n - j, block_bytes(stored_as(type))), COPY_STRIDE);
     }
     *next = p;
 }
 
 /* Moves keys, or values, of a type that is no constant. */
 APART void pack_keys_of_type(int type, char *to, const char *rows, ptrdiff_t stride, int n, int num, prefetcher *next) {
-    switch (type) {
+    switch (unpacked_as(type)) {
     case KVC_INT8: pack_keys_of(KVC_INT8, to, rows, stride, n, num, next); break;
+    case INT6_AT_ONCE: pack_keys_of(INT6_AT_ONCE, to, rows, stride, n, num, next); break;
     case KVC_INT6: pack_keys_of(KVC_INT6, to, rows, stride, n, num, next); break;
     default: pack_keys_of(KVC_INT4, to, rows, stride, n, num, next);
     }
 }
 
 APART void pack_values_of_type(int type, char *to, const char *block, ptrdiff_t stride, int n, prefetcher *next) {
-    switch (type) {
+    switch (unpacked_as(type)) {
     case KVC_INT8: pack_values_of(KVC_INT8, to, block, stride, n, next); break;
+    case INT6_AT_ONCE: pack_values_of(INT6_AT_ONCE, to, block, stride, n, next); break;
     case KVC_INT6: pack_values_of(KVC_INT6, to, block, stride, n, next); break;
     default: pack_values_of(KVC_INT4, to, block, stride, n, next);
     }
@@ -385,7 +399,7 @@ INLINE void finish_values(int num_q, ivec (*sums)[2][2], float *acc, int acc_str
 INLINE void accumulate_scaled_block(int num_q, int type, accumulate_args *a, int d, const scaled_weights *w) {
     ivec sums[QUERIES][2][2];
     char copies[FOUR][COPY_STRIDE];
-    const char *block = (const char *)a->rows + kvc_blocks_bytes(type, d);
+    const char *block = (const char *)a->rows + kvc_blocks_bytes(stored_as(type), d);
     const char *const third[2] = {w->digits, w->digits + 3 * sizeof *w};
     ptrdiff_t stride = a->row_stride;
     prefetcher next = a->next; /* in registers, unlike *a */
@@ -393,7 +407,7 @@ INLINE void accumulate_scaled_block(int num_q, int type, accumulate_args *a, int
     for (int n = a->n, at = 0; n > 0; n -= FOUR, block += FOUR * stride, at += DIGIT_BYTES) {
         ivec x[2];
         if (n < FOUR) {
-            block = pad_rows(copies, FOUR, block, stride, n, block_bytes(type));
+            block = pad_rows(copies, FOUR, block, stride, n, block_bytes(stored_as(type)));
             stride = COPY_STRIDE;
         }
         prefetch_step(&next, 2 * LINES_PER_STEP);
@@ -437,11 +451,11 @@ INLINE void accumulate_scaled(int type, float *acc, int acc_stride, const float 
         a.next =
             prefetch_begin(take_part(&ahead, some, num_q), rows, steps * LINES_PER_STEP * (1 + scaled_passes(some)));
         round_scaled_weights(some, w, weights, KVC_TILE);
-        if (some <= QUERIES) {
-            CALL_WITH_QUERIES(accumulate_scaled_blocks, some, QUERIES, 0, type, &a, w)
+        if (some <= QUERIES && (type != KVC_INT6 || has_look_up_64())) {
+            CALL_WITH_QUERIES(accumulate_scaled_blocks, some, QUERIES, 0, type == KVC_INT6 ? INT6_AT_ONCE : type, &a, w)
         } else {
             for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS) {
-                pack_values_of_type(type, panel, (const char *)rows + kvc_blocks_bytes(type, d), row_stride, n,
+                pack_values_of_type(type, panel, (const char *)rows + kvc_blocks_bytes(stored_as(type), d), row_stride, n,
                                     &a.next);
                 accumulate_panel_for_queries(some, acc + d, acc_stride, factor, w, panel, num_quads, &a.next);
             }
@@ -468,7 +482,7 @@ INLINE void pack_scaled_values(int type, float *dst, const void *rows, int64_t r
     prefetcher none = prefetch_begin((kvc_ahead){.bytes = 0}, rows, 0);
     char *to = (char *)dst;
     for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS, to += (n + FOUR - 1) / FOUR * PANEL_BYTES)
-        pack_values_of_type(type, to, (const char *)rows + kvc_blocks_bytes(type, d), row_stride, n, &none);
+        pack_values_of_type(type, to, (const char *)rows + kvc_blocks_bytes(stored_as(type), d), row_stride, n, &none);
 }
 
 /* Is a kvc_matmul_fn: scores n keys for m query rows. */

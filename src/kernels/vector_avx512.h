@@ -389,6 +389,23 @@ INLINE void i_order(int type, ivec x[2]) {
 }
 
 /* Around each of these intrinsics GCC copies the sum, there and back. */
+/* Returns x where bits of mask are set, else y. */
+INLINE ivec i_select(ivec mask, ivec x, ivec y) { return _mm512_ternarylogic_epi32(mask, x, y, 0xca); }
+
+/* Looks the low six bits of bytes up in a table of 64, with AVX-512 VBMI, where that is. */
+#ifdef KVC_NO_ASSEMBLY
+INLINE int has_look_up_64(void) { return 0; }
+
+INLINE ivec i_look_up_64(ivec table, ivec x) { return _mm512_permutexvar_epi8(x, table); }
+#else
+INLINE int has_look_up_64(void) { return __builtin_cpu_supports("avx512vbmi") != 0; }
+
+INLINE ivec i_look_up_64(ivec table, ivec x) {
+    __asm__("vpermb %2, %1, %0" : "=v"(x) : "v"(x), "v"(table));
+    return x;
+}
+#endif
+
 #if HAS_VNNI && defined(KVC_NO_ASSEMBLY)
 INLINE ivec i_dot(ivec sum, ivec x, ivec y) { return _mm512_dpwssd_epi32(sum, x, y); }
 
