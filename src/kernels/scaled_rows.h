@@ -125,7 +125,8 @@ INLINE void load_values(int type, ivec bytes[2], const char *block, ptrdiff_t st
         shift_codes(type, bytes, i_load_quad(block, stride, 0), high);
         shift_codes(type, bytes + 1, i_load_quad(block + PIECE_BYTES, stride, 0), high);
     } else {
-        if (stored_as(type) == KVC_INT6) { /* lanes 0 to 7 of what is loaded have bits of columns j, j + 8, j + 16 and j + 24 */
+        if (stored_as(type) ==
+            KVC_INT6) { /* lanes 0 to 7 of what is loaded have bits of columns j, j + 8, j + 16 and j + 24 */
             const ivec bits = i_load_quad(block, stride, 0),
                        twice = _mm512_shuffle_i64x2(bits, bits, _MM_SHUFFLE(1, 0, 1, 0));
             const ivec by = _mm512_inserti64x4(i_zero(), _mm256_set1_epi32(2), 1);
@@ -172,7 +173,8 @@ INLINE void pack_values_of(int type, char *to, const char *block, ptrdiff_t stri
         if (j + FOUR <= n)
             pack_value_bytes(type, to, block, stride);
         else
-            pack_value_bytes(type, to, pad_rows(copies, FOUR, block, stride, n - j, block_bytes(stored_as(type))), COPY_STRIDE);
+            pack_value_bytes(type, to, pad_rows(copies, FOUR, block, stride, n - j, block_bytes(stored_as(type))),
+                             COPY_STRIDE);
     }
     *next = p;
 }
@@ -455,8 +457,8 @@ INLINE void accumulate_scaled(int type, float *acc, int acc_stride, const float 
             CALL_WITH_QUERIES(accumulate_scaled_blocks, some, QUERIES, 0, type == KVC_INT6 ? INT6_AT_ONCE : type, &a, w)
         } else {
             for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS) {
-                pack_values_of_type(type, panel, (const char *)rows + kvc_blocks_bytes(stored_as(type), d), row_stride, n,
-                                    &a.next);
+                pack_values_of_type(type, panel, (const char *)rows + kvc_blocks_bytes(stored_as(type), d), row_stride,
+                                    n, &a.next);
                 accumulate_panel_for_queries(some, acc + d, acc_stride, factor, w, panel, num_quads, &a.next);
             }
         }
