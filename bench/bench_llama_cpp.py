@@ -3,6 +3,7 @@
 integrations/llama.cpp/build.sh                                              # once, minutes
 python bench/bench_llama_cpp.py --json run.json --output llama_cpp.svg       # everything, half an hour
 python bench/bench_llama_cpp.py --only decode --context 0 8192 --types f16
+python bench/bench_llama_cpp.py --ik ~/ik_llama.cpp --only ik-decode ik-prompt --context 8192
 
 All contexts live in one process, share one model, and take turns: what else the machine does slows all of them. They
 are filled to their depth with random rows at once, as a state; a model of random weights is written if none is named.
@@ -12,21 +13,24 @@ A speedup is the other's time by kvcache's: the median of the rounds with its qu
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import llama_cpp_models
 from figures import describe_machine, keep, quartiles, quotients
+from ik_llama_cpp import NAME, IkContext, IkModel, compiled
 from llama_cpp_contexts import BLOCKED, CACHES, TYPES, Context, Library, LlamaError, Model
 from resident_memory import measure_in_child
 
 from kvcache.tools.arguments import parse_tokens
-from kvcache.tools.interleave import rounds
+from kvcache.tools.interleave import PAUSE, rounds
 
 HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
@@ -36,10 +40,10 @@ MARGIN = 8  # tokens of a context beyond those that are measured
 PROMPT = 512  # tokens of a prompt, which are one ubatch
 SEQUENCES = 64  # that share a prompt
 
-DEFAULT, BETTER, KVCACHE = "flash", "better", "kvcache"
+DEFAULT, BETTER, KVCACHE, IK = "flash", "better", "kvcache", "ik"
 OVER = {DEFAULT: "speedup over the default", BETTER: "speedup over the better of on and off"}
 
-# What is wanted of llama-1b, by section, what it is compared with, type and context.
+# What is wanted of llama-1b, by section, what it is compared with, type and context; of attention alone beside IK.
 WANTED: dict[tuple[str, str, str, int], float] = {
     **{("decode", DEFAULT, dtype, 0): 0.98 for dtype in TYPES},
     **{("decode", DEFAULT, "f16", n): x for n, x in zip((2048, 8192, 16384, 32768), (1.7, 4.5, 7.5, 10), strict=True)},
@@ -48,12 +52,27 @@ WANTED: dict[tuple[str, str, str, int], float] = {
     ("decode", DEFAULT, "q4_0", 16384): 10,
     ("prompt", DEFAULT, "f16", 8192): 1.8,
     ("prompt", DEFAULT, "q8_0", 8192): 12,
+    ("decode", IK, "f16", 8192): 4,
+    **{("decode", IK, dtype, 8192): 3 for dtype in ("q8_0", "int8")},
+    **{("decode", IK, dtype, 16384): 5 for dtype in ("q4_0", "int4")},
+    **{("prompt", IK, dtype, 8192): 2 for dtype in ("f16", "bf16", "q8_0", "int8", "q4_0", "int4")},
+}
+
+# ik_llama.cpp's types of K and V by --types, and those of kvcache beside each. Its q8_KV is for K alone.
+IK_TYPES = {
+    "f16": (["f16/f16"], ["f16"]),
+    "bf16": (["bf16/bf16"], ["bf16"]),
+    "q8_0": (["q8_KV/q8_0", "q8_0/q8_0"], ["q8_0", "int8"]),
+    "q4_0": (["q4_0/q4_0"], ["q4_0", "int4"]),
 }
 
 SPEEDUPS = ("over default", "quartiles", "wanted", "over better", "quartiles", "wanted")
+BESIDE = (f"{NAME}'s", "tokens/s", KVCACHE, "speedup", "quartiles", "", "attention", "quartiles", "wanted")
 WIDTHS = (9, 5, 15, 10, 8, 12, 14, 7, 11, 14, 7)  # of the columns of a table
 
+Key = TypeVar("Key")
 Samples = dict[str, list[float]]  # seconds of each round, by cache
+Beside = dict[tuple[str, int], list[float]]  # the same, by type, which for ik_llama.cpp is that of K and V, and depth
 
 
 class Report:
@@ -72,8 +91,11 @@ class Report:
         self.rows.append(row | figure)
 
     def open(self, title: str, *columns: str) -> None:
+        self.head(title, *(name for name, *_ in CACHES.values()), *columns)
+
+    def head(self, title: str, *columns: str) -> None:
         print(f"\n{title}\n", flush=True)
-        self.cells("tokens", "type", *(name for name, *_ in CACHES.values()), *columns)
+        self.cells("tokens", "type", *columns)
 
     def say(self, text: str) -> None:
         """Print a line once only."""
@@ -102,6 +124,34 @@ class Report:
             self.row(f"{title}, {OVER[over]}", context, dtype, **figure)
         self.cells(f"{context:,}", dtype, *cells)
 
+    def beside(
+        self, section: str, title: str, context: int, theirs: str, dtype: str, count: int, samples: Beside
+    ) -> None:
+        """Add a line: ik_llama.cpp's tokens/s and kvcache's, the speedup, and that of attention alone."""
+        cells = [theirs]
+        for who, each in ((NAME, theirs), (KVCACHE, dtype)):
+            rate = count / statistics.median(samples[each, context])
+            cells.append(f"{rate:.2f}")
+            self.row(f"{title}, {who}", context, each, rate=rate)
+        want = self._wanted.get((section, IK, dtype, context))
+        found = {"speedup": quotients(samples[theirs, context], samples[dtype, context])}
+        if context:
+            attention = (alone(samples, each, context) for each in (theirs, dtype))
+            found["speedup of attention alone"] = quotients(*attention)
+        for what, speedups in found.items():
+            low, middle, high = quartiles(speedups)
+            wanted = f">= {want:g}" if want and "alone" in what else ""
+            cells += [f"{middle:.2f}", f"{low:.2f} .. {high:.2f}", wanted]
+            name = f"{title}, {what} over {theirs}"
+            self.row(name, context, dtype, quotient=middle, low=low, high=high, wanted=wanted)
+        self.cells(f"{context:,}", dtype, *cells)
+
+
+def alone(samples: Beside, dtype: str, depth: int) -> list[float]:
+    """Return the seconds of attention over the tokens of a depth, in each round: what they add to an empty context."""
+    empty = statistics.median(samples[dtype, 0])
+    return [seconds - empty for seconds in samples[dtype, depth]]
+
 
 @contextmanager
 def filled(
@@ -114,22 +164,37 @@ def filled(
             if cache == "plain" and dtype in BLOCKED:
                 continue
             contexts[cache] = context = Context(model, cache, dtype, depth + room, threads or report.threads)
-            if not context.fill(depth):
-                report.say(f"{context.name} loads no state of {dtype}: its contexts are prefilled")
-            if cache == KVCACHE and context.own:
-                report.say(f"not kvcache, but llama.cpp's own cache: {context.own}")
-            context.decode()
-            context.check()
+            warm(report, context, dtype, depth)
         yield contexts
     finally:
         for context in contexts.values():
             context.close()
 
 
-def interleave(calls: dict[str, Callable[[], float]], least: int) -> Samples:
+def warm(report: Report, context: Context | IkContext, dtype: str, depth: int) -> None:
+    """Fill a context to a depth, and decode once."""
+    if not context.fill(depth):
+        report.say(f"{context.name} loads no state of {dtype}: its contexts are prefilled")
+    if context.name == KVCACHE and context.own:
+        report.say(f"not kvcache, but llama.cpp's own cache: {context.own}")
+    context.decode()
+    context.check()
+
+
+def interleave(calls: dict[Key, Callable[[], float]], least: int) -> dict[Key, list[float]]:
     """Call functions that return seconds one after the other, in rounds."""
     found = zip(*rounds(*calls.values(), seconds=0, least=least), strict=True)
     return dict(zip(calls, map(list, found), strict=True))
+
+
+def reader(context: Context | IkContext, depth: int) -> Callable[[], float]:
+    """Return a function that reads a prompt after a depth."""
+
+    def read() -> float:
+        context.rewind(depth)
+        return context.decode(PROMPT)
+
+    return read
 
 
 # ---- sections
@@ -146,13 +211,6 @@ def decode(report: Report, model: Model, o: argparse.Namespace) -> None:
 
 def prompt(report: Report, model: Model, o: argparse.Namespace) -> None:
     report.open(f"a prompt's {PROMPT} tokens in one ubatch, tokens/s", *SPEEDUPS)
-
-    def reader(context: Context, depth: int) -> Callable[[], float]:
-        def read() -> float:
-            context.rewind(depth)
-            return context.decode(PROMPT)
-
-        return read
 
     for dtype in o.prompt_types:
         for depth in o.prompt_context:
@@ -240,11 +298,71 @@ def overhead(report: Report, model: Model, o: argparse.Namespace) -> None:
     tiny.close()
 
 
+def take_turns(
+    report: Report, model: Model, ik: IkModel, theirs: Sequence[str], ours: Sequence[str], depth: int, count: int,
+    least: int,
+) -> Beside:  # fmt: skip
+    """Interleave steps, or prompts of `count` tokens, of ik_llama.cpp and kvcache: empty, and after a depth."""
+    room = least + MARGIN if count == 1 else count + MARGIN
+
+    def rested(call: Callable[[], float]) -> Callable[[], float]:
+        def run() -> float:
+            time.sleep(PAUSE)  # until the threads of the other process sleep
+            return call()
+
+        return run
+
+    calls: dict[tuple[str, int], Callable[[], float]] = {}
+    with ExitStack() as stack:
+        for at in dict.fromkeys((0, depth)):
+            for dtype in (*theirs, *ours):
+                context: Context | IkContext
+                if dtype in theirs:
+                    context = ik.context(dtype, at + room)
+                else:
+                    context = Context(model, KVCACHE, dtype, at + room, report.threads)
+                stack.enter_context(closing(context))
+                warm(report, context, dtype, at)
+                calls[dtype, at] = rested(context.decode if count == 1 else reader(context, at))
+        samples = interleave(calls, least)
+    return samples
+
+
+def ik_decode(report: Report, model: Model, o: argparse.Namespace) -> None:
+    name = f"decoding beside {NAME}"
+    report.head(f"{name}; attention is what the context adds to a step", *BESIDE)
+    with closing(IkModel(o.ik, o.model, o.threads)) as ik:
+        for theirs, ours in (IK_TYPES[dtype] for dtype in o.types if dtype in IK_TYPES):
+            for depth in o.context:
+                samples = take_turns(report, model, ik, theirs, ours, depth, 1, o.steps)
+                for other, dtype in itertools.product(theirs, ours):
+                    report.beside("decode", name, depth, other, dtype, 1, samples)
+
+
+def ik_prompt(report: Report, model: Model, o: argparse.Namespace) -> None:
+    """Read prompts beside ik_llama.cpp's same type, and beside the one of its types whose attention is the fastest."""
+    name = f"prompts of {PROMPT} beside {NAME}"
+    report.head(f"{name}; attention is what the context adds to a prompt", *BESIDE)
+    pairs = [pair for each in o.prompt_types if each in IK_TYPES for pair in itertools.product(*IK_TYPES[each])]
+    every = [other for theirs, _ in IK_TYPES.values() for other in theirs]
+    ours = list(dict.fromkeys(dtype for _, dtype in pairs))
+    for depth in o.prompt_context if pairs else ():
+        with closing(IkModel(o.ik, o.model, o.threads)) as ik:
+            samples = take_turns(report, model, ik, every, ours, depth, PROMPT, o.prompts)
+        for other, dtype in pairs:
+            report.beside("prompt by type", name, depth, other, dtype, PROMPT, samples)
+        fastest = min(every, key=lambda other: statistics.median(alone(samples, other, depth)))
+        for dtype in ours:
+            report.beside("prompt", f"{name}'s fastest type", depth, fastest, dtype, PROMPT, samples)
+
+
 SECTIONS: dict[str, Callable[[Report, Model, argparse.Namespace], None]] = {
     "decode": decode,
     "prompt": prompt,
     "memory": memory,
     "overhead": overhead,
+    "ik-decode": ik_decode,
+    "ik-prompt": ik_prompt,
 }
 
 
@@ -256,7 +374,8 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--library", type=Path, default=os.environ.get("LLAMA_CPP_LIB_PATH", BUILT), metavar="FOLDER",
                         help="with libllama; default: $LLAMA_CPP_LIB_PATH, or what build.sh built")  # fmt: skip
     parser.add_argument("--model", type=Path, metavar="GGUF", help="default: the shape of a 1 B Llama, random weights")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="default: all")
+    parser.add_argument("--ik", type=Path, metavar="FOLDER", help="a clone of ik_llama.cpp, built in its folder build")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, help="default: all, those of ik_llama.cpp with --ik")
     parser.add_argument("--context", type=parse_tokens, nargs="+", default=[0, 2048, 8192, 16384, 32768], metavar="N",
                         help="tokens; default: 0 2048 8192 16384 32768; memory is measured at the most")  # fmt: skip
     parser.add_argument("--types", nargs="+", choices=TYPES, default=["f16", "q8_0", "q4_0"],
@@ -278,6 +397,13 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         given = getattr(o, name)
         if min(given if isinstance(given, list) else [given]) < fewest:
             parser.error(f"--{name.replace('_', '-')} {given}: must be at least {fewest}")
+    beside = [section for section in SECTIONS if section.startswith(IK)]
+    o.only = o.only or [section for section in SECTIONS if o.ik or section not in beside]
+    chosen = [section for section in o.only if section in beside]
+    if chosen and not o.ik:
+        parser.error(f"--only {chosen[0]} needs --ik: a clone of ik_llama.cpp, built in its folder build")
+    if o.ik and not chosen:
+        parser.error(f"--ik is for the sections {' and '.join(beside)}, which --only leaves out")
     if o.output and "decode" not in o.only:
         parser.error("--output draws what the section decode measures")
     o.command = " ".join(["python bench/bench_llama_cpp.py", *(sys.argv[1:] if arguments is None else arguments)])
@@ -297,6 +423,8 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     print(f"{o.model.name}, {o.threads} threads, load {', '.join(f'{load:.1f}' for load in os.getloadavg())}")
     report = Report(o.threads, WANTED if o.model.stem == "llama-1b" else {})
     try:
+        if o.ik:
+            compiled(o.ik)  # says at once what is missing
         model = Model(Library(o.library), o.model)
         for section in o.only:
             SECTIONS[section](report, model, o)

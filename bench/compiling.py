@@ -45,6 +45,14 @@ def build(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> ctyp
     return ctypes.CDLL(str(library))
 
 
+def build_program(source: Path, flags: Sequence[str]) -> Path:
+    """Compile a source into a program and return its path; the compiler's errors are in CalledProcessError.stderr."""
+    program = _folder() / source.stem
+    command = [*shlex.split(os.environ.get("CC", "cc")), "-std=c11", "-O2", "-Wall", "-Wextra", str(source), *flags]
+    subprocess.run([*command, "-lm", "-o", str(program)], check=True, stderr=subprocess.PIPE, text=True)
+    return program
+
+
 def function(library: ctypes.CDLL, name: str, result: type | None, *arguments: type) -> ctypes._CFuncPtr:
     """Look up a function of a library and declare its types."""
     found = library[name]

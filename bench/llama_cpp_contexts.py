@@ -33,6 +33,9 @@ CACHES = {
 }
 TYPES = {name: int(gguf.GGMLQuantizationType[name.upper()]) for name in ("f32", "f16", "bf16", "q8_0", "q4_0")}
 BLOCKED = ("q8_0", "q4_0")  # types of V that llama.cpp's own cache has with flash attention only
+OWN_TYPES = ("int8", "int6", "int4")  # that kvcache alone has
+TYPE_SWITCHES = ("LLAMA_KVCACHE_TYPE_K", "LLAMA_KVCACHE_TYPE_V")  # environment variables that name such types
+SEEDS = 32  # tokens of a state that is made longer
 
 
 class LlamaError(RuntimeError):
@@ -93,12 +96,14 @@ class Context:
         parameters.n_batch = parameters.n_ubatch = min(n_ctx, 512)
         parameters.n_threads = parameters.n_threads_batch = threads
         parameters.flash_attn_type = int(flash)
-        parameters.type_k = parameters.type_v = TYPES[dtype]
-        os.environ[SWITCH] = str(int(ours))
+        parameters.type_k = parameters.type_v = TYPES.get(dtype, TYPES["f16"])
+        switches = {SWITCH: str(int(ours))} | (dict.fromkeys(TYPE_SWITCHES, dtype) if dtype in OWN_TYPES else {})
+        os.environ.update(switches)
         log = model.library.log
         log.clear()
         self._handle = self.api.llama_init_from_model(model.handle, parameters)
-        os.environ.pop(SWITCH)
+        for name in switches:
+            os.environ.pop(name)
         if not self._handle:
             model.library.fail(f"no context with {self.name}, {dtype}")
         reasons = [line.strip() for line in log if "kvcache" in line] or ["its log has no reason"]
@@ -159,14 +164,15 @@ class Context:
             self.api.llama_memory_seq_cp(self._memory, 0, seq_id, -1, -1)
 
     def fill(self, tokens: int) -> bool:
-        """Let sequence 0 hold random rows of this many tokens; return whether that took no prefill.
+        """Let sequence 0 hold rows of this many tokens; return whether that took no prefill.
 
-        The rows are loaded as a state, which is that of one token, made longer.
+        The rows are loaded as a state, which is that of a few tokens, made longer: by random rows, or, in a type that
+        kvcache alone has, by the rows of the few tokens again and again.
         """
         self.rewind(0)
         if not tokens:
             return True
-        self.decode()
+        self.decode(min(tokens, SEEDS))
         size = self.api.llama_state_seq_get_size(self._handle, 0)
         state = np.empty(size, np.uint8)
         self.api.llama_state_seq_get_data(self._handle, self._bytes(state), size, 0)
@@ -206,7 +212,7 @@ class _Reader:
 
 
 def lengthen(state: NDArray[np.uint8], tokens: int, window: int) -> NDArray[np.uint8]:
-    """Return the state of a sequence with random rows at positions 0 to `tokens`, from that of one with a token.
+    """Return the state of a sequence with rows at positions 0 to `tokens`, from that of one with a few tokens.
 
     The format is that of llama_kv_cache::state_write_meta and state_write_data: a cache of all layers, or one of the
     layers without a window and one of those with it, which hold its last tokens only.
@@ -216,26 +222,29 @@ def lengthen(state: NDArray[np.uint8], tokens: int, window: int) -> NDArray[np.u
     count = tokens
     while reader:
         for _ in range(reader.copy("<I")):  # streams
-            if not reader.copy("<I"):  # cells
+            few = reader.copy("<I")  # cells
+            if not few:
                 continue
             reader.parts[-1] = np.frombuffer(struct.pack("<I", count), np.uint8)
-            reader.skip(12)
+            reader.skip(12 * few)
             cells = np.empty((count, 3), "<i4")
             cells[:] = 0, 1, 0  # the position, the number of sequences, the sequence
             cells[:, 0] = np.arange(tokens - count, tokens)
             reader.parts.append(cells.view(np.uint8).ravel())
-            _lengthen_rows(reader, blocks, count)
+            _lengthen_rows(reader, blocks, few, count)
         count = min(tokens, window) if window else tokens
     return np.concatenate(reader.parts)
 
 
-def _lengthen_rows(reader: _Reader, blocks: RandomBlocks, count: int) -> None:
-    """Put rows of `count` tokens in place of one token's, of K in every layer, then of V."""
+def _lengthen_rows(reader: _Reader, blocks: RandomBlocks, few: int, count: int) -> None:
+    """Put rows of `count` tokens in place of a few tokens' rows, of K in every layer, then of V."""
     transposed, num_layers = reader.copy("<I"), reader.copy("<I")
     for part in "kv":
         for _ in range(num_layers):
-            kind = gguf.GGMLQuantizationType(reader.copy("<i"))
+            kind = reader.copy("<i")
             by_element = part == "v" and transposed
             nbytes = reader.copy("<I") * reader.copy("<I") if by_element else reader.copy("<Q")
-            reader.skip(nbytes)
-            reader.parts.append(blocks.take(kind, nbytes * count))
+            rows = reader.skip(nbytes * few)
+            if kind in TYPES.values():
+                rows = blocks.take(gguf.GGMLQuantizationType(kind), nbytes * count)
+            reader.parts.append(np.resize(rows, nbytes * count))

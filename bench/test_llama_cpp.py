@@ -2,9 +2,13 @@
 
 import importlib.util
 import json
+import os
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import bench_llama_cpp
+import ik_llama_cpp
 import llama_cpp_models
 import numpy as np
 import pytest
@@ -147,6 +151,8 @@ def test_every_section_once(library, tiny, tmp_path, monkeypatch, capsys):
         (["--steps=0"], "--steps 0: must be at least 1"),
         (["--context", "512", "-1"], "--context [512, -1]: must be at least 0"),
         (["--only", "memory", "--output=picture.svg"], "--output draws what the section decode measures"),
+        (["--only", "ik-prompt"], "--only ik-prompt needs --ik"),
+        (["--ik=ik_llama.cpp", "--only", "decode"], "--ik is for the sections ik-decode and ik-prompt"),
     ],
 )
 def test_bad_options(arguments, says, capsys):
@@ -158,3 +164,135 @@ def test_bad_options(arguments, says, capsys):
 def test_a_library_that_is_missing_ends_the_run(tiny, tmp_path):
     with pytest.raises(SystemExit, match=r"build\.sh"):
         bench_llama_cpp.main([f"--library={tmp_path}", f"--model={tiny}"])
+
+
+# ---- ik_llama.cpp
+
+# Answers as ik_llama.c does, with seconds that depend on the tokens and on K's type alone.
+INSTANT_IK = """\
+import sys
+COST = {"f16": 4, "bf16": 3, "q8_KV": 6, "q8_0": 5, "q4_0": 8}
+types, tokens = {}, {}
+for line in sys.stdin:
+    verb, key, *words = line.split()
+    answer = "ok 1"
+    if verb == "open":
+        types[key] = words[0]
+    elif verb in ("fill", "rewind"):
+        tokens[key] = int(words[0])
+    elif verb == "decode":
+        answer = f"ok {1 + COST[types[key]] * tokens[key]}"
+    print(answer, flush=True)
+"""
+
+
+class Instant:
+    """Stands for a context with kvcache, whose attention takes a second for each token."""
+
+    name, own = "kvcache", ""
+
+    def __init__(self, model, cache, dtype, n_ctx, threads):
+        self.tokens = 0
+
+    def fill(self, tokens):
+        self.tokens = tokens
+        return True
+
+    rewind = fill
+
+    def decode(self, count=1):
+        return 1 + self.tokens
+
+    def check(self):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_attention_alone_is_what_a_context_adds(tmp_path, monkeypatch, capsys):
+    program = tmp_path / "program"
+    program.write_text(f"#!{sys.executable}\n{INSTANT_IK}")
+    program.chmod(0o755)
+    monkeypatch.setattr(ik_llama_cpp, "compiled", lambda folder: program)
+    monkeypatch.setattr(bench_llama_cpp, "Context", Instant)
+    o = bench_llama_cpp.options(["--ik=there", "--context=100", "--prompt-context=100", "--steps=2"])
+    o.model = tmp_path / "llama-1b.gguf"
+    report = bench_llama_cpp.Report(1, bench_llama_cpp.WANTED)
+    bench_llama_cpp.ik_decode(report, None, o)
+    bench_llama_cpp.ik_prompt(report, None, o)
+    name = "speedup of attention alone over"
+    found = {(row["name"], row["type"]): row["quotient"] for row in report.rows if name in row["name"]}
+    cost = {"f16/f16": 4, "q8_KV/q8_0": 6, "q8_0/q8_0": 5, "q4_0/q4_0": 8}
+    beside = {"f16": ["f16/f16"], "int8": ["q8_KV/q8_0", "q8_0/q8_0"], "int4": ["q4_0/q4_0"]}
+    beside |= {"q8_0": beside["int8"], "q4_0": beside["int4"]}
+    for dtype, theirs in beside.items():
+        for other in theirs:
+            assert found.pop((f"decoding beside ik_llama.cpp, {name} {other}", dtype)) == pytest.approx(cost[other])
+            if cost[other] < 8:  # --prompt-types
+                key = (f"prompts of 512 beside ik_llama.cpp, {name} {other}", dtype)
+                assert found.pop(key) == pytest.approx(cost[other])
+    for dtype in ("f16", "q8_0", "int8"):
+        key = (f"prompts of 512 beside ik_llama.cpp's fastest type, {name} bf16/bf16", dtype)
+        assert found.pop(key) == pytest.approx(3)
+    assert not found
+    assert "q8_KV/q8_0" in capsys.readouterr().out
+
+
+def test_what_a_build_of_ik_llama_cpp_lacks_is_named(tmp_path):
+    header = tmp_path / "include/llama.h"
+    with pytest.raises(LlamaError, match=r"no include/llama\.h; .*git clone"):
+        ik_llama_cpp.compiled(tmp_path)
+    header.parent.mkdir()
+    header.touch()
+    with pytest.raises(LlamaError, match=r"no shared libllama and libggml; .*cmake -B build"):
+        ik_llama_cpp.compiled(tmp_path)
+    for name in ("llama", "ggml"):
+        (tmp_path / f"build/{name}").mkdir(parents=True)
+        (tmp_path / f"build/{name}/lib{name}.so").touch()
+    with pytest.raises(LlamaError, match=r"ik_llama\.c does not fit what is there: .*error"):
+        ik_llama_cpp.compiled(tmp_path)
+    with pytest.raises(SystemExit, match="does not fit"):
+        bench_llama_cpp.main([f"--ik={tmp_path}", f"--model={header}"])
+
+
+@pytest.fixture(scope="module")
+def ik_folder():
+    named = os.environ.get("KVCACHE_IK_LLAMA_CPP")
+    return Path(named) if named else pytest.skip("KVCACHE_IK_LLAMA_CPP names no clone of ik_llama.cpp that was built")
+
+
+@pytest.mark.parametrize(("dtype", "loads"), [("f16/f16", True), ("q8_KV/q8_0", False), ("q4_0/q4_0", True)])
+def test_a_context_of_ik_llama_cpp_is_filled(ik_folder, tmp_path, dtype, loads):
+    model = ik_llama_cpp.IkModel(ik_folder, llama_cpp_models.write("tiny", tmp_path), 2)
+    context = model.context(dtype, 1600)
+    assert context.fill(1500) == loads
+    assert context.decode() > 0
+    context.rewind(1000)
+    assert context.decode(512) > 0
+    context.close()
+    with pytest.raises(LlamaError, match="no such line or context"):
+        context.decode()
+    model.close()
+
+
+def test_ik_llama_cpp_names_what_it_refuses(ik_folder, tmp_path):
+    model = ik_llama_cpp.IkModel(ik_folder, llama_cpp_models.write("tiny", tmp_path), 2)
+    with pytest.raises(LlamaError, match="no context of types int8 and f16"):
+        model.context("int8/f16", 64)
+    model.close()
+    missing = ik_llama_cpp.IkModel(ik_folder, tmp_path / "none.gguf", 2)
+    with pytest.raises(LlamaError, match="failed to load model"):
+        missing.context("f16/f16", 64)
+    missing.close()
+
+
+def test_beside_ik_llama_cpp(library, ik_folder, tiny, tmp_path):
+    bench_llama_cpp.main([
+        f"--library={library.folder}", f"--model={tiny}", f"--ik={ik_folder}", "--only", "ik-decode",
+        "ik-prompt", "--context=600", "--types", "f16", "q8_0", "q4_0", "--steps=1", "--prompt-context=40",
+        "--prompts=1", f"--json={tmp_path / 'run.json'}",
+    ])  # fmt: skip
+    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
+    speedups = {row["type"] for row in rows if "decoding beside ik_llama.cpp, speedup over" in row["name"]}
+    assert speedups == {"f16", "q8_0", "int8", "q4_0", "int4"}

@@ -54,7 +54,8 @@ SECTIONS = {
     "llama_cpp": (
         "llama.cpp",
         "The shape of a 1 B Llama, random Q4_0 weights. A speedup is the time with llama.cpp's own cache by that with "
-        "kvcache, both interleaved in one run; its default is flash attention.",
+        "kvcache, both interleaved in one run; its default is flash attention. Beside ik_llama.cpp it is its time by "
+        "llama.cpp's with kvcache; attention alone is what the context adds.",
     ),
     "costs": ("How costs grow", ""),
     "tiny": ("A call from Python", ""),
