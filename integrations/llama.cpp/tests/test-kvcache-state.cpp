@@ -756,7 +756,7 @@ static void on_log(ggml_log_level level, const char *text, void * /*user*/) {
 }
 
 int main(int argc, char **argv) {
-    std::string types = "f32,f16,bf16,q8_0,q4_0,q4_1,q5_0,q5_1,iq4_nl,int8";
+    std::string types = "f32,f16,bf16,q8_0,q4_0,q4_1,q5_0,q5_1,iq4_nl,int8,int6,int4";
     std::vector<std::string> models;
 
     for (int i = 1; i < argc; ++i) {
