@@ -144,7 +144,7 @@ typedef enum kvc_type { /* element types of rows */
                       beyond 1e18, d may be NaN */
     /* One f16 scale d for a whole row, so that kernels multiply integers alone; k_dim, or v_dim, must be a multiple of
      * 32.  In a row of a caller's d stands behind the elements; in the cache, apart (kvc_span).  An infinite element, or
-     * one beyond 65504 * 127, makes d infinite, and NaN or infinities of all elements; NaN is stored as 0. */
+     * one of 65520 * 127 or more, makes d infinite, and NaN or infinities of all elements; NaN is stored as 0. */
     KVC_INT8 = 9, /* dim + 2 bytes: d = max |x| / 127, int8 q = round(x / d), halves away from 0; x = d * q */
     /* The same with fewer bits, for rows of normally distributed elements, which the cache makes of all rows: it
      * multiplies each by D * H * D before it is quantised, and back when it is decoded, where H is Sylvester's Hadamard
@@ -155,8 +155,8 @@ typedef enum kvc_type { /* element types of rows */
      * x = d * level[q], of 16 or 64 levels in ascending order (Lloyd and Max): those below 0 mirror those above.  q is
      * that of the level nearest to x / u in magnitude, the larger one halfway between two, on the side of x's sign (+ of
      * 0); d = sum of level[q] * x / sum of level[q]^2.  u = max |x| / 127; for KVC_INT4, 0.96 or 1.06 times that: the
-     * one for which (sum of level[q] * x)^2 / sum of level[q]^2, of the first 1024 elements, is larger.  Where d would
-     * exceed 65504, or an element is no finite number, d is NaN. */
+     * one for which (sum of level[q] * x)^2 / sum of level[q]^2, of the first 1024 elements, is larger.  Where 1 / u
+     * overflows, all x / u count as 0.  Where d would exceed 65504, or an element is no finite number, d is NaN. */
     KVC_INT6 = 10, /* dim * 3 / 4 + 2 bytes: 24 for 32 elements.  Byte j < 8 has bits 4 and 5 of elements j, j + 8, j +
                       16 and j + 24, lowest first; 16 bytes have the low 4 bits of elements i and i + 16.  level[32 ..] =
                       1 3 6 9 12 15 18 21 24 27 30 33 36 39 42 45 48 52 56 60 64 68 72 76 81 86 91 97 103 110 118 127 */

@@ -65,7 +65,36 @@ static kvc_status check_holdings(const kvc_state *state, int64_t i, int64_t *fir
     return KVC_OK;
 }
 
-kvc_status kvc_loaded_check(const kvc_state *state) {
+/* Checks that sequences share all rows of a cross-attention layer or none: no run in its group begins or ends within
+ * another.  edges: [rows + 1] zeros; where runs begin and end. */
+static kvc_status check_shared(const kvc_format *f, int32_t g, int32_t num_groups, uint8_t *edges) {
+    for (int checks = 0; checks < 2; checks++) {
+        const kvc_saved_holding *holding = f->holdings;
+        const kvc_saved_run *run = f->runs;
+        for (int64_t i = 0; i < f->state->num_sequences * num_groups; i++, run += holding++->num_runs) {
+            if (i % num_groups != g || !holding->num_runs) continue;
+            edges[run->row] = edges[run->row + run->count] = 1;
+            for (int64_t j = 1; checks && j < run->count; j++)
+                if (edges[run->row + j])
+                    return kvc_fail(KVC_ERR_FORMAT, "altered: sequences share a part of their rows in group %d", g);
+        }
+    }
+    return KVC_OK;
+}
+
+static kvc_status check_all_shared(kvc_state *state) {
+    kvc_status status = KVC_OK;
+    for (int32_t g = state->cache->num_token_groups; status == KVC_OK && g < state->cache->num_groups; g++) {
+        const uint64_t size = (uint64_t)state->format.group_rows[g] + 1;
+        uint8_t *edges = kvc_state_alloc(state, size);
+        if (!edges) return KVC_ERR_NOMEM;
+        memset(edges, 0, (size_t)size);
+        status = check_shared(&state->format, g, state->cache->num_groups, edges);
+    }
+    return status;
+}
+
+kvc_status kvc_loaded_check(kvc_state *state) {
     const kvc_format *f = &state->format;
     int64_t num_runs = 0, num_tokens = 0;
     kvc_status status = check_layers(state);
@@ -77,7 +106,8 @@ kvc_status kvc_loaded_check(const kvc_state *state) {
         num_tokens += s->num_tokens;
         status = check_holdings(state, i, &num_runs);
     }
-    if (status != KVC_OK || (num_runs == f->state->num_runs && num_tokens == f->state->num_tokens)) return status;
+    if (status != KVC_OK) return status;
+    if (num_runs == f->state->num_runs && num_tokens == f->state->num_tokens) return check_all_shared(state);
     return kvc_fail(KVC_ERR_FORMAT, "altered: the sequences have %lld runs and %lld tokens, of %lld and %lld",
                     (long long)num_runs, (long long)num_tokens, (long long)f->state->num_runs,
                     (long long)f->state->num_tokens);
@@ -222,8 +252,6 @@ static kvc_status add_runs(visitor *v, int32_t g, const kvc_saved_holding *holdi
     kvc_run_list *list = &v->sequence->runs[g];
     int64_t num = 0;
     for (int64_t r = 0; r < holding->num_runs; r++) num += visit_parts(extents, &runs[r], NULL, NULL);
-    if (g >= v->state->cache->num_token_groups && num && kvc_first_extent(extents, runs->row)->count != runs->count)
-        return kvc_fail(KVC_ERR_FORMAT, "altered: sequences share a part of their rows in group %d", g);
     if (num > INT32_MAX / 4) return kvc_fail(KVC_ERR_NOMEM, "a sequence of more than %lld runs", (long long)num);
     if (num) KVC_TRY(kvc_runs_reserve(list, &v->state->cache->memory, (int32_t)num));
     for (int64_t r = 0; r < holding->num_runs; r++) visit_parts(extents, &runs[r], kvc_hold_part, list);

@@ -6,7 +6,7 @@
 #include "state/transit.h"
 
 /* Returns KVC_ERR_FORMAT unless the tables, beside those of layers, are such as kvc_save writes for such a cache. */
-kvc_status kvc_loaded_check(const kvc_state *state);
+kvc_status kvc_loaded_check(kvc_state *state);
 
 /* Returns which of the file's sequences is to be loaded, KVC_ERR_INVALID if it lacks one of seq_ids.  chosen:
  * [num_sequences of the file] set to 0 for those that are not, else to 1 + the index in seq_ids, or any other number.
@@ -14,7 +14,7 @@ kvc_status kvc_loaded_check(const kvc_state *state);
 kvc_status kvc_loaded_choose(const kvc_state *state, const kvc_load_args *args, int32_t *chosen);
 
 /* Takes slots for the rows of the chosen sequences, and makes these, so that rows may be copied to their extents.
- * Releases the mutex in between, as new memory takes long.  KVC_ERR_NOMEM, KVC_ERR_FULL, KVC_ERR_FORMAT, KVC_ERR_BUSY;
+ * Releases the mutex in between, as new memory takes long.  KVC_ERR_NOMEM, KVC_ERR_FULL, KVC_ERR_BUSY, KVC_ERR_INVALID;
  * kvc_state_end then drops what there is. */
 kvc_status kvc_loaded_make(kvc_state *state, const kvc_load_args *args, const int32_t *chosen);
 

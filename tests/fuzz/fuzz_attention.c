@@ -1,6 +1,6 @@
-/* fuzz_attention.c: an input decides on types, shapes, policies, lengths, moved and hidden rows; attention over them, with
- * the instruction set that it names, is held against plain arithmetic (answers.h).  Where the input ends, chance goes
- * on. */
+/* fuzz_attention.c: an input decides on types, shapes, policies, lengths, moved and hidden rows; attention over them,
+ * with the instruction set that it names, is held against plain arithmetic (answers.h).  Where the input ends, chance
+ * goes on. */
 #define _POSIX_C_SOURCE 200809L /* setenv */
 #include "base/hash.h"
 #include "support/answers.h"

@@ -42,13 +42,16 @@ typedef struct rows {
 /* Checks that a decoded row is what was put, but for what its type rounds. */
 static inline void check_decoded(const kvc_layer *layer, int type, int transform, float put, float got) {
     static const double steps[] = {0, 0x1p-11, 0x1p-8};
-    const double step = is_float(type) ? steps[type] : type == KVC_Q8_0 ? 0.02 : transform || type == KVC_INT4 ? 0.6 : 0.2;
+    const double step = is_float(type)                  ? steps[type]
+                        : type == KVC_Q8_0              ? 0.02
+                        : transform || type == KVC_INT4 ? 0.6
+                                                        : 0.2;
     CHECKF(isinf(put) || fabs(put - got) <= step, "types %d and %d: %g is decoded as %g", layer->k_type, layer->v_type,
            (double)put, (double)got);
 }
 
-/* Gathers the rows of a member, those of the batch included; checks that those which are not masked are what was put, if
- * they did not move and none has expired. */
+/* Gathers the rows of a member, those of the batch included; checks that those which are not masked are what was put,
+ * if they did not move and none has expired. */
 static inline const rows *rows_of(const stage *st, int layer, int m) {
     static rows r;
     const scene *s = st->scene;
@@ -107,7 +110,9 @@ static inline double score_of(const stage *st, const rows *r, int t, const float
 }
 
 /* Relative error of rounding to the type of q. */
-static inline double rounding_of(int type) { return type == KVC_F32 ? FLT_EPSILON / 2 : type == KVC_F16 ? 0x1p-11 : 0x1p-8; }
+static inline double rounding_of(int type) {
+    return type == KVC_F32 ? FLT_EPSILON / 2 : type == KVC_F16 ? 0x1p-11 : 0x1p-8;
+}
 
 /* The answer to query head h of token t. */
 static inline answer answer_to(const stage *st, const rows *r, int t, const float *q, int h) {
