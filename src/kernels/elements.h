@@ -459,23 +459,23 @@ INLINE code_bytes fitted_codes(int type, const vec x[QUANT_VECTORS]) {
         twice[i] = v_min(v_abs(v_add(x[i], x[i])), v_set(255));
         is_positive[i] = v_count(v_zero(), x[i], v_zero());
     }
-    const code_bytes size = b_from_floats(twice);
+    const code_bytes size = c_from_floats(twice);
     code_bytes codes = {0};
     UNROLL
     for (int num = 1; num < half; num *= 2) {
         const uint8_t *const middles = (type == KVC_INT4 ? MIDDLES_INT4 : MIDDLES_INT6) + num;
-        codes = codes + codes - (code_bytes)(size >= b_look_up(middles, codes));
+        codes = codes + codes - (code_bytes)(size >= c_look_up(middles, codes));
     }
-    return (codes + (uint8_t)half) ^ ((code_bytes)(b_from_floats(is_positive) == 0) & (uint8_t)(2 * half - 1));
+    return (codes + (uint8_t)half) ^ ((code_bytes)(c_from_floats(is_positive) == 0) & (uint8_t)(2 * half - 1));
 }
 
 INLINE code_bytes decode_levels(int type, code_bytes codes) {
     const int8_t *const levels = kvc_levels(type);
-    code_bytes found = b_look_up(levels, codes & 15);
+    code_bytes found = c_look_up(levels, codes & 15);
     UNROLL
     for (int i = 16; i < KVC_TYPES[type].num_levels; i += 16) {
         const code_bytes above = (code_bytes)(codes >= (uint8_t)i);
-        found = (found & ~above) | (b_look_up(levels + i, codes & 15) & above);
+        found = (found & ~above) | (c_look_up(levels + i, codes & 15) & above);
     }
     return found;
 }
@@ -496,7 +496,7 @@ INLINE void encode_fitted(int type, char *dst, const char *src, int n, vec inver
         for (int i = 0; i < QUANT_VECTORS; i++) in_units[i] = v_mul(x[i], inverse);
         const code_bytes codes = fitted_codes(type, in_units);
         store_planes(type, dst, codes);
-        b_to_floats(levels, decode_levels(type, codes));
+        c_to_floats(levels, decode_levels(type, codes));
         UNROLL
         for (int i = 0; i < QUANT_VECTORS; i++) {
             products[i % SUMS] = v_add(products[i % SUMS], v_mul(x[i], levels[i]));

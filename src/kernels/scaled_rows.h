@@ -125,8 +125,8 @@ INLINE void load_values(int type, ivec bytes[2], const char *block, ptrdiff_t st
         shift_codes(type, bytes, i_load_quad(block, stride, 0), high);
         shift_codes(type, bytes + 1, i_load_quad(block + PIECE_BYTES, stride, 0), high);
     } else {
-        if (stored_as(type) ==
-            KVC_INT6) { /* lanes 0 to 7 of what is loaded have bits of columns j, j + 8, j + 16 and j + 24 */
+        if (stored_as(type) == KVC_INT6) {
+            /* Lanes 0 to 7 of what is loaded have bits of columns j, j + 8, j + 16 and j + 24. */
             const ivec bits = i_load_quad(block, stride, 0),
                        twice = _mm512_shuffle_i64x2(bits, bits, _MM_SHUFFLE(1, 0, 1, 0));
             const ivec by = _mm512_inserti64x4(i_zero(), _mm256_set1_epi32(2), 1);

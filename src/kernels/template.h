@@ -29,10 +29,10 @@
  *   v_load_i8(p)               LANES int8
  *   v_load_u4(p, shift)        bits [shift, shift + 4) of each of LANES bytes
  *   v_store_8(p, x)            the low 8 bits of LANES integers of [-128, 256)
- *   code_bytes                       a vector of KVC_QUANT_ELEMENTS uint8_t, which adds and compares as C's integers do
- *   b_from_floats(x)           those of x[0 .. QUANT_VECTORS), of [0, 256), truncated
- *   b_to_floats(x, y)          sets x[0 .. QUANT_VECTORS) to bytes y that have signs
- *   b_look_up(table, x)        for each byte of x, below 16, that of 16 at table
+ *   code_bytes                 a vector of KVC_QUANT_ELEMENTS uint8_t, which adds and compares as C's integers do
+ *   c_from_floats(x)           those of x[0 .. QUANT_VECTORS), of [0, 256), truncated
+ *   c_to_floats(x, y)          sets x[0 .. QUANT_VECTORS) to bytes y that have signs
+ *   c_look_up(table, x)        for each byte of x, below 16, that of 16 at table
  *   v_set_f16(p)               the f16 at p in all lanes
  *   store_f16(p, x)            one float as an f16
  *   v_add(x, y)  v_mul(x, y)  v_div(x, y)
@@ -104,13 +104,16 @@
  *   i_join(x, y)               the high half of each int32 of x, and the low half of that of y above it
  *   i_permute_16(x, order)     lane order[i] of the int16 of x as lane i
  *   i_look_up(table, x)        for each byte of x, below 16, that byte of the same quarter of the table
+ *   has_look_up_64()           whether the processor has i_look_up_64
+ *   i_look_up_64(table, x)     for each byte of x, that of the table which its low six bits name
+ *   i_select(mask, x, y)       the bits of x where mask has ones, else those of y
  *   i_add_16(codes, x, bits)   adds 16 to those bytes of codes where x & bits is not 0
  *   i_load_quad(p, stride, swaps)
  *                              loads LANES bytes of each of four rows, those of the first at p: lane j has bytes j of
  *                              rows 0, 1, 2 and 3, or, swapped, of rows 0, 2, 1 and 3
  *   v_from_f16_pairs(x, both)  converts the low halves of lanes, f16, to x[0] and the high ones to x[1]
  *
- *   code_bytes                       a vector of 2 * LANES bf16, where HAS_BF16_DOT is 1
+ *   bvec                       a vector of 2 * LANES bf16, where HAS_BF16_DOT is 1
  *   b_load_pair(p, q, count)   loads the first `count` at p and at q into a half each; others are not read, and are 0
  *   b_load_twice(p, count)     the same at p, in both halves
  *   b_dot(sum, x, y)           adds to each float of sum the two products of bf16 there

@@ -75,14 +75,14 @@ INLINE void v_store_8(void *p, vec x) {
     _mm_storel_epi64(p, _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
 }
 
-INLINE code_bytes b_from_floats(const vec x[4]) {
+INLINE code_bytes c_from_floats(const vec x[4]) {
     const __m256i low = _mm256_packs_epi32(_mm256_cvttps_epi32(x[0]), _mm256_cvttps_epi32(x[1])),
                   high = _mm256_packs_epi32(_mm256_cvttps_epi32(x[2]), _mm256_cvttps_epi32(x[3]));
     return (code_bytes)_mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high),
                                                    _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 
-INLINE void b_to_floats(vec to[4], code_bytes x) {
+INLINE void c_to_floats(vec to[4], code_bytes x) {
     const __m128i halves[2] = {_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1)};
     UNROLL
     for (int i = 0; i < 2; i++) {

@@ -69,12 +69,12 @@ INLINE vec v_load_u4(const void *p, int shift) {
 
 INLINE void v_store_8(void *p, vec x) { _mm_storeu_si128(p, _mm512_cvtepi32_epi8(_mm512_cvttps_epi32(x))); }
 
-INLINE code_bytes b_from_floats(const vec x[2]) {
+INLINE code_bytes c_from_floats(const vec x[2]) {
     const __m128i low = _mm512_cvtepi32_epi8(_mm512_cvttps_epi32(x[0]));
     return (code_bytes)_mm256_set_m128i(_mm512_cvtepi32_epi8(_mm512_cvttps_epi32(x[1])), low);
 }
 
-INLINE void b_to_floats(vec to[2], code_bytes x) {
+INLINE void c_to_floats(vec to[2], code_bytes x) {
     to[0] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128((__m256i)x)));
     to[1] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256((__m256i)x, 1)));
 }

@@ -224,7 +224,7 @@ INLINE void i_store_16(int16_t *p, vec x, vec y) {
     memcpy(p, &packed, sizeof packed);
 }
 
-INLINE code_bytes b_from_floats(const vec x[8]) {
+INLINE code_bytes c_from_floats(const vec x[8]) {
     uint8x16_t halves[2];
     code_bytes both;
     UNROLL
@@ -240,7 +240,7 @@ INLINE code_bytes b_from_floats(const vec x[8]) {
     return both;
 }
 
-INLINE void b_to_floats(vec to[8], code_bytes x) {
+INLINE void c_to_floats(vec to[8], code_bytes x) {
     int8x16_t halves[2];
     memcpy(halves, &x, sizeof halves);
     UNROLL
@@ -254,7 +254,7 @@ INLINE void b_to_floats(vec to[8], code_bytes x) {
     }
 }
 
-INLINE code_bytes b_look_up(const void *table, code_bytes x) {
+INLINE code_bytes c_look_up(const void *table, code_bytes x) {
     uint8x16_t entries, halves[2];
     memcpy(&entries, table, sizeof entries);
     memcpy(halves, &x, sizeof halves);

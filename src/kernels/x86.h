@@ -31,7 +31,7 @@ INLINE __m256i look_up_levels(const int8_t *levels, __m256i x) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)levels)), x);
 }
 
-INLINE code_bytes b_look_up(const void *table, code_bytes x) { return (code_bytes)look_up_levels(table, (__m256i)x); }
+INLINE code_bytes c_look_up(const void *table, code_bytes x) { return (code_bytes)look_up_levels(table, (__m256i)x); }
 
 INLINE void unpack_codes(int type, char *dst, const char *block, int by) {
     const char *nibbles = block + KVC_TYPES[type].bytes - KVC_NIBBLE_BYTES;
