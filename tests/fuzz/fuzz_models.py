@@ -166,7 +166,7 @@ def read_tokenizer(path):
 def read_model(path):
     llama = runner.Llama.load(path)
     with runner.new_cache(llama.config, runner.Options()) as cache, np.errstate(all="ignore"):
-        llama.forward([0, llama.config.vocab_size - 1], cache)
+        llama.forward([0, llama.config.vocab_size - 1][: llama.config.max_seq_len], cache)
 
 
 def read_tensors(path):

@@ -70,7 +70,7 @@ static int64_t alter(int64_t value, uint8_t how, int64_t by) {
 typedef struct writing {
     const saved *from; /* rows are those of this file, again and again */
     uint64_t at, size, tables, num_checksums;
-    uint64_t checksums[2 * MAX_LAYERS];
+    uint64_t checksums[4 * MAX_LAYERS]; /* of keys, values, and scales of both */
     char bytes[MOST_FILE];
 } writing;
 
