@@ -68,19 +68,12 @@ def test_bytes(name, k_dim, v_dim):
         np.testing.assert_array_equal(found, by_head(through(x, name, order)))
 
 
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
-def test_other_types_are_stored_as_given(dtype):
-    k, v = rows(5, 24, 7)
-    plain, cache = (filled(k, v, dtype, **options) for options in ({"k_transform": None, "v_transform": None}, {}))
-    for one, other in zip(plain.gather(0, raw=True), cache.gather(0, raw=True), strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert dtype in repr(cache)
-    assert "hadamard" not in repr(cache)
-
-
-@pytest.mark.parametrize("dtype", ["int6", "int4"])
-def test_types_with_a_matrix_of_their_own_take_no_other(dtype):
-    k, v = rows(5, 64, 32)
+@pytest.mark.parametrize(
+    ("dtype", "dims"),
+    [*((dtype, (24, 7)) for dtype in ("f32", "f16", "bf16")), *((dtype, (64, 32)) for dtype in ("int6", "int4"))],
+)
+def test_floats_and_types_with_a_matrix_of_their_own_take_no_other(dtype, dims):
+    k, v = rows(5, *dims)
     plain, cache = (filled(k, v, dtype, **options) for options in ({"k_transform": None, "v_transform": None}, {}))
     for one, other in zip(plain.gather(0, raw=True), cache.gather(0, raw=True), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -2,9 +2,7 @@
  * with the instruction set that it names, is held against plain arithmetic (answers.h).  Where the input ends, chance
  * goes on. */
 #define _POSIX_C_SOURCE 200809L /* setenv */
-#include "base/hash.h"
 #include "support/answers.h"
-#include "support/isas.h"
 
 #include "fuzz.h"
 
@@ -24,10 +22,7 @@ static void hide_some(scene *s) {
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static scene s;
     if (size < 2) return 0;
-    setenv("KVCACHE_ISA", choose_isa(data[0]), 1);
-    random_state = kvc_hash(data, size, 0);
-    decisions = data + 1;
-    num_decisions = size - 1;
+    let_input_decide(data, size, 1);
     s = random_scene(random_int(0, 1 << 20));
     if (random_int(0, 2)) hide_some(&s);
     const setting how = random_setting();

@@ -2,8 +2,6 @@
  * plain arithmetic each attention (looking.h), with the instruction set that the input names.  Where the input ends,
  * chance goes on, so that short inputs lead far, too. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign, setenv */
-#include "base/hash.h"
-#include "support/isas.h"
 #include "support/looking.h"
 
 #include "fuzz.h"
@@ -14,10 +12,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static view v;
     static memory heap;
     if (size < 3) return 0;
-    setenv("KVCACHE_ISA", choose_isa(data[0]), 1);
-    random_state = kvc_hash(data, size, 0);
-    decisions = data + 2;
-    num_decisions = size - 2;
+    let_input_decide(data, size, 2);
     memory_init(&heap);
     p = (pair){.config.block_size = block_sizes[data[1] % 4], .memory = &heap, .look = data[1] & 4 ? look : NULL};
     random_pair(&p);

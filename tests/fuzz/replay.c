@@ -2,6 +2,7 @@
  *
  *     replay NUM FILE    each line of the file, in hexadecimal digits, as it is and altered NUM times
  */
+#define _POSIX_C_SOURCE 200809L /* setenv */
 #include "fuzz.h"
 
 enum { MOST_BYTES = 1 << 12 };

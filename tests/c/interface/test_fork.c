@@ -183,6 +183,18 @@ static void begin_watching(void) {
     watch = 1;
 }
 
+/* Forks while a thread is in a function of the caller's, and ends the cache. */
+static void fork_beside(kvc_cache *cache, void *(*work)(void *cache), const char *when) {
+    pthread_t thread;
+    begin_watching();
+    CHECK(pthread_create(&thread, NULL, work, cache) == 0);
+    wait_for(&is_inside);
+    fork_and_check(cache, when);
+    pthread_join(thread, NULL);
+    watch = 0;
+    do_everything(cache, "in the parent");
+}
+
 static void *copy_in_thread(void *cache) {
     CHECK(kvc_fork(cache, 0, 3) == KVC_OK);
     return NULL;
@@ -190,16 +202,9 @@ static void *copy_in_thread(void *cache) {
 
 static void test_mutex_in_allocator(void) {
     kvc_cache *cache = new_cache(frequencies, &slow_allocator);
-    pthread_t thread;
     CHECK(feed(cache, 0) == KVC_OK);
     CHECK(pthread_atfork(note_fork, NULL, NULL) == 0); /* which comes before what the library does */
-    begin_watching();
-    CHECK(pthread_create(&thread, NULL, copy_in_thread, cache) == 0);
-    wait_for(&is_inside);
-    fork_and_check(cache, "in the allocator");
-    pthread_join(thread, NULL);
-    watch = 0;
-    do_everything(cache, "in the parent");
+    fork_beside(cache, copy_in_thread, "in the allocator");
 }
 
 /* A function that moves keys forks: its call goes on in the parent and in the child. */
@@ -235,15 +240,8 @@ static void *shift_in_thread(void *cache) {
 static void test_rewrite_of_another(void) {
     const kvc_rope rope = {.kind = KVC_ROPE_FUNCTION, .shift = move_slowly};
     kvc_cache *cache = new_cache(rope, NULL);
-    pthread_t thread;
     CHECK(feed(cache, 0) == KVC_OK);
-    begin_watching();
-    CHECK(pthread_create(&thread, NULL, shift_in_thread, cache) == 0);
-    wait_for(&is_inside);
-    fork_and_check(cache, "in another's rewrite");
-    pthread_join(thread, NULL);
-    watch = 0;
-    do_everything(cache, "in the parent");
+    fork_beside(cache, shift_in_thread, "in another's rewrite");
 }
 
 /* ---- functions that write and read saved states ------------------------------------------------------------------ */
@@ -292,7 +290,6 @@ static void *restore_in_thread(void *cache) {
 /* The child holds nothing for a thread that is not there, and has not what that thread was restoring. */
 static void test_state(void *(*work)(void *cache), size_t from, const char *when) {
     kvc_cache *cache = new_cache(frequencies, NULL);
-    pthread_t thread;
     CHECK(feed(cache, 0) == KVC_OK && kvc_fork(cache, 0, 1) == KVC_OK);
     if (save(cache) != KVC_OK) { /* on a big-endian machine */
         do_everything(cache, when);
@@ -300,13 +297,7 @@ static void test_state(void *(*work)(void *cache), size_t from, const char *when
     }
     file_at = 0;
     slow_from = from;
-    begin_watching();
-    CHECK(pthread_create(&thread, NULL, work, cache) == 0);
-    wait_for(&is_inside);
-    fork_and_check(cache, when);
-    pthread_join(thread, NULL);
-    watch = 0;
-    do_everything(cache, "in the parent");
+    fork_beside(cache, work, when);
 }
 
 /* ---- work on a batch, which is not waited for -------------------------------------------------------------------- */
