@@ -320,7 +320,7 @@ typedef struct kvc_plan kvc_plan;
 KVC_API kvc_status kvc_cache_new(const kvc_config *config, kvc_cache **cache);
 
 /* Frees the cache, after waiting for calls that copy rows out; ignores NULL.  Fails with KVC_ERR_BUSY while a batch is
- * open or a call waits in kvc_begin_with, and with KVC_ERR_HELD while there is a kvc_hold. */
+ * open or a call waits in kvc_begin_with, and with KVC_ERR_HELD while there is a kvc_hold or a kvc_prefix. */
 KVC_API kvc_status kvc_cache_free(kvc_cache *cache);
 
 /* ---- a forward pass ---------------------------------------------------------------------------------------------- */
@@ -835,6 +835,100 @@ KVC_API kvc_status kvc_pin(kvc_cache *cache, const int64_t *ids, int32_t num_ids
  * NULL; returns how many there are. */
 KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
 
+/* ---- prefixes: prompts that begin alike -------------------------------------------------------------------------- */
+
+/* A prefix finds the beginning of a prompt among the blocks that earlier sequences left behind, by their tokens.  It
+ * does with retained sequences of its own what the calls above do with named ones.
+ *
+ *   kvc_prefix_acquire(prefix, &tokens, -1, &seq_id, &matched)  a new sequence, which holds the first `matched` tokens
+ *     feed it the tokens from position `matched` on, then what is generated
+ *   kvc_prefix_release(prefix, seq_id, &all_tokens)             the sequence ends, its blocks stay
+ *
+ * A block of block_size tokens is kept once it is full, and found by other prompts from then on; the commit that fills
+ * it finds its tokens in what kvc_prefix_acquire was given, kvc_prefix_release keeps those of generated tokens, and the
+ * last block, which may not be full.  A match is exact to the token, and ends where every layer has what a query there
+ * sees.  Kept blocks take no room: where a call would fail with KVC_ERR_FULL, they are evicted, as retained sequences
+ * are.  Only exact rows are kept (kvc_mark_inexact).
+ * A sequence that was acquired ends like any other, also by kvc_clear_sequence, and may be edited: what follows the
+ * edit is kept only by kvc_prefix_release.  Several prefixes, for models' adapters and tenants, may share a cache.
+ * Each call takes time for the blocks of its tokens, and none for all that are kept. */
+
+typedef struct kvc_prefix kvc_prefix;
+
+#define KVC_NAME_BYTES 32
+
+/* The tokens of a sequence, from position 0 on. */
+typedef struct kvc_tokens {
+    size_t struct_size;
+    const int64_t *ids;     /* [num_tokens] */
+    int64_t num_tokens;
+    const uint8_t *digests; /* [num_tokens][KVC_NAME_BYTES] stands for the token in place of its id, such as the hash of
+                               an image; all 0: the id counts.  NULL: all ids count */
+} kvc_tokens;
+
+typedef struct kvc_prefix_config {
+    size_t struct_size;
+    const char *fingerprint; /* what computes the rows: the model's name and revision, a hash of its file, an adapter.
+                                Not empty */
+    const void *salt;        /* [salt_size] the tenant, a secret where tenants distrust each other.  NULL: none */
+    int64_t salt_size;
+    const uint8_t *root; /* [KVC_NAME_BYTES] what the names of blocks begin with, in place of what follows from the
+                            fingerprint, the shapes and the types of the cache.  NULL: that */
+} kvc_prefix_config;
+
+/* Sets *prefix to a new prefix of a cache, to be freed with kvc_prefix_free before the cache.  Fails with
+ * KVC_ERR_INVALID if the cache is for one sequence, with KVC_ERR_UNSUPPORTED if it has a KVC_CROSS layer, whose rows do
+ * not follow from tokens, and with KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *config, kvc_prefix **prefix);
+
+/* Frees a prefix, and drops its blocks; ignores NULL.  Sequences that it acquired go on as any others. */
+KVC_API void kvc_prefix_free(kvc_prefix *prefix);
+
+/* Returns an id that names nothing, and that no such call, nor kvc_prefix_acquire, has returned before. */
+KVC_API int64_t kvc_new_sequence(kvc_cache *cache);
+
+/* Sets *seq_id to a new sequence that holds as many of the first tokens as are known, and *matched to how many these
+ * are: at most max_matched (-1: no limit), and less than all, as the last token has to be fed.  Of a block that differs
+ * in the middle, the tokens before the difference are matched.  Fails with KVC_ERR_INVALID if there are no tokens, and
+ * with KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
+                                      int64_t *seq_id, int32_t *matched);
+
+/* Keeps the blocks of a sequence, and ends it.  tokens: those that it holds, generated ones too; those that were not
+ * fed are ignored.  The sequence may be any of the cache, and does nothing if it holds nothing.  Where memory for
+ * bookkeeping is short, it keeps fewer blocks.  Fails with KVC_ERR_BUSY. */
+KVC_API kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens);
+
+/* Sets *matched to how many of the first tokens are known, without taking or marking anything. */
+KVC_API kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *matched);
+
+/* Keeps the known blocks of a prompt, such as a system prompt, whatever else needs memory, and sets *kept to the tokens
+ * in them: whole blocks, or one in which a released sequence ended.  Fails with KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_prefix_pin(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *kept);
+
+/* Takes back one kvc_prefix_pin of the same tokens; does nothing if there is none. */
+KVC_API kvc_status kvc_prefix_unpin(kvc_prefix *prefix, const kvc_tokens *tokens);
+
+/* Drops the least recently used blocks, of at least num_tokens tokens in all, but no pinned ones; sets *num_evicted to
+ * the tokens in those that it dropped. */
+KVC_API kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int64_t *num_evicted);
+
+/* Drops all blocks, pinned ones too.  Sequences stay as they are. */
+KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
+
+typedef struct kvc_prefix_stats {
+    int64_t requests;  /* calls of kvc_prefix_acquire */
+    int64_t hits;      /* those that matched anything */
+    int64_t tokens;    /* that they were given */
+    int64_t matched;   /* of these */
+    int64_t blocks;    /* now: known ones, whose rows are there */
+    int64_t held;      /* now: tokens in them */
+    int64_t sequences; /* now: acquired ones that have not ended */
+} kvc_prefix_stats;
+
+/* Fills in *stats, of stats_size bytes. */
+KVC_API void kvc_prefix_get_stats(kvc_prefix *prefix, kvc_prefix_stats *stats, size_t stats_size);
+
 /* ---- batches of other kinds -------------------------------------------------------------------------------------- */
 
 /* Sequences that are not stored (kvc_begin_args.unstored), for example to score a text, or where memory is short.  The
@@ -1047,6 +1141,7 @@ typedef struct kvc_run_info {
     int32_t position; /* of the first row; the others follow one by one */
     int32_t delta;
     int32_t in_batch; /* not 0: of the open batch, and no part of the sequence yet */
+    int32_t is_kept;  /* not 0: of a block that a prefix keeps; seq_id is a number of its own then, and listed last */
 } kvc_run_info;
 
 /* Lists where the rows of a layer's group lie, at one moment: every block that it has memory for, and every run in

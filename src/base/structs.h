@@ -26,7 +26,9 @@
     X(kvc_plan_args, non_causal)         \
     X(kvc_dense_args, non_causal)        \
     X(kvc_save_args, fingerprint)        \
-    X(kvc_load_args, config)
+    X(kvc_load_args, config)             \
+    X(kvc_tokens, digests)               \
+    X(kvc_prefix_config, root)
 
 enum {
 #define KVC_LEAST_SIZE(type, field) type##_least_size = offsetof(type, field) + sizeof(((type *)0)->field),

@@ -58,11 +58,13 @@ void kvc_cache_spare(kvc_cache *cache, kvc_sequence *sequence) {
 }
 
 void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence) {
+    kvc_follower *follower = sequence->follower;
     kvc_cache_unmark_changed(sequence);
     cache->num_holding -= sequence->holds;
     if (sequence->is_retained) kvc_cache_unretain(cache, sequence);
     kvc_table_remove(&cache->sequences, sequence);
     kvc_sequence_free(sequence, &cache->memory, cache->pools);
+    if (follower) follower->ended(cache, follower);
 }
 
 void kvc_cache_forget_all(kvc_cache *cache, const kvc_sequence *kept) {
@@ -71,7 +73,7 @@ void kvc_cache_forget_all(kvc_cache *cache, const kvc_sequence *kept) {
 }
 
 void kvc_cache_forget_blank(kvc_cache *cache, kvc_sequence *sequence) {
-    if (kvc_sequence_is_blank(sequence)) kvc_cache_forget(cache, sequence);
+    if (kvc_sequence_is_blank(sequence) && !sequence->follower) kvc_cache_forget(cache, sequence);
 }
 
 void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence) {

@@ -43,6 +43,8 @@ struct kvc_cache {
     int32_t has_own_capacity; /* whether one was given; else it is max_seq_len * max_sequences */
 
     kvc_table sequences;
+    int64_t next_id, next_hidden_id; /* for sequences that kvc_new_sequence and prefixes name */
+    int64_t num_prefixes;            /* number of prefixes that callers have not freed */
     kvc_sequence *changed;         /* list of the sequences in which the next batch looks for rows to expire */
     kvc_sequence *spare;           /* made by kvc_reserve for the next new sequence; NULL: none */
     int64_t num_holding;           /* number of sequences that hold rows, but for retained ones */

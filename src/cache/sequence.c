@@ -12,7 +12,11 @@ static size_t sequence_bytes(int32_t num_groups) {
 kvc_sequence *kvc_sequence_new(kvc_memory *memory, int64_t id, int32_t num_groups, int32_t num_token_groups) {
     kvc_sequence *sequence = kvc_memory_alloc(memory, sequence_bytes(num_groups), KVC_MEMORY_BOOKKEEPING, -1);
     if (!sequence) return NULL;
-    *sequence = (kvc_sequence){.id = id, .num_groups = num_groups, .num_token_groups = num_token_groups};
+    *sequence = (kvc_sequence){.id = id,
+                              .num_groups = num_groups,
+                              .num_token_groups = num_token_groups,
+                              .exact_to = INT32_MAX,
+                              .edited_from = INT32_MAX};
     for (int32_t g = 0; g < num_groups; g++) kvc_runs_init(&sequence->runs[g]);
     return sequence;
 }
@@ -34,6 +38,7 @@ int kvc_sequence_is_blank(const kvc_sequence *sequence) {
 
 int64_t kvc_sequence_bytes(const kvc_sequence *sequence) {
     int64_t bytes = (int64_t)sequence_bytes(sequence->num_groups);
+    if (sequence->follower) bytes += sequence->follower->bytes;
     for (int32_t g = 0; g < sequence->num_groups; g++) bytes += kvc_runs_bytes(&sequence->runs[g]);
     return bytes;
 }
@@ -87,12 +92,13 @@ int32_t kvc_min_query_position(const kvc_sequence *sequence) {
 
 /* ---- the table of sequences -------------------------------------------------------------------------------------- */
 
-/* Returns the index of the first item whose id is not below `id`. */
-static int32_t lower_bound(const kvc_table *table, int64_t id) {
+/* Returns the index of the first item that does not stand before such a sequence. */
+static int32_t lower_bound(const kvc_table *table, int32_t is_hidden, int64_t id) {
     int32_t begin = 0, end = table->num;
     while (begin < end) {
         const int32_t middle = begin + (end - begin) / 2;
-        if (table->items[middle]->id < id)
+        const kvc_sequence *item = table->items[middle];
+        if (item->is_hidden == is_hidden ? item->id < id : !item->is_hidden)
             begin = middle + 1;
         else
             end = middle;
@@ -101,8 +107,9 @@ static int32_t lower_bound(const kvc_table *table, int64_t id) {
 }
 
 kvc_sequence *kvc_table_find(const kvc_table *table, int64_t id) {
-    const int32_t i = lower_bound(table, id);
-    return i < table->num && table->items[i]->id == id ? table->items[i] : NULL;
+    const int32_t i = lower_bound(table, 0, id);
+    if (i == table->num || table->items[i]->id != id || table->items[i]->is_hidden) return NULL;
+    return table->items[i];
 }
 
 static uint64_t table_bytes(const kvc_table *table) { return (uint64_t)table->capacity * sizeof *table->items; }
@@ -152,14 +159,14 @@ void kvc_table_trim(kvc_table *table, int32_t capacity, kvc_memory *memory) {
 }
 
 void kvc_table_insert(kvc_table *table, kvc_sequence *sequence) {
-    const int32_t at = lower_bound(table, sequence->id);
+    const int32_t at = lower_bound(table, sequence->is_hidden, sequence->id);
     memmove(table->items + at + 1, table->items + at, (size_t)(table->num - at) * sizeof *table->items);
     table->items[at] = sequence;
     table->num++;
 }
 
 void kvc_table_remove(kvc_table *table, const kvc_sequence *sequence) {
-    const int32_t at = lower_bound(table, sequence->id);
+    const int32_t at = lower_bound(table, sequence->is_hidden, sequence->id);
     table->num--;
     memmove(table->items + at, table->items + at + 1, (size_t)(table->num - at) * sizeof *table->items);
 }

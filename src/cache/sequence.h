@@ -9,11 +9,22 @@
  * groups that expire, or is dropped. */
 typedef enum kvc_fate { KVC_STAYS, KVC_LOSES_WINDOWS, KVC_GOES } kvc_fate;
 
+/* Who keeps note of a sequence, and is told when it ends: see prefix/tree.h. */
+typedef struct kvc_follower {
+    /* Called once the sequence has left the table and is freed, with the mutex held; may free the follower, and end
+     * hidden sequences. */
+    void (*ended)(kvc_cache *cache, struct kvc_follower *follower);
+    int64_t bytes; /* of bookkeeping that goes when the sequence is evicted */
+} kvc_follower;
+
 typedef struct kvc_sequence {
     int64_t id;
+    int32_t is_hidden;            /* its id is a number of its own: no call can name it, and it stands behind others */
     int32_t in_batch;             /* 1 + its index among the sequences of the open batch; 0: it is not in the batch */
     int32_t min_query_position;   /* lowest position at which a query may still come; set before rows expire */
     int32_t in_rewrite;           /* a call copies its rows to new slots without the mutex */
+    int32_t exact_to;             /* position from which on rows are inexact; INT32_MAX: all are exact */
+    int32_t edited_from;          /* lowest position changed by edits since a prefix looked; INT32_MAX: none */
     kvc_fate fate;                /* KVC_STAYS unless it is in the list cache->victims */
     kvc_thread rewriter;          /* the thread of that call */
     struct kvc_rewrite *rewrites; /* [num_token_groups] the rewrites of that call */
@@ -27,6 +38,7 @@ typedef struct kvc_sequence {
     struct kvc_sequence *next_changed, **changed_at; /* place in the list cache->changed; NULL: not in it */
     struct kvc_sequence *older, *newer;              /* place in the list of retained sequences */
     struct kvc_sequence *next_victim;                /* in the list cache->victims */
+    kvc_follower *follower;                          /* NULL: nobody.  With one, it stays in the table when it is blank */
     kvc_run_list runs[];                             /* [num_groups] */
 } kvc_sequence;
 
@@ -39,7 +51,7 @@ kvc_status kvc_fail_sequence(int64_t id);
 /* Frees the sequence and drops the slots that it holds. */
 void kvc_sequence_free(kvc_sequence *sequence, kvc_memory *memory, kvc_pool *pools);
 
-/* Returns the bytes of the sequence and its lists. */
+/* Returns the bytes of the sequence, its lists and its follower. */
 int64_t kvc_sequence_bytes(const kvc_sequence *sequence);
 
 /* Returns whether the sequence holds rows, of tokens or in a cross-attention layer. */
@@ -65,11 +77,11 @@ int32_t kvc_min_query_position(const kvc_sequence *sequence);
 /* ---- the table of sequences -------------------------------------------------------------------------------------- */
 
 typedef struct kvc_table {
-    kvc_sequence **items; /* ascending by id */
+    kvc_sequence **items; /* ascending by id, hidden ones last */
     int32_t num, capacity;
 } kvc_table;
 
-/* Returns the sequence with an id; NULL if there is none. */
+/* Returns the sequence with an id, no hidden one; NULL if there is none. */
 kvc_sequence *kvc_table_find(const kvc_table *table, int64_t id);
 
 /* Gets memory for `extra` more sequences, so that inserting them cannot fail.  `before` is a copy of the table from

@@ -1,4 +1,5 @@
 /* retain.c: the public functions that make, share and list retained sequences. */
+#include "edit/retain.h"
 #include "cache/check.h"
 #include "space/limits.h"
 #include "space/evict.h"
@@ -43,7 +44,7 @@ static kvc_status end_retaining(kvc_cache *cache, kvc_sequence *sequence, const 
         return status;
     }
     kvc_table_keep(&cache->sequences, before, &cache->memory);
-    kvc_sequence *old = kvc_table_find(&cache->sequences, sequence->id);
+    kvc_sequence *old = sequence->is_hidden ? NULL : kvc_table_find(&cache->sequences, sequence->id);
     if (old) kvc_cache_forget(cache, old);
     kvc_table_insert(&cache->sequences, sequence);
     kvc_cache_retain(cache, sequence);
@@ -83,17 +84,36 @@ static kvc_status retain_group(kvc_cache *cache, const kvc_sequence *src, int32_
     return KVC_OK;
 }
 
-static kvc_status retain(kvc_cache *cache, int64_t src_id, int64_t id, int32_t begin, int32_t end) {
-    const kvc_sequence *src = kvc_cache_find(cache, src_id);
-    kvc_status status = src && src->in_batch ? KVC_OK : kvc_check_idle(src);
-    if (status == KVC_OK) status = check_unused(cache, id);
-    if (status != KVC_OK || !src) return status;
+/* Retains rows of src as a sequence of this id; hidden, if it has a follower.  *made: the sequence; NULL: none. */
+static kvc_status retain_rows(kvc_cache *cache, const kvc_sequence *src, int64_t id, int32_t begin, int32_t end,
+                              kvc_follower *follower, kvc_sequence **made) {
     kvc_table before;
+    kvc_status status = KVC_OK;
     kvc_sequence *sequence = new_retained(cache, id, &before);
+    *made = NULL;
     if (!sequence) return kvc_fail_sequence(id);
+    sequence->is_hidden = follower != NULL;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
         status = retain_group(cache, src, g, begin, end, &sequence->runs[g]);
-    return end_retaining(cache, sequence, &before, status);
+    const int is_made = status == KVC_OK && kvc_sequence_holds(sequence);
+    status = end_retaining(cache, sequence, &before, status);
+    if (!is_made) return status;
+    sequence->follower = follower;
+    *made = sequence;
+    return KVC_OK;
+}
+
+kvc_status kvc_retain_hidden(kvc_cache *cache, const kvc_sequence *src, int32_t begin, int32_t end,
+                             kvc_follower *follower, kvc_sequence **made) {
+    return retain_rows(cache, src, cache->next_hidden_id++, begin, end, follower, made);
+}
+
+static kvc_status retain(kvc_cache *cache, int64_t src_id, int64_t id, int32_t begin, int32_t end) {
+    const kvc_sequence *src = kvc_cache_find(cache, src_id);
+    kvc_sequence *made;
+    kvc_status status = src && src->in_batch ? KVC_OK : kvc_check_idle(src);
+    if (status == KVC_OK) status = check_unused(cache, id);
+    return status == KVC_OK && src ? retain_rows(cache, src, id, begin, end, NULL, &made) : status;
 }
 
 kvc_status kvc_retain(kvc_cache *cache, int64_t src, int64_t id, int32_t begin, int32_t end) {
@@ -331,27 +351,46 @@ static kvc_status attach_all(const pieces *p, int64_t dst, kvc_sequence *old, in
     return status;
 }
 
-/* Makes a retained sequence the most recently used. */
-static void touch(kvc_cache *cache, kvc_sequence *sequence) {
+void kvc_touch_retained(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_cache_unretain(cache, sequence);
     kvc_cache_retain(cache, sequence);
 }
 
-/* Finds the retained sequences; those whose rows are being written are left out, as if they were evicted. */
-static kvc_status find_pieces(pieces *p, const int64_t *ids) {
+/* Leaves out the items whose rows are being written, as if they were evicted, and finds p->end.  KVC_ERR_INVALID
+ * unless they rise by position. */
+static kvc_status sort_out(pieces *p) {
     int32_t last = -1;
     for (int32_t i = 0; i < p->num; i++) {
-        kvc_sequence *sequence = kvc_table_find(&p->cache->sequences, ids[i]);
-        if (sequence && !sequence->is_retained)
+        if (p->items[i] && p->items[i]->in_place) p->items[i] = NULL;
+        if (!p->items[i]) continue;
+        if (kvc_sequence_first(p->items[i]) <= last)
+            return kvc_fail(KVC_ERR_INVALID, "ids[%d] is %lld: its rows must stand behind those of the ids before", i,
+                            (long long)p->items[i]->id);
+        last = kvc_sequence_last(p->items[i]);
+        if (kvc_sequence_next(p->items[i]) > p->end) p->end = kvc_sequence_next(p->items[i]);
+    }
+    return KVC_OK;
+}
+
+kvc_status kvc_match_items(kvc_cache *cache, kvc_sequence **items, int32_t num, int32_t length, int32_t *matched) {
+    pieces p = {cache, items, num, 0};
+    KVC_TRY(sort_out(&p));
+    *matched = find_match(&p, length < p.end ? length : p.end);
+    return KVC_OK;
+}
+
+kvc_status kvc_attach_items(kvc_cache *cache, kvc_sequence **items, int32_t num, int64_t dst, int32_t matched) {
+    const pieces p = {cache, items, num, 0};
+    return attach_all(&p, dst, kvc_table_find(&cache->sequences, dst), matched);
+}
+
+/* Finds the retained sequences of these ids; NULL for those that do not exist. */
+static kvc_status find_items(const kvc_cache *cache, const int64_t *ids, int32_t num, kvc_sequence **items) {
+    for (int32_t i = 0; i < num; i++) {
+        items[i] = kvc_table_find(&cache->sequences, ids[i]);
+        if (items[i] && !items[i]->is_retained)
             return kvc_fail(KVC_ERR_INVALID, "ids[%d] is %lld: that sequence is not a retained one", i,
                             (long long)ids[i]);
-        p->items[i] = sequence && !sequence->in_place ? sequence : NULL;
-        if (!p->items[i]) continue;
-        if (kvc_sequence_first(sequence) <= last)
-            return kvc_fail(KVC_ERR_INVALID, "ids[%d] is %lld: its rows must stand behind those of the ids before", i,
-                            (long long)ids[i]);
-        last = kvc_sequence_last(sequence);
-        if (kvc_sequence_next(sequence) > p->end) p->end = kvc_sequence_next(sequence);
     }
     return KVC_OK;
 }
@@ -359,24 +398,25 @@ static kvc_status find_pieces(pieces *p, const int64_t *ids) {
 static kvc_status attach(kvc_cache *cache, const int64_t *ids, int32_t num, int64_t dst, int32_t length,
                          int32_t *matched) {
     kvc_sequence *old = kvc_cache_find(cache, dst);
+    int32_t end = 0;
     kvc_status status = kvc_check_idle(old);
     if (status == KVC_OK && old && kvc_sequence_holds(old))
         status = kvc_fail(KVC_ERR_INVALID, "dst: sequence %lld holds rows; attach to one that holds nothing",
                           (long long)dst);
     if (status != KVC_OK) return status;
     const size_t size = (size_t)(num + 1) * sizeof(kvc_sequence *);
-    pieces p = {cache, kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1), num, 0};
-    if (!p.items) return kvc_fail(KVC_ERR_NOMEM, "out of memory to attach %d sequences", num);
-    status = find_pieces(&p, ids);
-    const int32_t end = status == KVC_OK ? find_match(&p, length < p.end ? length : p.end) : 0;
-    if (end) status = attach_all(&p, dst, old, end);
+    kvc_sequence **items = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
+    if (!items) return kvc_fail(KVC_ERR_NOMEM, "out of memory to attach %d sequences", num);
+    status = find_items(cache, ids, num, items);
+    if (status == KVC_OK) status = kvc_match_items(cache, items, num, length, &end);
+    if (status == KVC_OK && end) status = kvc_attach_items(cache, items, num, dst, end);
     if (status == KVC_OK) {
         if (!end && old) kvc_cache_forget(cache, old); /* what has expired of it */
         for (int32_t i = num - 1; i >= 0; i--)
-            if (p.items[i]) touch(cache, p.items[i]);
+            if (items[i]) kvc_touch_retained(cache, items[i]);
         *matched = end;
     }
-    kvc_memory_free(&cache->memory, p.items, size, KVC_MEMORY_SCRATCH, -1);
+    kvc_memory_free(&cache->memory, items, size, KVC_MEMORY_SCRATCH, -1);
     return status;
 }
 
@@ -399,7 +439,7 @@ kvc_status kvc_touch(kvc_cache *cache, const int64_t *ids, int32_t num_ids) {
     kvc_lock(cache);
     for (int32_t i = num_ids - 1; i >= 0; i--) {
         kvc_sequence *sequence = find_retained(cache, ids[i]);
-        if (sequence) touch(cache, sequence);
+        if (sequence) kvc_touch_retained(cache, sequence);
     }
     return kvc_unlock(cache, KVC_OK);
 }
@@ -419,8 +459,11 @@ kvc_status kvc_pin(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int32_
 int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids) {
     int64_t n = 0;
     kvc_lock(cache);
-    for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer, n++)
+    for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer) {
+        if (sequence->is_hidden) continue;
         if (ids && n < max_ids) ids[n] = sequence->id;
+        n++;
+    }
     kvc_unlock(cache, KVC_OK);
     return n;
 }

@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "space/expire.h"
+#include "prefix/session.h"
 #include "pass/put.h"
 #include "space/resident.h"
 #include "pass/replace.h"
@@ -15,7 +16,7 @@ static void close_batch(kvc_batch *batch) {
         kvc_sequence *sequence = batch->sequences[s].sequence;
         sequence->in_batch = 0;
         kvc_cache_mark_changed(cache, sequence);
-        if (!kvc_sequence_is_blank(sequence)) continue;
+        if (!kvc_sequence_is_blank(sequence) || sequence->follower) continue;
         if (sequence == batch->spare)
             kvc_cache_spare(cache, sequence);
         else
@@ -115,6 +116,7 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
         if (pending->to == KVC_TO_CROSS) end_cross(batch, g, s, pending, keeps);
     }
     if (batch->replaced && keeps) kvc_replace_note(batch, s);
+    for (int32_t g = 0; g < cache->num_groups; g++) kvc_pending_of(batch, g, s)->num = 0; /* these are the sequence's */
     /* An unstored sequence loses also what it held before the batch, and what has expired of it is forgotten. */
     for (int32_t g = 0; member->is_unstored && g < cache->num_groups; g++)
         kvc_runs_destroy(&member->sequence->runs[g], &cache->pools[g]);
@@ -122,15 +124,19 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
 
 /* Ends the batch, keeping the tokens marked in batch->kept, but none of an unstored sequence. */
 static kvc_status finish(kvc_batch *batch) {
-    int32_t num_kept = 0;
-    for (int32_t t = 0; t < batch->num_tokens; t++)
+    int32_t num_kept = 0, keeps_all = 1;
+    for (int32_t t = 0; t < batch->num_tokens; t++) {
+        keeps_all &= batch->kept[t];
         num_kept += batch->kept[t] &= !batch->sequences[batch->sequence_of[t]].is_unstored;
+    }
     KVC_TRY(check_complete(batch));
     kvc_cache *cache = batch->cache;
     const int32_t num_tokens = batch->num_tokens;
     kvc_lock(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_keep(&cache->pools[g], &cache->pools[g].reserved);
+    if (keeps_all) kvc_prefix_fill(batch);
     for (int32_t s = 0; s < batch->num_sequences; s++) end_sequence(batch, s);
+    if (!keeps_all) kvc_prefix_fill(batch);
     for (int32_t s = 0; s < batch->num_sequences; s++) kvc_expire_behind(cache, batch->sequences[s].sequence);
     cache->stats.batches++;
     cache->stats.tokens += num_kept;

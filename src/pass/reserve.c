@@ -111,7 +111,7 @@ static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) 
         cache->pools[g].num_loose = 0;
     }
     sequence->in_batch = 0;
-    if (kvc_sequence_is_blank(sequence)) kvc_cache_spare(cache, sequence);
+    if (kvc_sequence_is_blank(sequence) && !sequence->follower) kvc_cache_spare(cache, sequence);
     kvc_scratch_give(cache, batch, batch->size);
     return KVC_OK;
 }

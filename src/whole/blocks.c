@@ -62,7 +62,8 @@ static void add_runs(void *to, const kvc_run *runs, int32_t num, const kvc_seque
                                    .count = run->count,
                                    .position = run->position,
                                    .delta = run->delta,
-                                   .in_batch = in_batch};
+                                   .in_batch = in_batch,
+                                   .is_kept = sequence->is_hidden};
         add(to, &info, sizeof info);
     }
 }

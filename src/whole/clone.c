@@ -49,7 +49,7 @@ static int32_t find_fills(const cloning *c, int32_t g, twin *twins) {
     const kvc_table *table = &c->from->sequences;
     int32_t num = 0;
     memset(twins, 0, (size_t)c->from->pools[g].num_blocks * sizeof *twins);
-    for (int32_t i = 0; i < table->num; i++) {
+    for (int32_t i = 0; i < table->num && !table->items[i]->is_hidden; i++) {
         const kvc_run_list *list = &table->items[i]->runs[g];
         for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
             twin *t = &twins[run->block->index];
@@ -99,8 +99,9 @@ static kvc_status add_sequence(kvc_cache *to, const kvc_sequence *from) {
 /* Gets all memory: everything that can fail. */
 static kvc_status reserve(cloning *c) {
     kvc_status status = reserve_blocks(c);
-    for (int32_t i = 0; status == KVC_OK && i < c->from->sequences.num; i++)
-        status = add_sequence(c->to, c->from->sequences.items[i]);
+    const kvc_table *table = &c->from->sequences;
+    for (int32_t i = 0; status == KVC_OK && i < table->num && !table->items[i]->is_hidden; i++)
+        status = add_sequence(c->to, table->items[i]);
     return status;
 }
 
@@ -145,17 +146,18 @@ static void copy_bookkeeping(cloning *c) {
     for (int32_t g = 0; g < c->from->num_groups; g++) {
         const int32_t num_blocks = c->from->pools[g].num_blocks;
         open_blocks(c, g, twins);
-        for (int32_t i = 0; i < c->from->sequences.num; i++)
+        for (int32_t i = 0; i < c->to->sequences.num; i++) /* all but hidden ones, which stand last */
             copy_runs(&c->to->sequences.items[i]->runs[g], &c->from->sequences.items[i]->runs[g], twins);
         close_blocks(c, g, twins);
         if (num_blocks) twins += num_blocks; /* NULL where there are no blocks at all */
     }
     for (const kvc_sequence *from = c->from->oldest; from; from = from->newer) {
+        if (from->is_hidden) continue;
         kvc_sequence *to = kvc_table_find(&c->to->sequences, from->id);
         to->num_pins = from->num_pins;
         kvc_cache_retain(c->to, to);
     }
-    for (int32_t i = 0; i < c->to->sequences.num; i++) kvc_cache_mark_changed(c->to, c->to->sequences.items[i]);
+    for (int32_t i = c->to->sequences.num - 1; i >= 0; i--) kvc_cache_after_edit(c->to, c->to->sequences.items[i]);
 }
 
 /* ---- rows -------------------------------------------------------------------------------------------------------- */

@@ -174,8 +174,13 @@ static kvc_status check_table(const kvc_cache *cache) {
     for (int32_t i = 0; i < cache->sequences.num; i++) {
         const kvc_sequence *sequence = cache->sequences.items[i];
         const long long id = sequence->id;
-        REQUIRE(i == 0 || cache->sequences.items[i - 1]->id < id, "the table of sequences is out of order");
-        REQUIRE(sequence->in_batch || !kvc_sequence_is_blank(sequence), "sequence %lld is blank and in the table", id);
+        const kvc_sequence *before = i ? cache->sequences.items[i - 1] : NULL;
+        REQUIRE(!before || before->is_hidden < sequence->is_hidden ||
+                    (before->is_hidden == sequence->is_hidden && before->id < id),
+                "the table of sequences is out of order");
+        REQUIRE(sequence->in_batch || sequence->follower || !kvc_sequence_is_blank(sequence),
+                "sequence %lld is blank and in the table", id);
+        REQUIRE(!sequence->is_hidden || (sequence->is_retained && sequence->follower), "nobody follows hidden rows");
         REQUIRE(cache->batch || !sequence->in_batch, "sequence %lld belongs to a batch that is not there", id);
     }
     return KVC_OK;

@@ -1,0 +1,460 @@
+/* prefix.c: the public functions of prefixes. */
+#include "prefix/prefix.h"
+
+#include <string.h>
+
+#include "base/blake2b.h"
+#include "cache/check.h"
+#include "cache/waiting.h"
+#include "edit/retain.h"
+
+enum { AT_ONCE = 64 }; /* blocks that are dropped before others get the mutex */
+
+/* A prompt whose blocks are kept, whatever else needs memory. */
+typedef struct kvc_pinned {
+    struct kvc_pinned *next;
+    kvc_node *last;               /* it and all nodes above it have a pin */
+    uint8_t name[KVC_NAME_BYTES]; /* of the tokens, as if they were one block */
+} kvc_pinned;
+
+/* ---- what names stand for ---------------------------------------------------------------------------------------- */
+
+static void add_int(kvc_blake2b *hash, int64_t value) {
+    uint8_t bytes[8];
+    for (int i = 0; i < 8; i++) bytes[i] = (uint8_t)((uint64_t)value >> 8 * i);
+    kvc_blake2b_add(hash, bytes, sizeof bytes);
+}
+
+static void add_layer(kvc_blake2b *hash, const kvc_layer *layer) {
+    const kvc_policy *policy = &layer->policy;
+    const int32_t fields[] = {layer->num_kv_heads,
+                              layer->k_dim,
+                              layer->v_dim,
+                              layer->k_type,
+                              layer->v_type,
+                              layer->k_transform,
+                              layer->v_transform,
+                              layer->value_in_key,
+                              layer->share,
+                              policy->kind,
+                              policy->window,
+                              policy->num_sink_tokens,
+                              policy->resume_window,
+                              policy->attention_chunk_size,
+                              layer->rope.kind,
+                              layer->rope.interleaved,
+                              layer->rope.first_dim,
+                              layer->rope.num_freqs};
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) add_int(hash, fields[i]);
+    for (int32_t i = 0; layer->rope.kind == KVC_ROPE_FREQUENCIES && i < layer->rope.num_freqs; i++) {
+        int64_t bits;
+        memcpy(&bits, &layer->rope.inv_freq[i], sizeof bits);
+        add_int(hash, bits);
+    }
+}
+
+/* Sets the name that the first block's follows: that of the model, and of how the cache stores its rows. */
+static void name_root(const kvc_cache *cache, const char *fingerprint, const uint8_t *salt, uint8_t *name) {
+    uint8_t identity[KVC_NAME_BYTES];
+    kvc_blake2b hash;
+    kvc_blake2b_begin(&hash, sizeof identity, NULL, 0, "kvcache prefix 1");
+    add_int(&hash, cache->pools[0].block_size);
+    add_int(&hash, cache->num_layers);
+    for (int32_t i = 0; i < cache->num_layers; i++) add_layer(&hash, &cache->layers[i]);
+    kvc_blake2b_add(&hash, fingerprint, strlen(fingerprint));
+    kvc_blake2b_end(&hash, identity);
+    kvc_name_root(salt, identity, sizeof identity, name);
+}
+
+/* ---- making and freeing ------------------------------------------------------------------------------------------ */
+
+static kvc_status check_config(const kvc_cache *cache, const kvc_prefix_config *config) {
+    if (!config->fingerprint || !*config->fingerprint)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "fingerprint is %s: name what computes the rows, such as the model and its revision",
+                        config->fingerprint ? "empty" : "NULL");
+    if (config->salt_size < 0 || (config->salt_size && !config->salt))
+        return kvc_fail(KVC_ERR_INVALID, "salt_size is %lld%s", (long long)config->salt_size,
+                        config->salt_size < 0 ? "" : " and salt is NULL");
+    if (cache->max_sequences == 1)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "max_sequences is 1, so that a second request could not run beside the first: make the cache "
+                        "for more");
+    for (int32_t i = 0; i < cache->num_layers; i++)
+        if (cache->layers[i].policy.kind == KVC_CROSS)
+            return kvc_fail(KVC_ERR_UNSUPPORTED, "layer %d is KVC_CROSS: its rows do not follow from tokens", i);
+    return KVC_OK;
+}
+
+kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_prefix **out) {
+    kvc_prefix_config config;
+    KVC_TRY(KVC_READ(kvc_prefix_config, &config, from, "config"));
+    if (!out) return kvc_fail(KVC_ERR_INVALID, "prefix is NULL: it is where the new one goes");
+    KVC_TRY(check_config(cache, &config));
+    kvc_lock(cache);
+    kvc_prefix *prefix = kvc_memory_alloc(&cache->memory, sizeof *prefix, KVC_MEMORY_BOOKKEEPING, -1);
+    if (!prefix) return kvc_unlock(cache, kvc_fail(KVC_ERR_NOMEM, "out of memory for a prefix"));
+    *prefix = (kvc_prefix){.cache = cache};
+    kvc_name_salt(config.salt, (size_t)config.salt_size, prefix->salt);
+    if (config.root)
+        memcpy(prefix->root, config.root, KVC_NAME_BYTES);
+    else
+        name_root(cache, config.fingerprint, prefix->salt, prefix->root);
+    prefix->tree = kvc_tree_new(cache, prefix->salt, prefix->root);
+    if (!prefix->tree) {
+        kvc_memory_free(&cache->memory, prefix, sizeof *prefix, KVC_MEMORY_BOOKKEEPING, -1);
+        return kvc_unlock(cache, KVC_ERR_NOMEM);
+    }
+    cache->num_prefixes++;
+    *out = prefix;
+    return kvc_unlock(cache, KVC_OK);
+}
+
+static void pin_path(kvc_node *node, int32_t add) {
+    for (kvc_node *parent; node->parent; node = parent) {
+        parent = node->parent;
+        kvc_node_pin(node, add);
+    }
+}
+
+static void unpin_first(kvc_prefix *prefix, kvc_pinned **at) {
+    kvc_pinned *pin = *at;
+    *at = pin->next;
+    pin_path(pin->last, -1);
+    kvc_memory_free(&prefix->cache->memory, pin, sizeof *pin, KVC_MEMORY_BOOKKEEPING, -1);
+}
+
+/* Takes the tree of a prefix, with nobody left who uses its nodes, and puts another in its place. */
+static kvc_tree *take_tree(kvc_prefix *prefix, kvc_tree *other) {
+    kvc_tree *tree = prefix->tree;
+    while (prefix->pins) unpin_first(prefix, &prefix->pins);
+    for (kvc_session *session = prefix->sessions; session; session = session->next) {
+        kvc_session_roll_back(session, 0);
+        kvc_node_use(&tree->root, -1);
+        session->last = &other->root;
+        kvc_node_use(session->last, 1);
+    }
+    prefix->tree = other;
+    return tree;
+}
+
+/* Drops all nodes of a tree that is no prefix's any more, a few at a time, and frees it. */
+static void drop_tree(kvc_cache *cache, kvc_tree *tree) {
+    while (tree->oldest) {
+        for (int i = 0; i < AT_ONCE && tree->oldest; i++) kvc_node_drop(tree->oldest);
+        kvc_unlock(cache, KVC_OK);
+        kvc_lock(cache);
+    }
+    kvc_tree_free(tree);
+}
+
+void kvc_prefix_free(kvc_prefix *prefix) {
+    if (!prefix) return;
+    kvc_cache *cache = prefix->cache;
+    kvc_lock(cache);
+    while (prefix->sessions) {
+        kvc_sequence *sequence = prefix->sessions->sequence;
+        kvc_follower *follower = sequence->follower;
+        sequence->follower = NULL;
+        follower->ended(cache, follower);
+        if (!sequence->in_batch) kvc_cache_forget_blank(cache, sequence);
+    }
+    while (prefix->pins) unpin_first(prefix, &prefix->pins);
+    drop_tree(cache, prefix->tree);
+    kvc_memory_free(&cache->memory, prefix, sizeof *prefix, KVC_MEMORY_BOOKKEEPING, -1);
+    cache->num_prefixes--;
+    kvc_unlock(cache, KVC_OK);
+}
+
+/* ---- finding ----------------------------------------------------------------------------------------------------- */
+
+static kvc_status read_tokens(const kvc_tokens *from, kvc_tokens *tokens) {
+    KVC_TRY(KVC_READ(kvc_tokens, tokens, from, "tokens"));
+    if (tokens->num_tokens < 0 || tokens->num_tokens > INT32_MAX || (tokens->num_tokens && !tokens->ids))
+        return kvc_fail(KVC_ERR_INVALID, "num_tokens is %lld%s", (long long)tokens->num_tokens,
+                        tokens->num_tokens < 0           ? ": it must be at least 0"
+                        : tokens->num_tokens > INT32_MAX ? ": it must be a position, at most 2147483647"
+                                                         : " and ids is NULL");
+    return KVC_OK;
+}
+
+/* What is known of a prompt: its nodes, and how far its tokens are theirs. */
+typedef struct path {
+    kvc_node **nodes;
+    kvc_sequence **items; /* rows of the nodes */
+    int32_t num, end;
+    int32_t is_cut; /* more nodes follow, behind one without rows */
+    uint64_t size;  /* bytes of the allocation */
+} path;
+
+static kvc_status new_path(const kvc_prefix *prefix, const kvc_tokens *tokens, path *p) {
+    const int64_t most = tokens->num_tokens / prefix->cache->pools[0].block_size + 1;
+    *p = (path){.size = (uint64_t)most * 2 * sizeof(void *)};
+    p->nodes = kvc_memory_alloc(&prefix->cache->memory, p->size, KVC_MEMORY_SCRATCH, -1);
+    if (!p->nodes) return kvc_fail(KVC_ERR_NOMEM, "out of memory to find %lld tokens", (long long)tokens->num_tokens);
+    p->items = (kvc_sequence **)(void *)(p->nodes + most);
+    return KVC_OK;
+}
+
+static void free_path(kvc_cache *cache, const path *p) {
+    kvc_memory_free(&cache->memory, p->nodes, p->size, KVC_MEMORY_SCRATCH, -1);
+}
+
+/* Finds the nodes of a prompt, the last one perhaps of other tokens at its end; not behind one without rows, unless
+ * `gaps` may be between them. */
+static void find_nodes(const kvc_prefix *prefix, const kvc_tokens *tokens, int gaps, path *p) {
+    const int32_t block = prefix->cache->pools[0].block_size;
+    kvc_node *last = &prefix->tree->root, *node;
+    kvc_token_span part = kvc_tokens_part(tokens, 0, block);
+    int32_t common;
+    p->num = p->is_cut = 0;
+    while (part.num == block && (node = kvc_node_child(last, &part))) {
+        p->is_cut = !node->rows && !gaps;
+        if (p->is_cut) break;
+        p->nodes[p->num++] = last = node;
+        part = kvc_tokens_part(tokens, last->end, (int64_t)last->end + block);
+    }
+    while (p->num && !p->nodes[p->num - 1]->rows) p->num--; /* it would hide those that begin alike */
+    last = p->num ? p->nodes[p->num - 1] : &prefix->tree->root;
+    p->end = last->end;
+    part = kvc_tokens_part(tokens, last->end, (int64_t)last->end + block);
+    node = part.num ? kvc_node_similar(last, &part, &common) : NULL;
+    if (node) {
+        p->nodes[p->num++] = node;
+        p->end += common;
+    }
+    for (int32_t i = 0; i < p->num; i++) p->items[i] = p->nodes[i]->rows;
+}
+
+/* Finds how many of the first tokens these nodes hold. */
+static kvc_status match_nodes(const kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, int gaps, path *p,
+                              int32_t *matched) {
+    find_nodes(prefix, tokens, gaps, p);
+    return kvc_match_items(prefix->cache, p->items, p->num, p->end < limit ? p->end : (int32_t)limit, matched);
+}
+
+/* Finds how many of the first tokens are there, at most `limit`.  Where windows see nothing of a gap, what is behind it
+ * counts. */
+static kvc_status find_match(const kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, path *p,
+                             int32_t *matched) {
+    int32_t with_gaps = 0;
+    KVC_TRY(new_path(prefix, tokens, p));
+    kvc_status status = match_nodes(prefix, tokens, limit, 0, p, matched);
+    if (status == KVC_OK && p->is_cut) {
+        status = match_nodes(prefix, tokens, limit, 1, p, &with_gaps);
+        if (with_gaps > *matched)
+            *matched = with_gaps;
+        else if (status == KVC_OK)
+            status = match_nodes(prefix, tokens, limit, 0, p, matched);
+    }
+    if (status != KVC_OK) free_path(prefix->cache, p);
+    return status;
+}
+
+kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *from, int32_t *matched) {
+    kvc_tokens tokens;
+    path p;
+    KVC_TRY(read_tokens(from, &tokens));
+    if (!matched) return kvc_fail(KVC_ERR_INVALID, "matched is NULL");
+    kvc_lock(prefix->cache);
+    const kvc_status status = find_match(prefix, &tokens, tokens.num_tokens, &p, matched);
+    if (status == KVC_OK) free_path(prefix->cache, &p);
+    return kvc_unlock(prefix->cache, status);
+}
+
+/* ---- acquiring --------------------------------------------------------------------------------------------------- */
+
+/* Returns an id that names nothing. */
+static int64_t new_id(kvc_cache *cache) {
+    while (kvc_table_find(&cache->sequences, cache->next_id)) cache->next_id++;
+    return cache->next_id++;
+}
+
+int64_t kvc_new_sequence(kvc_cache *cache) {
+    kvc_lock(cache);
+    const int64_t id = new_id(cache);
+    kvc_unlock(cache, KVC_OK);
+    return id;
+}
+
+/* Makes the sequence of a session, and begins it. */
+static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const path *p, int64_t id, int32_t matched) {
+    kvc_cache *cache = prefix->cache;
+    const int32_t known = matched / cache->pools[0].block_size;
+    kvc_sequence *sequence;
+    if (matched) {
+        KVC_TRY(kvc_attach_items(cache, p->items, p->num, id, matched));
+        sequence = kvc_table_find(&cache->sequences, id);
+    } else { /* it stays in the table, as it has a follower */
+        sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
+        if (!sequence) return kvc_fail_sequence(id);
+        sequence->follower = &session->follower;
+        KVC_TRY(kvc_cache_insert(cache, sequence, NULL));
+    }
+    kvc_session_begin(session, sequence, known ? p->nodes[known - 1] : &prefix->tree->root);
+    kvc_tree_touch(p->num ? p->nodes[p->num - 1] : &prefix->tree->root);
+    return KVC_OK;
+}
+
+static kvc_status acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, int64_t *seq_id,
+                          int32_t *matched) {
+    path p;
+    int32_t num;
+    KVC_TRY(find_match(prefix, tokens, limit, &p, &num));
+    kvc_session *session = kvc_session_new(prefix, tokens, num);
+    const int64_t id = new_id(prefix->cache);
+    const kvc_status status = session ? begin(prefix, session, &p, id, num) : KVC_ERR_NOMEM;
+    if (status == KVC_OK) {
+        prefix->stats.requests++;
+        prefix->stats.hits += num > 0;
+        prefix->stats.tokens += tokens->num_tokens;
+        prefix->stats.matched += num;
+        *seq_id = id;
+        *matched = num;
+    } else if (session) {
+        kvc_session_free(session);
+    }
+    free_path(prefix->cache, &p);
+    return status;
+}
+
+kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *from, int64_t max_matched, int64_t *seq_id,
+                              int32_t *matched) {
+    kvc_tokens tokens;
+    KVC_TRY(read_tokens(from, &tokens));
+    if (!seq_id) return kvc_fail(KVC_ERR_INVALID, "seq_id is NULL");
+    if (!matched) return kvc_fail(KVC_ERR_INVALID, "matched is NULL");
+    if (!tokens.num_tokens) return kvc_fail(KVC_ERR_INVALID, "num_tokens is 0: a prompt has at least one token");
+    if (max_matched < -1)
+        return kvc_fail(KVC_ERR_INVALID, "max_matched is %lld: it must be at least 0, or -1 for no limit",
+                        (long long)max_matched);
+    int64_t limit = tokens.num_tokens - 1;
+    if (max_matched >= 0 && max_matched < limit) limit = max_matched;
+    kvc_lock(prefix->cache);
+    return kvc_unlock(prefix->cache, acquire(prefix, &tokens, limit, seq_id, matched));
+}
+
+/* ---- releasing --------------------------------------------------------------------------------------------------- */
+
+static kvc_status release(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *tokens) {
+    kvc_cache *cache = prefix->cache;
+    kvc_sequence *sequence = kvc_cache_find(cache, seq_id);
+    KVC_TRY(kvc_check_idle(sequence));
+    KVC_TRY(kvc_check_not_retained(sequence));
+    if (!sequence) return KVC_OK;
+    const int32_t next = kvc_sequence_next(sequence);
+    if (tokens->num_tokens > next) tokens->num_tokens = next;
+    if (tokens->num_tokens > sequence->exact_to) tokens->num_tokens = sequence->exact_to;
+    kvc_node *last = kvc_session_keep(prefix, sequence, tokens, (int32_t)tokens->num_tokens);
+    kvc_node_use(last, 1);
+    kvc_cache_forget(cache, sequence);
+    kvc_tree_touch(last);
+    kvc_node_use(last, -1);
+    return KVC_OK;
+}
+
+kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *from) {
+    kvc_tokens tokens;
+    KVC_TRY(read_tokens(from, &tokens));
+    kvc_lock(prefix->cache);
+    return kvc_unlock(prefix->cache, release(prefix, seq_id, &tokens));
+}
+
+/* ---- pins -------------------------------------------------------------------------------------------------------- */
+
+static void name_prompt(const kvc_prefix *prefix, const kvc_tokens *tokens, uint8_t *name) {
+    const kvc_token_span all = kvc_tokens_part(tokens, 0, tokens->num_tokens);
+    kvc_name_block(prefix->salt, prefix->root, &all, name);
+}
+
+/* Returns the last node with rows of a prompt, behind others that have; it has no other tokens than these. */
+static kvc_node *find_last(const kvc_prefix *prefix, const kvc_tokens *tokens) {
+    const int32_t block = prefix->cache->pools[0].block_size;
+    kvc_node *last = &prefix->tree->root;
+    for (kvc_node *node; last->end < tokens->num_tokens; last = node) {
+        const kvc_token_span part = kvc_tokens_part(tokens, last->end, (int64_t)last->end + block);
+        node = kvc_node_child(last, &part);
+        if (!node || !node->rows) break;
+    }
+    return last;
+}
+
+kvc_status kvc_prefix_pin(kvc_prefix *prefix, const kvc_tokens *from, int32_t *kept) {
+    kvc_cache *cache = prefix->cache;
+    kvc_tokens tokens;
+    uint8_t name[KVC_NAME_BYTES];
+    KVC_TRY(read_tokens(from, &tokens));
+    if (!kept) return kvc_fail(KVC_ERR_INVALID, "kept is NULL");
+    name_prompt(prefix, &tokens, name);
+    kvc_lock(cache);
+    kvc_node *last = find_last(prefix, &tokens);
+    kvc_pinned *pin = NULL;
+    if (last->parent) pin = kvc_memory_alloc(&cache->memory, sizeof *pin, KVC_MEMORY_BOOKKEEPING, -1);
+    if (last->parent && !pin) return kvc_unlock(cache, kvc_fail(KVC_ERR_NOMEM, "out of memory for a pin"));
+    *kept = last->end;
+    if (!pin) return kvc_unlock(cache, KVC_OK);
+    *pin = (kvc_pinned){.next = prefix->pins, .last = last};
+    memcpy(pin->name, name, sizeof name);
+    prefix->pins = pin;
+    pin_path(last, 1);
+    return kvc_unlock(cache, KVC_OK);
+}
+
+kvc_status kvc_prefix_unpin(kvc_prefix *prefix, const kvc_tokens *from) {
+    kvc_tokens tokens;
+    uint8_t name[KVC_NAME_BYTES];
+    KVC_TRY(read_tokens(from, &tokens));
+    name_prompt(prefix, &tokens, name);
+    kvc_lock(prefix->cache);
+    kvc_pinned **at = &prefix->pins;
+    while (*at && memcmp((*at)->name, name, sizeof name)) at = &(*at)->next;
+    if (*at) unpin_first(prefix, at);
+    return kvc_unlock(prefix->cache, KVC_OK);
+}
+
+/* ---- dropping ---------------------------------------------------------------------------------------------------- */
+
+/* Drops some of the least recently used blocks, until *left tokens are dropped; returns whether there may be more. */
+static int evict_some(kvc_tree *tree, int64_t *left) {
+    kvc_node *next = tree->oldest;
+    for (int i = 0; i < AT_ONCE; i++) {
+        while (next && next->num_pins) next = next->newer;
+        if (!next || *left <= 0) return 0;
+        kvc_node *node = next;
+        next = node->newer;
+        *left -= node->end - node->begin;
+        kvc_node_drop(node);
+    }
+    return 1;
+}
+
+kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int64_t *num_evicted) {
+    kvc_cache *cache = prefix->cache;
+    int64_t left = num_tokens;
+    if (num_tokens < 0)
+        return kvc_fail(KVC_ERR_INVALID, "num_tokens is %lld: it must be at least 0", (long long)num_tokens);
+    if (!num_evicted) return kvc_fail(KVC_ERR_INVALID, "num_evicted is NULL");
+    for (int more = 1; more;) {
+        kvc_lock(cache);
+        more = evict_some(prefix->tree, &left);
+        kvc_unlock(cache, KVC_OK);
+    }
+    *num_evicted = num_tokens - left;
+    return KVC_OK;
+}
+
+kvc_status kvc_prefix_clear(kvc_prefix *prefix) {
+    kvc_cache *cache = prefix->cache;
+    kvc_lock(cache);
+    kvc_tree *other = kvc_tree_new(cache, prefix->salt, prefix->root);
+    if (other) drop_tree(cache, take_tree(prefix, other));
+    return kvc_unlock(cache, other ? KVC_OK : KVC_ERR_NOMEM);
+}
+
+void kvc_prefix_get_stats(kvc_prefix *prefix, kvc_prefix_stats *stats, size_t stats_size) {
+    kvc_lock(prefix->cache);
+    prefix->stats.blocks = prefix->tree->num_nodes;
+    prefix->stats.held = prefix->tree->num_tokens;
+    kvc_write_struct(stats, stats_size, &prefix->stats, sizeof prefix->stats);
+    kvc_unlock(prefix->cache, KVC_OK);
+}

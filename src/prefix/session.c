@@ -1,0 +1,201 @@
+/* session.c: the sequences that a prefix has acquired: see session.h. */
+#include "prefix/prefix.h"
+
+#include <string.h>
+
+/* ---- beginning and ending ---------------------------------------------------------------------------------------- */
+
+static int32_t block_size(const kvc_session *session) { return session->prefix->cache->pools[0].block_size; }
+
+/* Makes `last` the last block of the tree that is known of the sequence. */
+static void set_last(kvc_session *session, kvc_node *last) {
+    kvc_node *before = session->last;
+    kvc_node_use(last, 1);
+    session->last = last;
+    if (before) kvc_node_use(before, -1);
+}
+
+static void drop_pending(kvc_session *session, int32_t position) {
+    while (session->pending && session->pending->end > position) kvc_node_drop(session->pending);
+}
+
+/* Ends with the sequence: what builds on others is evicted before them. */
+static void ended(kvc_cache *cache, kvc_follower *follower) {
+    kvc_session *session = (kvc_session *)(void *)follower;
+    (void)cache;
+    drop_pending(session, 0);
+    kvc_tree_touch(session->last);
+    kvc_node_use(session->last, -1);
+    *session->at = session->next;
+    if (session->next) session->next->at = session->at;
+    session->prefix->stats.sequences--;
+    kvc_session_free(session);
+}
+
+kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t matched) {
+    const int32_t block = prefix->cache->pools[0].block_size, begin = matched / block * block;
+    const kvc_token_span prompt = kvc_tokens_part(tokens, begin, tokens->num_tokens / block * block);
+    const uint64_t ids_size = (uint64_t)prompt.num * sizeof(int64_t),
+                   digests_size = prompt.digests ? (uint64_t)prompt.num * KVC_NAME_BYTES : 0,
+                   size = sizeof(kvc_session) + ids_size + digests_size;
+    kvc_session *session = kvc_memory_alloc(&prefix->cache->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
+    if (!session) {
+        kvc_set_last_error("out of memory for a prompt of %lld tokens", (long long)tokens->num_tokens);
+        return NULL;
+    }
+    int64_t *ids = (int64_t *)(void *)(session + 1);
+    uint8_t *digests = prompt.digests ? (uint8_t *)(ids + prompt.num) : NULL;
+    if (prompt.num) memcpy(ids, prompt.ids, ids_size);
+    if (digests) memcpy(digests, prompt.digests, digests_size);
+    *session = (kvc_session){.follower = {ended, (int64_t)size},
+                             .prefix = prefix,
+                             .retained_to = begin,
+                             .known_to = begin + prompt.num,
+                             .begin = begin,
+                             .prompt = {ids, digests, prompt.num},
+                             .size = size};
+    return session;
+}
+
+void kvc_session_free(kvc_session *session) {
+    kvc_memory_free(&session->prefix->cache->memory, session, session->size, KVC_MEMORY_BOOKKEEPING, -1);
+}
+
+void kvc_session_begin(kvc_session *session, kvc_sequence *sequence, kvc_node *last) {
+    kvc_prefix *prefix = session->prefix;
+    session->sequence = sequence;
+    sequence->follower = &session->follower;
+    set_last(session, last);
+    session->next = prefix->sessions;
+    session->at = &prefix->sessions;
+    if (prefix->sessions) prefix->sessions->at = &session->next;
+    prefix->sessions = session;
+    prefix->stats.sequences++;
+}
+
+void kvc_session_roll_back(kvc_session *session, int32_t position) {
+    const int32_t full = position / block_size(session) * block_size(session);
+    if (session->retained_to > full) session->retained_to = full;
+    if (session->known_to > full) session->known_to = full;
+    kvc_node *last = session->last;
+    while (last->end > full) last = last->parent;
+    set_last(session, last);
+    drop_pending(session, position);
+}
+
+/* Takes note of what edits have done since the last time, and of a position from which on tokens change. */
+static void note_edits(kvc_session *session, int32_t position) {
+    if (session->sequence->edited_from < position) position = session->sequence->edited_from;
+    session->sequence->edited_from = INT32_MAX;
+    if (position < INT32_MAX) kvc_session_roll_back(session, position);
+}
+
+/* ---- blocks that fill -------------------------------------------------------------------------------------------- */
+
+/* Keeps the next block of a sequence; returns 0 if that cannot be now. */
+static int keep_next(kvc_session *session) {
+    const int32_t begin = session->retained_to, end = begin + block_size(session);
+    const int is_known = session->last->end == begin && end <= session->known_to;
+    kvc_token_span tokens = {0};
+    kvc_node *node = NULL;
+    if (is_known) {
+        const kvc_tokens prompt = {.ids = session->prompt.ids,
+                                   .num_tokens = session->prompt.num,
+                                   .digests = session->prompt.digests};
+        tokens = kvc_tokens_part(&prompt, begin - session->begin, end - session->begin);
+        node = kvc_node_find(session->last, &tokens);
+    }
+    if (!node) {
+        kvc_node_new(session->prefix->tree, session->sequence, begin, end, &session->pending, &node);
+        if (node && is_known) node = kvc_tree_add(session->last, node, &tokens);
+        if (!node) return 0;
+    }
+    if (is_known) set_last(session, node);
+    session->retained_to = end;
+    return 1;
+}
+
+/* Keeps the blocks that are full up to a position. */
+static void fill(kvc_session *session, int32_t end) {
+    if (end > session->sequence->exact_to) end = session->sequence->exact_to;
+    while (session->retained_to <= end - block_size(session) && keep_next(session)) continue;
+}
+
+/* Returns the lowest position of a batch's tokens of one sequence, and sets *end behind the largest that is kept. */
+static int32_t range_of(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t *end) {
+    const int32_t *token = batch->order + member->first;
+    int32_t begin = INT32_MAX, last = -1;
+    for (int32_t i = 0; i < member->num_tokens; i++) {
+        const int32_t position = batch->positions[token[i]];
+        if (position < begin) begin = position;
+        if (position > last && batch->kept[token[i]]) last = position;
+    }
+    *end = last + 1;
+    return begin;
+}
+
+void kvc_prefix_fill(const kvc_batch *batch) {
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        const kvc_batch_sequence *member = &batch->sequences[s];
+        kvc_session *session = (kvc_session *)(void *)member->sequence->follower;
+        if (!session) continue;
+        int32_t end;
+        const int32_t begin = range_of(batch, member, &end), is_other = batch->replaced || begin < session->retained_to;
+        note_edits(session, member->is_unstored ? 0 : is_other ? begin : INT32_MAX);
+        if (!member->is_unstored && !batch->replaced) fill(session, end);
+    }
+}
+
+/* ---- blocks whose tokens become known ---------------------------------------------------------------------------- */
+
+/* Returns the sequence's session of this prefix; NULL if it has none. */
+static kvc_session *session_of(const kvc_prefix *prefix, const kvc_sequence *sequence) {
+    kvc_session *session = (kvc_session *)(void *)sequence->follower;
+    return session && session->prefix == prefix ? session : NULL;
+}
+
+/* Turns the list of blocks whose tokens are not known round: the first ones come first. */
+static void turn_pending(kvc_session *session) {
+    kvc_node *turned = NULL;
+    for (kvc_node *node; (node = session->pending);) {
+        session->pending = node->next;
+        node->next = turned;
+        if (turned) turned->at = &node->next;
+        turned = node;
+    }
+    session->pending = turned;
+    if (turned) turned->at = &session->pending;
+}
+
+/* Returns the block that keeps these tokens of a sequence, behind `parent`; NULL if there is none, and no memory. */
+static kvc_node *keep_block(kvc_node *parent, const kvc_sequence *sequence, kvc_session *session,
+                            const kvc_token_span *tokens) {
+    kvc_node *own = session && session->pending && session->pending->begin == parent->end ? session->pending : NULL;
+    kvc_node *known = kvc_node_find(parent, tokens), *list = NULL;
+    if (!known && !own) known = kvc_node_child(parent, tokens);
+    if (known && known->rows) {
+        if (own) kvc_node_drop(own);
+        return known;
+    }
+    if (!own) kvc_node_new(parent->tree, sequence, parent->end, parent->end + tokens->num, &list, &own);
+    return own ? kvc_tree_add(parent, own, tokens) : NULL;
+}
+
+kvc_node *kvc_session_keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tokens *tokens, int32_t length) {
+    const int32_t block = prefix->cache->pools[0].block_size;
+    kvc_session *session = session_of(prefix, sequence);
+    kvc_node *last = &prefix->tree->root;
+    if (session) {
+        note_edits(session, length < session->retained_to ? length : INT32_MAX);
+        turn_pending(session);
+    }
+    while (last->end < length) {
+        const int32_t end = length - last->end > block ? last->end + block : length;
+        const kvc_token_span part = kvc_tokens_part(tokens, last->end, end);
+        kvc_node *node = keep_block(last, sequence, session, &part);
+        if (!node) break;
+        last = node;
+        if (part.num < block) break;
+    }
+    return last;
+}

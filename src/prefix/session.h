@@ -1,0 +1,45 @@
+/* session.h: the sequences that a prefix has acquired: the blocks that they fill are kept for prompts to come.
+ *
+ * All functions are called with the mutex held.
+ */
+#ifndef KVC_SESSION_H
+#define KVC_SESSION_H
+
+#include "cache/batch.h"
+#include "prefix/tree.h"
+
+/* The follower of an acquired sequence. */
+typedef struct kvc_session {
+    kvc_follower follower; /* first, so that its address is that of the session */
+    struct kvc_prefix *prefix;
+    kvc_sequence *sequence;
+    kvc_node *last;                 /* the last block of the tree that is known to be one of the sequence's */
+    int32_t retained_to;            /* position up to which its blocks are in the tree, or in `pending` */
+    int32_t known_to;               /* position up to which `prompt` has the tokens of its blocks */
+    kvc_node *pending;              /* list of its blocks whose tokens are not known yet, the last ones first */
+    struct kvc_session *next, **at; /* place in the list of the prefix */
+    int32_t begin;                  /* position of the first token of the prompt here */
+    kvc_token_span prompt;          /* tokens of full blocks that the sequence is to be fed */
+    uint64_t size;                  /* bytes of this allocation */
+} kvc_session;
+
+/* Makes the session of a sequence that is to hold the prompt's tokens up to `matched` and to be fed the others; NULL if
+ * out of memory.  Frees one that has not begun. */
+kvc_session *kvc_session_new(struct kvc_prefix *prefix, const kvc_tokens *tokens, int32_t matched);
+void kvc_session_free(kvc_session *session);
+
+/* Makes the session that of a sequence whose full blocks are those up to `last`. */
+void kvc_session_begin(kvc_session *session, kvc_sequence *sequence, kvc_node *last);
+
+/* Notes that the tokens of the sequence from a position on are not those that were given. */
+void kvc_session_roll_back(kvc_session *session, int32_t position);
+
+/* Keeps the blocks of any sequence below a position, whose tokens are now known; returns the last one, perhaps the
+ * root. */
+kvc_node *kvc_session_keep(struct kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tokens *tokens, int32_t length);
+
+/* Keeps the blocks that a batch fills, of the sequences that were acquired: before its rows are committed, as some of
+ * these expire then; where only some of its tokens are kept, before they expire. */
+void kvc_prefix_fill(const kvc_batch *batch);
+
+#endif

@@ -1,0 +1,101 @@
+/* tokens.c: compares tokens, and names blocks: see tokens.h. */
+#include "prefix/tokens.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "base/blake2b.h"
+
+kvc_token_span kvc_tokens_part(const kvc_tokens *tokens, int64_t begin, int64_t end) {
+    if (end > tokens->num_tokens) end = tokens->num_tokens;
+    const uint8_t *digests = tokens->digests ? tokens->digests + begin * KVC_NAME_BYTES : NULL;
+    return (kvc_token_span){tokens->ids + begin, digests, (int32_t)(end - begin)};
+}
+
+/* Returns the digest of a token; NULL: its id counts. */
+static const uint8_t *digest_of(const kvc_token_span *tokens, int32_t i) {
+    static const uint8_t none[KVC_NAME_BYTES];
+    if (!tokens->digests) return NULL;
+    const uint8_t *digest = tokens->digests + (size_t)i * KVC_NAME_BYTES;
+    return memcmp(digest, none, sizeof none) ? digest : NULL;
+}
+
+/* Compares two tokens: ids stand before digests. */
+static int compare_one(const kvc_token_span *a, const kvc_token_span *b, int32_t i) {
+    const uint8_t *x = digest_of(a, i), *y = digest_of(b, i);
+    if (x && y) return memcmp(x, y, KVC_NAME_BYTES);
+    if (x || y) return x ? 1 : -1;
+    return (a->ids[i] > b->ids[i]) - (a->ids[i] < b->ids[i]);
+}
+
+int32_t kvc_tokens_common(const kvc_token_span *a, const kvc_token_span *b) {
+    const int32_t num = a->num < b->num ? a->num : b->num;
+    if (!a->digests && !b->digests && !memcmp(a->ids, b->ids, (size_t)num * sizeof *a->ids)) return num;
+    int32_t i = 0;
+    while (i < num && !compare_one(a, b, i)) i++;
+    return i;
+}
+
+int kvc_tokens_compare(const kvc_token_span *a, const kvc_token_span *b) {
+    const int32_t i = kvc_tokens_common(a, b);
+    if (i < a->num && i < b->num) return compare_one(a, b, i);
+    return (a->num > b->num) - (a->num < b->num);
+}
+
+/* ---- names ------------------------------------------------------------------------------------------------------- */
+
+void kvc_name_salt(const void *salt, size_t size, uint8_t *name) {
+    kvc_blake2b hash;
+    kvc_blake2b_begin(&hash, KVC_NAME_BYTES, NULL, 0, "kvcache salt");
+    kvc_blake2b_add(&hash, salt, size);
+    kvc_blake2b_end(&hash, name);
+}
+
+void kvc_name_root(const uint8_t *salt, const void *identity, size_t size, uint8_t *name) {
+    kvc_blake2b hash;
+    kvc_blake2b_begin(&hash, KVC_NAME_BYTES, salt, KVC_NAME_BYTES, "kvcache root");
+    kvc_blake2b_add(&hash, identity, size);
+    kvc_blake2b_end(&hash, name);
+}
+
+/* Adds ids, little-endian. */
+static void add_ids(kvc_blake2b *hash, const int64_t *ids, int32_t num) {
+    for (int32_t i = 0; i < num; i++) {
+        uint8_t bytes[8];
+        for (int k = 0; k < 8; k++) bytes[k] = (uint8_t)((uint64_t)ids[i] >> 8 * k);
+        kvc_blake2b_add(hash, bytes, sizeof bytes);
+    }
+}
+
+/* Adds a digest for each token; that of an id is BLAKE2b of its decimal digits. */
+static void add_digests(kvc_blake2b *hash, const kvc_token_span *tokens) {
+    for (int32_t i = 0; i < tokens->num; i++) {
+        const uint8_t *digest = digest_of(tokens, i);
+        uint8_t own[KVC_NAME_BYTES];
+        if (!digest) {
+            char text[24];
+            kvc_blake2b id;
+            const int size = snprintf(text, sizeof text, "%" PRId64, tokens->ids[i]);
+            kvc_blake2b_begin(&id, KVC_NAME_BYTES, NULL, 0, "integer");
+            kvc_blake2b_add(&id, text, (size_t)size);
+            kvc_blake2b_end(&id, own);
+        }
+        kvc_blake2b_add(hash, digest ? digest : own, KVC_NAME_BYTES);
+    }
+}
+
+void kvc_name_block(const uint8_t *salt, const uint8_t *parent, const kvc_token_span *tokens, uint8_t *name) {
+    int32_t num_ids = 0;
+    while (num_ids < tokens->num && !digest_of(tokens, num_ids)) num_ids++;
+    const uint8_t has_digests = num_ids < tokens->num;
+    kvc_blake2b hash;
+    kvc_blake2b_begin(&hash, KVC_NAME_BYTES, salt, KVC_NAME_BYTES, "");
+    kvc_blake2b_add(&hash, parent, KVC_NAME_BYTES);
+    kvc_blake2b_add(&hash, &has_digests, 1);
+    if (has_digests)
+        add_digests(&hash, tokens);
+    else
+        add_ids(&hash, tokens->ids, tokens->num);
+    kvc_blake2b_end(&hash, name);
+}

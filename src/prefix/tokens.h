@@ -1,0 +1,35 @@
+/* tokens.h: the tokens of a block, their order, and the names of blocks.
+ *
+ * A name is BLAKE2b of the name of the block before and of the block's tokens, keyed with a tenant's salt: whoever lacks
+ * the salt can neither name a block nor tell from names what was asked.  kvcache.PrefixCache gives blocks in stores the
+ * same names. */
+#ifndef KVC_TOKENS_H
+#define KVC_TOKENS_H
+
+#include "kvcache.h"
+
+/* Consecutive tokens, which stand elsewhere. */
+typedef struct kvc_token_span {
+    const int64_t *ids;
+    const uint8_t *digests; /* [num][KVC_NAME_BYTES], all 0: the id counts; NULL: all ids count */
+    int32_t num;
+} kvc_token_span;
+
+/* Returns [begin, end) of a caller's tokens, as far as there are as many. */
+kvc_token_span kvc_tokens_part(const kvc_tokens *tokens, int64_t begin, int64_t end);
+
+/* Returns the number of tokens that both begin with. */
+int32_t kvc_tokens_common(const kvc_token_span *a, const kvc_token_span *b);
+
+/* Returns a number below, at or above 0, as a stands before b, has the same tokens, or stands behind it: in an order in
+ * which no two neighbours of tokens in between have more in common with them than the nearest ones. */
+int kvc_tokens_compare(const kvc_token_span *a, const kvc_token_span *b);
+
+/* Sets the name of a tenant, the key of all other names; and that which the first block's follows. */
+void kvc_name_salt(const void *salt, size_t size, uint8_t *name);
+void kvc_name_root(const uint8_t *salt, const void *identity, size_t size, uint8_t *name);
+
+/* Sets the name of the block that follows the one named `parent`. */
+void kvc_name_block(const uint8_t *salt, const uint8_t *parent, const kvc_token_span *tokens, uint8_t *name);
+
+#endif

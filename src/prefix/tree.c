@@ -1,0 +1,281 @@
+/* tree.c: the blocks that a prefix keeps: see tree.h. */
+#include "prefix/tree.h"
+
+#include <string.h>
+
+#include "edit/retain.h"
+
+/* ---- the list of nodes with rows --------------------------------------------------------------------------------- */
+
+static void list(kvc_node *node) {
+    kvc_tree *tree = node->tree;
+    node->newer = NULL;
+    node->older = tree->newest;
+    *(tree->newest ? &tree->newest->newer : &tree->oldest) = node;
+    tree->newest = node;
+    tree->num_nodes++;
+    tree->num_tokens += node->end - node->begin;
+}
+
+static void unlist(kvc_node *node) {
+    kvc_tree *tree = node->tree;
+    *(node->older ? &node->older->newer : &tree->oldest) = node->newer;
+    *(node->newer ? &node->newer->older : &tree->newest) = node->older;
+    node->older = node->newer = NULL;
+    tree->num_nodes--;
+    tree->num_tokens -= node->end - node->begin;
+}
+
+void kvc_tree_touch(kvc_node *node) {
+    for (; node->parent; node = node->parent) {
+        if (!node->rows) continue;
+        kvc_touch_retained(node->tree->cache, node->rows);
+        unlist(node);
+        list(node);
+    }
+}
+
+/* ---- children ---------------------------------------------------------------------------------------------------- */
+
+/* Returns the index of the first child that does not stand before these tokens, and whether it has them. */
+static int32_t lower_bound(const kvc_node *parent, const kvc_token_span *tokens, int *is_same) {
+    int32_t begin = 0, end = parent->num_children;
+    *is_same = 0;
+    while (begin < end) {
+        const int32_t middle = begin + (end - begin) / 2;
+        const int order = kvc_tokens_compare(&parent->children[middle]->tokens, tokens);
+        if (order < 0) {
+            begin = middle + 1;
+            continue;
+        }
+        end = middle;
+        *is_same = !order;
+        if (!order) break;
+    }
+    return end;
+}
+
+kvc_node *kvc_node_child(const kvc_node *parent, const kvc_token_span *tokens) {
+    int is_same;
+    const int32_t at = lower_bound(parent, tokens, &is_same);
+    return is_same ? parent->children[at] : NULL;
+}
+
+/* Returns the first child with rows from index `at` on, in steps of `step`; NULL if there is none. */
+static kvc_node *next_with_rows(const kvc_node *parent, int32_t at, int32_t step) {
+    for (; at >= 0 && at < parent->num_children; at += step)
+        if (parent->children[at]->rows) return parent->children[at];
+    return NULL;
+}
+
+kvc_node *kvc_node_similar(const kvc_node *parent, const kvc_token_span *tokens, int32_t *common) {
+    int is_same;
+    const int32_t at = lower_bound(parent, tokens, &is_same);
+    kvc_node *found[] = {next_with_rows(parent, at, 1), next_with_rows(parent, at - 1, -1)};
+    kvc_node *best = NULL;
+    *common = 0;
+    for (int i = 0; i < 2; i++) {
+        if (!found[i]) continue;
+        const int32_t num = kvc_tokens_common(&found[i]->tokens, tokens);
+        if (num < *common || !num) continue;
+        if (num > *common || kvc_node_is_complete(found[i])) best = found[i];
+        *common = num;
+    }
+    return best;
+}
+
+/* Makes room for one more child. */
+static kvc_status reserve_child(kvc_node *parent) {
+    kvc_memory *memory = &parent->tree->cache->memory;
+    if (parent->num_children < parent->room) return KVC_OK;
+    const int32_t room = parent->room ? 2 * parent->room : 1;
+    kvc_node **children =
+        kvc_memory_alloc(memory, (uint64_t)room * sizeof *children, KVC_MEMORY_BOOKKEEPING, -1);
+    if (!children) return kvc_fail(KVC_ERR_NOMEM, "out of memory for %d blocks behind another", room);
+    if (parent->room) memcpy(children, parent->children, (size_t)parent->num_children * sizeof *children);
+    kvc_memory_free(memory, parent->children, (uint64_t)parent->room * sizeof *children, KVC_MEMORY_BOOKKEEPING, -1);
+    parent->children = children;
+    parent->room = room;
+    return KVC_OK;
+}
+
+/* ---- nodes ------------------------------------------------------------------------------------------------------- */
+
+static uint64_t tokens_bytes(const kvc_token_span *tokens) {
+    return (uint64_t)tokens->num * (sizeof(int64_t) + (tokens->digests ? KVC_NAME_BYTES : 0));
+}
+
+/* Copies tokens to memory of the node's own. */
+static kvc_status set_tokens(kvc_node *node, const kvc_token_span *tokens) {
+    const uint64_t size = tokens_bytes(tokens);
+    int64_t *ids = kvc_memory_alloc(&node->tree->cache->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
+    if (!ids) return kvc_fail(KVC_ERR_NOMEM, "out of memory for %d tokens", tokens->num);
+    memcpy(ids, tokens->ids, (size_t)tokens->num * sizeof *ids);
+    node->tokens = (kvc_token_span){ids, NULL, tokens->num};
+    if (tokens->digests) {
+        uint8_t *digests = (uint8_t *)(ids + tokens->num);
+        memcpy(digests, tokens->digests, (size_t)tokens->num * KVC_NAME_BYTES);
+        node->tokens.digests = digests;
+    }
+    node->follower.bytes += (int64_t)size;
+    return KVC_OK;
+}
+
+/* Frees a node that has no children and no rows. */
+static void free_node(kvc_node *node) {
+    kvc_memory *memory = &node->tree->cache->memory;
+    kvc_memory_free(memory, node->children, (uint64_t)node->room * sizeof *node->children, KVC_MEMORY_BOOKKEEPING, -1);
+    kvc_memory_free(memory, (void *)(uintptr_t)node->tokens.ids, tokens_bytes(&node->tokens), KVC_MEMORY_BOOKKEEPING, -1);
+    kvc_memory_free(memory, node, sizeof *node, KVC_MEMORY_BOOKKEEPING, -1);
+}
+
+/* Frees a node of the tree that nobody needs any more, and those above it that this leaves so. */
+static void prune(kvc_node *node) {
+    while (node->parent && !node->rows && !node->num_children && !node->num_users) {
+        kvc_node *parent = node->parent;
+        int is_same;
+        const int32_t at = lower_bound(parent, &node->tokens, &is_same);
+        parent->num_children--;
+        memmove(parent->children + at, parent->children + at + 1,
+                (size_t)(parent->num_children - at) * sizeof(kvc_node *));
+        free_node(node);
+        node = parent;
+    }
+}
+
+/* Takes a node out of the list of those whose tokens are not known. */
+static void take_out(kvc_node *node) {
+    *node->at = node->next;
+    if (node->next) node->next->at = node->at;
+    node->next = NULL;
+    node->at = NULL;
+}
+
+/* Notes that the rows of a node are gone. */
+static void ended(kvc_cache *cache, kvc_follower *follower) {
+    kvc_node *node = (kvc_node *)(void *)follower;
+    (void)cache;
+    node->rows = NULL;
+    if (node->parent) {
+        unlist(node);
+        prune(node);
+        return;
+    }
+    if (node->at) take_out(node);
+    free_node(node);
+}
+
+void kvc_node_drop(kvc_node *node) { kvc_cache_forget(node->tree->cache, node->rows); }
+
+void kvc_node_use(kvc_node *node, int32_t add) {
+    node->num_users += add;
+    prune(node);
+}
+
+void kvc_node_pin(kvc_node *node, int32_t add) {
+    node->num_pins += add;
+    if (node->rows) node->rows->num_pins += add;
+    kvc_node_use(node, add);
+}
+
+kvc_node *kvc_node_find(const kvc_node *parent, const kvc_token_span *tokens) {
+    int32_t common;
+    kvc_node *node = kvc_node_similar(parent, tokens, &common);
+    return node && common == tokens->num && kvc_node_is_complete(node) ? node : NULL;
+}
+
+int kvc_node_is_complete(const kvc_node *node) {
+    const kvc_cache *cache = node->tree->cache;
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
+        if (!node->rows || node->rows->runs[g].num_rows != node->end - node->begin) return 0;
+    return 1;
+}
+
+kvc_status kvc_node_new(kvc_tree *tree, const kvc_sequence *src, int32_t begin, int32_t end, kvc_node **list,
+                        kvc_node **made) {
+    kvc_memory *memory = &tree->cache->memory;
+    kvc_node *node = kvc_memory_alloc(memory, sizeof *node, KVC_MEMORY_BOOKKEEPING, -1);
+    *made = NULL;
+    if (!node) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a block of %d tokens", end - begin);
+    *node = (kvc_node){.follower = {ended, sizeof *node}, .tree = tree, .begin = begin, .end = end};
+    const kvc_status status = kvc_retain_hidden(tree->cache, src, begin, end, &node->follower, &node->rows);
+    if (!node->rows) {
+        kvc_memory_free(memory, node, sizeof *node, KVC_MEMORY_BOOKKEEPING, -1);
+        return status;
+    }
+    node->next = *list;
+    node->at = list;
+    if (*list) (*list)->at = &node->next;
+    *made = *list = node;
+    return KVC_OK;
+}
+
+/* Moves the rows of a node outside the tree to another, in place of what that had, and frees the first. */
+static void move_rows(kvc_node *node, kvc_node *to) {
+    kvc_sequence *rows = node->rows;
+    rows->follower = NULL;
+    node->rows = NULL;
+    kvc_node_use(to, 1); /* to stay meanwhile */
+    if (to->rows) kvc_node_drop(to);
+    rows->follower = &to->follower;
+    rows->num_pins = to->num_pins;
+    to->rows = rows;
+    list(to);
+    kvc_node_use(to, -1);
+    free_node(node);
+}
+
+/* Drops blocks that a longer one begins with, when nobody needs them for themselves. */
+static void drop_beginnings(kvc_node *node) {
+    kvc_node *parent = node->parent;
+    int is_same;
+    for (int32_t at = lower_bound(parent, &node->tokens, &is_same); at-- > 0;) {
+        kvc_node *other = parent->children[at];
+        if (kvc_tokens_common(&other->tokens, &node->tokens) < other->tokens.num || other->num_users) break;
+        if (other->rows) kvc_node_drop(other);
+    }
+}
+
+kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *tokens) {
+    take_out(node);
+    kvc_node *same = kvc_node_child(parent, tokens);
+    if (same) {
+        move_rows(node, same);
+        return same;
+    }
+    if (reserve_child(parent) != KVC_OK || set_tokens(node, tokens) != KVC_OK) {
+        kvc_node_drop(node);
+        return NULL;
+    }
+    int is_same;
+    const int32_t at = lower_bound(parent, tokens, &is_same);
+    memmove(parent->children + at + 1, parent->children + at,
+            (size_t)(parent->num_children - at) * sizeof(kvc_node *));
+    parent->children[at] = node;
+    parent->num_children++;
+    node->parent = parent;
+    kvc_name_block(node->tree->salt, parent->name, tokens, node->name);
+    list(node);
+    drop_beginnings(node);
+    return node;
+}
+
+/* ---- the tree ---------------------------------------------------------------------------------------------------- */
+
+kvc_tree *kvc_tree_new(kvc_cache *cache, const uint8_t *salt, const uint8_t *name) {
+    kvc_tree *tree = kvc_memory_alloc(&cache->memory, sizeof *tree, KVC_MEMORY_BOOKKEEPING, -1);
+    if (!tree) {
+        kvc_set_last_error("out of memory for the blocks of a prefix");
+        return NULL;
+    }
+    *tree = (kvc_tree){.cache = cache, .salt = salt, .root = {.tree = tree}};
+    memcpy(tree->root.name, name, KVC_NAME_BYTES);
+    return tree;
+}
+
+void kvc_tree_free(kvc_tree *tree) {
+    kvc_memory *memory = &tree->cache->memory;
+    kvc_memory_free(memory, tree->root.children, (uint64_t)tree->root.room * sizeof(kvc_node *),
+                    KVC_MEMORY_BOOKKEEPING, -1);
+    kvc_memory_free(memory, tree, sizeof *tree, KVC_MEMORY_BOOKKEEPING, -1);
+}

@@ -1,0 +1,74 @@
+/* tree.h: the blocks that a prefix keeps, as a tree: a node is a block of tokens behind those of its parent.
+ *
+ * A node's rows are a hidden retained sequence, which may be evicted at any time.  A node without rows stays while
+ * others build on it, or somebody uses it: once its tokens are computed again, so are theirs found again.
+ *
+ * All functions are called with the mutex held.
+ */
+#ifndef KVC_TREE_H
+#define KVC_TREE_H
+
+#include "cache/cache.h"
+#include "prefix/tokens.h"
+
+typedef struct kvc_node {
+    kvc_follower follower; /* of `rows`; first, so that its address is that of the node */
+    struct kvc_tree *tree;
+    kvc_sequence *rows;             /* NULL: they were evicted */
+    struct kvc_node *parent;        /* NULL: the root, or a block whose tokens are not known yet */
+    struct kvc_node **children;     /* [num_children] by kvc_tokens_compare */
+    int32_t num_children, room;     /* room: of `children` */
+    int32_t begin, end;             /* positions of its tokens */
+    int32_t num_pins;               /* of the rows, and those that take their place */
+    int32_t num_users;              /* pins, and sequences that go on from it: while there are any, it stays */
+    struct kvc_node *older, *newer; /* place in the tree's list, while it has rows */
+    struct kvc_node *next, **at;    /* place in a list of blocks whose tokens are not known yet */
+    kvc_token_span tokens;
+    uint8_t name[KVC_NAME_BYTES];
+} kvc_node;
+
+typedef struct kvc_tree {
+    kvc_cache *cache;
+    const uint8_t *salt;           /* [KVC_NAME_BYTES] key of all names */
+    kvc_node root;                 /* has no tokens and no rows */
+    kvc_node *oldest, *newest;     /* list of the nodes with rows, from the least recently used on */
+    int64_t num_nodes, num_tokens; /* of those in the list */
+} kvc_tree;
+
+/* Makes an empty tree, the name of whose root is given; NULL if out of memory.  Frees one that is empty again. */
+kvc_tree *kvc_tree_new(kvc_cache *cache, const uint8_t *salt, const uint8_t *name);
+void kvc_tree_free(kvc_tree *tree);
+
+/* Returns whether a node has all its rows: windows may have lost theirs. */
+int kvc_node_is_complete(const kvc_node *node);
+
+/* Returns the child with these tokens; NULL if there is none. */
+kvc_node *kvc_node_child(const kvc_node *parent, const kvc_token_span *tokens);
+
+/* Returns the child with rows that has most tokens in common with these at its beginning, of two a complete one, and
+ * sets *common to how many; NULL if none begins alike. */
+kvc_node *kvc_node_similar(const kvc_node *parent, const kvc_token_span *tokens, int32_t *common);
+
+/* Sets *node to one outside the tree, of the rows of src at positions [begin, end), at most a block, and adds it to a
+ * list; to NULL if src holds none there.  KVC_ERR_NOMEM. */
+kvc_status kvc_node_new(kvc_tree *tree, const kvc_sequence *src, int32_t begin, int32_t end, kvc_node **list,
+                        kvc_node **node);
+
+/* Returns a child with all its rows that has or begins with these tokens; NULL if there is none. */
+kvc_node *kvc_node_find(const kvc_node *parent, const kvc_token_span *tokens);
+
+/* Puts a node from outside the tree below `parent`, now that its tokens are known.  Returns the node that has them: it,
+ * or the one that was there, which gets its rows.  NULL if out of memory; it is dropped then. */
+kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *tokens);
+
+/* Drops the rows of a node that has some; that may free the node. */
+void kvc_node_drop(kvc_node *node);
+
+/* Marks the nodes from one up to the root as used, those nearer to the root as more recently. */
+void kvc_tree_touch(kvc_node *node);
+
+/* Add a user of a node, or a pin, which is a user as well, or take it away (add -1); that may free the node. */
+void kvc_node_use(kvc_node *node, int32_t add);
+void kvc_node_pin(kvc_node *node, int32_t add);
+
+#endif

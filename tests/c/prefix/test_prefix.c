@@ -1,0 +1,325 @@
+/* Prefixes against a dictionary: what is kept is a list of token strings, and a prompt matches as many of its first
+ * tokens as it has in common with one of them.  Each row says what its sequence's tokens were when it was computed, so
+ * that no row is taken for that of other tokens. */
+#define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#include "support/feeding.h"
+#include "support/pairs.h"
+
+enum { BLOCK = 4, MOST_TOKENS = 48, MOST_LIVE = 6, MOST_KEPT = 4096, NUM_PREFIXES = 3, DIM = 8 };
+
+/* ---- tokens ------------------------------------------------------------------------------------------------------ */
+
+typedef struct text {
+    int32_t num;
+    int64_t ids[MOST_TOKENS];
+    uint8_t digests[MOST_TOKENS][KVC_NAME_BYTES];
+} text;
+
+static kvc_tokens tokens_of(const text *t) {
+    return (kvc_tokens){.struct_size = sizeof(kvc_tokens), .ids = t->ids, .num_tokens = t->num, .digests = *t->digests};
+}
+
+static int is_same_token(const text *a, const text *b, int32_t i) {
+    return a->ids[i] == b->ids[i] && !memcmp(a->digests[i], b->digests[i], KVC_NAME_BYTES);
+}
+
+static int32_t common(const text *a, const text *b) {
+    int32_t i = 0;
+    while (i < a->num && i < b->num && is_same_token(a, b, i)) i++;
+    return i;
+}
+
+static void add_token(text *t) {
+    const int is_digest = random_int(0, 12) == 0;
+    t->ids[t->num] = is_digest ? 0 : random_int(0, 3);
+    memset(t->digests[t->num], 0, KVC_NAME_BYTES);
+    if (is_digest) t->digests[t->num][random_int(0, 2)] = 7;
+    t->num++;
+}
+
+/* Returns what the row at a position says of the tokens up to there. */
+static float row_of(const text *t, int32_t position) {
+    uint32_t hash = 2166136261u;
+    for (int32_t i = 0; i <= position; i++) {
+        hash = (hash ^ (uint32_t)t->ids[i]) * 16777619u;
+        hash = (hash ^ (uint32_t)(t->digests[i][0] * 3 + t->digests[i][1])) * 16777619u;
+    }
+    return (float)(hash >> 9);
+}
+
+/* ---- the dictionary ---------------------------------------------------------------------------------------------- */
+
+typedef struct live {
+    int64_t id;
+    int prefix;
+    text tokens;      /* fed, or to be fed first */
+    int32_t fed;      /* of these */
+    int32_t prompt;   /* tokens of the prompt that are still those that were given; 0 once it was edited */
+    int32_t kept;     /* of these, in blocks that are full */
+    int32_t exact_to; /* position from which on rows say something else */
+    int is_partial;   /* windows may have lost rows of blocks that nobody keeps */
+} live;
+
+typedef struct world {
+    kvc_cache *cache;
+    int num_layers;
+    int may_lose; /* whether anything may be evicted */
+    int is_windowed;
+    kvc_prefix *prefixes[NUM_PREFIXES];
+    live sequences[MOST_LIVE];
+    int num_live;
+    text kept[NUM_PREFIXES][MOST_KEPT]; /* every string whose tokens are kept */
+    int is_sure[NUM_PREFIXES][MOST_KEPT]; /* whether all of its rows are */
+    int num_kept[NUM_PREFIXES];
+    int64_t next_id; /* of sequences that no prefix has acquired */
+} world;
+
+static world w;
+
+static int32_t best(int prefix, const text *t, int is_sure) {
+    int32_t most = 0;
+    for (int i = 0; i < w.num_kept[prefix]; i++)
+        if (w.is_sure[prefix][i] >= is_sure && common(&w.kept[prefix][i], t) > most)
+            most = common(&w.kept[prefix][i], t);
+    return most;
+}
+
+static void remember(int prefix, const text *t, int32_t num, int is_sure) {
+    const int n = w.num_kept[prefix];
+    text first = *t;
+    first.num = num;
+    if (best(prefix, &first, is_sure) >= num || n == MOST_KEPT) return;
+    w.kept[prefix][n] = first;
+    w.is_sure[prefix][n] = is_sure;
+    w.num_kept[prefix]++;
+}
+
+/* Checks how much of a prompt was found: windows may lack rows behind the last full block. */
+static void check_found(int prefix, const text *t, int32_t found, int32_t limit) {
+    int32_t most = best(prefix, t, 0), least = best(prefix, t, 1);
+    if (most > limit) most = limit;
+    if (least > limit) least = limit;
+    if (w.is_windowed) least -= least % BLOCK;
+    CHECKF(found <= most, "%d of %d tokens are found, not %d", found, t->num, most);
+    CHECKF(found >= least || w.may_lose, "%d of %d tokens are found, at least %d are there", found, t->num, least);
+}
+
+/* Checks that a sequence's rows are those of its tokens, and that a query at the next position has all it sees. */
+static void check_rows(const live *s) {
+    CHECK(kvc_next_position(w.cache, s->id) == s->fed && kvc_can_resume(w.cache, s->id, s->fed));
+    for (int l = 0; l < w.num_layers; l++) {
+        static float k[MOST_TOKENS][DIM];
+        int32_t positions[MOST_TOKENS];
+        const int64_t num = kvc_seq_len(w.cache, s->id, l);
+        const kvc_rows_out out = {.struct_size = sizeof out,
+                                  .k = k,
+                                  .k_row_stride = sizeof *k,
+                                  .k_head_stride = sizeof k,
+                                  .positions = positions};
+        CHECK(kvc_gather(w.cache, s->id, l, 0, num, &out) == KVC_OK);
+        for (int64_t i = 0; i < num && positions[i] < s->exact_to; i++)
+            CHECKF(k[i][0] == row_of(&s->tokens, positions[i]), "the row at %d is that of other tokens", positions[i]);
+    }
+}
+
+/* ---- steps ------------------------------------------------------------------------------------------------------- */
+
+static void forget_live(int i) { w.sequences[i] = w.sequences[--w.num_live]; }
+
+/* Makes a prompt, mostly one that begins like another. */
+static void make_prompt(int prefix, text *t) {
+    t->num = 0;
+    if (w.num_kept[prefix] && random_int(0, 4)) {
+        *t = w.kept[prefix][random_int(0, w.num_kept[prefix])];
+        t->num = random_int(0, t->num + 1);
+    }
+    const int32_t more = random_int(t->num ? 0 : 1, 14);
+    for (int32_t i = 0; i < more && t->num < MOST_TOKENS - 12; i++) add_token(t);
+}
+
+static void step_acquire(void) {
+    if (w.num_live == MOST_LIVE) return;
+    live *s = &w.sequences[w.num_live];
+    int32_t matched = -1, seen = -1;
+    *s = (live){.id = -1, .prefix = random_int(0, NUM_PREFIXES), .exact_to = INT32_MAX};
+    make_prompt(s->prefix, &s->tokens);
+    const kvc_tokens tokens = tokens_of(&s->tokens);
+    const int64_t most = random_int(0, 4) ? -1 : random_int(0, s->tokens.num + 2);
+    const int32_t limit = most < 0 || most >= s->tokens.num ? s->tokens.num - 1 : (int32_t)most;
+    CHECK(kvc_prefix_lookup(w.prefixes[s->prefix], &tokens, &seen) == KVC_OK);
+    check_found(s->prefix, &s->tokens, seen, s->tokens.num);
+    CHECKF(kvc_prefix_acquire(w.prefixes[s->prefix], &tokens, most, &s->id, &matched) == KVC_OK, "%s",
+           kvc_last_error());
+    check_found(s->prefix, &s->tokens, matched, limit);
+    CHECKF(w.is_windowed || matched == (seen < limit ? seen : limit), "%d matched, %d seen", matched, seen);
+    for (int i = 0; i < w.num_live; i++) CHECK(w.sequences[i].id != s->id);
+    s->fed = matched;
+    s->prompt = s->tokens.num;
+    s->kept = matched / BLOCK * BLOCK;
+    s->is_partial = w.is_windowed && matched > best(s->prefix, &s->tokens, 1);
+    check_rows(s);
+    w.num_live++;
+}
+
+/* Notes which blocks of the prompt are full now. */
+static void note_full(live *s) {
+    int32_t end = s->fed < s->prompt ? s->fed : s->prompt;
+    if (end > s->exact_to) end = s->exact_to;
+    if (end / BLOCK * BLOCK > s->kept) s->kept = end / BLOCK * BLOCK;
+    remember(s->prefix, &s->tokens, s->kept, !s->is_partial);
+}
+
+static void put_rows(kvc_batch *batch, const live *s, int32_t num) {
+    static float rows[MOST_TOKENS][DIM];
+    for (int32_t i = 0; i < num; i++)
+        for (int d = 0; d < DIM; d++)
+            rows[i][d] = s->fed + i < s->exact_to ? row_of(&s->tokens, s->fed + i) : -1.0f - (float)i;
+    for (int l = 0; l < w.num_layers; l++) put_floats(batch, l, 0, num, 1, DIM, DIM, rows, rows);
+}
+
+/* Feeds some tokens: those of the prompt, then others; of some of them only the first are kept. */
+static void step_feed(void) {
+    if (!w.num_live) return;
+    live *s = &w.sequences[random_int(0, w.num_live)];
+    const int32_t num = random_int(1, 10), before = s->tokens.num;
+    int32_t kept[16], num_kept = random_int(0, 4) ? num : random_int(0, num + 1);
+    kvc_batch *batch = NULL;
+    while (s->tokens.num < s->fed + num && s->tokens.num < MOST_TOKENS) add_token(&s->tokens);
+    if (s->fed + num > MOST_TOKENS || begin_at_end(w.cache, s->id, num, &batch) != KVC_OK) {
+        CHECK(s->fed + num > MOST_TOKENS || w.may_lose);
+        s->tokens.num = before;
+        return;
+    }
+    put_rows(batch, s, num);
+    for (int32_t i = 0; i < num; i++) kept[i] = i;
+    if (!random_int(0, 8)) {
+        kvc_abort(batch);
+        num_kept = 0;
+    } else if (num_kept == num) {
+        CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
+    } else {
+        CHECKF(kvc_commit_kept(batch, kept, num_kept) == KVC_OK, "%s", kvc_last_error());
+        s->is_partial |= w.is_windowed; /* windows have moved on when its blocks are kept */
+    }
+    s->fed += num_kept;
+    if (s->tokens.num > before) s->tokens.num = s->fed > before ? s->fed : before;
+    note_full(s);
+}
+
+static void step_release(void) {
+    if (!w.num_live) return;
+    const int i = random_int(0, w.num_live);
+    live *s = &w.sequences[i];
+    text t = s->tokens;
+    if (!random_int(0, 5) && t.num < MOST_TOKENS) add_token(&t); /* was not fed */
+    const kvc_tokens tokens = tokens_of(&t);
+    const int prefix = random_int(0, 6) ? s->prefix : random_int(0, NUM_PREFIXES); /* of any sequence */
+    CHECK(kvc_prefix_release(w.prefixes[prefix], s->id, &tokens) == KVC_OK);
+    CHECK(kvc_next_position(w.cache, s->id) == 0);
+    int32_t end = s->fed < s->exact_to ? s->fed : s->exact_to;
+    remember(prefix, &s->tokens, end, !w.is_windowed || (prefix == s->prefix && !s->is_partial));
+    forget_live(i);
+}
+
+static void step_clear(void) {
+    if (!w.num_live) return;
+    const int i = random_int(0, w.num_live);
+    CHECK(kvc_clear_sequence(w.cache, w.sequences[i].id) == KVC_OK);
+    forget_live(i);
+}
+
+/* Forgets what is kept; blocks that live sequences fill have gaps before them then. */
+static void forget_kept(int prefix) {
+    w.num_kept[prefix] = 0;
+    for (int i = 0; i < w.num_live; i++)
+        if (w.sequences[i].prefix == prefix) w.sequences[i].is_partial = 1;
+}
+
+static void step_drop(void) {
+    const int prefix = random_int(0, NUM_PREFIXES);
+    int64_t num;
+    kvc_prefix_stats before, after;
+    if (random_int(0, 10)) return;
+    kvc_prefix_get_stats(w.prefixes[prefix], &before, sizeof before);
+    CHECK(kvc_prefix_evict(w.prefixes[prefix], random_int(0, 2) ? 0 : INT64_MAX, &num) == KVC_OK);
+    kvc_prefix_get_stats(w.prefixes[prefix], &after, sizeof after);
+    CHECK(before.held - after.held == num && after.held >= 0);
+    if (num == before.held) CHECK(after.blocks == 0);
+    CHECK(kvc_prefix_clear(w.prefixes[prefix]) == KVC_OK);
+    kvc_prefix_get_stats(w.prefixes[prefix], &after, sizeof after);
+    CHECK(after.blocks == 0 && after.held == 0);
+    forget_kept(prefix);
+    for (int i = 0; i < w.num_live; i++) /* tokens are not known any more until they are released */
+        if (w.sequences[i].prefix == prefix) w.sequences[i].prompt = 0;
+}
+
+/* Pins a prompt, takes the pin back, and checks that what was pinned stays meanwhile. */
+static void step_pin(void) {
+    const int prefix = random_int(0, NUM_PREFIXES);
+    text t;
+    int32_t kept, seen;
+    int64_t num;
+    if (random_int(0, 12)) return;
+    make_prompt(prefix, &t);
+    const kvc_tokens tokens = tokens_of(&t);
+    CHECK(kvc_prefix_pin(w.prefixes[prefix], &tokens, &kept) == KVC_OK && kept <= t.num);
+    CHECK(kvc_prefix_evict(w.prefixes[prefix], INT64_MAX, &num) == KVC_OK);
+    CHECK(kvc_prefix_lookup(w.prefixes[prefix], &tokens, &seen) == KVC_OK);
+    CHECKF(seen == kept || w.is_windowed, "%d of %d pinned tokens are there", seen, kept);
+    CHECK(kvc_prefix_unpin(w.prefixes[prefix], &tokens) == KVC_OK);
+    CHECK(kvc_prefix_unpin(w.prefixes[prefix], &tokens) == KVC_OK); /* there is no other pin */
+    forget_kept(prefix);
+    t.num = kept;
+    remember(prefix, &t, kept, !w.is_windowed);
+}
+
+static void new_world(const kvc_policy *policies, int num_layers, kvc_config config) {
+    kvc_layer layers[MAX_LAYERS];
+    for (int l = 0; l < num_layers; l++)
+        layers[l] = (kvc_layer){.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .policy = policies[l]};
+    memset(&w, 0, sizeof w);
+    w.cache = heap_cache(num_layers, layers, config);
+    w.num_layers = num_layers;
+    w.may_lose = config.capacity || config.max_bytes;
+    for (int l = 0; l < num_layers; l++) w.is_windowed |= policies[l].kind != KVC_FULL;
+    for (int i = 0; i < NUM_PREFIXES; i++) {
+        const kvc_prefix_config one = {.struct_size = sizeof one,
+                                       .fingerprint = i < 2 ? "a model" : "another",
+                                       .salt = i ? "a tenant" : NULL,
+                                       .salt_size = i ? 8 : 0};
+        CHECKF(kvc_prefix_new(w.cache, &one, &w.prefixes[i]) == KVC_OK, "%s", kvc_last_error());
+    }
+}
+
+static void end_world(void) {
+    CHECK_FAILS(kvc_cache_free(w.cache), KVC_ERR_HELD, "prefix", "3");
+    for (int i = 0; i < NUM_PREFIXES; i++) kvc_prefix_free(w.prefixes[i]); /* sequences go on */
+    for (int i = 0; i < w.num_live; i++) check_rows(&w.sequences[i]);
+    free_valid(w.cache);
+}
+
+static void test_random(const kvc_policy *policies, int num_layers, kvc_config config) {
+    static void (*const steps[])(void) = {step_acquire, step_feed, step_feed,  step_feed, step_release,
+                                          step_release, step_clear, step_drop, step_pin};
+    new_world(policies, num_layers, config);
+    for (int i = 0; i < (is_quick() ? 300 : 2000) && !test_failures; i++) {
+        steps[random_int(0, (int)(sizeof steps / sizeof *steps))]();
+        CHECKF(kvc_validate(w.cache) == KVC_OK, "%s", kvc_last_error());
+        CHECK(kvc_nbytes(w.cache) == memory_bytes(&heap));
+    }
+    end_world();
+}
+
+int main(void) {
+    const kvc_policy full = {.kind = KVC_FULL}, window = sliding_policy(3, 1, 0), wide = sliding_policy(9, 0, 0),
+                     chunk = {.kind = KVC_CHUNKED, .attention_chunk_size = 6};
+    const kvc_policy sets[][2] = {{full, full}, {full, window}, {wide, full}, {window, chunk}};
+    for (int round = 0; round < (is_quick() ? 4 : 40) && !test_failures; round++)
+        for (int set = 0; set < 4; set++) {
+            random_state = (uint64_t)(round * 4 + set + 1);
+            test_random(sets[set], 1 + (round + set) % 2, (kvc_config){0});
+            test_random(sets[set], 2, (kvc_config){.capacity = 40});
+            test_random(sets[set], 2, (kvc_config){.max_bytes = 24000});
+        }
+    return test_result();
+}
