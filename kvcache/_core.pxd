@@ -90,6 +90,8 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_position_range(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *first, int32_t *last)
     int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id)
     int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position)
+    int32_t kvc_exact_to(kvc_cache *cache, int64_t seq_id)
+    kvc_status kvc_mark_inexact(kvc_cache *cache, int64_t seq_id, int32_t position)
     int64_t kvc_sequences(kvc_cache *cache, int64_t *seq_ids, int64_t max_ids)
     int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *positions, int64_t max_positions)
 

@@ -450,7 +450,7 @@ class KVCache(Saveable):
     def _commit_restored(self, core: _core.Batch, keep: Iterable[SupportsIndex] | None) -> None:
         """Commit a batch that restores sequences; of those it does not make, the other layers stay."""
         seq_ids = set(core.get_seq_ids().tolist())
-        core.commit(keep, self._edits, [(one, 0, False, None, not self.next_position(one)) for one in seq_ids])
+        core.commit(keep, self._edits, [(one, 0, None, not self.next_position(one)) for one in seq_ids])
         self._note_edits()
 
     @property

@@ -10,7 +10,7 @@ from kvcache import _core
 
 __all__ = ["Edit", "Follower"]
 
-Edit: TypeAlias = tuple[int | None, int, bool, int | None, bool]  # of `Follower.edits`
+Edit: TypeAlias = tuple[int | None, int, int | None, bool]  # of `Follower.edits`
 
 
 class Follower(Protocol):
@@ -19,13 +19,11 @@ class Follower(Protocol):
     Attributes
     ----------
     edits : deque of tuple
-        What was done to sequences and is not noted yet, oldest first: ``(seq_id, position, is_moved, source,
-        is_whole)``. The core appends it in the call that does it, so that nothing comes between, such as a signal's
-        handler that raises.
+        What was done to sequences and is not noted yet, oldest first: ``(seq_id, position, source, is_whole)``. The core
+        appends it in the call that does it, so that nothing comes between, such as a signal's handler that raises.
 
-        Rows of a sequence at positions from this one on were changed, or of every one but `source` (None). `is_moved`:
-        the remaining rows were computed behind other tokens, and are not kept. `source`: the rows were shared from this
-        sequence, with its inexact position. `is_whole`: nothing is left of what the sequence was.
+        Rows of a sequence at positions from this one on were changed, or of every one but `source` (None). `source`: the
+        rows were shared from this sequence. `is_whole`: nothing is left of what the sequence was.
     """
 
     edits: deque[Edit]

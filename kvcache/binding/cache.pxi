@@ -1,15 +1,13 @@
 """The cache: sequences, edits, memory and copies of rows, each a call of the C core."""
 
 
-cdef int note_edit(
-    object edits, object seq_id, int32_t position, bint is_moved, object source, bint is_whole
-) except -1:
+cdef int note_edit(object edits, object seq_id, int32_t position, object source, bint is_whole) except -1:
     """Append what an edit did to the follower's list (kvcache.follower), unless that is None.
 
     Here, and not in Python, because a signal's handler that raises would come between the two.
     """
     if edits is not None:
-        edits.append((seq_id, position, is_moved, source, is_whole))
+        edits.append((seq_id, position, source, is_whole))
     return 0
 
 
@@ -187,6 +185,24 @@ cdef class Cache(_CallCounter):
         self.leave()
         return can != 0
 
+    def exact_to(self, seq_id):
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t position
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            position = kvc_exact_to(cache, seq)
+        self.leave()
+        return position
+
+    def mark_inexact(self, seq_id, position):
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t at = to_position(position, "position")
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_mark_inexact(cache, seq, at)
+        self.finish(status)
+
     cdef list list_ids(self, bint retained):
         """List the sequences; or the retained ones, the least recently used first."""
         cdef int64_t max_ids = -1, count = 0
@@ -234,7 +250,7 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_clear(cache) if every else kvc_clear_sequence(cache, seq)
         self.finish(status)
-        note_edit(edits, None if every else seq, 0, False, None, True)
+        note_edit(edits, None if every else seq, 0, None, True)
 
     def keep(self, seq_id, edits=None):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -243,7 +259,7 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_keep(cache, seq)
         self.finish(status)
-        note_edit(edits, None, 0, False, seq, False)
+        note_edit(edits, None, 0, seq, False)
 
     def copy_prefix(self, src, dst, length, edits=None):
         cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
@@ -253,7 +269,7 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_copy_prefix(cache, source, target, end)
         self.finish(status)
-        note_edit(edits, target, 0, False, source, True)
+        note_edit(edits, target, 0, source, True)
 
     def fork(self, src, dst, edits=None):
         cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
@@ -262,7 +278,7 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_fork(cache, source, target)
         self.finish(status)
-        note_edit(edits, target, 0, False, source, True)
+        note_edit(edits, target, 0, source, True)
 
     def share_range(self, src, dst, begin, end, edits=None):
         cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
@@ -272,7 +288,7 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_share(cache, source, target, low, high)
         self.finish(status)
-        note_edit(edits, target, low, False, source, False)
+        note_edit(edits, target, low, source, False)
 
     def remove(self, seq_id, begin, end, shift, edits=None):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -283,7 +299,7 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_remove(cache, seq, low, high, shifts)
         self.finish(status)
-        note_edit(edits, seq, low, shifts and low != high, None, False)
+        note_edit(edits, seq, low, None, False)
 
     def shift(self, seq_id, begin, end, delta, edits=None):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -294,7 +310,7 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_shift(cache, seq, low, high, by)
         self.finish(status)
-        note_edit(edits, seq, max(low + min(by, 0), 0), True, None, False)
+        note_edit(edits, seq, max(low + min(by, 0), 0), None, False)
 
     def divide(self, seq_id, begin, end, divisor, edits=None):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -305,7 +321,7 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_divide(cache, seq, low, high, by)
         self.finish(status)
-        note_edit(edits, seq, low // by, True, None, False)
+        note_edit(edits, seq, low // by, None, False)
 
     def truncate(self, seq_id, length, edits=None):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -315,7 +331,7 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_truncate(cache, seq, end)
         self.finish(status)
-        note_edit(edits, seq, end, False, None, end == 0)
+        note_edit(edits, seq, end, None, end == 0)
 
     def settle(self):
         cdef kvc_status status
@@ -360,7 +376,7 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_inject(cache, seq, at, low, high, &rows)
         self.finish(status)
-        note_edit(edits, seq, low, False, None, False)
+        note_edit(edits, seq, low, None, False)
         return num_replaced
 
     # ---- memory

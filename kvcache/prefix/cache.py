@@ -276,7 +276,7 @@ class PrefixCache:
         """
         seq_id = integer(seq_id, "seq_id", *_core.IDS)
         self._watch.note_edits()
-        length = min(self._core.next_position(seq_id), self._watch.exact_to(seq_id))
+        length = min(self._core.next_position(seq_id), self._core.exact_to(seq_id))
         contents = blocks_of(tokens, self._block_size, length)
         keys = self._keys.chain(self._keys.root, contents)
         with self._watch.lock:
@@ -300,8 +300,7 @@ class PrefixCache:
         seq_id = integer(seq_id, "seq_id", *_core.IDS)
         position = integer(position, "position", 0, _core.INT32_MAX)
         with self._watch.lock, self._watch:
-            if seq_id in self._sessions or self._core.next_position(seq_id):
-                self._watch.note_inexact(seq_id, position)
+            self._sessions.note_inexact(seq_id, position)
 
     # ---- upkeep
 

@@ -74,7 +74,6 @@ class Reuse:
             num_tokens = min(chunk.num_tokens, limit - matched)
             if num_tokens < self._least or not self._move(seq_id, chunk, matched, num_tokens):
                 break
-            self._watch.note_inexact(seq_id, matched)
             matched += num_tokens
         return matched
 

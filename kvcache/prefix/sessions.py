@@ -22,6 +22,7 @@ class Session:
     path: list[Node]  # nodes of its first blocks
     retained_to: int  # position up to which its blocks were retained, or known before
     pending: dict[int, int] = field(default_factory=dict)  # by block: retained sequences whose tokens are not known yet
+    exact_to: int = _core.INT32_MAX  # marked while the sequence held nothing
 
 
 class Sessions:
@@ -34,9 +35,6 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self._by_id)
-
-    def __contains__(self, seq_id: int) -> bool:
-        return seq_id in self._by_id
 
     def begin(self, seq_id: int, keys: list[bytes], contents: list[bytes], limit: int) -> int:
         """Begin a sequence with what is known of a prompt, up to a position; return how many tokens that are."""
@@ -101,7 +99,9 @@ class Sessions:
             session, (begin, end) = self._by_id[seq_id], ranges[seq_id]
             if begin < session.retained_to:
                 self._roll_back(session, begin)
-            end = min(end, self._watch.exact_to(seq_id))
+            if session.exact_to < end:
+                self._core.mark_inexact(seq_id, session.exact_to)
+            end = min(end, self._core.exact_to(seq_id))
             while session.retained_to + self._block_size <= end and self._retain_next(seq_id, session):
                 session.retained_to += self._block_size
 
@@ -129,6 +129,16 @@ class Sessions:
                 self._roll_back(self._by_id[one], position)
             else:
                 self._drop_pending(self._by_id.pop(one), 0)
+
+    def note_inexact(self, seq_id: int, position: int) -> None:
+        """Mark the rows of a sequence from a position on as inexact; of one that holds nothing yet, once it does.
+
+        The core knows no sequence without rows.
+        """
+        self._core.mark_inexact(seq_id, position)
+        session = self._by_id.get(seq_id)
+        if session is not None and not self._core.next_position(seq_id):
+            session.exact_to = min(position, session.exact_to)
 
     # ---- blocks
 

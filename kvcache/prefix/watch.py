@@ -60,7 +60,6 @@ class Watch:
         self.importing: set[int] = set()  # retained sequences that no listener knows yet, and that are wanted
         self.is_torn = False  # a change was broken off
         self._core = core
-        self._exact_to: dict[int, int] = {}  # by sequence: position from which on rows do not follow from its tokens
         self._listeners: Living[Listener] = Living()
         self._retained = itertools.count(FIRST_RETAINED)
         self._sequences = itertools.count()
@@ -100,7 +99,9 @@ class Watch:
             self._start_over()
         while self.edits:
             edit = self.edits[0]
-            self._edited(*edit)
+            seq_id, position, *_ = edit
+            for listener in self._listeners.alive():
+                listener.edited(seq_id, position)
             if self.edits and self.edits[0] is edit:  # else a finalizer came in between, and did the same
                 self.edits.popleft()
 
@@ -159,28 +160,9 @@ class Watch:
     # ---- edits
 
     def note_edits(self) -> None:
-        """Pass on what `edits` says, and note from where on rows do not follow from their tokens any more."""
+        """Pass on what `edits` says."""
         with self.lock, self:
             pass
-
-    def _edited(self, seq_id: int | None, position: int, is_moved: bool, source: int | None, is_whole: bool) -> None:
-        for listener in self._listeners.alive():
-            listener.edited(seq_id, position)
-        for one in list(self._exact_to) if seq_id is None else [seq_id]:
-            if is_whole or not self._core.next_position(one):
-                self._exact_to.pop(one, None)
-        inexact = self.exact_to(source) if source is not None else position
-        if seq_id is not None and (is_moved or source is not None) and inexact < self._core.next_position(seq_id):
-            self.note_inexact(seq_id, inexact)
-
-    def note_inexact(self, seq_id: int, position: int) -> None:
-        """Note that a sequence's rows from a position on do not follow from its tokens alone."""
-        with self.lock:
-            self._exact_to[seq_id] = min(position, self.exact_to(seq_id))
-
-    def exact_to(self, seq_id: int) -> int:
-        """Return the position up to which a sequence's rows follow from its tokens, by the edits noted so far."""
-        return self._exact_to.get(seq_id, _core.INT32_MAX)
 
 
 _making = threading.Lock()

@@ -29,7 +29,7 @@ __all__ = [
     "states_of",
 ]  # fmt: skip
 
-VERSION = 1
+VERSION = 2  # of the format; those before are read, too
 BEGINNING = b'{"__metadata__":{"format":"kvcache",'  # of a header
 MOST_HEADER = 100_000_000  # bytes
 
@@ -220,8 +220,8 @@ def _header(data: memoryview) -> tuple[dict[str, Any], int]:
         is_state = False
     if not is_state:
         raise StateFormatError("no saved state: the file does not begin like one")
-    if version != VERSION:
-        raise StateFormatError(f"of a newer format: version {version}; this library reads version {VERSION}")
+    if not 1 <= version <= VERSION:
+        raise StateFormatError(f"of a newer format: version {version}; this library reads versions 1 to {VERSION}")
     return {"__metadata__": metadata, **header}, 8 + length
 
 
@@ -253,7 +253,7 @@ def _read_tables(data: memoryview, place: int) -> SavedState:
     library, fingerprint = str(metadata["library"]), str(metadata["fingerprint"])
     has_mac = any(data[size - MAC_BYTES : size])
     return SavedState(
-        VERSION, library, fingerprint, own, block_size, max_seq_len, max_sequences, capacity, max_bytes, sequences,
+        int(metadata["version"]), library, fingerprint, own, block_size, max_seq_len, max_sequences, capacity, max_bytes, sequences,
         tuple(tensors.values()), size, has_mac,
     )  # fmt: skip
 

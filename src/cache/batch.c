@@ -128,8 +128,11 @@ int32_t kvc_batch_add_sequence(kvc_batch *batch, int64_t seq_id, int32_t is_unst
         sequence->in_batch = s + 1;
         const int is_empty = kvc_sequence_is_empty(sequence);
         kvc_batch_sequence *member = &batch->sequences[s];
-        *member = (kvc_batch_sequence){
-            .sequence = sequence, .is_unstored = is_unstored, .is_buffered = is_unstored && is_empty};
+        *member = (kvc_batch_sequence){.sequence = sequence,
+                                       .is_unstored = is_unstored,
+                                       .is_buffered = is_unstored && is_empty,
+                                       .last = -1,
+                                       .exact_to = INT32_MAX};
         for (int32_t g = 0; g < batch->cache->num_groups; g++)
             *kvc_pending_of(batch, g, s) =
                 (kvc_pending){.capacity_before = sequence->runs[g].capacity, .to = find_destination(batch, member, g)};

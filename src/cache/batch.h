@@ -13,6 +13,8 @@ typedef struct kvc_batch_sequence {
     int32_t num_stretches;     /* number of stretches of consecutive positions among its tokens */
     int32_t next;              /* position that would continue the last stretch */
     int32_t goes_back;         /* not each token stands behind the one before, the first behind the sequence's last */
+    int32_t last;              /* its last token; -1: none yet */
+    int32_t exact_to;          /* tokens from this position on will not follow from those before them, if all are kept */
 } kvc_batch_sequence;
 
 /* Where a token's rows lie; if block is NULL, slot is one of the row buffers. */
@@ -100,6 +102,12 @@ static inline int kvc_takes_rows(const kvc_batch *batch, int32_t g) { return bat
 static inline int kvc_descends(const kvc_batch *batch, int32_t token, int32_t ancestor) {
     const int32_t distance = batch->tree_number[token] - batch->tree_number[ancestor];
     return distance >= 0 && distance < batch->subtree_size[ancestor];
+}
+
+/* Returns where the rows of a sequence, those of the open batch included, stop following from its tokens. */
+static inline int32_t kvc_exact_to_with_batch(const kvc_cache *cache, const kvc_sequence *sequence) {
+    if (!sequence->in_batch) return sequence->exact_to;
+    return kvc_lower(sequence->exact_to, cache->batch->sequences[sequence->in_batch - 1].exact_to);
 }
 
 /* Returns the flags of a layer: [num_tokens] whether the token's rows were put in it. */

@@ -45,15 +45,23 @@ kvc_status kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequen
         return status;
     }
     kvc_table_keep(&cache->sequences, &before, &cache->memory);
-    if (old) kvc_cache_forget(cache, old);
+    kvc_cache_replace(cache, sequence, old);
+    return KVC_OK;
+}
+
+void kvc_cache_replace(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old) {
+    if (old) {
+        kvc_cache_forget(cache, old);
+        sequence->edited_from = 0;
+    }
     kvc_table_insert(&cache->sequences, sequence);
     kvc_cache_after_edit(cache, sequence);
-    return KVC_OK;
 }
 
 void kvc_cache_spare(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_cache_unmark_changed(sequence);
     kvc_table_remove(&cache->sequences, sequence);
+    sequence->exact_to = sequence->edited_from = INT32_MAX;
     cache->spare = sequence;
 }
 

@@ -138,6 +138,9 @@ void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence);
  */
 kvc_status kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old);
 
+/* Does the same where the table has capacity for it. */
+void kvc_cache_replace(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old);
+
 /* Adds a sequence of the table to the list of retained ones, as the most recently used, or takes it out. */
 void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_unretain(kvc_cache *cache, kvc_sequence *sequence);

@@ -13,10 +13,10 @@ kvc_sequence *kvc_sequence_new(kvc_memory *memory, int64_t id, int32_t num_group
     kvc_sequence *sequence = kvc_memory_alloc(memory, sequence_bytes(num_groups), KVC_MEMORY_BOOKKEEPING, -1);
     if (!sequence) return NULL;
     *sequence = (kvc_sequence){.id = id,
-                              .num_groups = num_groups,
-                              .num_token_groups = num_token_groups,
-                              .exact_to = INT32_MAX,
-                              .edited_from = INT32_MAX};
+                               .exact_to = INT32_MAX,
+                               .edited_from = INT32_MAX,
+                               .num_groups = num_groups,
+                               .num_token_groups = num_token_groups};
     for (int32_t g = 0; g < num_groups; g++) kvc_runs_init(&sequence->runs[g]);
     return sequence;
 }
@@ -88,6 +88,17 @@ int32_t kvc_min_query_position(const kvc_sequence *sequence) {
         if (missing.end && missing.begin < low) low = missing.begin;
     }
     return low;
+}
+
+void kvc_sequence_note_edit(kvc_sequence *sequence, int32_t position, int32_t exact_to) {
+    sequence->edited_from = kvc_lower(sequence->edited_from, position);
+    sequence->exact_to = kvc_lower(sequence->exact_to, exact_to);
+}
+
+void kvc_sequence_note_cut(kvc_sequence *sequence, int32_t length, int32_t next_before) {
+    /* A mark behind all rows (kvc_mark_inexact) is of rows to come, and stays. */
+    if (sequence->exact_to >= length && sequence->exact_to < next_before) sequence->exact_to = INT32_MAX;
+    kvc_sequence_note_edit(sequence, length, INT32_MAX);
 }
 
 /* ---- the table of sequences -------------------------------------------------------------------------------------- */

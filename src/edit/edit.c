@@ -25,6 +25,22 @@ typedef struct edit {
     int32_t removes; /* not 0: tokens are removed; 0: they move */
 } edit;
 
+/* Notes the edit of a sequence whose next position was `next`. */
+static void note(kvc_sequence *sequence, const edit *e, int32_t next) {
+    const kvc_change *c = &e->change;
+    const int32_t moves = c->end < c->moved_end;
+    int32_t low = c->begin; /* the lowest position of what has changed */
+    if (c->begin >= next || c->begin == c->moved_end) return;
+    if (c->divisor)
+        low = c->begin / c->divisor;
+    else if (moves && c->move < 0 && c->end + c->move < low)
+        low = c->end + c->move;
+    if (c->end >= next)
+        kvc_sequence_note_cut(sequence, c->begin, next);
+    else
+        kvc_sequence_note_edit(sequence, low, low);
+}
+
 /* Widens an interval to include the positions of `lost` that are in [begin, end), once they were moved by `move` and
  * divided. */
 static void add_moved(kvc_interval *all, kvc_interval lost, int32_t begin, int32_t end, int32_t move, int32_t divisor) {
@@ -158,10 +174,11 @@ static kvc_status change_groups(kvc_cache *cache, kvc_sequence *sequence, const 
 /* Does the same.  An edit that leaves nothing of its tokens ends the sequence: what cross-attention layers hold, such
  * as an image, belongs to these, and the next tokens under the same id must not see it. */
 static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e) {
-    const int drops_all = e->removes && e->change.begin == 0 && e->change.end > 0;
-    const int may_end = kvc_sequence_next(sequence) > 0 || drops_all;
+    const int32_t next = kvc_sequence_next(sequence);
+    const int may_end = next > 0 || (e->removes && e->change.begin == 0 && e->change.end > 0);
     const kvc_status status = change_groups(cache, sequence, e);
     if (status != KVC_OK) return status;
+    note(sequence, e, next);
     if (may_end && kvc_sequence_next(sequence) == 0)
         kvc_cache_forget(cache, sequence);
     else
@@ -247,6 +264,16 @@ kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t e
     const edit e = {.change = {.begin = begin, .end = begin, .moved_end = end, .divisor = divisor}};
     kvc_lock(cache);
     return kvc_unlock(cache, move_range(cache, seq_id, &e));
+}
+
+/* ---- exactness --------------------------------------------------------------------------------------------------- */
+
+kvc_status kvc_mark_inexact(kvc_cache *cache, int64_t seq_id, int32_t position) {
+    KVC_TRY(kvc_check_position(position, "position"));
+    kvc_lock(cache);
+    kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    if (sequence) sequence->exact_to = kvc_lower(sequence->exact_to, position);
+    return kvc_unlock(cache, KVC_OK);
 }
 
 /* ---- clearing ---------------------------------------------------------------------------------------------------- */

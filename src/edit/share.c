@@ -42,19 +42,35 @@ static kvc_status share_group(kvc_cache *cache, const sharing *s, int32_t g, kvc
     return status;
 }
 
+/* Returns the position from which on the rows to share do not follow from the tokens that dst has then.  They do while
+ * src is exact, and dst goes on as src does: its last token, exact in both, has its row in a slot of src's.  For such a
+ * row was computed once, behind all tokens before it. */
+static int32_t find_exact_to(const sharing *s) {
+    const int32_t next = s->dst ? kvc_sequence_next(s->dst) : 0;
+    int goes_on = next == 0;
+    for (int32_t g = 0; !goes_on && g < s->src->num_token_groups; g++) {
+        const kvc_run *a = kvc_runs_at(&s->src->runs[g], next - 1), *b = kvc_runs_at(&s->dst->runs[g], next - 1);
+        goes_on = a && b && a->block == b->block && a->slot - a->position == b->slot - b->position;
+    }
+    if (next && (s->src->exact_to < next || s->dst->exact_to < next)) goes_on = 0;
+    return goes_on && s->begin <= next ? kvc_below(s->src->exact_to, s->end) : s->begin;
+}
+
 /* Makes a sequence, not in the table yet, of the rows to share; returns NULL if out of memory. */
 static kvc_sequence *new_sharer(kvc_cache *cache, const sharing *s, int64_t id) {
     kvc_sequence *sharer = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
     kvc_status status = sharer ? KVC_OK : KVC_ERR_NOMEM;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++)
         status = share_group(cache, s, g, &sharer->runs[g]);
+    if (status == KVC_OK && kvc_sequence_next(sharer)) sharer->exact_to = find_exact_to(s);
     if (status == KVC_OK) return sharer;
     if (sharer) kvc_sequence_free(sharer, &cache->memory, cache->pools);
     return NULL;
 }
 
-/* Moves the rows of `more`, which it frees, to the end of a sequence. */
-static kvc_status join(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *more) {
+/* Moves the rows of `more`, at positions from `begin` on, to the end of a sequence, and frees it. */
+static kvc_status join(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *more, int32_t begin) {
+    const int32_t adds_tokens = kvc_sequence_next(more) > 0;
     kvc_status status = KVC_OK;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++)
         status = kvc_runs_prepare(&sequence->runs[g], &cache->memory, more->runs[g].num);
@@ -67,6 +83,7 @@ static kvc_status join(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *m
         kvc_runs_install(list, &cache->memory);
         kvc_runs_join(list, &more->runs[g]);
     }
+    if (status == KVC_OK && adds_tokens) kvc_sequence_note_edit(sequence, begin, more->exact_to);
     kvc_sequence_free(more, &cache->memory, cache->pools);
     if (status == KVC_OK) kvc_cache_after_edit(cache, sequence);
     return status;
@@ -119,7 +136,7 @@ static kvc_status share(kvc_cache *cache, int64_t src_id, int64_t dst_id, int32_
     if (status != KVC_OK) return status;
     kvc_sequence *sharer = new_sharer(cache, &s, dst_id);
     if (!sharer) return kvc_fail_sequence(dst_id);
-    return s.dst ? join(cache, s.dst, sharer) : kvc_cache_insert(cache, sharer, NULL);
+    return s.dst ? join(cache, s.dst, sharer, begin) : kvc_cache_insert(cache, sharer, NULL);
 }
 
 static kvc_status check_two(int64_t src, int64_t dst) {

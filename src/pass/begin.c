@@ -39,6 +39,9 @@ static kvc_status add_tokens(kvc_batch *batch, const kvc_begin_args *args) {
         member->num_stretches += !member->num_tokens++ || position != member->next;
         member->next = position + 1;
         member->goes_back |= position < next;
+        if (position != next || args->replaced || (args->parents && args->parents[t] != member->last))
+            member->exact_to = kvc_lower(member->exact_to, position);
+        member->last = t;
         if (position < member->sequence->min_query_position) member->sequence->min_query_position = position;
     }
     return KVC_OK;

@@ -96,15 +96,38 @@ static void end_cross(const kvc_batch *batch, int32_t g, int32_t s, const kvc_pe
     kvc_runs_recount(list);
 }
 
+/* Returns the position from which on the kept tokens of a sequence do not follow from those before them: a token does
+ * if it stands behind all rows, and saw the kept tokens before it and no others. */
+static int32_t find_exact_to(const kvc_batch *batch, const kvc_batch_sequence *member) {
+    const int32_t *token = batch->order + member->first;
+    int32_t next = kvc_sequence_next(member->sequence), last = -1, dropped = INT32_MAX, exact_to = INT32_MAX;
+    for (int32_t i = 0; i < member->num_tokens; i++)
+        if (!batch->kept[token[i]]) dropped = kvc_lower(dropped, batch->positions[token[i]]);
+    for (int32_t i = 0; i < member->num_tokens; i++) {
+        const int32_t t = token[i], position = batch->positions[t];
+        if (!batch->kept[t]) continue;
+        const int sees_kept = batch->parents ? batch->parents[t] == last : position < dropped;
+        if (batch->replaced || position != next || !sees_kept) exact_to = kvc_lower(exact_to, position);
+        next = position + 1;
+        last = t;
+    }
+    return exact_to;
+}
+
 /* Adds the kept tokens to sequence s: kvc_begin took the memory for that. */
 static void end_sequence(const kvc_batch *batch, int32_t s) {
     const kvc_cache *cache = batch->cache;
     const kvc_batch_sequence *member = &batch->sequences[s];
     const int32_t *token = batch->order + member->first;
-    int32_t last = -1; /* largest position that is kept */
-    for (int32_t i = 0; i < member->num_tokens; i++)
+    int32_t last = -1, num_kept = 0; /* last: largest position that is kept */
+    for (int32_t i = 0; i < member->num_tokens; i++) {
+        num_kept += batch->kept[token[i]];
         if (batch->kept[token[i]] && batch->positions[token[i]] > last) last = batch->positions[token[i]];
+    }
     const int keeps = last >= 0;
+    if (keeps)
+        kvc_sequence_note_edit(member->sequence, batch->replaced ? 0 : INT32_MAX,
+                               num_kept < member->num_tokens ? find_exact_to(batch, member) : member->exact_to);
     /* What a window has left behind once the tokens are added is not added.  In a batch that restores, everything is:
      * kvc_replace_note looks at all rows. */
     kvc_set_min_query_behind(member->sequence, last);
@@ -134,9 +157,9 @@ static kvc_status finish(kvc_batch *batch) {
     const int32_t num_tokens = batch->num_tokens;
     kvc_lock(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_keep(&cache->pools[g], &cache->pools[g].reserved);
-    if (keeps_all) kvc_prefix_fill(batch);
+    if (keeps_all) kvc_prefix_fill(batch, 0);
     for (int32_t s = 0; s < batch->num_sequences; s++) end_sequence(batch, s);
-    if (!keeps_all) kvc_prefix_fill(batch);
+    if (!keeps_all) kvc_prefix_fill(batch, 1);
     for (int32_t s = 0; s < batch->num_sequences; s++) kvc_expire_behind(cache, batch->sequences[s].sequence);
     cache->stats.batches++;
     cache->stats.tokens += num_kept;

@@ -115,9 +115,9 @@ static int keep_next(kvc_session *session) {
     return 1;
 }
 
-/* Keeps the blocks that are full up to a position. */
-static void fill(kvc_session *session, int32_t end) {
-    if (end > session->sequence->exact_to) end = session->sequence->exact_to;
+/* Keeps the blocks that are full up to a position, and exact. */
+static void fill(kvc_session *session, int32_t end, int32_t exact_to) {
+    if (end > exact_to) end = exact_to;
     while (session->retained_to <= end - block_size(session) && keep_next(session)) continue;
 }
 
@@ -134,7 +134,7 @@ static int32_t range_of(const kvc_batch *batch, const kvc_batch_sequence *member
     return begin;
 }
 
-void kvc_prefix_fill(const kvc_batch *batch) {
+void kvc_prefix_fill(const kvc_batch *batch, int is_committed) {
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         const kvc_batch_sequence *member = &batch->sequences[s];
         kvc_session *session = (kvc_session *)(void *)member->sequence->follower;
@@ -142,7 +142,9 @@ void kvc_prefix_fill(const kvc_batch *batch) {
         int32_t end;
         const int32_t begin = range_of(batch, member, &end), is_other = batch->replaced || begin < session->retained_to;
         note_edits(session, member->is_unstored ? 0 : is_other ? begin : INT32_MAX);
-        if (!member->is_unstored && !batch->replaced) fill(session, end);
+        if (member->is_unstored || batch->replaced) continue;
+        fill(session, end,
+             is_committed ? member->sequence->exact_to : kvc_exact_to_with_batch(batch->cache, member->sequence));
     }
 }
 

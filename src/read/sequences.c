@@ -49,6 +49,14 @@ int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position) {
     return can;
 }
 
+int32_t kvc_exact_to(kvc_cache *cache, int64_t seq_id) {
+    kvc_lock(cache);
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    const int32_t position = sequence ? kvc_exact_to_with_batch(cache, sequence) : INT32_MAX;
+    kvc_unlock(cache, KVC_OK);
+    return position;
+}
+
 int64_t kvc_sequences(kvc_cache *cache, int64_t *seq_ids, int64_t max_ids) {
     int64_t n = 0;
     kvc_lock(cache);

@@ -12,7 +12,10 @@
 
 /* ---- tables ------------------------------------------------------------------------------------------------------ */
 
-enum { STATE, LAYERS, GROUPS, FREQUENCIES, SEQUENCES, HOLDINGS, RUNS, TOKENS, CHECKSUM, NUM_TABLES };
+enum { STATE, LAYERS, GROUPS, FREQUENCIES, SEQUENCES, HOLDINGS, RUNS, TOKENS, EXACT_TO, CHECKSUM, NUM_TABLES };
+
+/* Returns whether files of a version have a table. */
+static int has_table(int32_t version, int32_t i) { return i != EXACT_TO || version > 1; }
 
 typedef struct table {
     const char *name, *dtype;
@@ -31,6 +34,7 @@ static table table_at(const kvc_saved_state *state, int32_t i) {
         return (table){"holdings", "I64", state->num_sequences, state->num_groups, sizeof(kvc_saved_holding) / 8};
     case RUNS: return (table){"runs", "I64", state->num_runs, 0, sizeof(kvc_saved_run) / 8};
     case TOKENS: return (table){"tokens", "I64", state->num_tokens, 0, 0};
+    case EXACT_TO: return (table){"exact_to", "I64", state->num_sequences, 0, 0};
     default: return (table){"checksum", "U64", 1, 0, 0};
     }
 }
@@ -39,14 +43,14 @@ static uint64_t table_bytes(const table *t) {
     return (uint64_t)t->num * (uint64_t)(t->columns ? t->columns : 1) * 8 * (uint64_t)(t->groups ? t->groups : 1);
 }
 
-uint64_t kvc_format_tables_bytes(const kvc_saved_state *state, uint64_t most) {
+uint64_t kvc_format_tables_bytes(const kvc_saved_state *state, int32_t version, uint64_t most) {
     uint64_t bytes = 0;
     for (int32_t i = 0; i < NUM_TABLES; i++) {
         const table t = table_at(state, i);
         const uint64_t columns = (uint64_t)(t.columns ? t.columns : 1) * 8;
         if (t.num < 0 || t.groups < 0 || (uint64_t)t.num > most / columns) return UINT64_MAX;
         if (t.num && (uint64_t)t.groups > most / columns / (uint64_t)t.num) return UINT64_MAX;
-        bytes += kvc_align_up(table_bytes(&t), KVC_FORMAT_ALIGNMENT);
+        if (has_table(version, i)) bytes += kvc_align_up(table_bytes(&t), KVC_FORMAT_ALIGNMENT);
         if (bytes > most) return UINT64_MAX;
     }
     return bytes;
@@ -58,7 +62,7 @@ void kvc_format_place(kvc_format *format, void *start) {
     for (int32_t i = 0; i < NUM_TABLES; i++) {
         const table t = table_at(start, i);
         at[i] = (char *)start + offset;
-        offset += kvc_align_up(table_bytes(&t), KVC_FORMAT_ALIGNMENT);
+        if (has_table(format->version, i)) offset += kvc_align_up(table_bytes(&t), KVC_FORMAT_ALIGNMENT);
     }
     format->state = (void *)at[STATE];
     format->layers = (void *)at[LAYERS];
@@ -68,6 +72,7 @@ void kvc_format_place(kvc_format *format, void *start) {
     format->holdings = (void *)at[HOLDINGS];
     format->runs = (void *)at[RUNS];
     format->tokens = (void *)at[TOKENS];
+    format->exact_to = has_table(format->version, EXACT_TO) ? (void *)at[EXACT_TO] : NULL;
     format->checksum = (void *)at[CHECKSUM];
 }
 
@@ -142,7 +147,7 @@ kvc_status kvc_format_visit(const kvc_format *format, uint64_t most, kvc_tensor_
     kvc_status status = KVC_OK;
     for (int32_t i = 0; status == KVC_OK && i < NUM_TABLES; i++) {
         const table t = table_at(format->state, i);
-        status = visit_table(&l, &t, KVC_TABLE);
+        if (has_table(format->version, i)) status = visit_table(&l, &t, KVC_TABLE);
     }
     for (int32_t i = 0; status == KVC_OK && i < format->state->num_layers; i++) {
         const kvc_saved_layer *layer = &format->layers[i];
@@ -190,7 +195,7 @@ static const char BEGINNING[] = "{\"__metadata__\":{\"format\":\"kvcache\",\"ver
 
 uint64_t kvc_format_header(const kvc_format *format, char *to, uint64_t size) {
     text out = {to, size, 8};
-    add(&out, "%s%d%s%s%s%s%s", BEGINNING, KVC_FORMAT_VERSION, LIBRARY, format->library, FINGERPRINT,
+    add(&out, "%s%d%s%s%s%s%s", BEGINNING, format->version, LIBRARY, format->library, FINGERPRINT,
         format->fingerprint, ENDING);
     kvc_format_visit(format, INT64_MAX, add_tensor, &out);
     add(&out, "}");
@@ -227,14 +232,14 @@ static int take_string(place *p, char *to, size_t size) {
 }
 
 kvc_status kvc_format_read_strings(kvc_format *format, const char *header, uint64_t size) {
-    char version[16], own[16];
+    char version[16];
     place p = {header, header + size};
     if (!pass(&p, BEGINNING) || !take_string(&p, version, sizeof version))
         return kvc_fail(KVC_ERR_FORMAT, "no saved state: the file does not begin like one");
-    snprintf(own, sizeof own, "%d", KVC_FORMAT_VERSION);
-    if (strcmp(version, own))
-        return kvc_fail(KVC_ERR_FORMAT, "of a newer format: version %s; this library, %d.%d.%d, reads version %s",
-                        version, KVC_VERSION_MAJOR, KVC_VERSION_MINOR, KVC_VERSION_PATCH, own);
+    format->version = version[0] - '0';
+    if (format->version < 1 || format->version > KVC_FORMAT_VERSION || version[1])
+        return kvc_fail(KVC_ERR_FORMAT, "of a newer format: version %s; this library, %d.%d.%d, reads versions 1 to %d",
+                        version, KVC_VERSION_MAJOR, KVC_VERSION_MINOR, KVC_VERSION_PATCH, KVC_FORMAT_VERSION);
     if (pass(&p, LIBRARY) && take_string(&p, format->library, sizeof format->library) && pass(&p, FINGERPRINT) &&
         take_string(&p, format->fingerprint, sizeof format->fingerprint) && pass(&p, ENDING))
         return KVC_OK;

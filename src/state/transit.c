@@ -73,10 +73,8 @@ void kvc_state_accept(kvc_state *state) {
         kvc_pool_keep(&cache->pools[g], &state->groups[g].reserved);
     }
     for (int32_t i = 0; i < state->sequences.num; i++) {
-        kvc_sequence *sequence = state->sequences.items[i], *old = kvc_table_find(&cache->sequences, sequence->id);
-        if (old) kvc_cache_forget(cache, old);
-        kvc_table_insert(&cache->sequences, sequence);
-        kvc_cache_after_edit(cache, sequence);
+        kvc_sequence *sequence = state->sequences.items[i];
+        kvc_cache_replace(cache, sequence, kvc_table_find(&cache->sequences, sequence->id));
     }
     state->sequences.num = 0;
     state->is_loading = 0;

@@ -84,6 +84,8 @@ static kvc_status add_sequence(kvc_cache *to, const kvc_sequence *from) {
     if (status != KVC_OK) return status;
     kvc_sequence *sequence = kvc_sequence_new(&to->memory, from->id, from->num_groups, from->num_token_groups);
     if (!sequence) return kvc_fail_sequence(from->id);
+    sequence->exact_to = from->exact_to;
+    sequence->edited_from = from->edited_from;
     kvc_table_insert(&to->sequences, sequence);
     for (int32_t g = 0; g < from->num_groups; g++) {
         kvc_run_list *list = &sequence->runs[g];

@@ -21,12 +21,16 @@ static int is_holding(const kvc_saved_holding *h, int32_t kind) {
     return is_interval(h->lost_begin, h->lost_end) && is_interval(h->missing_begin, h->missing_end);
 }
 
+/* Returns the position up to which the rows of sequence i are exact; of those of version 1, nothing is known. */
+static int64_t exact_to_of(const kvc_format *f, int64_t i) { return f->exact_to ? f->exact_to[i] : 0; }
+
 /* Returns whether this can be a run in a group of the policy, with so many rows.  Positions when the keys were rotated
- * are no more negative than those of today. */
-static int is_run(const kvc_saved_run *run, const kvc_policy *policy, int64_t num_rows) {
+ * are no more negative than those of today, and rows that have moved are not exact. */
+static int is_run(const kvc_saved_run *run, const kvc_policy *policy, int64_t num_rows, int64_t exact_to) {
     if (run->count < 1 || run->count > INT32_MAX || run->row < 0 || run->row > num_rows - run->count) return 0;
     if (run->position < 0 || run->position > INT32_MAX - run->count) return 0;
     if (run->delta > run->position || run->delta < run->position - INT32_MAX) return 0;
+    if (run->delta && run->position < exact_to) return 0;
     return policy->kind != KVC_CROSS || (!run->position && !run->delta && run->count <= policy->max_len);
 }
 
@@ -50,13 +54,15 @@ static kvc_status check_layers(const kvc_state *state) {
 static kvc_status check_holdings(const kvc_state *state, int64_t i, int64_t *first) {
     const kvc_format *f = &state->format;
     const kvc_cache *cache = state->cache;
+    const int64_t exact_to = exact_to_of(f, i);
     for (int32_t g = 0; g < cache->num_groups; g++) {
         const kvc_saved_holding *h = &f->holdings[i * cache->num_groups + g];
         int64_t r = 0;
         if (!is_holding(h, cache->policies[g].kind) || h->num_runs > f->state->num_runs - *first)
             return kvc_fail(KVC_ERR_FORMAT, "altered: what sequence %lld holds in group %d cannot be",
                             (long long)f->sequences[i].id, g);
-        while (r < h->num_runs && is_run(&f->runs[*first + r], &cache->policies[g], f->group_rows[g])) r++;
+        while (r < h->num_runs && is_run(&f->runs[*first + r], &cache->policies[g], f->group_rows[g], exact_to))
+            r++;
         if (r < h->num_runs)
             return kvc_fail(KVC_ERR_FORMAT, "altered: run %lld of the table of runs cannot be",
                             (long long)(*first + r));
@@ -101,7 +107,7 @@ kvc_status kvc_loaded_check(kvc_state *state) {
     for (int64_t i = 0; status == KVC_OK && i < f->state->num_sequences; i++) {
         const kvc_saved_sequence *s = &f->sequences[i];
         if ((i && s->id <= f->sequences[i - 1].id) || s->num_tokens < 0 ||
-            s->num_tokens > f->state->num_tokens - num_tokens)
+            s->num_tokens > f->state->num_tokens - num_tokens || exact_to_of(f, i) < 0 || exact_to_of(f, i) > INT32_MAX)
             return kvc_fail(KVC_ERR_FORMAT, "altered: sequence %lld of the table of sequences cannot be", (long long)i);
         num_tokens += s->num_tokens;
         status = check_holdings(state, i, &num_runs);
@@ -139,17 +145,17 @@ typedef struct visitor {
 
 enum { NOT_NEEDED, NEEDED, BEGINS_BLOCK };
 
-/* Calls visit for all that the chosen sequences hold.  begin: called before those of a sequence; may be NULL. */
-static kvc_status visit_all(visitor *v, kvc_status (*begin)(visitor *v, int64_t id)) {
+/* Calls visit for all that the chosen sequences hold.  begin: called before those of sequence i of the file; may be
+ * NULL. */
+static kvc_status visit_all(visitor *v, kvc_status (*begin)(visitor *v, int64_t i)) {
     const kvc_format *f = &v->state->format;
     const kvc_saved_holding *holding = f->holdings;
     const kvc_saved_run *run = f->runs;
     kvc_status status = KVC_OK;
     for (int64_t i = 0; i < f->state->num_sequences; i++) {
-        const int64_t index = v->chosen[i] - 1;
-        if (begin && index >= 0) status = begin(v, v->args->to_ids ? v->args->to_ids[index] : f->sequences[i].id);
+        if (begin && v->chosen[i]) status = begin(v, i);
         for (int32_t g = 0; status == KVC_OK && g < v->state->cache->num_groups; g++, run += holding++->num_runs)
-            if (index >= 0) status = v->visit(v, g, holding, run);
+            if (v->chosen[i]) status = v->visit(v, g, holding, run);
         if (status != KVC_OK) return status;
     }
     return KVC_OK;
@@ -219,12 +225,15 @@ static kvc_status take_slots(visitor *v, int32_t g) {
 
 /* ---- sequences --------------------------------------------------------------------------------------------------- */
 
-static kvc_status add_sequence(visitor *v, int64_t id) {
+static kvc_status add_sequence(visitor *v, int64_t i) {
     kvc_cache *cache = v->state->cache;
+    const kvc_format *f = &v->state->format;
+    const int64_t id = v->args->to_ids ? v->args->to_ids[v->chosen[i] - 1] : f->sequences[i].id;
     if (kvc_table_find(&v->state->sequences, id))
         return kvc_fail(KVC_ERR_INVALID, "to_ids has %lld twice", (long long)id);
     v->sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
     if (!v->sequence) return kvc_fail_sequence(id);
+    v->sequence->exact_to = (int32_t)exact_to_of(f, i);
     kvc_table_insert(&v->state->sequences, v->sequence);
     return KVC_OK;
 }

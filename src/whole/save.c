@@ -143,7 +143,8 @@ static kvc_status reserve_tables(saving *s) {
                              .num_freqs = kvc_count_freqs(cache)};
     for (int64_t i = 0; s->args.tokens && i < s->num_sequences; i++) state.num_tokens += s->args.num_tokens[i];
     kvc_save_limits(cache, &state);
-    s->tables_bytes = kvc_format_tables_bytes(&state, INT64_MAX);
+    s->state.format.version = KVC_FORMAT_VERSION;
+    s->tables_bytes = kvc_format_tables_bytes(&state, KVC_FORMAT_VERSION, INT64_MAX);
     s->tables = kvc_state_alloc(&s->state, s->tables_bytes);
     if (!s->tables) return KVC_ERR_NOMEM;
     memset(s->tables, 0, (size_t)s->tables_bytes);
@@ -172,6 +173,7 @@ static void fill_tables(saving *s) {
     for (int64_t i = 0; i < s->num_sequences; i++) {
         f->sequences[i].id = s->args.seq_ids ? s->args.seq_ids[i] : s->sequences[i]->id;
         f->sequences[i].num_tokens = s->args.tokens ? s->args.num_tokens[i] : 0;
+        f->exact_to[i] = s->sequences[i] ? s->sequences[i]->exact_to : INT32_MAX;
     }
     if (f->state->num_tokens) memcpy(f->tokens, s->args.tokens, (size_t)f->state->num_tokens * sizeof *f->tokens);
 }

@@ -170,6 +170,20 @@ static kvc_status check_notes(const kvc_cache *cache) {
     return KVC_OK;
 }
 
+/* Returns KVC_ERR_CORRUPT if rows that have moved pass for exact. */
+static kvc_status check_exact(const kvc_sequence *sequence) {
+    const long long id = sequence->id;
+    REQUIRE(sequence->exact_to >= 0 && sequence->edited_from >= 0,
+            "sequence %lld is exact to position %d, and edited from %d on", id, sequence->exact_to,
+            sequence->edited_from);
+    for (int32_t g = 0; g < sequence->num_token_groups; g++)
+        for (const kvc_run *run = kvc_runs_begin(&sequence->runs[g]); run < kvc_runs_end(&sequence->runs[g]); run++)
+            REQUIRE(!run->delta || run->position >= sequence->exact_to,
+                    "group %d, sequence %lld: rows at position %d have moved, and it is exact to %d", g, id,
+                    run->position, sequence->exact_to);
+    return KVC_OK;
+}
+
 static kvc_status check_table(const kvc_cache *cache) {
     for (int32_t i = 0; i < cache->sequences.num; i++) {
         const kvc_sequence *sequence = cache->sequences.items[i];
@@ -182,6 +196,7 @@ static kvc_status check_table(const kvc_cache *cache) {
                 "sequence %lld is blank and in the table", id);
         REQUIRE(!sequence->is_hidden || (sequence->is_retained && sequence->follower), "nobody follows hidden rows");
         REQUIRE(cache->batch || !sequence->in_batch, "sequence %lld belongs to a batch that is not there", id);
+        KVC_TRY(check_exact(sequence));
     }
     return KVC_OK;
 }

@@ -501,7 +501,115 @@ def test_what_replaces_inexact_rows_is_kept(tmp_path, how):
     assert prefix.acquire(PROMPT)[1] == 99
 
 
-def test_layers_that_are_not_restored_stay_inexact():
+# Ways to change rows of sequence 5 of a cache, from position 30 on or more, so that they do not follow from its tokens.
+def shifted(cache):
+    cache.remove(30, 40, seq_id=5, shift=False)
+    cache.shift(40, None, -10, seq_id=5)
+
+
+def removed(cache):
+    cache.remove(30, 40, seq_id=5)
+
+
+def injected(cache):
+    cache.inject(0, 30, *(np.ones((1, 5, 2), np.float32),) * 2, seq_id=5)
+
+
+def replaced(cache):
+    rows = cache.gather(0, seq_id=5)
+    with cache.batch(positions=range(100), seq_ids=[5] * 100, replaced=[0, 1]) as batch:
+        for layer in range(2):
+            batch.put(layer, *rows, layout="HTD")
+
+
+CHANGES = [shifted, removed, injected, replaced]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_before_there_is_a_prefix_cache(change):
+    """They are no secret: the cache knows which rows follow from a sequence's tokens alone."""
+    cache = make_cache(rope=False)
+    feed(cache, 5, PROMPT, 0, 100)
+    change(cache)
+    prefix = kvcache.PrefixCache(cache, fingerprint="a model")
+    prefix.release(5, PROMPT)
+    assert prefix.acquire(PROMPT)[1] <= 30
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_rows_are_not_kept(change):
+    cache, prefix = make(rope=False)
+    seq_id, _ = prefix.acquire([-1] * 100)
+    cache.clear(seq_id)
+    feed(cache, 5, PROMPT, 0, 100)
+    change(cache)
+    prefix.release(5, PROMPT)
+    assert prefix.acquire(PROMPT)[1] <= 30
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("how", ["restore", "load", "copy"])
+def test_states_and_copies_of_changed_rows_are_not_kept(tmp_path, how, change):
+    cache, prefix = make(rope=False)
+    feed(cache, 5, PROMPT, 0, 100)
+    change(cache)
+    cache.save(tmp_path / "state")
+    if how == "copy":
+        cache = copy.copy(cache)
+    elif how == "load":
+        cache = kvcache.KVCache.load(tmp_path / "state")
+    else:
+        cache.clear()
+        cache.restore(tmp_path / "state")
+    prefix = kvcache.PrefixCache(cache, fingerprint="a model")
+    prefix.release(5, PROMPT)
+    assert prefix.acquire(PROMPT)[1] <= 30
+
+
+@pytest.mark.parametrize("positions", [[*range(30), *range(31, 101)], [*range(30), *range(29, 99)]])
+def test_tokens_with_a_gap_or_twice_at_a_position_are_not_kept(positions):
+    cache, prefix = make()
+    seq_id, _ = prefix.acquire(PROMPT)
+    with cache.batch(positions=positions, seq_ids=[seq_id] * 100) as batch:
+        for layer in range(2):
+            batch.put(layer, *[rows_of(PROMPT, 0, 100, layer)] * 2)
+    assert prefix.acquire(PROMPT)[1] <= 30
+    prefix.release(seq_id, PROMPT)
+    assert prefix.acquire(PROMPT)[1] <= 30
+
+
+def test_tokens_that_saw_others_which_were_not_kept():
+    cache, prefix = make()
+    seq_id, _ = prefix.acquire(PROMPT)
+    with cache.batch(positions=[*range(30), *range(29, 99)], seq_ids=[seq_id] * 100) as batch:
+        for layer in range(2):
+            batch.put(layer, *[rows_of(PROMPT, 0, 100, layer)] * 2)
+        batch.commit([*range(29), *range(30, 100)])
+    prefix.release(seq_id, PROMPT)
+    assert prefix.acquire(PROMPT)[1] == 29
+
+
+def test_marks_of_a_sequence_that_holds_nothing_yet():
+    """They hold for what is fed to it, also if its first batch is aborted, and end with it."""
+    cache, prefix = make()
+    seq_id, _ = prefix.acquire(PROMPT)
+    prefix.note_inexact(seq_id, 40)
+    cache.batch(3, seq_ids=[seq_id] * 3).abort()
+    feed(cache, seq_id, PROMPT, 0, 100)
+    prefix.release(seq_id, PROMPT)
+    assert prefix.acquire(PROMPT)[1] == 40
+    cache.clear()
+    prefix.clear()
+    seq_id, _ = prefix.acquire(PROMPT)
+    prefix.note_inexact(seq_id, 40)
+    cache.clear(seq_id)
+    feed(cache, seq_id, PROMPT, 0, 100)
+    prefix.release(seq_id, PROMPT)
+    assert prefix.acquire(PROMPT)[1] == 99
+
+
+def test_layers_that_are_restored_are_not_kept():
+    """Whoever restores them says what they are, and the cache cannot know."""
     policy = [kvcache.FullAttention(), kvcache.SlidingWindow(200)]
     cache = kvcache.KVCache(2, 1, 2, None, policy=policy, max_sequences=None, block_size=BLOCK, rope=False)
     prefix = kvcache.PrefixCache(cache, fingerprint="a model")
@@ -512,7 +620,7 @@ def test_layers_that_are_not_restored_stay_inexact():
         batch.put(0, *rows, layout="HTD")
     left = [*PROMPT[:30], *PROMPT[40:]]
     prefix.release(5, left)
-    assert prefix.acquire(left)[1] == 30
+    assert prefix.acquire(left)[1] == 0
 
 
 def test_a_sequence_that_another_prefix_cache_acquired():

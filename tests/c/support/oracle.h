@@ -32,6 +32,7 @@ typedef struct row {
     int32_t slot;  /* shared rows have the same slot, and count once */
     int32_t base;  /* position it was put at; its key has moved by position - base */
     int32_t delta; /* part of position - base not yet applied to the stored key */
+    int32_t before; /* tag of the token before it when it was put: token_before */
 } row;
 
 /* Positions [begin, end); end 0: none. */
@@ -50,6 +51,7 @@ typedef struct sequence {
     int64_t id;
     int64_t used; /* of a retained sequence: when it was used last, from 1 on; 0: it is not a retained one */
     int64_t num_pins;
+    int32_t exact_to;            /* rows from there on do not follow from the tokens; INT32_MAX: all do */
     row_list layers[MAX_LAYERS]; /* empty for layers that share rows */
 } sequence;
 
@@ -82,6 +84,7 @@ typedef struct pair {
     int64_t moving;                         /* the sequence that is edited while move_keys is called */
     int calls_left, call_failed, num_calls; /* of move_keys, before one fails (-1: none does) */
     int64_t clock;                          /* counts uses of retained sequences */
+    int has_mixed;                          /* retained sequences were attached that may not belong together */
     int32_t num_sequences;                  /* with rows, or whose rows were all expired */
     sequence sequences[MAX_SEQUENCES];
 } pair;
@@ -209,7 +212,7 @@ static inline sequence *add_sequence(pair *p, int64_t id) {
     if (found) return found;
     CHECK(p->num_sequences < MAX_SEQUENCES);
     found = &p->sequences[p->num_sequences++];
-    *found = (sequence){.id = id};
+    *found = (sequence){.id = id, .exact_to = INT32_MAX};
     return found;
 }
 
@@ -546,6 +549,86 @@ static inline void oracle_note(const pair *p, sequence *s, const uint8_t *replac
     }
 }
 
+/* ---- exactness: what follows from a sequence's tokens alone ------------------------------------------------------ */
+
+static inline void make_inexact(sequence *s, int32_t position) {
+    if (position < s->exact_to) s->exact_to = position;
+}
+
+/* Rows from a position on were dropped of a sequence that went on at `next`. */
+static inline void oracle_cut(sequence *s, int32_t position, int32_t next) {
+    if (s->exact_to >= position && s->exact_to < next) s->exact_to = INT32_MAX;
+}
+
+/* Whether a token of the open batch sees another of its sequence. */
+static inline int sees_token(const pair *p, int t, int other) {
+    if (!p->parents) return p->positions[other] <= p->positions[t];
+    while (t > other) t = p->parents[t];
+    return t == other;
+}
+
+/* The position from which on the open batch's tokens of a sequence are inexact, if these are kept: those that do not
+ * stand behind all rows, or saw others than the kept ones before them. */
+static inline int32_t batch_exact_to(const pair *p, int64_t id, const char *kept) {
+    int32_t next = next_of(p, find_sequence(p, id)), exact_to = INT32_MAX;
+    for (int t = 0; t < p->num_tokens; t++) {
+        if (p->ids[t] != id || !kept[t]) continue;
+        int follows = !p->replaced && p->positions[t] == next;
+        for (int other = 0; other < p->num_tokens; other++) {
+            if (p->ids[other] != id || other == t) continue;
+            const int sees = sees_token(p, t, other);
+            follows &= kept[other] ? sees || other > t : !sees;
+        }
+        if (!follows && p->positions[t] < exact_to) exact_to = p->positions[t];
+        next = p->positions[t] + 1;
+    }
+    return exact_to;
+}
+
+/* Returns the tag of the token before one of the open batch, -1 for a first one; NO_TOKEN, if it did not see one token
+ * at each position before its own; ANY_TOKEN, if that is not known, as rows before it have expired. */
+enum { NO_TOKEN = -2, ANY_TOKEN = -3 };
+static inline int32_t token_before(const pair *p, int t) {
+    const sequence *s = find_sequence(p, p->ids[t]);
+    const int32_t at = p->positions[t];
+    int32_t before = p->replaced ? NO_TOKEN : at ? ANY_TOKEN : -1, num = 0;
+    for (int l = 0; s && l < p->config.num_layers; l++)
+        for (int i = 0; keeps_tokens(p, l) && i < s->layers[l].num; i++) {
+            const row *r = &s->layers[l].rows[i];
+            if (r->position == at - 1 && before == ANY_TOKEN) before = r->tag;
+            if (r->position >= at || (r->position == at - 1 && r->tag != before)) before = NO_TOKEN;
+        }
+    for (int other = 0; other < p->num_tokens; other++) {
+        if (p->ids[other] != p->ids[t] || other == t || !sees_token(p, t, other)) continue;
+        num += p->positions[other] == at - 1;
+        if (p->positions[other] == at - 1 && before == ANY_TOKEN) before = p->batch_tag + other;
+        if (p->positions[other] >= at || num > 1) before = NO_TOKEN;
+    }
+    return before == ANY_TOKEN && next_of(p, s) < at ? NO_TOKEN : before; /* behind a gap */
+}
+
+/* Checks that rows which pass for exact are: each was put where it stands, behind the token that is before it now. */
+static inline void check_exact(const pair *p, const sequence *s) {
+    enum { MOST = MAX_ROWS * 4 };
+    static int32_t tags[MOST], before[MOST];
+    if (p->has_mixed) return; /* the caller promises that they do */
+    for (int i = 0; i < MOST; i++) tags[i] = before[i] = ANY_TOKEN;
+    for (int l = 0; l < p->config.num_layers; l++)
+        for (int i = 0; keeps_tokens(p, l) && i < s->layers[l].num; i++) {
+            const row *r = &s->layers[l].rows[i];
+            if (r->position >= s->exact_to || r->position >= MOST) continue;
+            if (tags[r->position] == ANY_TOKEN) tags[r->position] = r->tag;
+            before[r->position] = r->before;
+            CHECKF(r->base == r->position && tags[r->position] == r->tag && r->before != NO_TOKEN,
+                   "sequence %lld, position %d passes for exact", (long long)s->id, r->position);
+        }
+    for (int i = 0; i < MOST; i++)
+        CHECKF(before[i] == ANY_TOKEN || (i && tags[i - 1] == ANY_TOKEN) || before[i] == (i ? tags[i - 1] : -1),
+               "sequence %lld, position %d follows token %d", (long long)s->id, i, before[i]);
+}
+
+/* ---- committing -------------------------------------------------------------------------------------------------- */
+
 /* Gives sequences the rows of the open batch, which restores layers, in order of position. */
 static inline void oracle_restore(pair *p, const char *kept) {
     for (int t = 0; t < p->num_tokens; t++)
@@ -558,7 +641,7 @@ static inline void oracle_restore(pair *p, const char *kept) {
         for (int l = 0; s && l < p->config.num_layers; l++) {
             row_list *list = &s->layers[l];
             if (!takes_tokens(p, l, p->replaced)) continue;
-            list_add(list, (row){p->positions[t], p->batch_tag + t, p->batch_tag + t, p->positions[t], 0});
+            list_add(list, (row){p->positions[t], p->batch_tag + t, p->batch_tag + t, p->positions[t], 0, NO_TOKEN});
             for (int i = list->num - 1; i > 0 && list->rows[i - 1].position > list->rows[i].position; i--) {
                 row after = list->rows[i];
                 list->rows[i] = list->rows[i - 1];
@@ -572,13 +655,19 @@ static inline void oracle_restore(pair *p, const char *kept) {
 
 /* kept: of each token, whether it stays. */
 static inline void oracle_commit(pair *p, const char *kept) {
+    int32_t exact_to[MAX_BATCH], before[MAX_BATCH];
+    for (int t = 0; t < p->num_tokens; t++) {
+        exact_to[t] = batch_exact_to(p, p->ids[t], kept);
+        before[t] = token_before(p, t);
+    }
     if (p->replaced) oracle_restore(p, kept);
     for (int t = 0; !p->replaced && t < p->num_tokens; t++) {
         if (!kept[t]) continue;
         sequence *s = add_sequence(p, p->ids[t]);
         for (int l = 0; l < p->config.num_layers; l++)
             if (keeps_tokens(p, l))
-                list_add(&s->layers[l], (row){p->positions[t], p->batch_tag + t, p->batch_tag + t, p->positions[t], 0});
+                list_add(&s->layers[l],
+                         (row){p->positions[t], p->batch_tag + t, p->batch_tag + t, p->positions[t], 0, before[t]});
     }
     for (int i = 0; i < p->num_cross_puts; i++) {
         const cross_put *put = &p->cross_puts[i];
@@ -587,10 +676,14 @@ static inline void oracle_commit(pair *p, const char *kept) {
         if (!any) continue;
         row_list *list = &add_sequence(p, put->id)->layers[put->layer];
         list->num = 0;
-        for (int32_t r = 0; r < put->n; r++) list_add(list, (row){r, put->tag + r, put->tag + r, r, 0});
+        for (int32_t r = 0; r < put->n; r++) list_add(list, (row){r, put->tag + r, put->tag + r, r, 0, NO_TOKEN});
     }
     for (int t = 0; t < p->num_tokens; t++)
-        if (find_sequence(p, p->ids[t])) expire_behind(p, find_sequence(p, p->ids[t]));
+        if (find_sequence(p, p->ids[t])) {
+            make_inexact(find_sequence(p, p->ids[t]), exact_to[t]);
+            expire_behind(p, find_sequence(p, p->ids[t]));
+            tidy(p, find_sequence(p, p->ids[t]));
+        }
 }
 
 static inline range range_below(range r, int32_t length) {
@@ -633,6 +726,7 @@ static inline void oracle_copy_prefix(pair *p, int64_t src, int64_t dst, int32_t
         to->layers[l].lost = range_below(list->lost, length);
         to->layers[l].missing = range_below(list->missing, length);
     }
+    if (from->exact_to < length && next_of(p, to)) make_inexact(to, from->exact_to);
     tidy(p, to);
 }
 
@@ -650,33 +744,54 @@ static inline int has_position(const row_list *list, int num, int32_t position) 
     return 0;
 }
 
-/* Adds what is gone from another list at [begin, end) to what is gone from one whose first num rows are its own. */
-static inline void oracle_share_gone(const row_list *to, range *gone, range from, int num, int32_t begin, int32_t end) {
+/* Adds what is gone from another list at [begin, end) to what is gone from one whose first num rows are its own; returns
+ * whether that is any. */
+static inline int oracle_share_gone(const row_list *to, range *gone, range from, int num, int32_t begin, int32_t end) {
     begin = from.begin > begin ? from.begin : begin;
     end = from.end < end ? from.end : end;
     while (begin < end && has_position(to, num, begin)) begin++;
     while (begin < end && has_position(to, num, end - 1)) end--;
-    if (begin >= end) return;
+    if (begin >= end) return 0;
     gone->begin = gone->end && gone->begin < begin ? gone->begin : begin;
     gone->end = gone->end > end ? gone->end : end;
+    return 1;
+}
+
+/* The position from which on rows are inexact that one sequence shares with another. */
+static inline int32_t shared_exact_to(const pair *p, const sequence *from, const sequence *to, int32_t begin,
+                                      int32_t end) {
+    const int32_t next = next_of(p, to);
+    int goes_on = next == 0;
+    for (int l = 0; next && l < p->config.num_layers; l++) {
+        const row *last = find_row(&to->layers[l], next - 1);
+        goes_on |= keeps_tokens(p, l) && last && has_row(&from->layers[l], from->layers[l].num, last);
+    }
+    if (!goes_on || begin > next || from->exact_to < next || (next && to->exact_to < next)) return begin;
+    return from->exact_to < end ? from->exact_to : INT32_MAX;
 }
 
 static inline void oracle_share(pair *p, int64_t src, int64_t dst, int32_t begin, int32_t end) {
     const sequence *from = find_sequence(p, src);
     if (!from || begin == end) return;
     sequence *to = add_sequence(p, dst);
+    from = find_sequence(p, src);
+    const int32_t exact_to = shared_exact_to(p, from, to, begin, end);
+    int adds = 0;
     for (int l = 0; l < p->config.num_layers; l++) {
         const row_list *list = &from->layers[l];
         row_list *own = &to->layers[l];
         int num = own->num;
         for (int i = 0; i < list->num && is_cross(p, l) && !num; i++) list_add(own, list->rows[i]);
         if (is_cross(p, l)) continue;
-        oracle_share_gone(own, &own->lost, list->lost, num, begin, end);
+        adds |= oracle_share_gone(own, &own->lost, list->lost, num, begin, end);
         oracle_share_gone(own, &own->missing, list->missing, num, begin, end);
         for (int i = 0; i < list->num; i++)
-            if (list->rows[i].position >= begin && list->rows[i].position < end && !has_row(own, num, &list->rows[i]))
+            if (list->rows[i].position >= begin && list->rows[i].position < end && !has_row(own, num, &list->rows[i])) {
                 list_add(own, list->rows[i]);
+                adds = 1;
+            }
     }
+    if (adds) make_inexact(to, exact_to);
     tidy(p, to);
 }
 
@@ -714,7 +829,13 @@ static inline void oracle_move(pair *p, int64_t id, int32_t begin, int32_t end, 
                                int moves_lost) {
     sequence *s = find_sequence(p, id);
     if (!s || (divisor ? divisor == 1 : delta == 0)) return;
-    int had = next_of(p, s) > 0;
+    int32_t next = next_of(p, s), had = next > 0, to = divisor ? begin / divisor : not_negative(begin + delta);
+    if (begin < end && begin < next) {
+        if (begin + (int64_t)delta < 0 && (end < -(int64_t)delta ? end : -(int64_t)delta) >= next)
+            oracle_cut(s, begin, next); /* all are dropped */
+        else
+            make_inexact(s, to < begin && end > -(int64_t)delta ? to : begin);
+    }
     for (int l = 0; l < p->config.num_layers; l++)
         if (keeps_tokens(p, l)) oracle_move_layer(p, s, l, begin, end, delta, divisor, moves_lost);
     end_without_tokens(p, s, had);
@@ -723,6 +844,10 @@ static inline void oracle_move(pair *p, int64_t id, int32_t begin, int32_t end, 
 static inline void oracle_remove(pair *p, int64_t id, int32_t begin, int32_t end, int shift) {
     sequence *s = find_sequence(p, id);
     int moves = shift && extreme_of(p, s, 1) >= end, had = next_of(p, s) > 0 || (begin == 0 && end > 0);
+    if (s && begin < end && end >= next_of(p, s))
+        oracle_cut(s, begin, next_of(p, s));
+    else if (s && begin < end)
+        make_inexact(s, begin);
     for (int l = 0; s && l < p->config.num_layers; l++) {
         row_list *list = &s->layers[l];
         int32_t num = 0;
@@ -783,6 +908,8 @@ static inline void oracle_inject(pair *p, int64_t id, int layer, int32_t begin, 
         if (r) {
             r->tag = tag + at - begin;
             r->base = at;
+            r->before = NO_TOKEN;
+            if (!s->used) make_inexact(s, begin);
         }
     }
 }
@@ -919,11 +1046,11 @@ static inline void list_batch_rows(const pair *p, int64_t id, int l, row_list *l
             list_add(list, p->sequences[s].layers[l].rows[i]);
     for (int t = 0; keeps_tokens(p, l) && t < p->num_tokens; t++)
         if (p->ids[t] == id && p->written[l][t])
-            list_add(list, (row){p->positions[t], p->batch_tag + t, p->batch_tag + t, p->positions[t], 0});
+            list_add(list, (row){p->positions[t], p->batch_tag + t, p->batch_tag + t, p->positions[t], 0, NO_TOKEN});
     for (const cross_put *put = p->cross_puts; put < p->cross_puts + p->num_cross_puts; put++)
         if (put->layer == l && put->id == id) {
             list->num = 0;
-            for (int32_t r = 0; r < put->n; r++) list_add(list, (row){r, put->tag + r, put->tag + r, r, 0});
+            for (int32_t r = 0; r < put->n; r++) list_add(list, (row){r, put->tag + r, put->tag + r, r, 0, NO_TOKEN});
         }
 }
 
@@ -978,6 +1105,16 @@ static inline void check_range(const pair *p, const sequence *s, int l) {
     CHECKF(first == low && last == high, "layer %d: positions %d to %d, not %d to %d", l, first, last, low, high);
 }
 
+/* Checks kvc_exact_to, in a batch as if all its tokens were kept, and that what it says can be. */
+static inline void check_exact_to(const pair *p, const sequence *s) {
+    char kept[MAX_BATCH];
+    memset(kept, 1, sizeof kept);
+    const int32_t in_batch = p->batch ? batch_exact_to(p, s->id, kept) : INT32_MAX;
+    const int32_t right = s->exact_to < in_batch ? s->exact_to : in_batch, got = kvc_exact_to(p->cache, s->id);
+    CHECKF(got == right, "sequence %lld is exact to %d, not %d", (long long)s->id, got, right);
+    check_exact(p, s);
+}
+
 static inline void check_sequence(const pair *p, const sequence *s) {
     int32_t next = next_of(p, s);
     CHECK(kvc_seq_len(p->cache, s->id, -1) == rows_of(p, s));
@@ -987,6 +1124,7 @@ static inline void check_sequence(const pair *p, const sequence *s) {
         check_can_resume(p, s, random_int(0, (next < MAX_ROWS ? next : MAX_ROWS) + 1));
     }
     check_range(p, s, -1);
+    check_exact_to(p, s);
     for (int l = 0; l < p->config.num_layers; l++) {
         check_range(p, s, l);
         check_positions(p, s, l);
@@ -1106,7 +1244,7 @@ static inline void check_blocks(const pair *p) {
 
 /* Compares all that can be seen with the oracle, and runs kvc_validate. */
 static inline void pair_check(const pair *p) {
-    static const sequence unknown = {.id = INT64_MIN + 1};
+    static const sequence unknown = {.id = INT64_MIN + 1, .exact_to = INT32_MAX};
     const int is_failing = p->memory && p->memory->is_failing;
     if (p->config.allocator && p->memory)
         CHECKF(kvc_nbytes(p->cache) == memory_bytes(p->memory), "%lld bytes, not %lld", (long long)kvc_nbytes(p->cache),
@@ -1718,6 +1856,14 @@ static inline kvc_status pair_keep(pair *p, int64_t id) {
 static inline kvc_status pair_clear(pair *p) {
     kvc_status status = agree(p, "clear", kvc_clear(p->cache), p->batch ? KVC_ERR_BUSY : KVC_OK);
     if (status == KVC_OK) p->num_sequences = 0;
+    return status;
+}
+
+static inline kvc_status pair_mark_inexact(pair *p, int64_t id, int32_t position) {
+    sequence *s = find_sequence(p, id);
+    if (in_batch(p, id) && !s) return KVC_OK; /* it would be marked, too: test_exact.c */
+    const kvc_status status = agree(p, "mark_inexact", kvc_mark_inexact(p->cache, id, position), KVC_OK);
+    if (s) make_inexact(s, position);
     return status;
 }
 

@@ -119,7 +119,8 @@ static inline kvc_status random_retained(pair *p, int64_t id) {
 static inline kvc_status any_edit(pair *p) {
     int64_t id = random_id(), other = random_id(), source = random_source();
     int32_t begin = random_position(p, id), end = begin + random_int(0, 20);
-    int choice = random_int(0, 245);
+    int choice = random_int(0, 248);
+    if (choice >= 245) return pair_mark_inexact(p, id, begin);
     if (choice >= 175) return random_retained(p, id);
     if (choice >= 153) return random_share(p, random_source(), other);
     if (choice >= 151) return pair_clone(p);

@@ -18,6 +18,7 @@ static inline kvc_status pair_retain(pair *p, int64_t src, int64_t id, int32_t b
     if (status != KVC_OK || !from) return status;
     sequence *to = add_sequence(p, id);
     from = find_sequence(p, src);
+    if (from->exact_to < end) make_inexact(to, from->exact_to > begin ? from->exact_to : begin);
     int num = 0;
     for (int l = 0; l < p->config.num_layers; l++) {
         if (!keeps_tokens(p, l)) continue;
@@ -122,6 +123,13 @@ static inline kvc_status pair_attach(pair *p, const int64_t *ids, int n, int64_t
     forget_sequence(p, dst); /* of which rows may have been expired */
     if (!right) return status;
     sequence *to = add_sequence(p, dst);
+    for (int i = 0, num = 0; i < n; i++) {
+        const sequence *s = find_sequence(p, ids[i]);
+        if (!s) continue;
+        num += extreme_of(p, s, -1) < right;
+        p->has_mixed |= num > 1;
+        if (s->exact_to < right) make_inexact(to, s->exact_to);
+    }
     for (int l = 0; l < p->config.num_layers; l++)
         if (keeps_tokens(p, l)) oracle_attach_layer(p, ids, n, to, l, right);
     tidy(p, to);

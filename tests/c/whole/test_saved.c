@@ -163,6 +163,7 @@ static uint64_t place_tables(const saved *file, kvc_format *format) {
     uint64_t length = 0;
     for (int i = 0; i < 8; i++) length |= (uint64_t)(uint8_t)file->bytes[i] << 8 * i;
     length += 8;
+    format->version = KVC_FORMAT_VERSION;
     kvc_format_place(format, file->bytes + length);
     return length;
 }
@@ -271,6 +272,9 @@ static void test_impossible_tables(void) {
         {&run->position, INT32_MAX - run->count + 1, "run 0 "},
         {&run->delta, run->position + 1, "run 0 "},
         {&run->delta, run->position - INT32_MAX - 1, "run 0 "},
+        {&run->delta, -1, "run 0 "}, /* of an exact sequence */
+        {&f.exact_to[0], -1, "sequence 0 of the table"},
+        {&f.exact_to[1], (int64_t)INT32_MAX + 1, "sequence 1 of the table"},
     };
     const kvc_load_args args = load_args_of(&file);
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
@@ -299,7 +303,7 @@ static void test_header(void) {
         "\"group_rows\":{\"dtype\":\"I64\",\"shape\":[1],",  "\"inv_freq\":{\"dtype\":\"F64\",\"shape\":[0],",
         "\"sequences\":{\"dtype\":\"I64\",\"shape\":[1,2],", "\"holdings\":{\"dtype\":\"I64\",\"shape\":[1,1,5],",
         "\"runs\":{\"dtype\":\"I64\",\"shape\":[1,4],",      "\"tokens\":{\"dtype\":\"I64\",\"shape\":[0],",
-        "\"checksum\":{\"dtype\":\"U64\",\"shape\":[1],"};
+        "\"exact_to\":{\"dtype\":\"I64\",\"shape\":[1],",    "\"checksum\":{\"dtype\":\"U64\",\"shape\":[1],"};
     for (int32_t type = 0; kvc_type_name(type); type++) {
         static pair p;
         const kvc_layer layer = {.num_kv_heads = 2, .k_dim = 64, .v_dim = 32, .k_type = type, .v_type = type};
@@ -340,8 +344,8 @@ static void test_other_files(void) {
     text[0] = 56;
     memcpy(text + 8, "{\"a\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}   ", 56);
     CHECK_FAILS(kvc_load(&args, NULL), KVC_ERR_FORMAT, "no saved state", "begin");
-    memcpy(text + 8, "{\"__metadata__\":{\"format\":\"kvcache\",\"version\":\"2\",\"new\"", 56);
-    CHECK_FAILS(kvc_load(&args, NULL), KVC_ERR_FORMAT, "newer format", "version 2");
+    memcpy(text + 8, "{\"__metadata__\":{\"format\":\"kvcache\",\"version\":\"3\",\"new\"", 56);
+    CHECK_FAILS(kvc_load(&args, NULL), KVC_ERR_FORMAT, "newer format", "version 3");
 }
 
 /* What is loaded has the limits of what was saved. */
