@@ -57,6 +57,7 @@ typedef struct live {
     int32_t prompt;   /* tokens of the prompt that are still those that were given; 0 once it was edited */
     int32_t kept;     /* of these, in blocks that are full */
     int32_t exact_to; /* position from which on rows say something else */
+    int is_acquired;  /* it is known to its prefix, though it may hold nothing */
     int is_partial;   /* windows may have lost rows of blocks that nobody keeps */
 } live;
 
@@ -153,6 +154,7 @@ static void step_acquire(void) {
     check_found(s->prefix, &s->tokens, matched, limit);
     CHECKF(w.is_windowed || matched == (seen < limit ? seen : limit), "%d matched, %d seen", matched, seen);
     for (int i = 0; i < w.num_live; i++) CHECK(w.sequences[i].id != s->id);
+    s->is_acquired = 1;
     s->fed = matched;
     s->prompt = s->tokens.num;
     s->kept = matched / BLOCK * BLOCK;
@@ -204,6 +206,59 @@ static void step_feed(void) {
     s->fed += num_kept;
     if (s->tokens.num > before) s->tokens.num = s->fed > before ? s->fed : before;
     note_full(s);
+}
+
+/* Notes that the tokens from a position on are others than those that were given. */
+static void note_edit(live *s, int32_t position) {
+    const int32_t full = position / BLOCK * BLOCK;
+    if (s->prompt > full) s->prompt = full;
+    if (s->kept > full) s->kept = full;
+    s->is_partial |= w.is_windowed;
+}
+
+/* Takes tokens back, or makes rows inexact: moves some, writes others in their place, says so. */
+static void step_edit(void) {
+    if (!w.num_live) return;
+    live *s = &w.sequences[random_int(0, w.num_live)];
+    static const float row[DIM];
+    const int32_t at = random_int(0, s->fed + 1), end = random_int(at, s->fed + 2);
+    kvc_status status;
+    switch (random_int(0, 4)) {
+    case 0:
+        if (kvc_truncate(w.cache, s->id, at) != KVC_OK || at == s->fed) return;
+        if (s->exact_to >= at && s->exact_to < s->fed) s->exact_to = INT32_MAX;
+        s->is_acquired &= at > 0;
+        s->fed = s->tokens.num = at;
+        note_edit(s, at);
+        return;
+    case 1:
+        CHECK(kvc_mark_inexact(w.cache, s->id, at) == KVC_OK);
+        if ((s->fed || s->is_acquired) && at < s->exact_to) s->exact_to = at;
+        return;
+    case 2:
+        if (end >= s->fed || at == end || kvc_remove(w.cache, s->id, at, end, 0) != KVC_OK) return;
+        break;
+    default:
+        if (at >= s->fed) return;
+        status = kvc_inject(w.cache, s->id, 0, at, at + 1,
+                            &(kvc_rows_in){.struct_size = sizeof(kvc_rows_in), .k = row, .v = row});
+        CHECK(status == KVC_OK || status == KVC_ERR_INDEX || w.may_lose);
+        if (status != KVC_OK) return;
+    }
+    if (at < s->exact_to) s->exact_to = at;
+    note_edit(s, at);
+}
+
+/* Copies a sequence: the copy is nobody's, and exact where the first is. */
+static void step_fork(void) {
+    if (!w.num_live || w.num_live == MOST_LIVE) return;
+    const live *from = &w.sequences[random_int(0, w.num_live)];
+    live *s = &w.sequences[w.num_live];
+    *s = *from;
+    s->id = kvc_new_sequence(w.cache);
+    s->prompt = s->kept = s->is_acquired = 0;
+    s->is_partial = w.is_windowed;
+    if (from->fed && kvc_fork(w.cache, from->id, s->id) == KVC_OK) w.num_live++;
 }
 
 static void step_release(void) {
@@ -299,8 +354,8 @@ static void end_world(void) {
 }
 
 static void test_random(const kvc_policy *policies, int num_layers, kvc_config config) {
-    static void (*const steps[])(void) = {step_acquire, step_feed, step_feed,  step_feed, step_release,
-                                          step_release, step_clear, step_drop, step_pin};
+    static void (*const steps[])(void) = {step_acquire, step_feed, step_feed,  step_feed, step_edit, step_fork,
+                                          step_release, step_release, step_clear, step_drop, step_pin};
     new_world(policies, num_layers, config);
     for (int i = 0; i < (is_quick() ? 300 : 2000) && !test_failures; i++) {
         steps[random_int(0, (int)(sizeof steps / sizeof *steps))]();
@@ -310,7 +365,68 @@ static void test_random(const kvc_policy *policies, int num_layers, kvc_config c
     end_world();
 }
 
+/* ---- allocations that fail --------------------------------------------------------------------------------------- */
+
+/* Returns how many tokens of a text are known. */
+static int32_t known(const text *t) {
+    const kvc_tokens tokens = tokens_of(t);
+    int32_t matched = -1;
+    CHECK(kvc_prefix_lookup(w.prefixes[0], &tokens, &matched) == KVC_OK);
+    return matched;
+}
+
+/* A request of tokens that another began with, in which allocation number `fail_after` fails; returns how many it
+ * made. */
+static int request(const text *t, int fail_after) {
+    const kvc_tokens tokens = tokens_of(t);
+    const int64_t bytes = kvc_nbytes(w.cache);
+    live s = {.tokens = *t, .exact_to = INT32_MAX};
+    int32_t matched = -1, kept = -1, asked;
+    memory_fail_after(&heap, fail_after);
+    const kvc_status status = kvc_prefix_acquire(w.prefixes[0], &tokens, -1, &s.id, &matched);
+    if (status != KVC_OK) {
+        CHECK(status == KVC_ERR_NOMEM && strstr(kvc_last_error(), "memory") && kvc_nbytes(w.cache) == bytes);
+        return heap.asked;
+    }
+    s.fed = matched;
+    kvc_batch *batch = NULL;
+    if (begin_at_end(w.cache, s.id, t->num - matched, &batch) == KVC_OK) {
+        put_rows(batch, &s, t->num - matched);
+        CHECK(kvc_commit(batch) == KVC_OK);
+        s.fed = t->num;
+    }
+    check_rows(&s);
+    if (kvc_prefix_pin(w.prefixes[0], &tokens, &kept) == KVC_OK) CHECK(kvc_prefix_unpin(w.prefixes[0], &tokens) == KVC_OK);
+    CHECK(kvc_prefix_release(w.prefixes[0], s.id, &tokens) == KVC_OK);
+    if (kvc_prefix_clear(w.prefixes[1]) != KVC_OK) CHECK(strstr(kvc_last_error(), "memory"));
+    asked = heap.asked;
+    memory_fail_after(&heap, -1);
+    return asked;
+}
+
+static void test_failing_allocations(void) {
+    const kvc_policy policies[] = {{.kind = KVC_FULL}, sliding_policy(3, 1, 0)};
+    text first = {0}, second;
+    for (int i = 0; i < 11; i++) add_token(&first);
+    second = first;
+    for (int i = 0; i < 14; i++) add_token(&second);
+    for (int n = 0, asked = 1; n < asked; n++) {
+        new_world(policies, 2, (kvc_config){0});
+        request(&first, -1);
+        CHECK(known(&first) == first.num);
+        asked = request(&second, n);
+        memory_fail_after(&heap, -1);
+        CHECKF(kvc_validate(w.cache) == KVC_OK, "%s", kvc_last_error());
+        CHECK(known(&first) == first.num);
+        const int32_t before = known(&second);
+        request(&second, -1);
+        CHECKF(known(&second) == second.num && before <= second.num, "allocation %d: %d known", n, known(&second));
+        end_world();
+    }
+}
+
 int main(void) {
+    test_failing_allocations();
     const kvc_policy full = {.kind = KVC_FULL}, window = sliding_policy(3, 1, 0), wide = sliding_policy(9, 0, 0),
                      chunk = {.kind = KVC_CHUNKED, .attention_chunk_size = 6};
     const kvc_policy sets[][2] = {{full, full}, {full, window}, {wide, full}, {window, chunk}};
