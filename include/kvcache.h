@@ -890,6 +890,9 @@ typedef struct kvc_prefix_config {
     int64_t salt_size;
     const uint8_t *root; /* [KVC_NAME_BYTES] what the names of blocks begin with, in place of what follows from the
                             fingerprint, the shapes and the types of the cache.  NULL: that */
+    int64_t quota;       /* tokens: as many of its most recently used ones no other prefix, and no batch, takes the room
+                            of.  0: none */
+    int64_t ttl_ms;      /* milliseconds after which blocks that no call has used are dropped.  0: never */
 } kvc_prefix_config;
 
 /* Sets *prefix to a new prefix of a cache, to be freed with kvc_prefix_free before the cache.  Fails with

@@ -22,19 +22,33 @@ void kvc_cache_unmark_changed(kvc_sequence *sequence) {
 }
 
 void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence) {
+    cache->num_retained += !sequence->is_retained;
+    cache->num_protected -= sequence->is_protected;
     sequence->is_retained = 1;
+    sequence->is_protected = 0;
     sequence->older = cache->newest;
     *(cache->newest ? &cache->newest->newer : &cache->oldest) = sequence;
     cache->newest = sequence;
-    cache->num_retained++;
 }
 
-void kvc_cache_unretain(kvc_cache *cache, kvc_sequence *sequence) {
+static void unlist(kvc_cache *cache, kvc_sequence *sequence) {
     *(sequence->older ? &sequence->older->newer : &cache->oldest) = sequence->newer;
     *(sequence->newer ? &sequence->newer->older : &cache->newest) = sequence->older;
     sequence->older = sequence->newer = NULL;
-    sequence->is_retained = 0;
+}
+
+void kvc_cache_unretain(kvc_cache *cache, kvc_sequence *sequence) {
+    if (!sequence->is_protected) unlist(cache, sequence);
+    cache->num_protected -= sequence->is_protected;
     cache->num_retained--;
+    sequence->is_retained = sequence->is_protected = 0;
+}
+
+void kvc_cache_protect(kvc_cache *cache, kvc_sequence *sequence) {
+    if (sequence->is_protected) return;
+    unlist(cache, sequence);
+    cache->num_protected++;
+    sequence->is_protected = 1;
 }
 
 kvc_status kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old) {

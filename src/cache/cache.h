@@ -49,7 +49,7 @@ struct kvc_cache {
     kvc_sequence *spare;           /* made by kvc_reserve for the next new sequence; NULL: none */
     int64_t num_holding;           /* number of sequences that hold rows, but for retained ones */
     kvc_sequence *oldest, *newest; /* list of the retained sequences, from the least recently used on */
-    int64_t num_retained;
+    int64_t num_retained, num_protected; /* num_protected: of those retained, that are not in the list */
     kvc_sequence *victims; /* list of those that the plan of the running call evicts, by rising last use */
     int32_t lacks_bytes;   /* while victims are chosen: all that can be had is needed, for bytes are lacking */
     kvc_batch *batch;      /* the open batch; NULL: none */
@@ -144,6 +144,9 @@ void kvc_cache_replace(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *o
 /* Adds a sequence of the table to the list of retained ones, as the most recently used, or takes it out. */
 void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_unretain(kvc_cache *cache, kvc_sequence *sequence);
+
+/* Takes a retained sequence out of the list, so that it is not evicted; kvc_cache_retain puts it back. */
+void kvc_cache_protect(kvc_cache *cache, kvc_sequence *sequence);
 
 /* Returns whether a sequence loses its rows in group g when victims are evicted. */
 static inline int kvc_is_evicted_in(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {

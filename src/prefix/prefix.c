@@ -8,7 +8,7 @@
 #include "cache/waiting.h"
 #include "edit/retain.h"
 
-enum { AT_ONCE = 64 }; /* blocks that are dropped before others get the mutex */
+enum { AT_ONCE = 16 }; /* blocks that are dropped before others get the mutex */
 
 /* A prompt whose blocks are kept, whatever else needs memory. */
 typedef struct kvc_pinned {
@@ -76,6 +76,11 @@ static kvc_status check_config(const kvc_cache *cache, const kvc_prefix_config *
     if (config->salt_size < 0 || (config->salt_size && !config->salt))
         return kvc_fail(KVC_ERR_INVALID, "salt_size is %lld%s", (long long)config->salt_size,
                         config->salt_size < 0 ? "" : " and salt is NULL");
+    if (config->quota < 0)
+        return kvc_fail(KVC_ERR_INVALID, "quota is %lld tokens: it must be at least 0", (long long)config->quota);
+    if (config->ttl_ms < 0 || config->ttl_ms > INT64_MAX / 1000000)
+        return kvc_fail(KVC_ERR_INVALID, "ttl_ms is %lld: it must be at least 0, and at most %lld",
+                        (long long)config->ttl_ms, (long long)(INT64_MAX / 1000000));
     if (cache->max_sequences == 1)
         return kvc_fail(KVC_ERR_INVALID,
                         "max_sequences is 1, so that a second request could not run beside the first: make the cache "
@@ -84,6 +89,14 @@ static kvc_status check_config(const kvc_cache *cache, const kvc_prefix_config *
         if (cache->layers[i].policy.kind == KVC_CROSS)
             return kvc_fail(KVC_ERR_UNSUPPORTED, "layer %d is KVC_CROSS: its rows do not follow from tokens", i);
     return KVC_OK;
+}
+
+static kvc_tree *new_tree(const kvc_prefix *prefix) {
+    kvc_tree *tree = kvc_tree_new(prefix->cache, prefix->salt, prefix->root);
+    if (!tree) return NULL;
+    tree->quota = prefix->quota;
+    tree->ttl = prefix->ttl;
+    return tree;
 }
 
 kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_prefix **out) {
@@ -100,7 +113,9 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
         memcpy(prefix->root, config.root, KVC_NAME_BYTES);
     else
         name_root(cache, config.fingerprint, prefix->salt, prefix->root);
-    prefix->tree = kvc_tree_new(cache, prefix->salt, prefix->root);
+    prefix->quota = config.quota;
+    prefix->ttl = config.ttl_ms * 1000000;
+    prefix->tree = new_tree(prefix);
     if (!prefix->tree) {
         kvc_memory_free(&cache->memory, prefix, sizeof *prefix, KVC_MEMORY_BOOKKEEPING, -1);
         return kvc_unlock(cache, KVC_ERR_NOMEM);
@@ -140,8 +155,8 @@ static kvc_tree *take_tree(kvc_prefix *prefix, kvc_tree *other) {
 
 /* Drops all nodes of a tree that is no prefix's any more, a few at a time, and frees it. */
 static void drop_tree(kvc_cache *cache, kvc_tree *tree) {
-    while (tree->oldest) {
-        for (int i = 0; i < AT_ONCE && tree->oldest; i++) kvc_node_drop(tree->oldest);
+    while (tree->newest) { /* last in the table of sequences, and so the fastest to take out of it */
+        for (int i = 0; i < AT_ONCE && tree->newest; i++) kvc_node_drop(tree->newest);
         kvc_unlock(cache, KVC_OK);
         kvc_lock(cache);
     }
@@ -164,6 +179,30 @@ void kvc_prefix_free(kvc_prefix *prefix) {
     kvc_memory_free(&cache->memory, prefix, sizeof *prefix, KVC_MEMORY_BOOKKEEPING, -1);
     cache->num_prefixes--;
     kvc_unlock(cache, KVC_OK);
+}
+
+/* Drops blocks that were last used before `end`, or marks them as used where they are pinned; returns whether there may
+ * be more. */
+static int expire_some(kvc_tree *tree, int64_t end) {
+    for (int i = 0; i < AT_ONCE; i++) {
+        kvc_node *node = tree->oldest;
+        if (!node || node->used >= end) return 0;
+        if (node->num_pins)
+            kvc_tree_touch(node);
+        else
+            kvc_node_drop(node);
+    }
+    return 1;
+}
+
+/* Locks the cache, and drops the blocks that nobody has used for too long. */
+static void lock_expired(const kvc_prefix *prefix) {
+    const int64_t end = prefix->ttl ? kvc_now() - prefix->ttl : 0;
+    kvc_lock(prefix->cache);
+    while (prefix->ttl && expire_some(prefix->tree, end)) {
+        kvc_unlock(prefix->cache, KVC_OK);
+        kvc_lock(prefix->cache);
+    }
 }
 
 /* ---- finding ----------------------------------------------------------------------------------------------------- */
@@ -256,7 +295,7 @@ kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *from, int32_t
     path p;
     KVC_TRY(read_tokens(from, &tokens));
     if (!matched) return kvc_fail(KVC_ERR_INVALID, "matched is NULL");
-    kvc_lock(prefix->cache);
+    lock_expired(prefix);
     const kvc_status status = find_match(prefix, &tokens, tokens.num_tokens, &p, matched);
     if (status == KVC_OK) free_path(prefix->cache, &p);
     return kvc_unlock(prefix->cache, status);
@@ -330,7 +369,7 @@ kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *from, int64_
                         (long long)max_matched);
     int64_t limit = tokens.num_tokens - 1;
     if (max_matched >= 0 && max_matched < limit) limit = max_matched;
-    kvc_lock(prefix->cache);
+    lock_expired(prefix);
     return kvc_unlock(prefix->cache, acquire(prefix, &tokens, limit, seq_id, matched));
 }
 
@@ -446,7 +485,7 @@ kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int64_t *num
 kvc_status kvc_prefix_clear(kvc_prefix *prefix) {
     kvc_cache *cache = prefix->cache;
     kvc_lock(cache);
-    kvc_tree *other = kvc_tree_new(cache, prefix->salt, prefix->root);
+    kvc_tree *other = new_tree(prefix);
     if (other) drop_tree(cache, take_tree(prefix, other));
     return kvc_unlock(cache, other ? KVC_OK : KVC_ERR_NOMEM);
 }

@@ -7,30 +7,66 @@
 
 /* ---- the list of nodes with rows --------------------------------------------------------------------------------- */
 
+static int32_t size_of(const kvc_node *node) { return node->end - node->begin; }
+
+static void protect(kvc_tree *tree, kvc_node *node) {
+    kvc_cache_protect(tree->cache, node->rows);
+    node->is_protected = 1;
+    tree->num_protected += size_of(node);
+    tree->first_protected = node;
+}
+
+/* Lets the first of those within the quota be evicted. */
+static void unprotect_first(kvc_tree *tree) {
+    kvc_node *node = tree->first_protected;
+    kvc_cache_retain(tree->cache, node->rows);
+    node->is_protected = 0;
+    tree->num_protected -= size_of(node);
+    tree->first_protected = node->newer;
+}
+
+/* Adds a node with rows to the list, as the most recently used. */
 static void list(kvc_node *node) {
     kvc_tree *tree = node->tree;
+    kvc_node *first = tree->first_protected;
     node->newer = NULL;
     node->older = tree->newest;
     *(tree->newest ? &tree->newest->newer : &tree->oldest) = node;
     tree->newest = node;
     tree->num_nodes++;
-    tree->num_tokens += node->end - node->begin;
+    tree->num_tokens += size_of(node);
+    if (tree->ttl) node->used = kvc_now();
+    protect(tree, node);
+    if (first) tree->first_protected = first;
+    while (tree->num_protected > tree->quota) unprotect_first(tree);
 }
 
 static void unlist(kvc_node *node) {
     kvc_tree *tree = node->tree;
+    if (tree->first_protected == node) tree->first_protected = node->newer;
+    if (node->is_protected) tree->num_protected -= size_of(node);
+    node->is_protected = 0;
     *(node->older ? &node->older->newer : &tree->oldest) = node->newer;
     *(node->newer ? &node->newer->older : &tree->newest) = node->older;
     node->older = node->newer = NULL;
     tree->num_nodes--;
-    tree->num_tokens -= node->end - node->begin;
+    tree->num_tokens -= size_of(node);
+}
+
+/* Protects as many of the most recently used nodes as the quota allows, after others are gone. */
+static void fill_quota(kvc_tree *tree) {
+    kvc_node *next;
+    while ((next = tree->first_protected ? tree->first_protected->older : tree->newest) &&
+           tree->num_protected + size_of(next) <= tree->quota)
+        protect(tree, next);
 }
 
 void kvc_tree_touch(kvc_node *node) {
     for (; node->parent; node = node->parent) {
         if (!node->rows) continue;
-        kvc_touch_retained(node->tree->cache, node->rows);
+        const int was_protected = node->is_protected;
         unlist(node);
+        if (was_protected) kvc_cache_retain(node->tree->cache, node->rows);
         list(node);
     }
 }
@@ -158,6 +194,7 @@ static void ended(kvc_cache *cache, kvc_follower *follower) {
     node->rows = NULL;
     if (node->parent) {
         unlist(node);
+        fill_quota(node->tree);
         prune(node);
         return;
     }
@@ -187,7 +224,7 @@ kvc_node *kvc_node_find(const kvc_node *parent, const kvc_token_span *tokens) {
 int kvc_node_is_complete(const kvc_node *node) {
     const kvc_cache *cache = node->tree->cache;
     for (int32_t g = 0; g < cache->num_token_groups; g++)
-        if (!node->rows || node->rows->runs[g].num_rows != node->end - node->begin) return 0;
+        if (!node->rows || node->rows->runs[g].num_rows != size_of(node)) return 0;
     return 1;
 }
 

@@ -22,6 +22,8 @@ typedef struct kvc_node {
     int32_t num_pins;               /* of the rows, and those that take their place */
     int32_t num_users;              /* pins, and sequences that go on from it: while there are any, it stays */
     struct kvc_node *older, *newer; /* place in the tree's list, while it has rows */
+    int32_t is_protected;           /* it is within the quota */
+    int64_t used;                   /* when it was, where the tree has a time to live */
     struct kvc_node *next, **at;    /* place in a list of blocks whose tokens are not known yet */
     kvc_token_span tokens;
     uint8_t name[KVC_NAME_BYTES];
@@ -33,6 +35,9 @@ typedef struct kvc_tree {
     kvc_node root;                 /* has no tokens and no rows */
     kvc_node *oldest, *newest;     /* list of the nodes with rows, from the least recently used on */
     int64_t num_nodes, num_tokens; /* of those in the list */
+    kvc_node *first_protected;     /* it and newer ones are not evicted, as they are within the quota; NULL: none is */
+    int64_t num_protected, quota;  /* tokens */
+    int64_t ttl;                   /* nanoseconds after which a node that nobody used is dropped; 0: never */
 } kvc_tree;
 
 /* Makes an empty tree, the name of whose root is given; NULL if out of memory.  Frees one that is empty again. */

@@ -201,15 +201,18 @@ static kvc_status find_oldest(const kvc_need *need, int64_t most, int all) {
     return status == KVC_OK && tried != num ? try_oldest(need, num, all) : status;
 }
 
-/* Adds to the error of a call that does not fit how many retained sequences are pinned. */
+/* Adds to the error of a call that does not fit how many retained sequences are pinned, or within quotas. */
 static kvc_status fail_by_pins(const kvc_cache *cache) {
     int64_t num = 0;
     for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer)
         num += sequence->num_pins != 0;
-    if (!num) return KVC_ERR_FULL;
+    if (!num && !cache->num_protected) return KVC_ERR_FULL;
     char text[384]; /* a copy, as kvc_fail writes over it, and with space behind it for what is added */
     snprintf(text, sizeof text, "%.*s", (int)sizeof text - 1, kvc_last_error());
-    return kvc_fail(KVC_ERR_FULL, "%s; %lld retained sequences are pinned: unpin some", text, (long long)num);
+    if (!cache->num_protected)
+        return kvc_fail(KVC_ERR_FULL, "%s; %lld retained sequences are pinned: unpin some", text, (long long)num);
+    return kvc_fail(KVC_ERR_FULL, "%s; %lld blocks are within the quotas of prefixes: give smaller ones", text,
+                    (long long)cache->num_protected);
 }
 
 kvc_status kvc_choose_victims(const kvc_need *need) {

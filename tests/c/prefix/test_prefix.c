@@ -1,11 +1,13 @@
 /* Prefixes against a dictionary: what is kept is a list of token strings, and a prompt matches as many of its first
  * tokens as it has in common with one of them.  Each row says what its sequence's tokens were when it was computed, so
  * that no row is taken for that of other tokens. */
-#define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#define _POSIX_C_SOURCE 200809L /* posix_memalign, nanosleep */
+#include <time.h>
+
 #include "support/feeding.h"
 #include "support/pairs.h"
 
-enum { BLOCK = 4, MOST_TOKENS = 48, MOST_LIVE = 6, MOST_KEPT = 4096, NUM_PREFIXES = 3, DIM = 8 };
+enum { QUOTA = 10, BLOCK = 4, MOST_TOKENS = 48, MOST_LIVE = 6, MOST_KEPT = 4096, NUM_PREFIXES = 3, DIM = 8 };
 
 /* ---- tokens ------------------------------------------------------------------------------------------------------ */
 
@@ -186,8 +188,14 @@ static void step_feed(void) {
     const int32_t num = random_int(1, 10), before = s->tokens.num;
     int32_t kept[16], num_kept = random_int(0, 4) ? num : random_int(0, num + 1);
     kvc_batch *batch = NULL;
+    kvc_prefix_stats stats[2];
+    kvc_prefix_get_stats(w.prefixes[2], &stats[0], sizeof *stats);
     while (s->tokens.num < s->fed + num && s->tokens.num < MOST_TOKENS) add_token(&s->tokens);
-    if (s->fed + num > MOST_TOKENS || begin_at_end(w.cache, s->id, num, &batch) != KVC_OK) {
+    const int begins = s->fed + num <= MOST_TOKENS && begin_at_end(w.cache, s->id, num, &batch) == KVC_OK;
+    kvc_prefix_get_stats(w.prefixes[2], &stats[1], sizeof *stats);
+    CHECKF(stats[1].held >= stats[0].held || stats[1].held > QUOTA - BLOCK, "%lld of %lld tokens are left",
+           (long long)stats[1].held, (long long)stats[0].held);
+    if (!begins) {
         CHECK(s->fed + num > MOST_TOKENS || w.may_lose);
         s->tokens.num = before;
         return;
@@ -341,7 +349,9 @@ static void new_world(const kvc_policy *policies, int num_layers, kvc_config con
         const kvc_prefix_config one = {.struct_size = sizeof one,
                                        .fingerprint = i < 2 ? "a model" : "another",
                                        .salt = i ? "a tenant" : NULL,
-                                       .salt_size = i ? 8 : 0};
+                                       .salt_size = i ? 8 : 0,
+                                       .quota = i == 2 ? QUOTA : 0,
+                                       .ttl_ms = i == 1 ? INT32_MAX : 0};
         CHECKF(kvc_prefix_new(w.cache, &one, &w.prefixes[i]) == KVC_OK, "%s", kvc_last_error());
     }
 }
@@ -425,7 +435,65 @@ static void test_failing_allocations(void) {
     }
 }
 
+/* ---- quotas and times to live ------------------------------------------------------------------------------------ */
+
+static text numbered(int64_t first, int32_t num) {
+    text t = {.num = num};
+    for (int32_t i = 0; i < num; i++) t.ids[i] = first + i;
+    return t;
+}
+
+static kvc_prefix *new_prefix(kvc_prefix_config config) {
+    kvc_prefix *prefix = NULL;
+    config.struct_size = sizeof config;
+    config.fingerprint = "a model";
+    CHECKF(kvc_prefix_new(w.cache, &config, &prefix) == KVC_OK, "%s", kvc_last_error());
+    return prefix;
+}
+
+/* Requests of others take what is above a quota, and nothing of what is within it. */
+static void test_quota(void) {
+    for (int quota = 0; quota <= 24; quota += 12) {
+        new_world(&(kvc_policy){.kind = KVC_FULL}, 1, (kvc_config){.capacity = 60});
+        kvc_prefix *first = w.prefixes[0], *small = w.prefixes[0] = new_prefix((kvc_prefix_config){.salt = "a", .salt_size = 1, .quota = quota});
+        const text kept = numbered(1000, 24);
+        request(&kept, -1);
+        w.prefixes[0] = first;
+        for (int i = 0; i < 10; i++) {
+            const text other = numbered(2000 + 100 * i, 30);
+            request(&other, -1);
+        }
+        w.prefixes[0] = small;
+        CHECKF(known(&kept) >= quota && known(&kept) < quota + 12, "quota %d: %d are left", quota, known(&kept));
+        const kvc_tokens tokens = tokens_of(&kept);
+        int32_t num;
+        CHECK(kvc_prefix_pin(small, &tokens, &num) == KVC_OK && num == known(&kept));
+        kvc_prefix_free(small);
+        w.prefixes[0] = first;
+        end_world();
+    }
+}
+
+static void test_ttl(void) {
+    new_world(&(kvc_policy){.kind = KVC_FULL}, 1, (kvc_config){0});
+    kvc_prefix *first = w.prefixes[0];
+    w.prefixes[0] = new_prefix((kvc_prefix_config){.ttl_ms = 1});
+    const text one = numbered(0, 12), other = numbered(50, 9);
+    const kvc_tokens tokens = tokens_of(&one);
+    int32_t kept;
+    request(&one, -1);
+    CHECK(kvc_prefix_pin(w.prefixes[0], &tokens, &kept) == KVC_OK && kept == 12);
+    request(&other, -1);
+    for (struct timespec pause = {0, 5000000}; known(&other);) nanosleep(&pause, NULL);
+    CHECK(known(&one) == 12);
+    kvc_prefix_free(w.prefixes[0]);
+    w.prefixes[0] = first;
+    end_world();
+}
+
 int main(void) {
+    test_quota();
+    test_ttl();
     test_failing_allocations();
     const kvc_policy full = {.kind = KVC_FULL}, window = sliding_policy(3, 1, 0), wide = sliding_policy(9, 0, 0),
                      chunk = {.kind = KVC_CHUNKED, .attention_chunk_size = 6};
