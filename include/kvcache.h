@@ -893,6 +893,11 @@ typedef struct kvc_prefix_config {
     int64_t quota;       /* tokens: as many of its most recently used ones no other prefix, and no batch, takes the room
                             of.  0: none */
     int64_t ttl_ms;      /* milliseconds after which blocks that no call has used are dropped.  0: never */
+    int32_t reuse_min_tokens; /* not 0: tokens that begin where the match ends are taken from wherever they were
+                            computed, in another prompt or at another position, if they are at least so many in a row
+                            and span a whole block there, and are moved: an approximation, and inexact.  0: never */
+    int32_t collects_new; /* not 0: kvc_take_new_blocks lists its blocks */
+    void *user;          /* what kvc_take_new_blocks says of its blocks */
 } kvc_prefix_config;
 
 /* Sets *prefix to a new prefix of a cache, to be freed with kvc_prefix_free before the cache.  Fails with
@@ -935,11 +940,47 @@ KVC_API kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int6
 /* Drops all blocks, pinned ones too.  Sequences stay as they are. */
 KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
 
+/* Stores: how full blocks get out of the cache, and back.  A payload is a byte for each layer, 1 if its rows follow, then
+ * the rows of these layers, as they are stored: keys [num_kv_heads][block_size], then values, unless they lie in the
+ * keys.  Whoever keeps it under the block's name may hand it to any prefix with the same names, on any machine. */
+
+typedef struct kvc_new_block {
+    void *user;         /* of its prefix */
+    int64_t id;         /* for kvc_read_block */
+    int32_t begin, end; /* positions of its tokens */
+    uint8_t name[KVC_NAME_BYTES];
+} kvc_new_block;
+
+/* Writes the blocks that were kept since the last call, of prefixes with collects_new, at most max_blocks of them, each
+ * once, and not those that were dropped since or added by kvc_prefix_add; sets *num_blocks to how many.  Call it after
+ * each commit and kvc_prefix_release. */
+KVC_API kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t block_size, int64_t max_blocks,
+                                       int64_t *num_blocks);
+
+/* Returns the bytes of a payload in which no layer is missing. */
+KVC_API int64_t kvc_payload_bytes(kvc_cache *cache);
+
+/* Writes the payload of a block, of at most kvc_payload_bytes, and sets *size to its bytes; 0 if it is not there any
+ * more.  Fails with KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t *size);
+
+/* Writes the names of the full blocks in the first num_tokens tokens of a prompt that follow those that are known, at
+ * most max_names, [..][KVC_NAME_BYTES]; sets *first to the number of the first one (block i has the tokens from i *
+ * block_size on), and *num_names to how many there are.  Marks the known ones as used. */
+KVC_API kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens, uint8_t *names,
+                                      int64_t max_names, int32_t *first, int64_t *num_names);
+
+/* Adds block number `block` of a prompt from its payload, and sets *is_known to whether it is known now: not where the
+ * one before is not, or where there is no room.  Fails with KVC_ERR_FORMAT if the payload is none of this cache. */
+KVC_API kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block, const void *payload,
+                                  int64_t size, int32_t *is_known);
+
 typedef struct kvc_prefix_stats {
     int64_t requests;  /* calls of kvc_prefix_acquire */
     int64_t hits;      /* those that matched anything */
     int64_t tokens;    /* that they were given */
     int64_t matched;   /* of these */
+    int64_t reused;    /* of these, computed elsewhere (reuse_min_tokens) */
     int64_t blocks;    /* now: known ones, whose rows are there */
     int64_t held;      /* now: tokens in them */
     int64_t sequences; /* now: acquired ones that have not ended */

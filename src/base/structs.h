@@ -28,7 +28,8 @@
     X(kvc_save_args, fingerprint)        \
     X(kvc_load_args, config)             \
     X(kvc_tokens, digests)               \
-    X(kvc_prefix_config, ttl_ms)
+    X(kvc_prefix_config, user) \
+    X(kvc_new_block, name)
 
 enum {
 #define KVC_LEAST_SIZE(type, field) type##_least_size = offsetof(type, field) + sizeof(((type *)0)->field),

@@ -117,11 +117,15 @@ static int32_t lower_bound(const kvc_table *table, int32_t is_hidden, int64_t id
     return begin;
 }
 
-kvc_sequence *kvc_table_find(const kvc_table *table, int64_t id) {
-    const int32_t i = lower_bound(table, 0, id);
-    if (i == table->num || table->items[i]->id != id || table->items[i]->is_hidden) return NULL;
+static kvc_sequence *find(const kvc_table *table, int32_t is_hidden, int64_t id) {
+    const int32_t i = lower_bound(table, is_hidden, id);
+    if (i == table->num || table->items[i]->id != id || table->items[i]->is_hidden != is_hidden) return NULL;
     return table->items[i];
 }
+
+kvc_sequence *kvc_table_find(const kvc_table *table, int64_t id) { return find(table, 0, id); }
+
+kvc_sequence *kvc_table_find_hidden(const kvc_table *table, int64_t id) { return find(table, 1, id); }
 
 static uint64_t table_bytes(const kvc_table *table) { return (uint64_t)table->capacity * sizeof *table->items; }
 

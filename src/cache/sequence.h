@@ -95,6 +95,9 @@ typedef struct kvc_table {
 /* Returns the sequence with an id, no hidden one; NULL if there is none. */
 kvc_sequence *kvc_table_find(const kvc_table *table, int64_t id);
 
+/* Returns the hidden sequence with an id; NULL if there is none. */
+kvc_sequence *kvc_table_find_hidden(const kvc_table *table, int64_t id);
+
 /* Gets memory for `extra` more sequences, so that inserting them cannot fail.  `before` is a copy of the table from
  * before the first of several calls, whose array is kept: kvc_table_keep frees it, or kvc_table_undo, after all that
  * was inserted was removed again, and nothing else was, makes it the table's array again. */

@@ -110,6 +110,13 @@ kvc_status kvc_retain_hidden(kvc_cache *cache, const kvc_sequence *src, int32_t 
     return retain_rows(cache, src, cache->next_hidden_id++, begin, end, follower, made);
 }
 
+kvc_status kvc_retain_pinned(kvc_cache *cache, const kvc_sequence *src, int64_t id, int32_t begin, int32_t end) {
+    kvc_sequence *made;
+    const kvc_status status = retain_rows(cache, src, id, begin, end, NULL, &made);
+    if (made) made->num_pins = 1;
+    return status;
+}
+
 static kvc_status retain(kvc_cache *cache, int64_t src_id, int64_t id, int32_t begin, int32_t end) {
     const kvc_sequence *src = kvc_cache_find(cache, src_id);
     kvc_sequence *made;

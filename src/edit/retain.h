@@ -9,6 +9,9 @@
 kvc_status kvc_retain_hidden(kvc_cache *cache, const kvc_sequence *src, int32_t begin, int32_t end,
                              kvc_follower *follower, kvc_sequence **made);
 
+/* Makes a retained sequence `id`, pinned, of rows of a hidden one. */
+kvc_status kvc_retain_pinned(kvc_cache *cache, const kvc_sequence *src, int64_t id, int32_t begin, int32_t end);
+
 /* Sets *matched to what kvc_attach would match of retained sequences: items [num] by rising position, NULL: it was
  * evicted.  Those whose rows are being written become NULL. */
 kvc_status kvc_match_items(kvc_cache *cache, kvc_sequence **items, int32_t num, int32_t length, int32_t *matched);

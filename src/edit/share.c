@@ -1,4 +1,5 @@
 /* share.c: the public functions that make a sequence share the rows of another. */
+#include "edit/share.h"
 #include "cache/check.h"
 #include "cache/waiting.h"
 
@@ -126,17 +127,25 @@ static kvc_status check_same_rows(kvc_cache *cache, const sharing *s) {
     return KVC_OK;
 }
 
+/* Adds rows of s->src to dst. */
+static kvc_status add_rows(kvc_cache *cache, const sharing *s, int64_t dst_id) {
+    KVC_TRY(check_same_rows(cache, s));
+    kvc_sequence *sharer = new_sharer(cache, s, dst_id);
+    if (!sharer) return kvc_fail_sequence(dst_id);
+    return s->dst ? join(cache, s->dst, sharer, s->begin) : kvc_cache_insert(cache, sharer, NULL);
+}
+
+kvc_status kvc_share_rows(kvc_cache *cache, kvc_sequence *src, int64_t dst_id, int32_t begin, int32_t end) {
+    const sharing s = {src, kvc_table_find(&cache->sequences, dst_id), begin, end};
+    return add_rows(cache, &s, dst_id);
+}
+
 /* Adds the rows of src at positions [begin, end) to dst. */
 static kvc_status share(kvc_cache *cache, int64_t src_id, int64_t dst_id, int32_t begin, int32_t end) {
     sharing s = {.begin = begin, .end = end};
-    kvc_status status = find_two(cache, src_id, dst_id, &s.src, &s.dst);
-    if (status == KVC_OK && !s.src && !s.dst && begin == 0 && end == KVC_END) status = fail_empty(src_id);
-    if (status != KVC_OK || !s.src || begin == end) return status;
-    status = check_same_rows(cache, &s);
-    if (status != KVC_OK) return status;
-    kvc_sequence *sharer = new_sharer(cache, &s, dst_id);
-    if (!sharer) return kvc_fail_sequence(dst_id);
-    return s.dst ? join(cache, s.dst, sharer, begin) : kvc_cache_insert(cache, sharer, NULL);
+    const kvc_status status = find_two(cache, src_id, dst_id, &s.src, &s.dst);
+    if (status == KVC_OK && !s.src && !s.dst && begin == 0 && end == KVC_END) return fail_empty(src_id);
+    return status == KVC_OK && s.src && begin != end ? add_rows(cache, &s, dst_id) : status;
 }
 
 static kvc_status check_two(int64_t src, int64_t dst) {

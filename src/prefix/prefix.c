@@ -7,15 +7,9 @@
 #include "cache/check.h"
 #include "cache/waiting.h"
 #include "edit/retain.h"
+#include "prefix/reuse.h"
 
 enum { AT_ONCE = 16 }; /* blocks that are dropped before others get the mutex */
-
-/* A prompt whose blocks are kept, whatever else needs memory. */
-typedef struct kvc_pinned {
-    struct kvc_pinned *next;
-    kvc_node *last;               /* it and all nodes above it have a pin */
-    uint8_t name[KVC_NAME_BYTES]; /* of the tokens, as if they were one block */
-} kvc_pinned;
 
 /* ---- what names stand for ---------------------------------------------------------------------------------------- */
 
@@ -78,6 +72,14 @@ static kvc_status check_config(const kvc_cache *cache, const kvc_prefix_config *
                         config->salt_size < 0 ? "" : " and salt is NULL");
     if (config->quota < 0)
         return kvc_fail(KVC_ERR_INVALID, "quota is %lld tokens: it must be at least 0", (long long)config->quota);
+    if (config->reuse_min_tokens < 0)
+        return kvc_fail(KVC_ERR_INVALID, "reuse_min_tokens is %d: it must be at least 0", config->reuse_min_tokens);
+    for (int32_t i = 0; config->reuse_min_tokens && i < cache->num_layers; i++)
+        if (kvc_keeps_tokens(cache, i) && cache->layers[i].rope.kind == KVC_ROPE_UNKNOWN)
+            return kvc_fail(KVC_ERR_UNSUPPORTED,
+                            "reuse_min_tokens is %d: tokens would move, and the keys of layer %d may have to be rotated: "
+                            "give its rope when the cache is made",
+                            config->reuse_min_tokens, i);
     if (config->ttl_ms < 0 || config->ttl_ms > INT64_MAX / 1000000)
         return kvc_fail(KVC_ERR_INVALID, "ttl_ms is %lld: it must be at least 0, and at most %lld",
                         (long long)config->ttl_ms, (long long)(INT64_MAX / 1000000));
@@ -91,11 +93,13 @@ static kvc_status check_config(const kvc_cache *cache, const kvc_prefix_config *
     return KVC_OK;
 }
 
-static kvc_tree *new_tree(const kvc_prefix *prefix) {
+static kvc_tree *new_tree(kvc_prefix *prefix) {
     kvc_tree *tree = kvc_tree_new(prefix->cache, prefix->salt, prefix->root);
     if (!tree) return NULL;
     tree->quota = prefix->quota;
     tree->ttl = prefix->ttl;
+    tree->is_indexed = prefix->reuse_min > 0;
+    tree->collector = prefix->collects ? prefix : NULL;
     return tree;
 }
 
@@ -114,6 +118,9 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     else
         name_root(cache, config.fingerprint, prefix->salt, prefix->root);
     prefix->quota = config.quota;
+    prefix->reuse_min = config.reuse_min_tokens;
+    prefix->collects = config.collects_new;
+    prefix->user = config.user;
     prefix->ttl = config.ttl_ms * 1000000;
     prefix->tree = new_tree(prefix);
     if (!prefix->tree) {
@@ -132,7 +139,7 @@ static void pin_path(kvc_node *node, int32_t add) {
     }
 }
 
-static void unpin_first(kvc_prefix *prefix, kvc_pinned **at) {
+void kvc_prefix_remove_pin(kvc_prefix *prefix, kvc_pinned **at) {
     kvc_pinned *pin = *at;
     *at = pin->next;
     pin_path(pin->last, -1);
@@ -142,7 +149,7 @@ static void unpin_first(kvc_prefix *prefix, kvc_pinned **at) {
 /* Takes the tree of a prefix, with nobody left who uses its nodes, and puts another in its place. */
 static kvc_tree *take_tree(kvc_prefix *prefix, kvc_tree *other) {
     kvc_tree *tree = prefix->tree;
-    while (prefix->pins) unpin_first(prefix, &prefix->pins);
+    while (prefix->pins) kvc_prefix_remove_pin(prefix, &prefix->pins);
     for (kvc_session *session = prefix->sessions; session; session = session->next) {
         kvc_session_roll_back(session, 0);
         kvc_node_use(&tree->root, -1);
@@ -174,7 +181,7 @@ void kvc_prefix_free(kvc_prefix *prefix) {
         follower->ended(cache, follower);
         if (!sequence->in_batch) kvc_cache_forget_blank(cache, sequence);
     }
-    while (prefix->pins) unpin_first(prefix, &prefix->pins);
+    while (prefix->pins) kvc_prefix_remove_pin(prefix, &prefix->pins);
     drop_tree(cache, prefix->tree);
     kvc_memory_free(&cache->memory, prefix, sizeof *prefix, KVC_MEMORY_BOOKKEEPING, -1);
     cache->num_prefixes--;
@@ -207,7 +214,7 @@ static void lock_expired(const kvc_prefix *prefix) {
 
 /* ---- finding ----------------------------------------------------------------------------------------------------- */
 
-static kvc_status read_tokens(const kvc_tokens *from, kvc_tokens *tokens) {
+kvc_status kvc_read_tokens(const kvc_tokens *from, kvc_tokens *tokens) {
     KVC_TRY(KVC_READ(kvc_tokens, tokens, from, "tokens"));
     if (tokens->num_tokens < 0 || tokens->num_tokens > INT32_MAX || (tokens->num_tokens && !tokens->ids))
         return kvc_fail(KVC_ERR_INVALID, "num_tokens is %lld%s", (long long)tokens->num_tokens,
@@ -293,7 +300,7 @@ static kvc_status find_match(const kvc_prefix *prefix, const kvc_tokens *tokens,
 kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *from, int32_t *matched) {
     kvc_tokens tokens;
     path p;
-    KVC_TRY(read_tokens(from, &tokens));
+    KVC_TRY(kvc_read_tokens(from, &tokens));
     if (!matched) return kvc_fail(KVC_ERR_INVALID, "matched is NULL");
     lock_expired(prefix);
     const kvc_status status = find_match(prefix, &tokens, tokens.num_tokens, &p, matched);
@@ -303,15 +310,14 @@ kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *from, int32_t
 
 /* ---- acquiring --------------------------------------------------------------------------------------------------- */
 
-/* Returns an id that names nothing. */
-static int64_t new_id(kvc_cache *cache) {
+int64_t kvc_new_id(kvc_cache *cache) {
     while (kvc_table_find(&cache->sequences, cache->next_id)) cache->next_id++;
     return cache->next_id++;
 }
 
 int64_t kvc_new_sequence(kvc_cache *cache) {
     kvc_lock(cache);
-    const int64_t id = new_id(cache);
+    const int64_t id = kvc_new_id(cache);
     kvc_unlock(cache, KVC_OK);
     return id;
 }
@@ -341,7 +347,7 @@ static kvc_status acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t 
     int32_t num;
     KVC_TRY(find_match(prefix, tokens, limit, &p, &num));
     kvc_session *session = kvc_session_new(prefix, tokens, num);
-    const int64_t id = new_id(prefix->cache);
+    const int64_t id = kvc_new_id(prefix->cache);
     const kvc_status status = session ? begin(prefix, session, &p, id, num) : KVC_ERR_NOMEM;
     if (status == KVC_OK) {
         prefix->stats.requests++;
@@ -360,7 +366,7 @@ static kvc_status acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t 
 kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *from, int64_t max_matched, int64_t *seq_id,
                               int32_t *matched) {
     kvc_tokens tokens;
-    KVC_TRY(read_tokens(from, &tokens));
+    KVC_TRY(kvc_read_tokens(from, &tokens));
     if (!seq_id) return kvc_fail(KVC_ERR_INVALID, "seq_id is NULL");
     if (!matched) return kvc_fail(KVC_ERR_INVALID, "matched is NULL");
     if (!tokens.num_tokens) return kvc_fail(KVC_ERR_INVALID, "num_tokens is 0: a prompt has at least one token");
@@ -370,7 +376,9 @@ kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *from, int64_
     int64_t limit = tokens.num_tokens - 1;
     if (max_matched >= 0 && max_matched < limit) limit = max_matched;
     lock_expired(prefix);
-    return kvc_unlock(prefix->cache, acquire(prefix, &tokens, limit, seq_id, matched));
+    KVC_TRY(kvc_unlock(prefix->cache, acquire(prefix, &tokens, limit, seq_id, matched)));
+    if (prefix->reuse_min) kvc_reuse(prefix, &tokens, limit, *seq_id, matched);
+    return KVC_OK;
 }
 
 /* ---- releasing --------------------------------------------------------------------------------------------------- */
@@ -394,7 +402,7 @@ static kvc_status release(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *tokens
 
 kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *from) {
     kvc_tokens tokens;
-    KVC_TRY(read_tokens(from, &tokens));
+    KVC_TRY(kvc_read_tokens(from, &tokens));
     kvc_lock(prefix->cache);
     return kvc_unlock(prefix->cache, release(prefix, seq_id, &tokens));
 }
@@ -406,48 +414,55 @@ static void name_prompt(const kvc_prefix *prefix, const kvc_tokens *tokens, uint
     kvc_name_block(prefix->salt, prefix->root, &all, name);
 }
 
-/* Returns the last node with rows of a prompt, behind others that have; it has no other tokens than these. */
-static kvc_node *find_last(const kvc_prefix *prefix, const kvc_tokens *tokens) {
+kvc_node *kvc_prefix_find(const kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens) {
     const int32_t block = prefix->cache->pools[0].block_size;
     kvc_node *last = &prefix->tree->root;
-    for (kvc_node *node; last->end < tokens->num_tokens; last = node) {
-        const kvc_token_span part = kvc_tokens_part(tokens, last->end, (int64_t)last->end + block);
+    for (kvc_node *node; last->end < num_tokens; last = node) {
+        const int64_t end = (int64_t)last->end + block;
+        const kvc_token_span part = kvc_tokens_part(tokens, last->end, end < num_tokens ? end : num_tokens);
         node = kvc_node_child(last, &part);
         if (!node || !node->rows) break;
     }
     return last;
 }
 
+kvc_pinned *kvc_prefix_add_pin(kvc_prefix *prefix, kvc_node *last) {
+    kvc_pinned *pin = kvc_memory_alloc(&prefix->cache->memory, sizeof *pin, KVC_MEMORY_BOOKKEEPING, -1);
+    if (!pin) {
+        kvc_set_last_error("out of memory for a pin");
+        return NULL;
+    }
+    *pin = (kvc_pinned){.next = prefix->pins, .last = last, .id = -1};
+    prefix->pins = pin;
+    pin_path(last, 1);
+    return pin;
+}
+
 kvc_status kvc_prefix_pin(kvc_prefix *prefix, const kvc_tokens *from, int32_t *kept) {
     kvc_cache *cache = prefix->cache;
     kvc_tokens tokens;
     uint8_t name[KVC_NAME_BYTES];
-    KVC_TRY(read_tokens(from, &tokens));
+    KVC_TRY(kvc_read_tokens(from, &tokens));
     if (!kept) return kvc_fail(KVC_ERR_INVALID, "kept is NULL");
     name_prompt(prefix, &tokens, name);
     kvc_lock(cache);
-    kvc_node *last = find_last(prefix, &tokens);
-    kvc_pinned *pin = NULL;
-    if (last->parent) pin = kvc_memory_alloc(&cache->memory, sizeof *pin, KVC_MEMORY_BOOKKEEPING, -1);
-    if (last->parent && !pin) return kvc_unlock(cache, kvc_fail(KVC_ERR_NOMEM, "out of memory for a pin"));
+    kvc_node *last = kvc_prefix_find(prefix, &tokens, tokens.num_tokens);
+    kvc_pinned *pin = last->parent ? kvc_prefix_add_pin(prefix, last) : NULL;
+    if (pin) memcpy(pin->name, name, sizeof name);
+    if (!pin && last->parent) return kvc_unlock(cache, KVC_ERR_NOMEM);
     *kept = last->end;
-    if (!pin) return kvc_unlock(cache, KVC_OK);
-    *pin = (kvc_pinned){.next = prefix->pins, .last = last};
-    memcpy(pin->name, name, sizeof name);
-    prefix->pins = pin;
-    pin_path(last, 1);
     return kvc_unlock(cache, KVC_OK);
 }
 
 kvc_status kvc_prefix_unpin(kvc_prefix *prefix, const kvc_tokens *from) {
     kvc_tokens tokens;
     uint8_t name[KVC_NAME_BYTES];
-    KVC_TRY(read_tokens(from, &tokens));
+    KVC_TRY(kvc_read_tokens(from, &tokens));
     name_prompt(prefix, &tokens, name);
     kvc_lock(prefix->cache);
     kvc_pinned **at = &prefix->pins;
-    while (*at && memcmp((*at)->name, name, sizeof name)) at = &(*at)->next;
-    if (*at) unpin_first(prefix, at);
+    while (*at && ((*at)->id != -1 || memcmp((*at)->name, name, sizeof name))) at = &(*at)->next;
+    if (*at) kvc_prefix_remove_pin(prefix, at);
     return kvc_unlock(prefix->cache, KVC_OK);
 }
 

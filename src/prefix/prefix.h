@@ -4,14 +4,38 @@
 
 #include "prefix/session.h"
 
+/* A prompt whose blocks are kept, whatever else needs memory; or blocks that a call goes on from. */
+typedef struct kvc_pinned {
+    struct kvc_pinned *next;
+    kvc_node *last;               /* it and all nodes above it have a pin */
+    int64_t id;                   /* of the call; -1: it is kvc_prefix_pin's */
+    uint8_t name[KVC_NAME_BYTES]; /* of the tokens, as if they were one block; where id is -1 */
+} kvc_pinned;
+
 struct kvc_prefix {
     kvc_cache *cache;
     kvc_tree *tree;
     kvc_session *sessions; /* list of the acquired sequences that have not ended */
-    struct kvc_pinned *pins; /* list of what is pinned */
+    kvc_pinned *pins;      /* list of what is pinned */
     kvc_prefix_stats stats;
     int64_t quota, ttl; /* of the tree */
+    int32_t reuse_min;  /* fewest tokens in a row that are taken from elsewhere; 0: none are */
+    int32_t collects;   /* new blocks are listed for stores */
+    void *user;
     uint8_t salt[KVC_NAME_BYTES], root[KVC_NAME_BYTES];
 };
+
+/* Copies a caller's tokens, and checks them. */
+kvc_status kvc_read_tokens(const kvc_tokens *from, kvc_tokens *tokens);
+
+/* Return an id that names nothing. */
+int64_t kvc_new_id(kvc_cache *cache);
+
+/* Returns the last node with rows of the first num_tokens tokens, behind others that have; the root if there is none. */
+kvc_node *kvc_prefix_find(const kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens);
+
+/* Adds a pin of the nodes up to `last`, NULL if out of memory; takes it away. */
+kvc_pinned *kvc_prefix_add_pin(kvc_prefix *prefix, kvc_node *last);
+void kvc_prefix_remove_pin(kvc_prefix *prefix, kvc_pinned **at);
 
 #endif

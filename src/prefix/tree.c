@@ -160,6 +160,7 @@ static kvc_status set_tokens(kvc_node *node, const kvc_token_span *tokens) {
 /* Frees a node that has no children and no rows. */
 static void free_node(kvc_node *node) {
     kvc_memory *memory = &node->tree->cache->memory;
+    kvc_index_remove(&node->tree->index, node);
     kvc_memory_free(memory, node->children, (uint64_t)node->room * sizeof *node->children, KVC_MEMORY_BOOKKEEPING, -1);
     kvc_memory_free(memory, (void *)(uintptr_t)node->tokens.ids, tokens_bytes(&node->tokens), KVC_MEMORY_BOOKKEEPING, -1);
     kvc_memory_free(memory, node, sizeof *node, KVC_MEMORY_BOOKKEEPING, -1);
@@ -179,12 +180,24 @@ static void prune(kvc_node *node) {
     }
 }
 
-/* Takes a node out of the list of those whose tokens are not known. */
-static void take_out(kvc_node *node) {
+void kvc_node_take_out(kvc_node *node) {
+    kvc_cache *cache = node->tree->cache;
+    if (!node->at) return;
     *node->at = node->next;
     if (node->next) node->next->at = node->at;
+    if (cache->new_blocks_end == &node->next) cache->new_blocks_end = node->at;
     node->next = NULL;
     node->at = NULL;
+}
+
+/* Lists a full block that is new, for stores. */
+static void collect(kvc_node *node) {
+    kvc_cache *cache = node->tree->cache;
+    if (!node->tree->collector || size_of(node) < cache->pools[0].block_size) return;
+    if (!cache->new_blocks) cache->new_blocks_end = &cache->new_blocks;
+    node->at = cache->new_blocks_end;
+    *node->at = node;
+    cache->new_blocks_end = &node->next;
 }
 
 /* Notes that the rows of a node are gone. */
@@ -192,13 +205,13 @@ static void ended(kvc_cache *cache, kvc_follower *follower) {
     kvc_node *node = (kvc_node *)(void *)follower;
     (void)cache;
     node->rows = NULL;
+    kvc_node_take_out(node);
     if (node->parent) {
         unlist(node);
         fill_quota(node->tree);
         prune(node);
         return;
     }
-    if (node->at) take_out(node);
     free_node(node);
 }
 
@@ -274,10 +287,12 @@ static void drop_beginnings(kvc_node *node) {
 }
 
 kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *tokens) {
-    take_out(node);
+    kvc_node_take_out(node);
     kvc_node *same = kvc_node_child(parent, tokens);
     if (same) {
         move_rows(node, same);
+        kvc_node_take_out(same);
+        collect(same);
         return same;
     }
     if (reserve_child(parent) != KVC_OK || set_tokens(node, tokens) != KVC_OK) {
@@ -293,6 +308,9 @@ kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *t
     node->parent = parent;
     kvc_name_block(node->tree->salt, parent->name, tokens, node->name);
     list(node);
+    if (node->tree->is_indexed && tokens->num == node->tree->cache->pools[0].block_size)
+        kvc_index_add(&node->tree->index, node);
+    collect(node);
     drop_beginnings(node);
     return node;
 }
@@ -312,6 +330,7 @@ kvc_tree *kvc_tree_new(kvc_cache *cache, const uint8_t *salt, const uint8_t *nam
 
 void kvc_tree_free(kvc_tree *tree) {
     kvc_memory *memory = &tree->cache->memory;
+    kvc_index_free(&tree->index, memory);
     kvc_memory_free(memory, tree->root.children, (uint64_t)tree->root.room * sizeof(kvc_node *),
                     KVC_MEMORY_BOOKKEEPING, -1);
     kvc_memory_free(memory, tree, sizeof *tree, KVC_MEMORY_BOOKKEEPING, -1);

@@ -9,6 +9,7 @@
 #define KVC_TREE_H
 
 #include "cache/cache.h"
+#include "prefix/index.h"
 #include "prefix/tokens.h"
 
 typedef struct kvc_node {
@@ -24,8 +25,10 @@ typedef struct kvc_node {
     struct kvc_node *older, *newer; /* place in the tree's list, while it has rows */
     int32_t is_protected;           /* it is within the quota */
     int64_t used;                   /* when it was, where the tree has a time to live */
-    struct kvc_node *next, **at;    /* place in a list of blocks whose tokens are not known yet */
+    struct kvc_node *next, **at;    /* place in a list: of blocks whose tokens are not known yet, or new ones */
     kvc_token_span tokens;
+    struct kvc_node *next_same; /* in a list of the tree's index */
+    uint64_t hash;              /* of its tokens, if it is there */
     uint8_t name[KVC_NAME_BYTES];
 } kvc_node;
 
@@ -37,6 +40,9 @@ typedef struct kvc_tree {
     int64_t num_nodes, num_tokens; /* of those in the list */
     kvc_node *first_protected;     /* it and newer ones are not evicted, as they are within the quota; NULL: none is */
     int64_t num_protected, quota;  /* tokens */
+    struct kvc_prefix *collector;  /* where new full blocks are listed in cache->new_blocks; NULL: they are not */
+    int32_t is_indexed;            /* full blocks are in the index */
+    kvc_index index;
     int64_t ttl;                   /* nanoseconds after which a node that nobody used is dropped; 0: never */
 } kvc_tree;
 
@@ -65,6 +71,9 @@ kvc_node *kvc_node_find(const kvc_node *parent, const kvc_token_span *tokens);
 /* Puts a node from outside the tree below `parent`, now that its tokens are known.  Returns the node that has them: it,
  * or the one that was there, which gets its rows.  NULL if out of memory; it is dropped then. */
 kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *tokens);
+
+/* Takes a node out of the list that it is in, if any. */
+void kvc_node_take_out(kvc_node *node);
 
 /* Drops the rows of a node that has some; that may free the node. */
 void kvc_node_drop(kvc_node *node);

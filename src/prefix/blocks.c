@@ -1,0 +1,226 @@
+/* blocks.c: how blocks get out of a cache, into stores, and back. */
+#include <string.h>
+
+#include "base/dtype.h"
+#include "edit/retain.h"
+#include "prefix/prefix.h"
+
+/* ---- payloads ---------------------------------------------------------------------------------------------------- */
+
+/* The rows of one layer in a payload. */
+typedef struct rows {
+    int64_t k_row, v_row; /* bytes of a row; v_row 0: values lie in the keys */
+    int64_t k_size, size; /* bytes of the keys, and of all */
+} rows;
+
+static rows rows_of(const kvc_cache *cache, int32_t layer, int32_t num_tokens) {
+    const kvc_layer *config = &cache->layers[layer];
+    rows r = {.k_row = (int64_t)kvc_row_bytes(config->k_type, config->k_dim)};
+    if (!config->value_in_key) r.v_row = (int64_t)kvc_row_bytes(config->v_type, config->v_dim);
+    r.k_size = config->num_kv_heads * num_tokens * r.k_row;
+    r.size = r.k_size + config->num_kv_heads * num_tokens * r.v_row;
+    return r;
+}
+
+int64_t kvc_payload_bytes(kvc_cache *cache) {
+    int64_t size = cache->num_layers;
+    for (int32_t i = 0; i < cache->num_layers; i++)
+        if (kvc_keeps_tokens(cache, i)) size += rows_of(cache, i, cache->pools[0].block_size).size;
+    return size;
+}
+
+/* ---- out --------------------------------------------------------------------------------------------------------- */
+
+kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t block_size, int64_t max_blocks,
+                               int64_t *num_blocks) {
+    KVC_TRY(kvc_check_output(blocks, block_size, max_blocks, kvc_new_block_least_size, sizeof *blocks, "blocks"));
+    if (!num_blocks) return kvc_fail(KVC_ERR_INVALID, "num_blocks is NULL");
+    *num_blocks = 0;
+    kvc_lock(cache);
+    for (kvc_node *node; (node = cache->new_blocks) && *num_blocks < max_blocks;) {
+        kvc_new_block block = {node->tree->collector->user, node->rows->id, node->begin, node->end, {0}};
+        memcpy(block.name, node->name, sizeof block.name);
+        kvc_write_struct((char *)blocks + (size_t)(*num_blocks)++ * block_size, block_size, &block, sizeof block);
+        kvc_node_take_out(node);
+    }
+    return kvc_unlock(cache, KVC_OK);
+}
+
+/* Writes the rows of a sequence that holds those of a block. */
+static kvc_status read_rows(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, uint8_t *payload,
+                            int64_t *size) {
+    const int32_t num = end - begin;
+    memset(payload, 0, (size_t)cache->num_layers);
+    *size = cache->num_layers;
+    for (int32_t i = 0; i < cache->num_layers; i++) {
+        if (!kvc_keeps_tokens(cache, i) || kvc_seq_len(cache, id, i) != num) continue;
+        const rows r = rows_of(cache, i, num);
+        const kvc_rows_out out = {.struct_size = sizeof out,
+                                  .k = payload + *size,
+                                  .v = r.v_row ? payload + *size + r.k_size : NULL,
+                                  .k_row_stride = r.k_row,
+                                  .k_head_stride = num * r.k_row,
+                                  .v_row_stride = r.v_row,
+                                  .v_head_stride = num * r.v_row,
+                                  .raw = 1};
+        KVC_TRY(kvc_extract(cache, id, i, begin, end, &out));
+        payload[i] = 1;
+        *size += r.size;
+    }
+    return KVC_OK;
+}
+
+kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t *size) {
+    if (!payload) return kvc_fail(KVC_ERR_INVALID, "payload is NULL");
+    if (!size) return kvc_fail(KVC_ERR_INVALID, "size is NULL");
+    *size = 0;
+    kvc_lock(cache);
+    const kvc_sequence *hidden = kvc_table_find_hidden(&cache->sequences, id);
+    if (!hidden) return kvc_unlock(cache, KVC_OK);
+    const int32_t begin = kvc_sequence_first(hidden), end = kvc_sequence_last(hidden) + 1;
+    const int64_t copy = kvc_new_id(cache); /* a sequence of the same rows, which nothing evicts meanwhile */
+    kvc_status status = kvc_retain_pinned(cache, hidden, copy, begin, end);
+    kvc_unlock(cache, KVC_OK);
+    if (status != KVC_OK) return status;
+    status = read_rows(cache, copy, begin, end, payload, size);
+    kvc_clear_sequence(cache, copy);
+    if (status != KVC_OK || *size == cache->num_layers) *size = 0;
+    return status;
+}
+
+/* ---- in ---------------------------------------------------------------------------------------------------------- */
+
+kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *from, int64_t num_tokens, uint8_t *names,
+                              int64_t max_names, int32_t *first, int64_t *num_names) {
+    kvc_tokens tokens;
+    uint8_t name[KVC_NAME_BYTES];
+    const int32_t block = prefix->cache->pools[0].block_size;
+    KVC_TRY(kvc_read_tokens(from, &tokens));
+    if (num_tokens < 0 || max_names < 0 || (max_names && !names))
+        return kvc_fail(KVC_ERR_INVALID, "num_tokens is %lld, max_names %lld: both must be at least 0",
+                        (long long)num_tokens, (long long)max_names);
+    if (!first) return kvc_fail(KVC_ERR_INVALID, "first is NULL");
+    if (!num_names) return kvc_fail(KVC_ERR_INVALID, "num_names is NULL");
+    if (num_tokens > tokens.num_tokens) num_tokens = tokens.num_tokens;
+    num_tokens -= num_tokens % block;
+    kvc_lock(prefix->cache);
+    kvc_node *last = kvc_prefix_find(prefix, &tokens, num_tokens);
+    kvc_tree_touch(last);
+    *first = last->end / block;
+    memcpy(name, last->name, sizeof name);
+    kvc_unlock(prefix->cache, KVC_OK);
+    *num_names = num_tokens / block - *first;
+    for (int64_t i = 0; i < *num_names && i < max_names; i++) {
+        const kvc_token_span part = kvc_tokens_part(&tokens, (*first + i) * block, (*first + i + 1) * block);
+        kvc_name_block(prefix->salt, name, &part, name);
+        memcpy(names + i * KVC_NAME_BYTES, name, sizeof name);
+    }
+    return KVC_OK;
+}
+
+/* A block on its way in. */
+typedef struct arrival {
+    kvc_prefix *prefix;
+    kvc_token_span tokens;
+    const uint8_t *payload; /* its first bytes say which layers follow */
+    int64_t size, id;       /* id: of the sequence that gets its rows, and of the pin of those before */
+    int32_t begin, end;
+} arrival;
+
+/* Returns KVC_ERR_FORMAT unless the payload has as many bytes as it says, of layers that have rows. */
+static kvc_status check_payload(const kvc_cache *cache, const arrival *a) {
+    int64_t size = cache->num_layers, num = 0;
+    for (int32_t i = 0; i < cache->num_layers && a->size >= size; i++) {
+        if (a->payload[i] > kvc_keeps_tokens(cache, i))
+            return kvc_fail(KVC_ERR_FORMAT, "the payload has %d for layer %d", a->payload[i], i);
+        if (!a->payload[i]) continue;
+        size += rows_of(cache, i, a->end - a->begin).size;
+        num++;
+    }
+    if (num && a->size == size) return KVC_OK;
+    return kvc_fail(KVC_ERR_FORMAT, "the payload has %lld bytes, of %lld layers with %lld", (long long)a->size,
+                    (long long)num, (long long)size);
+}
+
+static kvc_status write_rows(kvc_cache *cache, const arrival *a) {
+    const int32_t num = a->end - a->begin;
+    const uint8_t *at = a->payload + cache->num_layers;
+    KVC_TRY(kvc_retain_new(cache, a->id, a->begin, a->end, a->payload));
+    for (int32_t i = 0; i < cache->num_layers; i++) {
+        if (!a->payload[i]) continue;
+        const kvc_layer *layer = &cache->layers[i];
+        const rows r = rows_of(cache, i, num);
+        const kvc_rows_in in = {.struct_size = sizeof in,
+                                .k = at,
+                                .v = r.v_row ? at + r.k_size : NULL,
+                                .k_row_stride = r.k_row,
+                                .k_head_stride = num * r.k_row,
+                                .v_row_stride = r.v_row,
+                                .v_head_stride = num * r.v_row,
+                                .k_type = layer->k_type,
+                                .v_type = layer->v_type};
+        KVC_TRY(kvc_inject(cache, a->id, i, a->begin, a->end, &in));
+        at += r.size;
+    }
+    return KVC_OK;
+}
+
+/* Returns the node behind which the block is to be added, and pins it; NULL if there is none, or no need: *is_known. */
+static kvc_status begin_arrival(arrival *a, const kvc_tokens *tokens, int32_t *is_known) {
+    kvc_prefix *prefix = a->prefix;
+    kvc_node *last = kvc_prefix_find(prefix, tokens, a->begin);
+    if (last->end != a->begin) return KVC_OK;
+    *is_known = kvc_node_find(last, &a->tokens) != NULL;
+    if (*is_known) return KVC_OK;
+    kvc_pinned *pin = kvc_prefix_add_pin(prefix, last);
+    if (!pin) return KVC_ERR_NOMEM;
+    pin->id = a->id = kvc_new_id(prefix->cache);
+    return KVC_OK;
+}
+
+/* Adds the block to the tree, unless its rows could not be written, or the prefix was cleared meanwhile. */
+static void end_arrival(const arrival *a, kvc_status status, int32_t *is_known) {
+    kvc_prefix *prefix = a->prefix;
+    kvc_cache *cache = prefix->cache;
+    kvc_pinned **at = &prefix->pins;
+    while (*at && (*at)->id != a->id) at = &(*at)->next;
+    kvc_sequence *arrived = kvc_table_find(&cache->sequences, a->id);
+    kvc_node *list = NULL, *node = NULL;
+    if (status == KVC_OK && arrived && *at) {
+        kvc_node *parent = (*at)->last;
+        node = kvc_node_find(parent, &a->tokens);
+        if (!node) kvc_node_new(prefix->tree, arrived, a->begin, a->end, &list, &node);
+        if (list) node = kvc_tree_add(parent, node, &a->tokens);
+        if (node) kvc_node_take_out(node); /* it comes from a store */
+    }
+    *is_known = node != NULL;
+    if (*at) kvc_prefix_remove_pin(prefix, at);
+    if (arrived) kvc_cache_forget(cache, arrived);
+}
+
+kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *from, int32_t block, const void *payload, int64_t size,
+                          int32_t *is_known) {
+    kvc_cache *cache = prefix->cache;
+    const int32_t block_size = cache->pools[0].block_size;
+    kvc_tokens tokens;
+    KVC_TRY(kvc_read_tokens(from, &tokens));
+    if (block < 0 || (int64_t)(block + 1) * block_size > tokens.num_tokens)
+        return kvc_fail(KVC_ERR_INVALID, "block is %d: there are %lld full ones", block,
+                        (long long)(tokens.num_tokens / block_size));
+    if (!payload || !is_known) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", payload ? "is_known" : "payload");
+    arrival a = {.prefix = prefix, .payload = payload, .size = size, .id = -1, .begin = block * block_size};
+    a.end = a.begin + block_size;
+    a.tokens = kvc_tokens_part(&tokens, a.begin, a.end);
+    *is_known = 0;
+    KVC_TRY(check_payload(cache, &a));
+    kvc_lock(cache);
+    kvc_status status = begin_arrival(&a, &tokens, is_known);
+    kvc_unlock(cache, KVC_OK);
+    if (status != KVC_OK || a.id < 0) return status;
+    status = write_rows(cache, &a);
+    kvc_lock(cache);
+    end_arrival(&a, status, is_known);
+    kvc_unlock(cache, KVC_OK);
+    if (status == KVC_ERR_INVALID) return kvc_fail(KVC_ERR_FORMAT, "the payload lacks layers of a group");
+    return status == KVC_ERR_FULL || status == KVC_ERR_NOMEM ? KVC_OK : status;
+}

@@ -1,0 +1,61 @@
+/* index.c: the full blocks of a tree by a hash of their own tokens: see index.h. */
+#include "prefix/index.h"
+
+#include <string.h>
+
+#include "prefix/tree.h"
+
+uint64_t kvc_hash_ids(const int64_t *ids, int32_t num) {
+    uint64_t hash = 0;
+    for (int32_t i = 0; i < num; i++) hash = hash * KVC_HASH_BASE + (uint64_t)ids[i];
+    return hash;
+}
+
+static kvc_node **list_of(const kvc_index *index, uint64_t hash) {
+    return &index->lists[(hash ^ hash >> 32) & (uint64_t)(index->num_lists - 1)];
+}
+
+kvc_node *kvc_index_find(const kvc_index *index, uint64_t hash) { return *list_of(index, hash); }
+
+static void free_lists(const kvc_index *index, kvc_memory *memory) {
+    const uint64_t size = (uint64_t)index->num_lists * sizeof *index->lists;
+    kvc_memory_free(memory, index->lists, size, KVC_MEMORY_BOOKKEEPING, -1);
+}
+
+/* Doubles the number of lists. */
+static int grow(kvc_index *index, kvc_memory *memory) {
+    const kvc_index old = *index;
+    const int64_t num = old.num_lists ? 2 * old.num_lists : 64;
+    kvc_node **lists = kvc_memory_alloc(memory, (uint64_t)num * sizeof *lists, KVC_MEMORY_BOOKKEEPING, -1);
+    if (!lists) return 0;
+    memset(lists, 0, (size_t)num * sizeof *lists);
+    *index = (kvc_index){lists, num, old.num};
+    for (int64_t i = 0; i < old.num_lists; i++)
+        for (kvc_node *node = old.lists[i], *next; node; node = next) {
+            next = node->next_same;
+            kvc_node **list = list_of(index, node->hash);
+            node->next_same = *list;
+            *list = node;
+        }
+    free_lists(&old, memory);
+    return 1;
+}
+
+void kvc_index_free(kvc_index *index, kvc_memory *memory) { free_lists(index, memory); }
+
+void kvc_index_add(kvc_index *index, kvc_node *node) {
+    if (index->num == index->num_lists && !grow(index, &node->tree->cache->memory)) return;
+    node->hash = kvc_hash_ids(node->tokens.ids, node->tokens.num);
+    node->next_same = *list_of(index, node->hash);
+    *list_of(index, node->hash) = node;
+    index->num++;
+}
+
+void kvc_index_remove(kvc_index *index, kvc_node *node) {
+    if (!index->num_lists) return;
+    kvc_node **at = list_of(index, node->hash);
+    while (*at && *at != node) at = &(*at)->next_same;
+    if (!*at) return;
+    *at = node->next_same;
+    index->num--;
+}

@@ -1,0 +1,111 @@
+/* reuse.c: goes on with tokens that were computed elsewhere: see reuse.h. */
+#include "prefix/reuse.h"
+
+#include <string.h>
+
+#include "edit/share.h"
+#include "prefix/prefix.h"
+
+/* ---- finding ----------------------------------------------------------------------------------------------------- */
+
+/* Tokens of a prompt that stand elsewhere: at positions from `begin` on in blocks of which `last` is the last. */
+typedef struct chunk {
+    kvc_node *last;
+    int32_t begin, num_tokens;
+} chunk;
+
+/* Returns whether the block before a node ends with the `num` tokens that stand at a position of the prompt. */
+static int ends_before(const kvc_node *node, const kvc_tokens *tokens, int64_t position, int32_t num) {
+    const kvc_node *before = node->parent;
+    if (!num) return 1;
+    if (!before->rows || before->tokens.num < num) return 0;
+    const int32_t from = before->tokens.num - num;
+    const uint8_t *digests = before->tokens.digests;
+    const kvc_token_span own = {before->tokens.ids + from, digests ? digests + from * KVC_NAME_BYTES : NULL, num},
+                         wanted = kvc_tokens_part(tokens, position, position + num);
+    return kvc_tokens_common(&own, &wanted) == num;
+}
+
+/* Returns the chunk at a position that ends the block before a node with `skipped` tokens, and goes on with the node. */
+static chunk extend(kvc_node *node, const kvc_tokens *tokens, int64_t position, int32_t skipped) {
+    chunk found = {node, node->begin - skipped, skipped + node->tokens.num};
+    int32_t common = node->tokens.num;
+    while (common == found.last->tokens.num && position + found.num_tokens < tokens->num_tokens) {
+        const int64_t begin = position + found.num_tokens;
+        const kvc_token_span part = kvc_tokens_part(tokens, begin, begin + node->tokens.num);
+        kvc_node *next = kvc_node_similar(found.last, &part, &common);
+        if (!next) break;
+        found.last = next;
+        found.num_tokens += common;
+    }
+    return found;
+}
+
+/* Returns the longest chunk of the prompt at a position: num_tokens is 0 if there is none. */
+static chunk find_chunk(const kvc_index *index, const kvc_tokens *tokens, int64_t position, int32_t block) {
+    chunk best = {0};
+    uint64_t hash = 0, top = 1;
+    if (!index->num || position + block > tokens->num_tokens) return best;
+    for (int32_t i = 1; i < block; i++) top *= KVC_HASH_BASE;
+    hash = kvc_hash_ids(tokens->ids + position, block);
+    for (int32_t skipped = 0; skipped < block; skipped++) {
+        const int64_t begin = position + skipped;
+        if (begin + block > tokens->num_tokens) break;
+        const kvc_token_span part = kvc_tokens_part(tokens, begin, begin + block);
+        for (kvc_node *node = kvc_index_find(index, hash); node; node = node->next_same) {
+            if (node->hash != hash || !node->rows || kvc_tokens_compare(&node->tokens, &part)) continue;
+            if (!ends_before(node, tokens, position, skipped)) continue;
+            const chunk found = extend(node, tokens, position, skipped);
+            if (found.num_tokens > best.num_tokens) best = found;
+        }
+        if (begin + block < tokens->num_tokens)
+            hash = (hash - (uint64_t)tokens->ids[begin] * top) * KVC_HASH_BASE + (uint64_t)tokens->ids[begin + block];
+    }
+    return best;
+}
+
+/* ---- moving ------------------------------------------------------------------------------------------------------ */
+
+/* Makes a sequence of the rows of a chunk; returns whether it has all of them. */
+static int gather_chunk(kvc_cache *cache, const chunk *c, int64_t id) {
+    const int32_t end = c->begin + c->num_tokens;
+    for (int32_t from = c->begin, to; from < end; from = to) {
+        const kvc_node *node = c->last;
+        while (node->begin > from) node = node->parent;
+        to = node->end < end ? node->end : end;
+        if (!node->rows || kvc_share_rows(cache, node->rows, id, from, to) != KVC_OK) return 0;
+    }
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, id);
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
+        if (!sequence || sequence->runs[g].num_rows != c->num_tokens) return 0;
+    return 1;
+}
+
+/* Adds a chunk to a sequence at a position, whose mutex it releases meanwhile; returns whether it did. */
+static int move_chunk(kvc_cache *cache, const chunk *c, int64_t seq_id, int32_t position) {
+    const int64_t id = kvc_new_id(cache);
+    const int is_whole = gather_chunk(cache, c, id);
+    const int32_t delta = position - c->begin, end = position + c->num_tokens;
+    kvc_unlock(cache, KVC_OK);
+    const int is_moved = is_whole && kvc_shift(cache, id, 0, KVC_END, delta) == KVC_OK &&
+                         kvc_share(cache, id, seq_id, position, end) == KVC_OK &&
+                         kvc_mark_inexact(cache, seq_id, position) == KVC_OK;
+    kvc_clear_sequence(cache, id);
+    kvc_lock(cache);
+    return is_moved;
+}
+
+void kvc_reuse(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, int64_t seq_id, int32_t *matched) {
+    kvc_cache *cache = prefix->cache;
+    kvc_lock(cache);
+    while (limit - *matched >= prefix->reuse_min) {
+        chunk c = find_chunk(&prefix->tree->index, tokens, *matched, cache->pools[0].block_size);
+        if (c.num_tokens > limit - *matched) c.num_tokens = (int32_t)(limit - *matched);
+        if (c.num_tokens < prefix->reuse_min || !move_chunk(cache, &c, seq_id, *matched)) break;
+        prefix->stats.hits += !*matched;
+        *matched += c.num_tokens;
+        prefix->stats.reused += c.num_tokens;
+        prefix->stats.matched += c.num_tokens;
+    }
+    kvc_unlock(cache, KVC_OK);
+}
