@@ -22,8 +22,11 @@ class Tenant:
     secret: bytes | None
     most_bytes: int
     counts: Counter[str] = field(default_factory=Counter)
-    value_bytes: int = 1 << 20  # of the latest values, about
+    value_bytes: int = 0  # of the latest values, about
     is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.value_bytes = min(1 << 20, self.most_bytes)
 
     @property
     def most_to_read(self) -> int:

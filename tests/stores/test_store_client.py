@@ -128,6 +128,21 @@ def test_reading_may_stop_at_a_miss(make, kind, monkeypatch):
     assert [keys for _, keys in store.calls] == (["a", "b", "c"] if kind is Faulty else [["a", "b"], ["c", "d"]])
 
 
+def test_a_store_that_can_say_hands_out_no_more_than_a_value_may_have(make):
+    class Sized(Bulk):
+        def read_many(self, keys, most):
+            self._call("read_many", list(keys))
+            return {key: self.items_[key][:most] for key in keys if key in self.items_}
+
+    store = Sized(items={"a": packed("a", 1000 * b"x"), "b": packed("b", 2000 * b"x"), "c": bytes(10**6)})
+    client = make(store, most_bytes=1000)
+    assert set(client.get_many("abcd", LONG)) == {"a"}
+    assert [verb for verb, _ in store.calls if "get" in verb or "read" in verb] == ["read_many"]
+    assert client.flush(LONG)
+    assert set(store) == {"a"}
+    assert client.stats.corrupt == 2
+
+
 # ---- time
 
 
