@@ -12,11 +12,12 @@ import secrets
 import stat
 import struct
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from pathlib import Path
 from typing import NamedTuple, Self, SupportsIndex
 
 from kvcache.arguments import INT64_MAX, check_path, integer
+from kvcache.living import Living
 from kvcache.stores.values import encode_key, view_of
 
 __all__ = ["DirectoryStore"]
@@ -111,6 +112,14 @@ class DirectoryStore(MutableMapping[str, bytes]):
                 os.utime(file, ns=(now, now))
         return value
 
+    def read_many(self, keys: Iterable[str], most: int) -> dict[str, bytes]:
+        """Return the values that there are of these keys, as `read` does."""
+        found = {}
+        for key in keys:
+            with contextlib.suppress(KeyError):
+                found[key] = self.read(key, most)
+        return found
+
     def __setitem__(self, key: str, value: bytes) -> None:
         encoded, view = encode_key(key), view_of(value)
         if len(encoded) > MAX_KEY:
@@ -204,18 +213,42 @@ class _File(NamedTuple):
 
 
 class _Locked:
-    """An open file, which may be locked; closed with the object, too, for an interrupt may keep ``__exit__`` away."""
+    """An open file, which may be locked; closed with the object, too, for an interrupt may keep ``__exit__`` away.
+
+    The lock belongs to the open file, which a child that is forked meanwhile has open as well. So it is given back, not
+    only closed; and a child closes what it got. (POSIX locks would not be inherited, but lost as soon as anything in
+    the process closes the same file, and keep no threads apart.)
+    """
 
     def __init__(self, folder: int) -> None:
         self.folder = folder
         self.file = -1
+        self.process = os.getpid()
+        _all_locked.add(self)
 
     def close(self) -> None:
         file, self.file = self.file, -1  # before it is closed, which it must not be twice
-        if file >= 0:
+        if file < 0:
+            return
+        try:
+            if self.process == os.getpid():  # a child would take the lock from its parent
+                with contextlib.suppress(OSError):
+                    fcntl.flock(file, fcntl.LOCK_UN)
+        finally:
             os.close(file)
 
     __del__ = close
+
+
+_all_locked: Living[_Locked] = Living()
+
+
+def _close_in_child() -> None:
+    for locked in _all_locked.alive():
+        locked.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class _Usage(_Locked):

@@ -89,13 +89,14 @@ def unpack(value: object, key: str, digest: bytes, secret: bytes | None = None) 
     Raise ValueRefusedError unless it is the value that was packed with this key, digest and secret, to the last bit. A
     ``bytearray`` or ``memoryview`` may change, and is copied.
     """
-    if isinstance(value, bytearray | memoryview):
-        value = bytes(value)
-    if not isinstance(value, bytes):
-        raise ValueRefusedError(f"it is a {type(value).__name__}, not bytes")
-    if len(value) < HEADER_SIZE:
-        raise ValueRefusedError(f"it has {len(value)} bytes, fewer than a header")
-    view = memoryview(value)
+    kind = type(value)  # not isinstance, which asks the value
+    if issubclass(kind, bytearray | memoryview):
+        value = memoryview(cast("Buffer", value)).tobytes()
+    elif not issubclass(kind, bytes):
+        raise ValueRefusedError(f"it is a {kind.__name__}, not bytes")
+    view = memoryview(cast("Buffer", value))
+    if view.nbytes < HEADER_SIZE:
+        raise ValueRefusedError(f"it has {view.nbytes} bytes, fewer than a header")
     fields, checksum, payload = view[: FIELDS.size], view[FIELDS.size : HEADER_SIZE], view[HEADER_SIZE:]
     expected = _fields(key, digest, secret, payload.nbytes)
     if fields != expected:

@@ -1,7 +1,8 @@
-"""Do what may take long, or for ever, in a thread of its own, and leave off for a while when it fails."""
+"""Do what may take long, or for ever, in threads of its own, and leave off for a while when it fails."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -14,9 +15,11 @@ MAX_FAILURES = 3  # in a row, until a store is left alone
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds for which it is
 LINGER = 1.0  # seconds after which a thread without work ends
 
+logger = logging.getLogger("kvcache")
+
 
 class Breaker:
-    """Leaves a store alone after failures in a row. Called with the client's lock held."""
+    """Leaves a store alone after failures in a row. Called with the lock of what it guards held."""
 
     def __init__(self) -> None:
         self.failures = 0
@@ -39,61 +42,84 @@ class Breaker:
         self.failures, self.pause, self.probing = 0, FIRST_PAUSE, False
 
     def failed(self) -> bool:
-        """Note a failure; return whether it is the one with which the pause begins."""
+        """Note a failure; return whether it is the one with which the pause begins.
+
+        Failures of what was asked before the pause come during it, and make it no longer.
+        """
         self.failures += 1
-        if self.is_open:
-            self.until = time.monotonic() + self.pause
+        now = time.monotonic()
+        if self.is_open and now >= self.until:
+            self.until = now + self.pause
             self.pause = min(2 * self.pause, LONGEST_PAUSE)
         self.probing = False
         return self.failures == MAX_FAILURES
 
 
 class Worker:
-    """A queue, the thread that works it off, and the breaker of what it does; all fields under the client's lock."""
+    """A queue, the threads that work it off, and the breaker of what they do; all fields under the store's lock."""
 
-    def __init__(self, name: str, lock: threading.RLock, work: Callable[[], None]) -> None:
+    def __init__(self, name: str, lock: threading.RLock, work: Callable[[], None], most_threads: int = 1) -> None:
         self.name = name
         self.work = work
+        self.most_threads = most_threads
         self.changed = threading.Condition(lock)
         self.breaker = Breaker()
         self.queue: deque[Any] = deque()
-        self.is_busy = False
-        self.began = 0.0  # when it became busy
-        self.thread: threading.Thread | None = None
+        self.threads: set[threading.Thread] = set()
+        self.busy: dict[threading.Thread, float] = {}  # when each thread began what it does
 
     def add(self, job: Any) -> bool:
         """Queue a job; return False if there can be no thread for it, as while the interpreter exits."""
-        if self.thread is None:
-            thread = threading.Thread(target=self.run, name=f"kvcache-{self.name}", daemon=True)
-            try:
-                thread.start()  # it waits for the lock
-            except RuntimeError:
-                return False
-            self.thread = thread
+        num_free = len(self.threads) - len(self.busy) - len(self.queue)
+        if num_free <= 0 and len(self.threads) < self.most_threads and not self._start() and not self.threads:
+            return False
         self.queue.append(job)
         self.changed.notify_all()
         return True
 
+    def _start(self) -> bool:
+        thread = threading.Thread(target=self.run, name=f"kvcache-{self.name}", daemon=True)
+        try:
+            thread.start()  # it waits for the lock
+        except RuntimeError:
+            return False
+        self.threads.add(thread)
+        return True
+
     def run(self) -> None:
-        """Work, until there has been nothing to do for a while. What the thread does."""
-        changed = self.changed
+        """Work, until there has been nothing to do for a while. What a thread does."""
+        changed, thread = self.changed, threading.current_thread()
         with changed:
-            if self.thread is not threading.current_thread():  # an exception came between its start and the note of it
+            if thread not in self.threads:  # an exception came between its start and the note of it
                 return
             try:
                 while self.queue or changed.wait_for(lambda: self.queue, LINGER):
-                    self.is_busy, self.began = True, time.monotonic()
+                    self.busy[thread] = time.monotonic()
                     changed.release()
                     try:
                         self.work()
+                    except BaseException:  # of the work's own, such as for want of memory: jobs to come need the thread
+                        _log()
                     finally:
                         changed.acquire()
-                        self.is_busy = False
+                        del self.busy[thread]
                         changed.notify_all()
             finally:
-                self.thread = None  # before the lock is let go, so that no job waits for a thread that has ended
+                self.threads.discard(thread)  # before the lock is let go, so that no job waits for a thread that ended
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is queued or at work."""
-        return not self.queue and not self.is_busy
+        return not self.queue and not self.busy
+
+    @property
+    def since(self) -> float | None:
+        """When the thread that has been at work for longest began what it does; None if none is."""
+        return min(self.busy.values(), default=None)
+
+
+def _log() -> None:
+    try:
+        logger.exception("a thread that uses a store failed, and goes on")
+    except BaseException:  # a handler may raise anything
+        return

@@ -43,7 +43,7 @@ def stored(setting):
     cache, store, prefix = make(setting, {})
     serve(prefix, cache, PROMPT)
     assert prefix.close(LONG)
-    return store.items_, prefix._client._digest
+    return store.items_, prefix._client._tenant.digest
 
 
 RIGHT = {setting: stored(setting) for setting in SETTINGS}

@@ -157,7 +157,7 @@ def test_payloads_of_another_shape():
     fill(store)
     key = next(iter(store))
     cache, prefix = make(store)
-    digest = prefix._client._digest
+    digest = prefix._client._tenant.digest
     for payload in (b"", b"\0\0", b"\1", b"\1\1" + bytes(7), b"\1\1" + bytes(10000), b"\2\3\4" + bytes(512)):
         store[key] = values.pack(key, digest, [payload])
         assert prefix.acquire(PROMPT)[1] == 0
@@ -185,7 +185,7 @@ def test_a_value_without_some_layers_of_a_group(second):
         assert prefix._tree.rows.write(50, 0, BLOCK, memoryview(payload)) == is_taken, flags
         assert (50 in _core.retained(cache._core)) == is_taken, flags
         cache._core.clear(50)
-    store[key] = values.pack(key, prefix._client._digest, [b"\1\0\1" + bytes(2 * size)])
+    store[key] = values.pack(key, prefix._client._tenant.digest, [b"\1\0\1" + bytes(2 * size)])
     assert prefix.acquire(PROMPT)[1] == 0
     cache.validate()
 

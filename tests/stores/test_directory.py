@@ -451,6 +451,66 @@ def test_a_lock_that_is_not_released_is_an_error(stored, monkeypatch):
     store["b"] = b"value"
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_that_is_forked_during_a_write_keeps_no_lock(stored, monkeypatch):
+    """Nor does it take the lock from its parent, whatever it does with what it got."""
+    store, _ = stored
+    monkeypatch.setattr(directory, "LOCK_WAIT", 0.1)
+    goes_on, go_on = os.pipe()
+    told, tell = os.pipe()
+    child = 0
+    try:
+        with store._folder() as folder, directory._Temporary(folder) as temporary, directory._Usage(folder) as usage:
+            child = os.fork()
+            if child == 0:
+                files = temporary.file, usage.file
+                temporary.close()
+                usage.close()
+                os.write(tell, b"closed" if files == (-1, -1) else b"open")
+                os.read(goes_on, 1)
+                os._exit(0)
+            said = os.read(told, 9)
+            DirectoryStore(store.path)
+            assert temporary.name in files_of(store.path), "it was taken for a leftover"
+            with pytest.raises(TimeoutError, match="another process has locked"):
+                store["b"] = b"value"
+        store["b"] = b"value"
+        assert said == b"closed"
+    finally:
+        os.write(go_on, b"!")
+        if child:
+            os.waitpid(child, 0)
+        for file in (goes_on, go_on, told, tell):
+            os.close(file)
+
+
+FORK_AND_DIE = """
+import os, sys, time
+sys.path[:] = {path!r}
+from kvcache.stores import DirectoryStore, directory
+store = DirectoryStore({folder!r})
+with store._folder() as folder, directory._Usage(folder):
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+    print(child, flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_child_whose_parent_was_killed_during_a_write_keeps_no_lock(stored, monkeypatch):
+    store, _ = stored
+    monkeypatch.setattr(directory, "LOCK_WAIT", 1)
+    code = FORK_AND_DIE.format(path=sys.path, folder=str(store.path))
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        child = int(process.stdout.readline())
+        process.wait()
+        try:
+            store["b"] = b"value"
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
 def test_least_recently_used_go_first(tmp_path):
     store = DirectoryStore(tmp_path, max_bytes=10 * 121)
     for i in range(10):

@@ -66,6 +66,7 @@ def limit_user(folder, port):
     store.set_many({"a": b"value", "b": b"value"})
     del store["b"]
     assert store.get_many("ab") == {"a": b"value"}
+    assert store.read_many("ab", 3) == {"a": b"val"}
     assert list(store) == ["a"]
     assert "a" in store
     store.clear()

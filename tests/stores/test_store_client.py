@@ -16,8 +16,7 @@ import pytest
 from hypothesis import strategies as st
 from support.faulty_stores import Blocking, Bulk, Faulty, raising, sleeping
 
-from kvcache.stores import DirectoryStore, values, worker
-from kvcache.stores import client as module
+from kvcache.stores import DirectoryStore, calls, reader, values, worker, writer
 from kvcache.stores import speed as speeds
 from kvcache.stores.client import StoreClient
 
@@ -105,7 +104,7 @@ def test_many_keys_are_few_calls(make):
 
 def test_large_values_are_several_calls(make, monkeypatch):
     """The values of one call are in memory at once."""
-    monkeypatch.setattr(module, "CALL_BYTES", 1000)
+    monkeypatch.setattr(calls, "CALL_BYTES", 1000)
     store = Bulk()
     client = make(store)
     keys = [f"key {i}" for i in range(6)]
@@ -119,7 +118,7 @@ def test_large_values_are_several_calls(make, monkeypatch):
 
 @pytest.mark.parametrize("kind", [Faulty, Bulk])
 def test_reading_may_stop_at_a_miss(make, kind, monkeypatch):
-    monkeypatch.setattr(module, "MAX_CALL_KEYS", 2)
+    monkeypatch.setattr(calls, "MAX_CALL_KEYS", 2)
     store = kind(items={key: packed(key) for key in "abdef"})
     client = make(store)
     assert set(client.get_many("abcdef", LONG)) == set("abdef")
@@ -127,6 +126,21 @@ def test_reading_may_stop_at_a_miss(make, kind, monkeypatch):
     found = client.get_many("abcdef", LONG, stop_at_miss=True)
     assert {"a", "b"} <= set(found) <= {"a", "b", "d"}
     assert [keys for _, keys in store.calls] == (["a", "b", "c"] if kind is Faulty else [["a", "b"], ["c", "d"]])
+
+
+def test_a_store_that_can_say_hands_out_no_more_than_a_value_may_have(make):
+    class Sized(Bulk):
+        def read_many(self, keys, most):
+            self._call("read_many", list(keys))
+            return {key: self.items_[key][:most] for key in keys if key in self.items_}
+
+    store = Sized(items={"a": packed("a", 1000 * b"x"), "b": packed("b", 2000 * b"x"), "c": bytes(10**6)})
+    client = make(store, most_bytes=1000)
+    assert set(client.get_many("abcd", LONG)) == {"a"}
+    assert [verb for verb, _ in store.calls if "get" in verb or "read" in verb] == ["read_many"]
+    assert client.flush(LONG)
+    assert set(store) == {"a"}
+    assert client.stats.corrupt == 2
 
 
 # ---- time
@@ -150,11 +164,11 @@ def test_what_has_come_in_time_is_taken(make, monkeypatch):
     store.fault = lambda verb, key: store.block(verb, key) if key == "b" else None
     client = make(store)
     with monkeypatch.context() as patch:
-        patch.setattr(client._reading.changed, "wait_for", for_caller(client, store.entered.is_set))
+        patch.setattr(client._shared.reader.worker.changed, "wait_for", for_caller(client, store.entered.is_set))
         found = client.get_many("ab", timeout=0.01)
     assert found == {"a": b"rows"}
     store.released.set()
-    until(lambda: client._reading.is_idle)
+    until(lambda: client._shared.reader.worker.is_idle)
     assert found == {"a": b"rows"}, "a late answer changed what was handed out"
     assert (client.stats.hits, client.stats.misses, client.stats.timeouts) == (1, 1, 1)
 
@@ -165,13 +179,13 @@ def test_what_nobody_waits_for_is_not_read(make):
     until(lambda: client.get_many("abc", timeout=0.02) or store.calls)
     client.get_many("abc", timeout=0.02)
     store.released.set()
-    until(lambda: client._reading.is_idle)
+    until(lambda: client._shared.reader.worker.is_idle)
     assert store.calls == [("get", "a")]
 
 
 def for_caller(client, is_time):
     """What to put in place of a client's `wait_for`: this thread's time is up when this is true, however late."""
-    changed, caller = client._reading.changed, threading.current_thread()
+    changed, caller = client._shared.reader.worker.changed, threading.current_thread()
     wait_for = changed.wait_for
 
     def wait(condition, timeout):
@@ -201,18 +215,18 @@ def test_an_interrupted_caller_waits_no_more(make, monkeypatch):
     store = Blocking()
     client = make(store)
 
-    caller, wait_for = threading.current_thread(), client._reading.changed.wait_for
+    caller, wait_for = threading.current_thread(), client._shared.reader.worker.changed.wait_for
 
     def interrupt(condition, timeout):
         if threading.current_thread() is caller:
             raise KeyboardInterrupt
         return wait_for(condition, timeout)
 
-    monkeypatch.setattr(client._reading.changed, "wait_for", interrupt)
+    monkeypatch.setattr(client._shared.reader.worker.changed, "wait_for", interrupt)
     with pytest.raises(KeyboardInterrupt):
         client.get_many("abc", LONG)
     monkeypatch.undo()
-    until(lambda: client._reading.is_idle)
+    until(lambda: client._shared.reader.worker.is_idle)
     assert store.calls == []
 
 
@@ -227,7 +241,7 @@ def test_a_caller_in_a_hurry_blames_nobody(make):
     assert client.stats.timeouts == 5
     assert client.stats.reading
     store.released.set()
-    until(lambda: client._reading.is_idle)
+    until(lambda: client._shared.reader.worker.is_idle)
     assert client.stats.reading
 
 
@@ -313,7 +327,7 @@ def test_a_store_that_fails_is_left_alone_and_asked_again(make, monkeypatch):
     for _ in range(50):
         client.get_many("a", LONG)
     assert len(store.calls) == calls
-    client._reading.breaker.until = 0.0  # the pause is over
+    client._shared.reader.worker.breaker.until = 0.0  # the pause is over
     assert client.seconds_for(1, 10) is None
     store.fault = lambda verb, key: None
     until(lambda: client.get_many("a", LONG))
@@ -353,12 +367,14 @@ def test_a_store_that_hangs_is_left_alone_and_nobody_waits_for_it(make):
         assert client.get_many("a", timeout=LONG) == {}
     assert time.monotonic() - begin < LONG / 2
     assert len(store.calls) == 1
-    assert all(read.is_done for read in client._reading.queue), "a probe would be late by the time it is made"
+    queue = client._shared.reader.worker.queue
+    assert all(read.is_done for read in queue), "a probe would be late by the time it is made"
     store.released.set()
     until(lambda: client.get_many("a", timeout=LONG))
 
 
 def test_time_outs_of_a_store_that_is_busy_for_others_are_no_failures(make, monkeypatch):
+    monkeypatch.setattr(reader, "NUM_THREADS", 1)
     goes_on = threading.Semaphore(0)
     store = Faulty(lambda verb, key: goes_on.acquire(timeout=LONG), {str(i): packed(str(i)) for i in range(10)})
     client = make(store)
@@ -370,15 +386,15 @@ def test_time_outs_of_a_store_that_is_busy_for_others_are_no_failures(make, monk
     def has_answered_another():  # since this was asked first, in the middle of the call
         nonlocal before
         if before is None:
-            before = client._answers
+            before = client._shared.reader.answers
             goes_on.release()
-        return client._answers > before
+        return client._shared.reader.answers > before
 
-    for _ in range(2 * worker.MAX_FAILURES):
+    for i in range(2 * worker.MAX_FAILURES):
         before = None
         with monkeypatch.context() as patch:
-            patch.setattr(client._reading.changed, "wait_for", for_caller(client, has_answered_another))
-            assert client.get_many("x", 0.001) == {}
+            patch.setattr(client._shared.reader.worker.changed, "wait_for", for_caller(client, has_answered_another))
+            assert client.get_many([f"x{i}"], 0.001) == {}
         assert client.stats.reading
     assert client.stats.timeouts == 2 * worker.MAX_FAILURES
     goes_on.release(100)
@@ -397,7 +413,7 @@ def test_a_full_store_still_reads(make, monkeypatch):
     assert client.get_many("a", LONG) == {"a": b"rows"}
     assert client.stats.reading
     store.fault = lambda verb, key: None
-    client._writing.breaker.until = 0.0  # the pause is over
+    client._shared.writer.worker.breaker.until = 0.0  # the pause is over
     assert put(client, "b")
     assert client.flush(LONG)
     assert client.stats.writing
@@ -468,7 +484,7 @@ def test_one_warning_of_many_threads(make, caplog):
 
         def warn(client=client, barrier=barrier):
             barrier.wait()
-            client._warn("it is full")
+            client._shared.warn("it is full")
 
         threads = [threading.Thread(target=warn) for _ in range(8)]
         for thread in threads:
@@ -517,7 +533,7 @@ def test_a_handler_of_warnings_may_use_the_guard(make):
 
 
 def test_a_full_queue_drops(make, monkeypatch):
-    monkeypatch.setattr(module, "MOST_WRITES", 10)
+    monkeypatch.setattr(writer, "MOST_WRITES", 10)
     store = Blocking()
     client = make(store)
     assert put(client, "first")
@@ -597,7 +613,7 @@ def test_a_guard_without_work_has_no_threads_and_is_collected(monkeypatch):
         for key in "ab":
             fill(client, key)
             client.get_many(key, LONG)
-            until(lambda: client._reading.thread is client._writing.thread is None)
+            until(lambda: not client._shared.reader.worker.threads | client._shared.writer.worker.threads)
         return weakref.ref(client)
 
     gone = use_twice()
@@ -713,7 +729,7 @@ def test_seconds_for(make, monkeypatch):
     assert client.seconds_for(10, 10**7) > client.seconds_for(1, 10**6)
     assert client.stats.bandwidth > 0
     assert client.stats.latency >= 0
-    monkeypatch.setattr(module, "STALE", -1)
+    monkeypatch.setattr(reader, "STALE", -1)
     assert client.seconds_for(1, 10**6) is None, (
         "an old measurement would keep the store from ever being measured again"
     )
@@ -730,7 +746,7 @@ def test_a_child_begins_anew(make):
     put(client, "b")
     put(client, "c")
     store.entered.wait(LONG)
-    with client._lock:  # as another thread might hold it at the time
+    with client._shared.lock:  # as another thread might hold it at the time
         child = os.fork()
         if child == 0:
             store.fault = lambda verb, key: None

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 
 import pytest
 from support import servers
@@ -74,6 +75,31 @@ def test_many(store):
     assert len(store) == 100
 
 
+def test_no_more_of_a_value_than_is_wanted(store):
+    store.set_many({"a": b"0123456789", "b": b"01", "c": b""})
+    assert store.read_many("abcd", 4) == {"a": b"0123", "b": b"01"}
+    assert store.read_many([], 4) == {}
+
+
+def test_a_value_that_is_too_long_is_not_read(make, store):
+    """Somebody else may have put it there: of what no block can be, a reader takes the size of a block."""
+    keys = [f"{i}" for i in range(5)]
+    for key in keys:
+        store[key] = bytes(20 << 20)
+    client = make(store, most_bytes=10_000)
+    assert put(client, "good", bytes(10_000))
+    assert client.flush(LONG)
+    tracemalloc.start()
+    try:
+        assert client.get_many([*keys, "good"], LONG) == {"good": bytes(10_000)}
+        assert tracemalloc.get_traced_memory()[1] < 5 << 20
+    finally:
+        tracemalloc.stop()
+    assert client.stats.corrupt == 5
+    assert client.flush(LONG)
+    assert list(store) == ["good"]
+
+
 def test_only_its_prefix(shared, store):
     other = ValkeyStore(shared.url, prefix="other*[a]?\\", timeout=LONG)
     other["a"] = b"other"
@@ -96,7 +122,7 @@ def test_time_to_live(shared):
     store = ValkeyStore(shared.url, ttl=1000, timeout=LONG)
     store["a"] = b"read"
     store.set_many({"b": b"not read"})
-    for read in (lambda: store["a"], lambda: store.get_many("a")):
+    for read in (lambda: store["a"], lambda: store.get_many("a"), lambda: store.read_many("a", 2)):
         for key in "ab":
             assert 500 < direct.ttl(f"kvcache:{key}") <= 1000
             assert direct.expire(f"kvcache:{key}", 500)
@@ -108,6 +134,7 @@ def test_time_to_live(shared):
     store = ValkeyStore(shared.url, ttl=None, timeout=LONG)
     store["c"] = b"stays"
     assert store["c"] == b"stays"
+    assert store.read_many("cd", 4) == {"c": b"stay"}
     assert direct.ttl("kvcache:c") == -1
     store.clear()
 

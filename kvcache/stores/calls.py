@@ -1,0 +1,57 @@
+"""Call any mapping for many keys at once, if it can.
+
+A mapping may have `get_many(keys)`, which returns a dict of what is there; `read_many(keys, most)`, which does the same
+with no more than the first `most` bytes of each value; and `set_many(items)`, which takes a dict. Whatever it raises
+comes out of these functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, MutableMapping, Sequence
+
+__all__ = ["keys_per_call", "read_many", "reads_many", "write_many", "writes_many"]
+
+CALL_BYTES, MAX_CALL_KEYS = 8 << 20, 256  # of one call, about
+
+
+def keys_per_call(value_bytes: int) -> int:
+    """Return for how many values of about so many bytes to call at once: all are in memory."""
+    return max(1, min(CALL_BYTES // max(value_bytes, 1), MAX_CALL_KEYS))
+
+
+def reads_many(store: Mapping[str, bytes]) -> bool:
+    """Return whether a mapping reads many values in one call."""
+    return hasattr(store, "read_many") or hasattr(store, "get_many")
+
+
+def writes_many(store: Mapping[str, bytes]) -> bool:
+    """Return whether a mapping takes many values in one call."""
+    return hasattr(store, "set_many")
+
+
+def read_many(store: Mapping[str, bytes], keys: Sequence[str], most: int) -> dict[str, bytes]:
+    """Return the values that there are of some keys; of longer ones, if the mapping can, the first `most` bytes.
+
+    None is nothing. Other values are handed on, whatever they are.
+    """
+    own = list(keys)  # which the mapping may change
+    if hasattr(store, "read_many"):
+        found = store.read_many(own, most)
+    elif hasattr(store, "get_many"):
+        found = store.get_many(own)
+    else:
+        found = {}
+        for key in own:
+            with contextlib.suppress(KeyError):
+                found[key] = store[key]
+    return {key: value for key in keys if (value := found.get(key)) is not None}
+
+
+def write_many(store: MutableMapping[str, bytes], items: Mapping[str, bytes]) -> None:
+    """Store some values."""
+    if hasattr(store, "set_many"):
+        store.set_many(dict(items))  # which the mapping may change
+    else:
+        for key, value in items.items():
+            store[key] = value

@@ -1,0 +1,284 @@
+"""Read values from a store for all who ask, each key once at a time, in a few threads.
+
+A request is a `Read`, and waits until each of its keys has an answer. Reads take turns: a thread takes the next keys of
+one, as many as one call of the store is for, and leaves out those that another thread is reading. What the call brings
+goes to every read that waits for these keys.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass, field
+
+from kvcache.stores import calls, values
+from kvcache.stores.speed import Speed
+from kvcache.stores.tenant import Tenant
+from kvcache.stores.worker import Worker
+
+__all__ = ["Reader"]
+
+NUM_THREADS = 4
+SLOW = "it did not answer in time"
+STALE = 30.0  # seconds after which measurements of speed say nothing about now
+
+
+@dataclass(eq=False)
+class Read:
+    """Keys that a caller waits for, or a probe that nobody waits for."""
+
+    tenant: Tenant
+    wanted: dict[str, int]  # the keys without an answer, in order, and their places in it
+    begin: float
+    patience: float  # seconds after which the store has failed
+    answers: int  # of the store so far
+    stop_at_miss: bool = False
+    is_probe: bool = False
+    found: dict[str, memoryview] = field(default_factory=dict)
+    is_queued: bool = False
+    is_done: bool = False  # nobody waits for more of it
+    is_judged: bool = False  # whether it failed is known to the breaker
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of the store, for some keys of a read, and what it brings."""
+
+    read: Read
+    keys: list[str]
+    begin: float
+    end: float = 0.0
+    payloads: dict[str, memoryview] = field(default_factory=dict)
+    refused: list[tuple[str, str]] = field(default_factory=list)
+    failure: BaseException | None = None
+
+    def run(self, store: MutableMapping[str, bytes]) -> None:
+        """Fetch and check the values."""
+        tenant = self.read.tenant
+        for key, value in calls.read_many(store, self.keys, tenant.most_to_read).items():
+            try:
+                self.payloads[key] = values.unpack(value, key, tenant.digest, tenant.secret)
+            except values.ValueRefusedError as error:
+                self.refused.append((key, str(error)))
+
+
+class Reader:
+    """The threads that read from a store, and those who wait for them.
+
+    `warn` takes what happened or an error, and `refuse` a tenant, a key, and why its value was not taken. Both are
+    called without the lock.
+    """
+
+    def __init__(
+        self,
+        store: MutableMapping[str, bytes],
+        lock: threading.RLock,
+        warn: Callable[[str | BaseException | None], None],
+        refuse: Callable[[Tenant, str, str], None],
+    ) -> None:
+        self.store = store
+        self.lock = lock
+        self.worker = Worker("read", lock, self._work, NUM_THREADS)
+        self.speed = Speed()
+        self.answers = 0
+        self._answered = -math.inf  # when the store last did
+        self._reads_many = False
+        self._waiting: dict[tuple[object, ...], dict[Read, None]] = {}  # by the names of their keys
+        self._flying: set[tuple[object, ...]] = set()  # the names of keys that are being read
+        self._warn, self._refuse = warn, refuse
+
+    # ---- what callers do
+
+    def get_many(
+        self, tenant: Tenant, keys: Iterable[str], timeout: float, patience: float, stop_at_miss: bool
+    ) -> dict[str, memoryview]:
+        """Return the payloads that the store hands out for these keys within `timeout` seconds."""
+        wanted = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+        num_keys, warning = len(wanted), None
+        with self.lock:
+            read = Read(tenant, wanted, time.monotonic(), patience, self.answers, stop_at_miss)
+            if timeout > 0 and self._admit(read):
+                try:
+                    self.worker.changed.wait_for(lambda: read.is_done, timeout)
+                except BaseException:  # such as Ctrl-C
+                    self._end(read)
+                    raise
+                warning = self._end_wait(read)
+            tenant.counts["hits"] += len(read.found)
+            tenant.counts["misses"] += num_keys - len(read.found)
+        self._warn(warning)
+        return read.found
+
+    def seconds_for(self, tenant: Tenant, num_keys: int, nbytes: int) -> float | None:
+        """Return how long reading so many values will take; None if nobody knows, infinity while none is read."""
+        with self.lock:
+            if self.worker.breaker.is_open:
+                return None if self._may_probe() else math.inf
+            line, now = self.speed.line(), time.monotonic()
+            if line is None or now - self.speed.last > STALE:
+                return None if self.worker.since is None else now - self.worker.since
+            latency, per_byte = line
+            return latency * math.ceil(num_keys / self._most_keys(tenant)) + per_byte * nbytes
+
+    def _most_keys(self, tenant: Tenant) -> int:
+        return calls.keys_per_call(tenant.value_bytes) if self._reads_many else 1
+
+    def _may_probe(self) -> bool:
+        """Return whether the store may be asked once more; not while it has not even answered what it was asked."""
+        return self.worker.is_idle and self.worker.breaker.may_probe
+
+    def _admit(self, read: Read) -> bool:
+        """Queue a read; return whether to wait for it. While the store is left alone, nobody waits for a probe."""
+        if read.tenant.is_closed or not read.wanted:
+            return False
+        breaker = self.worker.breaker
+        if not breaker.is_open:
+            return self._queue(read)
+        if self._may_probe():
+            first = dict(itertools.islice(read.wanted.items(), 1))
+            probe = Read(read.tenant, first, read.begin, read.patience, read.answers, is_probe=True)
+            breaker.probing = self._queue(probe)
+        return False
+
+    def _queue(self, read: Read) -> bool:
+        if not self.worker.add(read):
+            return False
+        read.is_queued = True
+        for key in read.wanted:
+            self._waiting.setdefault(read.tenant.name(key), {})[read] = None
+        return True
+
+    def _end_wait(self, read: Read) -> str | None:
+        """Take what has come. A time-out is a failure, unless the store has answered meanwhile, if only to others.
+
+        If the store still had time, it is judged when it answers. Return what to warn of: not of a time-out, but of the
+        store being left alone.
+        """
+        if read.is_done:
+            return None
+        self._end(read)
+        read.tenant.counts["timeouts"] += 1
+        asked = min(read.begin, self.worker.since or math.inf)
+        if read.is_judged or time.monotonic() - max(asked, self._answered) < read.patience:
+            return None
+        read.is_judged = True
+        return SLOW if self.answers == read.answers and self.worker.breaker.failed() else None
+
+    def _end(self, read: Read) -> None:
+        """Let nobody wait for a read, nor for what it has no answer to."""
+        read.is_done = True
+        self._forget(read, read.wanted)
+
+    def _forget(self, read: Read, keys: Iterable[str]) -> None:
+        for key in keys:
+            name = read.tenant.name(key)
+            waiting = self._waiting.get(name, {})
+            waiting.pop(read, None)
+            if not waiting:
+                self._waiting.pop(name, None)
+
+    # ---- what the threads do
+
+    def _work(self) -> None:
+        reads_many, failure = False, None
+        try:
+            reads_many = calls.reads_many(self.store)
+        except BaseException as error:  # a store may raise anything, and the thread must not end
+            failure = error
+        with self.lock:
+            self._reads_many = reads_many
+            call = self._take()
+        if call is None:
+            return
+        call.failure = failure
+        if failure is None:
+            try:
+                call.run(self.store)
+            except BaseException as error:  # as above
+                call.failure = error
+        call.end = time.monotonic()
+        with self.lock:
+            warning = self._land(call)
+        for key, reason in call.refused:
+            self._refuse(call.read.tenant, key, reason)
+        self._warn(warning)
+
+    def _take(self) -> Call | None:
+        """Take the next keys of the read whose turn it is.
+
+        A read whose next key is being read waits for that: it is queued again with the answer.
+        """
+        queue = self.worker.queue
+        while queue:
+            read: Read = queue.popleft()
+            read.is_queued = False
+            if read.is_done:  # its caller waits no more
+                continue
+            if self.worker.breaker.is_open and not read.is_probe:
+                self._end(read)
+                continue
+            keys = self._next_keys(read)
+            if keys:
+                self._flying.update(map(read.tenant.name, keys))
+                return Call(read, keys, time.monotonic())
+        return None
+
+    def _next_keys(self, read: Read) -> list[str]:
+        some = itertools.islice(read.wanted, self._most_keys(read.tenant))
+        return list(itertools.takewhile(lambda key: read.tenant.name(key) not in self._flying, some))
+
+    def _land(self, call: Call) -> str | BaseException | None:
+        """Give what a call brought to all who wait for it; judge the store, and return what to warn of."""
+        tenant = call.read.tenant
+        names = {key: tenant.name(key) for key in call.keys}
+        self._flying.difference_update(names.values())
+        if call.failure is None:
+            sizes = [payload.nbytes for payload in call.payloads.values()]
+            self.answers, self._answered = self.answers + 1, call.end
+            self.speed.add(sum(sizes), call.end - call.begin)
+            if sizes:
+                tenant.value_bytes = sum(sizes) // len(sizes)
+            tenant.counts["bytes_read"] += sum(sizes)
+            tenant.counts["corrupt"] += len(call.refused)
+        else:
+            tenant.counts["errors"] += 1
+        reads = dict.fromkeys([call.read])
+        for key, name in names.items():
+            for read in self._waiting.pop(name, ()):
+                reads[read] = None
+                self._answer(read, key, call.payloads.get(key))
+        for read in reads:
+            if call.failure is not None or not read.wanted:
+                self._end(read)
+            elif not read.is_done and not read.is_queued:
+                read.is_queued = True
+                self.worker.queue.append(read)
+        return self._judge(call)
+
+    def _answer(self, read: Read, key: str, payload: memoryview | None) -> None:
+        """Take the answer to one of a read's keys; with `stop_at_miss` none behind a miss is wanted any more."""
+        place = read.wanted.pop(key)
+        if payload is not None:
+            read.found[key] = payload
+        elif read.stop_at_miss:
+            behind = [other for other, at in read.wanted.items() if at > place]
+            self._forget(read, behind)
+            for other in behind:
+                del read.wanted[other]
+
+    def _judge(self, call: Call) -> str | BaseException | None:
+        """Tell the breaker how a call went, unless a caller's time-out has; return what to warn of."""
+        breaker, read = self.worker.breaker, call.read
+        if call.failure is not None:
+            if not read.is_judged:
+                breaker.failed()
+            return call.failure
+        if read.is_judged:
+            return None
+        if call.end - call.begin > read.patience:  # a probe, or a read for which nobody waited so long
+            return SLOW if breaker.failed() else None
+        breaker.succeeded()
+        return None

@@ -1,0 +1,176 @@
+"""Write values to a store, and delete some, in a thread that nobody waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcache.stores import calls, values
+from kvcache.stores.tenant import Tenant
+from kvcache.stores.worker import Worker
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Write", "Writer"]
+
+MOST_WRITES = 1 << 18  # that wait; rows are copied when they are written, so that one of these takes about 540 bytes
+
+logger = logging.getLogger("kvcache")
+
+
+@dataclass(eq=False, slots=True)
+class Write:
+    """A value to write, or, without `make_value`, a key to delete."""
+
+    tenant: Tenant
+    key: str
+    make_value: Callable[[], Iterable[Buffer] | None] | None
+
+
+class Writer:
+    """The thread that writes to a store, and what waits for it. `warn` is called without the lock, with an error."""
+
+    def __init__(
+        self, store: MutableMapping[str, bytes], lock: threading.RLock, warn: Callable[[BaseException | None], None]
+    ) -> None:
+        self.store = store
+        self.lock = lock
+        self.worker = Worker("write", lock, self._work)
+        self._waiting: Counter[Tenant] = Counter()  # writes that are queued or at work
+        self._warn = warn
+
+    # ---- what callers do
+
+    def add(self, write: Write) -> bool:
+        """Queue a write; return whether it was queued."""
+        worker, tenant = self.worker, write.tenant
+        with self.lock:
+            is_probe = worker.breaker.is_open
+            is_queued = (
+                not tenant.is_closed
+                and len(worker.queue) < MOST_WRITES
+                and (not is_probe or worker.breaker.may_probe)
+                and worker.add(write)
+            )
+            if is_queued:
+                worker.breaker.probing = is_probe
+                self._waiting[tenant] += 1
+            elif write.make_value is not None:
+                tenant.counts["dropped"] += 1
+        return is_queued
+
+    def flush(self, timeout: float, tenant: Tenant | None = None) -> bool:
+        """Wait until nothing of a tenant, or of anybody, waits; return whether it is so."""
+        with self.lock:
+            return self.worker.changed.wait_for(
+                lambda: tenant not in self._waiting if tenant else self.worker.is_idle,
+                min(timeout, threading.TIMEOUT_MAX),
+            )
+
+    def drop(self, tenant: Tenant | None = None) -> None:
+        """Drop what is queued, of a tenant or of all."""
+        with self.lock:
+            queue = list(self.worker.queue) if tenant is None or tenant in self._waiting else []
+            writes = [write for write in queue if tenant is None or write.tenant is tenant]
+            if writes:
+                self.worker.queue.clear()
+                self.worker.queue.extend(write for write in queue if write.tenant is not tenant and tenant is not None)
+            self._note_dropped(writes)
+            self._note_end(writes)
+            self.worker.changed.notify_all()
+
+    def _note_dropped(self, writes: Iterable[Write]) -> None:
+        for write in writes:
+            write.tenant.counts["dropped"] += write.make_value is not None
+
+    def _note_end(self, writes: Sequence[Write]) -> None:
+        self._waiting.subtract(write.tenant for write in writes)
+        for tenant in {write.tenant for write in writes}:
+            if not self._waiting[tenant]:
+                del self._waiting[tenant]
+
+    # ---- what the thread does
+
+    def _work(self) -> None:
+        writes_many, failure, was_asked = False, None, False
+        try:
+            writes_many = calls.writes_many(self.store)
+        except BaseException as error:  # a store may raise anything, and the thread must not end
+            failure = error
+        with self.lock:
+            writes = self._take(writes_many)
+        if failure is None and writes:
+            try:
+                was_asked = self._call(writes)
+            except BaseException as error:  # as above
+                failure = error
+        breaker = self.worker.breaker
+        with self.lock:
+            if was_asked:
+                breaker.succeeded()
+            elif failure is not None and writes:
+                writes[0].tenant.counts["errors"] += 1
+                self._note_dropped(writes)
+                breaker.failed()
+            breaker.probing = False
+            self._note_end(writes)
+            is_left_alone = breaker.is_open
+        if is_left_alone:
+            self.drop()
+        self._warn(failure)
+
+    def _take(self, writes_many: bool) -> list[Write]:
+        """Take a deletion, or some writes for one call of the store."""
+        queue = self.worker.queue
+        if not queue:  # dropped meanwhile
+            return []
+        writes = [queue.popleft()]
+        is_value = writes[0].make_value is not None
+        most = calls.keys_per_call(writes[0].tenant.value_bytes) if writes_many and is_value else 1
+        while queue and len(writes) < most and queue[0].make_value is not None:
+            writes.append(queue.popleft())
+        return writes
+
+    def _call(self, writes: Sequence[Write]) -> bool:
+        """Make values, and store them; or delete a key. Return whether the store was asked."""
+        items: dict[str, bytes] = {}
+        tenants: dict[str, Tenant] = {}
+        gone: list[Tenant] = []
+        for write in writes:
+            if write.make_value is None:
+                with contextlib.suppress(KeyError):
+                    del self.store[write.key]
+                return True
+            value = self._make_value(write)
+            if value is None:
+                gone.append(write.tenant)
+            else:
+                items[write.key], tenants[write.key] = value, write.tenant
+        if items:
+            calls.write_many(self.store, items)
+        with self.lock:
+            for tenant in gone:
+                tenant.counts["dropped"] += 1
+            for key, value in items.items():
+                tenant, nbytes = tenants[key], len(value) - values.HEADER_SIZE
+                tenant.value_bytes = nbytes
+                tenant.counts["written"] += 1
+                tenant.counts["bytes_written"] += nbytes
+        return bool(items)
+
+    def _make_value(self, write: Write) -> bytes | None:
+        """Return the value to store. A mistake of the caller's is not the store's failure."""
+        assert write.make_value is not None
+        try:
+            parts = write.make_value()
+            return None if parts is None else values.pack(write.key, write.tenant.digest, parts, write.tenant.secret)
+        except BaseException:  # as above
+            with contextlib.suppress(BaseException):  # of a handler
+                logger.exception("the value for %r could not be made, and is not stored", write.key)
+            return None
