@@ -263,7 +263,7 @@ class HFCache(SaveableBatch, Cache):
         self._passes.begin_with(prompts, num_columns)
         return self._passes.num_seen
 
-    def go_on_from(self, seq_ids: list[int], seen: int, offsets: list[int]) -> None:
+    def _go_on_from(self, seq_ids: list[int], seen: int, offsets: list[int]) -> None:
         """Take sequences that were restored as the rows of the batch, in which so many columns were seen."""
         passes = self._passes
         passes.seq_ids, passes.num_seen, passes.offsets = seq_ids, seen, offsets

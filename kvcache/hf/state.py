@@ -141,7 +141,7 @@ class SaveableBatch:
         if len({len(filler.seq_ids) for filler in fillers} - {0}) > 1:
             raise StateFormatError(f"{os.fspath(path)}: altered: the rows of the encoder are not those of the batch")
         for filler in fillers:
-            filler.part.go_on_from(filler.seq_ids, filler.seen, filler.offsets)
+            filler.part._go_on_from(filler.seq_ids, filler.seen, filler.offsets)
         return cache
 
 
