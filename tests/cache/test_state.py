@@ -5,8 +5,10 @@ import errno
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -409,16 +411,34 @@ def test_only_regular_files_are_replaced(saved, tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="no FIFOs and devices")
-def test_what_is_no_file_is_neither_read_nor_waited_for(saved, tmp_path):
+def test_what_is_no_file_is_neither_read_nor_waited_for(saved, tmp_path, monkeypatch):
     cache, _ = saved
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to("fifo")
-    for path in (tmp_path / "fifo", tmp_path / "link", "/dev/zero"):
+    monkeypatch.chdir(tmp_path)  # names of sockets are short
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket")
+    writer = threading.Thread(target=(tmp_path / "fifo").write_bytes, args=[b"to another reader"])
+    writer.start()
+    for path in (tmp_path / "fifo", "link", "socket", "/dev/zero"):
         for read in (kvcache.KVCache.load, cache.restore, kvcache.state.inspect):
             with pytest.raises(kvcache.StateFormatError, match=rf"^{path}: is not a regular file$"):
                 read(path)
+    assert (tmp_path / "fifo").read_bytes() == b"to another reader"
+    writer.join()
     with pytest.raises(IsADirectoryError):
         kvcache.KVCache.load(tmp_path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no FIFOs and devices")
+def test_a_fifo_that_comes_in_place_of_a_file_is_not_waited_for(saved, tmp_path, monkeypatch):
+    cache, path = saved
+    os.mkfifo(tmp_path / "fifo")
+    found = os.stat(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", lambda path: found)
+        with pytest.raises(kvcache.StateFormatError, match="is not a regular file"):
+            cache.restore(tmp_path / "fifo")
 
 
 def test_errors_name_the_file_that_was_given(saved, tmp_path):
