@@ -83,13 +83,18 @@ __all__ = [
 ]
 
 if _TYPE_CHECKING:
+    from kvcache import plot as plot
+    from kvcache import state as state
+    from kvcache import stores as stores
     from kvcache.prefix import PrefixCache, PrefixStats
 
 
 def __getattr__(name: str) -> object:
     """Import what is loaded when it is first asked for."""
-    if name not in ("PrefixCache", "PrefixStats"):
-        raise AttributeError(f"module 'kvcache' has no attribute {name!r}")
-    from kvcache import prefix
+    from importlib import import_module
 
-    return getattr(prefix, name)
+    if name in ("hf", "plot", "state", "stores"):
+        return import_module(f"kvcache.{name}")
+    if name in ("PrefixCache", "PrefixStats"):
+        return getattr(import_module("kvcache.prefix"), name)
+    raise AttributeError(f"module 'kvcache' has no attribute {name!r}")

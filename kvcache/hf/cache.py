@@ -17,7 +17,7 @@ from kvcache.hf.latents import LatentLayer
 from kvcache.hf.layers import CrossLayer, Layer
 from kvcache.hf.passes import Passes, indices_of
 from kvcache.hf.policies import SHAPE, CacheLayer, block_size_for, check_policies, describe, layers_of, parts_of
-from kvcache.hf.prompts import Prompts, check_prefix, placeholders_of
+from kvcache.hf.prompts import Prompt, Prompts, check_prefix, placeholders_of, prompts_of
 from kvcache.hf.state import SaveableBatch, stored_in
 from kvcache.hf.turns import STALLED, Turns
 from kvcache.layer import DType, Transform, count, override
@@ -119,7 +119,11 @@ class HFCache(SaveableBatch, Cache):
         return KVCache(layers, **limits)
 
     @classmethod
-    def _made_for(cls, config: PreTrainedConfig, policy: Any, states: Sequence[SavedState]) -> Self:
+    def _made_for(
+        cls, config: PreTrainedConfig, policy: Any, prefix: PrefixCache | None, states: Sequence[SavedState]
+    ) -> Self:
+        if prefix is not None:  # whose types need not be the file's: then restoring says what differs
+            return cls(config, policy=policy, prefix=prefix)
         dtype, transform = stored_in(states[0])
         return cls(config, dtype, policy, transform)
 
@@ -254,9 +258,20 @@ class HFCache(SaveableBatch, Cache):
         self._passes.end()
         if not self.takes_prompt:
             raise ValueError("the cache holds tokens: release or reset it first")
-        prompts = Prompts(self._prefix, input_ids, attention_mask, self._placeholders)
-        self._passes.begin_with(prompts, input_ids.shape[1])
+        rows, num_columns = prompts_of(input_ids, attention_mask, self._placeholders), input_ids.shape[1]
+        prompts = Prompts(self._prefix, rows, num_columns, self._placeholders, attention_mask)
+        self._passes.begin_with(prompts, num_columns)
         return self._passes.num_seen
+
+    def _go_on_from(self, seq_ids: list[int], seen: int, offsets: list[int]) -> None:
+        """Take sequences that were restored as the rows of the batch, in which so many columns were seen."""
+        passes = self._passes
+        passes.seq_ids, passes.num_seen, passes.offsets = seq_ids, seen, offsets
+        if self._prefix is None or seen in offsets:  # of a row without a token nothing can be kept
+            return
+        for seq_id in seq_ids:
+            self._prefix.note_inexact(seq_id, 0)  # a file does not say which rows follow from their tokens alone
+        passes.prompts = Prompts(self._prefix, [Prompt(offset, []) for offset in offsets], seen, self._placeholders)
 
     def is_begun_by(self, text: torch.Tensor, hidden: int) -> bool:
         """Whether a text begins with the prompts that were acquired, if any; `hidden` stands for padding."""

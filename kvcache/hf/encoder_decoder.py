@@ -9,6 +9,7 @@ from typing import Any, Self
 from transformers import PreTrainedConfig
 from transformers.cache_utils import EncoderDecoderCache
 
+from kvcache.errors import NotSupportedError
 from kvcache.hf.cache import HFCache
 from kvcache.hf.policies import check_config, check_model
 from kvcache.hf.state import SaveableBatch, stored_in
@@ -87,7 +88,9 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
     _num_parts = 2
 
     @classmethod
-    def _made_for(cls, config: PreTrainedConfig, policy: Any, states: Sequence[SavedState]) -> Self:
+    def _made_for(cls, config: PreTrainedConfig, policy: Any, prefix: Any, states: Sequence[SavedState]) -> Self:
+        if prefix is not None:
+            raise NotSupportedError("prefix: rows of a decoder follow from its encoder's as well: leave prefix out")
         dtype, transform = stored_in(states[0])
         lengths = (layer.policy.max_len for layer in states[1].layers if isinstance(layer.policy, CrossAttention))
         return cls(config, dtype, policy, next(lengths, None), transform)

@@ -47,7 +47,10 @@ def check_tokens(tokens: object, name: str) -> None:
 
 
 def prompts_of(input_ids: torch.Tensor, mask: torch.Tensor | None, placeholders: set[int]) -> list[Prompt]:
-    """Return the prompt of each row; raise ValueError for a mask of another shape, or a row that it hides whole."""
+    """Return the prompt of each row; raise ValueError for a mask of another shape, or a row that it hides whole.
+
+    `input_ids` and `mask` are ``[batch, tokens]``, 0 for padding; a mask of None shows all.
+    """
     check_tokens(input_ids, "input_ids")
     if input_ids.ndim != 2 or not input_ids.numel():
         raise ValueError(f"input_ids has the shape {[*input_ids.shape]}: [batch, tokens] is needed")
@@ -70,18 +73,23 @@ def prompts_of(input_ids: torch.Tensor, mask: torch.Tensor | None, placeholders:
 class Prompts:
     """The prompts of a batch whose beginnings come from a prefix cache, and where rows stop following from tokens.
 
-    `input_ids` and `mask` are ``[batch, tokens]``, 0 for padding; a mask of None shows all. `placeholders` are tokens
-    that stand for an image or sound, and do not say for which.
+    `rows` are of so many columns, padding included, and of this mask. `placeholders` are tokens that stand for an image
+    or sound, and do not say for which.
     """
 
     def __init__(
-        self, prefix: PrefixCache, input_ids: torch.Tensor, mask: torch.Tensor | None, placeholders: set[int]
+        self,
+        prefix: PrefixCache,
+        rows: list[Prompt],
+        num_columns: int,
+        placeholders: set[int],
+        mask: torch.Tensor | None = None,
     ) -> None:
         self._prefix = prefix
-        self._rows = prompts_of(input_ids, mask, placeholders)
+        self._rows = rows
         self._placeholders = placeholders
         self._mask = mask
-        self._num_columns = input_ids.shape[1]
+        self._num_columns = num_columns
         self._are_moved = False  # rows were selected, such as by beam search
         self.num_matched = 0  # columns that the sequences held when they were acquired
 

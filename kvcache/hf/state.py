@@ -20,6 +20,7 @@ from kvcache.hf.passes import Passes
 from kvcache.hf.policies import SHAPE, check_config
 from kvcache.layer import DType, Layer, Transform, count
 from kvcache.policy import CrossAttention, Policy
+from kvcache.prefix import PrefixCache
 
 VERSION = 1  # of the tokens of the sequence without rows: version, columns seen, ids of the batch's sequences
 
@@ -36,7 +37,9 @@ class SaveableBatch:
             """The `HFCache`s whose states are saved, one behind the other."""
 
         @classmethod
-        def _made_for(cls, config: PreTrainedConfig, policy: Any, states: Sequence[state.SavedState]) -> Self:
+        def _made_for(
+            cls, config: PreTrainedConfig, policy: Any, prefix: PrefixCache | None, states: Sequence[state.SavedState]
+        ) -> Self:
             """Make an empty cache for a model, which stores rows as those in the states of a file."""
 
     def save(
@@ -86,7 +89,8 @@ class SaveableBatch:
     @classmethod
     def load(
         cls, config: PreTrainedConfig, path: str | os.PathLike[str], *,
-        policy: Policy | Sequence[Policy] | None = None, fingerprint: str | None = None, secret: bytes | None = None,
+        policy: Policy | Sequence[Policy] | None = None, prefix: PrefixCache | None = None,
+        fingerprint: str | None = None, secret: bytes | None = None,
     ) -> Self:  # fmt: skip
         """Make a cache of a file that `save` wrote; `generate` goes on with it.
 
@@ -98,6 +102,9 @@ class SaveableBatch:
             The file.
         policy : policy or list of policies, optional
             That of the saved cache, if it was given one.
+        prefix : PrefixCache, optional
+            As in `HFCache`: the rows are restored in the memory of its cache, which has layers and types as the file,
+            in sequences of their own. An `HFEncoderDecoderCache` takes none.
         fingerprint, secret : optional
             As in `kvcache.KVCache.load`.
 
@@ -111,6 +118,8 @@ class SaveableBatch:
         StateFormatError
             As by `kvcache.KVCache.load`; or if the layers of `config` and `policy` are others, or the file was not
             written by a cache of this class.
+        CacheFullError
+            If the rows pass what the cache of `prefix` may hold.
         OSError
             If the file cannot be read.
         NotSupportedError, ValueError, TypeError
@@ -119,7 +128,7 @@ class SaveableBatch:
         check_config(config)
         states = state.read_states(path, cls._num_parts)
         try:
-            cache = cls._made_for(config, policy, states)
+            cache = cls._made_for(config, policy, prefix, states)
         except (TypeError, ValueError):
             state.inspect(path, verify=True)  # where the file is damaged, that is why
             raise
@@ -132,7 +141,7 @@ class SaveableBatch:
         if len({len(filler.seq_ids) for filler in fillers} - {0}) > 1:
             raise StateFormatError(f"{os.fspath(path)}: altered: the rows of the encoder are not those of the batch")
         for filler in fillers:
-            filler.fill()
+            filler.part._go_on_from(filler.seq_ids, filler.seen, filler.offsets)
         return cache
 
 
@@ -178,7 +187,7 @@ def _tokens_of(passes: Passes, tokens: Any) -> dict[int, Any]:
 
 
 class Filler:
-    """Makes the rows of a batch of what a file has, in an empty cache."""
+    """Chooses what of a file becomes the rows of the batch, in an empty cache."""
 
     def __init__(self, part: Any) -> None:
         self.part = part
@@ -190,14 +199,10 @@ class Filler:
         """Return which sequences of a file are restored, and under which ids."""
         self.seen, rows, lengths = _batch_of(saved)
         self.seq_ids = self.part._passes.new_ids(len(rows))
+        self.part._passes.seq_ids = self.seq_ids  # which it clears in the end, also if an exception comes meanwhile
         has_tokens = _has_tokens(self.part)
         self.offsets = [self.seen - lengths[row] if has_tokens else 0 for row in rows]
         return dict(zip(rows, self.seq_ids, strict=True))
-
-    def fill(self) -> None:
-        """Make the restored sequences the cache's."""
-        passes = self.part._passes
-        passes.seq_ids, passes.num_seen, passes.offsets = self.seq_ids, self.seen, self.offsets
 
 
 def _check_shapes(cache: Any, path: state.StrPath, saved: Sequence[Layer]) -> None:

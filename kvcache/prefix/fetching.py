@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Fetching"]
 
 FETCH_BYTES = 64 << 20  # of blocks from the store that wait to be added
+FIRST_SECONDS = 0.2  # to wait for the first block while nobody knows how fast the model computes
 
 
 class Fetching:
@@ -39,19 +40,22 @@ class Fetching:
         with self._watch.lock:
             path = self._tree.alive(self._tree.walk(keys))
             _core.touch(self._core, [node.seq_id for node in path])
-        missing, begin = keys[len(path) :], len(path)
+        missing = keys[len(path) :]
         timeout = self._time_for(self._client, len(missing))
         if not timeout:
             return
         deadline = time.monotonic() + timeout
         at_once = max(1, FETCH_BYTES // self._rows.nbytes(self._block_size))
-        for i in range(0, len(missing), at_once):
-            part = missing[i : i + at_once]
+        num = at_once
+        if self._watch.tokens_per_second is None:  # a store that hangs shows it by one block
+            num, timeout = 1, min(timeout, FIRST_SECONDS)
+        while missing and timeout > 0:
+            part, missing = missing[:num], missing[num:]
             hexes = [key.hex() for key in part]
             found = self._client.get_many(hexes, timeout, patience=self._timeout, stop_at_miss=True)
             payloads = [(key, found.get(key.hex())) for key in part]
-            timeout = deadline - time.monotonic()
-            if not self._import_all(path, payloads, contents[begin + i :]) or timeout <= 0:
+            num, timeout = at_once, deadline - time.monotonic()
+            if not self._import_all(path, payloads, contents[len(path) :]):
                 break
 
     def _time_for(self, client: StoreClient, num_blocks: int) -> float:

@@ -30,16 +30,22 @@ NAME_BYTES = 233  # of a name, in that of its temporary file: with 22 more, the 
 def mapped(path: StrPath) -> Iterator[memoryview]:
     """Map a regular file into memory, and wait for no other; errors in its content name it."""
     check_path(path)
-    with open(path, "rb", opener=_open_at_once) as file:
-        try:
+    try:
+        _check_regular(os.stat(path).st_mode)  # to open another one could wake its writer, or rewind a tape
+        with open(path, "rb", opener=_open_at_once) as file:
             found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise StateFormatError("is not a regular file")
+            _check_regular(found.st_mode)  # another one may have come in its place
             if not found.st_size:
                 raise StateFormatError("truncated: the file is empty")
             yield memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))  # ends with the last part of it
-        except StateFormatError as error:
-            raise StateFormatError(f"{os.fspath(path)}: {error}") from None
+    except StateFormatError as error:
+        raise StateFormatError(f"{os.fspath(path)}: {error}") from None
+
+
+def _check_regular(mode: int) -> None:
+    """Raise for anything but a regular file; a folder is refused when it is opened."""
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise StateFormatError("is not a regular file")
 
 
 def _open_at_once(path: str, flags: int) -> int:

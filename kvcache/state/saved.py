@@ -32,6 +32,8 @@ __all__ = [
 VERSION = 2  # of the format; those before are read, too
 BEGINNING = b'{"__metadata__":{"format":"kvcache",'  # of a header
 MOST_HEADER = 100_000_000  # bytes
+MOST_FIXED, MOST_OF_LAYER = 4096, 1280  # bytes of a header: of metadata and tables, and of the tensors of each layer
+STATE_BYTES, LAYER_BYTES = 128, 192  # of the first table, and of a layer in the second
 
 
 def not_saved(layer: int, keys: npt.NDArray[np.float32], delta: int) -> NoReturn:
@@ -207,22 +209,34 @@ def read_state(data: memoryview) -> SavedState:
 def _header(data: memoryview) -> tuple[dict[str, Any], int]:
     """Return the header, and where the tensors begin."""
     length, start = int.from_bytes(data[:8], "little"), bytes(data[8 : 8 + len(BEGINNING)])
-    if length > MOST_HEADER or length + 8 > len(data):
-        if not BEGINNING.startswith(start) or (length + 8) % 64:
-            raise StateFormatError("no saved state: the file does not begin like one")
+    if length > MOST_HEADER or (length + 8) % 64 or not BEGINNING.startswith(start):
+        raise StateFormatError("no saved state: the file does not begin like one")
+    if length + 8 > len(data):
         raise StateFormatError(f"truncated: the file has {len(data)} bytes, its header alone {length}")
+    _check_length(data, length)
     try:
         header = json.loads(bytes(data[8 : 8 + length]))
         metadata = header.pop("__metadata__")
-        is_state = metadata["format"] == "kvcache"
         version = int(metadata["version"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        is_state = False
-    if not is_state:
-        raise StateFormatError("no saved state: the file does not begin like one")
+        raise StateFormatError("no saved state: the file does not begin like one") from None
     if not 1 <= version <= VERSION:
         raise StateFormatError(f"of a newer format: version {version}; this library reads versions 1 to {VERSION}")
     return {"__metadata__": metadata, **header}, 8 + length
+
+
+def _check_length(data: memoryview, length: int) -> None:
+    """Raise if a header is longer than the layers need: reading it could take many times its length in memory."""
+    if length <= MOST_FIXED:
+        return
+    begin = 8 + length + STATE_BYTES
+    num_layers = int.from_bytes(data[8 + length : 16 + length], "little")
+    if begin + num_layers * LAYER_BYTES > len(data):
+        raise StateFormatError(f"truncated or altered: {num_layers} layers do not fit in {len(data)} bytes")
+    layers = np.frombuffer(data[begin : begin + num_layers * LAYER_BYTES], "<i8")
+    with_rows = np.count_nonzero(layers[:: LAYER_BYTES // 8])  # by their num_kv_heads
+    if length > MOST_FIXED + with_rows * MOST_OF_LAYER:
+        raise StateFormatError(f"altered: a header of {length} bytes is too long for {with_rows} layers")
 
 
 def _read_tables(data: memoryview, place: int) -> SavedState:

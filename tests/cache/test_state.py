@@ -2,12 +2,13 @@
 
 import contextlib
 import errno
-import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -413,15 +414,34 @@ def test_only_regular_files_are_replaced(saved, tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="no FIFOs and devices")
-def test_what_is_no_file_is_neither_read_nor_waited_for(saved, tmp_path):
+def test_what_is_no_file_is_neither_read_nor_waited_for(saved, tmp_path, monkeypatch):
     cache, _ = saved
     os.mkfifo(tmp_path / "fifo")
-    for path in (tmp_path / "fifo", "/dev/zero"):
+    (tmp_path / "link").symlink_to("fifo")
+    monkeypatch.chdir(tmp_path)  # names of sockets are short
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket")
+    writer = threading.Thread(target=(tmp_path / "fifo").write_bytes, args=[b"to another reader"])
+    writer.start()
+    for path in (tmp_path / "fifo", "link", "socket", "/dev/zero"):
         for read in (kvcache.KVCache.load, cache.restore, kvcache.state.inspect):
             with pytest.raises(kvcache.StateFormatError, match=rf"^{path}: is not a regular file$"):
                 read(path)
+    assert (tmp_path / "fifo").read_bytes() == b"to another reader"
+    writer.join()
     with pytest.raises(IsADirectoryError):
         kvcache.KVCache.load(tmp_path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no FIFOs and devices")
+def test_a_fifo_that_comes_in_place_of_a_file_is_not_waited_for(saved, tmp_path, monkeypatch):
+    cache, path = saved
+    os.mkfifo(tmp_path / "fifo")
+    found = os.stat(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", lambda path: found)
+        with pytest.raises(kvcache.StateFormatError, match="is not a regular file"):
+            cache.restore(tmp_path / "fifo")
 
 
 def test_errors_name_the_file_that_was_given(saved, tmp_path):
@@ -530,11 +550,53 @@ def test_a_cache_that_is_being_saved_is_not_closed(saved, tmp_path, monkeypatch)
 
 
 def test_inspect_shows_no_rows_of_a_json_bomb(tmp_path):
-    header = b"[" * 100_000
+    header = b"[" * 100_024
     (tmp_path / "bomb").write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(kvcache.StateFormatError, match="no saved state"):
         state.inspect(tmp_path / "bomb")
-    header = json.dumps({"__metadata__": {"format": "kvcache", "version": "1"}, "state": 3}).encode()
+    header = b'{"__metadata__":{"format":"kvcache","version":"1"},"state":3}'.ljust(120)
     (tmp_path / "bomb").write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(kvcache.StateFormatError, match="altered: its header or its tables cannot be read"):
         kvcache.KVCache.load(tmp_path / "bomb")
+
+
+READ_APART = """
+import sys
+import kvcache, kvcache.state
+
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) >> 10 for line in status if line.startswith("VmHWM"))
+
+cache, before = kvcache.KVCache(1, 1, 2, 8), peak()
+for read in (kvcache.KVCache.load, cache.restore, kvcache.state.inspect):
+    try:
+        read(sys.argv[1])
+    except kvcache.StateFormatError as error:
+        print(str(error).removeprefix(f"{sys.argv[1]}: "))
+assert peak() - before < 50, f"{peak() - before} MiB"
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("behind", ["", " ", "\0", ',"a":{}', ',"a":["",[[]]]'])
+@pytest.mark.parametrize("num_layers", [0, 4, 100_000, 2**60])
+def test_a_header_that_claims_to_be_long_takes_no_memory(tmp_path, behind, num_layers):
+    """Whether it is there, or the file has a hole in its place; and one in place of the layers that it would be for."""
+    path, length = tmp_path / "long", 99_999_992
+    with path.open("wb") as file:
+        file.write(length.to_bytes(8, "little") + b'{"__metadata__":{"format":"kvcache","version":"1"}')
+        piece = behind.encode() * 10_000
+        while piece and file.tell() < length - len(piece):
+            file.write(piece)
+        file.truncate(8 + length)
+        file.seek(8 + length)
+        file.write(num_layers.to_bytes(8, "little"))
+        file.truncate(2 * length)
+    run = subprocess.run([sys.executable, "-c", READ_APART, path], capture_output=True, text=True, timeout=60)
+    assert not run.returncode, run.stderr
+    said = set(run.stdout.splitlines())
+    if num_layers == 2**60:
+        assert said == {f"truncated or altered: {num_layers} layers do not fit in {2 * length} bytes"}
+    else:
+        assert said == {f"altered: a header of {length} bytes is too long for 0 layers"}

@@ -693,6 +693,84 @@ def test_wrong_calls():
         HFEncoderDecoderCache(model.config, prefix=prefix)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_loaded_cache_goes_on_in_the_memory_of_a_prefix_cache(tmp_path, name):
+    model = model_of(name)
+    tokens, mask = random_tokens(2, LONG), torch.ones(2, LONG, dtype=torch.long)
+    mask[1, :7] = 0
+    saved, options = HFCache(model.config, "f32"), {"attention_mask": mask, "cache_implementation": None}
+    first, _ = generate(model, tokens, past_key_values=saved, cache_config=None, **options)
+    saved.save(tmp_path / "chat", tokens=first)
+
+    prefix = prefix_for(model)
+    other, _ = prefix.acquire([1, 2, 3])  # an id of the file's
+    loaded = HFCache.load(model.config, tmp_path / "chat", prefix=prefix)
+    assert other not in loaded._passes.seq_ids
+    assert loaded._cache is prefix.cache
+    assert loaded.get_seq_length() == saved.get_seq_length()
+    longer = join(first, random_tokens(2, 4))
+    options["attention_mask"] = join(mask, torch.ones(2, longer.shape[1] - LONG, dtype=torch.long))
+    copied = copy.copy(loaded)
+    want, _ = generate(model, longer, past_key_values=saved, cache_config=None, **options)
+    for cache in (loaded, copied):
+        got, fed = generate(model, longer, past_key_values=cache, cache_config=None, **options)
+        assert fed[0] == 5
+        assert torch.equal(got, want)
+    with pytest.raises(ValueError, match="the cache holds tokens"):
+        loaded.acquire(tokens)
+    loaded.release(got)
+    copied.crop(-3)
+    copied.release(got)
+    assert prefix.cache.sequences == []
+    assert prefix.acquire(got[0].tolist())[1] == 0  # a file does not say which rows follow from their tokens alone
+    assert loaded.acquire(tokens, mask) == 0
+    loaded.reset()
+
+
+def test_a_loaded_cache_that_is_dropped_or_is_given_another_text(tmp_path):
+    model = model_of("llama")
+    saved, tokens = HFCache(model.config, "f32"), random_tokens(1, LONG)
+    options = {"cache_implementation": None, "cache_config": None}
+    generate(model, tokens, past_key_values=saved, **options)
+    saved.save(tmp_path / "chat")
+    prefix = prefix_for(model)
+    caches = [HFCache.load(model.config, tmp_path / "chat", prefix=prefix) for _ in range(2)]
+    with pytest.raises(ValueError, match="input_ids has 60 tokens, and the cache holds 67 tokens that it was not told"):
+        generate(model, tokens, past_key_values=caches[0], **options)
+    caches[0].reset()
+    want = generate(model, tokens)[0]
+    for _ in range(2):
+        got, _ = generate(model, tokens, past_key_values=caches[0], **options)
+        assert torch.equal(got, want)
+        caches[0].release(got)
+    assert prefix.stats.matched == LONG - 1
+    caches.clear()
+    gc.collect()
+    assert prefix.cache.sequences == []
+
+
+def test_a_file_that_a_prefix_cache_does_not_fit(tmp_path):
+    model = model_of("llama")
+    saved, tokens = HFCache(model.config, "f32"), random_tokens(1, LONG)
+    generate(model, tokens, past_key_values=saved, cache_implementation=None, cache_config=None)
+    path = tmp_path / "chat"
+    saved.save(path)
+    with pytest.raises(TypeError, match="prefix is a KVCache"):
+        HFCache.load(model.config, path, prefix=HFCache.make_kv_cache(model.config))
+    with pytest.raises(ValueError, match=r"layer 0 has policy=SlidingWindow\(.*\), and not FullAttention\(\)"):
+        HFCache.load(model.config, path, prefix=prefix_for(model_of("gemma3")))
+    prefix = kvcache.PrefixCache(HFCache.make_kv_cache(model.config, "bf16"), fingerprint="a model")
+    with pytest.raises(kvcache.StateFormatError, match="k_dtype of layer 0 is 'f32' in the file, and 'bf16' in the ca"):
+        HFCache.load(model.config, path, prefix=prefix)
+    other = CONFIGS["gemma3"]()
+    with pytest.raises(kvcache.StateFormatError, match=r"its layer 0 of attention has .*FullAttention.*; here it"):
+        HFCache.load(other, path, prefix=prefix_for(make(other)))
+    prefix = prefix_for(model, max_bytes=10_000)
+    with pytest.raises(kvcache.CacheFullError):
+        HFCache.load(model.config, path, prefix=prefix)
+    assert prefix.cache.sequences == []
+
+
 def test_images_are_not_matched():
     """A token that stands for an image says nothing of the image; what comes before it is matched."""
     config = CONFIGS["llama"]()

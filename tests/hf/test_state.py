@@ -329,6 +329,9 @@ def test_a_model_with_an_encoder_goes_on(tmp_path, name, attention):
     first, second = state.read_states(tmp_path / "speech", 2)
     assert [one.tokens.tolist() for one in first.sequences[:2]] == tokens[:, :8].tolist()
     assert second.layers[0].policy.max_len == 40
+    prefix = kvcache.PrefixCache(HFCache.make_kv_cache(model_of("llama").config), fingerprint="a model")
+    with pytest.raises(NotSupportedError, match="leave prefix out"):
+        HFEncoderDecoderCache.load(model.config, tmp_path / "speech", prefix=prefix)
 
 
 def test_beams_of_a_model_with_an_encoder_go_on(tmp_path):

@@ -5,6 +5,8 @@ import importlib
 import json
 import pkgutil
 import re
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -52,6 +54,20 @@ def test_page(page, monkeypatch):
             names.update(test.globs)
         else:
             exec(compile("\n" * line + code, page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_sentence_names_is_there(page):
+    """After `import kvcache` alone, in an interpreter where nothing else was imported."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    code = " ".join(re.findall(r"`([^`\n]+)`", text))
+    names = {*re.findall(r"(?<![\w./:-])kvcache\.(?:[A-Z]\w+|hf|plot|state|stores)(?:\.\w+)*", code)}
+    for name, package in (("kvcache.hf", "transformers"), ("kvcache.plot", "matplotlib")):
+        if not find_spec(package):
+            names = {one for one in names if not one.startswith(name)}
+    if names:
+        code = "\n".join(["import kvcache", *sorted(names)])
+        subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
 def test_the_first_runner_is_a_runner(monkeypatch, capsys):

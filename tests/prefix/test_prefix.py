@@ -48,6 +48,29 @@ def test_the_match_is_the_longest(kind):
     assert prefix.stats.hits > 100
 
 
+SMALL = kvcache.SlidingWindow(4)
+RESUMING = kvcache.SlidingWindow(4, resume_window=64)
+
+
+@pytest.mark.parametrize(
+    ("policy", "block_size", "average", "most"),
+    [(SMALL, 64, 31, 62), (RESUMING, 64, 0, 0), (SMALL, 4, 0, 0), (kvcache.SlidingWindow(64), 64, 0, 0)],
+)
+def test_windows_that_are_smaller_than_blocks(policy, block_size, average, most):
+    """A match ends early where a block fills over several batches, as docs/prefix.md says, and not elsewhere."""
+    policies = [kvcache.FullAttention(), policy]
+    cache = kvcache.KVCache(2, 1, 2, None, max_sequences=None, block_size=block_size, dtype="f32", policy=policies)
+    prefix = kvcache.PrefixCache(cache, fingerprint="a model")
+    text, lost = list(range(320)), []
+    serve(prefix, cache, text[:1], text[1:])
+    for at in range(1, 320):
+        seq_id, matched = prefix.acquire([*text[:at], -1])
+        check_rows(cache, seq_id, text, matched)
+        cache.clear(seq_id)
+        lost.append(at - matched)
+    assert (round(sum(lost) / len(lost)), max(lost)) == (average, most)
+
+
 @pytest.mark.parametrize("kind", ["full", "hybrid", "windows"])
 def test_resuming_anywhere(kind):
     """A prompt that parts from an earlier one at any token goes on as a run of its own would."""

@@ -241,6 +241,23 @@ def test_a_store_that_fails(store):
     assert not prefix.close(timeout=0.1)
 
 
+@pytest.mark.parametrize("latency", [None, 0.02])
+def test_the_first_requests_after_a_start(latency):
+    """Nobody knows yet how fast the model is: a store that hangs is given up soon, another one read to the end."""
+    store = Slow(0)
+    fill(store)
+    cache, prefix = make(store)
+    if latency is None:
+        store.goes_on.clear()
+    else:
+        store.seconds = latency
+    for prompt, want in ((PROMPT, 0 if latency is None else 96), ([-1, *PROMPT], 0)):
+        begin = time.monotonic()
+        assert serve(prefix, cache, prompt) == want
+        assert time.monotonic() - begin < 5, "it waited for the time-out of 10 seconds"
+    store.goes_on.set()
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_flush_and_close_say_whether_the_store_took_everything():
     store = Broken()
