@@ -319,8 +319,8 @@ typedef struct kvc_plan kvc_plan;
  * KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_cache_new(const kvc_config *config, kvc_cache **cache);
 
-/* Frees the cache, after waiting for calls that copy rows out; ignores NULL.  Fails with KVC_ERR_BUSY while a batch is
- * open or a call waits in kvc_begin_with, and with KVC_ERR_HELD while there is a kvc_hold or a kvc_prefix. */
+/* Frees the cache, and its prefixes, after waiting for calls that copy rows out; ignores NULL.  Fails with KVC_ERR_BUSY while a batch is
+ * open or a call waits in kvc_begin_with, and with KVC_ERR_HELD while there is a kvc_hold. */
 KVC_API kvc_status kvc_cache_free(kvc_cache *cache);
 
 /* ---- a forward pass ---------------------------------------------------------------------------------------------- */
@@ -900,7 +900,7 @@ typedef struct kvc_prefix_config {
     void *user;          /* what kvc_take_new_blocks says of its blocks */
 } kvc_prefix_config;
 
-/* Sets *prefix to a new prefix of a cache, to be freed with kvc_prefix_free before the cache.  Fails with
+/* Sets *prefix to a new prefix of a cache, to be freed with kvc_prefix_free, or with the cache.  Fails with
  * KVC_ERR_INVALID if the cache is for one sequence, with KVC_ERR_UNSUPPORTED if it has a KVC_CROSS layer, whose rows do
  * not follow from tokens, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *config, kvc_prefix **prefix);

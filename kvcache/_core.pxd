@@ -110,13 +110,57 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens)
     kvc_status kvc_compact(kvc_cache *cache)
 
-    kvc_status kvc_retain(kvc_cache *cache, int64_t src, int64_t id, int32_t begin, int32_t end)
-    kvc_status kvc_retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers)
-    kvc_status kvc_attach(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int64_t dst, int32_t length,
-                          int32_t *matched)
-    kvc_status kvc_touch(kvc_cache *cache, const int64_t *ids, int32_t num_ids)
-    kvc_status kvc_pin(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int32_t add)
-    int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids)
+    cdef enum:
+        KVC_NAME_BYTES
+
+    ctypedef struct kvc_prefix:
+        pass
+
+    ctypedef struct kvc_tokens:
+        size_t struct_size
+        const int64_t *ids
+        int64_t num_tokens
+        const uint8_t *digests
+
+    ctypedef struct kvc_prefix_config:
+        size_t struct_size
+        const char *fingerprint
+        const void *salt
+        int64_t salt_size
+        const uint8_t *root
+        int64_t quota, ttl_ms
+        int32_t reuse_min_tokens, collects_new
+        void *user
+
+    ctypedef struct kvc_prefix_stats:
+        int64_t requests, hits, tokens, matched, reused, blocks, held, sequences
+
+    ctypedef struct kvc_new_block:
+        void *user
+        int64_t id
+        int32_t begin, end
+        uint8_t name[32]
+
+    kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *config, kvc_prefix **prefix)
+    void kvc_prefix_free(kvc_prefix *prefix)
+    int64_t kvc_new_sequence(kvc_cache *cache)
+    kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched, int64_t *seq_id,
+                                  int32_t *matched)
+    kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens)
+    kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *matched)
+    kvc_status kvc_prefix_pin(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *kept)
+    kvc_status kvc_prefix_unpin(kvc_prefix *prefix, const kvc_tokens *tokens)
+    kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int64_t *num_evicted)
+    kvc_status kvc_prefix_clear(kvc_prefix *prefix)
+    kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t block_size, int64_t max_blocks,
+                                   int64_t *num_blocks)
+    int64_t kvc_payload_bytes(kvc_cache *cache)
+    kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t *size)
+    kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens, uint8_t *names,
+                                  int64_t max_names, int32_t *first, int64_t *num_names)
+    kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block, const void *payload,
+                              int64_t size, int32_t *is_known)
+    void kvc_prefix_get_stats(kvc_prefix *prefix, kvc_prefix_stats *stats, size_t stats_size)
 
     ctypedef int32_t kvc_write_fn(void *user, const void *data, size_t size) noexcept
     ctypedef int32_t kvc_read_fn(void *user, void *data, size_t size) noexcept
@@ -165,7 +209,7 @@ cdef extern from "kvcache.h" nogil:
 
     ctypedef struct kvc_run_info:
         int64_t seq_id
-        int32_t block, slot, count, position, delta, in_batch
+        int32_t block, slot, count, position, delta, in_batch, is_kept
 
     kvc_status kvc_blocks(kvc_cache *cache, int32_t layer, kvc_block_info *blocks, size_t block_info_size,
                           int64_t max_blocks, int64_t *num_blocks, kvc_run_info *runs, size_t run_info_size,

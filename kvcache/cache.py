@@ -295,8 +295,6 @@ class KVCache(Saveable):
             setattr(other, name, getattr(self, name))
         other._core = self._make_core(self._core)
         other._follower = other._decider = None if self._decider is None else self._decider.copy(other._core)
-        for seq_id in _core.retained(other._core):  # by prefix caches, which the copy does not have
-            other._core.clear(seq_id)
         return other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -107,6 +107,14 @@ cdef class Cache(_CallCounter):
             self.locked_count()
             return self.handle
 
+    cdef bint try_enter(self) noexcept:
+        """Count a call, as enter() does, unless the cache is closed; return whether it is open."""
+        with cython.critical_section(self):
+            if self.handle == NULL or self.ending:
+                return False
+            self.locked_count()
+            return True
+
     cdef int check_call(self, kvc_status status) except -1:
         """Check the status of a call that may have called back, and raise what the callback raised."""
         if status == KVC_ERR_CALLBACK or status == KVC_ERR_CANCELLED:
@@ -203,8 +211,7 @@ cdef class Cache(_CallCounter):
             status = kvc_mark_inexact(cache, seq, at)
         self.finish(status)
 
-    cdef list list_ids(self, bint retained):
-        """List the sequences; or the retained ones, the least recently used first."""
+    def sequences(self):
         cdef int64_t max_ids = -1, count = 0
         cdef kvc_cache *cache
         cdef int64_t[::1] ids
@@ -216,12 +223,9 @@ cdef class Cache(_CallCounter):
             to = &ids[0]
             cache = self.enter()
             with nogil:
-                count = kvc_retained(cache, to, max_ids) if retained else kvc_sequences(cache, to, max_ids)
+                count = kvc_sequences(cache, to, max_ids)
             self.leave()
         return found[:count].tolist()
-
-    def sequences(self):
-        return self.list_ids(False)
 
     def positions(self, seq_id, layer):
         cdef int64_t seq = to_seq_id(seq_id), max_positions = -1, count = 0
@@ -399,7 +403,10 @@ cdef class Cache(_CallCounter):
         }
 
     def blocks(self, layer):
-        """Return a list of blocks and a list of runs, as tuples; a run's begins with its block and its sequence."""
+        """Return a list of blocks and a list of runs, as tuples; a run's begins with its block and its sequence.
+
+        That is None for rows that a prefix keeps.
+        """
         cdef int32_t at = to_layer(layer, self.num_layers)
         cdef int64_t num_blocks = 0, num_runs = 0, max_blocks = -1, max_runs = -1, i
         cdef cnp.ndarray block_bytes = None, run_bytes = None
@@ -420,7 +427,7 @@ cdef class Cache(_CallCounter):
         return (
             [(b[i].num_slots, b[i].filled, b[i].live, b[i].references, b[i].resident, b[i].is_held != 0)
              for i in range(num_blocks)],
-            [(r[i].block, r[i].seq_id, r[i].slot, r[i].count, r[i].position, r[i].delta, r[i].in_batch != 0)
+            [(r[i].block, None if r[i].is_kept else r[i].seq_id, r[i].slot, r[i].count, r[i].position, r[i].delta, r[i].in_batch != 0)
              for i in range(num_runs)],
         )
 

@@ -8,11 +8,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
+from kvcache import _core
 from kvcache.cache import KVCache
 from kvcache.errors import CacheBusyError
-from kvcache.prefix.watch import watch_of
 
 STALLED = 300.0  # seconds in which another thread's pass reaches no layer, after which it is taken for lost
 LOOK_AGAIN = 0.05  # seconds
@@ -50,7 +51,7 @@ class Turns:
         """Return the one of a cache that prefix caches use as well; it must not keep the cache alive."""
         with _lock:
             turns = _known.setdefault(cache, cls())
-            turns.new_id = watch_of(cache).new_sequence
+            turns.new_id = partial(_core.new_sequence, cache._core)
             return turns
 
     def take_turn(self, passes: Turn) -> None:

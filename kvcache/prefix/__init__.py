@@ -1,8 +1,7 @@
 """Prompts that begin as earlier ones did are not computed again: `PrefixCache` keeps what sequences leave behind.
 
-A call goes downward: `cache` is what users see; `sessions` retains what acquired sequences fill, `fetching` carries
-blocks to and from a store, and `reuse` finds tokens that follow others; `tree` has the known blocks, `rows` turns their
-rows into bytes, `watch` notes what happens to the sequences of a cache, and `keys` names blocks.
+`cache` is what users see, over the core's prefixes (src/prefix/); `keys` turns tokens into arrays, and names the model
+and the cache; `fetching` gets blocks from a store, and `watch` carries new ones there.
 """
 
 from kvcache.prefix.cache import PrefixCache, PrefixStats

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -15,11 +14,8 @@ from kvcache.cache import KVCache
 from kvcache.errors import NotSupportedError
 from kvcache.policy import CrossAttention
 from kvcache.prefix.fetching import Fetching
-from kvcache.prefix.keys import Keys, Tokens, blocks_of, count_tokens, identity_of
-from kvcache.prefix.reuse import Reuse
-from kvcache.prefix.sessions import Sessions
-from kvcache.prefix.tree import Node, Tree
-from kvcache.prefix.watch import watch_of
+from kvcache.prefix.keys import Arrays, Tokens, arrays_of, identity_of, root_of
+from kvcache.prefix.watch import Watch, watch_of
 
 if TYPE_CHECKING:
     from kvcache.stores.client import StoreClient, StoreStats
@@ -164,26 +160,31 @@ class PrefixCache:
             _check_rope(cache)
         seconds = _seconds(timeout)
         identity = identity_of(cache, fingerprint)
-        self._cache = cache
-        self._core, self._watch, self._block_size = cache._core, watch_of(cache), cache.block_size
-        self._keys = Keys(identity, salt)
-        self._tree = Tree(cache, self._keys.root)
+        self._cache, self._core, self._block_size = cache, cache._core, cache.block_size
+        root = root_of(identity, salt)
+        self._prefix = _core.Prefix(self._core, salt, root, 0, 0, least or 0, store is not None)
         self._client: StoreClient | None = None
+        self._fetching: Fetching | None = None
+        self._watch: Watch | None = None
         if store is not None:
-            from kvcache.stores.client import StoreClient
+            self._use(store, blake2b(identity).digest(), secret, seconds)
 
-            _check_store(store)
-            most_bytes = self._tree.rows.nbytes(self._block_size)
-            self._client = StoreClient(store, digest=blake2b(identity).digest(), secret=secret, most_bytes=most_bytes)
-        self._fetching = Fetching(self._tree, self._client, seconds)
-        self._reuse = Reuse(self._tree, least)
-        self._sessions = Sessions(self._tree, self._fetching)
-        self._counts: Counter[str] = Counter(requests=0, hits=0, tokens=0, matched=0, reused=0)
-        self._watch.add(self._sessions)
-        weakref.finalize(self, self._sessions.drop_all).atexit = False
+    def _use(self, store: MutableMapping[str, bytes], digest: bytes, secret: bytes | None, timeout: float) -> None:
+        """Read from a store, and write to it."""
+        from kvcache.stores.client import StoreClient
+
+        _check_store(store)
+        nbytes = _core.payload_bytes(self._core)
+        self._client = StoreClient(store, digest=digest, secret=secret, most_bytes=nbytes)
+        self._watch = watch_of(self._cache)
+        self._watch.add(self._prefix, self._client)
+        weakref.finalize(self, self._watch.discard, self._prefix.user).atexit = False
+        sizes = (self._block_size, nbytes)
+        self._fetching = Fetching(self._prefix, self._client, self._watch, timeout, sizes)
 
     def __repr__(self) -> str:
-        return f"<PrefixCache: {len(self._tree)} blocks of {self._block_size} tokens, {len(self._sessions)} in use>"
+        stats = self._prefix.stats()
+        return f"<PrefixCache: {stats['blocks']} blocks of {self._block_size} tokens, {stats['sequences']} in use>"
 
     def __deepcopy__(self, memo: object) -> Self:
         """Return itself: whatever is copied with it, such as a generation config, goes on to share its rows."""
@@ -225,35 +226,13 @@ class PrefixCache:
         MemoryError
             If memory is short.
         """
-        contents = blocks_of(tokens, self._block_size)
-        if not contents:
-            raise ValueError("tokens is empty: a prompt has at least one token")
-        num_tokens = (len(contents) - 1) * self._block_size + count_tokens(contents[-1])
-        keys = self._keys.chain(self._keys.root, contents[: num_tokens // self._block_size])
-        limit = num_tokens - 1
+        given = _some(tokens)
+        limit = len(given[0]) - 1
         if max_matched is not None:
             limit = min(limit, integer(max_matched, "max_matched", 0, _core.INT64_MAX))
-        self._fetching.fetch(keys[: limit // self._block_size], contents)
-        seq_id = None
-        try:
-            with self._watch.lock, self._watch:
-                self._tree.sweep()
-                seq_id = self._watch.new_sequence()
-                exact = self._sessions.begin(seq_id, keys, contents, limit)
-                matched = self._reuse.extend(seq_id, contents, exact, limit)
-                more = {
-                    "requests": 1,
-                    "hits": int(matched > 0),
-                    "tokens": num_tokens,
-                    "matched": matched,
-                    "reused": matched - exact,
-                }
-                self._counts = self._counts + Counter(more)
-        except BaseException:
-            if seq_id is not None:
-                self._core.clear(seq_id, self._watch.edits)
-            raise
-        return seq_id, matched
+        if self._fetching is not None:
+            self._fetching.fetch(given, limit)
+        return self._prefix.acquire(*given, limit)
 
     def release(self, seq_id: SupportsIndex, tokens: Tokens) -> None:
         """Give a sequence back: its blocks stay for prompts to come, and the sequence ends.
@@ -274,33 +253,24 @@ class PrefixCache:
         TypeError, MemoryError
             As in `acquire`. The sequence is as it was, whatever is raised.
         """
-        seq_id = integer(seq_id, "seq_id", *_core.IDS)
-        self._watch.note_edits()
-        length = min(self._core.next_position(seq_id), self._core.exact_to(seq_id))
-        contents = blocks_of(tokens, self._block_size, length)
-        keys = self._keys.chain(self._keys.root, contents)
-        with self._watch.lock:
-            self._core.remove(seq_id, 0, 0, False)  # raises if a batch has the sequence
-            with self._watch:
-                path = self._sessions.keep(seq_id, keys, contents, length)
-                self._core.clear(seq_id, self._watch.edits)
-            with self._watch:
-                _core.touch(self._core, [node.seq_id for node in path])
-                self._fetching.store_new()
+        self._prefix.release(seq_id, *arrays_of(tokens))
+        if self._watch is not None:
+            self._watch.store_new()
+
+    def lookup(self, tokens: Tokens) -> int:
+        """Return how many of the first tokens are known, without taking anything or asking the store."""
+        return self._prefix.lookup(*arrays_of(tokens))
 
     def new_sequence(self) -> int:
         """Return an id for a sequence that nobody uses, such as a fork of one that was acquired."""
-        return self._watch.new_sequence()
+        return _core.new_sequence(self._core)
 
     def note_inexact(self, seq_id: SupportsIndex, position: SupportsIndex) -> None:
         """Note that a sequence's rows from a position on do not follow from its tokens alone: they are not kept.
 
         For example, a mask hid some earlier tokens while they were computed.
         """
-        seq_id = integer(seq_id, "seq_id", *_core.IDS)
-        position = integer(position, "position", 0, _core.INT32_MAX)
-        with self._watch.lock, self._watch:
-            self._sessions.note_inexact(seq_id, position)
+        self._core.mark_inexact(seq_id, position)
 
     # ---- upkeep
 
@@ -310,46 +280,22 @@ class PrefixCache:
         Return how many of its first tokens are kept: such as are known now, in whole blocks, or in one that a released
         prompt ended in.
         """
-        with self._watch.lock, self._watch:
-            path = self._tree.alive(self._path_of(tokens))
-            for node in path:
-                node.num_pins += 1
-            _core.pin(self._core, [node.seq_id for node in path], True)
-        return path[-1].end if path else 0
+        return self._prefix.pin(*arrays_of(tokens))
 
     def unpin(self, tokens: Tokens) -> None:
-        """Undo one `pin` of these tokens; do nothing for blocks that are not pinned."""
-        with self._watch.lock, self._watch:
-            path = [node for node in self._path_of(tokens) if node.num_pins]
-            for node in path:
-                node.num_pins -= 1
-            _core.pin(self._core, [node.seq_id for node in path], False)
+        """Undo one `pin` of the same tokens; do nothing if there is none."""
+        self._prefix.unpin(*arrays_of(tokens))
 
     def evict(self, num_tokens: SupportsIndex) -> int:
         """Drop the least recently used blocks, of at least so many tokens in all; return how many they have.
 
         Pinned blocks stay, and so does what is in the store.
         """
-        wanted = integer(num_tokens, "num_tokens", 0, _core.INT64_MAX)
-        dropped = 0
-        with self._watch.lock, self._watch:
-            by_id = {node.seq_id: node for node in self._tree.by_key.values()}
-            for seq_id in _core.retained(self._core):
-                node = by_id.get(seq_id)
-                if dropped >= wanted:
-                    break
-                if node is None or node not in self._tree or any(n.num_pins for n in node.below()):
-                    continue
-                dropped += sum(n.end - n.begin for n in node.below() if self._tree.is_alive(n))
-                self._tree.drop(node)
-        return dropped
+        return self._prefix.evict(num_tokens)
 
     def clear(self) -> None:
         """Drop all blocks, pinned ones too. Sequences in use stay as they are, and so does what is in the store."""
-        with self._watch.lock, self._watch:
-            for node in list(self._tree.root.children):
-                self._tree.drop(node)
-            self._sessions.clear()
+        self._prefix.clear()
 
     def flush(self, timeout: SupportsFloat) -> bool:
         """Wait, at most so many seconds, until what was released is in the store.
@@ -376,17 +322,19 @@ class PrefixCache:
     @property
     def stats(self) -> PrefixStats:
         """What has happened so far, and what there is now."""
-        with self._watch.lock, self._watch:
-            return PrefixStats(
-                **self._counts,
-                fetched=self._fetching.num_fetched,
-                blocks=len(self._tree),
-                sequences=len(self._sessions),
-                store=None if self._client is None else self._client.stats,
-            )
+        return PrefixStats(
+            **self._prefix.stats(),
+            fetched=0 if self._fetching is None else self._fetching.num_fetched,
+            store=None if self._client is None else self._client.stats,
+        )
 
-    def _path_of(self, tokens: Tokens) -> list[Node]:
-        return self._tree.walk(self._keys.chain(self._keys.root, blocks_of(tokens, self._block_size)))
+
+def _some(tokens: Tokens) -> Arrays:
+    """Return tokens as arrays; raise ValueError if there are none."""
+    given = arrays_of(tokens)
+    if not len(given[0]):
+        raise ValueError("tokens is empty: a prompt has at least one token")
+    return given
 
 
 def _check_cache(cache: KVCache) -> None:

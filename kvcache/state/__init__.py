@@ -103,9 +103,9 @@ def sequences_to_save(core: _core.Cache, seq_ids: Any, tokens: Any) -> list[int]
 
 
 def _with_rows(core: _core.Cache) -> set[int]:
-    """Return the ids of the sequences that have rows, of their tokens or an encoder's, and are not retained."""
+    """Return the ids of the sequences that have rows, of their tokens or an encoder's."""
     runs = (run for layer in range(core.num_layers) for run in core.blocks(layer)[1])
-    return {seq_id for _, seq_id, *_ in runs} - {*_core.retained(core)}
+    return {seq_id for _, seq_id, *_ in runs if seq_id is not None}
 
 
 def _holds(core: _core.Cache, seq_id: int) -> bool:

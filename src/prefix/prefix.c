@@ -127,7 +127,10 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
         kvc_memory_free(&cache->memory, prefix, sizeof *prefix, KVC_MEMORY_BOOKKEEPING, -1);
         return kvc_unlock(cache, KVC_ERR_NOMEM);
     }
-    cache->num_prefixes++;
+    prefix->next = cache->prefixes;
+    prefix->at = &cache->prefixes;
+    if (cache->prefixes) cache->prefixes->at = &prefix->next;
+    cache->prefixes = prefix;
     *out = prefix;
     return kvc_unlock(cache, KVC_OK);
 }
@@ -183,8 +186,9 @@ void kvc_prefix_free(kvc_prefix *prefix) {
     }
     while (prefix->pins) kvc_prefix_remove_pin(prefix, &prefix->pins);
     drop_tree(cache, prefix->tree);
+    *prefix->at = prefix->next;
+    if (prefix->next) prefix->next->at = prefix->at;
     kvc_memory_free(&cache->memory, prefix, sizeof *prefix, KVC_MEMORY_BOOKKEEPING, -1);
-    cache->num_prefixes--;
     kvc_unlock(cache, KVC_OK);
 }
 
@@ -377,8 +381,9 @@ kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *from, int64_
     if (max_matched >= 0 && max_matched < limit) limit = max_matched;
     lock_expired(prefix);
     KVC_TRY(kvc_unlock(prefix->cache, acquire(prefix, &tokens, limit, seq_id, matched)));
-    if (prefix->reuse_min) kvc_reuse(prefix, &tokens, limit, *seq_id, matched);
-    return KVC_OK;
+    const kvc_status status = prefix->reuse_min ? kvc_reuse(prefix, &tokens, limit, *seq_id, matched) : KVC_OK;
+    if (status != KVC_OK) kvc_clear_sequence(prefix->cache, *seq_id);
+    return status;
 }
 
 /* ---- releasing --------------------------------------------------------------------------------------------------- */

@@ -14,6 +14,7 @@ typedef struct kvc_pinned {
 
 struct kvc_prefix {
     kvc_cache *cache;
+    kvc_prefix *next, **at; /* place in the list of the cache */
     kvc_tree *tree;
     kvc_session *sessions; /* list of the acquired sequences that have not ended */
     kvc_pinned *pins;      /* list of what is pinned */

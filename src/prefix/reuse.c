@@ -81,31 +81,41 @@ static int gather_chunk(kvc_cache *cache, const chunk *c, int64_t id) {
     return 1;
 }
 
-/* Adds a chunk to a sequence at a position, whose mutex it releases meanwhile; returns whether it did. */
-static int move_chunk(kvc_cache *cache, const chunk *c, int64_t seq_id, int32_t position) {
-    const int64_t id = kvc_new_id(cache);
-    const int is_whole = gather_chunk(cache, c, id);
-    const int32_t delta = position - c->begin, end = position + c->num_tokens;
-    kvc_unlock(cache, KVC_OK);
-    const int is_moved = is_whole && kvc_shift(cache, id, 0, KVC_END, delta) == KVC_OK &&
-                         kvc_share(cache, id, seq_id, position, end) == KVC_OK &&
-                         kvc_mark_inexact(cache, seq_id, position) == KVC_OK;
-    kvc_clear_sequence(cache, id);
-    kvc_lock(cache);
-    return is_moved;
+/* Returns whether a call that failed so leaves it at what there is: for want of room, or of what it needs. */
+static int is_harmless(kvc_status status) {
+    return status == KVC_ERR_FULL || status == KVC_ERR_NOMEM || status == KVC_ERR_UNSUPPORTED;
 }
 
-void kvc_reuse(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, int64_t seq_id, int32_t *matched) {
-    kvc_cache *cache = prefix->cache;
+/* Adds a chunk to a sequence at a position, and sets *is_moved to whether it could.  Releases the mutex meanwhile. */
+static kvc_status move_chunk(kvc_cache *cache, const chunk *c, int64_t seq_id, int32_t position, int *is_moved) {
+    const int64_t id = kvc_new_id(cache);
+    const int32_t delta = position - c->begin, end = position + c->num_tokens;
+    kvc_status status = gather_chunk(cache, c, id) ? KVC_OK : KVC_ERR_FULL;
+    kvc_unlock(cache, KVC_OK);
+    if (status == KVC_OK) status = kvc_shift(cache, id, 0, KVC_END, delta);
+    if (status == KVC_OK) status = kvc_share(cache, id, seq_id, position, end);
+    if (status == KVC_OK) status = kvc_mark_inexact(cache, seq_id, position);
+    kvc_clear_sequence(cache, id);
     kvc_lock(cache);
-    while (limit - *matched >= prefix->reuse_min) {
+    *is_moved = status == KVC_OK;
+    return is_harmless(status) ? KVC_OK : status;
+}
+
+kvc_status kvc_reuse(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, int64_t seq_id, int32_t *matched) {
+    kvc_cache *cache = prefix->cache;
+    kvc_status status = KVC_OK;
+    int is_moved = 1;
+    kvc_lock(cache);
+    while (is_moved && limit - *matched >= prefix->reuse_min) {
         chunk c = find_chunk(&prefix->tree->index, tokens, *matched, cache->pools[0].block_size);
         if (c.num_tokens > limit - *matched) c.num_tokens = (int32_t)(limit - *matched);
-        if (c.num_tokens < prefix->reuse_min || !move_chunk(cache, &c, seq_id, *matched)) break;
+        if (c.num_tokens < prefix->reuse_min) break;
+        status = move_chunk(cache, &c, seq_id, *matched, &is_moved);
+        if (!is_moved) break;
         prefix->stats.hits += !*matched;
         *matched += c.num_tokens;
         prefix->stats.reused += c.num_tokens;
         prefix->stats.matched += c.num_tokens;
     }
-    kvc_unlock(cache, KVC_OK);
+    return kvc_unlock(cache, status);
 }

@@ -6,6 +6,7 @@
 #include "cache/check.h"
 #include "cache/config.h"
 #include "rows/layout.h"
+#include "prefix/prefix.h"
 #include "space/limits.h"
 
 /* ---- layer groups ------------------------------------------------------------------------------------------------ */
@@ -209,12 +210,10 @@ kvc_status kvc_cache_free(kvc_cache *cache) {
     if (status == KVC_OK && cache->waiters)
         status =
             kvc_fail(KVC_ERR_BUSY, "cannot free the cache while other calls wait to begin a batch: let them return");
-    if (status == KVC_OK && cache->num_prefixes)
-        status = kvc_fail(KVC_ERR_HELD, "cannot free the cache while %lld prefixes use it: free them first",
-                          (long long)cache->num_prefixes);
     if (status == KVC_OK) kvc_cache_forget_all(cache, NULL);
     kvc_unlock(cache, status);
     if (status != KVC_OK) return status;
+    while (cache->prefixes) kvc_prefix_free(cache->prefixes);
     kvc_atfork_remove(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_destroy(&cache->pools[g]);
     kvc_scratch_free(cache);

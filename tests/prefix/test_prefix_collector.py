@@ -74,7 +74,7 @@ def make_garbage():
     feed(cache, seq_id, PROMPT, matched, 50)
     tangle(cache, prefix)
     assert prefix.flush(60)
-    return [weakref.ref(each) for each in (cache, prefix, prefix._tree, prefix._watch)]
+    return [weakref.ref(each) for each in (cache, prefix, prefix._watch)]
 
 
 def test_what_one_thread_made_is_collected_in_another():

@@ -12,7 +12,9 @@ from support import servers
 from support.prefixes import BLOCK, check_rows, feed, make_cache, serve
 
 import kvcache
-from kvcache import _core, stores
+from kvcache import stores
+from kvcache.prefix.keys import arrays_of
+from kvcache.prefix.watch import payload_of
 from kvcache.stores import values
 
 PROMPT = list(range(100))
@@ -182,9 +184,9 @@ def test_a_value_without_some_layers_of_a_group(second):
     key, size = next(iter(store)), 2 * BLOCK * 8
     for flags, is_taken in {"101": False, "011": False, "100": False, "001": True, "110": True, "111": True}.items():
         payload = bytes(map(int, flags)) + bytes(flags.count("1") * size)
-        assert prefix._tree.rows.write(50, 0, BLOCK, memoryview(payload)) == is_taken, flags
-        assert (50 in _core.retained(cache._core)) == is_taken, flags
-        cache._core.clear(50)
+        assert prefix._prefix.add(*arrays_of(PROMPT), 0, memoryview(payload)) == is_taken, flags
+        assert cache.stats()["retained"] == is_taken, flags
+        prefix.clear()
     store[key] = values.pack(key, prefix._client._tenant.digest, [b"\1\0\1" + bytes(2 * size)])
     assert prefix.acquire(PROMPT)[1] == 0
     cache.validate()
@@ -359,21 +361,14 @@ def test_a_cache_that_is_closed_while_writes_wait(caplog):
     assert caplog.records == []
 
 
-def test_a_cache_that_is_closed_while_a_block_is_read():
+def test_a_cache_that_is_closed_before_a_block_is_read():
     cache, prefix = make({})
     serve(prefix, cache, PROMPT[:BLOCK])
     assert prefix.flush(20)  # its own reading would keep the cache from being closed
-    (seq_id,) = _core.retained(cache._core)
-    rows, held = prefix._tree.rows, prefix._tree.rows._held
-    assert rows.read(seq_id, 0, BLOCK)
-
-    def close(*arguments):
-        layers = held(*arguments)
-        cache.close()
-        return layers
-
-    rows._held = close
-    assert rows.read(seq_id, 0, BLOCK) is None
+    assert payload_of(cache._core, 0) is not None
+    assert payload_of(cache._core, 7) is None  # there is no such block
+    cache.close()
+    assert payload_of(cache._core, 0) is None
 
 
 def test_after_close():
@@ -417,15 +412,18 @@ def fetching():
     store = {}
     fill(store)
     cache, prefix = make(store)
-    write, begun, goes_on, found = prefix._tree.rows.write, threading.Event(), threading.Event(), []
+    core, begun, goes_on, found = prefix._prefix, threading.Event(), threading.Event(), []
 
-    def wait(seq_id, begin, end, payload):
-        if begin == BLOCK:
-            begun.set()
-            assert goes_on.wait(20)
-        return write(seq_id, begin, end, payload)
+    class Waiting:
+        missing = core.missing
 
-    prefix._tree.rows.write = wait
+        def add(self, ids, digests, block, payload):
+            if block == 1:
+                begun.set()
+                assert goes_on.wait(20)
+            return core.add(ids, digests, block, payload)
+
+    prefix._fetching._prefix = Waiting()
     thread = threading.Thread(target=lambda: found.append(prefix.acquire(PROMPT)))
     thread.start()
     assert begun.wait(20)
@@ -460,22 +458,24 @@ def test_blocks_that_are_dropped_while_they_are_fetched(fetching, call):
     cache.clear(seq_id)
     prefix.clear()
     assert cache.stats()["live_slots"] == 0
-    assert not _core.retained(cache._core)
+    assert cache.stats()["retained"] == 0
 
 
 def test_an_error_while_blocks_are_fetched_leaves_nothing_behind():
     store = {}
     fill(store)
     cache, prefix = make(store)
-    write = prefix._tree.rows.write
+    core = prefix._prefix
 
-    def interrupt(seq_id, begin, end, payload):
-        write(seq_id, begin, end, payload)
-        if begin == 2 * BLOCK:
-            raise KeyboardInterrupt
-        return True
+    class Interrupting:
+        missing = core.missing
 
-    prefix._tree.rows.write = interrupt
+        def add(self, ids, digests, block, payload):
+            if block == 2:
+                raise KeyboardInterrupt
+            return core.add(ids, digests, block, payload)
+
+    prefix._fetching._prefix = Interrupting()
     with pytest.raises(KeyboardInterrupt):
         prefix.acquire(PROMPT)
     assert cache.stats()["live_slots"] == 2 * BLOCK

@@ -136,27 +136,3 @@ def test_prefix_caches_that_come_and_go_beside_commits():
         for future in both + others:
             future.result()
     cache.validate()
-
-
-def test_a_prefix_cache_that_is_dropped_while_a_commit_adds_to_it():
-    """A commit of another thread holds what it tells of blocks, and may go on as the prefix cache is dropped."""
-    cache = make_cache("full")
-    prefix = kvcache.PrefixCache(cache, fingerprint="a model")
-    for tokens in PROMPTS[:2]:
-        one_request(cache, prefix, tokens)
-    seq_id, _ = prefix.acquire(PROMPTS[2])
-    sessions, tree = prefix._sessions, prefix._tree
-
-    class Core:
-        closed = False
-
-        def clear(self, cleared):
-            """Add a block, as a commit does meanwhile, whenever one is dropped."""
-            cache.clear(cleared)
-            number = len(tree.by_key) + 100
-            tree.add(b"%d" % number, b"\0" + b"%8d" % number, tree.root, prefix._watch.new_retained())
-            if len(sessions) < 10:
-                sessions._by_id[number] = sessions._by_id[seq_id]
-
-    sessions._core = Core()
-    sessions.drop_all()

@@ -1,0 +1,208 @@
+"""Prefixes: prompts that begin alike, each call one of the C core."""
+
+
+@cython.final
+cdef class Prefix:
+    """A kvc_prefix, as long as its cache is open. Tokens are an array of int64, and one of digests, or None."""
+
+    cdef Cache cache
+    cdef kvc_prefix *handle
+    cdef kvc_prefix_stats latest
+
+    def __cinit__(self, Cache cache not None, bytes salt not None, bytes root not None, int64_t quota, int64_t ttl_ms,
+                  int32_t reuse_min_tokens, bint collects_new):
+        cdef kvc_prefix_config config
+        cdef kvc_cache *handle
+        cdef kvc_status status
+        self.cache = cache
+        memset(&config, 0, sizeof(config))
+        config.struct_size = sizeof(config)
+        config.fingerprint = b"it is in the root"
+        config.salt, config.salt_size = <const char *>salt, len(salt)
+        config.root = <const uint8_t *><const char *>root
+        config.quota, config.ttl_ms = quota, ttl_ms
+        config.reuse_min_tokens, config.collects_new = reuse_min_tokens, collects_new
+        config.user = <void *>self
+        handle = cache.enter()
+        with nogil:
+            status = kvc_prefix_new(handle, &config, &self.handle)
+        cache.finish(status)
+
+    def __dealloc__(self):
+        if self.handle != NULL and self.cache is not None and self.cache.try_enter():
+            with nogil:
+                kvc_prefix_free(self.handle)
+            self.cache.leave()
+
+    @property
+    def user(self):
+        """What `take_new_blocks` calls this prefix."""
+        return <size_t><void *>self
+
+    def acquire(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests, max_matched):
+        cdef kvc_tokens tokens = describe(ids, digests)
+        cdef int64_t seq_id = 0, most = -1 if max_matched is None else to_int(max_matched, "max_matched", 0, _INT64_MAX)
+        cdef int32_t matched = 0
+        cdef kvc_status status
+        self.cache.enter()
+        with nogil:
+            status = kvc_prefix_acquire(self.handle, &tokens, most, &seq_id, &matched)
+            kvc_prefix_get_stats(self.handle, &self.latest, sizeof(self.latest))
+        self.cache.finish(status)
+        return seq_id, matched
+
+    def release(self, seq_id, const int64_t[::1] ids, const uint8_t[:, ::1] digests):
+        cdef kvc_tokens tokens = describe(ids, digests)
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef kvc_status status
+        self.cache.enter()
+        with nogil:
+            status = kvc_prefix_release(self.handle, seq, &tokens)
+        self.cache.finish(status)
+
+    def lookup(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests):
+        cdef kvc_tokens tokens = describe(ids, digests)
+        cdef int32_t matched = 0
+        cdef kvc_status status
+        self.cache.enter()
+        with nogil:
+            status = kvc_prefix_lookup(self.handle, &tokens, &matched)
+        self.cache.finish(status)
+        return matched
+
+    def pin(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests):
+        cdef kvc_tokens tokens = describe(ids, digests)
+        cdef int32_t kept = 0
+        cdef kvc_status status
+        self.cache.enter()
+        with nogil:
+            status = kvc_prefix_pin(self.handle, &tokens, &kept)
+        self.cache.finish(status)
+        return kept
+
+    def unpin(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests):
+        cdef kvc_tokens tokens = describe(ids, digests)
+        cdef kvc_status status
+        self.cache.enter()
+        with nogil:
+            status = kvc_prefix_unpin(self.handle, &tokens)
+        self.cache.finish(status)
+
+    def evict(self, num_tokens):
+        cdef int64_t wanted = to_int(num_tokens, "num_tokens", 0, _INT64_MAX), num = 0
+        cdef kvc_status status
+        self.cache.enter()
+        with nogil:
+            status = kvc_prefix_evict(self.handle, wanted, &num)
+        self.cache.finish(status)
+        return num
+
+    def clear(self):
+        cdef kvc_status status
+        self.cache.enter()
+        with nogil:
+            status = kvc_prefix_clear(self.handle)
+        self.cache.finish(status)
+
+    def missing(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests, int64_t num_tokens):
+        """Return the number of the first full block that is not known, and the names of it and those behind it."""
+        cdef kvc_tokens tokens = describe(ids, digests)
+        cdef int64_t most = num_tokens // self.cache.block_size(), num = 0
+        cdef cnp.ndarray names = np.empty((most, KVC_NAME_BYTES), np.uint8)
+        cdef uint8_t *out = <uint8_t *>cnp.PyArray_DATA(names)
+        cdef int32_t first = 0
+        cdef kvc_status status
+        self.cache.enter()
+        with nogil:
+            status = kvc_prefix_missing(self.handle, &tokens, num_tokens, out, most, &first, &num)
+        self.cache.finish(status)
+        return first, [names[i].tobytes().hex() for i in range(num)]
+
+    def add(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests, int32_t block, const uint8_t[::1] payload):
+        """Add a block from its payload; return whether it is known now."""
+        cdef kvc_tokens tokens = describe(ids, digests)
+        cdef int64_t size = payload.shape[0]
+        cdef const uint8_t *data = &payload[0] if size else NULL
+        cdef int32_t is_known = 0
+        cdef kvc_status status
+        if data == NULL:
+            return False
+        self.cache.enter()
+        with nogil:
+            status = kvc_prefix_add(self.handle, &tokens, block, data, size, &is_known)
+        self.cache.finish(KVC_OK if status == KVC_ERR_FORMAT else status)
+        return bool(is_known)
+
+    def stats(self):
+        """Return the fields of kvc_prefix_stats; of a closed cache, what was counted."""
+        cdef kvc_prefix_stats *s = &self.latest
+        if self.cache.try_enter():
+            with nogil:
+                kvc_prefix_get_stats(self.handle, s, sizeof(kvc_prefix_stats))
+            self.cache.leave()
+        else:
+            s.blocks = s.sequences = 0
+        return {
+            "requests": s.requests, "hits": s.hits, "tokens": s.tokens, "matched": s.matched, "reused": s.reused,
+            "blocks": s.blocks, "sequences": s.sequences,
+        }
+
+
+cdef kvc_tokens describe(const int64_t[::1] ids, const uint8_t[:, ::1] digests) noexcept:
+    cdef kvc_tokens tokens
+    tokens.struct_size = sizeof(tokens)
+    tokens.num_tokens = ids.shape[0]
+    tokens.ids = &ids[0] if ids.shape[0] else NULL
+    tokens.digests = &digests[0, 0] if digests is not None and ids.shape[0] else NULL
+    return tokens
+
+
+def new_sequence(Cache cache not None):
+    """Return an id that names nothing."""
+    cdef int64_t seq_id
+    cdef kvc_cache *handle = cache.enter()
+    with nogil:
+        seq_id = kvc_new_sequence(handle)
+    cache.leave()
+    return seq_id
+
+
+def take_new_blocks(Cache cache not None):
+    """Return the prefix (`Prefix.user`), name and id of each block that is new to stores."""
+    cdef kvc_new_block blocks[64]
+    cdef int64_t num = 64
+    cdef kvc_cache *handle = cache.enter()
+    found = []
+    while num == 64:
+        with nogil:
+            kvc_take_new_blocks(handle, blocks, sizeof(kvc_new_block), 64, &num)
+        found += [(<size_t>blocks[i].user, blocks[i].name[:KVC_NAME_BYTES].hex(), blocks[i].id) for i in range(num)]
+    cache.leave()
+    return found
+
+
+def payload_bytes(Cache cache not None):
+    """Return the bytes of a block's payload in which no layer is missing."""
+    cdef kvc_cache *handle = cache.enter()
+    size = kvc_payload_bytes(handle)
+    cache.leave()
+    return size
+
+
+def read_block(Cache cache not None, int64_t block_id):
+    """Return the payload of a block; None if it is not there any more."""
+    cdef kvc_cache *handle = cache.enter()
+    cdef int64_t size = kvc_payload_bytes(handle)
+    cdef kvc_status status
+    cdef cnp.ndarray payload
+    cdef void *data
+    try:
+        payload = np.empty(size, np.uint8)
+    except BaseException:
+        cache.leave()
+        raise
+    data = cnp.PyArray_DATA(payload)
+    with nogil:
+        status = kvc_read_block(handle, block_id, data, &size)
+    cache.finish(status)
+    return memoryview(payload)[:size] if size else None
