@@ -473,14 +473,17 @@ KVC_API int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id);
  * such a cache holds no tokens. */
 KVC_API int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position);
 
-/* Returns the position up to which the sequence's rows are exact: each follows from its tokens alone, as it was
- * computed at its position, behind exactly the tokens before it.  INT32_MAX: all are.  Rows from there on need not be
- * the same as those of another sequence with equal tokens: they, or others before them, were moved, replaced by
- * kvc_inject or a batch that restores layers, shared from a sequence that need not have had the same tokens before
- * them, stored at a position that was not the next one, computed while tokens were seen that kvc_commit_kept did not
- * keep, marked by kvc_mark_inexact, or come from a state of version 1.  They stay so wherever they go: in forks, shares,
- * retained and attached sequences, clones and saved states.  Once none of them is left, as after kvc_truncate at that
- * position, all rows are exact again.  Of a sequence in the open batch, its tokens there count as if all were kept. */
+/* Returns the position from which on the sequence's rows may not be exact; INT32_MAX: all are.  A row is exact if it
+ * follows from the sequence's tokens alone, as it was computed at its position, behind exactly the tokens before it: so
+ * another sequence that begins with these tokens may share it.  Not exact, with all that is behind, is what was
+ * - moved, or left behind tokens that were removed; replaced by kvc_inject, or by a batch that restores layers;
+ * - shared by kvc_share from a sequence that need not have the same tokens before it: dst goes on as src does where the
+ *   last row of dst is src's as well, and exact in both;
+ * - stored at a position that was not the next one, or computed while it saw tokens that kvc_commit_kept did not keep;
+ * - marked by kvc_mark_inexact, or loaded from a state of version 1.
+ * It stays so wherever it goes: in forks, shares, retained and attached sequences, clones and saved states.  Once none
+ * of it is left, as after kvc_truncate at that position, all rows are exact again.  In the open batch, a sequence's
+ * tokens count as if all were kept. */
 KVC_API int32_t kvc_exact_to(kvc_cache *cache, int64_t seq_id);
 
 /* Writes the ids of the sequences that hold rows of tokens, ascending, at most max_ids of them, none if seq_ids is
@@ -565,10 +568,10 @@ KVC_API kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, i
  * KVC_ERR_HELD, KVC_ERR_NOMEM and KVC_ERR_FULL (capacity, as in kvc_shift, or max_bytes). */
 KVC_API kvc_status kvc_settle(kvc_cache *cache);
 
-/* Notes that the sequence's rows from `position` on, those that a batch adds later included, are not exact (kvc_exact_to),
- * for what the cache cannot see: a mask hid tokens from them, say, or showed them later ones.  Possible at any time,
- * also while the sequence is in the open batch; one that holds nothing and is not there has no rows to mark, and nothing
- * happens.  Fails with KVC_ERR_INVALID. */
+/* Notes that the sequence's rows from `position` on, those that a batch adds later included, are not exact
+ * (kvc_exact_to), for what the cache cannot see: a mask hid tokens from them, say, or showed them later ones.  Possible
+ * at any time, also while the sequence is in the open batch; of one that holds nothing and is not there, nothing is
+ * noted.  Fails with KVC_ERR_INVALID. */
 KVC_API kvc_status kvc_mark_inexact(kvc_cache *cache, int64_t seq_id, int32_t position);
 
 /* ---- reading and replacing rows ---------------------------------------------------------------------------------- */

@@ -19,11 +19,12 @@ class Follower(Protocol):
     Attributes
     ----------
     edits : deque of tuple or None
-        None: whoever follows need not know. What was done to sequences and is not noted yet, oldest first: ``(seq_id, position, source, is_whole)``. The core
-        appends it in the call that does it, so that nothing comes between, such as a signal's handler that raises.
+        What was done to sequences and is not noted yet, oldest first: ``(seq_id, position, source, is_whole)``. The
+        core appends it in the call that does it, so that nothing comes between, such as a signal's handler that raises.
+        None, where whoever follows need not know.
 
-        Rows of a sequence at positions from this one on were changed, or of every one but `source` (None). `source`: the
-        rows were shared from this sequence. `is_whole`: nothing is left of what the sequence was.
+        Rows of a sequence at positions from this one on were changed, or of every one but `source` (None). `source`:
+        the rows were shared from this sequence. `is_whole`: nothing is left of what the sequence was.
     """
 
     edits: deque[Edit] | None

@@ -264,10 +264,10 @@ def _read_tables(data: memoryview, place: int) -> SavedState:
     layers, inv_freq = table("layers"), table("inv_freq")
     own = tuple(_layer(row, inv_freq) for row in layers.tolist())
     sequences = tuple(_sequences(table, layers[:, 9:11].tolist()))
-    library, fingerprint = str(metadata["library"]), str(metadata["fingerprint"])
+    version, library, fingerprint = int(metadata["version"]), str(metadata["library"]), str(metadata["fingerprint"])
     has_mac = any(data[size - MAC_BYTES : size])
     return SavedState(
-        int(metadata["version"]), library, fingerprint, own, block_size, max_seq_len, max_sequences, capacity, max_bytes, sequences,
+        version, library, fingerprint, own, block_size, max_seq_len, max_sequences, capacity, max_bytes, sequences,
         tuple(tensors.values()), size, has_mac,
     )  # fmt: skip
 

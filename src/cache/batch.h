@@ -14,7 +14,7 @@ typedef struct kvc_batch_sequence {
     int32_t next;              /* position that would continue the last stretch */
     int32_t goes_back;         /* not each token stands behind the one before, the first behind the sequence's last */
     int32_t last;              /* its last token; -1: none yet */
-    int32_t exact_to;          /* tokens from this position on will not follow from those before them, if all are kept */
+    int32_t exact_to; /* tokens from this position on will not follow from those before them, if all are kept */
 } kvc_batch_sequence;
 
 /* Where a token's rows lie; if block is NULL, slot is one of the row buffers. */

@@ -22,8 +22,8 @@ typedef struct kvc_sequence {
     int32_t is_hidden;            /* its id is a number of its own: no call can name it, and it stands behind others */
     int32_t in_batch;             /* 1 + its index among the sequences of the open batch; 0: it is not in the batch */
     int32_t min_query_position;   /* lowest position at which a query may still come; set before rows expire */
-    int32_t exact_to;    /* rows from there on do not follow from the sequence's tokens alone; INT32_MAX: all do */
-    int32_t edited_from; /* rows from there on were changed or dropped since somebody reset this; INT32_MAX: none */
+    int32_t exact_to;             /* rows from there on may not follow from its tokens alone; INT32_MAX: all do */
+    int32_t edited_from;          /* edits changed or dropped rows from there on; INT32_MAX: none since it was set so */
     int32_t in_rewrite;           /* a call copies its rows to new slots without the mutex */
     kvc_fate fate;                /* KVC_STAYS unless it is in the list cache->victims */
     kvc_thread rewriter;          /* the thread of that call */
@@ -75,14 +75,17 @@ int32_t kvc_sequence_next(const kvc_sequence *sequence);
  * groups, the first position that the others lack, because truncating there is allowed. */
 int32_t kvc_min_query_position(const kvc_sequence *sequence);
 
-/* Return the smaller of two positions, which may be INT32_MAX for none; a position if it is below `end`, else none. */
+/* Return the lower of two positions, either of which may be INT32_MAX: none; or a position, none if it is not below
+ * `end`. */
 static inline int32_t kvc_lower(int32_t a, int32_t b) { return a < b ? a : b; }
 static inline int32_t kvc_below(int32_t position, int32_t end) { return position < end ? position : INT32_MAX; }
 
-/* Note an edit, or a commit that replaces rows, once it cannot fail any more: rows from `position` on were changed or
- * dropped, and those from exact_to on do not follow from the tokens; or rows from `length` on, of which there were some,
- * were dropped, so that those that are left may be exact. */
+/* Notes an edit, or a commit, once it cannot fail any more: rows from `position` on were changed or dropped, and those
+ * from exact_to on may not follow from the tokens alone. */
 void kvc_sequence_note_edit(kvc_sequence *sequence, int32_t position, int32_t exact_to);
+
+/* Notes that all rows from `length` on were dropped of a sequence whose next position was next_before.  Where those
+ * that were not exact are among them, all that is left is. */
 void kvc_sequence_note_cut(kvc_sequence *sequence, int32_t length, int32_t next_before);
 
 /* ---- the table of sequences -------------------------------------------------------------------------------------- */

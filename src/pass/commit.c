@@ -125,9 +125,9 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
         if (batch->kept[token[i]] && batch->positions[token[i]] > last) last = batch->positions[token[i]];
     }
     const int keeps = last >= 0;
-    if (keeps)
-        kvc_sequence_note_edit(member->sequence, batch->replaced ? 0 : INT32_MAX,
-                               num_kept < member->num_tokens ? find_exact_to(batch, member) : member->exact_to);
+    const int32_t exact_to = num_kept < member->num_tokens ? find_exact_to(batch, member) : member->exact_to;
+    if (exact_to < member->sequence->exact_to && keeps) member->sequence->exact_to = exact_to;
+    if (batch->replaced && keeps) member->sequence->edited_from = 0;
     /* What a window has left behind once the tokens are added is not added.  In a batch that restores, everything is:
      * kvc_replace_note looks at all rows. */
     kvc_set_min_query_behind(member->sequence, last);

@@ -195,8 +195,8 @@ static const char BEGINNING[] = "{\"__metadata__\":{\"format\":\"kvcache\",\"ver
 
 uint64_t kvc_format_header(const kvc_format *format, char *to, uint64_t size) {
     text out = {to, size, 8};
-    add(&out, "%s%d%s%s%s%s%s", BEGINNING, format->version, LIBRARY, format->library, FINGERPRINT,
-        format->fingerprint, ENDING);
+    add(&out, "%s%d%s%s%s%s%s", BEGINNING, format->version, LIBRARY, format->library, FINGERPRINT, format->fingerprint,
+        ENDING);
     kvc_format_visit(format, INT64_MAX, add_tensor, &out);
     add(&out, "}");
     while (out.length % KVC_FORMAT_ALIGNMENT) add(&out, " ");

@@ -61,8 +61,7 @@ static kvc_status check_holdings(const kvc_state *state, int64_t i, int64_t *fir
         if (!is_holding(h, cache->policies[g].kind) || h->num_runs > f->state->num_runs - *first)
             return kvc_fail(KVC_ERR_FORMAT, "altered: what sequence %lld holds in group %d cannot be",
                             (long long)f->sequences[i].id, g);
-        while (r < h->num_runs && is_run(&f->runs[*first + r], &cache->policies[g], f->group_rows[g], exact_to))
-            r++;
+        while (r < h->num_runs && is_run(&f->runs[*first + r], &cache->policies[g], f->group_rows[g], exact_to)) r++;
         if (r < h->num_runs)
             return kvc_fail(KVC_ERR_FORMAT, "altered: run %lld of the table of runs cannot be",
                             (long long)(*first + r));

@@ -76,6 +76,8 @@ typedef struct pair {
     int32_t positions[MAX_BATCH];
     int64_t ids[MAX_BATCH];
     const int32_t *parents;              /* parents of its tokens, or NULL */
+    int has_own_parents;                 /* batches get own_parents, and not random ones */
+    const int32_t *own_parents;
     char written[MAX_LAYERS][MAX_BATCH]; /* whether token was put in layer */
     const uint8_t *replaced;             /* which layers the open batch restores; NULL: it is an ordinary one */
     void (*look)(struct pair *p);        /* not NULL: called when random tokens were put */
@@ -829,7 +831,8 @@ static inline void oracle_move(pair *p, int64_t id, int32_t begin, int32_t end, 
                                int moves_lost) {
     sequence *s = find_sequence(p, id);
     if (!s || (divisor ? divisor == 1 : delta == 0)) return;
-    int32_t next = next_of(p, s), had = next > 0, to = divisor ? begin / divisor : not_negative(begin + delta);
+    int32_t next = next_of(p, s), had = next > 0, to = divisor ? begin / divisor : begin;
+    if (delta < 0) to = not_negative(begin + delta);
     if (begin < end && begin < next) {
         if (begin + (int64_t)delta < 0 && (end < -(int64_t)delta ? end : -(int64_t)delta) >= next)
             oracle_cut(s, begin, next); /* all are dropped */
@@ -1308,7 +1311,7 @@ static inline kvc_status pair_begin_with(pair *p, int n, const int32_t *position
                                          const uint8_t *replaced) {
     static pair after; /* large */
     kvc_status right = oracle_begin(p, n, positions, ids, replaced, &after);
-    const int32_t *parents = replaced ? NULL : random_parents(n, ids);
+    const int32_t *parents = replaced ? NULL : p->has_own_parents ? p->own_parents : random_parents(n, ids);
     const kvc_begin_args args = {.struct_size = sizeof args,
                                  .num_tokens = n,
                                  .positions = positions,

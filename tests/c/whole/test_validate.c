@@ -132,6 +132,9 @@ static void test_sequences(void) {
     BREAK(cache, cache->policies[SLIDING].window, 1, "rows are to expire, and no batch will look for them");
     BREAK(cache, cache->num_holding, cache->num_holding - 1, "sequences that hold rows are noted");
     BREAK(cache, cache->memory.replaced, 1, "lists that nobody uses are left");
+    BREAK(cache, changed->exact_to, -1, "is exact to position -1, and edited from 2147483647 on");
+    BREAK(cache, changed->edited_from, -2, "is exact to position 2147483647, and edited from -2 on");
+    BREAK(cache, kvc_runs_begin(&changed->runs[FULL])->delta, 1, "rows at position 0 have moved, and it is exact to");
 
     kvc_sequence **changed_at = changed->changed_at;
     retained->changed_at = changed_at;

@@ -1,0 +1,318 @@
+/* Exact rows, which follow from their sequence's tokens alone: where they end after each edit and commit, and what was
+ * edited.  Random steps compare more of it with the oracle (support/oracle.h), which also checks that rows which pass
+ * for exact were computed behind the tokens that are before them. */
+#define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#include "cache/cache.h"
+#include "support/pairs.h"
+#include "support/retained.h"
+#include "support/saved.h"
+
+enum { ALL = INT32_MAX };
+
+static kvc_sequence *in_cache(const pair *p, int64_t id) { return kvc_table_find(&p->cache->sequences, id); }
+
+static void check_exact_at(const pair *p, const char *what, int64_t id, int32_t exact_to, int32_t edited_from) {
+    const kvc_sequence *s = in_cache(p, id);
+    const int32_t got = kvc_exact_to(p->cache, id), edited = s ? s->edited_from : ALL;
+    CHECKF(got == exact_to && edited == edited_from, "%s: exact to %d, edited from %d, not %d and %d", what, got, edited,
+           exact_to, edited_from);
+    pair_check(p);
+}
+
+/* ---- edits of a sequence ----------------------------------------------------------------------------------------- */
+
+static kvc_status edit_nothing(pair *p) { return (void)p, KVC_OK; }
+static kvc_status truncate_at_7(pair *p) { return pair_truncate(p, 1, 7); }
+static kvc_status truncate_behind_all(pair *p) { return pair_truncate(p, 1, 10); }
+static kvc_status remove_the_end(pair *p) { return pair_remove(p, 1, 7, 12, 1); }
+static kvc_status remove_nothing(pair *p) { return pair_remove(p, 1, 7, 7, 1); }
+static kvc_status remove_behind_all(pair *p) { return pair_remove(p, 1, 10, 20, 0); }
+static kvc_status remove_4_to_6(pair *p) { return pair_remove(p, 1, 4, 6, 0); }
+static kvc_status remove_and_shift(pair *p) { return pair_remove(p, 1, 4, 6, 1); }
+static kvc_status shift_up(pair *p) { return pair_shift(p, 1, 6, 8, 5); }
+static kvc_status shift_down(pair *p) { return pair_shift(p, 1, 6, KVC_END, -2); }
+static kvc_status shift_by_0(pair *p) { return pair_shift(p, 1, 6, KVC_END, 0); }
+static kvc_status shift_nothing(pair *p) { return pair_shift(p, 1, 10, KVC_END, -3); }
+static kvc_status shift_away(pair *p) { return pair_shift(p, 1, 7, KVC_END, -20); }
+static kvc_status shift_some_away(pair *p) { return pair_shift(p, 1, 3, 6, -5); }
+static kvc_status divide_by_3(pair *p) { return pair_divide(p, 1, 7, KVC_END, 3); }
+static kvc_status divide_by_1(pair *p) { return pair_divide(p, 1, 7, KVC_END, 1); }
+static kvc_status inject_at_5(pair *p) { return pair_inject(p, 1, 0, 5, 8); }
+static kvc_status inject_nothing(pair *p) { return pair_inject(p, 1, 0, 10, 12); }
+static kvc_status settle(pair *p) { return pair_settle(p); }
+static kvc_status compact(pair *p) { return pair_compact(p); }
+static kvc_status reserve(pair *p) { return pair_reserve(p, 1, 5); }
+static kvc_status mark_at_6(pair *p) { return pair_mark_inexact(p, 1, 6); }
+static kvc_status mark_behind_all(pair *p) { return pair_mark_inexact(p, 1, 12); }
+static kvc_status go_on(pair *p) { return pair_feed(p, 1, 10, 14); }
+static kvc_status go_back(pair *p) { return pair_feed(p, 1, 8, 11); }
+static kvc_status leave_a_gap(pair *p) { return pair_feed(p, 1, 11, 13); }
+
+/* Edits of sequence 1, which holds positions 0 to 9, all exact. */
+static const struct {
+    const char *name;
+    kvc_status (*edit)(pair *p);
+    int32_t exact_to, edited_from;
+} edits[] = {
+    {"nothing", edit_nothing, ALL, ALL},
+    {"truncate_at_7", truncate_at_7, ALL, 7},
+    {"truncate_behind_all", truncate_behind_all, ALL, ALL},
+    {"remove_the_end", remove_the_end, ALL, 7},
+    {"remove_nothing", remove_nothing, ALL, ALL},
+    {"remove_behind_all", remove_behind_all, ALL, ALL},
+    {"remove_4_to_6", remove_4_to_6, 4, 4},
+    {"remove_and_shift", remove_and_shift, 4, 4},
+    {"shift_up", shift_up, 6, 6},
+    {"shift_down", shift_down, 4, 4},
+    {"shift_by_0", shift_by_0, ALL, ALL},
+    {"shift_nothing", shift_nothing, ALL, ALL},
+    {"shift_away", shift_away, ALL, 7},
+    {"shift_some_away", shift_some_away, 0, 0},
+    {"divide_by_3", divide_by_3, 2, 2},
+    {"divide_by_1", divide_by_1, ALL, ALL},
+    {"inject_at_5", inject_at_5, 5, 5},
+    {"inject_nothing", inject_nothing, ALL, ALL},
+    {"settle", settle, ALL, ALL},
+    {"compact", compact, ALL, ALL},
+    {"reserve", reserve, ALL, ALL},
+    {"mark_at_6", mark_at_6, 6, ALL},
+    {"mark_behind_all", mark_behind_all, 12, ALL},
+    {"go_on", go_on, ALL, ALL},
+    {"go_back", go_back, 8, ALL},
+    {"leave_a_gap", leave_a_gap, 11, ALL},
+};
+
+static pair *edited_pair(kvc_status (*edit)(pair *p)) {
+    static const kvc_rope rope = {.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 1, .inv_freq = right_angles};
+    static pair p;
+    const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 2, .v_dim = 2, .rope = rope},
+                                {.num_kv_heads = 1, .k_dim = 1, .v_dim = 1, .rope.kind = KVC_ROPE_NONE}};
+    p = (pair){.config = {.block_size = 4, .num_threads = 1}, .roundings = 8, .has_own_parents = 1};
+    pair_new(&p, 2, layers);
+    CHECK(pair_feed(&p, 1, 0, 10) == KVC_OK);
+    CHECKF(edit(&p) == KVC_OK, "%s", kvc_last_error());
+    return &p;
+}
+
+/* After each of them: what it did, and where copies, and what builds on it, stop being exact. */
+static void test_edits(void) {
+    for (size_t i = 0; i < sizeof edits / sizeof *edits; i++) {
+        pair *p = edited_pair(edits[i].edit);
+        const int32_t exact_to = edits[i].exact_to, next = kvc_next_position(p->cache, 1);
+        check_exact_at(p, edits[i].name, 1, exact_to, edits[i].edited_from);
+        for (int32_t length = 1; length < 12; length++) {
+            pair_copy_prefix(p, 1, 2, length);
+            check_exact_at(p, edits[i].name, 2, exact_to < length ? exact_to : ALL, length > 1 ? 0 : ALL);
+        }
+        pair_fork(p, 1, 2);
+        pair_feed(p, 2, next, next + 2);
+        check_exact_at(p, edits[i].name, 2, exact_to, 0);
+        pair_clone(p);
+        pair_save(p);
+        pair_restore(p, 1, 2);
+        check_exact_at(p, edits[i].name, 2, exact_to, 0);
+        CHECK(pair_truncate(p, 2, 3) == KVC_OK);
+        check_exact_at(p, edits[i].name, 2, exact_to < 3 || exact_to >= next ? exact_to : ALL, 0);
+        pair_clear_sequence(p, 1);
+        check_exact_at(p, edits[i].name, 1, ALL, ALL);
+        pair_feed(p, 1, 0, 3);
+        check_exact_at(p, edits[i].name, 1, ALL, ALL);
+        pair_free(p);
+    }
+}
+
+/* ---- retained sequences ------------------------------------------------------------------------------------------ */
+
+/* Pieces of sequence 1, attached up to each length. */
+static void test_retained(void) {
+    for (size_t i = 0; i < sizeof edits / sizeof *edits; i++) {
+        pair *p = edited_pair(edits[i].edit);
+        const int32_t exact_to = edits[i].exact_to;
+        for (int n = 0; n < 3; n++) pair_retain(p, 1, FIRST_RETAINED + n, n * 4, n * 4 + 4);
+        for (int32_t length = 1; length < 12; length++) {
+            pair_attach(p, (int64_t[]){FIRST_RETAINED, FIRST_RETAINED + 1, FIRST_RETAINED + 2}, 3, 2, length);
+            const int32_t end = kvc_next_position(p->cache, 2);
+            check_exact_at(p, edits[i].name, 2, exact_to < end ? exact_to : ALL, ALL);
+            pair_clear_sequence(p, 2);
+        }
+        pair_free(p);
+    }
+}
+
+/* What is written to a retained sequence is what its tokens make, as its caller promises. */
+static void test_written_to_a_retained_sequence(void) {
+    static const float rows[4 * 4];
+    pair *p = edited_pair(edit_nothing);
+    const kvc_rows_in in = {.struct_size = sizeof in, .k = rows, .v = rows};
+    int32_t matched = 0;
+    CHECK(kvc_retain_new(p->cache, 9, 0, 4, NULL) == KVC_OK);
+    CHECK(kvc_inject(p->cache, 9, 0, 0, 4, &in) == KVC_OK && kvc_inject(p->cache, 9, 1, 0, 4, &in) == KVC_OK);
+    CHECK(kvc_attach(p->cache, (int64_t[]){9}, 1, 3, 100, &matched) == KVC_OK && matched == 4);
+    CHECK(kvc_exact_to(p->cache, 9) == ALL && kvc_exact_to(p->cache, 3) == ALL);
+    pair_free(p);
+}
+
+/* Rows of the open batch count as they will once all are kept. */
+static void test_retained_of_an_open_batch(void) {
+    pair *p = edited_pair(edit_nothing);
+    CHECK(pair_begin(p, 4, (int32_t[]){10, 11, 11, 12}, (int64_t[]){1, 1, 1, 1}) == KVC_OK);
+    CHECK(kvc_exact_to(p->cache, 1) == 11);
+    CHECK(kvc_retain(p->cache, 1, 9, 8, 12) == KVC_OK && kvc_exact_to(p->cache, 9) == 11);
+    CHECK(kvc_retain(p->cache, 1, 8, 4, 8) == KVC_OK && kvc_exact_to(p->cache, 8) == ALL);
+    pair_abort(p);
+    CHECK(kvc_exact_to(p->cache, 1) == ALL);
+    pair_free(p);
+}
+
+/* ---- sharing ----------------------------------------------------------------------------------------------------- */
+
+/* A sequence goes on as another does as long as both are exact, and the last row of the one is the other's. */
+static void test_sharing(void) {
+    static const struct {
+        const char *name;
+        int32_t begin, end, length, cut, exact_to; /* length: dst begins as a copy of src's prefix; cut: src is inexact */
+    } cases[] = {
+        {"all", 0, KVC_END, 0, ALL, ALL},
+        {"all of an inexact one", 0, KVC_END, 0, 5, 5},
+        {"before it is inexact", 0, 5, 0, 5, ALL},
+        {"without what is before", 3, KVC_END, 0, ALL, 3},
+        {"what follows", 4, KVC_END, 4, ALL, ALL},
+        {"what follows, and more", 2, KVC_END, 4, ALL, ALL},
+        {"what follows is inexact", 4, KVC_END, 4, 6, 6},
+        {"what was inexact before", 4, KVC_END, 4, 2, 2},
+        {"behind a gap", 6, KVC_END, 4, ALL, 6},
+        {"what is there", 0, 4, 4, ALL, ALL},
+        {"nothing", 20, 30, 4, ALL, ALL},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        pair *p = edited_pair(edit_nothing);
+        if (cases[i].cut != ALL) pair_mark_inexact(p, 1, cases[i].cut);
+        if (cases[i].length) pair_copy_prefix(p, 1, 2, cases[i].length);
+        CHECK(pair_share(p, 1, 2, cases[i].begin, cases[i].end) == KVC_OK);
+        CHECKF(kvc_exact_to(p->cache, 2) == cases[i].exact_to, "%s: %d", cases[i].name, kvc_exact_to(p->cache, 2));
+        pair_check(p);
+        pair_free(p);
+    }
+    pair *p = edited_pair(edit_nothing); /* other tokens, however many there are */
+    pair_feed(p, 2, 0, 4);
+    CHECK(pair_share(p, 1, 2, 4, KVC_END) == KVC_OK);
+    check_exact_at(p, "another's rows", 2, 4, 4);
+    CHECK(pair_feed(p, 2, 10, 12) == KVC_OK);
+    check_exact_at(p, "what builds on them", 2, 4, 4);
+    pair_free(p);
+    p = edited_pair(edit_nothing);
+    pair_fork(p, 1, 3);
+    pair_feed(p, 1, 10, 11);
+    pair_feed(p, 3, 10, 11); /* in the same block */
+    pair_feed(p, 1, 11, 12);
+    CHECK(pair_share(p, 1, 3, 11, KVC_END) == KVC_OK);
+    check_exact_at(p, "a fork's rows", 3, 11, 11);
+    pair_free(p);
+}
+
+/* ---- commits ----------------------------------------------------------------------------------------------------- */
+
+enum { MOST_TOKENS = 6 };
+
+/* Tokens behind the 10 that sequence 1 has, and those of them that are kept; kept[0] -1: all. */
+static const struct {
+    const char *name;
+    int num, is_tree;
+    int32_t positions[MOST_TOKENS], parents[MOST_TOKENS];
+    int num_kept;
+    int32_t kept[MOST_TOKENS];
+    int32_t exact_to;
+} commits[] = {
+    {"in order", 3, 0, {10, 11, 12}, {0}, -1, {0}, ALL},
+    {"none", 3, 0, {10, 11, 12}, {0}, 0, {0}, ALL},
+    {"the first", 3, 0, {10, 11, 12}, {0}, 2, {1, 0}, ALL},
+    {"the last", 3, 0, {10, 11, 12}, {0}, 1, {2}, 12},
+    {"not the middle", 3, 0, {10, 11, 12}, {0}, 2, {0, 2}, 12},
+    {"twice", 3, 0, {10, 10, 11}, {0}, -1, {0}, 10},
+    {"twice, one kept", 3, 0, {10, 10, 11}, {0}, 2, {0, 2}, 10},
+    {"another in sight", 3, 0, {10, 5, 11}, {0}, 2, {0, 2}, 10},
+    {"a dropped one out of sight", 3, 0, {10, 11, 12}, {0}, 1, {0}, ALL},
+    {"backwards", 3, 0, {12, 11, 10}, {0}, -1, {0}, 10},
+    {"from before", 3, 0, {3, 10, 11}, {0}, -1, {0}, 3},
+    {"a path", 3, 1, {10, 11, 12}, {-1, 0, 1}, -1, {0}, ALL},
+    {"a branch of a tree", 5, 1, {10, 10, 11, 11, 12}, {-1, -1, 0, 1, 3}, 3, {1, 3, 4}, ALL},
+    {"its beginning", 5, 1, {10, 10, 11, 11, 12}, {-1, -1, 0, 1, 3}, 2, {1, 3}, ALL},
+    {"two branches", 5, 1, {10, 10, 11, 11, 12}, {-1, -1, 0, 1, 3}, 4, {0, 2, 1, 3}, 10},
+    {"a tree", 5, 1, {10, 10, 11, 11, 12}, {-1, -1, 0, 1, 3}, -1, {0}, 10},
+    {"another branch's end", 5, 1, {10, 10, 11, 11, 12}, {-1, -1, 0, 1, 3}, 2, {0, 3}, 11},
+    {"without parents in a tree", 3, 1, {10, 11, 12}, {-1, -1, -1}, -1, {0}, 11},
+    {"without its parent", 3, 1, {10, 11, 12}, {-1, 0, 1}, 2, {1, 2}, 11},
+    {"a parent at another position", 3, 1, {10, 12, 11}, {-1, 0, 1}, -1, {0}, 11},
+};
+
+static void test_commits(void) {
+    for (size_t i = 0; i < sizeof commits / sizeof *commits; i++) {
+        pair *p = edited_pair(edit_nothing);
+        p->own_parents = commits[i].is_tree ? commits[i].parents : NULL;
+        CHECK(pair_begin(p, commits[i].num, commits[i].positions, (int64_t[]){1, 1, 1, 1, 1, 1}) == KVC_OK);
+        pair_put_all(p);
+        pair_commit_kept(p, commits[i].num_kept < 0 ? NULL : commits[i].kept, commits[i].num_kept);
+        check_exact_at(p, commits[i].name, 1, commits[i].exact_to, ALL);
+        pair_free(p);
+    }
+}
+
+/* Whoever restores layers says what their rows are. */
+static void test_restoring(void) {
+    static const struct {
+        int32_t positions[3], num_kept, exact_in_batch, exact_to;
+    } cases[] = {{{8, 7, 9}, 3, 7, 7}, {{8, 7, 9}, 1, 7, 8}, {{10, 11, 12}, 3, 10, 10}, {{10, 11, 12}, 2, 10, 10}};
+    static const uint8_t layers[] = {1, 1};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        pair *p = edited_pair(edit_nothing);
+        CHECK(pair_begin_with(p, 3, cases[i].positions, (int64_t[]){1, 1, 1}, layers) == KVC_OK);
+        CHECK(kvc_exact_to(p->cache, 1) == cases[i].exact_in_batch);
+        pair_put_all(p);
+        CHECK(pair_commit_kept(p, (int32_t[]){0, 1, 2}, cases[i].num_kept) == KVC_OK);
+        check_exact_at(p, "restored", 1, cases[i].exact_to, 0);
+        pair_free(p);
+    }
+}
+
+/* ---- marks ------------------------------------------------------------------------------------------------------- */
+
+static void test_marks(void) {
+    pair *p = edited_pair(mark_at_6);
+    CHECK_FAILS(kvc_mark_inexact(p->cache, 1, -1), KVC_ERR_INVALID, "position is -1", "");
+    CHECK(kvc_mark_inexact(p->cache, 1, 8) == KVC_OK && kvc_exact_to(p->cache, 1) == 6);
+    CHECK(kvc_mark_inexact(p->cache, 3, 0) == KVC_OK && kvc_exact_to(p->cache, 3) == ALL);
+    pair_free(p);
+
+    p = edited_pair(mark_behind_all); /* it is of rows to come, also when others were dropped */
+    CHECK(pair_truncate(p, 1, 5) == KVC_OK && pair_feed(p, 1, 5, 14) == KVC_OK);
+    check_exact_at(p, "marked before", 1, 12, 5);
+    CHECK(pair_truncate(p, 1, 12) == KVC_OK && pair_feed(p, 1, 12, 14) == KVC_OK);
+    check_exact_at(p, "dropped since", 1, ALL, 5);
+    pair_free(p);
+
+    p = edited_pair(edit_nothing); /* a new sequence of the open batch, which is no more when that is aborted */
+    CHECK(pair_reserve(p, 5, 2) == KVC_OK); /* whose struct is there for the next new one, too */
+    for (int keeps = 0; keeps < 2; keeps++) {
+        CHECK(pair_begin(p, 2, (int32_t[]){0, 1}, (int64_t[]){5, 5}) == KVC_OK);
+        CHECK(kvc_mark_inexact(p->cache, 5, 0) == KVC_OK && kvc_exact_to(p->cache, 5) == 0);
+        pair_put_all(p);
+        CHECK(keeps ? kvc_commit(p->batch) == KVC_OK : (pair_abort(p), 1));
+        CHECK(kvc_exact_to(p->cache, 5) == (keeps ? 0 : ALL));
+        if (!keeps) pair_feed(p, 6, 0, 2);
+        CHECK(kvc_exact_to(p->cache, 6) == ALL);
+    }
+    p->batch = NULL;
+    pair_free(p);
+}
+
+int main(void) {
+    test_edits();
+    test_retained();
+    test_written_to_a_retained_sequence();
+    test_retained_of_an_open_batch();
+    test_sharing();
+    test_commits();
+    test_restoring();
+    test_marks();
+    return test_result();
+}
