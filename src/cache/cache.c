@@ -72,6 +72,11 @@ void kvc_cache_replace(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *o
     kvc_cache_after_edit(cache, sequence);
 }
 
+int64_t kvc_cache_new_id(kvc_cache *cache) {
+    while (kvc_table_find(&cache->sequences, cache->next_id)) cache->next_id++;
+    return cache->next_id++;
+}
+
 void kvc_cache_spare(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_cache_unmark_changed(sequence);
     kvc_table_remove(&cache->sequences, sequence);

@@ -155,6 +155,9 @@ static inline int kvc_is_evicted_in(const kvc_cache *cache, const kvc_sequence *
            (sequence->fate == KVC_LOSES_WINDOWS && kvc_policy_expires(&cache->policies[g]));
 }
 
+/* Returns an id that names nothing, and that no such call has returned before. */
+int64_t kvc_cache_new_id(kvc_cache *cache);
+
 /* Takes a blank sequence out of the table, as the spare one; there must be none. */
 void kvc_cache_spare(kvc_cache *cache, kvc_sequence *sequence);
 

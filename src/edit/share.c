@@ -10,10 +10,10 @@ static kvc_status find_two(kvc_cache *cache, int64_t src_id, int64_t dst_id, kvc
         *src = kvc_cache_find(cache, src_id);
         *dst = kvc_table_find(&cache->sequences, dst_id);
     } while (*dst && (*dst)->in_place);
+    KVC_TRY(kvc_check_idle(*src));
+    KVC_TRY(kvc_check_idle(*dst));
     if (*src && kvc_sequence_is_blank(*src)) *src = NULL; /* a prefix follows it */
-    kvc_status status = kvc_check_idle(*src);
-    if (status == KVC_OK) status = kvc_check_idle(*dst);
-    return status == KVC_OK ? kvc_check_not_retained(*dst) : status;
+    return kvc_check_not_retained(*dst);
 }
 
 /* The rows that dst is to share with src. */

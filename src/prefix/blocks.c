@@ -78,7 +78,7 @@ kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t *
     const kvc_sequence *hidden = kvc_table_find_hidden(&cache->sequences, id);
     if (!hidden) return kvc_unlock(cache, KVC_OK);
     const int32_t begin = kvc_sequence_first(hidden), end = kvc_sequence_last(hidden) + 1;
-    const int64_t copy = kvc_new_id(cache); /* a sequence of the same rows, which nothing evicts meanwhile */
+    const int64_t copy = kvc_cache_new_id(cache); /* a sequence of the same rows, which nothing evicts meanwhile */
     kvc_status status = kvc_retain_pinned(cache, hidden, copy, begin, end);
     kvc_unlock(cache, KVC_OK);
     if (status != KVC_OK) return status;
@@ -174,7 +174,7 @@ static kvc_status begin_arrival(arrival *a, const kvc_tokens *tokens, int32_t *i
     if (*is_known) return KVC_OK;
     kvc_pinned *pin = kvc_prefix_add_pin(prefix, last);
     if (!pin) return KVC_ERR_NOMEM;
-    pin->id = a->id = kvc_new_id(prefix->cache);
+    pin->id = a->id = kvc_cache_new_id(prefix->cache);
     return KVC_OK;
 }
 

@@ -89,7 +89,7 @@ static kvc_status check_config(const kvc_cache *cache, const kvc_prefix_config *
                         "for more");
     for (int32_t i = 0; i < cache->num_layers; i++)
         if (cache->layers[i].policy.kind == KVC_CROSS)
-            return kvc_fail(KVC_ERR_UNSUPPORTED, "layer %d is KVC_CROSS: its rows do not follow from tokens", i);
+            return kvc_fail(KVC_ERR_UNSUPPORTED, "layer %d is a cross-attention layer: its rows do not follow from tokens", i);
     return KVC_OK;
 }
 
@@ -314,18 +314,6 @@ kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *from, int32_t
 
 /* ---- acquiring --------------------------------------------------------------------------------------------------- */
 
-int64_t kvc_new_id(kvc_cache *cache) {
-    while (kvc_table_find(&cache->sequences, cache->next_id)) cache->next_id++;
-    return cache->next_id++;
-}
-
-int64_t kvc_new_sequence(kvc_cache *cache) {
-    kvc_lock(cache);
-    const int64_t id = kvc_new_id(cache);
-    kvc_unlock(cache, KVC_OK);
-    return id;
-}
-
 /* Makes the sequence of a session, and begins it. */
 static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const path *p, int64_t id, int32_t matched) {
     kvc_cache *cache = prefix->cache;
@@ -351,7 +339,7 @@ static kvc_status acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t 
     int32_t num;
     KVC_TRY(find_match(prefix, tokens, limit, &p, &num));
     kvc_session *session = kvc_session_new(prefix, tokens, num);
-    const int64_t id = kvc_new_id(prefix->cache);
+    const int64_t id = kvc_cache_new_id(prefix->cache);
     const kvc_status status = session ? begin(prefix, session, &p, id, num) : KVC_ERR_NOMEM;
     if (status == KVC_OK) {
         prefix->stats.requests++;

@@ -29,9 +29,6 @@ struct kvc_prefix {
 /* Copies a caller's tokens, and checks them. */
 kvc_status kvc_read_tokens(const kvc_tokens *from, kvc_tokens *tokens);
 
-/* Return an id that names nothing. */
-int64_t kvc_new_id(kvc_cache *cache);
-
 /* Returns the last node with rows of the first num_tokens tokens, behind others that have; the root if there is none. */
 kvc_node *kvc_prefix_find(const kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens);
 

@@ -121,17 +121,24 @@ static void fill(kvc_session *session, int32_t end, int32_t exact_to) {
     while (session->retained_to <= end - block_size(session) && keep_next(session)) continue;
 }
 
-/* Returns the lowest position of a batch's tokens of one sequence, and sets *end behind the largest that is kept. */
-static int32_t range_of(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t *end) {
+/* Positions of a batch's tokens of one sequence. */
+typedef struct range {
+    int32_t begin, end; /* the lowest, and behind the largest that is kept */
+    int32_t dropped;    /* the lowest that is not kept; INT32_MAX: all are */
+} range;
+
+static range range_of(const kvc_batch *batch, const kvc_batch_sequence *member) {
     const int32_t *token = batch->order + member->first;
-    int32_t begin = INT32_MAX, last = -1;
+    range r = {INT32_MAX, 0, INT32_MAX};
     for (int32_t i = 0; i < member->num_tokens; i++) {
         const int32_t position = batch->positions[token[i]];
-        if (position < begin) begin = position;
-        if (position > last && batch->kept[token[i]]) last = position;
+        r.begin = kvc_lower(r.begin, position);
+        if (!batch->kept[token[i]])
+            r.dropped = kvc_lower(r.dropped, position);
+        else if (position >= r.end)
+            r.end = position + 1;
     }
-    *end = last + 1;
-    return begin;
+    return r;
 }
 
 void kvc_prefix_fill(const kvc_batch *batch, int is_committed) {
@@ -139,11 +146,11 @@ void kvc_prefix_fill(const kvc_batch *batch, int is_committed) {
         const kvc_batch_sequence *member = &batch->sequences[s];
         kvc_session *session = (kvc_session *)(void *)member->sequence->follower;
         if (!session) continue;
-        int32_t end;
-        const int32_t begin = range_of(batch, member, &end), is_other = batch->replaced || begin < session->retained_to;
-        note_edits(session, member->is_unstored ? 0 : is_other ? begin : INT32_MAX);
+        const range r = range_of(batch, member);
+        const int is_other = batch->replaced || r.begin < session->retained_to;
+        note_edits(session, member->is_unstored ? 0 : is_other ? r.begin : r.dropped);
         if (member->is_unstored || batch->replaced) continue;
-        fill(session, end,
+        fill(session, r.end,
              is_committed ? member->sequence->exact_to : kvc_exact_to_with_batch(batch->cache, member->sequence));
     }
 }

@@ -68,3 +68,10 @@ int64_t kvc_sequences(kvc_cache *cache, int64_t *seq_ids, int64_t max_ids) {
     kvc_unlock(cache, KVC_OK);
     return n;
 }
+
+int64_t kvc_new_sequence(kvc_cache *cache) {
+    kvc_lock(cache);
+    const int64_t id = kvc_cache_new_id(cache);
+    kvc_unlock(cache, KVC_OK);
+    return id;
+}

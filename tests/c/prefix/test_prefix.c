@@ -173,6 +173,14 @@ static void note_full(live *s) {
     remember(s->prefix, &s->tokens, s->kept, !s->is_partial);
 }
 
+/* Notes that the tokens from a position on are others than those that were given. */
+static void note_edit(live *s, int32_t position) {
+    const int32_t full = position / BLOCK * BLOCK;
+    if (s->prompt > full) s->prompt = full;
+    if (s->kept > full) s->kept = full;
+    s->is_partial |= w.is_windowed;
+}
+
 static void put_rows(kvc_batch *batch, const live *s, int32_t num) {
     static float rows[MOST_TOKENS][DIM];
     for (int32_t i = 0; i < num; i++)
@@ -209,19 +217,11 @@ static void step_feed(void) {
         CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
     } else {
         CHECKF(kvc_commit_kept(batch, kept, num_kept) == KVC_OK, "%s", kvc_last_error());
-        s->is_partial |= w.is_windowed; /* windows have moved on when its blocks are kept */
+        note_edit(s, s->fed + num_kept); /* windows have moved on when its blocks are kept, and other tokens may come */
     }
     s->fed += num_kept;
     if (s->tokens.num > before) s->tokens.num = s->fed > before ? s->fed : before;
     note_full(s);
-}
-
-/* Notes that the tokens from a position on are others than those that were given. */
-static void note_edit(live *s, int32_t position) {
-    const int32_t full = position / BLOCK * BLOCK;
-    if (s->prompt > full) s->prompt = full;
-    if (s->kept > full) s->kept = full;
-    s->is_partial |= w.is_windowed;
 }
 
 /* Takes tokens back, or makes rows inexact: moves some, writes others in their place, says so. */
@@ -230,13 +230,17 @@ static void step_edit(void) {
     live *s = &w.sequences[random_int(0, w.num_live)];
     static const float row[DIM];
     const int32_t at = random_int(0, s->fed + 1), end = random_int(at, s->fed + 2);
+    const int was_empty = !s->fed;
     kvc_status status;
     switch (random_int(0, 4)) {
     case 0:
-        if (kvc_truncate(w.cache, s->id, at) != KVC_OK || at == s->fed) return;
+        if (kvc_truncate(w.cache, s->id, at) != KVC_OK) return;
         if (s->exact_to >= at && s->exact_to < s->fed) s->exact_to = INT32_MAX;
-        s->is_acquired &= at > 0;
-        s->fed = s->tokens.num = at;
+        s->fed = s->tokens.num = kvc_next_position(w.cache, s->id); /* less, if those before were removed */
+        if (!s->fed && !was_empty) { /* it has ended */
+            s->is_acquired = 0;
+            s->exact_to = INT32_MAX;
+        }
         note_edit(s, at);
         return;
     case 1:
@@ -370,6 +374,9 @@ static void test_random(const kvc_policy *policies, int num_layers, kvc_config c
         steps[random_int(0, (int)(sizeof steps / sizeof *steps))]();
         CHECKF(kvc_validate(w.cache) == KVC_OK, "%s", kvc_last_error());
         CHECK(kvc_nbytes(w.cache) == memory_bytes(&heap));
+        for (int s = 0; s < w.num_live; s++)
+            CHECKF(kvc_exact_to(w.cache, w.sequences[s].id) == w.sequences[s].exact_to, "exact to %d, not %d",
+                   kvc_exact_to(w.cache, w.sequences[s].id), w.sequences[s].exact_to);
     }
     end_world();
 }
