@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Self, SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, Any, Self, SupportsFloat, SupportsIndex
 
 from kvcache import _core
 from kvcache.arguments import integer, to_float
@@ -92,6 +93,11 @@ class PrefixCache:
         `rope`. By default off.
     timeout : float, default 1.0
         The most seconds that `acquire` waits for the store.
+    quota : int, default 0
+        Tokens: so many of its most recently used ones stay, whatever room batches and others need. Give less than the
+        cache's `capacity` to all that share it.
+    ttl : float, optional
+        Seconds after which blocks that nobody has used are dropped, from memory. By default never.
 
     Raises
     ------
@@ -144,6 +150,8 @@ class PrefixCache:
         secret: bytes | None = None,
         reuse_min_tokens: SupportsIndex | None = None,
         timeout: SupportsFloat = 1.0,
+        quota: SupportsIndex = 0,
+        ttl: SupportsFloat | None = None,
     ) -> None:
         _check_cache(cache)
         if not isinstance(fingerprint, str):
@@ -159,10 +167,12 @@ class PrefixCache:
             least = integer(reuse_min_tokens, "reuse_min_tokens", 1, _core.INT32_MAX)
             _check_rope(cache)
         seconds = _seconds(timeout)
+        tokens = integer(quota, "quota", 0, _core.INT64_MAX)
         identity = identity_of(cache, fingerprint)
         self._cache, self._core, self._block_size = cache, cache._core, cache.block_size
         root = root_of(identity, salt)
-        self._prefix = _core.Prefix(self._core, salt, root, 0, 0, least or 0, store is not None)
+        self._prefix = _core.Prefix(self._core, salt, root, tokens, _ttl(ttl), least or 0, store is not None)
+        self._common: dict[str, Any] = {"fingerprint": fingerprint, "store": store, "reuse_min_tokens": least, "timeout": seconds}
         self._client: StoreClient | None = None
         self._fetching: Fetching | None = None
         self._watch: Watch | None = None
@@ -194,6 +204,21 @@ class PrefixCache:
     def cache(self) -> KVCache:
         """The cache whose memory it uses."""
         return self._cache
+
+    def tenant(
+        self,
+        salt: bytes,
+        *,
+        secret: bytes | None = None,
+        quota: SupportsIndex = 0,
+        ttl: SupportsFloat | None = None,
+    ) -> PrefixCache:
+        """Return a prefix cache for another tenant: of the same cache, model and store, which shares no block with it.
+
+        Arguments are those of the class. There may be any number of tenants: one takes some hundred bytes, and a batch
+        asks none but those whose sequences it has.
+        """
+        return PrefixCache(self._cache, salt=salt, secret=secret, quota=quota, ttl=ttl, **self._common)
 
     # ---- what a request does
 
@@ -372,6 +397,16 @@ def _seconds(timeout: SupportsFloat) -> float:
     if not seconds >= 0:
         raise ValueError(f"timeout={timeout!r}: must be a number of seconds of at least 0")
     return seconds
+
+
+def _ttl(seconds: SupportsFloat | None) -> int:
+    """Return milliseconds, rounded up; 0: without end."""
+    if seconds is None:
+        return 0
+    number = to_float(seconds, "ttl")
+    if not 0 < number <= 1e12:
+        raise ValueError(f"ttl={seconds!r}: must be a number of seconds above 0, and at most 1e12; None is without end")
+    return math.ceil(number * 1000)
 
 
 def _check_store(store: object) -> None:

@@ -45,9 +45,9 @@ class Watch:
             core.commit(keep)
         finally:  # it may be committed, too, as when a signal came meanwhile
             self.store_new()
-        num_sequences = len(set(core.get_seq_ids().tolist()))
-        if core.num_tokens >= FEW_TOKENS * num_sequences:
-            self._measure(core.num_tokens, time.perf_counter() - begin)
+        num_tokens = core.num_tokens
+        if num_tokens >= FEW_TOKENS and num_tokens >= FEW_TOKENS * len(set(core.get_seq_ids().tolist())):
+            self._measure(num_tokens, time.perf_counter() - begin)
 
     def store_new(self) -> None:
         """Queue the new full blocks to be written to their stores."""

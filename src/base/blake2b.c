@@ -3,6 +3,8 @@
 
 #include <string.h>
 
+#include "base/compiler.h"
+
 static const uint64_t INITIAL[8] = {0x6a09e667f3bcc908, 0xbb67ae8584caa73b, 0x3c6ef372fe94f82b, 0xa54ff53a5f1d36f1,
                                     0x510e527fade682d1, 0x9b05688c2b3e6c1f, 0x1f83d9abfb41bd6b, 0x5be0cd19137e2179};
 
@@ -16,13 +18,16 @@ static const uint8_t SIGMA[10][16] = {
 
 static uint64_t load64(const uint8_t *p) {
     uint64_t x = 0;
-    for (int i = 7; i >= 0; i--) x = x << 8 | p[i];
+    if (KVC_IS_BIG_ENDIAN)
+        for (int i = 7; i >= 0; i--) x = x << 8 | p[i];
+    else
+        memcpy(&x, p, sizeof x);
     return x;
 }
 
 static uint64_t rotate(uint64_t x, int bits) { return x >> bits | x << (64 - bits); }
 
-static void mix(uint64_t *v, int a, int b, int c, int d, uint64_t x, uint64_t y) {
+static inline void mix(uint64_t *v, int a, int b, int c, int d, uint64_t x, uint64_t y) {
     v[a] += v[b] + x;
     v[d] = rotate(v[d] ^ v[a], 32);
     v[c] += v[d];
@@ -31,6 +36,18 @@ static void mix(uint64_t *v, int a, int b, int c, int d, uint64_t x, uint64_t y)
     v[d] = rotate(v[d] ^ v[a], 16);
     v[c] += v[d];
     v[b] = rotate(v[b] ^ v[c], 63);
+}
+
+/* Written out, so that v stays in registers and `s` becomes constants: twice as fast as in loops. */
+static inline void mix_all(uint64_t *v, const uint64_t *m, const uint8_t *s) {
+    mix(v, 0, 4, 8, 12, m[s[0]], m[s[1]]);
+    mix(v, 1, 5, 9, 13, m[s[2]], m[s[3]]);
+    mix(v, 2, 6, 10, 14, m[s[4]], m[s[5]]);
+    mix(v, 3, 7, 11, 15, m[s[6]], m[s[7]]);
+    mix(v, 0, 5, 10, 15, m[s[8]], m[s[9]]);
+    mix(v, 1, 6, 11, 12, m[s[10]], m[s[11]]);
+    mix(v, 2, 7, 8, 13, m[s[12]], m[s[13]]);
+    mix(v, 3, 4, 9, 14, m[s[14]], m[s[15]]);
 }
 
 /* Mixes the block in; `last`: all ones for the last one, else 0. */
@@ -42,12 +59,18 @@ static void compress(kvc_blake2b *hash, uint64_t last) {
     memcpy(v + 8, INITIAL, sizeof INITIAL);
     v[12] ^= hash->size;
     v[14] ^= last;
-    for (int round = 0; round < 12; round++) {
-        const uint8_t *s = SIGMA[round % 10];
-        for (int i = 0; i < 4; i++) mix(v, i, i + 4, i + 8, i + 12, m[s[2 * i]], m[s[2 * i + 1]]);
-        for (int i = 0; i < 4; i++)
-            mix(v, i, (i + 1) % 4 + 4, (i + 2) % 4 + 8, (i + 3) % 4 + 12, m[s[8 + 2 * i]], m[s[9 + 2 * i]]);
-    }
+    mix_all(v, m, SIGMA[0]);
+    mix_all(v, m, SIGMA[1]);
+    mix_all(v, m, SIGMA[2]);
+    mix_all(v, m, SIGMA[3]);
+    mix_all(v, m, SIGMA[4]);
+    mix_all(v, m, SIGMA[5]);
+    mix_all(v, m, SIGMA[6]);
+    mix_all(v, m, SIGMA[7]);
+    mix_all(v, m, SIGMA[8]);
+    mix_all(v, m, SIGMA[9]);
+    mix_all(v, m, SIGMA[0]);
+    mix_all(v, m, SIGMA[1]);
     for (int i = 0; i < 8; i++) hash->h[i] ^= v[i] ^ v[i + 8];
     hash->filled = 0;
 }

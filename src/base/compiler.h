@@ -23,6 +23,12 @@
 #define KVC_FREED_BY(release, argument)
 #endif
 
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+enum { KVC_IS_BIG_ENDIAN = 1 };
+#else
+enum { KVC_IS_BIG_ENDIAN = 0 };
+#endif
+
 /* Whether to take a rare way here.  It is right at any time: tests/sim takes it now and then, everyone else never. */
 #if !defined(KVC_BUGGIFY)
 #define KVC_BUGGIFY() 0

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "base/blake2b.h"
+#include "base/compiler.h"
 
 kvc_token_span kvc_tokens_part(const kvc_tokens *tokens, int64_t begin, int64_t end) {
     if (end > tokens->num_tokens) end = tokens->num_tokens;
@@ -61,6 +62,10 @@ void kvc_name_root(const uint8_t *salt, const void *identity, size_t size, uint8
 
 /* Adds ids, little-endian. */
 static void add_ids(kvc_blake2b *hash, const int64_t *ids, int32_t num) {
+    if (!KVC_IS_BIG_ENDIAN) {
+        kvc_blake2b_add(hash, ids, (size_t)num * sizeof *ids);
+        return;
+    }
     for (int32_t i = 0; i < num; i++) {
         uint8_t bytes[8];
         for (int k = 0; k < 8; k++) bytes[k] = (uint8_t)((uint64_t)ids[i] >> 8 * k);

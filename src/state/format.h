@@ -7,13 +7,8 @@
 #ifndef KVC_FORMAT_H
 #define KVC_FORMAT_H
 
+#include "base/compiler.h"
 #include "kvcache.h"
-
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-enum { KVC_IS_BIG_ENDIAN = 1 };
-#else
-enum { KVC_IS_BIG_ENDIAN = 0 };
-#endif
 
 enum {
     KVC_FORMAT_VERSION = 2,

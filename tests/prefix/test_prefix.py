@@ -1074,3 +1074,41 @@ def test_a_child_goes_on():
         stop.set()
         for thread in threads:
             thread.join()
+
+
+def test_tenants():
+    """They share the cache and nothing else, and keep what is within their quota when others need the room."""
+    cache, prefix = make(capacity=20 * BLOCK)
+    kept = prefix.tenant(b"one", quota=4 * BLOCK)
+    free = prefix.tenant(b"another", secret=None)
+    for one in (prefix, kept, free):
+        assert serve(one, cache, PROMPT[:64]) == 0
+        assert one.lookup(PROMPT) == 64
+    for i in range(20):
+        serve(prefix, cache, list(range(1000 * i + 5000, 1000 * i + 5100)))
+    assert (kept.lookup(PROMPT), free.lookup(PROMPT)) == (64, 0)
+    assert serve(kept, cache, PROMPT) == 64
+    cache.validate()
+
+
+def test_blocks_end_by_time():
+    cache, prefix = make()
+    short = prefix.tenant(b"short", ttl=0.001)
+    serve(short, cache, PROMPT)
+    time.sleep(0.05)
+    assert short.lookup(PROMPT) == 0
+    assert short.stats.blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"quota": -1}, "quota=-1: must be at least 0"),
+        ({"ttl": 0}, "ttl=0: must be a number of seconds above 0"),
+        ({"ttl": math.nan}, "ttl=nan: must be a number of seconds above 0"),
+        ({"secret": b"x"}, "secret is given without a store"),
+    ],
+)
+def test_what_a_tenant_may_be(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()[1].tenant(b"a", **arguments)
