@@ -126,7 +126,7 @@ class StoreClient:
         Keys are read in this order; later answers are dropped. With `stop_at_miss` a key is of no use without those
         before it: reading ends where one is missing, though the same call of the store may have brought more. The store
         has failed if it has not answered within `patience` seconds, by default `timeout`: for callers who wait less
-        than it may take.
+        than it may take. Where clients differ, the most patient one is right.
         """
         timeout = min(timeout, threading.TIMEOUT_MAX)
         patience = timeout if patience is None else patience
