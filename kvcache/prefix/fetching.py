@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Fetching"]
 
 FETCH_BYTES = 64 << 20  # of blocks from the store that wait to be added
+MOST_WAIT = 1.0  # seconds for a block that another thread adds, which an interrupt may have kept from saying so
 
 
 class Fetching:
@@ -24,6 +29,7 @@ class Fetching:
     def __init__(self, tree: Tree, client: StoreClient | None, timeout: float) -> None:
         self._core, self._watch, self._rows, self._block_size = tree.core, tree.watch, tree.rows, tree.block_size
         self._tree, self._client, self._timeout = tree, client, timeout
+        self._adding: dict[tuple[int, bytes], threading.Event] = {}  # blocks of which rows are being copied
         self.num_fetched = 0  # tokens
 
     def store_new(self) -> None:
@@ -76,13 +82,14 @@ class Fetching:
         try:
             _core.pin(self._core, pinned, True)
             for (key, payload), content in zip(payloads, contents, strict=False):
-                node = self._known(key)
-                if node is None and payload is not None:
-                    seq_id = self._watch.new_retained()
-                    self._watch.importing.add(seq_id)
-                    pinned.append(seq_id)  # first: it is made pinned
-                    if self._import(seq_id, len(path) * self._block_size, payload):
-                        node = self._add(key, content, path[-1] if path else self._tree.root, seq_id)
+                with self._alone(key):
+                    node = self._known(key)
+                    if node is None and payload is not None:
+                        seq_id = self._watch.new_retained()
+                        self._watch.importing.add(seq_id)
+                        pinned.append(seq_id)  # first: it is made pinned
+                        if self._import(seq_id, len(path) * self._block_size, payload):
+                            node = self._add(key, content, path[-1] if path else self._tree.root, seq_id)
                 if node is None:
                     return False
                 path.append(node)
@@ -94,6 +101,23 @@ class Fetching:
             _core.pin(self._core, pinned, False)
             self._watch.importing.difference_update(pinned)
         return True
+
+    @contextmanager
+    def _alone(self, key: bytes) -> Iterator[None]:
+        """Wait while another thread adds the same block, and let others wait: each would take memory for its rows."""
+        name, added = (os.getpid(), key), threading.Event()  # a forked child does not have its parent's threads
+        while True:
+            with self._watch.lock:
+                other = self._adding.setdefault(name, added)
+            if other is added or not other.wait(MOST_WAIT):
+                break
+        try:
+            yield
+        finally:
+            if other is added:
+                with self._watch.lock:
+                    del self._adding[name]
+                added.set()
 
     def _known(self, key: bytes) -> Node | None:
         with self._watch.lock:
