@@ -43,6 +43,9 @@ logger = logging.getLogger("kvcache")
 class StoreStats:
     """What happened between a prefix cache and its store.
 
+    What several prefix caches ask for at once is read for one of them, which counts the bytes, errors and values that
+    were refused. `latency`, `bandwidth`, `reading` and `writing` are the store's, whoever uses it.
+
     Attributes
     ----------
     hits, misses : int

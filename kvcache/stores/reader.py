@@ -18,11 +18,11 @@ from kvcache.living import Living
 from kvcache.stores import calls, values
 from kvcache.stores.speed import Speed
 from kvcache.stores.tenant import Tenant
-from kvcache.stores.worker import Worker
+from kvcache.stores.worker import Worker, without_frames
 
 __all__ = ["Reader"]
 
-NUM_THREADS = 4
+NUM_THREADS = 8
 SLOW = "it did not answer in time"
 STALE = 30.0  # seconds after which measurements of speed say nothing about now
 
@@ -196,7 +196,7 @@ class Reader:
         try:
             reads_many = calls.reads_many(self.store)
         except BaseException as error:  # a store may raise anything, and the thread must not end
-            failure = error
+            failure = without_frames(error)
         with self.lock:
             self._reads_many = reads_many
             call = self._take()
@@ -207,7 +207,7 @@ class Reader:
             try:
                 call.run(self.store)
             except BaseException as error:  # as above
-                call.failure = error
+                call.failure = without_frames(error)
         call.end = time.monotonic()
         with self.lock:
             warning = self._land(call)
