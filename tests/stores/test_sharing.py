@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +12,8 @@ from support.faulty_stores import Blocking, Bulk, Faulty, raising
 from support.prefixes import make_cache
 
 import kvcache
+from kvcache.stores import calls, reader, values, worker
 from kvcache.stores import client as module
-from kvcache.stores import reader, values, worker
 from kvcache.stores.client import StoreClient
 
 DIGEST = b"digest"
@@ -179,6 +180,48 @@ def test_those_in_a_hurry_do_not_take_the_store_from_the_patient():
         assert patient.stats.reading
         store.released.set()
         assert read.result() == {"a": b"rows"}
+
+
+@pytest.mark.parametrize("kind", [Faulty, Bulk])
+def test_many_with_all_kinds_of_trouble_leave_nothing_behind(kind, monkeypatch):
+    """Threads that ask for overlapping keys, in a hurry or not, of a store that is slow, raises and lies at times."""
+    monkeypatch.setattr(worker, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(worker, "LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(calls, "MAX_CALL_KEYS", 5)
+    chance = random.Random(0)
+
+    def trouble(verb, key):
+        number = chance.random()
+        if number < 0.02:
+            time.sleep(0.02)
+        elif number < 0.04:
+            raise OSError("gone")
+
+    store = kind(trouble, {f"{i}": packed(f"{i}") for i in range(40)})
+    clients = [StoreClient(store, digest=DIGEST) for _ in range(3)]
+
+    def work(number):
+        choose = random.Random(number)
+        for _ in range(100):
+            first = choose.randrange(50)
+            keys = [f"{i}" for i in range(first, first + choose.randrange(1, 20))]
+            found = choose.choice(clients).get_many(
+                keys, choose.choice([0.002, 0.02, LONG]), patience=LONG, stop_at_miss=choose.random() < 0.5
+            )
+            assert found.keys() <= {*keys}
+            assert all(payload == b"rows" for payload in found.values())
+
+    begin = time.monotonic()
+    with ThreadPoolExecutor(16) as pool:
+        for each in [pool.submit(work, number) for number in range(16)]:
+            each.result()
+    assert time.monotonic() - begin < LONG, "a read was never answered"
+    shared = clients[0]._shared.reader
+    until(lambda: shared.worker.is_idle)
+    assert not shared._waiting
+    assert not shared._flying
+    store.fault = lambda verb, key: None
+    until(lambda: clients[0].get_many(["1", "2"], LONG) == {"1": b"rows", "2": b"rows"})
 
 
 # ---- tenants
