@@ -106,18 +106,15 @@ class Fetching:
     def _alone(self, key: bytes) -> Iterator[None]:
         """Wait while another thread adds the same block, and let others wait: each would take memory for its rows."""
         name, added = (os.getpid(), key), threading.Event()  # a forked child does not have its parent's threads
-        while True:
-            with self._watch.lock:
-                other = self._adding.setdefault(name, added)
-            if other is added or not other.wait(MOST_WAIT):
-                break
+        while (other := self._adding.setdefault(name, added)) is not added:
+            if not other.wait(MOST_WAIT):
+                self._adding[name] = added
         try:
             yield
         finally:
-            if other is added:
-                with self._watch.lock:
-                    del self._adding[name]
-                added.set()
+            if self._adding.get(name) is added:
+                self._adding.pop(name, None)
+            added.set()
 
     def _known(self, key: bytes) -> Node | None:
         with self._watch.lock:

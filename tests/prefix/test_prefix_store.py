@@ -571,6 +571,19 @@ def test_many_requests_for_one_prompt_read_and_copy_it_once():
     cache.validate()
 
 
+def test_an_interrupted_request_holds_up_others_for_a_moment(monkeypatch):
+    """One that ended before it could say that a block is not being added any more."""
+    monkeypatch.setattr("kvcache.prefix.fetching.MOST_WAIT", 0.1)
+    store = {}
+    fill(store)
+    prefix = make(store)[1]
+    interrupted = prefix._fetching._alone(bytes.fromhex(next(iter(store))))
+    interrupted.__enter__()
+    assert prefix.acquire(PROMPT)[1] == 96
+    assert not prefix._fetching._adding
+    interrupted.__exit__(None, None, None)
+
+
 def test_prefix_caches_of_one_model_read_once():
     """Two caches, such as one for each socket, on one store."""
     filled = {}
