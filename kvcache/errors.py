@@ -71,6 +71,15 @@ def plain(text: object) -> str:
     return text if text.isprintable() else shown(text)
 
 
+def described(error: BaseException) -> str:
+    """Return an error's kind and message, cut short: one of a client may quote what it was given."""
+    try:
+        message = plain(error)
+    except Exception:  # of the error's own
+        message = ""
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
 def sentence(error: BaseException) -> str:
     """Return an error's message for the command line: a file that cannot be used is named, without a number."""
     if isinstance(error, OSError) and error.strerror:

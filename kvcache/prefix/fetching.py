@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvcache import _core
@@ -15,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Fetching"]
 
 FETCH_BYTES = 64 << 20  # of blocks from the store that wait to be added
+MOST_WAIT = 1.0  # seconds for a block that another thread adds, which an interrupt may have kept from saying so
 FIRST_SECONDS = 0.2  # to wait for the first block while nobody knows how fast the model computes
 
 
@@ -26,6 +31,7 @@ class Fetching:
     ) -> None:
         self._prefix, self._client, self._watch, self._timeout = prefix, client, watch, timeout
         self._block_size, self._nbytes = sizes  # tokens and bytes of a block
+        self._adding: dict[tuple[int, str], threading.Event] = {}  # blocks of which rows are being copied
         self.num_fetched = 0  # tokens
 
     def fetch(self, tokens: Arrays, num_tokens: int) -> None:
@@ -44,10 +50,28 @@ class Fetching:
             found = self._client.get_many(part, timeout, patience=self._timeout, stop_at_miss=True)
             num, timeout = at_once, deadline - time.monotonic()
             for i, name in enumerate(part):
-                if name not in found or not self._prefix.add(*tokens, first + i, found[name]):
+                if name not in found:
+                    return
+                with self._alone(name):
+                    is_known = self._prefix.add(*tokens, first + i, found[name])
+                if not is_known:
                     return
                 self.num_fetched += self._block_size
             first += len(part)
+
+    @contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        """Wait while another thread adds the same block, and let others wait: each would take memory for its rows."""
+        key, added = (os.getpid(), name), threading.Event()  # a forked child does not have its parent's threads
+        while (other := self._adding.setdefault(key, added)) is not added:
+            if not other.wait(MOST_WAIT):
+                self._adding[key] = added
+        try:
+            yield
+        finally:
+            if self._adding.get(key) is added:
+                self._adding.pop(key, None)
+            added.set()
 
     def _time_for(self, num_blocks: int) -> float:
         """Return the seconds for which to wait for blocks from the store; 0: computing them takes no longer."""

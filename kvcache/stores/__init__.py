@@ -1,8 +1,13 @@
 """Stores, in which prefixes outlive the process and are shared between machines.
 
-A store is any mutable mapping of str to bytes that can be used by two threads at once: those in this package, or any
-other, such as those of zict and fsspec. `kvcache.PrefixCache` takes one as `store`, and uses it through a client: a
-store that is slow, full, gone or wrong costs speed, never correctness.
+A store is any mutable mapping of str to bytes that can be used by several threads at once: those in this package, or
+any other, such as those of zict and fsspec. `kvcache.PrefixCache` takes one as `store`, and uses it through a client,
+which all prefix caches that are given the same store share: a store that is slow, full, gone or wrong costs speed,
+never correctness.
+
+A mapping may have methods for many keys at once, which are called in place of the others: ``get_many(keys)``, which
+returns a dict of what is there, ``set_many(items)``, which takes a dict, and ``read_many(keys, most)``, which returns a
+dict as well, with no more than the first `most` bytes of each value.
 """
 
 from __future__ import annotations
@@ -16,29 +21,31 @@ from kvcache import system
 from kvcache.stores import valkey
 from kvcache.stores.client import StoreStats
 from kvcache.stores.directory import DirectoryStore
+from kvcache.stores.tiered import Tiered
 from kvcache.stores.valkey import ValkeyStore
 
-__all__ = ["DirectoryStore", "StoreStats", "ValkeyStore", "open"]
+__all__ = ["DirectoryStore", "StoreStats", "Tiered", "ValkeyStore", "open"]
 
 
-def open(url: str) -> DirectoryStore | ValkeyStore:
-    """Open a store by its address.
+def open(url: str | list[str] | tuple[str, ...]) -> DirectoryStore | ValkeyStore | Tiered:
+    """Open a store by its address, or several as tiers by theirs.
 
     Parameters
     ----------
-    url : str
+    url : str, or list of str
         ``dir:PATH`` is a `DirectoryStore`. ``valkey://HOST:PORT/DATABASE`` and ``valkey+cluster://HOST:PORT`` are a
         `ValkeyStore`, also with ``valkeys``, ``redis`` or ``rediss`` in place of ``valkey``. Keyword arguments of these
         classes follow as options: ``dir:~/prefixes?max_bytes=20GiB``, ``valkey://localhost?ttl=3600&timeout=0.5``. A
         question mark, an ampersand or a percent sign elsewhere is written ``%3F``, ``%26`` or ``%25``; so is each
-        special character of a password, and an ``@`` in an option of a server.
+        special character of a password, and an ``@`` in an option of a server. A list of addresses, the fastest store
+        first, is a `Tiered`: ``["dir:~/prefixes?max_bytes=20GiB", "valkey://HOST:PORT/0"]``.
 
     Raises
     ------
     ValueError
         If the address is of no known kind, or an option is unknown or unsuitable.
     TypeError
-        If `url` is no str.
+        If `url` is neither a str nor a list of them.
     OSError
         If the folder cannot be made or used.
     ImportError
@@ -52,6 +59,12 @@ def open(url: str) -> DirectoryStore | ValkeyStore:
     >>> store.max_bytes
     21474836480
     """
+    if isinstance(url, list | tuple):
+        return Tiered(*map(_open_one, url))
+    return _open_one(url)
+
+
+def _open_one(url: str) -> DirectoryStore | ValkeyStore:
     shown = valkey.shown(url)
     address, _, query = url.partition("?")
     scheme, _, path = address.partition(":")

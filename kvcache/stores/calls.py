@@ -10,9 +10,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, MutableMapping, Sequence
 
-__all__ = ["keys_per_call", "read_many", "reads_many", "write_many", "writes_many"]
+__all__ = ["keys_per_call", "name_of", "read_many", "reads_many", "write_many", "writes_many"]
 
 CALL_BYTES, MAX_CALL_KEYS = 8 << 20, 256  # of one call, about
+
+
+def name_of(store: object) -> str:
+    """Return what to call a store in messages: its address if it is of this package, else its kind alone."""
+    kind = type(store)
+    return repr(store) if kind.__module__.startswith("kvcache.stores.") else kind.__name__
 
 
 def keys_per_call(value_bytes: int) -> int:
@@ -30,13 +36,13 @@ def writes_many(store: Mapping[str, bytes]) -> bool:
     return hasattr(store, "set_many")
 
 
-def read_many(store: Mapping[str, bytes], keys: Sequence[str], most: int) -> dict[str, bytes]:
+def read_many(store: Mapping[str, bytes], keys: Sequence[str], most: int | None) -> dict[str, bytes]:
     """Return the values that there are of some keys; of longer ones, if the mapping can, the first `most` bytes.
 
     None is nothing. Other values are handed on, whatever they are.
     """
     own = list(keys)  # which the mapping may change
-    if hasattr(store, "read_many"):
+    if most is not None and hasattr(store, "read_many"):
         found = store.read_many(own, most)
     elif hasattr(store, "get_many"):
         found = store.get_many(own)

@@ -23,12 +23,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcache.arguments import INT64_MAX
-from kvcache.errors import plain
-from kvcache.stores import values
-from kvcache.stores.directory import DirectoryStore
+from kvcache.errors import described
+from kvcache.stores import calls, values
 from kvcache.stores.reader import Reader
 from kvcache.stores.tenant import Tenant
-from kvcache.stores.valkey import ValkeyStore
 from kvcache.stores.writer import Write, Writer
 
 if TYPE_CHECKING:
@@ -44,6 +42,9 @@ logger = logging.getLogger("kvcache")
 @dataclass(frozen=True)
 class StoreStats:
     """What happened between a prefix cache and its store.
+
+    What several prefix caches ask for at once is read for one of them, which counts the bytes, errors and values that
+    were refused. `latency`, `bandwidth`, `reading` and `writing` are the store's, whoever uses it.
 
     Attributes
     ----------
@@ -128,7 +129,7 @@ class StoreClient:
         Keys are read in this order; later answers are dropped. With `stop_at_miss` a key is of no use without those
         before it: reading ends where one is missing, though the same call of the store may have brought more. The store
         has failed if it has not answered within `patience` seconds, by default `timeout`: for callers who wait less
-        than it may take.
+        than it may take. Where clients differ, the most patient one is right.
         """
         timeout = min(timeout, threading.TIMEOUT_MAX)
         patience = timeout if patience is None else patience
@@ -218,24 +219,9 @@ class _Shared:
         with contextlib.suppress(Exception):  # of a handler
             logger.warning(
                 "the store %s fails: %s; what it does not hand out is computed, and further failures are only counted",
-                _name_of(self.store),
-                reason if isinstance(reason, str) else _describe(reason),
+                calls.name_of(self.store),
+                reason if isinstance(reason, str) else described(reason),
             )
-
-
-def _name_of(store: object) -> str:
-    """Return what to call a store, without a call of one that is not of this package."""
-    kind = type(store)
-    return repr(store) if kind in (DirectoryStore, ValkeyStore) else kind.__name__
-
-
-def _describe(error: BaseException) -> str:
-    """Return an error's kind and message, cut short: of a store's own it might hold a value."""
-    try:
-        message = plain(error)
-    except BaseException:  # of the error's own
-        message = ""
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 # By the id of the store, which may be of a kind that can neither be hashed nor referred to weakly.

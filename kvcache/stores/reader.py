@@ -14,14 +14,15 @@ import time
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 
+from kvcache.living import Living
 from kvcache.stores import calls, values
 from kvcache.stores.speed import Speed
 from kvcache.stores.tenant import Tenant
-from kvcache.stores.worker import Worker
+from kvcache.stores.worker import Worker, without_frames
 
 __all__ = ["Reader"]
 
-NUM_THREADS = 4
+NUM_THREADS = 8
 SLOW = "it did not answer in time"
 STALE = 30.0  # seconds after which measurements of speed say nothing about now
 
@@ -33,7 +34,6 @@ class Read:
     tenant: Tenant
     wanted: dict[str, int]  # the keys without an answer, in order, and their places in it
     begin: float
-    patience: float  # seconds after which the store has failed
     answers: int  # of the store so far
     stop_at_miss: bool = False
     is_probe: bool = False
@@ -85,6 +85,7 @@ class Reader:
         self.speed = Speed()
         self.answers = 0
         self._answered = -math.inf  # when the store last did
+        self._tenants: Living[Tenant] = Living()  # those who have asked
         self._reads_many = False
         self._waiting: dict[tuple[object, ...], dict[Read, None]] = {}  # by the names of their keys
         self._flying: set[tuple[object, ...]] = set()  # the names of keys that are being read
@@ -99,7 +100,9 @@ class Reader:
         wanted = {key: place for place, key in enumerate(dict.fromkeys(keys))}
         num_keys, warning = len(wanted), None
         with self.lock:
-            read = Read(tenant, wanted, time.monotonic(), patience, self.answers, stop_at_miss)
+            tenant.patience = patience
+            self._tenants.add(tenant)
+            read = Read(tenant, wanted, time.monotonic(), self.answers, stop_at_miss)
             if timeout > 0 and self._admit(read):
                 try:
                     self.worker.changed.wait_for(lambda: read.is_done, timeout)
@@ -139,7 +142,7 @@ class Reader:
             return self._queue(read)
         if self._may_probe():
             first = dict(itertools.islice(read.wanted.items(), 1))
-            probe = Read(read.tenant, first, read.begin, read.patience, read.answers, is_probe=True)
+            probe = Read(read.tenant, first, read.begin, read.answers, is_probe=True)
             breaker.probing = self._queue(probe)
         return False
 
@@ -162,10 +165,16 @@ class Reader:
         self._end(read)
         read.tenant.counts["timeouts"] += 1
         asked = min(read.begin, self.worker.since or math.inf)
-        if read.is_judged or time.monotonic() - max(asked, self._answered) < read.patience:
+        if read.is_judged or not self._is_late(time.monotonic() - max(asked, self._answered), read.tenant):
             return None
         read.is_judged = True
         return SLOW if self.answers == read.answers and self.worker.breaker.failed() else None
+
+    def _is_late(self, seconds: float, tenant: Tenant) -> bool:
+        """Return whether an answer after so many seconds is too late for all who use the store."""
+        if seconds < tenant.patience:
+            return False
+        return all(seconds >= other.patience for other in self._tenants.alive() if not other.is_closed)
 
     def _end(self, read: Read) -> None:
         """Let nobody wait for a read, nor for what it has no answer to."""
@@ -187,7 +196,7 @@ class Reader:
         try:
             reads_many = calls.reads_many(self.store)
         except BaseException as error:  # a store may raise anything, and the thread must not end
-            failure = error
+            failure = without_frames(error)
         with self.lock:
             self._reads_many = reads_many
             call = self._take()
@@ -198,7 +207,7 @@ class Reader:
             try:
                 call.run(self.store)
             except BaseException as error:  # as above
-                call.failure = error
+                call.failure = without_frames(error)
         call.end = time.monotonic()
         with self.lock:
             warning = self._land(call)
@@ -278,7 +287,7 @@ class Reader:
             return call.failure
         if read.is_judged:
             return None
-        if call.end - call.begin > read.patience:  # a probe, or a read for which nobody waited so long
+        if self._is_late(call.end - call.begin, read.tenant):  # a probe, or a read for which nobody waited so long
             return SLOW if breaker.failed() else None
         breaker.succeeded()
         return None

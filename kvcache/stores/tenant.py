@@ -23,6 +23,7 @@ class Tenant:
     most_bytes: int
     counts: Counter[str] = field(default_factory=Counter)
     value_bytes: int = 0  # of the latest values, about
+    patience: float = 0.0  # seconds after which the store has failed to answer, as the latest read said
     is_closed: bool = False
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Breaker", "Worker"]
+__all__ = ["Breaker", "Worker", "without_frames"]
 
 MAX_FAILURES = 3  # in a row, until a store is left alone
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds for which it is
@@ -116,6 +116,11 @@ class Worker:
     def since(self) -> float | None:
         """When the thread that has been at work for longest began what it does; None if none is."""
         return min(self.busy.values(), default=None)
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """Return an error that no longer holds what was in the frames it came through, such as values."""
+    return BaseException.with_traceback(error, None)
 
 
 def _log() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvcache.stores import calls, values
 from kvcache.stores.tenant import Tenant
-from kvcache.stores.worker import Worker
+from kvcache.stores.worker import Worker, without_frames
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -102,14 +102,14 @@ class Writer:
         try:
             writes_many = calls.writes_many(self.store)
         except BaseException as error:  # a store may raise anything, and the thread must not end
-            failure = error
+            failure = without_frames(error)
         with self.lock:
             writes = self._take(writes_many)
         if failure is None and writes:
             try:
                 was_asked = self._call(writes)
             except BaseException as error:  # as above
-                failure = error
+                failure = without_frames(error)
         breaker = self.worker.breaker
         with self.lock:
             if was_asked:

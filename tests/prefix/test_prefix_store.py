@@ -5,6 +5,7 @@ import math
 import threading
 import time
 from base64 import b64decode
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -539,3 +540,90 @@ def test_two_threads_fetch_the_same():
         check_rows(cache, seq_id, PROMPT, 96)
     assert cache.stats()["live_slots"] == 2 * 96 // 2
     cache.validate()
+
+
+class Counting(dict):
+    """A store that counts what is read, and hands out nothing before it is told to."""
+
+    def __init__(self, items):
+        super().__init__(items)
+        self.reads = []
+        self.goes_on = threading.Event()
+
+    def __getitem__(self, key):
+        self.reads.append(key)
+        assert self.goes_on.wait(60)
+        return super().__getitem__(key)
+
+
+def acquire_at_once(prefixes, prompts, store):
+    """Acquire a prompt from each prefix cache in a thread of its own; return what was matched, in order."""
+    waiting = prefixes[0]._client._shared.reader._waiting
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        found = [pool.submit(prefix.acquire, prompt) for prefix, prompt in zip(prefixes, prompts, strict=True)]
+        servers.until(lambda: {len(reads) for reads in list(waiting.values())} == {len(prompts)})
+        store.goes_on.set()
+        return [each.result()[1] for each in found]
+
+
+def test_many_requests_for_one_prompt_read_and_copy_it_once():
+    """However many come at once: each block is read once, and its rows take memory once."""
+    filled = {}
+    fill(filled)
+    store = Counting(filled)
+    cache, prefix = make(store)
+    write, copied = prefix._tree.rows.write, []
+
+    def count(seq_id, begin, end, payload):
+        copied.append(begin)
+        time.sleep(0.02)
+        return write(seq_id, begin, end, payload)
+
+    prefix._tree.rows.write = count
+    prompts = [[*PROMPT, -i] for i in range(16)]
+    assert acquire_at_once([prefix] * 16, prompts, store) == [96] * 16
+    assert sorted(store.reads) == sorted(filled)
+    assert sorted(copied) == list(range(0, 96, BLOCK))
+    assert cache.stats()["live_slots"] == 96
+    cache.validate()
+
+
+def test_an_interrupted_request_holds_up_others_for_a_moment(monkeypatch):
+    """One that ended before it could say that a block is not being added any more."""
+    monkeypatch.setattr("kvcache.prefix.fetching.MOST_WAIT", 0.1)
+    store = {}
+    fill(store)
+    prefix = make(store)[1]
+    interrupted = prefix._fetching._alone(bytes.fromhex(next(iter(store))))
+    interrupted.__enter__()
+    assert prefix.acquire(PROMPT)[1] == 96
+    assert not prefix._fetching._adding
+    interrupted.__exit__(None, None, None)
+
+
+def test_prefix_caches_of_one_model_read_once():
+    """Two caches, such as one for each socket, on one store."""
+    filled = {}
+    fill(filled, secret=b"secret")
+    store = Counting(filled)
+    prefixes = [make(store, secret=b"secret")[1] for _ in range(2)]
+    assert acquire_at_once(prefixes, [PROMPT] * 2, store) == [96] * 2
+    assert len(store.reads) == 6
+    assert [prefix.stats.store.hits for prefix in prefixes] == [6, 6]
+    assert sum(prefix.stats.store.bytes_read for prefix in prefixes) == sum(map(len, filled.values())) - 6 * 128
+
+
+def test_tenants_share_a_store_and_nothing_else():
+    store = {}
+    prefixes = [make(store, salt=b"%d" % i, secret=b"secret %d" % i) for i in range(4)]
+    for cache, prefix in prefixes:
+        serve(prefix, cache, PROMPT)
+        assert prefix.flush(10)
+    assert len(store) == 24
+    for i, (_, prefix) in enumerate(prefixes):
+        assert prefix.stats.store.written == 6
+        assert prefix.close()
+        cache, again = make(store, salt=b"%d" % i, secret=b"secret %d" % i)
+        assert serve(again, cache, PROMPT) == 96
+        assert again.stats.store.corrupt == 0
+        assert again.stats.store.written == 0

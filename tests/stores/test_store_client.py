@@ -378,7 +378,7 @@ def test_time_outs_of_a_store_that_is_busy_for_others_are_no_failures(make, monk
     goes_on = threading.Semaphore(0)
     store = Faulty(lambda verb, key: goes_on.acquire(timeout=LONG), {str(i): packed(str(i)) for i in range(10)})
     client = make(store)
-    thread = threading.Thread(target=lambda: client.get_many(map(str, range(10)), LONG))
+    thread = threading.Thread(target=lambda: client.get_many(map(str, range(10)), LONG, patience=0.001))
     thread.start()
     until(lambda: store.calls)
     before = 0
