@@ -12,7 +12,12 @@
 
 const char program[] = "prefix";
 
-enum { REPLY = 60, MOST_REQUESTS = 16, BLOCK = 16, CAPACITY = 368 /* tokens, those that requests share counted once */ };
+enum {
+    REPLY = 60,
+    MOST_REQUESTS = 16,
+    BLOCK = 16,
+    CAPACITY = 368 /* tokens, those that requests share counted once */
+};
 
 static const char scene[] = "ESCALUS:\n"
                             "Go, bring them in; the morning is not young,\n"
