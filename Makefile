@@ -31,7 +31,7 @@ style:
 	ruff check
 	ruff format --check
 	cython-lint kvcache
-	clang-format --dry-run -Werror src/*/*.[ch] examples/c/*.[ch] examples/cpp/*.[ch]pp \
+	clang-format --dry-run -Werror src/*/*.[ch] examples/*.c examples/c/*.[ch] examples/cpp/*.[ch]pp \
 		integrations/llama.cpp/*/*.[hc]*
 
 types:
@@ -40,7 +40,7 @@ types:
 		kvcache
 
 # Kernels are left out: they allocate nothing, and each is tested against the scalar one.
-ANALYSED = $(filter-out src/kernels/%,$(wildcard src/*/*.c)) $(wildcard examples/c/*.c)
+ANALYSED = $(filter-out src/kernels/%,$(wildcard src/*/*.c)) $(wildcard examples/*.c examples/c/*.c)
 C11 = -std=c11 -Iinclude -Isrc
 analyse: analyse-clang-tidy analyse-cppcheck analyse-gcc
 

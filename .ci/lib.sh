@@ -157,17 +157,17 @@ headers() {
 # compile cc flags...: compiles with strict warnings, and keeps nothing
 compile() { "$@" -std=c11 -O2 "${strict[@]}" -Iinclude -Isrc -o /dev/null; }
 
-# core cc flags...: compiles the core and the C example without a warning
+# core cc flags...: compiles the core and the C examples without a warning
 core() {
-    printf '%s\0' src/*/*.c examples/c/*.c |
+    printf '%s\0' src/*/*.c examples/*.c examples/c/*.c |
         xargs -0 -n 1 -P "$jobs" "$@" -std=c11 -O1 "${strict[@]}" -Iinclude -Isrc -o /dev/null -c
 }
 
-# c_tests cc flags...: runs the tests of the core and of the C example, built with these flags only; those marked `full`
+# c_tests cc flags...: runs the tests of the core and of the C examples, built with these flags only; those marked `full`
 # where $part is --full, which one optimised build of each kind is for
 part=
 c_tests() {
-    CC=$1 KVCACHE_C_FLAGS="${*:2}" "$venv/bin/pytest" --color=no $part tests/c tests/examples/test_c_example.py
+    CC=$1 KVCACHE_C_FLAGS="${*:2}" "$venv/bin/pytest" --color=no $part tests/c tests/examples/test_c_*example.py
 }
 
 # sanitizers cc flags...: runs the C tests under the address and undefined-behaviour sanitizers

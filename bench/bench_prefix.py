@@ -1,16 +1,17 @@
-"""Measure what a prefix cache saves and costs: python bench/bench_prefix.py [--only prefill,calls] [--valkey URL]
+"""Measure what a prefix cache saves and costs: python bench/bench_prefix.py [--only core,calls,prefill] [--valkey URL]
 
 `prefill` needs torch and transformers. It measures the time to the first token of a prompt, with a Llama of random
 weights: when the prompt is computed, and when it is found in memory, in a DirectoryStore or in Valkey. The stores are
 read by a new prefix cache, as another process has one. `calls` needs no model: it measures acquire, the making of keys,
-and how much longer a commit takes with a store that sleeps. Measurements take turns; quotients are medians of the
-rounds' quotients.
+and how much longer a commit takes with a store that sleeps. `core` measures the calls of `kvcache.h`, in C (prefix.c).
+Measurements take turns; quotients are medians of the rounds' quotients.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import shutil
 import socket
@@ -19,9 +20,10 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+from compiling import CORE, CORE_FLAGS, HERE, build, function
 
 import kvcache
 from kvcache import stores
@@ -215,19 +217,73 @@ def measure_commit(seconds: float) -> None:
     serving[1][1].close(0)
 
 
+# ---- what calls take in C
+
+
+class Longest(ctypes.Structure):
+    """`longest` of prefix.c."""
+
+    _names = ("acquire", "release", "evict", "clear", "evict_wait", "clear_wait", "free_wait", "idle_wait")
+    _fields_: ClassVar = [(name, ctypes.c_double) for name in _names]
+
+
+def measure_core(seconds: float, blocks: int) -> None:
+    library = build("prefix", [HERE / "prefix.c", *CORE], CORE_FLAGS)
+    error = function(library, "prefix_error", ctypes.c_char_p)
+    i32, pointer = ctypes.c_int32, ctypes.c_void_p
+
+    def call(name: str, types: list[type], *arguments: object) -> None:
+        if function(library, name, i32, *types)(*arguments):
+            raise SystemExit(f"{name}: {error().decode()}")
+
+    times = np.empty((3, 1001))
+    call("prefix_hits", [i32, i32, *[pointer] * 3], 32768, times.shape[1], *(row.ctypes.data for row in times))
+    for name, row in zip(("lookup", "acquire", "release"), times, strict=True):
+        print(f"{name}, a hit of 32,768 tokens: {np.median(row) * 1e3:.3f} ms, fastest {row.min() * 1e3:.3f}")
+
+    for num in (1, 1000, 10000):
+
+        def commits(of_prefixes: int, num: int = num) -> Any:
+            taken = np.empty((2, 100))
+            arguments = (num, of_prefixes, taken.shape[1], *(row.ctypes.data for row in taken))
+            call("prefix_commits", [i32, i32, i32, pointer, pointer], *arguments)
+            return taken.min(axis=1) * 1e6
+
+        plain, kept = zip(*rounds(lambda: commits(0), lambda: commits(1), seconds=seconds / 5, least=3), strict=True)
+        (one, all_of), (kept_one, kept_all) = np.min(plain, axis=0), np.min(kept, axis=0)
+        print(
+            f"commit beside {num:6,} sequences, fastest: of one token {one:.2f} µs, of prefixes {kept_one:.2f};"
+            f" of one of each {all_of / num:.3f} µs a token, of prefixes {kept_all / num:.3f}"
+        )
+
+    for length in (1, 500):
+
+        def longest(length: int = length) -> list[float]:
+            found = Longest()
+            call("prefix_longest", [i32, i32, ctypes.POINTER(Longest)], blocks, length, ctypes.byref(found))
+            return [getattr(found, name) for name in Longest._names]
+
+        found = np.min([each for [each] in rounds(longest, seconds=seconds, least=3)], axis=0)
+        print(f"{blocks:,} blocks, of prompts of {length}: the longest call, in ms, best of the rounds")
+        print("  " + ", ".join(f"{name} {t * 1e3:.2f}" for name, t in zip(Longest._names, found, strict=True)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="prefill,calls", help="sections, with commas (prefill,calls)")
+    parser.add_argument("--only", default="core,calls,prefill", help="sections, with commas (core,calls,prefill)")
     parser.add_argument("--tokens", type=parse_tokens, default=4096, help="of the prompt (4096)")
     parser.add_argument("--layers", type=int, default=12, help="of the model (12)")
     parser.add_argument("--hidden", type=int, default=768, help="hidden size of the model (768)")
     parser.add_argument("--threads", type=int, default=2, help="of torch (2)")
     parser.add_argument("--valkey", metavar="URL", help="a server; by default one is started if it is installed")
+    parser.add_argument("--blocks", type=int, default=100_000, help="that are kept for the longest calls (100000)")
     parser.add_argument("--seconds", type=float, default=10, help="of each section (10); five rounds are the least")
     arguments = parser.parse_args()
     sections = arguments.only.split(",")
-    if unknown := {*sections} - {"prefill", "calls"}:
-        parser.error(f"--only: there is no section {', '.join(sorted(unknown))}: prefill, calls")
+    if unknown := {*sections} - {"core", "calls", "prefill"}:
+        parser.error(f"--only: there is no section {', '.join(sorted(unknown))}: core, calls, prefill")
+    if "core" in sections:
+        measure_core(arguments.seconds, arguments.blocks)
     if "calls" in sections:
         measure_acquire(arguments.seconds)
         measure_commit(arguments.seconds)

@@ -8,6 +8,8 @@
 
 #include "attention.h"
 
+const char program[] = "generate";
+
 typedef struct options {
     const char *prompt, *model, *second; /* second: a second argument, before which the first one is the model */
     int num_tokens, type, num_threads, use_openmp, window, help;
@@ -112,13 +114,6 @@ static int feed(attention *a, state *s, const unsigned char *tokens, size_t num_
         if (done == num_tokens) model_logits(m, s, a->pool, n);
     }
     return 0;
-}
-
-static unsigned char likeliest(const float *logits) {
-    int best = 0;
-    for (int i = 1; i < VOCAB; i++)
-        if (logits[i] > logits[best]) best = i;
-    return (unsigned char)best;
 }
 
 static int generate(attention *a, state *s, const options *o) {

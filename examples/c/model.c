@@ -23,7 +23,7 @@ int fail(const char *format, ...) {
         if (*c == 0xc2 && c[1] && c[1] < 0xa0) *c++ = '?', *c = '?';
         if (*c < ' ' || *c == 127) *c = '?';
     }
-    fprintf(stderr, "generate: %s\n", said);
+    fprintf(stderr, "%s: %s\n", program, said);
     return FAILED;
 }
 
@@ -422,4 +422,11 @@ void model_finish(const model *m, state *s, pool *p, int layer, int n) {
 void model_logits(const model *m, state *s, pool *p, int n) {
     rms_norm(s->normed, s->x + (size_t)(n - 1) * (size_t)m->hidden, m->norm, 1, m->hidden, m->rms_norm_eps);
     multiply(p, (product){s->logits, s->normed, m->head, 1, VOCAB, m->hidden, m->hidden, 0});
+}
+
+unsigned char likeliest(const float *logits) {
+    int best = 0;
+    for (int i = 1; i < VOCAB; i++)
+        if (logits[i] > logits[best]) best = i;
+    return (unsigned char)best;
 }

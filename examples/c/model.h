@@ -35,6 +35,9 @@ void model_free(model *m);
 /* The dot product of n floats. */
 float dot(const float *a, const float *b, int n);
 
+/* The name of the program, which its main file gives. */
+extern const char program[];
+
 /* Says on stderr, in one sentence, what cannot be done; returns the exit status for that, 2. */
 int fail(const char *format, ...);
 
@@ -59,5 +62,8 @@ void model_embed(const model *m, state *s, const unsigned char *tokens, int n); 
 void model_qkv(const model *m, state *s, pool *p, int layer, int n);            /* x -> qkv */
 void model_finish(const model *m, state *s, pool *p, int layer, int n);         /* x, attended -> x */
 void model_logits(const model *m, state *s, pool *p, int n);                    /* x of the last token -> logits */
+
+/* Returns the token with the largest logit. */
+unsigned char likeliest(const float *logits);
 
 #endif

@@ -5,7 +5,7 @@ import re
 import pytest
 from support.compiling import EMULATOR, ROOT, run
 
-PAGES = [ROOT / "README.md", ROOT / "docs/c.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs/c.md", ROOT / "docs/prefix-c.md"]
 TESTS = sorted((ROOT / "tests/c").glob("*/test_*.c"))
 
 

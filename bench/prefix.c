@@ -1,0 +1,246 @@
+/* prefix.c: calls the core's prefixes and times each call, in a library that holds both.
+ *
+ * Every measurement returns a kvc_status and writes seconds: one for each repetition; or the longest, in processor
+ * time, as the longest by the clock is how long another program had the processor. */
+#if !defined(_GNU_SOURCE)
+#define _GNU_SOURCE /* clock_gettime, pthread_getcpuclockid */
+#endif
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "kvcache.h"
+
+#define EXPORT __attribute__((visibility("default")))
+#define TRY(call)                          \
+    do {                                   \
+        const kvc_status status_ = (call); \
+        if (status_) return status_;       \
+    } while (0)
+
+enum { BLOCK = 64, DIM = 8, AT_ONCE = 16 /* blocks that are dropped before others get the mutex */ };
+
+static double read_clock(clockid_t clock) {
+    struct timespec t;
+    clock_gettime(clock, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static double now(void) { return read_clock(CLOCK_MONOTONIC); }
+static double processor(void) { return read_clock(CLOCK_THREAD_CPUTIME_ID); }
+
+static void note_longest(double *longest, double seconds) {
+    if (seconds > *longest) *longest = seconds;
+}
+
+static void *allocate(size_t count, size_t size) {
+    void *p = calloc(count, size);
+    if (!p) abort();
+    return p;
+}
+
+EXPORT const char *prefix_error(void) { return kvc_last_error(); }
+
+/* ---- a cache of small rows --------------------------------------------------------------------------------------- */
+
+static kvc_status new_cache(kvc_cache **cache) {
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .k_type = KVC_F16, .v_type = KVC_F16};
+    const kvc_config config = {.struct_size = sizeof config,
+                               .layers = &layer,
+                               .layer_size = sizeof layer,
+                               .num_layers = 1,
+                               .block_size = BLOCK};
+    return kvc_cache_new(&config, cache);
+}
+
+/* Makes a prefix of a tenant's own. */
+static kvc_status new_prefix(kvc_cache *cache, int32_t tenant, kvc_prefix **prefix) {
+    const kvc_prefix_config config = {
+        .struct_size = sizeof config, .fingerprint = "none", .salt = &tenant, .salt_size = sizeof tenant};
+    return kvc_prefix_new(cache, &config, prefix);
+}
+
+/* Sets tokens to [begin, begin + num). */
+static kvc_tokens count_up(int64_t *ids, int64_t begin, int64_t num) {
+    for (int64_t i = 0; i < num; i++) ids[i] = begin + i;
+    return (kvc_tokens){.struct_size = sizeof(kvc_tokens), .ids = ids, .num_tokens = num};
+}
+
+/* Feeds tokens, each to its sequence; *seconds is what the commit takes. */
+static kvc_status feed(kvc_cache *cache, const int64_t *seq_ids, int32_t num, double *seconds) {
+    static const float row[DIM];
+    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row}; /* the same row for all */
+    kvc_batch *batch;
+    TRY(kvc_begin(cache, num, NULL, seq_ids, NULL, &batch));
+    kvc_status status = kvc_put(batch, 0, &put);
+    const double start = now();
+    if (!status) status = kvc_commit(batch);
+    *seconds = now() - start;
+    if (status) kvc_abort(batch);
+    return status;
+}
+
+/* Feeds tokens to one sequence. */
+static kvc_status feed_one(kvc_cache *cache, int64_t seq_id, int32_t num) {
+    int64_t *seq_ids = allocate((size_t)num, sizeof *seq_ids);
+    double seconds;
+    for (int32_t i = 0; i < num; i++) seq_ids[i] = seq_id;
+    const kvc_status status = feed(cache, seq_ids, num, &seconds);
+    free(seq_ids);
+    return status;
+}
+
+/* ---- what is known ----------------------------------------------------------------------------------------------- */
+
+/* Finds all tokens but the last of a prompt again and again: lookup, acquire, release [reps]. */
+EXPORT kvc_status prefix_hits(int32_t num_tokens, int32_t reps, double *lookup, double *acquire, double *release) {
+    int64_t *ids = allocate((size_t)num_tokens, sizeof *ids), id;
+    const kvc_tokens tokens = count_up(ids, 0, num_tokens);
+    kvc_cache *cache;
+    kvc_prefix *prefix;
+    int32_t matched;
+    TRY(new_cache(&cache));
+    TRY(new_prefix(cache, 0, &prefix));
+    TRY(kvc_prefix_acquire(prefix, &tokens, -1, &id, &matched));
+    TRY(feed_one(cache, id, num_tokens));
+    TRY(kvc_prefix_release(prefix, id, &tokens));
+    for (int32_t i = 0; i < reps; i++) {
+        const double start = now();
+        TRY(kvc_prefix_lookup(prefix, &tokens, &matched));
+        const double known = now();
+        TRY(kvc_prefix_acquire(prefix, &tokens, -1, &id, &matched));
+        const double acquired = now();
+        TRY(kvc_prefix_release(prefix, id, &tokens));
+        release[i] = now() - acquired;
+        acquire[i] = acquired - known;
+        lookup[i] = known - start;
+        if (matched != num_tokens - 1) abort();
+    }
+    kvc_prefix_free(prefix);
+    free(ids);
+    return kvc_cache_free(cache);
+}
+
+/* ---- decode steps ------------------------------------------------------------------------------------------------ */
+
+/* Commits a token of one sequence, then one of each: one, all [reps].  The sequences are those of num prefixes, which
+ * have one each, or nobody's. */
+EXPORT kvc_status prefix_commits(int32_t num, int32_t of_prefixes, int32_t reps, double *one, double *all) {
+    kvc_prefix **prefixes = allocate((size_t)num, sizeof *prefixes);
+    int64_t *seq_ids = allocate((size_t)num, sizeof *seq_ids), ids[BLOCK];
+    const kvc_tokens tokens = count_up(ids, 0, BLOCK);
+    kvc_cache *cache;
+    int32_t matched;
+    TRY(new_cache(&cache));
+    for (int32_t i = 0; i < num; i++) {
+        if (of_prefixes) {
+            TRY(new_prefix(cache, i, &prefixes[i]));
+            TRY(kvc_prefix_acquire(prefixes[i], &tokens, -1, &seq_ids[i], &matched));
+        } else {
+            seq_ids[i] = kvc_new_sequence(cache);
+        }
+        TRY(feed_one(cache, seq_ids[i], BLOCK));
+    }
+    for (int32_t i = 0; i < reps; i++) {
+        TRY(feed(cache, &seq_ids[i % num], 1, &one[i]));
+        TRY(feed(cache, seq_ids, num, &all[i]));
+    }
+    for (int32_t i = 0; i < num; i++) kvc_prefix_free(prefixes[i]);
+    free(prefixes);
+    free(seq_ids);
+    return kvc_cache_free(cache);
+}
+
+/* ---- many blocks ------------------------------------------------------------------------------------------------- */
+
+/* A thread that asks for the cache's mutex again and again. */
+typedef struct watch {
+    kvc_cache *cache;
+    clockid_t clock; /* of the thread that began it */
+    pthread_t thread;
+    atomic_int is_over;
+    double longest; /* seconds of that thread's processor time for which it waited */
+} watch;
+
+static void *ask(void *context) {
+    watch *w = context;
+    while (!atomic_load(&w->is_over)) {
+        const double start = read_clock(w->clock);
+        kvc_seq_len(w->cache, 0, 0);
+        note_longest(&w->longest, read_clock(w->clock) - start);
+    }
+    return NULL;
+}
+
+static void watch_begin(watch *w, kvc_cache *cache) {
+    *w = (watch){.cache = cache};
+    if (pthread_getcpuclockid(pthread_self(), &w->clock) || pthread_create(&w->thread, NULL, ask, w)) abort();
+}
+
+static double watch_end(watch *w) {
+    atomic_store(&w->is_over, 1);
+    pthread_join(w->thread, NULL);
+    return w->longest;
+}
+
+/* Keeps num blocks, of prompts of `length` blocks that begin differently. */
+static kvc_status fill(kvc_cache *cache, kvc_prefix *prefix, int32_t num, int32_t length, double *acquire,
+                       double *release) {
+    const int32_t num_tokens = length * BLOCK;
+    int64_t *ids = allocate((size_t)num_tokens, sizeof *ids), id;
+    int32_t matched;
+    for (int32_t i = 0; i < num / length; i++) {
+        const kvc_tokens tokens = count_up(ids, (int64_t)i * num_tokens, num_tokens);
+        double start = processor();
+        TRY(kvc_prefix_acquire(prefix, &tokens, -1, &id, &matched));
+        note_longest(acquire, processor() - start);
+        TRY(feed_one(cache, id, num_tokens));
+        start = processor();
+        TRY(kvc_prefix_release(prefix, id, &tokens));
+        note_longest(release, processor() - start);
+    }
+    free(ids);
+    return KVC_OK;
+}
+
+/* What prefix_longest measures; Longest of bench_prefix.py has the same fields. */
+typedef struct longest {
+    double acquire, release; /* the longest one of those that keep the blocks */
+    double evict;            /* the longest call that drops 16 blocks, which is what is dropped with the mutex held */
+    double clear;            /* of half of the blocks */
+    double evict_wait, clear_wait, free_wait, idle_wait; /* of a thread that asks for the mutex beside them */
+} longest;
+
+/* Keeps num_blocks blocks of prompts of `length` blocks, evicts half of them, 16 at a time, and clears the rest; then
+ * keeps them again, computes something else for a while, and frees the prefix. */
+EXPORT kvc_status prefix_longest(int32_t num_blocks, int32_t length, longest *seconds) {
+    kvc_cache *cache;
+    kvc_prefix *prefix;
+    watch w;
+    int64_t num;
+    *seconds = (longest){0};
+    TRY(new_cache(&cache));
+    TRY(new_prefix(cache, 0, &prefix));
+    TRY(fill(cache, prefix, num_blocks, length, &seconds->acquire, &seconds->release));
+    watch_begin(&w, cache);
+    for (int32_t i = 0; i < num_blocks / 2 / AT_ONCE; i++) {
+        const double start = processor();
+        TRY(kvc_prefix_evict(prefix, AT_ONCE * BLOCK, &num));
+        note_longest(&seconds->evict, processor() - start);
+    }
+    seconds->evict_wait = watch_end(&w);
+    watch_begin(&w, cache);
+    const double start = processor();
+    TRY(kvc_prefix_clear(prefix));
+    seconds->clear = processor() - start;
+    seconds->clear_wait = watch_end(&w);
+    TRY(fill(cache, prefix, num_blocks, length, &seconds->acquire, &seconds->release));
+    watch_begin(&w, cache);
+    for (const double end = processor() + 0.2; processor() < end;) continue;
+    seconds->idle_wait = watch_end(&w);
+    watch_begin(&w, cache);
+    kvc_prefix_free(prefix);
+    seconds->free_wait = watch_end(&w);
+    return kvc_cache_free(cache);
+}
