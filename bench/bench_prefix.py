@@ -26,8 +26,7 @@ import numpy as np
 from compiling import CORE, CORE_FLAGS, HERE, build, function
 
 import kvcache
-from kvcache import stores
-from kvcache import _core
+from kvcache import _core, stores
 from kvcache.prefix.keys import arrays_of
 from kvcache.tools.arguments import parse_tokens
 from kvcache.tools.interleave import rounds, timed

@@ -57,8 +57,9 @@ class Block:
         The number of slots handed out since the block took its memory, which the operating system has backed.
     is_held : bool
         Whether a view keeps the rows, so that no slot is reused before the view is gone.
-    holders : dict of int to list of Run
-        The runs that each sequence holds in the block, in order of arrival, by sequence id.
+    holders : dict of int or None to list of Run
+        The runs that each sequence holds in the block, in order of arrival, by sequence id; by None, those of rows that
+        prefix caches keep.
     """
 
     index: int
@@ -68,7 +69,7 @@ class Block:
     references: int
     resident: int
     is_held: bool
-    holders: dict[int, list[Run]]
+    holders: dict[int | None, list[Run]]
 
     @property
     def is_free(self) -> bool:

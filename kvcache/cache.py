@@ -1087,7 +1087,7 @@ class KVCache(Saveable):
         3
         """
         blocks, runs = self._core.blocks(layer)
-        holders: list[dict[int, list[Run]]] = [{} for _ in blocks]
+        holders: list[dict[int | None, list[Run]]] = [{} for _ in blocks]
         for run in runs:
             block, seq_id = run[:2]
             holders[block].setdefault(seq_id, []).append(Run(*run[2:]))

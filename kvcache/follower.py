@@ -27,7 +27,8 @@ class Follower(Protocol):
         the rows were shared from this sequence. `is_whole`: nothing is left of what the sequence was.
     """
 
-    edits: deque[Edit] | None
+    @property
+    def edits(self) -> deque[Edit] | None: ...  # noqa: D102
 
     def commit(self, begin: float, core: _core.Batch, keep: Iterable[SupportsIndex] | None) -> None:
         """Commit a batch, with the tokens to keep; None: all.

@@ -215,7 +215,7 @@ def blocks(cache: KVCache, layer: SupportsIndex = 0, ax: Axes | None = None) -> 
         ax.set_axis_off()
         ax.text(0.5, 0.5, "no blocks yet", ha="center", va="center", transform=ax.transAxes, fontsize=SIZE)
         return ax
-    seq_ids = sorted({seq_id for block in found for seq_id in block.holders})
+    seq_ids = sorted({seq_id for block in found for seq_id in block.holders}, key=lambda one: (one is None, one or 0))
     cells = _slots(found, seq_ids)
     colours = [*(COLOURS[state] for state in range(HELD)), *(HUES[i % len(HUES)] for i in range(len(seq_ids)))]
     _image(ax, cells, colours)
@@ -251,7 +251,7 @@ def _visible(policy: Policy, num_tokens: int) -> npt.NDArray[np.uint8]:
     return cells
 
 
-def _slots(found: Sequence[Block], seq_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+def _slots(found: Sequence[Block], seq_ids: Sequence[int | None]) -> npt.NDArray[np.int64]:
     """Return the state of each slot of each block."""
     cells = np.full((len(found), found[0].num_slots), FREE)
     for block in found:
@@ -266,13 +266,18 @@ def _slots(found: Sequence[Block], seq_ids: Sequence[int]) -> npt.NDArray[np.int
     return cells
 
 
+def _name_of(seq_id: int | None) -> str:
+    """Return what a holder of rows is called."""
+    return "kept" if seq_id is None else str(seq_id)
+
+
 def _holders(block: Block) -> list[str]:
     """Return, for each filled slot, the ids of the sequences that hold it."""
     names: list[list[str]] = [[] for _ in range(block.filled)]
     for seq_id, runs in block.holders.items():
         for run in runs:
             for slot in range(run.slot, run.slot + run.count):
-                names[slot].append(str(seq_id))
+                names[slot].append(_name_of(seq_id))
     return [", ".join(name) for name in names]
 
 
@@ -369,11 +374,11 @@ def _frame(state: int, width: float) -> dict[str, Any]:
     return frame | {"hatch": "//////"} if state == WASTED else frame
 
 
-def _legend(cells: npt.NDArray[np.int64], seq_ids: Sequence[int]) -> list[Patch]:
+def _legend(cells: npt.NDArray[np.int64], seq_ids: Sequence[int | None]) -> list[Patch]:
     """Return the entries of a legend: the sequences, and the states that occur."""
     handles = []
     for i, hue in enumerate(HUES[: len(seq_ids)]):
-        same = [str(seq_id) for seq_id in seq_ids[i :: len(HUES)]]
+        same = [_name_of(seq_id) for seq_id in seq_ids[i :: len(HUES)]]
         names = ", ".join(same[:3]) + (" …" if len(same) > 3 else "")
         handles.append(Patch(facecolor=hue, label=f"sequence{'s' * (len(same) > 1)} {names}"))
     for state, words in STATES.items():

@@ -427,8 +427,8 @@ cdef class Cache(_CallCounter):
         return (
             [(b[i].num_slots, b[i].filled, b[i].live, b[i].references, b[i].resident, b[i].is_held != 0)
              for i in range(num_blocks)],
-            [(r[i].block, None if r[i].is_kept else r[i].seq_id, r[i].slot, r[i].count, r[i].position, r[i].delta, r[i].in_batch != 0)
-             for i in range(num_runs)],
+            [(r[i].block, None if r[i].is_kept else r[i].seq_id, r[i].slot, r[i].count, r[i].position, r[i].delta,
+              r[i].in_batch != 0) for i in range(num_runs)],
         )
 
     def nbytes(self):

@@ -172,7 +172,8 @@ class PrefixCache:
         self._cache, self._core, self._block_size = cache, cache._core, cache.block_size
         root = root_of(identity, salt)
         self._prefix = _core.Prefix(self._core, salt, root, tokens, _ttl(ttl), least or 0, store is not None)
-        self._common: dict[str, Any] = {"fingerprint": fingerprint, "store": store, "reuse_min_tokens": least, "timeout": seconds}
+        common = {"fingerprint": fingerprint, "store": store, "reuse_min_tokens": least, "timeout": seconds}
+        self._common: dict[str, Any] = common
         self._client: StoreClient | None = None
         self._fetching: Fetching | None = None
         self._watch: Watch | None = None

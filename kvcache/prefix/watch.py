@@ -1,9 +1,10 @@
-"""`Watch`: carries the new blocks of a cache's prefix caches to their stores, and measures how fast a model computes."""
+"""`Watch`: carries new blocks of a cache's prefix caches to their stores, and measures how fast a model computes."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, SupportsIndex
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from kvcache.cache import KVCache
+    from kvcache.follower import Edit
     from kvcache.stores.client import StoreClient
 
 __all__ = ["Watch", "payload_of", "watch_of"]
@@ -24,7 +26,7 @@ FEW_TOKENS = 16  # batches of fewer tokens a sequence say nothing about the spee
 class Watch:
     """The `Follower` of a cache whose prefix caches have stores."""
 
-    edits = None  # the core itself knows what they change
+    edits: deque[Edit] | None = None  # the core itself knows what they change
 
     def __init__(self, core: _core.Cache) -> None:
         self.tokens_per_second: float | None = None  # of batches of many tokens, recent ones counting most

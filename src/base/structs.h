@@ -28,7 +28,7 @@
     X(kvc_save_args, fingerprint)        \
     X(kvc_load_args, config)             \
     X(kvc_tokens, digests)               \
-    X(kvc_prefix_config, user) \
+    X(kvc_prefix_config, user)           \
     X(kvc_new_block, name)
 
 enum {

@@ -43,13 +43,13 @@ struct kvc_cache {
     int32_t has_own_capacity; /* whether one was given; else it is max_seq_len * max_sequences */
 
     kvc_table sequences;
-    int64_t next_id, next_hidden_id; /* for sequences that kvc_new_sequence and prefixes name */
-    struct kvc_prefix *prefixes;     /* list */
+    int64_t next_id, next_hidden_id;               /* for sequences that kvc_new_sequence and prefixes name */
+    struct kvc_prefix *prefixes;                   /* list */
     struct kvc_node *new_blocks, **new_blocks_end; /* list of blocks for kvc_take_new_blocks, oldest first */
-    kvc_sequence *changed;         /* list of the sequences in which the next batch looks for rows to expire */
-    kvc_sequence *spare;           /* made by kvc_reserve for the next new sequence; NULL: none */
-    int64_t num_holding;           /* number of sequences that hold rows, but for retained ones */
-    kvc_sequence *oldest, *newest; /* list of the retained sequences, from the least recently used on */
+    kvc_sequence *changed;               /* list of the sequences in which the next batch looks for rows to expire */
+    kvc_sequence *spare;                 /* made by kvc_reserve for the next new sequence; NULL: none */
+    int64_t num_holding;                 /* number of sequences that hold rows, but for retained ones */
+    kvc_sequence *oldest, *newest;       /* list of the retained sequences, from the least recently used on */
     int64_t num_retained, num_protected; /* num_protected: of those retained, that are not in the list */
     kvc_sequence *victims; /* list of those that the plan of the running call evicts, by rising last use */
     int32_t lacks_bytes;   /* while victims are chosen: all that can be had is needed, for bytes are lacking */

@@ -179,8 +179,8 @@ static kvc_status change_groups(kvc_cache *cache, kvc_sequence *sequence, const 
  * as an image, belongs to these, and the next tokens under the same id must not see it. */
 static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e) {
     const int32_t next = kvc_sequence_next(sequence);
-    const int may_end = !kvc_sequence_is_blank(sequence) &&
-                        (next > 0 || (e->removes && e->change.begin == 0 && e->change.end > 0));
+    const int may_end =
+        !kvc_sequence_is_blank(sequence) && (next > 0 || (e->removes && e->change.begin == 0 && e->change.end > 0));
     const kvc_status status = change_groups(cache, sequence, e);
     if (status != KVC_OK) return status;
     note(sequence, e, next);

@@ -4,8 +4,8 @@
 
 #include "cache/cache.h"
 
-/* Sets *made to a hidden retained sequence of the rows of src at positions [begin, end), as kvc_retain does for src that
- * the open batch may have; NULL if src holds no rows there.  KVC_ERR_NOMEM. */
+/* Sets *made to a hidden retained sequence of the rows of src at positions [begin, end), as kvc_retain does for src
+ * that the open batch may have; NULL if src holds no rows there.  KVC_ERR_NOMEM. */
 kvc_status kvc_retain_hidden(kvc_cache *cache, const kvc_sequence *src, int32_t begin, int32_t end,
                              kvc_follower *follower, kvc_sequence **made);
 

@@ -47,8 +47,7 @@ kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t b
 }
 
 /* Writes the rows of a sequence that holds those of a block. */
-static kvc_status read_rows(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, uint8_t *payload,
-                            int64_t *size) {
+static kvc_status read_rows(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, uint8_t *payload, int64_t *size) {
     const int32_t num = end - begin;
     memset(payload, 0, (size_t)cache->num_layers);
     *size = cache->num_layers;

@@ -21,24 +21,15 @@ static void add_int(kvc_blake2b *hash, int64_t value) {
 
 static void add_layer(kvc_blake2b *hash, const kvc_layer *layer) {
     const kvc_policy *policy = &layer->policy;
-    const int32_t fields[] = {layer->num_kv_heads,
-                              layer->k_dim,
-                              layer->v_dim,
-                              layer->k_type,
-                              layer->v_type,
-                              layer->k_transform,
-                              layer->v_transform,
-                              layer->value_in_key,
-                              layer->share,
-                              policy->kind,
-                              policy->window,
-                              policy->num_sink_tokens,
-                              policy->resume_window,
-                              policy->attention_chunk_size,
-                              layer->rope.kind,
-                              layer->rope.interleaved,
-                              layer->rope.first_dim,
-                              layer->rope.num_freqs};
+    const int32_t fields[] = {layer->num_kv_heads,   layer->k_dim,
+                              layer->v_dim,          layer->k_type,
+                              layer->v_type,         layer->k_transform,
+                              layer->v_transform,    layer->value_in_key,
+                              layer->share,          policy->kind,
+                              policy->window,        policy->num_sink_tokens,
+                              policy->resume_window, policy->attention_chunk_size,
+                              layer->rope.kind,      layer->rope.interleaved,
+                              layer->rope.first_dim, layer->rope.num_freqs};
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) add_int(hash, fields[i]);
     for (int32_t i = 0; layer->rope.kind == KVC_ROPE_FREQUENCIES && i < layer->rope.num_freqs; i++) {
         int64_t bits;
@@ -76,10 +67,11 @@ static kvc_status check_config(const kvc_cache *cache, const kvc_prefix_config *
         return kvc_fail(KVC_ERR_INVALID, "reuse_min_tokens is %d: it must be at least 0", config->reuse_min_tokens);
     for (int32_t i = 0; config->reuse_min_tokens && i < cache->num_layers; i++)
         if (kvc_keeps_tokens(cache, i) && cache->layers[i].rope.kind == KVC_ROPE_UNKNOWN)
-            return kvc_fail(KVC_ERR_UNSUPPORTED,
-                            "reuse_min_tokens is %d: tokens would move, and the keys of layer %d may have to be rotated: "
-                            "give its rope when the cache is made",
-                            config->reuse_min_tokens, i);
+            return kvc_fail(
+                KVC_ERR_UNSUPPORTED,
+                "reuse_min_tokens is %d: tokens would move, and the keys of layer %d may have to be rotated: "
+                "give its rope when the cache is made",
+                config->reuse_min_tokens, i);
     if (config->ttl_ms < 0 || config->ttl_ms > INT64_MAX / 1000000)
         return kvc_fail(KVC_ERR_INVALID, "ttl_ms is %lld: it must be at least 0, and at most %lld",
                         (long long)config->ttl_ms, (long long)(INT64_MAX / 1000000));
@@ -89,7 +81,8 @@ static kvc_status check_config(const kvc_cache *cache, const kvc_prefix_config *
                         "for more");
     for (int32_t i = 0; i < cache->num_layers; i++)
         if (cache->layers[i].policy.kind == KVC_CROSS)
-            return kvc_fail(KVC_ERR_UNSUPPORTED, "layer %d is a cross-attention layer: its rows do not follow from tokens", i);
+            return kvc_fail(KVC_ERR_UNSUPPORTED,
+                            "layer %d is a cross-attention layer: its rows do not follow from tokens", i);
     return KVC_OK;
 }
 

@@ -29,7 +29,8 @@ struct kvc_prefix {
 /* Copies a caller's tokens, and checks them. */
 kvc_status kvc_read_tokens(const kvc_tokens *from, kvc_tokens *tokens);
 
-/* Returns the last node with rows of the first num_tokens tokens, behind others that have; the root if there is none. */
+/* Returns the last node with rows of the first num_tokens tokens, behind others that have; the root if there is none.
+ */
 kvc_node *kvc_prefix_find(const kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens);
 
 /* Adds a pin of the nodes up to `last`, NULL if out of memory; takes it away. */

@@ -26,7 +26,8 @@ static int ends_before(const kvc_node *node, const kvc_tokens *tokens, int64_t p
     return kvc_tokens_common(&own, &wanted) == num;
 }
 
-/* Returns the chunk at a position that ends the block before a node with `skipped` tokens, and goes on with the node. */
+/* Returns the chunk at a position that ends the block before a node with `skipped` tokens, and goes on with the node.
+ */
 static chunk extend(kvc_node *node, const kvc_tokens *tokens, int64_t position, int32_t skipped) {
     chunk found = {node, node->begin - skipped, skipped + node->tokens.num};
     int32_t common = node->tokens.num;

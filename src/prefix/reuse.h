@@ -6,8 +6,9 @@
 
 #include "prefix/tree.h"
 
-/* Adds rows of tokens that were computed elsewhere to a sequence that holds the first *matched tokens of a prompt, up to
- * `limit` of them; raises *matched.  Fails as the function that moves keys does, if any.  Call without the mutex. */
-kvc_status kvc_reuse(struct kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, int64_t seq_id, int32_t *matched);
+/* Adds rows of tokens that were computed elsewhere to a sequence that holds the first *matched tokens of a prompt, up
+ * to `limit` of them; raises *matched.  Fails as the function that moves keys does, if any.  Call without the mutex. */
+kvc_status kvc_reuse(struct kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, int64_t seq_id,
+                     int32_t *matched);
 
 #endif

@@ -99,9 +99,8 @@ static int keep_next(kvc_session *session) {
     kvc_token_span tokens = {0};
     kvc_node *node = NULL;
     if (is_known) {
-        const kvc_tokens prompt = {.ids = session->prompt.ids,
-                                   .num_tokens = session->prompt.num,
-                                   .digests = session->prompt.digests};
+        const kvc_tokens prompt = {
+            .ids = session->prompt.ids, .num_tokens = session->prompt.num, .digests = session->prompt.digests};
         tokens = kvc_tokens_part(&prompt, begin - session->begin, end - session->begin);
         node = kvc_node_find(session->last, &tokens);
     }

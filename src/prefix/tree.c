@@ -125,8 +125,7 @@ static kvc_status reserve_child(kvc_node *parent) {
     kvc_memory *memory = &parent->tree->cache->memory;
     if (parent->num_children < parent->room) return KVC_OK;
     const int32_t room = parent->room ? 2 * parent->room : 1;
-    kvc_node **children =
-        kvc_memory_alloc(memory, (uint64_t)room * sizeof *children, KVC_MEMORY_BOOKKEEPING, -1);
+    kvc_node **children = kvc_memory_alloc(memory, (uint64_t)room * sizeof *children, KVC_MEMORY_BOOKKEEPING, -1);
     if (!children) return kvc_fail(KVC_ERR_NOMEM, "out of memory for %d blocks behind another", room);
     if (parent->room) memcpy(children, parent->children, (size_t)parent->num_children * sizeof *children);
     kvc_memory_free(memory, parent->children, (uint64_t)parent->room * sizeof *children, KVC_MEMORY_BOOKKEEPING, -1);
@@ -162,7 +161,8 @@ static void free_node(kvc_node *node) {
     kvc_memory *memory = &node->tree->cache->memory;
     kvc_index_remove(&node->tree->index, node);
     kvc_memory_free(memory, node->children, (uint64_t)node->room * sizeof *node->children, KVC_MEMORY_BOOKKEEPING, -1);
-    kvc_memory_free(memory, (void *)(uintptr_t)node->tokens.ids, tokens_bytes(&node->tokens), KVC_MEMORY_BOOKKEEPING, -1);
+    kvc_memory_free(memory, (void *)(uintptr_t)node->tokens.ids, tokens_bytes(&node->tokens), KVC_MEMORY_BOOKKEEPING,
+                    -1);
     kvc_memory_free(memory, node, sizeof *node, KVC_MEMORY_BOOKKEEPING, -1);
 }
 
@@ -301,8 +301,7 @@ kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *t
     }
     int is_same;
     const int32_t at = lower_bound(parent, tokens, &is_same);
-    memmove(parent->children + at + 1, parent->children + at,
-            (size_t)(parent->num_children - at) * sizeof(kvc_node *));
+    memmove(parent->children + at + 1, parent->children + at, (size_t)(parent->num_children - at) * sizeof(kvc_node *));
     parent->children[at] = node;
     parent->num_children++;
     node->parent = parent;
@@ -331,7 +330,7 @@ kvc_tree *kvc_tree_new(kvc_cache *cache, const uint8_t *salt, const uint8_t *nam
 void kvc_tree_free(kvc_tree *tree) {
     kvc_memory *memory = &tree->cache->memory;
     kvc_index_free(&tree->index, memory);
-    kvc_memory_free(memory, tree->root.children, (uint64_t)tree->root.room * sizeof(kvc_node *),
-                    KVC_MEMORY_BOOKKEEPING, -1);
+    kvc_memory_free(memory, tree->root.children, (uint64_t)tree->root.room * sizeof(kvc_node *), KVC_MEMORY_BOOKKEEPING,
+                    -1);
     kvc_memory_free(memory, tree, sizeof *tree, KVC_MEMORY_BOOKKEEPING, -1);
 }

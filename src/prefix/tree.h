@@ -43,7 +43,7 @@ typedef struct kvc_tree {
     struct kvc_prefix *collector;  /* where new full blocks are listed in cache->new_blocks; NULL: they are not */
     int32_t is_indexed;            /* full blocks are in the index */
     kvc_index index;
-    int64_t ttl;                   /* nanoseconds after which a node that nobody used is dropped; 0: never */
+    int64_t ttl; /* nanoseconds after which a node that nobody used is dropped; 0: never */
 } kvc_tree;
 
 /* Makes an empty tree, the name of whose root is given; NULL if out of memory.  Frees one that is empty again. */

@@ -71,7 +71,7 @@ typedef struct world {
     kvc_prefix *prefixes[NUM_PREFIXES];
     live sequences[MOST_LIVE];
     int num_live;
-    text kept[NUM_PREFIXES][MOST_KEPT]; /* every string whose tokens are kept */
+    text kept[NUM_PREFIXES][MOST_KEPT];   /* every string whose tokens are kept */
     int is_sure[NUM_PREFIXES][MOST_KEPT]; /* whether all of its rows are */
     int num_kept[NUM_PREFIXES];
     int64_t next_id; /* of sequences that no prefix has acquired */
@@ -237,7 +237,7 @@ static void step_edit(void) {
         if (kvc_truncate(w.cache, s->id, at) != KVC_OK) return;
         if (s->exact_to >= at && s->exact_to < s->fed) s->exact_to = INT32_MAX;
         s->fed = s->tokens.num = kvc_next_position(w.cache, s->id); /* less, if those before were removed */
-        if (!s->fed && !was_empty) { /* it has ended */
+        if (!s->fed && !was_empty) {                                /* it has ended */
             s->is_acquired = 0;
             s->exact_to = INT32_MAX;
         }
@@ -367,7 +367,7 @@ static void end_world(void) {
 }
 
 static void test_random(const kvc_policy *policies, int num_layers, kvc_config config) {
-    static void (*const steps[])(void) = {step_acquire, step_feed, step_feed,  step_feed, step_edit, step_fork,
+    static void (*const steps[])(void) = {step_acquire, step_feed,    step_feed,  step_feed, step_edit, step_fork,
                                           step_release, step_release, step_clear, step_drop, step_pin};
     new_world(policies, num_layers, config);
     for (int i = 0; i < (is_quick() ? 300 : 2000) && !test_failures; i++) {
@@ -412,7 +412,8 @@ static int request(const text *t, int fail_after) {
         s.fed = t->num;
     }
     check_rows(&s);
-    if (kvc_prefix_pin(w.prefixes[0], &tokens, &kept) == KVC_OK) CHECK(kvc_prefix_unpin(w.prefixes[0], &tokens) == KVC_OK);
+    if (kvc_prefix_pin(w.prefixes[0], &tokens, &kept) == KVC_OK)
+        CHECK(kvc_prefix_unpin(w.prefixes[0], &tokens) == KVC_OK);
     CHECK(kvc_prefix_release(w.prefixes[0], s.id, &tokens) == KVC_OK);
     if (kvc_prefix_clear(w.prefixes[1]) != KVC_OK) CHECK(strstr(kvc_last_error(), "memory"));
     asked = heap.asked;
@@ -461,7 +462,9 @@ static kvc_prefix *new_prefix(kvc_prefix_config config) {
 static void test_quota(void) {
     for (int quota = 0; quota <= 24; quota += 12) {
         new_world(&(kvc_policy){.kind = KVC_FULL}, 1, (kvc_config){.capacity = 60});
-        kvc_prefix *first = w.prefixes[0], *small = w.prefixes[0] = new_prefix((kvc_prefix_config){.salt = "a", .salt_size = 1, .quota = quota});
+        kvc_prefix *first = w.prefixes[0],
+                   *small = w.prefixes[0] =
+                       new_prefix((kvc_prefix_config){.salt = "a", .salt_size = 1, .quota = quota});
         const text kept = numbered(1000, 24);
         request(&kept, -1);
         w.prefixes[0] = first;
