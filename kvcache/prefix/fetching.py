@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Fetching"]
 
 FETCH_BYTES = 64 << 20  # of blocks from the store that wait to be added
-MOST_WAIT = 1.0  # seconds for a block that another thread adds, which an interrupt may have kept from saying so
+MOST_WAIT = 1.0  # seconds for a block that another thread gets, which an interrupt may have kept from saying so
 FIRST_SECONDS = 0.2  # to wait for the first block while nobody knows how fast the model computes
 
 
@@ -31,47 +31,49 @@ class Fetching:
     ) -> None:
         self._prefix, self._client, self._watch, self._timeout = prefix, client, watch, timeout
         self._block_size, self._nbytes = sizes  # tokens and bytes of a block
-        self._adding: dict[tuple[int, str], threading.Event] = {}  # blocks of which rows are being copied
+        self._getting: dict[tuple[int, str], threading.Event] = {}  # first blocks of what is being read and added
         self.num_fetched = 0  # tokens
 
     def fetch(self, tokens: Arrays, num_tokens: int) -> None:
         """Get the full blocks of a prompt's first tokens that follow those that are there."""
         first, missing = self._prefix.missing(*tokens, num_tokens)
         timeout = self._time_for(len(missing))
-        if not timeout:
-            return
         deadline = time.monotonic() + timeout
-        at_once = max(1, FETCH_BYTES // self._nbytes)
-        num = at_once
+        num = at_once = max(1, FETCH_BYTES // self._nbytes)
         if self._watch.tokens_per_second is None:  # a store that hangs shows it by one block
             num, timeout = 1, min(timeout, FIRST_SECONDS)
         while missing and timeout > 0:
-            part, missing = missing[:num], missing[num:]
-            found = self._client.get_many(part, timeout, patience=self._timeout, stop_at_miss=True)
+            with self._alone(missing[0], timeout) as is_alone:
+                if is_alone and not self._fetch_part(tokens, first, missing[:num], timeout):
+                    break
+            first, missing = self._prefix.missing(*tokens, num_tokens)  # less, where others have added some
             num, timeout = at_once, deadline - time.monotonic()
-            for i, name in enumerate(part):
-                if name not in found:
-                    return
-                with self._alone(name):
-                    is_known = self._prefix.add(*tokens, first + i, found[name])
-                if not is_known:
-                    return
-                self.num_fetched += self._block_size
-            first += len(part)
+
+    def _fetch_part(self, tokens: Arrays, first: int, names: list[str], timeout: float) -> bool:
+        """Read blocks from the store, and add them, up to one that is missing; return whether none is."""
+        found = self._client.get_many(names, timeout, patience=self._timeout, stop_at_miss=True)
+        for i, name in enumerate(names):
+            if name not in found or not self._prefix.add(*tokens, first + i, found[name]):
+                return False
+            self.num_fetched += self._block_size
+        return True
 
     @contextmanager
-    def _alone(self, name: str) -> Iterator[None]:
-        """Wait while another thread adds the same block, and let others wait: each would take memory for its rows."""
-        key, added = (os.getpid(), name), threading.Event()  # a forked child does not have its parent's threads
-        while (other := self._adding.setdefault(key, added)) is not added:
-            if not other.wait(MOST_WAIT):
-                self._adding[key] = added
+    def _alone(self, name: str, timeout: float) -> Iterator[bool]:
+        """Let others who need the same block next wait; or, if another gets it, wait for that one, and yield False."""
+        key, done = (os.getpid(), name), threading.Event()  # a forked child does not have its parent's threads
+        other = self._getting.setdefault(key, done)
+        if other is not done:
+            if other.wait(min(timeout, MOST_WAIT)) or timeout < MOST_WAIT:
+                yield False
+                return
+            self._getting[key] = done
         try:
-            yield
+            yield True
         finally:
-            if self._adding.get(key) is added:
-                self._adding.pop(key, None)
-            added.set()
+            if self._getting.get(key) is done:
+                self._getting.pop(key, None)
+            done.set()
 
     def _time_for(self, num_blocks: int) -> float:
         """Return the seconds for which to wait for blocks from the store; 0: computing them takes no longer."""

@@ -558,10 +558,13 @@ class Counting(dict):
 
 def acquire_at_once(prefixes, prompts, store):
     """Acquire a prompt from each prefix cache in a thread of its own; return what was matched, in order."""
-    waiting = prefixes[0]._client._shared.reader._waiting
+    waiting, num_caches = prefixes[0]._client._shared.reader._waiting, len(set(prefixes))
+    for prefix in prefixes:
+        prefix._watch.tokens_per_second = 1.0  # so slow that all is asked for at once
     with ThreadPoolExecutor(len(prompts)) as pool:
         found = [pool.submit(prefix.acquire, prompt) for prefix, prompt in zip(prefixes, prompts, strict=True)]
-        servers.until(lambda: {len(reads) for reads in list(waiting.values())} == {len(prompts)})
+        servers.until(lambda: {len(reads) for reads in list(waiting.values())} == {num_caches})
+        time.sleep(0.05)  # until other requests of a prefix cache wait for the one that reads
         store.goes_on.set()
         return [each.result()[1] for each in found]
 
@@ -572,14 +575,20 @@ def test_many_requests_for_one_prompt_read_and_copy_it_once():
     fill(filled)
     store = Counting(filled)
     cache, prefix = make(store)
-    write, copied = prefix._tree.rows.write, []
+    core, copied = prefix._prefix, []
 
-    def count(seq_id, begin, end, payload):
-        copied.append(begin)
-        time.sleep(0.02)
-        return write(seq_id, begin, end, payload)
+    class Slow:
+        missing = core.missing
 
-    prefix._tree.rows.write = count
+        def add(self, ids, digests, block, payload):
+            before = cache.stats()["live_slots"]
+            time.sleep(0.02)
+            is_known = core.add(ids, digests, block, payload)
+            if cache.stats()["live_slots"] != before:
+                copied.append(block * BLOCK)
+            return is_known
+
+    prefix._fetching._prefix = Slow()
     prompts = [[*PROMPT, -i] for i in range(16)]
     assert acquire_at_once([prefix] * 16, prompts, store) == [96] * 16
     assert sorted(store.reads) == sorted(filled)
@@ -594,10 +603,10 @@ def test_an_interrupted_request_holds_up_others_for_a_moment(monkeypatch):
     store = {}
     fill(store)
     prefix = make(store)[1]
-    interrupted = prefix._fetching._alone(bytes.fromhex(next(iter(store))))
+    interrupted = prefix._fetching._alone(next(iter(store)), 1.0)
     interrupted.__enter__()
     assert prefix.acquire(PROMPT)[1] == 96
-    assert not prefix._fetching._adding
+    assert not prefix._fetching._getting
     interrupted.__exit__(None, None, None)
 
 
