@@ -16,6 +16,7 @@
  *   delta         of a run: its positions now, less the positions its keys were rotated for (RoPE).
  *   span          a run as memory: pointers, strides, number of rows, first position, delta.
  *   retained      of a sequence: it waits to be used again, until its memory is needed (kvc_retain).
+ *   prefix        finds the beginning of a prompt among the blocks that sequences left behind (kvc_prefix_new).
  *
  * Life of a cache
  *   kvc_cache_new(config, &cache)                 an empty cache, of a model's shape
@@ -805,7 +806,7 @@ KVC_API kvc_status kvc_restore(kvc_cache *cache, const kvc_load_args *args);
  * its kvc_nbytes is no larger.  Fails with KVC_ERR_BUSY and KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
 
-/* ---- prefixes: rows that wait to be used again ------------------------------------------------------------------- */
+/* ---- retained sequences: rows that wait to be used again --------------------------------------------------------- */
 
 /* A retained sequence keeps rows for later sequences that begin with the same tokens, when no running sequence may
  * need them any more: say block_size tokens of a prompt.  It is read like any other.  Batches and edits refuse it with
@@ -815,7 +816,8 @@ KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
  * evicted, the least recently used first, and none unless the call succeeds.  A sequence is evicted as a whole, unless
  * others hold its rows in the layers that see everything: then only its rows in the other layers are.  One whose rows
  * would free nothing of what is lacking stays, unless max_bytes lacks even the bytes of its bookkeeping.  kvc_room
- * counts what can be evicted. */
+ * counts what can be evicted.
+ * This is for runners that know by themselves which tokens belong to which id; others use a kvc_prefix, below. */
 
 /* Makes a retained sequence `id` of the rows of src at positions [begin, end), as the most recently used.  No row is
  * copied, and those of cross-attention layers are left out.  If src holds no rows there, no sequence is made.  Rows
@@ -867,9 +869,10 @@ KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
  * it finds its tokens in what kvc_prefix_acquire was given, kvc_prefix_release keeps those of generated tokens, and the
  * last block, which may not be full.  A match is exact to the token, and ends where every layer has what a query there
  * sees.  Kept blocks take no room: where a call would fail with KVC_ERR_FULL, they are evicted, as retained sequences
- * are.  Only exact rows are kept (kvc_mark_inexact).
- * A sequence that was acquired ends like any other, also by kvc_clear_sequence, and may be edited: what follows the
- * edit is kept only by kvc_prefix_release.  Several prefixes, for models' adapters and tenants, may share a cache.
+ * are.  KVC_ERR_FULL then says that sequences in use, pins and quotas hold all: release one, and acquire it again with
+ * all its tokens when another has ended.  Only exact rows are kept (kvc_mark_inexact).
+ * A sequence that was acquired ends like any other: by kvc_clear_sequence, which keeps only the blocks of the prompt that
+ * were full by then.  It may be edited: what follows the edit is kept only by kvc_prefix_release.  Several prefixes, for models' adapters and tenants, may share a cache.
  * Each call takes time for the blocks of its tokens, and none for all that are kept. */
 
 typedef struct kvc_prefix kvc_prefix;
@@ -895,7 +898,8 @@ typedef struct kvc_prefix_config {
                             fingerprint, the shapes and the types of the cache.  NULL: that */
     int64_t quota;       /* tokens: as many of its most recently used ones no other prefix, and no batch, takes the room
                             of.  0: none */
-    int64_t ttl_ms;      /* milliseconds after which blocks that no call has used are dropped.  0: never */
+    int64_t ttl_ms;      /* milliseconds after which blocks that no call has used, and that are not pinned, are not
+                            found any more; later calls drop them.  0: never */
     int32_t reuse_min_tokens; /* not 0: tokens that begin where the match ends are taken from wherever they were
                             computed, in another prompt or at another position, if they are at least so many in a row
                             and span a whole block there, and are moved: an approximation, and inexact.  0: never */
@@ -916,17 +920,19 @@ KVC_API int64_t kvc_new_sequence(kvc_cache *cache);
 
 /* Sets *seq_id to a new sequence that holds as many of the first tokens as are known, and *matched to how many these
  * are: at most max_matched (-1: no limit), and less than all, as the last token has to be fed.  Of a block that differs
- * in the middle, the tokens before the difference are matched.  Fails with KVC_ERR_INVALID if there are no tokens, and
- * with KVC_ERR_NOMEM. */
+ * in the middle, the tokens before the difference are matched.  May be called while a batch is open.  Fails with
+ * KVC_ERR_INVALID if there are no tokens, with KVC_ERR_NOMEM, and, where chunks are moved (reuse_min_tokens), as the
+ * function that moves keys does. */
 KVC_API kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
                                       int64_t *seq_id, int32_t *matched);
 
 /* Keeps the blocks of a sequence, and ends it.  tokens: those that it holds, generated ones too; those that were not
- * fed are ignored.  The sequence may be any of the cache, and does nothing if it holds nothing.  Where memory for
- * bookkeeping is short, it keeps fewer blocks.  Fails with KVC_ERR_BUSY. */
+ * fed are ignored.  The sequence may be any of the cache; if it holds nothing, it only ends.  Where memory for
+ * bookkeeping is short, it keeps fewer blocks.  Fails with KVC_ERR_BUSY while it is in the open batch, or its keys are
+ * rewritten, and with KVC_ERR_INVALID if it is a retained one. */
 KVC_API kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens);
 
-/* Sets *matched to how many of the first tokens are known, without taking or marking anything. */
+/* Sets *matched to how many of the first tokens are known, without taking anything, or marking it as used. */
 KVC_API kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *matched);
 
 /* Keeps the known blocks of a prompt, such as a system prompt, whatever else needs memory, and sets *kept to the tokens
@@ -936,8 +942,8 @@ KVC_API kvc_status kvc_prefix_pin(kvc_prefix *prefix, const kvc_tokens *tokens, 
 /* Takes back one kvc_prefix_pin of the same tokens; does nothing if there is none. */
 KVC_API kvc_status kvc_prefix_unpin(kvc_prefix *prefix, const kvc_tokens *tokens);
 
-/* Drops the least recently used blocks, of at least num_tokens tokens in all, but no pinned ones; sets *num_evicted to
- * the tokens in those that it dropped. */
+/* Drops the least recently used blocks that are not pinned, until num_tokens tokens are dropped or none is left; sets
+ * *num_evicted to the tokens in them, which may be more, as blocks are dropped whole. */
 KVC_API kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int64_t *num_evicted);
 
 /* Drops all blocks, pinned ones too.  Sequences stay as they are. */

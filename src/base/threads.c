@@ -226,6 +226,14 @@ int kvc_signal_init(kvc_signal *s) {
 }
 #endif
 
+void kvc_nap(void) {
+#if defined(_WIN32)
+    Sleep(1);
+#else
+    nanosleep(&(struct timespec){0, 1000}, NULL);
+#endif
+}
+
 void kvc_signal_wait_until(kvc_signal *s, kvc_mutex *m, int64_t time) {
     const int64_t start = kvc_now(), longest = 3600 * SECOND;
     const int64_t wait = time - start < longest ? time - start : longest;

@@ -49,6 +49,9 @@ static inline void kvc_signal_wait(kvc_signal *s, kvc_mutex *m) { pthread_cond_w
 /* Returns the time in nanoseconds, by a clock that never goes back. */
 int64_t kvc_now(void);
 
+/* Sleeps for a moment, in which others run. */
+void kvc_nap(void);
+
 /* Waits like kvc_signal_wait, but no longer than until kvc_now() is `time`, nor than an hour. */
 void kvc_signal_wait_until(kvc_signal *s, kvc_mutex *m, int64_t time);
 

@@ -156,12 +156,18 @@ static kvc_tree *take_tree(kvc_prefix *prefix, kvc_tree *other) {
     return tree;
 }
 
+/* Lets others have the mutex: who unlocks it and locks it again at once mostly gets it before those that wait. */
+static void give_way(kvc_cache *cache) {
+    kvc_unlock(cache, KVC_OK);
+    kvc_nap();
+    kvc_lock(cache);
+}
+
 /* Drops all nodes of a tree that is no prefix's any more, a few at a time, and frees it. */
 static void drop_tree(kvc_cache *cache, kvc_tree *tree) {
     while (tree->newest) { /* last in the table of sequences, and so the fastest to take out of it */
         for (int i = 0; i < AT_ONCE && tree->newest; i++) kvc_node_drop(tree->newest);
-        kvc_unlock(cache, KVC_OK);
-        kvc_lock(cache);
+        give_way(cache);
     }
     kvc_tree_free(tree);
 }
@@ -185,28 +191,17 @@ void kvc_prefix_free(kvc_prefix *prefix) {
     kvc_unlock(cache, KVC_OK);
 }
 
-/* Drops blocks that were last used before `end`, or marks them as used where they are pinned; returns whether there may
- * be more. */
-static int expire_some(kvc_tree *tree, int64_t end) {
-    for (int i = 0; i < AT_ONCE; i++) {
-        kvc_node *node = tree->oldest;
-        if (!node || node->used >= end) return 0;
-        if (node->num_pins)
-            kvc_tree_touch(node);
-        else
-            kvc_node_drop(node);
-    }
-    return 1;
-}
-
-/* Locks the cache, and drops the blocks that nobody has used for too long. */
+/* Locks the cache; drops some of the blocks that nobody has used for too long, of which none is found from now on. */
 static void lock_expired(const kvc_prefix *prefix) {
-    const int64_t end = prefix->ttl ? kvc_now() - prefix->ttl : 0;
     kvc_lock(prefix->cache);
-    while (prefix->ttl && expire_some(prefix->tree, end)) {
-        kvc_unlock(prefix->cache, KVC_OK);
-        kvc_lock(prefix->cache);
-    }
+    kvc_tree *tree = prefix->tree;
+    if (!prefix->ttl) return;
+    tree->horizon = kvc_now() - prefix->ttl;
+    for (int i = 0; i < AT_ONCE && tree->oldest && tree->oldest->used < tree->horizon; i++)
+        if (tree->oldest->num_pins)
+            kvc_tree_relist(tree->oldest);
+        else
+            kvc_node_drop(tree->oldest);
 }
 
 /* ---- finding ----------------------------------------------------------------------------------------------------- */
@@ -252,12 +247,12 @@ static void find_nodes(const kvc_prefix *prefix, const kvc_tokens *tokens, int g
     int32_t common;
     p->num = p->is_cut = 0;
     while (part.num == block && (node = kvc_node_child(last, &part))) {
-        p->is_cut = !node->rows && !gaps;
+        p->is_cut = !kvc_node_is_live(node) && !gaps;
         if (p->is_cut) break;
         p->nodes[p->num++] = last = node;
         part = kvc_tokens_part(tokens, last->end, (int64_t)last->end + block);
     }
-    while (p->num && !p->nodes[p->num - 1]->rows) p->num--; /* it would hide those that begin alike */
+    while (p->num && !kvc_node_is_live(p->nodes[p->num - 1])) p->num--; /* it would hide those that begin alike */
     last = p->num ? p->nodes[p->num - 1] : &prefix->tree->root;
     p->end = last->end;
     part = kvc_tokens_part(tokens, last->end, (int64_t)last->end + block);
@@ -266,7 +261,7 @@ static void find_nodes(const kvc_prefix *prefix, const kvc_tokens *tokens, int g
         p->nodes[p->num++] = node;
         p->end += common;
     }
-    for (int32_t i = 0; i < p->num; i++) p->items[i] = p->nodes[i]->rows;
+    for (int32_t i = 0; i < p->num; i++) p->items[i] = kvc_node_is_live(p->nodes[i]) ? p->nodes[i]->rows : NULL;
 }
 
 /* Finds how many of the first tokens these nodes hold. */
@@ -407,7 +402,7 @@ kvc_node *kvc_prefix_find(const kvc_prefix *prefix, const kvc_tokens *tokens, in
         const int64_t end = (int64_t)last->end + block;
         const kvc_token_span part = kvc_tokens_part(tokens, last->end, end < num_tokens ? end : num_tokens);
         node = kvc_node_child(last, &part);
-        if (!node || !node->rows) break;
+        if (!node || !kvc_node_is_live(node)) break;
     }
     return last;
 }
@@ -454,14 +449,17 @@ kvc_status kvc_prefix_unpin(kvc_prefix *prefix, const kvc_tokens *from) {
 
 /* ---- dropping ---------------------------------------------------------------------------------------------------- */
 
-/* Drops some of the least recently used blocks, until *left tokens are dropped; returns whether there may be more. */
-static int evict_some(kvc_tree *tree, int64_t *left) {
-    kvc_node *next = tree->oldest;
+/* Drops some of the least recently used blocks, until *left tokens are dropped or *most are looked at; pinned ones are
+ * used again.  Returns whether there may be more. */
+static int evict_some(kvc_tree *tree, int64_t *left, int64_t *most) {
     for (int i = 0; i < AT_ONCE; i++) {
-        while (next && next->num_pins) next = next->newer;
-        if (!next || *left <= 0) return 0;
-        kvc_node *node = next;
-        next = node->newer;
+        kvc_node *node = tree->oldest;
+        if (!node || *left <= 0 || *most <= 0) return 0;
+        --*most;
+        if (node->num_pins) {
+            kvc_tree_relist(node);
+            continue;
+        }
         *left -= node->end - node->begin;
         kvc_node_drop(node);
     }
@@ -474,13 +472,11 @@ kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int64_t *num
     if (num_tokens < 0)
         return kvc_fail(KVC_ERR_INVALID, "num_tokens is %lld: it must be at least 0", (long long)num_tokens);
     if (!num_evicted) return kvc_fail(KVC_ERR_INVALID, "num_evicted is NULL");
-    for (int more = 1; more;) {
-        kvc_lock(cache);
-        more = evict_some(prefix->tree, &left);
-        kvc_unlock(cache, KVC_OK);
-    }
+    kvc_lock(cache);
+    int64_t most = prefix->tree->num_nodes;
+    while (evict_some(prefix->tree, &left, &most)) give_way(cache);
     *num_evicted = num_tokens - left;
-    return KVC_OK;
+    return kvc_unlock(cache, KVC_OK);
 }
 
 kvc_status kvc_prefix_clear(kvc_prefix *prefix) {

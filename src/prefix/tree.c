@@ -61,14 +61,16 @@ static void fill_quota(kvc_tree *tree) {
         protect(tree, next);
 }
 
+void kvc_tree_relist(kvc_node *node) {
+    const int was_protected = node->is_protected;
+    unlist(node);
+    if (was_protected) kvc_cache_retain(node->tree->cache, node->rows);
+    list(node);
+}
+
 void kvc_tree_touch(kvc_node *node) {
-    for (; node->parent; node = node->parent) {
-        if (!node->rows) continue;
-        const int was_protected = node->is_protected;
-        unlist(node);
-        if (was_protected) kvc_cache_retain(node->tree->cache, node->rows);
-        list(node);
-    }
+    for (; node->parent; node = node->parent)
+        if (node->rows) kvc_tree_relist(node);
 }
 
 /* ---- children ---------------------------------------------------------------------------------------------------- */
@@ -100,7 +102,7 @@ kvc_node *kvc_node_child(const kvc_node *parent, const kvc_token_span *tokens) {
 /* Returns the first child with rows from index `at` on, in steps of `step`; NULL if there is none. */
 static kvc_node *next_with_rows(const kvc_node *parent, int32_t at, int32_t step) {
     for (; at >= 0 && at < parent->num_children; at += step)
-        if (parent->children[at]->rows) return parent->children[at];
+        if (kvc_node_is_live(parent->children[at])) return parent->children[at];
     return NULL;
 }
 

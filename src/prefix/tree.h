@@ -43,12 +43,18 @@ typedef struct kvc_tree {
     struct kvc_prefix *collector;  /* where new full blocks are listed in cache->new_blocks; NULL: they are not */
     int32_t is_indexed;            /* full blocks are in the index */
     kvc_index index;
-    int64_t ttl; /* nanoseconds after which a node that nobody used is dropped; 0: never */
+    int64_t horizon; /* nodes last used before it are not found, and dropped soon */
+    int64_t ttl;     /* nanoseconds after which a node that nobody used is dropped; 0: never */
 } kvc_tree;
 
 /* Makes an empty tree, the name of whose root is given; NULL if out of memory.  Frees one that is empty again. */
 kvc_tree *kvc_tree_new(kvc_cache *cache, const uint8_t *salt, const uint8_t *name);
 void kvc_tree_free(kvc_tree *tree);
+
+/* Returns whether a node has rows, and may be found by them. */
+static inline int kvc_node_is_live(const kvc_node *node) {
+    return node->rows && (node->used >= node->tree->horizon || node->num_pins);
+}
 
 /* Returns whether a node has all its rows: windows may have lost theirs. */
 int kvc_node_is_complete(const kvc_node *node);
@@ -77,6 +83,9 @@ void kvc_node_take_out(kvc_node *node);
 
 /* Drops the rows of a node that has some; that may free the node. */
 void kvc_node_drop(kvc_node *node);
+
+/* Marks a node with rows as used. */
+void kvc_tree_relist(kvc_node *node);
 
 /* Marks the nodes from one up to the root as used, those nearer to the root as more recently. */
 void kvc_tree_touch(kvc_node *node);
