@@ -2,6 +2,7 @@
 
 
 @cython.final
+@cython.no_gc_clear  # __dealloc__ needs the cache
 cdef class Prefix:
     """A kvc_prefix, as long as its cache is open. Tokens are an array of int64, and one of digests, or None."""
 
@@ -49,6 +50,11 @@ cdef class Prefix:
             status = kvc_prefix_acquire(self.handle, &tokens, most, &seq_id, &matched)
             kvc_prefix_get_stats(self.handle, &self.latest, sizeof(self.latest))
         self.cache.finish(status)
+        try:
+            PyErr_CheckSignals()  # those that came meanwhile: later, nobody would know of the sequence
+        except BaseException:
+            self.cache.clear(seq_id)
+            raise
         return seq_id, matched
 
     def release(self, seq_id, const int64_t[::1] ids, const uint8_t[:, ::1] digests):
@@ -167,18 +173,22 @@ def new_sequence(Cache cache not None):
     return seq_id
 
 
-def take_new_blocks(Cache cache not None):
-    """Return the prefix (`Prefix.user`), name and id of each block that is new to stores."""
+def take_new_blocks(Cache cache not None, found):
+    """Append the prefix (`Prefix.user`), name and id of each block that is new to stores to a deque.
+
+    Here, and not in Python, because a signal's handler that raises would come between the two.
+    """
     cdef kvc_new_block blocks[64]
-    cdef int64_t num = 64
+    cdef int64_t num = 64, i
     cdef kvc_cache *handle = cache.enter()
-    found = []
-    while num == 64:
-        with nogil:
-            kvc_take_new_blocks(handle, blocks, sizeof(kvc_new_block), 64, &num)
-        found += [(<size_t>blocks[i].user, blocks[i].name[:KVC_NAME_BYTES].hex(), blocks[i].id) for i in range(num)]
-    cache.leave()
-    return found
+    try:
+        while num == 64:
+            with nogil:
+                kvc_take_new_blocks(handle, blocks, sizeof(kvc_new_block), 64, &num)
+            for i in range(num):
+                found.append((<size_t>blocks[i].user, blocks[i].name[:KVC_NAME_BYTES].hex(), blocks[i].id))
+    finally:
+        cache.leave()
 
 
 def payload_bytes(Cache cache not None):

@@ -197,6 +197,10 @@ class PrefixCache:
         stats = self._prefix.stats()
         return f"<PrefixCache: {stats['blocks']} blocks of {self._block_size} tokens, {stats['sequences']} in use>"
 
+    def __copy__(self) -> Self:
+        """Return itself: there is no other with the same blocks."""
+        return self
+
     def __deepcopy__(self, memo: object) -> Self:
         """Return itself: whatever is copied with it, such as a generation config, goes on to share its rows."""
         return self
@@ -279,8 +283,13 @@ class PrefixCache:
         TypeError, MemoryError
             As in `acquire`. The sequence is as it was, whatever is raised.
         """
-        self._prefix.release(seq_id, *arrays_of(tokens))
-        if self._watch is not None:
+        length = min(self._core.next_position(seq_id), self._core.exact_to(seq_id))
+        self._prefix.release(seq_id, *arrays_of(tokens, length))
+        self._store_new()
+
+    def _store_new(self) -> None:
+        """Queue new blocks to be written to the store, if there is one."""
+        if self._watch is not None and not self._core.closed:
             self._watch.store_new()
 
     def lookup(self, tokens: Tokens) -> int:
@@ -331,6 +340,7 @@ class PrefixCache:
         without a store.
         """
         seconds = _seconds(timeout)
+        self._store_new()
         return self._client is None or (self._client.flush(seconds) and self._client.stats.dropped == 0)
 
     def close(self, timeout: SupportsFloat = 10.0) -> bool:
@@ -340,6 +350,7 @@ class PrefixCache:
         whether the store took every full block, as `flush` does.
         """
         seconds = _seconds(timeout)
+        self._store_new()
         done = self._client is None or (self._client.close(seconds) and self._client.stats.dropped == 0)
         if not self._core.closed:
             self.clear()

@@ -12,6 +12,7 @@ import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, cast
 
 import numpy as np
@@ -33,8 +34,10 @@ NAME_SIZE = 32
 LAYOUT_VERSION = 1  # of what names stand for, and of the rows in a store: raise it with either
 
 
-def arrays_of(tokens: Tokens) -> Arrays:
-    """Return tokens as the core takes them: ids, and a digest of 32 bytes in place of each that is no 64-bit integer.
+def arrays_of(tokens: Tokens, most: int | None = None) -> Arrays:
+    """Return tokens, or the first `most`, as the core takes them: ids, and digests in place of those that are none.
+
+    A token that is no 64-bit integer has a digest of 32 bytes.
 
     >>> arrays_of([1, 2])
     (array([1, 2]), None)
@@ -42,10 +45,10 @@ def arrays_of(tokens: Tokens) -> Arrays:
     >>> ids.tolist(), digests.shape, digests.any(axis=1).tolist()
     ([1, 0], (2, 32), [False, True])
     """
-    integers = _as_integers(tokens)
+    integers = _as_integers(tokens, most)
     if integers is not None:
         return integers, None
-    others = list(tokens)
+    others = list(islice(tokens, most))
     ids, digests = np.zeros(len(others), np.int64), np.zeros((len(others), NAME_SIZE), np.uint8)
     for i, token in enumerate(others):
         one = _as_integers([token])
@@ -56,20 +59,23 @@ def arrays_of(tokens: Tokens) -> Arrays:
     return ids, digests
 
 
-def _as_integers(tokens: Tokens) -> npt.NDArray[np.int64] | None:
-    """Return the tokens as 64-bit integers; None if one of them is none."""
+def _as_integers(tokens: Tokens, most: int | None = None) -> npt.NDArray[np.int64] | None:
+    """Return the tokens, or the first `most`, as 64-bit integers; None if one of them is none."""
     if isinstance(tokens, bytes | bytearray):  # each byte is a token
         tokens = np.frombuffer(tokens, np.uint8)
     if isinstance(tokens, memoryview) or hasattr(tokens, "__array__"):  # of NumPy, of torch
         found = np.asarray(tokens)
         if found.ndim != 1 or found.dtype.kind not in "iu":
             raise TypeError(f"tokens are {found.dtype}{list(found.shape)}: one dimension of integers is needed")
+        found = found[:most]
         if found.dtype == np.uint64 and found.size and found.max() > np.iinfo(np.int64).max:
             return None
         return np.ascontiguousarray(found, np.int64)
     if isinstance(tokens, str) or not isinstance(tokens, Sequence):
         hint = "; where bytes are tokens, encode it" if isinstance(tokens, str) else ""
         raise TypeError(f"tokens is a {type(tokens).__name__}: a sequence of integers or bytes is needed{hint}")
+    if most is not None and len(tokens) > most:
+        tokens = list(islice(tokens, most))
     try:
         return np.frombuffer(array("q", cast("Sequence[int]", tokens)), np.int64)
     except (TypeError, OverflowError):

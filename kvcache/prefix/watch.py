@@ -32,6 +32,8 @@ class Watch:
         self.tokens_per_second: float | None = None  # of batches of many tokens, recent ones counting most
         self._core = core
         self._clients: dict[int, StoreClient] = {}  # by `Prefix.user`
+        self._new: deque[tuple[int, str, int]] = deque()  # blocks that wait to be queued
+        self._lock = threading.RLock()  # guards the order in which they are
 
     def add(self, prefix: _core.Prefix, client: StoreClient) -> None:
         """Write the new blocks of a prefix to a store from now on."""
@@ -53,10 +55,16 @@ class Watch:
 
     def store_new(self) -> None:
         """Queue the new full blocks to be written to their stores."""
-        for user, name, block_id in _core.take_new_blocks(self._core):
-            client = self._clients.get(user)
-            if client is not None:
-                client.put(name, partial(payload_of, self._core, block_id))
+        _core.take_new_blocks(self._core, self._new)
+        if not self._new:
+            return
+        with self._lock:
+            while self._new:
+                user, name, block_id = self._new[0]
+                client = self._clients.get(user)
+                if client is not None:
+                    client.put(name, partial(payload_of, self._core, block_id))
+                self._new.popleft()  # last: a signal's handler that raises before loses nothing
 
     def note_edits(self) -> None:
         """Do nothing: see `edits`."""

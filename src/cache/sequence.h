@@ -31,6 +31,7 @@ typedef struct kvc_sequence {
     int32_t in_place;             /* a call writes its rows where they lie without the mutex: kvc_cache_find waits */
     int32_t holds;                /* it is counted in cache->num_holding */
     int32_t is_retained;          /* it is in the list of retained sequences, unless it is protected: evict.h */
+    int32_t is_given;             /* its rows come from elsewhere: kvc_retain_new */
     int32_t is_protected;         /* it is not evicted, as it is within a prefix's quota */
     int32_t frees;                /* while victims are chosen: evict.c */
     int64_t num_pins;             /* of a retained sequence: while there are any, it is not evicted */

@@ -216,8 +216,8 @@ static kvc_status inject(injection *x, int64_t seq_id) {
     if (status == KVC_OK && x->num_found) status = unshare_rows(x, g, sequence);
     if (status == KVC_OK && x->num_found) {
         if (x->rewrite.num_copies) find_parts(x, list); /* copied rows have other slots now */
-        /* What is written to a retained one follows from its tokens, as the caller promises (kvc_retain_new). */
-        if (!sequence->is_retained) kvc_sequence_note_edit(sequence, x->begin, x->begin);
+        /* What kvc_retain_new is given follows from its tokens, as the caller promises. */
+        if (!sequence->is_given) kvc_sequence_note_edit(sequence, x->begin, x->begin);
         write_unlocked(x, sequence, g);
         kvc_rewrite_free(x->cache, &x->rewrite);
     }

@@ -215,7 +215,7 @@ static kvc_status retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_
     rows.reserved = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
     if (rows.reserved) rows.sequence = new_retained(cache, id, &before);
     if (rows.sequence) {
-        rows.sequence->num_pins = 1;
+        rows.sequence->num_pins = rows.sequence->is_given = 1;
         status = end_retaining(cache, rows.sequence, &before, take_all(cache, &rows, layers));
     } else {
         status = kvc_fail_sequence(id);

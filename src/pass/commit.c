@@ -139,10 +139,12 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
         if (pending->to == KVC_TO_CROSS) end_cross(batch, g, s, pending, keeps);
     }
     if (batch->replaced && keeps) kvc_replace_note(batch, s);
-    for (int32_t g = 0; g < cache->num_groups; g++) kvc_pending_of(batch, g, s)->num = 0; /* these are the sequence's */
+    batch->sequences[s].exact_to = INT32_MAX; /* that is the sequence's now, and so are pending rows */
+    for (int32_t g = 0; g < cache->num_groups; g++) kvc_pending_of(batch, g, s)->num = 0;
     /* An unstored sequence loses also what it held before the batch, and what has expired of it is forgotten. */
     for (int32_t g = 0; member->is_unstored && g < cache->num_groups; g++)
         kvc_runs_destroy(&member->sequence->runs[g], &cache->pools[g]);
+    if (member->is_unstored) member->sequence->exact_to = INT32_MAX;
 }
 
 /* Ends the batch, keeping the tokens marked in batch->kept, but none of an unstored sequence. */
@@ -157,9 +159,9 @@ static kvc_status finish(kvc_batch *batch) {
     const int32_t num_tokens = batch->num_tokens;
     kvc_lock(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_keep(&cache->pools[g], &cache->pools[g].reserved);
-    if (keeps_all) kvc_prefix_fill(batch, 0);
+    if (keeps_all) kvc_prefix_fill(batch);
     for (int32_t s = 0; s < batch->num_sequences; s++) end_sequence(batch, s);
-    if (!keeps_all) kvc_prefix_fill(batch, 1);
+    if (!keeps_all) kvc_prefix_fill(batch);
     for (int32_t s = 0; s < batch->num_sequences; s++) kvc_expire_behind(cache, batch->sequences[s].sequence);
     cache->stats.batches++;
     cache->stats.tokens += num_kept;

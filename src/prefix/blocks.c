@@ -35,6 +35,8 @@ kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t b
                                int64_t *num_blocks) {
     KVC_TRY(kvc_check_output(blocks, block_size, max_blocks, kvc_new_block_least_size, sizeof *blocks, "blocks"));
     if (!num_blocks) return kvc_fail(KVC_ERR_INVALID, "num_blocks is NULL");
+    if (max_blocks < 0)
+        return kvc_fail(KVC_ERR_INVALID, "max_blocks is %lld: it must be at least 0", (long long)max_blocks);
     *num_blocks = 0;
     kvc_lock(cache);
     for (kvc_node *node; (node = cache->new_blocks) && *num_blocks < max_blocks;) {
@@ -76,14 +78,16 @@ kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t *
     kvc_lock(cache);
     const kvc_sequence *hidden = kvc_table_find_hidden(&cache->sequences, id);
     if (!hidden) return kvc_unlock(cache, KVC_OK);
-    const int32_t begin = kvc_sequence_first(hidden), end = kvc_sequence_last(hidden) + 1;
+    const kvc_node *node = (const kvc_node *)(const void *)hidden->follower;
+    const int32_t begin = node->begin, end = node->end;
     const int64_t copy = kvc_cache_new_id(cache); /* a sequence of the same rows, which nothing evicts meanwhile */
     kvc_status status = kvc_retain_pinned(cache, hidden, copy, begin, end);
     kvc_unlock(cache, KVC_OK);
     if (status != KVC_OK) return status;
     status = read_rows(cache, copy, begin, end, payload, size);
+    /* Its id is nobody else's: while it is there, all rows were, unless another call has dropped it (kvc_clear). */
+    if (status != KVC_OK || *size == cache->num_layers || kvc_seq_len(cache, copy, -1) != end - begin) *size = 0;
     kvc_clear_sequence(cache, copy);
-    if (status != KVC_OK || *size == cache->num_layers) *size = 0;
     return status;
 }
 
@@ -102,7 +106,7 @@ kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *from, int64_
     if (!num_names) return kvc_fail(KVC_ERR_INVALID, "num_names is NULL");
     if (num_tokens > tokens.num_tokens) num_tokens = tokens.num_tokens;
     num_tokens -= num_tokens % block;
-    kvc_lock(prefix->cache);
+    kvc_prefix_lock(prefix);
     kvc_node *last = kvc_prefix_find(prefix, &tokens, num_tokens);
     kvc_tree_touch(last);
     *first = last->end / block;
@@ -189,8 +193,7 @@ static void end_arrival(const arrival *a, kvc_status status, int32_t *is_known) 
         kvc_node *parent = (*at)->last;
         node = kvc_node_find(parent, &a->tokens);
         if (!node) kvc_node_new(prefix->tree, arrived, a->begin, a->end, &list, &node);
-        if (list) node = kvc_tree_add(parent, node, &a->tokens);
-        if (node) kvc_node_take_out(node); /* it comes from a store */
+        if (list && (node = kvc_tree_add(parent, node, &a->tokens))) kvc_node_take_out(node); /* it is in a store */
     }
     *is_known = node != NULL;
     if (*at) kvc_prefix_remove_pin(prefix, at);
@@ -203,7 +206,7 @@ kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *from, int32_t bl
     const int32_t block_size = cache->pools[0].block_size;
     kvc_tokens tokens;
     KVC_TRY(kvc_read_tokens(from, &tokens));
-    if (block < 0 || (int64_t)(block + 1) * block_size > tokens.num_tokens)
+    if (block < 0 || ((int64_t)block + 1) * block_size > tokens.num_tokens)
         return kvc_fail(KVC_ERR_INVALID, "block is %d: there are %lld full ones", block,
                         (long long)(tokens.num_tokens / block_size));
     if (!payload || !is_known) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", payload ? "is_known" : "payload");
@@ -212,7 +215,7 @@ kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *from, int32_t bl
     a.tokens = kvc_tokens_part(&tokens, a.begin, a.end);
     *is_known = 0;
     KVC_TRY(check_payload(cache, &a));
-    kvc_lock(cache);
+    kvc_prefix_lock(prefix);
     kvc_status status = begin_arrival(&a, &tokens, is_known);
     kvc_unlock(cache, KVC_OK);
     if (status != KVC_OK || a.id < 0) return status;

@@ -191,8 +191,7 @@ void kvc_prefix_free(kvc_prefix *prefix) {
     kvc_unlock(cache, KVC_OK);
 }
 
-/* Locks the cache; drops some of the blocks that nobody has used for too long, of which none is found from now on. */
-static void lock_expired(const kvc_prefix *prefix) {
+void kvc_prefix_lock(kvc_prefix *prefix) {
     kvc_lock(prefix->cache);
     kvc_tree *tree = prefix->tree;
     if (!prefix->ttl) return;
@@ -294,7 +293,7 @@ kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *from, int32_t
     path p;
     KVC_TRY(kvc_read_tokens(from, &tokens));
     if (!matched) return kvc_fail(KVC_ERR_INVALID, "matched is NULL");
-    lock_expired(prefix);
+    kvc_prefix_lock(prefix);
     const kvc_status status = find_match(prefix, &tokens, tokens.num_tokens, &p, matched);
     if (status == KVC_OK) free_path(prefix->cache, &p);
     return kvc_unlock(prefix->cache, status);
@@ -321,26 +320,25 @@ static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const path *p,
     return KVC_OK;
 }
 
+/* Begins a sequence with what is known of a prompt, up to `limit` tokens. */
 static kvc_status acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, int64_t *seq_id,
                           int32_t *matched) {
     path p;
-    int32_t num;
-    KVC_TRY(find_match(prefix, tokens, limit, &p, &num));
-    kvc_session *session = kvc_session_new(prefix, tokens, num);
-    const int64_t id = kvc_cache_new_id(prefix->cache);
-    const kvc_status status = session ? begin(prefix, session, &p, id, num) : KVC_ERR_NOMEM;
-    if (status == KVC_OK) {
-        prefix->stats.requests++;
-        prefix->stats.hits += num > 0;
-        prefix->stats.tokens += tokens->num_tokens;
-        prefix->stats.matched += num;
-        *seq_id = id;
-        *matched = num;
-    } else if (session) {
-        kvc_session_free(session);
-    }
+    KVC_TRY(find_match(prefix, tokens, limit, &p, matched));
+    kvc_session *session = kvc_session_new(prefix, tokens, *matched);
+    *seq_id = kvc_cache_new_id(prefix->cache);
+    const kvc_status status = session ? begin(prefix, session, &p, *seq_id, *matched) : KVC_ERR_NOMEM;
+    if (status != KVC_OK && session) kvc_session_free(session);
     free_path(prefix->cache, &p);
     return status;
+}
+
+static void count_request(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t exact, int32_t matched) {
+    prefix->stats.requests++;
+    prefix->stats.hits += matched > 0;
+    prefix->stats.tokens += tokens->num_tokens;
+    prefix->stats.matched += matched;
+    prefix->stats.reused += matched - exact;
 }
 
 kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *from, int64_t max_matched, int64_t *seq_id,
@@ -353,13 +351,22 @@ kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *from, int64_
     if (max_matched < -1)
         return kvc_fail(KVC_ERR_INVALID, "max_matched is %lld: it must be at least 0, or -1 for no limit",
                         (long long)max_matched);
-    int64_t limit = tokens.num_tokens - 1;
+    int64_t limit = tokens.num_tokens - 1, id;
     if (max_matched >= 0 && max_matched < limit) limit = max_matched;
-    lock_expired(prefix);
-    KVC_TRY(kvc_unlock(prefix->cache, acquire(prefix, &tokens, limit, seq_id, matched)));
-    const kvc_status status = prefix->reuse_min ? kvc_reuse(prefix, &tokens, limit, *seq_id, matched) : KVC_OK;
-    if (status != KVC_OK) kvc_clear_sequence(prefix->cache, *seq_id);
-    return status;
+    int32_t exact, all;
+    kvc_prefix_lock(prefix);
+    KVC_TRY(kvc_unlock(prefix->cache, acquire(prefix, &tokens, limit, &id, &exact)));
+    all = exact;
+    const kvc_status status = prefix->reuse_min ? kvc_reuse(prefix, &tokens, limit, id, &all) : KVC_OK;
+    if (status != KVC_OK) {
+        kvc_clear_sequence(prefix->cache, id);
+        return status;
+    }
+    kvc_lock(prefix->cache);
+    count_request(prefix, &tokens, exact, all);
+    *seq_id = id;
+    *matched = all;
+    return kvc_unlock(prefix->cache, KVC_OK);
 }
 
 /* ---- releasing --------------------------------------------------------------------------------------------------- */
@@ -384,7 +391,7 @@ static kvc_status release(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *tokens
 kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *from) {
     kvc_tokens tokens;
     KVC_TRY(kvc_read_tokens(from, &tokens));
-    kvc_lock(prefix->cache);
+    kvc_prefix_lock(prefix);
     return kvc_unlock(prefix->cache, release(prefix, seq_id, &tokens));
 }
 
@@ -426,7 +433,7 @@ kvc_status kvc_prefix_pin(kvc_prefix *prefix, const kvc_tokens *from, int32_t *k
     KVC_TRY(kvc_read_tokens(from, &tokens));
     if (!kept) return kvc_fail(KVC_ERR_INVALID, "kept is NULL");
     name_prompt(prefix, &tokens, name);
-    kvc_lock(cache);
+    kvc_prefix_lock(prefix);
     kvc_node *last = kvc_prefix_find(prefix, &tokens, tokens.num_tokens);
     kvc_pinned *pin = last->parent ? kvc_prefix_add_pin(prefix, last) : NULL;
     if (pin) memcpy(pin->name, name, sizeof name);

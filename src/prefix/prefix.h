@@ -26,6 +26,9 @@ struct kvc_prefix {
     uint8_t salt[KVC_NAME_BYTES], root[KVC_NAME_BYTES];
 };
 
+/* Locks the cache; drops some of the blocks that nobody has used for too long, of which none is found from now on. */
+void kvc_prefix_lock(kvc_prefix *prefix);
+
 /* Copies a caller's tokens, and checks them. */
 kvc_status kvc_read_tokens(const kvc_tokens *from, kvc_tokens *tokens);
 

@@ -113,10 +113,7 @@ kvc_status kvc_reuse(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit
         if (c.num_tokens < prefix->reuse_min) break;
         status = move_chunk(cache, &c, seq_id, *matched, &is_moved);
         if (!is_moved) break;
-        prefix->stats.hits += !*matched;
         *matched += c.num_tokens;
-        prefix->stats.reused += c.num_tokens;
-        prefix->stats.matched += c.num_tokens;
     }
     return kvc_unlock(cache, status);
 }

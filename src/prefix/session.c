@@ -105,12 +105,13 @@ static int keep_next(kvc_session *session) {
         node = kvc_node_find(session->last, &tokens);
     }
     if (!node) {
-        kvc_node_new(session->prefix->tree, session->sequence, begin, end, &session->pending, &node);
-        if (node && is_known) node = kvc_tree_add(session->last, node, &tokens);
-        if (!node) return 0;
+        const kvc_status status =
+            kvc_node_new(session->prefix->tree, session->sequence, begin, end, &session->pending, &node);
+        if (status != KVC_OK) return 0;
+        if (node && is_known && !(node = kvc_tree_add(session->last, node, &tokens))) return 0;
     }
-    if (is_known) set_last(session, node);
-    session->retained_to = end;
+    if (is_known && node) set_last(session, node);
+    session->retained_to = end; /* where windows have lost all rows of the block, there is nothing to keep */
     return 1;
 }
 
@@ -140,7 +141,7 @@ static range range_of(const kvc_batch *batch, const kvc_batch_sequence *member) 
     return r;
 }
 
-void kvc_prefix_fill(const kvc_batch *batch, int is_committed) {
+void kvc_prefix_fill(const kvc_batch *batch) {
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         const kvc_batch_sequence *member = &batch->sequences[s];
         kvc_session *session = (kvc_session *)(void *)member->sequence->follower;
@@ -149,8 +150,7 @@ void kvc_prefix_fill(const kvc_batch *batch, int is_committed) {
         const int is_other = batch->replaced || r.begin < session->retained_to;
         note_edits(session, member->is_unstored ? 0 : is_other ? r.begin : r.dropped);
         if (member->is_unstored || batch->replaced) continue;
-        fill(session, r.end,
-             is_committed ? member->sequence->exact_to : kvc_exact_to_with_batch(batch->cache, member->sequence));
+        fill(session, r.end, kvc_exact_to_with_batch(batch->cache, member->sequence));
     }
 }
 
@@ -175,7 +175,8 @@ static void turn_pending(kvc_session *session) {
     if (turned) turned->at = &session->pending;
 }
 
-/* Returns the block that keeps these tokens of a sequence, behind `parent`; NULL if there is none, and no memory. */
+/* Returns the block that keeps these tokens of a sequence, behind `parent`, and uses it; one without rows where windows
+ * have lost them all.  NULL if memory is short. */
 static kvc_node *keep_block(kvc_node *parent, const kvc_sequence *sequence, kvc_session *session,
                             const kvc_token_span *tokens) {
     kvc_node *own = session && session->pending && session->pending->begin == parent->end ? session->pending : NULL;
@@ -183,10 +184,24 @@ static kvc_node *keep_block(kvc_node *parent, const kvc_sequence *sequence, kvc_
     if (!known && !own) known = kvc_node_child(parent, tokens);
     if (known && known->rows) {
         if (own) kvc_node_drop(own);
-        return known;
+    } else {
+        if (!own && kvc_node_new(parent->tree, sequence, parent->end, parent->end + tokens->num, &list, &own) != KVC_OK)
+            return NULL;
+        known = own ? kvc_tree_add(parent, own, tokens) : kvc_tree_add_empty(parent, tokens);
     }
-    if (!own) kvc_node_new(parent->tree, sequence, parent->end, parent->end + tokens->num, &list, &own);
-    return own ? kvc_tree_add(parent, own, tokens) : NULL;
+    if (known) kvc_node_use(known, 1);
+    return known;
+}
+
+/* Ends the use of nodes from one up to the root; returns the first that has rows, or the root. */
+static kvc_node *unuse_path(kvc_node *node) {
+    kvc_node *found = node;
+    while (found->parent && !found->rows) found = found->parent;
+    for (kvc_node *parent; node->parent; node = parent) {
+        parent = node->parent;
+        kvc_node_use(node, -1); /* which may free it */
+    }
+    return found;
 }
 
 kvc_node *kvc_session_keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tokens *tokens, int32_t length) {
@@ -205,5 +220,5 @@ kvc_node *kvc_session_keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc
         last = node;
         if (part.num < block) break;
     }
-    return last;
+    return unuse_path(last);
 }

@@ -39,7 +39,7 @@ void kvc_session_roll_back(kvc_session *session, int32_t position);
 kvc_node *kvc_session_keep(struct kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tokens *tokens, int32_t length);
 
 /* Keeps the blocks that a batch fills, of the sequences that were acquired: before its tokens become theirs, as some of
- * their rows expire then; where only some are kept, is_committed, once these are. */
-void kvc_prefix_fill(const kvc_batch *batch, int is_committed);
+ * their rows expire then; where only some are kept, once these are. */
+void kvc_prefix_fill(const kvc_batch *batch);
 
 #endif

@@ -243,16 +243,23 @@ int kvc_node_is_complete(const kvc_node *node) {
     return 1;
 }
 
+static kvc_node *alloc_node(kvc_tree *tree, int32_t begin, int32_t end) {
+    kvc_node *node = kvc_memory_alloc(&tree->cache->memory, sizeof *node, KVC_MEMORY_BOOKKEEPING, -1);
+    if (node)
+        *node = (kvc_node){.follower = {ended, sizeof *node}, .tree = tree, .begin = begin, .end = end};
+    else
+        kvc_set_last_error("out of memory for a block of %d tokens", end - begin);
+    return node;
+}
+
 kvc_status kvc_node_new(kvc_tree *tree, const kvc_sequence *src, int32_t begin, int32_t end, kvc_node **list,
                         kvc_node **made) {
-    kvc_memory *memory = &tree->cache->memory;
-    kvc_node *node = kvc_memory_alloc(memory, sizeof *node, KVC_MEMORY_BOOKKEEPING, -1);
+    kvc_node *node = alloc_node(tree, begin, end);
     *made = NULL;
-    if (!node) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a block of %d tokens", end - begin);
-    *node = (kvc_node){.follower = {ended, sizeof *node}, .tree = tree, .begin = begin, .end = end};
+    if (!node) return KVC_ERR_NOMEM;
     const kvc_status status = kvc_retain_hidden(tree->cache, src, begin, end, &node->follower, &node->rows);
     if (!node->rows) {
-        kvc_memory_free(memory, node, sizeof *node, KVC_MEMORY_BOOKKEEPING, -1);
+        free_node(node);
         return status;
     }
     node->next = *list;
@@ -288,6 +295,22 @@ static void drop_beginnings(kvc_node *node) {
     }
 }
 
+/* Puts a node among the children of another; KVC_ERR_NOMEM. */
+static kvc_status insert(kvc_node *parent, kvc_node *node, const kvc_token_span *tokens) {
+    int is_same;
+    KVC_TRY(reserve_child(parent));
+    KVC_TRY(set_tokens(node, tokens));
+    const int32_t at = lower_bound(parent, tokens, &is_same);
+    memmove(parent->children + at + 1, parent->children + at, (size_t)(parent->num_children - at) * sizeof(kvc_node *));
+    parent->children[at] = node;
+    parent->num_children++;
+    node->parent = parent;
+    kvc_name_block(node->tree->salt, parent->name, tokens, node->name);
+    if (node->tree->is_indexed && tokens->num == node->tree->cache->pools[0].block_size)
+        kvc_index_add(&node->tree->index, node);
+    return KVC_OK;
+}
+
 kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *tokens) {
     kvc_node_take_out(node);
     kvc_node *same = kvc_node_child(parent, tokens);
@@ -297,23 +320,23 @@ kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *t
         collect(same);
         return same;
     }
-    if (reserve_child(parent) != KVC_OK || set_tokens(node, tokens) != KVC_OK) {
+    if (insert(parent, node, tokens) != KVC_OK) {
         kvc_node_drop(node);
         return NULL;
     }
-    int is_same;
-    const int32_t at = lower_bound(parent, tokens, &is_same);
-    memmove(parent->children + at + 1, parent->children + at, (size_t)(parent->num_children - at) * sizeof(kvc_node *));
-    parent->children[at] = node;
-    parent->num_children++;
-    node->parent = parent;
-    kvc_name_block(node->tree->salt, parent->name, tokens, node->name);
     list(node);
-    if (node->tree->is_indexed && tokens->num == node->tree->cache->pools[0].block_size)
-        kvc_index_add(&node->tree->index, node);
     collect(node);
     drop_beginnings(node);
     return node;
+}
+
+kvc_node *kvc_tree_add_empty(kvc_node *parent, const kvc_token_span *tokens) {
+    kvc_node *node = kvc_node_child(parent, tokens);
+    if (node) return node;
+    node = alloc_node(parent->tree, parent->end, parent->end + tokens->num);
+    if (!node || insert(parent, node, tokens) == KVC_OK) return node;
+    free_node(node);
+    return NULL;
 }
 
 /* ---- the tree ---------------------------------------------------------------------------------------------------- */

@@ -78,6 +78,10 @@ kvc_node *kvc_node_find(const kvc_node *parent, const kvc_token_span *tokens);
  * or the one that was there, which gets its rows.  NULL if out of memory; it is dropped then. */
 kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *tokens);
 
+/* Returns the node below `parent` that has these tokens: a new one without rows, if there is none.  NULL if out of
+ * memory. */
+kvc_node *kvc_tree_add_empty(kvc_node *parent, const kvc_token_span *tokens);
+
 /* Takes a node out of the list that it is in, if any. */
 void kvc_node_take_out(kvc_node *node);
 

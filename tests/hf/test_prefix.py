@@ -723,7 +723,7 @@ def test_a_loaded_cache_goes_on_in_the_memory_of_a_prefix_cache(tmp_path, name):
     copied.crop(-3)
     copied.release(got)
     assert prefix.cache.sequences == []
-    assert prefix.acquire(got[0].tolist())[1] == 0  # a file does not say which rows follow from their tokens alone
+    assert prefix.acquire(got[0].tolist())[1] == 0  # a file does not say which rows were computed under a mask
     assert loaded.acquire(tokens, mask) == 0
     loaded.reset()
 

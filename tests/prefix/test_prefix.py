@@ -1112,3 +1112,39 @@ def test_blocks_end_by_time():
 def test_what_a_tenant_may_be(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make()[1].tenant(b"a", **arguments)
+
+
+@pytest.mark.parametrize("way", ["fed", "cleared", "evicted"])
+def test_windows_have_lost_the_first_blocks(way):
+    """What a sequence has left at its end is kept, behind blocks of which nothing is there."""
+    cache, prefix = make("windows")
+    if way == "fed":
+        seq_id = prefix.new_sequence()
+    else:
+        seq_id, _ = prefix.acquire(PROMPT[:70])
+    feed(cache, seq_id, PROMPT, 0, 70)
+    if way == "cleared":
+        prefix.clear()
+    elif way == "evicted":
+        prefix.evict(1000)
+    feed(cache, seq_id, PROMPT, 70, 90)
+    assert cache.can_resume(90, seq_id=seq_id)
+    prefix.release(seq_id, PROMPT[:90])
+    seq_id, matched = prefix.acquire(PROMPT)
+    assert matched == 90
+    check_rows(cache, seq_id, PROMPT, 90)
+    cache.validate()
+
+
+def test_what_was_not_fed_may_be_anything():
+    cache, prefix = make()
+    seq_id, _ = prefix.acquire(PROMPT)
+    feed(cache, seq_id, PROMPT, 0, 40)
+    prefix.release(seq_id, [*PROMPT[:40], None, "x", 1.5])
+    prefix.release(seq_id, [None])
+    assert prefix.acquire(PROMPT)[1] == 40
+
+
+def test_a_copy_is_the_same():
+    _, prefix = make()
+    assert copy.copy(prefix) is copy.deepcopy(prefix) is prefix

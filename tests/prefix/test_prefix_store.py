@@ -636,3 +636,19 @@ def test_tenants_share_a_store_and_nothing_else():
         assert serve(again, cache, PROMPT) == 96
         assert again.stats.store.corrupt == 0
         assert again.stats.store.written == 0
+
+
+@pytest.mark.parametrize("end", ["flush", "close"])
+def test_blocks_that_an_interrupt_left_are_stored_in_the_end(end, monkeypatch):
+    store = {}
+    cache, prefix = make(store)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prefix._watch, "store_new", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            serve(prefix, cache, PROMPT)
+    assert getattr(prefix, end)(60)
+    assert len(store) == 6

@@ -500,7 +500,92 @@ static void test_ttl(void) {
     end_world();
 }
 
+/* ---- blocks for stores ------------------------------------------------------------------------------------------- */
+
+/* A block goes out of one cache and into another, also one of which windows have lost some rows. */
+static void test_payloads(void) {
+    const kvc_policy policies[][2] = {{{.kind = KVC_FULL}, sliding_policy(3, 1, 0)},
+                                      {sliding_policy(2, 0, 0), sliding_policy(3, 0, 0)}};
+    static uint8_t payloads[8][4096];
+    uint8_t names[8][KVC_NAME_BYTES];
+    const text t = numbered(7, 21);
+    const kvc_tokens tokens = tokens_of(&t);
+    for (int set = 0; set < 2; set++)
+        for (int step = 1; step <= 21; step += 10) {
+            kvc_new_block blocks[8];
+            int64_t num = 0, sizes[8], num_names, id;
+            int32_t first, is_known, matched;
+            new_world(policies[set], 2, (kvc_config){0});
+            kvc_prefix *own = w.prefixes[0];
+            w.prefixes[0] = new_prefix((kvc_prefix_config){.collects_new = 1, .user = &w});
+            CHECK(kvc_prefix_acquire(w.prefixes[0], &tokens, -1, &id, &matched) == KVC_OK && !matched);
+            live s = {.id = id, .tokens = t, .exact_to = INT32_MAX};
+            for (int32_t n; s.fed < t.num; s.fed += n) {
+                kvc_batch *batch = NULL;
+                n = t.num - s.fed < step ? t.num - s.fed : step;
+                CHECK(begin_at_end(w.cache, id, n, &batch) == KVC_OK);
+                put_rows(batch, &s, n);
+                CHECK(kvc_commit(batch) == KVC_OK);
+            }
+            CHECK(kvc_take_new_blocks(w.cache, blocks, sizeof *blocks, 8, &num) == KVC_OK && num == 5);
+            CHECK(kvc_payload_bytes(w.cache) <= (int64_t)sizeof *payloads);
+            for (int i = 0; i < num; i++) {
+                CHECK(blocks[i].user == &w && blocks[i].begin == 4 * i && blocks[i].end == 4 * i + 4);
+                CHECK(kvc_read_block(w.cache, blocks[i].id, payloads[i], &sizes[i]) == KVC_OK);
+            }
+            CHECK(kvc_read_block(w.cache, 1000, payloads[7], &sizes[7]) == KVC_OK && sizes[7] == 0);
+            kvc_prefix_free(w.prefixes[0]);
+            w.prefixes[0] = new_prefix((kvc_prefix_config){.collects_new = 1});
+            CHECK(kvc_prefix_missing(w.prefixes[0], &tokens, 21, *names, 8, &first, &num_names) == KVC_OK);
+            CHECK(first == 0 && num_names == 5);
+            for (int i = 0; i < num_names; i++) {
+                CHECK(!memcmp(names[i], blocks[i].name, sizeof names[i]));
+                if (!sizes[i]) continue; /* windows have lost rows of each layer */
+                CHECKF(kvc_prefix_add(w.prefixes[0], &tokens, i, payloads[i], sizes[i], &is_known) == KVC_OK, "%s",
+                       kvc_last_error());
+                CHECK(is_known || i);
+                CHECK_FAILS(kvc_prefix_add(w.prefixes[0], &tokens, i, payloads[i], sizes[i] - 1, &is_known),
+                            KVC_ERR_FORMAT, "payload", "bytes");
+            }
+            CHECK(kvc_take_new_blocks(w.cache, blocks, sizeof *blocks, 8, &num) == KVC_OK && num == 0);
+            CHECK_FAILS(kvc_prefix_add(w.prefixes[0], &tokens, INT32_MAX, payloads[0], 9, &is_known), KVC_ERR_INVALID,
+                        "block", "2147483647");
+            CHECK(known(&t) <= 20 && (set || step < 21 || known(&t) == 20));
+            kvc_prefix_free(w.prefixes[0]);
+            w.prefixes[0] = own;
+            CHECK(kvc_clear_sequence(w.cache, id) == KVC_OK);
+            end_world();
+        }
+}
+
+/* Of a batch with a tree, the tokens that are kept are exact, and what they fill goes on as that. */
+static void test_tree(void) {
+    const text t = numbered(7, 16);
+    const kvc_tokens tokens = tokens_of(&t);
+    int32_t matched;
+    new_world(&(kvc_policy){.kind = KVC_FULL}, 1, (kvc_config){0});
+    live s = {.tokens = t, .exact_to = INT32_MAX};
+    CHECK(kvc_prefix_acquire(w.prefixes[0], &tokens, -1, &s.id, &matched) == KVC_OK);
+    kvc_batch *batch = NULL;
+    CHECK(begin_at_end(w.cache, s.id, 6, &batch) == KVC_OK);
+    put_rows(batch, &s, 6);
+    CHECK(kvc_commit(batch) == KVC_OK);
+    s.fed = 6;
+    const int32_t positions[] = {6, 6, 7, 8}, parents[] = {-1, -1, 1, 2}, kept[] = {1, 2, 3};
+    const int64_t ids[] = {s.id, s.id, s.id, s.id};
+    CHECK(kvc_begin(w.cache, 4, positions, ids, parents, &batch) == KVC_OK);
+    put_rows(batch, &s, 4);
+    CHECK(kvc_commit_kept(batch, kept, 3) == KVC_OK);
+    CHECK(kvc_exact_to(w.cache, s.id) == INT32_MAX && kvc_next_position(w.cache, s.id) == 9);
+    CHECK(kvc_prefix_release(w.prefixes[0], s.id, &tokens) == KVC_OK);
+    CHECK(kvc_prefix_acquire(w.prefixes[0], &tokens, -1, &s.id, &matched) == KVC_OK && matched == 9);
+    CHECK(kvc_exact_to(w.cache, s.id) == INT32_MAX);
+    end_world();
+}
+
 int main(void) {
+    test_payloads();
+    test_tree();
     test_quota();
     test_ttl();
     test_failing_allocations();
