@@ -828,10 +828,10 @@ KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
 KVC_API kvc_status kvc_retain(kvc_cache *cache, int64_t src, int64_t id, int32_t begin, int32_t end);
 
 /* Makes a retained sequence of new rows at positions [begin, end), at most block_size of them, whose contents come
- * from elsewhere: write them with kvc_inject.  Until then they are undefined, so the sequence is pinned: take the pin
- * away (kvc_pin) when they are written.  layers: [num_layers] not 0 for layers that have rows, with all layers of one
- * group alike; NULL: all have.  May be called while a batch is open.  Fails with KVC_ERR_INVALID as kvc_retain does,
- * with KVC_ERR_FULL and with KVC_ERR_NOMEM. */
+ * from elsewhere: write them with kvc_inject, after which they count as exact.  Until then they are undefined, so the
+ * sequence is pinned: take the pin away (kvc_pin) when they are written.  layers: [num_layers] not 0 for layers that
+ * have rows, with all layers of one group alike; NULL: all have.  May be called while a batch is open.  Fails with
+ * KVC_ERR_INVALID as kvc_retain does, with KVC_ERR_FULL and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers);
 
 /* Makes dst, which holds nothing, of rows of retained sequences, given by rising position, as if their tokens had been
