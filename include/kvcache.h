@@ -1211,6 +1211,7 @@ typedef struct kvc_run_info {
     int32_t delta;
     int32_t in_batch; /* not 0: of the open batch, and no part of the sequence yet */
     int32_t is_kept;  /* not 0: of a block that a prefix keeps; seq_id is a number of its own then, and listed last */
+    int32_t reserved; /* 0 */
 } kvc_run_info;
 
 /* Lists where the rows of a layer's group lie, at one moment: every block that it has memory for, and every run in

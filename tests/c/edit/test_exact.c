@@ -56,10 +56,10 @@ static const struct {
 } edits[] = {
     {"nothing", edit_nothing, ALL, ALL},
     {"truncate_at_7", truncate_at_7, ALL, 7},
-    {"truncate_behind_all", truncate_behind_all, ALL, ALL},
+    {"truncate_behind_all", truncate_behind_all, ALL, 10}, /* of tokens that may come */
     {"remove_the_end", remove_the_end, ALL, 7},
     {"remove_nothing", remove_nothing, ALL, ALL},
-    {"remove_behind_all", remove_behind_all, ALL, ALL},
+    {"remove_behind_all", remove_behind_all, ALL, 10},
     {"remove_4_to_6", remove_4_to_6, 4, 4},
     {"remove_and_shift", remove_and_shift, 4, 4},
     {"shift_up", shift_up, 6, 6},
