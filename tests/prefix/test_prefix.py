@@ -1143,3 +1143,31 @@ def test_what_was_not_fed_may_be_anything():
     prefix.release(seq_id, [*PROMPT[:40], None, "x", 1.5])
     prefix.release(seq_id, [None])
     assert prefix.acquire(PROMPT)[1] == 40
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("tokens", [64, 100, 128, 160, 200, 256])
+def test_a_match_keeps_no_prompt_from_fitting(layers, tokens):
+    """One that fits an empty cache also fits one in which a part of it is found, wherever the two part."""
+
+    def new(max_bytes=None):
+        return kvcache.KVCache(layers, 1, 64, None, max_sequences=None, dtype="f32", max_bytes=max_bytes)
+
+    def put(cache, seq_id, begin):
+        x = np.zeros((tokens - begin, 1, 64), np.float32)
+        with cache.batch(positions=range(begin, tokens), seq_ids=[seq_id] * (tokens - begin)) as batch:
+            for layer in range(layers):
+                batch.put(layer, x, x)
+
+    alone = new()
+    put(alone, 0, 0)
+    for common_tokens in range(5, tokens, 13):
+        cache = new(alone.nbytes + 4000)  # bookkeeping on top
+        prefix = kvcache.PrefixCache(cache, fingerprint="a model")
+        first = list(range(tokens))
+        for prompt in (first, first[:common_tokens] + [1000] * (tokens - common_tokens)):
+            seq_id, matched = prefix.acquire(prompt)
+            put(cache, seq_id, matched)
+            prefix.release(seq_id, prompt)
+        assert matched == common_tokens
+        cache.validate()

@@ -1,0 +1,37 @@
+"""examples/metrics.py: what Prometheus reads is what `stats` says."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvcache
+
+pytest.importorskip("prometheus_client")
+SCRIPT = Path(__file__).parents[2] / "examples" / "metrics.py"
+
+
+def test_the_scene_is_counted():
+    output = subprocess.run([sys.executable, SCRIPT], capture_output=True, encoding="utf-8", check=True).stdout
+    read = dict(line.rsplit(" ", 1) for line in output.splitlines() if not line.startswith("#"))
+    assert float(read['kvcache_prefix_requests_total{tenant="everybody"}']) == 3
+    assert float(read['kvcache_prefix_hits_total{tenant="everybody"}']) == 2
+    assert float(read["kvcache_retained"]) == float(read['kvcache_prefix_blocks{tenant="everybody"}']) > 0
+    assert "kvcache_store" not in output
+
+
+def test_stores_and_tenants():
+    cache = kvcache.KVCache(1, 1, 8, None, max_sequences=None)
+    prefix = kvcache.PrefixCache(cache, fingerprint="a model", store={})
+    tenants = {"one": prefix, "another": prefix.tenant(b"another")}
+    prefix.acquire([1, 2, 3])
+    found = {}
+    for family in runpy.run_path(str(SCRIPT))["CacheCollector"](cache, tenants).collect():
+        found |= {(sample.name, sample.labels.get("tenant")): sample.value for sample in family.samples}
+    assert found["kvcache_prefix_requests_total", "one"] == 1
+    assert found["kvcache_prefix_requests_total", "another"] == 0
+    assert found["kvcache_store_reading", "one"] == 1
+    assert found["kvcache_store_hits_total", "another"] == 0
+    assert ("kvcache_store_latency", "one") not in found
