@@ -320,8 +320,8 @@ typedef struct kvc_plan kvc_plan;
  * KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_cache_new(const kvc_config *config, kvc_cache **cache);
 
-/* Frees the cache, and its prefixes, after waiting for calls that copy rows out; ignores NULL.  Fails with KVC_ERR_BUSY while a batch is
- * open or a call waits in kvc_begin_with, and with KVC_ERR_HELD while there is a kvc_hold. */
+/* Frees the cache and its prefixes, after waiting for calls that copy rows out; ignores NULL.  Fails with KVC_ERR_BUSY
+ * while a batch is open or a call waits in kvc_begin_with, and with KVC_ERR_HELD while there is a kvc_hold. */
 KVC_API kvc_status kvc_cache_free(kvc_cache *cache);
 
 /* ---- a forward pass ---------------------------------------------------------------------------------------------- */
@@ -865,15 +865,15 @@ KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
  *     feed it the tokens from position `matched` on, then what is generated
  *   kvc_prefix_release(prefix, seq_id, &all_tokens)             the sequence ends, its blocks stay
  *
- * A block of block_size tokens is kept once it is full, and found by other prompts from then on; the commit that fills
- * it finds its tokens in what kvc_prefix_acquire was given, kvc_prefix_release keeps those of generated tokens, and the
- * last block, which may not be full.  A match is exact to the token, and ends where every layer has what a query there
- * sees.  Kept blocks take no room: where a call would fail with KVC_ERR_FULL, they are evicted, as retained sequences
- * are.  KVC_ERR_FULL then says that sequences in use, pins and quotas hold all: release one, and acquire it again with
- * all its tokens when another has ended.  Only exact rows are kept (kvc_mark_inexact).
- * A sequence that was acquired ends like any other: by kvc_clear_sequence, which keeps only the blocks of the prompt that
- * were full by then.  It may be edited: what follows the edit is kept only by kvc_prefix_release.  Several prefixes, for models' adapters and tenants, may share a cache.
- * Each call takes time for the blocks of its tokens, and none for all that are kept. */
+ * Of the tokens that kvc_prefix_acquire was given, the commit that fills a block keeps it, and other prompts find it
+ * from then on.  kvc_prefix_release keeps blocks of generated tokens, and the last one, which may not be full.  A match
+ * is exact to the token, and ends where every layer has what a query there sees.  Kept blocks take no room from others:
+ * where a call would fail with KVC_ERR_FULL, they are evicted, as retained sequences are.  KVC_ERR_FULL then says that
+ * sequences in use, pins and quotas hold all: release one, and acquire it again with all its tokens when another has
+ * ended.  Only exact rows are kept (kvc_exact_to).
+ * A sequence that was acquired ends like any other: kvc_clear_sequence keeps only the blocks of the prompt that were
+ * full by then.  It may be edited: what follows the edit is kept only by kvc_prefix_release.  Several prefixes, for
+ * adapters and tenants, may share a cache.  A call takes time for the blocks of its tokens, not for all kept ones. */
 
 typedef struct kvc_prefix kvc_prefix;
 
@@ -891,13 +891,12 @@ typedef struct kvc_tokens {
 typedef struct kvc_prefix_config {
     size_t struct_size;
     const char *fingerprint; /* what computes the rows: the model's name and revision, a hash of its file, an adapter.
-                                Not empty */
+                                Not empty; NULL where root is given */
     const void *salt;        /* [salt_size] the tenant, a secret where tenants distrust each other.  NULL: none */
     int64_t salt_size;
     const uint8_t *root; /* [KVC_NAME_BYTES] what the names of blocks begin with, in place of what follows from the
                             fingerprint, the shapes and the types of the cache.  NULL: that */
-    int64_t quota;       /* tokens: as many of its most recently used ones no other prefix, and no batch, takes the room
-                            of.  0: none */
+    int64_t quota;       /* tokens: so many of its most recently used ones are not evicted for others.  0: none */
     int64_t ttl_ms;      /* milliseconds after which blocks that no call has used, and that are not pinned, are not
                             found any more; later calls drop them.  0: never */
     int32_t reuse_min_tokens; /* not 0: tokens that begin where the match ends are taken from wherever they were
@@ -908,21 +907,23 @@ typedef struct kvc_prefix_config {
 } kvc_prefix_config;
 
 /* Sets *prefix to a new prefix of a cache, to be freed with kvc_prefix_free, or with the cache.  Fails with
- * KVC_ERR_INVALID if the cache is for one sequence, with KVC_ERR_UNSUPPORTED if it has a KVC_CROSS layer, whose rows do
- * not follow from tokens, and with KVC_ERR_NOMEM. */
+ * KVC_ERR_INVALID if the cache is for one sequence or a field is out of range, with KVC_ERR_UNSUPPORTED if it has a
+ * KVC_CROSS layer, whose rows do not follow from tokens, or reuse_min_tokens is given and the rope of a layer is not
+ * known, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *config, kvc_prefix **prefix);
 
 /* Frees a prefix, and drops its blocks; ignores NULL.  Sequences that it acquired go on as any others. */
 KVC_API void kvc_prefix_free(kvc_prefix *prefix);
 
-/* Returns an id that names nothing, and that no such call, nor kvc_prefix_acquire, has returned before. */
+/* Returns an id that names nothing, and that no such call, nor kvc_prefix_acquire, has returned before: they count up
+ * from 0. */
 KVC_API int64_t kvc_new_sequence(kvc_cache *cache);
 
 /* Sets *seq_id to a new sequence that holds as many of the first tokens as are known, and *matched to how many these
  * are: at most max_matched (-1: no limit), and less than all, as the last token has to be fed.  Of a block that differs
  * in the middle, the tokens before the difference are matched.  May be called while a batch is open.  Fails with
- * KVC_ERR_INVALID if there are no tokens, with KVC_ERR_NOMEM, and, where chunks are moved (reuse_min_tokens), as the
- * function that moves keys does. */
+ * KVC_ERR_INVALID if there are no tokens, with KVC_ERR_NOMEM, and with KVC_ERR_CALLBACK where a kvc_shift_fn fails
+ * (reuse_min_tokens). */
 KVC_API kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
                                       int64_t *seq_id, int32_t *matched);
 
@@ -949,9 +950,9 @@ KVC_API kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int6
 /* Drops all blocks, pinned ones too.  Sequences stay as they are. */
 KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
 
-/* Stores: how full blocks get out of the cache, and back.  A payload is a byte for each layer, 1 if its rows follow, then
- * the rows of these layers, as they are stored: keys [num_kv_heads][block_size], then values, unless they lie in the
- * keys.  Whoever keeps it under the block's name may hand it to any prefix with the same names, on any machine. */
+/* Stores: how full blocks get out of the cache, and back.  A payload is a byte for each layer, 1 if its rows follow,
+ * then the rows of these layers, as they are stored: keys [num_kv_heads][block_size], then values, unless they lie in
+ * the keys.  Whoever keeps it under the block's name may hand it to any prefix with the same names, on any machine. */
 
 typedef struct kvc_new_block {
     void *user;         /* of its prefix */
@@ -963,8 +964,8 @@ typedef struct kvc_new_block {
 /* Writes the blocks that were kept since the last call, of prefixes with collects_new, at most max_blocks of them, each
  * once, and not those that were dropped since or added by kvc_prefix_add; sets *num_blocks to how many.  Call it after
  * each commit and kvc_prefix_release. */
-KVC_API kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t block_size, int64_t max_blocks,
-                                       int64_t *num_blocks);
+KVC_API kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t new_block_size,
+                                       int64_t max_blocks, int64_t *num_blocks);
 
 /* Returns the bytes of a payload in which no layer is missing. */
 KVC_API int64_t kvc_payload_bytes(kvc_cache *cache);

@@ -152,7 +152,7 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_prefix_unpin(kvc_prefix *prefix, const kvc_tokens *tokens)
     kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int64_t *num_evicted)
     kvc_status kvc_prefix_clear(kvc_prefix *prefix)
-    kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t block_size, int64_t max_blocks,
+    kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t new_block_size, int64_t max_blocks,
                                    int64_t *num_blocks)
     int64_t kvc_payload_bytes(kvc_cache *cache)
     kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t *size)

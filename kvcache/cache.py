@@ -192,7 +192,7 @@ class KVCache(Saveable):
         self._capacity = self._core.capacity()  # read back the core's defaults
         self._block_size = self._core.block_size()
         self._decider = None if strategy == "always" else Decider(self._strategy, self._core, self._sizes)
-        self._follower: Follower | None = self._decider  # or what tells prefix caches, which need "always"
+        self._follower: Follower | None = self._decider  # or a Watch of prefix caches with stores, which need "always"
 
     def _make_core(self, original: _core.Cache | None) -> _core.Cache:
         return _core.Cache(
@@ -448,18 +448,18 @@ class KVCache(Saveable):
     def _commit_restored(self, core: _core.Batch, keep: Iterable[SupportsIndex] | None) -> None:
         """Commit a batch that restores sequences; of those it does not make, the other layers stay."""
         seq_ids = set(core.get_seq_ids().tolist())
-        core.commit(keep, self._edits, [(one, 0, None, not self.next_position(one)) for one in seq_ids])
+        core.commit(keep, self._edits, [(one, None, not self.next_position(one)) for one in seq_ids])
         self._note_edits()
 
     @property
     def _edits(self) -> deque[Edit] | None:
-        """The list of the follower's to which the core appends edits; None without one."""
-        return None if self._follower is None else self._follower.edits
+        """The list to which the core appends edits for the strategy; None without one."""
+        return None if self._decider is None else self._decider.edits
 
     def _note_edits(self) -> None:
-        """Let the follower note the edit that was made."""
-        if self._follower is not None:
-            self._follower.note_edits()
+        """Let the strategy note the edit that was made."""
+        if self._decider is not None:
+            self._decider.note_edits()
 
     def explain(self) -> str:
         """Describe the strategy and its decisions on sequences that hold rows, and on the latest that were not stored.

@@ -1,8 +1,7 @@
-"""`Follower`: what a cache tells of its batches and edits."""
+"""What commits the batches of a `KVCache`, and what is noted of its edits."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from typing import Protocol, SupportsIndex, TypeAlias
 
@@ -10,31 +9,17 @@ from kvcache import _core
 
 __all__ = ["Edit", "Follower"]
 
-Edit: TypeAlias = tuple[int | None, int, int | None, bool]  # of `Follower.edits`
+# What an edit did: (seq_id, source, is_whole).  seq_id None: every sequence but `source` was dropped.  Else `source` is
+# the one that rows were shared from, and is_whole says that nothing is left of what seq_id was.  The core appends it in
+# the call that does it, so that no signal's handler comes between.
+Edit: TypeAlias = tuple[int | None, int | None, bool]
 
 
 class Follower(Protocol):
-    """Commits the batches of a `KVCache`, and is told when rows of a sequence are changed or dropped.
-
-    Attributes
-    ----------
-    edits : deque of tuple or None
-        What was done to sequences and is not noted yet, oldest first: ``(seq_id, position, source, is_whole)``. The
-        core appends it in the call that does it, so that nothing comes between, such as a signal's handler that raises.
-        None, where whoever follows need not know.
-
-        Rows of a sequence at positions from this one on were changed, or of every one but `source` (None). `source`:
-        the rows were shared from this sequence. `is_whole`: nothing is left of what the sequence was.
-    """
-
-    @property
-    def edits(self) -> deque[Edit] | None: ...  # noqa: D102
+    """Commits the batches of a `KVCache`."""
 
     def commit(self, begin: float, core: _core.Batch, keep: Iterable[SupportsIndex] | None) -> None:
         """Commit a batch, with the tokens to keep; None: all.
 
         `begin` is the time of ``time.perf_counter`` when the batch had begun.
         """
-
-    def note_edits(self) -> None:
-        """Note what is in `edits`, and remove it from there."""

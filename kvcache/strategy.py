@@ -291,7 +291,7 @@ class Decider:
         """Forget decisions on sequences that begin anew; what shares rows of a dropped one lacks them, too."""
         with suppress(IndexError):  # there are no more; other threads may note some
             while True:
-                seq_id, _, source, is_whole = self.edits.popleft()
+                seq_id, source, is_whole = self.edits.popleft()
                 self._edited(seq_id, source, is_whole)
 
     def _edited(self, seq_id: int | None, other: int | None, is_whole: bool) -> None:

@@ -1,13 +1,13 @@
 """The cache: sequences, edits, memory and copies of rows, each a call of the C core."""
 
 
-cdef int note_edit(object edits, object seq_id, int32_t position, object source, bint is_whole) except -1:
+cdef int note_edit(object edits, object seq_id, object source, bint is_whole) except -1:
     """Append what an edit did to the follower's list (kvcache.follower), unless that is None.
 
     Here, and not in Python, because a signal's handler that raises would come between the two.
     """
     if edits is not None:
-        edits.append((seq_id, position, source, is_whole))
+        edits.append((seq_id, source, is_whole))
     return 0
 
 
@@ -254,7 +254,7 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_clear(cache) if every else kvc_clear_sequence(cache, seq)
         self.finish(status)
-        note_edit(edits, None if every else seq, 0, None, True)
+        note_edit(edits, None if every else seq, None, True)
 
     def keep(self, seq_id, edits=None):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -263,7 +263,7 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_keep(cache, seq)
         self.finish(status)
-        note_edit(edits, None, 0, seq, False)
+        note_edit(edits, None, seq, False)
 
     def copy_prefix(self, src, dst, length, edits=None):
         cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
@@ -273,7 +273,7 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_copy_prefix(cache, source, target, end)
         self.finish(status)
-        note_edit(edits, target, 0, source, True)
+        note_edit(edits, target, source, True)
 
     def fork(self, src, dst, edits=None):
         cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
@@ -282,7 +282,7 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_fork(cache, source, target)
         self.finish(status)
-        note_edit(edits, target, 0, source, True)
+        note_edit(edits, target, source, True)
 
     def share_range(self, src, dst, begin, end, edits=None):
         cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
@@ -292,7 +292,7 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_share(cache, source, target, low, high)
         self.finish(status)
-        note_edit(edits, target, low, source, False)
+        note_edit(edits, target, source, False)
 
     def remove(self, seq_id, begin, end, shift, edits=None):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -303,7 +303,7 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_remove(cache, seq, low, high, shifts)
         self.finish(status)
-        note_edit(edits, seq, low, None, False)
+        note_edit(edits, seq, None, False)
 
     def shift(self, seq_id, begin, end, delta, edits=None):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -314,7 +314,7 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_shift(cache, seq, low, high, by)
         self.finish(status)
-        note_edit(edits, seq, max(low + min(by, 0), 0), None, False)
+        note_edit(edits, seq, None, False)
 
     def divide(self, seq_id, begin, end, divisor, edits=None):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -325,7 +325,7 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_divide(cache, seq, low, high, by)
         self.finish(status)
-        note_edit(edits, seq, low // by, None, False)
+        note_edit(edits, seq, None, False)
 
     def truncate(self, seq_id, length, edits=None):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -335,7 +335,7 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_truncate(cache, seq, end)
         self.finish(status)
-        note_edit(edits, seq, end, None, end == 0)
+        note_edit(edits, seq, None, end == 0)
 
     def settle(self):
         cdef kvc_status status
@@ -380,7 +380,7 @@ cdef class Cache(_CallCounter):
         with nogil:
             status = kvc_inject(cache, seq, at, low, high, &rows)
         self.finish(status)
-        note_edit(edits, seq, low, None, False)
+        note_edit(edits, seq, None, False)
         return num_replaced
 
     # ---- memory

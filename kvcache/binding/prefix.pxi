@@ -18,7 +18,6 @@ cdef class Prefix:
         self.cache = cache
         memset(&config, 0, sizeof(config))
         config.struct_size = sizeof(config)
-        config.fingerprint = b"it is in the root"
         config.salt, config.salt_size = <const char *>salt, len(salt)
         config.root = <const uint8_t *><const char *>root
         config.quota, config.ttl_ms = quota, ttl_ms
@@ -40,14 +39,14 @@ cdef class Prefix:
         """What `take_new_blocks` calls this prefix."""
         return <size_t><void *>self
 
-    def acquire(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests, max_matched):
+    def acquire(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests, int64_t max_matched):
         cdef kvc_tokens tokens = describe(ids, digests)
-        cdef int64_t seq_id = 0, most = -1 if max_matched is None else to_int(max_matched, "max_matched", 0, _INT64_MAX)
+        cdef int64_t seq_id = 0
         cdef int32_t matched = 0
         cdef kvc_status status
         self.cache.enter()
         with nogil:
-            status = kvc_prefix_acquire(self.handle, &tokens, most, &seq_id, &matched)
+            status = kvc_prefix_acquire(self.handle, &tokens, max_matched, &seq_id, &matched)
             kvc_prefix_get_stats(self.handle, &self.latest, sizeof(self.latest))
         self.cache.finish(status)
         try:

@@ -270,7 +270,7 @@ class HFCache(SaveableBatch, Cache):
         if self._prefix is None or seen in offsets:  # of a row without a token nothing can be kept
             return
         for seq_id in seq_ids:
-            self._prefix.note_inexact(seq_id, 0)  # a file does not say which rows were computed under a mask
+            self._prefix.note_inexact(seq_id, 0)  # without a prefix cache, the one that was saved noted no masks
         passes.prompts = Prompts(self._prefix, [Prompt(offset, []) for offset in offsets], seen, self._placeholders)
 
     def is_begun_by(self, text: torch.Tensor, hidden: int) -> bool:

@@ -41,7 +41,7 @@ class PrefixStats:
     fetched : int
         The tokens that came from the store.
     blocks : int
-        The blocks that are known now; some may have been evicted.
+        The blocks that are known now, whose rows are there.
     sequences : int
         The sequences that were acquired and not released yet.
     store : StoreStats or None
@@ -94,10 +94,11 @@ class PrefixCache:
     timeout : float, default 1.0
         The most seconds that `acquire` waits for the store.
     quota : int, default 0
-        Tokens: so many of its most recently used ones stay, whatever room batches and others need. Give less than the
-        cache's `capacity` to all that share it.
+        Tokens: so many of its most recently used ones are not evicted for others. All that share a cache should have
+        less than its `capacity` together.
     ttl : float, optional
-        Seconds after which blocks that nobody has used are dropped, from memory. By default never.
+        Seconds after which blocks that nobody has used, and that are not pinned, are dropped, from memory. By default
+        never.
 
     Raises
     ------
@@ -242,8 +243,9 @@ class PrefixCache:
         Returns
         -------
         seq_id : int
-            A sequence that nobody else uses. Feed it exactly these tokens, from position `matched` on, then whatever
-            is generated; `release` it in the end, or `KVCache.clear` it to keep nothing that is not kept yet.
+            A sequence that nobody else uses; ids count up from 0, so take your own from `new_sequence`. Feed it exactly
+            these tokens, from position `matched` on, then whatever is generated; `release` it in the end, or
+            `KVCache.clear` it to keep nothing that is not kept yet.
         matched : int
             The number of tokens that it holds: at most all but one, as the last one has to be fed for an answer.
 

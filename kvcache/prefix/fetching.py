@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvcache import _core
-
 if TYPE_CHECKING:
+    from kvcache import _core
     from kvcache.prefix.keys import Arrays
     from kvcache.prefix.watch import Watch
     from kvcache.stores.client import StoreClient

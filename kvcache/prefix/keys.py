@@ -1,9 +1,4 @@
-"""What names of blocks are made of: tokens as arrays, and the root, which stands for the model and the cache.
-
-A name is BLAKE2b of the name of the block before and of the block's tokens (src/prefix/tokens.h). The first one's
-parent is the root, and all are keyed with a tenant's salt: without it nobody can name a block, or tell what others have
-asked by the names in a store or by how soon an answer begins.
-"""
+"""What names of blocks (src/prefix/tokens.h) are made of: tokens as arrays, and the root: the model and the cache."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from kvcache.cache import KVCache
-    from kvcache.follower import Edit
     from kvcache.stores.client import StoreClient
 
 __all__ = ["Watch", "payload_of", "watch_of"]
@@ -24,9 +23,7 @@ FEW_TOKENS = 16  # batches of fewer tokens a sequence say nothing about the spee
 
 
 class Watch:
-    """The `Follower` of a cache whose prefix caches have stores."""
-
-    edits: deque[Edit] | None = None  # the core itself knows what they change
+    """Commits the batches of a cache whose prefix caches have stores."""
 
     def __init__(self, core: _core.Cache) -> None:
         self.tokens_per_second: float | None = None  # of batches of many tokens, recent ones counting most
@@ -65,9 +62,6 @@ class Watch:
                 if client is not None:
                     client.put(name, partial(payload_of, self._core, block_id))
                 self._new.popleft()  # last: a signal's handler that raises before loses nothing
-
-    def note_edits(self) -> None:
-        """Do nothing: see `edits`."""
 
     def _measure(self, num_tokens: int, seconds: float) -> None:
         if seconds > 0:

@@ -128,7 +128,7 @@ def _restore(
     chosen = None if ids is None else sorted(ids)
     targets = None if ids is None else [ids[one] for one in sorted(ids)]
     held = [one.seq_id for one in saved.sequences] if targets is None else targets
-    restored = [(one, 0, None, True) for one in held]
+    restored = [(one, None, True) for one in held]
     if fingerprint is not None:
         _check_fingerprint(fingerprint)
     whole, read = (data, None) if mac is None else (None, Reader(data, mac).read)

@@ -100,6 +100,18 @@ void kvc_blake2b_add(kvc_blake2b *hash, const void *data, size_t size) {
     }
 }
 
+void kvc_blake2b_add_ints(kvc_blake2b *hash, const int64_t *values, size_t num) {
+    if (!KVC_IS_BIG_ENDIAN) {
+        kvc_blake2b_add(hash, values, num * sizeof *values);
+        return;
+    }
+    for (size_t i = 0; i < num; i++) {
+        uint8_t bytes[8];
+        for (int k = 0; k < 8; k++) bytes[k] = (uint8_t)((uint64_t)values[i] >> 8 * k);
+        kvc_blake2b_add(hash, bytes, sizeof bytes);
+    }
+}
+
 void kvc_blake2b_end(kvc_blake2b *hash, uint8_t *digest) {
     memset(hash->block + hash->filled, 0, sizeof hash->block - hash->filled);
     compress(hash, UINT64_MAX);

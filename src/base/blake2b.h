@@ -17,6 +17,8 @@ typedef struct kvc_blake2b {
  * characters ("": none). */
 void kvc_blake2b_begin(kvc_blake2b *hash, uint32_t digest_size, const void *key, uint32_t key_size, const char *person);
 void kvc_blake2b_add(kvc_blake2b *hash, const void *data, size_t size);
+/* Adds integers, little-endian. */
+void kvc_blake2b_add_ints(kvc_blake2b *hash, const int64_t *values, size_t num);
 /* Sets digest_size bytes. */
 void kvc_blake2b_end(kvc_blake2b *hash, uint8_t *digest);
 

@@ -44,7 +44,7 @@ struct kvc_cache {
 
     kvc_table sequences;
     int64_t next_id, next_hidden_id;               /* for sequences that kvc_new_sequence and prefixes name */
-    struct kvc_prefix *prefixes;                   /* list */
+    struct kvc_prefix *prefixes;                   /* list of all prefixes of the cache */
     struct kvc_node *new_blocks, **new_blocks_end; /* list of blocks for kvc_take_new_blocks, oldest first */
     kvc_sequence *changed;               /* list of the sequences in which the next batch looks for rows to expire */
     kvc_sequence *spare;                 /* made by kvc_reserve for the next new sequence; NULL: none */

@@ -14,7 +14,7 @@ typedef struct kvc_follower {
     /* Called once the sequence has left the table and is freed, with the mutex held; may free the follower, and end
      * hidden sequences. */
     void (*ended)(kvc_cache *cache, struct kvc_follower *follower);
-    int64_t bytes; /* of bookkeeping that goes when the sequence is evicted */
+    int64_t bytes; /* of its own bookkeeping, which goes with the sequence */
 } kvc_follower;
 
 typedef struct kvc_sequence {

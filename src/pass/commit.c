@@ -159,9 +159,9 @@ static kvc_status finish(kvc_batch *batch) {
     const int32_t num_tokens = batch->num_tokens;
     kvc_lock(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_keep(&cache->pools[g], &cache->pools[g].reserved);
-    if (keeps_all) kvc_prefix_fill(batch);
+    if (keeps_all) kvc_sessions_fill(batch);
     for (int32_t s = 0; s < batch->num_sequences; s++) end_sequence(batch, s);
-    if (!keeps_all) kvc_prefix_fill(batch);
+    if (!keeps_all) kvc_sessions_fill(batch);
     for (int32_t s = 0; s < batch->num_sequences; s++) kvc_expire_behind(cache, batch->sequences[s].sequence);
     cache->stats.batches++;
     cache->stats.tokens += num_kept;

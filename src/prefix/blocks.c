@@ -31,9 +31,9 @@ int64_t kvc_payload_bytes(kvc_cache *cache) {
 
 /* ---- out --------------------------------------------------------------------------------------------------------- */
 
-kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t block_size, int64_t max_blocks,
+kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t new_block_size, int64_t max_blocks,
                                int64_t *num_blocks) {
-    KVC_TRY(kvc_check_output(blocks, block_size, max_blocks, kvc_new_block_least_size, sizeof *blocks, "blocks"));
+    KVC_TRY(kvc_check_output(blocks, new_block_size, max_blocks, kvc_new_block_least_size, sizeof *blocks, "blocks"));
     if (!num_blocks) return kvc_fail(KVC_ERR_INVALID, "num_blocks is NULL");
     if (max_blocks < 0)
         return kvc_fail(KVC_ERR_INVALID, "max_blocks is %lld: it must be at least 0", (long long)max_blocks);
@@ -42,7 +42,8 @@ kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t b
     for (kvc_node *node; (node = cache->new_blocks) && *num_blocks < max_blocks;) {
         kvc_new_block block = {node->tree->collector->user, node->rows->id, node->begin, node->end, {0}};
         memcpy(block.name, node->name, sizeof block.name);
-        kvc_write_struct((char *)blocks + (size_t)(*num_blocks)++ * block_size, block_size, &block, sizeof block);
+        kvc_write_struct((char *)blocks + (size_t)(*num_blocks)++ * new_block_size, new_block_size, &block,
+                         sizeof block);
         kvc_node_take_out(node);
     }
     return kvc_unlock(cache, KVC_OK);
@@ -108,7 +109,7 @@ kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *from, int64_
     num_tokens -= num_tokens % block;
     kvc_prefix_lock(prefix);
     kvc_node *last = kvc_prefix_find(prefix, &tokens, num_tokens);
-    kvc_tree_touch(last);
+    kvc_node_touch(last);
     *first = last->end / block;
     memcpy(name, last->name, sizeof name);
     kvc_unlock(prefix->cache, KVC_OK);

@@ -17,14 +17,14 @@ static kvc_node **list_of(const kvc_index *index, uint64_t hash) {
 
 kvc_node *kvc_index_find(const kvc_index *index, uint64_t hash) { return *list_of(index, hash); }
 
-static void free_lists(const kvc_index *index, kvc_memory *memory) {
+void kvc_index_free(kvc_index *index, kvc_memory *memory) {
     const uint64_t size = (uint64_t)index->num_lists * sizeof *index->lists;
     kvc_memory_free(memory, index->lists, size, KVC_MEMORY_BOOKKEEPING, -1);
 }
 
 /* Doubles the number of lists. */
 static int grow(kvc_index *index, kvc_memory *memory) {
-    const kvc_index old = *index;
+    kvc_index old = *index;
     const int64_t num = old.num_lists ? 2 * old.num_lists : 64;
     kvc_node **lists = kvc_memory_alloc(memory, (uint64_t)num * sizeof *lists, KVC_MEMORY_BOOKKEEPING, -1);
     if (!lists) return 0;
@@ -37,11 +37,9 @@ static int grow(kvc_index *index, kvc_memory *memory) {
             node->next_same = *list;
             *list = node;
         }
-    free_lists(&old, memory);
+    kvc_index_free(&old, memory);
     return 1;
 }
-
-void kvc_index_free(kvc_index *index, kvc_memory *memory) { free_lists(index, memory); }
 
 void kvc_index_add(kvc_index *index, kvc_node *node) {
     if (index->num == index->num_lists && !grow(index, &node->tree->cache->memory)) return;

@@ -13,15 +13,9 @@ enum { AT_ONCE = 16 }; /* blocks that are dropped before others get the mutex */
 
 /* ---- what names stand for ---------------------------------------------------------------------------------------- */
 
-static void add_int(kvc_blake2b *hash, int64_t value) {
-    uint8_t bytes[8];
-    for (int i = 0; i < 8; i++) bytes[i] = (uint8_t)((uint64_t)value >> 8 * i);
-    kvc_blake2b_add(hash, bytes, sizeof bytes);
-}
-
 static void add_layer(kvc_blake2b *hash, const kvc_layer *layer) {
     const kvc_policy *policy = &layer->policy;
-    const int32_t fields[] = {layer->num_kv_heads,   layer->k_dim,
+    const int64_t fields[] = {layer->num_kv_heads,   layer->k_dim,
                               layer->v_dim,          layer->k_type,
                               layer->v_type,         layer->k_transform,
                               layer->v_transform,    layer->value_in_key,
@@ -30,21 +24,21 @@ static void add_layer(kvc_blake2b *hash, const kvc_layer *layer) {
                               policy->resume_window, policy->attention_chunk_size,
                               layer->rope.kind,      layer->rope.interleaved,
                               layer->rope.first_dim, layer->rope.num_freqs};
-    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) add_int(hash, fields[i]);
+    kvc_blake2b_add_ints(hash, fields, sizeof fields / sizeof *fields);
     for (int32_t i = 0; layer->rope.kind == KVC_ROPE_FREQUENCIES && i < layer->rope.num_freqs; i++) {
         int64_t bits;
         memcpy(&bits, &layer->rope.inv_freq[i], sizeof bits);
-        add_int(hash, bits);
+        kvc_blake2b_add_ints(hash, &bits, 1);
     }
 }
 
 /* Sets the name that the first block's follows: that of the model, and of how the cache stores its rows. */
-static void name_root(const kvc_cache *cache, const char *fingerprint, const uint8_t *salt, uint8_t *name) {
+static void name_model(const kvc_cache *cache, const char *fingerprint, const uint8_t *salt, uint8_t *name) {
+    const int64_t shape[] = {cache->pools[0].block_size, cache->num_layers};
     uint8_t identity[KVC_NAME_BYTES];
     kvc_blake2b hash;
     kvc_blake2b_begin(&hash, sizeof identity, NULL, 0, "kvcache prefix 1");
-    add_int(&hash, cache->pools[0].block_size);
-    add_int(&hash, cache->num_layers);
+    kvc_blake2b_add_ints(&hash, shape, 2);
     for (int32_t i = 0; i < cache->num_layers; i++) add_layer(&hash, &cache->layers[i]);
     kvc_blake2b_add(&hash, fingerprint, strlen(fingerprint));
     kvc_blake2b_end(&hash, identity);
@@ -54,7 +48,7 @@ static void name_root(const kvc_cache *cache, const char *fingerprint, const uin
 /* ---- making and freeing ------------------------------------------------------------------------------------------ */
 
 static kvc_status check_config(const kvc_cache *cache, const kvc_prefix_config *config) {
-    if (!config->fingerprint || !*config->fingerprint)
+    if (!config->root && (!config->fingerprint || !*config->fingerprint))
         return kvc_fail(KVC_ERR_INVALID,
                         "fingerprint is %s: name what computes the rows, such as the model and its revision",
                         config->fingerprint ? "empty" : "NULL");
@@ -109,7 +103,7 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     if (config.root)
         memcpy(prefix->root, config.root, KVC_NAME_BYTES);
     else
-        name_root(cache, config.fingerprint, prefix->salt, prefix->root);
+        name_model(cache, config.fingerprint, prefix->salt, prefix->root);
     prefix->quota = config.quota;
     prefix->reuse_min = config.reuse_min_tokens;
     prefix->collects = config.collects_new;
@@ -198,7 +192,7 @@ void kvc_prefix_lock(kvc_prefix *prefix) {
     tree->horizon = kvc_now() - prefix->ttl;
     for (int i = 0; i < AT_ONCE && tree->oldest && tree->oldest->used < tree->horizon; i++)
         if (tree->oldest->num_pins)
-            kvc_tree_relist(tree->oldest);
+            kvc_node_relist(tree->oldest);
         else
             kvc_node_drop(tree->oldest);
 }
@@ -316,7 +310,7 @@ static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const path *p,
         KVC_TRY(kvc_cache_insert(cache, sequence, NULL));
     }
     kvc_session_begin(session, sequence, known ? p->nodes[known - 1] : &prefix->tree->root);
-    kvc_tree_touch(p->num ? p->nodes[p->num - 1] : &prefix->tree->root);
+    kvc_node_touch(p->num ? p->nodes[p->num - 1] : &prefix->tree->root);
     return KVC_OK;
 }
 
@@ -380,10 +374,10 @@ static kvc_status release(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *tokens
     const int32_t next = kvc_sequence_next(sequence);
     if (tokens->num_tokens > next) tokens->num_tokens = next;
     if (tokens->num_tokens > sequence->exact_to) tokens->num_tokens = sequence->exact_to;
-    kvc_node *last = kvc_session_keep(prefix, sequence, tokens, (int32_t)tokens->num_tokens);
+    kvc_node *last = kvc_session_keep(prefix, sequence, tokens);
     kvc_node_use(last, 1);
     kvc_cache_forget(cache, sequence);
-    kvc_tree_touch(last);
+    kvc_node_touch(last);
     kvc_node_use(last, -1);
     return KVC_OK;
 }
@@ -464,7 +458,7 @@ static int evict_some(kvc_tree *tree, int64_t *left, int64_t *most) {
         if (!node || *left <= 0 || *most <= 0) return 0;
         --*most;
         if (node->num_pins) {
-            kvc_tree_relist(node);
+            kvc_node_relist(node);
             continue;
         }
         *left -= node->end - node->begin;

@@ -29,7 +29,7 @@ struct kvc_prefix {
 /* Locks the cache; drops some of the blocks that nobody has used for too long, of which none is found from now on. */
 void kvc_prefix_lock(kvc_prefix *prefix);
 
-/* Copies a caller's tokens, and checks them. */
+/* Reads a caller's struct, and checks it. */
 kvc_status kvc_read_tokens(const kvc_tokens *from, kvc_tokens *tokens);
 
 /* Returns the last node with rows of the first num_tokens tokens, behind others that have; the root if there is none.

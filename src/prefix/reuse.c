@@ -1,8 +1,6 @@
 /* reuse.c: goes on with tokens that were computed elsewhere: see reuse.h. */
 #include "prefix/reuse.h"
 
-#include <string.h>
-
 #include "edit/share.h"
 #include "prefix/prefix.h"
 
@@ -82,7 +80,7 @@ static int gather_chunk(kvc_cache *cache, const chunk *c, int64_t id) {
     return 1;
 }
 
-/* Returns whether a call that failed so leaves it at what there is: for want of room, or of what it needs. */
+/* Returns whether the request goes on without the chunk after this failure. */
 static int is_harmless(kvc_status status) {
     return status == KVC_ERR_FULL || status == KVC_ERR_NOMEM || status == KVC_ERR_UNSUPPORTED;
 }

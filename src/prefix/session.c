@@ -24,7 +24,7 @@ static void ended(kvc_cache *cache, kvc_follower *follower) {
     kvc_session *session = (kvc_session *)(void *)follower;
     (void)cache;
     drop_pending(session, 0);
-    kvc_tree_touch(session->last);
+    kvc_node_touch(session->last);
     kvc_node_use(session->last, -1);
     *session->at = session->next;
     if (session->next) session->next->at = session->at;
@@ -52,13 +52,13 @@ kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32
                              .retained_to = begin,
                              .known_to = begin + prompt.num,
                              .begin = begin,
-                             .prompt = {ids, digests, prompt.num},
-                             .size = size};
+                             .prompt = {.ids = ids, .num_tokens = prompt.num, .digests = digests}};
     return session;
 }
 
 void kvc_session_free(kvc_session *session) {
-    kvc_memory_free(&session->prefix->cache->memory, session, session->size, KVC_MEMORY_BOOKKEEPING, -1);
+    kvc_memory_free(&session->prefix->cache->memory, session, (uint64_t)session->follower.bytes, KVC_MEMORY_BOOKKEEPING,
+                    -1);
 }
 
 void kvc_session_begin(kvc_session *session, kvc_sequence *sequence, kvc_node *last) {
@@ -99,9 +99,7 @@ static int keep_next(kvc_session *session) {
     kvc_token_span tokens = {0};
     kvc_node *node = NULL;
     if (is_known) {
-        const kvc_tokens prompt = {
-            .ids = session->prompt.ids, .num_tokens = session->prompt.num, .digests = session->prompt.digests};
-        tokens = kvc_tokens_part(&prompt, begin - session->begin, end - session->begin);
+        tokens = kvc_tokens_part(&session->prompt, begin - session->begin, end - session->begin);
         node = kvc_node_find(session->last, &tokens);
     }
     if (!node) {
@@ -141,7 +139,7 @@ static range range_of(const kvc_batch *batch, const kvc_batch_sequence *member) 
     return r;
 }
 
-void kvc_prefix_fill(const kvc_batch *batch) {
+void kvc_sessions_fill(const kvc_batch *batch) {
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         const kvc_batch_sequence *member = &batch->sequences[s];
         kvc_session *session = (kvc_session *)(void *)member->sequence->follower;
@@ -204,8 +202,8 @@ static kvc_node *unuse_path(kvc_node *node) {
     return found;
 }
 
-kvc_node *kvc_session_keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tokens *tokens, int32_t length) {
-    const int32_t block = prefix->cache->pools[0].block_size;
+kvc_node *kvc_session_keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tokens *tokens) {
+    const int32_t block = prefix->cache->pools[0].block_size, length = (int32_t)tokens->num_tokens;
     kvc_session *session = session_of(prefix, sequence);
     kvc_node *last = &prefix->tree->root;
     if (session) {

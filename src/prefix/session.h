@@ -19,8 +19,7 @@ typedef struct kvc_session {
     kvc_node *pending;              /* list of its blocks whose tokens are not known yet, the last ones first */
     struct kvc_session *next, **at; /* place in the list of the prefix */
     int32_t begin;                  /* position of the first token of the prompt here */
-    kvc_token_span prompt;          /* tokens of full blocks that the sequence is to be fed */
-    uint64_t size;                  /* bytes of this allocation */
+    kvc_tokens prompt;              /* tokens of full blocks that the sequence is to be fed */
 } kvc_session;
 
 /* Makes the session of a sequence that is to hold the prompt's tokens up to `matched` and to be fed the others; NULL if
@@ -36,10 +35,10 @@ void kvc_session_roll_back(kvc_session *session, int32_t position);
 
 /* Keeps the blocks of any sequence below a position, whose tokens are now known; returns the last one, perhaps the
  * root. */
-kvc_node *kvc_session_keep(struct kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tokens *tokens, int32_t length);
+kvc_node *kvc_session_keep(struct kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tokens *tokens);
 
 /* Keeps the blocks that a batch fills, of the sequences that were acquired: before its tokens become theirs, as some of
  * their rows expire then; where only some are kept, once these are. */
-void kvc_prefix_fill(const kvc_batch *batch);
+void kvc_sessions_fill(const kvc_batch *batch);
 
 #endif

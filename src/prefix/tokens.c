@@ -6,7 +6,6 @@
 #include <string.h>
 
 #include "base/blake2b.h"
-#include "base/compiler.h"
 
 kvc_token_span kvc_tokens_part(const kvc_tokens *tokens, int64_t begin, int64_t end) {
     if (end > tokens->num_tokens) end = tokens->num_tokens;
@@ -60,19 +59,6 @@ void kvc_name_root(const uint8_t *salt, const void *identity, size_t size, uint8
     kvc_blake2b_end(&hash, name);
 }
 
-/* Adds ids, little-endian. */
-static void add_ids(kvc_blake2b *hash, const int64_t *ids, int32_t num) {
-    if (!KVC_IS_BIG_ENDIAN) {
-        kvc_blake2b_add(hash, ids, (size_t)num * sizeof *ids);
-        return;
-    }
-    for (int32_t i = 0; i < num; i++) {
-        uint8_t bytes[8];
-        for (int k = 0; k < 8; k++) bytes[k] = (uint8_t)((uint64_t)ids[i] >> 8 * k);
-        kvc_blake2b_add(hash, bytes, sizeof bytes);
-    }
-}
-
 /* Adds a digest for each token; that of an id is BLAKE2b of its decimal digits. */
 static void add_digests(kvc_blake2b *hash, const kvc_token_span *tokens) {
     for (int32_t i = 0; i < tokens->num; i++) {
@@ -101,6 +87,6 @@ void kvc_name_block(const uint8_t *salt, const uint8_t *parent, const kvc_token_
     if (has_digests)
         add_digests(&hash, tokens);
     else
-        add_ids(&hash, tokens->ids, tokens->num);
+        kvc_blake2b_add_ints(&hash, tokens->ids, (size_t)tokens->num);
     kvc_blake2b_end(&hash, name);
 }

@@ -1,8 +1,7 @@
 /* tokens.h: the tokens of a block, their order, and the names of blocks.
  *
  * A name is BLAKE2b of the name of the block before and of the block's tokens, keyed with a tenant's salt: whoever
- * lacks the salt can neither name a block nor tell from names what was asked.  kvcache.PrefixCache gives blocks in
- * stores the same names. */
+ * lacks the salt can neither name a block nor tell from names what was asked. */
 #ifndef KVC_TOKENS_H
 #define KVC_TOKENS_H
 
@@ -21,8 +20,8 @@ kvc_token_span kvc_tokens_part(const kvc_tokens *tokens, int64_t begin, int64_t 
 /* Returns the number of tokens that both begin with. */
 int32_t kvc_tokens_common(const kvc_token_span *a, const kvc_token_span *b);
 
-/* Returns a number below, at or above 0, as a stands before b, has the same tokens, or stands behind it: in an order in
- * which no two neighbours of tokens in between have more in common with them than the nearest ones. */
+/* Returns a number below, at or above 0, as a stands before b, has the same tokens, or stands behind it.  The order is
+ * lexicographic: of sorted tokens, those next to others have most in common with them. */
 int kvc_tokens_compare(const kvc_token_span *a, const kvc_token_span *b);
 
 /* Sets the name of a tenant, the key of all other names; and that which the first block's follows. */

@@ -12,7 +12,7 @@ static int32_t size_of(const kvc_node *node) { return node->end - node->begin; }
 static void protect(kvc_tree *tree, kvc_node *node) {
     kvc_cache_protect(tree->cache, node->rows);
     node->is_protected = 1;
-    tree->num_protected += size_of(node);
+    tree->protected_tokens += size_of(node);
     tree->first_protected = node;
 }
 
@@ -21,7 +21,7 @@ static void unprotect_first(kvc_tree *tree) {
     kvc_node *node = tree->first_protected;
     kvc_cache_retain(tree->cache, node->rows);
     node->is_protected = 0;
-    tree->num_protected -= size_of(node);
+    tree->protected_tokens -= size_of(node);
     tree->first_protected = node->newer;
 }
 
@@ -38,13 +38,13 @@ static void list(kvc_node *node) {
     if (tree->ttl) node->used = kvc_now();
     protect(tree, node);
     if (first) tree->first_protected = first;
-    while (tree->num_protected > tree->quota) unprotect_first(tree);
+    while (tree->protected_tokens > tree->quota) unprotect_first(tree);
 }
 
 static void unlist(kvc_node *node) {
     kvc_tree *tree = node->tree;
     if (tree->first_protected == node) tree->first_protected = node->newer;
-    if (node->is_protected) tree->num_protected -= size_of(node);
+    if (node->is_protected) tree->protected_tokens -= size_of(node);
     node->is_protected = 0;
     *(node->older ? &node->older->newer : &tree->oldest) = node->newer;
     *(node->newer ? &node->newer->older : &tree->newest) = node->older;
@@ -57,20 +57,20 @@ static void unlist(kvc_node *node) {
 static void fill_quota(kvc_tree *tree) {
     kvc_node *next;
     while ((next = tree->first_protected ? tree->first_protected->older : tree->newest) &&
-           tree->num_protected + size_of(next) <= tree->quota)
+           tree->protected_tokens + size_of(next) <= tree->quota)
         protect(tree, next);
 }
 
-void kvc_tree_relist(kvc_node *node) {
+void kvc_node_relist(kvc_node *node) {
     const int was_protected = node->is_protected;
     unlist(node);
     if (was_protected) kvc_cache_retain(node->tree->cache, node->rows);
     list(node);
 }
 
-void kvc_tree_touch(kvc_node *node) {
+void kvc_node_touch(kvc_node *node) {
     for (; node->parent; node = node->parent)
-        if (node->rows) kvc_tree_relist(node);
+        if (node->rows) kvc_node_relist(node);
 }
 
 /* ---- children ---------------------------------------------------------------------------------------------------- */
@@ -316,7 +316,6 @@ kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *t
     kvc_node *same = kvc_node_child(parent, tokens);
     if (same) {
         move_rows(node, same);
-        kvc_node_take_out(same);
         collect(same);
         return same;
     }

@@ -1,7 +1,7 @@
 /* tree.h: the blocks that a prefix keeps, as a tree: a node is a block of tokens behind those of its parent.
  *
  * A node's rows are a hidden retained sequence, which may be evicted at any time.  A node without rows stays while
- * others build on it, or somebody uses it: once its tokens are computed again, so are theirs found again.
+ * others build on it, or somebody uses it: once its tokens are computed again, prompts find those behind it, too.
  *
  * All functions are called with the mutex held.
  */
@@ -39,9 +39,9 @@ typedef struct kvc_tree {
     kvc_node *oldest, *newest;     /* list of the nodes with rows, from the least recently used on */
     int64_t num_nodes, num_tokens; /* of those in the list */
     kvc_node *first_protected;     /* it and newer ones are not evicted, as they are within the quota; NULL: none is */
-    int64_t num_protected, quota;  /* tokens */
-    struct kvc_prefix *collector;  /* where new full blocks are listed in cache->new_blocks; NULL: they are not */
-    int32_t is_indexed;            /* full blocks are in the index */
+    int64_t protected_tokens, quota; /* tokens */
+    struct kvc_prefix *collector;    /* where new full blocks are listed in cache->new_blocks; NULL: they are not */
+    int32_t is_indexed;              /* full blocks are in the index */
     kvc_index index;
     int64_t horizon; /* nodes last used before it are not found, and dropped soon */
     int64_t ttl;     /* nanoseconds after which a node that nobody used is dropped; 0: never */
@@ -89,10 +89,10 @@ void kvc_node_take_out(kvc_node *node);
 void kvc_node_drop(kvc_node *node);
 
 /* Marks a node with rows as used. */
-void kvc_tree_relist(kvc_node *node);
+void kvc_node_relist(kvc_node *node);
 
 /* Marks the nodes from one up to the root as used, those nearer to the root as more recently. */
-void kvc_tree_touch(kvc_node *node);
+void kvc_node_touch(kvc_node *node);
 
 /* Add a user of a node, or a pin, which is a user as well, or take it away (add -1); that may free the node. */
 void kvc_node_use(kvc_node *node, int32_t add);

@@ -202,7 +202,7 @@ static kvc_status find_oldest(const kvc_need *need, int64_t most, int all) {
 }
 
 /* Adds to the error of a call that does not fit how many retained sequences are pinned, or within quotas. */
-static kvc_status fail_by_pins(const kvc_cache *cache) {
+static kvc_status fail_by_kept(const kvc_cache *cache) {
     int64_t num = 0;
     for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer)
         num += sequence->num_pins != 0;
@@ -226,7 +226,7 @@ kvc_status kvc_choose_victims(const kvc_need *need) {
     cache->lacks_bytes = 0;
     for (int32_t g = 0; g < cache->num_token_groups; g++) cache->pools[g].lacks_slots = 0;
     if (status != KVC_OK) kvc_spare_victims(cache);
-    return status == KVC_ERR_FULL ? fail_by_pins(cache) : status;
+    return status == KVC_ERR_FULL ? fail_by_kept(cache) : status;
 }
 
 kvc_status kvc_check_room(const kvc_need *need) {

@@ -111,7 +111,7 @@ def one_request(cache, prefix, tokens):
 
 
 def test_prefix_caches_that_come_and_go_beside_commits():
-    """The cache tells all of its prefix caches of each commit, while other threads make and drop some."""
+    """Commits go on while other threads make and drop prefix caches."""
     cache = make_cache("full", num_threads=1)
     stop = threading.Event()
 
