@@ -20,6 +20,7 @@ import operator
 import os
 import weakref
 from threading import get_ident
+from threading import main_thread as main_thread_now
 
 import numpy as np
 

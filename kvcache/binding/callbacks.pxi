@@ -49,11 +49,17 @@ cdef int32_t shift_keys(void *user, int32_t layer, float *keys, int32_t heads, i
     return 1
 
 
-cdef int32_t handle_signals(void *user) noexcept with gil:
-    """Cancel a long call if a signal handler raises, as Python's handler of Ctrl-C does."""
+cdef int32_t call_handlers(void *user) noexcept with gil:
+    """Call the signal handlers that are due; return 1 if one raises, as Python's handler of Ctrl-C does."""
     try:
-        PyErr_CheckSignals()  # runs handlers in the main thread only
+        PyErr_CheckSignals()
         return 0
     except BaseException as error:
         (<Callbacks>user).keep_error(error)
     return 1
+
+
+cdef int32_t handle_signals(void *user) noexcept nogil:
+    """Cancel a long call if a signal handler raises; handlers run in the main thread only."""
+    # A daemon thread may still wait here when the interpreter is gone, and with it the lock that call_handlers takes.
+    return call_handlers(user) if PyThread_get_thread_ident() == main_thread else 0

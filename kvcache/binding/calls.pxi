@@ -4,16 +4,21 @@ A critical section of the object guards the counter and the handle. Where Python
 """
 
 cdef int32_t num_forks = 0  # how many times fork() was called between the process that imported the module and this one
+cdef extern from "pythread.h" nogil:  # Cython's own declaration asks for the lock
+    unsigned long PyThread_get_thread_ident()
+
+cdef unsigned long main_thread = main_thread_now().ident
 
 
-def _count_fork():
-    """Count the fork() of the process that made this child."""
-    global num_forks
+def _begin_in_child():
+    """Count the fork() of the process that made this child, whose only thread is its main one."""
+    global num_forks, main_thread
     num_forks += 1
+    main_thread = PyThread_get_thread_ident()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_count_fork)
+    os.register_at_fork(after_in_child=_begin_in_child)
 
 
 @cython.auto_pickle(False)
