@@ -17,8 +17,9 @@ static rows rows_of(const kvc_cache *cache, int32_t layer, int32_t num_tokens) {
     const kvc_layer *config = &cache->layers[layer];
     rows r = {.k_row = (int64_t)kvc_row_bytes(config->k_type, config->k_dim)};
     if (!config->value_in_key) r.v_row = (int64_t)kvc_row_bytes(config->v_type, config->v_dim);
-    r.k_size = config->num_kv_heads * num_tokens * r.k_row;
-    r.size = r.k_size + config->num_kv_heads * num_tokens * r.v_row;
+    const int64_t num_rows = (int64_t)config->num_kv_heads * num_tokens;
+    r.k_size = num_rows * r.k_row;
+    r.size = r.k_size + num_rows * r.v_row;
     return r;
 }
 
@@ -149,7 +150,9 @@ static kvc_status check_payload(const kvc_cache *cache, const arrival *a) {
 static kvc_status write_rows(kvc_cache *cache, const arrival *a) {
     const int32_t num = a->end - a->begin;
     const uint8_t *at = a->payload + cache->num_layers;
-    KVC_TRY(kvc_retain_new(cache, a->id, a->begin, a->end, a->payload));
+    const kvc_status status = kvc_retain_new(cache, a->id, a->begin, a->end, a->payload);
+    if (status == KVC_ERR_INVALID) return kvc_fail(KVC_ERR_FORMAT, "the payload lacks layers of a group");
+    KVC_TRY(status);
     for (int32_t i = 0; i < cache->num_layers; i++) {
         if (!a->payload[i]) continue;
         const kvc_layer *layer = &cache->layers[i];
@@ -224,6 +227,5 @@ kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *from, int32_t bl
     kvc_lock(cache);
     end_arrival(&a, status, is_known);
     kvc_unlock(cache, KVC_OK);
-    if (status == KVC_ERR_INVALID) return kvc_fail(KVC_ERR_FORMAT, "the payload lacks layers of a group");
-    return status == KVC_ERR_FULL || status == KVC_ERR_NOMEM ? KVC_OK : status;
+    return status == KVC_ERR_FORMAT ? status : KVC_OK; /* no room, or kvc_clear has taken the sequence */
 }

@@ -16,7 +16,7 @@ typedef struct chunk {
 static int ends_before(const kvc_node *node, const kvc_tokens *tokens, int64_t position, int32_t num) {
     const kvc_node *before = node->parent;
     if (!num) return 1;
-    if (!before->rows || before->tokens.num < num) return 0;
+    if (!kvc_node_is_live(before) || before->tokens.num < num) return 0;
     const int32_t from = before->tokens.num - num;
     const uint8_t *digests = before->tokens.digests;
     const kvc_token_span own = {before->tokens.ids + from, digests ? digests + from * KVC_NAME_BYTES : NULL, num},
@@ -52,7 +52,7 @@ static chunk find_chunk(const kvc_index *index, const kvc_tokens *tokens, int64_
         if (begin + block > tokens->num_tokens) break;
         const kvc_token_span part = kvc_tokens_part(tokens, begin, begin + block);
         for (kvc_node *node = kvc_index_find(index, hash); node; node = node->next_same) {
-            if (node->hash != hash || !node->rows || kvc_tokens_compare(&node->tokens, &part)) continue;
+            if (node->hash != hash || !kvc_node_is_live(node) || kvc_tokens_compare(&node->tokens, &part)) continue;
             if (!ends_before(node, tokens, position, skipped)) continue;
             const chunk found = extend(node, tokens, position, skipped);
             if (found.num_tokens > best.num_tokens) best = found;

@@ -284,6 +284,17 @@ static void move_rows(kvc_node *node, kvc_node *to) {
     free_node(node);
 }
 
+/* Returns whether a node has fewer rows than another in one group, and more in none. */
+static int has_less(const kvc_node *node, const kvc_node *than) {
+    int is_less = 0;
+    for (int32_t g = 0; g < node->tree->cache->num_token_groups; g++) {
+        const int32_t num = node->rows->runs[g].num_rows, others = than->rows->runs[g].num_rows;
+        if (num > others) return 0;
+        is_less |= num < others;
+    }
+    return is_less;
+}
+
 /* Drops blocks that a longer one begins with, when nobody needs them for themselves. */
 static void drop_beginnings(kvc_node *node) {
     kvc_node *parent = node->parent;
@@ -314,6 +325,11 @@ static kvc_status insert(kvc_node *parent, kvc_node *node, const kvc_token_span 
 kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *tokens) {
     kvc_node_take_out(node);
     kvc_node *same = kvc_node_child(parent, tokens);
+    if (same && kvc_node_is_live(same) && has_less(node, same)) {
+        kvc_node_drop(node);
+        kvc_node_touch(same);
+        return same;
+    }
     if (same) {
         move_rows(node, same);
         collect(same);

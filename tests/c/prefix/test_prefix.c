@@ -343,7 +343,7 @@ static void step_pin(void) {
 static void new_world(const kvc_policy *policies, int num_layers, kvc_config config) {
     kvc_layer layers[MAX_LAYERS];
     for (int l = 0; l < num_layers; l++)
-        layers[l] = (kvc_layer){.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .policy = policies[l]};
+        layers[l] = (kvc_layer){.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .policy = policies[l], .rope = {.kind = KVC_ROPE_NONE}};
     memset(&w, 0, sizeof w);
     w.cache = heap_cache(num_layers, layers, config);
     w.num_layers = num_layers;
@@ -496,6 +496,16 @@ static void test_ttl(void) {
     for (struct timespec pause = {0, 5000000}; known(&other);) nanosleep(&pause, NULL);
     CHECK(known(&one) == 12);
     kvc_prefix_free(w.prefixes[0]);
+
+    w.prefixes[0] = new_prefix((kvc_prefix_config){.ttl_ms = 1, .reuse_min_tokens = 4});
+    const text many = numbered(0, 40), middle = numbered(16, 20); /* more blocks than one call drops */
+    const kvc_tokens part = tokens_of(&middle);
+    int64_t id;
+    request(&many, -1);
+    nanosleep(&(struct timespec){0, 5000000}, NULL);
+    CHECK(kvc_prefix_acquire(w.prefixes[0], &part, -1, &id, &kept) == KVC_OK && kept == 0);
+    CHECK(kvc_clear_sequence(w.cache, id) == KVC_OK);
+    kvc_prefix_free(w.prefixes[0]);
     w.prefixes[0] = first;
     end_world();
 }
@@ -558,6 +568,51 @@ static void test_payloads(void) {
         }
 }
 
+/* Serves a request of one prefix, fed by `step`. */
+static void serve(const text *t, int step) {
+    const kvc_tokens tokens = tokens_of(t);
+    live s = {.tokens = *t, .exact_to = INT32_MAX};
+    CHECK(kvc_prefix_acquire(w.prefixes[0], &tokens, -1, &s.id, &s.fed) == KVC_OK);
+    for (int32_t n; s.fed < t->num; s.fed += n) {
+        kvc_batch *batch = NULL;
+        n = t->num - s.fed < step ? t->num - s.fed : step;
+        CHECK(begin_at_end(w.cache, s.id, n, &batch) == KVC_OK);
+        put_rows(batch, &s, n);
+        CHECK(kvc_commit(batch) == KVC_OK);
+    }
+    CHECK(kvc_prefix_release(w.prefixes[0], s.id, &tokens) == KVC_OK);
+}
+
+/* A block of which windows have lost rows takes the place of none that has them. */
+static void test_fewer_rows(void) {
+    const kvc_policy policies[] = {{.kind = KVC_FULL}, sliding_policy(3, 0, 0)};
+    const text short_one = numbered(7, 6);
+    text first = numbered(7, 4);
+    new_world(policies, 2, (kvc_config){0});
+    kvc_prefix *own = w.prefixes[0];
+    w.prefixes[0] = new_prefix((kvc_prefix_config){.collects_new = 1});
+    const kvc_tokens tokens = tokens_of(&first);
+    static uint8_t payload[4096];
+    kvc_new_block block;
+    int64_t num, size;
+    int32_t is_known;
+    first.num = 5;
+    first.ids[4] = 98;
+    serve(&short_one, 1);
+    CHECK(kvc_take_new_blocks(w.cache, &block, sizeof block, 1, &num) == KVC_OK && num == 1);
+    CHECK(kvc_read_block(w.cache, block.id, payload, &size) == KVC_OK && size && !payload[1]);
+    kvc_prefix_clear(w.prefixes[0]);
+    text four = first;
+    four.num = 4;
+    serve(&four, 1);
+    CHECK(known(&first) == 4);
+    CHECK(kvc_prefix_add(w.prefixes[0], &tokens, 0, payload, size, &is_known) == KVC_OK && is_known);
+    CHECK(known(&first) == 4);
+    kvc_prefix_free(w.prefixes[0]);
+    w.prefixes[0] = own;
+    end_world();
+}
+
 /* Of a batch with a tree, the tokens that are kept are exact, and what they fill goes on as that. */
 static void test_tree(void) {
     const text t = numbered(7, 16);
@@ -588,6 +643,7 @@ int main(void) {
     test_tree();
     test_quota();
     test_ttl();
+    test_fewer_rows();
     test_failing_allocations();
     const kvc_policy full = {.kind = KVC_FULL}, window = sliding_policy(3, 1, 0), wide = sliding_policy(9, 0, 0),
                      chunk = {.kind = KVC_CHUNKED, .attention_chunk_size = 6};
