@@ -288,7 +288,7 @@ static void move_rows(kvc_node *node, kvc_node *to) {
 static int has_less(const kvc_node *node, const kvc_node *than) {
     int is_less = 0;
     for (int32_t g = 0; g < node->tree->cache->num_token_groups; g++) {
-        const int32_t num = node->rows->runs[g].num_rows, others = than->rows->runs[g].num_rows;
+        const int64_t num = node->rows->runs[g].num_rows, others = than->rows->runs[g].num_rows;
         if (num > others) return 0;
         is_less |= num < others;
     }
