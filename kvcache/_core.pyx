@@ -18,9 +18,8 @@ each step: taking a memoryview of an array costs half as much as all of batch().
 
 import operator
 import os
+import threading
 import weakref
-from threading import get_ident
-from threading import main_thread as main_thread_now
 
 import numpy as np
 
@@ -52,6 +51,7 @@ cnp.import_array()
 
 cdef extern from "Python.h":
     double PyFloat_AsDouble(object number) except? -1.0
+    unsigned long PyThread_get_thread_ident() nogil  # Cython's own declaration asks for the GIL
 
 
 cdef extern from "numpy/arrayobject.h":

@@ -118,7 +118,7 @@ cdef class Cache(_CallCounter):
     cdef int check_call(self, kvc_status status) except -1:
         """Check the status of a call that may have called back, and raise what the callback raised."""
         if status == KVC_ERR_CALLBACK or status == KVC_ERR_CANCELLED:
-            error = self.callbacks.raised.pop(get_ident(), None)
+            error = self.callbacks.raised.pop(threading.get_ident(), None)
             if error is not None:
                 raise error
         return check(status)

@@ -14,7 +14,7 @@ cdef class Callbacks:
 
     cdef void keep_error(self, object error) noexcept:
         """Keep an exception that this thread's present call raises when C returns (Cache.check_call)."""
-        self.raised[get_ident()] = error
+        self.raised[threading.get_ident()] = error
 
     cdef int rotate_keys(self, int32_t layer, float *keys, int32_t heads, int64_t rows, int32_t dim,
                          int32_t delta) except -1:

@@ -4,10 +4,7 @@ A critical section of the object guards the counter and the handle. Where Python
 """
 
 cdef int32_t num_forks = 0  # how many times fork() was called between the process that imported the module and this one
-cdef extern from "pythread.h" nogil:  # Cython's own declaration asks for the lock
-    unsigned long PyThread_get_thread_ident()
-
-cdef unsigned long main_thread = main_thread_now().ident
+cdef unsigned long main_thread = threading.main_thread().ident
 
 
 def _begin_in_child():

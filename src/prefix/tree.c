@@ -327,7 +327,7 @@ kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *t
     kvc_node *same = kvc_node_child(parent, tokens);
     if (same && kvc_node_is_live(same) && has_less(node, same)) {
         kvc_node_drop(node);
-        kvc_node_touch(same);
+        kvc_node_relist(same);
         return same;
     }
     if (same) {

@@ -75,7 +75,7 @@ kvc_status kvc_node_new(kvc_tree *tree, const kvc_sequence *src, int32_t begin, 
 kvc_node *kvc_node_find(const kvc_node *parent, const kvc_token_span *tokens);
 
 /* Puts a node from outside the tree below `parent`, now that its tokens are known.  Returns the node that has them: it,
- * or the one that was there, which gets its rows.  NULL if out of memory; it is dropped then. */
+ * or the one that was there, which gets its rows unless it has more.  NULL if out of memory; it is dropped then. */
 kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *tokens);
 
 /* Returns the node below `parent` that has these tokens: a new one without rows, if there is none.  NULL if out of

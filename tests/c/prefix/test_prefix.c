@@ -512,6 +512,17 @@ static void test_ttl(void) {
 
 /* ---- blocks for stores ------------------------------------------------------------------------------------------- */
 
+/* Feeds a sequence the rest of its tokens, `step` at a time. */
+static void feed_all(live *s, int step) {
+    for (int32_t n; s->fed < s->tokens.num; s->fed += n) {
+        kvc_batch *batch = NULL;
+        n = s->tokens.num - s->fed < step ? s->tokens.num - s->fed : step;
+        CHECK(begin_at_end(w.cache, s->id, n, &batch) == KVC_OK);
+        put_rows(batch, s, n);
+        CHECK(kvc_commit(batch) == KVC_OK);
+    }
+}
+
 /* A block goes out of one cache and into another, also one of which windows have lost some rows. */
 static void test_payloads(void) {
     const kvc_policy policies[][2] = {{{.kind = KVC_FULL}, sliding_policy(3, 1, 0)},
@@ -530,13 +541,7 @@ static void test_payloads(void) {
             w.prefixes[0] = new_prefix((kvc_prefix_config){.collects_new = 1, .user = &w});
             CHECK(kvc_prefix_acquire(w.prefixes[0], &tokens, -1, &id, &matched) == KVC_OK && !matched);
             live s = {.id = id, .tokens = t, .exact_to = INT32_MAX};
-            for (int32_t n; s.fed < t.num; s.fed += n) {
-                kvc_batch *batch = NULL;
-                n = t.num - s.fed < step ? t.num - s.fed : step;
-                CHECK(begin_at_end(w.cache, id, n, &batch) == KVC_OK);
-                put_rows(batch, &s, n);
-                CHECK(kvc_commit(batch) == KVC_OK);
-            }
+            feed_all(&s, step);
             CHECK(kvc_take_new_blocks(w.cache, blocks, sizeof *blocks, 8, &num) == KVC_OK && num == 5);
             CHECK(kvc_payload_bytes(w.cache) <= (int64_t)sizeof *payloads);
             for (int i = 0; i < num; i++) {
@@ -568,46 +573,45 @@ static void test_payloads(void) {
         }
 }
 
+/* Bytes of a block may be more than an int holds. */
+static void test_large_payload(void) {
+    const kvc_layer layer = {.num_kv_heads = 1 << 12, .k_dim = 1, .v_dim = 1};
+    kvc_cache *cache = heap_cache(1, &layer, (kvc_config){.block_size = 1 << 19});
+    CHECK(kvc_payload_bytes(cache) == 1 + 2 * (INT64_C(4) << 31));
+    kvc_cache_free(cache);
+}
+
 /* Serves a request of one prefix, fed by `step`. */
 static void serve(const text *t, int step) {
     const kvc_tokens tokens = tokens_of(t);
     live s = {.tokens = *t, .exact_to = INT32_MAX};
     CHECK(kvc_prefix_acquire(w.prefixes[0], &tokens, -1, &s.id, &s.fed) == KVC_OK);
-    for (int32_t n; s.fed < t->num; s.fed += n) {
-        kvc_batch *batch = NULL;
-        n = t->num - s.fed < step ? t->num - s.fed : step;
-        CHECK(begin_at_end(w.cache, s.id, n, &batch) == KVC_OK);
-        put_rows(batch, &s, n);
-        CHECK(kvc_commit(batch) == KVC_OK);
-    }
+    feed_all(&s, step);
     CHECK(kvc_prefix_release(w.prefixes[0], s.id, &tokens) == KVC_OK);
 }
 
 /* A block of which windows have lost rows takes the place of none that has them. */
 static void test_fewer_rows(void) {
     const kvc_policy policies[] = {{.kind = KVC_FULL}, sliding_policy(3, 0, 0)};
-    const text short_one = numbered(7, 6);
-    text first = numbered(7, 4);
+    const text longer = numbered(7, 6), four = numbered(7, 4);
+    text other = numbered(7, 5); /* begins with the same block */
+    other.ids[4] = 98;
     new_world(policies, 2, (kvc_config){0});
     kvc_prefix *own = w.prefixes[0];
     w.prefixes[0] = new_prefix((kvc_prefix_config){.collects_new = 1});
-    const kvc_tokens tokens = tokens_of(&first);
+    const kvc_tokens tokens = tokens_of(&four);
     static uint8_t payload[4096];
     kvc_new_block block;
     int64_t num, size;
     int32_t is_known;
-    first.num = 5;
-    first.ids[4] = 98;
-    serve(&short_one, 1);
+    serve(&longer, 1);
     CHECK(kvc_take_new_blocks(w.cache, &block, sizeof block, 1, &num) == KVC_OK && num == 1);
     CHECK(kvc_read_block(w.cache, block.id, payload, &size) == KVC_OK && size && !payload[1]);
     kvc_prefix_clear(w.prefixes[0]);
-    text four = first;
-    four.num = 4;
     serve(&four, 1);
-    CHECK(known(&first) == 4);
+    CHECK(known(&other) == 4);
     CHECK(kvc_prefix_add(w.prefixes[0], &tokens, 0, payload, size, &is_known) == KVC_OK && is_known);
-    CHECK(known(&first) == 4);
+    CHECK(known(&other) == 4);
     kvc_prefix_free(w.prefixes[0]);
     w.prefixes[0] = own;
     end_world();
@@ -640,6 +644,7 @@ static void test_tree(void) {
 
 int main(void) {
     test_payloads();
+    test_large_payload();
     test_tree();
     test_quota();
     test_ttl();
