@@ -343,7 +343,8 @@ static void step_pin(void) {
 static void new_world(const kvc_policy *policies, int num_layers, kvc_config config) {
     kvc_layer layers[MAX_LAYERS];
     for (int l = 0; l < num_layers; l++)
-        layers[l] = (kvc_layer){.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .policy = policies[l], .rope = {.kind = KVC_ROPE_NONE}};
+        layers[l] = (kvc_layer){
+            .num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .policy = policies[l], .rope = {.kind = KVC_ROPE_NONE}};
     memset(&w, 0, sizeof w);
     w.cache = heap_cache(num_layers, layers, config);
     w.num_layers = num_layers;
