@@ -896,7 +896,8 @@ typedef struct kvc_prefix_config {
     int64_t salt_size;
     const uint8_t *root; /* [KVC_NAME_BYTES] what the names of blocks begin with, in place of what follows from the
                             fingerprint, the shapes and the types of the cache.  NULL: that */
-    int64_t quota;       /* tokens: so many of its most recently used ones are not evicted for others.  0: none */
+    int64_t quota;       /* tokens: so many of its most recently used ones are not evicted for others, though their
+                            bookkeeping, not their rows, may exceed max_bytes.  0: none */
     int64_t ttl_ms;      /* milliseconds after which blocks that no call has used, and that are not pinned, are not
                             found any more; later calls drop them.  0: never */
     int32_t reuse_min_tokens; /* not 0: tokens that begin where the match ends are taken from wherever they were
@@ -904,12 +905,16 @@ typedef struct kvc_prefix_config {
                             and span a whole block there, and are moved: an approximation, and inexact.  0: never */
     int32_t collects_new; /* not 0: kvc_take_new_blocks lists its blocks */
     void *user;          /* what kvc_take_new_blocks says of its blocks */
+    int64_t state_bytes; /* not 0: the model has a recurrent state as well, of at most so many bytes a sequence, and a
+                            match ends at a checkpoint (kvc_prefix_checkpoint).  0: it has none */
+    int64_t max_checkpoint_bytes; /* of the states that are kept: the least recently used ones are dropped.  0: as many
+                            as their blocks, and max_bytes */
 } kvc_prefix_config;
 
 /* Sets *prefix to a new prefix of a cache, to be freed with kvc_prefix_free, or with the cache.  Fails with
  * KVC_ERR_INVALID if the cache is for one sequence or a field is out of range, with KVC_ERR_UNSUPPORTED if it has a
  * KVC_CROSS layer, whose rows do not follow from tokens, or reuse_min_tokens is given and the rope of a layer is not
- * known, and with KVC_ERR_NOMEM. */
+ * known, or the model has a recurrent state, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *config, kvc_prefix **prefix);
 
 /* Frees a prefix, and drops its blocks; ignores NULL.  Sequences that it acquired go on as any others. */
@@ -933,6 +938,24 @@ KVC_API kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *toke
  * rewritten, and with KVC_ERR_INVALID if it is a retained one. */
 KVC_API kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens);
 
+/* Keeps the blocks of a sequence's first tokens as kvc_prefix_release does, but the sequence goes on; and a recurrent
+ * state of the model, [num_bytes], that of the sequence after all these tokens: a match of state_bytes prefixes ends
+ * behind them, or behind those of an earlier checkpoint.  num_bytes 0: keeps the blocks alone.  A runner calls it at
+ * the end of a prompt and of an answer, every few thousand tokens of a long prompt, and before the last token of a
+ * prompt that may come again as it is, because an acquired sequence never holds the last token.  A state counts as
+ * memory, and goes with the rows of its last token.  It is not kept where the tokens are more than those that the
+ * sequence holds, or not all exact.  Fails with KVC_ERR_BUSY and KVC_ERR_INVALID as kvc_prefix_release does, with
+ * KVC_ERR_INVALID if num_bytes is more than state_bytes, with KVC_ERR_FULL where max_bytes leaves no room for the
+ * state, and with KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_prefix_checkpoint(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens,
+                                         const void *state, int64_t num_bytes);
+
+/* Writes the state that an acquired sequence goes on from, of at most max_bytes, and sets *num_bytes to its bytes: 0
+ * if nothing was matched.  state NULL: sets *num_bytes alone.  Call it before tokens are fed: the commit forgets the
+ * state.  Fails with KVC_ERR_INVALID if max_bytes is less than the state has. */
+KVC_API kvc_status kvc_prefix_state(kvc_prefix *prefix, int64_t seq_id, void *state, int64_t max_bytes,
+                                    int64_t *num_bytes);
+
 /* Sets *matched to how many of the first tokens are known, without taking anything, or marking it as used. */
 KVC_API kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *matched);
 
@@ -952,7 +975,8 @@ KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
 
 /* Stores: how full blocks get out of the cache, and back.  A payload is a byte for each layer, 1 if its rows follow,
  * then the rows of these layers, as they are stored: keys [num_kv_heads][block_size], then values, unless they lie in
- * the keys.  Whoever keeps it under the block's name may hand it to any prefix with the same names, on any machine. */
+ * the keys; then, where the block has a checkpoint, the position of the last one, 4 bytes, the lowest first, and its
+ * state.  Whoever keeps it under the block's name may hand it to any prefix with the same names, on any machine. */
 
 typedef struct kvc_new_block {
     void *user;         /* of its prefix */
@@ -961,18 +985,19 @@ typedef struct kvc_new_block {
     uint8_t name[KVC_NAME_BYTES];
 } kvc_new_block;
 
-/* Writes the blocks that were kept since the last call, of prefixes with collects_new, at most max_blocks of them, each
- * once, and not those that were dropped since or added by kvc_prefix_add; sets *num_blocks to how many.  Call it after
- * each commit and kvc_prefix_release. */
+/* Writes the blocks that were kept since the last call, of prefixes with collects_new, at most max_blocks of them,
+ * each once, and again when it gets a checkpoint, and not those that were dropped since or added by kvc_prefix_add;
+ * sets *num_blocks to how many.  Call it after each commit and kvc_prefix_release. */
 KVC_API kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t new_block_size,
                                        int64_t max_blocks, int64_t *num_blocks);
 
-/* Returns the bytes of a payload in which no layer is missing. */
+/* Returns the bytes of a payload in which no layer is missing, with the largest state of any prefix. */
 KVC_API int64_t kvc_payload_bytes(kvc_cache *cache);
 
-/* Writes the payload of a block, of at most kvc_payload_bytes, and sets *size to its bytes; 0 if it is not there any
- * more.  Fails with KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t *size);
+/* Writes the payload of a block, and sets *size to its bytes; 0 if it is not there any more.  max_bytes: at least
+ * kvc_payload_bytes, of when the block's prefix was there; a state for which it does not suffice is left out.  Fails
+ * with KVC_ERR_INVALID if it is less than rows alone may have, and with KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t max_bytes, int64_t *size);
 
 /* Writes the names of the full blocks in the first num_tokens tokens of a prompt that follow those that are known, at
  * most max_names, [..][KVC_NAME_BYTES]; sets *first to the number of the first one (block i has the tokens from i *
@@ -994,6 +1019,8 @@ typedef struct kvc_prefix_stats {
     int64_t blocks;    /* now: known ones, whose rows are there */
     int64_t held;      /* now: tokens in them */
     int64_t sequences; /* now: acquired ones that have not ended */
+    int64_t checkpoints;      /* now: states of the model */
+    int64_t checkpoint_bytes; /* now: in them */
 } kvc_prefix_stats;
 
 /* Fills in *stats, of stats_size bytes. */

@@ -131,9 +131,10 @@ cdef extern from "kvcache.h" nogil:
         int64_t quota, ttl_ms
         int32_t reuse_min_tokens, collects_new
         void *user
+        int64_t state_bytes, max_checkpoint_bytes
 
     ctypedef struct kvc_prefix_stats:
-        int64_t requests, hits, tokens, matched, reused, blocks, held, sequences
+        int64_t requests, hits, tokens, matched, reused, blocks, held, sequences, checkpoints, checkpoint_bytes
 
     ctypedef struct kvc_new_block:
         void *user
@@ -147,6 +148,9 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched, int64_t *seq_id,
                                   int32_t *matched)
     kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens)
+    kvc_status kvc_prefix_checkpoint(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens, const void *state,
+                                     int64_t num_bytes)
+    kvc_status kvc_prefix_state(kvc_prefix *prefix, int64_t seq_id, void *state, int64_t max_bytes, int64_t *num_bytes)
     kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *matched)
     kvc_status kvc_prefix_pin(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *kept)
     kvc_status kvc_prefix_unpin(kvc_prefix *prefix, const kvc_tokens *tokens)
@@ -155,7 +159,7 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t new_block_size, int64_t max_blocks,
                                    int64_t *num_blocks)
     int64_t kvc_payload_bytes(kvc_cache *cache)
-    kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t *size)
+    kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t max_bytes, int64_t *size)
     kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens, uint8_t *names,
                                   int64_t max_names, int32_t *first, int64_t *num_names)
     kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block, const void *payload,

@@ -11,7 +11,7 @@ cdef class Prefix:
     cdef kvc_prefix_stats latest
 
     def __cinit__(self, Cache cache not None, bytes salt not None, bytes root not None, int64_t quota, int64_t ttl_ms,
-                  int32_t reuse_min_tokens, bint collects_new):
+                  int32_t reuse_min_tokens, bint collects_new, int64_t state_bytes, int64_t max_checkpoint_bytes):
         cdef kvc_prefix_config config
         cdef kvc_cache *handle
         cdef kvc_status status
@@ -23,6 +23,7 @@ cdef class Prefix:
         config.quota, config.ttl_ms = quota, ttl_ms
         config.reuse_min_tokens, config.collects_new = reuse_min_tokens, collects_new
         config.user = <void *>self
+        config.state_bytes, config.max_checkpoint_bytes = state_bytes, max_checkpoint_bytes
         handle = cache.enter()
         with nogil:
             status = kvc_prefix_new(handle, &config, &self.handle)
@@ -64,6 +65,35 @@ cdef class Prefix:
         with nogil:
             status = kvc_prefix_release(self.handle, seq, &tokens)
         self.cache.finish(status)
+
+    def checkpoint(self, seq_id, const int64_t[::1] ids, const uint8_t[:, ::1] digests, const uint8_t[::1] state):
+        cdef kvc_tokens tokens = describe(ids, digests)
+        cdef int64_t seq = to_seq_id(seq_id), size = state.shape[0]
+        cdef const uint8_t *data = &state[0] if size else NULL
+        cdef kvc_status status
+        self.cache.enter()
+        with nogil:
+            status = kvc_prefix_checkpoint(self.handle, seq, &tokens, data, size)
+        self.cache.finish(status)
+
+    def state(self, seq_id):
+        """Return the state that a sequence goes on from; None if there is none."""
+        cdef int64_t seq = to_seq_id(seq_id), size = 0
+        cdef kvc_status status
+        cdef cnp.ndarray state
+        cdef void *data
+        self.cache.enter()
+        kvc_prefix_state(self.handle, seq, NULL, 0, &size)
+        try:
+            state = np.empty(size, np.uint8)
+        except BaseException:
+            self.cache.leave()
+            raise
+        data = cnp.PyArray_DATA(state)
+        with nogil:
+            status = kvc_prefix_state(self.handle, seq, data, size, &size)
+        self.cache.finish(status)
+        return memoryview(state)[:size] if size else None
 
     def lookup(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests):
         cdef kvc_tokens tokens = describe(ids, digests)
@@ -146,10 +176,11 @@ cdef class Prefix:
                 kvc_prefix_get_stats(self.handle, s, sizeof(kvc_prefix_stats))
             self.cache.leave()
         else:
-            s.blocks = s.sequences = 0
+            s.blocks = s.sequences = s.checkpoints = s.checkpoint_bytes = 0
         return {
             "requests": s.requests, "hits": s.hits, "tokens": s.tokens, "matched": s.matched, "reused": s.reused,
-            "blocks": s.blocks, "sequences": s.sequences,
+            "blocks": s.blocks, "sequences": s.sequences, "checkpoints": s.checkpoints,
+            "checkpoint_bytes": s.checkpoint_bytes,
         }
 
 
@@ -212,6 +243,6 @@ def read_block(Cache cache not None, int64_t block_id):
         raise
     data = cnp.PyArray_DATA(payload)
     with nogil:
-        status = kvc_read_block(handle, block_id, data, &size)
+        status = kvc_read_block(handle, block_id, data, size, &size)
     cache.finish(status)
     return memoryview(payload)[:size] if size else None

@@ -19,6 +19,8 @@ from kvcache.prefix.keys import Arrays, Tokens, arrays_of, identity_of, root_of
 from kvcache.prefix.watch import Watch, watch_of
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from kvcache.stores.client import StoreClient, StoreStats
 
 __all__ = ["PrefixCache", "PrefixStats"]
@@ -44,6 +46,8 @@ class PrefixStats:
         The blocks that are known now, whose rows are there.
     sequences : int
         The sequences that were acquired and not released yet.
+    checkpoints, checkpoint_bytes : int
+        The recurrent states that are kept now (`PrefixCache.checkpoint`), and their bytes.
     store : StoreStats or None
         What happened between this cache and its store; None without one.
     """
@@ -56,6 +60,8 @@ class PrefixStats:
     fetched: int = 0
     blocks: int = 0
     sequences: int = 0
+    checkpoints: int = 0
+    checkpoint_bytes: int = 0
     store: StoreStats | None = None
 
 
@@ -99,6 +105,12 @@ class PrefixCache:
     ttl : float, optional
         Seconds after which blocks that nobody has used, and that are not pinned, are dropped, from memory. By default
         never.
+    state_bytes : int, default 0
+        For a model with recurrent layers beside its attention: the most bytes of the state of one sequence. A match
+        then ends at a `checkpoint`.
+    max_checkpoint_bytes : int, optional
+        The most bytes of all states that are kept; the least recently used ones are dropped. By default they go with
+        their blocks.
 
     Raises
     ------
@@ -109,7 +121,7 @@ class PrefixCache:
         argument is out of range.
     NotSupportedError
         If a layer has `CrossAttention`, whose rows do not follow from the tokens; or `reuse_min_tokens` is given, and
-        the `rope` of a layer is not known.
+        the `rope` of a layer is not known, or with `state_bytes`: a state does not move with tokens.
 
     Notes
     -----
@@ -153,6 +165,8 @@ class PrefixCache:
         timeout: SupportsFloat = 1.0,
         quota: SupportsIndex = 0,
         ttl: SupportsFloat | None = None,
+        state_bytes: SupportsIndex = 0,
+        max_checkpoint_bytes: SupportsIndex | None = None,
     ) -> None:
         _check_cache(cache)
         if not isinstance(fingerprint, str):
@@ -169,11 +183,24 @@ class PrefixCache:
             _check_rope(cache)
         seconds = _seconds(timeout)
         tokens = integer(quota, "quota", 0, _core.INT64_MAX)
+        of_state = integer(state_bytes, "state_bytes", 0, _core.INT64_MAX)
+        most = 0
+        if max_checkpoint_bytes is not None:
+            most = integer(max_checkpoint_bytes, "max_checkpoint_bytes", max(1, of_state), _core.INT64_MAX)
         identity = identity_of(cache, fingerprint)
         self._cache, self._core, self._block_size = cache, cache._core, cache.block_size
         root = root_of(identity, salt)
-        self._prefix = _core.Prefix(self._core, salt, root, tokens, _ttl(ttl), least or 0, store is not None)
-        common = {"fingerprint": fingerprint, "store": store, "reuse_min_tokens": least, "timeout": seconds}
+        self._prefix = _core.Prefix(
+            self._core, salt, root, tokens, _ttl(ttl), least or 0, store is not None, of_state, most
+        )
+        common = {
+            "fingerprint": fingerprint,
+            "store": store,
+            "reuse_min_tokens": least,
+            "timeout": seconds,
+            "state_bytes": of_state,
+            "max_checkpoint_bytes": most or None,
+        }
         self._common: dict[str, Any] = common
         self._client: StoreClient | None = None
         self._fetching: Fetching | None = None
@@ -288,6 +315,47 @@ class PrefixCache:
         length = min(self._core.next_position(seq_id), self._core.exact_to(seq_id))
         self._prefix.release(seq_id, *arrays_of(tokens, length))
         self._store_new()
+
+    def checkpoint(self, seq_id: SupportsIndex, tokens: Tokens, state: Buffer = b"") -> None:
+        """Keep the blocks of a sequence, which goes on, and the recurrent state of the model after these tokens.
+
+        For example at the end of a prompt and of an answer, every few thousand tokens of a long prompt, and before the
+        last token of a prompt that may come again as it is, since `acquire` never matches the last token.
+
+        Parameters
+        ----------
+        seq_id : int
+            A sequence of the cache.
+        tokens : sequence of int or bytes, bytes, or array
+            All tokens that it holds, from position 0 on. If it holds fewer, or their rows are not exact, no state is
+            kept.
+        state : buffer of bytes, optional
+            The state, of at most `state_bytes` bytes. Without it, only blocks are kept.
+
+        Raises
+        ------
+        CacheBusyError
+            If the sequence is in an open batch.
+        CacheFullError
+            If `max_bytes` of the cache leaves no room for the state.
+        ValueError
+            If the state has more than `state_bytes` bytes, or there are no tokens.
+        TypeError, MemoryError
+            As in `acquire`.
+        """
+        try:
+            view = memoryview(state).cast("B")
+        except TypeError:
+            raise TypeError(f"state is a {type(state).__name__}: contiguous bytes are needed") from None
+        self._prefix.checkpoint(seq_id, *arrays_of(tokens), view)
+        self._store_new()
+
+    def state(self, seq_id: SupportsIndex) -> memoryview | None:
+        """Return a copy of the recurrent state that an acquired sequence goes on from, until tokens are fed.
+
+        None if nothing was matched.
+        """
+        return self._prefix.state(seq_id)
 
     def _store_new(self) -> None:
         """Queue new blocks to be written to the store, if there is one."""

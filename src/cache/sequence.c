@@ -38,7 +38,6 @@ int kvc_sequence_is_blank(const kvc_sequence *sequence) {
 
 int64_t kvc_sequence_bytes(const kvc_sequence *sequence) {
     int64_t bytes = (int64_t)sequence_bytes(sequence->num_groups);
-    if (sequence->follower) bytes += sequence->follower->bytes;
     for (int32_t g = 0; g < sequence->num_groups; g++) bytes += kvc_runs_bytes(&sequence->runs[g]);
     return bytes;
 }

@@ -14,7 +14,9 @@ typedef struct kvc_follower {
     /* Called once the sequence has left the table and is freed, with the mutex held; may free the follower, and end
      * hidden sequences. */
     void (*ended)(kvc_cache *cache, struct kvc_follower *follower);
-    int64_t bytes; /* of its own bookkeeping, which goes with the sequence */
+    /* Returns the bytes of bookkeeping that are freed with the sequence once all those planned to end have ended, where
+     * they were not counted for one of these before.  is_planned 0: takes the plan back. */
+    int64_t (*plan_end)(struct kvc_follower *follower, int is_planned);
 } kvc_follower;
 
 typedef struct kvc_sequence {
@@ -53,7 +55,7 @@ kvc_status kvc_fail_sequence(int64_t id);
 /* Frees the sequence and drops the slots that it holds. */
 void kvc_sequence_free(kvc_sequence *sequence, kvc_memory *memory, kvc_pool *pools);
 
-/* Returns the bytes of the sequence, its lists and its follower. */
+/* Returns the bytes of the sequence and its lists. */
 int64_t kvc_sequence_bytes(const kvc_sequence *sequence);
 
 /* Returns whether the sequence holds rows, of tokens or in a cross-attention layer. */

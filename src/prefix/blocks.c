@@ -7,6 +7,8 @@
 
 /* ---- payloads ---------------------------------------------------------------------------------------------------- */
 
+enum { POSITION_BYTES = 4 }; /* of a state's position, which stands before it */
+
 /* The rows of one layer in a payload. */
 typedef struct rows {
     int64_t k_row, v_row; /* bytes of a row; v_row 0: values lie in the keys */
@@ -23,11 +25,21 @@ static rows rows_of(const kvc_cache *cache, int32_t layer, int32_t num_tokens) {
     return r;
 }
 
-int64_t kvc_payload_bytes(kvc_cache *cache) {
+/* Returns the bytes of a payload without a state in which no layer is missing. */
+static int64_t rows_bytes(const kvc_cache *cache) {
     int64_t size = cache->num_layers;
     for (int32_t i = 0; i < cache->num_layers; i++)
         if (kvc_keeps_tokens(cache, i)) size += rows_of(cache, i, cache->pools[0].block_size).size;
     return size;
+}
+
+int64_t kvc_payload_bytes(kvc_cache *cache) {
+    int64_t most = 0; /* of a state */
+    kvc_lock(cache);
+    for (const kvc_prefix *prefix = cache->prefixes; prefix; prefix = prefix->next)
+        if (prefix->state_bytes > most) most = prefix->state_bytes;
+    kvc_unlock(cache, KVC_OK);
+    return rows_bytes(cache) + (most ? POSITION_BYTES + most : 0);
 }
 
 /* ---- out --------------------------------------------------------------------------------------------------------- */
@@ -73,14 +85,33 @@ static kvc_status read_rows(kvc_cache *cache, int64_t id, int32_t begin, int32_t
     return KVC_OK;
 }
 
-kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t *size) {
+static kvc_node *find_node(const kvc_cache *cache, int64_t id) {
+    const kvc_sequence *hidden = kvc_table_find_hidden(&cache->sequences, id);
+    return hidden ? (kvc_node *)(void *)hidden->follower : NULL;
+}
+
+/* Writes the last state within a block behind its rows, where there is one and it has room. */
+static void read_state(kvc_cache *cache, int64_t id, uint8_t *payload, int64_t max_bytes, int64_t *size) {
+    const kvc_node *node = find_node(cache, id);
+    kvc_checkpoint *last = node ? node->checkpoints : NULL;
+    if (!last || max_bytes - *size < POSITION_BYTES + last->num_bytes) return;
+    for (int i = 0; i < POSITION_BYTES; i++) payload[(*size)++] = (uint8_t)(last->position >> 8 * i);
+    const int64_t at = *size;
+    *size += last->num_bytes;
+    kvc_checkpoint_read(cache, last, payload + at);
+}
+
+kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t max_bytes, int64_t *size) {
     if (!payload) return kvc_fail(KVC_ERR_INVALID, "payload is NULL");
     if (!size) return kvc_fail(KVC_ERR_INVALID, "size is NULL");
+    if (max_bytes < rows_bytes(cache))
+        return kvc_fail(KVC_ERR_INVALID, "max_bytes is %lld: it must be at least kvc_payload_bytes, %lld",
+                        (long long)max_bytes, (long long)kvc_payload_bytes(cache));
     *size = 0;
     kvc_lock(cache);
-    const kvc_sequence *hidden = kvc_table_find_hidden(&cache->sequences, id);
-    if (!hidden) return kvc_unlock(cache, KVC_OK);
-    const kvc_node *node = (const kvc_node *)(const void *)hidden->follower;
+    const kvc_node *node = find_node(cache, id);
+    if (!node) return kvc_unlock(cache, KVC_OK);
+    const kvc_sequence *hidden = node->rows;
     const int32_t begin = node->begin, end = node->end;
     const int64_t copy = kvc_cache_new_id(cache); /* a sequence of the same rows, which nothing evicts meanwhile */
     kvc_status status = kvc_retain_pinned(cache, hidden, copy, begin, end);
@@ -90,7 +121,10 @@ kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t *
     /* Its id is nobody else's: while it is there, all rows were, unless another call has dropped it (kvc_clear). */
     if (status != KVC_OK || *size == cache->num_layers || kvc_seq_len(cache, copy, -1) != end - begin) *size = 0;
     kvc_clear_sequence(cache, copy);
-    return status;
+    if (!*size) return status;
+    kvc_lock(cache);
+    read_state(cache, id, payload, max_bytes, size);
+    return kvc_unlock(cache, KVC_OK);
 }
 
 /* ---- in ---------------------------------------------------------------------------------------------------------- */
@@ -129,11 +163,25 @@ typedef struct arrival {
     kvc_token_span tokens;
     const uint8_t *payload; /* its first bytes say which layers follow */
     int64_t size, id;       /* id: of the sequence that gets its rows, and of the pin of those before */
+    int64_t state_bytes;    /* the last ones of the payload; 0: it has no state */
     int32_t begin, end;
+    int32_t position; /* of the state */
 } arrival;
 
-/* Returns KVC_ERR_FORMAT unless the payload has as many bytes as it says, of layers that have rows. */
-static kvc_status check_payload(const kvc_cache *cache, const arrival *a) {
+/* Finds the state behind the rows of a payload, `size` bytes; returns whether that is one of the block. */
+static int find_state(arrival *a, int64_t size) {
+    a->state_bytes = a->size - size - POSITION_BYTES;
+    if (a->state_bytes < 1 || a->state_bytes > a->prefix->state_bytes) return 0;
+    uint32_t position = 0;
+    for (int i = 0; i < POSITION_BYTES; i++) position |= (uint32_t)a->payload[size + i] << 8 * i;
+    a->position = (int32_t)position;
+    return a->position > a->begin && a->position <= a->end;
+}
+
+/* Returns KVC_ERR_FORMAT unless the payload has as many bytes as it says, of layers that have rows, and perhaps a
+ * state.
+ */
+static kvc_status check_payload(const kvc_cache *cache, arrival *a) {
     int64_t size = cache->num_layers, num = 0;
     for (int32_t i = 0; i < cache->num_layers && a->size >= size; i++) {
         if (a->payload[i] > kvc_keeps_tokens(cache, i))
@@ -142,7 +190,7 @@ static kvc_status check_payload(const kvc_cache *cache, const arrival *a) {
         size += rows_of(cache, i, a->end - a->begin).size;
         num++;
     }
-    if (num && a->size == size) return KVC_OK;
+    if (num && (a->size == size || find_state(a, size))) return KVC_OK;
     return kvc_fail(KVC_ERR_FORMAT, "the payload has %lld bytes, of %lld layers with %lld", (long long)a->size,
                     (long long)num, (long long)size);
 }
@@ -186,7 +234,7 @@ static kvc_status begin_arrival(arrival *a, const kvc_tokens *tokens, int32_t *i
 }
 
 /* Adds the block to the tree, unless its rows could not be written, or the prefix was cleared meanwhile. */
-static void end_arrival(const arrival *a, kvc_status status, int32_t *is_known) {
+static void end_arrival(const arrival *a, kvc_status status, kvc_checkpoint *checkpoint, int32_t *is_known) {
     kvc_prefix *prefix = a->prefix;
     kvc_cache *cache = prefix->cache;
     kvc_pinned **at = &prefix->pins;
@@ -198,6 +246,7 @@ static void end_arrival(const arrival *a, kvc_status status, int32_t *is_known) 
         node = kvc_node_find(parent, &a->tokens);
         if (!node) kvc_node_new(prefix->tree, arrived, a->begin, a->end, &list, &node);
         if (list && (node = kvc_tree_add(parent, node, &a->tokens))) kvc_node_take_out(node); /* it is in a store */
+        if (node && checkpoint) kvc_node_attach(node, checkpoint);
     }
     *is_known = node != NULL;
     if (*at) kvc_prefix_remove_pin(prefix, at);
@@ -225,7 +274,11 @@ kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *from, int32_t bl
     if (status != KVC_OK || a.id < 0) return status;
     status = write_rows(cache, &a);
     kvc_lock(cache);
-    end_arrival(&a, status, is_known);
+    kvc_checkpoint *checkpoint = NULL; /* where there is no room, its rows serve as far as they go */
+    if (status == KVC_OK && a.state_bytes > 0)
+        kvc_checkpoint_new(cache, a.position, a.payload + size - a.state_bytes, a.state_bytes, &checkpoint);
+    end_arrival(&a, status, checkpoint, is_known);
+    kvc_checkpoint_use(cache, checkpoint, -1);
     kvc_unlock(cache, KVC_OK);
     return status == KVC_ERR_FORMAT ? status : KVC_OK; /* no room, or kvc_clear has taken the sequence */
 }

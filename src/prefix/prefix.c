@@ -66,6 +66,16 @@ static kvc_status check_config(const kvc_cache *cache, const kvc_prefix_config *
                 "reuse_min_tokens is %d: tokens would move, and the keys of layer %d may have to be rotated: "
                 "give its rope when the cache is made",
                 config->reuse_min_tokens, i);
+    if (config->state_bytes < 0)
+        return kvc_fail(KVC_ERR_INVALID, "state_bytes is %lld: it must be at least 0", (long long)config->state_bytes);
+    if (config->max_checkpoint_bytes && config->max_checkpoint_bytes < config->state_bytes)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "max_checkpoint_bytes is %lld: it must be at least state_bytes, %lld, or 0 for no limit",
+                        (long long)config->max_checkpoint_bytes, (long long)config->state_bytes);
+    if (config->state_bytes && config->reuse_min_tokens)
+        return kvc_fail(KVC_ERR_UNSUPPORTED,
+                        "reuse_min_tokens is %d, and state_bytes %lld: a recurrent state does not move with tokens",
+                        config->reuse_min_tokens, (long long)config->state_bytes);
     if (config->ttl_ms < 0 || config->ttl_ms > INT64_MAX / 1000000)
         return kvc_fail(KVC_ERR_INVALID, "ttl_ms is %lld: it must be at least 0, and at most %lld",
                         (long long)config->ttl_ms, (long long)(INT64_MAX / 1000000));
@@ -86,6 +96,7 @@ static kvc_tree *new_tree(kvc_prefix *prefix) {
     tree->quota = prefix->quota;
     tree->ttl = prefix->ttl;
     tree->is_indexed = prefix->reuse_min > 0;
+    tree->most_checkpoint_bytes = prefix->most_checkpoint_bytes;
     tree->collector = prefix->collects ? prefix : NULL;
     return tree;
 }
@@ -109,6 +120,8 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     prefix->collects = config.collects_new;
     prefix->user = config.user;
     prefix->ttl = config.ttl_ms * 1000000;
+    prefix->state_bytes = config.state_bytes;
+    prefix->most_checkpoint_bytes = config.max_checkpoint_bytes;
     prefix->tree = new_tree(prefix);
     if (!prefix->tree) {
         kvc_memory_free(&cache->memory, prefix, sizeof *prefix, KVC_MEMORY_BOOKKEEPING, -1);
@@ -282,21 +295,49 @@ static kvc_status find_match(const kvc_prefix *prefix, const kvc_tokens *tokens,
     return status;
 }
 
+/* Shortens a match to the last checkpoint within it, where the model has a recurrent state; NULL: nothing matches. */
+static kvc_status match_checkpoint(const kvc_prefix *prefix, const kvc_tokens *tokens, path *p, int32_t *matched,
+                                   kvc_checkpoint **found) {
+    const int32_t block = prefix->cache->pools[0].block_size;
+    int32_t limit = prefix->state_bytes ? *matched : 0;
+    *found = NULL;
+    while (limit) {
+        const int32_t i = (limit - 1) / block; /* of the block that has the last token */
+        const kvc_node *parent = i ? p->nodes[i - 1] : &prefix->tree->root;
+        const kvc_token_span part = kvc_tokens_part(tokens, parent->end, (int64_t)parent->end + block);
+        *found = kvc_node_checkpoint(parent, &part, limit, &p->nodes[i]);
+        if (*found) {
+            p->items[i] = p->nodes[i]->rows;
+            p->num = i + 1;
+            KVC_TRY(kvc_match_items(prefix->cache, p->items, p->num, (*found)->position, matched));
+            if (*matched == (*found)->position) return KVC_OK;
+        }
+        limit = *found ? (*found)->position - 1 : parent->end;
+    }
+    *found = NULL;
+    if (prefix->state_bytes) *matched = p->num = 0;
+    return KVC_OK;
+}
+
 kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *from, int32_t *matched) {
     kvc_tokens tokens;
+    kvc_checkpoint *state;
     path p;
     KVC_TRY(kvc_read_tokens(from, &tokens));
     if (!matched) return kvc_fail(KVC_ERR_INVALID, "matched is NULL");
     kvc_prefix_lock(prefix);
-    const kvc_status status = find_match(prefix, &tokens, tokens.num_tokens, &p, matched);
-    if (status == KVC_OK) free_path(prefix->cache, &p);
+    kvc_status status = find_match(prefix, &tokens, tokens.num_tokens, &p, matched);
+    if (status != KVC_OK) return kvc_unlock(prefix->cache, status);
+    status = match_checkpoint(prefix, &tokens, &p, matched, &state);
+    free_path(prefix->cache, &p);
     return kvc_unlock(prefix->cache, status);
 }
 
 /* ---- acquiring --------------------------------------------------------------------------------------------------- */
 
 /* Makes the sequence of a session, and begins it. */
-static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const path *p, int64_t id, int32_t matched) {
+static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const path *p, int64_t id, int32_t matched,
+                        kvc_checkpoint *state) {
     kvc_cache *cache = prefix->cache;
     const int32_t known = matched / cache->pools[0].block_size;
     kvc_sequence *sequence;
@@ -309,7 +350,8 @@ static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const path *p,
         sequence->follower = &session->follower;
         KVC_TRY(kvc_cache_insert(cache, sequence, NULL));
     }
-    kvc_session_begin(session, sequence, known ? p->nodes[known - 1] : &prefix->tree->root);
+    kvc_session_begin(session, sequence, known ? p->nodes[known - 1] : &prefix->tree->root, state);
+    if (state) kvc_checkpoint_touch(prefix->tree, state);
     kvc_node_touch(p->num ? p->nodes[p->num - 1] : &prefix->tree->root);
     return KVC_OK;
 }
@@ -318,12 +360,15 @@ static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const path *p,
 static kvc_status acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, int64_t *seq_id,
                           int32_t *matched) {
     path p;
+    kvc_checkpoint *state;
     KVC_TRY(find_match(prefix, tokens, limit, &p, matched));
-    kvc_session *session = kvc_session_new(prefix, tokens, *matched);
+    kvc_status status = match_checkpoint(prefix, tokens, &p, matched, &state);
+    kvc_session *session = status == KVC_OK ? kvc_session_new(prefix, tokens, *matched) : NULL;
     *seq_id = kvc_cache_new_id(prefix->cache);
-    const kvc_status status = session ? begin(prefix, session, &p, *seq_id, *matched) : KVC_ERR_NOMEM;
+    if (status == KVC_OK) status = session ? begin(prefix, session, &p, *seq_id, *matched, state) : KVC_ERR_NOMEM;
     if (status != KVC_OK && session) kvc_session_free(session);
     free_path(prefix->cache, &p);
+    kvc_sessions_fit(prefix->cache);
     return status;
 }
 
@@ -363,22 +408,32 @@ kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *from, int64_
     return kvc_unlock(prefix->cache, KVC_OK);
 }
 
-/* ---- releasing --------------------------------------------------------------------------------------------------- */
+/* ---- keeping ----------------------------------------------------------------------------------------------------- */
 
-static kvc_status release(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *tokens) {
-    kvc_cache *cache = prefix->cache;
-    kvc_sequence *sequence = kvc_cache_find(cache, seq_id);
+/* Sets *found to a sequence whose blocks may be kept, NULL: it holds nothing; and shortens tokens to those that are in
+ * it, and exact. */
+static kvc_status find_to_keep(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *tokens, kvc_sequence **found) {
+    kvc_sequence *sequence = *found = kvc_cache_find(prefix->cache, seq_id);
     KVC_TRY(kvc_check_idle(sequence));
     KVC_TRY(kvc_check_not_retained(sequence));
     if (!sequence) return KVC_OK;
     const int32_t next = kvc_sequence_next(sequence);
     if (tokens->num_tokens > next) tokens->num_tokens = next;
     if (tokens->num_tokens > sequence->exact_to) tokens->num_tokens = sequence->exact_to;
+    return KVC_OK;
+}
+
+static kvc_status release(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *tokens) {
+    kvc_cache *cache = prefix->cache;
+    kvc_sequence *sequence;
+    KVC_TRY(find_to_keep(prefix, seq_id, tokens, &sequence));
+    if (!sequence) return KVC_OK;
     kvc_node *last = kvc_session_keep(prefix, sequence, tokens);
     kvc_node_use(last, 1);
     kvc_cache_forget(cache, sequence);
     kvc_node_touch(last);
     kvc_node_use(last, -1);
+    kvc_sessions_fit(cache);
     return KVC_OK;
 }
 
@@ -387,6 +442,57 @@ kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const kvc_toke
     KVC_TRY(kvc_read_tokens(from, &tokens));
     kvc_prefix_lock(prefix);
     return kvc_unlock(prefix->cache, release(prefix, seq_id, &tokens));
+}
+
+/* Keeps the blocks of a sequence that goes on, and the state of the model after its tokens. */
+static kvc_status keep(kvc_prefix *prefix, int64_t seq_id, kvc_tokens tokens, const void *state, int64_t num_bytes) {
+    const int64_t num_tokens = tokens.num_tokens;
+    kvc_checkpoint *checkpoint = NULL;
+    kvc_sequence *sequence;
+    KVC_TRY(find_to_keep(prefix, seq_id, &tokens, &sequence));
+    if (num_bytes && tokens.num_tokens == num_tokens)
+        KVC_TRY(kvc_checkpoint_new(prefix->cache, (int32_t)num_tokens, state, num_bytes, &checkpoint));
+    tokens.num_tokens = num_tokens;
+    kvc_status status = find_to_keep(prefix, seq_id, &tokens, &sequence); /* again: the mutex was released */
+    kvc_node *last = status == KVC_OK && sequence ? kvc_session_keep(prefix, sequence, &tokens) : &prefix->tree->root;
+    kvc_node_touch(last);
+    if (checkpoint && last->begin < num_tokens && num_tokens <= last->end) {
+        kvc_node_attach(last, checkpoint);
+        kvc_node_collect(last);
+    }
+    kvc_checkpoint_use(prefix->cache, checkpoint, -1);
+    kvc_sessions_fit(prefix->cache);
+    return status;
+}
+
+kvc_status kvc_prefix_checkpoint(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *from, const void *state,
+                                 int64_t num_bytes) {
+    kvc_tokens tokens;
+    KVC_TRY(kvc_read_tokens(from, &tokens));
+    if (num_bytes < 0 || num_bytes > prefix->state_bytes)
+        return kvc_fail(KVC_ERR_INVALID, "num_bytes is %lld: the prefix was made for states of at most %lld bytes",
+                        (long long)num_bytes, (long long)prefix->state_bytes);
+    if (num_bytes && !state) return kvc_fail(KVC_ERR_INVALID, "state is NULL");
+    if (num_bytes && !tokens.num_tokens)
+        return kvc_fail(KVC_ERR_INVALID, "num_tokens is 0: no token has made the state");
+    kvc_prefix_lock(prefix);
+    return kvc_unlock(prefix->cache, keep(prefix, seq_id, tokens, state, num_bytes));
+}
+
+kvc_status kvc_prefix_state(kvc_prefix *prefix, int64_t seq_id, void *state, int64_t max_bytes, int64_t *num_bytes) {
+    kvc_cache *cache = prefix->cache;
+    if (!num_bytes) return kvc_fail(KVC_ERR_INVALID, "num_bytes is NULL");
+    kvc_lock(cache);
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    const kvc_session *session = sequence ? kvc_session_of(prefix, sequence) : NULL;
+    kvc_checkpoint *found = session ? session->state : NULL;
+    *num_bytes = found ? found->num_bytes : 0;
+    if (!state || !found) return kvc_unlock(cache, KVC_OK);
+    if (max_bytes < *num_bytes)
+        return kvc_unlock(cache, kvc_fail(KVC_ERR_INVALID, "max_bytes is %lld: the state has %lld",
+                                          (long long)max_bytes, (long long)*num_bytes));
+    kvc_checkpoint_read(cache, found, state);
+    return kvc_unlock(cache, KVC_OK);
 }
 
 /* ---- pins -------------------------------------------------------------------------------------------------------- */
@@ -492,6 +598,8 @@ void kvc_prefix_get_stats(kvc_prefix *prefix, kvc_prefix_stats *stats, size_t st
     kvc_lock(prefix->cache);
     prefix->stats.blocks = prefix->tree->num_nodes;
     prefix->stats.held = prefix->tree->num_tokens;
+    prefix->stats.checkpoints = prefix->tree->num_checkpoints;
+    prefix->stats.checkpoint_bytes = prefix->tree->checkpoint_bytes;
     kvc_write_struct(stats, stats_size, &prefix->stats, sizeof prefix->stats);
     kvc_unlock(prefix->cache, KVC_OK);
 }

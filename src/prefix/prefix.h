@@ -19,9 +19,10 @@ struct kvc_prefix {
     kvc_session *sessions; /* list of the acquired sequences that have not ended */
     kvc_pinned *pins;      /* list of what is pinned */
     kvc_prefix_stats stats;
-    int64_t quota, ttl; /* of the tree */
-    int32_t reuse_min;  /* fewest tokens in a row that are taken from elsewhere; 0: none are */
-    int32_t collects;   /* new blocks are listed for stores */
+    int64_t quota, ttl, most_checkpoint_bytes; /* of the tree */
+    int64_t state_bytes;                       /* the most of a checkpoint; 0: the model has no recurrent state */
+    int32_t reuse_min;                         /* fewest tokens in a row that are taken from elsewhere; 0: none are */
+    int32_t collects;                          /* new blocks are listed for stores */
     void *user;
     uint8_t salt[KVC_NAME_BYTES], root[KVC_NAME_BYTES];
 };

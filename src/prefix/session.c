@@ -3,6 +3,9 @@
 
 #include <string.h>
 
+#include "space/evict.h"
+#include "space/limits.h"
+
 /* ---- beginning and ending ---------------------------------------------------------------------------------------- */
 
 static int32_t block_size(const kvc_session *session) { return session->prefix->cache->pools[0].block_size; }
@@ -19,11 +22,17 @@ static void drop_pending(kvc_session *session, int32_t position) {
     while (session->pending && session->pending->end > position) kvc_node_drop(session->pending);
 }
 
+static void drop_state(kvc_session *session) {
+    kvc_checkpoint_use(session->prefix->cache, session->state, -1);
+    session->state = NULL;
+}
+
 /* Ends with the sequence: what builds on others is evicted before them. */
 static void ended(kvc_cache *cache, kvc_follower *follower) {
     kvc_session *session = (kvc_session *)(void *)follower;
     (void)cache;
     drop_pending(session, 0);
+    drop_state(session);
     kvc_node_touch(session->last);
     kvc_node_use(session->last, -1);
     *session->at = session->next;
@@ -47,7 +56,8 @@ kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32
     uint8_t *digests = prompt.digests ? (uint8_t *)(ids + prompt.num) : NULL;
     if (prompt.num) memcpy(ids, prompt.ids, ids_size);
     if (digests) memcpy(digests, prompt.digests, digests_size);
-    *session = (kvc_session){.follower = {ended, (int64_t)size},
+    *session = (kvc_session){.follower = {.ended = ended}, /* the sequence is never a victim */
+                             .num_bytes = size,
                              .prefix = prefix,
                              .retained_to = begin,
                              .known_to = begin + prompt.num,
@@ -57,13 +67,14 @@ kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32
 }
 
 void kvc_session_free(kvc_session *session) {
-    kvc_memory_free(&session->prefix->cache->memory, session, (uint64_t)session->follower.bytes, KVC_MEMORY_BOOKKEEPING,
-                    -1);
+    kvc_memory_free(&session->prefix->cache->memory, session, session->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);
 }
 
-void kvc_session_begin(kvc_session *session, kvc_sequence *sequence, kvc_node *last) {
+void kvc_session_begin(kvc_session *session, kvc_sequence *sequence, kvc_node *last, kvc_checkpoint *state) {
     kvc_prefix *prefix = session->prefix;
     session->sequence = sequence;
+    session->state = state;
+    kvc_checkpoint_use(prefix->cache, state, 1);
     sequence->follower = &session->follower;
     set_last(session, last);
     session->next = prefix->sessions;
@@ -145,6 +156,7 @@ void kvc_sessions_fill(const kvc_batch *batch) {
         kvc_session *session = (kvc_session *)(void *)member->sequence->follower;
         if (!session) continue;
         const range r = range_of(batch, member);
+        drop_state(session);
         const int is_other = batch->replaced || r.begin < session->retained_to;
         note_edits(session, member->is_unstored ? 0 : is_other ? r.begin : r.dropped);
         if (member->is_unstored || batch->replaced) continue;
@@ -152,15 +164,30 @@ void kvc_sessions_fill(const kvc_batch *batch) {
     }
 }
 
+/* Evicts what exceeds max_bytes; returns whether the cache is within it. */
+static int fits(kvc_cache *cache) {
+    return !cache->max_bytes || kvc_cache_bytes(cache) <= cache->max_bytes ||
+           kvc_fit_max_bytes(cache, "keeping blocks") == KVC_OK;
+}
+
+void kvc_sessions_fit(kvc_cache *cache) {
+    if (fits(cache)) return;
+    for (kvc_prefix *prefix = cache->prefixes; prefix; prefix = prefix->next)
+        for (kvc_session *session = prefix->sessions; session; session = session->next) {
+            session->known_to = 0;
+            set_last(session, &prefix->tree->root);
+            if (fits(cache)) return;
+        }
+}
+
 /* ---- blocks whose tokens become known ---------------------------------------------------------------------------- */
 
-/* Returns the sequence's session of this prefix; NULL if it has none. */
-static kvc_session *session_of(const kvc_prefix *prefix, const kvc_sequence *sequence) {
+kvc_session *kvc_session_of(const kvc_prefix *prefix, const kvc_sequence *sequence) {
     kvc_session *session = (kvc_session *)(void *)sequence->follower;
     return session && session->prefix == prefix ? session : NULL;
 }
 
-/* Turns the list of blocks whose tokens are not known round: the first ones come first. */
+/* Turns the list of blocks whose tokens are not known round. */
 static void turn_pending(kvc_session *session) {
     kvc_node *turned = NULL;
     for (kvc_node *node; (node = session->pending);) {
@@ -177,14 +204,15 @@ static void turn_pending(kvc_session *session) {
  * have lost them all.  NULL if memory is short. */
 static kvc_node *keep_block(kvc_node *parent, const kvc_sequence *sequence, kvc_session *session,
                             const kvc_token_span *tokens) {
-    kvc_node *own = session && session->pending && session->pending->begin == parent->end ? session->pending : NULL;
+    const int32_t end = parent->end + tokens->num;
+    kvc_node *own = session ? session->pending : NULL;
+    if (own && (own->begin != parent->end || own->end != end)) own = NULL;
     kvc_node *known = kvc_node_find(parent, tokens), *list = NULL;
     if (!known && !own) known = kvc_node_child(parent, tokens);
     if (known && known->rows) {
         if (own) kvc_node_drop(own);
     } else {
-        if (!own && kvc_node_new(parent->tree, sequence, parent->end, parent->end + tokens->num, &list, &own) != KVC_OK)
-            return NULL;
+        if (!own && kvc_node_new(parent->tree, sequence, parent->end, end, &list, &own) != KVC_OK) return NULL;
         known = own ? kvc_tree_add(parent, own, tokens) : kvc_tree_add_empty(parent, tokens);
     }
     if (known) kvc_node_use(known, 1);
@@ -204,11 +232,11 @@ static kvc_node *unuse_path(kvc_node *node) {
 
 kvc_node *kvc_session_keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tokens *tokens) {
     const int32_t block = prefix->cache->pools[0].block_size, length = (int32_t)tokens->num_tokens;
-    kvc_session *session = session_of(prefix, sequence);
+    kvc_session *session = kvc_session_of(prefix, sequence);
     kvc_node *last = &prefix->tree->root;
     if (session) {
-        note_edits(session, length < session->retained_to ? length : INT32_MAX);
-        turn_pending(session);
+        note_edits(session, INT32_MAX);
+        turn_pending(session); /* the first ones come first */
     }
     while (last->end < length) {
         const int32_t end = length - last->end > block ? last->end + block : length;
@@ -218,5 +246,6 @@ kvc_node *kvc_session_keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc
         last = node;
         if (part.num < block) break;
     }
+    if (session) turn_pending(session);
     return unuse_path(last);
 }

@@ -6,7 +6,7 @@
 #define KVC_SESSION_H
 
 #include "cache/batch.h"
-#include "prefix/tree.h"
+#include "prefix/checkpoint.h"
 
 /* The follower of an acquired sequence. */
 typedef struct kvc_session {
@@ -17,6 +17,8 @@ typedef struct kvc_session {
     int32_t retained_to;            /* position up to which its blocks are in the tree, or in `pending` */
     int32_t known_to;               /* position up to which `prompt` has the tokens of its blocks */
     kvc_node *pending;              /* list of its blocks whose tokens are not known yet, the last ones first */
+    kvc_checkpoint *state;          /* of the model behind what was matched, until tokens are fed; NULL: none */
+    uint64_t num_bytes;             /* of this allocation */
     struct kvc_session *next, **at; /* place in the list of the prefix */
     int32_t begin;                  /* position of the first token of the prompt here */
     kvc_tokens prompt;              /* tokens of full blocks that the sequence is to be fed */
@@ -27,18 +29,26 @@ typedef struct kvc_session {
 kvc_session *kvc_session_new(struct kvc_prefix *prefix, const kvc_tokens *tokens, int32_t matched);
 void kvc_session_free(kvc_session *session);
 
-/* Makes the session that of a sequence whose full blocks are those up to `last`. */
-void kvc_session_begin(kvc_session *session, kvc_sequence *sequence, kvc_node *last);
+/* Makes the session that of a sequence whose full blocks are those up to `last`, and the state of the model, NULL:
+ * none, which gets a user. */
+void kvc_session_begin(kvc_session *session, kvc_sequence *sequence, kvc_node *last, kvc_checkpoint *state);
+
+/* Returns the sequence's session of this prefix; NULL if it has none. */
+kvc_session *kvc_session_of(const struct kvc_prefix *prefix, const kvc_sequence *sequence);
 
 /* Notes that the tokens of the sequence from a position on are not those that were given. */
 void kvc_session_roll_back(kvc_session *session, int32_t position);
 
-/* Keeps the blocks of any sequence below a position, whose tokens are now known; returns the last one, perhaps the
- * root. */
+/* Keeps the blocks of any sequence that its first tokens, which are now known, fill, and one that they end in; returns
+ * the last one with rows, perhaps the root. */
 kvc_node *kvc_session_keep(struct kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tokens *tokens);
 
 /* Keeps the blocks that a batch fills, of the sequences that were acquired: before its tokens become theirs, as some of
  * their rows expire then; where only some are kept, once these are. */
 void kvc_sessions_fill(const kvc_batch *batch);
+
+/* Evicts what kept blocks take beyond max_bytes, once a call has kept more.  Where that does not suffice, sequences
+ * give up their place in the tree: the blocks that they fill from then on are found once they are released. */
+void kvc_sessions_fit(kvc_cache *cache);
 
 #endif

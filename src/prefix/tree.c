@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "edit/retain.h"
+#include "prefix/checkpoint.h"
 
 /* ---- the list of nodes with rows --------------------------------------------------------------------------------- */
 
@@ -93,6 +94,11 @@ static int32_t lower_bound(const kvc_node *parent, const kvc_token_span *tokens,
     return end;
 }
 
+int32_t kvc_node_lower_bound(const kvc_node *parent, const kvc_token_span *tokens) {
+    int is_same;
+    return lower_bound(parent, tokens, &is_same);
+}
+
 kvc_node *kvc_node_child(const kvc_node *parent, const kvc_token_span *tokens) {
     int is_same;
     const int32_t at = lower_bound(parent, tokens, &is_same);
@@ -154,7 +160,6 @@ static kvc_status set_tokens(kvc_node *node, const kvc_token_span *tokens) {
         memcpy(digests, tokens->digests, (size_t)tokens->num * KVC_NAME_BYTES);
         node->tokens.digests = digests;
     }
-    node->follower.bytes += (int64_t)size;
     return KVC_OK;
 }
 
@@ -192,14 +197,37 @@ void kvc_node_take_out(kvc_node *node) {
     node->at = NULL;
 }
 
-/* Lists a full block that is new, for stores. */
-static void collect(kvc_node *node) {
+void kvc_node_collect(kvc_node *node) {
     kvc_cache *cache = node->tree->cache;
-    if (!node->tree->collector || size_of(node) < cache->pools[0].block_size) return;
+    if (node->at || !node->tree->collector || size_of(node) < cache->pools[0].block_size) return;
     if (!cache->new_blocks) cache->new_blocks_end = &cache->new_blocks;
     node->at = cache->new_blocks_end;
     *node->at = node;
     cache->new_blocks_end = &node->next;
+}
+
+static int64_t bytes_of(const kvc_node *node) {
+    return (int64_t)(sizeof *node + tokens_bytes(&node->tokens) + (uint64_t)node->room * sizeof *node->children);
+}
+
+/* Plans the end of a node's rows.  A node is freed by the last of what needs it: its rows, its children. */
+static int64_t plan_end(kvc_follower *follower, int is_planned) {
+    kvc_node *node = (kvc_node *)(void *)follower;
+    int64_t bytes = 0;
+    node->is_going = is_planned;
+    if (!is_planned) {
+        for (; node->parent && node->parent->num_going; node = node->parent) node->parent->num_going = 0;
+        return 0;
+    }
+    for (const kvc_checkpoint *c = node->checkpoints; c; c = c->next)
+        if (c->num_users == 1) bytes += kvc_checkpoint_bytes(c);
+    if (!node->parent) return bytes_of(node); /* outside the tree */
+    for (; node->parent && (node->is_going || !node->rows); node = node->parent) {
+        if (node->num_users || node->num_going < node->num_children) break;
+        bytes += bytes_of(node);
+        node->parent->num_going++;
+    }
+    return bytes;
 }
 
 /* Notes that the rows of a node are gone. */
@@ -207,6 +235,7 @@ static void ended(kvc_cache *cache, kvc_follower *follower) {
     kvc_node *node = (kvc_node *)(void *)follower;
     (void)cache;
     node->rows = NULL;
+    kvc_node_detach_all(node);
     kvc_node_take_out(node);
     if (node->parent) {
         unlist(node);
@@ -246,7 +275,7 @@ int kvc_node_is_complete(const kvc_node *node) {
 static kvc_node *alloc_node(kvc_tree *tree, int32_t begin, int32_t end) {
     kvc_node *node = kvc_memory_alloc(&tree->cache->memory, sizeof *node, KVC_MEMORY_BOOKKEEPING, -1);
     if (node)
-        *node = (kvc_node){.follower = {ended, sizeof *node}, .tree = tree, .begin = begin, .end = end};
+        *node = (kvc_node){.follower = {ended, plan_end}, .tree = tree, .begin = begin, .end = end};
     else
         kvc_set_last_error("out of memory for a block of %d tokens", end - begin);
     return node;
@@ -275,7 +304,9 @@ static void move_rows(kvc_node *node, kvc_node *to) {
     rows->follower = NULL;
     node->rows = NULL;
     kvc_node_use(to, 1); /* to stay meanwhile */
+    kvc_node_hand_on(to, node);
     if (to->rows) kvc_node_drop(to);
+    kvc_node_hand_on(node, to);
     rows->follower = &to->follower;
     rows->num_pins = to->num_pins;
     to->rows = rows;
@@ -302,6 +333,7 @@ static void drop_beginnings(kvc_node *node) {
     for (int32_t at = lower_bound(parent, &node->tokens, &is_same); at-- > 0;) {
         kvc_node *other = parent->children[at];
         if (kvc_tokens_common(&other->tokens, &node->tokens) < other->tokens.num || other->num_users) break;
+        kvc_node_hand_on(other, node);
         if (other->rows) kvc_node_drop(other);
     }
 }
@@ -332,7 +364,7 @@ kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *t
     }
     if (same) {
         move_rows(node, same);
-        collect(same);
+        kvc_node_collect(same);
         return same;
     }
     if (insert(parent, node, tokens) != KVC_OK) {
@@ -340,7 +372,7 @@ kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *t
         return NULL;
     }
     list(node);
-    collect(node);
+    kvc_node_collect(node);
     drop_beginnings(node);
     return node;
 }

@@ -27,8 +27,11 @@ typedef struct kvc_node {
     int64_t used;                   /* when it was, where the tree has a time to live */
     struct kvc_node *next, **at;    /* place in a list: of blocks whose tokens are not known yet, or new ones */
     kvc_token_span tokens;
-    struct kvc_node *next_same; /* in a list of the tree's index */
-    uint64_t hash;              /* of its tokens, if it is there */
+    struct kvc_checkpoint *checkpoints; /* list of the recurrent states within it, while it has rows */
+    int32_t is_going;                   /* while a call is planned: it loses its rows */
+    int32_t num_going;                  /* and so many children will be freed */
+    struct kvc_node *next_same;         /* in a list of the tree's index */
+    uint64_t hash;                      /* of its tokens, if it is there */
     uint8_t name[KVC_NAME_BYTES];
 } kvc_node;
 
@@ -43,6 +46,8 @@ typedef struct kvc_tree {
     struct kvc_prefix *collector;    /* where new full blocks are listed in cache->new_blocks; NULL: they are not */
     int32_t is_indexed;              /* full blocks are in the index */
     kvc_index index;
+    struct kvc_checkpoint *oldest_checkpoint, *newest_checkpoint;     /* list of those of all nodes, by last use */
+    int64_t num_checkpoints, checkpoint_bytes, most_checkpoint_bytes; /* most: 0: as many as there are */
     int64_t horizon; /* nodes last used before it are not found, and dropped soon */
     int64_t ttl;     /* nanoseconds after which a node that nobody used is dropped; 0: never */
 } kvc_tree;
@@ -58,6 +63,9 @@ static inline int kvc_node_is_live(const kvc_node *node) {
 
 /* Returns whether a node has all its rows: windows may have lost theirs. */
 int kvc_node_is_complete(const kvc_node *node);
+
+/* Returns the index of the first child that does not stand before these tokens. */
+int32_t kvc_node_lower_bound(const kvc_node *parent, const kvc_token_span *tokens);
 
 /* Returns the child with these tokens; NULL if there is none. */
 kvc_node *kvc_node_child(const kvc_node *parent, const kvc_token_span *tokens);
@@ -81,6 +89,9 @@ kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *t
 /* Returns the node below `parent` that has these tokens: a new one without rows, if there is none.  NULL if out of
  * memory. */
 kvc_node *kvc_tree_add_empty(kvc_node *parent, const kvc_token_span *tokens);
+
+/* Lists a full block that is new, or has a new state, for stores. */
+void kvc_node_collect(kvc_node *node);
 
 /* Takes a node out of the list that it is in, if any. */
 void kvc_node_take_out(kvc_node *node);

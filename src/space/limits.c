@@ -24,8 +24,19 @@ void kvc_give_back(kvc_cache *cache, int64_t most_bytes) {
             kvc_pool_purge(&cache->pools[g], cache->pools[g].blocks[i], kvc_cache_threads(cache));
 }
 
-int64_t kvc_victim_bytes(const kvc_cache *cache) {
+/* Plans that the followers of the victims' sequences end with them, or takes that back; returns what is freed of them.
+ */
+static int64_t plan_followers(const kvc_cache *cache, int is_planned) {
     int64_t bytes = 0;
+    for (const kvc_sequence *sequence = cache->victims; sequence; sequence = sequence->next_victim)
+        if (sequence->fate == KVC_GOES && sequence->follower)
+            bytes += sequence->follower->plan_end(sequence->follower, is_planned);
+    return bytes;
+}
+
+int64_t kvc_victim_bytes(const kvc_cache *cache) {
+    int64_t bytes = plan_followers(cache, 1);
+    plan_followers(cache, 0);
     for (const kvc_sequence *sequence = cache->victims; sequence; sequence = sequence->next_victim)
         if (sequence->fate == KVC_GOES) bytes += kvc_sequence_bytes(sequence);
     return bytes;

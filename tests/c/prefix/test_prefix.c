@@ -7,7 +7,17 @@
 #include "support/feeding.h"
 #include "support/pairs.h"
 
-enum { QUOTA = 10, BLOCK = 4, MOST_TOKENS = 48, MOST_LIVE = 6, MOST_KEPT = 4096, NUM_PREFIXES = 3, DIM = 8 };
+enum {
+    STATE = 16,
+    MOST_STATES = 3, /* bytes of a recurrent state; states that the last prefix keeps */
+    QUOTA = 10,
+    BLOCK = 4,
+    MOST_TOKENS = 48,
+    MOST_LIVE = 6,
+    MOST_KEPT = 4096,
+    NUM_PREFIXES = 3,
+    DIM = 8
+};
 
 /* ---- tokens ------------------------------------------------------------------------------------------------------ */
 
@@ -74,6 +84,10 @@ typedef struct world {
     text kept[NUM_PREFIXES][MOST_KEPT];   /* every string whose tokens are kept */
     int is_sure[NUM_PREFIXES][MOST_KEPT]; /* whether all of its rows are */
     int num_kept[NUM_PREFIXES];
+    int has_states;                       /* of a model beside its rows: a match ends where one is kept */
+    text states[NUM_PREFIXES][MOST_KEPT]; /* the strings behind which one was kept */
+    int num_states[NUM_PREFIXES];
+    int may_lose_states[NUM_PREFIXES];
     int64_t next_id; /* of sequences that no prefix has acquired */
 } world;
 
@@ -97,8 +111,35 @@ static void remember(int prefix, const text *t, int32_t num, int is_sure) {
     w.num_kept[prefix]++;
 }
 
+/* Writes the state after the first `num` tokens; returns its bytes. */
+static int64_t state_of(const text *t, int32_t num, uint8_t *state) {
+    const float row = row_of(t, num - 1);
+    memset(state, num, STATE);
+    memcpy(state, &row, sizeof row);
+    return STATE - num % 3;
+}
+
+/* Checks that a match ends at the last state within it. */
+static void check_state(int prefix, const text *t, int32_t found, int32_t limit) {
+    int32_t most = 0;
+    int is_one = !found;
+    for (int i = 0; i < w.num_states[prefix]; i++) {
+        const text *other = &w.states[prefix][i];
+        if (other->num > limit || common(other, t) < other->num) continue;
+        if (other->num > most) most = other->num;
+        is_one |= other->num == found;
+    }
+    CHECKF(is_one && found <= most, "%d of %d tokens are found, not %d", found, t->num, most);
+    CHECKF(found == most || w.may_lose || w.is_windowed || w.may_lose_states[prefix],
+           "%d of %d tokens are found, not %d", found, t->num, most);
+}
+
 /* Checks how much of a prompt was found: windows may lack rows behind the last full block. */
 static void check_found(int prefix, const text *t, int32_t found, int32_t limit) {
+    if (w.has_states) {
+        check_state(prefix, t, found, limit);
+        return;
+    }
     int32_t most = best(prefix, t, 0), least = best(prefix, t, 1);
     if (most > limit) most = limit;
     if (least > limit) least = limit;
@@ -140,6 +181,17 @@ static void make_prompt(int prefix, text *t) {
     for (int32_t i = 0; i < more && t->num < MOST_TOKENS - 12; i++) add_token(t);
 }
 
+/* Checks that the state that a sequence goes on from is that of its tokens. */
+static void check_restored(const live *s, int32_t matched) {
+    uint8_t state[STATE], wanted[STATE];
+    int64_t num = -1;
+    CHECK(kvc_prefix_state(w.prefixes[s->prefix], s->id, state, STATE, &num) == KVC_OK);
+    if (!w.has_states || !matched)
+        CHECK(!num);
+    else
+        CHECK(num == state_of(&s->tokens, matched, wanted) && !memcmp(state, wanted, (size_t)num));
+}
+
 static void step_acquire(void) {
     if (w.num_live == MOST_LIVE) return;
     live *s = &w.sequences[w.num_live];
@@ -154,7 +206,9 @@ static void step_acquire(void) {
     CHECKF(kvc_prefix_acquire(w.prefixes[s->prefix], &tokens, most, &s->id, &matched) == KVC_OK, "%s",
            kvc_last_error());
     check_found(s->prefix, &s->tokens, matched, limit);
-    CHECKF(w.is_windowed || matched == (seen < limit ? seen : limit), "%d matched, %d seen", matched, seen);
+    CHECKF(w.is_windowed || w.has_states || matched == (seen < limit ? seen : limit), "%d matched, %d seen", matched,
+           seen);
+    check_restored(s, matched);
     for (int i = 0; i < w.num_live; i++) CHECK(w.sequences[i].id != s->id);
     s->is_acquired = 1;
     s->fed = matched;
@@ -204,7 +258,7 @@ static void step_feed(void) {
     CHECKF(stats[1].held >= stats[0].held || stats[1].held > QUOTA - BLOCK, "%lld of %lld tokens are left",
            (long long)stats[1].held, (long long)stats[0].held);
     if (!begins) {
-        CHECK(s->fed + num > MOST_TOKENS || w.may_lose);
+        CHECKF(s->fed + num > MOST_TOKENS || w.may_lose, "%s", kvc_last_error());
         s->tokens.num = before;
         return;
     }
@@ -242,6 +296,9 @@ static void step_edit(void) {
             s->exact_to = INT32_MAX;
         }
         note_edit(s, at);
+        if (kvc_can_resume(w.cache, s->id, s->fed)) return;
+        CHECK(kvc_clear_sequence(w.cache, s->id) == KVC_OK); /* its window has moved on from before what was removed */
+        forget_live((int)(s - w.sequences));
         return;
     case 1:
         CHECK(kvc_mark_inexact(w.cache, s->id, at) == KVC_OK);
@@ -288,6 +345,24 @@ static void step_release(void) {
     forget_live(i);
 }
 
+/* Keeps the state behind some of a sequence's tokens, or behind more than it holds. */
+static void step_checkpoint(void) {
+    if (!w.num_live || !w.has_states) return;
+    const live *s = &w.sequences[random_int(0, w.num_live)];
+    const int prefix = random_int(0, 6) ? s->prefix : random_int(0, NUM_PREFIXES);
+    text t = s->tokens;
+    uint8_t state[STATE];
+    t.num = random_int(0, 2) ? s->fed : random_int(0, t.num + 1);
+    if (!t.num) return;
+    const kvc_tokens tokens = tokens_of(&t);
+    const int64_t size = random_int(0, 8) ? state_of(&t, t.num, state) : 0;
+    const kvc_status status = kvc_prefix_checkpoint(w.prefixes[prefix], s->id, &tokens, state, size);
+    CHECKF(status == KVC_OK || (status == KVC_ERR_FULL && w.may_lose), "%s", kvc_last_error());
+    if (status != KVC_OK || !size || t.num > s->fed || t.num > s->exact_to) return;
+    if (w.num_states[prefix] < MOST_KEPT) w.states[prefix][w.num_states[prefix]++] = t;
+    w.may_lose_states[prefix] |= prefix == 2 && w.num_states[prefix] > MOST_STATES;
+}
+
 static void step_clear(void) {
     if (!w.num_live) return;
     const int i = random_int(0, w.num_live);
@@ -316,6 +391,7 @@ static void step_drop(void) {
     kvc_prefix_get_stats(w.prefixes[prefix], &after, sizeof after);
     CHECK(after.blocks == 0 && after.held == 0);
     forget_kept(prefix);
+    w.num_states[prefix] = w.may_lose_states[prefix] = 0;
     for (int i = 0; i < w.num_live; i++) /* tokens are not known any more until they are released */
         if (w.sequences[i].prefix == prefix) w.sequences[i].prompt = 0;
 }
@@ -332,15 +408,16 @@ static void step_pin(void) {
     CHECK(kvc_prefix_pin(w.prefixes[prefix], &tokens, &kept) == KVC_OK && kept <= t.num);
     CHECK(kvc_prefix_evict(w.prefixes[prefix], INT64_MAX, &num) == KVC_OK);
     CHECK(kvc_prefix_lookup(w.prefixes[prefix], &tokens, &seen) == KVC_OK);
-    CHECKF(seen == kept || w.is_windowed, "%d of %d pinned tokens are there", seen, kept);
+    CHECKF(seen == kept || w.is_windowed || w.has_states, "%d of %d pinned tokens are there", seen, kept);
     CHECK(kvc_prefix_unpin(w.prefixes[prefix], &tokens) == KVC_OK);
     CHECK(kvc_prefix_unpin(w.prefixes[prefix], &tokens) == KVC_OK); /* there is no other pin */
     forget_kept(prefix);
+    w.may_lose_states[prefix] = 1;
     t.num = kept;
     remember(prefix, &t, kept, !w.is_windowed);
 }
 
-static void new_world(const kvc_policy *policies, int num_layers, kvc_config config) {
+static void new_world_of(const kvc_policy *policies, int num_layers, kvc_config config, int has_states) {
     kvc_layer layers[MAX_LAYERS];
     for (int l = 0; l < num_layers; l++)
         layers[l] = (kvc_layer){
@@ -348,6 +425,7 @@ static void new_world(const kvc_policy *policies, int num_layers, kvc_config con
     memset(&w, 0, sizeof w);
     w.cache = heap_cache(num_layers, layers, config);
     w.num_layers = num_layers;
+    w.has_states = has_states;
     w.may_lose = config.capacity || config.max_bytes;
     for (int l = 0; l < num_layers; l++) w.is_windowed |= policies[l].kind != KVC_FULL;
     for (int i = 0; i < NUM_PREFIXES; i++) {
@@ -356,9 +434,15 @@ static void new_world(const kvc_policy *policies, int num_layers, kvc_config con
                                        .salt = i ? "a tenant" : NULL,
                                        .salt_size = i ? 8 : 0,
                                        .quota = i == 2 ? QUOTA : 0,
-                                       .ttl_ms = i == 1 ? INT32_MAX : 0};
+                                       .ttl_ms = i == 1 ? INT32_MAX : 0,
+                                       .state_bytes = has_states ? STATE : 0,
+                                       .max_checkpoint_bytes = has_states && i == 2 ? MOST_STATES * STATE : 0};
         CHECKF(kvc_prefix_new(w.cache, &one, &w.prefixes[i]) == KVC_OK, "%s", kvc_last_error());
     }
+}
+
+static void new_world(const kvc_policy *policies, int num_layers, kvc_config config) {
+    new_world_of(policies, num_layers, config, 0);
 }
 
 static void end_world(void) {
@@ -367,12 +451,19 @@ static void end_world(void) {
     free_valid(w.cache);
 }
 
-static void test_random(const kvc_policy *policies, int num_layers, kvc_config config) {
-    static void (*const steps[])(void) = {step_acquire, step_feed,    step_feed,  step_feed, step_edit, step_fork,
-                                          step_release, step_release, step_clear, step_drop, step_pin};
-    new_world(policies, num_layers, config);
+static void test_random(const kvc_policy *policies, int num_layers, kvc_config config, int has_states) {
+    static void (*const steps[])(void) = {step_acquire, step_feed, step_feed,    step_feed,
+                                          step_edit,    step_fork, step_release, step_release,
+                                          step_clear,   step_drop, step_pin,     step_checkpoint};
+    new_world_of(policies, num_layers, config, has_states);
     for (int i = 0; i < (is_quick() ? 300 : 2000) && !test_failures; i++) {
-        steps[random_int(0, (int)(sizeof steps / sizeof *steps))]();
+        void (*const step)(void) = steps[random_int(0, (int)(sizeof steps / sizeof *steps))];
+        const int64_t before = kvc_nbytes(w.cache);
+        step();
+        const int64_t limit = config.max_bytes + 4096, most = before > limit ? before : limit; /* more: of the quota */
+        if (config.max_bytes && step != step_fork && step != step_edit && step != step_acquire)
+            CHECKF(kvc_nbytes(w.cache) <= most, "%lld bytes, and max_bytes is %lld", (long long)kvc_nbytes(w.cache),
+                   (long long)config.max_bytes);
         CHECKF(kvc_validate(w.cache) == KVC_OK, "%s", kvc_last_error());
         CHECK(kvc_nbytes(w.cache) == memory_bytes(&heap));
         for (int s = 0; s < w.num_live; s++)
@@ -547,9 +638,9 @@ static void test_payloads(void) {
             CHECK(kvc_payload_bytes(w.cache) <= (int64_t)sizeof *payloads);
             for (int i = 0; i < num; i++) {
                 CHECK(blocks[i].user == &w && blocks[i].begin == 4 * i && blocks[i].end == 4 * i + 4);
-                CHECK(kvc_read_block(w.cache, blocks[i].id, payloads[i], &sizes[i]) == KVC_OK);
+                CHECK(kvc_read_block(w.cache, blocks[i].id, payloads[i], sizeof payloads[i], &sizes[i]) == KVC_OK);
             }
-            CHECK(kvc_read_block(w.cache, 1000, payloads[7], &sizes[7]) == KVC_OK && sizes[7] == 0);
+            CHECK(kvc_read_block(w.cache, 1000, payloads[7], sizeof payloads[7], &sizes[7]) == KVC_OK && sizes[7] == 0);
             kvc_prefix_free(w.prefixes[0]);
             w.prefixes[0] = new_prefix((kvc_prefix_config){.collects_new = 1});
             CHECK(kvc_prefix_missing(w.prefixes[0], &tokens, 21, *names, 8, &first, &num_names) == KVC_OK);
@@ -607,7 +698,7 @@ static void test_fewer_rows(void) {
     int32_t is_known;
     serve(&longer, 1);
     CHECK(kvc_take_new_blocks(w.cache, &block, sizeof block, 1, &num) == KVC_OK && num == 1);
-    CHECK(kvc_read_block(w.cache, block.id, payload, &size) == KVC_OK && size && !payload[1]);
+    CHECK(kvc_read_block(w.cache, block.id, payload, sizeof payload, &size) == KVC_OK && size && !payload[1]);
     kvc_prefix_clear(w.prefixes[0]);
     serve(&four, 1);
     CHECK(known(&other) == 4);
@@ -643,7 +734,133 @@ static void test_tree(void) {
     end_world();
 }
 
+/* ---- recurrent states -------------------------------------------------------------------------------------------- */
+
+/* Serves a request, with a checkpoint after each `step` tokens; returns how many were matched. */
+static int32_t serve_states(const text *t, int32_t step) {
+    const kvc_tokens tokens = tokens_of(t);
+    live s = {.tokens = *t, .exact_to = INT32_MAX};
+    int32_t matched;
+    CHECK(kvc_prefix_acquire(w.prefixes[0], &tokens, -1, &s.id, &matched) == KVC_OK);
+    check_restored(&s, matched);
+    for (s.fed = matched; s.fed < t->num;) {
+        uint8_t state[STATE];
+        s.tokens.num = s.fed + step < t->num ? s.fed + step : t->num;
+        feed_all(&s, step);
+        const kvc_tokens fed = tokens_of(&s.tokens);
+        CHECK(kvc_prefix_checkpoint(w.prefixes[0], s.id, &fed, state, state_of(t, s.fed, state)) == KVC_OK);
+    }
+    CHECK(kvc_prefix_release(w.prefixes[0], s.id, &tokens) == KVC_OK);
+    return matched;
+}
+
+static int64_t num_states(void) {
+    kvc_prefix_stats stats;
+    kvc_prefix_get_stats(w.prefixes[0], &stats, sizeof stats);
+    CHECK(!stats.checkpoint_bytes == !stats.checkpoints);
+    return stats.checkpoints;
+}
+
+/* A state goes with its block, from one to a longer one that begins with it, out to a store, and back. */
+static void test_checkpoints(void) {
+    static uint8_t payloads[8][4096];
+    const text t = numbered(7, 22);
+    const kvc_tokens tokens = tokens_of(&t);
+    kvc_new_block blocks[8];
+    int64_t num, sizes[8], evicted;
+    int32_t is_known;
+    new_world_of(&(kvc_policy){.kind = KVC_FULL}, 1, (kvc_config){0}, 1);
+    kvc_prefix *own = w.prefixes[0];
+    w.prefixes[0] = new_prefix((kvc_prefix_config){.collects_new = 1, .state_bytes = STATE});
+    CHECK(serve_states(&t, 7) == 0 && num_states() == 4);
+    CHECK(serve_states(&t, 7) == 21); /* behind its second last token */
+    CHECK(kvc_take_new_blocks(w.cache, blocks, sizeof *blocks, 8, &num) == KVC_OK && num == 5);
+    for (int i = 0; i < num; i++)
+        CHECK(kvc_read_block(w.cache, blocks[i].id, payloads[i], sizeof payloads[i], &sizes[i]) == KVC_OK);
+    CHECK(sizes[1] > sizes[0] && sizes[1] <= kvc_payload_bytes(w.cache) && sizes[3] > sizes[2]);
+    CHECK_FAILS(kvc_read_block(w.cache, blocks[0].id, payloads[7], 4, &sizes[7]), KVC_ERR_INVALID, "max_bytes", "4");
+    CHECK(kvc_prefix_evict(w.prefixes[0], INT64_MAX, &evicted) == KVC_OK && num_states() == 0);
+    for (int i = 0; i < num; i++)
+        CHECK(kvc_prefix_add(w.prefixes[0], &tokens, blocks[i].begin / BLOCK, payloads[i], sizes[i], &is_known) ==
+                  KVC_OK &&
+              is_known);
+    CHECK(num_states() == 2);
+    CHECK(serve_states(&t, 50) == 14);
+    payloads[1][sizes[0]] = 4; /* a position before the block */
+    CHECK_FAILS(kvc_prefix_add(w.prefixes[0], &tokens, 1, payloads[1], sizes[1], &is_known), KVC_ERR_FORMAT, "payload",
+                "bytes");
+    CHECK_FAILS(kvc_prefix_checkpoint(w.prefixes[0], 0, &tokens, payloads[0], STATE + 1), KVC_ERR_INVALID, "num_bytes",
+                "17");
+    CHECK_FAILS(kvc_prefix_checkpoint(w.prefixes[0], 0, &tokens, NULL, 1), KVC_ERR_INVALID, "state", "NULL");
+    CHECK(kvc_prefix_checkpoint(w.prefixes[0], 12345, &tokens, payloads[0], STATE) == KVC_OK); /* holds nothing */
+    kvc_prefix_free(w.prefixes[0]);
+    const kvc_prefix_config bad[] = {{sizeof *bad, "a model", .state_bytes = -1},
+                                     {sizeof *bad, "a model", .state_bytes = 9, .max_checkpoint_bytes = 8},
+                                     {sizeof *bad, "a model", .state_bytes = 9, .reuse_min_tokens = 4}};
+    CHECK_FAILS(kvc_prefix_new(w.cache, &bad[0], &w.prefixes[0]), KVC_ERR_INVALID, "state_bytes", "-1");
+    CHECK_FAILS(kvc_prefix_new(w.cache, &bad[1], &w.prefixes[0]), KVC_ERR_INVALID, "max_checkpoint_bytes", "8");
+    CHECK_FAILS(kvc_prefix_new(w.cache, &bad[2], &w.prefixes[0]), KVC_ERR_UNSUPPORTED, "reuse_min_tokens", "state");
+    w.prefixes[0] = own;
+    end_world();
+}
+
+/* A checkpoint for which memory is short changes nothing, whichever allocation fails. */
+static void test_failing_checkpoints(void) {
+    const text t = numbered(7, 10);
+    const kvc_tokens tokens = tokens_of(&t);
+    uint8_t state[STATE];
+    for (int n = 0, asked = 1; n < asked; n++) {
+        new_world_of(&(kvc_policy){.kind = KVC_FULL}, 1, (kvc_config){0}, 1);
+        live s = {.tokens = t, .exact_to = INT32_MAX};
+        CHECK(kvc_prefix_acquire(w.prefixes[0], &tokens, -1, &s.id, &s.fed) == KVC_OK);
+        feed_all(&s, 10);
+        const int64_t size = state_of(&t, t.num, state), bytes = kvc_nbytes(w.cache);
+        memory_fail_after(&heap, n);
+        const kvc_status status = kvc_prefix_checkpoint(w.prefixes[0], s.id, &tokens, state, size);
+        CHECK(status == KVC_OK || (status == KVC_ERR_NOMEM && kvc_nbytes(w.cache) == bytes));
+        asked = heap.asked;
+        memory_fail_after(&heap, -1);
+        CHECKF(kvc_validate(w.cache) == KVC_OK, "%s", kvc_last_error());
+        CHECK(kvc_prefix_checkpoint(w.prefixes[0], s.id, &tokens, state, size) == KVC_OK && num_states() == 1);
+        end_world();
+    }
+}
+
+/* With room for a few, a state takes the place of the one used least recently; one that does not fit is refused. */
+static void test_room_for_states(void) {
+    enum { LARGE = 4000 };
+    static uint8_t state[30000];
+    new_world_of(&(kvc_policy){.kind = KVC_FULL}, 1, (kvc_config){.max_bytes = 30000}, 1);
+    kvc_prefix *own = w.prefixes[0];
+    w.prefixes[0] = new_prefix((kvc_prefix_config){.state_bytes = sizeof state});
+    int64_t id;
+    int32_t matched;
+    for (int i = 0; i < 20; i++) {
+        const text t = numbered(100 * i, 9);
+        const kvc_tokens tokens = tokens_of(&t);
+        live s = {.tokens = t, .exact_to = INT32_MAX};
+        CHECK(kvc_prefix_acquire(w.prefixes[0], &tokens, -1, &s.id, &s.fed) == KVC_OK && !s.fed);
+        feed_all(&s, 8);
+        CHECKF(kvc_prefix_checkpoint(w.prefixes[0], s.id, &tokens, state, LARGE) == KVC_OK, "%s", kvc_last_error());
+        CHECK_FAILS(kvc_prefix_checkpoint(w.prefixes[0], s.id, &tokens, state, sizeof state), KVC_ERR_FULL, "max_bytes",
+                    "30000");
+        CHECK(kvc_prefix_release(w.prefixes[0], s.id, &tokens) == KVC_OK && kvc_nbytes(w.cache) <= 30000);
+    }
+    CHECKF(num_states() >= 2 && num_states() <= 5, "%lld states", (long long)num_states());
+    text last = numbered(1900, 9);
+    add_token(&last);
+    const kvc_tokens tokens = tokens_of(&last);
+    CHECK(kvc_prefix_acquire(w.prefixes[0], &tokens, -1, &id, &matched) == KVC_OK && matched == 9);
+    kvc_prefix_free(w.prefixes[0]);
+    CHECK(kvc_clear_sequence(w.cache, id) == KVC_OK);
+    w.prefixes[0] = own;
+    end_world();
+}
+
 int main(void) {
+    test_checkpoints();
+    test_failing_checkpoints();
+    test_room_for_states();
     test_payloads();
     test_large_payload();
     test_tree();
@@ -657,9 +874,9 @@ int main(void) {
     for (int round = 0; round < (is_quick() ? 4 : 40) && !test_failures; round++)
         for (int set = 0; set < 4; set++) {
             random_state = (uint64_t)(round * 4 + set + 1);
-            test_random(sets[set], 1 + (round + set) % 2, (kvc_config){0});
-            test_random(sets[set], 2, (kvc_config){.capacity = 40});
-            test_random(sets[set], 2, (kvc_config){.max_bytes = 24000});
+            test_random(sets[set], 1 + (round + set) % 2, (kvc_config){0}, round % 2);
+            test_random(sets[set], 2, (kvc_config){.capacity = 40}, round % 2);
+            test_random(sets[set], 2, (kvc_config){.max_bytes = 24000}, round % 2);
         }
     return test_result();
 }

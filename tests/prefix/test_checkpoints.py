@@ -1,0 +1,107 @@
+"""Checkpoints of a recurrent state: a match ends at one, in memory and by way of a store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvcache
+
+PROMPT = list(range(100))
+
+
+def make(**options: Any) -> tuple[kvcache.KVCache, kvcache.PrefixCache]:
+    cache = kvcache.KVCache(1, 1, 8, None, max_sequences=None, block_size=16)
+    return cache, kvcache.PrefixCache(cache, fingerprint="a model", state_bytes=100, **options)
+
+
+def feed(cache: kvcache.KVCache, seq_id: int, begin: int, end: int) -> None:
+    x = np.ones((end - begin, 1, 8), np.float32)
+    with cache.batch(positions=range(begin, end), seq_ids=[seq_id] * (end - begin)) as batch:
+        batch.attend(0, x, x, x)
+
+
+def serve(cache: kvcache.KVCache, prefix: kvcache.PrefixCache, positions: list[int]) -> int:
+    """Serve the prompt, with a checkpoint at these positions; return how much was matched."""
+    seq_id, matched = prefix.acquire(PROMPT)
+    state = prefix.state(seq_id)
+    assert (state is None) == (matched == 0)
+    assert state is None or state.tobytes() == bytes([matched]) * 25
+    begin = matched
+    for end in positions:
+        feed(cache, seq_id, begin, end)
+        prefix.checkpoint(seq_id, PROMPT[:end], np.full(25, end, np.uint8))
+        begin = end
+    feed(cache, seq_id, begin, 100)
+    prefix.release(seq_id, PROMPT)
+    return matched
+
+
+def test_a_match_ends_at_a_checkpoint() -> None:
+    cache, prefix = make()
+    assert serve(cache, prefix, [40, 64, 90]) == 0
+    assert prefix.lookup(PROMPT) == 90
+    assert prefix.lookup(PROMPT[:80]) == 64
+    assert prefix.lookup(PROMPT[:39]) == 0
+    assert (prefix.stats.checkpoints, prefix.stats.checkpoint_bytes) == (3, 75)
+    assert serve(cache, prefix, [99]) == 90
+    assert serve(cache, prefix, []) == 99
+    prefix.clear()
+    assert prefix.stats.checkpoints == 0
+
+
+def test_states_go_through_a_store() -> None:
+    store: dict[str, bytes] = {}
+    cache, prefix = make(store=store)
+    serve(cache, prefix, [40, 64, 90])
+    assert prefix.flush(10)
+    cache, prefix = make(store=store)
+    assert serve(cache, prefix, []) == 90
+
+
+def test_no_more_than_the_limit_is_kept() -> None:
+    cache, prefix = make(max_checkpoint_bytes=100)
+    for first in range(7):
+        tokens = [first, *PROMPT]
+        seq_id, _ = prefix.acquire(tokens)
+        feed(cache, seq_id, 0, 20)
+        prefix.checkpoint(seq_id, tokens[:20], bytes(40))
+        prefix.release(seq_id, tokens)
+    assert (prefix.stats.checkpoints, prefix.stats.checkpoint_bytes) == (2, 80)
+    assert prefix.tenant(b"another").stats.checkpoints == 0
+
+
+def test_a_checkpoint_without_a_state_keeps_blocks() -> None:
+    cache = kvcache.KVCache(1, 1, 8, None, max_sequences=None, block_size=16)
+    prefix = kvcache.PrefixCache(cache, fingerprint="a model")
+    seq_id = prefix.new_sequence()
+    feed(cache, seq_id, 0, 37)
+    prefix.checkpoint(seq_id, PROMPT)
+    assert prefix.lookup(PROMPT) == 37
+    feed(cache, seq_id, 37, 50)
+    prefix.release(seq_id, PROMPT)
+    assert prefix.lookup(PROMPT) == 50
+
+
+def test_what_is_wrong_is_said() -> None:
+    cache, prefix = make()
+    seq_id, _ = prefix.acquire(PROMPT)
+    feed(cache, seq_id, 0, 100)
+    with pytest.raises(ValueError, match=r"num_bytes is 101.*at most 100"):
+        prefix.checkpoint(seq_id, PROMPT, bytes(101))
+    with pytest.raises(ValueError, match="num_tokens is 0"):
+        prefix.checkpoint(seq_id, [], bytes(1))
+    for state in ("text", None, np.zeros((4, 4))[:, ::2]):
+        with pytest.raises(TypeError, match=r"state is a .*contiguous bytes"):
+            prefix.checkpoint(seq_id, PROMPT, state)  # type: ignore[arg-type]
+    prefix.checkpoint(seq_id, [*PROMPT, 7], bytes(1))  # more tokens than it holds
+    assert prefix.stats.checkpoints == 0
+    for options in ({"state_bytes": -1}, {"state_bytes": 5, "max_checkpoint_bytes": 4}):
+        with pytest.raises(ValueError, match="must be at least"):
+            kvcache.PrefixCache(cache, fingerprint="a model", **options)
+    rope = kvcache.Rope(np.ones(4))
+    other = kvcache.KVCache(1, 1, 8, None, max_sequences=None, block_size=16, rope=rope)
+    with pytest.raises(kvcache.NotSupportedError, match="reuse_min_tokens is 3, and state_bytes 1"):
+        kvcache.PrefixCache(other, fingerprint="a model", state_bytes=1, reuse_min_tokens=3)
