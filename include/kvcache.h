@@ -909,6 +909,7 @@ typedef struct kvc_prefix_config {
                             match ends at a checkpoint (kvc_prefix_checkpoint).  0: it has none */
     int64_t max_checkpoint_bytes; /* of the states that are kept: the least recently used ones are dropped.  0: as many
                             as their blocks, and max_bytes */
+    int32_t max_events; /* so many are noted for kvc_prefix_take_events.  0: none are */
 } kvc_prefix_config;
 
 /* Sets *prefix to a new prefix of a cache, to be freed with kvc_prefix_free, or with the cache.  Fails with
@@ -972,6 +973,34 @@ KVC_API kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int6
 
 /* Drops all blocks, pinned ones too.  Sequences stay as they are. */
 KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
+
+/* Drops the blocks of a prompt, pinned ones too, and sets *num_dropped to the tokens in them: other prompts that begin
+ * alike miss them.  Sequences stay as they are. */
+KVC_API kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t *num_dropped);
+
+/* Writes the names of the full blocks of a prompt, known or not, at most max_names, [..][KVC_NAME_BYTES]; sets *num_names
+ * to how many there are. */
+KVC_API kvc_status kvc_prefix_names(kvc_prefix *prefix, const kvc_tokens *tokens, uint8_t *names, int64_t max_names,
+                                    int64_t *num_names);
+
+/* Events: what a router follows, to send a prompt to where its blocks are. */
+
+typedef enum kvc_prefix_event_kind {
+    KVC_BLOCK_KEPT = 1, /* a full block is known from now on */
+    KVC_BLOCK_DROPPED,  /* it is not any more */
+    KVC_BLOCKS_CLEARED  /* all that were known before are dropped */
+} kvc_prefix_event_kind;
+
+typedef struct kvc_prefix_event {
+    int32_t kind;                 /* kvc_prefix_event_kind */
+    int32_t begin;                /* position of the block's first token */
+    uint8_t name[KVC_NAME_BYTES]; /* of the block */
+} kvc_prefix_event;
+
+/* Writes what has happened since the last call, in order, at most max_events; sets *num_events to how many these are, and
+ * *num_lost to how many before them were forgotten, for want of room (kvc_prefix_config.max_events). */
+KVC_API kvc_status kvc_prefix_take_events(kvc_prefix *prefix, kvc_prefix_event *events, size_t event_size,
+                                          int64_t max_events, int64_t *num_events, int64_t *num_lost);
 
 /* Stores: how full blocks get out of the cache, and back.  A payload is a byte for each layer, 1 if its rows follow,
  * then the rows of these layers, as they are stored: keys [num_kv_heads][block_size], then values, unless they lie in

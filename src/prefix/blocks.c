@@ -52,12 +52,12 @@ kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t n
         return kvc_fail(KVC_ERR_INVALID, "max_blocks is %lld: it must be at least 0", (long long)max_blocks);
     *num_blocks = 0;
     kvc_lock(cache);
-    for (kvc_node *node; (node = cache->new_blocks) && *num_blocks < max_blocks;) {
-        kvc_new_block block = {node->tree->collector->user, node->rows->id, node->begin, node->end, {0}};
+    for (kvc_node *node; (node = cache->new_blocks) && *num_blocks < max_blocks; kvc_node_take_out(node)) {
+        if (!node->tree->prefix) continue; /* it is being dropped */
+        kvc_new_block block = {node->tree->prefix->user, node->rows->id, node->begin, node->end, {0}};
         memcpy(block.name, node->name, sizeof block.name);
         kvc_write_struct((char *)blocks + (size_t)(*num_blocks)++ * new_block_size, new_block_size, &block,
                          sizeof block);
-        kvc_node_take_out(node);
     }
     return kvc_unlock(cache, KVC_OK);
 }
@@ -149,11 +149,8 @@ kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *from, int64_
     memcpy(name, last->name, sizeof name);
     kvc_unlock(prefix->cache, KVC_OK);
     *num_names = num_tokens / block - *first;
-    for (int64_t i = 0; i < *num_names && i < max_names; i++) {
-        const kvc_token_span part = kvc_tokens_part(&tokens, (*first + i) * block, (*first + i + 1) * block);
-        kvc_name_block(prefix->salt, name, &part, name);
-        memcpy(names + i * KVC_NAME_BYTES, name, sizeof name);
-    }
+    kvc_name_blocks(prefix->salt, name, &tokens, (int64_t)*first * block, block,
+                    *num_names < max_names ? *num_names : max_names, names);
     return KVC_OK;
 }
 

@@ -57,6 +57,8 @@ static kvc_status check_config(const kvc_cache *cache, const kvc_prefix_config *
                         config->salt_size < 0 ? "" : " and salt is NULL");
     if (config->quota < 0)
         return kvc_fail(KVC_ERR_INVALID, "quota is %lld tokens: it must be at least 0", (long long)config->quota);
+    if (config->max_events < 0)
+        return kvc_fail(KVC_ERR_INVALID, "max_events is %d: it must be at least 0", config->max_events);
     if (config->reuse_min_tokens < 0)
         return kvc_fail(KVC_ERR_INVALID, "reuse_min_tokens is %d: it must be at least 0", config->reuse_min_tokens);
     for (int32_t i = 0; config->reuse_min_tokens && i < cache->num_layers; i++)
@@ -97,7 +99,8 @@ static kvc_tree *new_tree(kvc_prefix *prefix) {
     tree->ttl = prefix->ttl;
     tree->is_indexed = prefix->reuse_min > 0;
     tree->most_checkpoint_bytes = prefix->most_checkpoint_bytes;
-    tree->collector = prefix->collects ? prefix : NULL;
+    tree->is_collected = prefix->collects;
+    tree->prefix = prefix;
     return tree;
 }
 
@@ -106,10 +109,12 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     KVC_TRY(KVC_READ(kvc_prefix_config, &config, from, "config"));
     if (!out) return kvc_fail(KVC_ERR_INVALID, "prefix is NULL: it is where the new one goes");
     KVC_TRY(check_config(cache, &config));
+    const uint64_t size = sizeof(kvc_prefix) + (uint64_t)config.max_events * sizeof(kvc_prefix_event);
     kvc_lock(cache);
-    kvc_prefix *prefix = kvc_memory_alloc(&cache->memory, sizeof *prefix, KVC_MEMORY_BOOKKEEPING, -1);
+    kvc_prefix *prefix = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
     if (!prefix) return kvc_unlock(cache, kvc_fail(KVC_ERR_NOMEM, "out of memory for a prefix"));
-    *prefix = (kvc_prefix){.cache = cache};
+    *prefix = (kvc_prefix){.cache = cache, .num_bytes = size, .max_events = config.max_events};
+    prefix->events = (kvc_prefix_event *)(void *)(prefix + 1);
     kvc_name_salt(config.salt, (size_t)config.salt_size, prefix->salt);
     if (config.root)
         memcpy(prefix->root, config.root, KVC_NAME_BYTES);
@@ -124,7 +129,7 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     prefix->most_checkpoint_bytes = config.max_checkpoint_bytes;
     prefix->tree = new_tree(prefix);
     if (!prefix->tree) {
-        kvc_memory_free(&cache->memory, prefix, sizeof *prefix, KVC_MEMORY_BOOKKEEPING, -1);
+        kvc_memory_free(&cache->memory, prefix, prefix->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);
         return kvc_unlock(cache, KVC_ERR_NOMEM);
     }
     prefix->next = cache->prefixes;
@@ -160,6 +165,7 @@ static kvc_tree *take_tree(kvc_prefix *prefix, kvc_tree *other) {
         kvc_node_use(session->last, 1);
     }
     prefix->tree = other;
+    tree->prefix = NULL;
     return tree;
 }
 
@@ -194,7 +200,7 @@ void kvc_prefix_free(kvc_prefix *prefix) {
     drop_tree(cache, prefix->tree);
     *prefix->at = prefix->next;
     if (prefix->next) prefix->next->at = prefix->at;
-    kvc_memory_free(&cache->memory, prefix, sizeof *prefix, KVC_MEMORY_BOOKKEEPING, -1);
+    kvc_memory_free(&cache->memory, prefix, prefix->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);
     kvc_unlock(cache, KVC_OK);
 }
 
@@ -586,12 +592,39 @@ kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int64_t *num
     return kvc_unlock(cache, KVC_OK);
 }
 
+kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *from, int64_t *num_dropped) {
+    kvc_tokens tokens;
+    KVC_TRY(kvc_read_tokens(from, &tokens));
+    if (!num_dropped) return kvc_fail(KVC_ERR_INVALID, "num_dropped is NULL");
+    *num_dropped = 0;
+    kvc_prefix_lock(prefix);
+    const int32_t block = prefix->cache->pools[0].block_size;
+    kvc_node *last = &prefix->tree->root;
+    for (kvc_node *node; last->end < tokens.num_tokens; last = node) {
+        const kvc_token_span part = kvc_tokens_part(&tokens, last->end, (int64_t)last->end + block);
+        if (!(node = kvc_node_child(last, &part))) break;
+    }
+    kvc_node_use(last, 1); /* a node may be freed with its rows, or with the one behind it */
+    for (kvc_node *node = last; node; node = last) {
+        last = node->parent;
+        if (last) kvc_node_use(last, 1);
+        *num_dropped += node->rows ? node->end - node->begin : 0;
+        if (node->rows) kvc_node_drop(node);
+        kvc_node_use(node, -1);
+    }
+    return kvc_unlock(prefix->cache, KVC_OK);
+}
+
 kvc_status kvc_prefix_clear(kvc_prefix *prefix) {
     kvc_cache *cache = prefix->cache;
     kvc_lock(cache);
     kvc_tree *other = new_tree(prefix);
-    if (other) drop_tree(cache, take_tree(prefix, other));
-    return kvc_unlock(cache, other ? KVC_OK : KVC_ERR_NOMEM);
+    if (!other) return kvc_unlock(cache, KVC_ERR_NOMEM);
+    kvc_tree *tree = take_tree(prefix, other);
+    prefix->num_events = 0;
+    kvc_prefix_note(prefix, KVC_BLOCKS_CLEARED, NULL);
+    drop_tree(cache, tree);
+    return kvc_unlock(cache, KVC_OK);
 }
 
 void kvc_prefix_get_stats(kvc_prefix *prefix, kvc_prefix_stats *stats, size_t stats_size) {

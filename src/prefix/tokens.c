@@ -90,3 +90,11 @@ void kvc_name_block(const uint8_t *salt, const uint8_t *parent, const kvc_token_
         kvc_blake2b_add_ints(&hash, tokens->ids, (size_t)tokens->num);
     kvc_blake2b_end(&hash, name);
 }
+
+void kvc_name_blocks(const uint8_t *salt, const uint8_t *parent, const kvc_tokens *tokens, int64_t begin,
+                     int32_t block_size, int64_t num, uint8_t *names) {
+    for (int64_t i = 0; i < num; i++, begin += block_size, parent = names, names += KVC_NAME_BYTES) {
+        const kvc_token_span part = kvc_tokens_part(tokens, begin, begin + block_size);
+        kvc_name_block(salt, parent, &part, names);
+    }
+}

@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "edit/retain.h"
-#include "prefix/checkpoint.h"
+#include "prefix/prefix.h"
 
 /* ---- the list of nodes with rows --------------------------------------------------------------------------------- */
 
@@ -199,7 +199,9 @@ void kvc_node_take_out(kvc_node *node) {
 
 void kvc_node_collect(kvc_node *node) {
     kvc_cache *cache = node->tree->cache;
-    if (node->at || !node->tree->collector || size_of(node) < cache->pools[0].block_size) return;
+    if (size_of(node) < cache->pools[0].block_size) return;
+    kvc_prefix_note(node->tree->prefix, KVC_BLOCK_KEPT, node);
+    if (node->at || !node->tree->is_collected) return;
     if (!cache->new_blocks) cache->new_blocks_end = &cache->new_blocks;
     node->at = cache->new_blocks_end;
     *node->at = node;
@@ -233,11 +235,11 @@ static int64_t plan_end(kvc_follower *follower, int is_planned) {
 /* Notes that the rows of a node are gone. */
 static void ended(kvc_cache *cache, kvc_follower *follower) {
     kvc_node *node = (kvc_node *)(void *)follower;
-    (void)cache;
     node->rows = NULL;
     kvc_node_detach_all(node);
     kvc_node_take_out(node);
     if (node->parent) {
+        if (size_of(node) == cache->pools[0].block_size) kvc_prefix_note(node->tree->prefix, KVC_BLOCK_DROPPED, node);
         unlist(node);
         fill_quota(node->tree);
         prune(node);

@@ -43,7 +43,8 @@ typedef struct kvc_tree {
     int64_t num_nodes, num_tokens; /* of those in the list */
     kvc_node *first_protected;     /* it and newer ones are not evicted, as they are within the quota; NULL: none is */
     int64_t protected_tokens, quota; /* tokens */
-    struct kvc_prefix *collector;    /* where new full blocks are listed in cache->new_blocks; NULL: they are not */
+    struct kvc_prefix *prefix;       /* NULL: it is no prefix's any more */
+    int32_t is_collected;            /* new full blocks are listed in cache->new_blocks */
     int32_t is_indexed;              /* full blocks are in the index */
     kvc_index index;
     struct kvc_checkpoint *oldest_checkpoint, *newest_checkpoint;     /* list of those of all nodes, by last use */

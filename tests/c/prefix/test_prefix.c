@@ -8,6 +8,7 @@
 #include "support/pairs.h"
 
 enum {
+    MOST_EVENTS = 256,
     STATE = 16,
     MOST_STATES = 3, /* bytes of a recurrent state; states that the last prefix keeps */
     QUOTA = 10,
@@ -88,6 +89,8 @@ typedef struct world {
     text states[NUM_PREFIXES][MOST_KEPT]; /* the strings behind which one was kept */
     int num_states[NUM_PREFIXES];
     int may_lose_states[NUM_PREFIXES];
+    uint8_t followed[MOST_KEPT][KVC_NAME_BYTES]; /* names of the blocks that the first prefix has by its events */
+    int num_followed, lost_events;
     int64_t next_id; /* of sequences that no prefix has acquired */
 } world;
 
@@ -377,6 +380,29 @@ static void forget_kept(int prefix) {
         if (w.sequences[i].prefix == prefix) w.sequences[i].is_partial = 1;
 }
 
+/* Forgets a prompt; what goes on from it is not found until it is computed again. */
+static void step_forget(void) {
+    const int prefix = random_int(0, NUM_PREFIXES);
+    text t;
+    int32_t seen;
+    int64_t num;
+    kvc_prefix_stats before, after;
+    if (random_int(0, 10)) return;
+    make_prompt(prefix, &t);
+    const kvc_tokens tokens = tokens_of(&t);
+    kvc_prefix_get_stats(w.prefixes[prefix], &before, sizeof before);
+    CHECK(kvc_prefix_forget(w.prefixes[prefix], &tokens, &num) == KVC_OK);
+    kvc_prefix_get_stats(w.prefixes[prefix], &after, sizeof after);
+    CHECK(before.held - after.held == num);
+    CHECK(kvc_prefix_lookup(w.prefixes[prefix], &tokens, &seen) == KVC_OK);
+    CHECKF(seen < BLOCK || w.is_windowed, "%d tokens of a forgotten prompt are known", seen);
+    for (int i = 0; i < w.num_kept[prefix]; i++)
+        if (common(&w.kept[prefix][i], &t)) w.is_sure[prefix][i] = 0;
+    for (int i = 0; i < w.num_live; i++) /* what they fill has a gap before it */
+        if (w.sequences[i].prefix == prefix) w.sequences[i].is_partial = 1;
+    w.may_lose_states[prefix] = 1;
+}
+
 static void step_drop(void) {
     const int prefix = random_int(0, NUM_PREFIXES);
     int64_t num;
@@ -435,6 +461,7 @@ static void new_world_of(const kvc_policy *policies, int num_layers, kvc_config 
                                        .salt_size = i ? 8 : 0,
                                        .quota = i == 2 ? QUOTA : 0,
                                        .ttl_ms = i == 1 ? INT32_MAX : 0,
+                                       .max_events = i ? 0 : MOST_EVENTS,
                                        .state_bytes = has_states ? STATE : 0,
                                        .max_checkpoint_bytes = has_states && i == 2 ? MOST_STATES * STATE : 0};
         CHECKF(kvc_prefix_new(w.cache, &one, &w.prefixes[i]) == KVC_OK, "%s", kvc_last_error());
@@ -445,6 +472,48 @@ static void new_world(const kvc_policy *policies, int num_layers, kvc_config con
     new_world_of(policies, num_layers, config, 0);
 }
 
+/* Follows the events of the first prefix: the blocks that are known by them are as many as the cache has, and each is
+ * one that was kept. */
+static void follow_events(void) {
+    kvc_prefix_event events[MOST_EVENTS];
+    int64_t num, lost;
+    if (w.lost_events) return;
+    CHECK(kvc_prefix_take_events(w.prefixes[0], events, sizeof *events, MOST_EVENTS, &num, &lost) == KVC_OK);
+    w.lost_events = lost != 0;
+    for (int64_t i = 0; i < num; i++) {
+        int at = 0;
+        while (at < w.num_followed && memcmp(w.followed[at], events[i].name, KVC_NAME_BYTES)) at++;
+        if (events[i].kind == KVC_BLOCKS_CLEARED) {
+            w.num_followed = 0;
+        } else if (events[i].kind == KVC_BLOCK_DROPPED) {
+            CHECKF(at < w.num_followed, "a block is dropped that was not kept");
+            if (at < w.num_followed) memcpy(w.followed[at], w.followed[--w.num_followed], KVC_NAME_BYTES);
+        } else if (at == w.num_followed && at < MOST_KEPT) {
+            memcpy(w.followed[w.num_followed++], events[i].name, KVC_NAME_BYTES);
+        }
+    }
+}
+
+/* Checks the events against what lookup says of every string that was ever kept: its full blocks. */
+static void check_events(void) {
+    follow_events();
+    for (int i = 0; i < w.num_kept[0] && !w.lost_events && !w.is_windowed && !w.has_states; i++) {
+        static uint8_t names[MOST_TOKENS / BLOCK][KVC_NAME_BYTES];
+        const kvc_tokens tokens = tokens_of(&w.kept[0][i]);
+        int64_t num;
+        int32_t seen, full = 0;
+        CHECK(kvc_prefix_lookup(w.prefixes[0], &tokens, &seen) == KVC_OK);
+        CHECK(kvc_prefix_names(w.prefixes[0], &tokens, *names, MOST_TOKENS / BLOCK, &num) == KVC_OK &&
+              num == tokens.num_tokens / BLOCK);
+        for (int is_there = 1; full < num && is_there; full += is_there) {
+            is_there = 0;
+            for (int at = 0; at < w.num_followed; at++)
+                is_there |= !memcmp(w.followed[at], names[full], KVC_NAME_BYTES);
+        }
+        CHECKF(full == seen / BLOCK, "%d blocks by events, %d tokens are known", full, seen);
+    }
+}
+
 static void end_world(void) {
     for (int i = 0; i < random_int(0, NUM_PREFIXES + 1); i++) kvc_prefix_free(w.prefixes[i]); /* sequences go on */
     for (int i = 0; i < w.num_live; i++) check_rows(&w.sequences[i]);
@@ -452,9 +521,9 @@ static void end_world(void) {
 }
 
 static void test_random(const kvc_policy *policies, int num_layers, kvc_config config, int has_states) {
-    static void (*const steps[])(void) = {step_acquire, step_feed, step_feed,    step_feed,
-                                          step_edit,    step_fork, step_release, step_release,
-                                          step_clear,   step_drop, step_pin,     step_checkpoint};
+    static void (*const steps[])(void) = {step_acquire, step_feed,       step_feed,    step_feed,  step_edit,
+                                          step_fork,    step_release,    step_release, step_clear, step_drop,
+                                          step_pin,     step_checkpoint, step_forget};
     new_world_of(policies, num_layers, config, has_states);
     for (int i = 0; i < (is_quick() ? 300 : 2000) && !test_failures; i++) {
         void (*const step)(void) = steps[random_int(0, (int)(sizeof steps / sizeof *steps))];
@@ -466,6 +535,8 @@ static void test_random(const kvc_policy *policies, int num_layers, kvc_config c
                    (long long)config.max_bytes);
         CHECKF(kvc_validate(w.cache) == KVC_OK, "%s", kvc_last_error());
         CHECK(kvc_nbytes(w.cache) == memory_bytes(&heap));
+        follow_events();
+        if (i % 50 == 0) check_events();
         for (int s = 0; s < w.num_live; s++)
             CHECKF(kvc_exact_to(w.cache, w.sequences[s].id) == w.sequences[s].exact_to, "exact to %d, not %d",
                    kvc_exact_to(w.cache, w.sequences[s].id), w.sequences[s].exact_to);
@@ -829,8 +900,8 @@ static void test_failing_checkpoints(void) {
 /* With room for a few, a state takes the place of the one used least recently; one that does not fit is refused. */
 static void test_room_for_states(void) {
     enum { LARGE = 4000 };
-    static uint8_t state[30000];
-    new_world_of(&(kvc_policy){.kind = KVC_FULL}, 1, (kvc_config){.max_bytes = 30000}, 1);
+    static uint8_t state[45000];
+    new_world_of(&(kvc_policy){.kind = KVC_FULL}, 1, (kvc_config){.max_bytes = 45000}, 1);
     kvc_prefix *own = w.prefixes[0];
     w.prefixes[0] = new_prefix((kvc_prefix_config){.state_bytes = sizeof state});
     int64_t id;
@@ -843,8 +914,8 @@ static void test_room_for_states(void) {
         feed_all(&s, 8);
         CHECKF(kvc_prefix_checkpoint(w.prefixes[0], s.id, &tokens, state, LARGE) == KVC_OK, "%s", kvc_last_error());
         CHECK_FAILS(kvc_prefix_checkpoint(w.prefixes[0], s.id, &tokens, state, sizeof state), KVC_ERR_FULL, "max_bytes",
-                    "30000");
-        CHECK(kvc_prefix_release(w.prefixes[0], s.id, &tokens) == KVC_OK && kvc_nbytes(w.cache) <= 30000);
+                    "45000");
+        CHECK(kvc_prefix_release(w.prefixes[0], s.id, &tokens) == KVC_OK && kvc_nbytes(w.cache) <= 45000);
     }
     CHECKF(num_states() >= 2 && num_states() <= 5, "%lld states", (long long)num_states());
     text last = numbered(1900, 9);
@@ -857,7 +928,29 @@ static void test_room_for_states(void) {
     end_world();
 }
 
+/* Events beyond the room for them are lost, and counted; a cleared prefix says so. */
+static void test_events(void) {
+    kvc_prefix_event events[8];
+    int64_t num, lost;
+    const text t = numbered(0, 24);
+    new_world(&(kvc_policy){.kind = KVC_FULL}, 1, (kvc_config){0});
+    kvc_prefix *own = w.prefixes[0];
+    w.prefixes[0] = new_prefix((kvc_prefix_config){.max_events = 4});
+    serve(&t, 4);
+    CHECK_FAILS(kvc_prefix_take_events(w.prefixes[0], NULL, sizeof *events, 8, &num, &lost), KVC_ERR_INVALID, "events",
+                "NULL");
+    CHECK(kvc_prefix_take_events(w.prefixes[0], events, sizeof *events, 8, &num, &lost) == KVC_OK);
+    CHECK(num == 4 && lost == 2 && events[0].kind == KVC_BLOCK_KEPT && events[0].begin == 8);
+    CHECK(kvc_prefix_clear(w.prefixes[0]) == KVC_OK);
+    CHECK(kvc_prefix_take_events(w.prefixes[0], events, sizeof *events, 8, &num, &lost) == KVC_OK);
+    CHECK(num == 1 && !lost && events[0].kind == KVC_BLOCKS_CLEARED);
+    kvc_prefix_free(w.prefixes[0]);
+    w.prefixes[0] = own;
+    end_world();
+}
+
 int main(void) {
+    test_events();
     test_checkpoints();
     test_failing_checkpoints();
     test_room_for_states();
@@ -876,7 +969,7 @@ int main(void) {
             random_state = (uint64_t)(round * 4 + set + 1);
             test_random(sets[set], 1 + (round + set) % 2, (kvc_config){0}, round % 2);
             test_random(sets[set], 2, (kvc_config){.capacity = 40}, round % 2);
-            test_random(sets[set], 2, (kvc_config){.max_bytes = 24000}, round % 2);
+            test_random(sets[set], 2, (kvc_config){.max_bytes = 34000}, round % 2);
         }
     return test_result();
 }
