@@ -978,8 +978,8 @@ KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
  * alike miss them.  Sequences stay as they are. */
 KVC_API kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t *num_dropped);
 
-/* Writes the names of the full blocks of a prompt, known or not, at most max_names, [..][KVC_NAME_BYTES]; sets *num_names
- * to how many there are. */
+/* Writes the names of the full blocks of a prompt, known or not, at most max_names, [..][KVC_NAME_BYTES]; sets
+ * *num_names to how many there are. */
 KVC_API kvc_status kvc_prefix_names(kvc_prefix *prefix, const kvc_tokens *tokens, uint8_t *names, int64_t max_names,
                                     int64_t *num_names);
 
@@ -997,8 +997,8 @@ typedef struct kvc_prefix_event {
     uint8_t name[KVC_NAME_BYTES]; /* of the block */
 } kvc_prefix_event;
 
-/* Writes what has happened since the last call, in order, at most max_events; sets *num_events to how many these are, and
- * *num_lost to how many before them were forgotten, for want of room (kvc_prefix_config.max_events). */
+/* Writes what has happened since the last call, in order, at most max_events; sets *num_events to how many these are,
+ * and *num_lost to how many before them were forgotten, for want of room (kvc_prefix_config.max_events). */
 KVC_API kvc_status kvc_prefix_take_events(kvc_prefix *prefix, kvc_prefix_event *events, size_t event_size,
                                           int64_t max_events, int64_t *num_events, int64_t *num_lost);
 

@@ -65,6 +65,7 @@ __all__ = [
     "ModelFileError",
     "NotSupportedError",
     "PrefixCache",
+    "PrefixEvent",
     "PrefixStats",
     "Rope",
     "RowsGoneError",
@@ -86,7 +87,7 @@ if _TYPE_CHECKING:
     from kvcache import plot as plot
     from kvcache import state as state
     from kvcache import stores as stores
-    from kvcache.prefix import PrefixCache, PrefixStats
+    from kvcache.prefix import PrefixCache, PrefixEvent, PrefixStats
 
 
 def __getattr__(name: str) -> object:
@@ -95,6 +96,6 @@ def __getattr__(name: str) -> object:
 
     if name in ("hf", "plot", "state", "stores"):
         return import_module(f"kvcache.{name}")
-    if name in ("PrefixCache", "PrefixStats"):
+    if name in ("PrefixCache", "PrefixEvent", "PrefixStats"):
         return getattr(import_module("kvcache.prefix"), name)
     raise AttributeError(f"module 'kvcache' has no attribute {name!r}")

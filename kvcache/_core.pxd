@@ -132,6 +132,11 @@ cdef extern from "kvcache.h" nogil:
         int32_t reuse_min_tokens, collects_new
         void *user
         int64_t state_bytes, max_checkpoint_bytes
+        int32_t max_events
+
+    ctypedef struct kvc_prefix_event:
+        int32_t kind, begin
+        uint8_t name[32]
 
     ctypedef struct kvc_prefix_stats:
         int64_t requests, hits, tokens, matched, reused, blocks, held, sequences, checkpoints, checkpoint_bytes
@@ -156,6 +161,11 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_prefix_unpin(kvc_prefix *prefix, const kvc_tokens *tokens)
     kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int64_t *num_evicted)
     kvc_status kvc_prefix_clear(kvc_prefix *prefix)
+    kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t *num_dropped)
+    kvc_status kvc_prefix_names(kvc_prefix *prefix, const kvc_tokens *tokens, uint8_t *names, int64_t max_names,
+                                int64_t *num_names)
+    kvc_status kvc_prefix_take_events(kvc_prefix *prefix, kvc_prefix_event *events, size_t event_size,
+                                      int64_t max_events, int64_t *num_events, int64_t *num_lost)
     kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t new_block_size, int64_t max_blocks,
                                    int64_t *num_blocks)
     int64_t kvc_payload_bytes(kvc_cache *cache)

@@ -11,7 +11,8 @@ cdef class Prefix:
     cdef kvc_prefix_stats latest
 
     def __cinit__(self, Cache cache not None, bytes salt not None, bytes root not None, int64_t quota, int64_t ttl_ms,
-                  int32_t reuse_min_tokens, bint collects_new, int64_t state_bytes, int64_t max_checkpoint_bytes):
+                  int32_t reuse_min_tokens, bint collects_new, int64_t state_bytes, int64_t max_checkpoint_bytes,
+                  int32_t max_events):
         cdef kvc_prefix_config config
         cdef kvc_cache *handle
         cdef kvc_status status
@@ -24,6 +25,7 @@ cdef class Prefix:
         config.reuse_min_tokens, config.collects_new = reuse_min_tokens, collects_new
         config.user = <void *>self
         config.state_bytes, config.max_checkpoint_bytes = state_bytes, max_checkpoint_bytes
+        config.max_events = max_events
         handle = cache.enter()
         with nogil:
             status = kvc_prefix_new(handle, &config, &self.handle)
@@ -138,6 +140,45 @@ cdef class Prefix:
         with nogil:
             status = kvc_prefix_clear(self.handle)
         self.cache.finish(status)
+
+    def forget(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests):
+        cdef kvc_tokens tokens = describe(ids, digests)
+        cdef int64_t num = 0
+        cdef kvc_status status
+        self.cache.enter()
+        with nogil:
+            status = kvc_prefix_forget(self.handle, &tokens, &num)
+        self.cache.finish(status)
+        return num
+
+    def names(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests):
+        cdef kvc_tokens tokens = describe(ids, digests)
+        cdef int64_t most = tokens.num_tokens // self.cache.block_size(), num = 0
+        cdef cnp.ndarray names = np.empty((most, KVC_NAME_BYTES), np.uint8)
+        cdef uint8_t *out = <uint8_t *>cnp.PyArray_DATA(names)
+        cdef kvc_status status
+        self.cache.enter()
+        with nogil:
+            status = kvc_prefix_names(self.handle, &tokens, out, most, &num)
+        self.cache.finish(status)
+        return [names[i].tobytes().hex() for i in range(num)]
+
+    def take_events(self):
+        """Return the kind, position and name of each event since the last call, and how many before them were lost."""
+        cdef kvc_prefix_event events[64]
+        cdef int64_t num = 64, num_lost = 0, lost = 0, i
+        found = []
+        self.cache.enter()
+        try:
+            while num == 64:
+                with nogil:
+                    kvc_prefix_take_events(self.handle, events, sizeof(kvc_prefix_event), 64, &num, &num_lost)
+                lost += num_lost
+                for i in range(num):
+                    found.append((events[i].kind, events[i].begin, events[i].name[:KVC_NAME_BYTES].hex()))
+        finally:
+            self.cache.leave()
+        return found, lost
 
     def missing(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests, int64_t num_tokens):
         """Return the number of the first full block that is not known, and the names of it and those behind it."""

@@ -4,6 +4,6 @@
 and the cache; `fetching` gets blocks from a store, and `watch` carries new ones there.
 """
 
-from kvcache.prefix.cache import PrefixCache, PrefixStats
+from kvcache.prefix.cache import PrefixCache, PrefixEvent, PrefixStats
 
-__all__ = ["PrefixCache", "PrefixStats"]
+__all__ = ["PrefixCache", "PrefixEvent", "PrefixStats"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import deque
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
 
     from kvcache.stores.client import StoreClient, StoreStats
 
-__all__ = ["PrefixCache", "PrefixStats"]
+__all__ = ["PrefixCache", "PrefixEvent", "PrefixStats"]
 
+CLEARED = 3
+EVENTS = {1: "kept", 2: "dropped", CLEARED: "cleared"}  # kvc_prefix_event_kind
 MOST_BLOCK_SIZE = 1024  # tokens; rows are found, kept and dropped by whole blocks
 
 
@@ -63,6 +66,26 @@ class PrefixStats:
     checkpoints: int = 0
     checkpoint_bytes: int = 0
     store: StoreStats | None = None
+
+
+@dataclass(frozen=True)
+class PrefixEvent:
+    """Something that happened to a full block of a prefix cache.
+
+    Attributes
+    ----------
+    kind : str
+        "kept": it is known from now on, in memory. "dropped": it is not any more. "written": it is in the store. And of
+        the whole cache "cleared": all blocks before are dropped; and "lost": some events before were forgotten.
+    name : str
+        The block's name, as `PrefixCache.names` and the store have it; "" of the whole cache.
+    position : int
+        That of its first token, where it was kept or dropped.
+    """
+
+    kind: str
+    name: str = ""
+    position: int = 0
 
 
 class PrefixCache:
@@ -111,6 +134,8 @@ class PrefixCache:
     max_checkpoint_bytes : int, optional
         The most bytes of all states that are kept; the least recently used ones are dropped. By default they go with
         their blocks.
+    max_events : int, default 0
+        So many events are noted for `take_events`.
 
     Raises
     ------
@@ -167,6 +192,7 @@ class PrefixCache:
         ttl: SupportsFloat | None = None,
         state_bytes: SupportsIndex = 0,
         max_checkpoint_bytes: SupportsIndex | None = None,
+        max_events: SupportsIndex = 0,
     ) -> None:
         _check_cache(cache)
         if not isinstance(fingerprint, str):
@@ -187,11 +213,12 @@ class PrefixCache:
         most = 0
         if max_checkpoint_bytes is not None:
             most = integer(max_checkpoint_bytes, "max_checkpoint_bytes", max(1, of_state), _core.INT64_MAX)
+        num_events = integer(max_events, "max_events", 0, _core.INT32_MAX)
         identity = identity_of(cache, fingerprint)
         self._cache, self._core, self._block_size = cache, cache._core, cache.block_size
         root = root_of(identity, salt)
         self._prefix = _core.Prefix(
-            self._core, salt, root, tokens, _ttl(ttl), least or 0, store is not None, of_state, most
+            self._core, salt, root, tokens, _ttl(ttl), least or 0, store is not None, of_state, most, num_events
         )
         common = {
             "fingerprint": fingerprint,
@@ -200,7 +227,9 @@ class PrefixCache:
             "timeout": seconds,
             "state_bytes": of_state,
             "max_checkpoint_bytes": most or None,
+            "max_events": num_events,
         }
+        self._written: deque[str] = deque(maxlen=num_events)  # names, noted by the thread that writes to the store
         self._common: dict[str, Any] = common
         self._client: StoreClient | None = None
         self._fetching: Fetching | None = None
@@ -216,7 +245,7 @@ class PrefixCache:
         nbytes = _core.payload_bytes(self._core)
         self._client = StoreClient(store, digest=digest, secret=secret, most_bytes=nbytes)
         self._watch = watch_of(self._cache)
-        self._watch.add(self._prefix, self._client)
+        self._watch.add(self._prefix, self._client, self._written.append if self._written.maxlen else None)
         weakref.finalize(self, self._watch.discard, self._prefix.user).atexit = False
         sizes = (self._block_size, nbytes)
         self._fetching = Fetching(self._prefix, self._client, self._watch, timeout, sizes)
@@ -362,9 +391,34 @@ class PrefixCache:
         if self._watch is not None and not self._core.closed:
             self._watch.store_new()
 
-    def lookup(self, tokens: Tokens) -> int:
-        """Return how many of the first tokens are known, without taking anything or asking the store."""
-        return self._prefix.lookup(*arrays_of(tokens))
+    def lookup(self, tokens: Tokens, *, store: bool = False) -> int:
+        """Return how many of the first tokens are known, without taking anything.
+
+        With `store`, also in the store, which is asked what it has, for at most `timeout` seconds, and not read.
+        """
+        given = arrays_of(tokens)
+        known = self._prefix.lookup(*given)
+        if not store or self._client is None:
+            return known
+        names = self._prefix.names(*given)[known // self._block_size :]
+        num = self._client.count(names, self._common["timeout"])
+        return max(known, (known // self._block_size + num) * self._block_size)
+
+    def names(self, tokens: Tokens) -> list[str]:
+        """Return the names of a prompt's full blocks, known or not: the keys of their values in the store."""
+        return self._prefix.names(*arrays_of(tokens))
+
+    def take_events(self) -> list[PrefixEvent]:
+        """Return what happened since the last call, in order: for a router that sends a prompt where its blocks are.
+
+        The last `max_events` are noted. Those of the store come last, as far as it has written them by now.
+        """
+        found, num_lost = self._prefix.take_events()
+        events = [PrefixEvent("lost")] if num_lost else []
+        events += [PrefixEvent(EVENTS[kind], name if kind != CLEARED else "", at) for kind, at, name in found]
+        while self._written:
+            events.append(PrefixEvent("written", self._written.popleft()))
+        return events
 
     def new_sequence(self) -> int:
         """Return an id for a sequence that nobody uses, such as a fork of one that was acquired."""
@@ -397,6 +451,20 @@ class PrefixCache:
         Pinned blocks stay, and so does what is in the store.
         """
         return self._prefix.evict(num_tokens)
+
+    def forget(self, tokens: Tokens) -> int:
+        """Drop the blocks of a prompt, pinned ones too, from memory and from the store.
+
+        Other prompts that begin alike miss them. Sequences in use stay as they are. Return how many tokens were dropped
+        from memory; `flush` waits for the store.
+        """
+        given = arrays_of(tokens)
+        num = self._prefix.forget(*given)
+        if self._client is not None:
+            self._store_new()  # so that what waits to be written is deleted after it
+            for name in self._prefix.names(*given):
+                self._client.delete(name)
+        return num
 
     def clear(self) -> None:
         """Drop all blocks, pinned ones too. Sequences in use stay as they are, and so does what is in the store."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, SupportsIndex
 
@@ -28,13 +28,13 @@ class Watch:
     def __init__(self, core: _core.Cache) -> None:
         self.tokens_per_second: float | None = None  # of batches of many tokens, recent ones counting most
         self._core = core
-        self._clients: dict[int, StoreClient] = {}  # by `Prefix.user`
+        self._clients: dict[int, tuple[StoreClient, Callable[[str], object] | None]] = {}  # by `Prefix.user`
         self._new: deque[tuple[int, str, int]] = deque()  # blocks that wait to be queued
         self._lock = threading.RLock()  # guards the order in which they are
 
-    def add(self, prefix: _core.Prefix, client: StoreClient) -> None:
-        """Write the new blocks of a prefix to a store from now on."""
-        self._clients[prefix.user] = client
+    def add(self, prefix: _core.Prefix, client: StoreClient, written: Callable[[str], object] | None) -> None:
+        """Write the new blocks of a prefix to a store from now on; call `written` with the name of each that is."""
+        self._clients[prefix.user] = client, written
 
     def discard(self, user: int) -> None:
         """Forget a prefix that is no more."""
@@ -58,9 +58,9 @@ class Watch:
         with self._lock:
             while self._new:
                 user, name, block_id = self._new[0]
-                client = self._clients.get(user)
-                if client is not None:
-                    client.put(name, partial(payload_of, self._core, block_id))
+                if user in self._clients:
+                    client, written = self._clients[user]
+                    client.put(name, partial(payload_of, self._core, block_id), written)
                 self._new.popleft()  # last: a signal's handler that raises before loses nothing
 
     def _measure(self, num_tokens: int, seconds: float) -> None:

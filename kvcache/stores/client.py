@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -119,6 +119,7 @@ class StoreClient:
         if secret == b"":
             raise ValueError("secret=b'': must not be empty; None stores values without a MAC")
         self._tenant = Tenant(bytes(digest), secret, most_bytes)
+        self._looker = Tenant(bytes(digest), secret, most_bytes, only_keys=True)
         self._shared = _shared(store)
 
     def get_many(
@@ -135,6 +136,11 @@ class StoreClient:
         patience = timeout if patience is None else patience
         return self._shared.reader.get_many(self._tenant, keys, timeout, patience, stop_at_miss)
 
+    def count(self, keys: Sequence[str], timeout: float) -> int:
+        """Return how many of the first keys the store has, as far as it says so in time; no value is read."""
+        found = self._shared.reader.get_many(self._looker, keys, timeout, timeout, True)
+        return next((i for i, key in enumerate(keys) if key not in found), len(keys))
+
     def seconds_for(self, num_keys: int, nbytes: int) -> float | None:
         """Return how long reading this many values of so many bytes in all will take, by what recent reads took.
 
@@ -143,13 +149,19 @@ class StoreClient:
         """
         return self._shared.reader.seconds_for(self._tenant, num_keys, nbytes)
 
-    def put(self, key: str, make_value: Callable[[], Iterable[Buffer] | None]) -> bool:
+    def put(
+        self,
+        key: str,
+        make_value: Callable[[], Iterable[Buffer] | None],
+        written: Callable[[str], object] | None = None,
+    ) -> bool:
         """Queue a value to be written, and return whether it was queued; never wait.
 
         `make_value` returns the payload, in parts that are joined, or None if there is none any more. It is called
-        later, in the thread that writes, unless the value is dropped before.
+        later, in the thread that writes, unless the value is dropped before; `written`, which must not raise, is called
+        with the key once the store has it.
         """
-        return self._shared.writer.add(Write(self._tenant, key, make_value))
+        return self._shared.writer.add(Write(self._tenant, key, make_value, written))
 
     def delete(self, key: str) -> bool:
         """Queue the deletion of a key, after the writes that were queued before; return whether it was queued."""
@@ -168,7 +180,7 @@ class StoreClient:
         From now on every key is a miss. The store itself stays open, and so do its other clients.
         """
         with self._shared.lock:
-            self._tenant.is_closed = True
+            self._tenant.is_closed = self._looker.is_closed = True
         is_done = self.flush(timeout)
         self._shared.writer.drop(self._tenant)
         return is_done

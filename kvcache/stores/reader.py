@@ -56,8 +56,11 @@ class Call:
     failure: BaseException | None = None
 
     def run(self, store: MutableMapping[str, bytes]) -> None:
-        """Fetch and check the values."""
+        """Fetch and check the values; or find the first keys that are there."""
         tenant = self.read.tenant
+        if tenant.only_keys:
+            self.payloads = dict.fromkeys(itertools.takewhile(store.__contains__, self.keys), memoryview(b""))
+            return
         for key, value in calls.read_many(store, self.keys, tenant.most_to_read).items():
             try:
                 self.payloads[key] = values.unpack(value, key, tenant.digest, tenant.secret)
@@ -247,8 +250,9 @@ class Reader:
         if call.failure is None:
             sizes = [payload.nbytes for payload in call.payloads.values()]
             self.answers, self._answered = self.answers + 1, call.end
-            self.speed.add(sum(sizes), call.end - call.begin)
-            if sizes:
+            if not tenant.only_keys:
+                self.speed.add(sum(sizes), call.end - call.begin)
+            if sizes and not tenant.only_keys:
                 tenant.value_bytes = sum(sizes) // len(sizes)
             tenant.counts["bytes_read"] += sum(sizes)
             tenant.counts["corrupt"] += len(call.refused)

@@ -21,6 +21,7 @@ class Tenant:
     digest: bytes
     secret: bytes | None
     most_bytes: int
+    only_keys: bool = False  # it asks which keys there are, and reads no values
     counts: Counter[str] = field(default_factory=Counter)
     value_bytes: int = 0  # of the latest values, about
     patience: float = 0.0  # seconds after which the store has failed to answer, as the latest read said
@@ -36,4 +37,4 @@ class Tenant:
 
     def name(self, key: str) -> tuple[object, ...]:
         """Return what a key and whatever makes its value right are together: equal names, one read."""
-        return self.digest, self.secret, self.most_bytes, key
+        return self.digest, self.secret, self.most_bytes, self.only_keys, key

@@ -31,6 +31,7 @@ class Write:
     tenant: Tenant
     key: str
     make_value: Callable[[], Iterable[Buffer] | None] | None
+    written: Callable[[str], object] | None = None  # called with the key once the value is in the store
 
 
 class Writer:
@@ -140,7 +141,7 @@ class Writer:
     def _call(self, writes: Sequence[Write]) -> bool:
         """Make values, and store them; or delete a key. Return whether the store was asked."""
         items: dict[str, bytes] = {}
-        tenants: dict[str, Tenant] = {}
+        sources: dict[str, Write] = {}
         gone: list[Tenant] = []
         for write in writes:
             if write.make_value is None:
@@ -151,17 +152,19 @@ class Writer:
             if value is None:
                 gone.append(write.tenant)
             else:
-                items[write.key], tenants[write.key] = value, write.tenant
+                items[write.key], sources[write.key] = value, write
         if items:
             calls.write_many(self.store, items)
         with self.lock:
             for tenant in gone:
                 tenant.counts["dropped"] += 1
             for key, value in items.items():
-                tenant, nbytes = tenants[key], len(value) - values.HEADER_SIZE
+                tenant, nbytes = sources[key].tenant, len(value) - values.HEADER_SIZE
                 tenant.value_bytes = nbytes
                 tenant.counts["written"] += 1
                 tenant.counts["bytes_written"] += nbytes
+                if (written := sources[key].written) is not None:
+                    written(key)
         return bool(items)
 
     def _make_value(self, write: Write) -> bytes | None:

@@ -34,6 +34,7 @@ NAMES = {
     "ModelFileError",
     "NotSupportedError",
     "PrefixCache",
+    "PrefixEvent",
     "PrefixStats",
     "Rope",
     "RowsGoneError",

@@ -186,7 +186,7 @@ def test_integers_that_look_like_a_digest():
 def test_names_of_blocks_stay():
     """Stores are full of them."""
     cache = make(block_size=4)[0]
-    prefix = _core.Prefix(cache._core, b"a tenant", root_of(b"a model", b"a tenant"), 0, 0, 0, False, 0, 0)
+    prefix = _core.Prefix(cache._core, b"a tenant", root_of(b"a model", b"a tenant"), 0, 0, 0, False, 0, 0, 0)
     tokens = [1, -2, b"an image", 2**63, 5, 6, 7, 8, b"x", -(2**200), 3, 9, 10]
     assert prefix.missing(*arrays_of(tokens), len(tokens)) == (
         0,

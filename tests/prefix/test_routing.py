@@ -1,0 +1,109 @@
+"""What a router needs: events, names, how much would match, and forgetting a prompt."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvcache
+from kvcache import PrefixEvent
+
+PROMPT = list(range(40))
+
+
+def make(**options: Any) -> tuple[kvcache.KVCache, kvcache.PrefixCache]:
+    cache = kvcache.KVCache(1, 1, 8, None, max_sequences=None, block_size=16)
+    return cache, kvcache.PrefixCache(cache, fingerprint="a model", **options)
+
+
+def serve(cache: kvcache.KVCache, prefix: kvcache.PrefixCache, tokens: list[int]) -> int:
+    seq_id, matched = prefix.acquire(tokens)
+    positions = range(matched, len(tokens))
+    x = np.ones((len(positions), 1, 8), np.float32)
+    with cache.batch(positions=positions, seq_ids=[seq_id] * len(positions)) as batch:
+        batch.attend(0, x, x, x)
+    prefix.release(seq_id, tokens)
+    return matched
+
+
+def test_events_say_what_is_kept_and_dropped() -> None:
+    cache, prefix = make(max_events=8)
+    names = prefix.names(PROMPT)
+    assert len(names) == len(set(names)) == 2
+    serve(cache, prefix, PROMPT)
+    assert prefix.take_events() == [PrefixEvent("kept", names[0], 0), PrefixEvent("kept", names[1], 16)]
+    assert prefix.take_events() == []
+    prefix.evict(1000)
+    assert {(e.kind, e.name) for e in prefix.take_events()} == {("dropped", name) for name in names}
+    prefix.clear()
+    assert prefix.take_events() == [PrefixEvent("cleared")]
+    for first in range(10):
+        serve(cache, prefix, [first + 100, *PROMPT])
+    events = prefix.take_events()
+    assert len(events) == 9
+    assert events[0] == PrefixEvent("lost")
+    assert make()[1].take_events() == []
+
+
+def test_events_of_a_store() -> None:
+    cache, prefix = make(store={}, max_events=8)
+    serve(cache, prefix, PROMPT)
+    assert prefix.flush(10)
+    events = prefix.take_events()
+    assert [e.name for e in events if e.kind == "written"] == prefix.names(PROMPT)
+
+
+def test_lookup_asks_the_store_what_it_has() -> None:
+    store: dict[str, bytes] = {}
+    cache, prefix = make(store=store)
+    serve(cache, prefix, PROMPT)
+    assert prefix.flush(10)
+    _, other = make(store=store)
+    assert (other.lookup(PROMPT), other.lookup(PROMPT, store=True)) == (0, 32)
+    assert other.lookup([*PROMPT[:20], 7], store=True) == 16
+    assert other.stats.store is not None
+    assert (other.stats.store.hits, other.stats.store.bytes_read, other.stats.blocks) == (0, 0, 0)
+    del store[prefix.names(PROMPT)[0]]
+    assert other.lookup(PROMPT, store=True) == 0
+    assert prefix.lookup(PROMPT, store=True) == prefix.lookup(PROMPT) == 40
+    other.close()
+    assert other.lookup(PROMPT, store=True) == 0
+
+
+def test_lookup_waits_no_longer_than_the_timeout() -> None:
+    class Slow(dict[str, bytes]):
+        def __contains__(self, key: object) -> bool:
+            time.sleep(2)
+            return True
+
+    _, prefix = make(store=Slow(), timeout=0.05)
+    begin = time.monotonic()
+    assert prefix.lookup(PROMPT, store=True) == 0
+    assert time.monotonic() - begin < 1.5
+
+
+def test_forget_drops_a_prompt_from_memory_and_store() -> None:
+    store: dict[str, bytes] = {}
+    cache, prefix = make(store=store)
+    serve(cache, prefix, PROMPT)
+    serve(cache, prefix, [7, *PROMPT])
+    prefix.pin(PROMPT)
+    assert prefix.forget(PROMPT) == 40
+    assert prefix.flush(10)
+    assert prefix.lookup(PROMPT, store=True) == 0
+    assert not set(prefix.names(PROMPT)) & set(store)
+    assert prefix.lookup([7, *PROMPT]) == 41
+    assert set(store) == set(prefix.names([7, *PROMPT]))
+    assert prefix.forget(PROMPT) == 0
+    assert serve(cache, prefix, PROMPT) == 0
+    assert prefix.lookup(PROMPT) == 40
+
+
+def test_what_is_wrong_is_said() -> None:
+    with pytest.raises(ValueError, match="max_events=-1"):
+        make(max_events=-1)
+    with pytest.raises(TypeError, match="tokens is a str"):
+        make()[1].forget("text")  # type: ignore[arg-type]
