@@ -1,8 +1,6 @@
 """Call any mapping for many keys at once, if it can.
 
-A mapping may have `get_many(keys)`, which returns a dict of what is there; `read_many(keys, most)`, which does the same
-with no more than the first `most` bytes of each value; and `set_many(items)`, which takes a dict. Whatever it raises
-comes out of these functions.
+`kvcache.stores` says which methods a mapping may have for that. Whatever they raise comes out of these functions.
 """
 
 from __future__ import annotations

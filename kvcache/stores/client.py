@@ -89,11 +89,10 @@ class StoreStats:
 class StoreClient:
     """Reads from and writes to a store, within bounded time and memory, whatever the store does.
 
-    A few threads use the store at once, for all its clients. If it has ``get_many(keys)``, which returns a dict of what
-    is there, and ``set_many(items)``, which takes a dict, they are called for many keys at once; in place of the former
-    ``read_many(keys, most)``, which returns no more than the first `most` bytes of each value. `digest` stands for the
-    model and the shape, and `secret` is the key of the MAC: a value that was stored with others is a miss. No payload
-    has more than `most_bytes`: of a longer one, a store with `read_many` reads no more.
+    A few threads use the store at once, for all its clients, and for many keys in one call if it has the methods
+    (`kvcache.stores`). `digest` stands for the model and the shape, and `secret` is the key of the MAC: a value that
+    was stored with others is a miss. No payload has more than `most_bytes`: of a longer one, a store with `read_many`
+    reads no more.
 
     >>> client = StoreClient({}, digest=b"a model", secret=b"of one tenant")
     >>> client.put("a key", lambda: [b"some rows"])

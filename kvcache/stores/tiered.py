@@ -65,7 +65,7 @@ class Tiered(MutableMapping[str, bytes]):
     # ---- one value
 
     def __getitem__(self, key: str) -> bytes:
-        return self.get_many([key])[key]
+        return self.read_many([key])[key]
 
     def __setitem__(self, key: str, value: bytes) -> None:
         self.set_many({key: value})
@@ -85,22 +85,24 @@ class Tiered(MutableMapping[str, bytes]):
             raise KeyError(key)
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and bool(self.get_many([key]))
+        failures: list[Exception] = []
+        for tier in self._tiers:
+            try:
+                if tier.use(lambda store: key in store):
+                    return True
+            except Exception as error:
+                failures.append(error)
+        if len(failures) == len(self._tiers):
+            raise failures[0]
+        return False
 
     # ---- many
 
-    def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
-        """Return the values that there are of these keys, with one call of each tier that takes many keys at once."""
-        return self._read_many(keys, None)
+    def read_many(self, keys: Iterable[str], most: int | None = None) -> dict[str, bytes]:
+        """Return the values that there are of these keys, with one call of each tier that takes many keys at once.
 
-    def read_many(self, keys: Iterable[str], most: int) -> dict[str, bytes]:
-        """Return the values that there are of these keys; of longer ones, where the tier can, the first `most` bytes.
-
-        Only values of fewer bytes are kept in faster tiers.
+        Of longer ones, where the tier can, the first `most` bytes; only values of fewer are kept in faster tiers.
         """
-        return self._read_many(keys, most)
-
-    def _read_many(self, keys: Iterable[str], most: int | None) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
         missing = list(dict.fromkeys(keys))
         failures: list[Exception] = []

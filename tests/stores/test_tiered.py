@@ -25,7 +25,7 @@ def short_pauses(monkeypatch):
 def test_what_a_slow_tier_has_is_kept_in_the_faster_ones():
     first, second, third = {}, {"a": b"A"}, {"b": b"B"}
     store = Tiered(first, second, third)
-    assert store.get_many("abc") == {"a": b"A", "b": b"B"}
+    assert store.read_many("abc") == {"a": b"A", "b": b"B"}
     assert (first, second, third) == ({"a": b"A", "b": b"B"}, {"a": b"A", "b": b"B"}, {"b": b"B"})
     first["b"] = b"newer"
     assert store["b"] == b"newer"
@@ -56,16 +56,24 @@ def test_writes_and_deletions_reach_all(kind):
     assert not tiers[1]
 
 
+def test_asking_whether_a_key_is_there_reads_nothing():
+    fast = {}
+    store = Tiered(fast, {"a": b"A"})
+    assert "a" in store
+    assert "b" not in store
+    assert fast == {}
+
+
 def test_one_call_of_each_tier():
     tiers = Bulk(items={"a": b"A"}), Bulk(items={"b": b"B"}), Bulk()
     store = Tiered(*tiers)
-    assert store.get_many("abab") == {"a": b"A", "b": b"B"}
+    assert store.read_many("abab") == {"a": b"A", "b": b"B"}
     assert [tier.calls for tier in tiers] == [
         [("get_many", ["a", "b"]), ("set_many", ["b"])],
         [("get_many", ["b"])],
         [],
     ]
-    assert store.get_many("ab") == {"a": b"A", "b": b"B"}
+    assert store.read_many("ab") == {"a": b"A", "b": b"B"}
     assert len(tiers[1].calls) == 1
 
 
@@ -102,7 +110,7 @@ def test_a_tier_that_fails_costs_speed(failing, caplog):
     tiers[failing].fault = raising(OSError("gone"))
     for key in "bcdefgh":
         store[key] = b"value"
-        assert store.get_many(["a", key, "x"]) == {"a": b"A", key: b"value"}
+        assert store.read_many(["a", key, "x"]) == {"a": b"A", key: b"value"}
         assert store["a"] == b"A"
     assert len(tiers[failing].calls) <= 1 + 2 * worker.MAX_FAILURES, "it was not left alone"
     assert [record.getMessage() for record in caplog.records] == ["the tier Bulk fails: OSError: gone; others are used"]
@@ -206,5 +214,5 @@ def test_a_child_asks_a_tier_that_its_parent_was_asking():
     with tier.lock:  # as another thread might hold it at the time
         child = os.fork()
         if child == 0:
-            os._exit(0 if store.get_many("a") else 1)
+            os._exit(0 if store.read_many("a") else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
