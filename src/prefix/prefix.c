@@ -204,16 +204,24 @@ void kvc_prefix_free(kvc_prefix *prefix) {
     kvc_unlock(cache, KVC_OK);
 }
 
+/* Drops the least recently used block of a tree, or uses it again if it is pinned; returns how many tokens it dropped.
+ */
+static int32_t drop_oldest(kvc_tree *tree) {
+    kvc_node *node = tree->oldest;
+    const int32_t num = node->num_pins ? 0 : node->end - node->begin;
+    if (node->num_pins)
+        kvc_node_relist(node);
+    else
+        kvc_node_drop(node);
+    return num;
+}
+
 void kvc_prefix_lock(kvc_prefix *prefix) {
     kvc_lock(prefix->cache);
     kvc_tree *tree = prefix->tree;
     if (!prefix->ttl) return;
     tree->horizon = kvc_now() - prefix->ttl;
-    for (int i = 0; i < AT_ONCE && tree->oldest && tree->oldest->used < tree->horizon; i++)
-        if (tree->oldest->num_pins)
-            kvc_node_relist(tree->oldest);
-        else
-            kvc_node_drop(tree->oldest);
+    for (int i = 0; i < AT_ONCE && tree->oldest && tree->oldest->used < tree->horizon; i++) drop_oldest(tree);
 }
 
 /* ---- finding ----------------------------------------------------------------------------------------------------- */
@@ -566,15 +574,9 @@ kvc_status kvc_prefix_unpin(kvc_prefix *prefix, const kvc_tokens *from) {
  * used again.  Returns whether there may be more. */
 static int evict_some(kvc_tree *tree, int64_t *left, int64_t *most) {
     for (int i = 0; i < AT_ONCE; i++) {
-        kvc_node *node = tree->oldest;
-        if (!node || *left <= 0 || *most <= 0) return 0;
+        if (!tree->oldest || *left <= 0 || *most <= 0) return 0;
         --*most;
-        if (node->num_pins) {
-            kvc_node_relist(node);
-            continue;
-        }
-        *left -= node->end - node->begin;
-        kvc_node_drop(node);
+        *left -= drop_oldest(tree);
     }
     return 1;
 }
