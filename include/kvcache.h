@@ -902,7 +902,8 @@ typedef struct kvc_prefix_config {
                             found any more; later calls drop them.  0: never */
     int32_t reuse_min_tokens; /* not 0: tokens that begin where the match ends are taken from wherever they were
                             computed, in another prompt or at another position, if they are at least so many in a row
-                            and span a whole block there, and are moved: an approximation, and inexact.  0: never */
+                            and span a whole block there, and are moved: an approximation, and inexact.  Of blocks with
+                            the same tokens, the 32 used last are looked at.  0: never */
     int32_t collects_new; /* not 0: kvc_take_new_blocks lists its blocks */
     void *user;          /* what kvc_take_new_blocks says of its blocks */
     int64_t state_bytes; /* not 0: the model has a recurrent state as well, of at most so many bytes a sequence, and a

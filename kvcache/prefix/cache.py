@@ -117,9 +117,9 @@ class PrefixCache:
     reuse_min_tokens : int, optional
         If given, tokens that begin where the exact match ends are taken from wherever they were computed before, in
         another prompt or at another position, if they are at least so many in a row, and moved there, as by llama.cpp's
-        ``--cache-reuse``. They are found if they span a whole block of the other prompt. This is an approximation,
-        because these rows were computed behind other tokens; nothing that builds on them is kept. The cache needs its
-        `rope`. By default off.
+        ``--cache-reuse``. They are found if they span a whole block of the other prompt; of blocks with the same
+        tokens, the 32 used last are looked at. This is an approximation, because these rows were computed behind other
+        tokens; nothing that builds on them is kept. The cache needs its `rope`. By default off.
     timeout : float, default 1.0
         The most seconds that `acquire` waits for the store.
     quota : int, default 0

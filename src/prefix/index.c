@@ -22,6 +22,14 @@ void kvc_index_free(kvc_index *index, kvc_memory *memory) {
     kvc_memory_free(memory, index->lists, size, KVC_MEMORY_BOOKKEEPING, -1);
 }
 
+/* Puts a node at the beginning of a list. */
+static void push(kvc_node **list, kvc_node *node) {
+    node->next_same = *list;
+    node->same_at = list;
+    if (*list) (*list)->same_at = &node->next_same;
+    *list = node;
+}
+
 /* Doubles the number of lists. */
 static int grow(kvc_index *index, kvc_memory *memory) {
     kvc_index old = *index;
@@ -30,30 +38,31 @@ static int grow(kvc_index *index, kvc_memory *memory) {
     if (!lists) return 0;
     memset(lists, 0, (size_t)num * sizeof *lists);
     *index = (kvc_index){lists, num, old.num};
-    for (int64_t i = 0; i < old.num_lists; i++)
-        for (kvc_node *node = old.lists[i], *next; node; node = next) {
-            next = node->next_same;
-            kvc_node **list = list_of(index, node->hash);
-            node->next_same = *list;
-            *list = node;
+    for (int64_t i = 0; i < old.num_lists; i++) {
+        kvc_node *turned = NULL; /* the list from its end on, so that the order stays */
+        for (kvc_node *node; (node = old.lists[i]);) {
+            old.lists[i] = node->next_same;
+            push(&turned, node);
         }
+        for (kvc_node *node; (node = turned);) {
+            turned = node->next_same;
+            push(list_of(index, node->hash), node);
+        }
+    }
     kvc_index_free(&old, memory);
     return 1;
 }
 
 void kvc_index_add(kvc_index *index, kvc_node *node) {
     if (index->num == index->num_lists && !grow(index, &node->tree->cache->memory)) return;
-    node->hash = kvc_hash_ids(node->tokens.ids, node->tokens.num);
-    node->next_same = *list_of(index, node->hash);
-    *list_of(index, node->hash) = node;
+    push(list_of(index, node->hash), node);
     index->num++;
 }
 
 void kvc_index_remove(kvc_index *index, kvc_node *node) {
-    if (!index->num_lists) return;
-    kvc_node **at = list_of(index, node->hash);
-    while (*at && *at != node) at = &(*at)->next_same;
-    if (!*at) return;
-    *at = node->next_same;
+    if (!node->same_at) return;
+    *node->same_at = node->next_same;
+    if (node->next_same) node->next_same->same_at = node->same_at;
+    node->same_at = NULL;
     index->num--;
 }

@@ -1,4 +1,4 @@
-/* index.h: the full blocks of a tree by a hash of their own tokens. */
+/* index.h: the full blocks of a tree, while they have rows, by a hash of their own tokens. */
 #ifndef KVC_INDEX_H
 #define KVC_INDEX_H
 
@@ -16,7 +16,8 @@ typedef struct kvc_index {
 #define KVC_HASH_BASE 0x9e3779b97f4a7c15u
 uint64_t kvc_hash_ids(const int64_t *ids, int32_t num);
 
-/* Returns the first node of the list that has all those with this hash, and others; NULL: it is empty. */
+/* Returns the first node of the list that has all those with this hash, the last one added first, and others; NULL: it
+ * is empty. */
 struct kvc_node *kvc_index_find(const kvc_index *index, uint64_t hash);
 
 /* Adds a node with its tokens, or leaves it out if memory is short; takes it out, if it is there. */

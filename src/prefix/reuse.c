@@ -4,6 +4,8 @@
 #include "edit/share.h"
 #include "prefix/prefix.h"
 
+enum { MOST_CANDIDATES = 32 }; /* blocks with the same tokens that are looked at */
+
 /* ---- finding ----------------------------------------------------------------------------------------------------- */
 
 /* Tokens of a prompt that stand elsewhere: at positions from `begin` on in blocks of which `last` is the last. */
@@ -51,8 +53,10 @@ static chunk find_chunk(const kvc_index *index, const kvc_tokens *tokens, int64_
         const int64_t begin = position + skipped;
         if (begin + block > tokens->num_tokens) break;
         const kvc_token_span part = kvc_tokens_part(tokens, begin, begin + block);
-        for (kvc_node *node = kvc_index_find(index, hash); node; node = node->next_same) {
+        int left = MOST_CANDIDATES;
+        for (kvc_node *node = kvc_index_find(index, hash); node && left; node = node->next_same) {
             if (node->hash != hash || !kvc_node_is_live(node) || kvc_tokens_compare(&node->tokens, &part)) continue;
+            left--;
             if (!ends_before(node, tokens, position, skipped)) continue;
             const chunk found = extend(node, tokens, position, skipped);
             if (found.num_tokens > best.num_tokens) best = found;

@@ -40,10 +40,12 @@ static void list(kvc_node *node) {
     protect(tree, node);
     if (first) tree->first_protected = first;
     while (tree->protected_tokens > tree->quota) unprotect_first(tree);
+    if (tree->is_indexed && size_of(node) == tree->cache->pools[0].block_size) kvc_index_add(&tree->index, node);
 }
 
 static void unlist(kvc_node *node) {
     kvc_tree *tree = node->tree;
+    kvc_index_remove(&tree->index, node);
     if (tree->first_protected == node) tree->first_protected = node->newer;
     if (node->is_protected) tree->protected_tokens -= size_of(node);
     node->is_protected = 0;
@@ -166,7 +168,6 @@ static kvc_status set_tokens(kvc_node *node, const kvc_token_span *tokens) {
 /* Frees a node that has no children and no rows. */
 static void free_node(kvc_node *node) {
     kvc_memory *memory = &node->tree->cache->memory;
-    kvc_index_remove(&node->tree->index, node);
     kvc_memory_free(memory, node->children, (uint64_t)node->room * sizeof *node->children, KVC_MEMORY_BOOKKEEPING, -1);
     kvc_memory_free(memory, (void *)(uintptr_t)node->tokens.ids, tokens_bytes(&node->tokens), KVC_MEMORY_BOOKKEEPING,
                     -1);
@@ -351,8 +352,7 @@ static kvc_status insert(kvc_node *parent, kvc_node *node, const kvc_token_span 
     parent->num_children++;
     node->parent = parent;
     kvc_name_block(node->tree->salt, parent->name, tokens, node->name);
-    if (node->tree->is_indexed && tokens->num == node->tree->cache->pools[0].block_size)
-        kvc_index_add(&node->tree->index, node);
+    if (node->tree->is_indexed) node->hash = kvc_hash_ids(tokens->ids, tokens->num);
     return KVC_OK;
 }
 

@@ -27,11 +27,11 @@ typedef struct kvc_node {
     int64_t used;                   /* when it was, where the tree has a time to live */
     struct kvc_node *next, **at;    /* place in a list: of blocks whose tokens are not known yet, or new ones */
     kvc_token_span tokens;
-    struct kvc_checkpoint *checkpoints; /* list of the recurrent states within it, while it has rows */
-    int32_t is_going;                   /* while a call is planned: it loses its rows */
-    int32_t num_going;                  /* and so many children will be freed */
-    struct kvc_node *next_same;         /* in a list of the tree's index */
-    uint64_t hash;                      /* of its tokens, if it is there */
+    struct kvc_checkpoint *checkpoints;    /* list of the recurrent states within it, while it has rows */
+    int32_t is_going;                      /* while a call is planned: it loses its rows */
+    int32_t num_going;                     /* and so many children will be freed */
+    struct kvc_node *next_same, **same_at; /* place in a list of the tree's index; NULL: it is in none */
+    uint64_t hash;                         /* of its tokens, if it may be there */
     uint8_t name[KVC_NAME_BYTES];
 } kvc_node;
 
@@ -45,7 +45,7 @@ typedef struct kvc_tree {
     int64_t protected_tokens, quota; /* tokens */
     struct kvc_prefix *prefix;       /* NULL: it is no prefix's any more */
     int32_t is_collected;            /* new full blocks are listed in cache->new_blocks */
-    int32_t is_indexed;              /* full blocks are in the index */
+    int32_t is_indexed;              /* full blocks with rows are in the index, the last one used first */
     kvc_index index;
     struct kvc_checkpoint *oldest_checkpoint, *newest_checkpoint;     /* list of those of all nodes, by last use */
     int64_t num_checkpoints, checkpoint_bytes, most_checkpoint_bytes; /* most: 0: as many as there are */

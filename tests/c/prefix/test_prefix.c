@@ -780,6 +780,32 @@ static void test_fewer_rows(void) {
     end_world();
 }
 
+/* Of the prompts that have a block in common, those used last are looked at. */
+static void test_reuse(void) {
+    enum { PROMPTS = 100 };
+    new_world(&(kvc_policy){.kind = KVC_FULL}, 1, (kvc_config){0});
+    kvc_prefix *own = w.prefixes[0];
+    w.prefixes[0] = new_prefix((kvc_prefix_config){.reuse_min_tokens = 4});
+    for (int i = 0; i < PROMPTS; i++) {
+        text t = numbered(1000 + 100 * i, 11);
+        for (int j = 4; j < 8; j++) t.ids[j] = 7;
+        serve(&t, 11);
+    }
+    for (int i = 0; i < PROMPTS; i += PROMPTS - 1) {
+        text t = numbered(1000 + 100 * i, 12);
+        for (int j = 4; j < 8; j++) t.ids[j] = 7;
+        const kvc_tokens tokens = {.struct_size = sizeof tokens, .ids = t.ids + 4, .num_tokens = 8};
+        int64_t id;
+        int32_t matched;
+        CHECK(kvc_prefix_acquire(w.prefixes[0], &tokens, -1, &id, &matched) == KVC_OK);
+        CHECKF(matched == (i ? 7 : 4), "%d: %d", i, matched);
+        CHECK(kvc_clear_sequence(w.cache, id) == KVC_OK);
+    }
+    kvc_prefix_free(w.prefixes[0]);
+    w.prefixes[0] = own;
+    end_world();
+}
+
 /* Of a batch with a tree, the tokens that are kept are exact, and what they fill goes on as that. */
 static void test_tree(void) {
     const text t = numbered(7, 16);
@@ -960,6 +986,7 @@ int main(void) {
     test_quota();
     test_ttl();
     test_fewer_rows();
+    test_reuse();
     test_failing_allocations();
     const kvc_policy full = {.kind = KVC_FULL}, window = sliding_policy(3, 1, 0), wide = sliding_policy(9, 0, 0),
                      chunk = {.kind = KVC_CHUNKED, .attention_chunk_size = 6};
