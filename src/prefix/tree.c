@@ -107,27 +107,56 @@ kvc_node *kvc_node_child(const kvc_node *parent, const kvc_token_span *tokens) {
     return is_same ? parent->children[at] : NULL;
 }
 
-/* Returns the first child with rows from index `at` on, in steps of `step`; NULL if there is none. */
-static kvc_node *next_with_rows(const kvc_node *parent, int32_t at, int32_t step) {
-    for (; at >= 0 && at < parent->num_children; at += step)
-        if (kvc_node_is_live(parent->children[at])) return parent->children[at];
-    return NULL;
+/* Returns whether a node with rows has all that a query behind its first `num` tokens sees of it. */
+static int serves(const kvc_node *node, int32_t num) {
+    const kvc_cache *cache = node->tree->cache;
+    const int32_t end = node->begin + num;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        const int32_t lowest = kvc_policy_lowest(&cache->policies[g], end),
+                      begin = lowest > node->begin ? lowest : node->begin;
+        if (kvc_runs_visit(&node->rows->runs[g], begin, end, NULL, NULL) < end - begin) return 0;
+    }
+    return 1;
+}
+
+/* The child that is best to go on from, after some of its first tokens. */
+typedef struct candidate {
+    kvc_node *node;
+    int32_t num;   /* tokens */
+    int64_t worth; /* the more the better: at least SERVES, if it serves */
+} candidate;
+
+enum { NEAR = 8 }; /* children that are looked at on each side of tokens */
+static const int64_t SERVES = INT64_C(1) << 40;
+
+/* Looks at some children with rows from index `at` on, in steps of `step`; returns how many of the tokens the last one
+ * begins with, which none behind it exceeds. */
+static int32_t look(const kvc_node *parent, int32_t at, int32_t step, const kvc_token_span *tokens, candidate *best) {
+    int32_t num = 0;
+    for (int left = NEAR; left && at >= 0 && at < parent->num_children; at += step) {
+        kvc_node *node = parent->children[at];
+        if (!kvc_node_is_live(node)) continue;
+        num = kvc_tokens_common(&node->tokens, tokens);
+        const int is_complete = kvc_node_is_complete(node);
+        const int64_t worth = num ? serves(node, num) * SERVES + 2 * (int64_t)num + is_complete : 0;
+        if (worth > best->worth) *best = (candidate){node, num, worth};
+        if (is_complete || !num) break;
+        left--;
+    }
+    return num;
 }
 
 kvc_node *kvc_node_similar(const kvc_node *parent, const kvc_token_span *tokens, int32_t *common) {
-    int is_same;
-    const int32_t at = lower_bound(parent, tokens, &is_same);
-    kvc_node *found[] = {next_with_rows(parent, at, 1), next_with_rows(parent, at - 1, -1)};
-    kvc_node *best = NULL;
-    *common = 0;
-    for (int i = 0; i < 2; i++) {
-        if (!found[i]) continue;
-        const int32_t num = kvc_tokens_common(&found[i]->tokens, tokens);
-        if (num < *common || !num) continue;
-        if (num > *common || kvc_node_is_complete(found[i])) best = found[i];
-        *common = num;
+    candidate best = {0};
+    kvc_token_span part = *tokens; /* then what children that stand before it have in common with it */
+    while (part.num && best.worth < SERVES) {
+        int is_same;
+        const int32_t at = lower_bound(parent, &part, &is_same);
+        look(parent, at, 1, tokens, &best);
+        part.num = look(parent, at - 1, -1, tokens, &best);
     }
-    return best;
+    *common = best.num;
+    return best.node;
 }
 
 /* Makes room for one more child. */
@@ -318,26 +347,24 @@ static void move_rows(kvc_node *node, kvc_node *to) {
     free_node(node);
 }
 
-/* Returns whether a node has fewer rows than another in one group, and more in none. */
-static int has_less(const kvc_node *node, const kvc_node *than) {
-    int is_less = 0;
-    for (int32_t g = 0; g < node->tree->cache->num_token_groups; g++) {
-        const int64_t num = node->rows->runs[g].num_rows, others = than->rows->runs[g].num_rows;
-        if (num > others) return 0;
-        is_less |= num < others;
-    }
-    return is_less;
+/* Returns whether a node has rows in a group of which another has fewer at its positions. */
+static int has_more(const kvc_node *node, const kvc_node *than) {
+    for (int32_t g = 0; g < node->tree->cache->num_token_groups; g++)
+        if (node->rows->runs[g].num_rows > kvc_runs_visit(&than->rows->runs[g], node->begin, node->end, NULL, NULL))
+            return 1;
+    return 0;
 }
 
-/* Drops blocks that a longer one begins with, when nobody needs them for themselves. */
+/* Drops blocks that a longer one begins with, when nobody needs them for themselves, nor for rows that it lacks. */
 static void drop_beginnings(kvc_node *node) {
     kvc_node *parent = node->parent;
     int is_same;
     for (int32_t at = lower_bound(parent, &node->tokens, &is_same); at-- > 0;) {
         kvc_node *other = parent->children[at];
         if (kvc_tokens_common(&other->tokens, &node->tokens) < other->tokens.num || other->num_users) break;
+        if (!other->rows || has_more(other, node)) continue;
         kvc_node_hand_on(other, node);
-        if (other->rows) kvc_node_drop(other);
+        kvc_node_drop(other);
     }
 }
 
@@ -359,7 +386,7 @@ static kvc_status insert(kvc_node *parent, kvc_node *node, const kvc_token_span 
 kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *tokens) {
     kvc_node_take_out(node);
     kvc_node *same = kvc_node_child(parent, tokens);
-    if (same && kvc_node_is_live(same) && has_less(node, same)) {
+    if (same && kvc_node_is_live(same) && has_more(same, node) && !has_more(node, same)) {
         kvc_node_drop(node);
         kvc_node_relist(same);
         return same;

@@ -71,8 +71,9 @@ int32_t kvc_node_lower_bound(const kvc_node *parent, const kvc_token_span *token
 /* Returns the child with these tokens; NULL if there is none. */
 kvc_node *kvc_node_child(const kvc_node *parent, const kvc_token_span *tokens);
 
-/* Returns the child with rows that has most tokens in common with these at its beginning, of two a complete one, and
- * sets *common to how many; NULL if none begins alike. */
+/* Returns a child with rows that has many tokens in common with these at its beginning, and sets *common to how many;
+ * of those next to them, or that they begin with, the one with most of them among those with all rows that a query
+ * behind these sees, if there are any.  NULL if none begins alike. */
 kvc_node *kvc_node_similar(const kvc_node *parent, const kvc_token_span *tokens, int32_t *common);
 
 /* Sets *node to one outside the tree, of the rows of src at positions [begin, end), at most a block, and adds it to a

@@ -780,6 +780,31 @@ static void test_fewer_rows(void) {
     end_world();
 }
 
+/* Returns the first 16 numbers from 7 on, number `at` of which is another. */
+static text other_at(int32_t at, int64_t id) {
+    text t = numbered(7, 16);
+    t.ids[at] = id;
+    return t;
+}
+
+/* A block of which windows have lost rows hides none that begins alike and has what a query sees. */
+static void test_beginnings(void) {
+    const kvc_policy policies[] = {{.kind = KVC_FULL}, sliding_policy(2, 0, 0)};
+    const text shorter = numbered(7, 10), longer = numbered(7, 14), full = numbered(7, 16), next = other_at(12, 91),
+               whole = other_at(12, 99), after_ten = other_at(10, 90), after_twelve = other_at(12, 90),
+               after_fourteen = other_at(14, 90);
+    new_world(policies, 2, (kvc_config){.block_size = 8});
+    serve(&shorter, 1);
+    CHECK(known(&after_ten) == 10);
+    serve(&longer, 1);
+    serve(&full, 1);
+    serve(&next, 1);
+    CHECK(known(&after_ten) == 10 && known(&after_twelve) == 10 && known(&after_fourteen) == 14);
+    serve(&whole, 8);
+    CHECK(known(&after_ten) == 10 && known(&after_twelve) == 12 && known(&after_fourteen) == 14);
+    end_world();
+}
+
 /* Of the prompts that have a block in common, those used last are looked at. */
 static void test_reuse(void) {
     enum { PROMPTS = 100 };
@@ -986,6 +1011,7 @@ int main(void) {
     test_quota();
     test_ttl();
     test_fewer_rows();
+    test_beginnings();
     test_reuse();
     test_failing_allocations();
     const kvc_policy full = {.kind = KVC_FULL}, window = sliding_policy(3, 1, 0), wide = sliding_policy(9, 0, 0),
