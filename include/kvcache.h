@@ -1031,12 +1031,13 @@ KVC_API kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, i
 
 /* Writes the names of the full blocks in the first num_tokens tokens of a prompt that follow those that are known, at
  * most max_names, [..][KVC_NAME_BYTES]; sets *first to the number of the first one (block i has the tokens from i *
- * block_size on), and *num_names to how many there are.  Marks the known ones as used. */
+ * block_size on), and *num_names to how many there are.  Marks the known ones as used.  Fails with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens, uint8_t *names,
                                       int64_t max_names, int32_t *first, int64_t *num_names);
 
 /* Adds block number `block` of a prompt from its payload, and sets *is_known to whether it is known now: not where the
- * one before is not, or where there is no room.  Fails with KVC_ERR_FORMAT if the payload is none of this cache. */
+ * one before is not, or where there is no room.  Fails with KVC_ERR_FORMAT if the payload is none of this cache, and
+ * with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block, const void *payload,
                                   int64_t size, int32_t *is_known);
 

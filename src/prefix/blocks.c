@@ -143,7 +143,9 @@ kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *from, int64_
     if (num_tokens > tokens.num_tokens) num_tokens = tokens.num_tokens;
     num_tokens -= num_tokens % block;
     kvc_prefix_lock(prefix);
-    kvc_node *last = kvc_prefix_find(prefix, &tokens, num_tokens);
+    kvc_node *last;
+    const kvc_status status = kvc_prefix_find(prefix, &tokens, num_tokens, &last);
+    if (status != KVC_OK) return kvc_unlock(prefix->cache, status);
     kvc_node_touch(last);
     *first = last->end / block;
     memcpy(name, last->name, sizeof name);
@@ -220,7 +222,9 @@ static kvc_status write_rows(kvc_cache *cache, const arrival *a) {
 /* Returns the node behind which the block is to be added, and pins it; NULL if there is none, or no need: *is_known. */
 static kvc_status begin_arrival(arrival *a, const kvc_tokens *tokens, int32_t *is_known) {
     kvc_prefix *prefix = a->prefix;
-    kvc_node *last = kvc_prefix_find(prefix, tokens, a->begin);
+    kvc_node *last;
+    KVC_TRY(kvc_prefix_find(prefix, tokens, a->end, &last));
+    while (last->end > a->begin) last = last->parent; /* of the block itself, which may lack rows */
     if (last->end != a->begin) return KVC_OK;
     *is_known = kvc_node_find(last, &a->tokens) != NULL;
     if (*is_known) return KVC_OK;

@@ -516,16 +516,26 @@ static void name_prompt(const kvc_prefix *prefix, const kvc_tokens *tokens, uint
     kvc_name_block(prefix->salt, prefix->root, &all, name);
 }
 
-kvc_node *kvc_prefix_find(const kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens) {
+kvc_status kvc_prefix_find(const kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens, kvc_node **last) {
     const int32_t block = prefix->cache->pools[0].block_size;
-    kvc_node *last = &prefix->tree->root;
-    for (kvc_node *node; last->end < num_tokens; last = node) {
-        const int64_t end = (int64_t)last->end + block;
-        const kvc_token_span part = kvc_tokens_part(tokens, last->end, end < num_tokens ? end : num_tokens);
-        node = kvc_node_child(last, &part);
+    kvc_node *node = NULL;
+    path p;
+    int32_t matched;
+    *last = &prefix->tree->root;
+    for (; (*last)->end < num_tokens; *last = node) {
+        const int64_t end = (int64_t)(*last)->end + block;
+        const kvc_token_span part = kvc_tokens_part(tokens, (*last)->end, end < num_tokens ? end : num_tokens);
+        node = kvc_node_child(*last, &part);
         if (!node || !kvc_node_is_live(node)) break;
     }
-    return last;
+    if (!node || kvc_node_is_live(node)) return KVC_OK;
+    KVC_TRY(find_match(prefix, tokens, num_tokens, &p, &matched));
+    for (int32_t i = 0; i < p.num && p.nodes[i]->end <= matched; i++) {
+        const int32_t end = p.nodes[i]->end;
+        if (end > (*last)->end && (end % block == 0 || end == num_tokens)) *last = p.nodes[i];
+    }
+    free_path(prefix->cache, &p);
+    return KVC_OK;
 }
 
 kvc_pinned *kvc_prefix_add_pin(kvc_prefix *prefix, kvc_node *last) {
@@ -548,12 +558,19 @@ kvc_status kvc_prefix_pin(kvc_prefix *prefix, const kvc_tokens *from, int32_t *k
     if (!kept) return kvc_fail(KVC_ERR_INVALID, "kept is NULL");
     name_prompt(prefix, &tokens, name);
     kvc_prefix_lock(prefix);
-    kvc_node *last = kvc_prefix_find(prefix, &tokens, tokens.num_tokens);
-    kvc_pinned *pin = last->parent ? kvc_prefix_add_pin(prefix, last) : NULL;
+    kvc_node *last;
+    kvc_status status;
+    int64_t end = tokens.num_tokens, before;
+    do { /* until windows see nothing of what is behind, either */
+        before = end;
+        status = kvc_prefix_find(prefix, &tokens, end, &last);
+        end = last->end;
+    } while (status == KVC_OK && end < before);
+    kvc_pinned *pin = status == KVC_OK && last->parent ? kvc_prefix_add_pin(prefix, last) : NULL;
     if (pin) memcpy(pin->name, name, sizeof name);
-    if (!pin && last->parent) return kvc_unlock(cache, KVC_ERR_NOMEM);
-    *kept = last->end;
-    return kvc_unlock(cache, KVC_OK);
+    if (status == KVC_OK && last->parent && !pin) status = KVC_ERR_NOMEM;
+    if (status == KVC_OK) *kept = last->end;
+    return kvc_unlock(cache, status);
 }
 
 kvc_status kvc_prefix_unpin(kvc_prefix *prefix, const kvc_tokens *from) {

@@ -40,9 +40,9 @@ void kvc_prefix_note(kvc_prefix *prefix, kvc_prefix_event_kind kind, const kvc_n
 /* Reads a caller's struct, and checks it. */
 kvc_status kvc_read_tokens(const kvc_tokens *from, kvc_tokens *tokens);
 
-/* Returns the last node with rows of the first num_tokens tokens, behind others that have; the root if there is none.
- */
-kvc_node *kvc_prefix_find(const kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens);
+/* Sets *last to the last node of the first num_tokens tokens that has rows, behind others that have them; or that is
+ * known where windows see nothing of those without.  To the root if there is none.  KVC_ERR_NOMEM. */
+kvc_status kvc_prefix_find(const kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens, kvc_node **last);
 
 /* Adds a pin of the nodes up to `last`, NULL if out of memory; takes it away. */
 kvc_pinned *kvc_prefix_add_pin(kvc_prefix *prefix, kvc_node *last);

@@ -805,6 +805,48 @@ static void test_beginnings(void) {
     end_world();
 }
 
+/* Serves a prompt of numbers from 7 on, of which only the rows that windows see in the end are kept. */
+static void serve_gap(int32_t num) {
+    live s = {.tokens = numbered(7, num), .exact_to = INT32_MAX};
+    const kvc_tokens tokens = tokens_of(&s.tokens);
+    CHECK(kvc_prefix_clear(w.prefixes[0]) == KVC_OK);
+    CHECK(kvc_prefix_acquire(w.prefixes[0], &tokens, -1, &s.id, &s.fed) == KVC_OK && s.fed == 0);
+    feed_all(&s, 1);
+    CHECK(kvc_prefix_clear(w.prefixes[0]) == KVC_OK);
+    CHECK(kvc_prefix_release(w.prefixes[0], s.id, &tokens) == KVC_OK);
+}
+
+/* Windows see nothing of blocks whose rows are gone: what is known behind these can be pinned, and goes on. */
+static void test_gaps(void) {
+    const kvc_policy policy = sliding_policy(3, 0, 0);
+    const text all = numbered(7, 44);
+    kvc_tokens tokens = tokens_of(&all);
+    static uint8_t payload[1024] = {1}, names[2][KVC_NAME_BYTES];
+    int64_t num;
+    int32_t kept, first, is_known;
+    new_world(&policy, 1, (kvc_config){0});
+    const int64_t size = kvc_payload_bytes(w.cache);
+    CHECK(size <= (int64_t)sizeof payload);
+    serve_gap(38);
+    CHECK(known(&all) == 38);
+    CHECK(kvc_prefix_pin(w.prefixes[0], &tokens, &kept) == KVC_OK && kept == 0); /* the end of whole blocks is gone */
+    CHECK(kvc_prefix_missing(w.prefixes[0], &tokens, 44, *names, 2, &first, &num) == KVC_OK && first == 9 && num == 2);
+    CHECK(kvc_prefix_add(w.prefixes[0], &tokens, 9, payload, size, &is_known) == KVC_OK && is_known);
+    CHECK(known(&all) == 40);
+    serve_gap(40);
+    CHECK(known(&all) == 40);
+    CHECK(kvc_prefix_pin(w.prefixes[0], &tokens, &kept) == KVC_OK && kept == 40);
+    CHECK(kvc_prefix_evict(w.prefixes[0], INT64_MAX, &num) == KVC_OK && known(&all) == 40);
+    CHECK(kvc_prefix_missing(w.prefixes[0], &tokens, 44, *names, 2, &first, &num) == KVC_OK);
+    CHECKF(first == 10 && num == 1, "%lld from %d on", (long long)num, first);
+    CHECK(kvc_prefix_add(w.prefixes[0], &tokens, 5, payload, size, &is_known) == KVC_OK && !is_known);
+    CHECK(kvc_prefix_add(w.prefixes[0], &tokens, 10, payload, size, &is_known) == KVC_OK && is_known);
+    CHECK(known(&all) == 44);
+    CHECK(kvc_prefix_missing(w.prefixes[0], &tokens, 44, *names, 2, &first, &num) == KVC_OK && first == 11 && !num);
+    CHECK(kvc_prefix_unpin(w.prefixes[0], &tokens) == KVC_OK);
+    end_world();
+}
+
 /* Of the prompts that have a block in common, those used last are looked at. */
 static void test_reuse(void) {
     enum { PROMPTS = 100 };
@@ -1012,6 +1054,7 @@ int main(void) {
     test_ttl();
     test_fewer_rows();
     test_beginnings();
+    test_gaps();
     test_reuse();
     test_failing_allocations();
     const kvc_policy full = {.kind = KVC_FULL}, window = sliding_policy(3, 1, 0), wide = sliding_policy(9, 0, 0),
