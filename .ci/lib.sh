@@ -181,7 +181,7 @@ sanitizers() {
 # does not see
 thread_sanitizer() {
     CC=$1 KVCACHE_C_FLAGS='-O1 -fsanitize=thread' "$venv/bin/pytest" --color=no tests/c \
-        -k 'test_threads or test_random_threads or test_restoring or test_waiting'
+        -k 'test_threads or test_random_threads or test_prefix_threads or test_restoring or test_waiting'
 }
 
 # Writes a program that uses the library.

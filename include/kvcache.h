@@ -49,7 +49,7 @@
  * fork()    The child has one thread, and every cache as it was.  fork() waits for what other threads do in the
  *           library, except for work on a batch (the child has it open, without that work), for threads that wait to
  *           begin one (in the child nobody waits), and for functions of the caller (a sequence whose keys one was
- *           moving is as it was before).
+ *           moving is as it was before).  Sequences that a call has for itself, and does not return, are not there.
  * Limits    max_seq_len, max_sequences and capacity are checked when a batch begins, capacity also by edits that copy
  *           rows, max_bytes whenever memory is taken for rows.
  * Structs   grow at their end, so that a program and a library of different versions understand each other.

@@ -3,7 +3,7 @@
 
 void kvc_cache_mark_changed(kvc_cache *cache, kvc_sequence *sequence) {
     if (sequence->is_retained) return;
-    const int32_t holds = kvc_sequence_holds(sequence);
+    const int32_t holds = !sequence->in_call && kvc_sequence_holds(sequence);
     cache->num_holding += holds - sequence->holds;
     sequence->holds = holds;
     if (sequence->changed_at) return;
@@ -19,6 +19,14 @@ void kvc_cache_unmark_changed(kvc_sequence *sequence) {
     if (sequence->next_changed) sequence->next_changed->changed_at = sequence->changed_at;
     sequence->changed_at = NULL;
     sequence->next_changed = NULL;
+}
+
+void kvc_cache_set_in_call(kvc_cache *cache, int64_t id, int32_t in_call) {
+    kvc_sequence *sequence = kvc_table_find(&cache->sequences, id);
+    if (!sequence) return;
+    sequence->in_call = in_call;
+    sequence->caller = kvc_thread_self();
+    kvc_cache_mark_changed(cache, sequence);
 }
 
 void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence) {

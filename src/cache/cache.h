@@ -45,11 +45,12 @@ struct kvc_cache {
     kvc_table sequences;
     int64_t next_id, next_hidden_id;               /* for sequences that kvc_new_sequence and prefixes name */
     struct kvc_prefix *prefixes;                   /* list of all prefixes of the cache */
+    struct kvc_tree *dying;                        /* list of the trees that are no prefix's any more: prefix.c */
     struct kvc_node *new_blocks, **new_blocks_end; /* list of blocks for kvc_take_new_blocks, oldest first */
-    kvc_sequence *changed;               /* list of the sequences in which the next batch looks for rows to expire */
-    kvc_sequence *spare;                 /* made by kvc_reserve for the next new sequence; NULL: none */
-    int64_t num_holding;                 /* number of sequences that hold rows, but for retained ones */
-    kvc_sequence *oldest, *newest;       /* list of the retained sequences, from the least recently used on */
+    kvc_sequence *changed;         /* list of the sequences in which the next batch looks for rows to expire */
+    kvc_sequence *spare;           /* made by kvc_reserve for the next new sequence; NULL: none */
+    int64_t num_holding;           /* number of sequences that hold rows, but for retained ones and those of calls */
+    kvc_sequence *oldest, *newest; /* list of the retained sequences, from the least recently used on */
     int64_t num_retained, num_protected; /* num_protected: of those retained, that are not in the list */
     kvc_sequence *victims; /* list of those that the plan of the running call evicts, by rising last use */
     int32_t lacks_bytes;   /* while victims are chosen: all that can be had is needed, for bytes are lacking */
@@ -134,6 +135,9 @@ void kvc_cache_unmark_changed(kvc_sequence *sequence);
 
 /* Marks a sequence as changed at the end of an edit, and frees it if it is blank. */
 void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence);
+
+/* Makes the sequence with an id, if it is there, one of the running call's own (1), or one like others (0). */
+void kvc_cache_set_in_call(kvc_cache *cache, int64_t id, int32_t in_call);
 
 /* Inserts a new sequence into the table, in place of `old` if that is not NULL.  KVC_ERR_NOMEM, with the new one freed.
  */

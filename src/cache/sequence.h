@@ -26,10 +26,11 @@ typedef struct kvc_sequence {
     int32_t min_query_position;   /* lowest position at which a query may still come; set before rows expire */
     int32_t exact_to;             /* rows from there on may not follow from its tokens alone; INT32_MAX: all do */
     int32_t edited_from;          /* edits changed or dropped rows from there on; INT32_MAX: none since it was set so */
+    int32_t in_call;              /* a call has made it, and drops it or hands it out at its end: no list has it */
     int32_t in_rewrite;           /* a call copies its rows to new slots without the mutex */
     kvc_fate fate;                /* KVC_STAYS unless it is in the list cache->victims */
-    kvc_thread rewriter;          /* the thread of that call */
-    struct kvc_rewrite *rewrites; /* [num_token_groups] the rewrites of that call */
+    kvc_thread caller;            /* the thread of the call that has made it, or copies its rows */
+    struct kvc_rewrite *rewrites; /* [num_token_groups] of the call that copies its rows */
     int32_t in_place;             /* a call writes its rows where they lie without the mutex: kvc_cache_find waits */
     int32_t holds;                /* it is counted in cache->num_holding */
     int32_t is_retained;          /* it is in the list of retained sequences, unless it is protected: evict.h */

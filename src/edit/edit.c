@@ -107,7 +107,7 @@ static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_re
                                 const kvc_copiers *copiers) {
     kvc_status status = KVC_OK;
     sequence->in_rewrite = 1;
-    sequence->rewriter = kvc_thread_self();
+    sequence->caller = kvc_thread_self();
     sequence->rewrites = rewrites;
     cache->num_rewrites++;
     kvc_unlock(cache, KVC_OK);

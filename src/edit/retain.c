@@ -205,9 +205,10 @@ static kvc_status take_all(kvc_cache *cache, new_rows *rows, const uint8_t *laye
     return status;
 }
 
-static kvc_status retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers) {
+kvc_status kvc_retain_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers) {
     const size_t size = (size_t)(cache->num_token_groups + 1) * sizeof(kvc_reserved);
     kvc_table before;
+    if (layers) KVC_TRY(kvc_check_groups(cache, layers, "layers"));
     kvc_cache_find_to_copy(cache, id);
     kvc_status status = check_unused(cache, id);
     if (status != KVC_OK || begin == end) return status;
@@ -226,12 +227,11 @@ static kvc_status retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_
 
 kvc_status kvc_retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers) {
     KVC_TRY(kvc_check_positions(begin, end));
-    if (layers) KVC_TRY(kvc_check_groups(cache, layers, "layers"));
     if (end - begin > kvc_block_size(cache))
         return kvc_fail(KVC_ERR_INVALID, "end is %d: at most block_size, %d, positions from begin, %d, on", end,
                         kvc_block_size(cache), begin);
     kvc_lock(cache);
-    return kvc_unlock(cache, retain_new(cache, id, begin, end, layers));
+    return kvc_unlock(cache, kvc_retain_unwritten(cache, id, begin, end, layers));
 }
 
 /* ---- going on from retained sequences ---------------------------------------------------------------------------- */
@@ -471,7 +471,7 @@ int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids) {
     int64_t n = 0;
     kvc_lock(cache);
     for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer) {
-        if (sequence->is_hidden) continue;
+        if (sequence->is_hidden || sequence->in_call) continue;
         if (ids && n < max_ids) ids[n] = sequence->id;
         n++;
     }

@@ -9,6 +9,9 @@
 kvc_status kvc_retain_hidden(kvc_cache *cache, const kvc_sequence *src, int32_t begin, int32_t end,
                              kvc_follower *follower, kvc_sequence **made);
 
+/* Does what kvc_retain_new does, for positions that fit a block, with the mutex held. */
+kvc_status kvc_retain_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers);
+
 /* Makes a retained sequence `id`, pinned, of rows of a hidden one. */
 kvc_status kvc_retain_pinned(kvc_cache *cache, const kvc_sequence *src, int64_t id, int32_t begin, int32_t end);
 

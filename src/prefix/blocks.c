@@ -53,7 +53,6 @@ kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t n
     *num_blocks = 0;
     kvc_lock(cache);
     for (kvc_node *node; (node = cache->new_blocks) && *num_blocks < max_blocks; kvc_node_take_out(node)) {
-        if (!node->tree->prefix) continue; /* it is being dropped */
         kvc_new_block block = {node->tree->prefix->user, node->rows->id, node->begin, node->end, {0}};
         memcpy(block.name, node->name, sizeof block.name);
         kvc_write_struct((char *)blocks + (size_t)(*num_blocks)++ * new_block_size, new_block_size, &block,
@@ -115,6 +114,7 @@ kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t m
     const int32_t begin = node->begin, end = node->end;
     const int64_t copy = kvc_cache_new_id(cache); /* a sequence of the same rows, which nothing evicts meanwhile */
     kvc_status status = kvc_retain_pinned(cache, hidden, copy, begin, end);
+    kvc_cache_set_in_call(cache, copy, 1);
     kvc_unlock(cache, KVC_OK);
     if (status != KVC_OK) return status;
     status = read_rows(cache, copy, begin, end, payload, size);
@@ -197,7 +197,10 @@ static kvc_status check_payload(const kvc_cache *cache, arrival *a) {
 static kvc_status write_rows(kvc_cache *cache, const arrival *a) {
     const int32_t num = a->end - a->begin;
     const uint8_t *at = a->payload + cache->num_layers;
-    const kvc_status status = kvc_retain_new(cache, a->id, a->begin, a->end, a->payload);
+    kvc_lock(cache);
+    const kvc_status status = kvc_retain_unwritten(cache, a->id, a->begin, a->end, a->payload);
+    if (status == KVC_OK) kvc_cache_set_in_call(cache, a->id, 1);
+    kvc_unlock(cache, KVC_OK);
     if (status == KVC_ERR_INVALID) return kvc_fail(KVC_ERR_FORMAT, "the payload lacks layers of a group");
     KVC_TRY(status);
     for (int32_t i = 0; i < cache->num_layers; i++) {

@@ -165,7 +165,6 @@ static kvc_tree *take_tree(kvc_prefix *prefix, kvc_tree *other) {
         kvc_node_use(session->last, 1);
     }
     prefix->tree = other;
-    tree->prefix = NULL;
     return tree;
 }
 
@@ -176,18 +175,38 @@ static void give_way(kvc_cache *cache) {
     kvc_lock(cache);
 }
 
-/* Drops all nodes of a tree that is no prefix's any more, a few at a time, and frees it. */
-static void drop_tree(kvc_cache *cache, kvc_tree *tree) {
-    while (tree->newest) { /* last in the table of sequences, and so the fastest to take out of it */
-        for (int i = 0; i < AT_ONCE && tree->newest; i++) kvc_node_drop(tree->newest);
-        give_way(cache);
-    }
+/* Drops some nodes of a tree that is no prefix's any more; returns whether there are more, and frees it if not. */
+static int drop_some(kvc_cache *cache, kvc_tree *tree) {
+    for (int i = 0; i < AT_ONCE && tree->newest; i++)
+        kvc_node_drop(tree->newest); /* last in the table of sequences, and so the fastest to take out of it */
+    if (tree->newest) return 1;
+    kvc_tree **at = &cache->dying;
+    while (*at != tree) at = &(*at)->next;
+    *at = tree->next;
     kvc_tree_free(tree);
+    return 0;
+}
+
+/* Drops a tree that is no prefix's any more, a few nodes at a time. */
+static void drop_tree(kvc_cache *cache, kvc_tree *tree) {
+    kvc_tree_retire(tree);
+    while (drop_some(cache, tree)) give_way(cache);
+}
+
+void kvc_prefixes_forked(kvc_cache *cache) {
+    for (kvc_prefix *prefix = cache->prefixes; prefix; prefix = prefix->next)
+        for (kvc_pinned **at = &prefix->pins; *at;)
+            if ((*at)->id == -1)
+                at = &(*at)->next;
+            else
+                kvc_prefix_remove_pin(prefix, at);
+    while (cache->dying) drop_some(cache, cache->dying);
 }
 
 void kvc_prefix_free(kvc_prefix *prefix) {
     if (!prefix) return;
     kvc_cache *cache = prefix->cache;
+    kvc_tree *tree = prefix->tree;
     kvc_lock(cache);
     while (prefix->sessions) {
         kvc_sequence *sequence = prefix->sessions->sequence;
@@ -197,10 +216,10 @@ void kvc_prefix_free(kvc_prefix *prefix) {
         if (!sequence->in_batch) kvc_cache_forget_blank(cache, sequence);
     }
     while (prefix->pins) kvc_prefix_remove_pin(prefix, &prefix->pins);
-    drop_tree(cache, prefix->tree);
     *prefix->at = prefix->next;
     if (prefix->next) prefix->next->at = prefix->at;
     kvc_memory_free(&cache->memory, prefix, prefix->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);
+    drop_tree(cache, tree);
     kvc_unlock(cache, KVC_OK);
 }
 
@@ -380,6 +399,7 @@ static kvc_status acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t 
     kvc_session *session = status == KVC_OK ? kvc_session_new(prefix, tokens, *matched) : NULL;
     *seq_id = kvc_cache_new_id(prefix->cache);
     if (status == KVC_OK) status = session ? begin(prefix, session, &p, *seq_id, *matched, state) : KVC_ERR_NOMEM;
+    kvc_cache_set_in_call(prefix->cache, *seq_id, 1);
     if (status != KVC_OK && session) kvc_session_free(session);
     free_path(prefix->cache, &p);
     kvc_sessions_fit(prefix->cache);
@@ -416,6 +436,7 @@ kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *from, int64_
         return status;
     }
     kvc_lock(prefix->cache);
+    kvc_cache_set_in_call(prefix->cache, id, 0);
     count_request(prefix, &tokens, exact, all);
     *seq_id = id;
     *matched = all;

@@ -48,4 +48,7 @@ kvc_status kvc_prefix_find(const kvc_prefix *prefix, const kvc_tokens *tokens, i
 kvc_pinned *kvc_prefix_add_pin(kvc_prefix *prefix, kvc_node *last);
 void kvc_prefix_remove_pin(kvc_prefix *prefix, kvc_pinned **at);
 
+/* Call in the child of the process's fork(): ends what only calls of the parent have or drop. */
+void kvc_prefixes_forked(kvc_cache *cache);
+
 #endif

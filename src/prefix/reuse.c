@@ -94,6 +94,7 @@ static kvc_status move_chunk(kvc_cache *cache, const chunk *c, int64_t seq_id, i
     const int64_t id = kvc_cache_new_id(cache);
     const int32_t delta = position - c->begin, end = position + c->num_tokens;
     kvc_status status = gather_chunk(cache, c, id) ? KVC_OK : KVC_ERR_FULL;
+    kvc_cache_set_in_call(cache, id, 1);
     kvc_unlock(cache, KVC_OK);
     if (status == KVC_OK) status = kvc_shift(cache, id, 0, KVC_END, delta);
     if (status == KVC_OK) status = kvc_share(cache, id, seq_id, position, end);

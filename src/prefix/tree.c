@@ -428,6 +428,19 @@ kvc_tree *kvc_tree_new(kvc_cache *cache, const uint8_t *salt, const uint8_t *nam
     return tree;
 }
 
+void kvc_tree_retire(kvc_tree *tree) {
+    kvc_cache *cache = tree->cache;
+    tree->prefix = NULL;
+    tree->quota = 0;
+    while (tree->first_protected) unprotect_first(tree);
+    for (kvc_node *node = cache->new_blocks, *next; node; node = next) {
+        next = node->next;
+        if (node->tree == tree) kvc_node_take_out(node);
+    }
+    tree->next = cache->dying;
+    cache->dying = tree;
+}
+
 void kvc_tree_free(kvc_tree *tree) {
     kvc_memory *memory = &tree->cache->memory;
     kvc_index_free(&tree->index, memory);

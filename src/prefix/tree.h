@@ -49,13 +49,18 @@ typedef struct kvc_tree {
     kvc_index index;
     struct kvc_checkpoint *oldest_checkpoint, *newest_checkpoint;     /* list of those of all nodes, by last use */
     int64_t num_checkpoints, checkpoint_bytes, most_checkpoint_bytes; /* most: 0: as many as there are */
-    int64_t horizon; /* nodes last used before it are not found, and dropped soon */
-    int64_t ttl;     /* nanoseconds after which a node that nobody used is dropped; 0: never */
+    int64_t horizon;       /* nodes last used before it are not found, and dropped soon */
+    int64_t ttl;           /* nanoseconds after which a node that nobody used is dropped; 0: never */
+    struct kvc_tree *next; /* in the list cache->dying */
 } kvc_tree;
 
 /* Makes an empty tree, the name of whose root is given; NULL if out of memory.  Frees one that is empty again. */
 kvc_tree *kvc_tree_new(kvc_cache *cache, const uint8_t *salt, const uint8_t *name);
 void kvc_tree_free(kvc_tree *tree);
+
+/* Adds a tree that is no prefix's any more to the list of those that are to be dropped: others may evict all its nodes,
+ * and none is listed for stores. */
+void kvc_tree_retire(kvc_tree *tree);
 
 /* Returns whether a node has rows, and may be found by them. */
 static inline int kvc_node_is_live(const kvc_node *node) {

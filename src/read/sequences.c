@@ -61,8 +61,9 @@ int64_t kvc_sequences(kvc_cache *cache, int64_t *seq_ids, int64_t max_ids) {
     int64_t n = 0;
     kvc_lock(cache);
     for (int32_t i = 0; i < cache->sequences.num; i++) {
-        if (cache->sequences.items[i]->is_retained || kvc_sequence_is_empty(cache->sequences.items[i])) continue;
-        if (seq_ids && n < max_ids) seq_ids[n] = cache->sequences.items[i]->id;
+        const kvc_sequence *sequence = cache->sequences.items[i];
+        if (sequence->is_retained || sequence->in_call || kvc_sequence_is_empty(sequence)) continue;
+        if (seq_ids && n < max_ids) seq_ids[n] = sequence->id;
         n++;
     }
     kvc_unlock(cache, KVC_OK);

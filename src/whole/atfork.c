@@ -10,6 +10,7 @@
 #include "base/openmp.h"
 #include "edit/rewrite.h"
 #include "pass/put.h"
+#include "prefix/prefix.h"
 #include "space/row_buffer.h"
 #include "state/transit.h"
 #include "cache/waiting.h"
@@ -40,12 +41,22 @@ static void unlock_all(void) {
     kvc_mutex_unlock(&list_mutex);
 }
 
-/* Undoes the rewrite of a sequence's keys that another thread of the parent had begun. */
+/* Undoes the rewrite of a sequence's keys. */
 static void undo_rewrite(kvc_cache *cache, kvc_sequence *sequence) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) kvc_rewrite_discard(cache, g, &sequence->rewrites[g]);
     kvc_memory_free(&cache->memory, sequence->rewrites, kvc_rewrites_size(cache), KVC_MEMORY_SCRATCH, -1);
     sequence->in_rewrite = 0;
     cache->num_rewrites--;
+}
+
+/* Undoes the rewrites that the parent's other threads had begun, and forgets the sequences of their calls. */
+static void end_edits(kvc_cache *cache) {
+    for (int32_t i = cache->sequences.num - 1; i >= 0; i--) { /* backwards: a sequence may take those behind along */
+        kvc_sequence *sequence = cache->sequences.items[i];
+        if (pthread_equal(sequence->caller, kvc_thread_self())) continue;
+        if (sequence->in_rewrite) undo_rewrite(cache, sequence);
+        if (sequence->in_call) kvc_cache_forget(cache, sequence);
+    }
 }
 
 /* Ends what the parent's other threads were saving or loading. */
@@ -76,11 +87,8 @@ static void in_child(void) {
         if (cache->batch) end_work(cache->batch);
         kvc_row_buffers_forked(cache);
         end_states(cache);
-        for (int32_t i = 0; i < cache->sequences.num; i++) {
-            kvc_sequence *sequence = cache->sequences.items[i];
-            if (sequence->in_rewrite && !pthread_equal(sequence->rewriter, kvc_thread_self()))
-                undo_rewrite(cache, sequence);
-        }
+        end_edits(cache);
+        kvc_prefixes_forked(cache);
     }
     unlock_all();
 }

@@ -21,6 +21,9 @@ typedef struct cloning {
     int64_t num_twins, num_regions; /* num_regions: the most in a group */
 } cloning;
 
+/* Returns whether the clone has the sequence: it lacks what no id names. */
+static int is_cloned(const kvc_sequence *sequence) { return !sequence->is_hidden && !sequence->in_call; }
+
 /* Makes an empty cache of the same configuration. */
 static kvc_status new_like(const kvc_cache *from, kvc_cache **out) {
     const kvc_config config = {.struct_size = sizeof config,
@@ -49,7 +52,8 @@ static int32_t find_fills(const cloning *c, int32_t g, twin *twins) {
     const kvc_table *table = &c->from->sequences;
     int32_t num = 0;
     memset(twins, 0, (size_t)c->from->pools[g].num_blocks * sizeof *twins);
-    for (int32_t i = 0; i < table->num && !table->items[i]->is_hidden; i++) {
+    for (int32_t i = 0; i < table->num; i++) {
+        if (!is_cloned(table->items[i])) continue;
         const kvc_run_list *list = &table->items[i]->runs[g];
         for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
             twin *t = &twins[run->block->index];
@@ -102,8 +106,8 @@ static kvc_status add_sequence(kvc_cache *to, const kvc_sequence *from) {
 static kvc_status reserve(cloning *c) {
     kvc_status status = reserve_blocks(c);
     const kvc_table *table = &c->from->sequences;
-    for (int32_t i = 0; status == KVC_OK && i < table->num && !table->items[i]->is_hidden; i++)
-        status = add_sequence(c->to, table->items[i]);
+    for (int32_t i = 0; status == KVC_OK && i < table->num; i++)
+        if (is_cloned(table->items[i])) status = add_sequence(c->to, table->items[i]);
     return status;
 }
 
@@ -148,13 +152,15 @@ static void copy_bookkeeping(cloning *c) {
     for (int32_t g = 0; g < c->from->num_groups; g++) {
         const int32_t num_blocks = c->from->pools[g].num_blocks;
         open_blocks(c, g, twins);
-        for (int32_t i = 0; i < c->to->sequences.num; i++) /* all but hidden ones, which stand last */
-            copy_runs(&c->to->sequences.items[i]->runs[g], &c->from->sequences.items[i]->runs[g], twins);
+        for (int32_t i = 0; i < c->to->sequences.num; i++) {
+            kvc_sequence *to = c->to->sequences.items[i];
+            copy_runs(&to->runs[g], &kvc_table_find(&c->from->sequences, to->id)->runs[g], twins);
+        }
         close_blocks(c, g, twins);
         if (num_blocks) twins += num_blocks; /* NULL where there are no blocks at all */
     }
     for (const kvc_sequence *from = c->from->oldest; from; from = from->newer) {
-        if (from->is_hidden) continue;
+        if (!is_cloned(from)) continue;
         kvc_sequence *to = kvc_table_find(&c->to->sequences, from->id);
         to->num_pins = from->num_pins;
         kvc_cache_retain(c->to, to);

@@ -218,7 +218,7 @@ static kvc_status find_sequences(saving *s) {
     if (!s->sequences) return KVC_ERR_NOMEM;
     for (int64_t i = 0; i < most; i++) {
         const kvc_sequence *sequence = s->args.seq_ids ? kvc_table_find(table, s->args.seq_ids[i]) : table->items[i];
-        if (s->args.seq_ids || !(sequence->is_retained || kvc_sequence_is_blank(sequence)))
+        if (s->args.seq_ids || !(sequence->is_retained || sequence->in_call || kvc_sequence_is_blank(sequence)))
             s->sequences[s->num_sequences++] = sequence;
     }
     return KVC_OK;

@@ -151,7 +151,8 @@ static kvc_status check_notes(const kvc_cache *cache) {
         const kvc_sequence *sequence = cache->sequences.items[i];
         const long long id = sequence->id;
         num_holding += sequence->holds;
-        REQUIRE(sequence->in_batch || sequence->holds == (kvc_sequence_holds(sequence) && !sequence->is_retained),
+        REQUIRE(sequence->in_batch ||
+                    sequence->holds == (kvc_sequence_holds(sequence) && !sequence->is_retained && !sequence->in_call),
                 "sequence %lld is noted to hold rows, or not to", id);
         REQUIRE(!sequence->is_retained || !(sequence->in_batch || sequence->changed_at),
                 "sequence %lld is a retained one and in use", id);
