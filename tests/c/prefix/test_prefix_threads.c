@@ -95,7 +95,7 @@ static void *read_blocks(void *unused) {
     int64_t num, size;
     (void)unused;
     CHECK(kvc_take_new_blocks(cache, &block, sizeof block, 1, &num) == KVC_OK && num == 1);
-    while (!atomic_load(&stop)) CHECK(kvc_read_block(cache, block.id, read_payload, &size) == KVC_OK);
+    while (!atomic_load(&stop)) CHECK(kvc_read_block(cache, block.id, read_payload, payload_size, &size) == KVC_OK);
     return NULL;
 }
 
