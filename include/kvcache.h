@@ -17,6 +17,7 @@
  *   span          a run as memory: pointers, strides, number of rows, first position, delta.
  *   retained      of a sequence: it waits to be used again, until its memory is needed (kvc_retain).
  *   prefix        finds the beginning of a prompt among the blocks that sequences left behind (kvc_prefix_new).
+ *   store         keeps blocks of prefixes outside the cache, for other processes and later ones (kvc_store).
  *
  * Life of a cache
  *   kvc_cache_new(config, &cache)                 an empty cache, of a model's shape
@@ -108,7 +109,8 @@ extern "C" {
     X(KVC_ERR_CANCELLED, 9, "cancelled")                                                                               \
     X(KVC_ERR_CORRUPT, 10, "an invariant does not hold")                                                               \
     X(KVC_ERR_CALLBACK, 11, "a function of the caller failed")                                                         \
-    X(KVC_ERR_FORMAT, 12, "no saved state, or a damaged one")
+    X(KVC_ERR_FORMAT, 12, "no saved state or stored value, or a damaged one")                                          \
+    X(KVC_ERR_STORE, 13, "a store failed")
 
 typedef enum kvc_status {
 #define KVC_STATUS_ENUM(name, value, text) name = value,
@@ -121,6 +123,10 @@ KVC_API const char *kvc_strerror(kvc_status status);
 
 /* Returns the message of this thread's last call that failed, "" if none did.  Valid until its next failure. */
 KVC_API const char *kvc_last_error(void);
+
+/* Sets what kvc_last_error() returns on this thread, for functions of the caller that return a status (kvc_store): a
+ * sentence, as printf makes it, cut to 511 bytes. */
+KVC_API void kvc_set_last_error(const char *format, ...);
 
 /* ---- configuration ----------------------------------------------------------------------------------------------- */
 
@@ -891,11 +897,13 @@ typedef struct kvc_tokens {
 typedef struct kvc_prefix_config {
     size_t struct_size;
     const char *fingerprint; /* what computes the rows: the model's name and revision, a hash of its file, an adapter.
-                                Not empty; NULL where root is given */
+                                Not empty; ignored where identity is given */
     const void *salt;        /* [salt_size] the tenant, a secret where tenants distrust each other.  NULL: none */
     int64_t salt_size;
-    const uint8_t *root; /* [KVC_NAME_BYTES] what the names of blocks begin with, in place of what follows from the
-                            fingerprint, the shapes and the types of the cache.  NULL: that */
+    const void *identity; /* [identity_size] what rows depend on besides tokens, in place of the fingerprint, shapes and
+                             types of the cache, such as Python's PrefixCache.identity, to share a store with it.
+                             NULL: these */
+    int64_t identity_size;
     int64_t quota;       /* tokens: so many of its most recently used ones are not evicted for others, though their
                             bookkeeping, not their rows, may exceed max_bytes.  0: none */
     int64_t ttl_ms;      /* milliseconds after which blocks that no call has used, and that are not pinned, are not
@@ -904,8 +912,12 @@ typedef struct kvc_prefix_config {
                             computed, in another prompt or at another position, if they are at least so many in a row
                             and span a whole block there, and are moved: an approximation, and inexact.  Of blocks with
                             the same tokens, the 32 used last are looked at.  0: never */
-    int32_t collects_new; /* not 0: kvc_take_new_blocks lists its blocks */
+    int32_t collects_new; /* not 0: kvc_take_new_blocks lists its blocks, and kvc_store_new_blocks writes them */
     void *user;          /* what kvc_take_new_blocks says of its blocks */
+    const void *secret;  /* [secret_size] the key of a MAC over each value of its blocks in a store: who lacks it can
+                            take values away, and put none there that kvc_prefix_fetch takes.  NULL: values have a
+                            checksum, which finds accidents */
+    int64_t secret_size;
     int64_t state_bytes; /* not 0: the model has a recurrent state as well, of at most so many bytes a sequence, and a
                             match ends at a checkpoint (kvc_prefix_checkpoint).  0: it has none */
     int64_t max_checkpoint_bytes; /* of the states that are kept: the least recently used ones are dropped.  0: as many
@@ -1040,6 +1052,52 @@ KVC_API kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *toke
  * with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block, const void *payload,
                                   int64_t size, int32_t *is_known);
+
+/* A store keeps such blocks, of any number of caches, processes and machines.  kvc_dir_store_new makes one in a folder;
+ * another one is two functions of the caller, which any thread may call, several at once, without the cache's mutex.
+ * They return KVC_OK, or, usually, KVC_ERR_STORE, after kvc_set_last_error.
+ *
+ *   kvc_prefix_fetch(prefix, &tokens, -1, store, &fetched)      before kvc_prefix_acquire: adds what the store has
+ *   kvc_store_new_blocks(cache, store, &num_written)            after commits and releases: writes what is new
+ *
+ * Call both on any thread, such as one of your own for writing: nothing waits for them.  A store that fails costs
+ * speed, and nothing else; the status says that it did.  A value is the payload behind a header of 128 bytes, bound to
+ * its name, the model and the secret; what a store hands out is used only if it is what was written.  Python's
+ * PrefixCache writes the same values under the same names, in hexadecimal digits. */
+
+typedef struct kvc_store {
+    size_t struct_size;
+    void *user; /* given to the functions */
+    /* Sets *size to the bytes of the value under a name of KVC_NAME_BYTES bytes, 0 if there is none, and copies it to
+     * `value`, unless it has more than max_bytes. */
+    kvc_status (*read)(void *user, const uint8_t *name, void *value, int64_t max_bytes, int64_t *size);
+    /* Keeps a value under a name, in place of the one that is there. */
+    kvc_status (*write)(void *user, const uint8_t *name, const void *value, int64_t size);
+} kvc_store;
+
+/* Reads the full blocks of a prompt that follow those that are known, one after the other until the store lacks one,
+ * there is no room, or it would be more than max_matched tokens (-1: no limit) or all of them, and adds them; sets
+ * *fetched to how many tokens these are, also where it fails.  Fails with KVC_ERR_INVALID as kvc_prefix_acquire does,
+ * as `read` does, with KVC_ERR_FORMAT where a value is not what was written, which is computed then and written again,
+ * and with KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_prefix_fetch(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
+                                    const kvc_store *store, int32_t *fetched);
+
+/* Takes the new blocks of prefixes with collects_new, as kvc_take_new_blocks does, and writes them to a store; sets
+ * *num_written to how many, also where it fails: as `write` does, after which that block is not tried again and the
+ * others are, by the next call; or with KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_t *num_written);
+
+/* Sets *store to a new store in a folder, which is made if there is none; free it with kvc_dir_store_free.  Any number
+ * of processes and threads may share a folder, also Python's DirectoryStore.  Its files take at most max_bytes (0: no
+ * limit): those that were read or written least recently are removed, until 1/16 of that is free.  Files are readable
+ * for their owner alone; links and files of other names are left alone.  Nothing is synced to the disk: what a power
+ * cut tears counts as missing.  Its functions fail with KVC_ERR_STORE and KVC_ERR_NOMEM.  Fails with KVC_ERR_STORE if
+ * the folder cannot be made or used, with KVC_ERR_NOMEM, and on Windows with KVC_ERR_UNSUPPORTED. */
+KVC_API kvc_status kvc_dir_store_new(const char *path, int64_t max_bytes, kvc_store **store);
+
+/* Frees such a store, which no call uses any more; ignores NULL.  Its files stay. */
+KVC_API void kvc_dir_store_free(kvc_store *store);
 
 typedef struct kvc_prefix_stats {
     int64_t requests;  /* calls of kvc_prefix_acquire */

@@ -127,8 +127,8 @@ cdef extern from "kvcache.h" nogil:
         const char *fingerprint
         const void *salt
         int64_t salt_size
-        const uint8_t *root
-        int64_t quota, ttl_ms
+        const void *identity
+        int64_t identity_size, quota, ttl_ms
         int32_t reuse_min_tokens, collects_new
         void *user
         int64_t state_bytes, max_checkpoint_bytes

@@ -175,7 +175,7 @@ class Prefix:
         cls,
         cache: Cache,
         salt: bytes,
-        root: bytes,
+        identity: bytes,
         quota: int,
         ttl_ms: int,
         reuse_min_tokens: int,

@@ -10,8 +10,8 @@ cdef class Prefix:
     cdef kvc_prefix *handle
     cdef kvc_prefix_stats latest
 
-    def __cinit__(self, Cache cache not None, bytes salt not None, bytes root not None, int64_t quota, int64_t ttl_ms,
-                  int32_t reuse_min_tokens, bint collects_new, int64_t state_bytes, int64_t max_checkpoint_bytes,
+    def __cinit__(self, Cache cache not None, bytes salt not None, bytes identity not None, int64_t quota,
+                  int64_t ttl_ms, int32_t reuse_min_tokens, bint collects_new, int64_t state_bytes, int64_t max_checkpoint_bytes,
                   int32_t max_events):
         cdef kvc_prefix_config config
         cdef kvc_cache *handle
@@ -20,7 +20,7 @@ cdef class Prefix:
         memset(&config, 0, sizeof(config))
         config.struct_size = sizeof(config)
         config.salt, config.salt_size = <const char *>salt, len(salt)
-        config.root = <const uint8_t *><const char *>root
+        config.identity, config.identity_size = <const char *>identity, len(identity)
         config.quota, config.ttl_ms = quota, ttl_ms
         config.reuse_min_tokens, config.collects_new = reuse_min_tokens, collects_new
         config.user = <void *>self

@@ -16,7 +16,7 @@ from kvcache.cache import KVCache
 from kvcache.errors import NotSupportedError
 from kvcache.policy import CrossAttention
 from kvcache.prefix.fetching import Fetching
-from kvcache.prefix.keys import Arrays, Tokens, arrays_of, identity_of, root_of
+from kvcache.prefix.keys import Arrays, Tokens, arrays_of, identity_of
 from kvcache.prefix.watch import Watch, watch_of
 
 if TYPE_CHECKING:
@@ -214,11 +214,10 @@ class PrefixCache:
         if max_checkpoint_bytes is not None:
             most = integer(max_checkpoint_bytes, "max_checkpoint_bytes", max(1, of_state), _core.INT64_MAX)
         num_events = integer(max_events, "max_events", 0, _core.INT32_MAX)
-        identity = identity_of(cache, fingerprint)
+        self._identity = identity = identity_of(cache, fingerprint)
         self._cache, self._core, self._block_size = cache, cache._core, cache.block_size
-        root = root_of(identity, salt)
         self._prefix = _core.Prefix(
-            self._core, salt, root, tokens, _ttl(ttl), least or 0, store is not None, of_state, most, num_events
+            self._core, salt, identity, tokens, _ttl(ttl), least or 0, store is not None, of_state, most, num_events
         )
         common = {
             "fingerprint": fingerprint,
@@ -266,6 +265,15 @@ class PrefixCache:
     def cache(self) -> KVCache:
         """The cache whose memory it uses."""
         return self._cache
+
+    @property
+    def identity(self) -> bytes:
+        """What rows depend on besides tokens: the model, and how the cache stores its rows.
+
+        A program in C that gives it as ``kvc_prefix_config.identity``, with the same `salt` and `secret`, shares a
+        store with this prefix cache.
+        """
+        return self._identity
 
     def tenant(
         self,

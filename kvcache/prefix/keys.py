@@ -1,4 +1,4 @@
-"""What names of blocks (src/prefix/tokens.h) are made of: tokens as arrays, and the root: the model and the cache."""
+"""What names of blocks (src/prefix/tokens.h) are made of: tokens as arrays, and the model and the cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvcache.rope import Rope
 if TYPE_CHECKING:
     from kvcache.cache import KVCache
 
-__all__ = ["Arrays", "Tokens", "arrays_of", "identity_of", "root_of"]
+__all__ = ["Arrays", "Tokens", "arrays_of", "identity_of"]
 
 Token: TypeAlias = SupportsIndex | bytes
 Tokens: TypeAlias = Sequence[Token] | bytes | bytearray | memoryview | npt.NDArray[np.integer[Any]]
@@ -112,9 +112,3 @@ def _text_of(value: Any) -> str:
         return str(value)
     own = (f"{field.name}={getattr(value, field.name)!r}" for field in fields(value))
     return f"{type(value).__qualname__}({', '.join(own)})"
-
-
-def root_of(identity: bytes, salt: bytes) -> bytes:
-    """Return what the name of a tenant's first block follows."""
-    key = hashlib.blake2b(salt, digest_size=NAME_SIZE, person=b"kvcache salt").digest()
-    return hashlib.blake2b(identity, digest_size=NAME_SIZE, key=key, person=b"kvcache root").digest()

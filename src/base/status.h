@@ -5,8 +5,7 @@
 #include "base/compiler.h"
 #include "kvcache.h"
 
-/* Keeps the formatted sentence for kvc_last_error() on this thread. */
-void kvc_set_last_error(const char *format, ...) KVC_PRINTF(1, 2);
+void kvc_set_last_error(const char *format, ...) KVC_PRINTF(1, 2); /* checks its arguments */
 
 /* Keeps the sentence; is `status`.  A macro, so that compilers and analysers see what a failing function returns. */
 #define kvc_fail(status, ...) (kvc_set_last_error(__VA_ARGS__), (status))

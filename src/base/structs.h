@@ -30,7 +30,8 @@
     X(kvc_tokens, digests)               \
     X(kvc_prefix_config, user)           \
     X(kvc_new_block, name)               \
-    X(kvc_prefix_event, name)
+    X(kvc_prefix_event, name)            \
+    X(kvc_store, write)
 
 enum {
 #define KVC_LEAST_SIZE(type, field) type##_least_size = offsetof(type, field) + sizeof(((type *)0)->field),

@@ -32,29 +32,34 @@ static void add_layer(kvc_blake2b *hash, const kvc_layer *layer) {
     }
 }
 
-/* Sets the name that the first block's follows: that of the model, and of how the cache stores its rows. */
-static void name_model(const kvc_cache *cache, const char *fingerprint, const uint8_t *salt, uint8_t *name) {
+/* Sets the identity of a model, and of how the cache stores its rows: KVC_NAME_BYTES. */
+static void identify(const kvc_cache *cache, const char *fingerprint, uint8_t *identity) {
     const int64_t shape[] = {cache->pools[0].block_size, cache->num_layers};
-    uint8_t identity[KVC_NAME_BYTES];
     kvc_blake2b hash;
-    kvc_blake2b_begin(&hash, sizeof identity, NULL, 0, "kvcache prefix 1");
+    kvc_blake2b_begin(&hash, KVC_NAME_BYTES, NULL, 0, "kvcache prefix 1");
     kvc_blake2b_add_ints(&hash, shape, 2);
     for (int32_t i = 0; i < cache->num_layers; i++) add_layer(&hash, &cache->layers[i]);
     kvc_blake2b_add(&hash, fingerprint, strlen(fingerprint));
     kvc_blake2b_end(&hash, identity);
-    kvc_name_root(salt, identity, sizeof identity, name);
 }
 
 /* ---- making and freeing ------------------------------------------------------------------------------------------ */
 
+/* Returns KVC_ERR_INVALID unless there are as many bytes as the field called `name` says. */
+static kvc_status check_bytes(const void *bytes, int64_t size, const char *name) {
+    if (size >= 0 && (!size || bytes)) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "%s_size is %lld and %s is %s: give both, or neither", name, (long long)size, name,
+                    bytes ? "given" : "NULL");
+}
+
 static kvc_status check_config(const kvc_cache *cache, const kvc_prefix_config *config) {
-    if (!config->root && (!config->fingerprint || !*config->fingerprint))
+    if (!config->identity_size && (!config->fingerprint || !*config->fingerprint))
         return kvc_fail(KVC_ERR_INVALID,
                         "fingerprint is %s: name what computes the rows, such as the model and its revision",
                         config->fingerprint ? "empty" : "NULL");
-    if (config->salt_size < 0 || (config->salt_size && !config->salt))
-        return kvc_fail(KVC_ERR_INVALID, "salt_size is %lld%s", (long long)config->salt_size,
-                        config->salt_size < 0 ? "" : " and salt is NULL");
+    KVC_TRY(check_bytes(config->salt, config->salt_size, "salt"));
+    KVC_TRY(check_bytes(config->identity, config->identity_size, "identity"));
+    KVC_TRY(check_bytes(config->secret, config->secret_size, "secret"));
     if (config->quota < 0)
         return kvc_fail(KVC_ERR_INVALID, "quota is %lld tokens: it must be at least 0", (long long)config->quota);
     if (config->max_events < 0)
@@ -106,6 +111,7 @@ static kvc_tree *new_tree(kvc_prefix *prefix) {
 
 kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_prefix **out) {
     kvc_prefix_config config;
+    uint8_t identity[KVC_NAME_BYTES];
     KVC_TRY(KVC_READ(kvc_prefix_config, &config, from, "config"));
     if (!out) return kvc_fail(KVC_ERR_INVALID, "prefix is NULL: it is where the new one goes");
     KVC_TRY(check_config(cache, &config));
@@ -116,10 +122,13 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     *prefix = (kvc_prefix){.cache = cache, .num_bytes = size, .max_events = config.max_events};
     prefix->events = (kvc_prefix_event *)(void *)(prefix + 1);
     kvc_name_salt(config.salt, (size_t)config.salt_size, prefix->salt);
-    if (config.root)
-        memcpy(prefix->root, config.root, KVC_NAME_BYTES);
-    else
-        name_model(cache, config.fingerprint, prefix->salt, prefix->root);
+    if (!config.identity_size) {
+        identify(cache, config.fingerprint, identity);
+        config.identity = identity;
+        config.identity_size = sizeof identity;
+    }
+    kvc_name_root(prefix->salt, config.identity, (size_t)config.identity_size, prefix->root);
+    kvc_value_owner_init(&prefix->owner, config.identity, config.identity_size, config.secret, config.secret_size);
     prefix->quota = config.quota;
     prefix->reuse_min = config.reuse_min_tokens;
     prefix->collects = config.collects_new;
@@ -252,6 +261,16 @@ kvc_status kvc_read_tokens(const kvc_tokens *from, kvc_tokens *tokens) {
                         tokens->num_tokens < 0           ? ": it must be at least 0"
                         : tokens->num_tokens > INT32_MAX ? ": it must be a position, at most 2147483647"
                                                          : " and ids is NULL");
+    return KVC_OK;
+}
+
+kvc_status kvc_match_limit(const kvc_tokens *tokens, int64_t max_matched, int64_t *limit) {
+    if (!tokens->num_tokens) return kvc_fail(KVC_ERR_INVALID, "num_tokens is 0: a prompt has at least one token");
+    if (max_matched < -1)
+        return kvc_fail(KVC_ERR_INVALID, "max_matched is %lld: it must be at least 0, or -1 for no limit",
+                        (long long)max_matched);
+    *limit = tokens->num_tokens - 1;
+    if (max_matched >= 0 && max_matched < *limit) *limit = max_matched;
     return KVC_OK;
 }
 
@@ -420,13 +439,9 @@ kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *from, int64_
     KVC_TRY(kvc_read_tokens(from, &tokens));
     if (!seq_id) return kvc_fail(KVC_ERR_INVALID, "seq_id is NULL");
     if (!matched) return kvc_fail(KVC_ERR_INVALID, "matched is NULL");
-    if (!tokens.num_tokens) return kvc_fail(KVC_ERR_INVALID, "num_tokens is 0: a prompt has at least one token");
-    if (max_matched < -1)
-        return kvc_fail(KVC_ERR_INVALID, "max_matched is %lld: it must be at least 0, or -1 for no limit",
-                        (long long)max_matched);
-    int64_t limit = tokens.num_tokens - 1, id;
-    if (max_matched >= 0 && max_matched < limit) limit = max_matched;
+    int64_t limit, id;
     int32_t exact, all;
+    KVC_TRY(kvc_match_limit(&tokens, max_matched, &limit));
     kvc_prefix_lock(prefix);
     KVC_TRY(kvc_unlock(prefix->cache, acquire(prefix, &tokens, limit, &id, &exact)));
     all = exact;

@@ -3,6 +3,7 @@
 #define KVC_PREFIX_H
 
 #include "prefix/session.h"
+#include "store/value.h"
 
 /* A prompt whose blocks are kept, whatever else needs memory; or blocks that a call goes on from. */
 typedef struct kvc_pinned {
@@ -29,6 +30,7 @@ struct kvc_prefix {
     int32_t max_events;
     uint64_t num_bytes; /* of this allocation */
     uint8_t salt[KVC_NAME_BYTES], root[KVC_NAME_BYTES];
+    kvc_value_owner owner; /* of its blocks in stores */
 };
 
 /* Locks the cache; drops some of the blocks that nobody has used for too long, of which none is found from now on. */
@@ -39,6 +41,9 @@ void kvc_prefix_note(kvc_prefix *prefix, kvc_prefix_event_kind kind, const kvc_n
 
 /* Reads a caller's struct, and checks it. */
 kvc_status kvc_read_tokens(const kvc_tokens *from, kvc_tokens *tokens);
+
+/* Sets how many of a prompt's tokens to match at most; KVC_ERR_INVALID if it has none, or max_matched is below -1. */
+kvc_status kvc_match_limit(const kvc_tokens *tokens, int64_t max_matched, int64_t *limit);
 
 /* Sets *last to the last node of the first num_tokens tokens that has rows, behind others that have them; or that is
  * known where windows see nothing of those without.  To the root if there is none.  KVC_ERR_NOMEM. */

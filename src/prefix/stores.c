@@ -1,0 +1,148 @@
+/* stores.c: carries blocks between caches and stores.  No lock of a cache is held while a store works. */
+#include <string.h>
+
+#include "base/structs.h"
+#include "prefix/prefix.h"
+
+enum { AT_ONCE = 64 }; /* names of missing blocks, made at once */
+
+/* What a call that carries blocks needs. */
+typedef struct carrier {
+    kvc_cache *cache;
+    kvc_store store;
+    int64_t max_bytes; /* of a value */
+    uint64_t size;     /* bytes of the allocation */
+    kvc_crc *crc;      /* first in it; the value follows */
+    uint8_t *value;
+} carrier;
+
+/* Reads the caller's store. */
+static kvc_status carrier_init(carrier *c, kvc_cache *cache, const kvc_store *from) {
+    *c = (carrier){.cache = cache};
+    KVC_TRY(KVC_READ(kvc_store, &c->store, from, "store"));
+    if (!c->store.read || !c->store.write)
+        return kvc_fail(KVC_ERR_INVALID, "%s is NULL: a store has both functions", c->store.read ? "write" : "read");
+    return KVC_OK;
+}
+
+/* Takes memory for a value, with the mutex held, unless there is some. */
+static kvc_status take_memory(carrier *c) {
+    if (c->crc) return KVC_OK;
+    c->max_bytes = KVC_VALUE_HEADER + kvc_payload_bytes(c->cache);
+    c->size = sizeof *c->crc + (uint64_t)c->max_bytes;
+    c->crc = kvc_memory_alloc(&c->cache->memory, c->size, KVC_MEMORY_SCRATCH, -1);
+    if (!c->crc) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a block of %lld bytes", (long long)c->max_bytes);
+    c->value = (uint8_t *)(c->crc + 1);
+    kvc_crc_init(c->crc);
+    return KVC_OK;
+}
+
+static void carrier_destroy(carrier *c) {
+    if (!c->crc) return;
+    kvc_lock(c->cache);
+    kvc_memory_free(&c->cache->memory, c->crc, c->size, KVC_MEMORY_SCRATCH, -1);
+    kvc_unlock(c->cache, KVC_OK);
+}
+
+/* ---- out --------------------------------------------------------------------------------------------------------- */
+
+/* A block to be written. */
+typedef struct departure {
+    int64_t id;
+    uint8_t name[KVC_NAME_BYTES];
+    kvc_value_owner owner; /* copied, as its prefix may be freed meanwhile */
+} departure;
+
+/* Takes the next new block; *is_there is 0 if there is none. */
+static kvc_status take_block(carrier *c, departure *d, int *is_there) {
+    kvc_lock(c->cache);
+    kvc_node *node = c->cache->new_blocks;
+    *is_there = node != NULL;
+    const kvc_status status = node ? take_memory(c) : KVC_OK;
+    if (node && status == KVC_OK) {
+        d->id = node->rows->id;
+        d->owner = node->tree->collector->owner;
+        memcpy(d->name, node->name, sizeof d->name);
+        kvc_node_take_out(node);
+    }
+    return kvc_unlock(c->cache, status);
+}
+
+static kvc_status write_block(carrier *c, const departure *d, int64_t *num_written) {
+    int64_t size;
+    KVC_TRY(kvc_read_block(c->cache, d->id, c->value + KVC_VALUE_HEADER, &size));
+    if (!size) return KVC_OK; /* it was dropped meanwhile */
+    kvc_value_pack(c->value, size, d->name, &d->owner, c->crc);
+    KVC_TRY(c->store.write(c->store.user, d->name, c->value, KVC_VALUE_HEADER + size));
+    ++*num_written;
+    return KVC_OK;
+}
+
+kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_t *num_written) {
+    carrier c;
+    departure d;
+    int is_there = 0;
+    if (!num_written) return kvc_fail(KVC_ERR_INVALID, "num_written is NULL");
+    *num_written = 0;
+    KVC_TRY(carrier_init(&c, cache, store));
+    kvc_status status;
+    do {
+        status = take_block(&c, &d, &is_there);
+        if (status == KVC_OK && is_there) status = write_block(&c, &d, num_written);
+    } while (status == KVC_OK && is_there);
+    carrier_destroy(&c);
+    return status;
+}
+
+/* ---- in ---------------------------------------------------------------------------------------------------------- */
+
+/* Reads a block, and adds it; *is_known is 0 where the store has none, or there is no room. */
+static kvc_status fetch_block(carrier *c, kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block,
+                              const uint8_t *name, int32_t *is_known) {
+    int64_t size = 0;
+    *is_known = 0;
+    KVC_TRY(c->store.read(c->store.user, name, c->value, c->max_bytes, &size));
+    if (!size) return KVC_OK;
+    if (size > c->max_bytes)
+        return kvc_fail(KVC_ERR_FORMAT, "the value has %lld bytes, and no block more than %lld", (long long)size,
+                        (long long)c->max_bytes);
+    KVC_TRY(kvc_value_check(c->value, size, name, &prefix->owner, c->crc));
+    return kvc_prefix_add(prefix, tokens, block, c->value + KVC_VALUE_HEADER, size - KVC_VALUE_HEADER, is_known);
+}
+
+/* Fetches the next blocks that are missing in the first num_tokens tokens, some at once; *is_over: no more are to be.
+ */
+static kvc_status fetch_some(carrier *c, kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens,
+                             int32_t *fetched, int *is_over) {
+    uint8_t names[AT_ONCE][KVC_NAME_BYTES];
+    int64_t num;
+    int32_t first, is_known = 1;
+    KVC_TRY(kvc_prefix_missing(prefix, tokens, num_tokens, *names, AT_ONCE, &first, &num));
+    *is_over = num <= AT_ONCE;
+    if (!num) return KVC_OK;
+    kvc_lock(c->cache);
+    KVC_TRY(kvc_unlock(c->cache, take_memory(c)));
+    for (int i = 0; is_known && i < num && i < AT_ONCE; i++) {
+        KVC_TRY(fetch_block(c, prefix, tokens, first + i, names[i], &is_known));
+        if (is_known) *fetched += c->cache->pools[0].block_size;
+    }
+    *is_over |= !is_known;
+    return KVC_OK;
+}
+
+kvc_status kvc_prefix_fetch(kvc_prefix *prefix, const kvc_tokens *from, int64_t max_matched, const kvc_store *store,
+                            int32_t *fetched) {
+    kvc_tokens tokens;
+    carrier c;
+    int is_over = 0;
+    if (!fetched) return kvc_fail(KVC_ERR_INVALID, "fetched is NULL");
+    *fetched = 0;
+    KVC_TRY(kvc_read_tokens(from, &tokens));
+    int64_t num_tokens;
+    KVC_TRY(kvc_match_limit(&tokens, max_matched, &num_tokens));
+    KVC_TRY(carrier_init(&c, prefix->cache, store));
+    kvc_status status = KVC_OK;
+    while (status == KVC_OK && !is_over) status = fetch_some(&c, prefix, &tokens, num_tokens, fetched, &is_over);
+    carrier_destroy(&c);
+    return status;
+}

@@ -1,0 +1,121 @@
+/* value.c: see value.h. */
+#include "store/value.h"
+
+#include <string.h>
+
+#include "base/blake2b.h"
+#include "base/status.h"
+
+enum { FIELDS = 96, CHECKSUM = 32, VERSION = 1 };
+static const char MAGIC[] = "kvcache value\r\n\x1a";
+
+void kvc_hex(char *text, const uint8_t *bytes, int num) {
+    for (int i = 0; i < 2 * num; i++) text[i] = "0123456789abcdef"[bytes[i / 2] >> (i % 2 ? 0 : 4) & 15];
+}
+
+void kvc_put_integer(uint8_t *bytes, int num, uint64_t value) {
+    for (int i = 0; i < num; i++, value >>= 8) bytes[i] = (uint8_t)value;
+}
+
+uint64_t kvc_get_integer(const uint8_t *bytes) {
+    uint64_t value = 0;
+    for (int i = 7; i >= 0; i--) value = value << 8 | bytes[i];
+    return value;
+}
+
+/* Sets a digest of bytes. */
+static void digest(uint8_t *to, uint32_t size, const char *person, const void *data, size_t data_size) {
+    kvc_blake2b hash;
+    kvc_blake2b_begin(&hash, size, NULL, 0, person);
+    kvc_blake2b_add(&hash, data, data_size);
+    kvc_blake2b_end(&hash, to);
+}
+
+void kvc_value_owner_init(kvc_value_owner *owner, const void *identity, int64_t size, const void *secret,
+                          int64_t secret_size) {
+    uint8_t named[64];
+    digest(named, sizeof named, "", identity, (size_t)size);
+    digest(owner->model, sizeof owner->model, "kvcache digest", named, sizeof named);
+    digest(owner->key, sizeof owner->key, "", secret, (size_t)secret_size);
+    owner->has_key = secret_size > 0;
+}
+
+/* ---- checksums --------------------------------------------------------------------------------------------------- */
+
+void kvc_crc_init(kvc_crc *crc) {
+    for (uint32_t i = 0; i < 256; i++) {
+        uint32_t sum = i;
+        for (int bit = 0; bit < 8; bit++) sum = sum >> 1 ^ (sum & 1 ? 0xedb88320 : 0);
+        crc->table[0][i] = sum;
+    }
+    for (int zeros = 1; zeros < 16; zeros++)
+        for (int i = 0; i < 256; i++) {
+            const uint32_t sum = crc->table[zeros - 1][i];
+            crc->table[zeros][i] = sum >> 8 ^ crc->table[0][sum & 255];
+        }
+}
+
+/* Returns the sum of 4 bytes with `zeros` bytes behind the last one, on top of `sum`. */
+static inline uint32_t sum_of(const kvc_crc *crc, uint32_t sum, const uint8_t *p, int zeros) {
+    sum ^= (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
+    return crc->table[zeros + 3][sum & 255] ^ crc->table[zeros + 2][sum >> 8 & 255] ^
+           crc->table[zeros + 1][sum >> 16 & 255] ^ crc->table[zeros][sum >> 24];
+}
+
+/* Returns the sum of these bytes behind those of `sum`: 16 at a time, whose lookups do not wait for each other. */
+static uint32_t add_crc(const kvc_crc *crc, uint32_t sum, const uint8_t *p, int64_t size) {
+    for (; size >= 16; size -= 16, p += 16)
+        sum = sum_of(crc, sum, p, 12) ^ sum_of(crc, 0, p + 4, 8) ^ sum_of(crc, 0, p + 8, 4) ^ sum_of(crc, 0, p + 12, 0);
+    for (; size; size--) sum = sum >> 8 ^ crc->table[0][(sum ^ *p++) & 255];
+    return sum;
+}
+
+/* Sets the checksum of a value with a payload of `size` bytes. */
+static void sum_up(uint8_t *checksum, const uint8_t *value, int64_t size, const kvc_value_owner *owner,
+                   const kvc_crc *crc) {
+    if (owner->has_key) {
+        kvc_blake2b hash;
+        kvc_blake2b_begin(&hash, CHECKSUM, owner->key, sizeof owner->key, "kvcache value");
+        kvc_blake2b_add(&hash, value, FIELDS);
+        kvc_blake2b_add(&hash, value + KVC_VALUE_HEADER, (size_t)size);
+        kvc_blake2b_end(&hash, checksum);
+    } else {
+        const uint32_t fields = add_crc(crc, ~(uint32_t)0, value, FIELDS);
+        kvc_put_integer(checksum, CHECKSUM, (uint32_t)~add_crc(crc, fields, value + KVC_VALUE_HEADER, size));
+    }
+}
+
+/* ---- values ------------------------------------------------------------------------------------------------------ */
+
+static void write_fields(uint8_t *fields, int64_t size, const uint8_t *name, const kvc_value_owner *owner) {
+    char key[2 * KVC_NAME_BYTES];        /* under which Python stores it */
+    memcpy(fields, MAGIC, sizeof MAGIC); /* its last byte is written over */
+    kvc_put_integer(fields + 16, 2, VERSION);
+    kvc_put_integer(fields + 18, 2, owner->has_key != 0);
+    kvc_put_integer(fields + 20, 4, KVC_VALUE_HEADER);
+    kvc_put_integer(fields + 24, 8, (uint64_t)size);
+    kvc_hex(key, name, KVC_NAME_BYTES);
+    digest(fields + 32, KVC_NAME_BYTES, "kvcache key", key, sizeof key);
+    memcpy(fields + 64, owner->model, sizeof owner->model);
+}
+
+void kvc_value_pack(uint8_t *value, int64_t size, const uint8_t *name, const kvc_value_owner *owner,
+                    const kvc_crc *crc) {
+    write_fields(value, size, name, owner);
+    sum_up(value + FIELDS, value, size, owner, crc);
+}
+
+kvc_status kvc_value_check(const uint8_t *value, int64_t size, const uint8_t *name, const kvc_value_owner *owner,
+                           const kvc_crc *crc) {
+    uint8_t expected[KVC_VALUE_HEADER];
+    uint8_t difference = 0;
+    if (size < KVC_VALUE_HEADER) return kvc_fail(KVC_ERR_FORMAT, "the value has %lld bytes", (long long)size);
+    write_fields(expected, size - KVC_VALUE_HEADER, name, owner);
+    for (int i = 0; i < FIELDS; i++)
+        if (value[i] != expected[i])
+            return kvc_fail(KVC_ERR_FORMAT, "the value is not what was stored: byte %d of its header is %d, not %d", i,
+                            value[i], expected[i]);
+    sum_up(expected + FIELDS, value, size - KVC_VALUE_HEADER, owner, crc);
+    for (int i = FIELDS; i < KVC_VALUE_HEADER; i++) difference |= value[i] ^ expected[i]; /* in the same time always */
+    return difference ? kvc_fail(KVC_ERR_FORMAT, "the value is not what was stored: its checksum differs") : KVC_OK;
+}

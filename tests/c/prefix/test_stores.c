@@ -1,0 +1,351 @@
+/* Blocks between caches and stores: what one cache writes another fetches, and nothing else; a store that fails, lies
+ * or hands out too much, and memory that is short, cost blocks and nothing else. */
+#define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#include "support/feeding.h"
+
+enum { LAYERS = 2, DIM = 32, BLOCK = 4, NUM_TOKENS = 22, NUM_BLOCKS = 5, MOST_VALUES = 40, MOST_VALUE = 4096 };
+
+/* ---- a store in memory ------------------------------------------------------------------------------------------- */
+
+typedef struct value {
+    uint8_t name[KVC_NAME_BYTES], bytes[MOST_VALUE];
+    int64_t size;
+} value;
+
+typedef struct shelf {
+    value values[MOST_VALUES];
+    int num;
+    int reads, writes; /* calls */
+    int fail_at;       /* the call of this number fails; -1: none does */
+    int64_t longer;    /* what it says of values is so many bytes more */
+} shelf;
+
+static value *find(shelf *s, const uint8_t *name) {
+    for (int i = 0; i < s->num; i++)
+        if (!memcmp(s->values[i].name, name, KVC_NAME_BYTES)) return &s->values[i];
+    return NULL;
+}
+
+static kvc_status fails(const shelf *s) {
+    if (s->reads + s->writes - 1 != s->fail_at) return KVC_OK;
+    kvc_set_last_error("the shelf broke at call %d", s->fail_at);
+    return KVC_ERR_STORE;
+}
+
+static kvc_status read_value(void *user, const uint8_t *name, void *to, int64_t max_bytes, int64_t *size) {
+    shelf *s = user;
+    s->reads++;
+    if (fails(s)) return KVC_ERR_STORE;
+    const value *v = find(s, name);
+    *size = v ? v->size + s->longer : 0;
+    if (v && *size <= max_bytes) memcpy(to, v->bytes, (size_t)v->size);
+    return KVC_OK;
+}
+
+static kvc_status write_value(void *user, const uint8_t *name, const void *from, int64_t size) {
+    shelf *s = user;
+    s->writes++;
+    if (fails(s)) return KVC_ERR_STORE;
+    value *v = find(s, name);
+    if (!v) v = &s->values[s->num++];
+    CHECK(s->num < MOST_VALUES && size <= MOST_VALUE);
+    memcpy(v->name, name, KVC_NAME_BYTES);
+    memcpy(v->bytes, from, (size_t)size);
+    v->size = size;
+    return KVC_OK;
+}
+
+static shelf shelves[1];
+static const kvc_store store = {sizeof store, shelves, read_value, write_value};
+
+static void clear_shelf(void) { *shelves = (shelf){.fail_at = -1}; }
+
+/* ---- a cache and its prefix -------------------------------------------------------------------------------------- */
+
+static int64_t ids[NUM_TOKENS];
+static const kvc_tokens tokens = {.struct_size = sizeof tokens, .ids = ids, .num_tokens = NUM_TOKENS};
+static const kvc_prefix_config plain = {.struct_size = sizeof plain, .fingerprint = "a model", .collects_new = 1};
+
+static kvc_cache *new_cache(const kvc_prefix_config *config, kvc_prefix **prefix) {
+    kvc_layer layers[LAYERS];
+    for (int i = 0; i < LAYERS; i++)
+        layers[i] = (kvc_layer){.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .k_type = KVC_Q8_0, .v_type = KVC_F16};
+    kvc_cache *cache = heap_cache(LAYERS, layers, (kvc_config){.block_size = BLOCK, .capacity = 64});
+    CHECKF(kvc_prefix_new(cache, config, prefix) == KVC_OK, "%s", kvc_last_error());
+    return cache;
+}
+
+/* The rows of a token of a layer. */
+static void fill_rows(float *rows, int64_t id, int layer) {
+    for (int i = 0; i < DIM; i++) rows[i] = (float)(id * 7 + layer * 3 + i);
+}
+
+/* Serves the prompt; returns how many of its tokens were there. */
+static int32_t serve(kvc_cache *cache, kvc_prefix *prefix) {
+    static float rows[NUM_TOKENS][DIM];
+    int64_t seq_id;
+    int32_t matched = -1;
+    kvc_batch *batch;
+    CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &seq_id, &matched) == KVC_OK);
+    CHECKF(begin_at_end(cache, seq_id, NUM_TOKENS - matched, &batch) == KVC_OK, "%s", kvc_last_error());
+    for (int l = 0; l < LAYERS; l++) {
+        for (int i = matched; i < NUM_TOKENS; i++) fill_rows(rows[i], ids[i], l);
+        const kvc_put_args put = float_rows(0, 0, 1, DIM, DIM, rows[matched], rows[matched]);
+        CHECK(kvc_put(batch, l, &put) == KVC_OK);
+    }
+    CHECK(kvc_commit(batch) == KVC_OK && kvc_prefix_release(prefix, seq_id, &tokens) == KVC_OK);
+    return matched;
+}
+
+/* Checks that the known tokens have the rows that they had when they were computed. */
+static void check_rows(kvc_cache *cache, kvc_prefix *prefix) {
+    static float k[NUM_TOKENS][DIM], v[NUM_TOKENS][DIM], expected[DIM];
+    int64_t seq_id;
+    int32_t matched;
+    CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &seq_id, &matched) == KVC_OK);
+    for (int l = 0; l < LAYERS && matched; l++) {
+        const kvc_rows_out out = {.struct_size = sizeof out,
+                                  .k = k,
+                                  .v = v,
+                                  .k_row_stride = sizeof *k,
+                                  .k_head_stride = sizeof k,
+                                  .v_row_stride = sizeof *v,
+                                  .v_head_stride = sizeof v};
+        CHECKF(kvc_extract(cache, seq_id, l, 0, matched, &out) == KVC_OK, "%s", kvc_last_error());
+        for (int i = 0; i < matched; i++) {
+            fill_rows(expected, ids[i], l);
+            CHECK(!memcmp(v[i], expected, sizeof expected));
+            for (int j = 0; j < DIM; j++) CHECK(k[i][j] - expected[j] < 1 && expected[j] - k[i][j] < 1);
+        }
+    }
+    kvc_clear_sequence(cache, seq_id);
+}
+
+/* Computes the prompt in a new cache, and writes its blocks to the store. */
+static void write_all(const kvc_prefix_config *config) {
+    kvc_prefix *prefix;
+    int64_t num_written;
+    kvc_cache *cache = new_cache(config, &prefix);
+    CHECK(kvc_store_new_blocks(cache, &store, &num_written) == KVC_OK && num_written == 0);
+    serve(cache, prefix);
+    CHECKF(kvc_store_new_blocks(cache, &store, &num_written) == KVC_OK && num_written == NUM_BLOCKS, "%s: %d",
+           kvc_last_error(), (int)num_written);
+    CHECK(kvc_store_new_blocks(cache, &store, &num_written) == KVC_OK && num_written == 0);
+    free_valid(cache);
+}
+
+/* Fetches the prompt into a new cache; returns the tokens, and sets *status. */
+static int32_t fetch(const kvc_prefix_config *config, int64_t max_matched, kvc_status *status) {
+    kvc_prefix *prefix;
+    int64_t num_written;
+    int32_t fetched = -1, matched;
+    kvc_cache *cache = new_cache(config, &prefix);
+    *status = kvc_prefix_fetch(prefix, &tokens, max_matched, &store, &fetched);
+    CHECK(kvc_prefix_lookup(prefix, &tokens, &matched) == KVC_OK && matched == fetched);
+    check_rows(cache, prefix);
+    CHECK(kvc_store_new_blocks(cache, &store, &num_written) == KVC_OK && num_written == 0); /* they are there */
+    free_valid(cache);
+    return fetched;
+}
+
+/* ---- tests ------------------------------------------------------------------------------------------------------- */
+
+static void test_there_and_back(void) {
+    kvc_status status;
+    clear_shelf();
+    write_all(&plain);
+    CHECK(shelves->num == NUM_BLOCKS && shelves->values[0].size == 128 + LAYERS + LAYERS * BLOCK * (34 + 2 * DIM));
+    CHECK(fetch(&plain, -1, &status) == 20 && status == KVC_OK);
+    CHECK(fetch(&plain, 15, &status) == 12 && status == KVC_OK); /* whole blocks */
+    CHECK(fetch(&plain, 0, &status) == 0 && status == KVC_OK);
+    shelves->reads = 0;
+    memset(shelves->values[2].name, 0, KVC_NAME_BYTES); /* behind one that is missing nothing is asked for */
+    CHECK(fetch(&plain, -1, &status) == 8 && status == KVC_OK && shelves->reads == 3);
+}
+
+/* What is known is not read, and what is missing behind it is. */
+static void test_what_is_known(void) {
+    kvc_prefix *prefix;
+    int32_t fetched, matched;
+    clear_shelf();
+    write_all(&plain);
+    kvc_cache *cache = new_cache(&plain, &prefix);
+    CHECK(kvc_prefix_fetch(prefix, &tokens, 11, &store, &fetched) == KVC_OK && fetched == 8);
+    shelves->reads = 0;
+    CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK && fetched == 12 && shelves->reads == 3);
+    CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK && fetched == 0 && shelves->reads == 3);
+    CHECK(kvc_prefix_lookup(prefix, &tokens, &matched) == KVC_OK && matched == 20);
+    CHECK(serve(cache, prefix) == 20);
+    free_valid(cache);
+}
+
+/* Another model, tenant, secret or shape finds nothing, or what it finds is refused. */
+static void test_others(void) {
+    static const kvc_prefix_config others[] = {
+        {.struct_size = sizeof plain, .fingerprint = "b model"},
+        {.struct_size = sizeof plain, .fingerprint = "a model", .salt = "tenant", .salt_size = 6},
+        {.struct_size = sizeof plain, .fingerprint = "a model", .identity = "a model", .identity_size = 7},
+        {.struct_size = sizeof plain, .fingerprint = "a model", .secret = "secret", .secret_size = 6}};
+    kvc_status status;
+    clear_shelf();
+    write_all(&plain);
+    for (int i = 0; i < 4; i++) {
+        CHECK(fetch(&others[i], -1, &status) == 0);
+        CHECK(status == (i == 3 ? KVC_ERR_FORMAT : KVC_OK));
+    }
+    kvc_prefix_config secret = others[3];
+    secret.collects_new = 1;
+    write_all(&secret); /* in the place of the others */
+    CHECK(shelves->num == NUM_BLOCKS && fetch(&secret, -1, &status) == 20 && status == KVC_OK);
+    CHECK(fetch(&plain, -1, &status) == 0 && status == KVC_ERR_FORMAT);
+    secret.secret_size--;
+    CHECK(fetch(&secret, -1, &status) == 0 && status == KVC_ERR_FORMAT);
+}
+
+/* Every call of a store fails in turn: what was read or written before stays, and the next call goes on. */
+static void test_failing_store(void) {
+    kvc_prefix *prefix;
+    int64_t num_written;
+    kvc_status status;
+    for (int n = 0; n < NUM_BLOCKS; n++) {
+        clear_shelf();
+        kvc_cache *cache = new_cache(&plain, &prefix);
+        serve(cache, prefix);
+        shelves->fail_at = n;
+        CHECK_FAILS(kvc_store_new_blocks(cache, &store, &num_written), KVC_ERR_STORE, "the shelf broke", "");
+        CHECK(num_written == n && shelves->num == n);
+        CHECK(kvc_store_new_blocks(cache, &store, &num_written) == KVC_OK && num_written == NUM_BLOCKS - n - 1);
+        free_valid(cache);
+        clear_shelf();
+        write_all(&plain);
+        shelves->fail_at = NUM_BLOCKS + n;
+        CHECK(fetch(&plain, -1, &status) == n * BLOCK && status == KVC_ERR_STORE);
+    }
+}
+
+/* Values that are too long, cut, altered or of another block are refused; what was read before stays. */
+static void test_lies(void) {
+    kvc_status status;
+    clear_shelf();
+    write_all(&plain);
+    shelves->longer = 1;
+    CHECK(fetch(&plain, -1, &status) == 0 && status == KVC_ERR_FORMAT);
+    CHECK(strstr(kvc_last_error(), "no block more than"));
+    shelves->longer = -1;
+    CHECK(fetch(&plain, -1, &status) == 0 && status == KVC_ERR_FORMAT);
+    shelves->longer = -shelves->values[0].size - 1; /* less than nothing */
+    CHECK(fetch(&plain, -1, &status) == 0 && status == KVC_ERR_FORMAT);
+    shelves->longer = 0;
+    shelves->values[3].bytes[500] ^= 1;
+    CHECK(fetch(&plain, -1, &status) == 12 && status == KVC_ERR_FORMAT);
+    memcpy(shelves->values[2].bytes, shelves->values[1].bytes, MOST_VALUE);
+    CHECK(fetch(&plain, -1, &status) == 8 && status == KVC_ERR_FORMAT);
+    CHECK(strstr(kvc_last_error(), "header"));
+}
+
+/* Each request for memory fails in turn. */
+static void test_failing_memory(void) {
+    kvc_prefix *prefix;
+    int64_t num_written;
+    int32_t fetched;
+    for (int n = 0, failed = 1; failed; n++) {
+        clear_shelf();
+        kvc_cache *cache = new_cache(&plain, &prefix);
+        serve(cache, prefix);
+        memory_fail_after(&heap, n);
+        kvc_status status = kvc_store_new_blocks(cache, &store, &num_written);
+        failed = heap.failed;
+        heap.is_failing = 0;
+        CHECK(status == (failed ? KVC_ERR_NOMEM : KVC_OK) && num_written == shelves->num);
+        if (!n) CHECK(kvc_store_new_blocks(cache, &store, &num_written) == KVC_OK && num_written == NUM_BLOCKS);
+        free_valid(cache);
+    }
+    clear_shelf();
+    write_all(&plain);
+    for (int n = 0, failed = 1; failed; n++) {
+        kvc_cache *cache = new_cache(&plain, &prefix);
+        memory_fail_after(&heap, n);
+        kvc_status status = kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched);
+        failed = heap.failed;
+        heap.is_failing = 0;
+        CHECK((status == KVC_OK || status == KVC_ERR_NOMEM) && fetched <= 20 && (failed || fetched == 20));
+        check_rows(cache, prefix);
+        CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK);
+        check_rows(cache, prefix);
+        CHECK(serve(cache, prefix) == 20);
+        free_valid(cache);
+    }
+}
+
+/* A prompt of more blocks than are named at once; and a cache that has no room for all. */
+static void test_long_prompt(void) {
+    enum { NUM = 150 * BLOCK, CAPACITY = 100 * BLOCK };
+    static int64_t many[NUM];
+    const kvc_tokens all = {.struct_size = sizeof all, .ids = many, .num_tokens = NUM};
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 8, .v_dim = 8};
+    kvc_store *folder = NULL;
+    char path[] = "/tmp/kvcache-test-XXXXXX", command[64];
+    int64_t id, num_written;
+    int32_t fetched, matched;
+    kvc_prefix *prefix;
+    CHECK(mkdtemp(path) != NULL);
+    CHECK(kvc_dir_store_new(path, 0, &folder) == KVC_OK);
+    for (int i = 0; i < NUM; i++) many[i] = i;
+    for (int step = 0; step < 3; step++) {
+        kvc_cache *cache =
+            heap_cache(1, &layer, (kvc_config){.block_size = BLOCK, .capacity = step < 2 ? 0 : CAPACITY});
+        CHECK(kvc_prefix_new(cache, &plain, &prefix) == KVC_OK);
+        if (!step) {
+            CHECK(kvc_prefix_acquire(prefix, &all, -1, &id, &matched) == KVC_OK);
+            CHECK(feed(cache, 1, id, NUM / 2) == KVC_OK && feed(cache, 1, id, NUM / 2) == KVC_OK);
+            CHECK(kvc_store_new_blocks(cache, folder, &num_written) == KVC_OK && num_written == 150);
+            CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
+        } else {
+            CHECKF(kvc_prefix_fetch(prefix, &all, -1, folder, &fetched) == KVC_OK, "%s", kvc_last_error());
+            CHECK(kvc_prefix_lookup(prefix, &all, &matched) == KVC_OK && matched == fetched);
+            CHECKF(fetched == (step < 2 ? NUM - BLOCK : CAPACITY), "%d", fetched);
+        }
+        free_valid(cache);
+    }
+    kvc_dir_store_free(folder);
+    snprintf(command, sizeof command, "rm -r %s", path);
+    CHECK(!system(command));
+}
+
+static void test_arguments(void) {
+    kvc_prefix *prefix, *other;
+    int32_t fetched;
+    int64_t num;
+    const kvc_tokens none = {.struct_size = sizeof none};
+    const kvc_store blind = {sizeof blind, NULL, NULL, write_value}, mute = {sizeof mute, NULL, read_value, NULL};
+    kvc_cache *cache = new_cache(&plain, &prefix);
+    CHECK_FAILS(kvc_prefix_fetch(prefix, &tokens, -1, &store, NULL), KVC_ERR_INVALID, "fetched", "NULL");
+    CHECK_FAILS(kvc_prefix_fetch(prefix, &tokens, -2, &store, &fetched), KVC_ERR_INVALID, "max_matched", "-2");
+    CHECK_FAILS(kvc_prefix_fetch(prefix, &tokens, -1, NULL, &fetched), KVC_ERR_INVALID, "store", "NULL");
+    CHECK_FAILS(kvc_prefix_fetch(prefix, &tokens, -1, &blind, &fetched), KVC_ERR_INVALID, "read", "NULL");
+    CHECK_FAILS(kvc_prefix_fetch(prefix, &none, -1, &store, &fetched), KVC_ERR_INVALID, "num_tokens", "0");
+    CHECK_FAILS(kvc_store_new_blocks(cache, &mute, &num), KVC_ERR_INVALID, "write", "NULL");
+    CHECK_FAILS(kvc_store_new_blocks(cache, &store, NULL), KVC_ERR_INVALID, "num_written", "NULL");
+    kvc_prefix_config config = plain;
+    config.secret_size = 3;
+    CHECK_FAILS(kvc_prefix_new(cache, &config, &other), KVC_ERR_INVALID, "secret_size", "3");
+    config.secret_size = -1;
+    CHECK_FAILS(kvc_prefix_new(cache, &config, &other), KVC_ERR_INVALID, "secret_size", "-1");
+    config.secret_size = 0;
+    config.identity_size = 5;
+    CHECK_FAILS(kvc_prefix_new(cache, &config, &other), KVC_ERR_INVALID, "identity_size", "5");
+    free_valid(cache);
+}
+
+int main(void) {
+    for (int i = 0; i < NUM_TOKENS; i++) ids[i] = i * 3 % 19;
+    test_there_and_back();
+    test_what_is_known();
+    test_others();
+    test_failing_store();
+    test_lies();
+    test_failing_memory();
+    test_long_prompt();
+    test_arguments();
+    return test_result();
+}
