@@ -1,6 +1,6 @@
 /* Blocks between caches and stores: what one cache writes another fetches, and nothing else; a store that fails, lies
  * or hands out too much, and memory that is short, cost blocks and nothing else. */
-#define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#define _XOPEN_SOURCE 700 /* posix_memalign, mkdtemp, P_tmpdir */
 #include "support/feeding.h"
 
 enum { LAYERS = 2, DIM = 32, BLOCK = 4, NUM_TOKENS = 22, NUM_BLOCKS = 5, MOST_VALUES = 40, MOST_VALUE = 4096 };
@@ -284,7 +284,7 @@ static void test_long_prompt(void) {
     const kvc_tokens all = {.struct_size = sizeof all, .ids = many, .num_tokens = NUM};
     const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 8, .v_dim = 8};
     kvc_store *folder = NULL;
-    char path[] = "/tmp/kvcache-test-XXXXXX", command[64];
+    char path[] = P_tmpdir "/kvcache-test-XXXXXX", command[64];
     int64_t id, num_written;
     int32_t fetched, matched;
     kvc_prefix *prefix;

@@ -44,7 +44,7 @@ ssize_t __wrap_pwrite(int file, const void *data, size_t size, off_t at) {
 
 /* ---- a folder ---------------------------------------------------------------------------------------------------- */
 
-static char folder[] = "/tmp/kvcache-test-XXXXXX";
+static char folder[] = P_tmpdir "/kvcache-test-XXXXXX";
 
 static const char *path_of(const char *name) {
     static char paths[2][600]; /* of this call and the one before */
@@ -151,8 +151,8 @@ static void test_arguments(void) {
     kvc_store *store;
     CHECK_FAILS(kvc_dir_store_new(NULL, 0, &store), KVC_ERR_INVALID, "path", "empty");
     CHECK_FAILS(kvc_dir_store_new("", 0, &store), KVC_ERR_INVALID, "path", "empty");
-    CHECK_FAILS(kvc_dir_store_new("/tmp", 0, NULL), KVC_ERR_INVALID, "store", "NULL");
-    CHECK_FAILS(kvc_dir_store_new("/tmp", -1, &store), KVC_ERR_INVALID, "max_bytes", "-1");
+    CHECK_FAILS(kvc_dir_store_new(P_tmpdir, 0, NULL), KVC_ERR_INVALID, "store", "NULL");
+    CHECK_FAILS(kvc_dir_store_new(P_tmpdir, -1, &store), KVC_ERR_INVALID, "max_bytes", "-1");
     CHECK_FAILS(kvc_dir_store_new("/dev/null/a", 0, &store), KVC_ERR_STORE, "/dev/null/a", "Not a directory");
     CHECK_FAILS(kvc_dir_store_new("/proc/a/b", 0, &store), KVC_ERR_STORE, "/proc/a/b", "No such file");
 }
