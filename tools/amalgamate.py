@@ -87,7 +87,7 @@ def names_of(text):
     """Return the names that a text defines at file scope, macros aside."""
     names = set()
     for token, before, after, inside in scan(DIRECTIVE.sub("", text)):
-        declared = not inside and after in ("(", ";", "=", "[", ",")
+        declared = not inside and before != "=" and after in ("(", ";", "=", "[", ",")
         tag = not inside and before in ("struct", "union", "enum") and after == "{"
         enumerator = inside == ["enum"] and before in ("{", ",")
         if (declared or tag or enumerator) and re.match("[A-Za-z]", token[0]):
