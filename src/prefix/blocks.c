@@ -33,13 +33,18 @@ static int64_t rows_bytes(const kvc_cache *cache) {
     return size;
 }
 
-int64_t kvc_payload_bytes(kvc_cache *cache) {
+int64_t kvc_most_payload_bytes(const kvc_cache *cache) {
     int64_t most = 0; /* of a state */
-    kvc_lock(cache);
     for (const kvc_prefix *prefix = cache->prefixes; prefix; prefix = prefix->next)
         if (prefix->state_bytes > most) most = prefix->state_bytes;
-    kvc_unlock(cache, KVC_OK);
     return rows_bytes(cache) + (most ? POSITION_BYTES + most : 0);
+}
+
+int64_t kvc_payload_bytes(kvc_cache *cache) {
+    kvc_lock(cache);
+    const int64_t most = kvc_most_payload_bytes(cache);
+    kvc_unlock(cache, KVC_OK);
+    return most;
 }
 
 /* ---- out --------------------------------------------------------------------------------------------------------- */

@@ -49,6 +49,9 @@ kvc_status kvc_match_limit(const kvc_tokens *tokens, int64_t max_matched, int64_
  * known where windows see nothing of those without.  To the root if there is none.  KVC_ERR_NOMEM. */
 kvc_status kvc_prefix_find(const kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens, kvc_node **last);
 
+/* Returns kvc_payload_bytes, with the mutex held. */
+int64_t kvc_most_payload_bytes(const kvc_cache *cache);
+
 /* Adds a pin of the nodes up to `last`, NULL if out of memory; takes it away. */
 kvc_pinned *kvc_prefix_add_pin(kvc_prefix *prefix, kvc_node *last);
 void kvc_prefix_remove_pin(kvc_prefix *prefix, kvc_pinned **at);

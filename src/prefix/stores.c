@@ -1,4 +1,6 @@
 /* stores.c: carries blocks between caches and stores.  No lock of a cache is held while a store works. */
+#include "prefix/stores.h"
+
 #include <string.h>
 
 #include "base/structs.h"
@@ -6,19 +8,9 @@
 
 enum { AT_ONCE = 64 }; /* names of missing blocks, made at once */
 
-/* What a call that carries blocks needs. */
-typedef struct carrier {
-    kvc_cache *cache;
-    kvc_store store;
-    int64_t max_bytes; /* of a value */
-    uint64_t size;     /* bytes of the allocation */
-    kvc_crc *crc;      /* first in it; the value follows */
-    uint8_t *value;
-} carrier;
-
 /* Reads the caller's store. */
-static kvc_status carrier_init(carrier *c, kvc_cache *cache, const kvc_store *from) {
-    *c = (carrier){.cache = cache};
+static kvc_status carrier_init(kvc_carrier *c, kvc_cache *cache, const kvc_store *from) {
+    *c = (kvc_carrier){.cache = cache};
     KVC_TRY(KVC_READ(kvc_store, &c->store, from, "store"));
     if (!c->store.read || !c->store.write)
         return kvc_fail(KVC_ERR_INVALID, "%s is NULL: a store has both functions", c->store.read ? "write" : "read");
@@ -26,21 +18,33 @@ static kvc_status carrier_init(carrier *c, kvc_cache *cache, const kvc_store *fr
 }
 
 /* Takes memory for a value, with the mutex held, unless there is some. */
-static kvc_status take_memory(carrier *c) {
-    if (c->crc) return KVC_OK;
-    c->max_bytes = KVC_VALUE_HEADER + kvc_payload_bytes(c->cache);
-    c->size = sizeof *c->crc + (uint64_t)c->max_bytes;
-    c->crc = kvc_memory_alloc(&c->cache->memory, c->size, KVC_MEMORY_SCRATCH, -1);
-    if (!c->crc) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a block of %lld bytes", (long long)c->max_bytes);
+static kvc_status take_memory(kvc_carrier *c) {
+    if (c->size) return KVC_OK;
+    const int64_t max_bytes = KVC_VALUE_HEADER + kvc_most_payload_bytes(c->cache);
+    const uint64_t size = sizeof *c->crc + (uint64_t)max_bytes;
+    c->crc = kvc_memory_alloc(&c->cache->memory, size, KVC_MEMORY_SCRATCH, -1);
+    if (!c->crc) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a block of %lld bytes", (long long)max_bytes);
     c->value = (uint8_t *)(c->crc + 1);
+    c->max_bytes = max_bytes;
+    c->size = size;
+    c->thread = kvc_thread_self();
+    c->at = &c->cache->carriers;
+    c->next = *c->at;
+    if (c->next) c->next->at = &c->next;
+    *c->at = c;
     kvc_crc_init(c->crc);
     return KVC_OK;
 }
 
-static void carrier_destroy(carrier *c) {
-    if (!c->crc) return;
-    kvc_lock(c->cache);
+void kvc_carrier_end(const kvc_carrier *c) {
+    *c->at = c->next;
+    if (c->next) c->next->at = c->at;
     kvc_memory_free(&c->cache->memory, c->crc, c->size, KVC_MEMORY_SCRATCH, -1);
+}
+
+static void carrier_destroy(const kvc_carrier *c) {
+    kvc_lock(c->cache);
+    if (c->size) kvc_carrier_end(c);
     kvc_unlock(c->cache, KVC_OK);
 }
 
@@ -54,23 +58,23 @@ typedef struct departure {
 } departure;
 
 /* Takes the next new block; *is_there is 0 if there is none. */
-static kvc_status take_block(carrier *c, departure *d, int *is_there) {
+static kvc_status take_block(kvc_carrier *c, departure *d, int *is_there) {
     kvc_lock(c->cache);
     kvc_node *node = c->cache->new_blocks;
     *is_there = node != NULL;
     const kvc_status status = node ? take_memory(c) : KVC_OK;
     if (node && status == KVC_OK) {
         d->id = node->rows->id;
-        d->owner = node->tree->collector->owner;
+        d->owner = node->tree->prefix->owner;
         memcpy(d->name, node->name, sizeof d->name);
         kvc_node_take_out(node);
     }
     return kvc_unlock(c->cache, status);
 }
 
-static kvc_status write_block(carrier *c, const departure *d, int64_t *num_written) {
+static kvc_status write_block(kvc_carrier *c, const departure *d, int64_t *num_written) {
     int64_t size;
-    KVC_TRY(kvc_read_block(c->cache, d->id, c->value + KVC_VALUE_HEADER, &size));
+    KVC_TRY(kvc_read_block(c->cache, d->id, c->value + KVC_VALUE_HEADER, c->max_bytes - KVC_VALUE_HEADER, &size));
     if (!size) return KVC_OK; /* it was dropped meanwhile */
     kvc_value_pack(c->value, size, d->name, &d->owner, c->crc);
     KVC_TRY(c->store.write(c->store.user, d->name, c->value, KVC_VALUE_HEADER + size));
@@ -79,7 +83,7 @@ static kvc_status write_block(carrier *c, const departure *d, int64_t *num_writt
 }
 
 kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_t *num_written) {
-    carrier c;
+    kvc_carrier c;
     departure d;
     int is_there = 0;
     if (!num_written) return kvc_fail(KVC_ERR_INVALID, "num_written is NULL");
@@ -97,7 +101,7 @@ kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_
 /* ---- in ---------------------------------------------------------------------------------------------------------- */
 
 /* Reads a block, and adds it; *is_known is 0 where the store has none, or there is no room. */
-static kvc_status fetch_block(carrier *c, kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block,
+static kvc_status fetch_block(kvc_carrier *c, kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block,
                               const uint8_t *name, int32_t *is_known) {
     int64_t size = 0;
     *is_known = 0;
@@ -112,7 +116,7 @@ static kvc_status fetch_block(carrier *c, kvc_prefix *prefix, const kvc_tokens *
 
 /* Fetches the next blocks that are missing in the first num_tokens tokens, some at once; *is_over: no more are to be.
  */
-static kvc_status fetch_some(carrier *c, kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens,
+static kvc_status fetch_some(kvc_carrier *c, kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens,
                              int32_t *fetched, int *is_over) {
     uint8_t names[AT_ONCE][KVC_NAME_BYTES];
     int64_t num;
@@ -133,7 +137,7 @@ static kvc_status fetch_some(carrier *c, kvc_prefix *prefix, const kvc_tokens *t
 kvc_status kvc_prefix_fetch(kvc_prefix *prefix, const kvc_tokens *from, int64_t max_matched, const kvc_store *store,
                             int32_t *fetched) {
     kvc_tokens tokens;
-    carrier c;
+    kvc_carrier c;
     int is_over = 0;
     if (!fetched) return kvc_fail(KVC_ERR_INVALID, "fetched is NULL");
     *fetched = 0;

@@ -62,7 +62,8 @@ static inline uint32_t sum_of(const kvc_crc *crc, uint32_t sum, const uint8_t *p
            crc->table[zeros + 1][sum >> 16 & 255] ^ crc->table[zeros][sum >> 24];
 }
 
-/* Returns the sum of these bytes behind those of `sum`: 16 at a time, whose lookups do not wait for each other. */
+/* Returns the sum of these bytes behind those of `sum`: 16 at a time, whose lookups do not wait for each other.  In a
+ * loop over the 16, which GCC does not unroll at -O2, it takes three times as long. */
 static uint32_t add_crc(const kvc_crc *crc, uint32_t sum, const uint8_t *p, int64_t size) {
     for (; size >= 16; size -= 16, p += 16)
         sum = sum_of(crc, sum, p, 12) ^ sum_of(crc, 0, p + 4, 8) ^ sum_of(crc, 0, p + 8, 4) ^ sum_of(crc, 0, p + 12, 0);

@@ -11,6 +11,7 @@
 #include "edit/rewrite.h"
 #include "pass/put.h"
 #include "prefix/prefix.h"
+#include "prefix/stores.h"
 #include "space/row_buffer.h"
 #include "state/transit.h"
 #include "cache/waiting.h"
@@ -67,6 +68,14 @@ static void end_states(kvc_cache *cache) {
     }
 }
 
+/* Ends the calls of the parent's other threads that were carrying blocks to or from a store. */
+static void end_carriers(kvc_cache *cache) {
+    for (kvc_carrier *c = cache->carriers, *next; c; c = next) {
+        next = c->next;
+        if (!pthread_equal(c->thread, kvc_thread_self())) kvc_carrier_end(c);
+    }
+}
+
 /* Ends the work of the parent's other threads on the batch: making plans, running tasks, putting rows. */
 static void end_work(kvc_batch *batch) {
     for (kvc_plan_link *plan = batch->plans; plan; plan = plan->next) plan->after_fork(plan);
@@ -86,6 +95,7 @@ static void in_child(void) {
         cache->memory.works = NULL; /* done by threads of the parent, which were between two steps */
         if (cache->batch) end_work(cache->batch);
         kvc_row_buffers_forked(cache);
+        end_carriers(cache);
         end_states(cache);
         end_edits(cache);
         kvc_prefixes_forked(cache);

@@ -1,6 +1,12 @@
 /* Blocks between caches and stores: what one cache writes another fetches, and nothing else; a store that fails, lies
  * or hands out too much, and memory that is short, cost blocks and nothing else. */
 #define _XOPEN_SOURCE 700 /* posix_memalign, mkdtemp, P_tmpdir */
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include "support/feeding.h"
 
 enum { LAYERS = 2, DIM = 32, BLOCK = 4, NUM_TOKENS = 22, NUM_BLOCKS = 5, MOST_VALUES = 40, MOST_VALUE = 4096 };
@@ -312,6 +318,66 @@ static void test_long_prompt(void) {
     CHECK(!system(command));
 }
 
+/* ---- fork() ------------------------------------------------------------------------------------------------------ */
+
+static atomic_int is_reading, may_go_on;
+
+static kvc_status slow_read(void *user, const uint8_t *name, void *to, int64_t max_bytes, int64_t *size) {
+    atomic_store(&is_reading, 1);
+    while (!atomic_load(&may_go_on)) sched_yield();
+    return read_value(user, name, to, max_bytes, size);
+}
+
+static pid_t forked;
+
+static kvc_status forking_read(void *user, const uint8_t *name, void *to, int64_t max_bytes, int64_t *size) {
+    if (forked < 0) forked = fork();
+    return read_value(user, name, to, max_bytes, size);
+}
+
+static void *fetch_slowly(void *prefix) {
+    const kvc_store slow = {sizeof slow, shelves, slow_read, write_value};
+    int32_t fetched;
+    CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &slow, &fetched) == KVC_OK && fetched == 20);
+    return NULL;
+}
+
+static void check_child(pid_t child) {
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && !WEXITSTATUS(status));
+}
+
+/* A child that is forked while a store works fetches all itself, and gives back every byte. */
+static void test_fork(void) {
+    const kvc_store forking = {sizeof forking, shelves, forking_read, write_value};
+    kvc_prefix *prefix;
+    pthread_t thread;
+    int32_t fetched;
+    clear_shelf();
+    write_all(&plain);
+    fflush(stdout);
+    kvc_cache *cache = new_cache(&plain, &prefix);
+    CHECK(!pthread_create(&thread, NULL, fetch_slowly, prefix));
+    while (!atomic_load(&is_reading)) sched_yield();
+    const pid_t child = fork();
+    if (!child) {
+        CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK && fetched == 20);
+        free_valid(cache);
+        _exit(test_result());
+    }
+    check_child(child);
+    atomic_store(&may_go_on, 1);
+    CHECK(!pthread_join(thread, NULL));
+    free_valid(cache);
+    cache = new_cache(&plain, &prefix); /* and one that a function of the store forks goes on with it */
+    forked = -1;
+    CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &forking, &fetched) == KVC_OK && fetched == 20);
+    check_rows(cache, prefix);
+    free_valid(cache);
+    if (!forked) _exit(test_result());
+    check_child(forked);
+}
+
 static void test_arguments(void) {
     kvc_prefix *prefix, *other;
     int32_t fetched;
@@ -346,6 +412,7 @@ int main(void) {
     test_lies();
     test_failing_memory();
     test_long_prompt();
+    test_fork();
     test_arguments();
     return test_result();
 }

@@ -1,0 +1,23 @@
+/* stores.h: calls that carry blocks between caches and stores. */
+#ifndef KVC_STORES_H
+#define KVC_STORES_H
+
+#include "cache/cache.h"
+#include "store/value.h"
+
+/* What such a call needs; on its stack.  It is in the list of the cache while it has memory. */
+typedef struct kvc_carrier {
+    struct kvc_carrier *next, **at;
+    kvc_thread thread; /* which made the call */
+    kvc_cache *cache;
+    kvc_store store;
+    int64_t max_bytes; /* of a value */
+    uint64_t size;     /* bytes of the memory; 0: it has none */
+    kvc_crc *crc;      /* first in it; the value follows */
+    uint8_t *value;
+} kvc_carrier;
+
+/* Gives the memory back, with the mutex held. */
+void kvc_carrier_end(const kvc_carrier *c);
+
+#endif
