@@ -11,8 +11,8 @@ cdef class Prefix:
     cdef kvc_prefix_stats latest
 
     def __cinit__(self, Cache cache not None, bytes salt not None, bytes identity not None, int64_t quota,
-                  int64_t ttl_ms, int32_t reuse_min_tokens, bint collects_new, int64_t state_bytes, int64_t max_checkpoint_bytes,
-                  int32_t max_events):
+                  int64_t ttl_ms, int32_t reuse_min_tokens, bint collects_new, int64_t state_bytes,
+                  int64_t max_checkpoint_bytes, int32_t max_events):
         cdef kvc_prefix_config config
         cdef kvc_cache *handle
         cdef kvc_status status

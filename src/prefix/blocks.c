@@ -1,4 +1,4 @@
-/* blocks.c: how blocks get out of a cache, into stores, and back. */
+/* blocks.c: how blocks get out of a cache, into stores, and back; what they are called, and when they come and go. */
 #include <string.h>
 
 #include "base/dtype.h"
@@ -64,6 +64,36 @@ kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t n
                          sizeof block);
     }
     return kvc_unlock(cache, KVC_OK);
+}
+
+kvc_status kvc_prefix_take_events(kvc_prefix *prefix, kvc_prefix_event *events, size_t event_size, int64_t max_events,
+                                  int64_t *num_events, int64_t *num_lost) {
+    KVC_TRY(kvc_check_output(events, event_size, max_events, kvc_prefix_event_least_size, sizeof *events, "events"));
+    if (!num_events || !num_lost) return kvc_fail(KVC_ERR_INVALID, "num_%s is NULL", num_events ? "lost" : "events");
+    if (max_events < 0)
+        return kvc_fail(KVC_ERR_INVALID, "max_events is %lld: it must be at least 0", (long long)max_events);
+    kvc_lock(prefix->cache);
+    kvc_prefix_event event;
+    for (*num_events = 0; *num_events < max_events && kvc_events_take(&prefix->events, &event); ++*num_events)
+        kvc_write_struct((char *)events + (size_t)*num_events * event_size, event_size, &event, sizeof event);
+    *num_lost = prefix->events.num_lost;
+    prefix->events.num_lost = 0;
+    return kvc_unlock(prefix->cache, KVC_OK);
+}
+
+kvc_status kvc_prefix_names(kvc_prefix *prefix, const kvc_tokens *from, uint8_t *names, int64_t max_names,
+                            int64_t *num_names) {
+    kvc_tokens tokens;
+    const int32_t block = prefix->cache->pools[0].block_size;
+    KVC_TRY(kvc_read_tokens(from, &tokens));
+    if (max_names < 0 || (max_names && !names))
+        return kvc_fail(KVC_ERR_INVALID, "max_names is %lld%s", (long long)max_names,
+                        max_names < 0 ? ": it must be at least 0" : " and names is NULL");
+    if (!num_names) return kvc_fail(KVC_ERR_INVALID, "num_names is NULL");
+    *num_names = tokens.num_tokens / block;
+    kvc_name_blocks(prefix->salt, prefix->root, &tokens, 0, block, *num_names < max_names ? *num_names : max_names,
+                    names);
+    return KVC_OK;
 }
 
 /* Writes the rows of a sequence that holds those of a block. */
@@ -255,7 +285,7 @@ static void end_arrival(const arrival *a, kvc_status status, kvc_checkpoint *che
         node = kvc_node_find(parent, &a->tokens);
         if (!node) kvc_node_new(prefix->tree, arrived, a->begin, a->end, &list, &node);
         if (list && (node = kvc_tree_add(parent, node, &a->tokens))) kvc_node_take_out(node); /* it is in a store */
-        if (node && checkpoint) kvc_node_attach(node, checkpoint);
+        if (node && checkpoint) kvc_checkpoints_add(&node->tree->checkpoints, &node->checkpoints, checkpoint);
     }
     *is_known = node != NULL;
     if (*at) kvc_prefix_remove_pin(prefix, at);

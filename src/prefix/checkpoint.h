@@ -1,28 +1,34 @@
-/* checkpoint.h: the recurrent states of a model, kept with the blocks of tokens behind which they were.
+/* checkpoint.h: recurrent states of a model, each kept with the block of tokens behind which it was.
  *
  * All functions are called with the mutex held.
  */
 #ifndef KVC_CHECKPOINT_H
 #define KVC_CHECKPOINT_H
 
-#include "prefix/tree.h"
+#include "cache/cache.h"
 
 /* The state after the tokens before a position. */
 typedef struct kvc_checkpoint {
-    struct kvc_checkpoint *next, *older, *newer; /* place in its node's list, by falling position; in the tree's list */
-    kvc_node *node;                              /* where it has one */
+    struct kvc_checkpoint *next, **list;  /* place in the list of its block, by falling position; that list */
+    struct kvc_checkpoint *older, *newer; /* place in the list of all blocks */
     int32_t position;
-    int32_t num_users; /* the node, sequences that go on from it, and calls: it is freed with the last one */
+    int32_t num_users; /* the block, sequences that go on from it, and calls: it is freed with the last one */
     int64_t num_bytes; /* of the state, which follows */
 } kvc_checkpoint;
+
+/* Those of all blocks of a tree, from the least recently used on. */
+typedef struct kvc_checkpoints {
+    kvc_cache *cache;
+    kvc_checkpoint *oldest, *newest;
+    int64_t num, num_bytes, most_bytes; /* bytes of states; most 0: no limit */
+} kvc_checkpoints;
 
 static inline int64_t kvc_checkpoint_bytes(const kvc_checkpoint *checkpoint) {
     return (int64_t)sizeof *checkpoint + checkpoint->num_bytes;
 }
-static inline uint8_t *kvc_checkpoint_state(kvc_checkpoint *checkpoint) { return (uint8_t *)(checkpoint + 1); }
 
-/* Sets *checkpoint to one with a single user, the caller.  Releases the mutex while the state is copied. KVC_ERR_NOMEM;
- * KVC_ERR_FULL if max_bytes leaves no room. */
+/* Sets *checkpoint to one with a single user, the caller.  Releases the mutex while the state is copied.
+ * KVC_ERR_NOMEM; KVC_ERR_FULL if max_bytes leaves no room. */
 kvc_status kvc_checkpoint_new(kvc_cache *cache, int32_t position, const void *state, int64_t num_bytes,
                               kvc_checkpoint **checkpoint);
 
@@ -32,20 +38,18 @@ void kvc_checkpoint_use(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t ad
 /* Copies the state.  Releases the mutex meanwhile. */
 void kvc_checkpoint_read(kvc_cache *cache, kvc_checkpoint *checkpoint, void *state);
 
-/* Gives a node with rows a checkpoint within it, unless it has one there; drops the least recently used ones of the
- * tree that exceed its limit. */
-void kvc_node_attach(kvc_node *node, kvc_checkpoint *checkpoint);
+/* Adds a checkpoint to the list of a block, unless there is one of its position; drops the least recently used ones
+ * beyond the limit. */
+void kvc_checkpoints_add(kvc_checkpoints *all, kvc_checkpoint **list, kvc_checkpoint *checkpoint);
 
-/* Gives the checkpoints of a node to another with the same tokens up to there; or drops them. */
-void kvc_node_hand_on(kvc_node *node, kvc_node *to);
-void kvc_node_detach_all(kvc_node *node);
+/* Moves all of a block to another with the same tokens up to there; or drops them. */
+void kvc_checkpoints_move(kvc_checkpoints *all, kvc_checkpoint **from, kvc_checkpoint **to);
+void kvc_checkpoints_drop(kvc_checkpoints *all, kvc_checkpoint **list);
 
-/* Returns the last checkpoint, at most at position `limit`, of a child of `parent` that has rows and the same tokens up
- * to there, and sets *node to that; NULL if there is none. */
-kvc_checkpoint *kvc_node_checkpoint(const kvc_node *parent, const kvc_token_span *tokens, int32_t limit,
-                                    kvc_node **node);
+/* Marks one as used. */
+void kvc_checkpoints_touch(kvc_checkpoints *all, kvc_checkpoint *checkpoint);
 
-/* Marks a checkpoint that a node has as used. */
-void kvc_checkpoint_touch(kvc_tree *tree, kvc_checkpoint *checkpoint);
+/* Returns the last one of a block at a position, or before it; NULL if there is none. */
+kvc_checkpoint *kvc_checkpoint_find(kvc_checkpoint **list, int32_t position);
 
 #endif

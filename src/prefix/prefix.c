@@ -103,7 +103,8 @@ static kvc_tree *new_tree(kvc_prefix *prefix) {
     tree->quota = prefix->quota;
     tree->ttl = prefix->ttl;
     tree->is_indexed = prefix->reuse_min > 0;
-    tree->most_checkpoint_bytes = prefix->most_checkpoint_bytes;
+    tree->checkpoints.most_bytes = prefix->most_checkpoint_bytes;
+    tree->events = &prefix->events;
     tree->is_collected = prefix->collects;
     tree->prefix = prefix;
     return tree;
@@ -119,8 +120,8 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     kvc_lock(cache);
     kvc_prefix *prefix = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
     if (!prefix) return kvc_unlock(cache, kvc_fail(KVC_ERR_NOMEM, "out of memory for a prefix"));
-    *prefix = (kvc_prefix){.cache = cache, .num_bytes = size, .max_events = config.max_events};
-    prefix->events = (kvc_prefix_event *)(void *)(prefix + 1);
+    *prefix = (kvc_prefix){.cache = cache, .num_bytes = size};
+    prefix->events = (kvc_events){.ring = (kvc_prefix_event *)(void *)(prefix + 1), .room = config.max_events};
     kvc_name_salt(config.salt, (size_t)config.salt_size, prefix->salt);
     if (!config.identity_size) {
         identify(cache, config.fingerprint, identity);
@@ -403,7 +404,7 @@ static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const path *p,
         KVC_TRY(kvc_cache_insert(cache, sequence, NULL));
     }
     kvc_session_begin(session, sequence, known ? p->nodes[known - 1] : &prefix->tree->root, state);
-    if (state) kvc_checkpoint_touch(prefix->tree, state);
+    if (state) kvc_checkpoints_touch(&prefix->tree->checkpoints, state);
     kvc_node_touch(p->num ? p->nodes[p->num - 1] : &prefix->tree->root);
     return KVC_OK;
 }
@@ -456,93 +457,6 @@ kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *from, int64_
     *seq_id = id;
     *matched = all;
     return kvc_unlock(prefix->cache, KVC_OK);
-}
-
-/* ---- keeping ----------------------------------------------------------------------------------------------------- */
-
-/* Sets *found to a sequence whose blocks may be kept, NULL: it holds nothing; and shortens tokens to those that are in
- * it, and exact. */
-static kvc_status find_to_keep(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *tokens, kvc_sequence **found) {
-    kvc_sequence *sequence = *found = kvc_cache_find(prefix->cache, seq_id);
-    KVC_TRY(kvc_check_idle(sequence));
-    KVC_TRY(kvc_check_not_retained(sequence));
-    if (!sequence) return KVC_OK;
-    const int32_t next = kvc_sequence_next(sequence);
-    if (tokens->num_tokens > next) tokens->num_tokens = next;
-    if (tokens->num_tokens > sequence->exact_to) tokens->num_tokens = sequence->exact_to;
-    return KVC_OK;
-}
-
-static kvc_status release(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *tokens) {
-    kvc_cache *cache = prefix->cache;
-    kvc_sequence *sequence;
-    KVC_TRY(find_to_keep(prefix, seq_id, tokens, &sequence));
-    if (!sequence) return KVC_OK;
-    kvc_node *last = kvc_session_keep(prefix, sequence, tokens);
-    kvc_node_use(last, 1);
-    kvc_cache_forget(cache, sequence);
-    kvc_node_touch(last);
-    kvc_node_use(last, -1);
-    kvc_sessions_fit(cache);
-    return KVC_OK;
-}
-
-kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *from) {
-    kvc_tokens tokens;
-    KVC_TRY(kvc_read_tokens(from, &tokens));
-    kvc_prefix_lock(prefix);
-    return kvc_unlock(prefix->cache, release(prefix, seq_id, &tokens));
-}
-
-/* Keeps the blocks of a sequence that goes on, and the state of the model after its tokens. */
-static kvc_status keep(kvc_prefix *prefix, int64_t seq_id, kvc_tokens tokens, const void *state, int64_t num_bytes) {
-    const int64_t num_tokens = tokens.num_tokens;
-    kvc_checkpoint *checkpoint = NULL;
-    kvc_sequence *sequence;
-    KVC_TRY(find_to_keep(prefix, seq_id, &tokens, &sequence));
-    if (num_bytes && tokens.num_tokens == num_tokens)
-        KVC_TRY(kvc_checkpoint_new(prefix->cache, (int32_t)num_tokens, state, num_bytes, &checkpoint));
-    tokens.num_tokens = num_tokens;
-    kvc_status status = find_to_keep(prefix, seq_id, &tokens, &sequence); /* again: the mutex was released */
-    kvc_node *last = status == KVC_OK && sequence ? kvc_session_keep(prefix, sequence, &tokens) : &prefix->tree->root;
-    kvc_node_touch(last);
-    if (checkpoint && last->begin < num_tokens && num_tokens <= last->end) {
-        kvc_node_attach(last, checkpoint);
-        kvc_node_collect(last);
-    }
-    kvc_checkpoint_use(prefix->cache, checkpoint, -1);
-    kvc_sessions_fit(prefix->cache);
-    return status;
-}
-
-kvc_status kvc_prefix_checkpoint(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *from, const void *state,
-                                 int64_t num_bytes) {
-    kvc_tokens tokens;
-    KVC_TRY(kvc_read_tokens(from, &tokens));
-    if (num_bytes < 0 || num_bytes > prefix->state_bytes)
-        return kvc_fail(KVC_ERR_INVALID, "num_bytes is %lld: the prefix was made for states of at most %lld bytes",
-                        (long long)num_bytes, (long long)prefix->state_bytes);
-    if (num_bytes && !state) return kvc_fail(KVC_ERR_INVALID, "state is NULL");
-    if (num_bytes && !tokens.num_tokens)
-        return kvc_fail(KVC_ERR_INVALID, "num_tokens is 0: no token has made the state");
-    kvc_prefix_lock(prefix);
-    return kvc_unlock(prefix->cache, keep(prefix, seq_id, tokens, state, num_bytes));
-}
-
-kvc_status kvc_prefix_state(kvc_prefix *prefix, int64_t seq_id, void *state, int64_t max_bytes, int64_t *num_bytes) {
-    kvc_cache *cache = prefix->cache;
-    if (!num_bytes) return kvc_fail(KVC_ERR_INVALID, "num_bytes is NULL");
-    kvc_lock(cache);
-    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
-    const kvc_session *session = sequence ? kvc_session_of(prefix, sequence) : NULL;
-    kvc_checkpoint *found = session ? session->state : NULL;
-    *num_bytes = found ? found->num_bytes : 0;
-    if (!state || !found) return kvc_unlock(cache, KVC_OK);
-    if (max_bytes < *num_bytes)
-        return kvc_unlock(cache, kvc_fail(KVC_ERR_INVALID, "max_bytes is %lld: the state has %lld",
-                                          (long long)max_bytes, (long long)*num_bytes));
-    kvc_checkpoint_read(cache, found, state);
-    return kvc_unlock(cache, KVC_OK);
 }
 
 /* ---- pins -------------------------------------------------------------------------------------------------------- */
@@ -647,37 +561,14 @@ kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int64_t *num
     return kvc_unlock(cache, KVC_OK);
 }
 
-kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *from, int64_t *num_dropped) {
-    kvc_tokens tokens;
-    KVC_TRY(kvc_read_tokens(from, &tokens));
-    if (!num_dropped) return kvc_fail(KVC_ERR_INVALID, "num_dropped is NULL");
-    *num_dropped = 0;
-    kvc_prefix_lock(prefix);
-    const int32_t block = prefix->cache->pools[0].block_size;
-    kvc_node *last = &prefix->tree->root;
-    for (kvc_node *node; last->end < tokens.num_tokens; last = node) {
-        const kvc_token_span part = kvc_tokens_part(&tokens, last->end, (int64_t)last->end + block);
-        if (!(node = kvc_node_child(last, &part))) break;
-    }
-    kvc_node_use(last, 1); /* a node may be freed with its rows, or with the one behind it */
-    for (kvc_node *node = last; node; node = last) {
-        last = node->parent;
-        if (last) kvc_node_use(last, 1);
-        *num_dropped += node->rows ? node->end - node->begin : 0;
-        if (node->rows) kvc_node_drop(node);
-        kvc_node_use(node, -1);
-    }
-    return kvc_unlock(prefix->cache, KVC_OK);
-}
-
 kvc_status kvc_prefix_clear(kvc_prefix *prefix) {
     kvc_cache *cache = prefix->cache;
     kvc_lock(cache);
     kvc_tree *other = new_tree(prefix);
     if (!other) return kvc_unlock(cache, KVC_ERR_NOMEM);
     kvc_tree *tree = take_tree(prefix, other);
-    prefix->num_events = 0;
-    kvc_prefix_note(prefix, KVC_BLOCKS_CLEARED, NULL);
+    prefix->events.num = 0;
+    kvc_events_note(&prefix->events, KVC_BLOCKS_CLEARED, 0, NULL);
     drop_tree(cache, tree);
     return kvc_unlock(cache, KVC_OK);
 }
@@ -686,8 +577,8 @@ void kvc_prefix_get_stats(kvc_prefix *prefix, kvc_prefix_stats *stats, size_t st
     kvc_lock(prefix->cache);
     prefix->stats.blocks = prefix->tree->num_nodes;
     prefix->stats.held = prefix->tree->num_tokens;
-    prefix->stats.checkpoints = prefix->tree->num_checkpoints;
-    prefix->stats.checkpoint_bytes = prefix->tree->checkpoint_bytes;
+    prefix->stats.checkpoints = prefix->tree->checkpoints.num;
+    prefix->stats.checkpoint_bytes = prefix->tree->checkpoints.num_bytes;
     kvc_write_struct(stats, stats_size, &prefix->stats, sizeof prefix->stats);
     kvc_unlock(prefix->cache, KVC_OK);
 }

@@ -25,9 +25,7 @@ struct kvc_prefix {
     int32_t reuse_min;                         /* fewest tokens in a row that are taken from elsewhere; 0: none are */
     int32_t collects;                          /* new blocks are listed for stores */
     void *user;
-    kvc_prefix_event *events; /* [max_events] a ring, behind this struct */
-    int64_t first_event, num_events, num_lost;
-    int32_t max_events;
+    kvc_events events;  /* in a ring behind this struct */
     uint64_t num_bytes; /* of this allocation */
     uint8_t salt[KVC_NAME_BYTES], root[KVC_NAME_BYTES];
     kvc_value_owner owner; /* of its blocks in stores */
@@ -35,9 +33,6 @@ struct kvc_prefix {
 
 /* Locks the cache; drops some of the blocks that nobody has used for too long, of which none is found from now on. */
 void kvc_prefix_lock(kvc_prefix *prefix);
-
-/* Notes an event, of a node where it is one of a block; does nothing where events are not noted. */
-void kvc_prefix_note(kvc_prefix *prefix, kvc_prefix_event_kind kind, const kvc_node *node);
 
 /* Reads a caller's struct, and checks it. */
 kvc_status kvc_read_tokens(const kvc_tokens *from, kvc_tokens *tokens);

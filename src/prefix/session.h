@@ -6,7 +6,7 @@
 #define KVC_SESSION_H
 
 #include "cache/batch.h"
-#include "prefix/checkpoint.h"
+#include "prefix/tree.h"
 
 /* The follower of an acquired sequence. */
 typedef struct kvc_session {

@@ -4,7 +4,6 @@
 #include <string.h>
 
 #include "edit/retain.h"
-#include "prefix/prefix.h"
 
 /* ---- the list of nodes with rows --------------------------------------------------------------------------------- */
 
@@ -96,11 +95,6 @@ static int32_t lower_bound(const kvc_node *parent, const kvc_token_span *tokens,
     return end;
 }
 
-int32_t kvc_node_lower_bound(const kvc_node *parent, const kvc_token_span *tokens) {
-    int is_same;
-    return lower_bound(parent, tokens, &is_same);
-}
-
 kvc_node *kvc_node_child(const kvc_node *parent, const kvc_token_span *tokens) {
     int is_same;
     const int32_t at = lower_bound(parent, tokens, &is_same);
@@ -157,6 +151,27 @@ kvc_node *kvc_node_similar(const kvc_node *parent, const kvc_token_span *tokens,
     }
     *common = best.num;
     return best.node;
+}
+
+kvc_checkpoint *kvc_node_checkpoint(const kvc_node *parent, const kvc_token_span *tokens, int32_t limit,
+                                    kvc_node **node) {
+    kvc_checkpoint *best = NULL;
+    int is_same;
+    const int32_t at = lower_bound(parent, tokens, &is_same);
+    for (int32_t step = 1; step >= -1; step -= 2) {
+        int32_t i = step > 0 ? at : at - 1;
+        for (int num = 0; num < NEAR && i >= 0 && i < parent->num_children; num++, i += step) {
+            kvc_node *child = parent->children[i];
+            const int32_t end = parent->end + kvc_tokens_common(&child->tokens, tokens);
+            if (end <= (best ? best->position : parent->end)) break; /* those behind have no more in common */
+            if (!kvc_node_is_live(child)) continue;
+            kvc_checkpoint *found = kvc_checkpoint_find(&child->checkpoints, end < limit ? end : limit);
+            if (!found || (best && found->position <= best->position)) continue;
+            best = found;
+            *node = child;
+        }
+    }
+    return best;
 }
 
 /* Makes room for one more child. */
@@ -227,10 +242,14 @@ void kvc_node_take_out(kvc_node *node) {
     node->at = NULL;
 }
 
+static void note(const kvc_node *node, kvc_prefix_event_kind kind) {
+    if (node->tree->events) kvc_events_note(node->tree->events, kind, node->begin, node->name);
+}
+
 void kvc_node_collect(kvc_node *node) {
     kvc_cache *cache = node->tree->cache;
     if (size_of(node) < cache->pools[0].block_size) return;
-    kvc_prefix_note(node->tree->prefix, KVC_BLOCK_KEPT, node);
+    note(node, KVC_BLOCK_KEPT);
     if (node->at || !node->tree->is_collected) return;
     if (!cache->new_blocks) cache->new_blocks_end = &cache->new_blocks;
     node->at = cache->new_blocks_end;
@@ -266,10 +285,10 @@ static int64_t plan_end(kvc_follower *follower, int is_planned) {
 static void ended(kvc_cache *cache, kvc_follower *follower) {
     kvc_node *node = (kvc_node *)(void *)follower;
     node->rows = NULL;
-    kvc_node_detach_all(node);
+    kvc_checkpoints_drop(&node->tree->checkpoints, &node->checkpoints);
     kvc_node_take_out(node);
     if (node->parent) {
-        if (size_of(node) == cache->pools[0].block_size) kvc_prefix_note(node->tree->prefix, KVC_BLOCK_DROPPED, node);
+        if (size_of(node) == cache->pools[0].block_size) note(node, KVC_BLOCK_DROPPED);
         unlist(node);
         fill_quota(node->tree);
         prune(node);
@@ -336,9 +355,9 @@ static void move_rows(kvc_node *node, kvc_node *to) {
     rows->follower = NULL;
     node->rows = NULL;
     kvc_node_use(to, 1); /* to stay meanwhile */
-    kvc_node_hand_on(to, node);
+    kvc_checkpoints_move(&node->tree->checkpoints, &to->checkpoints, &node->checkpoints);
     if (to->rows) kvc_node_drop(to);
-    kvc_node_hand_on(node, to);
+    kvc_checkpoints_move(&node->tree->checkpoints, &node->checkpoints, &to->checkpoints);
     rows->follower = &to->follower;
     rows->num_pins = to->num_pins;
     to->rows = rows;
@@ -363,7 +382,7 @@ static void drop_beginnings(kvc_node *node) {
         kvc_node *other = parent->children[at];
         if (kvc_tokens_common(&other->tokens, &node->tokens) < other->tokens.num || other->num_users) break;
         if (!other->rows || has_more(other, node)) continue;
-        kvc_node_hand_on(other, node);
+        kvc_checkpoints_move(&node->tree->checkpoints, &other->checkpoints, &node->checkpoints);
         kvc_node_drop(other);
     }
 }
@@ -423,7 +442,7 @@ kvc_tree *kvc_tree_new(kvc_cache *cache, const uint8_t *salt, const uint8_t *nam
         kvc_set_last_error("out of memory for the blocks of a prefix");
         return NULL;
     }
-    *tree = (kvc_tree){.cache = cache, .salt = salt, .root = {.tree = tree}};
+    *tree = (kvc_tree){.cache = cache, .salt = salt, .root = {.tree = tree}, .checkpoints = {.cache = cache}};
     memcpy(tree->root.name, name, KVC_NAME_BYTES);
     return tree;
 }
@@ -431,6 +450,7 @@ kvc_tree *kvc_tree_new(kvc_cache *cache, const uint8_t *salt, const uint8_t *nam
 void kvc_tree_retire(kvc_tree *tree) {
     kvc_cache *cache = tree->cache;
     tree->prefix = NULL;
+    tree->events = NULL;
     tree->quota = 0;
     while (tree->first_protected) unprotect_first(tree);
     for (kvc_node *node = cache->new_blocks, *next; node; node = next) {

@@ -9,6 +9,8 @@
 #define KVC_TREE_H
 
 #include "cache/cache.h"
+#include "prefix/checkpoint.h"
+#include "prefix/events.h"
 #include "prefix/index.h"
 #include "prefix/tokens.h"
 
@@ -27,7 +29,7 @@ typedef struct kvc_node {
     int64_t used;                   /* when it was, where the tree has a time to live */
     struct kvc_node *next, **at;    /* place in a list: of blocks whose tokens are not known yet, or new ones */
     kvc_token_span tokens;
-    struct kvc_checkpoint *checkpoints;    /* list of the recurrent states within it, while it has rows */
+    kvc_checkpoint *checkpoints;           /* list of the recurrent states within it, while it has rows */
     int32_t is_going;                      /* while a call is planned: it loses its rows */
     int32_t num_going;                     /* and so many children will be freed */
     struct kvc_node *next_same, **same_at; /* place in a list of the tree's index; NULL: it is in none */
@@ -44,14 +46,14 @@ typedef struct kvc_tree {
     kvc_node *first_protected;     /* it and newer ones are not evicted, as they are within the quota; NULL: none is */
     int64_t protected_tokens, quota; /* tokens */
     struct kvc_prefix *prefix;       /* NULL: it is no prefix's any more */
+    kvc_events *events;              /* what happens to full blocks; NULL: it is no prefix's any more */
     int32_t is_collected;            /* new full blocks are listed in cache->new_blocks */
     int32_t is_indexed;              /* full blocks with rows are in the index, the last one used first */
     kvc_index index;
-    struct kvc_checkpoint *oldest_checkpoint, *newest_checkpoint;     /* list of those of all nodes, by last use */
-    int64_t num_checkpoints, checkpoint_bytes, most_checkpoint_bytes; /* most: 0: as many as there are */
-    int64_t horizon;       /* nodes last used before it are not found, and dropped soon */
-    int64_t ttl;           /* nanoseconds after which a node that nobody used is dropped; 0: never */
-    struct kvc_tree *next; /* in the list cache->dying */
+    kvc_checkpoints checkpoints; /* of all nodes */
+    int64_t horizon;             /* nodes last used before it are not found, and dropped soon */
+    int64_t ttl;                 /* nanoseconds after which a node that nobody used is dropped; 0: never */
+    struct kvc_tree *next;       /* in the list cache->dying */
 } kvc_tree;
 
 /* Makes an empty tree, the name of whose root is given; NULL if out of memory.  Frees one that is empty again. */
@@ -70,9 +72,6 @@ static inline int kvc_node_is_live(const kvc_node *node) {
 /* Returns whether a node has all its rows: windows may have lost theirs. */
 int kvc_node_is_complete(const kvc_node *node);
 
-/* Returns the index of the first child that does not stand before these tokens. */
-int32_t kvc_node_lower_bound(const kvc_node *parent, const kvc_token_span *tokens);
-
 /* Returns the child with these tokens; NULL if there is none. */
 kvc_node *kvc_node_child(const kvc_node *parent, const kvc_token_span *tokens);
 
@@ -80,6 +79,11 @@ kvc_node *kvc_node_child(const kvc_node *parent, const kvc_token_span *tokens);
  * of those next to them, or that they begin with, the one with most of them among those with all rows that a query
  * behind these sees, if there are any.  NULL if none begins alike. */
 kvc_node *kvc_node_similar(const kvc_node *parent, const kvc_token_span *tokens, int32_t *common);
+
+/* Returns the last checkpoint, at most at position `limit`, of a child of `parent` that has rows and the same tokens up
+ * to there, and sets *node to that; NULL if there is none. */
+kvc_checkpoint *kvc_node_checkpoint(const kvc_node *parent, const kvc_token_span *tokens, int32_t limit,
+                                    kvc_node **node);
 
 /* Sets *node to one outside the tree, of the rows of src at positions [begin, end), at most a block, and adds it to a
  * list; to NULL if src holds none there.  KVC_ERR_NOMEM. */

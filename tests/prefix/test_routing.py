@@ -90,6 +90,7 @@ def test_forget_drops_a_prompt_from_memory_and_store() -> None:
     cache, prefix = make(store=store)
     serve(cache, prefix, PROMPT)
     serve(cache, prefix, [7, *PROMPT])
+    assert prefix.flush(10)
     prefix.pin(PROMPT)
     assert prefix.forget(PROMPT) == 40
     assert prefix.flush(10)

@@ -1,0 +1,112 @@
+/* keep.c: keeps the blocks of a sequence, and the recurrent state behind them; forgets those of a prompt. */
+#include "cache/check.h"
+#include "cache/waiting.h"
+#include "prefix/prefix.h"
+
+/* Sets *found to a sequence whose blocks may be kept, NULL: it holds nothing; and shortens tokens to those that are in
+ * it, and exact. */
+static kvc_status find_to_keep(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *tokens, kvc_sequence **found) {
+    kvc_sequence *sequence = *found = kvc_cache_find(prefix->cache, seq_id);
+    KVC_TRY(kvc_check_idle(sequence));
+    KVC_TRY(kvc_check_not_retained(sequence));
+    if (!sequence) return KVC_OK;
+    const int32_t next = kvc_sequence_next(sequence);
+    if (tokens->num_tokens > next) tokens->num_tokens = next;
+    if (tokens->num_tokens > sequence->exact_to) tokens->num_tokens = sequence->exact_to;
+    return KVC_OK;
+}
+
+static kvc_status release(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *tokens) {
+    kvc_cache *cache = prefix->cache;
+    kvc_sequence *sequence;
+    KVC_TRY(find_to_keep(prefix, seq_id, tokens, &sequence));
+    if (!sequence) return KVC_OK;
+    kvc_node *last = kvc_session_keep(prefix, sequence, tokens);
+    kvc_node_use(last, 1);
+    kvc_cache_forget(cache, sequence);
+    kvc_node_touch(last);
+    kvc_node_use(last, -1);
+    kvc_sessions_fit(cache);
+    return KVC_OK;
+}
+
+kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *from) {
+    kvc_tokens tokens;
+    KVC_TRY(kvc_read_tokens(from, &tokens));
+    kvc_prefix_lock(prefix);
+    return kvc_unlock(prefix->cache, release(prefix, seq_id, &tokens));
+}
+
+/* Keeps the blocks of a sequence that goes on, and the state of the model after its tokens. */
+static kvc_status keep(kvc_prefix *prefix, int64_t seq_id, kvc_tokens tokens, const void *state, int64_t num_bytes) {
+    const int64_t num_tokens = tokens.num_tokens;
+    kvc_checkpoint *checkpoint = NULL;
+    kvc_sequence *sequence;
+    KVC_TRY(find_to_keep(prefix, seq_id, &tokens, &sequence));
+    if (num_bytes && tokens.num_tokens == num_tokens)
+        KVC_TRY(kvc_checkpoint_new(prefix->cache, (int32_t)num_tokens, state, num_bytes, &checkpoint));
+    tokens.num_tokens = num_tokens;
+    kvc_status status = find_to_keep(prefix, seq_id, &tokens, &sequence); /* again: the mutex was released */
+    kvc_node *last = status == KVC_OK && sequence ? kvc_session_keep(prefix, sequence, &tokens) : &prefix->tree->root;
+    kvc_node_touch(last);
+    if (checkpoint && last->begin < num_tokens && num_tokens <= last->end) {
+        kvc_checkpoints_add(&last->tree->checkpoints, &last->checkpoints, checkpoint);
+        kvc_node_collect(last);
+    }
+    kvc_checkpoint_use(prefix->cache, checkpoint, -1);
+    kvc_sessions_fit(prefix->cache);
+    return status;
+}
+
+kvc_status kvc_prefix_checkpoint(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *from, const void *state,
+                                 int64_t num_bytes) {
+    kvc_tokens tokens;
+    KVC_TRY(kvc_read_tokens(from, &tokens));
+    if (num_bytes < 0 || num_bytes > prefix->state_bytes)
+        return kvc_fail(KVC_ERR_INVALID, "num_bytes is %lld: the prefix was made for states of at most %lld bytes",
+                        (long long)num_bytes, (long long)prefix->state_bytes);
+    if (num_bytes && !state) return kvc_fail(KVC_ERR_INVALID, "state is NULL");
+    if (num_bytes && !tokens.num_tokens)
+        return kvc_fail(KVC_ERR_INVALID, "num_tokens is 0: no token has made the state");
+    kvc_prefix_lock(prefix);
+    return kvc_unlock(prefix->cache, keep(prefix, seq_id, tokens, state, num_bytes));
+}
+
+kvc_status kvc_prefix_state(kvc_prefix *prefix, int64_t seq_id, void *state, int64_t max_bytes, int64_t *num_bytes) {
+    kvc_cache *cache = prefix->cache;
+    if (!num_bytes) return kvc_fail(KVC_ERR_INVALID, "num_bytes is NULL");
+    kvc_lock(cache);
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    const kvc_session *session = sequence ? kvc_session_of(prefix, sequence) : NULL;
+    kvc_checkpoint *found = session ? session->state : NULL;
+    *num_bytes = found ? found->num_bytes : 0;
+    if (!state || !found) return kvc_unlock(cache, KVC_OK);
+    if (max_bytes < *num_bytes)
+        return kvc_unlock(cache, kvc_fail(KVC_ERR_INVALID, "max_bytes is %lld: the state has %lld",
+                                          (long long)max_bytes, (long long)*num_bytes));
+    kvc_checkpoint_read(cache, found, state);
+    return kvc_unlock(cache, KVC_OK);
+}
+
+kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *from, int64_t *num_dropped) {
+    kvc_tokens tokens;
+    KVC_TRY(kvc_read_tokens(from, &tokens));
+    if (!num_dropped) return kvc_fail(KVC_ERR_INVALID, "num_dropped is NULL");
+    *num_dropped = 0;
+    kvc_prefix_lock(prefix);
+    const int32_t block = prefix->cache->pools[0].block_size;
+    kvc_node *last = &prefix->tree->root;
+    for (kvc_node *node; last->end < tokens.num_tokens; last = node) {
+        const kvc_token_span part = kvc_tokens_part(&tokens, last->end, (int64_t)last->end + block);
+        if (!(node = kvc_node_child(last, &part))) break;
+    }
+    kvc_node_use(last, 1); /* a node may be freed with its rows, or with the one behind it */
+    for (kvc_node *node = last; node; node = last) {
+        last = node->parent;
+        if (last) kvc_node_use(last, 1);
+        *num_dropped += node->rows ? node->end - node->begin : 0;
+        if (node->rows) kvc_node_drop(node);
+        kvc_node_use(node, -1);
+    }
+    return kvc_unlock(prefix->cache, KVC_OK);
+}
