@@ -272,7 +272,8 @@ static kvc_status begin_arrival(arrival *a, const kvc_tokens *tokens, int32_t *i
     return KVC_OK;
 }
 
-/* Adds the block to the tree, unless its rows could not be written, or the prefix was cleared meanwhile. */
+/* Adds the block to the tree, unless its rows could not be written, or the prefix was cleared meanwhile; ends the use
+ * of its state. */
 static void end_arrival(const arrival *a, kvc_status status, kvc_checkpoint *checkpoint, int32_t *is_known) {
     kvc_prefix *prefix = a->prefix;
     kvc_cache *cache = prefix->cache;
@@ -287,9 +288,13 @@ static void end_arrival(const arrival *a, kvc_status status, kvc_checkpoint *che
         if (list && (node = kvc_tree_add(parent, node, &a->tokens))) kvc_node_take_out(node); /* it is in a store */
         if (node && checkpoint) kvc_checkpoints_add(&node->tree->checkpoints, &node->checkpoints, checkpoint);
     }
-    *is_known = node != NULL;
+    kvc_checkpoint_use(cache, checkpoint, -1);
+    if (node) kvc_node_use(node, 1); /* to stay while others are evicted, though it may lose its rows */
     if (*at) kvc_prefix_remove_pin(prefix, at);
     if (arrived) kvc_cache_forget(cache, arrived);
+    kvc_sessions_fit(cache);
+    *is_known = node && node->rows;
+    if (node) kvc_node_use(node, -1);
 }
 
 kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *from, int32_t block, const void *payload, int64_t size,
@@ -317,7 +322,6 @@ kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *from, int32_t bl
     if (status == KVC_OK && a.state_bytes > 0)
         kvc_checkpoint_new(cache, a.position, a.payload + size - a.state_bytes, a.state_bytes, &checkpoint);
     end_arrival(&a, status, checkpoint, is_known);
-    kvc_checkpoint_use(cache, checkpoint, -1);
     kvc_unlock(cache, KVC_OK);
     return status == KVC_ERR_FORMAT ? status : KVC_OK; /* no room, or kvc_clear has taken the sequence */
 }

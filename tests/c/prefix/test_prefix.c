@@ -753,6 +753,32 @@ static void serve(const text *t, int step) {
     CHECK(kvc_prefix_release(w.prefixes[0], s.id, &tokens) == KVC_OK);
 }
 
+/* Blocks that are added stay within max_bytes: the bookkeeping of the last one counts, too. */
+static void test_adding_within_max_bytes(void) {
+    enum { LIMIT = 20000 };
+    static uint8_t payload[4096];
+    const text first = numbered(7, 5);
+    kvc_new_block block;
+    int64_t num, size;
+    int32_t is_known;
+    new_world(&(kvc_policy){.kind = KVC_FULL}, 1, (kvc_config){.max_bytes = LIMIT});
+    kvc_prefix *own = w.prefixes[0];
+    w.prefixes[0] = new_prefix((kvc_prefix_config){.collects_new = 1});
+    serve(&first, 5);
+    CHECK(kvc_take_new_blocks(w.cache, &block, sizeof block, 1, &num) == KVC_OK && num == 1);
+    CHECK(kvc_read_block(w.cache, block.id, payload, sizeof payload, &size) == KVC_OK);
+    for (int i = 1; i < 100; i++) {
+        const text t = numbered(100 * i, 5);
+        const kvc_tokens tokens = tokens_of(&t);
+        CHECK(kvc_prefix_add(w.prefixes[0], &tokens, 0, payload, size, &is_known) == KVC_OK);
+        CHECK(is_known && known(&t) == 4);
+        CHECKF(kvc_nbytes(w.cache) <= LIMIT, "%lld bytes with %d blocks", (long long)kvc_nbytes(w.cache), i);
+    }
+    kvc_prefix_free(w.prefixes[0]);
+    w.prefixes[0] = own;
+    end_world();
+}
+
 /* A block of which windows have lost rows takes the place of none that has them. */
 static void test_fewer_rows(void) {
     const kvc_policy policies[] = {{.kind = KVC_FULL}, sliding_policy(3, 0, 0)};
@@ -1053,6 +1079,7 @@ int main(void) {
     test_quota();
     test_ttl();
     test_fewer_rows();
+    test_adding_within_max_bytes();
     test_beginnings();
     test_gaps();
     test_reuse();
