@@ -17,86 +17,24 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "kvcache.h"
-#include "world.h"
+#include "prefixes.h"
+#include "sim.h"
 
 enum {
-    MOST_LAYERS = 4,
-    MOST_CLIENTS = 8,
-    HEADS = 2,
-    DIM = 4,
-    MOST = 56, /* positions of a sequence */
-    IDS = 7,
-    KEPT = 8, /* retained sequences: ids from FIRST_KEPT on */
-    FIRST_KEPT = 100,
-    FEED = 9,          /* most tokens of a sequence in one batch */
-    MOST_FED = 3,      /* most sequences of a batch */
-    CROSS = 5,         /* most rows of a sequence in a cross-attention layer */
-    PIECES = 3,        /* retained sequences that are attached at once */
-    MOST_LISTED = 256, /* blocks, and runs */
-    MOST_TAGS = 1 << 20
+    MOST_FED = 3,     /* most sequences of a batch */
+    PIECES = 3,       /* retained sequences that are attached at once */
+    MOST_LISTED = 256 /* blocks, and runs */
 };
 
-/* What a sequence holds: tags by position, 0 where there is no row.  Of layers that expire rows, and of retained
- * sequences, it is all that may be there. */
-typedef struct sequence {
-    int is_taken; /* by a client, who alone may change it */
-    int is_kept;
-    int meddlers, meddlings; /* clients that change it though another one has it; how often any began to */
-    int is_spoilt;           /* one did since it was cleared: nobody knows which rows it holds */
-    int epoch;               /* odd while its rows are undefined: retained, and not written yet */
-    int tags[MOST_LAYERS][MOST];
-    int num_cross;
-} sequence;
-
-typedef struct world {
-    kvc_cache *cache;
-    kvc_layer layers[MOST_LAYERS];
-    kvc_config config;
-    int num_layers, expires, last_tag;
-    int is_meddled;      /* not 0: clients change sequences that others have */
-    int takes_rare_ways; /* not 0: rows may be moved together where that gains nothing */
-    sequence sequences[IDS + KEPT];
-    kvc_batch *batch; /* the open one; NULL while none is, or it begins or ends */
-    kvc_hold *holds[MOST_CLIENTS];
-    int num_holds; /* of these, and of those that a call is about to return */
-    int num_clones;
-    int has_allocator;
-    int64_t bytes[KVC_MEMORY_SCRATCH + 1]; /* that the cache and its clones have of the allocator, by kvc_memory_kind */
-    int64_t calls_left;
-    uint8_t origins[MOST_TAGS]; /* by tag: the position that the row was put at */
-} world;
-
-/* What others can see of the cache, at one moment unless sim_handovers() has changed. */
-typedef struct picture {
-    uint64_t handovers;
-    int layer; /* whose blocks are in it */
-    int64_t nbytes;
-    kvc_stats stats;
-    uint64_t contents; /* a hash of the sequences, in order of use, and the blocks */
-} picture;
-
-typedef struct client {
-    world *w;
-    int number;
-    int was_cancelled; /* since the call began */
-    int is_called;     /* by the core: its call is one within another */
-    int calls_aside;   /* how many it made within others, or in a batch without need */
-    uint64_t handovers, faults;
-    picture before; /* the call */
-    const char *call;
-    int replaces;     /* the sequence that the call replaces; -1: none */
-    kvc_batch *batch; /* one of that sequence, which began meanwhile */
-} client;
-
+int64_t ids[IDS + KEPT];
 static int traces;
 static client clients[MOST_CLIENTS];
 
-static int pick(int n) { return (int)sim_random((uint64_t)n); }
+int pick(int n) { return (int)sim_random((uint64_t)n); }
 
-static int64_t id_of(int s) { return s < IDS ? s * 3 - 4 : FIRST_KEPT + s - IDS; }
+int64_t id_of(int s) { return ids[s]; }
 
-static void fail(const client *c, const char *format, ...) {
+void fail(const client *c, const char *format, ...) {
     char text[512];
     va_list arguments;
     va_start(arguments, format);
@@ -106,17 +44,6 @@ static void fail(const client *c, const char *format, ...) {
 }
 
 /* ---- calls that may fail ----------------------------------------------------------------------------------------- */
-
-/* Which failures a call may answer with, beside those of a fault that met it. */
-enum {
-    MAY_BE_BUSY = 1,
-    MAY_BE_FULL = 2,
-    MAY_BE_GONE = 4,
-    MAY_BE_HELD = 8,
-    MAY_BE_INVALID = 16,
-    MAY_CANCEL = 32,
-    MAY_INDEX = 64
-};
 
 static uint64_t hash(uint64_t to, const void *data, size_t size) { /* FNV-1a */
     for (const unsigned char *byte = data; size; size--) to = (to ^ *byte++) * 0x100000001b3;
@@ -132,7 +59,7 @@ static uint64_t hash_contents(const world *w, int layer) {
     kvc_blocks(w->cache, layer, blocks, sizeof *blocks, MOST_LISTED, &num_blocks, runs, sizeof *runs, MOST_LISTED,
                &num_runs);
     for (int64_t i = 0; i < num_blocks && i < MOST_LISTED; i++) {
-        blocks[i].resident = 0;                       /* a batch that is aborted wrote */
+        blocks[i].resident = 0;                      /* a batch that is aborted wrote */
         if (blocks[i].is_held) blocks[i].filled = 0; /* its mark falls once it is let go */
     }
     to = hash(to, blocks, (size_t)(num_blocks < MOST_LISTED ? num_blocks : MOST_LISTED) * sizeof *blocks);
@@ -144,15 +71,16 @@ static uint64_t hash_contents(const world *w, int layer) {
     return to;
 }
 
-static picture take_picture(const world *w, int layer) {
+static picture take_picture(world *w, int layer) {
     picture p = {.handovers = sim_handovers(), .layer = layer, .nbytes = kvc_nbytes(w->cache)};
     kvc_get_stats(w->cache, &p.stats, sizeof p.stats);
     p.contents = hash_contents(w, layer);
+    read_prefix_stats(w, p.prefixes);
     return p;
 }
 
 /* Notes how things are before a call. */
-static void begin_call(client *c, const char *call) {
+void begin_call(client *c, const char *call) {
     c->call = call;
     c->was_cancelled = 0;
     c->before = take_picture(c->w, pick(c->w->num_layers));
@@ -162,16 +90,17 @@ static void begin_call(client *c, const char *call) {
 }
 
 /* Whether others may have seen, or changed, something since the call began. */
-static int is_alone(const client *c) { return sim_handovers() == c->handovers; }
+int is_alone(const client *c) { return sim_handovers() == c->handovers; }
 
 /* Whether nothing has changed since the call began, unless others ran meanwhile. */
-static void check_unchanged(client *c) {
+void check_unchanged(client *c) {
     const picture *was = &c->before, now = take_picture(c->w, was->layer);
     if (!is_alone(c)) return;
     if (now.nbytes != was->nbytes)
         fail(c, "changed kvc_nbytes from %lld to %lld", (long long)was->nbytes, (long long)now.nbytes);
     if (memcmp(&now.stats, &was->stats, sizeof now.stats)) fail(c, "changed the statistics");
     if (now.contents != was->contents) fail(c, "changed the sequences, or the blocks of layer %d", was->layer);
+    if (memcmp(now.prefixes, was->prefixes, sizeof now.prefixes)) fail(c, "changed the statistics of a prefix");
 }
 
 /* Whether the bytes of an allocator are counted right. */
@@ -183,7 +112,7 @@ static void check_bytes(client *c) {
         fail(c, "kvc_nbytes is %lld, and the cache has %lld", (long long)nbytes, (long long)taken);
 }
 
-static int ended(client *c, kvc_status status, int may) {
+int ended(client *c, kvc_status status, int may) {
     const int met_fault = sim_faults() != c->faults;
     const char *answer = kvc_strerror(status); /* it steps, with --trace or without */
     if (c->w->is_meddled) may |= MAY_BE_BUSY | MAY_BE_FULL | MAY_BE_GONE | MAY_BE_INVALID | MAY_INDEX;
@@ -240,11 +169,6 @@ static int32_t move_keys(void *user, int32_t layer, float *keys, int32_t num_kv_
 
 /* ---- rows -------------------------------------------------------------------------------------------------------- */
 
-typedef struct rows {
-    float k[HEADS][MOST][DIM], v[HEADS][MOST][DIM];
-    int32_t positions[MOST];
-} rows;
-
 static float element(int tag, int layer, int is_value, int h, int d) {
     return d ? (float)(1 + (tag * 31 + layer * 17 + is_value * 11 + h * 5 + d) % 4093) : (float)tag;
 }
@@ -260,7 +184,7 @@ static float key_element(const world *w, int tag, int layer, int h, int d, int p
 }
 
 /* Returns a tag for a new row. */
-static int new_tag(world *w, int position) {
+int new_tag(world *w, int position) {
     if (++w->last_tag == MOST_TAGS) sim_fail("too many rows: give fewer --calls");
     w->origins[w->last_tag] = (uint8_t)position;
     return w->last_tag;
@@ -275,7 +199,7 @@ static void set_row(rows *r, int i, int tag, int layer) {
 }
 
 /* Returns the tag of a row, all of which must be of that tag, and its key turned as at this position. */
-static int tag_of(const client *c, const float *k, const float *v, int64_t head_stride, int layer, int position) {
+int tag_of(const client *c, const float *k, const float *v, int64_t head_stride, int layer, int position) {
     const int tag = (int)k[0];
     int differ = tag < 1 || tag > c->w->last_tag;
     for (int h = 0; h < HEADS && !differ; h++)
@@ -316,7 +240,7 @@ static kvc_rows_in in_of(const rows *r) {
                          .v_row_stride = sizeof **r->v};
 }
 
-static kvc_rows_out out_of(rows *r) {
+kvc_rows_out out_of(rows *r) {
     return (kvc_rows_out){.struct_size = sizeof(kvc_rows_out),
                           .k = r->k,
                           .v = r->v,
@@ -327,12 +251,12 @@ static kvc_rows_out out_of(rows *r) {
                           .positions = r->positions};
 }
 
-static int is_own(const world *w, int l) { return !w->layers[l].share && w->layers[l].policy.kind != KVC_CROSS; }
+int is_own(const world *w, int l) { return !w->layers[l].share && w->layers[l].policy.kind != KVC_CROSS; }
 static int is_cross(const world *w, int l) { return w->layers[l].policy.kind == KVC_CROSS; }
 static int source_of(const world *w, int l) { return w->layers[l].share ? w->layers[l].share - 1 : l; }
 
 /* Compares what a sequence of a cache holds with what it should: rows that may expire, or be evicted, may lack. */
-static void check_sequence(client *c, kvc_cache *cache, int s) {
+void check_sequence(client *c, kvc_cache *cache, int s) {
     rows r;
     const world *w = c->w;
     const sequence *of = &w->sequences[s];
@@ -367,7 +291,7 @@ static void check_intact(client *c, kvc_cache *cache, int s) {
 /* ---- sequences of a client --------------------------------------------------------------------------------------- */
 
 /* Takes a sequence that nobody has; -1: a few tries found none.  kept: a retained one. */
-static int take(client *c, int kept) {
+int take(client *c, int kept) {
     for (int i = 0; i < 4; i++) {
         const int s = kept ? IDS + pick(KEPT) : pick(IDS);
         if (c->w->sequences[s].is_taken) continue;
@@ -377,25 +301,26 @@ static int take(client *c, int kept) {
     return -1;
 }
 
-static void let_go(client *c, int s) {
+void let_go(client *c, int s) {
     if (s < 0) return;
     check_sequence(c, c->w->cache, s);
+    note_use(c, s);
     c->w->sequences[s].is_taken = 0;
 }
 
-static int end_of(const sequence *s) {
+int end_of(const sequence *s) {
     int end = MOST;
     while (end && !s->tags[0][end - 1]) end--;
     return end;
 }
 
-static void forget(sequence *s) {
+void forget(sequence *s) {
     memset(s->tags, 0, sizeof s->tags);
-    s->num_cross = 0;
+    s->num_cross = s->num_prompt = 0;
     s->is_kept = 0;
 }
 
-static int clear_one(client *c, int s) {
+int clear_one(client *c, int s) {
     sequence *of = &c->w->sequences[s];
     const int meddlings = of->meddlers ? -1 : of->meddlings;
     begin_call(c, "kvc_clear_sequence");
@@ -602,9 +527,10 @@ static void make_pass(client *c, pass *p) {
             let_go(c, s);
             continue;
         }
+        int before = exact_end(w, &w->sequences[s]) < at ? -1 : at ? w->sequences[s].tags[0][at - 1] : 0;
         for (int t = 0; t < n; t++, p->num_tokens++) {
             p->positions[p->num_tokens] = at + t;
-            p->tags[p->num_tokens] = new_tag(w, at + t);
+            p->tags[p->num_tokens] = before = next_tag(c, s, at + t, before);
             p->unstored[p->num_tokens] = (uint8_t)is_unstored;
         }
         p->sequences[p->num_sequences++] = s;
@@ -619,9 +545,18 @@ static void check_full(client *c, const kvc_begin_args *args) {
     for (int s = IDS; s < IDS + KEPT; s++)
         if (!c->w->sequences[s].is_taken && kvc_clear_sequence(c->w->cache, id_of(s)) == KVC_OK)
             forget(&c->w->sequences[s]);
+    evict_blocks(c);
     if (kvc_begin_with(c->w->cache, args, &batch) != KVC_OK) return;
     kvc_abort(batch);
     if (is_alone(c)) fail(c, "found no room, and does once retained sequences are cleared");
+}
+
+/* Checks what a batch that has begun leaves to others, and takes. */
+static void check_limits(client *c) {
+    const int64_t most = c->w->config.max_bytes, nbytes = kvc_nbytes(c->w->cache);
+    if (most && nbytes > most && !has_quota(c->w) && is_alone(c))
+        fail(c, "passes max_bytes by %lld", (long long)(nbytes - most));
+    check_quotas(c);
 }
 
 static int begin(client *c, pass *p) {
@@ -639,9 +574,8 @@ static int begin(client *c, pass *p) {
     const kvc_status status = kvc_begin_with(c->w->cache, &args, &p->batch);
     const int has_begun = ended(c, status, MAY_BE_FULL | MAY_BE_GONE | MAY_CANCEL | (timeout >= 0 ? MAY_BE_BUSY : 0));
     if (status == KVC_ERR_FULL) check_full(c, &args);
-    if (has_begun && c->w->config.max_bytes && kvc_nbytes(c->w->cache) > c->w->config.max_bytes && is_alone(c))
-        fail(c, "passes max_bytes by %lld", (long long)(kvc_nbytes(c->w->cache) - c->w->config.max_bytes));
-    for (int t = 0; has_begun && t < p->num_tokens; t++) /* others may have moved the sequence's end */
+    if (has_begun) check_limits(c);
+    for (int t = 0; has_begun && c->w->is_meddled && t < p->num_tokens; t++) /* others may have moved the end */
         c->w->origins[p->tags[t]] = (uint8_t)kvc_batch_positions(p->batch)[t];
     return has_begun;
 }
@@ -653,8 +587,18 @@ static void note_kept(client *c, const pass *p, const uint8_t *kept) {
         for (int t = p->first[i]; t < p->first[i + 1]; t++)
             for (int l = 0; l < c->w->num_layers && kept[t]; l++)
                 if (is_own(c->w, l)) s->tags[l][p->positions[t]] = p->tags[t];
+        int t = p->first[i];
+        while (t < p->first[i + 1] && kept[t]) t++;
+        if (t < p->first[i + 1] && p->positions[t] < s->num_prompt) s->num_prompt = p->positions[t];
         if (p->unstored[p->first[i]]) forget(s);
     }
+}
+
+/* Notes that a token is about to be part of its sequence. */
+static void note_token(const client *c, const pass *p, int t) {
+    int i = 0;
+    while (t >= p->first[i + 1]) i++;
+    if (!p->unstored[t]) note_commit(c, p->sequences[i], p->tags[t]);
 }
 
 static void end_pass(client *c, const pass *p) {
@@ -667,8 +611,11 @@ static void end_pass(client *c, const pass *p) {
     }
     c->w->batch = NULL;
     c->call = "kvc_commit"; /* it cannot fail */
+    const int before = begin_use(c);
+    for (int t = 0; t < num; t++) note_token(c, p, indices[t]);
     const kvc_status status =
         num == p->num_tokens && pick(2) ? kvc_commit(p->batch) : kvc_commit_kept(p->batch, indices, num);
+    end_use(c, before);
     if (status != KVC_OK) fail(c, "answers \"%s\"", kvc_strerror(status));
     if (traces)
         printf("%llu client %d: %d of %d tokens committed\n", (unsigned long long)sim_steps(), c->number, num,
@@ -767,6 +714,7 @@ static void cut(client *c, int s) {
     const int length = pick(end_of(of) + 1);
     begin_call(c, "kvc_truncate");
     if (!ended(c, kvc_truncate(c->w->cache, id_of(s), length), MAY_BE_GONE)) return;
+    if (length < end_of(of) && length < of->num_prompt) of->num_prompt = length;
     for (int l = 0; l < MOST_LAYERS; l++) memset(of->tags[l] + length, 0, (size_t)(MOST - length) * sizeof(int));
 }
 
@@ -980,6 +928,8 @@ static void attach_pieces(client *c, int to, const int *pieces) {
     for (int i = 0; i < PIECES; i++) w->sequences[to].is_spoilt |= w->sequences[pieces[i]].is_spoilt;
     join_tags(w, pieces, matched, tags);
     memcpy(w->sequences[to].tags, tags, sizeof tags);
+    const int exact = exact_end(w, &w->sequences[to]);
+    while (exact < matched && kvc_mark_inexact(w->cache, id_of(to), exact) != KVC_OK) continue;
 }
 
 static int first_of(const client *c, int s) {
@@ -1034,9 +984,10 @@ static void retain_new(client *c) {
             sequence *kept = &w->sequences[to];
             kept->is_kept = 1;
             int is_whole = 1;
+            set_any_text(c, kept, begin, begin + n);
             for (int l = 0; l < w->num_layers && is_whole; l++) {
                 if (!is_own(w, l)) continue;
-                for (int i = 0; i < n; i++) set_row(&r, i, kept->tags[l][begin + i] = new_tag(w, begin + i), l);
+                for (int i = 0; i < n; i++) set_row(&r, i, kept->tags[l][begin + i], l);
                 const kvc_rows_in in = in_of(&r);
                 begin_call(c, "kvc_inject into a retained sequence");
                 is_whole = ended(c, kvc_inject(w->cache, id, l, begin, begin + n, &in),
@@ -1119,6 +1070,7 @@ static void clone(client *c) {
     int epochs[IDS + KEPT], cloned_epochs[IDS + KEPT];
     for (int s = 0; s < IDS + KEPT; s++) epochs[s] = c->w->sequences[s].epoch;
     c->w->num_clones++;
+    const int more = 2 * (c->w->num_acquiring - c->w->acquired);
     begin_call(c, "kvc_cache_clone");
     const int is_there = ended(c, kvc_cache_clone(c->w->cache, &copy), MAY_BE_BUSY);
     check_unchanged(c);
@@ -1126,6 +1078,7 @@ static void clone(client *c) {
     if (!is_there) return;
     for (int s = 0; s < IDS + KEPT; s++) cloned_epochs[s] = c->w->sequences[s].epoch;
     if (kvc_validate(copy) != KVC_OK) fail(c, "the clone is corrupt");
+    if (!c->w->is_meddled) check_known(c, copy, more + 2 * c->w->acquired);
     for (int s = 0; s < IDS + KEPT; s++)
         if (epochs[s] % 2 == 0 && cloned_epochs[s] == epochs[s]) check_intact(c, copy, s);
     if (kvc_cache_free(copy) != KVC_OK) fail(c, "the clone cannot be freed");
@@ -1267,6 +1220,7 @@ static int check_child(void *context) {
     if (w->batch) kvc_abort(w->batch);
     if (kvc_validate(w->cache) != KVC_OK) fail(c, "the child's cache is corrupt without the batch");
     for (int s = 0; s < IDS + KEPT; s++) check_intact(c, w->cache, s);
+    check_prefixes_in_child(c);
     for (int i = 0; i < MOST_CLIENTS; i++) {
         w->num_holds -= w->holds[i] != NULL;
         kvc_hold_free(w->holds[i]);
@@ -1278,7 +1232,7 @@ static int check_child(void *context) {
     if (!w->num_holds) check_empty(c);
     for (int s = 0; s < IDS + KEPT; s++) w->sequences[s] = (sequence){0};
     w->batch = NULL;
-    for (int i = 0; i < 3; i++) feed(c);
+    for (int i = 0; i < 12; i++) (i % 4 ? call_prefix : feed)(c);
     return 0;
 }
 
@@ -1308,6 +1262,8 @@ static void pass_time(client *c) {
     self_of(&within);
     if (c->replaces >= 0 && !c->batch && pick(2))
         begin_replaced(c);
+    else if (pick(2))
+        call_prefix(&within);
     else
         calls[pick(sizeof calls / sizeof *calls)](&within);
     self_of(c);
@@ -1327,7 +1283,10 @@ static void *run_client(void *context) {
     client *c = context;
     self_of(c);
     while (c->w->calls_left-- > 0) {
-        calls[pick(sizeof calls / sizeof *calls)](c);
+        if (c->w->has_prefixes && pick(2))
+            call_prefix(c);
+        else
+            calls[pick(sizeof calls / sizeof *calls)](c);
         check_intact(c, c->w->cache, pick(IDS + KEPT));
         check_bytes(c);
         if (kvc_utilization(c->w->cache) > 1) fail(c, "utilization is above 1");
@@ -1411,7 +1370,9 @@ static void run(uint64_t seed, int num_clients, int64_t num_calls, int faults) {
     clients[num_clients] = (client){.w = &w, .number = num_clients, .replaces = -1, .call = "end"};
     self_of(&clients[num_clients]);
     const int64_t bytes = sim_bytes();
+    for (int s = 0; s < IDS + KEPT; s++) ids[s] = s < IDS ? s * 3000000 - 4000000 : 100000000 + s - IDS;
     make_cache(&w);
+    begin_prefixes(&clients[num_clients]);
     for (int i = 0; i < num_clients; i++) {
         clients[i] = (client){.w = &w, .number = i, .replaces = -1};
         while (sim_thread_create(&threads[i], NULL, run_client, &clients[i])) continue;
@@ -1423,6 +1384,7 @@ static void run(uint64_t seed, int num_clients, int64_t num_calls, int faults) {
     if (kvc_validate(w.cache) != KVC_OK) fail(c, "the cache is corrupt");
     if (kvc_clear(w.cache) != KVC_OK) fail(c, "the cache cannot be cleared");
     check_empty(c);
+    end_prefixes(c);
     if (kvc_cache_free(w.cache) != KVC_OK) fail(c, "the cache cannot be freed");
     if (sim_bytes() != bytes) fail(c, "%lld bytes are left", (long long)(sim_bytes() - bytes));
 }

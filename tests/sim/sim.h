@@ -1,0 +1,169 @@
+/* sim.h: what the parts of the simulation share: the world's sequences and prefixes, the clients, and their calls. */
+#ifndef SIM_SIM_H
+#define SIM_SIM_H
+
+#include "kvcache.h"
+#include "world.h"
+
+enum {
+    MOST_LAYERS = 4,
+    MOST_CLIENTS = 8,
+    HEADS = 2,
+    DIM = 4,
+    MOST = 56, /* positions of a sequence */
+    IDS = 7,
+    KEPT = 8,  /* retained sequences, behind the others */
+    FEED = 9,  /* most tokens of a sequence in one batch */
+    CROSS = 5, /* most rows of a sequence in a cross-attention layer */
+    MOST_TAGS = 1 << 20,
+    PREFIXES = 2,
+    STORE = 8, /* blocks outside the cache */
+    PINS = 3,  /* of a prefix */
+    MOST_FOLLOWED = 256
+};
+
+/* The tags of the tokens of a string, each of which stands for all tokens up to it. */
+typedef struct text {
+    int num;
+    int tags[MOST];
+} text;
+
+/* What a sequence holds: tags by position, 0 where there is no row.  Of layers that expire rows, and of retained
+ * sequences, it is all that may be there. */
+typedef struct sequence {
+    int is_taken; /* by a client, who alone may change it */
+    int is_kept;
+    int meddlers, meddlings; /* clients that change it though another one has it; how often any began to */
+    int is_spoilt;           /* one did since it was cleared: nobody knows which rows it holds */
+    int epoch;               /* odd while its rows are undefined: retained, and not written yet */
+    int tags[MOST_LAYERS][MOST];
+    int num_cross;
+    int prefix;     /* 1 + the one that acquired it; 0: none has */
+    text prompt;    /* that it was acquired with */
+    int num_prompt; /* tokens of the prompt that it is fed, before others */
+} sequence;
+
+/* A prefix of the cache, and what may be known of it. */
+typedef struct prefix {
+    kvc_prefix *handle; /* NULL: there is none */
+    kvc_prefix_config config;
+    int users;       /* calls that use it: meanwhile it is not freed */
+    int is_changing; /* it is made or freed */
+    int cleared;     /* strings that were noted before this time are not known any more */
+    int pins[PINS];  /* tags of what is pinned; 0: nothing; below 0: that of what a call is about to pin, or unpin */
+    int is_followed; /* a call reads its events */
+    int has_lost;    /* events: nobody knows which blocks there are */
+    int num_followed;
+    uint8_t followed[MOST_FOLLOWED][KVC_NAME_BYTES]; /* the blocks that it has by its events */
+} prefix;
+
+/* A block outside the cache. */
+typedef struct payload {
+    int is_taken;
+    int tag; /* of its last token */
+    int64_t size;
+    uint8_t *bytes; /* NULL: none */
+} payload;
+
+typedef struct world {
+    kvc_cache *cache;
+    kvc_layer layers[MOST_LAYERS];
+    kvc_config config;
+    int num_layers, expires, last_tag;
+    int is_meddled;      /* not 0: clients change sequences that others have */
+    int takes_rare_ways; /* not 0: rows may be moved together where that gains nothing */
+    sequence sequences[IDS + KEPT];
+    kvc_batch *batch; /* the open one; NULL while none is, or it begins or ends */
+    kvc_hold *holds[MOST_CLIENTS];
+    int num_holds; /* of these, and of those that a call is about to return */
+    int num_clones;
+    int has_allocator;
+    int64_t bytes[KVC_MEMORY_SCRATCH + 1]; /* that the cache and its clones have of the allocator, by kvc_memory_kind */
+    int64_t calls_left;
+    int has_prefixes, has_states; /* has_states: they are of a model beside its rows */
+    prefix prefixes[PREFIXES];
+    payload store[STORE];
+    int time;                    /* rises with each string that is noted */
+    int since[MOST_CLIENTS];     /* when the client began to use prefixes; 0: it does not */
+    int num_acquiring, acquired; /* calls of kvc_prefix_acquire: those that run, and how many began */
+    uint8_t origins[MOST_TAGS];  /* by tag: the position that the row was put at */
+} world;
+
+/* What others can see of the cache, at one moment unless sim_handovers() has changed. */
+typedef struct picture {
+    uint64_t handovers;
+    int layer; /* whose blocks are in it */
+    int64_t nbytes;
+    kvc_stats stats;
+    uint64_t contents; /* a hash of the sequences, in order of use, and the blocks */
+    kvc_prefix_stats prefixes[PREFIXES];
+} picture;
+
+typedef struct client {
+    world *w;
+    int number;
+    int was_cancelled; /* since the call began */
+    int is_called;     /* by the core: its call is one within another */
+    int calls_aside;   /* how many it made within others, or in a batch without need */
+    uint64_t handovers, faults;
+    picture before; /* the call */
+    const char *call;
+    int replaces;     /* the sequence that the call replaces; -1: none */
+    kvc_batch *batch; /* one of that sequence, which began meanwhile */
+} client;
+
+typedef struct rows {
+    float k[HEADS][MOST][DIM], v[HEADS][MOST][DIM];
+    int32_t positions[MOST];
+} rows;
+
+/* Which failures a call may answer with, beside those of a fault that met it. */
+enum {
+    MAY_BE_BUSY = 1,
+    MAY_BE_FULL = 2,
+    MAY_BE_GONE = 4,
+    MAY_BE_HELD = 8,
+    MAY_BE_INVALID = 16,
+    MAY_CANCEL = 32,
+    MAY_INDEX = 64
+};
+
+extern int64_t ids[IDS + KEPT]; /* by which each sequence is named now */
+
+int pick(int n);
+int64_t id_of(int s);
+_Noreturn void fail(const client *c, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* Notes how things are before a call. */
+void begin_call(client *c, const char *call);
+
+/* Returns whether a call succeeded; it must not fail otherwise than this, and if it did, it must have changed nothing.
+ */
+int ended(client *c, kvc_status status, int may);
+
+/* Whether others may have seen, or changed, something since the call began. */
+int is_alone(const client *c);
+
+/* Whether nothing has changed since the call began, unless others ran meanwhile. */
+void check_unchanged(client *c);
+
+/* Returns a tag for a new row. */
+int new_tag(world *w, int position);
+
+/* Returns the tag of a row, all of which must be of that tag, and its key turned as at this position. */
+int tag_of(const client *c, const float *k, const float *v, int64_t head_stride, int layer, int position);
+
+kvc_rows_out out_of(rows *r);
+int is_own(const world *w, int l);
+
+/* Compares what a sequence of a cache holds with what it should. */
+void check_sequence(client *c, kvc_cache *cache, int s);
+
+/* Takes a sequence that nobody has; -1: a few tries found none.  kept: a retained one. */
+int take(client *c, int kept);
+void let_go(client *c, int s);
+
+int end_of(const sequence *s);
+int clear_one(client *c, int s);
+
+#endif
