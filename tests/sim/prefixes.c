@@ -187,19 +187,28 @@ static int has_others(const world *w, int p, int own) {
 
 static int handed_over(const client *c) { return sim_handovers() != c->before.handovers; }
 
-/* Checks how many tokens of a string a prefix found.  began: when the call did; own: a sequence of the caller's. */
-static void check_found(client *c, int p, const text *t, int found, int limit, int64_t began, int own) {
+/* When a call began: the clock, and the time before which what was noted was not known any more even then. */
+typedef struct moment {
+    int64_t clock;
+    int cleared;
+} moment;
+
+static moment moment_of(const world *w, int p) { return (moment){clock_now(), w->prefixes[p].cleared}; }
+
+/* Checks how many tokens of a string a prefix found.  own: a sequence of the caller's. */
+static void check_found(client *c, int p, const text *t, int found, int limit, moment began, int own) {
     const world *w = c->w;
     const prefix *of = &w->prefixes[p];
     const int block = (int)kvc_block_size(w->cache);
     if (found < 0 || found > limit) fail(c, "found %d tokens, of at most %d", found, limit);
     if (!found || w->is_meddled) return;
-    if (noted[p][t->tags[found - 1]] < of->cleared) fail(c, "found %d of %d tokens, which are not kept", found, t->num);
+    if (noted[p][t->tags[found - 1]] < began.cleared)
+        fail(c, "found %d of %d tokens, which are not kept", found, t->num);
     if (!of->config.ttl_ms || is_shared(c) || handed_over(c) || has_others(w, p, own)) return;
     const int tag = t->tags[(found - 1) / block * block]; /* of the first token in the last block */
-    if (used[p][tag] < began - of->config.ttl_ms * 1000000 && !is_pinned(of, tag))
+    if (used[p][tag] < began.clock - of->config.ttl_ms * 1000000 && !is_pinned(of, tag))
         fail(c, "found %d tokens, of which the last block was used %lld ns ago", found,
-             (long long)(began - used[p][tag]));
+             (long long)(began.clock - used[p][tag]));
 }
 
 /* ---- calls ------------------------------------------------------------------------------------------------------- */
@@ -270,7 +279,7 @@ static void lookup(client *c, int p) {
     given g;
     int32_t found = -1;
     const text t = any_prompt(c->w);
-    const int64_t began = clock_now();
+    const moment began = moment_of(c->w, p);
     begin(c, p, "kvc_prefix_lookup");
     if (!ended(c, kvc_prefix_lookup(handle_of(c, p), give(&g, &t), &found), 0)) return;
     check_unchanged(c);
@@ -361,7 +370,7 @@ static void acquire_as(client *c, int p, int s) {
     int64_t id = -1;
     const text t = any_prompt(w);
     const int most = pick(4) ? -1 : pick(t.num + 2), limit = most < 0 || most >= t.num ? t.num - 1 : most;
-    const int64_t began = clock_now();
+    const moment began = moment_of(w, p);
     begin(c, p, "kvc_prefix_acquire");
     w->num_acquiring++;
     w->acquired++;
@@ -379,7 +388,10 @@ static void acquire_as(client *c, int p, int s) {
 
 static void acquire(client *c, int p) {
     const int s = take(c, 0);
-    if (s >= 0 && clear_one(c, s)) acquire_as(c, p, s);
+    if (s >= 0 && clear_one(c, s)) {
+        note_use(c, s); /* by the prefix that it was acquired from before */
+        acquire_as(c, p, s);
+    }
     let_go(c, s);
 }
 
@@ -448,9 +460,10 @@ static void pin(client *c, int p) {
     const text t = any_prompt(c->w);
     if (*own) return;
     *own = -last_of(&t, t.num);
+    const moment began = moment_of(c->w, p);
     begin(c, p, "kvc_prefix_pin");
     const int is_pinned = ended(c, kvc_prefix_pin(handle_of(c, p), give(&g, &t), &kept), 0) && kept;
-    if (is_pinned && !c->w->is_meddled && noted[p][last_of(&t, kept)] < c->w->prefixes[p].cleared)
+    if (is_pinned && !c->w->is_meddled && noted[p][last_of(&t, kept)] < began.cleared)
         fail(c, "pinned %d tokens, which are not kept", kept);
     if (is_pinned && !pick(4) && !c->w->expires && !c->w->prefixes[p].config.state_bytes &&
         kvc_prefix_evict(handle_of(c, p), INT64_MAX, &num) == KVC_OK) {
@@ -663,17 +676,18 @@ static void add_from(client *c, int p, const payload *from) {
     int32_t is_known = -1, first = -1;
     int64_t num = -1;
     const int block = (int)kvc_block_size(w->cache), end = t.num, is_damaged = !pick(8);
+    const int64_t size = is_damaged ? w->num_layers : from->size;
     extend(w, &t, pick(6));
     const kvc_tokens *tokens = give(&g, &t);
+    const moment began = moment_of(w, p);
     begin(c, p, "kvc_prefix_missing");
     if (ended(c, kvc_prefix_missing(handle_of(c, p), tokens, t.num, NULL, 0, &first, &num), 0) && first &&
-        noted[p][last_of(&t, first * block)] < w->prefixes[p].cleared)
+        noted[p][last_of(&t, first * block)] < began.cleared)
         fail(c, "says that %d blocks are known, which are not kept", first);
     use(p, last_of(&t, t.num));
     if (!is_damaged) note(w, p, from->tag, end - block);
     begin(c, p, "kvc_prefix_add");
-    const kvc_status status =
-        kvc_prefix_add(handle_of(c, p), tokens, end / block - 1, from->bytes, from->size - is_damaged, &is_known);
+    const kvc_status status = kvc_prefix_add(handle_of(c, p), tokens, end / block - 1, from->bytes, size, &is_known);
     if (is_damaged && status == KVC_ERR_FORMAT)
         check_unchanged(c);
     else if (ended(c, status, 0) && is_damaged)
