@@ -372,6 +372,8 @@ static void acquire_as(client *c, int p, int s) {
     const int most = pick(4) ? -1 : pick(t.num + 2), limit = most < 0 || most >= t.num ? t.num - 1 : most;
     const moment began = moment_of(w, p);
     begin(c, p, "kvc_prefix_acquire");
+    /* Tokens that were moved before a function failed to move others had taken the place of retained rows. */
+    if (w->prefixes[p].config.reuse_min_tokens) c->handovers = UINT64_MAX;
     w->num_acquiring++;
     w->acquired++;
     const int is_there = ended(c, kvc_prefix_acquire(handle_of(c, p), give(&g, &t), most, &id, &matched), 0);
@@ -759,6 +761,27 @@ void begin_prefixes(client *c) {
     for (int p = 0; p < PREFIXES && w->has_prefixes; p++) renew(c, p);
 }
 
+/* Takes back all pins, and drops all blocks of a prefix. */
+static void drop_all(client *c, int p) {
+    given g;
+    prefix *of = &c->w->prefixes[p];
+    int64_t num;
+    for (int i = 0; i < PINS; i++) {
+        if (!of->pins[i]) continue;
+        const text t = text_of(of->pins[i] < 0 ? -of->pins[i] : of->pins[i]);
+        kvc_prefix_unpin(of->handle, give(&g, &t));
+        of->pins[i] = 0;
+    }
+    kvc_prefix_evict(of->handle, INT64_MAX, &num);
+    const kvc_prefix_stats stats = stats_of(c, p);
+    if (stats.blocks) fail(c, "%lld blocks are left that nobody can drop", (long long)stats.blocks);
+}
+
+void drop_prefixes(client *c) {
+    for (int p = 0; p < PREFIXES; p++)
+        if (c->w->prefixes[p].handle) drop_all(c, p);
+}
+
 void end_prefixes(client *c) {
     for (int p = 0; p < PREFIXES; p++)
         if (pick(2)) kvc_prefix_free(c->w->prefixes[p].handle), c->w->prefixes[p].handle = NULL;
@@ -798,22 +821,6 @@ void check_known(client *c, kvc_cache *cache, int more) {
     num = kvc_sequences(cache, found, 64);
     for (int64_t i = 0; i < num && i < 64; i++) unknown += !is_known_id(found[i]);
     if (unknown > more) fail(c, "%lld sequences are left that nobody made", (long long)unknown);
-}
-
-/* Takes back all pins, and drops all blocks of a prefix. */
-static void drop_all(client *c, int p) {
-    given g;
-    prefix *of = &c->w->prefixes[p];
-    int64_t num;
-    for (int i = 0; i < PINS; i++) {
-        if (!of->pins[i]) continue;
-        const text t = text_of(of->pins[i] < 0 ? -of->pins[i] : of->pins[i]);
-        kvc_prefix_unpin(of->handle, give(&g, &t));
-        of->pins[i] = 0;
-    }
-    kvc_prefix_evict(of->handle, INT64_MAX, &num);
-    const kvc_prefix_stats stats = stats_of(c, p);
-    if (stats.blocks) fail(c, "%lld blocks are left that nobody can drop", (long long)stats.blocks);
 }
 
 void check_prefixes_in_child(client *c) {

@@ -7,7 +7,8 @@
 /* Makes the prefixes of a world, where its layers allow them. */
 void begin_prefixes(client *c);
 
-/* Frees some of them, and what is in the store. */
+/* Once no call runs: drops what they have, of which nothing may stay; frees some of them, and what is in the store. */
+void drop_prefixes(client *c);
 void end_prefixes(client *c);
 
 /* Makes some call of a prefix, if there is one. */

@@ -1382,6 +1382,7 @@ static void run(uint64_t seed, int num_clients, int64_t num_calls, int faults) {
     client *c = &clients[num_clients];
     for (int s = 0; s < IDS + KEPT; s++) check_sequence(c, w.cache, s);
     if (kvc_validate(w.cache) != KVC_OK) fail(c, "the cache is corrupt");
+    drop_prefixes(c);
     if (kvc_clear(w.cache) != KVC_OK) fail(c, "the cache cannot be cleared");
     check_empty(c);
     end_prefixes(c);
