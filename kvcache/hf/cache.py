@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn, Self
 
 import torch
@@ -16,8 +18,9 @@ from kvcache.hf.decode import Decoder
 from kvcache.hf.latents import LatentLayer
 from kvcache.hf.layers import CrossLayer, Layer
 from kvcache.hf.passes import Passes, indices_of
-from kvcache.hf.policies import SHAPE, CacheLayer, block_size_for, check_policies, describe, layers_of, parts_of
+from kvcache.hf.policies import SHAPE, block_size_for, check_policies, describe, layers_of, parts_of
 from kvcache.hf.prompts import Prompt, Prompts, check_prefix, placeholders_of, prompts_of
+from kvcache.hf.recurrent import ROWS, MixedLayer, Recurrent
 from kvcache.hf.state import SaveableBatch, stored_in
 from kvcache.hf.turns import STALLED, Turns
 from kvcache.layer import DType, Transform, count, override
@@ -76,24 +79,27 @@ class HFCache(SaveableBatch, Cache):
         made = self.make_kv_cache(config, dtype or "f16", policy, transform, block_size=block_size)
         if not self._holds_source:
             check_policies(made.layers)
-        layers: list[Any] = parts_of(config)[1]
+        parts = parts_of(config)[1]
         self._prefix = prefix
         if prefix is None:
             self._cache, turns = made, Turns()
         else:
             types = ("k_dtype", "v_dtype") if dtype is not None else ()
             transforms = ("k_transform", "v_transform") if transform is not None else ()
-            check_prefix(prefix, config.get_text_config(decoder=True), layers, made, (*SHAPE, *types, *transforms))
+            check_prefix(prefix, config.get_text_config(decoder=True), [own for _, own in parts], made, (*SHAPE, *types, *transforms))
             self._cache, turns = prefix.cache, Turns.of(prefix.cache)
         self._placeholders = placeholders_of(config)
         self._follows_config = policy is None  # whether a layer's window is the model's
         self._passes = Passes(self._cache, turns, 0.0 if prefix is None else STALLED)
         self._decoder = Decoder(self._cache, torch.get_default_dtype())  # until the model brings some rows
         self._forget_text()
-        with_rows = [i for i, layer in enumerate(layers) if not isinstance(layer, CacheLayer)]
-        for index, i in enumerate(with_rows):
-            layers[i] = self._make_layer(index)
+        count_rows = itertools.count().__next__
+        layers = [
+            own if policy is None else self._make_layer(count_rows(), getattr(own, "number_of_states", 0))
+            for policy, own in parts
+        ]
         super().__init__(layers=layers)
+        self._recurrent = Recurrent(layers)
 
     @staticmethod
     def make_kv_cache(
@@ -136,10 +142,12 @@ class HFCache(SaveableBatch, Cache):
         self.text: torch.Tensor | None = None
         self.has_moved_rows = False  # since `generate` told them
 
-    def _make_layer(self, index: int) -> Layer:
-        kind = CrossLayer if isinstance(self.policy[index], CrossAttention) else Layer
+    def _make_layer(self, index: int, number_of_states: int) -> Layer:
+        kind: Callable[..., Layer] = CrossLayer if isinstance(self.policy[index], CrossAttention) else Layer
         if self._cache.layers[index].value_in_key:
             kind = LatentLayer
+        if number_of_states:
+            kind = partial(MixedLayer, number_of_states)
         return kind(self._passes, self._decoder, index, self._follows_config)
 
     @property
@@ -148,9 +156,9 @@ class HFCache(SaveableBatch, Cache):
         return tuple(layer.policy for layer in self._cache.layers)
 
     @property
-    def others(self) -> list[Any]:
-        """The layers whose state is transformers' own."""
-        return [layer for layer in self.layers if not isinstance(layer, Layer)]
+    def recurrent(self) -> Recurrent:
+        """The recurrent layers."""
+        return self._recurrent
 
     def has_source(self, index: int) -> bool:
         """Whether a layer has an encoder's rows: not after a pass that failed."""
@@ -174,9 +182,38 @@ class HFCache(SaveableBatch, Cache):
                 f"the model has {layer_idx + 1} layers or more, the config that this cache was made from has"
                 f" {len(self.layers)}: give HFCache model.config"
             )
+        self._reach(layer_idx, ROWS)
         layer: Any = self.layers[layer_idx]
         new: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states, *args, **kwargs)
         return new
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return the state of a recurrent layer's convolution; None: there is none yet. Each pass begins with this."""
+        self._reach(layer_idx, state_idx)
+        state: torch.Tensor | None = super().get_conv_state(layer_idx, state_idx)
+        return state
+
+    def _reach(self, layer_idx: int, part: int) -> None:
+        """Note that a pass has come to a part of a layer."""
+        recurrent = self._recurrent
+        if not recurrent:
+            return
+        if recurrent.is_begun_by(layer_idx, part) and self.has_lost_state:
+            raise ValueError(
+                "a forward pass did not go through all layers, and recurrent layers cannot go back to before it:"
+                " reset() the cache, then feed the whole text"
+            )
+        recurrent.reach(layer_idx, part)
+
+    @property
+    def has_lost_state(self) -> bool:
+        """Whether some recurrent layers have tokens of a pass that failed in them; ask when none runs."""
+        return bool(self._recurrent) and (self._passes.has_dropped or self._recurrent.is_within)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Whether each layer has a recurrent state alone."""
+        return [i in self._recurrent.layers and not isinstance(layer, Layer) for i, layer in enumerate(self.layers)]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens seen, padding included."""
@@ -209,11 +246,10 @@ class HFCache(SaveableBatch, Cache):
     def reset(self) -> None:
         """Forget all tokens."""
         self._passes.end()
-        for layer in self.others:
-            layer.reset()  # what may raise comes first: then nothing has changed
         for seq_id in self._passes.seq_ids:
             self._cache.clear(seq_id)
         self._passes.forget()
+        self._recurrent.reset()
         self._decoder.forget()
         self._forget_text()
 
@@ -324,7 +360,8 @@ class HFCache(SaveableBatch, Cache):
         """Remove the last tokens: `tokens_to_remove` is minus their number.
 
         Tokens of the last pass can always be removed. Before them, a window can go back as far as its `resume_window`
-        keeps rows, else ``RowsGoneError`` is raised, and nothing has changed.
+        keeps rows, else ``RowsGoneError`` is raised, and nothing has changed. Recurrent layers cannot go back, but for
+        convolutions in the last pass after `activate_past_recording`: that is a ``NotSupportedError``.
         """
         tokens_to_remove = integer(tokens_to_remove, "tokens_to_remove", -INT64_MAX, INT64_MAX)
         if tokens_to_remove > 0:
@@ -342,8 +379,8 @@ class HFCache(SaveableBatch, Cache):
             if stuck:
                 num_back = 0
             else:
-                for layer in self.others:
-                    layer.crop(tokens_to_remove)
+                self._recurrent.check_crop(before - seen, seen)
+                self._recurrent.crop(before - seen, seen)
             passes.end(num_back)
             lengths = {i: max(0, seen - offset) for i, offset in zip(passes.seq_ids, passes.offsets, strict=True)}
             for seq_id in (*stuck, *lengths):  # first what raises: then none has changed
@@ -379,8 +416,7 @@ class HFCache(SaveableBatch, Cache):
         batch_indices = indices_of(indices, name, num_rows)
         self._passes.select(batch_indices)
         self.text, self.has_moved_rows = None if self.text is None else self.text[batch_indices], True
-        for layer in self.others:
-            layer.reorder_cache(torch.tensor(batch_indices))
+        self._recurrent.select(batch_indices)
 
     def __copy__(self) -> HFCache:
         """Return what `copy.deepcopy` does."""
@@ -393,10 +429,20 @@ class HFCache(SaveableBatch, Cache):
         other.__dict__.update(self.__dict__)
         other._passes, other._decoder = passes, Decoder(self._cache, self._decoder.dtype)
         other.layers = [
-            other._make_layer(layer.index) if isinstance(layer, Layer) else copy.deepcopy(layer, memo)
-            for layer in self.layers
+            other._copy_of(layer) if isinstance(layer, Layer) else copy.deepcopy(layer, memo) for layer in self.layers
         ]
+        other._recurrent = Recurrent(other.layers)
+        other._recurrent.go_on_as(self._recurrent)
         return other
+
+    def _copy_of(self, layer: Layer) -> Layer:
+        """Make a layer as that of another cache, with a copy of its state if it has one."""
+        if not isinstance(layer, MixedLayer):
+            return self._make_layer(layer.index, 0)
+        made = self._make_layer(layer.index, layer.number_of_states)
+        assert isinstance(made, MixedLayer)
+        made.copy_state(layer)
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -414,9 +460,9 @@ class HFCache(SaveableBatch, Cache):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of memory of the rows, with their bookkeeping and the rows of copies."""
+        """The bytes of memory of the rows, with their bookkeeping and the rows of copies, and of recurrent states."""
         self._passes.finish()
-        return self._cache.nbytes
+        return self._cache.nbytes + self._recurrent.nbytes
 
     def stats(self) -> dict[str, Any]:
         """Return `kvcache.KVCache.stats`, and in ``"calls"`` how many times a layer was attended over by each means."""

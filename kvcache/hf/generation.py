@@ -204,7 +204,9 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         filled = _text_cache(used)
         if filled is not None:
             filled.drop_failed()
-            if filled.text is not before:
+            if filled.text is not before and filled.recurrent:
+                filled.reset()  # some of their states may have tokens that others do not have
+            elif filled.text is not before:
                 leave_text(filled)
         for cache in made:
             cache.reset()

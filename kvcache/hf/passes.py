@@ -121,6 +121,7 @@ class Passes:
         self.num_seen = 0  # tokens of each sequence, padding included: the columns of a mask
         self.offsets: list[int] = []  # the column of each sequence's position 0: leading padding is not stored
         self.prompts: Prompts | None = None  # what `HFCache.acquire` was told
+        self.has_dropped = False  # whether tokens of a pass that failed were dropped
 
     def fork(self) -> Self:
         """Return passes that go on from the same tokens; they share the rows, and copy none."""
@@ -374,8 +375,10 @@ class Passes:
             if is_complete:
                 self.num_seen += ended.num_tokens - num_back
                 self.offsets = ended.offsets
-            elif ended.brings_sequences:
-                self.forget()
+            else:
+                if ended.brings_sequences:
+                    self.forget()
+                self.has_dropped = True
             self.turns.changed.notify_all()
 
 

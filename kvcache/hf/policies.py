@@ -9,10 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    CacheLayerMixin,
     DummyLayer,
-    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
     get_layer_types_and_kwargs,
 )
 
@@ -23,8 +21,8 @@ from kvcache.models.fields import NAMES
 from kvcache.models.shapes import MORE_KV_HEADS, REFUSED, SLIDING
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow, written
 
-# Layers without keys and values, for which transformers' own cache layers are used.
-CacheLayer: TypeAlias = LinearAttentionCacheLayerMixin | DummyLayer
+# What transformers itself keeps of a layer: a recurrent state, or nothing.
+OwnLayer: TypeAlias = LinearAttentionLayer | DummyLayer
 SHAPE = ("num_kv_heads", "head_dim", "v_head_dim", "value_in_key", "policy")  # fields of a layer of `KVCache`
 LEAST_BLOCK, MOST_BLOCK = 64, 256  # tokens in a block of a cache
 RESUME = 64  # tokens by which a window can be cropped: assisted decoding removes wrong guesses
@@ -39,17 +37,23 @@ UNSERVED = {
     "mllama_text_model": "some of its layers keep rows of an image",
     "openai-gpt": "it keeps nothing between passes",
     "pi0": "it makes actions of a robot, no text",
+    "recurrent_gemma": "it keeps the state of its recurrent layers itself",
     "t5gemma": "it makes its own cache for what its encoder made",
     "t5gemma2": "it makes its own cache for what its encoder made",
     "xlm": "it takes a cache as another argument",
     "xlnet": "it keeps hidden states, not keys and values",
 }
+# Types of layers with a recurrent state, and the attention that they have beside it.
+RECURRENT = {
+    "conv": None,
+    "linear_attention": None,
+    "hybrid": "full_attention",
+    "hybrid_sliding": "sliding_attention",
+}
 # Types of layers that this cache does not serve, and the reason.
 OTHER_LAYERS = {
     "compressed_sparse_attention": "it compresses what it keeps",
     "heavily_compressed_attention": "it compresses what it keeps",
-    "hybrid": "it has another state beside keys and values",
-    "hybrid_sliding": "it has another state beside keys and values",
     "indexed_attention": "it keeps an indexer's keys beside its own",
     "reference_sliding_attention": "it has a window that some tokens never leave",
 }
@@ -106,18 +110,23 @@ def _num_kv_heads(config: PreTrainedConfig, layer_type: str, num_heads: int) -> 
     return more * (getattr(config, "num_key_value_heads", None) or num_heads)
 
 
-def policy_of(config: PreTrainedConfig, index: int, layer_type: str, options: dict[str, Any]) -> Policy | CacheLayer:
-    """Return the policy of a layer with keys and values; for another layer, make transformers' own cache layer."""
+def policy_of(
+    config: PreTrainedConfig, index: int, layer_type: str, options: dict[str, Any]
+) -> tuple[Policy | None, OwnLayer | None]:
+    """Return the policy of a layer with keys and values, and what transformers itself keeps of it beside them."""
     window = options.get("sliding_window")
-    if layer_type == "full_attention":
-        return FullAttention()
-    if layer_type == "sliding_attention" and window:
-        return SlidingWindow(window, resume_window=window + RESUME)
-    if layer_type == "chunked_attention" and window:
-        return ChunkedAttention(window, resume_window=RESUME)
-    kind = DYNAMIC_LAYER_TYPE_MAPPING.get(layer_type)
-    if kind is not None and issubclass(kind, CacheLayer) and not issubclass(kind, CacheLayerMixin):
-        return kind(**options)
+    if layer_type == "dummy":
+        return None, DummyLayer()
+    own = LinearAttentionLayer(options["number_of_states"]) if layer_type in RECURRENT else None
+    attention = RECURRENT.get(layer_type, layer_type)
+    if attention is None:
+        return None, own
+    if attention == "full_attention":
+        return FullAttention(), own
+    if attention == "sliding_attention" and window:
+        return SlidingWindow(window, resume_window=window + RESUME), own
+    if attention == "chunked_attention" and window:
+        return ChunkedAttention(window, resume_window=RESUME), own
     reason = OTHER_LAYERS.get(layer_type, "this cache does not know it")
     raise NotSupportedError(
         f"a {type(config).__name__} is not served: layer {index} is of type {layer_type!r}: {reason}"
@@ -131,8 +140,10 @@ def window_of(policy: Policy | None) -> int:
     return policy.attention_chunk_size if isinstance(policy, ChunkedAttention) else 0
 
 
-def parts_of(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[Policy | CacheLayer], list[str]]:
-    """Return the part of a configuration that describes the decoder, and the policy and type of each of its layers."""
+def parts_of(
+    config: PreTrainedConfig,
+) -> tuple[PreTrainedConfig, list[tuple[Policy | None, OwnLayer | None]], list[str]]:
+    """Return the part of a configuration that describes the decoder, and of each of its layers the parts and type."""
     check_config(config)
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder or text.is_encoder_decoder:
@@ -142,7 +153,7 @@ def parts_of(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[Policy | 
     decoder = decoder_of(text)
     types, options = get_layer_types_and_kwargs(decoder)
     layers = [policy_of(decoder, i, *layer) for i, layer in enumerate(zip(types, options, strict=True))]
-    if all(isinstance(layer, CacheLayer) for layer in layers):
+    if all(policy is None for policy, _ in layers):
         raise NotSupportedError(f"a {type(config).__name__} has no layer with keys and values")
     return decoder, layers, types
 
@@ -150,7 +161,7 @@ def parts_of(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[Policy | 
 def layers_of(config: PreTrainedConfig) -> list[Layer]:
     """Return the layers of `KVCache` for a model: those with keys and values."""
     decoder, layers, types = parts_of(config)
-    policies = {i: layer for i, layer in enumerate(layers) if not isinstance(layer, CacheLayer)}
+    policies = {i: policy for i, (policy, _) in enumerate(layers) if policy is not None}
     return [layer_of(decoder.per_layer_config[i], types[i], policy) for i, policy in policies.items()]
 
 

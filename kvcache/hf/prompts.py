@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.cache_utils import LinearAttentionLayer
 
 from kvcache.cache import KVCache
 from kvcache.errors import NotSupportedError
@@ -214,7 +214,7 @@ def check_prefix(
     """Raise if a prefix cache is not one for a model: name the first layer, and what differs of it."""
     if not isinstance(prefix, PrefixCache):
         raise TypeError(f"prefix is a {type(prefix).__name__}: a kvcache.PrefixCache is needed")
-    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
+    if any(isinstance(layer, LinearAttentionLayer) for layer in layers):
         raise NotSupportedError(
             f"a {type(config).__name__} has layers whose state at an earlier token is not kept: leave prefix out"
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.cache_utils import LinearAttentionLayer
 
 from kvcache import state
 from kvcache.errors import NotSupportedError, StateFormatError, shown
@@ -153,7 +153,7 @@ def stored_in(saved: state.SavedState) -> tuple[DType | None, Transform | None]:
 def check_layers(layers: Sequence[Any]) -> None:
     """Raise NotSupportedError for a layer whose state a file would lack."""
     for i, layer in enumerate(layers):
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
+        if isinstance(layer, LinearAttentionLayer):
             raise NotSupportedError(
                 f"layer {i} keeps transformers' own state ({type(layer).__name__}), which no saved state has: keep the"
                 " token ids and give them to the model again"

@@ -28,13 +28,15 @@ def begin_text(cache: HFCache, input_ids: torch.Tensor, mask: torch.Tensor | Non
     cache holds, and the cache does not know its own tokens; or if there are more or fewer rows, and not as beams of the
     same prompts.
     """
+    if cache.has_lost_state:
+        cache.reset()
     seen, length = cache.get_seq_length(), input_ids.shape[1]
     text = input_ids if mask is None else input_ids.masked_fill(~mask.bool(), NONE)
     _match_beams(cache, text)
     cache.check_batch_size(len(input_ids))
     if cache.text is not None and seen:
         known = cache.text[:, :seen]
-        num_common = _count_common(known, text, has_state=bool(cache.others))
+        num_common = _count_common(known, text, has_state=bool(cache.recurrent))
         if length <= seen or num_common < known.shape[1]:
             _cut(cache, min(num_common, length - 1))
     elif length <= seen and not cache.is_acquired:
@@ -125,7 +127,7 @@ def _count_common(known: torch.Tensor, text: torch.Tensor, has_state: bool) -> i
 
 def _cut(cache: HFCache, length: int) -> None:
     """Keep the first tokens, or none where a layer cannot go back to there."""
-    if length and not cache.others and not cache.begins_behind(length):  # these do not go back
+    if length and not cache.recurrent and not cache.begins_behind(length):
         try:
             cache.crop(length - cache.get_seq_length())
             return

@@ -85,6 +85,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "janus": {"vq_config.base_channels": 32, "vq_config.latent_channels": 32, "vq_config.channel_multiplier": [1]},
     "kimi_linear": {"num_experts": 4, "num_experts_per_token": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"zero_expert_num": 2, "num_layers": 2},
     "ministral": {"head_dim": 16},
@@ -107,6 +108,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "step3p7": {"text_config.sliding_window": 8}
     | {"text_config.layer_types": ["sliding_attention", "full_attention"] * 2}
     | {"text_config.rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 128}
+    | {"attention_head_dim": 32},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "hybrid_layer_ids": [1, 3], "mamba_headdim": 16}
+    | {"attention_hidden_size": 128, "attention_head_dim": 32},
     "xmod": {"default_language": "en_XX"},
 }
 TASKS = {

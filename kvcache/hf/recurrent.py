@@ -1,0 +1,118 @@
+"""The recurrent layers of an `HFCache`: convolutions, linear attention, state spaces.
+
+Their states are transformers' own tensors, which a model overwrites in each pass: a state has all tokens in it, and
+cannot go back to an earlier one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import LinearAttentionLayer
+
+from kvcache.errors import NotSupportedError
+from kvcache.hf.layers import Layer
+
+ROWS = -1  # stands for the keys and values of a layer, beside the indices of its states
+
+
+class MixedLayer(LinearAttentionLayer, Layer):
+    """A layer with a recurrent state beside its keys and values."""
+
+    is_compileable = False
+
+    def __init__(self, number_of_states: int, *args: Any) -> None:
+        Layer.__init__(self, *args)
+        LinearAttentionLayer.__init__(self, number_of_states)
+
+    def copy_state(self, other: MixedLayer) -> None:
+        """Take a copy of another layer's state."""
+        for name in vars(LinearAttentionLayer()):
+            setattr(self, name, copy.deepcopy(getattr(other, name)))
+
+
+class Recurrent:
+    """The recurrent layers of a cache, and how far the model has come through all layers.
+
+    In each pass it comes to the parts of the layers, a state or the rows, in the same order. So a pass begins where a
+    part is reached again; if it does before the last one was through, that one failed, and some states have its tokens.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self.layers = {i: layer for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionLayer)}
+        self._all = {(i, False) for i in self.layers}  # indices of layers, and whether it is their rows
+        self._all |= {(i, True) for i, layer in enumerate(layers) if isinstance(layer, Layer)}
+        self._reached: set[tuple[int, int]] = set()
+
+    def __bool__(self) -> bool:
+        """Whether there are recurrent layers."""
+        return bool(self.layers)
+
+    def go_on_as(self, other: Recurrent) -> None:
+        """Go on from where another cache is, whose layers these are copies of."""
+        self._reached = {*other._reached}
+
+    def is_begun_by(self, index: int, part: int) -> bool:
+        """Whether a pass begins when it comes to a part of a layer."""
+        return not self._reached or (index, part) in self._reached
+
+    def reach(self, index: int, part: int) -> None:
+        """Note that a pass has come to a part of a layer."""
+        if (index, part) in self._reached:
+            self._reached.clear()
+        self._reached.add((index, part))
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the last pass has not come to every layer: it runs, or it failed."""
+        reached = {(i, part == ROWS) for i, part in self._reached}
+        return bool(reached) and reached != self._all
+
+    def reset(self) -> None:
+        """Forget all states, and the size of the batch."""
+        for layer in self.layers.values():
+            recording = layer.record_past
+            LinearAttentionLayer.__init__(layer, layer.number_of_states)
+            layer.record_past = recording
+        self._reached = set()
+
+    def select(self, batch_indices: Sequence[int]) -> None:
+        """Make a batch of the rows at these indices."""
+        for layer in self.layers.values():
+            layer.reorder_cache(torch.tensor(batch_indices))
+
+    def check_crop(self, num_back: int, num_left: int) -> None:
+        """Raise NotSupportedError if the states cannot go back by so many tokens, to so many."""
+        for i, layer in self.layers.items() if num_back and num_left else ():
+            widths = [(layer.conv_kernel_size[n], x.shape[-1]) for n, x in layer.conv_states.items() if x is not None]
+            if any(layer.is_recurrent_states_initialized.values()):
+                reason = "its recurrent state has all tokens in it"
+            elif not all(width - num_back >= min(size, num_left) for size, width in widths):
+                reason = "its convolution goes back only in the last pass, after activate_past_recording()"
+            else:
+                continue
+            raise NotSupportedError(
+                f"layer {i} cannot go back by {num_back} tokens: {reason}; reset the cache and feed the text again"
+            )
+
+    def crop(self, num_back: int, num_left: int) -> None:
+        """Go back by so many tokens, to so many; `check_crop` has found that the states can."""
+        if not num_left:
+            self.reset()
+        for layer in self.layers.values():
+            for n, state in layer.conv_states.items():
+                if state is not None:
+                    end = state.shape[-1] - num_back
+                    layer.conv_states[n] = state[..., max(0, end - layer.conv_kernel_size[n]) : end]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all states."""
+        return sum(x.nbytes for layer in self.layers.values() for x in _tensors(layer))
+
+
+def _tensors(layer: LinearAttentionLayer) -> list[torch.Tensor]:
+    return [x for states in (layer.conv_states, layer.recurrent_states) for x in states.values() if x is not None]
