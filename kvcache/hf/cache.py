@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from kvcache import KVCache
 from kvcache.arguments import INT32_MAX, INT64_MAX, integer
@@ -18,7 +18,7 @@ from kvcache.hf.decode import Decoder
 from kvcache.hf.latents import LatentLayer
 from kvcache.hf.layers import CrossLayer, Layer
 from kvcache.hf.passes import Passes, indices_of
-from kvcache.hf.policies import SHAPE, block_size_for, check_policies, describe, layers_of, parts_of
+from kvcache.hf.policies import BY_ONE_TOKEN, SHAPE, block_size_for, check_policies, describe, layers_of, parts_of
 from kvcache.hf.prompts import Prompt, Prompts, check_prefix, placeholders_of, prompts_of
 from kvcache.hf.recurrent import ROWS, MixedLayer, Recurrent
 from kvcache.hf.state import SaveableBatch, stored_in
@@ -79,14 +79,16 @@ class HFCache(SaveableBatch, Cache):
         made = self.make_kv_cache(config, dtype or "f16", policy, transform, block_size=block_size)
         if not self._holds_source:
             check_policies(made.layers)
-        parts = parts_of(config)[1]
+        decoder, parts, _ = parts_of(config)
+        is_recurrent = any(isinstance(own, LinearAttentionLayer) for _, own in parts)
+        self.goes_on_by_one_token = is_recurrent and decoder.model_type in BY_ONE_TOKEN
         self._prefix = prefix
         if prefix is None:
             self._cache, turns = made, Turns()
         else:
             types = ("k_dtype", "v_dtype") if dtype is not None else ()
             transforms = ("k_transform", "v_transform") if transform is not None else ()
-            check_prefix(prefix, config.get_text_config(decoder=True), [own for _, own in parts], made, (*SHAPE, *types, *transforms))
+            check_prefix(prefix, config.get_text_config(decoder=True), is_recurrent, made, (*SHAPE, *types, *transforms))
             self._cache, turns = prefix.cache, Turns.of(prefix.cache)
         self._placeholders = placeholders_of(config)
         self._follows_config = policy is None  # whether a layer's window is the model's
@@ -182,6 +184,11 @@ class HFCache(SaveableBatch, Cache):
                 f"the model has {layer_idx + 1} layers or more, the config that this cache was made from has"
                 f" {len(self.layers)}: give HFCache model.config"
             )
+        if self.goes_on_by_one_token and key_states.shape[2] > 1 and self.get_seq_length():
+            raise NotSupportedError(
+                "the model goes on from the state of its recurrent layers by single tokens only: feed them one by one,"
+                " or reset() the cache, and feed the whole text at once"
+            )
         self._reach(layer_idx, ROWS)
         layer: Any = self.layers[layer_idx]
         new: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states, *args, **kwargs)
@@ -198,12 +205,21 @@ class HFCache(SaveableBatch, Cache):
         recurrent = self._recurrent
         if not recurrent:
             return
-        if recurrent.is_begun_by(layer_idx, part) and self.has_lost_state:
-            raise ValueError(
-                "a forward pass did not go through all layers, and recurrent layers cannot go back to before it:"
-                " reset() the cache, then feed the whole text"
-            )
+        if recurrent.is_begun_by(layer_idx, part):
+            if self.has_lost_state:
+                raise ValueError(
+                    "a forward pass did not go through all layers, and recurrent layers cannot go back to before it:"
+                    " reset() the cache, then feed the whole text"
+                )
+            self._checkpoint()
         recurrent.reach(layer_idx, part)
+
+    def _checkpoint(self) -> None:
+        """Let the prefix cache keep the states behind the last pass, if it fed several tokens of the prompts."""
+        passes = self._passes
+        if passes.prompts is not None and passes.num_open > 1:
+            passes.finish()
+            passes.prompts.checkpoint(passes.seq_ids, passes.num_seen, self._recurrent.state_of)
 
     @property
     def has_lost_state(self) -> bool:
@@ -255,6 +271,24 @@ class HFCache(SaveableBatch, Cache):
 
     # ---- prompts that begin as earlier ones
 
+    @staticmethod
+    def state_bytes(model: Any) -> int:
+        """Return the bytes of the state of one sequence, for `kvcache.PrefixCache`: 0 if no layer is recurrent.
+
+        The model is fed one token, because no configuration says it.
+        """
+        cache = HFCache(model.config)
+        if not cache.recurrent:
+            return 0
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
+        return len(cache.recurrent.state_of(0))
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a prefix cache keeps the states of recurrent layers behind the passes that feed a prompt."""
+        return bool(self._recurrent) and self._prefix is not None
+
     @property
     def takes_prompt(self) -> bool:
         """Whether the next prompt may begin with tokens of the prefix cache: there is one, and no token was fed."""
@@ -296,8 +330,20 @@ class HFCache(SaveableBatch, Cache):
             raise ValueError("the cache holds tokens: release or reset it first")
         rows, num_columns = prompts_of(input_ids, attention_mask, self._placeholders), input_ids.shape[1]
         prompts = Prompts(self._prefix, rows, num_columns, self._placeholders, attention_mask)
-        self._passes.begin_with(prompts, num_columns)
+        self._begin_with(prompts, num_columns)
         return self._passes.num_seen
+
+    def _begin_with(self, prompts: Prompts, num_columns: int) -> None:
+        """Begin with the beginnings of prompts, as far as `Prompts.acquire` has them before the last column."""
+        self._passes.begin_with(prompts, num_columns)
+        self._recurrent.reset()
+        if not (self._recurrent and self._passes.num_seen):
+            return
+        try:
+            self._recurrent.restore(prompts.states(self._passes.seq_ids))
+        except BaseException:
+            self.reset()
+            raise
 
     def _go_on_from(self, seq_ids: list[int], seen: int, offsets: list[int]) -> None:
         """Take sequences that were restored as the rows of the batch, in which so many columns were seen."""
@@ -342,9 +388,10 @@ class HFCache(SaveableBatch, Cache):
             If there are more or fewer rows, and none were reordered, or a row does not begin with its prompt; nothing
             has changed then.
         """
-        self._passes.end()
-        if self._passes.prompts is not None:
-            self._passes.prompts.release(self._passes.seq_ids, tokens)
+        passes = self._passes
+        passes.end()
+        if passes.prompts is not None and not self.has_lost_state:
+            passes.prompts.release(passes.seq_ids, passes.num_seen, tokens, self._recurrent.state_of)
         self.reset()
 
     def activate_past_recording(self) -> None:
@@ -353,7 +400,7 @@ class HFCache(SaveableBatch, Cache):
         if prompts is not None and self.is_acquired:
             for seq_id in self._passes.seq_ids:
                 self._cache.clear(seq_id)
-            self._passes.begin_with(prompts, 1)
+            self._begin_with(prompts, 1)
         super().activate_past_recording()
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -10,6 +10,7 @@ from kvcache.hf.cache import HFCache
 from kvcache.hf.policies import window_of
 from kvcache.models.shapes import PREFILL_TOKENS
 
+CHECKPOINT_TOKENS = 2048  # a state may take as much memory as the rows of so many tokens
 TOKENS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1}  # the axis of a pass's tokens
 SHOWING = ("output_attentions", "output_hidden_states")  # they ask for more of a prompt than its last token
 
@@ -18,11 +19,12 @@ class PieceByPiece:
     """Stands for a model where transformers feeds a prompt to it: a long one is cut into passes of `size` tokens.
 
     The result is that of the last pass. While a pass runs, each layer holds what it sees and the pass's own tokens.
-    Without a size, a pass has `PREFILL_TOKENS`. The model's attributes are found here, too.
+    Without a size, a pass has `PREFILL_TOKENS`, or `CHECKPOINT_TOKENS` where states are kept. The model's attributes are found here, too.
     """
 
     def __init__(self, model: Any, cache: HFCache, size: int | None) -> None:
-        self._model, self._cache, self._size = model, cache, size or PREFILL_TOKENS
+        self._model, self._cache = model, cache
+        self._size = size or (CHECKPOINT_TOKENS if cache.keeps_states else PREFILL_TOKENS)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -44,9 +46,8 @@ class PieceByPiece:
         seen = self._cache.get_seq_length()
         if mask is not None and mask.shape[1] != seen + num_tokens:
             return [inputs]
-        size = max(self._size, inputs.get("logits_to_keep") or 1)
         begin, pieces = 0, []
-        for end in range((num_tokens - 1) % size + 1, num_tokens + 1, size):
+        for end in self._ends(num_tokens, seen, inputs.get("logits_to_keep") or 1):
             piece = {name: inputs[name].narrow(axis, begin, end - begin) for name, axis in given.items()}
             if mask is not None:
                 piece["attention_mask"] = mask[:, : seen + end]
@@ -54,13 +55,24 @@ class PieceByPiece:
             begin = end
         return pieces
 
-    def _gains(self, num_tokens: int) -> bool:
-        """Whether a pass of so many tokens takes less memory in pieces.
+    def _ends(self, num_tokens: int, seen: int, num_last: int) -> list[int]:
+        """Return where the pieces of a pass end; the last one has `num_last` tokens or more.
 
-        Layers of linear attention may take a text up in the middle by a single token only.
+        Where states are kept behind pieces, these end at the same columns whatever was seen; and the last token is a
+        piece of its own, so that the whole prompt may come again.
         """
+        if self._cache.keeps_states:
+            last = num_tokens - num_last
+            return [*range(self._size - seen % self._size, last, self._size), *({last} - {0}), num_tokens]
+        size = max(self._size, num_last)
+        return [*range((num_tokens - 1) % size + 1, num_tokens + 1, size)]
+
+    def _gains(self, num_tokens: int) -> bool:
+        """Whether a pass of so many tokens takes less memory in pieces, or leaves states for other prompts."""
+        if self._cache.goes_on_by_one_token:
+            return False
         windows = (window for policy in self._cache.policy if (window := window_of(policy)))
-        return num_tokens > max(self._size, min(windows, default=num_tokens)) and not self._cache.others
+        return self._cache.keeps_states or num_tokens > max(self._size, min(windows, default=num_tokens))
 
 
 def _follows_columns(inputs: dict[str, Any]) -> bool:

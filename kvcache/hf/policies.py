@@ -50,6 +50,8 @@ RECURRENT = {
     "hybrid": "full_attention",
     "hybrid_sliding": "sliding_attention",
 }
+# Types of models whose recurrent layers begin anew in a pass of several tokens.
+BY_ONE_TOKEN = {"jamba", "zamba"}
 # Types of layers that this cache does not serve, and the reason.
 OTHER_LAYERS = {
     "compressed_sparse_attention": "it compresses what it keeps",

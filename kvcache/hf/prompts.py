@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import LinearAttentionLayer
 
 from kvcache.cache import KVCache
-from kvcache.errors import NotSupportedError
+from kvcache.errors import CacheFullError, NotSupportedError
 from kvcache.hf.padding import count_leading, shown_columns
+from kvcache.hf.policies import BY_ONE_TOKEN
 from kvcache.prefix import PrefixCache
 
 PLACEHOLDER = re.compile(r".*(image|video|audio|vision|boi|eoi|boa|eoa).*_(token_id|token_index|index)")
 ARGUMENTS = {"k_dtype": "dtype", "v_dtype": "dtype", "k_transform": "transform", "v_transform": "transform"}
 FOLLOWING_LENGTH = ("dynamic", "longrope")  # rotations that change with the length of the text
+StateOf: TypeAlias = Callable[[int], bytes]  # returns the state of a row of the batch
 
 
 @dataclass(frozen=True)
@@ -112,12 +115,39 @@ class Prompts:
                         rows[i] = self._acquire_one(prompt, length)
                     if length:
                         lowest = min(lowest, prompt.leading + rows[i][1])
+                    elif self._prefix.state_bytes:  # of padding alone there is no state
+                        lowest = 0
         except BaseException:
             for seq_id, _ in rows.values():
                 self._prefix.cache.clear(seq_id)
             raise
         self.num_matched = column
         return [rows[i][0] for i in range(len(self._rows))], column
+
+    def states(self, seq_ids: Sequence[int]) -> list[Any]:
+        """Return the state that each of the sequences goes on from; call it before tokens are fed."""
+        return [self._prefix.state(seq_id) for seq_id in seq_ids]
+
+    def checkpoint(self, seq_ids: Sequence[int], seen: int, state_of: StateOf) -> None:
+        """Keep the states behind a column, of rows whose tokens before it are those of the prompt.
+
+        `state_of` returns the state of a row of the batch.
+        """
+        for row, (seq_id, prompt) in enumerate(zip(seq_ids, self._rows, strict=True)):
+            self._checkpoint_one(seq_id, prompt.tokens, seen - prompt.leading, partial(state_of, row))
+
+    def _checkpoint_one(self, seq_id: int, tokens: list[int], length: int, make_state: Callable[[], bytes]) -> None:
+        """Keep the state of a sequence behind so many of these tokens, if there are as many, and room."""
+        if not self._prefix.state_bytes or not 0 < length <= len(tokens):
+            return
+        state = make_state()
+        if len(state) > self._prefix.state_bytes:
+            raise ValueError(
+                f"state_bytes={self._prefix.state_bytes} of prefix: the state of a sequence has {len(state)} bytes: give"
+                f" PrefixCache state_bytes={len(state)}"
+            )
+        with contextlib.suppress(CacheFullError):
+            self._prefix.checkpoint(seq_id, tokens[:length], state)
 
     def _acquire_one(self, prompt: Prompt, length: int) -> tuple[int, int]:
         if not prompt.tokens:
@@ -184,10 +214,10 @@ class Prompts:
         """Forget the tokens from a column on."""
         self._rows = [replace(row, tokens=row.tokens[: max(0, seen - row.leading)]) for row in self._rows]
 
-    def release(self, seq_ids: Sequence[int], tokens: torch.Tensor | None) -> None:
+    def release(self, seq_ids: Sequence[int], seen: int, tokens: torch.Tensor | None, state_of: StateOf) -> None:
         """Release the sequences with their tokens, or with those of the prompts; raise if the rows are not theirs.
 
-        Once rows were selected, other numbers of them may be what a beam search returns.
+        The sequences hold what is before a column, `seen`; `state_of` returns the state of a row behind it. Once rows were selected, other numbers of them may be what a beam search returns.
         """
         rows = [prompt.tokens for prompt in self._rows]
         if tokens is not None:
@@ -202,21 +232,32 @@ class Prompts:
             num = min(len(row), len(prompt.tokens))
             if row[:num] != prompt.tokens[:num]:
                 raise ValueError(f"row {i} of tokens does not begin with the prompt that was acquired for it")
-        for seq_id, row, prompt in zip(seq_ids, rows, self._rows, strict=True):
+        for i, (seq_id, row, prompt) in enumerate(zip(seq_ids, rows, self._rows, strict=True)):
             named = row[: prompt.limit]
-            limit = next((i for i, token in enumerate(named) if token in self._placeholders), None)
+            limit = next((n for n, token in enumerate(named) if token in self._placeholders), None)
+            self._checkpoint_one(seq_id, named[:limit], seen - prompt.leading, partial(state_of, i))
             self._prefix.release(seq_id, named[:limit])
 
 
 def check_prefix(
-    prefix: Any, config: PreTrainedConfig, layers: Sequence[Any], wanted: KVCache, fields: Sequence[str]
+    prefix: Any, config: PreTrainedConfig, is_recurrent: bool, wanted: KVCache, fields: Sequence[str]
 ) -> None:
     """Raise if a prefix cache is not one for a model: name the first layer, and what differs of it."""
     if not isinstance(prefix, PrefixCache):
         raise TypeError(f"prefix is a {type(prefix).__name__}: a kvcache.PrefixCache is needed")
-    if any(isinstance(layer, LinearAttentionLayer) for layer in layers):
+    if is_recurrent and config.model_type in BY_ONE_TOKEN:
         raise NotSupportedError(
-            f"a {type(config).__name__} has layers whose state at an earlier token is not kept: leave prefix out"
+            f"a {type(config).__name__} goes on from the state of its recurrent layers by single tokens only: leave"
+            " prefix out"
+        )
+    if is_recurrent != bool(prefix.state_bytes):
+        raise ValueError(
+            f"state_bytes={prefix.state_bytes} of prefix: "
+            + (
+                f"a {type(config).__name__} has recurrent layers: give PrefixCache state_bytes=HFCache.state_bytes(model)"
+                if is_recurrent
+                else f"a {type(config).__name__} has no recurrent layers: leave state_bytes out"
+            )
         )
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {part.get("rope_type") for part in [rope, *rope.values()] if isinstance(part, dict)}

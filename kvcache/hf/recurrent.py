@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from transformers.cache_utils import LinearAttentionLayer
 
 from kvcache.errors import NotSupportedError
@@ -108,11 +110,39 @@ class Recurrent:
                     end = state.shape[-1] - num_back
                     layer.conv_states[n] = state[..., max(0, end - layer.conv_kernel_size[n]) : end]
 
+    def state_of(self, row: int) -> bytes:
+        """Return the states of a row of the batch, in the format of safetensors: always as many bytes for a model."""
+        return save({name: state[row].contiguous() for name, state in self._states().items()})
+
+    def restore(self, rows: Sequence[Any]) -> None:
+        """Go on from what `state_of` returned for each row; raise ValueError, and forget all, if it cannot be that."""
+        self.reset()
+        try:
+            loaded = [load(bytes(row)) for row in rows]
+            for name in loaded[0]:
+                kind, i, n = name.split(".")
+                state = torch.stack([row[name] for row in loaded])
+                update = "update_conv_state" if kind == "conv" else "update_recurrent_state"
+                getattr(self.layers[int(i)], update)(state, int(n))
+        except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+            self.reset()
+            raise ValueError(
+                f"prefix has the states of another model: give it another fingerprint ({type(error).__name__}: {error})"
+            ) from None
+
+    def _states(self) -> dict[str, torch.Tensor]:
+        """Return all states by name, those of convolutions as wide as a pass needs them."""
+        states = {}
+        for i, layer in self.layers.items():
+            for n in range(layer.number_of_states):
+                if (conv := layer.conv_states[n]) is not None:
+                    size = layer.conv_kernel_size[n]
+                    states[f"conv.{i}.{n}"] = torch.nn.functional.pad(conv, (size - conv.shape[-1], 0))
+                if (recurrent := layer.recurrent_states[n]) is not None:
+                    states[f"recurrent.{i}.{n}"] = recurrent
+        return states
+
     @property
     def nbytes(self) -> int:
         """The bytes of all states."""
-        return sum(x.nbytes for layer in self.layers.values() for x in _tensors(layer))
-
-
-def _tensors(layer: LinearAttentionLayer) -> list[torch.Tensor]:
-    return [x for states in (layer.conv_states, layer.recurrent_states) for x in states.values() if x is not None]
+        return sum(state.nbytes for state in self._states().values())

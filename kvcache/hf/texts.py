@@ -28,7 +28,7 @@ def begin_text(cache: HFCache, input_ids: torch.Tensor, mask: torch.Tensor | Non
     cache holds, and the cache does not know its own tokens; or if there are more or fewer rows, and not as beams of the
     same prompts.
     """
-    if cache.has_lost_state:
+    if cache.has_lost_state or (cache.goes_on_by_one_token and input_ids.shape[1] > cache.get_seq_length() + 1):
         cache.reset()
     seen, length = cache.get_seq_length(), input_ids.shape[1]
     text = input_ids if mask is None else input_ids.masked_fill(~mask.bool(), NONE)

@@ -275,6 +275,12 @@ class PrefixCache:
         """
         return self._identity
 
+    @property
+    def state_bytes(self) -> int:
+        """The most bytes of the recurrent state of a sequence; 0: the model has none."""
+        state_bytes: int = self._common["state_bytes"]
+        return state_bytes
+
     def tenant(
         self,
         salt: bytes,
