@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from kvcache import KVCache
 from kvcache.arguments import INT32_MAX, INT64_MAX, integer
+from kvcache.errors import NotSupportedError
 from kvcache.hf.decode import Decoder
 from kvcache.hf.latents import LatentLayer
 from kvcache.hf.layers import CrossLayer, Layer

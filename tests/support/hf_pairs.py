@@ -40,6 +40,38 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **BASE, attention_chunk_size=WINDOW, num_local_experts=2, intermediate_size_mlp=96
     ),
 }
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
+CONV = {"layer_types": ["conv", "full_attention"] * 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+HYBRID: dict[str, Callable[[], Any]] = {  # some of whose layers are recurrent, or recurrent beside their attention
+    "bamba": lambda: transformers.BambaConfig(**BASE, **MAMBA, attn_layer_indices=[1, 3]),
+    "falcon_h1": lambda: transformers.FalconH1Config(**BASE, **MAMBA, mamba_d_ssm=128),
+    "granitemoehybrid": lambda: transformers.GraniteMoeHybridConfig(
+        **BASE, **MAMBA, **LINEAR, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=96
+    ),
+    "jamba": lambda: transformers.JambaConfig(
+        **BASE, attn_layer_period=2, attn_layer_offset=1, num_experts=4, mamba_d_state=8
+    ),
+    "lfm2": lambda: transformers.Lfm2Config(**BASE, **CONV),
+    "lfm2_moe": lambda: transformers.Lfm2MoeConfig(**BASE, **CONV, **EXPERTS, num_dense_layers=1),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+        **BASE,
+        **LINEAR,
+        **EXPERTS,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        shared_expert_intermediate_size=32,
+    ),
+    "zamba2": lambda: transformers.Zamba2Config(
+        **{name: BASE[name] for name in BASE if name != "head_dim"} | {"num_key_value_heads": 4},
+        layers_block_type=["linear_attention", "hybrid"] * 2,
+        mamba_d_state=8,
+    ),
+    "zaya": lambda: transformers.ZayaConfig(**BASE, num_experts=4),
+}
 SPEECH: dict[str, Any] = {
     "d_model": 64,
     "encoder_layers": 2,
@@ -81,7 +113,7 @@ MADE: dict[str, Any] = {}
 def model_of(name: str) -> Any:
     """Return a model with random weights, always the same."""
     if name not in MADE:
-        MADE[name] = make(CONFIGS[name]())
+        MADE[name] = make({**CONFIGS, **HYBRID}[name]())
     return MADE[name]
 
 
