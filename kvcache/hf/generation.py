@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import warnings
 from contextvars import ContextVar
 from typing import Any
@@ -30,6 +31,7 @@ STATIC = configuration_utils.ALL_STATIC_CACHE_IMPLEMENTATIONS
 generate = GenerationMixin.generate
 prefill: Any = GenerationMixin._prefill
 decode_assisted: Any = GenerationMixin._assisted_decoding
+OF_ASSISTED = inspect.signature(decode_assisted).parameters  # beside what the model is given
 prepare_cache = GenerationMixin._prepare_cache_for_generation
 # Caches with a prefix cache that were made for the `generate` that runs.
 _made: ContextVar[list[HFCache] | None] = ContextVar("_made", default=None)
@@ -102,9 +104,11 @@ def _prefill(
     cache, model = model_kwargs.get(CACHE), self
     generation_config = _begin(input_ids, generation_config, model_kwargs)
     if isinstance(cache, HFCache):
-        if cache.takes_prompt and _follows_from_tokens(input_ids, model_kwargs):
-            cache.acquire(input_ids, model_kwargs.get("attention_mask"))
+        _acquire(cache, input_ids, model_kwargs)
         model = PieceByPiece(self, cache, generation_config.prefill_chunk_size)
+        if cache.keeps_states and generation_config.prefill_chunk_size:  # by which transformers would cut elsewhere
+            generation_config = copy.copy(generation_config)
+            generation_config.prefill_chunk_size = None
     result = prefill(model, input_ids, generation_config, model_kwargs, *args, **kwargs)
     text_cache = _text_cache(cache)
     if text_cache is not None:
@@ -117,8 +121,15 @@ def _decode_assisted(self: Any, input_ids: torch.Tensor, *args: Any, generation_
     cache, model = kwargs.get(CACHE), self
     _begin(input_ids, generation_config, kwargs, feeds_all=True)
     if isinstance(cache, HFCache):
+        _acquire(cache, input_ids, {name: value for name, value in kwargs.items() if name not in OF_ASSISTED})
         model = PieceByPiece(self, cache, generation_config.prefill_chunk_size)
     return decode_assisted(model, input_ids, *args, generation_config=generation_config, **kwargs)
+
+
+def _acquire(cache: HFCache, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+    """Name the prompts to the prefix cache, if there is one, and take from it what they begin with."""
+    if cache.takes_prompt and _follows_from_tokens(input_ids, model_kwargs):
+        cache.acquire(input_ids, model_kwargs.get("attention_mask"))
 
 
 def _begin(

@@ -62,7 +62,7 @@ class PieceByPiece:
         piece of its own, so that the whole prompt may come again.
         """
         if self._cache.keeps_states:
-            last = num_tokens - num_last
+            last = max(0, num_tokens - num_last)
             return [*range(self._size - seen % self._size, last, self._size), *({last} - {0}), num_tokens]
         size = max(self._size, num_last)
         return [*range((num_tokens - 1) % size + 1, num_tokens + 1, size)]
