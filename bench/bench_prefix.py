@@ -1,8 +1,9 @@
-"""Measure what a prefix cache saves and costs: python bench/bench_prefix.py [--only core,calls,prefill] [--valkey URL]
+"""Measure what a prefix cache saves and costs: python bench/bench_prefix.py [--only SECTIONS] [--valkey URL]
 
 `prefill` needs torch and transformers. It measures the time to the first token of a prompt, with a Llama of random
 weights: when the prompt is computed, and when it is found in memory, in a DirectoryStore or in Valkey. The stores are
-read by a new prefix cache, as another process has one. `calls` needs no model: it measures acquire, the making of keys,
+read by a new prefix cache, as another process has one. `hybrid` measures it with models that have recurrent layers,
+with a prefix cache and without, and what the states take beside the rows. `calls` needs no model: it measures acquire, the making of keys,
 and how much longer a commit takes with a store that sleeps. `core` measures the calls of `kvcache.h`, in C (prefix.c).
 Measurements take turns; quotients are medians of the rounds' quotients.
 """
@@ -31,6 +32,7 @@ from kvcache.prefix.keys import arrays_of
 from kvcache.tools.arguments import parse_tokens
 from kvcache.tools.interleave import rounds, timed
 
+SECTIONS = ("core", "calls", "prefill", "hybrid")
 LONG = 600.0
 BLOCK = 64
 SHAPE = {
@@ -129,6 +131,65 @@ def measure_prefill(arguments: argparse.Namespace) -> None:
         times = [*zip(*rounds(*functions, seconds=arguments.seconds, least=5), strict=True)]
         for (name, (_, wanted)), taken in zip(entrants.items(), times, strict=True):
             report(name, list(taken), list(times[0]), wanted)
+
+
+def hybrid_models(layers: int, hidden: int) -> Iterator[tuple[str, Any]]:
+    """Yield models with random weights, of whose layers every third attends, and the others are recurrent."""
+    from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, Lfm2Config
+
+    def types(recurrent: str) -> list[str]:
+        return ["full_attention" if i % 3 == 2 else recurrent for i in range(layers)]
+
+    shape = {**SHAPE, "num_hidden_layers": layers, "hidden_size": hidden}
+    configs = {
+        "LFM2": Lfm2Config(**shape, layer_types=types("conv")),
+        "Granite": GraniteMoeHybridConfig(
+            **shape, layer_types=types("linear_attention"), num_local_experts=0, shared_intermediate_size=1408,
+            mamba_n_heads=hidden // 32, mamba_d_head=64, mamba_d_state=128,
+        ),
+    }  # fmt: skip
+    for name, config in configs.items():
+        yield name, AutoModelForCausalLM.from_config(config, attn_implementation="kvcache").eval()
+
+
+def measure_hybrid(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from kvcache.hf import HFCache
+
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    print(f"{arguments.tokens:,} known tokens and 16 new ones, {arguments.threads} threads")
+    print(f"{'first token of':24}{'median':>15}{'faster':>10}{'wanted':>10}")
+    for name, model in hybrid_models(arguments.layers, arguments.hidden):
+        config = model.config
+        memory = HFCache.make_kv_cache(config, block_size=BLOCK)
+        prefix = kvcache.PrefixCache(memory, fingerprint="random", state_bytes=HFCache.state_bytes(model))
+        known = torch.randint(0, config.vocab_size, (1, arguments.tokens))
+
+        def answer(tokens: torch.Tensor, prefix: kvcache.PrefixCache | None, model: Any = model) -> HFCache:
+            cache = HFCache(model.config, prefix=prefix)
+            model.generate(tokens, past_key_values=cache, max_new_tokens=1, do_sample=False)
+            return cache
+
+        def ask(prefix: kvcache.PrefixCache | None, known: Any = known, answer: Any = answer) -> float:
+            question = torch.randint(0, SHAPE["vocab_size"], (1, 16))
+            taken, _ = timed(answer, torch.cat([known, question], 1), prefix)
+            return taken
+
+        answer(known, prefix).release(known)
+        stats, rows = prefix.stats, memory.nbytes - prefix.stats.checkpoint_bytes
+        times = rounds(lambda: ask(None), lambda: ask(prefix), seconds=arguments.seconds, least=2)  # noqa: B023
+        computed, found = ([*taken] for taken in zip(*times, strict=True))
+        if prefix.stats.hits < len(found):
+            raise SystemExit(f"only {prefix.stats.matched} tokens were found: {prefix.stats}")
+        print(f"{name}, {model.num_parameters() / 1e6:.0f} million parameters")
+        report("  prefill", computed, computed)
+        report("  memory", found, computed, "50")
+        print(
+            f"  {stats.checkpoints} states of {prefix.state_bytes / 1e6:.2f} MB, beside {rows / 1e6:.1f} MB of rows:"
+            f" {stats.checkpoint_bytes / rows:.3f}"
+        )
 
 
 # ---- what calls take
@@ -269,7 +330,7 @@ def measure_core(seconds: float, blocks: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="core,calls,prefill", help="sections, with commas (core,calls,prefill)")
+    parser.add_argument("--only", default=",".join(SECTIONS), help=f"sections, with commas ({','.join(SECTIONS)})")
     parser.add_argument("--tokens", type=parse_tokens, default=4096, help="of the prompt (4096)")
     parser.add_argument("--layers", type=int, default=12, help="of the model (12)")
     parser.add_argument("--hidden", type=int, default=768, help="hidden size of the model (768)")
@@ -279,8 +340,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10, help="of each section (10); five rounds are the least")
     arguments = parser.parse_args()
     sections = arguments.only.split(",")
-    if unknown := {*sections} - {"core", "calls", "prefill"}:
-        parser.error(f"--only: there is no section {', '.join(sorted(unknown))}: core, calls, prefill")
+    if unknown := {*sections} - {*SECTIONS}:
+        parser.error(f"--only: there is no section {', '.join(sorted(unknown))}: {', '.join(SECTIONS)}")
     if "core" in sections:
         measure_core(arguments.seconds, arguments.blocks)
     if "calls" in sections:
@@ -288,6 +349,8 @@ def main() -> None:
         measure_commit(arguments.seconds)
     if "prefill" in sections:
         measure_prefill(arguments)
+    if "hybrid" in sections:
+        measure_hybrid(arguments)
 
 
 if __name__ == "__main__":

@@ -464,8 +464,8 @@ class TestBadInput:
             kvcache.NotSupportedError, match="MambaConfig is not served: its state is not keys and values"
         ):
             HFCache(transformers.MambaConfig())
-        with pytest.raises(kvcache.NotSupportedError, match="layer 0 is of type 'hybrid'"):
-            HFCache(transformers.FalconH1Config())
+        with pytest.raises(kvcache.NotSupportedError, match="layer 0 is of type 'heavily_compressed_attention'"):
+            HFCache(transformers.DeepseekV4Config())
 
     def test_dtype(self, models):
         with pytest.raises(ValueError, match="dtype='f8'"):
