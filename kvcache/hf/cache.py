@@ -89,7 +89,7 @@ class HFCache(SaveableBatch, Cache):
         else:
             types = ("k_dtype", "v_dtype") if dtype is not None else ()
             transforms = ("k_transform", "v_transform") if transform is not None else ()
-            check_prefix(prefix, config.get_text_config(decoder=True), is_recurrent, made, (*SHAPE, *types, *transforms))
+            check_prefix(prefix, decoder, is_recurrent, made, (*SHAPE, *types, *transforms))
             self._cache, turns = prefix.cache, Turns.of(prefix.cache)
         self._placeholders = placeholders_of(config)
         self._follows_config = policy is None  # whether a layer's window is the model's

@@ -215,10 +215,8 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         filled = _text_cache(used)
         if filled is not None:
             filled.drop_failed()
-            if filled.text is not before and filled.recurrent:
-                filled.reset()  # some of their states may have tokens that others do not have
-            elif filled.text is not before:
-                leave_text(filled)
+            if filled.text is not before:
+                leave_text(filled, has_failed=True)
         for cache in made:
             cache.reset()
         raise

@@ -19,7 +19,8 @@ class PieceByPiece:
     """Stands for a model where transformers feeds a prompt to it: a long one is cut into passes of `size` tokens.
 
     The result is that of the last pass. While a pass runs, each layer holds what it sees and the pass's own tokens.
-    Without a size, a pass has `PREFILL_TOKENS`, or `CHECKPOINT_TOKENS` where states are kept. The model's attributes are found here, too.
+    Without a size, a pass has `PREFILL_TOKENS`, or `CHECKPOINT_TOKENS` where states are kept. The model's attributes
+    are found here, too.
     """
 
     def __init__(self, model: Any, cache: HFCache, size: int | None) -> None:

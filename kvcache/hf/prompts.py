@@ -143,8 +143,8 @@ class Prompts:
         state = make_state()
         if len(state) > self._prefix.state_bytes:
             raise ValueError(
-                f"state_bytes={self._prefix.state_bytes} of prefix: the state of a sequence has {len(state)} bytes: give"
-                f" PrefixCache state_bytes={len(state)}"
+                f"state_bytes={self._prefix.state_bytes} of prefix: the state of a sequence has {len(state)} bytes:"
+                f" give PrefixCache state_bytes={len(state)}"
             )
         with contextlib.suppress(CacheFullError):
             self._prefix.checkpoint(seq_id, tokens[:length], state)
@@ -217,7 +217,8 @@ class Prompts:
     def release(self, seq_ids: Sequence[int], seen: int, tokens: torch.Tensor | None, state_of: StateOf) -> None:
         """Release the sequences with their tokens, or with those of the prompts; raise if the rows are not theirs.
 
-        The sequences hold what is before a column, `seen`; `state_of` returns the state of a row behind it. Once rows were selected, other numbers of them may be what a beam search returns.
+        The sequences hold what is before a column, `seen`; `state_of` returns the state of a row behind it. Once rows
+        were selected, other numbers of them may be what a beam search returns.
         """
         rows = [prompt.tokens for prompt in self._rows]
         if tokens is not None:
@@ -251,14 +252,10 @@ def check_prefix(
             " prefix out"
         )
     if is_recurrent != bool(prefix.state_bytes):
-        raise ValueError(
-            f"state_bytes={prefix.state_bytes} of prefix: "
-            + (
-                f"a {type(config).__name__} has recurrent layers: give PrefixCache state_bytes=HFCache.state_bytes(model)"
-                if is_recurrent
-                else f"a {type(config).__name__} has no recurrent layers: leave state_bytes out"
-            )
-        )
+        what = "has recurrent layers: give PrefixCache state_bytes=HFCache.state_bytes(model)"
+        if not is_recurrent:
+            what = "has no recurrent layers: leave state_bytes out"
+        raise ValueError(f"state_bytes={prefix.state_bytes} of prefix: a {type(config).__name__} {what}")
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {part.get("rope_type") for part in [rope, *rope.values()] if isinstance(part, dict)}
     if found := kinds & set(FOLLOWING_LENGTH):

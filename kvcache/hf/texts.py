@@ -62,17 +62,18 @@ def end_text(cache: HFCache, tokens: torch.Tensor) -> None:
         leave_text(cache)
 
 
-def leave_text(cache: HFCache) -> None:
+def leave_text(cache: HFCache, has_failed: bool = False) -> None:
     """Note that nobody told what `generate` fed behind the text that it was given, or that it fed less.
 
-    Forget all where it did not feed the whole prompts that it acquired: others may come in their place.
+    Forget all where it did not feed the whole prompts that it acquired: others may come in their place. Where it failed
+    (`has_failed`), a recurrent layer may lack the last tokens: then no token is known, and the next text begins anew.
     """
     if cache.lacks_prompt:
         cache.reset()
     seen = cache.get_seq_length()
     if cache.text is not None:
-        num_more = max(0, seen - cache.text.shape[1])
-        cache.text = torch.nn.functional.pad(cache.text[:, :seen], (0, num_more), value=UNKNOWN)
+        known = cache.text[:, : 0 if has_failed and cache.recurrent else seen]
+        cache.text = torch.nn.functional.pad(known, (0, seen - known.shape[1]), value=UNKNOWN)
 
 
 def begin_source(cache: HFEncoderDecoderCache, encoded: torch.Tensor, mask: torch.Tensor | None) -> None:

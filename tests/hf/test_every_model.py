@@ -32,7 +32,8 @@ PROMPT, STEPS, PADDING, SOURCE = 12, 4, 3, 9  # tokens; the windows of the small
 TOLERANCE = 2e-5  # of the largest logit
 # One of each kind: a window, MLA, linear attention, layers that share rows, sinks, an encoder, two attentions a layer,
 # a state beside attention.
-QUICK = ["deepseek_v3", "diffllama", "gemma3_text", "gemma3n_text", "gpt_oss", "llama", "qwen3_next", "whisper", "zamba2"]
+QUICK = ["deepseek_v3", "diffllama", "gemma3_text", "gemma3n_text", "gpt_oss", "llama", "qwen3_next", "whisper"]
+QUICK += ["zamba2"]
 POSITIONS = ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"]  # derive wrong ones in a pass of one token
 NO_MASK = ["cpmant", "xlm"]  # take no mask of more columns than the pass has tokens
 SINCE_5_24 = {  # types that transformers 5.23 does not have
