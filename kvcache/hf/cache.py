@@ -52,18 +52,19 @@ class HFCache(SaveableBatch, Cache):
     Raises
     ------
     NotSupportedError
-        If the model has an encoder, no layer of attention, or a layer whose state is neither keys and values nor that
-        of linear attention; or if it makes no use of a cache that it is given. With `prefix`, if the model has layers
-        of linear attention, or a rotation that follows the length of the text.
+        If the model has an encoder, no layer of attention, or a layer whose state is neither keys and values nor
+        recurrent; or if it makes no use of a cache that it is given. With `prefix`, if its recurrent layers go on by
+        single tokens only, or it has a rotation that follows the length of the text.
     ValueError
         If `config` does not say how many heads there are, `kvcache.KVCache` refuses an argument, a `policy` is None or
-        `CrossAttention`, or the cache of `prefix` has other layers.
+        `CrossAttention`, or the cache of `prefix` has other layers, or `prefix` no `state_bytes` for recurrent ones.
     TypeError
         If `config` is not a configuration of transformers.
 
     Notes
     -----
-    The padding before the first token of a row is not stored. Layers of linear attention keep transformers' own state.
+    The padding before the first token of a row is not stored. Recurrent layers (linear attention, convolutions, state
+    spaces) keep transformers' own tensors.
     """
 
     _holds_source = False  # whether its rows are an encoder's: a part of HFEncoderDecoderCache
@@ -97,7 +98,7 @@ class HFCache(SaveableBatch, Cache):
         self._decoder = Decoder(self._cache, torch.get_default_dtype())  # until the model brings some rows
         self._forget_text()
         count_rows = itertools.count().__next__
-        layers = [
+        layers: list[Any] = [
             own if policy is None else self._make_layer(count_rows(), getattr(own, "number_of_states", 0))
             for policy, own in parts
         ]
@@ -208,12 +209,19 @@ class HFCache(SaveableBatch, Cache):
             return
         if recurrent.is_begun_by(layer_idx, part):
             if self.has_lost_state:
-                raise ValueError(
-                    "a forward pass did not go through all layers, and recurrent layers cannot go back to before it:"
-                    " reset() the cache, then feed the whole text"
-                )
+                self._begin_anew()
             self._checkpoint()
         recurrent.reach(layer_idx, part)
+
+    def _begin_anew(self) -> None:
+        """Forget the states that a pass which failed has left; raise if tokens before it are lost with them."""
+        self._passes.end()
+        if self._passes.seq_ids:
+            raise ValueError(
+                "a forward pass did not go through all layers, and recurrent layers cannot go back to before it:"
+                " reset() the cache, then feed the whole text"
+            )
+        self.reset()
 
     def _checkpoint(self) -> None:
         """Let the prefix cache keep the states behind the last pass, if it fed several tokens of the prompts."""
@@ -274,9 +282,9 @@ class HFCache(SaveableBatch, Cache):
 
     @staticmethod
     def state_bytes(model: Any) -> int:
-        """Return the bytes of the state of one sequence, for `kvcache.PrefixCache`: 0 if no layer is recurrent.
+        """Return the bytes of the recurrent state of one sequence, for `kvcache.PrefixCache`.
 
-        The model is fed one token, because no configuration says it.
+        0 if no layer is recurrent. The model is fed one token, because its configuration does not say it.
         """
         cache = HFCache(model.config)
         if not cache.recurrent:

@@ -21,7 +21,7 @@ from kvcache.hf.layers import Layer
 ROWS = -1  # stands for the keys and values of a layer, beside the indices of its states
 
 
-class MixedLayer(LinearAttentionLayer, Layer):
+class MixedLayer(LinearAttentionLayer, Layer):  # type: ignore[override] # one base has an attribute, one a property
     """A layer with a recurrent state beside its keys and values."""
 
     is_compileable = False
@@ -44,7 +44,9 @@ class Recurrent:
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
-        self.layers = {i: layer for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionLayer)}
+        self.layers: dict[int, Any] = {
+            i: layer for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionLayer)
+        }
         self._all = {(i, False) for i in self.layers}  # indices of layers, and whether it is their rows
         self._all |= {(i, True) for i, layer in enumerate(layers) if isinstance(layer, Layer)}
         self._reached: set[tuple[int, int]] = set()

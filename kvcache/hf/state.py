@@ -64,7 +64,7 @@ class SaveableBatch:
         Raises
         ------
         NotSupportedError
-            If a layer keeps transformers' own state (linear attention).
+            If a layer is recurrent: its state is transformers' own.
         OSError
             If the file cannot be written.
         ValueError, TypeError

@@ -263,6 +263,19 @@ def test_a_pass_that_fails(name, at):
     assert torch.equal(logits(model, cache, tokens), logits(model, fresh, tokens))
 
 
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("name", HYBRID)
+def test_a_first_pass_that_fails(name, at):
+    """Nothing was there that would be lost: the cache is as new."""
+    model = prepared(name)
+    cache, tokens = HFCache(model.config, dtype="f32"), random_tokens(1, 20)
+    hook = model.model.layers[at].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        logits(model, cache, random_tokens(2, 20))
+    hook.remove()
+    assert torch.equal(logits(model, cache, tokens), logits(model, HFCache(model.config, dtype="f32"), tokens))
+
+
 @pytest.mark.parametrize("name", HYBRID)
 def test_a_generate_that_fails(name):
     model = prepared(name)
