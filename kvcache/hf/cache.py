@@ -67,6 +67,7 @@ class HFCache(SaveableBatch, Cache):
     spaces) keep transformers' own tensors.
     """
 
+    is_linear: Any = None  # whether each layer has a recurrent state alone; the base derives it in each pass
     _holds_source = False  # whether its rows are an encoder's: a part of HFEncoderDecoderCache
 
     def __init__(
@@ -104,6 +105,7 @@ class HFCache(SaveableBatch, Cache):
         ]
         super().__init__(layers=layers)
         self._recurrent = Recurrent(layers)
+        self.is_linear = [isinstance(own, LinearAttentionLayer) and policy is None for policy, own in parts]
 
     @staticmethod
     def make_kv_cache(
@@ -191,7 +193,8 @@ class HFCache(SaveableBatch, Cache):
                 "the model goes on from the state of its recurrent layers by single tokens only: feed them one by one,"
                 " or reset() the cache, and feed the whole text at once"
             )
-        self._reach(layer_idx, ROWS)
+        if self._recurrent.layers:
+            self._reach(layer_idx, ROWS)
         layer: Any = self.layers[layer_idx]
         new: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states, *args, **kwargs)
         return new
@@ -204,14 +207,11 @@ class HFCache(SaveableBatch, Cache):
 
     def _reach(self, layer_idx: int, part: int) -> None:
         """Note that a pass has come to a part of a layer."""
-        recurrent = self._recurrent
-        if not recurrent:
-            return
-        if recurrent.is_begun_by(layer_idx, part):
+        if self._recurrent.is_begun_by(layer_idx, part):
             if self.has_lost_state:
                 self._begin_anew()
             self._checkpoint()
-        recurrent.reach(layer_idx, part)
+        self._recurrent.reach(layer_idx, part)
 
     def _begin_anew(self) -> None:
         """Forget the states that a pass which failed has left; raise if tokens before it are lost with them."""
@@ -234,11 +234,6 @@ class HFCache(SaveableBatch, Cache):
     def has_lost_state(self) -> bool:
         """Whether some recurrent layers have tokens of a pass that failed in them; ask when none runs."""
         return bool(self._recurrent) and (self._passes.has_dropped or self._recurrent.is_within)
-
-    @property
-    def is_linear(self) -> list[bool]:
-        """Whether each layer has a recurrent state alone."""
-        return [i in self._recurrent.layers and not isinstance(layer, Layer) for i, layer in enumerate(self.layers)]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens seen, padding included."""
