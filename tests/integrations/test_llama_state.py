@@ -30,7 +30,8 @@ def model(tmp_path_factory):
         ("granitehybrid", "f16,int8", 8),
         ("deci", "f32,q8_0,int8", 10),
         ("deepseek2", "int8", 4),
-    ],  # windows, a hybrid, blank layers, values in keys
+        ("qwen2vl", "f16,int8", 8),
+    ],  # windows, a hybrid, blank layers, values in keys, images
 )
 def test_it_passes_for_llama_cpps_own_state(model, architecture, types, count):
     """Values are transposed or not (flash attention off, on), sequences are divided, and states go both ways.

@@ -88,6 +88,26 @@ llama_memory_context_ptr llama_kvcache::init_ubatches(std::vector<llama_ubatch> 
     return std::make_unique<llama_kvcache_context>(this, std::move(ubatches), is_one_by_one);
 }
 
+// Returns each token's predecessor in its sequence, where tokens of one stand at the same position: those of an image,
+// with M-RoPE, of which each is to see the ones before it.  Elsewhere positions say what a token sees, and nothing is
+// returned.
+static std::vector<int32_t> parents_of(const std::vector<int32_t> &positions, const std::vector<int64_t> &seq_ids) {
+    std::vector<int32_t> last(LLAMA_MAX_SEQ, -1);
+    std::vector<int32_t> res;
+
+    bool has_equal = false;
+
+    for (int32_t i = 0; i < (int32_t)positions.size(); ++i) {
+        const int32_t parent = last[seq_ids[i]];
+
+        has_equal = has_equal || (parent >= 0 && positions[parent] == positions[i]);
+        res.push_back(parent);
+        last[seq_ids[i]] = i;
+    }
+
+    return has_equal ? res : std::vector<int32_t>();
+}
+
 kvc_status llama_kvcache::begin(const llama_ubatch *ubatches, size_t n_ubatches) {
     close();
 
@@ -101,7 +121,11 @@ kvc_status llama_kvcache::begin(const llama_ubatch *ubatches, size_t n_ubatches)
         }
     }
 
-    return kvc_begin(cache, (int32_t)positions.size(), positions.data(), seq_ids.data(), nullptr, &batch);
+    const bool is_2d = model.hparams.n_pos_per_embd() > 1 && cparams.causal_attn;
+    const auto parents = is_2d ? parents_of(positions, seq_ids) : std::vector<int32_t>();
+
+    return kvc_begin(cache, (int32_t)positions.size(), positions.data(), seq_ids.data(),
+                     parents.empty() ? nullptr : parents.data(), &batch);
 }
 
 bool llama_kvcache::plan(const llama_ubatch &ubatch) {

@@ -106,7 +106,6 @@ static stored_types stored_types_of(const llama_model &model, const llama_memory
 }
 
 static const char *const WITHOUT_CACHE = "the model works without a cache";
-static const char *const M_ROPE = "the model rotates keys by several positions a token (M-RoPE)";
 
 // Architectures by the reason why they are refused.  Those that are served, without one, attend through
 // llm_graph_context::build_attn, and their graphs touch the cache nowhere else.
@@ -128,9 +127,6 @@ static const struct {
       LLM_ARCH_MINIMAX_M3, LLM_ARCH_QWEN4EXP}},
     {"the model is a draft head, which works on another context's cache",
      {LLM_ARCH_EAGLE3, LLM_ARCH_DFLASH, LLM_ARCH_GEMMA4_ASSISTANT}},
-    {M_ROPE,
-     {LLM_ARCH_PADDLEOCR, LLM_ARCH_QWEN2VL, LLM_ARCH_QWEN3TTS, LLM_ARCH_QWEN3VL, LLM_ARCH_QWEN3VLMOE, LLM_ARCH_QWEN35,
-      LLM_ARCH_QWEN35MOE}},
     {"llama.cpp does not run such models", {LLM_ARCH_CHAMELEON, LLM_ARCH_CLIP, LLM_ARCH_GPTJ, LLM_ARCH_UNKNOWN}},
     {nullptr, {LLM_ARCH_AFMOE,        LLM_ARCH_APERTUS,        LLM_ARCH_ARCEE,          LLM_ARCH_ARCTIC,
                LLM_ARCH_BAICHUAN,     LLM_ARCH_BAILINGMOE,     LLM_ARCH_BAILINGMOE2,    LLM_ARCH_BAILINGMOE3,
@@ -153,13 +149,15 @@ static const struct {
                LLM_ARCH_MPT,          LLM_ARCH_MUSE_GLIMMER,   LLM_ARCH_NANBEIGE,       LLM_ARCH_NEMOTRON,
                LLM_ARCH_NEMOTRON_H,   LLM_ARCH_NEMOTRON_H_MOE, LLM_ARCH_OLMO,           LLM_ARCH_OLMO2,
                LLM_ARCH_OLMOE,        LLM_ARCH_OPENAI_MOE,     LLM_ARCH_OPENELM,        LLM_ARCH_ORION,
-               LLM_ARCH_PANGU_EMBED,  LLM_ARCH_PHI2,           LLM_ARCH_PHI3,           LLM_ARCH_PHIMOE,
-               LLM_ARCH_PLAMO,        LLM_ARCH_PLAMO2,         LLM_ARCH_PLAMO3,         LLM_ARCH_PLM,
-               LLM_ARCH_POCKETTTS,    LLM_ARCH_QWEN,           LLM_ARCH_QWEN2,          LLM_ARCH_QWEN2MOE,
-               LLM_ARCH_QWEN3,        LLM_ARCH_QWEN3MOE,       LLM_ARCH_QWEN3NEXT,      LLM_ARCH_REFACT,
-               LLM_ARCH_SEED_OSS,     LLM_ARCH_SMALLTHINKER,   LLM_ARCH_SMOLLM3,        LLM_ARCH_SPARK2_5,
-               LLM_ARCH_STABLELM,     LLM_ARCH_STARCODER,      LLM_ARCH_STARCODER2,     LLM_ARCH_STEP35,
-               LLM_ARCH_TALKIE,       LLM_ARCH_XVERSE}},
+               LLM_ARCH_PADDLEOCR,    LLM_ARCH_PANGU_EMBED,    LLM_ARCH_PHI2,           LLM_ARCH_PHI3,
+               LLM_ARCH_PHIMOE,       LLM_ARCH_PLAMO,          LLM_ARCH_PLAMO2,         LLM_ARCH_PLAMO3,
+               LLM_ARCH_PLM,          LLM_ARCH_POCKETTTS,      LLM_ARCH_QWEN,           LLM_ARCH_QWEN2,
+               LLM_ARCH_QWEN2MOE,     LLM_ARCH_QWEN2VL,        LLM_ARCH_QWEN3,          LLM_ARCH_QWEN35,
+               LLM_ARCH_QWEN35MOE,    LLM_ARCH_QWEN3MOE,       LLM_ARCH_QWEN3NEXT,      LLM_ARCH_QWEN3TTS,
+               LLM_ARCH_QWEN3VL,      LLM_ARCH_QWEN3VLMOE,     LLM_ARCH_REFACT,         LLM_ARCH_SEED_OSS,
+               LLM_ARCH_SMALLTHINKER, LLM_ARCH_SMOLLM3,        LLM_ARCH_SPARK2_5,       LLM_ARCH_STABLELM,
+               LLM_ARCH_STARCODER,    LLM_ARCH_STARCODER2,     LLM_ARCH_STEP35,         LLM_ARCH_TALKIE,
+               LLM_ARCH_XVERSE}},
 };
 
 const char *llama_kvcache_arch_refusal(llm_arch arch) {
@@ -220,9 +218,6 @@ std::string llama_kvcache_refusal(const llama_model &model, const llama_memory_p
     }
     if (is_on_gpu(model)) {
         return "layers of the model are on a GPU (use -ngl 0)";
-    }
-    if (hparams.n_pos_per_embd() > 1) {
-        return M_ROPE;
     }
     if (cparams.ctx_type != LLAMA_CONTEXT_TYPE_DEFAULT || cparams.ctx_other) {
         return "the context is a draft head's (MTP; use a draft model, -md, or no speculation)";
@@ -307,6 +302,10 @@ static kvc_rope rope_of(const llama_model &model, uint32_t il, const std::vector
 
     kvc_rope rope = {};
 
+    if (hparams.n_pos_per_embd() > 1) {
+        rope.kind = KVC_ROPE_UNKNOWN; // tokens are not moved
+        return rope;
+    }
     if (hparams.rope_type == LLAMA_ROPE_TYPE_NONE || !hparams.has_rope(il)) {
         rope.kind = KVC_ROPE_NONE;
         return rope;

@@ -159,6 +159,9 @@ int32_t llama_kvcache::state_reader::source_of(const state_part &part, const std
 std::vector<llama_seq_id> llama_kvcache::state_reader::read_seq_ids(uint32_t stream) {
     const uint32_t n = read<uint32_t>();
 
+    if (mem.model.hparams.n_pos_per_embd() > 1) {
+        read<llama_kv_cell_ext>();
+    }
     if (n == 0 || n > (dest == -1 ? mem.cparams.n_seq_max : 1)) {
         throw failure(format("invalid number of sequences of a cell (%u, of %u)", n, mem.cparams.n_seq_max));
     }

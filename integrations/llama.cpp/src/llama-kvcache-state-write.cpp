@@ -171,6 +171,10 @@ void llama_kvcache::state_writer::write_meta(llama_seq_id seq_id) {
         for (int64_t i = 0; i < p.n_rows; ++i) {
             write<llama_pos>(p.pos + (llama_pos)i);
             write<uint32_t>(seq_id == -1 ? (uint32_t)p.seq_ids.size() : 1);
+            if (mem.model.hparams.n_pos_per_embd() > 1) {
+                // As of a token of text: tokens behind an image see all of it.
+                write(llama_kv_cell_ext{p.pos + (llama_pos)i, p.pos + (llama_pos)i, LLAMA_TOKEN_NULL});
+            }
 
             for (const llama_seq_id id : p.seq_ids) {
                 write<llama_seq_id>(id);

@@ -8,6 +8,7 @@
 #include "llama-kvcache.h"
 
 #include "ggml.h"
+#include "llama-kv-cells.h"
 
 #include <cstdint>
 #include <cstring>

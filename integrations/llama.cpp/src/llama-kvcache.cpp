@@ -127,8 +127,8 @@ bool llama_kvcache::windows_keep_all() const {
     return true;
 }
 
-// a window that moves down would see tokens that have expired
-bool llama_kvcache::get_can_shift() const { return windows_keep_all(); }
+// A window that moves down would see tokens that have expired.  With M-RoPE, keys have several positions.
+bool llama_kvcache::get_can_shift() const { return windows_keep_all() && model.hparams.n_pos_per_embd() == 1; }
 
 static llama_pos begin_of(llama_pos p0) { return std::max(p0, 0); }
 static llama_pos end_of(llama_pos p1) { return p1 < 0 ? KVC_END : p1; }

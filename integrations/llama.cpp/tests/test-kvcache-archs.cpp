@@ -11,6 +11,8 @@
 // The reference is its own cache in f32 without flash attention.  With any type, this cache is to be no further from it
 // than its own with flash attention is.  A line a model and scene: normalised squared errors, own and this one's.
 // Weights of the models are to be large enough for attention to be far from even (test-llama-archs -d 0.5).
+#include "images.h"
+
 #include "llama-arch.h"
 #include "llama-kvcache-model.h"
 
@@ -158,15 +160,13 @@ class player {
         llama_batch_free(batch);
         tokens.clear();
         next.clear();
+        keep(rc, n);
+    }
 
-        if (rc) {
-            throw std::runtime_error("decode returns " + std::to_string(rc) + ": " + g_last_error);
-        }
-        for (size_t i = 0; i < n; ++i) {
-            const float *row =
-                n_embd ? llama_get_embeddings_ith(ctx.get(), (int32_t)i) : llama_get_logits_ith(ctx.get(), (int32_t)i);
-            logits.insert(logits.end(), row, row + (n_embd ? n_embd : n_vocab));
-        }
+    // rows [begin, end) of an image that stands at `pos`; text goes on behind it
+    void image(llama_pos pos, int begin, int end) {
+        keep(decode_image(ctx.get(), 0, pos, begin, end), (size_t)(end - begin) * IMAGE_WIDTH);
+        next[0] = behind_image(pos, end);
     }
 
     llama_context_ptr ctx;
@@ -179,6 +179,18 @@ class player {
         llama_pos pos;
         std::vector<llama_seq_id> seqs;
     };
+
+    // keeps the logits of n tokens that were decoded
+    void keep(int rc, size_t n) {
+        if (rc) {
+            throw std::runtime_error("decode returns " + std::to_string(rc) + ": " + g_last_error);
+        }
+        for (size_t i = 0; i < n; ++i) {
+            const float *row =
+                n_embd ? llama_get_embeddings_ith(ctx.get(), (int32_t)i) : llama_get_logits_ith(ctx.get(), (int32_t)i);
+            logits.insert(logits.end(), row, row + (n_embd ? n_embd : n_vocab));
+        }
+    }
 
     std::mt19937 rng{5};
     int n_vocab;
@@ -267,6 +279,22 @@ static void play_non_causal(player &p) {
     p.add(9).decode();
 }
 
+static bool has_images(llama_context *ctx) { return has_image_positions(llama_get_model(ctx)); }
+
+// an image in one call, and one in two, as those that are larger than a batch
+static void play_images(player &p) {
+    p.add(30).decode();
+    p.image(30, 0, 5);
+    p.add(14).decode();
+    p.image(50, 0, 3);
+    p.image(50, 3, 8);
+    p.add(1).decode();
+    p.add(20).decode();
+    if (llama_memory_seq_rm(p.memory(), 0, 50, -1)) {
+        p.add(5).decode();
+    }
+}
+
 static const scene SCENES[] = {
     {"text", 1, false, false, 0, always, play_text},
     {"full", 1, false, true, 0, always, play_text},
@@ -276,6 +304,7 @@ static const scene SCENES[] = {
     {"shift", 1, false, true, 0, can_shift, play_shift},
     {"divide", 1, false, true, 0, can_shift, play_divide},
     {"noncausal", 1, false, false, 0, always, play_non_causal},
+    {"images", 1, false, false, 0, has_images, play_images},
 };
 
 static double error_of(const float *a, const float *exact, size_t n) {

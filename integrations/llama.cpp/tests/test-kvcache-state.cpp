@@ -2,6 +2,7 @@
 //   test-kvcache-state [--types f32,f16,...] MODEL...
 // A context that read a state is to go on as the one that wrote it, and what is wrong with a state is to be an error
 // that leaves the sequence empty and all others as they were.
+#include "images.h"
 #include "scene.h"
 
 #include "llama-cpp.h"
@@ -128,6 +129,13 @@ class context {
         llama_batch_free(batch);
     }
 
+    // an image, behind which text goes on at the next position
+    void show(llama_seq_id seq_id, int n_rows) {
+        const int status = decode_image(ctx.get(), seq_id, llama_memory_seq_pos_max(mem, seq_id) + 1, 0, n_rows);
+
+        expect(status == 0, "%s cache: decoding an image gives %d", name(), status);
+    }
+
     // tokens [begin, end) of a text of its own
     void feed(uint32_t text, int begin, int end, llama_seq_id seq_id) {
         std::vector<llama_token> tokens;
@@ -220,10 +228,12 @@ static bool is_mla(const llama_model *model) {
 }
 
 // Whether both caches move tokens.  llama.cpp's own does so in all layers or none, has no part of a recurrent state to
-// remove, and ends the process over bf16, over quantised parts of keys (MLA) and over quantised layers without heads.
+// remove, and ends the process over bf16, over quantised parts of keys (MLA), over quantised layers without heads and
+// with M-RoPE.
 static bool can_move(const llama_model *model, const setup &s) {
     const bool is_plain = !is_mla(model) && architecture(model) != "deci";
-    const bool is_rotatable = s.type != "bf16" && (is_plain || is_float(s) || caches_of(s).size() == 1);
+    const bool is_rotatable =
+        s.type != "bf16" && !has_image_positions(model) && (is_plain || is_float(s) || caches_of(s).size() == 1);
 
     return is_rotatable && !llama_model_is_hybrid(model) && (s.swa_full || llama_model_n_swa(model) == 0);
 }
@@ -263,6 +273,10 @@ static void fill(context &c, const setup &s) {
         c.feed(3, 30, 32, 2);
     } else {
         c.feed(3, 0, 32, 2);
+    }
+    if (has_image_positions(c.model)) {
+        c.show(0, 4);
+        c.feed(7, 0, 5, 0);
     }
     if (s.is_divided) {
         divide(c);
