@@ -13,7 +13,16 @@ import pytest
 from support import llama_cpp_build, llama_models
 from support.compiling import ROOT
 from support.llama_models import text
-from support.llama_server import USED, Pair, Server, completion, part_of_cache
+from support.llama_server import (
+    NEXT_TOKEN,
+    USED,
+    Pair,
+    Server,
+    completion,
+    expect_same_probabilities,
+    part_of_cache,
+    timings,
+)
 
 pytestmark = pytest.mark.threads  # those of its clients
 
@@ -46,10 +55,6 @@ def pair(request, folder, repository):
     with Pair(repository, folder, *TWO_SLOTS, "--slot-save-path", saved, request.param) as pair:
         pair.saved = saved
         yield pair
-
-
-def timings(answer):
-    return answer["timings"]["cache_n"], answer["timings"]["prompt_n"]
 
 
 # ---- completions
@@ -345,23 +350,6 @@ def test_prompts_that_left_their_slot_come_back_from_memory(folder, repository):
         assert "prompt cache" in pair.ours.log()
         alone = pair.complete(prompts[0], len(answers[0]), cache_prompt=False)
         assert alone["content"] == answers[0]
-
-
-def probabilities(answer):
-    """Return the likeliest next tokens: those of a random model are often too close to compare which is first."""
-    (token,) = answer["completion_probabilities"]
-    return {entry["id"]: entry["logprob"] for entry in token["top_logprobs"]}
-
-
-# The next token's probabilities; it is forced to be "a", as half a character would not be answered.
-NEXT_TOKEN = {"n_probs": 20, "logit_bias": [[ord("a"), 1000]]}
-
-
-def expect_same_probabilities(ours, own):
-    both = probabilities(ours).keys() & probabilities(own).keys()
-    assert len(both) >= 15
-    for token in both:
-        assert probabilities(ours)[token] == pytest.approx(probabilities(own)[token], abs=0.15)
 
 
 @pytest.mark.parametrize("options", [[], ["--swa-full"], ["--kv-unified"]], ids=" ".join)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import time
 
+import pytest
 from support import llama_cpp_build
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_KVCACHE")} | {
@@ -108,6 +109,28 @@ def part_of_cache(answer):
     """Return what must not depend on which cache answered."""
     found = {name: answer[name] for name in FIELDS}
     return found | {name: answer["timings"].get(name) for name in COUNTS}
+
+
+def timings(answer):
+    """Return how many tokens of a prompt were there, and how many were computed."""
+    return answer["timings"]["cache_n"], answer["timings"]["prompt_n"]
+
+
+def probabilities(answer):
+    """Return the likeliest next tokens: those of a random model are often too close to compare which is first."""
+    (token,) = answer["completion_probabilities"]
+    return {entry["id"]: entry["logprob"] for entry in token["top_logprobs"]}
+
+
+# The next token's probabilities; it is forced to be "a", as half a character would not be answered.
+NEXT_TOKEN = {"n_probs": 20, "logit_bias": [[ord("a"), 1000]]}
+
+
+def expect_same_probabilities(ours, own):
+    both = probabilities(ours).keys() & probabilities(own).keys()
+    assert len(both) >= 15
+    for token in both:
+        assert probabilities(ours)[token] == pytest.approx(probabilities(own)[token], abs=0.15)
 
 
 class Pair:

@@ -91,18 +91,18 @@ llama_memory_context_ptr llama_kvcache::init_ubatches(std::vector<llama_ubatch> 
 // Returns each token's predecessor in its sequence, where tokens of one stand at the same position: those of an image,
 // with M-RoPE, of which each is to see the ones before it.  Elsewhere positions say what a token sees, and nothing is
 // returned.
-static std::vector<int32_t> parents_of(const std::vector<int32_t> &positions, const std::vector<int64_t> &seq_ids) {
+static std::vector<int32_t> parents_of(const std::vector<int32_t> &positions, const std::vector<llama_seq_id> &seqs) {
     std::vector<int32_t> last(LLAMA_MAX_SEQ, -1);
     std::vector<int32_t> res;
 
     bool has_equal = false;
 
     for (int32_t i = 0; i < (int32_t)positions.size(); ++i) {
-        const int32_t parent = last[seq_ids[i]];
+        const int32_t parent = last[seqs[i]];
 
         has_equal = has_equal || (parent >= 0 && positions[parent] == positions[i]);
         res.push_back(parent);
-        last[seq_ids[i]] = i;
+        last[seqs[i]] = i;
     }
 
     return has_equal ? res : std::vector<int32_t>();
@@ -112,17 +112,19 @@ kvc_status llama_kvcache::begin(const llama_ubatch *ubatches, size_t n_ubatches)
     close();
 
     std::vector<int32_t> positions;
+    std::vector<llama_seq_id> seqs;
     std::vector<int64_t> seq_ids;
 
     for (size_t u = 0; u < n_ubatches; ++u) {
         for (uint32_t i = 0; i < ubatches[u].n_tokens; ++i) {
             positions.push_back(ubatches[u].pos[i]);
-            seq_ids.push_back(ubatches[u].seq_id[i][0]);
+            seqs.push_back(ubatches[u].seq_id[i][0]);
+            seq_ids.push_back(ids[seqs.back()]);
         }
     }
 
     const bool is_2d = model.hparams.n_pos_per_embd() > 1 && cparams.causal_attn;
-    const auto parents = is_2d ? parents_of(positions, seq_ids) : std::vector<int32_t>();
+    const auto parents = is_2d ? parents_of(positions, seqs) : std::vector<int32_t>();
 
     return kvc_begin(cache, (int32_t)positions.size(), positions.data(), seq_ids.data(),
                      parents.empty() ? nullptr : parents.data(), &batch);
@@ -134,6 +136,11 @@ bool llama_kvcache::plan(const llama_ubatch &ubatch) {
     n_cur = ubatch.n_tokens;
 
     const std::vector<uint8_t> non_causal(n_cur, 1);
+
+    // Rows of text then do not follow from the tokens before them alone.  Those of an image do: it is seen as a whole.
+    for (uint32_t i = 0; !cparams.causal_attn && ubatch.token && i < ubatch.n_tokens; ++i) {
+        kvc_mark_inexact(cache, ids[ubatch.seq_id[i][0]], ubatch.pos[i]);
+    }
 
     for (size_t layer = 0; layer < layers.model.size(); ++layer) {
         const auto &l = layers.model[layer];

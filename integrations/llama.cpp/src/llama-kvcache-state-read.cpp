@@ -46,6 +46,7 @@ class llama_kvcache::state_reader {
     // Cells of the same sequences in both parts: a sequence of the cache holds their rows until share.
     struct source {
         std::vector<llama_seq_id> seq_ids;
+        int64_t id;    // of the sequence of the cache
         int32_t whole; // the source with these cells in the part without windows, where more sequences have them; or -1
     };
 
@@ -125,7 +126,7 @@ template <typename T> void llama_kvcache::state_reader::expect(T value, const ch
 }
 
 int64_t llama_kvcache::state_reader::id_of(int32_t source) const {
-    return is_shared ? LLAMA_MAX_SEQ + (int64_t)source : source;
+    return is_shared ? sources[source].id : mem.ids[source];
 }
 
 // returns the source that gives a sequence its row at a position in the layers without windows, -1 if there is none
@@ -150,7 +151,7 @@ int32_t llama_kvcache::state_reader::source_of(const state_part &part, const std
     const auto res = source_index.emplace(std::make_pair(whole, seq_ids), (int32_t)sources.size());
 
     if (res.second) {
-        sources.push_back({seq_ids, whole});
+        sources.push_back({seq_ids, kvc_new_sequence(mem.cache), whole});
     }
 
     return res.first->second;
@@ -505,7 +506,7 @@ std::vector<llama_kvcache::state_reader::range> llama_kvcache::state_reader::ran
 void llama_kvcache::state_reader::share() {
     for (llama_seq_id s = 0; is_shared && s < (llama_seq_id)mem.cparams.n_seq_max; ++s) {
         for (const auto &r : ranges_of(s)) {
-            llama_kvcache_check(kvc_share(mem.cache, id_of(r.source), s, r.begin, r.end));
+            llama_kvcache_check(kvc_share(mem.cache, id_of(r.source), mem.ids[s], r.begin, r.end));
         }
     }
     for (size_t i = 0; i < sources.size(); ++i) {

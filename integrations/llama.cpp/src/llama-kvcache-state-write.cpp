@@ -17,7 +17,7 @@ class llama_kvcache::state_writer {
   private:
     // rows of a sequence, in order of arrival, at consecutive positions
     struct piece {
-        int64_t seq_id;
+        llama_seq_id seq_id;
         int64_t row;
         int64_t n_rows;
         llama_pos pos;
@@ -28,6 +28,7 @@ class llama_kvcache::state_writer {
 
     // consecutive slots of a sequence
     struct run {
+        llama_seq_id seq_id;
         kvc_run_info at;
         int64_t row; // of the first
     };
@@ -69,11 +70,18 @@ std::vector<llama_kvcache::state_writer::run> llama_kvcache::state_writer::runs_
 
     std::vector<run> res;
 
-    for (const auto &at : found) {
-        if (!at.in_batch && (seq_id == -1 ? at.seq_id < mem.cparams.n_seq_max : at.seq_id == seq_id)) {
-            const bool is_next = !res.empty() && res.back().at.seq_id == at.seq_id;
+    // by rising sequence of the context
+    const llama_seq_id first = seq_id == -1 ? 0 : seq_id;
+    const llama_seq_id end = seq_id == -1 ? (llama_seq_id)mem.cparams.n_seq_max : seq_id + 1;
 
-            res.push_back({at, is_next ? res.back().row + res.back().at.count : 0});
+    for (llama_seq_id s = first; s < end; ++s) {
+        int64_t row = 0;
+
+        for (const auto &at : found) {
+            if (at.seq_id == mem.ids[s] && !at.in_batch && !at.is_kept) {
+                res.push_back({s, at, row});
+                row += at.count;
+            }
         }
     }
 
@@ -103,10 +111,10 @@ llama_pos llama_kvcache::state_writer::first_saved(llama_pos pos_max, bool is_wh
 }
 
 void llama_kvcache::state_writer::leave_out(std::vector<run> &runs, bool is_whole) const {
-    std::map<int64_t, llama_pos> first; // [sequence]
+    std::map<llama_seq_id, llama_pos> first; // [sequence]
 
     for (const auto &r : runs) {
-        auto &pos_max = first.emplace(r.at.seq_id, -1).first->second;
+        auto &pos_max = first.emplace(r.seq_id, -1).first->second;
 
         pos_max = std::max(pos_max, r.at.position + r.at.count - 1);
     }
@@ -114,7 +122,7 @@ void llama_kvcache::state_writer::leave_out(std::vector<run> &runs, bool is_whol
         f.second = first_saved(f.second, is_whole);
     }
     for (auto &r : runs) {
-        const int32_t n = std::min(r.at.count, std::max(0, first[r.at.seq_id] - r.at.position));
+        const int32_t n = std::min(r.at.count, std::max(0, first[r.seq_id] - r.at.position));
 
         r.at.slot += n;
         r.at.position += n;
@@ -154,14 +162,14 @@ void llama_kvcache::state_writer::split_run(const run &r, const std::vector<run>
                 next = std::min(next, other.at.slot);
             } else if (slot < other.at.slot + other.at.count) {
                 next = std::min(next, other.at.slot + other.at.count);
-                seq_ids.push_back((llama_seq_id)other.at.seq_id);
+                seq_ids.push_back(other.seq_id);
             }
         }
 
-        if (seq_ids.front() == r.at.seq_id) {
+        if (seq_ids.front() == r.seq_id) {
             const int32_t skipped = slot - r.at.slot;
 
-            pieces.push_back({r.at.seq_id, r.row + skipped, next - slot, r.at.position + skipped, std::move(seq_ids)});
+            pieces.push_back({r.seq_id, r.row + skipped, next - slot, r.at.position + skipped, std::move(seq_ids)});
         }
     }
 }
@@ -219,7 +227,7 @@ template <typename F> void llama_kvcache::state_writer::visit_rows(uint32_t il, 
         for (int64_t first = 0, n; first < n_rows; first += n) {
             n = std::min(n_most, n_rows - first);
             llama_kvcache_check(
-                kvc_gather(mem.cache, pieces[i].seq_id, mem.layers.index[il], pieces[i].row + first, n, &out));
+                kvc_gather(mem.cache, mem.ids[pieces[i].seq_id], mem.layers.index[il], pieces[i].row + first, n, &out));
             visit(rows.data(), n);
         }
     }

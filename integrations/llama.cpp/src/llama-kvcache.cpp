@@ -23,6 +23,19 @@ static bool is_asked_for() {
     return value == "1";
 }
 
+// whether the beginnings of prompts are to be found
+static bool is_prefix_asked_for() {
+    const char *env = getenv("LLAMA_KVCACHE_PREFIX");
+    const std::string value = env ? env : "";
+
+    if (!value.empty() && value != "off" && value != "on") {
+        throw std::runtime_error("LLAMA_KVCACHE_PREFIX is '" + value +
+                                 "': set it to on, which keeps prompts in memory, or to off");
+    }
+
+    return value == "on";
+}
+
 llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memory_params &params,
                                      const llama_cparams &cparams) {
     if (!is_asked_for()) {
@@ -43,6 +56,10 @@ llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memor
     auto layers = llama_kvcache_layers_of(model, params, cparams);
 
     if (llm_arch_is_hybrid(model.arch)) {
+        if (is_prefix_asked_for()) {
+            LLAMA_LOG_WARN("%s: no prefixes: the model has recurrent layers, whose states are not kept\n", __func__);
+        }
+
         return new llama_kvcache_hybrid(model, cparams, std::move(layers));
     }
 
@@ -51,11 +68,11 @@ llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memor
 
 // A context of one sequence gets a few long blocks (others may be named in it all the same, as copies).  Not a single
 // one: rows of small heads get huge pages only once their block is full.
-static int32_t block_size_of(const llama_kvcache_layers &layers, const llama_cparams &cparams) {
+static int32_t block_size_of(const llama_kvcache_layers &layers, const llama_cparams &cparams, bool keeps_prefixes) {
     const bool is_full = std::all_of(layers.cache.begin(), layers.cache.end(),
                                      [](const kvc_layer &layer) { return layer.policy.kind == KVC_FULL; });
 
-    if (cparams.n_seq_max > 1 || !is_full) {
+    if (cparams.n_seq_max > 1 || !is_full || keeps_prefixes) {
         return 0;
     }
 
@@ -65,7 +82,7 @@ static int32_t block_size_of(const llama_kvcache_layers &layers, const llama_cpa
 }
 
 llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cparams, llama_kvcache_layers layers_in)
-    : model(model), cparams(cparams), layers(std::move(layers_in)) {
+    : model(model), cparams(cparams), layers(std::move(layers_in)), keeps_prefixes(is_prefix_asked_for()) {
     ops.resize(layers.index.size());
     for (size_t il = 0; il < ops.size(); ++il) {
         const int32_t layer = layers.index[il];
@@ -87,7 +104,7 @@ llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cpar
     config.layers = layers.cache.data();
     config.layer_size = sizeof(kvc_layer);
     config.num_layers = (int32_t)layers.cache.size();
-    config.block_size = block_size_of(layers, cparams);
+    config.block_size = block_size_of(layers, cparams, keeps_prefixes);
     config.max_seq_len = cparams.n_ctx_seq;
     config.capacity = (int64_t)cparams.n_ctx_seq * (cparams.kv_unified ? 1 : cparams.n_seq_max);
     config.num_threads = 1; // ggml's threads do the work
@@ -95,6 +112,10 @@ llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cpar
 
     if (kvc_cache_new(&config, &cache)) {
         throw std::runtime_error(std::string("failed to create the cache: ") + kvc_last_error());
+    }
+
+    for (llama_seq_id s = 0; s < LLAMA_MAX_SEQ; ++s) {
+        ids.push_back(kvc_new_sequence(cache));
     }
 
     LLAMA_LOG_INFO("%s: %u cells, %zu layers, K (%s), V (%s), %s, up to %.2f MiB\n", __func__,
@@ -147,6 +168,11 @@ void llama_kvcache::clear(bool /*data*/) {
     check(__func__, kvc_clear(cache));
 }
 
+// Of a prompt that was begun, nothing is dropped where there is nothing: its tokens still follow.
+bool llama_kvcache::remove(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
+    return p0 >= kvc_next_position(cache, ids[seq_id]) || check(__func__, kvc_remove(cache, ids[seq_id], p0, p1, 0));
+}
+
 bool llama_kvcache::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
     close();
 
@@ -157,15 +183,12 @@ bool llama_kvcache::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
         return true;
     }
     if (seq_id >= 0) {
-        return check(__func__, kvc_remove(cache, seq_id, p0, p1, 0));
+        return remove(seq_id, p0, p1);
     }
 
-    std::vector<int64_t> ids(LLAMA_MAX_SEQ);
-    ids.resize(kvc_sequences(cache, ids.data(), LLAMA_MAX_SEQ));
-
     bool res = true;
-    for (const int64_t id : ids) {
-        res = check(__func__, kvc_remove(cache, id, p0, p1, 0)) && res;
+    for (llama_seq_id s = 0; s < LLAMA_MAX_SEQ; ++s) {
+        res = remove(s, p0, p1) && res;
     }
 
     return res;
@@ -175,23 +198,23 @@ void llama_kvcache::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, lla
     close();
 
     if (seq_id_src != seq_id_dst) {
-        check(__func__, kvc_share(cache, seq_id_src, seq_id_dst, begin_of(p0), end_of(p1)));
+        check(__func__, kvc_share(cache, ids[seq_id_src], ids[seq_id_dst], begin_of(p0), end_of(p1)));
     }
 }
 
 void llama_kvcache::seq_keep(llama_seq_id seq_id) {
     close();
-    check(__func__, kvc_keep(cache, seq_id));
+    check(__func__, kvc_keep(cache, ids[seq_id]));
 }
 
 void llama_kvcache::seq_add(llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos shift) {
     close();
-    check(__func__, kvc_shift(cache, seq_id, begin_of(p0), end_of(p1), shift));
+    check(__func__, kvc_shift(cache, ids[seq_id], begin_of(p0), end_of(p1), shift));
 }
 
 void llama_kvcache::seq_div(llama_seq_id seq_id, llama_pos p0, llama_pos p1, int d) {
     close();
-    check(__func__, kvc_divide(cache, seq_id, begin_of(p0), end_of(p1), d));
+    check(__func__, kvc_divide(cache, ids[seq_id], begin_of(p0), end_of(p1), d));
 }
 
 // every position from the smallest to the largest is there, in every layer
@@ -199,7 +222,7 @@ llama_pos llama_kvcache::seq_pos_min(llama_seq_id seq_id) const {
     llama_pos first_of_any = -1;
     llama_pos last_of_any = -1;
 
-    kvc_position_range(cache, seq_id, -1, &first_of_any, &last_of_any);
+    kvc_position_range(cache, ids[seq_id], -1, &first_of_any, &last_of_any);
 
     llama_pos res = -1;
 
@@ -207,7 +230,7 @@ llama_pos llama_kvcache::seq_pos_min(llama_seq_id seq_id) const {
         llama_pos first;
         llama_pos last;
 
-        if (kvc_position_range(cache, seq_id, layer, &first, &last) == KVC_OK) {
+        if (kvc_position_range(cache, ids[seq_id], layer, &first, &last) == KVC_OK) {
             // a restored window has no rows before it, unlike other layers: the smallest position that can be gone back
             // to is later
             const bool is_cut = layers.swa_full && layers.model[layer].is_swa && first > first_of_any;
@@ -224,13 +247,13 @@ llama_pos llama_kvcache::seq_pos_max(llama_seq_id seq_id) const {
     llama_pos first_of_any = -1;
     llama_pos res = -1;
 
-    kvc_position_range(cache, seq_id, -1, &first_of_any, &res);
+    kvc_position_range(cache, ids[seq_id], -1, &first_of_any, &res);
 
     for (int32_t layer = 0; layer < (int32_t)layers.cache.size(); ++layer) {
         llama_pos first;
         llama_pos last;
 
-        if (kvc_position_range(cache, seq_id, layer, &first, &last) == KVC_OK) {
+        if (kvc_position_range(cache, ids[seq_id], layer, &first, &last) == KVC_OK) {
             res = std::min(res, last);
         }
     }

@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -68,6 +69,10 @@ class llama_kvcache : public llama_memory_i {
     void state_write(llama_io_write_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) const override;
     void state_read(llama_io_read_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) override;
 
+    bool has_prefix() const override;
+    int32_t prefix_begin(llama_seq_id seq_id, const llama_memory_prompt &prompt, int32_t n_held) override;
+    void prefix_keep(llama_seq_id seq_id, const llama_memory_prompt &prompt) override;
+
     // undoes state_read, for a memory of several parts of which another could not be read
     void state_clear(llama_seq_id seq_id);
 
@@ -121,6 +126,12 @@ class llama_kvcache : public llama_memory_i {
     // to see from the next one on; and tokens that see later ones see those of their own ubatch only
     bool is_one_by_one(const std::vector<llama_ubatch> &ubatches) const;
 
+    // returns the prefix for rows that these adapters make, nullptr, with the reason in the log, if there is none
+    kvc_prefix *prefix_of(const char *adapters);
+
+    // drops the tokens of one sequence at positions [p0, p1)
+    bool remove(llama_seq_id seq_id, llama_pos p0, llama_pos p1);
+
     void free_plans();
     bool is_causal(const llama_kvcache_layer &layer) const;
 
@@ -130,6 +141,11 @@ class llama_kvcache : public llama_memory_i {
     const llama_kvcache_layers layers;
 
     kvc_cache *cache = nullptr;
+
+    std::vector<int64_t> ids; // [sequence of the context] which one of the cache it is
+
+    const bool keeps_prefixes;
+    std::map<std::string, kvc_prefix *> prefixes; // [adapters] freed with the cache
 
     std::vector<std::unique_ptr<llama_kvcache_op>> ops; // [layer of the model]
 

@@ -249,6 +249,71 @@ static void test_memory_of_creation(llama_model *model) {
     }
 }
 
+// each allocation of beginning and keeping a prompt fails once: at worst less is known, and sequences go on
+static void test_memory_of_prefixes(llama_model *model) {
+    const int n_all = 200;
+    const int n_common = 150;
+
+    auto *plain = new_context(model, exact_params(), true);
+    scene_run undisturbed(model, plain, true);
+    auto prompt = undisturbed.tokens(1, 0, n_common, {1}, 0);
+
+    for (const auto &token : undisturbed.tokens(2, n_common, n_all, {1}, n_common)) {
+        prompt.push_back(token);
+    }
+    prompt.back().has_logits = true;
+    undisturbed.feed("prompt", 0, 1, 0, n_all);
+    undisturbed.feed("goes on", 0, 1, n_all, n_all + 5);
+    const auto rest = undisturbed.notes.back().row;
+    undisturbed.feed("another", prompt);
+    const auto other = undisturbed.notes.back().row;
+    llama_free(plain);
+
+    std::vector<llama_token> ids[2];
+    for (int i = 0; i < n_all; ++i) {
+        ids[0].push_back(text_token(model, 1, i));
+        ids[1].push_back(prompt[i].id);
+    }
+
+    const llama_memory_prompt given[2] = {{ids[0].data(), n_all, nullptr, nullptr},
+                                          {ids[1].data(), n_all, nullptr, "other"}};
+
+    setenv("LLAMA_KVCACHE_PREFIX", "on", 1);
+    for (int i = 0;; ++i) {
+        auto *ctx = new_context(model, exact_params(), true);
+        scene_run run(model, ctx, true);
+
+        llama_memory_prefix_begin(run.mem, 0, &given[0], 0);
+        run.feed("prompt", 0, 1, 0, n_all);
+
+        allocations = {i, false, allocations.n_bytes};
+
+        llama_memory_prefix_keep(run.mem, 0, &given[0]);
+        const int n_other = llama_memory_prefix_begin(run.mem, 2, &given[1], 0);
+        llama_memory_prompt same = given[1];
+        same.adapters = nullptr;
+        const int n = llama_memory_prefix_begin(run.mem, 1, &same, 0);
+        const bool has_failed = allocations.has_failed;
+
+        allocations.left = -1;
+
+        expect(n_other == 0 && n <= n_common && (has_failed || n >= 128), "prefixes: as many as are known", n);
+        expect(llama_memory_seq_pos_max(run.mem, 0) == n_all - 1, "prefixes: what is kept goes on", i);
+        expect(llama_memory_seq_pos_max(run.mem, 1) == n - 1, "prefixes: what is begun is held", i);
+        run.feed("goes on", 0, 1, n_all, n_all + 5);
+        expect(nmse(run.notes.back().row, rest) < 1e-9, "prefixes: as if nothing had been kept", i);
+        run.feed("another", scene_batch(prompt.begin() + n, prompt.end()));
+        expect(nmse(run.notes.back().row, other) < 1e-9, "prefixes: as if nothing had been begun", i);
+        llama_free(ctx);
+
+        if (!has_failed || n_failed > 0) {
+            printf("  each of %d allocations of prefixes failed\n", i);
+            break;
+        }
+    }
+    setenv("LLAMA_KVCACHE_PREFIX", "", 1);
+}
+
 int main(int argc, char **argv) {
     if (argc < 2) {
         printf("usage: test-kvcache-failures model.gguf ...\n");
@@ -273,6 +338,7 @@ int main(int argc, char **argv) {
             test_memory_of_decode(model);
             test_memory_of_edits(model);
             test_memory_of_coupled(model);
+            test_memory_of_prefixes(model);
             test_memory_of_creation(model);
             llama_model_free(model);
         }

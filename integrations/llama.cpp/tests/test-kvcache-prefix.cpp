@@ -1,0 +1,426 @@
+// Prompts that begin alike: sequences take what others have left behind, and go on as if they had computed it.
+#include "scene.h"
+
+#include "llama-cpp.h"
+
+#include <cstring>
+
+static int n_failed = 0;
+
+static void expect(bool ok, const std::string &what, long long found = 0) {
+    if (!ok) {
+        printf("    FAIL: %s (%lld)\n", what.c_str(), found);
+        ++n_failed;
+    }
+}
+
+static constexpr double MOST = 1e-9; // squared difference of logits over their squared length
+
+// tokens of one text, then of another
+struct prompt {
+    prompt(const llama_model *model, uint32_t text, int n, uint32_t other = 0, int n_other = 0) {
+        for (int i = 0; i < n; ++i) {
+            tokens.push_back(text_token(model, text, i));
+        }
+        for (int i = 0; i < n_other; ++i) {
+            tokens.push_back(text_token(model, other, n + i));
+        }
+    }
+
+    llama_memory_prompt get() const {
+        return {tokens.data(), (int32_t)tokens.size(), digests.empty() ? nullptr : digests.data(), adapters};
+    }
+
+    std::vector<llama_token> tokens;
+    std::vector<uint8_t> digests;
+    const char *adapters = nullptr;
+};
+
+class context {
+  public:
+    context(llama_model *model, const llama_context_params &params, const char *spec) : model(model) {
+        setenv("LLAMA_KVCACHE_PREFIX", spec, 1);
+        ctx.reset(new_context(model, params, true));
+        setenv("LLAMA_KVCACHE_PREFIX", "", 1);
+        if (!ctx) {
+            printf("    FAIL: no context\n");
+            exit(1);
+        }
+        mem = llama_get_memory(ctx.get());
+    }
+
+    int32_t begin(llama_seq_id seq_id, const prompt &p, int32_t n_held = 0) {
+        const auto given = p.get();
+
+        return llama_memory_prefix_begin(mem, seq_id, &given, n_held);
+    }
+
+    void keep(llama_seq_id seq_id, const prompt &p) {
+        const auto given = p.get();
+
+        llama_memory_prefix_keep(mem, seq_id, &given);
+    }
+
+    // feeds tokens [first, end) of a prompt, and returns the logits of the last; none if that fails
+    std::vector<float> feed(llama_seq_id seq_id, const prompt &p, int32_t first, int32_t end) {
+        scene_run run(model, ctx.get(), true);
+        scene_batch batch;
+
+        for (int32_t i = first; i < end; ++i) {
+            batch.push_back({p.tokens[i], i, {seq_id}, i + 1 == end});
+        }
+        if (run.decode(batch)) {
+            return {};
+        }
+
+        const float *row = llama_get_logits_ith(ctx.get(), -1);
+
+        return std::vector<float>(row, row + llama_vocab_n_tokens(llama_model_get_vocab(model)));
+    }
+
+    // begins and feeds a prompt, and keeps it; returns how much of it was there
+    int32_t serve(llama_seq_id seq_id, const prompt &p) {
+        const int32_t n = begin(seq_id, p);
+
+        expect(!feed(seq_id, p, n, (int32_t)p.tokens.size()).empty(), "a prompt is fed", n);
+        keep(seq_id, p);
+
+        return n;
+    }
+
+    void drop(llama_seq_id seq_id) { llama_memory_seq_rm(mem, seq_id, -1, -1); }
+
+    llama_pos last(llama_seq_id seq_id) const { return llama_memory_seq_pos_max(mem, seq_id); }
+
+    llama_model *model;
+    llama_context_ptr ctx;
+    llama_memory_t mem;
+};
+
+static llama_context_params params_of(bool is_unified = true) {
+    auto params = exact_params();
+
+    params.kv_unified = is_unified;
+    params.n_ctx = is_unified ? 1024 : 2048;
+
+    return params;
+}
+
+// the logits of a prompt that is computed as a whole
+static std::vector<float> plain(llama_model *model, const prompt &p) {
+    context c(model, params_of(), "off");
+
+    expect(!llama_memory_has_prefix(c.mem), "no prefix unless it is asked for");
+    expect(c.begin(0, p) == 0 && c.begin(0, p, 7) == 7 && c.last(0) == -1, "and nothing is begun");
+    c.keep(0, p);
+
+    return c.feed(0, p, 0, (int32_t)p.tokens.size());
+}
+
+static void expect_plain(llama_model *model, const std::vector<float> &logits, const prompt &p,
+                         const std::string &what) {
+    const auto wanted = plain(model, p);
+
+    expect(logits.size() == wanted.size() && nmse(logits, wanted) < MOST, what + ": logits of the whole prompt");
+}
+
+// a beginning is taken while its sequence goes on, and after it has ended
+static void test_sequences(llama_model *model, bool is_unified) {
+    context c(model, params_of(is_unified), "on");
+    const prompt p(model, 1, 200);
+
+    expect(llama_memory_has_prefix(c.mem), "a prefix");
+    expect(c.begin(0, p) == 0, "nothing is known");
+    c.feed(0, p, 0, 150);
+
+    const prompt q(model, 1, 140, 2, 60);
+
+    int32_t n = c.begin(1, q);
+    expect(n == 128, "blocks of a prompt that is being fed", n);
+    expect(c.last(1) == n - 1, "are held", c.last(1));
+    expect_plain(model, c.feed(1, q, n, 200), q, "beside another");
+
+    expect_plain(model, c.feed(0, p, 150, 200), p, "of the other");
+    c.keep(0, p);
+    expect(c.last(0) == 199, "a sequence that is kept goes on", c.last(0));
+
+    const prompt longer(model, 1, 230);
+    const prompt r(model, 1, 190, 3, 30);
+
+    n = c.begin(2, r);
+    expect(n == 190, "tokens of one that was kept", n);
+    expect_plain(model, c.feed(2, r, n, 220), r, "behind one that was kept");
+
+    c.drop(0);
+    n = c.begin(3, longer);
+    expect(n == 200, "all tokens of one that has ended", n);
+    expect_plain(model, c.feed(3, longer, n, 230), longer, "behind all of another");
+}
+
+// a sequence takes what is known in place of its own tokens, or goes on with these
+static void test_own_tokens(llama_model *model) {
+    context c(model, params_of(), "on");
+    const prompt p(model, 1, 200);
+    const prompt q(model, 1, 100, 2, 60);
+
+    c.serve(0, p);
+
+    const int32_t n = c.begin(0, q, 100);
+    expect(n == 100, "as many as it holds", n);
+    llama_memory_seq_rm(c.mem, 0, n, -1);
+    expect_plain(model, c.feed(0, q, n, 160), q, "from another prompt");
+    c.keep(0, q);
+
+    const prompt unknown(model, 9, 50);
+    expect(c.begin(0, unknown, 3) == 3 && c.last(0) == 159, "fewer are known than it holds", c.last(0));
+    expect(c.begin(0, unknown) == 0 && c.last(0) == -1, "none of either", c.last(0));
+
+    // all are known: the last one is fed
+    c.drop(0);
+    expect(c.begin(1, p) <= 199, "less than all");
+    c.keep(1, p);
+
+    // behind a prompt that was cut short, another one is fed
+    const prompt first(model, 5, 200);
+    c.begin(2, first);
+    c.feed(2, first, 0, 30);
+    c.keep(2, first);
+
+    prompt second(model, 5, 30, 6, 170);
+    expect(c.begin(2, second, 30) == 30, "goes on where another one ended");
+    expect_plain(model, c.feed(2, second, 30, 200), second, "behind a prompt that was cut short");
+    c.keep(2, second);
+    expect(c.begin(3, first) == 30, "what was not fed is not known");
+}
+
+// rows that do not follow from their tokens are not kept
+static void test_edits(llama_model *model) {
+    context c(model, params_of(), "on");
+    prompt p(model, 1, 200);
+
+    if (llama_memory_can_shift(c.mem)) {
+        c.begin(0, p);
+        c.feed(0, p, 0, 200);
+        llama_memory_seq_rm(c.mem, 0, 130, 150);
+        llama_memory_seq_add(c.mem, 0, 150, -1, -20);
+        p.tokens.erase(p.tokens.begin() + 130, p.tokens.begin() + 150);
+        c.keep(0, p);
+        expect(c.last(0) == 179, "a context shift");
+        c.drop(0);
+
+        const int32_t n = c.begin(1, p);
+        expect(n == 130, "up to the tokens that moved", n);
+        expect_plain(model, c.feed(1, p, n, 180), p, "in place of tokens that moved");
+        c.drop(1);
+    }
+
+    // a text that sees all of itself
+    const prompt q(model, 7, 150);
+
+    c.begin(0, q);
+    llama_set_causal_attn(c.ctx.get(), false);
+    c.feed(0, q, 0, 60);
+    llama_set_causal_attn(c.ctx.get(), true);
+    c.feed(0, q, 60, 150);
+    c.keep(0, q);
+    expect(c.begin(1, q) == 0, "tokens that saw later ones");
+
+    // rows that were saved
+    context other(model, params_of(), "off");
+    const prompt r(model, 8, 150);
+
+    other.feed(0, r, 0, 150);
+    std::vector<uint8_t> state(llama_state_seq_get_size(other.ctx.get(), 0));
+    llama_state_seq_get_data(other.ctx.get(), state.data(), state.size(), 0);
+
+    c.begin(2, r);
+    expect(llama_state_seq_set_data(c.ctx.get(), state.data(), state.size(), 2) == state.size(), "a state");
+    expect(c.last(2) == 149, "is restored", c.last(2));
+    c.keep(2, r);
+    expect(c.begin(3, r) == 0, "whatever a state has");
+}
+
+// kept prompts take no room from others, and the least recently used go first
+static void test_eviction(llama_model *model) {
+    auto params = params_of();
+    params.n_ctx = 512;
+
+    context c(model, params, "on");
+
+    for (uint32_t text = 1; text <= 6; ++text) {
+        expect(c.serve(0, prompt(model, text, 150)) == 0, "a new prompt", text);
+    }
+    c.drop(0);
+    expect(c.begin(0, prompt(model, 1, 150)) == 0, "the oldest is gone");
+
+    const prompt latest(model, 6, 150);
+
+    int32_t n = c.begin(0, latest);
+    expect(n == 149, "the latest is there", n);
+    expect_plain(model, c.feed(0, latest, n, 150), latest, "of the latest");
+    c.keep(0, latest);
+    c.drop(0);
+
+    const prompt large(model, 8, 500);
+    expect(c.begin(1, large) == 0, "a large one");
+    expect_plain(model, c.feed(1, large, 0, 500), large, "in place of all that was kept");
+    c.keep(1, large);
+    c.drop(1);
+    n = c.begin(2, large);
+    expect(n == 499, "is kept itself", n);
+}
+
+static void test_names(llama_model *model) {
+    context c(model, params_of(), "on");
+    prompt p(model, 1, 100);
+
+    c.serve(0, p);
+
+    p.adapters = "style.gguf=0.5";
+    expect(c.serve(1, p) == 0, "with an adapter");
+    expect(c.begin(2, p) >= 64, "with the same adapter");
+    p.adapters = "";
+    expect(c.begin(2, p) >= 64, "without an adapter");
+
+    p.digests.assign(32 * 100, 0);
+    expect(c.begin(2, p) >= 64, "no digests");
+    std::fill(p.digests.begin() + 32 * 70, p.digests.begin() + 32 * 80, (uint8_t)1);
+    const int32_t n = c.serve(2, p);
+    expect(n == 70, "up to an image", n);
+    expect(c.begin(3, p) >= 64 + 10, "with the same image");
+    std::fill(p.digests.begin() + 32 * 70, p.digests.begin() + 32 * 80, (uint8_t)2);
+    expect(c.begin(3, p) == 70, "up to another image");
+}
+
+// states have what sequences hold, and nothing that is kept
+static void test_states(llama_model *model) {
+    const prompt p(model, 1, 120);
+    const prompt q(model, 1, 90, 2, 20);
+
+    std::vector<size_t> sizes;
+
+    for (const char *spec : {"off", "on"}) {
+        context c(model, params_of(), spec);
+
+        c.feed(3, p, 0, 120);
+        c.keep(3, p);
+        c.drop(3);
+
+        for (const llama_seq_id s : {0, 1}) {
+            const int32_t n = c.begin(s, p);
+            c.feed(s, p, n, 120);
+            c.keep(s, p);
+        }
+
+        sizes.push_back(llama_state_seq_get_size(c.ctx.get(), 1));
+        std::vector<uint8_t> state(sizes.back());
+        llama_state_seq_get_data(c.ctx.get(), state.data(), state.size(), 1);
+
+        context other(model, params_of(), "off");
+        llama_state_seq_set_data(other.ctx.get(), state.data(), state.size(), 2);
+        expect(other.last(2) == 119, "a state of a sequence that was begun", other.last(2));
+
+        const prompt longer(model, 1, 130);
+        expect_plain(model, other.feed(2, longer, 120, 130), longer, "behind a state");
+
+        std::vector<uint8_t> all(llama_state_get_size(c.ctx.get()));
+        llama_state_get_data(c.ctx.get(), all.data(), all.size());
+        expect(llama_state_set_data(other.ctx.get(), all.data(), all.size()) == all.size(), "a state of all");
+        expect(other.last(0) == 119 && other.last(1) == 119 && other.last(2) == -1 && other.last(3) == -1,
+               "has the sequences");
+        expect(llama_state_set_data(c.ctx.get(), all.data(), all.size()) == all.size(), "and is restored");
+        expect(c.last(0) == 119 && c.last(1) == 119 && c.last(3) == -1, "into the same sequences");
+        expect_plain(model, c.feed(1, longer, 120, 130), longer, "behind a state of all");
+    }
+
+    expect(sizes[0] == sizes[1], "states of one size", (long long)sizes[1] - (long long)sizes[0]);
+}
+
+// sequences of all kinds of edits are those of the context, whichever of the cache they are
+static void test_operations(llama_model *model) {
+    context c(model, params_of(), "on");
+    const prompt p(model, 1, 100);
+
+    c.serve(0, p);
+    c.serve(1, p);
+    llama_memory_seq_cp(c.mem, 1, 2, -1, -1);
+    expect(c.last(2) == 99, "copied", c.last(2));
+    expect(llama_memory_seq_rm(c.mem, -1, 99, -1) && c.last(0) == 98 && c.last(1) == 98 && c.last(2) == 98,
+           "removed of all");
+    llama_memory_seq_keep(c.mem, 1);
+    expect(c.last(0) == -1 && c.last(1) == 98 && c.last(2) == -1, "the only one");
+    expect_plain(model, c.feed(1, p, 99, 100), p, "of the only one");
+    llama_memory_clear(c.mem, true);
+    expect(c.last(1) == -1 && c.begin(1, p) == 0, "cleared");
+    expect_plain(model, c.feed(1, p, 0, 100), p, "of a cleared one");
+}
+
+static void test_errors(llama_model *model) {
+    for (const char *spec : {"yes", "dir:/tmp", "valkey:redis://localhost"}) {
+        setenv("LLAMA_KVCACHE_PREFIX", spec, 1);
+        auto *ctx = new_context(model, params_of(), true);
+        expect(!ctx, std::string("refused: ") + spec);
+        llama_free(ctx);
+    }
+    setenv("LLAMA_KVCACHE_PREFIX", "", 1);
+}
+
+// recurrent layers have states, which are not kept
+static void test_hybrid(llama_model *model) {
+    context c(model, params_of(), "on");
+    const prompt p(model, 1, 100);
+
+    expect(!llama_memory_has_prefix(c.mem), "no prefix");
+    expect(c.serve(0, p) == 0 && c.begin(1, p) == 0, "nothing is known");
+}
+
+int main(int argc, char **argv) {
+    llama_log_set(
+        [](ggml_log_level, const char *text, void *) {
+            if (getenv("VERBOSE")) fputs(text, stderr);
+        },
+        nullptr);
+    llama_backend_init();
+
+    for (int i = 1; i < argc; ++i) {
+        llama_model_ptr model(llama_model_load_from_file(argv[i], llama_model_default_params()));
+
+        printf("%s\n", argv[i]);
+        if (!model) {
+            printf("    FAIL: cannot be loaded\n");
+            return 1;
+        }
+        if (llama_model_is_hybrid(model.get())) {
+            test_hybrid(model.get());
+            continue;
+        }
+
+        const struct {
+            const char *name;
+            std::function<void()> run;
+        } tests[] = {
+            {"sequences", [&] { test_sequences(model.get(), true); }},
+            {"sequences, not unified", [&] { test_sequences(model.get(), false); }},
+            {"own tokens", [&] { test_own_tokens(model.get()); }},
+            {"edits", [&] { test_edits(model.get()); }},
+            {"eviction", [&] { test_eviction(model.get()); }},
+            {"names", [&] { test_names(model.get()); }},
+            {"states", [&] { test_states(model.get()); }},
+            {"operations", [&] { test_operations(model.get()); }},
+            {"errors", [&] { test_errors(model.get()); }},
+        };
+
+        for (const auto &test : tests) {
+            const int n_before = n_failed;
+
+            test.run();
+            printf("  %-4s %s\n", n_failed == n_before ? "ok" : "FAIL", test.name);
+            fflush(stdout);
+        }
+    }
+
+    llama_backend_free();
+    printf("%s\n", n_failed || argc < 2 ? "failed" : "ok");
+
+    return n_failed || argc < 2;
+}
