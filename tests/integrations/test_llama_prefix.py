@@ -1,5 +1,6 @@
 """Test that llama.cpp on this cache finds the beginnings of prompts across slots, and answers as without."""
 
+import base64
 import concurrent.futures
 import itertools
 import random
@@ -177,6 +178,28 @@ def test_a_model_with_windows(folder):
         assert next_token(text(0, 500) + text(900, 920), 1) == 500
         assert next_token(text(0, 310) + text(2000, 2400), 0) == 310
         assert next_token(text(0, 720) + text(900, 930), 0) >= 720
+
+
+def test_images_count_by_what_they_show(folder, repository):
+    """Tokens behind the same image are known, those of another one are not."""
+    options = ("--mmproj", llama_models.write_projector(folder, 256), "--parallel", "3", "--ctx-size", "3072")
+    with Server(repository, folder / "images.log", *ON, *options) as server:
+        marker = server.ask("/props")["media_marker"]
+
+        def known(seed, end, slot):
+            image = base64.b64encode(llama_models.picture(seed)).decode()
+            prompt = {"prompt_string": text(0, 100) + marker + text(200, end), "multimodal_data": [image]}
+            found = server.complete(prompt, 1, id_slot=slot, **NEXT_TOKEN)
+            anew = server.complete(prompt, 1, id_slot=2, cache_prompt=False, **NEXT_TOKEN)
+            expect_same_probabilities(found, anew, 0.01)
+            return timings(found)[0]
+
+        assert known(1, 250, 0) == 0
+        assert known(1, 250, 1) == 100 + 64 + 50 - 1
+        assert known(1, 230, 0) == 100 + 64 + 30 - 1
+        assert known(2, 250, 1) == 100
+        assert known(2, 280, 0) == 100 + 64 + 50
+        assert known(1, 280, 0) == 100 + 64 + 50
 
 
 def test_a_hybrid_has_no_prefixes(folder):

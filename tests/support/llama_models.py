@@ -78,6 +78,33 @@ def write_deci(folder):
     return gguf_files.write(folder / f"{name}-blank.gguf", name, metadata, weights)
 
 
+def write_projector(folder, hidden):
+    """Write the part of a model that turns an image into 64 tokens of embeddings, random and without layers."""
+    gguf_files = pytest.importorskip("support.gguf_files")
+    rng = np.random.default_rng(0)
+    dim, size, patch = 32, 112, 14
+    sizes = {
+        "embedding_length": dim, "feed_forward_length": dim, "block_count": 1, "projection_dim": hidden,
+        "attention.head_count": 1, "attention.layer_norm_epsilon": 1e-5, "image_size": size, "patch_size": patch,
+        "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    }  # fmt: skip
+    metadata = {f"clip.vision.{key}": value for key, value in sizes.items()}
+    metadata |= {"clip.has_vision_encoder": True, "clip.projector_type": "mlp", "clip.use_gelu": True}
+    tensors = {"v.patch_embd.weight": (dim, 3, patch, patch), "v.position_embd.weight": ((size // patch) ** 2, dim)}
+    parts = {f"v.blk.0.{part}": (dim, dim) for part in ("attn_q", "attn_k", "attn_v", "attn_out", "ffn_up", "ffn_down")}
+    parts |= {"v.blk.0.ln1": (dim,), "v.blk.0.ln2": (dim,), "mm.0": (hidden, dim), "mm.2": (hidden, hidden)}
+    for part, shape in parts.items():
+        tensors |= {f"{part}.weight": shape, f"{part}.bias": shape[:1]}
+    weights = [(name, rng.standard_normal(shape, np.float32), None) for name, shape in tensors.items()]
+    return gguf_files.write(folder / "projector.gguf", "clip", metadata, weights)
+
+
+def picture(seed):
+    """Return a picture of random pixels, as a PPM."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (112, 112, 3), np.uint8)
+    return b"P6 112 112 255\n" + pixels.tobytes()
+
+
 def text(begin, end):
     """Return a piece of the text that belongs to the repository's model, as long in bytes as in characters."""
     return (ROOT / "examples/model/eval.txt").read_text()[begin:end]

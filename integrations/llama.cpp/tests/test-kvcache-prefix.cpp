@@ -1,4 +1,5 @@
 // Prompts that begin alike: sequences take what others have left behind, and go on as if they had computed it.
+#include "images.h"
 #include "scene.h"
 
 #include "llama-cpp.h"
@@ -292,6 +293,45 @@ static void test_names(llama_model *model) {
     expect(c.begin(3, p) == 70, "up to another image");
 }
 
+// With M-RoPE, an image's tokens stand at one position: what is behind it is not known.
+static void test_images(llama_model *model) {
+    if (!has_image_positions(model)) {
+        return;
+    }
+
+    const int n_rows = 4;
+    const int n_image = n_rows * IMAGE_WIDTH;
+    prompt p(model, 1, 70 + n_image + 80);
+    p.digests.assign(32 * p.tokens.size(), 0);
+    std::fill(p.digests.begin() + 32 * 70, p.digests.begin() + 32 * (70 + n_image), (uint8_t)1);
+
+    const prompt behind(model, 3, behind_image(70, n_rows) + 80);
+    const auto show = [&](context &c, llama_seq_id seq_id, int32_t first) {
+        c.feed(seq_id, p, first, 70);
+        expect(decode_image(c.ctx.get(), seq_id, 70, 0, n_rows) == 0, "an image");
+
+        return c.feed(seq_id, behind, behind_image(70, n_rows), (int32_t)behind.tokens.size());
+    };
+
+    context other(model, params_of(), "off");
+    const auto wanted = show(other, 0, 0);
+
+    context c(model, params_of(), "on");
+
+    c.begin(0, p);
+    expect(nmse(show(c, 0, 0), wanted) < MOST, "behind an image");
+    c.keep(0, p);
+
+    prompt longer = p;
+    longer.tokens.push_back(0);
+    longer.digests.resize(32 * longer.tokens.size(), 0);
+    const int32_t n = c.begin(1, longer);
+    expect(n == 70, "up to the image", n);
+    decode_image(c.ctx.get(), 1, 70, 0, n_rows);
+    expect(nmse(c.feed(1, behind, behind_image(70, n_rows), (int32_t)behind.tokens.size()), wanted) < MOST,
+           "behind an image that was seen before");
+}
+
 // states have what sequences hold, and nothing that is kept
 static void test_states(llama_model *model) {
     const prompt p(model, 1, 120);
@@ -405,6 +445,7 @@ int main(int argc, char **argv) {
             {"edits", [&] { test_edits(model.get()); }},
             {"eviction", [&] { test_eviction(model.get()); }},
             {"names", [&] { test_names(model.get()); }},
+            {"images", [&] { test_images(model.get()); }},
             {"states", [&] { test_states(model.get()); }},
             {"operations", [&] { test_operations(model.get()); }},
             {"errors", [&] { test_errors(model.get()); }},
