@@ -132,7 +132,10 @@ static void test_sequences(llama_model *model, bool is_unified) {
 
     expect(llama_memory_has_prefix(c.mem), "a prefix");
     expect(c.begin(0, p) == 0, "nothing is known");
-    c.feed(0, p, 0, 150);
+    llama_memory_seq_rm(c.mem, 0, 0, -1); // as the server does
+    c.feed(0, p, 0, 100);
+    llama_memory_seq_rm(c.mem, 0, 100, -1);
+    c.feed(0, p, 100, 150);
 
     const prompt q(model, 1, 140, 2, 60);
 
