@@ -3,14 +3,6 @@
 
 #include "llama-impl.h"
 
-static bool check(const char *func, kvc_status status) {
-    if (status) {
-        LLAMA_LOG_ERROR("%s: %s\n", func, kvc_last_error());
-    }
-
-    return status == KVC_OK;
-}
-
 namespace {
 
 // a prompt as the cache takes it
@@ -52,7 +44,7 @@ kvc_prefix *llama_kvcache::prefix_of(const char *adapters) {
 
     kvc_prefix *res = nullptr;
 
-    return check(__func__, kvc_prefix_new(cache, &config, &res)) ? prefixes[key] = res : nullptr;
+    return llama_kvcache_logged(__func__, kvc_prefix_new(cache, &config, &res)) ? prefixes[key] = res : nullptr;
 }
 
 // The sequence of the cache that was acquired takes the place of the one before: what it is fed is kept as it comes.
@@ -70,15 +62,15 @@ int32_t llama_kvcache::prefix_begin(llama_seq_id seq_id, const llama_memory_prom
     int64_t id;
     int32_t n_known;
 
-    if (!check(__func__, kvc_prefix_acquire(prefix, &given.tokens, -1, &id, &n_known))) {
+    if (!llama_kvcache_logged(__func__, kvc_prefix_acquire(prefix, &given.tokens, -1, &id, &n_known))) {
         return n_held;
     }
 
     // of its own tokens, a sequence may have some that are not to be kept, or that were evicted
-    const bool is_more = n_known >= n_held && check(__func__, kvc_clear_sequence(cache, ids[seq_id]));
+    const bool is_more = n_known >= n_held && llama_kvcache_logged(__func__, kvc_clear_sequence(cache, ids[seq_id]));
 
     if (!is_more) {
-        check(__func__, kvc_clear_sequence(cache, id));
+        llama_kvcache_logged(__func__, kvc_clear_sequence(cache, id));
         return n_held;
     }
 
@@ -101,11 +93,12 @@ void llama_kvcache::prefix_keep(llama_seq_id seq_id, const llama_memory_prompt &
     const int64_t ended = ids[seq_id];
     const int64_t copy = kvc_new_sequence(cache);
 
-    if (kvc_next_position(cache, ended) > 0 && !check(__func__, kvc_fork(cache, ended, copy))) {
-        check(__func__, kvc_truncate(cache, ended, kvc_next_position(cache, ended))); // other tokens may follow
+    if (kvc_next_position(cache, ended) > 0 && !llama_kvcache_logged(__func__, kvc_fork(cache, ended, copy))) {
+        llama_kvcache_logged(__func__,
+                             kvc_truncate(cache, ended, kvc_next_position(cache, ended))); // other tokens may follow
         return;
     }
 
     ids[seq_id] = copy;
-    check(__func__, kvc_prefix_release(prefix, ended, &given.tokens));
+    llama_kvcache_logged(__func__, kvc_prefix_release(prefix, ended, &given.tokens));
 }

@@ -28,12 +28,15 @@ static bool is_prefix_asked_for() {
     const char *env = getenv("LLAMA_KVCACHE_PREFIX");
     const std::string value = env ? env : "";
 
-    if (!value.empty() && value != "off" && value != "on") {
+    if (value.empty() || value == "off" || value == "on") {
+        return value == "on";
+    }
+    if (value.rfind("dir:", 0) == 0 || value.rfind("valkey:", 0) == 0) {
         throw std::runtime_error("LLAMA_KVCACHE_PREFIX is '" + value +
-                                 "': set it to on, which keeps prompts in memory, or to off");
+                                 "': prompts are kept in memory alone, with on; there are no stores yet");
     }
 
-    return value == "on";
+    throw std::runtime_error("LLAMA_KVCACHE_PREFIX is '" + value + "': set it to on or to off");
 }
 
 llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memory_params &params,
@@ -154,8 +157,7 @@ bool llama_kvcache::get_can_shift() const { return windows_keep_all() && model.h
 static llama_pos begin_of(llama_pos p0) { return std::max(p0, 0); }
 static llama_pos end_of(llama_pos p1) { return p1 < 0 ? KVC_END : p1; }
 
-// functions that return nothing can say in the log only that they failed
-static bool check(const char *func, kvc_status status) {
+bool llama_kvcache_logged(const char *func, kvc_status status) {
     if (status) {
         LLAMA_LOG_ERROR("%s: %s\n", func, kvc_last_error());
     }
@@ -165,12 +167,13 @@ static bool check(const char *func, kvc_status status) {
 
 void llama_kvcache::clear(bool /*data*/) {
     close();
-    check(__func__, kvc_clear(cache));
+    llama_kvcache_logged(__func__, kvc_clear(cache));
 }
 
 // Of a prompt that was begun, nothing is dropped where there is nothing: its tokens still follow.
 bool llama_kvcache::remove(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
-    return p0 >= kvc_next_position(cache, ids[seq_id]) || check(__func__, kvc_remove(cache, ids[seq_id], p0, p1, 0));
+    return p0 >= kvc_next_position(cache, ids[seq_id]) ||
+           llama_kvcache_logged(__func__, kvc_remove(cache, ids[seq_id], p0, p1, 0));
 }
 
 bool llama_kvcache::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
@@ -198,23 +201,23 @@ void llama_kvcache::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, lla
     close();
 
     if (seq_id_src != seq_id_dst) {
-        check(__func__, kvc_share(cache, ids[seq_id_src], ids[seq_id_dst], begin_of(p0), end_of(p1)));
+        llama_kvcache_logged(__func__, kvc_share(cache, ids[seq_id_src], ids[seq_id_dst], begin_of(p0), end_of(p1)));
     }
 }
 
 void llama_kvcache::seq_keep(llama_seq_id seq_id) {
     close();
-    check(__func__, kvc_keep(cache, ids[seq_id]));
+    llama_kvcache_logged(__func__, kvc_keep(cache, ids[seq_id]));
 }
 
 void llama_kvcache::seq_add(llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos shift) {
     close();
-    check(__func__, kvc_shift(cache, ids[seq_id], begin_of(p0), end_of(p1), shift));
+    llama_kvcache_logged(__func__, kvc_shift(cache, ids[seq_id], begin_of(p0), end_of(p1), shift));
 }
 
 void llama_kvcache::seq_div(llama_seq_id seq_id, llama_pos p0, llama_pos p1, int d) {
     close();
-    check(__func__, kvc_divide(cache, ids[seq_id], begin_of(p0), end_of(p1), d));
+    llama_kvcache_logged(__func__, kvc_divide(cache, ids[seq_id], begin_of(p0), end_of(p1), d));
 }
 
 // every position from the smallest to the largest is there, in every layer

@@ -23,6 +23,9 @@ class llama_kvcache;
 llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memory_params &params,
                                      const llama_cparams &cparams);
 
+// Returns whether a call succeeded; if not, the log says why.  For functions that cannot say so themselves.
+bool llama_kvcache_logged(const char *func, kvc_status status);
+
 // takes the memory of the caches that are created next; nullptr: what the library does by itself.  For tests.
 extern const kvc_allocator *llama_kvcache_allocator;
 
