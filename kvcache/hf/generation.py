@@ -31,7 +31,6 @@ STATIC = configuration_utils.ALL_STATIC_CACHE_IMPLEMENTATIONS
 generate = GenerationMixin.generate
 prefill: Any = GenerationMixin._prefill
 decode_assisted: Any = GenerationMixin._assisted_decoding
-OF_ASSISTED = inspect.signature(decode_assisted).parameters  # beside what the model is given
 prepare_cache = GenerationMixin._prepare_cache_for_generation
 # Caches with a prefix cache that were made for the `generate` that runs.
 _made: ContextVar[list[HFCache] | None] = ContextVar("_made", default=None)
@@ -121,7 +120,8 @@ def _decode_assisted(self: Any, input_ids: torch.Tensor, *args: Any, generation_
     cache, model = kwargs.get(CACHE), self
     _begin(input_ids, generation_config, kwargs, feeds_all=True)
     if isinstance(cache, HFCache):
-        _acquire(cache, input_ids, {name: value for name, value in kwargs.items() if name not in OF_ASSISTED})
+        own = inspect.signature(decode_assisted).parameters  # beside what the model is given
+        _acquire(cache, input_ids, {name: value for name, value in kwargs.items() if name not in own})
         model = PieceByPiece(self, cache, generation_config.prefill_chunk_size)
     return decode_assisted(model, input_ids, *args, generation_config=generation_config, **kwargs)
 

@@ -127,12 +127,12 @@ static kvc_node *find_node(const kvc_cache *cache, int64_t id) {
 /* Writes the last state within a block behind its rows, where there is one and it has room. */
 static void read_state(kvc_cache *cache, int64_t id, uint8_t *payload, int64_t max_bytes, int64_t *size) {
     const kvc_node *node = find_node(cache, id);
-    kvc_checkpoint *last = node ? node->checkpoints : NULL;
-    if (!last || max_bytes - *size < POSITION_BYTES + last->num_bytes) return;
-    for (int i = 0; i < POSITION_BYTES; i++) payload[(*size)++] = (uint8_t)(last->position >> 8 * i);
+    const kvc_node *last = node && node->parent ? kvc_node_with_state(node->parent, &node->tokens) : NULL;
+    if (!last || max_bytes - *size < POSITION_BYTES + last->checkpoint->num_bytes) return;
+    for (int i = 0; i < POSITION_BYTES; i++) payload[(*size)++] = (uint8_t)(last->end >> 8 * i);
     const int64_t at = *size;
-    *size += last->num_bytes;
-    kvc_checkpoint_read(cache, last, payload + at);
+    *size += last->checkpoint->num_bytes;
+    kvc_checkpoint_read(cache, last->checkpoint, payload + at);
 }
 
 kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t max_bytes, int64_t *size) {
@@ -148,6 +148,7 @@ kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t m
     const kvc_sequence *hidden = node->rows;
     const int32_t begin = node->begin, end = node->end;
     const int64_t copy = kvc_cache_new_id(cache); /* a sequence of the same rows, which nothing evicts meanwhile */
+    const int32_t capacity = cache->sequences.capacity;
     kvc_status status = kvc_retain_pinned(cache, hidden, copy, begin, end);
     kvc_cache_set_in_call(cache, copy, 1);
     kvc_unlock(cache, KVC_OK);
@@ -156,10 +157,10 @@ kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t m
     /* Its id is nobody else's: while it is there, all rows were, unless another call has dropped it (kvc_clear). */
     if (status != KVC_OK || *size == cache->num_layers || kvc_seq_len(cache, copy, -1) != end - begin) *size = 0;
     kvc_clear_sequence(cache, copy);
-    if (!*size) return status;
     kvc_lock(cache);
-    read_state(cache, id, payload, max_bytes, size);
-    return kvc_unlock(cache, KVC_OK);
+    if (status != KVC_OK) kvc_table_trim(&cache->sequences, capacity, &cache->memory);
+    if (*size) read_state(cache, id, payload, max_bytes, size);
+    return kvc_unlock(cache, status);
 }
 
 /* ---- in ---------------------------------------------------------------------------------------------------------- */
@@ -264,12 +265,25 @@ static kvc_status begin_arrival(arrival *a, const kvc_tokens *tokens, int32_t *i
     KVC_TRY(kvc_prefix_find(prefix, tokens, a->end, &last));
     while (last->end > a->begin) last = last->parent; /* of the block itself, which may lack rows */
     if (last->end != a->begin) return KVC_OK;
-    *is_known = kvc_node_find(last, &a->tokens) != NULL;
+    const kvc_token_span part = {a->tokens.ids, a->tokens.digests, a->state_bytes ? a->position - a->begin : 0};
+    const kvc_node *with_state = kvc_node_with_state(last, &part);
+    *is_known = kvc_node_find(last, &a->tokens) && (!part.num || (with_state && with_state->end == a->position));
     if (*is_known) return KVC_OK;
     kvc_pinned *pin = kvc_prefix_add_pin(prefix, last);
     if (!pin) return KVC_ERR_NOMEM;
     pin->id = a->id = kvc_cache_new_id(prefix->cache);
     return KVC_OK;
+}
+
+/* Puts a state at the end of the block, or of one that the block begins with. */
+static void put_state(const arrival *a, kvc_node *parent, kvc_node *node, kvc_checkpoint *checkpoint) {
+    const kvc_token_span part = {a->tokens.ids, a->tokens.digests, a->position - a->begin};
+    kvc_node *list = NULL, *holder = node;
+    if (a->position < a->end) {
+        kvc_node_new(node->tree, node->rows, a->begin, a->position, &list, &holder);
+        holder = list ? kvc_tree_add(parent, holder, &part) : NULL;
+    }
+    if (holder) kvc_checkpoints_put(&node->tree->checkpoints, &holder->checkpoint, checkpoint);
 }
 
 /* Adds the block to the tree, unless its rows could not be written, or the prefix was cleared meanwhile; ends the use
@@ -286,7 +300,7 @@ static void end_arrival(const arrival *a, kvc_status status, kvc_checkpoint *che
         node = kvc_node_find(parent, &a->tokens);
         if (!node) kvc_node_new(prefix->tree, arrived, a->begin, a->end, &list, &node);
         if (list && (node = kvc_tree_add(parent, node, &a->tokens))) kvc_node_take_out(node); /* it is in a store */
-        if (node && checkpoint) kvc_checkpoints_add(&node->tree->checkpoints, &node->checkpoints, checkpoint);
+        if (node && checkpoint) put_state(a, parent, node, checkpoint);
     }
     kvc_checkpoint_use(cache, checkpoint, -1);
     if (node) kvc_node_use(node, 1); /* to stay while others are evicted, though it may lose its rows */
@@ -320,7 +334,7 @@ kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *from, int32_t bl
     kvc_lock(cache);
     kvc_checkpoint *checkpoint = NULL; /* where there is no room, its rows serve as far as they go */
     if (status == KVC_OK && a.state_bytes > 0)
-        kvc_checkpoint_new(cache, a.position, a.payload + size - a.state_bytes, a.state_bytes, &checkpoint);
+        kvc_checkpoint_new(cache, a.payload + size - a.state_bytes, a.state_bytes, &checkpoint);
     end_arrival(&a, status, checkpoint, is_known);
     kvc_unlock(cache, KVC_OK);
     return status == KVC_ERR_FORMAT ? status : KVC_OK; /* no room, or kvc_clear has taken the sequence */

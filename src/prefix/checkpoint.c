@@ -6,14 +6,13 @@
 #include "cache/waiting.h"
 #include "space/evict.h"
 
-kvc_status kvc_checkpoint_new(kvc_cache *cache, int32_t position, const void *state, int64_t num_bytes,
-                              kvc_checkpoint **out) {
+kvc_status kvc_checkpoint_new(kvc_cache *cache, const void *state, int64_t num_bytes, kvc_checkpoint **out) {
     const uint64_t size = sizeof **out + (uint64_t)num_bytes;
     while (cache->max_bytes && kvc_cache_wait_pages(cache)) continue;
     kvc_checkpoint *checkpoint = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
     if (!checkpoint)
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for a checkpoint of %lld bytes", (long long)num_bytes);
-    *checkpoint = (kvc_checkpoint){.position = position, .num_users = 1, .num_bytes = num_bytes};
+    *checkpoint = (kvc_checkpoint){.num_users = 1, .num_bytes = num_bytes};
     const kvc_status status = kvc_fit_max_bytes(cache, "keeping a checkpoint");
     if (status != KVC_OK) {
         kvc_checkpoint_use(cache, checkpoint, -1);
@@ -69,46 +68,23 @@ void kvc_checkpoints_touch(kvc_checkpoints *all, kvc_checkpoint *checkpoint) {
     list(all, checkpoint);
 }
 
-/* Returns where a list goes on with those at a position, or before it. */
-static kvc_checkpoint **place_of(kvc_checkpoint **at, int32_t position) {
-    while (*at && (*at)->position > position) at = &(*at)->next;
-    return at;
-}
-
-kvc_checkpoint *kvc_checkpoint_find(kvc_checkpoint **at, int32_t position) { return *place_of(at, position); }
-
-/* Drops the checkpoint that stands at a place of a list. */
-static void drop(kvc_checkpoints *all, kvc_checkpoint **at) {
-    kvc_checkpoint *checkpoint = *at;
-    *at = checkpoint->next;
+void kvc_checkpoints_drop(kvc_checkpoints *all, kvc_checkpoint **place) {
+    kvc_checkpoint *checkpoint = *place;
+    if (!checkpoint) return;
+    *place = NULL;
     unlist(all, checkpoint);
     kvc_checkpoint_use(all->cache, checkpoint, -1);
 }
 
-void kvc_checkpoints_drop(kvc_checkpoints *all, kvc_checkpoint **at) {
-    while (*at) drop(all, at);
-}
-
-void kvc_checkpoints_add(kvc_checkpoints *all, kvc_checkpoint **to, kvc_checkpoint *checkpoint) {
-    kvc_checkpoint **at = place_of(to, checkpoint->position);
-    if (*at && (*at)->position == checkpoint->position) {
-        kvc_checkpoints_touch(all, *at);
-        return;
+int kvc_checkpoints_put(kvc_checkpoints *all, kvc_checkpoint **place, kvc_checkpoint *checkpoint) {
+    if (*place) {
+        kvc_checkpoints_touch(all, *place);
+        return 0;
     }
-    checkpoint->list = to;
-    checkpoint->next = *at;
-    *at = checkpoint;
+    *place = checkpoint;
+    checkpoint->place = place;
     kvc_checkpoint_use(all->cache, checkpoint, 1);
     list(all, checkpoint);
-    while (all->most_bytes && all->num_bytes > all->most_bytes)
-        drop(all, place_of(all->oldest->list, all->oldest->position));
-}
-
-void kvc_checkpoints_move(kvc_checkpoints *all, kvc_checkpoint **from, kvc_checkpoint **to) {
-    for (kvc_checkpoint *checkpoint; (checkpoint = *from);) {
-        kvc_checkpoint_use(all->cache, checkpoint, 1);
-        drop(all, from);
-        kvc_checkpoints_add(all, to, checkpoint);
-        kvc_checkpoint_use(all->cache, checkpoint, -1);
-    }
+    while (all->most_bytes && all->num_bytes > all->most_bytes) kvc_checkpoints_drop(all, all->oldest->place);
+    return 1;
 }

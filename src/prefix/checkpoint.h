@@ -1,4 +1,4 @@
-/* checkpoint.h: recurrent states of a model, each kept with the block of tokens behind which it was.
+/* checkpoint.h: recurrent states of a model, each kept with the block of tokens at whose end it was.
  *
  * All functions are called with the mutex held.
  */
@@ -7,11 +7,10 @@
 
 #include "cache/cache.h"
 
-/* The state after the tokens before a position. */
+/* The state behind the last token of a block. */
 typedef struct kvc_checkpoint {
-    struct kvc_checkpoint *next, **list;  /* place in the list of its block, by falling position; that list */
+    struct kvc_checkpoint **place;        /* in its block */
     struct kvc_checkpoint *older, *newer; /* place in the list of all blocks */
-    int32_t position;
     int32_t num_users; /* the block, sequences that go on from it, and calls: it is freed with the last one */
     int64_t num_bytes; /* of the state, which follows */
 } kvc_checkpoint;
@@ -29,8 +28,7 @@ static inline int64_t kvc_checkpoint_bytes(const kvc_checkpoint *checkpoint) {
 
 /* Sets *checkpoint to one with a single user, the caller.  Releases the mutex while the state is copied.
  * KVC_ERR_NOMEM; KVC_ERR_FULL if max_bytes leaves no room. */
-kvc_status kvc_checkpoint_new(kvc_cache *cache, int32_t position, const void *state, int64_t num_bytes,
-                              kvc_checkpoint **checkpoint);
+kvc_status kvc_checkpoint_new(kvc_cache *cache, const void *state, int64_t num_bytes, kvc_checkpoint **checkpoint);
 
 /* Adds a user, or takes one away (add -1), which may free it; ignores NULL. */
 void kvc_checkpoint_use(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t add);
@@ -38,18 +36,14 @@ void kvc_checkpoint_use(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t ad
 /* Copies the state.  Releases the mutex meanwhile. */
 void kvc_checkpoint_read(kvc_cache *cache, kvc_checkpoint *checkpoint, void *state);
 
-/* Adds a checkpoint to the list of a block, unless there is one of its position; drops the least recently used ones
- * beyond the limit. */
-void kvc_checkpoints_add(kvc_checkpoints *all, kvc_checkpoint **list, kvc_checkpoint *checkpoint);
+/* Puts a checkpoint in its place in a block, unless there is one, and drops the least recently used ones beyond the
+ * limit.  Returns whether it was put there. */
+int kvc_checkpoints_put(kvc_checkpoints *all, kvc_checkpoint **place, kvc_checkpoint *checkpoint);
 
-/* Moves all of a block to another with the same tokens up to there; or drops them. */
-void kvc_checkpoints_move(kvc_checkpoints *all, kvc_checkpoint **from, kvc_checkpoint **to);
-void kvc_checkpoints_drop(kvc_checkpoints *all, kvc_checkpoint **list);
+/* Drops the one at a place, if there is one. */
+void kvc_checkpoints_drop(kvc_checkpoints *all, kvc_checkpoint **place);
 
 /* Marks one as used. */
 void kvc_checkpoints_touch(kvc_checkpoints *all, kvc_checkpoint *checkpoint);
-
-/* Returns the last one of a block at a position, or before it; NULL if there is none. */
-kvc_checkpoint *kvc_checkpoint_find(kvc_checkpoint **list, int32_t position);
 
 #endif

@@ -21,7 +21,7 @@ static kvc_status release(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *tokens
     kvc_sequence *sequence;
     KVC_TRY(find_to_keep(prefix, seq_id, tokens, &sequence));
     if (!sequence) return KVC_OK;
-    kvc_node *last = kvc_session_keep(prefix, sequence, tokens);
+    kvc_node *last = kvc_session_keep(prefix, sequence, tokens, 0);
     kvc_node_use(last, 1);
     kvc_cache_forget(cache, sequence);
     kvc_node_touch(last);
@@ -37,24 +37,42 @@ kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const kvc_toke
     return kvc_unlock(prefix->cache, release(prefix, seq_id, &tokens));
 }
 
-/* Keeps the blocks of a sequence that goes on, and the state of the model after its tokens. */
-static kvc_status keep(kvc_prefix *prefix, int64_t seq_id, kvc_tokens tokens, const void *state, int64_t num_bytes) {
+/* Keeps the blocks of a sequence that goes on, and a checkpoint at their end; NULL: none. */
+static kvc_status keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tokens *tokens,
+                       kvc_checkpoint *checkpoint) {
+    kvc_checkpoints *all = &prefix->tree->checkpoints;
+    kvc_node *last = kvc_session_keep(prefix, sequence, tokens, checkpoint != NULL);
+    kvc_node_touch(last);
+    if (!checkpoint) {
+        kvc_sessions_fit(prefix->cache);
+        return KVC_OK;
+    }
+    if (last->end != tokens->num_tokens && tokens->num_tokens < kvc_sequence_next(sequence))
+        return KVC_OK; /* windows have lost the rows */
+    if (last->end != tokens->num_tokens)
+        return kvc_fail(KVC_ERR_NOMEM, "out of memory for the block that %lld tokens end in",
+                        (long long)tokens->num_tokens);
+    kvc_node_use(last, 1); /* to stay meanwhile */
+    if (kvc_checkpoints_put(all, &last->checkpoint, checkpoint)) kvc_node_collect(last);
+    kvc_sessions_fit(prefix->cache);
+    const int is_kept = last->checkpoint != NULL;
+    kvc_node_use(last, -1);
+    return is_kept ? KVC_OK : kvc_fail(KVC_ERR_FULL, "max_bytes leaves no room for a checkpoint and its blocks");
+}
+
+/* Finds the sequence, copies the state, and keeps it, if the tokens are there and exact. */
+static kvc_status keep_state(kvc_prefix *prefix, int64_t seq_id, kvc_tokens tokens, const void *state,
+                             int64_t num_bytes) {
     const int64_t num_tokens = tokens.num_tokens;
     kvc_checkpoint *checkpoint = NULL;
     kvc_sequence *sequence;
     KVC_TRY(find_to_keep(prefix, seq_id, &tokens, &sequence));
-    if (num_bytes && tokens.num_tokens == num_tokens)
-        KVC_TRY(kvc_checkpoint_new(prefix->cache, (int32_t)num_tokens, state, num_bytes, &checkpoint));
-    tokens.num_tokens = num_tokens;
+    if (sequence && num_bytes && tokens.num_tokens == num_tokens)
+        KVC_TRY(kvc_checkpoint_new(prefix->cache, state, num_bytes, &checkpoint));
     kvc_status status = find_to_keep(prefix, seq_id, &tokens, &sequence); /* again: the mutex was released */
-    kvc_node *last = status == KVC_OK && sequence ? kvc_session_keep(prefix, sequence, &tokens) : &prefix->tree->root;
-    kvc_node_touch(last);
-    if (checkpoint && last->begin < num_tokens && num_tokens <= last->end) {
-        kvc_checkpoints_add(&last->tree->checkpoints, &last->checkpoints, checkpoint);
-        kvc_node_collect(last);
-    }
+    if (status == KVC_OK && sequence)
+        status = keep(prefix, sequence, &tokens, tokens.num_tokens == num_tokens ? checkpoint : NULL);
     kvc_checkpoint_use(prefix->cache, checkpoint, -1);
-    kvc_sessions_fit(prefix->cache);
     return status;
 }
 
@@ -69,7 +87,7 @@ kvc_status kvc_prefix_checkpoint(kvc_prefix *prefix, int64_t seq_id, const kvc_t
     if (num_bytes && !tokens.num_tokens)
         return kvc_fail(KVC_ERR_INVALID, "num_tokens is 0: no token has made the state");
     kvc_prefix_lock(prefix);
-    return kvc_unlock(prefix->cache, keep(prefix, seq_id, tokens, state, num_bytes));
+    return kvc_unlock(prefix->cache, keep_state(prefix, seq_id, tokens, state, num_bytes));
 }
 
 kvc_status kvc_prefix_state(kvc_prefix *prefix, int64_t seq_id, void *state, int64_t max_bytes, int64_t *num_bytes) {
@@ -78,7 +96,7 @@ kvc_status kvc_prefix_state(kvc_prefix *prefix, int64_t seq_id, void *state, int
     kvc_lock(cache);
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
     const kvc_session *session = sequence ? kvc_session_of(prefix, sequence) : NULL;
-    kvc_checkpoint *found = session ? session->state : NULL;
+    kvc_checkpoint *found = session && sequence->edited_from == INT32_MAX ? session->state : NULL;
     *num_bytes = found ? found->num_bytes : 0;
     if (!state || !found) return kvc_unlock(cache, KVC_OK);
     if (max_bytes < *num_bytes)

@@ -9,6 +9,7 @@
 #include "edit/retain.h"
 #include "prefix/reuse.h"
 
+static const int64_t MOST_STATE_BYTES = INT64_C(1) << 40;
 enum { AT_ONCE = 16 }; /* blocks that are dropped before others get the mutex */
 
 /* ---- what names stand for ---------------------------------------------------------------------------------------- */
@@ -73,8 +74,9 @@ static kvc_status check_config(const kvc_cache *cache, const kvc_prefix_config *
                 "reuse_min_tokens is %d: tokens would move, and the keys of layer %d may have to be rotated: "
                 "give its rope when the cache is made",
                 config->reuse_min_tokens, i);
-    if (config->state_bytes < 0)
-        return kvc_fail(KVC_ERR_INVALID, "state_bytes is %lld: it must be at least 0", (long long)config->state_bytes);
+    if (config->state_bytes < 0 || config->state_bytes > MOST_STATE_BYTES)
+        return kvc_fail(KVC_ERR_INVALID, "state_bytes is %lld: it must be at least 0, and at most %lld",
+                        (long long)config->state_bytes, (long long)MOST_STATE_BYTES);
     if (config->max_checkpoint_bytes && config->max_checkpoint_bytes < config->state_bytes)
         return kvc_fail(KVC_ERR_INVALID,
                         "max_checkpoint_bytes is %lld: it must be at least state_bytes, %lld, or 0 for no limit",
@@ -352,23 +354,25 @@ static kvc_status find_match(const kvc_prefix *prefix, const kvc_tokens *tokens,
 static kvc_status match_checkpoint(const kvc_prefix *prefix, const kvc_tokens *tokens, path *p, int32_t *matched,
                                    kvc_checkpoint **found) {
     const int32_t block = prefix->cache->pools[0].block_size;
-    int32_t limit = prefix->state_bytes ? *matched : 0;
+    int32_t limit = prefix->tree->checkpoints.num ? *matched : 0;
     *found = NULL;
+    if (!prefix->state_bytes) return KVC_OK;
     while (limit) {
         const int32_t i = (limit - 1) / block; /* of the block that has the last token */
         const kvc_node *parent = i ? p->nodes[i - 1] : &prefix->tree->root;
-        const kvc_token_span part = kvc_tokens_part(tokens, parent->end, (int64_t)parent->end + block);
-        *found = kvc_node_checkpoint(parent, &part, limit, &p->nodes[i]);
-        if (*found) {
-            p->items[i] = p->nodes[i]->rows;
-            p->num = i + 1;
-            KVC_TRY(kvc_match_items(prefix->cache, p->items, p->num, (*found)->position, matched));
-            if (*matched == (*found)->position) return KVC_OK;
-        }
-        limit = *found ? (*found)->position - 1 : parent->end;
+        const kvc_token_span part = kvc_tokens_part(tokens, parent->end, limit);
+        kvc_node *node = kvc_node_with_state(parent, &part);
+        limit = node ? node->end - 1 : parent->end;
+        if (!node) continue;
+        p->nodes[i] = node;
+        p->items[i] = node->rows;
+        p->num = i + 1;
+        KVC_TRY(kvc_match_items(prefix->cache, p->items, p->num, node->end, matched));
+        *found = node->checkpoint;
+        if (*matched == node->end) return KVC_OK;
     }
     *found = NULL;
-    if (prefix->state_bytes) *matched = p->num = 0;
+    *matched = p->num = 0;
     return KVC_OK;
 }
 

@@ -203,11 +203,12 @@ static void turn_pending(kvc_session *session) {
 /* Returns the block that keeps these tokens of a sequence, behind `parent`, and uses it; one without rows where windows
  * have lost them all.  NULL if memory is short. */
 static kvc_node *keep_block(kvc_node *parent, const kvc_sequence *sequence, kvc_session *session,
-                            const kvc_token_span *tokens) {
+                            const kvc_token_span *tokens, int is_exact) {
     const int32_t end = parent->end + tokens->num;
     kvc_node *own = session ? session->pending : NULL;
     if (own && (own->begin != parent->end || own->end != end)) own = NULL;
     kvc_node *known = kvc_node_find(parent, tokens), *list = NULL;
+    if (is_exact && known && known->tokens.num > tokens->num) known = NULL;
     if (!known && !own) known = kvc_node_child(parent, tokens);
     if (known && known->rows) {
         if (own) kvc_node_drop(own);
@@ -230,7 +231,7 @@ static kvc_node *unuse_path(kvc_node *node) {
     return found;
 }
 
-kvc_node *kvc_session_keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tokens *tokens) {
+kvc_node *kvc_session_keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tokens *tokens, int is_exact) {
     const int32_t block = prefix->cache->pools[0].block_size, length = (int32_t)tokens->num_tokens;
     kvc_session *session = kvc_session_of(prefix, sequence);
     kvc_node *last = &prefix->tree->root;
@@ -241,7 +242,7 @@ kvc_node *kvc_session_keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc
     while (last->end < length) {
         const int32_t end = length - last->end > block ? last->end + block : length;
         const kvc_token_span part = kvc_tokens_part(tokens, last->end, end);
-        kvc_node *node = keep_block(last, sequence, session, &part);
+        kvc_node *node = keep_block(last, sequence, session, &part, is_exact);
         if (!node) break;
         last = node;
         if (part.num < block) break;

@@ -39,9 +39,9 @@ kvc_session *kvc_session_of(const struct kvc_prefix *prefix, const kvc_sequence 
 /* Notes that the tokens of the sequence from a position on are not those that were given. */
 void kvc_session_roll_back(kvc_session *session, int32_t position);
 
-/* Keeps the blocks of any sequence that its first tokens, which are now known, fill, and one that they end in; returns
- * the last one with rows, perhaps the root. */
-kvc_node *kvc_session_keep(struct kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tokens *tokens);
+/* Keeps the blocks of any sequence that its first tokens, which are now known, fill, and one that they end in: a longer
+ * one that begins with it will do, unless is_exact.  Returns the last one with rows, perhaps the root. */
+kvc_node *kvc_session_keep(struct kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tokens *tokens, int is_exact);
 
 /* Keeps the blocks that a batch fills, of the sequences that were acquired: before its tokens become theirs, as some of
  * their rows expire then; where only some are kept, once these are. */

@@ -153,25 +153,17 @@ kvc_node *kvc_node_similar(const kvc_node *parent, const kvc_token_span *tokens,
     return best.node;
 }
 
-kvc_checkpoint *kvc_node_checkpoint(const kvc_node *parent, const kvc_token_span *tokens, int32_t limit,
-                                    kvc_node **node) {
-    kvc_checkpoint *best = NULL;
-    int is_same;
-    const int32_t at = lower_bound(parent, tokens, &is_same);
-    for (int32_t step = 1; step >= -1; step -= 2) {
-        int32_t i = step > 0 ? at : at - 1;
-        for (int num = 0; num < NEAR && i >= 0 && i < parent->num_children; num++, i += step) {
-            kvc_node *child = parent->children[i];
-            const int32_t end = parent->end + kvc_tokens_common(&child->tokens, tokens);
-            if (end <= (best ? best->position : parent->end)) break; /* those behind have no more in common */
-            if (!kvc_node_is_live(child)) continue;
-            kvc_checkpoint *found = kvc_checkpoint_find(&child->checkpoints, end < limit ? end : limit);
-            if (!found || (best && found->position <= best->position)) continue;
-            best = found;
-            *node = child;
-        }
+kvc_node *kvc_node_with_state(const kvc_node *parent, const kvc_token_span *tokens) {
+    kvc_token_span part = *tokens;
+    while (part.num) {
+        int is_same;
+        const int32_t at = lower_bound(parent, &part, &is_same);
+        kvc_node *node = is_same ? parent->children[at] : NULL;
+        if (node && node->checkpoint && kvc_node_is_live(node)) return node;
+        /* What the tokens begin with stands before them, and all between begins with it. */
+        part.num = at ? kvc_tokens_common(&parent->children[at - 1]->tokens, &part) : 0;
     }
-    return best;
+    return NULL;
 }
 
 /* Makes room for one more child. */
@@ -242,15 +234,16 @@ void kvc_node_take_out(kvc_node *node) {
     node->at = NULL;
 }
 
+static int is_full(const kvc_node *node) { return size_of(node) == node->tree->cache->pools[0].block_size; }
+
+/* Notes what happens to a full block. */
 static void note(const kvc_node *node, kvc_prefix_event_kind kind) {
-    if (node->tree->events) kvc_events_note(node->tree->events, kind, node->begin, node->name);
+    if (node->tree->events && is_full(node)) kvc_events_note(node->tree->events, kind, node->begin, node->name);
 }
 
 void kvc_node_collect(kvc_node *node) {
     kvc_cache *cache = node->tree->cache;
-    if (size_of(node) < cache->pools[0].block_size) return;
-    note(node, KVC_BLOCK_KEPT);
-    if (node->at || !node->tree->is_collected) return;
+    if (node->at || !node->tree->is_collected || !is_full(node)) return;
     if (!cache->new_blocks) cache->new_blocks_end = &cache->new_blocks;
     node->at = cache->new_blocks_end;
     *node->at = node;
@@ -270,9 +263,8 @@ static int64_t plan_end(kvc_follower *follower, int is_planned) {
         for (; node->parent && node->parent->num_going; node = node->parent) node->parent->num_going = 0;
         return 0;
     }
-    for (const kvc_checkpoint *c = node->checkpoints; c; c = c->next)
-        if (c->num_users == 1) bytes += kvc_checkpoint_bytes(c);
-    if (!node->parent) return bytes_of(node); /* outside the tree */
+    if (node->checkpoint && node->checkpoint->num_users == 1) bytes = kvc_checkpoint_bytes(node->checkpoint);
+    if (!node->parent) return bytes + bytes_of(node); /* outside the tree */
     for (; node->parent && (node->is_going || !node->rows); node = node->parent) {
         if (node->num_users || node->num_going < node->num_children) break;
         bytes += bytes_of(node);
@@ -284,11 +276,12 @@ static int64_t plan_end(kvc_follower *follower, int is_planned) {
 /* Notes that the rows of a node are gone. */
 static void ended(kvc_cache *cache, kvc_follower *follower) {
     kvc_node *node = (kvc_node *)(void *)follower;
+    (void)cache;
     node->rows = NULL;
-    kvc_checkpoints_drop(&node->tree->checkpoints, &node->checkpoints);
+    kvc_checkpoints_drop(&node->tree->checkpoints, &node->checkpoint);
     kvc_node_take_out(node);
     if (node->parent) {
-        if (size_of(node) == cache->pools[0].block_size) note(node, KVC_BLOCK_DROPPED);
+        note(node, KVC_BLOCK_DROPPED);
         unlist(node);
         fill_quota(node->tree);
         prune(node);
@@ -355,9 +348,10 @@ static void move_rows(kvc_node *node, kvc_node *to) {
     rows->follower = NULL;
     node->rows = NULL;
     kvc_node_use(to, 1); /* to stay meanwhile */
-    kvc_checkpoints_move(&node->tree->checkpoints, &to->checkpoints, &node->checkpoints);
+    kvc_checkpoint *checkpoint = to->checkpoint;
+    to->checkpoint = NULL;
     if (to->rows) kvc_node_drop(to);
-    kvc_checkpoints_move(&node->tree->checkpoints, &node->checkpoints, &to->checkpoints);
+    to->checkpoint = checkpoint;
     rows->follower = &to->follower;
     rows->num_pins = to->num_pins;
     to->rows = rows;
@@ -381,9 +375,7 @@ static void drop_beginnings(kvc_node *node) {
     for (int32_t at = lower_bound(parent, &node->tokens, &is_same); at-- > 0;) {
         kvc_node *other = parent->children[at];
         if (kvc_tokens_common(&other->tokens, &node->tokens) < other->tokens.num || other->num_users) break;
-        if (!other->rows || has_more(other, node)) continue;
-        kvc_checkpoints_move(&node->tree->checkpoints, &other->checkpoints, &node->checkpoints);
-        kvc_node_drop(other);
+        if (other->rows && !other->checkpoint && !has_more(other, node)) kvc_node_drop(other);
     }
 }
 
@@ -412,6 +404,7 @@ kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *t
     }
     if (same) {
         move_rows(node, same);
+        note(same, KVC_BLOCK_KEPT);
         kvc_node_collect(same);
         return same;
     }
@@ -420,6 +413,7 @@ kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *t
         return NULL;
     }
     list(node);
+    note(node, KVC_BLOCK_KEPT);
     kvc_node_collect(node);
     drop_beginnings(node);
     return node;

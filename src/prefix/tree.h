@@ -29,7 +29,7 @@ typedef struct kvc_node {
     int64_t used;                   /* when it was, where the tree has a time to live */
     struct kvc_node *next, **at;    /* place in a list: of blocks whose tokens are not known yet, or new ones */
     kvc_token_span tokens;
-    kvc_checkpoint *checkpoints;           /* list of the recurrent states within it, while it has rows */
+    kvc_checkpoint *checkpoint;            /* the recurrent state at its end, while it has rows; NULL: none */
     int32_t is_going;                      /* while a call is planned: it loses its rows */
     int32_t num_going;                     /* and so many children will be freed */
     struct kvc_node *next_same, **same_at; /* place in a list of the tree's index; NULL: it is in none */
@@ -80,10 +80,8 @@ kvc_node *kvc_node_child(const kvc_node *parent, const kvc_token_span *tokens);
  * behind these sees, if there are any.  NULL if none begins alike. */
 kvc_node *kvc_node_similar(const kvc_node *parent, const kvc_token_span *tokens, int32_t *common);
 
-/* Returns the last checkpoint, at most at position `limit`, of a child of `parent` that has rows and the same tokens up
- * to there, and sets *node to that; NULL if there is none. */
-kvc_checkpoint *kvc_node_checkpoint(const kvc_node *parent, const kvc_token_span *tokens, int32_t limit,
-                                    kvc_node **node);
+/* Returns the longest child with a checkpoint that these tokens begin with; NULL if there is none. */
+kvc_node *kvc_node_with_state(const kvc_node *parent, const kvc_token_span *tokens);
 
 /* Sets *node to one outside the tree, of the rows of src at positions [begin, end), at most a block, and adds it to a
  * list; to NULL if src holds none there.  KVC_ERR_NOMEM. */

@@ -529,7 +529,8 @@ static void test_random(const kvc_policy *policies, int num_layers, kvc_config c
         void (*const step)(void) = steps[random_int(0, (int)(sizeof steps / sizeof *steps))];
         const int64_t before = kvc_nbytes(w.cache);
         step();
-        const int64_t limit = config.max_bytes + 4096, most = before > limit ? before : limit; /* more: of the quota */
+        const int64_t limit = config.max_bytes + 800 * QUOTA,
+                      most = before > limit ? before : limit; /* more: of the quota */
         if (config.max_bytes && step != step_fork && step != step_edit && step != step_acquire)
             CHECKF(kvc_nbytes(w.cache) <= most, "%lld bytes, and max_bytes is %lld", (long long)kvc_nbytes(w.cache),
                    (long long)config.max_bytes);
