@@ -922,13 +922,13 @@ typedef struct kvc_prefix_config {
                             match ends at a checkpoint (kvc_prefix_checkpoint).  0: it has none */
     int64_t max_checkpoint_bytes; /* of the states that are kept: the least recently used ones are dropped.  0: as many
                             as their blocks, and max_bytes */
-    int32_t max_events; /* so many are noted for kvc_prefix_take_events.  0: none are */
+    int32_t max_events; /* so many, of 40 bytes each, are noted for kvc_prefix_take_events.  0: none are */
 } kvc_prefix_config;
 
 /* Sets *prefix to a new prefix of a cache, to be freed with kvc_prefix_free, or with the cache.  Fails with
  * KVC_ERR_INVALID if the cache is for one sequence or a field is out of range, with KVC_ERR_UNSUPPORTED if it has a
  * KVC_CROSS layer, whose rows do not follow from tokens, or reuse_min_tokens is given and the rope of a layer is not
- * known, or the model has a recurrent state, and with KVC_ERR_NOMEM. */
+ * known, or the model has a recurrent state, with KVC_ERR_FULL if max_bytes leaves no room, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *config, kvc_prefix **prefix);
 
 /* Frees a prefix, and drops its blocks; ignores NULL.  Sequences that it acquired go on as any others. */
@@ -954,13 +954,12 @@ KVC_API kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const 
 
 /* Keeps the blocks of a sequence's first tokens as kvc_prefix_release does, but the sequence goes on; and a recurrent
  * state of the model, [num_bytes], that of the sequence after all these tokens: a match of state_bytes prefixes ends
- * behind them, or behind those of an earlier checkpoint.  num_bytes 0: keeps the blocks alone.  A runner calls it at
- * the end of a prompt and of an answer, every few thousand tokens of a long prompt, and before the last token of a
- * prompt that may come again as it is, because an acquired sequence never holds the last token.  A state counts as
- * memory, and goes with the rows of its last token.  It is not kept where the tokens are more than those that the
- * sequence holds, or not all exact.  Fails with KVC_ERR_BUSY and KVC_ERR_INVALID as kvc_prefix_release does, with
- * KVC_ERR_INVALID if num_bytes is more than state_bytes, with KVC_ERR_FULL where max_bytes leaves no room for the
- * state, and with KVC_ERR_NOMEM. */
+ * behind them, or behind those of an earlier checkpoint.  num_bytes 0: keeps the blocks alone.  A runner calls it
+ * before the last token of a prompt, because an acquired sequence never holds that, at the end of an answer, and every
+ * few thousand tokens of a long prompt.  A state counts as memory, and goes with the rows of its last token.  It is
+ * not kept where the tokens are more than those that the sequence holds, or not all exact.  Fails with KVC_ERR_BUSY
+ * and KVC_ERR_INVALID as kvc_prefix_release does, with KVC_ERR_INVALID if num_bytes is more than state_bytes, with
+ * KVC_ERR_FULL where max_bytes leaves no room for the state, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_checkpoint(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens,
                                          const void *state, int64_t num_bytes);
 
@@ -1018,7 +1017,7 @@ KVC_API kvc_status kvc_prefix_take_events(kvc_prefix *prefix, kvc_prefix_event *
 /* Stores: how full blocks get out of the cache, and back.  A payload is a byte for each layer, 1 if its rows follow,
  * then the rows of these layers, as they are stored: keys [num_kv_heads][block_size], then values, unless they lie in
  * the keys; then, where the block has a checkpoint, the position of the last one, 4 bytes, the lowest first, and its
- * state.  Whoever keeps it under the block's name may hand it to any prefix with the same names, on any machine. */
+ * state.  Whoever keeps it under the block's name may hand it to any prefix with the same names, on any machine: state_bytes, too, is part of them. */
 
 typedef struct kvc_new_block {
     void *user;         /* of its prefix */

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections import deque
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Self, SupportsFloat, SupportsIndex
 
@@ -135,7 +137,7 @@ class PrefixCache:
         The most bytes of all states that are kept; the least recently used ones are dropped. By default they go with
         their blocks.
     max_events : int, default 0
-        So many events are noted for `take_events`.
+        So many events, of 40 bytes each, are noted for `take_events`.
 
     Raises
     ------
@@ -226,9 +228,8 @@ class PrefixCache:
             "timeout": seconds,
             "state_bytes": of_state,
             "max_checkpoint_bytes": most or None,
-            "max_events": num_events,
         }
-        self._written: deque[str] = deque(maxlen=num_events)  # names, noted by the thread that writes to the store
+        self._written = _Written(num_events)
         self._common: dict[str, Any] = common
         self._client: StoreClient | None = None
         self._fetching: Fetching | None = None
@@ -244,9 +245,12 @@ class PrefixCache:
         nbytes = _core.payload_bytes(self._core)
         self._client = StoreClient(store, digest=digest, secret=secret, most_bytes=nbytes)
         self._watch = watch_of(self._cache)
-        self._watch.add(self._prefix, self._client, self._written.append if self._written.maxlen else None)
+        # A block that is computed again has no state until somebody keeps one: a value that has one stays.
+        put = partial(self._client.put, written=self._written.note, keeps_longer=self.state_bytes > 0)
+        self._watch.add(self._prefix, put)
         weakref.finalize(self, self._watch.discard, self._prefix.user).atexit = False
-        sizes = (self._block_size, nbytes)
+        rows = sum(layer.bytes_per_token for layer in self._cache.layers) * self._block_size
+        sizes = (self._block_size, max(1, int(rows)))  # few blocks have a state as well
         self._fetching = Fetching(self._prefix, self._client, self._watch, timeout, sizes)
 
     def __repr__(self) -> str:
@@ -288,13 +292,15 @@ class PrefixCache:
         secret: bytes | None = None,
         quota: SupportsIndex = 0,
         ttl: SupportsFloat | None = None,
+        max_events: SupportsIndex = 0,
     ) -> PrefixCache:
         """Return a prefix cache for another tenant: of the same cache, model and store, which shares no block with it.
 
         Arguments are those of the class. There may be any number of tenants: one takes some hundred bytes, and a batch
         asks none but those whose sequences it has.
         """
-        return PrefixCache(self._cache, salt=salt, secret=secret, quota=quota, ttl=ttl, **self._common)
+        own: dict[str, Any] = {"salt": salt, "secret": secret, "quota": quota, "ttl": ttl, "max_events": max_events}
+        return PrefixCache(self._cache, **own, **self._common)
 
     # ---- what a request does
 
@@ -362,8 +368,8 @@ class PrefixCache:
     def checkpoint(self, seq_id: SupportsIndex, tokens: Tokens, state: Buffer = b"") -> None:
         """Keep the blocks of a sequence, which goes on, and the recurrent state of the model after these tokens.
 
-        For example at the end of a prompt and of an answer, every few thousand tokens of a long prompt, and before the
-        last token of a prompt that may come again as it is, since `acquire` never matches the last token.
+        For example before the last token of a prompt, since `acquire` never matches the last one, at the end of an
+        answer, and every few thousand tokens of a long prompt. Of the states within a block, the last goes to a store.
 
         Parameters
         ----------
@@ -387,8 +393,9 @@ class PrefixCache:
             As in `acquire`.
         """
         try:
-            view = memoryview(state).cast("B")
-        except TypeError:
+            view = memoryview(state)
+            view = view.cast("B") if view.nbytes else memoryview(b"")
+        except (TypeError, ValueError):  # ValueError: of elements that buffers do not know
             raise TypeError(f"state is a {type(state).__name__}: contiguous bytes are needed") from None
         self._prefix.checkpoint(seq_id, *arrays_of(tokens), view)
         self._store_new()
@@ -408,7 +415,8 @@ class PrefixCache:
     def lookup(self, tokens: Tokens, *, store: bool = False) -> int:
         """Return how many of the first tokens are known, without taking anything.
 
-        With `store`, also in the store, which is asked what it has, for at most `timeout` seconds, and not read.
+        With `store`, also in the store, which is asked what it has, for at most `timeout` seconds, and not read: where
+        `state_bytes` is given, `acquire` may match less, as it needs a state.
         """
         given = arrays_of(tokens)
         known = self._prefix.lookup(*given)
@@ -425,14 +433,14 @@ class PrefixCache:
     def take_events(self) -> list[PrefixEvent]:
         """Return what happened since the last call, in order: for a router that sends a prompt where its blocks are.
 
-        The last `max_events` are noted. Those of the store come last, as far as it has written them by now.
+        The last `max_events` of memory are noted, and as many of the store. These come last, as far as it has written
+        them by now.
         """
         found, num_lost = self._prefix.take_events()
-        events = [PrefixEvent("lost")] if num_lost else []
+        written, are_lost = self._written.take()
+        events = [PrefixEvent("lost")] if num_lost or are_lost else []
         events += [PrefixEvent(EVENTS[kind], name if kind != CLEARED else "", at) for kind, at, name in found]
-        while self._written:
-            events.append(PrefixEvent("written", self._written.popleft()))
-        return events
+        return events + [PrefixEvent("written", name) for name in written]
 
     def new_sequence(self) -> int:
         """Return an id for a sequence that nobody uses, such as a fork of one that was acquired."""
@@ -469,8 +477,9 @@ class PrefixCache:
     def forget(self, tokens: Tokens) -> int:
         """Drop the blocks of a prompt, pinned ones too, from memory and from the store.
 
-        Other prompts that begin alike miss them. Sequences in use stay as they are. Return how many tokens were dropped
-        from memory; `flush` waits for the store.
+        They are its full blocks, and one that it ends in. Other prompts that begin alike miss them. Sequences in use
+        stay as they are. Return how many tokens were dropped from memory. `flush` waits for the store, and returns
+        False if that did not delete them all, or what waited to be written was dropped: then call this again.
         """
         given = arrays_of(tokens)
         num = self._prefix.forget(*given)
@@ -516,6 +525,28 @@ class PrefixCache:
             fetched=0 if self._fetching is None else self._fetching.num_fetched,
             store=None if self._client is None else self._client.stats,
         )
+
+
+class _Written:
+    """Names of blocks that the thread which writes to the store has written, the last ones of so many."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.names: deque[str] = deque(maxlen=most)
+        self.are_lost = False
+
+    def note(self, name: str) -> None:
+        if self.most and len(self.names) == self.most:
+            self.are_lost = True
+        self.names.append(name)
+
+    def take(self) -> tuple[list[str], bool]:
+        are_lost, self.are_lost = self.are_lost, False
+        names: list[str] = []
+        with contextlib.suppress(IndexError):  # another thread may take some
+            while True:
+                names.append(self.names.popleft())
+        return names, are_lost
 
 
 def _some(tokens: Tokens) -> Arrays:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -10,12 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING, SupportsIndex
 
 from kvcache import _core
+from kvcache.living import Living
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from kvcache.cache import KVCache
-    from kvcache.stores.client import StoreClient
 
 __all__ = ["Watch", "payload_of", "watch_of"]
 
@@ -28,17 +29,22 @@ class Watch:
     def __init__(self, core: _core.Cache) -> None:
         self.tokens_per_second: float | None = None  # of batches of many tokens, recent ones counting most
         self._core = core
-        self._clients: dict[int, tuple[StoreClient, Callable[[str], object] | None]] = {}  # by `Prefix.user`
+        self._puts: dict[int, Callable[..., object]] = {}  # of each prefix, by `Prefix.user`
         self._new: deque[tuple[int, str, int]] = deque()  # blocks that wait to be queued
+        self.begin()
+        _watches.add(self)
+
+    def begin(self) -> None:
+        """Begin with a lock that nobody has; again in a forked child, which lacks the thread that may have had it."""
         self._lock = threading.RLock()  # guards the order in which they are
 
-    def add(self, prefix: _core.Prefix, client: StoreClient, written: Callable[[str], object] | None) -> None:
-        """Write the new blocks of a prefix to a store from now on; call `written` with the name of each that is."""
-        self._clients[prefix.user] = client, written
+    def add(self, prefix: _core.Prefix, put: Callable[..., object]) -> None:
+        """Write the new blocks of a prefix from now on: by `put`, with the name of each and how to make its payload."""
+        self._puts[prefix.user] = put
 
     def discard(self, user: int) -> None:
         """Forget a prefix that is no more."""
-        self._clients.pop(user, None)
+        self._puts.pop(user, None)
 
     def commit(self, begin: float, core: _core.Batch, keep: Iterable[SupportsIndex] | None) -> None:
         """Commit a batch, and queue the blocks that it fills to be written."""
@@ -58,9 +64,8 @@ class Watch:
         with self._lock:
             while self._new:
                 user, name, block_id = self._new[0]
-                if user in self._clients:
-                    client, written = self._clients[user]
-                    client.put(name, partial(payload_of, self._core, block_id), written)
+                if user in self._puts:
+                    self._puts[user](name, partial(payload_of, self._core, block_id))
                 self._new.popleft()  # last: a signal's handler that raises before loses nothing
 
     def _measure(self, num_tokens: int, seconds: float) -> None:
@@ -80,7 +85,19 @@ def payload_of(core: _core.Cache, block_id: int) -> list[Buffer] | None:
     return None if payload is None else [payload]
 
 
+_watches: Living[Watch] = Living()
 _making = threading.Lock()
+
+
+def _begin_in_child() -> None:
+    global _making
+    _making = threading.Lock()
+    for watch in _watches.alive():
+        watch.begin()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_in_child)
 
 
 def watch_of(cache: KVCache) -> Watch:

@@ -57,8 +57,8 @@ class StoreStats:
     corrupt : int
         Values that were not what was stored, and were deleted.
     dropped : int
-        Values that were not written: 262,144 were waiting, the store failed or was left alone, the cache was closed, or
-        their rows were dropped before.
+        Values that were not written, or not deleted by `PrefixCache.forget`: 262,144 were waiting, the store failed or
+        was left alone, the cache was closed, or their rows were dropped before.
     written : int
         Values that were written.
     bytes_read, bytes_written : int
@@ -137,6 +137,7 @@ class StoreClient:
 
     def count(self, keys: Sequence[str], timeout: float) -> int:
         """Return how many of the first keys the store has, as far as it says so in time; no value is read."""
+        timeout = min(timeout, threading.TIMEOUT_MAX)
         found = self._shared.reader.get_many(self._looker, keys, timeout, timeout, True)
         return next((i for i, key in enumerate(keys) if key not in found), len(keys))
 
@@ -153,14 +154,15 @@ class StoreClient:
         key: str,
         make_value: Callable[[], Iterable[Buffer] | None],
         written: Callable[[str], object] | None = None,
+        keeps_longer: bool = False,
     ) -> bool:
         """Queue a value to be written, and return whether it was queued; never wait.
 
         `make_value` returns the payload, in parts that are joined, or None if there is none any more. It is called
         later, in the thread that writes, unless the value is dropped before; `written`, which must not raise, is called
-        with the key once the store has it.
+        with the key once the store has it. With `keeps_longer` a longer value that is there stays.
         """
-        return self._shared.writer.add(Write(self._tenant, key, make_value, written))
+        return self._shared.writer.add(Write(self._tenant, key, make_value, written, keeps_longer))
 
     def delete(self, key: str) -> bool:
         """Queue the deletion of a key, after the writes that were queued before; return whether it was queued."""
@@ -218,7 +220,7 @@ class _Shared:
 
     def refuse(self, tenant: Tenant, key: str, reason: str) -> None:
         """Delete a value that is not what was stored."""
-        self.writer.add(Write(tenant, key, None))
+        self.writer.add(Write(tenant, key, None, is_counted=False))
         self.warn(f"what it has for {key!r} was refused and deleted: {reason}")
 
     def warn(self, reason: str | BaseException | None) -> None:

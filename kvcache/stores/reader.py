@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvcache.living import Living
 from kvcache.stores import calls, values
@@ -23,6 +24,7 @@ from kvcache.stores.worker import Worker, without_frames
 __all__ = ["Reader"]
 
 NUM_THREADS = 8
+ASKED_AT_ONCE = 8  # keys, one after the other, so that a slow store shows its answers
 SLOW = "it did not answer in time"
 STALE = 30.0  # seconds after which measurements of speed say nothing about now
 
@@ -59,7 +61,7 @@ class Call:
         """Fetch and check the values; or find the first keys that are there."""
         tenant = self.read.tenant
         if tenant.only_keys:
-            self.payloads = dict.fromkeys(itertools.takewhile(store.__contains__, self.keys), memoryview(b""))
+            self.payloads = dict.fromkeys(itertools.takewhile(partial(calls.has, store), self.keys), memoryview(b""))
             return
         for key, value in calls.read_many(store, self.keys, tenant.most_to_read).items():
             try:
@@ -130,6 +132,8 @@ class Reader:
             return latency * math.ceil(num_keys / self._most_keys(tenant)) + per_byte * nbytes
 
     def _most_keys(self, tenant: Tenant) -> int:
+        if tenant.only_keys:
+            return ASKED_AT_ONCE
         return calls.keys_per_call(tenant.value_bytes) if self._reads_many else 1
 
     def _may_probe(self) -> bool:

@@ -32,6 +32,8 @@ class Write:
     key: str
     make_value: Callable[[], Iterable[Buffer] | None] | None
     written: Callable[[str], object] | None = None  # called with the key once the value is in the store
+    keeps_longer: bool = False  # a longer value stays
+    is_counted: bool = True  # where it is dropped
 
 
 class Writer:
@@ -62,8 +64,8 @@ class Writer:
             if is_queued:
                 worker.breaker.probing = is_probe
                 self._waiting[tenant] += 1
-            elif write.make_value is not None:
-                tenant.counts["dropped"] += 1
+            else:
+                self._note_dropped([write])
         return is_queued
 
     def flush(self, timeout: float, tenant: Tenant | None = None) -> bool:
@@ -88,7 +90,7 @@ class Writer:
 
     def _note_dropped(self, writes: Iterable[Write]) -> None:
         for write in writes:
-            write.tenant.counts["dropped"] += write.make_value is not None
+            write.tenant.counts["dropped"] += write.is_counted
 
     def _note_end(self, writes: Sequence[Write]) -> None:
         self._waiting.subtract(write.tenant for write in writes)
@@ -151,7 +153,7 @@ class Writer:
             value = self._make_value(write)
             if value is None:
                 gone.append(write.tenant)
-            else:
+            elif not (write.keeps_longer and calls.has_longer(self.store, write.key, len(value))):
                 items[write.key], sources[write.key] = value, write
         if items:
             calls.write_many(self.store, items)

@@ -8,6 +8,7 @@
 #include "cache/waiting.h"
 #include "edit/retain.h"
 #include "prefix/reuse.h"
+#include "space/evict.h"
 
 static const int64_t MOST_STATE_BYTES = INT64_C(1) << 40;
 enum { AT_ONCE = 16 }; /* blocks that are dropped before others get the mutex */
@@ -131,6 +132,9 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
         config.identity_size = sizeof identity;
     }
     kvc_name_root(prefix->salt, config.identity, (size_t)config.identity_size, prefix->root);
+    if (config.state_bytes) /* blocks of other names have no states, or larger ones */
+        kvc_name_block(prefix->salt, prefix->root, &(kvc_token_span){.ids = &config.state_bytes, .num = 1},
+                       prefix->root);
     kvc_value_owner_init(&prefix->owner, config.identity, config.identity_size, config.secret, config.secret_size);
     prefix->quota = config.quota;
     prefix->reuse_min = config.reuse_min_tokens;
@@ -140,9 +144,11 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     prefix->state_bytes = config.state_bytes;
     prefix->most_checkpoint_bytes = config.max_checkpoint_bytes;
     prefix->tree = new_tree(prefix);
-    if (!prefix->tree) {
+    kvc_status status = prefix->tree ? kvc_fit_max_bytes(cache, "making a prefix") : KVC_ERR_NOMEM;
+    if (status != KVC_OK) {
+        if (prefix->tree) kvc_tree_free(prefix->tree);
         kvc_memory_free(&cache->memory, prefix, prefix->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);
-        return kvc_unlock(cache, KVC_ERR_NOMEM);
+        return kvc_unlock(cache, status);
     }
     prefix->next = cache->prefixes;
     prefix->at = &cache->prefixes;

@@ -55,6 +55,7 @@ typedef struct departure {
     int64_t id;
     uint8_t name[KVC_NAME_BYTES];
     kvc_value_owner owner; /* copied, as its prefix may be freed meanwhile */
+    int32_t may_have_state;
 } departure;
 
 /* Takes the next new block; *is_there is 0 if there is none. */
@@ -66,6 +67,7 @@ static kvc_status take_block(kvc_carrier *c, departure *d, int *is_there) {
     if (node && status == KVC_OK) {
         d->id = node->rows->id;
         d->owner = node->tree->prefix->owner;
+        d->may_have_state = node->tree->prefix->state_bytes > 0;
         memcpy(d->name, node->name, sizeof d->name);
         kvc_node_take_out(node);
     }
@@ -73,9 +75,13 @@ static kvc_status take_block(kvc_carrier *c, departure *d, int *is_there) {
 }
 
 static kvc_status write_block(kvc_carrier *c, const departure *d, int64_t *num_written) {
-    int64_t size;
+    int64_t size, stored = 0;
     KVC_TRY(kvc_read_block(c->cache, d->id, c->value + KVC_VALUE_HEADER, c->max_bytes - KVC_VALUE_HEADER, &size));
     if (!size) return KVC_OK; /* it was dropped meanwhile */
+    if (d->may_have_state) {  /* one with a state stays: the block may have been computed again without */
+        KVC_TRY(c->store.read(c->store.user, d->name, c->value, 0, &stored));
+        if (stored > KVC_VALUE_HEADER + size) return KVC_OK;
+    }
     kvc_value_pack(c->value, size, d->name, &d->owner, c->crc);
     KVC_TRY(c->store.write(c->store.user, d->name, c->value, KVC_VALUE_HEADER + size));
     ++*num_written;

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+import threading
 import time
 from typing import Any
 
@@ -101,6 +104,81 @@ def test_forget_drops_a_prompt_from_memory_and_store() -> None:
     assert prefix.forget(PROMPT) == 0
     assert serve(cache, prefix, PROMPT) == 0
     assert prefix.lookup(PROMPT) == 40
+
+
+def test_lookup_of_a_store_that_is_slow_says_what_it_has_said() -> None:
+    class Slow(dict[str, bytes]):
+        def __contains__(self, key: object) -> bool:
+            time.sleep(0.02)
+            return super().__contains__(key)
+
+    store = Slow()
+    cache, prefix = make(store=store)
+    tokens = list(range(16 * 100))
+    serve(cache, prefix, tokens)
+    assert prefix.flush(10)
+    _, other = make(store=store, timeout=0.5)
+    for _ in range(4):
+        assert 0 < other.lookup(tokens, store=True) < 16 * 100
+    assert other.stats.store is not None
+    assert other.stats.store.reading
+
+
+def test_a_store_without_contains_and_a_timeout_without_end() -> None:
+    class Plain:
+        def __init__(self) -> None:
+            self.values: dict[str, bytes] = {}
+
+        def __getitem__(self, key: str) -> bytes:
+            return self.values[key]
+
+        def __setitem__(self, key: str, value: bytes) -> None:
+            self.values[key] = value
+
+        def __delitem__(self, key: str) -> None:
+            del self.values[key]
+
+    store: Any = Plain()
+    cache, prefix = make(store=store)
+    serve(cache, prefix, PROMPT)
+    assert prefix.flush(10)
+    _, other = make(store=store, timeout=math.inf)
+    assert other.lookup(PROMPT, store=True) == 32
+
+
+def test_deletions_that_the_store_did_not_make_are_told() -> None:
+    class Failing(dict[str, bytes]):
+        def __delitem__(self, key: str) -> None:
+            raise OSError("no")
+
+    cache, prefix = make(store=Failing())
+    serve(cache, prefix, PROMPT)
+    assert prefix.flush(10)
+    prefix.forget(PROMPT)
+    assert not prefix.flush(10)
+
+
+def test_events_of_a_store_that_are_lost_are_told() -> None:
+    cache, prefix = make(store={}, max_events=3)
+    serve(cache, prefix, list(range(16 * 10)))
+    assert prefix.flush(10)
+    events = prefix.take_events()
+    assert events[0].kind == "lost"
+    assert [e.kind for e in events[1:]] == ["kept"] * 3 + ["written"] * 3
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork()")
+def test_a_child_goes_on_whatever_the_parent_was_writing() -> None:
+    cache, prefix = make(store={})
+    serve(cache, prefix, PROMPT)
+    with prefix._watch._lock:  # type: ignore[union-attr]
+        child = os.fork()
+        if not child:
+            done = threading.Thread(target=prefix.flush, args=(1,), daemon=True)
+            done.start()
+            done.join(10)
+            os._exit(done.is_alive())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_what_is_wrong_is_said() -> None:
