@@ -942,7 +942,7 @@ KVC_API int64_t kvc_new_sequence(kvc_cache *cache);
  * are: at most max_matched (-1: no limit), and less than all, as the last token has to be fed.  Of a block that differs
  * in the middle, the tokens before the difference are matched.  May be called while a batch is open.  Fails with
  * KVC_ERR_INVALID if there are no tokens, with KVC_ERR_NOMEM, and with KVC_ERR_CALLBACK where a kvc_shift_fn fails
- * (reuse_min_tokens). */
+ * (reuse_min_tokens), after which kept blocks may have been evicted for those that were moved before. */
 KVC_API kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
                                       int64_t *seq_id, int32_t *matched);
 
