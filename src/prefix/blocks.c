@@ -139,7 +139,7 @@ kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t m
     if (!payload) return kvc_fail(KVC_ERR_INVALID, "payload is NULL");
     if (!size) return kvc_fail(KVC_ERR_INVALID, "size is NULL");
     if (max_bytes < rows_bytes(cache))
-        return kvc_fail(KVC_ERR_INVALID, "max_bytes is %lld: it must be at least kvc_payload_bytes, %lld",
+        return kvc_fail(KVC_ERR_INVALID, "max_bytes is %lld: the payload of a block may have %lld",
                         (long long)max_bytes, (long long)kvc_payload_bytes(cache));
     *size = 0;
     kvc_lock(cache);

@@ -52,12 +52,11 @@ static kvc_status keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tok
     if (last->end != tokens->num_tokens)
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for the block that %lld tokens end in",
                         (long long)tokens->num_tokens);
-    kvc_node_use(last, 1); /* to stay meanwhile */
-    if (kvc_checkpoints_put(all, &last->checkpoint, checkpoint)) kvc_node_collect(last);
+    const int is_put = kvc_checkpoints_put(all, &last->checkpoint, checkpoint);
+    if (is_put) kvc_node_collect(last);
     kvc_sessions_fit(prefix->cache);
-    const int is_kept = last->checkpoint != NULL;
-    kvc_node_use(last, -1);
-    return is_kept ? KVC_OK : kvc_fail(KVC_ERR_FULL, "max_bytes leaves no room for a checkpoint and its blocks");
+    if (!is_put || checkpoint->num_users > 1) return KVC_OK;
+    return kvc_fail(KVC_ERR_FULL, "max_bytes leaves no room for a checkpoint and its blocks");
 }
 
 /* Finds the sequence, copies the state, and keeps it, if the tokens are there and exact. */

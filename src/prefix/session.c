@@ -178,6 +178,12 @@ void kvc_sessions_fit(kvc_cache *cache) {
             set_last(session, &prefix->tree->root);
             if (fits(cache)) return;
         }
+    for (kvc_prefix *prefix = cache->prefixes; prefix; prefix = prefix->next)
+        for (kvc_node *node; kvc_cache_bytes(cache) > cache->max_bytes && (node = prefix->tree->oldest);) {
+            if (node->num_pins || node->is_protected) break;
+            kvc_node_drop(node);
+        }
+    kvc_give_back(cache, cache->max_bytes);
 }
 
 /* ---- blocks whose tokens become known ---------------------------------------------------------------------------- */
