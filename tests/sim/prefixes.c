@@ -445,7 +445,8 @@ static void checkpoint(client *c, int p) {
     const int size = c->w->prefixes[p].config.state_bytes && t.num && pick(8) ? state_of(last_of(&t, t.num), state) : 0;
     note(c->w, p, last_of(&t, num), 0);
     begin(c, p, "kvc_prefix_checkpoint");
-    if (ended(c, kvc_prefix_checkpoint(handle_of(c, p), id_of(s), give(&g, &t), state, size), size ? MAY_BE_FULL : 0))
+    if (ended(c, kvc_prefix_checkpoint(handle_of(c, p), id_of(s), give(&g, &t), state, size),
+              size ? MAY_BE_FULL | MAY_CHANGE : 0))
         check_limit(c);
     use(p, last_of(&t, t.num));
     stats_of(c, p);
@@ -729,7 +730,7 @@ static void make_prefix(client *c, int p) {
     const kvc_prefix_config config = any_config(c->w, p);
     kvc_prefix *handle = NULL;
     begin_call(c, "kvc_prefix_new");
-    if (!ended(c, kvc_prefix_new(c->w->cache, &config, &handle), 0)) return;
+    if (!ended(c, kvc_prefix_new(c->w->cache, &config, &handle), MAY_BE_FULL)) return;
     of->config = config;
     of->cleared = earliest(c->w);
     of->num_followed = of->has_lost = 0;

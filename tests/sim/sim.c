@@ -126,7 +126,7 @@ int ended(client *c, kvc_status status, int may) {
         (status == KVC_ERR_CANCELLED && may & MAY_CANCEL && c->was_cancelled) ||
         (status == KVC_ERR_CALLBACK && c->was_cancelled);
     if (!is_allowed) fail(c, "answers \"%s\"", answer);
-    if (status != KVC_OK) check_unchanged(c);
+    if (status != KVC_OK && !(may & MAY_CHANGE)) check_unchanged(c);
     return status == KVC_OK;
 }
 

@@ -125,6 +125,7 @@ enum {
     MAY_BE_HELD = 8,
     MAY_BE_INVALID = 16,
     MAY_CANCEL = 32,
+    MAY_CHANGE = 128, /* after a failure, too */
     MAY_INDEX = 64
 };
 
