@@ -1018,7 +1018,8 @@ KVC_API kvc_status kvc_prefix_take_events(kvc_prefix *prefix, kvc_prefix_event *
 /* Stores: how full blocks get out of the cache, and back.  A payload is a byte for each layer, 1 if its rows follow,
  * then the rows of these layers, as they are stored: keys [num_kv_heads][block_size], then values, unless they lie in
  * the keys; then, where the block has a checkpoint, the position of the last one, 4 bytes, the lowest first, and its
- * state.  Whoever keeps it under the block's name may hand it to any prefix with the same names, on any machine: state_bytes, too, is part of them. */
+ * state.  Whoever keeps it under the block's name may hand it to any prefix with the same names, on any machine; names
+ * tell prefixes of other state_bytes apart. */
 
 typedef struct kvc_new_block {
     void *user;         /* of its prefix */

@@ -129,9 +129,9 @@ static void read_state(kvc_cache *cache, int64_t id, uint8_t *payload, int64_t m
     const kvc_node *node = find_node(cache, id);
     const kvc_node *last = node && node->parent ? kvc_node_with_state(node->parent, &node->tokens) : NULL;
     if (!last || max_bytes - *size < POSITION_BYTES + last->checkpoint->num_bytes) return;
-    for (int i = 0; i < POSITION_BYTES; i++) payload[(*size)++] = (uint8_t)(last->end >> 8 * i);
-    const int64_t at = *size;
-    *size += last->checkpoint->num_bytes;
+    kvc_put_integer(payload + *size, POSITION_BYTES, (uint64_t)last->end);
+    const int64_t at = *size + POSITION_BYTES;
+    *size = at + last->checkpoint->num_bytes;
     kvc_checkpoint_read(cache, last->checkpoint, payload + at);
 }
 
@@ -207,9 +207,7 @@ typedef struct arrival {
 static int find_state(arrival *a, int64_t size) {
     a->state_bytes = a->size - size - POSITION_BYTES;
     if (a->state_bytes < 1 || a->state_bytes > a->prefix->state_bytes) return 0;
-    uint32_t position = 0;
-    for (int i = 0; i < POSITION_BYTES; i++) position |= (uint32_t)a->payload[size + i] << 8 * i;
-    a->position = (int32_t)position;
+    a->position = (int32_t)kvc_get_integer(a->payload + size, POSITION_BYTES);
     return a->position > a->begin && a->position <= a->end;
 }
 

@@ -260,8 +260,8 @@ static kvc_status write_total(const directory *d, const locked *usage, int64_t t
 static kvc_status read_total(const directory *d, int folder, const locked *usage, int64_t *total) {
     uint8_t bytes[8];
     value_files all;
-    if (pread(usage->file, bytes, 8, 0) == 8 && kvc_get_integer(bytes) <= INT64_MAX / 2) {
-        *total = (int64_t)kvc_get_integer(bytes);
+    if (pread(usage->file, bytes, 8, 0) == 8 && kvc_get_integer(bytes, 8) <= INT64_MAX / 2) {
+        *total = (int64_t)kvc_get_integer(bytes, 8);
         return KVC_OK;
     }
     const kvc_status status = list_files(d, folder, 0, &all);

@@ -17,9 +17,9 @@ void kvc_put_integer(uint8_t *bytes, int num, uint64_t value) {
     for (int i = 0; i < num; i++, value >>= 8) bytes[i] = (uint8_t)value;
 }
 
-uint64_t kvc_get_integer(const uint8_t *bytes) {
+uint64_t kvc_get_integer(const uint8_t *bytes, int num) {
     uint64_t value = 0;
-    for (int i = 7; i >= 0; i--) value = value << 8 | bytes[i];
+    for (int i = num - 1; i >= 0; i--) value = value << 8 | bytes[i];
     return value;
 }
 

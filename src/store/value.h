@@ -37,8 +37,8 @@ kvc_status kvc_value_check(const uint8_t *value, int64_t size, const uint8_t *na
 /* Writes 2 * num digits. */
 void kvc_hex(char *text, const uint8_t *bytes, int num);
 
-/* Writes an integer of `num` bytes, little-endian; reads one of 8. */
+/* Write and read an integer of `num` bytes, little-endian. */
 void kvc_put_integer(uint8_t *bytes, int num, uint64_t value);
-uint64_t kvc_get_integer(const uint8_t *bytes);
+uint64_t kvc_get_integer(const uint8_t *bytes, int num);
 
 #endif

@@ -76,7 +76,7 @@ static void test_sizes(void) {
             for (int64_t i = 0; i < size; i++) own[KVC_VALUE_HEADER + i] = (uint8_t)(i * 37 + size);
             kvc_value_pack(own, size, name, &owner, &crc);
             const uint32_t sum = ~slow_crc(own + KVC_VALUE_HEADER, size, slow_crc(own, 96, UINT32_MAX));
-            CHECKF((uint32_t)kvc_get_integer(own + 96) == sum, "%d bytes", (int)size);
+            CHECKF((uint32_t)kvc_get_integer(own + 96, 8) == sum, "%d bytes", (int)size);
         }
 }
 
