@@ -330,7 +330,7 @@ static void check_state(client *c, int p, int s, const text *t, int matched) {
 
 /* Notes rows that were computed elsewhere: of the same tokens, behind others. */
 static void note_moved(client *c, int s, const text *t, int begin, int end) {
-    static rows r;
+    rows r;
     for (int l = 0; l < c->w->num_layers; l++) {
         const kvc_rows_out out = out_of(&r);
         if (!is_own(c->w, l)) continue;
