@@ -336,8 +336,13 @@ static int retain_rows(client *c, int s, int to, int begin, int end) {
     const sequence *from = &c->w->sequences[s];
     sequence *kept = &c->w->sequences[to];
     if (!clear_one(c, to)) return 0;
+    const int meddlings = from->meddlers ? -1 : from->meddlings;
     begin_call(c, "kvc_retain");
     if (!ended(c, kvc_retain(c->w->cache, id_of(s), id_of(to), begin, end), 0)) return 0;
+    if (from->meddlings != meddlings) { /* perhaps rows of a batch that another client aborted, which nobody wrote */
+        while (!clear_one(c, to)) continue;
+        return 0;
+    }
     kept->is_kept = 1;
     kept->is_spoilt |= from->is_spoilt;
     for (int l = 0; l < MOST_LAYERS; l++)
