@@ -57,7 +57,7 @@ kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t n
         return kvc_fail(KVC_ERR_INVALID, "max_blocks is %lld: it must be at least 0", (long long)max_blocks);
     *num_blocks = 0;
     kvc_lock(cache);
-    for (kvc_node *node; (node = cache->new_blocks) && *num_blocks < max_blocks; kvc_node_take_out(node)) {
+    for (kvc_node *node; *num_blocks < max_blocks && (node = kvc_prefix_next_new(cache)); kvc_node_take_out(node)) {
         kvc_new_block block = {node->tree->prefix->user, node->rows->id, node->begin, node->end, {0}};
         memcpy(block.name, node->name, sizeof block.name);
         kvc_write_struct((char *)blocks + (size_t)(*num_blocks)++ * new_block_size, new_block_size, &block,

@@ -11,7 +11,10 @@
 #include "space/evict.h"
 
 static const int64_t MOST_STATE_BYTES = INT64_C(1) << 40;
-enum { AT_ONCE = 16 }; /* blocks that are dropped before others get the mutex */
+enum {
+    AT_ONCE = 16,        /* blocks that are dropped before others get the mutex */
+    PASSED_AT_ONCE = 512 /* and that change their place in a list */
+};
 
 /* ---- what names stand for ---------------------------------------------------------------------------------------- */
 
@@ -193,6 +196,14 @@ static void give_way(kvc_cache *cache) {
     kvc_lock(cache);
 }
 
+kvc_node *kvc_prefix_next_new(kvc_cache *cache) {
+    for (int num = 1; cache->new_blocks && !cache->new_blocks->tree->prefix; num++) {
+        kvc_node_take_out(cache->new_blocks);
+        if (num % PASSED_AT_ONCE == 0) give_way(cache);
+    }
+    return cache->new_blocks;
+}
+
 /* Drops some nodes of a tree that is no prefix's any more; returns whether there are more, and frees it if not. */
 static int drop_some(kvc_cache *cache, kvc_tree *tree) {
     for (int i = 0; i < AT_ONCE && tree->newest; i++)
@@ -208,6 +219,7 @@ static int drop_some(kvc_cache *cache, kvc_tree *tree) {
 /* Drops a tree that is no prefix's any more, a few nodes at a time. */
 static void drop_tree(kvc_cache *cache, kvc_tree *tree) {
     kvc_tree_retire(tree);
+    while (kvc_tree_unprotect(tree, PASSED_AT_ONCE)) give_way(cache);
     while (drop_some(cache, tree)) give_way(cache);
 }
 

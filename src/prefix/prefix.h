@@ -44,6 +44,11 @@ kvc_status kvc_match_limit(const kvc_tokens *tokens, int64_t max_matched, int64_
  * known where windows see nothing of those without.  To the root if there is none.  KVC_ERR_NOMEM. */
 kvc_status kvc_prefix_find(const kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens, kvc_node **last);
 
+/* Returns the first new block that is a prefix's, having passed the mutex to others now and then; NULL if there is
+ * none.
+ */
+kvc_node *kvc_prefix_next_new(kvc_cache *cache);
+
 /* Returns kvc_payload_bytes, with the mutex held. */
 int64_t kvc_most_payload_bytes(const kvc_cache *cache);
 

@@ -61,7 +61,7 @@ typedef struct departure {
 /* Takes the next new block; *is_there is 0 if there is none. */
 static kvc_status take_block(kvc_carrier *c, departure *d, int *is_there) {
     kvc_lock(c->cache);
-    kvc_node *node = c->cache->new_blocks;
+    kvc_node *node = kvc_prefix_next_new(c->cache);
     *is_there = node != NULL;
     const kvc_status status = node ? take_memory(c) : KVC_OK;
     if (node && status == KVC_OK) {

@@ -446,13 +446,13 @@ void kvc_tree_retire(kvc_tree *tree) {
     tree->prefix = NULL;
     tree->events = NULL;
     tree->quota = 0;
-    while (tree->first_protected) unprotect_first(tree);
-    for (kvc_node *node = cache->new_blocks, *next; node; node = next) {
-        next = node->next;
-        if (node->tree == tree) kvc_node_take_out(node);
-    }
     tree->next = cache->dying;
     cache->dying = tree;
+}
+
+int kvc_tree_unprotect(kvc_tree *tree, int32_t num) {
+    for (; tree->first_protected && num > 0; num--) unprotect_first(tree);
+    return tree->first_protected != NULL;
 }
 
 void kvc_tree_free(kvc_tree *tree) {

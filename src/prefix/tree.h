@@ -60,9 +60,12 @@ typedef struct kvc_tree {
 kvc_tree *kvc_tree_new(kvc_cache *cache, const uint8_t *salt, const uint8_t *name);
 void kvc_tree_free(kvc_tree *tree);
 
-/* Adds a tree that is no prefix's any more to the list of those that are to be dropped: others may evict all its nodes,
- * and none is listed for stores. */
+/* Adds a tree that is no prefix's any more to the list of those that are to be dropped, and whose nodes are not handed
+ * out for stores. */
 void kvc_tree_retire(kvc_tree *tree);
+
+/* Lets `num` nodes that were within the quota be evicted; returns whether there are more. */
+int kvc_tree_unprotect(kvc_tree *tree, int32_t num);
 
 /* Returns whether a node has rows, and may be found by them. */
 static inline int kvc_node_is_live(const kvc_node *node) {
