@@ -350,6 +350,29 @@ static kvc_status match_nodes(const kvc_prefix *prefix, const kvc_tokens *tokens
     return kvc_match_items(prefix->cache, p->items, p->num, p->end < limit ? p->end : (int32_t)limit, matched);
 }
 
+/* Lengthens a match by a block of fewer tokens that has what windows see, in place of the one that has lost it. */
+static kvc_status match_shorter(const kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, path *p,
+                                int32_t *matched) {
+    const int32_t i = *matched / prefix->cache->pools[0].block_size;
+    int32_t common, with_shorter;
+    if (i >= p->num || *matched >= limit) return KVC_OK;
+    const kvc_node *parent = i ? p->nodes[i - 1] : &prefix->tree->root;
+    const kvc_token_span part = kvc_tokens_part(tokens, parent->end, p->nodes[i]->end);
+    kvc_node *node = kvc_node_similar(parent, &part, &common);
+    if (!node || node == p->nodes[i]) return KVC_OK;
+    kvc_sequence *rows = p->items[i];
+    const int32_t end = parent->end + common;
+    p->items[i] = node->rows;
+    KVC_TRY(kvc_match_items(prefix->cache, p->items, i + 1, end < limit ? end : (int32_t)limit, &with_shorter));
+    p->items[i] = rows;
+    if (with_shorter <= *matched) return KVC_OK;
+    p->nodes[i] = node;
+    p->items[i] = node->rows;
+    p->num = i + 1;
+    *matched = with_shorter;
+    return KVC_OK;
+}
+
 /* Finds how many of the first tokens are there, at most `limit`.  Where windows see nothing of a gap, what is behind it
  * counts. */
 static kvc_status find_match(const kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, path *p,
@@ -364,6 +387,7 @@ static kvc_status find_match(const kvc_prefix *prefix, const kvc_tokens *tokens,
         else if (status == KVC_OK)
             status = match_nodes(prefix, tokens, limit, 0, p, matched);
     }
+    if (status == KVC_OK) status = match_shorter(prefix, tokens, limit, p, matched);
     if (status != KVC_OK) free_path(prefix->cache, p);
     return status;
 }

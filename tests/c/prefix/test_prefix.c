@@ -806,6 +806,33 @@ static void test_fewer_rows(void) {
     end_world();
 }
 
+/* Where windows have lost all of the block with a prompt's tokens, one that ends earlier is gone on from. */
+static void test_shorter(void) {
+    const kvc_policy policies[] = {{.kind = KVC_FULL}, sliding_policy(3, 0, 0)};
+    const text longer = numbered(7, 10), seven = numbered(7, 7), eight = numbered(7, 8);
+    static uint8_t payload[4096];
+    kvc_new_block blocks[2];
+    int64_t num, size, id;
+    int32_t is_known, matched;
+    new_world(policies, 2, (kvc_config){0});
+    kvc_prefix *own = w.prefixes[0];
+    w.prefixes[0] = new_prefix((kvc_prefix_config){.collects_new = 1});
+    const kvc_tokens tokens = tokens_of(&eight);
+    serve(&longer, 1);
+    CHECK(kvc_take_new_blocks(w.cache, blocks, sizeof *blocks, 2, &num) == KVC_OK && num == 2);
+    CHECK(kvc_read_block(w.cache, blocks[1].id, payload, sizeof payload, &size) == KVC_OK && size && !payload[1]);
+    kvc_prefix_clear(w.prefixes[0]);
+    serve(&seven, 7);
+    CHECK(kvc_prefix_add(w.prefixes[0], &tokens, 1, payload, size, &is_known) == KVC_OK && is_known);
+    CHECKF(known(&eight) == 7, "%d", known(&eight));
+    CHECK(kvc_prefix_acquire(w.prefixes[0], &tokens, -1, &id, &matched) == KVC_OK && matched == 7);
+    CHECK(kvc_can_resume(w.cache, id, 7));
+    CHECK(kvc_clear_sequence(w.cache, id) == KVC_OK);
+    kvc_prefix_free(w.prefixes[0]);
+    w.prefixes[0] = own;
+    end_world();
+}
+
 /* Returns the first 16 numbers from 7 on, number `at` of which is another. */
 static text other_at(int32_t at, int64_t id) {
     text t = numbered(7, 16);
@@ -1080,6 +1107,7 @@ int main(void) {
     test_ttl();
     test_fewer_rows();
     test_adding_within_max_bytes();
+    test_shorter();
     test_beginnings();
     test_gaps();
     test_reuse();
