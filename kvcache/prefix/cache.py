@@ -477,8 +477,9 @@ class PrefixCache:
     def forget(self, tokens: Tokens) -> int:
         """Drop the blocks of a prompt, pinned ones too, from memory and from the store.
 
-        They are its full blocks, and one that it ends in. Other prompts that begin alike miss them. Sequences in use
-        stay as they are. Return how many tokens were dropped from memory. `flush` waits for the store, and returns
+        They are its full blocks, and one that ends with it. Pass the answer too: a block in which the prompt ends and
+        the answer begins is kept as that of both. Other prompts that begin alike miss them. Sequences in use stay as
+        they are. Return how many tokens were dropped from memory. `flush` waits for the store, and returns
         False if that did not delete them all, or what waited to be written was dropped: then call this again.
         """
         given = arrays_of(tokens)
