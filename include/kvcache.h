@@ -30,11 +30,12 @@
  *   kvc_cache_free(cache)
  *
  * Errors    A function that can fail returns a kvc_status; KVC_OK is 0.  A call that failed has changed nothing.
- *           kvc_last_error() returns the message of the thread's last failure, with the numbers in it.  Nothing here
- *           aborts, prints or leaks.  Functions list their errors, but for two that mean the same everywhere:
- *           KVC_ERR_INVALID, an argument that cannot be (NULL, negative, an unknown constant), and KVC_ERR_INDEX, a
- *           layer that does not exist.  Handles (kvc_cache *, kvc_batch *, ...) are not checked: pass what
- *           kvc_cache_new, kvc_begin and the like made, while it is in use.  NULL crashes, except where it is freed.
+ *           kvc_last_error() returns the message of the thread's last failure, with the numbers in it: read it at once,
+ *           as a call that succeeds may have overcome a failure of its own.  Nothing here aborts, prints or leaks.
+ *           Functions list their errors, but for two that mean the same everywhere: KVC_ERR_INVALID, an argument that
+ *           cannot be (NULL, negative, an unknown constant), and KVC_ERR_INDEX, a layer that does not exist.  Handles
+ *           (kvc_cache *, kvc_batch *, ...) are not checked: pass what kvc_cache_new, kvc_begin and the like made, while
+ *           it is in use.  NULL crashes, except where it is freed.
  * Threads   Any thread may call any function.  A mutex guards the bookkeeping; it is held briefly, and not while rows
  *           are put, replaced, copied out, settled, attended over or handed to a function of the caller (kvc_compact
  *           holds it while it moves rows).
