@@ -98,7 +98,7 @@ NEON = Vectors(
 
 
 def vectors_of(isa: str) -> Vectors | None:
-    """Return the instructions of a set of kernels, by its name; None for one without vectors."""
+    """Return the instructions of a set of kernels, by its name; None for one that is not listed."""
     if isa in ("avx2", "neon"):
         return AVX2 if isa == "avx2" else NEON
     more = {"avx512": {}, "avx512vnni": VNNI, "avx512bf16": VNNI | BF16, "amx": VNNI | BF16, "amxfp16": VNNI | BF16}

@@ -53,6 +53,21 @@ static int has_amxfp16(void) {
 }
 #endif
 
+#ifdef KVC_HAVE_NEON
+#if defined(__linux__)
+#include <sys/auxv.h>
+
+static int has_dotprod(void) {
+    enum { ASIMDDP = 1 << 20 }; /* HWCAP_ASIMDDP, which older headers lack */
+    return (getauxval(AT_HWCAP) & ASIMDDP) != 0;
+}
+#elif defined(__APPLE__)
+static int has_dotprod(void) { return 1; } /* all processors that macOS runs on have it */
+#else
+static int has_dotprod(void) { return 0; }
+#endif
+#endif
+
 static int always(void) { return 1; }
 
 /* Lists the sets of this build, of which later ones are preferred, each with a test whether this machine runs it if it
@@ -78,6 +93,7 @@ static const struct {
 #endif
 #ifdef KVC_HAVE_NEON
     {&kvc_kernels_neon, always}, /* what is compiled for AArch64 uses NEON anyway */
+    {&kvc_kernels_neondotprod, has_dotprod},
 #endif
 };
 

@@ -5,7 +5,7 @@
  * accumulators.  Where a type is quantised, dim is a multiple of KVC_QUANT_ELEMENTS.
  *
  *   scalar.c          plain C, no vectors: what the others are tested against.  Keep it.
- *   avx2.c avx512.c avx512vnni.c avx512bf16.c amx.c neon.c     a set each: its kernels by name, and its table
+ *   avx2.c avx512.c avx512vnni.c avx512bf16.c amx.c neon.c neondotprod.c    a set each: its kernels, and its table
  *   matmul_quantised.h scaled_rows.h     parts of avx512vnni.c: products of many query rows with quantised ones, and
  * all those of rows with one scale dispatch.c        chooses a table
  *
@@ -16,7 +16,7 @@
  *                     accumulate.h softmax.h matmul.h hadamard.h
  *   vector_avx2.h vector_avx512.h vector_neon.h                the primitives; x86.h: what two of them share
  *   instantiate.h     macros that define a kernel of the template, or of scalar.c, under its name
- *   avx512.h          the kernels that several sets of AVX-512 have in their tables
+ *   avx512.h neon.h   the kernels that several sets have in their tables
  *   target.h          attributes of the functions of a set
  */
 #ifndef KVC_KERNELS_H
@@ -225,8 +225,8 @@ extern const kvc_kernels kvc_kernels_amx, kvc_kernels_amxfp16;
 #endif
 #elif defined(__aarch64__) && defined(__GNUC__) && defined(__ARM_NEON) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
 #define KVC_HAVE_NEON 1
-#define KVC_KERNEL_NAMES "scalar neon"
-extern const kvc_kernels kvc_kernels_neon;
+#define KVC_KERNEL_NAMES "scalar neon neondotprod"
+extern const kvc_kernels kvc_kernels_neon, kvc_kernels_neondotprod;
 #else
 #define KVC_KERNEL_NAMES "scalar"
 #endif

@@ -1,5 +1,5 @@
 /* neon.c: the kernels for AArch64, with what every such processor has (base ARMv8-A), and their table. */
-#include "kernels/kernels.h"
+#include "kernels/neon.h"
 
 #ifdef KVC_HAVE_NEON
 #define TARGET
@@ -42,32 +42,9 @@ DEFINE_ACCUMULATE(kvc_accumulate_int8_neon, KVC_INT8)
 
 const kvc_kernels kvc_kernels_neon = {
     .name = "neon",
-    .convert = kvc_convert_neon,
-    .unpack = kvc_unpack_neon,
-    .largest = kvc_largest_neon,
-    .encode = kvc_encode_neon,
-    .score[KVC_F32] = {kvc_scale_neon, kvc_score_f32_neon},
-    .score[KVC_F16] = {kvc_scale_neon, kvc_score_f16_neon},
-    .score[KVC_BF16] = {kvc_scale_neon, kvc_score_bf16_neon},
     .score[KVC_Q8_0] = {kvc_prepare_q8_0_neon, kvc_score_q8_0_neon},
     .score[KVC_Q4_0] = {kvc_prepare_q4_0_neon, kvc_score_q4_0_neon},
     .score[KVC_INT8] = {kvc_prepare_q8_0_neon, kvc_score_int8_neon},
-    .accumulate[KVC_F32] = kvc_accumulate_f32_neon,
-    .accumulate[KVC_F16] = kvc_accumulate_f16_neon,
-    .accumulate[KVC_BF16] = kvc_accumulate_bf16_neon,
-    .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_neon,
-    .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_neon,
-    .accumulate[KVC_INT8] = kvc_accumulate_int8_neon,
-    .tiler[KVC_F32] =
-        KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_f32_neon, kvc_pack_values_f32_neon, kvc_matmul_neon),
-    .tiler[KVC_F16] =
-        KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_f16_neon, kvc_pack_values_f16_neon, kvc_matmul_neon),
-    .tiler[KVC_BF16] =
-        KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_bf16_neon, kvc_pack_values_bf16_neon, kvc_matmul_neon),
-    .matmul = kvc_matmul_neon,
-    .softmax = kvc_softmax_neon,
-    .times = kvc_times_neon,
-    .scale = kvc_scale_neon,
-    .hadamard = kvc_hadamard_neon,
+    KVC_NEON_COMMON,
 };
 #endif

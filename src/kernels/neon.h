@@ -1,0 +1,39 @@
+/* neon.h: the kernels of neon.c that stand in the tables of several sets. */
+#ifndef KVC_NEON_H
+#define KVC_NEON_H
+
+#include "kernels/kernels.h"
+
+extern kvc_convert_fn kvc_convert_neon;
+extern kvc_unpack_fn kvc_unpack_neon;
+extern kvc_largest_fn kvc_largest_neon;
+extern kvc_times_fn kvc_times_neon;
+extern kvc_encode_fn kvc_encode_neon;
+extern kvc_score_fn kvc_score_f32_neon, kvc_score_f16_neon, kvc_score_bf16_neon;
+extern kvc_accumulate_fn kvc_accumulate_f32_neon, kvc_accumulate_f16_neon, kvc_accumulate_bf16_neon,
+    kvc_accumulate_q8_0_neon, kvc_accumulate_q4_0_neon, kvc_accumulate_int8_neon;
+extern kvc_pack_keys_fn kvc_pack_keys_f32_neon, kvc_pack_keys_f16_neon, kvc_pack_keys_bf16_neon;
+extern kvc_pack_values_fn kvc_pack_values_f32_neon, kvc_pack_values_f16_neon, kvc_pack_values_bf16_neon;
+extern kvc_prepare_fn kvc_scale_neon;
+extern kvc_softmax_fn kvc_softmax_neon;
+extern kvc_matmul_fn kvc_matmul_neon;
+extern kvc_hadamard_fn kvc_hadamard_neon;
+
+/* All but the name, and the scores of quantised rows. */
+#define KVC_NEON_COMMON                                                                                             \
+    .convert = kvc_convert_neon, .unpack = kvc_unpack_neon, .largest = kvc_largest_neon, .encode = kvc_encode_neon, \
+    .score[KVC_F32] = {kvc_scale_neon, kvc_score_f32_neon}, .score[KVC_F16] = {kvc_scale_neon, kvc_score_f16_neon}, \
+    .score[KVC_BF16] = {kvc_scale_neon, kvc_score_bf16_neon}, .accumulate[KVC_F32] = kvc_accumulate_f32_neon,       \
+    .accumulate[KVC_F16] = kvc_accumulate_f16_neon, .accumulate[KVC_BF16] = kvc_accumulate_bf16_neon,               \
+    .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_neon, .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_neon,             \
+    .accumulate[KVC_INT8] = kvc_accumulate_int8_neon,                                                               \
+    .tiler[KVC_F32] =                                                                                               \
+        KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_f32_neon, kvc_pack_values_f32_neon, kvc_matmul_neon),         \
+    .tiler[KVC_F16] =                                                                                               \
+        KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_f16_neon, kvc_pack_values_f16_neon, kvc_matmul_neon),         \
+    .tiler[KVC_BF16] =                                                                                              \
+        KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_bf16_neon, kvc_pack_values_bf16_neon, kvc_matmul_neon),       \
+    .matmul = kvc_matmul_neon, .softmax = kvc_softmax_neon, .times = kvc_times_neon, .scale = kvc_scale_neon,       \
+    .hadamard = kvc_hadamard_neon
+
+#endif
