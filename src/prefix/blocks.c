@@ -3,7 +3,7 @@
 
 #include "base/dtype.h"
 #include "edit/retain.h"
-#include "prefix/prefix.h"
+#include "prefix/match.h"
 
 /* ---- payloads ---------------------------------------------------------------------------------------------------- */
 

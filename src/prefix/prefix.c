@@ -1,5 +1,5 @@
 /* prefix.c: the public functions of prefixes. */
-#include "prefix/prefix.h"
+#include "prefix/match.h"
 
 #include <string.h>
 
@@ -295,147 +295,22 @@ kvc_status kvc_match_limit(const kvc_tokens *tokens, int64_t max_matched, int64_
     return KVC_OK;
 }
 
-/* What is known of a prompt: its nodes, and how far its tokens are theirs. */
-typedef struct path {
-    kvc_node **nodes;
-    kvc_sequence **items; /* rows of the nodes */
-    int32_t num, end;
-    int32_t is_cut; /* more nodes follow, behind one without rows */
-    uint64_t size;  /* bytes of the allocation */
-} path;
-
-static kvc_status new_path(const kvc_prefix *prefix, const kvc_tokens *tokens, path *p) {
-    const int64_t most = tokens->num_tokens / prefix->cache->pools[0].block_size + 1;
-    *p = (path){.size = (uint64_t)most * 2 * sizeof(void *)};
-    p->nodes = kvc_memory_alloc(&prefix->cache->memory, p->size, KVC_MEMORY_SCRATCH, -1);
-    if (!p->nodes) return kvc_fail(KVC_ERR_NOMEM, "out of memory to find %lld tokens", (long long)tokens->num_tokens);
-    p->items = (kvc_sequence **)(void *)(p->nodes + most);
-    return KVC_OK;
-}
-
-static void free_path(kvc_cache *cache, const path *p) {
-    kvc_memory_free(&cache->memory, p->nodes, p->size, KVC_MEMORY_SCRATCH, -1);
-}
-
-/* Finds the nodes of a prompt, the last one perhaps of other tokens at its end; not behind one without rows, unless
- * `gaps` may be between them. */
-static void find_nodes(const kvc_prefix *prefix, const kvc_tokens *tokens, int gaps, path *p) {
-    const int32_t block = prefix->cache->pools[0].block_size;
-    kvc_node *last = &prefix->tree->root, *node;
-    kvc_token_span part = kvc_tokens_part(tokens, 0, block);
-    int32_t common;
-    p->num = p->is_cut = 0;
-    while (part.num == block && (node = kvc_node_child(last, &part))) {
-        p->is_cut = !kvc_node_is_live(node) && !gaps;
-        if (p->is_cut) break;
-        p->nodes[p->num++] = last = node;
-        part = kvc_tokens_part(tokens, last->end, (int64_t)last->end + block);
-    }
-    while (p->num && !kvc_node_is_live(p->nodes[p->num - 1])) p->num--; /* it would hide those that begin alike */
-    last = p->num ? p->nodes[p->num - 1] : &prefix->tree->root;
-    p->end = last->end;
-    part = kvc_tokens_part(tokens, last->end, (int64_t)last->end + block);
-    node = part.num ? kvc_node_similar(last, &part, &common) : NULL;
-    if (node) {
-        p->nodes[p->num++] = node;
-        p->end += common;
-    }
-    for (int32_t i = 0; i < p->num; i++) p->items[i] = kvc_node_is_live(p->nodes[i]) ? p->nodes[i]->rows : NULL;
-}
-
-/* Finds how many of the first tokens these nodes hold. */
-static kvc_status match_nodes(const kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, int gaps, path *p,
-                              int32_t *matched) {
-    find_nodes(prefix, tokens, gaps, p);
-    return kvc_match_items(prefix->cache, p->items, p->num, p->end < limit ? p->end : (int32_t)limit, matched);
-}
-
-/* Lengthens a match by a block of fewer tokens that has what windows see, in place of the one that has lost it. */
-static kvc_status match_shorter(const kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, path *p,
-                                int32_t *matched) {
-    const int32_t i = *matched / prefix->cache->pools[0].block_size;
-    int32_t common, with_shorter;
-    if (i >= p->num || *matched >= limit) return KVC_OK;
-    const kvc_node *parent = i ? p->nodes[i - 1] : &prefix->tree->root;
-    const kvc_token_span part = kvc_tokens_part(tokens, parent->end, p->nodes[i]->end);
-    kvc_node *node = kvc_node_similar(parent, &part, &common);
-    if (!node || node == p->nodes[i]) return KVC_OK;
-    kvc_sequence *rows = p->items[i];
-    const int32_t end = parent->end + common;
-    p->items[i] = node->rows;
-    KVC_TRY(kvc_match_items(prefix->cache, p->items, i + 1, end < limit ? end : (int32_t)limit, &with_shorter));
-    p->items[i] = rows;
-    if (with_shorter <= *matched) return KVC_OK;
-    p->nodes[i] = node;
-    p->items[i] = node->rows;
-    p->num = i + 1;
-    *matched = with_shorter;
-    return KVC_OK;
-}
-
-/* Finds how many of the first tokens are there, at most `limit`.  Where windows see nothing of a gap, what is behind it
- * counts. */
-static kvc_status find_match(const kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, path *p,
-                             int32_t *matched) {
-    int32_t with_gaps = 0;
-    KVC_TRY(new_path(prefix, tokens, p));
-    kvc_status status = match_nodes(prefix, tokens, limit, 0, p, matched);
-    if (status == KVC_OK && p->is_cut) {
-        status = match_nodes(prefix, tokens, limit, 1, p, &with_gaps);
-        if (with_gaps > *matched)
-            *matched = with_gaps;
-        else if (status == KVC_OK)
-            status = match_nodes(prefix, tokens, limit, 0, p, matched);
-    }
-    if (status == KVC_OK) status = match_shorter(prefix, tokens, limit, p, matched);
-    if (status != KVC_OK) free_path(prefix->cache, p);
-    return status;
-}
-
-/* Shortens a match to the last checkpoint within it, where the model has a recurrent state; NULL: nothing matches. */
-static kvc_status match_checkpoint(const kvc_prefix *prefix, const kvc_tokens *tokens, path *p, int32_t *matched,
-                                   kvc_checkpoint **found) {
-    const int32_t block = prefix->cache->pools[0].block_size;
-    int32_t limit = prefix->tree->checkpoints.num ? *matched : 0;
-    *found = NULL;
-    if (!prefix->state_bytes) return KVC_OK;
-    while (limit) {
-        const int32_t i = (limit - 1) / block; /* of the block that has the last token */
-        const kvc_node *parent = i ? p->nodes[i - 1] : &prefix->tree->root;
-        const kvc_token_span part = kvc_tokens_part(tokens, parent->end, limit);
-        kvc_node *node = kvc_node_with_state(parent, &part);
-        limit = node ? node->end - 1 : parent->end;
-        if (!node) continue;
-        p->nodes[i] = node;
-        p->items[i] = node->rows;
-        p->num = i + 1;
-        KVC_TRY(kvc_match_items(prefix->cache, p->items, p->num, node->end, matched));
-        *found = node->checkpoint;
-        if (*matched == node->end) return KVC_OK;
-    }
-    *found = NULL;
-    *matched = p->num = 0;
-    return KVC_OK;
-}
-
 kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *from, int32_t *matched) {
     kvc_tokens tokens;
     kvc_checkpoint *state;
-    path p;
+    kvc_match p;
     KVC_TRY(kvc_read_tokens(from, &tokens));
     if (!matched) return kvc_fail(KVC_ERR_INVALID, "matched is NULL");
     kvc_prefix_lock(prefix);
-    kvc_status status = find_match(prefix, &tokens, tokens.num_tokens, &p, matched);
-    if (status != KVC_OK) return kvc_unlock(prefix->cache, status);
-    status = match_checkpoint(prefix, &tokens, &p, matched, &state);
-    free_path(prefix->cache, &p);
+    const kvc_status status = kvc_prefix_match(prefix, &tokens, tokens.num_tokens, &p, matched, &state);
+    if (status == KVC_OK) kvc_match_free(prefix->cache, &p);
     return kvc_unlock(prefix->cache, status);
 }
 
 /* ---- acquiring --------------------------------------------------------------------------------------------------- */
 
 /* Makes the sequence of a session, and begins it. */
-static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const path *p, int64_t id, int32_t matched,
+static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const kvc_match *p, int64_t id, int32_t matched,
                         kvc_checkpoint *state) {
     kvc_cache *cache = prefix->cache;
     const int32_t known = matched / cache->pools[0].block_size;
@@ -458,16 +333,15 @@ static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const path *p,
 /* Begins a sequence with what is known of a prompt, up to `limit` tokens. */
 static kvc_status acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, int64_t *seq_id,
                           int32_t *matched) {
-    path p;
+    kvc_match p;
     kvc_checkpoint *state;
-    KVC_TRY(find_match(prefix, tokens, limit, &p, matched));
-    kvc_status status = match_checkpoint(prefix, tokens, &p, matched, &state);
-    kvc_session *session = status == KVC_OK ? kvc_session_new(prefix, tokens, *matched) : NULL;
+    KVC_TRY(kvc_prefix_match(prefix, tokens, limit, &p, matched, &state));
+    kvc_session *session = kvc_session_new(prefix, tokens, *matched);
     *seq_id = kvc_cache_new_id(prefix->cache);
-    if (status == KVC_OK) status = session ? begin(prefix, session, &p, *seq_id, *matched, state) : KVC_ERR_NOMEM;
+    kvc_status status = session ? begin(prefix, session, &p, *seq_id, *matched, state) : KVC_ERR_NOMEM;
     kvc_cache_set_in_call(prefix->cache, *seq_id, 1);
     if (status != KVC_OK && session) kvc_session_free(session);
-    free_path(prefix->cache, &p);
+    kvc_match_free(prefix->cache, &p);
     kvc_sessions_fit(prefix->cache);
     return status;
 }
@@ -510,28 +384,6 @@ kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *from, int64_
 static void name_prompt(const kvc_prefix *prefix, const kvc_tokens *tokens, uint8_t *name) {
     const kvc_token_span all = kvc_tokens_part(tokens, 0, tokens->num_tokens);
     kvc_name_block(prefix->salt, prefix->root, &all, name);
-}
-
-kvc_status kvc_prefix_find(const kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens, kvc_node **last) {
-    const int32_t block = prefix->cache->pools[0].block_size;
-    kvc_node *node = NULL;
-    path p;
-    int32_t matched;
-    *last = &prefix->tree->root;
-    for (; (*last)->end < num_tokens; *last = node) {
-        const int64_t end = (int64_t)(*last)->end + block;
-        const kvc_token_span part = kvc_tokens_part(tokens, (*last)->end, end < num_tokens ? end : num_tokens);
-        node = kvc_node_child(*last, &part);
-        if (!node || !kvc_node_is_live(node)) break;
-    }
-    if (!node || kvc_node_is_live(node)) return KVC_OK;
-    KVC_TRY(find_match(prefix, tokens, num_tokens, &p, &matched));
-    for (int32_t i = 0; i < p.num && p.nodes[i]->end <= matched; i++) {
-        const int32_t end = p.nodes[i]->end;
-        if (end > (*last)->end && (end % block == 0 || end == num_tokens)) *last = p.nodes[i];
-    }
-    free_path(prefix->cache, &p);
-    return KVC_OK;
 }
 
 kvc_pinned *kvc_prefix_add_pin(kvc_prefix *prefix, kvc_node *last) {

@@ -40,10 +40,6 @@ kvc_status kvc_read_tokens(const kvc_tokens *from, kvc_tokens *tokens);
 /* Sets how many of a prompt's tokens to match at most; KVC_ERR_INVALID if it has none, or max_matched is below -1. */
 kvc_status kvc_match_limit(const kvc_tokens *tokens, int64_t max_matched, int64_t *limit);
 
-/* Sets *last to the last node of the first num_tokens tokens that has rows, behind others that have them; or that is
- * known where windows see nothing of those without.  To the root if there is none.  KVC_ERR_NOMEM. */
-kvc_status kvc_prefix_find(const kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens, kvc_node **last);
-
 /* Returns the first new block that is a prefix's, having passed the mutex to others now and then; NULL if there is
  * none.
  */
