@@ -1,4 +1,4 @@
-"""Find the free memory, by the machine and by the cgroups of this process."""
+"""Find what this process may use: the free memory, by the machine and by its cgroups, and the processors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["available_memory", "free_memory", "machine_memory", "parse_bytes", "readable"]
+__all__ = ["available_memory", "free_memory", "machine_memory", "parse_bytes", "readable", "why_threads"]
 
 SIZE = re.compile(r"(\d{1,40}(?:\.\d{1,40})?) ?(?:([kmgt])(i?b)?|b)?", re.ASCII | re.IGNORECASE)
 BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -124,3 +124,11 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f"{text!r} is no number of bytes, such as 4.7GB, 4.4GiB or 800M")
     number, unit, kind = (part or "" for part in found.groups())
     return int(float(number) * (DECIMAL if kind.lower() == "b" else BINARY)[unit.lower()])
+
+
+def why_threads(number: int) -> str:
+    """Say how many threads a call uses, and why it is so many."""
+    if os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip() == str(number):
+        return f"{number}: OMP_NUM_THREADS says so"
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{number}: the physical cores among the {allowed} processors that it may use, as far as its cgroup lets it"

@@ -28,7 +28,7 @@ from kvcache.layer import DTYPES, DType, count, override
 from kvcache.models import shapes
 from kvcache.policy import CrossAttention, SlidingWindow
 from kvcache.runtime import __version__, get_num_threads, print_values, show_config
-from kvcache.system import available_memory, readable
+from kvcache.system import available_memory, readable, why_threads
 from kvcache.tools import memory_plan
 from kvcache.tools.arguments import parse_size, parse_tokens, prompt_bytes
 from kvcache.tools.terminal import print_error, print_list, print_paragraph, print_table, progress
@@ -494,9 +494,11 @@ def generate(
 @_command("kvcache info --json")
 def info(as_json: AsJson = False) -> None:
     """Say what this build is and what it found: instruction sets, threads, memory."""
+    from kvcache.tools import selftest
+
     found: dict[str, Any] = {**show_config("dicts")}
-    found["instruction sets"] = " ".join(_instruction_sets())
-    found["threads"] = _why_threads()
+    found["instruction sets"] = " ".join(selftest.instruction_sets())
+    found["threads"] = why_threads(get_num_threads())
     free, source = available_memory()
     found["memory"] = f"{readable(free)} free ({source})"
     if as_json:
@@ -505,26 +507,25 @@ def info(as_json: AsJson = False) -> None:
         print_values(found)
 
 
-def _instruction_sets() -> list[str]:
-    """Return the build's instruction sets that this machine has; try each as KVCACHE_ISA."""
-    before = os.environ.get("KVCACHE_ISA")
-    names = []
-    for name in str(show_config("dicts")["build"]).split(", ")[2].split():
-        os.environ["KVCACHE_ISA"] = name
-        names += [name] if show_config("dicts")["isa"] else []
-    del os.environ["KVCACHE_ISA"]
-    if before is not None:
-        os.environ["KVCACHE_ISA"] = before
-    return names
+# ---- kvcache selftest
 
 
-def _why_threads() -> str:
-    """Say how many threads a call uses, and why."""
-    number = get_num_threads()
-    if os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip() == str(number):
-        return f"{number}: OMP_NUM_THREADS says so"
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{number}: the physical cores among the {allowed} processors that it may use, as far as its cgroup lets it"
+@_command("kvcache selftest", name="selftest")
+def selftest_command(as_json: AsJson = False) -> int:
+    """Check this build on this machine: kernels, a generation, threads, files; print a line to send."""
+    from kvcache.tools import selftest
+
+    checks = []
+    for check in selftest.run():
+        checks.append(check)
+        if not as_json:
+            print_paragraph(f"{'passed' if check.passed else 'FAILED'}  {check.name}: {check.said}")
+    passed, line = sum(check.passed for check in checks), selftest.machine()
+    if as_json:
+        _print_json({"machine": line, "checks": [dataclasses.asdict(check) for check in checks]})
+    else:
+        print(f"\n{passed} of {count(len(checks), 'check')} passed: {line}")
+    return 0 if passed == len(checks) else 1
 
 
 # ---- kvcache inspect

@@ -237,7 +237,7 @@ def test_what_stands_on_the_cache_uses_public_names(part):
     path = python_sources.PACKAGE / part
     files = [path] if path.is_file() else path.rglob("*.py")
     used = {name for file in files for name in python_sources.private_names(file)}
-    assert used <= {"torch.ops._C"}  # which is how torch calls vLLM
+    assert used <= {"torch.ops._C", "os._exit"}  # how torch calls vLLM, and how a child ends
 
 
 def test_torch_is_imported_for_hugging_face_in_peers_and_to_count_parameters():

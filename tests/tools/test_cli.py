@@ -30,7 +30,7 @@ from kvcache.layer import DTYPES
 from kvcache.tools import cli
 
 MODEL = str(Path(__file__).resolve().parents[2] / "examples/model")
-COMMANDS = ["plan", "bench", "generate", "info", "inspect"]
+COMMANDS = ["plan", "bench", "generate", "info", "selftest", "inspect"]
 
 
 def run(*arguments, **environment):

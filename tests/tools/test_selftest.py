@@ -1,0 +1,89 @@
+"""The checks of `kvcache selftest`: they pass here, and notice what is wrong."""
+
+import json
+import os
+import sys
+
+import numpy as np
+import pytest
+
+from kvcache.stores import DirectoryStore
+from kvcache.tools import selftest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from kvcache.tools import cli
+
+
+def outcome():
+    return {check.name: check.passed for check in selftest.run()}
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Run the command in this process; return its exit status, and what it printed."""
+
+    def ended(*arguments):
+        monkeypatch.setattr(sys, "argv", ["kvcache", "selftest", *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return end.value.code or 0, capsys.readouterr().out
+
+    return ended
+
+
+def test_all_is_right_here(run):
+    status, out = run()
+    *checks, empty, line = out.splitlines()
+    assert (status, empty) == (0, ""), out
+    names = [f"kernels, {name}" for name in selftest.instruction_sets()]
+    names += ["generation", "threads", "files", *["fork"] * hasattr(os, "fork")]
+    assert [check.split(":")[0] for check in checks] == [f"passed  {name}" for name in names]
+    assert line == f"{len(names)} of {len(names)} checks passed: {selftest.machine()}"
+
+
+def test_as_json(run):
+    found = json.loads(run("--json")[1])
+    assert found["machine"] == selftest.machine()
+    assert all(check["passed"] for check in found["checks"])
+
+
+def test_the_environment_is_as_before(monkeypatch):
+    monkeypatch.setenv("KVCACHE_ISA", "scalar")
+    selftest.instruction_sets()
+    assert os.environ["KVCACHE_ISA"] == "scalar"
+
+
+def test_wrong_kernels_are_noticed(run, monkeypatch):
+    best = selftest.instruction_sets()[-1]
+    right = selftest._attend
+
+    def wrong(dtype, policy, num_tokens):
+        out = right(dtype, policy, num_tokens)
+        if dtype == "q4_0" and num_tokens == 3 and os.environ.get("KVCACHE_ISA") == best:
+            out = out + np.abs(out).max() / 50
+        return out
+
+    monkeypatch.setattr(selftest, "_attend", wrong)
+    assert [name for name, passed in outcome().items() if not passed] == [f"kernels, {best}"]
+    status, out = run()
+    assert status == 1
+    assert f"FAILED  kernels, {best}: AssertionError: q4_0, " in out
+
+
+def test_a_wrong_reference_is_noticed(monkeypatch):
+    monkeypatch.setattr(selftest, "_attend_all", lambda layer, q, k, v: q)
+    assert not outcome()["generation"]
+
+
+def test_results_that_differ_are_noticed(monkeypatch):
+    calls = iter(range(10**6))
+    monkeypatch.setattr(selftest, "_results", lambda: [np.array(next(calls))])
+    failed = {name for name, passed in outcome().items() if not passed}
+    assert failed == {"threads", *["fork"] * hasattr(os, "fork")}
+
+
+def test_a_store_that_loses_values_is_noticed(monkeypatch):
+    monkeypatch.setattr(DirectoryStore, "__setitem__", lambda *_: None)
+    assert not outcome()["files"]
