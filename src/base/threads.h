@@ -16,6 +16,7 @@ static inline int kvc_mutex_init(kvc_mutex *m) {
 }
 static inline void kvc_mutex_destroy(kvc_mutex *m) { (void)m; }
 #define kvc_mutex_lock AcquireSRWLockExclusive
+#define kvc_mutex_try_lock TryAcquireSRWLockExclusive
 #define kvc_mutex_unlock ReleaseSRWLockExclusive
 static inline void kvc_pause(void) { SwitchToThread(); }
 typedef DWORD kvc_thread;
@@ -35,6 +36,7 @@ typedef pthread_mutex_t kvc_mutex;
 static inline int kvc_mutex_init(kvc_mutex *m) { return pthread_mutex_init(m, NULL); }
 static inline void kvc_mutex_destroy(kvc_mutex *m) { pthread_mutex_destroy(m); }
 #define kvc_mutex_lock pthread_mutex_lock
+static inline int kvc_mutex_try_lock(kvc_mutex *m) { return !pthread_mutex_trylock(m); }
 #define kvc_mutex_unlock pthread_mutex_unlock
 static inline void kvc_pause(void) { sched_yield(); }
 typedef pthread_t kvc_thread;

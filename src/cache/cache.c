@@ -1,6 +1,12 @@
 /* cache.c: the upkeep of a cache's sequences: see cache.h. */
 #include "cache/cache.h"
 
+void kvc_lock_late(kvc_cache *cache) {
+    atomic_fetch_add(&cache->num_locking, 1);
+    kvc_mutex_lock(&cache->mutex);
+    atomic_fetch_sub(&cache->num_locking, 1);
+}
+
 void kvc_cache_mark_changed(kvc_cache *cache, kvc_sequence *sequence) {
     if (sequence->is_retained) return;
     const int32_t holds = !sequence->in_call && kvc_sequence_holds(sequence);

@@ -62,6 +62,7 @@ struct kvc_cache {
     int64_t num_rewrites;               /* number of calls that copy rows to new slots without the mutex */
     int64_t num_readers;                /* number of calls that read rows, of pinned blocks, without the mutex */
     int64_t num_in_place;       /* number of sequences whose rows are written where they lie without the mutex */
+    atomic_int num_locking;     /* number of calls that wait for the mutex */
     int64_t num_waiting;        /* number of calls in kvc_cache_wait, or _pages; new readers queue behind them */
     kvc_signal idle;            /* sent when a call that others may wait for has ended */
     struct kvc_state *states;   /* list of what is being saved and loaded */
@@ -82,7 +83,10 @@ static inline int64_t kvc_token_offset(int32_t i, int32_t tokens_per_sequence, i
                                : i * token_stride;
 }
 
-static inline void kvc_lock(kvc_cache *cache) { kvc_mutex_lock(&cache->mutex); }
+void kvc_lock_late(kvc_cache *cache); /* where others have the mutex */
+static inline void kvc_lock(kvc_cache *cache) {
+    if (!kvc_mutex_try_lock(&cache->mutex)) kvc_lock_late(cache);
+}
 
 /* Unlocks the cache, and returns status, so that a function can end with this call. */
 static inline kvc_status kvc_unlock(kvc_cache *cache, kvc_status status) {

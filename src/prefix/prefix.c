@@ -12,8 +12,9 @@
 
 static const int64_t MOST_STATE_BYTES = INT64_C(1) << 40;
 enum {
-    AT_ONCE = 16,        /* blocks that are dropped before others get the mutex */
-    PASSED_AT_ONCE = 512 /* and that change their place in a list */
+    AT_ONCE = 16,         /* blocks that are dropped before others get the mutex */
+    PASSED_AT_ONCE = 512, /* and that change their place in a list */
+    MOST_NAPS = 64
 };
 
 /* ---- what names stand for ---------------------------------------------------------------------------------------- */
@@ -189,10 +190,12 @@ static kvc_tree *take_tree(kvc_prefix *prefix, kvc_tree *other) {
     return tree;
 }
 
-/* Lets others have the mutex: who unlocks it and locks it again at once mostly gets it before those that wait. */
+/* Lets those that wait have the mutex: who unlocks it and locks it again soon mostly gets it before they wake up. */
 static void give_way(kvc_cache *cache) {
+    const int num = atomic_load(&cache->num_locking);
+    if (!num) return;
     kvc_unlock(cache, KVC_OK);
-    kvc_nap();
+    for (int i = 0; i < MOST_NAPS && atomic_load(&cache->num_locking) >= num; i++) kvc_nap();
     kvc_lock(cache);
 }
 

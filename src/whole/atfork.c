@@ -91,6 +91,7 @@ static void in_child(void) {
     for (kvc_cache *cache = caches; cache; cache = cache->next) {
         kvc_signal_init(&cache->idle); /* it may count waiting threads of the parent */
         cache->num_waiting = 0;
+        atomic_store(&cache->num_locking, 0);
         cache->waiters = NULL;
         cache->memory.works = NULL; /* done by threads of the parent, which were between two steps */
         if (cache->batch) end_work(cache->batch);

@@ -272,6 +272,13 @@ int sim_mutex_lock(pthread_mutex_t *mutex) {
     return 0;
 }
 
+int sim_mutex_trylock(pthread_mutex_t *mutex) {
+    sim_step();
+    if (*owner_of(mutex)) return EBUSY;
+    *owner_of(mutex) = current + 1;
+    return 0;
+}
+
 int sim_mutex_unlock(pthread_mutex_t *mutex) {
     if (*owner_of(mutex) != current + 1) sim_fail("a thread unlocks a mutex that it has not");
     *owner_of(mutex) = 0;

@@ -79,6 +79,7 @@ int sim_worker_create(pthread_t *thread, const pthread_attr_t *attributes, void 
 int sim_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attributes);
 int sim_mutex_destroy(pthread_mutex_t *mutex);
 int sim_mutex_lock(pthread_mutex_t *mutex);
+int sim_mutex_trylock(pthread_mutex_t *mutex);
 int sim_mutex_unlock(pthread_mutex_t *mutex);
 int sim_cond_init(pthread_cond_t *cond, const pthread_condattr_t *attributes);
 int sim_cond_destroy(pthread_cond_t *cond);
@@ -104,6 +105,7 @@ int sim_buggify(const char *function, int line);
 #define pthread_mutex_init sim_mutex_init
 #define pthread_mutex_destroy sim_mutex_destroy
 #define pthread_mutex_lock sim_mutex_lock
+#define pthread_mutex_trylock sim_mutex_trylock
 #define pthread_mutex_unlock sim_mutex_unlock
 #define pthread_cond_init sim_cond_init
 #define pthread_cond_destroy sim_cond_destroy
@@ -112,6 +114,7 @@ int sim_buggify(const char *function, int line);
 #define pthread_cond_broadcast sim_cond_broadcast
 #define pthread_atfork sim_atfork
 #define sched_yield sim_yield
+#define nanosleep(...) sim_yield()
 #define clock_gettime sim_clock_gettime
 #define malloc sim_malloc
 #define aligned_alloc sim_aligned_alloc
