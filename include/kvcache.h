@@ -1072,7 +1072,7 @@ typedef struct kvc_store {
     size_t struct_size;
     void *user; /* given to the functions */
     /* Sets *size to the bytes of the value under a name of KVC_NAME_BYTES bytes, 0 if there is none, and copies it to
-     * `value`, unless it has more than max_bytes. */
+     * `value`; of one that has more than max_bytes, to any number beyond that, and copies nothing. */
     kvc_status (*read)(void *user, const uint8_t *name, void *value, int64_t max_bytes, int64_t *size);
     /* Keeps a value under a name, in place of the one that is there. */
     kvc_status (*write)(void *user, const uint8_t *name, const void *value, int64_t size);
@@ -1088,7 +1088,8 @@ KVC_API kvc_status kvc_prefix_fetch(kvc_prefix *prefix, const kvc_tokens *tokens
 
 /* Takes the new blocks of prefixes with collects_new, as kvc_take_new_blocks does, and writes them to a store; sets
  * *num_written to how many, also where it fails: as `write` does, after which that block is not tried again and the
- * others are, by the next call; or with KVC_ERR_NOMEM. */
+ * others are, by the next call; or with KVC_ERR_NOMEM.  Of prefixes with state_bytes it reads a block's value first, and
+ * fails as `read` does: one with a state is not replaced by one without. */
 KVC_API kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_t *num_written);
 
 /* Sets *store to a new store in a folder, which is made if there is none; free it with kvc_dir_store_free.  Any number

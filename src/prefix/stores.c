@@ -74,14 +74,20 @@ static kvc_status take_block(kvc_carrier *c, departure *d, int *is_there) {
     return kvc_unlock(c->cache, status);
 }
 
+/* Sets *size to the bytes of the value that the store has of a block; 0 if it has none, or a damaged one. */
+static kvc_status find_stored(kvc_carrier *c, const departure *d, int64_t *size) {
+    *size = 0;
+    KVC_TRY(c->store.read(c->store.user, d->name, c->value, c->max_bytes, size));
+    if (*size > c->max_bytes || kvc_value_check(c->value, *size, d->name, &d->owner, c->crc) != KVC_OK) *size = 0;
+    return KVC_OK;
+}
+
 static kvc_status write_block(kvc_carrier *c, const departure *d, int64_t *num_written) {
     int64_t size, stored = 0;
+    if (d->may_have_state) KVC_TRY(find_stored(c, d, &stored));
     KVC_TRY(kvc_read_block(c->cache, d->id, c->value + KVC_VALUE_HEADER, c->max_bytes - KVC_VALUE_HEADER, &size));
-    if (!size) return KVC_OK; /* it was dropped meanwhile */
-    if (d->may_have_state) {  /* one with a state stays: the block may have been computed again without */
-        KVC_TRY(c->store.read(c->store.user, d->name, c->value, 0, &stored));
-        if (stored > KVC_VALUE_HEADER + size) return KVC_OK;
-    }
+    if (!size) return KVC_OK;                            /* it was dropped meanwhile */
+    if (stored > KVC_VALUE_HEADER + size) return KVC_OK; /* one with a state: here it was computed again without */
     kvc_value_pack(c->value, size, d->name, &d->owner, c->crc);
     KVC_TRY(c->store.write(c->store.user, d->name, c->value, KVC_VALUE_HEADER + size));
     ++*num_written;

@@ -10,6 +10,7 @@
 #include "support/feeding.h"
 
 enum { LAYERS = 2, DIM = 32, BLOCK = 4, NUM_TOKENS = 22, NUM_BLOCKS = 5, MOST_VALUES = 40, MOST_VALUE = 4096 };
+enum { STATE = 100 }; /* bytes of a recurrent state */
 
 /* ---- a store in memory ------------------------------------------------------------------------------------------- */
 
@@ -86,20 +87,27 @@ static void fill_rows(float *rows, int64_t id, int layer) {
     for (int i = 0; i < DIM; i++) rows[i] = (float)(id * 7 + layer * 3 + i);
 }
 
-/* Serves the prompt; returns how many of its tokens were there. */
-static int32_t serve(kvc_cache *cache, kvc_prefix *prefix) {
+/* Computes the tokens that a sequence lacks, up to `end`. */
+static void compute(kvc_cache *cache, int64_t seq_id, int32_t end) {
     static float rows[NUM_TOKENS][DIM];
-    int64_t seq_id;
-    int32_t matched = -1;
+    const int32_t begin = kvc_next_position(cache, seq_id);
     kvc_batch *batch;
-    CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &seq_id, &matched) == KVC_OK);
-    CHECKF(begin_at_end(cache, seq_id, NUM_TOKENS - matched, &batch) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(begin_at_end(cache, seq_id, end - begin, &batch) == KVC_OK, "%s", kvc_last_error());
     for (int l = 0; l < LAYERS; l++) {
-        for (int i = matched; i < NUM_TOKENS; i++) fill_rows(rows[i], ids[i], l);
-        const kvc_put_args put = float_rows(0, 0, 1, DIM, DIM, rows[matched], rows[matched]);
+        for (int i = begin; i < end; i++) fill_rows(rows[i], ids[i], l);
+        const kvc_put_args put = float_rows(0, 0, 1, DIM, DIM, rows[begin], rows[begin]);
         CHECK(kvc_put(batch, l, &put) == KVC_OK);
     }
-    CHECK(kvc_commit(batch) == KVC_OK && kvc_prefix_release(prefix, seq_id, &tokens) == KVC_OK);
+    CHECK(kvc_commit(batch) == KVC_OK);
+}
+
+/* Serves the prompt; returns how many of its tokens were there. */
+static int32_t serve(kvc_cache *cache, kvc_prefix *prefix) {
+    int64_t seq_id;
+    int32_t matched = -1;
+    CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &seq_id, &matched) == KVC_OK);
+    compute(cache, seq_id, NUM_TOKENS);
+    CHECK(kvc_prefix_release(prefix, seq_id, &tokens) == KVC_OK);
     return matched;
 }
 
@@ -247,6 +255,49 @@ static void test_lies(void) {
     memcpy(shelves->values[2].bytes, shelves->values[1].bytes, MOST_VALUE);
     CHECK(fetch(&plain, -1, &status) == 8 && status == KVC_ERR_FORMAT);
     CHECK(strstr(kvc_last_error(), "header"));
+}
+
+/* Computes the prompt in a new cache, with a state behind its first `end` tokens, and writes its blocks to a store. */
+static void write_with_state(const kvc_store *to, int32_t end) {
+    static const kvc_prefix_config config = {
+        .struct_size = sizeof config, .fingerprint = "a model", .collects_new = 1, .state_bytes = STATE};
+    const kvc_tokens first = {.struct_size = sizeof first, .ids = ids, .num_tokens = end};
+    const uint8_t state[STATE] = {1};
+    kvc_prefix *prefix;
+    int64_t seq_id, num_written;
+    int32_t matched;
+    kvc_cache *cache = new_cache(&config, &prefix);
+    CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &seq_id, &matched) == KVC_OK);
+    compute(cache, seq_id, end);
+    CHECK(kvc_prefix_checkpoint(prefix, seq_id, &first, state, STATE) == KVC_OK);
+    compute(cache, seq_id, NUM_TOKENS);
+    CHECK(kvc_prefix_release(prefix, seq_id, &tokens) == KVC_OK);
+    CHECKF(kvc_store_new_blocks(cache, to, &num_written) == KVC_OK, "%s", kvc_last_error());
+    free_valid(cache);
+}
+
+/* Reads no more than a byte beyond max_bytes, as a store on a server may. */
+static kvc_status read_cut(void *user, const uint8_t *name, void *to, int64_t max_bytes, int64_t *size) {
+    const kvc_status status = read_value(user, name, to, max_bytes, size);
+    if (*size > max_bytes) *size = max_bytes + 1;
+    return status;
+}
+
+/* A value with a state stays where its block is computed again without one; not where it is damaged. */
+static void test_states(void) {
+    const kvc_store cut = {sizeof cut, shelves, read_cut, write_value};
+    const value *with_state = &shelves->values[2];
+    for (int i = 0; i < 4; i++) {
+        const kvc_store *used = i % 2 ? &cut : &store;
+        clear_shelf();
+        write_with_state(used, 12);
+        CHECK(shelves->num == NUM_BLOCKS);
+        const int64_t size = with_state->size;
+        CHECK(size == shelves->values[1].size + 4 + STATE);
+        if (i >= 2) shelves->values[2].bytes[500] ^= 1;
+        write_with_state(used, 20);
+        CHECK(with_state->size == (i < 2 ? size : size - 4 - STATE) && shelves->values[4].size == size);
+    }
 }
 
 /* Each request for memory fails in turn. */
@@ -410,6 +461,7 @@ int main(void) {
     test_others();
     test_failing_store();
     test_lies();
+    test_states();
     test_failing_memory();
     test_long_prompt();
     test_fork();
