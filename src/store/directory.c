@@ -46,7 +46,8 @@ enum {
     NAME = 48,                /* room for a file's name */
     SPARE = 16                /* an eviction makes room for 1/16 of the limit more than is needed */
 };
-static const int64_t LOCK_WAIT = 10000000000; /* nanoseconds */
+static const int64_t LOCK_WAIT = 10000000000;      /* nanoseconds */
+static const int64_t MOST_SIZE = INT64_C(1) << 42; /* bytes, more than any value has */
 static const char MAGIC[] = "kvcstore";
 static const char USAGE[] = "usage.lock"; /* 8 bytes, of which the lowest comes first: the bytes of all values */
 
@@ -56,10 +57,13 @@ typedef struct directory {
     char path[];
 } directory;
 
-/* Returns KVC_ERR_STORE: what could not be done with which file, and why. */
+/* Return KVC_ERR_STORE: what could not be done with which file, and why; by errno. */
+static kvc_status fail_because(const directory *d, const char *verb, const char *name, const char *reason) {
+    return kvc_fail(KVC_ERR_STORE, "the store %s cannot %s %s: %s", d->path, verb, name, reason);
+}
+
 static kvc_status fail_for(const directory *d, const char *verb, const char *name) {
-    const int number = errno;
-    return kvc_fail(KVC_ERR_STORE, "the store %s cannot %s %s: %s", d->path, verb, name, strerror(number));
+    return fail_because(d, verb, name, strerror(errno));
 }
 
 /* Opens the folder, anew for each call, so that one that was removed and made again is found. */
@@ -121,22 +125,30 @@ static void close_locked(locked *l) {
 
 static int try_lock(int file) { return flock(file, LOCK_EX | LOCK_NB); }
 
-/* Opens usage.lock, and waits until nobody else has its lock. */
-static kvc_status lock_usage(const directory *d, int folder, locked *usage) {
-    const int64_t deadline = kvc_now() + LOCK_WAIT;
+/* Waits until nobody else has the lock of an open usage.lock. */
+static kvc_status wait_for_lock(const directory *d, const locked *usage, int64_t deadline) {
     struct stat found;
-    kvc_status status = KVC_OK;
-    if (!open_locked(usage, folder, USAGE, O_RDWR)) return fail_for(d, "open", USAGE);
-    if (fstat(usage->file, &found) || !S_ISREG(found.st_mode) || found.st_nlink > 1) { /* a write would go elsewhere */
-        errno = EMLINK;
-        status = fail_for(d, "use", USAGE);
-    }
-    while (status == KVC_OK && try_lock(usage->file)) {
-        if ((errno != EWOULDBLOCK && errno != EINTR) || kvc_now() > deadline) status = fail_for(d, "lock", USAGE);
+    if (fstat(usage->file, &found) || !S_ISREG(found.st_mode) || found.st_nlink > 1) /* a write would go elsewhere */
+        return fail_because(d, "use", USAGE, "it is no file of this folder alone");
+    while (try_lock(usage->file)) {
+        if (errno != EWOULDBLOCK && errno != EINTR) return fail_for(d, "lock", USAGE);
+        if (kvc_now() > deadline) return fail_because(d, "lock", USAGE, "others have had it locked for too long");
         kvc_nap();
     }
-    if (status != KVC_OK) close_locked(usage);
-    return status;
+    return KVC_OK;
+}
+
+/* Opens usage.lock, and locks it. */
+static kvc_status lock_usage(const directory *d, int folder, locked *usage) {
+    const int64_t deadline = kvc_now() + LOCK_WAIT;
+    for (;;) {
+        struct stat found;
+        if (!open_locked(usage, folder, USAGE, O_RDWR)) return fail_for(d, "open", USAGE);
+        const kvc_status status = wait_for_lock(d, usage, deadline);
+        if (status == KVC_OK && !fstat(usage->file, &found) && found.st_nlink) return KVC_OK;
+        close_locked(usage); /* or somebody has removed the file meanwhile, and others lock the next one */
+        KVC_TRY(status);
+    }
 }
 
 /* ---- files ------------------------------------------------------------------------------------------------------- */
@@ -191,7 +203,8 @@ static int has_form(const char *name, size_t digits, const char *end) {
 /* A file of a value. */
 typedef struct value_file {
     char name[NAME];
-    int64_t size, used; /* used: nanoseconds */
+    int64_t size;
+    struct timespec used;
 } value_file;
 
 /* The files of all values, damaged ones too, and their bytes. */
@@ -200,6 +213,9 @@ typedef struct value_files {
     size_t num, room;
     int64_t size;
 } value_files;
+
+/* Returns the bytes that a file counts, so that those of sparse ones do not overflow a sum. */
+static int64_t size_of(const struct stat *found) { return found->st_size < MOST_SIZE ? found->st_size : MOST_SIZE; }
 
 /* Adds a file, if it is one of a value; returns whether there was memory. */
 static int add_file(value_files *all, int folder, const char *name) {
@@ -213,7 +229,7 @@ static int add_file(value_files *all, int folder, const char *name) {
         all->room = all->room * 2 + 64;
     }
     value_file *file = &all->files[all->num++];
-    *file = (value_file){.size = found.st_size, .used = found.st_mtim.tv_sec * 1000000000LL + found.st_mtim.tv_nsec};
+    *file = (value_file){.size = size_of(&found), .used = found.st_mtim};
     memcpy(file->name, name, 44);
     all->size += file->size;
     return 1;
@@ -272,13 +288,14 @@ static kvc_status read_total(const directory *d, int folder, const locked *usage
 
 static int is_used_later(const void *a, const void *b) {
     const value_file *x = a, *y = b;
-    return x->used == y->used ? strcmp(x->name, y->name) : x->used < y->used ? -1 : 1;
+    if (x->used.tv_sec != y->used.tv_sec) return x->used.tv_sec < y->used.tv_sec ? -1 : 1;
+    if (x->used.tv_nsec != y->used.tv_nsec) return x->used.tv_nsec < y->used.tv_nsec ? -1 : 1;
+    return strcmp(x->name, y->name);
 }
 
-/* Removes the file that is to be replaced, and what was used least recently, until `size` more bytes fit. */
-static kvc_status evict(const directory *d, int folder, const char *name, int64_t size, int64_t *total) {
+/* Counts anew, and removes what was used least recently until `size` more bytes fit. */
+static kvc_status evict(const directory *d, int folder, int64_t size, int64_t *total) {
     value_files all;
-    unlinkat(folder, name, 0);
     const kvc_status status = list_files(d, folder, 0, &all);
     if (status == KVC_OK) {
         const int64_t most = d->max_bytes - d->max_bytes / SPARE - size;
@@ -332,10 +349,11 @@ static kvc_status take_name(const directory *d, int folder, const locked *tempor
                             int64_t size, const locked *usage) {
     struct stat found;
     int64_t total, before = 0;
-    if (!fstatat(folder, name, &found, AT_SYMLINK_NOFOLLOW) && S_ISREG(found.st_mode)) before = found.st_size;
+    if (!fstatat(folder, name, &found, AT_SYMLINK_NOFOLLOW) && S_ISREG(found.st_mode)) before = size_of(&found);
     KVC_TRY(read_total(d, folder, usage, &total));
     if (d->max_bytes && total + size - before > d->max_bytes) {
-        KVC_TRY(evict(d, folder, name, size, &total));
+        unlinkat(folder, name, 0); /* it is replaced */
+        KVC_TRY(evict(d, folder, size, &total));
         before = 0;
     }
     KVC_TRY(write_total(d, usage, total + size)); /* too much rather than too little, if the process is killed here */
@@ -395,28 +413,33 @@ static kvc_status write_value(void *user, const uint8_t *name, const void *value
 
 /* ---- making and freeing ------------------------------------------------------------------------------------------ */
 
-/* Makes the folder, and those it lies in, where they are missing; opening it says what went wrong. */
-static void make_folder(char *path) {
+/* Makes the folder, and those it lies in, where they are missing. */
+static kvc_status make_folder(const directory *d, char *path) {
+    int number = 0; /* of the first error */
     for (char *end = path + 1; (end = strchr(end, '/')); *end++ = '/') {
         *end = 0;
-        mkdir(path, 0777);
+        if (mkdir(path, 0777) && errno != EEXIST && !number) number = errno;
     }
-    mkdir(path, 0700);
+    if (!mkdir(path, 0700) || errno == EEXIST) return KVC_OK;
+    if (number) errno = number;
+    return fail_for(d, "make", "its folder");
 }
 
-/* Removes what writers that were killed have left behind, and counts what is there. */
+/* Removes what writers that were killed have left behind, counts what is there, and evicts what is beyond the limit. */
 static kvc_status begin(const directory *d) {
     int folder;
     value_files all;
     locked usage;
     KVC_TRY(open_folder(d, &folder));
     const int is_locked = lock_usage(d, folder, &usage) == KVC_OK; /* a folder may be there to read only */
-    const kvc_status status = list_files(d, folder, 1, &all);
+    kvc_status status = list_files(d, folder, 1, &all);
+    int64_t total = all.size;
+    free(all.files);
     if (is_locked) {
-        if (status == KVC_OK) write_total(d, &usage, all.size);
+        if (status == KVC_OK && d->max_bytes && total > d->max_bytes) status = evict(d, folder, 0, &total);
+        if (status == KVC_OK) write_total(d, &usage, total);
         close_locked(&usage);
     }
-    free(all.files);
     close(folder);
     return status;
 }
@@ -435,8 +458,8 @@ kvc_status kvc_dir_store_new(const char *path, int64_t max_bytes, kvc_store **st
     d->path[size] = 0;
     d->max_bytes = max_bytes;
     d->store = (kvc_store){sizeof d->store, d, read_value, write_value};
-    make_folder(d->path);
-    const kvc_status status = begin(d);
+    kvc_status status = make_folder(d, d->path);
+    if (status == KVC_OK) status = begin(d);
     if (status != KVC_OK)
         free(d);
     else

@@ -5,6 +5,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -154,7 +155,20 @@ static void test_arguments(void) {
     CHECK_FAILS(kvc_dir_store_new(P_tmpdir, 0, NULL), KVC_ERR_INVALID, "store", "NULL");
     CHECK_FAILS(kvc_dir_store_new(P_tmpdir, -1, &store), KVC_ERR_INVALID, "max_bytes", "-1");
     CHECK_FAILS(kvc_dir_store_new("/dev/null/a", 0, &store), KVC_ERR_STORE, "/dev/null/a", "Not a directory");
-    CHECK_FAILS(kvc_dir_store_new("/proc/a/b", 0, &store), KVC_ERR_STORE, "/proc/a/b", "No such file");
+    CHECK_FAILS(kvc_dir_store_new("/proc/a/b", 0, &store), KVC_ERR_STORE, "cannot make its folder", "No such file");
+    char path[600];
+    snprintf(path, sizeof path, "%s", path_of("x"));
+    fflush(stdout);
+    const pid_t child = fork();
+    if (!child) {
+        test_failures = 0;
+        CHECK(!chmod(folder, 0555) && (geteuid() || !setuid(65534))); /* for root no folder is to be read only */
+        CHECK_FAILS(kvc_dir_store_new(path, 0, &store), KVC_ERR_STORE, "cannot make its folder", "Permission denied");
+        fflush(stdout);
+        _exit(test_failures != 0);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && !WEXITSTATUS(status) && !chmod(folder, 0700));
 }
 
 /* Those that were read or written least recently go first, until 1/16 is free. */
@@ -173,6 +187,34 @@ static void test_eviction(void) {
     const int file = open(path_of("usage.lock"), O_WRONLY);
     CHECK(write(file, "\xff\xff\xff\xff\xff\xff\xff\xff", 8) == 8 && !close(file));
     CHECK(put(store, 2, SIZE) == KVC_OK && usage() == 2 * FILE_SIZE);
+    for (int i = 0; i < 4; i++) CHECK(put(store, i, SIZE) == KVC_OK);
+    kvc_dir_store_free(store);
+    store =
+        open_store(3 * FILE_SIZE); /* of a lower limit, which holds before anything is written: a disk may be full */
+    CHECK(for_each(".kv", NULL) == 2 && usage() == 2 * FILE_SIZE && get(store, 3, MOST) == SIZE);
+    kvc_dir_store_free(store);
+    empty_folder();
+}
+
+/* Files that are said to be used in thousands of years, or to have more bytes than a disk has, count as such. */
+static void test_odd_files(void) {
+    const struct timespec late[2] = {{0}, {250000000000, 5}};
+    kvc_store *store = open_store(3 * FILE_SIZE);
+    CHECK(put(store, 1, SIZE) == KVC_OK);
+    for_each(".kv", note_name);
+    CHECK(!utimensat(AT_FDCWD, path_of(found_name), late, 0));
+    for (int i = 2; i < 5; i++) CHECK(put(store, i, SIZE) == KVC_OK);
+    CHECK(get(store, 1, MOST) == SIZE && for_each(".kv", NULL) == 2);
+    for (int i = 0; i < 3; i++) {
+        snprintf(found_name, sizeof found_name, "%040d.kv", i);
+        const int file = open(path_of(found_name), O_WRONLY | O_CREAT, 0600);
+        for (int64_t size = INT64_MAX - 4095; size > FILE_SIZE && ftruncate(file, size); size /= 2) continue;
+        close(file);
+    }
+    kvc_dir_store_free(store);
+    kvc_dir_store_free(open_store(0)); /* counts them */
+    store = open_store(2 * FILE_SIZE);
+    CHECK(put(store, 1, SIZE) == KVC_OK && usage() <= 2 * FILE_SIZE && for_each(".kv", NULL) <= 2);
     kvc_dir_store_free(store);
     empty_folder();
 }
@@ -248,7 +290,7 @@ static void test_files_of_others(void) {
     CHECK_FAILS(put(store, 1, SIZE), KVC_ERR_STORE, "cannot open usage.lock", "");
     unlink(path_of("usage.lock"));
     CHECK(!mkfifo(path_of("usage.lock"), 0600));
-    CHECK_FAILS(put(store, 1, SIZE), KVC_ERR_STORE, "cannot use usage.lock", "");
+    CHECK_FAILS(put(store, 1, SIZE), KVC_ERR_STORE, "cannot use usage.lock", "no file of this folder alone");
     for (int i = 0; i < 5; i++) remove_file(names[i]);
     kvc_dir_store_free(store);
     empty_folder();
@@ -344,10 +386,32 @@ static void test_sharing(void) {
     empty_folder();
 }
 
+static void *write_one(void *store) {
+    CHECKF(put(store, 1, SIZE) == KVC_OK, "%s", kvc_last_error());
+    return NULL;
+}
+
+/* Who waits for the lock of a file that is removed meanwhile, with all others, counts in the one that takes its place.
+ */
+static void test_removed_lock(void) {
+    kvc_store *store = open_store(0);
+    pthread_t thread;
+    const int file = open(path_of("usage.lock"), O_RDWR);
+    CHECK(!flock(file, LOCK_EX) && !pthread_create(&thread, NULL, write_one, store));
+    while (!for_each(".tmp", NULL)) sched_yield();
+    nanosleep(&(struct timespec){0, 50000000}, NULL); /* until it waits */
+    remove_file("usage.lock");
+    CHECK(!close(file) && !pthread_join(thread, NULL));
+    CHECK(for_each(".kv", NULL) == 1 && usage() == FILE_SIZE);
+    kvc_dir_store_free(store);
+    empty_folder();
+}
+
 /* Children that are forked while a thread writes have none of its files, and keep none of its locks. */
 static void test_fork(void) {
     pthread_t thread;
     kvc_store *store = open_store(12 * FILE_SIZE);
+    kvc_store *unlimited = open_store(0); /* evicts nothing, and so needs no memory: sanitizers' malloc may hang */
     const int files = num_open_files();
     pid_t children[30];
     pthread_create(&thread, NULL, write_always, store);
@@ -360,7 +424,7 @@ static void test_fork(void) {
         test_failures = 0;
         /* One more or less: the folder, or a file that is read or listed, has no lock. */
         CHECKF(num_open_files() <= files + 2, "%d open files, not %d", num_open_files(), files);
-        CHECKF(put(store, 41, SIZE) == KVC_OK, "%s", kvc_last_error());
+        CHECKF(put(unlimited, 41, SIZE) == KVC_OK, "%s", kvc_last_error());
         nanosleep(&(struct timespec){0, 200000000}, NULL); /* it lives on, and holds nothing up */
         fflush(stdout);
         _exit(test_failures != 0);
@@ -370,6 +434,7 @@ static void test_fork(void) {
     for (int i = 0, status; i < 30; i++)
         CHECK(waitpid(children[i], &status, 0) == children[i] && WIFEXITED(status) && !WEXITSTATUS(status));
     kvc_dir_store_free(store);
+    kvc_dir_store_free(unlimited);
     empty_folder();
 }
 
@@ -379,11 +444,13 @@ int main(void) {
     test_arguments();
     test_values();
     test_eviction();
+    test_odd_files();
     test_damage();
     test_files_of_others();
     test_full_disk();
     test_failing_requests();
     test_sharing();
+    test_removed_lock();
     test_fork();
     rmdir(path_of(""));
     snprintf(found_name, sizeof found_name, "%s/a", folder);
