@@ -51,9 +51,9 @@ class DirectoryStore(MutableMapping[str, bytes]):
     path : path
         The folder. It is made if there is none.
     max_bytes : int, optional
-        The most bytes that files of values take. Before a value is written, those that were read or written least
-        recently are removed, until 1/16 of the limit stays free, so that not every write has to look at all files.
-        Temporary files come on top: one for each write at work. Without it, nothing is ever removed.
+        The most bytes that files of values take. Here and before a value is written, those that were read or written
+        least recently are removed, until 1/16 of the limit stays free, so that not every write has to look at all
+        files. Temporary files come on top: one for each write at work. Without it, nothing is ever removed.
 
     Raises
     ------
@@ -84,7 +84,7 @@ class DirectoryStore(MutableMapping[str, bytes]):
         with self._folder() as folder:
             _remove_leftovers(folder)
             with contextlib.suppress(OSError), _Usage(folder) as usage:  # a folder may be there to read only
-                usage.total = sum(file.size for file in _values(folder))
+                self._evict(folder, usage, 0)
 
     def __repr__(self) -> str:
         return f"DirectoryStore({str(self.path)!r}, max_bytes={self.max_bytes})"
@@ -134,7 +134,8 @@ class DirectoryStore(MutableMapping[str, bytes]):
             with _Usage(folder) as usage:
                 before = _size_of(folder, _name_of(key))
                 if self.max_bytes is not None and usage.total + size - before > self.max_bytes:
-                    self._evict(folder, usage, size, _name_of(key))
+                    _unlink(folder, _name_of(key))  # it is replaced
+                    self._evict(folder, usage, size)
                     before = 0
                 # Count too much rather than too little, should this process be killed in between.
                 usage.total += size
@@ -191,18 +192,17 @@ class DirectoryStore(MutableMapping[str, bytes]):
         finally:
             os.close(folder)
 
-    def _evict(self, folder: int, usage: _Usage, size: int, name: str) -> None:
-        """Remove the file that is to be replaced, and what was used least recently, until `size` more bytes fit."""
-        assert self.max_bytes is not None
-        _unlink(folder, name)
+    def _evict(self, folder: int, usage: _Usage, size: int) -> None:
+        """Count anew, and remove what was used least recently until `size` more bytes fit."""
         files = sorted(_values(folder), key=lambda file: (file.used, file.name))
         total = sum(file.size for file in files)
-        most = max(self.max_bytes - self.max_bytes // SPARE - size, 0)
-        for file in files if total + size > self.max_bytes else ():
-            if total <= most:
-                break
-            _unlink(folder, file.name)
-            total -= file.size
+        if self.max_bytes is not None and total + size > self.max_bytes:
+            most = max(self.max_bytes - self.max_bytes // SPARE - size, 0)
+            for file in files:
+                if total <= most:
+                    break
+                _unlink(folder, file.name)
+                total -= file.size
         usage.total = total
 
 
@@ -256,20 +256,27 @@ class _Usage(_Locked):
 
     def __enter__(self) -> Self:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        self.file = os.open(USAGE_NAME, flags, 0o600, dir_fd=self.folder)
         deadline = time.monotonic() + LOCK_WAIT
-        try:
-            found = os.fstat(self.file)
-            if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:  # a write would reach a file elsewhere
-                raise OSError(errno.EMLINK, f"{USAGE_NAME} is not a file of this folder alone")
-            while not _lock(self.file):
-                if time.monotonic() > deadline:  # its holder was stopped, perhaps
-                    raise TimeoutError(f"another process has locked {USAGE_NAME} for {LOCK_WAIT:g} s")
-                time.sleep(0.001)
-        except BaseException:
-            self.close()
-            raise
-        return self
+        while True:
+            self.file = os.open(USAGE_NAME, flags, 0o600, dir_fd=self.folder)
+            try:
+                self._wait(deadline)
+                if os.fstat(self.file).st_nlink:
+                    return self
+            except BaseException:
+                self.close()
+                raise
+            self.close()  # somebody has removed it meanwhile, and others lock the next one
+
+    def _wait(self, deadline: float) -> None:
+        """Wait until nobody else has the lock."""
+        found = os.fstat(self.file)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:  # a write would reach a file elsewhere
+            raise OSError(errno.EMLINK, f"{USAGE_NAME} is not a file of this folder alone")
+        while not _lock(self.file):
+            if time.monotonic() > deadline:  # its holder was stopped, perhaps
+                raise TimeoutError(f"another process has locked {USAGE_NAME} for {LOCK_WAIT:g} s")
+            time.sleep(0.001)
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -284,7 +291,7 @@ class _Usage(_Locked):
 
     @total.setter
     def total(self, total: int) -> None:
-        os.pwrite(self.file, max(total, 0).to_bytes(8, "little"), 0)
+        os.pwrite(self.file, min(max(total, 0), INT64_MAX).to_bytes(8, "little"), 0)  # sparse files count what they say
 
 
 class _Temporary(_Locked):

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tracemalloc
 
@@ -451,6 +452,21 @@ def test_a_lock_that_is_not_released_is_an_error(stored, monkeypatch):
     store["b"] = b"value"
 
 
+def test_who_waits_for_a_lock_that_is_removed_locks_the_next_one(stored):
+    store, _ = stored
+    writer = threading.Thread(target=store.__setitem__, args=("b", b"value"))
+    with store._folder() as folder, directory._Usage(folder):
+        writer.start()
+        while not any(store.path.glob("*.tmp")):
+            time.sleep(0.001)
+        time.sleep(0.05)  # until it waits
+        (store.path / directory.USAGE_NAME).unlink()
+        store["c"] = b"value"
+    writer.join()
+    with store._folder() as folder, directory._Usage(folder) as usage:
+        assert usage.total == store.nbytes
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_that_is_forked_during_a_write_keeps_no_lock(stored, monkeypatch):
     """Nor does it take the lock from its parent, whatever it does with what it got."""
@@ -521,6 +537,32 @@ def test_least_recently_used_go_first(tmp_path):
     store["new"] = bytes(90)
     assert {"0", "1", "new"} <= set(store)
     assert "2" not in store
+
+
+def test_a_lower_limit_holds_before_anything_is_written(tmp_path):
+    """As a disk may be full."""
+    store = DirectoryStore(tmp_path)
+    for i in range(10):
+        store[str(i)] = bytes(100)
+    assert {*DirectoryStore(tmp_path, max_bytes=4 * 121)} == {"7", "8", "9"}
+
+
+def test_huge_sparse_files_are_removed(tmp_path):
+    for i in range(3):
+        with (tmp_path / f"{i:040}.kv").open("wb") as file:
+            size = (1 << 63) - 4096
+            while True:
+                try:
+                    file.truncate(size)
+                    break
+                except OSError:  # too much for the file system
+                    size //= 2
+    unlimited = DirectoryStore(tmp_path)
+    unlimited["a"] = b"value"
+    assert unlimited.nbytes > 1 << 32
+    store = DirectoryStore(tmp_path, max_bytes=1000)
+    store["b"] = b"value"
+    assert store.nbytes <= 1000
 
 
 WRITER = """
