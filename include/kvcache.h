@@ -1051,8 +1051,8 @@ KVC_API kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *toke
                                       int64_t max_names, int32_t *first, int64_t *num_names);
 
 /* Adds block number `block` of a prompt from its payload, and sets *is_known to whether it is known now: not where the
- * one before is not, or where there is no room.  Fails with KVC_ERR_FORMAT if the payload is none of this cache, and
- * with KVC_ERR_NOMEM. */
+ * one before is not, or where there is no room for its rows and state.  Fails with KVC_ERR_FORMAT if the payload is none
+ * of this cache, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block, const void *payload,
                                   int64_t size, int32_t *is_known);
 

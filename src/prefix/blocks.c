@@ -273,15 +273,17 @@ static kvc_status begin_arrival(arrival *a, const kvc_tokens *tokens, int32_t *i
     return KVC_OK;
 }
 
-/* Puts a state at the end of the block, or of one that the block begins with. */
-static void put_state(const arrival *a, kvc_node *parent, kvc_node *node, kvc_checkpoint *checkpoint) {
-    const kvc_token_span part = {a->tokens.ids, a->tokens.digests, a->position - a->begin};
-    kvc_node *list = NULL, *holder = node;
-    if (a->position < a->end) {
-        kvc_node_new(node->tree, node->rows, a->begin, a->position, &list, &holder);
-        holder = list ? kvc_tree_add(parent, holder, &part) : NULL;
-    }
-    if (holder) kvc_checkpoints_put(&node->tree->checkpoints, &holder->checkpoint, checkpoint);
+/* Returns the block of the arrived rows up to a position, where it is new with a state at its end, NULL: none; NULL if
+ * there is no memory. */
+static kvc_node *add_rows(const arrival *a, kvc_node *parent, const kvc_sequence *arrived, int32_t end,
+                          kvc_checkpoint *checkpoint) {
+    kvc_tree *tree = parent->tree;
+    const kvc_token_span tokens = {a->tokens.ids, a->tokens.digests, end - a->begin};
+    kvc_node *list = NULL, *node = end == a->end ? kvc_node_find(parent, &tokens) : NULL;
+    if (!node) kvc_node_new(tree, arrived, a->begin, end, &list, &node);
+    if (list && (node = kvc_tree_add(parent, node, &tokens))) kvc_node_take_out(node); /* it is in a store */
+    if (node && checkpoint) kvc_checkpoints_put(&tree->checkpoints, &node->checkpoint, checkpoint);
+    return node;
 }
 
 /* Adds the block to the tree, unless its rows could not be written, or the prefix was cleared meanwhile; ends the use
@@ -292,13 +294,12 @@ static void end_arrival(const arrival *a, kvc_status status, kvc_checkpoint *che
     kvc_pinned **at = &prefix->pins;
     while (*at && (*at)->id != a->id) at = &(*at)->next;
     kvc_sequence *arrived = kvc_table_find(&cache->sequences, a->id);
-    kvc_node *list = NULL, *node = NULL;
+    kvc_node *node = NULL;
     if (status == KVC_OK && arrived && *at) {
         kvc_node *parent = (*at)->last;
-        node = kvc_node_find(parent, &a->tokens);
-        if (!node) kvc_node_new(prefix->tree, arrived, a->begin, a->end, &list, &node);
-        if (list && (node = kvc_tree_add(parent, node, &a->tokens))) kvc_node_take_out(node); /* it is in a store */
-        if (node && checkpoint) put_state(a, parent, node, checkpoint);
+        const int is_within = checkpoint && a->position < a->end; /* the state is that of a block of its own */
+        if (!is_within || add_rows(a, parent, arrived, a->position, checkpoint))
+            node = add_rows(a, parent, arrived, a->end, is_within ? NULL : checkpoint);
     }
     kvc_checkpoint_use(cache, checkpoint, -1);
     if (node) kvc_node_use(node, 1); /* to stay while others are evicted, though it may lose its rows */
@@ -330,9 +331,9 @@ kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *from, int32_t bl
     if (status != KVC_OK || a.id < 0) return status;
     status = write_rows(cache, &a);
     kvc_lock(cache);
-    kvc_checkpoint *checkpoint = NULL; /* where there is no room, its rows serve as far as they go */
+    kvc_checkpoint *checkpoint = NULL; /* without it the block would not be asked for again */
     if (status == KVC_OK && a.state_bytes > 0)
-        kvc_checkpoint_new(cache, a.payload + size - a.state_bytes, a.state_bytes, &checkpoint);
+        status = kvc_checkpoint_new(cache, a.payload + size - a.state_bytes, a.state_bytes, &checkpoint);
     end_arrival(&a, status, checkpoint, is_known);
     kvc_unlock(cache, KVC_OK);
     return status == KVC_ERR_FORMAT ? status : KVC_OK; /* no room, or kvc_clear has taken the sequence */

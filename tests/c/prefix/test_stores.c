@@ -72,6 +72,8 @@ static void clear_shelf(void) { *shelves = (shelf){.fail_at = -1}; }
 static int64_t ids[NUM_TOKENS];
 static const kvc_tokens tokens = {.struct_size = sizeof tokens, .ids = ids, .num_tokens = NUM_TOKENS};
 static const kvc_prefix_config plain = {.struct_size = sizeof plain, .fingerprint = "a model", .collects_new = 1};
+static const kvc_prefix_config recurrent = {
+    .struct_size = sizeof recurrent, .fingerprint = "a model", .collects_new = 1, .state_bytes = STATE};
 
 static kvc_cache *new_cache(const kvc_prefix_config *config, kvc_prefix **prefix) {
     kvc_layer layers[LAYERS];
@@ -259,14 +261,12 @@ static void test_lies(void) {
 
 /* Computes the prompt in a new cache, with a state behind its first `end` tokens, and writes its blocks to a store. */
 static void write_with_state(const kvc_store *to, int32_t end) {
-    static const kvc_prefix_config config = {
-        .struct_size = sizeof config, .fingerprint = "a model", .collects_new = 1, .state_bytes = STATE};
     const kvc_tokens first = {.struct_size = sizeof first, .ids = ids, .num_tokens = end};
     const uint8_t state[STATE] = {1};
     kvc_prefix *prefix;
     int64_t seq_id, num_written;
     int32_t matched;
-    kvc_cache *cache = new_cache(&config, &prefix);
+    kvc_cache *cache = new_cache(&recurrent, &prefix);
     CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &seq_id, &matched) == KVC_OK);
     compute(cache, seq_id, end);
     CHECK(kvc_prefix_checkpoint(prefix, seq_id, &first, state, STATE) == KVC_OK);
@@ -331,6 +331,27 @@ static void test_failing_memory(void) {
         check_rows(cache, prefix);
         CHECK(serve(cache, prefix) == 20);
         free_valid(cache);
+    }
+}
+
+/* A block whose state finds no memory is not known, and the next call gets it. */
+static void test_failing_memory_of_states(void) {
+    kvc_prefix *prefix;
+    int32_t fetched, matched;
+    for (int32_t end = 11; end <= 12; end++) { /* within a block, and at its end */
+        clear_shelf();
+        write_with_state(&store, end);
+        for (int n = 0, failed = 1; failed; n++) {
+            kvc_cache *cache = new_cache(&recurrent, &prefix);
+            memory_fail_after(&heap, n);
+            const kvc_status status = kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched);
+            failed = heap.failed;
+            heap.is_failing = 0;
+            CHECK((status == KVC_OK || status == KVC_ERR_NOMEM) && (failed || fetched == 20));
+            CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK);
+            CHECK(kvc_prefix_lookup(prefix, &tokens, &matched) == KVC_OK && matched == end);
+            free_valid(cache);
+        }
     }
 }
 
@@ -463,6 +484,7 @@ int main(void) {
     test_lies();
     test_states();
     test_failing_memory();
+    test_failing_memory_of_states();
     test_long_prompt();
     test_fork();
     test_arguments();
