@@ -59,7 +59,7 @@ typedef struct directory {
 
 /* Return KVC_ERR_STORE: what could not be done with which file, and why; by errno. */
 static kvc_status fail_because(const directory *d, const char *verb, const char *name, const char *reason) {
-    return kvc_fail(KVC_ERR_STORE, "the store %s cannot %s %s: %s", d->path, verb, name, reason);
+    return kvc_fail(KVC_ERR_STORE, "the store %.300s cannot %s %s: %s", d->path, verb, name, reason);
 }
 
 static kvc_status fail_for(const directory *d, const char *verb, const char *name) {

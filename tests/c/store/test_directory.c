@@ -157,6 +157,8 @@ static void test_arguments(void) {
     CHECK_FAILS(kvc_dir_store_new("/dev/null/a", 0, &store), KVC_ERR_STORE, "/dev/null/a", "Not a directory");
     CHECK_FAILS(kvc_dir_store_new("/proc/a/b", 0, &store), KVC_ERR_STORE, "cannot make its folder", "No such file");
     char path[600];
+    snprintf(path, sizeof path, "/dev/null/%0500d", 0); /* so long that there is no room for all of it */
+    CHECK_FAILS(kvc_dir_store_new(path, 0, &store), KVC_ERR_STORE, "cannot make its folder: ", "");
     snprintf(path, sizeof path, "%s", path_of("x"));
     fflush(stdout);
     const pid_t child = fork();
