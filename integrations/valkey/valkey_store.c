@@ -2,6 +2,7 @@
 #define _POSIX_C_SOURCE 200809L
 #include "valkey_store.h"
 
+#include <errno.h>
 #include <hiredis/hiredis.h>
 #include <pthread.h>
 #include <signal.h>
@@ -62,7 +63,10 @@ static void append(const connection *c, const command *what) {
 static kvc_status answer(const server *s, const connection *c, redisReply **reply) {
     void *got = NULL;
     *reply = NULL;
-    if (redisGetReply(c->context, &got) != REDIS_OK) return fail_for(s, c->context->errstr);
+    if (redisGetReply(c->context, &got) != REDIS_OK) {
+        const int is_late = c->context->err == REDIS_ERR_IO && errno == EAGAIN; /* "Resource temporarily unavailable" */
+        return fail_for(s, is_late ? "it took longer than timeout_ms" : c->context->errstr);
+    }
     *reply = got;
     return (*reply)->type == REDIS_REPLY_ERROR ? fail_for(s, (*reply)->str) : KVC_OK;
 }

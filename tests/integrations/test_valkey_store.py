@@ -146,7 +146,7 @@ def test_a_server_that_is_gone_stopped_or_full(open_store, tmp_path):
         store.write(NAMES[0], b"a value")
         server.stop()
         begin = time.monotonic()
-        with pytest.raises(c_stores.StoreError):
+        with pytest.raises(c_stores.StoreError, match="it took longer than timeout_ms"):
             store.read(NAMES[0], 100)
         assert time.monotonic() - begin < servers.LONG
         server.go_on()
