@@ -990,7 +990,7 @@ KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
 
 /* Drops the blocks of a prompt, pinned ones too, and sets *num_dropped to the tokens in them: other prompts that begin
  * alike miss them.  Pass the answer too: a block in which the prompt ends and the answer begins is kept as that of
- * both.  Sequences stay as they are. */
+ * both.  Sequences stay as they are, and so does what stores have of it. */
 KVC_API kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t *num_dropped);
 
 /* Writes the names of the full blocks of a prompt, known or not, at most max_names, [..][KVC_NAME_BYTES]; sets
