@@ -1051,8 +1051,8 @@ KVC_API kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *toke
                                       int64_t max_names, int32_t *first, int64_t *num_names);
 
 /* Adds block number `block` of a prompt from its payload, and sets *is_known to whether it is known now: not where the
- * one before is not, or where there is no room for its rows and state.  Fails with KVC_ERR_FORMAT if the payload is none
- * of this cache, and with KVC_ERR_NOMEM. */
+ * one before is not, or where there is no room for its rows and state.  Fails with KVC_ERR_FORMAT if the payload is
+ * none of this cache, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block, const void *payload,
                                   int64_t size, int32_t *is_known);
 
@@ -1088,8 +1088,8 @@ KVC_API kvc_status kvc_prefix_fetch(kvc_prefix *prefix, const kvc_tokens *tokens
 
 /* Takes the new blocks of prefixes with collects_new, as kvc_take_new_blocks does, and writes them to a store; sets
  * *num_written to how many, also where it fails: as `write` does, after which that block is not tried again and the
- * others are, by the next call; or with KVC_ERR_NOMEM.  Of prefixes with state_bytes it reads a block's value first, and
- * fails as `read` does: one with a state is not replaced by one without. */
+ * others are, by the next call; or with KVC_ERR_NOMEM.  Of prefixes with state_bytes it reads a block's value first,
+ * and fails as `read` does: one with a state is not replaced by one without. */
 KVC_API kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_t *num_written);
 
 /* Sets *store to a new store in a folder, which is made if there is none; free it with kvc_dir_store_free.  Any number
