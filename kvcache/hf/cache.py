@@ -226,8 +226,10 @@ class HFCache(SaveableBatch, Cache):
     def _checkpoint(self) -> None:
         """Let the prefix cache keep the states behind the last pass, if it fed several tokens of the prompts."""
         passes = self._passes
-        if passes.prompts is not None and passes.num_open > 1:
-            passes.finish()
+        if passes.prompts is None:
+            return
+        passes.finish()
+        if passes.num_last > 1:
             passes.prompts.checkpoint(passes.seq_ids, passes.num_seen, self._recurrent.state_of)
 
     @property

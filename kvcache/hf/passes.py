@@ -119,6 +119,7 @@ class Passes:
         """Forget all tokens; the pass has ended, and the sequences were cleared."""
         self.seq_ids: list[int] = []  # the sequence of each batch index
         self.num_seen = 0  # tokens of each sequence, padding included: the columns of a mask
+        self.num_last = 0  # those of them that the pass fed which ended last
         self.offsets: list[int] = []  # the column of each sequence's position 0: leading padding is not stored
         self.prompts: Prompts | None = None  # what `HFCache.acquire` was told
         self.has_dropped = False  # whether tokens of a pass that failed were dropped
@@ -373,7 +374,8 @@ class Passes:
                 else:
                     ended.batch.abort()
             if is_complete:
-                self.num_seen += ended.num_tokens - num_back
+                self.num_last = ended.num_tokens - num_back
+                self.num_seen += self.num_last
                 self.offsets = ended.offsets
             else:
                 if ended.brings_sequences:

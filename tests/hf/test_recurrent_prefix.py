@@ -200,6 +200,32 @@ def test_a_cache_that_is_kept(name):
 
 
 @pytest.mark.parametrize("name", FEW)
+def test_passes_of_other_caches_between(name):
+    """A state is kept behind a pass although another cache's pass, a copy, or a look at the rows has ended it."""
+    model = prepared(name)
+    prefix = prefix_for(model)
+    tokens = [random_tokens(1, LONG, seed=i) for i in range(2)]
+    caches = [HFCache(model.config, prefix=prefix) for _ in tokens]
+    for cache, text in zip(caches, tokens, strict=True):
+        cache.acquire(text)
+    for begin, end in ((0, 20), (20, 45), (45, 60)):
+        for cache, text in zip(caches, tokens, strict=True):
+            logits(model, cache, text[:, begin:end])
+    for text in tokens:
+        assert prefix.lookup(text[0].tolist()) == 45
+        assert prefix.lookup(text[0, :44].tolist()) == 20
+    [cache, other], text = caches, tokens[0]
+    cache.reset()
+    other.reset()
+    cache.acquire(text[:, :25])
+    logits(model, cache, text[:, 20:23])
+    copies = copy.deepcopy(cache), repr(cache)
+    logits(model, cache, text[:, 23:25])
+    assert prefix.lookup(text[0, :25].tolist()) == 23
+    del copies
+
+
+@pytest.mark.parametrize("name", FEW)
 def test_what_no_state_is_kept_of(name):
     """Tokens that were not named, of a pass that failed, or behind a hidden one."""
     model = prepared(name)
