@@ -341,6 +341,23 @@ def test_beams_in_a_cache_of_the_user(way):
     assert torch.equal(generate(model, longer, prefix)[0], generate(model, longer)[0])
 
 
+@pytest.mark.parametrize("has_prefix", [False, True])
+def test_a_draft_model_that_is_given_the_same_generation_config(has_prefix):
+    """It has a cache of its own, and its rows are not taken for the model's: one prefix cache is of one model."""
+    model = model_of("llama")
+    torch.manual_seed(5)
+    draft = transformers.AutoModelForCausalLM.from_config(model.config).eval()
+    prefix = prefix_for(model) if has_prefix else None
+    tokens = random_tokens(1, LONG)
+    want, _ = generate(model, tokens)
+    for _ in range(2):
+        got, _ = generate(model, tokens, prefix, assistant_model=draft)
+        assert torch.equal(got, want)
+        assert torch.equal(generate(model, tokens, prefix)[0], want)
+    if prefix is not None:
+        assert prefix.stats.sequences == 0
+
+
 def test_assisted_generation_with_a_cache_of_the_user():
     """It feeds the whole prompt, whatever the cache holds: so the cache begins anew, and the prompt is kept."""
     model = model_of("llama")
