@@ -183,11 +183,7 @@ class HFCache(SaveableBatch, Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take the new tokens' keys and values of a layer; return the keys and values for the model's attention."""
-        if layer_idx >= len(self.layers):
-            raise ValueError(
-                f"the model has {layer_idx + 1} layers or more, the config that this cache was made from has"
-                f" {len(self.layers)}: give HFCache model.config"
-            )
+        layer = self._layer_of(layer_idx, Layer, "keys and values")
         if self.goes_on_by_one_token and key_states.shape[2] > 1 and self.get_seq_length():
             raise NotSupportedError(
                 "the model goes on from the state of its recurrent layers by single tokens only: feed them one by one,"
@@ -195,15 +191,29 @@ class HFCache(SaveableBatch, Cache):
             )
         if self._recurrent.layers:
             self._reach(layer_idx, ROWS)
-        layer: Any = self.layers[layer_idx]
         new: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states, *args, **kwargs)
         return new
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Return the state of a recurrent layer's convolution; None: there is none yet. Each pass begins with this."""
+        self._layer_of(layer_idx, LinearAttentionLayer, "a recurrent state")
         self._reach(layer_idx, state_idx)
         state: torch.Tensor | None = super().get_conv_state(layer_idx, state_idx)
         return state
+
+    def _layer_of(self, index: int, kind: type, holds: str) -> Any:
+        """Return a layer of the model, which holds something; raise ValueError if the config has it otherwise."""
+        if index >= len(self.layers):
+            raise ValueError(
+                f"the model has {index + 1} layers or more, the config that this cache was made from has"
+                f" {len(self.layers)}: give HFCache model.config"
+            )
+        if not isinstance(self.layers[index], kind):
+            raise ValueError(
+                f"layer {index} of the model has {holds}, that of the config which this cache was made from has not:"
+                " give HFCache model.config"
+            )
+        return self.layers[index]
 
     def _reach(self, layer_idx: int, part: int) -> None:
         """Note that a pass has come to a part of a layer."""
@@ -253,6 +263,11 @@ class HFCache(SaveableBatch, Cache):
                 f"the model went through {len(last.done)} of {last.num_layers} layers of attention that the config has"
                 " which this cache was made from: give HFCache model.config"
             )
+        if self._recurrent and self._recurrent.is_within:
+            raise ValueError(
+                "the model left out recurrent layers that the config has which this cache was made from: give HFCache"
+                " model.config"
+            )
 
     def drop_failed(self) -> None:
         """End a pass that failed."""
@@ -283,7 +298,13 @@ class HFCache(SaveableBatch, Cache):
 
         0 if no layer is recurrent. The model is fed one token, because its configuration does not say it.
         """
-        cache = HFCache(model.config)
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(
+                f"model is a {type(model).__name__}: give the model itself, whose configuration does not say what its"
+                " states hold"
+            )
+        config: Any = model.config
+        cache = HFCache(config)
         if not cache.recurrent:
             return 0
         with torch.no_grad():

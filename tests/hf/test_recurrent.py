@@ -298,6 +298,19 @@ def test_a_text_that_is_refused_leaves_the_cache():
     assert torch.equal(generate(model, cache, text), generate(model, HFCache(model.config, dtype="f32"), text))
 
 
+@pytest.mark.parametrize(
+    ("config_of", "model", "words"),
+    [
+        ("lfm2", "llama", "layer 0 of the model has keys and values, that of the config which this cache was made"),
+        ("llama", "lfm2", "layer 0 of the model has a recurrent state, that of the config which this cache was made"),
+        ("falcon_h1", "llama", "the model left out recurrent layers that the config has which this cache"),
+    ],
+)
+def test_a_cache_of_another_models_config(config_of, model, words):
+    with pytest.raises(ValueError, match=f"{words}.*: give HFCache model.config"):
+        generate(prepared(model), HFCache(model_of(config_of).config), random_tokens(1, 20))
+
+
 # ---- what else there is
 
 

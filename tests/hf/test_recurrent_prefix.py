@@ -311,6 +311,12 @@ def test_state_bytes_follow_the_model():
 # ---- what is refused
 
 
+@pytest.mark.parametrize("name", ["lfm2", "llama"])
+def test_state_bytes_of_what_is_no_model(name):
+    with pytest.raises(TypeError, match=r"model is a L.*Config: give the model itself, whose configuration does not"):
+        HFCache.state_bytes(model_of(name).config)
+
+
 def test_a_prefix_cache_of_another_kind():
     model = prepared("lfm2")
     with pytest.raises(ValueError, match=r"state_bytes=0 of prefix: a Lfm2Config has recurrent layers: give PrefixC"):
