@@ -107,7 +107,7 @@ EXPORT kvc_status prefix_hits(int32_t num_tokens, int32_t reps, double *lookup, 
     TRY(kvc_prefix_release(prefix, id, &tokens));
     for (int32_t i = 0; i < reps; i++) {
         const double start = now();
-        TRY(kvc_prefix_lookup(prefix, &tokens, &matched));
+        TRY(kvc_prefix_lookup(prefix, &tokens, &matched, NULL));
         const double known = now();
         TRY(kvc_prefix_acquire(prefix, &tokens, -1, &id, &matched));
         const double acquired = now();

@@ -971,8 +971,11 @@ KVC_API kvc_status kvc_prefix_checkpoint(kvc_prefix *prefix, int64_t seq_id, con
 KVC_API kvc_status kvc_prefix_state(kvc_prefix *prefix, int64_t seq_id, void *state, int64_t max_bytes,
                                     int64_t *num_bytes);
 
-/* Sets *matched to how many of the first tokens are known, without taking anything, or marking it as used. */
-KVC_API kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *matched);
+/* Sets *matched to how many of the first tokens are known, without taking anything, or marking it as used; and
+ * *with_rows, unless it is NULL, to how many have rows, also behind the last checkpoint of a state_bytes prefix: where
+ * these are more, another prompt began alike, and a checkpoint there lets the next such prompt go on from it. */
+KVC_API kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *matched,
+                                     int32_t *with_rows);
 
 /* Keeps the known blocks of a prompt, such as a system prompt, whatever else needs memory, and sets *kept to the tokens
  * in them: whole blocks, or one in which a released sequence ended.  Fails with KVC_ERR_NOMEM. */

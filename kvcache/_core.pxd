@@ -156,7 +156,7 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_prefix_checkpoint(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens, const void *state,
                                      int64_t num_bytes)
     kvc_status kvc_prefix_state(kvc_prefix *prefix, int64_t seq_id, void *state, int64_t max_bytes, int64_t *num_bytes)
-    kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *matched)
+    kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *matched, int32_t *with_rows)
     kvc_status kvc_prefix_pin(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *kept)
     kvc_status kvc_prefix_unpin(kvc_prefix *prefix, const kvc_tokens *tokens)
     kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int64_t *num_evicted)

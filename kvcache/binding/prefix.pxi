@@ -98,14 +98,15 @@ cdef class Prefix:
         return memoryview(state)[:size] if size else None
 
     def lookup(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests):
+        """Return how many of the first tokens are known, and how many have rows."""
         cdef kvc_tokens tokens = describe(ids, digests)
-        cdef int32_t matched = 0
+        cdef int32_t matched = 0, with_rows = 0
         cdef kvc_status status
         self.cache.enter()
         with nogil:
-            status = kvc_prefix_lookup(self.handle, &tokens, &matched)
+            status = kvc_prefix_lookup(self.handle, &tokens, &matched, &with_rows)
         self.cache.finish(status)
-        return matched
+        return matched, with_rows
 
     def pin(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests):
         cdef kvc_tokens tokens = describe(ids, digests)

@@ -412,14 +412,17 @@ class PrefixCache:
         if self._watch is not None and not self._core.closed:
             self._watch.store_new()
 
-    def lookup(self, tokens: Tokens, *, store: bool = False) -> int:
+    def lookup(self, tokens: Tokens, *, store: bool = False, rows: bool = False) -> int:
         """Return how many of the first tokens are known, without taking anything.
 
         With `store`, also in the store, which is asked what it has, for at most `timeout` seconds, and not read: where
-        `state_bytes` is given, `acquire` may match less, as it needs a state.
+        `state_bytes` is given, `acquire` may match less, as it needs a state. With `rows`, as many as have rows in
+        memory, also behind the last state: where these are more, another prompt began alike, and a `checkpoint` there
+        lets the next such prompt go on from it.
         """
         given = arrays_of(tokens)
-        known = self._prefix.lookup(*given)
+        matched, with_rows = self._prefix.lookup(*given)
+        known = with_rows if rows else matched
         if not store or self._client is None:
             return known
         names = self._prefix.names(*given)[known // self._block_size :]

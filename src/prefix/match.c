@@ -120,6 +120,7 @@ static kvc_status match_checkpoint(const kvc_prefix *prefix, const kvc_tokens *t
 kvc_status kvc_prefix_match(const kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, kvc_match *p,
                             int32_t *matched, kvc_checkpoint **state) {
     KVC_TRY(find_match(prefix, tokens, limit, p, matched));
+    p->with_rows = *matched;
     const kvc_status status = match_checkpoint(prefix, tokens, p, matched, state);
     if (status != KVC_OK) kvc_match_free(prefix->cache, p);
     return status;

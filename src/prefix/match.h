@@ -9,8 +9,9 @@ typedef struct kvc_match {
     kvc_node **nodes;
     kvc_sequence **items; /* rows of the nodes */
     int32_t num, end;
-    int32_t is_cut; /* more nodes follow, behind one without rows */
-    uint64_t size;  /* bytes of the allocation */
+    int32_t with_rows; /* tokens that match, also behind the last checkpoint */
+    int32_t is_cut;    /* more nodes follow, behind one without rows */
+    uint64_t size;     /* bytes of the allocation */
 } kvc_match;
 
 /* Finds how many of the first tokens are there, at most `limit`, with what windows and recurrent layers need to go on;

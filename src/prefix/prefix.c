@@ -298,7 +298,7 @@ kvc_status kvc_match_limit(const kvc_tokens *tokens, int64_t max_matched, int64_
     return KVC_OK;
 }
 
-kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *from, int32_t *matched) {
+kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *from, int32_t *matched, int32_t *with_rows) {
     kvc_tokens tokens;
     kvc_checkpoint *state;
     kvc_match p;
@@ -306,8 +306,10 @@ kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *from, int32_t
     if (!matched) return kvc_fail(KVC_ERR_INVALID, "matched is NULL");
     kvc_prefix_lock(prefix);
     const kvc_status status = kvc_prefix_match(prefix, &tokens, tokens.num_tokens, &p, matched, &state);
-    if (status == KVC_OK) kvc_match_free(prefix->cache, &p);
-    return kvc_unlock(prefix->cache, status);
+    if (status != KVC_OK) return kvc_unlock(prefix->cache, status);
+    if (with_rows) *with_rows = p.with_rows;
+    kvc_match_free(prefix->cache, &p);
+    return kvc_unlock(prefix->cache, KVC_OK);
 }
 
 /* ---- acquiring --------------------------------------------------------------------------------------------------- */

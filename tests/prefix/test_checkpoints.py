@@ -52,6 +52,17 @@ def test_a_match_ends_at_a_checkpoint() -> None:
     assert prefix.stats.checkpoints == 0
 
 
+def test_rows_behind_the_last_state() -> None:
+    """They say where a prompt parts from those before it, which `acquire` cannot use."""
+    cache, prefix = make()
+    assert prefix.lookup(PROMPT, rows=True) == 0
+    serve(cache, prefix, [40])
+    assert prefix.lookup(PROMPT, rows=True) == 100
+    other = [*PROMPT[:77], 1000, *PROMPT[78:]]
+    assert (prefix.lookup(other), prefix.lookup(other, rows=True)) == (40, 77)
+    assert prefix.acquire(other)[1] == 40
+
+
 def test_states_go_through_a_store() -> None:
     store: dict[str, bytes] = {}
     cache, prefix = make(store=store)

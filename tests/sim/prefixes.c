@@ -281,7 +281,7 @@ static void lookup(client *c, int p) {
     const text t = any_prompt(c->w);
     const moment began = moment_of(c->w, p);
     begin(c, p, "kvc_prefix_lookup");
-    if (!ended(c, kvc_prefix_lookup(handle_of(c, p), give(&g, &t), &found), 0)) return;
+    if (!ended(c, kvc_prefix_lookup(handle_of(c, p), give(&g, &t), &found, NULL), 0)) return;
     check_unchanged(c);
     check_found(c, p, &t, found, t.num, began, -1);
 }
@@ -291,7 +291,7 @@ static int known(client *c, int p, const text *t) {
     given g;
     int32_t found = -1;
     sim_fail_memory(0);
-    return kvc_prefix_lookup(handle_of(c, p), give(&g, t), &found) == KVC_OK ? found : -1;
+    return kvc_prefix_lookup(handle_of(c, p), give(&g, t), &found, NULL) == KVC_OK ? found : -1;
 }
 
 /* ---- recurrent states -------------------------------------------------------------------------------------------- */

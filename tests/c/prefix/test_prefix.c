@@ -204,7 +204,7 @@ static void step_acquire(void) {
     const kvc_tokens tokens = tokens_of(&s->tokens);
     const int64_t most = random_int(0, 4) ? -1 : random_int(0, s->tokens.num + 2);
     const int32_t limit = most < 0 || most >= s->tokens.num ? s->tokens.num - 1 : (int32_t)most;
-    CHECK(kvc_prefix_lookup(w.prefixes[s->prefix], &tokens, &seen) == KVC_OK);
+    CHECK(kvc_prefix_lookup(w.prefixes[s->prefix], &tokens, &seen, NULL) == KVC_OK);
     check_found(s->prefix, &s->tokens, seen, s->tokens.num);
     CHECKF(kvc_prefix_acquire(w.prefixes[s->prefix], &tokens, most, &s->id, &matched) == KVC_OK, "%s",
            kvc_last_error());
@@ -394,7 +394,7 @@ static void step_forget(void) {
     CHECK(kvc_prefix_forget(w.prefixes[prefix], &tokens, &num) == KVC_OK);
     kvc_prefix_get_stats(w.prefixes[prefix], &after, sizeof after);
     CHECK(before.held - after.held == num);
-    CHECK(kvc_prefix_lookup(w.prefixes[prefix], &tokens, &seen) == KVC_OK);
+    CHECK(kvc_prefix_lookup(w.prefixes[prefix], &tokens, &seen, NULL) == KVC_OK);
     CHECKF(seen < BLOCK || w.is_windowed, "%d tokens of a forgotten prompt are known", seen);
     for (int i = 0; i < w.num_kept[prefix]; i++)
         if (common(&w.kept[prefix][i], &t)) w.is_sure[prefix][i] = 0;
@@ -433,7 +433,7 @@ static void step_pin(void) {
     const kvc_tokens tokens = tokens_of(&t);
     CHECK(kvc_prefix_pin(w.prefixes[prefix], &tokens, &kept) == KVC_OK && kept <= t.num);
     CHECK(kvc_prefix_evict(w.prefixes[prefix], INT64_MAX, &num) == KVC_OK);
-    CHECK(kvc_prefix_lookup(w.prefixes[prefix], &tokens, &seen) == KVC_OK);
+    CHECK(kvc_prefix_lookup(w.prefixes[prefix], &tokens, &seen, NULL) == KVC_OK);
     CHECKF(seen == kept || w.is_windowed || w.has_states, "%d of %d pinned tokens are there", seen, kept);
     CHECK(kvc_prefix_unpin(w.prefixes[prefix], &tokens) == KVC_OK);
     CHECK(kvc_prefix_unpin(w.prefixes[prefix], &tokens) == KVC_OK); /* there is no other pin */
@@ -502,7 +502,7 @@ static void check_events(void) {
         const kvc_tokens tokens = tokens_of(&w.kept[0][i]);
         int64_t num;
         int32_t seen, full = 0;
-        CHECK(kvc_prefix_lookup(w.prefixes[0], &tokens, &seen) == KVC_OK);
+        CHECK(kvc_prefix_lookup(w.prefixes[0], &tokens, &seen, NULL) == KVC_OK);
         CHECK(kvc_prefix_names(w.prefixes[0], &tokens, *names, MOST_TOKENS / BLOCK, &num) == KVC_OK &&
               num == tokens.num_tokens / BLOCK);
         for (int is_there = 1; full < num && is_there; full += is_there) {
@@ -551,7 +551,7 @@ static void test_random(const kvc_policy *policies, int num_layers, kvc_config c
 static int32_t known(const text *t) {
     const kvc_tokens tokens = tokens_of(t);
     int32_t matched = -1;
-    CHECK(kvc_prefix_lookup(w.prefixes[0], &tokens, &matched) == KVC_OK);
+    CHECK(kvc_prefix_lookup(w.prefixes[0], &tokens, &matched, NULL) == KVC_OK);
     return matched;
 }
 
@@ -985,12 +985,15 @@ static void test_checkpoints(void) {
     const kvc_tokens tokens = tokens_of(&t);
     kvc_new_block blocks[8];
     int64_t num, sizes[8], evicted;
-    int32_t is_known;
+    int32_t is_known, matched, with_rows;
     new_world_of(&(kvc_policy){.kind = KVC_FULL}, 1, (kvc_config){0}, 1);
     kvc_prefix *own = w.prefixes[0];
     w.prefixes[0] = new_prefix((kvc_prefix_config){.collects_new = 1, .state_bytes = STATE});
     CHECK(serve_states(&t, 7) == 0 && num_states() == 4);
     CHECK(serve_states(&t, 7) == 21); /* behind its second last token */
+    kvc_tokens part = tokens;
+    part.num_tokens = 20;
+    CHECK(kvc_prefix_lookup(w.prefixes[0], &part, &matched, &with_rows) == KVC_OK && matched == 14 && with_rows == 20);
     CHECK(kvc_take_new_blocks(w.cache, blocks, sizeof *blocks, 8, &num) == KVC_OK && num == 5);
     for (int i = 0; i < num; i++)
         CHECK(kvc_read_block(w.cache, blocks[i].id, payloads[i], sizeof payloads[i], &sizes[i]) == KVC_OK);

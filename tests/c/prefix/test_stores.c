@@ -157,7 +157,7 @@ static int32_t fetch(const kvc_prefix_config *config, int64_t max_matched, kvc_s
     int32_t fetched = -1, matched;
     kvc_cache *cache = new_cache(config, &prefix);
     *status = kvc_prefix_fetch(prefix, &tokens, max_matched, &store, &fetched);
-    CHECK(kvc_prefix_lookup(prefix, &tokens, &matched) == KVC_OK && matched == fetched);
+    CHECK(kvc_prefix_lookup(prefix, &tokens, &matched, NULL) == KVC_OK && matched == fetched);
     check_rows(cache, prefix);
     CHECK(kvc_store_new_blocks(cache, &store, &num_written) == KVC_OK && num_written == 0); /* they are there */
     free_valid(cache);
@@ -190,7 +190,7 @@ static void test_what_is_known(void) {
     shelves->reads = 0;
     CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK && fetched == 12 && shelves->reads == 3);
     CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK && fetched == 0 && shelves->reads == 3);
-    CHECK(kvc_prefix_lookup(prefix, &tokens, &matched) == KVC_OK && matched == 20);
+    CHECK(kvc_prefix_lookup(prefix, &tokens, &matched, NULL) == KVC_OK && matched == 20);
     CHECK(serve(cache, prefix) == 20);
     free_valid(cache);
 }
@@ -380,7 +380,7 @@ static void test_long_prompt(void) {
             CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
         } else {
             CHECKF(kvc_prefix_fetch(prefix, &all, -1, folder, &fetched) == KVC_OK, "%s", kvc_last_error());
-            CHECK(kvc_prefix_lookup(prefix, &all, &matched) == KVC_OK && matched == fetched);
+            CHECK(kvc_prefix_lookup(prefix, &all, &matched, NULL) == KVC_OK && matched == fetched);
             CHECKF(fetched == (step < 2 ? NUM - BLOCK : CAPACITY), "%d", fetched);
         }
         free_valid(cache);
