@@ -317,6 +317,12 @@ class HFCache(SaveableBatch, Cache):
         return bool(self._recurrent) and self._prefix is not None
 
     @property
+    def branches(self) -> set[int]:
+        """The columns of the prompts that were acquired at which other prompts go on otherwise: a state there helps."""
+        prompts = self._passes.prompts
+        return set() if prompts is None else prompts.branches
+
+    @property
     def takes_prompt(self) -> bool:
         """Whether the next prompt may begin with tokens of the prefix cache: there is one, and no token was fed."""
         return self._prefix is not None and self._passes.last is None and not self._passes.seq_ids

@@ -59,12 +59,14 @@ class PieceByPiece:
     def _ends(self, num_tokens: int, seen: int, num_last: int) -> list[int]:
         """Return where the pieces of a pass end; the last one has `num_last` tokens or more.
 
-        Where states are kept behind pieces, these end at the same columns whatever was seen; and the last token is a
-        piece of its own, so that the whole prompt may come again.
+        Where states are kept behind pieces, these end at the same columns whatever was seen, and where other prompts
+        branch off; and the last token is a piece of its own, so that the whole prompt may come again.
         """
         if self._cache.keeps_states:
             last = max(0, num_tokens - num_last)
-            return [*range(self._size - seen % self._size, last, self._size), *({last} - {0}), num_tokens]
+            ends = {*range(self._size - seen % self._size, last, self._size), last}
+            ends |= {column - seen for column in self._cache.branches}
+            return [*sorted(end for end in ends if 0 < end <= last), num_tokens]
         size = max(self._size, num_last)
         return [*range((num_tokens - 1) % size + 1, num_tokens + 1, size)]
 

@@ -95,6 +95,8 @@ class Prompts:
         self._num_columns = num_columns
         self._are_moved = False  # rows were selected, such as by beam search
         self.num_matched = 0  # columns that the sequences held when they were acquired
+        # Where other prompts that began alike go on with other tokens, and no state was kept: columns.
+        self.branches: set[int] = set()
 
     def acquire(self, num_columns: int) -> tuple[list[int], int]:
         """Acquire a sequence for each prompt, all of which hold what is before one column; return them, and it.
@@ -122,7 +124,18 @@ class Prompts:
                 self._prefix.cache.clear(seq_id)
             raise
         self.num_matched = column
+        if self._prefix.state_bytes:
+            self.branches = self._find_branches()
         return [rows[i][0] for i in range(len(self._rows))], column
+
+    def _find_branches(self) -> set[int]:
+        """Return the columns up to which a row has known rows, by a block or more beyond what it begins with."""
+        block_size, branches = self._prefix.cache.block_size, set()
+        for prompt in self._rows:
+            end = prompt.leading + self._prefix.lookup(prompt.tokens, rows=True)
+            if end - max(self.num_matched, prompt.leading) >= block_size:
+                branches.add(end)
+        return branches
 
     def states(self, seq_ids: Sequence[int]) -> list[Any]:
         """Return the state that each of the sequences goes on from; call it before tokens are fed."""

@@ -131,6 +131,32 @@ def test_a_common_beginning(name):
 
 
 @pytest.mark.parametrize("name", FEW)
+def test_where_prompts_part(name):
+    """The second prompt with a beginning leaves a state behind it, from which those that follow go on."""
+    model = prepared(name)
+    system, asked = random_tokens(1, 50), [random_tokens(1, 12, seed=i) for i in range(4)]
+    prefix = prefix_for(model)
+    for question, wanted in zip(asked, ([61, 1], [50, 11, 1], [11, 1], [11, 1]), strict=True):
+        got, fed = generate(model, join(system, question), prefix)
+        assert fed[: len(wanted)] == wanted
+        assert torch.equal(got, generate(model, join(system, question))[0])
+    both, mask = random_tokens(2, 70, seed=8), torch.ones(2, 70, dtype=torch.long)
+    both[0, 5:55] = system
+    both[0, :5] = mask[0, :5] = 0
+    got, fed = generate(model, both, prefix_for(model), mask)
+    assert fed[:2] == [69, 1]
+    prefix = prefix_for(model)
+    generate(model, join(system, asked[0]), prefix)
+    got, fed = generate(model, both, prefix, mask)
+    assert fed[:3] == [55, 14, 1]
+    assert torch.equal(got, generate(model, both, None, mask)[0])
+    prefix = prefix_for(model)
+    for question in asked[:2]:  # less than a block is not worth a state
+        _, fed = generate(model, join(system[:, :15], question), prefix)
+        assert fed[:2] == [26, 1]
+
+
+@pytest.mark.parametrize("name", FEW)
 def test_batches(name):
     """All rows begin at one column, at which the state of each is known."""
     model = prepared(name)
@@ -247,7 +273,7 @@ def test_what_no_state_is_kept_of(name):
     mask = torch.ones_like(tokens)
     mask[0, 20] = 0
     generate(model, tokens, prefix, mask)
-    assert prefix.lookup(tokens[0].tolist()) == 0
+    assert prefix.lookup(tokens[0].tolist()) == 20  # where the rows before the hidden one end
     assert prefix.stats.sequences == 0
 
 
