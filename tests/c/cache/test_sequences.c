@@ -11,11 +11,18 @@
 static _Thread_local int num_locked; /* mutexes that this thread has locked in the core: see compiling.py */
 
 int __wrap_pthread_mutex_lock(pthread_mutex_t *mutex);
+int __wrap_pthread_mutex_trylock(pthread_mutex_t *mutex);
 int __wrap_pthread_mutex_unlock(pthread_mutex_t *mutex);
 
 int __wrap_pthread_mutex_lock(pthread_mutex_t *mutex) {
     num_locked++;
     return pthread_mutex_lock(mutex);
+}
+
+int __wrap_pthread_mutex_trylock(pthread_mutex_t *mutex) {
+    const int status = pthread_mutex_trylock(mutex);
+    num_locked += status == 0;
+    return status;
 }
 
 int __wrap_pthread_mutex_unlock(pthread_mutex_t *mutex) {
