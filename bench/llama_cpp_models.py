@@ -1,6 +1,6 @@
 """Write models for llama.cpp as GGUF files: random weights in the shape of real models, and the repository's own.
 
-python bench/llama_cpp_models.py --output models                      # llama-1b, gemma-1b, tiny and repository
+python bench/llama_cpp_models.py --output models                      # all, and the repository's
 python bench/llama_cpp_models.py --output models --shape llama-1b
 
 Random weights are Q4_0 and the same whenever they are written. They are blocks of one quantised pattern, again and
@@ -29,7 +29,10 @@ SPACE = "\u2581"  # what a SentencePiece vocabulary writes for a space
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model; a window of 0 tokens is full attention in every layer, another in five of six."""
+    """The sizes of a model; a window of 0 tokens is full attention in every layer, another in five of six.
+
+    Where `conv_size` is not 0, two of three layers convolve so many tokens, in place of attention.
+    """
 
     architecture: str
     num_layers: int
@@ -42,11 +45,16 @@ class Shape:
     window: int = 0
     max_seq_len: int = 131_072
     rope_theta: float = 500_000.0
+    conv_size: int = 0
+
+    def attends(self, layer: int) -> bool:
+        return not self.conv_size or layer % 3 == 2
 
 
 SHAPES = {
     "llama-1b": Shape("llama", 16, 2048, 8192, 32, 8, 64),  # Llama 3.2 1B
     "gemma-1b": Shape("gemma3", 26, 1152, 6912, 4, 1, 256, window=512, rope_theta=1e6),  # Gemma 3 1B
+    "lfm-1b": Shape("lfm2", 16, 2048, 8192, 32, 8, 64, conv_size=3, rope_theta=1e6),  # LFM2 1.2B
     "tiny": Shape("llama", 16, 64, 64, 2, 1, 64, vocab_size=320),  # a step is calls, and next to no arithmetic
 }
 
@@ -60,7 +68,8 @@ def add_sizes(writer: gguf.GGUFWriter, shape: Shape, epsilon: float = 1e-6) -> N
     writer.add_embedding_length(shape.hidden_size)
     writer.add_feed_forward_length(shape.inner_size)
     writer.add_head_count(shape.num_heads)
-    writer.add_head_count_kv(shape.num_kv_heads)
+    kv_heads = [shape.num_kv_heads * shape.attends(layer) for layer in range(shape.num_layers)]
+    writer.add_head_count_kv(kv_heads if shape.conv_size else shape.num_kv_heads)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
     writer.add_vocab_size(shape.vocab_size)
@@ -69,6 +78,8 @@ def add_sizes(writer: gguf.GGUFWriter, shape: Shape, epsilon: float = 1e-6) -> N
     writer.add_rope_freq_base(shape.rope_theta)
     if shape.window:
         writer.add_sliding_window(shape.window)
+    if shape.conv_size:
+        writer.add_shortconv_l_cache(shape.conv_size)
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, tokens: Sequence[str], types: Sequence[gguf.TokenType]) -> None:
@@ -101,23 +112,26 @@ def byte_vocabulary() -> tuple[list[str], list[gguf.TokenType]]:
 # ---- weights
 
 
-def matrices(shape: Shape) -> dict[str, tuple[int, ...]]:
+def matrices(shape: Shape, layer: int) -> dict[str, tuple[int, ...]]:
     """Return the rows and columns of a layer's matrices, by their names."""
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     hidden, inner = shape.hidden_size, shape.inner_size
-    return {
-        "attn_q": (q, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden), "attn_output": (hidden, q),
-        "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner),
+    attention = {"attn_q": (q, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden), "attn_output": (hidden, q)}
+    convolution = {
+        "shortconv.conv": (hidden, shape.conv_size), "shortconv.in_proj": (3 * hidden, hidden),
+        "shortconv.out_proj": (hidden, hidden),
     }  # fmt: skip
+    ffn = {"ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
+    return (attention if shape.attends(layer) else convolution) | ffn
 
 
-def norms(shape: Shape) -> dict[str, tuple[int, ...]]:
+def norms(shape: Shape, layer: int) -> dict[str, tuple[int, ...]]:
     """Return the length of a layer's norms, by their names."""
     names = ["attn_norm", "ffn_norm"]
     if shape.architecture == "gemma3":
         names += ["post_attention_norm", "post_ffw_norm"]
     found = dict.fromkeys(names, (shape.hidden_size,))
-    if shape.architecture == "gemma3":
+    if shape.architecture in ("gemma3", "lfm2") and shape.attends(layer):
         found |= dict.fromkeys(("attn_q_norm", "attn_k_norm"), (shape.head_dim,))
     return found
 
@@ -142,9 +156,10 @@ class RandomBlocks:
 def parts(shape: Shape) -> dict[str, tuple[int, ...]]:
     """Return the sizes of all tensors, by their names; the output is the embedding."""
     found: dict[str, tuple[int, ...]] = {"token_embd": (shape.vocab_size, shape.hidden_size)}
-    found["output_norm"] = (shape.hidden_size,)
+    found["token_embd_norm" if shape.architecture == "lfm2" else "output_norm"] = (shape.hidden_size,)
     for layer in range(shape.num_layers):
-        found |= {f"blk.{layer}.{name}": size for name, size in (norms(shape) | matrices(shape)).items()}
+        sizes = norms(shape, layer) | matrices(shape, layer)
+        found |= {f"blk.{layer}.{name}": size for name, size in sizes.items()}
     return found
 
 
@@ -158,6 +173,8 @@ def write_random(path: Path, shape: Shape, seed: int = 0) -> None:
     for name, size in parts(shape).items():
         if len(size) == 1:
             writer.add_tensor(f"{name}.weight", np.ones(size, np.float32))
+        elif name.endswith("shortconv.conv"):
+            writer.add_tensor(f"{name}.weight", np.full(size, size[1] ** -0.5, np.float32))
         else:
             rows, columns = size
             row_bytes = columns // 32 * 18

@@ -28,8 +28,8 @@ def write_repository(folder):
     return writer().write("repository", folder)
 
 
-def write_windows(folder):
-    """Write a small random model of seven layers, six of them with windows of 64 tokens; its vocabulary is the same."""
+def write_small(path, seed=0, **sizes):
+    """Write a small random model, whose vocabulary is the same, and return its path."""
     module = writer()
 
     def add_bytes(writer, *_):
@@ -37,10 +37,23 @@ def write_windows(folder):
         writer.add_bos_token_id(10)
         writer.add_add_bos_token(False)
 
-    add_vocabulary, path = module.add_vocabulary, folder / "windows.gguf"
+    add_vocabulary = module.add_vocabulary
+    common = {"hidden_size": 64, "inner_size": 64, "num_kv_heads": 1, "vocab_size": 256}
     with mock.patch.object(module, "add_vocabulary", add_bytes):
-        module.write_random(path, module.Shape("gemma3", 7, 64, 64, 2, 1, 64, vocab_size=256, window=64))
+        module.write_random(path, module.Shape(**common | sizes), seed)
     return path
+
+
+def write_windows(folder):
+    """Write such a model of seven layers, six of them with windows of 64 tokens."""
+    sizes = {"num_layers": 7, "num_heads": 2, "head_dim": 64, "window": 64}
+    return write_small(folder / "windows.gguf", architecture="gemma3", **sizes)
+
+
+def write_hybrid(folder):
+    """Write such a model of six layers, four of which have a recurrent state in place of rows."""
+    sizes = {"num_layers": 6, "num_heads": 2, "head_dim": 32, "conv_size": 3}
+    return write_small(folder / "hybrid.gguf", architecture="lfm2", **sizes)
 
 
 def write_random(folder, architecture):
