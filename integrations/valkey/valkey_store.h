@@ -4,6 +4,10 @@
 
 #include <kvcache.h>
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef struct valkey_options {
     const char *host; /* NULL: "127.0.0.1" */
     int32_t port;     /* 0: 6379 */
@@ -27,4 +31,7 @@ kvc_status valkey_store_new(const valkey_options *options, kvc_store **store);
 /* Frees such a store, which no call uses any more, and closes its connections; ignores NULL. */
 void valkey_store_free(kvc_store *store);
 
+#ifdef __cplusplus
+}
+#endif
 #endif
