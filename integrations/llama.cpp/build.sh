@@ -16,6 +16,7 @@ of $(sed 's/ .*//' "$here/pin.txt"), which pip downloads once. Building again co
   --sanitize KIND    build with the sanitizer "address", and the sources of this repository also with that of
                      undefined behaviour; or with "thread", and then on ggml's own threads: it does not see
                      what OpenMP synchronises
+  --valkey           keep prompts on servers of Valkey or Redis, too; it needs hiredis and pkg-config
   --tests            build llama.cpp's tests of memory and state too, and those of this folder
   --source FILE      use this source archive instead of downloading it
   --prepare          unpack and patch the sources, without building
@@ -33,7 +34,7 @@ fail() {
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/kvcache/llama.cpp
-output='' archive='' kind=shared threads=openmp sanitizer='' tests=OFF prepare=''
+output='' archive='' kind=shared threads=openmp sanitizer='' tests=OFF valkey=OFF prepare=''
 
 while [ $# -gt 0 ]; do
     case $1 in
@@ -47,6 +48,7 @@ while [ $# -gt 0 ]; do
         --sanitize) sanitizer=$2 && shift ;;
         --static) kind=static ;;
         --own-threads) threads=own ;;
+        --valkey) valkey=ON ;;
         --tests) tests=ON ;;
         --prepare) prepare=yes ;;
         --help) usage && exit ;;
@@ -153,7 +155,7 @@ configure() {
         "-DKVCACHE_OPENMP=$openmp"
         "-DLLAMA_SANITIZE_ADDRESS=$address" "-DGGML_SANITIZE_ADDRESS=$address"
         "-DLLAMA_SANITIZE_THREAD=$thread" "-DGGML_SANITIZE_THREAD=$thread" "-DKVCACHE_SANITIZE=$ours"
-        "-DLLAMA_BUILD_TESTS=$tests" -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF
+        "-DLLAMA_KVCACHE_VALKEY=$valkey" "-DLLAMA_BUILD_TESTS=$tests" -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF
         -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
         -DLLAMA_ALL_WARNINGS=OFF # thousands about GCC 12's own headers
     )

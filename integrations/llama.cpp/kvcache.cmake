@@ -1,6 +1,7 @@
 # Makes the cache a part of libllama: the adapter in src/, and the core of this repository. llama.cpp's src/CMakeLists.txt,
 # as llama.patch has it, includes this file where -DLLAMA_KVCACHE=<this folder> is given. Needs CMake 3.21.
 option(LLAMA_KVCACHE_SYSTEM "llama: link to the installed libkvcache that pkg-config finds" OFF)
+option(LLAMA_KVCACHE_VALKEY "llama: keep prompts on servers of Valkey or Redis, too, through hiredis" OFF)
 set(KVCACHE_SANITIZE "" CACHE STRING "sanitizers for this repository's sources alone; llama.cpp has options for its own")
 
 file(GLOB kvcache_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/src/*.cpp)
@@ -32,6 +33,16 @@ else()
     find_package(OpenMP REQUIRED COMPONENTS C)
     target_link_libraries(llama PRIVATE $<LINK_ONLY:OpenMP::OpenMP_C>)
   endif()
+endif()
+
+if(LLAMA_KVCACHE_VALKEY)
+  find_package(PkgConfig REQUIRED)
+  pkg_check_modules(HIREDIS REQUIRED IMPORTED_TARGET hiredis)
+  target_sources(llama PRIVATE ${CMAKE_CURRENT_LIST_DIR}/../valkey/valkey_store.c)
+  set_source_files_properties(${CMAKE_CURRENT_LIST_DIR}/src/llama-kvcache-store.cpp PROPERTIES
+                              COMPILE_DEFINITIONS LLAMA_KVCACHE_VALKEY
+                              INCLUDE_DIRECTORIES ${CMAKE_CURRENT_LIST_DIR}/../valkey)
+  target_link_libraries(llama PRIVATE PkgConfig::HIREDIS)
 endif()
 
 # Without this header ggml's products on AMX end the process, where it is compiled with this GCC.

@@ -4,11 +4,13 @@ import base64
 import concurrent.futures
 import itertools
 import random
+import re
 import subprocess
 import time
 
+import numpy as np
 import pytest
-from support import llama_cpp_build, llama_models
+from support import llama_cpp_build, llama_models, servers
 from support.llama_models import text
 from support.llama_server import ENVIRONMENT, NEXT_TOKEN, Server, completion, expect_same_probabilities, timings
 
@@ -44,9 +46,13 @@ def server(request, folder, repository):
         yield server
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen2vl", "deepseek2", "lfm2"])
+ROWS = ["llama", "gemma3", "qwen2vl", "deepseek2"]
+HYBRID = ["lfm2", "falcon-h1", "granitehybrid", "qwen3next", "jamba"]
+
+
+@pytest.mark.parametrize("architecture", ROWS + HYBRID)
 def test_the_memory(folder, architecture):
-    """Full attention, windows, M-RoPE, values in keys, and a hybrid, which has no prefixes."""
+    """Full attention, windows, M-RoPE, values in keys, and hybrid models: in memory, and in a folder."""
     out = llama_cpp_build.run("test-kvcache-prefix", llama_models.write_random(folder, architecture))
     assert out.endswith("ok\n"), out
 
@@ -202,23 +208,200 @@ def test_images_count_by_what_they_show(folder, repository):
         assert known(1, 280, 0) == 100 + 64 + 50
 
 
-def test_a_hybrid_has_no_prefixes(folder):
-    model = llama_models.write_random(folder, "lfm2")
-    options = ("--model", model, "-npp", "16", "-ntg", "4", "-npl", "1", "-c", "256", "--threads", "1")
-    done = subprocess.run(
-        [llama_cpp_build.program("llama-batched-bench"), *options],
-        env=ENVIRONMENT | {"LLAMA_KVCACHE": "1", "LLAMA_KVCACHE_PREFIX": "on"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0
-    assert "no prefixes: the model has recurrent layers" in done.stderr
+# ---- recurrent layers
+
+THREE_SLOTS = ("--parallel", "3", "--ctx-size", "3072")
+
+
+@pytest.fixture(scope="module")
+def hybrid(folder):
+    return llama_models.write_hybrid(folder)
+
+
+def tokens_of(begin, end):
+    return list(text(begin, end).encode())
+
+
+def expect_next_as_without(server, prompt, slot):
+    """Expect the next token of a prompt that is computed anew, and return how many tokens were known without."""
+    found = server.complete(prompt, 1, id_slot=slot, **NEXT_TOKEN)
+    anew = server.complete(prompt, 1, id_slot=2, cache_prompt=False, **NEXT_TOKEN)
+    expect_same_probabilities(found, anew, 0.01)
+    return timings(found)[0]
+
+
+@pytest.mark.parametrize("unified", ["--no-kv-unified", "--kv-unified"])
+def test_a_hybrid_model(folder, hybrid, unified):
+    """The same prompt, the next turn, and one that begins alike find the last state; the same batches give the same."""
+    with Server(hybrid, folder / f"hybrid{unified}.log", *ON, *THREE_SLOTS, unified) as server:
+        prompt = tokens_of(0, 800)
+        first = server.complete(prompt, id_slot=0)
+        assert timings(first) == (0, 800)
+        again = server.complete(prompt, id_slot=1)
+        assert timings(again) == (796, 4)
+        assert again["tokens"] == first["tokens"]
+        said = prompt + first["tokens"][:31]
+        assert expect_next_as_without(server, [*said, *tokens_of(900, 950)], 0) == 831
+        assert expect_next_as_without(server, [*prompt[:740], *tokens_of(900, 950)], 1) == 800 - 68
+        assert expect_next_as_without(server, [*prompt[:400], *tokens_of(900, 950)], 0) == 881 - 516
+        assert expect_next_as_without(server, [*prompt[:200], *tokens_of(900, 950)], 1) == 0
+
+
+def test_a_hybrid_model_in_a_conversation(folder, hybrid):
+    """Conversations share a system prompt, and each turn finds the one before."""
+    options = (*ON, *THREE_SLOTS, "--chat-template", "chatml")
+    with Server(hybrid, folder / "conversation.log", *options) as server:
+
+        def known(messages, slot):
+            body = {"messages": messages, "max_tokens": 8, "temperature": 0, "id_slot": slot}
+            answer = server.ask("/v1/chat/completions", body)
+            return answer["choices"][0]["message"], timings(answer)
+
+        def asks(content):
+            return {"role": "user", "content": content}
+
+        system = {"role": "system", "content": text(0, 400)}
+        first = [system, asks(text(1000, 1100))]
+        said, (num_known, _) = known(first, 0)
+        assert num_known == 0
+        assert known([system, asks(text(2000, 2100))], 1)[1][0] >= 400
+        turn = [*first, said, asks(text(3000, 3050))]
+        assert known(turn, 2)[1][0] >= 500
+
+
+# ---- stores
+
+
+def in_folder(path):
+    return ("--kvcache", "--kvcache-prefix", f"dir:{path}", *THREE_SLOTS)
+
+
+def test_a_folder_serves_after_a_restart(folder, repository, plain):
+    """As far as blocks were full, answers too."""
+    options = in_folder(folder / "kept")
+    prompt = text(1000, 1300)
+    with Server(repository, folder / "before.log", *options) as server:
+        first = server.complete(prompt, id_slot=0)
+        assert timings(first) == (0, 300)
+    with Server(repository, folder / "after.log", *options) as server:
+        answered = prompt + first["content"]
+        found = server.complete(answered, id_slot=1)
+        assert timings(found) == (320, 12)
+        assert found["tokens"] == plain.complete(answered, cache_prompt=False)["tokens"]
+        other = text(1000, 1250) + "KING HENRY:"
+        found = server.complete(other, id_slot=2)
+        assert timings(found) == (250, 11)
+        assert found["tokens"] == plain.complete(other, cache_prompt=False)["tokens"]
+
+
+def test_a_folder_serves_a_hybrid_model(folder, hybrid):
+    options = in_folder(folder / "states")
+    long, short = tokens_of(0, 700), tokens_of(2000, 2300)
+    with Server(hybrid, folder / "states-before.log", *options) as server:
+        first = server.complete(long, 64, id_slot=0)
+        server.complete(short, 1, id_slot=1)
+    with Server(hybrid, folder / "states-after.log", *options) as server:
+        found = server.complete(long, 64, id_slot=1)
+        assert timings(found) == (700 - 68, 68)
+        assert found["tokens"] == first["tokens"]
+        assert expect_next_as_without(server, short, 1) == 300 - 68
+
+
+def write_adapter(path, seed):
+    """Write a LoRA of the first layer's queries."""
+    gguf_files = pytest.importorskip("support.gguf_files")
+    rng = np.random.default_rng(seed)
+    metadata = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 8.0}
+    parts = {"lora_a": (8, 256), "lora_b": (256, 8)}
+    tensors = [(f"blk.0.attn_q.weight.{part}", rng.standard_normal(n, np.float32), None) for part, n in parts.items()]
+    return gguf_files.write(path, "llama", metadata, tensors)
+
+
+def test_models_and_adapters_share_a_folder_and_no_rows(folder, repository):
+    """Each finds its own; a file of weights is known by what is in it."""
+    options = in_folder(folder / "shared")
+    adapter = folder / "adapter.gguf"
+    rope = ("--rope-freq-scale", "0.5")
+
+    def known(name, *more, model=repository):
+        with Server(model, folder / f"{name}.log", *options, *more) as server:
+            return timings(server.complete(text(0, 200), 1))[0]
+
+    assert known("first") == 0
+    assert known("first-again") == 192
+    assert known("windows", model=llama_models.write_windows(folder)) == 0
+    for seed in (1, 2):
+        write_adapter(adapter, seed)
+        assert known(f"adapter-{seed}", "--lora", adapter) == 0
+        assert known(f"adapter-{seed}-again", "--lora", adapter) == 192
+    assert known("scaled", "--lora-scaled", f"{adapter}:0.5") == 0
+    assert known("rope", *rope) == 0
+    assert known("rope-again", *rope) == 192
+    assert known("type", "--cache-type-k", "q8_0") == 0
+    assert known("override", "--override-kv", "llama.attention.layer_norm_rms_epsilon=float:0.01") == 0
+
+
+def test_a_folder_that_fails_costs_no_answer(folder, repository, plain):
+    """It is said once, and answers are those without it."""
+    kept = folder / "failing"
+    with Server(repository, folder / "failing.log", *in_folder(kept)) as server:
+        server.complete(text(0, 200), 4)
+        server.wait_for_slots()
+        kept.rename(folder / "gone")
+        kept.write_text("not a folder")
+        for begin in range(1000, 7000, 1000):
+            prompt = text(begin, begin + 300)
+            assert server.complete(prompt, 8)["tokens"] == plain.complete(prompt, 8, cache_prompt=False)["tokens"]
+        assert timings(server.complete(text(6000, 6300), 8))[0] == 299
+    for what in ("read", "write"):
+        assert server.log().count(f"cannot {what} dir:{kept}") <= 1
+    assert server.log().count("no attempt to write for a minute") == 1
+
+
+def test_llama_completion_reads_from_a_folder(folder, repository, hybrid):
+    def complete(name, model, prompt):
+        options = ("--kvcache", "--kvcache-prefix", f"dir:{folder / name}", "-n", "70", "--temp", "0", "--ignore-eos")
+        done = subprocess.run(
+            [llama_cpp_build.program("llama-completion"), "--model", model, "--prompt", prompt, *options,
+             "--threads", "1", "--no-conversation", "--verbosity", "4", "--ctx-size", "1024"],
+            env=ENVIRONMENT, stdin=subprocess.DEVNULL, capture_output=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        known = re.search(rb"(\d+) / (\d+) tokens of prompt are known", done.stderr)
+        return done.stdout, int(known[1])
+
+    for model, expected in ((repository, 256), (hybrid, 300 - 65)):
+        first, known = complete(model.stem, model, text(0, 300))
+        assert known == 0
+        assert complete(model.stem, model, text(0, 300)) == (first, expected)
+        assert complete(model.stem, model, text(0, 290) + text(900, 950))[1] == expected
+
+
+def test_a_server_serves_another_machine(folder, repository):
+    """Where llama.cpp is built with a client for it."""
+    servers.need()
+    if b"this build has no client" in (llama_cpp_build.folder() / "bin/libllama.so").read_bytes():
+        pytest.skip("llama.cpp was built without --valkey")
+    with servers.Server(folder / "valkey") as valkey:
+        options = ("--kvcache", "--kvcache-prefix", f"valkey:127.0.0.1:{valkey.port}", *THREE_SLOTS)
+        with Server(repository, folder / "valkey-one.log", *options) as server:
+            assert timings(server.complete(text(0, 200), 1)) == (0, 200)
+        with Server(repository, folder / "valkey-other.log", *options) as server:
+            assert timings(server.complete(text(0, 200), 1)) == (192, 8)
+            valkey.kill()
+            assert timings(server.complete(text(1000, 1200), 1)) == (0, 200)
+            server.wait_for_slots()
+        assert "cannot read valkey:127.0.0.1" in server.log()
 
 
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("yes", "set it to on or to off"),
-        ("dir:kept", "prompts are kept in memory alone"),
-        ("valkey:redis://localhost", "prompts are kept in memory alone"),
+        ("yes", "set it to on, off, dir:/path or valkey:host:port"),
+        ("dir:", "there is no folder in it: write dir:/path"),
+        ("dir:/dev/null/kept", "name a folder that can be made and written to"),
+        ("dir:kept?most=1", r"write dir:/path\?max_bytes=20GiB"),
+        ("valkey:localhost", "(this build has no client|write valkey:127.0.0.1:6379)"),
     ],
 )
 def test_what_else_is_asked_for_is_an_error(folder, repository, spec, said):
@@ -227,4 +410,4 @@ def test_what_else_is_asked_for_is_an_error(folder, repository, spec, said):
         env=ENVIRONMENT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode != 0
-    assert f"LLAMA_KVCACHE_PREFIX is '{spec}': {said}" in done.stderr
+    assert re.search(rf"LLAMA_KVCACHE_PREFIX is '{re.escape(spec)}': .*{said}", done.stderr)

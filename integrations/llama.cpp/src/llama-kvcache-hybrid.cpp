@@ -19,9 +19,10 @@ static bool is_recurrent(const llama_model &model, uint32_t il) {
 
 llama_kvcache_hybrid::llama_kvcache_hybrid(const llama_model &model, const llama_cparams &cparams,
                                            llama_kvcache_layers layers)
-    : hparams(model.hparams), cparams(cparams), attn(model, cparams, std::move(layers)),
+    : hparams(model.hparams), cparams(cparams),
       recr(model, GGML_TYPE_F32, GGML_TYPE_F32, cparams.offload_kqv, std::max(1u, cparams.n_seq_max), cparams.n_seq_max,
-           cparams.n_rs_seq, [&](int32_t il) { return is_recurrent(model, il); }) {}
+           cparams.n_rs_seq, [&](int32_t il) { return is_recurrent(model, il); }),
+      attn(model, cparams, std::move(layers), &recr) {}
 
 static llama_memory_context_ptr failure(llama_memory_status status) {
     return std::make_unique<llama_memory_recurrent_context>(status);
@@ -151,6 +152,20 @@ void llama_kvcache_hybrid::state_read(llama_io_read_i &io, llama_seq_id seq_id, 
 
         throw;
     }
+}
+
+bool llama_kvcache_hybrid::has_prefix() const { return attn.has_prefix(); }
+
+int32_t llama_kvcache_hybrid::prefix_begin(llama_seq_id seq_id, const llama_memory_prompt &prompt, int32_t n_held) {
+    return attn.prefix_begin(seq_id, prompt, n_held);
+}
+
+void llama_kvcache_hybrid::prefix_keep(llama_seq_id seq_id, const llama_memory_prompt &prompt) {
+    attn.prefix_keep(seq_id, prompt);
+}
+
+void llama_kvcache_hybrid::prefix_steer(const float *data, size_t len, int32_t il_start, int32_t il_end) {
+    attn.prefix_steer(data, len, il_start, il_end);
 }
 
 llama_kvcache_hybrid_context::llama_kvcache_hybrid_context(llama_memory_context_ptr attn, llama_memory_context_ptr recr)

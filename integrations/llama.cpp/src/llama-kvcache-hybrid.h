@@ -35,14 +35,19 @@ class llama_kvcache_hybrid : public llama_memory_i {
     void state_write(llama_io_write_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) const override;
     void state_read(llama_io_read_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) override;
 
+    bool has_prefix() const override;
+    int32_t prefix_begin(llama_seq_id seq_id, const llama_memory_prompt &prompt, int32_t n_held) override;
+    void prefix_keep(llama_seq_id seq_id, const llama_memory_prompt &prompt) override;
+    void prefix_steer(const float *data, size_t len, int32_t il_start, int32_t il_end) override;
+
   private:
     bool has_attn_state(llama_state_seq_flags flags) const;
 
     const llama_hparams &hparams;
     const llama_cparams &cparams;
 
-    llama_kvcache attn;
     llama_memory_recurrent recr;
+    llama_kvcache attn; // which keeps the states of recr with its prompts
 };
 
 class llama_kvcache_hybrid_context : public llama_memory_context_i, public llama_memory_attn_i {

@@ -2,6 +2,30 @@
 #include "llama-kvcache.h"
 
 #include "llama-impl.h"
+#include "llama-io.h"
+#include "llama-kvcache-identity.h"
+#include "llama-memory-recurrent.h"
+
+#include "ggml-backend.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+
+std::string llama_kvcache_prefix_asked_for() {
+    const char *env = getenv("LLAMA_KVCACHE_PREFIX");
+    const std::string value = env ? env : "";
+
+    if (value.empty() || value == "off") {
+        return "";
+    }
+    if (value != "on") {
+        llama_kvcache_store::check(value);
+    }
+
+    return value;
+}
 
 namespace {
 
@@ -19,32 +43,136 @@ struct prefix_tokens {
     kvc_tokens tokens;
 };
 
+using state_bytes = std::vector<uint8_t>;
+
+class bytes_writer : public llama_io_write_i {
+  public:
+    void write(const void *src, size_t size) override {
+        data.insert(data.end(), (const uint8_t *)src, (const uint8_t *)src + size);
+    }
+
+    void write_tensor(ggml_tensor *tensor, size_t offset, size_t size) override {
+        data.resize(data.size() + size);
+        ggml_backend_tensor_get(tensor, data.data() + data.size() - size, offset, size);
+    }
+
+    size_t n_bytes() override { return data.size(); }
+
+    state_bytes data;
+};
+
+class bytes_reader : public llama_io_read_i {
+  public:
+    explicit bytes_reader(const state_bytes &data) : data(data) {}
+
+    void read(void *dst, size_t size) override { memcpy(dst, next(size), size); }
+
+    void read_tensor(ggml_tensor *tensor, size_t offset, size_t size) override {
+        ggml_backend_tensor_set(tensor, next(size), offset, size);
+    }
+
+    size_t n_bytes() override { return at; }
+
+  private:
+    const uint8_t *next(size_t size) {
+        if (size > data.size() - at) {
+            throw std::runtime_error("the state of a prompt is too short");
+        }
+        at += size;
+
+        return data.data() + at - size;
+    }
+
+    const state_bytes &data;
+    size_t at = 0;
+};
+
+// returns the most bytes of a sequence's state: a row of each tensor, and what is said about them
+int64_t most_state_bytes(const llama_memory_recurrent &recr) {
+    static constexpr int64_t SAID = 64;
+
+    int64_t res = SAID;
+
+    for (const auto *layers : {&recr.r_l, &recr.s_l, &recr.p_l}) {
+        for (const ggml_tensor *tensor : *layers) {
+            res += tensor ? (int64_t)tensor->nb[1] + SAID : 0;
+        }
+    }
+
+    return res;
+}
+
 } // namespace
 
-bool llama_kvcache::has_prefix() const { return keeps_prefixes; }
+bool llama_kvcache::has_prefix() const { return !prefix_spec.empty(); }
+
+// Sequences that go on do not follow from their tokens and these vectors.
+void llama_kvcache::prefix_steer(const float *data, size_t len, int32_t il_start, int32_t il_end) {
+    close();
+
+    steering = data ? llama_kvcache_identity(data, len * sizeof(*data)) + format(" %d %d", il_start, il_end) : "";
+    for (const int64_t id : ids) {
+        llama_kvcache_logged(__func__, kvc_next_position(cache, id) > 0 ? kvc_mark_inexact(cache, id, 0)
+                                                                        : kvc_clear_sequence(cache, id));
+    }
+}
 
 kvc_prefix *llama_kvcache::prefix_of(const char *adapters) {
-    if (!keeps_prefixes) {
+    if (!has_prefix()) {
         return nullptr;
     }
 
-    const std::string key = adapters ? adapters : "";
-    const auto found = prefixes.find(key);
+    const std::string fingerprint = identity + ", adapters: " + (adapters ? adapters : "") + ", steered: " + steering;
+    const auto found = prefixes.find(fingerprint);
 
     if (found != prefixes.end()) {
         return found->second;
     }
 
-    const std::string fingerprint = "adapters: " + key; // of one model, as the cache is
-
     kvc_prefix_config config = {};
 
     config.struct_size = sizeof(config);
     config.fingerprint = fingerprint.c_str();
+    config.collects_new = prefix_store != nullptr;
+    if (recr) {
+        // states take no more than the rows of a full context, or as much as eight of each sequence
+        config.state_bytes = most_state_bytes(*recr);
+        config.max_checkpoint_bytes = std::max(kvc_capacity_bytes(cache), 8 * cparams.n_seq_max * config.state_bytes);
+    }
 
     kvc_prefix *res = nullptr;
 
-    return llama_kvcache_logged(__func__, kvc_prefix_new(cache, &config, &res)) ? prefixes[key] = res : nullptr;
+    return llama_kvcache_logged(__func__, kvc_prefix_new(cache, &config, &res)) ? prefixes[fingerprint] = res : nullptr;
+}
+
+// Makes the recurrent state of a sequence that of what it was acquired with; false, if there is none any more.
+bool llama_kvcache::restore_state(kvc_prefix *prefix, llama_seq_id seq_id, int64_t id, int32_t n_known) {
+    recr->seq_rm(seq_id, -1, -1);
+    if (n_known == 0) {
+        return true;
+    }
+
+    int64_t size;
+
+    if (!llama_kvcache_logged(__func__, kvc_prefix_state(prefix, id, nullptr, 0, &size))) {
+        return false;
+    }
+
+    state_bytes state(size);
+
+    if (!llama_kvcache_logged(__func__, kvc_prefix_state(prefix, id, state.data(), size, &size))) {
+        return false;
+    }
+
+    try {
+        bytes_reader reader(state);
+
+        recr->state_read(reader, seq_id);
+    } catch (const std::exception &err) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
+    }
+
+    return recr->seq_pos_max(seq_id) == n_known - 1;
 }
 
 // The sequence of the cache that was acquired takes the place of the one before: what it is fed is kept as it comes.
@@ -58,6 +186,10 @@ int32_t llama_kvcache::prefix_begin(llama_seq_id seq_id, const llama_memory_prom
     close();
 
     const prefix_tokens given(prompt);
+
+    if (prefix_store) {
+        prefix_store->fetch(prefix, given.tokens);
+    }
 
     int64_t id;
     int32_t n_known;
@@ -76,10 +208,16 @@ int32_t llama_kvcache::prefix_begin(llama_seq_id seq_id, const llama_memory_prom
 
     ids[seq_id] = id;
 
+    if (recr && !restore_state(prefix, seq_id, id, n_known)) {
+        recr->seq_rm(seq_id, -1, -1);
+        llama_kvcache_logged(__func__, kvc_truncate(cache, id, 0));
+        return 0;
+    }
+
     return n_known;
 }
 
-// The sequence goes on as a copy, which no prompt follows.
+// From here on, the sequence may be fed any tokens.
 void llama_kvcache::prefix_keep(llama_seq_id seq_id, const llama_memory_prompt &prompt) {
     kvc_prefix *prefix = prefix_of(prompt.adapters);
 
@@ -89,16 +227,22 @@ void llama_kvcache::prefix_keep(llama_seq_id seq_id, const llama_memory_prompt &
 
     close();
 
-    const prefix_tokens given(prompt);
-    const int64_t ended = ids[seq_id];
-    const int64_t copy = kvc_new_sequence(cache);
+    prefix_tokens given(prompt);
+    bytes_writer state;
 
-    if (kvc_next_position(cache, ended) > 0 && !llama_kvcache_logged(__func__, kvc_fork(cache, ended, copy))) {
-        llama_kvcache_logged(__func__,
-                             kvc_truncate(cache, ended, kvc_next_position(cache, ended))); // other tokens may follow
-        return;
+    // the state is that behind all tokens that were fed
+    if (const llama_pos n_fed = recr ? recr->seq_pos_max(seq_id) + 1 : 0; n_fed > 0 && n_fed <= prompt.n_tokens) {
+        given.tokens.num_tokens = n_fed;
+        recr->state_write(state, seq_id);
     }
 
-    ids[seq_id] = copy;
-    llama_kvcache_logged(__func__, kvc_prefix_release(prefix, ended, &given.tokens));
+    const int64_t id = ids[seq_id];
+
+    llama_kvcache_logged(
+        __func__, kvc_prefix_checkpoint(prefix, id, &given.tokens, state.data.data(), (int64_t)state.data.size()));
+    llama_kvcache_logged(__func__, kvc_truncate(cache, id, kvc_next_position(cache, id)));
+
+    if (prefix_store) {
+        prefix_store->write(cache);
+    }
 }

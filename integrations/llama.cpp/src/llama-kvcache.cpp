@@ -1,6 +1,7 @@
 #include "llama-kvcache.h"
 
 #include "llama-kvcache-hybrid.h"
+#include "llama-kvcache-identity.h"
 
 #include "llama-impl.h"
 #include "llama-model.h"
@@ -23,22 +24,6 @@ static bool is_asked_for() {
     return value == "1";
 }
 
-// whether the beginnings of prompts are to be found
-static bool is_prefix_asked_for() {
-    const char *env = getenv("LLAMA_KVCACHE_PREFIX");
-    const std::string value = env ? env : "";
-
-    if (value.empty() || value == "off" || value == "on") {
-        return value == "on";
-    }
-    if (value.rfind("dir:", 0) == 0 || value.rfind("valkey:", 0) == 0) {
-        throw std::runtime_error("LLAMA_KVCACHE_PREFIX is '" + value +
-                                 "': prompts are kept in memory alone, with on; there are no stores yet");
-    }
-
-    throw std::runtime_error("LLAMA_KVCACHE_PREFIX is '" + value + "': set it to on or to off");
-}
-
 llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memory_params &params,
                                      const llama_cparams &cparams) {
     if (!is_asked_for()) {
@@ -59,10 +44,6 @@ llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memor
     auto layers = llama_kvcache_layers_of(model, params, cparams);
 
     if (llm_arch_is_hybrid(model.arch)) {
-        if (is_prefix_asked_for()) {
-            LLAMA_LOG_WARN("%s: no prefixes: the model has recurrent layers, whose states are not kept\n", __func__);
-        }
-
         return new llama_kvcache_hybrid(model, cparams, std::move(layers));
     }
 
@@ -84,8 +65,20 @@ static int32_t block_size_of(const llama_kvcache_layers &layers, const llama_cpa
     return (int32_t)GGML_PAD((cparams.n_ctx_seq + n_blocks - 1) / n_blocks, 64);
 }
 
-llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cparams, llama_kvcache_layers layers_in)
-    : model(model), cparams(cparams), layers(std::move(layers_in)), keeps_prefixes(is_prefix_asked_for()) {
+llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cparams, llama_kvcache_layers layers_in,
+                             llama_memory_recurrent *recr)
+    : model(model), cparams(cparams), layers(std::move(layers_in)), recr(recr),
+      prefix_spec(llama_kvcache_prefix_asked_for()) {
+    if (!prefix_spec.empty() && prefix_spec != "on" && !model.hparams.no_alloc) { // not where only memory is measured
+        prefix_store = std::make_unique<llama_kvcache_store>(prefix_spec);
+
+        const int64_t t_start_us = ggml_time_us();
+
+        identity = llama_kvcache_identity(model, cparams);
+        LLAMA_LOG_INFO("%s: prompts are kept in %s, for model %s (hashed in %.2f s)\n", __func__, prefix_spec.c_str(),
+                       identity.c_str(), (ggml_time_us() - t_start_us) / 1e6);
+    }
+
     ops.resize(layers.index.size());
     for (size_t il = 0; il < ops.size(); ++il) {
         const int32_t layer = layers.index[il];
@@ -107,7 +100,7 @@ llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cpar
     config.layers = layers.cache.data();
     config.layer_size = sizeof(kvc_layer);
     config.num_layers = (int32_t)layers.cache.size();
-    config.block_size = block_size_of(layers, cparams, keeps_prefixes);
+    config.block_size = block_size_of(layers, cparams, has_prefix());
     config.max_seq_len = cparams.n_ctx_seq;
     config.capacity = (int64_t)cparams.n_ctx_seq * (cparams.kv_unified ? 1 : cparams.n_seq_max);
     config.num_threads = 1; // ggml's threads do the work
@@ -129,6 +122,10 @@ llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cpar
 llama_kvcache::~llama_kvcache() {
     close();
 
+    if (prefix_store) {
+        prefix_store->write(cache);
+        prefix_store->finish();
+    }
     kvc_cache_free(cache);
 }
 

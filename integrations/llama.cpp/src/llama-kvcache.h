@@ -6,6 +6,7 @@
 #include "llama-cparams.h"
 #include "llama-graph.h"
 #include "llama-kvcache-model.h"
+#include "llama-kvcache-store.h"
 #include "llama-memory.h"
 
 #include <atomic>
@@ -18,10 +19,15 @@
 struct llama_model;
 
 class llama_kvcache;
+class llama_memory_recurrent;
 
 // returns a memory on libkvcache if LLAMA_KVCACHE=1 asks for it and the model and the options are served, else nullptr
 llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memory_params &params,
                                      const llama_cparams &cparams);
+
+// returns what LLAMA_KVCACHE_PREFIX asks for: on, or the address of a store; empty: nothing.  Throws where it is
+// neither.
+std::string llama_kvcache_prefix_asked_for();
 
 // Returns whether a call succeeded; if not, the log says why.  For functions that cannot say so themselves.
 bool llama_kvcache_logged(const char *func, kvc_status status);
@@ -43,7 +49,9 @@ struct llama_kvcache_op {
 
 class llama_kvcache : public llama_memory_i {
   public:
-    llama_kvcache(const llama_model &model, const llama_cparams &cparams, llama_kvcache_layers layers);
+    // recr: the other part of a hybrid memory, whose states belong to prompts; nullptr: there is none
+    llama_kvcache(const llama_model &model, const llama_cparams &cparams, llama_kvcache_layers layers,
+                  llama_memory_recurrent *recr = nullptr);
     ~llama_kvcache() override;
 
     //
@@ -75,6 +83,7 @@ class llama_kvcache : public llama_memory_i {
     bool has_prefix() const override;
     int32_t prefix_begin(llama_seq_id seq_id, const llama_memory_prompt &prompt, int32_t n_held) override;
     void prefix_keep(llama_seq_id seq_id, const llama_memory_prompt &prompt) override;
+    void prefix_steer(const float *data, size_t len, int32_t il_start, int32_t il_end) override;
 
     // undoes state_read, for a memory of several parts of which another could not be read
     void state_clear(llama_seq_id seq_id);
@@ -132,6 +141,8 @@ class llama_kvcache : public llama_memory_i {
     // returns the prefix for rows that these adapters make, nullptr, with the reason in the log, if there is none
     kvc_prefix *prefix_of(const char *adapters);
 
+    bool restore_state(kvc_prefix *prefix, llama_seq_id seq_id, int64_t id, int32_t n_known);
+
     // drops the tokens of one sequence at positions [p0, p1)
     bool remove(llama_seq_id seq_id, llama_pos p0, llama_pos p1);
 
@@ -143,12 +154,17 @@ class llama_kvcache : public llama_memory_i {
 
     const llama_kvcache_layers layers;
 
+    llama_memory_recurrent *const recr;
+
     kvc_cache *cache = nullptr;
 
     std::vector<int64_t> ids; // [sequence of the context] which one of the cache it is
 
-    const bool keeps_prefixes;
-    std::map<std::string, kvc_prefix *> prefixes; // [adapters] freed with the cache
+    const std::string prefix_spec;                     // empty: there are no prefixes
+    std::unique_ptr<llama_kvcache_store> prefix_store; // nullptr: they stay in memory
+    std::string identity;                              // of the model, where there is a store
+    std::string steering;                              // of the control vectors
+    std::map<std::string, kvc_prefix *> prefixes;      // [fingerprint] freed with the cache
 
     std::vector<std::unique_ptr<llama_kvcache_op>> ops; // [layer of the model]
 

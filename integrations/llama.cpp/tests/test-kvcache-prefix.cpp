@@ -5,6 +5,8 @@
 #include "llama-cpp.h"
 
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 
 static int n_failed = 0;
 
@@ -39,8 +41,8 @@ struct prompt {
 
 class context {
   public:
-    context(llama_model *model, const llama_context_params &params, const char *spec) : model(model) {
-        setenv("LLAMA_KVCACHE_PREFIX", spec, 1);
+    context(llama_model *model, const llama_context_params &params, const std::string &spec) : model(model) {
+        setenv("LLAMA_KVCACHE_PREFIX", spec.c_str(), 1);
         ctx.reset(new_context(model, params, true));
         setenv("LLAMA_KVCACHE_PREFIX", "", 1);
         if (!ctx) {
@@ -399,7 +401,10 @@ static void test_operations(llama_model *model) {
 }
 
 static void test_errors(llama_model *model) {
-    for (const char *spec : {"yes", "dir:/tmp", "valkey:redis://localhost"}) {
+    std::ofstream("file").put('x');
+    for (const char *spec :
+         {"yes", "dir:", "dir:file", "dir:file/folder", "dir:kept?max_bytes=some", "dir:kept?size=1GiB",
+          "valkey:", "valkey:localhost", "valkey:localhost:0", "valkey:localhost:port"}) {
         setenv("LLAMA_KVCACHE_PREFIX", spec, 1);
         auto *ctx = new_context(model, params_of(), true);
         expect(!ctx, std::string("refused: ") + spec);
@@ -408,13 +413,222 @@ static void test_errors(llama_model *model) {
     setenv("LLAMA_KVCACHE_PREFIX", "", 1);
 }
 
-// recurrent layers have states, which are not kept
-static void test_hybrid(llama_model *model) {
+//
+// recurrent layers
+//
+
+// the logits of a prompt that is fed in two parts
+static std::vector<float> plain_parts(llama_model *model, const prompt &p, int32_t n) {
+    context c(model, params_of(), "off");
+
+    c.feed(0, p, 0, n);
+
+    return c.feed(0, p, n, (int32_t)p.tokens.size());
+}
+
+// A match ends where a state was kept, and what follows has the bits of a sequence that was fed all.
+static void test_states_of_layers(llama_model *model, bool is_unified) {
+    context c(model, params_of(is_unified), "on");
+    const prompt p(model, 1, 200);
+    const prompt q(model, 1, 150, 2, 60);
+
+    expect(llama_memory_has_prefix(c.mem), "a prefix");
+    expect(c.begin(0, p) == 0, "nothing is known");
+    c.feed(0, p, 0, 100);
+    expect(c.begin(1, q) == 0, "no state yet");
+    c.keep(0, prompt(model, 1, 100));
+    c.feed(0, p, 100, 200);
+    c.keep(0, p);
+    expect(c.last(0) == 199, "a sequence that is kept goes on", c.last(0));
+
+    int32_t n = c.begin(1, q);
+    expect(n == 100 && c.last(1) == 99, "up to the first state", n);
+    expect(c.feed(1, q, n, 210) == plain_parts(model, q, n), "behind the first state: the same bits");
+
+    n = c.begin(2, p);
+    expect(n == 100, "the last token is to be fed", n);
+
+    const prompt longer(model, 1, 230);
+    c.drop(0);
+    n = c.begin(2, longer);
+    expect(n == 200, "up to the last state", n);
+
+    context other(model, params_of(), "off");
+    other.feed(0, longer, 0, 100);
+    other.feed(0, longer, 100, 200);
+    expect(c.feed(2, longer, n, 230) == other.feed(0, longer, 200, 230), "behind the last state: the same bits");
+
+    expect(c.begin(3, prompt(model, 1, 99)) == 0, "no state in a shorter one");
+    c.keep(2, prompt(model, 1, 50));
+    expect(c.begin(3, prompt(model, 1, 70)) == 0, "a state belongs to all tokens");
+    llama_memory_clear(c.mem, true);
+    expect(c.begin(0, p) == 0, "cleared");
+}
+
+// a sequence goes on with its own tokens where these are more, or gives them up
+static void test_own_state(llama_model *model) {
     context c(model, params_of(), "on");
     const prompt p(model, 1, 100);
+    const prompt q(model, 1, 130);
 
-    expect(!llama_memory_has_prefix(c.mem), "no prefix");
-    expect(c.serve(0, p) == 0 && c.begin(1, p) == 0, "nothing is known");
+    c.serve(0, p);
+    c.feed(0, q, 100, 120);
+    expect(c.begin(0, q, 120) == 120 && c.last(0) == 119, "more than what was kept");
+    expect(c.feed(0, q, 120, 130).size() > 0, "goes on");
+    expect(c.begin(0, prompt(model, 7, 50)) == 0 && c.last(0) == -1, "nothing of another", c.last(0));
+    expect(c.begin(0, q) == 100, "instead of nothing");
+}
+
+static void test_edits_of_states(llama_model *model) {
+    context c(model, params_of(), "on");
+    prompt p(model, 1, 100);
+
+    c.begin(0, p);
+    c.feed(0, p, 0, 100);
+    if (llama_memory_can_shift(c.mem)) {
+        llama_memory_seq_rm(c.mem, 0, 10, 20);
+        llama_memory_seq_add(c.mem, 0, 20, -1, -10);
+        p.tokens.erase(p.tokens.begin() + 10, p.tokens.begin() + 20);
+        c.keep(0, p);
+        p.tokens.push_back(0);
+        expect(c.begin(1, p) == 0, "a state behind tokens that moved");
+    }
+
+    // a sequence that has fewer tokens than it is said to
+    const prompt q(model, 2, 100);
+    c.begin(2, q);
+    c.feed(2, q, 0, 60);
+    c.keep(2, q);
+    expect(c.begin(3, q) == 60, "as many as were fed");
+    c.drop(3);
+    c.keep(3, q);
+    c.keep(3, prompt(model, 1, 0));
+    expect(c.begin(3, q) == 60, "a sequence without tokens changes nothing");
+}
+
+//
+// stores
+//
+
+static const std::string FOLDER = "kept";
+
+static std::string in_folder() {
+    std::filesystem::remove_all(FOLDER);
+
+    return "dir:" + FOLDER;
+}
+
+// what one context has kept, another finds, as far as blocks were full
+static void test_folder(llama_model *model) {
+    const std::string spec = in_folder();
+    const prompt p(model, 1, 200);
+    const prompt q(model, 1, 150, 2, 50);
+    const prompt longer(model, 1, 230);
+    const bool is_hybrid = llama_model_is_hybrid(model);
+
+    {
+        context c(model, params_of(), spec);
+
+        expect(c.begin(0, p) == 0, "an empty folder");
+        c.feed(0, p, 0, 100);
+        c.keep(0, prompt(model, 1, 100));
+        c.feed(0, p, 100, 200);
+        c.keep(0, p);
+    }
+    {
+        context c(model, params_of(), spec);
+
+        int32_t n = c.begin(1, p);
+        expect(n == (is_hybrid ? 100 : 192), "from the folder", n);
+        expect_plain(model, c.feed(1, p, n, 200), p, "from the folder");
+        n = c.begin(2, q);
+        expect(n == (is_hybrid ? 100 : 150), "another", n);
+        expect_plain(model, c.feed(2, q, n, 200), q, "another");
+    }
+
+    auto params = params_of();
+    params.rope_freq_base = 12345.0f;
+    expect(context(model, params, spec).begin(0, p) == 0, "another rope");
+    params = params_of();
+    params.type_k = params.type_v = GGML_TYPE_F16;
+    expect(context(model, params, spec).begin(0, p) == 0, "another type");
+
+    prompt adapted = p;
+    adapted.adapters = "another";
+    context c(model, params_of(), spec);
+    expect(c.begin(0, adapted) == 0, "another adapter");
+    const std::vector<float> steer((size_t)llama_model_n_embd(model) * llama_model_n_layer(model), 0.5f);
+    llama_set_adapter_cvec(c.ctx.get(), steer.data(), steer.size(), llama_model_n_embd(model), 1, 1);
+    expect(c.begin(0, p) == 0, "a control vector");
+    c.feed(0, p, 0, 200);
+    c.keep(0, p);
+    expect(c.begin(1, longer) == 200, "with the same control vector");
+    llama_set_adapter_cvec(c.ctx.get(), nullptr, 0, llama_model_n_embd(model), 1, 1);
+    c.keep(0, longer);
+    expect(c.begin(2, longer) < 200, "not what was computed with one");
+    expect(c.begin(0, p) >= 100, "none any more");
+}
+
+// a model of which a single weight, or a parameter, is another
+static void test_other_models(llama_model *model, const char *path) {
+    const std::string spec = in_folder();
+    const prompt p(model, 1, 130);
+    const prompt longer(model, 1, 140);
+    const auto serve = [&](llama_model *which) {
+        context c(which, params_of(), spec);
+
+        return c.serve(0, p) + c.begin(1, longer);
+    };
+    const auto known = [&](llama_model *which) { return context(which, params_of(), spec).begin(0, longer); };
+
+    serve(model);
+
+    const llama_model_ptr again(llama_model_load_from_file(path, llama_model_default_params()));
+    const int32_t n = known(again.get());
+    expect(llama_model_is_hybrid(model) ? n == 0 : n == 128, "the same model, loaded again", n);
+
+    const std::string changed = "changed.gguf";
+    std::filesystem::copy_file(path, changed, std::filesystem::copy_options::overwrite_existing);
+    std::fstream file(changed, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(-(std::streamoff)std::filesystem::file_size(changed) / 3, std::ios::end);
+    const char before = (char)file.peek();
+    file.seekp(file.tellg());
+    file.put((char)(before ^ 1));
+    file.close();
+    const llama_model_ptr other(llama_model_load_from_file(changed.c_str(), llama_model_default_params()));
+    expect(known(other.get()) == 0, "another weight");
+
+    char arch[64];
+    llama_model_meta_val_str(model, "general.architecture", arch, sizeof(arch));
+    llama_model_kv_override overrides[2] = {};
+    overrides[0].tag = LLAMA_KV_OVERRIDE_TYPE_FLOAT;
+    overrides[0].val_f64 = 4321.0;
+    snprintf(overrides[0].key, sizeof(overrides[0].key), "%s.rope.freq_base", arch);
+    auto params = llama_model_default_params();
+    params.kv_overrides = overrides;
+    const llama_model_ptr overridden(llama_model_load_from_file(path, params));
+    expect(known(overridden.get()) == 0, "another parameter");
+}
+
+// a store that fails costs no answer
+static void test_failing_store(llama_model *model) {
+    const std::string spec = in_folder();
+    const prompt p(model, 1, 150);
+    {
+        context c(model, params_of(), spec);
+
+        std::filesystem::remove_all(FOLDER);
+        std::ofstream(FOLDER).put('x'); // a file, in which nothing can be made
+        expect(c.serve(0, p) == 0, "nothing is known");
+        const prompt longer(model, 1, 160);
+        expect(c.begin(1, longer) == 150, "what memory has is known");
+        expect_plain(model, c.feed(1, longer, 150, 160), longer, "without the folder");
+        for (uint32_t text = 2; text < 6; ++text) {
+            expect(c.serve(2, prompt(model, text, 150)) == 0, "others go on");
+        }
+    }
+    expect(std::filesystem::file_size(FOLDER) == 1, "the file stays");
+    std::filesystem::remove_all(FOLDER);
 }
 
 int main(int argc, char **argv) {
@@ -433,15 +647,24 @@ int main(int argc, char **argv) {
             printf("    FAIL: cannot be loaded\n");
             return 1;
         }
-        if (llama_model_is_hybrid(model.get())) {
-            test_hybrid(model.get());
-            continue;
-        }
-
-        const struct {
+        struct test {
             const char *name;
             std::function<void()> run;
-        } tests[] = {
+        };
+
+        const std::vector<test> of_states = {
+            {"states of layers", [&] { test_states_of_layers(model.get(), true); }},
+            {"states of layers, not unified", [&] { test_states_of_layers(model.get(), false); }},
+            {"own state", [&] { test_own_state(model.get()); }},
+            {"edits", [&] { test_edits_of_states(model.get()); }},
+        };
+        const std::vector<test> of_stores = {
+            {"folder", [&] { test_folder(model.get()); }},
+            {"other models", [&] { test_other_models(model.get(), argv[i]); }},
+            {"failing store", [&] { test_failing_store(model.get()); }},
+            {"errors", [&] { test_errors(model.get()); }},
+        };
+        const std::vector<test> of_rows = {
             {"sequences", [&] { test_sequences(model.get(), true); }},
             {"sequences, not unified", [&] { test_sequences(model.get(), false); }},
             {"own tokens", [&] { test_own_tokens(model.get()); }},
@@ -451,15 +674,16 @@ int main(int argc, char **argv) {
             {"images", [&] { test_images(model.get()); }},
             {"states", [&] { test_states(model.get()); }},
             {"operations", [&] { test_operations(model.get()); }},
-            {"errors", [&] { test_errors(model.get()); }},
         };
 
-        for (const auto &test : tests) {
-            const int n_before = n_failed;
+        for (const auto *tests : {llama_model_is_hybrid(model.get()) ? &of_states : &of_rows, &of_stores}) {
+            for (const auto &test : *tests) {
+                const int n_before = n_failed;
 
-            test.run();
-            printf("  %-4s %s\n", n_failed == n_before ? "ok" : "FAIL", test.name);
-            fflush(stdout);
+                test.run();
+                printf("  %-4s %s\n", n_failed == n_before ? "ok" : "FAIL", test.name);
+                fflush(stdout);
+            }
         }
     }
 

@@ -1,0 +1,266 @@
+#include "llama-kvcache-store.h"
+
+#include "llama-impl.h"
+
+#ifdef LLAMA_KVCACHE_VALKEY
+#include "valkey_store.h"
+#endif
+
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+
+static constexpr int MOST_FAILURES = 3;
+static constexpr auto PAUSE = std::chrono::minutes(1);
+static constexpr auto LAST_WRITES = std::chrono::seconds(10);
+static constexpr int64_t MAX_BYTES = INT64_C(32) << 30;
+
+//
+// addresses
+//
+
+namespace {
+
+struct place {
+    std::string path; // dir:
+    int64_t max_bytes = MAX_BYTES;
+    std::string host; // valkey:
+    int32_t port = 0;
+};
+
+[[noreturn]] void refuse(const std::string &address, const std::string &reason) {
+    throw std::runtime_error("LLAMA_KVCACHE_PREFIX is '" + address + "': " + reason);
+}
+
+// returns the bytes of a size such as 20GiB; 0 if it is none
+int64_t bytes_of(const std::string &size) {
+    char *end;
+    const double number = strtod(size.c_str(), &end);
+    const std::string unit = end;
+    int64_t factor = unit.empty() ? 1 : 0;
+
+    for (const auto &[name, bytes] : {std::pair<const char *, int64_t>{"KiB", 1 << 10},
+                                      {"MiB", 1 << 20},
+                                      {"GiB", 1 << 30},
+                                      {"TiB", INT64_C(1) << 40}}) {
+        factor = unit == name ? bytes : factor;
+    }
+
+    return number > 0 && number * (double)factor < 9e18 ? (int64_t)(number * (double)factor) : 0;
+}
+
+place folder_of(const std::string &address) {
+    static const std::string OPTION = "?max_bytes=";
+
+    place res;
+    const std::string rest = address.substr(strlen("dir:"));
+    const size_t at = rest.find('?');
+
+    res.path = rest.substr(0, at);
+    if (res.path.empty()) {
+        refuse(address, "there is no folder in it: write dir:/path");
+    }
+    if (at != std::string::npos) {
+        res.max_bytes = rest.compare(at, OPTION.size(), OPTION) == 0 ? bytes_of(rest.substr(at + OPTION.size())) : 0;
+        if (res.max_bytes <= 0) {
+            refuse(address, "the option of a folder is max_bytes: write dir:/path?max_bytes=20GiB");
+        }
+    }
+
+    return res;
+}
+
+place server_of(const std::string &address) {
+#ifdef LLAMA_KVCACHE_VALKEY
+    place res;
+    const std::string rest = address.substr(strlen("valkey:"));
+    const size_t at = rest.rfind(':');
+    char *end = nullptr;
+    const long port = at == std::string::npos ? 0 : strtol(rest.c_str() + at + 1, &end, 10);
+
+    res.host = rest.substr(0, at);
+    if (res.host.empty() || port < 1 || port > 65535 || *end) {
+        refuse(address, "a server has a host and a port: write valkey:127.0.0.1:6379");
+    }
+    res.port = (int32_t)port;
+
+    return res;
+#else
+    refuse(address, "this build has no client for servers: build it with build.sh --valkey, or write dir:/path");
+#endif
+}
+
+place place_of(const std::string &address) {
+    if (address.rfind("dir:", 0) == 0) {
+        return folder_of(address);
+    }
+    if (address.rfind("valkey:", 0) == 0) {
+        return server_of(address);
+    }
+    refuse(address, "set it to on, off, dir:/path or valkey:host:port");
+}
+
+std::unique_ptr<kvc_store, void (*)(kvc_store *)> open(const std::string &address) {
+    const place at = place_of(address);
+    kvc_store *res = nullptr;
+    kvc_status status;
+    void (*free)(kvc_store *) = kvc_dir_store_free;
+
+    if (at.host.empty()) {
+        status = kvc_dir_store_new(at.path.c_str(), at.max_bytes, &res);
+    } else {
+#ifdef LLAMA_KVCACHE_VALKEY
+        valkey_options options = {};
+
+        options.host = at.host.c_str();
+        options.port = at.port;
+        options.user = getenv("LLAMA_KVCACHE_VALKEY_USER");
+        options.password = getenv("LLAMA_KVCACHE_VALKEY_PASSWORD");
+        status = valkey_store_new(&options, &res);
+        free = valkey_store_free;
+#else
+        status = KVC_ERR_UNSUPPORTED;
+#endif
+    }
+    if (status) {
+        refuse(address, std::string(kvc_last_error()) +
+                            (at.host.empty() ? ": name a folder that can be made and written to" : ""));
+    }
+
+    return {res, free};
+}
+
+} // namespace
+
+void llama_kvcache_store::check(const std::string &address) { place_of(address); }
+
+//
+// what may fail
+//
+
+bool llama_kvcache_store::is_left_alone(const failures &of) {
+    std::lock_guard<std::mutex> lock(mutex);
+
+    return of.n >= MOST_FAILURES && clock::now() < of.over;
+}
+
+kvc_status llama_kvcache_store::noted(failures &of, kvc_status status) {
+    std::lock_guard<std::mutex> lock(mutex);
+
+    of.n = status ? of.n + 1 : 0;
+    of.over = clock::now() + PAUSE;
+    if (of.n == 1) {
+        LLAMA_LOG_WARN("%s: cannot %s %s: %s\n", __func__, of.what, address.c_str(), kvc_last_error());
+    }
+    if (of.n == MOST_FAILURES) {
+        LLAMA_LOG_WARN("%s: no attempt to %s for a minute, then one a minute: %s\n", __func__, of.what,
+                       address.c_str());
+    }
+
+    return status;
+}
+
+kvc_status llama_kvcache_store::read_value(void *user, const uint8_t *name, void *value, int64_t max_bytes,
+                                           int64_t *size) {
+    auto *self = (llama_kvcache_store *)user;
+
+    *size = 0;
+    if (self->is_left_alone(self->reads)) {
+        return KVC_OK;
+    }
+
+    return self->noted(self->reads, self->store->read(self->store->user, name, value, max_bytes, size));
+}
+
+kvc_status llama_kvcache_store::write_value(void *user, const uint8_t *name, const void *value, int64_t size) {
+    auto *self = (llama_kvcache_store *)user;
+    {
+        std::lock_guard<std::mutex> lock(self->mutex);
+
+        if (clock::now() > self->deadline) {
+            ++self->n_dropped;
+            return KVC_OK;
+        }
+    }
+    if (self->is_left_alone(self->writes)) {
+        return KVC_OK;
+    }
+
+    return self->noted(self->writes, self->store->write(self->store->user, name, value, size));
+}
+
+//
+// reading and writing
+//
+
+llama_kvcache_store::llama_kvcache_store(const std::string &address)
+    : address(address), store(open(address)), guarded{sizeof(kvc_store), this, read_value, write_value} {
+    thread = std::thread(&llama_kvcache_store::work, this);
+}
+
+llama_kvcache_store::~llama_kvcache_store() { finish(); }
+
+void llama_kvcache_store::fetch(kvc_prefix *prefix, const kvc_tokens &tokens) {
+    int32_t n;
+    const kvc_status status = kvc_prefix_fetch(prefix, &tokens, -1, &guarded, &n);
+
+    if (status && status != KVC_ERR_STORE) { // which was logged
+        LLAMA_LOG_WARN("%s: %s: %s\n", __func__, address.c_str(), kvc_last_error());
+    }
+}
+
+void llama_kvcache_store::write(kvc_cache *new_cache) {
+    std::lock_guard<std::mutex> lock(mutex);
+
+    cache = new_cache;
+    has_work = true;
+    changed.notify_one();
+}
+
+// A block that could not be written is not tried again, so that this ends.
+void llama_kvcache_store::write_new() {
+    int64_t n;
+    kvc_status status;
+
+    do {
+        status = kvc_store_new_blocks(cache, &guarded, &n);
+    } while (status == KVC_ERR_STORE);
+
+    if (status) {
+        LLAMA_LOG_WARN("%s: %s: %s\n", __func__, address.c_str(), kvc_last_error());
+    }
+}
+
+void llama_kvcache_store::work() {
+    std::unique_lock<std::mutex> lock(mutex);
+
+    while (has_work || !is_over) {
+        if (!has_work) {
+            changed.wait(lock);
+            continue;
+        }
+
+        has_work = false;
+        lock.unlock();
+        write_new();
+        lock.lock();
+    }
+}
+
+void llama_kvcache_store::finish() {
+    if (!thread.joinable()) {
+        return;
+    }
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+
+        is_over = true;
+        deadline = clock::now() + LAST_WRITES;
+        changed.notify_one();
+    }
+    thread.join();
+    if (n_dropped) {
+        LLAMA_LOG_WARN("%s: %lld blocks were not written in time: %s\n", __func__, (long long)n_dropped,
+                       address.c_str());
+    }
+}
