@@ -1,11 +1,13 @@
-"""Measure the time to the first token of a prompt that another slot of llama-server has computed, prefixes on and off.
+"""Measure the first token's time of a prompt whose beginning llama-server has computed before, prefixes on and off.
 
 integrations/llama.cpp/build.sh                                       # once, minutes
 python bench/bench_llama_prefix.py                                    # 8,192 tokens, in the shape of a 1 B Llama
+python bench/bench_llama_prefix.py --model lfm-1b                     # in that of a hybrid model, LFM2 1.2B
 python bench/bench_llama_prefix.py --tokens 2k --model model.gguf
 
 One server after the other computes a prompt on its first slot; then, on others, prompts that begin with the same tokens
-and end with 16 tokens of their own. A model of random weights is written if none is named.
+and end with 16 tokens of their own. With a folder, the server is started again before. A model of random weights is
+written if none is named.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from bench_llama_cpp import BUILT, written
+from llama_cpp_models import SHAPES
 
 from kvcache.tools.arguments import parse_tokens
 
@@ -67,24 +70,40 @@ def first_token(address: str, prompt: list[int], slot: int) -> tuple[float, int]
     return time.perf_counter() - began, answer["timings"]["cache_n"]
 
 
+def model_of(name: str) -> Path:
+    """Return a file, or one of random weights in a shape."""
+    return written(name) if name in SHAPES else Path(name)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=parse_tokens, default=8192, help="that prompts have in common (default: 8k)")
-    parser.add_argument("--model", type=Path, help="a GGUF file (default: random weights in the shape of a 1 B Llama)")
+    parser.add_argument(
+        "--model", type=model_of, default="llama-1b", help=f"a GGUF file, or one of {', '.join(SHAPES)}"
+    )
     parser.add_argument("--library", type=Path, default=BUILT, help="the folder of llama-server (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="(default: all)")
     o = parser.parse_args(arguments)
-    model = o.model or written("llama-1b")
     chance = random.Random(0)
     common = [chance.randrange(3, 256) for _ in range(o.tokens)]
     prompts = [common + [chance.randrange(3, 256) for _ in range(OWN)] for _ in range(SLOTS)]
-    print(f"{model.name}, {o.threads} threads, prompts that begin with the same {o.tokens} tokens")
+    print(f"{o.model.name}, {o.threads} threads, prompts that begin with the same {o.tokens} tokens")
+
+    def server(prefix: str) -> AbstractContextManager[str]:
+        return serve(o.library / "llama-server", o.model, 2 * o.tokens + SLOTS * 256, o.threads, prefix)
+
+    def show(prefix: str, what: str, seconds: float, there: int) -> None:
+        print(f"prefix {prefix:<4} {what:<14} {seconds:8.3f} s, {there} tokens there", flush=True)
+
     for prefix in ("on", "off"):
-        with serve(o.library / "llama-server", model, 2 * o.tokens + SLOTS * 256, o.threads, prefix) as address:
-            alone, _ = first_token(address, prompts[0], 0)
+        with server(prefix) as address:
+            show(prefix, "first slot", *first_token(address, prompts[0], 0))
             others = [first_token(address, prompt, 1) for prompt in prompts[1 : 2 if prefix == "off" else SLOTS]]
-            again = statistics.median(seconds for seconds, _ in others)
-            print(f"prefix {prefix:<3}  first slot {alone:8.3f} s  another {again:8.3f} s, {others[0][1]} tokens there")
+            show(prefix, "another slot", statistics.median(seconds for seconds, _ in others), others[0][1])
+    with tempfile.TemporaryDirectory() as folder:
+        for what, prompt in (("first slot", prompts[0]), ("after a restart", prompts[1])):
+            with server(f"dir:{folder}") as address:
+                show("dir", what, *first_token(address, prompt, 0))
 
 
 if __name__ == "__main__":
