@@ -17,6 +17,7 @@ from support.llama_server import ENVIRONMENT, NEXT_TOKEN, Server, completion, ex
 pytestmark = pytest.mark.threads  # those of its clients
 
 ON = ("--kvcache", "--kvcache-prefix", "on")
+THREE_SLOTS = ("--parallel", "3", "--ctx-size", "3072")
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,11 @@ def repository(folder):
 
 
 @pytest.fixture(scope="module")
+def hybrid(folder):
+    return llama_models.write_hybrid(folder)
+
+
+@pytest.fixture(scope="module")
 def plain(folder, repository):
     """Return a server without prefixes, with room for one prompt after the other."""
     with Server(repository, folder / "plain.log", "--kvcache", "--parallel", "1", "--ctx-size", "1024") as server:
@@ -40,8 +46,7 @@ def plain(folder, repository):
 @pytest.fixture(scope="module", params=["--no-kv-unified", "--kv-unified"])
 def server(request, folder, repository):
     """Return a server of three slots with prefixes."""
-    size = ("--parallel", "3", "--ctx-size", "3072")
-    with Server(repository, folder / f"on{request.param}.log", *ON, *size, request.param) as server:
+    with Server(repository, folder / f"on{request.param}.log", *ON, *THREE_SLOTS, request.param) as server:
         assert "in place of the prompt cache" in server.log()
         yield server
 
@@ -55,6 +60,10 @@ def test_the_memory(folder, architecture):
     """Full attention, windows, M-RoPE, values in keys, and hybrid models: in memory, and in a folder."""
     out = llama_cpp_build.run("test-kvcache-prefix", llama_models.write_random(folder, architecture))
     assert out.endswith("ok\n"), out
+
+
+def in_folder(path):
+    return ("--kvcache", "--kvcache-prefix", f"dir:{path}", *THREE_SLOTS)
 
 
 # ---- one request after the other
@@ -129,15 +138,13 @@ SYSTEM = [(0, 400), (2000, 2130), (4000, 4060)]
 PROMPTS = [(system, begin, begin + 50 * i) for system in SYSTEM for i, begin in enumerate(range(5000, 8000, 800), 1)]
 
 
-@pytest.mark.parametrize("seconds", [3, pytest.param(60, marks=pytest.mark.slow)])
-def test_parallel_clients(plain, server, seconds):
-    """Each gets the answer that it gets alone, on whichever slot, also while others come, go and break off."""
+def words(prompt):
+    system, begin, end = prompt
+    return text(*system) + text(begin, end)
 
-    def words(prompt):
-        system, begin, end = prompt
-        return text(*system) + text(begin, end)
 
-    expected = {prompt: plain.complete(words(prompt), 24, cache_prompt=False)["tokens"] for prompt in PROMPTS}
+def play_clients(server, seconds, check, *request, **fields):
+    """Have six clients ask, and some break off; check each answer."""
     end = time.monotonic() + seconds
     known = []
 
@@ -151,9 +158,9 @@ def test_parallel_clients(plain, server, seconds):
                 list(itertools.islice(events, chance.randrange(0, 8)))
                 events.close()
                 continue
-            answer = server.complete(words(prompt), 24, id_slot=slot)
+            answer = server.complete(words(prompt), *request, id_slot=slot, **fields)
             if answer["stop_type"] != "none":
-                assert answer["tokens"] == expected[prompt], prompt
+                check(prompt, answer)
                 known.append(timings(answer)[0])
                 answers += 1
         return answers
@@ -162,6 +169,34 @@ def test_parallel_clients(plain, server, seconds):
         assert min(clients.map(client, range(6))) > 0
     assert sum(known) > 0
     server.wait_for_slots()
+
+
+SECONDS = [3, pytest.param(60, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("seconds", SECONDS)
+def test_parallel_clients(plain, server, seconds):
+    """Each gets the answer that it gets alone, on whichever slot, also while others come, go and break off."""
+    expected = {prompt: plain.complete(words(prompt), 24, cache_prompt=False)["tokens"] for prompt in PROMPTS}
+
+    def check(prompt, answer):
+        assert answer["tokens"] == expected[prompt], prompt
+
+    play_clients(server, seconds, check, 24)
+
+
+@pytest.mark.parametrize("seconds", SECONDS)
+def test_parallel_clients_of_a_hybrid_model(folder, hybrid, seconds):
+    """The same, before and after a restart from a folder."""
+    with Server(hybrid, folder / "alone.log", "--kvcache", "--parallel", "1", "--ctx-size", "1024") as alone:
+        expected = {prompt: alone.complete(words(prompt), 1, **NEXT_TOKEN) for prompt in PROMPTS}
+
+    def check(prompt, answer):
+        expect_same_probabilities(answer, expected[prompt], 0.01)
+
+    for _ in range(2):
+        with Server(hybrid, folder / "clients.log", *in_folder(folder / f"clients-{seconds}")) as server:
+            play_clients(server, seconds, check, 1, **NEXT_TOKEN)
 
 
 # ---- models, options
@@ -209,13 +244,6 @@ def test_images_count_by_what_they_show(folder, repository):
 
 
 # ---- recurrent layers
-
-THREE_SLOTS = ("--parallel", "3", "--ctx-size", "3072")
-
-
-@pytest.fixture(scope="module")
-def hybrid(folder):
-    return llama_models.write_hybrid(folder)
 
 
 def tokens_of(begin, end):
@@ -270,10 +298,6 @@ def test_a_hybrid_model_in_a_conversation(folder, hybrid):
 
 
 # ---- stores
-
-
-def in_folder(path):
-    return ("--kvcache", "--kvcache-prefix", f"dir:{path}", *THREE_SLOTS)
 
 
 def test_a_folder_serves_after_a_restart(folder, repository, plain):
