@@ -78,6 +78,6 @@ def test_training_says_to_take_llama_cpps_own_cache(model):
     assert run("test-kvcache-training", model("llama"), model("granitehybrid")).endswith("ok\n")
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "lfm2"])
 def test_a_context_goes_on_after_failures(model, architecture):
     assert run("test-kvcache-failures", model(architecture)).endswith("ok\n")

@@ -71,6 +71,8 @@ bool llama_kvcache::is_one_by_one(const std::vector<llama_ubatch> &ubatches) con
 }
 
 llama_memory_context_ptr llama_kvcache::init_ubatches(std::vector<llama_ubatch> ubatches) {
+    check_states(ubatches);
+
     const kvc_status status = begin(ubatches.data(), ubatches.size());
 
     if (status) {

@@ -145,6 +145,22 @@ kvc_prefix *llama_kvcache::prefix_of(const char *adapters) {
     return llama_kvcache_logged(__func__, kvc_prefix_new(cache, &config, &res)) ? prefixes[fingerprint] = res : nullptr;
 }
 
+void llama_kvcache::check_states(const std::vector<llama_ubatch> &ubatches) {
+    if (!recr || !has_prefix()) {
+        return;
+    }
+
+    for (const auto &ubatch : ubatches) {
+        for (uint32_t i = 0; i < ubatch.n_seqs_unq; ++i) {
+            const llama_seq_id seq_id = ubatch.seq_id_unq[i];
+
+            if (seq_pos_max(seq_id) != recr->seq_pos_max(seq_id)) {
+                llama_kvcache_logged(__func__, kvc_mark_inexact(cache, ids[seq_id], 0));
+            }
+        }
+    }
+}
+
 // Makes the recurrent state of a sequence that of what it was acquired with; false, if there is none any more.
 bool llama_kvcache::restore_state(kvc_prefix *prefix, llama_seq_id seq_id, int64_t id, int32_t n_known) {
     recr->seq_rm(seq_id, -1, -1);

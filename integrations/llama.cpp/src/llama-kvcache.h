@@ -141,6 +141,10 @@ class llama_kvcache : public llama_memory_i {
     // returns the prefix for rows that these adapters make, nullptr, with the reason in the log, if there is none
     kvc_prefix *prefix_of(const char *adapters);
 
+    // sees to it that no prompt is kept whose recurrent state is not behind its tokens: a part was copied, say, or a
+    // decode was broken off
+    void check_states(const std::vector<llama_ubatch> &ubatches);
+
     bool restore_state(kvc_prefix *prefix, llama_seq_id seq_id, int64_t id, int32_t n_known);
 
     // drops the tokens of one sequence at positions [p0, p1)

@@ -494,6 +494,17 @@ static void test_edits_of_states(llama_model *model) {
         expect(c.begin(1, p) == 0, "a state behind tokens that moved");
     }
 
+    // a sequence that has a part of another's tokens, and its state
+    const prompt whole(model, 3, 100);
+    const prompt part(model, 3, 50, 4, 50);
+    c.serve(0, whole);
+    llama_memory_seq_rm(c.mem, 1, -1, -1);
+    llama_memory_seq_cp(c.mem, 0, 1, 0, 50);
+    c.feed(1, part, 50, 90);
+    c.feed(1, part, 90, 100);
+    c.keep(1, part);
+    expect(c.begin(2, prompt(model, 3, 50, 4, 60)) == 0, "a state of other tokens");
+
     // a sequence that has fewer tokens than it is said to
     const prompt q(model, 2, 100);
     c.begin(2, q);
