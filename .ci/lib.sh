@@ -302,7 +302,9 @@ with_llama() {
     exec 8>"$kept/lock"
     flock 8
     keep_tree
-    PYTHON=$tools/bin/python "$kept/tree/integrations/llama.cpp/build.sh" --tests --output "$kept/$1" "${@:3}"
+    local options=(--tests --output "$kept/$1" "${@:3}")
+    if pkg-config --exists hiredis 2>/dev/null; then options+=(--valkey); fi
+    PYTHON=$tools/bin/python "$kept/tree/integrations/llama.cpp/build.sh" "${options[@]}"
     KVCACHE_LLAMA_CPP=$kept/$1 "$venv/bin/pytest" --color=no $2 tests/integrations
 }
 

@@ -404,7 +404,11 @@ def test_llama_completion_reads_from_a_folder(folder, repository, hybrid):
 def test_a_server_serves_another_machine(folder, repository):
     """Where llama.cpp is built with a client for it."""
     servers.need()
-    if b"this build has no client" in (llama_cpp_build.folder() / "bin/libllama.so").read_bytes():
+    built = llama_cpp_build.folder() / "bin"
+    if any(
+        b"this build has no client" in path.read_bytes()
+        for path in (*built.glob("libllama.so"), built / "llama-server")
+    ):
         pytest.skip("llama.cpp was built without --valkey")
     with servers.Server(folder / "valkey") as valkey:
         options = ("--kvcache", "--kvcache-prefix", f"valkey:127.0.0.1:{valkey.port}", *THREE_SLOTS)
