@@ -166,7 +166,7 @@ static kvc_status finish(kvc_batch *batch) {
     cache->stats.batches++;
     cache->stats.tokens += num_kept;
     close_batch(batch);
-    if (cache->max_bytes) kvc_sessions_fit(cache);
+    if (cache->max_bytes && cache->prefixes) kvc_sessions_fit(cache);
     kvc_return_surplus(cache);
     kvc_collapse_pages(cache, num_tokens);
     return kvc_unlock(cache, KVC_OK);
