@@ -264,7 +264,8 @@ INLINE void prepare_scaled(float *q, int q_stride, int num_q, int dim, float sca
         some = smaller(num_q, MANY_QUERIES);
         for (int r = 0; r < some; r++) units[r] = unit_of(q + (ptrdiff_t)r * q_stride, dim);
         for (int r = 0; r < some; r++) {
-            const float unit = units[r] * ((float)INT16_MAX / LARGEST_DIGITS), *row = q + (ptrdiff_t)r * q_stride;
+            const float unit = units[r] * ((float)INT16_MAX / (float)LARGEST_DIGITS),
+                        *row = q + (ptrdiff_t)r * q_stride;
             const vec inverse = v_set(reciprocal(unit));
             digits_end end = {{0, 0}, unit * scale};
             ivec shifted = i_zero();
@@ -371,9 +372,9 @@ APART void round_scaled_weights(int num_q, scaled_weights *to, const float *weig
             scaled_weights *const w = &to[first + r];
             const float *row = weights + (ptrdiff_t)(first + r) * stride;
             const float x = most[r] < 1e-33f ? 1e-33f : most[r]; /* smaller weights round to nothing */
-            const vec inverse = v_set(LARGEST_DIGITS / x);
+            const vec inverse = v_set((float)LARGEST_DIGITS / x);
             ivec shifted = i_zero();
-            w->end.unit = x * (1.0f / LARGEST_DIGITS) + zero_or_nan_of(zero_or_nan[r]);
+            w->end.unit = x * (1.0f / (float)LARGEST_DIGITS) + zero_or_nan_of(zero_or_nan[r]);
             UNROLL
             for (int j = 0; j < KVC_TILE; j += LANES)
                 store_digits(w->digits + j / FOUR * DIGIT_BYTES, v_mul(v_load(row + j), inverse));
