@@ -131,9 +131,12 @@ static float largest(const void *x, int n) {
     return float_of(most);
 }
 
+/* Returns the nearest integer, of two the one farther from zero; not by roundf, as MinGW's makes 1 of 0.49999997. */
+static int nearest(float x) { return (int)((double)x + (x < 0 ? -0.5 : 0.5)); }
+
 /* Stores n codes of 8 bits. */
 static void encode_int8(void *dst, const void *src, int n, float id) {
-    for (int i = 0; i < n; i++) ((int8_t *)dst)[i] = (int8_t)roundf(scaled(float_at(src, i), id));
+    for (int i = 0; i < n; i++) ((int8_t *)dst)[i] = (int8_t)nearest(scaled(float_at(src, i), id));
 }
 
 /* Stores codes of four bits, or five. */

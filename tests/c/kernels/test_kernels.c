@@ -325,7 +325,7 @@ static void quantised(int type, uint8_t block[LARGEST_BLOCK], const float *x) {
         const float above = x[i] - least;
         volatile float product = (has_minimum(type) ? above : x[i]) * id; /* rounded */
         if (type == KVC_Q8_0)
-            codes[i] = (int)roundf(product);
+            codes[i] = (int)((double)product + (product < 0 ? -0.5 : 0.5)); /* MinGW's roundf may be off by 1 */
         else if (has_minimum(type))
             codes[i] = isnan(product) ? 0 : (int)fmin(floor((double)(product + 0.5f)), 2 * half - 1);
         else
