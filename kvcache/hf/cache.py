@@ -183,7 +183,9 @@ class HFCache(SaveableBatch, Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take the new tokens' keys and values of a layer; return the keys and values for the model's attention."""
-        layer = self._layer_of(layer_idx, Layer, "keys and values")
+        layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if not isinstance(layer, Layer):
+            raise self._not_as_configured(layer_idx, "keys and values")
         if self.goes_on_by_one_token and key_states.shape[2] > 1 and self.get_seq_length():
             raise NotSupportedError(
                 "the model goes on from the state of its recurrent layers by single tokens only: feed them one by one,"
@@ -196,24 +198,23 @@ class HFCache(SaveableBatch, Cache):
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Return the state of a recurrent layer's convolution; None: there is none yet. Each pass begins with this."""
-        self._layer_of(layer_idx, LinearAttentionLayer, "a recurrent state")
+        if layer_idx >= len(self.layers) or not isinstance(self.layers[layer_idx], LinearAttentionLayer):
+            raise self._not_as_configured(layer_idx, "a recurrent state")
         self._reach(layer_idx, state_idx)
         state: torch.Tensor | None = super().get_conv_state(layer_idx, state_idx)
         return state
 
-    def _layer_of(self, index: int, kind: type, holds: str) -> Any:
-        """Return a layer of the model, which holds something; raise ValueError if the config has it otherwise."""
+    def _not_as_configured(self, index: int, holds: str) -> ValueError:
+        """Return what to raise for a layer of the model, which holds something, and which the config lacks."""
         if index >= len(self.layers):
-            raise ValueError(
+            return ValueError(
                 f"the model has {index + 1} layers or more, the config that this cache was made from has"
                 f" {len(self.layers)}: give HFCache model.config"
             )
-        if not isinstance(self.layers[index], kind):
-            raise ValueError(
-                f"layer {index} of the model has {holds}, that of the config which this cache was made from has not:"
-                " give HFCache model.config"
-            )
-        return self.layers[index]
+        return ValueError(
+            f"layer {index} of the model has {holds}, that of the config which this cache was made from has not:"
+            " give HFCache model.config"
+        )
 
     def _reach(self, layer_idx: int, part: int) -> None:
         """Note that a pass has come to a part of a layer."""

@@ -36,7 +36,7 @@ typedef pthread_mutex_t kvc_mutex;
 static inline int kvc_mutex_init(kvc_mutex *m) { return pthread_mutex_init(m, NULL); }
 static inline void kvc_mutex_destroy(kvc_mutex *m) { pthread_mutex_destroy(m); }
 #define kvc_mutex_lock pthread_mutex_lock
-static inline int kvc_mutex_try_lock(kvc_mutex *m) { return !pthread_mutex_trylock(m); }
+#define kvc_mutex_try_lock(m) (!pthread_mutex_trylock(m))
 #define kvc_mutex_unlock pthread_mutex_unlock
 static inline void kvc_pause(void) { sched_yield(); }
 typedef pthread_t kvc_thread;

@@ -349,7 +349,7 @@ static void test_failing_memory_of_states(void) {
             heap.is_failing = 0;
             CHECK((status == KVC_OK || status == KVC_ERR_NOMEM) && (failed || fetched == 20));
             CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK);
-            CHECK(kvc_prefix_lookup(prefix, &tokens, &matched) == KVC_OK && matched == end);
+            CHECK(kvc_prefix_lookup(prefix, &tokens, &matched, NULL) == KVC_OK && matched == end);
             free_valid(cache);
         }
     }
