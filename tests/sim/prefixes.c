@@ -821,12 +821,12 @@ void check_known(client *c, kvc_cache *cache, int more) {
         if (!is_known_id(found[i])) fail(c, "a retained sequence %lld is left, which nobody made", (long long)found[i]);
     num = kvc_sequences(cache, found, 64);
     for (int64_t i = 0; i < num && i < 64; i++) unknown += !is_known_id(found[i]);
-    if (unknown > more) fail(c, "%lld sequences are left that nobody made", (long long)unknown);
+    if (unknown > more + 2 * c->w->acquired) fail(c, "%lld sequences are left that nobody made", (long long)unknown);
 }
 
 void check_prefixes_in_child(client *c) {
     world *w = c->w;
-    if (!w->is_meddled) check_known(c, w->cache, w->num_acquiring);
+    if (!w->is_meddled) check_known(c, w->cache, w->num_acquiring - 2 * w->acquired);
     memset(w->since, 0, sizeof w->since);
     w->num_acquiring = 0;
     for (int p = 0; p < PREFIXES; p++) {

@@ -47,7 +47,8 @@ void check_quotas(client *c);
 /* Drops the blocks of prefixes that may be evicted. */
 void evict_blocks(client *c);
 
-/* Checks that a cache has no sequences but known ones, and those that `more` calls of kvc_prefix_acquire made. */
+/* Checks that a cache has no sequences but known ones, and those of calls of kvc_prefix_acquire: two for each that has
+ * begun by the end of this function, and `more`. */
 void check_known(client *c, kvc_cache *cache, int more);
 
 /* In the child of a fork(): checks that what calls of other threads were about to do leaves nothing behind. */

@@ -1083,7 +1083,7 @@ static void clone(client *c) {
     if (!is_there) return;
     for (int s = 0; s < IDS + KEPT; s++) cloned_epochs[s] = c->w->sequences[s].epoch;
     if (kvc_validate(copy) != KVC_OK) fail(c, "the clone is corrupt");
-    if (!c->w->is_meddled) check_known(c, copy, more + 2 * c->w->acquired);
+    if (!c->w->is_meddled) check_known(c, copy, more);
     for (int s = 0; s < IDS + KEPT; s++)
         if (epochs[s] % 2 == 0 && cloned_epochs[s] == epochs[s]) check_intact(c, copy, s);
     if (kvc_cache_free(copy) != KVC_OK) fail(c, "the clone cannot be freed");
