@@ -365,6 +365,24 @@ def test_models_and_adapters_share_a_folder_and_no_rows(folder, repository):
     assert known("override", "--override-kv", "llama.attention.layer_norm_rms_epsilon=float:0.01") == 0
 
 
+def test_adapters_that_are_switched_between_requests(folder, repository):
+    """What a slot was fed with others is neither gone on with nor kept as theirs."""
+    adapter = write_adapter(folder / "switched.gguf", 1)
+    prompt = text(0, 300)
+    with Server(repository, folder / "switched.log", *in_folder(folder / "switched"), "--lora", adapter) as server:
+
+        def next_token(slot, **fields):
+            return server.complete(prompt, 1, id_slot=slot, **NEXT_TOKEN, **fields)
+
+        next_token(0)
+        server.ask("/lora-adapters", [{"id": 0, "scale": 0.25}])
+        found = [next_token(slot) for slot in (0, 1, 0)]
+        assert [timings(answer)[0] for answer in found] == [0, 299, 299]
+        anew = next_token(2, cache_prompt=False)
+        for answer in found:
+            expect_same_probabilities(answer, anew, 0.01)
+
+
 def test_a_folder_that_fails_costs_no_answer(folder, repository, plain):
     """It is said once, and answers are those without it."""
     kept = folder / "failing"
