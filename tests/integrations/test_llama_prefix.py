@@ -457,3 +457,9 @@ def test_what_else_is_asked_for_is_an_error(folder, repository, spec, said):
     )  # fmt: skip
     assert done.returncode != 0
     assert re.search(rf"LLAMA_KVCACHE_PREFIX is '{re.escape(spec)}': .*{said}", done.stderr)
+
+
+def test_prefixes_without_the_cache_are_said_to_be_none(folder, repository):
+    with Server(repository, folder / "no-cache.log", "--kvcache-prefix", "on", "--ctx-size", "256") as server:
+        assert "keeps no prompts without LLAMA_KVCACHE=1 (--kvcache)" in server.log()
+        assert "in place of the prompt cache" not in server.log()

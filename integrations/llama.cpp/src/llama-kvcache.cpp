@@ -27,6 +27,9 @@ static bool is_asked_for() {
 llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memory_params &params,
                                      const llama_cparams &cparams) {
     if (!is_asked_for()) {
+        if (!llama_kvcache_prefix_asked_for().empty()) {
+            LLAMA_LOG_WARN("%s: LLAMA_KVCACHE_PREFIX keeps no prompts without LLAMA_KVCACHE=1 (--kvcache)\n", __func__);
+        }
         return nullptr;
     }
 
