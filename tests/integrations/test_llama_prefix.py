@@ -463,3 +463,14 @@ def test_prefixes_without_the_cache_are_said_to_be_none(folder, repository):
     with Server(repository, folder / "no-cache.log", "--kvcache-prefix", "on", "--ctx-size", "256") as server:
         assert "keeps no prompts without LLAMA_KVCACHE=1 (--kvcache)" in server.log()
         assert "in place of the prompt cache" not in server.log()
+
+
+def test_llama_completion_prints_all_of_an_answer(hybrid):
+    """And what it logs, up to its end."""
+    options = ("--kvcache", "--kvcache-prefix", "on", "-n", "70", "--temp", "0", "--ignore-eos", "--verbosity", "4")
+    command = [llama_cpp_build.program("llama-completion"), "--model", hybrid, "--prompt", text(0, 300), *options,
+               "--threads", "1", "--no-conversation", "--ctx-size", "1024"]  # fmt: skip
+    for _ in range(20):
+        done = subprocess.run(command, env=ENVIRONMENT, stdin=subprocess.DEVNULL, capture_output=True, timeout=300)
+        assert done.stdout.endswith(b"\n\n"), done.stdout
+        assert b"graphs reused" in done.stderr
