@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -58,7 +59,7 @@ def machine() -> str:
 def run() -> Iterator[Check]:
     """Yield each check once it is done."""
     for name in instruction_sets():
-        yield _check(f"kernels, {name}", lambda name=name: _check_kernels(name))  # type: ignore[misc]
+        yield _check(f"kernels, {name}", partial(_check_kernels, name))
     yield _check("generation", _check_generation)
     yield _check("threads", _check_threads)
     yield _check("files", _check_files)

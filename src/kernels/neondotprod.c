@@ -62,9 +62,10 @@ INLINE void split_row(float *row, int dim, float unit, float scale) {
     memcpy(to, &factor, sizeof factor);
 }
 
-TARGET static void split_rows(float *q, int q_stride, int num_q, int dim, float scale) {
+extern kvc_prepare_fn kvc_prepare_neondotprod;
+TARGET void kvc_prepare_neondotprod(float *q, int q_stride, int num_q, int dim, float scale) {
     for (int r = 0; r < num_q; r++, q += q_stride)
-        split_row(q, dim, unit_of(q, dim) * ((float)INT16_MAX / LARGEST), scale);
+        split_row(q, dim, unit_of(q, dim) * ((float)INT16_MAX / (float)LARGEST), scale);
 }
 
 /* Loads a block's elements. */
@@ -166,9 +167,12 @@ INLINE void dot_all(int num_q, int type, const score_args *a, kvc_ahead next) {
         vec sums[QUERIES];
         UNROLL
         for (int r = 0; r < num_q; r++) sums[r] = v_zero();
-        if (type != KVC_INT8) dot_scaled(num_q, type, sums, &rows, q, a->dim, &p);
-        for (int d = 0; type == KVC_INT8 && d < a->dim; d += MOST_ELEMENTS)
-            dot_plain(num_q, sums, &rows, q, d, smaller(d + MOST_ELEMENTS, a->dim), &p);
+        if (type == KVC_INT8) {
+            for (int d = 0; d < a->dim; d += MOST_ELEMENTS)
+                dot_plain(num_q, sums, &rows, q, d, smaller(d + MOST_ELEMENTS, a->dim), &p);
+        } else {
+            dot_scaled(num_q, type, sums, &rows, q, a->dim, &p);
+        }
         UNROLL
         for (int r = 0; r < num_q; r++) {
             float factor;
@@ -190,21 +194,22 @@ INLINE void score_dots(int type, float *scores, const float *q, int q_stride, in
     }
 }
 
-#define DEFINE_SCORE_DOTS(name, type)                                                                 \
-    TARGET static void name(float *scores, const float *q, int q_stride, int num_q, const void *rows, \
-                            int64_t row_stride, int n, int dim, kvc_ahead next) {                     \
-        score_dots(type, scores, q, q_stride, num_q, rows, row_stride, n, dim, next);                 \
+#define DEFINE_SCORE_DOTS(name, type)                                                                              \
+    extern kvc_score_fn name;                                                                                      \
+    TARGET void name(float *scores, const float *q, int q_stride, int num_q, const void *rows, int64_t row_stride, \
+                     int n, int dim, kvc_ahead next) {                                                             \
+        score_dots(type, scores, q, q_stride, num_q, rows, row_stride, n, dim, next);                              \
     }
 
-DEFINE_SCORE_DOTS(score_q8_0, KVC_Q8_0)
-DEFINE_SCORE_DOTS(score_q4_0, KVC_Q4_0)
-DEFINE_SCORE_DOTS(score_int8, KVC_INT8)
+DEFINE_SCORE_DOTS(kvc_score_q8_0_neondotprod, KVC_Q8_0)
+DEFINE_SCORE_DOTS(kvc_score_q4_0_neondotprod, KVC_Q4_0)
+DEFINE_SCORE_DOTS(kvc_score_int8_neondotprod, KVC_INT8)
 
 const kvc_kernels kvc_kernels_neondotprod = {
     .name = "neondotprod",
-    .score[KVC_Q8_0] = {split_rows, score_q8_0},
-    .score[KVC_Q4_0] = {split_rows, score_q4_0},
-    .score[KVC_INT8] = {split_rows, score_int8},
+    .score[KVC_Q8_0] = {kvc_prepare_neondotprod, kvc_score_q8_0_neondotprod},
+    .score[KVC_Q4_0] = {kvc_prepare_neondotprod, kvc_score_q4_0_neondotprod},
+    .score[KVC_INT8] = {kvc_prepare_neondotprod, kvc_score_int8_neondotprod},
     KVC_NEON_COMMON,
 };
 #endif

@@ -14,7 +14,7 @@ static const int64_t MOST_STATE_BYTES = INT64_C(1) << 40;
 enum {
     AT_ONCE = 16,         /* blocks that are dropped before others get the mutex */
     PASSED_AT_ONCE = 512, /* and that change their place in a list */
-    MOST_NAPS = 64
+    MOST_NAPS = 64        /* while others are to get the mutex */
 };
 
 /* ---- what names stand for ---------------------------------------------------------------------------------------- */

@@ -125,8 +125,8 @@ enum {
     MAY_BE_HELD = 8,
     MAY_BE_INVALID = 16,
     MAY_CANCEL = 32,
-    MAY_CHANGE = 128, /* after a failure, too */
-    MAY_INDEX = 64
+    MAY_INDEX = 64,
+    MAY_CHANGE = 128 /* after a failure, too */
 };
 
 extern int64_t ids[IDS + KEPT]; /* by which each sequence is named now */
