@@ -15,9 +15,7 @@
 static const size_t LAZY_SIZE = (size_t)256 << 10;
 
 /* Whether the default allocator gives a block a mapping of its own. */
-static int is_mapped(size_t size, int32_t kind) {
-    return KVC_HAS_PAGES && kind == KVC_MEMORY_ROWS && size >= KVC_HUGE_PAGE;
-}
+static int is_mapped(size_t size, int32_t kind) { return kind == KVC_MEMORY_ROWS && size >= KVC_HUGE_PAGE; }
 
 static void *default_alloc(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
     (void)user;
@@ -49,7 +47,7 @@ static void default_purge(void *user, void *memory, size_t size) {
 }
 
 static const kvc_allocator DEFAULT_ALLOCATOR = {sizeof(kvc_allocator), NULL, default_alloc, default_free,
-                                                KVC_HAS_PAGES ? default_purge : NULL};
+                                                default_purge};
 
 kvc_status kvc_memory_init(kvc_memory *memory, const kvc_allocator *allocator) {
     *memory = (kvc_memory){.allocator = DEFAULT_ALLOCATOR};
@@ -64,7 +62,7 @@ static int is_default(const kvc_memory *memory) { return memory->allocator.alloc
 
 /* Whether a block of this size lies in a slab. */
 static int is_in_slab(const kvc_memory *memory, uint64_t size, kvc_memory_kind kind) {
-    return KVC_HAS_PAGES && is_default(memory) && kind == KVC_MEMORY_ROWS && size >= LAZY_SIZE && size < KVC_HUGE_PAGE;
+    return is_default(memory) && kind == KVC_MEMORY_ROWS && size >= LAZY_SIZE && size < KVC_HUGE_PAGE;
 }
 
 void *kvc_memory_alloc(kvc_memory *memory, uint64_t size, kvc_memory_kind kind, int32_t group) {

@@ -38,7 +38,6 @@ typedef struct runtime {
 
 static runtime runtimes[MOST_RUNTIMES]; /* found in the process; those below num_runtimes do not change any more */
 static atomic_int num_runtimes;
-static runtime *_Atomic in_use; /* NULL: the one that this library links to */
 
 int kvc_openmp_in_region(void) {
 #if defined(_OPENMP)
@@ -53,6 +52,7 @@ int kvc_openmp_in_region(void) {
 
 #if defined(_OPENMP)
 
+static runtime *_Atomic in_use; /* NULL: the one that this library links to */
 static char linked_path[MOST_PATH];
 
 const char *kvc_openmp_library(void) {
@@ -193,7 +193,7 @@ static int note_runtime(struct dl_phdr_info *object, size_t size, void *context)
     if (object->dlpi_adds == known_loads) return 1; /* nothing was loaded since */
     s->num_loads = object->dlpi_adds;
     const char *name = name_of(object->dlpi_name);
-    if (strlen(object->dlpi_name) >= sizeof s->linked || is_within(object, (uintptr_t)&in_use)) return 0;
+    if (strlen(object->dlpi_name) >= sizeof s->linked || is_within(object, (uintptr_t)&num_runtimes)) return 0;
 #if defined(_OPENMP)
     if (is_within(object, (uintptr_t)omp_in_parallel)) {
         strcpy(s->linked, object->dlpi_name);
@@ -209,7 +209,7 @@ static int note_runtime(struct dl_phdr_info *object, size_t size, void *context)
 static int note_need(struct dl_phdr_info *object, size_t size, void *context) {
     survey *s = context;
     (void)size;
-    if (is_within(object, (uintptr_t)&in_use)) return 0;
+    if (is_within(object, (uintptr_t)&num_runtimes)) return 0;
     for (int i = 0; i < object->dlpi_phnum; i++) {
         if (object->dlpi_phdr[i].p_type != PT_DYNAMIC) continue;
         const ElfW(Dyn) *const begin = (const ElfW(Dyn) *)(object->dlpi_addr + object->dlpi_phdr[i].p_vaddr);

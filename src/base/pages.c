@@ -11,10 +11,37 @@
 
 #if defined(_WIN32)
 
-size_t kvc_os_page_size(void) { return 4096; }
-void *kvc_pages_map(size_t size) { return (void)size, NULL; }
-void kvc_pages_unmap(void *p, size_t size) { (void)p, (void)size; }
-void kvc_pages_drop(void *p, size_t size) { (void)p, (void)size; }
+#include <windows.h>
+
+static size_t ask_page_size(void) {
+    SYSTEM_INFO info;
+    GetSystemInfo(&info);
+    return info.dwPageSize;
+}
+
+/* Large pages are left alone: they take their memory at once, and return none of it. */
+void *kvc_pages_map(size_t size) {
+    const size_t slack = size >= KVC_HUGE_PAGE ? KVC_HUGE_PAGE : 0;
+    if (size > SIZE_MAX - KVC_HUGE_PAGE) return NULL;
+    char *p = VirtualAlloc(NULL, size + slack, MEM_RESERVE, PAGE_READWRITE); /* addresses alone */
+    if (!p) return NULL;
+    void *begin = slack ? (void *)kvc_align_up((uintptr_t)p, KVC_HUGE_PAGE) : p;
+    if (VirtualAlloc(begin, size, MEM_COMMIT, PAGE_READWRITE)) return begin;
+    VirtualFree(p, 0, MEM_RELEASE);
+    return NULL;
+}
+
+void kvc_pages_unmap(void *p, size_t size) {
+    MEMORY_BASIC_INFORMATION info;
+    (void)size;
+    if (VirtualQuery(p, &info, sizeof info)) VirtualFree(info.AllocationBase, 0, MEM_RELEASE);
+}
+
+/* Resets the pages, and has them leave the process by unlocking what was not locked. */
+void kvc_pages_drop(void *p, size_t size) {
+    if (VirtualAlloc(p, size, MEM_RESET, PAGE_READWRITE)) VirtualUnlock(p, size);
+}
+
 int kvc_pages_collapse(void *p, size_t size) { return (void)p, (void)size, 0; }
 int kvc_pages_take(void *p, size_t size) { return (void)p, (void)size, 0; }
 
@@ -24,15 +51,7 @@ int kvc_pages_take(void *p, size_t size) { return (void)p, (void)size, 0; }
 #include <sys/mman.h>
 #include <unistd.h>
 
-size_t kvc_os_page_size(void) {
-    static atomic_size_t known; /* every thread stores the same value */
-    size_t size = atomic_load_explicit(&known, memory_order_relaxed);
-    if (!size) {
-        size = (size_t)sysconf(_SC_PAGESIZE);
-        atomic_store_explicit(&known, size, memory_order_relaxed);
-    }
-    return size;
-}
+static size_t ask_page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
 
 void *kvc_pages_map(size_t size) {
     int flags = MAP_PRIVATE | MAP_ANONYMOUS;
@@ -51,7 +70,13 @@ void *kvc_pages_map(size_t size) {
 
 void kvc_pages_unmap(void *p, size_t size) { munmap(p, size); }
 
-void kvc_pages_drop(void *p, size_t size) { madvise(p, size, MADV_DONTNEED); }
+void kvc_pages_drop(void *p, size_t size) {
+#if defined(__APPLE__)
+    madvise(p, size, MADV_FREE); /* MADV_DONTNEED keeps contents there, and with them the memory */
+#else
+    madvise(p, size, MADV_DONTNEED);
+#endif
+}
 
 int kvc_pages_collapse(void *p, size_t size) {
 #if defined(__linux__)
@@ -73,3 +98,13 @@ int kvc_pages_take(void *p, size_t size) {
 }
 
 #endif
+
+size_t kvc_os_page_size(void) {
+    static atomic_size_t known; /* every thread stores the same value */
+    size_t size = atomic_load_explicit(&known, memory_order_relaxed);
+    if (!size) {
+        size = ask_page_size();
+        atomic_store_explicit(&known, size, memory_order_relaxed);
+    }
+    return size;
+}

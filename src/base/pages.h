@@ -6,20 +6,15 @@
 
 enum { KVC_HUGE_PAGE = 2 << 20 }; /* bytes */
 
-/* Whether these functions do anything on this system; elsewhere nothing can be mapped or returned. */
-#if defined(_WIN32)
-enum { KVC_HAS_PAGES = 0 };
-#else
-enum { KVC_HAS_PAGES = 1 };
-#endif
-
 size_t kvc_os_page_size(void);
 
-/* Maps memory that is taken only as it is touched, aligned to a huge page if it is that large; NULL on failure. */
+/* Maps memory that is taken only as it is touched, aligned to a huge page if it is that large; NULL on failure.  On
+ * Windows it counts against the system's limit at once, as all memory there. */
 void *kvc_pages_map(size_t size);
 void kvc_pages_unmap(void *p, size_t size);
 
-/* Returns whole pages to the system; they stay addressable and lose their contents. */
+/* Returns whole pages to the system; they stay addressable and lose their contents, on some systems only once memory is
+ * short. */
 void kvc_pages_drop(void *p, size_t size);
 
 /* Collapses pages that are written already into huge pages, if the system can.  Unlike advice given beforehand, this

@@ -188,7 +188,7 @@ static DWORD WINAPI run_worker(void *m) {
 static int start_thread(member *m) {
     HMODULE library;
     if (!GetModuleHandleExA(GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS | GET_MODULE_HANDLE_EX_FLAG_PIN,
-                            (const char *)run_worker, &library))
+                            (const char *)members, &library))
         return 0;
     const HANDLE thread = CreateThread(NULL, 0, run_worker, m, 0, NULL);
     if (thread) CloseHandle(thread);

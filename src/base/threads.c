@@ -15,6 +15,9 @@
 #include "base/openmp.h"
 #include "base/status.h"
 
+#if defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 #if !defined(_WIN32)
 #include <unistd.h>
 #endif
@@ -142,6 +145,35 @@ static int usable_cores(void) {
     const int cores = allowed_cores(), quota = quota_cores();
     return quota && quota < cores ? quota : cores;
 }
+#elif defined(_WIN32)
+/* Counts the cores, as on Linux: those that the process's affinity allows, which is said for 64 processors at most. */
+static int usable_cores(void) {
+    DWORD_PTR allowed = 0, all = 0;
+    DWORD size = 0;
+    int cores = 0;
+    if (GetActiveProcessorGroupCount() > 1 || !GetProcessAffinityMask(GetCurrentProcess(), &allowed, &all))
+        allowed = (DWORD_PTR)-1;
+    GetLogicalProcessorInformationEx(RelationProcessorCore, NULL, &size);
+    char *const list = malloc(size ? size : 1);
+    if (list && GetLogicalProcessorInformationEx(RelationProcessorCore, (void *)list, &size))
+        for (DWORD i = 0; i < size;) {
+            const SYSTEM_LOGICAL_PROCESSOR_INFORMATION_EX *core = (const void *)(list + i);
+            cores += (core->Processor.GroupMask[0].Mask & allowed) != 0;
+            i += core->Size;
+        }
+    free(list);
+    return cores ? cores : online_processors();
+}
+#elif defined(__APPLE__)
+/* Counts the fast cores of a processor that has slow ones as well, which others would wait for. */
+static int usable_cores(void) {
+    int cores = 0;
+    size_t size = sizeof cores;
+    if (sysctlbyname("hw.perflevel0.physicalcpu", &cores, &size, NULL, 0) == 0 && cores > 0) return cores;
+    size = sizeof cores;
+    if (sysctlbyname("hw.physicalcpu", &cores, &size, NULL, 0) == 0 && cores > 0) return cores;
+    return online_processors();
+}
 #else
 static int usable_cores(void) { return online_processors(); }
 #endif
@@ -204,7 +236,8 @@ int64_t kvc_now(void) {
     LARGE_INTEGER count, frequency;
     QueryPerformanceCounter(&count);
     QueryPerformanceFrequency(&frequency);
-    return (int64_t)((double)count.QuadPart / (double)frequency.QuadPart * 1e9);
+    const int64_t second = frequency.QuadPart; /* at most some GHz: its rest times SECOND fits */
+    return count.QuadPart / second * SECOND + count.QuadPart % second * SECOND / second;
 #else
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);

@@ -8,6 +8,9 @@
 
 /* The system's mutex, condition variable (kvc_signal) and thread id under one name each. */
 #if defined(_WIN32)
+#if !defined(WIN32_LEAN_AND_MEAN)
+#define WIN32_LEAN_AND_MEAN /* leaves out headers that make macros of common words */
+#endif
 #include <windows.h>
 typedef SRWLOCK kvc_mutex;
 static inline int kvc_mutex_init(kvc_mutex *m) {

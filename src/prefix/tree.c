@@ -120,14 +120,14 @@ typedef struct candidate {
     int64_t worth; /* the more the better: at least SERVES, if it serves */
 } candidate;
 
-enum { NEAR = 8 }; /* children that are looked at on each side of tokens */
+enum { NEIGHBOURS = 8 }; /* children that are looked at on each side of tokens */
 static const int64_t SERVES = INT64_C(1) << 40;
 
 /* Looks at some children with rows from index `at` on, in steps of `step`; returns how many of the tokens the last one
  * begins with, which none behind it exceeds. */
 static int32_t look(const kvc_node *parent, int32_t at, int32_t step, const kvc_token_span *tokens, candidate *best) {
     int32_t num = 0;
-    for (int left = NEAR; left && at >= 0 && at < parent->num_children; at += step) {
+    for (int left = NEIGHBOURS; left && at >= 0 && at < parent->num_children; at += step) {
         kvc_node *node = parent->children[at];
         if (!kvc_node_is_live(node)) continue;
         num = kvc_tokens_common(&node->tokens, tokens);

@@ -91,7 +91,7 @@ static void test_neighbours(void) {
 }
 
 int main(void) {
-    if (KVC_HAS_PAGES) test_random_steps();
-    if (KVC_HAS_PAGES) test_neighbours();
+    test_random_steps();
+    test_neighbours();
     return test_result();
 }
