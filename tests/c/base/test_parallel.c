@@ -282,8 +282,8 @@ static void test_layer_names(void) {
 }
 
 int main(void) {
-    test_environment();
-    test_thread_limit();
+    if (HAS_FORK) test_environment();
+    if (HAS_FORK) test_thread_limit();
     test_layer_names();
     static const char *const layers[] = {"openmp", "own"};
     for (size_t i = 0; i < 2; i++) {
@@ -295,7 +295,7 @@ int main(void) {
         test_many_jobs();
         test_nested();
         test_callers();
-        test_fork();
+        if (HAS_FORK) test_fork();
     }
     test_too_few_threads();
     return test_result();

@@ -8,13 +8,13 @@
 #include "support/pairs.h"
 #include "support/saved.h"
 
-enum { BLOCK = 4, LONG = 60, CAPACITY = 40 };
+enum { BLOCK = 4, LENGTH = 60, CAPACITY = 40 };
 
-/* Saves one sequence, 5, of LONG tokens in a full and a sliding layer. */
+/* Saves one sequence, 5, of LENGTH tokens in a full and a sliding layer. */
 static saved long_state(void) {
     saved file;
     pair *p = limited_pair(0, 0, 0, 0);
-    CHECK(pair_feed(p, 5, 0, LONG) == KVC_OK && save_all(p->cache, &file) == KVC_OK);
+    CHECK(pair_feed(p, 5, 0, LENGTH) == KVC_OK && save_all(p->cache, &file) == KVC_OK);
     pair_free(p);
     return file;
 }
@@ -65,7 +65,7 @@ static void test_refused(void) {
 /* A state for which retained sequences must go: they do once all is read and checked, and not before. */
 static void test_altered_evicts_nothing(void) {
     saved file = long_state();
-    pair *p = limited_pair(0, 0, LONG + 4, 0);
+    pair *p = limited_pair(0, 0, LENGTH + 4, 0);
     kvc_stats stats;
     CHECK(pair_feed(p, 2, 0, 12) == KVC_OK);
     for (int i = 0; i < 3; i++) CHECK(kvc_retain(p->cache, 2, 100 + i, 4 * i, 4 * i + 4) == KVC_OK);

@@ -1,23 +1,21 @@
 /* Calls that need more memory than can exist are refused and change nothing, also where size_t has 32 bits: the bytes
  * needed here are 0, or few, modulo 2^32. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
-#include <stdlib.h>
-
 #include "kvcache.h"
+#include "support/aligned.h"
 #include "support/test.h"
 
 enum { MOST = 256 << 20, MANY = 1 << 20 }; /* bytes of one allocation; elements of a row, tokens, slots */
 
 static void *most_alloc(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
-    void *start = NULL;
     (void)user, (void)hint;
     if (alignment < sizeof(void *)) alignment = sizeof(void *);
-    return size <= MOST && !posix_memalign(&start, alignment, size) ? start : NULL;
+    return size <= MOST ? aligned_new(alignment, size) : NULL;
 }
 
 static void most_free(void *user, void *start, size_t size, const kvc_memory_hint *hint) {
     (void)user, (void)size, (void)hint;
-    free(start);
+    aligned_free(start);
 }
 
 static kvc_status new_cache(const kvc_layer *layers, int32_t num_layers, int32_t block_size, kvc_cache **cache) {

@@ -1,9 +1,11 @@
 /* Structs of an older and of a newer header: each function takes them from the smallest size on, reads and writes no
  * byte beyond what it was told, takes what is missing as 0, and refuses what it does not know. */
+#define _POSIX_C_SOURCE 200809L /* aligned.h */
 #include <stdlib.h>
 
 #include "base/structs.h"
 #include "state/format.h"
+#include "support/aligned.h"
 #include "support/test.h"
 
 enum { NEWER = 16 }; /* bytes that a newer header has more */
@@ -17,12 +19,12 @@ static float k[2], v[2];
 static void *plain_alloc(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
     (void)user;
     CHECK(hint->struct_size == sizeof *hint);
-    return aligned_alloc(alignment, (size + alignment - 1) / alignment * alignment);
+    return aligned_new(alignment, size);
 }
 
 static void plain_free(void *user, void *start, size_t size, const kvc_memory_hint *hint) {
     (void)user, (void)size, (void)hint;
-    free(start);
+    aligned_free(start);
 }
 
 static kvc_cache *new_cache(void) { return cache_of(&plain_layer, 1, (kvc_config){.block_size = 1}); }

@@ -582,15 +582,15 @@ static void test_cloning_beside_writing(void) {
     feed(c.from, 1, BASE);
     kvc_sequence *sequence = kvc_table_find(&c.from->sequences, 1);
     const kvc_run *run = kvc_runs_begin(sequence->runs);
-    pthread_mutex_lock(&c.from->mutex);
+    kvc_mutex_lock(&c.from->mutex);
     kvc_cache_begin_in_place(c.from, sequence);
-    pthread_mutex_unlock(&c.from->mutex);
+    kvc_mutex_unlock(&c.from->mutex);
     CHECK(pthread_create(&thread, NULL, clone_it, &c) == 0);
     usleep(20000); /* in which it would be done if it did not wait */
     memset(kvc_key_at(c.from->layouts, run->block, run->slot, 0), 1, K_DIM * sizeof(float));
-    pthread_mutex_lock(&c.from->mutex);
+    kvc_mutex_lock(&c.from->mutex);
     kvc_cache_end_in_place(c.from, sequence);
-    pthread_mutex_unlock(&c.from->mutex);
+    kvc_mutex_unlock(&c.from->mutex);
     CHECK(pthread_join(thread, NULL) == 0 && c.to);
     for (int i = 0; i < 2; i++) {
         const kvc_rows_out out = {.struct_size = sizeof out,

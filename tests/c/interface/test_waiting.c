@@ -322,7 +322,7 @@ int main(void) {
     test_poll(0);
     test_poll(1);
     test_freeing();
-    test_fork();
+    if (HAS_FORK) test_fork();
     test_requests();
     return test_result();
 }

@@ -486,7 +486,7 @@ int main(void) {
     test_failing_memory();
     test_failing_memory_of_states();
     test_long_prompt();
-    test_fork();
+    if (HAS_FORK) test_fork();
     test_arguments();
     return test_result();
 }

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "kvcache.h"
+#include "support/aligned.h"
 #include "support/test.h"
 
 enum { MAX_ALLOCATIONS = 4096 };
@@ -37,12 +38,12 @@ static inline int memory_refuses(memory *m) {
 
 static inline void *memory_alloc(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
     memory *m = user;
-    void *start;
     CHECK(size > 0 && alignment >= sizeof(void *) && (alignment & (alignment - 1)) == 0);
     CHECK((hint->kind == KVC_MEMORY_ROWS || hint->group < 0) && hint->first_head < hint->end_head);
     if (memory_refuses(m)) return NULL;
     CHECK(m->num < MAX_ALLOCATIONS);
-    if (m->num == MAX_ALLOCATIONS || posix_memalign(&start, alignment, size)) return NULL;
+    void *start = m->num < MAX_ALLOCATIONS ? aligned_new(alignment, size) : NULL;
+    if (!start) return NULL;
     memset(start, 0xff, size); /* NaN in every type: nothing may count on zeros, or touch rows that nobody put */
     m->live[m->num++] = (allocation){start, size, *hint};
     return start;
@@ -61,7 +62,7 @@ static inline void memory_free(void *user, void *start, size_t size, const kvc_m
     CHECK(m->live[i].hint.kind == hint->kind && m->live[i].hint.group == hint->group);
     m->live[i] = m->live[--m->num];
     overwrite(start, 0xff, size); /* nothing may read it any more */
-    free(start);
+    aligned_free(start);
 }
 
 static inline void memory_init(memory *m) {

@@ -103,6 +103,12 @@ static inline int test_result(void) {
     return test_failures != 0;
 }
 
+#if defined(_WIN32)
+enum { HAS_FORK = 0 };
+#else
+enum { HAS_FORK = 1 };
+#endif
+
 #if defined(__ELF__)
 extern void __gcov_dump(void) __attribute__((weak)); /* of a program that counts: coverage.py */
 #else

@@ -1,0 +1,1 @@
+/* sys/resource.h: empty, as what the tests limit is not limited there. */

@@ -1,0 +1,33 @@
+/* unistd.h: what POSIX has in it and Windows lacks, for the tests in C. */
+#include_next <unistd.h>
+
+#ifndef TEST_WINDOWS_UNISTD_H
+#define TEST_WINDOWS_UNISTD_H
+
+#include <stdlib.h>
+#include <windows.h>
+
+enum { _SC_PAGESIZE };
+
+static inline long sysconf(int name) {
+    SYSTEM_INFO info;
+    (void)name;
+    GetSystemInfo(&info);
+    return (long)info.dwPageSize;
+}
+
+/* Never called: test.h says that there is none. */
+static inline pid_t fork(void) { abort(); }
+
+static DWORD WINAPI end_late(void *seconds) {
+    Sleep((DWORD)(uintptr_t)seconds * 1000);
+    _exit(14);
+}
+
+/* Ends the process after so many seconds. */
+static inline unsigned alarm(unsigned seconds) {
+    CloseHandle(CreateThread(NULL, 0, end_late, (void *)(uintptr_t)seconds, 0, NULL));
+    return 0;
+}
+
+#endif
