@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "base/files.h"
 #include "support/feeding.h"
 
 enum { LAYERS = 2, DIM = 32, BLOCK = 4, NUM_TOKENS = 22, NUM_BLOCKS = 5, MOST_VALUES = 40, MOST_VALUE = 4096 };
@@ -355,6 +356,11 @@ static void test_failing_memory_of_states(void) {
     }
 }
 
+static int remove_file(void *opened, const char *name) {
+    kvc_file_remove(*(kvc_folder *)opened, name);
+    return 1;
+}
+
 /* A prompt of more blocks than are named at once; and a cache that has no room for all. */
 static void test_long_prompt(void) {
     enum { NUM = 150 * BLOCK, CAPACITY = 100 * BLOCK };
@@ -362,7 +368,7 @@ static void test_long_prompt(void) {
     const kvc_tokens all = {.struct_size = sizeof all, .ids = many, .num_tokens = NUM};
     const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 8, .v_dim = 8};
     kvc_store *folder = NULL;
-    char path[] = P_tmpdir "/kvcache-test-XXXXXX", command[64];
+    char path[] = P_tmpdir "/kvcache-test-XXXXXX";
     int64_t id, num_written;
     int32_t fetched, matched;
     kvc_prefix *prefix;
@@ -386,8 +392,10 @@ static void test_long_prompt(void) {
         free_valid(cache);
     }
     kvc_dir_store_free(folder);
-    snprintf(command, sizeof command, "rm -r %s", path);
-    CHECK(!system(command));
+    kvc_folder opened;
+    CHECK(kvc_folder_open(&opened, path) && kvc_folder_list(opened, remove_file, &opened));
+    kvc_folder_close(opened);
+    CHECK(!rmdir(path));
 }
 
 /* ---- fork() ------------------------------------------------------------------------------------------------------ */

@@ -30,4 +30,17 @@ static inline unsigned alarm(unsigned seconds) {
     return 0;
 }
 
+/* Removes a folder, whose path is UTF-8 of any length. */
+static inline int remove_folder(const char *path) {
+    wchar_t wide[2000], full[2000] = L"\\\\?\\";
+    if (!MultiByteToWideChar(CP_UTF8, 0, path, -1, wide, 2000) || !GetFullPathNameW(wide, 1990, full + 4, NULL))
+        return -1;
+    return RemoveDirectoryW(full) ? 0 : -1;
+}
+
+#undef rmdir
+#define rmdir remove_folder
+
+static inline int link(const char *from, const char *to) { return CreateHardLinkA(to, from, NULL) ? 0 : -1; }
+
 #endif

@@ -1,0 +1,290 @@
+/* Stores in folders, on POSIX: links and modes of files, a full disk, children of fork(), and each request to the
+ * system failing in turn. */
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <sys/file.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "support/folder.h"
+#include "support/memory.h"
+
+/* ---- requests of the core ---------------------------------------------------------------------------------------- */
+
+static memory heap; /* its numbers are of all requests */
+
+#define REFUSE(error, failed, call) (memory_refuses(&heap) ? (errno = (error), (failed)) : (call))
+
+void *__wrap_malloc(size_t size) { return REFUSE(ENOMEM, NULL, malloc(size)); }
+void *__wrap_realloc(void *p, size_t size) { return REFUSE(ENOMEM, NULL, realloc(p, size)); }
+int __wrap_open(const char *path, int flags) { return REFUSE(EMFILE, -1, open(path, flags)); }
+int __wrap_openat(int folder, const char *path, int flags, mode_t mode) {
+    return REFUSE(EMFILE, -1, openat(folder, path, flags, mode));
+}
+DIR *__wrap_fdopendir(int file) { return REFUSE(ENOMEM, NULL, fdopendir(file)); }
+int __wrap_flock(int file, int how) { return REFUSE(ENOLCK, -1, flock(file, how)); }
+int __wrap_renameat(int a, const char *from, int b, const char *to) {
+    return REFUSE(EIO, -1, renameat(a, from, b, to));
+}
+ssize_t __wrap_read(int file, void *data, size_t size) { return REFUSE(EIO, -1, read(file, data, size)); }
+ssize_t __wrap_write(int file, const void *data, size_t size) { return REFUSE(ENOSPC, -1, write(file, data, size)); }
+ssize_t __wrap_pwrite(int file, const void *data, size_t size, off_t at) {
+    return REFUSE(ENOSPC, -1, pwrite(file, data, size, at));
+}
+
+static int num_open_files(void) {
+    int num = 0;
+    for (int i = 0; i < 100; i++) num += fcntl(i, F_GETFD) >= 0;
+    return num;
+}
+
+/* ---- tests ------------------------------------------------------------------------------------------------------- */
+
+/* Nobody else may read the files, which tell what was in the prompts. */
+static void test_modes(void) {
+    kvc_store *store = open_store(0);
+    struct stat found;
+    CHECK(put(store, 1, 7) == KVC_OK);
+    CHECK(!stat(path_of(""), &found) && (found.st_mode & 0777) == 0700);
+    for_each(".kv", note_name);
+    CHECK(!stat(path_of(found_name), &found) && (found.st_mode & 0777) == 0600);
+    kvc_dir_store_free(store);
+    empty_folder();
+}
+
+/* The error of a folder that cannot be made is the first one, whatever its path. */
+static void test_paths(void) {
+    kvc_store *store;
+    CHECK_FAILS(kvc_dir_store_new("/dev/null/a", 0, &store), KVC_ERR_STORE, "/dev/null/a", "Not a directory");
+    CHECK_FAILS(kvc_dir_store_new("/proc/a/b", 0, &store), KVC_ERR_STORE, "cannot make its folder", "No such file");
+    char path[600];
+    snprintf(path, sizeof path, "/dev/null/%0500d", 0); /* so long that there is no room for all of it */
+    CHECK_FAILS(kvc_dir_store_new(path, 0, &store), KVC_ERR_STORE, "cannot make its folder: ", "");
+    snprintf(path, sizeof path, "%s", path_of("x"));
+    fflush(stdout);
+    const pid_t child = fork();
+    if (!child) {
+        test_failures = 0;
+        CHECK(!chmod(folder, 0555) && (geteuid() || !setuid(65534))); /* for root no folder is to be read only */
+        CHECK_FAILS(kvc_dir_store_new(path, 0, &store), KVC_ERR_STORE, "cannot make its folder", "Permission denied");
+        fflush(stdout);
+        _exit(test_failures != 0);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && !WEXITSTATUS(status) && !chmod(folder, 0700));
+}
+
+/* Files that are said to be used in thousands of years, or to have more bytes than a disk has, count as such. */
+static void test_odd_files(void) {
+    const struct timespec late[2] = {{0}, {250000000000, 5}};
+    kvc_store *store = open_store(3 * FILE_LENGTH);
+    CHECK(put(store, 1, LENGTH) == KVC_OK);
+    for_each(".kv", note_name);
+    CHECK(!utimensat(AT_FDCWD, path_of(found_name), late, 0));
+    for (int i = 2; i < 5; i++) CHECK(put(store, i, LENGTH) == KVC_OK);
+    CHECK(get(store, 1, MOST) == LENGTH && for_each(".kv", NULL) == 2);
+    for (int i = 0; i < 3; i++) {
+        snprintf(found_name, sizeof found_name, "%040d.kv", i);
+        const int file = open(path_of(found_name), O_WRONLY | O_CREAT, 0600);
+        for (int64_t size = INT64_MAX - 4095; size > FILE_LENGTH && ftruncate(file, size); size /= 2) continue;
+        close(file);
+    }
+    kvc_dir_store_free(store);
+    kvc_dir_store_free(open_store(0)); /* counts them */
+    store = open_store(2 * FILE_LENGTH);
+    CHECK(put(store, 1, LENGTH) == KVC_OK && usage() <= 2 * FILE_LENGTH && for_each(".kv", NULL) <= 2);
+    kvc_dir_store_free(store);
+    empty_folder();
+}
+
+/* What is no file, or claims to be longer than the disk, counts as missing; a write takes its place. */
+static void test_no_files(void) {
+    kvc_store *store = open_store(0);
+    char path[600];
+    CHECK(put(store, 1, LENGTH) == KVC_OK);
+    for_each(".kv", note_name);
+    snprintf(path, sizeof path, "%s", path_of(found_name));
+    CHECK(!truncate(path, (off_t)1 << 40) && get(store, 1, MOST) == 0); /* sparse, and not what it says */
+    for (int kind = 0; kind < 3; kind++) {
+        unlink(path);
+        CHECK(!(kind == 0 ? symlink("/etc/passwd", path) : kind == 1 ? mkfifo(path, 0600) : symlink("nothing", path)));
+        CHECK(get(store, 1, MOST) == 0 && put(store, 1, LENGTH) == KVC_OK);
+        CHECK(get(store, 1, MOST) == LENGTH && for_each(".tmp", NULL) == 0);
+    }
+    unlink(path_of("usage.lock"));
+    CHECK(!symlink("notes", path_of("usage.lock")));
+    CHECK_FAILS(put(store, 1, LENGTH), KVC_ERR_STORE, "cannot open usage.lock", "");
+    unlink(path_of("usage.lock"));
+    CHECK(!mkfifo(path_of("usage.lock"), 0600));
+    CHECK_FAILS(put(store, 1, LENGTH), KVC_ERR_STORE, "cannot use usage.lock", "no file of this folder alone");
+    kvc_dir_store_free(store);
+    empty_folder();
+}
+
+/* A disk that is full, as by a limit on the size of files: what was there stays, and nothing is left. */
+static void test_full_disk(void) {
+    kvc_store *store = open_store(0);
+    struct rlimit limit;
+    CHECK(put(store, 1, 700) == KVC_OK);
+    CHECK(!getrlimit(RLIMIT_FSIZE, &limit) && signal(SIGXFSZ, SIG_IGN) != SIG_ERR);
+    const rlim_t before = limit.rlim_cur;
+    for (int most = 8; most < 1000; most += 90) {
+        limit.rlim_cur = (rlim_t)most;
+        CHECK(!setrlimit(RLIMIT_FSIZE, &limit));
+        CHECK_FAILS(put(store, 1, LENGTH), KVC_ERR_STORE, "cannot write", "File too large");
+        CHECK(get(store, 1, MOST) == 700 && for_each(".tmp", NULL) == 0 && for_each(".kv", NULL) == 1);
+    }
+    limit.rlim_cur = before;
+    CHECK(!setrlimit(RLIMIT_FSIZE, &limit) && put(store, 1, LENGTH) == KVC_OK && get(store, 1, MOST) == LENGTH);
+    kvc_dir_store_free(store);
+    empty_folder();
+}
+
+/* Each request to the system fails, alone, with the next and with all that follow; no file stays open, no value is lost
+ * but one that was to be evicted or replaced, and the next call goes on. */
+static void test_failing_requests(void) {
+    static const int mosts[] = {1, 2, 10000};
+    for (int kind = 0; kind < 3; kind++)
+        for (int n = 0, is_over = 0; !is_over; n++) {
+            empty_folder();
+            kvc_store *store = open_store(4 * FILE_LENGTH), *another = NULL;
+            for (int i = 0; i < 4; i++) CHECK(put(store, i, LENGTH) == KVC_OK);
+            write_at(path_of("00000000000000000000000000000002.tmp"), 0, "something", 9);
+            const int files = num_open_files();
+            memory_fail(&heap, n, mosts[kind]);
+            const kvc_status opened = kvc_dir_store_new(path_of(""), 4 * FILE_LENGTH, &another);
+            const int64_t size = get(store, 3, MOST);
+            const kvc_status status = put(store, 4, LENGTH);
+            heap.is_failing = 0;
+            is_over = !heap.failed;
+            CHECK(files == num_open_files() && (size == LENGTH || size == -1));
+            CHECK(opened == KVC_OK || opened == KVC_ERR_STORE || opened == KVC_ERR_NOMEM);
+            CHECK(status == KVC_OK || status == KVC_ERR_STORE || status == KVC_ERR_NOMEM);
+            CHECK(!is_over || (opened == KVC_OK && size == LENGTH && status == KVC_OK));
+            CHECK(put(store, 4, LENGTH) == KVC_OK && get(store, 4, MOST) == LENGTH && get(store, 3, MOST) == LENGTH);
+            CHECK(for_each(".tmp", NULL) <= 1); /* one whose removal was not tried */
+            if (opened == KVC_OK) kvc_dir_store_free(another);
+            kvc_dir_store_free(store);
+        }
+    empty_folder();
+}
+
+/* ---- threads and processes --------------------------------------------------------------------------------------- */
+
+enum { NUM_WRITERS = 3, STEPS = 150 };
+
+static atomic_int is_over;
+
+static void *write_some(void *argument) {
+    const kvc_store *store = argument;
+    for (int i = 0; i < STEPS; i++) {
+        CHECKF(put(store, i * 7 % 40, 1 + i * 131 % LENGTH) == KVC_OK, "%s", kvc_last_error());
+        CHECK(get(store, i * 3 % 40, MOST) >= 0);
+    }
+    return NULL;
+}
+
+static void *write_always(void *argument) {
+    const kvc_store *store = argument;
+    for (int i = 0; !atomic_load(&is_over); i++) CHECK(put(store, i % 40, LENGTH) == KVC_OK);
+    return NULL;
+}
+
+/* Processes and threads write, read and evict at the same time; in the end the count is right. */
+static void test_sharing(void) {
+    pthread_t threads[NUM_WRITERS];
+    kvc_store *store = open_store(12 * FILE_LENGTH);
+    fflush(stdout);
+    const pid_t child = fork();
+    if (!child) test_failures = 0;
+    for (int i = 0; i < NUM_WRITERS; i++) pthread_create(&threads[i], NULL, write_some, store);
+    for (int i = 0; i < NUM_WRITERS; i++) pthread_join(threads[i], NULL);
+    if (!child) _exit(test_failures != 0);
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && !WEXITSTATUS(status));
+    const int64_t counted = usage();
+    kvc_dir_store_free(store);
+    kvc_dir_store_free(open_store(0));
+    CHECKF(usage() == counted && counted <= 12 * FILE_LENGTH, "%lld bytes, not %lld", (long long)counted,
+           (long long)usage());
+    CHECK(for_each(".tmp", NULL) == 0);
+    empty_folder();
+}
+
+static void *write_one(void *store) {
+    CHECKF(put(store, 1, LENGTH) == KVC_OK, "%s", kvc_last_error());
+    return NULL;
+}
+
+/* Who waits for the lock of a file that is removed meanwhile, with all others, counts in the one that takes its place.
+ */
+static void test_removed_lock(void) {
+    kvc_store *store = open_store(0);
+    pthread_t thread;
+    const int file = open(path_of("usage.lock"), O_RDWR);
+    CHECK(!flock(file, LOCK_EX) && !pthread_create(&thread, NULL, write_one, store));
+    while (!for_each(".tmp", NULL)) sched_yield();
+    nanosleep(&(struct timespec){0, 50000000}, NULL); /* until it waits */
+    remove_file("usage.lock");
+    CHECK(!close(file) && !pthread_join(thread, NULL));
+    CHECK(for_each(".kv", NULL) == 1 && usage() == FILE_LENGTH);
+    kvc_dir_store_free(store);
+    empty_folder();
+}
+
+/* Children that are forked while a thread writes have none of its files, and keep none of its locks. */
+static void test_fork(void) {
+    pthread_t thread;
+    kvc_store *store = open_store(12 * FILE_LENGTH);
+    kvc_store *unlimited = open_store(0); /* evicts nothing, and so needs no memory: sanitizers' malloc may hang */
+    const int files = num_open_files();
+    pid_t children[30];
+    pthread_create(&thread, NULL, write_always, store);
+    fflush(stdout);
+    for (int i = 0; i < 30; i++) {
+        nanosleep(&(struct timespec){0, 300000}, NULL);
+        children[i] = fork();
+        if (children[i]) continue;
+        alarm(60);
+        test_failures = 0;
+        /* One more or less: the folder, or a file that is read or listed, has no lock. */
+        CHECKF(num_open_files() <= files + 2, "%d open files, not %d", num_open_files(), files);
+        CHECKF(put(unlimited, 41, LENGTH) == KVC_OK, "%s", kvc_last_error());
+        nanosleep(&(struct timespec){0, 200000000}, NULL); /* it lives on, and holds nothing up */
+        fflush(stdout);
+        _exit(test_failures != 0);
+    }
+    atomic_store(&is_over, 1);
+    pthread_join(thread, NULL);
+    for (int i = 0, status; i < 30; i++)
+        CHECK(waitpid(children[i], &status, 0) == children[i] && WIFEXITED(status) && !WEXITSTATUS(status));
+    kvc_dir_store_free(store);
+    kvc_dir_store_free(unlimited);
+    empty_folder();
+}
+
+int main(void) {
+    memory_init(&heap);
+    if (!mkdtemp(folder)) return 1;
+    test_paths();
+    test_modes();
+    test_odd_files();
+    test_no_files();
+    test_full_disk();
+    test_failing_requests();
+    test_sharing();
+    test_removed_lock();
+    test_fork();
+    remove_folders();
+    return test_result();
+}
