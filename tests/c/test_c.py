@@ -3,10 +3,13 @@
 import re
 
 import pytest
-from support.compiling import EMULATOR, ROOT, run
+from support.compiling import EMULATOR, ROOT, is_for_windows, run
 
 PAGES = [ROOT / "README.md", ROOT / "docs/c.md", ROOT / "docs/prefix-c.md"]
-TESTS = sorted((ROOT / "tests/c").glob("*/test_*.c"))
+LEFT_OUT = "Not for Windows: " if is_for_windows() else None  # stands in the head comment, with the reason
+TESTS = sorted(
+    path for path in (ROOT / "tests/c").glob("*/test_*.c") if not LEFT_OUT or LEFT_OUT not in path.read_text()
+)
 
 
 @pytest.mark.parametrize("source", TESTS, ids=lambda path: path.stem)

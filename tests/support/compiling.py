@@ -3,7 +3,7 @@
 With OpenMP, as the package is, and under the address and undefined sanitizers if pytest runs the slow tests too, each
 where it works; or as $CC and $KVCACHE_C_FLAGS say. Programs that ask for _OPENMP are built with it on any core, except
 under the thread sanitizer, which does not see OpenMP's barriers.
-$KVCACHE_C_EMULATOR is the command that runs what $CC builds for another processor.
+$KVCACHE_C_EMULATOR is the command that runs what $CC builds for another processor or system.
 """
 
 import contextlib
@@ -37,6 +37,7 @@ ENVIRONMENT = os.environ | {
     "ASAN_OPTIONS": "allocator_may_return_null=1:detect_stack_use_after_return=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "OMP_WAIT_POLICY": "passive",  # programs run side by side: a thread that waits leaves its processor to others
+    "WINEDEBUG": "-all",
 }
 
 
@@ -46,6 +47,11 @@ def compiler():
         if command and shutil.which(shlex.split(command)[0]):
             return shlex.split(command)
     pytest.skip("there is no C compiler here")
+
+
+def is_for_windows():
+    """Return whether $CC builds programs for Windows."""
+    return "mingw" in os.environ.get("CC", "")
 
 
 def in_cpp(command):
@@ -70,7 +76,7 @@ def run(*command, timeout=TIMEOUT):
 def works(cc, flags, folder):
     """Return whether a program built with these flags runs."""
     with tempfile.TemporaryDirectory(dir=folder) as own:  # two processes link in the same folder
-        source, program = Path(own, "probe.c"), Path(own, "probe")
+        source, program = Path(own, "probe.c"), Path(own, "probe.exe")
         probe = "int main(void) { return 0; }\n"
         if OPENMP in flags:  # calls the runtime: a static one of another C library does not link
             probe = "#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n"
@@ -104,6 +110,8 @@ def build_core(folder):
     else:
         extra = SANITIZERS if os.environ.get("KVCACHE_TEST_PART") != "quick" and works(cc, SANITIZERS, folder) else []
         extra = [*extra, OPENMP] if works(cc, [*extra, OPENMP], folder) else extra
+    if is_for_windows():
+        extra = [*extra, "-isystem", f"{ROOT}/tests/c/windows"]
     command = [*cc, *FLAGS, *extra]
     return command, [str(path) for path in compile_core(folder, command)]
 
@@ -116,8 +124,8 @@ def link(core, folder, *sources):
     if any("_OPENMP" in source.read_text() for source in sources) and "-fsanitize=thread" not in command:
         flags = [flag for flag in [*command, OPENMP] if flag.startswith(("-f", "-m", "-static"))]
         command = [*command, OPENMP] if works(compiler(), flags, folder) else command
-    program = folder / sources[0].stem
-    if diverted := diverted_by(*sources):
+    program = folder / f"{sources[0].stem}{'.exe' * is_for_windows()}"
+    if (diverted := diverted_by(*sources)) and not is_for_windows():  # where calls of the system go through a table
         objects = [divert(command, objects, diverted, program.with_suffix(".core.o"))]
     run(*command, *sources, *objects, "-o", program, *LIBRARIES)
     return program

@@ -1,6 +1,7 @@
 /* Calls run in regions of OpenMP where the core has it, on a team that the program shares, with the same bits; on the
  * library's own threads while regions are held up; on one thread within the program's regions, and in a child after
- * fork(). */
+ * fork().
+ * Not for Windows: there is no fork(). */
 #define _DEFAULT_SOURCE /* alarm, fork */
 #include <stdatomic.h>
 #include <sys/wait.h>

@@ -1,5 +1,6 @@
 /* OS pages that are taken and joined while nobody holds the mutex.  This program's own madvise stands in for the
- * system's: what another thread might do in the middle of a step is done there, at that moment. */
+ * system's: what another thread might do in the middle of a step is done there, at that moment.
+ * Not for Windows: no page is collapsed there. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <pthread.h>

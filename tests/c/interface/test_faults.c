@@ -3,7 +3,8 @@
  * repeated.  At the end no byte is left, and all were given back as they were taken.
  *
  * Requests are for memory, pages, advice on pages, mutexes, signals, threads and handlers of fork().  What the core
- * calls comes to the __wrap_ functions here: see compiling.py. */
+ * calls comes to the __wrap_ functions here: see compiling.py.
+ * Not for Windows: calls of the system go through a table there, and cannot be diverted. */
 #define _GNU_SOURCE /* MAP_ANONYMOUS */
 #include <errno.h>
 #include <pthread.h>

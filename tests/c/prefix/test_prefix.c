@@ -354,7 +354,7 @@ static void step_checkpoint(void) {
     const live *s = &w.sequences[random_int(0, w.num_live)];
     const int prefix = random_int(0, 6) ? s->prefix : random_int(0, NUM_PREFIXES);
     text t = s->tokens;
-    uint8_t state[STATE];
+    uint8_t state[STATE] = {0};
     t.num = random_int(0, 2) ? s->fed : random_int(0, t.num + 1);
     if (!t.num) return;
     const kvc_tokens tokens = tokens_of(&t);

@@ -1,5 +1,6 @@
 /* Stores in folders, on POSIX: links and modes of files, a full disk, children of fork(), and each request to the
- * system failing in turn. */
+ * system failing in turn.
+ * Not for Windows: it has none of them, nor can requests be diverted. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <errno.h>
@@ -226,8 +227,7 @@ static void *write_one(void *store) {
     return NULL;
 }
 
-/* Who waits for the lock of a file that is removed meanwhile, with all others, counts in the one that takes its place.
- */
+/* Who waits for the lock of a file that is removed meanwhile counts, with all others, in the one in its place. */
 static void test_removed_lock(void) {
     kvc_store *store = open_store(0);
     pthread_t thread;
