@@ -73,6 +73,11 @@ def run(*command, timeout=TIMEOUT):
     return done.stdout
 
 
+def public_functions():
+    """Return the names of the functions that the header declares, and a shared library exports."""
+    return set(re.findall(r"^KVC_API [^;(]*?(kvc_\w+)\(", (ROOT / "include/kvcache.h").read_text(), re.M))
+
+
 def works(cc, flags, folder):
     """Return whether a program built with these flags runs."""
     with tempfile.TemporaryDirectory(dir=folder) as own:  # two processes link in the same folder
