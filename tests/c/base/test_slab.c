@@ -9,6 +9,12 @@
 
 enum { BLOCKS = 100 };
 
+#if defined(__linux__)
+enum { LOSES_AT_ONCE = 1 }; /* the contents of pages that are dropped; elsewhere some time later */
+#else
+enum { LOSES_AT_ONCE = 0 };
+#endif
+
 typedef struct block {
     uint8_t *p;
     size_t size;
@@ -33,7 +39,8 @@ static int is_filled(const block *b) {
 static void take(kvc_slab **slabs, block *b, size_t size) {
     *b = (block){.p = kvc_slab_take(slabs, size), .size = size};
     CHECK(b->p && (uintptr_t)b->p % kvc_os_page_size() == 0);
-    for (size_t i = 0; i < size; i += size / 16) CHECKF(b->p[i] == 0, "what was given back is still there");
+    for (size_t i = 0; i < size; i += size / 16)
+        CHECKF(!LOSES_AT_ONCE || b->p[i] == 0, "what was given back is still there");
     fill(b, (uint8_t)random_int(1, 256));
 }
 

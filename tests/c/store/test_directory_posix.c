@@ -1,6 +1,5 @@
 /* Stores in folders, on POSIX: links and modes of files, a full disk, children of fork(), and each request to the
- * system failing in turn.
- * Not for Windows: it has none of them, nor can requests be diverted. */
+ * system failing in turn. Not for Windows: it has none of them, nor can requests be diverted. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <errno.h>

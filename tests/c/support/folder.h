@@ -1,5 +1,4 @@
-/* folder.h: a store in a folder, and a look at its files.  Define _XOPEN_SOURCE 700 or more first, as mkdtemp() needs.
- */
+/* folder.h: a store in a folder, and a look at its files.  Define _XOPEN_SOURCE 700 or more first, for mkdtemp(). */
 #ifndef KVC_TEST_FOLDER_H
 #define KVC_TEST_FOLDER_H
 
