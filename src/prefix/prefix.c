@@ -82,6 +82,10 @@ static kvc_status check_config(const kvc_cache *cache, const kvc_prefix_config *
     if (config->state_bytes < 0 || config->state_bytes > MOST_STATE_BYTES)
         return kvc_fail(KVC_ERR_INVALID, "state_bytes is %lld: it must be at least 0, and at most %lld",
                         (long long)config->state_bytes, (long long)MOST_STATE_BYTES);
+    if (config->max_checkpoint_bytes && !config->state_bytes)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "max_checkpoint_bytes is %lld, and state_bytes 0: give the size of the states that it limits",
+                        (long long)config->max_checkpoint_bytes);
     if (config->max_checkpoint_bytes && config->max_checkpoint_bytes < config->state_bytes)
         return kvc_fail(KVC_ERR_INVALID,
                         "max_checkpoint_bytes is %lld: it must be at least state_bytes, %lld, or 0 for no limit",

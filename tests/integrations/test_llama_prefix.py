@@ -402,13 +402,14 @@ def test_a_folder_that_fails_costs_no_answer(folder, repository, plain):
 
 def test_llama_completion_reads_from_a_folder(folder, repository, hybrid):
     def complete(name, model, prompt):
-        options = ("--kvcache", "--kvcache-prefix", f"dir:{folder / name}", "-n", "70", "--temp", "0", "--ignore-eos")
+        options = ("--kvcache", "--kvcache-prefix", f"dir:~/{name}", "-n", "70", "--temp", "0", "--ignore-eos")
         done = subprocess.run(
             [llama_cpp_build.program("llama-completion"), "--model", model, "--prompt", prompt, *options,
              "--threads", "1", "--no-conversation", "--verbosity", "4", "--ctx-size", "1024"],
-            env=ENVIRONMENT, stdin=subprocess.DEVNULL, capture_output=True, timeout=300,
+            env={**ENVIRONMENT, "HOME": str(folder)}, stdin=subprocess.DEVNULL, capture_output=True, timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-2000:]
+        assert (folder / name).is_dir()
         known = re.search(rb"(\d+) / (\d+) tokens of prompt are known", done.stderr)
         return done.stdout, int(known[1])
 
@@ -429,7 +430,7 @@ def test_a_server_serves_another_machine(folder, repository):
     ):
         pytest.skip("llama.cpp was built without --valkey")
     with servers.Server(folder / "valkey") as valkey:
-        options = ("--kvcache", "--kvcache-prefix", f"valkey:127.0.0.1:{valkey.port}", *THREE_SLOTS)
+        options = ("--kvcache", "--kvcache-prefix", f"valkey://127.0.0.1:{valkey.port}", *THREE_SLOTS)
         with Server(repository, folder / "valkey-one.log", *options) as server:
             assert timings(server.complete(text(0, 200), 1)) == (0, 200)
         with Server(repository, folder / "valkey-other.log", *options) as server:
@@ -437,7 +438,7 @@ def test_a_server_serves_another_machine(folder, repository):
             valkey.kill()
             assert timings(server.complete(text(1000, 1200), 1)) == (0, 200)
             server.wait_for_slots()
-        assert "cannot read valkey:127.0.0.1" in server.log()
+        assert "cannot read valkey://127.0.0.1" in server.log()
 
 
 @pytest.mark.parametrize(

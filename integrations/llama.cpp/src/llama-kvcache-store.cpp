@@ -60,6 +60,10 @@ place folder_of(const std::string &address) {
     if (res.path.empty()) {
         refuse(address, "there is no folder in it: write dir:/path");
     }
+    const char *home = getenv("HOME"); // shells leave the ~ behind the colon alone
+    if (home && res.path.rfind("~/", 0) == 0) {
+        res.path.replace(0, 1, home);
+    }
     if (at != std::string::npos) {
         res.max_bytes = rest.compare(at, OPTION.size(), OPTION) == 0 ? bytes_of(rest.substr(at + OPTION.size())) : 0;
         if (res.max_bytes <= 0) {
@@ -73,12 +77,16 @@ place folder_of(const std::string &address) {
 place server_of(const std::string &address) {
 #ifdef LLAMA_KVCACHE_VALKEY
     place res;
-    const std::string rest = address.substr(strlen("valkey:"));
+    const bool has_slashes = address.rfind("valkey://", 0) == 0;
+    const std::string rest = address.substr(strlen(has_slashes ? "valkey://" : "valkey:"));
     const size_t at = rest.rfind(':');
     char *end = nullptr;
     const long port = at == std::string::npos ? 0 : strtol(rest.c_str() + at + 1, &end, 10);
 
     res.host = rest.substr(0, at);
+    if (res.host.size() > 2 && res.host.front() == '[' && res.host.back() == ']') { // an IPv6 address
+        res.host = res.host.substr(1, res.host.size() - 2);
+    }
     if (res.host.empty() || port < 1 || port > 65535 || *end) {
         refuse(address, "a server has a host and a port: write valkey:127.0.0.1:6379");
     }

@@ -1016,10 +1016,12 @@ static void test_checkpoints(void) {
     kvc_prefix_free(w.prefixes[0]);
     const kvc_prefix_config bad[] = {{sizeof *bad, "a model", .state_bytes = -1},
                                      {sizeof *bad, "a model", .state_bytes = 9, .max_checkpoint_bytes = 8},
-                                     {sizeof *bad, "a model", .state_bytes = 9, .reuse_min_tokens = 4}};
+                                     {sizeof *bad, "a model", .state_bytes = 9, .reuse_min_tokens = 4},
+                                     {sizeof *bad, "a model", .max_checkpoint_bytes = 8}};
     CHECK_FAILS(kvc_prefix_new(w.cache, &bad[0], &w.prefixes[0]), KVC_ERR_INVALID, "state_bytes", "-1");
     CHECK_FAILS(kvc_prefix_new(w.cache, &bad[1], &w.prefixes[0]), KVC_ERR_INVALID, "max_checkpoint_bytes", "8");
     CHECK_FAILS(kvc_prefix_new(w.cache, &bad[2], &w.prefixes[0]), KVC_ERR_UNSUPPORTED, "reuse_min_tokens", "state");
+    CHECK_FAILS(kvc_prefix_new(w.cache, &bad[3], &w.prefixes[0]), KVC_ERR_INVALID, "max_checkpoint_bytes", "8");
     w.prefixes[0] = own;
     end_world();
 }
