@@ -15,14 +15,14 @@
 using bytes = std::vector<uint8_t>;
 
 static constexpr int N_STEPS = 20;      // tokens that a context goes on for
-static constexpr double MOST = 1e-4;    // squared difference of logits over their squared length
 static constexpr uint32_t WHOLE = 0;    // flags
 static constexpr llama_seq_id ALL = -1; // sequences
 
 static int n_failed = 0;
 static int n_checked = 0;
 static int64_t n_allocations_left = INT64_MAX; // until the cache gets no more memory
-static double worst = 0.0;                     // difference of logits in a model
+static double worst = 0.0;                     // squared difference of logits over their squared length, in a setup
+static double most = 0.0;                      // it may be
 
 static bool expect(bool ok, const char *format, ...) {
     ++n_checked;
@@ -192,7 +192,7 @@ static bool as_likely(const step &found, const step &wanted) {
     std::vector<float> logits = wanted.logits;
 
     logits[found.best] = logits[wanted.best];
-    return nmse(logits, wanted.logits) <= MOST;
+    return nmse(logits, wanted.logits) <= most;
 }
 
 // expects the same tokens, of nearly the same logits
@@ -201,7 +201,7 @@ static void compare(const std::vector<step> &found, const std::vector<step> &wan
         const double error = nmse(found[i].logits, wanted[i].logits);
 
         worst = std::max(worst, error);
-        if (!expect(error <= MOST, "%s: logits of step %d differ by %.2g", what.c_str(), i, error) ||
+        if (!expect(error <= most, "%s: logits of step %d differ by %.2g", what.c_str(), i, error) ||
             !expect(as_likely(found[i], wanted[i]), "%s: token %d is %d, not %d", what.c_str(), i, found[i].best,
                     wanted[i].best)) {
             return;
@@ -728,6 +728,7 @@ static void test_setup(llama_model *model, setup s, bool is_first) {
 
 static void test_model(llama_model *model, const std::vector<std::string> &types) {
     for (const auto &type : types) {
+        most = type == "int4" ? 1e-3 : 1e-4; // moved rows are quantised once more as they are saved
         for (const bool flash_attn : {true, false}) {
             for (const bool is_unified : {true, false}) {
                 setup s;
