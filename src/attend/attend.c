@@ -285,10 +285,8 @@ static void lock_round(kvc_round *round) {
 
 static void unlock_round(kvc_round *round) { atomic_flag_clear_explicit(&round->lock, memory_order_release); }
 
-/* Attends to the rows of task i, and ends its splits, unless the call is cancelled; for kvc_parallel, with the kvc_call
- * as context. */
-static void run_task(void *context, int64_t i) {
-    kvc_call *c = context;
+/* Attends to the rows of task i, and ends its splits, unless the call is cancelled. */
+static void run_task(kvc_call *c, int64_t i) {
     kvc_plan *plan = c->plan;
     const int32_t l = take_workspace(plan);
     kvc_task t = make_task(c, i, plan->workspaces + (size_t)l * plan->workspace.size);
@@ -298,6 +296,24 @@ static void run_task(void *context, int64_t i) {
     if (!cancelled && c->is_rerun) unlock_round(&plan->round);
     atomic_flag_clear_explicit(&plan->workspace_taken[l], memory_order_release);
     if (cancelled) atomic_store(&c->was_cancelled, 1);
+}
+
+/* Takes a task for the calling thread: the next one of the part whose rows lie near it; once that has none left, one of
+ * another part. */
+static int64_t take_near(kvc_call *c) {
+    const kvc_plan *plan = c->plan;
+    const int64_t num_tasks = plan->num_tasks / plan->num_parts; /* of a part */
+    int32_t part = kvc_pool_part_of(&plan->batch->cache->pools[plan->group], kvc_node_here());
+    for (;; part = (part + 1) % plan->num_parts) { /* ends, as it is called once for each task */
+        const int64_t i = atomic_fetch_add(&c->taken[part].num, 1);
+        if (i < num_tasks) return i * plan->num_parts + part;
+    }
+}
+
+/* Runs task i, or another one in its place; for kvc_parallel, with the kvc_call as context. */
+static void run_any(void *context, int64_t i) {
+    kvc_call *c = context;
+    run_task(c, c->plan->num_parts > 1 ? take_near(c) : i);
 }
 
 static kvc_status fail_cancelled(void) { return kvc_fail(KVC_ERR_CANCELLED, "the attention was cancelled"); }
@@ -476,6 +492,7 @@ static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_atte
     c->changes_scores = args->softcap > 0 || args->alibi;
     c->scale = args->scale != 0 ? args->scale : 1 / sqrtf((float)plan->k_dim);
     atomic_init(&c->was_cancelled, 0);
+    for (int32_t i = 0; i < plan->num_parts; i++) atomic_init(&c->taken[i].num, 0);
 }
 
 /* Checks the arguments of kvc_plan_run, and runs the task. */
@@ -528,7 +545,7 @@ static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *a
     if (put) KVC_TRY(kvc_put_rows(batch, layer, put, *buffer));
     make_call(&c, plan, layer, args, *buffer);
     kvc_cache_poll_timer(batch->cache, plan->multiply_adds, &c.timer);
-    kvc_parallel(kvc_threads_for(plan->multiply_adds, WORTH_THREADS, plan->args.num_threads), plan->num_tasks, run_task,
+    kvc_parallel(kvc_threads_for(plan->multiply_adds, WORTH_THREADS, plan->args.num_threads), plan->num_tasks, run_any,
                  &c);
     kvc_status status = atomic_load(&c.was_cancelled) ? fail_cancelled() : KVC_OK;
     if (status == KVC_OK && put && *buffer) status = kvc_row_buffer_accept(batch->cache, *buffer, 0);

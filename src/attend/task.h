@@ -8,8 +8,15 @@
 
 #include <string.h>
 
+#include "base/nodes.h"
 #include "attend/work.h"
 #include "space/row_buffer.h"
+
+/* How many tasks of a part were taken, apart from what other processors write. */
+typedef struct kvc_taken {
+    _Atomic int64_t num;
+    char apart[KVC_CACHE_LINE];
+} kvc_taken;
 
 /* What all tasks of one kvc_attend, or one kvc_plan_run, share. */
 typedef struct kvc_call {
@@ -29,8 +36,9 @@ typedef struct kvc_call {
     int is_rerun, was_done; /* for kvc_plan_run: the round is a rerun; the task was done before in this round */
     int changes_scores;     /* there is a softcap, or ALiBi */
     float scale;
-    kvc_poll_timer timer;     /* asked whether to end early, as tasks begin and between the tiles of long ones */
-    atomic_int was_cancelled; /* a task ended early */
+    kvc_poll_timer timer;            /* asked whether to end early, as tasks begin and between the tiles of long ones */
+    atomic_int was_cancelled;        /* a task ended early */
+    kvc_taken taken[KVC_MOST_NODES]; /* [plan->num_parts] for kvc_attend */
 } kvc_call;
 
 /* A task, whose query rows are those of its job's slices, one slice after the other; or a view of some of these. */

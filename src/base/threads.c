@@ -141,13 +141,13 @@ static int quota_cores(void) {
     return quota > 0 && period > 0 ? (int)((quota + period - 1) / period) : 0;
 }
 
-static int usable_cores(void) {
+int kvc_usable_cores(void) {
     const int cores = allowed_cores(), quota = quota_cores();
     return quota && quota < cores ? quota : cores;
 }
 #elif defined(_WIN32)
 /* Counts the cores, as on Linux: those that the process's affinity allows, which is said for 64 processors at most. */
-static int usable_cores(void) {
+int kvc_usable_cores(void) {
     DWORD_PTR allowed = 0, all = 0;
     DWORD size = 0;
     int cores = 0;
@@ -166,7 +166,7 @@ static int usable_cores(void) {
 }
 #elif defined(__APPLE__)
 /* Counts the fast cores of a processor that has slow ones as well, which others would wait for. */
-static int usable_cores(void) {
+int kvc_usable_cores(void) {
     int cores = 0;
     size_t size = sizeof cores;
     if (sysctlbyname("hw.perflevel0.physicalcpu", &cores, &size, NULL, 0) == 0 && cores > 0) return cores;
@@ -175,7 +175,7 @@ static int usable_cores(void) {
     return online_processors();
 }
 #else
-static int usable_cores(void) { return online_processors(); }
+int kvc_usable_cores(void) { return online_processors(); }
 #endif
 
 /* Returns the first number in a variable of OpenMP, which may be a list with one for each level of nesting; 0 if there
@@ -194,7 +194,7 @@ static int32_t default_threads(void) {
     int32_t number = atomic_load(&known);
     if (!number) {
         number = number_of_environment("OMP_NUM_THREADS");
-        if (!number) number = usable_cores();
+        if (!number) number = kvc_usable_cores();
         if (number < 1) number = 1;
         if (number > KVC_MOST_THREADS) number = KVC_MOST_THREADS;
         atomic_store(&known, number);

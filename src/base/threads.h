@@ -72,6 +72,10 @@ int kvc_uses_openmp(void);
  * used. */
 int32_t kvc_thread_limit(void);
 
+/* Counts the cores that the process may use, within the limits of its control group: places where OpenMP binds threads.
+ */
+int kvc_usable_cores(void);
+
 /* Call in the child of the process's fork(), which lacks the threads of its parent: calls run on one from then on. */
 void kvc_threads_forked(void);
 

@@ -13,9 +13,12 @@ static size_t head_bytes(const kvc_memory *memory, int32_t block_size, size_t ro
     return (size_t)kvc_align_up(bytes, fills_pages ? KVC_HUGE_PAGE : KVC_CACHE_LINE);
 }
 
+/* Returns a distance of an odd number of cache lines, so that the same slot of several heads does not fall into the
+ * same set of a CPU cache. */
+static size_t odd_lines(size_t bytes) { return bytes / KVC_CACHE_LINE % 2 ? bytes : bytes + KVC_CACHE_LINE; }
+
 /* Places a head's values behind its keys: they are read next, so that hardware prefetching past the end of the keys is
- * of use.  Scales of rows come behind both.  Places heads an odd number of cache lines apart, so that the same slot of
- * several heads does not fall into the same set of a CPU cache. */
+ * of use.  Scales of rows come behind both. */
 kvc_status kvc_layout_add(const kvc_memory *memory, kvc_layout *layout, const kvc_layer *layer, int32_t num_slots,
                           size_t *block_bytes) {
     layout->num_kv_heads = layer->num_kv_heads;
@@ -27,8 +30,7 @@ kvc_status kvc_layout_add(const kvc_memory *memory, kvc_layout *layout, const kv
                  k_scale_bytes = head_bytes(NULL, num_slots, kvc_row_scale_bytes(layer->k_type)),
                  v_scale_bytes =
                      layer->value_in_key ? 0 : head_bytes(NULL, num_slots, kvc_row_scale_bytes(layer->v_type));
-    layout->head_stride = k_bytes + v_bytes + k_scale_bytes + v_scale_bytes;
-    if (layout->head_stride / KVC_CACHE_LINE % 2 == 0) layout->head_stride += KVC_CACHE_LINE;
+    layout->head_stride = odd_lines(k_bytes + v_bytes + k_scale_bytes + v_scale_bytes);
     layout->k_offset = *block_bytes;
     layout->v_offset = layout->k_offset + (layer->value_in_key ? 0 : k_bytes);
     layout->k_scales = k_scale_bytes ? layout->k_offset + k_bytes + v_bytes : 0;
@@ -42,4 +44,29 @@ kvc_status kvc_layout_add(const kvc_memory *memory, kvc_layout *layout, const kv
                         "a block of %d slots does not fit the address space: give a smaller block_size", num_slots);
     *block_bytes += layout->head_stride * (size_t)layer->num_kv_heads;
     return KVC_OK;
+}
+
+static int32_t common_divisor(int32_t a, int32_t b) { return b ? common_divisor(b, a % b) : a; }
+
+int32_t kvc_layout_divide(kvc_layout *layouts, int32_t num_layers, int32_t num_nodes, size_t *block_bytes) {
+    size_t stride = 0, begin = 0;
+    for (int32_t i = 0; i < num_layers; i++) {
+        if (layouts[i].num_kv_heads != layouts->num_kv_heads) return 1;
+        stride += layouts[i].head_stride;
+    }
+    const int32_t num_parts = num_layers ? common_divisor(layouts->num_kv_heads, num_nodes) : 1;
+    if (num_parts == 1) return 1;
+    stride = odd_lines(stride);
+    for (int32_t i = 0; i < num_layers; i++) {
+        kvc_layout *at = &layouts[i];
+        const size_t back = at->k_offset - begin;
+        begin += at->head_stride;
+        at->k_offset -= back;
+        at->v_offset -= back;
+        if (at->k_scales) at->k_scales -= back;
+        if (at->v_scales) at->v_scales -= back;
+        at->head_stride = stride;
+    }
+    *block_bytes = stride * (size_t)layouts->num_kv_heads;
+    return num_parts;
 }

@@ -3,15 +3,17 @@
 
 #include <string.h>
 
-#include "base/status.h"
+#include "base/nodes.h"
 #include "base/parallel.h"
+#include "base/status.h"
 
 enum {
     WORTH_THREADS = 1 << 22, /* bytes that are given back */
     COLLAPSE_SLOTS = 512,    /* slots filled in a block before its pages are looked at again */
     COLLAPSE_TOKENS = 8,     /* tokens of a batch per step made, and per block looked at, beyond the first ones */
     COLLAPSE_BLOCKS = 8,     /* blocks looked at after a batch of few tokens */
-    FAULT_BYTES = 256 << 10  /* most bytes of memory taken in one step */
+    FAULT_BYTES = 256 << 10, /* most bytes of memory taken in one step */
+    MOST_PARTS = 1 << 14     /* of blocks that are spread: Linux gives a process 65,530 mappings */
 };
 
 void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t block_size, const kvc_layout *layouts,
@@ -20,6 +22,8 @@ void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t bl
                        .group = group,
                        .block_size = block_size,
                        .block_bytes = block_bytes,
+                       .num_nodes = 1,
+                       .num_parts = 1,
                        .is_lazy = kvc_memory_is_lazy(memory, block_bytes),
                        .layouts = layouts,
                        .num_layers = num_layers,
@@ -61,6 +65,26 @@ void kvc_pool_destroy(kvc_pool *pool) {
     free_list(pool, pool->blocks, pool->max_blocks);
 }
 
+void kvc_pool_spread(kvc_pool *pool, int32_t num_nodes, int32_t num_parts) {
+    pool->num_nodes = num_nodes;
+    pool->num_parts = num_parts;
+}
+
+/* Spreads the pages of a block over the nodes.  Parts begin at whole pages; at huge ones where they fill any. */
+static void spread_block(const kvc_pool *pool, uint8_t *rows) {
+    const size_t part_bytes = pool->block_bytes / (size_t)pool->num_parts;
+    const size_t page = part_bytes < KVC_HUGE_PAGE ? kvc_os_page_size() : KVC_HUGE_PAGE;
+    const int32_t nodes = pool->num_nodes / pool->num_parts;
+    size_t begin = 0;
+    for (int32_t i = 0; i < pool->num_parts; i++) {
+        const int is_last = i == pool->num_parts - 1;
+        const size_t end = is_last ? (size_t)kvc_align_up(pool->block_bytes, kvc_os_page_size())
+                                   : ((size_t)(i + 1) * part_bytes + page / 2) / page * page;
+        kvc_nodes_spread(rows + begin, end - begin, i * nodes, nodes);
+        begin = end;
+    }
+}
+
 /* Adds a new block to the end of the free list: at **end, which becomes the new end. */
 static kvc_status new_block(kvc_pool *pool, kvc_block ***end) {
     kvc_block *block = kvc_memory_alloc(pool->memory, (size_t)kvc_pool_header_bytes(pool), KVC_MEMORY_BOOKKEEPING, -1);
@@ -71,6 +95,9 @@ static kvc_status new_block(kvc_pool *pool, kvc_block ***end) {
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for a block of %d slots, %zu bytes", pool->block_size,
                         pool->block_bytes);
     }
+    if (pool->num_nodes > 1 && pool->num_blocks < MOST_PARTS / pool->num_parts &&
+        kvc_memory_has_pages(pool->memory, pool->block_bytes))
+        spread_block(pool, rows);
     *block = (kvc_block){.rows = rows, .index = pool->num_blocks, .is_free = 1};
     pool->blocks[pool->num_blocks++] = block;
     **end = block;

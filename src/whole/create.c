@@ -1,6 +1,7 @@
 /* create.c: kvc_cache_new and kvc_cache_free. */
 #include <string.h>
 
+#include "base/nodes.h"
 #include "kernels/dispatch.h"
 #include "whole/atfork.h"
 #include "cache/check.h"
@@ -41,6 +42,7 @@ static void find_groups(kvc_cache *cache) {
 
 /* Lays out the blocks of each group, and makes its pool. */
 static kvc_status init_groups(kvc_cache *cache, int32_t block_size) {
+    const int32_t num_nodes = KVC_BUGGIFY() ? 2 : kvc_nodes_for(kvc_cache_threads(cache));
     int32_t next = 0;
     for (int32_t g = 0; g < cache->num_groups; g++) {
         const int32_t first = next,
@@ -53,7 +55,11 @@ static kvc_status init_groups(kvc_cache *cache, int32_t block_size) {
             if (status != KVC_OK) return status;
             cache->layout_of[i] = next++;
         }
+        const int has_nodes = num_nodes > 1 && (kvc_memory_has_pages(&cache->memory, block_bytes) || KVC_BUGGIFY());
+        const int32_t num_parts =
+            has_nodes ? kvc_layout_divide(&cache->layouts[first], next - first, num_nodes, &block_bytes) : 1;
         kvc_pool_init(&cache->pools[g], &cache->memory, g, size, &cache->layouts[first], next - first, block_bytes);
+        if (has_nodes) kvc_pool_spread(&cache->pools[g], num_nodes, num_parts);
     }
     for (int32_t i = 0; i < cache->num_layers; i++)
         if (cache->layers[i].share) cache->layout_of[i] = cache->layout_of[kvc_source_of(cache, i)];

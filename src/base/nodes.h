@@ -1,0 +1,34 @@
+/* nodes.h: the machine's memory nodes (NUMA): how many there are, where a thread runs, and where memory lies.
+ *
+ * Nodes are numbered from 0 in the order of the system's numbers, in which those of one socket stand side by side. */
+#ifndef KVC_NODES_H
+#define KVC_NODES_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum { KVC_MOST_NODES = 16, KVC_MOST_PROCESSORS = 1024 };
+
+typedef struct kvc_nodes {
+    int32_t num;                         /* 0: not known, or more than KVC_MOST_NODES */
+    int32_t ids[KVC_MOST_NODES];         /* the system's numbers */
+    uint8_t of_cpu[KVC_MOST_PROCESSORS]; /* the node of a processor */
+} kvc_nodes;
+
+/* Reads the nodes that have some of the allowed processors from a folder like Linux's /sys/devices/system/node.
+ * allowed: [KVC_MOST_PROCESSORS] whether the process may run on a processor. */
+void kvc_nodes_read(const char *folder, const uint8_t *allowed, kvc_nodes *nodes);
+
+/* Returns over how many nodes the rows of a cache with so many threads are to be spread.  1: the system places them,
+ * as there is one node, or its cores are enough for the threads, or the process has a policy of its own for its memory
+ * or may not have one (in a container). */
+int32_t kvc_nodes_for(int32_t num_threads);
+
+/* Returns the node that the calling thread runs on. */
+int32_t kvc_node_here(void);
+
+/* Spreads the pages of [p, p + size), which nothing has touched, over nodes [first, first + num).  Does nothing if the
+ * system refuses. */
+void kvc_nodes_spread(void *p, size_t size, int32_t first, int32_t num);
+
+#endif
