@@ -285,19 +285,6 @@ static void lock_round(kvc_round *round) {
 
 static void unlock_round(kvc_round *round) { atomic_flag_clear_explicit(&round->lock, memory_order_release); }
 
-/* Attends to the rows of task i, and ends its splits, unless the call is cancelled. */
-static void run_task(kvc_call *c, int64_t i) {
-    kvc_plan *plan = c->plan;
-    const int32_t l = take_workspace(plan);
-    kvc_task t = make_task(c, i, plan->workspaces + (size_t)l * plan->workspace.size);
-    const int cancelled = !attend_split(&t);
-    if (!cancelled && c->is_rerun) lock_round(&plan->round);
-    if (!cancelled) end_splits(&t);
-    if (!cancelled && c->is_rerun) unlock_round(&plan->round);
-    atomic_flag_clear_explicit(&plan->workspace_taken[l], memory_order_release);
-    if (cancelled) atomic_store(&c->was_cancelled, 1);
-}
-
 /* Takes a task for the calling thread: the next one of the part whose rows lie near it; once that has none left, one of
  * another part. */
 static int64_t take_near(kvc_call *c) {
@@ -310,10 +297,20 @@ static int64_t take_near(kvc_call *c) {
     }
 }
 
-/* Runs task i, or another one in its place; for kvc_parallel, with the kvc_call as context. */
-static void run_any(void *context, int64_t i) {
+/* Attends to the rows of task i, or of one near this thread in its place, and ends its splits, unless the call is
+ * cancelled; for kvc_parallel, with the kvc_call as context. */
+static void run_task(void *context, int64_t i) {
     kvc_call *c = context;
-    run_task(c, c->plan->num_parts > 1 ? take_near(c) : i);
+    kvc_plan *plan = c->plan;
+    if (c->takes_near) i = take_near(c);
+    const int32_t l = take_workspace(plan);
+    kvc_task t = make_task(c, i, plan->workspaces + (size_t)l * plan->workspace.size);
+    const int cancelled = !attend_split(&t);
+    if (!cancelled && c->is_rerun) lock_round(&plan->round);
+    if (!cancelled) end_splits(&t);
+    if (!cancelled && c->is_rerun) unlock_round(&plan->round);
+    atomic_flag_clear_explicit(&plan->workspace_taken[l], memory_order_release);
+    if (cancelled) atomic_store(&c->was_cancelled, 1);
 }
 
 static kvc_status fail_cancelled(void) { return kvc_fail(KVC_ERR_CANCELLED, "the attention was cancelled"); }
@@ -471,7 +468,7 @@ static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_atte
                       const kvc_row_buffer *buffer) {
     const kvc_cache *cache = plan->batch->cache;
     c->plan = plan;
-    c->is_rerun = c->was_done = 0;
+    c->is_rerun = c->was_done = c->takes_near = 0;
     c->args = args;
     c->kernels = cache->kernels;
     c->prefetch_level = cache->prefetch_level;
@@ -544,8 +541,9 @@ static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *a
         KVC_TRY(kvc_row_buffer_enter(batch, layer, buffer));
     if (put) KVC_TRY(kvc_put_rows(batch, layer, put, *buffer));
     make_call(&c, plan, layer, args, *buffer);
+    c.takes_near = plan->num_parts > 1;
     kvc_cache_poll_timer(batch->cache, plan->multiply_adds, &c.timer);
-    kvc_parallel(kvc_threads_for(plan->multiply_adds, WORTH_THREADS, plan->args.num_threads), plan->num_tasks, run_any,
+    kvc_parallel(kvc_threads_for(plan->multiply_adds, WORTH_THREADS, plan->args.num_threads), plan->num_tasks, run_task,
                  &c);
     kvc_status status = atomic_load(&c.was_cancelled) ? fail_cancelled() : KVC_OK;
     if (status == KVC_OK && put && *buffer) status = kvc_row_buffer_accept(batch->cache, *buffer, 0);

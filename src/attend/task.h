@@ -33,6 +33,7 @@ typedef struct kvc_call {
     const kvc_rope *rope;   /* rotates keys with a delta; NULL: the layer's keys are not rotated */
     const float *angles;    /* [plan->num_deltas][plan->angles_stride] of that rope */
     int prefetch_level;     /* for kvc_ahead */
+    int takes_near;         /* for kvc_attend: threads take tasks by where their rows lie */
     int is_rerun, was_done; /* for kvc_plan_run: the round is a rerun; the task was done before in this round */
     int changes_scores;     /* there is a softcap, or ALiBi */
     float scale;

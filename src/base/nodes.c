@@ -9,7 +9,6 @@
 #include <string.h>
 
 #include "base/openmp.h"
-#include "base/threads.h"
 
 /* ---- reading lists of numbers ------------------------------------------------------------------------------------ */
 
@@ -70,11 +69,9 @@ void kvc_nodes_read(const char *folder, const uint8_t *allowed, kvc_nodes *nodes
 
 /* ---- this machine ------------------------------------------------------------------------------------------------ */
 
-static kvc_nodes known; /* read as the library is loaded */
+static kvc_nodes known;
 
-int32_t kvc_nodes_for(int32_t num_threads) {
-    return known.num > 1 && num_threads > kvc_usable_cores() / known.num ? known.num : 1;
-}
+int32_t kvc_num_nodes(void) { return known.num ? known.num : 1; }
 
 #if defined(__linux__)
 
@@ -92,15 +89,20 @@ static int has_default_policy(void) {
 #endif
 }
 
-__attribute__((constructor)) static void read_nodes(void) {
+void kvc_nodes_find(void) {
+    static const char FOLDER[] = "/sys/devices/system/node";
+    static int is_done;
     static uint8_t allowed[KVC_MOST_PROCESSORS];
     cpu_set_t set;
+    if (is_done) return;
+    is_done = 1;
+    memset(allowed, 1, sizeof allowed);
+    kvc_nodes_read(FOLDER, allowed, &known);
+    if (known.num > 1 && !has_default_policy()) known.num = 0;
     /* Where OpenMP binds threads, this one has a place of its own already. */
-    const int is_bound = kvc_openmp_num_places() > 0 || sched_getaffinity(0, sizeof set, &set) != 0;
-    for (size_t cpu = 0; cpu < KVC_MOST_PROCESSORS; cpu++)
-        allowed[cpu] = is_bound || (cpu < CPU_SETSIZE && CPU_ISSET(cpu, &set));
-    kvc_nodes_read("/sys/devices/system/node", allowed, &known);
-    if (!has_default_policy()) known.num = 0;
+    if (known.num < 2 || kvc_openmp_num_places() > 0 || sched_getaffinity(0, sizeof set, &set) != 0) return;
+    for (size_t cpu = 0; cpu < KVC_MOST_PROCESSORS; cpu++) allowed[cpu] = cpu < CPU_SETSIZE && CPU_ISSET(cpu, &set);
+    kvc_nodes_read(FOLDER, allowed, &known);
 }
 
 int32_t kvc_node_here(void) {
@@ -121,6 +123,7 @@ void kvc_nodes_spread(void *p, size_t size, int32_t first, int32_t num) {
 
 #else
 
+void kvc_nodes_find(void) {}
 int32_t kvc_node_here(void) { return 0; }
 void kvc_nodes_spread(void *p, size_t size, int32_t first, int32_t num) { (void)p, (void)size, (void)first, (void)num; }
 

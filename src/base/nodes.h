@@ -19,10 +19,12 @@ typedef struct kvc_nodes {
  * allowed: [KVC_MOST_PROCESSORS] whether the process may run on a processor. */
 void kvc_nodes_read(const char *folder, const uint8_t *allowed, kvc_nodes *nodes);
 
-/* Returns over how many nodes the rows of a cache with so many threads are to be spread.  1: the system places them,
- * as there is one node, or its cores are enough for the threads, or the process has a policy of its own for its memory
- * or may not have one (in a container). */
-int32_t kvc_nodes_for(int32_t num_threads);
+/* Finds out about this machine, the first time.  Call it from one thread at a time. */
+void kvc_nodes_find(void);
+
+/* Returns how many nodes the process runs on, and may place memory on.  1, too, where it has a policy of its own for
+ * its memory or may have none, as in many containers. */
+int32_t kvc_num_nodes(void);
 
 /* Returns the node that the calling thread runs on. */
 int32_t kvc_node_here(void);

@@ -7,6 +7,7 @@
  */
 #include "whole/atfork.h"
 
+#include "base/nodes.h"
 #include "base/openmp.h"
 #include "edit/rewrite.h"
 #include "pass/put.h"
@@ -108,13 +109,14 @@ int kvc_atfork_init(void) {
     static int is_set; /* guarded by list_mutex; where memory was short once, the next cache tries again */
     kvc_mutex_lock(&list_mutex);
     if (!is_set) is_set = pthread_atfork(lock_all, unlock_all, in_child) == 0;
+    kvc_openmp_find(); /* under the mutex: a fork() in the middle of dlopen would leave its locks to the child */
+    kvc_nodes_find();
     kvc_mutex_unlock(&list_mutex);
     return !is_set;
 }
 
 void kvc_atfork_add(kvc_cache *cache) {
     kvc_mutex_lock(&list_mutex);
-    kvc_openmp_find(); /* under the mutex: a fork() in the middle of dlopen would leave its locks to the child */
     cache->link = end_of_caches;
     *end_of_caches = cache;
     end_of_caches = &cache->next;

@@ -40,9 +40,17 @@ static void find_groups(kvc_cache *cache) {
         if (cache->layers[i].share) cache->group_of[i] = cache->group_of[kvc_source_of(cache, i)];
 }
 
+/* Returns over how many memory nodes rows are to be spread.  Threads for which the cores of one node are enough may all
+ * run there, and the system then places rows beside them. */
+static int32_t find_nodes(const kvc_cache *cache) {
+    const int32_t num = kvc_num_nodes();
+    if (num == 1) return KVC_BUGGIFY() ? 2 : 1;
+    return kvc_cache_threads(cache) > kvc_usable_cores() / num ? num : 1;
+}
+
 /* Lays out the blocks of each group, and makes its pool. */
 static kvc_status init_groups(kvc_cache *cache, int32_t block_size) {
-    const int32_t num_nodes = KVC_BUGGIFY() ? 2 : kvc_nodes_for(kvc_cache_threads(cache));
+    const int32_t num_nodes = find_nodes(cache);
     int32_t next = 0;
     for (int32_t g = 0; g < cache->num_groups; g++) {
         const int32_t first = next,
