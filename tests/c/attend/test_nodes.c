@@ -158,7 +158,7 @@ static void put_rows(kvc_cache *cache, const shape *s, int32_t first, int32_t n,
 }
 
 /* Feeds all tokens; counts what the last one's attention reads in all layers, and what was written. */
-static void play(const shape *s, int spread, int threads, float *out) {
+static kvc_cache *play(const shape *s, int spread, int threads, float *out) {
     kvc_layer layers[8];
     for (int l = 0; l < s->num_layers; l++)
         layers[l] =
@@ -168,15 +168,15 @@ static void play(const shape *s, int spread, int threads, float *out) {
     num_claims = num_ranges = 0;
     memset(touched, 0, sizeof touched);
     reads = writes = (traffic){0};
-    kvc_cache *cache =
-        cache_of(layers, s->num_layers,
-                 (kvc_config){.max_seq_len = PROMPT + DECODED, .block_size = s->block_size, .num_threads = THREADS});
+    kvc_cache *cache = cache_of(
+        layers, s->num_layers,
+        (kvc_config){.max_seq_len = PROMPT + DECODED + 1, .block_size = s->block_size, .num_threads = THREADS});
     divert_kernels(cache);
     for (int32_t first = 0; first < PROMPT; first += PIECE) put_rows(cache, s, first, PIECE, NULL);
     for (int32_t first = PROMPT; first < PROMPT + DECODED - 1; first++) put_rows(cache, s, first, 1, NULL);
     put_rows(cache, s, PROMPT + DECODED - 1, 1, out);
     CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
-    kvc_cache_free(cache);
+    return cache;
 }
 
 static double all_of(const traffic *t) { return t->own + t->socket + t->other; }
@@ -201,23 +201,40 @@ static void print(const shape *s, const char *what) {
 static void test_shape(int nodes, const shape *s, int num_parts) {
     static float before[MOST_HEADS * GROUP * DIM], after[MOST_HEADS * GROUP * DIM];
     num_nodes = nodes;
-    play(s, 0, 0, before);
+    kvc_cache_free(play(s, 0, 0, before));
     print(s, "as the system places rows");
     CHECK(num_ranges == 0 && busiest(&reads) > 0.5);
     const double bytes = all_of(&reads);
     CHECK(reads.own / bytes < 0.6);
-    play(s, 1, 0, after);
+    kvc_cache_free(play(s, 1, 0, after));
     print(s, "spread");
     CHECK(num_ranges > 0 && all_of(&reads) == bytes && !memcmp(before, after, sizeof after));
     CHECKF(busiest(&reads) < 1.1 / nodes, "%f", busiest(&reads));
     if (num_parts % 2 == 0) CHECKF(reads.other / bytes < 0.03, "%f", reads.other / bytes);
     CHECKF(reads.own / bytes > 0.9 * num_parts / nodes, "%f", reads.own / bytes);
-    play(s, 1, 1, after);
+    kvc_cache_free(play(s, 1, 1, after));
     CHECK(!memcmp(before, after, sizeof after));
 }
 
+/* A clone has the same rows where it is not spread, as for fewer threads, and its rows lie in another order. */
+static void test_clone(void) {
+    static float before[MOST_HEADS * GROUP * DIM], after[MOST_HEADS * GROUP * DIM];
+    const shape s = {8, 8, 64};
+    kvc_cache *clone = NULL;
+    num_nodes = 2;
+    kvc_cache *cache = play(&s, 1, 0, before);
+    is_spread = 0;
+    CHECKF(kvc_cache_clone(cache, &clone) == KVC_OK, "%s", kvc_last_error());
+    CHECK(cache->pools[0].num_parts == 2 && clone->pools[0].num_parts == 1);
+    put_rows(cache, &s, PROMPT + DECODED, 1, before);
+    put_rows(clone, &s, PROMPT + DECODED, 1, after);
+    CHECK(!memcmp(before, after, sizeof after));
+    kvc_cache_free(clone);
+    kvc_cache_free(cache);
+}
+
 static void test_machines(void) {
-    const shape paged = {8, 8, 64}, contiguous = {8, 1, PROMPT + DECODED}, single = {1, 8, 512}, odd = {3, 8, 256};
+    const shape paged = {8, 8, 64}, contiguous = {8, 1, PROMPT + DECODED + 1}, single = {1, 8, 512}, odd = {3, 8, 256};
     test_shape(2, &paged, 2);
     test_shape(2, &contiguous, 2);
     test_shape(2, &single, 1);
@@ -228,18 +245,30 @@ static void test_machines(void) {
 
 /* ---- reading nodes ----------------------------------------------------------------------------------------------- */
 
-static char folder[] = "/tmp/kvcache-nodes-XXXXXX";
+static char folder[] = P_tmpdir "/kvcache-nodes-XXXXXX";
+
+static const char *path_of(const char *name) {
+    static char path[256];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    return path;
+}
 
 static void write_file(const char *name, const char *text) {
-    char path[256];
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    if (strchr(name, '/')) {
-        *strrchr(path, '/') = 0;
-        mkdir(path, 0700);
-        path[strlen(path)] = '/';
-    }
-    FILE *file = fopen(path, "w");
+    FILE *file = fopen(path_of(name), "w");
     CHECK(file && fputs(text, file) >= 0 && fclose(file) == 0);
+}
+
+static void write_node(const char *name, const char *cpus) {
+    char list[64];
+    snprintf(list, sizeof list, "%s/cpulist", name);
+    CHECK(mkdir(path_of(name), 0700) == 0);
+    write_file(list, cpus);
+}
+
+static void remove_node(const char *name) {
+    char list[64];
+    snprintf(list, sizeof list, "%s/cpulist", name);
+    CHECK(unlink(path_of(list)) == 0 && rmdir(path_of(name)) == 0);
 }
 
 /* Nodes are those with processors that the process may use. */
@@ -250,10 +279,10 @@ static void test_reading(void) {
     kvc_nodes_read(folder, allowed, &nodes);
     CHECK(nodes.num == 0);
     write_file("has_cpu", "0-1,3,7\n");
-    write_file("node0/cpulist", "0-3,16-19\n");
-    write_file("node1/cpulist", "4-7,20-23\n");
-    write_file("node3/cpulist", "8\n");
-    write_file("node7/cpulist", "9,11-12\n");
+    write_node("node0", "0-3,16-19\n");
+    write_node("node1", "4-7,20-23\n");
+    write_node("node3", "8\n");
+    write_node("node7", "9,11-12\n");
     memset(allowed, 1, sizeof allowed);
     kvc_nodes_read(folder, allowed, &nodes);
     CHECK(nodes.num == 4 && nodes.ids[2] == 3 && nodes.ids[3] == 7);
@@ -269,6 +298,9 @@ static void test_reading(void) {
     write_file("has_cpu", "none\n");
     kvc_nodes_read(folder, allowed, &nodes);
     CHECK(nodes.num == 0);
+    const char *const made[] = {"node0", "node1", "node3", "node7"};
+    for (size_t i = 0; i < sizeof made / sizeof *made; i++) remove_node(made[i]);
+    CHECK(unlink(path_of("has_cpu")) == 0 && rmdir(folder) == 0);
 }
 
 /* Memory that is spread over the nodes of this machine can be used; where there is one, nothing is spread. */
@@ -287,5 +319,6 @@ int main(void) {
     test_this_machine();
     for (int i = 0; i < MOST_HEADS * GROUP * DIM; i++) queries[i] = element_of(2, 0, 0, i);
     test_machines();
+    test_clone();
     return test_result();
 }
