@@ -107,7 +107,7 @@ void kvc_nodes_find(void) {
 
 int32_t kvc_node_here(void) {
     const int cpu = sched_getcpu();
-    return cpu >= 0 && cpu < KVC_MOST_PROCESSORS ? known.of_cpu[cpu] : 0;
+    return known.num > 1 && cpu >= 0 && cpu < KVC_MOST_PROCESSORS ? known.of_cpu[cpu] : 0;
 }
 
 void kvc_nodes_spread(void *p, size_t size, int32_t first, int32_t num) {

@@ -308,7 +308,7 @@ static void test_this_machine(void) {
     void *p = kvc_pages_map(8 * PAGE);
     kvc_nodes_find();
     const int32_t num = kvc_num_nodes();
-    CHECK(num >= 1 && num <= KVC_MOST_NODES && kvc_node_here() >= 0 && kvc_node_here() < KVC_MOST_NODES);
+    CHECK(num >= 1 && num <= KVC_MOST_NODES && kvc_node_here() >= 0 && kvc_node_here() < num);
     kvc_nodes_spread(p, 8 * PAGE, 0, num);
     memset(p, 1, 8 * PAGE);
     kvc_pages_unmap(p, 8 * PAGE);
