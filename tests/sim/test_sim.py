@@ -139,14 +139,24 @@ def read_defects():
         yield pytest.param(source, [(text, "\n".join(to)) for text, to in changes], id=name[2:])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("source", "changes"), list(read_defects()))
-def test_defects_put_back(sim, source, changes):
-    text, start = (ROOT / "src" / source).read_text(), time.monotonic()
+def put_back(source, changes):
+    """Return the text of a source of src/ with a defect."""
+    text = (ROOT / "src" / source).read_text()
     for this, other in changes:
         assert text.count(this) == 1, f"src/{source} has changed: write the defect anew"
         text = text.replace(this, other)
-    program = build_with(sim.parent, source, text)
+    return text
+
+
+def test_defects_can_be_put_back():
+    for defect in read_defects():
+        put_back(*defect.values)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("source", "changes"), list(read_defects()))
+def test_defects_put_back(sim, source, changes):
+    program, start = build_with(sim.parent, source, put_back(source, changes)), time.monotonic()
     for seed in itertools.count(1):
         if said := play(program, seed, OPTIONS):
             break
