@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import re
 import secrets
-import stat
 import struct
 import time
 from collections.abc import Iterable, Iterator, MutableMapping
@@ -18,6 +16,7 @@ from typing import NamedTuple, Self, SupportsIndex
 
 from kvcache.arguments import INT64_MAX, check_path, integer
 from kvcache.living import Living
+from kvcache.stores import files
 from kvcache.stores.values import encode_key, view_of
 
 __all__ = ["DirectoryStore"]
@@ -81,10 +80,9 @@ class DirectoryStore(MutableMapping[str, bytes]):
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise OSError(error.errno, f"the folder cannot be made: {error.strerror}", error.filename) from error
-        with self._folder() as folder:
-            _remove_leftovers(folder)
-            with contextlib.suppress(OSError), _Usage(folder) as usage:  # a folder may be there to read only
-                self._evict(folder, usage, 0)
+        _remove_leftovers(self.path)
+        with contextlib.suppress(OSError), _Usage(self.path) as usage:  # a folder may be there to read only
+            self._evict(usage, 0)
 
     def __repr__(self) -> str:
         return f"DirectoryStore({str(self.path)!r}, max_bytes={self.max_bytes})"
@@ -92,8 +90,7 @@ class DirectoryStore(MutableMapping[str, bytes]):
     @property
     def nbytes(self) -> int:
         """The bytes that files of values take."""
-        with self._folder() as folder:
-            return sum(file.size for file in _values(folder))
+        return sum(file.size for file in _values(self.path))
 
     # ---- one value
 
@@ -102,14 +99,14 @@ class DirectoryStore(MutableMapping[str, bytes]):
 
     def read(self, key: str, most: int) -> bytes:
         """Return a value, or its first `most` bytes: a file that somebody else made may be of any size."""
-        with self._folder() as folder, _opened(folder, _name_of(key), key) as file:
+        path = self._path_of(key)
+        with _opened(path, key) as file:
             size = _size_of_value(file, key)
             value = None if size is None else _read_exactly(file, min(size, most))
             if value is None:
                 raise KeyError(key)
-            now = time.time_ns()  # finer than the clock of the file system
             with contextlib.suppress(OSError):  # a file of somebody else's
-                os.utime(file, ns=(now, now))
+                files.touch(file, path)
         return value
 
     def read_many(self, keys: Iterable[str], most: int) -> dict[str, bytes]:
@@ -128,34 +125,34 @@ class DirectoryStore(MutableMapping[str, bytes]):
         size = len(header) + view.nbytes
         if self.max_bytes is not None and size > self.max_bytes:
             raise ValueError(f"a value of {view.nbytes} bytes takes {size}, more than max_bytes={self.max_bytes}")
-        with self._folder() as folder, _Temporary(folder) as temporary:
+        path = self._path_of(key)
+        with _Temporary(self.path) as temporary:
             temporary.write(header)
             temporary.write(view)
-            with _Usage(folder) as usage:
-                before = _size_of(folder, _name_of(key))
+            with _Usage(self.path) as usage:
+                before = _size_of(path)
                 if self.max_bytes is not None and usage.total + size - before > self.max_bytes:
-                    _unlink(folder, _name_of(key))  # it is replaced
-                    self._evict(folder, usage, size)
+                    files.unlink(path)  # it is replaced
+                    self._evict(usage, size)
                     before = 0
                 # Count too much rather than too little, should this process be killed in between.
                 usage.total += size
-                temporary.rename(_name_of(key))
+                temporary.rename(path)
                 usage.total -= before
 
     def __delitem__(self, key: str) -> None:
-        with self._folder() as folder, _Usage(folder) as usage:
-            size = _size_of(folder, _name_of(key))
-            try:
-                os.unlink(_name_of(key), dir_fd=folder)
-            except FileNotFoundError:
-                raise KeyError(key) from None
+        path = self._path_of(key)
+        with _Usage(self.path) as usage:
+            size = _size_of(path)
+            if not files.unlink(path):
+                raise KeyError(key)
             usage.total -= size
 
     def __contains__(self, key: object) -> bool:
         if not isinstance(key, str):
             return False
         try:
-            with self._folder() as folder, _opened(folder, _name_of(key), key) as file:
+            with _opened(self._path_of(key), key) as file:
                 return _size_of_value(file, key) is not None
         except KeyError:
             return False
@@ -163,12 +160,10 @@ class DirectoryStore(MutableMapping[str, bytes]):
     # ---- all values
 
     def __iter__(self) -> Iterator[str]:
-        with self._folder() as folder:
-            names = [file.name for file in _values(folder)]
-        for name in names:
-            with contextlib.suppress(KeyError), self._folder() as folder, _opened(folder, name, name) as file:
+        for found in _values(self.path):
+            with contextlib.suppress(KeyError), _opened(found.path, found.path) as file:
                 key = _read_key(file)
-                if key is not None and _name_of(key) == name:
+                if key is not None and self._path_of(key) == found.path:
                     yield key
 
     def __len__(self) -> int:
@@ -176,38 +171,32 @@ class DirectoryStore(MutableMapping[str, bytes]):
 
     def clear(self) -> None:
         """Remove all values."""
-        with self._folder() as folder, _Usage(folder) as usage:
-            for file in _values(folder):
-                _unlink(folder, file.name)
+        with _Usage(self.path) as usage:
+            for file in _values(self.path):
+                files.unlink(file.path)
             usage.total = 0
 
     # ---- the folder
 
-    @contextlib.contextmanager
-    def _folder(self) -> Iterator[int]:
-        """Open the folder, so that one that was removed and made again is found."""
-        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            yield folder
-        finally:
-            os.close(folder)
+    def _path_of(self, key: str) -> str:
+        return os.path.join(self.path, _name_of(key))
 
-    def _evict(self, folder: int, usage: _Usage, size: int) -> None:
+    def _evict(self, usage: _Usage, size: int) -> None:
         """Count anew, and remove what was used least recently until `size` more bytes fit."""
-        files = sorted(_values(folder), key=lambda file: (file.used, file.name))
-        total = sum(file.size for file in files)
+        values = sorted(_values(self.path), key=lambda file: (file.used, file.path))
+        total = sum(file.size for file in values)
         if self.max_bytes is not None and total + size > self.max_bytes:
             most = max(self.max_bytes - self.max_bytes // SPARE - size, 0)
-            for file in files:
+            for file in values:
                 if total <= most:
                     break
-                _unlink(folder, file.name)
+                files.unlink(file.path)
                 total -= file.size
         usage.total = total
 
 
 class _File(NamedTuple):
-    name: str
+    path: str
     size: int
     used: int  # nanoseconds
 
@@ -220,7 +209,7 @@ class _Locked:
     the process closes the same file, and keep no threads apart.)
     """
 
-    def __init__(self, folder: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.file = -1
         self.process = os.getpid()
@@ -233,7 +222,7 @@ class _Locked:
         try:
             if self.process == os.getpid():  # a child would take the lock from its parent
                 with contextlib.suppress(OSError):
-                    fcntl.flock(file, fcntl.LOCK_UN)
+                    files.unlock(file)
         finally:
             os.close(file)
 
@@ -248,17 +237,17 @@ def _close_in_child() -> None:
         locked.close()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 class _Usage(_Locked):
     """The bytes of all values, as all processes count them; who has it open has a lock, for which others wait."""
 
     def __enter__(self) -> Self:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         deadline = time.monotonic() + LOCK_WAIT
         while True:
-            self.file = os.open(USAGE_NAME, flags, 0o600, dir_fd=self.folder)
+            self.file = files.open_file(os.path.join(self.folder, USAGE_NAME), os.O_RDWR | os.O_CREAT)
             try:
                 self._wait(deadline)
                 if os.fstat(self.file).st_nlink:
@@ -271,9 +260,9 @@ class _Usage(_Locked):
     def _wait(self, deadline: float) -> None:
         """Wait until nobody else has the lock."""
         found = os.fstat(self.file)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:  # a write would reach a file elsewhere
+        if not files.is_regular(found) or found.st_nlink > 1:  # a write would reach a file elsewhere
             raise OSError(errno.EMLINK, f"{USAGE_NAME} is not a file of this folder alone")
-        while not _lock(self.file):
+        while not files.lock(self.file):
             if time.monotonic() > deadline:  # its holder was stopped, perhaps
                 raise TimeoutError(f"another process has locked {USAGE_NAME} for {LOCK_WAIT:g} s")
             time.sleep(0.001)
@@ -283,7 +272,8 @@ class _Usage(_Locked):
 
     @property
     def total(self) -> int:
-        data = os.pread(self.file, 8, 0)
+        os.lseek(self.file, 0, os.SEEK_SET)
+        data = os.read(self.file, 8)
         total = int.from_bytes(data, "little")
         if len(data) < 8 or total > INT64_MAX:  # new, or no count
             total = self.total = sum(file.size for file in _values(self.folder))
@@ -291,21 +281,21 @@ class _Usage(_Locked):
 
     @total.setter
     def total(self, total: int) -> None:
-        os.pwrite(self.file, min(max(total, 0), INT64_MAX).to_bytes(8, "little"), 0)  # sparse files count what they say
+        os.lseek(self.file, 0, os.SEEK_SET)
+        os.write(self.file, min(max(total, 0), INT64_MAX).to_bytes(8, "little"))  # sparse files count what they say
 
 
 class _Temporary(_Locked):
     """A file under a name of its own, locked while its writer lives, and removed unless it was renamed."""
 
-    name = ""
+    path = ""
 
     def __enter__(self) -> Self:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         while True:
-            self.name = f"{secrets.token_hex(16)}.tmp"
-            self.file = os.open(self.name, flags, 0o600, dir_fd=self.folder)
+            self.path = os.path.join(self.folder, f"{secrets.token_hex(16)}.tmp")
+            self.file = files.open_file(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
-                if _lock(self.file) and os.fstat(self.file).st_nlink:
+                if files.lock(self.file) and os.fstat(self.file).st_nlink:
                     return self
             except BaseException:  # such as of a file system without locks
                 self.__exit__()
@@ -314,8 +304,8 @@ class _Temporary(_Locked):
 
     def __exit__(self, *exception: object) -> None:
         try:
-            if self.name:
-                _unlink(self.folder, self.name)
+            if self.path:
+                files.unlink(self.path)
         finally:
             self.close()
 
@@ -323,11 +313,10 @@ class _Temporary(_Locked):
         while len(data):
             data = data[os.write(self.file, data) :]
 
-    def rename(self, name: str) -> None:
-        os.rename(self.name, name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
-        self.name = ""
-        now = time.time_ns()
-        os.utime(self.file, ns=(now, now))
+    def rename(self, path: str) -> None:
+        files.replace(self.path, path)
+        self.path = ""
+        files.touch(self.file, path)
 
 
 def _name_of(key: str) -> str:
@@ -336,16 +325,17 @@ def _name_of(key: str) -> str:
 
 
 @contextlib.contextmanager
-def _opened(folder: int, name: str, key: str) -> Iterator[int]:
+def _opened(path: str, key: str) -> Iterator[int]:
     """Open a regular file for reading; a KeyError if there is none of this name."""
     try:
-        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        file = files.open_file(path, os.O_RDONLY)
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):  # nothing, a link, a socket
-            raise KeyError(key) from None
-        raise
+        if error.errno not in (errno.ENOENT, errno.ELOOP, errno.ENXIO):  # nothing, a link, a socket
+            raise
+        os.stat(os.path.dirname(path))  # raises if the folder is gone
+        raise KeyError(key) from None
     try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
+        if not files.is_regular(os.fstat(file)):
             raise KeyError(key)
         yield file
     finally:
@@ -388,47 +378,32 @@ def _read_key(file: int) -> str | None:
     return None
 
 
-def _values(folder: int) -> list[_File]:
+def _values(folder: Path) -> list[_File]:
     """List the files of values, damaged ones too."""
-    files = []
+    values = []
     with os.scandir(folder) as entries:
         for entry in entries:
             if VALUE_NAME.fullmatch(entry.name):
                 with contextlib.suppress(FileNotFoundError):
                     found = entry.stat(follow_symlinks=False)
-                    if not stat.S_ISREG(found.st_mode):
-                        continue
-                    files.append(_File(entry.name, found.st_size, found.st_mtime_ns))
-    return files
+                    if files.is_regular(found):
+                        values.append(_File(entry.path, found.st_size, found.st_mtime_ns))
+    return values
 
 
-def _size_of(folder: int, name: str) -> int:
+def _size_of(path: str) -> int:
     try:
-        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        return found.st_size if stat.S_ISREG(found.st_mode) else 0
+        found = os.stat(path, follow_symlinks=False)
+        return found.st_size if files.is_regular(found) else 0
     except FileNotFoundError:
         return 0
 
 
-def _unlink(folder: int, name: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(name, dir_fd=folder)
-
-
-def _lock(file: int) -> bool:
-    """Lock an open file until it is closed, or its process ends; return False if another one has the lock."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _remove_leftovers(folder: int) -> None:
+def _remove_leftovers(folder: Path) -> None:
     """Remove temporary files whose writers are gone: nobody has locked them."""
     with os.scandir(folder) as entries:
-        names = [entry.name for entry in entries if TEMPORARY_NAME.fullmatch(entry.name)]
-    for name in names:
-        with contextlib.suppress(KeyError, OSError), _opened(folder, name, name) as file:
-            if _lock(file):
-                _unlink(folder, name)
+        paths = [entry.path for entry in entries if TEMPORARY_NAME.fullmatch(entry.name)]
+    for path in paths:
+        with contextlib.suppress(KeyError, OSError), _opened(path, path) as file:
+            if files.lock(file):
+                files.unlink(path)

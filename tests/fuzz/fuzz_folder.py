@@ -156,7 +156,7 @@ def open_again(store, rest):
 
 
 CALLS = [put, put, put, get, get, delete, contains, all_keys, count, clear, open_again]
-CALLED = ["open", "read", "write", "stat", "fstat", "scandir", "unlink", "rename", "utime", "pread", "pwrite"]
+CALLED = ["open", "read", "write", "stat", "fstat", "scandir", "unlink", "replace", "utime", "lseek"]
 
 
 class Interrupted:

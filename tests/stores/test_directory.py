@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import random
 import signal
@@ -391,7 +392,7 @@ def test_every_call_to_the_system_may_fail(tmp_path, use):
                 error = raised.with_traceback(None)
         assert error is None or error.errno == errno.EIO
         assert len(os.listdir("/dev/fd")) <= descriptors, calls.failed
-        with store._folder() as folder, directory._Usage(folder) as usage:
+        with directory._Usage(store.path) as usage:
             assert usage.total >= store.nbytes, calls.failed
         found = dict(store)
         for key in values.keys() - gone:
@@ -402,7 +403,7 @@ def test_every_call_to_the_system_may_fail(tmp_path, use):
         with contextlib.suppress(KeyError):
             USES[use](DirectoryStore(store.path, max_bytes=1000))
         assert all(name.endswith(".kv") for name in files_of(store.path))
-        with store._folder() as folder, directory._Usage(folder) as usage:
+        with directory._Usage(store.path) as usage:
             assert usage.total == store.nbytes
 
 
@@ -414,7 +415,7 @@ def test_an_interrupted_write_leaves_nothing(stored, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(directory.fcntl, "flock", flock)
+        patch.setattr(fcntl, "flock", flock)
         for _ in range(5):
             with pytest.raises(KeyboardInterrupt):
                 store["a"] = b"new"
@@ -445,7 +446,7 @@ def test_the_count_of_bytes_may_be_lost(stored):
 def test_a_lock_that_is_not_released_is_an_error(stored, monkeypatch):
     store, _ = stored
     monkeypatch.setattr(directory, "LOCK_WAIT", 0.05)
-    with store._folder() as folder, directory._Usage(folder):
+    with directory._Usage(store.path):
         assert store["a"] == b"some value"
         with pytest.raises(TimeoutError, match="another process has locked"):
             store["b"] = b"value"
@@ -455,7 +456,7 @@ def test_a_lock_that_is_not_released_is_an_error(stored, monkeypatch):
 def test_who_waits_for_a_lock_that_is_removed_locks_the_next_one(stored):
     store, _ = stored
     writer = threading.Thread(target=store.__setitem__, args=("b", b"value"))
-    with store._folder() as folder, directory._Usage(folder):
+    with directory._Usage(store.path):
         writer.start()
         while not any(store.path.glob("*.tmp")):
             time.sleep(0.001)
@@ -463,7 +464,7 @@ def test_who_waits_for_a_lock_that_is_removed_locks_the_next_one(stored):
         (store.path / directory.USAGE_NAME).unlink()
         store["c"] = b"value"
     writer.join()
-    with store._folder() as folder, directory._Usage(folder) as usage:
+    with directory._Usage(store.path) as usage:
         assert usage.total == store.nbytes
 
 
@@ -476,7 +477,7 @@ def test_a_child_that_is_forked_during_a_write_keeps_no_lock(stored, monkeypatch
     told, tell = os.pipe()
     child = 0
     try:
-        with store._folder() as folder, directory._Temporary(folder) as temporary, directory._Usage(folder) as usage:
+        with directory._Temporary(store.path) as temporary, directory._Usage(store.path) as usage:
             child = os.fork()
             if child == 0:
                 files = temporary.file, usage.file
@@ -487,7 +488,7 @@ def test_a_child_that_is_forked_during_a_write_keeps_no_lock(stored, monkeypatch
                 os._exit(0)
             said = os.read(told, 9)
             DirectoryStore(store.path)
-            assert temporary.name in files_of(store.path), "it was taken for a leftover"
+            assert os.path.basename(temporary.path) in files_of(store.path), "it was taken for a leftover"
             with pytest.raises(TimeoutError, match="another process has locked"):
                 store["b"] = b"value"
         store["b"] = b"value"
@@ -505,7 +506,7 @@ import os, sys, time
 sys.path[:] = {path!r}
 from kvcache.stores import DirectoryStore, directory
 store = DirectoryStore({folder!r})
-with store._folder() as folder, directory._Usage(folder):
+with directory._Usage(store.path):
     child = os.fork()
     if not child:
         time.sleep(60)
@@ -604,15 +605,15 @@ def test_killed_writers(tmp_path):
         assert store.nbytes <= 200_000
         for key in store:
             assert store[key] == key.encode() * 5000
-    with store._folder() as folder, directory._Usage(folder) as usage:
+    with directory._Usage(store.path) as usage:
         assert usage.total == store.nbytes
 
 
 def test_a_writer_at_work_keeps_its_file(tmp_path):
     store = DirectoryStore(tmp_path)
-    with store._folder() as folder, directory._Temporary(folder) as temporary:
+    with directory._Temporary(store.path) as temporary:
         DirectoryStore(tmp_path)
-        assert files_of(tmp_path) == [temporary.name]
+        assert files_of(tmp_path) == [os.path.basename(temporary.path)]
     assert files_of(tmp_path) == []
 
 
@@ -669,5 +670,5 @@ def test_processes_and_threads_keep_one_count(tmp_path):
         assert worker.returncode == 0
     most = max(most, store.nbytes)  # they may have ended before this process ran
     assert 0 < most <= 100_000
-    with store._folder() as folder, directory._Usage(folder) as usage:
+    with directory._Usage(store.path) as usage:
         assert usage.total == store.nbytes

@@ -9,7 +9,7 @@ import mmap
 import os
 import sys
 
-NAMES = "chmod close fstat fsync lstat mkdir open pread pwrite read rename replace scandir stat unlink utime write"
+NAMES = "chmod close fstat fsync lseek lstat mkdir open read replace scandir stat unlink utime write"
 FUNCTIONS = [*((os, name) for name in NAMES.split()), (fcntl, "flock"), (mmap, "mmap"), (builtins, "open")]
 
 

@@ -1,0 +1,119 @@
+"""Open, lock, replace and remove files that other processes use: what systems do in ways of their own.
+
+On Windows these are the calls, and the locked byte, of src/base/files.c.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["is_regular", "lock", "open_file", "replace", "touch", "unlink", "unlock"]
+
+T = TypeVar("T")
+
+if sys.platform == "win32":
+    import _winapi
+    import msvcrt
+
+    BUSY_WAIT = 1.0  # seconds
+    SHARED = 7  # others may read, write, rename and remove what is open
+    ITSELF = 0x02200000  # a link, not what it leads to; a folder too
+    LOCKED_BYTE = 0x7FFFFFFF  # stands for the file: nobody else can read a byte that is locked
+
+    def _open(path: str, flags: int) -> int:
+        access = 0xC0000000 if flags & (os.O_WRONLY | os.O_RDWR) else 0x80000000
+        how = 1 if flags & os.O_EXCL else 4 if flags & os.O_CREAT else 3
+        handle = _winapi.CreateFile(path, access, SHARED, 0, how, ITSELF, 0)
+        return msvcrt.open_osfhandle(handle, flags & (os.O_WRONLY | os.O_RDWR) | os.O_NOINHERIT)
+
+    def _lock(file: int, mode: int) -> None:
+        at = os.lseek(file, 0, os.SEEK_CUR)
+        os.lseek(file, LOCKED_BYTE, os.SEEK_SET)
+        try:
+            msvcrt.locking(file, mode, 1)
+        finally:
+            os.lseek(file, at, os.SEEK_SET)
+
+    def lock(file: int) -> bool:
+        """Lock an open file until it is unlocked, or its process ends; return False if another one has the lock."""
+        try:
+            _lock(file, msvcrt.LK_NBLCK)
+        except PermissionError:
+            return False
+        return True
+
+    def unlock(file: int) -> None:
+        """Give the lock of an open file back, if it has it."""
+        _lock(file, msvcrt.LK_UNLCK)
+
+else:
+    import fcntl
+
+    BUSY_WAIT = 0.0
+    ITSELF = os.O_NOFOLLOW | os.O_NONBLOCK
+
+    def _open(path: str, flags: int) -> int:
+        return os.open(path, flags | ITSELF, 0o600)
+
+    def lock(file: int) -> bool:
+        """Lock an open file until it is unlocked, or its process ends; return False if another one has the lock."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def unlock(file: int) -> None:
+        """Give the lock of an open file back, if it has it."""
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _when_free(call: Callable[..., T], *arguments: object) -> T:
+    """Call a function of the system; on Windows again, for a second, while others have the file open.
+
+    Such a file can neither be replaced nor, once it was removed, be made anew.
+    """
+    deadline = time.monotonic() + BUSY_WAIT
+    while True:
+        try:
+            return call(*arguments)
+        except PermissionError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(0.001)
+
+
+def open_file(path: str, flags: int) -> int:
+    """Open a file, for its owner alone where it is made; follow no link, and wait for no other end of a pipe."""
+    return _when_free(_open, path, flags)
+
+
+def is_regular(found: os.stat_result) -> bool:
+    """Whether it is a file, and no link; on Windows, an open link is told by its attributes alone."""
+    is_link = getattr(found, "st_file_attributes", 0) & stat.FILE_ATTRIBUTE_REPARSE_POINT
+    return stat.S_ISREG(found.st_mode) and not is_link
+
+
+def replace(path: str, other: str) -> None:
+    """Give a file the name of another, which it replaces as a whole."""
+    _when_free(os.replace, path, other)
+
+
+def unlink(path: str) -> bool:
+    """Remove a file; return whether it was there."""
+    try:
+        _when_free(os.unlink, path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def touch(file: int, path: str) -> None:
+    """Note that an open file is used now."""
+    now = time.time_ns()  # finer than the clock of the file system
+    os.utime(file if os.utime in os.supports_fd else path, ns=(now, now))
