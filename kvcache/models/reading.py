@@ -94,11 +94,12 @@ class File:
         self._seek(at, nbytes)
         data = np.empty(nbytes, np.uint8)
         view, done = data.data, 0
-        while done < nbytes:
-            count = os.readv(self._descriptor, [view[done : done + (1 << 30)]])
-            if not count:
-                raise self.error("became shorter while it was read")
-            done += count
+        with open(self._descriptor, "rb", buffering=0, closefd=False) as file:
+            while done < nbytes:
+                count = file.readinto(view[done : done + (1 << 30)])
+                if not count:
+                    raise self.error("became shorter while it was read")
+                done += count
         return data
 
     def _seek(self, at: int, nbytes: int) -> None:
@@ -115,7 +116,7 @@ def open_file(path: str | os.PathLike[str], stamp: Stamp | None = None) -> Itera
     opening whose `File.stamp` is given.
     """
     path = Path(path)
-    flags = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC"))
+    flags = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOCTTY", "O_BINARY"))
     try:
         descriptor = os.open(path, flags)
     except FileNotFoundError:

@@ -105,7 +105,7 @@ class Writer:
         while left:
             left = left[self._file.write(left) :]
         self._written += len(data)
-        if self._written - self._sent >= SENT_BYTES and hasattr(os, "posix_fadvise"):
+        if sys.platform == "linux" and self._written - self._sent >= SENT_BYTES:
             os.posix_fadvise(self._file.fileno(), self._sent, self._written - self._sent, os.POSIX_FADV_DONTNEED)
             self._sent = self._written
 
@@ -148,8 +148,7 @@ def replacing(path: StrPath) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
             file.close()
             os.replace(temporary, target)
-        if hasattr(os, "O_DIRECTORY"):
-            _sync_folder(folder)
+        _sync_folder(folder)
     except OSError as error:
         if error.errno is None:
             raise
@@ -167,7 +166,7 @@ def _target_of(path: StrPath) -> StrPath:
 @contextmanager
 def _written_whole(path: str) -> Iterator[BinaryIO]:
     """Make a file for its owner alone, and remove it if there is an error."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     with open(path, "wb", buffering=0, opener=lambda path, _: os.open(path, flags, 0o600)) as file:
         try:
             yield cast(BinaryIO, file)
@@ -181,7 +180,9 @@ def _written_whole(path: str) -> Iterator[BinaryIO]:
 
 
 def _sync_folder(folder: str) -> None:
-    """Put the names in a folder on the disk."""
+    """Put the names in a folder on the disk, if the system opens folders."""
+    if sys.platform == "win32":
+        return
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

@@ -29,7 +29,11 @@ if sys.platform == "win32":
         access = 0xC0000000 if flags & (os.O_WRONLY | os.O_RDWR) else 0x80000000
         how = 1 if flags & os.O_EXCL else 4 if flags & os.O_CREAT else 3
         handle = _winapi.CreateFile(path, access, SHARED, 0, how, ITSELF, 0)
-        return msvcrt.open_osfhandle(handle, flags & (os.O_WRONLY | os.O_RDWR) | os.O_NOINHERIT)
+        try:
+            return msvcrt.open_osfhandle(handle, os.O_NOINHERIT)
+        except OSError:  # too many files
+            _winapi.CloseHandle(handle)
+            raise
 
     def _lock(file: int, mode: int) -> None:
         at = os.lseek(file, 0, os.SEEK_CUR)

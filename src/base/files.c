@@ -195,8 +195,9 @@ int kvc_file_open(kvc_file *file, kvc_folder folder, const char *name) {
     return fail();
 }
 
-/* Names the byte that stands for the file where it is locked: others cannot read one that is. */
-static OVERLAPPED lock_byte(void) { return (OVERLAPPED){.OffsetHigh = 0x40000000}; }
+/* Names the byte that stands for the file where it is locked: others cannot read one that is.  Python's msvcrt reaches
+ * this one on every Windows; a value that is so long is read once its writer has closed it. */
+static OVERLAPPED lock_byte(void) { return (OVERLAPPED){.Offset = 0x7fffffff}; }
 
 void kvc_file_close(kvc_file file) {
     OVERLAPPED at = lock_byte();
