@@ -34,6 +34,9 @@ version = ".".join(re.findall(r"^#define KVC_VERSION_(?:MAJOR|MINOR|PATCH) +(\d+
 # With the limited API one build serves every CPython from 3.11 on, except those without a GIL.
 limited = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
+# Windows looks for a module's libraries beside it.
+windows = sys.platform == "win32"
+library = "kvcache/libkvcache.dll" if windows else "kvcache/lib/libkvcache.so"
 
 # KVCACHE_SYSTEM_LIB=1 links the module to an installed libkvcache instead of compiling a core.
 system = os.environ.get("KVCACHE_SYSTEM_LIB") == "1"
@@ -73,8 +76,18 @@ class BuildExt(build_ext):
         self.core_ended = Event()
 
     def get_ext_filename(self, name):
-        """Name the library libkvcache.so, without the suffix of an extension module."""
-        return f"{name.replace('.', '/')}.so" if name.endswith("libkvcache") else super().get_ext_filename(name)
+        """Name the library without the suffix of an extension module."""
+        return library if name.endswith("libkvcache") else super().get_ext_filename(name)
+
+    def get_export_symbols(self, extension):
+        """Leave out Windows' PyInit_libkvcache."""
+        return [] if extension is core else super().get_export_symbols(extension)
+
+    def get_libraries(self, extension):
+        """Link the core to no Python, and the module to the one of the limited API; Windows' names the library."""
+        if not windows or self.compiler.compiler_type == "msvc" or (extension is module and not limited):
+            return super().get_libraries(extension)
+        return [*extension.libraries, *(["python3"] if extension is module else [])]
 
     def build_extensions(self):
         if system:
@@ -131,20 +144,24 @@ class BuildExt(build_ext):
         if self.location_file().exists():  # an earlier build linked the module to an installed library
             self.location_file().unlink()
             self.force = True
+        folder = Path(self.get_ext_fullpath(core.name)).parent
         if self.compiler.compiler_type == "msvc":  # untested
             core.extra_compile_args = ["/std:c11", "/experimental:c11atomics", "/O2"]
-            core.libraries = []
+            core.extra_link_args = [f"/IMPLIB:{folder / 'kvcache.lib'}"]
+            module.extra_compile_args = ["/O2"]
         else:
-            if self.builds("int main(void) { return 0; }\n", *loops):
-                core.extra_compile_args += loops
-            if os.environ.get("KVCACHE_OPENMP") != "0" and self.builds(region, "-fopenmp"):
+            for each in [loops, unaligned] if windows else [loops]:
+                if self.builds("int main(void) { return 0; }\n", *each):
+                    core.extra_compile_args += each
+            # Windows would not find the runtime of MinGW's OpenMP.
+            if not windows and os.environ.get("KVCACHE_OPENMP") != "0" and self.builds(region, "-fopenmp"):
                 core.extra_compile_args.append("-fopenmp")
                 core.extra_link_args.append("-fopenmp")
-        module.library_dirs.append(str(Path(self.get_ext_fullpath(core.name)).parent))
+        module.library_dirs.append(str(folder))
 
     def copy_extensions_to_source(self):
         """Make the library's folder first, which is missing in an editable install."""
-        Path("kvcache/lib").mkdir(exist_ok=True)
+        Path(library).parent.mkdir(exist_ok=True)
         super().copy_extensions_to_source()
 
     def builds(self, program, *flags):
@@ -227,7 +244,9 @@ int main(void) {
 
 # -g0 drops what Python's own flags add for debuggers: most of the bytes, and the name of the build folder. The kernels
 # are unrolled by hand: -O3 makes them a sixth larger and no faster. `loops` makes GCC vectorise as Clang does at -O2.
+# `unaligned` is for GCC's bug 54412: it takes the stack of Windows for aligned to 32 bytes.
 loops = ["-ftree-vectorize", "-fvect-cost-model=dynamic"]
+unaligned = ["-Wa,-muse-unaligned-vector-move"]
 flags = ["-std=c11", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
 if os.environ.get("KVCACHE_WERROR") == "1":
     flags.append("-Werror")
@@ -238,9 +257,10 @@ core = Extension(
     sources=sorted(glob("src/*/*.c")),
     depends=sorted(glob("include/*.h") + glob("src/*/*.h")),
     include_dirs=["include", "src"],
-    libraries=["m", "pthread"],
+    define_macros=[("KVC_SHARED", None), ("KVC_BUILD", None)] if windows else [],
+    libraries=[] if windows else ["m", "pthread"],
     extra_compile_args=[*flags],
-    extra_link_args=["-Wl,-soname,libkvcache.so"] if sys.platform == "linux" else [],
+    extra_link_args=["-static"] if windows else ["-Wl,-soname,libkvcache.so"] if sys.platform == "linux" else [],
 )
 module = Extension(
     "kvcache._core",
@@ -248,8 +268,8 @@ module = Extension(
     depends=["include/kvcache.h", "kvcache/_core.pxd", *sorted(glob("kvcache/binding/*.pxi"))],
     include_dirs=["include", numpy.get_include()],
     define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
-    libraries=["kvcache", "m"],
-    runtime_library_dirs=["$ORIGIN/lib"],
+    libraries=["kvcache"] if windows else ["kvcache", "m"],
+    runtime_library_dirs=[] if windows else ["$ORIGIN/lib"],
     extra_compile_args=[*flags],
     py_limited_api=limited,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal, SupportsIndex, overload
@@ -210,7 +211,8 @@ def get_library() -> str:
     Returns
     -------
     str
-        The path of ``libkvcache.so``: in the package, or of the installed library that the package was built on.
+        The path of ``libkvcache.so``, on Windows ``libkvcache.dll``: in the package, or of the installed library that
+        the package was built on.
 
     Examples
     --------
@@ -220,4 +222,4 @@ def get_library() -> str:
     """
     if system := _system():
         return system[1]
-    return str(_PACKAGE / "lib" / "libkvcache.so")
+    return str(_PACKAGE / ("libkvcache.dll" if sys.platform == "win32" else "lib/libkvcache.so"))
