@@ -34,9 +34,7 @@ version = ".".join(re.findall(r"^#define KVC_VERSION_(?:MAJOR|MINOR|PATCH) +(\d+
 # With the limited API one build serves every CPython from 3.11 on, except those without a GIL.
 limited = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
-# Windows looks for a module's libraries beside it.
 windows = sys.platform == "win32"
-library = "kvcache/libkvcache.dll" if windows else "kvcache/lib/libkvcache.so"
 
 # KVCACHE_SYSTEM_LIB=1 links the module to an installed libkvcache instead of compiling a core.
 system = os.environ.get("KVCACHE_SYSTEM_LIB") == "1"
@@ -77,7 +75,9 @@ class BuildExt(build_ext):
 
     def get_ext_filename(self, name):
         """Name the library without the suffix of an extension module."""
-        return library if name.endswith("libkvcache") else super().get_ext_filename(name)
+        if not name.endswith("libkvcache"):
+            return super().get_ext_filename(name)
+        return f"{name.replace('.', '/')}.{'dll' if windows else 'so'}"
 
     def get_export_symbols(self, extension):
         """Leave out Windows' PyInit_libkvcache."""
@@ -161,7 +161,7 @@ class BuildExt(build_ext):
 
     def copy_extensions_to_source(self):
         """Make the library's folder first, which is missing in an editable install."""
-        Path(library).parent.mkdir(exist_ok=True)
+        Path(self.get_ext_filename(core.name)).parent.mkdir(exist_ok=True)
         super().copy_extensions_to_source()
 
     def builds(self, program, *flags):
@@ -251,9 +251,10 @@ flags = ["-std=c11", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
 if os.environ.get("KVCACHE_WERROR") == "1":
     flags.append("-Werror")
 
-# The core is a library of its own, to which the module links, and other programs can (kvcache.get_library).
+# The core is a library of its own, to which the module links, and other programs can (kvcache.get_library). Windows
+# looks for it beside the module.
 core = Extension(
-    "kvcache.lib.libkvcache",
+    "kvcache.libkvcache" if windows else "kvcache.lib.libkvcache",
     sources=sorted(glob("src/*/*.c")),
     depends=sorted(glob("include/*.h") + glob("src/*/*.h")),
     include_dirs=["include", "src"],
