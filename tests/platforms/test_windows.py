@@ -1,14 +1,19 @@
 """Windows, by MinGW and Wine: the DLL that CMake builds, a folder that both systems use, and what Microsoft's C takes.
 
+Python's module is compiled and linked, but not run.
+
 The C tests run there by .ci/full's step "C tests, Windows, under Wine".
 """
 
+import importlib.util
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.compiling import ENVIRONMENT, ROOT, public_functions, run
 
@@ -37,6 +42,21 @@ HEADERS = """
 #undef __GNUC__
 #undef __attribute__
 """
+
+# Python's pyconfig.h there, as far as its limited API needs it; and what differs in NumPy's.
+PYCONFIG = """
+#define HAVE_DECLSPEC_DLL
+#define HAVE_SSIZE_T 1
+#define MS_WINDOWS
+#define Py_ENABLE_SHARED 1
+#define SIZEOF_INT 4
+#define SIZEOF_LONG 4
+#define SIZEOF_LONG_LONG 8
+#define SIZEOF_SIZE_T 8
+#define SIZEOF_VOID_P 8
+#define SIZEOF_WCHAR_T 2
+"""
+NUMPY = {"LONG": 4, "LONGDOUBLE": 8, "COMPLEX_LONGDOUBLE": 16, "WCHAR_T": 2, "OFF_T": 4}
 
 
 def need(*commands):
@@ -102,3 +122,39 @@ def test_the_core_is_what_microsofts_compiler_takes(tmp_path):
     run("clang", "--target=x86_64-pc-windows-msvc", "-fms-compatibility", "-std=c11", "-fsyntax-only", "-Wall",
         "-Wextra", "-Werror", "-Wno-unused-function", "-isystem", headers, "-include", tmp_path / "headers.h",
         tmp_path / "kvcache.c")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory):
+    """The C code of Python's module, beside the headers that it has there."""
+    folder = tmp_path_factory.mktemp("module")
+    shutil.copytree(sysconfig.get_path("include"), folder / "python")
+    (folder / "python/pyconfig.h").write_text(PYCONFIG)
+    shutil.copytree(np.get_include(), folder / "numpy")
+    config = folder / "numpy/numpy/_numpyconfig.h"
+    text = config.read_text().replace("#define NPY_HAVE_ENDIAN_H 1", "")
+    for name, size in NUMPY.items():
+        text = re.sub(rf"(#define NPY_SIZEOF_{name}) .*", rf"\1 {size}", text)
+    config.write_text(text)
+    run(sys.executable, "-m", "cython", "-3", ROOT / "kvcache/_core.pyx", "-o", folder / "_core.c")
+    return folder / "_core.c"
+
+
+@pytest.mark.parametrize(
+    "compiler", [[CC], [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-windows-gnu"]], ids=["mingw", "zig"]
+)
+def test_pythons_module_needs_the_limited_api_and_the_library_alone(library, module, tmp_path, compiler):
+    if "ziglang" in compiler and not importlib.util.find_spec("ziglang"):
+        pytest.skip("there is no ziglang here")
+    run(*compiler, "-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-type-limits", "-DPy_LIMITED_API=0x030B0000",
+        "-DNPY_NO_DEPRECATED_API=NPY_1_7_API_VERSION", f"-I{module.parent}/python", f"-I{module.parent}/numpy",
+        f"-I{ROOT}/include", "-c", module, "-o", tmp_path / "_core.o")  # fmt: skip
+    names = {*re.findall(r" U (?:__imp_)?(_?Py\w+)$", run("x86_64-w64-mingw32-nm", tmp_path / "_core.o"), re.M)}
+    (tmp_path / "python3.def").write_text("\n".join(["LIBRARY python3.dll", "EXPORTS", *names, ""]))
+    run("x86_64-w64-mingw32-dlltool", "-d", tmp_path / "python3.def", "-l", tmp_path / "libpython3.a")
+    run(*compiler, "-shared", tmp_path / "_core.o", library / "libkvcache.dll.a", f"-L{tmp_path}", "-lpython3",
+        "-o", tmp_path / "_core.pyd")  # fmt: skip
+    told = run("x86_64-w64-mingw32-objdump", "-p", tmp_path / "_core.pyd")
+    needed = {name for name in re.findall(r"DLL Name: (\S+)", told) if not name.startswith("api-ms-win-crt-")}
+    assert needed - {"KERNEL32.dll", "msvcrt.dll"} == {"libkvcache.dll", "python3.dll"}
+    assert "PyInit__core" in told
