@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import os
 import random
 import signal
@@ -411,11 +410,11 @@ def test_an_interrupted_write_leaves_nothing(stored, monkeypatch):
     store, _ = stored
     before, files = files_of(store.path), len(os.listdir("/dev/fd"))
 
-    def flock(*arguments):
+    def lock(file):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "flock", flock)
+        patch.setattr(directory.files, "lock", lock)
         for _ in range(5):
             with pytest.raises(KeyboardInterrupt):
                 store["a"] = b"new"
