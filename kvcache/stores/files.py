@@ -5,6 +5,7 @@ On Windows these are the calls, and the locked byte, of src/base/files.c.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import sys
@@ -47,7 +48,9 @@ if sys.platform == "win32":
         """Lock an open file until it is unlocked, or its process ends; return False if another one has the lock."""
         try:
             _lock(file, msvcrt.LK_NBLCK)
-        except PermissionError:
+        except OSError as error:
+            if error.errno not in (errno.EACCES, 0):  # 0 is Wine's
+                raise
             return False
         return True
 
