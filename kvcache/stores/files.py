@@ -22,13 +22,14 @@ if sys.platform == "win32":
     import msvcrt
 
     BUSY_WAIT = 1.0  # seconds
-    SHARED = 7  # others may read, write, rename and remove what is open
-    ITSELF = 0x02200000  # a link, not what it leads to; a folder too
+    SHARED = 7  # FILE_SHARE_READ, WRITE and DELETE: others may read, write, rename and remove what is open
+    ITSELF = 0x02200000  # FILE_FLAG_OPEN_REPARSE_POINT and BACKUP_SEMANTICS: no link is followed; a folder opens
     LOCKED_BYTE = 0x7FFFFFFF  # stands for the file: nobody else can read a byte that is locked
 
     def _open(path: str, flags: int) -> int:
-        access = 0xC0000000 if flags & (os.O_WRONLY | os.O_RDWR) else 0x80000000
-        how = 1 if flags & os.O_EXCL else 4 if flags & os.O_CREAT else 3
+        writes = flags & (os.O_WRONLY | os.O_RDWR)
+        access = _winapi.GENERIC_READ | (_winapi.GENERIC_WRITE if writes else 0)
+        how = 1 if flags & os.O_EXCL else 4 if flags & os.O_CREAT else 3  # CREATE_NEW, OPEN_ALWAYS, OPEN_EXISTING
         handle = _winapi.CreateFile(path, access, SHARED, 0, how, ITSELF, 0)
         try:
             return msvcrt.open_osfhandle(handle, os.O_NOINHERIT)

@@ -49,7 +49,9 @@ def begin():
         delattr(mmap, name)
     os.O_BINARY = os.O_NOINHERIT = 0
     os.supports_fd = os.supports_dir_fd = os.supports_follow_symlinks = set()
-    sys.modules["_winapi"] = types.SimpleNamespace(CreateFile=create_file, CloseHandle=os.close)
+    sys.modules["_winapi"] = types.SimpleNamespace(
+        GENERIC_READ=0x80000000, GENERIC_WRITE=0x40000000, CreateFile=create_file, CloseHandle=os.close
+    )
     sys.modules["msvcrt"] = types.SimpleNamespace(
         LK_UNLCK=0, LK_NBLCK=2, locking=locking, open_osfhandle=lambda handle, flags: handle
     )
