@@ -21,7 +21,7 @@
 #include "kernels/avx512.h"
 #define TARGET __attribute__((target("amx-tile,amx-bf16,avx512bf16,avx512vnni," KVC_AVX512_TARGET)))
 #define HAS_VNNI 1
-#define HAS_BF16_DOT 1
+#define HAS_DOT_16 1
 #include "kernels/vector_avx512.h"
 #include "kernels/template.h"
 

@@ -6,7 +6,7 @@
 #include "kernels/avx512.h"
 #define TARGET __attribute__((target("avx512bf16,avx512vnni," KVC_AVX512_TARGET)))
 #define HAS_VNNI 1
-#define HAS_BF16_DOT 1
+#define HAS_DOT_16 1
 #include "kernels/vector_avx512.h"
 #include "kernels/template.h"
 
@@ -29,14 +29,8 @@ TARGET void kvc_convert_avx512bf16(int from, int to, void *dst, int64_t dst_stri
     convert(from, to, dst, dst_stride, src, src_stride, num_rows, dim);
 }
 
-TARGET void kvc_prepare_bf16_avx512bf16(float *q, int q_stride, int num_q, int dim, float scale) {
-    prepare_bf16(q, q_stride, num_q, dim, scale);
-}
-
-TARGET void kvc_score_bf16_avx512bf16(float *scores, const float *q, int q_stride, int num_q, const void *rows,
-                                      int64_t row_stride, int n, int dim, kvc_ahead next) {
-    score(KVC_BF16, KVC_BF16, scores, q, q_stride, num_q, rows, row_stride, n, dim, next);
-}
+DEFINE_PREPARE_16(kvc_prepare_bf16_avx512bf16)
+DEFINE_SCORE_16(kvc_score_bf16_avx512bf16, KVC_BF16)
 
 const kvc_kernels kvc_kernels_avx512bf16 = {
     .name = "avx512bf16",
@@ -49,6 +43,6 @@ const kvc_kernels kvc_kernels_avx512bf16 = {
     KVC_AVX512_TILERS,
     KVC_AVX512VNNI_TILER,
     KVC_AVX512VNNI_INTEGERS,
-    .score_bf16 = {kvc_prepare_bf16_avx512bf16, kvc_score_bf16_avx512bf16},
+    .score_16[KVC_BF16] = {kvc_prepare_bf16_avx512bf16, kvc_score_bf16_avx512bf16},
 };
 #endif

@@ -54,18 +54,34 @@ static int has_amxfp16(void) {
 #endif
 
 #ifdef KVC_HAVE_NEON
+/* Whether the processor has a feature: by its bit in AT_HWCAP or AT_HWCAP2, whose names older headers of Linux lack, or
+ * by macOS's name, which
+ * macOS 11 knows of what all its processors have. */
 #if defined(__linux__)
 #include <sys/auxv.h>
-
-static int has_dotprod(void) {
-    enum { ASIMDDP = 1 << 20 }; /* HWCAP_ASIMDDP, which older headers lack */
-    return (getauxval(AT_HWCAP) & ASIMDDP) != 0;
-}
+#define HAS_FEATURE(type, bit, name) ((int)(getauxval(type) >> (bit) & 1))
 #elif defined(__APPLE__)
-static int has_dotprod(void) { return 1; } /* all processors that macOS runs on have it */
+#include <sys/sysctl.h>
+#define HAS_FEATURE(type, bit, name) has_name("hw.optional." name)
+
+static int has_name(const char *name) {
+    int has = 0;
+    size_t size = sizeof has;
+    return sysctlbyname(name, &has, &size, NULL, 0) == 0 && has;
+}
 #else
-static int has_dotprod(void) { return 0; }
+#define HAS_FEATURE(type, bit, name) 0
 #endif
+
+static int has_dotprod(void) { return HAS_FEATURE(AT_HWCAP, 20, "arm64"); }
+#endif
+
+#ifdef KVC_HAVE_ARMV8_6
+static int has_fhm(void) { return HAS_FEATURE(AT_HWCAP, 23, "armv8_2_fhm"); }
+
+static int has_i8mm(void) { return HAS_FEATURE(AT_HWCAP2, 13, "arm.FEAT_I8MM"); }
+
+static int has_bf16(void) { return HAS_FEATURE(AT_HWCAP2, 14, "arm.FEAT_BF16"); }
 #endif
 
 static int always(void) { return 1; }
@@ -94,6 +110,11 @@ static const struct {
 #ifdef KVC_HAVE_NEON
     {&kvc_kernels_neon, always}, /* what is compiled for AArch64 uses NEON anyway */
     {&kvc_kernels_neondotprod, has_dotprod},
+#endif
+#ifdef KVC_HAVE_ARMV8_6
+    {&kvc_kernels_neonfhm, has_fhm},
+    {&kvc_kernels_neoni8mm, has_i8mm},
+    {&kvc_kernels_neonbf16, has_bf16},
 #endif
 };
 

@@ -40,6 +40,20 @@
         score(type, KVC_F32, scores, q, q_stride, num_q, rows, row_stride, n, dim, next);                          \
     }
 
+/* For queries of the same type of 16 bits (score_16.h). */
+#define DEFINE_PREPARE_16(name)                                                 \
+    extern kvc_prepare_fn name;                                                 \
+    TARGET void name(float *q, int q_stride, int num_q, int dim, float scale) { \
+        prepare_16(q, q_stride, num_q, dim, scale);                             \
+    }
+
+#define DEFINE_SCORE_16(name, type)                                                                                \
+    extern kvc_score_fn name;                                                                                      \
+    TARGET void name(float *scores, const float *q, int q_stride, int num_q, const void *rows, int64_t row_stride, \
+                     int n, int dim, kvc_ahead next) {                                                             \
+        score(type, type, scores, q, q_stride, num_q, rows, row_stride, n, dim, next);                             \
+    }
+
 #define DEFINE_ACCUMULATE(name, type)                                                                  \
     extern kvc_accumulate_fn name;                                                                     \
     TARGET void name(float *acc, int acc_stride, const float *factor, const float *weights, int num_q, \

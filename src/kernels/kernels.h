@@ -5,14 +5,17 @@
  * accumulators.  Where a type is quantised, dim is a multiple of KVC_QUANT_ELEMENTS.
  *
  *   scalar.c          plain C, no vectors: what the others are tested against.  Keep it.
- *   avx2.c avx512.c avx512vnni.c avx512bf16.c amx.c neon.c neondotprod.c    a set each: its kernels, and its table
+ *   avx2.c avx512.c avx512vnni.c avx512bf16.c amx.c neon.c neondotprod.c
+ *   neonfhm.c neoni8mm.c neonbf16.c    a set each: its kernels, and its table
  *   matmul_quantised.h scaled_rows.h     parts of avx512vnni.c: products of many query rows with quantised ones, and
- * all those of rows with one scale dispatch.c        chooses a table
+ * all those of rows with one scale
+ *   score_bytes.h     a part of neondotprod.c and neoni8mm.c: products of quantised rows, in bytes
+ *   dispatch.c        chooses a table
  *
  * The sets but scalar share their loops:
  *
  *   template.h        the loops, over a small set of vector primitives; its parts are elements.h prefetch.h
- *                     score_quantised.h score_codes.h score_bf16.h score.h accumulate_quantised.h accumulate_codes.h
+ *                     score_quantised.h score_codes.h score_16.h score.h accumulate_quantised.h accumulate_codes.h
  *                     accumulate.h softmax.h matmul.h hadamard.h
  *   vector_avx2.h vector_avx512.h vector_neon.h                the primitives; x86.h: what two of them share
  *   instantiate.h     macros that define a kernel of the template, or of scalar.c, under its name
@@ -187,11 +190,12 @@ typedef struct kvc_kernels {
      * NULL, here and in `accumulate`, of types that are unpacked first; in `tiler`, of those that are unpacked to q8_0
      * or decoded first.  What is unpacked becomes q8_0, or, with row scales, int8. */
     kvc_scorer score[KVC_STORED_TYPES];
-    /* For rows and queries of bf16; prepare takes queries that are bf16 already.  NULL: they are scored as others. */
-    kvc_scorer score_bf16;
+    /* For rows and queries of this type, f16 or bf16; prepare takes queries that are of it already.  NULL: they are
+     * scored as others. */
+    kvc_scorer score_16[KVC_FLOAT_TYPES];
     kvc_accumulate_fn *accumulate[KVC_STORED_TYPES];
     kvc_tiler tiler[KVC_STORED_TYPES];
-    /* For keys and query rows that are f16, as those of score_bf16; score NULL: they are taken as others. */
+    /* For keys and query rows that are f16, as those of score_16; score NULL: they are taken as others. */
     kvc_tiler tiler_f16;
     kvc_tiler decoded;                 /* for rows of f32 that were decoded from other types; NULL: tiler[KVC_F32] */
     void (*begin)(kvc_former *former); /* to be called before products of tilers, if it is not NULL, and ... */
@@ -225,8 +229,14 @@ extern const kvc_kernels kvc_kernels_amx, kvc_kernels_amxfp16;
 #endif
 #elif defined(__aarch64__) && defined(__GNUC__) && defined(__ARM_NEON) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
 #define KVC_HAVE_NEON 1
-#define KVC_KERNEL_NAMES "scalar neon neondotprod"
 extern const kvc_kernels kvc_kernels_neon, kvc_kernels_neondotprod;
+#if defined(__clang__) || __GNUC__ >= 10 /* older ones lack the instructions */
+#define KVC_HAVE_ARMV8_6 1
+#define KVC_KERNEL_NAMES "scalar neon neondotprod neonfhm neoni8mm neonbf16"
+extern const kvc_kernels kvc_kernels_neonfhm, kvc_kernels_neoni8mm, kvc_kernels_neonbf16;
+#else
+#define KVC_KERNEL_NAMES "scalar neon neondotprod"
+#endif
 #else
 #define KVC_KERNEL_NAMES "scalar"
 #endif

@@ -19,7 +19,23 @@ extern kvc_softmax_fn kvc_softmax_neon;
 extern kvc_matmul_fn kvc_matmul_neon;
 extern kvc_hadamard_fn kvc_hadamard_neon;
 
-/* All but the name, and the scores of quantised rows. */
+extern kvc_prepare_fn kvc_prepare_neondotprod, kvc_prepare_neoni8mm, kvc_prepare_f16_neonfhm;
+extern kvc_score_fn kvc_score_q8_0_neondotprod, kvc_score_q4_0_neondotprod, kvc_score_int8_neondotprod;
+extern kvc_score_fn kvc_score_q8_0_neoni8mm, kvc_score_q4_0_neoni8mm, kvc_score_int8_neoni8mm;
+extern kvc_score_fn kvc_score_f16_neonfhm;
+
+/* Scores of quantised rows, and of queries of f16. */
+#define KVC_NEONDOTPROD_BYTES                                                 \
+    .score[KVC_Q8_0] = {kvc_prepare_neondotprod, kvc_score_q8_0_neondotprod}, \
+    .score[KVC_Q4_0] = {kvc_prepare_neondotprod, kvc_score_q4_0_neondotprod}, \
+    .score[KVC_INT8] = {kvc_prepare_neondotprod, kvc_score_int8_neondotprod}
+#define KVC_NEONI8MM_BYTES                                              \
+    .score[KVC_Q8_0] = {kvc_prepare_neoni8mm, kvc_score_q8_0_neoni8mm}, \
+    .score[KVC_Q4_0] = {kvc_prepare_neoni8mm, kvc_score_q4_0_neoni8mm}, \
+    .score[KVC_INT8] = {kvc_prepare_neoni8mm, kvc_score_int8_neoni8mm}
+#define KVC_NEONFHM_F16 .score_16[KVC_F16] = {kvc_prepare_f16_neonfhm, kvc_score_f16_neonfhm}
+
+/* All but the name, and these scores. */
 #define KVC_NEON_COMMON                                                                                             \
     .convert = kvc_convert_neon, .unpack = kvc_unpack_neon, .largest = kvc_largest_neon, .encode = kvc_encode_neon, \
     .score[KVC_F32] = {kvc_scale_neon, kvc_score_f32_neon}, .score[KVC_F16] = {kvc_scale_neon, kvc_score_f16_neon}, \

@@ -88,7 +88,10 @@ INLINE void score_vectors(int type, int num_q, int num_vecs, vec *sums, const sc
 }
 
 /* Counts the cache lines that scoring a block loads. */
-INLINE int lines_of_block(int type, int num_vecs, int dim) { return dim / LANES * lines_of(type, num_vecs * ROWS); }
+INLINE int lines_of_block(int type, int q_type, int num_vecs, int dim) {
+    const int step = q_type == KVC_F32 ? LANES : 2 * LANES / ROWS; /* elements of a row that are multiplied at once */
+    return dim / step * lines_of(type, num_vecs * ROWS * step / LANES);
+}
 
 /* Copies `count` totals of each query into the tile. */
 INLINE void copy_totals(int num_q, int count, float *scores, const float *totals, int stride) {
@@ -101,8 +104,7 @@ RARE void copy_first_totals(int num_q, float *scores, const float *totals, int s
     for (int r = 0; r < num_q; r++) scores[r * KVC_TILE] = totals[r * stride];
 }
 
-/* Returns what the scores of queries of bf16 are multiplied by: it follows the elements of each
- * (score_bf16.h). */
+/* Returns what the scores of queries of 16 bits are multiplied by: it follows the elements of each (score_16.h). */
 INLINE vec scale_of(const score_args *a) {
     float scale;
     memcpy(&scale, (const char *)a->q + bytes_of(KVC_BF16, a->dim), sizeof scale);
@@ -118,7 +120,7 @@ INLINE void store_scores(int q_type, int num_q, int num_vecs, const score_args *
     float totals[MAX_SUMS * ROWS], *scores = a->scores + first;
     UNROLL
     for (int i = 0; i < num_q * vecs_stride; i += LANES / ROWS) {
-        const vec sum = v_sums(sums + i), x = q_type == KVC_BF16 ? v_mul(sum, scale_of(a)) : sum;
+        const vec sum = v_sums(sums + i), x = q_type == KVC_F32 ? sum : v_mul(sum, scale_of(a));
 #if IS_WIDE
         const int r = i / vecs_stride; /* the first query in this vector */
         int is_one = repeats;
@@ -137,8 +139,8 @@ INLINE void store_scores(int q_type, int num_q, int num_vecs, const score_args *
         copy_totals(num_q, num_rows, scores, totals, stride);
 }
 
-/* Scores num_vecs vectors of rows from row `first` on, row_stride bytes apart.  q_type: KVC_BF16 if queries were
- * prepared as bf16, else KVC_F32. */
+/* Scores num_vecs vectors of rows from row `first` on, row_stride bytes apart.  q_type: the type if queries are
+ * of it, else KVC_F32. */
 INLINE void score_block(int type, int q_type, int num_q, int num_vecs, const score_args *a, int first,
                         int64_t row_stride, prefetcher *next) {
     const char *rows = row_at(a->rows, a->row_stride, first);
@@ -146,8 +148,8 @@ INLINE void score_block(int type, int q_type, int num_q, int num_vecs, const sco
     UNROLL
     for (int i = 0; i < MAX_SUMS; i++) sums[i] = v_zero();
     if (q_type == KVC_F32) score_vectors(type, num_q, num_vecs, sums, a, rows, row_stride, next);
-#if HAS_BF16_DOT
-    if (q_type == KVC_BF16) score_vectors_bf16(num_q, num_vecs, sums, a, rows, row_stride, next);
+#if HAS_DOT_16
+    if (q_type != KVC_F32) score_vectors_16(type, num_q, num_vecs, sums, a, rows, row_stride, next);
 #endif
     store_scores(q_type, num_q, num_vecs, a, first, sums);
 }
@@ -168,7 +170,7 @@ RARE void score_tail(int type, int num_q, float *scores, const float *q, int q_s
 INLINE void score_queries(int num_q, int type, int q_type, score_args a, kvc_ahead next) {
     const int num_vecs = block_vecs(num_q), num_rows = num_vecs * ROWS, repeats = a.n < num_rows;
     const int by = repeats ? 1 : num_rows, num_blocks = (a.n + by - 1) / by;
-    prefetcher p = prefetch_begin(next, a.rows, num_blocks * lines_of_block(type, num_vecs, a.dim));
+    prefetcher p = prefetch_begin(next, a.rows, num_blocks * lines_of_block(type, q_type, num_vecs, a.dim));
     for (int j = 0; j < a.n; j += by)
         score_block(type, q_type, num_q, num_vecs, &a, smaller(j, a.n - by), repeats ? 0 : a.row_stride, &p);
     prefetch_rest(&p);
@@ -184,7 +186,7 @@ INLINE void score(int type, int q_type, float *scores, const float *q, int q_str
         score_quantised(type, scores, q, q_stride, num_q, rows, row_stride, n, dim, next);
         return;
     }
-    const int most = q_type == KVC_BF16 ? QUERIES : most_queries(type);
+    const int most = q_type == KVC_F32 ? most_queries(type) : QUERIES;
     for (int r = 0, some; r < num_q; r += some) {
         some = smaller(num_q - r, most);
         const score_args a = {.scores = scores + r * KVC_TILE,

@@ -16,7 +16,7 @@
  *   MATMUL_VECTORS   4) vectors of columns, beside which it needs MATMUL_VECTORS + 1
  *   IS_WIDE          1 if vectors have 16 lanes and there are 32 registers: up to 8 queries are worked on at once, rows
  *                    are scored in pairs that share vectors, and bf16 is loaded two vectors at a time; may be left out
- *   HAS_BF16_DOT     1 if there are b_load_pair and b_dot, and IS_WIDE; may be left out
+ *   HAS_DOT_16       1 if there are bvec and b_dot, of a type of 16 bits; may be left out
  *   HAS_VNNI         1 if i_dot is one instruction; may be left out
  *
  *   vec                        a vector of LANES floats; where these primitives take integers, x holds them as floats
@@ -113,10 +113,12 @@
  *                              rows 0, 1, 2 and 3, or, swapped, of rows 0, 2, 1 and 3
  *   v_from_f16_pairs(x, both)  converts the low halves of lanes, f16, to x[0] and the high ones to x[1]
  *
- *   bvec                       a vector of 2 * LANES bf16, where HAS_BF16_DOT is 1
- *   b_load_pair(p, q, count)   loads the first `count` at p and at q into a half each; others are not read, and are 0
- *   b_load_twice(p, count)     the same at p, in both halves
- *   b_dot(sum, x, y)           adds to each float of sum the two products of bf16 there
+ *   where HAS_DOT_16, for queries and rows of f16 or bf16:
+ *   bvec                       a vector of 2 * LANES of these
+ *   b_load_some(p, count)      unless IS_WIDE: loads the first `count` at p; others are not read, and are 0
+ *   b_load_pair(p, q, count)   where IS_WIDE: the same at p and at q, in a half each
+ *   b_load_twice(p, count)     where IS_WIDE: the same at p, in both halves
+ *   b_dot(sum, x, y)           adds to each float of sum two products: all of x and y
  *
  * Arguments that choose what is inlined (type, q_type, num_q, num_rows, num_vecs) are constants where a function is
  * called, so that loops over registers have constant bounds and can be unrolled.  A result is always computed by the
@@ -214,8 +216,8 @@ typedef struct accumulate_args {
 #if HAS_VNNI
 #include "kernels/score_codes.h"
 #endif
-#if HAS_BF16_DOT
-#include "kernels/score_bf16.h"
+#if HAS_DOT_16
+#include "kernels/score_16.h"
 #endif
 #include "kernels/score.h"
 #include "kernels/accumulate_quantised.h"

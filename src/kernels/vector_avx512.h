@@ -1,7 +1,7 @@
 /* vector_avx512.h: the vector primitives of template.h for AVX-512 (F, BW, DQ, VL).  A file that includes this defines
  *   TARGET        attribute of every function
  *   HAS_VNNI      1 if there are dot products of integers (VNNI), else 0
- *   HAS_BF16_DOT  1 if there are dot products of bf16; else it may be left out
+ *   HAS_DOT_16    1 if there are dot products of bf16; else it may be left out
  */
 #include "kernels/x86.h"
 
@@ -424,7 +424,7 @@ INLINE ivec i_dot_bytes(ivec sum, ivec x, ivec y) {
 INLINE ivec i_dot(ivec sum, ivec x, ivec y) { return _mm512_add_epi32(sum, _mm512_madd_epi16(x, y)); }
 #endif
 
-#if HAS_BF16_DOT
+#if HAS_DOT_16
 /* ---- bf16 -------------------------------------------------------------------------------------------------------- */
 
 typedef __m512i bvec;

@@ -1,5 +1,8 @@
 /* vector_neon.h: the vector primitives of template.h for AArch64, with what every such processor has (base ARMv8-A).
- * TARGET is defined before it is included. */
+ * TARGET is defined before it is included, and
+ *
+ *   HAS_DOT_16    1 if there are dot products of f16 or bf16; else it may be left out
+ */
 #include <arm_neon.h>
 #include <stddef.h>
 #include <string.h>
@@ -49,6 +52,12 @@ INLINE uint16x4_t load_halves(const void *p) {
     uint16x4_t halves;
     memcpy(&halves, p, sizeof halves);
     return halves;
+}
+
+INLINE int8x16_t load_16(const void *p) {
+    int8x16_t x;
+    memcpy(&x, p, sizeof x);
+    return x;
 }
 
 INLINE vec f32_from_f16(uint16x4_t bits) { return vcvt_f32_f16(vreinterpret_f16_u16(bits)); }
@@ -345,3 +354,17 @@ INLINE void i_order(int type, ivec x[2]) {
     (void)type;
     (void)x;
 }
+
+/* ---- 16 bits ----------------------------------------------------------------------------------------------------- */
+
+#if HAS_DOT_16
+typedef uint16x8_t bvec;
+
+INLINE bvec b_load_some(const void *p, int count) {
+    uint16_t x[2 * LANES] = {0};
+    memcpy(x, p, (size_t)count * sizeof *x);
+    bvec y;
+    memcpy(&y, x, sizeof y);
+    return y;
+}
+#endif

@@ -579,34 +579,39 @@ enum { MAX_STRIDE = (MAX_DIM + KVC_LANES - 1) / KVC_LANES * KVC_LANES + 1 };
 
 static const float SCALE = 0.7f;
 
-/* The queries as score wants them for scores times SCALE.  is_bf16: as rows of bf16. */
-static const float *prepared(const kvc_scorer *scorer, const float *q, int q_stride, int num_q, int dim, int is_bf16) {
+/* The queries as score wants them for scores times SCALE: as rows of q_type. */
+static const float *prepared(const kvc_scorer *scorer, const float *q, int q_stride, int num_q, int dim, int q_type) {
     static float ready[MAX_Q * MAX_STRIDE];
     const int64_t stride = q_stride * (int64_t)sizeof *q;
-    kvc_kernels_scalar.convert(KVC_F32, is_bf16 ? KVC_BF16 : KVC_F32, ready, stride, q, stride, num_q, dim);
+    kvc_kernels_scalar.convert(KVC_F32, q_type, ready, stride, q, stride, num_q, dim);
     scorer->prepare(ready, q_stride, num_q, dim, SCALE);
     return ready;
 }
 
-static float rounded_to_bf16(float x) {
-    uint16_t bits;
-    kvc_kernels_scalar.convert(KVC_F32, KVC_BF16, &bits, 0, &x, 0, 1, 1);
-    kvc_kernels_scalar.convert(KVC_BF16, KVC_F32, &x, 0, &bits, 0, 1, 1);
+static float rounded_to(int type, float x) {
+    float rounded;
+    kvc_kernels_scalar.convert(KVC_F32, type, &rounded, 0, &x, 0, 1, 1);
+    kvc_kernels_scalar.convert(type, KVC_F32, &x, 0, &rounded, 0, 1, 1);
     return x;
 }
 
-static void test_score(const kvc_kernels *kernels, int type, int is_bf16, int dim, int num_q, int n, sizes largest) {
+/* What scores queries of q_type, which is f32 or the type of the rows. */
+static const kvc_scorer *scorer_of(const kvc_kernels *kernels, int type, int q_type) {
+    return q_type == KVC_F32 ? &kernels->score[type] : &kernels->score_16[type];
+}
+
+static void test_score(const kvc_kernels *kernels, int type, int q_type, int dim, int num_q, int n, sizes largest) {
     static float q[MAX_Q * MAX_STRIDE], scores[MAX_Q * KVC_TILE];
-    const kvc_scorer *scorer = is_bf16 ? &kernels->score_bf16 : &kernels->score[type];
+    const kvc_scorer *scorer = scorer_of(kernels, type, q_type);
     int q_stride = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES + num_q % 2;
     const tile *t = tile_new(type, n, dim, largest);
     for (int i = 0; i < MAX_Q * MAX_STRIDE; i++) {
         const int is_used = i < num_q * q_stride && i % q_stride < dim; /* no others may be */
         const float x = is_used ? largest.factors * random_float() : NAN;
-        q[i] = is_bf16 ? rounded_to_bf16(x) : x;
+        q[i] = rounded_to(q_type, x);
     }
     for (int i = 0; i < MAX_Q * KVC_TILE; i++) scores[i] = UNTOUCHED;
-    scorer->score(scores, prepared(scorer, q, q_stride, num_q, dim, is_bf16), q_stride, num_q, t->rows, t->stride, n,
+    scorer->score(scores, prepared(scorer, q, q_stride, num_q, dim, q_type), q_stride, num_q, t->rows, t->stride, n,
                   dim, ahead_of(n % 2 ? t : NULL, type, dim));
     for (int r = 0; r < MAX_Q; r++) {
         const float *row = q + r * q_stride;
@@ -621,7 +626,7 @@ static void test_score(const kvc_kernels *kernels, int type, int is_bf16, int di
             float got = scores[r * KVC_TILE + j];
             CHECKF(r >= num_q ? got == UNTOUCHED : j >= n || is_close(got, sum, size, dim),
                    "%s %s%s dim %d, query %d of %d, row %d of %d: %g, not %g", kernels->name, kvc_type_name(type),
-                   is_bf16 ? " queries" : "", dim, r, num_q, j, n, (double)got, sum);
+                   q_type == KVC_F32 ? "" : " queries", dim, r, num_q, j, n, (double)got, sum);
         }
     }
 }
@@ -708,14 +713,14 @@ static void test_scales(const kvc_kernels *kernels, int type) {
 }
 
 /* A score must not depend on what is computed with it: on the number of queries of a pass, nor on other rows. */
-static void test_same_scores(const kvc_kernels *kernels, int type, int is_bf16, int dim, int num_q) {
+static void test_same_scores(const kvc_kernels *kernels, int type, int q_type, int dim, int num_q) {
     enum { N = 13, Q = 9 };
     static float q[Q * MAX_STRIDE], all[Q * KVC_TILE];
-    const kvc_scorer *scorer = is_bf16 ? &kernels->score_bf16 : &kernels->score[type];
+    const kvc_scorer *scorer = scorer_of(kernels, type, q_type);
     const tile *t = tile_new(type, N, dim, usual);
     fill(q, Q * MAX_STRIDE);
-    for (int i = 0; i < Q * MAX_STRIDE && is_bf16; i++) q[i] = rounded_to_bf16(q[i]);
-    const float *ready = prepared(scorer, q, MAX_STRIDE, Q, dim, is_bf16);
+    for (int i = 0; i < Q * MAX_STRIDE; i++) q[i] = rounded_to(q_type, q[i]);
+    const float *ready = prepared(scorer, q, MAX_STRIDE, Q, dim, q_type);
     scorer->score(all, ready, MAX_STRIDE, num_q, t->rows, t->stride, N, dim, nothing_ahead);
     for (int r = 0; r < num_q; r++) {
         for (int j = 0; j < N; j++) {
@@ -1108,14 +1113,18 @@ static void test_weigh(const kvc_kernels *kernels, const kvc_tiler *tiler) {
 
 /* ---- everything -------------------------------------------------------------------------------------------------- */
 
+static int has_score_16(const kvc_kernels *kernels, int type) {
+    return type < KVC_FLOAT_TYPES && kernels->score_16[type].score;
+}
+
 static void test_rows(const kvc_kernels *kernels, int type, int dim) {
     static const int some_n[] = {1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64};
     enum { NUM_N = sizeof some_n / sizeof *some_n };
     for (int num_q = 1; num_q <= MAX_Q; num_q += num_q < 9 ? 1 : 7) {
         for (int i = 0; i < 3; i++) { /* a few of the row counts each time; all in the course of the test */
             int n = some_n[(num_q * 3 + i + dim) % NUM_N];
-            test_score(kernels, type, 0, dim, num_q, n, usual);
-            if (type == KVC_BF16 && kernels->score_bf16.score) test_score(kernels, type, 1, dim, num_q, n, usual);
+            test_score(kernels, type, KVC_F32, dim, num_q, n, usual);
+            if (has_score_16(kernels, type)) test_score(kernels, type, type, dim, num_q, n, usual);
             test_accumulate(kernels, type, dim, num_q, n, usual);
             test_accumulate(kernels, type, dim, num_q, n, uneven);
         }
@@ -1140,8 +1149,8 @@ static void test_rows(const kvc_kernels *kernels, int type, int dim) {
     for (int i = 0; kernels->tiler[type].weigh && i < 3; i++)
         test_tiler(kernels, &kernels->tiler[type], type, KVC_F32, dim, 33, wide_n[(i * 3 + dim) % 7], usual);
     for (int num_q = 1; num_q <= 9; num_q++) {
-        test_same_scores(kernels, type, 0, dim, num_q);
-        if (type == KVC_BF16 && kernels->score_bf16.score) test_same_scores(kernels, type, 1, dim, num_q);
+        test_same_scores(kernels, type, KVC_F32, dim, num_q);
+        if (has_score_16(kernels, type)) test_same_scores(kernels, type, type, dim, num_q);
         test_same_sums(kernels, type, dim, num_q);
     }
 }
@@ -1153,15 +1162,17 @@ static void test_conversions(const kvc_kernels *kernels, int type, int dim) {
 }
 
 /* No denormal number is taken as 0.  By definition the processor's own products of bf16 do that, in
- * score_bf16 and in tilers that multiply bf16, whose range is that of f32. */
+ * score_16 and in tilers that multiply bf16, whose range is that of f32. */
 static void test_denormals(const kvc_kernels *kernels, int type, int dim) {
     static const int some_n[] = {1, 5, 16, 27, 64};
     const int is_flushed = (type == KVC_F32 || type == KVC_BF16) && kernels->tiler[type].weigh;
     volatile float smallest = FLT_MIN;
     CHECK(smallest / 2 != 0); /* else what is compared with would be flushed as well */
     for (int i = 0; i < 5; i++) {
-        test_score(kernels, type, 0, dim, i + 1, some_n[i], denormal(type));
+        test_score(kernels, type, KVC_F32, dim, i + 1, some_n[i], denormal(type));
         test_accumulate(kernels, type, dim, i + 1, some_n[i], denormal(type));
+        if (type == KVC_F16 && has_score_16(kernels, type))
+            test_score(kernels, type, type, dim, i + 1, some_n[i], denormal(type));
         if (!is_flushed && (type < KVC_FLOAT_TYPES || kernels->tiler[type].weigh))
             test_tiler(kernels, &kernels->tiler[type], type, KVC_F32, dim, 7 * i + 1, some_n[i], denormal(type));
         if (type == KVC_F16 && kernels->tiler_f16.score)
@@ -1173,15 +1184,15 @@ static void test_denormals(const kvc_kernels *kernels, int type, int dim) {
 static void test_scaled_rows(const kvc_kernels *kernels, int type, int dim) {
     for (int num_q = 1; num_q <= MAX_Q; num_q++) {
         const int n = random_int(1, KVC_TILE + 1);
-        test_score(kernels, type, 0, dim, num_q, n, usual);
+        test_score(kernels, type, KVC_F32, dim, num_q, n, usual);
         test_accumulate(kernels, type, dim, num_q, n, usual);
         test_accumulate(kernels, type, dim, num_q, n, uneven);
         if (num_q > 9) continue;
-        test_same_scores(kernels, type, 0, dim, num_q);
+        test_same_scores(kernels, type, KVC_F32, dim, num_q);
         test_same_sums(kernels, type, dim, num_q);
     }
     for (int n = 1; n <= KVC_TILE; n++) {
-        test_score(kernels, type, 0, dim, 4, n, usual);
+        test_score(kernels, type, KVC_F32, dim, 4, n, usual);
         test_accumulate(kernels, type, dim, 4, n, usual);
         if (kernels->tiler[type].score) test_panels(kernels, type, dim, random_int(1, MAX_M + 1), n);
     }
@@ -1254,7 +1265,7 @@ static void test_kernels(const kvc_kernels *kernels) {
             if (dims[i] % kvc_type_elements(type) == 0) test_denormals(kernels, type, dims[i]);
         for (int n = 1; n <= KVC_TILE; n++) {
             int dim = type < KVC_FLOAT_TYPES ? 24 : 32;
-            test_score(kernels, type, 0, dim, 4, n, usual);
+            test_score(kernels, type, KVC_F32, dim, 4, n, usual);
             test_accumulate(kernels, type, dim, 4, n, usual);
         }
     }
