@@ -308,13 +308,10 @@ EXPORT void driver_kernel_free(driver_kernel *k) {
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
-/* Whether queries of 16 bits are scored over rows of the same type as attention does. */
-static int is_scored_as_16(const driver_kernel *k) {
-    return k->type < KVC_FLOAT_TYPES && k->kernels->score_16[k->type].score;
-}
-
+/* Scores queries of 16 bits over rows of the same type as attention does. */
 static const kvc_scorer *scorer_of(const driver_kernel *k) {
-    return is_scored_as_16(k) ? &k->kernels->score_16[k->type] : &k->kernels->score[k->kernel_type];
+    const kvc_scorer *as_16 = &k->kernels->score_16[k->type];
+    return as_16->score ? as_16 : &k->kernels->score[k->kernel_type];
 }
 
 EXPORT driver_kernel *driver_kernel_new(int32_t type, int32_t dim, int32_t num_q, int32_t num_rows) {
@@ -344,7 +341,7 @@ EXPORT driver_kernel *driver_kernel_new(int32_t type, int32_t dim, int32_t num_q
     k->sum = allocate((size_t)num_q * sizeof(float));
     const kvc_rows rows = {type, k->rows, (int64_t)k->row_bytes, 0, k->scales, KVC_SCALE_BYTES};
     kvc_encode_rows(k->kernels, &rows, k->given, dim * (int64_t)sizeof(float), num_rows, dim);
-    if (is_scored_as_16(k))
+    if (scorer_of(k) == &k->kernels->score_16[type])
         for (int32_t r = 0; r < num_q; r++) {
             float *row = k->q + r * k->q_stride;
             k->kernels->convert(KVC_F32, type, k->given, 0, row, 0, 1, dim);

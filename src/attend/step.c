@@ -298,17 +298,12 @@ static int key_minima_apart(const kvc_task *t, const kvc_tile *tile) {
     return delta_index_of(t, tile) != KVC_MIXED && t->k_lacks_minima;
 }
 
-/* Whether few query rows of 16 bits are multiplied as they are by keys of the same type. */
-static int is_scored_as_16(const kvc_task *t, const kvc_tile *tile) {
-    return t->k_as < KVC_FLOAT_TYPES && t->k_as == t->call->args->q_type && !delta_index_of(t, tile) &&
-           t->call->kernels->score_16[t->k_as].score;
-}
-
 /* Returns the kernels that score a tile for few query rows. */
 static const kvc_scorer *scorer_of(const kvc_task *t, const kvc_tile *tile) {
     const kvc_kernels *kernels = t->call->kernels;
-    const int32_t type = delta_index_of(t, tile) == KVC_MIXED ? KVC_F32 : t->k_as;
-    return is_scored_as_16(t, tile) ? &kernels->score_16[type] : &kernels->score[type];
+    const int32_t delta_index = delta_index_of(t, tile), type = delta_index == KVC_MIXED ? KVC_F32 : t->k_as;
+    const int is_same = type == t->call->args->q_type && !delta_index;
+    return is_same && kernels->score_16[type].score ? &kernels->score_16[type] : &kernels->score[type];
 }
 
 /* Returns the kernels that multiply rows of a stored type by many query rows. */
@@ -360,8 +355,9 @@ static const float *query_rows_for(kvc_task *t, const kvc_tile *tile) {
     const kvc_plan *plan = t->call->plan;
     const int32_t delta_index = delta_index_of(t, tile);
     if (delta_index == t->delta_index) return t->q;
-    const int is_as_16 = !t->slice->tiled && is_scored_as_16(t, tile);
-    kvc_prepare_fn *prepare = t->slice->tiled ? product_of(t, tile).prepare : scorer_of(t, tile)->prepare;
+    const kvc_scorer *scorer = scorer_of(t, tile);
+    kvc_prepare_fn *prepare = t->slice->tiled ? product_of(t, tile).prepare : scorer->prepare;
+    const int is_as_16 = !t->slice->tiled && scorer == &t->call->kernels->score_16[t->k_as];
     t->delta_index = delta_index;
     load_query_rows(t, prepare && !is_as_16 ? KVC_F32 : t->call->args->q_type);
     if (!prepare) return t->q;

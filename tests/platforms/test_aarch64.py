@@ -1,0 +1,46 @@
+"""Processors of AArch64, by QEMU: which instruction sets each runs, and the tests of these sets' kernels."""
+
+import re
+import shutil
+
+import pytest
+from support.compiling import ENVIRONMENT, FLAGS, LIBRARIES, ROOT, compile_core, run
+
+EMULATOR = "qemu-aarch64"
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not shutil.which(EMULATOR), reason=f"there is no {EMULATOR} here"),
+]
+COMPILERS = {"gcc": ["aarch64-linux-gnu-gcc"], "clang": ["clang", "--target=aarch64-linux-gnu"]}
+PROCESSORS = {
+    "cortex-a53": "scalar neon",
+    "cortex-a72": "scalar neon",
+    "a64fx": "scalar neon",
+    "cortex-a76": "scalar neon neondotprod",
+    "neoverse-n1": "scalar neon neondotprod",
+    "neoverse-v1": "scalar neon neondotprod neonfhm neoni8mm neonbf16",
+    "neoverse-n2": "scalar neon neondotprod neonfhm neoni8mm neonbf16",
+    "max": "scalar neon neondotprod neonfhm neoni8mm neonbf16",
+}
+
+
+@pytest.fixture(scope="module", params=COMPILERS)
+def program(request, tmp_path_factory):
+    """The program that tests the kernels, linked statically: the emulator would not find the other libraries."""
+    if not shutil.which(COMPILERS[request.param][0]) or not shutil.which(COMPILERS["gcc"][0]):  # whose libraries both use
+        pytest.skip(f"there is no {request.param} for aarch64 here")
+    command = [*COMPILERS[request.param], *FLAGS, "-O2"]
+    folder = tmp_path_factory.mktemp(request.param)
+    source = ROOT / "tests/c/kernels/test_kernels.c"
+    run(*command, "-static", source, *compile_core(folder, command), "-o", folder / "kernels", *LIBRARIES)
+    return folder / "kernels"
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_a_processor_runs_what_it_has(program, processor, monkeypatch):
+    if processor not in run(EMULATOR, "-cpu", "help").split():
+        pytest.skip(f"this QEMU knows no {processor}")
+    monkeypatch.setitem(ENVIRONMENT, "KVCACHE_TEST_PART", "quick")
+    absent = re.findall(r"^no (\w+) here: not tested$", run(EMULATOR, "-cpu", processor, program), re.M)
+    names = re.findall(r'KVC_KERNEL_NAMES "(scalar neon [^"]+)"', (ROOT / "src/kernels/kernels.h").read_text())[0]
+    assert [name for name in names.split() if name not in absent] == PROCESSORS[processor].split()
