@@ -85,15 +85,15 @@ INLINE void find_units(block_weights *w, vec largest[WEIGHTS_AT_ONCE], float inv
     for (int i = num; i % LANES; i++) largest[i] = v_zero();
     for (int i = 0; i < num; i += LANES) {
         const vec x = v_max(v_set(1e-33f), v_max_lanes(largest + i)); /* smaller products round to nothing */
-        v_store(inverse + i, v_div(v_set(INT16_MAX), x));
-        v_store(w->unit + i, v_mul(x, v_set(1.0f / INT16_MAX)));
+        v_store(inverse + i, v_div(v_set(LARGEST_WEIGHT), x));
+        v_store(w->unit + i, v_mul(x, v_set(1.0f / LARGEST_WEIGHT)));
     }
 }
 
-/* Rounds weights times scales to integers, in `blocks` blocks, the largest product of each and a query to INT16_MAX.
- * It and not the largest weight times the largest scale sets the unit: else a row of large elements and little weight,
- * even a masked one, would cost all others their digits.  Goes over all blocks and queries three times, as what it does
- * for one of them is a chain of few but slow instructions. */
+/* Rounds weights times scales to integers, in `blocks` blocks, the largest product of each and a query to
+ * LARGEST_WEIGHT.  It and not the largest weight times the largest scale sets the unit: else a row of large elements
+ * and little weight, even a masked one, would cost all others their digits.  Goes over all blocks and queries three
+ * times, as what it does for one of them is a chain of few but slow instructions. */
 TARGET static void round_weights(int type, int num_q, block_weights *w, accumulate_args *a, const char *block,
                                  int blocks) {
     prefetcher next = a->next;

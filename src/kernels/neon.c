@@ -45,6 +45,9 @@ const kvc_kernels kvc_kernels_neon = {
     .score[KVC_Q8_0] = {kvc_prepare_q8_0_neon, kvc_score_q8_0_neon},
     .score[KVC_Q4_0] = {kvc_prepare_q4_0_neon, kvc_score_q4_0_neon},
     .score[KVC_INT8] = {kvc_prepare_q8_0_neon, kvc_score_int8_neon},
+    .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_neon,
+    .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_neon,
+    .accumulate[KVC_INT8] = kvc_accumulate_int8_neon,
     KVC_NEON_COMMON,
 };
 #endif

@@ -23,26 +23,32 @@ extern kvc_prepare_fn kvc_prepare_neondotprod, kvc_prepare_neoni8mm, kvc_prepare
 extern kvc_score_fn kvc_score_q8_0_neondotprod, kvc_score_q4_0_neondotprod, kvc_score_int8_neondotprod;
 extern kvc_score_fn kvc_score_q8_0_neoni8mm, kvc_score_q4_0_neoni8mm, kvc_score_int8_neoni8mm;
 extern kvc_score_fn kvc_score_f16_neonfhm;
+extern kvc_accumulate_fn kvc_accumulate_q8_0_neondotprod, kvc_accumulate_q4_0_neondotprod,
+    kvc_accumulate_int8_neondotprod;
 
-/* Scores of quantised rows, and of queries of f16. */
-#define KVC_NEONDOTPROD_BYTES                                                 \
+/* The largest number that is 256 * high + low, of two signed bytes, as are those of the opposite sign. */
+#define KVC_LARGEST_DIGITS (127 * 256 + 127)
+
+/* Scores and sums of quantised rows, and scores of queries of f16. */
+#define KVC_NEONDOTPROD_SUMS                                                                                          \
+    .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_neondotprod, .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_neondotprod, \
+    .accumulate[KVC_INT8] = kvc_accumulate_int8_neondotprod
+#define KVC_NEONDOTPROD_SCORES                                                \
     .score[KVC_Q8_0] = {kvc_prepare_neondotprod, kvc_score_q8_0_neondotprod}, \
     .score[KVC_Q4_0] = {kvc_prepare_neondotprod, kvc_score_q4_0_neondotprod}, \
     .score[KVC_INT8] = {kvc_prepare_neondotprod, kvc_score_int8_neondotprod}
-#define KVC_NEONI8MM_BYTES                                              \
+#define KVC_NEONI8MM_SCORES                                             \
     .score[KVC_Q8_0] = {kvc_prepare_neoni8mm, kvc_score_q8_0_neoni8mm}, \
     .score[KVC_Q4_0] = {kvc_prepare_neoni8mm, kvc_score_q4_0_neoni8mm}, \
     .score[KVC_INT8] = {kvc_prepare_neoni8mm, kvc_score_int8_neoni8mm}
 #define KVC_NEONFHM_F16 .score_16[KVC_F16] = {kvc_prepare_f16_neonfhm, kvc_score_f16_neonfhm}
 
-/* All but the name, and these scores. */
+/* All but the name, and these. */
 #define KVC_NEON_COMMON                                                                                             \
     .convert = kvc_convert_neon, .unpack = kvc_unpack_neon, .largest = kvc_largest_neon, .encode = kvc_encode_neon, \
     .score[KVC_F32] = {kvc_scale_neon, kvc_score_f32_neon}, .score[KVC_F16] = {kvc_scale_neon, kvc_score_f16_neon}, \
     .score[KVC_BF16] = {kvc_scale_neon, kvc_score_bf16_neon}, .accumulate[KVC_F32] = kvc_accumulate_f32_neon,       \
     .accumulate[KVC_F16] = kvc_accumulate_f16_neon, .accumulate[KVC_BF16] = kvc_accumulate_bf16_neon,               \
-    .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_neon, .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_neon,             \
-    .accumulate[KVC_INT8] = kvc_accumulate_int8_neon,                                                               \
     .tiler[KVC_F32] =                                                                                               \
         KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_f32_neon, kvc_pack_values_f32_neon, kvc_matmul_neon),         \
     .tiler[KVC_F16] =                                                                                               \

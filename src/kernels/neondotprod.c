@@ -1,5 +1,5 @@
-/* neondotprod.c: scores of quantised rows for AArch64 with dot products of bytes (from ARMv8.2 on), and the table, all
- * else of which is as in neon.c.  SDOT adds four products of bytes to a lane. */
+/* neondotprod.c: scores and sums of quantised rows for AArch64 with dot products of bytes (from ARMv8.2 on), and the
+ * table, all else of which is as in neon.c.  SDOT adds four products of bytes to a lane. */
 #include "kernels/neon.h"
 
 #ifdef KVC_HAVE_NEON
@@ -8,6 +8,7 @@
 #else
 #define TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
 #endif
+#define LARGEST_WEIGHT KVC_LARGEST_DIGITS
 #include "kernels/vector_neon.h"
 #include "kernels/template.h"
 
@@ -63,6 +64,7 @@ INLINE vec total_of(const byte_sums *sums) {
 }
 
 #include "kernels/score_bytes.h"
+#include "kernels/accumulate_bytes.h"
 
 TARGET void kvc_prepare_neondotprod(float *q, int q_stride, int num_q, int dim, float scale) {
     split_rows(q, q_stride, num_q, dim, scale);
@@ -70,10 +72,14 @@ TARGET void kvc_prepare_neondotprod(float *q, int q_stride, int num_q, int dim, 
 DEFINE_SCORE_BYTES(kvc_score_q8_0_neondotprod, KVC_Q8_0)
 DEFINE_SCORE_BYTES(kvc_score_q4_0_neondotprod, KVC_Q4_0)
 DEFINE_SCORE_BYTES(kvc_score_int8_neondotprod, KVC_INT8)
+DEFINE_ACCUMULATE_BYTES(kvc_accumulate_q8_0_neondotprod, KVC_Q8_0)
+DEFINE_ACCUMULATE_BYTES(kvc_accumulate_q4_0_neondotprod, KVC_Q4_0)
+DEFINE_ACCUMULATE_BYTES(kvc_accumulate_int8_neondotprod, KVC_INT8)
 
 const kvc_kernels kvc_kernels_neondotprod = {
     .name = "neondotprod",
     KVC_NEON_COMMON,
-    KVC_NEONDOTPROD_BYTES,
+    KVC_NEONDOTPROD_SCORES,
+    KVC_NEONDOTPROD_SUMS,
 };
 #endif

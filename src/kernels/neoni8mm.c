@@ -84,7 +84,8 @@ DEFINE_SCORE_BYTES(kvc_score_int8_neoni8mm, KVC_INT8)
 const kvc_kernels kvc_kernels_neoni8mm = {
     .name = "neoni8mm",
     KVC_NEON_COMMON,
-    KVC_NEONI8MM_BYTES,
+    KVC_NEONI8MM_SCORES,
+    KVC_NEONDOTPROD_SUMS,
     KVC_NEONFHM_F16,
 };
 #endif

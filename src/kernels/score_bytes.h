@@ -4,8 +4,8 @@
  * of a query is 256 * high + low, of two signed bytes, so that rows are neither widened nor moved into columns.
  *
  * A prepared query row lies where its dim floats were: for each DIGITS elements int8 high[DIGITS] and low[DIGITS], in
- * units of the row's largest magnitude / LARGEST; behind them a factor, an f32, that turns a sum over blocks into a
- * score.
+ * units of the row's largest magnitude / KVC_LARGEST_DIGITS; behind them a factor, an f32, that turns a sum over blocks
+ * into a score.
  *
  * The file of a set defines, after template.h:
  *
@@ -22,10 +22,17 @@
  */
 
 enum {
-    LARGEST = 127 * 256 + 127,
     MOST_ELEMENTS = 1 << 16, /* whose products' sum fits a lane */
     LINES_AT_ONCE = 2        /* prefetched for a block of DOT_ROWS rows: about as many as are read */
 };
+
+/* Splits eight int16, of which neither digit's place may be a later one's. */
+INLINE void split_digits(char *to_high, char *to_low, const void *from) {
+    const int16x8_t x = vreinterpretq_s16_s8(load_16(from));
+    const int8x8_t high = vshrn_n_s16(vaddq_s16(x, vdupq_n_s16(128)), 8), low = vmovn_s16(x);
+    memcpy(to_high, &high, sizeof high);
+    memcpy(to_low, &low, sizeof low);
+}
 
 /* Rounds a row, in place. */
 INLINE void split_row(float *row, int dim, float unit, float scale) {
@@ -39,11 +46,8 @@ INLINE void split_row(float *row, int dim, float unit, float scale) {
             i_store_16(x + i, v_mul(v_load(row + d + i), inverse), v_mul(v_load(row + d + i + LANES), inverse));
         UNROLL
         for (int i = 0; i < KVC_QUANT_ELEMENTS; i += 8) {
-            const int16x8_t y = vreinterpretq_s16_s8(load_16(x + i));
-            const int8x8_t high = vshrn_n_s16(vaddq_s16(y, vdupq_n_s16(128)), 8), low = vmovn_s16(y);
             char *digits = to + i / DIGITS * 2 * DIGITS + i % DIGITS;
-            memcpy(digits, &high, sizeof high);
-            memcpy(digits + DIGITS, &low, sizeof low);
+            split_digits(digits, digits + DIGITS, x + i);
         }
     }
     memcpy(to, &factor, sizeof factor);
@@ -52,7 +56,7 @@ INLINE void split_row(float *row, int dim, float unit, float scale) {
 /* Is a kvc_prepare_fn. */
 INLINE void split_rows(float *q, int q_stride, int num_q, int dim, float scale) {
     for (int r = 0; r < num_q; r++, q += q_stride)
-        split_row(q, dim, unit_of(q, dim) * ((float)INT16_MAX / (float)LARGEST), scale);
+        split_row(q, dim, unit_of(q, dim) * ((float)INT16_MAX / (float)KVC_LARGEST_DIGITS), scale);
 }
 
 /* Loads a block's elements. */

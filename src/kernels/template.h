@@ -17,6 +17,7 @@
  *   IS_WIDE          1 if vectors have 16 lanes and there are 32 registers: up to 8 queries are worked on at once, rows
  *                    are scored in pairs that share vectors, and bf16 is loaded two vectors at a time; may be left out
  *   HAS_DOT_16       1 if there are bvec and b_dot, of a type of 16 bits; may be left out
+ *   LARGEST_WEIGHT   int16 that the largest weight of quantised rows becomes: INT16_MAX, unless it is defined
  *   HAS_VNNI         1 if i_dot is one instruction; may be left out
  *
  *   vec                        a vector of LANES floats; where these primitives take integers, x holds them as floats
@@ -136,6 +137,9 @@
 #endif
 #ifndef HAS_VNNI
 #define HAS_VNNI 0
+#endif
+#ifndef LARGEST_WEIGHT
+#define LARGEST_WEIGHT INT16_MAX
 #endif
 
 enum {
