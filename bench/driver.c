@@ -310,8 +310,8 @@ EXPORT void driver_kernel_free(driver_kernel *k) {
 
 /* Scores queries of 16 bits over rows of the same type as attention does. */
 static const kvc_scorer *scorer_of(const driver_kernel *k) {
-    const kvc_scorer *as_16 = &k->kernels->score_16[k->type];
-    return as_16->score ? as_16 : &k->kernels->score[k->kernel_type];
+    const kvc_scorer *as_16 = k->type < KVC_FLOAT_TYPES ? &k->kernels->score_16[k->type] : NULL;
+    return as_16 && as_16->score ? as_16 : &k->kernels->score[k->kernel_type];
 }
 
 EXPORT driver_kernel *driver_kernel_new(int32_t type, int32_t dim, int32_t num_q, int32_t num_rows) {
@@ -341,7 +341,7 @@ EXPORT driver_kernel *driver_kernel_new(int32_t type, int32_t dim, int32_t num_q
     k->sum = allocate((size_t)num_q * sizeof(float));
     const kvc_rows rows = {type, k->rows, (int64_t)k->row_bytes, 0, k->scales, KVC_SCALE_BYTES};
     kvc_encode_rows(k->kernels, &rows, k->given, dim * (int64_t)sizeof(float), num_rows, dim);
-    if (scorer_of(k) == &k->kernels->score_16[type])
+    if (type < KVC_FLOAT_TYPES && k->kernels->score_16[type].score)
         for (int32_t r = 0; r < num_q; r++) {
             float *row = k->q + r * k->q_stride;
             k->kernels->convert(KVC_F32, type, k->given, 0, row, 0, 1, dim);

@@ -357,7 +357,7 @@ static const float *query_rows_for(kvc_task *t, const kvc_tile *tile) {
     if (delta_index == t->delta_index) return t->q;
     const kvc_scorer *scorer = scorer_of(t, tile);
     kvc_prepare_fn *prepare = t->slice->tiled ? product_of(t, tile).prepare : scorer->prepare;
-    const int is_as_16 = !t->slice->tiled && scorer == &t->call->kernels->score_16[t->k_as];
+    const int is_as_16 = !t->slice->tiled && scorer == &t->call->kernels->score_16[t->call->args->q_type];
     t->delta_index = delta_index;
     load_query_rows(t, prepare && !is_as_16 ? KVC_F32 : t->call->args->q_type);
     if (!prepare) return t->q;

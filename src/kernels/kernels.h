@@ -192,7 +192,7 @@ typedef struct kvc_kernels {
     kvc_scorer score[KVC_STORED_TYPES];
     /* For rows and queries of this type, f16 or bf16; prepare takes queries that are of it already.  NULL: they are
      * scored as others. */
-    kvc_scorer score_16[KVC_STORED_TYPES];
+    kvc_scorer score_16[KVC_FLOAT_TYPES];
     kvc_accumulate_fn *accumulate[KVC_STORED_TYPES];
     kvc_tiler tiler[KVC_STORED_TYPES];
     /* For keys and query rows that are f16, as those of score_16; score NULL: they are taken as others. */

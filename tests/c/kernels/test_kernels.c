@@ -1113,6 +1113,10 @@ static void test_weigh(const kvc_kernels *kernels, const kvc_tiler *tiler) {
 
 /* ---- everything -------------------------------------------------------------------------------------------------- */
 
+static int has_score_16(const kvc_kernels *kernels, int type) {
+    return type < KVC_FLOAT_TYPES && kernels->score_16[type].score;
+}
+
 static void test_rows(const kvc_kernels *kernels, int type, int dim) {
     static const int some_n[] = {1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64};
     enum { NUM_N = sizeof some_n / sizeof *some_n };
@@ -1120,7 +1124,7 @@ static void test_rows(const kvc_kernels *kernels, int type, int dim) {
         for (int i = 0; i < 3; i++) { /* a few of the row counts each time; all in the course of the test */
             int n = some_n[(num_q * 3 + i + dim) % NUM_N];
             test_score(kernels, type, KVC_F32, dim, num_q, n, usual);
-            if (kernels->score_16[type].score) test_score(kernels, type, type, dim, num_q, n, usual);
+            if (has_score_16(kernels, type)) test_score(kernels, type, type, dim, num_q, n, usual);
             test_accumulate(kernels, type, dim, num_q, n, usual);
             test_accumulate(kernels, type, dim, num_q, n, uneven);
         }
@@ -1146,7 +1150,7 @@ static void test_rows(const kvc_kernels *kernels, int type, int dim) {
         test_tiler(kernels, &kernels->tiler[type], type, KVC_F32, dim, 33, wide_n[(i * 3 + dim) % 7], usual);
     for (int num_q = 1; num_q <= 9; num_q++) {
         test_same_scores(kernels, type, KVC_F32, dim, num_q);
-        if (kernels->score_16[type].score) test_same_scores(kernels, type, type, dim, num_q);
+        if (has_score_16(kernels, type)) test_same_scores(kernels, type, type, dim, num_q);
         test_same_sums(kernels, type, dim, num_q);
     }
 }
@@ -1167,7 +1171,7 @@ static void test_denormals(const kvc_kernels *kernels, int type, int dim) {
     for (int i = 0; i < 5; i++) {
         test_score(kernels, type, KVC_F32, dim, i + 1, some_n[i], denormal(type));
         test_accumulate(kernels, type, dim, i + 1, some_n[i], denormal(type));
-        if (type == KVC_F16 && kernels->score_16[type].score)
+        if (type == KVC_F16 && has_score_16(kernels, type))
             test_score(kernels, type, type, dim, i + 1, some_n[i], denormal(type));
         if (!is_flushed && (type < KVC_FLOAT_TYPES || kernels->tiler[type].weigh))
             test_tiler(kernels, &kernels->tiler[type], type, KVC_F32, dim, 7 * i + 1, some_n[i], denormal(type));
