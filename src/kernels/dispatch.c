@@ -55,8 +55,7 @@ static int has_amxfp16(void) {
 
 #ifdef KVC_HAVE_NEON
 /* Whether the processor has a feature: by its bit in AT_HWCAP or AT_HWCAP2, whose names older headers of Linux lack, or
- * by macOS's name, which
- * macOS 11 knows of what all its processors have. */
+ * by macOS's name, which macOS 11 knows of what all its processors have. */
 #if defined(__linux__)
 #include <sys/auxv.h>
 #define HAS_FEATURE(type, bit, name) ((int)(getauxval(type) >> (bit) & 1))

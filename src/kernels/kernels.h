@@ -7,8 +7,8 @@
  *   scalar.c          plain C, no vectors: what the others are tested against.  Keep it.
  *   avx2.c avx512.c avx512vnni.c avx512bf16.c amx.c neon.c neondotprod.c
  *   neonfhm.c neoni8mm.c neonbf16.c    a set each: its kernels, and its table
- *   matmul_quantised.h scaled_rows.h     parts of avx512vnni.c: products of many query rows with quantised ones, and
- * all those of rows with one scale
+ *   matmul_quantised.h scaled_rows.h    parts of avx512vnni.c: products of many query rows with quantised ones; all
+ *                                       products of rows with one scale
  *   score_bytes.h accumulate_bytes.h    parts of neondotprod.c, the former of neoni8mm.c too: quantised rows as bytes
  *   dispatch.c        chooses a table
  *
