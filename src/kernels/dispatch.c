@@ -2,6 +2,7 @@
 #if defined(__linux__) && !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* syscall */
 #endif
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,27 +12,62 @@
 #ifdef KVC_HAVE_AVX2
 #include <cpuid.h>
 
-/* Asks cpuid for F16C, whose name not all compilers know.  That the system saves the registers is part of the answer
- * for AVX2, which uses the same. */
-static int has_avx2(void) {
+/* Returns which registers the system saves, as bits of XCR0.  __builtin_cpu_supports would know, but reads a table of
+ * the compiler's runtime, which stays empty in Zig's. */
+static unsigned saved_registers(void) {
+#ifdef KVC_NO_ASSEMBLY
+    return ~0u;
+#else
     unsigned eax, ebx, ecx, edx;
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) &&
-           (ecx & bit_F16C);
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & bit_OSXSAVE)) return 0;
+    __asm__ volatile("xgetbv" : "=a"(eax), "=d"(edx) : "c"(0));
+    return eax;
+#endif
+}
+
+static int has_avx2(void) {
+    enum { XMM_YMM = 0x6, ARITHMETIC = bit_FMA | bit_F16C };
+    unsigned eax, ebx, ecx, edx;
+    return (saved_registers() & XMM_YMM) == XMM_YMM && __get_cpuid(1, &eax, &ebx, &ecx, &edx) &&
+           (ecx & ARITHMETIC) == ARITHMETIC && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (ebx & bit_AVX2);
 }
 #endif
 
 #ifdef KVC_HAVE_AVX512
 static int has_avx512(void) {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    const unsigned sets = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
+    unsigned eax, ebx, ecx, edx;
+#if !defined(__APPLE__) /* macOS saves them from their first use on */
+    enum { MASKS_ZMM = 0xe0 };
+    if ((saved_registers() & MASKS_ZMM) != MASKS_ZMM) return 0;
+#endif
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (ebx & sets) == sets;
 }
 
-static int has_avx512vnni(void) { return __builtin_cpu_supports("avx512vnni") != 0; }
+static int has_avx512vnni(void) {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (ecx & bit_AVX512VNNI);
+}
+
+int kvc_cpu_has_avx512vbmi(void) {
+    enum { NOT_KNOWN, NO, YES };
+    static atomic_int known; /* cpuid takes microseconds in a virtual machine; every thread stores the same value */
+    int answer = atomic_load_explicit(&known, memory_order_relaxed);
+    if (answer == NOT_KNOWN) {
+        unsigned eax, ebx, ecx, edx;
+        answer = __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (ecx & bit_AVX512VBMI) ? YES : NO;
+        atomic_store_explicit(&known, answer, memory_order_relaxed);
+    }
+    return answer == YES;
+}
 #endif
 
 #ifdef KVC_HAVE_AVX512_BF16
-static int has_avx512bf16(void) { return __builtin_cpu_supports("avx512bf16") != 0; }
+static int has_avx512bf16(void) {
+    enum { AVX512_BF16 = 1 << 5 };
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & AVX512_BF16);
+}
 #endif
 
 #ifdef KVC_HAVE_AMX

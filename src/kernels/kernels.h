@@ -214,6 +214,7 @@ extern const kvc_kernels kvc_kernels_scalar;
 extern const kvc_kernels kvc_kernels_avx2; /* for dispatch.c, as what follows */
 extern const kvc_kernels kvc_kernels_avx512;
 extern const kvc_kernels kvc_kernels_avx512vnni;
+int kvc_cpu_has_avx512vbmi(void);        /* beside these: an instruction that looks bytes up in a table of 64 */
 #if defined(__clang__) || __GNUC__ >= 11 /* older ones lack the instructions */
 #define KVC_HAVE_AVX512_BF16 1
 extern const kvc_kernels kvc_kernels_avx512bf16;

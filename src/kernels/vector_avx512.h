@@ -398,7 +398,7 @@ INLINE int has_look_up_64(void) { return 0; }
 
 INLINE ivec i_look_up_64(ivec table, ivec x) { return _mm512_permutexvar_epi8(x, table); }
 #else
-INLINE int has_look_up_64(void) { return __builtin_cpu_supports("avx512vbmi") != 0; }
+INLINE int has_look_up_64(void) { return kvc_cpu_has_avx512vbmi(); }
 
 INLINE ivec i_look_up_64(ivec table, ivec x) {
     __asm__("vpermb %2, %1, %0" : "=v"(x) : "v"(x), "v"(table));
