@@ -57,7 +57,7 @@ uint64_t kvc_format_tables_bytes(const kvc_saved_state *state, int32_t version, 
 }
 
 void kvc_format_place(kvc_format *format, void *start) {
-    char *at[NUM_TABLES];
+    char *at[NUM_TABLES] = {0}; /* GCC 12 with -O3 does not see that the loop sets them all */
     uint64_t offset = 0;
     for (int32_t i = 0; i < NUM_TABLES; i++) {
         const table t = table_at(start, i);
