@@ -80,9 +80,10 @@ class DirectoryStore(MutableMapping[str, bytes]):
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise OSError(error.errno, f"the folder cannot be made: {error.strerror}", error.filename) from error
-        _remove_leftovers(self.path)
-        with contextlib.suppress(OSError), _Usage(self.path) as usage:  # a folder may be there to read only
-            self._evict(usage, 0)
+        with files.open_folder(self.path) as folder:
+            _remove_leftovers(folder)
+            with contextlib.suppress(OSError), _Usage(folder) as usage:  # a folder may be there to read only
+                self._evict(usage, 0)
 
     def __repr__(self) -> str:
         return f"DirectoryStore({str(self.path)!r}, max_bytes={self.max_bytes})"
@@ -90,7 +91,8 @@ class DirectoryStore(MutableMapping[str, bytes]):
     @property
     def nbytes(self) -> int:
         """The bytes that files of values take."""
-        return sum(file.size for file in _values(self.path))
+        with files.open_folder(self.path) as folder:
+            return sum(file.size for file in _values(folder))
 
     # ---- one value
 
@@ -99,14 +101,14 @@ class DirectoryStore(MutableMapping[str, bytes]):
 
     def read(self, key: str, most: int) -> bytes:
         """Return a value, or its first `most` bytes: a file that somebody else made may be of any size."""
-        path = self._path_of(key)
-        with _opened(path, key) as file:
+        name = _name_of(key)
+        with files.open_folder(self.path) as folder, _opened(folder, name, key) as file:
             size = _size_of_value(file, key)
             value = None if size is None else _read_exactly(file, min(size, most))
             if value is None:
                 raise KeyError(key)
             with contextlib.suppress(OSError):  # a file of somebody else's
-                files.touch(file, path)
+                files.touch(file, folder, name)
         return value
 
     def read_many(self, keys: Iterable[str], most: int) -> dict[str, bytes]:
@@ -125,34 +127,34 @@ class DirectoryStore(MutableMapping[str, bytes]):
         size = len(header) + view.nbytes
         if self.max_bytes is not None and size > self.max_bytes:
             raise ValueError(f"a value of {view.nbytes} bytes takes {size}, more than max_bytes={self.max_bytes}")
-        path = self._path_of(key)
-        with _Temporary(self.path) as temporary:
+        name = _name_of(key)
+        with files.open_folder(self.path) as folder, _Temporary(folder) as temporary:
             temporary.write(header)
             temporary.write(view)
-            with _Usage(self.path) as usage:
-                before = _size_of(path)
+            with _Usage(folder) as usage:
+                before = _size_of(folder, name)
                 if self.max_bytes is not None and usage.total + size - before > self.max_bytes:
-                    files.unlink(path)  # it is replaced
+                    files.unlink(folder, name)  # it is replaced
                     self._evict(usage, size)
                     before = 0
                 # Count too much rather than too little, should this process be killed in between.
                 usage.total += size
-                temporary.rename(path)
+                temporary.rename(name)
                 usage.total -= before
 
     def __delitem__(self, key: str) -> None:
-        path = self._path_of(key)
-        with _Usage(self.path) as usage:
-            size = _size_of(path)
-            if not files.unlink(path):
+        name = _name_of(key)
+        with files.open_folder(self.path) as folder, _Usage(folder) as usage:
+            size, before = _size_of(folder, name), usage.total
+            if not files.unlink(folder, name):
                 raise KeyError(key)
-            usage.total -= size
+            usage.total = before - size
 
     def __contains__(self, key: object) -> bool:
         if not isinstance(key, str):
             return False
         try:
-            with _opened(self._path_of(key), key) as file:
+            with files.open_folder(self.path) as folder, _opened(folder, _name_of(key), key) as file:
                 return _size_of_value(file, key) is not None
         except KeyError:
             return False
@@ -160,10 +162,16 @@ class DirectoryStore(MutableMapping[str, bytes]):
     # ---- all values
 
     def __iter__(self) -> Iterator[str]:
-        for found in _values(self.path):
-            with contextlib.suppress(KeyError), _opened(found.path, found.path) as file:
+        with files.open_folder(self.path) as folder:
+            names = [file.name for file in _values(folder)]
+        for name in names:
+            with (
+                contextlib.suppress(KeyError),
+                files.open_folder(self.path) as folder,
+                _opened(folder, name, name) as file,
+            ):
                 key = _read_key(file)
-                if key is not None and self._path_of(key) == found.path:
+                if key is not None and _name_of(key) == name:
                     yield key
 
     def __len__(self) -> int:
@@ -171,32 +179,30 @@ class DirectoryStore(MutableMapping[str, bytes]):
 
     def clear(self) -> None:
         """Remove all values."""
-        with _Usage(self.path) as usage:
-            for file in _values(self.path):
-                files.unlink(file.path)
+        with files.open_folder(self.path) as folder, _Usage(folder) as usage:
+            for file in _values(folder):
+                files.unlink(folder, file.name)
             usage.total = 0
 
     # ---- the folder
 
-    def _path_of(self, key: str) -> str:
-        return os.path.join(self.path, _name_of(key))
-
     def _evict(self, usage: _Usage, size: int) -> None:
         """Count anew, and remove what was used least recently until `size` more bytes fit."""
-        values = sorted(_values(self.path), key=lambda file: (file.used, file.path))
+        values = sorted(_values(usage.folder), key=lambda file: (file.used, file.name))
         total = sum(file.size for file in values)
         if self.max_bytes is not None and total + size > self.max_bytes:
             most = max(self.max_bytes - self.max_bytes // SPARE - size, 0)
             for file in values:
                 if total <= most:
                     break
-                files.unlink(file.path)
-                total -= file.size
+                with contextlib.suppress(PermissionError):  # of one that nobody may remove
+                    files.unlink(usage.folder, file.name)
+                    total -= file.size
         usage.total = total
 
 
 class _File(NamedTuple):
-    path: str
+    name: str
     size: int
     used: int  # nanoseconds
 
@@ -209,9 +215,10 @@ class _Locked:
     the process closes the same file, and keep no threads apart.)
     """
 
-    def __init__(self, folder: Path) -> None:
+    file = -1
+
+    def __init__(self, folder: files.Folder) -> None:
         self.folder = folder
-        self.file = -1
         self.process = os.getpid()
         _all_locked.add(self)
 
@@ -247,7 +254,7 @@ class _Usage(_Locked):
     def __enter__(self) -> Self:
         deadline = time.monotonic() + LOCK_WAIT
         while True:
-            self.file = files.open_file(os.path.join(self.folder, USAGE_NAME), os.O_RDWR | os.O_CREAT)
+            self.file = files.open_file(self.folder, USAGE_NAME, os.O_RDWR | os.O_CREAT)
             try:
                 self._wait(deadline)
                 if os.fstat(self.file).st_nlink:
@@ -288,12 +295,12 @@ class _Usage(_Locked):
 class _Temporary(_Locked):
     """A file under a name of its own, locked while its writer lives, and removed unless it was renamed."""
 
-    path = ""
+    name = ""
 
     def __enter__(self) -> Self:
         while True:
-            self.path = os.path.join(self.folder, f"{secrets.token_hex(16)}.tmp")
-            self.file = files.open_file(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            self.name = f"{secrets.token_hex(16)}.tmp"
+            self.file = files.open_file(self.folder, self.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
                 if files.lock(self.file) and os.fstat(self.file).st_nlink:
                     return self
@@ -304,8 +311,8 @@ class _Temporary(_Locked):
 
     def __exit__(self, *exception: object) -> None:
         try:
-            if self.path:
-                files.unlink(self.path)
+            if self.name:
+                files.unlink(self.folder, self.name)
         finally:
             self.close()
 
@@ -313,10 +320,10 @@ class _Temporary(_Locked):
         while len(data):
             data = data[os.write(self.file, data) :]
 
-    def rename(self, path: str) -> None:
-        files.replace(self.path, path)
-        self.path = ""
-        files.touch(self.file, path)
+    def rename(self, name: str) -> None:
+        files.replace(self.folder, self.name, name)
+        self.name = ""
+        files.touch(self.file, self.folder, name)
 
 
 def _name_of(key: str) -> str:
@@ -325,15 +332,14 @@ def _name_of(key: str) -> str:
 
 
 @contextlib.contextmanager
-def _opened(path: str, key: str) -> Iterator[int]:
+def _opened(folder: files.Folder, name: str, key: str) -> Iterator[int]:
     """Open a regular file for reading; a KeyError if there is none of this name."""
     try:
-        file = files.open_file(path, os.O_RDONLY)
+        file = files.open_file(folder, name, os.O_RDONLY)
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ELOOP, errno.ENXIO):  # nothing, a link, a socket
-            raise
-        os.stat(os.path.dirname(path))  # raises if the folder is gone
-        raise KeyError(key) from None
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):  # nothing, a link, a socket
+            raise KeyError(key) from None
+        raise
     try:
         if not files.is_regular(os.fstat(file)):
             raise KeyError(key)
@@ -378,32 +384,32 @@ def _read_key(file: int) -> str | None:
     return None
 
 
-def _values(folder: Path) -> list[_File]:
+def _values(folder: files.Folder) -> list[_File]:
     """List the files of values, damaged ones too."""
     values = []
-    with os.scandir(folder) as entries:
+    with files.entries(folder) as entries:
         for entry in entries:
             if VALUE_NAME.fullmatch(entry.name):
                 with contextlib.suppress(FileNotFoundError):
                     found = entry.stat(follow_symlinks=False)
                     if files.is_regular(found):
-                        values.append(_File(entry.path, found.st_size, found.st_mtime_ns))
+                        values.append(_File(entry.name, found.st_size, found.st_mtime_ns))
     return values
 
 
-def _size_of(path: str) -> int:
+def _size_of(folder: files.Folder, name: str) -> int:
     try:
-        found = os.stat(path, follow_symlinks=False)
+        found = os.stat(folder.at(name), dir_fd=folder.descriptor, follow_symlinks=False)
         return found.st_size if files.is_regular(found) else 0
     except FileNotFoundError:
         return 0
 
 
-def _remove_leftovers(folder: Path) -> None:
+def _remove_leftovers(folder: files.Folder) -> None:
     """Remove temporary files whose writers are gone: nobody has locked them."""
-    with os.scandir(folder) as entries:
-        paths = [entry.path for entry in entries if TEMPORARY_NAME.fullmatch(entry.name)]
-    for path in paths:
-        with contextlib.suppress(KeyError, OSError), _opened(path, path) as file:
+    with files.entries(folder) as entries:
+        names = [entry.name for entry in entries if TEMPORARY_NAME.fullmatch(entry.name)]
+    for name in names:
+        with contextlib.suppress(KeyError, OSError), _opened(folder, name, name) as file:
             if files.lock(file):
-                files.unlink(path)
+                files.unlink(folder, name)

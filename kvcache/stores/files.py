@@ -10,12 +10,36 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
 
-__all__ = ["is_regular", "lock", "open_file", "replace", "touch", "unlink", "unlock"]
+__all__ = [
+    "Folder",
+    "entries",
+    "is_regular",
+    "lock",
+    "open_file",
+    "open_folder",
+    "replace",
+    "touch",
+    "unlink",
+    "unlock",
+]
 
 T = TypeVar("T")
+
+
+class Folder(NamedTuple):
+    """An open folder: files have names in it, whatever becomes of its path; on Windows it is the path alone."""
+
+    path: str
+    descriptor: int | None
+
+    def at(self, name: str) -> str:
+        """Return what a call of the system that is given the descriptor, too, knows a file by."""
+        return os.path.join(self.path, name) if self.descriptor is None else name
+
 
 if sys.platform == "win32":
     import _winapi
@@ -26,11 +50,17 @@ if sys.platform == "win32":
     ITSELF = 0x02200000  # FILE_FLAG_OPEN_REPARSE_POINT and BACKUP_SEMANTICS: no link is followed; a folder opens
     LOCKED_BYTE = 0x7FFFFFFF  # stands for the file: nobody else can read a byte that is locked
 
-    def _open(path: str, flags: int) -> int:
+    @contextmanager
+    def open_folder(path: str | os.PathLike[str]) -> Iterator[Folder]:
+        """Open a folder for a call."""
+        os.scandir(path).close()  # raises if there is none
+        yield Folder(os.fspath(path), None)
+
+    def _open(folder: Folder, name: str, flags: int) -> int:
         writes = flags & (os.O_WRONLY | os.O_RDWR)
         access = _winapi.GENERIC_READ | (_winapi.GENERIC_WRITE if writes else 0)
         how = 1 if flags & os.O_EXCL else 4 if flags & os.O_CREAT else 3  # CREATE_NEW, OPEN_ALWAYS, OPEN_EXISTING
-        handle = _winapi.CreateFile(path, access, SHARED, 0, how, ITSELF, 0)
+        handle = _winapi.CreateFile(folder.at(name), access, SHARED, 0, how, ITSELF, 0)
         try:
             return msvcrt.open_osfhandle(handle, os.O_NOINHERIT)
         except OSError:  # too many files
@@ -65,8 +95,17 @@ else:
     BUSY_WAIT = 0.0
     ITSELF = os.O_NOFOLLOW | os.O_NONBLOCK
 
-    def _open(path: str, flags: int) -> int:
-        return os.open(path, flags | ITSELF, 0o600)
+    @contextmanager
+    def open_folder(path: str | os.PathLike[str]) -> Iterator[Folder]:
+        """Open a folder for a call."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            yield Folder(os.fspath(path), descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _open(folder: Folder, name: str, flags: int) -> int:
+        return os.open(name, flags | ITSELF, 0o600, dir_fd=folder.descriptor)
 
     def lock(file: int) -> bool:
         """Lock an open file until it is unlocked, or its process ends; return False if another one has the lock."""
@@ -81,7 +120,7 @@ else:
         fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _when_free(call: Callable[..., T], *arguments: object) -> T:
+def _when_free(call: Callable[..., T], *arguments: object, **keywords: object) -> T:
     """Call a function of the system; on Windows again, for a second, while others have the file open.
 
     Such a file can neither be replaced nor, once it was removed, be made anew.
@@ -89,16 +128,21 @@ def _when_free(call: Callable[..., T], *arguments: object) -> T:
     deadline = time.monotonic() + BUSY_WAIT
     while True:
         try:
-            return call(*arguments)
+            return call(*arguments, **keywords)
         except PermissionError:
             if time.monotonic() >= deadline:
                 raise
         time.sleep(0.001)
 
 
-def open_file(path: str, flags: int) -> int:
+def entries(folder: Folder) -> os._ScandirIterator[str]:
+    """Return what is in a folder, to be closed."""
+    return os.scandir(folder.path) if folder.descriptor is None else os.scandir(folder.descriptor)
+
+
+def open_file(folder: Folder, name: str, flags: int) -> int:
     """Open a file, for its owner alone where it is made; follow no link, and wait for no other end of a pipe."""
-    return _when_free(_open, path, flags)
+    return _when_free(_open, folder, name, flags)
 
 
 def is_regular(found: os.stat_result) -> bool:
@@ -107,21 +151,22 @@ def is_regular(found: os.stat_result) -> bool:
     return stat.S_ISREG(found.st_mode) and not is_link
 
 
-def replace(path: str, other: str) -> None:
+def replace(folder: Folder, name: str, other: str) -> None:
     """Give a file the name of another, which it replaces as a whole."""
-    _when_free(os.replace, path, other)
+    in_it = folder.descriptor
+    _when_free(os.replace, folder.at(name), folder.at(other), src_dir_fd=in_it, dst_dir_fd=in_it)
 
 
-def unlink(path: str) -> bool:
+def unlink(folder: Folder, name: str) -> bool:
     """Remove a file; return whether it was there."""
     try:
-        _when_free(os.unlink, path)
+        _when_free(os.unlink, folder.at(name), dir_fd=folder.descriptor)
     except FileNotFoundError:
         return False
     return True
 
 
-def touch(file: int, path: str) -> None:
+def touch(file: int, folder: Folder, name: str) -> None:
     """Note that an open file is used now."""
     now = time.time_ns()  # finer than the clock of the file system
-    os.utime(file if os.utime in os.supports_fd else path, ns=(now, now))
+    os.utime(folder.at(name) if folder.descriptor is None else file, ns=(now, now))

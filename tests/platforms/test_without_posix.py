@@ -62,7 +62,7 @@ with tempfile.TemporaryDirectory() as folder:
         thread.join()
     assert len(done) == 3
     store = DirectoryStore(folder)
-    with directory._Usage(store.path) as usage:
+    with files.open_folder(store.path) as opened, directory._Usage(opened) as usage:
         assert usage.total == store.nbytes <= 10_000
         directory.LOCK_WAIT = 0.01
         try:
@@ -70,12 +70,13 @@ with tempfile.TemporaryDirectory() as folder:
             raise AssertionError("it has written")
         except TimeoutError:
             pass
-    with directory._Temporary(store.path) as temporary:
+    with files.open_folder(store.path) as opened, directory._Temporary(opened) as temporary:
+        path = opened.at(temporary.name)
         DirectoryStore(folder)
-        assert os.path.exists(temporary.path)
+        assert os.path.exists(path)
         files.unlock(temporary.file)
         DirectoryStore(folder)
-        assert not os.path.exists(temporary.path)
+        assert not os.path.exists(path)
     store.clear()
     assert os.listdir(folder) == [directory.USAGE_NAME]
 """

@@ -391,7 +391,7 @@ def test_every_call_to_the_system_may_fail(tmp_path, use):
                 error = raised.with_traceback(None)
         assert error is None or error.errno == errno.EIO
         assert len(os.listdir("/dev/fd")) <= descriptors, calls.failed
-        with directory._Usage(store.path) as usage:
+        with directory.files.open_folder(store.path) as folder, directory._Usage(folder) as usage:
             assert usage.total >= store.nbytes, calls.failed
         found = dict(store)
         for key in values.keys() - gone:
@@ -402,7 +402,7 @@ def test_every_call_to_the_system_may_fail(tmp_path, use):
         with contextlib.suppress(KeyError):
             USES[use](DirectoryStore(store.path, max_bytes=1000))
         assert all(name.endswith(".kv") for name in files_of(store.path))
-        with directory._Usage(store.path) as usage:
+        with directory.files.open_folder(store.path) as folder, directory._Usage(folder) as usage:
             assert usage.total == store.nbytes
 
 
@@ -445,7 +445,7 @@ def test_the_count_of_bytes_may_be_lost(stored):
 def test_a_lock_that_is_not_released_is_an_error(stored, monkeypatch):
     store, _ = stored
     monkeypatch.setattr(directory, "LOCK_WAIT", 0.05)
-    with directory._Usage(store.path):
+    with directory.files.open_folder(store.path) as folder, directory._Usage(folder):
         assert store["a"] == b"some value"
         with pytest.raises(TimeoutError, match="another process has locked"):
             store["b"] = b"value"
@@ -455,7 +455,7 @@ def test_a_lock_that_is_not_released_is_an_error(stored, monkeypatch):
 def test_who_waits_for_a_lock_that_is_removed_locks_the_next_one(stored):
     store, _ = stored
     writer = threading.Thread(target=store.__setitem__, args=("b", b"value"))
-    with directory._Usage(store.path):
+    with directory.files.open_folder(store.path) as folder, directory._Usage(folder):
         writer.start()
         while not any(store.path.glob("*.tmp")):
             time.sleep(0.001)
@@ -463,7 +463,7 @@ def test_who_waits_for_a_lock_that_is_removed_locks_the_next_one(stored):
         (store.path / directory.USAGE_NAME).unlink()
         store["c"] = b"value"
     writer.join()
-    with directory._Usage(store.path) as usage:
+    with directory.files.open_folder(store.path) as folder, directory._Usage(folder) as usage:
         assert usage.total == store.nbytes
 
 
@@ -476,7 +476,11 @@ def test_a_child_that_is_forked_during_a_write_keeps_no_lock(stored, monkeypatch
     told, tell = os.pipe()
     child = 0
     try:
-        with directory._Temporary(store.path) as temporary, directory._Usage(store.path) as usage:
+        with (
+            directory.files.open_folder(store.path) as folder,
+            directory._Temporary(folder) as temporary,
+            directory._Usage(folder) as usage,
+        ):
             child = os.fork()
             if child == 0:
                 files = temporary.file, usage.file
@@ -487,7 +491,7 @@ def test_a_child_that_is_forked_during_a_write_keeps_no_lock(stored, monkeypatch
                 os._exit(0)
             said = os.read(told, 9)
             DirectoryStore(store.path)
-            assert os.path.basename(temporary.path) in files_of(store.path), "it was taken for a leftover"
+            assert temporary.name in files_of(store.path), "it was taken for a leftover"
             with pytest.raises(TimeoutError, match="another process has locked"):
                 store["b"] = b"value"
         store["b"] = b"value"
@@ -505,7 +509,7 @@ import os, sys, time
 sys.path[:] = {path!r}
 from kvcache.stores import DirectoryStore, directory
 store = DirectoryStore({folder!r})
-with directory._Usage(store.path):
+with directory.files.open_folder(store.path) as folder, directory._Usage(folder):
     child = os.fork()
     if not child:
         time.sleep(60)
@@ -604,15 +608,15 @@ def test_killed_writers(tmp_path):
         assert store.nbytes <= 200_000
         for key in store:
             assert store[key] == key.encode() * 5000
-    with directory._Usage(store.path) as usage:
+    with directory.files.open_folder(store.path) as folder, directory._Usage(folder) as usage:
         assert usage.total == store.nbytes
 
 
 def test_a_writer_at_work_keeps_its_file(tmp_path):
     store = DirectoryStore(tmp_path)
-    with directory._Temporary(store.path) as temporary:
+    with directory.files.open_folder(store.path) as folder, directory._Temporary(folder) as temporary:
         DirectoryStore(tmp_path)
-        assert files_of(tmp_path) == [os.path.basename(temporary.path)]
+        assert files_of(tmp_path) == [temporary.name]
     assert files_of(tmp_path) == []
 
 
@@ -669,5 +673,54 @@ def test_processes_and_threads_keep_one_count(tmp_path):
         assert worker.returncode == 0
     most = max(most, store.nbytes)  # they may have ended before this process ran
     assert 0 < most <= 100_000
-    with directory._Usage(store.path) as usage:
+    with directory.files.open_folder(store.path) as folder, directory._Usage(folder) as usage:
         assert usage.total == store.nbytes
+
+
+def test_a_call_stays_in_the_folder_that_it_opened(tmp_path, monkeypatch):
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    link = tmp_path / "current"
+    link.symlink_to("one")
+    store = DirectoryStore(link, max_bytes=5000)
+    enter = directory._Usage.__enter__
+
+    def enter_and_move(usage):
+        entered = enter(usage)
+        link.unlink()
+        link.symlink_to("other")
+        return entered
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directory._Usage, "__enter__", enter_and_move)
+        store["a"] = b"value"
+    assert files_of(tmp_path / "other") == []
+    one = DirectoryStore(tmp_path / "one")
+    assert dict(one) == {"a": b"value"}
+    with directory.files.open_folder(one.path) as folder, directory._Usage(folder) as usage:
+        assert usage.total == one.nbytes
+
+
+def test_a_value_is_deleted_where_the_count_is_lost(stored):
+    store, _ = stored
+    store["b"] = b"another"
+    (store.path / directory.USAGE_NAME).unlink()
+    del store["b"]
+    with directory.files.open_folder(store.path) as folder, directory._Usage(folder) as usage:
+        assert usage.total == store.nbytes
+
+
+def test_a_value_that_nobody_may_remove_is_kept(tmp_path, monkeypatch):
+    store = DirectoryStore(tmp_path, max_bytes=1000)
+    store["kept"], unlink = bytes(400), directory.files.unlink
+    (kept,) = [name for name in files_of(tmp_path) if name.endswith(".kv")]
+
+    def refuse(folder, name):
+        if name == kept:
+            raise PermissionError(errno.EPERM, "not permitted")
+        return unlink(folder, name)
+
+    monkeypatch.setattr(directory.files, "unlink", refuse)
+    for key in "abcd":
+        store[key] = bytes(300)
+    assert {"kept", "d"} <= store.keys()
