@@ -2,7 +2,7 @@
  * ARMv8.4 on), and the table, all else of which is as in neondotprod.c.
  *
  * FMLAL and FMLAL2 multiply and add the lower and the upper four of eight f16, exactly: scores have the bits of
- * neon.c's, where those of its queries are not rounded as they are scaled. */
+ * neon.c's, where its queries are not rounded as they are scaled, and the dimension is a multiple of 4. */
 #include "kernels/neon.h"
 
 #ifdef KVC_HAVE_ARMV8_6

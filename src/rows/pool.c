@@ -1,6 +1,7 @@
 /* pool.c: the blocks of one layer group: see pool.h. */
 #include "rows/pool.h"
 
+#include <stdatomic.h>
 #include <string.h>
 
 #include "base/nodes.h"
@@ -13,7 +14,7 @@ enum {
     COLLAPSE_TOKENS = 8,     /* tokens of a batch per step made, and per block looked at, beyond the first ones */
     COLLAPSE_BLOCKS = 8,     /* blocks looked at after a batch of few tokens */
     FAULT_BYTES = 256 << 10, /* most bytes of memory taken in one step */
-    MOST_PARTS = 1 << 14     /* of blocks that are spread: Linux gives a process 65,530 mappings */
+    MOST_PARTS = 1 << 14     /* of all blocks that are spread: Linux gives a process 65,530 mappings */
 };
 
 void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t block_size, const kvc_layout *layouts,
@@ -51,7 +52,10 @@ int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t faulted) {
     return (int64_t)(bytes < all ? bytes : all);
 }
 
+static atomic_int num_spread; /* parts of all blocks that are spread */
+
 static void free_block(kvc_pool *pool, kvc_block *block) {
+    if (block->is_spread) atomic_fetch_sub(&num_spread, pool->num_parts);
     kvc_memory_free(pool->memory, block->rows, pool->block_bytes, KVC_MEMORY_ROWS, pool->group);
     kvc_memory_free(pool->memory, block, (size_t)kvc_pool_header_bytes(pool), KVC_MEMORY_BOOKKEEPING, -1);
 }
@@ -70,19 +74,29 @@ void kvc_pool_spread(kvc_pool *pool, int32_t num_nodes, int32_t num_parts) {
     pool->num_parts = num_parts;
 }
 
-/* Spreads the pages of a block over the nodes.  Parts begin at whole pages; at huge ones where they fill any. */
+/* Spreads the pages of a block over the nodes.  Parts begin at whole huge pages, rounded to the nearest in one block,
+ * and up more often or less in others, so that parts are alike over four blocks. */
 static void spread_block(const kvc_pool *pool, uint8_t *rows) {
+    static const int QUARTERS[] = {2, 1, 3, 0}; /* of a huge page, added before rounding down */
     const size_t part_bytes = pool->block_bytes / (size_t)pool->num_parts;
-    const size_t page = part_bytes < KVC_HUGE_PAGE ? kvc_os_page_size() : KVC_HUGE_PAGE;
+    const size_t more = KVC_HUGE_PAGE / 4 * (size_t)QUARTERS[pool->num_blocks % 4];
     const int32_t nodes = pool->num_nodes / pool->num_parts;
     size_t begin = 0;
     for (int32_t i = 0; i < pool->num_parts; i++) {
         const int is_last = i == pool->num_parts - 1;
         const size_t end = is_last ? (size_t)kvc_align_up(pool->block_bytes, kvc_os_page_size())
-                                   : ((size_t)(i + 1) * part_bytes + page / 2) / page * page;
+                                   : ((size_t)(i + 1) * part_bytes + more) / KVC_HUGE_PAGE * KVC_HUGE_PAGE;
         kvc_nodes_spread(rows + begin, end - begin, i * nodes, nodes);
         begin = end;
     }
+}
+
+/* Returns whether a new block is to be spread, which is counted then. */
+static int may_spread(const kvc_pool *pool) {
+    if (pool->num_nodes == 1 || !kvc_memory_has_pages(pool->memory, pool->block_bytes)) return 0;
+    if (atomic_fetch_add(&num_spread, pool->num_parts) <= MOST_PARTS - pool->num_parts) return 1;
+    atomic_fetch_sub(&num_spread, pool->num_parts);
+    return 0;
 }
 
 /* Adds a new block to the end of the free list: at **end, which becomes the new end. */
@@ -95,10 +109,9 @@ static kvc_status new_block(kvc_pool *pool, kvc_block ***end) {
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for a block of %d slots, %zu bytes", pool->block_size,
                         pool->block_bytes);
     }
-    if (pool->num_nodes > 1 && pool->num_blocks < MOST_PARTS / pool->num_parts &&
-        kvc_memory_has_pages(pool->memory, pool->block_bytes))
-        spread_block(pool, rows);
-    *block = (kvc_block){.rows = rows, .index = pool->num_blocks, .is_free = 1};
+    const int is_spread = may_spread(pool);
+    if (is_spread) spread_block(pool, rows);
+    *block = (kvc_block){.rows = rows, .index = pool->num_blocks, .is_free = 1, .is_spread = (int8_t)is_spread};
     pool->blocks[pool->num_blocks++] = block;
     **end = block;
     *end = &block->next;

@@ -30,6 +30,7 @@ typedef struct kvc_block {
     int32_t planned;        /* number of slots past fill that a batch about to begin will take */
     int8_t is_free;         /* it is in the list of free blocks */
     int8_t was_loose;       /* it was one of pool->num_loose when it was opened */
+    int8_t is_spread;       /* over memory nodes; never changes */
     int8_t is_row_buffer;   /* it is that of a row buffer, of no pool; never changes */
     uint32_t holders[];     /* [block_size] number of sequences that hold each slot, for slots below fill */
 } kvc_block;

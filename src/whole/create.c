@@ -64,8 +64,9 @@ static kvc_status init_groups(kvc_cache *cache, int32_t block_size) {
             cache->layout_of[i] = next++;
         }
         const int has_nodes = num_nodes > 1 && (kvc_memory_has_pages(&cache->memory, block_bytes) || KVC_BUGGIFY());
+        const size_t least = KVC_BUGGIFY() ? 0 : KVC_HUGE_PAGE; /* of a part: none is made huge that two share */
         const int32_t num_parts =
-            has_nodes ? kvc_layout_divide(&cache->layouts[first], next - first, num_nodes, &block_bytes) : 1;
+            has_nodes ? kvc_layout_divide(&cache->layouts[first], next - first, num_nodes, least, &block_bytes) : 1;
         kvc_pool_init(&cache->pools[g], &cache->memory, g, size, &cache->layouts[first], next - first, block_bytes);
         if (has_nodes) kvc_pool_spread(&cache->pools[g], num_nodes, num_parts);
     }

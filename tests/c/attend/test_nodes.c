@@ -219,7 +219,7 @@ static void test_shape(int nodes, const shape *s, int num_parts) {
 /* A clone has the same rows where it is not spread, as for fewer threads, and its rows lie in another order. */
 static void test_clone(void) {
     static float before[MOST_HEADS * GROUP * DIM], after[MOST_HEADS * GROUP * DIM];
-    const shape s = {8, 8, 64};
+    const shape s = {8, 8, 256};
     kvc_cache *clone = NULL;
     num_nodes = 2;
     kvc_cache *cache = play(&s, 1, 0, before);
@@ -233,14 +233,30 @@ static void test_clone(void) {
     kvc_cache_free(cache);
 }
 
+/* Where parts end within huge pages, all nodes hold as much nevertheless; where they would not fill one, there is one.
+ */
+static void test_uneven(void) {
+    static float out[MOST_HEADS * GROUP * DIM];
+    const shape uneven = {8, 8, 192}, small = {8, 8, 64};
+    num_nodes = 2;
+    kvc_cache_free(play(&uneven, 1, 0, out));
+    print(&uneven, "spread");
+    CHECKF(busiest(&reads) < 0.55 && reads.own / all_of(&reads) > 0.8, "%f", busiest(&reads));
+    kvc_cache *cache = play(&small, 1, 0, out);
+    print(&small, "spread");
+    CHECK(cache->pools[0].num_parts == 1 && num_ranges && busiest(&reads) < 0.51);
+    kvc_cache_free(cache);
+}
+
 static void test_machines(void) {
-    const shape paged = {8, 8, 64}, contiguous = {8, 1, PROMPT + DECODED + 1}, single = {1, 8, 512}, odd = {3, 8, 256};
+    const shape paged = {8, 8, 256}, contiguous = {8, 1, PROMPT + DECODED + 1}, single = {1, 8, 512}, odd = {3, 8, 512};
     test_shape(2, &paged, 2);
     test_shape(2, &contiguous, 2);
     test_shape(2, &single, 1);
     test_shape(6, &paged, 2);
     test_shape(6, &odd, 3);
     test_shape(4, &paged, 4);
+    test_uneven();
 }
 
 /* ---- reading nodes ----------------------------------------------------------------------------------------------- */
