@@ -195,8 +195,8 @@ kvc_status kvc_cache_new(const kvc_config *given, kvc_cache **out) {
     KVC_TRY(kvc_memory_init(&memory, config.allocator));
     const kvc_kernels *kernels = kvc_cpu_kernels(&wanted);
     if (!kernels)
-        return kvc_fail(KVC_ERR_UNSUPPORTED, "KVCACHE_ISA is %s: this machine and build have %s", wanted,
-                        KVC_KERNEL_NAMES);
+        return kvc_fail(KVC_ERR_UNSUPPORTED, "KVCACHE_ISA is %s: this machine lacks it, or this build, which has %s",
+                        wanted, KVC_KERNEL_NAMES);
     KVC_TRY(kvc_threads_check());
     if (kvc_atfork_init()) return kvc_fail(KVC_ERR_NOMEM, "out of memory for what fork() is to call");
 
