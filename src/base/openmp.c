@@ -36,8 +36,30 @@ typedef struct runtime {
     void (*parallel)(void (*work)(void *context), void *context, unsigned num_threads, unsigned flags);
 } runtime;
 
+#if defined(_OPENMP)
+static int linked_proc_bind(void) { return (int)omp_get_proc_bind(); }
+
+static void run_linked(void (*work)(void *context), void *context, unsigned num_threads, unsigned flags) {
+    (void)flags;
+#pragma omp parallel num_threads((int)num_threads)
+    work(context);
+}
+
+static runtime linked = {"", /* kvc_openmp_find() notes the path */
+                         omp_in_parallel,
+                         omp_get_max_threads,
+                         omp_get_thread_limit,
+                         omp_get_num_places,
+                         linked_proc_bind,
+                         run_linked};
+#define LINKED &linked
+#else
+#define LINKED NULL
+#endif
+
 static runtime runtimes[MOST_RUNTIMES]; /* found in the process; those below num_runtimes do not change any more */
 static atomic_int num_runtimes;
+static runtime *_Atomic in_use = LINKED; /* NULL: there are no regions */
 
 int kvc_openmp_in_region(void) {
 #if defined(_OPENMP)
@@ -48,26 +70,19 @@ int kvc_openmp_in_region(void) {
     return 0;
 }
 
-/* ---- regions ----------------------------------------------------------------------------------------------------- */
-
-#if defined(_OPENMP)
-
-static runtime *_Atomic in_use; /* NULL: the one that this library links to */
-static char linked_path[MOST_PATH];
-
 const char *kvc_openmp_library(void) {
     const runtime *r = atomic_load(&in_use);
-    return r ? r->path : linked_path;
+    return r ? r->path : "";
 }
 
 int kvc_openmp_thread_limit(void) {
     const runtime *r = atomic_load(&in_use);
-    return r ? r->thread_limit() : omp_get_thread_limit();
+    return r ? r->thread_limit() : INT_MAX;
 }
 
 int kvc_openmp_num_threads(void) {
     const runtime *r = atomic_load(&in_use);
-    const int number = r ? r->max_threads() : omp_get_max_threads(), limit = kvc_openmp_thread_limit();
+    const int number = r ? r->max_threads() : INT_MAX, limit = kvc_openmp_thread_limit();
     const int least = number < limit ? number : limit;
     return least > 1 ? least : 1; /* LLVM's runtime, told a number that is none, may give a negative one */
 }
@@ -75,36 +90,20 @@ int kvc_openmp_num_threads(void) {
 int kvc_openmp_num_places(void) {
     const runtime *r = atomic_load(&in_use);
     /* LLVM's has a place of all processors where it binds no thread. */
-    if (!(r ? r->proc_bind() : (int)omp_get_proc_bind())) return 0;
-    return r ? r->num_places() : omp_get_num_places();
+    return r && r->proc_bind() ? r->num_places() : 0;
 }
 
 void kvc_openmp_run(void (*work)(void *context), void *context, int num_threads) {
     const runtime *r = atomic_load(&in_use);
-    if (r) {
+    if (r)
         r->parallel(work, context, (unsigned)num_threads, 0);
-        return;
-    }
-#pragma omp parallel num_threads(num_threads)
-    work(context);
+    else
+        work(context);
 }
-
-#else
-
-const char *kvc_openmp_library(void) { return ""; }
-int kvc_openmp_thread_limit(void) { return INT_MAX; }
-int kvc_openmp_num_threads(void) { return INT_MAX; }
-int kvc_openmp_num_places(void) { return 0; }
-void kvc_openmp_run(void (*work)(void *context), void *context, int num_threads) {
-    (void)num_threads;
-    work(context);
-}
-
-#endif
 
 /* ---- children of fork() ------------------------------------------------------------------------------------------ */
 
-#if defined(_OPENMP) && !defined(_WIN32)
+#if (defined(_OPENMP) || defined(KVC_OPENMP_OF_PROCESS)) && !defined(_WIN32)
 
 #include <pthread.h>
 #include <stdio.h>
@@ -136,17 +135,11 @@ __attribute__((constructor)) static void watch_forks(void) {
     pthread_atfork(NULL, NULL, note_fork);
 }
 
-int kvc_openmp_works(void) { return !atomic_load(&was_forked); }
+int kvc_openmp_works(void) { return atomic_load(&in_use) && !atomic_load(&was_forked); }
 
 #else
 
-int kvc_openmp_works(void) {
-#if defined(_OPENMP)
-    return 1;
-#else
-    return 0;
-#endif
-}
+int kvc_openmp_works(void) { return atomic_load(&in_use) != NULL; }
 
 #endif
 
@@ -260,9 +253,12 @@ void kvc_openmp_find(void) {
     }
 #if defined(_OPENMP)
     if (!*s.linked) return;
-    if (!*linked_path && dlopen(s.linked, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE)) strcpy(linked_path, s.linked);
+    if (!*linked.path && dlopen(s.linked, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE)) strcpy(linked.path, s.linked);
     dl_iterate_phdr(note_need, &s);
-    atomic_store(&in_use, s.linked_is_shared ? NULL : others);
+    atomic_store(&in_use, s.linked_is_shared || !others ? &linked : others);
+#elif defined(KVC_OPENMP_OF_PROCESS)
+    if (others) atomic_store(&in_use, others);
+    (void)note_need;
 #else
     (void)others, (void)note_need;
 #endif

@@ -2,8 +2,11 @@
 #ifndef KVC_OPENMP_H
 #define KVC_OPENMP_H
 
-/* How this library was compiled: the version of OpenMP, such as 201511, and the runtime that it links to. */
-#if !defined(_OPENMP)
+/* How this library was compiled: the version of OpenMP, such as 201511, and the runtime that it links to.  With
+ * KVC_OPENMP_OF_PROCESS it links to none, and has regions where other libraries of the process have brought one. */
+#if !defined(_OPENMP) && defined(KVC_OPENMP_OF_PROCESS)
+#define KVC_OPENMP_NAME "OpenMP of the process"
+#elif !defined(_OPENMP)
 #define KVC_OPENMP_NAME "no OpenMP"
 #else
 #define KVC_OPENMP_STRING_OF(x) #x
@@ -22,8 +25,9 @@
  * at a time, and not while another forks. */
 void kvc_openmp_find(void);
 
-/* Whether this library has regions: it was compiled with OpenMP, and the process is no child of a fork(), where the
- * runtime would wait for threads of the parent.  A fork() before the library was loaded is seen on Linux alone. */
+/* Whether this library has regions: it links to a runtime or has found one, and the process is no child of a fork(),
+ * where the runtime would wait for threads of the parent.  A fork() before the library was loaded is seen on Linux
+ * alone. */
 int kvc_openmp_works(void);
 
 /* Whether the calling thread is in a parallel region of the program that has several threads: the others have the

@@ -25,7 +25,7 @@
 /* ---- whose threads run tasks: OpenMP's or this library's own ----------------------------------------------------- */
 
 static const char *const LAYERS[] = {"own", "openmp"};
-#if defined(_OPENMP)
+#if defined(_OPENMP) || defined(KVC_OPENMP_OF_PROCESS)
 enum { OWN, OPENMP, NUM_LAYERS };
 #define LAYER_NAMES "own and openmp"
 #else

@@ -90,6 +90,7 @@ def attend(num_threads=None, cache=None):
 needs_openmp = pytest.mark.skipif(
     "OpenMP 20" not in kvcache.show_config("dicts")["build"], reason="built without OpenMP"
 )
+shares_openmp = pytest.mark.skipif("no OpenMP" in kvcache.show_config("dicts")["build"], reason="built without OpenMP")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 
 
@@ -225,6 +226,35 @@ def test_places_count_where_threads_are_bound(tmp_path, name, is_bound):
     subprocess.run([tmp_path / "places"], env=ENVIRONMENT | environment, check=True)
 
 
+@pytest.mark.parametrize("name", ["gcc", "clang"])
+def test_a_build_that_links_to_no_openmp_uses_the_programs(tmp_path, name):
+    """As wheels do: the calls run in regions once the process has a runtime, and a cache looks for it."""
+    program, core = tmp_path / "program", tmp_path / "openmp.o"
+    (tmp_path / "main.c").write_text("""
+#include <omp.h>
+#include "base/openmp.h"
+#include "kvcache.h"
+static void note(void *team) { if (omp_get_thread_num() == 0) *(int *)team = omp_get_num_threads(); }
+int main(void) {
+    int team = 0;
+    if (kvc_openmp_works() || *kvc_openmp_library()) return 1;
+    kvc_openmp_run(note, &team, 3);
+    if (team != 1) return 2;
+    kvc_openmp_find();
+    if (!kvc_openmp_works() || !*kvc_openmp_library()) return 3;
+    kvc_openmp_run(note, &team, 3);
+    return team == 3 && kvc_openmp_num_threads() == omp_get_max_threads() ? 0 : 4;
+}
+""")
+    if not shutil.which(name):
+        pytest.skip(f"there is no {name} here")
+    run(name, *FLAGS, "-DKVC_OPENMP_OF_PROCESS", "-c", ROOT / "src/base/openmp.c", "-o", core)
+    command = [name, *FLAGS, tmp_path / "main.c", core, OPENMP, *LIBRARIES, "-o", program]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip(f"there is no OpenMP for {name} here")
+    subprocess.run([program], env=ENVIRONMENT, check=True)
+
+
 @needs_openmp
 def test_threadpoolctl():
     pytest.importorskip("threadpoolctl")
@@ -243,7 +273,7 @@ print(kvcache.get_num_threads())
 
 
 @pytest.mark.hf
-@needs_openmp
+@shares_openmp
 @pytest.mark.parametrize("order", ["torch, kvcache", "kvcache, torch"])
 def test_threads_are_shared_with_torch(order):
     code = """
@@ -260,7 +290,7 @@ assert os.wait()[1] == 0
     until_shared(code, imports=order)
 
 
-@needs_openmp
+@shares_openmp
 @pytest.mark.parametrize("order", ["sklearn.cluster, kvcache", "kvcache, sklearn.cluster"])
 def test_threads_are_shared_with_scikit_learn(order):
     pytest.importorskip("sklearn")
