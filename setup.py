@@ -35,6 +35,9 @@ version = ".".join(re.findall(r"^#define KVC_VERSION_(?:MAJOR|MINOR|PATCH) +(\d+
 limited = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 windows = sys.platform == "win32"
+# What is built for: under _PYTHON_HOST_PLATFORM another system than this one.
+system_name = sysconfig.get_platform().partition("-")[0]
+macos = system_name == "macosx"
 
 # KVCACHE_SYSTEM_LIB=1 links the module to an installed libkvcache instead of compiling a core.
 system = os.environ.get("KVCACHE_SYSTEM_LIB") == "1"
@@ -100,6 +103,8 @@ class BuildExt(build_ext):
 
     def build_in_parallel(self):
         """Compile the core's files side by side, and the module beside them; link it when the core is there."""
+        if macos:  # a bundle, which Python asks for, cannot be linked to
+            self.compiler.linker_so = ["-dynamiclib" if each == "-bundle" else each for each in self.compiler.linker_so]
         self.parallel = len(self.extensions)
         compile_one_by_one, link = self.compiler.compile, self.compiler.link_shared_object
 
@@ -208,7 +213,7 @@ class Wheel(bdist_wheel):
     def write_bill_of_materials(self, folder):
         """List the libraries that the binaries link to, as CycloneDX (PEP 770). No other code is compiled in."""
         binaries = sorted(Path(self.bdist_dir).rglob("*.so*"))
-        if not binaries or not shutil.which("readelf"):
+        if not binaries or system_name != "linux" or not shutil.which("readelf"):
             return
         command = ["readelf", "--dynamic", "--wide", *binaries]
         done = subprocess.run(command, env=os.environ | {"LC_ALL": "C"}, stdout=subprocess.PIPE, text=True, check=True)
@@ -251,6 +256,8 @@ flags = ["-std=c11", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
 if os.environ.get("KVCACHE_WERROR") == "1":
     flags.append("-Werror")
 
+names = {"linux": ["-Wl,-soname,libkvcache.so"], "macosx": ["-Wl,-install_name,@rpath/libkvcache.so"]}
+
 # The core is a library of its own, to which the module links, and other programs can (kvcache.get_library). Windows
 # looks for it beside the module.
 core = Extension(
@@ -261,7 +268,7 @@ core = Extension(
     define_macros=[("KVC_SHARED", None), ("KVC_BUILD", None)] if windows else [],
     libraries=[] if windows else ["m", "pthread"],
     extra_compile_args=[*flags],
-    extra_link_args=["-static"] if windows else ["-Wl,-soname,libkvcache.so"] if sys.platform == "linux" else [],
+    extra_link_args=["-static"] if windows else names.get(system_name, []),
 )
 module = Extension(
     "kvcache._core",
@@ -270,7 +277,7 @@ module = Extension(
     include_dirs=["include", numpy.get_include()],
     define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
     libraries=["kvcache"] if windows else ["kvcache", "m"],
-    runtime_library_dirs=[] if windows else ["$ORIGIN/lib"],
+    runtime_library_dirs=[] if windows else ["@loader_path/lib" if macos else "$ORIGIN/lib"],
     extra_compile_args=[*flags],
     py_limited_api=limited,
 )
