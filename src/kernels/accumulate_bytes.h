@@ -1,80 +1,78 @@
-/* accumulate_bytes.h: sums of quantised rows, weighted, by products of bytes, for AArch64; part of neondotprod.c,
- * behind score_bytes.h.
+/* accumulate_bytes.h: sums of quantised rows, weighted, by products of bytes, for AArch64; part of neondotprod.c and
+ * neoni8mm.c, behind score_bytes.h.
  *
  * Weights are rounded as in accumulate_quantised.h, but so that each is 256 * high + low, of two signed bytes.  Rows
- * are moved into columns once for all queries: four rows' elements of a column stand together, and become a lane.
+ * are moved into columns once for all queries: a column's elements of SUM_ROWS rows stand together.
+ *
+ * For many query rows, values of q8_0 are moved once, to a PANEL: of block after block, the rows' scales, as floats,
+ * and the columns.
+ *
+ * The file of a set defines, after score_bytes.h:
+ *
+ *   SUM_ROWS                     a multiple of DOT_ROWS that divides KVC_TILE
+ *   COLUMNS                      columns summed at once; divides KVC_QUANT_ELEMENTS
+ *   DIGITS_APART                 bytes from the high digits of eight weights to the next ones' ...
+ *   LOW_DIGITS                   ... and to the low digits of these
+ *   store_columns(to, x)         x: of DOT_ROWS rows after the other, four columns in a vector, of 16 columns in all
+ *   sum_columns(num_q, sums, columns, digits, n)
+ *                                sums COLUMNS columns of n rows, weighted, for each query
+ *
+ * All sets that have it give the same bits.
  */
 
 enum {
-    COLUMNS = 16, /* summed at once */
     COLUMN_VECTORS = COLUMNS / LANES,
-    LOW_DIGITS = KVC_TILE * 2, /* from the high digits of a query's weights to the low ones */
-    GROUP_BYTES = DOT_ROWS * KVC_QUANT_ELEMENTS
+    GROUP_BYTES = SUM_ROWS * KVC_QUANT_ELEMENTS,
+    SCALES_BYTES = KVC_TILE * sizeof(float),
+    VALUES_BYTES = SCALES_BYTES + KVC_TILE * KVC_QUANT_ELEMENTS /* of a block of values in a PANEL */
 };
 
-/* Brings the elements of DOT_ROWS rows, which are `stride` vectors apart, into columns. */
-INLINE void store_columns(char *to, const int8x16_t *x, int stride) {
+/* Brings 16 elements of each of DOT_ROWS rows, which are `stride` vectors apart, into columns, four in a vector. */
+INLINE void columns_of(int8x16_t to[4], const int8x16_t *x, int stride) {
     const int8x16_t *y = x + 2 * stride;
     const int16x8_t pairs[2][2] = {
         {vreinterpretq_s16_s8(vzip1q_s8(x[0], x[stride])), vreinterpretq_s16_s8(vzip2q_s8(x[0], x[stride]))},
         {vreinterpretq_s16_s8(vzip1q_s8(y[0], y[stride])), vreinterpretq_s16_s8(vzip2q_s8(y[0], y[stride]))}};
     UNROLL
-    for (int i = 0; i < 2; i++, to += COLUMNS * DOT_ROWS / 2) {
-        v_store(to, vreinterpretq_f32_s16(vzip1q_s16(pairs[0][i], pairs[1][i])));
-        v_store(to + COLUMNS, vreinterpretq_f32_s16(vzip2q_s16(pairs[0][i], pairs[1][i])));
+    for (int i = 0; i < 2; i++) {
+        to[2 * i] = vreinterpretq_s8_s16(vzip1q_s16(pairs[0][i], pairs[1][i]));
+        to[2 * i + 1] = vreinterpretq_s8_s16(vzip2q_s16(pairs[0][i], pairs[1][i]));
     }
 }
 
-/* Brings a block of n rows into columns, group after group of DOT_ROWS rows, and in them COLUMNS after COLUMNS.  The
+/* Brings a block of n rows into columns, group after group of SUM_ROWS rows, and in them COLUMNS after COLUMNS.  The
  * last row stands for those that a group lacks, which weigh nothing. */
 INLINE void pack_columns(int type, char *to, const accumulate_args *a, int at, prefetcher *next) {
-    const score_args rows = {.rows = a->rows, .row_stride = a->row_stride, .n = a->n};
-    for (int j = 0; j < a->n; j += DOT_ROWS, to += GROUP_BYTES) {
-        const dot_rows group = dot_rows_at(&rows, j);
-        int8x16_t x[DOT_ROWS][BLOCK_VECTORS];
-        prefetch_step(next, LINES_AT_ONCE);
+    for (int j = 0; j < a->n; j += SUM_ROWS) {
+        int8x16_t x[SUM_ROWS][BLOCK_VECTORS];
+        prefetch_step(next, SUM_ROWS / DOT_ROWS * LINES_AT_ONCE);
         UNROLL
-        for (int i = 0; i < DOT_ROWS; i++) load_elements(type, x[i], group.at[i] + at);
+        for (int i = 0; i < SUM_ROWS; i++)
+            load_elements(type, x[i], (const char *)row_at(a->rows, a->row_stride, smaller(j + i, a->n - 1)) + at);
         UNROLL
-        for (int v = 0; v < BLOCK_VECTORS; v++)
-            store_columns(to + v * GROUP_BYTES / BLOCK_VECTORS, x[0] + v, BLOCK_VECTORS);
+        for (int v = 0; v < BLOCK_VECTORS; v++, to += GROUP_BYTES / BLOCK_VECTORS) {
+            int8x16_t columns[SUM_ROWS];
+            UNROLL
+            for (int i = 0; i < SUM_ROWS; i += DOT_ROWS) columns_of(columns + i, x[i] + v, BLOCK_VECTORS);
+            store_columns(to, columns);
+        }
     }
 }
 
 /* Splits the weights of a query and a block, in their place. */
 INLINE void split_weights(float *products) {
     char *to = (char *)products;
+    const char *from = to;
     UNROLL
-    for (int i = 0; i < KVC_TILE; i += 8) split_digits(to + i, to + LOW_DIGITS + i, to + i * (int)sizeof(int16_t));
-}
-
-/* Adds the products of COLUMNS columns and digits of the queries' weights to sums. */
-INLINE void add_columns(int num_q, int32x4_t (*sums)[COLUMN_VECTORS], const char *columns, const char *digits, int n) {
-    for (int j = 0; j < n; j += DOT_ROWS, columns += GROUP_BYTES, digits += DOT_ROWS) {
-        int8x16_t x[COLUMN_VECTORS];
-        UNROLL
-        for (int i = 0; i < COLUMN_VECTORS; i++) x[i] = load_16(columns + i * LANES * DOT_ROWS);
-        UNROLL
-        for (int r = 0; r < num_q; r++) {
-            const int8x16_t y = vreinterpretq_s8_s32(i_set_pair(digits + r * WEIGHTS_BYTES));
-            UNROLL
-            for (int i = 0; i < COLUMN_VECTORS; i++) sums[r][i] = dot(sums[r][i], x[i], y);
-        }
-    }
+    for (int j = 0; j < KVC_TILE; j += 8, to += DIGITS_APART, from += 8 * sizeof(int16_t))
+        split_digits(to, to + LOW_DIGITS, from);
 }
 
 /* Sums COLUMNS columns over all rows and adds the sums, times their unit, to acc: from element d on. */
-INLINE void accumulate_16(int num_q, const accumulate_args *a, int d, const char *columns, const char *digits,
-                          const float *unit) {
+INLINE void accumulate_columns_of(int num_q, const accumulate_args *a, int d, const char *columns, const char *digits,
+                                  const float *unit) {
     int32x4_t sums[QUERIES][COLUMN_VECTORS];
-    UNROLL
-    for (int r = 0; r < num_q; r++) UNROLL
-    for (int i = 0; i < COLUMN_VECTORS; i++) sums[r][i] = i_zero();
-    add_columns(num_q, sums, columns, digits, a->n);
-    UNROLL
-    for (int r = 0; r < num_q; r++) UNROLL
-    for (int i = 0; i < COLUMN_VECTORS; i++) sums[r][i] = vshlq_n_s32(sums[r][i], 8);
-    add_columns(num_q, sums, columns, digits + LOW_DIGITS, a->n);
+    sum_columns(num_q, sums, columns, digits, a->n);
     UNROLL
     for (int r = 0; r < num_q; r++) {
         float *acc = a->acc + (ptrdiff_t)r * a->acc_stride + d;
@@ -87,21 +85,23 @@ INLINE void accumulate_16(int num_q, const accumulate_args *a, int d, const char
 
 /* Sums all columns of the rows for num_q queries, of which there are up to QUERIES. */
 INLINE void accumulate_byte_rows(int num_q, int type, accumulate_args *a, kvc_ahead next) {
-    const int num_blocks = a->dim / KVC_QUANT_ELEMENTS, groups = (a->n + DOT_ROWS - 1) / DOT_ROWS;
-    char columns[KVC_TILE * KVC_QUANT_ELEMENTS];
+    const int num_blocks = a->dim / KVC_QUANT_ELEMENTS, groups = type == PANEL ? 0 : (a->n + DOT_ROWS - 1) / DOT_ROWS;
+    char moved[KVC_TILE * KVC_QUANT_ELEMENTS];
     block_weights w;
     a->next = prefetch_begin(next, a->rows, num_blocks * (groups * LINES_AT_ONCE + 2 * num_q));
-    for (int b = 0, at = 0; b < num_blocks; b++, at += block_bytes(type)) {
+    const char *block = a->rows;
+    for (int b = 0; b < num_blocks; b++, block += block_stride(type, a)) {
         const int first = type == KVC_INT8 ? 0 : b % BLOCKS_AT_ONCE * num_q;
         if (type == KVC_INT8 ? b == 0 : first == 0) {
             const int blocks = type == KVC_INT8 ? 1 : smaller(BLOCKS_AT_ONCE, num_blocks - b);
-            round_weights(type, num_q, &w, a, (const char *)a->rows + at, blocks);
+            round_weights(type, num_q, &w, a, block, blocks);
             for (int i = 0; i < blocks * num_q; i++) split_weights(w.products[i]);
         }
-        pack_columns(type, columns, a, at, &a->next);
+        const char *const columns = type == PANEL ? block + SCALES_BYTES : moved;
+        if (type != PANEL) pack_columns(type, moved, a, (int)(block - (const char *)a->rows), &a->next);
         for (int c = 0; c < KVC_QUANT_ELEMENTS; c += COLUMNS)
-            accumulate_16(num_q, a, b * KVC_QUANT_ELEMENTS + c, columns + c * DOT_ROWS, (const char *)w.products[first],
-                          w.unit + first);
+            accumulate_columns_of(num_q, a, b * KVC_QUANT_ELEMENTS + c, columns + c * SUM_ROWS,
+                                  (const char *)w.products[first], w.unit + first);
     }
     prefetch_rest(&a->next);
 }
@@ -125,4 +125,57 @@ INLINE void accumulate_bytes(int type, float *acc, int acc_stride, const float *
     TARGET void name(float *acc, int acc_stride, const float *factor, const float *weights, int num_q,   \
                      const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next) {             \
         accumulate_bytes(type, acc, acc_stride, factor, weights, num_q, rows, row_stride, n, dim, next); \
+    }
+
+/* ---- many query rows --------------------------------------------------------------------------------------------- */
+
+/* Is a kvc_pack_values_fn for rows of q8_0. */
+INLINE void pack_byte_values(float *dst, const void *rows, int64_t row_stride, int n, int dim) {
+    const accumulate_args a = {.rows = rows, .row_stride = row_stride, .n = n};
+    prefetcher none = prefetch_begin((kvc_ahead){.bytes = 0}, rows, 0);
+    char *to = (char *)dst;
+    for (int d = 0, at = 0; d < dim; d += KVC_QUANT_ELEMENTS, at += KVC_Q8_0_BYTES, to += VALUES_BYTES) {
+        vec scales[TILE_VECS];
+        (void)load_scales(scales, (const char *)rows + at, row_stride, n);
+        UNROLL
+        for (int i = 0; i < TILE_VECS; i++) v_store(to + i * (int)sizeof(vec), scales[i]);
+        pack_columns(KVC_Q8_0, to + SCALES_BYTES, &a, at, &none);
+    }
+}
+
+/* Adds n weighted values of dim columns, of a panel, to the sums of num_q query rows. */
+INLINE void accumulate_byte_panel(float *acc, int acc_stride, const float *weights, int num_q, const float *panel,
+                                  int dim, int n, kvc_ahead next) {
+    static const float ONES[QUERIES] = {1, 1, 1, 1};
+    for (int some; num_q; num_q -= some, acc += (ptrdiff_t)some * acc_stride, weights += some * KVC_TILE) {
+        some = smaller(num_q, QUERIES);
+        accumulate_bytes(PANEL, acc, acc_stride, ONES, weights, some, panel, VALUES_BYTES, n, dim,
+                         take_part(&next, some, num_q));
+    }
+}
+
+/* Defines what multiplies tiles of q8_0, of which scores and sums are those of streamed rows, bit by bit. */
+#define DEFINE_BYTE_TILER(set)                                                                                     \
+    extern kvc_pack_keys_fn kvc_pack_keys_q8_0_##set;                                                              \
+    extern kvc_pack_values_fn kvc_pack_values_q8_0_##set;                                                          \
+    extern kvc_matmul_fn kvc_score_panels_##set, kvc_accumulate_panels_##set;                                      \
+    TARGET void kvc_pack_keys_q8_0_##set(float *dst, const void *rows, int64_t row_stride, int first, int n,       \
+                                         int dim) {                                                                \
+        (void)first; /* 0: tiles have KVC_TILE rows */                                                             \
+        pack_byte_keys(dst, rows, row_stride, n, dim);                                                             \
+    }                                                                                                              \
+    TARGET void kvc_pack_values_q8_0_##set(float *dst, int dst_stride, const void *rows, int64_t row_stride,       \
+                                           int first, int n, int dim) {                                            \
+        (void)dst_stride, (void)first;                                                                             \
+        pack_byte_values(dst, rows, row_stride, n, dim);                                                           \
+    }                                                                                                              \
+    TARGET void kvc_score_panels_##set(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, \
+                                       int n, int k, int add, kvc_ahead next) {                                    \
+        (void)ldc, (void)ldb, (void)add; /* scores are KVC_TILE apart, and not added to others */                  \
+        score_bytes(PANEL, c, a, lda, m, b, k / KVC_QUANT_ELEMENTS * (KEYS_BYTES / DOT_ROWS), n, k, next);         \
+    }                                                                                                              \
+    TARGET void kvc_accumulate_panels_##set(float *c, int ldc, const float *a, int lda, const float *b, int ldb,   \
+                                            int m, int n, int k, int add, kvc_ahead next) {                        \
+        (void)lda, (void)ldb, (void)add; /* weights are KVC_TILE apart, and sums always added */                   \
+        accumulate_byte_panel(c, ldc, a, m, b, n, k, next);                                                        \
     }

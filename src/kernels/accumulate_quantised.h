@@ -43,6 +43,17 @@ INLINE float load_scales(vec scales[TILE_VECS], const char *block, ptrdiff_t str
     return zero_or_nan_of(zero_or_nan);
 }
 
+/* Loads those of a block of a PANEL, where they stand as floats. */
+INLINE float load_panel_scales(vec scales[TILE_VECS], const char *block) {
+    vec zero_or_nan = v_zero();
+    UNROLL
+    for (int i = 0; i < TILE_VECS; i++) {
+        scales[i] = v_load(block + i * (int)sizeof(vec));
+        zero_or_nan = v_fma(scales[i], v_zero(), zero_or_nan);
+    }
+    return zero_or_nan_of(zero_or_nan);
+}
+
 /* Are those of rows whose weights have been multiplied by their scales. */
 INLINE float no_scales(vec scales[TILE_VECS]) {
     UNROLL
@@ -90,6 +101,11 @@ INLINE void find_units(block_weights *w, vec largest[WEIGHTS_AT_ONCE], float inv
     }
 }
 
+/* Returns how many bytes a block is behind the one before it: of a PANEL, what stands in the place of row_stride. */
+INLINE ptrdiff_t block_stride(int type, const accumulate_args *a) {
+    return type == PANEL ? a->row_stride : block_bytes(type);
+}
+
 /* Rounds weights times scales to integers, in `blocks` blocks, the largest product of each and a query to
  * LARGEST_WEIGHT.  It and not the largest weight times the largest scale sets the unit: else a row of large elements
  * and little weight, even a masked one, would cost all others their digits.  Goes over all blocks and queries three
@@ -99,9 +115,11 @@ TARGET static void round_weights(int type, int num_q, block_weights *w, accumula
     prefetcher next = a->next;
     float zero_or_nan[BLOCKS_AT_ONCE], inverse[WEIGHTS_AT_ONCE];
     vec largest[WEIGHTS_AT_ONCE];
-    for (int b = 0, i = 0; b < blocks; b++, block += block_bytes(type)) {
+    for (int b = 0, i = 0; b < blocks; b++, block += block_stride(type, a)) {
         vec scales[TILE_VECS];
-        zero_or_nan[b] = type == KVC_INT8 ? no_scales(scales) : load_scales(scales, block, a->row_stride, a->n);
+        zero_or_nan[b] = type == KVC_INT8 ? no_scales(scales)
+                         : type == PANEL  ? load_panel_scales(scales, block)
+                                          : load_scales(scales, block, a->row_stride, a->n);
         for (int r = 0; r < num_q; r++, i++)
             prefetch_line(&next), largest[i] = multiply_scales(w->products[i], a->weights + r * KVC_TILE, scales);
     }

@@ -9,7 +9,7 @@
  *   neonfhm.c neoni8mm.c neonbf16.c    a set each: its kernels, and its table
  *   matmul_quantised.h scaled_rows.h    parts of avx512vnni.c: products of many query rows with quantised ones; all
  *                                       products of rows with one scale
- *   score_bytes.h accumulate_bytes.h    parts of neondotprod.c, the former of neoni8mm.c too: quantised rows as bytes
+ *   score_bytes.h accumulate_bytes.h    parts of neondotprod.c and neoni8mm.c: quantised rows as bytes
  *   dispatch.c        chooses a table
  *
  * The sets but scalar share their loops:

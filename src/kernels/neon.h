@@ -25,22 +25,28 @@ extern kvc_score_fn kvc_score_q8_0_neoni8mm, kvc_score_q4_0_neoni8mm, kvc_score_
 extern kvc_score_fn kvc_score_f16_neonfhm;
 extern kvc_accumulate_fn kvc_accumulate_q8_0_neondotprod, kvc_accumulate_q4_0_neondotprod,
     kvc_accumulate_int8_neondotprod;
+extern kvc_accumulate_fn kvc_accumulate_q8_0_neoni8mm, kvc_accumulate_q4_0_neoni8mm, kvc_accumulate_int8_neoni8mm;
+extern kvc_pack_keys_fn kvc_pack_keys_q8_0_neondotprod, kvc_pack_keys_q8_0_neoni8mm;
+extern kvc_pack_values_fn kvc_pack_values_q8_0_neondotprod, kvc_pack_values_q8_0_neoni8mm;
+extern kvc_matmul_fn kvc_score_panels_neondotprod, kvc_score_panels_neoni8mm;
+extern kvc_matmul_fn kvc_accumulate_panels_neondotprod, kvc_accumulate_panels_neoni8mm;
 
 /* The largest number that is 256 * high + low, of two signed bytes, as are those of the opposite sign. */
 #define KVC_LARGEST_DIGITS (127 * 256 + 127)
 
-/* Scores and sums of quantised rows, and scores of queries of f16. */
-#define KVC_NEONDOTPROD_SUMS                                                                                          \
-    .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_neondotprod, .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_neondotprod, \
-    .accumulate[KVC_INT8] = kvc_accumulate_int8_neondotprod
-#define KVC_NEONDOTPROD_SCORES                                                \
-    .score[KVC_Q8_0] = {kvc_prepare_neondotprod, kvc_score_q8_0_neondotprod}, \
-    .score[KVC_Q4_0] = {kvc_prepare_neondotprod, kvc_score_q4_0_neondotprod}, \
-    .score[KVC_INT8] = {kvc_prepare_neondotprod, kvc_score_int8_neondotprod}
-#define KVC_NEONI8MM_SCORES                                             \
-    .score[KVC_Q8_0] = {kvc_prepare_neoni8mm, kvc_score_q8_0_neoni8mm}, \
-    .score[KVC_Q4_0] = {kvc_prepare_neoni8mm, kvc_score_q4_0_neoni8mm}, \
-    .score[KVC_INT8] = {kvc_prepare_neoni8mm, kvc_score_int8_neoni8mm}
+/* The kernels of a set that multiplies bytes (score_bytes.h, accumulate_bytes.h). */
+#define KVC_NEON_BYTES(set)                                                                                          \
+    .score[KVC_Q8_0] = {kvc_prepare_##set, kvc_score_q8_0_##set},                                                    \
+    .score[KVC_Q4_0] = {kvc_prepare_##set, kvc_score_q4_0_##set},                                                    \
+    .score[KVC_INT8] = {kvc_prepare_##set, kvc_score_int8_##set}, .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_##set, \
+    .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_##set, .accumulate[KVC_INT8] = kvc_accumulate_int8_##set,            \
+    .tiler[KVC_Q8_0] = {.prepare = kvc_prepare_##set,                                                                \
+                        .pack_keys = kvc_pack_keys_q8_0_##set,                                                       \
+                        .pack_values = kvc_pack_values_q8_0_##set,                                                   \
+                        .score = kvc_score_panels_##set,                                                             \
+                        .accumulate = kvc_accumulate_panels_##set}
+
+/* Scores of queries of f16. */
 #define KVC_NEONFHM_F16 .score_16[KVC_F16] = {kvc_prepare_f16_neonfhm, kvc_score_f16_neonfhm}
 
 /* All but the name, and these. */

@@ -28,8 +28,7 @@ DEFINE_SCORE_16(kvc_score_bf16_neonbf16, KVC_BF16)
 const kvc_kernels kvc_kernels_neonbf16 = {
     .name = "neonbf16",
     KVC_NEON_COMMON,
-    KVC_NEONI8MM_SCORES,
-    KVC_NEONDOTPROD_SUMS,
+    KVC_NEON_BYTES(neoni8mm),
     KVC_NEONFHM_F16,
     .score_16[KVC_BF16] = {kvc_prepare_bf16_neonbf16, kvc_score_bf16_neonbf16},
 };

@@ -64,6 +64,40 @@ INLINE vec total_of(const byte_sums *sums) {
 }
 
 #include "kernels/score_bytes.h"
+
+enum { SUM_ROWS = DOT_ROWS, COLUMNS = 16, DIGITS_APART = 8, LOW_DIGITS = KVC_TILE * 2 };
+
+INLINE void store_columns(char *to, const int8x16_t x[4]) {
+    UNROLL
+    for (int i = 0; i < 4; i++) store_16(to + i * (int)sizeof *x, x[i]);
+}
+
+/* Adds the products of COLUMNS columns and digits of the queries' weights to sums. */
+INLINE void add_columns(int num_q, int32x4_t (*sums)[COLUMNS / LANES], const char *columns, const char *digits, int n) {
+    for (int j = 0; j < n; j += SUM_ROWS, columns += SUM_ROWS * KVC_QUANT_ELEMENTS, digits += SUM_ROWS) {
+        int8x16_t x[COLUMNS / LANES];
+        UNROLL
+        for (int i = 0; i < COLUMNS / LANES; i++) x[i] = load_16(columns + i * (int)sizeof *x);
+        UNROLL
+        for (int r = 0; r < num_q; r++) {
+            const int8x16_t y = vreinterpretq_s8_s32(i_set_pair(digits + r * WEIGHTS_BYTES));
+            UNROLL
+            for (int i = 0; i < COLUMNS / LANES; i++) sums[r][i] = dot(sums[r][i], x[i], y);
+        }
+    }
+}
+
+INLINE void sum_columns(int num_q, int32x4_t (*sums)[COLUMNS / LANES], const char *columns, const char *digits, int n) {
+    UNROLL
+    for (int r = 0; r < num_q; r++) UNROLL
+    for (int i = 0; i < COLUMNS / LANES; i++) sums[r][i] = i_zero();
+    add_columns(num_q, sums, columns, digits, n);
+    UNROLL
+    for (int r = 0; r < num_q; r++) UNROLL
+    for (int i = 0; i < COLUMNS / LANES; i++) sums[r][i] = vshlq_n_s32(sums[r][i], 8);
+    add_columns(num_q, sums, columns, digits + LOW_DIGITS, n);
+}
+
 #include "kernels/accumulate_bytes.h"
 
 TARGET void kvc_prepare_neondotprod(float *q, int q_stride, int num_q, int dim, float scale) {
@@ -75,11 +109,11 @@ DEFINE_SCORE_BYTES(kvc_score_int8_neondotprod, KVC_INT8)
 DEFINE_ACCUMULATE_BYTES(kvc_accumulate_q8_0_neondotprod, KVC_Q8_0)
 DEFINE_ACCUMULATE_BYTES(kvc_accumulate_q4_0_neondotprod, KVC_Q4_0)
 DEFINE_ACCUMULATE_BYTES(kvc_accumulate_int8_neondotprod, KVC_INT8)
+DEFINE_BYTE_TILER(neondotprod)
 
 const kvc_kernels kvc_kernels_neondotprod = {
     .name = "neondotprod",
     KVC_NEON_COMMON,
-    KVC_NEONDOTPROD_SCORES,
-    KVC_NEONDOTPROD_SUMS,
+    KVC_NEON_BYTES(neondotprod),
 };
 #endif

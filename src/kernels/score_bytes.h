@@ -7,6 +7,9 @@
  * units of the row's largest magnitude / KVC_LARGEST_DIGITS; behind them a factor, an f32, that turns a sum over blocks
  * into a score.
  *
+ * For many query rows, keys of q8_0 are arranged once, in a PANEL: of DOT_ROWS rows after the other, of block after
+ * block: the rows' scales, as floats, and the elements, as add_products takes them.
+ *
  * The file of a set defines, after template.h:
  *
  *   DIGITS                   elements of a query whose high digits stand together; divides KVC_QUANT_ELEMENTS
@@ -23,7 +26,8 @@
 
 enum {
     MOST_ELEMENTS = 1 << 16, /* whose products' sum fits a lane */
-    LINES_AT_ONCE = 2        /* prefetched for a block of DOT_ROWS rows: about as many as are read */
+    LINES_AT_ONCE = 2,       /* prefetched for a block of DOT_ROWS rows: about as many as are read */
+    KEYS_BYTES = DOT_ROWS * (int)(sizeof(float) + KVC_QUANT_ELEMENTS) /* of a block of DOT_ROWS keys in a PANEL */
 };
 
 /* Splits eight int16, of which neither digit's place may be a later one's. */
@@ -86,12 +90,21 @@ INLINE dot_rows dot_rows_at(const score_args *a, int first) {
 
 /* Loads a block of all of them, `at` bytes behind their beginnings. */
 INLINE void load_bytes_of(int type, int8x16_t x[DOT_ROWS * BLOCK_VECTORS], const dot_rows *rows, int at) {
+    if (type == PANEL) {
+        UNROLL
+        for (int i = 0; i < DOT_ROWS * BLOCK_VECTORS; i++) x[i] = load_16(rows->at[0] + at + (i + 1) * (int)sizeof *x);
+        return;
+    }
     UNROLL
     for (int j = 0; j < DOT_ROWS; j++) load_elements(type, x + j * BLOCK_VECTORS, rows->at[j] + at);
     arrange(x);
 }
 
-INLINE vec scales_of(const dot_rows *rows, int at) {
+/* Returns how many bytes a block of theirs is behind the one before it. */
+INLINE int next_block(int type) { return type == PANEL ? KEYS_BYTES : block_bytes(type); }
+
+INLINE vec scales_of(int type, const dot_rows *rows, int at) {
+    if (type == PANEL) return v_load(rows->at[0] + at);
     uint16_t bits[DOT_ROWS];
     UNROLL
     for (int j = 0; j < DOT_ROWS; j++) memcpy(&bits[j], rows->at[j] + at, sizeof bits[j]);
@@ -104,8 +117,8 @@ INLINE void one_by_one(void) { __asm__ volatile("" : : : "memory"); }
 /* Adds the products of rows whose blocks have scales to sums. */
 INLINE void score_scaled(int num_q, int type, vec *sums, const dot_rows *rows, const char *const *q, int dim,
                          prefetcher *next) {
-    for (int d = 0, at = 0; d < dim; d += KVC_QUANT_ELEMENTS, at += block_bytes(type)) {
-        const vec scale = scales_of(rows, at);
+    for (int d = 0, at = 0; d < dim; d += KVC_QUANT_ELEMENTS, at += next_block(type)) {
+        const vec scale = scales_of(type, rows, at);
         int8x16_t x[DOT_ROWS * BLOCK_VECTORS];
         prefetch_step(next, LINES_AT_ONCE);
         load_bytes_of(type, x, rows, at);
@@ -174,6 +187,22 @@ INLINE void score_bytes(int type, float *scores, const float *q, int q_stride, i
         some = num_q >= most ? most : smaller(num_q, QUERIES);
         const kvc_ahead part = take_part(&next, some, num_q);
         CALL_WITH_QUERIES(score_all, some, most, 0, type, &a, part)
+    }
+}
+
+/* Is a kvc_pack_keys_fn for rows of q8_0. */
+INLINE void pack_byte_keys(float *dst, const void *rows, int64_t row_stride, int n, int dim) {
+    const score_args a = {.rows = rows, .row_stride = row_stride, .n = n};
+    char *to = (char *)dst;
+    for (int j = 0; j < n; j += DOT_ROWS) {
+        const dot_rows group = dot_rows_at(&a, j);
+        for (int d = 0, at = 0; d < dim; d += KVC_QUANT_ELEMENTS, at += KVC_Q8_0_BYTES, to += KEYS_BYTES) {
+            int8x16_t x[DOT_ROWS * BLOCK_VECTORS];
+            load_bytes_of(KVC_Q8_0, x, &group, at);
+            v_store(to, scales_of(KVC_Q8_0, &group, at));
+            UNROLL
+            for (int i = 0; i < DOT_ROWS * BLOCK_VECTORS; i++) store_16(to + (i + 1) * (int)sizeof *x, x[i]);
+        }
     }
 }
 

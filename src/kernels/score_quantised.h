@@ -30,6 +30,8 @@ enum {
     MOST_QUERIES = HAS_VNNI ? MANY_QUERIES : QUERIES
 };
 
+enum { PANEL = KVC_STORED_TYPES }; /* besides types: rows of q8_0 that a set packed for many query rows */
+
 /* Returns how many groups are scored together for num_q queries: one for many, whose sums fill the registers. */
 INLINE int groups_for(int num_q) { return num_q > QUERIES ? 1 : GROUPS; }
 

@@ -60,6 +60,8 @@ INLINE int8x16_t load_16(const void *p) {
     return x;
 }
 
+INLINE void store_16(void *p, int8x16_t x) { memcpy(p, &x, sizeof x); }
+
 INLINE vec f32_from_f16(uint16x4_t bits) { return vcvt_f32_f16(vreinterpret_f16_u16(bits)); }
 
 INLINE uint16x4_t f16_from_f32(vec x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
