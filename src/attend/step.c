@@ -495,6 +495,7 @@ static void weigh_block(const kvc_task *t, kvc_tile *tile, const query_block *b,
     const kvc_kernels *kernels = t->call->kernels;
     const kvc_plan *plan = t->call->plan;
     const int32_t first = b->first, num = b->end - first;
+    if (!weigh && scale != 1) kernels->scale(b->scores, b->stride, num, tile->n, scale);
     if (!tile->is_seen || t->call->changes_scores) kvc_change_scores(t, tile, first, b->end, b->scores, b->stride);
     if (weigh)
         weigh(b->scores, num, tile->n, scale, t->max + first, t->sum + first, t->factor + first);

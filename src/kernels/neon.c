@@ -49,5 +49,6 @@ const kvc_kernels kvc_kernels_neon = {
     .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_neon,
     .accumulate[KVC_INT8] = kvc_accumulate_int8_neon,
     KVC_NEON_COMMON,
+    KVC_NEON_TILER_BF16,
 };
 #endif

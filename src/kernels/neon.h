@@ -49,6 +49,11 @@ extern kvc_matmul_fn kvc_accumulate_panels_neondotprod, kvc_accumulate_panels_ne
 /* Scores of queries of f16. */
 #define KVC_NEONFHM_F16 .score_16[KVC_F16] = {kvc_prepare_f16_neonfhm, kvc_score_f16_neonfhm}
 
+/* Tiles of bf16, as floats. */
+#define KVC_NEON_TILER_BF16 \
+    .tiler[KVC_BF16] =      \
+        KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_bf16_neon, kvc_pack_values_bf16_neon, kvc_matmul_neon)
+
 /* All but the name, and these. */
 #define KVC_NEON_COMMON                                                                                             \
     .convert = kvc_convert_neon, .unpack = kvc_unpack_neon, .largest = kvc_largest_neon, .encode = kvc_encode_neon, \
@@ -59,8 +64,6 @@ extern kvc_matmul_fn kvc_accumulate_panels_neondotprod, kvc_accumulate_panels_ne
         KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_f32_neon, kvc_pack_values_f32_neon, kvc_matmul_neon),         \
     .tiler[KVC_F16] =                                                                                               \
         KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_f16_neon, kvc_pack_values_f16_neon, kvc_matmul_neon),         \
-    .tiler[KVC_BF16] =                                                                                              \
-        KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_bf16_neon, kvc_pack_values_bf16_neon, kvc_matmul_neon),       \
     .matmul = kvc_matmul_neon, .softmax = kvc_softmax_neon, .times = kvc_times_neon, .scale = kvc_scale_neon,       \
     .hadamard = kvc_hadamard_neon
 

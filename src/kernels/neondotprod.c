@@ -114,6 +114,7 @@ DEFINE_BYTE_TILER(neondotprod)
 const kvc_kernels kvc_kernels_neondotprod = {
     .name = "neondotprod",
     KVC_NEON_COMMON,
+    KVC_NEON_TILER_BF16,
     KVC_NEON_BYTES(neondotprod),
 };
 #endif

@@ -28,6 +28,7 @@ DEFINE_SCORE_16(kvc_score_f16_neonfhm, KVC_F16)
 const kvc_kernels kvc_kernels_neonfhm = {
     .name = "neonfhm",
     KVC_NEON_COMMON,
+    KVC_NEON_TILER_BF16,
     KVC_NEON_BYTES(neondotprod),
     KVC_NEONFHM_F16,
 };

@@ -130,6 +130,7 @@ DEFINE_BYTE_TILER(neoni8mm)
 const kvc_kernels kvc_kernels_neoni8mm = {
     .name = "neoni8mm",
     KVC_NEON_COMMON,
+    KVC_NEON_TILER_BF16,
     KVC_NEON_BYTES(neoni8mm),
     KVC_NEONFHM_F16,
 };

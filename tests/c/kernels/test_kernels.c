@@ -994,7 +994,7 @@ static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int t
     static uint16_t narrow[MAX_M * MAX_PADDED];
     static double weights[MAX_M][KVC_WIDE_TILE];
     const int is_packed = kernels->tiler[KVC_F32].weigh != NULL;
-    const int is_exact = !is_packed || tiler == &kernels->tiler[KVC_F32];
+    const int is_exact = !tiler->score_bf16 || tiler == &kernels->tiler[KVC_F32]; /* others multiply two parts */
     const int stride = (dim + KVC_CHUNK - 1) / KVC_CHUNK * KVC_PACKED;
     const int values = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
     const int scores_stride = is_packed ? KVC_WEIGHTS_STRIDE : KVC_TILE;
@@ -1137,7 +1137,7 @@ static void test_rows(const kvc_kernels *kernels, int type, int dim) {
             test_panels(kernels, type, dim, m, n);
             continue;
         }
-        if (tiler->score && !tiler->weigh) test_pack(kernels, type, dim, n);
+        if (tiler->score && !tiler->score_bf16) test_pack(kernels, type, dim, n);
         test_tiler(kernels, tiler, type, KVC_F32, dim, m, n, usual);
         if (tiler->score_bf16) test_tiler(kernels, tiler, type, KVC_BF16, dim, m, n, usual);
         if (type == KVC_F16 && kernels->tiler_f16.score)
@@ -1165,7 +1165,7 @@ static void test_conversions(const kvc_kernels *kernels, int type, int dim) {
  * score_16 and in tilers that multiply bf16, whose range is that of f32. */
 static void test_denormals(const kvc_kernels *kernels, int type, int dim) {
     static const int some_n[] = {1, 5, 16, 27, 64};
-    const int is_flushed = (type == KVC_F32 || type == KVC_BF16) && kernels->tiler[type].weigh;
+    const int is_flushed = (type == KVC_F32 || type == KVC_BF16) && kernels->tiler[type].score_bf16;
     volatile float smallest = FLT_MIN;
     CHECK(smallest / 2 != 0); /* else what is compared with would be flushed as well */
     for (int i = 0; i < 5; i++) {
