@@ -92,7 +92,8 @@ static inline double score_of(const stage *st, const rows *r, int t, const float
     double coarse = 0;
     if (!is_float(s->layer.k_type))
         coarse = 3e-5 * size; /* queries are rounded to integers */
-    else if (s->layer.k_type != KVC_F32 && !strncmp(kvc_isa(), "amx", 3))
+    else if ((s->layer.k_type != KVC_F32 && !strncmp(kvc_isa(), "amx", 3)) ||
+             (s->layer.k_type == KVC_BF16 && !strcmp(kvc_isa(), "neonbf16")))
         coarse = 0x1.8p-17 * size; /* 16 bits of a query times the scale count; products of lower parts do not */
     size *= s->layer.k_dim + 4;
     if (s->softcap > 0) {
@@ -140,7 +141,7 @@ static inline answer answer_to(const stage *st, const rows *r, int t, const floa
         for (int d = 0; d < s->layer.v_dim && weight > 0; d++) {
             a.out[d] += weight * v[d];
             sizes[d] += weight * fabsf(v[d]);
-            largest = fmax(largest, fabs((double)v[d]));
+            if (fabs(v[d]) > largest) largest = fabs(v[d]); /* GCC 12 cannot compile fmax here, at -O3 for AArch64 */
         }
         spread += weight * largest;
     }
