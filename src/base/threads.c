@@ -12,6 +12,7 @@
 #include <time.h>
 
 #include "base/compiler.h"
+#include "base/environment.h"
 #include "base/openmp.h"
 #include "base/status.h"
 
@@ -45,7 +46,7 @@ static int layer_of(const char *name) {
 
 /* Returns the layer that KVCACHE_THREADS names, -1 if this build has none of that name, or OpenMP's if there is one. */
 static int layer_of_environment(void) {
-    const char *name = getenv("KVCACHE_THREADS");
+    const char *name = kvc_environment("KVCACHE_THREADS");
     return name && *name ? layer_of(name) : NUM_LAYERS - 1;
 }
 
@@ -68,7 +69,7 @@ static int current_layer(void) {
 kvc_status kvc_threads_check(void) {
     if (current_layer() >= 0) return KVC_OK;
     return kvc_fail(KVC_ERR_UNSUPPORTED, "KVCACHE_THREADS is %s: this build has " LAYER_NAMES,
-                    getenv("KVCACHE_THREADS"));
+                    kvc_environment("KVCACHE_THREADS"));
 }
 
 int kvc_uses_openmp(void) { return current_layer() == OPENMP; }
@@ -181,7 +182,7 @@ int kvc_usable_cores(void) { return online_processors(); }
 /* Returns the first number in a variable of OpenMP, which may be a list with one for each level of nesting; 0 if there
  * is none, or it is none that a caller may set. */
 static int32_t number_of_environment(const char *name) {
-    const char *value = getenv(name);
+    const char *value = kvc_environment(name);
     if (!value) return 0;
     char *end;
     const long number = strtol(value, &end, 10);

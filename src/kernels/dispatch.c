@@ -4,9 +4,9 @@
 #endif
 #include <stdatomic.h>
 #include <stddef.h>
-#include <stdlib.h>
 #include <string.h>
 
+#include "base/environment.h"
 #include "kernels/dispatch.h"
 
 #ifdef KVC_HAVE_AVX2
@@ -154,7 +154,7 @@ static const struct {
 };
 
 const kvc_kernels *kvc_cpu_kernels(const char **wanted) {
-    const char *name = getenv("KVCACHE_ISA");
+    const char *name = kvc_environment("KVCACHE_ISA");
     const kvc_kernels *best = NULL;
     for (size_t i = 0; i < sizeof SETS / sizeof *SETS && SETS[i].runs(); i++) {
         best = SETS[i].kernels;

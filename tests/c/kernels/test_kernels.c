@@ -1300,10 +1300,13 @@ static void test_kernels(const kvc_kernels *kernels) {
 
 static void test_choice(void) {
     const char *wanted = NULL;
+    char name[1000] = "";
     setenv("KVCACHE_ISA", "scalar", 1);
     CHECK(kvc_cpu_kernels(&wanted) == &kvc_kernels_scalar && !wanted);
     setenv("KVCACHE_ISA", "avx1024", 1);
     CHECK(!kvc_cpu_kernels(&wanted) && wanted && !strcmp(wanted, "avx1024"));
+    setenv("KVCACHE_ISA", memset(name, 'x', sizeof name - 1), 1);
+    CHECK(!kvc_cpu_kernels(&wanted));
     unsetenv("KVCACHE_ISA");
     const kvc_kernels *best = kvc_cpu_kernels(&wanted);
     setenv("KVCACHE_ISA", "", 1);

@@ -6,13 +6,15 @@
 
 #include <direct.h>
 #include <io.h>
+#include <windows.h>
 
-/* An empty value is no variable there: programs cannot tell the two apart. */
+/* Set a variable of the process alone: the C library does not see it, as if another one had set it. */
 static inline int setenv(const char *name, const char *value, int replaces) {
-    return !replaces && getenv(name) ? 0 : _putenv_s(name, value);
+    (void)replaces;
+    return SetEnvironmentVariableA(name, value) ? 0 : -1;
 }
 
-static inline int unsetenv(const char *name) { return _putenv_s(name, ""); }
+static inline int unsetenv(const char *name) { return setenv(name, NULL, 1); }
 
 static inline char *mkdtemp(char *pattern) { return _mktemp(pattern) && !_mkdir(pattern) ? pattern : NULL; }
 
