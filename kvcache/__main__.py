@@ -10,6 +10,12 @@ def main() -> NoReturn:
         from kvcache.tools import cli
     except KeyboardInterrupt:
         sys.exit(130)
+    except ModuleNotFoundError as error:
+        if sys.argv[1:] != ["selftest"]:
+            sys.exit(f"kvcache: there is no module {error.name}; run: pip install 'kvcache[cli]'")
+        from kvcache.tools import selftest  # needs NumPy alone
+
+        sys.exit(selftest.main())
     cli.main()
 
 

@@ -17,10 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
-try:
-    import typer
-except ModuleNotFoundError as error:
-    sys.exit(f"kvcache: there is no module {error.name}; run: pip install 'kvcache[cli]'")
+import typer
 
 from kvcache.arguments import INT32_MAX, MAX_THREADS
 from kvcache.errors import KVCacheError, ModelFileError, plain, sentence
@@ -515,17 +512,11 @@ def selftest_command(as_json: AsJson = False) -> int:
     """Check this build on this machine: kernels, a generation, threads, files; print a line to send."""
     from kvcache.tools import selftest
 
-    checks = []
-    for check in selftest.run():
-        checks.append(check)
-        if not as_json:
-            print_paragraph(f"{'passed' if check.passed else 'FAILED'}  {check.name}: {check.said}")
-    passed, line = sum(check.passed for check in checks), selftest.machine()
-    if as_json:
-        _print_json({"machine": line, "checks": [dataclasses.asdict(check) for check in checks]})
-    else:
-        print(f"\n{passed} of {count(len(checks), 'check')} passed: {line}")
-    return 0 if passed == len(checks) else 1
+    if not as_json:
+        return selftest.main()
+    checks = [*selftest.run()]
+    _print_json({"machine": selftest.machine(), "checks": [dataclasses.asdict(check) for check in checks]})
+    return 0 if all(check.passed for check in checks) else 1
 
 
 # ---- kvcache inspect

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from kvcache import FullAttention, KVCache, SlidingWindow
 from kvcache.errors import sentence
-from kvcache.layer import DTYPES, DType
+from kvcache.layer import DTYPES, DType, count
 from kvcache.runtime import get_num_threads, set_num_threads, show_config
 from kvcache.stores import DirectoryStore
+from kvcache.tools.terminal import print_paragraph
 
-__all__ = ["Check", "instruction_sets", "machine", "run"]
+__all__ = ["Check", "instruction_sets", "machine", "main", "run"]
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
 ROWS = 200  # that a call attends over: a tile and more
@@ -65,6 +66,17 @@ def run() -> Iterator[Check]:
     yield _check("files", _check_files)
     if hasattr(os, "fork"):
         yield _check("fork", _check_fork)
+
+
+def main() -> int:
+    """Print each check once it is done, and a line to send; return the command's status."""
+    checks = []
+    for check in run():
+        checks.append(check)
+        print_paragraph(f"{'passed' if check.passed else 'FAILED'}  {check.name}: {check.said}")
+    passed = sum(check.passed for check in checks)
+    print(f"\n{passed} of {count(len(checks), 'check')} passed: {machine()}")
+    return 0 if passed == len(checks) else 1
 
 
 def _check(name: str, function: Callable[[], str]) -> Check:

@@ -104,6 +104,16 @@ def test_python_m_without_the_extra(tmp_path):
     (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(name='typer')")
     check = "kvcache: there is no module typer; run: pip install 'kvcache[cli]'\n"
     assert run("--help", PYTHONPATH=str(tmp_path)).stderr == check
+    assert run("selftest", "--json", PYTHONPATH=str(tmp_path)).stderr == check
+
+
+def test_selftest_needs_numpy_alone(tmp_path):
+    """It is what somebody runs first, on a machine for which other packages may have no wheels."""
+    for module in ("typer", "rich", "psutil", "gguf", "tokenizers"):
+        (tmp_path / f"{module}.py").write_text(f"raise ModuleNotFoundError(name='{module}')")
+    alone = run("selftest", PYTHONPATH=str(tmp_path))
+    assert (alone.returncode, alone.stderr) == (0, "")
+    assert alone.stdout.splitlines()[-1] == run("selftest").stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize("command", [[], *([command] for command in COMMANDS)])
