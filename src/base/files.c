@@ -48,7 +48,7 @@ static int fail(void) {
 }
 
 /* Waits a moment and returns 1 if the last error may go by itself, within a second from `begin`: a file whose name is
- * to go stays until all have closed it, and one that is open cannot be replaced. */
+ * to go stays until all have closed it, one that is open cannot be replaced, and one that is not shared not opened. */
 static int may_try_again(int64_t begin) {
     const DWORD error = GetLastError();
     if ((error != ERROR_ACCESS_DENIED && error != ERROR_SHARING_VIOLATION) || kvc_now() - begin > BUSY_WAIT) return 0;
@@ -251,7 +251,12 @@ kvc_status kvc_own_files_init(void) { return KVC_OK; }
 
 int kvc_own_file_open(kvc_own_file *file, kvc_folder folder, const char *name, int is_new) {
     const DWORD access = GENERIC_READ | GENERIC_WRITE, how = is_new ? CREATE_NEW : OPEN_ALWAYS;
-    return open_as(&file->file, path_in(folder, name), access, how) ? 1 : fail();
+    const int64_t begin = kvc_now();
+    const wchar_t *path = path_in(folder, name);
+    do {
+        if (open_as(&file->file, path, access, how)) return 1;
+    } while (may_try_again(begin));
+    return fail();
 }
 
 void kvc_own_file_close(kvc_own_file *file) { kvc_file_close(file->file); }

@@ -1,7 +1,9 @@
 /* Stores in folders, on every system: what comes back, what is refused, who is evicted; files of others, long names,
- * and threads that write to one folder. */
+ * threads that write to one folder, and a lock that somebody removes. */
 #define _GNU_SOURCE
 #include <pthread.h>
+#include <stdatomic.h>
+#include <time.h>
 
 #include "base/files.h"
 #include "support/folder.h"
@@ -189,6 +191,54 @@ static void test_threads(void) {
     empty_folder();
 }
 
+static atomic_int num_done;
+
+static void *write_all(void *store) {
+    for (int i = 0; i < STEPS; i++) CHECKF(put(store, i % 40, LENGTH) == KVC_OK, "%s", kvc_last_error());
+    atomic_fetch_add(&num_done, 1);
+    return NULL;
+}
+
+/* Whoever needs the lock makes it again where somebody removes it, whenever that is. */
+static void test_lost_lock(void) {
+    pthread_t threads[NUM_WRITERS];
+    kvc_store *store = open_store(0);
+    for (int i = 0; i < NUM_WRITERS; i++) pthread_create(&threads[i], NULL, write_all, store);
+    while (atomic_load(&num_done) < NUM_WRITERS) remove_file("usage.lock");
+    for (int i = 0; i < NUM_WRITERS; i++) pthread_join(threads[i], NULL);
+    CHECK(for_each(".kv", NULL) == 40 && for_each(".tmp", NULL) == 0);
+    CHECK(put(store, 1, LENGTH) == KVC_OK && usage() == 40 * FILE_LENGTH);
+    kvc_dir_store_free(store);
+    empty_folder();
+}
+
+#if defined(_WIN32)
+static void *close_late(void *file) {
+    nanosleep(&(struct timespec){0, 50000000}, NULL);
+    CloseHandle(file);
+    return NULL;
+}
+
+/* Files that somebody reads and shares with nobody, as virus scanners do, are waited for. */
+static void test_busy_files(void) {
+    static const char *const names[] = {"usage.lock", "fa492884263b70ca235d44205ba9ed5c39c9971b.kv"};
+    kvc_store *store = open_store(0);
+    CHECK(put(store, 1, 7) == KVC_OK);
+    for (int i = 0; i < 2; i++) {
+        pthread_t thread;
+        HANDLE file = CreateFileA(path_of(names[i]), GENERIC_READ, 0, NULL, OPEN_EXISTING, 0, NULL);
+        CHECK(file != INVALID_HANDLE_VALUE && !pthread_create(&thread, NULL, close_late, file));
+        CHECKF(put(store, 1, LENGTH) == KVC_OK, "%s: %s", names[i], kvc_last_error());
+        pthread_join(thread, NULL);
+    }
+    CHECK(usage() == FILE_LENGTH);
+    kvc_dir_store_free(store);
+    empty_folder();
+}
+#else
+static void test_busy_files(void) {}
+#endif
+
 int main(void) {
     if (!mkdtemp(folder)) return 1;
     test_arguments();
@@ -199,6 +249,8 @@ int main(void) {
     test_damage();
     test_files_of_others();
     test_threads();
+    test_lost_lock();
+    test_busy_files();
     remove_folders();
     return test_result();
 }
