@@ -88,9 +88,19 @@ class BuildExt(build_ext):
 
     def get_libraries(self, extension):
         """Link the core to no Python, and the module to the one of the limited API; Windows' names the library."""
-        if not windows or self.compiler.compiler_type == "msvc" or (extension is module and not limited):
+        if not windows or (extension is module and not limited):
             return super().get_libraries(extension)
         return [*extension.libraries, *(["python3"] if extension is module else [])]
+
+    def run(self):
+        """Take MinGW on Windows: Microsoft's compiler lacks what the core needs of C11 and of GNU C."""
+        if windows:
+            self.compiler = self.compiler or "mingw32"
+            if self.compiler != "mingw32":
+                sys.exit(f"--compiler={self.compiler} cannot build kvcache: use mingw32, which is the default.")
+            if "CC" not in os.environ and not shutil.which("gcc"):
+                sys.exit("No gcc was found: put that of MinGW-w64 on PATH, or set CC to its Clang.")
+        super().run()
 
     def build_extensions(self):
         if system:
@@ -149,20 +159,14 @@ class BuildExt(build_ext):
         if self.location_file().exists():  # an earlier build linked the module to an installed library
             self.location_file().unlink()
             self.force = True
-        folder = Path(self.get_ext_fullpath(core.name)).parent
-        if self.compiler.compiler_type == "msvc":  # untested
-            core.extra_compile_args = ["/std:c11", "/experimental:c11atomics", "/O2"]
-            core.extra_link_args = [f"/IMPLIB:{folder / 'kvcache.lib'}"]
-            module.extra_compile_args = ["/O2"]
-        else:
-            for each in [loops, unaligned] if windows else [loops]:
-                if self.builds("int main(void) { return 0; }\n", *each):
-                    core.extra_compile_args += each
-            # Windows would not find the runtime of MinGW's OpenMP.
-            if not windows and os.environ.get("KVCACHE_OPENMP") != "0" and self.builds(region, "-fopenmp"):
-                core.extra_compile_args.append("-fopenmp")
-                core.extra_link_args.append("-fopenmp")
-        module.library_dirs.append(str(folder))
+        for each in [loops, unaligned] if windows else [loops]:
+            if self.builds("int main(void) { return 0; }\n", *each):
+                core.extra_compile_args += each
+        # Windows would not find the runtime of MinGW's OpenMP.
+        if not windows and os.environ.get("KVCACHE_OPENMP") != "0" and self.builds(region, "-fopenmp"):
+            core.extra_compile_args.append("-fopenmp")
+            core.extra_link_args.append("-fopenmp")
+        module.library_dirs.append(str(Path(self.get_ext_fullpath(core.name)).parent))
 
     def copy_extensions_to_source(self):
         """Make the library's folder first, which is missing in an editable install."""

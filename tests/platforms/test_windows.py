@@ -124,6 +124,26 @@ def test_the_core_is_what_microsofts_compiler_takes(tmp_path):
         tmp_path / "kvcache.c")  # fmt: skip
 
 
+SETUP = """
+import runpy, sys, sysconfig
+import numpy, setuptools
+sysconfig.get_config_vars()
+sys.platform = "win32"
+runpy.run_path("setup.py")
+"""
+
+
+@pytest.mark.parametrize(("compiler", "told"), [
+    (["--compiler=msvc"], "--compiler=msvc cannot build kvcache: use mingw32, which is the default."),
+    ([], "No gcc was found: put that of MinGW-w64 on PATH, or set CC to its Clang."),
+])  # fmt: skip
+def test_compilers_that_cannot_build_are_refused(tmp_path, compiler, told):
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "CC"} | {"PATH": str(tmp_path)}
+    command = [sys.executable, "-c", SETUP, "build_ext", *compiler, "--build-temp", tmp_path, "--build-lib", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.splitlines()[-1:]) == (1, [told])
+
+
 @pytest.fixture(scope="module")
 def module(tmp_path_factory):
     """The C code of Python's module, beside the headers that it has there."""
