@@ -772,8 +772,8 @@ typedef int32_t kvc_tokens_fn(void *user, int64_t seq_id, const int64_t *tokens,
 
 typedef struct kvc_load_args {
     size_t struct_size;
-    const void *data;  /* [size] the file in memory, best mapped: parts are copied and checked on all threads.  NULL: it
-                          is read by `read` */
+    const void *data;  /* [size] the file in memory: parts are copied and checked on all threads.  A mapped file that
+                          somebody cuts meanwhile ends the process with SIGBUS.  NULL: it is read by `read` */
     kvc_read_fn *read;
     void *user;        /* for read and tokens */
     int64_t size;      /* bytes of the file */

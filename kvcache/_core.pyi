@@ -215,8 +215,7 @@ def save(
 ) -> None: ...
 def restore(
     cache: Cache,
-    data: Any,
-    read: Callable[[memoryview], object] | None,
+    read: Callable[[memoryview], object],
     size: int,
     fingerprint: str | None,
     seq_ids: Iterable[SupportsIndex] | None,
@@ -224,7 +223,7 @@ def restore(
     edits: deque[Edit] | None,
     restored: Iterable[Edit],
 ) -> None: ...
-def verify(data: Any) -> None: ...
+def verify(read: Callable[[memoryview], object], size: int) -> None: ...
 
 @final
 class Slots: ...

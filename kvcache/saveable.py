@@ -101,8 +101,8 @@ class Saveable:
         Parameters
         ----------
         path : path
-            The file. It may come from anywhere: nothing in it is executed, and all of it is checked. It is mapped into
-            memory, so nobody may shorten it meanwhile.
+            The file. It may come from anywhere: nothing in it is executed, and all of it is checked. It is read, not
+            mapped: one that becomes shorter meanwhile is refused.
         fingerprint : str, optional
             The fingerprint that it must have.
         secret : bytes, optional

@@ -62,7 +62,7 @@ cdef class Batch(_CallCounter):
     cdef int finish(self, kvc_status status) except -1:
         """End a call, and raise for its status."""
         self.leave()
-        return self.cache.check_call(status)
+        return self.cache.callbacks.check(status)
 
     cdef kvc_batch *begin_ending(self) except? NULL:
         """Return the handle, which is this call's until end(); raise if another uses it. NULL: the batch has ended."""

@@ -115,18 +115,10 @@ cdef class Cache(_CallCounter):
             self.locked_count()
             return True
 
-    cdef int check_call(self, kvc_status status) except -1:
-        """Check the status of a call that may have called back, and raise what the callback raised."""
-        if status == KVC_ERR_CALLBACK or status == KVC_ERR_CANCELLED:
-            error = self.callbacks.raised.pop(threading.get_ident(), None)
-            if error is not None:
-                raise error
-        return check(status)
-
     cdef int finish(self, kvc_status status) except -1:
         """End a call, and raise for its status."""
         self.leave()
-        return self.check_call(status)
+        return self.callbacks.check(status)
 
     def close(self):
         cdef kvc_cache *handle

@@ -13,8 +13,16 @@ cdef class Callbacks:
         self.raised = {}
 
     cdef void keep_error(self, object error) noexcept:
-        """Keep an exception that this thread's present call raises when C returns (Cache.check_call)."""
+        """Keep an exception that this thread's present call raises when C returns (`check`)."""
         self.raised[threading.get_ident()] = error
+
+    cdef int check(self, kvc_status status) except -1:
+        """Check the status of a call that may have called back, and raise what the callback raised."""
+        if status == KVC_ERR_CALLBACK or status == KVC_ERR_CANCELLED:
+            error = self.raised.pop(threading.get_ident(), None)
+            if error is not None:
+                raise error
+        return check(status)
 
     cdef int rotate_keys(self, int32_t layer, float *keys, int32_t heads, int64_t rows, int32_t dim,
                          int32_t delta) except -1:

@@ -1,4 +1,4 @@
-"""Saved states: written through a function of Python's, read through one or from memory."""
+"""Saved states: written and read through functions of Python's."""
 
 
 @cython.final
@@ -63,22 +63,15 @@ cdef class _Source:
     cdef kvc_load_args args
     cdef object kept
 
-    def __cinit__(self, data, read, int64_t size, fingerprint, seq_ids, to_ids, Callbacks callbacks):
-        cdef const uint8_t[::1] view
+    def __cinit__(self, read, int64_t size, fingerprint, seq_ids, to_ids, Callbacks callbacks):
+        cdef _File file = _File(read, callbacks)
         cdef cnp.ndarray ids, targets
         cdef bytes name
         memset(&self.args, 0, sizeof(self.args))
         self.args.struct_size = sizeof(kvc_load_args)
         self.args.size = size
-        self.kept = []
-        if data is None:
-            file = _File(read, callbacks)
-            self.args.read, self.args.user = read_part, <void *>file
-            self.kept.append(file)
-        else:
-            view = data
-            self.args.data = &view[0]
-            self.kept.append(view)
+        self.args.read, self.args.user = read_part, <void *>file
+        self.kept = [file]
         if fingerprint is not None:
             name = fingerprint.encode()
             self.args.fingerprint = name
@@ -91,12 +84,12 @@ cdef class _Source:
             self.kept += ids, targets
 
 
-def restore(Cache cache not None, data, read, int64_t size, fingerprint, seq_ids, to_ids, edits, restored):
-    """Restore sequences, by rising id (None: all), from memory, or by a function that reads if `data` is None.
+def restore(Cache cache not None, read, int64_t size, fingerprint, seq_ids, to_ids, edits, restored):
+    """Restore sequences, by rising id (None: all), of a state of so many bytes that a function reads.
 
     Note that in `edits`, if it is not None, by those that `restored` lists.
     """
-    cdef _Source source = _Source(data, read, size, fingerprint, seq_ids, to_ids, cache.callbacks)
+    cdef _Source source = _Source(read, size, fingerprint, seq_ids, to_ids, cache.callbacks)
     cdef kvc_status status
     cdef kvc_cache *handle = cache.enter()
     with nogil:
@@ -106,10 +99,11 @@ def restore(Cache cache not None, data, read, int64_t size, fingerprint, seq_ids
         edits.extend(restored)
 
 
-def verify(data):
-    """Check a saved state in memory."""
-    cdef _Source source = _Source(data, None, len(data), None, None, None, None)
+def verify(read, int64_t size):
+    """Check a saved state of so many bytes that a function reads."""
+    cdef Callbacks callbacks = Callbacks(0)
+    cdef _Source source = _Source(read, size, None, None, None, callbacks)
     cdef kvc_status status
     with nogil:
         status = kvc_load(&source.args, NULL)
-    check(status)
+    callbacks.check(status)

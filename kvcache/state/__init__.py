@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias, TypeV
 from kvcache import _core
 from kvcache.errors import StateFormatError, shown
 from kvcache.layer import FIELDS, Layer, override
-from kvcache.state.files import Reader, Writer, begin_mac, mapped, replacing
+from kvcache.state.files import Reader, StateFile, Writer, begin_mac, open_state, replacing
 from kvcache.state.files import StrPath as StrPath
 from kvcache.state.files import check_replaceable as check_replaceable
 from kvcache.state.saved import (
@@ -119,21 +119,22 @@ def _holds(core: _core.Cache, seq_id: int) -> bool:
 def _restore(
     cache: Restorable,
     saved: SavedState,
-    data: memoryview,
+    file: StateFile,
+    begin: int,
     fingerprint: str | None,
     mac: hashlib.blake2b | None,
     ids: Mapping[int, int] | None,
 ) -> None:
-    """Restore sequences of a mapped state; ids: which, and under which id."""
+    """Restore sequences of a state that begins at a byte of a file; ids: which, and under which id."""
     chosen = None if ids is None else sorted(ids)
     targets = None if ids is None else [ids[one] for one in sorted(ids)]
     held = [one.seq_id for one in saved.sequences] if targets is None else targets
     restored = [(one, None, True) for one in held]
     if fingerprint is not None:
         _check_fingerprint(fingerprint)
-    whole, read = (data, None) if mac is None else (None, Reader(data, mac).read)
+    read = Reader(file, begin, begin + saved.nbytes, mac).read
     try:
-        _core.restore(cache._core, whole, read, len(data), fingerprint, chosen, targets, cache._edits, restored)
+        _core.restore(cache._core, read, saved.nbytes, fingerprint, chosen, targets, cache._edits, restored)
     except StateFormatError as error:
         if "of another shape" in str(error) and (difference := _find_difference(saved.layers, cache._layers)):
             raise StateFormatError(f"of another shape: {difference}") from None
@@ -174,11 +175,12 @@ def restore_chosen(
 ) -> None:
     """Restore a state to each cache: the sequences that a function chooses, under the ids it returns (None: all)."""
     mac = None if secret is None else begin_mac(secret)
-    with mapped(path) as data:
-        states = states_of(read_state(data), len(targets))
+    with open_state(path) as file:
+        states = states_of(read_state(file), len(targets))
+        begin = 0
         for (cache, choose), saved in zip(targets, states, strict=True):
-            _restore(cache, saved, data[: saved.nbytes], fingerprint, mac, choose(saved))
-            data = data[saved.nbytes :]
+            _restore(cache, saved, file, begin, fingerprint, mac, choose(saved))
+            begin += saved.nbytes
 
 
 def load(
@@ -187,14 +189,14 @@ def load(
     """Make a cache, as `KVCache.load` says."""
     if unknown := set(overrides) - OVERRIDES:
         raise TypeError(f"{min(unknown)}: only {', '.join(sorted(OVERRIDES))} and rope can be given here")
-    with mapped(path) as data:
-        [saved] = states_of(read_state(data), 1)
+    with open_state(path) as file:
+        [saved] = states_of(read_state(file), 1)
         try:
             cache: C = cast(Any, kind)(_layers(saved, rope), **{**_limits(saved), **overrides})
         except (TypeError, ValueError):
-            check_sums(data)  # where the file is damaged, that is why
+            check_sums(file)  # where the file is damaged, that is why
             raise
-        _restore(cache, saved, data, fingerprint, None if secret is None else begin_mac(secret), None)
+        _restore(cache, saved, file, 0, fingerprint, None if secret is None else begin_mac(secret), None)
     return cache
 
 

@@ -1,11 +1,11 @@
-"""Files that are written whole or not at all, mapped to be read, and with a secret's MAC at their end."""
+"""Files that are written whole or not at all, read in parts, and with a secret's MAC at their end."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import hmac
-import mmap
+import io
 import os
 import secrets
 import stat
@@ -17,7 +17,17 @@ from typing import Any, BinaryIO, TypeAlias, cast
 from kvcache.arguments import check_path
 from kvcache.errors import StateFormatError
 
-__all__ = ["MAC_BYTES", "Reader", "StrPath", "Writer", "begin_mac", "check_replaceable", "mapped", "replacing"]
+__all__ = [
+    "MAC_BYTES",
+    "Reader",
+    "StateFile",
+    "StrPath",
+    "Writer",
+    "begin_mac",
+    "check_replaceable",
+    "open_state",
+    "replacing",
+]
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
@@ -26,18 +36,44 @@ SENT_BYTES = 8 << 20  # after so many, the disk begins to write; later, fsync wo
 NAME_BYTES = 233  # of a name, in that of its temporary file: with 22 more, the 255 that file systems take
 
 
+class StateFile:
+    """A file of `size` bytes that is open to be read.
+
+    It is not mapped: what others cut off meanwhile is then an error, where a mapping would end the process.
+    """
+
+    def __init__(self, file: io.FileIO) -> None:
+        found = os.fstat(file.fileno())
+        _check_regular(found.st_mode)  # another one may have come in its place
+        if not found.st_size:
+            raise StateFormatError("truncated: the file is empty")
+        self._file = file
+        self.size = found.st_size
+
+    def read(self, at: int, nbytes: int) -> bytearray:
+        """Return the `nbytes` bytes at offset `at`, or as many as the file has."""
+        data = bytearray(max(min(nbytes, self.size - at), 0))
+        self.read_to(at, memoryview(data))
+        return data
+
+    def read_to(self, at: int, to: memoryview) -> None:
+        """Fill `to` with the bytes at offset `at`."""
+        self._file.seek(at)
+        while to:
+            count = self._file.readinto(to)
+            if not count:
+                raise StateFormatError("became shorter while it was read")
+            to = to[count:]
+
+
 @contextmanager
-def mapped(path: StrPath) -> Iterator[memoryview]:
-    """Map a regular file into memory, and wait for no other; errors in its content name it."""
+def open_state(path: StrPath) -> Iterator[StateFile]:
+    """Open a regular file, and wait for no other; errors in its content name it."""
     check_path(path)
     try:
         _check_regular(os.stat(path).st_mode)  # to open another one could wake its writer, or rewind a tape
-        with open(path, "rb", opener=_open_at_once) as file:
-            found = os.fstat(file.fileno())
-            _check_regular(found.st_mode)  # another one may have come in its place
-            if not found.st_size:
-                raise StateFormatError("truncated: the file is empty")
-            yield memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))  # ends with the last part of it
+        with open(path, "rb", buffering=0, opener=_open_at_once) as file:
+            yield StateFile(file)
     except StateFormatError as error:
         raise StateFormatError(f"{os.fspath(path)}: {error}") from None
 
@@ -190,24 +226,28 @@ def _sync_folder(folder: str) -> None:
         os.close(handle)
 
 
-# ---- reading with a secret
+# ---- reading
 
 
 class Reader:
-    """Reads a state whose MAC is to be right; `mac` has seen what is before it in the file."""
+    """Reads bytes [begin, end) of a file, which are a state; if there is a secret, its MAC is to be right.
 
-    def __init__(self, data: memoryview, mac: hashlib.blake2b) -> None:
-        self._data = data
+    `mac` has seen what is before it in the file.
+    """
+
+    def __init__(self, file: StateFile, begin: int, end: int, mac: hashlib.blake2b | None = None) -> None:
+        self._file = file
+        self._at, self._end = begin, end
         self._mac = mac
-        self._at = 0
 
     def read(self, to: memoryview) -> None:
-        """Read the next bytes, the last of which are the MAC; raise if it is another one."""
-        end = self._at + len(to)
-        to[:] = self._data[self._at : end]
-        self._at = end
-        if end == len(self._data) and not any(to):
+        """Read the next bytes; raise if the last ones are not the MAC."""
+        self._file.read_to(self._at, to)
+        self._at += len(to)
+        if self._mac is None:
+            return
+        if self._at == self._end and not any(to):
             raise StateFormatError("has no MAC: it was saved without a secret")
-        if end == len(self._data) and not hmac.compare_digest(self._mac.digest(), bytes(to)):
+        if self._at == self._end and not hmac.compare_digest(self._mac.digest(), bytes(to)):
             raise StateFormatError("its MAC is another one: it was altered, or saved with another secret")
         self._mac.update(to)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NoReturn, cast
 
 import numpy as np
@@ -15,7 +17,7 @@ from kvcache.errors import NotSupportedError, StateFormatError
 from kvcache.layer import DTYPES, Layer, Transform
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow
 from kvcache.rope import Rope, RopeLike
-from kvcache.state.files import MAC_BYTES, StrPath, mapped
+from kvcache.state.files import MAC_BYTES, Reader, StateFile, StrPath, open_state
 
 __all__ = [
     "SavedSequence",
@@ -34,6 +36,7 @@ BEGINNING = b'{"__metadata__":{"format":"kvcache",'  # of a header
 MOST_HEADER = 100_000_000  # bytes
 MOST_FIXED, MOST_OF_LAYER = 4096, 1280  # bytes of a header: of metadata and tables, and of the tensors of each layer
 STATE_BYTES, LAYER_BYTES = 128, 192  # of the first table, and of a layer in the second
+READ_BYTES = LAYER_BYTES << 12  # of layers that are looked at together
 
 
 def not_saved(layer: int, keys: npt.NDArray[np.float32], delta: int) -> NoReturn:
@@ -150,32 +153,29 @@ def inspect(path: StrPath, *, verify: bool = False) -> SavedState:
     ...     inspect(f"{folder}/empty", verify=True).layers[0].head_dim
     2
     """
-    with mapped(path) as data:
+    with open_state(path) as file:
         if verify:
-            check_sums(data)
-        return read_state(data)
+            check_sums(file)
+        return read_state(file)
 
 
 # ---- reading the tables
 
 
-def check_sums(data: memoryview) -> None:
+def check_sums(file: StateFile) -> None:
     """Compare a file with its checksums."""
-    try:
-        saved = read_state(data)
-        sizes = [saved.nbytes] if saved.following else []
-    except StateFormatError:
-        sizes = []  # the core says what is wrong
-    for size in sizes:
-        _core.verify(data[:size])
-        data = data[size:]
-    _core.verify(data)
+    ends = [file.size]
+    with suppress(StateFormatError):  # the core says what is wrong
+        saved = read_state(file)
+        ends = [saved.nbytes, file.size] if saved.following else ends
+    for begin, end in pairwise([0, *ends]):
+        _core.verify(Reader(file, begin, end).read, end - begin)
 
 
 def read_states(path: StrPath, wanted: int) -> list[SavedState]:
     """Read what the states of a file say of themselves; raise unless there are so many."""
-    with mapped(path) as data:
-        return states_of(read_state(data), wanted)
+    with open_state(path) as file:
+        return states_of(read_state(file), wanted)
 
 
 def states_of(saved: SavedState, wanted: int) -> list[SavedState]:
@@ -187,85 +187,90 @@ def states_of(saved: SavedState, wanted: int) -> list[SavedState]:
     return [saved] if saved.following is None else [saved, saved.following]
 
 
-def read_state(data: memoryview) -> SavedState:
-    """Read what a mapped file says of itself."""
+def read_state(file: StateFile) -> SavedState:
+    """Read what a file says of itself."""
     try:
-        saved = _read_tables(data, 0)
+        saved = _read_tables(file, 0)
         begin = saved.nbytes
-        if begin == len(data):
+        if begin == file.size:
             return saved
-        if data[begin + 8 : begin + 8 + len(BEGINNING)] == BEGINNING:
-            following = _read_tables(data[begin:], begin)
+        if file.read(begin + 8, len(BEGINNING)) == BEGINNING:
+            following = _read_tables(file, begin)
             saved, begin = replace(saved, following=following), begin + following.nbytes
     except StateFormatError:
         raise
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError):
         raise StateFormatError("altered: its header or its tables cannot be read") from None
-    if begin < len(data):
-        raise StateFormatError(f"altered: it has {len(data) - begin} bytes more than its header says")
+    if begin < file.size:
+        raise StateFormatError(f"altered: it has {file.size - begin} bytes more than its header says")
     return saved
 
 
-def _header(data: memoryview) -> tuple[dict[str, Any], int]:
-    """Return the header, and where the tensors begin."""
-    length, start = int.from_bytes(data[:8], "little"), bytes(data[8 : 8 + len(BEGINNING)])
+def _header(file: StateFile, place: int) -> tuple[dict[str, Any], int]:
+    """Return the header of the state that begins at byte `place`, and where its tensors begin."""
+    length, start = int.from_bytes(file.read(place, 8), "little"), file.read(place + 8, len(BEGINNING))
     if length > MOST_HEADER or (length + 8) % 64 or not BEGINNING.startswith(start):
         raise StateFormatError("no saved state: the file does not begin like one")
-    if length + 8 > len(data):
-        raise StateFormatError(f"truncated: the file has {len(data)} bytes, its header alone {length}")
-    _check_length(data, length)
+    begin = place + 8 + length
+    if begin > file.size:
+        raise StateFormatError(f"truncated: the file has {file.size - place} bytes, its header alone {length}")
+    if length > MOST_FIXED:
+        _check_length(file, begin, length)
     try:
-        header = json.loads(bytes(data[8 : 8 + length]))
+        header = json.loads(file.read(place + 8, length))
         metadata = header.pop("__metadata__")
         version = int(metadata["version"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise StateFormatError("no saved state: the file does not begin like one") from None
     if not 1 <= version <= VERSION:
         raise StateFormatError(f"of a newer format: version {version}; this library reads versions 1 to {VERSION}")
-    return {"__metadata__": metadata, **header}, 8 + length
+    return {"__metadata__": metadata, **header}, begin
 
 
-def _check_length(data: memoryview, length: int) -> None:
-    """Raise if a header is longer than the layers need: reading it could take many times its length in memory."""
-    if length <= MOST_FIXED:
-        return
-    begin = 8 + length + STATE_BYTES
-    num_layers = int.from_bytes(data[8 + length : 16 + length], "little")
-    if begin + num_layers * LAYER_BYTES > len(data):
-        raise StateFormatError(f"truncated or altered: {num_layers} layers do not fit in {len(data)} bytes")
-    layers = np.frombuffer(data[begin : begin + num_layers * LAYER_BYTES], "<i8")
-    with_rows = np.count_nonzero(layers[:: LAYER_BYTES // 8])  # by their num_kv_heads
+def _check_length(file: StateFile, begin: int, length: int) -> None:
+    """Raise if a header is longer than the layers need: reading it could take many times its length in memory.
+
+    begin: of the tensors, the first two of which are the tables of the state and of its layers.
+    """
+    num_layers = int.from_bytes(file.read(begin, 8), "little")
+    begin, end = begin + STATE_BYTES, begin + STATE_BYTES + num_layers * LAYER_BYTES
+    if end > file.size:
+        raise StateFormatError(f"truncated or altered: {num_layers} layers do not fit in {file.size} bytes")
+    with_rows = 0
+    for at in range(begin, end, READ_BYTES):
+        layers = np.frombuffer(file.read(at, min(READ_BYTES, end - at)), "<i8")
+        with_rows += int(np.count_nonzero(layers[:: LAYER_BYTES // 8]))  # by their num_kv_heads
     if length > MOST_FIXED + with_rows * MOST_OF_LAYER:
         raise StateFormatError(f"altered: a header of {length} bytes is too long for {with_rows} layers")
 
 
-def _read_tables(data: memoryview, place: int) -> SavedState:
+def _read_tables(file: StateFile, place: int) -> SavedState:
     """Read a state that begins at byte `place` of its file."""
-    header, start = _header(data)
+    header, start = _header(file, place)
     metadata = header.pop("__metadata__")
     tensors = {}
     for name, entry in header.items():
         begin, end = (start + int(offset) for offset in entry["data_offsets"])
         if not start <= begin <= end:
             raise ValueError(name)
-        if end > len(data):
+        if end > file.size:
             raise StateFormatError(f"truncated: tensor {name} does not fit in the file")
         shape = tuple(map(int, entry["shape"]))
-        tensors[name] = Tensor(name, str(entry["dtype"]), shape, place + begin, place + end)
+        tensors[name] = Tensor(name, str(entry["dtype"]), shape, begin, end)
 
     size = max(tensor.end for tensor in tensors.values()) - place
 
     def table(name: str) -> Any:
         tensor = tensors[name]
         dtype = {"I64": "<i8", "F64": "<f8"}[tensor.dtype]
-        return np.frombuffer(bytes(data[tensor.begin - place : tensor.end - place]), dtype).reshape(tensor.shape)
+        return np.frombuffer(file.read(tensor.begin, tensor.end - tensor.begin), dtype).reshape(tensor.shape)
 
     block_size, max_seq_len, max_sequences, capacity, max_bytes = table("state")[0, 6:11].tolist()
     layers, inv_freq = table("layers"), table("inv_freq")
     own = tuple(_layer(row, inv_freq) for row in layers.tolist())
     sequences = tuple(_sequences(table, layers[:, 9:11].tolist()))
     version, library, fingerprint = int(metadata["version"]), str(metadata["library"]), str(metadata["fingerprint"])
-    has_mac = any(data[size - MAC_BYTES : size])
+    has_mac = any(file.read(place + size - MAC_BYTES, MAC_BYTES))
     return SavedState(
         version, library, fingerprint, own, block_size, max_seq_len, max_sequences, capacity, max_bytes, sequences,
         tuple(tensors.values()), size, has_mac,
