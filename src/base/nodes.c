@@ -49,6 +49,8 @@ static void add_cpu(void *context, int32_t cpu) {
 static void add_node(void *context, int32_t id) {
     reading *r = context;
     char path[256];
+    for (int32_t i = 0; i < r->nodes->num; i++)
+        if (r->nodes->ids[i] == id) return;
     if (r->nodes->num == KVC_MOST_NODES) {
         r->failed = 1;
         return;
@@ -89,20 +91,23 @@ static int has_default_policy(void) {
 #endif
 }
 
+void kvc_nodes_allowed(uint8_t *allowed) {
+    cpu_set_t set;
+    memset(allowed, 0, KVC_MOST_PROCESSORS);
+    if (kvc_openmp_mark_processors(allowed, KVC_MOST_PROCESSORS)) return;
+    const int is_known = sched_getaffinity(0, sizeof set, &set) == 0;
+    for (size_t cpu = 0; cpu < KVC_MOST_PROCESSORS; cpu++)
+        allowed[cpu] = !is_known || (cpu < CPU_SETSIZE && CPU_ISSET(cpu, &set));
+}
+
 void kvc_nodes_find(void) {
-    static const char FOLDER[] = "/sys/devices/system/node";
     static int is_done;
     static uint8_t allowed[KVC_MOST_PROCESSORS];
-    cpu_set_t set;
     if (is_done) return;
     is_done = 1;
-    memset(allowed, 1, sizeof allowed);
-    kvc_nodes_read(FOLDER, allowed, &known);
+    kvc_nodes_allowed(allowed);
+    kvc_nodes_read("/sys/devices/system/node", allowed, &known);
     if (known.num > 1 && !has_default_policy()) known.num = 0;
-    /* Where OpenMP binds threads, this one has a place of its own already. */
-    if (known.num < 2 || kvc_openmp_num_places() > 0 || sched_getaffinity(0, sizeof set, &set) != 0) return;
-    for (size_t cpu = 0; cpu < KVC_MOST_PROCESSORS; cpu++) allowed[cpu] = cpu < CPU_SETSIZE && CPU_ISSET(cpu, &set);
-    kvc_nodes_read(FOLDER, allowed, &known);
 }
 
 int32_t kvc_node_here(void) {

@@ -19,6 +19,10 @@ typedef struct kvc_nodes {
  * allowed: [KVC_MOST_PROCESSORS] whether the process may run on a processor. */
 void kvc_nodes_read(const char *folder, const uint8_t *allowed, kvc_nodes *nodes);
 
+/* Sets allowed[i] to whether the process may run on processor i, also where OpenMP has bound the calling thread to few
+ * of them.  Linux alone. */
+void kvc_nodes_allowed(uint8_t *allowed);
+
 /* Finds out about this machine, the first time.  Call it from one thread at a time. */
 void kvc_nodes_find(void);
 

@@ -2,6 +2,8 @@
 #ifndef KVC_OPENMP_H
 #define KVC_OPENMP_H
 
+#include <stdint.h>
+
 /* How this library was compiled: the version of OpenMP, such as 201511, and the runtime that it links to.  With
  * KVC_OPENMP_OF_PROCESS it links to none, and has regions where other libraries of the process have brought one. */
 #if !defined(_OPENMP) && defined(KVC_OPENMP_OF_PROCESS)
@@ -41,6 +43,9 @@ int kvc_openmp_thread_limit(void);
 
 /* Returns how many places (OMP_PLACES) threads are bound to; 0 if they are not bound. */
 int kvc_openmp_num_places(void);
+
+/* Sets marks[i] to 1 for the processors i < num of these places.  Returns how many places there are. */
+int kvc_openmp_mark_processors(uint8_t *marks, int num);
 
 /* Runs work(context) on each of up to num_threads threads, the calling one among them, and waits for all of them. */
 void kvc_openmp_run(void (*work)(void *context), void *context, int num_threads);

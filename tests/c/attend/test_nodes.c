@@ -3,12 +3,14 @@
  * and write on the node of their thread and on others.  Its threads are equally fast: they take tasks in turn.  Then
  * real threads take them, which changes no bit.
  * Not for Windows: no call is diverted there. */
-#define _DEFAULT_SOURCE /* mkdtemp */
+#define _GNU_SOURCE /* mkdtemp, cpu_set_t */
+#include <sched.h>
 #include <stdatomic.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include "base/nodes.h"
+#include "base/openmp.h"
 #include "base/pages.h"
 #include "base/parallel.h"
 #include "cache/cache.h"
@@ -287,6 +289,51 @@ static void remove_node(const char *name) {
     CHECK(unlink(path_of(list)) == 0 && rmdir(path_of(name)) == 0);
 }
 
+#if defined(__linux__)
+
+/* What the system and OpenMP say where a process may use processors [first, last]; last -1: what they say here. */
+static int first, last = -1, num_places;
+
+int __wrap_kvc_openmp_mark_processors(uint8_t *marks, int num);
+int __wrap_sched_getaffinity(pid_t pid, size_t size, cpu_set_t *set);
+
+int __wrap_kvc_openmp_mark_processors(uint8_t *marks, int num) {
+    if (last < 0) return kvc_openmp_mark_processors(marks, num);
+    if (num_places) memset(marks + first, 1, (size_t)(last - first + 1));
+    return num_places;
+}
+
+/* OpenMP has bound the calling thread to the first place. */
+int __wrap_sched_getaffinity(pid_t pid, size_t size, cpu_set_t *set) {
+    if (last < 0) return sched_getaffinity(pid, size, set);
+    CPU_ZERO_S(size, set);
+    for (int i = first; i <= (num_places ? first : last); i++) CPU_SET_S((size_t)i, size, set);
+    return 0;
+}
+
+/* Counts the nodes of a process that may use processors [from, to]. */
+static int32_t num_confined(int from, int to) {
+    static uint8_t allowed[KVC_MOST_PROCESSORS];
+    static kvc_nodes nodes;
+    first = from;
+    last = to;
+    kvc_nodes_allowed(allowed);
+    last = -1;
+    kvc_nodes_read(folder, allowed, &nodes);
+    return nodes.num;
+}
+
+static void test_confined(void) {
+    for (num_places = 0; num_places < 3; num_places++) {
+        CHECK(num_confined(0, 3) == 1 && num_confined(4, 7) == 1);
+        CHECK(num_confined(16, 23) == 2 && num_confined(0, 12) == 4);
+    }
+}
+
+#else
+static void test_confined(void) {}
+#endif
+
 /* Nodes are those with processors that the process may use. */
 static void test_reading(void) {
     static uint8_t allowed[KVC_MOST_PROCESSORS];
@@ -308,6 +355,11 @@ static void test_reading(void) {
     memset(allowed + 16, 0, 8);
     kvc_nodes_read(folder, allowed, &nodes);
     CHECK(nodes.num == 2 && nodes.ids[0] == 3 && nodes.ids[1] == 7 && nodes.of_cpu[8] == 0 && nodes.of_cpu[9] == 1);
+    memset(allowed, 1, sizeof allowed);
+    write_file("has_cpu", "1,0-1,3,3,7,0\n"); /* each node counts once */
+    kvc_nodes_read(folder, allowed, &nodes);
+    CHECK(nodes.num == 4 && nodes.ids[0] == 1 && nodes.ids[1] == 0 && nodes.of_cpu[2] == 1 && nodes.of_cpu[20] == 0);
+    test_confined();
     write_file("has_cpu", "0-1,4\n"); /* a node whose list is missing */
     kvc_nodes_read(folder, allowed, &nodes);
     CHECK(nodes.num == 0);
