@@ -2,7 +2,8 @@
  * (HAS_DOT_16); part of template.h.
  *
  * Nothing is decoded to f32, which halves the instructions.  Products are exact, except that denormals of bf16 count
- * as 0.
+ * as 0.  Their sum is scaled in the end, as a scaled query would have to be rounded again: so products of bf16 overflow
+ * where those of a scaled query of f32 would not.
  */
 
 enum { STEP_16 = 2 * LANES / ROWS }; /* elements of a row that are multiplied at once */
