@@ -50,27 +50,31 @@ INLINE void b_store(char *p, bvec x) { store_16(p, vreinterpretq_s8_u16(x)); }
 
 /* Loads elements [d, d + 8) of row j, which are 0 past row n and element dim. */
 INLINE bvec load_8(const void *rows, int64_t row_stride, int j, int n, int d, int dim) {
+    if (j >= n) return vdupq_n_u16(0);
     const char *const at = (const char *)row_at(rows, row_stride, j) + d * (int)sizeof(uint16_t);
-    return j >= n ? vdupq_n_u16(0) : d + 8 <= dim ? b_load(at) : b_load_some(at, dim - d);
+    return d + 8 <= dim ? b_load(at) : b_load_some(at, dim - d);
 }
 
 /* Is a kvc_pack_keys_fn. */
-TARGET static void pack_keys_in_pairs(float *dst, const void *rows, int64_t row_stride, int first, int n, int dim) {
+TARGET static void kvc_pack_keys_bf16_neonbf16(float *dst, const void *rows, int64_t row_stride, int first, int n,
+                                               int dim) {
     char *to = (char *)dst;
     (void)first; /* 0: tiles have KVC_TILE rows */
     for (int j = 0; j < n; j += BLOCK)
-        for (int d = 0; d < dim; d += 2 * STEP, to += 2 * STEP_BYTES) UNROLL
-    for (int i = 0; i < BLOCK; i += 2) {
-        const uint64x2_t x = vreinterpretq_u64_u16(load_8(rows, row_stride, j + i, n, d, dim));
-        const uint64x2_t y = vreinterpretq_u64_u16(load_8(rows, row_stride, j + i + 1, n, d, dim));
-        b_store(to + i / 2 * (int)sizeof(bvec), vreinterpretq_u16_u64(vzip1q_u64(x, y)));
-        b_store(to + STEP_BYTES + i / 2 * (int)sizeof(bvec), vreinterpretq_u16_u64(vzip2q_u64(x, y)));
-    }
+        for (int d = 0; d < dim; d += 2 * STEP, to += 2 * STEP_BYTES) {
+            UNROLL
+            for (int i = 0; i < BLOCK; i += 2) {
+                const uint64x2_t x = vreinterpretq_u64_u16(load_8(rows, row_stride, j + i, n, d, dim));
+                const uint64x2_t y = vreinterpretq_u64_u16(load_8(rows, row_stride, j + i + 1, n, d, dim));
+                b_store(to + i / 2 * (int)sizeof(bvec), vreinterpretq_u16_u64(vzip1q_u64(x, y)));
+                b_store(to + STEP_BYTES + i / 2 * (int)sizeof(bvec), vreinterpretq_u16_u64(vzip2q_u64(x, y)));
+            }
+        }
 }
 
 /* Is a kvc_pack_values_fn. */
-TARGET static void pack_values_in_pairs(float *dst, int dst_stride, const void *rows, int64_t row_stride, int first,
-                                        int n, int dim) {
+TARGET static void kvc_pack_values_bf16_neonbf16(float *dst, int dst_stride, const void *rows, int64_t row_stride,
+                                                 int first, int n, int dim) {
     char *to = (char *)dst;
     (void)dst_stride, (void)first;
     for (int d = 0; d < dim; d += BLOCK)
@@ -192,8 +196,8 @@ INLINE void multiply_pairs(int parts, float *c, int ldc, const float *a, int lda
 
 DEFINE_PREPARE_16(kvc_prepare_bf16_neonbf16)
 DEFINE_SCORE_16(kvc_score_bf16_neonbf16, KVC_BF16)
-DEFINE_MULTIPLY_PAIRS(multiply_1_by_1, 1)
-DEFINE_MULTIPLY_PAIRS(multiply_2_by_1, 2)
+DEFINE_MULTIPLY_PAIRS(kvc_multiply_1_by_1_neonbf16, 1)
+DEFINE_MULTIPLY_PAIRS(kvc_multiply_2_by_1_neonbf16, 2)
 
 const kvc_kernels kvc_kernels_neonbf16 = {
     .name = "neonbf16",
@@ -202,10 +206,10 @@ const kvc_kernels kvc_kernels_neonbf16 = {
     KVC_NEONFHM_F16,
     .score_16[KVC_BF16] = {kvc_prepare_bf16_neonbf16, kvc_score_bf16_neonbf16},
     .tiler[KVC_BF16] = {.prepare = kvc_scale_neon,
-                        .pack_keys = pack_keys_in_pairs,
-                        .pack_values = pack_values_in_pairs,
-                        .score = multiply_2_by_1,
-                        .accumulate = multiply_2_by_1,
-                        .score_bf16 = multiply_1_by_1},
+                        .pack_keys = kvc_pack_keys_bf16_neonbf16,
+                        .pack_values = kvc_pack_values_bf16_neonbf16,
+                        .score = kvc_multiply_2_by_1_neonbf16,
+                        .accumulate = kvc_multiply_2_by_1_neonbf16,
+                        .score_bf16 = kvc_multiply_1_by_1_neonbf16},
 };
 #endif
