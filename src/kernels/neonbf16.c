@@ -139,6 +139,15 @@ INLINE vec multiply(vec sum, bvec x, bvec y) {
     return sum;
 }
 
+/* Stores, or adds, the first or second row of the sums of two. */
+INLINE void store_row(float *c, const vec sums[PAIRS_AT_ONCE], int is_second, int add) {
+    UNROLL
+    for (int j = 0; j < PAIRS_AT_ONCE; j += 2, c += LANES) {
+        const vec x = is_second ? high_halves(sums[j], sums[j + 1]) : low_halves(sums[j], sums[j + 1]);
+        v_store(c, add ? v_add(v_load(c), x) : x);
+    }
+}
+
 /* Multiplies BLOCK rows, of which `rows` are stored, by BLOCK columns. */
 INLINE void multiply_block(int parts, float *c, int ldc, int rows, const char *a, const char *b, int steps, int add) {
     vec sums[PAIRS_AT_ONCE][PAIRS_AT_ONCE];
@@ -158,15 +167,8 @@ INLINE void multiply_block(int parts, float *c, int ldc, int rows, const char *a
         }
     }
     UNROLL
-    for (int i = 0; i < BLOCK; i++, c += ldc) {
-        if (i >= rows) return;
-        UNROLL
-        for (int j = 0; j < PAIRS_AT_ONCE; j += 2) {
-            float *const at = c + j * 2;
-            const vec x = sums[i / 2][j], y = sums[i / 2][j + 1], sum = i % 2 ? high_halves(x, y) : low_halves(x, y);
-            v_store(at, add ? v_add(v_load(at), sum) : sum);
-        }
-    }
+    for (int i = 0; i < BLOCK; i++, c += ldc)
+        if (i < rows) store_row(c, sums[i / 2], i % 2, add);
 }
 
 /* Is a kvc_matmul_fn over panels, and rows of floats, of two parts, or of bf16, of one. */
