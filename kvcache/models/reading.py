@@ -67,7 +67,7 @@ Stamp: TypeAlias = tuple[int, int, int, int]  # identifies a file's content: dev
 
 
 class File:
-    """An open regular file, whose `descriptor` it does not close; `path` is for messages."""
+    """An open regular file, for one thread; its `descriptor` it does not close, and `path` is for messages."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path, self._descriptor = path, descriptor

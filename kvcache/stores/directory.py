@@ -137,10 +137,12 @@ class DirectoryStore(MutableMapping[str, bytes]):
                     files.unlink(folder, name)  # it is replaced
                     self._evict(usage, size)
                     before = 0
-                # Count too much rather than too little, should this process be killed in between.
-                usage.total += size
-                temporary.rename(name)
-                usage.total -= before
+                total = usage.total
+                usage.total = total + size  # too much rather than too little, should this process be killed in between
+                try:
+                    temporary.rename(name)
+                finally:
+                    usage.total = total if temporary.name else total + size - before
 
     def __delitem__(self, key: str) -> None:
         name = _name_of(key)

@@ -241,9 +241,11 @@ static kvc_status take_name(const directory *d, kvc_folder folder, const kvc_own
         before = 0;
     }
     KVC_TRY(write_total(d, usage, total + size)); /* too much rather than too little, if the process is killed here */
-    if (!kvc_file_rename(folder, from, name)) return fail_for(d, "rename a file to", name);
-    kvc_file_touch(temporary->file);
-    return write_total(d, usage, total + size - before);
+    const int is_named = kvc_file_rename(folder, from, name), reason = errno;
+    if (is_named) kvc_file_touch(temporary->file);
+    KVC_TRY(write_total(d, usage, is_named ? total + size - before : total));
+    errno = reason;
+    return is_named ? KVC_OK : fail_for(d, "rename a file to", name);
 }
 
 /* Makes a file under a name that nobody uses, and locks it. */

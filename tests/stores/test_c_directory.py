@@ -52,6 +52,21 @@ def test_the_same_files(both):
     assert counted(python) == python.nbytes == FILE + 18
 
 
+def test_what_cannot_take_its_name_does_not_count(both):
+    ours, python = both()
+    python[NAMES[0]] = b"a value"
+    (path,) = python.path.glob("*.kv")
+    del python[NAMES[0]]
+    path.mkdir()
+    python[NAMES[1]] = b"another"
+    for write in (ours.write, python.__setitem__):
+        for _ in range(3):
+            with pytest.raises((OSError, c_stores.StoreError), match=r"irectory"):
+                write(NAMES[0], bytes(400))
+            assert counted(python) == python.nbytes == FILE + 7
+    assert len(list(python.path.iterdir())) == 3
+
+
 def test_both_evict_by_last_use(both):
     size = 16 * (FILE + 100)
     ours, python = both(size)
