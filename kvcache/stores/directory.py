@@ -218,6 +218,7 @@ class _Locked:
     """
 
     file = -1
+    num_forks = 0  # of the process: a child may have a file that was being opened, and not know of it
 
     def __init__(self, folder: files.Folder) -> None:
         self.folder = folder
@@ -241,13 +242,17 @@ class _Locked:
 _all_locked: Living[_Locked] = Living()
 
 
+def _count_fork() -> None:
+    _Locked.num_forks += 1
+
+
 def _close_in_child() -> None:
     for locked in _all_locked.alive():
         locked.close()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
+    os.register_at_fork(before=_count_fork, after_in_child=_close_in_child)
 
 
 class _Usage(_Locked):
@@ -256,15 +261,16 @@ class _Usage(_Locked):
     def __enter__(self) -> Self:
         deadline = time.monotonic() + LOCK_WAIT
         while True:
+            num_forks = self.num_forks
             self.file = files.open_file(self.folder, USAGE_NAME, os.O_RDWR | os.O_CREAT)
             try:
                 self._wait(deadline)
-                if os.fstat(self.file).st_nlink:
+                if os.fstat(self.file).st_nlink and self.num_forks == num_forks:
                     return self
             except BaseException:
                 self.close()
                 raise
-            self.close()  # somebody has removed it meanwhile, and others lock the next one
+            self.close()  # somebody has removed it meanwhile, and others lock the next one; or a child may have it
 
     def _wait(self, deadline: float) -> None:
         """Wait until nobody else has the lock."""

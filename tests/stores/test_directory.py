@@ -508,20 +508,35 @@ FORK_AND_DIE = """
 import os, sys, time
 sys.path[:] = {path!r}
 from kvcache.stores import DirectoryStore, directory
+
+child = None
+def fork():
+    global child
+    if child is None:
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+
+def open_file(*arguments, call=directory.files.open_file):
+    file = call(*arguments)
+    if {when!r} == "opened":
+        fork()
+    return file
+
 store = DirectoryStore({folder!r})
+directory.files.open_file = open_file
 with directory.files.open_folder(store.path) as folder, directory._Usage(folder):
-    child = os.fork()
-    if not child:
-        time.sleep(60)
+    fork()
     print(child, flush=True)
     os._exit(0)
 """
 
 
-def test_a_child_whose_parent_was_killed_during_a_write_keeps_no_lock(stored, monkeypatch):
+@pytest.mark.parametrize("when", ["opened", "locked"])
+def test_a_child_whose_parent_was_killed_during_a_write_keeps_no_lock(stored, monkeypatch, when):
     store, _ = stored
     monkeypatch.setattr(directory, "LOCK_WAIT", 1)
-    code = FORK_AND_DIE.format(path=sys.path, folder=str(store.path))
+    code = FORK_AND_DIE.format(path=sys.path, folder=str(store.path), when=when)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         child = int(process.stdout.readline())
         process.wait()
