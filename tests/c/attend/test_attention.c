@@ -35,6 +35,18 @@ static void test_thinned(void) {
     }
 }
 
+/* Many queries of each type, for which tiles of rows of each type are multiplied. */
+static void test_tiled(void) {
+    for (int type = 0; type < KVC_STORED_TYPES; type++)
+        for (int q_type = 0; q_type < KVC_FLOAT_TYPES; q_type++) {
+            static scene s;
+            s = plain_scene(1, 4, 64, 150, 12);
+            s.layer.k_type = s.layer.v_type = type;
+            s.q_type = q_type;
+            check_scene(&s, &usual);
+        }
+}
+
 /* ---- special scores and values ----------------------------------------------------------------------------------- */
 
 /* Scores so far apart that the largest has all the weight. */
@@ -682,6 +694,7 @@ static void test_bad_arguments(void) {
 static void test_isa(void) {
     test_random();
     test_thinned();
+    test_tiled();
     test_huge_scores();
     test_strides();
     test_nothing_visible();
