@@ -6,7 +6,9 @@
 
 #include <direct.h>
 #include <io.h>
-#include <windows.h>
+
+/* As windows.h declares it, which cannot be included here: immintrin.h includes this file before it has its types. */
+__declspec(dllimport) int __stdcall SetEnvironmentVariableA(const char *name, const char *value);
 
 /* Set a variable of the process alone: the C library does not see it, as if another one had set it. */
 static inline int setenv(const char *name, const char *value, int replaces) {
@@ -16,6 +18,9 @@ static inline int setenv(const char *name, const char *value, int replaces) {
 
 static inline int unsetenv(const char *name) { return setenv(name, NULL, 1); }
 
-static inline char *mkdtemp(char *pattern) { return _mktemp(pattern) && !_mkdir(pattern) ? pattern : NULL; }
+/* Makes a temporary folder; newer MinGWs declare a function of their own for it. */
+static inline char *make_folder(char *pattern) { return _mktemp(pattern) && !_mkdir(pattern) ? pattern : NULL; }
+
+#define mkdtemp make_folder
 
 #endif
