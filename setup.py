@@ -99,7 +99,7 @@ class BuildExt(build_ext):
             if self.compiler != "mingw32":
                 sys.exit(f"--compiler={self.compiler} cannot build kvcache: use mingw32, which is the default.")
             if "CC" not in os.environ and not shutil.which("gcc"):
-                sys.exit("No gcc was found: put that of MinGW-w64 on PATH, or set CC to its Clang.")
+                sys.exit("No gcc was found: put the one of MinGW-w64 on PATH, or set CC to a Clang for it.")
         super().run()
 
     def build_extensions(self):

@@ -141,7 +141,7 @@ runpy.run_path("setup.py")
 
 @pytest.mark.parametrize(("compiler", "told"), [
     (["--compiler=msvc"], "--compiler=msvc cannot build kvcache: use mingw32, which is the default."),
-    ([], "No gcc was found: put that of MinGW-w64 on PATH, or set CC to its Clang."),
+    ([], "No gcc was found: put the one of MinGW-w64 on PATH, or set CC to a Clang for it."),
 ])  # fmt: skip
 def test_compilers_that_cannot_build_are_refused(tmp_path, compiler, told):
     environment = {name: value for name, value in ENVIRONMENT.items() if name != "CC"} | {"PATH": str(tmp_path)}
