@@ -260,13 +260,16 @@ def _read_tables(file: StateFile, place: int) -> SavedState:
 
     size = max(tensor.end for tensor in tensors.values()) - place
 
-    def table(name: str) -> Any:
+    def table(name: str, *row: int) -> Any:
         tensor = tensors[name]
         dtype = {"I64": "<i8", "F64": "<f8"}[tensor.dtype]
-        return np.frombuffer(file.read(tensor.begin, tensor.end - tensor.begin), dtype).reshape(tensor.shape)
+        rows = np.frombuffer(file.read(tensor.begin, tensor.end - tensor.begin), dtype).reshape(-1, *row)
+        if rows.shape != tensor.shape:  # which may claim any number of rows of nothing
+            raise ValueError(name)
+        return rows
 
-    block_size, max_seq_len, max_sequences, capacity, max_bytes = table("state")[0, 6:11].tolist()
-    layers, inv_freq = table("layers"), table("inv_freq")
+    block_size, max_seq_len, max_sequences, capacity, max_bytes = table("state", STATE_BYTES // 8)[0, 6:11].tolist()
+    layers, inv_freq = table("layers", LAYER_BYTES // 8), table("inv_freq")
     own = tuple(_layer(row, inv_freq) for row in layers.tolist())
     sequences = tuple(_sequences(table, layers[:, 9:11].tolist()))
     version, library, fingerprint = int(metadata["version"]), str(metadata["library"]), str(metadata["fingerprint"])
@@ -310,9 +313,9 @@ def _layer(row: list[int], inv_freq: npt.NDArray[np.float64]) -> Layer:
 def _sequences(table: Any, groups: list[list[int]]) -> Iterator[SavedSequence]:
     """Read the sequences; groups: the group of each layer, and the kind of its policy."""
     cross = {group for group, kind in groups if kind == _core.POLICIES["cross"]}  # whose rows are not tokens'
-    holdings, runs, tokens = table("holdings"), table("runs"), table("tokens")
+    holdings, runs, tokens = table("holdings", len(table("group_rows")), 5), table("runs", 4), table("tokens")
     first = at = 0
-    for (seq_id, num_tokens), holding in zip(table("sequences").tolist(), holdings, strict=True):
+    for (seq_id, num_tokens), holding in zip(table("sequences", 2).tolist(), holdings, strict=True):
         num_rows, following = [], 0
         for group, (num_runs, _, lost_end, _, _) in enumerate(holding.tolist()):
             its = runs[first : first + num_runs]

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import os
 import resource
 import signal
@@ -600,3 +601,25 @@ def test_a_header_that_claims_to_be_long_takes_no_memory(tmp_path, behind, num_l
         assert said == {f"truncated or altered: {num_layers} layers do not fit in {2 * length} bytes"}
     else:
         assert said == {f"altered: a header of {length} bytes is too long for 0 layers"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("table", "shape"), [("layers", [10**7, 0]), ("sequences", [10**7, 0]), ("holdings", [1, 10**7, 0])]
+)
+def test_a_table_that_claims_many_rows_of_nothing_takes_no_memory(tmp_path, table, shape):
+    path = tmp_path / "state"
+    cache = kvcache.KVCache(1, 1, 2, 8)
+    feed(cache, 0, 1)
+    cache.save(path)
+    data = path.read_bytes()
+    rows = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:rows])
+    begin, _ = header[table]["data_offsets"]
+    header[table] |= {"shape": shape, "data_offsets": [begin, begin]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % 64)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[rows:])
+    run = subprocess.run([sys.executable, "-c", READ_APART, path], capture_output=True, text=True, timeout=60)
+    assert not run.returncode, run.stderr
+    assert set(run.stdout.splitlines()) == {"altered: its header or its tables cannot be read"}
