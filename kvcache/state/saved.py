@@ -216,8 +216,9 @@ def _header(file: StateFile, place: int) -> tuple[dict[str, Any], int]:
         raise StateFormatError(f"truncated: the file has {file.size - place} bytes, its header alone {length}")
     if length > MOST_FIXED:
         _check_length(file, begin, length)
+    text = file.read(place + 8, length)
     try:
-        header = json.loads(file.read(place + 8, length))
+        header = json.loads(text)
         metadata = header.pop("__metadata__")
         version = int(metadata["version"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

@@ -26,6 +26,9 @@ if when == "before the rows":
     for name in ("verify", "restore"):
         call = getattr(_core, name)
         setattr(_core, name, lambda *a, call=call: (cut(os.path.getsize(path) // 2), call(*a)))
+elif when == "before the header":
+    starts = state.saved.BEGINNING
+    state.saved.BEGINNING = type("Beginning", (bytes,), {"startswith": lambda self, start: (cut(64), True)[1]})(starts)
 else:
     loads = state.saved.json.loads
     state.saved.json.loads = lambda text: (cut(8), loads(text))[1]
@@ -47,7 +50,10 @@ HOW = ["inspect all", "load", "restore", "restore with a secret"]
 @pytest.mark.skipif(sys.platform == "win32", reason="a file that is open cannot be cut there")
 @pytest.mark.parametrize(
     ("when", "how"),
-    [*(("before the rows", how) for how in HOW), *(("behind the header", how) for how in ["inspect", *HOW])],
+    [
+        *(("before the rows", how) for how in HOW),
+        *((when, how) for when in ("before the header", "behind the header") for how in ["inspect", *HOW]),
+    ],
 )
 def test_a_file_that_is_cut_is_an_error(tmp_path, when, how):
     path = tmp_path / "state"
