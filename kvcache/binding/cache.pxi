@@ -26,12 +26,14 @@ cdef class Cache(_CallCounter):
         cdef kvc_config config
         cdef kvc_status status
         cdef int32_t i
+        cdef dict frequencies = {}
         self.num_layers = len(layers)
         self.callbacks = Callbacks(self.num_layers) if original is None else original.callbacks
         self.layers = <kvc_layer *>PyMem_Calloc(self.num_layers, sizeof(kvc_layer))
         if self.layers == NULL:
             raise MemoryError
-        _owners = [self.read_layer(i, layers[i]) for i in range(self.num_layers)]
+        for i in range(self.num_layers):
+            self.read_layer(i, layers[i], frequencies)
         memset(&config, 0, sizeof(config))
         config.struct_size = sizeof(kvc_config)
         config.layers = self.layers
@@ -56,8 +58,8 @@ cdef class Cache(_CallCounter):
         for i in range(self.num_layers):
             self.layers[i].rope.inv_freq = NULL  # the core has copied the frequencies
 
-    cdef object read_layer(self, int32_t i, tuple description):
-        """Fill in a layer from its tuple (see _core.pyi); return the object that keeps the rope's frequencies."""
+    cdef int read_layer(self, int32_t i, tuple description, dict kept) except -1:
+        """Fill in a layer from its tuple (see _core.pyi); keep the frequencies of each rope, once for its layers."""
         cdef kvc_layer *layer = &self.layers[i]
         cdef double[::1] frequencies
         shapes, types, transforms, layer.value_in_key, layer.share, policy, rope = description
@@ -77,10 +79,11 @@ cdef class Cache(_CallCounter):
         else:
             layer.rope.kind = KVC_ROPE_FREQUENCIES
             inv_freq, layer.rope.interleaved, layer.rope.first_dim = rope
-            frequencies = np.array(inv_freq, np.float64)
+            if id(inv_freq) not in kept:
+                kept[id(inv_freq)] = np.array(inv_freq, np.float64)
+            frequencies = kept[id(inv_freq)]
             layer.rope.num_freqs, layer.rope.inv_freq = <int32_t>frequencies.shape[0], &frequencies[0]
-            return frequencies.base
-        return None
+        return 0
 
     def __dealloc__(self):
         with nogil:

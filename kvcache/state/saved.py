@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NoReturn, cast
 
@@ -63,8 +63,6 @@ class SavedSequence:
     ----------
     seq_id : int
         The sequence's id.
-    num_rows : tuple of int
-        The number of its rows in each layer.
     next_position : int
         The position of its next token.
     tokens : ndarray of int64
@@ -72,9 +70,15 @@ class SavedSequence:
     """
 
     seq_id: int
-    num_rows: tuple[int, ...]
     next_position: int
     tokens: npt.NDArray[np.int64]
+    _rows_of_groups: tuple[int, ...] = field(repr=False)
+    _groups: tuple[int, ...] = field(repr=False)  # of all layers; of all sequences the same object
+
+    @property
+    def num_rows(self) -> tuple[int, ...]:
+        """The number of its rows in each layer."""
+        return tuple(self._rows_of_groups[group] for group in self._groups)
 
 
 @dataclass(frozen=True)
@@ -271,7 +275,7 @@ def _read_tables(file: StateFile, place: int) -> SavedState:
 
     block_size, max_seq_len, max_sequences, capacity, max_bytes = table("state", STATE_BYTES // 8)[0, 6:11].tolist()
     layers, inv_freq = table("layers", LAYER_BYTES // 8), table("inv_freq")
-    own = tuple(_layer(row, inv_freq) for row in layers.tolist())
+    own = tuple(_layers_of(layers.tolist(), inv_freq))
     sequences = tuple(_sequences(table, layers[:, 9:11].tolist()))
     version, library, fingerprint = int(metadata["version"]), str(metadata["library"]), str(metadata["fingerprint"])
     has_mac = any(file.read(place + size - MAC_BYTES, MAC_BYTES))
@@ -281,9 +285,20 @@ def _read_tables(file: StateFile, place: int) -> SavedState:
     )  # fmt: skip
 
 
-def _layer(row: list[int], inv_freq: npt.NDArray[np.float64]) -> Layer:
+def _layers_of(rows: list[list[int]], inv_freq: npt.NDArray[np.float64]) -> Iterator[Layer]:
+    """Read the layers; those of one rope get the same object, and no two ropes have frequencies in common."""
+    named = [tuple(row[16:21]) for row in rows]  # by the kind, interleaved, first_dim, num_freqs and their place
+    frequencies = {rope: inv_freq[rope[4] : rope[4] + rope[3]] for rope in named if rope[0] == 2}
+    if sum(map(len, frequencies.values())) > len(inv_freq):
+        raise ValueError("inv_freq")
+    ropes = {rope: Rope(its, bool(rope[1]), rope[2]) for rope, its in frequencies.items()}
+    for row, rope in zip(rows, named, strict=True):
+        yield _layer(row, ropes.get(rope))
+
+
+def _layer(row: list[int], rotation: Rope | None) -> Layer:
     heads, k_dim, v_dim, k_type, v_type, k_transform, v_transform, value_in_key, share = row[:9]
-    kind, window, sinks, resume, chunk, max_len, rope, interleaved, first_dim, num_freqs, first = row[10:21]
+    kind, window, sinks, resume, chunk, max_len, rope = row[10:17]
     policies: dict[str, Any] = {
         "full": lambda: FullAttention(),
         "sliding": lambda: SlidingWindow(window, sinks, None if resume in (0, window) else resume),
@@ -292,9 +307,7 @@ def _layer(row: list[int], inv_freq: npt.NDArray[np.float64]) -> Layer:
         "none": lambda: None,
     }
     policy: Policy | None = policies[{number: name for name, number in _core.POLICIES.items()}[kind]]()
-    frequencies = inv_freq[first : first + num_freqs]
-    ropes: list[RopeLike] = [None, False, None, not_saved]
-    ropes[2] = Rope(frequencies, bool(interleaved), first_dim) if rope == 2 else None
+    ropes: list[RopeLike] = [None, False, rotation, not_saved]
     transforms = {number: name for name, number in _core.TRANSFORMS.items()}
     return Layer(
         heads,
@@ -313,10 +326,17 @@ def _layer(row: list[int], inv_freq: npt.NDArray[np.float64]) -> Layer:
 
 def _sequences(table: Any, groups: list[list[int]]) -> Iterator[SavedSequence]:
     """Read the sequences; groups: the group of each layer, and the kind of its policy."""
+    num_groups = len(table("group_rows"))
+    sequences, holdings = table("sequences", 2), table("holdings", num_groups, 5)
+    runs, tokens = table("runs", 4), table("tokens")
+    if (sequences[:, 1] < 0).any() or (holdings[:, :, 0] < 0).any():  # some runs and tokens would be those of many
+        raise ValueError("sequences")
+    of_layers = tuple(group for group, _ in groups)
+    if not all(0 <= group < num_groups for group in of_layers):
+        raise ValueError("layers")
     cross = {group for group, kind in groups if kind == _core.POLICIES["cross"]}  # whose rows are not tokens'
-    holdings, runs, tokens = table("holdings", len(table("group_rows")), 5), table("runs", 4), table("tokens")
     first = at = 0
-    for (seq_id, num_tokens), holding in zip(table("sequences", 2).tolist(), holdings, strict=True):
+    for (seq_id, num_tokens), holding in zip(sequences.tolist(), holdings, strict=True):
         num_rows, following = [], 0
         for group, (num_runs, _, lost_end, _, _) in enumerate(holding.tolist()):
             its = runs[first : first + num_runs]
@@ -324,7 +344,6 @@ def _sequences(table: Any, groups: list[list[int]]) -> Iterator[SavedSequence]:
             if group not in cross:
                 following = max(following, lost_end, *(its[:, 1] + its[:, 2]).tolist())
             first += num_runs
-        yield SavedSequence(
-            seq_id, tuple(num_rows[group] for group, _ in groups), following, tokens[at : at + num_tokens].copy()
-        )
+        its_tokens = tokens[at : at + num_tokens].copy()
+        yield SavedSequence(seq_id, following, its_tokens, tuple(num_rows), of_layers)
         at += num_tokens

@@ -565,12 +565,16 @@ def _state_as_json(found: state.SavedState, verified: bool) -> dict[str, Any]:
     """Return what --json prints of a saved state."""
     facts = ("version", "library", "fingerprint", "nbytes", "has_mac")
     limits = ("block_size", "max_seq_len", "max_sequences", "capacity", "max_bytes")
+    of_sequence = ("seq_id", "num_rows", "next_position")
     return {
         **{name: getattr(found, name) for name in facts},
         "verified": verified,
         **{name: getattr(found, name) or None for name in limits},
         "layers": [str(layer) for layer in found.layers],
-        "sequences": [dataclasses.asdict(one) | {"tokens": one.tokens.tolist()} for one in found.sequences],
+        "sequences": [
+            {**{name: getattr(one, name) for name in of_sequence}, "tokens": one.tokens.tolist()}
+            for one in found.sequences
+        ],
         "tensors": [dataclasses.asdict(tensor) for tensor in found.tensors],
         **({} if found.following is None else {"following": _state_as_json(found.following, verified)}),
     }

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -594,9 +595,7 @@ def test_a_header_that_claims_to_be_long_takes_no_memory(tmp_path, behind, num_l
         file.seek(8 + length)
         file.write(num_layers.to_bytes(8, "little"))
         file.truncate(2 * length)
-    run = subprocess.run([sys.executable, "-c", READ_APART, path], capture_output=True, text=True, timeout=60)
-    assert not run.returncode, run.stderr
-    said = set(run.stdout.splitlines())
+    said = refusals(path)
     if num_layers == 2**60:
         assert said == {f"truncated or altered: {num_layers} layers do not fit in {2 * length} bytes"}
     else:
@@ -612,14 +611,76 @@ def test_a_table_that_claims_many_rows_of_nothing_takes_no_memory(tmp_path, tabl
     cache = kvcache.KVCache(1, 1, 2, 8)
     feed(cache, 0, 1)
     cache.save(path)
-    data = path.read_bytes()
-    rows = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:rows])
+    header, rows = parts_of(path)
     begin, _ = header[table]["data_offsets"]
-    header[table] |= {"shape": shape, "data_offsets": [begin, begin]}
+    write_parts(path, header | {table: {"dtype": "I64", "shape": shape, "data_offsets": [begin, begin]}}, rows)
+    assert refusals(path) == {"altered: its header or its tables cannot be read"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("step", [0, 1])
+def test_layers_that_name_the_same_frequencies_take_no_memory_for_each(tmp_path, step):
+    path, num_freqs = tmp_path / "state", 20_000
+    like = kvcache.Layer(1, 2)
+    kvcache.KVCache([like, *[replace(like, share=0)] * 499], max_seq_len=8).save(path)
+    header, rows = parts_of(path)
+    layers = np.frombuffer(rows, "<i8", 500 * 24, header["layers"]["data_offsets"][0]).reshape(500, 24)
+    layers[:, 1:3] = 2 * num_freqs
+    layers[:, 16:20] = 2, 0, 0, num_freqs - 500
+    layers[:, 20] = step * np.arange(500)
+    place = [len(rows), len(rows) + 8 * num_freqs]
+    header["inv_freq"] = {"dtype": "F64", "shape": [num_freqs], "data_offsets": place}
+    write_parts(path, header, rows + np.ones(num_freqs).tobytes())
+    said = refusals(path)
+    assert said == {"altered: its header or its tables cannot be read"} if step else len(said) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("counted", ["tokens", "runs"])
+def test_sequences_have_no_tokens_and_runs_in_common(tmp_path, counted):
+    """A negative count would go back to those of the sequence before."""
+    path, num_sequences, num = tmp_path / "state", 2_000, 50_000
+    kvcache.KVCache(1, 1, 2, 8).save(path)
+    header, rows = parts_of(path)
+    sequences, holdings = np.zeros((num_sequences, 2), "<i8"), np.zeros((num_sequences, 1, 5), "<i8")
+    counts = sequences[:, 1] if counted == "tokens" else holdings[:, 0, 0]
+    counts[::2], counts[1::2] = num, -num
+    its = np.zeros(num if counted == "tokens" else (num, 4), "<i8")
+    for name, table in (("sequences", sequences), ("holdings", holdings), (counted, its)):
+        place = [len(rows), len(rows) + table.nbytes]
+        header[name] = {"dtype": "I64", "shape": table.shape, "data_offsets": place}
+        rows += table.tobytes()
+    write_parts(path, header, rows)
+    assert refusals(path) == {"altered: its header or its tables cannot be read"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_sequences_take_no_memory_for_each_layer(tmp_path):
+    path, ids = tmp_path / "state", range(3_000)
+    like = kvcache.Layer(1, 2)
+    cache = kvcache.KVCache([like, *[replace(like, share=0)] * 2_999], max_seq_len=None, max_sequences=None)
+    with cache.batch(positions=[0] * len(ids), seq_ids=ids) as batch:
+        batch.put(0, *np.ones((2, len(ids), 1, 2), np.float32))
+    cache.save(path)
+    cut = path.read_bytes()
+    path.write_bytes(cut[:-40] + b"\1" + cut[-39:])  # padding in front of the MAC
+    assert "altered: checksums.padding is not all zeros" in refusals(path)
+
+
+def parts_of(path):
+    data = path.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:begin]), bytearray(data[begin:])
+
+
+def write_parts(path, header, rows):
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 64)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[rows:])
+    path.write_bytes(len(text).to_bytes(8, "little") + text + rows)
+
+
+def refusals(path):
+    """Return what a process says that reads a file, and takes little memory for it."""
     run = subprocess.run([sys.executable, "-c", READ_APART, path], capture_output=True, text=True, timeout=60)
     assert not run.returncode, run.stderr
-    assert set(run.stdout.splitlines()) == {"altered: its header or its tables cannot be read"}
+    return set(run.stdout.splitlines())
