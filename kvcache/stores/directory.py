@@ -12,7 +12,7 @@ import struct
 import time
 from collections.abc import Iterable, Iterator, MutableMapping
 from pathlib import Path
-from typing import NamedTuple, Self, SupportsIndex
+from typing import Any, NamedTuple, Self, SupportsIndex
 
 from kvcache.arguments import INT64_MAX, check_path, integer
 from kvcache.living import Living
@@ -151,6 +151,17 @@ class DirectoryStore(MutableMapping[str, bytes]):
             if not files.unlink(folder, name):
                 raise KeyError(key)
             usage.total = before - size
+
+    def pop(self, key: str, default: Any = ...) -> Any:
+        """Remove a value and return it, once for all who do so; else return `default`, or raise if it is not given."""
+        try:
+            value = self[key]
+            del self[key]  # somebody else may have come first
+        except KeyError:
+            if default is ...:
+                raise
+            return default
+        return value
 
     def __contains__(self, key: object) -> bool:
         if not isinstance(key, str):

@@ -692,6 +692,27 @@ def test_processes_and_threads_keep_one_count(tmp_path):
         assert usage.total == store.nbytes
 
 
+def test_a_value_is_popped_once(tmp_path, monkeypatch):
+    store, other = DirectoryStore(tmp_path), DirectoryStore(tmp_path)
+    read = DirectoryStore.read
+
+    def overtaken(self, key, most):
+        value = read(self, key, most)
+        del other[key]
+        return value
+
+    monkeypatch.setattr(DirectoryStore, "read", overtaken)
+    store["key"] = b"value"
+    assert store.pop("key", None) is None
+    store["key"] = b"value"
+    with pytest.raises(KeyError):
+        store.pop("key")
+    monkeypatch.undo()
+    store["key"] = b"value"
+    assert store.pop("key") == b"value"
+    assert store.pop("key", b"default") == b"default"
+
+
 def test_a_call_stays_in_the_folder_that_it_opened(tmp_path, monkeypatch):
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
