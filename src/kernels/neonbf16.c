@@ -55,6 +55,12 @@ INLINE bvec load_8(const void *rows, int64_t row_stride, int j, int n, int d, in
     return d + 8 <= dim ? b_load(at) : b_load_some(at, dim - d);
 }
 
+/* Replaces infinities by the largest bf16, so that no part of a query row that is 0 makes a NaN of them. */
+INLINE bvec within_bf16(bvec x) {
+    const bvec is_infinite = vceqq_u16(vandq_u16(x, vdupq_n_u16(0x7fff)), vdupq_n_u16(0x7f80));
+    return vaddq_u16(x, is_infinite); /* plus 0xffff: minus 1 */
+}
+
 /* Is a kvc_pack_keys_fn. */
 TARGET static void kvc_pack_keys_bf16_neonbf16(float *dst, const void *rows, int64_t row_stride, int first, int n,
                                                int dim) {
@@ -64,8 +70,9 @@ TARGET static void kvc_pack_keys_bf16_neonbf16(float *dst, const void *rows, int
         for (int d = 0; d < dim; d += 2 * STEP, to += 2 * STEP_BYTES) {
             UNROLL
             for (int i = 0; i < BLOCK; i += 2) {
-                const uint64x2_t x = vreinterpretq_u64_u16(load_8(rows, row_stride, j + i, n, d, dim));
-                const uint64x2_t y = vreinterpretq_u64_u16(load_8(rows, row_stride, j + i + 1, n, d, dim));
+                const bvec upper = within_bf16(load_8(rows, row_stride, j + i, n, d, dim));
+                const bvec lower = within_bf16(load_8(rows, row_stride, j + i + 1, n, d, dim));
+                const uint64x2_t x = vreinterpretq_u64_u16(upper), y = vreinterpretq_u64_u16(lower);
                 b_store(to + i / 2 * (int)sizeof(bvec), vreinterpretq_u16_u64(vzip1q_u64(x, y)));
                 b_store(to + STEP_BYTES + i / 2 * (int)sizeof(bvec), vreinterpretq_u16_u64(vzip2q_u64(x, y)));
             }
@@ -92,6 +99,18 @@ TARGET static void kvc_pack_values_bf16_neonbf16(float *dst, int dst_stride, con
                 b_store(at, vreinterpretq_u16_u32(vzip1q_u32(upper[i], lower[i])));
                 b_store(at + sizeof(bvec), vreinterpretq_u16_u32(vzip2q_u32(upper[i], lower[i])));
             }
+        }
+}
+
+/* Is a kvc_prepare_fn.  Of floats beyond the largest bf16, which would be rounded to an infinity, what is left would be
+ * another. */
+TARGET static void kvc_prepare_tile_neonbf16(float *q, int q_stride, int num_q, int dim, float scale) {
+    const vec most = v_set(0x1.fep127f), least = v_set(-0x1.fep127f);
+    scale_rows(q, q_stride, num_q, dim, scale);
+    for (int r = 0; r < num_q; r++)
+        for (int d = 0; d < dim; d += LANES) {
+            float *at = q + (ptrdiff_t)r * q_stride + d;
+            v_store(at, v_max(least, v_min(most, v_load(at)))); /* a NaN stays, as the second operand */
         }
 }
 
@@ -207,7 +226,7 @@ const kvc_kernels kvc_kernels_neonbf16 = {
     KVC_NEON_BYTES(neoni8mm),
     KVC_NEONFHM_F16,
     .score_16[KVC_BF16] = {kvc_prepare_bf16_neonbf16, kvc_score_bf16_neonbf16},
-    .tiler[KVC_BF16] = {.prepare = kvc_scale_neon,
+    .tiler[KVC_BF16] = {.prepare = kvc_prepare_tile_neonbf16,
                         .pack_keys = kvc_pack_keys_bf16_neonbf16,
                         .pack_values = kvc_pack_values_bf16_neonbf16,
                         .score = kvc_multiply_2_by_1_neonbf16,

@@ -1111,6 +1111,21 @@ static void test_weigh(const kvc_kernels *kernels, const kvc_tiler *tiler) {
     }
 }
 
+/* The largest floats are no infinities once they are prepared; they are for AMX (weigh). */
+static void test_largest_queries(const kvc_kernels *kernels) {
+    enum { DIM = 8, PADDED = KVC_PACKED };
+    static _Alignas(64) float panel[PADDED * KVC_TILE], scores[KVC_TILE];
+    const kvc_tiler *tiler = &kernels->tiler[KVC_BF16];
+    if (!tiler->score || tiler->weigh) return;
+    float q[PADDED] = {FLT_MAX, -FLT_MAX, FLT_MAX}, key[DIM] = {0x1p-126f, -0x1p-126f, 0x1p-126f};
+    uint16_t row[DIM];
+    kernels->convert(KVC_F32, KVC_BF16, row, 0, key, 0, 1, DIM);
+    tiler->prepare(q, PADDED, 1, DIM, 1);
+    tiler->pack_keys(panel, row, 0, 0, 1, DIM);
+    tiler->score(scores, KVC_TILE, q, PADDED, panel, KVC_TILE, 1, 1, DIM, 0, (kvc_ahead){.bytes = 0});
+    CHECKF(fabsf(scores[0] - 12) < 0.1f, "%s: %g", kernels->name, (double)scores[0]);
+}
+
 /* ---- everything -------------------------------------------------------------------------------------------------- */
 
 static int has_score_16(const kvc_kernels *kernels, int type) {
@@ -1287,6 +1302,7 @@ static void test_kernels(const kvc_kernels *kernels) {
     test_exp(kernels);
     test_softmax(kernels);
     test_softmax_rows(kernels);
+    test_largest_queries(kernels);
     for (int type = 0; type < TYPES; type++) test_weigh(kernels, &kernels->tiler[type]);
     for (int order = KVC_QUANT_ELEMENTS; order <= MAX_ORDER; order *= 2)
         for (int num = 1; num <= 3; num++) test_hadamard(kernels, order, num, 0), test_hadamard(kernels, order, num, 1);
