@@ -432,9 +432,12 @@ typedef struct kvc_plan_args {
  * The bits of a token's result depend on nothing but the rows it sees and which tokens of its sequence are in the
  * call: not on threads, on where rows lie, or on who else is in the batch.  Infinities and NaN in rows reach the
  * tokens that see them, and no others; prompts that hold any take longer.  The instruction set decides whether a
- * quantised key with an infinite scale scores NaN or an infinity of either sign; whether denormals count as 0 where
- * queries, keys or values are bf16; whether queries of bf16 are multiplied by keys before the scale is applied, and
- * scores beyond 3.4e38 are infinite then; and whether queries of less than 9.6e-35 count as 0 where keys are quantised.
+ * quantised key with an infinite scale scores NaN or an infinity of either sign, and such a value yields NaN or one;
+ * whether, for many query rows, an infinity in values yields NaN, one in keys scores NaN or counts as 3.39e38, and
+ * queries, times the scale, of more than that count as NaN or as it; whether denormals count as 0 where queries, keys
+ * or values are bf16, or prompts are multiplied as bf16; whether queries of bf16 are multiplied by keys before the
+ * scale is applied, and scores beyond 3.4e38 are infinite then; and whether queries of less than 9.6e-35 count as 0
+ * where keys are quantised.
  * Fails with KVC_ERR_INVALID also where a visible token was not put, or a sequence has no rows in a cross-attention
  * layer, with KVC_ERR_INDEX, with KVC_ERR_GONE for sequences that are not stored (kvc_begin_with), with KVC_ERR_NOMEM,
  * with KVC_ERR_FULL as kvc_put does, and with KVC_ERR_CANCELLED (cancel, or the cache's poll).  After an error nothing
