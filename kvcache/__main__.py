@@ -13,9 +13,9 @@ def main() -> NoReturn:
     except ModuleNotFoundError as error:
         if sys.argv[1:] != ["selftest"]:
             sys.exit(f"kvcache: there is no module {error.name}; run: pip install 'kvcache[cli]'")
-        from kvcache.tools import selftest  # needs NumPy alone
+        from kvcache.tools import selftest, terminal  # need NumPy alone
 
-        sys.exit(selftest.main())
+        terminal.run(selftest.main)
     cli.main()
 
 

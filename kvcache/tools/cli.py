@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 import typer
 
 from kvcache.arguments import INT32_MAX, MAX_THREADS
-from kvcache.errors import KVCacheError, ModelFileError, plain, sentence
+from kvcache.errors import KVCacheError, ModelFileError, plain
 from kvcache.layer import DTYPES, DType, count, override
 from kvcache.models import shapes
 from kvcache.policy import CrossAttention, SlidingWindow
@@ -28,7 +28,7 @@ from kvcache.runtime import __version__, get_num_threads, print_values, show_con
 from kvcache.system import available_memory, readable, why_threads
 from kvcache.tools import memory_plan
 from kvcache.tools.arguments import parse_size, parse_tokens, prompt_bytes
-from kvcache.tools.terminal import print_error, print_list, print_paragraph, print_table, progress
+from kvcache.tools.terminal import print_error, print_list, print_paragraph, print_table, progress, run
 
 if TYPE_CHECKING:
     from kvcache import state
@@ -129,23 +129,19 @@ def _command(*examples: str, name: str | None = None) -> Callable[[F], F]:
 
 
 def main() -> NoReturn:
-    """Run the command and exit: 0, 2 after a mistake, 130 after an interrupt."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed before the start, as by >&-
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    """Run the command and exit."""
+    run(_run)
+
+
+def _run() -> int | None:
     try:
-        status = app(prog_name="kvcache", standalone_mode=False)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 1
-    except (typer.Abort, KeyboardInterrupt):
-        status = 130
-    except (typer.TyperException, KVCacheError, OSError, ImportError, ValueError, MemoryError) as error:
-        said = error.format_message() if isinstance(error, typer.TyperException) else sentence(error)
-        print_error(f"kvcache: {said}")
-        status = 2
-    sys.exit(status)
+        status: int | None = app(prog_name="kvcache", standalone_mode=False)
+    except typer.Abort:
+        return 130
+    except typer.TyperException as error:
+        print_error(f"kvcache: {error.format_message()}")
+        return 2
+    return status
 
 
 @app.callback(invoke_without_command=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +54,8 @@ def machine() -> str:
     found = show_config("dicts")
     versions = f"Python {found['python']}, NumPy {found['numpy']}"
     return (
-        f"{found['build']}; {found['system']}; {versions}; {' '.join(instruction_sets())}; {get_num_threads()} threads"
+        f"{found['build']}; {found['system']}; {versions}; {' '.join(instruction_sets())}; "
+        f"{count(get_num_threads(), 'thread')}"
     )
 
 
@@ -74,6 +76,7 @@ def main() -> int:
     for check in run():
         checks.append(check)
         print_paragraph(f"{'passed' if check.passed else 'FAILED'}  {check.name}: {check.said}")
+        sys.stdout.flush()  # the next one may end the process
     passed = sum(check.passed for check in checks)
     print(f"\n{passed} of {count(len(checks), 'check')} passed: {machine()}")
     return 0 if passed == len(checks) else 1
@@ -236,7 +239,9 @@ def _check_files() -> str:
     with kept.batch(ROWS) as batch:
         batch.put(0, *(_random(ROWS, KV_HEADS, DIM) for _ in range(2)))
     with tempfile.TemporaryDirectory() as folder:
-        file = os.path.join(folder, "h\N{LATIN SMALL LETTER E WITH ACUTE}.state")
+        encoding = sys.getfilesystemencoding()
+        name = "h\N{LATIN SMALL LETTER E WITH ACUTE}.state".encode(encoding, "ignore").decode(encoding)
+        file = os.path.join(folder, name)
         for _ in range(2):  # the second one replaces the first
             kept.save(file)
         _expect(np.array_equal(KVCache.load(file).keys(0), kept.keys(0)), "a state is loaded with other rows")
@@ -255,6 +260,9 @@ def _check_fork() -> str:
         warnings.simplefilter("ignore")  # that there are threads is the point
         child = os.fork()
     if child == 0:
-        os._exit(not _same(_results(), wanted))
+        try:
+            os._exit(not _same(_results(), wanted))
+        finally:  # something was raised, which must not go on with the checks in a second process
+            os._exit(1)
     _expect(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child of a fork gives other results")
     return "a child attends"

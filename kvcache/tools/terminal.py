@@ -1,4 +1,4 @@
-"""Print tables, and show a progress bar on stderr; stdout is sent the same, terminal or not, but for bold headings."""
+"""Run a command; print tables; show a bar on stderr. Terminal or not, stdout is sent the same but for bold headings."""
 
 from __future__ import annotations
 
@@ -7,11 +7,32 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
-__all__ = ["print_error", "print_list", "print_paragraph", "print_table", "progress"]
+from kvcache.errors import KVCacheError, sentence
+
+__all__ = ["print_error", "print_list", "print_paragraph", "print_table", "progress", "run"]
 
 WIDTH = 80  # columns of all that is printed; tables are narrower for any model
+
+
+def run(command: Callable[[], int | None]) -> NoReturn:
+    """Run a command and exit with its status: 1 where nobody reads on, 2 after a mistake, 130 after an interrupt."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed before the start, as by >&-
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    try:
+        status = command()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    except KeyboardInterrupt:
+        status = 130
+    except (KVCacheError, OSError, ImportError, ValueError, MemoryError) as error:
+        print_error(f"kvcache: {sentence(error)}")
+        status = 2
+    sys.exit(status)
 
 
 def print_paragraph(text: str) -> None:

@@ -116,6 +116,38 @@ def test_selftest_needs_numpy_alone(tmp_path):
     assert alone.stdout.splitlines()[-1] == run("selftest").stdout.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("event", "status", "said"),
+    [
+        ("OSError(28, 'No space left on device')", 2, "kvcache: No space left on device\n"),
+        ("BrokenPipeError", 1, ""),
+        ("KeyboardInterrupt", 130, ""),
+    ],
+)
+def test_selftest_ends_without_the_extra_as_with_it(event, status, said, tmp_path):
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(name='typer')")
+    code = f"""
+import sys
+from kvcache import __main__
+from kvcache.tools import selftest
+
+def stopped():
+    raise {event}
+
+sys.argv[1:] = ["selftest"]
+selftest.main = stopped
+__main__.main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=600,
+    )
+    assert (done.returncode, done.stderr) == (status, said)
+
+
 @pytest.mark.parametrize("command", [[], *([command] for command in COMMANDS)])
 def test_help_fits_a_terminal(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")

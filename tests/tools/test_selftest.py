@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 
 import numpy as np
@@ -82,6 +83,45 @@ def test_results_that_differ_are_noticed(monkeypatch):
     monkeypatch.setattr(selftest, "_results", lambda: [np.array(next(calls))])
     failed = {name for name, passed in outcome().items() if not passed}
     assert failed == {"threads", *["fork"] * hasattr(os, "fork")}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_child_that_fails_ends(monkeypatch):
+    """Else there would be two processes that go on with the checks, and print them."""
+    here = os.getpid()
+    right = selftest._results
+
+    def results():
+        if os.getpid() != here:
+            raise MemoryError
+        return right()
+
+    monkeypatch.setattr(selftest, "_results", results)
+    failed = [name for name, passed in outcome().items() if not passed]
+    if os.getpid() != here:
+        os._exit(0)
+    assert failed == ["fork"]
+
+
+def test_each_check_is_printed_once_it_is_done():
+    """A process that kernels end, as on an instruction that a machine lacks, has said which passed before."""
+    code = """
+import os
+from kvcache.tools import selftest
+
+selftest._check_generation = lambda: os._exit(9)
+selftest.main()
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, timeout=600)
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [
+        f"passed  kernels, {name}" for name in selftest.instruction_sets()
+    ]
+
+
+def test_one_thread_is_not_several(monkeypatch):
+    monkeypatch.setattr(selftest, "get_num_threads", lambda: 1)
+    assert selftest.machine().endswith("; 1 thread")
 
 
 def test_a_store_that_loses_values_is_noticed(monkeypatch):

@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": ["plan", MODEL, "--no-measure"],
     "help": ["--help"],
     "info": ["info", "--json"],
+    "selftest": ["selftest"],
     "inspect": ["inspect", STATES / "version-1"],
     "generate": ["generate", MODEL, "RÖMEO:", "--tokens", 5, "--quiet"],
 }
