@@ -30,6 +30,10 @@ FEATURES = """\
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* what some parts ask for, before any includes anything */
 #endif
+#if !defined(_FILE_OFFSET_BITS) && !defined(_TIME_BITS)
+#define _FILE_OFFSET_BITS 64
+#define _TIME_BITS 64
+#endif
 """
 
 INCLUDE = re.compile(r'^#include "(.*)"\n', re.M)

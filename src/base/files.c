@@ -2,6 +2,10 @@
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* declares flock, O_DIRECTORY and the clock */
 #endif
+#if !defined(_FILE_OFFSET_BITS) && !defined(_TIME_BITS)
+#define _FILE_OFFSET_BITS 64 /* with 32, readdir and stat fail where a file system's numbers take more */
+#define _TIME_BITS 64
+#endif
 #include "base/files.h"
 
 #include <errno.h>
