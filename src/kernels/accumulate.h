@@ -31,13 +31,10 @@ INLINE void load_columns(int type, int num, vec *x, const char *p) {
 /* Adds row j, of which `row` is the block's first column, holding its vectors in registers. */
 INLINE void accumulate_step_of_rows(int type, int num_q, int num_vecs, vec *sums, const accumulate_args *a,
                                     const char *row, int j, prefetcher *next) {
-    const int lines = lines_of(type, num_vecs);
+    const int lines = lines_of(type, num_vecs), num = vecs_at_once(type, num_vecs);
     vec x[WIDE_VECS];
     UNROLL
-    for (int i = 0, num; i < num_vecs; i += num) {
-        num = vecs_at_once(type, num_vecs - i);
-        load_columns(type, num, x + i, row + vector_bytes(type, i));
-    }
+    for (int i = 0; i < num_vecs; i += num) load_columns(type, num, x + i, row + vector_bytes(type, i));
     UNROLL
     for (int r = 0; r < num_q; r++) {
         if (r * lines / num_q != (r + 1) * lines / num_q) prefetch_line(next);
@@ -50,13 +47,13 @@ INLINE void accumulate_step_of_rows(int type, int num_q, int num_vecs, vec *sums
 /* The same, holding its weights in registers. */
 INLINE void accumulate_step_of_weights(int type, int num_q, int num_vecs, vec *sums, const accumulate_args *a,
                                        const char *row, int j, prefetcher *next) {
+    const int num = vecs_at_once(type, num_vecs);
     vec y[FLOAT_QUERIES];
     UNROLL
     for (int r = 0; r < num_q; r++) y[r] = v_set(a->weights[r * KVC_TILE + j]);
     UNROLL
-    for (int i = 0, num; i < num_vecs; i += num) {
+    for (int i = 0; i < num_vecs; i += num) {
         vec x[2];
-        num = vecs_at_once(type, num_vecs - i);
         UNROLL
         for (int k = 0; k < num; k++) prefetch_at(next, vector_bytes(type, i + k));
         load_columns(type, num, x, row + vector_bytes(type, i));
