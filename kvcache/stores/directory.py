@@ -102,14 +102,8 @@ class DirectoryStore(MutableMapping[str, bytes]):
     def read(self, key: str, most: int) -> bytes:
         """Return a value, or its first `most` bytes: a file that somebody else made may be of any size."""
         name = _name_of(key)
-        with files.open_folder(self.path) as folder, _opened(folder, name, key) as file:
-            size = _size_of_value(file, key)
-            value = None if size is None else _read_exactly(file, min(size, most))
-            if value is None:
-                raise KeyError(key)
-            with contextlib.suppress(OSError):  # a file of somebody else's
-                files.touch(file, folder, name)
-        return value
+        with files.open_folder(self.path) as folder:
+            return _read_value(folder, name, key, most)
 
     def read_many(self, keys: Iterable[str], most: int) -> dict[str, bytes]:
         """Return the values that there are of these keys, as `read` does."""
@@ -147,21 +141,28 @@ class DirectoryStore(MutableMapping[str, bytes]):
     def __delitem__(self, key: str) -> None:
         name = _name_of(key)
         with files.open_folder(self.path) as folder, _Usage(folder) as usage:
-            size, before = _size_of(folder, name), usage.total
-            if not files.unlink(folder, name):
-                raise KeyError(key)
-            usage.total = before - size
+            _remove_value(usage, name, key)
 
     def pop(self, key: str, default: Any = ...) -> Any:
         """Remove a value and return it, once for all who do so; else return `default`, or raise if it is not given."""
         try:
-            value = self[key]
-            del self[key]  # somebody else may have come first
+            self.read(key, 0)  # where there is none, no lock is needed
+            name = _name_of(key)
+            with files.open_folder(self.path) as folder, _Usage(folder) as usage:
+                value = _read_value(folder, name, key, INT64_MAX)  # somebody else may have come first
+                _remove_value(usage, name, key)
         except KeyError:
             if default is ...:
                 raise
             return default
         return value
+
+    def popitem(self) -> tuple[str, bytes]:
+        """Remove a value and return it with its key, once for all who do so; raise a KeyError if there is none."""
+        while (key := next(iter(self), None)) is not None:
+            with contextlib.suppress(KeyError):  # somebody else came first
+                return key, self.pop(key)
+        raise KeyError("the folder has no values")
 
     def __contains__(self, key: object) -> bool:
         if not isinstance(key, str):
@@ -377,6 +378,26 @@ def _read_exactly(file: int, size: int) -> bytes | None:
         parts.append(part)
         size -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _read_value(folder: files.Folder, name: str, key: str, most: int) -> bytes:
+    """Return the first `most` bytes of a value, which is used by that; a KeyError if there is none."""
+    with _opened(folder, name, key) as file:
+        size = _size_of_value(file, key)
+        value = None if size is None else _read_exactly(file, min(size, most))
+        if value is None:
+            raise KeyError(key)
+        with contextlib.suppress(OSError):  # a file of somebody else's
+            files.touch(file, folder, name)
+    return value
+
+
+def _remove_value(usage: _Usage, name: str, key: str) -> None:
+    """Remove a value's file, whatever is in it; a KeyError if there is none."""
+    size, before = _size_of(usage.folder, name), usage.total
+    if not files.unlink(usage.folder, name):
+        raise KeyError(key)
+    usage.total = before - size
 
 
 def _size_of_value(file: int, key: str) -> int | None:

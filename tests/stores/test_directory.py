@@ -692,25 +692,57 @@ def test_processes_and_threads_keep_one_count(tmp_path):
         assert usage.total == store.nbytes
 
 
+def overtake(monkeypatch, what_others_do):
+    """Have others do something before the next call has the folder's lock."""
+    enter = directory._Usage.__enter__
+
+    def enter_late(usage):
+        monkeypatch.setattr(directory._Usage, "__enter__", enter)
+        what_others_do()
+        return enter(usage)
+
+    monkeypatch.setattr(directory._Usage, "__enter__", enter_late)
+
+
 def test_a_value_is_popped_once(tmp_path, monkeypatch):
     store, other = DirectoryStore(tmp_path), DirectoryStore(tmp_path)
-    read = DirectoryStore.read
-
-    def overtaken(self, key, most):
-        value = read(self, key, most)
-        del other[key]
-        return value
-
-    monkeypatch.setattr(DirectoryStore, "read", overtaken)
+    for default in ([], [None]):
+        store["key"] = b"value"
+        overtake(monkeypatch, lambda: other.pop("key"))
+        if default:
+            assert store.pop("key", *default) is None
+        else:
+            with pytest.raises(KeyError):
+                store.pop("key")
     store["key"] = b"value"
-    assert store.pop("key", None) is None
-    store["key"] = b"value"
-    with pytest.raises(KeyError):
-        store.pop("key")
-    monkeypatch.undo()
-    store["key"] = b"value"
-    assert store.pop("key") == b"value"
+    overtake(monkeypatch, lambda: other.update(key=b"newer"))
+    assert store.pop("key") == b"newer"
     assert store.pop("key", b"default") == b"default"
+    with pytest.raises(TypeError, match="key=5: a str is needed"):
+        store.pop(5)
+
+
+def test_what_is_missing_is_popped_without_the_lock(stored, monkeypatch):
+    store, _ = stored
+    monkeypatch.setattr(directory, "LOCK_WAIT", 0.01)
+    with directory.files.open_folder(store.path) as folder, directory._Usage(folder):
+        assert store.pop("missing", None) is None
+        with pytest.raises(TimeoutError):
+            store.pop("a")
+
+
+def test_items_are_popped_until_the_folder_is_empty(tmp_path, monkeypatch):
+    store, other = DirectoryStore(tmp_path), DirectoryStore(tmp_path)
+
+    def replace_all():
+        other.clear()
+        other["other"] = b"newer"
+
+    store["key"] = b"value"
+    overtake(monkeypatch, replace_all)
+    assert store.popitem() == ("other", b"newer")
+    with pytest.raises(KeyError, match="the folder has no values"):
+        store.popitem()
 
 
 def test_a_call_stays_in_the_folder_that_it_opened(tmp_path, monkeypatch):
