@@ -94,6 +94,7 @@ include "binding/prefix.pxi"
 include "binding/state.pxi"
 include "binding/batch.pxi"
 include "binding/rows.pxi"
+include "binding/files.pxi"
 
 
 def version():

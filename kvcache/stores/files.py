@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
+from kvcache import _core
+
 __all__ = [
     "Folder",
     "entries",
@@ -46,8 +48,6 @@ if sys.platform == "win32":
     import msvcrt
 
     BUSY_WAIT = 1.0  # seconds
-    SHARED = 7  # FILE_SHARE_READ, WRITE and DELETE: others may read, write, rename and remove what is open
-    ITSELF = 0x02200000  # FILE_FLAG_OPEN_REPARSE_POINT and BACKUP_SEMANTICS: no link is followed; a folder opens
     LOCKED_BYTE = 0x7FFFFFFF  # stands for the file: nobody else can read a byte that is locked
 
     @contextmanager
@@ -60,7 +60,7 @@ if sys.platform == "win32":
         writes = flags & (os.O_WRONLY | os.O_RDWR)
         access = _winapi.GENERIC_READ | (_winapi.GENERIC_WRITE if writes else 0)
         how = 1 if flags & os.O_EXCL else 4 if flags & os.O_CREAT else 3  # CREATE_NEW, OPEN_ALWAYS, OPEN_EXISTING
-        handle = _winapi.CreateFile(folder.at(name), access, SHARED, 0, how, ITSELF, 0)
+        handle = _core.open_shared(folder.at(name), access, how)
         try:
             return msvcrt.open_osfhandle(handle, os.O_NOINHERIT)
         except OSError:  # too many files

@@ -240,12 +240,12 @@ def _check_files() -> str:
         batch.put(0, *(_random(ROWS, KV_HEADS, DIM) for _ in range(2)))
     with tempfile.TemporaryDirectory() as folder:
         encoding = sys.getfilesystemencoding()
-        name = "h\N{LATIN SMALL LETTER E WITH ACUTE}.state".encode(encoding, "ignore").decode(encoding)
-        file = os.path.join(folder, name)
+        name = "h\N{LATIN SMALL LETTER E WITH ACUTE}".encode(encoding, "ignore").decode(encoding)
+        file = os.path.join(folder, f"{name}.state")
         for _ in range(2):  # the second one replaces the first
             kept.save(file)
         _expect(np.array_equal(KVCache.load(file).keys(0), kept.keys(0)), "a state is loaded with other rows")
-        one, other = (DirectoryStore(os.path.join(folder, "store"), max_bytes=1 << 20) for _ in range(2))
+        one, other = (DirectoryStore(os.path.join(folder, name), max_bytes=1 << 20) for _ in range(2))
         one["key"] = b"value"
         _expect(other["key"] == b"value", "a store does not find what another one wrote")
         del other["key"]

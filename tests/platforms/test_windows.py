@@ -1,11 +1,12 @@
-"""Windows, by MinGW and Wine: the DLL that CMake builds, a folder that both systems use, and which compilers will do.
+"""Windows, by MinGW and Wine: the DLL that CMake builds, a folder that both systems use, llama.cpp on this cache.
 
-Python's module is compiled and linked, but not run.
+Python's module is compiled and linked, but not run. Which compilers will do is here, too.
 
 The C tests run there by .ci/full's step "C tests, Windows, under Wine".
 """
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -15,10 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import llama_models
 from support.compiling import ENVIRONMENT, ROOT, public_functions, run
 
 pytestmark = pytest.mark.full
-CC = "x86_64-w64-mingw32-gcc"
+CC, CXX = "x86_64-w64-mingw32-gcc", "x86_64-w64-mingw32-g++"
 
 # The system's headers, for a compiler that is taken for Microsoft's: MinGW's want another.
 HEADERS = """
@@ -47,6 +49,7 @@ HEADERS = """
 PYCONFIG = """
 #define HAVE_DECLSPEC_DLL
 #define HAVE_SSIZE_T 1
+#define HAVE_WCHAR_H 1
 #define MS_WINDOWS
 #define Py_ENABLE_SHARED 1
 #define SIZEOF_INT 4
@@ -119,6 +122,46 @@ def test_both_systems_use_one_folder(library, build, tmp_path):
     assert files == {path.name: path.read_bytes() for path in (tmp_path / "own").iterdir()}
 
 
+# What llama.cpp's tests on this cache need of POSIX.
+SETENV = """
+#include <stdlib.h>
+static inline int setenv(const char *name, const char *value, int) { return _putenv_s(name, value); }
+"""
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """The folder of llama.cpp's tests on this cache; those that fork or limit memory are not built."""
+    need(CC, CXX, "wine", "cmake", "patch")
+    folder = tmp_path_factory.mktemp("llama")
+    prepare = ["bash", ROOT / "integrations/llama.cpp/build.sh", "--prepare", "--output", folder]
+    prepared = subprocess.run(prepare, env=ENVIRONMENT | {"PYTHON": sys.executable}, capture_output=True, text=True)
+    if "pip could not get" in prepared.stderr or "has no pip" in prepared.stderr:
+        pytest.skip("pip cannot get llama.cpp's sources here")
+    assert prepared.returncode == 0, prepared.stderr
+    (folder / "setenv.h").write_text(SETENV)
+    version = "-D_WIN32_WINNT=0x0601"  # for newer ones ggml takes a struct that MinGW 10 lacks
+    off = ["BUILD_SHARED_LIBS", "GGML_OPENMP", "KVCACHE_OPENMP", "LLAMA_OPENSSL"]
+    off += [f"LLAMA_{name}" for name in ("ALL_WARNINGS", "BUILD_APP", "BUILD_EXAMPLES", "BUILD_SERVER", "BUILD_UI")]
+    run("cmake", "-S", folder / "source", "-B", folder / "build", "-DCMAKE_SYSTEM_NAME=Windows",
+        "-DCMAKE_SYSTEM_PROCESSOR=x86_64", f"-DCMAKE_C_COMPILER={CC}", f"-DCMAKE_CXX_COMPILER={CXX}",
+        "-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_C_FLAGS={version}",
+        f"-DCMAKE_CXX_FLAGS={version} -include {folder}/setenv.h", "-DCMAKE_EXE_LINKER_FLAGS=-static",
+        f"-DLLAMA_KVCACHE={ROOT}/integrations/llama.cpp", "-DLLAMA_BUILD_TESTS=ON",
+        *(f"-D{name}=OFF" for name in off))  # fmt: skip
+    targets = [f"test-kvcache{name}" for name in ("", "-prefix", "-training")]
+    run("cmake", "--build", folder / "build", "--parallel", str(os.cpu_count()), "--target", *targets)
+    return folder / "build/bin"
+
+
+def test_llama_cpp_runs_on_this_cache(llama, tmp_path):
+    model = llama_models.write_repository(tmp_path)
+    scenes = wine(llama, "test-kvcache.exe", model)
+    assert scenes.count("  ok ") >= 70, scenes
+    assert wine(llama, "test-kvcache-prefix.exe", model).endswith("ok\n")
+    assert wine(llama, "test-kvcache-training.exe", model).endswith("ok\n")
+
+
 def test_clang_takes_the_core_as_microsofts_compiler(tmp_path):
     """Nothing of GNU C is outside a check for it."""
     need("clang", CC)
@@ -144,7 +187,7 @@ runpy.run_path("setup.py")
     ([], "No gcc was found: put the one of MinGW-w64 on PATH, or set CC to a Clang for it."),
 ])  # fmt: skip
 def test_compilers_that_cannot_build_are_refused(tmp_path, compiler, told):
-    environment = {name: value for name, value in ENVIRONMENT.items() if name != "CC"} | {"PATH": str(tmp_path)}
+    environment = ENVIRONMENT | {"CC": "", "PATH": str(tmp_path)}
     command = [sys.executable, "-c", SETUP, "build_ext", *compiler, "--build-temp", tmp_path, "--build-lib", tmp_path]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr.splitlines()[-1:]) == (1, [told])

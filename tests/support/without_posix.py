@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import importlib
 import mmap
 import os
 import platform
@@ -23,8 +24,7 @@ MODES = {0: fcntl.LOCK_UN, 2: fcntl.LOCK_EX | fcntl.LOCK_NB}
 flock, open_file = fcntl.flock, os.open
 
 
-def create_file(path, access, shared, security, how, flags, template):
-    assert (shared, security, template) == (7, 0, 0)
+def open_shared(path, access, how):
     return open_file(path, ACCESS[access] | HOW[how], 0o600)
 
 
@@ -50,8 +50,9 @@ def begin():
     os.O_BINARY = os.O_NOINHERIT = 0
     os.supports_fd = os.supports_dir_fd = os.supports_follow_symlinks = set()
     sys.modules["_winapi"] = types.SimpleNamespace(
-        GENERIC_READ=0x80000000, GENERIC_WRITE=0x40000000, CreateFile=create_file, CloseHandle=os.close
+        GENERIC_READ=0x80000000, GENERIC_WRITE=0x40000000, CloseHandle=os.close
     )
     sys.modules["msvcrt"] = types.SimpleNamespace(
         LK_UNLCK=0, LK_NBLCK=2, locking=locking, open_osfhandle=lambda handle, flags: handle
     )
+    importlib.import_module("kvcache._core").open_shared = open_shared
