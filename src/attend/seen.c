@@ -96,19 +96,14 @@ static int are_finite_32(const uint8_t *at, int32_t num) {
 /* Returns whether all elements of a stored row are numbers: of quantised ones, what all elements of a block, or of the
  * row, are multiplied by, and their minimum. */
 static int is_finite(const uint8_t *row, const uint8_t *scale, int32_t type, int32_t dim) {
-    const int32_t num_blocks = dim / KVC_QUANT_ELEMENTS;
-    const size_t block = type < KVC_FLOAT_TYPES ? 0 : kvc_row_bytes(type, KVC_QUANT_ELEMENTS);
-    if (KVC_TYPES[type].has_row_scale) return are_finite_16(scale, 1, 0, 0x7c00);
-    switch (type) {
-    case KVC_F32: return are_finite_32(row, dim);
-    case KVC_F16: return are_finite_16(row, dim, sizeof(uint16_t), 0x7c00);
-    case KVC_BF16: return are_finite_16(row, dim, sizeof(uint16_t), 0x7f80);
-    case KVC_Q4_1:
-    case KVC_Q5_1:
-        return are_finite_16(row, num_blocks, block, 0x7c00) &&
-               are_finite_16(row + sizeof(uint16_t), num_blocks, block, 0x7c00);
-    default: return are_finite_16(row, num_blocks, block, 0x7c00);
-    }
+    const kvc_type_row *of = &KVC_TYPES[type];
+    const size_t step = (size_t)of->bytes;
+    const int32_t num = dim / of->elements;
+    if (of->has_row_scale) return are_finite_16(scale, 1, 0, 0x7c00);
+    if (type == KVC_F32) return are_finite_32(row, num);
+    if (type == KVC_BF16) return are_finite_16(row, num, step, 0x7f80);
+    return are_finite_16(row, num, step, 0x7c00) &&
+           (!of->has_minimum || are_finite_16(row + sizeof(uint16_t), num, step, 0x7c00));
 }
 
 /* The value of row i of a stretch, and its scale, where it has one. */
