@@ -9,6 +9,17 @@
 #include "base/environment.h"
 #include "kernels/dispatch.h"
 
+/* Asks a question about the machine once: cpuid takes microseconds in a virtual one.  Threads find the same answer. */
+static int ask_once(atomic_int *known, int (*question)(void)) {
+    enum { NOT_KNOWN, NO, YES };
+    int answer = atomic_load_explicit(known, memory_order_relaxed);
+    if (answer == NOT_KNOWN) {
+        answer = question() ? YES : NO;
+        atomic_store_explicit(known, answer, memory_order_relaxed);
+    }
+    return answer == YES;
+}
+
 #ifdef KVC_HAVE_AVX2
 #include <cpuid.h>
 
@@ -49,16 +60,14 @@ static int has_avx512vnni(void) {
     return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (ecx & bit_AVX512VNNI);
 }
 
+static int has_avx512vbmi(void) {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (ecx & bit_AVX512VBMI);
+}
+
 int kvc_cpu_has_avx512vbmi(void) {
-    enum { NOT_KNOWN, NO, YES };
-    static atomic_int known; /* cpuid takes microseconds in a virtual machine; every thread stores the same value */
-    int answer = atomic_load_explicit(&known, memory_order_relaxed);
-    if (answer == NOT_KNOWN) {
-        unsigned eax, ebx, ecx, edx;
-        answer = __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (ecx & bit_AVX512VBMI) ? YES : NO;
-        atomic_store_explicit(&known, answer, memory_order_relaxed);
-    }
-    return answer == YES;
+    static atomic_int known;
+    return ask_once(&known, has_avx512vbmi);
 }
 #endif
 
@@ -153,10 +162,13 @@ static const struct {
 #endif
 };
 
+enum { NUM_SETS = sizeof SETS / sizeof *SETS };
+
 const kvc_kernels *kvc_cpu_kernels(const char **wanted) {
+    static atomic_int known[NUM_SETS];
     const char *name = kvc_environment("KVCACHE_ISA");
     const kvc_kernels *best = NULL;
-    for (size_t i = 0; i < sizeof SETS / sizeof *SETS && SETS[i].runs(); i++) {
+    for (size_t i = 0; i < NUM_SETS && ask_once(&known[i], SETS[i].runs); i++) {
         best = SETS[i].kernels;
         if (name && !strcmp(name, best->name)) return best;
     }
@@ -165,12 +177,19 @@ const kvc_kernels *kvc_cpu_kernels(const char **wanted) {
     return NULL;
 }
 
-/* 1 on AMD's processors with 48 KiB of L1 cache (Zen 5), which the tile being read and the next one do not fill: it was
- * faster there, and not with 32 KiB (Zen 3).  Other processors do not know this leaf of cpuid. */
-int kvc_cpu_prefetch_level(void) {
+/* Whether it is one of AMD's with 48 KiB of L1 cache (Zen 5).  Other processors do not know this leaf of cpuid. */
+static int has_large_l1(void) {
 #ifdef KVC_HAVE_AVX2
     unsigned eax, ebx, ecx, edx;
-    if (__get_cpuid(0x80000005, &eax, &ebx, &ecx, &edx) && ecx >> 24 >= 48) return 1;
+    return __get_cpuid(0x80000005, &eax, &ebx, &ecx, &edx) && ecx >> 24 >= 48;
+#else
+    return 0;
 #endif
-    return 2;
+}
+
+/* 1 where the tile being read and the next one do not fill the L1 cache: it was faster there, and not with 32 KiB (Zen
+ * 3). */
+int kvc_cpu_prefetch_level(void) {
+    static atomic_int known;
+    return ask_once(&known, has_large_l1) ? 1 : 2;
 }
