@@ -140,13 +140,13 @@ def llama(tmp_path_factory):
         pytest.skip("pip cannot get llama.cpp's sources here")
     assert prepared.returncode == 0, prepared.stderr
     (folder / "setenv.h").write_text(SETENV)
-    version = "-D_WIN32_WINNT=0x0601"  # for newer ones ggml takes a struct that MinGW 10 lacks
     off = ["BUILD_SHARED_LIBS", "GGML_OPENMP", "KVCACHE_OPENMP", "LLAMA_OPENSSL"]
     off += [f"LLAMA_{name}" for name in ("ALL_WARNINGS", "BUILD_APP", "BUILD_EXAMPLES", "BUILD_SERVER", "BUILD_UI")]
     run("cmake", "-S", folder / "source", "-B", folder / "build", "-DCMAKE_SYSTEM_NAME=Windows",
         "-DCMAKE_SYSTEM_PROCESSOR=x86_64", f"-DCMAKE_C_COMPILER={CC}", f"-DCMAKE_CXX_COMPILER={CXX}",
-        "-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_C_FLAGS={version}",
-        f"-DCMAKE_CXX_FLAGS={version} -include {folder}/setenv.h", "-DCMAKE_EXE_LINKER_FLAGS=-static",
+        # For newer versions of Windows ggml's C takes a struct that MinGW 10 lacks.
+        "-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_C_FLAGS=-D_WIN32_WINNT=0x0601",
+        f"-DCMAKE_CXX_FLAGS=-include {folder}/setenv.h", "-DCMAKE_EXE_LINKER_FLAGS=-static",
         f"-DLLAMA_KVCACHE={ROOT}/integrations/llama.cpp", "-DLLAMA_BUILD_TESTS=ON",
         *(f"-D{name}=OFF" for name in off))  # fmt: skip
     targets = [f"test-kvcache{name}" for name in ("", "-prefix", "-training")]
