@@ -602,8 +602,8 @@ while True:
 
 def start_writer(folder):
     code = WRITER.format(path=sys.path, folder=str(folder))
-    writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert writer.stdout.readline() == b"ready\n"
+    writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout.readline() == "ready\n"
     return writer
 
 
