@@ -78,7 +78,7 @@ static void compress(kvc_blake2b *hash, uint64_t last) {
 void kvc_blake2b_begin(kvc_blake2b *hash, uint32_t digest_size, const void *key, uint32_t key_size,
                        const char *person) {
     uint8_t name[16] = {0};
-    memcpy(name, person, strlen(person));
+    for (size_t i = 0; i < sizeof name && person[i]; i++) name[i] = (uint8_t)person[i];
     *hash = (kvc_blake2b){.digest_size = digest_size};
     memcpy(hash->h, INITIAL, sizeof INITIAL);
     hash->h[0] ^= 0x01010000 ^ (uint64_t)key_size << 8 ^ digest_size;

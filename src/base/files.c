@@ -95,9 +95,9 @@ static int set_path(kvc_folder *folder, const char *path) {
 
 /* Returns the path of a file, until the next call for the same folder. */
 static const wchar_t *path_in(kvc_folder folder, const char *name) {
-    size_t i = 0;
-    for (; name[i] && i < MOST_NAME - 1; i++) folder.path[folder.size + i] = (wchar_t)name[i];
-    folder.path[folder.size + i] = 0;
+    const size_t length = strlen(name), num = length < MOST_NAME ? length : MOST_NAME - 1;
+    for (size_t i = 0; i < num; i++) folder.path[folder.size + i] = (wchar_t)name[i];
+    folder.path[folder.size + num] = 0;
     return folder.path;
 }
 

@@ -228,16 +228,18 @@ void kvc_rewrite_size_copiers(const kvc_cache *cache, int32_t group, const kvc_r
 
 /* Copies the rows of one layer, all heads. */
 static void copy_rows(const kvc_layout *at, const kvc_copy *copy) {
-    const size_t scales[] = {at->k_scales ? at->k_scales : at->v_scales, at->v_scales};
+    const size_t scales[] = {at->k_scales, at->v_scales == at->k_scales ? 0 : at->v_scales};
     for (int32_t h = 0; h < at->num_kv_heads; h++) {
         memcpy(kvc_key_at(at, copy->to, copy->to_slot, h), kvc_key_at(at, copy->from, copy->from_slot, h),
                (size_t)copy->count * at->k_row_bytes);
         if (at->v_stored)
             memcpy(kvc_value_at(at, copy->to, copy->to_slot, h), kvc_value_at(at, copy->from, copy->from_slot, h),
                    (size_t)copy->count * at->v_stored);
-        for (int i = 0; i < at->num_scales; i++)
+        for (int i = 0; i < 2; i++) {
+            if (!scales[i]) continue;
             memcpy(kvc_scale_at(at, scales[i], copy->to, copy->to_slot, h),
                    kvc_scale_at(at, scales[i], copy->from, copy->from_slot, h), (size_t)copy->count * KVC_SCALE_BYTES);
+        }
     }
 }
 

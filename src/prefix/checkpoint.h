@@ -26,9 +26,9 @@ static inline int64_t kvc_checkpoint_bytes(const kvc_checkpoint *checkpoint) {
     return (int64_t)sizeof *checkpoint + checkpoint->num_bytes;
 }
 
-/* Sets *checkpoint to one with a single user, the caller.  Releases the mutex while the state is copied.
+/* Sets *out to one with a single user, the caller.  Releases the mutex while the state is copied.
  * KVC_ERR_NOMEM; KVC_ERR_FULL if max_bytes leaves no room. */
-kvc_status kvc_checkpoint_new(kvc_cache *cache, const void *state, int64_t num_bytes, kvc_checkpoint **checkpoint);
+kvc_status kvc_checkpoint_new(kvc_cache *cache, const void *state, int64_t num_bytes, kvc_checkpoint **out);
 
 /* Adds a user, or takes one away (add -1), which may free it; ignores NULL. */
 void kvc_checkpoint_use(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t add);

@@ -360,11 +360,10 @@ static void move_rows(kvc_node *node, kvc_node *to) {
     free_node(node);
 }
 
-/* Returns whether a node has rows in a group of which another has fewer at its positions. */
-static int has_more(const kvc_node *node, const kvc_node *than) {
-    for (int32_t g = 0; g < node->tree->cache->num_token_groups; g++)
-        if (node->rows->runs[g].num_rows > kvc_runs_visit(&than->rows->runs[g], node->begin, node->end, NULL, NULL))
-            return 1;
+/* Returns whether a has rows in a group of which b has fewer at the same positions. */
+static int has_more(const kvc_node *a, const kvc_node *b) {
+    for (int32_t g = 0; g < a->tree->cache->num_token_groups; g++)
+        if (a->rows->runs[g].num_rows > kvc_runs_visit(&b->rows->runs[g], a->begin, a->end, NULL, NULL)) return 1;
     return 0;
 }
 

@@ -86,10 +86,10 @@ kvc_node *kvc_node_similar(const kvc_node *parent, const kvc_token_span *tokens,
 /* Returns the longest child with a checkpoint that these tokens begin with; NULL if there is none. */
 kvc_node *kvc_node_with_state(const kvc_node *parent, const kvc_token_span *tokens);
 
-/* Sets *node to one outside the tree, of the rows of src at positions [begin, end), at most a block, and adds it to a
+/* Sets *made to one outside the tree, of the rows of src at positions [begin, end), at most a block, and adds it to a
  * list; to NULL if src holds none there.  KVC_ERR_NOMEM. */
 kvc_status kvc_node_new(kvc_tree *tree, const kvc_sequence *src, int32_t begin, int32_t end, kvc_node **list,
-                        kvc_node **node);
+                        kvc_node **made);
 
 /* Returns a child with all its rows that has or begins with these tokens; NULL if there is none. */
 kvc_node *kvc_node_find(const kvc_node *parent, const kvc_token_span *tokens);

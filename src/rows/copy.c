@@ -72,11 +72,11 @@ static void encode_in_best_unit(const transfer *x, char *to, const char *from, i
     row->sums = sums[best];
 }
 
-/* Encodes columns [first, first + num) of a few rows; fits: of rows with a scale. */
+/* Encodes columns [first, first + num) of a few rows; fits: of rows with a scale, else NULL. */
 static void store_columns(const transfer *x, const kvc_rows *to, const float *from, int64_t stride, int64_t num_rows,
                           int32_t first, int32_t num, fit *fits) {
     char *rows = to->first + kvc_blocks_bytes(to->type, first);
-    if (!KVC_TYPES[to->type].has_row_scale) {
+    if (!fits) {
         x->kernels->convert(KVC_F32, to->type, rows, to->row, from, stride, num_rows, num);
         return;
     }
@@ -121,7 +121,7 @@ static void convert_few(const transfer *x, const kvc_rows *to, const kvc_rows *f
                 const float most = x->kernels->largest(floats + i * num, num);
                 if (most > fits[i].largest) fits[i].largest = most;
             }
-            if (pass == passes - 1) store_columns(x, to, floats, stride, num_rows, d, num, fits);
+            if (pass == passes - 1) store_columns(x, to, floats, stride, num_rows, d, num, scales ? fits : NULL);
         }
     if (scales) store_scales(x, to, fits, (int)num_rows);
 }
@@ -197,10 +197,8 @@ kvc_rows kvc_stored_rows(const kvc_layer *layer, const kvc_layout *at, const uin
                          int is_value) {
     const size_t bytes = is_value ? at->v_row_bytes : at->k_row_bytes;
     char *const start = (char *)rows;
-    return (kvc_rows){is_value ? layer->v_type : layer->k_type,
-                      start + (is_value ? at->v_offset : at->k_offset) + (size_t)slot * bytes,
-                      (int64_t)bytes,
-                      (int64_t)at->head_stride,
-                      start + (is_value ? at->v_scales : at->k_scales) + (size_t)slot * KVC_SCALE_BYTES,
-                      KVC_SCALE_BYTES};
+    const int64_t row = (int64_t)bytes, head = (int64_t)at->head_stride;
+    char *const first = start + (is_value ? at->v_offset : at->k_offset) + (size_t)slot * bytes;
+    char *const scales = start + (is_value ? at->v_scales : at->k_scales) + (size_t)slot * KVC_SCALE_BYTES;
+    return (kvc_rows){is_value ? layer->v_type : layer->k_type, first, row, head, scales, KVC_SCALE_BYTES};
 }
