@@ -102,8 +102,11 @@ class DirectoryStore(MutableMapping[str, bytes]):
     def read(self, key: str, most: int) -> bytes:
         """Return a value, or its first `most` bytes: a file that somebody else made may be of any size."""
         name = _name_of(key)
-        with files.open_folder(self.path) as folder:
-            return _read_value(folder, name, key, most)
+        with files.open_folder(self.path) as folder, _opened(folder, name, key) as file:
+            value = _read_value(file, _size_of_value(file, key), key, most)
+            with contextlib.suppress(OSError):  # a file of somebody else's
+                files.touch(file, folder, name)
+        return value
 
     def read_many(self, keys: Iterable[str], most: int) -> dict[str, bytes]:
         """Return the values that there are of these keys, as `read` does."""
@@ -148,14 +151,17 @@ class DirectoryStore(MutableMapping[str, bytes]):
         try:
             self.read(key, 0)  # where there is none, no lock is needed
             name = _name_of(key)
-            with files.open_folder(self.path) as folder, _Usage(folder) as usage:
-                value = _read_value(folder, name, key, INT64_MAX)  # somebody else may have come first
-                _remove_value(usage, name, key)
+            with files.open_folder(self.path) as folder, contextlib.ExitStack() as opened:
+                with _Usage(folder) as usage:
+                    file = opened.enter_context(_opened(folder, name, key))  # somebody else may have come first
+                    size = _size_of_value(file, key)
+                    if size is not None:
+                        _remove_value(usage, name, key)
+                return _read_value(file, size, key, INT64_MAX)  # while nobody waits for the lock
         except KeyError:
             if default is ...:
                 raise
             return default
-        return value
 
     def popitem(self) -> tuple[str, bytes]:
         """Remove a value and return it with its key, once for all who do so; raise a KeyError if there is none."""
@@ -380,15 +386,11 @@ def _read_exactly(file: int, size: int) -> bytes | None:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _read_value(folder: files.Folder, name: str, key: str, most: int) -> bytes:
-    """Return the first `most` bytes of a value, which is used by that; a KeyError if there is none."""
-    with _opened(folder, name, key) as file:
-        size = _size_of_value(file, key)
-        value = None if size is None else _read_exactly(file, min(size, most))
-        if value is None:
-            raise KeyError(key)
-        with contextlib.suppress(OSError):  # a file of somebody else's
-            files.touch(file, folder, name)
+def _read_value(file: int, size: int | None, key: str, most: int) -> bytes:
+    """Return the first `most` bytes of a value of which `_size_of_value` was asked; a KeyError if there is none."""
+    value = None if size is None else _read_exactly(file, min(size, most))
+    if value is None:
+        raise KeyError(key)
     return value
 
 

@@ -731,6 +731,21 @@ def test_what_is_missing_is_popped_without_the_lock(stored, monkeypatch):
             store.pop("a")
 
 
+def test_a_value_is_read_after_the_lock_is_given_back(stored, monkeypatch):
+    store, _ = stored
+    other, read_exactly = DirectoryStore(store.path), directory._read_exactly
+
+    def written_meanwhile(file, size):
+        if size:  # of the value that is popped
+            other["b"] = b"another"
+        return read_exactly(file, size)
+
+    monkeypatch.setattr(directory, "LOCK_WAIT", 0.01)
+    monkeypatch.setattr(directory, "_read_exactly", written_meanwhile)
+    assert store.pop("a") == b"some value"
+    assert list(store) == ["b"]
+
+
 def test_items_are_popped_until_the_folder_is_empty(tmp_path, monkeypatch):
     store, other = DirectoryStore(tmp_path), DirectoryStore(tmp_path)
 
