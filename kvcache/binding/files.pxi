@@ -12,13 +12,15 @@ cdef extern from *:
         const DWORD itself = FILE_FLAG_OPEN_REPARSE_POINT | FILE_FLAG_BACKUP_SEMANTICS;
         wchar_t *wide = PyUnicode_AsWideCharString(path, NULL);
         HANDLE handle;
+        DWORD error;
         if (!wide) return 0;
         Py_BEGIN_ALLOW_THREADS
         handle = CreateFileW(wide, access, shared, NULL, how, itself, NULL);
+        error = GetLastError();
         Py_END_ALLOW_THREADS
         PyMem_Free(wide);
         if (handle != INVALID_HANDLE_VALUE) return (size_t)handle;
-        PyErr_SetExcFromWindowsErrWithFilenameObject(PyExc_OSError, 0, path);
+        PyErr_SetExcFromWindowsErrWithFilenameObject(PyExc_OSError, (int)error, path);
     #else
         (void)path, (void)access, (void)how;
         PyErr_SetString(PyExc_NotImplementedError, "open_shared is for Windows");

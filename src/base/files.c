@@ -3,7 +3,7 @@
 #define _GNU_SOURCE /* declares flock, O_DIRECTORY and the clock */
 #endif
 #if !defined(_FILE_OFFSET_BITS) && !defined(_TIME_BITS)
-#define _FILE_OFFSET_BITS 64 /* with 32, readdir and stat fail where a file system's numbers take more */
+#define _FILE_OFFSET_BITS 64 /* with 32, readdir and stat fail where inode numbers take more */
 #define _TIME_BITS 64
 #endif
 #include "base/files.h"

@@ -9,12 +9,15 @@
 #include "base/environment.h"
 #include "kernels/dispatch.h"
 
-/* Asks a question about the machine once: cpuid takes microseconds in a virtual one.  Threads find the same answer. */
+/* Asks a question about the machine once, as cpuid takes microseconds in a virtual one; again while the answer is below
+ * 0, which is "not now".  Every thread finds the same. */
 static int ask_once(atomic_int *known, int (*question)(void)) {
     enum { NOT_KNOWN, NO, YES };
     int answer = atomic_load_explicit(known, memory_order_relaxed);
     if (answer == NOT_KNOWN) {
-        answer = question() ? YES : NO;
+        const int found = question();
+        if (found < 0) return 0;
+        answer = found ? YES : NO;
         atomic_store_explicit(known, answer, memory_order_relaxed);
     }
     return answer == YES;
@@ -83,12 +86,13 @@ static int has_avx512bf16(void) {
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Asks Linux (5.16 on) for the tile registers, which are so large that every process has to. */
+/* Asks Linux (5.16 on) for the tile registers, which are so large that every process has to.  They are refused while a
+ * thread has a stack for signals that is too small for them. */
 static int has_amx(void) {
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18, AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24 };
     unsigned eax, ebx, ecx, edx;
-    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && edx & AMX_BF16 && edx & AMX_TILE &&
-           !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx & AMX_BF16) || !(edx & AMX_TILE)) return 0;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) ? -1 : 1;
 }
 
 static int has_amxfp16(void) {
