@@ -69,9 +69,16 @@ def need(*commands):
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
+def ready_wine():
+    """Have Wine make its folder, of which it tells on a new machine."""
+    need("wine")
+    run("wine", "wineboot", "--init")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory, ready_wine):
     """The folder in which CMake has built the library, shared and static."""
-    need(CC, "wine", "cmake")
+    need(CC, "cmake")
     folder = tmp_path_factory.mktemp("windows")
     options = [f"-DKVCACHE_{name}=OFF" for name in ("TESTS", "EXAMPLES")]
     run("cmake", "-S", ROOT, "-B", folder, "-DCMAKE_SYSTEM_NAME=Windows", f"-DCMAKE_C_COMPILER={CC}",
@@ -130,9 +137,9 @@ static inline int setenv(const char *name, const char *value, int) { return _put
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
+def llama(tmp_path_factory, ready_wine):
     """The folder of llama.cpp's tests on this cache; those that fork or limit memory are not built."""
-    need(CC, CXX, "wine", "cmake", "patch")
+    need(CC, CXX, "cmake", "patch")
     folder = tmp_path_factory.mktemp("llama")
     prepare = ["bash", ROOT / "integrations/llama.cpp/build.sh", "--prepare", "--output", folder]
     prepared = subprocess.run(prepare, env=ENVIRONMENT | {"PYTHON": sys.executable}, capture_output=True, text=True)
