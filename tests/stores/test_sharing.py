@@ -126,7 +126,7 @@ def test_a_caller_that_gives_up_leaves_its_keys_to_others():
         store.allowed.release(100)
         assert second.result() == {"b": b"rows", "c": b"rows"}
     assert not client._shared.reader._waiting
-    assert not client._shared.reader._flying
+    until(lambda: not client._shared.reader._flying)  # the call for "a" may end after the others
 
 
 def test_a_call_that_fails_is_one_failure():
