@@ -5,13 +5,14 @@ On Windows these are the calls, and the locked byte, of src/base/files.c.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import secrets
 import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 from kvcache import _core
@@ -50,7 +51,7 @@ if sys.platform == "win32":
     BUSY_WAIT = 1.0  # seconds
     LOCKED_BYTE = 0x7FFFFFFF  # stands for the file: nobody else can read a byte that is locked
 
-    @contextmanager
+    @contextlib.contextmanager
     def open_folder(path: str | os.PathLike[str]) -> Iterator[Folder]:
         """Open a folder for a call."""
         os.scandir(path).close()  # raises if there is none
@@ -66,6 +67,13 @@ if sys.platform == "win32":
         except OSError:  # too many files
             _winapi.CloseHandle(handle)
             raise
+
+    def _unlink(folder: Folder, name: str) -> None:
+        """Remove a file under another name: there a removed one may keep its name until all have closed it."""
+        other = folder.at(f"{secrets.token_hex(16)}.tmp")
+        os.rename(folder.at(name), other)
+        with contextlib.suppress(OSError):  # left over, for who next opens the folder
+            os.unlink(other)
 
     def _lock(file: int, mode: int) -> None:
         at = os.lseek(file, 0, os.SEEK_CUR)
@@ -95,7 +103,7 @@ else:
     BUSY_WAIT = 0.0
     ITSELF = os.O_NOFOLLOW | os.O_NONBLOCK
 
-    @contextmanager
+    @contextlib.contextmanager
     def open_folder(path: str | os.PathLike[str]) -> Iterator[Folder]:
         """Open a folder for a call."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -106,6 +114,9 @@ else:
 
     def _open(folder: Folder, name: str, flags: int) -> int:
         return os.open(name, flags | ITSELF, 0o600, dir_fd=folder.descriptor)
+
+    def _unlink(folder: Folder, name: str) -> None:
+        os.unlink(name, dir_fd=folder.descriptor)
 
     def lock(file: int) -> bool:
         """Lock an open file until it is unlocked, or its process ends; return False if another one has the lock."""
@@ -160,7 +171,7 @@ def replace(folder: Folder, name: str, other: str) -> None:
 def unlink(folder: Folder, name: str) -> bool:
     """Remove a file; return whether it was there."""
     try:
-        _when_free(os.unlink, folder.at(name), dir_fd=folder.descriptor)
+        _when_free(_unlink, folder, name)
     except FileNotFoundError:
         return False
     return True
