@@ -1,6 +1,8 @@
 /* Stores in folders, on every system: what comes back, what is refused, who is evicted; files of others, long names,
  * threads that write to one folder, and a lock that somebody removes. */
 #define _GNU_SOURCE
+#define _FILE_OFFSET_BITS 64
+#define _TIME_BITS 64
 #include <pthread.h>
 #include <stdatomic.h>
 #include <time.h>

@@ -1,6 +1,8 @@
 /* Stores in folders, on POSIX: links and modes of files, a full disk, children of fork(), and each request to the
  * system failing in turn. Not for Windows: it has none of them, nor can requests be diverted. */
 #define _GNU_SOURCE
+#define _FILE_OFFSET_BITS 64
+#define _TIME_BITS 64
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>

@@ -1,4 +1,5 @@
-/* folder.h: a store in a folder, and a look at its files.  Define _XOPEN_SOURCE 700 or more first, for mkdtemp(). */
+/* folder.h: a store in a folder, and a look at its files.  Define _XOPEN_SOURCE 700 or more first, for mkdtemp(), and
+ * _FILE_OFFSET_BITS 64 and _TIME_BITS 64, as readdir() may fail with 32. */
 #ifndef KVC_TEST_FOLDER_H
 #define KVC_TEST_FOLDER_H
 
@@ -16,8 +17,8 @@ enum { LENGTH = 1000, FILE_LENGTH = LENGTH + 84, MOST = 100000 };
 static char folder[] = P_tmpdir "/kvcache-test-XXXXXX";
 
 static inline const char *path_of(const char *name) {
-    static char paths[2][600]; /* of this call and the one before */
-    static int turn;
+    static _Thread_local char paths[2][600]; /* of this call and the one before */
+    static _Thread_local int turn;
     snprintf(paths[turn ^= 1], sizeof *paths, "%s/a/b%s%s", folder, *name ? "/" : "", name);
     return paths[turn];
 }
