@@ -17,6 +17,7 @@ from support.llama_server import ENVIRONMENT, NEXT_TOKEN, Server, completion, ex
 pytestmark = pytest.mark.threads  # those of its clients
 
 ON = ("--kvcache", "--kvcache-prefix", "on")
+NO_AMX = "--no-repack"  # llama.cpp's AMX code gives wrong products where sequences of a hybrid model go together
 THREE_SLOTS = ("--parallel", "3", "--ctx-size", "3072")
 
 
@@ -188,14 +189,14 @@ def test_parallel_clients(plain, server, seconds):
 @pytest.mark.parametrize("seconds", SECONDS)
 def test_parallel_clients_of_a_hybrid_model(folder, hybrid, seconds):
     """The same, before and after a restart from a folder."""
-    with Server(hybrid, folder / "alone.log", "--kvcache", "--parallel", "1", "--ctx-size", "1024") as alone:
+    with Server(hybrid, folder / "alone.log", "--kvcache", "--parallel", "1", "--ctx-size", "1024", NO_AMX) as alone:
         expected = {prompt: alone.complete(words(prompt), 1, **NEXT_TOKEN) for prompt in PROMPTS}
 
     def check(prompt, answer):
         expect_same_probabilities(answer, expected[prompt], 0.01)
 
     for _ in range(2):
-        with Server(hybrid, folder / "clients.log", *in_folder(folder / f"clients-{seconds}")) as server:
+        with Server(hybrid, folder / "clients.log", *in_folder(folder / f"clients-{seconds}"), NO_AMX) as server:
             play_clients(server, seconds, check, 1, **NEXT_TOKEN)
 
 
