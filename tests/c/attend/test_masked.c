@@ -109,7 +109,7 @@ static scene random_scene(void) {
 }
 
 static void test_random(void) {
-    for (int i = 0; i < (is_quick() ? 100 : 300); i++) {
+    for (int i = 0; i < (is_full() ? 300 : 100); i++) {
         static scene s; /* large */
         s = random_scene();
         check_bits_of(&s, (setting){.block_size = i % 3 ? 16 : 7}, 0);
