@@ -1102,10 +1102,10 @@ KVC_API kvc_status kvc_prefix_fetch(kvc_prefix *prefix, const kvc_tokens *tokens
 KVC_API kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_t *num_written);
 
 /* Sets *store to a new store in a folder, which is made if there is none; free it with kvc_dir_store_free.  Any number
- * of processes and threads may share a folder, also Python's DirectoryStore.  Its files take at most max_bytes (0: no
- * limit): those that were read or written least recently are removed, until 1/16 of that is free.  Files are readable
- * for their owner alone; on Windows, where the path is UTF-8, for whom the folder allows it.  Links and files of other
- * names are left alone.  Nothing is synced to the disk: what a power cut tears counts as missing.  Its functions fail
+ * of processes and threads may share a folder, also Python's DirectoryStore.  A relative path starts where the process
+ * is now, wherever it goes.  Its files take at most max_bytes (0: no limit): those that were read or written least
+ * recently are removed, until 1/16 of that is free.  Files are readable for their owner alone; on Windows, where the
+ * path is UTF-8, for whom the folder allows it.  Links and files of other names are left alone.  Nothing is synced to the disk: what a power cut tears counts as missing.  Its functions fail
  * with KVC_ERR_STORE and KVC_ERR_NOMEM.  Fails with KVC_ERR_STORE if the folder cannot be made or used, and with
  * KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_dir_store_new(const char *path, int64_t max_bytes, kvc_store **store);

@@ -101,6 +101,28 @@ static const wchar_t *path_in(kvc_folder folder, const char *name) {
     return folder.path;
 }
 
+char *kvc_folder_path(const char *path) {
+    wchar_t *wide = wide_from(path);
+    const DWORD num = wide ? GetFullPathNameW(wide, 0, NULL, NULL) : 0;
+    wchar_t *full = num ? malloc(num * sizeof *full) : NULL;
+    const int size = full && GetFullPathNameW(wide, num, full, NULL)
+                         ? WideCharToMultiByte(CP_UTF8, 0, full, -1, NULL, 0, NULL, NULL)
+                         : 0;
+    char *text = size ? malloc((size_t)size) : NULL;
+    if (text) WideCharToMultiByte(CP_UTF8, 0, full, -1, text, size, NULL, NULL);
+    if (!text) errno = wide ? ENOMEM : EILSEQ;
+    free(full);
+    free(wide);
+    return text;
+}
+
+/* Whether it is a folder, such as a drive's root, which cannot be made; keeps the last error. */
+static int is_folder(const wchar_t *path) {
+    const DWORD error = GetLastError(), found = GetFileAttributesW(path);
+    SetLastError(error);
+    return found != INVALID_FILE_ATTRIBUTES && found & FILE_ATTRIBUTE_DIRECTORY;
+}
+
 int kvc_folder_make(const char *path) {
     kvc_folder folder;
     int is_there = 0; /* the last one, whatever became of those before */
@@ -111,6 +133,7 @@ int kvc_folder_make(const char *path) {
         is_there = CreateDirectoryW(folder.path, NULL) || GetLastError() == ERROR_ALREADY_EXISTS;
         folder.path[i] = '\\';
     }
+    is_there = is_there || is_folder(folder.path);
     if (!is_there) fail();
     kvc_folder_close(folder);
     return is_there;
@@ -285,6 +308,16 @@ uint64_t kvc_process_number(void) { return GetCurrentProcessId(); }
 
 enum { READS = O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC };
 
+char *kvc_folder_path(const char *path) {
+    size_t size = strlen(path);
+    while (size > 1 && path[size - 1] == '/') size--;
+    char *from = *path == '/' ? strdup("") : getcwd(NULL, 0);
+    char *full = from ? malloc(strlen(from) + 1 + size + 1) : NULL;
+    if (full) sprintf(full, "%s%s%.*s", from, *path == '/' ? "" : "/", (int)size, path);
+    free(from);
+    return full;
+}
+
 int kvc_folder_make(const char *path) {
     char *own = strdup(path);
     int error = 0; /* the first one */
@@ -354,7 +387,7 @@ int kvc_file_rename(kvc_folder folder, const char *from, const char *to) { retur
 
 int kvc_file_open(kvc_file *file, kvc_folder folder, const char *name) {
     *file = openat(folder, name, READS);
-    if (*file < 0 && (errno == ELOOP || errno == ENXIO)) errno = ENOENT;
+    if (*file < 0 && (errno == ELOOP || errno == ENXIO || errno == EOPNOTSUPP)) errno = ENOENT; /* a link, a socket */
     return *file >= 0;
 }
 

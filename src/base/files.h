@@ -19,7 +19,11 @@ typedef int kvc_folder;
 typedef int kvc_file;
 #endif
 
-/* Makes a folder, and those it lies in, where they are missing. */
+/* Returns the path of a folder, whether there is one or not, from the root on, which the caller frees: what it names
+ * stays, wherever the process goes; NULL on failure. */
+char *kvc_folder_path(const char *path);
+
+/* Makes a folder, and those it lies in, where they are missing.  The path ends with no slash. */
 int kvc_folder_make(const char *path);
 
 /* Opens a folder.  The path is UTF-8, of any length. */

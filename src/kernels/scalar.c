@@ -151,7 +151,8 @@ static void store_codes(int type, uint8_t *block, const int codes[KVC_QUANT_ELEM
 
 /* Returns the code of [0, most] of x * id + zero, rounded. */
 static int code_of(float x, float id, float zero, int most) {
-    int code = (int)(scaled(x, id) + (zero + 0.5f));
+    const float sum = scaled(x, id) + (zero + 0.5f); /* no more precise than a float, on any machine */
+    const int code = (int)sum;
     return code < most ? code : most;
 }
 

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "base/blake2b.h"
+#include "base/compiler.h"
 
 kvc_token_span kvc_tokens_part(const kvc_tokens *tokens, int64_t begin, int64_t end) {
     if (end > tokens->num_tokens) end = tokens->num_tokens;
@@ -54,7 +55,8 @@ void kvc_name_salt(const void *salt, size_t size, uint8_t *name) {
 
 void kvc_name_root(const uint8_t *salt, const void *identity, size_t size, uint8_t *name) {
     kvc_blake2b hash;
-    kvc_blake2b_begin(&hash, KVC_NAME_BYTES, salt, KVC_NAME_BYTES, "kvcache root");
+    const char *use = KVC_IS_BIG_ENDIAN ? "kvcache root, BE" : "kvcache root"; /* neither reads the other's rows */
+    kvc_blake2b_begin(&hash, KVC_NAME_BYTES, salt, KVC_NAME_BYTES, use);
     kvc_blake2b_add(&hash, identity, size);
     kvc_blake2b_end(&hash, name);
 }

@@ -66,7 +66,8 @@ static void encode_in_best_unit(const transfer *x, char *to, const char *from, i
     kvc_level_sums sums[2] = {{{0}, {0}}, {{0}, {0}}};
     x->kernels->encode(KVC_INT4, to, from, num, row->unit * UNITS[0], &sums[0]);
     x->kernels->encode(KVC_INT4, other, from, num, row->unit * UNITS[1], &sums[1]);
-    const int best = merit_of(&sums[1]) > merit_of(&sums[0]);
+    const float merits[2] = {merit_of(&sums[0]), merit_of(&sums[1])}; /* no more precise than a float, on any machine */
+    const int best = merits[1] > merits[0];
     if (best) memcpy(to, other, kvc_blocks_bytes(KVC_INT4, num));
     row->unit *= UNITS[best];
     row->sums = sums[best];

@@ -28,7 +28,7 @@ static const char USAGE[] = "usage.lock"; /* 8 bytes, of which the lowest comes 
 typedef struct directory {
     kvc_store store;
     int64_t max_bytes;
-    char path[];
+    char *path;
 } directory;
 
 /* Return KVC_ERR_STORE: what could not be done with which file, and why; by errno. */
@@ -326,21 +326,24 @@ kvc_status kvc_dir_store_new(const char *path, int64_t max_bytes, kvc_store **st
     if (max_bytes < 0 || max_bytes > INT64_MAX / 2)
         return kvc_fail(KVC_ERR_INVALID, "max_bytes is %lld: it must be at least 0", (long long)max_bytes);
     KVC_TRY(kvc_own_files_init());
-    size_t size = strlen(path);
-    while (size > 1 && path[size - 1] == '/') size--;
-    directory *d = malloc(sizeof *d + size + 1);
+    directory *d = malloc(sizeof *d);
     if (!d) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a store");
-    memcpy(d->path, path, size);
-    d->path[size] = 0;
-    d->max_bytes = max_bytes;
-    d->store = (kvc_store){sizeof d->store, d, read_value, write_value};
-    kvc_status status = kvc_folder_make(d->path) ? KVC_OK : fail_for(d, "make", "its folder");
+    *d = (directory){{sizeof d->store, d, read_value, write_value}, max_bytes, kvc_folder_path(path)};
+    kvc_status status = KVC_OK;
+    if (!d->path)
+        status = kvc_fail(errno == ENOMEM ? KVC_ERR_NOMEM : KVC_ERR_STORE, "no path of a folder comes from %.300s: %s",
+                          path, strerror(errno));
+    if (status == KVC_OK && !kvc_folder_make(d->path)) status = fail_for(d, "make", "its folder");
     if (status == KVC_OK) status = begin(d);
     if (status != KVC_OK)
-        free(d);
+        kvc_dir_store_free(&d->store);
     else
         *store = &d->store;
     return status;
 }
 
-void kvc_dir_store_free(kvc_store *store) { free(store ? store->user : NULL); }
+void kvc_dir_store_free(kvc_store *store) {
+    directory *d = store ? store->user : NULL;
+    if (d) free(d->path);
+    free(d);
+}

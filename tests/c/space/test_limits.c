@@ -1,5 +1,6 @@
 /* Limits: max_seq_len, max_sequences, capacity and max_bytes, and the default block size. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#include "base/pages.h"
 #include "support/feeding.h"
 #include "support/pairs.h"
 
@@ -89,8 +90,8 @@ static void test_own_capacity(void) {
     kvc_layer layer = plain_layer;
     layer.policy = sliding_policy(4, 0, 0);
     for (int64_t capacity = 0; capacity < 3; capacity += 2) {
-        kvc_cache *clone, *cache = cache_of(&layer, 1, (kvc_config){.capacity = capacity * 4, .max_seq_len = 8,
-                                                                    .max_sequences = 1});
+        kvc_cache *clone,
+            *cache = cache_of(&layer, 1, (kvc_config){.capacity = capacity * 4, .max_seq_len = 8, .max_sequences = 1});
         CHECK(kvc_cache_clone(cache, &clone) == KVC_OK && kvc_capacity(cache) == 8 && kvc_capacity(clone) == 8);
         for (int i = 0; i < 2; i++) {
             kvc_batch *batch = NULL;
@@ -153,9 +154,9 @@ static void test_max_bytes_of_a_reserved_sequence(void) {
 
 /* Of a large block, kvc_nbytes counts the slots written so far; those are used first. */
 static void test_max_bytes_of_large_blocks(void) {
-    enum { DIM = 1024, ROW = 2 * DIM * 4 };
-    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM};
-    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.max_bytes = 68 * ROW});
+    const int32_t dim = (int32_t)kvc_os_page_size() / 4, row = 2 * dim * 4; /* a key or value fills a page */
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = dim, .v_dim = dim};
+    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.max_bytes = 68 * row});
     kvc_batch *batch;
     int32_t positions[65];
     for (int t = 0; t < 65; t++) positions[t] = t;
@@ -163,9 +164,9 @@ static void test_max_bytes_of_large_blocks(void) {
     CHECK(kvc_commit_kept(batch, NULL, 0) == KVC_OK); /* keeps the block for reuse */
     int64_t bytes = kvc_nbytes(cache);
     CHECK(kvc_begin(cache, 65, positions, NULL, NULL, &batch) == KVC_OK);
-    CHECKF(kvc_nbytes(cache) < bytes + 3 * ROW, "%lld bytes more", (long long)(kvc_nbytes(cache) - bytes));
+    CHECKF(kvc_nbytes(cache) < bytes + 3 * row, "%lld bytes more", (long long)(kvc_nbytes(cache) - bytes));
     kvc_abort(batch);
-    CHECK(kvc_compact(cache) == KVC_OK && kvc_nbytes(cache) < ROW * 4);
+    CHECK(kvc_compact(cache) == KVC_OK && kvc_nbytes(cache) < row * 4);
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 

@@ -80,6 +80,16 @@ static void test_long_path(void) {
     }
 }
 
+/* A relative path stays what it was when the store was made, and may end with slashes. */
+static void test_relative_path(void) {
+    kvc_store *store = NULL;
+    CHECK(!chdir(folder));
+    CHECKF(kvc_dir_store_new("a/b//", 0, &store) == KVC_OK, "%s", kvc_last_error());
+    CHECK(!chdir("a") && put(store, 1, 7) == KVC_OK && for_each(".kv", NULL) == 1 && !chdir(P_tmpdir));
+    kvc_dir_store_free(store);
+    empty_folder();
+}
+
 /* Those that were read or written least recently go first, until 1/16 is free. */
 static void test_eviction(void) {
     kvc_store *store = open_store(16 * FILE_LENGTH);
@@ -247,6 +257,7 @@ int main(void) {
     test_values();
     test_bytes();
     test_long_path();
+    test_relative_path();
     test_eviction();
     test_damage();
     test_files_of_others();
