@@ -48,7 +48,7 @@ class DirectoryStore(MutableMapping[str, bytes]):
     Parameters
     ----------
     path : path
-        The folder. It is made if there is none.
+        The folder. It is made if there is none. A relative one stays where it is when the process changes its own.
     max_bytes : int, optional
         The most bytes that files of values take. Here and before a value is written, those that were read or written
         least recently are removed, until 1/16 of the limit stays free, so that not every write has to look at all
@@ -74,7 +74,7 @@ class DirectoryStore(MutableMapping[str, bytes]):
 
     def __init__(self, path: str | os.PathLike[str], *, max_bytes: SupportsIndex | None = None) -> None:
         check_path(path, what="folder")
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # keeps links, which may lead elsewhere later
         self.max_bytes = None if max_bytes is None else integer(max_bytes, "max_bytes", 1, INT64_MAX)
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -135,11 +135,14 @@ class DirectoryStore(MutableMapping[str, bytes]):
                     self._evict(usage, size)
                     before = 0
                 total = usage.total
-                usage.total = total + size  # too much rather than too little, should this process be killed in between
+                usage.total = total + size  # too much rather than too little, whatever ends this in between
                 try:
                     temporary.rename(name)
-                finally:
-                    usage.total = total if temporary.name else total + size - before
+                except OSError:
+                    if temporary.name and _size_of(folder, temporary.name):  # else raised behind it, as by a handler
+                        usage.total = total
+                    raise
+                usage.total = total + size - before
 
     def __delitem__(self, key: str) -> None:
         name = _name_of(key)
@@ -148,16 +151,17 @@ class DirectoryStore(MutableMapping[str, bytes]):
 
     def pop(self, key: str, default: Any = ...) -> Any:
         """Remove a value and return it, once for all who do so; else return `default`, or raise if it is not given."""
+        name = _name_of(key)
         try:
-            self.read(key, 0)  # where there is none, no lock is needed
-            name = _name_of(key)
-            with files.open_folder(self.path) as folder, contextlib.ExitStack() as opened:
-                with _Usage(folder) as usage:
-                    file = opened.enter_context(_opened(folder, name, key))  # somebody else may have come first
-                    size = _size_of_value(file, key)
-                    if size is not None:
-                        _remove_value(usage, name, key)
-                return _read_value(file, size, key, INT64_MAX)  # while nobody waits for the lock
+            with files.open_folder(self.path) as folder:
+                while True:
+                    with _opened(folder, name, key) as file:
+                        # Before it is removed, for that may fail; and while nobody waits for the lock.
+                        value = _read_value(file, _size_of_value(file, key), key, INT64_MAX)
+                        with _Usage(folder) as usage:
+                            if _is_named(file, folder, name, key):  # else somebody has replaced it meanwhile
+                                _remove_value(usage, name, key)
+                                return value
         except KeyError:
             if default is ...:
                 raise
@@ -308,8 +312,8 @@ class _Usage(_Locked):
         os.lseek(self.file, 0, os.SEEK_SET)
         data = os.read(self.file, 8)
         total = int.from_bytes(data, "little")
-        if len(data) < 8 or total > INT64_MAX:  # new, or no count
-            total = self.total = sum(file.size for file in _values(self.folder))
+        if len(data) < 8 or total > INT64_MAX:  # new, or no count; it is not written, for the disk may be full
+            total = sum(file.size for file in _values(self.folder))
         return total
 
     @total.setter
@@ -374,6 +378,12 @@ def _opened(folder: files.Folder, name: str, key: str) -> Iterator[int]:
         os.close(file)
 
 
+def _is_named(file: int, folder: files.Folder, name: str, key: str) -> bool:
+    """Whether an open file still has this name; a KeyError if none has."""
+    with _opened(folder, name, key) as named:
+        return os.path.sameopenfile(file, named)
+
+
 def _read_exactly(file: int, size: int) -> bytes | None:
     """Read so many bytes; None if there are fewer."""
     parts = []
@@ -399,7 +409,8 @@ def _remove_value(usage: _Usage, name: str, key: str) -> None:
     size, before = _size_of(usage.folder, name), usage.total
     if not files.unlink(usage.folder, name):
         raise KeyError(key)
-    usage.total = before - size
+    with contextlib.suppress(OSError):  # of a full disk: too much is counted, until somebody counts anew
+        usage.total = before - size
 
 
 def _size_of_value(file: int, key: str) -> int | None:

@@ -167,6 +167,18 @@ def test_a_folder_that_is_gone_and_comes_back(tmp_path):
     assert store["a"] == b"value"
 
 
+def test_a_relative_folder_stays_where_it_is(tmp_path):
+    for name in ("one", "other"):
+        (tmp_path / name / "folder").mkdir(parents=True)
+    with contextlib.chdir(tmp_path / "one"):
+        store = DirectoryStore("folder")
+    with contextlib.chdir(tmp_path / "other"):
+        store["a"] = b"value"
+    assert files_of(tmp_path / "one/folder")
+    assert not files_of(tmp_path / "other/folder")
+    assert dict(store) == {"a": b"value"}
+
+
 def test_a_folder_that_is_there_to_read(tmp_path):
     DirectoryStore(tmp_path)["a"] = b"value"
     if os.geteuid() == 0:
@@ -368,6 +380,7 @@ USES = {
     "evict": lambda store: store.__setitem__("new", bytes(800)),
     "get": lambda store: store["a"],
     "delete": lambda store: store.__delitem__("a"),
+    "pop": lambda store: store.pop("a"),
     "contains": lambda store: "a" in store,
     "list": lambda store: list(store),
     "nbytes": lambda store: store.nbytes,
@@ -379,7 +392,7 @@ USES = {
 def test_every_call_to_the_system_may_fail(tmp_path, use):
     """Values stay whole, none is lost but what was to go, and their bytes are not counted as fewer than they are."""
     values = {"a": bytes(100), "b": b"b" * 100, "c": b"c" * 100}
-    gone = {"evict": {"a", "b", "c"}, "clear": {"a", "b", "c"}, "delete": {"a"}}.get(use, set())
+    gone = {"evict": {"a", "b", "c"}, "clear": {"a", "b", "c"}, "delete": {"a"}, "pop": {"a"}}.get(use, set())
     for i, calls in enumerate(every_failure()):
         store, descriptors = DirectoryStore(tmp_path / str(i), max_bytes=1000), len(os.listdir("/dev/fd"))
         store.update(values)
@@ -394,6 +407,8 @@ def test_every_call_to_the_system_may_fail(tmp_path, use):
         with directory.files.open_folder(store.path) as folder, directory._Usage(folder) as usage:
             assert usage.total >= store.nbytes, calls.failed
         found = dict(store)
+        if use == "pop" and error:
+            assert "a" in found or "close" in calls.failed, calls.failed
         for key in values.keys() - gone:
             assert found[key] == values[key] or (use == "replace" and found[key] == bytes(101)), calls.failed
         assert found.keys() - values.keys() <= {"new"}
@@ -421,6 +436,50 @@ def test_an_interrupted_write_leaves_nothing(stored, monkeypatch):
     assert len(os.listdir("/dev/fd")) < files + 5  # other threads, and the garbage collector, may close some
     assert files_of(store.path) == before
     assert store["a"] == b"some value"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+def test_an_interrupt_behind_a_rename_counts_too_much_rather_than_too_little(stored, monkeypatch, error):
+    """Whatever a handler of a signal raises; else values would take more than max_bytes."""
+    store, _ = stored
+    rename = os.replace
+
+    def replace(*arguments, **options):
+        rename(*arguments, **options)
+        raise error
+
+    for i in range(20):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", replace)
+            with pytest.raises(error):
+                store[str(i)] = bytes(3000)
+        assert store.nbytes <= 10_000
+
+
+def test_a_write_that_fails_is_not_counted(stored):
+    store, file = stored
+    file.unlink()
+    file.mkdir()
+    for _ in range(3):
+        with pytest.raises(IsADirectoryError):
+            store["a"] = b"value"
+    with directory.files.open_folder(store.path) as folder, directory._Usage(folder) as usage:
+        assert usage.total == size_of("a", b"some value")
+
+
+def test_a_full_disk_lets_values_go(stored, monkeypatch):
+    """Also where the count, which is lost, cannot be written."""
+    store, _ = stored
+    store["b"] = b"another"
+
+    def write(file, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (store.path / directory.USAGE_NAME).write_bytes(b"")
+    monkeypatch.setattr(os, "write", write)
+    assert store.pop("a") == b"some value"
+    del store["b"]
+    assert list(store) == []
 
 
 def test_the_count_of_bytes_may_be_lost(stored):
@@ -731,7 +790,48 @@ def test_what_is_missing_is_popped_without_the_lock(stored, monkeypatch):
             store.pop("a")
 
 
-def test_a_value_is_read_after_the_lock_is_given_back(stored, monkeypatch):
+def test_a_value_is_popped_once_by_many(tmp_path):
+    """Each value that was written is popped, replaced or left: none twice, whoever pops and writes at the same time."""
+    store, popped = DirectoryStore(tmp_path, max_bytes=10**6), []
+
+    def write_and_pop(number):
+        own = DirectoryStore(tmp_path, max_bytes=10**6)
+        for i in range(200):
+            own["key"] = f"{number} {i}".encode()
+            popped.append(own.pop("key", None))
+
+    threads = [threading.Thread(target=write_and_pop, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    values = [value for value in popped if value is not None]
+    assert len(popped) == 800
+    assert len(values) == len(set(values))
+    assert len(store) == 0
+    with directory.files.open_folder(store.path) as folder, directory._Usage(folder) as usage:
+        assert usage.total == 0
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("pop", [lambda store: store.pop("a"), DirectoryStore.popitem], ids=["pop", "popitem"])
+def test_a_value_that_cannot_be_read_stays(stored, monkeypatch, pop, error):
+    store, _ = stored
+    read_exactly = directory._read_exactly
+
+    def fail(file, size):
+        if size == len(b"some value"):
+            raise error
+        return read_exactly(file, size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "_read_exactly", fail)
+        with pytest.raises(error):
+            pop(store)
+    assert dict(store) == {"a": b"some value"}
+
+
+def test_a_value_is_read_without_the_lock(stored, monkeypatch):
     store, _ = stored
     other, read_exactly = DirectoryStore(store.path), directory._read_exactly
 
