@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvcache import _core
+
 __all__ = ["available_memory", "free_memory", "machine_memory", "parse_bytes", "readable", "why_threads"]
 
 SIZE = re.compile(r"(\d{1,40}(?:\.\d{1,40})?) ?(?:([kmgt])(i?b)?|b)?", re.ASCII | re.IGNORECASE)
@@ -128,7 +130,12 @@ def parse_bytes(text: str) -> int:
 
 def why_threads(number: int) -> str:
     """Say how many threads a call uses, and why it is so many."""
-    if os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip() == str(number):
-        return f"{number}: OMP_NUM_THREADS says so"
+    for name in ("OMP_NUM_THREADS", "OMP_THREAD_LIMIT"):
+        if os.environ.get(name, "").split(",")[0].strip() == str(number):
+            return f"{number}: {name} says so"
+    binding = [name for name in ("OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY") if os.environ.get(name)]
+    if binding and os.environ.get("OMP_PROC_BIND", "").lower() != "false" and "OpenMP" in _core.build_info():
+        places = f"the places to which OpenMP binds threads by {' and '.join(binding)}"
+        return f"{number}: {places}, as far as its cgroup lets it"
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{number}: the physical cores among the {allowed} processors that it may use, as far as its cgroup lets it"

@@ -16,6 +16,7 @@ cdef dict ERRORS = {
 cdef int check(kvc_status status) except -1:
     """Raise the exception of a status, unless that is KVC_OK."""
     if status != KVC_OK:
-        message = kvc_last_error().decode()  # read at once: the next call that fails in this thread replaces it
+        # Read at once: the next call that fails in this thread replaces it. It may quote bytes of any kind.
+        message = kvc_last_error().decode(errors="replace")
         raise ERRORS.get(status, KVCacheError)(message)
     return 0

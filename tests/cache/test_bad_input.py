@@ -185,17 +185,19 @@ def test_a_cache_larger_than_the_machine_takes_no_memory_before_its_rows():
     assert cache.capacity == 2**31 - 2
 
 
-def test_an_instruction_set_that_is_not_there():
+@pytest.mark.parametrize(("name", "named"), [("sparc", "sparc"), (os.fsdecode(b"\xf6"), "KVCACHE_ISA is")])
+def test_an_instruction_set_that_is_not_there(name, named):
     code = "import kvcache; print(kvcache.show_config('dicts')['isa']); kvcache.KVCache(1, 1, 8, 16)"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"],
-        env=os.environ | {"KVCACHE_ISA": "sparc"},
+        env=os.environ | {"KVCACHE_ISA": name},
         capture_output=True,
         text=True,
     )
     assert done.stdout == "None\n"
     assert "KVCACHE_ISA" in done.stderr.splitlines()[-1]
-    assert "sparc" in done.stderr.splitlines()[-1]
+    assert named in done.stderr.splitlines()[-1]
+    assert "UnicodeDecodeError" not in done.stderr
 
 
 # ---- layers, sequences and positions

@@ -888,6 +888,35 @@ def test_info():
     assert found["memory"] > 0
 
 
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({}, "the physical cores among the "),
+        ({"OMP_NUM_THREADS": "1,2", "OMP_THREAD_LIMIT": "1"}, "OMP_NUM_THREADS says so"),
+        ({"OMP_NUM_THREADS": "2", "OMP_THREAD_LIMIT": "1"}, "OMP_THREAD_LIMIT says so"),
+        ({"OMP_PLACES": "{0}"}, "the places to which OpenMP binds threads by OMP_PLACES, "),
+        ({"OMP_PROC_BIND": "true", "OMP_PLACES": "{0}"}, "the places to which OpenMP binds threads by OMP_PLACES and "),
+        ({"OMP_PROC_BIND": "false", "OMP_PLACES": "{0}"}, "the physical cores among the "),
+    ],
+)
+def test_info_says_why_there_are_so_many_threads(monkeypatch, environment, reason):
+    for name in ("OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "OMP_PLACES", "OMP_PROC_BIND"):
+        monkeypatch.delenv(name, raising=False)
+    if environment and "OpenMP" not in kvcache.show_config("dicts")["build"]:
+        pytest.skip("this build has no OpenMP")
+    found = json.loads(run("info", "--json", **environment).stdout)
+    assert re.fullmatch(rf"\d+: {re.escape(reason)}.*", found["threads"])
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp932"])
+def test_what_stdout_cannot_encode_is_escaped(tmp_path, encoding):
+    file = tmp_path / "h\xe9.state"
+    kvcache.KVCache(1, 1, 8, 16).save(file)
+    done = run("inspect", file, PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "h\\xe9.state: version" in done.stdout
+
+
 # ---- terminals
 
 

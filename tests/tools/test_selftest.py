@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+from kvcache.arguments import MAX_THREADS
 from kvcache.stores import DirectoryStore
 from kvcache.tools import selftest
 
@@ -117,6 +118,15 @@ selftest.main()
     assert [line.split(":")[0] for line in done.stdout.splitlines()] == [
         f"passed  kernels, {name}" for name in selftest.instruction_sets()
     ]
+
+
+def test_no_more_threads_are_tried_than_are_allowed(monkeypatch):
+    numbers = []
+    monkeypatch.setattr(selftest, "_results", list)
+    monkeypatch.setattr(selftest, "get_num_threads", lambda: MAX_THREADS)
+    monkeypatch.setattr(selftest, "set_num_threads", numbers.append)
+    assert selftest._check_threads() == f"1 to {MAX_THREADS}, and 4 callers, to the bit"
+    assert max(numbers) == MAX_THREADS
 
 
 def test_one_thread_is_not_several(monkeypatch):
