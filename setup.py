@@ -94,7 +94,7 @@ class BuildExt(build_ext):
 
     def run(self):
         """Take MinGW on Windows: Microsoft's compiler lacks what the core needs of C11 and of GNU C."""
-        if not os.environ.get("CC"):  # an empty one would be run as a command
+        if not os.environ.get("CC", "").strip():  # an empty one would be run as a command
             os.environ.pop("CC", None)
         if windows:
             self.compiler = self.compiler or "mingw32"
