@@ -65,9 +65,15 @@ def has_longer(store: Mapping[str, bytes], key: str, nbytes: int) -> bool:
 
 
 def write_many(store: MutableMapping[str, bytes], items: Mapping[str, bytes]) -> None:
-    """Store some values."""
+    """Store some values. One that is refused, such as for its size, keeps out no others."""
     if hasattr(store, "set_many"):
         store.set_many(dict(items))  # which the mapping may change
-    else:
-        for key, value in items.items():
+        return
+    refusal: Exception | None = None
+    for key, value in items.items():
+        try:
             store[key] = value
+        except (TypeError, ValueError) as error:
+            refusal = refusal or error
+    if refusal is not None:
+        raise refusal

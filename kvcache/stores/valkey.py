@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -86,7 +87,8 @@ class ValkeyStore(MutableMapping[str, bytes]):
         for name, path in given.items():
             check_path(path, name.removeprefix("ssl_"))
         if self._tls:
-            self._options |= {name: os.fspath(path) for name, path in given.items()}
+            # They are read anew for each connection, when the process may have changed its folder.
+            self._options |= {name: str(Path(os.fsdecode(path)).absolute()) for name, path in given.items()}
         elif given:
             raise ValueError(f"{shown(url)} takes no TLS: certificates need valkeys:// or valkeys+cluster://")
         self._url = shown(url)

@@ -311,6 +311,13 @@ def test_arguments_of_the_wrong_type(arguments, message):
         ValkeyStore(**{"url": "valkeys://localhost", **arguments})
 
 
+def test_relative_certificates_stay_where_they_are(tmp_path):
+    pytest.importorskip("valkey", exc_type=ImportError)
+    with contextlib.chdir(tmp_path):
+        store = ValkeyStore("valkeys://localhost", ca_certs="certificate")
+    assert store._connect().get_connection_kwargs()["ssl_ca_certs"] == str(tmp_path / "certificate")
+
+
 def test_values_and_keys_of_the_wrong_type():
     """They are refused before a server is asked."""
     pytest.importorskip("valkey", exc_type=ImportError)
