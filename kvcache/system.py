@@ -134,7 +134,7 @@ def why_threads(number: int) -> str:
         if os.environ.get(name, "").split(",")[0].strip() == str(number):
             return f"{number}: {name} says so"
     binding = [name for name in ("OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY") if os.environ.get(name)]
-    if binding and os.environ.get("OMP_PROC_BIND", "").lower() != "false" and "OpenMP" in _core.build_info():
+    if binding and os.environ.get("OMP_PROC_BIND", "").lower() != "false" and _core.threading_layer() == "openmp":
         places = f"the places to which OpenMP binds threads by {' and '.join(binding)}"
         return f"{number}: {places}, as far as its cgroup lets it"
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

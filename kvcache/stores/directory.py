@@ -74,12 +74,13 @@ class DirectoryStore(MutableMapping[str, bytes]):
 
     def __init__(self, path: str | os.PathLike[str], *, max_bytes: SupportsIndex | None = None) -> None:
         check_path(path, what="folder")
-        self.path = Path(path).absolute()  # keeps links, which may lead elsewhere later
         self.max_bytes = None if max_bytes is None else integer(max_bytes, "max_bytes", 1, INT64_MAX)
         try:
+            self.path = Path(path).absolute()  # keeps links, which may lead elsewhere later
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise OSError(error.errno, f"the folder cannot be made: {error.strerror}", error.filename) from error
+            named = error.filename or os.fspath(path)
+            raise OSError(error.errno, f"the folder cannot be made: {error.strerror}", named) from error
         with files.open_folder(self.path) as folder:
             _remove_leftovers(folder)
             with contextlib.suppress(OSError), _Usage(folder) as usage:  # a folder may be there to read only
@@ -153,15 +154,17 @@ class DirectoryStore(MutableMapping[str, bytes]):
         """Remove a value and return it, once for all who do so; else return `default`, or raise if it is not given."""
         name = _name_of(key)
         try:
-            with files.open_folder(self.path) as folder:
-                while True:
-                    with _opened(folder, name, key) as file:
-                        # Before it is removed, for that may fail; and while nobody waits for the lock.
+            with files.open_folder(self.path) as folder, contextlib.ExitStack() as opened:
+                file = opened.enter_context(_opened(folder, name, key))
+                # Before it is removed, for that may fail; and while nobody waits for the lock.
+                value = _read_value(file, _size_of_value(file, key), key, INT64_MAX)
+                with _Usage(folder) as usage:
+                    if not _is_named(file, folder, name, key):  # somebody has replaced it meanwhile
+                        del value
+                        file = opened.enter_context(_opened(folder, name, key))
                         value = _read_value(file, _size_of_value(file, key), key, INT64_MAX)
-                        with _Usage(folder) as usage:
-                            if _is_named(file, folder, name, key):  # else somebody has replaced it meanwhile
-                                _remove_value(usage, name, key)
-                                return value
+                    _remove_value(usage, name, key)
+                return value
         except KeyError:
             if default is ...:
                 raise
@@ -409,8 +412,12 @@ def _remove_value(usage: _Usage, name: str, key: str) -> None:
     size, before = _size_of(usage.folder, name), usage.total
     if not files.unlink(usage.folder, name):
         raise KeyError(key)
-    with contextlib.suppress(OSError):  # of a full disk: too much is counted, until somebody counts anew
+    try:
         usage.total = before - size
+    except OSError as error:
+        if error.errno is None:  # a signal's handler raised it
+            raise
+        # The disk is full: too much is counted, until somebody counts anew.
 
 
 def _size_of_value(file: int, key: str) -> int | None:

@@ -17,8 +17,6 @@ from kvcache.stores.worker import Breaker
 
 __all__ = ["Tiered"]
 
-MAX_MISSED = 1 << 16  # keys, of 10 MB or so
-
 T = TypeVar("T")
 
 logger = logging.getLogger("kvcache")
@@ -32,9 +30,8 @@ class Tiered(MutableMapping[str, bytes]):
     time, up to 30. Reading and writing raise an error, that of the first tier, where every tier fails; deleting, and
     listing the keys, where any does.
 
-    A tier that failed to take a value, or refused it for its size, may have an older one. It is not asked for that key
-    until it has taken a value of it: by this object, which remembers the last 65,536 such keys of each tier. Others may
-    find the older value there.
+    A tier that failed to take a value may have an older one of its key, and answers with it where the tiers before it
+    lack the key. A prefix cache's keys name what they stand for, and have no older values.
 
     Parameters
     ----------
@@ -93,8 +90,6 @@ class Tiered(MutableMapping[str, bytes]):
     def __contains__(self, key: object) -> bool:
         failures: list[Exception] = []
         for tier in self._tiers:
-            if key in tier.missed:
-                continue
             try:
                 if tier.use(lambda store: key in store):
                     return True
@@ -115,10 +110,10 @@ class Tiered(MutableMapping[str, bytes]):
         missing = list(dict.fromkeys(keys))
         failures: list[Exception] = []
         for i, tier in enumerate(self._tiers):
-            if not (asked := [key for key in missing if key not in tier.missed]):
-                continue
+            if not missing:
+                break
             try:
-                part = tier.use(partial(calls.read_many, keys=asked, most=most))
+                part = tier.use(partial(calls.read_many, keys=missing, most=most))
             except Exception as error:
                 failures.append(error)
                 continue
@@ -134,23 +129,21 @@ class Tiered(MutableMapping[str, bytes]):
         """Store values in the first tiers, which did not have them."""
         for tier in self._tiers[:num_tiers] if items else ():
             with contextlib.suppress(Exception):  # it costs speed
-                tier.write(items)
+                tier.use(partial(calls.write_many, items=items))
 
     def set_many(self, items: Mapping[str, bytes]) -> None:
         """Store values in all tiers. An error says that no tier took all; some may be stored."""
-        failures: dict[_Tier, Exception] = {}
+        failures: list[Exception] = []
         for tier in self._tiers:
             try:
-                tier.write(items)
+                tier.use(partial(calls.write_many, items=items))
             except Exception as error:
-                failures[tier] = error
+                failures.append(error)
         if len(failures) == len(self._tiers):
-            raise failures[self._tiers[0]]
-        for tier in failures:
-            tier.miss(items)
+            raise failures[0]
 
     def __iter__(self) -> Iterator[str]:
-        yield from dict.fromkeys(key for tier in self._tiers for key in tier.store if key not in tier.missed)
+        yield from dict.fromkeys(key for store in self.tiers for key in store)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -172,14 +165,10 @@ class Tiered(MutableMapping[str, bytes]):
 
 
 class _Tier:
-    """A store, and the breaker that leaves it alone while it fails.
-
-    `missed` are keys of which it may have older values, those that it missed first in front.
-    """
+    """A store, and the breaker that leaves it alone while it fails."""
 
     def __init__(self, store: MutableMapping[str, bytes]) -> None:
         self.store = store
-        self.missed: dict[object, None] = {}
         self.has_warned = False
         self.begin()
         _tiers.add(self)
@@ -209,20 +198,6 @@ class _Tier:
         with self.lock:
             breaker.succeeded()
         return result
-
-    def write(self, items: Mapping[str, bytes]) -> None:
-        """Store values, after which it has no older ones of their keys."""
-        self.use(partial(calls.write_many, items=items))
-        with self.lock:
-            for key in items:
-                self.missed.pop(key, None)
-
-    def miss(self, keys: Iterable[str]) -> None:
-        """Note that others have newer values of these keys."""
-        with self.lock:
-            self.missed |= dict.fromkeys(keys)
-            while len(self.missed) > MAX_MISSED:
-                del self.missed[next(iter(self.missed))]
 
     def _warn(self, error: BaseException) -> None:
         if self.has_warned:

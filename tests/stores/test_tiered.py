@@ -10,7 +10,7 @@ from support.prefixes import make_cache, serve
 
 import kvcache
 from kvcache import stores
-from kvcache.stores import DirectoryStore, Tiered, tiered, worker
+from kvcache.stores import DirectoryStore, Tiered, worker
 from kvcache.stores.client import StoreClient
 
 LONG = 30
@@ -107,42 +107,6 @@ def test_a_value_that_does_not_fit_keeps_no_others_out(tmp_path):
     Tiered(fast, slow).set_many({"a": b"A", "large": bytes(1000), "b": b"B"})
     assert dict(fast) == {"a": b"A", "b": b"B"}
     assert set(slow) == {"a", "large", "b"}
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_tier_that_missed_a_value_serves_no_older_one(failing):
-    tiers = Bulk(), Bulk()
-    store, missing, other = Tiered(*tiers), tiers[failing], tiers[1 - failing]
-    store.set_many({"a": b"older", "b": b"older"})
-    missing.fault = raising(OSError("gone"), "set_many")
-    store["a"] = b"newer"
-    missing.fault = lambda verb, key: None
-    assert missing.items_ == {"a": b"older", "b": b"older"}
-    other.items_.pop("b")
-    assert dict(store) == {"a": b"newer", "b": b"older"}
-    assert missing.items_["a"] == (b"newer" if failing == 0 else b"older"), "a fast one is filled again"
-    other.items_.clear()
-    assert ("a" in store) == ("a" in list(store)) == (store.get("a") is not None) == (failing == 0)
-    store["a"] = b"newest"
-    other.items_.clear()
-    assert store["a"] == b"newest"
-
-
-def test_an_older_value_of_a_tier_is_not_served_for_one_that_does_not_fit(tmp_path):
-    fast, slow = DirectoryStore(tmp_path, max_bytes=200), {}
-    store = Tiered(fast, slow)
-    for value in (b"small", bytes(1000), b"small again"):
-        store["a"] = value
-        assert store["a"] == value
-    assert fast["a"] == b"small again"
-
-
-def test_the_keys_that_a_tier_missed_are_bounded(monkeypatch):
-    monkeypatch.setattr(tiered, "MAX_MISSED", 3)
-    store = Tiered({}, Bulk(raising(OSError("gone"))))
-    for key in "abcde":
-        store[key] = b"value"
-    assert [*store._tiers[1].missed] == ["c", "d", "e"]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
