@@ -54,7 +54,10 @@ def test_the_kernels_attend(name, source, tmp_path):
     assert cache.stats()["calls"] == {"kernel": 3 * LAYERS, "dense": 0, "fallback": 0}
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
+FLEX = pytest.param("flex_attention", marks=pytest.mark.full)  # torch compiles it for a minute
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", FLEX])
 @pytest.mark.parametrize("named", ["kvcache", "sdpa"])
 def test_another_attention_gets_dense_tensors(attention, named):
     """A configuration that names this package's attention does not make the model call it; one warning is given."""
