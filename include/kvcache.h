@@ -1105,9 +1105,9 @@ KVC_API kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store
  * of processes and threads may share a folder, also Python's DirectoryStore.  A relative path starts where the process
  * is now, wherever it goes.  Its files take at most max_bytes (0: no limit): those that were read or written least
  * recently are removed, until 1/16 of that is free.  Files are readable for their owner alone; on Windows, where the
- * path is UTF-8, for whom the folder allows it.  Links and files of other names are left alone.  Nothing is synced to the disk: what a power cut tears counts as missing.  Its functions fail
- * with KVC_ERR_STORE and KVC_ERR_NOMEM.  Fails with KVC_ERR_STORE if the folder cannot be made or used, and with
- * KVC_ERR_NOMEM. */
+ * path is UTF-8, for whom the folder allows it.  Links and files of other names are left alone.  Nothing is synced to
+ * the disk: what a power cut tears counts as missing.  Its functions fail with KVC_ERR_STORE and KVC_ERR_NOMEM.  Fails
+ * with KVC_ERR_STORE if the folder cannot be made or used, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_dir_store_new(const char *path, int64_t max_bytes, kvc_store **store);
 
 /* Frees such a store, which no call uses any more; ignores NULL.  Its files stay. */
