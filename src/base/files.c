@@ -68,15 +68,24 @@ static wchar_t *wide_from(const char *text) {
     return wide;
 }
 
+/* Returns a path from the root on, with room for some characters before it and behind it, which the caller frees; NULL,
+ * after setting errno, if there is none. */
+static wchar_t *full_from(const char *path, size_t before, size_t behind) {
+    wchar_t *wide = wide_from(path);
+    const DWORD num = wide ? GetFullPathNameW(wide, 0, NULL, NULL) : 0;
+    wchar_t *full = num ? malloc((before + num + behind) * sizeof *full) : NULL;
+    if (full) GetFullPathNameW(wide, num, full + before, NULL);
+    if (!full) errno = wide ? ENOMEM : EILSEQ;
+    free(wide);
+    return full;
+}
+
 /* Sets a folder's path, in the form of which the system limits no length, and a backslash; returns 0 if it cannot. */
 static int set_path(kvc_folder *folder, const char *path) {
     enum { FORM = 7 }; /* characters put in front, at most */
-    wchar_t *wide = wide_from(path);
-    const DWORD num = wide ? GetFullPathNameW(wide, 0, NULL, NULL) : 0;
-    wchar_t *full = num ? malloc((FORM + num + 1 + MOST_NAME) * sizeof *full) : NULL;
+    wchar_t *full = full_from(path, FORM, 1 + MOST_NAME);
     if (full) {
         wchar_t *begin = full + FORM;
-        GetFullPathNameW(wide, num, begin, NULL);
         const int is_share = begin[0] == '\\' && begin[1] == '\\';
         const int has_form = is_share && (begin[2] == '?' || begin[2] == '.');
         const wchar_t *form = has_form ? L"" : is_share ? L"\\\\?\\UNC" : L"\\\\?\\";
@@ -87,9 +96,7 @@ static int set_path(kvc_folder *folder, const char *path) {
         if (full[folder->size - 1] != '\\') full[folder->size++] = '\\';
         full[folder->size] = 0;
     }
-    free(wide);
     folder->path = full;
-    if (!full) errno = wide ? ENOMEM : EILSEQ;
     return full != NULL;
 }
 
@@ -102,17 +109,12 @@ static const wchar_t *path_in(kvc_folder folder, const char *name) {
 }
 
 char *kvc_folder_path(const char *path) {
-    wchar_t *wide = wide_from(path);
-    const DWORD num = wide ? GetFullPathNameW(wide, 0, NULL, NULL) : 0;
-    wchar_t *full = num ? malloc(num * sizeof *full) : NULL;
-    const int size = full && GetFullPathNameW(wide, num, full, NULL)
-                         ? WideCharToMultiByte(CP_UTF8, 0, full, -1, NULL, 0, NULL, NULL)
-                         : 0;
-    char *text = size ? malloc((size_t)size) : NULL;
+    wchar_t *full = full_from(path, 0, 0);
+    if (!full) return NULL;
+    const int size = WideCharToMultiByte(CP_UTF8, 0, full, -1, NULL, 0, NULL, NULL);
+    char *text = malloc((size_t)size);
     if (text) WideCharToMultiByte(CP_UTF8, 0, full, -1, text, size, NULL, NULL);
-    if (!text) errno = wide ? ENOMEM : EILSEQ;
     free(full);
-    free(wide);
     return text;
 }
 

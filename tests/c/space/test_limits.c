@@ -90,8 +90,8 @@ static void test_own_capacity(void) {
     kvc_layer layer = plain_layer;
     layer.policy = sliding_policy(4, 0, 0);
     for (int64_t capacity = 0; capacity < 3; capacity += 2) {
-        kvc_cache *clone,
-            *cache = cache_of(&layer, 1, (kvc_config){.capacity = capacity * 4, .max_seq_len = 8, .max_sequences = 1});
+        kvc_cache *clone, *cache = cache_of(&layer, 1, (kvc_config){.capacity = capacity * 4, .max_seq_len = 8,
+                                                                    .max_sequences = 1});
         CHECK(kvc_cache_clone(cache, &clone) == KVC_OK && kvc_capacity(cache) == 8 && kvc_capacity(clone) == 8);
         for (int i = 0; i < 2; i++) {
             kvc_batch *batch = NULL;
