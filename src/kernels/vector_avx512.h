@@ -97,7 +97,13 @@ INLINE vec v_max_abs(vec x, vec y) { return _mm512_range_ps(x, y, 0xb); }
 
 INLINE vec v_number(vec x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x); }
 
-INLINE uint32_t v_equal(vec x, vec y) { return _mm512_cmp_ps_mask(x, y, _CMP_EQ_OQ); }
+/* The empty assembly keeps the mask's 32 bits in one register: GCC 12 may otherwise store 16 of them to the stack and
+ * load 32, where a sanitizer's calls make registers scarce. */
+INLINE uint32_t v_equal(vec x, vec y) {
+    uint32_t mask = _mm512_cmp_ps_mask(x, y, _CMP_EQ_OQ);
+    __asm__("" : "+r"(mask));
+    return mask;
+}
 
 INLINE vec v_count(vec n, vec x, vec y) {
     return _mm512_mask_add_ps(n, _mm512_cmp_ps_mask(x, y, _CMP_GE_OQ), n, _mm512_set1_ps(1));
