@@ -428,7 +428,9 @@ typedef struct kvc_plan_args {
 /* Attends: out[t, h] = sum over visible rows j of softmax(scale * q[t, h] . k[j]) * v[j], for the query tokens of the
  * plan's range in the layer plan->layer, with all threads of the cache.  A token sees the stored rows of its sequence
  * and the batch's own, at positions up to its own, that the policy shows and the plan does not hide; those of the
- * batch must have been put in this layer.  Where nothing is visible, out is 0 and lse -inf.  Sums are kept in f32.
+ * batch must have been put in this layer.  Where nothing is visible, out is 0, and lse is -inf, or the head's sink if
+ * sinks are given.  Sums are kept in f32, and values are summed before they are divided by the sum of their weights:
+ * out may be infinite where a value times the number of visible rows exceeds 3.4e38.
  * The bits of a token's result depend on nothing but the rows it sees and which tokens of its sequence are in the
  * call: not on threads, on where rows lie, or on who else is in the batch.  Infinities and NaN in rows reach the
  * tokens that see them, and no others; prompts that hold any take longer.  The instruction set decides whether a

@@ -2,6 +2,7 @@
  * deltas, trees, windows; the same bits however a sequence is stored and worked on, and whatever is in rows that it
  * does not see. */
 #define _DEFAULT_SOURCE /* guarded.h, setenv, fork */
+#include <float.h>
 #include <pthread.h>
 #include <stdatomic.h>
 
@@ -74,6 +75,27 @@ static void test_huge_scores(void) {
         question_free(&a);
         stage_free(st);
     }
+}
+
+/* Values whose sum over the visible rows is just below the largest float: their average is finite. */
+static void test_largest_sums(void) {
+    for (int num_new = 1; num_new < 80; num_new += 70)
+        for (int type = KVC_F32; type <= KVC_BF16; type += KVC_BF16 - KVC_F32) {
+            scene s = plain_scene(2, 4, 32, 2900, num_new);
+            s.layer.k_type = s.layer.v_type = type;
+            s.value = FLT_MAX * 0.99f / (float)(2900 + num_new);
+            stage *st = stage_new(&s, &usual);
+            question a = question_of_all(st);
+            float out[MAX_DIM];
+            CHECK(ask(&a) == KVC_OK);
+            for (int i = 0; i < 8 * num_new; i++) {
+                read_out(&a, i / 8, i % 8, out);
+                for (int d = 0; d < 32; d++)
+                    CHECKF(fabsf(out[d] / s.value - 1) < 0x1p-8f, "%s: %g, not %g", kvc_isa(), out[d], s.value);
+            }
+            question_free(&a);
+            stage_free(st);
+        }
 }
 
 /* Heads before tokens, lse not wanted, rows far apart: what lies between stays as it was. */
@@ -701,6 +723,7 @@ static void test_isa(void) {
     test_thinned();
     test_tiled();
     test_huge_scores();
+    test_largest_sums();
     test_strides();
     test_nothing_visible();
     test_value_in_key();

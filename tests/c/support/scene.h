@@ -36,6 +36,7 @@ typedef struct scene {
     float scale, softcap;
     const float *sinks, *alibi;
     int masked_keys; /* keys are -inf: no query sees them */
+    float value;     /* of each element of the values; 0: they differ */
     int is_tree;     /* each token of the batch descends from an earlier one of its sequence, or none */
     int is_forked;   /* all members have the stored rows of member 0, in the same slots */
     int num_moves;   /* how many pieces of each sequence are moved apart once they are stored */
@@ -149,6 +150,7 @@ enum { IS_K, IS_V, IS_Q };
 static inline float scene_element(const scene *s, int what, int layer, int m, int row, int head, int d) {
     const int content = s->is_forked && row < s->members[0].num_stored ? 0 : m;
     const float x = element_of(what, layer * MAX_MEMBERS + content, row, head * 1024 + d);
+    if (what == IS_V && s->value != 0) return s->value;
     if (what != IS_Q && s->num_bad && m == 0 && row == s->bad && d % 7 == 3) return s->number;
     return what == IS_Q && s->q_type != KVC_F32 ? floorf(x * 128) / 128 : x;
 }
