@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from kvcache import CacheBusyError
 from kvcache.compat.forgellm import KVCache
 
 
@@ -14,7 +13,8 @@ def rows(tokens, seed=0):
 def append_everywhere(cache, k, v):
     for layer in range(cache.num_layers()):
         cache.append(layer, k, v)
-    cache.advance()
+    for _ in range(len(k) // cache.entry_size()):
+        cache.advance()
 
 
 # --- its unit tests ----------------------------------------------------------------------------------------------
@@ -78,24 +78,68 @@ def test_a_clone_is_independent():
     assert (cache.len(), clone.len()) == (4, 5)
     assert clone.k(1).tolist() == [*rows(3)[0], *rows(2, seed=2)[0]]
     cache.append(0, *rows(1))
-    with pytest.raises(CacheBusyError):
-        cache.clone()
+    clone = cache.clone()
+    clone.append(1, *rows(1))
+    clone.advance()
+    assert (cache.len(), clone.len(), cache.k(0).size) == (4, 5, 5 * 64)
 
 
 def test_a_layer_that_was_left_out_is_named():
     cache = KVCache(2, 4, 16)
-    with pytest.raises(ValueError, match="nothing was appended"):
+    with pytest.raises(ValueError, match=r"layers \[0, 1\] have no rows of token 0"):
         cache.advance()
+    append_everywhere(cache, *rows(1))
     cache.append(1, *rows(1))
-    with pytest.raises(ValueError, match="layer 0"):
+    with pytest.raises(ValueError, match=r"layers \[0\] have no rows of token 1"):
         cache.advance()
-    with pytest.raises(ValueError, match=r"layer 1 has its rows .*; layers \[0\] have none"):
-        cache.append(1, *rows(1))
     cache.append(0, *rows(1))
-    with pytest.raises(ValueError, match="advance first"):
-        cache.append(1, *rows(1))
     cache.advance()
-    assert cache.len() == 1
+    with pytest.raises(ValueError, match="of token 2"):
+        cache.advance()
+    assert cache.len() == 2
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_prompt_is_appended_layer_by_layer_then_advanced_token_by_token(at_once):
+    cache = KVCache(3, 4, 16)
+    k, v = rows(40)
+    for layer in range(3):
+        for begin in range(0, 40, 40 if at_once else 1):
+            end = 40 if at_once else begin + 1
+            cache.append(layer, k[begin * 64 : end * 64], v[begin * 64 : end * 64])
+        assert cache.k(layer).tolist() == k.tolist()
+    for length in range(1, 41):
+        cache.advance()
+        assert cache.len() == length
+    assert all((cache.k(layer).tolist(), cache.v(layer).tolist()) == (k.tolist(), v.tolist()) for layer in range(3))
+    with pytest.raises(ValueError, match="of token 40"):
+        cache.advance()
+
+
+def test_one_layer_may_be_ahead_of_another():
+    cache = KVCache(2, 4, 16)
+    k, v = rows(5)
+    cache.append(0, k, v)
+    for i in range(5):
+        cache.append(1, k[i * 64 : (i + 1) * 64], v[i * 64 : (i + 1) * 64])
+        cache.advance()
+        assert (cache.len(), cache.k(0).tolist()) == (i + 1, k.tolist())
+        assert cache.v(1).tolist() == v[: (i + 1) * 64].tolist()
+
+
+def test_what_was_given_may_be_written_over():
+    cache = KVCache(1, 4, 16)
+    k, v = rows(2)
+    cache.append(0, k, v)
+    k[:] = v[:] = 0
+    cache.advance()
+    assert (cache.k(0).tolist(), cache.v(0).tolist()) == tuple(rows(2).tolist())
+
+
+def test_a_repr_says_the_shape_and_the_length():
+    cache = KVCache(2, 4, 16)
+    append_everywhere(cache, *rows(3))
+    assert repr(cache) == "<forgellm.KVCache(2, 4, 16): 3 tokens>"
 
 
 @pytest.mark.parametrize(("layer", "numbers"), [(2, 64), (-1, 64), (0, 63), (0, 0)])
@@ -115,17 +159,11 @@ def test_clearing_forgets_the_running_token():
     assert cache.len() == 2
 
 
-@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
-def test_layers_are_given_as_many_tokens(first, second):
+def test_a_token_has_a_key_and_a_value():
     cache = KVCache(2, 4, 16)
-    cache.append(0, *rows(first))
-    with pytest.raises(ValueError, match=f"layer 1: rows of {second} tokens, where the layers before have {first}"):
-        cache.append(1, *rows(second))
-    k, v = rows(first, seed=1)
-    cache.append(1, k, v)  # the failed call has put nothing
-    cache.advance()
-    assert cache.len() == first
-    assert cache.k(1).tolist() == k.tolist()
+    with pytest.raises(ValueError, match="v_data: 128 numbers, where k_data has 64"):
+        cache.append(1, rows(1)[0], rows(2)[1])
+    assert cache.k(1).size == 0
 
 
 def test_a_wrong_capacity_is_named():
