@@ -99,6 +99,11 @@ class Running:
         self.layers: set[int] = set()  # those that have the rows of the batch
 
     @property
+    def position(self) -> int:
+        """The position of the first running token."""
+        return self.cache.next_position()
+
+    @property
     def num_tokens(self) -> int:
         """The running tokens of each sequence."""
         return 0 if self.batch is None else len(self.batch) // self.sequences

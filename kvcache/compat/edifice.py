@@ -76,6 +76,12 @@ class KVCache(Copied):
         cache.reserve(capacity)
         return cls(Running(cache, batch_size, layout="BHTD"), max_seq_len)
 
+    def __repr__(self) -> str:
+        return (
+            f"<edifice.KVCache: {self._running.sequences} sequences, {self.num_layers} layers, {self.position} of "
+            f"{self.max_seq_len} tokens>"
+        )
+
     @property
     def cache(self) -> kvcache.KVCache:
         """The cache below, with the tokens of the steps that ended in sequences 0 to `batch_size` - 1."""
@@ -136,8 +142,16 @@ class KVCache(Copied):
                                            for i in range(running.sequences)), strict=True))  # fmt: skip
         return k, v
 
-    def seq_length(self) -> int:
-        """Return the number of tokens of each sequence."""
+    def seq_length(self, layer_idx: int | None = None) -> int:
+        """Return the number of tokens of each sequence, which is the same in every layer.
+
+        Raises
+        ------
+        IndexError
+            If there is no such layer.
+        """
+        if layer_idx is not None:
+            check_index("layer_idx", layer_idx, self.num_layers)
         return self.position
 
     def reset(self) -> Self:

@@ -25,7 +25,7 @@ def join(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
 class KVCache(Copied):
     """Keys and values of one sequence, which grows without a limit.
 
-    Append the rows of a token, or of several, in every layer, and advance once for each token. What was appended is
+    Append the rows of a token, or of several, in every layer, and advance once for each token. Appended rows are
     read at once. Layers may have rows of different numbers of tokens meanwhile.
 
     Parameters
@@ -153,7 +153,7 @@ class KVCache(Copied):
             waiting[:] = [(k[num_tokens:], v[num_tokens:])] if len(k) > num_tokens else []
 
     def _rows(self, layer: int, which: int) -> npt.NDArray[Any]:
-        """Return copies of the keys (0) or values (1) of a layer: the stored rows, then those that wait."""
+        """Return copies of a layer's keys (0) or values (1): stored rows, then waiting ones."""
         check_index("layer", layer, self.num_layers())
         stored = [(span.k, span.v)[which].swapaxes(0, 1) for span in self.cache.spans(layer)]
         pieces = [*stored, *(rows[which] for rows in self._waiting[layer])]

@@ -139,6 +139,7 @@ class Cache(Copied):
         dtype: Any = "f16",
         max_sequences: int = 1,
         capacity: int,
+        max_batch: int | None = None,
         v_head_dim: int | None = None,
         layer_types: Sequence[int] | None = None,
         share: Sequence[int | None] | None = None,
@@ -155,6 +156,9 @@ class Cache(Copied):
             The most sequences.
         capacity : int
             The tokens that there is room for, for each sequence; one may use the room of all.
+        max_batch : int, optional
+            The most tokens of a pass. If every layer has a window, there is room for what the windows keep and for one
+            such pass, which may be more than `capacity`, or less. By default `capacity` alone counts.
         v_head_dim : int, optional
             The elements of a value's head, if not `head_dim`.
         layer_types : sequence of int, optional
@@ -176,6 +180,12 @@ class Cache(Copied):
         if layer_types is None:
             layer_types = [layer % len(members) for layer in range(num_layers)]
         layer_types = to_integers("layer_types", layer_types)
+        room = max_sequences * capacity
+        kept = [each._kept(max_sequences, capacity) for each in members]
+        if max_batch is not None:
+            batch = to_integer("max_batch", max_batch, 1)
+            room = room if None in kept else max_sequences * max(filter(None, kept), default=0) + batch
+        padding = max((each._config or CacheConfig()).cache_padding for each in members)
         if len(layer_types) != num_layers:
             raise ValueError(f"len(layer_types)={len(layer_types)}: must be num_layers, which is {num_layers}")
         for layer, number in enumerate(layer_types):
@@ -191,7 +201,7 @@ class Cache(Copied):
             rope=[members[number]._shift for number in layer_types],
             share=share,
             max_sequences=max_sequences,
-            capacity=max_sequences * capacity,
+            capacity=-(-room // padding) * padding,
         )
         shared = _Pass(cache, members, layer_types)
         for each in (self, *members):
@@ -221,10 +231,21 @@ class Cache(Copied):
         for member in self._members():
             member._config = config
 
+    def __repr__(self) -> str:
+        if self._shared is None:
+            return f"<ollama.{type(self).__name__}: not made yet>"
+        cache = self._shared.cache
+        return f"<ollama.{type(self).__name__}: {len(cache.sequences)} sequences, {cache.num_layers} layers>"
+
     @property
     def cache(self) -> kvcache.KVCache:
         """The cache below."""
         return self._pass().cache
+
+    @property
+    def dtype(self) -> str:
+        """The element type of keys and values, which `init` was given."""
+        return self.cache.layers[0].k_dtype
 
     def close(self) -> None:
         """Free all memory."""
@@ -376,6 +397,10 @@ class Cache(Copied):
     def _policy(self, max_sequences: int, capacity: int) -> Any:
         raise NotImplementedError
 
+    def _kept(self, max_sequences: int, capacity: int) -> int | None:
+        """Return how many rows of a sequence's tokens stay behind a pass; None if all do."""
+        raise NotImplementedError
+
     def _start(self, positions: Sequence[int], multimodal: Sequence[int]) -> None:
         pass
 
@@ -444,14 +469,20 @@ class Causal(Cache):
             return kvcache.ChunkedAttention(self._chunk, resume_window=max(everything, self._chunk))
         if self._window is None:
             return kvcache.FullAttention()
-        memory = self._window if self._memory is None else self._memory
-        if max_sequences > 1:
-            memory = max(memory, self._window + 1)
-        if memory >= capacity:
+        memory = self._kept(max_sequences, capacity)
+        if memory is None:
             memory = max(everything, self._window)
         if memory < self._window:
             raise ValueError(f"memory={memory}: must be at least the window, which is {self._window}")
         return kvcache.SlidingWindow(self._window + 1, resume_window=memory + 1)
+
+    def _kept(self, max_sequences: int, capacity: int) -> int | None:
+        if self._window is None:
+            return None
+        memory = self._window if self._memory is None else self._memory
+        if max_sequences > 1:
+            memory = max(memory, self._window + 1)
+        return memory if memory < capacity else None
 
     def _start(self, positions: Sequence[int], multimodal: Sequence[int]) -> None:
         self._except = ()
@@ -537,6 +568,9 @@ class EncoderCache(Cache):
                 "has rows for each"
             )
         return kvcache.CrossAttention(self._max_len)
+
+    def _kept(self, max_sequences: int, capacity: int) -> int | None:
+        return 0
 
     def _start(self, positions: Sequence[int], multimodal: Sequence[int]) -> None:
         if multimodal:

@@ -56,6 +56,9 @@ class KvCache(Copied):
         self._slots: list[Rows] = []  # of the running token, in each layer: [heads, 1, dim]
         self._seq_len = 0
 
+    def __repr__(self) -> str:
+        return f"<rust_kvcache.{type(self).__name__}: {self.seq_len()} of {self.max_seq_len()} tokens>"
+
     @property
     def cache(self) -> kvcache.KVCache:
         """The cache below, with the tokens before the running one in sequence 0."""

@@ -6,6 +6,7 @@ import math
 from enum import Enum
 from typing import Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 
 import kvcache
@@ -26,11 +27,14 @@ __all__ = [
 CacheFull = kvcache.CacheFullError
 
 
+LONG = 512  # tokens of the longest sequence that CacheStrategy.LONG_SEQUENCE_ONLY does not store
+
+
 class CacheStrategy(Enum):
     """When a sequence is stored."""
 
     ALWAYS = "always"
-    LONG_SEQUENCE_ONLY = "long sequence only"  #: once it is longer than 512 tokens
+    LONG_SEQUENCE_ONLY = "long sequence only"  #: once it is longer than 512 tokens; all of it then
     ADAPTIVE = "adaptive"  #: as long as there is memory for it
     DISABLED = "disabled"
 
@@ -43,6 +47,52 @@ class KVCacheEntry(NamedTuple):
     position: int
 
 
+class LongRunning(Running):
+    """The same for `CacheStrategy.LONG_SEQUENCE_ONLY`: the first rows of a sequence wait until it is long enough."""
+
+    def __init__(self, cache: kvcache.KVCache) -> None:
+        super().__init__(cache)
+        self._waiting: list[list[Rows]] = [[] for _ in range(cache.num_layers)]  # [tokens, heads, dim] each
+        self._num_waiting = 0
+        self._num_joined = 0  # waiting tokens that are running once more, to be stored
+
+    @property
+    def position(self) -> int:
+        return super().position + self._num_waiting - self._num_joined
+
+    def put(self, layer: int, k: Any, v: Any, q: Any = None) -> Any:
+        num_tokens = self._num_waiting + len(k)
+        if self.cache.max_seq_len is not None and num_tokens > self.cache.max_seq_len:
+            raise CacheFull(f"a sequence of {num_tokens} tokens: max_seq_len is {self.cache.max_seq_len}")
+        joins = self._num_waiting and num_tokens > LONG
+        if joins:
+            k, v = (np.concatenate(x) for x in zip(*self._waiting[layer], (k, v), strict=True))
+        out = super().put(layer, k, v, q)
+        self._num_joined = self._num_waiting if joins else 0
+        return out
+
+    def commit(self) -> None:
+        num_tokens = self.num_tokens
+        waits = not super().position and num_tokens <= LONG
+        rows = [[x.swapaxes(0, 1).copy() for x in self.rows(layer)] for layer in self.layers] if waits else []
+        super().commit()
+        if not waits:
+            self._forget()
+            return
+        for waiting, (k, v) in zip(self._waiting, rows, strict=True):
+            waiting.append((k, v))
+        self._num_waiting += num_tokens
+
+    def clear(self) -> None:
+        super().clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        for waiting in self._waiting:
+            waiting.clear()
+        self._num_waiting = self._num_joined = 0
+
+
 class LayerKVCache:
     """One layer of a sequence; `ModelKVCache` makes it.
 
@@ -52,6 +102,17 @@ class LayerKVCache:
     def __init__(self, running: Running, layer: int) -> None:
         self._running = running
         self.layer_id = layer
+
+    def __repr__(self) -> str:
+        return f"<zigllama.LayerKVCache {self.layer_id}: {self.sequence_length} tokens>"
+
+    @property
+    def entries(self) -> list[KVCacheEntry]:
+        """Copies of the rows of every position that the layer holds, in order."""
+        running = self._running
+        first = running.position - running.cache.seq_len(layer=self.layer_id)
+        k, v = (x.swapaxes(0, 1).copy() for x in running.rows(self.layer_id))
+        return [KVCacheEntry(*rows, first + i) for i, rows in enumerate(zip(k, v, strict=True))]
 
     @property
     def num_heads(self) -> int:
@@ -97,7 +158,7 @@ class LayerKVCache:
     def get(self, position: int) -> KVCacheEntry | None:
         """Return copies of the rows at a position, or None if it is not there."""
         running, position = self._running, to_integer("position", position)
-        index = position - running.cache.next_position()
+        index = position - running.position
         if self.layer_id in running.layers and 0 <= index < running.num_tokens:
             key, value = (x[:, index - running.num_tokens].copy() for x in running.rows(self.layer_id))
             return KVCacheEntry(key, value, position)
@@ -132,6 +193,7 @@ class ModelKVCache(Copied):
         The most tokens; None: no limit.
     strategy : CacheStrategy, default CacheStrategy.ALWAYS
         When the sequence is stored. What is not stored is there until every layer has it.
+        ``LONG_SEQUENCE_ONLY`` keeps the first 512 tokens aside, and stores them with the 513th.
     window_size : int, optional
         The tokens that a token sees, itself included; older ones are dropped.
 
@@ -159,7 +221,7 @@ class ModelKVCache(Copied):
         if not isinstance(strategy, CacheStrategy):
             raise TypeError(f"strategy={strategy!r}: must be a CacheStrategy, such as CacheStrategy.ALWAYS")
         strategies: dict[CacheStrategy, Any] = {
-            CacheStrategy.LONG_SEQUENCE_ONLY: kvcache.LongSequencesOnly(512),
+            CacheStrategy.LONG_SEQUENCE_ONLY: kvcache.LongSequencesOnly(LONG),
             CacheStrategy.ADAPTIVE: kvcache.Adaptive() if strategy is CacheStrategy.ADAPTIVE else None,
         }
         policy: Any = kvcache.FullAttention()
@@ -174,8 +236,14 @@ class ModelKVCache(Copied):
             policy=policy,
             strategy=strategies.get(strategy, strategy.value),
         )
-        self._running = Running(self.cache)
+        self.num_layers = self.cache.num_layers
+        self.strategy = strategy
+        is_long = strategy is CacheStrategy.LONG_SEQUENCE_ONLY
+        self._running = LongRunning(self.cache) if is_long else Running(self.cache)
         self.layers = [LayerKVCache(self._running, layer) for layer in range(num_layers)]
+
+    def __repr__(self) -> str:
+        return f"<zigllama.ModelKVCache: {self.num_layers} layers, {self.layers[0].sequence_length} tokens>"
 
     def clear(self) -> None:
         """Forget all tokens, and keep the memory."""
@@ -229,6 +297,9 @@ class MultiSequenceKVCache(Copied):
         self.max_sequences = max_sequences
         self.window_size = window_size
         self.sequences: dict[int, ModelKVCache] = {}
+
+    def __repr__(self) -> str:
+        return f"<zigllama.MultiSequenceKVCache: {len(self.sequences)} sequences>"
 
     def get_or_create_sequence(self, sequence_id: int) -> list[LayerKVCache]:
         """Return the layers of a sequence; create it if it is not there.
@@ -312,6 +383,9 @@ class SlidingWindowKVCache(Copied):
         window_size = to_integer("window_size", window_size, 1)
         self.cache = MultiSequenceKVCache(n_layers, n_heads, head_dim, None, window_size=window_size)
         self.window_size = window_size
+
+    def __repr__(self) -> str:
+        return f"<zigllama.SlidingWindowKVCache({self.window_size}): {len(self.cache.sequences)} sequences>"
 
     def append_with_sliding(self, sequence_id: int, layer_id: int, keys: npt.ArrayLike, values: npt.ArrayLike) -> None:
         """Add rows to a layer of a sequence, of which the oldest are dropped; see `LayerKVCache.append`."""

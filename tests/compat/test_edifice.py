@@ -34,6 +34,14 @@ def test_a_new_state_is_empty_and_says_its_shape():
     state = KVCache.init(batch_size=B, num_layers=6, num_heads=H, head_dim=D)
     assert (state.position, state.num_layers, state.max_seq_len) == (0, 6, 2048)
     assert KVCache.seq_length(state) == 0
+    assert repr(state) == "<edifice.KVCache: 3 sequences, 6 layers, 0 of 2048 tokens>".replace("3", str(B))
+
+
+def test_the_length_is_that_of_every_layer(state):
+    state.update(0, array(3), array(3))
+    assert [KVCache.seq_length(state, layer) for layer in range(L)] == [3] * L
+    with pytest.raises(IndexError, match=f"layer_idx={L}"):
+        KVCache.seq_length(state, L)
 
 
 def test_all_memory_is_there_from_the_beginning(state):

@@ -162,6 +162,47 @@ def test_a_window_is_never_full():
     assert runner.append(0, 1) == [{29, 30, 31}]
 
 
+@pytest.mark.parametrize(
+    ("cache", "max_sequences", "capacity", "padding", "room"),
+    [
+        (ollama.new_swa_cache(4), 1, 8, 1, 4 + 10),
+        (ollama.new_swa_cache(4), 2, 8, 1, 2 * 5 + 10),  # of several sequences, one row more stays
+        (ollama.new_swa_mem_cache(4, 6), 2, 8, 1, 2 * 6 + 10),
+        (ollama.new_swa_mem_cache(4, 8), 2, 8, 1, 2 * 8),  # all rows stay
+        (ollama.new_causal_cache(), 2, 8, 1, 2 * 8),
+        (ollama.new_causal_cache(), 2, 8, 12, 24),
+        (ollama.new_chunked_attention_cache(4), 2, 8, 1, 2 * 8),
+        (ollama.new_wrapper_cache(ollama.new_swa_cache(4), ollama.new_causal_cache()), 1, 8, 1, 8),
+        (ollama.new_wrapper_cache(ollama.new_swa_cache(4), ollama.new_swa_cache(6)), 1, 8, 1, 6 + 10),
+        (ollama.new_wrapper_cache(ollama.new_swa_cache(4), ollama.new_encoder_cache()), 1, 8, 1, 4 + 10),
+    ],
+)
+def test_room_for_what_windows_keep_and_a_pass(cache, max_sequences, capacity, padding, room):
+    cache.set_config(CacheConfig(cache_padding=padding))
+    cache.init(2, 1, 2, max_sequences=max_sequences, capacity=capacity, max_batch=10)
+    assert cache.cache.capacity == room
+
+
+def test_a_pass_above_capacity_is_stored_where_rows_are_let_go():
+    runner = Runner(ollama.new_swa_cache(2), capacity=8, max_batch=10)
+    for _ in range(3):
+        seen = runner.append(0, 10)
+    assert seen[-1] == {28, 29, 30}
+    with pytest.raises(ErrKvCacheFull):
+        runner.append(0, 11)
+    with pytest.raises(ErrKvCacheFull):
+        Runner(ollama.new_swa_cache(2), capacity=8).append(0, 10)
+    with pytest.raises(ValueError, match="max_batch=0: must be at least 1"):
+        ollama.new_swa_cache(2).init(1, 1, 2, capacity=8, max_batch=0)
+
+
+def test_a_cache_says_its_type_and_what_it_is():
+    cache = ollama.new_causal_cache()
+    assert repr(cache) == "<ollama.Causal: not made yet>"
+    cache.init(2, 1, 32, dtype="q8_0", capacity=8)
+    assert (cache.dtype, repr(cache)) == ("q8_0", "<ollama.Causal: 0 sequences, 2 layers>")
+
+
 def test_reserving_takes_the_memory_and_no_token():
     cache = ollama.new_causal_cache()
     cache.init(1, 1, 2, capacity=64)

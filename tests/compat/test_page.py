@@ -69,11 +69,12 @@ def put_into(name, k, v):
 @pytest.mark.parametrize("name", MODULES)
 def test_a_copy_is_independent(name):
     cache = put_into(name, *np.ones((2, 1, 2, 8), np.float32))
-    end = {"forgellm": lambda: cache.advance(), "ollama": lambda: cache.can_resume(0, 1)}.get(name)
-    if end is not None:
+    if name == "ollama":
         with pytest.raises(kvcache.CacheBusyError):
             copy.copy(cache)
-        end()
+        cache.can_resume(0, 1)  # ends the pass
+    if name == "forgellm":
+        cache.advance()
     for make in (copy.copy, copy.deepcopy):
         other = make(cache)
         other.cache.clear()

@@ -301,3 +301,8 @@ def test_types_are_those_of_the_original():
         KvCache(1, 1, 32, 8, dtype="q8_0")
     with pytest.raises(TypeError, match="max_seq_len=None: an integer is needed"):
         KvCache(1, 1, 32, None)
+
+
+def test_a_repr_says_how_full_it_is(cache):
+    fill(cache, 3)
+    assert repr(cache) == f"<rust_kvcache.{type(cache).__name__}: 3 of {cache.max_seq_len()} tokens>"

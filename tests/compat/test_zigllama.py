@@ -58,6 +58,35 @@ def test_append_adds_a_pair_at_the_next_position(model):
             assert entry.value.tolist() == v[position - 1].tolist()
 
 
+def test_a_layer_lists_its_entries(model):
+    assert model.layers[0].entries == []
+    k, v = append_everywhere(model.layers, 3)
+    more, _ = rows = list(random_rows(1, seed=1))
+    model.layers[0].append(*rows)
+    assert [entry.position for entry in model.layers[0].entries] == [0, 1, 2, 3]
+    assert [entry.position for entry in model.layers[1].entries] == [0, 1, 2]
+    np.testing.assert_array_equal([entry.key for entry in model.layers[0].entries], [*k, *more])
+    np.testing.assert_array_equal([entry.value for entry in model.layers[1].entries], v)
+
+
+def test_a_window_lists_the_entries_that_are_left():
+    model = ModelKVCache(1, 2, 8, None, window_size=4)
+    for seed in range(10):
+        append_everywhere(model.layers, seed=seed)
+    assert [entry.position for entry in model.layers[0].entries] == [6, 7, 8, 9]
+
+
+def test_fields_and_reprs(model):
+    assert (model.num_layers, model.strategy) == (2, CacheStrategy.ALWAYS)
+    append_everywhere(model.layers, 3)
+    assert repr(model) == "<zigllama.ModelKVCache: 2 layers, 3 tokens>"
+    assert repr(model.layers[1]) == "<zigllama.LayerKVCache 1: 3 tokens>"
+    sequences = MultiSequenceKVCache(1, 2, 8, 16)
+    sequences.get_or_create_sequence(7)
+    assert repr(sequences) == "<zigllama.MultiSequenceKVCache: 1 sequences>"
+    assert repr(SlidingWindowKVCache(1, 2, 8, 4)) == "<zigllama.SlidingWindowKVCache(4): 0 sequences>"
+
+
 def test_get_returns_nothing_where_the_position_is_not_cached(model):
     assert model.layers[0].get(0) is None
     append_everywhere(model.layers, 2)
@@ -141,6 +170,32 @@ def is_stored(strategy, tokens):
 
 def test_long_sequences_only():
     assert [is_stored(CacheStrategy.LONG_SEQUENCE_ONLY, n) for n in (10, 512, 513)] == [False, False, True]
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 512])
+def test_a_long_sequence_is_stored_though_it_grows_token_by_token(tokens):
+    model = ModelKVCache(2, 2, 8, 2048, CacheStrategy.LONG_SEQUENCE_ONLY)
+    k, v = random_rows(1024)
+    for begin in range(0, 1024, tokens):
+        end = min(begin + tokens, 1024)
+        for layer in model.layers:
+            layer.append(k[begin:end], v[begin:end])
+            is_running = layer is model.layers[0]
+            assert (layer.get(end - 1) is None) == (end <= 512 and not is_running)
+        assert [layer.sequence_length for layer in model.layers] == [end if end > 512 else 0] * 2
+    for layer in model.layers:
+        np.testing.assert_array_equal(layer.get_range(0, 1024)[0], k)
+        np.testing.assert_array_equal(layer.get_range(0, 1024)[1], v)
+    model.clear()
+    append_everywhere(model.layers, 500)
+    assert model.layers[1].sequence_length == 0
+
+
+def test_a_sequence_that_is_not_stored_has_a_limit_too():
+    model = ModelKVCache(2, 2, 8, 100, CacheStrategy.LONG_SEQUENCE_ONLY)
+    append_everywhere(model.layers, 100)
+    with pytest.raises(CacheFull, match="max_seq_len is 100"):
+        append_everywhere(model.layers)
 
 
 def test_adaptive(monkeypatch):
