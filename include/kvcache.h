@@ -176,8 +176,8 @@ typedef enum kvc_type { /* element types of rows */
  * on without gaps.  A name that ggml has too means ggml's type, byte for byte. */
 KVC_API const char *kvc_type_name(int32_t type);
 
-/* Returns the bytes of a row of dim elements of a kvc_type, 0 for a number that is none; of a quantised type, dim is a
- * multiple of 32. */
+/* Returns the bytes of a row of dim elements, at least 0.  For a quantised type, dim must be a multiple of 32.  Returns 0
+ * for an unknown type. */
 KVC_API size_t kvc_row_bytes(int32_t type, int32_t dim);
 
 typedef enum kvc_policy_kind {
@@ -513,7 +513,9 @@ KVC_API int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, i
 
 /* ---- editing sequences ------------------------------------------------------------------------------------------- */
 
-/* Each of these fails with KVC_ERR_BUSY for a sequence of the open batch, or one whose keys another call rewrites. */
+/* Each of these fails with KVC_ERR_BUSY for a sequence of the open batch, or one whose keys another call rewrites,
+ * whether it would change that sequence or share its rows.  kvc_keep may keep such a sequence, and kvc_mark_inexact takes
+ * any. */
 
 #define KVC_END INT32_MAX /* as the end of a range of positions: to the last one */
 
