@@ -65,9 +65,10 @@ def installed_library():
 
 class BuildPy(build_py):
     def finalize_options(self):
+        """Add the public header to what the package holds, unless programs use one that is installed already."""
         super().finalize_options()
-        if system:  # programs use the header that is installed with the library
-            self.packages = [package for package in self.packages if package != "kvcache.include"]
+        if not system:
+            self.data_files += [("kvcache.include", "include", f"{self.build_lib}/kvcache/include", ["kvcache.h"])]
 
 
 class BuildExt(build_ext):

@@ -30,7 +30,7 @@ class Reader:
     """Runs commands at the top of a fresh clone."""
 
     def __init__(self, folder):
-        self.clone = folder / "clone"
+        self.clone = folder / "kvcache"
         shutil.copytree(ROOT, self.clone, ignore=shutil.ignore_patterns(".git", *IGNORED))
         for git in ("git init --quiet", "git add --all --force"):
             subprocess.run(shlex.split(git), cwd=self.clone, check=True)
@@ -88,6 +88,19 @@ def installed(reader):
 def test_the_first_command_leaves_nothing_that_git_would_add(installed):
     added = [line for line in installed.succeeds("git status --porcelain").splitlines() if not line.startswith("A ")]
     assert added == []
+
+
+@pytest.mark.parametrize("place", ["beside the clone", "in the clone", "elsewhere"])
+def test_programs_anywhere_import_what_is_installed(installed, tmp_path, place):
+    """Beside the clone, the folder `kvcache` is a package without an __init__.py, which must not hide the real one."""
+    clone = installed.clone
+    folder = {"beside the clone": clone.parent, "in the clone": clone, "elsewhere": tmp_path}[place]
+    shown = "kvcache.KVCache.__name__, os.path.exists(kvcache.get_include() + '/kvcache.h'), kvcache.__file__"
+    (folder / "app.py").write_text(f"import os\nimport kvcache\n\nprint({shown})\n")
+    expected = f"KVCache True {clone}/kvcache/__init__.py\n"
+    for arguments in ("app.py", "-m app", f'-c "import os, kvcache; print({shown})"', "-P app.py"):
+        assert installed.succeeds(f"cd {folder} && {clone}/.venv/bin/python {arguments}") == expected
+    (folder / "app.py").unlink()
 
 
 @pytest.fixture
