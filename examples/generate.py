@@ -1,4 +1,4 @@
-"""Generate text with a small Llama through the KV cache, and say what the cache was worth."""
+"""Generate text with a small Llama through the KV cache; with --compare, say what the cache was worth."""
 
 import argparse
 import io
@@ -22,7 +22,9 @@ MODEL = Path(__file__).parent / "model"
 EXAMPLES = """\
 examples:
   python examples/generate.py "ROMEO:"
-      the text, then the table
+      the text; the speed is a line on stderr
+  python examples/generate.py "ROMEO:" --compare
+      then a table: the speed without the cache, and what each type loses
   python examples/generate.py "ROMEO:" --temperature 0 --tokens 100
       always the likeliest token
   python examples/generate.py "ROMEO:" --dtype q8_0
@@ -45,8 +47,8 @@ and further behind: keep them few. With --shift a full context loses the older
 half of its tokens, but for the first ones; the rest moves down, and nothing is
 computed again.
 
-Ctrl-C ends the text, or the measuring after it, and shows the table; the exit
-status is 130.
+Ctrl-C ends the text, or the measuring of --compare, which then shows what it
+has; the exit status is 130.
 """
 
 
@@ -59,9 +61,7 @@ def parser() -> Parser:
     options = runner.Options()
     p = Parser(
         prog="generate.py",
-        description="Continue a prompt with a model of Llama's family, and end with a table: tokens per\n"
-        "second with and without the cache, bytes of cache per token, and what each\n"
-        "element type does to the model.",
+        description="Continue a prompt with a model of Llama's family, through the cache.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -132,11 +132,10 @@ def parser() -> Parser:
     )
     p.add_argument(
         "--compare",
-        action=argparse.BooleanOptionalAction,
-        default=options.compare,
+        action="store_true",
         help="after the text, repeat some of its steps without the cache, run the model's eval.txt through a cache of "
-        "each element type, with the same window, and show a table: a few seconds (default: yes); without it, "
-        "one line says the speed",
+        "each element type, with the same window, and show a table of tokens per second, of bytes of cache for a "
+        "token, and of what each type does to the model: a few seconds",
     )
     p.add_argument("--quiet", action="store_true", help="write the text only, and measure nothing")
     return p

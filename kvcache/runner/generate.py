@@ -66,7 +66,7 @@ class Options:
     seed: int = 0
     temperature: float = 0.8
     top_p: float = 0.95
-    compare: bool = True
+    compare: bool = False
     quiet: bool = False
     transform: Transform | None = None
 

@@ -1,4 +1,4 @@
-"""Stream the text that a model generates, and end with a table of measurements."""
+"""Stream the text that a model generates, and measure what the cache was worth if that is asked for."""
 
 from __future__ import annotations
 

@@ -442,8 +442,8 @@ def generate(
         float, typer.Option(metavar="P", help="Draw from the likeliest tokens, of probability P together.")
     ] = 0.95,
     compare: Annotated[
-        bool, typer.Option(help="Then print a table: tokens/s without the cache, what each type loses; else a line.")
-    ] = True,
+        bool, typer.Option("--compare", help="Then print tokens/s without the cache, and what each type loses.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Write the text, and what --session did; no more.")] = False,
     session: Annotated[
         str | None, typer.Option(metavar="FILE", help="Go on from FILE, if it is there; at the end, save to it.")

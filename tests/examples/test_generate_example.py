@@ -41,7 +41,7 @@ def table_of(output: str) -> list[str]:
 
 @pytest.mark.slow
 def test_greedy_text_and_table() -> None:
-    done = run("ROMEO:", "--temperature", "0", "--tokens", "250", "--dtype", "f32")
+    done = run("ROMEO:", "--compare", "--temperature", "0", "--tokens", "250", "--dtype", "f32")
     assert done.returncode == 0
     assert done.stderr == MEASURING
     assert done.stdout.startswith(EXPECTED["greedy"] + "\n\n")
@@ -66,8 +66,8 @@ def speeds_of(errors: str) -> dict[str, tuple[int, float]]:
     return {name: (int(tokens.replace(",", "")), float(speed.replace(",", ""))) for name, tokens, speed in found}
 
 
-def test_no_compare_is_the_text_and_a_line_of_speeds() -> None:
-    done = run("ROMEO:", "--tokens", "20", "--no-compare", "--temperature", "0")
+def test_stdout_ends_with_the_text_and_stderr_has_a_line_of_speeds() -> None:
+    done = run("ROMEO:", "--tokens", "20", "--temperature", "0")
     assert done.returncode == 0
     assert done.stdout == EXPECTED["greedy"][:26] + "\n"
     speeds = speeds_of(done.stderr)
@@ -115,13 +115,13 @@ def test_prompt_file_and_seed(tmp_path: Path) -> None:
 def test_the_end_of_the_context(tmp_path: Path) -> None:
     prompt = tmp_path / "prompt.txt"
     prompt.write_bytes((ROOT / "examples" / "model" / "eval.txt").read_bytes()[:2040])
-    full = run("--prompt-file", prompt, "--tokens", "50", "--no-compare", "--temperature", "0")
+    full = run("--prompt-file", prompt, "--tokens", "50", "--temperature", "0")
     assert full.returncode == 0
     notice = "(stopped at 2,048 tokens, the model's whole context; with a window or a shift it would go on)\n"
     assert full.stderr.startswith(notice)
     assert full.stderr.count("\n") == 2
     assert speeds_of(full.stderr)["decode"][0] == 7  # the prompt's own pass gives the first of the eight
-    window = ("--window", "100", "--tokens", "50", "--no-compare", "--temperature", "0")
+    window = ("--window", "100", "--tokens", "50", "--temperature", "0")
     on = run("--prompt-file", prompt, *window)
     assert (on.returncode, on.stderr.count("\n")) == (0, 1)
     assert speeds_of(on.stderr)["decode"][0] == 49
@@ -137,7 +137,7 @@ def test_the_end_of_the_context(tmp_path: Path) -> None:
 def test_a_shift_goes_on(tmp_path: Path, dtype: str) -> None:
     prompt = tmp_path / "prompt.txt"
     prompt.write_bytes((ROOT / "examples" / "model" / "eval.txt").read_bytes()[:2040])
-    done = run("--prompt-file", prompt, "--shift", "--tokens", "60", "--no-compare", "--dtype", dtype)
+    done = run("--prompt-file", prompt, "--shift", "--tokens", "60", "--dtype", dtype)
     assert (done.returncode, done.stderr.count("\n")) == (0, 1)
     assert done.stdout.startswith(prompt.read_text())
     assert speeds_of(done.stderr)["decode"][0] == 59
@@ -241,7 +241,7 @@ def test_a_reader_that_leaves() -> None:
 @pytest.mark.parametrize("when", ["in the text", "in the comparison"])
 def test_interrupt_in_a_pipe(when: str) -> None:
     count, shown = ("2000", 50) if when == "in the text" else ("20", 26)
-    with start("ROMEO:", "--tokens", count, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with start("ROMEO:", "--compare", "--tokens", count, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         output = read_until(process.stdout.fileno(), lambda data: len(data) >= shown)
@@ -273,7 +273,7 @@ def in_a_terminal(*arguments: str, interrupt_after: int | None = None) -> tuple[
 
 
 def test_in_a_terminal() -> None:
-    status, shown = in_a_terminal("ROMEO:", "--tokens", "60", "--temperature", "0", "--no-compare")
+    status, shown = in_a_terminal("ROMEO:", "--tokens", "60", "--temperature", "0")
     assert status == 0
     assert shown.startswith(EXPECTED["greedy"][:66])
     assert "\x1b" not in shown
@@ -281,7 +281,7 @@ def test_in_a_terminal() -> None:
 
 
 def test_interrupt_in_a_terminal() -> None:
-    status, shown = in_a_terminal("ROMEO:", "--tokens", "2000", interrupt_after=50)
+    status, shown = in_a_terminal("ROMEO:", "--compare", "--tokens", "2000", interrupt_after=50)
     assert status == 130
     assert "Traceback" not in shown
     assert [line.split()[0] for line in table_of(shown)] == ["prefill,", "decode,", "cache", *TYPES]

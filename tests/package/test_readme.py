@@ -81,6 +81,7 @@ def installed(reader):
     if done.returncode:
         pytest.skip(f"no package index can be reached: {done.stdout}")
     text = reader.succeeds(INSTALL)
+    assert text.splitlines()[-1].startswith("(prefill 6 tokens, "), "the text, and a line of speeds on stderr"
     assert "ROMEO:" in text
     return reader
 

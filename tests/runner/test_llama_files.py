@@ -384,7 +384,7 @@ def test_the_model_of_the_examples_as_a_file(tmp_path: Path, dtype: str) -> None
 def test_the_model_ends_its_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_folder(tmp_path, random_weights(), max_position_embeddings=64)
     out = io.StringIO()
-    runner.run(folder, b"abcd", runner.Options(temperature=0, max_new_tokens=100, compare=False), out)
+    runner.run(folder, b"abcd", runner.Options(temperature=0, max_new_tokens=100), out)
     assert "stopped at 64 tokens" in capsys.readouterr().err
     with runner.new_cache((model := runner.Llama.load(folder)).config, runner.Options()) as cache:
         speeds = runner.Speed(), runner.Speed()
@@ -392,7 +392,7 @@ def test_the_model_ends_its_text(tmp_path: Path, capsys: pytest.CaptureFixture[s
     stop = text[12]
     write_folder(tmp_path, random_weights(), max_position_embeddings=64, eos_token_id=stop)
     out = io.StringIO()
-    assert runner.run(folder, b"abcd", runner.Options(temperature=0, max_new_tokens=100, compare=False), out) == 0
+    assert runner.run(folder, b"abcd", runner.Options(temperature=0, max_new_tokens=100), out) == 0
     (speeds_line,) = capsys.readouterr().err.splitlines()  # and no notice of a full context
     assert f"; decode {text.index(stop)} tokens, " in speeds_line
 

@@ -60,7 +60,7 @@ def measured(monkeypatch, out, capsys):
 
 
 def test_it_says_what_it_measures_and_shows_each_row_at_once(out, measured):
-    assert runner.run(MODEL, b"ROMEO:", runner.Options(max_new_tokens=5), out) == 0
+    assert runner.run(MODEL, b"ROMEO:", runner.Options(max_new_tokens=5, compare=True), out) == 0
     (before, asked), *rows = measured
     assert asked == ASKED
     assert [line.split(",")[0] for line in before.splitlines()[-2:]] == ["prefill", "decode"]
@@ -77,13 +77,13 @@ def test_it_says_what_it_measures_and_shows_each_row_at_once(out, measured):
 
 
 def test_its_table_fits_a_terminal(out, measured):
-    assert runner.run(MODEL, b"ROMEO:", runner.Options(max_new_tokens=5, transform="hadamard"), out) == 0
+    assert runner.run(MODEL, b"ROMEO:", runner.Options(max_new_tokens=5, transform="hadamard", compare=True), out) == 0
     table = out.getvalue().split("\n\n")[-1].splitlines()
     assert {len(line) for line in table} == {80}
     assert all(line[14] != " " and line[15] == " " for line in table if line.startswith("hadamard iq4_nl"))
 
 
-@pytest.mark.parametrize("asked", [{"compare": False}, {"quiet": True}])
+@pytest.mark.parametrize("asked", [{}, {"compare": True, "quiet": True}])
 def test_it_measures_nothing_unasked(out, measured, asked):
     assert runner.run(MODEL, b"ROMEO:", runner.Options(max_new_tokens=5, **asked), out) == 0
     assert measured == []
@@ -92,7 +92,7 @@ def test_it_measures_nothing_unasked(out, measured, asked):
 @pytest.mark.parametrize("after", [0, 1, 2, 4])
 def test_an_interrupt_keeps_what_was_measured(out, measured, after):
     measured.interrupted = after
-    assert runner.run(MODEL, b"ROMEO:", runner.Options(max_new_tokens=5), out) == 130
+    assert runner.run(MODEL, b"ROMEO:", runner.Options(max_new_tokens=5, compare=True), out) == 130
     *_, speeds, types = out.getvalue().split("\n\n")
     assert ("without cache" in speeds) is (after > 0)
     names = [line.split()[0] for line in types.splitlines()]
@@ -104,9 +104,11 @@ def test_a_folder_without_a_text_to_compare_on(tmp_path, out, measured, capsys):
     for file in MODEL.iterdir():
         if file.name != "eval.txt":
             (tmp_path / file.name).symlink_to(file)
-    assert runner.run(tmp_path, b"ROMEO:", runner.Options(max_new_tokens=5), out) == 0
+    assert runner.run(tmp_path, b"ROMEO:", runner.Options(max_new_tokens=5, compare=True), out) == 0
     [(_, errors)] = measured
     assert errors == f"({tmp_path} has no eval.txt to compare the types on)\n(measuring 4 steps without the cache; " \
         "Ctrl-C ends it)\n"  # fmt: skip
-    assert runner.run(tmp_path, b"ROMEO:", runner.Options(max_new_tokens=1), out) == 0  # no step to repeat
+    assert (
+        runner.run(tmp_path, b"ROMEO:", runner.Options(max_new_tokens=1, compare=True), out) == 0
+    )  # no step to repeat
     assert capsys.readouterr().err == f"({tmp_path} has no eval.txt to compare the types on)\n"

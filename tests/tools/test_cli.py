@@ -571,7 +571,7 @@ def test_bench_needs_a_folder_for_its_picture(tmp_path):
 
 def test_generate():
     arguments = ["generate", MODEL, "ROMEO:", "--tokens", 20, "--temperature", 0, "--dtype", "q8_0"]
-    alone, quiet = run(*arguments, "--no-compare"), run(*arguments, "--quiet")
+    alone, quiet = run(*arguments), run(*arguments, "--quiet")
     assert (alone.returncode, quiet.returncode) == (0, 0)
     assert alone.stdout.startswith("ROMEO:")
     assert len(alone.stdout) > 10
@@ -735,7 +735,7 @@ def test_a_session_goes_on(tmp_path, options):
 
 def test_a_session_computes_only_what_is_new(tmp_path):
     """As people type it: the text of one run is the prompt of the next."""
-    line = f"kvcache generate {MODEL} --session s --tokens 20 --temperature 0 --no-compare --prompt-file"
+    line = f"kvcache generate {MODEL} --session s --tokens 20 --temperature 0 --prompt-file"
     (tmp_path / "play.txt").write_text("ROMEO: " * 20)
     first = shell(f"{line} play.txt > more.txt", cwd=tmp_path, text=True)
     second = shell(f"{line} more.txt", cwd=tmp_path, text=True)
@@ -870,8 +870,7 @@ def documented():
 @pytest.mark.parametrize("arguments", documented(), ids=" ".join)
 def test_documented_commands(arguments, monkeypatch):
     monkeypatch.chdir(Path(MODEL).parents[1])
-    faster = ["--no-compare"] if arguments[0] == "generate" else []
-    assert run(*arguments, *faster, PYTHONSAFEPATH="1").returncode == 0
+    assert run(*arguments, PYTHONSAFEPATH="1").returncode == 0
 
 
 # ---- info

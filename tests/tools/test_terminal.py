@@ -39,7 +39,7 @@ COMMANDS = {
     "generate": [*KVCACHE, "generate", MODEL, "ROMEO:", *GREEDY, "--quiet"],
     "generate from a long prompt": [*KVCACHE, "generate", MODEL, "--prompt-file", "prompt", *GREEDY, "--quiet"],
     "generate a session": [*KVCACHE, "generate", MODEL, "ROMEO:", *GREEDY, "--quiet", "--session", "session"],
-    "generate, with a line": [*KVCACHE, "generate", MODEL, "ROMEO:", *GREEDY, "--no-compare"],
+    "generate, with a line": [*KVCACHE, "generate", MODEL, "ROMEO:", *GREEDY],
     "plan": [*KVCACHE, "plan", MODEL, "--no-measure", "--window", "1k", "--sink-tokens", 4],
     "plan as JSON": [*KVCACHE, "plan", MODEL, "--no-measure", "--json"],
     "bench": [sys.executable, "-P", "-c", BENCH, "bench"],
