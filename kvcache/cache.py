@@ -19,16 +19,15 @@ from kvcache.batch import Batch
 from kvcache.block import Block, Run, Span, make_spans
 from kvcache.errors import CacheBusyError
 from kvcache.follower import Edit, Follower
-from kvcache.layer import DType, Layer, Sizes, Transform, check_layers, count, make_layers, override
+from kvcache.layer import PER_LAYER, DType, Layer, Sizes, Transform, check_layers, count, make_layers, override
 from kvcache.policy import FullAttention, Policy
 from kvcache.rope import RopeLike
 from kvcache.saveable import Saveable
+from kvcache.spelling import check_names
 from kvcache.strategy import Adaptive, Decider, Decision, LongSequencesOnly, Strategy, describe
 from kvcache.system import readable
 
 __all__ = ["Batch", "KVCache", "Span"]
-
-NOT_GIVEN: Any = object()
 
 
 class KVCache(Saveable):
@@ -161,11 +160,12 @@ class KVCache(Saveable):
         num_threads: SupportsIndex | None = None,
     ) -> None: ...  # fmt: skip
 
+    @check_names("KVCache", PER_LAYER)
     def __init__(
         self,
         num_layers: SupportsIndex | Sequence[Layer],
-        num_kv_heads: Any = NOT_GIVEN,
-        head_dim: Any = NOT_GIVEN,
+        num_kv_heads: Any = None,
+        head_dim: Any = None,
         max_seq_len: SupportsIndex | None = None,
         *,
         max_sequences: SupportsIndex | None = 1,
@@ -177,7 +177,7 @@ class KVCache(Saveable):
         **per_layer: Any,
     ) -> None:
         sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        given = {name: value for name, value in sizes.items() if value is not NOT_GIVEN} | per_layer
+        given = {name: value for name, value in sizes.items() if value is not None} | per_layer
         has_layers = isinstance(num_layers, Sequence) and not isinstance(num_layers, str)
         self._layers = tuple((check_layers if has_layers else make_layers)(num_layers, given))
         self._strategy = _check_strategy(strategy)

@@ -13,6 +13,7 @@ from kvcache import _core
 from kvcache._core import INT32_MAX, integer
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow, most_rows
 from kvcache.rope import Rope, RopeFunction, RopeLike
+from kvcache.spelling import spelt
 
 __all__ = [
     "DTYPES",
@@ -87,6 +88,7 @@ def bytes_of_token(
     return num_kv_heads * row
 
 
+@spelt
 @dataclass(frozen=True, init=False)
 class Layer:
     """What a cache stores of one layer: shape and types of its rows, and which of them it keeps.
@@ -295,7 +297,6 @@ FIELDS = tuple(field.name for field in fields(Layer))
 
 def check_layers(layers: Any, given: Mapping[str, Any]) -> list[Layer]:
     """Return the layers that `KVCache` was given; raise if one is none, or `given` has arguments of layers as well."""
-    _check_names(given)
     if given:
         raise TypeError(f"{min(given)}: each Layer has its own; leave it out, or give num_layers, not a list of layers")
     if not 1 <= len(layers) <= MAX_LAYERS:
@@ -331,7 +332,6 @@ def override(layers: Sequence[Layer], arguments: Mapping[str, Any]) -> tuple[lis
 
 def _build(own: Sequence[Mapping[str, Any]], given: dict[str, Any]) -> list[Layer]:
     """Make layers: `own` has each one's arguments, and `given` those that replace them, for all or one per layer."""
-    _check_names(given)
     if given.get("share") is not None and not _is_sequence(given["share"]):
         raise TypeError(f"share={given['share']!r}: must be None, or a sequence of one layer or None for each layer")
     n = len(own)
@@ -355,11 +355,6 @@ def _build(own: Sequence[Mapping[str, Any]], given: dict[str, Any]) -> list[Laye
 
 
 PER_LAYER = {*FIELDS, "dtype"}  # arguments of `KVCache`
-
-
-def _check_names(given: Mapping[str, Any]) -> None:
-    if unknown := given.keys() - PER_LAYER:
-        raise TypeError(f"KVCache() got an unexpected keyword argument {min(unknown)!r}")
 
 
 def _is_sequence(value: Any) -> bool:

@@ -4,15 +4,18 @@ from dataclasses import dataclass, fields
 from typing import TypeAlias
 
 from kvcache._core import INT32_MAX, integer
+from kvcache.spelling import spelt
 
 __all__ = ["ChunkedAttention", "CrossAttention", "FullAttention", "Policy", "SlidingWindow"]
 
 
+@spelt
 @dataclass(frozen=True)
 class FullAttention:
     """A query sees every position up to its own; no row is ever dropped."""
 
 
+@spelt
 @dataclass(frozen=True)
 class SlidingWindow:
     """A query sees the latest positions up to its own, and optionally the first tokens.
@@ -53,6 +56,7 @@ class SlidingWindow:
             _set(self, "resume_window", window)
 
 
+@spelt
 @dataclass(frozen=True)
 class ChunkedAttention:
     """A query sees the positions of its own chunk up to its own, as in Llama 4; chunks begin at multiples of the size.
@@ -85,6 +89,7 @@ class ChunkedAttention:
             _set(self, "resume_window", 0)
 
 
+@spelt
 @dataclass(frozen=True)
 class CrossAttention:
     """Every query sees all rows; these come from an encoder, and are put at once for a whole sequence.

@@ -11,10 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache._core import INT32_MAX, check_tensor, integer
+from kvcache.spelling import spelt
 
 __all__ = ["Rope", "RopeFunction", "RopeLike"]
 
 
+@spelt
 @dataclass(frozen=True, init=False, repr=False)
 class Rope:
     """Rotary position embedding [1]_: pair `i` of a key's elements is rotated by ``position * inv_freq[i]`` radians.

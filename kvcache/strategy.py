@@ -17,11 +17,13 @@ from kvcache.arguments import to_float
 from kvcache.errors import CacheBusyError, RowsGoneError
 from kvcache.follower import Edit
 from kvcache.layer import Sizes
+from kvcache.spelling import spelt
 from kvcache.system import readable
 
 __all__ = ["Adaptive", "Decider", "Decision", "LongSequencesOnly", "Strategy"]
 
 
+@spelt
 @dataclass(frozen=True)
 class LongSequencesOnly:
     """Store a sequence once it is longer than a threshold: short sequences are cheaper to compute again.
@@ -64,6 +66,7 @@ class LongSequencesOnly:
         object.__setattr__(self, "threshold", integer(self.threshold, "threshold", 0, INT32_MAX))
 
 
+@spelt
 @dataclass(frozen=True)
 class Adaptive:
     """Store a sequence while its largest size fits in free memory; each batch with the sequence decides anew.

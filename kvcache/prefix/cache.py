@@ -20,6 +20,7 @@ from kvcache.policy import CrossAttention
 from kvcache.prefix.fetching import Fetching
 from kvcache.prefix.keys import Arrays, Tokens, arrays_of, identity_of
 from kvcache.prefix.watch import Watch, watch_of
+from kvcache.spelling import spelt
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -90,6 +91,7 @@ class PrefixEvent:
     position: int = 0
 
 
+@spelt
 class PrefixCache:
     """Keeps the rows of ended sequences, so that a prompt that begins like an earlier one computes only what follows.
 

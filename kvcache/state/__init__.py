@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias, TypeV
 from kvcache import _core
 from kvcache.errors import StateFormatError, shown
 from kvcache.layer import FIELDS, Layer, override
+from kvcache.spelling import refusal
 from kvcache.state.files import Reader, StateFile, Writer, begin_mac, open_state, replacing
 from kvcache.state.files import StrPath as StrPath
 from kvcache.state.files import check_replaceable as check_replaceable
@@ -188,7 +189,7 @@ def load(
 ) -> C:
     """Make a cache, as `KVCache.load` says."""
     if unknown := set(overrides) - OVERRIDES:
-        raise TypeError(f"{min(unknown)}: only {', '.join(sorted(OVERRIDES))} and rope can be given here")
+        raise TypeError(refusal(min(unknown), "KVCache.load", {*OVERRIDES, "rope", "fingerprint", "secret"}))
     with open_state(path) as file:
         [saved] = states_of(read_state(file), 1)
         try:

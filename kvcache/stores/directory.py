@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self, SupportsIndex
 
 from kvcache.arguments import INT64_MAX, check_path, integer
 from kvcache.living import Living
+from kvcache.spelling import spelt
 from kvcache.stores import files
 from kvcache.stores.values import encode_key, view_of
 
@@ -31,6 +32,7 @@ LOCK_WAIT = 10.0  # seconds
 SPARE = 16  # an eviction makes room for 1/16 of the limit more than is needed
 
 
+@spelt
 class DirectoryStore(MutableMapping[str, bytes]):
     """A mapping of str to bytes in files of one folder.
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from kvcache.errors import described
 from kvcache.living import Living
+from kvcache.spelling import spelt
 from kvcache.stores import calls
 from kvcache.stores.worker import Breaker
 
@@ -22,6 +23,7 @@ T = TypeVar("T")
 logger = logging.getLogger("kvcache")
 
 
+@spelt
 class Tiered(MutableMapping[str, bytes]):
     """A mapping of str to bytes in several stores, the fastest first.
 

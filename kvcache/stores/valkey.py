@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from kvcache import errors
 from kvcache.arguments import check_path, to_float
+from kvcache.spelling import spelt
 from kvcache.stores.values import encode_key, view_of
 
 __all__ = ["ValkeyStore"]
@@ -21,6 +22,7 @@ __all__ = ["ValkeyStore"]
 DEFAULT_PORT = 6379
 
 
+@spelt
 class ValkeyStore(MutableMapping[str, bytes]):
     """A mapping of str to bytes in Valkey, or in Redis from 6.2: one server, or a cluster.
 

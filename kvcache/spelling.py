@@ -1,0 +1,111 @@
+"""What to say of an argument that a constructor does not have: many libraries have other names for the same thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+__all__ = ["check_names", "refusal", "spelt"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+# Names of one thing, each line with a name of ours. A constructor has at most one name of a line.
+SYNONYMS = tuple(
+    frozenset(line.split())
+    for line in (
+        "num_layers num_hidden_layers n_layers n_layer n_hidden_layers num_decoder_layers decoder_layers block_count "
+        "decoder_num_hidden_layers layers",
+        "num_kv_heads num_key_value_heads n_kv_heads n_head_kv n_kv_head n_heads_kv num_kv_head num_heads_kv kv_heads "
+        "head_count_kv num_local_kv_heads multi_query_group_num num_query_groups decoder_num_key_value_heads "
+        "num_decoder_key_value_heads",
+        "head_dim head_size d_head dim_head dim_per_head attention_head_dim attention_head_size kv_channels d_kv k_dim "
+        "k_head_dim key_length qk_head_dim size_per_head",
+        "v_head_dim v_dim value_length value_head_dim v_head_size",
+        "max_seq_len max_len max_source_len max_length max_context max_context_len max_context_length context_length "
+        "context_size context ctx_len n_ctx max_tokens max_cache_len max_model_len max_sequence_length max_seq_length "
+        "max_position_embeddings max_target_positions max_source_positions max_text_positions "
+        "max_decoder_position_embeddings max_encoder_position_embeddings max_speech_positions n_positions seq_length "
+        "seq_len",
+        "max_sequences max_batch_size batch_size max_batch n_seq_max num_sequences n_seqs max_num_seqs max_seqs",
+        "max_bytes max_memory memory_limit max_nbytes max_size size_limit",
+        "block_size page_size block_tokens tokens_per_block num_tokens_per_block kv_block_size",
+        "num_threads n_threads threads nthreads max_threads",
+        "dtype cache_dtype kv_cache_dtype kv_dtype cache_type data_type torch_dtype",
+        "k_dtype key_dtype k_type type_k cache_type_k dtype_k",
+        "v_dtype value_dtype v_type type_v cache_type_v dtype_v",
+        "window sliding_window window_size sliding_window_size attention_window attention_window_size window_length "
+        "max_window",
+        "num_sink_tokens num_sinks n_sink n_sinks sinks sink_tokens sink_size attention_sinks attention_sink_size "
+        "num_sink",
+        "attention_chunk_size chunk_size chunk chunk_length",
+        "inv_freq freqs frequencies inverse_frequencies",
+        "rope rotary rope_parameters rope_scaling",
+        "threshold min_tokens min_length",
+        "path folder directory dir cache_dir root",
+        "url host uri address",
+        "ttl expire expiry expires",
+        "fingerprint model model_name model_id",
+        "store storage backend",
+    )
+)
+BASES = ("rope_theta", "theta", "base", "rope_base", "rope_freq_base")
+# What to give for a thing for which a constructor has no argument of its own, by the argument that takes it.
+INSTEAD = {
+    "window": ("policy", "policy=SlidingWindow(...)"),
+    "num_sink_tokens": ("policy", "policy=SlidingWindow(..., num_sink_tokens=...)"),
+    "attention_chunk_size": ("policy", "policy=ChunkedAttention(...)"),
+    "inv_freq": ("rope", "rope=Rope(...)"),
+    **dict.fromkeys(BASES, ("rope", "rope=Rope(...)")),
+    **dict.fromkeys(
+        ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_query_heads"),
+        ("num_kv_heads", "num_kv_heads: the query's heads are told by what is attended with"),
+    ),
+}
+
+
+def refusal(name: str, what: str, known: Iterable[str]) -> str:
+    """Return the sentence for an argument `name` that `what`, whose arguments are `known`, does not have."""
+    from difflib import get_close_matches  # not loaded by `import kvcache`
+
+    names = sorted(each for each in known if not each.startswith("_"))
+    said = f"{name} is no argument of {what}"
+    group = next((group for group in SYNONYMS if name in group), frozenset({name}))
+    if ours := group.intersection(names):
+        return f"{said}: it is called {min(ours)} here"
+    for each in sorted(group & INSTEAD.keys()):
+        where, instead = INSTEAD[each]
+        if where in names:
+            return f"{said}: give {instead}"
+    if name in BASES and "inv_freq" in names:
+        return f"{said}: give inv_freq, the radians per position of each pair"
+    if close := get_close_matches(name, names, n=1, cutoff=0.7):
+        return f"{said}: did you mean {close[0]}?"
+    return f"{said}: it takes {', '.join(names) or 'none'}"
+
+
+def check_names(what: str, more: Iterable[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function refuse arguments by name that it does not have; `more` are those of its ``**``."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        code = function.__code__
+        known = frozenset(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]) | frozenset(more)
+
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name not in known:
+                    raise TypeError(refusal(name, what, known))
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def spelt(kind: type[T]) -> type[T]:
+    """Make a class refuse arguments by name that its constructor does not have, and say what they are called here."""
+    kind.__init__ = check_names(kind.__name__)(kind.__init__)  # type: ignore[method-assign]  # it has the same arguments
+    return kind
