@@ -148,8 +148,8 @@ def weigh(model: Any, given: str | int | None = None) -> Weights:
     """Return the size of a model's weights.
 
     `given` is a type of `WEIGHT_TYPES`, in which every parameter is counted, or the number of bytes. By default: the
-    bytes of the model's files if they are there, else every parameter in the type that the configuration names;
-    counting needs torch and transformers, but for a GGUF. Raise `ModelFileError` or `NotSupportedError` if parameters
+    bytes of the model's files if they are there, else every parameter in the type that the configuration names, as
+    `kvcache.models.parameters.count` counts them. Raise `ModelFileError` or `NotSupportedError` if parameters
     cannot be counted.
     """
     if isinstance(given, int):

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import kvcache
-from kvcache.models import parameters
+from kvcache.models import arithmetic, parameters
 
 LLAMA = {
     "model_type": "llama",
@@ -27,6 +27,63 @@ PUBLISHED = {
     "gpt2": ({"model_type": "gpt2"}, 124_439_808),
     "t5-small": ({"model_type": "t5"}, 60_506_624),
 }
+
+
+QWEN = {"vocab_size": 151936, "max_window_layers": 28}
+GEMMA = {"vocab_size": 256000, "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh"}
+BY_ARITHMETIC = {
+    "Llama-3.1-8B": PUBLISHED["Llama-3.1-8B"],
+    "Llama-3.2-1B": PUBLISHED["Llama-3.2-1B"],
+    "Mixtral-8x7B": PUBLISHED["Mixtral-8x7B"],
+    "Llama-2-7b": ({"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+                    "num_attention_heads": 32, "vocab_size": 32000, "tie_word_embeddings": False}, 6_738_415_616),
+    "Mistral-7B": (LLAMA | {"model_type": "mistral", "vocab_size": 32000}, 7_241_732_096),
+    "Qwen2.5-7B": (LLAMA | QWEN | {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
+                   "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064},
+                   7_615_616_512),
+    "Qwen3-0.6B": (LLAMA | QWEN | {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
+                   "num_hidden_layers": 28, "num_attention_heads": 16, "head_dim": 128, "tie_word_embeddings": True},
+                   596_049_920),
+    "gemma-2-2b": (GEMMA | {"model_type": "gemma2", "hidden_size": 2304, "intermediate_size": 9216, "head_dim": 256,
+                   "num_hidden_layers": 26, "num_attention_heads": 8}, 2_614_341_888),
+    "gemma-3-1b": (GEMMA | {"model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912,
+                   "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+                   "vocab_size": 262144}, 999_885_952),
+    "Phi-3-mini": ({"model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
+                    "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32064}, 3_821_079_552),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_ARITHMETIC)
+def test_the_commonest_need_no_torch(name, monkeypatch):
+    for package in ("torch", "transformers"):
+        monkeypatch.setitem(sys.modules, package, None)
+    config, number = BY_ARITHMETIC[name]
+    assert parameters.count(config) == number
+
+
+def small(model_type, **changes):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 160, "num_local_experts": 3}  # fmt: skip
+    return sizes | {"model_type": model_type, "pad_token_id": 0} | changes
+
+
+@pytest.mark.hf
+@pytest.mark.filterwarnings("default")  # those of importing transformers
+@pytest.mark.parametrize("model_type", arithmetic.FAMILIES)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}, {"attention_bias": True}, {"mlp_bias": True},
+     {"head_dim": 24}, {"num_key_value_heads": None}],
+    ids=str,
+)  # fmt: skip
+def test_arithmetic_counts_what_transformers_makes(model_type, changes):
+    config = {name: value for name, value in small(model_type, **changes).items() if value is not None}
+    if model_type == "phi3" and "head_dim" in changes:
+        config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}
+    number = arithmetic.count(config)
+    assert number == parameters._made(config, "config") or (number is None and "num_key_value_heads" not in config)
+    assert parameters.count(config) == parameters._made(config, "config")
 
 
 @pytest.mark.hf
@@ -59,7 +116,7 @@ def test_all_parts_of_a_model_are_counted():
         {"vocab_size": "many"},
         {"hidden_size": 2**62},
         {"num_hidden_layers": [1]},
-        {"rope_scaling": 3},
+        {"rope_scaling": 3, "model_type": "olmo"},
     ],
 )
 def test_what_transformers_cannot_make(change, capfd):
@@ -75,7 +132,7 @@ def test_without_the_packages(missing, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch", object()))  # either may not be installed
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(kvcache.NotSupportedError, match=f"^config: counting needs {missing}, which is not installed$"):
-        parameters.count(LLAMA)
+        parameters.count(PUBLISHED["gpt2"][0])
 
 
 @pytest.mark.hf
