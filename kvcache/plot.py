@@ -22,7 +22,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arguments import INT32_MAX, integer
+from kvcache.arguments import INT32_MAX, INT64_MAX, integer
 from kvcache.block import Block
 from kvcache.cache import KVCache
 from kvcache.policy import CrossAttention, Policy, written
@@ -70,8 +70,15 @@ def check_file(file: Path) -> None:
         raise ValueError(f"there is no folder {file.parent} to draw into")
 
 
-def memory(caches: Mapping[str, KVCache], max_tokens: SupportsIndex, ax: Axes | None = None) -> Axes:
-    """Draw the bytes of rows of a sequence against its tokens: a line for each cache.
+def memory(
+    caches: Mapping[str, KVCache],
+    max_tokens: SupportsIndex,
+    ax: Axes | None = None,
+    *,
+    sequences: SupportsIndex = 1,
+    free: SupportsIndex | None = None,
+) -> Axes:
+    """Draw the bytes of rows of sequences against the tokens of each: a line for each cache.
 
     Parameters
     ----------
@@ -82,6 +89,10 @@ def memory(caches: Mapping[str, KVCache], max_tokens: SupportsIndex, ax: Axes | 
         The number of tokens at the end of the lines. At least 2.
     ax : matplotlib.axes.Axes, optional
         Where to draw; by default in a new figure.
+    sequences : int, default 1
+        The number of sequences, which share no row. At least 1.
+    free : int, optional
+        Bytes at which a horizontal line is drawn: the memory that the rows must fit into.
 
     Returns
     -------
@@ -91,7 +102,7 @@ def memory(caches: Mapping[str, KVCache], max_tokens: SupportsIndex, ax: Axes | 
     Raises
     ------
     ValueError, TypeError
-        If there is no cache, a cache stores no rows, `max_tokens` is out of range, or an argument has the wrong type.
+        If there is no cache, a cache stores no rows, a number is out of range, or an argument has the wrong type.
 
     Examples
     --------
@@ -102,26 +113,33 @@ def memory(caches: Mapping[str, KVCache], max_tokens: SupportsIndex, ax: Axes | 
     ['f16', 'q8_0']
     """
     last = integer(max_tokens, "max_tokens", 2, INT32_MAX)
+    number = integer(sequences, "sequences", 1, INT32_MAX)
+    limit = None if free is None else integer(free, "free", 1, INT64_MAX)
     _check_caches(caches)
     ax = _axes(ax, 6.4, 4.0)
     tokens = np.unique(np.geomspace(max(1, last / 256), last, 200).round().astype(int))
     lines = [
         ax.plot(
-            tokens, [cache.most_bytes(n) for n in tokens], label=str(name), linewidth=1.8,
+            tokens, [number * cache.most_bytes(n) for n in tokens], label=str(name), linewidth=1.8,
             color=HUES[i % len(HUES)], linestyle=DASHES[i % len(DASHES)],
         )[0]
         for i, (name, cache) in enumerate(caches.items())
     ]  # fmt: skip
+    names = [*map(str, caches)]
+    if limit is not None:
+        lines += ax.plot([tokens[0], last], [limit, limit], color=MIDDLE, linewidth=1, label="free")
+        names.append("free")
     ax.set_xlim(tokens[0], last)
     _use_logarithms(ax)
-    _finish(ax, "tokens", "")
+    _finish(ax, "tokens" if number == 1 else "tokens of each", "")
+    title = "Memory of one sequence" if number == 1 else f"Memory of {number:,} sequences"
     room = int(_size(ax)[0] / EM / SIZE)  # characters
-    if max(map(len, map(str, caches))) <= 0.4 * room:
-        ax.set_title("Memory of one sequence", loc="left", fontsize=SIZE + 0.5)
-        name_ends(ax, lines, [*map(str, caches)], color=DARK)
+    if max(map(len, names)) <= 0.4 * room:
+        ax.set_title(title, loc="left", fontsize=SIZE + 0.5)
+        name_ends(ax, lines, names, color=DARK)
     else:
-        style = LEGEND | {"title": "Memory of one sequence", "title_fontsize": SIZE + 0.5, "handlelength": 3}
-        labels = [textwrap.fill(str(name), max(1, room - 6)) for name in caches]  # the line and its margin take six
+        style = LEGEND | {"title": title, "title_fontsize": SIZE + 0.5, "handlelength": 3}
+        labels = [textwrap.fill(str(name), max(1, room - 6)) for name in names]  # the line and its margin take six
         ax.legend(lines, labels, loc="lower left", bbox_to_anchor=(0, 1), **style)
     return ax
 

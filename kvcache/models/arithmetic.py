@@ -42,7 +42,7 @@ FAMILIES = {
 
 
 def count(config: Mapping[str, Any]) -> int | None:
-    """Return the number of parameters that a configuration gives; None if it takes more than arithmetic, or is wrong."""
+    """Return the number of parameters that a configuration gives; None if it needs more than arithmetic."""
     fields = Fields(config, "config")
     try:
         family = FAMILIES.get(fields.text("model_type"))

@@ -325,7 +325,7 @@ def _print_rows(policy: str, rows: Sequence[memory_plan.Row]) -> None:
 def _draw_plan(
     shape: shapes.Shape, made: memory_plan.Plan, dtypes: Sequence[Any], window: SlidingWindow | None, file: Path
 ) -> None:
-    """Draw the memory of each type, and then of each with the window that is asked for, if there is one."""
+    """Draw the memory of each type, then of each with the window that is asked for; and what is free beside weights."""
     from kvcache import KVCache, plot
 
     caches = {
@@ -336,7 +336,8 @@ def _draw_plan(
         for instead in ([None, window] if window else [None])
         for dtype in dtypes
     }
-    plot.memory(caches, max(2, made.context)).figure.get_figure(root=True).savefig(file)
+    axes = plot.memory(caches, max(2, made.context), sequences=made.sequences, free=max(1, made.memory.left))
+    axes.figure.get_figure(root=True).savefig(file)
 
 
 # ---- kvcache bench

@@ -487,7 +487,9 @@ def test_an_empty_name_is_refused_as_it_was_typed(arguments):
 def test_plan_draws_the_window_too(tmp_path, monkeypatch):
     plot = pytest.importorskip("kvcache.plot", exc_type=ImportError)
     drawn, draw = {}, plot.memory
-    monkeypatch.setattr(plot, "memory", lambda caches, *limit: drawn.update(caches) or draw(caches, *limit))
+    monkeypatch.setattr(
+        plot, "memory", lambda caches, *limit, **more: drawn.update(caches) or draw(caches, *limit, **more)
+    )
     types = ["--dtype", "f16", "--dtype", "q8_0"]
     done = run_here("plan", MODEL, "--no-measure", *types, "--window", "1k", "--plot", tmp_path / "a.svg")
     assert done.returncode == 0, done.stderr

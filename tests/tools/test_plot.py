@@ -53,6 +53,19 @@ def test_memory_is_what_the_types_take():
         np.testing.assert_array_equal(drawn, tokens * 3 * 2 * 2 * nbytes)
 
 
+def test_memory_of_several_sequences_and_what_is_free():
+    cache = KVCache(2, 4, 64, None)
+    one, four = (kvcache.plot.memory({"f16": cache}, 1000, sequences=n, free=1 << 20) for n in (1, 4))
+    assert (four.lines[0].get_ydata() == 4 * np.array(one.lines[0].get_ydata())).all()
+    assert [line.get_label() for line in four.lines] == ["f16", "free"]
+    assert set(four.lines[1].get_ydata()) == {1 << 20}
+    assert (one.get_title(loc="left"), four.get_title(loc="left")) == (
+        "Memory of one sequence", "Memory of 4 sequences")  # fmt: skip
+    for wrong in ({"sequences": 0}, {"free": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}=0"):
+            kvcache.plot.memory({"f16": cache}, 1000, **wrong)
+
+
 def test_memory_is_what_the_policies_take():
     window, chunks = SlidingWindow(10, num_sink_tokens=2, resume_window=20), ChunkedAttention(8, resume_window=4)
     caches = {
