@@ -16,7 +16,7 @@ author = "the kvcache authors"
 project_copyright = author
 version = release = kvcache.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "numpydoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "numpydoc", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 nitpicky = False
 myst_enable_extensions = ["deflist"]
@@ -26,9 +26,9 @@ default_role = "py:obj"  # `KVCache.fork` in a docstring is a link
 autodoc_typehints = "none"  # the docstrings name the types
 numpydoc_show_class_members = False  # autodoc lists them
 
-# kvcache.hf is described without torch and transformers, which take gigabytes. Where it joins their types (A | B) and
+# kvcache.hf is described without torch, transformers and safetensors, which take gigabytes. Where it joins their types (A | B) and
 # tuples, one of the two stands for both.
-autodoc_mock_imports = ["torch", "transformers"]
+autodoc_mock_imports = ["safetensors", "torch", "transformers"]
 for operation in ("__or__", "__ror__", "__add__"):
     setattr(_MockObject, operation, lambda self, other: self)
 
