@@ -18,7 +18,8 @@ from kvcache import KVCache
 from kvcache.errors import NotSupportedError
 from kvcache.layer import Layer, count
 from kvcache.models.fields import NAMES
-from kvcache.models.shapes import MORE_KV_HEADS, REFUSED, SLIDING
+from kvcache.models.kinds import SLIDING
+from kvcache.models.shapes import MORE_KV_HEADS, REFUSED
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow, written
 
 # What transformers itself keeps of a layer: a recurrent state, or nothing.
