@@ -12,71 +12,62 @@ import json
 import os
 import sys
 from collections import ChainMap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from kvcache.arguments import INT32_MAX
 from kvcache.errors import ModelFileError, plain, shown
-from kvcache.models import gguf
+from kvcache.models import classes, gguf
 from kvcache.models.reading import MAX_FIELDS, MAX_JSON, MAX_NAME, MAX_PARTS, MAX_VALUES, File, open_file, read_file
 
 __all__ = ["Fields", "read_config", "read_json", "read_safetensors_header"]
 
 INDEX = "model.safetensors.index.json"  # names the file of each tensor, where weights are split into several files
 
-# Every name that Hugging Face's configurations use for a fact. The first one present counts: the decoder's come first.
+# Every name that configurations use for a fact. The first one present counts: the decoder's come first.
 NAMES = {
     "num_hidden_layers": (
         "decoder_layers", "num_decoder_layers", "decoder_num_hidden_layers", "num_hidden_layers", "n_layer",
-        "n_layers", "num_layers", "layers",
+        "n_layers", "num_layers", "layers", "num_transformer_layers",
     ),
     "num_attention_heads": (
         "decoder_attention_heads", "num_decoder_attention_heads", "decoder_num_attention_heads",
-        "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads",
+        "num_attention_heads_per_layer", "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads",
+        "num_query_heads",
     ),
     "num_key_value_heads": (
-        "decoder_num_key_value_heads", "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num",
+        "decoder_num_key_value_heads", "num_key_value_heads_per_layer", "num_key_value_heads", "num_kv_heads",
+        "n_head_kv", "n_kv_heads", "n_kv_head", "kv_n_heads", "num_attention_groups", "multi_query_group_num",
     ),
-    "hidden_size": ("hidden_size", "d_model", "n_embd", "embed_dim", "emb_dim", "dim"),
-    "head_dim": ("head_dim", "d_kv", "attention_head_dim", "kv_channels", "dim_head"),
+    "hidden_size": ("hidden_size", "d_model", "n_embd", "n_embed", "embed_dim", "emb_dim", "dim", "model_dim"),
+    "head_dim": (
+        "head_dim", "d_kv", "attention_head_dim", "hidden_size_per_head", "kv_channels", "dim_head",
+    ),
     "max_position_embeddings": (
         "max_target_positions", "max_decoder_position_embeddings", "max_text_positions", "max_position_embeddings",
-        "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx",
+        "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx", "max_context_length",
+        "model_max_length",
     ),
     "max_source_positions": (
         "max_source_positions", "max_encoder_position_embeddings", "max_speech_positions",
         "max_position_embeddings", "n_positions",
     ),
     "layer_types": ("layer_types", "layers_block_type"),
-    "sliding_window": ("sliding_window", "sliding_window_size", "attention_window_size"),
+    "rope_theta": ("rotary_emb_base", "global_rope_theta", "rope_theta", "rope_base", "rope_freq_constant"),
+    "rope_local_base_freq": ("rope_local_base_freq", "local_rope_theta", "swa_rope_theta", "rope_local_theta"),
+    "partial_rotary_factor": ("partial_rotary_factors", "rotary_pct", "rope_pct", "partial_rotary_factor"),
+    "sliding_window": ("sliding_window", "sliding_window_size", "attention_window_size", "interleaved_sliding_window"),
 }  # fmt: skip
 # Fields under which a model of several parts nests the configuration of its text decoder.
 PARTS = ("text_config", "thinker_config", "decoder", "decoder_config", "generator", "llm_config", "language_config")
+TILES = ("max_num_tiles", "image_size", "patch_size")  # fields of a vision encoder
 # Fields of a model of several parts that count before those of its text decoder, by each name that they have.
 OF_THE_WHOLE = {
     "dtype": ("dtype", "torch_dtype"),
     "tie_word_embeddings": ("tie_word_embeddings",),
     "quantization_config": ("quantization_config",),
 }
-# Defaults by model type: files name only what differs from these.
-SIZES = (
-    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "sliding_window",
-    "max_position_embeddings",
-)  # fmt: skip
-DEFAULT_SIZES: dict[str, tuple[int | None, ...]] = {
-    "gemma": (28, 16, 16, 256, 3072, None, 8192),
-    "gemma2": (26, 8, 4, 256, 2304, 4096, 8192),
-    "gemma3_text": (26, 8, 4, 256, 2304, 4096, 131072),
-    "llama": (32, 32, None, None, 4096, None, 2048),
-    "mistral": (32, 32, 8, None, 4096, 4096, 131072),
-    "qwen2": (32, 32, 32, None, 4096, None, 32768),
-}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    model_type: {name: size for name, size in zip(SIZES, sizes, strict=True) if size is not None}
-    for model_type, sizes in DEFAULT_SIZES.items()
-}
-DEFAULTS["gemma3_text"] |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
 # GGUF's keys, less the architecture's name that precedes them, and Hugging Face's names of the same facts.
 GGUF_NAMES = {
     "block_count": "num_hidden_layers",
@@ -124,9 +115,10 @@ def is_positive(value: Any) -> bool:
 class Fields:
     """The fields of a configuration, each checked as it is read; `source` names the file or argument in messages."""
 
-    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+    def __init__(self, values: Mapping[str, Any], source: str, used: set[str] | None = None) -> None:
         self.values = values
         self.source = source
+        self.used = set[str]() if used is None else used
         if len(values) > MAX_FIELDS:
             raise self.error(f"it has {len(values):,} fields; {MAX_FIELDS:,} are the most that are read")
 
@@ -135,7 +127,8 @@ class Fields:
         return ModelFileError(f"{self.source}: {what}")
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a field unchecked; null counts as absent."""
+        """Return a field unchecked, and note in `used` that it was asked for; null counts as absent."""
+        self.used.add(name)
         value = self.values.get(name)
         return default if value is None else value
 
@@ -195,22 +188,13 @@ class Fields:
             raise self.error(f"{name} must have one entry for each of the {length} layers, not {len(value)}")
         return list(value[:length])
 
-    def by_layer(self, num_layers: int) -> list[Fields]:
-        """Return the fields of each layer: the model's, overridden by the layer's entry in ``per_layer_config``."""
-        given = self.part("per_layer_config")
-        own = {} if given is None else {_number(key): value for key, value in given.values.items()}
+    def by_layer(self, settings: Sequence[Mapping[str, Any]]) -> list[Fields]:
+        """Return the fields of each layer: the model's, overridden by the layer's own in `settings`."""
+        model = cast("dict[str, Any]", self.values)
         return [
-            Fields(ChainMap({**values}, cast("dict[str, Any]", self.values)), f"{self.source}, layer {i}")
-            if isinstance(values := own.get(i), Mapping)
-            else self
-            for i in range(num_layers)
+            Fields(ChainMap({**own}, model), f"{self.source}, layer {i}", self.used) if own else self
+            for i, own in enumerate(settings)
         ]
-
-
-def _number(key: object) -> int | None:
-    """Return the layer's index that a key of ``per_layer_config`` is; None for any other key."""
-    text = str(key)[:9]
-    return int(text) if text.isdecimal() else None
 
 
 def read_config(source: Any) -> Fields:
@@ -304,25 +288,65 @@ def _parse(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def _text_decoder(values: Mapping[str, Any], source: str) -> Fields:
-    """Find the text decoder's part of a configuration, and rename its fields to the keys of `NAMES`."""
+    """Find the text decoder's part of a configuration, and give its fields the names of `NAMES`."""
     parts = [Fields(values, source).values]
-    while (
-        part := next((parts[-1][name] for name in PARTS if isinstance(parts[-1].get(name), Mapping)), None)
-    ) is not None:
+    while (part := _part(parts[-1], source)) is not None:
         if len(parts) > MAX_PARTS:  # also stops at an object that holds itself
             raise ModelFileError(f"{source}: more than {MAX_PARTS} configurations are nested in each other")
-        model_type = Fields(part, source).get("model_type")
-        parts.append({**(DEFAULTS.get(model_type, {}) if isinstance(model_type, str) else {}), **part})
-    fields = {name: value for name, value in parts[-1].items() if value is not None}
-    for name, others in NAMES.items():
-        given = next((fields[other] for other in others if other in fields), None)
-        if given is not None:
-            fields[name] = given
-    fields["is_encoder_decoder"] = any(part.get("is_encoder_decoder") is True for part in parts)
+        parts.append(part)
+    fields = _named(parts[-1])
+    fields["is_encoder_decoder"] = any(
+        part.get("is_encoder_decoder", classes.of(part.get("model_type")).defaults.get("is_encoder_decoder")) is True
+        for part in parts
+    )
+    if fields.get("cross_attention_layers") and (tokens := _image_tokens(parts[0].get("vision_config"))) is not None:
+        fields["max_source_positions"] = tokens
     whole = ChainMap(*({name: value for name, value in part.items() if value is not None} for part in parts))
     for name, others in OF_THE_WHOLE.items():
         fields[name] = next((whole[other] for other in others if other in whole), None)
     return Fields(fields, source)
+
+
+def _image_tokens(vision: Any) -> int | None:
+    """Return the tokens of an image, for layers that attend over one: a tile's patches and one more, for each tile."""
+    sizes: list[Any] = [vision.get(name) if isinstance(vision, Mapping) else None for name in TILES]
+    if not all(isinstance(size, int) and 0 < size < 1 << 16 for size in sizes):
+        return None
+    tiles, image, patch = sizes
+    return int(tiles * ((image // patch) ** 2 + 1))
+
+
+def _part(values: Mapping[str, Any], source: str) -> Mapping[str, Any] | None:
+    """Return the configuration that leads to the text decoder, of those that a configuration nests; None: it is it.
+
+    Older files of some models have the decoder's fields beside the others'.
+    """
+    known = classes.of(Fields(values, source).get("model_type")).parts
+    for name in PARTS:
+        nested = values.get(name)
+        if isinstance(nested, Mapping):
+            part = {**known.get(name, {}), **Fields(nested, source).values}
+            is_known = name not in known or classes.of(part.get("model_type")) is not classes.UNKNOWN
+            return part if is_known else {**part, "model_type": known[name]["model_type"]}
+    flat = next((known[name] for name in PARTS if name in known), None)
+    return None if flat is None else {**flat, **values, "model_type": flat["model_type"]}
+
+
+def _named(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Give a configuration's fields the names of `NAMES`, and add those that its class knows; null is left out."""
+    known = classes.of(given.get("model_type"))
+    stored = {new: value for name, value in given.items() if (new := known.names.get(name, name)) not in given}
+    stored |= {name: value for name, value in given.items() if name not in stored}
+    fields = {name: value for name, value in stored.items() if value is not None}
+    said = {name for name, value in stored.items() if value is not None or not name.startswith("rope_")}
+    for name, others in NAMES.items():
+        found = next((fields[other] for other in others if other in fields), None)
+        if found is None and said.isdisjoint(others):
+            found = next((known.defaults[other] for other in others if other in known.defaults), None)
+        if found is not None:
+            fields[name] = found
+    aliases = set().union(*NAMES.values())
+    return {name: value for name, value in known.defaults.items() if name not in said | aliases} | fields
 
 
 def _from_gguf(header: gguf.Header, source: str) -> Fields:

@@ -1,82 +1,305 @@
-"""The type of each layer, from the fields of a model's configuration: what it sees, or that it stores nothing."""
+"""The type of each layer, from the fields of a model's configuration: what it sees, or that it stores nothing.
+
+Files say it in many ways. A list, a pattern or indices of layers count first, then a number of layers that alternate,
+then what the class of the model's type makes of a file that says nothing.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from kvcache.errors import NotSupportedError, plain, shown
 from kvcache.models.fields import Fields
 from kvcache.models.reading import MAX_LAYERS
 
-__all__ = ["NO_ROPE_EVERY", "SLIDING", "STATELESS", "layer_types", "rotates_by_interval"]
+__all__ = ["CROSS", "NO_ROPE_EVERY", "SLIDING", "STATELESS", "layer_types", "rotates_by_interval"]
 
-# Every n-th layer uses full attention, the others a window (model type: n).
-FULL_EVERY = {
-    "afmoe": 4, "cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3_text": 6, "gemma3n_text": 5, "gemma4_text": 6,
-    "gpt_oss": 2, "olmo3": 4, "vaultgemma": 2,
-}  # fmt: skip
+# Types of layers, as transformers names them.
+F, S, L, C, H, HS = "full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding"
+CHUNKED, CROSS = "chunked_attention", "cross_attention"
+# Types of layers that store no keys and values.
+STATELESS = {L, C, "mamba", "mamba2", "recurrent", "dummy", "moe", "mlp", "gdn", "kda", "linear"}
+FULL = {F, "attention", H, "full", "global"}  # a hybrid layer has another state as well
+SLIDING = {S, HS, "sliding", "local"}
+KNOWN = STATELESS | FULL | SLIDING | {CHUNKED, CROSS}
 # Attentions per layer, where there are several; each is a layer of the cache.
 ATTENTIONS = {"longcat_flash": 2}
 # Types for which every layer has the window that a GGUF names.
 SLIDING_EVERYWHERE = {"llama", "mistral", "mistral3", "phi3", "starcoder2"}
-# Types of layers that store no keys and values.
-STATELESS = {"linear_attention", "conv", "mamba", "recurrent", "dummy", "moe", "mlp"}
-FULL = {"full_attention", "attention", "hybrid"}  # a hybrid layer has another state as well
-SLIDING = {"sliding_attention", "hybrid_sliding"}
 # Every n-th layer rotates no keys (model type: n).
 NO_ROPE_EVERY = {"llama4_text": 4, "smollm3": 4}
 
+# Fields with an entry for each layer, and what each entry stands for.
+BY_LAYER: dict[str, Mapping[Any, str]] = {
+    "layer_types": {},
+    "hybrid_override_pattern": {"M": L, "*": F, "E": "moe", "-": "mlp"},  # Nemotron-H
+    "hybrid_layer_pattern": {0: F, 1: S},  # MiMo
+    "attn_type_list": {0: L, 1: F},  # MiniMax
+    "attention_layers": {},  # GPT-Neo
+    "attention_types": {},
+    "decoder_attention_types": {"linear_attention": L, "softmax_attention": F},
+}
+# Fields that list layers: the type of those that are listed, and of the others.
+INDICES = {
+    "full_attn_idxs": (F, C),  # LFM2
+    "attn_layer_indices": (F, L),  # Bamba
+    "local_layer_ids": (HS, H),
+    "hybrid_layer_ids": (H, L),  # Zamba2
+    "global_attn_idx": (F, S),
+    "cross_attention_layers": (CROSS, F),  # Llama 3.2 Vision
+}
+# Fields with the number of layers after which a pattern of types begins again, and the pattern.
+PERIODS: dict[str, Callable[[int], list[str]]] = {
+    "full_attention_interval": lambda n: [L] * (n - 1) + [F],
+    "layer_group_size": lambda n: [L] * (n - 1) + [F],
+    "global_attn_every_n_layers": lambda n: [S] * (n - 1) + [F],
+    "sliding_window_pattern": lambda n: [S] * (n - 1) + [F],
+}
+# The pattern of a type whose file has none, or the period in a field's place.
+PATTERNS: dict[str, tuple[str, int] | list[str]] = {
+    **dict.fromkeys(("cohere2", "cohere2_moe"), ("sliding_window_pattern", 4)),
+    **dict.fromkeys(("exaone4", "exaone_moe"), ("sliding_window_pattern", 4)),
+    **dict.fromkeys(("gemma3_text", "t5gemma2_text", "t5gemma2_decoder"), ("sliding_window_pattern", 6)),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ("full_attention_interval", 4)),
+    **{key: [S, F] for key in ("gemma2", "gpt_oss", "t5_gemma_module", "vaultgemma")},
+    **dict.fromkeys(("gemma3n_text", "kolibri1"), [S] * 4 + [F]),
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text", "beam"), [S] * 5 + [F]),
+    **dict.fromkeys(("inkling_text", "inkling2_text"), [HS] * 5 + [H]),
+    **{key: [F, S, S, S] for key in ("cwm", "granite_swa", "granitemoe_swa")},
+    **{key: [S, S, S, F] for key in ("muse_glimmer_text", "muse_spark_text", "olmo3")},
+    **{key: [H] for key in ("falcon_h1", "zaya")},
+    **{key: [F] for key in ("cohere_compass_text", "laguna", "lfm2", "mellum", "minimax_m3_vl_text", "step3p5")},
+    "afmoe": ("global_attn_every_n_layers", 4),
+    "bailing_hybrid": ("layer_group_size", 6),
+    "flint": [S, F, S, S],
+    "gpt_neo": [F, S],
+    **{key: [L] for key in ("bamba", "granitemoehybrid")},
+    "kimi_linear": [F, L, L, L],
+    "lara_mini": [L, S, L, F, S],
+    "lfm3": [S, C, F, C],
+    "mimo_v2_flash": [S] * 5 + [F],
+    "minimax": [F, L],
+    "modernbert-decoder": ("global_attn_every_n_layers", 3),
+    "nemotron_h": [L, "moe", F, "mlp"],
+    "olmo_hybrid": [L, L, L, F],
+    "zamba2": [L, *([L] * 5 + [H]) * 7, *[L] * 4, H, *[L] * 3, H, L, L],
+}
+# Types whose pattern begins with the layer that others end with, or ends with the last layer.
+FULL_FIRST = {"modernbert-decoder"}
+FROM_THE_END = {"muse_glimmer_text", "muse_spark_text"}
+# Types whose first or last layer is an exception to the pattern.
+FIRST = {"flint": F, "kimi_linear": L, "lfm3": C, "mimo_v2_flash": F}
+LAST = dict.fromkeys(("beam", "diffusion_gemma_text", "flint", "gemma4_text", "gemma4_unified_text"), F)
+# Types with an ``attn_layer_period``, its offset, and what they have at that layer.
+ATTENTION_EVERY = {"jamba": (8, 4, F), "zamba": (6, 4, H)}
+# Fields that say how long a window is.
+WINDOWS = ("sliding_window", "local_attention", "window_size")
+# Types whose layers have a window from ``max_window_layers`` on.
+FROM_MAX_WINDOW_LAYERS = {"dots1"}
+EVERY_WINDOW = {"ministral", "qwen3_moe"}  # types for which ``max_window_layers`` says nothing
+
 
 def layer_types(config: Fields) -> list[str]:
-    """Return Hugging Face's type of each layer."""
-    listed = config.get("layer_types")
-    default = len(listed) if isinstance(listed, list) else None
-    num_layers = config.count("num_hidden_layers", default, most=MAX_LAYERS)
-    num_layers *= ATTENTIONS.get(config.text("model_type", ""), 1)
-    kinds = config.sequence("layer_types", num_layers)
+    """Return transformers' type of each layer."""
+    kinds = _listed(config)
     if kinds is None:
-        return [_kind(config, i) for i in range(num_layers)]
+        num_layers = _num_layers(config)
+        kinds = _by_pattern(config, num_layers)
+    if kinds is None:
+        kinds = [_kind(config, i) for i in range(num_layers)]
     for i, kind in enumerate(kinds):
-        if not isinstance(kind, str) or kind not in STATELESS | FULL | SLIDING | {"chunked_attention"}:
+        if not isinstance(kind, str) or kind not in KNOWN:
             raise NotSupportedError(f"{config.source}: layer {i} is of type {shown(kind)}, which no policy stands for")
     return kinds
 
 
-def _kind(config: Fields, layer: int) -> str:
-    """Derive the type of a layer whose type the file does not name."""
-    if config.get("attention_chunk_size") is not None:  # as in Llama 4
-        return "chunked_attention" if rotates_by_interval(config, layer) else "full_attention"
-    if _has_rows(config, layer):
-        return "sliding_attention" if _slides(config, layer) else "full_attention"
-    return "linear_attention"
+def _num_layers(config: Fields) -> int:
+    """Return the number of the cache's layers: some models have several for a layer of the file."""
+    num_layers = config.count("num_hidden_layers", most=MAX_LAYERS)
+    num_layers *= ATTENTIONS.get(config.text("model_type", ""), 1)
+    if config.get("H_cycles") is not None and config.get("num_layers_per_stack") is None:  # HRM
+        num_layers *= config.count("H_cycles", most=MAX_LAYERS) * (config.count("L_cycles", most=MAX_LAYERS) + 1)
+    if num_layers > MAX_LAYERS:
+        raise config.error(f"it has {num_layers:,} layers; {MAX_LAYERS:,} are the most that are read")
+    return num_layers
 
 
-def _has_rows(config: Fields, layer: int) -> bool:
-    """Whether a layer has attention: some models have layers without it."""
-    if config.get("attn_layer_period") is not None:
-        return layer % config.count("attn_layer_period") == config.count("attn_layer_offset", 0, least=0)
-    if config.get("full_attention_interval") is not None:
-        return (layer + 1) % config.count("full_attention_interval") == 0
-    if config.get("model_type") == "bamba":
-        return layer in (config.sequence("attn_layer_indices") or ())
-    blocks = config.sequence("block_types")
-    return not blocks or blocks[layer % len(blocks)] == "attention"
+def _listed(config: Fields) -> list[Any] | None:
+    """Return the types that a list, a pattern or indices of layers say; None if the file has none of them."""
+    name = next((name for name in BY_LAYER if name != "attention_types" and config.get(name) is not None), None)
+    repeated = config.sequence("attention_types")  # GPT-Neo: lists of types, and how often each comes
+    indices = next((name for name in INDICES if config.get(name) is not None), None)
+    linear = config.part("linear_attn_config")
+    blocks = config.sequence("block_configs")
+    config.used |= {
+        *BY_LAYER,
+        *INDICES,
+        *PERIODS,
+        "attn_layer_period",
+        "attn_layer_offset",
+    }  # what counts first says the same
+    entries: list[Any] = []
+    if name is not None:
+        given = config.get(name)
+        is_text = name == "hybrid_override_pattern" and isinstance(given, str)
+        entries = [*given] if is_text else config.sequence(name) or []
+    elif repeated is not None:
+        name, entries = "attention_types", _repeated(config, repeated)
+    default = len(entries) or (None if blocks is None else len(blocks)) or None
+    num_layers = default if name == "hybrid_override_pattern" else None
+    num_layers = num_layers or config.count("num_hidden_layers", default, most=MAX_LAYERS)
+    if config.get("model_type") == "nemotron_h" and name is not None:
+        num_layers = len(entries)
+    if name is not None:
+        if len(entries) < num_layers:
+            config.sequence(name, num_layers)  # refuses it
+        return [_entry(entry, BY_LAYER[name]) for entry in entries[:num_layers]]
+    if blocks is not None:
+        config.sequence("block_configs", num_layers)
+        return [_block(config, i, block) for i, block in enumerate(blocks[:num_layers])]
+    if linear is not None and linear.get("full_attn_layers") is not None:
+        listed = linear.sequence("full_attn_layers") or []
+        return [F if i + 1 in listed else L for i in range(num_layers)]  # the first layer is 1
+    if indices is not None:
+        listed, (chosen, others) = config.sequence(indices) or [], INDICES[indices]
+        return [chosen if i in listed else others for i in range(num_layers)]
+    return None
 
 
-def _slides(config: Fields, layer: int) -> bool:
-    """Whether a layer with attention has a window."""
-    if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
-        return False
+def _repeated(config: Fields, given: list[Any]) -> list[Any]:
+    """Return the types that a list of patterns gives, each with the number of times that it comes."""
+    found: list[Any] = []
+    for item in given:
+        pattern, times = item if isinstance(item, list | tuple) and len(item) == 2 else (None, 0)
+        if not isinstance(pattern, list | tuple) or not isinstance(times, int) or not 0 < times <= MAX_LAYERS:
+            raise config.error(f"attention_types must hold lists of types and how often they come, not {shown(item)}")
+        found += [*pattern] * times
+        if len(found) > MAX_LAYERS:
+            raise config.error(f"attention_types gives more than {MAX_LAYERS:,} layers")
+    return found
+
+
+def _entry(entry: Any, names: Mapping[Any, str]) -> Any:
+    return names.get(entry, entry) if isinstance(entry, str | int) else entry
+
+
+def _block(config: Fields, layer: int, block: Any) -> str:
+    """Return the type of a layer that ``block_configs`` describes, as in Nemotron's models that a search made."""
+    attention = block.get("attention") if isinstance(block, Mapping) else None
+    if not isinstance(attention, Mapping):
+        raise config.error(f"block_configs must have an object 'attention' for layer {layer}, not {shown(block)}")
+    if attention.get("no_op") or attention.get("replace_with_linear") or attention.get("mamba"):
+        return L
+    for name in ("num_sink_tokens", "unshifted_sink", "use_prefill_window_in_sink_attention", "llama4"):
+        if attention.get(name):
+            raise NotSupportedError(
+                f"{config.source}: block_configs, layer {layer}, has {name} {shown(attention[name])}, which is not read"
+            )
+    return S if attention.get("window_length") or attention.get("sliding_window") else F
+
+
+def _by_pattern(config: Fields, num_layers: int) -> list[str] | None:
+    """Return the types of layers that follow a pattern, of the file or of the model's type; None if there is none."""
     model_type = config.text("model_type", "")
-    pattern = config.get("sliding_window_pattern", FULL_EVERY.get(model_type))
-    if isinstance(pattern, str):  # such as "LLLG": three layers with a window, one without
-        return not pattern or pattern[layer % len(pattern)] != "G"
-    if pattern is not None:
-        return (layer + 1) % config.count("sliding_window_pattern", pattern) != 0
+    found = _pattern(config, model_type)
+    if found is None:
+        return None
+    shift = -num_layers % len(found) if model_type in FROM_THE_END else 0
+    kinds = [found[(i + shift) % len(found)] for i in range(num_layers)]
+    if model_type == "bailing_moe_linear":  # the layers behind the last whole group
+        rest = num_layers % len(found)
+        kinds[num_layers - rest :] = [F] * rest
+    if model_type == "cohere2_moe":
+        kinds = _after_dense(config, found, num_layers)
+    kinds[0] = FIRST.get(model_type, kinds[0])
+    kinds[-1] = LAST.get(model_type, kinds[-1])
+    if model_type == "olmo_hybrid" and F not in kinds:
+        kinds[-1] = F
+    if S in kinds and all(config.get(name) is None for name in WINDOWS):
+        return [F if kind == S else kind for kind in kinds]
+    return kinds
+
+
+def _after_dense(config: Fields, pattern: list[str], num_layers: int) -> list[str]:
+    """Return the types of layers whose pattern begins behind the layers without experts, which have their own."""
+    dense = min(config.count("first_k_dense_replace", 0, least=0), num_layers)
+    every = config.count("prefix_dense_sliding_window_pattern", 1, most=MAX_LAYERS)
+    before = [S if (i + 1) % every else F for i in range(dense)]
+    return before + [pattern[i % len(pattern)] for i in range(num_layers - dense)]
+
+
+def _pattern(config: Fields, model_type: str) -> list[str] | None:
+    """Return the types of the layers of one period."""
+    blocks = config.sequence("block_types")
+    if blocks:
+        attention = F if config.get("sliding_window") is None else S
+        return [attention if block == "attention" else L for block in blocks]
+    usual = PATTERNS.get(model_type)
+    if isinstance(usual, list):
+        return usual
+    names = PERIODS if usual is None else usual[:1]
+    name = next((name for name in names if config.get(name) is not None), None)
+    if usual is not None:
+        name = usual[0]
+    if name is None:
+        return None
+    period = None if usual is None else usual[1]
+    given = config.get(name)
+    if isinstance(given, str):  # such as "LLLG": three layers with a window, one without
+        if {*given} - {*"LG"}:
+            raise config.error(f"{name} must be a number, or letters L (local) and G (global), not {shown(given)}")
+        return [F if letter == "G" else S for letter in given] or [S]
+    found = PERIODS[name](config.count(name, period, most=MAX_LAYERS))
+    return found[::-1] if model_type in FULL_FIRST else found
+
+
+def _kind(config: Fields, layer: int) -> str:
+    """Derive the type of a layer from fields that say it of all layers."""
+    model_type = config.text("model_type", "")
+    if not _has_rows(config, layer, model_type):
+        return L
+    if model_type in ATTENTION_EVERY:
+        return ATTENTION_EVERY[model_type][2]
+    if config.get("attention_chunk_size") is not None and (
+        model_type == "llama4_text" or config.get("sliding_window") is None
+    ):
+        return CHUNKED if model_type != "llama4_text" or rotates_by_interval(config, layer) else F
+    return S if _slides(config, layer, model_type) else F
+
+
+def _has_rows(config: Fields, layer: int, model_type: str) -> bool:
+    """Whether a layer has attention: some models have layers without it."""
+    if config.get("mamba_step") is not None and config.get("mamba_enabled", True):  # Plamo 2
+        step = config.count("mamba_step")
+        num_layers = config.count("num_hidden_layers", most=MAX_LAYERS)
+        return layer == num_layers - 1 if num_layers <= step // 2 else layer % step == step // 2
+    period, offset, _ = ATTENTION_EVERY.get(model_type, (None, 0, F))
+    if config.get("attn_layer_period", period) is None:
+        return True
+    behind = layer - 3 if model_type == "zamba" else layer
+    if behind < 0:
+        return layer == 2
+    return behind % config.count("attn_layer_period", period) == config.count("attn_layer_offset", offset, least=0)
+
+
+def _slides(config: Fields, layer: int, model_type: str) -> bool:
+    """Whether a layer with attention has a window."""
+    if config.get("sliding_window") is None:
+        return False
+    if config.get("use_sliding_window") is False and model_type != "ministral":
+        return False
     if config.get("gguf_architecture") is not None and model_type not in SLIDING_EVERYWHERE:
         raise NotSupportedError(
             f"{config.source}: it names a window, but not which layers of a {plain(model_type)} have it: give a policy"
         )
-    first = config.count("max_window_layers", 0, least=0) if config.get("use_sliding_window") else 0
-    return layer >= first
+    if model_type == "smollm3":
+        return config.get("use_sliding_window") is True and not rotates_by_interval(config, layer)
+    first = config.count("max_window_layers", 0, least=0)
+    if model_type == "qwen2_moe":
+        return layer % 2 == 0 and layer < first
+    from_first = config.get("use_sliding_window") or model_type in FROM_MAX_WINDOW_LAYERS
+    return layer >= first if from_first and model_type not in EVERY_WINDOW else True
 
 
 def rotates_by_interval(config: Fields, layer: int) -> bool:

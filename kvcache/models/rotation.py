@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -17,12 +17,25 @@ from kvcache.rope import Rope, RopeLike
 
 __all__ = ["rope"]
 
+MUSE = {"muse_glimmer_text", "muse_spark_text"}
 # Types whose layers with full attention rotate no keys; their layers with a window do.
-NO_ROPE_IN_FULL = {"afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "lara_mini"}
-# Types that use RoPE even if an old config.json does not say so.
-ROTATING = {"falcon", "gemma", "gemma2", "gpt_neox", "gptj", "llama", "mistral", "mixtral", "phi", "phi3", "qwen2"}
+NO_ROPE_IN_FULL = {"afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "lara_mini", *MUSE}
+# Types that rotate no keys, whatever their files say: order is in their other layers.
+NO_ROPE = {"jamba", "kimi_linear", "nemotron_h", "zamba"}
+# Types that rotate keys only where a field has this value.
+ROPE_IF = {"granitemoehybrid": ("position_embedding_type", "rope"), "zamba2": ("use_mem_rope", True)}
 # Types that add positions to the scores (ALiBi), and rotate no keys.
-ALIBI = {"bloom", "mpt"}
+ALIBI = {"bloom", "jais", "mpt"}
+# Types that rotate keys even if a file does not say so, beside those of which transformers' classes say it.
+ROTATING = {
+    "aquila", "baichuan", "chatglm", "codegen", "deci", "gptj", "internlm", "internlm2", "minicpm", "openelm", "orion",
+    "phi-msft", "plamo", "plamo2", "qwen", "RefinedWeb", "RefinedWebModel", "stablelm_epoch", "xverse",
+}  # fmt: skip
+# Types of layers whose rotation a file may give under the other's name.
+SAME = {
+    "hybrid": "full_attention", "full_attention": "hybrid",
+    "hybrid_sliding": "sliding_attention", "sliding_attention": "hybrid_sliding",
+}  # fmt: skip
 # Types whose pairs of rotated elements are neighbours (i, i + 1), not halves (i, i + n).
 INTERLEAVED = {
     "codegen", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe",
@@ -40,22 +53,22 @@ INTERLEAVED_GGUF = {
 def rope(config: Fields, layer: int, kind: str, head_dim: int, first_dim: int) -> RopeLike:
     """Return the rotation of a layer's keys, whose rotated elements begin at `first_dim`."""
     model_type = config.text("model_type", "")
-    if model_type in ALIBI or config.get("alibi") is True or not _rotates(config, layer, kind):
+    if not _rotates(config, layer, kind, model_type):
         return False
-    parameters = _rope_parameters(config, kind)
+    parameters = _parameters(config, layer, kind, model_type)
     if parameters is None:
         return None
     name = parameters.text("rope_type", parameters.text("type", "default"))
     scale = SCALINGS.get(name)
     if scale is None:
         return Unshiftable(name)
-    fraction = parameters.positive(
-        "partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct", 1.0)), most=1.0
-    )
+    # Latents have the rotated elements apart, all of them.
+    fraction = 1.0 if first_dim else parameters.positive("partial_rotary_factor", 1.0, most=1.0)
     if name == "proportional":
         dim, num_rotated = head_dim, int(fraction * head_dim // 2)
     else:
-        dim = config.count("rotary_dim", int((head_dim - first_dim) * fraction), least=2, most=head_dim - first_dim)
+        width = head_dim - first_dim
+        dim = width if first_dim else parameters.count("rotary_dim", int(width * fraction), least=2, most=width)
         num_rotated = dim // 2
     with np.errstate(all="ignore"):  # frequencies that are not finite are refused below
         inv_freq = np.float64(parameters.positive("rope_theta", 10000.0)) ** -(np.arange(0, 2 * num_rotated, 2) / dim)
@@ -82,20 +95,27 @@ def _factors(config: Fields, count: int) -> Frequencies:
     return np.array(listed, np.float64)
 
 
-def _rotates(config: Fields, layer: int, kind: str) -> bool:
-    """Whether a layer's keys are rotated, in a model that rotates some layers' keys."""
-    if config.get("position_embedding_type") == "nope":
+def _rotates(config: Fields, layer: int, kind: str, model_type: str) -> bool:
+    """Whether a layer's keys are rotated."""
+    if model_type in ALIBI | NO_ROPE or config.get("alibi") is True or config.get("mla_use_nope") is True:
         return False
-    if config.text("model_type", "") in NO_ROPE_IN_FULL and kind == "full_attention":
+    if config.get("position_embedding_type") in ("nope", "alibi"):
+        return False
+    if model_type == "baichuan" and config.get("hidden_size") != 4096:
+        return False  # its larger models use ALiBi
+    name, value = ROPE_IF.get(model_type, ("", None))
+    if name and config.get(name) != value:
+        return False
+    if config.get("layer_rope_theta") is not None:
+        return bool(config.get("layer_rope_theta") != 0)
+    if model_type in NO_ROPE_IN_FULL and kind == "full_attention":
         return config.get("sliding_window") is None
-    if (
-        config.get("no_rope_layers")
-        or config.get("no_rope_layer_interval")
-        or config.get("model_type") in NO_ROPE_EVERY
-    ):
+    if config.sequence("use_rope_layers"):
+        rotating = config.sequence("use_rope_layers", layer + 1)
+        return rotating is not None and bool(rotating[layer])
+    if config.get("no_rope_layers") or config.get("no_rope_layer_interval") or model_type in NO_ROPE_EVERY:
         return rotates_by_interval(config, layer)
-    thetas = config.get("layer_rope_theta")
-    return not isinstance(thetas, list) or layer >= len(thetas) or thetas[layer] != 0
+    return True
 
 
 def _interleaved(config: Fields, model_type: str) -> bool:
@@ -105,21 +125,72 @@ def _interleaved(config: Fields, model_type: str) -> bool:
     return config.get("rope_interleave", model_type in INTERLEAVED) is True
 
 
-def _rope_parameters(config: Fields, kind: str) -> Fields | None:
-    """Gather the rotation's parameters for a type of layer; None: the file has none."""
-    given = config.part("rope_parameters")
-    if given is not None:
-        if kind in given.values:  # the file has parameters for each type of layer
-            return given.part(kind)
-        return Fields({"rope_theta": config.get("rope_theta"), **given.values}, given.source)
-    local = config.get("rope_local_base_freq", config.get("local_rope_theta"))
-    if kind in SLIDING and local is not None:
-        return Fields({"rope_theta": local}, config.source)
-    theta = config.get("rope_theta", config.get("global_rope_theta", config.get("rotary_emb_base")))
-    if theta is None and config.get("rotary_dim") is None and config.get("model_type") not in ROTATING:
+# Types whose layers with a window are scaled as the others, though they have a theta of their own.
+SCALED_LOCALLY = {"modernbert-decoder"}
+# Types whose layers with a window are not scaled, though they may have no theta of their own.
+NOT_SCALED_LOCALLY = {"step3p5"}
+# Other names of scalings, in files of any type, and of these types.
+SCALING_NAMES = {"origin": "default", "xdrope": "dynamic"}
+SCALING_NAMES_OF = {key: {"su": "longrope", "yarn": "longrope"} for key in ("phi3", "phi4_multimodal")}
+
+
+def _parameters(config: Fields, layer: int, kind: str, model_type: str) -> Fields | None:
+    """Gather the rotation's parameters for a layer, under transformers' names; None: the file does not say it."""
+    theta = config.get("rope_local_base_freq") if kind in SLIDING else None
+    found, source = _scaling(config, layer, kind, model_type, theta is not None)
+    if theta is None:
+        theta = config.get("layer_rope_theta", config.get("rope_theta"))
+    attention = config.part("attn_config")
+    if theta is None and attention is not None:
+        theta = attention.get("rope_theta")
+    if found is None or not (found or model_type in ROTATING or theta or config.get("rotary_dim")):
         return None
-    scaling = config.part("rope_scaling")
-    return Fields({"rope_theta": theta, **(scaling.values if scaling else {})}, config.source)
+    if config.get("rope_ratio") is not None:  # as in ChatGLM
+        theta = config.positive("rope_ratio") * 10000.0
+    length = config.get("original_max_position_embeddings", found.get("original_max_position_embeddings"))
+    beside = {
+        "rope_theta": theta,
+        "partial_rotary_factor": config.get("partial_rotary_factor"),
+        "rotary_dim": config.get("rotary_dim"),
+        "original_max_position_embeddings": config.get("max_position_embeddings"),
+    }
+    found = {**beside, **found, **({} if length is None else {"original_max_position_embeddings": length})}
+    name = found.get("rope_type", found.get("type", "default"))
+    if isinstance(name, str):
+        found["rope_type"] = {**SCALING_NAMES, **SCALING_NAMES_OF.get(model_type, {})}.get(name, name)
+    return Fields(found, source)
+
+
+def _scaling(
+    config: Fields, layer: int, kind: str, model_type: str, own_theta: bool
+) -> tuple[dict[str, Any] | None, str]:
+    """Return what an object of the file says of a layer's rotation, and where it is; None: nothing of this layer."""
+    given = config.part("rope_parameters")
+    if (
+        config.get("rope_scaling") is None
+        and given is not None
+        and any(isinstance(value, Mapping) for value in given.values.values())
+    ):
+        own = given.part(kind) or given.part(SAME.get(kind, kind))
+        return (None, "") if own is None else ({k: v for k, v in own.values.items() if v is not None}, own.source)
+    scaling = config.part("rope_scaling") or given
+    rotary = config.part("rotary")  # as in InternLM
+    if scaling is None and rotary is not None:
+        scaling = Fields({"rope_theta": rotary.get("base"), "type": rotary.get("type")}, rotary.source)
+    if scaling is None:
+        return {}, config.source
+    found = {name: value for name, value in scaling.values.items() if value is not None}
+    scaled_layers, scaled_types = config.sequence("rope_scaling_layers"), config.sequence("yarn_only_types")
+    if kind in SLIDING and own_theta:
+        return (found if model_type in SCALED_LOCALLY else {}), scaling.source
+    plain_here = (
+        (kind in SLIDING and model_type in NOT_SCALED_LOCALLY)
+        or (scaled_layers is not None and layer not in scaled_layers)
+        or (scaled_types is not None and kind not in scaled_types)
+    )
+    if plain_here:
+        found = {name: found[name] for name in ("rope_theta", "partial_rotary_factor") if name in found}
+    return found, scaling.source
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,12 @@ from typing import Any
 
 from kvcache.errors import ModelFileError, NotSupportedError, plain, shown
 from kvcache.layer import DTYPES, DType, Layer, why_not
+from kvcache.models import guard
 from kvcache.models.fields import Fields, find_weights, read_config, read_safetensors_header
-from kvcache.models.kinds import SLIDING, STATELESS, layer_types
+from kvcache.models.kinds import CROSS, SLIDING, STATELESS, layer_types
 from kvcache.models.reading import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, open_file
 from kvcache.models.rotation import rope
+from kvcache.models.settings import settings_of, shares_of
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow
 
 __all__ = ["PREFILL_TOKENS", "Shape", "read"]
@@ -29,12 +31,17 @@ PACKED = "quantization_config"  # a field with which weights may be packed into 
 # Types that are refused, and the reason.
 REFUSED = {
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), "its state is not keys and values"),
+    "deepseek_v4": "it compresses what it keeps",
     "reformer": "it sorts what it stores into buckets",
     "blt_local_decoder": "it is made of several decoders",
     **dict.fromkeys(("dory", "inkling2_loop_text"), "it runs some of its layers several times"),
 }
 # Types whose layers with a window have more KV heads than their other layers (model type: how many times as many).
 MORE_KV_HEADS = {"mimo_v2_flash": 2}
+# Types whose attention is twice as wide as the model: it sees the embeddings beside the hidden states.
+WIDE_ATTENTION = {"zamba", "zamba2"}
+# Types whose heads divide the model's width, whatever a file says of their size.
+DIVIDED = {"cohere2", "cohere_compass_text", "deepseek_ocr2_text", "recurrent_gemma", "unlimited_ocr_text", "zamba2"}
 
 
 @dataclass(frozen=True)
@@ -106,11 +113,12 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
     model_type = config.text("model_type", "model")
     if model_type in REFUSED:
         raise NotSupportedError(f"{config.source}: a {model_type} is not supported, as {REFUSED[model_type]}")
+    guard.refuse(config)
     kinds = layer_types(config)
-    own = config.by_layer(len(kinds))
-    described = [_layer(own[i], i, kind) for i, kind in enumerate(kinds)]
+    own = config.by_layer(settings_of(config, kinds))
+    described = [_layer(own[i], i, kind, max_source_len) for i, kind in enumerate(kinds)]
     num_heads = [heads for heads, _ in described]
-    shares = _share(config, kinds)
+    shares = shares_of(config, kinds)
     layers = [replace(layer, share=share) for (_, layer), share in zip(described, shares, strict=True)]
     if config.get("is_encoder_decoder"):
         cross = _cross(config, max_source_len)
@@ -121,6 +129,7 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
     context = config.get("max_position_embeddings")
     if context is not None:
         context = config.count("max_position_embeddings", most=MAX_CONTEXT)
+    guard.check(config)
     shape = Shape(model_type, tuple(layers), tuple(num_heads), context)
     if isinstance(source, str | os.PathLike) and not any(config.get(name) for name in ("gguf_architecture", PACKED)):
         _check_weights(Path(source), shape)
@@ -152,29 +161,26 @@ def _check_weights(path: Path, shape: Shape) -> None:
 # ---- heads, sizes and policy of each layer
 
 
-def _layer(config: Fields, layer: int, kind: str) -> tuple[int, Layer]:
+def _layer(config: Fields, layer: int, kind: str, max_source_len: int | None) -> tuple[int, Layer]:
     """Return the number of query heads of a layer, and the layer."""
-    policy = _policy(config, kind)
-    num_heads = config.count("num_attention_heads", most=MAX_HEADS) if policy is not None else 1
-    if config.get("kv_lora_rank"):
+    policy = _policy(config, kind, max_source_len)
+    num_heads = _num_heads(config) if policy is not None else 1
+    if config.get("kv_lora_rank") and config.get("use_mla") is not False:
         rank = config.count("kv_lora_rank", most=MAX_HEAD_DIM)
         rotated = config.count("qk_rope_head_dim", least=0, most=MAX_HEAD_DIM)
         dim = rank + rotated
         _check_width(config, num_heads, dim)
-        rotation = rope(config, layer, kind, dim, rank)
+        rotation = rope(config, layer, kind, dim, rank) if rotated else False
         return num_heads, Layer(1, dim, v_head_dim=rank, value_in_key=True, policy=policy, rope=rotation)
     if policy is None:
         return 1, Layer(1, 32, policy=None)  # stores nothing: sizes that suit every element type
-    prefix = "swa_" if kind in SLIDING and config.get("swa_head_dim") is not None else ""
-    derived = config.get("hidden_size")
-    derived = None if derived is None else config.count("hidden_size") // num_heads
-    head_dim = config.count(prefix + "head_dim", derived or None, most=MAX_HEAD_DIM)
-    v_head_dim = config.count(prefix + "v_head_dim", head_dim, most=MAX_HEAD_DIM)
-    num_kv_heads = _num_kv_heads(config, prefix, kind, num_heads)
+    head_dim = _head_dim(config, num_heads)
+    v_head_dim = config.count("v_head_dim", least=0, most=MAX_HEAD_DIM) if config.get("v_head_dim") else head_dim
+    num_kv_heads = _num_kv_heads(config, kind, num_heads)
     if num_heads % num_kv_heads:
         raise config.error(f"{num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads")
     _check_width(config, num_heads, max(head_dim, v_head_dim))
-    rotation = rope(config, layer, kind, head_dim, 0)
+    rotation = False if isinstance(policy, CrossAttention) else rope(config, layer, kind, head_dim, 0)
     return num_heads, Layer(num_kv_heads, head_dim, v_head_dim=v_head_dim, policy=policy, rope=rotation)
 
 
@@ -183,25 +189,61 @@ def _check_width(config: Fields, num_heads: int, head_dim: int) -> None:
         raise config.error(f"{num_heads} heads of {head_dim} elements are more than any model's")
 
 
-def _num_kv_heads(config: Fields, prefix: str, kind: str, num_heads: int) -> int:
+def _num_heads(config: Fields) -> int:
+    """Return the number of query heads; JetMoE's experts have them, each as many as there are KV heads."""
+    if config.text("model_type", "") == "jetmoe":
+        return config.count("num_key_value_heads", most=MAX_HEADS) * config.count("num_experts_per_tok", most=MAX_HEADS)
+    return config.count("num_attention_heads", most=MAX_HEADS)
+
+
+def _head_dim(config: Fields, num_heads: int) -> int:
+    """Return the elements of a head: the file's, or the model's width divided among the heads."""
+    model_type = config.text("model_type", "")
+    width = 0
+    if config.get("hidden_size") is not None:
+        width = config.count("hidden_size") * (2 if model_type in WIDE_ATTENTION else 1) // num_heads
+    if model_type in DIVIDED and width:
+        return width
+    return config.count("head_dim", width or None, most=MAX_HEAD_DIM)
+
+
+def _num_kv_heads(config: Fields, kind: str, num_heads: int) -> int:
+    """Return the number of KV heads of a layer."""
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         return 1
+    if config.get("multi_query_attention") is False:  # ChatGLM names a number of groups nevertheless
+        return num_heads
+    if config.get("attention_head_type") in ("multiquery", "mqa"):
+        return 1
     attention = config.part("attn_config")
+    if attention is not None and attention.get("attn_type") == "multiquery_attention":
+        return 1
     if attention is not None and attention.get("kv_n_heads") is not None:
         return attention.count("kv_n_heads", most=MAX_HEADS)
-    default = config.get("num_key_value_heads", num_heads)
-    if not prefix and kind in SLIDING:
-        more = MORE_KV_HEADS.get(config.text("model_type", ""), 1)
-        return more * config.count("num_key_value_heads", default, most=MAX_HEADS // more)
-    return config.count(prefix + "num_key_value_heads", default, most=MAX_HEADS)
+    if config.get("n_shared_head") is not None:  # Plamo
+        return -(-num_heads // config.count("n_shared_head", most=num_heads))
+    more = MORE_KV_HEADS.get(config.text("model_type", ""), 1) if kind in SLIDING else 1
+    if config.get("swa_num_key_value_heads") is not None:
+        more = 1
+    return more * config.count("num_key_value_heads", num_heads, most=MAX_HEADS // more)
 
 
-def _policy(config: Fields, kind: str) -> Policy | None:
+def _policy(config: Fields, kind: str, max_source_len: int | None) -> Policy | None:
     if kind in STATELESS:
         return None
     if kind in SLIDING:
-        return SlidingWindow(config.count("sliding_window"))
+        return SlidingWindow(_window(config))
+    if kind == CROSS:
+        return _cross(config, max_source_len)
     return ChunkedAttention(config.count("attention_chunk_size")) if kind == "chunked_attention" else FullAttention()
+
+
+def _window(config: Fields) -> int:
+    """Return the tokens that a query of a layer with a window sees, itself included."""
+    if config.get("model_type") == "modernbert-decoder" and config.get("local_attention") is not None:
+        return config.count("local_attention", least=2) // 2  # it counts both sides
+    name = "window_size" if config.get("sliding_window") is None and config.get("window_size") else "sliding_window"
+    return config.count(name)
 
 
 def _cross(config: Fields, max_source_len: int | None) -> CrossAttention:
@@ -211,19 +253,3 @@ def _cross(config: Fields, max_source_len: int | None) -> CrossAttention:
             f"{config.source}: it does not say what its encoder is given at most: give max_source_len"
         )
     return CrossAttention(config.count("max_source_positions") if max_source_len is None else max_source_len)
-
-
-def _share(config: Fields, kinds: list[str]) -> list[int | None]:
-    """Return the index of the layer whose rows each layer reads; None: its own.
-
-    The last ``num_kv_shared_layers`` layers read the rows of the last layer of their type before them.
-    """
-    num_shared = config.count("num_kv_shared_layers", 0, least=0, most=len(kinds) - 1)
-    own = kinds[: len(kinds) - num_shared]
-    last = {kind: i for i, kind in enumerate(own)}
-    for i, kind in enumerate(kinds[len(own) :], len(own)):
-        if kind not in last and kind not in STATELESS:
-            raise config.error(
-                f"layer {i} is to read the rows of a layer of type {kind!r}, and there is none before it"
-            )
-    return [None] * len(own) + [None if kind in STATELESS else last[kind] for kind in kinds[len(own) :]]

@@ -501,7 +501,7 @@ def test_a_table_of_a_file_does_not_steer_a_terminal(tmp_path: Path, name: str) 
         ({"rope_scaling": {"type": "linear", "factor": 5e-324}}, "no finite frequencies"),
         (
             {"rope_scaling": {"type": "llama3", **dict.fromkeys(["low_freq_factor", "high_freq_factor"], 1.0)}},
-            "original",
+            "factor",
         ),
         (
             {

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.c_sources import load_tool
 from support.rotation import rotated
 
 import kvcache
-from kvcache.models import fields, shapes
+from kvcache.models import shapes
 from kvcache.policy import CrossAttention
 from kvcache.rope import Rope
 
@@ -47,9 +48,11 @@ DIFFERENT = {
     **dict.fromkeys(["axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k25"], LATENT),
     **dict.fromkeys(["kimi_linear", "longcat_flash", "minicpm3", "mistral4", "sarvam_mla", "youtu"], LATENT),
     "falcon": "has one KV head, of which transformers' function for static caches does not know",
+    "gpt_neo": "has windows, of which transformers' cache does not know",
     "inkling_mm_model": "has more KV heads in its windows, as above",
     "inkling_text": "has more KV heads in its windows, as above",
     "mimo_v2_flash": "has smaller values than keys, as above",
+    "mllama": "has layers that keep rows of an image, which transformers' cache takes for others",
     "pp_formulanet": "has fewer layers in its decoder than in its encoder, which are counted there",
 }
 
@@ -106,15 +109,6 @@ def test_every_configuration_with_a_text_decoder(name, tmp_path):
     assert shapes.read(tmp_path, 100) == shape
     if config.is_encoder_decoder:
         assert sum(isinstance(layer.policy, CrossAttention) for layer in shape.layers) * 2 == len(shape.layers)
-
-
-@pytest.mark.parametrize("name", fields.DEFAULTS)
-def test_what_parts_leave_out_is_what_their_classes_say(name):
-    config = make(name).to_dict()
-    rotation = config["rope_parameters"]
-    config["rope_theta"] = rotation.get("rope_theta", rotation.get("full_attention", {}).get("rope_theta"))
-    config["rope_local_base_freq"] = rotation.get("sliding_attention", {}).get("rope_theta")
-    assert {key: config[key] for key in fields.DEFAULTS[name]} == fields.DEFAULTS[name]
 
 
 # ---- the keys of real models
@@ -235,3 +229,80 @@ def test_json_as_older_versions_wrote_it(tmp_path):
     theta = config.pop("rope_parameters")["rope_theta"]
     (tmp_path / "config.json").write_text(json.dumps({**config, "rope_theta": theta}))
     assert shapes.read(tmp_path) == shapes.read(make("mistral"))
+
+
+# ---- configurations as files have them, against those that transformers makes of them
+
+LISTS = (
+    "layer_types", "layers_block_type", "rope_parameters", "per_layer_config", "no_rope_layers", "layer_rope_theta",
+    "rope_scaling_layers", "num_attention_heads_per_layer", "attention_layers", "full_attn_idxs", "hybrid_layer_ids",
+    "mlp_layer_types", "mlp_only_layers", "activation_sparsity_pattern",
+)  # fmt: skip
+SCALINGS = {
+    "linear": {"rope_type": "linear", "factor": 8.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, **LLAMA3},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+}
+PATTERN_FIELDS = {
+    **dict.fromkeys(("cohere2", "exaone4", "exaone_moe", "gemma3_text"), "sliding_window_pattern"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "full_attention_interval"),
+    **dict.fromkeys(("afmoe", "modernbert-decoder"), "global_attn_every_n_layers"),
+    **dict.fromkeys(("jamba", "zamba"), "attn_layer_period"),
+    **dict.fromkeys(("llama4_text", "smollm3"), "no_rope_layer_interval"),
+    "bailing_hybrid": "layer_group_size",
+}
+# Types whose class takes the rotation of its default, whatever an old file says beside it; or under other names.
+OWN_ROTATION = {
+    "cosmos3_edge_text", "gpt_neox", "gpt_neox_japanese", "mimo_v2_flash", "modernbert-decoder", "moonshine_streaming",
+    "muse_spark_text", "xlnet",
+}  # fmt: skip
+
+
+def text_types():
+    """Return the types of text decoders that `shapes.read` takes, each with its configuration."""
+    found = {}
+    for name in DECODERS:
+        if name not in {"gemma4_assistant", *REFUSED}:
+            text = make(name).get_text_config(decoder=True)
+            found.setdefault(text.model_type, text)
+    return {name: text for name, text in found.items() if name in CONFIG_MAPPING and name != "granitemoehybrid"}
+
+
+TEXT_TYPES = text_types()
+
+
+@pytest.mark.parametrize("name", sorted(TEXT_TYPES))
+def test_old_files_are_read_as_their_classes_read_them(name):
+    config = TEXT_TYPES[name].to_dict()
+    old = {key: value for key, value in config.items() if key not in (*LISTS, "transformers_version", "architectures")}
+    forms = [old, {"model_type": name}]
+    if name not in OWN_ROTATION:
+        forms += [{**old, "rope_theta": 777777.0}]
+        forms += [{**old, "rope_theta": 777777.0, "rope_scaling": scaling} for scaling in SCALINGS.values()]
+    if name in PATTERN_FIELDS:
+        forms.append({**old, PATTERN_FIELDS[name]: 3})
+    for form in forms:
+        fields = {key: value for key, value in form.items() if key != "model_type"}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                made = CONFIG_MAPPING[name].from_dict(json.loads(json.dumps(fields, default=str)))
+        except Exception:  # fields that the class itself refuses
+            continue
+        assert shapes.read(json.loads(json.dumps(form, default=str)), 100).layers == shapes.read(made, 100).layers, form
+
+
+def test_the_table_is_what_the_classes_say():
+    tool = load_tool("configurations")
+    if json.loads(tool.FILE.read_text())["transformers"] != transformers.__version__:
+        pytest.skip("another version of transformers made the table")
+    assert tool.FILE.read_text() == tool.text()
+
+
+@pytest.mark.parametrize("name", [name for name in DECODERS if name not in {"gemma4_assistant", *REFUSED}])
+def test_no_false_alarm_on_what_transformers_saves(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saved = json.loads(make(name).to_json_string(use_diff=False))
+    shapes.read(saved, 100)

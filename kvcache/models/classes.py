@@ -1,0 +1,70 @@
+"""What transformers' configuration classes know beside a model's file: values that it leaves out, names, and parts.
+
+``classes.json`` has it, which tools/configurations.py wrote. `MORE` has the values that classes derive, and what the
+code beside a model's files knows, where transformers has no class for it.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["UNKNOWN", "Class", "of"]
+
+FILE = Path(__file__).with_name("classes.json")
+
+
+class Class(NamedTuple):
+    """What is known of a type of model.
+
+    Attributes
+    ----------
+    defaults : dict
+        The values of fields that a file may leave out.
+    names : dict
+        Names that files give to a field, and the class's name of it.
+    parts : dict
+        Fields that hold the configuration of a part with a text decoder, and what that part has by default.
+    """
+
+    defaults: dict[str, Any]
+    names: dict[str, str]
+    parts: dict[str, dict[str, Any]]
+
+
+UNKNOWN = Class({}, {}, {})
+# Values beside those of classes.json, or in their place, by type of model; None: a file that says nothing has none.
+MORE: dict[str, dict[str, Any]] = {
+    "dbrx": {"attn_config": {"kv_n_heads": 1}},
+    "hrm_text": {"H_cycles": 2, "L_cycles": 3},
+    "mllama_text_model": {"cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38]},
+    **{key: {"is_encoder_decoder": True} for key in ("musicgen", "musicgen_melody")},
+    "nemotron_h": {"num_hidden_layers": 4},
+    "mimo_v2_flash": {
+        "rope_parameters": None,
+        "rope_theta": 5e6,
+        "rope_local_base_freq": 1e4,
+        "partial_rotary_factor": 0.334,
+    },
+    **{key: {"global_head_dim": 512} for key in ("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text")},
+}
+
+
+@lru_cache(maxsize=1)
+def _table() -> dict[str, Class]:
+    """Read ``classes.json``."""
+    lines = json.loads(FILE.read_text(encoding="utf-8"))
+    del lines["transformers"]
+    found = {name: Class(*(line.get(kind, {}) for kind in Class._fields)) for name, line in lines.items()}
+    for name, values in MORE.items():
+        known = found.get(name, UNKNOWN)
+        merged = {field: value for field, value in (known.defaults | values).items() if value is not None}
+        found[name] = known._replace(defaults=merged)
+    return found
+
+
+def of(model_type: Any) -> Class:
+    """Return what is known of a type of model; `UNKNOWN` for any other."""
+    return _table().get(model_type, UNKNOWN) if isinstance(model_type, str) else UNKNOWN

@@ -1,0 +1,107 @@
+"""Configurations as model folders have them: sizes, windows, which layers rotate, and what is refused by name."""
+
+import json
+
+import numpy as np
+import pytest
+from support.published_models import PUBLISHED
+from support.rotation import rotated
+
+import kvcache
+from kvcache.models import guard, shapes
+from kvcache.policy import FullAttention
+from kvcache.rope import Rope
+
+SOME = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
+
+
+def stored(layer):
+    """Return the elements that a token takes in a layer."""
+    return layer.num_kv_heads * (layer.head_dim + (0 if layer.value_in_key else layer.v_head_dim))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_sizes(name, tmp_path):
+    form = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(form.config))
+    layers = [layer for layer in shapes.read(tmp_path).layers if layer.policy is not None]
+    own = [layer for layer in layers if layer.share is None]
+    full = [layer for layer in own if isinstance(layer.policy, FullAttention)]
+    sliding = [layer for layer in own if layer not in full]
+    windows = {getattr(p, "window", getattr(p, "attention_chunk_size", None)) for p in (x.policy for x in sliding)}
+    assert (sum(map(stored, full)), sum(map(stored, sliding))) == (form.full, form.windowed)
+    assert windows == ({form.window} if form.window else set())
+    if form.rotating is not None:
+        assert sum(isinstance(layer.rope, Rope) for layer in layers) == form.rotating
+
+
+ROTATED = [name for name, form in PUBLISHED.items() if form.rotating]
+
+
+@pytest.mark.parametrize("name", ROTATED)
+def test_keys_after_a_removal_are_as_if_rotated_anew(name):
+    layers = shapes.read(PUBLISHED[name].config).layers
+    first = {layer.rope: layer for layer in reversed(layers) if isinstance(layer.rope, Rope)}
+    cache = kvcache.KVCache([kvcache.Layer(1, x.head_dim, dtype="f32", rope=x.rope) for x in first.values()])
+    plain = [
+        np.random.default_rng(i).standard_normal((6, 1, x.head_dim), np.float32) for i, x in enumerate(first.values())
+    ]
+    with cache.batch(6) as batch:
+        for i, layer in enumerate(first.values()):
+            keys = rotated(plain[i], np.arange(6)[:, None], layer.rope).astype(np.float32)
+            batch.put(i, keys, keys)
+    cache.remove(1, 3)
+    for i, layer in enumerate(first.values()):
+        anew = rotated(plain[i][[0, 3, 4, 5]], np.arange(4)[:, None], layer.rope)
+        assert np.abs(cache.gather(i)[0][0] - anew[:, 0]).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("attention_pattern", "GLLL"), ("full_attention_every", 4), ("global_layers", [0, 3]), ("kv_groups", [2, 2]),
+        ("kv_heads_per_layer", [2, 1, 2, 1]), ("kv_reuse_group", [[0, 1]]), ("layer_attention_types", ["a"] * 4),
+        ("swa_layers", [1, 2]), ("block_overrides", {"order": []}), ("use_yoco", True), ("mb_per_layer", 2),
+        ("index_head_dim", 128), ("compress_ratios", [4, 128, 4, 128]), ("window_layers", [1]),
+    ],
+)  # fmt: skip
+def test_a_field_that_says_what_layers_are_is_not_passed_over(field, value):
+    assert len(shapes.read({"model_type": "new", **SOME}).layers) == 4
+    with pytest.raises(kvcache.NotSupportedError, match=rf"{field}.*describe its layers yourself"):
+        shapes.read({"model_type": "new", **SOME, field: value})
+    assert len(shapes.read({"model_type": "new", **SOME, field: None}).layers) == 4
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "mlp_only_layers", "moe_layer_freq", "first_k_dense_replace", "num_moe_layers", "mtp_layer_types", "topk_group",
+        "expert_layer_period", "interleave_moe_layer_step", "vision_feature_layers", "hidden_size_per_layer_input",
+    ],
+)  # fmt: skip
+def test_fields_of_experts_and_other_parts_are_no_alarm(field):
+    assert not guard.says_layers(field)
+
+
+def test_sparse_layers_that_keep_every_row_are_warned_of():
+    with pytest.warns(UserWarning, match="dense_attention_every_n_layers is not read"):
+        shape = shapes.read({"model_type": "phi3small", **SOME, "dense_attention_every_n_layers": 2})
+    assert sum(map(stored, shape.layers)) == 4 * 2 * 128
+
+
+def test_a_block_with_sinks_is_refused():
+    blocks = [{"attention": {"n_heads_in_group": 4, "window_length": 64, "num_sink_tokens": 4}}] * 4
+    with pytest.raises(kvcache.NotSupportedError, match="layer 0, has num_sink_tokens 4"):
+        shapes.read({**SOME, "block_configs": blocks})
+    blocks = [{"attention": {"n_heads_in_group": 4, "window_length": 64}}] * 4
+    assert {layer.policy.window for layer in shapes.read({**SOME, "block_configs": blocks}).layers} == {64}
+
+
+def test_layers_over_an_image_are_cross_attention():
+    config = {"model_type": "mllama", "text_config": {"model_type": "mllama_text_model", "cross_attention_layers": [1]}}
+    config["text_config"].update(SOME)
+    layers = shapes.read(config, 1601).layers
+    assert [getattr(layer.policy, "max_len", 0) for layer in layers] == [0, 1601, 0, 0]
+    assert [isinstance(layer.rope, Rope) for layer in layers] == [True, False, True, True]
+    config["vision_config"] = {"max_num_tiles": 4, "image_size": 560, "patch_size": 14}
+    assert shapes.read(config).layers[1].policy.max_len == 4 * 1601

@@ -1,0 +1,121 @@
+"""Write what transformers' configuration classes say beside a model's file: kvcache/models/classes.json.
+
+Each line is one type of model: the values of fields that a file leaves out (``defaults``), the class's names of fields
+that files call otherwise (``names``), and the types of the parts that hold a text decoder (``parts``). Only fields that
+kvcache.models reads are kept. ``python tools/configurations.py`` writes the file anew; tests compare it with the
+classes where the same version of transformers is installed.
+"""
+
+import dataclasses
+import json
+import logging
+import warnings
+from pathlib import Path
+
+import transformers
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from kvcache.models.fields import NAMES, PARTS
+
+FILE = Path(__file__).resolve().parents[1] / "kvcache/models/classes.json"
+TASKS = ["CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MULTIMODAL_LM"]
+FIELDS = {
+    *(name for names in NAMES.values() for name in names),
+    "alibi", "attention_chunk_size", "attention_k_eq_v", "attention_types", "attn_layer_offset",
+    "attn_layer_period", "block_types", "first_k_dense_replace", "global_attn_every_n_layers", "global_head_dim",
+    "is_encoder_decoder", "kv_lora_rank", "layer_group_size", "local_attention", "max_window_layers", "multi_query",
+    "new_decoder_architecture", "no_rope_layer_interval", "num_experts_per_tok", "num_global_key_value_heads",
+    "num_kv_shared_layers", "original_max_position_embeddings", "position_embedding_type",
+    "prefix_dense_sliding_window_pattern", "qk_rope_head_dim", "rope_interleave", "rope_parameters", "rotary_dim",
+    "sliding_window_pattern", "swa_head_dim", "swa_num_attention_heads", "swa_num_key_value_heads",
+    "swa_v_head_dim", "use_mem_rope", "use_sliding_window", "v_head_dim", "window_size",
+}  # fmt: skip
+THETA, LOCAL = 12345.0, 54321.0  # no class's own
+
+
+def make(cls, **fields):
+    """Make a configuration, or None: a few classes cannot be made without more."""
+    try:
+        return cls(**fields)
+    except Exception:
+        return None
+
+
+def rotation(cls):
+    """Return the rotation of a class whose file says nothing, in fields that a file could have."""
+    config = make(cls)
+    given = getattr(config, "rope_parameters", None)
+    if not given:
+        return {}
+    other = make(cls, rope_theta=THETA, rope_local_base_freq=LOCAL, local_rope_theta=LOCAL, global_rope_theta=THETA)
+    changed = given if other is None else other.rope_parameters
+    if any(isinstance(value, dict) for value in given.values()):
+        full, sliding = (given.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
+        if (changed.get("full_attention") or {}).get("rope_theta") != THETA:
+            return {"rope_parameters": given}
+        local = {"rope_local_base_freq": sliding["rope_theta"]} if "rope_theta" in sliding else {}
+        return {"rope_theta": full["rope_theta"], **local}
+    found = {name: given[name] for name in ("rope_theta", "partial_rotary_factor") if given.get(name) is not None}
+    rest = {name: value for name, value in given.items() if name not in found}
+    if rest.pop("rope_type", "default") == "default" and not rest.keys() - {"type", "mrope_section"}:
+        return found
+    if changed.get("rope_theta") == THETA:
+        given = {name: value for name, value in given.items() if name != "rope_theta"}
+        return {"rope_theta": found["rope_theta"], "rope_parameters": given}
+    return {"rope_parameters": given}
+
+
+def defaults(cls):
+    """Return the values of a class's own fields, as they are before it derives others from them."""
+    found = {}
+    for field in dataclasses.fields(cls):
+        known = isinstance(field.default, bool | int | float | str | list | tuple)
+        if field.name in FIELDS and known and (field.default or field.name == "use_sliding_window"):
+            found[field.name] = field.default
+    for name in ("num_hidden_layers", "layer_types", "layers_block_type"):
+        if isinstance(getattr(cls, name, None), property):
+            found.pop(name, None)
+    found.update(rotation(cls))
+    return found
+
+
+def parts(cls):
+    """Return the type of each part that may hold a text decoder, and the fields that it is made with."""
+    return {
+        name: {
+            "model_type": spec.model_type,
+            **{k: v for k, v in spec.init_kwargs.items() if k in FIELDS and (v is not None or k == "sliding_window")},
+        }
+        for name, spec in getattr(cls, "sub_configs_defaults", {}).items()
+        if name in PARTS
+    }
+
+
+def table():
+    """Return every type's line."""
+    found = {}
+    todo = set().union(*(getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in TASKS))
+    while todo:
+        name = todo.pop()
+        if name in found or name not in CONFIG_MAPPING:
+            continue
+        cls = CONFIG_MAPPING[name]
+        names = {new: stored for new, stored in cls.attribute_map.items() if {new, stored} & FIELDS}
+        lines = {"defaults": defaults(cls), "names": names, "parts": parts(cls)}
+        found[name] = {kind: dict(sorted(values.items())) for kind, values in lines.items() if values}
+        todo |= {part["model_type"] for part in lines["parts"].values()}
+    return dict(sorted(found.items()))
+
+
+def text():
+    """Return the file's content: a line for each type."""
+    lines = [f" {json.dumps(name)}: {json.dumps(line, sort_keys=True)}" for name, line in table().items()]
+    head = f' "transformers": {json.dumps(transformers.__version__)}'
+    return "{\n" + ",\n".join([head, *lines]) + "\n}\n"
+
+
+if __name__ == "__main__":
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    FILE.write_text(text())
