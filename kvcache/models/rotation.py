@@ -19,9 +19,13 @@ __all__ = ["rope"]
 
 MUSE = {"muse_glimmer_text", "muse_spark_text"}
 # Types whose layers with full attention rotate no keys; their layers with a window do.
-NO_ROPE_IN_FULL = {"afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "lara_mini", *MUSE}
+NO_ROPE_IN_FULL = {
+    "afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini", *MUSE,
+}  # fmt: skip
 # Types that rotate no keys, whatever their files say: order is in their other layers.
 NO_ROPE = {"jamba", "kimi_linear", "nemotron_h", "zamba"}
+# Types that rotate the other way.
+REVERSED = {"nanochat"}
 # Types that rotate keys only where a field has this value.
 ROPE_IF = {"granitemoehybrid": ("position_embedding_type", "rope"), "zamba2": ("use_mem_rope", True)}
 # Types that add positions to the scores (ALiBi), and rotate no keys.
@@ -76,6 +80,8 @@ def rope(config: Fields, layer: int, kind: str, head_dim: int, first_dim: int) -
         inv_freq /= _factors(config, len(inv_freq))
     if not len(inv_freq) or not np.isfinite(inv_freq).all():
         raise parameters.error(f"rope_theta and what scales it, {plain(name)}, give no finite frequencies")
+    if model_type in REVERSED:
+        inv_freq = -inv_freq
     return _shared_rope(inv_freq.tobytes(), _interleaved(config, model_type), first_dim)
 
 

@@ -105,3 +105,14 @@ def test_layers_over_an_image_are_cross_attention():
     assert [isinstance(layer.rope, Rope) for layer in layers] == [True, False, True, True]
     config["vision_config"] = {"max_num_tiles": 4, "image_size": 560, "patch_size": 14}
     assert shapes.read(config).layers[1].policy.max_len == 4 * 1601
+
+
+@pytest.mark.parametrize(("model_type", "rotating"), [("flint", 2), ("kolibri1", 4)])
+def test_layers_that_see_everything_and_rotate_nothing(model_type, rotating):
+    layers = shapes.read({"model_type": model_type, **SOME, "num_hidden_layers": 5, "sliding_window": 8}).layers
+    assert sum(isinstance(layer.rope, Rope) for layer in layers) == rotating
+
+
+def test_keys_that_rotate_the_other_way():
+    ropes = [shapes.read({"model_type": name, **SOME}).layers[0].rope.inv_freq for name in ("nanochat", "llama")]
+    assert [-f for f in ropes[0]] == list(ropes[1])
