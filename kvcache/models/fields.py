@@ -1,8 +1,8 @@
 """The fields of a model's configuration, under Hugging Face's names whatever the file's format.
 
-`read_config` takes a Hugging Face folder or its ``config.json``, a GGUF, or a configuration in memory, and gathers the
-facts about the text decoder as `Fields`. A GGUF's metadata gets Hugging Face's names here; `kvcache.models.gguf`
-decodes it, and `kvcache.models.shapes` derives the layers' shapes from the fields. Every value is checked before it is
+`text_decoder` gathers the facts about the text decoder from the content of a ``config.json``, and
+`kvcache.models.gguf_models` from a GGUF. `kvcache.models.shapes` derives the layers' shapes from the fields.
+Every value is checked before it is
 used, against the limits of `kvcache.models.reading`.
 """
 
@@ -18,10 +18,10 @@ from typing import Any, cast
 
 from kvcache.arguments import INT32_MAX
 from kvcache.errors import ModelFileError, plain, shown
-from kvcache.models import classes, gguf
+from kvcache.models import classes
 from kvcache.models.reading import MAX_FIELDS, MAX_JSON, MAX_NAME, MAX_PARTS, MAX_VALUES, File, open_file, read_file
 
-__all__ = ["Fields", "read_config", "read_json", "read_safetensors_header"]
+__all__ = ["Fields", "read_json", "read_safetensors_header", "text_decoder"]
 
 INDEX = "model.safetensors.index.json"  # names the file of each tensor, where weights are split into several files
 
@@ -68,43 +68,6 @@ OF_THE_WHOLE = {
     "tie_word_embeddings": ("tie_word_embeddings",),
     "quantization_config": ("quantization_config",),
 }
-# GGUF's keys, less the architecture's name that precedes them, and Hugging Face's names of the same facts.
-GGUF_NAMES = {
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.value_length": "v_head_dim",
-    "attention.key_length_swa": "swa_head_dim",
-    "attention.value_length_swa": "swa_v_head_dim",
-    "attention.kv_lora_rank": "kv_lora_rank",
-    "attention.sliding_window": "sliding_window",
-    "attention.chunk_size": "attention_chunk_size",
-    "attention.shared_kv_layers": "num_kv_shared_layers",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "rope.freq_base": "rope_theta",
-    "rope.freq_base_swa": "rope_local_base_freq",
-    "rope.dimension_count": "rotary_dim",
-}
-GGUF_SCALING = {
-    "type": "rope_type",
-    "factor": "factor",
-    "original_context_length": "original_max_position_embeddings",
-    "yarn_beta_fast": "beta_fast",
-    "yarn_beta_slow": "beta_slow",
-}
-# GGUF architectures whose name differs from Hugging Face's model type.
-GGUF_TYPES = {
-    "command-r": "cohere", "deepseek2": "deepseek_v3", "gemma3": "gemma3_text", "gemma3n": "gemma3n_text",
-    "gemma4": "gemma4_text", "gpt-oss": "gpt_oss", "gptneox": "gpt_neox", "llama4": "llama4_text", "phi2": "phi",
-    "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "qwen3next": "qwen3_next", "starcoder": "gpt_bigcode",
-}  # fmt: skip
-# Fields that GGUF files leave out, because every reader of GGUF has them built in, by model type.
-GGUF_DEFAULTS = {"gemma2": {"sliding_window": 4096}, "llama4_text": {"attention_chunk_size": 8192}}
 
 
 def is_positive(value: Any) -> bool:
@@ -197,27 +160,6 @@ class Fields:
         ]
 
 
-def read_config(source: Any) -> Fields:
-    """Gather the fields of a model's text decoder, under Hugging Face's names; ``model_type`` is the decoder's.
-
-    `source` is a folder with a ``config.json``, that file, or safetensors beside it, or a GGUF; or the content of a
-    ``config.json``, as a mapping, as `Fields`, or as a configuration of transformers. Raise `ModelFileError` if a file
-    is missing, is of another format, or holds impossible values.
-    """
-    if isinstance(source, Fields):
-        return source
-    if isinstance(source, Mapping):
-        return _text_decoder(source, "config")
-    if hasattr(source, "to_dict"):
-        return _text_decoder(source.to_dict(), type(source).__name__)
-    if not isinstance(source, str) and not hasattr(source, "__fspath__"):
-        raise TypeError(f"config={shown(source)}: give a path, a mapping, or a configuration of transformers")
-    path = find_config(source)
-    if is_gguf(path):
-        return _from_gguf(gguf.read_header(path), plain(path))
-    return _text_decoder(read_json(path), plain(path))
-
-
 def find_config(source: str | os.PathLike[str]) -> Path:
     """Return the file that a path stands for: the ``config.json`` of a folder, or beside safetensors, or itself."""
     path = Path(source)
@@ -287,7 +229,7 @@ def _parse(data: bytes, path: Path) -> dict[str, Any]:
     return values
 
 
-def _text_decoder(values: Mapping[str, Any], source: str) -> Fields:
+def text_decoder(values: Mapping[str, Any], source: str) -> Fields:
     """Find the text decoder's part of a configuration, and give its fields the names of `NAMES`."""
     parts = [Fields(values, source).values]
     while (part := _part(parts[-1], source)) is not None:
@@ -347,54 +289,3 @@ def _named(given: Mapping[str, Any]) -> dict[str, Any]:
             fields[name] = found
     aliases = set().union(*NAMES.values())
     return {name: value for name, value in known.defaults.items() if name not in said | aliases} | fields
-
-
-def _from_gguf(header: gguf.Header, source: str) -> Fields:
-    """Give a GGUF's metadata Hugging Face's names."""
-    metadata = header.metadata
-    architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str):
-        raise ModelFileError(f"{source}: there is no general.architecture")
-    if len(architecture) > MAX_NAME:
-        raise ModelFileError(f"{source}: general.architecture {shown(architecture)} is no name")
-
-    def entry(name: str) -> Any:
-        value = metadata.get(f"{architecture}.{name}")
-        return None if isinstance(value, gguf.Skipped) else value
-
-    values = {name: value for key, name in GGUF_NAMES.items() if (value := entry(key)) is not None}
-    model_type = GGUF_TYPES.get(architecture, architecture)
-    values = {**GGUF_DEFAULTS.get(model_type, {}), **values, "model_type": model_type}
-    values["gguf_architecture"] = architecture
-    scaling = {name: value for key, name in GGUF_SCALING.items() if (value := entry(f"rope.scaling.{key}")) is not None}
-    if scaling.get("rope_type", "none") != "none":
-        values["rope_scaling"] = scaling
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if "vocab_size" not in values and tokens is not None:
-        values["vocab_size"] = tokens.count if isinstance(tokens, gguf.Skipped) else len(tokens)
-    values["tie_word_embeddings"] = "output.weight" not in header.tensors
-    if "kv_lora_rank" in values:
-        values["qk_rope_head_dim"] = values.get("rotary_dim")
-    _add_layers(values, entry("attention.sliding_window_pattern"))
-    if "rope_freqs.weight" in header.tensors:  # Llama 3's scaling, as a tensor of factors
-        values["rope_freqs"] = gguf.read_floats(header, "rope_freqs.weight")
-    return Fields(values, source)
-
-
-def _add_layers(values: dict[str, Any], pattern: Any) -> None:
-    """Add the layers' own fields: GGUF has a list where Hugging Face has one number and ``per_layer_config``."""
-    if isinstance(pattern, tuple):
-        values["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
-    elif pattern is not None:
-        values["sliding_window_pattern"] = pattern
-    lists = {name: value for name, value in values.items() if isinstance(value, tuple)}
-    if not lists:
-        return
-    length = max(map(len, lists.values()))
-    layers = [{name: value[i] for name, value in lists.items() if i < len(value)} for i in range(length)]
-    values.update({name: next((x for x in value if x), 0) for name, value in lists.items()})
-    values["per_layer_config"] = {str(i): layer for i, layer in enumerate(layers)}
-    if "num_key_value_heads" in lists and 0 in lists["num_key_value_heads"]:  # such a layer has no rows
-        kinds = values.get("layer_types") or ["full_attention"] * length
-        heads = lists["num_key_value_heads"]
-        values["layer_types"] = [kind if h else "linear_attention" for kind, h in zip(kinds, heads, strict=False)]

@@ -25,8 +25,6 @@ SLIDING = {S, HS, "sliding", "local"}
 KNOWN = STATELESS | FULL | SLIDING | {CHUNKED, CROSS}
 # Attentions per layer, where there are several; each is a layer of the cache.
 ATTENTIONS = {"longcat_flash": 2}
-# Types for which every layer has the window that a GGUF names.
-SLIDING_EVERYWHERE = {"llama", "mistral", "mistral3", "phi3", "starcoder2"}
 # Every n-th layer rotates no keys (model type: n).
 NO_ROPE_EVERY = {"llama4_text": 4, "smollm3": 4}
 
@@ -289,10 +287,6 @@ def _slides(config: Fields, layer: int, model_type: str) -> bool:
         return False
     if config.get("use_sliding_window") is False and model_type != "ministral":
         return False
-    if config.get("gguf_architecture") is not None and model_type not in SLIDING_EVERYWHERE:
-        raise NotSupportedError(
-            f"{config.source}: it names a window, but not which layers of a {plain(model_type)} have it: give a policy"
-        )
     if model_type == "smollm3":
         return config.get("use_sliding_window") is True and not rotates_by_interval(config, layer)
     first = config.count("max_window_layers", 0, least=0)

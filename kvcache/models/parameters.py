@@ -35,7 +35,7 @@ def count(source: Any) -> int:
     Parameters
     ----------
     source : path, mapping, or configuration of transformers
-        What `kvcache.models.fields.read_config` takes.
+        What `kvcache.models.configuration.read_config` takes.
 
     Raises
     ------

@@ -46,12 +46,6 @@ INTERLEAVED = {
     "ernie4_5_vl_moe_text", "glm", "glm4", "glm4v_text", "glm_ocr_text", "gptj", "helium", "llama4_text",
     "moonshine", "moonshine_streaming", "sarvam_mla",
 }  # fmt: skip
-# GGUF architectures whose pairs of rotated elements are neighbours: converters reorder some models' weights.
-INTERLEAVED_GGUF = {
-    "arcee", "arctic", "baichuan", "chameleon", "chatglm", "cohere2", "command-r", "deci", "deepseek", "deepseek2",
-    "ernie4_5", "ernie4_5-moe", "granite", "granitemoe", "internlm2", "llama", "llama4", "minicpm", "mistral3",
-    "olmo", "orion", "plamo", "smollm3", "starcoder", "xverse",
-}  # fmt: skip
 
 
 def rope(config: Fields, layer: int, kind: str, head_dim: int, first_dim: int) -> RopeLike:
@@ -103,6 +97,9 @@ def _factors(config: Fields, count: int) -> Frequencies:
 
 def _rotates(config: Fields, layer: int, kind: str, model_type: str) -> bool:
     """Whether a layer's keys are rotated."""
+    rotates = config.get("rotates")
+    if rotates is not None:  # a GGUF's reader knows
+        return rotates is True
     if model_type in ALIBI | NO_ROPE or config.get("alibi") is True or config.get("mla_use_nope") is True:
         return False
     if config.get("position_embedding_type") in ("nope", "alibi"):
@@ -125,9 +122,6 @@ def _rotates(config: Fields, layer: int, kind: str, model_type: str) -> bool:
 
 
 def _interleaved(config: Fields, model_type: str) -> bool:
-    architecture = config.get("gguf_architecture")
-    if architecture is not None:
-        return architecture in INTERLEAVED_GGUF
     return config.get("rope_interleave", model_type in INTERLEAVED) is True
 
 
@@ -251,8 +245,10 @@ def _yarn(parameters: Fields, config: Fields, inv_freq: Frequencies, dim: int) -
     if parameters.get("truncate", True):
         low, high = np.floor(low), np.ceil(high)
     low, high = np.maximum(low, 0), np.minimum(high, dim - 1)  # NumPy's minimum and maximum keep NaN
-    divided: Frequencies = np.clip((np.arange(dim // 2) - low) / np.maximum(high - low, 0.001), 0, 1)
-    return inv_freq * (1 - divided) + inv_freq / factor * divided
+    kept = 1 - np.clip((np.arange(dim // 2) - low) / np.maximum(high - low, 0.001), 0, 1)
+    kept *= parameters.positive("extrapolation_factor", 1.0)
+    scaled: Frequencies = inv_freq * kept + inv_freq / factor * (1 - kept)
+    return scaled
 
 
 SCALINGS: dict[str, Callable[[Fields, Fields, Frequencies, int], Frequencies]] = {

@@ -14,7 +14,8 @@ from typing import Any
 from kvcache.errors import ModelFileError, NotSupportedError, plain, shown
 from kvcache.layer import DTYPES, DType, Layer, why_not
 from kvcache.models import guard
-from kvcache.models.fields import Fields, find_weights, read_config, read_safetensors_header
+from kvcache.models.configuration import read_config
+from kvcache.models.fields import Fields, find_weights, read_safetensors_header
 from kvcache.models.kinds import CROSS, SLIDING, STATELESS, layer_types
 from kvcache.models.reading import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, open_file
 from kvcache.models.rotation import rope

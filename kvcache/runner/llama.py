@@ -16,7 +16,8 @@ from kvcache import FullAttention, KVCache, Rope, SlidingWindow
 from kvcache.errors import shown
 from kvcache.layer import Layer
 from kvcache.models import shapes
-from kvcache.models.fields import Fields, read_config
+from kvcache.models.configuration import read_config
+from kvcache.models.fields import Fields
 from kvcache.models.reading import MAX_CONTEXT
 from kvcache.models.shapes import PREFILL_TOKENS
 from kvcache.models.weights import F32, Tensors

@@ -18,7 +18,8 @@ from kvcache.arguments import INT32_MAX
 from kvcache.errors import KVCacheError, ModelFileError, plain
 from kvcache.layer import DType, Layer
 from kvcache.models import gguf, parameters
-from kvcache.models.fields import find_weights, is_gguf, read_config
+from kvcache.models.configuration import read_config
+from kvcache.models.fields import find_weights, is_gguf
 from kvcache.models.shapes import PREFILL_TOKENS, Shape
 from kvcache.policy import CrossAttention, FullAttention, Policy, written
 

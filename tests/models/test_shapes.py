@@ -1,11 +1,9 @@
 """Test the shapes read from model files, the files that are refused, and that transformers' configurations agree."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from support import gguf_files
 
 import kvcache
 from kvcache.models import fields, shapes
@@ -361,64 +359,6 @@ def test_hostile_safetensors(tmp_path, data):
     (tmp_path / "model.safetensors").write_bytes(data)
     with pytest.raises(kvcache.ModelFileError, match=r"model\.safetensors"):
         shapes.read(tmp_path)
-
-
-# ---- GGUF
-
-
-def write_gguf(path, architecture, **fields):
-    usual = {
-        "block_count": 4,
-        "context_length": 4096,
-        "embedding_length": 512,
-        "attention.head_count": 8,
-        "attention.head_count_kv": 2,
-        "rope.freq_base": 10000.0,
-    }
-    metadata = {f"{architecture}.{name}": value for name, value in {**usual, **fields}.items()}
-    return gguf_files.write(path, architecture, metadata)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "fields", "expected"),
-    [
-        ("llama", {}, [0] * 4),
-        ("phi3", {"attention.sliding_window": 99}, [99] * 4),
-        ("gemma2", {}, [4096, 0] * 2),
-        ("gemma3", {"attention.sliding_window": 64, "block_count": 6}, [64] * 5 + [0]),
-        ("gpt-oss", {"attention.sliding_window": 128}, [128, 0] * 2),
-        ("llama4", {}, [8192] * 3 + [0]),
-        ("other", {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True, False] * 2}, [8, 0] * 2),
-        ("jamba", {"attention.head_count_kv": [0, 2, 0, 2]}, [None, 0, None, 0]),
-    ],
-)
-def test_gguf(tmp_path, architecture, fields, expected):
-    shape = shapes.read(write_gguf(tmp_path / "model.gguf", architecture, **fields))
-    assert windows(shape) == expected
-    assert (*rows_of(shape.layers[-1]), shape.max_seq_len) == (2, 64, 64, 4096)
-
-
-def test_gguf_is_as_its_config(tmp_path):
-    ours = shapes.read(write_gguf(tmp_path / "a.gguf", "llama", **{"rope.dimension_count": 64}))
-    config = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
-    theirs = shapes.read({**config, "max_position_embeddings": 4096, "rope_theta": 10000.0, "model_type": "llama"})
-    assert ours.layers[0].rope.interleaved  # the file's rows are in that order
-    assert ours.layers[0].rope.inv_freq == theirs.layers[0].rope.inv_freq
-    without_rope = [[replace(layer, rope=None) for layer in shape.layers] for shape in (ours, theirs)]
-    assert without_rope[0] == without_rope[1]
-    assert (ours.num_heads, ours.max_seq_len) == (theirs.num_heads, theirs.max_seq_len)
-
-
-def test_gguf_latents(tmp_path):
-    fields = {"attention.kv_lora_rank": 512, "attention.key_length": 576, "attention.value_length": 512}
-    path = write_gguf(tmp_path / "a.gguf", "deepseek2", **fields, **{"rope.dimension_count": 64})
-    shape = shapes.read(path)
-    assert (*rows_of(shape.layers[0]), shape.layers[0].rope.first_dim) == (1, 576, 512, 512)
-
-
-def test_gguf_that_does_not_say_which_layers_have_its_window(tmp_path):
-    with pytest.raises(kvcache.NotSupportedError, match="window"):
-        shapes.read(write_gguf(tmp_path / "a.gguf", "other", **{"attention.sliding_window": 8}))
 
 
 def test_layers_that_rotate_alike_share_it():

@@ -1,0 +1,296 @@
+"""What a GGUF's metadata says about each layer, under Hugging Face's names.
+
+`kvcache.models.gguf` decodes the metadata, and `kvcache.models.gguf_tables` has what files leave to their readers.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from kvcache.errors import ModelFileError, NotSupportedError, plain, shown
+from kvcache.models import gguf
+from kvcache.models import gguf_tables as tables
+from kvcache.models.fields import Fields
+from kvcache.models.reading import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_NAME
+
+__all__ = ["read"]
+
+FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_long.weight"  # tensors by which frequencies are divided
+
+
+def read(header: gguf.Header, source: str) -> Fields:
+    """Give a GGUF's metadata Hugging Face's names, with the fields of each layer in ``per_layer_config``.
+
+    Raise `ModelFileError` if a key is missing or holds an impossible value, and `NotSupportedError` if the
+    architecture is unknown, or if its layers are of a kind that no policy stands for.
+    """
+    model = _Model(header, source)
+    model.refuse()
+    kinds, layers = model.layers()
+    usual = next((layer for kind, layer in zip(kinds, layers, strict=True) if kind == "full_attention"), layers[0])
+    others = {
+        str(i): {name: value for name, value in layer.items() if value != usual[name]}
+        for i, layer in enumerate(layers)
+        if layer != usual
+    }
+    values = {**usual, "per_layer_config": others, "num_hidden_layers": len(layers), "layer_types": kinds}
+    return Fields({**model.facts(), **values}, source)
+
+
+class _Model:
+    """The keys of a file's architecture, and what they say about the layers."""
+
+    def __init__(self, header: gguf.Header, source: str) -> None:
+        name = header.metadata.get("general.architecture")
+        if not isinstance(name, str):
+            raise ModelFileError(f"{source}: there is no general.architecture")
+        if len(name) > MAX_NAME:
+            raise ModelFileError(f"{source}: general.architecture {shown(name)} is no name")
+        prefix = f"{name}."
+        own = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+        self.name, self.header, self.keys = name, header, Fields(own, source)
+
+    def refuse(self) -> None:
+        """Refuse an architecture that is unknown, or whose rows no policy describes."""
+        name, keys = self.name, self.keys
+        if name not in tables.HALVES | tables.NEIGHBOURS | tables.UNROTATED:
+            raise NotSupportedError(
+                f"{keys.source}: the architecture {shown(name)} is unknown, and the file does not say how its layers "
+                "rotate keys and which have windows: give the model's config.json, or the sizes of the layers"
+            )
+        reason = tables.REFUSED.get(name)
+        if name in tables.BOTH_SIDES and self.window:
+            reason = "its windows reach to both sides, which no policy stands for"
+        if keys.get("attention.indexer.top_k"):
+            reason = "it keeps keys of an indexer beside the others (attention.indexer.top_k)"
+        if name == "dflash" and keys.get("hyper_connection.count"):
+            reason = "it keeps keys without values (hyper_connection.count)"
+        if reason is not None:
+            raise NotSupportedError(f"{keys.source}: a {plain(name)} is not supported, as {reason}")
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields that no layer has for itself."""
+        values = {ours: self.keys.get(name) for name, ours in tables.NAMES.items()}
+        if isinstance(values["intermediate_size"], tuple):  # one of each layer
+            values["intermediate_size"] = next((size for size in values["intermediate_size"] if size), None)
+        tokens = self.header.metadata.get("tokenizer.ggml.tokens")
+        if values["vocab_size"] is None and tokens is not None:
+            values["vocab_size"] = tokens.count if isinstance(tokens, gguf.Skipped) else len(tokens)
+        own_rows = tables.OWN_ROWS.get(self.name, self.num_layers)
+        return {
+            **values,
+            "gguf_architecture": self.name,
+            "model_type": tables.MODEL_TYPES.get(self.name, self.name),
+            "tie_word_embeddings": "output.weight" not in self.header.tensors,
+            "sliding_window": self.window or None,
+            "attention_chunk_size": self.window or None,
+            "num_kv_shared_layers": self.keys.get("attention.shared_kv_layers", max(self.num_layers - own_rows, 0)),
+            "is_encoder_decoder": self.name in tables.ENCODER_DECODERS,
+            "max_source_positions": values["max_position_embeddings"],
+        }
+
+    # ---- which layers there are
+
+    @cached_property
+    def num_layers(self) -> int:
+        """The number of layers in the file, except layers that only draft tokens."""
+        num_layers = self.keys.count("block_count", most=MAX_LAYERS)
+        if self.name in tables.ENCODER_DECODERS:
+            return self.keys.count("decoder_block_count", num_layers, most=MAX_LAYERS)
+        return num_layers - self.keys.count("nextn_predict_layers", 0, least=0, most=num_layers - 1)
+
+    @cached_property
+    def num_heads(self) -> list[int]:
+        """The number of query heads of each layer."""
+        return self.heads("attention.head_count")
+
+    def layers(self) -> tuple[list[str], list[dict[str, Any]]]:
+        """Return Hugging Face's type and the fields of each layer of the cache."""
+        num_kv_heads = self.heads("attention.head_count_kv", self.num_heads)
+        windowed, recurrent = self.windowed(), self.recurrent()
+        sizes = {kind: self.sizes(kind) for kind in (False, True)}
+        rotations = {kind: self.rotation(kind, sizes[False], sizes[kind]) for kind in {*windowed}}
+        kinds, layers = [], []
+        for i, kind in enumerate(windowed):
+            kinds.append(self.kind(kind) if num_kv_heads[i] and not recurrent[i] else "linear_attention")
+            layer = {"num_attention_heads": self.num_heads[i], "num_key_value_heads": num_kv_heads[i]}
+            layers.append({**layer, **sizes[kind], **rotations[kind]})
+            layers[-1]["rotates"] = self.rotates(i, kind) and layers[-1]["rotary_dim"] > 0
+        if self.name == "nanbeige":  # runs its layers several times, with other rows each time
+            loops = self.keys.count("num_loops", 1, most=MAX_LAYERS // self.num_layers)
+            kinds, layers = kinds * loops, layers * loops
+        if self.name == "graniteswitch":  # has one more layer, which chooses adapters
+            kinds.append("full_attention")
+            layers.append({**layers[0], "num_attention_heads": 1, "num_key_value_heads": 1, "rotates": False})
+        return kinds, layers
+
+    def heads(self, name: str, default: list[int] | None = None) -> list[int]:
+        """Return a number of heads of each layer, which a file gives as one number or as a list."""
+        given = self.keys.get(name)
+        if given is None and default is not None:
+            return default
+        if not isinstance(given, tuple):
+            return [self.keys.count(name, least=0, most=MAX_HEADS)] * self.num_layers
+        listed = self.keys.sequence(name, self.num_layers) or []
+        each = [Fields({name: value}, f"{self.keys.source}, layer {i}") for i, value in enumerate(listed)]
+        return [fields.count(name, least=0, most=MAX_HEADS) for fields in each]
+
+    def recurrent(self) -> list[bool]:
+        """Return which layers have a recurrent state, though the file has a number of KV heads for them."""
+        if self.name not in tables.ATTENTION_EVERY:
+            return [False] * self.num_layers
+        every = self.keys.count("full_attention_interval", tables.ATTENTION_EVERY[self.name])
+        listed = self.keys.sequence("attention.recurrent_layers", self.num_layers)
+        return [(i + 1) % every != 0 for i in range(self.num_layers)] if listed is None else [*map(bool, listed)]
+
+    # ---- windows
+
+    @cached_property
+    def window(self) -> int:
+        """The tokens of a window, or of a chunk; 0: no layer has one."""
+        if self.name in tables.CHUNKED and self.keys.get("attention.sliding_window") != 0:
+            return self.keys.count("attention.chunk_size", tables.CHUNKED[self.name])
+        size = tables.WINDOWS[self.name].size if self.name in tables.WINDOWS else 0
+        if self.name == "exaone4" and self.num_layers == tables.EXAONE4_LAYERS:
+            size = tables.EXAONE4_WINDOW
+        return self.keys.count("attention.sliding_window", size, least=0)
+
+    def windowed(self) -> list[bool]:
+        """Return which layers have a window."""
+        name = "attention.sliding_window_pattern"
+        given, rule = self.keys.get(name), tables.WINDOWS.get(self.name)
+        if not self.window:
+            if isinstance(given, tuple) and any(given) and self.keys.get("attention.sliding_window") is None:
+                raise self.keys.error(f"{name} names layers with a window, and attention.sliding_window is missing")
+            return [False] * self.num_layers
+        if isinstance(given, tuple):
+            return [*map(bool, self.keys.sequence(name, self.num_layers) or [])]
+        if given is None and (rule is None or rule.every is None):
+            raise NotSupportedError(
+                f"{self.keys.source}: it names a window, but not which layers of a {plain(self.name)} have it: give "
+                "the model's config.json, or a policy for each layer"
+            )
+        every = self.keys.count(name, rule.every if rule else None, least=0)
+        whole = 0 if rule and rule.first else every - 1  # of `every` layers, the one that sees everything
+        return [not every or i % every != whole for i in range(self.num_layers)]
+
+    def kind(self, windowed: bool) -> str:
+        """Return Hugging Face's type of a layer with attention."""
+        if not windowed:
+            return "full_attention"
+        return "chunked_attention" if self.name in tables.CHUNKED else "sliding_attention"
+
+    # ---- rows, and how keys are rotated; both differ between layers with a window and others
+
+    def sizes(self, windowed: bool) -> dict[str, Any]:
+        """Return the sizes of a layer's keys and values, or of the latents that both are made of."""
+        keys, swa = self.keys, "_swa" if windowed else ""
+        heads, hidden = next(filter(None, self.num_heads), 1), keys.get("embedding_length")
+        derived = None if hidden is None else keys.count("embedding_length") // heads or None
+        head_dim = keys.count("attention.key_length", derived, most=MAX_HEAD_DIM)
+        v_head_dim = keys.count("attention.value_length", derived or head_dim, most=MAX_HEAD_DIM)
+        rank = keys.count("attention.kv_lora_rank", 0, least=0, most=MAX_HEAD_DIM)
+        if windowed:
+            head_dim = keys.count("attention.key_length_swa", head_dim, most=MAX_HEAD_DIM)
+            v_head_dim = keys.count("attention.value_length_swa", v_head_dim, most=MAX_HEAD_DIM)
+            rank = keys.count("attention.kv_lora_rank_swa", rank, least=0, most=MAX_HEAD_DIM)
+        rotated = None
+        if rank and keys.get(f"attention.key_length_mla{swa}") is None:  # key_length is of keys made of latents
+            rotated = keys.count("rope.dimension_count", least=0, most=MAX_HEAD_DIM)
+        elif rank and head_dim < rank:
+            raise keys.error(f"attention.key_length{swa} {head_dim} is below attention.kv_lora_rank{swa}, {rank}")
+        elif rank:
+            rotated = head_dim - rank
+        return {
+            "head_dim": head_dim,
+            "v_head_dim": v_head_dim,
+            "kv_lora_rank": rank or None,
+            "qk_rope_head_dim": rotated,
+        }
+
+    def rotation(self, windowed: bool, full: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+        """Return how keys are rotated, from the sizes of layers without a window and of this kind of layers."""
+        name = "qk_rope_head_dim" if own["kv_lora_rank"] else "head_dim"
+        dim = self.keys.count("rope.dimension_count", full[name], least=0, most=MAX_HEAD_DIM)
+        if self.name in tables.WHOLE_HEAD:
+            dim = own[name]
+        elif windowed:
+            dim = self.keys.count("rope.dimension_count_swa", min(dim, own[name]), least=0, most=MAX_HEAD_DIM)
+        elif self.name in tables.HALF_OUTSIDE_WINDOWS:
+            dim //= 2
+        factors = None if windowed and self.name in tables.UNDIVIDED_IN_WINDOWS else self.factors
+        if factors is not None and self.name == "step35":  # the factors are as many as the widest rotation needs
+            factors = factors[: dim // 2]
+        halves = self.name in tables.HALVES | tables.HALVES_IN_GRAPH or (
+            self.name in tables.HALVES_WITH_SECTIONS and self.has_sections
+        )
+        return {
+            "rotary_dim": dim,
+            "rope_interleave": not halves,
+            "rope_parameters": self.parameters(windowed),
+            "rope_freqs": factors,
+        }
+
+    @cached_property
+    def factors(self) -> tuple[float, ...] | None:
+        """The factors that divide the frequencies of each pair, as of Llama 3."""
+        return gguf.read_floats(self.header, FACTORS) if FACTORS in self.header.tensors else None
+
+    @cached_property
+    def has_sections(self) -> bool:
+        """Whether the elements of a key are divided between the positions of an image."""
+        sections = self.keys.get("rope.dimension_sections")
+        return isinstance(sections, tuple) and len(sections) > 1 and all(bool(size) for size in sections[:2])
+
+    def rotates(self, layer: int, windowed: bool) -> bool:
+        """Return whether a layer's keys are rotated."""
+        name, keys = self.name, self.keys
+        pattern = keys.sequence("attention.rope_pattern", self.num_layers)
+        if name in tables.UNROTATED | tables.EMBEDDED_POSITIONS or (pattern is not None and not pattern[layer]):
+            return False
+        if name in tables.SWITCHED_BY_FINETUNED and keys.get("rope.scaling.finetuned") is False:
+            return False
+        if name == "baichuan" and self.num_layers == tables.BAICHUAN_UNROTATED:
+            return False
+        if name in tables.ROTATED_IN_WINDOWS and self.window:
+            first = keys.count("leading_dense_block_count", 0, least=0) if name == "cohere2moe" else 0
+            return windowed or layer < first
+        if tables.UNROTATED_OF_FOUR.get(name) == layer % 4:
+            return name in tables.ONLY_BESIDE_WINDOWS and not self.window
+        return True
+
+    def parameters(self, windowed: bool) -> dict[str, Any]:
+        """Return the base of the frequencies, and how they are scaled, as transformers names it."""
+        name, keys = self.name, self.keys
+        if name in tables.PLAIN:
+            return {"rope_type": "default", "rope_theta": 10000.0}
+        theta = keys.positive("rope.freq_base", 10000.0)
+        if windowed:
+            theta = keys.positive("rope.freq_base_swa", 10000.0 if name in tables.OWN_BASE else theta)
+        if name in tables.SCALED_BY_ALPHA and keys.get("rope.scaling.alpha"):
+            dim = self.sizes(False)["head_dim"]
+            theta *= keys.positive("rope.scaling.alpha") ** (dim / (dim - 2))
+        scaling = keys.text("rope.scaling.type", "linear")
+        if LONG_FACTORS in self.header.tensors:
+            scaling = "longrope"
+        factor = keys.get("rope.scaling.factor", keys.get("rope.scale_linear")) or 1.0
+        unscaled = windowed and name in tables.UNSCALED_IN_WINDOWS
+        if unscaled or scaling == "none" or (scaling == "linear" and factor == 1):
+            return {"rope_type": "default", "rope_theta": theta}
+        values = {"rope_type": scaling, "rope_theta": theta, "factor": factor}
+        return {**values, **self.yarn()} if scaling == "yarn" else values
+
+    def yarn(self) -> dict[str, Any]:
+        """Return what YaRN needs beside a factor."""
+        keys, mix = self.keys, self.keys.get("rope.scaling.yarn_ext_factor", 1.0)
+        if mix == 0:  # pairs keep nothing of their frequency
+            return {"rope_type": "linear"}
+        return {
+            "original_max_position_embeddings": keys.get(
+                "rope.scaling.original_context_length", keys.get("context_length")
+            ),
+            "beta_fast": keys.get("rope.scaling.yarn_beta_fast", tables.BETA_FAST.get(self.name)),
+            "beta_slow": keys.get("rope.scaling.yarn_beta_slow"),
+            "extrapolation_factor": None if mix == -1 else mix,  # -1: not given
+        }

@@ -1,0 +1,145 @@
+"""Facts about layers that a GGUF leaves to its readers, by architecture.
+
+Which elements of a key form a pair, which layers have windows, how fast keys turn there: the loaders and graphs of
+llama.cpp have these facts. `tests/integrations/test_gguf_tables.py` compares the tables with the source of the version
+that `integrations/llama.cpp/pin.txt` names.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# Architectures whose pairs of rotated elements are halves: i and i + n.
+HALVES = {
+    "afmoe", "apertus", "bailingmoe2", "bert", "bitnet", "codeshell", "cogvlm", "dbrx", "dflash", "dots1", "dream",
+    "eurobert", "exaone", "exaone-moe", "exaone4", "falcon", "falcon-h1", "gemma", "gemma-embedding", "gemma2",
+    "gemma3", "gemma3n", "gemma4", "gemma4-assistant", "glm4moe", "gpt-oss", "gptneox", "grok", "grovemoe",
+    "hrm_text", "hunyuan-dense", "hunyuan-moe", "hunyuan_vl", "hy_v3", "jais2", "jina-bert-v3", "laguna", "lfm2",
+    "lfm2moe", "llada-moe", "maple", "mellum", "mimo2", "minicpm3", "minimax-01", "minimax-m2", "minimax-m3",
+    "modern-bert", "nemotron", "nomic-bert", "nomic-bert-moe", "olmo2", "olmoe", "openelm", "orion", "paddleocr",
+    "pangu-embedded", "phi2", "phi3", "phimoe", "plamo", "plamo2", "plamo3", "qwen", "qwen2", "qwen2moe", "qwen2vl",
+    "qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next", "qwen3tts", "qwen3vl", "qwen3vlmoe", "qwen4exp",
+    "rnd1", "seed_oss", "smallthinker", "spark2_5", "stablelm", "starcoder2", "step35", "talkie",
+}  # fmt: skip
+# Architectures whose pairs are neighbours, 2 * i and 2 * i + 1: converters reorder the weights of some models.
+NEIGHBOURS = {
+    "arcee", "arctic", "baichuan", "bailingmoe", "bailingmoe3", "chameleon", "chatglm", "cohere2", "cohere2moe",
+    "command-r", "deci", "deepseek", "deepseek2", "deepseek2-ocr", "deepseek32", "deepseek4", "dots3note", "eagle3",
+    "ernie4_5", "ernie4_5-moe", "glm-dsa", "glm4", "granite", "granite_swa", "granitehybrid", "granitemoe",
+    "graniteswitch", "hy_v4", "internlm2", "llada", "llama", "llama-embed", "llama4", "maincoder", "minicpm",
+    "mistral3", "mistral4", "muse-glimmer", "nanbeige", "neo-bert", "olmo", "plm", "pockettts", "smollm3",
+    "starcoder", "xverse",
+}  # fmt: skip
+# Architectures that rotate no keys.
+UNROTATED = {
+    "arwkv7", "bloom", "clip", "glm5-next", "gpt2", "gptj", "jais", "jamba", "jina-bert-v2", "kimi-k3",
+    "kimi-linear", "mamba", "mamba2", "mpt", "nemotron_h", "nemotron_h_moe", "refact", "rwkv6", "rwkv6qwen2",
+    "rwkv7", "t5", "t5encoder", "wavtokenizer-dec",
+}  # fmt: skip
+# llama.cpp's table has pairs for these as well, but its graphs rotate nothing: positions are in the embeddings.
+EMBEDDED_POSITIONS = {"bert", "starcoder"}
+# Neighbours in llama.cpp's table, but its graph rotates halves.
+HALVES_IN_GRAPH = {"deepseek2-ocr"}
+# Neighbours, unless the file divides a key into sections for positions in an image.
+HALVES_WITH_SECTIONS = {"bailingmoe3", "glm4"}
+
+_STATE = "its state is not keys and values"
+_ENCODER = "it is an encoder, which keeps nothing between calls"
+REFUSED = {
+    **dict.fromkeys(("arwkv7", "mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7"), _STATE),
+    **dict.fromkeys(("clip", "t5encoder", "wavtokenizer-dec"), _ENCODER),
+    "deepseek4": "it compresses the rows of several tokens into one",
+    "gemma4-assistant": "it reads another model's rows",
+    "gptj": "llama.cpp has no loader that would say what its fields mean",
+}
+
+
+class Windows(NamedTuple):
+    """Which layers of an architecture have a window, where a file does not say."""
+
+    every: int | None  # every n-th layer sees everything; 0: no layer does; None: the file must list the layers
+    first: bool = False  # of n layers, the first sees everything, and not the last
+    size: int | None = 0  # 0: no layer has a window without a size in the file; None: the file must have the size
+
+
+WINDOWS = {
+    "afmoe": Windows(4),
+    "cohere2": Windows(4, size=None),
+    "cohere2moe": Windows(4, first=True, size=None),
+    "deepseek2-ocr": Windows(1),  # files name a window that the decoder does not have
+    "dflash": Windows(None),
+    "dots3note": Windows(None, size=None),
+    "exaone-moe": Windows(4, size=None),
+    "exaone4": Windows(4),
+    "gemma-embedding": Windows(6, size=None),
+    "gemma2": Windows(2, size=4096),
+    "gemma3": Windows(6),
+    "gemma3n": Windows(5, size=None),
+    "gemma4": Windows(None, size=None),
+    "gpt-oss": Windows(2, size=None),
+    "granite_swa": Windows(None, size=None),
+    "laguna": Windows(4, first=True),
+    "lfm2": Windows(0),
+    "llama4": Windows(4),
+    "maple": Windows(None, size=None),
+    "mellum": Windows(4),
+    "mimo2": Windows(None, size=None),
+    "modern-bert": Windows(3, first=True),
+    "muse-glimmer": Windows(4, size=None),
+    "olmo2": Windows(4),
+    "plamo3": Windows(8),
+    "smallthinker": Windows(4, first=True),
+    "spark2_5": Windows(None, size=None),
+    "step35": Windows(None, size=None),
+    # llama.cpp lets all layers of these see everything; the models were trained with windows in all layers.
+    **dict.fromkeys(("llama", "mistral3", "phi3", "starcoder2"), Windows(0)),
+}
+EXAONE4_LAYERS, EXAONE4_WINDOW = 64, 4096  # a model of 64 layers has windows, even where its file names none
+CHUNKED = {"llama4": 8192}  # tokens of a chunk; a window of 0 in the file means that there are no chunks
+# Architectures whose windows reach to both sides.
+BOTH_SIDES = {"gemma-embedding", "modern-bert"}
+
+# Layers with a window rotate keys as the other layers do, with these exceptions. Their base is 10,000 unless the file
+# has one for them, and nothing is scaled:
+OWN_BASE = {"gemma-embedding", "gemma3", "gemma3n", "gemma4", "mimo2", "modern-bert", "plamo3", "step35"}
+# Nothing is scaled:
+UNSCALED_IN_WINDOWS = {"laguna", "mellum", "muse-glimmer", "olmo2"} | OWN_BASE
+# The factors in the file are for layers without a window:
+UNDIVIDED_IN_WINDOWS = {"gemma4", "step35"}
+# ``rope.dimension_count`` is of layers with a window; the others rotate half as many elements:
+HALF_OUTSIDE_WINDOWS = {"step35"}
+
+# Architectures that rotate keys in layers with a window alone, if they have any.
+ROTATED_IN_WINDOWS = {"cohere2", "cohere2moe", "exaone-moe", "exaone4", "maple", "muse-glimmer"}
+# The layer of each four that rotates no keys; in two architectures, only if they have windows.
+UNROTATED_OF_FOUR = {"afmoe": 3, "llama4": 3, "smollm3": 3, "smallthinker": 0}
+ONLY_BESIDE_WINDOWS = {"llama4", "smallthinker"}
+# Architectures that rotate no keys if ``rope.scaling.finetuned`` is false.
+SWITCHED_BY_FINETUNED = {"granite", "granitehybrid", "graniteswitch"}
+BAICHUAN_UNROTATED = 40  # layers of the larger model, which adds positions to the scores instead
+# Architectures that rotate whole heads, whatever ``rope.dimension_count`` is.
+WHOLE_HEAD = {"cogvlm", "deepseek2-ocr", "plamo"}
+PLAIN = {"cogvlm", "deepseek2-ocr"}  # with the base 10,000, unscaled, whatever the file has
+SCALED_BY_ALPHA = {"hunyuan-dense", "hunyuan_vl"}  # the base grows with ``rope.scaling.alpha``
+BETA_FAST = {"grok": 8.0}  # of YaRN, where it is not 32
+
+# Every n-th layer has attention, the others a recurrent state. In other architectures a layer with such a state has no
+# KV heads.
+ATTENTION_EVERY = {"minimax-01": 8, "qwen35": 4, "qwen35moe": 4, "qwen3next": 4, "qwen4exp": 4}
+OWN_ROWS = {"gemma3n": 20}  # the first layers, which have rows of their own; the others read the rows of one of these
+ENCODER_DECODERS = {"t5"}
+
+# GGUF's keys of facts that are not a layer's, without the architecture's name, and Hugging Face's names.
+NAMES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+# Architectures whose name differs from Hugging Face's model type.
+MODEL_TYPES = {
+    "command-r": "cohere", "deepseek2": "deepseek_v3", "gemma3": "gemma3_text", "gemma3n": "gemma3n_text",
+    "gemma4": "gemma4_text", "gpt-oss": "gpt_oss", "gptneox": "gpt_neox", "llama4": "llama4_text", "phi2": "phi",
+    "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "qwen3next": "qwen3_next", "starcoder": "gpt_bigcode",
+}  # fmt: skip
