@@ -35,7 +35,21 @@ def read(header: gguf.Header, source: str) -> Fields:
         if layer != usual
     }
     values = {**usual, "per_layer_config": others, "num_hidden_layers": len(layers), "layer_types": kinds}
-    return Fields({**model.facts(), **values}, source)
+    fields = Fields({**model.facts(), **values}, source)
+    model.refuse_unread()
+    return fields
+
+
+class _Noted(dict[str, Any]):
+    """A dictionary that notes the keys that it is asked for."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
 
 
 class _Model:
@@ -49,7 +63,8 @@ class _Model:
             raise ModelFileError(f"{source}: general.architecture {shown(name)} is no name")
         prefix = f"{name}."
         own = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
-        self.name, self.header, self.keys = name, header, Fields(own, source)
+        self.name, self.header, self.noted = name, header, _Noted(own)
+        self.keys = Fields(self.noted, source)
 
     def refuse(self) -> None:
         """Refuse an architecture that is unknown, or whose rows no policy describes."""
@@ -68,6 +83,15 @@ class _Model:
             reason = "it keeps keys without values (hyper_connection.count)"
         if reason is not None:
             raise NotSupportedError(f"{keys.source}: a {plain(name)} is not supported, as {reason}")
+
+    def refuse_unread(self) -> None:
+        """Refuse a key that says something about layers, and that nobody asked for."""
+        for name in self.noted.keys() - self.noted.asked - tables.NOT_ABOUT_LAYERS:
+            if tables.ABOUT_LAYERS.search(name):
+                raise NotSupportedError(
+                    f"{self.keys.source}: what {shown(name)} says about the layers of a {plain(self.name)} is not "
+                    "read: give the model's config.json, or the sizes of the layers"
+                )
 
     def facts(self) -> dict[str, Any]:
         """Return the fields that no layer has for itself."""

@@ -440,6 +440,14 @@ def test_keys_that_move_are_as_keys_rotated_anew(
         ("deepseek4", {}, "compresses"),
         ("glm-dsa", {"attention.indexer.top_k": 2048}, "keys of an indexer"),
         ("dflash", {"hyper_connection.count": 4}, "keys without values"),
+        # Fields that say what layers are: of another architecture, and of another program.
+        ("qwen3", {"full_attention_interval": 4}, "what 'full_attention_interval' says about the layers of a qwen3"),
+        ("llama", {"attention.recurrent_layers": [True] * 4}, "what 'attention.recurrent_layers' says"),
+        ("llama", {"num_loops": 2}, "what 'num_loops' says"),
+        ("llama", {"attention.chunk_size": 64}, "what 'attention.chunk_size' says"),
+        ("llama", {"attention.compress_ratios": [4] * 4}, "what 'attention.compress_ratios' says"),
+        ("llama", {"attention.cross_attention_layers": [1]}, "what 'attention.cross_attention_layers' says"),
+        ("gemma3", {"rope.local.freq_base": 1e4}, "what 'rope.local.freq_base' says"),
         ("jamba", {KV_HEADS: 0}, "no layer of this jamba has keys and values"),
     ],
 )
@@ -475,6 +483,11 @@ def test_what_no_policy_stands_for(tmp_path: Path, architecture: str, fields: di
 def test_bad_fields_are_named(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
     with pytest.raises(kvcache.ModelFileError, match=words):
         read(tmp_path, "llama", **fields)
+
+
+def test_fields_about_something_else(tmp_path: Path) -> None:
+    fields = {"expert_group_count": 1, "leading_dense_block_count": 1, "rope.freq_base_swa": 5e3, "foo": 1}
+    assert read(tmp_path, "glm4moe", **fields) == read(tmp_path, "glm4moe")
 
 
 def test_windows_that_a_file_must_have(tmp_path: Path) -> None:

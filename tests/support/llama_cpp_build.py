@@ -42,6 +42,21 @@ def folder():
     return build
 
 
+def sources():
+    """Return the folder of llama.cpp's sources of the pinned version; skip the test where there is none.
+
+    They may be unpacked only, by build.sh --prepare.
+    """
+    named = os.environ.get("KVCACHE_LLAMA_CPP")
+    if named == "":
+        pytest.skip("KVCACHE_LLAMA_CPP names no build of llama.cpp")
+    build = Path(named) if named else CACHE / "shared-openmp"
+    pin = build / "source.pin"
+    if not pin.exists() or pin.read_text() != (ROOT / BUILD).with_name("pin.txt").read_text():
+        pytest.skip(f"the pinned sources of llama.cpp are not in {build}: {BUILD} --prepare --output {build}")
+    return build / "source"
+
+
 def program(name):
     """Return the path of a program of the build; skip the test where it was not built."""
     path = folder() / "bin" / name
