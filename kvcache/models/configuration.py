@@ -15,9 +15,9 @@ __all__ = ["read_config"]
 def read_config(source: Any) -> Fields:
     """Gather the fields of a model's text decoder, under Hugging Face's names; ``model_type`` is the decoder's.
 
-    `source` is a folder with a ``config.json``, that file, or safetensors beside it, or a GGUF; or the content of a
-    ``config.json``, as a mapping, as `Fields`, or as a configuration of transformers. Raise `ModelFileError` if a file
-    is missing, is of another format, or holds impossible values.
+    `source` is a folder with a ``config.json``, that file, safetensors beside it, or a GGUF. The content of a
+    ``config.json`` is taken as a mapping, as `Fields`, or as a configuration of transformers. Raise
+    `ModelFileError` if a file is missing, is of another format, or holds impossible values.
     """
     if isinstance(source, Fields):
         return source

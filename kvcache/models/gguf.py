@@ -1,7 +1,7 @@
 """The header of a GGUF file: its metadata, as the file has it, and the places of its tensors.
 
-What the metadata means for a cache is elsewhere: `kvcache.models.gguf_models` gives it Hugging Face's names, and
-`kvcache.models.shapes` derives the layers' shapes.
+`kvcache.models.gguf_models` gives the metadata Hugging Face's names, and `kvcache.models.shapes` derives the layers'
+shapes.
 
 Reading trusts no file: every count and length is checked against the rest of the file, and against the limits of
 `kvcache.models.reading`, before anything is allocated or looped over. The arrays of a vocabulary are skipped, not

@@ -1,4 +1,4 @@
-"""What a GGUF's metadata says about each layer, under Hugging Face's names.
+"""Each layer's fields of a GGUF, under Hugging Face's names.
 
 `kvcache.models.gguf` decodes the metadata, and `kvcache.models.gguf_tables` has what files leave to their readers.
 """
@@ -22,8 +22,8 @@ FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_long.weight"  # tenso
 def read(header: gguf.Header, source: str) -> Fields:
     """Give a GGUF's metadata Hugging Face's names, with the fields of each layer in ``per_layer_config``.
 
-    Raise `ModelFileError` if a key is missing or holds an impossible value, and `NotSupportedError` if the
-    architecture is unknown, or if its layers are of a kind that no policy stands for.
+    Raise `ModelFileError` if a key is missing or holds an impossible value. Raise `NotSupportedError` if the
+    architecture is unknown, if no policy stands for its layers, or if a key about layers is not read.
     """
     model = _Model(header, source)
     model.refuse()
@@ -209,8 +209,8 @@ class _Model:
 
     def sizes(self, windowed: bool) -> dict[str, Any]:
         """Return the sizes of a layer's keys and values, or of the latents that both are made of."""
-        keys, swa = self.keys, "_swa" if windowed else ""
-        heads, hidden = next(filter(None, self.num_heads), 1), keys.get("embedding_length")
+        keys, hidden = self.keys, self.keys.get("embedding_length")
+        heads = next(filter(None, self.num_heads), 1)
         derived = None if hidden is None else keys.count("embedding_length") // heads or None
         head_dim = keys.count("attention.key_length", derived, most=MAX_HEAD_DIM)
         v_head_dim = keys.count("attention.value_length", derived or head_dim, most=MAX_HEAD_DIM)
@@ -218,12 +218,12 @@ class _Model:
         if windowed:
             head_dim = keys.count("attention.key_length_swa", head_dim, most=MAX_HEAD_DIM)
             v_head_dim = keys.count("attention.value_length_swa", v_head_dim, most=MAX_HEAD_DIM)
-            rank = keys.count("attention.kv_lora_rank_swa", rank, least=0, most=MAX_HEAD_DIM)
         rotated = None
-        if rank and keys.get(f"attention.key_length_mla{swa}") is None:  # key_length is of keys made of latents
+        made = ("attention.key_length_mla", "attention.key_length")  # of keys made of latents, and of latents
+        if rank and any(keys.get(name) is None for name in made):
             rotated = keys.count("rope.dimension_count", least=0, most=MAX_HEAD_DIM)
         elif rank and head_dim < rank:
-            raise keys.error(f"attention.key_length{swa} {head_dim} is below attention.kv_lora_rank{swa}, {rank}")
+            raise keys.error(f"attention.key_length {head_dim} is below attention.kv_lora_rank, {rank}")
         elif rank:
             rotated = head_dim - rank
         return {
@@ -244,7 +244,7 @@ class _Model:
         elif self.name in tables.HALF_OUTSIDE_WINDOWS:
             dim //= 2
         factors = None if windowed and self.name in tables.UNDIVIDED_IN_WINDOWS else self.factors
-        if factors is not None and self.name == "step35":  # the factors are as many as the widest rotation needs
+        if factors is not None and self.name in tables.HALF_OUTSIDE_WINDOWS:  # as many as the widest rotation needs
             factors = factors[: dim // 2]
         halves = self.name in tables.HALVES | tables.HALVES_IN_GRAPH or (
             self.name in tables.HALVES_WITH_SECTIONS and self.has_sections

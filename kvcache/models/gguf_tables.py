@@ -138,8 +138,8 @@ NAMES = {
     "vocab_size": "vocab_size",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-# Parts of the names of keys that say what layers are. A key with one that no reader asks for is refused, except a key
-# below, from llama.cpp's list, which is about something else.
+# Parts of the names of keys that say what layers are. The reader refuses a key with such a part that it does not read.
+# The keys below, from llama.cpp's list, are exceptions: they are about something else.
 ABOUT_LAYERS = re.compile(
     "pattern|layers|layer_(type|step)|per_layer|n_layer|group|interval|every|block|swa|sliding|window|chunk|shar|cross"
     "|recurrent|hybrid|nextn|loop|compress|local|global|no_?rope"
@@ -147,12 +147,12 @@ ABOUT_LAYERS = re.compile(
 NOT_ABOUT_LAYERS = {
     "attention.group_norm_epsilon", "attention.group_norm_groups", "attention.indexer.block_size",
     "attention.indexer.local_blocks", "attention.output_group_count", "attention.value_length_mla_swa",
-    "attn_res.block_size", "block_size", "conv_group_size", "expert_chunk_feed_forward_length", "convnext.block_count", "embedding_length_per_layer_input",
-    "expert_group_count", "expert_group_scale", "expert_group_used_count", "expert_shared_count",
-    "expert_shared_feed_forward_length", "experts_per_group", "hrm.layers_per_stack", "interleave_moe_layer_step",
-    "leading_dense_block_count", "moe_every_n_layers", "n_deepstack_layers", "ple.layers",
-    "posnet.block_count", "rescale_every_n_layers", "rope.dimension_count_swa", "rope.freq_base_swa",
-    "skip_loop_final_norm", "ssm.group_count", "target_layers",
+    "attn_res.block_size", "block_size", "conv_group_size", "convnext.block_count",
+    "embedding_length_per_layer_input", "expert_chunk_feed_forward_length", "expert_group_count",
+    "expert_group_scale", "expert_group_used_count", "expert_shared_count", "expert_shared_feed_forward_length",
+    "experts_per_group", "hrm.layers_per_stack", "interleave_moe_layer_step", "leading_dense_block_count",
+    "moe_every_n_layers", "n_deepstack_layers", "ple.layers", "posnet.block_count", "rescale_every_n_layers",
+    "rope.dimension_count_swa", "rope.freq_base_swa", "skip_loop_final_norm", "ssm.group_count", "target_layers",
 }  # fmt: skip
 # Architectures whose name differs from Hugging Face's model type.
 MODEL_TYPES = {

@@ -137,7 +137,7 @@ def test_latents(tmp_path: Path) -> None:
     assert (*rows(shape.layers[0]), shape.layers[0].value_in_key) == (1, 576, 512, True)
     assert isinstance(shape.layers[0].rope, Rope)
     assert (shape.layers[0].rope.first_dim, len(shape.layers[0].rope.inv_freq)) == (512, 32)
-    # An old file, whose key_length is of a head; and one whose dimension_count is of another model.
+    # In an old file key_length is the length of a head; in another, dimension_count is wrong, and llama.cpp ignores it.
     old = read(tmp_path, "deepseek2", **{**sizes, "attention.key_length": 192}, **{"rope.dimension_count": 64})
     assert old.layers == shape.layers
     made = {"attention.key_length_mla": 192, "attention.value_length_mla": 128, KV_HEADS: [1, 1, 0, 1]}

@@ -43,9 +43,9 @@ def folder():
 
 
 def sources():
-    """Return the folder of llama.cpp's sources of the pinned version; skip the test where there is none.
+    """Return the folder of the pinned llama.cpp's sources; skip the test if they are not there.
 
-    They may be unpacked only, by build.sh --prepare.
+    `build.sh --prepare` unpacks them without a build.
     """
     named = os.environ.get("KVCACHE_LLAMA_CPP")
     if named == "":
