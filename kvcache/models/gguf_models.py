@@ -28,13 +28,13 @@ def read(header: gguf.Header, source: str) -> Fields:
     model = _Model(header, source)
     model.refuse()
     kinds, layers = model.layers()
-    usual = next((layer for kind, layer in zip(kinds, layers, strict=True) if kind == "full_attention"), layers[0])
-    others = {
-        str(i): {name: value for name, value in layer.items() if value != usual[name]}
-        for i, layer in enumerate(layers)
-        if layer != usual
-    }
-    values = {**usual, "per_layer_config": others, "num_hidden_layers": len(layers), "layer_types": kinds}
+    common = {name: value for name, value in layers[0].items() if all(layer[name] == value for layer in layers)}
+    others = [
+        {name: value for name, value in layer.items() if name not in common and value is not None} for layer in layers
+    ]
+    values = {"num_hidden_layers": len(layers), "layer_types": kinds, **common}
+    if any(others):
+        values["per_layer_config"] = {str(i): layer for i, layer in enumerate(others)}
     fields = Fields({**model.facts(), **values}, source)
     model.refuse_unread()
     return fields
