@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvcache.errors import NotSupportedError, plain, shown
+from kvcache.errors import NotSupportedError, shown
 from kvcache.models.fields import Fields
 from kvcache.models.reading import MAX_LAYERS
 
