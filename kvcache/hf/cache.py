@@ -379,9 +379,9 @@ class HFCache(SaveableBatch, Cache):
             self.reset()
             raise
 
-    def _go_on_from(self, seq_ids: list[int], seen: int, offsets: list[int]) -> None:
+    def _go_on_from(self, seq_ids: list[int], seen: int, offsets: list[int], text: torch.Tensor | None) -> None:
         """Take sequences that were restored as the rows of the batch, in which so many columns were seen."""
-        passes = self._passes
+        passes, self.text = self._passes, text
         passes.seq_ids, passes.num_seen, passes.offsets = seq_ids, seen, offsets
         if self._prefix is None or seen in offsets:  # of a row without a token nothing can be kept
             return

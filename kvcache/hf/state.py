@@ -1,14 +1,15 @@
 """Save an `HFCache` or an `HFEncoderDecoderCache` to a file, and make one of it.
 
 The file is a saved state of the `KVCache`, with one more sequence, which has no rows: its tokens say which sequences
-are the rows of the batch (docs/format.md). With an encoder's rows, it is two such states, one behind the other.
+are the rows of the batch (docs/format.md). With an encoder's rows, it is two such states, one behind the other. The
+tokens of the other sequences are the text that the cache knows, or of an encoder's rows, the digest of their source.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from transformers import PreTrainedConfig
@@ -21,6 +22,10 @@ from kvcache.hf.policies import SHAPE, check_config
 from kvcache.layer import DType, Layer, Transform, count
 from kvcache.policy import CrossAttention, Policy
 from kvcache.prefix import PrefixCache
+
+# In place of a token:
+NONE = -1  # it was hidden
+UNKNOWN = -2  # nobody told which one was fed
 
 VERSION = 1  # of the tokens of the sequence without rows: version, columns seen, ids of the batch's sequences
 
@@ -56,8 +61,9 @@ class SaveableBatch:
         path : path
             The file.
         tokens : torch.Tensor, optional
-            All tokens of the batch, ``[batch, tokens]``, with padding, as `generate` returns them, to be found again by
-            `kvcache.state.inspect`; the cache does not use them.
+            All tokens of the batch, ``[batch, tokens]``, with padding, as `generate` returns them. Leave them out after
+            `generate`, which tells the cache its tokens. The file then has these. A loaded cache compares its tokens
+            with the next text, and keeps what both begin with.
         fingerprint, secret
             As in `kvcache.KVCache.save`.
 
@@ -68,7 +74,7 @@ class SaveableBatch:
         OSError
             If the file cannot be written.
         ValueError, TypeError
-            If an argument is wrong.
+            If an argument is wrong; or if `tokens` are others than `generate` fed.
         """
         if self._num_parts == 1 and not _has_tokens(self):
             raise NotSupportedError(
@@ -79,7 +85,7 @@ class SaveableBatch:
             check_layers(part.layers)
             passes = part._passes
             passes.end()
-            held = {} if tokens is None else _tokens_of(passes, tokens)
+            held = _tokens_of(part, tokens)
             [marker] = passes.new_ids(1)
             held[marker] = [VERSION, passes.num_seen, *passes.seq_ids]
             sources.append((part._cache._core, [*passes.seq_ids, marker], held))
@@ -111,7 +117,8 @@ class SaveableBatch:
         Returns
         -------
         HFCache or HFEncoderDecoderCache
-            The cache, with the same rows of the batch. Masks must hide the padding that they hid before.
+            The cache, with the same rows of the batch, and the text that the file has. Masks must hide the padding that
+            they hid before.
 
         Raises
         ------
@@ -141,7 +148,7 @@ class SaveableBatch:
         if len({len(filler.seq_ids) for filler in fillers} - {0}) > 1:
             raise StateFormatError(f"{os.fspath(path)}: altered: the rows of the encoder are not those of the batch")
         for filler in fillers:
-            filler.part._go_on_from(filler.seq_ids, filler.seen, filler.offsets)
+            filler.part._go_on_from(filler.seq_ids, filler.seen, filler.offsets, filler.text)
         return cache
 
 
@@ -165,25 +172,61 @@ def _has_tokens(part: Any) -> bool:
     return not any(isinstance(policy, CrossAttention) for policy in part.policy)
 
 
-def _tokens_of(passes: Passes, tokens: Any) -> dict[int, Any]:
-    """Return the tokens of each sequence, without padding."""
+def _tokens_of(part: Any, tokens: Any) -> dict[int, list[int]]:
+    """Return what a cache, or its user, knows of the tokens of each sequence, without the padding before the first."""
+    passes = part._passes
+    text = None if part.text is None or len(part.text) != len(passes.seq_ids) else part.text
+    if not _has_tokens(part):  # a digest of each row's source
+        return {} if text is None else dict(zip(passes.seq_ids, text.tolist(), strict=True))
+    if tokens is not None:
+        text = _add_tokens(text, _check_tokens(passes, tokens), part.has_moved_rows)
+    if text is None:
+        return {}
+    rows = zip(passes.seq_ids, text[:, : passes.num_seen], passes.offsets, strict=True)
+    return {seq_id: row[offset:].tolist() for seq_id, row, offset in rows}
+
+
+def _check_tokens(passes: Passes, tokens: Any) -> torch.Tensor:
+    """Return the tokens that a cache holds, ``[batch, columns seen]``; raise if some are missing, or it is none."""
     try:
         given = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"tokens={shown(tokens)}: a tensor [batch, tokens] is needed ({error})") from None
-    seq_ids, seen = passes.seq_ids, passes.num_seen
-    if given.ndim == 2 and 0 < len(given) < len(seq_ids):
+    num_rows, seen = len(passes.seq_ids), passes.num_seen
+    if given.ndim == 2 and 0 < len(given) < num_rows:
+        _refuse_beams(f"tokens has {count(len(given), 'row')}, the cache {num_rows}")
+    if given.ndim != 2 or given.is_floating_point() or len(given) != num_rows or given.shape[1] < seen:
         raise ValueError(
-            f"tokens has {count(len(given), 'row')}, the cache {len(seq_ids)}, as after a beam search, when it holds"
-            " every beam: give the returned tokens to generate once more, with max_new_tokens=1, or leave tokens out"
-        )
-    if given.ndim != 2 or given.is_floating_point() or len(given) != len(seq_ids) or given.shape[1] < seen:
-        raise ValueError(
-            f"tokens has the shape {[*given.shape]} and the type {given.dtype}: integers [{len(seq_ids)}, {seen}]"
+            f"tokens has the shape {[*given.shape]} and the type {given.dtype}: integers [{num_rows}, {seen}]"
             " are needed, or more columns, as generate returns them"
         )
-    columns = zip(seq_ids, given, passes.offsets, strict=True)
-    return {seq_id: row[offset:seen].tolist() for seq_id, row, offset in columns}
+    return given[:, :seen].long()
+
+
+def _add_tokens(text: torch.Tensor | None, given: torch.Tensor, has_moved_rows: bool) -> torch.Tensor:
+    """Return a text with the tokens that its user gives where the cache knows none; raise if it knows others."""
+    if text is None:
+        return given
+    known = torch.nn.functional.pad(text, (0, max(0, given.shape[1] - text.shape[1])), value=UNKNOWN)
+    known = known[:, : given.shape[1]]
+    if has_moved_rows and (known == UNKNOWN).any():
+        _refuse_beams(f"tokens has {count(len(given), 'row')}, whose order may be another than the cache's")
+    differs = ((known != given) & (known >= 0)).nonzero().tolist()
+    if differs:
+        row, column = differs[0]
+        raise ValueError(
+            f"tokens[{row}, {column}] is {int(given[row, column])}, where generate fed {int(known[row, column])}: give"
+            " the text that the cache holds, or leave tokens out, because the cache knows it"
+        )
+    return torch.where(known == UNKNOWN, given, known)
+
+
+def _refuse_beams(what: str) -> NoReturn:
+    """Raise for tokens that are not of the rows of a cache that holds beams."""
+    raise ValueError(
+        f"{what}, as after a beam search, when it holds every beam: give the returned tokens to generate once more,"
+        " with max_new_tokens=1, or leave tokens out"
+    )
 
 
 class Filler:
@@ -194,6 +237,7 @@ class Filler:
         self.seen = 0
         self.seq_ids: list[int] = []
         self.offsets: list[int] = []
+        self.text: torch.Tensor | None = None
 
     def choose(self, saved: state.SavedState) -> dict[int, int]:
         """Return which sequences of a file are restored, and under which ids."""
@@ -202,7 +246,18 @@ class Filler:
         self.part._passes.seq_ids = self.seq_ids  # which it clears in the end, also if an exception comes meanwhile
         has_tokens = _has_tokens(self.part)
         self.offsets = [self.seen - lengths[row] if has_tokens else 0 for row in rows]
+        held = {one.seq_id: one.tokens.tolist() for one in saved.sequences}
+        self.text = _text_of([held[row] for row in rows], self.offsets, self.seen if has_tokens else None)
         return dict(zip(rows, self.seq_ids, strict=True))
+
+
+def _text_of(rows: list[list[int]], offsets: list[int], limit: int | None) -> torch.Tensor | None:
+    """Return the text that the tokens of a file are, up to a column; None: it does not say all rows' tokens."""
+    if not any(rows):
+        return None
+    padded = [[NONE] * offset + row for offset, row in zip(offsets, rows, strict=True)]
+    width = min(len(row) for row in padded)
+    return torch.tensor([row[: width if limit is None else min(width, limit)] for row in padded]) if width else None
 
 
 def _check_shapes(cache: Any, path: state.StrPath, saved: Sequence[Layer]) -> None:

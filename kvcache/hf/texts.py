@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcache.errors import RowsGoneError
+from kvcache.hf.state import NONE, UNKNOWN
 
 if TYPE_CHECKING:
     from kvcache.hf.cache import HFCache
     from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
-
-# In place of a token:
-NONE = -1  # it was hidden
-UNKNOWN = -2  # nobody told which one was fed
 
 
 def begin_text(cache: HFCache, input_ids: torch.Tensor, mask: torch.Tensor | None) -> None:
@@ -79,10 +76,13 @@ def leave_text(cache: HFCache, has_failed: bool = False) -> None:
 def begin_source(cache: HFEncoderDecoderCache, encoded: torch.Tensor, mask: torch.Tensor | None) -> None:
     """Reset a cache that holds the rows of another source, and note this one by a digest of each row.
 
-    `encoded` is what the encoder made, ``[batch, tokens, dim]``. A cache that was filled with a source that nobody told
-    it, or was loaded, is taken to hold this one. Raise ``ValueError``, and change nothing, if a source that is not
-    known to be another one has more or fewer rows.
+    `encoded` is what the encoder made, ``[batch, tokens, dim]``; NaN alone stands for the source that the cache holds.
+    A cache that was filled with a source that nobody told it is taken to hold this one. Raise ``ValueError``, and
+    change nothing, if a source that is not known to be another one has more or fewer rows, or if NaN stands for none.
     """
+    if encoded.isnan().all():
+        _check_held(cache.cross_attention_cache, len(encoded))
+        return
     parts = [x.detach().contiguous().view(torch.uint8).flatten(1) for x in (encoded, mask) if x is not None]
     rows = torch.cat(parts, 1).numpy(force=True)
     source = torch.tensor([list(hashlib.blake2b(row).digest()) for row in rows])
@@ -91,6 +91,16 @@ def begin_source(cache: HFEncoderDecoderCache, encoded: torch.Tensor, mask: torc
         cache.reset()
     held.check_batch_size(len(source))
     held.text = source
+
+
+def _check_held(cache: Any, batch_size: int) -> None:
+    """Raise ValueError unless a cache holds an encoder's rows for so many texts."""
+    cache.check_batch_size(batch_size)
+    if cache.batch_size < 0:
+        raise ValueError(
+            "encoder_outputs is NaN, which stands for the source that the cache holds, and it holds none: give what the"
+            " encoder makes of the source"
+        )
 
 
 def _match_beams(cache: HFCache, text: torch.Tensor) -> None:

@@ -430,7 +430,7 @@ def test_inspect_shows_both_parts(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("model: a bart") == done.stdout.count("checksums: right") == 2
     assert "behind it, a state of an encoder's rows" in done.stdout
-    assert re.search(r"sequence +rows +next position +token ids\n +0 +23 +0 +0\n", done.stdout)
+    assert re.search(r"sequence +rows +next position +token ids\n +0 +23 +0 +64\n", done.stdout)
     shown = json.loads(subprocess.check_output([*command, "--json"]))
     size = (tmp_path / "speech").stat().st_size
     assert shown["nbytes"] + shown["following"]["nbytes"] == shown["following"]["tensors"][-1]["end"] == size
