@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, TypeAlias, cast
+from typing import Any, Literal, Protocol, TypeAlias, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.layer import FloatDType
+from kvcache.layer import FloatDType, FloatDTypeLike, to_dtype
 
 __all__ = [
     "AnyArray",
     "Flags",
     "FloatDType",
+    "FloatDTypeLike",
     "Layout",
     "Ranges",
     "SupportsArray",
@@ -42,7 +43,5 @@ AnyArray: TypeAlias = npt.NDArray[Any] | SupportsDLPack | SupportsArray
 
 
 def check_float_dtype(value: Any, name: str) -> FloatDType:
-    """Return `value` if it names a type that rows can be converted to; else raise ``ValueError``, which says `name`."""
-    if isinstance(value, str) and value in ("f32", "f16", "bf16"):
-        return cast(FloatDType, value)
-    raise ValueError(f"{name}={value!r}: must be 'f32', 'f16' or 'bf16'")
+    """Return the name of a type that rows can be converted to; else raise ``ValueError``, which says `name`."""
+    return cast(FloatDType, to_dtype(value, name, get_args(FloatDType)))

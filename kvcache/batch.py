@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache import _core
-from kvcache.arrays import AnyArray, Flags, FloatDType, Layout, Ranges, check_float_dtype
+from kvcache.arrays import AnyArray, Flags, FloatDTypeLike, Layout, Ranges, check_float_dtype
 from kvcache.block import Span, make_spans
 from kvcache.errors import shown
 from kvcache.layer import count
@@ -174,7 +174,7 @@ class Batch:
 
     @overload
     def attend(
-        self, layer: SupportsIndex, q: AnyArray, k: AnyArray | None = None, v: AnyArray | None = None, *,
+        self, layer: SupportsIndex, q: npt.NDArray[Any], k: AnyArray | None = None, v: AnyArray | None = None, *,
         first: SupportsIndex = 0, scale: SupportsFloat | None = None, softcap: SupportsFloat | None = None,
         sinks: AnyArray | None = None, alibi: AnyArray | None = None, non_causal: Flags | None = None,
         masked: Ranges | None = None, layout: Layout = "THD", out: AnyArray | None = None,
@@ -183,11 +183,19 @@ class Batch:
 
     @overload
     def attend(
-        self, layer: SupportsIndex, q: AnyArray, k: AnyArray | None = None, v: AnyArray | None = None, *,
+        self, layer: SupportsIndex, q: npt.NDArray[Any], k: AnyArray | None = None, v: AnyArray | None = None, *,
         first: SupportsIndex = 0, scale: SupportsFloat | None = None, softcap: SupportsFloat | None = None,
         sinks: AnyArray | None = None, alibi: AnyArray | None = None, non_causal: Flags | None = None,
         masked: Ranges | None = None, layout: Layout = "THD", out: AnyArray | None = None, return_lse: Literal[True],
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]: ...  # fmt: skip
+
+    @overload
+    def attend(
+        self, layer: SupportsIndex, q: AnyArray, k: AnyArray | None = None, v: AnyArray | None = None, *,
+        first: SupportsIndex = 0, scale: SupportsFloat | None = None, softcap: SupportsFloat | None = None,
+        sinks: AnyArray | None = None, alibi: AnyArray | None = None, non_causal: Flags | None = None,
+        masked: Ranges | None = None, layout: Layout = "THD", out: AnyArray | None = None, return_lse: bool = False,
+    ) -> Any: ...  # fmt: skip
 
     def attend(
         self,
@@ -206,7 +214,7 @@ class Batch:
         layout: Layout = "THD",
         out: AnyArray | None = None,
         return_lse: bool = False,
-    ) -> npt.NDArray[Any] | tuple[npt.NDArray[Any], npt.NDArray[np.float32]]:
+    ) -> Any:
         """Compute attention over the rows that each query may see, in the cache and in this batch.
 
         A query sees positions up to its own, as the policy of the layer allows; of a batch with parents, it sees
@@ -250,11 +258,12 @@ class Batch:
 
         Returns
         -------
-        out : numpy.ndarray
+        out : numpy.ndarray or torch.Tensor
             The result, ``[tokens, num_heads, v_head_dim]`` of the type of `q`, or `out` itself; 0 if a query sees
-            nothing. bf16 is ``ml_dtypes.bfloat16`` if that is installed, else a type of two bytes, which DLPack exports
+            nothing. It is a tensor of PyTorch if `q` is one, whatever `k` and `v` are, and otherwise an array of NumPy.
+            bf16 of NumPy is ``ml_dtypes.bfloat16`` if that is installed, else a type of two bytes, which DLPack exports
             as bf16.
-        lse : numpy.ndarray
+        lse : numpy.ndarray or torch.Tensor
             Only with `return_lse`: the log-sum-exp, ``[tokens, num_heads]`` (or as `layout` says) of f32, a natural
             logarithm that includes sinks; minus infinity if a query sees nothing.
 
@@ -292,11 +301,9 @@ class Batch:
         <BLANKLINE>
                [[3., 5.]]], dtype=float32)
         """
-        result: npt.NDArray[Any] | tuple[npt.NDArray[Any], npt.NDArray[np.float32]]
-        result = self._core.attend(
+        return self._core.attend(
             layer, q, k, v, first, scale, softcap, sinks, alibi, non_causal, masked, layout, out, return_lse
         )
-        return result
 
     def dense(
         self,
@@ -304,7 +311,7 @@ class Batch:
         *,
         non_causal: Flags | None = None,
         masked: Ranges | None = None,
-        dtype: FloatDType | None = None,
+        dtype: FloatDTypeLike | None = None,
         layout: Layout = "HTD",
         mask: Literal["f32", "bool"] | None = "f32",
         out: Sequence[Any] | None = None,
@@ -320,7 +327,7 @@ class Batch:
         masked : array_like of int, optional
             Positions that the mask hides from every token, as in `attend`; their rows are returned all the same.
         dtype : {"f32", "f16", "bf16"}, optional
-            The type to convert rows to, f32 by default.
+            The type to convert rows to, f32 by default; also as PyTorch and NumPy name it.
         layout : {"HTD", "THD", "BHTD"}, default "HTD"
             The order of the axes: ``[num_kv_heads, n, dim]``, ``[n, num_kv_heads, dim]``, or each sequence by itself,
             ``[sequences, num_kv_heads, n, dim]``, where `n` is the number of rows of the longest sequence, and zeros
@@ -331,8 +338,8 @@ class Batch:
             if it does. None: no mask; for a batch of many sequences it is the largest of the arrays.
         out : tuple of two or three arrays, optional
             Arrays for keys, values and, with three, the mask, in place of new ones, in the shapes below. Keys and
-            values may have any of these types, NumPy's or DLPack's, contiguous along the last axis; the mask is NumPy's
-            and contiguous. They must not overlap.
+            values may have any of these types, contiguous along the last axis; the mask is contiguous. All may be
+            NumPy's or DLPack's, and must not overlap.
 
         Returns
         -------

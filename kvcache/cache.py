@@ -14,12 +14,12 @@ import numpy.typing as npt
 
 from kvcache import _core
 from kvcache._core import INT32_MAX, INT64_MAX, MAX_THREADS, integer
-from kvcache.arrays import AnyArray, FloatDType, SupportsDLPack, check_float_dtype
+from kvcache.arrays import AnyArray, FloatDTypeLike, SupportsDLPack, check_float_dtype
 from kvcache.batch import Batch
 from kvcache.block import Block, Run, Span, make_spans
 from kvcache.errors import CacheBusyError
 from kvcache.follower import Edit, Follower
-from kvcache.layer import PER_LAYER, DType, Layer, Sizes, Transform, check_layers, count, make_layers, override
+from kvcache.layer import PER_LAYER, DTypeLike, Layer, Sizes, Transform, check_layers, count, make_layers, override
 from kvcache.policy import FullAttention, Policy
 from kvcache.rope import RopeLike
 from kvcache.saveable import Saveable
@@ -149,8 +149,8 @@ class KVCache(Saveable):
         self, num_layers: SupportsIndex, num_kv_heads: SupportsIndex | Sequence[SupportsIndex],
         head_dim: SupportsIndex | Sequence[SupportsIndex], max_seq_len: SupportsIndex | None = None, *,
         v_head_dim: SupportsIndex | Sequence[SupportsIndex] | None = None, value_in_key: bool | Sequence[bool] = False,
-        dtype: DType | Sequence[DType] = "f16", k_dtype: DType | Sequence[DType] | None = None,
-        v_dtype: DType | Sequence[DType] | None = None,
+        dtype: DTypeLike | Sequence[DTypeLike] = "f16", k_dtype: DTypeLike | Sequence[DTypeLike] | None = None,
+        v_dtype: DTypeLike | Sequence[DTypeLike] | None = None,
         k_transform: Transform | Sequence[Transform | None] | None = None,
         v_transform: Transform | Sequence[Transform | None] | None = None,
         policy: Policy | Sequence[Policy | None] | None = FullAttention(),  # noqa: B008  (frozen)
@@ -524,7 +524,7 @@ class KVCache(Saveable):
         *,
         seq_id: SupportsIndex = 0,
         first: SupportsIndex = 0,
-        dtype: FloatDType | None = None,
+        dtype: FloatDTypeLike | None = None,
         out: tuple[SupportsDLPack | npt.NDArray[Any], SupportsDLPack | npt.NDArray[Any]] | None = None,
         raw: bool = False,
     ) -> tuple[Any, Any]:
@@ -535,7 +535,7 @@ class KVCache(Saveable):
         first : int, default 0
             The index of the first row to copy.
         dtype : {"f32", "f16", "bf16"}, optional
-            The type to convert rows to, f32 by default.
+            The type to convert rows to, f32 by default; also as PyTorch and NumPy name it.
         out : tuple of two arrays, optional
             Arrays for keys and values, in place of new ones, whose length is the number of rows to copy: of any of
             these types, or of uint8 if `raw`, NumPy's or DLPack's, contiguous along the last axis, and not overlapping.

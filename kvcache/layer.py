@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, SupportsIndex, TypeAlias, cast, get_args
+from typing import Any, Literal, Protocol, SupportsIndex, TypeAlias, cast, get_args
 
 import numpy as np
 
@@ -18,7 +18,9 @@ from kvcache.spelling import spelt
 __all__ = [
     "DTYPES",
     "DType",
+    "DTypeLike",
     "FloatDType",
+    "FloatDTypeLike",
     "Layer",
     "Sizes",
     "Transform",
@@ -30,6 +32,7 @@ __all__ = [
     "override",
     "stored_as",
     "suits",
+    "to_dtype",
     "why_not",
 ]
 
@@ -37,6 +40,42 @@ FloatDType: TypeAlias = Literal["f32", "f16", "bf16"]
 DType: TypeAlias = Literal[FloatDType, "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8", "int6", "int4"]
 DTYPES: tuple[DType, ...] = get_args(DType)
 Transform: TypeAlias = Literal["hadamard"]
+OTHER_NAMES: dict[str, FloatDType] = {"float32": "f32", "float16": "f16", "half": "f16", "bfloat16": "bf16"}
+
+
+class TorchDType(Protocol):
+    """An element type of PyTorch."""
+
+    is_floating_point: bool
+    is_complex: bool
+    itemsize: int
+
+
+# Element types as other libraries and model files name them, beside the names of this package.
+FloatDTypeLike: TypeAlias = (
+    FloatDType | Literal["float32", "float16", "half", "bfloat16"] | TorchDType | np.dtype[Any] | type[np.generic]
+)
+DTypeLike: TypeAlias = DType | FloatDTypeLike
+
+
+def to_dtype(value: Any, name: str, among: Sequence[DType] = DTYPES) -> DType:
+    """Return the name of an element type, of which torch, NumPy and model files have others.
+
+    Raise ``ValueError``, which says `name`, unless it is one of `among`.
+    """
+    known = value
+    if isinstance(value, np.dtype):
+        known = value.name
+    elif isinstance(value, type) and issubclass(value, np.generic):  # such as ml_dtypes.bfloat16
+        known = value.__name__
+    elif type(value).__module__ == "torch":  # not imported here
+        known = str(value)
+    if isinstance(known, str):
+        known = OTHER_NAMES.get(known.removeprefix("torch."), known)
+        if known in among:
+            return cast(DType, known)
+    raise ValueError(f"{name}={value!r}: must be {', '.join(map(repr, among[:-1]))} or {among[-1]!r}")
+
 
 # The core's limits, checked here so that messages name Python's arguments.
 MAX_LAYERS = 1 << 20
@@ -106,7 +145,8 @@ class Layer:
         attention [1]_. `Batch.attend` must then be given a `scale`.
     dtype : {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8", "int6", "int4"}, optional
         The type of stored rows, by default "f16". Those from q8_0 on need a `head_dim` that is a multiple of 32: ggml's
-        blocks of 32 elements, in 18 to 34 bytes, and int8, int6 and int4, with one scale for a row of one head.
+        blocks of 32 elements, in 18 to 34 bytes, and int8, int6 and int4, with one scale for a row of one head. The
+        first three are also taken as PyTorch and NumPy name them: ``torch.bfloat16``, ``np.float16``, ``"float32"``.
     k_dtype, v_dtype : as `dtype`, optional
         The type of keys, or of values, if not `dtype`.
     k_transform, v_transform : {"hadamard", None}, optional
@@ -173,9 +213,9 @@ class Layer:
         *,
         v_head_dim: SupportsIndex | None = None,
         value_in_key: bool = False,
-        dtype: DType | None = None,
-        k_dtype: DType | None = None,
-        v_dtype: DType | None = None,
+        dtype: DTypeLike | None = None,
+        k_dtype: DTypeLike | None = None,
+        v_dtype: DTypeLike | None = None,
         k_transform: Transform | None = None,
         v_transform: Transform | None = None,
         policy: Policy | None = FullAttention(),  # noqa: B008  (frozen)
@@ -184,14 +224,14 @@ class Layer:
     ) -> None:
         if dtype is not None and k_dtype is not None and v_dtype is not None:  # as from dataclasses.replace
             raise ValueError(f"dtype={dtype!r}: k_dtype and v_dtype are given; give these two, or dtype alone")
-        default = "f16" if dtype is None else _dtype(dtype, "dtype")
+        default = "f16" if dtype is None else to_dtype(dtype, "dtype")
         k_dim = _dim(head_dim, "head_dim")
         values = {
             "num_kv_heads": _dim(num_kv_heads, "num_kv_heads"),
             "head_dim": k_dim,
             "v_head_dim": k_dim if v_head_dim is None else _dim(v_head_dim, "v_head_dim"),
-            "k_dtype": default if k_dtype is None else _dtype(k_dtype, "k_dtype"),
-            "v_dtype": default if v_dtype is None else _dtype(v_dtype, "v_dtype"),
+            "k_dtype": default if k_dtype is None else to_dtype(k_dtype, "k_dtype"),
+            "v_dtype": default if v_dtype is None else to_dtype(v_dtype, "v_dtype"),
             "policy": _policy(policy, "policy"),
             "value_in_key": _bool(value_in_key, "value_in_key"),
             "rope": _rope(rope, "rope"),
@@ -337,7 +377,7 @@ def _build(own: Sequence[Mapping[str, Any]], given: dict[str, Any]) -> list[Laye
     n = len(own)
     columns = {name: _per_layer(value, name, n) for name, value in given.items()}
     if "dtype" in given:
-        dtypes = [_dtype(one, _name("dtype", given["dtype"], i)) for i, one in enumerate(columns.pop("dtype"))]
+        dtypes = [to_dtype(one, _name("dtype", given["dtype"], i)) for i, one in enumerate(columns.pop("dtype"))]
         columns |= {name: dtypes for name in ("k_dtype", "v_dtype") if given.get(name) is None}
     alike = not any(own) and not any(map(_is_sequence, given.values()))
     layers = []
@@ -398,12 +438,6 @@ def _name(name: str, value: Any, layer: int) -> str:
 
 def _dim(value: Any, name: str) -> int:
     return integer(value, name, 1, MAX_DIM)
-
-
-def _dtype(value: Any, name: str) -> DType:
-    if isinstance(value, str) and value in DTYPES:
-        return value
-    raise ValueError(f"{name}={value!r}: must be {', '.join(map(repr, DTYPES[:-1]))} or {DTYPES[-1]!r}")
 
 
 def _transform(value: Any, name: str) -> Transform | None:

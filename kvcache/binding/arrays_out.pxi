@@ -27,6 +27,14 @@ cdef cnp.ndarray new_array(int32_t type, int ndim, int64_t a, int64_t b, int64_t
     return make_array(BFloat16Array, find_bf16(), ndim, shape, NULL, NULL)
 
 
+cdef object new_result(object like, int32_t type, int ndim, int64_t a, int64_t b, int64_t c, int64_t d=0):
+    """Return a new array for a result: a tensor of PyTorch if `like` is one, which is f32 or of `type`."""
+    if cnp.PyArray_Check(like) or not hasattr(like, "new_empty"):
+        return new_array(type, ndim, a, b, c, d)
+    made = like.new_empty((a, b, c, d)[:ndim])
+    return made.float() if type == KVC_F32 else made
+
+
 cdef str type_name(int32_t type):
     return next(name for name, number in TYPES.items() if number == type)
 

@@ -248,15 +248,18 @@ cdef class Batch(_CallCounter):
             raise ValueError(f"{name}: an array of {a.shape[0]} numbers, where q has {heads} heads")
         return make_readable(a, owner)
 
-    cdef object read_out(self, object out, int64_t dim, int layout, Array *q, Array *a):
-        """Describe `out`, or a new array if that is None, for the result; return the object that keeps its memory."""
+    cdef object read_out(self, object out, object like, int64_t dim, int layout, Array *q, Array *a):
+        """Describe `out`, or a new array if that is None, for the result.
+
+        Return the object that keeps its memory: the result itself, if it is new. `like` is the queries' object.
+        """
         cdef int head = HEAD_AXIS[layout]
         if out is None:
             if layout == BHTD:
-                out = new_array(q.type, 4, q.shape[0], q.shape[1], q.shape[2], dim)
+                out = new_result(like, q.type, 4, q.shape[0], q.shape[1], q.shape[2], dim)
             else:
-                out = new_array(q.type, 3, q.shape[0], q.shape[1], dim)
-            read_numpy(out, "out", q.ndim, a)
+                out = new_result(like, q.type, 3, q.shape[0], q.shape[1], dim)
+            read_array(out, "out", q.ndim, a)
             return out
         owner = read_array(out, "out", q.ndim, a, write=True)
         if a.type != q.type:
@@ -276,7 +279,7 @@ cdef class Batch(_CallCounter):
         cdef cnp.ndarray flags = None, ranges
         memset(query, 0, sizeof(Query))
         plan.struct_size, args.struct_size = sizeof(kvc_plan_args), sizeof(kvc_attend_args)
-        q = read_rows(q, "q", shape.num_kv_heads, True, shape.k_dim, layout, &query.q)
+        q_owner = read_rows(q, "q", shape.num_kv_heads, True, shape.k_dim, layout, &query.q)
         plan.first = self.to_first(first, count_tokens(&query.q, layout))
         plan.layer, plan.num_tokens = layer, <int32_t>count_tokens(&query.q, layout)
         plan.num_heads = <int32_t>query.q.shape[head]
@@ -300,13 +303,13 @@ cdef class Batch(_CallCounter):
             if flags is not None:
                 plan.non_causal = <const uint8_t *>cnp.PyArray_DATA(flags)
         ranges = to_masked(masked, &plan.masked, &plan.masked_size, &plan.num_masked)
-        out = self.read_out(out, shape.v_dim, layout, &query.q, &query.out)
+        out = self.read_out(out, q, shape.v_dim, layout, &query.q, &query.out)
         args.out = query.out.data
         args.out_token_stride, args.out_head_stride = query.out.strides[token], query.out.strides[head]
         if layout == BHTD:
             args.tokens_per_sequence = <int32_t>query.q.shape[2]
             args.q_batch_stride, args.out_batch_stride = query.q.strides[0], query.out.strides[0]
-        return q, sinks, alibi, flags, ranges, out
+        return q_owner, sinks, alibi, flags, ranges, out
 
     def attend(self, layer, q, k, v, first, scale, softcap, sinks, alibi, non_causal, masked, str layout, out,
                return_lse):
@@ -318,7 +321,7 @@ cdef class Batch(_CallCounter):
         cdef bint cross = self.cache.layers[at].policy.kind == KVC_CROSS
         cdef kvc_batch *batch
         cdef kvc_status status
-        cdef cnp.ndarray lse = None
+        cdef Array lse
         cdef PutRows rows
         cdef Query query
         query_owners = self.read_query(at, q, first, scale, softcap, sinks, alibi, non_causal, masked, axes, out,
@@ -339,18 +342,19 @@ cdef class Batch(_CallCounter):
                 check_apart(&query.out, &rows.k, "k")
                 check_apart(&query.out, &rows.v, "v")
         if wants_lse:
-            lse = new_array(KVC_F32, query.q.ndim - 1, query.q.shape[0], query.q.shape[1], query.q.shape[2])
-            query.args.lse = <float *>cnp.PyArray_DATA(lse)
-            query.args.lse_token_stride = cnp.PyArray_STRIDE(lse, TOKEN_AXIS[axes])
-            query.args.lse_head_stride = cnp.PyArray_STRIDE(lse, HEAD_AXIS[axes])
-            query.args.lse_batch_stride = cnp.PyArray_STRIDE(lse, 0)
+            sums = new_result(q, KVC_F32, query.q.ndim - 1, query.q.shape[0], query.q.shape[1], query.q.shape[2])
+            read_array(sums, "lse", query.q.ndim - 1, &lse)
+            query.args.lse = <float *>lse.data
+            query.args.lse_token_stride = lse.strides[TOKEN_AXIS[axes]]
+            query.args.lse_head_stride = lse.strides[HEAD_AXIS[axes]]
+            query.args.lse_batch_stride = lse.strides[0]
         if store:
             query.args.put = &rows.args
         batch = self.enter()
         with nogil:
             status = kvc_attend(batch, &query.plan, &query.args)
         self.finish(status)
-        return (out, lse) if wants_lse else out
+        return (out, sums) if wants_lse else out
 
     cdef object dense_rows(self, object out, str name, int32_t type, int layout, int64_t heads, int64_t dim,
                            Array *like, Array *a):
@@ -381,8 +385,14 @@ cdef class Batch(_CallCounter):
         dtype = np.dtype(np.float32 if kind == "f32" else np.bool_)
         if out is None:
             return np.empty(shape, dtype)
+        if not isinstance(out, np.ndarray) and hasattr(out, "__dlpack__"):
+            check_tensor(out, "out[2]")
+            try:
+                out = np.from_dlpack(out)
+            except (BufferError, RuntimeError):
+                pass  # then it is no array on the CPU
         if not isinstance(out, np.ndarray) or out.dtype != dtype:
-            raise TypeError(f"out[2]: a NumPy array of {dtype} is needed, where mask={kind!r}, not "
+            raise TypeError(f"out[2]: an array of {dtype} is needed, where mask={kind!r}, not "
                             f"{getattr(out, 'dtype', type(out).__name__)}")
         if out.shape != shape:
             raise ValueError(f"out[2]: an array of shape {out.shape}, where {shape} is needed")
@@ -463,7 +473,9 @@ cdef class Batch(_CallCounter):
         with nogil:
             status = kvc_dense(batch, at, &args)
         self.finish(status)
-        return (key_owner, value_owner, masks) if out is None else (k_out, v_out, masks)
+        if out is None:
+            return key_owner, value_owner, masks
+        return k_out, v_out, masks if mask_out is None else mask_out
 
     cdef cnp.ndarray to_kept(self, object keep):
         """Convert and check the tokens to keep."""

@@ -24,7 +24,7 @@ from kvcache.hf.prompts import Prompt, Prompts, check_prefix, placeholders_of, p
 from kvcache.hf.recurrent import ROWS, MixedLayer, Recurrent
 from kvcache.hf.state import SaveableBatch, stored_in
 from kvcache.hf.turns import STALLED, Turns
-from kvcache.layer import DType, Transform, count, override
+from kvcache.layer import DTypeLike, Transform, count, override
 from kvcache.policy import CrossAttention, Policy
 from kvcache.prefix.cache import MOST_BLOCK_SIZE, PrefixCache
 from kvcache.state import SavedState
@@ -73,7 +73,7 @@ class HFCache(SaveableBatch, Cache):
     def __init__(
         self,
         config: PreTrainedConfig,
-        dtype: DType | None = None,
+        dtype: DTypeLike | None = None,
         policy: Policy | Sequence[Policy] | None = None,
         transform: Transform | None = None,
         prefix: PrefixCache | None = None,
@@ -110,7 +110,7 @@ class HFCache(SaveableBatch, Cache):
     @staticmethod
     def make_kv_cache(
         config: PreTrainedConfig,
-        dtype: DType = "f16",
+        dtype: DTypeLike = "f16",
         policy: Policy | Sequence[Policy] | None = None,
         transform: Transform | None = None,
         *,

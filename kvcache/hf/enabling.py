@@ -12,7 +12,7 @@ from kvcache.errors import NotSupportedError
 from kvcache.hf.attention import NAME
 from kvcache.hf.cache import HFCache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
-from kvcache.layer import DType
+from kvcache.layer import DTypeLike
 
 PLACE = "_kvcache_enabled"  # the model's attribute that has its `Enabled`
 
@@ -39,7 +39,7 @@ class Enabled:
         return Enabled, (arguments, self.attention)
 
 
-def enable(model: Any, dtype: DType | None = None, **arguments: Any) -> None:
+def enable(model: Any, dtype: DTypeLike | None = None, **arguments: Any) -> None:
     """Let a model attend with this package's kernels, and its ``generate`` make an `HFCache` by itself.
 
     Parameters

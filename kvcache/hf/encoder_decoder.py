@@ -13,7 +13,7 @@ from kvcache.errors import NotSupportedError
 from kvcache.hf.cache import HFCache
 from kvcache.hf.policies import check_config, check_model
 from kvcache.hf.state import SaveableBatch, stored_in
-from kvcache.layer import DType, Transform
+from kvcache.layer import DTypeLike, Transform
 from kvcache.models.fields import NAMES
 from kvcache.policy import CrossAttention, Policy
 from kvcache.state import SavedState
@@ -68,7 +68,7 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
     def __init__(
         self,
         config: PreTrainedConfig,
-        dtype: DType | None = None,
+        dtype: DTypeLike | None = None,
         policy: Policy | Sequence[Policy] | None = None,
         max_source_len: int | None = None,
         transform: Transform | None = None,

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvcache import FullAttention, KVCache, SlidingWindow
 from kvcache.arguments import to_float
-from kvcache.layer import DTYPES, DType, Transform
+from kvcache.layer import DTYPES, DType, Transform, to_dtype
 from kvcache.models.weights import F32
 from kvcache.runner import llama
 from kvcache.runner.llama import Llama, LlamaConfig, LlamaError
@@ -71,8 +71,10 @@ class Options:
     transform: Transform | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise LlamaError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        try:
+            object.__setattr__(self, "dtype", to_dtype(self.dtype, "dtype"))
+        except ValueError:
+            raise LlamaError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}") from None
         for name, value, lowest in (
             ("window", self.window, 1),
             ("sink tokens", self.num_sink_tokens, 0),

@@ -21,7 +21,7 @@ import typer
 
 from kvcache.arguments import INT32_MAX, MAX_THREADS
 from kvcache.errors import KVCacheError, ModelFileError, plain
-from kvcache.layer import DTYPES, DType, count, override
+from kvcache.layer import DTYPES, DType, count, override, to_dtype
 from kvcache.models import shapes
 from kvcache.policy import CrossAttention, SlidingWindow
 from kvcache.runtime import __version__, get_num_threads, print_values, show_config
@@ -74,10 +74,10 @@ def _type(text: str) -> Any:
     """Make an option that takes an element type."""
 
     def parse(name: str) -> DType:
-        for dtype in DTYPES:
-            if name == dtype:
-                return dtype
-        raise typer.BadParameter(f"{name!r} is none of {', '.join(DTYPES)}")
+        try:
+            return to_dtype(name, "type")
+        except ValueError:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(DTYPES)}") from None
 
     return typer.Option("--dtype", parser=parse, autocompletion=lambda: [*DTYPES], metavar="TYPE", help=text)
 

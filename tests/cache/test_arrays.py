@@ -337,13 +337,14 @@ def test_torch(given, stored):
     q, tk, tv = (torch.from_numpy(x).to(getattr(torch, given)) for x in (queries(), k, v))
     check_stored(stored_after_put(tk, tv, stored), k, v)
     out = attended(q, tk, tv, stored)
-    assert torch.from_dlpack(out).dtype == q.dtype
+    assert isinstance(out, torch.Tensor)
+    assert out.dtype == q.dtype
     result = torch.empty(TOKENS, HEADS, V_DIM, dtype=q.dtype)
     assert attended(q, tk, tv, stored, out=result) is result
-    assert torch.equal(result, torch.from_dlpack(out))
+    assert torch.equal(result, out)
     strided_out = torch.empty(HEADS, TOKENS, V_DIM, dtype=q.dtype).transpose(0, 1)
     attended(q, tk.flip(0), tv, stored, out=strided_out)
-    assert torch.equal(strided_out, torch.from_dlpack(attended(q, tk.flip(0), tv, stored)))
+    assert torch.equal(strided_out, attended(q, tk.flip(0), tv, stored))
 
 
 @pytest.mark.hf
@@ -354,3 +355,138 @@ def test_views_go_to_torch():
     for dtype in NUMPY:
         keys, _ = stored_after_put(k, v, dtype)
         assert torch.equal(torch.from_dlpack(keys).float(), torch.from_numpy(k).transpose(0, 1))
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("layout", ["THD", "HTD", "BHTD"])
+@pytest.mark.parametrize("given", ["float32", "float16", "bfloat16"])
+def test_torch_in_torch_out(given, layout):
+    """The result and its log-sum-exp are what q is, whatever the other arrays are."""
+    import torch
+
+    def laid_out(x):
+        return x if layout == "THD" else x.swapaxes(0, 1) if layout == "HTD" else x.swapaxes(0, 1)[None]
+
+    q, k, v = (laid_out(x) for x in (queries(), *rows()))
+    tensors = [torch.from_numpy(x).to(getattr(torch, given)) for x in (q, k, v)]
+    options = {"layout": layout, "return_lse": True}
+    want, want_lse = attended(q.astype(BF16 if given == "bfloat16" else given), k, v, **options)
+    for one in ((tensors[0], k, v), tensors):
+        out, lse = attended(*one, **options)
+        assert (out.dtype, lse.dtype) == (tensors[0].dtype, torch.float32)
+        np.testing.assert_array_equal(out.float().numpy(), want.astype(np.float32))
+        np.testing.assert_array_equal(lse.numpy(), want_lse)
+    out, lse = attended(q, *tensors[1:], **options)
+    assert isinstance(out, np.ndarray)
+    assert isinstance(lse, np.ndarray)
+
+
+@pytest.mark.hf
+def test_whatever_takes_an_array_takes_a_tensor(tmp_path):
+    import torch
+
+    def results(array):
+        """Return what calls make of arrays, each converted by `array`."""
+        k, v = (array(x) for x in rows())
+        cache = new_cache(max_sequences=None)
+        with cache.batch(positions=array(np.arange(4)), seq_ids=array(np.array([0, 0, 3, 3]))) as batch:
+            yield batch.attend(
+                0, array(queries()[:4]), k[:4], v[:4], non_causal=array(np.array([True, False, True, False])),
+                masked=array(np.array([[0, 0, 1]])), sinks=array(np.ones(HEADS, np.float32)),
+                alibi=array(np.ones(HEADS, np.float32)), scale=array(np.array(0.5)),
+            )  # fmt: skip
+        with cache.batch(positions=[2, 3, 3], parents=array(np.array([-1, 0, 0]))) as batch:
+            batch.put(array(np.array(0)), k[:3], v[:3])
+            outs = [array(np.zeros(shape, np.float32)) for shape in ((KV_HEADS, 5, K_DIM), (KV_HEADS, 5, V_DIM))]
+            for mask, dtype in (("f32", np.float32), ("bool", np.bool_)):
+                given = [*outs, array(np.zeros((3, 5), dtype))]
+                got = batch.dense(0, mask=mask, out=given)
+                assert all(x is y for x, y in zip(got, given, strict=True))
+                yield from got
+            batch.commit(keep=array(np.array([0, 2])))
+        got = cache.gather(0, out=(outs[0][:, :4], outs[1][:, :4]))
+        yield from got
+        cache.inject(0, 1, k[:2].swapaxes(0, 1), v[:2].swapaxes(0, 1))
+        yield cache.keys(0)
+        cache.save(tmp_path / "state", tokens={0: array(np.arange(4))})
+        yield kvcache.state.inspect(tmp_path / "state").sequences[0].tokens
+        rope = kvcache.Rope(array(np.array([1.0, 0.1])))
+        yield rope.inv_freq
+        shared = kvcache.KVCache(1, 1, 8, block_size=2, max_sequences=None)
+        prefix = kvcache.PrefixCache(shared, fingerprint="one")
+        seq_id, _ = prefix.acquire(array(np.arange(5)))
+        with shared.batch(5, seq_ids=[seq_id] * 5) as batch:
+            batch.put(0, np.zeros((5, 1, 8), np.float32), np.zeros((5, 1, 8), np.float32))
+        prefix.release(seq_id, array(np.arange(5)))
+        yield prefix.lookup(array(np.arange(5)))
+
+    for got, want in zip(results(torch.from_numpy), results(np.asarray), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.hf
+def test_masks_of_torch_that_are_refused():
+    import torch
+
+    with new_cache().batch(2) as batch:
+        batch.put(0, *(x[:2] for x in rows()))
+        outs = torch.zeros(KV_HEADS, 2, K_DIM), torch.zeros(KV_HEADS, 2, V_DIM)
+        for mask, words in (
+            (
+                torch.zeros(2, 2, dtype=torch.bool),
+                "an array of float32 is needed, where mask='f32', not torch.bool|bool",
+            ),
+            (torch.zeros(2, 2, requires_grad=True), "requires grad"),
+            (torch.zeros(2, 2, device="meta"), "an array of float32 is needed"),
+            (torch.zeros(2, 4)[:, ::2], "must be contiguous"),
+            (torch.zeros(2, 3), r"an array of shape \(2, 3\), where \(2, 2\) is needed"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=rf"out\[2\]: .*({words})"):
+                batch.dense(0, out=(*outs, mask))
+
+
+# ---- names of element types
+
+
+NAMES = {
+    "f32": ["float32", "torch.float32", np.float32, np.dtype("float32")],
+    "f16": ["float16", "half", "torch.float16", np.float16, np.dtype("f2")],
+    "bf16": ["bfloat16", "torch.bfloat16", BF16, np.dtype(BF16)],
+}
+
+
+def test_names_of_other_libraries():
+    for dtype, names in NAMES.items():
+        for name in names:
+            layer = kvcache.Layer(1, 8, k_dtype=name, v_dtype=name)
+            assert layer == kvcache.Layer(1, 8, dtype=name) == kvcache.Layer(1, 8, dtype=dtype)
+            cache = kvcache.KVCache(2, 1, 8, dtype=[name, "f32"])
+            assert (cache.layers[0].k_dtype, cache.layers[1].k_dtype) == (dtype, "f32")
+            with cache.batch(1) as batch:
+                for at in range(2):
+                    batch.put(at, np.ones((1, 1, 8), np.float32), np.ones((1, 1, 8), np.float32))
+                assert batch.dense(0, dtype=name)[0].dtype == NUMPY[dtype]
+            assert cache.gather(0, dtype=name)[1].dtype == NUMPY[dtype]
+
+
+@pytest.mark.parametrize("name", ["float", "float64", np.float64, float, np.dtype("V2"), 16, None, ["f16"], np.ones(1)])
+def test_other_names_are_refused(name):
+    with pytest.raises(ValueError, match="must be 'f32', 'f16',"):
+        kvcache.KVCache([kvcache.Layer(1, 8, dtype="f16", k_dtype=16 if name is None else name)])
+    if name is not None:
+        with pytest.raises(ValueError, match=r"dtype=.*: must be 'f32', 'f16' or 'bf16'"):
+            kvcache.KVCache(1, 1, 8).gather(0, dtype=name)
+
+
+@pytest.mark.hf
+def test_names_of_torch():
+    import torch
+
+    for dtype, name in (("f32", torch.float), ("f16", torch.half), ("bf16", torch.bfloat16)):
+        cache = kvcache.KVCache(2, 1, 8, dtype=name, v_dtype=[name, "f32"])
+        assert [layer.k_dtype for layer in cache.layers] == [dtype] * 2
+        assert [layer.v_dtype for layer in cache.layers] == [dtype, "f32"]
+        assert cache.gather(0, dtype=name)[0].dtype == NUMPY[dtype]
+    for name in (torch.float64, torch.float8_e4m3fn, torch.int8, torch.Tensor):
+        with pytest.raises(ValueError, match=r"dtype=.*torch.*: must be 'f32', 'f16',"):
+            kvcache.KVCache(1, 1, 8, dtype=name)
