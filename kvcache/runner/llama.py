@@ -198,7 +198,7 @@ class Llama:
         tokens: ArrayLike,
         cache: KVCache,
         *,
-        seq_id: int = 0,
+        seq_id: int | Sequence[int] = 0,
         last_only: bool = False,
         on_batch: Callable[[int, int], None] | None = None,
     ) -> F32:
@@ -210,8 +210,9 @@ class Llama:
             The tokens that follow those of the sequence, at least one. Long inputs are cut into batches.
         cache : KVCache
             A cache for this model's shape, as `new_cache` makes.
-        seq_id : int, default 0
-            The sequence, say one that `kvcache.PrefixCache.acquire` returned.
+        seq_id : int or sequence of int, default 0
+            The sequence, say one that `kvcache.PrefixCache.acquire` returned; or, for a batch of several sequences, the
+            sequence of each token. Tokens of a sequence then stand side by side.
         last_only : bool
             Whether to compute the logits of the last token only.
         on_batch : callable, optional
@@ -231,23 +232,25 @@ class Llama:
         if ids.ndim != 1 or not len(ids):
             raise ValueError(f"tokens must be one list of at least one token, not of shape {list(ids.shape)}")
         self.config.check_tokens(ids)
+        seq_ids = [*seq_id] if isinstance(seq_id, Sequence) else [seq_id] * len(ids)
+        if len(seq_ids) != len(ids):
+            raise ValueError(f"seq_id must be one sequence, or one for each of {len(ids)} tokens, not {len(seq_ids)}")
         hidden = []
         for i in range(0, len(ids), PREFILL_TOKENS):
-            hidden.append(self._hidden(ids[i : i + PREFILL_TOKENS], cache, seq_id))
+            hidden.append(self._hidden(ids[i : i + PREFILL_TOKENS], cache, seq_ids[i : i + PREFILL_TOKENS]))
             if on_batch is not None:
                 on_batch(min(i + PREFILL_TOKENS, len(ids)), len(ids))
         x = hidden[-1][-1:] if last_only else np.concatenate(hidden)
         return _rms_norm(x, self.norm, self.config.rms_norm_eps) @ self.head.T
 
-    def _hidden(self, ids: NDArray[np.intp], cache: KVCache, seq_id: int) -> F32:
+    def _hidden(self, ids: NDArray[np.intp], cache: KVCache, seq_ids: Sequence[int]) -> F32:
         """Run one batch through all layers: [n] -> [n, hidden]."""
         c, n = self.config, len(ids)
         rotated, all_heads = c.num_heads + c.num_kv_heads, c.num_heads + 2 * c.num_kv_heads
-        first = cache.next_position(seq_id)
-        angles = np.arange(first, first + n)[:, None, None] * self.inv_freq  # float64: positions may be large
-        cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         x = self.embedding[ids]
-        with cache.batch(n, seq_ids=[seq_id] * n) as batch:
+        with cache.batch(n, seq_ids=seq_ids) as batch:
+            angles = batch.positions[:, None, None] * self.inv_freq  # float64: positions may be large
+            cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
             for index, layer in enumerate(self.layers):
                 qkv = _rms_norm(x, layer.attention_norm, c.rms_norm_eps) @ layer.qkv.T
                 if layer.qkv_bias is not None:

@@ -58,10 +58,8 @@ class NoCache:
     def __init__(self, window: int = 2**31, num_sink_tokens: int = 0) -> None:
         self.window, self.num_sink_tokens = window, num_sink_tokens
 
-    def next_position(self, seq_id: int) -> int:
-        return 0
-
     def batch(self, n: int, seq_ids: list[int]) -> Self:
+        self.positions = np.arange(n)
         return self
 
     def __enter__(self) -> Self:
@@ -633,3 +631,22 @@ def test_no_eval_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_importing_kvcache_imports_no_runner() -> None:
     code = "import sys, kvcache; assert not {'kvcache.runner', 'safetensors'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_batch_of_several_sequences(model: runner.Llama, windows: list[list[int]]) -> None:
+    """Each gets what it gets alone."""
+    texts = [windows[0][:40], windows[1][:7], windows[2][:1]]
+    cache = runner.new_cache(model.config, runner.Options(dtype="f32"))
+    many = KVCache(cache.layers, max_sequences=None)
+    for part in (slice(0, -1), slice(-1, None)):
+        parts = [text[part] for text in texts]
+        seq_ids = [i for i, text in enumerate(parts) for _ in text]
+        got = model.forward([token for text in parts for token in text], many, seq_id=seq_ids)
+        first = 0
+        for i, text in enumerate(parts):
+            want = [model.forward(texts[i], many, seq_id=10 + i)[part]] if text else []
+            np.testing.assert_allclose(got[first : first + len(text)], np.concatenate(want or [got[:0]]), atol=1e-4)
+            first += len(text)
+            many.clear(10 + i)
+    with pytest.raises(ValueError, match="one for each of 2 tokens, not 1"):
+        model.forward([1, 2], many, seq_id=[0])

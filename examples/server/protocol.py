@@ -1,0 +1,169 @@
+"""What clients send and get: the requests, answers and errors of OpenAI's interface."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+from engine import Options
+
+MODEL = "kvcache-example"
+UNSUPPORTED: dict[str, Any] = {  # fields with the one value that is taken, beside null
+    "n": 1, "best_of": 1, "echo": False, "suffix": "", "logprobs": False, "logit_bias": {}, "presence_penalty": 0,
+    "frequency_penalty": 0, "tools": [], "response_format": {"type": "text"},
+}  # fmt: skip
+COMMON = {"model", "max_tokens", "temperature", "top_p", "stop", "seed", "stream", "stream_options", "user"}
+OWN = {False: {"prompt"}, True: {"messages", "max_completion_tokens"}}
+
+
+class ApiError(Exception):
+    """An error that a client gets."""
+
+    def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        kinds = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+        kind = kinds.get(status, "invalid_request_error")
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def number(body: dict[str, Any], name: str, default: Any, least: float, most: float, kind: Any = (int, float)) -> Any:
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
+        what = "an integer" if kind is int else "a number"
+        raise ApiError(f"{name}={json.dumps(value)}: must be {what} from {least} to {most}", name)
+    return value
+
+
+def flag(body: dict[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ApiError(f"{name}={json.dumps(value)}: must be true or false", name)
+    return bool(value)
+
+
+def parse(data: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ApiError("the body must be a JSON object")
+    return body
+
+
+def read_options(body: dict[str, Any], is_chat: bool, room: int) -> Options:
+    """Return the options of a request for whose answer there is room for so many tokens; raise for a wrong field."""
+    for name, value in body.items():
+        if name in UNSUPPORTED and value not in (None, UNSUPPORTED[name]):
+            raise ApiError(f"{name}: this server takes {json.dumps(UNSUPPORTED[name])} alone", name)
+        if name not in COMMON | OWN[is_chat] | UNSUPPORTED.keys():
+            raise ApiError(f"{name}: there is no such field", name)
+    if body.get("model") not in (None, MODEL):
+        raise ApiError(f"model: there is {MODEL!r} alone", "model", status=404, code="model_not_found")
+    name = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+    default = max(1, min(room, 256 if is_chat else 16))
+    max_tokens = number(body, name, default, 1, 1 << 31, int)
+    if max_tokens > room:
+        raise ApiError(
+            f"{name}: there is room for {max(room, 0)} tokens behind this prompt", name, code="context_length_exceeded"
+        )
+    stop = body.get("stop")
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(stops, list) or len(stops) > 4 or not all(isinstance(one, str) and one for one in stops):
+        raise ApiError("stop: must be a text, or a list of up to 4, which may not be empty", "stop")
+    return Options(
+        max_tokens,
+        number(body, "temperature", 1.0, 0, 2),
+        number(body, "top_p", 1.0, 1e-6, 1),
+        tuple(encode(one, "stop") for one in stops),
+        number(body, "seed", None, 0, (1 << 63) - 1, int),
+    )
+
+
+def encode(text: str, name: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # half of a character, as JSON may have it
+        raise ApiError(f"{name}: is no text that UTF-8 can encode", name) from None
+
+
+def read_prompt(body: dict[str, Any], is_chat: bool) -> list[int]:
+    """Return the tokens of a prompt: the bytes of its text."""
+    if is_chat:
+        tokens = [*encode(join_messages(body.get("messages")), "messages")]
+    else:
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            tokens = [*encode(prompt, "prompt")]
+        elif isinstance(prompt, list) and all(type(one) is int and 0 <= one < 256 for one in prompt):
+            tokens = prompt
+        else:
+            raise ApiError("prompt: must be one text, or a list of tokens from 0 to 255", "prompt")
+    if not tokens:
+        raise ApiError("prompt: is empty", "prompt")
+    return tokens
+
+
+def join_messages(messages: Any) -> str:
+    """Return messages as a scene in which each speaker has a name, and the assistant speaks next."""
+    if not isinstance(messages, list) or not messages:
+        raise ApiError("messages: must be a list of one or more", "messages")
+    lines = []
+    for i, one in enumerate(messages):
+        role, content = (one.get("role"), one.get("content")) if isinstance(one, dict) else (None, None)
+        if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            content = "".join(str(part.get("text", "")) for part in content)
+        if role not in ("system", "developer", "user", "assistant") or not isinstance(content, str):
+            raise ApiError(f"messages[{i}]: must have a role and a content, which is text", "messages")
+        name = str(one.get("name") or role).upper()
+        lines.append(f"{content}\n\n" if role in ("system", "developer") else f"{name}:\n{content}\n\n")
+    return "".join(lines) + "ASSISTANT:\n"
+
+
+class Answer:
+    """Makes the JSON of an answer."""
+
+    def __init__(self, is_chat: bool, is_stream: bool) -> None:
+        self._is_chat, self._is_stream = is_chat, is_stream
+        kind = "chat.completion" if is_chat else "text_completion"
+        self._head = {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": f"{kind}.chunk" if is_chat and is_stream else kind,
+            "created": int(time.time()),
+            "model": MODEL,
+        }
+
+    def body(self, text: str, reason: str | None, usage: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return an answer, or a piece of one."""
+        choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": None}
+        if self._is_chat:
+            key = "delta" if self._is_stream else "message"
+            choice[key] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        return {**self._head, "choices": [choice], **({} if usage is None else {"usage": usage})}
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the piece behind the last one that has text."""
+        return {**self._head, "choices": [], "usage": usage}
+
+
+def events(bodies: Iterable[Any]) -> str:
+    return "".join(f"data: {body if isinstance(body, str) else json.dumps(body)}\n\n" for body in bodies)
+
+
+def usage_of(num_prompt: int, num_generated: int, num_cached: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
