@@ -46,7 +46,7 @@ def generate(model, prompt, cache, attention, num_tokens):
     """Return the new tokens, and tokens/s."""
     model.set_attn_implementation(attention)
     start = time.perf_counter()
-    tokens = model.generate(prompt, past_key_values=cache, max_new_tokens=num_tokens, do_sample=False)
+    tokens = model.generate(prompt, cache=cache, max_new_tokens=num_tokens, do_sample=False)
     return tokens[0, prompt.shape[1] :], num_tokens / (time.perf_counter() - start)
 
 

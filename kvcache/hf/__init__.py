@@ -10,7 +10,7 @@
 or, for a cache that outlives a call::
 
     model.set_attn_implementation("kvcache")
-    model.generate(**inputs, past_key_values=kvcache.hf.HFCache(model.config, dtype="q8_0"))
+    model.generate(**inputs, cache=kvcache.hf.HFCache(model.config, dtype="q8_0"))
 
 Importing this package registers an attention and a mask function under that name. With them, keys and values go from
 the model into the cache and are attended over where they lie. With the model's own attention (``"sdpa"``, ``"eager"``)

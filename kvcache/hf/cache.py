@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Self
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionLayer
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 from kvcache import KVCache
 from kvcache.arguments import INT32_MAX, INT64_MAX, integer
@@ -29,6 +30,8 @@ from kvcache.policy import CrossAttention, Policy
 from kvcache.prefix.cache import MOST_BLOCK_SIZE, PrefixCache
 from kvcache.state import SavedState
 from kvcache.system import readable
+
+CACHE = "cache" if "cache" in ALL_CACHE_NAMES else "past_key_values"  # the argument's name, from 5.24 on the first
 
 
 class HFCache(SaveableBatch, Cache):
@@ -309,7 +312,7 @@ class HFCache(SaveableBatch, Cache):
         if not cache.recurrent:
             return 0
         with torch.no_grad():
-            model(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=True, **{CACHE: cache})
         return len(cache.recurrent.state_of(0))
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, PreTrainedConfig
+from transformers import GenerationMixin, Pipeline, PreTrainedConfig
 
 from kvcache.errors import NotSupportedError
 from kvcache.hf.attention import NAME
@@ -44,8 +44,9 @@ def enable(model: Any, dtype: DTypeLike | None = None, **arguments: Any) -> None
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
-        A model that generates text, or a wrapper around one. Called again, it takes the new arguments.
+    model : transformers.PreTrainedModel or transformers.Pipeline
+        A model that generates text, a wrapper around one, or a pipeline with one. Called again, it takes the new
+        arguments.
     dtype : {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8", "int6", "int4"}, optional
         The type that rows are stored in; by default "f16" or, with `prefix`, the type of its cache.
     **arguments
@@ -62,7 +63,7 @@ def enable(model: Any, dtype: DTypeLike | None = None, **arguments: Any) -> None
 
     Notes
     -----
-    A cache that is passed to ``generate`` as ``past_key_values``, or named by ``cache_implementation``, wins. Nothing
+    A cache that is passed to ``generate``, or named by ``cache_implementation``, wins. Nothing
     of this is saved with the model. `disable` undoes it. Where an error is raised, nothing has changed.
 
     Examples
@@ -94,8 +95,8 @@ def disable(model: Any) -> None:
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
-        The model that was given to `enable`; another one is left as it is.
+    model : transformers.PreTrainedModel or transformers.Pipeline
+        What was given to `enable`; another model is left as it is.
     """
     target = _find_generating(model)
     old = getattr(target, PLACE, None)
@@ -117,9 +118,11 @@ def arguments_of(model: Any) -> dict[str, Any] | None:
 
 
 def _find_generating(model: Any) -> Any:
-    """Return the model of transformers whose `generate` runs: `model`, or what it wraps (PEFT, torch.compile)."""
+    """Return the model of transformers whose `generate` runs: `model`, or what it wraps or has (PEFT, a pipeline)."""
+    if isinstance(model, Pipeline):
+        model = model.model
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}: give a model of transformers, not its name or config")
+        raise TypeError(f"model is a {type(model).__name__}: give a model or a pipeline, not its name or config")
     found = next((part for part in model.modules() if isinstance(part, GenerationMixin)), None)
     if found is None:
         raise TypeError(

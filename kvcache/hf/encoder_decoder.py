@@ -80,7 +80,11 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
             lengths = (getattr(config, name, None) for name in NAMES["max_source_positions"])
             max_source_len = next((length for length in lengths if length), None)
         if max_source_len is None:
-            raise ValueError(f"max_source_len=None: a {type(config).__name__} does not say how long a source may be")
+            raise ValueError(
+                f"max_source_len=None: a {type(config).__name__} does not say how long a source may be: give the most"
+                " tokens of a source to what makes the cache, HFEncoderDecoderCache(config, max_source_len=512),"
+                " enable(model, max_source_len=512), or generate's cache_config={'max_source_len': 512}"
+            )
         source = SourceCache(decoder, dtype, CrossAttention(max_source_len), transform)
         super().__init__(HFCache(decoder, dtype, policy, transform), source)
         self.is_updated = Updated(source)

@@ -16,17 +16,15 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 from transformers.generation import configuration_utils
-from transformers.generation.utils import ALL_CACHE_NAMES
 
 from kvcache.cache import KVCache
 from kvcache.hf.attention import NAME
-from kvcache.hf.cache import HFCache
+from kvcache.hf.cache import CACHE, HFCache
 from kvcache.hf.enabling import arguments_of, make_cache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.pieces import PieceByPiece
 from kvcache.hf.texts import begin_source, begin_text, end_text, leave_text
 
-CACHE = "cache" if "cache" in ALL_CACHE_NAMES else "past_key_values"  # the argument's name, from 5.24 on the first
 STATIC = configuration_utils.ALL_STATIC_CACHE_IMPLEMENTATIONS
 generate = GenerationMixin.generate
 prefill: Any = GenerationMixin._prefill
@@ -61,7 +59,7 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
     if wanted in STATIC and self.config.get_text_config(decoder=True)._attn_implementation == NAME:
         raise ValueError(
             f"cache_implementation={wanted!r} does not go with the attention {NAME!r}: say"
-            f" cache_implementation={NAME!r}, or pass an HFCache as past_key_values"
+            f" cache_implementation={NAME!r}, or pass an HFCache as {CACHE}"
         )
     given = model_kwargs.get(CACHE)
     is_given = given is not None
@@ -89,7 +87,7 @@ def _note_no_cache(model: Any, wanted: str | None, given: Any) -> None:
     if isinstance(given, (HFCache, HFEncoderDecoderCache)):
         raise ValueError(
             f"use_cache=False, which may come from the {type(model.config).__name__}, feeds the whole text in every"
-            " step: give use_cache=True beside past_key_values"
+            " step: give use_cache=True beside {CACHE}"
         )
     if wanted == NAME and model.generation_config.use_cache is False:
         warnings.warn(
@@ -199,6 +197,8 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate, and give the rows of caches that were made here, and that nobody else has, to their prefix caches."""
     made: list[HFCache] = []
     token = _made.set(made)
+    if "cache" in kwargs and CACHE != "cache":  # so that one program runs with every version
+        kwargs[CACHE] = kwargs.pop("cache")
     used = kwargs.get(CACHE, kwargs.get("past_key_values"))
     before = getattr(_text_cache(used), "text", None)
     try:

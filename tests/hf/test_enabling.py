@@ -76,7 +76,9 @@ def test_a_model_with_an_encoder():
 
 def test_a_length_of_sources():
     model, inputs = two_sided("t5")
-    with pytest.raises(ValueError, match="max_source_len=None"):
+    with pytest.raises(
+        ValueError, match=r"max_source_len=None: a T5Config .*, enable\(model, max_source_len=512\), or"
+    ):
         enable(model)
     assert model.config._attn_implementation == "eager"
     enable(model, max_source_len=40)
@@ -95,6 +97,35 @@ def test_wrapped_models_copies_and_files(tmp_path):
         assert "kvcache" not in path.read_text(), json.loads(path.read_text())
     disable(wrapper)
     assert isinstance(model.generate(tokens, **OPTIONS).past_key_values, transformers.DynamicCache)
+
+
+class Pipe(transformers.Pipeline):
+    """A pipeline that generates from tokens, without a tokenizer."""
+
+    def _sanitize_parameters(self, **options):
+        return {}, options, {}
+
+    def preprocess(self, tokens):
+        return {"input_ids": tokens}
+
+    def _forward(self, inputs, **options):
+        return self.model.generate(**inputs, **options)
+
+    def postprocess(self, made):
+        return made
+
+
+def test_a_pipeline():
+    model, tokens = make(CONFIGS["llama"]()), random_tokens(1, 5)
+    pipe = Pipe(model, device="cpu")
+    want = pipe(tokens, **OPTIONS)
+    enable(pipe, dtype=torch.float32)
+    got = pipe(tokens, **OPTIONS)
+    assert isinstance(got.past_key_values, HFCache)
+    assert "f32" in repr(got.past_key_values)
+    assert torch.equal(got.sequences, want.sequences)
+    disable(pipe)
+    assert isinstance(pipe(tokens, **OPTIONS).past_key_values, transformers.DynamicCache)
 
 
 @pytest.mark.parametrize("name", ["dtype", "transform"])
@@ -161,7 +192,7 @@ def test_wrong_arguments_change_nothing(arguments, error, words):
 
 
 def test_what_is_no_model():
-    with pytest.raises(TypeError, match="model is a LlamaConfig: give a model of transformers"):
+    with pytest.raises(TypeError, match="model is a LlamaConfig: give a model or a pipeline"):
         enable(CONFIGS["llama"]())
     with pytest.raises(TypeError, match="model is a LlamaModel, which generates no text"):
         enable(transformers.LlamaModel(CONFIGS["llama"]()))

@@ -11,7 +11,6 @@ from support.hf_pairs import BASE, CONFIGS, make, models_with_states, random_tok
 
 import kvcache  # noqa: E402 - it imports those
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
-from kvcache.hf.generation import CACHE  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
 
@@ -325,8 +324,6 @@ def test_a_token_of_a_state_that_nobody_told_and_the_mask_hides_now():
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
 def test_either_name_of_the_argument(name):
-    if name not in (CACHE, "past_key_values"):
-        pytest.skip("transformers names it so from 5.24 on")
     model, tokens = model_of("llama"), random_tokens(2, 20)
     cache, options = HFCache(model.config, dtype="f32"), {"max_new_tokens": NEW, "do_sample": False}
     want = fresh(model, tokens)
