@@ -77,7 +77,7 @@ class Request:
 
 
 class Engine:
-    """A thread that feeds requests to a model, on one cache. Those for which it has no room wait."""
+    """A thread that feeds requests to a model, on one cache. Requests wait while it has no room for them."""
 
     def __init__(self, model: Llama, capacity: int, fingerprint: str) -> None:
         c = model.config
@@ -205,7 +205,7 @@ class Engine:
             request.deliver(text, "")
 
     def _put_back(self) -> None:
-        """Let the youngest request wait until another one has ended. What it computed is kept as long as it can be."""
+        """Let the youngest request wait until another one has ended. Its rows are kept until their memory is needed."""
         request = self.running[-1]
         if len(self.running) == 1:
             self._end(request, "error: the cache has no room for the request")
