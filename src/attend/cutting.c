@@ -211,7 +211,7 @@ static void find_rows(const kvc_plan *plan, const kvc_view *view, kvc_new_slice 
 /* Cuts the rows of a slice, one of num_slices of its sequence, into splits. */
 static void cut_rows(const kvc_plan *plan, int32_t num_slices, kvc_query_slice *slice) {
     const int64_t most_splits = KVC_TILED_TASKS / ((int64_t)plan->num_kv_heads * num_slices);
-    slice->split_rows = KVC_SPLIT_ROWS;
+    slice->split_rows = KVC_BUGGIFY() ? 4 : KVC_SPLIT_ROWS;
     while (slice->tiled && slice->split_rows < slice->num_rows &&
            divide_up(slice->num_rows, slice->split_rows) > most_splits)
         slice->split_rows += slice->split_rows / (slice->split_rows % 3 ? 2 : 3); /* 1, 3/2, 2, 3, 4, 6, 8 ... */

@@ -18,11 +18,11 @@
 #include <unistd.h>
 
 #include "cache/cache.h"
+#include "cache/waiting.h"
 #include "prefixes.h"
 #include "sim.h"
 
 enum {
-    MOST_FED = 3,     /* most sequences of a batch */
     PIECES = 3,       /* retained sequences that are attached at once */
     MOST_LISTED = 256 /* blocks, and runs */
 };
@@ -170,13 +170,13 @@ static int32_t move_keys(void *user, int32_t layer, float *keys, int32_t num_kv_
 
 /* ---- rows -------------------------------------------------------------------------------------------------------- */
 
-static float element(int tag, int layer, int is_value, int h, int d) {
+float element(int tag, int layer, int is_value, int h, int d) {
     return d ? (float)(1 + (tag * 31 + layer * 17 + is_value * 11 + h * 5 + d) % 4093) : (float)tag;
 }
 
 /* An element of a key at a position: where keys carry it, its last two are turned by a right angle for each position
  * that it stands behind the one it was put at. */
-static float key_element(const world *w, int tag, int layer, int h, int d, int position) {
+float key_element(const world *w, int tag, int layer, int h, int d, int position) {
     const int turns = w->layers[layer].rope.kind == KVC_ROPE_NONE ? 0 : (position - w->origins[tag]) & 3;
     if (d < 2 || turns == 0) return element(tag, layer, 0, h, d);
     const float x = element(tag, layer, 0, h, 2), y = element(tag, layer, 0, h, 3);
@@ -191,7 +191,7 @@ int new_tag(world *w, int position) {
     return w->last_tag;
 }
 
-static void set_row(rows *r, int i, int tag, int layer) {
+void set_row(rows *r, int i, int tag, int layer) {
     for (int h = 0; h < HEADS; h++)
         for (int d = 0; d < DIM; d++) {
             r->k[h][i][d] = element(tag, layer, 0, h, d);
@@ -231,7 +231,7 @@ static kvc_put_args put_of(const rows *r, int first, int n) {
                           .v_head_stride = sizeof *r->v};
 }
 
-static kvc_rows_in in_of(const rows *r) {
+kvc_rows_in in_of(const rows *r) {
     return (kvc_rows_in){.struct_size = sizeof(kvc_rows_in),
                          .k = r->k,
                          .v = r->v,
@@ -254,7 +254,7 @@ kvc_rows_out out_of(rows *r) {
 
 int is_own(const world *w, int l) { return !w->layers[l].share && w->layers[l].policy.kind != KVC_CROSS; }
 static int is_cross(const world *w, int l) { return w->layers[l].policy.kind == KVC_CROSS; }
-static int source_of(const world *w, int l) { return w->layers[l].share ? w->layers[l].share - 1 : l; }
+int source_of(const world *w, int l) { return w->layers[l].share ? w->layers[l].share - 1 : l; }
 
 /* Compares what a sequence of a cache holds with what it should: rows that may expire, or be evicted, may lack. */
 void check_sequence(client *c, kvc_cache *cache, int s) {
@@ -353,27 +353,32 @@ static int retain_rows(client *c, int s, int to, int begin, int end) {
 
 /* ---- forward passes ---------------------------------------------------------------------------------------------- */
 
-typedef struct pass {
-    kvc_batch *batch;
-    int num_sequences, num_tokens;
-    int sequences[MOST_FED], first[MOST_FED + 1]; /* tokens of each: [first[i], first[i + 1]) */
-    int positions[MOST_FED * FEED], tags[MOST_FED * FEED];
-    uint8_t unstored[MOST_FED * FEED];
-} pass;
+/* Whether all tokens of a pass are stored. */
+static int is_stored(const pass *p) {
+    for (int t = 0; t < p->num_tokens; t++)
+        if (p->unstored[t]) return 0;
+    return 1;
+}
 
-static int put_rows(client *c, const pass *p, int layer, int first, int n) {
+static int put_rows(client *c, pass *p, int layer, int first, int n) {
     rows r;
     for (int i = 0; i < n; i++) set_row(&r, i, p->tags[first + i], layer);
     const kvc_put_args args = put_of(&r, first, n);
     for (;;) {
-        begin_call(c, "kvc_put");
-        if (ended(c, kvc_put(p->batch, layer, &args), MAY_CANCEL | MAY_BE_FULL)) return 1;
+        if (!pick(6) && is_stored(p)) {
+            if (put_and_attend(c, p, layer, first, n, &args)) break;
+        } else {
+            begin_call(c, "kvc_put");
+            if (ended(c, kvc_put(p->batch, layer, &args), MAY_CANCEL | MAY_BE_FULL)) break;
+        }
         if (!pick(4)) return 0;
     }
+    p->num_put[layer] = first + n;
+    return 1;
 }
 
 /* Writes rows where the core shows. */
-static int write_rows(client *c, const pass *p, int layer, int first, int n) {
+static int write_rows(client *c, pass *p, int layer, int first, int n) {
     kvc_span span;
     for (int end = first + n, num; first < end; first += num) {
         begin_call(c, "kvc_slots");
@@ -389,6 +394,7 @@ static int write_rows(client *c, const pass *p, int layer, int first, int n) {
                 }
         begin_call(c, "kvc_written");
         if (!ended(c, kvc_written(p->batch, layer, first, num), MAY_BE_FULL)) return 0;
+        p->num_put[layer] = first + num;
     }
     return 1;
 }
@@ -401,78 +407,6 @@ static int put_cross(client *c, const pass *p, int layer, int i) {
     args.seq_id = id_of(p->sequences[i]);
     begin_call(c, "kvc_put of cross-attention");
     return ended(c, kvc_put(p->batch, layer, &args), MAY_CANCEL | MAY_BE_FULL);
-}
-
-/* Whether a query at position `at` sees a position of its sequence in a layer. */
-static int sees(const kvc_policy *policy, int at, int position) {
-    if (position > at) return 0;
-    if (policy->kind == KVC_SLIDING) return position > at - policy->window || position < policy->num_sink_tokens;
-    if (policy->kind == KVC_CHUNKED)
-        return position >= at / policy->attention_chunk_size * policy->attention_chunk_size;
-    return 1;
-}
-
-/* Attends by a plan, whose tasks are run in any order, some of them twice. */
-static kvc_status attend_by_tasks(kvc_batch *batch, const kvc_plan_args *args, const kvc_attend_args *attend) {
-    kvc_plan *plan = NULL;
-    kvc_status status = kvc_plan_new(batch, args, &plan);
-    if (status != KVC_OK) return status;
-    const int n = (int)kvc_plan_num_tasks(plan), first = pick(n);
-    for (int i = 0; status == KVC_OK && i < n + !pick(4); i++)
-        status = kvc_plan_run(plan, args->layer, attend, (first + i) % n);
-    kvc_plan_free(plan);
-    return status;
-}
-
-/* Attends with the last token of one sequence of the batch, and compares the result with that of its rows. */
-static void attend_last(client *c, const pass *p, int layer, int i) {
-    const world *w = c->w;
-    const int t = p->first[i + 1] - 1, source = source_of(w, layer);
-    const sequence *of = &w->sequences[p->sequences[i]];
-    const float scale = 1e-4f;
-    float q[HEADS][DIM], out[HEADS][DIM];
-    for (int h = 0; h < HEADS; h++)
-        for (int d = 0; d < DIM; d++) q[h][d] = (float)(pick(9) - 4);
-    const kvc_plan_args plan = {
-        .struct_size = sizeof plan, .layer = layer, .first = t, .num_tokens = 1, .num_heads = HEADS};
-    const kvc_attend_args args = {.struct_size = sizeof args,
-                                  .q = q,
-                                  .out = out,
-                                  .q_token_stride = sizeof q,
-                                  .q_head_stride = sizeof *q,
-                                  .out_token_stride = sizeof out,
-                                  .out_head_stride = sizeof *out,
-                                  .scale = scale};
-    c->call = "kvc_attend";
-    c->was_cancelled = 0;
-    c->faults = sim_faults();
-    c->handovers = UINT64_MAX;
-    if (!ended(c, pick(3) ? kvc_attend(p->batch, &plan, &args) : attend_by_tasks(p->batch, &plan, &args),
-               MAY_CANCEL | (p->unstored[t] ? MAY_BE_GONE : 0)) ||
-        of->is_spoilt)
-        return;
-    for (int h = 0; h < HEADS; h++) {
-        double sum = 0, value[DIM] = {0}, largest = 1;
-        for (int at = 0; at <= p->positions[t]; at++) {
-            int tag = of->tags[source][at];
-            for (int j = p->first[i]; j <= t; j++)
-                if (p->positions[j] == at) tag = p->tags[j];
-            if (!tag || !sees(&w->layers[source].policy, p->positions[t], at)) continue;
-            double score = 0;
-            for (int d = 0; d < DIM; d++) score += q[h][d] * (double)key_element(w, tag, source, h, d, at);
-            const double weight = exp(score * (double)scale);
-            sum += weight;
-            for (int d = 0; d < DIM; d++) {
-                const double v = element(tag, source, 1, h, d);
-                value[d] += weight * v;
-                if (fabs(v) > largest) largest = fabs(v);
-            }
-        }
-        for (int d = 0; d < DIM; d++)
-            if (!(fabs(out[h][d] - value[d] / sum) <= 1e-4 * largest))
-                fail(c, "%g in layer %d of sequence %lld, not %g", (double)out[h][d], layer,
-                     (long long)id_of(p->sequences[i]), value[d] / sum);
-    }
 }
 
 static void let_go_of_hold(client *c) {
@@ -501,8 +435,18 @@ static void read_batch(client *c, const pass *p, int layer, int i) {
     let_go_of_hold(c);
 }
 
+/* Puts the rows of a layer of its own, and attends on the way: to rows that were not put yet, too. */
+static int put_layer(client *c, pass *p, int l) {
+    const int cut = pick(p->num_tokens + 1), rest = p->num_tokens - cut;
+    if (cut && !put_rows(c, p, l, 0, cut)) return 0;
+    const int has_begun = !pick(4) && begin_tasks(c, p, l);
+    if (rest && !(pick(3) ? put_rows : write_rows)(c, p, l, cut, rest)) return 0; /* the plan ends with the batch */
+    if (has_begun) end_tasks(c);
+    return 1;
+}
+
 /* Puts rows in all layers; returns whether it could. */
-static int fill(client *c, const pass *p) {
+static int fill(client *c, pass *p) {
     world *w = c->w;
     for (int l = 0; l < w->num_layers; l++) {
         if (is_cross(w, l)) {
@@ -510,12 +454,11 @@ static int fill(client *c, const pass *p) {
                 if (!pick(3) && !put_cross(c, p, l, i)) return 0;
             continue;
         }
-        const int cut = pick(p->num_tokens + 1), rest = p->num_tokens - cut;
-        if (!w->layers[l].share && cut && !put_rows(c, p, l, 0, cut)) return 0;
-        if (!w->layers[l].share && rest && !(pick(3) ? put_rows : write_rows)(c, p, l, cut, rest)) return 0;
+        if (!w->layers[l].share && !put_layer(c, p, l)) return 0;
         const int i = pick(p->num_sequences);
-        if (!pick(3)) attend_last(c, p, l, i);
+        if (!pick(3)) attend(c, p, l);
         if (!pick(6) && !p->unstored[p->first[i]]) read_batch(c, p, l, i);
+        if (!pick(6)) check_dense(c, p, l);
     }
     return 1;
 }
@@ -569,8 +512,17 @@ static void check_limits(client *c) {
     check_quotas(c);
 }
 
+/* Checks, once a batch has begun, that no client waits for one that did so before this one called: calls wait in order
+ * of arrival, unless they poll. */
+static void check_turn(const client *c, int64_t called) {
+    for (int i = 0; i < MOST_CLIENTS && !c->w->config.poll; i++) {
+        const int64_t since = i == c->number ? 0 : sim_inside_since(clients[i].thread);
+        if (clients[i].w && since && since < called) fail(c, "begins a batch before client %d, which waits for one", i);
+    }
+}
+
 static int begin(client *c, pass *p) {
-    int64_t ids[MOST_FED * FEED];
+    int64_t ids[MOST_TOKENS];
     for (int i = 0; i < p->num_sequences; i++)
         for (int t = p->first[i]; t < p->first[i + 1]; t++) ids[t] = id_of(p->sequences[i]);
     static const int64_t timeouts[] = {0, -1, 1, 50};
@@ -581,7 +533,9 @@ static int begin(client *c, pass *p) {
                                  .unstored = p->unstored,
                                  .timeout_ms = timeout};
     begin_call(c, "kvc_begin_with");
+    const int64_t called = sim_now();
     const kvc_status status = kvc_begin_with(c->w->cache, &args, &p->batch);
+    if (status == KVC_OK) check_turn(c, called);
     const int has_begun = ended(c, status, MAY_BE_FULL | MAY_BE_GONE | MAY_CANCEL | (timeout >= 0 ? MAY_BE_BUSY : 0));
     if (status == KVC_ERR_FULL) check_full(c, &args);
     if (has_begun) check_limits(c);
@@ -612,8 +566,8 @@ static void note_token(const client *c, const pass *p, int t) {
 }
 
 static void end_pass(client *c, const pass *p) {
-    uint8_t kept[MOST_FED * FEED] = {0};
-    int32_t indices[MOST_FED * FEED], num = 0;
+    uint8_t kept[MOST_TOKENS] = {0};
+    int32_t indices[MOST_TOKENS], num = 0;
     const int is_whole = pick(4) != 0;
     for (int i = 0; i < p->num_sequences; i++) {
         const int end = is_whole ? p->first[i + 1] : p->first[i] + pick(p->first[i + 1] - p->first[i] + 1);
@@ -692,6 +646,7 @@ static void feed(client *c) {
     if (!p.num_sequences) return;
     const beginning was = note_beginning(c, id_of(p.sequences[0]));
     if (begin(c, &p)) {
+        c->w->pass = &p;
         c->w->batch = p.batch;
         const int is_filled = fill(c, &p);
         if (is_filled && !pick(3)) retain_running(c, &p);
@@ -735,14 +690,6 @@ static void shift_some(client *c, int s) {
     if (!ended(c, kvc_shift(c->w->cache, id_of(s), begin, KVC_END, delta), MAY_BE_FULL)) return;
     for (int l = 0; l < MOST_LAYERS; l++)
         for (int i = MOST - 1; i >= begin; i--) of->tags[l][i] = i - delta >= begin ? of->tags[l][i - delta] : 0;
-}
-
-/* Divides positions, reads the rows, and forgets the sequence: several rows stand at one position then. */
-static void divide(client *c, int s) {
-    begin_call(c, "kvc_divide");
-    if (!ended(c, kvc_divide(c->w->cache, id_of(s), pick(9), KVC_END, 2 + pick(3)), MAY_BE_FULL)) return;
-    check_intact(c, c->w->cache, s);
-    while (!clear_one(c, s)) continue;
 }
 
 /* Replaces a few rows of a sequence, perhaps of a retained one. */
@@ -844,7 +791,10 @@ static void meddle(client *c) {
         kvc_batch *batch;
         const int64_t id = id_of(s);
         begin_call(c, "kvc_begin of another's");
+        const int64_t called = sim_now();
         if (!ended(c, kvc_begin(w->cache, 1, NULL, &id, NULL, &batch), 0)) break;
+        check_turn(c, called);
+        w->pass = NULL;
         w->batch = batch;
         for (int i = 0; i < 20; i++) sim_step();
         w->batch = NULL;
@@ -920,6 +870,23 @@ static int join_tags(const world *w, const int *pieces, int end, int tags[MOST_L
     return 1;
 }
 
+static int first_of(const client *c, int s) {
+    int32_t first = -1, last;
+    kvc_position_range(c->w->cache, id_of(s), -1, &first, &last);
+    return first;
+}
+
+/* Whether a retained sequence has rows that do not stand behind those of the ones before it. */
+static int are_mixed(const client *c, const int64_t *ids) {
+    int32_t first, last, before = -1;
+    for (int i = 0; i < PIECES; i++) {
+        if (kvc_position_range(c->w->cache, ids[i], -1, &first, &last) != KVC_OK || first < 0) continue;
+        if (first <= before) return 1;
+        before = last;
+    }
+    return 0;
+}
+
 /* Makes sequence `to` of retained ones, by rising position. */
 static void attach_pieces(client *c, int to, const int *pieces) {
     world *w = c->w;
@@ -932,7 +899,10 @@ static void attach_pieces(client *c, int to, const int *pieces) {
     const int last = list_rows(c, ids, PIECES, has), length = pick(last + 3);
     int most = length < last ? length : last;
     while (!can_go_on(w, has, most)) most--;
-    if (!ended(c, kvc_attach(w->cache, ids, PIECES, id_of(to), length, &matched), 0)) return;
+    const int mixed = are_mixed(c, ids); /* where others evict some, they may not be any more */
+    const kvc_status status = kvc_attach(w->cache, ids, PIECES, id_of(to), length, &matched);
+    if (!ended(c, status, mixed ? MAY_BE_INVALID : 0)) return;
+    if (mixed && is_alone(c)) fail(c, "takes sequences that do not follow each other");
     if (matched < 0 || matched > length || (matched != most && is_alone(c)))
         fail(c, "matched %d, not %d", matched, most);
     for (int i = 0; i < PIECES; i++) w->sequences[to].is_spoilt |= w->sequences[pieces[i]].is_spoilt;
@@ -940,12 +910,6 @@ static void attach_pieces(client *c, int to, const int *pieces) {
     memcpy(w->sequences[to].tags, tags, sizeof tags);
     const int exact = exact_end(w, &w->sequences[to]);
     while (exact < matched && kvc_mark_inexact(w->cache, id_of(to), exact) != KVC_OK) continue;
-}
-
-static int first_of(const client *c, int s) {
-    int32_t first = -1, last;
-    kvc_position_range(c->w->cache, id_of(s), -1, &first, &last);
-    return first;
 }
 
 /* Takes retained sequences by rising position, most often stretches of one sequence that follow each other, and makes
@@ -1031,26 +995,32 @@ static void check_room(client *c, int s, int64_t room) {
              kvc_strerror(status));
 }
 
-static void tidy(client *c) {
+enum { COMPACT, SETTLE, RESERVE, ROOM, VALIDATE, NUM_TIDY };
+
+static void tidy_as(client *c, int which) {
     static const char *const names[] = {"kvc_compact", "kvc_settle", "kvc_reserve", "kvc_room", "kvc_validate"};
     world *w = c->w;
-    const int which = pick(5), s = take(c, 0);
+    const int s = take(c, 0);
     int64_t room = 0;
     if (s < 0) return;
     begin_call(c, names[which]);
-    const kvc_status status = which == 0   ? kvc_compact(w->cache)
-                              : which == 1 ? kvc_settle(w->cache)
-                              : which == 2 ? kvc_reserve(w->cache, id_of(s), 1 + pick(12))
-                              : which == 3 ? kvc_room(w->cache, id_of(s), &room)
-                                           : kvc_validate(w->cache);
+    const kvc_status status = which == COMPACT   ? kvc_compact(w->cache)
+                              : which == SETTLE  ? kvc_settle(w->cache)
+                              : which == RESERVE ? kvc_reserve(w->cache, id_of(s), 1 + pick(12))
+                              : which == ROOM    ? kvc_room(w->cache, id_of(s), &room)
+                                                 : kvc_validate(w->cache);
+    const int may_be_full = which == SETTLE || which == RESERVE ? MAY_BE_FULL : 0;
     ended(c, status,
-          which == 4 ? 0
-                     : MAY_BE_BUSY | MAY_BE_HELD | (which == 1 || which == 2 ? MAY_BE_FULL : 0) |
-                           (which == 2 ? MAY_BE_GONE : 0));
-    if (which >= 3) check_unchanged(c);
-    if (which == 3 && status == KVC_OK) check_room(c, s, room);
+          which == VALIDATE ? 0 : MAY_BE_BUSY | MAY_BE_HELD | may_be_full | (which == RESERVE ? MAY_BE_GONE : 0));
+    if (which >= ROOM) check_unchanged(c);
+    if (which == ROOM && status == KVC_OK) check_room(c, s, room);
     let_go(c, s);
 }
+
+static void tidy(client *c) { tidy_as(c, pick(NUM_TIDY)); }
+static void compact(client *c) { tidy_as(c, COMPACT); }
+static void settle(client *c) { tidy_as(c, SETTLE); }
+static void reserve(client *c) { tidy_as(c, RESERVE); }
 
 static void hold(client *c) {
     kvc_span spans[MOST];
@@ -1116,7 +1086,7 @@ static int32_t write_file(void *user, const void *data, size_t size) {
 static int32_t read_file(void *user, void *data, size_t size) {
     file *f = user;
     pass_time(f->c);
-    if (!pick(100) || size > f->size - f->at) return f->c->was_cancelled = 1;
+    if (!pick(size == KVC_MAC_BYTES ? 8 : 100) || size > f->size - f->at) return f->c->was_cancelled = 1;
     memcpy(data, f->bytes + f->at, size);
     f->at += size;
     return 0;
@@ -1153,18 +1123,29 @@ static void load(client *c, kvc_load_args *args, int s, int is_damaged) {
     if (kvc_cache_free(copy) != KVC_OK) fail(c, "what was loaded cannot be freed");
 }
 
-static void restore(client *c, const kvc_load_args *args, int s, int to, int is_damaged) {
+/* Restores a sequence, with memory failing at a later request each time, until it is there or something else fails. */
+static void restore(client *c, const kvc_load_args *args, file *f, int s, int to, int is_damaged) {
     world *w = c->w;
     sequence *into = &w->sequences[to];
-    begin_call(c, "kvc_restore");
-    c->replaces = to;
-    const kvc_status status = kvc_restore(w->cache, args);
-    c->replaces = -1;
-    if (c->batch && status == KVC_OK) fail(c, "replaced a sequence of the open batch");
-    if (is_damaged && status == KVC_OK) fail(c, "took a damaged file");
-    if (is_damaged && status == KVC_ERR_FORMAT) {
-        check_unchanged(c);
-    } else if (ended(c, status, MAY_BE_FULL | (is_damaged || c->batch ? MAY_BE_INVALID | MAY_BE_BUSY : 0))) {
+    kvc_status status;
+    int is_there, may, fails_late = !pick(3);
+    for (uint64_t request = 1;; request += 1 + (uint64_t)pick((int)request)) {
+        f->at = 0;
+        begin_call(c, "kvc_restore");
+        if (fails_late) sim_fail_memory(request);
+        c->replaces = to;
+        status = kvc_restore(w->cache, args);
+        c->replaces = -1;
+        if (c->batch && status == KVC_OK) fail(c, "replaced a sequence of the open batch");
+        if (is_damaged && status == KVC_OK) fail(c, "took a damaged file");
+        may = MAY_BE_FULL | (is_damaged || c->batch ? MAY_BE_INVALID | MAY_BE_BUSY : 0);
+        if (is_damaged && status == KVC_ERR_FORMAT)
+            is_there = 0, check_unchanged(c);
+        else
+            is_there = ended(c, status, may);
+        if (!fails_late || status != KVC_ERR_NOMEM || c->batch) break;
+    }
+    if (is_there) {
         memcpy(into->tags, w->sequences[s].tags, sizeof into->tags);
         into->is_spoilt |= w->sequences[s].is_spoilt;
     }
@@ -1195,7 +1176,7 @@ static void save_and_restore(client *c) {
                               .to_ids = &to_id,
                               .num_sequences = 1};
         if (pick(3))
-            restore(c, &args, s, to, is_damaged);
+            restore(c, &args, &f, s, to, is_damaged);
         else
             load(c, &args, s, is_damaged);
     }
@@ -1218,6 +1199,25 @@ static void check_empty(client *c) {
 
 /* ---- fork() ------------------------------------------------------------------------------------------------------ */
 
+/* Goes on in the child with a batch that the parent has open, without what other threads were doing in it. */
+static void end_in_child(client *c) {
+    world *w = c->w;
+    pass *p = w->pass;
+    int is_whole = p != NULL;
+    for (int l = 0; p && l < w->num_layers; l++) {
+        if (is_cross(w, l)) continue;
+        if (p->num_put[source_of(w, l)] < p->num_tokens)
+            is_whole = 0;
+        else
+            attend_again(c, p, l);
+    }
+    c->call = "the end of the parent's batch";
+    if (!is_whole || pick(2))
+        kvc_abort(w->batch);
+    else if (kvc_commit(w->batch) != KVC_OK)
+        fail(c, "a batch that was filled cannot be committed");
+}
+
 /* In the child: everything is as it was, and can be dropped; then the cache can be used anew. */
 static int check_child(void *context) {
     client *c = context;
@@ -1227,7 +1227,7 @@ static int check_child(void *context) {
     if (kvc_validate(w->cache) != KVC_OK) fail(c, "the child's cache is corrupt");
     for (int s = 0; s < IDS + KEPT; s++)
         if (!w->sequences[s].is_taken) check_sequence(c, w->cache, s);
-    if (w->batch) kvc_abort(w->batch);
+    if (w->batch) end_in_child(c);
     if (kvc_validate(w->cache) != KVC_OK) fail(c, "the child's cache is corrupt without the batch");
     for (int s = 0; s < IDS + KEPT; s++) check_intact(c, w->cache, s);
     check_prefixes_in_child(c);
@@ -1248,7 +1248,7 @@ static int check_child(void *context) {
 
 static void fork_once(client *c) {
     c->call = "fork()";
-    if (pick(8)) return; /* takes as long as a hundred calls */
+    if (pick(sim_num_stalled() ? 3 : 8)) return; /* takes as long as a hundred calls */
     const int result = sim_fork(check_child, c);
     if (result) fail(c, "the child ended with %d", result);
 }
@@ -1259,7 +1259,9 @@ static void fork_once(client *c) {
 static void begin_replaced(client *c) {
     kvc_batch *batch;
     const int64_t id = id_of(c->replaces);
-    if (kvc_begin(c->w->cache, 1, NULL, &id, NULL, &batch) == KVC_OK) c->batch = c->w->batch = batch;
+    if (kvc_begin(c->w->cache, 1, NULL, &id, NULL, &batch) != KVC_OK) return;
+    c->w->pass = NULL;
+    c->batch = c->w->batch = batch;
 }
 
 static void pass_time(client *c) {
@@ -1284,6 +1286,13 @@ static void pass_time(client *c) {
 
 /* ---- together ---------------------------------------------------------------------------------------------------- */
 
+/* Makes a call that others must not notice who are in the middle of theirs. */
+static void disturb(client *c) {
+    static void (*const calls[])(client *c) = {compact,    compact, settle,    settle, reserve,
+                                               clear_some, clone,   fork_once, edit};
+    calls[pick(sizeof calls / sizeof *calls)](c);
+}
+
 static void *run_client(void *context) {
     static void (*const calls[])(client *c) = {feed,       feed,   feed,   feed,       feed,
                                                feed,       edit,   edit,   edit,       edit,
@@ -1291,9 +1300,12 @@ static void *run_client(void *context) {
                                                tidy,       tidy,   hold,   clone,      save_and_restore,
                                                clear_some, meddle, meddle, fork_once};
     client *c = context;
+    c->thread = sim_self();
     self_of(c);
     while (c->w->calls_left-- > 0) {
-        if (c->w->has_prefixes && pick(2))
+        if (sim_num_stalled() && pick(2))
+            disturb(c);
+        else if (c->w->has_prefixes && pick(2))
             call_prefix(c);
         else
             calls[pick(sizeof calls / sizeof *calls)](c);
@@ -1377,6 +1389,8 @@ static void run(uint64_t seed, int num_clients, int64_t num_calls, int faults) {
     w = (world){.calls_left = num_calls, .is_meddled = seed / 4 % 3 == 0, .takes_rare_ways = options.faults & SIM_RARE};
     if (seed / 12 % 3 == 0) num_clients = 1; /* what a failed call changes is seen where no other client runs */
     sim_begin(&options);
+    sim_watch((void (*)(void))kvc_waiter_wait);
+    memset(clients, 0, sizeof clients);
     clients[num_clients] = (client){.w = &w, .number = num_clients, .replaces = -1, .call = "end"};
     self_of(&clients[num_clients]);
     const int64_t bytes = sim_bytes();
@@ -1384,7 +1398,7 @@ static void run(uint64_t seed, int num_clients, int64_t num_calls, int faults) {
     make_cache(&w);
     begin_prefixes(&clients[num_clients]);
     for (int i = 0; i < num_clients; i++) {
-        clients[i] = (client){.w = &w, .number = i, .replaces = -1};
+        clients[i] = (client){.w = &w, .number = i, .thread = sim_self(), .replaces = -1};
         while (sim_thread_create(&threads[i], NULL, run_client, &clients[i])) continue;
     }
     for (int i = 0; i < num_clients; i++) sim_thread_join(threads[i], NULL);

@@ -12,8 +12,12 @@ enum {
     DIM = 4,
     MOST = 56, /* positions of a sequence */
     IDS = 7,
-    KEPT = 8,  /* retained sequences, behind the others */
-    FEED = 9,  /* most tokens of a sequence in one batch */
+    KEPT = 8,     /* retained sequences, behind the others */
+    FEED = 9,     /* most tokens of a sequence in one batch */
+    MOST_FED = 3, /* most sequences of a batch */
+    MOST_TOKENS = MOST_FED * FEED,
+    QUERY_HEADS = 2 * HEADS, /* most */
+    MOST_MASKED = 3,
     CROSS = 5, /* most rows of a sequence in a cross-attention layer */
     MOST_TAGS = 1 << 20,
     PREFIXES = 2,
@@ -65,6 +69,24 @@ typedef struct payload {
     uint8_t *bytes; /* NULL: none */
 } payload;
 
+/* Tokens of a batch that attend, and what is hidden from them. */
+typedef struct query {
+    int first, num, num_heads, num_threads, num_masked, has_non_causal;
+    kvc_masked masked[MOST_MASKED];
+    uint8_t non_causal[MOST_TOKENS];
+} query;
+
+/* A forward pass of a client. */
+typedef struct pass {
+    kvc_batch *batch;
+    int num_sequences, num_tokens;
+    int sequences[MOST_FED], first[MOST_FED + 1]; /* tokens of each: [first[i], first[i + 1]) */
+    int positions[MOST_TOKENS], tags[MOST_TOKENS];
+    uint8_t unstored[MOST_TOKENS];
+    int num_put[MOST_LAYERS]; /* tokens that were put in a layer: the first ones */
+    query last;               /* that attended */
+} pass;
+
 typedef struct world {
     kvc_cache *cache;
     kvc_layer layers[MOST_LAYERS];
@@ -74,6 +96,7 @@ typedef struct world {
     int takes_rare_ways; /* not 0: rows may be moved together where that gains nothing */
     sequence sequences[IDS + KEPT];
     kvc_batch *batch; /* the open one; NULL while none is, or it begins or ends */
+    pass *pass;       /* that it is of; NULL: it is of none */
     kvc_hold *holds[MOST_CLIENTS];
     int num_holds; /* of these, and of those that a call is about to return */
     int num_clones;
@@ -101,7 +124,7 @@ typedef struct picture {
 
 typedef struct client {
     world *w;
-    int number;
+    int number, thread;
     int was_cancelled; /* since the call began */
     int is_called;     /* by the core: its call is one within another */
     int calls_aside;   /* how many it made within others, or in a batch without need */
@@ -151,11 +174,18 @@ void check_unchanged(client *c);
 /* Returns a tag for a new row. */
 int new_tag(world *w, int position);
 
+/* An element of a row, and of a key at a position. */
+float element(int tag, int layer, int is_value, int h, int d);
+float key_element(const world *w, int tag, int layer, int h, int d, int position);
+
 /* Returns the tag of a row, all of which must be of that tag, and its key turned as at this position. */
 int tag_of(const client *c, const float *k, const float *v, int64_t head_stride, int layer, int position);
 
 kvc_rows_out out_of(rows *r);
+kvc_rows_in in_of(const rows *r);
+void set_row(rows *r, int i, int tag, int layer);
 int is_own(const world *w, int l);
+int source_of(const world *w, int l);
 
 /* Compares what a sequence of a cache holds with what it should. */
 void check_sequence(client *c, kvc_cache *cache, int s);
@@ -166,5 +196,28 @@ void let_go(client *c, int s);
 
 int end_of(const sequence *s);
 int clear_one(client *c, int s);
+
+/* Whether a query at position `at` sees a position of its sequence. */
+int sees(const kvc_policy *policy, int at, int position);
+
+/* Attends in a layer, and compares the results with those of the rows. */
+void attend(client *c, pass *p, int layer);
+
+/* Attends, and puts tokens [first, first + n) first; returns whether it could. */
+int put_and_attend(client *c, const pass *p, int layer, int first, int n, const kvc_put_args *put);
+
+/* Attends as the pass did last. */
+void attend_again(client *c, const pass *p, int layer);
+
+/* Makes a plan, and lets several threads run tasks of it; returns whether it could.  end_tasks runs all tasks and frees
+ * the plan; more rows may be put before. */
+int begin_tasks(client *c, pass *p, int layer);
+void end_tasks(client *c);
+
+/* Divides the positions of a sequence, and edits it and copies of it while several rows stand at one position. */
+void divide(client *c, int s);
+
+/* Compares rows side by side, and who sees them, with what there is. */
+void check_dense(client *c, const pass *p, int layer);
 
 #endif

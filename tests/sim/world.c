@@ -16,6 +16,8 @@ enum {
     MOST_SECONDS = 60,
     MOST_STEPS = 1 << 25,
     MOST_STALL = 1 << 20,
+    PLACES = 1 << 12, /* functions of the core, by a hash: those of one number share their count of stalls */
+    HOT = 8,          /* of so many places, one is hot in a run */
     SECOND = 1000000000
 };
 
@@ -26,7 +28,9 @@ typedef struct thread {
     const void *awaits; /* the mutex, condition or thread that it waits for */
     int64_t deadline;   /* of WAITING; INT64_MAX: none */
     int64_t stalls_until;
-    int is_worker; /* of the core */
+    int is_worker;        /* of the core */
+    int num_locks;        /* mutexes that it has */
+    int64_t inside_since; /* when it entered the function that is watched; 0: it is not in it */
     uint64_t faults;
     uint64_t memory_left; /* requests for memory until one fails; 0: any number */
     sem_t go;             /* posted when this thread is to go on */
@@ -41,6 +45,8 @@ static sim_options options;
 static uint64_t random_state, num_steps, num_handovers;
 static int64_t now, num_bytes; /* nanoseconds; bytes of the core */
 static int is_calm = 1;
+static uint32_t num_stalls[PLACES];
+static void (*watched)(void);
 
 static void (*prepare_handlers[MOST_HANDLERS])(void), (*parent_handlers[MOST_HANDLERS])(void),
     (*child_handlers[MOST_HANDLERS])(void);
@@ -159,16 +165,49 @@ void sim_step(void) {
     if ((int)sim_random(1024) < options.handover) hand_to(pick_ready());
 }
 
+/* Stops the thread at a place of the core that is hot in this run, unless it has a mutex: others then make calls in
+ * the middle of its call.  The more often it did so, the less likely it is to do it again. */
+static void stall_at(const void *place) {
+    thread *self = &threads[current];
+    if (is_calm || !(options.faults & SIM_STALLS) || self->num_locks) return;
+    const uint64_t hash = mix(mix(options.seed) + (uint64_t)(uintptr_t)place);
+    if (hash % HOT || sim_random(2 + num_stalls[hash / HOT % PLACES])) return;
+    num_stalls[hash / HOT % PLACES]++;
+    self->stalls_until = now + ((int64_t)1 << sim_random(23));
+    hand_to(pick_ready());
+}
+
+int sim_num_stalled(void) {
+    int num = 0;
+    for (int i = 0; i < num_threads; i++) num += threads[i].state == READY && threads[i].stalls_until > now;
+    return num;
+}
+
+void sim_watch(void (*function)(void)) { watched = function; }
+int sim_self(void) { return current; }
+int64_t sim_inside_since(int thread) { return threads[thread].inside_since; }
+int64_t sim_now(void) { return ++now; }
+
 void __cyg_profile_func_enter(void *function, void *caller);
 void __cyg_profile_func_exit(void *function, void *caller);
 
+static int is_watched(const void *function) { return (uintptr_t)function == (uintptr_t)watched; }
+
 /* Called by the core at the beginning and the end of its functions. */
 void __cyg_profile_func_enter(void *function, void *caller) {
-    (void)function, (void)caller;
+    (void)caller;
+    if (!num_threads) return;
+    if (is_watched(function)) threads[current].inside_since = ++now;
+    stall_at(function);
     sim_step();
 }
 
-void __cyg_profile_func_exit(void *function, void *caller) { (void)function, (void)caller; }
+void __cyg_profile_func_exit(void *function, void *caller) {
+    (void)caller;
+    if (!num_threads) return;
+    if (is_watched(function)) threads[current].inside_since = 0;
+    stall_at((char *)function + 1);
+}
 
 int sim_yield(void) {
     sim_step();
@@ -184,6 +223,7 @@ void sim_begin(const sim_options *given) {
     options = *given;
     random_state = options.seed * 0x2545f4914f6cdd1d;
     num_steps = num_handovers = 0;
+    memset(num_stalls, 0, sizeof num_stalls);
     is_calm = 0;
 }
 
@@ -253,6 +293,17 @@ int sim_thread_join(pthread_t handle, void **result) {
 /* A mutex holds 1 + the thread that has it; 0: none has. */
 static int *owner_of(pthread_mutex_t *mutex) { return (int *)(void *)mutex; }
 
+static void take_mutex(pthread_mutex_t *mutex) {
+    *owner_of(mutex) = current + 1;
+    threads[current].num_locks++;
+}
+
+static void give_mutex(pthread_mutex_t *mutex) {
+    *owner_of(mutex) = 0;
+    threads[current].num_locks--;
+    wake_those(mutex);
+}
+
 int sim_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attributes) {
     (void)attributes;
     *owner_of(mutex) = 0;
@@ -268,21 +319,20 @@ int sim_mutex_lock(pthread_mutex_t *mutex) {
     sim_step();
     if (*owner_of(mutex) == current + 1) sim_fail("a thread locks a mutex that it has");
     while (*owner_of(mutex)) wait_for(BLOCKED, mutex, INT64_MAX);
-    *owner_of(mutex) = current + 1;
+    take_mutex(mutex);
     return 0;
 }
 
 int sim_mutex_trylock(pthread_mutex_t *mutex) {
     sim_step();
     if (*owner_of(mutex)) return EBUSY;
-    *owner_of(mutex) = current + 1;
+    take_mutex(mutex);
     return 0;
 }
 
 int sim_mutex_unlock(pthread_mutex_t *mutex) {
     if (*owner_of(mutex) != current + 1) sim_fail("a thread unlocks a mutex that it has not");
-    *owner_of(mutex) = 0;
-    wake_those(mutex);
+    give_mutex(mutex);
     sim_step();
     return 0;
 }
@@ -301,11 +351,10 @@ int sim_cond_destroy(pthread_cond_t *cond) {
 
 static void wait_on(pthread_cond_t *cond, pthread_mutex_t *mutex, int64_t deadline) {
     if (*owner_of(mutex) != current + 1) sim_fail("a thread waits without the mutex");
-    *owner_of(mutex) = 0;
-    wake_those(mutex);
+    give_mutex(mutex);
     wait_for(WAITING, cond, deadline);
     while (*owner_of(mutex)) wait_for(BLOCKED, mutex, INT64_MAX);
-    *owner_of(mutex) = current + 1;
+    take_mutex(mutex);
 }
 
 int sim_cond_wait(pthread_cond_t *cond, pthread_mutex_t *mutex) {
@@ -405,7 +454,7 @@ int sim_fork(int (*check)(void *context), void *context) {
     const pid_t child = fork();
     if (child == 0) {
         for (int i = 0; i < num_threads; i++)
-            if (i != current) threads[i].state = ENDED;
+            if (i != current) threads[i] = (thread){.state = ENDED}; /* its handle may be taken again */
         for (int i = 0; i < num_handlers; i++) child_handlers[i]();
         status = check(context);
         fflush(stdout);

@@ -4,7 +4,9 @@
  * system then comes to world.c.  Threads are the system's, but one runs at a time: at each step (a call of a function,
  * a lock, a wake-up, an atomic access, an allocation) the world may hand over to another one.  Waiting threads wake
  * early, threads stall, the clock jumps, memory and threads are refused, the system declines advice on pages, and the
- * core takes ways that are rare elsewhere.  A run repeats with its seed, to the step.
+ * core takes ways that are rare elsewhere.  In each run, some functions of the core are hot: a thread that enters or
+ * leaves one without a mutex often stalls there, and others make calls in the middle of its call.  A run repeats with
+ * its seed, to the step.
  */
 #ifndef SIM_WORLD_H
 #define SIM_WORLD_H
@@ -55,6 +57,16 @@ uint64_t sim_random(uint64_t n);
 
 /* Lets another thread go on, perhaps. */
 void sim_step(void);
+
+/* Returns the calling thread's number, how many threads stall in the middle of what they do, and the time in
+ * nanoseconds, which no other call has returned. */
+int sim_self(void);
+int sim_num_stalled(void);
+int64_t sim_now(void);
+
+/* Watches a function of the core: sim_inside_since returns when a thread entered it, by sim_now; 0: it is not in it. */
+void sim_watch(void (*function)(void));
+int64_t sim_inside_since(int thread);
 
 /* Lets the calling thread's nth request for memory from now on fail, if memory fails at all; 0: none. */
 void sim_fail_memory(uint64_t n);

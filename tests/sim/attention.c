@@ -1,0 +1,410 @@
+/* attention.c: attends in the batches of the simulated cache, and compares the results with sums over the rows.
+ *
+ * Some plans are run by several threads, each of which skips tasks, runs others twice, and goes on to another layer
+ * when it likes.  Whatever they do, an output is either not written or right; and once all tasks of a layer were run
+ * one after the other, all of it is written.
+ */
+#include <math.h>
+#include <string.h>
+
+#include "sim.h"
+
+enum {
+    MOST_CREW = 3,  /* threads of a plan */
+    MOST_TRIES = 20 /* of a task that another thread is running, or whose plan is at another layer */
+};
+
+static const float UNWRITTEN = 3e30f, SCALE = 1e-4f;
+
+typedef struct result {
+    float out[MOST_TOKENS][QUERY_HEADS][DIM], lse[MOST_TOKENS][QUERY_HEADS];
+} result;
+
+/* A layer's part of an attention. */
+typedef struct piece {
+    int layer;
+    float q[MOST_TOKENS][QUERY_HEADS][DIM];
+    result result;
+    int32_t cancel;
+    kvc_attend_args args;
+} piece;
+
+/* Threads that run one plan. */
+typedef struct crew {
+    client *c;
+    const pass *p;
+    query query;
+    kvc_plan *plan;
+    int num_pieces, num_threads, may_cancel, may_lack;
+    piece pieces[2];
+    piece call; /* of kvc_attend, which may be made while the plan is there */
+} crew;
+
+static crew crews[MOST_CLIENTS + 1];
+
+/* ---- what a token sees ------------------------------------------------------------------------------------------- */
+
+/* Whether the policy lets a query at position `at` see a position, unless it is a later one. */
+static int sees_back(const kvc_policy *policy, int at, int position) {
+    if (policy->kind == KVC_SLIDING) return position > at - policy->window || position < policy->num_sink_tokens;
+    if (policy->kind == KVC_CHUNKED)
+        return position >= at / policy->attention_chunk_size * policy->attention_chunk_size;
+    return 1;
+}
+
+int sees(const kvc_policy *policy, int at, int position) { return position <= at && sees_back(policy, at, position); }
+
+static int is_masked(const query *q, int64_t id, int position) {
+    for (int i = 0; i < q->num_masked; i++)
+        if (q->masked[i].seq_id == id && position >= q->masked[i].begin && position < q->masked[i].end) return 1;
+    return 0;
+}
+
+static int member_of(const pass *p, int t) {
+    int i = 0;
+    while (t >= p->first[i + 1]) i++;
+    return i;
+}
+
+/* Returns the token of a sequence of the batch that stands at a position; -1 if there is none. */
+static int own_token(const pass *p, int i, int position) {
+    for (int t = p->first[i]; t < p->first[i + 1]; t++)
+        if (p->positions[t] == position) return t;
+    return -1;
+}
+
+/* Returns the tag of the row that a token sees at a position, 0 if it sees none; *lacks is set where that row was not
+ * put yet. */
+static int tag_seen(const world *w, const pass *p, const query *q, int layer, int t, int position, int *lacks) {
+    const int i = member_of(p, t), source = source_of(w, layer), own = own_token(p, i, position), at = p->positions[t];
+    const int is_later = position > at && !(q->has_non_causal && q->non_causal[t - q->first]);
+    if (is_later || !sees_back(&w->layers[source].policy, at, position)) return 0;
+    if (is_masked(q, id_of(p->sequences[i]), position)) return 0;
+    if (own >= p->num_put[source]) *lacks = 1;
+    return own >= 0 ? p->tags[own] : w->sequences[p->sequences[i]].tags[source][position];
+}
+
+/* Whether a query sees rows that were not put in a layer. */
+static int lacks_rows(const world *w, const pass *p, const query *q, int layer) {
+    int lacks = 0;
+    for (int t = q->first; t < q->first + q->num; t++)
+        for (int position = 0; position < MOST; position++) tag_seen(w, p, q, layer, t, position, &lacks);
+    return lacks;
+}
+
+static int is_spoilt(const world *w, const pass *p) {
+    for (int i = 0; i < p->num_sequences; i++)
+        if (w->sequences[p->sequences[i]].is_spoilt) return 1;
+    return 0;
+}
+
+static int has_unstored(const pass *p) {
+    for (int t = 0; t < p->num_tokens; t++)
+        if (p->unstored[t]) return 1;
+    return 0;
+}
+
+/* ---- results ----------------------------------------------------------------------------------------------------- */
+
+static int is_unwritten(const float *out, float lse) {
+    for (int d = 0; d < DIM; d++)
+        if (out[d] != UNWRITTEN) return 0;
+    return lse == UNWRITTEN;
+}
+
+/* Compares the result of one token and query head with that of the rows it sees. */
+static void check_head(const client *c, const pass *p, const query *q, const piece *of, int t, int h) {
+    const world *w = c->w;
+    const int source = source_of(w, of->layer), n = t - q->first, kv = h * HEADS / q->num_heads;
+    const float *query_row = of->q[n][h], *out = of->result.out[n][h];
+    double sum = 0, value[DIM] = {0}, largest = 1;
+    int lacks = 0;
+    for (int position = 0; position < MOST; position++) {
+        const int tag = tag_seen(w, p, q, of->layer, t, position, &lacks);
+        if (!tag) continue;
+        double score = 0;
+        for (int d = 0; d < DIM; d++) score += query_row[d] * (double)key_element(w, tag, source, kv, d, position);
+        const double weight = exp(score * (double)SCALE);
+        sum += weight;
+        for (int d = 0; d < DIM; d++) {
+            const double v = element(tag, source, 1, kv, d);
+            value[d] += weight * v;
+            if (fabs(v) > largest) largest = fabs(v);
+        }
+    }
+    const double wanted_lse = sum > 0 ? log(sum) : -INFINITY, lse = (double)of->result.lse[n][h];
+    for (int d = 0; d < DIM; d++)
+        if (!(fabs(out[d] - (sum > 0 ? value[d] / sum : 0)) <= 1e-4 * largest))
+            fail(c, "%g for token %d, head %d in layer %d of sequence %lld, not %g", (double)out[d], t, h, of->layer,
+                 (long long)id_of(p->sequences[member_of(p, t)]), value[d] / sum);
+    if (!(lse == wanted_lse || fabs(lse - wanted_lse) <= 1e-3))
+        fail(c, "an lse of %g for token %d, head %d in layer %d, not %g", lse, t, h, of->layer, wanted_lse);
+}
+
+/* Compares a result with that of the rows.  partly: some of it may not be written. */
+static void check_result(const client *c, const pass *p, const query *q, const piece *of, int partly) {
+    if (is_spoilt(c->w, p)) return;
+    for (int t = q->first; t < q->first + q->num; t++)
+        for (int h = 0; h < q->num_heads; h++)
+            if (!partly || !is_unwritten(of->result.out[t - q->first][h], of->result.lse[t - q->first][h]))
+                check_head(c, p, q, of, t, h);
+}
+
+static void make_piece(piece *of, int layer, const query *q) {
+    of->layer = layer;
+    of->cancel = 0;
+    for (int t = 0; t < q->num; t++)
+        for (int h = 0; h < q->num_heads; h++) {
+            of->result.lse[t][h] = UNWRITTEN;
+            for (int d = 0; d < DIM; d++) of->q[t][h][d] = (float)(pick(9) - 4), of->result.out[t][h][d] = UNWRITTEN;
+        }
+    of->args = (kvc_attend_args){.struct_size = sizeof of->args,
+                                 .q = of->q,
+                                 .out = of->result.out,
+                                 .lse = *of->result.lse,
+                                 .q_token_stride = sizeof *of->q,
+                                 .q_head_stride = sizeof **of->q,
+                                 .out_token_stride = sizeof *of->result.out,
+                                 .out_head_stride = sizeof **of->result.out,
+                                 .lse_token_stride = sizeof *of->result.lse,
+                                 .lse_head_stride = sizeof **of->result.lse,
+                                 .scale = SCALE};
+}
+
+/* ---- queries ----------------------------------------------------------------------------------------------------- */
+
+/* Hides a range of one sequence, often the batch's own tokens. */
+static kvc_masked any_masked(const pass *p) {
+    const int i = pick(p->num_sequences);
+    const int begin = pick(3) ? pick(MOST) : p->positions[p->first[i]], end = begin + pick(MOST - begin + 1);
+    return (kvc_masked){id_of(p->sequences[i]), begin, pick(3) ? end : KVC_END};
+}
+
+/* Returns tokens of a pass, and what is hidden from them: most often that of the last token alone. */
+static query any_query(const pass *p) {
+    query q = {.num_heads = pick(2) ? HEADS : QUERY_HEADS, .num_threads = pick(3) ? 1 + pick(MOST_CREW) : 0};
+    const int is_last = pick(2), end = p->first[1 + pick(p->num_sequences)];
+    q.first = is_last ? end - 1 : pick(p->num_tokens);
+    q.num = is_last ? 1 : 1 + pick(p->num_tokens - q.first);
+    q.num_masked = pick(2) ? 0 : 1 + pick(MOST_MASKED);
+    for (int i = 0; i < q.num_masked; i++) q.masked[i] = any_masked(p);
+    q.has_non_causal = !pick(4);
+    for (int t = 0; t < q.num; t++) q.non_causal[t] = q.has_non_causal && pick(2);
+    return q;
+}
+
+static kvc_plan_args plan_of(const query *q, int layer) {
+    return (kvc_plan_args){.struct_size = sizeof(kvc_plan_args),
+                           .layer = layer,
+                           .first = q->first,
+                           .num_tokens = q->num,
+                           .num_heads = q->num_heads,
+                           .num_threads = q->num_threads,
+                           .non_causal = q->has_non_causal ? q->non_causal : NULL,
+                           .masked = q->num_masked ? q->masked : NULL,
+                           .masked_size = sizeof *q->masked,
+                           .num_masked = q->num_masked};
+}
+
+/* Begins a call whose effects nobody sees but the caller. */
+static void begin_own_call(client *c, const char *call) {
+    c->call = call;
+    c->was_cancelled = 0;
+    c->faults = sim_faults();
+    c->handovers = UINT64_MAX;
+}
+
+/* Returns which failures a call over the rows of a query may answer with. */
+static int may_fail(const client *c, const pass *p, const query *q, int layer) {
+    return (lacks_rows(c->w, p, q, layer) ? MAY_BE_INVALID : 0) | (has_unstored(p) ? MAY_BE_GONE : 0);
+}
+
+/* Calls kvc_attend, which puts rows first if `put` is not NULL; returns whether it could. */
+static int attend_by_call(client *c, const pass *p, const query *q, int layer, const kvc_put_args *put) {
+    piece *of = &crews[c->number].call;
+    const kvc_plan_args plan = plan_of(q, layer);
+    make_piece(of, layer, q);
+    of->args.put = put;
+    const int lacks = lacks_rows(c->w, p, q, layer);
+    begin_own_call(c, put ? "kvc_attend with rows" : "kvc_attend");
+    const kvc_status status = kvc_attend(p->batch, &plan, &of->args);
+    if (status == KVC_OK && lacks && !is_spoilt(c->w, p)) fail(c, "attends to rows that were not put");
+    if (!ended(c, status, MAY_CANCEL | may_fail(c, p, q, layer) | (put ? MAY_BE_FULL : 0))) return 0;
+    check_result(c, p, q, of, 0);
+    return 1;
+}
+
+void attend(client *c, pass *p, int layer) {
+    p->last = any_query(p);
+    if (pick(3)) {
+        attend_by_call(c, p, &p->last, layer, NULL);
+    } else if (begin_tasks(c, p, layer)) {
+        end_tasks(c);
+    }
+}
+
+int put_and_attend(client *c, const pass *p, int layer, int first, int n, const kvc_put_args *put) {
+    const query q = any_query(p);
+    pass after = *p; /* a fork() meanwhile finds these rows not put */
+    after.num_put[layer] = first + n;
+    return attend_by_call(c, &after, &q, layer, put);
+}
+
+void attend_again(client *c, const pass *p, int layer) {
+    if (p->last.num && !has_unstored(p)) attend_by_call(c, p, &p->last, layer, NULL);
+}
+
+/* ---- plans ------------------------------------------------------------------------------------------------------- */
+
+/* Runs a task, perhaps several times until no other thread is in its way. */
+static void run_task(const crew *w, piece *of, int task) {
+    for (int i = 0; i < MOST_TRIES; i++) {
+        const kvc_status status = kvc_plan_run(w->plan, of->layer, &of->args, task);
+        const int is_allowed = status == KVC_OK || (status == KVC_ERR_BUSY && w->num_threads > 1) ||
+                               (status == KVC_ERR_CANCELLED && w->may_cancel) ||
+                               (status == KVC_ERR_INVALID && (w->may_lack || w->c->w->is_meddled)) ||
+                               (status == KVC_ERR_GONE && has_unstored(w->p));
+        if (!is_allowed) fail(w->c, "task %d of layer %d answers \"%s\"", task, of->layer, kvc_strerror(status));
+        if (status != KVC_ERR_BUSY) return;
+        sim_step();
+    }
+}
+
+/* Runs tasks of one layer or another: all or a few, some of them twice. */
+static void *run_crew(void *context) {
+    crew *w = context;
+    const int n = (int)kvc_plan_num_tasks(w->plan);
+    for (int rounds = 1 + pick(4); rounds > 0; rounds--) {
+        piece *of = &w->pieces[pick(w->num_pieces)];
+        const int first = pick(n), num = pick(3) ? n : 1 + pick(n), again = 1 + pick(8);
+        for (int j = 0; j < num; j++) {
+            if (w->may_cancel && !pick(4)) of->cancel = !of->cancel;
+            run_task(w, of, (first + j) % n);
+            if (!pick(again)) run_task(w, of, pick(n));
+        }
+    }
+    return NULL;
+}
+
+/* Lets several threads run tasks of a plan. */
+static void run_together(crew *w) {
+    pthread_t threads[MOST_CREW];
+    int num = 0;
+    while (num < w->num_threads - 1 && sim_thread_create(&threads[num], NULL, run_crew, w) == 0) num++;
+    run_crew(w);
+    while (num) sim_thread_join(threads[--num], NULL);
+    for (int i = 0; i < w->num_pieces; i++) check_result(w->c, w->p, &w->query, &w->pieces[i], 1);
+}
+
+/* Returns another layer that a plan serves, in which all rows were put; -1 if there is none. */
+static int other_layer(const world *w, const pass *p, int layer) {
+    for (int l = pick(w->num_layers); l >= 0; l--) {
+        const kvc_policy *x = &w->layers[l].policy, *y = &w->layers[layer].policy;
+        if (l != layer && memcmp(x, y, sizeof *x) == 0 && p->num_put[source_of(w, l)] == p->num_tokens) return l;
+    }
+    return -1;
+}
+
+int begin_tasks(client *c, pass *p, int layer) {
+    crew *w = &crews[c->number];
+    const int other = pick(2) ? other_layer(c->w, p, layer) : -1;
+    p->last = any_query(p);
+    const kvc_plan_args plan = plan_of(&p->last, layer);
+    begin_own_call(c, "kvc_plan_new");
+    if (!ended(c, kvc_plan_new(p->batch, &plan, &w->plan), 0)) return 0;
+    w->c = c;
+    w->p = p;
+    w->query = p->last;
+    w->num_pieces = 0;
+    make_piece(&w->pieces[w->num_pieces++], layer, &w->query);
+    if (other >= 0) make_piece(&w->pieces[w->num_pieces++], other, &w->query);
+    w->num_threads = 1 + pick(MOST_CREW);
+    w->may_cancel = !pick(3);
+    w->may_lack = lacks_rows(c->w, p, &w->query, layer);
+    for (int i = 0; i < w->num_pieces && w->may_cancel; i++) w->pieces[i].args.cancel = &w->pieces[i].cancel;
+    c->call = "kvc_plan_run";
+    run_together(w);
+    return 1;
+}
+
+void end_tasks(client *c) {
+    crew *w = &crews[c->number];
+    const int n = (int)kvc_plan_num_tasks(w->plan), may_be_gone = has_unstored(w->p);
+    c->call = "kvc_plan_run of all tasks";
+    for (int i = 0; i < w->num_pieces; i++) {
+        piece *of = &w->pieces[i];
+        const int first = pick(n);
+        int is_whole = 1;
+        of->cancel = 0;
+        for (int j = 0; j < n; j++) {
+            const kvc_status status = kvc_plan_run(w->plan, of->layer, &of->args, (first + j) % n);
+            is_whole &= status == KVC_OK;
+            if (status != KVC_OK && !(status == KVC_ERR_GONE && may_be_gone) &&
+                !(status == KVC_ERR_INVALID && (c->w->is_meddled || lacks_rows(c->w, w->p, &w->query, of->layer))))
+                fail(c, "task %d of layer %d answers \"%s\"", (first + j) % n, of->layer, kvc_strerror(status));
+        }
+        check_result(c, w->p, &w->query, of, !is_whole);
+    }
+    kvc_plan_free(w->plan);
+}
+
+/* ---- rows side by side ------------------------------------------------------------------------------------------- */
+
+/* Compares the rows that kvc_dense copies of a layer that keeps all, and which of them each token sees, with what there
+ * is. */
+void check_dense(client *c, const pass *p, int layer) {
+    static struct {
+        float k[HEADS][MOST_FED * MOST][DIM], v[HEADS][MOST_FED * MOST][DIM];
+        int32_t positions[MOST_FED * MOST];
+        uint8_t seen[MOST_TOKENS][MOST_FED * MOST];
+    } all[MOST_CLIENTS + 1];
+    const world *w = c->w;
+    const int source = source_of(w, layer);
+    int64_t num = 0;
+    query q = any_query(p);
+    if (w->layers[source].policy.kind != KVC_FULL || is_spoilt(w, p) || has_unstored(p)) return;
+    q.first = 0, q.num = p->num_tokens, q.has_non_causal = 0;
+    begin_own_call(c, "kvc_dense");
+    if (!ended(c, kvc_dense_rows(p->batch, layer, &num), 0) || num > MOST_FED * MOST) return;
+    const kvc_rows_out rows = {.struct_size = sizeof rows,
+                               .k = all[c->number].k,
+                               .v = all[c->number].v,
+                               .k_head_stride = sizeof *all->k,
+                               .k_row_stride = sizeof **all->k,
+                               .v_head_stride = sizeof *all->v,
+                               .v_row_stride = sizeof **all->v,
+                               .positions = all[c->number].positions};
+    const kvc_dense_args args = {.struct_size = sizeof args,
+                                 .rows = &rows,
+                                 .num_rows = num,
+                                 .seen = *all[c->number].seen,
+                                 .seen_token_stride = sizeof *all->seen,
+                                 .masked = q.num_masked ? q.masked : NULL,
+                                 .masked_size = sizeof *q.masked,
+                                 .num_masked = q.num_masked};
+    if (!ended(c, kvc_dense(p->batch, layer, &args), 0)) return;
+    int n = 0;
+    for (int64_t last = INT64_MIN;;) { /* by rising id */
+        int i = -1, lacks = 0;
+        for (int j = 0; j < p->num_sequences; j++)
+            if (id_of(p->sequences[j]) > last && (i < 0 || id_of(p->sequences[j]) < id_of(p->sequences[i]))) i = j;
+        if (i < 0) break;
+        last = id_of(p->sequences[i]);
+        for (int position = 0; position < MOST; position++) {
+            const int own = own_token(p, i, position);
+            const int tag = own >= 0 ? p->tags[own] : w->sequences[p->sequences[i]].tags[source][position];
+            if (!tag || own >= p->num_put[source]) continue;
+            if (n >= num || all[c->number].positions[n] != position ||
+                tag_of(c, all[c->number].k[0][n], all[c->number].v[0][n], MOST_FED * MOST * DIM, source, position) !=
+                    tag)
+                fail(c, "row %d of %lld is not that of position %d of sequence %lld", n, (long long)num, position,
+                     (long long)last);
+            for (int t = 0; t < p->num_tokens; t++)
+                if (all[c->number].seen[t][n] !=
+                    (member_of(p, t) == i && tag_seen(w, p, &q, layer, t, position, &lacks) != 0))
+                    fail(c, "token %d sees position %d of sequence %lld wrongly", t, position, (long long)last);
+            n++;
+        }
+    }
+    if (n != num) fail(c, "has %lld rows, not %d", (long long)num, n);
+}
