@@ -274,9 +274,9 @@ static void run_task(const crew *w, piece *of, int task) {
 static void *run_crew(void *context) {
     crew *w = context;
     const int n = (int)kvc_plan_num_tasks(w->plan);
-    for (int rounds = 1 + pick(4); rounds > 0; rounds--) {
+    for (int rounds = 1 + pick(12); rounds > 0; rounds--) {
         piece *of = &w->pieces[pick(w->num_pieces)];
-        const int first = pick(n), num = pick(3) ? n : 1 + pick(n), again = 1 + pick(8);
+        const int first = pick(n), num = pick(3) ? 1 + pick(n < 3 ? n : 3) : n, again = 1 + pick(8);
         for (int j = 0; j < num; j++) {
             if (w->may_cancel && !pick(4)) of->cancel = !of->cancel;
             run_task(w, of, (first + j) % n);
@@ -296,18 +296,18 @@ static void run_together(crew *w) {
     for (int i = 0; i < w->num_pieces; i++) check_result(w->c, w->p, &w->query, &w->pieces[i], 1);
 }
 
-/* Returns another layer that a plan serves, in which all rows were put; -1 if there is none. */
+/* Returns another layer that a plan serves, in which all rows were put; if there is none, the same one, for other
+ * queries. */
 static int other_layer(const world *w, const pass *p, int layer) {
     for (int l = pick(w->num_layers); l >= 0; l--) {
         const kvc_policy *x = &w->layers[l].policy, *y = &w->layers[layer].policy;
         if (l != layer && memcmp(x, y, sizeof *x) == 0 && p->num_put[source_of(w, l)] == p->num_tokens) return l;
     }
-    return -1;
+    return layer;
 }
 
 int begin_tasks(client *c, pass *p, int layer) {
     crew *w = &crews[c->number];
-    const int other = pick(2) ? other_layer(c->w, p, layer) : -1;
     p->last = any_query(p);
     const kvc_plan_args plan = plan_of(&p->last, layer);
     begin_own_call(c, "kvc_plan_new");
@@ -317,8 +317,8 @@ int begin_tasks(client *c, pass *p, int layer) {
     w->query = p->last;
     w->num_pieces = 0;
     make_piece(&w->pieces[w->num_pieces++], layer, &w->query);
-    if (other >= 0) make_piece(&w->pieces[w->num_pieces++], other, &w->query);
-    w->num_threads = 1 + pick(MOST_CREW);
+    if (pick(4)) make_piece(&w->pieces[w->num_pieces++], other_layer(c->w, p, layer), &w->query);
+    w->num_threads = pick(4) ? MOST_CREW : 1 + pick(MOST_CREW);
     w->may_cancel = !pick(3);
     w->may_lack = lacks_rows(c->w, p, &w->query, layer);
     for (int i = 0; i < w->num_pieces && w->may_cancel; i++) w->pieces[i].args.cancel = &w->pieces[i].cancel;

@@ -6,7 +6,7 @@
  * its documentation says, and only where its cause is there; then everything is as it was.  When all clients have
  * ended, what they made can be dropped, and every byte comes back.
  *
- *     sim --seed 1 --runs 100 --calls 400 --clients 4 --faults 127 --trace
+ *     sim --seed 1 --runs 100 --calls 400 --clients 3 --faults 127 --trace
  */
 #include <math.h>
 #include <stdarg.h>
@@ -439,7 +439,7 @@ static void read_batch(client *c, const pass *p, int layer, int i) {
 static int put_layer(client *c, pass *p, int l) {
     const int cut = pick(p->num_tokens + 1), rest = p->num_tokens - cut;
     if (cut && !put_rows(c, p, l, 0, cut)) return 0;
-    const int has_begun = !pick(4) && begin_tasks(c, p, l);
+    const int has_begun = !pick(c->w->theme == PASSES ? 2 : 4) && begin_tasks(c, p, l);
     if (rest && !(pick(3) ? put_rows : write_rows)(c, p, l, cut, rest)) return 0; /* the plan ends with the batch */
     if (has_begun) end_tasks(c);
     return 1;
@@ -748,10 +748,22 @@ static void share(client *c, int s) {
 }
 
 static void edit(client *c) {
-    static void (*const edits[])(client *c, int s) = {remove_some, cut, shift_some, divide, inject, copy, copy, share};
+    static void (*const edits[])(client *c, int s) = {remove_some, remove_some, cut,  shift_some, shift_some,
+                                                      divide,      inject,      copy, copy,       share};
     const int s = take(c, 0);
     if (s < 0) return;
     edits[pick(sizeof edits / sizeof *edits)](c, s);
+    let_go(c, s);
+}
+
+/* Moves the tokens of a sequence, and reads them again and again: what settles keys must wait for that. */
+static void read_moved(client *c) {
+    const int s = take(c, 0);
+    if (s < 0) return;
+    for (int i = 0; i < 3; i++) {
+        shift_some(c, s);
+        check_sequence(c, c->w->cache, s);
+    }
     let_go(c, s);
 }
 
@@ -1136,7 +1148,7 @@ static void restore(client *c, const kvc_load_args *args, file *f, int s, int to
         c->replaces = to;
         status = kvc_restore(w->cache, args);
         c->replaces = -1;
-        if (c->batch && status == KVC_OK) fail(c, "replaced a sequence of the open batch");
+        if (c->batch && !c->takes_room && status == KVC_OK) fail(c, "replaced a sequence of the open batch");
         if (is_damaged && status == KVC_OK) fail(c, "took a damaged file");
         may = MAY_BE_FULL | (is_damaged || c->batch ? MAY_BE_INVALID | MAY_BE_BUSY : 0);
         if (is_damaged && status == KVC_ERR_FORMAT)
@@ -1255,11 +1267,16 @@ static void fork_once(client *c) {
 
 /* ---- calls within calls ------------------------------------------------------------------------------------------ */
 
-/* Begins a batch of the sequence that the running call replaces. */
-static void begin_replaced(client *c) {
+/* Begins a batch of the sequence that the running call replaces, or one that takes all room. */
+static void begin_within(client *c) {
+    enum { MOST_ROOM = 512, NOBODY = 77 };
+    static int64_t ids[MOST_ROOM];
     kvc_batch *batch;
-    const int64_t id = id_of(c->replaces);
-    if (kvc_begin(c->w->cache, 1, NULL, &id, NULL, &batch) != KVC_OK) return;
+    int64_t num = 1;
+    c->takes_room = pick(2);
+    if (c->takes_room && (kvc_room(c->w->cache, NOBODY, &num) != KVC_OK || num < 1 || num > MOST_ROOM)) return;
+    for (int i = 0; i < num; i++) ids[i] = c->takes_room ? NOBODY : id_of(c->replaces);
+    if (kvc_begin(c->w->cache, (int32_t)num, NULL, ids, NULL, &batch) != KVC_OK) return;
     c->w->pass = NULL;
     c->batch = c->w->batch = batch;
 }
@@ -1273,7 +1290,7 @@ static void pass_time(client *c) {
     within.is_called = 1;
     self_of(&within);
     if (c->replaces >= 0 && !c->batch && pick(2))
-        begin_replaced(c);
+        begin_within(c);
     else if (pick(2))
         call_prefix(&within);
     else
@@ -1288,9 +1305,19 @@ static void pass_time(client *c) {
 
 /* Makes a call that others must not notice who are in the middle of theirs. */
 static void disturb(client *c) {
-    static void (*const calls[])(client *c) = {compact,    compact, settle,    settle, reserve,
-                                               clear_some, clone,   fork_once, edit};
+    static void (*const calls[])(client *c) = {compact, settle, settle, reserve, clear_some, clone, fork_once, edit};
     calls[pick(sizeof calls / sizeof *calls)](c);
+}
+
+/* Makes a call of the run's theme. */
+static void follow_theme(client *c) {
+    static void (*const passes[])(client *c) = {feed, feed, feed, reserve, fork_once};
+    static void (*const moves[])(client *c) = {read_moved, read_moved, read_moved, settle, compact,
+                                               edit,       edit,       hold,       clone,  save_and_restore};
+    if (c->w->theme == PASSES)
+        passes[pick(sizeof passes / sizeof *passes)](c);
+    else
+        moves[pick(sizeof moves / sizeof *moves)](c);
 }
 
 static void *run_client(void *context) {
@@ -1298,13 +1325,16 @@ static void *run_client(void *context) {
                                                feed,       edit,   edit,   edit,       edit,
                                                retain,     retain, attach, retain_new, inject_retained,
                                                tidy,       tidy,   hold,   clone,      save_and_restore,
-                                               clear_some, meddle, meddle, fork_once};
+                                               clear_some, meddle, meddle, fork_once,  read_moved,
+                                               read_moved};
     client *c = context;
     c->thread = sim_self();
     self_of(c);
     while (c->w->calls_left-- > 0) {
         if (sim_num_stalled() && pick(2))
             disturb(c);
+        else if (c->w->theme && pick(4))
+            follow_theme(c);
         else if (c->w->has_prefixes && pick(2))
             call_prefix(c);
         else
@@ -1343,7 +1373,8 @@ static void release(void *user, void *memory, size_t size, const kvc_memory_hint
 /* Makes a cache of any shape and limits. */
 static void make_cache(world *w) {
     static const double right_angle[] = {1.57079632679489661923};
-    const int kind = KVC_ROPE_NONE + pick(3);
+    static const int kinds[] = {KVC_ROPE_NONE, KVC_ROPE_FREQUENCIES, KVC_ROPE_FREQUENCIES, KVC_ROPE_FUNCTION};
+    const int kind = kinds[pick(4)];
     /* Blocks of the largest sizes have memory that comes and goes by the page. */
     const int sizes[] = {6, 6, 6, 40, 40, 12000}, block_size = 1 + pick(sizes[pick(6)]);
     w->num_layers = 1 + pick(MOST_LAYERS);
@@ -1387,7 +1418,8 @@ static void run(uint64_t seed, int num_clients, int64_t num_calls, int faults) {
     /* Some faults hide what others show: a thread that wakes early misses no signal. */
     const sim_options options = {seed, faults & (int)(seed * 0x9e3779b97f4a7c15 >> 57), handovers[seed % 4]};
     w = (world){.calls_left = num_calls, .is_meddled = seed / 4 % 3 == 0, .takes_rare_ways = options.faults & SIM_RARE};
-    if (seed / 12 % 3 == 0) num_clients = 1; /* what a failed call changes is seen where no other client runs */
+    w.theme = (theme)(seed % NUM_THEMES);
+    if (seed % 5 == 4) num_clients = 1; /* what a failed call changes is seen where no other client runs */
     sim_begin(&options);
     sim_watch((void (*)(void))kvc_waiter_wait);
     memset(clients, 0, sizeof clients);
@@ -1416,7 +1448,7 @@ static void run(uint64_t seed, int num_clients, int64_t num_calls, int faults) {
 
 int main(int argc, char **argv) {
     uint64_t seed = 1, runs = 1;
-    int num_clients = 4, faults = SIM_ALL_FAULTS;
+    int num_clients = 3, faults = SIM_ALL_FAULTS;
     int64_t num_calls = 400;
     /* Addresses decide the order of some lists. */
     if (!(personality(0xffffffff) & ADDR_NO_RANDOMIZE) && personality(ADDR_NO_RANDOMIZE) >= 0)

@@ -87,8 +87,12 @@ typedef struct pass {
     query last;               /* that attended */
 } pass;
 
+/* What most calls of a run are about. */
+typedef enum theme { ANYTHING, PASSES, MOVES, NUM_THEMES } theme;
+
 typedef struct world {
     kvc_cache *cache;
+    theme theme;
     kvc_layer layers[MOST_LAYERS];
     kvc_config config;
     int num_layers, expires, last_tag;
@@ -132,7 +136,8 @@ typedef struct client {
     picture before; /* the call */
     const char *call;
     int replaces;     /* the sequence that the call replaces; -1: none */
-    kvc_batch *batch; /* one of that sequence, which began meanwhile */
+    kvc_batch *batch; /* one that began meanwhile: of that sequence, or, with takes_room, of all tokens that fit */
+    int takes_room;
 } client;
 
 typedef struct rows {

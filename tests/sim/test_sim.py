@@ -25,7 +25,7 @@ from support.compiling import (
 )
 
 HERE = Path(__file__).parent
-OPTIONS = {"--clients": 4, "--calls": 400, "--faults": 127}
+OPTIONS = {"--clients": 3, "--calls": 400, "--faults": 127}
 
 
 def build(folder):
@@ -87,7 +87,7 @@ def play(sim, seed, options, runs=1):
 def shrink(sim, seed):
     """Return options with which the seed still fails: fewer clients, no fault that is not needed, the fewest calls."""
     options = dict(OPTIONS)
-    simpler = [{"--clients": n} for n in (1, 2, 3)] + [{"--faults": 127 & ~(1 << bit)} for bit in range(7)]
+    simpler = [{"--clients": n} for n in (1, 2)] + [{"--faults": 127 & ~(1 << bit)} for bit in range(7)]
     for change in simpler:
         if "--faults" in change:
             change = {"--faults": options["--faults"] & change["--faults"]}

@@ -17,7 +17,7 @@ enum {
     MOST_STEPS = 1 << 25,
     MOST_STALL = 1 << 20,
     PLACES = 1 << 12, /* functions of the core, by a hash: those of one number share their count of stalls */
-    HOT = 8,          /* of so many places, one is hot in a run */
+    HOT = 4,          /* of so many places, one is hot in a run */
     SECOND = 1000000000
 };
 
@@ -28,9 +28,10 @@ typedef struct thread {
     const void *awaits; /* the mutex, condition or thread that it waits for */
     int64_t deadline;   /* of WAITING; INT64_MAX: none */
     int64_t stalls_until;
-    int is_worker;        /* of the core */
-    int num_locks;        /* mutexes that it has */
-    int64_t inside_since; /* when it entered the function that is watched; 0: it is not in it */
+    int is_worker;         /* of the core */
+    int depth, has_locked; /* calls of the core's functions it is in; whether it had a mutex since the first of them */
+    int num_locks;         /* mutexes that it has */
+    int64_t inside_since;  /* when it entered the function that is watched; 0: it is not in it */
     uint64_t faults;
     uint64_t memory_left; /* requests for memory until one fails; 0: any number */
     sem_t go;             /* posted when this thread is to go on */
@@ -165,13 +166,13 @@ void sim_step(void) {
     if ((int)sim_random(1024) < options.handover) hand_to(pick_ready());
 }
 
-/* Stops the thread at a place of the core that is hot in this run, unless it has a mutex: others then make calls in
- * the middle of its call.  The more often it did so, the less likely it is to do it again. */
+/* Stops the thread at a place of the core that is hot in this run, if its call had a mutex and has let it go: others
+ * then make calls in the middle of its call.  The more often it did so, the less likely it is to do it again. */
 static void stall_at(const void *place) {
     thread *self = &threads[current];
-    if (is_calm || !(options.faults & SIM_STALLS) || self->num_locks) return;
+    if (is_calm || !(options.faults & SIM_STALLS) || self->num_locks || !self->has_locked) return;
     const uint64_t hash = mix(mix(options.seed) + (uint64_t)(uintptr_t)place);
-    if (hash % HOT || sim_random(2 + num_stalls[hash / HOT % PLACES])) return;
+    if (hash % HOT || sim_random(2 + num_stalls[hash / HOT % PLACES] / 4)) return;
     num_stalls[hash / HOT % PLACES]++;
     self->stalls_until = now + ((int64_t)1 << sim_random(23));
     hand_to(pick_ready());
@@ -198,6 +199,7 @@ void __cyg_profile_func_enter(void *function, void *caller) {
     (void)caller;
     if (!num_threads) return;
     if (is_watched(function)) threads[current].inside_since = ++now;
+    if (!threads[current].depth++) threads[current].has_locked = threads[current].num_locks;
     stall_at(function);
     sim_step();
 }
@@ -206,7 +208,7 @@ void __cyg_profile_func_exit(void *function, void *caller) {
     (void)caller;
     if (!num_threads) return;
     if (is_watched(function)) threads[current].inside_since = 0;
-    stall_at((char *)function + 1);
+    if (--threads[current].depth) stall_at((char *)function + 1);
 }
 
 int sim_yield(void) {
@@ -296,6 +298,7 @@ static int *owner_of(pthread_mutex_t *mutex) { return (int *)(void *)mutex; }
 static void take_mutex(pthread_mutex_t *mutex) {
     *owner_of(mutex) = current + 1;
     threads[current].num_locks++;
+    threads[current].has_locked = 1;
 }
 
 static void give_mutex(pthread_mutex_t *mutex) {
