@@ -53,7 +53,7 @@ def taken_back(commit):
 
 def former(seed):
     """Yield name, source and text of each former defect, in an order that the seed draws."""
-    commits = git("log", "--format=%h %s", "--", "src").stdout.splitlines()
+    commits = git("log", "--no-merges", "--format=%h %s", "--", "src").stdout.splitlines()
     for line in sorted(commits, key=lambda line: hashlib.sha256(f"{seed} {line}".encode()).digest()):
         if found := taken_back(line.split()[0]):
             yield line, *found
@@ -70,7 +70,7 @@ def one_line(seed):
 
 
 def find(folder, source, text, seconds):
-    """Return the first seed that fails and what it prints, None if there is none in time; False: it does not compile."""
+    """Return the first seed that fails and what it prints; None if none does in time, False if it does not compile."""
     try:
         program = sim.build_with(folder, source, text)
     except Exception:  # of the compiler's warnings, which are errors, too
