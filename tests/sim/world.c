@@ -166,7 +166,7 @@ void sim_step(void) {
     if ((int)sim_random(1024) < options.handover) hand_to(pick_ready());
 }
 
-/* Stops the thread at a place of the core that is hot in this run, if its call had a mutex and has let it go: others
+/* Stops the thread at a place of the core that is hot in this run, if its call had a mutex and has let it go.  Others
  * then make calls in the middle of its call.  The more often it did so, the less likely it is to do it again. */
 static void stall_at(const void *place) {
     thread *self = &threads[current];
