@@ -4,9 +4,9 @@
  * system then comes to world.c.  Threads are the system's, but one runs at a time: at each step (a call of a function,
  * a lock, a wake-up, an atomic access, an allocation) the world may hand over to another one.  Waiting threads wake
  * early, threads stall, the clock jumps, memory and threads are refused, the system declines advice on pages, and the
- * core takes ways that are rare elsewhere.  In each run, some functions of the core are hot. A thread that enters or
- * leaves one often stalls there, if its call has let go of a mutex. Others then make calls in the middle of its call.  A run repeats with
- * its seed, to the step.
+ * core takes ways that are rare elsewhere.  In each run, some functions of the core are hot.  A thread that enters or
+ * leaves one often stalls there, if its call has let go of a mutex.  Others then make calls in the middle of its call.
+ * A run repeats with its seed, to the step.
  */
 #ifndef SIM_WORLD_H
 #define SIM_WORLD_H
