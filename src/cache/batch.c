@@ -89,6 +89,7 @@ kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *gi
         memcpy(batch->parents, given_parents, (size_t)tree);
         number_trees(batch, (void *)(start + at[BATCH_NEXT_CHILD]));
     }
+    memset(batch->kept, 1, (size_t)num_tokens);
     memset(batch->written, 0, (size_t)num_tokens * (size_t)cache->num_layers);
     return batch;
 }

@@ -78,7 +78,7 @@ struct kvc_batch {
     kvc_place *places;             /* [num_groups][num_tokens] */
     kvc_pending *pending;          /* [num_sequences][num_groups] */
     kvc_run *runs;                 /* [num_groups][num_tokens] the runs that pending points into */
-    uint8_t *kept;                 /* [num_tokens] whether the token is committed */
+    uint8_t *kept;                 /* [num_tokens] whether the token is committed: all are until a commit says so */
     uint8_t *replaced;    /* [num_groups] whether the batch restores the group; NULL: none, it is an ordinary batch */
     uint8_t *group_flags; /* [num_groups] memory for `replaced` */
     uint8_t *written;     /* [num_layers][num_tokens] whether the token's rows were put in the layer */

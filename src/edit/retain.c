@@ -57,18 +57,29 @@ static void count_part(void *num, const kvc_run *part) {
     ++*(int32_t *)num;
 }
 
+/* Visits the parts of a run of the open batch at positions [begin, end) whose tokens, from *token on, are kept. */
+static void visit_kept(const kvc_batch *batch, const kvc_run *run, const int32_t *token, int32_t begin, int32_t end,
+                       kvc_part_fn *visit, void *context) {
+    for (int32_t from = 0, to; from < run->count; from = to + 1) {
+        for (to = from; to < run->count && batch->kept[token[to]];) to++;
+        const kvc_run kept = {run->block, run->slot + from, to - from, run->position + from, run->delta},
+                      part = kvc_run_part(&kept, begin, end);
+        if (part.count > 0) visit(context, &part);
+    }
+}
+
 /* Visits the rows of a sequence at positions [begin, end) in one group: the stored ones, then those that the open batch
  * adds to them. */
 static void visit_rows(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g, int32_t begin, int32_t end,
                        kvc_part_fn *visit, void *context) {
+    const kvc_batch *batch = cache->batch;
     kvc_runs_visit(&sequence->runs[g], begin, end, visit, context);
-    if (!sequence->in_batch || cache->batch->sequences[sequence->in_batch - 1].is_unstored) return;
-    const kvc_pending *pending = kvc_pending_of(cache->batch, g, sequence->in_batch - 1);
+    if (!sequence->in_batch || batch->sequences[sequence->in_batch - 1].is_unstored) return;
+    const kvc_pending *pending = kvc_pending_of(batch, g, sequence->in_batch - 1);
+    const int32_t *token = batch->order + batch->sequences[sequence->in_batch - 1].first;
     if (pending->to != KVC_TO_END) return;
-    for (int32_t i = 0; i < pending->num; i++) {
-        const kvc_run part = kvc_run_part(&pending->runs[i], begin, end);
-        if (part.count) visit(context, &part);
-    }
+    for (int32_t i = 0; i < pending->num; token += pending->runs[i++].count)
+        visit_kept(batch, &pending->runs[i], token, begin, end, visit, context);
 }
 
 /* Shares the rows of src at positions [begin, end) in one group. */

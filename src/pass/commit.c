@@ -119,14 +119,11 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
     const kvc_cache *cache = batch->cache;
     const kvc_batch_sequence *member = &batch->sequences[s];
     const int32_t *token = batch->order + member->first;
-    int32_t last = -1, num_kept = 0; /* last: largest position that is kept */
-    for (int32_t i = 0; i < member->num_tokens; i++) {
-        num_kept += batch->kept[token[i]];
+    int32_t last = -1; /* largest position that is kept */
+    for (int32_t i = 0; i < member->num_tokens; i++)
         if (batch->kept[token[i]] && batch->positions[token[i]] > last) last = batch->positions[token[i]];
-    }
     const int keeps = last >= 0;
-    const int32_t exact_to = num_kept < member->num_tokens ? find_exact_to(batch, member) : member->exact_to;
-    if (exact_to < member->sequence->exact_to && keeps) member->sequence->exact_to = exact_to;
+    if (keeps) member->sequence->exact_to = kvc_lower(member->sequence->exact_to, member->exact_to);
     if (batch->replaced && keeps) member->sequence->edited_from = 0;
     /* What a window has left behind once the tokens are added is not added.  In a batch that restores, everything is:
      * kvc_replace_note looks at all rows. */
@@ -147,6 +144,16 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
     if (member->is_unstored) member->sequence->exact_to = INT32_MAX;
 }
 
+/* Finds out what is exact of the sequences of which some tokens are not kept. */
+static void find_exact(kvc_batch *batch) {
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        kvc_batch_sequence *member = &batch->sequences[s];
+        int32_t num_kept = 0;
+        for (int32_t i = 0; i < member->num_tokens; i++) num_kept += batch->kept[batch->order[member->first + i]];
+        if (num_kept < member->num_tokens) member->exact_to = find_exact_to(batch, member);
+    }
+}
+
 /* Ends the batch, keeping the tokens marked in batch->kept, but none of an unstored sequence. */
 static kvc_status finish(kvc_batch *batch) {
     int32_t num_kept = 0, keeps_all = 1;
@@ -159,9 +166,9 @@ static kvc_status finish(kvc_batch *batch) {
     const int32_t num_tokens = batch->num_tokens;
     kvc_lock(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_keep(&cache->pools[g], &cache->pools[g].reserved);
-    if (keeps_all) kvc_sessions_fill(batch);
+    if (!keeps_all) find_exact(batch);
+    kvc_sessions_fill(batch); /* before windows move on */
     for (int32_t s = 0; s < batch->num_sequences; s++) end_sequence(batch, s);
-    if (!keeps_all) kvc_sessions_fill(batch);
     for (int32_t s = 0; s < batch->num_sequences; s++) kvc_expire_behind(cache, batch->sequences[s].sequence);
     cache->stats.batches++;
     cache->stats.tokens += num_kept;
@@ -172,12 +179,17 @@ static kvc_status finish(kvc_batch *batch) {
     return kvc_unlock(cache, KVC_OK);
 }
 
+/* Marks all tokens as kept: those that a commit will keep, as far as anybody knows. */
+static void keep_all(kvc_batch *batch) { memset(batch->kept, 1, (size_t)batch->num_tokens); }
+
 kvc_status kvc_commit(kvc_batch *batch) {
-    memset(batch->kept, 1, (size_t)batch->num_tokens);
-    return finish(batch);
+    const kvc_status status = finish(batch);
+    if (status != KVC_OK) keep_all(batch);
+    return status;
 }
 
-kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept) {
+/* Marks these tokens, and no others, as kept. */
+static kvc_status mark_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept) {
     if (num_kept < 0 || (num_kept && !kept))
         return kvc_fail(KVC_ERR_INVALID, "num_kept is %d%s", num_kept, num_kept < 0 ? "" : " and kept is NULL");
     memset(batch->kept, 0, (size_t)batch->num_tokens);
@@ -187,7 +199,14 @@ kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_ke
         if (batch->kept[kept[i]]) return kvc_fail(KVC_ERR_INVALID, "kept[%d] is %d, as one before it is", i, kept[i]);
         batch->kept[kept[i]] = 1;
     }
-    return finish(batch);
+    return KVC_OK;
+}
+
+kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept) {
+    kvc_status status = mark_kept(batch, kept, num_kept);
+    if (status == KVC_OK) status = finish(batch);
+    if (status != KVC_OK) keep_all(batch);
+    return status;
 }
 
 /* Gives back what the tokens were given in group g, the last slots first: then the free list is as it was, and the new
