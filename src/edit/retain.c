@@ -247,53 +247,73 @@ kvc_status kvc_retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_t e
 
 /* ---- going on from retained sequences ---------------------------------------------------------------------------- */
 
-/* Retained sequences, in order of position. */
+/* Pieces, in order of position. */
 typedef struct pieces {
     kvc_cache *cache;
-    kvc_sequence **items; /* [num] NULL: it was evicted */
+    const kvc_piece *items; /* [num] */
     int32_t num;
-    int32_t end; /* position behind the last token that one of them had; 0: there is none */
 } pieces;
 
-static const kvc_run_list *list_of(const pieces *p, int32_t i, int32_t g) {
-    return p->items[i] ? &p->items[i]->runs[g] : NULL;
+/* Returns the run of piece i that has a row of group g at a position; NULL if it has none there. */
+static const kvc_run *run_at(const pieces *p, int32_t i, int32_t g, int32_t position) {
+    const kvc_piece *piece = &p->items[i];
+    return piece->rows && position < piece->end ? kvc_runs_at(&piece->rows->runs[g], position) : NULL;
+}
+
+/* Return the first and the last piece that begins where piece i does. */
+static int32_t first_beside(const pieces *p, int32_t i) {
+    while (i > 0 && p->items[i - 1].begin == p->items[i].begin) i--;
+    return i;
+}
+static int32_t last_beside(const pieces *p, int32_t i) {
+    while (i + 1 < p->num && p->items[i + 1].begin == p->items[i].begin) i++;
+    return i;
 }
 
 /* Returns the end of the rows of group g that stand at positions from 0 on without a gap. */
 static int32_t covered_to(const pieces *p, int32_t g) {
     int32_t end = 0;
-    const kvc_run *run;
-    for (int32_t i = 0; i < p->num; i++)
-        while (p->items[i] && (run = kvc_runs_at(list_of(p, i, g), end))) end = run->position + run->count;
+    for (int32_t i = 0; i < p->num; i++) {
+        const kvc_run *run = run_at(p, i, g, end);
+        if (!run) continue;
+        end = kvc_lower(run->position + run->count, p->items[i].end);
+        i = first_beside(p, i) - 1;
+    }
     return end;
 }
 
-/* Returns the index of the last sequence, at most `last`, with rows below `end`; -1 if there is none. */
+/* Returns the index of the last piece, at most `last`, that begins below `end`; -1 if there is none. */
 static int32_t find_below(const pieces *p, int32_t last, int32_t end) {
-    while (last >= 0 && (!p->items[last] || kvc_sequence_first(p->items[last]) >= end)) last--;
+    while (last >= 0 && (!p->items[last].rows || p->items[last].begin >= end)) last--;
     return last;
 }
 
-/* Returns the first of the positions below `end` that have rows of group g up to `end` without a gap.  Sequences behind
+/* Returns the first of the positions below `end` that have rows of group g up to `end` without a gap.  Pieces behind
  * `last` have no rows below `end`. */
 static int32_t covered_from(const pieces *p, int32_t g, int32_t end, int32_t last) {
-    const kvc_run *run;
     for (int32_t i = find_below(p, last, end); i >= 0; i = find_below(p, i - 1, end)) {
-        while (end > 0 && (run = kvc_runs_at(list_of(p, i, g), end - 1))) end = run->position;
-        if (end > kvc_sequence_first(p->items[i])) break; /* rows of those before stand before these */
+        const kvc_run *run = end > 0 ? run_at(p, i, g, end - 1) : NULL;
+        if (run) {
+            end = run->position;
+            i = last_beside(p, i) + 1;
+        } else if (first_beside(p, i) == i) {
+            break; /* rows of those before stand before these */
+        }
     }
     return end;
 }
 
 /* Returns the position behind the last row of group g below `end`; 0 if there is none.  `last` as above. */
 static int32_t last_below(const pieces *p, int32_t g, int32_t end, int32_t last) {
-    int32_t found = 0;
-    for (int32_t i = find_below(p, last, end); i >= 0 && !found; i = find_below(p, i - 1, end)) {
-        const kvc_run_list *list = list_of(p, i, g);
-        for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
-            const int32_t to = run->position + run->count < end ? run->position + run->count : end;
-            if (run->position < end && to > found) found = to;
-        }
+    int32_t found = 0, begin = -1;
+    for (int32_t i = find_below(p, last, end); i >= 0; i = find_below(p, i - 1, end)) {
+        const kvc_run_list *list = &p->items[i].rows->runs[g];
+        const int32_t most = kvc_lower(end, p->items[i].end);
+        if (found && p->items[i].begin != begin) break;
+        begin = p->items[i].begin;
+        for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
+            if (run->position < most && kvc_lower(run->position + run->count, most) > found)
+                found = kvc_lower(run->position + run->count, most);
     }
     return found;
 }
@@ -330,12 +350,36 @@ static int32_t find_match(const pieces *p, int32_t length) {
     return length;
 }
 
-/* Visits the rows of group g below `end`, but for those in a gap, sequence by sequence. */
+/* Visits the rows of group g at positions [begin, end) of pieces [first, past) that begin alike, each position once. */
+static void visit_beside(const pieces *p, int32_t first, int32_t past, int32_t g, kvc_interval at, kvc_part_fn *visit,
+                         void *context) {
+    if (past == first + 1) {
+        const kvc_piece *piece = &p->items[first];
+        if (piece->rows && at.begin < at.end)
+            kvc_runs_visit(&piece->rows->runs[g], at.begin, kvc_lower(at.end, piece->end), visit, context);
+        return;
+    }
+    for (int32_t position = at.begin; position < at.end; position++)
+        for (int32_t i = first; i < past; i++) {
+            const kvc_run *run = run_at(p, i, g, position);
+            if (!run) continue;
+            const kvc_run part = kvc_run_part(run, position, position + 1);
+            visit(context, &part);
+            break;
+        }
+}
+
+/* Visits the rows of group g below `end`, except those in a gap. */
 static void visit_pieces(const pieces *p, int32_t g, kvc_interval gap, int32_t end, kvc_part_fn *visit, void *context) {
-    for (int32_t i = 0; i < p->num; i++) {
-        if (!p->items[i]) continue;
-        kvc_runs_visit(list_of(p, i, g), 0, gap.begin, visit, context);
-        kvc_runs_visit(list_of(p, i, g), gap.end, end, visit, context);
+    for (int32_t i = 0, past; i < p->num; i = past) {
+        int32_t low = p->items[i].begin, high = low; /* of these pieces */
+        past = last_beside(p, i) + 1;
+        for (int32_t j = i; j < past; j++)
+            if (p->items[j].rows && kvc_sequence_next(p->items[j].rows) > high)
+                high = kvc_sequence_next(p->items[j].rows);
+        high = kvc_lower(high, end);
+        visit_beside(p, i, past, g, (kvc_interval){low, kvc_lower(high, gap.begin)}, visit, context);
+        visit_beside(p, i, past, g, (kvc_interval){low > gap.end ? low : gap.end, high}, visit, context);
     }
 }
 
@@ -367,7 +411,8 @@ static kvc_status attach_all(const pieces *p, int64_t dst, kvc_sequence *old, in
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
         status = attach_group(p, g, end, &sequence->runs[g]);
     for (int32_t i = 0; status == KVC_OK && i < p->num; i++)
-        if (p->items[i]) sequence->exact_to = kvc_lower(sequence->exact_to, kvc_below(p->items[i]->exact_to, end));
+        if (p->items[i].rows)
+            sequence->exact_to = kvc_lower(sequence->exact_to, kvc_below(p->items[i].rows->exact_to, end));
     if (status == KVC_OK) return kvc_cache_insert(cache, sequence, old);
     if (sequence) kvc_sequence_free(sequence, &cache->memory, cache->pools);
     return status;
@@ -378,41 +423,36 @@ void kvc_touch_retained(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_cache_retain(cache, sequence);
 }
 
-/* Leaves out the items whose rows are being written, as if they were evicted, and finds p->end.  KVC_ERR_INVALID
- * unless they rise by position. */
-static kvc_status sort_out(pieces *p) {
-    int32_t last = -1;
-    for (int32_t i = 0; i < p->num; i++) {
-        if (p->items[i] && p->items[i]->in_place) p->items[i] = NULL;
-        if (!p->items[i]) continue;
-        if (kvc_sequence_first(p->items[i]) <= last)
-            return kvc_fail(KVC_ERR_INVALID, "ids[%d] is %lld: its rows must stand behind those of the ids before", i,
-                            (long long)p->items[i]->id);
-        last = kvc_sequence_last(p->items[i]);
-        if (kvc_sequence_next(p->items[i]) > p->end) p->end = kvc_sequence_next(p->items[i]);
-    }
-    return KVC_OK;
+int32_t kvc_match_pieces(kvc_cache *cache, const kvc_piece *items, int32_t num, int32_t length) {
+    const pieces p = {cache, items, num};
+    int32_t end = 0; /* behind the last token that one of them had */
+    for (int32_t i = 0; i < num; i++)
+        if (items[i].rows && kvc_lower(kvc_sequence_next(items[i].rows), items[i].end) > end)
+            end = kvc_lower(kvc_sequence_next(items[i].rows), items[i].end);
+    return find_match(&p, kvc_lower(length, end));
 }
 
-kvc_status kvc_match_items(kvc_cache *cache, kvc_sequence **items, int32_t num, int32_t length, int32_t *matched) {
-    pieces p = {cache, items, num, 0};
-    KVC_TRY(sort_out(&p));
-    *matched = find_match(&p, length < p.end ? length : p.end);
-    return KVC_OK;
-}
-
-kvc_status kvc_attach_items(kvc_cache *cache, kvc_sequence **items, int32_t num, int64_t dst, int32_t matched) {
-    const pieces p = {cache, items, num, 0};
+kvc_status kvc_attach_pieces(kvc_cache *cache, const kvc_piece *items, int32_t num, int64_t dst, int32_t matched) {
+    const pieces p = {cache, items, num};
     return attach_all(&p, dst, kvc_table_find(&cache->sequences, dst), matched);
 }
 
-/* Finds the retained sequences of these ids; NULL for those that do not exist. */
-static kvc_status find_items(const kvc_cache *cache, const int64_t *ids, int32_t num, kvc_sequence **items) {
+/* Finds the retained sequences of these ids; leaves out those that do not exist, or whose rows are being written. */
+static kvc_status find_pieces(const kvc_cache *cache, const int64_t *ids, int32_t num, kvc_piece *pieces) {
+    int32_t last = -1;
     for (int32_t i = 0; i < num; i++) {
-        items[i] = kvc_table_find(&cache->sequences, ids[i]);
-        if (items[i] && !items[i]->is_retained)
+        kvc_sequence *rows = kvc_table_find(&cache->sequences, ids[i]);
+        pieces[i] = (kvc_piece){.begin = -1, .end = KVC_END};
+        if (rows && !rows->is_retained)
             return kvc_fail(KVC_ERR_INVALID, "ids[%d] is %lld: that sequence is not a retained one", i,
                             (long long)ids[i]);
+        if (!rows || rows->in_place) continue;
+        pieces[i].rows = rows;
+        pieces[i].begin = kvc_sequence_first(rows);
+        if (pieces[i].begin <= last)
+            return kvc_fail(KVC_ERR_INVALID, "ids[%d] is %lld: its rows must stand behind those of the ids before", i,
+                            (long long)ids[i]);
+        last = kvc_sequence_last(rows);
     }
     return KVC_OK;
 }
@@ -426,16 +466,16 @@ static kvc_status attach(kvc_cache *cache, const int64_t *ids, int32_t num, int6
         status = kvc_fail(KVC_ERR_INVALID, "dst: sequence %lld holds rows; attach to one that holds nothing",
                           (long long)dst);
     if (status != KVC_OK) return status;
-    const size_t size = (size_t)(num + 1) * sizeof(kvc_sequence *);
-    kvc_sequence **items = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
+    const size_t size = (size_t)(num + 1) * sizeof(kvc_piece);
+    kvc_piece *items = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
     if (!items) return kvc_fail(KVC_ERR_NOMEM, "out of memory to attach %d sequences", num);
-    status = find_items(cache, ids, num, items);
-    if (status == KVC_OK) status = kvc_match_items(cache, items, num, length, &end);
-    if (status == KVC_OK && end) status = kvc_attach_items(cache, items, num, dst, end);
+    status = find_pieces(cache, ids, num, items);
+    if (status == KVC_OK) end = kvc_match_pieces(cache, items, num, length);
+    if (status == KVC_OK && end) status = kvc_attach_pieces(cache, items, num, dst, end);
     if (status == KVC_OK) {
         if (!end && old) kvc_cache_forget(cache, old); /* what has expired of it */
         for (int32_t i = num - 1; i >= 0; i--)
-            if (items[i]) kvc_touch_retained(cache, items[i]);
+            if (items[i].rows) kvc_touch_retained(cache, items[i].rows);
         *matched = end;
     }
     kvc_memory_free(&cache->memory, items, size, KVC_MEMORY_SCRATCH, -1);

@@ -15,12 +15,20 @@ kvc_status kvc_retain_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int
 /* Makes a retained sequence `id`, pinned, of rows of a hidden one. */
 kvc_status kvc_retain_pinned(kvc_cache *cache, const kvc_sequence *src, int64_t id, int32_t begin, int32_t end);
 
-/* Sets *matched to what kvc_attach would match of retained sequences: items [num] by rising position, NULL: it was
- * evicted.  Those whose rows are being written become NULL. */
-kvc_status kvc_match_items(kvc_cache *cache, kvc_sequence **items, int32_t num, int32_t length, int32_t *matched);
+/* Rows of a retained sequence at positions below `end`; NULL: it was evicted.  Pieces come by rising `begin`, which
+ * none of their rows stands before.  Only pieces that begin alike may hold rows at the same positions: those of one
+ * token. */
+typedef struct kvc_piece {
+    kvc_sequence *rows;
+    int32_t begin, end;
+} kvc_piece;
+
+/* Returns the largest number of tokens, at most `length`, behind which the pieces have what a query sees in every
+ * layer. It is at most what one of them had, expired tokens included. */
+int32_t kvc_match_pieces(kvc_cache *cache, const kvc_piece *pieces, int32_t num, int32_t length);
 
 /* Makes dst, which holds nothing, of what matched, which is not 0.  KVC_ERR_NOMEM. */
-kvc_status kvc_attach_items(kvc_cache *cache, kvc_sequence **items, int32_t num, int64_t dst, int32_t matched);
+kvc_status kvc_attach_pieces(kvc_cache *cache, const kvc_piece *pieces, int32_t num, int64_t dst, int32_t matched);
 
 /* Makes a retained sequence the most recently used. */
 void kvc_touch_retained(kvc_cache *cache, kvc_sequence *sequence);

@@ -3,7 +3,7 @@
 
 #include "base/dtype.h"
 #include "edit/retain.h"
-#include "prefix/match.h"
+#include "prefix/pin.h"
 
 /* ---- payloads ---------------------------------------------------------------------------------------------------- */
 
@@ -177,14 +177,14 @@ kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *from, int64_
     if (!first) return kvc_fail(KVC_ERR_INVALID, "first is NULL");
     if (!num_names) return kvc_fail(KVC_ERR_INVALID, "num_names is NULL");
     if (num_tokens > tokens.num_tokens) num_tokens = tokens.num_tokens;
-    num_tokens -= num_tokens % block;
     kvc_prefix_lock(prefix);
-    kvc_node *last;
-    const kvc_status status = kvc_prefix_find(prefix, &tokens, num_tokens, &last);
+    kvc_match m;
+    const kvc_status status = kvc_match_find(prefix, &tokens, num_tokens, &m);
     if (status != KVC_OK) return kvc_unlock(prefix->cache, status);
-    kvc_node_touch(last);
-    *first = last->end / block;
-    memcpy(name, last->name, sizeof name);
+    kvc_match_touch(&m);
+    *first = m.known / block;
+    memcpy(name, kvc_match_path(&m, m.known)->name, sizeof name);
+    kvc_match_free(prefix->cache, &m);
     kvc_unlock(prefix->cache, KVC_OK);
     *num_names = num_tokens / block - *first;
     kvc_name_blocks(prefix->salt, name, &tokens, (int64_t)*first * block, block,
@@ -256,18 +256,37 @@ static kvc_status write_rows(kvc_cache *cache, const arrival *a) {
     return KVC_OK;
 }
 
-/* Returns the node behind which the block is to be added, and pins it; NULL if there is none, or no need: *is_known. */
-static kvc_status begin_arrival(arrival *a, const kvc_tokens *tokens, int32_t *is_known) {
+/* Returns whether a payload has rows, or a state, that blocks behind `parent` lack. */
+static int brings_more(const arrival *a, const kvc_node *parent) {
+    const kvc_cache *cache = a->prefix->cache;
+    const kvc_node *node = kvc_node_child(parent, &a->tokens);
+    const kvc_token_span part = {a->tokens.ids, a->tokens.digests, a->state_bytes > 0 ? a->position - a->begin : 0};
+    const kvc_node *with_state = kvc_node_with_state(parent, &part);
+    if (part.num && (!with_state || with_state->end != a->position)) return 1;
+    if (!node || !kvc_node_is_live(node)) return 1;
+    for (int32_t i = 0; i < cache->num_layers; i++)
+        if (a->payload[i] && node->rows->runs[cache->group_of[i]].num_rows < a->end - a->begin) return 1;
+    return 0;
+}
+
+/* Returns whether blocks may be added behind a node: those up to it are kept, or it is part of what is known. */
+static int may_follow(const kvc_match *m, const kvc_node *node) {
+    if (m->with_rows >= node->end) return 1;
+    while (node->parent && kvc_node_is_live(node)) node = node->parent;
+    return !node->parent;
+}
+
+/* Pins the node behind which the block is to be added, unless there is none, or no need: *is_kept. */
+static kvc_status begin_arrival(arrival *a, const kvc_tokens *tokens, int32_t *is_kept) {
     kvc_prefix *prefix = a->prefix;
-    kvc_node *last;
-    KVC_TRY(kvc_prefix_find(prefix, tokens, a->end, &last));
-    while (last->end > a->begin) last = last->parent; /* of the block itself, which may lack rows */
-    if (last->end != a->begin) return KVC_OK;
-    const kvc_token_span part = {a->tokens.ids, a->tokens.digests, a->state_bytes ? a->position - a->begin : 0};
-    const kvc_node *with_state = kvc_node_with_state(last, &part);
-    *is_known = kvc_node_find(last, &a->tokens) && (!part.num || (with_state && with_state->end == a->position));
-    if (*is_known) return KVC_OK;
-    kvc_pinned *pin = kvc_prefix_add_pin(prefix, last);
+    kvc_match m;
+    KVC_TRY(kvc_match_find(prefix, tokens, a->end, &m));
+    kvc_node *last = kvc_match_path(&m, a->begin);
+    const int may_add = last->end == a->begin && may_follow(&m, last);
+    kvc_match_free(prefix->cache, &m);
+    *is_kept = may_add && !brings_more(a, last);
+    if (!may_add || *is_kept) return KVC_OK;
+    kvc_pinned *pin = kvc_pin_add(prefix, last);
     if (!pin) return KVC_ERR_NOMEM;
     pin->id = a->id = kvc_cache_new_id(prefix->cache);
     return KVC_OK;
@@ -279,16 +298,18 @@ static kvc_node *add_rows(const arrival *a, kvc_node *parent, const kvc_sequence
                           kvc_checkpoint *checkpoint) {
     kvc_tree *tree = parent->tree;
     const kvc_token_span tokens = {a->tokens.ids, a->tokens.digests, end - a->begin};
+    const kvc_node *same = kvc_node_child(parent, &tokens);
+    const int is_listed = same && same->at;
     kvc_node *list = NULL, *node = end == a->end ? kvc_node_find(parent, &tokens) : NULL;
     if (!node) kvc_node_new(tree, arrived, a->begin, end, &list, &node);
-    if (list && (node = kvc_tree_add(parent, node, &tokens))) kvc_node_take_out(node); /* it is in a store */
-    if (node && checkpoint) kvc_checkpoints_put(&tree->checkpoints, &node->checkpoint, checkpoint);
+    if (list && (node = kvc_tree_add(parent, node, &tokens)) && !is_listed) kvc_node_take_out(node); /* it is stored */
+    if (node && checkpoint) kvc_checkpoints_put(&tree->checkpoints, node, checkpoint);
     return node;
 }
 
 /* Adds the block to the tree, unless its rows could not be written, or the prefix was cleared meanwhile; ends the use
  * of its state. */
-static void end_arrival(const arrival *a, kvc_status status, kvc_checkpoint *checkpoint, int32_t *is_known) {
+static void end_arrival(const arrival *a, kvc_status status, kvc_checkpoint *checkpoint, int32_t *is_kept) {
     kvc_prefix *prefix = a->prefix;
     kvc_cache *cache = prefix->cache;
     kvc_pinned **at = &prefix->pins;
@@ -303,30 +324,24 @@ static void end_arrival(const arrival *a, kvc_status status, kvc_checkpoint *che
     }
     kvc_checkpoint_use(cache, checkpoint, -1);
     if (node) kvc_node_use(node, 1); /* to stay while others are evicted, though it may lose its rows */
-    if (*at) kvc_prefix_remove_pin(prefix, at);
+    if (*at) kvc_pin_remove(prefix, at);
     if (arrived) kvc_cache_forget(cache, arrived);
     kvc_sessions_fit(cache);
-    *is_known = node && node->rows;
+    *is_kept = node && node->rows;
     if (node) kvc_node_use(node, -1);
 }
 
-kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *from, int32_t block, const void *payload, int64_t size,
-                          int32_t *is_known) {
+kvc_status kvc_prefix_add_block(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block, const uint8_t *payload,
+                                int64_t size, int32_t *is_kept, int32_t *is_new) {
     kvc_cache *cache = prefix->cache;
-    const int32_t block_size = cache->pools[0].block_size;
-    kvc_tokens tokens;
-    KVC_TRY(kvc_read_tokens(from, &tokens));
-    if (block < 0 || ((int64_t)block + 1) * block_size > tokens.num_tokens)
-        return kvc_fail(KVC_ERR_INVALID, "block is %d: there are %lld full ones", block,
-                        (long long)(tokens.num_tokens / block_size));
-    if (!payload || !is_known) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", payload ? "is_known" : "payload");
-    arrival a = {.prefix = prefix, .payload = payload, .size = size, .id = -1, .begin = block * block_size};
-    a.end = a.begin + block_size;
-    a.tokens = kvc_tokens_part(&tokens, a.begin, a.end);
-    *is_known = 0;
+    arrival a = {.prefix = prefix, .payload = payload, .size = size, .id = -1};
+    a.begin = block * cache->pools[0].block_size;
+    a.end = a.begin + cache->pools[0].block_size;
+    a.tokens = kvc_tokens_part(tokens, a.begin, a.end);
+    *is_kept = *is_new = 0;
     KVC_TRY(check_payload(cache, &a));
     kvc_prefix_lock(prefix);
-    kvc_status status = begin_arrival(&a, &tokens, is_known);
+    kvc_status status = begin_arrival(&a, tokens, is_kept);
     kvc_unlock(cache, KVC_OK);
     if (status != KVC_OK || a.id < 0) return status;
     status = write_rows(cache, &a);
@@ -334,7 +349,21 @@ kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *from, int32_t bl
     kvc_checkpoint *checkpoint = NULL; /* without it the block would not be asked for again */
     if (status == KVC_OK && a.state_bytes > 0)
         status = kvc_checkpoint_new(cache, a.payload + size - a.state_bytes, a.state_bytes, &checkpoint);
-    end_arrival(&a, status, checkpoint, is_known);
+    end_arrival(&a, status, checkpoint, is_kept);
+    *is_new = *is_kept;
     kvc_unlock(cache, KVC_OK);
     return status == KVC_ERR_FORMAT ? status : KVC_OK; /* no room, or kvc_clear has taken the sequence */
+}
+
+kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *from, int32_t block, const void *payload, int64_t size,
+                          int32_t *is_kept) {
+    const int32_t block_size = prefix->cache->pools[0].block_size;
+    kvc_tokens tokens;
+    int32_t is_new;
+    KVC_TRY(kvc_read_tokens(from, &tokens));
+    if (block < 0 || ((int64_t)block + 1) * block_size > tokens.num_tokens)
+        return kvc_fail(KVC_ERR_INVALID, "block is %d: there are %lld full ones", block,
+                        (long long)(tokens.num_tokens / block_size));
+    if (!payload || !is_kept) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", payload ? "is_kept" : "payload");
+    return kvc_prefix_add_block(prefix, &tokens, block, payload, size, is_kept, &is_new);
 }

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "cache/waiting.h"
+#include "prefix/tree.h"
 #include "space/evict.h"
 
 kvc_status kvc_checkpoint_new(kvc_cache *cache, const void *state, int64_t num_bytes, kvc_checkpoint **out) {
@@ -68,23 +69,27 @@ void kvc_checkpoints_touch(kvc_checkpoints *all, kvc_checkpoint *checkpoint) {
     list(all, checkpoint);
 }
 
-void kvc_checkpoints_drop(kvc_checkpoints *all, kvc_checkpoint **place) {
-    kvc_checkpoint *checkpoint = *place;
+void kvc_checkpoints_drop(kvc_checkpoints *all, kvc_node *node) {
+    kvc_checkpoint *checkpoint = node->checkpoint;
     if (!checkpoint) return;
-    *place = NULL;
+    node->checkpoint = NULL;
     unlist(all, checkpoint);
     kvc_checkpoint_use(all->cache, checkpoint, -1);
 }
 
-int kvc_checkpoints_put(kvc_checkpoints *all, kvc_checkpoint **place, kvc_checkpoint *checkpoint) {
-    if (*place) {
-        kvc_checkpoints_touch(all, *place);
+int kvc_checkpoints_put(kvc_checkpoints *all, kvc_node *node, kvc_checkpoint *checkpoint) {
+    if (node->checkpoint) {
+        kvc_checkpoints_touch(all, node->checkpoint);
         return 0;
     }
-    *place = checkpoint;
-    checkpoint->place = place;
+    node->checkpoint = checkpoint;
+    checkpoint->node = node;
     kvc_checkpoint_use(all->cache, checkpoint, 1);
     list(all, checkpoint);
-    while (all->most_bytes && all->num_bytes > all->most_bytes) kvc_checkpoints_drop(all, all->oldest->place);
+    for (kvc_checkpoint *oldest = all->oldest, *next; oldest && all->most_bytes; oldest = next) {
+        if (all->num_bytes <= all->most_bytes) break;
+        next = oldest->newer;
+        if (!oldest->node->num_state_pins) kvc_checkpoints_drop(all, oldest->node);
+    }
     return 1;
 }

@@ -9,7 +9,7 @@
 
 /* The state behind the last token of a block. */
 typedef struct kvc_checkpoint {
-    struct kvc_checkpoint **place;        /* in its block */
+    struct kvc_node *node;                /* its block */
     struct kvc_checkpoint *older, *newer; /* place in the list of all blocks */
     int32_t num_users; /* the block, sequences that go on from it, and calls: it is freed with the last one */
     int64_t num_bytes; /* of the state, which follows */
@@ -37,11 +37,11 @@ void kvc_checkpoint_use(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t ad
 void kvc_checkpoint_read(kvc_cache *cache, kvc_checkpoint *checkpoint, void *state);
 
 /* Puts a checkpoint in its place in a block, unless there is one, and drops the least recently used ones beyond the
- * limit.  Returns whether it was put there. */
-int kvc_checkpoints_put(kvc_checkpoints *all, kvc_checkpoint **place, kvc_checkpoint *checkpoint);
+ * limit that are not pinned.  Returns whether it was put there. */
+int kvc_checkpoints_put(kvc_checkpoints *all, struct kvc_node *node, kvc_checkpoint *checkpoint);
 
-/* Drops the one at a place, if there is one. */
-void kvc_checkpoints_drop(kvc_checkpoints *all, kvc_checkpoint **place);
+/* Drops that of a block, if there is one. */
+void kvc_checkpoints_drop(kvc_checkpoints *all, struct kvc_node *node);
 
 /* Marks one as used. */
 void kvc_checkpoints_touch(kvc_checkpoints *all, kvc_checkpoint *checkpoint);

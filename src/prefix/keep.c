@@ -52,7 +52,7 @@ static kvc_status keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tok
     if (last->end != tokens->num_tokens)
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for the block that %lld tokens end in",
                         (long long)tokens->num_tokens);
-    const int is_put = kvc_checkpoints_put(all, &last->checkpoint, checkpoint);
+    const int is_put = kvc_checkpoints_put(all, last, checkpoint);
     if (is_put) kvc_node_collect(last);
     kvc_sessions_fit(prefix->cache);
     if (!is_put || checkpoint->num_users > 1) return KVC_OK;

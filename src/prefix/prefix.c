@@ -1,5 +1,5 @@
 /* prefix.c: the public functions of prefixes. */
-#include "prefix/match.h"
+#include "prefix/pin.h"
 
 #include <string.h>
 
@@ -166,24 +166,10 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     return kvc_unlock(cache, KVC_OK);
 }
 
-static void pin_path(kvc_node *node, int32_t add) {
-    for (kvc_node *parent; node->parent; node = parent) {
-        parent = node->parent;
-        kvc_node_pin(node, add);
-    }
-}
-
-void kvc_prefix_remove_pin(kvc_prefix *prefix, kvc_pinned **at) {
-    kvc_pinned *pin = *at;
-    *at = pin->next;
-    pin_path(pin->last, -1);
-    kvc_memory_free(&prefix->cache->memory, pin, sizeof *pin, KVC_MEMORY_BOOKKEEPING, -1);
-}
-
 /* Takes the tree of a prefix, with nobody left who uses its nodes, and puts another in its place. */
 static kvc_tree *take_tree(kvc_prefix *prefix, kvc_tree *other) {
     kvc_tree *tree = prefix->tree;
-    while (prefix->pins) kvc_prefix_remove_pin(prefix, &prefix->pins);
+    while (prefix->pins) kvc_pin_remove(prefix, &prefix->pins);
     for (kvc_session *session = prefix->sessions; session; session = session->next) {
         kvc_session_roll_back(session, 0);
         kvc_node_use(&tree->root, -1);
@@ -236,7 +222,7 @@ void kvc_prefixes_forked(kvc_cache *cache) {
             if ((*at)->id == -1)
                 at = &(*at)->next;
             else
-                kvc_prefix_remove_pin(prefix, at);
+                kvc_pin_remove(prefix, at);
     while (cache->dying) drop_some(cache, cache->dying);
 }
 
@@ -252,7 +238,7 @@ void kvc_prefix_free(kvc_prefix *prefix) {
         follower->ended(cache, follower);
         if (!sequence->in_batch) kvc_cache_forget_blank(cache, sequence);
     }
-    while (prefix->pins) kvc_prefix_remove_pin(prefix, &prefix->pins);
+    while (prefix->pins) kvc_pin_remove(prefix, &prefix->pins);
     *prefix->at = prefix->next;
     if (prefix->next) prefix->next->at = prefix->at;
     kvc_memory_free(&cache->memory, prefix, prefix->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);
@@ -260,24 +246,16 @@ void kvc_prefix_free(kvc_prefix *prefix) {
     kvc_unlock(cache, KVC_OK);
 }
 
-/* Drops the least recently used block of a tree, or uses it again if it is pinned; returns how many tokens it dropped.
- */
-static int32_t drop_oldest(kvc_tree *tree) {
-    kvc_node *node = tree->oldest;
-    const int32_t num = node->num_pins ? 0 : node->end - node->begin;
-    if (node->num_pins)
-        kvc_node_relist(node);
-    else
-        kvc_node_drop(node);
-    return num;
-}
-
 void kvc_prefix_lock(kvc_prefix *prefix) {
+    kvc_tree *tree;
     kvc_lock(prefix->cache);
-    kvc_tree *tree = prefix->tree;
-    if (!prefix->ttl) return;
-    tree->horizon = kvc_now() - prefix->ttl;
-    for (int i = 0; i < AT_ONCE && tree->oldest && tree->oldest->used < tree->horizon; i++) drop_oldest(tree);
+    tree = prefix->tree;
+    kvc_tree_date(tree);
+    for (int i = 0; i < AT_ONCE && tree->ttl; i++) {
+        kvc_node *node = kvc_tree_oldest(tree);
+        if (!node || node->used >= tree->horizon) break;
+        kvc_node_drop(node);
+    }
 }
 
 /* ---- finding ----------------------------------------------------------------------------------------------------- */
@@ -304,28 +282,27 @@ kvc_status kvc_match_limit(const kvc_tokens *tokens, int64_t max_matched, int64_
 
 kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *from, int32_t *matched, int32_t *with_rows) {
     kvc_tokens tokens;
-    kvc_checkpoint *state;
-    kvc_match p;
+    kvc_match m;
     KVC_TRY(kvc_read_tokens(from, &tokens));
     if (!matched) return kvc_fail(KVC_ERR_INVALID, "matched is NULL");
     kvc_prefix_lock(prefix);
-    const kvc_status status = kvc_prefix_match(prefix, &tokens, tokens.num_tokens, &p, matched, &state);
+    const kvc_status status = kvc_match_find(prefix, &tokens, tokens.num_tokens, &m);
     if (status != KVC_OK) return kvc_unlock(prefix->cache, status);
-    if (with_rows) *with_rows = p.with_rows;
-    kvc_match_free(prefix->cache, &p);
+    *matched = m.known;
+    if (with_rows) *with_rows = m.with_rows;
+    kvc_match_free(prefix->cache, &m);
     return kvc_unlock(prefix->cache, KVC_OK);
 }
 
 /* ---- acquiring --------------------------------------------------------------------------------------------------- */
 
 /* Makes the sequence of a session, and begins it. */
-static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const kvc_match *p, int64_t id, int32_t matched,
-                        kvc_checkpoint *state) {
+static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const kvc_match *m, int64_t id) {
     kvc_cache *cache = prefix->cache;
-    const int32_t known = matched / cache->pools[0].block_size;
+    kvc_checkpoint *state = m->with_state ? m->with_state->checkpoint : NULL;
     kvc_sequence *sequence;
-    if (matched) {
-        KVC_TRY(kvc_attach_items(cache, p->items, p->num, id, matched));
+    if (m->known) {
+        KVC_TRY(kvc_attach_pieces(cache, m->pieces, m->num, id, m->known));
         sequence = kvc_table_find(&cache->sequences, id);
     } else { /* it stays in the table, as it has a follower */
         sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
@@ -333,24 +310,24 @@ static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const kvc_matc
         sequence->follower = &session->follower;
         KVC_TRY(kvc_cache_insert(cache, sequence, NULL));
     }
-    kvc_session_begin(session, sequence, known ? p->nodes[known - 1] : &prefix->tree->root, state);
+    kvc_session_begin(session, sequence, kvc_match_path(m, m->known), state);
     if (state) kvc_checkpoints_touch(&prefix->tree->checkpoints, state);
-    kvc_node_touch(p->num ? p->nodes[p->num - 1] : &prefix->tree->root);
+    kvc_match_touch(m);
     return KVC_OK;
 }
 
 /* Begins a sequence with what is known of a prompt, up to `limit` tokens. */
 static kvc_status acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, int64_t *seq_id,
                           int32_t *matched) {
-    kvc_match p;
-    kvc_checkpoint *state;
-    KVC_TRY(kvc_prefix_match(prefix, tokens, limit, &p, matched, &state));
-    kvc_session *session = kvc_session_new(prefix, tokens, *matched);
+    kvc_match m;
+    KVC_TRY(kvc_match_find(prefix, tokens, limit, &m));
+    kvc_session *session = kvc_session_new(prefix, tokens, m.known);
     *seq_id = kvc_cache_new_id(prefix->cache);
-    kvc_status status = session ? begin(prefix, session, &p, *seq_id, *matched, state) : KVC_ERR_NOMEM;
+    *matched = m.known;
+    kvc_status status = session ? begin(prefix, session, &m, *seq_id) : KVC_ERR_NOMEM;
     kvc_cache_set_in_call(prefix->cache, *seq_id, 1);
     if (status != KVC_OK && session) kvc_session_free(session);
-    kvc_match_free(prefix->cache, &p);
+    kvc_match_free(prefix->cache, &m);
     kvc_sessions_fit(prefix->cache);
     return status;
 }
@@ -395,39 +372,20 @@ static void name_prompt(const kvc_prefix *prefix, const kvc_tokens *tokens, uint
     kvc_name_block(prefix->salt, prefix->root, &all, name);
 }
 
-kvc_pinned *kvc_prefix_add_pin(kvc_prefix *prefix, kvc_node *last) {
-    kvc_pinned *pin = kvc_memory_alloc(&prefix->cache->memory, sizeof *pin, KVC_MEMORY_BOOKKEEPING, -1);
-    if (!pin) {
-        kvc_set_last_error("out of memory for a pin");
-        return NULL;
-    }
-    *pin = (kvc_pinned){.next = prefix->pins, .last = last, .id = -1};
-    prefix->pins = pin;
-    pin_path(last, 1);
-    return pin;
-}
-
 kvc_status kvc_prefix_pin(kvc_prefix *prefix, const kvc_tokens *from, int32_t *kept) {
-    kvc_cache *cache = prefix->cache;
     kvc_tokens tokens;
     uint8_t name[KVC_NAME_BYTES];
+    kvc_match m;
     KVC_TRY(kvc_read_tokens(from, &tokens));
     if (!kept) return kvc_fail(KVC_ERR_INVALID, "kept is NULL");
     name_prompt(prefix, &tokens, name);
     kvc_prefix_lock(prefix);
-    kvc_node *last;
-    kvc_status status;
-    int64_t end = tokens.num_tokens, before;
-    do { /* until windows see nothing of what is behind, either */
-        before = end;
-        status = kvc_prefix_find(prefix, &tokens, end, &last);
-        end = last->end;
-    } while (status == KVC_OK && end < before);
-    kvc_pinned *pin = status == KVC_OK && last->parent ? kvc_prefix_add_pin(prefix, last) : NULL;
-    if (pin) memcpy(pin->name, name, sizeof name);
-    if (status == KVC_OK && last->parent && !pin) status = KVC_ERR_NOMEM;
-    if (status == KVC_OK) *kept = last->end;
-    return kvc_unlock(cache, status);
+    kvc_status status = kvc_match_find(prefix, &tokens, tokens.num_tokens, &m);
+    if (status != KVC_OK) return kvc_unlock(prefix->cache, status);
+    if (m.known) status = kvc_pin_known(prefix, &m, name);
+    if (status == KVC_OK) *kept = m.known;
+    kvc_match_free(prefix->cache, &m);
+    return kvc_unlock(prefix->cache, status);
 }
 
 kvc_status kvc_prefix_unpin(kvc_prefix *prefix, const kvc_tokens *from) {
@@ -436,21 +394,21 @@ kvc_status kvc_prefix_unpin(kvc_prefix *prefix, const kvc_tokens *from) {
     KVC_TRY(kvc_read_tokens(from, &tokens));
     name_prompt(prefix, &tokens, name);
     kvc_lock(prefix->cache);
-    kvc_pinned **at = &prefix->pins;
-    while (*at && ((*at)->id != -1 || memcmp((*at)->name, name, sizeof name))) at = &(*at)->next;
-    if (*at) kvc_prefix_remove_pin(prefix, at);
+    kvc_pinned **at = kvc_pin_find(prefix, name);
+    if (*at && !--(*at)->num_calls) kvc_pin_remove(prefix, at);
     return kvc_unlock(prefix->cache, KVC_OK);
 }
 
 /* ---- dropping ---------------------------------------------------------------------------------------------------- */
 
-/* Drops some of the least recently used blocks, until *left tokens are dropped or *most are looked at; pinned ones are
- * used again.  Returns whether there may be more. */
+/* Drops some of the least recently used blocks that are not pinned, until *left tokens are dropped, or *most blocks.
+ * Returns whether there may be more. */
 static int evict_some(kvc_tree *tree, int64_t *left, int64_t *most) {
     for (int i = 0; i < AT_ONCE; i++) {
-        if (!tree->oldest || *left <= 0 || *most <= 0) return 0;
-        --*most;
-        *left -= drop_oldest(tree);
+        kvc_node *node = *left > 0 && --*most >= 0 ? kvc_tree_oldest(tree) : NULL;
+        if (!node) return 0;
+        *left -= node->end - node->begin;
+        kvc_node_drop(node);
     }
     return 1;
 }

@@ -8,9 +8,13 @@
 /* A prompt whose blocks are kept, whatever else needs memory; or blocks that a call goes on from. */
 typedef struct kvc_pinned {
     struct kvc_pinned *next;
-    kvc_node *last;               /* it and all nodes above it have a pin */
+    kvc_node *last;               /* a call goes on from it */
+    kvc_node *with_state;         /* its state has a pin; NULL: none */
     int64_t id;                   /* of the call; -1: it is kvc_prefix_pin's */
+    int32_t num_calls;            /* of kvc_prefix_pin that have not been taken back */
     uint8_t name[KVC_NAME_BYTES]; /* of the tokens, as if they were one block; where id is -1 */
+    int32_t num;
+    kvc_node *nodes[]; /* [num] have a pin: behind others, `last` and all nodes above it, from it on */
 } kvc_pinned;
 
 struct kvc_prefix {
@@ -48,9 +52,9 @@ kvc_node *kvc_prefix_next_new(kvc_cache *cache);
 /* Returns kvc_payload_bytes, with the mutex held. */
 int64_t kvc_most_payload_bytes(const kvc_cache *cache);
 
-/* Adds a pin of the nodes up to `last`, NULL if out of memory; takes it away. */
-kvc_pinned *kvc_prefix_add_pin(kvc_prefix *prefix, kvc_node *last);
-void kvc_prefix_remove_pin(kvc_prefix *prefix, kvc_pinned **at);
+/* Does what kvc_prefix_add does, for arguments that were checked; *is_new: the block brought rows or a state. */
+kvc_status kvc_prefix_add_block(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block, const uint8_t *payload,
+                                int64_t size, int32_t *is_kept, int32_t *is_new);
 
 /* Call in the child of the process's fork(): ends what only calls of the parent have or drop. */
 void kvc_prefixes_forked(kvc_cache *cache);

@@ -26,6 +26,15 @@ static int ends_before(const kvc_node *node, const kvc_tokens *tokens, int64_t p
     return kvc_tokens_common(&own, &wanted) == num;
 }
 
+/* Returns a child with all its rows that has most tokens in common with these at its beginning; NULL if there is none.
+ */
+static kvc_node *find_next(const kvc_node *parent, const kvc_token_span *tokens, int32_t *common) {
+    kvc_alike alike = kvc_alike_begin(parent, tokens);
+    for (kvc_node *node; (node = kvc_alike_next(&alike, common));)
+        if (kvc_node_is_complete(node)) return node;
+    return NULL;
+}
+
 /* Returns the chunk at a position that ends the block before a node with `skipped` tokens, and goes on with the node.
  */
 static chunk extend(kvc_node *node, const kvc_tokens *tokens, int64_t position, int32_t skipped) {
@@ -34,7 +43,7 @@ static chunk extend(kvc_node *node, const kvc_tokens *tokens, int64_t position, 
     while (common == found.last->tokens.num && position + found.num_tokens < tokens->num_tokens) {
         const int64_t begin = position + found.num_tokens;
         const kvc_token_span part = kvc_tokens_part(tokens, begin, begin + node->tokens.num);
-        kvc_node *next = kvc_node_similar(found.last, &part, &common);
+        kvc_node *next = find_next(found.last, &part, &common);
         if (!next) break;
         found.last = next;
         found.num_tokens += common;

@@ -156,6 +156,7 @@ void kvc_sessions_fill(const kvc_batch *batch) {
         kvc_session *session = (kvc_session *)(void *)member->sequence->follower;
         if (!session) continue;
         const range r = range_of(batch, member);
+        kvc_tree_date(session->prefix->tree);
         drop_state(session);
         const int is_other = batch->replaced || r.begin < session->retained_to;
         note_edits(session, member->is_unstored ? 0 : is_other ? r.begin : r.dropped);
@@ -179,8 +180,8 @@ void kvc_sessions_fit(kvc_cache *cache) {
             if (fits(cache)) return;
         }
     for (kvc_prefix *prefix = cache->prefixes; prefix; prefix = prefix->next)
-        for (kvc_node *node; kvc_cache_bytes(cache) > cache->max_bytes && (node = prefix->tree->oldest);) {
-            if (node->num_pins || node->is_protected) break;
+        for (kvc_node *node; kvc_cache_bytes(cache) > cache->max_bytes && (node = kvc_tree_oldest(prefix->tree));) {
+            if (node->is_protected) break;
             kvc_node_drop(node);
         }
     kvc_give_back(cache, cache->max_bytes);
@@ -206,24 +207,40 @@ static void turn_pending(kvc_session *session) {
     if (turned) turned->at = &session->pending;
 }
 
+/* Returns whether a sequence holds rows of a node's tokens that the node lacks. */
+static int adds_rows(const kvc_sequence *sequence, const kvc_node *node) {
+    for (int32_t g = 0; g < sequence->num_token_groups; g++)
+        if (kvc_runs_visit(&sequence->runs[g], node->begin, node->end, NULL, NULL) > node->rows->runs[g].num_rows)
+            return 1;
+    return 0;
+}
+
+/* Returns a block that has all rows of these tokens, behind `parent`, that there are: NULL if the sequence holds more.
+ */
+static kvc_node *find_kept(const kvc_node *parent, const kvc_sequence *sequence, const kvc_token_span *tokens,
+                           int is_exact) {
+    kvc_node *node = kvc_node_find(parent, tokens);
+    if (node && (!is_exact || node->tokens.num == tokens->num)) return node;
+    node = kvc_node_child(parent, tokens);
+    return node && kvc_node_is_live(node) && !adds_rows(sequence, node) ? node : NULL;
+}
+
 /* Returns the block that keeps these tokens of a sequence, behind `parent`, and uses it; one without rows where windows
  * have lost them all.  NULL if memory is short. */
 static kvc_node *keep_block(kvc_node *parent, const kvc_sequence *sequence, kvc_session *session,
                             const kvc_token_span *tokens, int is_exact) {
     const int32_t end = parent->end + tokens->num;
-    kvc_node *own = session ? session->pending : NULL;
+    kvc_node *own = session ? session->pending : NULL, *list = NULL;
     if (own && (own->begin != parent->end || own->end != end)) own = NULL;
-    kvc_node *known = kvc_node_find(parent, tokens), *list = NULL;
-    if (is_exact && known && known->tokens.num > tokens->num) known = NULL;
-    if (!known && !own) known = kvc_node_child(parent, tokens);
-    if (known && known->rows) {
+    kvc_node *node = find_kept(parent, own ? own->rows : sequence, tokens, is_exact);
+    if (node) {
         if (own) kvc_node_drop(own);
     } else {
         if (!own && kvc_node_new(parent->tree, sequence, parent->end, end, &list, &own) != KVC_OK) return NULL;
-        known = own ? kvc_tree_add(parent, own, tokens) : kvc_tree_add_empty(parent, tokens);
+        node = own ? kvc_tree_add(parent, own, tokens) : kvc_tree_add_empty(parent, tokens);
     }
-    if (known) kvc_node_use(known, 1);
-    return known;
+    if (node) kvc_node_use(node, 1);
+    return node;
 }
 
 /* Ends the use of nodes from one up to the root; returns the first that has rows, or the root. */

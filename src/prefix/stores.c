@@ -6,8 +6,6 @@
 #include "base/structs.h"
 #include "prefix/prefix.h"
 
-enum { AT_ONCE = 64 }; /* names of missing blocks, made at once */
-
 /* Reads the caller's store. */
 static kvc_status carrier_init(kvc_carrier *c, kvc_cache *cache, const kvc_store *from) {
     *c = (kvc_carrier){.cache = cache};
@@ -112,37 +110,39 @@ kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_
 
 /* ---- in ---------------------------------------------------------------------------------------------------------- */
 
-/* Reads a block, and adds it; *is_known is 0 where the store has none, or there is no room. */
+/* Reads a block, and adds it; *is_kept is 0 where the store has none, or there is no room, *is_new where it brings
+ * nothing. */
 static kvc_status fetch_block(kvc_carrier *c, kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block,
-                              const uint8_t *name, int32_t *is_known) {
+                              const uint8_t *name, int32_t *is_kept, int32_t *is_new) {
     int64_t size = 0;
-    *is_known = 0;
+    *is_kept = *is_new = 0;
     KVC_TRY(c->store.read(c->store.user, name, c->value, c->max_bytes, &size));
     if (!size) return KVC_OK;
     if (size > c->max_bytes)
         return kvc_fail(KVC_ERR_FORMAT, "the value has %lld bytes, and no block more than %lld", (long long)size,
                         (long long)c->max_bytes);
     KVC_TRY(kvc_value_check(c->value, size, name, &prefix->owner, c->crc));
-    return kvc_prefix_add(prefix, tokens, block, c->value + KVC_VALUE_HEADER, size - KVC_VALUE_HEADER, is_known);
+    return kvc_prefix_add_block(prefix, tokens, block, c->value + KVC_VALUE_HEADER, size - KVC_VALUE_HEADER, is_kept,
+                                is_new);
 }
 
-/* Fetches the next blocks that are missing in the first num_tokens tokens, some at once; *is_over: no more are to be.
- */
-static kvc_status fetch_some(kvc_carrier *c, kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens,
-                             int32_t *fetched, int *is_over) {
-    uint8_t names[AT_ONCE][KVC_NAME_BYTES];
+/* Fetches the blocks that are missing in the first num_tokens tokens, until there are no more. */
+static kvc_status fetch_all(kvc_carrier *c, kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens,
+                            int32_t *fetched) {
+    const int32_t size = c->cache->pools[0].block_size;
+    uint8_t name[KVC_NAME_BYTES];
+    int32_t block, is_kept = 1, is_new;
     int64_t num;
-    int32_t first, is_known = 1;
-    KVC_TRY(kvc_prefix_missing(prefix, tokens, num_tokens, *names, AT_ONCE, &first, &num));
-    *is_over = num <= AT_ONCE;
+    KVC_TRY(kvc_prefix_missing(prefix, tokens, num_tokens, name, 1, &block, &num));
     if (!num) return KVC_OK;
     kvc_lock(c->cache);
     KVC_TRY(kvc_unlock(c->cache, take_memory(c)));
-    for (int i = 0; is_known && i < num && i < AT_ONCE; i++) {
-        KVC_TRY(fetch_block(c, prefix, tokens, first + i, names[i], &is_known));
-        if (is_known) *fetched += c->cache->pools[0].block_size;
+    for (; is_kept && num; num--) {
+        KVC_TRY(fetch_block(c, prefix, tokens, block, name, &is_kept, &is_new));
+        if (is_new) *fetched += size;
+        block++;
+        if (num > 1) kvc_name_blocks(prefix->salt, name, tokens, (int64_t)block * size, size, 1, name);
     }
-    *is_over |= !is_known;
     return KVC_OK;
 }
 
@@ -150,15 +150,13 @@ kvc_status kvc_prefix_fetch(kvc_prefix *prefix, const kvc_tokens *from, int64_t 
                             int32_t *fetched) {
     kvc_tokens tokens;
     kvc_carrier c;
-    int is_over = 0;
     if (!fetched) return kvc_fail(KVC_ERR_INVALID, "fetched is NULL");
     *fetched = 0;
     KVC_TRY(kvc_read_tokens(from, &tokens));
     int64_t num_tokens;
     KVC_TRY(kvc_match_limit(&tokens, max_matched, &num_tokens));
     KVC_TRY(carrier_init(&c, prefix->cache, store));
-    kvc_status status = KVC_OK;
-    while (status == KVC_OK && !is_over) status = fetch_some(&c, prefix, &tokens, num_tokens, fetched, &is_over);
+    const kvc_status status = fetch_all(&c, prefix, &tokens, num_tokens, fetched);
     carrier_destroy(&c);
     return status;
 }

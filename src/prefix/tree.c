@@ -13,7 +13,7 @@ static void protect(kvc_tree *tree, kvc_node *node) {
     kvc_cache_protect(tree->cache, node->rows);
     node->is_protected = 1;
     tree->protected_tokens += size_of(node);
-    tree->first_protected = node;
+    if (!node->older || !node->older->is_protected) tree->first_protected = node;
 }
 
 /* Lets the first of those within the quota be evicted. */
@@ -25,21 +25,38 @@ static void unprotect_first(kvc_tree *tree) {
     tree->first_protected = node->newer;
 }
 
+/* Protects a node behind which all are within the quota, in place of older ones. */
+static void protect_within(kvc_tree *tree, kvc_node *node) {
+    protect(tree, node);
+    while (tree->protected_tokens > tree->quota) unprotect_first(tree);
+}
+
 /* Adds a node with rows to the list, as the most recently used. */
 static void list(kvc_node *node) {
     kvc_tree *tree = node->tree;
-    kvc_node *first = tree->first_protected;
     node->newer = NULL;
     node->older = tree->newest;
     *(tree->newest ? &tree->newest->newer : &tree->oldest) = node;
     tree->newest = node;
     tree->num_nodes++;
     tree->num_tokens += size_of(node);
+    node->stamp = ++tree->clock;
     if (tree->ttl) node->used = kvc_now();
-    protect(tree, node);
-    if (first) tree->first_protected = first;
-    while (tree->protected_tokens > tree->quota) unprotect_first(tree);
+    protect_within(tree, node);
     if (tree->is_indexed && size_of(node) == tree->cache->pools[0].block_size) kvc_index_add(&tree->index, node);
+}
+
+/* Takes a node out of the list that it is in. */
+static void unlink_node(kvc_node *node) {
+    kvc_tree *tree = node->tree;
+    kvc_node **oldest = node->is_aside ? &tree->aside : &tree->oldest;
+    *(node->older ? &node->older->newer : oldest) = node->newer;
+    if (node->newer)
+        node->newer->older = node->older;
+    else if (!node->is_aside)
+        tree->newest = node->older;
+    node->older = node->newer = NULL;
+    node->is_aside = 0;
 }
 
 static void unlist(kvc_node *node) {
@@ -48,9 +65,7 @@ static void unlist(kvc_node *node) {
     if (tree->first_protected == node) tree->first_protected = node->newer;
     if (node->is_protected) tree->protected_tokens -= size_of(node);
     node->is_protected = 0;
-    *(node->older ? &node->older->newer : &tree->oldest) = node->newer;
-    *(node->newer ? &node->newer->older : &tree->newest) = node->older;
-    node->older = node->newer = NULL;
+    unlink_node(node);
     tree->num_nodes--;
     tree->num_tokens -= size_of(node);
 }
@@ -71,8 +86,41 @@ void kvc_node_relist(kvc_node *node) {
 }
 
 void kvc_node_touch(kvc_node *node) {
+    kvc_tree_date(node->tree);
     for (; node->parent; node = node->parent)
-        if (node->rows) kvc_node_relist(node);
+        if (kvc_node_is_live(node)) kvc_node_relist(node);
+}
+
+/* Sets the oldest node aside, which is pinned.  Nothing that stays in the list was used before it. */
+static void set_aside(kvc_node *node) {
+    kvc_tree *tree = node->tree;
+    if (node->is_protected) unprotect_first(tree);
+    unlink_node(node);
+    node->newer = tree->aside;
+    if (tree->aside) tree->aside->older = node;
+    tree->aside = node;
+    node->is_aside = 1;
+}
+
+/* Puts a node that was set aside back to its place: behind others that were, if any. */
+static void put_back(kvc_node *node) {
+    kvc_tree *tree = node->tree;
+    unlink_node(node);
+    kvc_node *next = tree->oldest;
+    while (next && next->stamp < node->stamp) next = next->newer;
+    node->newer = next;
+    node->older = next ? next->older : tree->newest;
+    *(node->older ? &node->older->newer : &tree->oldest) = node;
+    *(next ? &next->older : &tree->newest) = node;
+    if (node->older && node->older->is_protected)
+        protect_within(tree, node);
+    else
+        fill_quota(tree);
+}
+
+kvc_node *kvc_tree_oldest(kvc_tree *tree) {
+    while (tree->oldest && tree->oldest->num_pins) set_aside(tree->oldest);
+    return tree->oldest;
 }
 
 /* ---- children ---------------------------------------------------------------------------------------------------- */
@@ -101,56 +149,44 @@ kvc_node *kvc_node_child(const kvc_node *parent, const kvc_token_span *tokens) {
     return is_same ? parent->children[at] : NULL;
 }
 
-/* Returns whether a node with rows has all that a query behind its first `num` tokens sees of it. */
-static int serves(const kvc_node *node, int32_t num) {
-    const kvc_cache *cache = node->tree->cache;
-    const int32_t end = node->begin + num;
-    for (int32_t g = 0; g < cache->num_token_groups; g++) {
-        const int32_t lowest = kvc_policy_lowest(&cache->policies[g], end),
-                      begin = lowest > node->begin ? lowest : node->begin;
-        if (kvc_runs_visit(&node->rows->runs[g], begin, end, NULL, NULL) < end - begin) return 0;
-    }
-    return 1;
+void kvc_tree_date(kvc_tree *tree) {
+    if (tree->ttl) tree->horizon = kvc_now() - tree->ttl;
 }
 
-/* The child that is best to go on from, after some of its first tokens. */
-typedef struct candidate {
-    kvc_node *node;
-    int32_t num;   /* tokens */
-    int64_t worth; /* the more the better: at least SERVES, if it serves */
-} candidate;
+enum { MOST_ALIKE = 32 };
 
-enum { NEIGHBOURS = 8 }; /* children that are looked at on each side of tokens */
-static const int64_t SERVES = INT64_C(1) << 40;
+kvc_alike kvc_alike_begin(const kvc_node *parent, const kvc_token_span *tokens) {
+    int is_same;
+    const int32_t at = lower_bound(parent, tokens, &is_same);
+    return (kvc_alike){parent, *tokens, at - 1, at, -1, -1, MOST_ALIKE};
+}
 
-/* Looks at some children with rows from index `at` on, in steps of `step`; returns how many of the tokens the last one
- * begins with, which none behind it exceeds. */
-static int32_t look(const kvc_node *parent, int32_t at, int32_t step, const kvc_token_span *tokens, candidate *best) {
-    int32_t num = 0;
-    for (int left = NEIGHBOURS; left && at >= 0 && at < parent->num_children; at += step) {
-        kvc_node *node = parent->children[at];
+/* Returns how many tokens a child has in common with others; 0 if there is no child of this index. */
+static int32_t common_with(const kvc_alike *alike, int32_t child) {
+    if (child < 0 || child >= alike->parent->num_children) return 0;
+    return kvc_tokens_common(&alike->parent->children[child]->tokens, &alike->tokens);
+}
+
+kvc_node *kvc_alike_next(kvc_alike *alike, int32_t *common) {
+    while (alike->num_left) {
+        kvc_node *node;
+        if (alike->common_before < 0) alike->common_before = common_with(alike, alike->before);
+        if (alike->common_behind < 0) alike->common_behind = common_with(alike, alike->behind);
+        if (alike->common_behind >= alike->common_before) {
+            *common = alike->common_behind;
+            node = *common ? alike->parent->children[alike->behind++] : NULL;
+            alike->common_behind = -1;
+        } else {
+            *common = alike->common_before;
+            node = alike->parent->children[alike->before--];
+            alike->common_before = -1;
+        }
+        if (!node) break;
         if (!kvc_node_is_live(node)) continue;
-        num = kvc_tokens_common(&node->tokens, tokens);
-        const int is_complete = kvc_node_is_complete(node);
-        const int64_t worth = num ? serves(node, num) * SERVES + 2 * (int64_t)num + is_complete : 0;
-        if (worth > best->worth) *best = (candidate){node, num, worth};
-        if (is_complete || !num) break;
-        left--;
+        alike->num_left--;
+        return node;
     }
-    return num;
-}
-
-kvc_node *kvc_node_similar(const kvc_node *parent, const kvc_token_span *tokens, int32_t *common) {
-    candidate best = {0};
-    kvc_token_span part = *tokens; /* then what children that stand before it have in common with it */
-    while (part.num && best.worth < SERVES) {
-        int is_same;
-        const int32_t at = lower_bound(parent, &part, &is_same);
-        look(parent, at, 1, tokens, &best);
-        part.num = look(parent, at - 1, -1, tokens, &best);
-    }
-    *common = best.num;
-    return best.node;
+    return NULL;
 }
 
 kvc_node *kvc_node_with_state(const kvc_node *parent, const kvc_token_span *tokens) {
@@ -166,18 +202,35 @@ kvc_node *kvc_node_with_state(const kvc_node *parent, const kvc_token_span *toke
     return NULL;
 }
 
-/* Makes room for one more child. */
-static kvc_status reserve_child(kvc_node *parent) {
+/* Changes how many children a node has room for; KVC_ERR_NOMEM. */
+static kvc_status set_room(kvc_node *parent, int32_t room) {
     kvc_memory *memory = &parent->tree->cache->memory;
-    if (parent->num_children < parent->room) return KVC_OK;
-    const int32_t room = parent->room ? 2 * parent->room : 1;
-    kvc_node **children = kvc_memory_alloc(memory, (uint64_t)room * sizeof *children, KVC_MEMORY_BOOKKEEPING, -1);
-    if (!children) return kvc_fail(KVC_ERR_NOMEM, "out of memory for %d blocks behind another", room);
-    if (parent->room) memcpy(children, parent->children, (size_t)parent->num_children * sizeof *children);
+    kvc_node **children = NULL;
+    if (room) children = kvc_memory_alloc(memory, (uint64_t)room * sizeof *children, KVC_MEMORY_BOOKKEEPING, -1);
+    if (room && !children) return kvc_fail(KVC_ERR_NOMEM, "out of memory for %d blocks behind another", room);
+    if (parent->num_children) memcpy(children, parent->children, (size_t)parent->num_children * sizeof *children);
     kvc_memory_free(memory, parent->children, (uint64_t)parent->room * sizeof *children, KVC_MEMORY_BOOKKEEPING, -1);
     parent->children = children;
     parent->room = room;
     return KVC_OK;
+}
+
+/* Makes room for one more child. */
+static kvc_status reserve_child(kvc_node *parent) {
+    if (parent->num_children < parent->room) return KVC_OK;
+    return set_room(parent, parent->room ? 2 * parent->room : 1);
+}
+
+/* Takes a child away, and gives back room for many. */
+static void remove_child(kvc_node *parent, const kvc_node *child) {
+    int is_same;
+    const int32_t at = lower_bound(parent, &child->tokens, &is_same);
+    parent->num_children--;
+    memmove(parent->children + at, parent->children + at + 1, (size_t)(parent->num_children - at) * sizeof(kvc_node *));
+    if (!parent->num_children)
+        set_room(parent, 0);
+    else if (parent->num_children <= parent->room / 4)
+        set_room(parent, parent->room / 2); /* without memory for fewer, it has room for as many as before */
 }
 
 /* ---- nodes ------------------------------------------------------------------------------------------------------- */
@@ -214,11 +267,7 @@ static void free_node(kvc_node *node) {
 static void prune(kvc_node *node) {
     while (node->parent && !node->rows && !node->num_children && !node->num_users) {
         kvc_node *parent = node->parent;
-        int is_same;
-        const int32_t at = lower_bound(parent, &node->tokens, &is_same);
-        parent->num_children--;
-        memmove(parent->children + at, parent->children + at + 1,
-                (size_t)(parent->num_children - at) * sizeof(kvc_node *));
+        remove_child(parent, node);
         free_node(node);
         node = parent;
     }
@@ -278,7 +327,7 @@ static void ended(kvc_cache *cache, kvc_follower *follower) {
     kvc_node *node = (kvc_node *)(void *)follower;
     (void)cache;
     node->rows = NULL;
-    kvc_checkpoints_drop(&node->tree->checkpoints, &node->checkpoint);
+    kvc_checkpoints_drop(&node->tree->checkpoints, node);
     kvc_node_take_out(node);
     if (node->parent) {
         note(node, KVC_BLOCK_DROPPED);
@@ -300,13 +349,16 @@ void kvc_node_use(kvc_node *node, int32_t add) {
 void kvc_node_pin(kvc_node *node, int32_t add) {
     node->num_pins += add;
     if (node->rows) node->rows->num_pins += add;
+    if (!node->num_pins && node->is_aside) put_back(node);
     kvc_node_use(node, add);
 }
 
 kvc_node *kvc_node_find(const kvc_node *parent, const kvc_token_span *tokens) {
+    kvc_alike alike = kvc_alike_begin(parent, tokens);
     int32_t common;
-    kvc_node *node = kvc_node_similar(parent, tokens, &common);
-    return node && common == tokens->num && kvc_node_is_complete(node) ? node : NULL;
+    for (kvc_node *node; (node = kvc_alike_next(&alike, &common)) && common == tokens->num;)
+        if (kvc_node_is_complete(node)) return node;
+    return NULL;
 }
 
 int kvc_node_is_complete(const kvc_node *node) {
@@ -348,10 +400,7 @@ static void move_rows(kvc_node *node, kvc_node *to) {
     rows->follower = NULL;
     node->rows = NULL;
     kvc_node_use(to, 1); /* to stay meanwhile */
-    kvc_checkpoint *checkpoint = to->checkpoint;
-    to->checkpoint = NULL;
     if (to->rows) kvc_node_drop(to);
-    to->checkpoint = checkpoint;
     rows->follower = &to->follower;
     rows->num_pins = to->num_pins;
     to->rows = rows;
@@ -360,11 +409,32 @@ static void move_rows(kvc_node *node, kvc_node *to) {
     free_node(node);
 }
 
+/* Returns how many rows a node has in a group more than another one at the same positions. */
+static int64_t more_in(const kvc_node *a, const kvc_node *b, int32_t g) {
+    return a->rows->runs[g].num_rows - kvc_runs_visit(&b->rows->runs[g], a->begin, a->end, NULL, NULL);
+}
+
 /* Returns whether a has rows in a group of which b has fewer at the same positions. */
 static int has_more(const kvc_node *a, const kvc_node *b) {
     for (int32_t g = 0; g < a->tree->cache->num_token_groups; g++)
-        if (a->rows->runs[g].num_rows > kvc_runs_visit(&b->rows->runs[g], a->begin, a->end, NULL, NULL)) return 1;
+        if (more_in(a, b, g) > 0) return 1;
     return 0;
+}
+
+/* Gives a node the rows of another one with the same tokens, outside the tree, in each group in which it has fewer, and
+ * drops that one.  Of two that lack rows, those of one are among those of the other.  Returns whether it gets any. */
+static int merge(kvc_node *node, kvc_node *other) {
+    int gets = 0;
+    for (int32_t g = 0; g < node->tree->cache->num_token_groups; g++) {
+        if (more_in(other, node, g) <= 0) continue;
+        const kvc_run_list list = node->rows->runs[g];
+        node->rows->runs[g] = other->rows->runs[g];
+        other->rows->runs[g] = list;
+        gets = 1;
+    }
+    kvc_node_drop(other);
+    kvc_node_relist(node);
+    return gets;
 }
 
 /* Drops blocks that a longer one begins with, when nobody needs them for themselves, nor for rows that it lacks. */
@@ -395,10 +465,10 @@ static kvc_status insert(kvc_node *parent, kvc_node *node, const kvc_token_span 
 
 kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *tokens) {
     kvc_node_take_out(node);
+    kvc_tree_date(parent->tree);
     kvc_node *same = kvc_node_child(parent, tokens);
-    if (same && kvc_node_is_live(same) && has_more(same, node) && !has_more(node, same)) {
-        kvc_node_drop(node);
-        kvc_node_relist(same);
+    if (same && kvc_node_is_live(same)) {
+        if (merge(same, node)) kvc_node_collect(same);
         return same;
     }
     if (same) {

@@ -26,10 +26,13 @@ typedef struct kvc_node {
     int32_t num_users;              /* pins, and sequences that go on from it: while there are any, it stays */
     struct kvc_node *older, *newer; /* place in the tree's list, while it has rows */
     int32_t is_protected;           /* it is within the quota */
+    int32_t is_aside;               /* it is in the tree's list `aside` */
     int64_t used;                   /* when it was, where the tree has a time to live */
+    int64_t stamp;                  /* the more recently it was used, the larger */
     struct kvc_node *next, **at;    /* place in a list: of blocks whose tokens are not known yet, or new ones */
     kvc_token_span tokens;
     kvc_checkpoint *checkpoint;            /* the recurrent state at its end, while it has rows; NULL: none */
+    int32_t num_state_pins;                /* of the state, and of one that takes its place */
     int32_t is_going;                      /* while a call is planned: it loses its rows */
     int32_t num_going;                     /* and so many children will be freed */
     struct kvc_node *next_same, **same_at; /* place in a list of the tree's index; NULL: it is in none */
@@ -42,7 +45,9 @@ typedef struct kvc_tree {
     const uint8_t *salt;           /* [KVC_NAME_BYTES] key of all names */
     kvc_node root;                 /* has no tokens and no rows */
     kvc_node *oldest, *newest;     /* list of the nodes with rows, from the least recently used on */
-    int64_t num_nodes, num_tokens; /* of those in the list */
+    kvc_node *aside;               /* list of pinned nodes that were the oldest ones when others were dropped */
+    int64_t num_nodes, num_tokens; /* of those in both lists */
+    int64_t clock;                 /* the last stamp */
     kvc_node *first_protected;     /* it and newer ones are not evicted, as they are within the quota; NULL: none is */
     int64_t protected_tokens, quota; /* tokens */
     struct kvc_prefix *prefix;       /* NULL: it is no prefix's any more */
@@ -75,13 +80,25 @@ static inline int kvc_node_is_live(const kvc_node *node) {
 /* Returns whether a node has all its rows: windows may have lost theirs. */
 int kvc_node_is_complete(const kvc_node *node);
 
+/* Finds out which nodes are live from now on. */
+void kvc_tree_date(kvc_tree *tree);
+
 /* Returns the child with these tokens; NULL if there is none. */
 kvc_node *kvc_node_child(const kvc_node *parent, const kvc_token_span *tokens);
 
-/* Returns a child with rows that has many tokens in common with these at its beginning, and sets *common to how many;
- * of those next to them, or that they begin with, the one with most of them among those with all rows that a query
- * behind these sees, if there are any.  NULL if none begins alike. */
-kvc_node *kvc_node_similar(const kvc_node *parent, const kvc_token_span *tokens, int32_t *common);
+/* The live children that have tokens in common with others at their beginning. */
+typedef struct kvc_alike {
+    const kvc_node *parent;
+    kvc_token_span tokens;
+    int32_t before, behind;               /* the next children on either side */
+    int32_t common_before, common_behind; /* tokens in common with these; -1: not counted yet */
+    int32_t num_left;                     /* so many are looked at still */
+} kvc_alike;
+
+/* Begins with those that have most tokens in common.  kvc_alike_next returns the next one, and sets *common to how many
+ * these are; NULL: there are no more, or enough were looked at. */
+kvc_alike kvc_alike_begin(const kvc_node *parent, const kvc_token_span *tokens);
+kvc_node *kvc_alike_next(kvc_alike *alike, int32_t *common);
 
 /* Returns the longest child with a checkpoint that these tokens begin with; NULL if there is none. */
 kvc_node *kvc_node_with_state(const kvc_node *parent, const kvc_token_span *tokens);
@@ -91,11 +108,11 @@ kvc_node *kvc_node_with_state(const kvc_node *parent, const kvc_token_span *toke
 kvc_status kvc_node_new(kvc_tree *tree, const kvc_sequence *src, int32_t begin, int32_t end, kvc_node **list,
                         kvc_node **made);
 
-/* Returns a child with all its rows that has or begins with these tokens; NULL if there is none. */
+/* Returns a live child with all its rows that has or begins with these tokens; NULL if there is none. */
 kvc_node *kvc_node_find(const kvc_node *parent, const kvc_token_span *tokens);
 
 /* Puts a node from outside the tree below `parent`, now that its tokens are known.  Returns the node that has them: it,
- * or the one that was there, which gets its rows unless it has more.  NULL if out of memory; it is dropped then. */
+ * or the one that was there, which gets the rows that it lacked.  NULL if out of memory; it is dropped then. */
 kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *tokens);
 
 /* Returns the node below `parent` that has these tokens: a new one without rows, if there is none.  NULL if out of
@@ -114,8 +131,11 @@ void kvc_node_drop(kvc_node *node);
 /* Marks a node with rows as used. */
 void kvc_node_relist(kvc_node *node);
 
-/* Marks the nodes from one up to the root as used, those nearer to the root as more recently. */
+/* Marks the live nodes from one up to the root as used, those nearer to the root as more recently. */
 void kvc_node_touch(kvc_node *node);
+
+/* Returns the least recently used node that is not pinned; NULL if there is none. */
+kvc_node *kvc_tree_oldest(kvc_tree *tree);
 
 /* Add a user of a node, or a pin, which is a user as well, or take it away (add -1); that may free the node. */
 void kvc_node_use(kvc_node *node, int32_t add);

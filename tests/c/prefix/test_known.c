@@ -1,5 +1,7 @@
 /* Which tokens of a prompt are known, and that every call means the same by it. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign, nanosleep */
+#include <time.h>
+
 #include "support/feeding.h"
 #include "support/oracle.h"
 
@@ -26,9 +28,9 @@ static void close_world(void) { free_valid(cache); }
 
 /* Tokens that count up from `first`; ids[at] may be changed. */
 static int64_t *numbers(int64_t first) {
-    static int64_t ids[8][MOST];
+    static int64_t ids[256][MOST];
     static int next;
-    int64_t *to = ids[next++ % 8];
+    int64_t *to = ids[next++ % 256];
     for (int i = 0; i < MOST; i++) to[i] = first + i;
     return to;
 }
@@ -126,8 +128,207 @@ static void test_own_draft(void) {
     close_world();
 }
 
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
+
+/* A prefix of which everything was dropped takes as much memory as a new one. */
+static void test_empty_again(void) {
+    int64_t num;
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+    feed_to(1000, 9, 9); /* so that the cache has memory to reuse */
+    CHECK(kvc_clear_sequence(cache, 1000) == KVC_OK);
+    const int64_t before = kvc_nbytes(cache);
+    serve(numbers(100), 4, 4);
+    CHECK(kvc_prefix_evict(prefix, INT64_MAX, &num) == KVC_OK && num == 4 && stats_now().blocks == 0);
+    CHECKF(kvc_nbytes(cache) == before, "%lld bytes, %lld before", (long long)kvc_nbytes(cache), (long long)before);
+    close_world();
+}
+
+/* ---- one definition ---------------------------------------------------------------------------------------------- */
+
+/* Checks that calls agree about a prompt; returns how many of its tokens are known. */
+static int check_agreement(const int64_t *ids, int num) {
+    const kvc_tokens tokens = tokens_of(ids, num);
+    const int found = known(ids, num);
+    int32_t first = -1, kept = -1;
+    int64_t missing;
+    int matched;
+    CHECK(kvc_prefix_missing(prefix, &tokens, num, NULL, 0, &first, &missing) == KVC_OK);
+    CHECKF(first == found / BLOCK && missing == num / BLOCK - first, "%d known, %lld missing from %d on", found,
+           (long long)missing, first);
+    CHECK(kvc_clear_sequence(cache, acquire(ids, num, &matched)) == KVC_OK);
+    CHECKF(matched == (found < num ? found : known(ids, num - 1)), "%d matched, %d known", matched, found);
+    CHECK(kvc_prefix_pin(prefix, &tokens, &kept) == KVC_OK && kept == found);
+    CHECK(kvc_prefix_unpin(prefix, &tokens) == KVC_OK && known(ids, num) == found);
+    return found;
+}
+
+/* Keeps only what windows see in the end of `num` tokens. */
+static void serve_late(const int64_t *ids, int num) {
+    const int64_t id = acquire(ids, num, NULL);
+    feed_to(id, num, 1);
+    CHECK(kvc_prefix_clear(prefix) == KVC_OK);
+    release(id, ids, num);
+}
+
+/* A sequence that is released, or kept, gives a block the rows that it lacks, and no other call loses those it has. */
+static void test_rows_are_added(void) {
+    const kvc_policy policies[] = {sliding_policy(8, 0, 0), full};
+    const int64_t *ids = numbers(100);
+    for (int how = 0; how < 3; how++) {
+        open_world(policies, 2, (kvc_config){0}, (kvc_prefix_config){.state_bytes = how == 2 ? STATE : 0});
+        serve_late(ids, 20);
+        CHECK(check_agreement(ids, 6) == 0);
+        const int64_t id = kvc_new_sequence(cache);
+        const kvc_tokens tokens = tokens_of(ids, 6);
+        const uint8_t state[STATE] = {1};
+        feed_to(id, 6, 6);
+        if (!how)
+            release(id, ids, 6);
+        else
+            CHECK(kvc_prefix_checkpoint(prefix, id, &tokens, state, how == 2 ? STATE : 0) == KVC_OK);
+        CHECKF(check_agreement(ids, 6) == 6, "%d: %d", how, known(ids, 6));
+        if (how < 2) CHECK(check_agreement(ids, 20) == 20);
+        close_world();
+    }
+}
+
+/* Rows of a block that ends earlier count together with those of a longer one that lacks them. */
+static void test_rows_of_several(void) {
+    const kvc_policy policies[] = {sliding_policy(4, 0, 0), full};
+    const int64_t *ids = numbers(100);
+    open_world(policies, 2, (kvc_config){0}, (kvc_prefix_config){0});
+    serve_late(ids, 10);
+    CHECK(known(ids, 3) == 0);
+    const int64_t id = kvc_new_sequence(cache);
+    feed_to(id, 3, 3);
+    release(id, ids, 3);
+    CHECK(check_agreement(ids, 3) == 3 && check_agreement(ids, 4) == 3 && check_agreement(ids, 10) == 10);
+    int matched;
+    const int64_t found = acquire(ids, 4, &matched);
+    CHECK(matched == 3 && kvc_can_resume(cache, found, 3) && kvc_seq_len(cache, found, 0) == 3);
+    CHECK(kvc_clear_sequence(cache, found) == KVC_OK);
+    close_world();
+}
+
+/* ---- pins -------------------------------------------------------------------------------------------------------- */
+
+static void pin(const int64_t *ids, int num, int expected) {
+    const kvc_tokens tokens = tokens_of(ids, num);
+    int32_t kept = -1;
+    CHECK(kvc_prefix_pin(prefix, &tokens, &kept) == KVC_OK);
+    CHECKF(kept == expected, "%d of %d tokens are pinned", kept, num);
+}
+
+static void unpin(const int64_t *ids, int num) {
+    const kvc_tokens tokens = tokens_of(ids, num);
+    CHECK(kvc_prefix_unpin(prefix, &tokens) == KVC_OK);
+}
+
+static void evict(int64_t num) {
+    int64_t evicted;
+    CHECK(kvc_prefix_evict(prefix, num, &evicted) == KVC_OK);
+}
+
+/* A prompt that was pinned twice stays whole until both pins are taken back. */
+static void test_pinned_twice(void) {
+    const int64_t *ids = numbers(100);
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+    serve(ids, 8, 8);
+    pin(ids, 28, 8);
+    serve(ids, 28, 28);
+    pin(ids, 28, 28);
+    unpin(ids, 28);
+    evict(INT64_MAX);
+    CHECKF(known(ids, 28) == 28, "%d", known(ids, 28));
+    unpin(ids, 28);
+    evict(INT64_MAX);
+    CHECK(known(ids, 28) == 0);
+    close_world();
+}
+
+/* What is pinned goes in its turn once it is not: nothing that looked for others used it. */
+static void test_pins_are_no_use(void) {
+    const int64_t *first = numbers(100), *second = numbers(200), *third = numbers(300);
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){.quota = 4});
+    serve(first, 8, 8);
+    pin(first, 8, 8);
+    serve(second, 4, 4);
+    serve(third, 8, 8);
+    evict(4);
+    CHECK(known(first, 8) == 8 && known(second, 4) == 0 && known(third, 8) == 8);
+    unpin(first, 8);
+    evict(8);
+    CHECKF(known(first, 8) == 0 && known(third, 8) == 8, "%d, %d", known(first, 8), known(third, 8));
+    close_world();
+}
+
+static void checkpoint(int64_t id, const int64_t *ids, int num, int value) {
+    const uint8_t state[STATE] = {(uint8_t)value};
+    const kvc_tokens tokens = tokens_of(ids, num);
+    CHECKF(kvc_prefix_checkpoint(prefix, id, &tokens, state, STATE) == KVC_OK, "%s", kvc_last_error());
+}
+
+/* Serves a prompt with a state behind its first `at` tokens. */
+static void serve_state(const int64_t *ids, int num, int at) {
+    const int64_t id = acquire(ids, num, NULL);
+    feed_to(id, at, MOST);
+    checkpoint(id, ids, at, at);
+    feed_to(id, num, MOST);
+    release(id, ids, num);
+}
+
+/* The state of a pinned prompt is none of those that max_checkpoint_bytes drops. */
+static void test_pinned_state(void) {
+    const int64_t *ids = numbers(100);
+    for (int at = 6; at <= 8; at++) {
+        open_world(&full, 1, (kvc_config){0},
+                   (kvc_prefix_config){.state_bytes = STATE, .max_checkpoint_bytes = 2 * STATE});
+        serve_state(ids, 10, at);
+        CHECK(check_agreement(ids, 10) == at);
+        pin(ids, 10, at);
+        for (int i = 2; i < 6; i++) serve_state(numbers(100 * i), 10, 7);
+        CHECKF(known(ids, 10) == at && stats_now().checkpoints == 2, "%d", known(ids, 10));
+        evict(INT64_MAX);
+        CHECKF(known(ids, 10) == at, "%d: %d", at, known(ids, 10));
+        unpin(ids, 10);
+        evict(INT64_MAX);
+        CHECK(known(ids, 10) == 0);
+        close_world();
+    }
+}
+
+/* ---- time -------------------------------------------------------------------------------------------------------- */
+
+static void sleep_ms(int ms) { nanosleep(&(struct timespec){0, ms * 1000000}, NULL); }
+
+/* Blocks that have expired are not found again because a sequence on them ends; if it keeps its rows, these are. */
+static void test_expired(void) {
+    const int64_t *ids = numbers(100);
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){.ttl_ms = 20});
+    for (int keeps = 0; keeps < 2; keeps++) {
+        int matched;
+        serve(ids, MOST, MOST);
+        const int64_t id = acquire(ids, MOST, &matched);
+        CHECK(matched == MOST - 1);
+        sleep_ms(40);
+        if (keeps)
+            release(id, ids, MOST);
+        else
+            CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
+        CHECKF(known(ids, MOST) == (keeps ? MOST - 1 : 0), "%d: %d", keeps, known(ids, MOST));
+    }
+    close_world();
+}
+
 int main(void) {
+    test_empty_again();
     test_draft_of_another();
     test_own_draft();
+    test_rows_are_added();
+    test_rows_of_several();
+    test_pinned_twice();
+    test_pins_are_no_use();
+    test_pinned_state();
+    test_expired();
     return test_result();
 }

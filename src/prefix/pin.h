@@ -1,0 +1,19 @@
+/* pin.h: blocks that are kept, whatever else needs memory.  All functions are called with the mutex held. */
+#ifndef KVC_PIN_H
+#define KVC_PIN_H
+
+#include "prefix/match.h"
+
+/* Adds a pin of the nodes up to `last`; returns NULL if out of memory. */
+kvc_pinned *kvc_pin_add(kvc_prefix *prefix, kvc_node *last);
+
+/* Takes the pin at a place in the list away. */
+void kvc_pin_remove(kvc_prefix *prefix, kvc_pinned **at);
+
+/* Returns where the pin of the prompt with this name is; NULL stands there if it has none. */
+kvc_pinned **kvc_pin_find(kvc_prefix *prefix, const uint8_t *name);
+
+/* Pins what is known of a prompt, in place of what was when it was pinned before.  KVC_ERR_NOMEM. */
+kvc_status kvc_pin_known(kvc_prefix *prefix, const kvc_match *m, const uint8_t *name);
+
+#endif
