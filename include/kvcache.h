@@ -987,11 +987,14 @@ KVC_API kvc_status kvc_prefix_state(kvc_prefix *prefix, int64_t seq_id, void *st
 KVC_API kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *matched,
                                      int32_t *with_rows);
 
-/* Keeps the known blocks of a prompt, such as a system prompt, whatever else needs memory, and sets *kept to the tokens
- * in them: whole blocks, or one in which a released sequence ended.  Fails with KVC_ERR_NOMEM. */
+/* Keeps the blocks and the state that hold the known tokens of a prompt, such as a system prompt, whatever else needs
+ * memory; sets *kept to how many tokens are known.  Nothing is pinned where these are 0.  Call it again once more of the
+ * prompt is known: the pin then holds that, too.  A block whose first tokens alone are the prompt's is kept whole.  The
+ * pin does not count as a use.  Fails with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_pin(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *kept);
 
-/* Takes back one kvc_prefix_pin of the same tokens; does nothing if there is none. */
+/* Takes back one kvc_prefix_pin of the same tokens that pinned something; does nothing if there is none.  Once all are
+ * taken back, nothing of the prompt is pinned by them. */
 KVC_API kvc_status kvc_prefix_unpin(kvc_prefix *prefix, const kvc_tokens *tokens);
 
 /* Drops the least recently used blocks that are not pinned, until num_tokens tokens are dropped or none is left; sets
@@ -1001,10 +1004,21 @@ KVC_API kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int6
 /* Drops all blocks, pinned ones too.  Sequences stay as they are. */
 KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
 
-/* Drops the blocks of a prompt, pinned ones too, and sets *num_dropped to the tokens in them: other prompts that begin
- * alike miss them.  Pass the answer too: a block in which the prompt ends and the answer begins is kept as that of
- * both.  Sequences stay as they are, and so does what stores have of it. */
-KVC_API kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t *num_dropped);
+/* Forgets a prompt, for example private data: none of its tokens matches any prompt until somebody computes them again.
+ * Drops each block that holds a row of one of the tokens, pinned ones too, and each block that follows the whole prompt,
+ * with their states; sets *num_dropped to the tokens in these blocks.  Pass the answer with the prompt.
+ *
+ * Blocks stay that follow a part of the prompt and hold none of its tokens.  They are those of prompts that begin alike,
+ * and match again once the tokens before them are computed again.
+ * Sequences stay as they are, and go on.  But this prefix keeps no more blocks of a sequence that may hold forgotten
+ * rows.  Of the sequences that it acquired, these are the ones whose first token is the prompt's; of all others, and of
+ * their copies, the ones that hold tokens now.
+ * Pins stay.  Once the tokens are computed again, their blocks are pinned again, until kvc_prefix_unpin.
+ * Stores keep what they have.  Remove there the values under the names of the prompt (kvc_prefix_names), and those that
+ * are written to `names`, [max_names][KVC_NAME_BYTES]: the full blocks that were dropped.  The call ends when it has
+ * written max_names of them; call it again until *num_names is less.  names NULL, and max_names 0: drops all. */
+KVC_API kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *tokens, uint8_t *names, int64_t max_names,
+                                     int64_t *num_names, int64_t *num_dropped);
 
 /* Writes the names of the full blocks of a prompt, known or not, at most max_names, [..][KVC_NAME_BYTES]; sets
  * *num_names to how many there are. */

@@ -143,14 +143,21 @@ cdef class Prefix:
         self.cache.finish(status)
 
     def forget(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests):
+        """Return how many tokens were dropped, and the names of the full blocks in which they were."""
         cdef kvc_tokens tokens = describe(ids, digests)
-        cdef int64_t num = 0
+        cdef uint8_t names[256][KVC_NAME_BYTES]
+        cdef int64_t num_names = 256, num = 0, dropped = 0, i
         cdef kvc_status status
-        self.cache.enter()
-        with nogil:
-            status = kvc_prefix_forget(self.handle, &tokens, &num)
-        self.cache.finish(status)
-        return num
+        found = []
+        while num_names == 256:
+            self.cache.enter()
+            with nogil:
+                status = kvc_prefix_forget(self.handle, &tokens, names[0], 256, &num_names, &num)
+            self.cache.finish(status)
+            dropped += num
+            for i in range(num_names):
+                found.append(names[i][:KVC_NAME_BYTES].hex())
+        return dropped, found
 
     def names(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests):
         cdef kvc_tokens tokens = describe(ids, digests)

@@ -463,8 +463,9 @@ class PrefixCache:
     def pin(self, tokens: Tokens) -> int:
         """Keep the blocks of a prompt, such as a system prompt, whatever else needs memory.
 
-        Return how many of its first tokens are kept: such as are known now, in whole blocks, or in one that a released
-        prompt ended in.
+        Return how many of its first tokens are kept: as many as are known now, and their blocks whole. The state
+        behind them is kept as well. Where that is 0, nothing is pinned. Pin it again once more of it is known;
+        `unpin` takes back one call.
         """
         return self._prefix.pin(*arrays_of(tokens))
 
@@ -480,18 +481,25 @@ class PrefixCache:
         return self._prefix.evict(num_tokens)
 
     def forget(self, tokens: Tokens) -> int:
-        """Drop the blocks of a prompt, pinned ones too, from memory and from the store.
+        """Forget a prompt, for example private data, in memory and in the store.
 
-        They are its full blocks, and one that ends with it. Pass the answer too: a block in which the prompt ends and
-        the answer begins is kept as that of both. Other prompts that begin alike miss them. Sequences in use stay as
-        they are. Return how many tokens were dropped from memory. `flush` waits for the store, and returns
-        False if that did not delete them all, or what waited to be written was dropped: then call this again.
+        None of its tokens matches any prompt until somebody computes them again. Each block that holds one of them is
+        dropped, pinned ones too, and each block that follows the whole prompt, with their states. Pass the answer with
+        the prompt. Blocks that follow a part of the prompt and hold none of its tokens stay; they match again once the
+        tokens before them are computed again. What follows the prompt in the store alone is not known here, and stays.
+
+        Sequences stay as they are, and go on. But no more blocks are kept of a sequence that may hold forgotten rows:
+        of acquired ones whose first token is the prompt's, and of all others that hold tokens now. Pins stay, for what
+        is kept of these tokens later.
+
+        Return how many tokens were dropped from memory. `flush` waits for the store, and returns False if that did not
+        delete them all, or what waited to be written was dropped: then call this again.
         """
         given = arrays_of(tokens)
-        num = self._prefix.forget(*given)
+        num, dropped = self._prefix.forget(*given)
         if self._client is not None:
             self._store_new()  # so that what waits to be written is deleted after it
-            for name in self._prefix.names(*given):
+            for name in dict.fromkeys(self._prefix.names(*given) + dropped):
                 self._client.delete(name)
         return num
 

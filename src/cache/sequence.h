@@ -25,6 +25,7 @@ typedef struct kvc_sequence {
     int32_t in_batch;             /* 1 + its index among the sequences of the open batch; 0: it is not in the batch */
     int32_t min_query_position;   /* lowest position at which a query may still come; set before rows expire */
     int32_t exact_to;             /* rows from there on may not follow from its tokens alone; INT32_MAX: all do */
+    uint64_t forgotten_in;        /* bits of prefixes that forgot tokens whose rows it may hold */
     int32_t edited_from;          /* edits changed or dropped rows from there on; INT32_MAX: none since it was set so */
     int32_t in_call;              /* a call has made it, and drops it or hands it out at its end: no list has it */
     int32_t in_rewrite;           /* a call copies its rows to new slots without the mutex */

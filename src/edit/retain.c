@@ -108,6 +108,7 @@ static kvc_status retain_rows(kvc_cache *cache, const kvc_sequence *src, int64_t
         status = retain_group(cache, src, g, begin, end, &sequence->runs[g]);
     const int32_t exact_to = kvc_exact_to_with_batch(cache, src);
     sequence->exact_to = kvc_below(exact_to > begin ? exact_to : begin, end);
+    sequence->forgotten_in = src->forgotten_in;
     const int is_made = status == KVC_OK && kvc_sequence_holds(sequence);
     status = end_retaining(cache, sequence, &before, status);
     if (!is_made) return status;
@@ -410,9 +411,11 @@ static kvc_status attach_all(const pieces *p, int64_t dst, kvc_sequence *old, in
     kvc_status status = sequence ? KVC_OK : kvc_fail_sequence(dst);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
         status = attach_group(p, g, end, &sequence->runs[g]);
-    for (int32_t i = 0; status == KVC_OK && i < p->num; i++)
-        if (p->items[i].rows)
-            sequence->exact_to = kvc_lower(sequence->exact_to, kvc_below(p->items[i].rows->exact_to, end));
+    for (int32_t i = 0; status == KVC_OK && i < p->num; i++) {
+        if (!p->items[i].rows) continue;
+        sequence->exact_to = kvc_lower(sequence->exact_to, kvc_below(p->items[i].rows->exact_to, end));
+        sequence->forgotten_in |= p->items[i].rows->forgotten_in;
+    }
     if (status == KVC_OK) return kvc_cache_insert(cache, sequence, old);
     if (sequence) kvc_sequence_free(sequence, &cache->memory, cache->pools);
     return status;

@@ -141,7 +141,9 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
     /* An unstored sequence loses also what it held before the batch, and what has expired of it is forgotten. */
     for (int32_t g = 0; member->is_unstored && g < cache->num_groups; g++)
         kvc_runs_destroy(&member->sequence->runs[g], &cache->pools[g]);
-    if (member->is_unstored) member->sequence->exact_to = INT32_MAX;
+    if (!member->is_unstored) return;
+    member->sequence->exact_to = INT32_MAX;
+    member->sequence->forgotten_in = 0;
 }
 
 /* Finds out what is exact of the sequences of which some tokens are not kept. */

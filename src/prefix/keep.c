@@ -1,10 +1,10 @@
-/* keep.c: keeps the blocks of a sequence, and the recurrent state behind them; forgets those of a prompt. */
+/* keep.c: keeps the blocks of a sequence, and the recurrent state behind them. */
 #include "cache/check.h"
 #include "cache/waiting.h"
 #include "prefix/prefix.h"
 
 /* Sets *found to a sequence whose blocks may be kept, NULL: it holds nothing; and shortens tokens to those that are in
- * it, and exact. */
+ * it, and exact; to none where it holds what was forgotten. */
 static kvc_status find_to_keep(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *tokens, kvc_sequence **found) {
     kvc_sequence *sequence = *found = kvc_cache_find(prefix->cache, seq_id);
     KVC_TRY(kvc_check_idle(sequence));
@@ -13,6 +13,7 @@ static kvc_status find_to_keep(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *t
     const int32_t next = kvc_sequence_next(sequence);
     if (tokens->num_tokens > next) tokens->num_tokens = next;
     if (tokens->num_tokens > sequence->exact_to) tokens->num_tokens = sequence->exact_to;
+    if (kvc_session_is_forgotten(prefix, sequence)) tokens->num_tokens = 0;
     return KVC_OK;
 }
 
@@ -103,27 +104,4 @@ kvc_status kvc_prefix_state(kvc_prefix *prefix, int64_t seq_id, void *state, int
                                           (long long)max_bytes, (long long)*num_bytes));
     kvc_checkpoint_read(cache, found, state);
     return kvc_unlock(cache, KVC_OK);
-}
-
-kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *from, int64_t *num_dropped) {
-    kvc_tokens tokens;
-    KVC_TRY(kvc_read_tokens(from, &tokens));
-    if (!num_dropped) return kvc_fail(KVC_ERR_INVALID, "num_dropped is NULL");
-    *num_dropped = 0;
-    kvc_prefix_lock(prefix);
-    const int32_t block = prefix->cache->pools[0].block_size;
-    kvc_node *last = &prefix->tree->root;
-    for (kvc_node *node; last->end < tokens.num_tokens; last = node) {
-        const kvc_token_span part = kvc_tokens_part(&tokens, last->end, (int64_t)last->end + block);
-        if (!(node = kvc_node_child(last, &part))) break;
-    }
-    kvc_node_use(last, 1); /* a node may be freed with its rows, or with the one behind it */
-    for (kvc_node *node = last; node; node = last) {
-        last = node->parent;
-        if (last) kvc_node_use(last, 1);
-        *num_dropped += node->rows ? node->end - node->begin : 0;
-        if (node->rows) kvc_node_drop(node);
-        kvc_node_use(node, -1);
-    }
-    return kvc_unlock(prefix->cache, KVC_OK);
 }

@@ -131,7 +131,7 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     kvc_lock(cache);
     kvc_prefix *prefix = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
     if (!prefix) return kvc_unlock(cache, kvc_fail(KVC_ERR_NOMEM, "out of memory for a prefix"));
-    *prefix = (kvc_prefix){.cache = cache, .num_bytes = size};
+    *prefix = (kvc_prefix){.cache = cache, .num_bytes = size, .bit = UINT64_C(1) << cache->num_made++ % 64};
     prefix->events = (kvc_events){.ring = (kvc_prefix_event *)(void *)(prefix + 1), .room = config.max_events};
     kvc_name_salt(config.salt, (size_t)config.salt_size, prefix->salt);
     if (!config.identity_size) {
@@ -180,8 +180,7 @@ static kvc_tree *take_tree(kvc_prefix *prefix, kvc_tree *other) {
     return tree;
 }
 
-/* Lets those that wait have the mutex: who unlocks it and locks it again soon mostly gets it before they wake up. */
-static void give_way(kvc_cache *cache) {
+void kvc_prefix_give_way(kvc_cache *cache) {
     const int num = atomic_load(&cache->num_locking);
     if (!num) return;
     kvc_unlock(cache, KVC_OK);
@@ -192,7 +191,7 @@ static void give_way(kvc_cache *cache) {
 kvc_node *kvc_prefix_next_new(kvc_cache *cache) {
     for (int num = 1; cache->new_blocks && !cache->new_blocks->tree->prefix; num++) {
         kvc_node_take_out(cache->new_blocks);
-        if (num % PASSED_AT_ONCE == 0) give_way(cache);
+        if (num % PASSED_AT_ONCE == 0) kvc_prefix_give_way(cache);
     }
     return cache->new_blocks;
 }
@@ -212,8 +211,8 @@ static int drop_some(kvc_cache *cache, kvc_tree *tree) {
 /* Drops a tree that is no prefix's any more, a few nodes at a time. */
 static void drop_tree(kvc_cache *cache, kvc_tree *tree) {
     kvc_tree_retire(tree);
-    while (kvc_tree_unprotect(tree, PASSED_AT_ONCE)) give_way(cache);
-    while (drop_some(cache, tree)) give_way(cache);
+    while (kvc_tree_unprotect(tree, PASSED_AT_ONCE)) kvc_prefix_give_way(cache);
+    while (drop_some(cache, tree)) kvc_prefix_give_way(cache);
 }
 
 void kvc_prefixes_forked(kvc_cache *cache) {
@@ -421,7 +420,7 @@ kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int64_t *num
     if (!num_evicted) return kvc_fail(KVC_ERR_INVALID, "num_evicted is NULL");
     kvc_lock(cache);
     int64_t most = prefix->tree->num_nodes;
-    while (evict_some(prefix->tree, &left, &most)) give_way(cache);
+    while (evict_some(prefix->tree, &left, &most)) kvc_prefix_give_way(cache);
     *num_evicted = num_tokens - left;
     return kvc_unlock(cache, KVC_OK);
 }

@@ -29,6 +29,7 @@ struct kvc_prefix {
     int32_t reuse_min;                         /* fewest tokens in a row that are taken from elsewhere; 0: none are */
     int32_t collects;                          /* new blocks are listed for stores */
     void *user;
+    uint64_t bit;       /* of kvc_sequence.forgotten_in; many prefixes share one */
     kvc_events events;  /* in a ring behind this struct */
     uint64_t num_bytes; /* of this allocation */
     uint8_t salt[KVC_NAME_BYTES], root[KVC_NAME_BYTES];
@@ -37,6 +38,9 @@ struct kvc_prefix {
 
 /* Locks the cache; drops some of the blocks that nobody has used for too long, of which none is found from now on. */
 void kvc_prefix_lock(kvc_prefix *prefix);
+
+/* Lets those that wait have the mutex: who unlocks it and locks it again soon mostly gets it before they wake up. */
+void kvc_prefix_give_way(kvc_cache *cache);
 
 /* Reads a caller's struct, and checks it. */
 kvc_status kvc_read_tokens(const kvc_tokens *from, kvc_tokens *tokens);

@@ -43,7 +43,7 @@ static void ended(kvc_cache *cache, kvc_follower *follower) {
 
 kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t matched) {
     const int32_t block = prefix->cache->pools[0].block_size, begin = matched / block * block;
-    const kvc_token_span prompt = kvc_tokens_part(tokens, begin, tokens->num_tokens / block * block);
+    const kvc_token_span prompt = kvc_tokens_part(tokens, begin, tokens->num_tokens);
     const uint64_t ids_size = (uint64_t)prompt.num * sizeof(int64_t),
                    digests_size = prompt.digests ? (uint64_t)prompt.num * KVC_NAME_BYTES : 0,
                    size = sizeof(kvc_session) + ids_size + digests_size;
@@ -92,6 +92,27 @@ void kvc_session_roll_back(kvc_session *session, int32_t position) {
     while (last->end > full) last = last->parent;
     set_last(session, last);
     drop_pending(session, position);
+}
+
+int kvc_session_is_forgotten(const kvc_prefix *prefix, const kvc_sequence *sequence) {
+    return (sequence->forgotten_in & prefix->bit) != 0;
+}
+
+int kvc_session_begins(const kvc_follower *follower, const kvc_tokens *tokens) {
+    const kvc_session *session = (const kvc_session *)(const void *)follower;
+    const kvc_node *first = session->last;
+    const kvc_token_span one = kvc_tokens_part(tokens, 0, 1);
+    while (first->parent && first->parent->parent) first = first->parent;
+    if (first->parent) return kvc_tokens_common(&first->tokens, &one) > 0;
+    if (session->begin || !session->known_to) return 1; /* it has given up its place in the tree */
+    const kvc_token_span own = kvc_tokens_part(&session->prompt, 0, 1);
+    return kvc_tokens_common(&own, &one) > 0;
+}
+
+void kvc_session_forget(kvc_session *session) {
+    drop_pending(session, 0);
+    set_last(session, &session->prefix->tree->root);
+    session->known_to = 0;
 }
 
 /* Takes note of what edits have done since the last time, and of a position from which on tokens change. */
@@ -160,7 +181,8 @@ void kvc_sessions_fill(const kvc_batch *batch) {
         drop_state(session);
         const int is_other = batch->replaced || r.begin < session->retained_to;
         note_edits(session, member->is_unstored ? 0 : is_other ? r.begin : r.dropped);
-        if (member->is_unstored || batch->replaced) continue;
+        if (member->is_unstored || batch->replaced || kvc_session_is_forgotten(session->prefix, member->sequence))
+            continue;
         fill(session, r.end, kvc_exact_to_with_batch(batch->cache, member->sequence));
     }
 }

@@ -21,7 +21,7 @@ typedef struct kvc_session {
     uint64_t num_bytes;             /* of this allocation */
     struct kvc_session *next, **at; /* place in the list of the prefix */
     int32_t begin;                  /* position of the first token of the prompt here */
-    kvc_tokens prompt;              /* tokens of full blocks that the sequence is to be fed */
+    kvc_tokens prompt;              /* tokens that the sequence is to be fed, from the beginning of a block on */
 } kvc_session;
 
 /* Makes the session of a sequence that is to hold the prompt's tokens up to `matched` and to be fed the others; NULL if
@@ -35,6 +35,17 @@ void kvc_session_begin(kvc_session *session, kvc_sequence *sequence, kvc_node *l
 
 /* Returns the sequence's session of this prefix; NULL if it has none. */
 kvc_session *kvc_session_of(const struct kvc_prefix *prefix, const kvc_sequence *sequence);
+
+/* Returns whether a prefix keeps no blocks of any sequence, because it may hold rows of what the prefix has forgotten.
+ */
+int kvc_session_is_forgotten(const struct kvc_prefix *prefix, const kvc_sequence *sequence);
+
+/* Returns whether the sequence of a session may hold rows of a prompt's tokens: its own begin alike, or are not known.
+ */
+int kvc_session_begins(const kvc_follower *session, const kvc_tokens *tokens);
+
+/* Drops what is not known of the sequence's blocks, which holds forgotten rows, and keeps no more of them. */
+void kvc_session_forget(kvc_session *session);
 
 /* Notes that the tokens of the sequence from a position on are not those that were given. */
 void kvc_session_roll_back(kvc_session *session, int32_t position);

@@ -143,6 +143,11 @@ static int32_t lower_bound(const kvc_node *parent, const kvc_token_span *tokens,
     return end;
 }
 
+int32_t kvc_node_index(const kvc_node *parent, const kvc_token_span *tokens) {
+    int is_same;
+    return lower_bound(parent, tokens, &is_same);
+}
+
 kvc_node *kvc_node_child(const kvc_node *parent, const kvc_token_span *tokens) {
     int is_same;
     const int32_t at = lower_bound(parent, tokens, &is_same);

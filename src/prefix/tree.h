@@ -83,6 +83,9 @@ int kvc_node_is_complete(const kvc_node *node);
 /* Finds out which nodes are live from now on. */
 void kvc_tree_date(kvc_tree *tree);
 
+/* Returns the index of the first child that does not stand before these tokens. */
+int32_t kvc_node_index(const kvc_node *parent, const kvc_token_span *tokens);
+
 /* Returns the child with these tokens; NULL if there is none. */
 kvc_node *kvc_node_child(const kvc_node *parent, const kvc_token_span *tokens);
 

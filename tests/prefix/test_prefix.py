@@ -211,7 +211,7 @@ def test_text_as_bytes(kind):
     prefix.release(seq_id, kind(text))
     for same in (text, bytearray(text), memoryview(text), list(text), np.frombuffer(text, np.uint8)):
         assert prefix.acquire(same)[1] == 70
-    assert prefix.pin(kind(text)) == 64
+    assert prefix.pin(kind(text)) == 70
     prefix.unpin(kind(text))
     assert prefix.acquire(b"First Servant")[1] == 6
 
@@ -288,17 +288,17 @@ def test_pins():
     """What is pinned stays, until it is unpinned as often."""
     cache, prefix = make(capacity=10 * BLOCK)
     serve(prefix, cache, PROMPT)
-    assert prefix.pin(PROMPT[:40]) == 32
-    assert prefix.pin(PROMPT[:20]) == 16
+    assert prefix.pin(PROMPT[:40]) == 40
+    assert prefix.pin(PROMPT[:20]) == 20
     assert prefix.pin([-5] * 40) == 0
-    assert prefix.evict(1000) == 68
-    assert prefix.acquire(PROMPT)[1] == 32
+    assert prefix.evict(1000) == 52
+    assert prefix.acquire(PROMPT)[1] == 48
     seq_id, _ = prefix.acquire([-1])
     with pytest.raises(kvcache.CacheFullError):
-        feed(cache, seq_id, [-1] * 200, 0, 9 * BLOCK)
+        feed(cache, seq_id, [-1] * 200, 0, 8 * BLOCK)
     prefix.unpin(PROMPT[:40])
     with pytest.raises(kvcache.CacheFullError):
-        feed(cache, seq_id, [-1] * 200, 0, 10 * BLOCK)
+        feed(cache, seq_id, [-1] * 200, 0, 9 * BLOCK)
     prefix.unpin(PROMPT[:20])
     cache.clear()
     serve(prefix, cache, PROMPT)

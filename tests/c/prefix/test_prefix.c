@@ -72,6 +72,7 @@ typedef struct live {
     int32_t exact_to; /* position from which on rows say something else */
     int is_acquired;  /* it is known to its prefix, though it may hold nothing */
     int is_partial;   /* windows may have lost rows of blocks that nobody keeps */
+    int forgotten_in; /* a bit for each prefix that may keep no more of its blocks */
 } live;
 
 typedef struct world {
@@ -344,7 +345,8 @@ static void step_release(void) {
     CHECK(kvc_prefix_release(w.prefixes[prefix], s->id, &tokens) == KVC_OK);
     CHECK(kvc_next_position(w.cache, s->id) == 0);
     int32_t end = s->fed < s->exact_to ? s->fed : s->exact_to;
-    remember(prefix, &s->tokens, end, !w.is_windowed || (prefix == s->prefix && !s->is_partial));
+    const int has_all = !w.is_windowed || (prefix == s->prefix && !s->is_partial);
+    remember(prefix, &s->tokens, end, has_all && !(s->forgotten_in >> prefix & 1));
     forget_live(i);
 }
 
@@ -363,7 +365,7 @@ static void step_checkpoint(void) {
     CHECKF(status == KVC_OK || (status == KVC_ERR_FULL && w.may_lose), "%s", kvc_last_error());
     if (status != KVC_OK || !size || t.num > s->fed || t.num > s->exact_to) return;
     if (w.num_states[prefix] < MOST_KEPT) w.states[prefix][w.num_states[prefix]++] = t;
-    w.may_lose_states[prefix] |= prefix == 2 && w.num_states[prefix] > MOST_STATES;
+    w.may_lose_states[prefix] |= (prefix == 2 && w.num_states[prefix] > MOST_STATES) || s->forgotten_in >> prefix & 1;
 }
 
 static void step_clear(void) {
@@ -385,21 +387,23 @@ static void step_forget(void) {
     const int prefix = random_int(0, NUM_PREFIXES);
     text t;
     int32_t seen;
-    int64_t num;
+    int64_t num, num_names;
     kvc_prefix_stats before, after;
     if (random_int(0, 10)) return;
     make_prompt(prefix, &t);
     const kvc_tokens tokens = tokens_of(&t);
     kvc_prefix_get_stats(w.prefixes[prefix], &before, sizeof before);
-    CHECK(kvc_prefix_forget(w.prefixes[prefix], &tokens, &num) == KVC_OK);
+    CHECK(kvc_prefix_forget(w.prefixes[prefix], &tokens, NULL, 0, &num_names, &num) == KVC_OK && num_names == 0);
     kvc_prefix_get_stats(w.prefixes[prefix], &after, sizeof after);
     CHECK(before.held - after.held == num);
     CHECK(kvc_prefix_lookup(w.prefixes[prefix], &tokens, &seen, NULL) == KVC_OK);
-    CHECKF(seen < BLOCK || w.is_windowed, "%d tokens of a forgotten prompt are known", seen);
+    CHECKF(seen == 0, "%d tokens of a forgotten prompt are known", seen);
     for (int i = 0; i < w.num_kept[prefix]; i++)
         if (common(&w.kept[prefix][i], &t)) w.is_sure[prefix][i] = 0;
-    for (int i = 0; i < w.num_live; i++) /* what they fill has a gap before it */
+    for (int i = 0; i < w.num_live && t.num; i++) {
+        w.sequences[i].forgotten_in |= 1 << prefix; /* perhaps */
         if (w.sequences[i].prefix == prefix) w.sequences[i].is_partial = 1;
+    }
     w.may_lose_states[prefix] = 1;
 }
 
@@ -422,14 +426,14 @@ static void step_drop(void) {
         if (w.sequences[i].prefix == prefix) w.sequences[i].prompt = 0;
 }
 
-/* Forgets what is kept but in the blocks of the first `num` tokens of a prompt: the last one may go on otherwise. */
+/* Forgets what is kept but in the blocks of the first `num` tokens of a prompt, which may go on otherwise. */
 static void forget_unpinned(int prefix, const text *t, int32_t num) {
-    const int32_t begin = num ? (num - 1) / BLOCK * BLOCK : 0;
     int n = 0;
     for (int i = 0; i < w.num_kept[prefix]; i++) {
         text *other = &w.kept[prefix][i];
-        if (!num || common(other, t) <= begin) continue;
-        if (other->num > begin + BLOCK) other->num = begin + BLOCK;
+        const int32_t same = common(other, t) < num ? common(other, t) : num;
+        if (!same) continue;
+        if (other->num > (same / BLOCK + 1) * BLOCK) other->num = (same / BLOCK + 1) * BLOCK;
         w.kept[prefix][n] = *other;
         w.is_sure[prefix][n++] = 0;
     }

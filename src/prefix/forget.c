@@ -1,0 +1,140 @@
+/* forget.c: kvc_prefix_forget: drops whatever holds rows of a prompt's tokens, and of what follows the whole prompt. */
+#include <string.h>
+
+#include "prefix/pin.h"
+
+enum { AT_ONCE = 16 }; /* blocks that are dropped before others get the mutex */
+
+/* What is to be dropped next. */
+typedef struct doomed {
+    const kvc_tokens *tokens;
+    kvc_node *nodes[AT_ONCE];
+    int32_t num;
+} doomed;
+
+static void add(doomed *d, kvc_node *node) {
+    if (node->rows && d->num < AT_ONCE) d->nodes[d->num++] = node;
+}
+
+/* ---- finding ----------------------------------------------------------------------------------------------------- */
+
+/* Returns the last of the nodes below one, which stands behind all that are nearer to the root; itself, if there are
+ * none. */
+static kvc_node *last_below(kvc_node *node) {
+    while (node->num_children) node = node->children[node->num_children - 1];
+    return node;
+}
+
+/* Adds nodes below one, the last ones first. */
+static void add_below(doomed *d, kvc_node *top) {
+    for (kvc_node *node = last_below(top); node != top && d->num < AT_ONCE;) {
+        kvc_node *parent = node->parent;
+        add(d, node);
+        const int32_t at = kvc_node_index(parent, &node->tokens);
+        node = at ? last_below(parent->children[at - 1]) : parent;
+    }
+}
+
+/* Adds a child that has some of the next tokens of the prompt; if it has all that are left, also what follows them. */
+static void add_child(doomed *d, kvc_node *child, int32_t common) {
+    if (child->begin + common == d->tokens->num_tokens) add_below(d, child);
+    add(d, child);
+}
+
+/* Adds children that begin with some of these tokens. */
+static void add_alike(doomed *d, const kvc_node *parent, const kvc_token_span *tokens) {
+    const int32_t at = kvc_node_index(parent, tokens);
+    int32_t common;
+    for (int32_t i = at; i < parent->num_children && d->num < AT_ONCE; i++) {
+        if (!(common = kvc_tokens_common(&parent->children[i]->tokens, tokens))) break;
+        add_child(d, parent->children[i], common);
+    }
+    for (int32_t i = at - 1; i >= 0 && d->num < AT_ONCE; i--) {
+        if (!(common = kvc_tokens_common(&parent->children[i]->tokens, tokens))) break;
+        add_child(d, parent->children[i], common);
+    }
+}
+
+/* Finds nodes that hold rows of the prompt's tokens, or stand behind all of them: those at its end first. */
+static void find(const kvc_prefix *prefix, doomed *d) {
+    const int32_t block = prefix->cache->pools[0].block_size;
+    kvc_node *node = &prefix->tree->root;
+    for (;;) {
+        const kvc_token_span part = kvc_tokens_part(d->tokens, node->end, (int64_t)node->end + block);
+        kvc_node *child = part.num == block ? kvc_node_child(node, &part) : NULL;
+        if (!child) break;
+        node = child;
+    }
+    for (d->num = 0; node && d->num < AT_ONCE; node = node->parent) {
+        const kvc_token_span part = kvc_tokens_part(d->tokens, node->end, (int64_t)node->end + block);
+        if (part.num) add_alike(d, node, &part);
+    }
+}
+
+/* ---- dropping ---------------------------------------------------------------------------------------------------- */
+
+/* Names of full blocks that were dropped. */
+typedef struct names {
+    uint8_t *to; /* [most][KVC_NAME_BYTES] NULL: nobody asks */
+    int64_t num, most;
+} names;
+
+/* Drops these nodes, until there is no room for more names. */
+static void drop(const kvc_prefix *prefix, const doomed *d, names *n, int64_t *num_dropped) {
+    for (int32_t i = 0; i < d->num; i++) kvc_node_use(d->nodes[i], 1); /* one may be freed with another */
+    for (int32_t i = 0; i < d->num; i++) {
+        kvc_node *node = d->nodes[i];
+        const int32_t num = node->end - node->begin, is_full = num == prefix->cache->pools[0].block_size;
+        if (!is_full || !n->to || n->num < n->most) {
+            if (is_full && n->to) memcpy(n->to + n->num++ * KVC_NAME_BYTES, node->name, KVC_NAME_BYTES);
+            *num_dropped += num;
+            kvc_node_drop(node);
+        }
+        kvc_node_use(node, -1);
+    }
+}
+
+/* Returns whether a sequence may hold rows of a prompt's tokens. */
+static int may_hold(const kvc_sequence *sequence, const kvc_tokens *tokens) {
+    if (!sequence->in_batch && !kvc_sequence_holds(sequence)) return 0;
+    return !sequence->follower || kvc_session_begins(sequence->follower, tokens);
+}
+
+/* Once nothing is left: keeps no blocks of sequences that hold rows of the prompt, nor such as are on their way. */
+static void end_sources(kvc_prefix *prefix, const kvc_tokens *tokens) {
+    const kvc_table *table = &prefix->cache->sequences;
+    for (int32_t i = 0; i < table->num && !table->items[i]->is_hidden; i++) {
+        kvc_sequence *sequence = table->items[i];
+        if (sequence->is_retained || !may_hold(sequence, tokens)) continue;
+        sequence->forgotten_in |= prefix->bit;
+        kvc_session *session = kvc_session_of(prefix, sequence);
+        if (session) kvc_session_forget(session);
+    }
+    for (kvc_pinned **at = &prefix->pins; *at;)
+        if ((*at)->id == -1)
+            at = &(*at)->next;
+        else
+            kvc_pin_remove(prefix, at);
+}
+
+kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *from, uint8_t *to, int64_t max_names,
+                             int64_t *num_names, int64_t *num_dropped) {
+    kvc_tokens tokens;
+    doomed d = {.tokens = &tokens};
+    names n = {.to = to, .most = max_names};
+    KVC_TRY(kvc_read_tokens(from, &tokens));
+    if (max_names < 0 || (to && !max_names) || (!to && max_names))
+        return kvc_fail(KVC_ERR_INVALID, "max_names is %lld and names is %s: give room for at least one, or neither",
+                        (long long)max_names, to ? "given" : "NULL");
+    if (!num_names) return kvc_fail(KVC_ERR_INVALID, "num_names is NULL");
+    if (!num_dropped) return kvc_fail(KVC_ERR_INVALID, "num_dropped is NULL");
+    *num_dropped = 0;
+    kvc_prefix_lock(prefix);
+    for (find(prefix, &d); tokens.num_tokens && d.num && (!to || n.num < n.most); find(prefix, &d)) {
+        drop(prefix, &d, &n, num_dropped);
+        kvc_prefix_give_way(prefix->cache);
+    }
+    if (tokens.num_tokens && !d.num) end_sources(prefix, &tokens);
+    *num_names = n.num;
+    return kvc_unlock(prefix->cache, KVC_OK);
+}

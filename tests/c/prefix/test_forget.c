@@ -1,0 +1,150 @@
+/* kvc_prefix_forget: whatever was kept, waits to be kept or is on its way, no prompt matches forgotten tokens again. */
+#define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#include "support/serving.h"
+
+static int64_t forget(const int64_t *ids, int num) {
+    const kvc_tokens tokens = tokens_of(ids, num);
+    const int64_t held = stats_now().held;
+    int64_t dropped = -1, num_names = -1;
+    CHECK(kvc_prefix_forget(prefix, &tokens, NULL, 0, &num_names, &dropped) == KVC_OK && num_names == 0);
+    CHECK(held - stats_now().held == dropped && known(ids, num) == 0);
+    CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+    return dropped;
+}
+
+/* Returns numbers from 100 on, of which those from `at` on are others. */
+static int64_t *other_from(int at, int64_t id) {
+    int64_t *ids = numbers(100);
+    for (int i = at; i < MOST; i++) ids[i] = id + i;
+    return ids;
+}
+
+/* Blocks that end, or begin, inside the prompt go with it: once others compute what comes before them, they are not
+ * found. */
+static void test_ends_inside(void) {
+    const int64_t *all = numbers(100);
+    for (int num = 1; num <= 20; num++) {
+        open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+        for (int end = 1; end <= 18; end += 3) serve(all, end, end); /* blocks that end everywhere */
+        serve(other_from(6, 500), 14, 14);
+        forget(all, num);
+        const int64_t *next = other_from(4, 800);
+        serve(next, 12, 12);
+        CHECKF(known(all, 20) == 4, "%d, %d", num, known(all, 20));
+        const int64_t *also = other_from(6, 500);
+        CHECK(known(also, 14) <= 4);
+        close_world();
+    }
+}
+
+/* What follows the whole prompt goes; what follows a part of it and holds none of its tokens stays. */
+static void test_what_stays(void) {
+    const int64_t *all = numbers(100), *other = other_from(8, 500);
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+    serve(all, 24, 24);
+    serve(other, 16, 16);
+    CHECK(forget(all, 12) == 24 && stats_now().held == 8);
+    CHECK(known(other, 16) == 0);
+    serve(other, 8, 8);
+    CHECKF(known(other, 16) == 16 && known(all, 24) == 8, "%d, %d", known(other, 16), known(all, 24));
+    close_world();
+}
+
+/* The state goes with its block. */
+static void test_states(void) {
+    const int64_t *all = numbers(100);
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){.state_bytes = STATE});
+    for (int at = 3; at < 12; at++) {
+        const int64_t id = acquire(all, 12, NULL);
+        feed_to(id, at, MOST);
+        checkpoint(id, all, at, at);
+        CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
+    }
+    CHECK(known(all, 12) == 11 && stats_now().checkpoints == 9);
+    forget(all, 12);
+    CHECK(stats_now().checkpoints == 0);
+    serve(all, 12, 12);
+    CHECK(known(all, 12) == 0);
+    close_world();
+}
+
+/* Sequences that run hold forgotten rows still, and go on; but nothing of them is kept. */
+static void test_running(void) {
+    const int64_t *all = numbers(100), *other = numbers(300);
+    for (int how = 0; how < 6; how++) {
+        open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+        const int64_t unharmed = acquire(other, 12, NULL), copy = kvc_new_sequence(cache);
+        const int64_t id = acquire(all, how == 1 ? 3 : 12, NULL); /* the others were generated */
+        feed_to(id, how == 2 ? 5 : 12, 3);
+        if (how == 3) CHECK(kvc_fork(cache, id, copy) == KVC_OK);
+        feed_to(unharmed, 5, 5);
+        forget(all, 12);
+        if (how == 4) CHECK(kvc_fork(cache, id, copy) == KVC_OK);
+        if (how == 5) CHECK(kvc_copy_prefix(cache, id, copy, 8) == KVC_OK);
+        feed_to(id, 16, 16);
+        CHECK(kvc_next_position(cache, id) == 16 && known(all, 16) == 0);
+        release(id, all, 16);
+        if (how >= 3) release(copy, all, 12);
+        CHECKF(known(all, 16) == 0 && stats_now().held == 4, "%d: %d", how, known(all, 16));
+        feed_to(unharmed, 12, 12);
+        release(unharmed, other, 12);
+        CHECK(known(other, 12) == 12);
+        serve(all, 16, 16); /* which computes them again */
+        CHECK(known(all, 16) == 16);
+        close_world();
+    }
+}
+
+/* A pin stays, of blocks that are not there any more, and keeps them once they are. */
+static void test_pins(void) {
+    const int64_t *all = numbers(100);
+    const kvc_tokens tokens = tokens_of(all, 12);
+    int32_t kept;
+    int64_t num;
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+    serve(all, 12, 12);
+    CHECK(kvc_prefix_pin(prefix, &tokens, &kept) == KVC_OK && kept == 12);
+    CHECK(forget(all, 12) == 12);
+    serve(all, 12, 12);
+    CHECK(kvc_prefix_evict(prefix, INT64_MAX, &num) == KVC_OK && known(all, 12) == 12);
+    CHECK(kvc_prefix_unpin(prefix, &tokens) == KVC_OK);
+    CHECK(kvc_prefix_evict(prefix, INT64_MAX, &num) == KVC_OK && num == 12 && stats_now().blocks == 0);
+    close_world();
+}
+
+/* Names of the blocks that were dropped, however few there is room for. */
+static void test_names(void) {
+    const int64_t *all = numbers(100);
+    const kvc_tokens tokens = tokens_of(all, 6), whole = tokens_of(all, 20);
+    uint8_t names[8][KVC_NAME_BYTES], wanted[8][KVC_NAME_BYTES];
+    int64_t num, dropped, num_wanted, total = 0;
+    for (int most = 1; most <= 8; most++) {
+        int seen = 0, found = 0;
+        open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+        serve(all, 22, 22);
+        CHECK(kvc_prefix_names(prefix, &whole, *wanted, 8, &num_wanted) == KVC_OK && num_wanted == 5);
+        for (total = 0, num = most; num == most; total += dropped) {
+            CHECK(kvc_prefix_forget(prefix, &tokens, *names, most, &num, &dropped) == KVC_OK);
+            for (int i = 0; i < num; i++, seen++)
+                for (int j = 0; j < 5; j++) found += !memcmp(names[i], wanted[j], KVC_NAME_BYTES);
+        }
+        CHECKF(seen == 5 && found == 5 && total == 22, "%d: %d, %d", most, seen, found);
+        close_world();
+    }
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+    CHECK_FAILS(kvc_prefix_forget(prefix, &tokens, *names, 0, &num, &dropped), KVC_ERR_INVALID, "max_names", "0");
+    CHECK_FAILS(kvc_prefix_forget(prefix, &tokens, NULL, 1, &num, &dropped), KVC_ERR_INVALID, "max_names", "1");
+    CHECK_FAILS(kvc_prefix_forget(prefix, &tokens, NULL, 0, NULL, &dropped), KVC_ERR_INVALID, "num_names", "NULL");
+    CHECK_FAILS(kvc_prefix_forget(prefix, &tokens, NULL, 0, &num, NULL), KVC_ERR_INVALID, "num_dropped", "NULL");
+    close_world();
+}
+
+int main(void) {
+    test_ends_inside();
+    test_what_stays();
+    test_states();
+    test_running();
+    test_pins();
+    test_names();
+    return test_result();
+}
