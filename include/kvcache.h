@@ -911,9 +911,8 @@ typedef struct kvc_prefix_config {
                                 Not empty; ignored where identity is given */
     const void *salt;        /* [salt_size] the tenant, a secret where tenants distrust each other.  NULL: none */
     int64_t salt_size;
-    const void *identity; /* [identity_size] what rows depend on besides tokens, in place of the fingerprint, shapes and
-                             types of the cache, such as Python's PrefixCache.identity, to share a store with it.
-                             NULL: these */
+    const void *identity; /* [identity_size] what rows depend on besides tokens, in place of kvc_prefix_identity.  NULL:
+                             that, of the fingerprint */
     int64_t identity_size;
     int64_t quota;       /* tokens: so many of its most recently used ones are not evicted for others, though their
                             bookkeeping, not their rows, may exceed max_bytes.  0: none */
@@ -935,6 +934,12 @@ typedef struct kvc_prefix_config {
                             as their blocks, and max_bytes */
     int32_t max_events; /* so many, of 40 bytes each, are noted for kvc_prefix_take_events.  0: none are */
 } kvc_prefix_config;
+
+/* Writes what names of blocks stand for besides tokens, salt and state_bytes, KVC_NAME_BYTES: a digest of what computes
+ * the rows, a fingerprint of `size` bytes, of block_size, and of all fields of layers that rows depend on.  Python's
+ * PrefixCache has the same of the same fingerprint in UTF-8, and of a cache with the same layers. */
+KVC_API kvc_status kvc_prefix_identity(const kvc_cache *cache, const void *fingerprint, int64_t size,
+                                       uint8_t *identity);
 
 /* Sets *prefix to a new prefix of a cache, to be freed with kvc_prefix_free, or with the cache.  Fails with
  * KVC_ERR_INVALID if the cache is for one sequence or a field is out of range, with KVC_ERR_UNSUPPORTED if it has a

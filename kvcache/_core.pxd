@@ -161,6 +161,7 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_prefix_unpin(kvc_prefix *prefix, const kvc_tokens *tokens)
     kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int64_t *num_evicted)
     kvc_status kvc_prefix_clear(kvc_prefix *prefix)
+    kvc_status kvc_prefix_identity(const kvc_cache *cache, const void *fingerprint, int64_t size, uint8_t *identity)
     kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *tokens, uint8_t *names, int64_t max_names,
                                  int64_t *num_names, int64_t *num_dropped)
     kvc_status kvc_prefix_names(kvc_prefix *prefix, const kvc_tokens *tokens, uint8_t *names, int64_t max_names,

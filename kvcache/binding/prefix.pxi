@@ -19,7 +19,8 @@ cdef class Prefix:
         self.cache = cache
         memset(&config, 0, sizeof(config))
         config.struct_size = sizeof(config)
-        config.salt, config.salt_size = <const char *>salt, len(salt)
+        if salt:
+            config.salt, config.salt_size = <const char *>salt, len(salt)
         config.identity, config.identity_size = <const char *>identity, len(identity)
         config.quota, config.ttl_ms = quota, ttl_ms
         config.reuse_min_tokens, config.collects_new = reuse_min_tokens, collects_new
@@ -240,6 +241,14 @@ cdef kvc_tokens describe(const int64_t[::1] ids, const uint8_t[:, ::1] digests) 
     tokens.ids = &ids[0] if ids.shape[0] else NULL
     tokens.digests = &digests[0, 0] if digests is not None and ids.shape[0] else NULL
     return tokens
+
+
+def identity(Cache cache not None, bytes fingerprint not None):
+    """Return what names of blocks stand for besides tokens and tenants."""
+    cdef uint8_t found[KVC_NAME_BYTES]
+    cdef kvc_status status = kvc_prefix_identity(cache.enter(), <const char *>fingerprint, len(fingerprint), found)
+    cache.finish(status)
+    return found[:KVC_NAME_BYTES]
 
 
 def new_sequence(Cache cache not None):

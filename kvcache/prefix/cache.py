@@ -18,7 +18,7 @@ from kvcache.cache import KVCache
 from kvcache.errors import NotSupportedError
 from kvcache.policy import CrossAttention
 from kvcache.prefix.fetching import Fetching
-from kvcache.prefix.keys import Arrays, Tokens, arrays_of, identity_of
+from kvcache.prefix.keys import Arrays, Tokens, arrays_of
 from kvcache.prefix.watch import Watch, watch_of
 from kvcache.spelling import spelt
 
@@ -218,7 +218,7 @@ class PrefixCache:
         if max_checkpoint_bytes is not None:
             most = integer(max_checkpoint_bytes, "max_checkpoint_bytes", max(1, of_state), _core.INT64_MAX)
         num_events = integer(max_events, "max_events", 0, _core.INT32_MAX)
-        self._identity = identity = identity_of(cache, fingerprint)
+        self._identity = identity = _core.identity(cache._core, fingerprint.encode("utf-8", "surrogatepass"))
         self._cache, self._core, self._block_size = cache, cache._core, cache.block_size
         self._prefix = _core.Prefix(
             self._core, salt, identity, tokens, _ttl(ttl), least or 0, store is not None, of_state, most, num_events
@@ -276,8 +276,8 @@ class PrefixCache:
     def identity(self) -> bytes:
         """What rows depend on besides tokens: the model, and how the cache stores its rows.
 
-        A program in C that gives it as ``kvc_prefix_config.identity``, with the same `salt` and `secret`, shares a
-        store with this prefix cache.
+        A program in C whose cache has the same layers shares a store with this prefix cache if its fingerprint, `salt`
+        and `secret` are the same; so does one that gives this as ``kvc_prefix_config.identity``.
         """
         return self._identity
 

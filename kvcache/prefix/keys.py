@@ -1,32 +1,23 @@
-"""What names of blocks (src/prefix/tokens.h) are made of: tokens as arrays, and the model and the cache."""
+"""Tokens as the arrays that the core takes."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from array import array
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, cast
+from typing import Any, SupportsIndex, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.layer import FIELDS
-from kvcache.rope import Rope
-
-if TYPE_CHECKING:
-    from kvcache.cache import KVCache
-
-__all__ = ["Arrays", "Tokens", "arrays_of", "identity_of"]
+__all__ = ["Arrays", "Tokens", "arrays_of"]
 
 Token: TypeAlias = SupportsIndex | bytes
 Tokens: TypeAlias = Sequence[Token] | bytes | bytearray | memoryview | npt.NDArray[np.integer[Any]]
 Arrays: TypeAlias = tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8] | None]
 
 NAME_SIZE = 32
-LAYOUT_VERSION = 1  # of what names stand for, and of the rows in a store: raise it with either
 
 
 def arrays_of(tokens: Tokens, most: int | None = None) -> Arrays:
@@ -88,27 +79,3 @@ def _digest_of(token: Token) -> bytes:
     except ValueError:  # of more decimal digits than Python writes
         text = hex(number)
     return hashlib.blake2b(text.encode(), digest_size=NAME_SIZE, person=b"integer").digest()
-
-
-def identity_of(cache: KVCache, fingerprint: str) -> bytes:
-    """Return what rows depend on besides tokens: the model, and how the cache stores its rows."""
-    rotations = [
-        [rope.inv_freq, rope.interleaved, rope.first_dim] if isinstance(rope, Rope) else "none" if rope is False else ""
-        for rope in (layer.rope for layer in cache.layers)
-    ]
-    described = {
-        "layout": LAYOUT_VERSION,
-        "fingerprint": fingerprint,
-        "block_size": cache.block_size,
-        "layers": [[_text_of(getattr(layer, n) if n != "rope" else None) for n in FIELDS] for layer in cache.layers],
-        "rope": rotations,
-    }
-    return json.dumps(described, sort_keys=True, default=list).encode()
-
-
-def _text_of(value: Any) -> str:
-    """Return `str(value)`; of a dataclass built here, as its own is "..." for ever once a signal interrupted it."""
-    if not is_dataclass(value):
-        return str(value)
-    own = (f"{field.name}={getattr(value, field.name)!r}" for field in fields(value))
-    return f"{type(value).__qualname__}({', '.join(own)})"

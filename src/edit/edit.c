@@ -31,10 +31,7 @@ static void note(kvc_sequence *sequence, const edit *e, int32_t next) {
     const int32_t moves = c->end < c->moved_end;
     int32_t low = c->begin; /* the lowest position of what has changed */
     if (c->begin == c->moved_end) return;
-    if (c->begin >= next) { /* there are no such rows, but a prefix may know the tokens that were to come */
-        if (e->removes) kvc_sequence_note_edit(sequence, c->begin, INT32_MAX);
-        return;
-    }
+    if (c->begin >= next) return; /* there are no such rows */
     if (c->divisor)
         low = c->begin / c->divisor;
     else if (moves && c->move < 0 && c->end + c->move < low)

@@ -5,10 +5,23 @@
 
 #include "prefix/tree.h"
 
-uint64_t kvc_hash_ids(const int64_t *ids, int32_t num) {
+/* Returns what stands for a token. */
+static uint64_t value_of(const kvc_token_span *tokens, int32_t i) {
+    const uint8_t *digest = kvc_tokens_digest(tokens, i);
+    uint64_t value;
+    if (!digest) return (uint64_t)tokens->ids[i];
+    memcpy(&value, digest, sizeof value);
+    return value;
+}
+
+uint64_t kvc_hash_tokens(const kvc_token_span *tokens) {
     uint64_t hash = 0;
-    for (int32_t i = 0; i < num; i++) hash = hash * KVC_HASH_BASE + (uint64_t)ids[i];
+    for (int32_t i = 0; i < tokens->num; i++) hash = hash * KVC_HASH_BASE + value_of(tokens, i);
     return hash;
+}
+
+uint64_t kvc_hash_on(uint64_t hash, const kvc_token_span *tokens, uint64_t top) {
+    return (hash - value_of(tokens, 0) * top) * KVC_HASH_BASE + value_of(tokens, tokens->num - 1);
 }
 
 static kvc_node **list_of(const kvc_index *index, uint64_t hash) {

@@ -3,6 +3,7 @@
 #define KVC_INDEX_H
 
 #include "base/memory.h"
+#include "prefix/tokens.h"
 
 struct kvc_node;
 
@@ -12,9 +13,11 @@ typedef struct kvc_index {
     int64_t num_lists, num;
 } kvc_index;
 
-/* Returns a polynomial of ids, in KVC_HASH_BASE, modulo 2^64: that of the next ids follows from it. */
+/* Returns a polynomial of tokens, in KVC_HASH_BASE, modulo 2^64; kvc_hash_on, that of the next tokens, behind the first
+ * of these, where top is KVC_HASH_BASE to the power of their number - 1. */
 #define KVC_HASH_BASE 0x9e3779b97f4a7c15u
-uint64_t kvc_hash_ids(const int64_t *ids, int32_t num);
+uint64_t kvc_hash_tokens(const kvc_token_span *tokens);
+uint64_t kvc_hash_on(uint64_t hash, const kvc_token_span *tokens, uint64_t top);
 
 /* Returns the first node of the list that has all those with this hash, the last one added first, and others; NULL: it
  * is empty. */

@@ -17,52 +17,16 @@ enum {
     MOST_NAPS = 64        /* while others are to get the mutex */
 };
 
-/* ---- what names stand for ---------------------------------------------------------------------------------------- */
-
-static void add_layer(kvc_blake2b *hash, const kvc_layer *layer) {
-    const kvc_policy *policy = &layer->policy;
-    const int64_t fields[] = {layer->num_kv_heads,   layer->k_dim,
-                              layer->v_dim,          layer->k_type,
-                              layer->v_type,         layer->k_transform,
-                              layer->v_transform,    layer->value_in_key,
-                              layer->share,          policy->kind,
-                              policy->window,        policy->num_sink_tokens,
-                              policy->resume_window, policy->attention_chunk_size,
-                              layer->rope.kind,      layer->rope.interleaved,
-                              layer->rope.first_dim, layer->rope.num_freqs};
-    kvc_blake2b_add_ints(hash, fields, sizeof fields / sizeof *fields);
-    for (int32_t i = 0; layer->rope.kind == KVC_ROPE_FREQUENCIES && i < layer->rope.num_freqs; i++) {
-        int64_t bits;
-        memcpy(&bits, &layer->rope.inv_freq[i], sizeof bits);
-        kvc_blake2b_add_ints(hash, &bits, 1);
-    }
-}
-
-/* Sets the identity of a model, and of how the cache stores its rows: KVC_NAME_BYTES. */
-static void identify(const kvc_cache *cache, const char *fingerprint, uint8_t *identity) {
-    const int64_t shape[] = {cache->pools[0].block_size, cache->num_layers};
-    kvc_blake2b hash;
-    kvc_blake2b_begin(&hash, KVC_NAME_BYTES, NULL, 0, "kvcache prefix 1");
-    kvc_blake2b_add_ints(&hash, shape, 2);
-    for (int32_t i = 0; i < cache->num_layers; i++) add_layer(&hash, &cache->layers[i]);
-    kvc_blake2b_add(&hash, fingerprint, strlen(fingerprint));
-    kvc_blake2b_end(&hash, identity);
-}
-
 /* ---- making and freeing ------------------------------------------------------------------------------------------ */
 
-/* Returns KVC_ERR_INVALID unless there are as many bytes as the field called `name` says. */
+/* Returns KVC_ERR_INVALID unless there are as many bytes as the field called `name` says, or neither. */
 static kvc_status check_bytes(const void *bytes, int64_t size, const char *name) {
-    if (size >= 0 && (!size || bytes)) return KVC_OK;
+    if (size >= 0 && !size == !bytes) return KVC_OK;
     return kvc_fail(KVC_ERR_INVALID, "%s_size is %lld and %s is %s: give both, or neither", name, (long long)size, name,
                     bytes ? "given" : "NULL");
 }
 
 static kvc_status check_config(const kvc_cache *cache, const kvc_prefix_config *config) {
-    if (!config->identity_size && (!config->fingerprint || !*config->fingerprint))
-        return kvc_fail(KVC_ERR_INVALID,
-                        "fingerprint is %s: name what computes the rows, such as the model and its revision",
-                        config->fingerprint ? "empty" : "NULL");
     KVC_TRY(check_bytes(config->salt, config->salt_size, "salt"));
     KVC_TRY(check_bytes(config->identity, config->identity_size, "identity"));
     KVC_TRY(check_bytes(config->secret, config->secret_size, "secret"));
@@ -127,6 +91,12 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     KVC_TRY(KVC_READ(kvc_prefix_config, &config, from, "config"));
     if (!out) return kvc_fail(KVC_ERR_INVALID, "prefix is NULL: it is where the new one goes");
     KVC_TRY(check_config(cache, &config));
+    if (!config.identity) {
+        const int64_t length = config.fingerprint ? (int64_t)strlen(config.fingerprint) : 0;
+        KVC_TRY(kvc_prefix_identity(cache, config.fingerprint, length, identity));
+        config.identity = identity;
+        config.identity_size = sizeof identity;
+    }
     const uint64_t size = sizeof(kvc_prefix) + (uint64_t)config.max_events * sizeof(kvc_prefix_event);
     kvc_lock(cache);
     kvc_prefix *prefix = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
@@ -134,15 +104,7 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     *prefix = (kvc_prefix){.cache = cache, .num_bytes = size, .bit = UINT64_C(1) << cache->num_made++ % 64};
     prefix->events = (kvc_events){.ring = (kvc_prefix_event *)(void *)(prefix + 1), .room = config.max_events};
     kvc_name_salt(config.salt, (size_t)config.salt_size, prefix->salt);
-    if (!config.identity_size) {
-        identify(cache, config.fingerprint, identity);
-        config.identity = identity;
-        config.identity_size = sizeof identity;
-    }
-    kvc_name_root(prefix->salt, config.identity, (size_t)config.identity_size, prefix->root);
-    if (config.state_bytes) /* blocks of other names have no states, or larger ones */
-        kvc_name_block(prefix->salt, prefix->root, &(kvc_token_span){.ids = &config.state_bytes, .num = 1},
-                       prefix->root);
+    kvc_name_root(prefix->salt, config.identity, (size_t)config.identity_size, config.state_bytes, prefix->root);
     kvc_value_owner_init(&prefix->owner, config.identity, config.identity_size, config.secret, config.secret_size);
     prefix->quota = config.quota;
     prefix->reuse_min = config.reuse_min_tokens;

@@ -57,7 +57,8 @@ static chunk find_chunk(const kvc_index *index, const kvc_tokens *tokens, int64_
     uint64_t hash = 0, top = 1;
     if (!index->num || position + block > tokens->num_tokens) return best;
     for (int32_t i = 1; i < block; i++) top *= KVC_HASH_BASE;
-    hash = kvc_hash_ids(tokens->ids + position, block);
+    const kvc_token_span first = kvc_tokens_part(tokens, position, position + block);
+    hash = kvc_hash_tokens(&first);
     for (int32_t skipped = 0; skipped < block; skipped++) {
         const int64_t begin = position + skipped;
         if (begin + block > tokens->num_tokens) break;
@@ -70,8 +71,8 @@ static chunk find_chunk(const kvc_index *index, const kvc_tokens *tokens, int64_
             const chunk found = extend(node, tokens, position, skipped);
             if (found.num_tokens > best.num_tokens) best = found;
         }
-        if (begin + block < tokens->num_tokens)
-            hash = (hash - (uint64_t)tokens->ids[begin] * top) * KVC_HASH_BASE + (uint64_t)tokens->ids[begin + block];
+        const kvc_token_span longer = kvc_tokens_part(tokens, begin, begin + block + 1);
+        if (longer.num > block) hash = kvc_hash_on(hash, &longer, top);
     }
     return best;
 }

@@ -1,8 +1,6 @@
 /* tokens.c: compares tokens, and names blocks: see tokens.h. */
 #include "prefix/tokens.h"
 
-#include <inttypes.h>
-#include <stdio.h>
 #include <string.h>
 
 #include "base/blake2b.h"
@@ -14,8 +12,7 @@ kvc_token_span kvc_tokens_part(const kvc_tokens *tokens, int64_t begin, int64_t 
     return (kvc_token_span){tokens->ids + begin, digests, (int32_t)(end - begin)};
 }
 
-/* Returns the digest of a token; NULL: its id counts. */
-static const uint8_t *digest_of(const kvc_token_span *tokens, int32_t i) {
+const uint8_t *kvc_tokens_digest(const kvc_token_span *tokens, int32_t i) {
     static const uint8_t none[KVC_NAME_BYTES];
     if (!tokens->digests) return NULL;
     const uint8_t *digest = tokens->digests + (size_t)i * KVC_NAME_BYTES;
@@ -24,7 +21,7 @@ static const uint8_t *digest_of(const kvc_token_span *tokens, int32_t i) {
 
 /* Compares two tokens: ids stand before digests. */
 static int compare_one(const kvc_token_span *a, const kvc_token_span *b, int32_t i) {
-    const uint8_t *x = digest_of(a, i), *y = digest_of(b, i);
+    const uint8_t *x = kvc_tokens_digest(a, i), *y = kvc_tokens_digest(b, i);
     if (x && y) return memcmp(x, y, KVC_NAME_BYTES);
     if (x || y) return x ? 1 : -1;
     return (a->ids[i] > b->ids[i]) - (a->ids[i] < b->ids[i]);
@@ -53,43 +50,33 @@ void kvc_name_salt(const void *salt, size_t size, uint8_t *name) {
     kvc_blake2b_end(&hash, name);
 }
 
-void kvc_name_root(const uint8_t *salt, const void *identity, size_t size, uint8_t *name) {
+void kvc_name_root(const uint8_t *salt, const void *identity, size_t size, int64_t state_bytes, uint8_t *name) {
     kvc_blake2b hash;
     const char *use = KVC_IS_BIG_ENDIAN ? "kvcache root, BE" : "kvcache root"; /* neither reads the other's rows */
     kvc_blake2b_begin(&hash, KVC_NAME_BYTES, salt, KVC_NAME_BYTES, use);
+    kvc_blake2b_add_ints(&hash, &state_bytes, 1);
     kvc_blake2b_add(&hash, identity, size);
     kvc_blake2b_end(&hash, name);
 }
 
-/* Adds a digest for each token; that of an id is BLAKE2b of its decimal digits. */
-static void add_digests(kvc_blake2b *hash, const kvc_token_span *tokens) {
-    for (int32_t i = 0; i < tokens->num; i++) {
-        const uint8_t *digest = digest_of(tokens, i);
-        uint8_t own[KVC_NAME_BYTES];
-        if (!digest) {
-            char text[24];
-            kvc_blake2b id;
-            const int size = snprintf(text, sizeof text, "%" PRId64, tokens->ids[i]);
-            kvc_blake2b_begin(&id, KVC_NAME_BYTES, NULL, 0, "integer");
-            kvc_blake2b_add(&id, text, (size_t)size);
-            kvc_blake2b_end(&id, own);
-        }
-        kvc_blake2b_add(hash, digest ? digest : own, KVC_NAME_BYTES);
-    }
-}
-
 void kvc_name_block(const uint8_t *salt, const uint8_t *parent, const kvc_token_span *tokens, uint8_t *name) {
     int32_t num_ids = 0;
-    while (num_ids < tokens->num && !digest_of(tokens, num_ids)) num_ids++;
+    while (num_ids < tokens->num && !kvc_tokens_digest(tokens, num_ids)) num_ids++;
     const uint8_t has_digests = num_ids < tokens->num;
     kvc_blake2b hash;
     kvc_blake2b_begin(&hash, KVC_NAME_BYTES, salt, KVC_NAME_BYTES, "");
     kvc_blake2b_add(&hash, parent, KVC_NAME_BYTES);
     kvc_blake2b_add(&hash, &has_digests, 1);
-    if (has_digests)
-        add_digests(&hash, tokens);
-    else
-        kvc_blake2b_add_ints(&hash, tokens->ids, (size_t)tokens->num);
+    if (!has_digests) kvc_blake2b_add_ints(&hash, tokens->ids, (size_t)tokens->num);
+    for (int32_t i = 0; has_digests && i < tokens->num; i++) {
+        const uint8_t *digest = kvc_tokens_digest(tokens, i);
+        const uint8_t is_digest = digest != NULL;
+        kvc_blake2b_add(&hash, &is_digest, 1);
+        if (digest)
+            kvc_blake2b_add(&hash, digest, KVC_NAME_BYTES);
+        else
+            kvc_blake2b_add_ints(&hash, &tokens->ids[i], 1);
+    }
     kvc_blake2b_end(&hash, name);
 }
 

@@ -17,6 +17,9 @@ typedef struct kvc_token_span {
 /* Returns [begin, end) of a caller's tokens, as far as there are as many. */
 kvc_token_span kvc_tokens_part(const kvc_tokens *tokens, int64_t begin, int64_t end);
 
+/* Returns the digest of a token; NULL: its id counts. */
+const uint8_t *kvc_tokens_digest(const kvc_token_span *tokens, int32_t i);
+
 /* Returns the number of tokens that both begin with. */
 int32_t kvc_tokens_common(const kvc_token_span *a, const kvc_token_span *b);
 
@@ -24,9 +27,10 @@ int32_t kvc_tokens_common(const kvc_token_span *a, const kvc_token_span *b);
  * lexicographic: of sorted tokens, those next to others have most in common with them. */
 int kvc_tokens_compare(const kvc_token_span *a, const kvc_token_span *b);
 
-/* Sets the name of a tenant, the key of all other names; and that which the first block's follows. */
+/* Sets the name of a tenant, the key of all other names; and the name that the first block's follows.  Blocks of other
+ * state_bytes have no states, or larger ones. */
 void kvc_name_salt(const void *salt, size_t size, uint8_t *name);
-void kvc_name_root(const uint8_t *salt, const void *identity, size_t size, uint8_t *name);
+void kvc_name_root(const uint8_t *salt, const void *identity, size_t size, int64_t state_bytes, uint8_t *name);
 
 /* Sets the name of the block that follows the one named `parent`; of `num` blocks from token `begin` on. */
 void kvc_name_block(const uint8_t *salt, const uint8_t *parent, const kvc_token_span *tokens, uint8_t *name);

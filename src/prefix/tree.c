@@ -464,7 +464,7 @@ static kvc_status insert(kvc_node *parent, kvc_node *node, const kvc_token_span 
     parent->num_children++;
     node->parent = parent;
     kvc_name_block(node->tree->salt, parent->name, tokens, node->name);
-    if (node->tree->is_indexed) node->hash = kvc_hash_ids(tokens->ids, tokens->num);
+    if (node->tree->is_indexed) node->hash = kvc_hash_tokens(tokens);
     return KVC_OK;
 }
 

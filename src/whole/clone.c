@@ -163,6 +163,7 @@ static void copy_bookkeeping(cloning *c) {
         if (!is_cloned(from)) continue;
         kvc_sequence *to = kvc_table_find(&c->to->sequences, from->id);
         to->num_pins = from->num_pins;
+        to->is_given = from->is_given;
         kvc_cache_retain(c->to, to);
     }
     for (int32_t i = c->to->sequences.num - 1; i >= 0; i--) kvc_cache_after_edit(c->to, c->to->sequences.items[i]);

@@ -17,7 +17,7 @@ from support.prefixes import BLOCK, as_array, check_rows, common, feed, make_cac
 
 import kvcache
 from kvcache import _core
-from kvcache.prefix.keys import arrays_of, identity_of
+from kvcache.prefix.keys import arrays_of
 
 PROMPT = list(range(100))
 
@@ -191,9 +191,9 @@ def test_names_of_blocks_stay():
     assert prefix.missing(*arrays_of(tokens), len(tokens)) == (
         0,
         [
-            "4c766db5446fb2a6297de6ea942de033adab739f0893b36cc43151ea9ee2e436",
-            "bde65c7c42063efb9c5ca7e86fc2dbb01a1629c5dcf3dc0100403f73eaea474c",
-            "ef3bb497535a40cd0b08023c2c25fdc81f80d437fe8fe47d9d26db5a81d89e24",
+            "0376a1d303ebd12a3ef59d67555381f73b8ebb2cf42b26e1354a794769cfd9fe",
+            "9d60ac3289934bd9a1d4dc8491c5b6d6f5c75b89480d077c406aabe781f9c025",
+            "e6409a03ad2caf3a9a7573e4b86bf545aad4fe1ee8afa13dd4460934c68d08a8",
         ],
     )
 
@@ -245,15 +245,15 @@ def test_equal_prefix_caches_have_equal_keys():
     """Keys are the same in every process: of the model, the shape, the types and the policies."""
 
     def key(*kind, fingerprint="a model", **options):
-        return identity_of(make(*kind, **options)[0], fingerprint)
+        return kvcache.PrefixCache(make(*kind, **options)[0], fingerprint=fingerprint).identity
 
-    keys = {key(fingerprint=f) for f in ("a", "b") for _ in range(2)}
+    keys = {key(fingerprint=f) for f in ("a", "b", "a\0b", "\udc80") for _ in range(2)}
     keys |= {key(kind) for kind in ("full", "hybrid", "windows")}
     keys |= {key(dtype=dtype) for dtype in ("f16", "bf16")}
     keys |= {key(block_size=size) for size in (8, 32)}
     keys |= {key(rope=rope) for rope in (False, kvcache.Rope([1.0]), kvcache.Rope([0.5]))}
-    assert len(keys) == 12
-    assert hashlib.blake2b(key()).hexdigest()[:32] == "798803c4c2f72723b4d4b0afd494852b"
+    assert len(keys) == 14
+    assert hashlib.blake2b(key()).hexdigest()[:32] == "f583b1714c13f70cb9be6927beb768b8"
 
 
 # ---- memory

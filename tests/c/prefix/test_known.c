@@ -64,6 +64,23 @@ static void test_empty_again(void) {
     close_world();
 }
 
+/* An edit that finds nothing to drop changes no tokens to come. */
+static void test_empty_edits(void) {
+    const int64_t *ids = numbers(100);
+    for (int how = 0; how < 6; how++) {
+        open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+        const int64_t id = acquire(ids, 16, NULL);
+        if (how % 2) feed_to(id, 6, 6);
+        const int at = how % 2 ? 6 : 0;
+        if (how < 2) CHECK(kvc_truncate(cache, id, at) == KVC_OK);
+        if (how / 2 == 1) CHECK(kvc_truncate(cache, id, at + 3) == KVC_OK);
+        if (how / 2 == 2) CHECK(kvc_remove(cache, id, at, 100, how / 4) == KVC_OK);
+        feed_to(id, 16, 5);
+        CHECKF(known(ids, 16) == 16, "%d: %d", how, known(ids, 16));
+        close_world();
+    }
+}
+
 /* ---- one definition ---------------------------------------------------------------------------------------------- */
 
 /* Checks that calls agree about a prompt; returns how many of its tokens are known. */
@@ -239,6 +256,7 @@ int main(void) {
     test_empty_again();
     test_draft_of_another();
     test_own_draft();
+    test_empty_edits();
     test_rows_are_added();
     test_rows_of_several();
     test_pinned_twice();

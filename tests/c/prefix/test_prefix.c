@@ -292,7 +292,7 @@ static void step_edit(void) {
     kvc_status status;
     switch (random_int(0, 4)) {
     case 0:
-        if (kvc_truncate(w.cache, s->id, at) != KVC_OK) return;
+        if (kvc_truncate(w.cache, s->id, at) != KVC_OK || at >= s->fed) return; /* it drops nothing */
         if (s->exact_to >= at && s->exact_to < s->fed) s->exact_to = INT32_MAX;
         s->fed = s->tokens.num = kvc_next_position(w.cache, s->id); /* less, if those before were removed */
         if (!s->fed && !was_empty) {                                /* it has ended */

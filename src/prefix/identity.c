@@ -1,0 +1,76 @@
+/* identity.c: what names of blocks stand for besides tokens: what computes the rows, and how a cache stores them. */
+#include <string.h>
+
+#include "base/blake2b.h"
+#include "base/dtype.h"
+#include "prefix/prefix.h"
+
+/* Returns the transform of rows, where the type leaves it open: others have none, or one of their own. */
+static int64_t transform_of(int32_t type, int32_t transform) {
+    const int is_open = type >= KVC_FLOAT_TYPES && type != KVC_INT6 && type != KVC_INT4;
+    return is_open ? transform : KVC_TRANSFORM_NONE;
+}
+
+/* Adds the fields of a policy that its kind uses. */
+static void add_policy(kvc_blake2b *hash, const kvc_policy *policy) {
+    int64_t fields[] = {policy->kind, 0, 0, 0};
+    if (policy->kind == KVC_SLIDING) {
+        fields[1] = policy->window;
+        fields[2] = policy->num_sink_tokens;
+        fields[3] = policy->resume_window ? policy->resume_window : policy->window;
+    } else if (policy->kind == KVC_CHUNKED) {
+        fields[1] = policy->attention_chunk_size;
+        fields[3] = policy->resume_window;
+    }
+    kvc_blake2b_add_ints(hash, fields, sizeof fields / sizeof *fields);
+}
+
+/* Adds the fields of a rope that its kind uses. */
+static void add_rope(kvc_blake2b *hash, const kvc_rope *rope) {
+    const int has_freqs = rope->kind == KVC_ROPE_FREQUENCIES;
+    const int64_t fields[] = {rope->kind, has_freqs && rope->interleaved, has_freqs ? rope->first_dim : 0,
+                              has_freqs ? rope->num_freqs : 0};
+    kvc_blake2b_add_ints(hash, fields, sizeof fields / sizeof *fields);
+    for (int64_t i = 0; i < fields[3]; i++) {
+        const double freq = rope->inv_freq[i] == 0 ? 0 : rope->inv_freq[i]; /* -0 rotates as 0 does */
+        int64_t bits;
+        memcpy(&bits, &freq, sizeof bits);
+        kvc_blake2b_add_ints(hash, &bits, 1);
+    }
+}
+
+/* Adds the fields of a layer that rows depend on.  What a layer shares, or lacks, says the rest. */
+static void add_layer(kvc_blake2b *hash, const kvc_layer *layer) {
+    const int64_t share = layer->share, has_rows = !share && layer->policy.kind != KVC_NONE,
+                  in_key = layer->value_in_key != 0;
+    const int64_t fields[] = {layer->num_kv_heads,
+                              layer->k_dim,
+                              layer->v_dim,
+                              layer->k_type,
+                              transform_of(layer->k_type, layer->k_transform),
+                              in_key,
+                              in_key ? 0 : layer->v_type,
+                              in_key ? 0 : transform_of(layer->v_type, layer->v_transform)};
+    kvc_blake2b_add_ints(hash, &share, 1);
+    kvc_blake2b_add_ints(hash, &has_rows, 1);
+    if (!has_rows) return;
+    kvc_blake2b_add_ints(hash, fields, sizeof fields / sizeof *fields);
+    add_policy(hash, &layer->policy);
+    add_rope(hash, &layer->rope);
+}
+
+kvc_status kvc_prefix_identity(const kvc_cache *cache, const void *fingerprint, int64_t size, uint8_t *identity) {
+    if (size < 1 || !fingerprint)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "fingerprint is %s: name what computes the rows, such as the model and its revision",
+                        fingerprint ? "empty" : "NULL");
+    if (!identity) return kvc_fail(KVC_ERR_INVALID, "identity is NULL: it is where %d bytes go", KVC_NAME_BYTES);
+    const int64_t shape[] = {cache->pools[0].block_size, cache->num_layers};
+    kvc_blake2b hash;
+    kvc_blake2b_begin(&hash, KVC_NAME_BYTES, NULL, 0, "kvcache prefix 1");
+    kvc_blake2b_add_ints(&hash, shape, 2);
+    for (int32_t i = 0; i < cache->num_layers; i++) add_layer(&hash, &cache->layers[i]);
+    kvc_blake2b_add(&hash, fingerprint, (size_t)size);
+    kvc_blake2b_end(&hash, identity);
+    return KVC_OK;
+}
