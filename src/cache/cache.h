@@ -49,6 +49,7 @@ struct kvc_cache {
     struct kvc_tree *dying;                        /* list of the trees that are no prefix's any more: prefix.c */
     struct kvc_node *new_blocks, **new_blocks_end; /* list of blocks for kvc_take_new_blocks, oldest first */
     struct kvc_carrier *carriers;                  /* list of calls that carry blocks to or from a store */
+    struct kvc_state_use *state_uses;              /* list of calls that use a recurrent state of a model */
     kvc_sequence *changed;         /* list of the sequences in which the next batch looks for rows to expire */
     kvc_sequence *spare;           /* made by kvc_reserve for the next new sequence; NULL: none */
     int64_t num_holding;           /* number of sequences that hold rows, but for retained ones and those of calls */

@@ -309,12 +309,13 @@ static kvc_node *add_rows(const arrival *a, kvc_node *parent, const kvc_sequence
 
 /* Adds the block to the tree, unless its rows could not be written, or the prefix was cleared meanwhile; ends the use
  * of its state. */
-static void end_arrival(const arrival *a, kvc_status status, kvc_checkpoint *checkpoint, int32_t *is_kept) {
+static void end_arrival(const arrival *a, kvc_status status, const kvc_state_use *use, int32_t *is_kept) {
     kvc_prefix *prefix = a->prefix;
     kvc_cache *cache = prefix->cache;
     kvc_pinned **at = &prefix->pins;
     while (*at && (*at)->id != a->id) at = &(*at)->next;
     kvc_sequence *arrived = kvc_table_find(&cache->sequences, a->id);
+    kvc_checkpoint *checkpoint = use->checkpoint;
     kvc_node *node = NULL;
     if (status == KVC_OK && arrived && *at) {
         kvc_node *parent = (*at)->last;
@@ -322,7 +323,7 @@ static void end_arrival(const arrival *a, kvc_status status, kvc_checkpoint *che
         if (!is_within || add_rows(a, parent, arrived, a->position, checkpoint))
             node = add_rows(a, parent, arrived, a->end, is_within ? NULL : checkpoint);
     }
-    kvc_checkpoint_use(cache, checkpoint, -1);
+    kvc_state_use_end(cache, use);
     if (node) kvc_node_use(node, 1); /* to stay while others are evicted, though it may lose its rows */
     if (*at) kvc_pin_remove(prefix, at);
     if (arrived) kvc_cache_forget(cache, arrived);
@@ -346,10 +347,10 @@ kvc_status kvc_prefix_add_block(kvc_prefix *prefix, const kvc_tokens *tokens, in
     if (status != KVC_OK || a.id < 0) return status;
     status = write_rows(cache, &a);
     kvc_lock(cache);
-    kvc_checkpoint *checkpoint = NULL; /* without it the block would not be asked for again */
+    kvc_state_use use = {0}; /* without it the block would not be asked for again */
     if (status == KVC_OK && a.state_bytes > 0)
-        status = kvc_checkpoint_new(cache, a.payload + size - a.state_bytes, a.state_bytes, &checkpoint);
-    end_arrival(&a, status, checkpoint, is_kept);
+        status = kvc_checkpoint_new(cache, a.payload + size - a.state_bytes, a.state_bytes, &use);
+    end_arrival(&a, status, &use, is_kept);
     *is_new = *is_kept;
     kvc_unlock(cache, KVC_OK);
     return status == KVC_ERR_FORMAT ? status : KVC_OK; /* no room, or kvc_clear has taken the sequence */

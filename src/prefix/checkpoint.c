@@ -7,27 +7,6 @@
 #include "prefix/tree.h"
 #include "space/evict.h"
 
-kvc_status kvc_checkpoint_new(kvc_cache *cache, const void *state, int64_t num_bytes, kvc_checkpoint **out) {
-    const uint64_t size = sizeof **out + (uint64_t)num_bytes;
-    while (cache->max_bytes && kvc_cache_wait_pages(cache)) continue;
-    kvc_checkpoint *checkpoint = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
-    if (!checkpoint)
-        return kvc_fail(KVC_ERR_NOMEM, "out of memory for a checkpoint of %lld bytes", (long long)num_bytes);
-    *checkpoint = (kvc_checkpoint){.num_users = 1, .num_bytes = num_bytes};
-    const kvc_status status = kvc_fit_max_bytes(cache, "keeping a checkpoint");
-    if (status != KVC_OK) {
-        kvc_checkpoint_use(cache, checkpoint, -1);
-        return status;
-    }
-    kvc_cache_begin_reading(cache);
-    kvc_unlock(cache, KVC_OK);
-    memcpy(checkpoint + 1, state, (size_t)num_bytes);
-    kvc_lock(cache);
-    kvc_cache_end_reading(cache);
-    *out = checkpoint;
-    return KVC_OK;
-}
-
 void kvc_checkpoint_use(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t add) {
     if (!checkpoint) return;
     checkpoint->num_users += add;
@@ -36,14 +15,52 @@ void kvc_checkpoint_use(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t ad
                         -1);
 }
 
-void kvc_checkpoint_read(kvc_cache *cache, kvc_checkpoint *checkpoint, void *state) {
+void kvc_state_use_begin(kvc_cache *cache, kvc_state_use *use, kvc_checkpoint *checkpoint) {
+    *use = (kvc_state_use){cache->state_uses, &cache->state_uses, kvc_thread_self(), checkpoint};
+    if (use->next) use->next->at = &use->next;
+    cache->state_uses = use;
     kvc_checkpoint_use(cache, checkpoint, 1);
+}
+
+void kvc_state_use_end(kvc_cache *cache, const kvc_state_use *use) {
+    if (!use->checkpoint) return;
+    *use->at = use->next;
+    if (use->next) use->next->at = use->at;
+    kvc_checkpoint_use(cache, use->checkpoint, -1);
+}
+
+kvc_status kvc_checkpoint_new(kvc_cache *cache, const void *state, int64_t num_bytes, kvc_state_use *use) {
+    const uint64_t size = sizeof *use->checkpoint + (uint64_t)num_bytes;
+    use->checkpoint = NULL;
+    while (cache->max_bytes && kvc_cache_wait_pages(cache)) continue;
+    kvc_checkpoint *checkpoint = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
+    if (!checkpoint)
+        return kvc_fail(KVC_ERR_NOMEM, "out of memory for a checkpoint of %lld bytes", (long long)num_bytes);
+    *checkpoint = (kvc_checkpoint){.num_bytes = num_bytes};
+    kvc_state_use_begin(cache, use, checkpoint);
+    const kvc_status status = kvc_fit_max_bytes(cache, "keeping a checkpoint");
+    if (status != KVC_OK) {
+        kvc_state_use_end(cache, use);
+        use->checkpoint = NULL;
+        return status;
+    }
+    kvc_cache_begin_reading(cache);
+    kvc_unlock(cache, KVC_OK);
+    memcpy(checkpoint + 1, state, (size_t)num_bytes);
+    kvc_lock(cache);
+    kvc_cache_end_reading(cache);
+    return KVC_OK;
+}
+
+void kvc_checkpoint_read(kvc_cache *cache, kvc_checkpoint *checkpoint, void *state) {
+    kvc_state_use use;
+    kvc_state_use_begin(cache, &use, checkpoint);
     kvc_cache_begin_reading(cache);
     kvc_unlock(cache, KVC_OK);
     memcpy(state, checkpoint + 1, (size_t)checkpoint->num_bytes);
     kvc_lock(cache);
     kvc_cache_end_reading(cache);
-    kvc_checkpoint_use(cache, checkpoint, -1);
+    kvc_state_use_end(cache, &use);
 }
 
 /* ---- of blocks --------------------------------------------------------------------------------------------------- */

@@ -26,9 +26,21 @@ static inline int64_t kvc_checkpoint_bytes(const kvc_checkpoint *checkpoint) {
     return (int64_t)sizeof *checkpoint + checkpoint->num_bytes;
 }
 
-/* Sets *out to one with a single user, the caller.  Releases the mutex while the state is copied.
- * KVC_ERR_NOMEM; KVC_ERR_FULL if max_bytes leaves no room. */
-kvc_status kvc_checkpoint_new(kvc_cache *cache, const void *state, int64_t num_bytes, kvc_checkpoint **out);
+/* A call that uses a checkpoint while it may release the mutex; on its stack.  It is in the list of the cache, so that
+ * in the child of a fork(), which lacks the call, the use ends. */
+typedef struct kvc_state_use {
+    struct kvc_state_use *next, **at;
+    kvc_thread thread; /* which made the call */
+    kvc_checkpoint *checkpoint;
+} kvc_state_use;
+
+/* Begin and end the use of a checkpoint by a call.  kvc_state_use_end ignores a use of none. */
+void kvc_state_use_begin(kvc_cache *cache, kvc_state_use *use, kvc_checkpoint *checkpoint);
+void kvc_state_use_end(kvc_cache *cache, const kvc_state_use *use);
+
+/* Begins the use of a new one.  Releases the mutex while the state is copied.
+ * KVC_ERR_NOMEM; KVC_ERR_FULL if max_bytes leaves no room; use->checkpoint is NULL then. */
+kvc_status kvc_checkpoint_new(kvc_cache *cache, const void *state, int64_t num_bytes, kvc_state_use *use);
 
 /* Adds a user, or takes one away (add -1), which may free it; ignores NULL. */
 void kvc_checkpoint_use(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t add);

@@ -64,15 +64,15 @@ static kvc_status keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tok
 static kvc_status keep_state(kvc_prefix *prefix, int64_t seq_id, kvc_tokens tokens, const void *state,
                              int64_t num_bytes) {
     const int64_t num_tokens = tokens.num_tokens;
-    kvc_checkpoint *checkpoint = NULL;
+    kvc_state_use use = {0};
     kvc_sequence *sequence;
     KVC_TRY(find_to_keep(prefix, seq_id, &tokens, &sequence));
     if (sequence && num_bytes && tokens.num_tokens == num_tokens)
-        KVC_TRY(kvc_checkpoint_new(prefix->cache, state, num_bytes, &checkpoint));
+        KVC_TRY(kvc_checkpoint_new(prefix->cache, state, num_bytes, &use));
     kvc_status status = find_to_keep(prefix, seq_id, &tokens, &sequence); /* again: the mutex was released */
     if (status == KVC_OK && sequence)
-        status = keep(prefix, sequence, &tokens, tokens.num_tokens == num_tokens ? checkpoint : NULL);
-    kvc_checkpoint_use(prefix->cache, checkpoint, -1);
+        status = keep(prefix, sequence, &tokens, tokens.num_tokens == num_tokens ? use.checkpoint : NULL);
+    kvc_state_use_end(prefix->cache, &use);
     return status;
 }
 

@@ -77,6 +77,14 @@ static void end_carriers(kvc_cache *cache) {
     }
 }
 
+/* Ends the calls of the parent's other threads that used recurrent states. */
+static void end_state_uses(kvc_cache *cache) {
+    for (kvc_state_use *use = cache->state_uses, *next; use; use = next) {
+        next = use->next;
+        if (!pthread_equal(use->thread, kvc_thread_self())) kvc_state_use_end(cache, use);
+    }
+}
+
 /* Ends the work of the parent's other threads on the batch: making plans, running tasks, putting rows. */
 static void end_work(kvc_batch *batch) {
     for (kvc_plan_link *plan = batch->plans; plan; plan = plan->next) plan->after_fork(plan);
@@ -98,6 +106,7 @@ static void in_child(void) {
         if (cache->batch) end_work(cache->batch);
         kvc_row_buffers_forked(cache);
         end_carriers(cache);
+        end_state_uses(cache);
         end_states(cache);
         end_edits(cache);
         kvc_prefixes_forked(cache);

@@ -80,9 +80,9 @@ int main(int argc, char **argv) {
     const kvc_prefix_config named = {.struct_size = sizeof named,
                                      .identity = identity,
                                      .identity_size = (int64_t)size,
-                                     .salt = argv[3],
+                                     .salt = *argv[3] ? argv[3] : NULL,
                                      .salt_size = (int64_t)strlen(argv[3]),
-                                     .secret = argv[4],
+                                     .secret = *argv[4] ? argv[4] : NULL,
                                      .secret_size = (int64_t)strlen(argv[4]),
                                      .collects_new = 1};
     const kvc_tokens tokens = {.struct_size = sizeof tokens, .ids = ids, .num_tokens = NUM};

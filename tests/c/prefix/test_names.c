@@ -1,4 +1,5 @@
-/* Names of blocks: equal where rows are, whatever stands in fields that are ignored, and different where they are not. */
+/* Names of blocks: equal where rows are, whatever stands in fields that are ignored, and different where they are not.
+ */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/serving.h"
 
@@ -50,8 +51,7 @@ static void test_ignored(void) {
         {LAYER(.policy = {.kind = KVC_NONE}),
          {.num_kv_heads = 3, .k_dim = 8, .v_dim = 9, .k_type = KVC_F16, .policy = {.kind = KVC_NONE}}},
     };
-    for (int i = 0; i < (int)(sizeof cases / sizeof *cases); i++)
-        CHECKF(is_same(cases[i].a, cases[i].b), "case %d", i);
+    for (int i = 0; i < (int)(sizeof cases / sizeof *cases); i++) CHECKF(is_same(cases[i].a, cases[i].b), "case %d", i);
 }
 
 /* Whatever rows depend on. */
@@ -127,7 +127,8 @@ static void test_states(void) {
         const kvc_layer layer = LAYER();
         const kvc_tokens tokens = tokens_of(ids, 2), one = tokens_of(ids + 1, 1);
         kvc_cache *made = heap_cache(1, &layer, (kvc_config){.block_size = 1});
-        const kvc_prefix_config config = {sizeof config, .fingerprint = "a model", .state_bytes = i < 2 ? i * STATE : 9};
+        const kvc_prefix_config config = {sizeof config, .fingerprint = "a model",
+                                          .state_bytes = i < 2 ? i * STATE : 9};
         uint8_t both[2][KVC_NAME_BYTES];
         int64_t num;
         CHECK(kvc_prefix_new(made, &config, &own) == KVC_OK);

@@ -115,6 +115,22 @@ static void *fill_and_free(void *unused) {
     return NULL;
 }
 
+enum { LARGE = 1 << 20 }; /* bytes of a recurrent state */
+static uint8_t state[LARGE];
+
+static void *keep_states(void *unused) {
+    const kvc_tokens tokens = {.struct_size = sizeof tokens, .ids = ids, .num_tokens = BLOCK};
+    (void)unused;
+    while (!atomic_load(&stop)) {
+        const int64_t id = kvc_new_sequence(cache);
+        feed(id, BLOCK);
+        CHECKF(kvc_prefix_checkpoint(prefix, id, &tokens, state, LARGE) == KVC_OK, "%s", kvc_last_error());
+        CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
+        evict_all();
+    }
+    return NULL;
+}
+
 /* ---- forks and clones -------------------------------------------------------------------------------------------- */
 
 /* A child has nothing of the calls of a thread that is not there, once it has dropped all blocks. */
@@ -143,6 +159,20 @@ static void fork_and_check(void) {
     wait_for_child(child);
 }
 
+/* A child has no state that a call of such a thread was about to keep. */
+static void fork_and_check_states(void) {
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(LIMIT);
+        test_failures = 0;
+        kvc_clear(cache); /* or it is in an open batch */
+        CHECK(kvc_prefix_clear(prefix) == KVC_OK);
+        CHECKF(kvc_nbytes(cache) < LARGE, "%lld bytes are left", (long long)kvc_nbytes(cache));
+        end_child(test_failures != 0);
+    }
+    wait_for_child(child);
+}
+
 /* A clone has no sequence that nobody has named. */
 static void clone_and_check(void) {
     kvc_cache *clone = NULL;
@@ -165,7 +195,7 @@ static void take_and_check(void) {
 static void check_beside(void *(*work)(void *), void (*check)(void), int times) {
     const kvc_layer layer = {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .rope = {.kind = KVC_ROPE_NONE}};
     pthread_t thread;
-    begin(&layer, (kvc_prefix_config){.collects_new = 1, .quota = 400});
+    begin(&layer, (kvc_prefix_config){.collects_new = 1, .quota = 400, .state_bytes = work == keep_states ? LARGE : 0});
     serve(ids);
     CHECK(pthread_create(&thread, NULL, work, NULL) == 0);
     for (int i = 0; i < times; i++) {
@@ -250,6 +280,7 @@ int main(void) {
     check_beside(read_blocks, fork_and_check, children);
     check_beside(add_blocks, fork_and_check, children);
     check_beside(fill_and_clear, fork_and_check, children);
+    check_beside(keep_states, fork_and_check_states, 4 * children);
     check_beside(read_blocks, clone_and_check, many);
     check_beside(add_blocks, clone_and_check, many);
     check_beside(read_blocks, list_and_check, many);
