@@ -1076,6 +1076,13 @@ KVC_API int64_t kvc_payload_bytes(kvc_cache *cache);
  * with KVC_ERR_INVALID if it is less than rows alone may have, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t max_bytes, int64_t *size);
 
+/* Joins two payloads of a block into `to`, of at most max_bytes: the rows of each layer that one of them has, and the
+ * state with the larger position; sets *size to its bytes.  Whoever replaces a stored payload joins both first: a block
+ * that is computed again may have no state, or lack rows of windows.  Fails with KVC_ERR_INVALID if max_bytes does not
+ * suffice, and with KVC_ERR_FORMAT if one of them is none of this cache. */
+KVC_API kvc_status kvc_join_payloads(const kvc_cache *cache, const void *first, int64_t first_size, const void *second,
+                                     int64_t second_size, void *to, int64_t max_bytes, int64_t *size);
+
 /* Writes the names of the full blocks in the first num_tokens tokens of a prompt that follow those that are known, at
  * most max_names, [..][KVC_NAME_BYTES]; sets *first to the number of the first one (block i has the tokens from i *
  * block_size on), and *num_names to how many there are.  Marks the known ones as used.  Fails with KVC_ERR_NOMEM. */
@@ -1120,8 +1127,8 @@ KVC_API kvc_status kvc_prefix_fetch(kvc_prefix *prefix, const kvc_tokens *tokens
 
 /* Takes the new blocks of prefixes with collects_new, as kvc_take_new_blocks does, and writes them to a store; sets
  * *num_written to how many, also where it fails: as `write` does, after which that block is not tried again and the
- * others are, by the next call; or with KVC_ERR_NOMEM.  Of prefixes with state_bytes it reads a block's value first,
- * and fails as `read` does: one with a state is not replaced by one without. */
+ * others are, by the next call; or with KVC_ERR_NOMEM.  Where a block may have no state, or lack rows of windows, it reads
+ * the block's value first, fails as `read` does, and writes what both have together. */
 KVC_API kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_t *num_written);
 
 /* Sets *store to a new store in a folder, which is made if there is none; free it with kvc_dir_store_free.  Any number

@@ -40,6 +40,63 @@ int64_t kvc_most_payload_bytes(const kvc_cache *cache) {
     return rows_bytes(cache) + (most ? POSITION_BYTES + most : 0);
 }
 
+/* A payload that was read. */
+typedef struct kvc_payload {
+    const uint8_t *bytes;
+    const uint8_t *rows;  /* of the next layer */
+    const uint8_t *state; /* behind its position; NULL: it has none */
+    int64_t state_bytes;
+    int32_t position;
+} kvc_payload;
+
+/* Finds the state of a payload of a full block; KVC_ERR_FORMAT if it has fewer bytes than it says. */
+static kvc_status read_payload(const kvc_cache *cache, const void *bytes, int64_t size, kvc_payload *p) {
+    *p = (kvc_payload){.bytes = bytes, .rows = (const uint8_t *)bytes + cache->num_layers};
+    int64_t end = cache->num_layers;
+    for (int32_t i = 0; i < cache->num_layers && size >= end; i++)
+        if (p->bytes[i]) end += rows_of(cache, i, cache->pools[0].block_size).size;
+    if (size < end || (size > end && size <= end + POSITION_BYTES))
+        return kvc_fail(KVC_ERR_FORMAT, "the payload has %lld bytes, of rows with %lld", (long long)size,
+                        (long long)end);
+    if (size == end) return KVC_OK;
+    p->position = (int32_t)kvc_get_integer(p->bytes + end, POSITION_BYTES);
+    p->state = p->bytes + end + POSITION_BYTES;
+    p->state_bytes = size - end - POSITION_BYTES;
+    return KVC_OK;
+}
+
+kvc_status kvc_join_payloads(const kvc_cache *cache, const void *first, int64_t first_size, const void *second,
+                             int64_t second_size, void *to, int64_t max_bytes, int64_t *size) {
+    kvc_payload parts[2];
+    uint8_t *bytes = to, *at = bytes;
+    if (!first || !second || !to || !size)
+        return kvc_fail(KVC_ERR_INVALID, "%s is NULL", !first ? "first" : !second ? "second" : !to ? "to" : "size");
+    KVC_TRY(read_payload(cache, first, first_size, &parts[0]));
+    KVC_TRY(read_payload(cache, second, second_size, &parts[1]));
+    const kvc_payload *with_state = parts[1].position > parts[0].position ? &parts[1] : &parts[0];
+    int64_t most = cache->num_layers + (with_state->state ? POSITION_BYTES + with_state->state_bytes : 0);
+    for (int32_t i = 0; i < cache->num_layers; i++)
+        if (parts[0].bytes[i] || parts[1].bytes[i]) most += rows_of(cache, i, cache->pools[0].block_size).size;
+    if (max_bytes < most)
+        return kvc_fail(KVC_ERR_INVALID, "max_bytes is %lld: both have %lld together", (long long)max_bytes,
+                        (long long)most);
+    at += cache->num_layers;
+    for (int32_t i = 0; i < cache->num_layers; i++) {
+        const int64_t num = rows_of(cache, i, cache->pools[0].block_size).size;
+        const kvc_payload *from = parts[0].bytes[i] ? &parts[0] : &parts[1];
+        bytes[i] = parts[0].bytes[i] || parts[1].bytes[i];
+        if (bytes[i]) memcpy(at, from->rows, (size_t)num);
+        at += bytes[i] ? num : 0;
+        for (int j = 0; j < 2; j++) parts[j].rows += parts[j].bytes[i] ? num : 0;
+    }
+    if (with_state->state) {
+        kvc_put_integer(at, POSITION_BYTES, (uint64_t)with_state->position);
+        memcpy(at + POSITION_BYTES, with_state->state, (size_t)with_state->state_bytes);
+    }
+    *size = most;
+    return KVC_OK;
+}
+
 int64_t kvc_payload_bytes(kvc_cache *cache) {
     kvc_lock(cache);
     const int64_t most = kvc_most_payload_bytes(cache);

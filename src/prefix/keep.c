@@ -38,6 +38,21 @@ kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const kvc_toke
     return kvc_unlock(prefix->cache, release(prefix, seq_id, &tokens));
 }
 
+enum { MOST_LISTED = 64 };
+
+/* Lists full blocks for stores whose last state is that of a node, which is new: its own; or those that begin with it,
+ * of which there may be many: some of them. */
+static void collect_with_state(kvc_node *node) {
+    const kvc_node *parent = node->parent;
+    kvc_node_collect(node);
+    const int32_t first = kvc_node_index(parent, &node->tokens) + 1;
+    for (int32_t i = first; i < parent->num_children && i < first + MOST_LISTED; i++) {
+        kvc_node *child = parent->children[i];
+        if (kvc_tokens_common(&child->tokens, &node->tokens) < node->tokens.num) break;
+        if (kvc_node_is_live(child) && kvc_node_with_state(parent, &child->tokens) == node) kvc_node_collect(child);
+    }
+}
+
 /* Keeps the blocks of a sequence that goes on, and a checkpoint at their end; NULL: none. */
 static kvc_status keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tokens *tokens,
                        kvc_checkpoint *checkpoint) {
@@ -54,7 +69,7 @@ static kvc_status keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tok
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for the block that %lld tokens end in",
                         (long long)tokens->num_tokens);
     const int is_put = kvc_checkpoints_put(all, last, checkpoint);
-    if (is_put) kvc_node_collect(last);
+    if (is_put) collect_with_state(last);
     kvc_sessions_fit(prefix->cache);
     if (!is_put || checkpoint->num_users > 1) return KVC_OK;
     return kvc_fail(KVC_ERR_FULL, "max_bytes leaves no room for a checkpoint and its blocks");

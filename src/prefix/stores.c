@@ -15,14 +15,16 @@ static kvc_status carrier_init(kvc_carrier *c, kvc_cache *cache, const kvc_store
     return KVC_OK;
 }
 
-/* Takes memory for a value, with the mutex held, unless there is some. */
-static kvc_status take_memory(kvc_carrier *c) {
+/* Takes memory for `num` values, 1 or 3, with the mutex held, unless there is some. */
+static kvc_status take_memory(kvc_carrier *c, int num) {
     if (c->size) return KVC_OK;
     const int64_t max_bytes = KVC_VALUE_HEADER + kvc_most_payload_bytes(c->cache);
-    const uint64_t size = sizeof *c->crc + (uint64_t)max_bytes;
+    const uint64_t size = sizeof *c->crc + (uint64_t)num * (uint64_t)max_bytes;
     c->crc = kvc_memory_alloc(&c->cache->memory, size, KVC_MEMORY_SCRATCH, -1);
     if (!c->crc) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a block of %lld bytes", (long long)max_bytes);
     c->value = (uint8_t *)(c->crc + 1);
+    c->stored = num > 1 ? c->value + max_bytes : NULL;
+    c->joined = num > 1 ? c->stored + max_bytes : NULL;
     c->max_bytes = max_bytes;
     c->size = size;
     c->thread = kvc_thread_self();
@@ -56,12 +58,21 @@ typedef struct departure {
     int32_t may_have_state;
 } departure;
 
+/* Returns whether blocks of a cache may lack rows, or a state. */
+static int may_lack(const kvc_cache *cache) {
+    for (const kvc_prefix *prefix = cache->prefixes; prefix; prefix = prefix->next)
+        if (prefix->state_bytes) return 1;
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
+        if (kvc_policy_expires(&cache->policies[g])) return 1;
+    return 0;
+}
+
 /* Takes the next new block; *is_there is 0 if there is none. */
 static kvc_status take_block(kvc_carrier *c, departure *d, int *is_there) {
     kvc_lock(c->cache);
     kvc_node *node = kvc_prefix_next_new(c->cache);
     *is_there = node != NULL;
-    const kvc_status status = node ? take_memory(c) : KVC_OK;
+    const kvc_status status = node ? take_memory(c, may_lack(c->cache) ? 3 : 1) : KVC_OK;
     if (node && status == KVC_OK) {
         d->id = node->rows->id;
         d->owner = node->tree->prefix->owner;
@@ -75,19 +86,44 @@ static kvc_status take_block(kvc_carrier *c, departure *d, int *is_there) {
 /* Sets *size to the bytes of the value that the store has of a block; 0 if it has none, or a damaged one. */
 static kvc_status find_stored(kvc_carrier *c, const departure *d, int64_t *size) {
     *size = 0;
-    KVC_TRY(c->store.read(c->store.user, d->name, c->value, c->max_bytes, size));
-    if (*size > c->max_bytes || kvc_value_check(c->value, *size, d->name, &d->owner, c->crc) != KVC_OK) *size = 0;
+    KVC_TRY(c->store.read(c->store.user, d->name, c->stored, c->max_bytes, size));
+    if (*size > c->max_bytes || kvc_value_check(c->stored, *size, d->name, &d->owner, c->crc) != KVC_OK) *size = 0;
+    return KVC_OK;
+}
+
+/* Returns whether a payload has the rows of all layers. */
+static int is_complete(const kvc_cache *cache, const uint8_t *payload) {
+    for (int32_t i = 0; i < cache->num_layers; i++)
+        if (kvc_keeps_tokens(cache, i) && !payload[i]) return 0;
+    return 1;
+}
+
+/* Adds what the store has of a block to its payload of *size bytes, where that may lack something: it was computed
+ * again without a state, or windows have lost rows.  Sets *value to the value of both, NULL where the store has it
+ * already. */
+static kvc_status join_stored(kvc_carrier *c, const departure *d, uint8_t **value, int64_t *size) {
+    const int64_t header = KVC_VALUE_HEADER;
+    int64_t stored;
+    *value = c->value;
+    if (!c->stored || (!d->may_have_state && is_complete(c->cache, c->value + header))) return KVC_OK;
+    KVC_TRY(find_stored(c, d, &stored));
+    if (!stored || kvc_join_payloads(c->cache, c->value + header, *size, c->stored + header, stored - header,
+                                     c->joined + header, c->max_bytes - header, size) != KVC_OK)
+        return KVC_OK;
+    const int is_same = *size == stored - header && !memcmp(c->joined + header, c->stored + header, (size_t)*size);
+    *value = is_same ? NULL : c->joined;
     return KVC_OK;
 }
 
 static kvc_status write_block(kvc_carrier *c, const departure *d, int64_t *num_written) {
-    int64_t size, stored = 0;
-    if (d->may_have_state) KVC_TRY(find_stored(c, d, &stored));
+    uint8_t *value;
+    int64_t size;
     KVC_TRY(kvc_read_block(c->cache, d->id, c->value + KVC_VALUE_HEADER, c->max_bytes - KVC_VALUE_HEADER, &size));
-    if (!size) return KVC_OK;                            /* it was dropped meanwhile */
-    if (stored > KVC_VALUE_HEADER + size) return KVC_OK; /* one with a state: here it was computed again without */
-    kvc_value_pack(c->value, size, d->name, &d->owner, c->crc);
-    KVC_TRY(c->store.write(c->store.user, d->name, c->value, KVC_VALUE_HEADER + size));
+    if (!size) return KVC_OK; /* it was dropped meanwhile */
+    KVC_TRY(join_stored(c, d, &value, &size));
+    if (!value) return KVC_OK;
+    kvc_value_pack(value, size, d->name, &d->owner, c->crc);
+    KVC_TRY(c->store.write(c->store.user, d->name, value, KVC_VALUE_HEADER + size));
     ++*num_written;
     return KVC_OK;
 }
@@ -136,7 +172,7 @@ static kvc_status fetch_all(kvc_carrier *c, kvc_prefix *prefix, const kvc_tokens
     KVC_TRY(kvc_prefix_missing(prefix, tokens, num_tokens, name, 1, &block, &num));
     if (!num) return KVC_OK;
     kvc_lock(c->cache);
-    KVC_TRY(kvc_unlock(c->cache, take_memory(c)));
+    KVC_TRY(kvc_unlock(c->cache, take_memory(c, 1)));
     for (; is_kept && num; num--) {
         KVC_TRY(fetch_block(c, prefix, tokens, block, name, &is_kept, &is_new));
         if (is_new) *fetched += size;

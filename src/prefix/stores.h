@@ -13,8 +13,9 @@ typedef struct kvc_carrier {
     kvc_store store;
     int64_t max_bytes; /* of a value */
     uint64_t size;     /* bytes of the memory; 0: it has none */
-    kvc_crc *crc;      /* first in it; the value follows */
+    kvc_crc *crc;      /* first in it; values follow */
     uint8_t *value;
+    uint8_t *stored, *joined; /* others; NULL: a block's value never lacks anything */
 } kvc_carrier;
 
 /* Gives the memory back, with the mutex held. */

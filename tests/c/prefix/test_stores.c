@@ -301,6 +301,94 @@ static void test_states(void) {
     }
 }
 
+/* A state that was dropped is fetched again, though the rows are there; one that is there is not. */
+static void test_dropped_states(void) {
+    for (int32_t end = 11; end <= 12; end++) {
+        const int64_t others[] = {1000, 1001, 1002};
+        const kvc_tokens other = {.struct_size = sizeof other, .ids = others, .num_tokens = 3};
+        const uint8_t state[STATE] = {2};
+        kvc_prefix_config config = recurrent;
+        kvc_prefix *prefix;
+        int64_t seq_id;
+        int32_t fetched, matched;
+        config.max_checkpoint_bytes = STATE;
+        clear_shelf();
+        write_with_state(&store, end);
+        kvc_cache *cache = new_cache(&config, &prefix);
+        CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK && fetched == 20);
+        CHECK(kvc_prefix_fetch(prefix, &tokens, end, &store, &fetched) == KVC_OK && fetched == 0);
+        CHECK(kvc_prefix_acquire(prefix, &other, -1, &seq_id, &matched) == KVC_OK && !matched);
+        compute(cache, seq_id, 3);
+        CHECK(kvc_prefix_checkpoint(prefix, seq_id, &other, state, STATE) == KVC_OK);
+        CHECK(kvc_prefix_lookup(prefix, &tokens, &matched, NULL) == KVC_OK && matched == 0);
+        CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK && fetched == BLOCK);
+        CHECK(kvc_prefix_lookup(prefix, &tokens, &matched, NULL) == KVC_OK && matched == end);
+        free_valid(cache);
+    }
+}
+
+/* A full block that is kept is listed again when it gets a state, at its end or before. */
+static void test_listed_again(void) {
+    for (int32_t end = 10; end <= 12; end++) {
+        const kvc_tokens first = {.struct_size = sizeof first, .ids = ids, .num_tokens = end};
+        const uint8_t state[STATE] = {3};
+        kvc_prefix *prefix;
+        int64_t seq_id, num_written;
+        int32_t matched;
+        clear_shelf();
+        kvc_cache *cache = new_cache(&recurrent, &prefix);
+        serve(cache, prefix);
+        CHECK(kvc_store_new_blocks(cache, &store, &num_written) == KVC_OK && num_written == NUM_BLOCKS);
+        CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &seq_id, &matched) == KVC_OK && !matched);
+        compute(cache, seq_id, end);
+        CHECK(kvc_prefix_checkpoint(prefix, seq_id, &first, state, STATE) == KVC_OK);
+        CHECKF(kvc_store_new_blocks(cache, &store, &num_written) == KVC_OK && num_written == 1, "%d: %d", end,
+               (int)num_written);
+        CHECK(shelves->values[2].size == shelves->values[1].size + 4 + STATE);
+        free_valid(cache);
+    }
+}
+
+/* What a store has of a block and what is written stay together: rows of each layer, and the later state. */
+static void test_joined(void) {
+    enum { ROWS = BLOCK * (34 + 2 * DIM) };
+    static uint8_t parts[2][4096], joined[4096];
+    kvc_prefix *prefix;
+    kvc_cache *cache = new_cache(&recurrent, &prefix);
+    for (int has = 0; has < 64; has++) { /* a bit for each layer, and for the state, of each part */
+        int64_t sizes[2], size;
+        for (int p = 0; p < 2; p++) {
+            sizes[p] = LAYERS;
+            for (int l = 0; l < LAYERS; l++) {
+                parts[p][l] = has >> (3 * p + l) & 1;
+                memset(parts[p] + sizes[p], 10 + l, ROWS);
+                sizes[p] += parts[p][l] ? ROWS : 0;
+            }
+            if (!(has >> (3 * p + 2) & 1)) continue;
+            memcpy(parts[p] + sizes[p], (uint8_t[]){(uint8_t)(3 + p), 0, 0, 0, (uint8_t)(90 + p)}, 5);
+            sizes[p] += 5;
+        }
+        CHECK(kvc_join_payloads(cache, parts[0], sizes[0], parts[1], sizes[1], joined, 4096, &size) == KVC_OK);
+        int64_t at = LAYERS;
+        for (int l = 0; l < LAYERS; l++) {
+            CHECK(joined[l] == (parts[0][l] | parts[1][l]));
+            if (joined[l]) CHECK(joined[at] == 10 + l && joined[at + ROWS - 1] == 10 + l);
+            at += joined[l] ? ROWS : 0;
+        }
+        const int position = has & 32 ? 4 : has & 4 ? 3 : 0;
+        if (position) CHECK(joined[at] == position && joined[at + 4] == 87 + position);
+        CHECK(size == at + (position ? 5 : 0));
+        CHECK_FAILS(kvc_join_payloads(cache, parts[0], sizes[0], parts[1], sizes[1], joined, size - 1, &size),
+                    KVC_ERR_INVALID, "max_bytes", "together");
+        if (has == 63)
+            CHECK_FAILS(kvc_join_payloads(cache, parts[0], LAYERS + ROWS, parts[1], sizes[1], joined, 4096, &size),
+                        KVC_ERR_FORMAT, "payload", "bytes");
+    }
+    CHECK_FAILS(kvc_join_payloads(cache, NULL, 2, parts[1], 2, joined, 4096, &(int64_t){0}), KVC_ERR_INVALID, "first",
+                "NULL");
+    free_valid(cache);
+}
+
 /* Each request for memory fails in turn. */
 static void test_failing_memory(void) {
     kvc_prefix *prefix;
@@ -491,6 +579,9 @@ int main(void) {
     test_failing_store();
     test_lies();
     test_states();
+    test_dropped_states();
+    test_listed_again();
+    test_joined();
     test_failing_memory();
     test_failing_memory_of_states();
     test_long_prompt();
