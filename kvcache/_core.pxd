@@ -172,6 +172,8 @@ cdef extern from "kvcache.h" nogil:
                                    int64_t *num_blocks)
     int64_t kvc_payload_bytes(kvc_cache *cache)
     kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t max_bytes, int64_t *size)
+    kvc_status kvc_join_payloads(const kvc_cache *cache, const void *first, int64_t first_size, const void *second,
+                                 int64_t second_size, void *to, int64_t max_bytes, int64_t *size)
     kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens, uint8_t *names,
                                   int64_t max_names, int32_t *first, int64_t *num_names)
     kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block, const void *payload,

@@ -243,6 +243,25 @@ cdef kvc_tokens describe(const int64_t[::1] ids, const uint8_t[:, ::1] digests) 
     return tokens
 
 
+def join_payloads(Cache cache not None, const uint8_t[::1] own, const uint8_t[::1] stored):
+    """Return what two payloads of a block have together, as bytes; None if the second has all of it."""
+    cdef cnp.ndarray joined = np.empty(own.shape[0] + stored.shape[0], np.uint8)
+    cdef uint8_t *out = <uint8_t *>cnp.PyArray_DATA(joined)
+    cdef int64_t most = joined.size, size = 0
+    cdef kvc_cache *handle
+    cdef kvc_status status
+    if not own.shape[0] or not stored.shape[0]:
+        return bytes(own)
+    handle = cache.enter()
+    with nogil:
+        status = kvc_join_payloads(handle, &own[0], own.shape[0], &stored[0], stored.shape[0], out, most, &size)
+    cache.finish(KVC_OK if status == KVC_ERR_FORMAT else status)
+    if status == KVC_ERR_FORMAT:
+        return bytes(own)
+    found = joined[:size].tobytes()
+    return None if found == bytes(stored) else found
+
+
 def identity(Cache cache not None, bytes fingerprint not None):
     """Return what names of blocks stand for besides tokens and tenants."""
     cdef uint8_t found[KVC_NAME_BYTES]

@@ -16,7 +16,7 @@ from kvcache import _core
 from kvcache.arguments import integer, to_float
 from kvcache.cache import KVCache
 from kvcache.errors import NotSupportedError
-from kvcache.policy import CrossAttention
+from kvcache.policy import ChunkedAttention, CrossAttention, SlidingWindow
 from kvcache.prefix.fetching import Fetching
 from kvcache.prefix.keys import Arrays, Tokens, arrays_of
 from kvcache.prefix.watch import Watch, watch_of
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PrefixCache", "PrefixEvent", "PrefixStats"]
 
+WINDOWS = (SlidingWindow, ChunkedAttention)
 CLEARED = 3
 EVENTS = {1: "kept", 2: "dropped", CLEARED: "cleared"}  # kvc_prefix_event_kind
 MOST_BLOCK_SIZE = 1024  # tokens; rows are found, kept and dropped by whole blocks
@@ -247,9 +248,10 @@ class PrefixCache:
         nbytes = _core.payload_bytes(self._core)
         self._client = StoreClient(store, digest=digest, secret=secret, most_bytes=nbytes)
         self._watch = watch_of(self._cache)
-        # A block that is computed again has no state until somebody keeps one: a value that has one stays.
-        put = partial(self._client.put, written=self._written.note, keeps_longer=self.state_bytes > 0)
-        self._watch.add(self._prefix, put)
+        # A block that is computed again has no state until somebody keeps one, and may lack rows of windows.
+        may_lack = self.state_bytes > 0 or any(isinstance(layer.policy, WINDOWS) for layer in self._cache.layers)
+        join = partial(_core.join_payloads, self._core) if may_lack else None
+        self._watch.add(self._prefix, partial(self._client.put, written=self._written.note, join=join))
         weakref.finalize(self, self._watch.discard, self._prefix.user).atexit = False
         rows = sum(layer.bytes_per_token for layer in self._cache.layers) * self._block_size
         sizes = (self._block_size, max(1, int(rows)))  # few blocks have a state as well

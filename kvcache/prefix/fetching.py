@@ -45,7 +45,10 @@ class Fetching:
             with self._alone(missing[0], timeout) as is_alone:
                 if is_alone and not self._fetch_part(tokens, first, missing[:num], timeout):
                     break
-            first, missing = self._prefix.missing(*tokens, num_tokens)  # less, where others have added some
+            if is_alone:  # these are there now, though not known where the store has no state behind them, either
+                first, missing = first + num, missing[num:]
+            else:  # fewer, as others have added some
+                first, missing = self._prefix.missing(*tokens, num_tokens)
             num, timeout = at_once, deadline - time.monotonic()
 
     def _fetch_part(self, tokens: Arrays, first: int, names: list[str], timeout: float) -> bool:

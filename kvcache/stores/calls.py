@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, MutableMapping, Sequence
 
-__all__ = ["has", "has_longer", "keys_per_call", "name_of", "read_many", "reads_many", "write_many", "writes_many"]
+__all__ = ["has", "keys_per_call", "name_of", "read_many", "reads_many", "write_many", "writes_many"]
 
 CALL_BYTES, MAX_CALL_KEYS = 8 << 20, 256  # of one call, about
 
@@ -57,11 +57,6 @@ def has(store: Mapping[str, bytes], key: str) -> bool:
     if hasattr(store, "__contains__"):
         return key in store
     return bool(read_many(store, [key], 1))
-
-
-def has_longer(store: Mapping[str, bytes], key: str, nbytes: int) -> bool:
-    """Return whether there is a value of more bytes."""
-    return any(len(value) > nbytes for value in read_many(store, [key], nbytes + 1).values())
 
 
 def write_many(store: MutableMapping[str, bytes], items: Mapping[str, bytes]) -> None:

@@ -154,15 +154,16 @@ class StoreClient:
         key: str,
         make_value: Callable[[], Iterable[Buffer] | None],
         written: Callable[[str], object] | None = None,
-        keeps_longer: bool = False,
+        join: Callable[[bytes, memoryview], bytes | None] | None = None,
     ) -> bool:
         """Queue a value to be written, and return whether it was queued; never wait.
 
         `make_value` returns the payload, in parts that are joined, or None if there is none any more. It is called
         later, in the thread that writes, unless the value is dropped before; `written`, which must not raise, is called
-        with the key once the store has it. With `keeps_longer` a longer value that is there stays.
+        with the key once the store has it. `join` gets the payload and the one that is there, if there is one, and
+        returns the payload to write in their place; None if the one that is there has it all.
         """
-        return self._shared.writer.add(Write(self._tenant, key, make_value, written, keeps_longer))
+        return self._shared.writer.add(Write(self._tenant, key, make_value, written, join))
 
     def delete(self, key: str) -> bool:
         """Queue the deletion of a key, after the writes that were queued before; return whether it was queued."""

@@ -32,7 +32,7 @@ class Write:
     key: str
     make_value: Callable[[], Iterable[Buffer] | None] | None
     written: Callable[[str], object] | None = None  # called with the key once the value is in the store
-    keeps_longer: bool = False  # a longer value stays
+    join: Callable[[bytes, memoryview], bytes | None] | None = None  # with the payload that is there
     is_counted: bool = True  # where it is dropped
 
 
@@ -150,10 +150,11 @@ class Writer:
                 with contextlib.suppress(KeyError):
                     del self.store[write.key]
                 return True
-            value = self._make_value(write)
+            value = self._make_value(write, None)
+            stored = self._find_stored(write) if value is not None and write.join else None
             if value is None:
                 gone.append(write.tenant)
-            elif not (write.keeps_longer and calls.has_longer(self.store, write.key, len(value))):
+            elif stored is None or (value := self._make_value(write, stored)) is not None:
                 items[write.key], sources[write.key] = value, write
         if items:
             calls.write_many(self.store, items)
@@ -169,11 +170,25 @@ class Writer:
                     written(key)
         return bool(items)
 
-    def _make_value(self, write: Write) -> bytes | None:
-        """Return the value to store. A mistake of the caller's is not the store's failure."""
+    def _find_stored(self, write: Write) -> memoryview | None:
+        """Return the payload that the store has; None if it has none, or a damaged one."""
+        found = calls.read_many(self.store, [write.key], None).get(write.key)
+        try:
+            return None if found is None else values.unpack(found, write.key, write.tenant.digest, write.tenant.secret)
+        except values.ValueRefusedError:
+            return None
+
+    def _make_value(self, write: Write, stored: memoryview | None) -> bytes | None:
+        """Return the value to store, joined with the payload that is there; None: there is nothing to store.
+
+        A mistake of the caller's is not the store's failure.
+        """
         assert write.make_value is not None
         try:
             parts = write.make_value()
+            if parts is not None and stored is not None and write.join is not None:
+                joined = write.join(b"".join(parts), stored)
+                parts = None if joined is None else [joined]
             return None if parts is None else values.pack(write.key, write.tenant.digest, parts, write.tenant.secret)
         except BaseException:  # as above
             with contextlib.suppress(BaseException):  # of a handler
