@@ -2,6 +2,7 @@
 #include "pass/prepare.h"
 
 #include "base/compiler.h"
+#include "prefix/session.h"
 #include "space/compact.h"
 #include "space/expire.h"
 #include "space/limits.h"
@@ -430,7 +431,17 @@ kvc_status kvc_fit(kvc_batch *batch) {
                         (long long)holding, (long long)cache->max_sequences);
     for (int32_t g = 0; g < cache->num_token_groups; g++)
         if (kvc_takes_rows(batch, g)) KVC_TRY(check_seq_len(batch, g));
-    return kvc_choose_victims(&need);
+    batch->leaves = 0;
+    const kvc_status status = kvc_choose_victims(&need);
+    if (status != KVC_ERR_FULL || !cache->max_bytes || !cache->prefixes) return status;
+    int64_t bytes;
+    if (!kvc_sessions_try_to_leave(batch, &bytes)) return status;
+    cache->memory.replaced += bytes;
+    const kvc_status without = kvc_choose_victims(&need);
+    cache->memory.replaced -= bytes;
+    kvc_sessions_stay(batch);
+    batch->leaves = without == KVC_OK;
+    return without;
 }
 
 /* ---- prepare (may fail) and carry out (cannot) ------------------------------------------------------------------- */
@@ -479,6 +490,7 @@ void kvc_apply_prepared(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     kvc_table_keep(&cache->sequences, &batch->table_before, &cache->memory);
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_expire(cache, g);
+    if (batch->leaves) kvc_sessions_leave(batch);
     kvc_evict(cache);
     for (int32_t g = 0; g < cache->num_groups; g++)
         if (cache->pools[g].compaction) kvc_compaction_run(cache, g);

@@ -111,8 +111,8 @@ int kvc_session_begins(const kvc_follower *follower, const kvc_tokens *tokens) {
 
 void kvc_session_forget(kvc_session *session) {
     drop_pending(session, 0);
-    set_last(session, &session->prefix->tree->root);
     session->known_to = 0;
+    set_last(session, &session->prefix->tree->root);
 }
 
 /* Takes note of what edits have done since the last time, and of a position from which on tokens change. */
@@ -187,6 +187,45 @@ void kvc_sessions_fill(const kvc_batch *batch) {
     }
 }
 
+/* Returns the session of a batch's sequence, if it has a place in a tree; NULL if not. */
+static kvc_session *with_place(const kvc_batch *batch, int32_t s) {
+    kvc_session *session = (kvc_session *)(void *)batch->sequences[s].sequence->follower;
+    return session && session->last->parent ? session : NULL;
+}
+
+int kvc_sessions_try_to_leave(const kvc_batch *batch, int64_t *bytes) {
+    int leaves = 0;
+    *bytes = 0;
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        kvc_session *session = with_place(batch, s);
+        if (!session) continue;
+        leaves = 1;
+        session->last->num_users--; /* which frees nothing as yet */
+        *bytes += kvc_node_unused_bytes(session->last);
+    }
+    return leaves;
+}
+
+void kvc_sessions_stay(const kvc_batch *batch) {
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        kvc_session *session = with_place(batch, s);
+        if (session) session->last->num_users++;
+    }
+}
+
+/* Makes a session one whose tokens are not known. */
+static void leave(kvc_session *session) {
+    session->known_to = 0;
+    set_last(session, &session->prefix->tree->root);
+}
+
+void kvc_sessions_leave(const kvc_batch *batch) {
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        kvc_session *session = with_place(batch, s);
+        if (session) leave(session);
+    }
+}
+
 /* Evicts what exceeds max_bytes; returns whether the cache is within it. */
 static int fits(kvc_cache *cache) {
     return !cache->max_bytes || kvc_cache_bytes(cache) <= cache->max_bytes ||
@@ -197,8 +236,7 @@ void kvc_sessions_fit(kvc_cache *cache) {
     if (fits(cache)) return;
     for (kvc_prefix *prefix = cache->prefixes; prefix; prefix = prefix->next)
         for (kvc_session *session = prefix->sessions; session; session = session->next) {
-            session->known_to = 0;
-            set_last(session, &prefix->tree->root);
+            leave(session);
             if (fits(cache)) return;
         }
     for (kvc_prefix *prefix = cache->prefixes; prefix; prefix = prefix->next)

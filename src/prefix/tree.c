@@ -304,8 +304,19 @@ void kvc_node_collect(kvc_node *node) {
     cache->new_blocks_end = &node->next;
 }
 
-static int64_t bytes_of(const kvc_node *node) {
-    return (int64_t)(sizeof *node + tokens_bytes(&node->tokens) + (uint64_t)node->room * sizeof *node->children);
+static int64_t bytes_of(const kvc_node *node) { return (int64_t)(sizeof *node + tokens_bytes(&node->tokens)); }
+
+/* Returns the bytes of the list of a node's children, which go with the last one. */
+static int64_t list_bytes(const kvc_node *node) { return (int64_t)node->room * (int64_t)sizeof *node->children; }
+
+int64_t kvc_node_unused_bytes(const kvc_node *node) {
+    int64_t bytes = 0;
+    for (int32_t num = 0; node->parent && !node->rows && node->num_children == num && !node->num_users; num = 1) {
+        bytes += bytes_of(node);
+        node = node->parent;
+        if (node->num_children == 1) bytes += list_bytes(node);
+    }
+    return bytes;
 }
 
 /* Plans the end of a node's rows.  A node is freed by the last of what needs it: its rows, its children. */
@@ -322,7 +333,7 @@ static int64_t plan_end(kvc_follower *follower, int is_planned) {
     for (; node->parent && (node->is_going || !node->rows); node = node->parent) {
         if (node->num_users || node->num_going < node->num_children) break;
         bytes += bytes_of(node);
-        node->parent->num_going++;
+        if (++node->parent->num_going == node->parent->num_children) bytes += list_bytes(node->parent);
     }
     return bytes;
 }

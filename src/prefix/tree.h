@@ -140,6 +140,9 @@ void kvc_node_touch(kvc_node *node);
 /* Returns the least recently used node that is not pinned; NULL if there is none. */
 kvc_node *kvc_tree_oldest(kvc_tree *tree);
 
+/* Returns the bytes of the nodes that nobody needs, from one up to the root. */
+int64_t kvc_node_unused_bytes(const kvc_node *node);
+
 /* Add a user of a node, or a pin, which is a user as well, or take it away (add -1); that may free the node. */
 void kvc_node_use(kvc_node *node, int32_t add);
 void kvc_node_pin(kvc_node *node, int32_t add);
