@@ -883,14 +883,24 @@ KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
  *   kvc_prefix_release(prefix, seq_id, &all_tokens)             the sequence ends, its blocks stay
  *
  * Of the tokens that kvc_prefix_acquire was given, the commit that fills a block keeps it, and other prompts find it
- * from then on.  kvc_prefix_release keeps blocks of generated tokens, and the last one, which may not be full.  A match
- * is exact to the token, and ends where every layer has what a query there sees.  Kept blocks take no room from others:
- * where a call would fail with KVC_ERR_FULL, they are evicted, as retained sequences are.  KVC_ERR_FULL then says that
- * sequences in use, pins and quotas hold all: release one, and acquire it again with all its tokens when another has
- * ended.  Only exact rows are kept (kvc_exact_to).
+ * from then on.  kvc_prefix_release keeps blocks of generated tokens, and the last one, which may not be full.  Only
+ * exact rows are kept (kvc_exact_to).
+ *
+ * Known     is the one word for what a prompt finds.  The first n tokens of a prompt are known if kept blocks of these
+ *           tokens hold, for each layer, every row that a token at position n would see, and, where the prefix has
+ *           state_bytes, a checkpoint at n.  n is at most where the last kept block of the prompt ends: a block whose
+ *           first tokens alone are the prompt's ends behind these.  A block is kept while it has rows of some layer, and
+ *           until it expires (ttl_ms).  How many tokens of a prompt are known is the largest such n up to a limit; each
+ *           call below says its own.  Of the blocks that begin alike where a prompt goes on, the 32 that have most
+ *           tokens in common with it are looked at.
+ *
+ * Kept blocks take no room from others: where a call would fail with KVC_ERR_FULL, they are evicted, as retained
+ * sequences are.  KVC_ERR_FULL then says that sequences in use, pins and quotas hold all: release one, and acquire it
+ * again with all its tokens when another has ended.  A match makes no batch fail that would have fitted without it.
  * A sequence that was acquired ends like any other: kvc_clear_sequence keeps only the blocks of the prompt that were
  * full by then.  It may be edited: what follows the edit is kept only by kvc_prefix_release.  Several prefixes, for
- * adapters and tenants, may share a cache.  A call takes time for the blocks of its tokens, not for all kept ones. */
+ * adapters and tenants, may share a cache.  A call takes time for the blocks of its tokens, for up to 32 others that
+ * begin like one of them, and for the blocks that it drops. */
 
 typedef struct kvc_prefix kvc_prefix;
 
@@ -917,14 +927,14 @@ typedef struct kvc_prefix_config {
     int64_t quota;       /* tokens: so many of its most recently used ones are not evicted for others, though their
                             bookkeeping, not their rows, may exceed max_bytes.  0: none */
     int64_t ttl_ms;      /* milliseconds after which blocks that no call has used, and that are not pinned, are not
-                            found any more; later calls drop them.  0: never */
+                            kept any more; later calls drop them.  0: never */
     int32_t reuse_min_tokens; /* not 0: tokens that begin where the match ends are taken from wherever they were
                             computed, in another prompt or at another position, if they are at least so many in a row
                             and span a whole block there, and are moved: an approximation, and inexact.  Of blocks with
                             the same tokens, the 32 used last are looked at.  0: never */
     int32_t collects_new; /* not 0: kvc_take_new_blocks lists its blocks, and kvc_store_new_blocks writes them */
     void *user;          /* what kvc_take_new_blocks says of its blocks */
-    const void *secret;  /* [secret_size] the key of a MAC over each value of its blocks in a store: who lacks it can
+    const void *secret;  /* [secret_size] give both, or neither: the key of a MAC over each value of its blocks in a store: who lacks it can
                             take values away, and put none there that kvc_prefix_fetch takes.  NULL: values have a
                             checksum, which finds accidents */
     int64_t secret_size;
@@ -955,8 +965,8 @@ KVC_API void kvc_prefix_free(kvc_prefix *prefix);
 KVC_API int64_t kvc_new_sequence(kvc_cache *cache);
 
 /* Sets *seq_id to a new sequence that holds as many of the first tokens as are known, and *matched to how many these
- * are: at most max_matched (-1: no limit), and less than all, as the last token has to be fed.  Of a block that differs
- * in the middle, the tokens before the difference are matched.  May be called while a batch is open.  Fails with
+ * are: at most max_matched (-1: no limit), and less than all, as the last token has to be fed.  A prompt that may need
+ * all of max_bytes is matched in whole blocks.  May be called while a batch is open.  Fails with
  * KVC_ERR_INVALID if there are no tokens, with KVC_ERR_NOMEM, and with KVC_ERR_CALLBACK where a kvc_shift_fn fails
  * (reuse_min_tokens), after which kept blocks may have been evicted for those that were moved before. */
 KVC_API kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
@@ -1033,9 +1043,10 @@ KVC_API kvc_status kvc_prefix_names(kvc_prefix *prefix, const kvc_tokens *tokens
 /* Events: what a router follows, to send a prompt to where its blocks are. */
 
 typedef enum kvc_prefix_event_kind {
-    KVC_BLOCK_KEPT = 1, /* a full block is known from now on */
-    KVC_BLOCK_DROPPED,  /* it is not any more */
-    KVC_BLOCKS_CLEARED  /* all that were known before are dropped */
+    KVC_BLOCK_KEPT = 1, /* a full block is kept from now on.  Its tokens are usually known where all before it are kept:
+                           if windows have lost no rows that are seen behind it, and a state is there if one is needed */
+    KVC_BLOCK_DROPPED,  /* it is not kept any more: evicted, expired, forgotten */
+    KVC_BLOCKS_CLEARED  /* all that were kept before are dropped */
 } kvc_prefix_event_kind;
 
 typedef struct kvc_prefix_event {
@@ -1063,7 +1074,8 @@ typedef struct kvc_new_block {
 } kvc_new_block;
 
 /* Writes the blocks that were kept since the last call, of prefixes with collects_new, at most max_blocks of them,
- * each once, and again when it gets a checkpoint, and not those that were dropped since or added by kvc_prefix_add;
+ * each once, and again when it gets rows, a checkpoint at its end, or a later one than before within it (for up to 64
+ * blocks that begin with the same tokens), and not those that were dropped since or added by kvc_prefix_add;
  * sets *num_blocks to how many.  Call it after each commit and kvc_prefix_release. */
 KVC_API kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t new_block_size,
                                        int64_t max_blocks, int64_t *num_blocks);
@@ -1083,17 +1095,18 @@ KVC_API kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, i
 KVC_API kvc_status kvc_join_payloads(const kvc_cache *cache, const void *first, int64_t first_size, const void *second,
                                      int64_t second_size, void *to, int64_t max_bytes, int64_t *size);
 
-/* Writes the names of the full blocks in the first num_tokens tokens of a prompt that follow those that are known, at
- * most max_names, [..][KVC_NAME_BYTES]; sets *first to the number of the first one (block i has the tokens from i *
+/* Writes the names of the full blocks in the first num_tokens tokens of a prompt that are not known to their end, at most
+ * max_names, [..][KVC_NAME_BYTES]; sets *first to the number of the first one (block i has the tokens from i *
  * block_size on), and *num_names to how many there are.  Marks the known ones as used.  Fails with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens, uint8_t *names,
                                       int64_t max_names, int32_t *first, int64_t *num_names);
 
-/* Adds block number `block` of a prompt from its payload, and sets *is_known to whether it is known now: not where the
- * one before is not, or where there is no room for its rows and state.  Fails with KVC_ERR_FORMAT if the payload is
- * none of this cache, and with KVC_ERR_NOMEM. */
+/* Adds block number `block` of a prompt from its payload, and sets *is_kept to whether it is kept now, with all that the
+ * payload has: not where there is no room for its rows and state.  The blocks before it must all be kept, or the tokens
+ * before it be known; otherwise it is not added.  Fails with KVC_ERR_FORMAT if the payload is none of this cache, and
+ * with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block, const void *payload,
-                                  int64_t size, int32_t *is_known);
+                                  int64_t size, int32_t *is_kept);
 
 /* A store keeps such blocks, of any number of caches, processes and machines.  kvc_dir_store_new makes one in a folder;
  * another one is two functions of the caller, which any thread may call, several at once, without the cache's mutex.
@@ -1117,9 +1130,10 @@ typedef struct kvc_store {
     kvc_status (*write)(void *user, const uint8_t *name, const void *value, int64_t size);
 } kvc_store;
 
-/* Reads the full blocks of a prompt that follow those that are known, one after the other until the store lacks one,
- * there is no room, or it would be more than max_matched tokens (-1: no limit) or all of them, and adds them; sets
- * *fetched to how many tokens these are, also where it fails.  Fails with KVC_ERR_INVALID as kvc_prefix_acquire does,
+/* Reads the full blocks of a prompt that follow its known tokens, one after the other until the store lacks one, there is
+ * no room, or it would be more than max_matched tokens (-1: no limit) or all of them, and adds them; sets *fetched to how
+ * many tokens are in those that brought rows or a state, also where it fails.  A block whose rows are kept is read for
+ * its state, where that is what is missing.  Fails with KVC_ERR_INVALID as kvc_prefix_acquire does,
  * as `read` does, with KVC_ERR_FORMAT where a value is not what was written, which is computed then and written again,
  * and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_fetch(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
@@ -1144,12 +1158,12 @@ KVC_API kvc_status kvc_dir_store_new(const char *path, int64_t max_bytes, kvc_st
 KVC_API void kvc_dir_store_free(kvc_store *store);
 
 typedef struct kvc_prefix_stats {
-    int64_t requests;  /* calls of kvc_prefix_acquire */
+    int64_t requests;  /* calls of kvc_prefix_acquire that succeeded */
     int64_t hits;      /* those that matched anything */
     int64_t tokens;    /* that they were given */
     int64_t matched;   /* of these */
     int64_t reused;    /* of these, computed elsewhere (reuse_min_tokens) */
-    int64_t blocks;    /* now: known ones, whose rows are there */
+    int64_t blocks;    /* now: kept ones, full or not; also those behind others that are not kept any more */
     int64_t held;      /* now: tokens in them */
     int64_t sequences; /* now: acquired ones that have not ended */
     int64_t checkpoints;      /* now: states of the model */

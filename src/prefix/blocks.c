@@ -129,7 +129,7 @@ kvc_status kvc_prefix_take_events(kvc_prefix *prefix, kvc_prefix_event *events, 
     if (!num_events || !num_lost) return kvc_fail(KVC_ERR_INVALID, "num_%s is NULL", num_events ? "lost" : "events");
     if (max_events < 0)
         return kvc_fail(KVC_ERR_INVALID, "max_events is %lld: it must be at least 0", (long long)max_events);
-    kvc_prefix_lock(prefix);
+    kvc_prefix_lock_late(prefix);
     kvc_prefix_event event;
     for (*num_events = 0; *num_events < max_events && kvc_events_take(&prefix->events, &event); ++*num_events)
         kvc_write_struct((char *)events + (size_t)*num_events * event_size, event_size, &event, sizeof event);

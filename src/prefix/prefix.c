@@ -207,16 +207,26 @@ void kvc_prefix_free(kvc_prefix *prefix) {
     kvc_unlock(cache, KVC_OK);
 }
 
-void kvc_prefix_lock(kvc_prefix *prefix) {
-    kvc_tree *tree;
-    kvc_lock(prefix->cache);
-    tree = prefix->tree;
+/* Drops some of the blocks that have expired; returns whether there may be more. */
+static int drop_expired(kvc_tree *tree) {
     kvc_tree_date(tree);
-    for (int i = 0; i < AT_ONCE && tree->ttl; i++) {
+    if (!tree->ttl) return 0;
+    for (int i = 0; i < AT_ONCE; i++) {
         kvc_node *node = kvc_tree_oldest(tree);
-        if (!node || node->used >= tree->horizon) break;
+        if (!node || node->used >= tree->horizon) return 0;
         kvc_node_drop(node);
     }
+    return 1;
+}
+
+void kvc_prefix_lock(kvc_prefix *prefix) {
+    kvc_lock(prefix->cache);
+    drop_expired(prefix->tree);
+}
+
+void kvc_prefix_lock_late(kvc_prefix *prefix) {
+    kvc_lock(prefix->cache);
+    while (drop_expired(prefix->tree)) kvc_prefix_give_way(prefix->cache);
 }
 
 /* ---- finding ----------------------------------------------------------------------------------------------------- */
@@ -419,7 +429,7 @@ kvc_status kvc_prefix_clear(kvc_prefix *prefix) {
 }
 
 void kvc_prefix_get_stats(kvc_prefix *prefix, kvc_prefix_stats *stats, size_t stats_size) {
-    kvc_lock(prefix->cache);
+    kvc_prefix_lock_late(prefix);
     prefix->stats.blocks = prefix->tree->num_nodes;
     prefix->stats.held = prefix->tree->num_tokens;
     prefix->stats.checkpoints = prefix->tree->checkpoints.num;

@@ -39,6 +39,9 @@ struct kvc_prefix {
 /* Locks the cache; drops some of the blocks that nobody has used for too long, of which none is found from now on. */
 void kvc_prefix_lock(kvc_prefix *prefix);
 
+/* Does the same once all these blocks are dropped, a few at a time. */
+void kvc_prefix_lock_late(kvc_prefix *prefix);
+
 /* Lets those that wait have the mutex: who unlocks it and locks it again soon mostly gets it before they wake up. */
 void kvc_prefix_give_way(kvc_cache *cache);
 

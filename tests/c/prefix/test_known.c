@@ -252,6 +252,22 @@ static void test_expired(void) {
     close_world();
 }
 
+/* Statistics and events tell of no block that has expired. */
+static void test_expired_is_dropped(void) {
+    kvc_prefix_event events[64];
+    int64_t num, lost;
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){.ttl_ms = 20, .max_events = 64});
+    for (int step = 0; step < 2; step++) {
+        for (int i = 0; i < 25; i++) serve(numbers(100 * i), 4, 4);
+        CHECK(kvc_prefix_take_events(prefix, events, sizeof *events, 64, &num, &lost) == KVC_OK && num == 25);
+        sleep_ms(40);
+        if (step) CHECK(stats_now().blocks == 0 && stats_now().held == 0);
+        CHECK(kvc_prefix_take_events(prefix, events, sizeof *events, 64, &num, &lost) == KVC_OK);
+        CHECKF(num == 25 && events[24].kind == KVC_BLOCK_DROPPED, "%lld events", (long long)num);
+    }
+    close_world();
+}
+
 int main(void) {
     test_empty_again();
     test_draft_of_another();
@@ -263,5 +279,6 @@ int main(void) {
     test_pins_are_no_use();
     test_pinned_state();
     test_expired();
+    test_expired_is_dropped();
     return test_result();
 }
