@@ -1016,7 +1016,8 @@ KVC_API kvc_status kvc_prefix_unpin(kvc_prefix *prefix, const kvc_tokens *tokens
  * *num_evicted to the tokens in them, which may be more, as blocks are dropped whole. */
 KVC_API kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int64_t *num_evicted);
 
-/* Drops all blocks, pinned ones too.  Sequences stay as they are. */
+/* Drops all blocks, pinned ones too, and takes back all pins.  Sequences stay as they are; the tokens that they hold are
+ * kept once they are released. */
 KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
 
 /* Forgets a prompt, for example private data: none of its tokens matches any prompt until somebody computes them again.
@@ -1103,7 +1104,8 @@ KVC_API kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *toke
 
 /* Adds block number `block` of a prompt from its payload, and sets *is_kept to whether it is kept now, with all that the
  * payload has: not where there is no room for its rows and state.  The blocks before it must all be kept, or the tokens
- * before it be known; otherwise it is not added.  Fails with KVC_ERR_FORMAT if the payload is none of this cache, and
+ * before it be known; otherwise it is not added.  A state within the block is kept with one more block, of the tokens up
+ * to there.  Fails with KVC_ERR_FORMAT if the payload is none of this cache, and
  * with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block, const void *payload,
                                   int64_t size, int32_t *is_kept);
@@ -1163,7 +1165,8 @@ typedef struct kvc_prefix_stats {
     int64_t tokens;    /* that they were given */
     int64_t matched;   /* of these */
     int64_t reused;    /* of these, computed elsewhere (reuse_min_tokens) */
-    int64_t blocks;    /* now: kept ones, full or not; also those behind others that are not kept any more */
+    int64_t blocks;    /* now: kept ones, full or not; also behind others that are not.  Those that have expired
+                          count until a call drops them */
     int64_t held;      /* now: tokens in them */
     int64_t sequences; /* now: acquired ones that have not ended */
     int64_t checkpoints;      /* now: states of the model */

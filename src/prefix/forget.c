@@ -106,7 +106,7 @@ static void end_sources(kvc_prefix *prefix, const kvc_tokens *tokens) {
     for (int32_t i = 0; i < table->num && !table->items[i]->is_hidden; i++) {
         kvc_sequence *sequence = table->items[i];
         if (sequence->is_retained || !may_hold(sequence, tokens)) continue;
-        sequence->forgotten_in |= prefix->bit;
+        sequence->forgotten_in |= UINT64_C(1) << prefix->bit;
         kvc_session *session = kvc_session_of(prefix, sequence);
         if (session) kvc_session_forget(session);
     }

@@ -72,6 +72,23 @@ static kvc_status check_config(const kvc_cache *cache, const kvc_prefix_config *
     return KVC_OK;
 }
 
+/* Returns which bit of kvc_sequence.forgotten_in is a new prefix's: one that no other has, as long as there is one. */
+static int32_t take_bit(kvc_cache *cache) {
+    int32_t best = 0;
+    for (int32_t i = 1; i < 64; i++)
+        if (cache->bit_users[i] < cache->bit_users[best]) best = i;
+    cache->bit_users[best]++;
+    return best;
+}
+
+/* Gives it back: once no prefix has it, no sequence has. */
+static void give_bit(kvc_cache *cache, int32_t bit) {
+    const kvc_table *table = &cache->sequences;
+    if (--cache->bit_users[bit]) return;
+    for (int32_t i = 0; i < table->num && !table->items[i]->is_hidden; i++)
+        table->items[i]->forgotten_in &= ~(UINT64_C(1) << bit);
+}
+
 static kvc_tree *new_tree(kvc_prefix *prefix) {
     kvc_tree *tree = kvc_tree_new(prefix->cache, prefix->salt, prefix->root);
     if (!tree) return NULL;
@@ -101,7 +118,7 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     kvc_lock(cache);
     kvc_prefix *prefix = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
     if (!prefix) return kvc_unlock(cache, kvc_fail(KVC_ERR_NOMEM, "out of memory for a prefix"));
-    *prefix = (kvc_prefix){.cache = cache, .num_bytes = size, .bit = UINT64_C(1) << cache->num_made++ % 64};
+    *prefix = (kvc_prefix){.cache = cache, .num_bytes = size, .bit = take_bit(cache)};
     prefix->events = (kvc_events){.ring = (kvc_prefix_event *)(void *)(prefix + 1), .room = config.max_events};
     kvc_name_salt(config.salt, (size_t)config.salt_size, prefix->salt);
     kvc_name_root(prefix->salt, config.identity, (size_t)config.identity_size, config.state_bytes, prefix->root);
@@ -117,6 +134,7 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     kvc_status status = prefix->tree ? kvc_fit_max_bytes(cache, "making a prefix") : KVC_ERR_NOMEM;
     if (status != KVC_OK) {
         if (prefix->tree) kvc_tree_free(prefix->tree);
+        give_bit(cache, prefix->bit);
         kvc_memory_free(&cache->memory, prefix, prefix->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);
         return kvc_unlock(cache, status);
     }
@@ -200,6 +218,7 @@ void kvc_prefix_free(kvc_prefix *prefix) {
         if (!sequence->in_batch) kvc_cache_forget_blank(cache, sequence);
     }
     while (prefix->pins) kvc_pin_remove(prefix, &prefix->pins);
+    give_bit(cache, prefix->bit);
     *prefix->at = prefix->next;
     if (prefix->next) prefix->next->at = prefix->at;
     kvc_memory_free(&cache->memory, prefix, prefix->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);
@@ -422,14 +441,14 @@ kvc_status kvc_prefix_clear(kvc_prefix *prefix) {
     kvc_tree *other = new_tree(prefix);
     if (!other) return kvc_unlock(cache, KVC_ERR_NOMEM);
     kvc_tree *tree = take_tree(prefix, other);
-    prefix->events.num = 0;
+    prefix->events.num = prefix->events.num_lost = 0;
     kvc_events_note(&prefix->events, KVC_BLOCKS_CLEARED, 0, NULL);
     drop_tree(cache, tree);
     return kvc_unlock(cache, KVC_OK);
 }
 
 void kvc_prefix_get_stats(kvc_prefix *prefix, kvc_prefix_stats *stats, size_t stats_size) {
-    kvc_prefix_lock_late(prefix);
+    kvc_lock(prefix->cache);
     prefix->stats.blocks = prefix->tree->num_nodes;
     prefix->stats.held = prefix->tree->num_tokens;
     prefix->stats.checkpoints = prefix->tree->checkpoints.num;

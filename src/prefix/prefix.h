@@ -29,7 +29,7 @@ struct kvc_prefix {
     int32_t reuse_min;                         /* fewest tokens in a row that are taken from elsewhere; 0: none are */
     int32_t collects;                          /* new blocks are listed for stores */
     void *user;
-    uint64_t bit;       /* of kvc_sequence.forgotten_in; many prefixes share one */
+    int32_t bit;        /* of kvc_sequence.forgotten_in; beyond 64, prefixes share them */
     kvc_events events;  /* in a ring behind this struct */
     uint64_t num_bytes; /* of this allocation */
     uint8_t salt[KVC_NAME_BYTES], root[KVC_NAME_BYTES];

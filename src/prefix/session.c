@@ -95,7 +95,7 @@ void kvc_session_roll_back(kvc_session *session, int32_t position) {
 }
 
 int kvc_session_is_forgotten(const kvc_prefix *prefix, const kvc_sequence *sequence) {
-    return (sequence->forgotten_in & prefix->bit) != 0;
+    return (sequence->forgotten_in >> prefix->bit & 1) != 0;
 }
 
 int kvc_session_begins(const kvc_follower *follower, const kvc_tokens *tokens) {
