@@ -51,12 +51,13 @@ typedef struct sequence {
 typedef struct prefix {
     kvc_prefix *handle; /* NULL: there is none */
     kvc_prefix_config config;
-    int users;       /* calls that use it: meanwhile it is not freed */
-    int is_changing; /* it is made or freed */
-    int cleared;     /* strings that were noted before this time are not known any more */
-    int pins[PINS];  /* tags of what is pinned; 0: nothing; below 0: that of what a call is about to pin, or unpin */
-    int is_followed; /* a call reads its events */
-    int has_lost;    /* events: nobody knows which blocks there are */
+    int users;         /* calls that use it: meanwhile it is not freed */
+    int is_changing;   /* it is made or freed */
+    int cleared;       /* strings that were noted before this time are not known any more */
+    int pins[PINS];    /* tags of what is pinned; 0: nothing; below 0: that of what a call is about to pin, or unpin */
+    int is_followed;   /* a call reads its events */
+    int has_lost;      /* events: nobody knows which blocks there are */
+    int has_forgotten; /* a prompt: sequences that may hold its rows are not kept */
     int num_followed;
     uint8_t followed[MOST_FOLLOWED][KVC_NAME_BYTES]; /* the blocks that it has by its events */
 } prefix;
