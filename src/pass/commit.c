@@ -123,7 +123,7 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
     for (int32_t i = 0; i < member->num_tokens; i++)
         if (batch->kept[token[i]] && batch->positions[token[i]] > last) last = batch->positions[token[i]];
     const int keeps = last >= 0;
-    if (keeps) member->sequence->exact_to = kvc_lower(member->sequence->exact_to, member->exact_to);
+    if (keeps && member->exact_to < member->sequence->exact_to) member->sequence->exact_to = member->exact_to;
     if (batch->replaced && keeps) member->sequence->edited_from = 0;
     /* What a window has left behind once the tokens are added is not added.  In a batch that restores, everything is:
      * kvc_replace_note looks at all rows. */
