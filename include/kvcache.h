@@ -896,7 +896,8 @@ KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
  *
  * Kept blocks take no room from others: where a call would fail with KVC_ERR_FULL, they are evicted, as retained
  * sequences are.  KVC_ERR_FULL then says that sequences in use, pins and quotas hold all: release one, and acquire it
- * again with all its tokens when another has ended.  A match makes no batch fail that would have fitted without it.
+ * again with all its tokens when another has ended.  A match makes no batch fail that
+ * would have fitted without it, but for some bytes of bookkeeping.
  * A sequence that was acquired ends like any other: kvc_clear_sequence keeps only the blocks of the prompt that were
  * full by then.  It may be edited: what follows the edit is kept only by kvc_prefix_release.  Several prefixes, for
  * adapters and tenants, may share a cache.  A call takes time for the blocks of its tokens, for up to 32 others that
@@ -965,10 +966,11 @@ KVC_API void kvc_prefix_free(kvc_prefix *prefix);
 KVC_API int64_t kvc_new_sequence(kvc_cache *cache);
 
 /* Sets *seq_id to a new sequence that holds as many of the first tokens as are known, and *matched to how many these
- * are: at most max_matched (-1: no limit), and less than all, as the last token has to be fed.  A prompt that may need
- * all of max_bytes is matched in whole blocks.  May be called while a batch is open.  Fails with
- * KVC_ERR_INVALID if there are no tokens, with KVC_ERR_NOMEM, and with KVC_ERR_CALLBACK where a kvc_shift_fn fails
- * (reuse_min_tokens), after which kept blocks may have been evicted for those that were moved before. */
+ * are: at most max_matched (-1: no limit), and less than all, as the last token has to be fed.  Where the prompt may
+ * need all of max_bytes, blocks are dropped that go on otherwise where its match ends.  May be called while a batch is
+ * open.  Fails with KVC_ERR_INVALID if there are no tokens, with KVC_ERR_NOMEM, and with KVC_ERR_CALLBACK where a
+ * kvc_shift_fn fails (reuse_min_tokens), after which kept blocks may have been evicted for those that were moved
+ * before. */
 KVC_API kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
                                       int64_t *seq_id, int32_t *matched);
 

@@ -286,6 +286,28 @@ kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *from, int32_t
 
 /* ---- acquiring --------------------------------------------------------------------------------------------------- */
 
+/* Returns whether a prompt may need all of max_bytes. */
+static int is_tight(const kvc_cache *cache, int64_t num_tokens) {
+    int64_t bytes = cache->memory.bookkeeping;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        const kvc_pool *pool = &cache->pools[g];
+        const int64_t most = kvc_policy_most_rows(&cache->policies[g]), rows = num_tokens < most ? num_tokens : most,
+                      blocks = rows / pool->block_size + 2; /* one is not full, and one is shared */
+        bytes += blocks * (kvc_pool_block_bytes(pool, pool->block_size) + kvc_pool_header_bytes(pool));
+    }
+    return cache->max_bytes && bytes > cache->max_bytes;
+}
+
+/* Drops the nodes that go on otherwise in the block in which a match ends, so that its sequence goes on in their slots.
+ */
+static void drop_beside(const kvc_match *m, int32_t block) {
+    const int32_t begin = m->known / block * block;
+    for (int32_t i = m->num - 1; i >= 0 && m->pieces[i].begin >= begin; i--) {
+        kvc_node *node = kvc_match_node(m, i);
+        if (!node->num_pins && !node->is_protected) kvc_node_drop(node);
+    }
+}
+
 /* Makes the sequence of a session, and begins it. */
 static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const kvc_match *m, int64_t id) {
     kvc_cache *cache = prefix->cache;
@@ -306,34 +328,17 @@ static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const kvc_matc
     return KVC_OK;
 }
 
-/* Returns whether a prompt may need all of max_bytes, so that it is not to begin within a block: slots behind a match
- * there may stay unused. */
-static int is_tight(const kvc_cache *cache, int64_t num_tokens) {
-    int64_t bytes = cache->memory.bookkeeping;
-    for (int32_t g = 0; g < cache->num_token_groups; g++) {
-        const kvc_pool *pool = &cache->pools[g];
-        const int64_t most = kvc_policy_most_rows(&cache->policies[g]), rows = num_tokens < most ? num_tokens : most,
-                      blocks = rows / pool->block_size + 2; /* one is not full, and one is shared */
-        bytes += blocks * (kvc_pool_block_bytes(pool, pool->block_size) + kvc_pool_header_bytes(pool));
-    }
-    return cache->max_bytes && bytes > cache->max_bytes;
-}
-
 /* Begins a sequence with what is known of a prompt, up to `limit` tokens. */
 static kvc_status acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, int64_t *seq_id,
                           int32_t *matched) {
-    const int32_t block = prefix->cache->pools[0].block_size;
     kvc_match m;
     KVC_TRY(kvc_match_find(prefix, tokens, limit, &m));
-    while (m.known % block && is_tight(prefix->cache, tokens->num_tokens)) {
-        limit = m.known / block * block;
-        kvc_match_free(prefix->cache, &m);
-        KVC_TRY(kvc_match_find(prefix, tokens, limit, &m));
-    }
     kvc_session *session = kvc_session_new(prefix, tokens, m.known);
     *seq_id = kvc_cache_new_id(prefix->cache);
     *matched = m.known;
     kvc_status status = session ? begin(prefix, session, &m, *seq_id) : KVC_ERR_NOMEM;
+    if (status == KVC_OK && is_tight(prefix->cache, tokens->num_tokens))
+        drop_beside(&m, prefix->cache->pools[0].block_size);
     kvc_cache_set_in_call(prefix->cache, *seq_id, 1);
     if (status != KVC_OK && session) kvc_session_free(session);
     kvc_match_free(prefix->cache, &m);
