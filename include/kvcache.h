@@ -126,7 +126,7 @@ KVC_API const char *kvc_strerror(kvc_status status);
 KVC_API const char *kvc_last_error(void);
 
 /* Sets what kvc_last_error() returns on this thread, for functions of the caller that return a status (kvc_store): a
- * sentence, as printf makes it, cut to 511 bytes. */
+ * sentence, as printf makes it, cut to 511 bytes.  What kvc_last_error() returned may be among the arguments. */
 KVC_API void kvc_set_last_error(const char *format, ...);
 
 /* ---- configuration ----------------------------------------------------------------------------------------------- */
@@ -176,8 +176,8 @@ typedef enum kvc_type { /* element types of rows */
  * on without gaps.  A name that ggml has too means ggml's type, byte for byte. */
 KVC_API const char *kvc_type_name(int32_t type);
 
-/* Returns the bytes of a row of dim elements, at least 0.  For a quantised type, dim must be a multiple of 32.  Returns 0
- * for an unknown type. */
+/* Returns the bytes of a row of dim elements.  For a quantised type, dim must be a multiple of 32.  Returns 0 for an
+ * unknown type, and for a negative dim. */
 KVC_API size_t kvc_row_bytes(int32_t type, int32_t dim);
 
 typedef enum kvc_policy_kind {

@@ -175,7 +175,20 @@ static void test_status_texts(void) {
     CHECK(strcmp(kvc_strerror((kvc_status)99), "unknown status") == 0);
 }
 
-/* Every type has a name of its own; a number that is no type has none, and its rows no bytes. */
+/* A message may be made of the one before it, and is cut to 511 bytes. */
+static void test_last_error(void) {
+    char text[600];
+    kvc_set_last_error("block %d is not there", 7);
+    kvc_set_last_error("store: %s", kvc_last_error());
+    CHECKF(!strcmp(kvc_last_error(), "store: block 7 is not there"), "%s", kvc_last_error());
+    memset(text, 'x', sizeof text - 1);
+    text[sizeof text - 1] = 0;
+    kvc_set_last_error("%s", text);
+    CHECK(strlen(kvc_last_error()) == 511);
+}
+
+/* Every type has a name of its own; a number that is no type has none, and its rows no bytes.  Nor have rows of fewer
+ * than 0 elements. */
 static void test_type_names(void) {
     static const char *const first[] = {
         [KVC_F32] = "f32", [KVC_F16] = "f16", [KVC_BF16] = "bf16", [KVC_Q8_0] = "q8_0", [KVC_Q4_0] = "q4_0"};
@@ -189,6 +202,8 @@ static void test_type_names(void) {
     const int32_t none[] = {-1, num, num + 1, INT32_MIN, INT32_MAX};
     for (size_t i = 0; i < sizeof none / sizeof *none; i++)
         CHECK(!kvc_type_name(none[i]) && kvc_row_bytes(none[i], 32) == 0);
+    for (int32_t type = 0; type < num; type++)
+        CHECK(!kvc_row_bytes(type, -1) && !kvc_row_bytes(type, -32) && !kvc_row_bytes(type, INT32_MIN));
 }
 
 /* Edits with bad arguments are refused and change nothing. */
@@ -336,6 +351,7 @@ int main(void) {
     test_bad_layers();
     test_bad_creation();
     test_status_texts();
+    test_last_error();
     test_type_names();
     test_bad_edits();
     test_bad_begin();
