@@ -19,6 +19,13 @@ void *kvc_state_alloc(kvc_state *state, uint64_t size) {
     return (char *)buffer + KVC_CACHE_LINE;
 }
 
+void *kvc_state_take(kvc_state *state, uint64_t size) {
+    if (state->cache) kvc_lock(state->cache);
+    void *p = kvc_state_alloc(state, size);
+    if (state->cache) kvc_unlock(state->cache, KVC_OK);
+    return p;
+}
+
 kvc_status kvc_state_add_groups(kvc_state *state) {
     const size_t size = (size_t)state->cache->num_groups * sizeof *state->groups;
     state->groups = kvc_state_alloc(state, size);

@@ -42,11 +42,14 @@ typedef struct kvc_state {
     kvc_format format;
 } kvc_state;
 
-/* All functions but kvc_pieces_run are called with the cache's mutex held, if there is a cache. */
+/* All functions but kvc_state_take and kvc_pieces_run are called with the cache's mutex held, if there is a cache. */
 
 /* Allocates memory that is freed with the state, aligned to a cache line; NULL if out of memory, which is noted for
  * kvc_last_error. */
 void *kvc_state_alloc(kvc_state *state, uint64_t size);
+
+/* Does the same without the mutex held. */
+void *kvc_state_take(kvc_state *state, uint64_t size);
 
 /* Makes the list of groups, without extents.  KVC_ERR_NOMEM. */
 kvc_status kvc_state_add_groups(kvc_state *state);

@@ -53,15 +53,6 @@ static kvc_status read_bytes(loading *l, void *to, uint64_t size) {
     return status;
 }
 
-/* Allocates memory that is freed with the state. */
-static void *take_memory(loading *l, uint64_t size) {
-    kvc_cache *cache = l->state.cache;
-    if (cache) kvc_lock(cache);
-    void *p = kvc_state_alloc(&l->state, size);
-    if (cache) kvc_unlock(cache, KVC_OK);
-    return p;
-}
-
 /* ---- the beginning of the file ----------------------------------------------------------------------------------- */
 
 static kvc_status read_header(loading *l) {
@@ -78,7 +69,7 @@ static kvc_status read_header(loading *l) {
         return kvc_fail(KVC_ERR_FORMAT, "truncated: the file has %lld bytes, its header alone %llu",
                         (long long)l->args.size, (unsigned long long)length);
     l->header_bytes = length + sizeof start;
-    l->header = take_memory(l, l->header_bytes);
+    l->header = kvc_state_take(&l->state, l->header_bytes);
     if (!l->header) return KVC_ERR_NOMEM;
     memcpy(l->header, start, sizeof start);
     kvc_status status = read_bytes(l, l->header + sizeof start, length);
@@ -102,7 +93,7 @@ static kvc_status read_tables(loading *l) {
     if (l->tables_bytes > most)
         return kvc_fail(KVC_ERR_FORMAT, "truncated or altered: its tables do not fit in %lld bytes",
                         (long long)l->args.size);
-    char *tables = take_memory(l, l->tables_bytes);
+    char *tables = kvc_state_take(&l->state, l->tables_bytes);
     if (!tables) return KVC_ERR_NOMEM;
     memcpy(tables, &counts, sizeof counts);
     KVC_TRY(read_bytes(l, tables + sizeof counts, l->tables_bytes - sizeof counts));
@@ -129,7 +120,7 @@ static kvc_status check_header(loading *l) {
     if (l->window_bytes != most)
         return kvc_fail(KVC_ERR_FORMAT, "altered: it has %llu bytes more than its header says",
                         (unsigned long long)(most - l->window_bytes));
-    char *header = take_memory(l, l->header_bytes);
+    char *header = kvc_state_take(&l->state, l->header_bytes);
     if (!header) return KVC_ERR_NOMEM;
     if (kvc_format_header(&l->state.format, header, l->header_bytes) != l->header_bytes ||
         memcmp(header, l->header, (size_t)l->header_bytes))
@@ -141,14 +132,14 @@ static kvc_status check_header(loading *l) {
 static kvc_status read_beginning(loading *l) {
     KVC_TRY(read_header(l));
     KVC_TRY(read_tables(l));
-    kvc_layer *layers = take_memory(l, (uint64_t)l->state.format.state->num_layers * sizeof *layers);
+    kvc_layer *layers = kvc_state_take(&l->state, (uint64_t)l->state.format.state->num_layers * sizeof *layers);
     if (!layers) return KVC_ERR_NOMEM;
     KVC_TRY(kvc_read_layers(&l->state.format, layers, &l->saved));
     KVC_TRY(check_header(l));
     if (l->window_bytes > KVC_WINDOW_BYTES) l->window_bytes = KVC_WINDOW_BYTES;
-    if (!l->args.data) l->window = take_memory(l, l->window_bytes);
-    l->checksums = take_memory(l, (uint64_t)l->num_checksums * sizeof *l->checksums);
-    l->chosen = take_memory(l, (uint64_t)l->state.format.state->num_sequences * sizeof *l->chosen);
+    if (!l->args.data) l->window = kvc_state_take(&l->state, l->window_bytes);
+    l->checksums = kvc_state_take(&l->state, (uint64_t)l->num_checksums * sizeof *l->checksums);
+    l->chosen = kvc_state_take(&l->state, (uint64_t)l->state.format.state->num_sequences * sizeof *l->chosen);
     if ((!l->args.data && !l->window) || !l->checksums || !l->chosen) return KVC_ERR_NOMEM;
     return kvc_loaded_choose(&l->state, &l->args, l->chosen);
 }

@@ -91,7 +91,7 @@ static kvc_status check_all_shared(kvc_state *state) {
     kvc_status status = KVC_OK;
     for (int32_t g = state->cache->num_token_groups; status == KVC_OK && g < state->cache->num_groups; g++) {
         const uint64_t size = (uint64_t)state->format.group_rows[g] + 1;
-        uint8_t *edges = kvc_state_alloc(state, size);
+        uint8_t *edges = kvc_state_take(state, size);
         if (!edges) return KVC_ERR_NOMEM;
         memset(edges, 0, (size_t)size);
         status = check_shared(&state->format, g, state->cache->num_groups, edges);
