@@ -29,13 +29,14 @@
  *     kvc_gather, kvc_spans, ...                  read rows, at any time
  *   kvc_cache_free(cache)
  *
- * Errors    A function that can fail returns a kvc_status; KVC_OK is 0.  A call that failed has changed nothing.
- *           kvc_last_error() returns the message of the thread's last failure, with the numbers in it: read it at once,
- *           as a call that succeeds may have overcome a failure of its own.  Nothing here aborts, prints or leaks.
- *           Functions list their errors, but for two that mean the same everywhere: KVC_ERR_INVALID, an argument that
- *           cannot be (NULL, negative, an unknown constant), and KVC_ERR_INDEX, a layer that does not exist.  Handles
- *           (kvc_cache *, kvc_batch *, ...) are not checked: pass what kvc_cache_new, kvc_begin and the like made, while
- *           it is in use.  NULL crashes, except where it is freed.
+ * Errors    A function that can fail returns a kvc_status; KVC_OK is 0.  A call that failed has changed nothing, unless
+ *           its function says otherwise.  kvc_last_error() returns the message of the thread's last failure, with the
+ *           numbers in it: read it at once, because a call that succeeds may have overcome a failure of its own.
+ *           Nothing here aborts, prints or leaks.
+ *           Each function lists its errors, except two that any function may return: KVC_ERR_INVALID (a bad argument:
+ *           NULL, negative, an unknown constant) and KVC_ERR_INDEX (no such layer).
+ *           Handles (kvc_cache *, kvc_batch *, ...) are not checked.  Pass what kvc_cache_new, kvc_begin and the like
+ *           made, while it is in use.  NULL crashes, except where it is freed.
  * Threads   Any thread may call any function.  A mutex guards the bookkeeping; it is held briefly, and not while rows
  *           are put, replaced, copied out, settled, attended over or handed to a function of the caller (kvc_compact
  *           holds it while it moves rows).
@@ -46,14 +47,17 @@
  *           open batch to end if it is given timeout_ms.
  *           Some calls wait.  Calls that read the rows of a sequence, edit it or begin a batch of it wait while
  *           kvc_inject or kvc_settle writes its rows.  kvc_compact, kvc_settle and kvc_cache_free wait for calls that
- *           copy rows out.
+ *           copy rows out; a call that comes to copy rows meanwhile waits behind them.
  *           kvc_commit and kvc_reserve end with work on OS pages, without the mutex; the batch has ended by then.
+ *           Where max_bytes is set, calls that may take memory for rows wait for this work.
  * fork()    The child has one thread, and every cache as it was.  fork() waits for what other threads do in the
  *           library, except for work on a batch (the child has it open, without that work), for threads that wait to
  *           begin one (in the child nobody waits), and for functions of the caller (a sequence whose keys one was
  *           moving is as it was before).  Sequences that a call has for itself, and does not return, are not there.
- * Limits    max_seq_len, max_sequences and capacity are checked when a batch begins, capacity also by edits that copy
- *           rows, max_bytes whenever memory is taken for rows.
+ * Limits    max_seq_len and max_sequences are checked when a batch begins.  capacity is also checked by edits that copy
+ *           rows, by kvc_retain_new and by what loads rows; max_bytes whenever memory is taken for rows.
+ *           Sharing and loading may exceed max_seq_len and max_sequences.  Then the next batch is refused: past
+ *           max_seq_len one of that sequence, past max_sequences any.
  * Structs   grow at their end, so that a program and a library of different versions understand each other.
  *           Handed in: a struct begins with its own size, an array comes with the size of an element.  A field that is
  *           0 asks for its default, and so does one that an older, smaller struct lacks.  Fields of a newer, larger one
@@ -274,8 +278,10 @@ typedef struct kvc_memory_hint {
     int32_t end_head;
 } kvc_memory_hint;
 
-/* Functions of the caller that allocate memory.  All three are called with the cache's mutex held or during creation,
- * from any thread, and must neither call into the library nor fork. */
+/* Functions of the caller that allocate memory.  All three are called with the cache's mutex held, or while a cache is
+ * made or freed: so a cache calls one at a time, except `purge`, for parts of a block at once.  Caches with the same
+ * functions, clones among them, call them at the same time.  They are called from any thread, and must neither call into
+ * the library nor fork. */
 typedef struct kvc_allocator {
     size_t struct_size;
     void *user;
@@ -333,8 +339,10 @@ KVC_API kvc_status kvc_cache_free(kvc_cache *cache);
 
 /* ---- a forward pass ---------------------------------------------------------------------------------------------- */
 
-#define KVC_MAX_BATCH (1 << 24) /* tokens of a batch, for each of which it takes some 200 bytes while it is open, and 12
-                                   or fewer in each layer group, which its sequence keeps */
+/* Tokens of a batch.  For each token, a batch takes some 80 bytes, 90 in each layer group and 1 or 2 in each layer.
+ * The cache keeps this memory for later batches, until kvc_compact.  In each layer group, the token's sequence keeps up
+ * to 12 bytes for it, or 24 where the positions of the batch are not consecutive. */
+#define KVC_MAX_BATCH (1 << 24)
 
 /* Opens a batch, of which a cache has one at a time: makes room in every layer for num_tokens tokens, from 1 to
  * KVC_MAX_BATCH, at these positions of these sequences.  seq_ids NULL: all of sequence 0.  positions NULL: those that
@@ -485,8 +493,8 @@ KVC_API kvc_status kvc_position_range(kvc_cache *cache, int64_t seq_id, int32_t 
 KVC_API int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id);
 
 /* Returns 1 if `position` is at most kvc_next_position and no row that a query there or later would see has expired or
- * was left out by a batch that restored other layers; else 0.  Always 1 where all layers are KVC_CROSS or KVC_NONE, as
- * such a cache holds no tokens. */
+ * was left out by a batch that restored other layers; otherwise 0.  Returns 0 for a negative position, and 1 for
+ * any other where all layers are KVC_CROSS or KVC_NONE, because that cache holds no tokens. */
 KVC_API int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position);
 
 /* Returns the position from which on the sequence's rows may not be exact; INT32_MAX: all are.  A row is exact if it
@@ -560,10 +568,10 @@ KVC_API kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t
  * Fails with KVC_ERR_NOMEM, and where there are no later tokens with KVC_ERR_GONE as kvc_truncate does. */
 KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift);
 
-/* Drops the rows at positions of at least `length`, where the sequence goes on then; if there are none, changes nothing.
- * Fails with KVC_ERR_GONE where rows are dropped and a token there would see others that have expired.  Always possible
- * are 0, a position that kvc_can_resume confirms, and
- * one within the sinks of every layer with a window, unless a layer was restored without its sinks (kvc_begin_with).
+/* Drops the rows at positions of at least `length`, where the sequence goes on then.  If there are none, changes
+ * nothing.  Fails with KVC_ERR_GONE where rows are dropped and a token there would see others that have expired.
+ * Always possible are 0 and a position that kvc_can_resume confirms.  Where no layer has chunks, so is a position
+ * within the sinks of every layer with a window, unless a layer was restored without its sinks (kvc_begin_with).
  * Fails with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length);
 
@@ -609,9 +617,10 @@ typedef struct kvc_span {
 } kvc_span;
 
 /* Lists the stored rows of a sequence in a layer, in order of arrival, without a copy.  Writes at most max_spans of
- * them (each span_size bytes) and sets *num_spans to how many there are.  If hold is not NULL and all were written,
- * *hold keeps the rows as they are, whatever is edited, until kvc_hold_free; without one, pointers are valid until
- * anything is edited, memory is reserved or a batch begins.  Fails with KVC_ERR_NOMEM. */
+ * them (each span_size bytes) and sets *num_spans to how many there are.  If hold is not NULL, there are rows, and all
+ * spans were written, *hold keeps the rows as they are, whatever is edited, until kvc_hold_free.  Otherwise it becomes
+ * NULL.  Without a hold, pointers are valid until anything is edited or loaded, memory is reserved, or a batch begins
+ * or ends.  Fails with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
                              int64_t max_spans, int64_t *num_spans, kvc_hold **hold);
 
@@ -698,7 +707,7 @@ KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tok
 KVC_API kvc_status kvc_compact(kvc_cache *cache);
 
 /* Returns the bytes of memory the cache holds: rows that were ever written since their memory was taken, in whole OS
- * pages where a block is large, and bookkeeping. */
+ * pages where a block is large, and bookkeeping.  KVC_MEMORY_SCRATCH does not count. */
 KVC_API int64_t kvc_nbytes(kvc_cache *cache);
 
 /* Returns the slots in a block, with the default filled in. */
@@ -720,7 +729,7 @@ KVC_API double kvc_utilization(kvc_cache *cache);
 typedef struct kvc_stats {
     int64_t batches;         /* committed */
     int64_t aborted;         /* batches */
-    int64_t tokens;          /* committed */
+    int64_t tokens;          /* committed, but for sequences that are not stored */
     int64_t rows_expired;    /* per layer group, as are all rows and slots here */
     int64_t rows_moved;      /* by compaction */
     int64_t compactions;
@@ -732,7 +741,8 @@ typedef struct kvc_stats {
     int64_t blocks_in_use;   /* now */
     int64_t blocks_free;     /* now: memory kept for reuse */
     int64_t rows_copied;     /* to slots of a sequence's own, to be changed there: by kvc_divide and KVC_ROPE_FUNCTION,
-                                and of shared rows by kvc_settle and kvc_inject.  Nothing else copies a stored row */
+                                and of shared rows by kvc_settle and kvc_inject.  Beside these, compactions alone move
+                                stored rows */
     int64_t rows_evicted;    /* of retained sequences, to make room: what two of them shared counts twice */
     int64_t retained;        /* now: retained sequences */
     int64_t evictable_slots; /* now: of live_slots, those that only such sequences hold */
@@ -800,9 +810,9 @@ typedef struct kvc_load_args {
 /* Sets *cache to a new cache with the configuration and the sequences of a file, to be freed with kvc_cache_free.  The
  * file is untrusted: every count is checked against its size before memory is taken for it.  cache NULL: only checks
  * the file, checksums included.
- * kvc_nbytes of the new cache must be within max_bytes.  It is mostly less than the saved cache had, as rows are packed
- * into as few blocks as they fill; where rows go on in another block, a sequence's list of runs may be a few entries
- * longer, of 24 bytes each. Fails with KVC_ERR_FORMAT, and the reason in kvc_last_error(), if it is truncated, altered
+ * kvc_nbytes of the new cache must be within max_bytes.  It is usually smaller than before saving, because rows are
+ * packed into full blocks; where rows go on in another block, a sequence's list of runs may be a few entries longer, of
+ * 24 bytes each.  Fails with KVC_ERR_FORMAT, and the reason in kvc_last_error(), if it is truncated, altered
  * (and which tensor), of another shape or model, of a newer format, or no saved state; with KVC_ERR_INVALID also where
  * the file has not all of seq_ids, or needs functions that move keys; with KVC_ERR_CALLBACK, KVC_ERR_FULL (capacity or
  * max_bytes), KVC_ERR_NOMEM and KVC_ERR_UNSUPPORTED. */
@@ -820,7 +830,8 @@ KVC_API kvc_status kvc_restore(kvc_cache *cache, const kvc_load_args *args);
  * Rows are copied block by block, without the mutex; those that sequences share are copied once, and shared in the
  * copy as well.  The copy has the same configuration, allocator and functions that move keys: their `user` must take
  * calls for both caches, from any thread.  Its statistics begin at 0, and memory kept for reuse is not copied, so that
- * its kvc_nbytes is no larger.  Fails with KVC_ERR_BUSY and KVC_ERR_NOMEM. */
+ * its kvc_nbytes is no larger.  Its instruction set is kvc_isa().  Fails with KVC_ERR_BUSY, KVC_ERR_NOMEM, and as
+ * kvc_cache_new does with KVC_ERR_UNSUPPORTED. */
 KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
 
 /* ---- retained sequences: rows that wait to be used again --------------------------------------------------------- */
@@ -1237,13 +1248,13 @@ KVC_API const int32_t *kvc_batch_positions(const kvc_batch *batch);
  * that lie in consecutive slots, in place of kvc_put.  Write through its pointers; they are valid until the batch
  * ends, or, if hold is not NULL, until *hold is freed.  position is that of `first`; those of the others are the
  * batch's.  Do not call it while another thread puts or writes tokens of the same layer.
- * Fails with KVC_ERR_INDEX and KVC_ERR_INVALID as kvc_put does, with KVC_ERR_UNSUPPORTED for KVC_CROSS, and, for
- * sequences that are not stored, with KVC_ERR_NOMEM and KVC_ERR_FULL. */
+ * Fails with KVC_ERR_INDEX and KVC_ERR_INVALID as kvc_put does, with KVC_ERR_UNSUPPORTED for KVC_CROSS, with
+ * KVC_ERR_NOMEM for a hold, and, for sequences that are not stored, with KVC_ERR_NOMEM and KVC_ERR_FULL. */
 KVC_API kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *span, size_t span_size,
                              kvc_hold **hold);
 
 /* Notes that tokens [first, first + num_tokens) of the batch were written where kvc_slots showed.  Fails with
- * KVC_ERR_INDEX and KVC_ERR_INVALID as kvc_put does. */
+ * KVC_ERR_INDEX and KVC_ERR_INVALID as kvc_put does, and with KVC_ERR_UNSUPPORTED for KVC_CROSS. */
 KVC_API kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens);
 
 /* ---- threads of your own: the tasks of kvc_attend ---------------------------------------------------------------- */
@@ -1277,8 +1288,9 @@ KVC_API void kvc_plan_free(kvc_plan *plan);
  * put in a KVC_CROSS layer take the place of the stored ones.  Rows of the batch have delta 0; they continue the span
  * of the stored ones where they lie behind them.  No mask is applied: the policy, parents and positions say what a
  * token sees.  A hold keeps the rows after the batch has ended, too, even if it was aborted.  Without one, pointers
- * are valid until the batch ends, and those of a sequence that is not stored (kvc_begin_with) until kvc_attend puts in
- * another layer.  Do not call this while another thread puts or writes tokens of the same layer.
+ * are valid until the batch ends.  Those of a sequence that is not stored (kvc_begin_with) are valid until kvc_attend
+ * puts in another layer, those of a KVC_CROSS layer until rows are put there again.  Do not call this while another
+ * thread puts or writes tokens of the same layer.
  * Fails with KVC_ERR_INVALID if the batch has no token of the sequence, if it restores, or if the layer has no
  * attention, with KVC_ERR_GONE where rows of a sequence that is not stored are gone, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_batch_spans(kvc_batch *batch, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,

@@ -230,7 +230,12 @@ static void test_clone(int block_size) {
 
 static void test_bad_clone(void) {
     pair *p = mixed_pair(4);
+    kvc_cache *clone = NULL;
     CHECK_FAILS(kvc_cache_clone(p->cache, NULL), KVC_ERR_INVALID, "clone", "NULL");
+    setenv("KVCACHE_ISA", "abacus", 1);
+    CHECK_FAILS(kvc_cache_clone(p->cache, &clone), KVC_ERR_UNSUPPORTED, "KVCACHE_ISA", "abacus");
+    unsetenv("KVCACHE_ISA");
+    CHECK(!clone);
     pair_free(p);
 }
 

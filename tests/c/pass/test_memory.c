@@ -1,5 +1,7 @@
 /* Memory that batches take: none of what was reserved for them, and none that stays once they have ended. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#include <math.h>
+
 #include "support/feeding.h"
 #include "support/pairs.h"
 
@@ -329,7 +331,65 @@ static void test_aborted_steps(void) {
         }
 }
 
+/* ---- what a batch takes besides rows ----------------------------------------------------------------------------- */
+
+/* Bytes of the heap that are of this kind. */
+static int64_t bytes_of_kind(int32_t kind) {
+    int64_t bytes = 0;
+    for (int i = 0; i < heap.num; i++)
+        if (heap.live[i].hint.kind == kind) bytes += (int64_t)heap.live[i].size;
+    return bytes;
+}
+
+/* KVC_MAX_BATCH says what a token takes, by layers and groups, and how long; kvc_nbytes does not count it. */
+static void test_bytes_of_a_token(void) {
+    enum { NUM = 20000, MANY = 40 };
+    static int32_t positions[NUM];
+    kvc_layer layers[MANY];
+    for (int has_gaps = 0; has_gaps < 2; has_gaps++)
+        for (int num_groups = 1; num_groups <= 3; num_groups++)
+            for (int num_layers = num_groups; num_layers <= MANY; num_layers += MANY - num_groups) {
+                for (int l = 0; l < num_layers; l++)
+                    layers[l] =
+                        l % num_groups ? layer_with(sliding_policy(l % num_groups * 3 * NUM, 0, 0)) : plain_layer;
+                kvc_cache *cache = heap_cache(num_layers, layers, (kvc_config){.block_size = NUM});
+                for (int i = 0; i < NUM; i++) positions[i] = has_gaps ? 2 * i : i;
+                kvc_batch *batch = NULL;
+                const int64_t before = bytes_of_kind(KVC_MEMORY_BOOKKEEPING);
+                CHECK(bytes_of_kind(KVC_MEMORY_SCRATCH) == 0);
+                CHECKF(kvc_begin(cache, NUM, positions, NULL, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
+                const double scratch = (double)bytes_of_kind(KVC_MEMORY_SCRATCH) / NUM;
+                const double lists = (double)(bytes_of_kind(KVC_MEMORY_BOOKKEEPING) - before) / NUM / num_groups;
+                CHECKF(fabs(scratch - 80 - 90 * num_groups - 1.3 * num_layers) < 12, "%d layers, %d groups: %g bytes",
+                       num_layers, num_groups, scratch);
+                CHECKF(lists < (has_gaps ? 24 : 12) + 8, "%g bytes in a group", lists); /* 8: of the block's slots */
+                CHECK(kvc_nbytes(cache) == memory_bytes(&heap));
+                kvc_abort(batch);
+                CHECK(bytes_of_kind(KVC_MEMORY_SCRATCH) > 0 && kvc_compact(cache) == KVC_OK);
+                CHECK(bytes_of_kind(KVC_MEMORY_SCRATCH) == 0);
+                free_valid(cache);
+            }
+}
+
+/* Where a token's slot is shown, only a hold on it takes memory. */
+static void test_slots_without_memory(void) {
+    kvc_cache *cache = heap_cache(1, &plain_layer, (kvc_config){0});
+    kvc_batch *batch = NULL;
+    kvc_hold *hold = NULL;
+    kvc_span span;
+    CHECK(begin_at_end(cache, 1, 3, &batch) == KVC_OK);
+    memory_fail(&heap, 0, INT32_MAX);
+    CHECK(kvc_slots(batch, 0, 0, &span, sizeof span, NULL) == KVC_OK && span.num_rows == 3);
+    CHECK_FAILS(kvc_slots(batch, 0, 0, &span, sizeof span, &hold), KVC_ERR_NOMEM, "out of memory", "hold");
+    heap.is_failing = 0;
+    CHECK(!hold);
+    kvc_abort(batch);
+    free_valid(cache);
+}
+
 int main(void) {
+    test_bytes_of_a_token();
+    test_slots_without_memory();
     test_counted();
     test_aborted();
     test_aborted_cross();

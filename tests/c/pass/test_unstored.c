@@ -406,6 +406,9 @@ static void test_limits(void) {
     CHECKF(begin_pass(cache, &p, 0, 0, &batch) == KVC_OK, "%s", kvc_last_error()); /* 10 to be stored, of one */
     for (int l = 0; l < 3; l++) CHECK(attend(batch, l, 0, 30, 1, &r) == KVC_OK);
     CHECK(kvc_commit(batch) == KVC_OK && kvc_next_position(cache, 0) == 10 && kvc_next_position(cache, 1) == 0);
+    kvc_stats stats;
+    kvc_get_stats(cache, &stats, sizeof stats);
+    CHECK(stats.batches == 1 && stats.tokens == 10); /* the others are not stored */
     for (int t = 0; t < 30; t++) p.positions[t] += t < 10 ? 10 : 0;
     CHECK_FAILS(begin_pass(cache, &p, 0, 1, &batch), KVC_ERR_FULL, "capacity", "20");
     p.n = 21;

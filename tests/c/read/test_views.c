@@ -1,5 +1,6 @@
 /* What a cache shows: holds on rows in place, copies of rows and their positions, blocks and runs. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#include "support/feeding.h"
 #include "support/random_steps.h"
 #include "support/pairs.h"
 
@@ -162,6 +163,26 @@ static void test_next_positions(void) {
     pair_free(p);
 }
 
+/* A sequence can be cut within the sinks of its windows, unless chunks that lie there have gone.  No sequence can go on
+ * at a negative position; one without tokens can at any other. */
+static void test_where_to_go_on(void) {
+    const kvc_layer layers[] = {layer_with(sliding_policy(4, 2, 0)), layer_with(chunked_policy(5, 0))},
+                    cross = layer_with((kvc_policy){.kind = KVC_CROSS, .max_len = 4});
+    for (int num_layers = 1; num_layers <= 2; num_layers++)
+        for (int32_t length = 0; length <= 14; length++) {
+            kvc_cache *cache = heap_cache(num_layers, layers, (kvc_config){0});
+            CHECK(feed(cache, num_layers, 0, 13) == KVC_OK);
+            const int can = kvc_can_resume(cache, 0, length), is_cut = length == 0 || (num_layers == 1 && length <= 2);
+            CHECK(can == (length == 12 || length == 13));
+            CHECK(kvc_truncate(cache, 0, length) == (can || is_cut || length > 13 ? KVC_OK : KVC_ERR_GONE));
+            free_valid(cache);
+        }
+    kvc_cache *cache = heap_cache(1, &cross, (kvc_config){0});
+    CHECK(!kvc_can_resume(cache, 0, -1) && !kvc_can_resume(cache, 0, INT32_MIN));
+    CHECK(kvc_can_resume(cache, 0, 0) && kvc_can_resume(cache, 0, INT32_MAX));
+    free_valid(cache);
+}
+
 /* ---- blocks ------------------------------------------------------------------------------------------------------ */
 
 /* kvc_blocks counts all blocks and runs, and writes no more than the arrays hold. */
@@ -187,6 +208,7 @@ int main(void) {
     test_gather_parts();
     test_positions_of_copies();
     test_next_positions();
+    test_where_to_go_on();
     test_few_blocks();
     return test_result();
 }
