@@ -6,7 +6,7 @@
  * Words
  *   position      where a token stands in its sequence (int32).  Never the same thing as where it is stored.
  *   policy        per layer: which positions a query may see, and so which rows may be dropped.
- *   layer group   the layers that share a policy; they share blocks and bookkeeping.
+ *   layer group   the layers that share a policy; they share blocks and bookkeeping.  A KVC_CROSS layer is one by itself.
  *   slot          room for one token: its K and V rows of every head of every layer of the group.
  *   block         `block_size` slots: the unit of allocation and of sharing between sequences.
  *   run           consecutive slots of one block that one sequence holds, at consecutive positions.
@@ -37,9 +37,12 @@
  *           NULL, negative, an unknown constant) and KVC_ERR_INDEX (no such layer).
  *           Handles (kvc_cache *, kvc_batch *, ...) are not checked.  Pass what kvc_cache_new, kvc_begin and the like
  *           made, while it is in use.  NULL crashes, except where it is freed.
- * Threads   Any thread may call any function.  A mutex guards the bookkeeping; it is held briefly, and not while rows
- *           are put, replaced, copied out, settled, attended over or handed to a function of the caller (kvc_compact
- *           holds it while it moves rows).
+ * Threads   Any thread may call any function.  A mutex guards the bookkeeping.  Nobody holds it while rows are put,
+ *           replaced, copied out, settled, attended over or handed to a function of the caller.  How long a call holds
+ *           it depends on its arguments and on the sequences that it names, not on what else the cache has.
+ *           Except: calls that look at all sequences (kvc_clear, kvc_keep, kvc_sequences, kvc_retained, kvc_settle,
+ *           kvc_cache_clone, kvc_save without seq_ids, kvc_blocks, kvc_validate), and kvc_begin and kvc_compact where
+ *           they move rows together.
  *           While a batch is open, or kvc_shift, kvc_remove or kvc_divide rewrites the keys of a sequence, these fail
  *           with KVC_ERR_BUSY: to begin a batch, to edit such a sequence, and kvc_reserve, kvc_room, kvc_settle,
  *           kvc_compact, kvc_cache_clone and kvc_cache_free.  Other sequences may be edited.  So threads that serve one
@@ -334,7 +337,8 @@ typedef struct kvc_plan kvc_plan;
 KVC_API kvc_status kvc_cache_new(const kvc_config *config, kvc_cache **cache);
 
 /* Frees the cache and its prefixes, after waiting for calls that copy rows out; ignores NULL.  Fails with KVC_ERR_BUSY
- * while a batch is open or a call waits in kvc_begin_with, and with KVC_ERR_HELD while there is a kvc_hold. */
+ * while a batch is open, keys are rewritten or a call waits in kvc_begin_with, and with KVC_ERR_HELD while there is a
+ * kvc_hold, or kvc_save or kvc_restore runs. */
 KVC_API kvc_status kvc_cache_free(kvc_cache *cache);
 
 /* ---- a forward pass ---------------------------------------------------------------------------------------------- */
@@ -782,7 +786,8 @@ typedef struct kvc_save_args {
 
 /* Saves sequences: their rows, those that they share once, positions, deltas, what has expired, and the configuration
  * but for threads and functions.  It is the state of one moment.  Of an open batch nothing is saved; rows are written
- * without the mutex, and may be edited meanwhile, as if a kvc_hold held them.  seq_ids may name empty sequences.
+ * without the mutex, and may be edited meanwhile, as if a kvc_hold held them: kvc_compact, kvc_settle and
+ * kvc_cache_free fail with KVC_ERR_HELD.  seq_ids may name empty sequences.
  * Fails with KVC_ERR_CALLBACK, after which what was written is no whole file, with KVC_ERR_NOMEM, and with
  * KVC_ERR_UNSUPPORTED on a big-endian machine, as files are little-endian. */
 KVC_API kvc_status kvc_save(kvc_cache *cache, const kvc_save_args *args);
