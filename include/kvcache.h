@@ -31,7 +31,7 @@
  *
  * Errors    A function that can fail returns a kvc_status; KVC_OK is 0.  A call that failed has changed nothing, unless
  *           its function says otherwise.  kvc_last_error() returns the message of the thread's last failure, with the
- *           numbers in it: read it at once, because a call that succeeds may have overcome a failure of its own.
+ *           numbers in it.  Read it at once, because a call that succeeds may have overcome a failure of its own.
  *           Nothing here aborts, prints or leaks.
  *           Each function lists its errors, except two that any function may return: KVC_ERR_INVALID (a bad argument:
  *           NULL, negative, an unknown constant) and KVC_ERR_INDEX (no such layer).
@@ -40,9 +40,9 @@
  * Threads   Any thread may call any function.  A mutex guards the bookkeeping.  Nobody holds it while rows are put,
  *           replaced, copied out, settled, attended over or handed to a function of the caller.  How long a call holds
  *           it depends on its arguments and on the sequences that it names, not on what else the cache has.
- *           Except: calls that look at all sequences (kvc_clear, kvc_keep, kvc_sequences, kvc_retained, kvc_settle,
- *           kvc_cache_clone, kvc_save without seq_ids, kvc_blocks, kvc_validate), and kvc_begin and kvc_compact where
- *           they move rows together.
+ *           Two kinds of calls may hold it longer: calls about all sequences (kvc_clear, kvc_keep, kvc_sequences,
+ *           kvc_retained, kvc_settle, kvc_cache_clone, kvc_save without seq_ids, kvc_blocks, kvc_validate), and
+ *           kvc_compact, kvc_begin and kvc_reserve when they move rows together.
  *           While a batch is open, or kvc_shift, kvc_remove or kvc_divide rewrites the keys of a sequence, these fail
  *           with KVC_ERR_BUSY: to begin a batch, to edit such a sequence, and kvc_reserve, kvc_room, kvc_settle,
  *           kvc_compact, kvc_cache_clone and kvc_cache_free.  Other sequences may be edited.  So threads that serve one
@@ -52,15 +52,15 @@
  *           kvc_inject or kvc_settle writes its rows.  kvc_compact, kvc_settle and kvc_cache_free wait for calls that
  *           copy rows out; a call that comes to copy rows meanwhile waits behind them.
  *           kvc_commit and kvc_reserve end with work on OS pages, without the mutex; the batch has ended by then.
- *           Where max_bytes is set, calls that may take memory for rows wait for this work.
+ *           If max_bytes is set, calls that may take memory for rows wait for this work.
  * fork()    The child has one thread, and every cache as it was.  fork() waits for what other threads do in the
  *           library, except for work on a batch (the child has it open, without that work), for threads that wait to
  *           begin one (in the child nobody waits), and for functions of the caller (a sequence whose keys one was
  *           moving is as it was before).  Sequences that a call has for itself, and does not return, are not there.
  * Limits    max_seq_len and max_sequences are checked when a batch begins.  capacity is also checked by edits that copy
  *           rows, by kvc_retain_new and by what loads rows; max_bytes whenever memory is taken for rows.
- *           Sharing and loading may exceed max_seq_len and max_sequences.  Then the next batch is refused: past
- *           max_seq_len one of that sequence, past max_sequences any.
+ *           Sharing and loading may exceed max_seq_len and max_sequences.  Past max_seq_len, the next batch
+ *           of that sequence is refused.  Past max_sequences, any batch is refused.
  * Structs   grow at their end, so that a program and a library of different versions understand each other.
  *           Handed in: a struct begins with its own size, an array comes with the size of an element.  A field that is
  *           0 asks for its default, and so does one that an older, smaller struct lacks.  Fields of a newer, larger one
@@ -133,7 +133,7 @@ KVC_API const char *kvc_strerror(kvc_status status);
 KVC_API const char *kvc_last_error(void);
 
 /* Sets what kvc_last_error() returns on this thread, for functions of the caller that return a status (kvc_store): a
- * sentence, as printf makes it, cut to 511 bytes.  What kvc_last_error() returned may be among the arguments. */
+ * sentence, as printf makes it, cut to 511 bytes.  An argument may be the text that kvc_last_error() returned. */
 KVC_API void kvc_set_last_error(const char *format, ...);
 
 /* ---- configuration ----------------------------------------------------------------------------------------------- */
@@ -281,10 +281,10 @@ typedef struct kvc_memory_hint {
     int32_t end_head;
 } kvc_memory_hint;
 
-/* Functions of the caller that allocate memory.  All three are called with the cache's mutex held, or while a cache is
- * made or freed: so a cache calls one at a time, except `purge`, for parts of a block at once.  Caches with the same
- * functions, clones among them, call them at the same time.  They are called from any thread, and must neither call into
- * the library nor fork. */
+/* Functions of the caller that allocate memory.  They are called with the cache's mutex held, or while the cache is
+ * made or freed.  So a cache calls one at a time, except `purge`, which it may call for several parts of a block at
+ * once.  Caches with the same functions, such as clones, may call them at the same time.  They are called from any
+ * thread, and must neither call into the library nor fork. */
 typedef struct kvc_allocator {
     size_t struct_size;
     void *user;
@@ -572,10 +572,11 @@ KVC_API kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t
  * Fails with KVC_ERR_NOMEM, and where there are no later tokens with KVC_ERR_GONE as kvc_truncate does. */
 KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift);
 
-/* Drops the rows at positions of at least `length`, where the sequence goes on then.  If there are none, changes
- * nothing.  Fails with KVC_ERR_GONE where rows are dropped and a token there would see others that have expired.
- * Always possible are 0 and a position that kvc_can_resume confirms.  Where no layer has chunks, so is a position
- * within the sinks of every layer with a window, unless a layer was restored without its sinks (kvc_begin_with).
+/* Drops the rows at positions of at least `length`, where the sequence goes on then.  If there are no such rows, it
+ * changes nothing.  Fails with KVC_ERR_GONE where rows are dropped and a token there would see others that have
+ * expired.
+ * Always possible are 0 and a position that kvc_can_resume confirms.  If no layer has chunks, a position within the
+ * sinks of every layer with a window is, too, unless a layer was restored without its sinks (kvc_begin_with).
  * Fails with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length);
 
@@ -733,7 +734,7 @@ KVC_API double kvc_utilization(kvc_cache *cache);
 typedef struct kvc_stats {
     int64_t batches;         /* committed */
     int64_t aborted;         /* batches */
-    int64_t tokens;          /* committed, but for sequences that are not stored */
+    int64_t tokens;          /* committed to sequences that are stored */
     int64_t rows_expired;    /* per layer group, as are all rows and slots here */
     int64_t rows_moved;      /* by compaction */
     int64_t compactions;
@@ -745,8 +746,8 @@ typedef struct kvc_stats {
     int64_t blocks_in_use;   /* now */
     int64_t blocks_free;     /* now: memory kept for reuse */
     int64_t rows_copied;     /* to slots of a sequence's own, to be changed there: by kvc_divide and KVC_ROPE_FUNCTION,
-                                and of shared rows by kvc_settle and kvc_inject.  Beside these, compactions alone move
-                                stored rows */
+                                and of shared rows by kvc_settle and kvc_inject.  Compactions move rows, too
+                                (rows_moved) */
     int64_t rows_evicted;    /* of retained sequences, to make room: what two of them shared counts twice */
     int64_t retained;        /* now: retained sequences */
     int64_t evictable_slots; /* now: of live_slots, those that only such sequences hold */
@@ -816,8 +817,8 @@ typedef struct kvc_load_args {
  * file is untrusted: every count is checked against its size before memory is taken for it.  cache NULL: only checks
  * the file, checksums included.
  * kvc_nbytes of the new cache must be within max_bytes.  It is usually smaller than before saving, because rows are
- * packed into full blocks; where rows go on in another block, a sequence's list of runs may be a few entries longer, of
- * 24 bytes each.  Fails with KVC_ERR_FORMAT, and the reason in kvc_last_error(), if it is truncated, altered
+ * packed into full blocks.  A sequence's list of runs may be a few entries longer, of 24 bytes each.
+ * Fails with KVC_ERR_FORMAT, and the reason in kvc_last_error(), if it is truncated, altered
  * (and which tensor), of another shape or model, of a newer format, or no saved state; with KVC_ERR_INVALID also where
  * the file has not all of seq_ids, or needs functions that move keys; with KVC_ERR_CALLBACK, KVC_ERR_FULL (capacity or
  * max_bytes), KVC_ERR_NOMEM and KVC_ERR_UNSUPPORTED. */
@@ -1293,9 +1294,9 @@ KVC_API void kvc_plan_free(kvc_plan *plan);
  * put in a KVC_CROSS layer take the place of the stored ones.  Rows of the batch have delta 0; they continue the span
  * of the stored ones where they lie behind them.  No mask is applied: the policy, parents and positions say what a
  * token sees.  A hold keeps the rows after the batch has ended, too, even if it was aborted.  Without one, pointers
- * are valid until the batch ends.  Those of a sequence that is not stored (kvc_begin_with) are valid until kvc_attend
- * puts in another layer, those of a KVC_CROSS layer until rows are put there again.  Do not call this while another
- * thread puts or writes tokens of the same layer.
+ * are valid until the batch ends.  Pointers to a sequence that is not stored (kvc_begin_with) are valid until
+ * kvc_attend puts in another layer, pointers to a KVC_CROSS layer until rows are put there again.
+ * Do not call this while another thread puts or writes tokens of the same layer.
  * Fails with KVC_ERR_INVALID if the batch has no token of the sequence, if it restores, or if the layer has no
  * attention, with KVC_ERR_GONE where rows of a sequence that is not stored are gone, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_batch_spans(kvc_batch *batch, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,

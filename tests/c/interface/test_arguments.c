@@ -187,8 +187,8 @@ static void test_last_error(void) {
     CHECK(strlen(kvc_last_error()) == 511);
 }
 
-/* Every type has a name of its own; a number that is no type has none, and its rows no bytes.  Nor have rows of fewer
- * than 0 elements. */
+/* Every type has a name of its own; a number that is no type has none, and its rows no bytes.  Rows of a
+ * negative length have no bytes either. */
 static void test_type_names(void) {
     static const char *const first[] = {
         [KVC_F32] = "f32", [KVC_F16] = "f16", [KVC_BF16] = "bf16", [KVC_Q8_0] = "q8_0", [KVC_Q4_0] = "q4_0"};

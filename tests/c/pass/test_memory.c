@@ -371,7 +371,7 @@ static void test_bytes_of_a_token(void) {
             }
 }
 
-/* Where a token's slot is shown, only a hold on it takes memory. */
+/* kvc_slots takes memory for a hold only. */
 static void test_slots_without_memory(void) {
     kvc_cache *cache = heap_cache(1, &plain_layer, (kvc_config){0});
     kvc_batch *batch = NULL;
