@@ -6,7 +6,8 @@
  * Words
  *   position      where a token stands in its sequence (int32).  Never the same thing as where it is stored.
  *   policy        per layer: which positions a query may see, and so which rows may be dropped.
- *   layer group   the layers that share a policy; they share blocks and bookkeeping.  A KVC_CROSS layer is one by itself.
+ *   layer group   the layers that share a policy; they share blocks and bookkeeping.  A KVC_CROSS layer is a group by
+ *                 itself.
  *   slot          room for one token: its K and V rows of every head of every layer of the group.
  *   block         `block_size` slots: the unit of allocation and of sharing between sequences.
  *   run           consecutive slots of one block that one sequence holds, at consecutive positions.
