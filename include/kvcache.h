@@ -477,9 +477,9 @@ KVC_API kvc_status kvc_commit(kvc_batch *batch);
  * whichever they are, this cannot fail. */
 KVC_API kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept);
 
-/* Ends the batch and frees it, as if its tokens had never been, and gives back all memory that it took.  What kvc_begin
- * did to make room stays done: rows that it expired stay expired, and their blocks wait for the next kvc_commit.
- * Ignores NULL. */
+/* Ends the batch and frees it, as if its tokens had never been, and gives back the memory that it took for rows and
+ * bookkeeping.  What kvc_begin did to make room stays done: rows that it expired stay expired, and their blocks wait for
+ * the next kvc_commit.  Ignores NULL. */
 KVC_API void kvc_abort(kvc_batch *batch);
 
 /* ---- looking at sequences ---------------------------------------------------------------------------------------- */
