@@ -1,0 +1,753 @@
+/* growth.c: times every public call that takes a cache's mutex beside few and beside many kept blocks, and the longest
+ * time for which it holds the mutex, in a library that holds the core as well.
+ *
+ * The core is compiled with pthread's functions for mutexes renamed to those below, which note how long the calling
+ * thread has a mutex: in processor time, as another program may have the processor meanwhile.  Its clock is renamed,
+ * too, so that blocks expire at once. */
+#if !defined(_GNU_SOURCE)
+#define _GNU_SOURCE /* clock_gettime */
+#endif
+#undef pthread_mutex_lock
+#undef pthread_mutex_trylock
+#undef pthread_mutex_unlock
+#undef clock_gettime
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "kvcache.h"
+
+#define EXPORT __attribute__((visibility("default")))
+#define TRY(call)                          \
+    do {                                   \
+        const kvc_status status_ = (call); \
+        if (status_) return status_;       \
+    } while (0)
+
+enum { BLOCK = 16, DIM = 8, WINDOW = 32, OWN = 8 * BLOCK /* tokens of the sequence that is read and edited */ };
+enum { OWN_ID = 1 << 20, OTHER_ID, RETAINED_ID };
+
+/* ---- time -------------------------------------------------------------------------------------------------------- */
+
+static double read_clock(clockid_t clock) {
+    struct timespec t;
+    clock_gettime(clock, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static double now(void) { return read_clock(CLOCK_MONOTONIC); }
+static double processor(void) { return read_clock(CLOCK_THREAD_CPUTIME_ID); }
+
+static atomic_llong clock_ahead; /* seconds that the core's clock is ahead */
+
+int growth_clock(clockid_t clock, struct timespec *t);
+int growth_clock(clockid_t clock, struct timespec *t) {
+    const int failed = clock_gettime(clock, t);
+    t->tv_sec += (time_t)atomic_load(&clock_ahead);
+    return failed;
+}
+
+/* What is noted of this thread's calls: only within timed ones, and holds only while watching. */
+static _Thread_local struct {
+    int is_timed, watches;
+    double seconds, locked, longest;
+} noted;
+
+static void note_lock(void) {
+    if (noted.watches) noted.locked = processor();
+}
+
+int growth_lock(pthread_mutex_t *mutex);
+int growth_trylock(pthread_mutex_t *mutex);
+int growth_unlock(pthread_mutex_t *mutex);
+
+int growth_lock(pthread_mutex_t *mutex) {
+    const int failed = pthread_mutex_lock(mutex);
+    if (!failed) note_lock();
+    return failed;
+}
+
+int growth_trylock(pthread_mutex_t *mutex) {
+    const int failed = pthread_mutex_trylock(mutex);
+    if (!failed) note_lock();
+    return failed;
+}
+
+int growth_unlock(pthread_mutex_t *mutex) {
+    if (noted.watches && noted.is_timed && noted.locked > 0) {
+        const double held = processor() - noted.locked;
+        if (held > noted.longest) noted.longest = held;
+    }
+    return pthread_mutex_unlock(mutex);
+}
+
+/* Times a call. */
+#define TIME(call)                           \
+    do {                                     \
+        noted.is_timed = 1;                  \
+        const double start_ = now();         \
+        const kvc_status result_ = (call);   \
+        noted.seconds += now() - start_;     \
+        noted.is_timed = 0;                  \
+        if (result_) return result_;         \
+    } while (0)
+
+/* ---- a cache with kept blocks ------------------------------------------------------------------------------------ */
+
+/* What limits a cache that is full of kept blocks; or what has become of them. */
+typedef enum kind { UNLIMITED, BY_CAPACITY, BY_BYTES, EXPIRED, PINNED, NUM_KINDS } kind;
+
+typedef struct scene {
+    kvc_cache *cache;
+    kvc_prefix *prefix;
+    int64_t next; /* the next token that no prompt has had */
+    int32_t num_blocks;
+} scene;
+
+static void *allocate(size_t count, size_t size) {
+    void *p = calloc(count, size);
+    if (!p) abort();
+    return p;
+}
+
+/* Fills in tokens that no prompt has had. */
+static kvc_tokens new_tokens(scene *s, int64_t *ids, int32_t num) {
+    for (int32_t i = 0; i < num; i++) ids[i] = s->next++;
+    return (kvc_tokens){.struct_size = sizeof(kvc_tokens), .ids = ids, .num_tokens = num};
+}
+
+/* Returns the tokens of a prompt that is kept. */
+static kvc_tokens known_tokens(const scene *s, int64_t *ids, int32_t prompt) {
+    for (int32_t i = 0; i < BLOCK; i++) ids[i] = (int64_t)(prompt % s->num_blocks) * BLOCK + i;
+    return (kvc_tokens){.struct_size = sizeof(kvc_tokens), .ids = ids, .num_tokens = BLOCK};
+}
+
+static kvc_status put_all(kvc_batch *batch) {
+    static const float row[DIM];
+    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row}; /* the same row for all */
+    TRY(kvc_put(batch, 0, &put));
+    return kvc_put(batch, 1, &put);
+}
+
+static kvc_status begin(const scene *s, int64_t id, int32_t num, kvc_batch **batch) {
+    int64_t ids[OWN];
+    for (int32_t i = 0; i < num; i++) ids[i] = id;
+    return kvc_begin(s->cache, num, NULL, ids, NULL, batch);
+}
+
+static kvc_status feed(const scene *s, int64_t id, int32_t num) {
+    kvc_batch *batch;
+    TRY(begin(s, id, num, &batch));
+    TRY(put_all(batch));
+    return kvc_commit(batch);
+}
+
+static kvc_status take_all_new(const scene *s) {
+    kvc_new_block block;
+    int64_t num;
+    do TRY(kvc_take_new_blocks(s->cache, &block, sizeof block, 1, &num));
+    while (num);
+    return KVC_OK;
+}
+
+/* Feeds a prompt of one block and releases it. */
+static kvc_status keep(scene *s) {
+    int64_t ids[BLOCK], id;
+    int32_t matched;
+    const kvc_tokens tokens = new_tokens(s, ids, BLOCK);
+    TRY(kvc_prefix_acquire(s->prefix, &tokens, -1, &id, &matched));
+    TRY(feed(s, id, BLOCK));
+    return kvc_prefix_release(s->prefix, id, &tokens);
+}
+
+static kvc_status scene_new(scene *s, kind kind, int32_t num_blocks, int64_t max_bytes) {
+    const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .k_type = KVC_F16, .v_type = KVC_F16,
+                                 .rope = {.kind = KVC_ROPE_NONE}},
+                                {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .k_type = KVC_F16, .v_type = KVC_F16,
+                                 .policy = {.kind = KVC_SLIDING, .window = WINDOW, .resume_window = 2 * WINDOW},
+                                 .rope = {.kind = KVC_ROPE_NONE}}};
+    const kvc_config config = {.struct_size = sizeof config, .layers = layers, .layer_size = sizeof *layers,
+                               .num_layers = 2, .block_size = BLOCK, .max_bytes = max_bytes, .num_threads = 1,
+                               .capacity = kind == BY_CAPACITY ? (int64_t)num_blocks * BLOCK + 2 * OWN : 0};
+    const kvc_prefix_config prefix = {.struct_size = sizeof prefix, .fingerprint = "none", .max_events = 16,
+                                      .collects_new = 1, .state_bytes = 8, .ttl_ms = kind == EXPIRED ? 600000 : 0};
+    *s = (scene){.num_blocks = num_blocks};
+    TRY(kvc_cache_new(&config, &s->cache));
+    TRY(kvc_prefix_new(s->cache, &prefix, &s->prefix));
+    return KVC_OK;
+}
+
+EXPORT kvc_status growth_free(scene *s) {
+    kvc_prefix_free(s->prefix);
+    const kvc_status status = kvc_cache_free(s->cache);
+    free(s);
+    return status;
+}
+
+/* Sets *made to a cache with num_blocks kept blocks, each a prompt of its own, of a kind; and two sequences. */
+EXPORT kvc_status growth_new(kind kind, int32_t num_blocks, int64_t max_bytes, scene **made) {
+    scene *s = *made = allocate(1, sizeof *s);
+    int64_t ids[BLOCK];
+    int32_t pinned;
+    TRY(scene_new(s, kind, num_blocks, max_bytes));
+    for (int32_t i = 0; i < num_blocks; i++) {
+        TRY(keep(s));
+        const kvc_tokens tokens = known_tokens(s, ids, i);
+        if (kind == PINNED && i < num_blocks - BLOCK) TRY(kvc_prefix_pin(s->prefix, &tokens, &pinned));
+    }
+    TRY(take_all_new(s));
+    TRY(feed(s, OWN_ID, OWN));
+    if (kind == EXPIRED) atomic_fetch_add(&clock_ahead, 1000000);
+    return KVC_OK;
+}
+
+EXPORT int64_t growth_bytes(const scene *s) { return kvc_nbytes(s->cache); }
+EXPORT const char *growth_error(void) { return kvc_last_error(); }
+
+/* ---- calls ------------------------------------------------------------------------------------------------------- */
+
+/* Each makes ready, times one call, and puts back what that has changed.  They are listed at the end. */
+typedef kvc_status call_fn(scene *s, int32_t rep);
+
+#define VALUE_OF(name, call)                         \
+    static kvc_status name(scene *s, int32_t rep) { \
+        (void)rep;                                   \
+        TIME(((void)(call), KVC_OK));                \
+        return KVC_OK;                               \
+    }
+#define STATUS_OF(name, call)                        \
+    static kvc_status name(scene *s, int32_t rep) { \
+        (void)rep;                                   \
+        TIME(call);                                  \
+        return KVC_OK;                               \
+    }
+static int32_t first, last;
+static int64_t count;
+static int64_t listed[OWN];
+static int32_t positions[OWN];
+static kvc_stats stats;
+static kvc_prefix_stats prefix_stats;
+static _Float16 rows[2][OWN][DIM];
+
+static kvc_rows_out rows_out(void) {
+    return (kvc_rows_out){.struct_size = sizeof(kvc_rows_out), .type = KVC_F16, .k = rows[0], .v = rows[1],
+                          .k_row_stride = sizeof rows[0][0], .v_row_stride = sizeof rows[0][0]};
+}
+
+VALUE_OF(call_seq_len, kvc_seq_len(s->cache, OWN_ID, 0))
+STATUS_OF(call_position_range, kvc_position_range(s->cache, OWN_ID, 0, &first, &last))
+VALUE_OF(call_next_position, kvc_next_position(s->cache, OWN_ID))
+VALUE_OF(call_can_resume, kvc_can_resume(s->cache, OWN_ID, OWN))
+VALUE_OF(call_exact_to, kvc_exact_to(s->cache, OWN_ID))
+VALUE_OF(call_sequences, kvc_sequences(s->cache, listed, OWN))
+VALUE_OF(call_positions, kvc_positions(s->cache, OWN_ID, 0, positions, OWN))
+VALUE_OF(call_new_sequence, kvc_new_sequence(s->cache))
+VALUE_OF(call_nbytes, kvc_nbytes(s->cache))
+VALUE_OF(call_utilization, kvc_utilization(s->cache))
+VALUE_OF(call_get_stats, (kvc_get_stats(s->cache, &stats, sizeof stats), 0))
+VALUE_OF(call_retained, kvc_retained(s->cache, listed, OWN))
+VALUE_OF(call_payload_bytes, kvc_payload_bytes(s->cache))
+VALUE_OF(call_prefix_get_stats, (kvc_prefix_get_stats(s->prefix, &prefix_stats, sizeof prefix_stats), 0))
+STATUS_OF(call_room, kvc_room(s->cache, OWN_ID, &count))
+STATUS_OF(call_room_of_new, kvc_room(s->cache, OTHER_ID, &count))
+STATUS_OF(call_reserve, kvc_reserve(s->cache, OWN_ID, 1))
+STATUS_OF(call_compact, kvc_compact(s->cache))
+STATUS_OF(call_settle, kvc_settle(s->cache))
+STATUS_OF(call_validate, kvc_validate(s->cache))
+
+static kvc_status call_blocks(scene *s, int32_t rep) {
+    int64_t num_blocks, num_runs;
+    (void)rep;
+    TIME(kvc_blocks(s->cache, 0, NULL, sizeof(kvc_block_info), 0, &num_blocks, NULL, sizeof(kvc_run_info), 0,
+                    &num_runs));
+    return KVC_OK;
+}
+
+static kvc_status call_spans(scene *s, int32_t rep) {
+    kvc_span spans[OWN];
+    kvc_hold *hold;
+    (void)rep;
+    TIME(kvc_spans(s->cache, OWN_ID, 0, spans, sizeof *spans, OWN, &count, &hold));
+    kvc_hold_free(hold);
+    return KVC_OK;
+}
+
+static kvc_status call_hold_free(scene *s, int32_t rep) {
+    kvc_span spans[OWN];
+    kvc_hold *hold;
+    (void)rep;
+    TRY(kvc_spans(s->cache, OWN_ID, 0, spans, sizeof *spans, OWN, &count, &hold));
+    TIME((kvc_hold_free(hold), KVC_OK));
+    return KVC_OK;
+}
+
+static kvc_status call_gather(scene *s, int32_t rep) {
+    const kvc_rows_out out = rows_out();
+    (void)rep;
+    TIME(kvc_gather(s->cache, OWN_ID, 0, 0, OWN, &out));
+    return KVC_OK;
+}
+
+static kvc_status call_extract(scene *s, int32_t rep) {
+    const kvc_rows_out out = rows_out();
+    (void)rep;
+    TIME(kvc_extract(s->cache, OWN_ID, 0, 0, OWN, &out));
+    return KVC_OK;
+}
+
+/* ---- edits ------------------------------------------------------------------------------------------------------- */
+
+/* Times an edit of a sequence that shares all rows of another. */
+static kvc_status edit(scene *s, kvc_status (*edits)(scene *s)) {
+    TRY(kvc_fork(s->cache, OWN_ID, OTHER_ID));
+    noted.is_timed = 1;
+    const double start = now();
+    const kvc_status status = edits(s);
+    noted.seconds += now() - start;
+    noted.is_timed = 0;
+    TRY(kvc_clear_sequence(s->cache, OTHER_ID));
+    return status;
+}
+
+#define EDIT_BY(name, call)                                                     \
+    static kvc_status edit_##name(scene *s) { return call; }                    \
+    static kvc_status name(scene *s, int32_t rep) {                             \
+        (void)rep;                                                              \
+        return edit(s, edit_##name);                                            \
+    }
+
+static kvc_status inject(scene *s) {
+    const kvc_rows_in in = {.struct_size = sizeof in, .k = rows[0], .v = rows[1], .k_row_stride = sizeof rows[0][0],
+                            .v_row_stride = sizeof rows[0][0], .k_type = KVC_F16, .v_type = KVC_F16};
+    return kvc_inject(s->cache, OTHER_ID, 0, 0, BLOCK, &in);
+}
+
+EDIT_BY(call_remove, kvc_remove(s->cache, OTHER_ID, 4, 8, 0))
+EDIT_BY(call_truncate, kvc_truncate(s->cache, OTHER_ID, OWN - 1))
+EDIT_BY(call_shift, kvc_shift(s->cache, OTHER_ID, 4, KVC_END, 8))
+EDIT_BY(call_divide, kvc_divide(s->cache, OTHER_ID, 4, KVC_END, 2))
+EDIT_BY(call_mark_inexact, kvc_mark_inexact(s->cache, OTHER_ID, OWN))
+EDIT_BY(call_inject, inject(s))
+
+static kvc_status call_fork(scene *s, int32_t rep) {
+    (void)rep;
+    TIME(kvc_fork(s->cache, OWN_ID, OTHER_ID));
+    return kvc_clear_sequence(s->cache, OTHER_ID);
+}
+
+static kvc_status call_copy_prefix(scene *s, int32_t rep) {
+    (void)rep;
+    TIME(kvc_copy_prefix(s->cache, OWN_ID, OTHER_ID, OWN));
+    return kvc_clear_sequence(s->cache, OTHER_ID);
+}
+
+static kvc_status call_share(scene *s, int32_t rep) {
+    (void)rep;
+    TIME(kvc_share(s->cache, OWN_ID, OTHER_ID, 0, OWN));
+    return kvc_clear_sequence(s->cache, OTHER_ID);
+}
+
+static kvc_status call_clear_sequence(scene *s, int32_t rep) {
+    (void)rep;
+    TRY(kvc_fork(s->cache, OWN_ID, OTHER_ID));
+    TIME(kvc_clear_sequence(s->cache, OTHER_ID));
+    return KVC_OK;
+}
+
+/* ---- a pass ------------------------------------------------------------------------------------------------------ */
+
+/* The steps of a request: one of them is timed. */
+typedef enum step { ACQUIRE, BEGIN, PUT, COMMIT, COMMIT_KEPT, ABORT, RELEASE, CHECKPOINT, STATE } step;
+
+#define TIME_IF(timed, call)                \
+    do {                                    \
+        if (timed)                          \
+            TIME(call);                     \
+        else                                \
+            TRY(call);                      \
+    } while (0)
+
+/* Reads a prompt of one block and releases it. */
+static kvc_status request(scene *s, step step) {
+    static const int32_t kept[BLOCK] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    int64_t ids[BLOCK], id, state = 0;
+    int32_t matched;
+    kvc_batch *batch;
+    const kvc_tokens tokens = new_tokens(s, ids, BLOCK);
+    TIME_IF(step == ACQUIRE, kvc_prefix_acquire(s->prefix, &tokens, -1, &id, &matched));
+    TIME_IF(step == STATE, kvc_prefix_state(s->prefix, id, &state, sizeof state, &count));
+    TIME_IF(step == BEGIN, begin(s, id, BLOCK, &batch));
+    if (step == PUT)
+        TIME(put_all(batch));
+    else if (step != ABORT)
+        TRY(put_all(batch));
+    if (step == ABORT)
+        TIME((kvc_abort(batch), KVC_OK));
+    else if (step == COMMIT_KEPT)
+        TIME(kvc_commit_kept(batch, kept, BLOCK));
+    else
+        TIME_IF(step == COMMIT, kvc_commit(batch));
+    TIME_IF(step == CHECKPOINT, kvc_prefix_checkpoint(s->prefix, id, &tokens, &state, sizeof state));
+    TIME_IF(step == RELEASE, kvc_prefix_release(s->prefix, id, &tokens));
+    return take_all_new(s);
+}
+
+#define STEP(name, step)                                     \
+    static kvc_status name(scene *s, int32_t rep) {         \
+        (void)rep;                                           \
+        return request(s, step);                             \
+    }
+
+STEP(call_acquire_new, ACQUIRE)
+STEP(call_begin, BEGIN)
+STEP(call_commit, COMMIT)
+STEP(call_commit_kept, COMMIT_KEPT)
+STEP(call_abort, ABORT)
+STEP(call_release, RELEASE)
+STEP(call_checkpoint, CHECKPOINT)
+STEP(call_state, STATE)
+
+/* ---- prefixes ---------------------------------------------------------------------------------------------------- */
+
+static kvc_status call_acquire(scene *s, int32_t rep) {
+    int64_t ids[BLOCK], id;
+    int32_t matched;
+    const kvc_tokens tokens = known_tokens(s, ids, rep);
+    TIME(kvc_prefix_acquire(s->prefix, &tokens, -1, &id, &matched));
+    return kvc_prefix_release(s->prefix, id, &tokens);
+}
+
+static kvc_status call_lookup(scene *s, int32_t rep) {
+    int64_t ids[BLOCK];
+    int32_t matched;
+    const kvc_tokens tokens = known_tokens(s, ids, s->num_blocks / 2 + rep);
+    TIME(kvc_prefix_lookup(s->prefix, &tokens, &matched, NULL));
+    return KVC_OK;
+}
+
+static kvc_status call_lookup_new(scene *s, int32_t rep) {
+    int64_t ids[BLOCK];
+    int32_t matched;
+    kvc_tokens tokens = known_tokens(s, ids, s->num_blocks / 2 + rep);
+    ids[BLOCK - 1]++; /* it begins as another does */
+    TIME(kvc_prefix_lookup(s->prefix, &tokens, &matched, NULL));
+    return KVC_OK;
+}
+
+static kvc_status call_pin(scene *s, int32_t rep) {
+    int64_t ids[BLOCK];
+    int32_t kept;
+    const kvc_tokens tokens = known_tokens(s, ids, rep);
+    TIME(kvc_prefix_pin(s->prefix, &tokens, &kept));
+    return kvc_prefix_unpin(s->prefix, &tokens);
+}
+
+static kvc_status call_unpin(scene *s, int32_t rep) {
+    int64_t ids[BLOCK];
+    int32_t kept;
+    const kvc_tokens tokens = known_tokens(s, ids, rep);
+    TRY(kvc_prefix_pin(s->prefix, &tokens, &kept));
+    TIME(kvc_prefix_unpin(s->prefix, &tokens));
+    return KVC_OK;
+}
+
+static kvc_status call_evict(scene *s, int32_t rep) {
+    (void)rep;
+    TIME(kvc_prefix_evict(s->prefix, BLOCK, &count));
+    return keep(s);
+}
+
+static kvc_status call_forget(scene *s, int32_t rep) {
+    int64_t ids[BLOCK];
+    const kvc_tokens tokens = known_tokens(s, ids, s->num_blocks / 2 + rep);
+    TIME(kvc_prefix_forget(s->prefix, &tokens, &count));
+    return keep(s);
+}
+
+static kvc_status call_missing(scene *s, int32_t rep) {
+    uint8_t names[KVC_NAME_BYTES];
+    int64_t ids[BLOCK];
+    const kvc_tokens tokens = known_tokens(s, ids, rep);
+    TIME(kvc_prefix_missing(s->prefix, &tokens, BLOCK, names, 1, &first, &count));
+    return KVC_OK;
+}
+
+static kvc_status call_take_events(scene *s, int32_t rep) {
+    kvc_prefix_event events[BLOCK];
+    int64_t lost;
+    (void)rep;
+    TRY(keep(s));
+    TIME(kvc_prefix_take_events(s->prefix, events, sizeof *events, BLOCK, &count, &lost));
+    return KVC_OK;
+}
+
+/* Times the taking of a new block, or the reading of its payload, or the adding of that. */
+static kvc_status carry(scene *s, int step) {
+    int64_t ids[BLOCK], id, size, dropped;
+    int32_t matched, is_known;
+    uint8_t payload[4096];
+    kvc_new_block block;
+    const kvc_tokens tokens = new_tokens(s, ids, BLOCK);
+    TRY(take_all_new(s));
+    TRY(kvc_prefix_acquire(s->prefix, &tokens, -1, &id, &matched));
+    TRY(feed(s, id, BLOCK));
+    TRY(kvc_prefix_release(s->prefix, id, &tokens));
+    TIME_IF(step == 0, kvc_take_new_blocks(s->cache, &block, sizeof block, 1, &count));
+    TIME_IF(step == 1, kvc_read_block(s->cache, block.id, payload, sizeof payload, &size));
+    TRY(kvc_prefix_forget(s->prefix, &tokens, &dropped));
+    TIME_IF(step == 2, kvc_prefix_add(s->prefix, &tokens, 0, payload, size, &is_known));
+    return KVC_OK;
+}
+
+static kvc_status call_take_new_blocks(scene *s, int32_t rep) { return (void)rep, carry(s, 0); }
+static kvc_status call_read_block(scene *s, int32_t rep) { return (void)rep, carry(s, 1); }
+static kvc_status call_add(scene *s, int32_t rep) { return (void)rep, carry(s, 2); }
+
+static kvc_status read_nothing(void *user, const uint8_t *name, void *value, int64_t max_bytes, int64_t *size) {
+    (void)user, (void)name, (void)value, (void)max_bytes;
+    return *size = 0, KVC_OK;
+}
+
+static kvc_status write_nowhere(void *user, const uint8_t *name, const void *value, int64_t size) {
+    return (void)user, (void)name, (void)value, (void)size, KVC_OK;
+}
+
+static const kvc_store store = {.struct_size = sizeof store, .read = read_nothing, .write = write_nowhere};
+
+static kvc_status call_fetch(scene *s, int32_t rep) {
+    int64_t ids[2 * BLOCK];
+    const kvc_tokens tokens = new_tokens(s, ids, 2 * BLOCK);
+    (void)rep;
+    TIME(kvc_prefix_fetch(s->prefix, &tokens, -1, &store, &first));
+    return KVC_OK;
+}
+
+static kvc_status call_store_new_blocks(scene *s, int32_t rep) {
+    (void)rep;
+    TRY(keep(s));
+    TIME(kvc_store_new_blocks(s->cache, &store, &count));
+    return KVC_OK;
+}
+
+static kvc_status call_prefix_new(scene *s, int32_t rep) {
+    const kvc_prefix_config config = {.struct_size = sizeof config, .fingerprint = "other"};
+    kvc_prefix *prefix;
+    (void)rep;
+    TIME(kvc_prefix_new(s->cache, &config, &prefix));
+    kvc_prefix_free(prefix);
+    return KVC_OK;
+}
+
+static kvc_status call_prefix_free(scene *s, int32_t rep) {
+    const kvc_prefix_config config = {.struct_size = sizeof config, .fingerprint = "other"};
+    kvc_prefix *prefix;
+    (void)rep;
+    TRY(kvc_prefix_new(s->cache, &config, &prefix));
+    TIME((kvc_prefix_free(prefix), KVC_OK));
+    return KVC_OK;
+}
+
+/* ---- retained sequences ------------------------------------------------------------------------------------------ */
+
+static kvc_status call_retain(scene *s, int32_t rep) {
+    (void)rep;
+    TIME(kvc_retain(s->cache, OWN_ID, RETAINED_ID, 0, BLOCK));
+    return kvc_clear_sequence(s->cache, RETAINED_ID);
+}
+
+static kvc_status call_retain_new(scene *s, int32_t rep) {
+    (void)rep;
+    TIME(kvc_retain_new(s->cache, RETAINED_ID, 0, BLOCK, NULL));
+    return kvc_clear_sequence(s->cache, RETAINED_ID);
+}
+
+static kvc_status with_retained(scene *s, int step) {
+    const int64_t id = RETAINED_ID;
+    TRY(kvc_retain(s->cache, OWN_ID, id, 0, OWN));
+    TIME_IF(step == 0, kvc_attach(s->cache, &id, 1, OTHER_ID, OWN, &last));
+    TIME_IF(step == 1, kvc_touch(s->cache, &id, 1));
+    TIME_IF(step == 2, kvc_pin(s->cache, &id, 1, 1));
+    TRY(kvc_clear_sequence(s->cache, OTHER_ID));
+    return kvc_clear_sequence(s->cache, id);
+}
+
+static kvc_status call_attach(scene *s, int32_t rep) { return (void)rep, with_retained(s, 0); }
+static kvc_status call_touch(scene *s, int32_t rep) { return (void)rep, with_retained(s, 1); }
+static kvc_status call_pin_retained(scene *s, int32_t rep) { return (void)rep, with_retained(s, 2); }
+
+/* ---- saved states ------------------------------------------------------------------------------------------------ */
+
+static struct {
+    char bytes[1 << 16];
+    size_t size;
+} saved;
+
+static int32_t append(void *user, const void *data, size_t size) {
+    (void)user;
+    if (size > sizeof saved.bytes - saved.size) return 1;
+    memcpy(saved.bytes + saved.size, data, size);
+    saved.size += size;
+    return 0;
+}
+
+static kvc_status save(scene *s, int restores) {
+    const int64_t id = OWN_ID, to = OTHER_ID;
+    const kvc_save_args args = {
+        .struct_size = sizeof args, .write = append, .seq_ids = &id, .num_sequences = 1};
+    saved.size = 0;
+    TIME_IF(!restores, kvc_save(s->cache, &args));
+    const kvc_load_args load = {.struct_size = sizeof load, .data = saved.bytes, .size = (int64_t)saved.size,
+                                .seq_ids = &id, .to_ids = &to, .num_sequences = 1};
+    if (!restores) return KVC_OK;
+    TIME(kvc_restore(s->cache, &load));
+    return kvc_clear_sequence(s->cache, OTHER_ID);
+}
+
+static kvc_status call_save(scene *s, int32_t rep) { return (void)rep, save(s, 0); }
+static kvc_status call_restore(scene *s, int32_t rep) { return (void)rep, save(s, 1); }
+
+static kvc_status call_clone(scene *s, int32_t rep) {
+    kvc_cache *clone;
+    (void)rep;
+    TIME(kvc_cache_clone(s->cache, &clone));
+    return kvc_cache_free(clone);
+}
+
+/* ---- all at once ------------------------------------------------------------------------------------------------- */
+
+STATUS_OF(call_clear, kvc_clear(s->cache))
+STATUS_OF(call_prefix_clear, kvc_prefix_clear(s->prefix))
+
+/* ---- measuring --------------------------------------------------------------------------------------------------- */
+
+static const struct {
+    const char *name;
+    call_fn *run;
+    int is_of_all; /* it works on all that is stored, whatever there is: only its holds count */
+} CALLS[] = {
+    {"seq_len", call_seq_len, 0},
+    {"position_range", call_position_range, 0},
+    {"next_position", call_next_position, 0},
+    {"can_resume", call_can_resume, 0},
+    {"exact_to", call_exact_to, 0},
+    {"sequences", call_sequences, 0},
+    {"positions", call_positions, 0},
+    {"new_sequence", call_new_sequence, 0},
+    {"nbytes", call_nbytes, 0},
+    {"utilization", call_utilization, 0},
+    {"get_stats", call_get_stats, 0},
+    {"retained", call_retained, 0},
+    {"payload_bytes", call_payload_bytes, 0},
+    {"prefix_get_stats", call_prefix_get_stats, 0},
+    {"room", call_room, 0},
+    {"room_of_new", call_room_of_new, 0},
+    {"reserve", call_reserve, 0},
+    {"compact", call_compact, 1},
+    {"settle", call_settle, 1},
+    {"validate", call_validate, 1},
+    {"blocks", call_blocks, 1},
+    {"spans", call_spans, 0},
+    {"hold_free", call_hold_free, 0},
+    {"gather", call_gather, 0},
+    {"extract", call_extract, 0},
+    {"remove", call_remove, 0},
+    {"truncate", call_truncate, 0},
+    {"shift", call_shift, 0},
+    {"divide", call_divide, 0},
+    {"mark_inexact", call_mark_inexact, 0},
+    {"inject", call_inject, 0},
+    {"fork", call_fork, 0},
+    {"copy_prefix", call_copy_prefix, 0},
+    {"share", call_share, 0},
+    {"clear_sequence", call_clear_sequence, 0},
+    {"acquire_new", call_acquire_new, 0},
+    {"begin", call_begin, 0},
+    {"commit", call_commit, 0},
+    {"commit_kept", call_commit_kept, 0},
+    {"abort", call_abort, 0},
+    {"release", call_release, 0},
+    {"checkpoint", call_checkpoint, 0},
+    {"state", call_state, 0},
+    {"acquire", call_acquire, 0},
+    {"lookup", call_lookup, 0},
+    {"lookup_new", call_lookup_new, 0},
+    {"pin", call_pin, 0},
+    {"unpin", call_unpin, 0},
+    {"evict", call_evict, 0},
+    {"forget", call_forget, 0},
+    {"missing", call_missing, 0},
+    {"take_events", call_take_events, 0},
+    {"take_new_blocks", call_take_new_blocks, 0},
+    {"read_block", call_read_block, 0},
+    {"add", call_add, 0},
+    {"fetch", call_fetch, 0},
+    {"store_new_blocks", call_store_new_blocks, 0},
+    {"prefix_new", call_prefix_new, 0},
+    {"prefix_free", call_prefix_free, 0},
+    {"retain", call_retain, 0},
+    {"retain_new", call_retain_new, 0},
+    {"attach", call_attach, 0},
+    {"touch", call_touch, 0},
+    {"pin_retained", call_pin_retained, 0},
+    {"save", call_save, 0},
+    {"restore", call_restore, 0},
+    {"clone", call_clone, 1},
+    {"clear", call_clear, 1},
+    {"prefix_clear", call_prefix_clear, 1},
+};
+
+EXPORT int32_t growth_num_calls(void) { return sizeof CALLS / sizeof *CALLS; }
+EXPORT const char *growth_name(int32_t call) { return CALLS[call].name; }
+EXPORT int32_t growth_is_of_all(int32_t call) { return CALLS[call].is_of_all; }
+
+static kvc_status time_one(scene *s, int32_t call, int32_t rep, double *seconds) {
+    noted.seconds = 0;
+    TRY(CALLS[call].run(s, rep));
+    *seconds = noted.seconds;
+    return KVC_OK;
+}
+
+/* Times a call beside few and beside many blocks, in turn: [reps]. */
+EXPORT kvc_status growth_time(scene *few, scene *many, int32_t call, int32_t reps, double *beside_few,
+                              double *beside_many) {
+    for (int32_t i = 0; i < reps; i++) {
+        TRY(time_one(few, call, i, &beside_few[i]));
+        TRY(time_one(many, call, i, &beside_many[i]));
+    }
+    return KVC_OK;
+}
+
+typedef struct asker {
+    const scene *scene;
+    pthread_t thread;
+    atomic_int is_over;
+} asker;
+
+/* Asks for the mutex again and again: calls that let others have it now and then do so only if somebody wants it. */
+static void *ask(void *context) {
+    asker *a = context;
+    while (!atomic_load(&a->is_over)) kvc_seq_len(a->scene->cache, 0, 0);
+    return NULL;
+}
+
+/* Sets *seconds to what a call takes, and *longest to the longest time for which a call holds the mutex, of each of `reps` calls the shortest: all else is
+ * what other programs do. */
+EXPORT kvc_status growth_hold(scene *s, int32_t call, int32_t reps, double *seconds, double *longest) {
+    asker a = {.scene = s};
+    kvc_status status = KVC_OK;
+    *longest = 1e9;
+    if (pthread_create(&a.thread, NULL, ask, &a)) abort();
+    for (int32_t i = 0; i < reps && status == KVC_OK; i++) {
+        noted.longest = noted.locked = 0;
+        noted.watches = 1;
+        status = time_one(s, call, i, seconds);
+        noted.watches = 0;
+        if (noted.longest < *longest) *longest = noted.longest;
+    }
+    atomic_store(&a.is_over, 1);
+    pthread_join(a.thread, NULL);
+    return status;
+}
