@@ -85,14 +85,14 @@ int growth_unlock(pthread_mutex_t *mutex) {
 }
 
 /* Times a call. */
-#define TIME(call)                           \
-    do {                                     \
-        noted.is_timed = 1;                  \
-        const double start_ = now();         \
-        const kvc_status result_ = (call);   \
-        noted.seconds += now() - start_;     \
-        noted.is_timed = 0;                  \
-        if (result_) return result_;         \
+#define TIME(call)                         \
+    do {                                   \
+        noted.is_timed = 1;                \
+        const double start_ = now();       \
+        const kvc_status result_ = (call); \
+        noted.seconds += now() - start_;   \
+        noted.is_timed = 0;                \
+        if (result_) return result_;       \
     } while (0)
 
 /* ---- a cache with kept blocks ------------------------------------------------------------------------------------ */
@@ -164,16 +164,33 @@ static kvc_status keep(scene *s) {
 }
 
 static kvc_status scene_new(scene *s, kind kind, int32_t num_blocks, int64_t max_bytes) {
-    const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .k_type = KVC_F16, .v_type = KVC_F16,
+    const kvc_layer layers[] = {{.num_kv_heads = 1,
+                                 .k_dim = DIM,
+                                 .v_dim = DIM,
+                                 .k_type = KVC_F16,
+                                 .v_type = KVC_F16,
                                  .rope = {.kind = KVC_ROPE_NONE}},
-                                {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .k_type = KVC_F16, .v_type = KVC_F16,
+                                {.num_kv_heads = 1,
+                                 .k_dim = DIM,
+                                 .v_dim = DIM,
+                                 .k_type = KVC_F16,
+                                 .v_type = KVC_F16,
                                  .policy = {.kind = KVC_SLIDING, .window = WINDOW, .resume_window = 2 * WINDOW},
                                  .rope = {.kind = KVC_ROPE_NONE}}};
-    const kvc_config config = {.struct_size = sizeof config, .layers = layers, .layer_size = sizeof *layers,
-                               .num_layers = 2, .block_size = BLOCK, .max_bytes = max_bytes, .num_threads = 1,
+    const kvc_config config = {.struct_size = sizeof config,
+                               .layers = layers,
+                               .layer_size = sizeof *layers,
+                               .num_layers = 2,
+                               .block_size = BLOCK,
+                               .max_bytes = max_bytes,
+                               .num_threads = 1,
                                .capacity = kind == BY_CAPACITY ? (int64_t)num_blocks * BLOCK + 2 * OWN : 0};
-    const kvc_prefix_config prefix = {.struct_size = sizeof prefix, .fingerprint = "none", .max_events = 16,
-                                      .collects_new = 1, .state_bytes = 8, .ttl_ms = kind == EXPIRED ? 600000 : 0};
+    const kvc_prefix_config prefix = {.struct_size = sizeof prefix,
+                                      .fingerprint = "none",
+                                      .max_events = 16,
+                                      .collects_new = 1,
+                                      .state_bytes = 8,
+                                      .ttl_ms = kind == EXPIRED ? 600000 : 0};
     *s = (scene){.num_blocks = num_blocks};
     TRY(kvc_cache_new(&config, &s->cache));
     TRY(kvc_prefix_new(s->cache, &prefix, &s->prefix));
@@ -212,17 +229,17 @@ EXPORT const char *growth_error(void) { return kvc_last_error(); }
 /* Each makes ready, times one call, and puts back what that has changed.  They are listed at the end. */
 typedef kvc_status call_fn(scene *s, int32_t rep);
 
-#define VALUE_OF(name, call)                         \
+#define VALUE_OF(name, call)                        \
     static kvc_status name(scene *s, int32_t rep) { \
-        (void)rep;                                   \
-        TIME(((void)(call), KVC_OK));                \
-        return KVC_OK;                               \
+        (void)rep;                                  \
+        TIME(((void)(call), KVC_OK));               \
+        return KVC_OK;                              \
     }
-#define STATUS_OF(name, call)                        \
+#define STATUS_OF(name, call)                       \
     static kvc_status name(scene *s, int32_t rep) { \
-        (void)rep;                                   \
-        TIME(call);                                  \
-        return KVC_OK;                               \
+        (void)rep;                                  \
+        TIME(call);                                 \
+        return KVC_OK;                              \
     }
 static int32_t first, last;
 static int64_t count;
@@ -233,8 +250,12 @@ static kvc_prefix_stats prefix_stats;
 static _Float16 rows[2][OWN][DIM];
 
 static kvc_rows_out rows_out(void) {
-    return (kvc_rows_out){.struct_size = sizeof(kvc_rows_out), .type = KVC_F16, .k = rows[0], .v = rows[1],
-                          .k_row_stride = sizeof rows[0][0], .v_row_stride = sizeof rows[0][0]};
+    return (kvc_rows_out){.struct_size = sizeof(kvc_rows_out),
+                          .type = KVC_F16,
+                          .k = rows[0],
+                          .v = rows[1],
+                          .k_row_stride = sizeof rows[0][0],
+                          .v_row_stride = sizeof rows[0][0]};
 }
 
 VALUE_OF(call_seq_len, kvc_seq_len(s->cache, OWN_ID, 0))
@@ -312,16 +333,21 @@ static kvc_status edit(scene *s, kvc_status (*edits)(scene *s)) {
     return status;
 }
 
-#define EDIT_BY(name, call)                                                     \
-    static kvc_status edit_##name(scene *s) { return call; }                    \
-    static kvc_status name(scene *s, int32_t rep) {                             \
-        (void)rep;                                                              \
-        return edit(s, edit_##name);                                            \
+#define EDIT_BY(name, call)                                  \
+    static kvc_status edit_##name(scene *s) { return call; } \
+    static kvc_status name(scene *s, int32_t rep) {          \
+        (void)rep;                                           \
+        return edit(s, edit_##name);                         \
     }
 
 static kvc_status inject(scene *s) {
-    const kvc_rows_in in = {.struct_size = sizeof in, .k = rows[0], .v = rows[1], .k_row_stride = sizeof rows[0][0],
-                            .v_row_stride = sizeof rows[0][0], .k_type = KVC_F16, .v_type = KVC_F16};
+    const kvc_rows_in in = {.struct_size = sizeof in,
+                            .k = rows[0],
+                            .v = rows[1],
+                            .k_row_stride = sizeof rows[0][0],
+                            .v_row_stride = sizeof rows[0][0],
+                            .k_type = KVC_F16,
+                            .v_type = KVC_F16};
     return kvc_inject(s->cache, OTHER_ID, 0, 0, BLOCK, &in);
 }
 
@@ -362,12 +388,12 @@ static kvc_status call_clear_sequence(scene *s, int32_t rep) {
 /* The steps of a request: one of them is timed. */
 typedef enum step { ACQUIRE, BEGIN, PUT, COMMIT, COMMIT_KEPT, ABORT, RELEASE, CHECKPOINT, STATE } step;
 
-#define TIME_IF(timed, call)                \
-    do {                                    \
-        if (timed)                          \
-            TIME(call);                     \
-        else                                \
-            TRY(call);                      \
+#define TIME_IF(timed, call) \
+    do {                     \
+        if (timed)           \
+            TIME(call);      \
+        else                 \
+            TRY(call);       \
     } while (0)
 
 /* Reads a prompt of one block and releases it. */
@@ -395,10 +421,10 @@ static kvc_status request(scene *s, step step) {
     return take_all_new(s);
 }
 
-#define STEP(name, step)                                     \
-    static kvc_status name(scene *s, int32_t rep) {         \
-        (void)rep;                                           \
-        return request(s, step);                             \
+#define STEP(name, step)                            \
+    static kvc_status name(scene *s, int32_t rep) { \
+        (void)rep;                                  \
+        return request(s, step);                    \
     }
 
 STEP(call_acquire_new, ACQUIRE)
@@ -595,12 +621,15 @@ static int32_t append(void *user, const void *data, size_t size) {
 
 static kvc_status save(scene *s, int restores) {
     const int64_t id = OWN_ID, to = OTHER_ID;
-    const kvc_save_args args = {
-        .struct_size = sizeof args, .write = append, .seq_ids = &id, .num_sequences = 1};
+    const kvc_save_args args = {.struct_size = sizeof args, .write = append, .seq_ids = &id, .num_sequences = 1};
     saved.size = 0;
     TIME_IF(!restores, kvc_save(s->cache, &args));
-    const kvc_load_args load = {.struct_size = sizeof load, .data = saved.bytes, .size = (int64_t)saved.size,
-                                .seq_ids = &id, .to_ids = &to, .num_sequences = 1};
+    const kvc_load_args load = {.struct_size = sizeof load,
+                                .data = saved.bytes,
+                                .size = (int64_t)saved.size,
+                                .seq_ids = &id,
+                                .to_ids = &to,
+                                .num_sequences = 1};
     if (!restores) return KVC_OK;
     TIME(kvc_restore(s->cache, &load));
     return kvc_clear_sequence(s->cache, OTHER_ID);
@@ -733,8 +762,8 @@ static void *ask(void *context) {
     return NULL;
 }
 
-/* Sets *seconds to what a call takes, and *longest to the longest time for which a call holds the mutex, of each of `reps` calls the shortest: all else is
- * what other programs do. */
+/* Sets *seconds to what a call takes, and *longest to the longest time for which a call holds the mutex, of each of
+ * `reps` calls the shortest: all else is what other programs do. */
 EXPORT kvc_status growth_hold(scene *s, int32_t call, int32_t reps, double *seconds, double *longest) {
     asker a = {.scene = s};
     kvc_status status = KVC_OK;

@@ -68,7 +68,6 @@ kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *gi
     *batch = (kvc_batch){.cache = cache,
                          .size = size,
                          .is_fresh = is_fresh,
-                         .table_before = cache->sequences,
                          .num_tokens = num_tokens,
                          .positions = (void *)(start + at[BATCH_POSITIONS]),
                          .parents = given_parents ? (void *)(start + at[BATCH_PARENTS]) : NULL,
@@ -98,7 +97,6 @@ kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *gi
 static kvc_sequence *new_sequence(kvc_batch *batch, int64_t seq_id) {
     kvc_cache *cache = batch->cache;
     kvc_sequence *sequence = cache->spare;
-    if (kvc_table_reserve(&cache->sequences, 1, &batch->table_before, &cache->memory) != KVC_OK) return NULL;
     if (!sequence) sequence = kvc_sequence_new(&cache->memory, seq_id, cache->num_groups, cache->num_token_groups);
     if (!sequence) return NULL;
     if (sequence == cache->spare) batch->spare = sequence;

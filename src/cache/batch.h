@@ -62,12 +62,11 @@ typedef struct kvc_plan_link {
 
 struct kvc_batch {
     kvc_cache *cache;
-    uint64_t size;          /* bytes of this allocation */
-    int32_t is_fresh;       /* allocated for this batch, not reused scratch: freed if the batch does not begin */
-    kvc_table table_before; /* cache->sequences before the batch, for kvc_table_undo if it does not begin */
-    kvc_sequence *spare;    /* the sequence that was cache->spare; NULL: none */
-    int32_t leaves;         /* it fits only once its sequences have given up their places in trees of prefixes */
-    int32_t in_several;     /* its tokens come in several batches: it is asked what these need (kvc_reserve) */
+    uint64_t size;       /* bytes of this allocation */
+    int32_t is_fresh;    /* allocated for this batch, not reused scratch: freed if the batch does not begin */
+    kvc_sequence *spare; /* the sequence that was cache->spare; NULL: none */
+    int32_t leaves;      /* it fits only once its sequences have given up their places in trees of prefixes */
+    int32_t in_several;  /* its tokens come in several batches: it is asked what these need (kvc_reserve) */
     int32_t num_tokens, num_sequences;
     int32_t *positions;    /* [num_tokens] */
     int32_t *parents;      /* [num_tokens] each token's parent, or -1; NULL: no trees, and the next two are unused */

@@ -65,19 +65,7 @@ void kvc_cache_protect(kvc_cache *cache, kvc_sequence *sequence) {
     sequence->is_protected = 1;
 }
 
-kvc_status kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old) {
-    const kvc_table before = cache->sequences;
-    const kvc_status status = old ? KVC_OK : kvc_table_reserve(&cache->sequences, 1, &before, &cache->memory);
-    if (status != KVC_OK) {
-        kvc_sequence_free(sequence, &cache->memory, cache->pools);
-        return status;
-    }
-    kvc_table_keep(&cache->sequences, &before, &cache->memory);
-    kvc_cache_replace(cache, sequence, old);
-    return KVC_OK;
-}
-
-void kvc_cache_replace(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old) {
+void kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old) {
     if (old) {
         kvc_cache_forget(cache, old);
         sequence->edited_from = 0;
@@ -110,8 +98,12 @@ void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence) {
 }
 
 void kvc_cache_forget_all(kvc_cache *cache, const kvc_sequence *kept) {
-    for (int32_t i = cache->sequences.num - 1; i >= 0; i--)
-        if (cache->sequences.items[i] != kept) kvc_cache_forget(cache, cache->sequences.items[i]);
+    const kvc_table *table = &cache->sequences;
+    for (kvc_sequence *sequence; (sequence = kvc_table_last(table));) { /* hidden ones before those that drop some */
+        if (sequence == kept) sequence = kvc_table_before(table, sequence);
+        if (!sequence) break;
+        kvc_cache_forget(cache, sequence);
+    }
 }
 
 void kvc_cache_forget_blank(kvc_cache *cache, kvc_sequence *sequence) {

@@ -146,12 +146,8 @@ void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence);
 /* Makes the sequence with an id, if it is there, one of the running call's own (1), or one like others (0). */
 void kvc_cache_set_in_call(kvc_cache *cache, int64_t id, int32_t in_call);
 
-/* Inserts a new sequence into the table, in place of `old` if that is not NULL.  KVC_ERR_NOMEM, with the new one freed.
- */
-kvc_status kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old);
-
-/* Does the same where the table has capacity for it. */
-void kvc_cache_replace(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old);
+/* Inserts a new sequence into the table, in place of `old` if that is not NULL. */
+void kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old);
 
 /* Adds a sequence of the table to the list of retained ones, as the most recently used, or takes it out. */
 void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence);

@@ -1,8 +1,6 @@
 /* sequence.c: a sequence, and the table of all sequences: see sequence.h. */
 #include "cache/sequence.h"
 
-#include <string.h>
-
 #include "base/status.h"
 
 static size_t sequence_bytes(int32_t num_groups) {
@@ -102,87 +100,87 @@ void kvc_sequence_note_cut(kvc_sequence *sequence, int32_t length, int32_t next_
 
 /* ---- the table of sequences -------------------------------------------------------------------------------------- */
 
-/* Returns the index of the first item that does not stand before such a sequence. */
-static int32_t lower_bound(const kvc_table *table, int32_t is_hidden, int64_t id) {
-    int32_t begin = 0, end = table->num;
-    while (begin < end) {
-        const int32_t middle = begin + (end - begin) / 2;
-        const kvc_sequence *item = table->items[middle];
-        if (item->is_hidden == is_hidden ? item->id < id : !item->is_hidden)
-            begin = middle + 1;
-        else
-            end = middle;
-    }
-    return begin;
+/* Returns the rank of an id: a sequence stands above those of lower rank in its tree, so that trees of any ids are
+ * about as flat as random ones. */
+static uint64_t rank_of(const kvc_sequence *sequence) {
+    uint64_t x = (uint64_t)sequence->id + 0x9e3779b97f4a7c15u; /* SplitMix64 */
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
 }
 
-static kvc_sequence *find(const kvc_table *table, int32_t is_hidden, int64_t id) {
-    const int32_t i = lower_bound(table, is_hidden, id);
-    if (i == table->num || table->items[i]->id != id || table->items[i]->is_hidden != is_hidden) return NULL;
-    return table->items[i];
+static kvc_sequence *find(kvc_sequence *sequence, int64_t id) {
+    while (sequence && sequence->id != id) sequence = sequence->below[id > sequence->id];
+    return sequence;
 }
 
-kvc_sequence *kvc_table_find(const kvc_table *table, int64_t id) { return find(table, 0, id); }
+kvc_sequence *kvc_table_find(const kvc_table *table, int64_t id) { return find(table->roots[0], id); }
 
-kvc_sequence *kvc_table_find_hidden(const kvc_table *table, int64_t id) { return find(table, 1, id); }
+kvc_sequence *kvc_table_find_hidden(const kvc_table *table, int64_t id) { return find(table->roots[1], id); }
 
-static uint64_t table_bytes(const kvc_table *table) { return (uint64_t)table->capacity * sizeof *table->items; }
-
-static void free_items(const kvc_table *table, kvc_memory *memory) {
-    kvc_memory_free(memory, table->items, table_bytes(table), KVC_MEMORY_BOOKKEEPING, -1);
-}
-
-kvc_status kvc_table_reserve(kvc_table *table, int32_t extra, const kvc_table *before, kvc_memory *memory) {
-    if (extra <= table->capacity - table->num) return KVC_OK;
-    kvc_table more = {.num = table->num, .capacity = table->capacity ? table->capacity * 2 : 4};
-    if (more.capacity < table->num + extra) more.capacity = table->num + extra;
-    more.items = kvc_memory_alloc(memory, table_bytes(&more), KVC_MEMORY_BOOKKEEPING, -1);
-    if (!more.items) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a table of %d sequences", more.capacity);
-    if (table->num) memcpy(more.items, table->items, (size_t)table->num * sizeof *table->items);
-    if (table->items == before->items)
-        memory->replaced += (int64_t)table_bytes(before);
-    else
-        free_items(table, memory);
-    *table = more;
-    return KVC_OK;
-}
-
-void kvc_table_keep(const kvc_table *table, const kvc_table *before, kvc_memory *memory) {
-    if (table->items == before->items) return;
-    memory->replaced -= (int64_t)table_bytes(before);
-    free_items(before, memory);
-}
-
-void kvc_table_undo(kvc_table *table, const kvc_table *before, kvc_memory *memory) {
-    if (table->items == before->items) return;
-    if (table->num) memcpy(before->items, table->items, (size_t)table->num * sizeof *table->items);
-    memory->replaced -= (int64_t)table_bytes(before);
-    free_items(table, memory);
-    table->items = before->items;
-    table->capacity = before->capacity;
-}
-
-void kvc_table_trim(kvc_table *table, int32_t capacity, kvc_memory *memory) {
-    kvc_table less = {.num = table->num, .capacity = capacity};
-    if (capacity >= table->capacity || capacity < table->num) return;
-    if (capacity) less.items = kvc_memory_alloc(memory, table_bytes(&less), KVC_MEMORY_BOOKKEEPING, -1);
-    if (capacity && !less.items) return;
-    if (table->num) memcpy(less.items, table->items, (size_t)table->num * sizeof *table->items);
-    free_items(table, memory);
-    *table = less;
+/* Moves a sequence to the place of the one above it, which becomes one below it. */
+static void rotate_up(kvc_sequence **root, kvc_sequence *sequence) {
+    kvc_sequence *above = sequence->above, *top = above->above;
+    const int side = above->below[1] == sequence;
+    kvc_sequence *between = sequence->below[!side];
+    above->below[side] = between;
+    if (between) between->above = above;
+    sequence->below[!side] = above;
+    above->above = sequence;
+    sequence->above = top;
+    *(top ? &top->below[top->below[1] == above] : root) = sequence;
 }
 
 void kvc_table_insert(kvc_table *table, kvc_sequence *sequence) {
-    const int32_t at = lower_bound(table, sequence->is_hidden, sequence->id);
-    memmove(table->items + at + 1, table->items + at, (size_t)(table->num - at) * sizeof *table->items);
-    table->items[at] = sequence;
-    table->num++;
+    kvc_sequence **root = &table->roots[sequence->is_hidden], **at = root;
+    sequence->above = sequence->below[0] = sequence->below[1] = NULL;
+    while (*at) {
+        sequence->above = *at;
+        at = &(*at)->below[sequence->id > (*at)->id];
+    }
+    *at = sequence;
+    while (sequence->above && rank_of(sequence->above) < rank_of(sequence)) rotate_up(root, sequence);
+    table->nums[sequence->is_hidden]++;
 }
 
-void kvc_table_remove(kvc_table *table, const kvc_sequence *sequence) {
-    const int32_t at = lower_bound(table, sequence->is_hidden, sequence->id);
-    table->num--;
-    memmove(table->items + at, table->items + at + 1, (size_t)(table->num - at) * sizeof *table->items);
+void kvc_table_remove(kvc_table *table, kvc_sequence *sequence) {
+    kvc_sequence **root = &table->roots[sequence->is_hidden], **below = sequence->below;
+    while (below[0] && below[1]) rotate_up(root, below[rank_of(below[1]) > rank_of(below[0])]);
+    kvc_sequence *above = sequence->above, *rest = below[below[1] != NULL];
+    *(above ? &above->below[above->below[1] == sequence] : root) = rest;
+    if (rest) rest->above = above;
+    table->nums[sequence->is_hidden]--;
 }
 
-void kvc_table_destroy(kvc_table *table, kvc_memory *memory) { free_items(table, memory); }
+/* Returns the first (side 0), or the last (side 1), of a tree; NULL if it is empty. */
+static kvc_sequence *end_of(kvc_sequence *root, int side) {
+    while (root && root->below[side]) root = root->below[side];
+    return root;
+}
+
+/* Returns the next sequence of the tree on one side, 1 behind, 0 before; NULL if there is none. */
+static kvc_sequence *beside(const kvc_sequence *sequence, int side) {
+    if (sequence->below[side]) return end_of(sequence->below[side], !side);
+    while (sequence->above && sequence->above->below[side] == sequence) sequence = sequence->above;
+    return sequence->above;
+}
+
+kvc_sequence *kvc_table_first(const kvc_table *table) {
+    kvc_sequence *first = end_of(table->roots[0], 0);
+    return first ? first : end_of(table->roots[1], 0);
+}
+
+kvc_sequence *kvc_table_next(const kvc_table *table, const kvc_sequence *sequence) {
+    kvc_sequence *next = beside(sequence, 1);
+    return next || sequence->is_hidden ? next : end_of(table->roots[1], 0);
+}
+
+kvc_sequence *kvc_table_last(const kvc_table *table) {
+    kvc_sequence *last = end_of(table->roots[1], 1);
+    return last ? last : end_of(table->roots[0], 1);
+}
+
+kvc_sequence *kvc_table_before(const kvc_table *table, const kvc_sequence *sequence) {
+    kvc_sequence *before = beside(sequence, 0);
+    return before || !sequence->is_hidden ? before : end_of(table->roots[0], 1);
+}

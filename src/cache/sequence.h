@@ -41,6 +41,7 @@ typedef struct kvc_sequence {
     int64_t num_pins;             /* of a retained sequence: while there are any, it is not evicted */
     int32_t num_groups;
     int32_t num_token_groups; /* number of groups of tokens: the first; others are of cross-attention layers */
+    struct kvc_sequence *above, *below[2];           /* place in the table; below: of lower ids, of higher ids */
     struct kvc_sequence *next_changed, **changed_at; /* place in the list cache->changed; NULL: not in it */
     struct kvc_sequence *older, *newer;              /* place in the list of retained sequences */
     struct kvc_sequence *next_victim;                /* in the list cache->victims */
@@ -95,9 +96,11 @@ void kvc_sequence_note_cut(kvc_sequence *sequence, int32_t length, int32_t next_
 
 /* ---- the table of sequences -------------------------------------------------------------------------------------- */
 
+/* Two trees of sequences by id: those that calls can name, and hidden ones.  Sequences are taken in and out in a time
+ * that grows with the logarithm of their number, and without memory. */
 typedef struct kvc_table {
-    kvc_sequence **items; /* ascending by id, hidden ones last */
-    int32_t num, capacity;
+    kvc_sequence *roots[2]; /* [is_hidden] */
+    int32_t nums[2];        /* [is_hidden] number of sequences */
 } kvc_table;
 
 /* Returns the sequence with an id, no hidden one; NULL if there is none. */
@@ -106,21 +109,16 @@ kvc_sequence *kvc_table_find(const kvc_table *table, int64_t id);
 /* Returns the hidden sequence with an id; NULL if there is none. */
 kvc_sequence *kvc_table_find_hidden(const kvc_table *table, int64_t id);
 
-/* Gets memory for `extra` more sequences, so that inserting them cannot fail.  `before` is a copy of the table from
- * before the first of several calls, whose array is kept: kvc_table_keep frees it, or kvc_table_undo, after all that
- * was inserted was removed again, and nothing else was, makes it the table's array again. */
-kvc_status kvc_table_reserve(kvc_table *table, int32_t extra, const kvc_table *before, kvc_memory *memory);
-void kvc_table_keep(const kvc_table *table, const kvc_table *before, kvc_memory *memory);
-void kvc_table_undo(kvc_table *table, const kvc_table *before, kvc_memory *memory);
-
-/* Shortens the table to a capacity that suffices for its sequences, if it is longer and there is memory for that. */
-void kvc_table_trim(kvc_table *table, int32_t capacity, kvc_memory *memory);
-
 /* Inserts a sequence, or removes one without freeing it. */
 void kvc_table_insert(kvc_table *table, kvc_sequence *sequence);
-void kvc_table_remove(kvc_table *table, const kvc_sequence *sequence);
+void kvc_table_remove(kvc_table *table, kvc_sequence *sequence);
 
-/* Frees the array of an empty table. */
-void kvc_table_destroy(kvc_table *table, kvc_memory *memory);
+/* Return the first sequence by rising id, hidden ones last, and the one behind another; NULL if there is none. */
+kvc_sequence *kvc_table_first(const kvc_table *table);
+kvc_sequence *kvc_table_next(const kvc_table *table, const kvc_sequence *sequence);
+
+/* Return the last of them, and the one before another; NULL if there is none. */
+kvc_sequence *kvc_table_last(const kvc_table *table);
+kvc_sequence *kvc_table_before(const kvc_table *table, const kvc_sequence *sequence);
 
 #endif

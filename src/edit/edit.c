@@ -282,11 +282,10 @@ kvc_status kvc_mark_inexact(kvc_cache *cache, int64_t seq_id, int32_t position) 
 
 /* Forgets every sequence but `kept` (NULL: all).  If one of them is busy, returns KVC_ERR_BUSY and forgets none. */
 static kvc_status clear_all_but(kvc_cache *cache, const kvc_sequence *kept) {
-    for (int32_t i = 0; i < cache->sequences.num; i++) {
-        const kvc_status status =
-            cache->sequences.items[i] == kept ? KVC_OK : kvc_check_idle(cache->sequences.items[i]);
-        if (status != KVC_OK) return status;
-    }
+    const kvc_table *table = &cache->sequences;
+    for (const kvc_sequence *sequence = kvc_table_first(table); sequence && !sequence->is_hidden;
+         sequence = kvc_table_next(table, sequence))
+        if (sequence != kept) KVC_TRY(kvc_check_idle(sequence));
     kvc_cache_forget_all(cache, kept);
     return KVC_OK;
 }

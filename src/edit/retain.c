@@ -25,25 +25,13 @@ static kvc_status check_unused(const kvc_cache *cache, int64_t id) {
                     (long long)id);
 }
 
-/* Makes a sequence that holds nothing as yet, and gets memory to add it to the table; returns NULL if out of memory.
- * *before: the table until then, for end_retaining. */
-static kvc_sequence *new_retained(kvc_cache *cache, int64_t id, kvc_table *before) {
-    *before = cache->sequences;
-    kvc_sequence *sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
-    if (!sequence || kvc_table_reserve(&cache->sequences, 1, before, &cache->memory) == KVC_OK) return sequence;
-    kvc_sequence_free(sequence, &cache->memory, cache->pools);
-    return NULL;
-}
-
 /* Adds the new sequence to the table and the retained ones, in place of one of which all rows have expired, if it holds
  * rows and status is KVC_OK; else removes all trace of it.  Returns status. */
-static kvc_status end_retaining(kvc_cache *cache, kvc_sequence *sequence, const kvc_table *before, kvc_status status) {
+static kvc_status end_retaining(kvc_cache *cache, kvc_sequence *sequence, kvc_status status) {
     if (status != KVC_OK || !kvc_sequence_holds(sequence)) {
         kvc_sequence_free(sequence, &cache->memory, cache->pools);
-        kvc_table_undo(&cache->sequences, before, &cache->memory);
         return status;
     }
-    kvc_table_keep(&cache->sequences, before, &cache->memory);
     kvc_sequence *old = sequence->is_hidden ? NULL : kvc_table_find(&cache->sequences, sequence->id);
     if (old) kvc_cache_forget(cache, old);
     kvc_table_insert(&cache->sequences, sequence);
@@ -98,9 +86,8 @@ static kvc_status retain_group(kvc_cache *cache, const kvc_sequence *src, int32_
 /* Retains rows of src as a sequence of this id; hidden, if it has a follower.  *made: the sequence; NULL: none. */
 static kvc_status retain_rows(kvc_cache *cache, const kvc_sequence *src, int64_t id, int32_t begin, int32_t end,
                               kvc_follower *follower, kvc_sequence **made) {
-    kvc_table before;
     kvc_status status = KVC_OK;
-    kvc_sequence *sequence = new_retained(cache, id, &before);
+    kvc_sequence *sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
     *made = NULL;
     if (!sequence) return kvc_fail_sequence(id);
     sequence->is_hidden = follower != NULL;
@@ -110,7 +97,7 @@ static kvc_status retain_rows(kvc_cache *cache, const kvc_sequence *src, int64_t
     sequence->exact_to = kvc_below(exact_to > begin ? exact_to : begin, end);
     sequence->forgotten_in = src->forgotten_in;
     const int is_made = status == KVC_OK && kvc_sequence_holds(sequence);
-    status = end_retaining(cache, sequence, &before, status);
+    status = end_retaining(cache, sequence, status);
     if (!is_made) return status;
     sequence->follower = follower;
     *made = sequence;
@@ -219,17 +206,16 @@ static kvc_status take_all(kvc_cache *cache, new_rows *rows, const uint8_t *laye
 
 kvc_status kvc_retain_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers) {
     const size_t size = (size_t)(cache->num_token_groups + 1) * sizeof(kvc_reserved);
-    kvc_table before;
     if (layers) KVC_TRY(kvc_check_groups(cache, layers, "layers"));
     kvc_cache_find_to_copy(cache, id);
     kvc_status status = check_unused(cache, id);
     if (status != KVC_OK || begin == end) return status;
     new_rows rows = {.begin = begin, .end = end};
     rows.reserved = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
-    if (rows.reserved) rows.sequence = new_retained(cache, id, &before);
+    if (rows.reserved) rows.sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
     if (rows.sequence) {
         rows.sequence->num_pins = rows.sequence->is_given = 1;
-        status = end_retaining(cache, rows.sequence, &before, take_all(cache, &rows, layers));
+        status = end_retaining(cache, rows.sequence, take_all(cache, &rows, layers));
     } else {
         status = kvc_fail_sequence(id);
     }
@@ -416,8 +402,10 @@ static kvc_status attach_all(const pieces *p, int64_t dst, kvc_sequence *old, in
         sequence->exact_to = kvc_lower(sequence->exact_to, kvc_below(p->items[i].rows->exact_to, end));
         sequence->forgotten_in |= p->items[i].rows->forgotten_in;
     }
-    if (status == KVC_OK) return kvc_cache_insert(cache, sequence, old);
-    if (sequence) kvc_sequence_free(sequence, &cache->memory, cache->pools);
+    if (status == KVC_OK)
+        kvc_cache_insert(cache, sequence, old);
+    else if (sequence)
+        kvc_sequence_free(sequence, &cache->memory, cache->pools);
     return status;
 }
 

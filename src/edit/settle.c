@@ -33,9 +33,8 @@ static int is_disputed(const void *context, const kvc_run *run, int32_t slot) {
     return run->delta != 0 && w->deltas[run->block->index][slot] == DISPUTED;
 }
 
-/* Returns the list of the sequence at index i; NULL if victims lose their rows in the group. */
-static kvc_run_list *list_of(const kvc_cache *cache, int32_t g, int32_t i) {
-    kvc_sequence *sequence = cache->sequences.items[i];
+/* Returns the list of a sequence; NULL if victims lose their rows in the group. */
+static kvc_run_list *list_of(const kvc_cache *cache, int32_t g, kvc_sequence *sequence) {
     return kvc_is_evicted_in(cache, sequence, g) ? NULL : &sequence->runs[g];
 }
 
@@ -53,8 +52,9 @@ static void note_deltas(const group_work *w) {
     w->deltas[0] = w->slot_deltas;
     for (int32_t b = 0; b < w->num_blocks; b++) w->deltas[b + 1] = w->deltas[b] + pool->blocks[b]->fill;
     for (size_t i = 0; i < w->num_slots; i++) w->slot_deltas[i] = UNHELD;
-    for (int32_t i = 0; i < w->cache->sequences.num; i++) {
-        const kvc_run_list *list = list_of(w->cache, w->group, i);
+    const kvc_table *table = &w->cache->sequences;
+    for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s)) {
+        const kvc_run_list *list = list_of(w->cache, w->group, s);
         for (const kvc_run *run = list ? kvc_runs_begin(list) : NULL; run && run < kvc_runs_end(list); run++)
             for (int32_t n = 0; n < run->count; n++) {
                 int32_t *delta = &w->deltas[run->block->index][run->slot + n];
@@ -81,8 +81,9 @@ static kvc_status prepare_group(group_work *w) {
     }
     const kvc_change change = {.moved_end = KVC_END, .applies_delta = 1, .copies = is_disputed, .context = w};
     kvc_status status = KVC_OK;
-    for (int32_t i = 0; status == KVC_OK && i < w->num_sequences; i++) {
-        kvc_run_list *list = list_of(w->cache, w->group, i);
+    const kvc_table *table = &w->cache->sequences;
+    for (kvc_sequence *s = kvc_table_first(table); status == KVC_OK && s; s = kvc_table_next(table, s)) {
+        kvc_run_list *list = list_of(w->cache, w->group, s);
         if (list) status = kvc_rewrite_make(w->cache, w->group, list, &change, &w->rewrites[w->num_rewrites]);
         w->num_rewrites += list && status == KVC_OK;
     }
@@ -150,20 +151,20 @@ enum { APPLIES_DELTAS = 2 };
 
 /* Marks the sequences that have deltas as written in place. */
 static void mark_sequences(kvc_cache *cache) {
-    for (int32_t i = 0; i < cache->sequences.num; i++) {
-        kvc_sequence *sequence = cache->sequences.items[i];
+    const kvc_table *table = &cache->sequences;
+    for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s)) {
         int32_t has = 0;
-        for (int32_t g = 0; g < cache->num_token_groups; g++) has |= has_deltas(&sequence->runs[g]);
+        for (int32_t g = 0; g < cache->num_token_groups; g++) has |= has_deltas(&s->runs[g]);
         if (!has) continue;
-        kvc_cache_begin_in_place(cache, sequence);
-        sequence->in_place = APPLIES_DELTAS;
+        kvc_cache_begin_in_place(cache, s);
+        s->in_place = APPLIES_DELTAS;
     }
 }
 
 static void unmark_sequences(kvc_cache *cache) {
-    for (int32_t i = 0; i < cache->sequences.num; i++)
-        if (cache->sequences.items[i]->in_place == APPLIES_DELTAS)
-            kvc_cache_end_in_place(cache, cache->sequences.items[i]);
+    const kvc_table *table = &cache->sequences;
+    for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s))
+        if (s->in_place == APPLIES_DELTAS) kvc_cache_end_in_place(cache, s);
 }
 
 static void write_unlocked(kvc_cache *cache, group_work *groups, int32_t num) {
@@ -190,18 +191,19 @@ static void end_all(settling *s, kvc_status status) {
 
 /* Prepares every group that has deltas, and sizes the copiers. */
 static kvc_status prepare_all(kvc_cache *cache, settling *s) {
+    const kvc_table *table = &cache->sequences;
     kvc_status status = KVC_OK;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
         const kvc_run_list *list = NULL;
         int32_t has = 0;
-        for (int32_t i = 0; i < cache->sequences.num && !has; i++)
-            has = (list = list_of(cache, g, i)) && has_deltas(list);
+        for (kvc_sequence *q = kvc_table_first(table); q && !has; q = kvc_table_next(table, q))
+            has = (list = list_of(cache, g, q)) && has_deltas(list);
         if (!has) continue;
         group_work *w = &s->groups[s->num++];
         *w = (group_work){.cache = cache,
                           .group = g,
                           .num_blocks = cache->pools[g].num_blocks,
-                          .num_sequences = cache->sequences.num,
+                          .num_sequences = table->nums[0] + table->nums[1],
                           .copiers = &s->copiers};
         status = prepare_group(w);
         for (int32_t i = 0; status == KVC_OK && i < w->num_rewrites; i++)

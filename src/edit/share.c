@@ -106,9 +106,11 @@ static kvc_status copy_prefix(kvc_cache *cache, int64_t src_id, int64_t dst_id, 
     if (status == KVC_OK && s.src) status = kvc_check_cut(cache, s.src, length);
     if (status != KVC_OK) return status;
     kvc_sequence *sharer = s.src ? new_sharer(cache, &s, dst_id) : NULL;
-    if (sharer) return kvc_cache_insert(cache, sharer, old);
-    if (s.src) return kvc_fail_sequence(dst_id);
-    if (old) kvc_cache_forget(cache, old);
+    if (s.src && !sharer) return kvc_fail_sequence(dst_id);
+    if (sharer)
+        kvc_cache_insert(cache, sharer, old);
+    else if (old)
+        kvc_cache_forget(cache, old);
     return KVC_OK;
 }
 
@@ -134,7 +136,9 @@ static kvc_status add_rows(kvc_cache *cache, const sharing *s, int64_t dst_id) {
     KVC_TRY(check_same_rows(cache, s));
     kvc_sequence *sharer = new_sharer(cache, s, dst_id);
     if (!sharer) return kvc_fail_sequence(dst_id);
-    return s->dst ? join(cache, s->dst, sharer, s->begin) : kvc_cache_insert(cache, sharer, NULL);
+    if (s->dst) return join(cache, s->dst, sharer, s->begin);
+    kvc_cache_insert(cache, sharer, NULL);
+    return KVC_OK;
 }
 
 kvc_status kvc_share_rows(kvc_cache *cache, kvc_sequence *src, int64_t dst_id, int32_t begin, int32_t end) {

@@ -247,13 +247,11 @@ static void trim_lists(const kvc_batch *batch) {
 void kvc_abort(kvc_batch *batch) {
     if (!batch) return;
     kvc_cache *cache = batch->cache;
-    const int32_t table_capacity = batch->table_before.capacity;
     kvc_lock(cache);
     for (int32_t g = 0; g < cache->num_token_groups; g++) drop_slots(batch, g);
     for (int32_t g = cache->num_token_groups; g < cache->num_groups; g++) drop_all_cross(batch, g);
     trim_lists(batch);
     cache->stats.aborted++;
     close_batch(batch);
-    kvc_table_trim(&cache->sequences, table_capacity, &cache->memory);
     kvc_unlock(cache, KVC_OK);
 }

@@ -479,7 +479,6 @@ void kvc_discard_batch(kvc_batch *batch) {
             kvc_cache_forget_blank(cache, sequence);
     }
     if (batch->num_buffered) kvc_row_buffers_free(cache);
-    kvc_table_undo(&cache->sequences, &batch->table_before, &cache->memory);
     if (batch->is_fresh)
         kvc_memory_free(&cache->memory, batch, batch->size, KVC_MEMORY_SCRATCH, -1);
     else
@@ -488,7 +487,6 @@ void kvc_discard_batch(kvc_batch *batch) {
 
 void kvc_apply_prepared(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
-    kvc_table_keep(&cache->sequences, &batch->table_before, &cache->memory);
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_expire(cache, g);
     if (batch->leaves) kvc_sessions_leave(batch);
     kvc_evict(cache);

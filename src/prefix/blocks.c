@@ -205,7 +205,6 @@ kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t m
     const kvc_sequence *hidden = node->rows;
     const int32_t begin = node->begin, end = node->end;
     const int64_t copy = kvc_cache_new_id(cache); /* a sequence of the same rows, which nothing evicts meanwhile */
-    const int32_t capacity = cache->sequences.capacity;
     kvc_status status = kvc_retain_pinned(cache, hidden, copy, begin, end);
     kvc_cache_set_in_call(cache, copy, 1);
     kvc_unlock(cache, KVC_OK);
@@ -215,7 +214,6 @@ kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t m
     if (status != KVC_OK || *size == cache->num_layers || kvc_seq_len(cache, copy, -1) != end - begin) *size = 0;
     kvc_clear_sequence(cache, copy);
     kvc_lock(cache);
-    if (status != KVC_OK) kvc_table_trim(&cache->sequences, capacity, &cache->memory);
     if (*size) read_state(cache, id, payload, max_bytes, size);
     return kvc_unlock(cache, status);
 }

@@ -320,7 +320,7 @@ static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const kvc_matc
         sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
         if (!sequence) return kvc_fail_sequence(id);
         sequence->follower = &session->follower;
-        KVC_TRY(kvc_cache_insert(cache, sequence, NULL));
+        kvc_cache_insert(cache, sequence, NULL);
     }
     kvc_session_begin(session, sequence, kvc_match_path(m, m->known), state);
     if (state) kvc_checkpoints_touch(&prefix->tree->checkpoints, state);

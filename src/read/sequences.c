@@ -58,10 +58,11 @@ int32_t kvc_exact_to(kvc_cache *cache, int64_t seq_id) {
 }
 
 int64_t kvc_sequences(kvc_cache *cache, int64_t *seq_ids, int64_t max_ids) {
+    const kvc_table *table = &cache->sequences;
     int64_t n = 0;
     kvc_lock(cache);
-    for (int32_t i = 0; i < cache->sequences.num; i++) {
-        const kvc_sequence *sequence = cache->sequences.items[i];
+    for (const kvc_sequence *sequence = kvc_table_first(table); sequence && !sequence->is_hidden;
+         sequence = kvc_table_next(table, sequence)) {
         if (sequence->is_retained || sequence->in_call || kvc_sequence_is_empty(sequence)) continue;
         if (seq_ids && n < max_ids) seq_ids[n] = sequence->id;
         n++;

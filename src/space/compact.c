@@ -51,8 +51,9 @@ static void free_memory(kvc_compaction *c) {
 
 /* Drops the spare lists of runs that get_memory made ready. */
 static void discard_lists(kvc_cache *cache, int32_t group) {
-    for (int32_t i = 0; i < cache->sequences.num; i++)
-        kvc_runs_discard(&cache->sequences.items[i]->runs[group], &cache->memory);
+    const kvc_table *table = &cache->sequences;
+    for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s))
+        kvc_runs_discard(&s->runs[group], &cache->memory);
 }
 
 /* Gets all memory of the compaction; returns 0 if there is not enough. */
@@ -73,11 +74,11 @@ static int get_memory(kvc_compaction *c) {
     c->slots = alloc_array(c, (uint64_t)c->num_slots, sizeof *c->slots);
     c->moves = alloc_array(c, (uint64_t)c->max_moves, sizeof *c->moves);
     if (!c->order || !c->targets || !c->slots || !c->moves) return 0;
-    for (int32_t i = 0; i < c->cache->sequences.num; i++) {
-        kvc_sequence *sequence = c->cache->sequences.items[i];
-        if (sequence->fate == KVC_GOES) continue;
+    const kvc_table *table = &c->cache->sequences;
+    for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s)) {
+        if (s->fate == KVC_GOES) continue;
         /* 2 more: the expiry before may cut a run in two */
-        if (kvc_runs_prepare_edit(&sequence->runs[c->group], &c->cache->memory, 2) != KVC_OK) return 0;
+        if (kvc_runs_prepare_edit(&s->runs[c->group], &c->cache->memory, 2) != KVC_OK) return 0;
     }
     return 1;
 }
@@ -88,8 +89,9 @@ static int get_memory(kvc_compaction *c) {
 static void order_blocks(kvc_compaction *c) {
     int32_t *slots = c->slots;
     memset(c->targets, 0, (size_t)c->pool->num_blocks * sizeof *c->targets);
-    for (int32_t i = 0; i < c->cache->sequences.num; i++) {
-        const kvc_run_list *list = &c->cache->sequences.items[i]->runs[c->group];
+    const kvc_table *table = &c->cache->sequences;
+    for (const kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s)) {
+        const kvc_run_list *list = &s->runs[c->group];
         for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
             if (!is_movable(c->pool, run->block) || c->targets[run->block->index]) continue;
             c->order[c->num_blocks++] = run->block;
@@ -216,10 +218,11 @@ static void move_runs(const kvc_compaction *c, kvc_run_list *list) {
 void kvc_compaction_run(kvc_cache *cache, int32_t group) {
     kvc_pool *pool = &cache->pools[group];
     kvc_compaction *c = pool->compaction;
-    for (int32_t i = 0; i < cache->sequences.num; i++)
-        kvc_runs_install(&cache->sequences.items[i]->runs[group], &cache->memory);
+    const kvc_table *table = &cache->sequences;
+    for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s))
+        kvc_runs_install(&s->runs[group], &cache->memory);
     move_rows(c);
-    for (int32_t i = 0; i < cache->sequences.num; i++) move_runs(c, &cache->sequences.items[i]->runs[group]);
+    for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s)) move_runs(c, &s->runs[group]);
     kvc_pool_refill(pool, c->order, c->num_blocks, c->live);
     cache->stats.compactions++;
     pool->compaction = NULL;

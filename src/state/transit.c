@@ -79,11 +79,10 @@ void kvc_state_accept(kvc_state *state) {
         uncount_replacing(state, g);
         kvc_pool_keep(&cache->pools[g], &state->groups[g].reserved);
     }
-    for (int32_t i = 0; i < state->sequences.num; i++) {
-        kvc_sequence *sequence = state->sequences.items[i];
-        kvc_cache_replace(cache, sequence, kvc_table_find(&cache->sequences, sequence->id));
+    for (kvc_sequence *sequence; (sequence = kvc_table_first(&state->sequences));) {
+        kvc_table_remove(&state->sequences, sequence);
+        kvc_cache_insert(cache, sequence, kvc_table_find(&cache->sequences, sequence->id));
     }
-    state->sequences.num = 0;
     state->is_loading = 0;
 }
 
@@ -109,10 +108,11 @@ void kvc_state_drop(kvc_state *state) {
             kvc_pool_hold(e->block, e->slot, e->count);
         }
     }
-    for (int32_t i = 0; i < state->sequences.num; i++)
-        kvc_sequence_free(state->sequences.items[i], &cache->memory, cache->pools);
+    for (kvc_sequence *sequence; (sequence = kvc_table_first(&state->sequences));) {
+        kvc_table_remove(&state->sequences, sequence);
+        kvc_sequence_free(sequence, &cache->memory, cache->pools);
+    }
     for (int32_t g = 0; state->groups && g < cache->num_groups; g++) give_back(state, g);
-    state->sequences.num = 0;
     state->is_loading = 0;
 }
 

@@ -60,7 +60,7 @@ void kvc_state_begin(kvc_state *state);
 /* Keeps the rows of all extents in place until kvc_state_end. */
 void kvc_state_pin(kvc_state *state);
 
-/* Makes the sequences part of the table, which has capacity for them, in place of those with the same id. */
+/* Makes the sequences part of the table, in place of those with the same id. */
 void kvc_state_accept(kvc_state *state);
 
 /* Drops all that is being loaded. */

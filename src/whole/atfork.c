@@ -53,8 +53,9 @@ static void undo_rewrite(kvc_cache *cache, kvc_sequence *sequence) {
 
 /* Undoes the rewrites that the parent's other threads had begun, and forgets the sequences of their calls. */
 static void end_edits(kvc_cache *cache) {
-    for (int32_t i = cache->sequences.num - 1; i >= 0; i--) { /* backwards: a sequence may take those behind along */
-        kvc_sequence *sequence = cache->sequences.items[i];
+    const kvc_table *table = &cache->sequences;
+    for (kvc_sequence *sequence = kvc_table_last(table), *before; sequence; sequence = before) {
+        before = kvc_table_before(table, sequence); /* a sequence may take hidden ones, which stand behind, along */
         if (pthread_equal(sequence->caller, kvc_thread_self())) continue;
         if (sequence->in_rewrite) undo_rewrite(cache, sequence);
         if (sequence->in_call) kvc_cache_forget(cache, sequence);

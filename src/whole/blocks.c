@@ -5,10 +5,8 @@
 #include "state/transit.h"
 
 static void visit_table(const kvc_table *table, int32_t g, kvc_runs_fn *visit, void *context) {
-    for (int32_t i = 0; i < table->num; i++) {
-        const kvc_sequence *sequence = table->items[i];
-        visit(context, kvc_runs_begin(&sequence->runs[g]), sequence->runs[g].num, sequence, 0);
-    }
+    for (const kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s))
+        visit(context, kvc_runs_begin(&s->runs[g]), s->runs[g].num, s, 0);
 }
 
 void kvc_visit_runs(const kvc_cache *cache, int32_t g, kvc_runs_fn *visit, void *context, int loaded) {

@@ -52,9 +52,9 @@ static int32_t find_fills(const cloning *c, int32_t g, twin *twins) {
     const kvc_table *table = &c->from->sequences;
     int32_t num = 0;
     memset(twins, 0, (size_t)c->from->pools[g].num_blocks * sizeof *twins);
-    for (int32_t i = 0; i < table->num; i++) {
-        if (!is_cloned(table->items[i])) continue;
-        const kvc_run_list *list = &table->items[i]->runs[g];
+    for (const kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s)) {
+        if (!is_cloned(s)) continue;
+        const kvc_run_list *list = &s->runs[g];
         for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
             twin *t = &twins[run->block->index];
             num += !t->fill;
@@ -82,10 +82,6 @@ static kvc_status reserve_blocks(cloning *c) {
 
 /* Adds an empty sequence with lists just long enough, so that a clone never has more bytes than its original. */
 static kvc_status add_sequence(kvc_cache *to, const kvc_sequence *from) {
-    const kvc_table before = to->sequences;
-    const kvc_status status = kvc_table_reserve(&to->sequences, 1, &before, &to->memory);
-    kvc_table_keep(&to->sequences, &before, &to->memory);
-    if (status != KVC_OK) return status;
     kvc_sequence *sequence = kvc_sequence_new(&to->memory, from->id, from->num_groups, from->num_token_groups);
     if (!sequence) return kvc_fail_sequence(from->id);
     sequence->exact_to = from->exact_to;
@@ -106,8 +102,8 @@ static kvc_status add_sequence(kvc_cache *to, const kvc_sequence *from) {
 static kvc_status reserve(cloning *c) {
     kvc_status status = reserve_blocks(c);
     const kvc_table *table = &c->from->sequences;
-    for (int32_t i = 0; status == KVC_OK && i < table->num; i++)
-        if (is_cloned(table->items[i])) status = add_sequence(c->to, table->items[i]);
+    for (const kvc_sequence *s = kvc_table_first(table); status == KVC_OK && s; s = kvc_table_next(table, s))
+        if (is_cloned(s)) status = add_sequence(c->to, s);
     return status;
 }
 
@@ -148,14 +144,13 @@ static void close_blocks(cloning *c, int32_t g, const twin *twins) {
 }
 
 static void copy_bookkeeping(cloning *c) {
+    const kvc_table *table = &c->to->sequences;
     twin *twins = c->twins;
     for (int32_t g = 0; g < c->from->num_groups; g++) {
         const int32_t num_blocks = c->from->pools[g].num_blocks;
         open_blocks(c, g, twins);
-        for (int32_t i = 0; i < c->to->sequences.num; i++) {
-            kvc_sequence *to = c->to->sequences.items[i];
+        for (kvc_sequence *to = kvc_table_first(table); to; to = kvc_table_next(table, to))
             copy_runs(&to->runs[g], &kvc_table_find(&c->from->sequences, to->id)->runs[g], twins);
-        }
         close_blocks(c, g, twins);
         if (num_blocks) twins += num_blocks; /* NULL where there are no blocks at all */
     }
@@ -166,7 +161,10 @@ static void copy_bookkeeping(cloning *c) {
         to->is_given = from->is_given;
         kvc_cache_retain(c->to, to);
     }
-    for (int32_t i = c->to->sequences.num - 1; i >= 0; i--) kvc_cache_after_edit(c->to, c->to->sequences.items[i]);
+    for (kvc_sequence *to = kvc_table_last(table), *before; to; to = before) {
+        before = kvc_table_before(table, to);
+        kvc_cache_after_edit(c->to, to);
+    }
 }
 
 /* ---- rows -------------------------------------------------------------------------------------------------------- */

@@ -273,8 +273,9 @@ static kvc_status add_runs(visitor *v, int32_t g, const kvc_saved_holding *holdi
 /* Calls visit for all rows in a group of the sequences that are to be replaced. */
 static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, void *context) {
     const kvc_state *state = need->context;
-    for (int32_t i = 0; i < state->sequences.num; i++) {
-        const kvc_sequence *old = kvc_table_find(&state->cache->sequences, state->sequences.items[i]->id);
+    const kvc_table *loaded = &state->sequences;
+    for (const kvc_sequence *s = kvc_table_first(loaded); s; s = kvc_table_next(loaded, s)) {
+        const kvc_sequence *old = kvc_table_find(&state->cache->sequences, s->id);
         if (old) kvc_runs_visit(&old->runs[g], 0, KVC_END, visit, context);
     }
 }
@@ -297,13 +298,13 @@ static kvc_need need_of(kvc_state *state) {
 
 /* Returns KVC_ERR_BUSY if one of the sequences that are to be replaced is in use, KVC_ERR_INVALID if it is retained. */
 static kvc_status check_idle(const kvc_state *state) {
-    kvc_status status = KVC_OK;
-    for (int32_t i = 0; status == KVC_OK && i < state->sequences.num; i++) {
-        const kvc_sequence *old = kvc_table_find(&state->cache->sequences, state->sequences.items[i]->id);
-        status = kvc_check_idle(old);
-        if (status == KVC_OK) status = kvc_check_not_retained(old);
+    const kvc_table *loaded = &state->sequences;
+    for (const kvc_sequence *s = kvc_table_first(loaded); s; s = kvc_table_next(loaded, s)) {
+        const kvc_sequence *old = kvc_table_find(&state->cache->sequences, s->id);
+        KVC_TRY(kvc_check_idle(old));
+        KVC_TRY(kvc_check_not_retained(old));
     }
-    return status;
+    return KVC_OK;
 }
 
 /* ---- the steps --------------------------------------------------------------------------------------------------- */
@@ -324,13 +325,6 @@ static kvc_status mark_needed(visitor *v) {
     return visit_all(v, NULL);
 }
 
-/* Gets memory for the table of the sequences, of which there are `num`: with the state, as the cache has its own. */
-static kvc_status make_table(kvc_state *state, int32_t num) {
-    kvc_table *table = &state->sequences;
-    *table = (kvc_table){.items = kvc_state_alloc(state, (uint64_t)num * sizeof *table->items), .capacity = num};
-    return table->items ? KVC_OK : KVC_ERR_NOMEM;
-}
-
 /* Takes the memory of the blocks that are new. */
 static void take_pages(kvc_state *state) {
     for (int32_t g = 0; g < state->cache->num_groups; g++)
@@ -343,11 +337,8 @@ static void take_pages(kvc_state *state) {
 kvc_status kvc_loaded_make(kvc_state *state, const kvc_load_args *args, const int32_t *chosen) {
     visitor v = {.state = state, .args = args, .chosen = chosen};
     const kvc_need need = need_of(state);
-    int32_t num = 0;
-    for (int64_t i = 0; i < state->format.state->num_sequences; i++) num += chosen[i] != 0;
     if (state->cache->max_bytes) kvc_cache_wait_pages(state->cache);
     kvc_status status = kvc_state_add_groups(state);
-    if (status == KVC_OK) status = make_table(state, num);
     if (status == KVC_OK) status = mark_needed(&v);
     if (status != KVC_OK) return status;
     state->is_loading = 1;
@@ -367,22 +358,11 @@ kvc_status kvc_loaded_make(kvc_state *state, const kvc_load_args *args, const in
 
 kvc_status kvc_loaded_accept(kvc_state *state) {
     kvc_cache *cache = state->cache;
-    int32_t num_new = 0;
     do kvc_cache_find_all(cache);
     while (cache->max_bytes && kvc_cache_wait_pages(cache));
     kvc_status status = check_idle(state); /* others may have used them since kvc_loaded_make */
-    for (int32_t i = 0; i < state->sequences.num; i++)
-        num_new += !kvc_table_find(&cache->sequences, state->sequences.items[i]->id);
-    if (status != KVC_OK) return status;
-    const kvc_table before = cache->sequences;
     const kvc_need need = need_of(state);
-    if (num_new) status = kvc_table_reserve(&cache->sequences, num_new, &before, &cache->memory);
     if (status == KVC_OK) status = kvc_make_room(&need);
-    if (status != KVC_OK) {
-        kvc_table_undo(&cache->sequences, &before, &cache->memory);
-        return status;
-    }
-    kvc_table_keep(&cache->sequences, &before, &cache->memory);
-    kvc_state_accept(state);
-    return KVC_OK;
+    if (status == KVC_OK) kvc_state_accept(state);
+    return status;
 }

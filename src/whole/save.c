@@ -213,11 +213,13 @@ static kvc_status make_header(saving *s) {
  */
 static kvc_status find_sequences(saving *s) {
     const kvc_table *table = &s->cache->sequences;
-    const int64_t most = s->args.seq_ids ? s->args.num_sequences : table->num;
+    const kvc_sequence *next = s->args.seq_ids ? NULL : kvc_table_first(table);
+    const int64_t most = s->args.seq_ids ? s->args.num_sequences : table->nums[0];
     s->sequences = kvc_state_alloc(&s->state, (uint64_t)most * sizeof *s->sequences);
     if (!s->sequences) return KVC_ERR_NOMEM;
     for (int64_t i = 0; i < most; i++) {
-        const kvc_sequence *sequence = s->args.seq_ids ? kvc_table_find(table, s->args.seq_ids[i]) : table->items[i];
+        const kvc_sequence *sequence = next ? next : kvc_table_find(table, s->args.seq_ids[i]);
+        if (next) next = kvc_table_next(table, next);
         if (s->args.seq_ids || !(sequence->is_retained || sequence->in_call || kvc_sequence_is_blank(sequence)))
             s->sequences[s->num_sequences++] = sequence;
     }

@@ -147,8 +147,8 @@ static kvc_status check_expired(const kvc_cache *cache, const kvc_sequence *sequ
 /* Checks the counts and lists that spare a batch looking at all sequences. */
 static kvc_status check_notes(const kvc_cache *cache) {
     int64_t num_holding = 0, num_retained = 0;
-    for (int32_t i = 0; i < cache->sequences.num; i++) {
-        const kvc_sequence *sequence = cache->sequences.items[i];
+    const kvc_table *table = &cache->sequences;
+    for (const kvc_sequence *sequence = kvc_table_first(table); sequence; sequence = kvc_table_next(table, sequence)) {
         const long long id = sequence->id;
         num_holding += sequence->holds;
         REQUIRE(sequence->in_batch ||
@@ -186,25 +186,30 @@ static kvc_status check_exact(const kvc_sequence *sequence) {
 }
 
 static kvc_status check_table(const kvc_cache *cache) {
-    for (int32_t i = 0; i < cache->sequences.num; i++) {
-        const kvc_sequence *sequence = cache->sequences.items[i];
+    const kvc_table *table = &cache->sequences;
+    const kvc_sequence *before = NULL;
+    int32_t nums[2] = {0, 0};
+    for (const kvc_sequence *sequence = kvc_table_first(table); sequence; sequence = kvc_table_next(table, sequence)) {
         const long long id = sequence->id;
-        const kvc_sequence *before = i ? cache->sequences.items[i - 1] : NULL;
         REQUIRE(!before || before->is_hidden < sequence->is_hidden ||
                     (before->is_hidden == sequence->is_hidden && before->id < id),
                 "the table of sequences is out of order");
+        before = sequence;
+        nums[sequence->is_hidden]++;
         REQUIRE(sequence->in_batch || sequence->follower || !kvc_sequence_is_blank(sequence),
                 "sequence %lld is blank and in the table", id);
         REQUIRE(!sequence->is_hidden || (sequence->is_retained && sequence->follower), "nobody follows hidden rows");
         REQUIRE(cache->batch || !sequence->in_batch, "sequence %lld belongs to a batch that is not there", id);
     }
+    REQUIRE(nums[0] == table->nums[0] && nums[1] == table->nums[1], "the table of sequences has others than it counts");
     return KVC_OK;
 }
 
 static kvc_status check_group(const kvc_cache *cache, int32_t g) {
+    const kvc_table *table = &cache->sequences;
     kvc_status status = KVC_OK;
-    for (int32_t i = 0; status == KVC_OK && i < cache->sequences.num; i++)
-        status = check_runs(&cache->sequences.items[i]->runs[g], &cache->pools[g], cache->sequences.items[i]->id);
+    for (const kvc_sequence *s = kvc_table_first(table); status == KVC_OK && s; s = kvc_table_next(table, s))
+        status = check_runs(&s->runs[g], &cache->pools[g], s->id);
     if (status == KVC_OK) status = check_pool(&cache->pools[g]);
     if (status == KVC_OK && cache->batch) status = check_room(cache->batch, g);
     if (status != KVC_OK || cache->num_rewrites) return status; /* rewrites hold slots of which there are no runs yet */
@@ -217,7 +222,8 @@ kvc_status kvc_validate(kvc_cache *cache) {
     if (status == KVC_OK) status = check_row_buffers(cache);
     if (status == KVC_OK) status = check_table(cache);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) status = check_group(cache, g);
-    for (int32_t i = 0; status == KVC_OK && i < cache->sequences.num; i++) /* whose lists are sound */
-        status = check_exact(cache->sequences.items[i]);
+    const kvc_table *table = &cache->sequences;
+    for (const kvc_sequence *s = kvc_table_first(table); status == KVC_OK && s; s = kvc_table_next(table, s))
+        status = check_exact(s); /* whose lists are sound */
     return kvc_unlock(cache, status);
 }

@@ -102,19 +102,19 @@ static void feed(kvc_cache *cache, int64_t id, int32_t n) {
 static void check_rows(kvc_cache *cache, int64_t id, int32_t n) {
     kvc_run run;
     CHECKF(kvc_seq_len(cache, id, -1) == n, "%d rows, not %d", (int)kvc_seq_len(cache, id, -1), n);
-    for (int64_t i = 0, at = 0; i < cache->sequences.num; i++)
-        if (cache->sequences.items[i]->id == id)
-            for (const kvc_run *r = kvc_runs_begin(cache->sequences.items[i]->runs);
-                 r < kvc_runs_end(cache->sequences.items[i]->runs); r++)
-                for (run = *r; run.count > 0; run.count--, run.slot++, at++)
-                    for (int l = 0; l < 2; l++)
-                        for (int h = 0; h < HEADS; h++) {
-                            const kvc_layout *to = &cache->layouts[cache->layout_of[l]];
-                            uint16_t k, v;
-                            memcpy(&k, kvc_key_at(to, run.block, run.slot, h), sizeof k);
-                            memcpy(&v, kvc_value_at(to, run.block, run.slot, h), sizeof v);
-                            CHECKF(k == value_at(at) && v == k, "slot %d", run.slot);
-                        }
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, id);
+    const kvc_run *end = sequence ? kvc_runs_end(sequence->runs) : NULL;
+    int64_t at = 0;
+    for (const kvc_run *r = sequence ? kvc_runs_begin(sequence->runs) : NULL; r < end; r++)
+        for (run = *r; run.count > 0; run.count--, run.slot++, at++)
+            for (int l = 0; l < 2; l++)
+                for (int h = 0; h < HEADS; h++) {
+                    const kvc_layout *to = &cache->layouts[cache->layout_of[l]];
+                    uint16_t k, v;
+                    memcpy(&k, kvc_key_at(to, run.block, run.slot, h), sizeof k);
+                    memcpy(&v, kvc_value_at(to, run.block, run.slot, h), sizeof v);
+                    CHECKF(k == value_at(at) && v == k, "slot %d", run.slot);
+                }
 }
 
 /* ---- joining ----------------------------------------------------------------------------------------------------- */

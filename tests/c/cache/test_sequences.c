@@ -84,6 +84,43 @@ static void test_room_for_ids(void) {
     pair_free(p);
 }
 
+static int by_id(const void *a, const void *b) {
+    const int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+    return (x > y) - (x < y);
+}
+
+/* Sequences of any ids come and go in any order, are listed by rising id, and take as many bytes beside many others as
+ * beside few. */
+static void test_many(void) {
+    enum { MANY = 1000 };
+    static int64_t ids[MANY + 2], listed[MANY + 2];
+    pair *p = pair_with(full_policy, 4);
+    kvc_cache *cache = p->cache;
+    int64_t num = 0, each = 0;
+    ids[num++] = INT64_MIN;
+    ids[num++] = INT64_MAX;
+    CHECK(pair_feed(p, 5, 0, 1) == KVC_OK);
+    for (; num < MANY; num++) ids[num] = num % 3 ? num * 7919 % 100003 + 6 : -num;
+    for (int64_t i = 0; i < num; i++) {
+        const int64_t before = kvc_nbytes(cache);
+        CHECK(kvc_fork(cache, 5, ids[i]) == KVC_OK);
+        if (!i) each = kvc_nbytes(cache) - before;
+        CHECKF(kvc_nbytes(cache) - before == each, "sequence %d takes %d bytes, not %d", (int)i,
+               (int)(kvc_nbytes(cache) - before), (int)each);
+    }
+    for (int64_t i = 0; i < num; i += 2) CHECK(kvc_clear_sequence(cache, ids[i]) == KVC_OK);
+    for (int64_t i = 0; i < num; i++) CHECK(kvc_seq_len(cache, ids[i], 0) == i % 2);
+    for (int64_t i = 0; i < num; i += 2) ids[i] = -1000000 - i;
+    for (int64_t i = num - 2; i >= 0; i -= 2) CHECK(kvc_fork(cache, 5, ids[i]) == KVC_OK);
+    ids[num++] = 5;
+    qsort(ids, (size_t)num, sizeof *ids, by_id);
+    CHECK(kvc_sequences(cache, listed, MANY + 2) == num && !memcmp(ids, listed, (size_t)num * sizeof *ids));
+    CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+    for (int64_t i = 0; i < num; i++) CHECK(ids[i] == 5 || kvc_clear_sequence(cache, ids[i]) == KVC_OK);
+    pair_check(p);
+    pair_free(p);
+}
+
 /* ---- windows ----------------------------------------------------------------------------------------------------- */
 
 /* Checks that dropping the rows of sequence 0 from a length on, and sharing those before it, are refused with these
@@ -164,10 +201,12 @@ int main(void) {
     test_extend_in_place();
     test_largest_position();
     test_room_for_ids();
+    test_many();
     test_cut_behind_sinks();
     test_busy();
     for (int i = 0; i < 48; i++) random_test(block_sizes[i % 4], 0, 700);
-    random_state = 0x1b12c776b8e893d5; /* steps to a commit that leaves the cache beyond max_bytes, and evicts nothing */
+    random_state =
+        0x1b12c776b8e893d5; /* steps to a commit that leaves the cache beyond max_bytes, and evicts nothing */
     random_test(3, 0, 700);
     return test_result();
 }
