@@ -35,35 +35,78 @@ void kvc_cache_set_in_call(kvc_cache *cache, int64_t id, int32_t in_call) {
     kvc_cache_mark_changed(cache, sequence);
 }
 
-void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence) {
-    cache->num_retained += !sequence->is_retained;
-    cache->num_protected -= sequence->is_protected;
-    sequence->is_retained = 1;
-    sequence->is_protected = 0;
-    sequence->older = cache->newest;
-    *(cache->newest ? &cache->newest->newer : &cache->oldest) = sequence;
-    cache->newest = sequence;
+/* ---- retained sequences ------------------------------------------------------------------------------------------ */
+
+static void set_evictable(kvc_cache *cache, kvc_sequence *sequence, int32_t is_evictable) {
+    if (sequence->is_evictable == is_evictable) return;
+    sequence->is_evictable = is_evictable;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        const kvc_run_list *list = &sequence->runs[g];
+        for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
+            kvc_pool_mark_evictable(run->block, run->slot, run->count, is_evictable ? 1 : -1);
+    }
+    if (is_evictable)
+        kvc_sorted_insert(&cache->evictable, sequence);
+    else
+        kvc_sorted_remove(&cache->evictable, sequence);
 }
 
+void kvc_cache_note_evictable(kvc_cache *cache, kvc_sequence *sequence) {
+    const int32_t may_go = sequence->is_retained && !sequence->is_protected, is_pinned = may_go && sequence->num_pins;
+    cache->num_pinned += is_pinned - sequence->is_counted_pinned;
+    sequence->is_counted_pinned = is_pinned;
+    set_evictable(cache, sequence, may_go && !is_pinned && !sequence->in_place);
+}
+
+void kvc_cache_pin(kvc_cache *cache, kvc_sequence *sequence, int64_t add) {
+    sequence->num_pins += add;
+    kvc_cache_note_evictable(cache, sequence);
+}
+
+/* Takes a sequence out of the list of retained ones that calls can name. */
 static void unlist(kvc_cache *cache, kvc_sequence *sequence) {
+    if (sequence->is_hidden) return;
     *(sequence->older ? &sequence->older->newer : &cache->oldest) = sequence->newer;
     *(sequence->newer ? &sequence->newer->older : &cache->newest) = sequence->older;
     sequence->older = sequence->newer = NULL;
 }
 
+static void list(kvc_cache *cache, kvc_sequence *sequence) {
+    if (sequence->is_hidden) return;
+    sequence->older = cache->newest;
+    *(cache->newest ? &cache->newest->newer : &cache->oldest) = sequence;
+    cache->newest = sequence;
+}
+
+void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence) {
+    if (sequence->is_evictable) kvc_sorted_remove(&cache->evictable, sequence);
+    sequence->used = ++cache->num_uses;
+    if (sequence->is_evictable) kvc_sorted_insert(&cache->evictable, sequence);
+    if (sequence->is_retained) unlist(cache, sequence);
+    list(cache, sequence);
+    cache->num_retained += !sequence->is_retained;
+    cache->num_protected -= sequence->is_protected;
+    sequence->is_retained = 1;
+    sequence->is_protected = 0;
+    kvc_cache_note_evictable(cache, sequence);
+}
+
 void kvc_cache_unretain(kvc_cache *cache, kvc_sequence *sequence) {
-    if (!sequence->is_protected) unlist(cache, sequence);
+    unlist(cache, sequence);
     cache->num_protected -= sequence->is_protected;
     cache->num_retained--;
     sequence->is_retained = sequence->is_protected = 0;
+    kvc_cache_note_evictable(cache, sequence);
 }
 
 void kvc_cache_protect(kvc_cache *cache, kvc_sequence *sequence) {
     if (sequence->is_protected) return;
-    unlist(cache, sequence);
     cache->num_protected++;
     sequence->is_protected = 1;
+    kvc_cache_note_evictable(cache, sequence);
 }
+
+/* ---- the table --------------------------------------------------------------------------------------------------- */
 
 void kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old) {
     if (old) {

@@ -49,12 +49,15 @@ struct kvc_cache {
     struct kvc_tree *dying;                        /* list of the trees that are no prefix's any more: prefix.c */
     struct kvc_node *new_blocks, **new_blocks_end; /* list of blocks for kvc_take_new_blocks, oldest first */
     struct kvc_carrier *carriers;                  /* list of calls that carry blocks to or from a store */
-    struct kvc_state_use *state_uses;              /* list of calls that use a recurrent state of a model */
-    kvc_sequence *changed;         /* list of the sequences in which the next batch looks for rows to expire */
-    kvc_sequence *spare;           /* made by kvc_reserve for the next new sequence; NULL: none */
-    int64_t num_holding;           /* number of sequences that hold rows, but for retained ones and those of calls */
-    kvc_sequence *oldest, *newest; /* list of the retained sequences, from the least recently used on */
-    int64_t num_retained, num_protected; /* num_protected: of those retained, that are not in the list */
+    struct kvc_state_use *state_uses; /* list of calls that use a recurrent state of a model */
+    kvc_sequence *changed; /* list of the sequences in which the next batch looks for rows to expire */
+    kvc_sequence *spare;   /* made by kvc_reserve for the next new sequence; NULL: none */
+    int64_t num_holding;   /* number of sequences that hold rows, but for retained ones and those of calls */
+    kvc_sequence *oldest,
+        *newest;          /* list of the retained sequences that calls can name, the least recently used first */
+    kvc_sorted evictable; /* by use: retained sequences that may be evicted */
+    int64_t num_uses;     /* of retained sequences: the last one's kvc_sequence.used */
+    int64_t num_retained, num_protected, num_pinned; /* num_pinned: of those that are not protected */
     kvc_sequence *victims; /* list of those that the plan of the running call evicts, by rising last use */
     int32_t lacks_bytes;   /* while victims are chosen: all that can be had is needed, for bytes are lacking */
     kvc_batch *batch;      /* the open batch; NULL: none */
@@ -149,12 +152,19 @@ void kvc_cache_set_in_call(kvc_cache *cache, int64_t id, int32_t in_call);
 /* Inserts a new sequence into the table, in place of `old` if that is not NULL. */
 void kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old);
 
-/* Adds a sequence of the table to the list of retained ones, as the most recently used, or takes it out. */
+/* Adds a sequence of the table to the retained ones, as the most recently used, or takes it out. */
 void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_unretain(kvc_cache *cache, kvc_sequence *sequence);
 
-/* Takes a retained sequence out of the list, so that it is not evicted; kvc_cache_retain puts it back. */
+/* Keeps a hidden retained sequence from being evicted, until kvc_cache_retain. */
 void kvc_cache_protect(kvc_cache *cache, kvc_sequence *sequence);
+
+/* Adds to the pins of a sequence.  While it has any, and is retained, it is not evicted, and its rows may change. */
+void kvc_cache_pin(kvc_cache *cache, kvc_sequence *sequence, int64_t add);
+
+/* Notes whether a sequence may be evicted: not if it is not retained, protected, pinned, or a call writes its rows.
+ * Takes time for its rows where that has changed. */
+void kvc_cache_note_evictable(kvc_cache *cache, kvc_sequence *sequence);
 
 /* Returns whether a sequence loses its rows in group g when victims are evicted. */
 static inline int kvc_is_evicted_in(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {

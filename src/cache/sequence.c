@@ -98,89 +98,117 @@ void kvc_sequence_note_cut(kvc_sequence *sequence, int32_t length, int32_t next_
     kvc_sequence_note_edit(sequence, length, INT32_MAX);
 }
 
-/* ---- the table of sequences -------------------------------------------------------------------------------------- */
+/* ---- sorted sequences -------------------------------------------------------------------------------------------- */
 
-/* Returns the rank of an id: a sequence stands above those of lower rank in its tree, so that trees of any ids are
- * about as flat as random ones. */
-static uint64_t rank_of(const kvc_sequence *sequence) {
-    uint64_t x = (uint64_t)sequence->id + 0x9e3779b97f4a7c15u; /* SplitMix64 */
+static int64_t key_of(const kvc_sequence *sequence, kvc_key by) {
+    return by == KVC_BY_USE ? sequence->used : sequence->id;
+}
+
+/* Returns the rank of a sequence: it stands above those of lower rank in its tree, so that trees of any keys are about
+ * as flat as random ones. */
+static uint64_t rank_of(const kvc_sequence *sequence, kvc_key by) {
+    uint64_t x = (uint64_t)key_of(sequence, by) + 0x9e3779b97f4a7c15u; /* SplitMix64 */
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
     x = (x ^ x >> 27) * 0x94d049bb133111ebu;
     return x ^ x >> 31;
 }
 
-static kvc_sequence *find(kvc_sequence *sequence, int64_t id) {
-    while (sequence && sequence->id != id) sequence = sequence->below[id > sequence->id];
+/* Moves a sequence to the place of the one above it, which becomes one below it. */
+static void rotate_up(kvc_sorted *sorted, kvc_sequence *sequence) {
+    const kvc_key by = sorted->by;
+    kvc_links *links = &sequence->links[by];
+    kvc_sequence *above = links->above, *top = above->links[by].above;
+    const int side = above->links[by].below[1] == sequence;
+    kvc_sequence *between = links->below[!side];
+    above->links[by].below[side] = between;
+    if (between) between->links[by].above = above;
+    links->below[!side] = above;
+    above->links[by].above = sequence;
+    links->above = top;
+    *(top ? &top->links[by].below[top->links[by].below[1] == above] : &sorted->root) = sequence;
+}
+
+void kvc_sorted_insert(kvc_sorted *sorted, kvc_sequence *sequence) {
+    const kvc_key by = sorted->by;
+    kvc_links *links = &sequence->links[by];
+    kvc_sequence **at = &sorted->root;
+    *links = (kvc_links){NULL, {NULL, NULL}};
+    while (*at) {
+        links->above = *at;
+        at = &(*at)->links[by].below[key_of(sequence, by) > key_of(*at, by)];
+    }
+    *at = sequence;
+    while (links->above && rank_of(links->above, by) < rank_of(sequence, by)) rotate_up(sorted, sequence);
+    sorted->num++;
+}
+
+void kvc_sorted_remove(kvc_sorted *sorted, kvc_sequence *sequence) {
+    const kvc_key by = sorted->by;
+    kvc_links *links = &sequence->links[by];
+    kvc_sequence **below = links->below;
+    while (below[0] && below[1]) rotate_up(sorted, below[rank_of(below[1], by) > rank_of(below[0], by)]);
+    kvc_sequence *above = links->above, *rest = below[below[1] != NULL];
+    *(above ? &above->links[by].below[above->links[by].below[1] == sequence] : &sorted->root) = rest;
+    if (rest) rest->links[by].above = above;
+    sorted->num--;
+}
+
+/* Returns the first (side 0), or the last (side 1), of those below and at a sequence; NULL if that is NULL. */
+static kvc_sequence *end_of(kvc_sequence *sequence, kvc_key by, int side) {
+    while (sequence && sequence->links[by].below[side]) sequence = sequence->links[by].below[side];
     return sequence;
 }
 
-kvc_sequence *kvc_table_find(const kvc_table *table, int64_t id) { return find(table->roots[0], id); }
-
-kvc_sequence *kvc_table_find_hidden(const kvc_table *table, int64_t id) { return find(table->roots[1], id); }
-
-/* Moves a sequence to the place of the one above it, which becomes one below it. */
-static void rotate_up(kvc_sequence **root, kvc_sequence *sequence) {
-    kvc_sequence *above = sequence->above, *top = above->above;
-    const int side = above->below[1] == sequence;
-    kvc_sequence *between = sequence->below[!side];
-    above->below[side] = between;
-    if (between) between->above = above;
-    sequence->below[!side] = above;
-    above->above = sequence;
-    sequence->above = top;
-    *(top ? &top->below[top->below[1] == above] : root) = sequence;
+/* Returns the next sequence on one side, 1 behind, 0 before; NULL if there is none. */
+static kvc_sequence *beside(const kvc_sequence *sequence, kvc_key by, int side) {
+    const kvc_links *links = &sequence->links[by];
+    if (links->below[side]) return end_of(links->below[side], by, !side);
+    for (; links->above && links->above->links[by].below[side] == sequence; links = &sequence->links[by])
+        sequence = links->above;
+    return links->above;
 }
 
+kvc_sequence *kvc_sorted_first(const kvc_sorted *sorted) { return end_of(sorted->root, sorted->by, 0); }
+
+kvc_sequence *kvc_sorted_next(const kvc_sorted *sorted, const kvc_sequence *sequence) {
+    return beside(sequence, sorted->by, 1);
+}
+
+/* ---- the table of sequences -------------------------------------------------------------------------------------- */
+
+static kvc_sequence *find(kvc_sequence *sequence, int64_t id) {
+    while (sequence && sequence->id != id) sequence = sequence->links[KVC_BY_ID].below[id > sequence->id];
+    return sequence;
+}
+
+kvc_sequence *kvc_table_find(const kvc_table *table, int64_t id) { return find(table->named.root, id); }
+
+kvc_sequence *kvc_table_find_hidden(const kvc_table *table, int64_t id) { return find(table->hidden.root, id); }
+
 void kvc_table_insert(kvc_table *table, kvc_sequence *sequence) {
-    kvc_sequence **root = &table->roots[sequence->is_hidden], **at = root;
-    sequence->above = sequence->below[0] = sequence->below[1] = NULL;
-    while (*at) {
-        sequence->above = *at;
-        at = &(*at)->below[sequence->id > (*at)->id];
-    }
-    *at = sequence;
-    while (sequence->above && rank_of(sequence->above) < rank_of(sequence)) rotate_up(root, sequence);
-    table->nums[sequence->is_hidden]++;
+    kvc_sorted_insert(sequence->is_hidden ? &table->hidden : &table->named, sequence);
 }
 
 void kvc_table_remove(kvc_table *table, kvc_sequence *sequence) {
-    kvc_sequence **root = &table->roots[sequence->is_hidden], **below = sequence->below;
-    while (below[0] && below[1]) rotate_up(root, below[rank_of(below[1]) > rank_of(below[0])]);
-    kvc_sequence *above = sequence->above, *rest = below[below[1] != NULL];
-    *(above ? &above->below[above->below[1] == sequence] : root) = rest;
-    if (rest) rest->above = above;
-    table->nums[sequence->is_hidden]--;
-}
-
-/* Returns the first (side 0), or the last (side 1), of a tree; NULL if it is empty. */
-static kvc_sequence *end_of(kvc_sequence *root, int side) {
-    while (root && root->below[side]) root = root->below[side];
-    return root;
-}
-
-/* Returns the next sequence of the tree on one side, 1 behind, 0 before; NULL if there is none. */
-static kvc_sequence *beside(const kvc_sequence *sequence, int side) {
-    if (sequence->below[side]) return end_of(sequence->below[side], !side);
-    while (sequence->above && sequence->above->below[side] == sequence) sequence = sequence->above;
-    return sequence->above;
+    kvc_sorted_remove(sequence->is_hidden ? &table->hidden : &table->named, sequence);
 }
 
 kvc_sequence *kvc_table_first(const kvc_table *table) {
-    kvc_sequence *first = end_of(table->roots[0], 0);
-    return first ? first : end_of(table->roots[1], 0);
+    kvc_sequence *first = kvc_sorted_first(&table->named);
+    return first ? first : kvc_sorted_first(&table->hidden);
 }
 
 kvc_sequence *kvc_table_next(const kvc_table *table, const kvc_sequence *sequence) {
-    kvc_sequence *next = beside(sequence, 1);
-    return next || sequence->is_hidden ? next : end_of(table->roots[1], 0);
+    kvc_sequence *next = beside(sequence, KVC_BY_ID, 1);
+    return next || sequence->is_hidden ? next : kvc_sorted_first(&table->hidden);
 }
 
 kvc_sequence *kvc_table_last(const kvc_table *table) {
-    kvc_sequence *last = end_of(table->roots[1], 1);
-    return last ? last : end_of(table->roots[0], 1);
+    kvc_sequence *last = end_of(table->hidden.root, KVC_BY_ID, 1);
+    return last ? last : end_of(table->named.root, KVC_BY_ID, 1);
 }
 
 kvc_sequence *kvc_table_before(const kvc_table *table, const kvc_sequence *sequence) {
-    kvc_sequence *before = beside(sequence, 0);
-    return before || !sequence->is_hidden ? before : end_of(table->roots[0], 1);
+    kvc_sequence *before = beside(sequence, KVC_BY_ID, 0);
+    return before || !sequence->is_hidden ? before : end_of(table->named.root, KVC_BY_ID, 1);
 }

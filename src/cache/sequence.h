@@ -19,6 +19,14 @@ typedef struct kvc_follower {
     int64_t (*plan_end)(struct kvc_follower *follower, int is_planned);
 } kvc_follower;
 
+/* By what sequences are sorted: each has a place for either. */
+typedef enum kvc_key { KVC_BY_ID, KVC_BY_USE, KVC_NUM_KEYS } kvc_key;
+
+/* A place in a tree; below: of lower keys, of higher keys. */
+typedef struct kvc_links {
+    struct kvc_sequence *above, *below[2];
+} kvc_links;
+
 typedef struct kvc_sequence {
     int64_t id;
     int32_t is_hidden;            /* its id is a number of its own: no call can name it, and it stands behind others */
@@ -34,16 +42,19 @@ typedef struct kvc_sequence {
     struct kvc_rewrite *rewrites; /* [num_token_groups] of the call that copies its rows */
     int32_t in_place;             /* a call writes its rows where they lie without the mutex: kvc_cache_find waits */
     int32_t holds;                /* it is counted in cache->num_holding */
-    int32_t is_retained;          /* it is in the list of retained sequences, unless it is protected: evict.h */
+    int32_t is_retained;          /* it waits to be used again, and may be evicted, unless something below forbids it */
     int32_t is_given;             /* its rows come from elsewhere: kvc_retain_new */
     int32_t is_protected;         /* it is not evicted, as it is within a prefix's quota */
     int32_t frees;                /* while victims are chosen: evict.c */
     int64_t num_pins;             /* of a retained sequence: while there are any, it is not evicted */
+    int32_t is_evictable;         /* it is in cache->evictable, and blocks count it so */
+    int32_t is_counted_pinned;    /* it is counted in cache->num_pinned */
+    int64_t used;                 /* of a retained sequence: the larger, the more recently */
     int32_t num_groups;
-    int32_t num_token_groups; /* number of groups of tokens: the first; others are of cross-attention layers */
-    struct kvc_sequence *above, *below[2];           /* place in the table; below: of lower ids, of higher ids */
+    int32_t num_token_groups;      /* number of groups of tokens: the first; others are of cross-attention layers */
+    kvc_links links[KVC_NUM_KEYS]; /* places in the table, and among those that may be evicted */
     struct kvc_sequence *next_changed, **changed_at; /* place in the list cache->changed; NULL: not in it */
-    struct kvc_sequence *older, *newer;              /* place in the list of retained sequences */
+    struct kvc_sequence *older, *newer;              /* place in the list of retained sequences that calls can name */
     struct kvc_sequence *next_victim;                /* in the list cache->victims */
     kvc_follower *follower; /* NULL: nobody.  With one, it stays in the table when it is blank */
     kvc_run_list runs[];    /* [num_groups] */
@@ -94,13 +105,27 @@ void kvc_sequence_note_edit(kvc_sequence *sequence, int32_t position, int32_t ex
  * that were not exact are among them, all that is left is. */
 void kvc_sequence_note_cut(kvc_sequence *sequence, int32_t length, int32_t next_before);
 
+/* ---- sorted sequences -------------------------------------------------------------------------------------------- */
+
+/* A tree of sequences by a key, different for each.  They are taken in and out without memory, in a time that grows
+ * with the logarithm of their number. */
+typedef struct kvc_sorted {
+    kvc_sequence *root;
+    int32_t num;
+    kvc_key by;
+} kvc_sorted;
+
+void kvc_sorted_insert(kvc_sorted *sorted, kvc_sequence *sequence);
+void kvc_sorted_remove(kvc_sorted *sorted, kvc_sequence *sequence);
+
+/* Return the first sequence by rising key, and the one behind another; NULL if there is none. */
+kvc_sequence *kvc_sorted_first(const kvc_sorted *sorted);
+kvc_sequence *kvc_sorted_next(const kvc_sorted *sorted, const kvc_sequence *sequence);
+
 /* ---- the table of sequences -------------------------------------------------------------------------------------- */
 
-/* Two trees of sequences by id: those that calls can name, and hidden ones.  Sequences are taken in and out in a time
- * that grows with the logarithm of their number, and without memory. */
 typedef struct kvc_table {
-    kvc_sequence *roots[2]; /* [is_hidden] */
-    int32_t nums[2];        /* [is_hidden] number of sequences */
+    kvc_sorted named, hidden; /* by id: sequences that calls can name, and hidden ones */
 } kvc_table;
 
 /* Returns the sequence with an id, no hidden one; NULL if there is none. */

@@ -22,11 +22,13 @@ void kvc_cache_find_all(kvc_cache *cache) {
 void kvc_cache_begin_in_place(kvc_cache *cache, kvc_sequence *sequence) {
     sequence->in_place = 1;
     cache->num_in_place++;
+    kvc_cache_note_evictable(cache, sequence);
 }
 
 void kvc_cache_end_in_place(kvc_cache *cache, kvc_sequence *sequence) {
     sequence->in_place = 0;
     cache->num_in_place--;
+    kvc_cache_note_evictable(cache, sequence);
     kvc_signal_all(&cache->idle);
 }
 

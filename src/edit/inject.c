@@ -148,7 +148,7 @@ static void write_unlocked(injection *x, kvc_sequence *sequence, int32_t group) 
 /* Returns whether another sequence or a view has the row too, so that it must not be written. */
 static int is_shared(const void *context, const kvc_run *run, int32_t slot) {
     (void)context;
-    return run->block->holders[slot] > 1 || run->block->pins;
+    return run->block->holders[slot].num > 1 || run->block->pins;
 }
 
 static kvc_status get_memory(injection *x, const kvc_run_list *list) {
@@ -193,13 +193,13 @@ static kvc_status unshare_rows(injection *x, int32_t group, kvc_sequence *sequen
                            .what = "copying rows that are shared"};
     kvc_status status = kvc_rewrite_make(x->cache, group, &sequence->runs[group], &change, &x->rewrite);
     if (status != KVC_OK) return status;
-    sequence->num_pins++; /* it may be a retained one */
+    kvc_cache_pin(x->cache, sequence, 1); /* it may be a retained one */
     if (x->rewrite.num_copies) status = kvc_make_room(&need);
-    sequence->num_pins--;
     if (status == KVC_OK)
         kvc_rewrite_accept(x->cache, group, &x->rewrite);
     else
         kvc_rewrite_discard(x->cache, group, &x->rewrite);
+    kvc_cache_pin(x->cache, sequence, -1);
     return status;
 }
 

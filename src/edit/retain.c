@@ -112,7 +112,7 @@ kvc_status kvc_retain_hidden(kvc_cache *cache, const kvc_sequence *src, int32_t 
 kvc_status kvc_retain_pinned(kvc_cache *cache, const kvc_sequence *src, int64_t id, int32_t begin, int32_t end) {
     kvc_sequence *made;
     const kvc_status status = retain_rows(cache, src, id, begin, end, NULL, &made);
-    if (made) made->num_pins = 1;
+    if (made) kvc_cache_pin(cache, made, 1);
     return status;
 }
 
@@ -409,10 +409,7 @@ static kvc_status attach_all(const pieces *p, int64_t dst, kvc_sequence *old, in
     return status;
 }
 
-void kvc_touch_retained(kvc_cache *cache, kvc_sequence *sequence) {
-    kvc_cache_unretain(cache, sequence);
-    kvc_cache_retain(cache, sequence);
-}
+void kvc_touch_retained(kvc_cache *cache, kvc_sequence *sequence) { kvc_cache_retain(cache, sequence); }
 
 int32_t kvc_match_pieces(kvc_cache *cache, const kvc_piece *items, int32_t num, int32_t length) {
     const pieces p = {cache, items, num};
@@ -504,7 +501,7 @@ kvc_status kvc_pin(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int32_
     kvc_lock(cache);
     for (int32_t i = 0; i < num_ids; i++) {
         kvc_sequence *sequence = find_retained(cache, ids[i]);
-        if (sequence && (add > 0 || sequence->num_pins)) sequence->num_pins += add;
+        if (sequence && (add > 0 || sequence->num_pins)) kvc_cache_pin(cache, sequence, add);
     }
     return kvc_unlock(cache, KVC_OK);
 }
@@ -513,7 +510,7 @@ int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids) {
     int64_t n = 0;
     kvc_lock(cache);
     for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer) {
-        if (sequence->is_hidden || sequence->in_call) continue;
+        if (sequence->in_call) continue;
         if (ids && n < max_ids) ids[n] = sequence->id;
         n++;
     }

@@ -203,7 +203,7 @@ static kvc_status prepare_all(kvc_cache *cache, settling *s) {
         *w = (group_work){.cache = cache,
                           .group = g,
                           .num_blocks = cache->pools[g].num_blocks,
-                          .num_sequences = table->nums[0] + table->nums[1],
+                          .num_sequences = table->named.num + table->hidden.num,
                           .copiers = &s->copiers};
         status = prepare_group(w);
         for (int32_t i = 0; status == KVC_OK && i < w->num_rewrites; i++)

@@ -141,7 +141,7 @@ static kvc_block *find_last_block(const kvc_batch *batch, const kvc_batch_sequen
         if (kept_end > run->count) kept_end = run->count;
         const int32_t *targets = c ? c->targets[run->block->index] : NULL;
         if (!targets) {
-            *fill = kvc_pool_fill_after(run->block);
+            *fill = kvc_pool_use(run->block, KVC_NOW).fill;
             return run->block;
         }
         const int32_t to = targets[run->slot + kept_end - 1] / c->pool->block_size;
@@ -160,7 +160,7 @@ typedef struct own_slots {
 static void count_own(void *context, const kvc_run *part) {
     own_slots *own = context;
     for (int32_t i = 0; part->block == own->block && i < part->count; i++)
-        own->num += part->block->holders[part->slot + i] == 1;
+        own->num += part->block->holders[part->slot + i].num == 1;
 }
 
 int32_t kvc_slots_spared(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, const kvc_block *block,
@@ -219,20 +219,36 @@ static void add_sequence(const kvc_batch *batch, int32_t g, int32_t s, kvc_block
     if (rest > 0) add_new_blocks(pool, rest);
 }
 
-/* Returns the bytes of existing blocks with the batch's slots, if all free memory is given back. */
-static int64_t least_bytes(const kvc_pool *pool) {
+/* Takes the planned slots of a block, with others below `fill`, off its notes, and returns the bytes that it takes with
+ * them. */
+static int64_t take_planned(const kvc_pool *pool, kvc_block *block, int32_t fill) {
+    const kvc_use use = {.fill = fill + block->planned, .is_used = fill || block->planned || block->pins};
+    block->planned = 0;
+    return kvc_pool_used_bytes(pool, use);
+}
+
+/* Takes off what is planned in a block beside what a tally counts of it, and adds that to *bytes. */
+static void add_planned(const kvc_preview *preview, kvc_block *block, int64_t *bytes) {
+    if (!block->planned) return;
+    const kvc_use use = kvc_pool_use(block, preview->scope);
+    *bytes += take_planned(preview->pool, block, use.fill) - kvc_pool_used_bytes(preview->pool, use);
+}
+
+/* Takes off all that is planned; returns the bytes of existing blocks with it, if all free memory is given back.  next:
+ * the first free block that is not planned. */
+static int64_t least_bytes(const kvc_batch *batch, const kvc_preview *preview, const kvc_block *next) {
+    const kvc_pool *pool = preview->pool;
     const kvc_compaction *c = pool->compaction;
-    const int64_t header = kvc_pool_header_bytes(pool);
-    int64_t bytes = 0;
-    for (int32_t i = 0; i < pool->num_blocks; i++) {
-        const kvc_block *block = pool->blocks[i];
-        const int32_t fill = c && c->targets[i] ? 0 : kvc_pool_fill_after(block) + block->planned;
-        if (fill || block->pins) bytes += kvc_pool_block_bytes(pool, fill) + header;
-    }
+    int64_t bytes = kvc_preview_tally(preview).bytes;
     for (int32_t i = 0; c && i < c->num_blocks; i++) {
-        const int32_t fill = kvc_compaction_fill(c, i) + c->order[i]->planned;
-        if (fill) bytes += kvc_pool_block_bytes(pool, fill) + header;
+        bytes -= kvc_pool_used_bytes(pool, kvc_pool_use(c->order[i], preview->scope));
+        bytes += take_planned(pool, c->order[i], kvc_compaction_fill(c, i));
     }
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        kvc_block *last = kvc_pending_of(batch, pool->group, s)->last_block;
+        if (last) add_planned(preview, last, &bytes);
+    }
+    for (kvc_block *block = preview->free; block != next; block = block->next) add_planned(preview, block, &bytes);
     return bytes;
 }
 
@@ -252,7 +268,7 @@ static void add_compaction(kvc_pool *pool, kvc_preview *preview) {
 static kvc_status find_demand(const kvc_batch *batch, int32_t g, int compacts) {
     kvc_cache *cache = batch->cache;
     kvc_pool *pool = &cache->pools[g];
-    kvc_preview preview = kvc_preview_open(cache, g, 1);
+    kvc_preview preview = kvc_preview_open(cache, g, KVC_NOW, 1);
     const kvc_status status = compacts ? kvc_compaction_plan(cache, g) : KVC_OK;
     if (status == KVC_OK) {
         pool->demand = (kvc_demand){0};
@@ -260,7 +276,7 @@ static kvc_status find_demand(const kvc_batch *batch, int32_t g, int compacts) {
         kvc_block *next = preview.free; /* the first free block that no sequence will use */
         for (int32_t s = 0; s < batch->num_sequences; s++) add_sequence(batch, g, s, &next);
         pool->demand.num_blocks += (int32_t)pool->demand.new_blocks;
-        if (cache->max_bytes) pool->demand.least_bytes = least_bytes(pool);
+        if (cache->max_bytes) pool->demand.least_bytes = least_bytes(batch, &preview, next);
         for (int32_t s = 0; s < batch->num_sequences; s++) {
             kvc_block *last = kvc_pending_of(batch, g, s)->last_block;
             if (last) last->planned = 0;

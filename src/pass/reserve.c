@@ -137,7 +137,7 @@ static int64_t count_room(kvc_batch *batch) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_pool *pool = &cache->pools[g];
         if (cache->capacity) {
-            const int64_t in_group = cache->capacity - kvc_live_after(&need, g);
+            const int64_t in_group = cache->capacity - kvc_live_after(&need, g, KVC_KEPT);
             if (in_group < room && in_group < kvc_most_counted(batch, member, g)) room = in_group;
         }
         const int64_t in_sequence = kvc_room_in_sequence(batch, member, g);
@@ -186,7 +186,6 @@ static kvc_status find_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
     if (status == KVC_OK) status = new_probe(cache, seq_id, 1, 1, &batch);
     if (status != KVC_OK) return status;
     kvc_set_min_query_positions(cache);
-    kvc_choose_all(cache); /* what can be evicted is room */
     const int64_t most = count_room(batch);
     int64_t room = cache->max_bytes ? 0 : most;
     status = bisect(batch, &room, most, fit_without_all);

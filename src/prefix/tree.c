@@ -364,7 +364,7 @@ void kvc_node_use(kvc_node *node, int32_t add) {
 
 void kvc_node_pin(kvc_node *node, int32_t add) {
     node->num_pins += add;
-    if (node->rows) node->rows->num_pins += add;
+    if (node->rows) kvc_cache_pin(node->tree->cache, node->rows, add);
     if (!node->num_pins && node->is_aside) put_back(node);
     kvc_node_use(node, add);
 }
@@ -418,7 +418,7 @@ static void move_rows(kvc_node *node, kvc_node *to) {
     kvc_node_use(to, 1); /* to stay meanwhile */
     if (to->rows) kvc_node_drop(to);
     rows->follower = &to->follower;
-    rows->num_pins = to->num_pins;
+    kvc_cache_pin(to->tree->cache, rows, to->num_pins);
     to->rows = rows;
     list(to);
     kvc_node_use(to, -1);

@@ -1,6 +1,5 @@
 /* stats.c: the public functions that say how much memory a cache has and how well it is used. */
 #include "space/limits.h"
-#include "space/evict.h"
 
 int64_t kvc_nbytes(kvc_cache *cache) {
     kvc_lock(cache);
@@ -36,7 +35,7 @@ double kvc_utilization(kvc_cache *cache) {
         const kvc_pool *pool = &cache->pools[g];
         const double slots =
             cache->capacity ? (double)cache->capacity : (double)(pool->num_blocks - pool->num_free) * pool->block_size;
-        const int64_t live = pool->live - pool->replacing - kvc_count_evictable(cache, g);
+        const int64_t live = pool->live - pool->replacing - pool->evictable;
         const double share = slots > 0 ? (double)live / slots : 0;
         if (share > most) most = share;
     }
@@ -57,7 +56,7 @@ void kvc_get_stats(kvc_cache *cache, kvc_stats *out, size_t size) {
         stats.wasted_slots += pool->filled - pool->live;
         stats.blocks_in_use += pool->num_blocks - pool->num_free;
         stats.blocks_free += pool->num_free;
-        stats.evictable_slots += kvc_count_evictable(cache, g);
+        stats.evictable_slots += pool->evictable;
     }
     kvc_unlock(cache, KVC_OK);
     kvc_write_struct(out, size, &stats, sizeof stats);

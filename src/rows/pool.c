@@ -34,7 +34,7 @@ void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t bl
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
 int64_t kvc_pool_header_bytes(const kvc_pool *pool) {
-    return (int64_t)(sizeof(kvc_block) + (size_t)pool->block_size * sizeof(uint32_t));
+    return (int64_t)(sizeof(kvc_block) + (size_t)pool->block_size * sizeof(kvc_holders));
 }
 
 int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t faulted) {
@@ -111,7 +111,8 @@ static kvc_status new_block(kvc_pool *pool, kvc_block ***end) {
     }
     const int is_spread = may_spread(pool);
     if (is_spread) spread_block(pool, rows);
-    *block = (kvc_block){.rows = rows, .index = pool->num_blocks, .is_free = 1, .is_spread = (int8_t)is_spread};
+    *block = (kvc_block){
+        .rows = rows, .pool = pool, .index = pool->num_blocks, .is_free = 1, .is_spread = (int8_t)is_spread};
     pool->blocks[pool->num_blocks++] = block;
     **end = block;
     *end = &block->next;
@@ -444,20 +445,93 @@ void kvc_pool_fault(kvc_pool *pool, kvc_block *block, int32_t count) {
     block->faulted = count;
 }
 
+/* ---- tallies ----------------------------------------------------------------------------------------------------- */
+
+/* Returns how many holders of a slot do not count in a scope. */
+static uint32_t uncounted(const kvc_holders *holders, kvc_scope scope) {
+    return scope == KVC_KEPT ? holders->evictable : 0;
+}
+
+kvc_use kvc_pool_use(const kvc_block *block, kvc_scope scope) {
+    const int32_t live = block->live - (scope == KVC_KEPT ? block->evictable : 0);
+    kvc_use use = {.fill = block->fill, .live = live, .is_used = live || block->pins, .is_pinned = block->pins != 0};
+    if (block->pins) return use;
+    if (!live) use.fill = 0;
+    while (use.fill && block->holders[use.fill - 1].num <= uncounted(&block->holders[use.fill - 1], scope)) use.fill--;
+    return use;
+}
+
+int64_t kvc_pool_used_bytes(const kvc_pool *pool, kvc_use use) {
+    return use.is_used ? kvc_pool_block_bytes(pool, use.fill) + kvc_pool_header_bytes(pool) : 0;
+}
+
+void kvc_tally_add(const kvc_pool *pool, kvc_tally *tally, kvc_use use, int64_t sign) {
+    if (!use.is_used) return;
+    const int64_t bytes = pool->counts_bytes ? sign * kvc_pool_used_bytes(pool, use) : 0;
+    tally->num_used += (int32_t)sign;
+    tally->bytes += bytes;
+    if (!kvc_pool_is_movable(pool, use)) return;
+    tally->movable_bytes += bytes;
+    tally->movable_slots += sign * use.fill;
+    tally->movable_live += sign * use.live;
+}
+
+/* Counts a block anew after it has changed. */
+static void recount(kvc_block *block) {
+    kvc_pool *pool = block->pool;
+    for (int scope = 0; scope < KVC_NUM_SCOPES; scope++) {
+        kvc_use *noted = &block->noted[scope];
+        const kvc_use use = kvc_pool_use(block, (kvc_scope)scope);
+        if (use.fill == noted->fill && use.live == noted->live && use.is_used == noted->is_used &&
+            use.is_pinned == noted->is_pinned)
+            continue;
+        kvc_tally_add(pool, &pool->tallies[scope], *noted, -1);
+        kvc_tally_add(pool, &pool->tallies[scope], use, 1);
+        *noted = use;
+    }
+}
+
+/* ---- holders of slots -------------------------------------------------------------------------------------------- */
+
 int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count) {
     const int32_t slot = block->fill;
-    for (int32_t i = 0; i < count; i++) block->holders[slot + i] = 1;
+    for (int32_t i = 0; i < count; i++) block->holders[slot + i] = (kvc_holders){1, 0};
     block->fill += count;
     block->epoch = pool->epoch;
     block->live += count;
     pool->live += count;
     pool->filled += count;
     kvc_pool_fault(pool, block, block->fill);
+    recount(block);
     return slot;
 }
 
+/* Adds to the number of slots whose holders may all be evicted. */
+static void add_evictable(kvc_block *block, int32_t num) {
+    block->evictable += num;
+    block->pool->evictable += num;
+    recount(block);
+}
+
+static int is_evictable(const kvc_holders *holders) { return holders->num && holders->num == holders->evictable; }
+
 void kvc_pool_hold(kvc_block *block, int32_t slot, int32_t count) {
-    for (int32_t i = 0; i < count; i++) block->holders[slot + i]++;
+    int32_t kept = 0;
+    for (kvc_holders *at = block->holders + slot; at < block->holders + slot + count; at++) {
+        kept += is_evictable(at);
+        at->num++;
+    }
+    add_evictable(block, -kept);
+}
+
+void kvc_pool_mark_evictable(kvc_block *block, int32_t slot, int32_t count, int32_t add) {
+    int32_t num = 0;
+    for (kvc_holders *at = block->holders + slot; at < block->holders + slot + count; at++) {
+        num -= is_evictable(at);
+        at->evictable += (uint32_t)add;
+        num += is_evictable(at);
+    }
+    add_evictable(block, num);
 }
 
 static void free_if_empty(kvc_pool *pool, kvc_block *block) {
@@ -468,19 +542,11 @@ static void free_if_empty(kvc_pool *pool, kvc_block *block) {
     pool->num_free++;
 }
 
-int32_t kvc_pool_fill_after(const kvc_block *block) {
-    int32_t fill = block->fill;
-    if (block->pins) return fill;
-    if (block->live == 0) return 0;
-    while (!block->holders[fill - 1]) fill--;
-    return fill;
-}
-
 /* Lowers the fill mark to the end of the last slot that is held; frees the block if no slot is. */
 static void lower_fill(kvc_pool *pool, kvc_block *block) {
     if (block->pins) return;
     pool->filled -= block->fill;
-    block->fill = kvc_pool_fill_after(block);
+    block->fill = kvc_pool_use(block, KVC_NOW).fill;
     pool->filled += block->fill;
     free_if_empty(pool, block);
 }
@@ -493,16 +559,23 @@ void kvc_pool_refill(kvc_pool *pool, kvc_block *const *blocks, int32_t num_block
         pool->filled += block->fill;
         kvc_pool_fault(pool, block, block->fill);
         live -= block->fill;
+        int32_t evictable = 0;
+        for (int32_t s = 0; s < block->fill; s++) evictable += is_evictable(&block->holders[s]);
+        add_evictable(block, evictable - block->evictable);
         free_if_empty(pool, block);
     }
 }
 
 void kvc_pool_drop(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count) {
-    int32_t dead = 0;
-    for (int32_t i = 0; i < count; i++) dead += --block->holders[slot + i] == 0;
+    int32_t dead = 0, evictable = 0;
+    for (kvc_holders *at = block->holders + slot; at < block->holders + slot + count; at++) {
+        dead += --at->num == 0;
+        evictable += is_evictable(at);
+    }
     block->live -= dead;
     pool->live -= dead;
     if (block->live == 0 || slot + count == block->fill) lower_fill(pool, block);
+    add_evictable(block, evictable);
 }
 
 int32_t kvc_pool_untake(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count) {
@@ -512,20 +585,26 @@ int32_t kvc_pool_untake(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t 
     return 1;
 }
 
-void kvc_pool_pin(kvc_block *block) { block->pins++; }
+void kvc_pool_pin(kvc_block *block) {
+    block->pins++;
+    recount(block);
+}
 
 void kvc_pool_unpin(kvc_pool *pool, kvc_block *block) {
     if (--block->pins == 0) lower_fill(pool, block);
+    recount(block);
 }
 
-int kvc_pool_try_drop(kvc_block *block, int32_t slot, int32_t count, int64_t *slots) {
+int kvc_pool_try_drop(kvc_block *block, kvc_scope scope, int32_t slot, int32_t count, int64_t *slots) {
     int32_t dead = 0;
-    for (int32_t i = 0; i < count; i++) dead += --block->holders[slot + i] == 0;
+    for (kvc_holders *at = block->holders + slot; at < block->holders + slot + count; at++)
+        dead += --at->num == uncounted(at, scope);
     block->live -= dead;
     *slots += dead;
-    return dead && block->live == 0 && !block->pins;
+    return dead && !kvc_pool_use(block, scope).is_used;
 }
 
-void kvc_pool_undo_try_drop(kvc_block *block, int32_t slot, int32_t count) {
-    for (int32_t i = 0; i < count; i++) block->live += block->holders[slot + i]++ == 0;
+void kvc_pool_undo_try_drop(kvc_block *block, kvc_scope scope, int32_t slot, int32_t count) {
+    for (kvc_holders *at = block->holders + slot; at < block->holders + slot + count; at++)
+        block->live += at->num++ == uncounted(at, scope);
 }

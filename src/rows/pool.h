@@ -1,8 +1,9 @@
 /* pool.h: the blocks of one layer group: opened when first needed, reused, given back.
  *
- * A block counts, for every slot, how many sequences hold it.  Slots are handed out in order, at the fill mark.  A slot
- * that no sequence holds any more is wasted until the fill mark falls to it, as all slots behind it are dropped too, or
- * the whole block is free.  A pinned block does not become free, and its fill mark does not fall.
+ * A block counts, for every slot, how many sequences hold it, and how many of these may be evicted.  Slots are handed
+ * out in order, at the fill mark.  A slot that no sequence holds any more is wasted until the fill mark falls to it, as
+ * all slots behind it are dropped too, or the whole block is free.  A pinned block does not become free, and its fill
+ * mark does not fall.
  */
 #ifndef KVC_POOL_H
 #define KVC_POOL_H
@@ -10,6 +11,31 @@
 #include "kvcache.h"
 #include "base/dtype.h"
 #include "base/memory.h"
+
+/* How many sequences hold a slot, and how many of these may be evicted. */
+typedef struct kvc_holders {
+    uint32_t num, evictable;
+} kvc_holders;
+
+/* A block as it is, or as it would be without the sequences that may be evicted. */
+typedef enum kvc_scope { KVC_NOW, KVC_KEPT, KVC_NUM_SCOPES } kvc_scope;
+
+/* What is in use of a block in a scope. */
+typedef struct kvc_use {
+    int32_t fill;    /* the fill mark */
+    int32_t live;    /* number of slots that sequences hold */
+    int32_t is_used; /* it is not free */
+    int32_t is_pinned;
+} kvc_use;
+
+/* What is in use of all blocks in a scope: kept as blocks change, so that nobody has to look at all of them. */
+typedef struct kvc_tally {
+    int64_t bytes; /* of rows below fill marks, and of bookkeeping, of used blocks; 0 unless the pool counts bytes */
+    int64_t movable_bytes; /* of these, in blocks that a compaction moves */
+    int64_t movable_slots; /* slots below fill marks there */
+    int64_t movable_live;  /* of these, that sequences hold */
+    int32_t num_used;      /* blocks */
+} kvc_tally;
 
 typedef struct kvc_block {
     /* Per layer and head of the group: K [slot][k_dim], then V [slot][v_dim], if stored, then scales of their rows, K
@@ -28,11 +54,16 @@ typedef struct kvc_block {
     uint32_t epoch;         /* pool->epoch when slots were last handed out */
     int32_t pins;           /* number of views and calls that keep the rows in place */
     int32_t planned;        /* number of slots past fill that a batch about to begin will take */
-    int8_t is_free;         /* it is in the list of free blocks */
-    int8_t was_loose;       /* it was one of pool->num_loose when it was opened */
-    int8_t is_spread;       /* over memory nodes; never changes */
-    int8_t is_row_buffer;   /* it is that of a row buffer, of no pool; never changes */
-    uint32_t holders[];     /* [block_size] number of sequences that hold each slot, for slots below fill */
+    int32_t evictable;      /* number of live slots whose holders may all be evicted */
+    int32_t is_tried;       /* it is in the list of a preview */
+    struct kvc_block *next_tried;
+    struct kvc_pool *pool;         /* NULL: it is that of a row buffer */
+    kvc_use noted[KVC_NUM_SCOPES]; /* what pool->tallies count of it */
+    int8_t is_free;                /* it is in the list of free blocks */
+    int8_t was_loose;              /* it was one of pool->num_loose when it was opened */
+    int8_t is_spread;              /* over memory nodes; never changes */
+    int8_t is_row_buffer;          /* it is that of a row buffer, of no pool; never changes */
+    kvc_holders holders[];         /* [block_size] of each slot, for slots below fill */
 } kvc_block;
 
 /* Where a layer's rows lie in a block. */
@@ -95,7 +126,10 @@ typedef struct kvc_pool {
     struct kvc_compaction *compaction; /* the planned compaction; NULL: none */
     int32_t collapse_block;            /* index of the next block to look at for pages to collapse */
     uint32_t epoch;                    /* 1 + batches ended; in a block of this epoch, slots may lack rows */
+    int32_t counts_bytes;              /* tallies have bytes; set before blocks are opened */
+    kvc_tally tallies[KVC_NUM_SCOPES]; /* of all blocks */
     int64_t live;                      /* number of slots that sequences hold, over all blocks */
+    int64_t evictable;                 /* of these, whose holders may all be evicted */
     int64_t replacing; /* how many of them are to replace others: in rewrites, and in restoring batches */
     int64_t filled;    /* number of slots below fill marks, over all blocks */
     int64_t row_bytes; /* resident bytes of all blocks' rows */
@@ -157,15 +191,28 @@ int32_t kvc_pool_untake(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t 
 void kvc_pool_pin(kvc_block *block);
 void kvc_pool_unpin(kvc_pool *pool, kvc_block *block);
 
-/* Return the fill mark to which kvc_pool_drop lowers it, the end of the last slot that is held; and whether the block
- * is free then. */
-int32_t kvc_pool_fill_after(const kvc_block *block);
-static inline int kvc_pool_is_free_after(const kvc_block *block) { return !block->live && !block->pins; }
+/* Notes that one holder of each of these slots may be evicted from now on (add 1), or may not (add -1). */
+void kvc_pool_mark_evictable(kvc_block *block, int32_t slot, int32_t count, int32_t add);
 
-/* Takes one holder of each slot out of the counts until kvc_pool_undo_try_drop, to see what dropping it would free:
- * adds the number of slots that no sequence would hold to *slots, and returns whether the block would become free. */
-int kvc_pool_try_drop(kvc_block *block, int32_t slot, int32_t count, int64_t *slots);
-void kvc_pool_undo_try_drop(kvc_block *block, int32_t slot, int32_t count);
+/* Returns what is in use of a block in a scope, also after kvc_pool_try_drop there: up to the last slot that is held.
+ */
+kvc_use kvc_pool_use(const kvc_block *block, kvc_scope scope);
+
+/* Return the bytes of a block's rows and bookkeeping that are in use; and whether a compaction moves the block: one
+ * that is full of live slots would gain nothing, and a batch that lacks a block would move the whole cache. */
+int64_t kvc_pool_used_bytes(const kvc_pool *pool, kvc_use use);
+static inline int kvc_pool_is_movable(const kvc_pool *pool, kvc_use use) {
+    return !use.is_pinned && use.live && use.live < pool->block_size;
+}
+
+/* Adds what is in use of a block to a tally (sign 1), or takes it out (sign -1). */
+void kvc_tally_add(const kvc_pool *pool, kvc_tally *tally, kvc_use use, int64_t sign);
+
+/* Takes one holder of each slot out of the counts of a scope until kvc_pool_undo_try_drop, to see what dropping it
+ * would free: adds the number of slots that no sequence would hold to *slots, and returns whether the block would
+ * become free.  In KVC_KEPT, only holders that may not be evicted are tried. */
+int kvc_pool_try_drop(kvc_block *block, kvc_scope scope, int32_t slot, int32_t count, int64_t *slots);
+void kvc_pool_undo_try_drop(kvc_block *block, kvc_scope scope, int32_t slot, int32_t count);
 
 /* Sets the fill marks after a compaction, which moved `live` slots and their holders to the front of `blocks`, filling
  * one block after the other. */

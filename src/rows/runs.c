@@ -183,15 +183,6 @@ void kvc_hold_part(void *list, const kvc_run *part) {
 
 void kvc_drop_part(void *pool, const kvc_run *part) { kvc_pool_drop(pool, part->block, part->slot, part->count); }
 
-void kvc_try_drop_part(void *slots, const kvc_run *part) {
-    kvc_pool_try_drop(part->block, part->slot, part->count, slots);
-}
-
-void kvc_undo_drop_part(void *context, const kvc_run *part) {
-    (void)context;
-    kvc_pool_undo_try_drop(part->block, part->slot, part->count);
-}
-
 /* Drops the rows at positions [begin, end), after kvc_runs_prepare_edit.  Returns their number. */
 static int64_t remove_rows(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end) {
     /* Move the runs to the far end of the array, then write the parts that stay from its beginning.  Writing never

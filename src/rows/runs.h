@@ -94,11 +94,6 @@ void kvc_hold_part(void *list, const kvc_run *part);
 /* Drops the slots of a part; a kvc_part_fn whose context is the pool. */
 void kvc_drop_part(void *pool, const kvc_run *part);
 
-/* Drops the slots of a part on trial, and adds the number that no sequence would hold to the int64_t that is the
- * context; kvc_undo_drop_part, which needs no context, undoes it. */
-void kvc_try_drop_part(void *slots, const kvc_run *part);
-void kvc_undo_drop_part(void *context, const kvc_run *part);
-
 /* Drops the rows at positions [begin, end), which no query will see any more, after kvc_runs_prepare_expire, and notes
  * that in list->lost.  Returns their number.  Takes time for rows that are dropped, not for rows that stay. */
 int64_t kvc_runs_expire(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end);

@@ -14,17 +14,13 @@
 
 enum { WORTH_THREADS = 1 << 18 }; /* bytes */
 
-/* Returns whether a block takes part in compactions.  One that is full of live slots would gain nothing, and a batch
- * that lacks a block would move the whole cache. */
 static int is_movable(const kvc_pool *pool, const kvc_block *block) {
-    return !block->pins && block->live && block->live < pool->block_size;
+    return kvc_pool_is_movable(pool, (kvc_use){.live = block->live, .is_pinned = block->pins != 0});
 }
 
 int64_t kvc_compaction_gain(const kvc_cache *cache, int32_t group) {
     const kvc_pool *pool = &cache->pools[group];
-    int64_t waste = 0;
-    for (int32_t i = 0; i < pool->num_blocks; i++)
-        if (is_movable(pool, pool->blocks[i])) waste += pool->blocks[i]->fill - pool->blocks[i]->live;
+    int64_t waste = pool->tallies[KVC_NOW].movable_slots - pool->tallies[KVC_NOW].movable_live;
     /* Do not count the holes that a window leaves behind its sinks, and in the block it moves out of, soon free. */
     if (kvc_policy_expires(&cache->policies[group])) waste -= 2 * (int64_t)pool->block_size * cache->num_holding;
     return waste;
@@ -65,7 +61,7 @@ static int get_memory(kvc_compaction *c) {
         if (!is_movable(pool, block)) continue;
         c->num_slots += block->fill;
         for (int32_t s = 0; s < block->fill; s++)
-            c->max_moves += block->holders[s] && (s == 0 || !block->holders[s - 1]);
+            c->max_moves += block->holders[s].num && (s == 0 || !block->holders[s - 1].num);
     }
     /* A stretch of live slots is cut in two where it would pass the end of a block: at most once per block. */
     c->max_moves += pool->num_blocks;
@@ -118,7 +114,7 @@ static void plan_moves(kvc_compaction *c) {
     for (int32_t i = 0; i < c->num_blocks; i++) {
         kvc_block *block = c->order[i];
         for (int32_t s = 0; s < block->fill; s++) {
-            if (!block->holders[s]) continue;
+            if (!block->holders[s].num) continue;
             kvc_block *to = c->order[next / size];
             if (to != block || next % size != s) add_move(c, block, s, to, next % size);
             c->targets[block->index][s] = next++;

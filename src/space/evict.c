@@ -16,53 +16,53 @@ void kvc_spare_victims(kvc_cache *cache) {
     }
 }
 
-/* Returns whether a retained sequence may be evicted: not if it is pinned, or a call writes its rows. */
-static int is_evictable(const kvc_sequence *sequence) { return !sequence->num_pins && !sequence->in_place; }
-
 /* Makes victims of the num least recently used sequences that may be evicted. */
 static void choose_oldest(kvc_cache *cache, int64_t num) {
     kvc_sequence **end = &cache->victims;
     kvc_spare_victims(cache);
-    for (kvc_sequence *sequence = cache->oldest; sequence && num; sequence = sequence->newer) {
-        if (!is_evictable(sequence)) continue;
+    kvc_sequence *sequence = kvc_sorted_first(&cache->evictable);
+    for (; sequence && num; sequence = kvc_sorted_next(&cache->evictable, sequence), num--) {
         sequence->fate = KVC_GOES;
         *end = sequence;
         end = &sequence->next_victim;
-        num--;
     }
 }
 
-void kvc_choose_all(kvc_cache *cache) { choose_oldest(cache, cache->num_retained); }
+void kvc_choose_all(kvc_cache *cache) { choose_oldest(cache, cache->evictable.num); }
 
 void kvc_evict(kvc_cache *cache) {
     for (kvc_sequence *victim; (victim = cache->victims);) {
         const kvc_fate fate = victim->fate;
+        kvc_cache_pin(cache, victim, 1); /* holders of rows that change do not count as evictable */
         for (int32_t g = 0; g < cache->num_token_groups; g++)
             if (kvc_is_evicted_in(cache, victim, g)) /* needs no memory, as no run is cut in two */
                 cache->stats.rows_evicted += kvc_runs_expire(&victim->runs[g], &cache->pools[g], 0, KVC_END);
         cache->victims = victim->next_victim;
         victim->next_victim = NULL;
         victim->fate = KVC_STAYS;
-        if (fate == KVC_GOES) kvc_cache_forget(cache, victim);
+        if (fate == KVC_GOES)
+            kvc_cache_forget(cache, victim);
+        else
+            kvc_cache_pin(cache, victim, -1);
     }
 }
 
 /* ---- counting without them --------------------------------------------------------------------------------------- */
 
 /* A preview without what the call drops in the end; `slots` counts these slots, too. */
-static kvc_preview open_without(const kvc_need *need, int32_t g) {
-    kvc_preview preview = kvc_preview_open(need->cache, g, need->expires);
-    if (need->visit_replaced) need->visit_replaced(need, g, kvc_try_drop_part, &preview.slots);
+static kvc_preview open_without(const kvc_need *need, int32_t g, kvc_scope scope) {
+    kvc_preview preview = kvc_preview_open(need->cache, g, scope, need->expires);
+    if (need->visit_replaced) need->visit_replaced(need, g, kvc_preview_drop_part, &preview);
     return preview;
 }
 
 static void close_without(const kvc_need *need, int32_t g, kvc_preview *preview) {
-    if (need->visit_replaced) need->visit_replaced(need, g, kvc_undo_drop_part, NULL);
+    if (need->visit_replaced) need->visit_replaced(need, g, kvc_preview_undo_part, preview);
     kvc_preview_close(preview);
 }
 
-int64_t kvc_live_after(const kvc_need *need, int32_t g) {
-    kvc_preview preview = open_without(need, g);
+int64_t kvc_live_after(const kvc_need *need, int32_t g, kvc_scope scope) {
+    kvc_preview preview = open_without(need, g, scope);
     close_without(need, g, &preview);
     return need->cache->pools[g].live - preview.slots;
 }
@@ -70,18 +70,10 @@ int64_t kvc_live_after(const kvc_need *need, int32_t g) {
 int kvc_exceeds_capacity(const kvc_need *need, int32_t g, int64_t more, int64_t *live) {
     kvc_cache *cache = need->cache;
     if (!cache->capacity) return 0;
-    *live = kvc_live_after(need, g);
+    *live = kvc_live_after(need, g, KVC_NOW);
     if (*live + more <= cache->capacity) return 0;
     cache->pools[g].lacks_slots = 1;
     return 1;
-}
-
-int64_t kvc_count_evictable(kvc_cache *cache, int32_t group) {
-    kvc_choose_all(cache);
-    kvc_preview preview = kvc_preview_open(cache, group, 0);
-    kvc_preview_close(&preview);
-    kvc_spare_victims(cache);
-    return preview.slots;
 }
 
 /* ---- choosing ---------------------------------------------------------------------------------------------------- */
@@ -100,7 +92,7 @@ typedef struct unheld {
 static void count_unheld(void *to, const kvc_run *part) {
     unheld *found = to;
     for (int32_t i = 0; i < part->count; i++) {
-        const int is_unheld = !part->block->holders[part->slot + i];
+        const int is_unheld = !part->block->holders[part->slot + i].num;
         found->slots += is_unheld;
         found->loose += is_unheld && !part->block->pins;
     }
@@ -110,7 +102,7 @@ static void count_unheld(void *to, const kvc_run *part) {
 static void note_freed(const kvc_need *need, int32_t g) {
     const kvc_cache *cache = need->cache;
     const int full = kvc_policy_expires(&cache->policies[g]) ? 0 : FREES_FULL;
-    kvc_preview preview = open_without(need, g);
+    kvc_preview preview = open_without(need, g, KVC_NOW);
     for (kvc_sequence *victim = cache->victims; victim; victim = victim->next_victim) {
         unheld found = {0, 0};
         kvc_runs_visit(&victim->runs[g], 0, KVC_END, count_unheld, &found);
@@ -203,9 +195,7 @@ static kvc_status find_oldest(const kvc_need *need, int64_t most, int all) {
 
 /* Adds to the error of a call that does not fit how many retained sequences are pinned, or within quotas. */
 static kvc_status fail_by_kept(const kvc_cache *cache) {
-    int64_t num = 0;
-    for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer)
-        num += sequence->num_pins != 0;
+    const int64_t num = cache->num_pinned;
     if (!num && !cache->num_protected) return KVC_ERR_FULL;
     char text[384]; /* a copy, as kvc_fail writes over it, and with space behind it for what is added */
     snprintf(text, sizeof text, "%.*s", (int)sizeof text - 1, kvc_last_error());
@@ -217,10 +207,8 @@ static kvc_status fail_by_kept(const kvc_cache *cache) {
 
 kvc_status kvc_choose_victims(const kvc_need *need) {
     kvc_cache *cache = need->cache;
-    int64_t num = 0;
+    const int64_t num = cache->evictable.num;
     kvc_status status = need->fits(need);
-    for (const kvc_sequence *sequence = cache->oldest; status == KVC_ERR_FULL && sequence; sequence = sequence->newer)
-        num += is_evictable(sequence);
     for (int all = 0; num && status == KVC_ERR_FULL && all <= cache->lacks_bytes; all++)
         status = find_oldest(need, num, all);
     cache->lacks_bytes = 0;

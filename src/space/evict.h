@@ -48,13 +48,11 @@ kvc_status kvc_make_room(const kvc_need *need);
 kvc_need kvc_need_max_bytes(kvc_cache *cache, const char *what);
 kvc_status kvc_fit_max_bytes(kvc_cache *cache, const char *what);
 
-/* Returns the slots of group g that will be live: after the expiry, without victims and what the call drops. */
-int64_t kvc_live_after(const kvc_need *need, int32_t g);
+/* Returns the slots of group g that will be live: after the expiry, without what the call drops, and without victims
+ * or, in KVC_KEPT, all that may be evicted. */
+int64_t kvc_live_after(const kvc_need *need, int32_t g, kvc_scope scope);
 
 /* Returns whether these, *live, and `more` exceed the capacity, and notes that in pool->lacks_slots. */
 int kvc_exceeds_capacity(const kvc_need *need, int32_t g, int64_t more, int64_t *live);
-
-/* Counts the slots of a group that would be free if all that may be evicted were. */
-int64_t kvc_count_evictable(kvc_cache *cache, int32_t group);
 
 #endif

@@ -21,16 +21,43 @@ static void visit_lost(const kvc_preview *preview, kvc_part_fn *visit, void *con
         if (kvc_is_evicted_in(cache, sequence, g)) kvc_runs_visit(&sequence->runs[g], 0, KVC_END, visit, context);
 }
 
-/* Takes the slots of a part out of the counts of their block. */
-static void uncount_part(void *preview, const kvc_run *part) {
-    kvc_preview *p = preview;
-    if (kvc_pool_try_drop(part->block, part->slot, part->count, &p->slots)) kvc_preview_add_free(p, part->block);
+/* Takes the slots of a part out of the counts of their block; returns whether that will be free. */
+static int uncount(kvc_preview *p, const kvc_run *part) {
+    kvc_block *block = part->block;
+    if (!block->is_tried) {
+        block->is_tried = 1;
+        block->next_tried = p->tried;
+        p->tried = block;
+    }
+    return kvc_pool_try_drop(block, p->scope, part->slot, part->count, &p->slots);
 }
 
-kvc_preview kvc_preview_open(kvc_cache *cache, int32_t g, int expires) {
-    kvc_preview preview = {&cache->pools[g], cache, expires, cache->pools[g].free, 0};
+static void uncount_part(void *preview, const kvc_run *part) {
+    if (uncount(preview, part)) kvc_preview_add_free(preview, part->block);
+}
+
+void kvc_preview_drop_part(void *preview, const kvc_run *part) { uncount(preview, part); }
+
+void kvc_preview_undo_part(void *preview, const kvc_run *part) {
+    const kvc_preview *p = preview;
+    kvc_pool_undo_try_drop(part->block, p->scope, part->slot, part->count);
+}
+
+kvc_preview kvc_preview_open(kvc_cache *cache, int32_t g, kvc_scope scope, int expires) {
+    kvc_pool *pool = &cache->pools[g];
+    kvc_preview preview = {.pool = pool, .cache = cache, .scope = scope, .expires = expires, .free = pool->free};
     visit_lost(&preview, uncount_part, &preview);
+    if (scope == KVC_KEPT) preview.slots += pool->evictable;
     return preview;
+}
+
+kvc_tally kvc_preview_tally(const kvc_preview *preview) {
+    kvc_tally tally = preview->pool->tallies[preview->scope];
+    for (const kvc_block *block = preview->tried; block; block = block->next_tried) {
+        kvc_tally_add(preview->pool, &tally, block->noted[preview->scope], -1);
+        kvc_tally_add(preview->pool, &tally, kvc_pool_use(block, preview->scope), 1);
+    }
+    return tally;
 }
 
 void kvc_preview_add_free(kvc_preview *preview, kvc_block *block) {
@@ -39,7 +66,12 @@ void kvc_preview_add_free(kvc_preview *preview, kvc_block *block) {
 }
 
 void kvc_preview_close(kvc_preview *preview) {
-    visit_lost(preview, kvc_undo_drop_part, NULL);
+    visit_lost(preview, kvc_preview_undo_part, preview);
+    for (kvc_block *block; (block = preview->tried);) {
+        preview->tried = block->next_tried;
+        block->next_tried = NULL;
+        block->is_tried = 0;
+    }
     while (preview->free != preview->pool->free) {
         kvc_block *block = preview->free;
         preview->free = block->next;

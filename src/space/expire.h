@@ -17,21 +17,33 @@ void kvc_set_min_query_positions(kvc_cache *cache);
 /* Counts the rows of group g that a sequence keeps once others have expired. */
 int64_t kvc_count_kept(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g);
 
-/* A group as it will be once rows have expired, if the call expires, and those of victims evicted.
+/* A group as it will be once rows have expired, if the call expires, and those of victims evicted; or, in the scope
+ * KVC_KEPT, those of all sequences that may be evicted, which takes no time for these.
  *
  * Opening a preview takes these rows out of the counts of the group's blocks (holders, live); closing it puts them
- * back, so that nothing has changed.  In between, only kvc_pool_is_free_after, kvc_pool_fill_after and
- * kvc_compaction_plan read the counts, and the mutex is held. */
+ * back, so that nothing has changed.  In between, only kvc_pool_use and kvc_compaction_plan read the counts, and the
+ * mutex is held. */
 typedef struct kvc_preview {
     kvc_pool *pool;
     const kvc_cache *cache;
+    kvc_scope scope;
     int32_t expires;
-    kvc_block *free; /* blocks that will be free, in order of use: those that become so, then pool->free */
-    int64_t slots;   /* slots that no sequence will hold any more */
+    kvc_block *free;  /* blocks that will be free, in order of use: those that become so, then pool->free.  In KVC_KEPT,
+                         those of evicted sequences are left out */
+    kvc_block *tried; /* list of the blocks whose counts differ */
+    int64_t slots;    /* slots that no sequence will hold any more */
 } kvc_preview;
 
-kvc_preview kvc_preview_open(kvc_cache *cache, int32_t g, int expires);
+kvc_preview kvc_preview_open(kvc_cache *cache, int32_t g, kvc_scope scope, int expires);
 void kvc_preview_close(kvc_preview *preview);
+
+/* Takes rows out of the counts, as those that a call drops in the end, without the blocks that this frees, or puts them
+ * back: each a kvc_part_fn whose context is the preview. */
+void kvc_preview_drop_part(void *preview, const kvc_run *part);
+void kvc_preview_undo_part(void *preview, const kvc_run *part);
+
+/* Returns what will be in use of all blocks. */
+kvc_tally kvc_preview_tally(const kvc_preview *preview);
 
 /* Adds a block that will be free, to be used before the blocks listed so far. */
 void kvc_preview_add_free(kvc_preview *preview, kvc_block *block);

@@ -19,9 +19,11 @@ void kvc_give_back(kvc_cache *cache, int64_t most_bytes) {
     for (int32_t g = 0; g < cache->num_groups; g++)
         while (kvc_cache_bytes(cache) > most_bytes &&
                kvc_pool_shrink(&cache->pools[g], cache->pools[g].demand.num_blocks, 1));
-    for (int32_t g = 0; g < cache->num_groups; g++)
-        for (int32_t i = 0; i < cache->pools[g].num_blocks && kvc_cache_bytes(cache) > most_bytes; i++)
-            kvc_pool_purge(&cache->pools[g], cache->pools[g].blocks[i], kvc_cache_threads(cache));
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        kvc_pool *pool = &cache->pools[g];
+        for (int32_t i = 0; pool->is_lazy && i < pool->num_blocks && kvc_cache_bytes(cache) > most_bytes; i++)
+            kvc_pool_purge(pool, pool->blocks[i], kvc_cache_threads(cache));
+    }
 }
 
 /* Plans that the followers of the victims' sequences end with them, or takes that back; returns what is freed of them.
@@ -45,16 +47,10 @@ int64_t kvc_victim_bytes(const kvc_cache *cache) {
 /* Returns the most bytes of a group that kvc_give_back can give back once victims are evicted. */
 static int64_t unused_bytes(kvc_cache *cache, int32_t g) {
     const kvc_pool *pool = &cache->pools[g];
-    kvc_preview preview = kvc_preview_open(cache, g, 0);
-    int64_t bytes = 0;
-    for (int32_t i = 0; i < pool->num_blocks; i++) {
-        const kvc_block *block = pool->blocks[i];
-        bytes += kvc_pool_block_bytes(pool, block->faulted);
-        bytes += kvc_pool_is_free_after(block) ? kvc_pool_header_bytes(pool)
-                                               : -kvc_pool_block_bytes(pool, kvc_pool_fill_after(block));
-    }
+    kvc_preview preview = kvc_preview_open(cache, g, KVC_NOW, 0);
+    const int64_t used = kvc_preview_tally(&preview).bytes;
     kvc_preview_close(&preview);
-    return bytes;
+    return pool->row_bytes + pool->num_blocks * kvc_pool_header_bytes(pool) - used;
 }
 
 kvc_status kvc_check_max_bytes(kvc_cache *cache, const char *what) {

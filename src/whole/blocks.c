@@ -40,7 +40,7 @@ static void add(list *to, const void *item, size_t size) {
 static void add_block(list *to, const kvc_pool *pool, const kvc_block *block) {
     uint32_t most = 0;
     for (int32_t s = 0; s < block->fill; s++)
-        if (block->holders[s] > most) most = block->holders[s];
+        if (block->holders[s].num > most) most = block->holders[s].num;
     const kvc_block_info info = {.num_slots = pool->block_size,
                                  .filled = block->fill,
                                  .live = block->live,

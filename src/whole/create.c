@@ -68,6 +68,7 @@ static kvc_status init_groups(kvc_cache *cache, int32_t block_size) {
         const int32_t num_parts =
             has_nodes ? kvc_layout_divide(&cache->layouts[first], next - first, num_nodes, least, &block_bytes) : 1;
         kvc_pool_init(&cache->pools[g], &cache->memory, g, size, &cache->layouts[first], next - first, block_bytes);
+        cache->pools[g].counts_bytes = cache->max_bytes != 0;
         if (has_nodes) kvc_pool_spread(&cache->pools[g], num_nodes, num_parts);
     }
     for (int32_t i = 0; i < cache->num_layers; i++)
@@ -173,6 +174,7 @@ static kvc_status init_cache(kvc_cache *cache, const kvc_config *config) {
     cache->has_own_capacity = config->capacity != 0;
     cache->capacity = config->capacity ? config->capacity : config->max_seq_len * config->max_sequences;
     cache->max_bytes = config->max_bytes;
+    cache->evictable.by = KVC_BY_USE;
     for (int32_t i = 0; i < config->num_layers; i++) cache->layers[i] = kvc_config_layer(config, i);
     find_groups(cache);
     find_ropes(cache);

@@ -214,7 +214,7 @@ static kvc_status make_header(saving *s) {
 static kvc_status find_sequences(saving *s) {
     const kvc_table *table = &s->cache->sequences;
     const kvc_sequence *next = s->args.seq_ids ? NULL : kvc_table_first(table);
-    const int64_t most = s->args.seq_ids ? s->args.num_sequences : table->nums[0];
+    const int64_t most = s->args.seq_ids ? s->args.num_sequences : table->named.num;
     s->sequences = kvc_state_alloc(&s->state, (uint64_t)most * sizeof *s->sequences);
     if (!s->sequences) return KVC_ERR_NOMEM;
     for (int64_t i = 0; i < most; i++) {

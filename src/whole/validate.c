@@ -36,8 +36,11 @@ static kvc_status check_runs(const kvc_run_list *list, const kvc_pool *pool, lon
 }
 
 static kvc_status check_block(const kvc_pool *pool, const kvc_block *block) {
-    int32_t live = 0;
-    for (int32_t s = 0; s < block->fill; s++) live += block->holders[s] != 0;
+    int32_t live = 0, evictable = 0;
+    for (int32_t s = 0; s < block->fill; s++) {
+        live += block->holders[s].num != 0;
+        evictable += block->holders[s].num && block->holders[s].num == block->holders[s].evictable;
+    }
     REQUIRE(block->fill >= 0 && block->fill <= pool->block_size && block->fill <= block->faulted,
             "group %d, block %d: the fill mark is %d of %d, %d faulted", pool->group, block->index, block->fill,
             pool->block_size, block->faulted);
@@ -48,15 +51,38 @@ static kvc_status check_block(const kvc_pool *pool, const kvc_block *block) {
             block->live, live);
     REQUIRE(block->is_free == (!live && !block->pins), "group %d, block %d: %d live, %d pins, and is_free is %d",
             pool->group, block->index, live, block->pins, block->is_free);
-    REQUIRE(block->pins || !block->fill || block->holders[block->fill - 1],
+    REQUIRE(block->pins || !block->fill || block->holders[block->fill - 1].num,
             "group %d, block %d: nobody holds the last slot", pool->group, block->index);
-    REQUIRE(!block->planned && !pool->compaction, "group %d, block %d: slots are still planned", pool->group,
-            block->index);
+    REQUIRE(evictable == block->evictable, "group %d, block %d: %d evictable slots are noted, there are %d",
+            pool->group, block->index, block->evictable, evictable);
+    for (int scope = 0; scope < KVC_NUM_SCOPES; scope++) {
+        const kvc_use use = kvc_pool_use(block, (kvc_scope)scope), *noted = &block->noted[scope];
+        REQUIRE(use.fill == noted->fill && use.live == noted->live && use.is_used == noted->is_used &&
+                    use.is_pinned == noted->is_pinned,
+                "group %d, block %d: %d slots up to %d are counted in scope %d, there are %d up to %d", pool->group,
+                block->index, noted->live, noted->fill, scope, use.live, use.fill);
+    }
+    REQUIRE(!block->planned && !block->is_tried && !pool->compaction, "group %d, block %d: slots are still planned",
+            pool->group, block->index);
+    return KVC_OK;
+}
+
+static kvc_status check_tallies(const kvc_pool *pool) {
+    for (int scope = 0; scope < KVC_NUM_SCOPES; scope++) {
+        const kvc_tally *tally = &pool->tallies[scope];
+        kvc_tally sum = {0};
+        for (int32_t i = 0; i < pool->num_blocks; i++) kvc_tally_add(pool, &sum, pool->blocks[i]->noted[scope], 1);
+        REQUIRE(sum.bytes == tally->bytes && sum.movable_bytes == tally->movable_bytes &&
+                    sum.movable_slots == tally->movable_slots && sum.movable_live == tally->movable_live &&
+                    sum.num_used == tally->num_used,
+                "group %d: %d blocks of %lld bytes are tallied in scope %d, there are %d of %lld", pool->group,
+                tally->num_used, (long long)tally->bytes, scope, sum.num_used, (long long)sum.bytes);
+    }
     return KVC_OK;
 }
 
 static kvc_status check_pool(const kvc_pool *pool) {
-    int64_t live = 0, filled = 0, bytes = 0;
+    int64_t live = 0, filled = 0, bytes = 0, evictable = 0;
     int32_t num_free = 0, listed = 0;
     for (int32_t i = 0; i < pool->num_blocks; i++) {
         const kvc_block *block = pool->blocks[i];
@@ -64,6 +90,7 @@ static kvc_status check_pool(const kvc_pool *pool) {
         const kvc_status status = check_block(pool, block);
         if (status != KVC_OK) return status;
         live += block->live;
+        evictable += block->evictable;
         filled += block->fill;
         num_free += block->is_free;
         bytes += kvc_pool_block_bytes(pool, block->faulted);
@@ -73,12 +100,14 @@ static kvc_status check_pool(const kvc_pool *pool) {
             "group %d: %lld live and %lld filled slots of %lld bytes are noted, there are %lld, %lld and %lld",
             pool->group, (long long)pool->live, (long long)pool->filled, (long long)pool->row_bytes, (long long)live,
             (long long)filled, (long long)bytes);
+    REQUIRE(evictable == pool->evictable, "group %d: %lld evictable slots are noted, there are %lld", pool->group,
+            (long long)pool->evictable, (long long)evictable);
     REQUIRE(num_free == pool->num_free && listed == num_free,
             "group %d: %d free blocks are noted, %d listed, there are %d", pool->group, pool->num_free, listed,
             num_free);
     REQUIRE(pool->num_loose >= 0 && pool->num_loose <= num_free, "group %d: %d of %d free blocks are loose",
             pool->group, pool->num_loose, num_free);
-    return KVC_OK;
+    return check_tallies(pool);
 }
 
 /* Returns KVC_ERR_CORRUPT unless the lists have room for all runs that tokens of the open batch may become. */
@@ -100,19 +129,23 @@ static kvc_status check_room(const kvc_batch *batch, int32_t g) {
 
 /* Subtracts *by from the holders of every slot of the runs: 1 takes the runs' holds away, -1 gives them back. */
 static void remove_holds(void *by, const kvc_run *runs, int32_t num, const kvc_sequence *sequence, int32_t in_batch) {
-    (void)sequence, (void)in_batch;
+    const uint32_t evictable = sequence->is_evictable && !in_batch ? *(const uint32_t *)by : 0;
     for (int32_t i = 0; i < num; i++)
-        for (int32_t s = 0; s < runs[i].count; s++) runs[i].block->holders[runs[i].slot + s] -= *(const uint32_t *)by;
+        for (int32_t s = 0; s < runs[i].count; s++) {
+            runs[i].block->holders[runs[i].slot + s].num -= *(const uint32_t *)by;
+            runs[i].block->holders[runs[i].slot + s].evictable -= evictable;
+        }
 }
 
-/* Returns KVC_ERR_CORRUPT unless every holder of a slot is a run: with those taken away, none may be left. */
+/* Returns KVC_ERR_CORRUPT unless every holder of a slot is a run, and evictable as its sequence is: with those taken
+ * away, none may be left. */
 static kvc_status check_holders(const kvc_cache *cache, int32_t g) {
     const kvc_pool *pool = &cache->pools[g];
     int32_t bad = -1;
     kvc_visit_runs(cache, g, remove_holds, &(uint32_t){1}, 1);
     for (int32_t i = 0; i < pool->num_blocks; i++)
         for (int32_t s = 0; s < pool->blocks[i]->fill; s++)
-            if (pool->blocks[i]->holders[s]) bad = i;
+            if (pool->blocks[i]->holders[s].num || pool->blocks[i]->holders[s].evictable) bad = i;
     kvc_visit_runs(cache, g, remove_holds, &(uint32_t){(uint32_t)-1}, 1);
     REQUIRE(bad < 0, "group %d, block %d: the holders of a slot are not the runs there are", g, bad);
     return KVC_OK;
@@ -146,7 +179,7 @@ static kvc_status check_expired(const kvc_cache *cache, const kvc_sequence *sequ
 
 /* Checks the counts and lists that spare a batch looking at all sequences. */
 static kvc_status check_notes(const kvc_cache *cache) {
-    int64_t num_holding = 0, num_retained = 0;
+    int64_t num_holding = 0, num_retained = 0, num_named = 0, num_evictable = 0, num_pinned = 0, num_protected = 0;
     const kvc_table *table = &cache->sequences;
     for (const kvc_sequence *sequence = kvc_table_first(table); sequence; sequence = kvc_table_next(table, sequence)) {
         const long long id = sequence->id;
@@ -157,6 +190,13 @@ static kvc_status check_notes(const kvc_cache *cache) {
         REQUIRE(!sequence->is_retained || !(sequence->in_batch || sequence->changed_at),
                 "sequence %lld is a retained one and in use", id);
         num_retained += sequence->is_retained;
+        num_named += sequence->is_retained && !sequence->is_hidden;
+        num_evictable += sequence->is_evictable;
+        num_pinned += sequence->is_counted_pinned;
+        num_protected += sequence->is_protected;
+        REQUIRE(sequence->is_evictable ==
+                    (sequence->is_retained && !sequence->is_protected && !sequence->num_pins && !sequence->in_place),
+                "sequence %lld is noted to be evictable, or not to", id);
         REQUIRE(!sequence->changed_at || *sequence->changed_at == sequence, "sequence %lld is not in its list", id);
         const kvc_status status = sequence->changed_at || sequence->in_batch || sequence->is_retained
                                       ? KVC_OK
@@ -165,8 +205,15 @@ static kvc_status check_notes(const kvc_cache *cache) {
     }
     REQUIRE(num_holding == cache->num_holding, "%lld sequences that hold rows are noted, there are %lld",
             (long long)cache->num_holding, (long long)num_holding);
-    for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer) num_retained--;
-    REQUIRE(num_retained == cache->num_protected, "the list of retained sequences is not that of the table");
+    for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer) num_named--;
+    REQUIRE(!num_named && num_retained == cache->num_retained && num_protected == cache->num_protected &&
+                num_pinned == cache->num_pinned,
+            "the retained sequences are not those of the table");
+    for (const kvc_sequence *s = kvc_sorted_first(&cache->evictable), *next; s; s = next, num_evictable--) {
+        next = kvc_sorted_next(&cache->evictable, s);
+        REQUIRE(s->is_evictable && (!next || next->used > s->used), "evictable sequences are out of order");
+    }
+    REQUIRE(!num_evictable, "the evictable sequences are not those of the table");
     REQUIRE(cache->memory.replaced == 0, "lists that nobody uses are left");
     return KVC_OK;
 }
@@ -201,7 +248,8 @@ static kvc_status check_table(const kvc_cache *cache) {
         REQUIRE(!sequence->is_hidden || (sequence->is_retained && sequence->follower), "nobody follows hidden rows");
         REQUIRE(cache->batch || !sequence->in_batch, "sequence %lld belongs to a batch that is not there", id);
     }
-    REQUIRE(nums[0] == table->nums[0] && nums[1] == table->nums[1], "the table of sequences has others than it counts");
+    REQUIRE(nums[0] == table->named.num && nums[1] == table->hidden.num,
+            "the table of sequences has others than it counts");
     return KVC_OK;
 }
 

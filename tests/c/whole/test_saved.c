@@ -318,11 +318,11 @@ static void test_header(void) {
             char name[8];
             size_t shape[3] = {1, 1, 1}, first = 0, size = 0;
             const char *offsets = strstr(at, "\"data_offsets\":[");
-            CHECK(sscanf(at, "\"dtype\":\"%7[A-Z0-9]\",\"shape\":[%zu,%zu,%zu", name, shape, shape + 1, shape + 2) >= 2);
+            CHECK(sscanf(at, "\"dtype\":\"%7[A-Z0-9]\",\"shape\":[%zu,%zu,%zu", name, shape, shape + 1, shape + 2) >=
+                  2);
             CHECK(offsets && sscanf(offsets, "\"data_offsets\":[%zu,%zu", &first, &size) == 2 && first == end);
             for (size_t i = 0; i < sizeof dtypes / sizeof *dtypes; i++)
-                if (!strcmp(name, dtypes[i].name))
-                    end += dtypes[i].bytes * shape[0] * shape[1] * shape[2];
+                if (!strcmp(name, dtypes[i].name)) end += dtypes[i].bytes * shape[0] * shape[1] * shape[2];
             CHECKF(end == size, "type %d: tensor %d ends at %zu: %.120s", type, num, size, at);
         }
         CHECK(num >= 8);

@@ -75,16 +75,20 @@ static void test_blocks(void) {
     BREAK(cache, block->live, block->live + 1, "live slots are noted");
     BREAK(cache, block->is_free, 1, "0 pins, and is_free is 1");
     BREAK(cache, pool->free->pins, 1, "0 live, 1 pins, and is_free is 1");
+    BREAK(cache, block->evictable, block->evictable + 1, "evictable slots are noted");
+    BREAK(cache, block->noted[KVC_NOW].live, block->live + 1, "are counted in scope 0");
+    BREAK(cache, block->noted[KVC_KEPT].fill, block->fill + 1, "are counted in scope 1");
+    BREAK(cache, block->is_tried, 1, "still planned");
     BREAK(cache, block->planned, 1, "still planned");
     BREAK(cache, pool->free->index, pool->free->index + 1, "stands at");
 
     const kvc_block before = *block;
-    const uint32_t holders = block->holders[block->fill];
-    block->holders[block->fill++] = 0;
+    const kvc_holders holders = block->holders[block->fill];
+    block->holders[block->fill++] = (kvc_holders){0};
     if (block->faulted < block->fill) block->faulted = block->fill;
     CHECK_BROKEN(cache, "nobody holds the last slot");
     block->pins = 1;
-    CHECK_BROKEN(cache, "are noted, there are"); /* the slots that are filled, no longer the last one */
+    CHECK_BROKEN(cache, "are counted in scope"); /* the slots that are filled, no longer the last one */
     *block = before;
     block->holders[block->fill] = holders;
 
@@ -102,13 +106,16 @@ static void test_pools(void) {
     BREAK(cache, pool->row_bytes, pool->row_bytes + 1, "bytes are noted");
     BREAK(cache, pool->num_free, pool->num_free + 1, "free blocks are noted");
     BREAK(cache, pool->num_loose, pool->num_free + 1, "free blocks are loose");
+    BREAK(cache, pool->evictable, pool->evictable + 1, "evictable slots are noted");
+    BREAK(cache, pool->tallies[KVC_NOW].num_used, -1, "are tallied in scope 0");
+    BREAK(cache, pool->tallies[KVC_KEPT].movable_live, -1, "are tallied in scope 1");
     kvc_block *free_blocks = pool->free;
     pool->free = NULL;
     CHECK_BROKEN(cache, "0 listed");
     pool->free = free_blocks;
 
     const kvc_run *run = kvc_runs_begin(&kvc_table_find(&cache->sequences, CHANGED)->runs[SLIDING]);
-    uint32_t *holders = &run->block->holders[run->slot];
+    uint32_t *holders = &run->block->holders[run->slot].num;
     BREAK(cache, *holders, *holders + 1, "the holders of a slot are not the runs there are");
     cache->num_rewrites = 1; /* then slots may be held by what is no run yet */
     ++*holders;
@@ -123,6 +130,9 @@ static void test_sequences(void) {
     kvc_sequence *changed = kvc_table_find(&cache->sequences, CHANGED);
     kvc_sequence *rested = kvc_table_find(&cache->sequences, RESTED);
     kvc_sequence *retained = kvc_table_find(&cache->sequences, RETAINED);
+    BREAK(cache, retained->is_evictable, !retained->is_evictable, "noted to be evictable");
+    BREAK(cache, cache->num_pinned, cache->num_pinned + 1, "the retained sequences are not");
+    BREAK(cache, cache->evictable.root, NULL, "evictable sequences are not");
     CHECK(changed->changed_at && !rested->changed_at && !retained->changed_at);
     BREAK(cache, changed->holds, 0, "noted to hold rows");
     BREAK(cache, retained->holds, 1, "noted to hold rows");
@@ -144,7 +154,7 @@ static void test_sequences(void) {
     CHECK_BROKEN(cache, "is not in its list");
     changed->changed_at = changed_at;
     cache->oldest = NULL;
-    CHECK_BROKEN(cache, "the list of retained sequences");
+    CHECK_BROKEN(cache, "the retained sequences are not");
     cache->oldest = retained;
 
     const kvc_run_list lists[] = {changed->runs[FULL], changed->runs[SLIDING]};
