@@ -22,10 +22,10 @@ typedef enum kvc_scope { KVC_NOW, KVC_KEPT, KVC_NUM_SCOPES } kvc_scope;
 
 /* What is in use of a block in a scope. */
 typedef struct kvc_use {
-    int32_t fill;    /* the fill mark */
-    int32_t live;    /* number of slots that sequences hold */
-    int32_t is_used; /* it is not free */
-    int32_t is_pinned;
+    int32_t fill;   /* the fill mark */
+    int32_t live;   /* number of slots that sequences hold */
+    int8_t is_used; /* it is not free */
+    int8_t is_pinned;
 } kvc_use;
 
 /* What is in use of all blocks in a scope: kept as blocks change, so that nobody has to look at all of them. */
@@ -55,9 +55,10 @@ typedef struct kvc_block {
     int32_t pins;           /* number of views and calls that keep the rows in place */
     int32_t planned;        /* number of slots past fill that a batch about to begin will take */
     int32_t evictable;      /* number of live slots whose holders may all be evicted */
-    int32_t is_tried;       /* it is in the list of a preview */
-    struct kvc_block *next_tried;
-    struct kvc_pool *pool;         /* NULL: it is that of a row buffer */
+    struct kvc_block *next_tried; /* in the list of a preview */
+    int8_t is_tried;              /* it is in that list */
+    int32_t number;        /* while a state is saved: of the blocks with rows that are saved, from 1 on; else 0 */
+    struct kvc_pool *pool; /* NULL: it is that of a row buffer */
     kvc_use noted[KVC_NUM_SCOPES]; /* what pool->tallies count of it */
     int8_t is_free;                /* it is in the list of free blocks */
     int8_t was_loose;              /* it was one of pool->num_loose when it was opened */

@@ -14,11 +14,14 @@
 
 /* The numbers of a group's rows. */
 typedef struct numbering {
-    int64_t *first;   /* [num_blocks] index of a block's first slot in rows */
-    int64_t *rows;    /* the row that a slot became; -1: none yet */
-    int64_t num_rows; /* so far */
-    kvc_extents *to;  /* has only its number in the first pass */
-    kvc_extent last;  /* the last extent */
+    int32_t num_blocks; /* that have rows of the sequences */
+    int64_t *first;     /* [num_blocks] index of a block's first slot in rows, by its number */
+    int64_t *rows;      /* the row that a slot became; -1: none yet */
+    int64_t num_rows;   /* so far */
+    int64_t num_slots;  /* of these blocks, as far as they are placed */
+    int32_t num_placed; /* blocks in first, so far */
+    kvc_extents *to;    /* has only its number in the first pass */
+    kvc_extent last;    /* the last extent */
 } numbering;
 
 typedef struct saving {
@@ -65,7 +68,7 @@ static void number_runs(saving *s, numbering *n, const kvc_run_list *list) {
     kvc_saved_run to = {.count = 0};
     for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
         for (int32_t i = 0; i < run->count; i++) {
-            int64_t *row = &n->rows[n->first[run->block->index] + run->slot + i];
+            int64_t *row = &n->rows[n->first[run->block->number - 1] + run->slot + i];
             if (*row < 0) *row = n->num_rows;
             if (*row == n->num_rows) add_slot(s, n, run->block, run->slot + i);
             if (to.count && *row == to.row + to.count && run->position + i == to.position + to.count &&
@@ -104,20 +107,52 @@ static void number_rows(saving *s) {
         }
 }
 
-/* Gets memory to number the slots of a group, none of which has a number yet. */
+/* Calls visit for the block of each run of the sequences in a group. */
+static void visit_blocks(const saving *s, int32_t g, void (*visit)(numbering *n, kvc_block *block)) {
+    for (int64_t i = 0; i < s->num_sequences; i++) {
+        const kvc_run_list *list = s->sequences[i] ? &s->sequences[i]->runs[g] : NULL;
+        const kvc_run *end = list ? kvc_runs_end(list) : NULL;
+        for (const kvc_run *run = list ? kvc_runs_begin(list) : NULL; run < end; run++)
+            visit(&s->numberings[g], run->block);
+    }
+}
+
+static void number_block(numbering *n, kvc_block *block) {
+    if (block->number) return;
+    block->number = ++n->num_blocks;
+    n->num_slots += block->fill;
+}
+
+static void unnumber_block(numbering *n, kvc_block *block) {
+    (void)n;
+    block->number = 0;
+}
+
+/* Notes where the slots of a block begin, the first time. */
+static void place_block(numbering *n, kvc_block *block) {
+    if (block->number != n->num_placed + 1) return;
+    n->first[n->num_placed++] = n->num_slots;
+    n->num_slots += block->fill;
+}
+
+/* Numbers the blocks of a group, and gets memory to number their slots, none of which has a number yet. */
 static kvc_status start_numbering(saving *s, int32_t g) {
     numbering *n = &s->numberings[g];
-    const kvc_pool *pool = &s->cache->pools[g];
-    int64_t num = 0;
-    for (int32_t i = 0; i < pool->num_blocks; i++) num += pool->blocks[i]->fill;
     *n = (numbering){.to = &s->state.groups[g]};
-    n->first = kvc_state_alloc(&s->state, (uint64_t)(num + pool->num_blocks) * sizeof *n->first);
+    visit_blocks(s, g, number_block);
+    const int64_t num = n->num_slots;
+    n->first = kvc_state_alloc(&s->state, (uint64_t)(num + n->num_blocks) * sizeof *n->first);
     if (!n->first) return KVC_ERR_NOMEM;
-    n->rows = n->first + pool->num_blocks;
+    n->rows = n->first + n->num_blocks;
     for (int64_t i = 0; i < num; i++) n->rows[i] = -1;
-    num = 0;
-    for (int32_t i = 0; i < pool->num_blocks; num += pool->blocks[i++]->fill) n->first[i] = num;
+    n->num_slots = 0;
+    visit_blocks(s, g, place_block);
     return KVC_OK;
+}
+
+/* Takes the numbers of blocks away. */
+static void end_numbering(const saving *s) {
+    for (int32_t g = 0; s->numberings && g < s->cache->num_groups; g++) visit_blocks(s, g, unnumber_block);
 }
 
 /* Makes the first pass. */
@@ -226,14 +261,21 @@ static kvc_status find_sequences(saving *s) {
     return KVC_OK;
 }
 
-static kvc_status take_moment(saving *s) {
-    kvc_cache_find_all(s->cache);
-    KVC_TRY(find_sequences(s));
+/* Numbers rows, and makes all that does not need them again. */
+static kvc_status make_tables(saving *s) {
     KVC_TRY(count_rows(s));
     KVC_TRY(reserve_tables(s));
     KVC_TRY(reserve_extents(s));
     fill_tables(s);
-    KVC_TRY(make_header(s));
+    return make_header(s);
+}
+
+static kvc_status take_moment(saving *s) {
+    kvc_cache_find_all(s->cache);
+    KVC_TRY(find_sequences(s));
+    const kvc_status status = make_tables(s);
+    end_numbering(s);
+    KVC_TRY(status);
     kvc_state_begin(&s->state);
     kvc_state_pin(&s->state);
     return KVC_OK;
