@@ -54,7 +54,25 @@ int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t faulted) {
 
 static atomic_int num_spread; /* parts of all blocks that are spread */
 
+/* Take a block into the list of those that may lack memory, or out of it, unless that is so. */
+static void list_untaken(kvc_pool *pool, kvc_block *block) {
+    if (block->untaken_at) return;
+    block->next_untaken = pool->untaken;
+    block->untaken_at = &pool->untaken;
+    if (pool->untaken) pool->untaken->untaken_at = &block->next_untaken;
+    pool->untaken = block;
+}
+
+static void unlist_untaken(kvc_block *block) {
+    if (!block->untaken_at) return;
+    *block->untaken_at = block->next_untaken;
+    if (block->next_untaken) block->next_untaken->untaken_at = block->untaken_at;
+    block->next_untaken = NULL;
+    block->untaken_at = NULL;
+}
+
 static void free_block(kvc_pool *pool, kvc_block *block) {
+    unlist_untaken(block);
     if (block->is_spread) atomic_fetch_sub(&num_spread, pool->num_parts);
     kvc_memory_free(pool->memory, block->rows, pool->block_bytes, KVC_MEMORY_ROWS, pool->group);
     kvc_memory_free(pool->memory, block, (size_t)kvc_pool_header_bytes(pool), KVC_MEMORY_BOOKKEEPING, -1);
@@ -413,13 +431,14 @@ static int fault_in_block(const kvc_pool *pool, const kvc_block *block, kvc_taki
 }
 
 int kvc_pool_next_fault(kvc_pool *pool, kvc_taking *taking, kvc_page_work *work) {
-    for (; taking->index < pool->num_blocks; taking->index++) {
-        kvc_block *block = pool->blocks[taking->index];
-        if (block->fill >= block->faulted || block->resident >= block->faulted) continue;
-        if (block != taking->block || taking->to > block->faulted) /* it was purged meanwhile */
-            *taking = (kvc_taking){.block = block, .index = taking->index, .to = block->faulted};
-        if (fault_in_block(pool, block, taking, work)) return 1;
-        block->resident = taking->to;
+    for (kvc_block *block; (block = pool->untaken);) {
+        if (block->fill < block->faulted && block->resident < block->faulted) {
+            if (block != taking->block || taking->to > block->faulted) /* it was purged meanwhile */
+                *taking = (kvc_taking){.block = block, .to = block->faulted};
+            if (fault_in_block(pool, block, taking, work)) return 1;
+            block->resident = taking->to;
+        }
+        if (block->resident >= block->faulted || block->fill >= block->faulted) unlist_untaken(block);
     }
     return 0;
 }
@@ -440,6 +459,7 @@ kvc_block *kvc_pool_open(kvc_pool *pool) {
 }
 
 void kvc_pool_fault(kvc_pool *pool, kvc_block *block, int32_t count) {
+    if (count > block->fill) list_untaken(pool, block);
     if (count <= block->faulted) return;
     pool->row_bytes += kvc_pool_block_bytes(pool, count) - kvc_pool_block_bytes(pool, block->faulted);
     block->faulted = count;
@@ -580,6 +600,7 @@ void kvc_pool_drop(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count
 
 int32_t kvc_pool_untake(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count) {
     kvc_pool_drop(pool, block, slot, count);
+    list_untaken(pool, block); /* nothing may have been written there */
     if (slot || !block->is_free) return 0;
     unopen(pool, block);
     return 1;

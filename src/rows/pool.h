@@ -59,12 +59,13 @@ typedef struct kvc_block {
     int8_t is_tried;              /* it is in that list */
     int32_t number;        /* while a state is saved: of the blocks with rows that are saved, from 1 on; else 0 */
     struct kvc_pool *pool; /* NULL: it is that of a row buffer */
-    kvc_use noted[KVC_NUM_SCOPES]; /* what pool->tallies count of it */
-    int8_t is_free;                /* it is in the list of free blocks */
-    int8_t was_loose;              /* it was one of pool->num_loose when it was opened */
-    int8_t is_spread;              /* over memory nodes; never changes */
-    int8_t is_row_buffer;          /* it is that of a row buffer, of no pool; never changes */
-    kvc_holders holders[];         /* [block_size] of each slot, for slots below fill */
+    kvc_use noted[KVC_NUM_SCOPES];                /* what pool->tallies count of it */
+    struct kvc_block *next_untaken, **untaken_at; /* place in pool->untaken; NULL: it is not there */
+    int8_t is_free;                               /* it is in the list of free blocks */
+    int8_t was_loose;                             /* it was one of pool->num_loose when it was opened */
+    int8_t is_spread;                             /* over memory nodes; never changes */
+    int8_t is_row_buffer;                         /* it is that of a row buffer, of no pool; never changes */
+    kvc_holders holders[];                        /* [block_size] of each slot, for slots below fill */
 } kvc_block;
 
 /* Where a layer's rows lie in a block. */
@@ -120,7 +121,8 @@ typedef struct kvc_pool {
     int32_t num_blocks, max_blocks;
     kvc_block *free; /* list of free blocks, last freed first: its rows may still be in the CPU's caches */
     int32_t num_free;
-    int32_t num_loose; /* number of these that expiries freed, and that no batch has taken since: kvc_pool_surplus */
+    kvc_block *untaken; /* list of blocks in which slots past the fill mark count as faulted, and may lack memory */
+    int32_t num_loose;  /* number of these that expiries freed, and that no batch has taken since: kvc_pool_surplus */
     kvc_demand demand;
     kvc_reserved reserved;             /* what was reserved for the open batch, or for one that is about to begin */
     int32_t lacks_slots;               /* while victims are chosen: the call needs more slots here than are free */
@@ -242,13 +244,13 @@ int kvc_pool_next_filled(kvc_pool *pool, kvc_block *block, kvc_page_work *work);
 /* How far kvc_pool_next_fault has come; all 0 at first. */
 typedef struct kvc_taking {
     const kvc_block *block;
-    int32_t index, to;
+    int32_t to;
     int64_t region;
     size_t done; /* bytes of the region that are done */
 } kvc_taking;
 
-/* Finds the next piece of memory that counts as faulted, in slots past fill marks; returns 0 if there is none.  Between
- * two calls, others may take blocks or give them back. */
+/* Finds the next piece of memory that counts as faulted, in slots past fill marks, and was never used; returns 0 if
+ * there is none.  Between two calls, others may take blocks or give them back. */
 int kvc_pool_next_fault(kvc_pool *pool, kvc_taking *taking, kvc_page_work *work);
 
 /* Return the bytes of one block's bookkeeping, and those that kvc_pool_reserve takes for the list of blocks. */
