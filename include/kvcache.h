@@ -464,7 +464,8 @@ KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const
 /* Ends the batch and frees it: its tokens become part of their sequences, if these are stored.  Layers with a window
  * or chunks keep what a query in the place of a sequence's last token would see, or as many positions as resume_window
  * says; blocks that this frees go back to the system.  Beside what it keeps, such a layer takes at most two blocks, or
- * with sinks three, to go on in, for each sequence whose tokens are all kept and in nobody else's blocks.
+ * with sinks three, to go on in, for each sequence whose tokens are all kept and in nobody else's blocks; or, where these
+ * are more, as many free blocks as this batch took, so that the next one of as many tokens takes no memory.
  * Fails with KVC_ERR_INVALID if a token was not put in some layer; the batch is still open then.  Once every token was
  * put, this cannot fail: kvc_begin has taken all memory that it needs.  (The work on OS pages at its end is left out
  * where the system refuses it.) */

@@ -1021,7 +1021,7 @@ class KVCache(Saveable):
 
         Windows and chunks count as full, an encoder's rows as `max_len`; where `max_seq_len` bounds batches, no layer
         holds more. Partly filled blocks and bookkeeping come on top, at most two blocks for each window, or three with
-        sinks; rows that sequences share are stored once.
+        sinks; so do free blocks, up to as many as the last batch took. Rows that sequences share are stored once.
 
         `batch_tokens` of them are those of a batch that is open: until it is committed, layers with windows hold these
         beside what they keep. By default none: what the sequence holds between batches.

@@ -90,7 +90,10 @@ static void take_slots(kvc_batch *batch, int32_t g, int32_t s, kvc_pending *pend
     const kvc_batch_sequence *member = &batch->sequences[s];
     kvc_block *block = pending->last_block;
     for (int32_t done = 0; done < member->num_tokens;) {
-        if (!block || block->fill == pool->block_size) block = kvc_pool_open(pool);
+        if (!block || block->fill == pool->block_size) {
+            block = kvc_pool_open(pool);
+            pool->last_taken++;
+        }
         const int32_t rest = member->num_tokens - done, unfilled = pool->block_size - block->fill;
         const int32_t count = rest < unfilled ? rest : unfilled, slot = kvc_pool_take(pool, block, count);
         for (int32_t i = 0; i < count; i++) {
@@ -115,6 +118,7 @@ static void take_buffer_slots(kvc_batch *batch, int32_t g, int32_t s, kvc_pendin
 /* Hands out slots to all tokens, and makes the batch the open one. */
 static void open_batch(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
+    for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].last_taken = 0;
     for (int32_t s = 0, slot = 0; s < batch->num_sequences; s++) {
         const kvc_batch_sequence *member = &batch->sequences[s];
         for (int32_t g = 0; g < cache->num_groups; g++) {

@@ -218,7 +218,7 @@ int32_t kvc_pool_surplus(const kvc_pool *pool, int64_t num_sequences) {
     if (!pool->num_loose) return 0;
     const int64_t size = pool->block_size, unused = (pool->num_blocks - pool->num_free) * size - pool->live;
     const int64_t kept = 2 * num_sequences - (unused + size - 1) / size;
-    const int64_t surplus = pool->num_free - (kept > 0 ? kept : 0);
+    const int64_t surplus = pool->num_free - (kept > pool->last_taken ? kept : pool->last_taken);
     return (int32_t)(surplus > pool->num_loose ? pool->num_loose : surplus > 0 ? surplus : 0);
 }
 

@@ -123,6 +123,7 @@ typedef struct kvc_pool {
     int32_t num_free;
     kvc_block *untaken; /* list of blocks in which slots past the fill mark count as faulted, and may lack memory */
     int32_t num_loose;  /* number of these that expiries freed, and that no batch has taken since: kvc_pool_surplus */
+    int32_t last_taken; /* blocks that the last batch took */
     kvc_demand demand;
     kvc_reserved reserved;             /* what was reserved for the open batch, or for one that is about to begin */
     int32_t lacks_slots;               /* while victims are chosen: the call needs more slots here than are free */
@@ -263,8 +264,9 @@ int64_t kvc_pool_slot_bytes(const kvc_pool *pool);
 /* Frees at most `count` free blocks, but not the next `kept` to be used; returns the number freed. */
 int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count);
 
-/* Returns how many free blocks expiries have left beyond what num_sequences sequences may keep: two blocks each, whose
- * slots that are not live count.  Other free blocks, such as reserved ones, stay. */
+/* Returns how many free blocks expiries have left beyond what is kept to go on in: two blocks for each of num_sequences
+ * sequences, whose slots that are not live count, or as many as the last batch took.  Other free blocks, such as reserved
+ * ones, stay. */
 int32_t kvc_pool_surplus(const kvc_pool *pool, int64_t num_sequences);
 
 /* Frees at most `count` of these; returns the number freed. */

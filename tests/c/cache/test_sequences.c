@@ -133,6 +133,25 @@ static void check_cut_refused(pair *p, int32_t length, const char *position, con
     pair_check(p);
 }
 
+/* A prompt in a window goes on, batch after batch, in the blocks that it has left; single tokens need two at most. */
+static void test_spare_blocks(void) {
+    pair *p = pair_with(sliding_policy(8, 0, 0), 4);
+    int32_t at = 0;
+    for (int i = 0; i < 3; i++, at += 24) pair_feed(p, 0, at, at + 24);
+    const kvc_stats before = stats_of(p);
+    for (int i = 0; i < 4; i++, at += 24) pair_feed(p, 0, at, at + 24);
+    kvc_stats after = stats_of(p);
+    CHECKF(after.blocks_opened == before.blocks_opened && after.blocks_returned == before.blocks_returned,
+           "opens %d blocks, and returns %d", (int)(after.blocks_opened - before.blocks_opened),
+           (int)(after.blocks_returned - before.blocks_returned));
+    CHECK(after.blocks_free <= 6);
+    for (int i = 0; i < 6; i++, at++) pair_feed(p, 0, at, at + 1);
+    after = stats_of(p);
+    CHECKF(after.blocks_free <= 2, "%d free blocks", (int)after.blocks_free);
+    pair_check(p);
+    pair_free(p);
+}
+
 /* A cut that leaves a sequence where a token would see expired rows is refused: one from behind the sinks up to the
  * window.  One within the sinks is not, nor one to nothing; what has expired is gone with what is dropped. */
 static void test_cut_behind_sinks(void) {
@@ -202,6 +221,7 @@ int main(void) {
     test_largest_position();
     test_room_for_ids();
     test_many();
+    test_spare_blocks();
     test_cut_behind_sinks();
     test_busy();
     for (int i = 0; i < 48; i++) random_test(block_sizes[i % 4], 0, 700);
