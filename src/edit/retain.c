@@ -78,8 +78,11 @@ static kvc_status retain_group(kvc_cache *cache, const kvc_sequence *src, int32_
     const kvc_status status = kvc_runs_reserve(to, &cache->memory, num);
     if (status != KVC_OK) return status;
     visit_rows(cache, src, g, begin, end, kvc_hold_part, to);
-    to->lost = kvc_runs_lost_in(to, src->runs[g].lost, begin, end);
-    to->missing = kvc_runs_lost_in(to, src->runs[g].missing, begin, end);
+    kvc_sorted_runs sorted;
+    KVC_TRY(kvc_runs_sort(to, &cache->memory, &sorted));
+    to->lost = kvc_runs_lost_in(&sorted, src->runs[g].lost, begin, end);
+    to->missing = kvc_runs_lost_in(&sorted, src->runs[g].missing, begin, end);
+    kvc_runs_free_sorted(&cache->memory, &sorted);
     return KVC_OK;
 }
 

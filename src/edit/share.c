@@ -28,7 +28,7 @@ static kvc_status share_group(kvc_cache *cache, const sharing *s, int32_t g, kvc
     const kvc_run_list *from = &s->src->runs[g], *list = s->dst ? &s->dst->runs[g] : &nothing;
     const int is_cross = g >= cache->num_token_groups;
     const int32_t begin = is_cross ? 0 : s->begin, end = is_cross ? KVC_END : s->end;
-    kvc_run_list held;
+    kvc_sorted_runs held;
     if (is_cross && list->num) return KVC_OK;
     kvc_status status = kvc_runs_sort(list, &cache->memory, &held);
     if (status != KVC_OK) return status;
@@ -39,7 +39,7 @@ static kvc_status share_group(kvc_cache *cache, const sharing *s, int32_t g, kvc
         to->lost = kvc_runs_lost_in(&held, from->lost, begin, end);
         to->missing = kvc_runs_lost_in(&held, from->missing, begin, end);
     }
-    kvc_runs_free_sorted(list, &cache->memory, &held);
+    kvc_runs_free_sorted(&cache->memory, &held);
     return status;
 }
 
@@ -117,11 +117,11 @@ static kvc_status copy_prefix(kvc_cache *cache, int64_t src_id, int64_t dst_id, 
 /* Returns KVC_ERR_INVALID if dst holds another row than src at one of the positions. */
 static kvc_status check_same_rows(kvc_cache *cache, const sharing *s) {
     for (int32_t g = 0; s->dst && g < cache->num_token_groups; g++) {
-        kvc_run_list sorted, *list = &s->src->runs[g];
-        const kvc_status status = kvc_runs_sort(list, &cache->memory, &sorted);
+        kvc_sorted_runs sorted;
+        const kvc_status status = kvc_runs_sort(&s->src->runs[g], &cache->memory, &sorted);
         if (status != KVC_OK) return status;
         const int32_t position = kvc_runs_find_other(&s->dst->runs[g], &sorted, s->begin, s->end);
-        kvc_runs_free_sorted(list, &cache->memory, &sorted);
+        kvc_runs_free_sorted(&cache->memory, &sorted);
         if (position >= 0)
             return kvc_fail(KVC_ERR_INVALID,
                             "at position %d, dst, sequence %lld, holds another row than src, sequence %lld: remove it "

@@ -265,8 +265,8 @@ int64_t kvc_pool_slot_bytes(const kvc_pool *pool);
 int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count);
 
 /* Returns how many free blocks expiries have left beyond what is kept to go on in: two blocks for each of num_sequences
- * sequences, whose slots that are not live count, or as many as the last batch took.  Other free blocks, such as reserved
- * ones, stay. */
+ * sequences, whose slots that are not live count, or as many as the last batch took.  Other free blocks, such as
+ * reserved ones, stay. */
 int32_t kvc_pool_surplus(const kvc_pool *pool, int64_t num_sequences);
 
 /* Frees at most `count` of these; returns the number freed. */

@@ -287,22 +287,28 @@ static int by_position(const void *a, const void *b) {
     return (x->position > y->position) - (x->position < y->position);
 }
 
-kvc_status kvc_runs_sort(const kvc_run_list *list, kvc_memory *memory, kvc_run_list *sorted) {
-    *sorted = *list;
+kvc_status kvc_runs_sort(const kvc_run_list *list, kvc_memory *memory, kvc_sorted_runs *sorted) {
+    *sorted = (kvc_sorted_runs){.list = *list};
     if (list->ascending || !list->num) return KVC_OK;
-    const size_t size = (size_t)list->num * sizeof *sorted->runs;
-    sorted->runs = kvc_memory_alloc(memory, size, KVC_MEMORY_SCRATCH, -1);
-    if (!sorted->runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory to sort %d runs", list->num);
-    sorted->first = 0;
-    memcpy(sorted->runs, kvc_runs_begin(list), size);
-    qsort(sorted->runs, (size_t)sorted->num, sizeof *sorted->runs, by_position);
-    kvc_runs_recount(sorted);
+    const size_t size = (size_t)list->num * sizeof *list->runs;
+    kvc_run *runs = kvc_memory_alloc(memory, size + (size_t)list->num * sizeof *sorted->ends, KVC_MEMORY_SCRATCH, -1);
+    if (!runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory to sort %d runs", list->num);
+    sorted->list.runs = runs;
+    sorted->list.first = 0;
+    sorted->ends = (int32_t *)(void *)(runs + list->num);
+    memcpy(runs, kvc_runs_begin(list), size);
+    qsort(runs, (size_t)list->num, sizeof *runs, by_position);
+    for (int32_t i = 0; i < list->num; i++) {
+        const int32_t end = run_end(&runs[i]), before = i ? sorted->ends[i - 1] : end;
+        sorted->ends[i] = before > end ? before : end;
+    }
     return KVC_OK;
 }
 
-void kvc_runs_free_sorted(const kvc_run_list *list, kvc_memory *memory, kvc_run_list *sorted) {
-    if (sorted->runs != list->runs)
-        kvc_memory_free(memory, sorted->runs, (uint64_t)sorted->num * sizeof *sorted->runs, KVC_MEMORY_SCRATCH, -1);
+void kvc_runs_free_sorted(kvc_memory *memory, kvc_sorted_runs *sorted) {
+    if (!sorted->ends) return;
+    const uint64_t num = (uint64_t)sorted->list.num;
+    kvc_memory_free(memory, sorted->list.runs, num * (sizeof(kvc_run) + sizeof(int32_t)), KVC_MEMORY_SCRATCH, -1);
 }
 
 /* Returns whether rows of two runs lie in the same slots where they have the same positions. */
@@ -310,16 +316,39 @@ static int lies_as(const kvc_run *a, const kvc_run *b) {
     return a->block == b->block && a->slot - a->position == b->slot - b->position;
 }
 
+/* Returns the first run with which positions from `begin` on may begin. */
+static const kvc_run *first_sorted(const kvc_sorted_runs *sorted, int32_t begin) {
+    int32_t from = 0, to = sorted->list.num;
+    if (!sorted->ends) return first_run(&sorted->list, begin);
+    while (from < to) {
+        const int32_t middle = from + (to - from) / 2;
+        if (sorted->ends[middle] <= begin)
+            from = middle + 1;
+        else
+            to = middle;
+    }
+    return sorted->list.runs + from;
+}
+
+/* Returns a run with a row at a position; NULL if there is none. */
+static const kvc_run *sorted_at(const kvc_sorted_runs *sorted, int32_t position) {
+    if (!may_hold(&sorted->list, position, position + 1)) return NULL;
+    const kvc_run *run = first_sorted(sorted, position), *end = kvc_runs_end(&sorted->list);
+    while (run < end && run->position <= position && run_end(run) <= position) run++;
+    return run < end && run->position <= position ? run : NULL;
+}
+
 /* Returns the part at positions [begin, end) of the run that holds the lowest of them; its count is 0 if none does.
  * as: if not NULL, leaves out runs that do not lie as this one. */
-static kvc_run lowest_part(const kvc_run_list *list, int32_t begin, int32_t end, const kvc_run *as) {
+static kvc_run lowest_part(const kvc_sorted_runs *sorted, int32_t begin, int32_t end, const kvc_run *as) {
     kvc_run lowest = {.count = 0};
-    if (!may_hold(list, begin, end)) return lowest;
-    for (const kvc_run *run = first_run(list, begin); run < kvc_runs_end(list); run++) {
-        if (list->ascending && (lowest.count || run->position >= end)) break;
+    if (!may_hold(&sorted->list, begin, end)) return lowest;
+    for (const kvc_run *run = first_sorted(sorted, begin); run < kvc_runs_end(&sorted->list); run++) {
+        if (run->position >= (lowest.count ? lowest.position : end)) break;
         const kvc_run part = kvc_run_part(run, begin, end);
         if (!part.count || (as && !lies_as(run, as))) continue;
-        if (!lowest.count || part.position < lowest.position) lowest = part;
+        lowest = part;
+        if (part.position == begin) break;
     }
     return lowest;
 }
@@ -333,17 +362,17 @@ typedef enum holding {
 
 /* Takes off the front of *rest, rows of another list, those for which `list` holds alike, at least one, and returns
  * them.  *how: what it holds. */
-static kvc_run take_alike(const kvc_run_list *list, kvc_run *rest, holding *how) {
+static kvc_run take_alike(const kvc_sorted_runs *sorted, kvc_run *rest, holding *how) {
     const int32_t begin = rest->position, end = run_end(rest);
-    const kvc_run found = lowest_part(list, begin, end, NULL);
+    const kvc_run found = lowest_part(sorted, begin, end, NULL);
     int32_t to = found.count ? found.position : end;
     *how = NOTHING;
     if (to == begin) {
         kvc_run same = {.count = 0};
         if (lies_as(&found, rest))
             same = found;
-        else if (!list->ascending) /* positions may repeat: the same row may stand further behind */
-            same = lowest_part(list, begin, end, rest);
+        else if (sorted->ends) /* positions may repeat: the same row may stand further behind */
+            same = lowest_part(sorted, begin, run_end(&found), rest);
         *how = same.count && same.position == begin ? SAME : ANOTHER;
         to = run_end(*how == SAME ? &same : &found);
         if (*how == ANOTHER && same.count && same.position < to) to = same.position;
@@ -355,7 +384,7 @@ static kvc_run take_alike(const kvc_run_list *list, kvc_run *rest, holding *how)
 
 /* Compares rows with those of a list. */
 typedef struct comparison {
-    const kvc_run_list *list;
+    const kvc_sorted_runs *sorted;
     kvc_part_fn *visit; /* called for parts that the list does not hold; may be NULL */
     void *context;
     int32_t num_missing; /* number of these parts */
@@ -369,37 +398,37 @@ static void add_missing(comparison *c, const kvc_run *part) {
 
 static void compare_part(void *context, const kvc_run *part) {
     comparison *c = context;
-    if (!may_hold(c->list, part->position, run_end(part))) {
+    if (!may_hold(&c->sorted->list, part->position, run_end(part))) {
         add_missing(c, part);
         return;
     }
     for (kvc_run rest = *part; rest.count;) {
         holding how;
-        const kvc_run alike = take_alike(c->list, &rest, &how);
+        const kvc_run alike = take_alike(c->sorted, &rest, &how);
         if (how == ANOTHER && c->other_at < 0) c->other_at = alike.position;
         if (how != SAME) add_missing(c, &alike);
     }
 }
 
-int32_t kvc_runs_find_other(const kvc_run_list *list, const kvc_run_list *than, int32_t begin, int32_t end) {
-    comparison c = {.list = than, .other_at = -1};
+int32_t kvc_runs_find_other(const kvc_run_list *list, const kvc_sorted_runs *than, int32_t begin, int32_t end) {
+    comparison c = {.sorted = than, .other_at = -1};
     kvc_runs_visit(list, begin, end, compare_part, &c);
     return c.other_at;
 }
 
-int32_t kvc_runs_visit_missing(const kvc_run_list *list, const kvc_run_list *from, int32_t begin, int32_t end,
+int32_t kvc_runs_visit_missing(const kvc_sorted_runs *sorted, const kvc_run_list *from, int32_t begin, int32_t end,
                                kvc_part_fn *visit, void *context) {
-    comparison c = {.list = list, .visit = visit, .context = context};
+    comparison c = {.sorted = sorted, .visit = visit, .context = context};
     kvc_runs_visit(from, begin, end, compare_part, &c);
     return c.num_missing;
 }
 
-kvc_interval kvc_runs_lost_in(const kvc_run_list *list, kvc_interval lost, int32_t begin, int32_t end) {
+kvc_interval kvc_runs_lost_in(const kvc_sorted_runs *sorted, kvc_interval lost, int32_t begin, int32_t end) {
     const kvc_run *run;
     if (lost.begin < begin) lost.begin = begin;
     if (lost.end > end) lost.end = end;
-    while (lost.begin < lost.end && (run = kvc_runs_at(list, lost.begin))) lost.begin = run_end(run);
-    while (lost.begin < lost.end && (run = kvc_runs_at(list, lost.end - 1))) lost.end = run->position;
+    while (lost.begin < lost.end && (run = sorted_at(sorted, lost.begin))) lost.begin = run_end(run);
+    while (lost.begin < lost.end && (run = sorted_at(sorted, lost.end - 1))) lost.end = run->position;
     return lost.begin < lost.end ? lost : (kvc_interval){0};
 }
 

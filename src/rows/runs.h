@@ -103,23 +103,28 @@ const kvc_run *kvc_runs_at(const kvc_run_list *list, int32_t position);
 
 /* ---- sharing: rows of two lists are the same if they lie in the same slot and have the same position ------------- */
 
-/* Makes *sorted the runs of a list by rising position, which makes the comparisons below fast, unless many positions
- * repeat; no copy if they rise already.  Can fail with KVC_ERR_NOMEM. */
-kvc_status kvc_runs_sort(const kvc_run_list *list, kvc_memory *memory, kvc_run_list *sorted);
-void kvc_runs_free_sorted(const kvc_run_list *list, kvc_memory *memory, kvc_run_list *sorted);
+/* The runs of a list by rising position, in which rows at a position are found by bisection. */
+typedef struct kvc_sorted_runs {
+    kvc_run_list list;
+    int32_t *ends; /* [list.num] the largest end of the runs up to each; NULL: positions rise from row to row */
+} kvc_sorted_runs;
+
+/* Sorts the runs of a list; makes no copy if they rise already.  Can fail with KVC_ERR_NOMEM. */
+kvc_status kvc_runs_sort(const kvc_run_list *list, kvc_memory *memory, kvc_sorted_runs *sorted);
+void kvc_runs_free_sorted(kvc_memory *memory, kvc_sorted_runs *sorted);
 
 /* Returns a position of [begin, end) at which `list` holds another row than a list that holds rows there, too; -1 if
  * there is none. */
-int32_t kvc_runs_find_other(const kvc_run_list *list, const kvc_run_list *than, int32_t begin, int32_t end);
+int32_t kvc_runs_find_other(const kvc_run_list *list, const kvc_sorted_runs *than, int32_t begin, int32_t end);
 
-/* Calls visit, unless it is NULL, for the parts at positions [begin, end) that `from` holds and `list` does not.
+/* Calls visit, unless it is NULL, for the parts at positions [begin, end) that `from` holds and `sorted` does not.
  * Returns their number. */
-int32_t kvc_runs_visit_missing(const kvc_run_list *list, const kvc_run_list *from, int32_t begin, int32_t end,
+int32_t kvc_runs_visit_missing(const kvc_sorted_runs *sorted, const kvc_run_list *from, int32_t begin, int32_t end,
                                kvc_part_fn *visit, void *context);
 
-/* When `list` takes another list's rows at [begin, end), returns which of that list's lost positions become lost here:
- * those in the range, trimmed at either end to where `list` has rows of its own. */
-kvc_interval kvc_runs_lost_in(const kvc_run_list *list, kvc_interval lost, int32_t begin, int32_t end);
+/* When a list takes another list's rows at [begin, end), returns which of that list's lost positions become lost here:
+ * those in the range, trimmed at either end to where the list has rows of its own. */
+kvc_interval kvc_runs_lost_in(const kvc_sorted_runs *sorted, kvc_interval lost, int32_t begin, int32_t end);
 
 /* Moves the runs, lost and missing positions of `more` to the end of a list that has capacity for them. */
 void kvc_runs_join(kvc_run_list *list, kvc_run_list *more);
