@@ -96,7 +96,7 @@ static kvc_status fits(const kvc_need *need) {
         const kvc_status status = rewrites[g].num_copied ? kvc_rewrites_check(need, g) : KVC_OK;
         if (status != KVC_OK) return status;
     }
-    return kvc_check_max_bytes(need->cache, need->what);
+    return kvc_check_max_bytes(need->cache, need->scope, need->what);
 }
 
 /* Copies rows to their new slots on the copiers, perhaps by the caller's function, without the mutex. */

@@ -180,7 +180,7 @@ static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, 
 static kvc_status fits(const kvc_need *need) {
     const injection *x = need->context;
     const kvc_status status = kvc_rewrites_check(need, x->cache->group_of[x->layer]);
-    return status == KVC_OK ? kvc_check_max_bytes(x->cache, need->what) : status;
+    return status == KVC_OK ? kvc_check_max_bytes(x->cache, need->scope, need->what) : status;
 }
 
 /* Makes and accepts the rewrite; once its copies are made, no other sequence or view has the rows to write. */

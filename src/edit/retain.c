@@ -185,7 +185,7 @@ static kvc_status fits(const kvc_need *need) {
                             "%d more tokens do not fit: %lld of capacity %lld are in use; clear a sequence, or give a "
                             "larger capacity",
                             count, (long long)(live - count), (long long)need->cache->capacity);
-    return kvc_check_max_bytes(need->cache, need->what);
+    return kvc_check_max_bytes(need->cache, need->scope, need->what);
 }
 
 static kvc_status take_all(kvc_cache *cache, new_rows *rows, const uint8_t *layers) {

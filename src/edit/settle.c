@@ -222,6 +222,7 @@ static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, 
 /* Prepares all anew, as victims have no rewrites: they need no copies, and others may need none without them. */
 static kvc_status fits(const kvc_need *need) {
     settling *s = need->context;
+    if (need->scope == KVC_KEPT) return KVC_OK; /* it looks at all sequences anyway */
     end_all(s, KVC_ERR_FULL);
     kvc_status status = prepare_all(need->cache, s);
     for (int32_t i = 0; status == KVC_OK && i < s->num; i++) {
@@ -229,7 +230,7 @@ static kvc_status fits(const kvc_need *need) {
         for (int32_t d = 0; d < s->groups[i].num_rewrites; d++) copied += s->groups[i].rewrites[d].num_copied;
         if (copied) status = kvc_rewrites_check(need, s->groups[i].group);
     }
-    if (status == KVC_OK) status = kvc_check_max_bytes(need->cache, need->what);
+    if (status == KVC_OK) status = kvc_check_max_bytes(need->cache, need->scope, need->what);
     if (status != KVC_OK) end_all(s, status);
     if (status == KVC_ERR_FULL) need->cache->lacks_bytes = 1;
     return status;

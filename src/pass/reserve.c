@@ -148,20 +148,25 @@ static int64_t count_room(kvc_batch *batch) {
     return room > 0 ? room : 0; /* sharing may have made the sequence longer than max_seq_len */
 }
 
-/* Checks max_bytes for the probe's tokens once all that can be evicted is. */
-static kvc_status fit_without_all(kvc_batch *batch) {
-    int64_t bytes;
-    kvc_choose_all(batch->cache);
-    return kvc_fit_bytes(batch, &bytes);
+/* What is asked about probes: whether they fit without all that can be evicted, or without victims that are chosen. */
+typedef struct trial {
+    int chooses;
+    int64_t evictable_bytes; /* bookkeeping of all that can be evicted */
+    int may_fit;             /* of the last probe: with fewer victims it might fit */
+} trial;
+
+static kvc_status try_probe(kvc_batch *batch, int64_t num_tokens, trial *t) {
+    set_probe(batch, (int32_t)num_tokens);
+    const kvc_status status = t->chooses ? kvc_fit(batch) : kvc_fit_without_all(batch, t->evictable_bytes, &t->may_fit);
+    kvc_spare_victims(batch->cache);
+    return status;
 }
 
 /* Raises *room, a number of tokens that fits, to at most `most`, by bisection: one more does not fit then. */
-static kvc_status bisect(kvc_batch *batch, int64_t *room, int64_t most, kvc_status (*fit)(kvc_batch *batch)) {
+static kvc_status bisect(kvc_batch *batch, int64_t *room, int64_t most, trial *t) {
     while (*room < most) {
         const int64_t middle = most - (most - *room) / 2;
-        set_probe(batch, (int32_t)middle);
-        const kvc_status status = fit(batch);
-        kvc_spare_victims(batch->cache);
+        const kvc_status status = try_probe(batch, middle, t);
         if (status == KVC_OK)
             *room = middle;
         else if (status == KVC_ERR_FULL)
@@ -172,9 +177,28 @@ static kvc_status bisect(kvc_batch *batch, int64_t *room, int64_t most, kvc_stat
     return KVC_OK;
 }
 
-/* Finds a number of tokens that fit, where one more does not; within max_bytes only trials show it.  They begin with
- * all gone that can be evicted, with which it fits for a batch, too.  That may still take more, as moving what stays
- * together may save more than dropping it: where it takes one token more, the trials go on as it chooses. */
+/* Finds how many tokens max_bytes leaves room for, at most `most`, by trials.  They begin with all gone that can be
+ * evicted, with which it fits for a batch, too.  That may still take more, as moving what stays together may save more
+ * than dropping it: where it takes one token more, the trials go on as it chooses. */
+static kvc_status find_room_by_trials(kvc_batch *batch, int64_t most, int64_t *room) {
+    kvc_cache *cache = batch->cache;
+    trial t = {.chooses = 0};
+    *room = 0;
+    kvc_choose_all(cache);
+    t.evictable_bytes = kvc_victim_bytes(cache);
+    kvc_spare_victims(cache);
+    KVC_TRY(bisect(batch, room, most, &t));
+    if (*room == most) return KVC_OK;
+    const int64_t without_all = *room;
+    const kvc_status status = try_probe(batch, *room + 1, &t);
+    if (status != KVC_OK && status != KVC_ERR_FULL) return status;
+    if (!t.may_fit) return KVC_OK;
+    t.chooses = 1;
+    KVC_TRY(bisect(batch, room, *room + 1, &t));
+    return *room > without_all ? bisect(batch, room, most, &t) : KVC_OK;
+}
+
+/* Finds a number of tokens that fit, where one more does not. */
 static kvc_status find_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens) {
     kvc_batch *batch = NULL;
     kvc_status status = kvc_check_no_batch(cache, "count the room");
@@ -187,11 +211,8 @@ static kvc_status find_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
     if (status != KVC_OK) return status;
     kvc_set_min_query_positions(cache);
     const int64_t most = count_room(batch);
-    int64_t room = cache->max_bytes ? 0 : most;
-    status = bisect(batch, &room, most, fit_without_all);
-    const int64_t without_all = room;
-    if (status == KVC_OK && room < most) status = bisect(batch, &room, room + 1, kvc_fit);
-    if (status == KVC_OK && room > without_all) status = bisect(batch, &room, most, kvc_fit);
+    int64_t room = most;
+    if (cache->max_bytes) status = find_room_by_trials(batch, most, &room);
     kvc_discard_batch(batch);
     if (status == KVC_OK) *num_tokens = room;
     return status;

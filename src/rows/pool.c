@@ -433,7 +433,7 @@ static int fault_in_block(const kvc_pool *pool, const kvc_block *block, kvc_taki
 int kvc_pool_next_fault(kvc_pool *pool, kvc_taking *taking, kvc_page_work *work) {
     for (kvc_block *block; (block = pool->untaken);) {
         if (block->fill < block->faulted && block->resident < block->faulted) {
-            if (block != taking->block || taking->to > block->faulted) /* it was purged meanwhile */
+            if (block != taking->block || taking->to != block->faulted) /* it was purged, or reserved, meanwhile */
                 *taking = (kvc_taking){.block = block, .to = block->faulted};
             if (fault_in_block(pool, block, taking, work)) return 1;
             block->resident = taking->to;

@@ -70,7 +70,7 @@ int64_t kvc_live_after(const kvc_need *need, int32_t g, kvc_scope scope) {
 int kvc_exceeds_capacity(const kvc_need *need, int32_t g, int64_t more, int64_t *live) {
     kvc_cache *cache = need->cache;
     if (!cache->capacity) return 0;
-    *live = kvc_live_after(need, g, KVC_NOW);
+    *live = kvc_live_after(need, g, need->scope);
     if (*live + more <= cache->capacity) return 0;
     cache->pools[g].lacks_slots = 1;
     return 1;
@@ -208,8 +208,11 @@ static kvc_status fail_by_kept(const kvc_cache *cache) {
 kvc_status kvc_choose_victims(const kvc_need *need) {
     kvc_cache *cache = need->cache;
     const int64_t num = cache->evictable.num;
+    kvc_need without_all = *need;
     kvc_status status = need->fits(need);
-    for (int all = 0; num && status == KVC_ERR_FULL && all <= cache->lacks_bytes; all++)
+    without_all.scope = KVC_KEPT;
+    const int may_fit = num && status == KVC_ERR_FULL && need->fits(&without_all) != KVC_ERR_FULL;
+    for (int all = 0; may_fit && status == KVC_ERR_FULL && all <= cache->lacks_bytes; all++)
         status = find_oldest(need, num, all);
     cache->lacks_bytes = 0;
     for (int32_t g = 0; g < cache->num_token_groups; g++) cache->pools[g].lacks_slots = 0;
@@ -232,7 +235,9 @@ kvc_status kvc_make_room(const kvc_need *need) {
     return KVC_OK;
 }
 
-static kvc_status fits_max_bytes(const kvc_need *need) { return kvc_check_max_bytes(need->cache, need->what); }
+static kvc_status fits_max_bytes(const kvc_need *need) {
+    return kvc_check_max_bytes(need->cache, need->scope, need->what);
+}
 
 kvc_need kvc_need_max_bytes(kvc_cache *cache, const char *what) {
     return (kvc_need){.cache = cache, .fits = fits_max_bytes, .what = what};

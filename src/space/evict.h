@@ -21,7 +21,10 @@ typedef struct kvc_need {
     void (*visit_replaced)(const struct kvc_need *need, int32_t g, kvc_part_fn *visit, void *to);
     void *context;
     const char *what; /* begins messages */
-    int32_t expires;  /* whether the call expires rows: that of a batch */
+    /* KVC_KEPT: `fits` is asked whether the call might fit once all that may be evicted is, and answers without taking
+     * time for that. */
+    kvc_scope scope;
+    int32_t expires; /* whether the call expires rows: that of a batch */
 } kvc_need;
 
 /* Chooses victims so that the call fits: the fewest that are the least recently used, and of these only such that free

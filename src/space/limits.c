@@ -44,20 +44,38 @@ int64_t kvc_victim_bytes(const kvc_cache *cache) {
     return bytes;
 }
 
-/* Returns the most bytes of a group that kvc_give_back can give back once victims are evicted. */
-static int64_t unused_bytes(kvc_cache *cache, int32_t g) {
-    const kvc_pool *pool = &cache->pools[g];
-    kvc_preview preview = kvc_preview_open(cache, g, KVC_NOW, 0);
+/* Returns the bytes of a group that are in use once victims are evicted, or all that may be. */
+static int64_t used_bytes(kvc_cache *cache, int32_t g, kvc_scope scope) {
+    kvc_preview preview = kvc_preview_open(cache, g, scope, 0);
     const int64_t used = kvc_preview_tally(&preview).bytes;
     kvc_preview_close(&preview);
-    return pool->row_bytes + pool->num_blocks * kvc_pool_header_bytes(pool) - used;
+    return used;
 }
 
-kvc_status kvc_check_max_bytes(kvc_cache *cache, const char *what) {
-    int64_t bytes = kvc_cache_bytes(cache) - cache->memory.replaced - kvc_victim_bytes(cache);
-    if (!cache->max_bytes || bytes <= cache->max_bytes) return KVC_OK;
+/* Returns the bytes of the bookkeeping of a group's blocks. */
+static int64_t block_bookkeeping(const kvc_pool *pool) { return pool->num_blocks * kvc_pool_header_bytes(pool); }
+
+int64_t kvc_least_bookkeeping(const kvc_cache *cache) {
+    int64_t bytes = (int64_t)cache->size;
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        bytes += cache->pools[g].max_blocks * (int64_t)sizeof *cache->pools[g].blocks;
+    return bytes;
+}
+
+/* Returns the bytes of all but blocks once victims are evicted, and the spare sequence is freed; in KVC_KEPT at most as
+ * many. */
+static int64_t other_bytes(const kvc_cache *cache, kvc_scope scope) {
+    if (scope == KVC_KEPT) return kvc_least_bookkeeping(cache) + cache->row_buffer_bytes;
+    int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced + cache->row_buffer_bytes;
+    for (int32_t g = 0; g < cache->num_groups; g++) bytes -= block_bookkeeping(&cache->pools[g]);
     if (cache->spare) bytes -= kvc_sequence_bytes(cache->spare);
-    for (int32_t g = 0; g < cache->num_groups; g++) bytes -= unused_bytes(cache, g);
+    return bytes - kvc_victim_bytes(cache);
+}
+
+kvc_status kvc_check_max_bytes(kvc_cache *cache, kvc_scope scope, const char *what) {
+    if (!cache->max_bytes || kvc_cache_bytes(cache) - cache->memory.replaced <= cache->max_bytes) return KVC_OK;
+    int64_t bytes = other_bytes(cache, scope);
+    for (int32_t g = 0; g < cache->num_groups; g++) bytes += used_bytes(cache, g, scope);
     if (bytes <= cache->max_bytes) return KVC_OK;
     cache->lacks_bytes = 1;
     return kvc_fail(KVC_ERR_FULL, "%s would make it %lld bytes: max_bytes is %lld", what, (long long)bytes,

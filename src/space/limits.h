@@ -16,8 +16,12 @@ void kvc_give_back(kvc_cache *cache, int64_t most_bytes);
 int64_t kvc_victim_bytes(const kvc_cache *cache);
 
 /* Returns KVC_ERR_FULL, noting it in cache->lacks_bytes, unless the cache stays within max_bytes once victims are
- * evicted and kvc_give_back(cache, max_bytes) has been called.  `what` begins the message. */
-kvc_status kvc_check_max_bytes(kvc_cache *cache, const char *what);
+ * evicted and kvc_give_back(cache, max_bytes) has been called.  In KVC_KEPT, unless it might once all that may be
+ * evicted is.  `what` begins the message. */
+kvc_status kvc_check_max_bytes(kvc_cache *cache, kvc_scope scope, const char *what);
+
+/* Returns the least bytes of bookkeeping, that of blocks aside, that the cache has however much is evicted. */
+int64_t kvc_least_bookkeeping(const kvc_cache *cache);
 
 /* Frees the spare sequence. */
 void kvc_spare_free(kvc_cache *cache);

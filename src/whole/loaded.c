@@ -288,7 +288,7 @@ static kvc_status fits(const kvc_need *need) {
             return kvc_fail(KVC_ERR_FULL, "loading would make it %lld tokens in all: capacity is %lld%s",
                             (long long)live, (long long)cache->capacity,
                             cache->has_own_capacity ? "" : ", which is max_seq_len * max_sequences");
-    return kvc_check_max_bytes(need->cache, need->what);
+    return kvc_check_max_bytes(need->cache, need->scope, need->what);
 }
 
 static kvc_need need_of(kvc_state *state) {
