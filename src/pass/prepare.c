@@ -2,6 +2,8 @@
 #include "pass/prepare.h"
 
 #include "base/compiler.h"
+#include "pass/kept.h"
+#include "pass/last_block.h"
 #include "prefix/session.h"
 #include "space/compact.h"
 #include "space/expire.h"
@@ -126,32 +128,6 @@ static kvc_status check_capacity(const kvc_need *need, int32_t g) {
 
 /* ---- blocks and bytes that the batch needs of a group ------------------------------------------------------------ */
 
-/* Returns the block that holds a sequence's last row in group g after expiry and compaction, and its fill mark then.
- * NULL if no row stays, or the batch restores. */
-static kvc_block *find_last_block(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, kvc_scope scope,
-                                  int32_t *fill) {
-    const kvc_run_list *list = &member->sequence->runs[g];
-    const kvc_compaction *c = batch->cache->pools[g].compaction;
-    const kvc_interval gone = kvc_policy_expired(&batch->cache->policies[g], member->sequence->min_query_position);
-    if (batch->replaced) return NULL; /* rows that take the place of others do not go where these leave holes */
-    for (int32_t i = list->num - 1; i >= 0; i--) {
-        const kvc_run *run = kvc_runs_begin(list) + i;
-        /* Index in the run of its last row that stays, plus 1. */
-        int32_t kept_end = run->position + run->count > gone.end ? run->count : gone.begin - run->position;
-        if (kept_end <= 0) continue;
-        if (kept_end > run->count) kept_end = run->count;
-        const int32_t *targets = c ? c->targets[run->block->index] : NULL;
-        if (!targets) {
-            *fill = kvc_pool_use(run->block, scope).fill;
-            return run->block;
-        }
-        const int32_t to = targets[run->slot + kept_end - 1] / c->pool->block_size;
-        *fill = kvc_compaction_fill(c, to);
-        return c->order[to];
-    }
-    return NULL;
-}
-
 /* The slots of a block that one sequence alone holds, each once. */
 typedef struct own_slots {
     const kvc_block *block;
@@ -202,7 +178,7 @@ static void add_sequence(const kvc_batch *batch, int32_t g, int32_t s, kvc_block
     kvc_pool *pool = &batch->cache->pools[g];
     int32_t rest = member->num_tokens, fill = 0;
     if (pending->to < KVC_TO_REPLACE) return;
-    pending->last_block = find_last_block(batch, member, g, KVC_NOW, &fill);
+    pending->last_block = kvc_find_last_block(batch, member, g, KVC_NOW, &fill);
     for (kvc_block *block = pending->last_block; rest > 0 && (block || *next); block = NULL) {
         const int is_last = block != NULL;
         if (!is_last) {
@@ -220,21 +196,6 @@ static void add_sequence(const kvc_batch *batch, int32_t g, int32_t s, kvc_block
     if (rest > 0) add_new_blocks(pool, rest);
 }
 
-/* Takes the planned slots of a block, with others below `fill`, off its notes, and returns the bytes that it takes with
- * them. */
-static int64_t take_planned(const kvc_pool *pool, kvc_block *block, int32_t fill) {
-    const kvc_use use = {.fill = fill + block->planned, .is_used = fill || block->planned || block->pins};
-    block->planned = 0;
-    return kvc_pool_used_bytes(pool, use);
-}
-
-/* Takes off what is planned in a block beside what a tally counts of it, and adds that to *bytes. */
-static void add_planned(const kvc_preview *preview, kvc_block *block, int64_t *bytes) {
-    if (!block->planned) return;
-    const kvc_use use = kvc_pool_use(block, preview->scope);
-    *bytes += take_planned(preview->pool, block, use.fill) - kvc_pool_used_bytes(preview->pool, use);
-}
-
 /* Takes off all that is planned; returns the bytes of existing blocks with it, if all free memory is given back.  next:
  * the first free block that is not planned. */
 static int64_t least_bytes(const kvc_batch *batch, const kvc_preview *preview, const kvc_block *next) {
@@ -243,13 +204,13 @@ static int64_t least_bytes(const kvc_batch *batch, const kvc_preview *preview, c
     int64_t bytes = kvc_preview_tally(preview).bytes;
     for (int32_t i = 0; c && i < c->num_blocks; i++) {
         bytes -= kvc_pool_used_bytes(pool, kvc_pool_use(c->order[i], preview->scope));
-        bytes += take_planned(pool, c->order[i], kvc_compaction_fill(c, i));
+        bytes += kvc_take_planned(pool, c->order[i], kvc_compaction_fill(c, i));
     }
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         kvc_block *last = kvc_pending_of(batch, pool->group, s)->last_block;
-        if (last) add_planned(preview, last, &bytes);
+        if (last) kvc_add_planned(preview, last, &bytes);
     }
-    for (kvc_block *block = preview->free; block != next; block = block->next) add_planned(preview, block, &bytes);
+    for (kvc_block *block = preview->free; block != next; block = block->next) kvc_add_planned(preview, block, &bytes);
     return bytes;
 }
 
@@ -416,79 +377,29 @@ kvc_status kvc_fit_bytes(const kvc_batch *batch, int64_t *bytes) {
     return KVC_ERR_FULL;
 }
 
-/* ---- without all that may be evicted ----------------------------------------------------------------------------- */
-
-/* Adds the slots and blocks that the tokens of a sequence take behind its last row, and in new blocks; *num_blocks: how
- * many of these.  Returns how many of the tokens a compaction may place. */
-static int32_t add_tokens(const kvc_batch *batch, int32_t g, int32_t s, int64_t *num_blocks, int64_t *bytes) {
-    const kvc_batch_sequence *member = &batch->sequences[s];
-    kvc_pending *pending = kvc_pending_of(batch, g, s);
-    const kvc_pool *pool = &batch->cache->pools[g];
-    const int32_t size = pool->block_size;
-    int32_t rest = member->num_tokens, fill = 0;
-    if (pending->to < KVC_TO_REPLACE) return 0;
-    kvc_block *block = pending->last_block = find_last_block(batch, member, g, KVC_KEPT, &fill);
-    if (block) {
-        const int32_t room = size - fill - block->planned, taken = rest < room ? rest : room;
-        block->planned += taken;
-        rest -= taken;
-    }
-    *num_blocks += rest / size + (rest % size != 0);
-    *bytes += rest / size * kvc_pool_used_bytes(pool, (kvc_use){.fill = size, .is_used = 1});
-    if (rest % size) *bytes += kvc_pool_used_bytes(pool, (kvc_use){.fill = rest % size, .is_used = 1});
-    return block && block->pins ? rest : member->num_tokens;
-}
-
-/* Returns the fewest bytes that so many slots take. */
-static int64_t packed_bytes(const kvc_pool *pool, int64_t num_slots) {
-    const int64_t blocks = (num_slots + pool->block_size - 1) / pool->block_size;
-    if (!pool->is_lazy) return blocks * kvc_pool_used_bytes(pool, (kvc_use){.is_used = 1});
-    return blocks * kvc_pool_header_bytes(pool) + num_slots * kvc_pool_slot_bytes(pool);
-}
-
-/* Returns the bytes of the blocks of group g with the tokens of the batch, once all that may be evicted is, and free
- * memory is given back; adds to *saved what compactions save of these at most. */
-static int64_t kept_bytes(const kvc_batch *batch, int32_t g, int64_t *saved) {
-    const kvc_pool *pool = &batch->cache->pools[g];
-    kvc_preview preview = kvc_preview_open(batch->cache, g, KVC_KEPT, 1);
-    const kvc_tally tally = kvc_preview_tally(&preview);
-    int64_t num_blocks = 0, bytes = 0, num_slots = tally.movable_live;
-    for (int32_t s = 0; s < batch->num_sequences; s++) num_slots += add_tokens(batch, g, s, &num_blocks, &bytes);
-    for (int32_t s = 0; s < batch->num_sequences; s++) {
-        kvc_block *last = kvc_pending_of(batch, g, s)->last_block;
-        if (last) add_planned(&preview, last, &bytes);
-    }
-    kvc_preview_close(&preview);
-    const int64_t more = num_blocks - (pool->num_blocks - tally.num_used);
-    if (more > 0) bytes += kvc_pool_list_bytes(pool, (int32_t)(more < INT32_MAX - pool->num_blocks ? more : 0));
-    *saved += tally.movable_bytes + bytes - packed_bytes(pool, num_slots);
-    return tally.bytes + bytes;
-}
-
-/* Adds the bytes of all blocks to *bytes then, and of the rows of buffered tokens; *least: the fewest that compactions
- * may leave of these. */
-static void add_kept(const kvc_batch *batch, int64_t *bytes, int64_t *least) {
+/* Returns how many bytes fewer a compaction may take for lists of runs, which have fewer to spare then.  Where none
+ * saves anything else, it would have to save more than a sequence that is not evicted takes. */
+static int64_t most_lists_saved(const kvc_batch *batch, int is_scattered) {
     const kvc_cache *cache = batch->cache;
-    int64_t saved = 0;
-    if (batch->num_buffered)
-        *bytes += (int64_t)(kvc_row_buffer_bytes(cache, batch->num_buffered) +
-                            kvc_row_buffer_header_bytes(batch->num_buffered));
-    for (int32_t g = 0; g < cache->num_groups; g++) *bytes += kept_bytes(batch, g, &saved);
-    *least = *bytes - saved;
+    int64_t bytes = 0;
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        for (const kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed)
+            if (sequence->runs[g].spare) bytes += KVC_SPARE_RUNS * (int64_t)sizeof(kvc_run);
+    return is_scattered || bytes >= (int64_t)sizeof(kvc_sequence) ? bytes : 0;
 }
 
 kvc_status kvc_fit_without_all(const kvc_batch *batch, int64_t evictable_bytes, int *may_fit) {
     kvc_cache *cache = batch->cache;
     forget_needs(batch);
-    const int64_t before = cache->memory.bookkeeping;
     KVC_TRY(prepare_runs(batch));
     const int64_t bookkeeping = cache->memory.bookkeeping - cache->memory.replaced;
     int64_t least, bytes = bookkeeping + cache->row_buffer_bytes - evictable_bytes;
     if (cache->spare) bytes -= kvc_sequence_bytes(cache->spare);
     for (int32_t g = 0; g < cache->num_groups; g++)
         bytes -= cache->pools[g].num_blocks * kvc_pool_header_bytes(&cache->pools[g]);
-    add_kept(batch, &bytes, &least);
-    *may_fit = least - (bookkeeping - before) <= cache->max_bytes; /* with compactions, lists of runs may be shorter */
+    const int is_scattered = kvc_add_kept_bytes(batch, &bytes, &least);
+    least -= most_lists_saved(batch, is_scattered);
+    *may_fit = least <= cache->max_bytes;
     if (bytes <= cache->max_bytes || !*may_fit) return bytes <= cache->max_bytes ? KVC_OK : KVC_ERR_FULL;
     kvc_choose_all(cache); /* only trials show what compactions save */
     const kvc_status status = kvc_fit_bytes(batch, &bytes);
@@ -500,7 +411,7 @@ kvc_status kvc_fit_without_all(const kvc_batch *batch, int64_t evictable_bytes, 
  * would make the cache, bookkeeping of sequences aside. */
 static kvc_status check_kept(const kvc_batch *batch, int64_t *bytes) {
     int64_t all = kvc_least_bookkeeping(batch->cache) + batch->cache->row_buffer_bytes;
-    add_kept(batch, &all, bytes);
+    kvc_add_kept_bytes(batch, &all, bytes);
     return *bytes <= batch->cache->max_bytes || !batch->cache->max_bytes ? KVC_OK : KVC_ERR_FULL;
 }
 

@@ -33,25 +33,6 @@ void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t bl
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
-int64_t kvc_pool_header_bytes(const kvc_pool *pool) {
-    return (int64_t)(sizeof(kvc_block) + (size_t)pool->block_size * sizeof(kvc_holders));
-}
-
-int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t faulted) {
-    if (!pool->is_lazy) return (int64_t)pool->block_bytes;
-    const size_t page = kvc_os_page_size();
-    uint64_t bytes = 0;
-    for (int32_t i = 0; i < pool->num_layers; i++) {
-        const kvc_layout *at = &pool->layouts[i];
-        bytes += (uint64_t)at->num_kv_heads *
-                 (kvc_align_up((size_t)faulted * at->k_row_bytes, page) +
-                  kvc_align_up((size_t)faulted * at->v_stored, page) +
-                  (uint64_t)at->num_scales * kvc_align_up((size_t)faulted * KVC_SCALE_BYTES, page));
-    }
-    const uint64_t all = kvc_align_up(pool->block_bytes, page);
-    return (int64_t)(bytes < all ? bytes : all);
-}
-
 static atomic_int num_spread; /* parts of all blocks that are spread */
 
 /* Take a block into the list of those that may lack memory, or out of it, unless that is so. */
@@ -465,52 +446,6 @@ void kvc_pool_fault(kvc_pool *pool, kvc_block *block, int32_t count) {
     block->faulted = count;
 }
 
-/* ---- tallies ----------------------------------------------------------------------------------------------------- */
-
-/* Returns how many holders of a slot do not count in a scope. */
-static uint32_t uncounted(const kvc_holders *holders, kvc_scope scope) {
-    return scope == KVC_KEPT ? holders->evictable : 0;
-}
-
-kvc_use kvc_pool_use(const kvc_block *block, kvc_scope scope) {
-    const int32_t live = block->live - (scope == KVC_KEPT ? block->evictable : 0);
-    kvc_use use = {.fill = block->fill, .live = live, .is_used = live || block->pins, .is_pinned = block->pins != 0};
-    if (block->pins) return use;
-    if (!live) use.fill = 0;
-    while (use.fill && block->holders[use.fill - 1].num <= uncounted(&block->holders[use.fill - 1], scope)) use.fill--;
-    return use;
-}
-
-int64_t kvc_pool_used_bytes(const kvc_pool *pool, kvc_use use) {
-    return use.is_used ? kvc_pool_block_bytes(pool, use.fill) + kvc_pool_header_bytes(pool) : 0;
-}
-
-void kvc_tally_add(const kvc_pool *pool, kvc_tally *tally, kvc_use use, int64_t sign) {
-    if (!use.is_used) return;
-    const int64_t bytes = pool->counts_bytes ? sign * kvc_pool_used_bytes(pool, use) : 0;
-    tally->num_used += (int32_t)sign;
-    tally->bytes += bytes;
-    if (!kvc_pool_is_movable(pool, use)) return;
-    tally->movable_bytes += bytes;
-    tally->movable_slots += sign * use.fill;
-    tally->movable_live += sign * use.live;
-}
-
-/* Counts a block anew after it has changed. */
-static void recount(kvc_block *block) {
-    kvc_pool *pool = block->pool;
-    for (int scope = 0; scope < KVC_NUM_SCOPES; scope++) {
-        kvc_use *noted = &block->noted[scope];
-        const kvc_use use = kvc_pool_use(block, (kvc_scope)scope);
-        if (use.fill == noted->fill && use.live == noted->live && use.is_used == noted->is_used &&
-            use.is_pinned == noted->is_pinned)
-            continue;
-        kvc_tally_add(pool, &pool->tallies[scope], *noted, -1);
-        kvc_tally_add(pool, &pool->tallies[scope], use, 1);
-        *noted = use;
-    }
-}
-
 /* ---- holders of slots -------------------------------------------------------------------------------------------- */
 
 int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count) {
@@ -522,7 +457,7 @@ int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count) {
     pool->live += count;
     pool->filled += count;
     kvc_pool_fault(pool, block, block->fill);
-    recount(block);
+    kvc_pool_recount(block);
     return slot;
 }
 
@@ -530,7 +465,7 @@ int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count) {
 static void add_evictable(kvc_block *block, int32_t num) {
     block->evictable += num;
     block->pool->evictable += num;
-    recount(block);
+    kvc_pool_recount(block);
 }
 
 static int is_evictable(const kvc_holders *holders) { return holders->num && holders->num == holders->evictable; }
@@ -608,24 +543,10 @@ int32_t kvc_pool_untake(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t 
 
 void kvc_pool_pin(kvc_block *block) {
     block->pins++;
-    recount(block);
+    kvc_pool_recount(block);
 }
 
 void kvc_pool_unpin(kvc_pool *pool, kvc_block *block) {
     if (--block->pins == 0) lower_fill(pool, block);
-    recount(block);
-}
-
-int kvc_pool_try_drop(kvc_block *block, kvc_scope scope, int32_t slot, int32_t count, int64_t *slots) {
-    int32_t dead = 0;
-    for (kvc_holders *at = block->holders + slot; at < block->holders + slot + count; at++)
-        dead += --at->num == uncounted(at, scope);
-    block->live -= dead;
-    *slots += dead;
-    return dead && !kvc_pool_use(block, scope).is_used;
-}
-
-void kvc_pool_undo_try_drop(kvc_block *block, kvc_scope scope, int32_t slot, int32_t count) {
-    for (kvc_holders *at = block->holders + slot; at < block->holders + slot + count; at++)
-        block->live += at->num++ == uncounted(at, scope);
+    kvc_pool_recount(block);
 }

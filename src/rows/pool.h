@@ -35,6 +35,7 @@ typedef struct kvc_tally {
     int64_t movable_slots; /* slots below fill marks there */
     int64_t movable_live;  /* of these, that sequences hold */
     int32_t num_used;      /* blocks */
+    int32_t num_movable;   /* of these, that a compaction moves */
 } kvc_tally;
 
 typedef struct kvc_block {
@@ -208,6 +209,9 @@ int64_t kvc_pool_used_bytes(const kvc_pool *pool, kvc_use use);
 static inline int kvc_pool_is_movable(const kvc_pool *pool, kvc_use use) {
     return !use.is_pinned && use.live && use.live < pool->block_size;
 }
+
+/* Counts a block anew after it has changed. */
+void kvc_pool_recount(kvc_block *block);
 
 /* Adds what is in use of a block to a tally (sign 1), or takes it out (sign -1). */
 void kvc_tally_add(const kvc_pool *pool, kvc_tally *tally, kvc_use use, int64_t sign);

@@ -7,8 +7,6 @@
 #include "base/compiler.h"
 #include "base/status.h"
 
-enum { SPARE_RUNS = 4 }; /* runs that a longer array has room for beyond twice those there are, and those asked for */
-
 static int32_t run_end(const kvc_run *run) { return run->position + run->count; }
 
 kvc_run kvc_run_part(const kvc_run *run, int32_t begin, int32_t end) {
@@ -87,7 +85,7 @@ kvc_status kvc_runs_prepare(kvc_run_list *list, kvc_memory *memory, int32_t extr
         list->first = 0;
         return KVC_OK;
     }
-    return get_spare(list, memory, KVC_BUGGIFY() ? needed : list->num + needed + SPARE_RUNS);
+    return get_spare(list, memory, KVC_BUGGIFY() ? needed : list->num + needed + KVC_SPARE_RUNS);
 }
 
 kvc_status kvc_runs_reserve(kvc_run_list *list, kvc_memory *memory, int32_t extra) {

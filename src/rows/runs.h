@@ -51,6 +51,9 @@ void kvc_runs_destroy(kvc_run_list *list, kvc_pool *pool);
 /* Frees the list's arrays, but not its slots, which stay held. */
 void kvc_runs_free_list(kvc_run_list *list, kvc_memory *memory);
 
+/* Runs that kvc_runs_prepare makes an array longer beyond twice those there are, and those asked for. */
+enum { KVC_SPARE_RUNS = 4 };
+
 /* Get memory for a change, so that it cannot fail: for `extra` more runs at the end; for an edit that splits every run,
  * and `extra` more; for expiring [begin, end), and `extra` more.  If the array is too short, allocate a longer one as
  * the spare; nothing else changes.  Can fail with KVC_ERR_NOMEM. */

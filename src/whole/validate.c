@@ -74,7 +74,7 @@ static kvc_status check_tallies(const kvc_pool *pool) {
         for (int32_t i = 0; i < pool->num_blocks; i++) kvc_tally_add(pool, &sum, pool->blocks[i]->noted[scope], 1);
         REQUIRE(sum.bytes == tally->bytes && sum.movable_bytes == tally->movable_bytes &&
                     sum.movable_slots == tally->movable_slots && sum.movable_live == tally->movable_live &&
-                    sum.num_used == tally->num_used,
+                    sum.num_used == tally->num_used && sum.num_movable == tally->num_movable,
                 "group %d: %d blocks of %lld bytes are tallied in scope %d, there are %d of %lld", pool->group,
                 tally->num_used, (long long)tally->bytes, scope, sum.num_used, (long long)sum.bytes);
     }

@@ -1,0 +1,73 @@
+/* kept.c: what a batch needs beside what cannot be evicted: see kept.h. */
+#include "pass/kept.h"
+
+#include "pass/last_block.h"
+#include "space/row_buffer.h"
+
+/* Adds the slots and blocks that the tokens of a sequence take behind its last row, and in new blocks; *num_blocks: how
+ * many of these.  Returns how many of the tokens a compaction may place. */
+static int32_t add_tokens(const kvc_batch *batch, int32_t g, int32_t s, int64_t *num_blocks, int64_t *bytes) {
+    const kvc_batch_sequence *member = &batch->sequences[s];
+    kvc_pending *pending = kvc_pending_of(batch, g, s);
+    const kvc_pool *pool = &batch->cache->pools[g];
+    const int32_t size = pool->block_size;
+    int32_t rest = member->num_tokens, fill = 0;
+    if (pending->to < KVC_TO_REPLACE) return 0;
+    kvc_block *block = pending->last_block = kvc_find_last_block(batch, member, g, KVC_KEPT, &fill);
+    if (block) {
+        const int32_t room = size - fill - block->planned, taken = rest < room ? rest : room;
+        block->planned += taken;
+        rest -= taken;
+    }
+    *num_blocks += rest / size + (rest % size != 0);
+    *bytes += rest / size * kvc_pool_used_bytes(pool, (kvc_use){.fill = size, .is_used = 1});
+    if (rest % size) *bytes += kvc_pool_used_bytes(pool, (kvc_use){.fill = rest % size, .is_used = 1});
+    return block && block->pins ? rest : member->num_tokens;
+}
+
+/* Returns the fewest bytes that so many slots take. */
+static int64_t packed_bytes(const kvc_pool *pool, int64_t num_slots) {
+    const int64_t blocks = (num_slots + pool->block_size - 1) / pool->block_size;
+    if (!pool->is_lazy) return blocks * kvc_pool_used_bytes(pool, (kvc_use){.is_used = 1});
+    return blocks * kvc_pool_header_bytes(pool) + num_slots * kvc_pool_slot_bytes(pool);
+}
+
+/* Returns the bytes that a list of so many blocks takes in place of the one that is there. */
+static int64_t list_bytes(const kvc_pool *pool, int64_t num_blocks) {
+    const int64_t more = num_blocks - pool->num_blocks;
+    return more > 0 && num_blocks <= INT32_MAX ? kvc_pool_list_bytes(pool, (int32_t)more) : 0;
+}
+
+/* Returns the bytes of the blocks of group g with the tokens of the batch, once all that may be evicted is, and free
+ * memory is given back; adds to *saved what compactions save of these at most, and notes whether any would be made. */
+static int64_t kept_bytes(const kvc_batch *batch, int32_t g, int64_t *saved, int *is_scattered) {
+    const kvc_pool *pool = &batch->cache->pools[g];
+    kvc_preview preview = kvc_preview_open(batch->cache, g, KVC_KEPT, 1);
+    const kvc_tally tally = kvc_preview_tally(&preview);
+    int64_t num_blocks = 0, bytes = 0, num_slots = tally.movable_live;
+    for (int32_t s = 0; s < batch->num_sequences; s++) num_slots += add_tokens(batch, g, s, &num_blocks, &bytes);
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        kvc_block *last = kvc_pending_of(batch, g, s)->last_block;
+        if (last) kvc_add_planned(&preview, last, &bytes);
+    }
+    kvc_preview_close(&preview);
+    *is_scattered |= tally.num_movable > 1 || tally.movable_live < tally.movable_slots;
+    /* Blocks that a compaction does not move, and those that the others fill once they are packed. */
+    const int64_t packed = tally.num_used - tally.num_movable + (num_slots + pool->block_size - 1) / pool->block_size,
+                  list = list_bytes(pool, tally.num_used + num_blocks);
+    *saved += tally.movable_bytes + bytes - packed_bytes(pool, num_slots) + list - list_bytes(pool, packed);
+    bytes += list;
+    return tally.bytes + bytes;
+}
+
+int kvc_add_kept_bytes(const kvc_batch *batch, int64_t *bytes, int64_t *least) {
+    const kvc_cache *cache = batch->cache;
+    int64_t saved = 0;
+    int is_scattered = 0;
+    if (batch->num_buffered)
+        *bytes += (int64_t)(kvc_row_buffer_bytes(cache, batch->num_buffered) +
+                            kvc_row_buffer_header_bytes(batch->num_buffered));
+    for (int32_t g = 0; g < cache->num_groups; g++) *bytes += kept_bytes(batch, g, &saved, &is_scattered);
+    *least = *bytes - saved;
+    return is_scattered;
+}

@@ -1,0 +1,79 @@
+/* tally.c: what is in use of blocks, of each and of all: see pool.h. */
+#include "rows/pool.h"
+
+int64_t kvc_pool_header_bytes(const kvc_pool *pool) {
+    return (int64_t)(sizeof(kvc_block) + (size_t)pool->block_size * sizeof(kvc_holders));
+}
+
+int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t faulted) {
+    if (!pool->is_lazy) return (int64_t)pool->block_bytes;
+    const size_t page = kvc_os_page_size();
+    uint64_t bytes = 0;
+    for (int32_t i = 0; i < pool->num_layers; i++) {
+        const kvc_layout *at = &pool->layouts[i];
+        bytes += (uint64_t)at->num_kv_heads *
+                 (kvc_align_up((size_t)faulted * at->k_row_bytes, page) +
+                  kvc_align_up((size_t)faulted * at->v_stored, page) +
+                  (uint64_t)at->num_scales * kvc_align_up((size_t)faulted * KVC_SCALE_BYTES, page));
+    }
+    const uint64_t all = kvc_align_up(pool->block_bytes, page);
+    return (int64_t)(bytes < all ? bytes : all);
+}
+
+/* Returns how many holders of a slot do not count in a scope. */
+static uint32_t uncounted(const kvc_holders *holders, kvc_scope scope) {
+    return scope == KVC_KEPT ? holders->evictable : 0;
+}
+
+kvc_use kvc_pool_use(const kvc_block *block, kvc_scope scope) {
+    const int32_t live = block->live - (scope == KVC_KEPT ? block->evictable : 0);
+    kvc_use use = {.fill = block->fill, .live = live, .is_used = live || block->pins, .is_pinned = block->pins != 0};
+    if (block->pins) return use;
+    if (!live) use.fill = 0;
+    while (use.fill && block->holders[use.fill - 1].num <= uncounted(&block->holders[use.fill - 1], scope)) use.fill--;
+    return use;
+}
+
+int64_t kvc_pool_used_bytes(const kvc_pool *pool, kvc_use use) {
+    return use.is_used ? kvc_pool_block_bytes(pool, use.fill) + kvc_pool_header_bytes(pool) : 0;
+}
+
+void kvc_tally_add(const kvc_pool *pool, kvc_tally *tally, kvc_use use, int64_t sign) {
+    if (!use.is_used) return;
+    const int64_t bytes = pool->counts_bytes ? sign * kvc_pool_used_bytes(pool, use) : 0;
+    tally->num_used += (int32_t)sign;
+    tally->bytes += bytes;
+    if (!kvc_pool_is_movable(pool, use)) return;
+    tally->num_movable += (int32_t)sign;
+    tally->movable_bytes += bytes;
+    tally->movable_slots += sign * use.fill;
+    tally->movable_live += sign * use.live;
+}
+
+void kvc_pool_recount(kvc_block *block) {
+    kvc_pool *pool = block->pool;
+    for (int scope = 0; scope < KVC_NUM_SCOPES; scope++) {
+        kvc_use *noted = &block->noted[scope];
+        const kvc_use use = kvc_pool_use(block, (kvc_scope)scope);
+        if (use.fill == noted->fill && use.live == noted->live && use.is_used == noted->is_used &&
+            use.is_pinned == noted->is_pinned)
+            continue;
+        kvc_tally_add(pool, &pool->tallies[scope], *noted, -1);
+        kvc_tally_add(pool, &pool->tallies[scope], use, 1);
+        *noted = use;
+    }
+}
+
+int kvc_pool_try_drop(kvc_block *block, kvc_scope scope, int32_t slot, int32_t count, int64_t *slots) {
+    int32_t dead = 0;
+    for (kvc_holders *at = block->holders + slot; at < block->holders + slot + count; at++)
+        dead += --at->num == uncounted(at, scope);
+    block->live -= dead;
+    *slots += dead;
+    return dead && !kvc_pool_use(block, scope).is_used;
+}
+
+void kvc_pool_undo_try_drop(kvc_block *block, kvc_scope scope, int32_t slot, int32_t count) {
+    for (kvc_holders *at = block->holders + slot; at < block->holders + slot + count; at++)
+        block->live += at->num++ == uncounted(at, scope);
+}
