@@ -487,9 +487,9 @@ static kvc_status call_evict(scene *s, int32_t rep) {
 }
 
 static kvc_status call_forget(scene *s, int32_t rep) {
-    int64_t ids[BLOCK];
+    int64_t ids[BLOCK], num;
     const kvc_tokens tokens = known_tokens(s, ids, s->num_blocks / 2 + rep);
-    TIME(kvc_prefix_forget(s->prefix, &tokens, &count));
+    TIME(kvc_prefix_forget(s->prefix, &tokens, NULL, 0, &num, &count));
     return keep(s);
 }
 
@@ -523,7 +523,7 @@ static kvc_status carry(scene *s, int step) {
     TRY(kvc_prefix_release(s->prefix, id, &tokens));
     TIME_IF(step == 0, kvc_take_new_blocks(s->cache, &block, sizeof block, 1, &count));
     TIME_IF(step == 1, kvc_read_block(s->cache, block.id, payload, sizeof payload, &size));
-    TRY(kvc_prefix_forget(s->prefix, &tokens, &dropped));
+    TRY(kvc_prefix_forget(s->prefix, &tokens, NULL, 0, &count, &dropped));
     TIME_IF(step == 2, kvc_prefix_add(s->prefix, &tokens, 0, payload, size, &is_known));
     return KVC_OK;
 }

@@ -533,7 +533,8 @@ KVC_API int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, i
 
 #define KVC_END INT32_MAX /* as the end of a range of positions: to the last one */
 
-/* Forgets every sequence, retained ones too.  Memory is kept for reuse. */
+/* Forgets every sequence, retained ones too, and the blocks that prefixes have kept by then; of these a few at a time, so
+ * that other calls go on.  Memory is kept for reuse. */
 KVC_API kvc_status kvc_clear(kvc_cache *cache);
 
 /* Forgets one sequence.  Memory is kept for reuse. */

@@ -140,13 +140,8 @@ void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence) {
     if (follower) follower->ended(cache, follower);
 }
 
-void kvc_cache_forget_all(kvc_cache *cache, const kvc_sequence *kept) {
-    const kvc_table *table = &cache->sequences;
-    for (kvc_sequence *sequence; (sequence = kvc_table_last(table));) { /* hidden ones before those that drop some */
-        if (sequence == kept) sequence = kvc_table_before(table, sequence);
-        if (!sequence) break;
-        kvc_cache_forget(cache, sequence);
-    }
+void kvc_cache_forget_all(kvc_cache *cache) {
+    for (kvc_sequence *sequence; (sequence = kvc_table_last(&cache->sequences));) kvc_cache_forget(cache, sequence);
 }
 
 void kvc_cache_forget_blank(kvc_cache *cache, kvc_sequence *sequence) {

@@ -49,7 +49,7 @@ struct kvc_cache {
     struct kvc_tree *dying;                        /* list of the trees that are no prefix's any more: prefix.c */
     struct kvc_node *new_blocks, **new_blocks_end; /* list of blocks for kvc_take_new_blocks, oldest first */
     struct kvc_carrier *carriers;                  /* list of calls that carry blocks to or from a store */
-    struct kvc_state_use *state_uses; /* list of calls that use a recurrent state of a model */
+    struct kvc_state_use *state_uses;              /* list of calls that use a recurrent state of a model */
     kvc_sequence *changed; /* list of the sequences in which the next batch looks for rows to expire */
     kvc_sequence *spare;   /* made by kvc_reserve for the next new sequence; NULL: none */
     int64_t num_holding;   /* number of sequences that hold rows, but for retained ones and those of calls */
@@ -178,10 +178,10 @@ int64_t kvc_cache_new_id(kvc_cache *cache);
 /* Takes a blank sequence out of the table, as the spare one; there must be none. */
 void kvc_cache_spare(kvc_cache *cache, kvc_sequence *sequence);
 
-/* Takes a sequence out of the table and frees it; or only if it is blank; or every sequence but `kept` (NULL: all). */
+/* Takes a sequence out of the table and frees it; or only if it is blank; or every sequence. */
 void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_forget_blank(kvc_cache *cache, kvc_sequence *sequence);
-void kvc_cache_forget_all(kvc_cache *cache, const kvc_sequence *kept);
+void kvc_cache_forget_all(kvc_cache *cache);
 
 /* Returns whether a query of the sequence at `position`, or a later one, would miss rows: expired, or not replaced. */
 int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position);

@@ -56,6 +56,16 @@ int kvc_cache_wait_pages(kvc_cache *cache) {
     return 1;
 }
 
+enum { MOST_NAPS = 64 }; /* while others are to get the mutex */
+
+void kvc_cache_give_way(kvc_cache *cache) {
+    const int num = atomic_load(&cache->num_locking);
+    if (!num) return;
+    kvc_unlock(cache, KVC_OK);
+    for (int i = 0; i < MOST_NAPS && atomic_load(&cache->num_locking) >= num; i++) kvc_nap();
+    kvc_lock(cache);
+}
+
 /* ---- waiting to begin a batch ------------------------------------------------------------------------------------ */
 
 static kvc_waiter *first_waiter(const kvc_cache *cache) {

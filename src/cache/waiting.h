@@ -33,6 +33,9 @@ void kvc_cache_wait(kvc_cache *cache);
 /* Waits until no call works on pages.  Returns whether it had to wait, and so released the mutex meanwhile. */
 int kvc_cache_wait_pages(kvc_cache *cache);
 
+/* Lets those that wait have the mutex: who unlocks it and locks it again soon mostly gets it before they wake up. */
+void kvc_cache_give_way(kvc_cache *cache);
+
 /* ---- waiting to begin a batch ------------------------------------------------------------------------------------ */
 
 /* A call that waits to begin a batch; on the stack of its thread. */

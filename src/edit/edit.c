@@ -280,13 +280,24 @@ kvc_status kvc_mark_inexact(kvc_cache *cache, int64_t seq_id, int32_t position) 
 
 /* ---- clearing ---------------------------------------------------------------------------------------------------- */
 
-/* Forgets every sequence but `kept` (NULL: all).  If one of them is busy, returns KVC_ERR_BUSY and forgets none. */
+enum { AT_ONCE = 16 }; /* hidden sequences that are forgotten before others get the mutex */
+
+/* Forgets every sequence but `kept` (NULL: all): at once those that calls can name, the blocks of prefixes bit by bit.
+ * If one of them is busy, returns KVC_ERR_BUSY and forgets none. */
 static kvc_status clear_all_but(kvc_cache *cache, const kvc_sequence *kept) {
     const kvc_table *table = &cache->sequences;
     for (const kvc_sequence *sequence = kvc_table_first(table); sequence && !sequence->is_hidden;
          sequence = kvc_table_next(table, sequence))
         if (sequence != kept) KVC_TRY(kvc_check_idle(sequence));
-    kvc_cache_forget_all(cache, kept);
+    const int64_t first_new = cache->next_hidden_id; /* others may keep blocks meanwhile, which stay */
+    for (kvc_sequence *sequence, *next = kvc_sorted_first(&table->named); (sequence = next);) {
+        next = kvc_sorted_next(&table->named, sequence);
+        if (sequence != kept) kvc_cache_forget(cache, sequence);
+    }
+    for (int i = 1; table->hidden.root && kvc_sorted_first(&table->hidden)->id < first_new; i++) {
+        kvc_cache_forget(cache, kvc_sorted_first(&table->hidden));
+        if (i % AT_ONCE == 0) kvc_cache_give_way(cache);
+    }
     return KVC_OK;
 }
 

@@ -1,6 +1,7 @@
 /* forget.c: kvc_prefix_forget: drops whatever holds rows of a prompt's tokens, and of what follows the whole prompt. */
 #include <string.h>
 
+#include "cache/waiting.h"
 #include "prefix/pin.h"
 
 enum { AT_ONCE = 16 }; /* blocks that are dropped before others get the mutex */
@@ -103,8 +104,8 @@ static int may_hold(const kvc_sequence *sequence, const kvc_tokens *tokens) {
 /* Once nothing is left: keeps no blocks of sequences that hold rows of the prompt, nor such as are on their way. */
 static void end_sources(kvc_prefix *prefix, const kvc_tokens *tokens) {
     const kvc_table *table = &prefix->cache->sequences;
-    for (int32_t i = 0; i < table->num && !table->items[i]->is_hidden; i++) {
-        kvc_sequence *sequence = table->items[i];
+    for (kvc_sequence *sequence = kvc_table_first(table); sequence && !sequence->is_hidden;
+         sequence = kvc_table_next(table, sequence)) {
         if (sequence->is_retained || !may_hold(sequence, tokens)) continue;
         sequence->forgotten_in |= UINT64_C(1) << prefix->bit;
         kvc_session *session = kvc_session_of(prefix, sequence);
@@ -132,7 +133,7 @@ kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *from, uint8_t
     kvc_prefix_lock(prefix);
     for (find(prefix, &d); tokens.num_tokens && d.num && (!to || n.num < n.most); find(prefix, &d)) {
         drop(prefix, &d, &n, num_dropped);
-        kvc_prefix_give_way(prefix->cache);
+        kvc_cache_give_way(prefix->cache);
     }
     if (tokens.num_tokens && !d.num) end_sources(prefix, &tokens);
     *num_names = n.num;

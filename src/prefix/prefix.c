@@ -12,9 +12,8 @@
 
 static const int64_t MOST_STATE_BYTES = INT64_C(1) << 40;
 enum {
-    AT_ONCE = 16,         /* blocks that are dropped before others get the mutex */
-    PASSED_AT_ONCE = 512, /* and that change their place in a list */
-    MOST_NAPS = 64        /* while others are to get the mutex */
+    AT_ONCE = 16,        /* blocks that are dropped before others get the mutex */
+    PASSED_AT_ONCE = 512 /* and that change their place in a list */
 };
 
 /* ---- making and freeing ------------------------------------------------------------------------------------------ */
@@ -160,18 +159,10 @@ static kvc_tree *take_tree(kvc_prefix *prefix, kvc_tree *other) {
     return tree;
 }
 
-void kvc_prefix_give_way(kvc_cache *cache) {
-    const int num = atomic_load(&cache->num_locking);
-    if (!num) return;
-    kvc_unlock(cache, KVC_OK);
-    for (int i = 0; i < MOST_NAPS && atomic_load(&cache->num_locking) >= num; i++) kvc_nap();
-    kvc_lock(cache);
-}
-
 kvc_node *kvc_prefix_next_new(kvc_cache *cache) {
     for (int num = 1; cache->new_blocks && !cache->new_blocks->tree->prefix; num++) {
         kvc_node_take_out(cache->new_blocks);
-        if (num % PASSED_AT_ONCE == 0) kvc_prefix_give_way(cache);
+        if (num % PASSED_AT_ONCE == 0) kvc_cache_give_way(cache);
     }
     return cache->new_blocks;
 }
@@ -191,8 +182,8 @@ static int drop_some(kvc_cache *cache, kvc_tree *tree) {
 /* Drops a tree that is no prefix's any more, a few nodes at a time. */
 static void drop_tree(kvc_cache *cache, kvc_tree *tree) {
     kvc_tree_retire(tree);
-    while (kvc_tree_unprotect(tree, PASSED_AT_ONCE)) kvc_prefix_give_way(cache);
-    while (drop_some(cache, tree)) kvc_prefix_give_way(cache);
+    while (kvc_tree_unprotect(tree, PASSED_AT_ONCE)) kvc_cache_give_way(cache);
+    while (drop_some(cache, tree)) kvc_cache_give_way(cache);
 }
 
 void kvc_prefixes_forked(kvc_cache *cache) {
@@ -245,7 +236,7 @@ void kvc_prefix_lock(kvc_prefix *prefix) {
 
 void kvc_prefix_lock_late(kvc_prefix *prefix) {
     kvc_lock(prefix->cache);
-    while (drop_expired(prefix->tree)) kvc_prefix_give_way(prefix->cache);
+    while (drop_expired(prefix->tree)) kvc_cache_give_way(prefix->cache);
 }
 
 /* ---- finding ----------------------------------------------------------------------------------------------------- */
@@ -435,7 +426,7 @@ kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int64_t *num
     if (!num_evicted) return kvc_fail(KVC_ERR_INVALID, "num_evicted is NULL");
     kvc_lock(cache);
     int64_t most = prefix->tree->num_nodes;
-    while (evict_some(prefix->tree, &left, &most)) kvc_prefix_give_way(cache);
+    while (evict_some(prefix->tree, &left, &most)) kvc_cache_give_way(cache);
     *num_evicted = num_tokens - left;
     return kvc_unlock(cache, KVC_OK);
 }

@@ -42,9 +42,6 @@ void kvc_prefix_lock(kvc_prefix *prefix);
 /* Does the same once all these blocks are dropped, a few at a time. */
 void kvc_prefix_lock_late(kvc_prefix *prefix);
 
-/* Lets those that wait have the mutex: who unlocks it and locks it again soon mostly gets it before they wake up. */
-void kvc_prefix_give_way(kvc_cache *cache);
-
 /* Reads a caller's struct, and checks it. */
 kvc_status kvc_read_tokens(const kvc_tokens *from, kvc_tokens *tokens);
 

@@ -158,12 +158,15 @@ void kvc_tree_date(kvc_tree *tree) {
     if (tree->ttl) tree->horizon = kvc_now() - tree->ttl;
 }
 
-enum { MOST_ALIKE = 32 };
+enum {
+    MOST_ALIKE = 32,   /* children that are looked at */
+    MOST_EXPIRED = 256 /* and those that expired and are not dropped yet */
+};
 
 kvc_alike kvc_alike_begin(const kvc_node *parent, const kvc_token_span *tokens) {
     int is_same;
     const int32_t at = lower_bound(parent, tokens, &is_same);
-    return (kvc_alike){parent, *tokens, at - 1, at, -1, -1, MOST_ALIKE};
+    return (kvc_alike){parent, *tokens, at - 1, at, -1, -1, MOST_ALIKE, MOST_EXPIRED};
 }
 
 /* Returns how many tokens a child has in common with others; 0 if there is no child of this index. */
@@ -173,7 +176,7 @@ static int32_t common_with(const kvc_alike *alike, int32_t child) {
 }
 
 kvc_node *kvc_alike_next(kvc_alike *alike, int32_t *common) {
-    while (alike->num_left) {
+    while (alike->num_left && alike->num_expired) {
         kvc_node *node;
         if (alike->common_before < 0) alike->common_before = common_with(alike, alike->before);
         if (alike->common_behind < 0) alike->common_behind = common_with(alike, alike->behind);
@@ -187,7 +190,10 @@ kvc_node *kvc_alike_next(kvc_alike *alike, int32_t *common) {
             alike->common_before = -1;
         }
         if (!node) break;
-        if (!kvc_node_is_live(node)) continue;
+        if (!kvc_node_is_live(node)) {
+            alike->num_expired--;
+            continue;
+        }
         alike->num_left--;
         return node;
     }

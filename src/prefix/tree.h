@@ -95,7 +95,7 @@ typedef struct kvc_alike {
     kvc_token_span tokens;
     int32_t before, behind;               /* the next children on either side */
     int32_t common_before, common_behind; /* tokens in common with these; -1: not counted yet */
-    int32_t num_left;                     /* so many are looked at still */
+    int32_t num_left, num_expired;        /* so many are looked at still, and so many of those that are not live */
 } kvc_alike;
 
 /* Begins with those that have most tokens in common.  kvc_alike_next returns the next one, and sets *common to how many

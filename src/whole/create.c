@@ -227,7 +227,7 @@ kvc_status kvc_cache_free(kvc_cache *cache) {
     if (status == KVC_OK && cache->waiters)
         status =
             kvc_fail(KVC_ERR_BUSY, "cannot free the cache while other calls wait to begin a batch: let them return");
-    if (status == KVC_OK) kvc_cache_forget_all(cache, NULL);
+    if (status == KVC_OK) kvc_cache_forget_all(cache);
     kvc_unlock(cache, status);
     if (status != KVC_OK) return status;
     while (cache->prefixes) kvc_prefix_free(cache->prefixes);
