@@ -206,9 +206,7 @@ kvc_use kvc_pool_use(const kvc_block *block, kvc_scope scope);
 /* Return the bytes of a block's rows and bookkeeping that are in use; and whether a compaction moves the block: one
  * that is full of live slots would gain nothing, and a batch that lacks a block would move the whole cache. */
 int64_t kvc_pool_used_bytes(const kvc_pool *pool, kvc_use use);
-static inline int kvc_pool_is_movable(const kvc_pool *pool, kvc_use use) {
-    return !use.is_pinned && use.live && use.live < pool->block_size;
-}
+int kvc_pool_is_movable(const kvc_pool *pool, kvc_use use);
 
 /* Counts a block anew after it has changed. */
 void kvc_pool_recount(kvc_block *block);

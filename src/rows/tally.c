@@ -38,6 +38,10 @@ int64_t kvc_pool_used_bytes(const kvc_pool *pool, kvc_use use) {
     return use.is_used ? kvc_pool_block_bytes(pool, use.fill) + kvc_pool_header_bytes(pool) : 0;
 }
 
+int kvc_pool_is_movable(const kvc_pool *pool, kvc_use use) {
+    return !use.is_pinned && use.live && use.live < pool->block_size;
+}
+
 void kvc_tally_add(const kvc_pool *pool, kvc_tally *tally, kvc_use use, int64_t sign) {
     if (!use.is_used) return;
     const int64_t bytes = pool->counts_bytes ? sign * kvc_pool_used_bytes(pool, use) : 0;

@@ -27,10 +27,10 @@ class Count(NamedTuple):
 
 # The most that each may be. Lower a number when its path has become shorter.
 MOST = {
-    "begin": Count(79, 14, 56),
+    "begin": Count(81, 16, 59),
     "attend": Count(146, 19, 155),
-    "commit": Count(35, 11, 28),
-    "together": Count(232, 29, 239),
+    "commit": Count(36, 11, 29),
+    "together": Count(235, 31, 243),
 }
 
 
