@@ -231,7 +231,9 @@ static kvc_status find_demand(const kvc_batch *batch, int32_t g, int compacts) {
     kvc_cache *cache = batch->cache;
     kvc_pool *pool = &cache->pools[g];
     kvc_preview preview = kvc_preview_open(cache, g, KVC_NOW, 1);
-    const kvc_status status = compacts ? kvc_compaction_plan(cache, g) : KVC_OK;
+    const kvc_tally tally = kvc_preview_tally(&preview);
+    const int is_scattered = tally.num_movable > 1 || tally.movable_live < tally.movable_slots;
+    const kvc_status status = compacts && is_scattered ? kvc_compaction_plan(cache, g) : KVC_OK;
     if (status == KVC_OK) {
         pool->demand = (kvc_demand){0};
         if (pool->compaction) add_compaction(pool, &preview);
