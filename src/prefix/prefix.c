@@ -84,8 +84,8 @@ static int32_t take_bit(kvc_cache *cache) {
 static void give_bit(kvc_cache *cache, int32_t bit) {
     const kvc_table *table = &cache->sequences;
     if (--cache->bit_users[bit]) return;
-    for (int32_t i = 0; i < table->num && !table->items[i]->is_hidden; i++)
-        table->items[i]->forgotten_in &= ~(UINT64_C(1) << bit);
+    for (kvc_sequence *s = kvc_table_first(table); s && !s->is_hidden; s = kvc_table_next(table, s))
+        s->forgotten_in &= ~(UINT64_C(1) << bit);
 }
 
 static kvc_tree *new_tree(kvc_prefix *prefix) {
