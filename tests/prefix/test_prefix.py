@@ -1043,11 +1043,9 @@ def test_windows_that_were_evicted_are_kept_anew():
     feed(cache, seq_id, PROMPT, 0, 100)
     tokens = [*PROMPT, *[-1] * 400]
     end = 100
-    while (found := prefix.acquire([*PROMPT[:40], -2]))[1] == 40:
-        cache.clear(found[0])
+    while prefix.lookup([*PROMPT[:40], -2]) == 40:
         feed(cache, seq_id, tokens, end, end + 1)
         end += 1
-    cache.clear(found[0])
     cache.clear(seq_id)
     assert serve(prefix, cache, [*PROMPT[:40], -2]) < 40
     assert serve(prefix, cache, [*PROMPT[:40], -3]) == 40
