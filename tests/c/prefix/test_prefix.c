@@ -211,8 +211,7 @@ static void step_acquire(void) {
            kvc_last_error());
     check_found(s->prefix, &s->tokens, matched, limit);
     const int32_t most_matched = seen < limit ? seen : limit;
-    const int is_tight = w.may_lose && matched == most_matched / BLOCK * BLOCK; /* max_bytes leaves whole blocks */
-    CHECKF(w.is_windowed || w.has_states || is_tight || matched == most_matched, "%d matched, %d seen", matched, seen);
+    CHECKF(w.is_windowed || w.has_states || matched == most_matched, "%d matched, %d seen", matched, seen);
     check_restored(s, matched);
     for (int i = 0; i < w.num_live; i++) CHECK(w.sequences[i].id != s->id);
     s->is_acquired = 1;
