@@ -31,7 +31,8 @@ class Text:
     """The bytes of an answer. It hands out whole characters, and nothing that may become a stop sequence."""
 
     def __init__(self, stop: Sequence[bytes]) -> None:
-        self._stop, self._held = stop, b""
+        self._stop = sorted(stop, key=len, reverse=True)  # of two that end together, the longer one counts
+        self._held = b""
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
 
     def add(self, token: int) -> tuple[str, bool]:

@@ -23,6 +23,7 @@ class ApiError(Exception):
     """An error that a client gets."""
 
     def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None) -> None:
+        message, param = message.encode(errors="replace").decode(), param and param.encode(errors="replace").decode()
         super().__init__(message)
         self.status = status
         kinds = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
@@ -55,6 +56,16 @@ def parse(data: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError("the body must be a JSON object")
     return body
+
+
+def read_stream(body: dict[str, Any]) -> tuple[bool, bool]:
+    """Return whether the answer is to be a stream, and whether its last piece is to say what was used."""
+    is_stream, options = flag(body, "stream"), body.get("stream_options")
+    if options is None:
+        return is_stream, False
+    if not is_stream or not isinstance(options, dict) or options.keys() - {"include_usage"}:
+        raise ApiError("stream_options: is for streams, an object with include_usage alone", "stream_options")
+    return True, flag(options, "include_usage")
 
 
 def read_options(body: dict[str, Any], is_chat: bool, room: int) -> Options:
@@ -123,6 +134,8 @@ def join_messages(messages: Any) -> str:
             content = "".join(str(part.get("text", "")) for part in content)
         if role not in ("system", "developer", "user", "assistant") or not isinstance(content, str):
             raise ApiError(f"messages[{i}]: must have a role and a content, which is text", "messages")
+        if unknown := one.keys() - {"role", "content", "name"}:
+            raise ApiError(f"messages[{i}]: there is no field {min(unknown)}", "messages")
         name = str(one.get("name") or role).upper()
         lines.append(f"{content}\n\n" if role in ("system", "developer") else f"{name}:\n{content}\n\n")
     return "".join(lines) + "ASSISTANT:\n"

@@ -20,9 +20,10 @@ try:
     from engine import Engine, Request
     from metrics import CacheCollector
     from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
-    from protocol import MODEL, Answer, ApiError, events, flag, parse, read_options, read_prompt, usage_of
+    from protocol import MODEL, Answer, ApiError, events, parse, read_options, read_prompt, read_stream, usage_of
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect
     from starlette.requests import Request as HttpRequest
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
@@ -106,14 +107,15 @@ class Server:
         """Answer a prompt or a chat, as a whole or as a stream."""
         tenant, is_chat = self.tenant_of(http), http.url.path.endswith("/chat/completions")
         data = b""
-        async for part in http.stream():
-            data += part
-            if len(data) > MOST_BYTES:
-                raise ApiError(f"the body is longer than {MOST_BYTES} bytes", status=413)
+        try:
+            async for part in http.stream():
+                data += part
+                if len(data) > MOST_BYTES:
+                    raise ApiError(f"the body is longer than {MOST_BYTES} bytes", status=413)
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
         body = parse(data)
-        is_stream, wants_usage = flag(body, "stream"), body.get("stream_options")
-        if wants_usage is not None and (not is_stream or not isinstance(wants_usage, dict)):
-            raise ApiError("stream_options: is for streams, an object", "stream_options")
+        is_stream, wants_usage = read_stream(body)
         prompt = read_prompt(body, is_chat)
         options = read_options(body, is_chat, self.engine.max_tokens - len(prompt))
         if tenant.num_requests >= tenant.max_requests:
@@ -121,7 +123,7 @@ class Server:
             raise ApiError(message, status=429, code="rate_limit_exceeded")
         call = Call(self, tenant, Request(tenant.prefix, prompt, options), Answer(is_chat, is_stream))
         if is_stream:
-            return EventStream(call, flag(wants_usage or {}, "include_usage"))
+            return EventStream(call, wants_usage)
         try:
             return await call.gather(http)
         finally:

@@ -175,6 +175,9 @@ def test_stop(client):
         [choice] = client.complete("ROMEO:\n", max_tokens=80, stop=stops)["choices"]
         assert choice["text"] == text[: text.index(stop)]
         assert choice["finish_reason"] == "stop"
+    for stops in ([stop, text[28:35]], [text[28:35], stop]):  # both end with the same token
+        [choice] = client.complete("ROMEO:\n", max_tokens=80, stop=stops)["choices"]
+        assert choice["text"] == text[:28]
     connection, response = client.open(
         "/v1/completions",
         {"prompt": "ROMEO:\n", "max_tokens": 80, "temperature": 0, "stop": stop, "stream": True},
@@ -266,12 +269,23 @@ BAD = {
     "an unknown field": ({"prompt": "a", "top_k": 2}, {}, 400, "top_k"),
     "a chat's field": ({"prompt": "a", "messages": []}, {}, 400, "messages"),
     "options of no stream": ({"prompt": "a", "stream_options": {}}, {}, 400, "stream_options"),
+    "an option of streams that is none": (
+        {"prompt": "a", "stream": True, "stream_options": {"include_usage": 1}}, {}, 400, "include_usage",
+    ),
+    "an unknown option of streams": (
+        {"prompt": "a", "stream": True, "stream_options": {"chunks": 2}}, {}, 400, "stream_options",
+    ),
+    "half a character in a field's name": (b'{"prompt": "a", "\\ud800": 1}', {}, 400, "?"),
     "a body of 2 MB": ({"prompt": "a" * (2 << 20)}, {}, 413, None),
     "no such page": ({}, {"path": "/v1/none"}, 404, None),
     "another method": (None, {"path": "/v1/completions", "method": "GET"}, 405, None),
     "no messages": ({"messages": []}, {"path": "/v1/chat/completions"}, 400, "messages"),
     "a message without a role": ({"messages": [{"content": "a"}]}, {"path": "/v1/chat/completions"}, 400, "messages"),
-}
+    "an unknown field of a message": (
+        {"messages": [{"role": "user", "content": "a", "tool_calls": []}]},
+        {"path": "/v1/chat/completions"}, 400, "messages",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -285,6 +299,27 @@ def test_bad_requests(client, name):
     assert answer["error"]["message"]
     assert answer["error"]["type"].endswith("_error")
     assert (client.engine.num_generated, client.engine.prefix.stats, client.engine.cache.stats()) == before
+
+
+def test_bad_requests_take_no_place(client):
+    """A key of two requests at once is served after any number of bad ones."""
+    for _ in range(3):
+        body = {"prompt": "a", "max_tokens": 2, "stream": True, "stream_options": {"include_usage": 1}}
+        assert client.ask("/v1/completions", body, key="sk-two")[0] == 400
+    client.wait_until_idle()
+    assert client.ask("/v1/completions", {"prompt": "a", "max_tokens": 2}, key="sk-two")[0] == 200
+
+
+def test_a_client_that_goes_away_in_its_request(client, caplog):
+    """The log has no traceback."""
+    with socket.create_connection(("127.0.0.1", client.port)) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-one\r\n")
+        connection.sendall(b"Content-Length: 100\r\n\r\n{")
+        time.sleep(0.1)
+    for _ in range(20):
+        client.ask("/health")
+        time.sleep(0.01)
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_models_health_and_metrics(client):
