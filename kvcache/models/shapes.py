@@ -41,7 +41,7 @@ REFUSED = {
 MORE_KV_HEADS = {"mimo_v2_flash": 2}
 # Types whose attention is twice as wide as the model: it sees the embeddings beside the hidden states.
 WIDE_ATTENTION = {"zamba", "zamba2"}
-# Types whose heads divide the model's width, whatever a file says of their size.
+# Types whose heads divide the model's width, whatever a config.json says of their size.
 DIVIDED = {"cohere2", "cohere_compass_text", "deepseek_ocr2_text", "recurrent_gemma", "unlimited_ocr_text", "zamba2"}
 
 
@@ -203,7 +203,7 @@ def _head_dim(config: Fields, num_heads: int) -> int:
     width = 0
     if config.get("hidden_size") is not None:
         width = config.count("hidden_size") * (2 if model_type in WIDE_ATTENTION else 1) // num_heads
-    if model_type in DIVIDED and width:
+    if model_type in DIVIDED and width and config.get("gguf_architecture") is None:
         return width
     return config.count("head_dim", width or None, most=MAX_HEAD_DIM)
 

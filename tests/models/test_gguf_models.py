@@ -124,6 +124,14 @@ def test_heads_of_each_layer(tmp_path: Path) -> None:
     assert rows(without.layers[0]) == (8, DIM, DIM)
 
 
+def test_the_length_of_keys_is_the_files(tmp_path: Path) -> None:
+    """Also where the class of Hugging Face divides the width among the heads."""
+    sizes = {WINDOW: 8, "attention.key_length": 32, "attention.value_length": 32}
+    assert {rows(layer) for layer in read(tmp_path, "cohere2", **sizes).layers} == {(2, 32, 32)}
+    mixed = {WINDOW: 8, HEADS: [16, 8] * 2}  # the first number of heads divides the width
+    assert {rows(layer) for layer in read(tmp_path, "cohere2", **mixed).layers} == {(2, 32, 32)}
+
+
 def test_values_are_as_long_as_keys_only_where_heads_divide_the_embedding(tmp_path: Path) -> None:
     assert rows(read(tmp_path, "mimo2", **{"attention.key_length": 192}, **MIMO).layers[0]) == (2, 192, 128)
 
