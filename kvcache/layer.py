@@ -63,17 +63,17 @@ def to_dtype(value: Any, name: str, among: Sequence[DType] = DTYPES) -> DType:
 
     Raise ``ValueError``, which says `name`, unless it is one of `among`.
     """
-    known = value
-    if isinstance(value, np.dtype):
-        known = value.name
+    known: str | None = None
+    if isinstance(value, str):
+        known = OTHER_NAMES.get(value.removeprefix("torch."), str(value))
+    elif isinstance(value, np.dtype) and value.isnative:
+        known = OTHER_NAMES.get(value.name)
     elif isinstance(value, type) and issubclass(value, np.generic):  # such as ml_dtypes.bfloat16
-        known = value.__name__
+        known = OTHER_NAMES.get(value.__name__)
     elif type(value).__module__ == "torch":  # not imported here
-        known = str(value)
-    if isinstance(known, str):
-        known = OTHER_NAMES.get(known.removeprefix("torch."), known)
-        if known in among:
-            return cast(DType, known)
+        known = OTHER_NAMES.get(str(value).removeprefix("torch."))
+    if known in among:
+        return cast(DType, known)
     raise ValueError(f"{name}={value!r}: must be {', '.join(map(repr, among[:-1]))} or {among[-1]!r}")
 
 

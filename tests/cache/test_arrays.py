@@ -490,3 +490,15 @@ def test_names_of_torch():
     for name in (torch.float64, torch.float8_e4m3fn, torch.int8, torch.Tensor):
         with pytest.raises(ValueError, match=r"dtype=.*torch.*: must be 'f32', 'f16',"):
             kvcache.KVCache(1, 1, 8, dtype=name)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.dtype(np.int8), np.dtype(">f4"), np.float64, float])
+def test_types_of_other_elements_are_none_of_ours(dtype):
+    """An int8 of this package has a scale for each row."""
+    with pytest.raises(ValueError, match=r"dtype=.*: must be 'f32', 'f16'"):
+        kvcache.Layer(2, 32, dtype=dtype)
+
+
+def test_a_name_of_numpy_is_a_name():
+    layer = kvcache.Layer(2, 32, dtype=np.str_("q8_0"))
+    assert type(layer.k_dtype) is str
