@@ -184,7 +184,9 @@ class Cache(Copied):
         kept = [each._kept(max_sequences, capacity) for each in members]
         if max_batch is not None:
             batch = to_integer("max_batch", max_batch, 1)
-            room = room if None in kept else max_sequences * max(filter(None, kept), default=0) + batch
+            most = max(filter(None, kept), default=0)
+            # A sequence that is not in the pass has one more row, which the next token does not see.
+            room = room if None in kept else max_sequences * most + max_sequences - 1 + batch
         padding = max((each._config or CacheConfig()).cache_padding for each in members)
         if len(layer_types) != num_layers:
             raise ValueError(f"len(layer_types)={len(layer_types)}: must be num_layers, which is {num_layers}")

@@ -166,8 +166,8 @@ def test_a_window_is_never_full():
     ("cache", "max_sequences", "capacity", "padding", "room"),
     [
         (ollama.new_swa_cache(4), 1, 8, 1, 4 + 10),
-        (ollama.new_swa_cache(4), 2, 8, 1, 2 * 5 + 10),  # of several sequences, one row more stays
-        (ollama.new_swa_mem_cache(4, 6), 2, 8, 1, 2 * 6 + 10),
+        (ollama.new_swa_cache(4), 2, 8, 1, 2 * 5 + 1 + 10),  # of several sequences, one row more stays
+        (ollama.new_swa_mem_cache(4, 6), 2, 8, 1, 2 * 6 + 1 + 10),
         (ollama.new_swa_mem_cache(4, 8), 2, 8, 1, 2 * 8),  # all rows stay
         (ollama.new_causal_cache(), 2, 8, 1, 2 * 8),
         (ollama.new_causal_cache(), 2, 8, 12, 24),
@@ -194,6 +194,15 @@ def test_a_pass_above_capacity_is_stored_where_rows_are_let_go():
         Runner(ollama.new_swa_cache(2), capacity=8).append(0, 10)
     with pytest.raises(ValueError, match="max_batch=0: must be at least 1"):
         ollama.new_swa_cache(2).init(1, 1, 2, capacity=8, max_batch=0)
+
+
+@pytest.mark.parametrize("max_sequences", [1, 2, 3])
+@pytest.mark.parametrize("new", [lambda: ollama.new_swa_cache(4), lambda: ollama.new_swa_mem_cache(4, 9)])
+def test_sequences_take_turns_with_the_largest_passes(new, max_sequences):
+    runner = Runner(new(), capacity=16, max_batch=6, max_sequences=max_sequences)
+    for _ in range(3):
+        for sequence in range(max_sequences):
+            runner.append(sequence, 6)
 
 
 def test_a_cache_says_its_type_and_what_it_is():
