@@ -49,9 +49,10 @@ class Tenant:
 class Server:
     """The application: routes, tenants, and what is counted."""
 
-    def __init__(self, engine: Engine, keys: dict[str, dict[str, Any]]) -> None:
-        self.engine, self.is_open = engine, not keys
-        self.tenants = [Tenant(engine, key, **settings) for key, settings in (keys or {"": {"name": "all"}}).items()]
+    def __init__(self, engine: Engine, keys: dict[str, dict[str, Any]] | None) -> None:
+        self.engine, self.is_open = engine, keys is None
+        named = {"": {"name": "all"}} if keys is None else keys
+        self.tenants = [Tenant(engine, key, **settings) for key, settings in named.items()]
         self.registry = CollectorRegistry()
         self.registry.register(CacheCollector(engine.cache, {one.name: one.prefix for one in self.tenants}))
         self.ended = Counter("server_requests", "requests that ended", ["tenant", "reason"], registry=self.registry)
@@ -229,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     p.add_argument("--keys", type=Path, metavar="FILE", help="JSON: the API keys, each with name, quota, max_requests")
     args = p.parse_args(arguments)
     engine = Engine(Llama.load(args.model), args.capacity, fingerprint(args.model))
-    keys = json.loads(args.keys.read_text()) if args.keys else {}
+    keys = json.loads(args.keys.read_text()) if args.keys else None
     app = Server(engine, keys).app()
     uvicorn.run(app, host=args.host, port=args.port, timeout_graceful_shutdown=5)
 

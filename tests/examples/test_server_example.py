@@ -234,7 +234,7 @@ def test_more_requests_than_a_key_may_have(client):
 
 def test_a_full_cache_lets_requests_wait(server_module, model):
     """Room for two of ten: all get what they get alone."""
-    with serving(server_module, model, 512, {}) as client:
+    with serving(server_module, model, 512, None) as client:
         bodies = [{"prompt": prompt, "max_tokens": 150, "temperature": 0} for prompt in PROMPTS]
         alone = [client.ask("/v1/completions", body) for body in bodies]
         with ThreadPoolExecutor(10) as pool:
@@ -332,9 +332,15 @@ def test_models_health_and_metrics(client):
     assert client.metric('server_requests_total{reason="length",tenant="one"}') >= 1
 
 
+def test_a_file_without_keys_serves_nobody(server_module, model):
+    with serving(server_module, model, 512, {}) as client:
+        assert client.ask("/v1/completions", {"prompt": "a"})[0] == 401
+        assert client.ask("/v1/completions", {"prompt": "a"}, key="")[0] == 401
+
+
 def test_a_step_that_fails(server_module, model, monkeypatch):
     """Its requests get an error, and the next ones are served."""
-    with serving(server_module, model, 512, {}) as client:
+    with serving(server_module, model, 512, None) as client:
         broken = SimpleNamespace(config=model.config, forward=lambda *_, **__: 1 / 0)
         monkeypatch.setattr(client.engine, "model", broken)
         status, body = client.ask("/v1/completions", {"prompt": "ROMEO:\n"})
