@@ -49,6 +49,8 @@ LEGEND: dict[str, Any] = {
     "fontsize": SIZE, "frameon": False, "handlelength": 1.5, "handletextpad": 0.5, "labelspacing": 0.3,
     "borderaxespad": 0.4, "columnspacing": 1.2, "alignment": "left",
 }  # fmt: skip
+FAR = 8  # times all others, or a fraction of them: a line there would squeeze them
+UP, DOWN = "\N{UPWARDS ARROW}", "\N{DOWNWARDS ARROW}"
 EM = 0.6  # mean width of a character, relative to the text size
 
 # The states of a position in `visibility`, and their colours: lighter where less is seen.
@@ -92,7 +94,8 @@ def memory(
     sequences : int, default 1
         The number of sequences, which share no row. At least 1.
     free : int, optional
-        Bytes at which a horizontal line is drawn: the memory that the rows must fit into.
+        The memory that the rows must fit into, in bytes. It is a horizontal line, or, where that would be so far from
+        the others that these had little room, written at the top or the bottom. At least 0.
 
     Returns
     -------
@@ -114,7 +117,7 @@ def memory(
     """
     last = integer(max_tokens, "max_tokens", 2, INT32_MAX)
     number = integer(sequences, "sequences", 1, INT32_MAX)
-    limit = None if free is None else integer(free, "free", 1, INT64_MAX)
+    limit = None if free is None else integer(free, "free", 0, INT64_MAX)
     _check_caches(caches)
     ax = _axes(ax, 6.4, 4.0)
     tokens = np.unique(np.geomspace(max(1, last / 256), last, 200).round().astype(int))
@@ -126,9 +129,15 @@ def memory(
         for i, (name, cache) in enumerate(caches.items())
     ]  # fmt: skip
     names = [*map(str, caches)]
-    if limit is not None:
+    low, high = ax.dataLim.intervaly
+    if limit is not None and low / FAR <= limit <= high * FAR:
         lines += ax.plot([tokens[0], last], [limit, limit], color=MIDDLE, linewidth=1, label="free")
         names.append("free")
+    elif limit is not None:  # lines rise from the lower left to the upper right
+        is_above = limit > high
+        x, y, across, up = (0.02, 0.97, "left", "top") if is_above else (0.98, 0.03, "right", "baseline")
+        text = f"{UP if is_above else DOWN} free: {readable(limit)}"
+        ax.text(x, y, text, ha=across, va=up, transform=ax.transAxes, fontsize=SIZE, color=DARK)
     ax.set_xlim(tokens[0], last)
     _use_logarithms(ax)
     _finish(ax, "tokens" if number == 1 else "tokens of each", "")

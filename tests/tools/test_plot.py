@@ -61,9 +61,20 @@ def test_memory_of_several_sequences_and_what_is_free():
     assert set(four.lines[1].get_ydata()) == {1 << 20}
     assert (one.get_title(loc="left"), four.get_title(loc="left")) == (
         "Memory of one sequence", "Memory of 4 sequences")  # fmt: skip
-    for wrong in ({"sequences": 0}, {"free": 0}):
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))}=0"):
+    for wrong in ({"sequences": 0}, {"free": -1}):
+        with pytest.raises(ValueError, match="{}={}".format(*next(iter(wrong.items())))):
             kvcache.plot.memory({"f16": cache}, 1000, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("free", "said"), [(20 << 30, "\u2191 free: 20.0 GiB"), (1000, "\u2193 free: 1000 B"), (0, "0 B")]
+)
+def test_free_memory_far_from_the_lines_leaves_them_the_picture(free, said):
+    cache = KVCache(2, 4, 64, None)
+    alone, beside = (kvcache.plot.memory({"f16": cache}, 1000, free=free) for free in (None, free))
+    assert [line.get_label() for line in beside.lines] == ["f16"]
+    assert beside.get_ylim() == alone.get_ylim()
+    assert [text.get_text() for text in beside.texts if said in text.get_text()]
 
 
 def test_memory_is_what_the_policies_take():
