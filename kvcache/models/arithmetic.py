@@ -22,6 +22,7 @@ class Family:
     mlp_bias: bool = False  # whether the field mlp_bias counts
     qk_norm: bool = False  # whether queries and keys are normalised, each by head_dim factors
     experts: str = ""  # the field with the number of experts of each layer
+    inner: str = "intermediate_size"  # the field with the size of an MLP, or of each expert
     is_multi_head: bool = False  # whether a file without num_key_value_heads has a KV head for each query head
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     is_tied: bool = False
@@ -35,6 +36,7 @@ FAMILIES = {
     "granite": Family(mlp_bias=True, is_multi_head=True),
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True, head_dim=128),
+    "qwen3_moe": Family(qk_norm=True, experts="num_experts", inner="moe_intermediate_size"),
     "gemma": Family(head_dim=256, is_tied=True),
     "gemma2": Family(norms=4, head_dim=256, is_tied=True),
     "gemma3_text": Family(norms=4, qk_norm=True, head_dim=256, is_tied=True),
@@ -46,7 +48,8 @@ def count(config: Mapping[str, Any]) -> int | None:
     fields = Fields(config, "config")
     try:
         family = FAMILIES.get(fields.text("model_type"))
-        return None if family is None else _count(fields, family)
+        is_mixed = bool(fields.get("mlp_only_layers")) or fields.get("decoder_sparse_step", 1) != 1
+        return None if family is None or is_mixed else _count(fields, family)
     except ModelFileError:
         return None
 
@@ -62,7 +65,7 @@ def _count(fields: Fields, family: Family) -> int:
         attention += hidden
     if family.qk_norm:
         attention += 2 * head_dim
-    inner = fields.count("intermediate_size")
+    inner = fields.count(family.inner)
     mlp = 3 * hidden * inner
     if family.mlp_bias and fields.get("mlp_bias") is True:
         mlp += 2 * inner + hidden

@@ -75,7 +75,8 @@ def _made(config: Any, name: str) -> int:
         import torch
         import transformers
     except ImportError as error:
-        raise NotSupportedError(f"{name}: counting needs {error.name}, which is not installed") from None
+        needs = f"counting needs {error.name}, which is not installed; run: pip install 'kvcache[hf]'"
+        raise NotSupportedError(f"{name}: {needs}") from None
     try:
         with _silence(), _limit(), torch.device("meta"):
             if isinstance(config, Mapping):

@@ -44,6 +44,10 @@ BY_ARITHMETIC = {
     "Qwen3-0.6B": (LLAMA | QWEN | {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
                    "num_hidden_layers": 28, "num_attention_heads": 16, "head_dim": 128, "tie_word_embeddings": True},
                    596_049_920),
+    "Qwen3-30B-A3B": (LLAMA | QWEN | {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+                      "moe_intermediate_size": 768, "num_experts": 128, "num_hidden_layers": 48, "head_dim": 128,
+                      "num_attention_heads": 32, "num_key_value_heads": 4, "decoder_sparse_step": 1,
+                      "mlp_only_layers": []}, 30_532_122_624),
     "gemma-2-2b": (GEMMA | {"model_type": "gemma2", "hidden_size": 2304, "intermediate_size": 9216, "head_dim": 256,
                    "num_hidden_layers": 26, "num_attention_heads": 8}, 2_614_341_888),
     "gemma-3-1b": (GEMMA | {"model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912,
@@ -64,7 +68,8 @@ def test_the_commonest_need_no_torch(name, monkeypatch):
 
 def small(model_type, **changes):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 160, "num_local_experts": 3}  # fmt: skip
+             "num_key_value_heads": 2, "vocab_size": 160, "num_local_experts": 3, "num_experts": 3,
+             "moe_intermediate_size": 48}  # fmt: skip
     return sizes | {"model_type": model_type, "pad_token_id": 0} | changes
 
 
@@ -84,6 +89,11 @@ def test_arithmetic_counts_what_transformers_makes(model_type, changes):
     number = arithmetic.count(config)
     assert number == parameters._made(config, "config") or (number is None and "num_key_value_heads" not in config)
     assert parameters.count(config) == parameters._made(config, "config")
+
+
+@pytest.mark.parametrize("dense", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}])
+def test_arithmetic_leaves_layers_of_two_kinds(dense):
+    assert arithmetic.count(BY_ARITHMETIC["Qwen3-30B-A3B"][0] | dense) is None
 
 
 @pytest.mark.hf
@@ -131,7 +141,7 @@ def test_what_transformers_cannot_make(change, capfd):
 def test_without_the_packages(missing, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch", object()))  # either may not be installed
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(kvcache.NotSupportedError, match=f"^config: counting needs {missing}, which is not installed$"):
+    with pytest.raises(kvcache.NotSupportedError, match=f"^config: counting needs {missing}, which is not installed; "):
         parameters.count(PUBLISHED["gpt2"][0])
 
 
