@@ -158,7 +158,7 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str | 
         **{name: os.environ.get(name) for name in ("KVCACHE_ISA", "KVCACHE_THREADS", "OMP_NUM_THREADS")},
         "python": platform.python_version(),
         "numpy": numpy.__version__,
-        "system": platform.platform(),
+        "system": platform.platform().replace("-with-", " with "),
     }
     if mode == "dicts":
         return found
@@ -167,10 +167,10 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str | 
 
 
 def print_values(found: Mapping[str, object]) -> None:
-    """Print a table of names and values."""
-    width = max(map(len, found))
-    for name, value in found.items():
-        print(f"{name:{width}}  {'-' if value is None else value}")
+    """Print names and values, in as many columns as there are."""
+    from kvcache.columns import WIDTH, columns, definitions
+
+    print(definitions(((name, "-" if value is None else str(value)) for name, value in found.items()), columns(WIDTH)))
 
 
 _PACKAGE = Path(_core.__file__).parent

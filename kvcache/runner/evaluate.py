@@ -11,7 +11,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvcache.layer import DType, bytes_of_token, dtypes_for, stored_as
+from kvcache.columns import NO_LIMIT, Table
+from kvcache.layer import DTYPES, DType, bytes_of_token, dtypes_for, stored_as
 from kvcache.models.reading import open_file
 from kvcache.models.tokenizer import Tokenizer
 from kvcache.models.weights import F32
@@ -143,12 +144,19 @@ def seconds_without_cache(model: Llama, options: Options, tokens: Sequence[int],
     return seconds
 
 
+WITHOUT_CACHE = "decode, without cache"
+
+
 @dataclass
 class Report:
-    """The speeds of a run, and the lines of the table that begins with them, without newlines."""
+    """The speeds of a run, and the table that begins with them: its rows without the last newline.
+
+    A row has several lines if it is wider than `width` columns.
+    """
 
     config: LlamaConfig
     options: Options
+    width: int = NO_LIMIT
     prefill: Speed = field(default_factory=Speed)
     decode: Speed = field(default_factory=Speed)
     _exact: Fidelity | None = field(default=None, init=False)  # of f32, which comes first
@@ -160,41 +168,62 @@ class Report:
         return "; ".join(said) or "no token was generated"
 
     def speed_lines(self) -> list[str]:
-        """Return a heading, and a line for each speed that was measured."""
-        stored = stored_as(self.options.dtype, self.options.transform)
-        speeds = (f"prefill, {stored} cache", self.prefill), (f"decode, {stored} cache", self.decode)
-        return [f"{'':28}{'tokens':>8}{'tokens/s':>12}", *(_speed(*named) for named in speeds if named[1].tokens)]
+        """Return a heading, and a row for each speed that was measured."""
+        speeds = zip(self._names, (self.prefill, self.decode), strict=True)
+        rows = [self._speed(name, speed) for name, speed in speeds if speed.tokens]
+        return [self._speeds.row(["", "tokens", "tokens/s", ""]), *rows]
 
     def line_without_cache(self, speed: Speed) -> str:
-        """Return the line for decoding without the cache."""
+        """Return the row for decoding without the cache."""
         whole = "context" if self.options.shift else "sequence"
-        return f"{_speed('decode, without cache', speed)}   the whole {whole} again for each"
+        return self._speed(WITHOUT_CACHE, speed, f"the whole {whole} again for each")
 
     def sizes(self) -> list[str]:
-        """Return a heading, and a line for each type with its bytes: nothing was compared."""
-        return [f"{'cache type':15}{'bytes/token':>12}", *map(self._size, dtypes_for(self.config.head_dim))]
+        """Return a heading, and a row for each type with its bytes: nothing was compared."""
+        table = self._types([11])
+        types = dtypes_for(self.config.head_dim)
+        return [table.row(["cache type", "bytes/token"]), *(table.row(self._size(dtype)) for dtype in types)]
 
     def heading(self) -> str:
         """Return the heading of the rows."""
-        divergence = f"{'divergence':>12}{'99.9 %':>10}{'best kept':>11}"
-        return f"{'cache type':15}{'bytes/token':>12}{'loss':>10}{'change':>10}{divergence}"
+        names = ["cache type", "bytes/token", "loss", "change", "divergence", "99.9 %", "best kept"]
+        return self._effects.row(names)
 
     def row(self, dtype: DType, found: Fidelity) -> str:
         """Return a type's bytes and its effect on the model; the first type is f32, with which others are compared."""
         exact = self._exact = self._exact or found
-        change, mean, quantile, kept = "----" if found is exact else (
+        effect = "----" if found is exact else (
             f"{found.loss - exact.loss:+.6f}",
             f"{found.divergence:.2e}",
             f"{found.divergence_999:.2e}",
             f"{found.best_kept:.2%}",
         )  # fmt: skip
-        return f"{self._size(dtype)}{found.loss:10.6f}{change:>10}{mean:>12}{quantile:>10}{kept:>11}"
+        return self._effects.row([*self._size(dtype), f"{found.loss:.6f}", *effect])
 
-    def _size(self, dtype: DType) -> str:
+    @property
+    def _names(self) -> list[str]:
+        """The names of the speeds with the cache."""
+        stored = stored_as(self.options.dtype, self.options.transform)
+        return [f"{name}, {stored} cache" for name in ("prefill", "decode")]
+
+    @property
+    def _speeds(self) -> Table:
+        first = max(map(len, (*self._names, WITHOUT_CACHE)))
+        return Table([first, 7, 10, 33], [False, True, True, False], self.width)
+
+    def _speed(self, name: str, speed: Speed, remark: str = "") -> str:
+        return self._speeds.row([name, f"{speed.tokens:,}", f"{speed.tokens_per_second:,.1f}", remark])
+
+    @property
+    def _effects(self) -> Table:
+        return self._types([11, 9, 9, 10, 8, 9])
+
+    def _types(self, widths: Sequence[int]) -> Table:
+        """Return the table that begins with names of types."""
+        first = max(len(stored_as(dtype, self.options.transform)) for dtype in DTYPES)
+        return Table([max(first, 10), *widths], [False, *(True for _ in widths)], self.width)
+
+    def _size(self, dtype: DType) -> list[str]:
         c = self.config
         nbytes = c.num_layers * bytes_of_token(c.num_kv_heads, c.head_dim, c.head_dim, dtype, dtype)
-        return f"{stored_as(dtype, self.options.transform):15}{nbytes:12,}"
-
-
-def _speed(name: str, speed: Speed) -> str:
-    return f"{name:28}{speed.tokens:8,}{speed.tokens_per_second:12,.1f}"
+        return [stored_as(dtype, self.options.transform), f"{nbytes:,}"]

@@ -12,6 +12,7 @@ from typing import TextIO
 import numpy as np
 
 from kvcache.cache import KVCache
+from kvcache.columns import NO_LIMIT, columns, wrap
 from kvcache.layer import count, dtypes_for, suits
 from kvcache.models.tokenizer import Tokenizer, load_tokenizer
 from kvcache.models.weights import F32
@@ -97,7 +98,7 @@ def run(
     tokenizer, model = load_tokenizer(path), Llama.load(path)
     tokens = tokenizer.encode(prompt)
     room = _room(model.config, tokens, options)
-    report = Report(model.config, options)
+    report = Report(model.config, options, columns(NO_LIMIT, out))
     cache = new_cache(model.config, options)
     num_held = 0
     if kept is not None:
@@ -305,4 +306,4 @@ def _held(num_tokens: int, context: int, num_tokens_kept: int) -> int:
 
 
 def _notice(text: str) -> None:
-    print(f"({text})", file=sys.stderr, flush=True)
+    print(wrap(f"({text})", columns(NO_LIMIT, sys.stderr)), file=sys.stderr, flush=True)

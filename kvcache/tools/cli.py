@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 import typer
 
 from kvcache.arguments import INT32_MAX, MAX_THREADS
+from kvcache.columns import whole
 from kvcache.errors import KVCacheError, ModelFileError, plain
 from kvcache.layer import DTYPES, DType, count, override, to_dtype
 from kvcache.models import shapes
@@ -28,6 +29,7 @@ from kvcache.runtime import __version__, get_num_threads, print_values, show_con
 from kvcache.system import available_memory, readable, why_threads
 from kvcache.tools import memory_plan
 from kvcache.tools.arguments import parse_size, parse_tokens, prompt_bytes
+from kvcache.tools.pages import Command, Group
 from kvcache.tools.terminal import print_error, print_list, print_paragraph, print_table, progress, run
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ PROMPT = "Once upon a time"
 F = TypeVar("F", bound=Callable[..., Any])
 
 app = typer.Typer(
+    cls=Group,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -118,12 +121,11 @@ Plot = Annotated[
 
 
 def _command(*examples: str, name: str | None = None) -> Callable[[F], F]:
-    """Make a function a command, whose docstring is its whole summary too, with examples below its options."""
+    """Make a function a command, whose page has its docstring and these examples."""
     heading = "Examples:" if len(examples) > 1 else "Example:"
-    epilog = "\b\n" + "\n".join([heading, *(f"  {line}" for line in examples)])
 
     def register(function: F) -> F:
-        return app.command(name, epilog=epilog, short_help=function.__doc__)(function)
+        return app.command(name, cls=Command, epilog="\n".join([heading, *examples]))(function)
 
     return register
 
@@ -281,7 +283,8 @@ def _print_plan(made: memory_plan.Plan) -> None:
     )
     print_paragraph(f"memory: {readable(memory.free)} free ({memory.source})")
     if memory.weights is None:
-        print_paragraph(f"weights: not counted ({memory.weights_source}): give --weights, such as q4_0 or 4.7GB")
+        such = "4.7GB" if memory.num_parameters is None else "q4_0 or 4.7GB"
+        print_paragraph(f"weights: not counted ({memory.weights_source}); give --weights, such as {such}")
     else:
         print_paragraph(f"weights: {readable(memory.weights)} ({memory.weights_source})")
     print("\nbytes of a token, by type")
@@ -336,7 +339,7 @@ def _draw_plan(
         for instead in ([None, window] if window else [None])
         for dtype in dtypes
     }
-    axes = plot.memory(caches, max(2, made.context), sequences=made.sequences, free=max(1, made.memory.left))
+    axes = plot.memory(caches, max(2, made.context), sequences=made.sequences, free=made.memory.left)
     axes.figure.get_figure(root=True).savefig(file)
 
 
@@ -534,19 +537,21 @@ def inspect(
     if as_json:
         _print_json(_state_as_json(found, verify))
         return
-    print(f"{plain(file)}: version {found.version}, written by kvcache {found.library}, {readable(found.nbytes)}")
+    name, size = whole(plain(file)), readable(found.nbytes)
+    print_paragraph(f"{name}: version {found.version}, written by kvcache {found.library}, {size}")
     _print_state(found, verify)
     if found.following is not None:
-        print(f"\nbehind it, a state of an encoder's rows, {readable(found.following.nbytes)}")
+        print()
+        print_paragraph(f"behind it, a state of an encoder's rows, {readable(found.following.nbytes)}")
         _print_state(found.following, verify)
 
 
 def _print_state(found: state.SavedState, verify: bool) -> None:
-    print(f"model: {found.fingerprint or 'not said'}")
-    print(f"MAC: {'there, not checked (loading with the secret does)' if found.has_mac else 'none'}")
+    print_paragraph(f"model: {found.fingerprint or 'not said'}")
+    print_paragraph(f"MAC: {'there, not checked (loading with the secret does)' if found.has_mac else 'none'}")
     print(f"checksums: {'right' if verify else 'not compared (--verify)'}")
     for layer, number in Counter(map(str, found.layers)).items():
-        print(f"{count(number, 'layer')} of {layer}")
+        print_paragraph(f"{count(number, 'layer')} of {layer}")
     is_cross = [isinstance(layer.policy, CrossAttention) for layer in found.layers]
     rows = []
     for one in found.sequences:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvcache import FullAttention, KVCache, SlidingWindow
 from kvcache.arguments import MAX_THREADS
+from kvcache.columns import NO_LIMIT, columns, wrap
 from kvcache.errors import sentence
 from kvcache.layer import DTYPES, DType, count
 from kvcache.runtime import get_num_threads, set_num_threads, show_config
@@ -79,7 +80,8 @@ def main() -> int:
         print_paragraph(f"{'passed' if check.passed else 'FAILED'}  {check.name}: {check.said}")
         sys.stdout.flush()  # the next one may end the process
     passed = sum(check.passed for check in checks)
-    print(f"\n{passed} of {count(len(checks), 'check')} passed: {machine()}")
+    print()
+    print(wrap(f"{passed} of {count(len(checks), 'check')} passed: {machine()}", columns(NO_LIMIT)))
     return 0 if passed == len(checks) else 1
 
 

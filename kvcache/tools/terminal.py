@@ -5,16 +5,14 @@ from __future__ import annotations
 import io
 import os
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TextIO
 
+from kvcache.columns import NO_LIMIT, WIDTH, Table, columns, whole, wrap
 from kvcache.errors import KVCacheError, sentence
 
 __all__ = ["print_error", "print_list", "print_paragraph", "print_table", "progress", "run"]
-
-WIDTH = 80  # columns of all that is printed; tables are narrower for any model
 
 
 def run(command: Callable[[], int | None]) -> NoReturn:
@@ -40,34 +38,34 @@ def run(command: Callable[[], int | None]) -> NoReturn:
 
 def print_paragraph(text: str) -> None:
     """Print a sentence, in several lines where it is long; those after the first are indented."""
-    print(textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False))
+    print(wrap(text, columns(WIDTH), rest="  "))
 
 
 def print_error(text: str) -> None:
-    """Print a line on stderr; where that is full, or unread, let it lead nowhere, for Python flushes it once more."""
+    """Print a sentence on stderr, in one line unless that is a terminal.
+
+    Where it is full, or unread, let it lead nowhere, for Python flushes it once more.
+    """
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(wrap(text, columns(NO_LIMIT, sys.stderr)), file=sys.stderr, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def print_list(items: Iterable[str]) -> None:
     """Print short items side by side, indented, in as many lines as they take."""
-    space = "\N{NO-BREAK SPACE}"
-    text = "  ".join(item.replace(" ", space) for item in items)
-    print(textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="    ").replace(space, " "))
+    print(wrap("  ".join(map(whole, items)), columns(WIDTH), "    ", "    "))
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print aligned columns, without rich's tables: importing them takes longer than making a plan."""
-    columns = list(zip(headings, *rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    to_right = [all(cell[:1].isdigit() or cell in ("-", "any") for cell in column[1:]) for column in columns]
+    cells = list(zip(headings, *rows, strict=True))
+    to_right = [all(cell[:1].isdigit() or cell in ("-", "any") for cell in column[1:]) for column in cells]
+    table = Table([max(map(len, column)) for column in cells], to_right, columns(NO_LIMIT))
     bold, plain = ("\x1b[1m", "\x1b[0m") if _is_able(sys.stdout) and not os.environ.get("NO_COLOR") else ("", "")
     for row in (headings, *rows):
-        cells = zip(row, widths, to_right, strict=True)
-        line = "  ".join(f"{cell:{'>' if right else '<'}{width}}" for cell, width, right in cells).rstrip()
-        print(f"{bold}{line}{plain}" if row is headings else line)
+        lines = table.row(row)
+        print(f"{bold}{lines}{plain}" if row is headings else lines)
 
 
 @contextmanager

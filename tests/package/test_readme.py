@@ -131,6 +131,18 @@ def test_the_second_command_tests_what_the_first_installed(installed):
     assert f"kvcache: {installed.clone}/kvcache/__init__.py" in text
 
 
+@pytest.mark.parametrize(
+    "extras", re.findall(r"^pip install '(kvcache\[.*?\])'", (ROOT / "docs/cli.md").read_text(), re.M)
+)
+def test_extras_are_added_without_compiling(installed, extras, tmp_path):
+    for compiler in ("cc", "gcc", "clang", "c++", "g++"):
+        (tmp_path / compiler).write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / compiler).chmod(0o755)
+    text = installed.succeeds(f"export PATH={tmp_path}:$PATH CC={tmp_path}/cc; .venv/bin/pip install '{extras}'")
+    assert "Building" not in text
+    assert installed.succeeds(".venv/bin/kvcache --help").startswith("Usage: kvcache ")
+
+
 @pytest.mark.full  # .ci/run builds it with what is installed
 def test_the_documentation_is_built_without_a_warning(installed):
     (command,) = re.findall(r"^`(pip install .* && sphinx-build .*)` makes a web site", README, re.M)

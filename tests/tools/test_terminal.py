@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -31,6 +32,15 @@ def measure(shape, **_):
     yield bench.Result({"machine": machine, "shape": asdict(shape), "bandwidth": 1e9, "rows": [row], "left_out": ["a"]})
 
 bench.measure = measure
+cli.main()
+"""
+
+# Checks nothing: says what a check may say.
+SELFTEST = """
+from kvcache.tools import cli, selftest
+
+said = "1 to 5, and 4 callers, to the bit, and as much again as a message may have to say of what was wrong"
+selftest.run = lambda: iter([selftest.Check("threads", passed, said) for passed in (True, True)])
 cli.main()
 """
 
@@ -118,3 +128,61 @@ def test_a_bar_leaves_the_prompt(run):
 def test_generate_survives_a_narrow_terminal(run):
     _, sent, _ = run("generate from a long prompt", "terminal", "terminal", size=(5, 20))
     assert "".join(terminal.screen(sent, 20)).startswith("A" * 1100)
+
+
+# ---- widths
+
+WIDTHS = (40, 60, 80, 120, 200)
+COMPARE = [*KVCACHE, "generate", MODEL, "ROMEO:", "--compare", "--hadamard", "--tokens", 3]
+# What people read, not data that programs read: a generated text or JSON has no lines of ours.
+READ = {
+    **{name: COMMANDS[name] for name in ("plan", "bench", "info")},
+    "a session's file": [*KVCACHE, "inspect", "a file of a session"],
+    "selftest": [sys.executable, "-P", "-c", SELFTEST, "selftest"],
+    **{f"help of {name}": [*KVCACHE, *name.split(), "--help"] for name in
+       ("", "plan", "bench", "generate", "info", "selftest", "inspect")},
+}  # fmt: skip
+
+
+def pieces(text):
+    """Return the words that people read, a size with its unit as one; not the marks at which a shell's line goes on."""
+    text = re.sub(r"(\d) (?=[KMGT]iB)", r"\1_", masked(text).replace(" \\\n", "\n"))
+    return sorted(text.split())
+
+
+@pytest.mark.parametrize("name", READ)
+def test_words_are_whole_at_any_width(run, name, monkeypatch, tmp_path):
+    shutil.copy(STATES / "version-1", tmp_path / "a file of a session")
+    monkeypatch.setitem(COMMANDS, name, READ[name])
+    status, into_file, _ = run(name, "file", "file")
+    assert status == 0
+    for columns in WIDTHS:
+        status, sent, _ = run(name, "terminal", "pipe", size=(24, columns))
+        assert status == 0
+        shown = "\n".join(terminal.screen(sent, columns))
+        assert pieces(shown) == pieces(into_file), columns
+        assert max(map(len, masked(sent).splitlines())) <= columns
+        for cell in re.findall(r"a file of a session|\S+ [KMGT]iB", masked(into_file)):
+            assert cell in shown, columns
+
+
+def test_a_table_that_is_wider_than_the_terminal_breaks_between_cells(run):
+    """It is written row by row, before the width of what follows is known."""
+    status, into_file, _ = run_in_terminal(COMPARE, stdout="pipe", stderr="pipe")
+    assert status == 0
+    assert any(len(line) > 80 for line in into_file.splitlines())
+    for columns in (40, 200):
+        status, sent, _ = run_in_terminal(COMPARE, stderr="pipe", size=(24, columns))
+        assert status == 0
+        shown = "\n".join(terminal.screen(sent, columns))
+        assert pieces(re.sub(r"[\d,.]+", "", shown)) == pieces(re.sub(r"[\d,.]+", "", into_file))
+        assert max(map(len, sent.splitlines())) <= columns
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_a_mistake_is_whole_words_on_a_terminal(run, columns):
+    one_line = run("a mistake", "pipe", "pipe")[2]
+    assert one_line.count("\n") == 1
+    sent = run("a mistake", "pipe", "terminal", size=(24, columns))[2]
+    assert terminal.screen(sent, columns) == [line.rstrip() for line in sent.replace("\r", "").split("\n")]
+    assert sent.split() == one_line.split()
