@@ -1,6 +1,7 @@
 /* replay.c: runs a fuzzer's function on inputs, and on alterations of them by chance.
  *
- *     replay NUM FILE    each line of the file, in hexadecimal digits, as it is and altered NUM times
+ *     replay NUM FILE [SEED]    each line of the file, in hexadecimal digits, as it is and altered NUM times, otherwise
+ *                               with another seed
  */
 #define _POSIX_C_SOURCE 200809L /* setenv */
 #include "fuzz.h"
@@ -26,8 +27,8 @@ static size_t alter_input(uint8_t *input, size_t size) {
 
 int main(int argc, char **argv) {
     static uint8_t input[MOST_BYTES], altered[MOST_BYTES];
-    FILE *file = argc == 3 ? fopen(argv[2], "r") : NULL;
-    uint64_t chance = 1; /* the fuzzers set random_state as well */
+    FILE *file = argc == 3 || argc == 4 ? fopen(argv[2], "r") : NULL;
+    uint64_t chance = argc == 4 ? strtoull(argv[3], NULL, 10) : 1; /* the fuzzers set random_state as well */
     if (!file) return 2;
     for (size_t size; (size = read_line(file, input));) {
         LLVMFuzzerTestOneInput(input, size);

@@ -310,8 +310,10 @@ void let_go(client *c, int s) {
 }
 
 int end_of(const sequence *s) {
-    int end = MOST;
-    while (end && !s->tags[0][end - 1]) end--;
+    int end = 0;
+    for (int l = 0; l < MOST_LAYERS; l++)
+        for (int i = end; i < MOST; i++)
+            if (s->tags[l][i]) end = i + 1;
     return end;
 }
 
@@ -360,12 +362,13 @@ static int is_stored(const pass *p) {
     return 1;
 }
 
-static int put_rows(client *c, pass *p, int layer, int first, int n) {
+/* Puts rows, now and then while it attends; returns whether it could. */
+static int put_rows_as(client *c, pass *p, int layer, int first, int n, int may_attend) {
     rows r;
     for (int i = 0; i < n; i++) set_row(&r, i, p->tags[first + i], layer);
     const kvc_put_args args = put_of(&r, first, n);
     for (;;) {
-        if (!pick(6) && is_stored(p)) {
+        if (may_attend && !pick(6) && is_stored(p)) {
             if (put_and_attend(c, p, layer, first, n, &args)) break;
         } else {
             begin_call(c, "kvc_put");
@@ -375,6 +378,12 @@ static int put_rows(client *c, pass *p, int layer, int first, int n) {
     }
     p->num_put[layer] = first + n;
     return 1;
+}
+
+static int put_rows(client *c, pass *p, int layer, int first, int n) { return put_rows_as(c, p, layer, first, n, 1); }
+
+static int put_by_call(client *c, pass *p, int layer, int first, int n) {
+    return put_rows_as(c, p, layer, first, n, 0);
 }
 
 /* Writes rows where the core shows. */
@@ -517,24 +526,27 @@ static void check_turn(const client *c, int64_t called) {
     }
 }
 
+/* Begins a batch, for which it waits a while or not; returns whether it could. */
+static int begin_with(client *c, kvc_begin_args *args, kvc_batch **batch, int may) {
+    static const int64_t timeouts[] = {0, -1, 1, 50};
+    args->timeout_ms = timeouts[pick(4)];
+    begin_call(c, args->replaced ? "kvc_begin_with, to restore" : "kvc_begin_with");
+    const int64_t called = sim_now();
+    const kvc_status status = kvc_begin_with(c->w->cache, args, batch);
+    if (status == KVC_OK) check_turn(c, called);
+    const int has_begun = ended(c, status, may | MAY_BE_FULL | MAY_CANCEL | (args->timeout_ms >= 0 ? MAY_BE_BUSY : 0));
+    if (status == KVC_ERR_FULL) check_full(c, args);
+    if (has_begun) check_limits(c);
+    return has_begun;
+}
+
 static int begin(client *c, pass *p) {
     int64_t ids[MOST_TOKENS];
     for (int i = 0; i < p->num_sequences; i++)
         for (int t = p->first[i]; t < p->first[i + 1]; t++) ids[t] = id_of(p->sequences[i]);
-    static const int64_t timeouts[] = {0, -1, 1, 50};
-    const int64_t timeout = timeouts[pick(4)];
-    const kvc_begin_args args = {.struct_size = sizeof args,
-                                 .num_tokens = p->num_tokens,
-                                 .seq_ids = ids,
-                                 .unstored = p->unstored,
-                                 .timeout_ms = timeout};
-    begin_call(c, "kvc_begin_with");
-    const int64_t called = sim_now();
-    const kvc_status status = kvc_begin_with(c->w->cache, &args, &p->batch);
-    if (status == KVC_OK) check_turn(c, called);
-    const int has_begun = ended(c, status, MAY_BE_FULL | MAY_BE_GONE | MAY_CANCEL | (timeout >= 0 ? MAY_BE_BUSY : 0));
-    if (status == KVC_ERR_FULL) check_full(c, &args);
-    if (has_begun) check_limits(c);
+    kvc_begin_args args = {
+        .struct_size = sizeof args, .num_tokens = p->num_tokens, .seq_ids = ids, .unstored = p->unstored};
+    const int has_begun = begin_with(c, &args, &p->batch, MAY_BE_GONE);
     for (int t = 0; has_begun && c->w->is_meddled && t < p->num_tokens; t++) /* others may have moved the end */
         c->w->origins[p->tags[t]] = (uint8_t)kvc_batch_positions(p->batch)[t];
     return has_begun;
@@ -670,14 +682,16 @@ static void remove_some(client *c, int s) {
         }
 }
 
-static void cut(client *c, int s) {
+static int cut_to(client *c, int s, int length) {
     sequence *of = &c->w->sequences[s];
-    const int length = pick(end_of(of) + 1);
     begin_call(c, "kvc_truncate");
-    if (!ended(c, kvc_truncate(c->w->cache, id_of(s), length), MAY_BE_GONE)) return;
+    if (!ended(c, kvc_truncate(c->w->cache, id_of(s), length), MAY_BE_GONE)) return 0;
     if (length < end_of(of) && length < of->num_prompt) of->num_prompt = length;
     for (int l = 0; l < MOST_LAYERS; l++) memset(of->tags[l] + length, 0, (size_t)(MOST - length) * sizeof(int));
+    return 1;
 }
+
+static void cut(client *c, int s) { cut_to(c, s, pick(end_of(&c->w->sequences[s]) + 1)); }
 
 static void shift_some(client *c, int s) {
     sequence *of = &c->w->sequences[s];
@@ -831,6 +845,133 @@ static void clear_some(client *c) {
     if (s < 0) return;
     clear_one(c, s);
     let_go(c, s);
+}
+
+/* ---- layers that are restored ------------------------------------------------------------------------------------ */
+
+/* A batch that restores layers of one sequence. */
+typedef struct restoration {
+    int s, num;
+    uint8_t layers[MOST_LAYERS];
+    int32_t positions[MOST_TOKENS];
+    int tags[MOST_TOKENS]; /* by token */
+    kvc_batch *batch;
+} restoration;
+
+/* Chooses layers, those of one policy together; returns whether there are any. */
+static int choose_layers(const world *w, uint8_t *layers) {
+    int any = 0;
+    for (int l = 0; l < w->num_layers; l++) {
+        layers[l] = (uint8_t)pick(2);
+        for (int i = 0; i < l; i++)
+            if (!memcmp(&w->layers[i].policy, &w->layers[l].policy, sizeof(kvc_policy))) layers[l] = layers[i];
+        any |= layers[l] && is_own(w, l);
+    }
+    return any;
+}
+
+/* Lists the positions that a batch restores, in any order: those below the end of the sequence, or of an earlier one.
+ */
+static int list_restored(client *c, restoration *r) {
+    const int end = end_of(&c->w->sequences[r->s]), to = end ? 1 + pick(end) : 1 + pick(FEED);
+    for (int at = to - 1 - pick(MOST_TOKENS - 1), holes = !pick(4); at < to; at++)
+        if (at >= 0 && !(holes && !pick(3))) {
+            const int i = pick(3) ? r->num : pick(r->num + 1);
+            r->positions[r->num++] = r->positions[i];
+            r->positions[i] = at;
+        }
+    for (int t = 0; t < r->num; t++) r->tags[t] = new_tag(c->w, r->positions[t]);
+    return to;
+}
+
+/* Puts all tokens in all restored layers, some of them by the pointers that the core shows. */
+static int put_restored(client *c, const restoration *r) {
+    const world *w = c->w;
+    pass p = {.batch = r->batch, .num_tokens = r->num, .num_sequences = 1, .sequences = {r->s}, .first = {0, r->num}};
+    memcpy(p.tags, r->tags, sizeof r->tags);
+    for (int l = 0; l < w->num_layers; l++) {
+        const int cut = pick(r->num + 1);
+        if (!r->layers[l] || !is_own(w, l)) continue;
+        if (cut && !put_by_call(c, &p, l, 0, cut)) return 0;
+        if (cut < r->num && !(pick(2) ? put_by_call : write_rows)(c, &p, l, cut, r->num - cut)) return 0;
+    }
+    return 1;
+}
+
+/* Notes that tokens are all that the sequence holds in these layers. */
+static void note_restored(client *c, const restoration *r, const int32_t *kept, int num) {
+    sequence *of = &c->w->sequences[r->s];
+    for (int l = 0; num && l < c->w->num_layers; l++) {
+        if (!r->layers[l] || !is_own(c->w, l)) continue;
+        memset(of->tags[l], 0, sizeof of->tags[l]);
+        for (int i = 0; i < num; i++) of->tags[l][r->positions[kept[i]]] = r->tags[kept[i]];
+    }
+    c->w->expires = 1; /* what a layer lacks is gone */
+}
+
+/* Whether all layers hold what a query at a position sees of the rows that some layer has: rows of windows that were
+ * not restored may have expired. */
+static int can_continue(const world *w, const restoration *r, int at) {
+    const sequence *of = &w->sequences[r->s];
+    for (int i = 0; i < at; i++)
+        for (int l = 0, other = 0; l < w->num_layers; l++) {
+            if (!is_own(w, l) || !sees(&w->layers[l].policy, at, i)) continue;
+            if (!r->layers[l] && w->layers[l].policy.kind != KVC_FULL) return 0;
+            for (other = 0; !of->tags[l][i] && other < w->num_layers; other++)
+                if (of->tags[other][i]) return 0;
+        }
+    return 1;
+}
+
+/* Takes the sequence back to the position behind the restored ones, and begins a batch there, which finds all rows. */
+static void go_on_behind(client *c, const restoration *r, int at) {
+    const int64_t id = id_of(r->s);
+    kvc_batch *batch;
+    if (!cut_to(c, r->s, at) || c->w->is_meddled || !can_continue(c->w, r, at)) return;
+    const kvc_begin_args args = {.struct_size = sizeof args, .num_tokens = 1, .seq_ids = &id, .timeout_ms = -1};
+    begin_call(c, "kvc_begin_with behind what was restored");
+    const kvc_status status = kvc_begin_with(c->w->cache, &args, &batch);
+    if (status == KVC_OK) kvc_abort(batch);
+    if (status == KVC_ERR_GONE) fail(c, "answers \"%s\"", kvc_strerror(status));
+}
+
+static void end_restoring(client *c, const restoration *r, int to) {
+    int32_t kept[MOST_TOKENS], num = 0;
+    const int keeps_all = pick(3) != 0;
+    for (int t = 0; t < r->num; t++)
+        if (keeps_all || pick(2)) kept[num++] = t;
+    c->call = "kvc_commit of restored layers";
+    c->w->batch = NULL;
+    const kvc_status status = num == r->num && pick(2) ? kvc_commit(r->batch) : kvc_commit_kept(r->batch, kept, num);
+    if (status != KVC_OK) fail(c, "answers \"%s\"", kvc_strerror(status));
+    note_restored(c, r, kept, num);
+    check_sequence(c, c->w->cache, r->s);
+    if (pick(2)) go_on_behind(c, r, to);
+}
+
+/* Replaces what a sequence holds in some layers. */
+static void restore_layers(client *c) {
+    restoration r = {.s = take(c, 0)};
+    int64_t seq_ids[MOST_TOKENS];
+    if (r.s < 0) return;
+    const int to = list_restored(c, &r);
+    for (int t = 0; t < r.num; t++) seq_ids[t] = id_of(r.s);
+    kvc_begin_args args = {.struct_size = sizeof args,
+                           .num_tokens = r.num,
+                           .positions = r.positions,
+                           .seq_ids = seq_ids,
+                           .replaced = r.layers};
+    if (r.num && choose_layers(c->w, r.layers) && begin_with(c, &args, &r.batch, 0)) {
+        c->w->pass = NULL;
+        c->w->batch = r.batch;
+        if (put_restored(c, &r) && pick(6)) {
+            end_restoring(c, &r, to);
+        } else {
+            c->w->batch = NULL;
+            kvc_abort(r.batch);
+        }
+    }
+    let_go(c, r.s);
 }
 
 /* ---- retained sequences ------------------------------------------------------------------------------------------ */
@@ -1301,15 +1442,17 @@ static void pass_time(client *c) {
 
 /* Makes a call that others must not notice who are in the middle of theirs. */
 static void disturb(client *c) {
-    static void (*const calls[])(client *c) = {compact, settle, settle, reserve, clear_some, clone, fork_once, edit};
+    static void (*const calls[])(client *c) = {compact, settle,    settle,    reserve, clear_some,
+                                               clone,   fork_once, fork_once, edit};
     calls[pick(sizeof calls / sizeof *calls)](c);
 }
 
 /* Makes a call of the run's theme. */
 static void follow_theme(client *c) {
-    static void (*const passes[])(client *c) = {feed, feed, feed, reserve, fork_once};
-    static void (*const moves[])(client *c) = {read_moved, read_moved, read_moved, settle, compact,
-                                               edit,       edit,       hold,       clone,  save_and_restore};
+    static void (*const passes[])(client *c) = {feed,           feed,           feed,    feed,
+                                                restore_layers, restore_layers, reserve, fork_once};
+    static void (*const moves[])(client *c) = {
+        restore_layers, read_moved, read_moved, read_moved, settle, compact, edit, edit, hold, clone, save_and_restore};
     if (c->w->theme == PASSES)
         passes[pick(sizeof passes / sizeof *passes)](c);
     else
@@ -1317,12 +1460,12 @@ static void follow_theme(client *c) {
 }
 
 static void *run_client(void *context) {
-    static void (*const calls[])(client *c) = {feed,       feed,   feed,   feed,       feed,
-                                               feed,       edit,   edit,   edit,       edit,
-                                               retain,     retain, attach, retain_new, inject_retained,
-                                               tidy,       tidy,   hold,   clone,      save_and_restore,
-                                               clear_some, meddle, meddle, fork_once,  read_moved,
-                                               read_moved};
+    static void (*const calls[])(client *c) = {feed,       feed,          feed,   feed,       feed,
+                                               feed,       edit,          edit,   edit,       edit,
+                                               retain,     retain,        attach, retain_new, inject_retained,
+                                               tidy,       tidy,          hold,   clone,      save_and_restore,
+                                               clear_some, meddle,        meddle, fork_once,  read_moved,
+                                               read_moved, restore_layers};
     client *c = context;
     c->thread = sim_self();
     self_of(c);

@@ -386,11 +386,12 @@ int sim_clock_gettime(clockid_t clock, struct timespec *time) {
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
-/* Counts memory that is handed out, and fills it: nothing may count on zeros. */
+/* Counts memory that is handed out, and fills it: nothing may count on zeros.  As a number, what fills it is -1, or one
+ * that leads far as an index. */
 static void *count(void *memory) {
     if (!memory) return NULL;
     num_bytes += (int64_t)malloc_usable_size(memory);
-    return memset(memory, 0xff, malloc_usable_size(memory));
+    return memset(memory, options.seed / 2 % 2 ? 0xff : 0x5a, malloc_usable_size(memory));
 }
 
 void *sim_malloc(size_t size) {
