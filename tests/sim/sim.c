@@ -909,16 +909,13 @@ static void note_restored(client *c, const restoration *r, const int32_t *kept, 
     c->w->expires = 1; /* what a layer lacks is gone */
 }
 
-/* Whether all layers hold what a query at a position sees of the rows that some layer has: rows of windows that were
- * not restored may have expired. */
+/* Whether all layers hold what a query at a position sees: rows of windows that were not restored may have expired. */
 static int can_continue(const world *w, const restoration *r, int at) {
     const sequence *of = &w->sequences[r->s];
     for (int i = 0; i < at; i++)
-        for (int l = 0, other = 0; l < w->num_layers; l++) {
+        for (int l = 0; l < w->num_layers; l++) {
             if (!is_own(w, l) || !sees(&w->layers[l].policy, at, i)) continue;
-            if (!r->layers[l] && w->layers[l].policy.kind != KVC_FULL) return 0;
-            for (other = 0; !of->tags[l][i] && other < w->num_layers; other++)
-                if (of->tags[other][i]) return 0;
+            if (!of->tags[l][i] || (!r->layers[l] && w->layers[l].policy.kind != KVC_FULL)) return 0;
         }
     return 1;
 }
