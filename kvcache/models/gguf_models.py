@@ -251,7 +251,7 @@ class _Model:
         )
         return {
             "rotary_dim": dim,
-            "rope_interleave": not halves,
+            "stored_as_neighbours": not halves,
             "rope_parameters": self.parameters(windowed),
             "rope_freqs": factors,
         }

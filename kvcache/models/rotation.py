@@ -35,16 +35,18 @@ ROTATING = {
     "aquila", "baichuan", "chatglm", "codegen", "deci", "gptj", "internlm", "internlm2", "minicpm", "openelm", "orion",
     "phi-msft", "plamo", "plamo2", "qwen", "RefinedWeb", "RefinedWebModel", "stablelm_epoch", "xverse",
 }  # fmt: skip
+# Types that rotate by ``partial_rotary_factor``, whatever ``rotary_dim`` says.
+WITHOUT_ROTARY_DIM = {"minimax_m3_vl_text"}
 # Types of layers whose rotation a file may give under the other's name.
 SAME = {
     "hybrid": "full_attention", "full_attention": "hybrid",
     "hybrid_sliding": "sliding_attention", "sliding_attention": "hybrid_sliding",
 }  # fmt: skip
-# Types whose pairs of rotated elements are neighbours (i, i + 1), not halves (i, i + n).
+# Types whose pairs of rotated elements are neighbours (i, i + 1) where they are stored, not halves (i, i + n).
+# ``rope_interleave`` says how the weights order them: transformers stores the rotated keys in halves either way.
 INTERLEAVED = {
-    "codegen", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe",
-    "ernie4_5_vl_moe_text", "glm", "glm4", "glm4v_text", "glm_ocr_text", "gptj", "helium", "llama4_text",
-    "moonshine", "moonshine_streaming", "sarvam_mla",
+    "codegen", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "ernie4_5", "ernie4_5_moe", "ernie4_5_vl_moe_text",
+    "glm", "glm4", "glm4v_text", "glm_ocr_text", "gptj", "helium", "llama4_text", "moonshine", "moonshine_streaming",
 }  # fmt: skip
 
 
@@ -67,10 +69,10 @@ def rope(config: Fields, layer: int, kind: str, head_dim: int, first_dim: int) -
     else:
         width = head_dim - first_dim
         dim = width if first_dim else parameters.count("rotary_dim", int(width * fraction), least=2, most=width)
-        num_rotated = dim // 2
+        num_rotated = min((dim + 1) // 2, width // 2)  # transformers rounds up where `dim` is odd
     with np.errstate(all="ignore"):  # frequencies that are not finite are refused below
         inv_freq = np.float64(parameters.positive("rope_theta", 10000.0)) ** -(np.arange(0, 2 * num_rotated, 2) / dim)
-        inv_freq = np.pad(scale(parameters, config, inv_freq, dim), (0, dim // 2 - num_rotated))
+        inv_freq = np.pad(scale(parameters, config, inv_freq, dim), (0, max(0, dim // 2 - num_rotated)))
         inv_freq /= _factors(config, len(inv_freq))
     if not len(inv_freq) or not np.isfinite(inv_freq).all():
         raise parameters.error(f"rope_theta and what scales it, {plain(name)}, give no finite frequencies")
@@ -122,7 +124,7 @@ def _rotates(config: Fields, layer: int, kind: str, model_type: str) -> bool:
 
 
 def _interleaved(config: Fields, model_type: str) -> bool:
-    return config.get("rope_interleave", model_type in INTERLEAVED) is True
+    return config.get("stored_as_neighbours", model_type in INTERLEAVED) is True  # a GGUF's reader knows
 
 
 # Types whose layers with a window are scaled as the others, though they have a theta of their own.
@@ -151,7 +153,7 @@ def _parameters(config: Fields, layer: int, kind: str, model_type: str) -> Field
     beside = {
         "rope_theta": theta,
         "partial_rotary_factor": config.get("partial_rotary_factor"),
-        "rotary_dim": config.get("rotary_dim"),
+        "rotary_dim": None if model_type in WITHOUT_ROTARY_DIM else config.get("rotary_dim"),
         "original_max_position_embeddings": config.get("max_position_embeddings"),
     }
     found = {**beside, **found, **({} if length is None else {"original_max_position_embeddings": length})}
@@ -245,7 +247,7 @@ def _yarn(parameters: Fields, config: Fields, inv_freq: Frequencies, dim: int) -
     if parameters.get("truncate", True):
         low, high = np.floor(low), np.ceil(high)
     low, high = np.maximum(low, 0), np.minimum(high, dim - 1)  # NumPy's minimum and maximum keep NaN
-    kept = 1 - np.clip((np.arange(dim // 2) - low) / np.maximum(high - low, 0.001), 0, 1)
+    kept = 1 - np.clip((np.arange(len(inv_freq)) - low) / np.maximum(high - low, 0.001), 0, 1)
     kept *= parameters.positive("extrapolation_factor", 1.0)
     scaled: Frequencies = inv_freq * kept + inv_freq / factor * (1 - kept)
     return scaled

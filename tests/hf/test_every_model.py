@@ -12,9 +12,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from support.rotation import rotated
 
 import kvcache
+from kvcache.models import shapes
+from kvcache.rope import Rope
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -380,6 +384,55 @@ def test_logits(name):
 )
 def test_logits_of_variants(name, changes):
     assert outcome(name, **changes) == table()[name]
+
+
+def keys_at(model, position):
+    """Return what each layer stores of one token that stands at a position: latents as one row."""
+    past = their_cache(model)
+    given, name = {"input_ids": torch.tensor([[5]])}, "position_ids"
+    if model.config.is_encoder_decoder:
+        encoder = Source(last_hidden_state=torch.ones(1, SOURCE, 64))
+        given, name = {"decoder_input_ids": given["input_ids"], "encoder_outputs": encoder}, "decoder_position_ids"
+    with torch.no_grad():
+        model(**given, **{name: torch.tensor([[position]])}, past_key_values=past, use_cache=True)
+    layers = getattr(past, "self_attention_cache", past).layers
+    return [(layer.keys, layer.values) for layer in layers if torch.is_tensor(getattr(layer, "keys", None))]
+
+
+def own_layers(config):
+    """Return the layers of a shape that store rows of the decoder's tokens."""
+    layers = shapes.read(config, SOURCE).layers
+    if config.is_encoder_decoder:
+        layers = layers[: len(layers) // 2]
+    return [layer for layer in layers if layer.policy is not None and layer.share is None]
+
+
+ROTATING_DECODERS = ["moonshine", "moonshine_streaming"]  # types with an encoder whose decoders rotate keys
+
+
+def rotating():
+    """Return the types whose keys are said to rotate, or not to: those that a shape knows."""
+    names = names_of("kernels", "dense", "its own")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        configs = {name: CONFIG_MAPPING[name]() for name in names}
+    return [name for name in names if not configs[name].is_encoder_decoder or name in ROTATING_DECODERS]
+
+
+@pytest.mark.parametrize("name", marked(rotating()))
+def test_keys_move_as_the_shape_says(name):
+    """A token's keys at two positions: those of the first, rotated as the shape says, are those of the second."""
+    model = small_model(name)
+    randomise(model)
+    layers = own_layers(model.config)
+    for layer, one, other in zip(layers, keys_at(model, 1), keys_at(model, 6), strict=True):
+        rows = [torch.cat(each, -1) if layer.value_in_key else each[0] for each in (one, other)]
+        before, after = (row.float().numpy() for row in rows)
+        if isinstance(layer.rope, Rope):
+            before = rotated(before, 5, layer.rope)
+        elif layer.rope is not False:
+            continue  # the shape does not say it, and moving these keys is refused
+        assert np.abs(before - after).max() < 1e-4 * max(1, np.abs(before).max())
 
 
 @pytest.mark.parametrize("name", names_of("refused"))

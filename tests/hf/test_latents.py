@@ -2,7 +2,10 @@
 
 import copy
 
+import numpy as np
 import pytest
+
+import kvcache
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -180,3 +183,36 @@ def logits_of_turns(model, cache, attentions, tokens):
             results.extend(model(tokens, past_key_values=each).logits for each in (cache, copied))
         cache.crop(-2)
     return results
+
+
+LATENT = {
+    "deepseek_v2": {"num_experts_per_tok": 2}, "deepseek_v3": {}, "axk1": {}, "glm4_moe_lite": {}, "minicpm3": {},
+    "sarvam_mla": {}, "youtu": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LATENT)
+@pytest.mark.parametrize("interleave", [True, False])
+def test_latents_after_a_removal_are_as_if_stored_anew(name, interleave):
+    """What transformers stores of the first layer, moved by the rotation that is read from the configuration."""
+    if name not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
+        pytest.skip("a later transformers has it")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16}
+    sizes |= {"qk_rope_head_dim": 32, "v_head_dim": 16, "vocab_size": 97, "pad_token_id": 0, "n_routed_experts": 4}
+    sizes |= {"moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "rope_interleave": interleave}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, **sizes, **LATENT[name])
+    small = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+    def stored(tokens):
+        past = transformers.DynamicCache(config=config)
+        with torch.no_grad():
+            small(torch.tensor([tokens]), past_key_values=past)
+        return torch.cat([past.layers[0].keys, past.layers[0].values], -1)[0].transpose(0, 1).numpy()
+
+    cache = kvcache.KVCache.from_config(config, dtype="f32", max_seq_len=8)
+    with cache.batch(6) as batch:
+        batch.put(0, stored([5, 6, 7, 8, 9, 10]), None)
+    cache.remove(1, 3)
+    assert np.abs(cache.gather(0)[0][0] - stored([5, 8, 9, 10])[:, 0]).max() < 1e-5
