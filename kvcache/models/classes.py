@@ -37,6 +37,7 @@ class Class(NamedTuple):
 UNKNOWN = Class({}, {}, {})
 # Values beside those of classes.json, or in their place, by type of model; None: a file that says nothing has none.
 MORE: dict[str, dict[str, Any]] = {
+    "chatglm": {"partial_rotary_factor": 0.5},
     "dbrx": {"attn_config": {"kv_n_heads": 1}},
     "hrm_text": {"H_cycles": 2, "L_cycles": 3},
     "mllama_text_model": {"cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38]},

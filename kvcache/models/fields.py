@@ -54,9 +54,16 @@ NAMES = {
         "max_position_embeddings", "n_positions",
     ),
     "layer_types": ("layer_types", "layers_block_type"),
+    "kv_lora_rank": ("kv_lora_rank", "attention_kv_lora_dim"),
+    "qk_rope_head_dim": ("qk_rope_head_dim", "attention_qk_rope_dim"),
+    "use_rope_layers": ("use_rope_layers", "rope_layout"),
     "rope_theta": ("rotary_emb_base", "global_rope_theta", "rope_theta", "rope_base", "rope_freq_constant"),
     "rope_local_base_freq": ("rope_local_base_freq", "local_rope_theta", "swa_rope_theta", "rope_local_theta"),
-    "partial_rotary_factor": ("partial_rotary_factors", "rotary_pct", "rope_pct", "partial_rotary_factor"),
+    "partial_rotary_factor": (
+        "partial_rotary_factors", "rotary_pct", "rope_pct", "partial_rotary_factor", "rope_percent",
+        "rotary_emb_fraction",
+    ),
+    # Windows count the token itself, as the code beside MiMo's files has it. transformers' class of mimo_v2_flash adds 1.
     "sliding_window": ("sliding_window", "sliding_window_size", "attention_window_size", "interleaved_sliding_window"),
 }  # fmt: skip
 # Fields under which a model of several parts nests the configuration of its text decoder.

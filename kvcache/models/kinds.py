@@ -33,6 +33,7 @@ BY_LAYER: dict[str, Mapping[Any, str]] = {
     "layer_types": {},
     "hybrid_override_pattern": {"M": L, "*": F, "E": "moe", "-": "mlp"},  # Nemotron-H
     "hybrid_layer_pattern": {0: F, 1: S},  # MiMo
+    "sliding_window_layout": {0: F, 1: S},  # SmallThinker
     "attn_type_list": {0: L, 1: F},  # MiniMax
     "attention_layers": {},  # GPT-Neo
     "attention_types": {},
@@ -91,7 +92,7 @@ FIRST = {"flint": F, "kimi_linear": L, "lfm3": C, "mimo_v2_flash": F}
 LAST = dict.fromkeys(("beam", "diffusion_gemma_text", "flint", "gemma4_text", "gemma4_unified_text"), F)
 # Types with an ``attn_layer_period``, its offset, and what they have at that layer.
 ATTENTION_EVERY = {"jamba": (8, 4, F), "zamba": (6, 4, H)}
-# Fields that say how long a window is.
+# Fields that say how long a window is; the first present counts.
 WINDOWS = ("sliding_window", "local_attention", "window_size")
 # Types whose layers have a window from ``max_window_layers`` on.
 FROM_MAX_WINDOW_LAYERS = {"dots1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,8 +11,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.errors import NotSupportedError, plain
-from kvcache.models.fields import Fields, is_positive
+from kvcache.errors import NotSupportedError, plain, shown
+from kvcache.models.fields import NAMES, Fields, is_positive
 from kvcache.models.kinds import NO_ROPE_EVERY, SLIDING, rotates_by_interval
 from kvcache.rope import Rope, RopeLike
 
@@ -30,6 +31,23 @@ REVERSED = {"nanochat"}
 ROPE_IF = {"granitemoehybrid": ("position_embedding_type", "rope"), "zamba2": ("use_mem_rope", True)}
 # Types that add positions to the scores (ALiBi), and rotate no keys.
 ALIBI = {"bloom", "jais", "mpt"}
+# Names of fields that say how keys rotate. One that is not in KNOWN, and has a value, makes the rotation unknown.
+SAYS_ROTATION = re.compile("^(rope|rotary)(_|$)|ntk|yarn|^position_encoding_2d$")
+KNOWN = {
+    "original_rope",
+    "rope_3d",
+    "rope_freqs",
+    "rope_interleave",
+    "rope_parameters",
+    "rope_ratio",
+    "rope_scaling",
+    "rope_scaling_layers",
+    "rotary",
+    "rotary_dim",
+    "rotary_value",
+    "use_dynamic_ntk",
+    "yarn_only_types",
+}.union(*(NAMES[name] for name in ("rope_theta", "rope_local_base_freq", "partial_rotary_factor", "use_rope_layers")))
 # Types that rotate keys even if a file does not say so, beside those of which transformers' classes say it.
 ROTATING = {
     "aquila", "baichuan", "chatglm", "codegen", "deci", "gptj", "internlm", "internlm2", "minicpm", "openelm", "orion",
@@ -45,8 +63,9 @@ SAME = {
 # Types whose pairs of rotated elements are neighbours (i, i + 1) where they are stored, not halves (i, i + n).
 # ``rope_interleave`` says how the weights order them: transformers stores the rotated keys in halves either way.
 INTERLEAVED = {
-    "codegen", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "ernie4_5", "ernie4_5_moe", "ernie4_5_vl_moe_text",
-    "glm", "glm4", "glm4v_text", "glm_ocr_text", "gptj", "helium", "llama4_text", "moonshine", "moonshine_streaming",
+    "chatglm", "codegen", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "ernie4_5", "ernie4_5_moe",
+    "ernie4_5_vl_moe_text", "glm", "glm4", "glm4v_text", "glm_ocr_text", "gptj", "helium", "llama4_text", "moonshine",
+    "moonshine_streaming",
 }  # fmt: skip
 
 
@@ -58,10 +77,16 @@ def rope(config: Fields, layer: int, kind: str, head_dim: int, first_dim: int) -
     parameters = _parameters(config, layer, kind, model_type)
     if parameters is None:
         return None
+    unknown = _unknown(config)
+    if unknown is not None:
+        return Unshiftable(f"{unknown} says how they are rotated, and is not read")
     name = parameters.text("rope_type", parameters.text("type", "default"))
     scale = SCALINGS.get(name)
     if scale is None:
-        return Unshiftable(name)
+        by_length = name in BY_LENGTH
+        return Unshiftable(
+            f"their rotation, {shown(name)}, {'depends on how long the sequence is' if by_length else 'is not known'}"
+        )
     # Latents have the rotated elements apart, all of them.
     fraction = 1.0 if first_dim else parameters.positive("partial_rotary_factor", 1.0, most=1.0)
     if name == "proportional":
@@ -102,7 +127,12 @@ def _rotates(config: Fields, layer: int, kind: str, model_type: str) -> bool:
     rotates = config.get("rotates")
     if rotates is not None:  # a GGUF's reader knows
         return rotates is True
+    attention = config.part("attn_config")
+    if attention is not None and attention.get("rope") is True:  # MPT's later models
+        return True
     if model_type in ALIBI | NO_ROPE or config.get("alibi") is True or config.get("mla_use_nope") is True:
+        return False
+    if config.get("use_rope") is False:
         return False
     if config.get("position_embedding_type") in ("nope", "alibi"):
         return False
@@ -121,6 +151,18 @@ def _rotates(config: Fields, layer: int, kind: str, model_type: str) -> bool:
     if config.get("no_rope_layers") or config.get("no_rope_layer_interval") or model_type in NO_ROPE_EVERY:
         return rotates_by_interval(config, layer)
     return True
+
+
+def _unknown(config: Fields) -> str | None:
+    """Return the name of a field that says how keys rotate, and that is not read; None if there is none."""
+    if config.get("gguf_architecture") is not None:
+        return None
+    for name, value in config.values.items():
+        says = isinstance(name, str) and SAYS_ROTATION.search(name) is not None and name not in KNOWN
+        changes_nothing = value is None or value is False or (value == 1 and value is not True)
+        if says and not changes_nothing:
+            return plain(name)
+    return None
 
 
 def _interleaved(config: Fields, model_type: str) -> bool:
@@ -158,6 +200,8 @@ def _parameters(config: Fields, layer: int, kind: str, model_type: str) -> Field
     }
     found = {**beside, **found, **({} if length is None else {"original_max_position_embeddings": length})}
     name = found.get("rope_type", found.get("type", "default"))
+    if config.get("use_dynamic_ntk") is True:  # Qwen's first models
+        name = "dynamic"
     if isinstance(name, str):
         found["rope_type"] = {**SCALING_NAMES, **SCALING_NAMES_OF.get(model_type, {})}.get(name, name)
     return Fields(found, source)
@@ -197,15 +241,12 @@ def _scaling(
 
 @dataclass(frozen=True)
 class Unshiftable:
-    """A rotation that depends on more than the position, so that keys cannot be moved: calling it raises."""
+    """A rotation that depends on more than the position, or is not known, so that keys cannot be moved."""
 
-    rope_type: str
+    reason: str
 
     def __call__(self, layer: int, keys: npt.NDArray[np.float32], delta: int) -> Any:
-        raise NotSupportedError(
-            f"keys of layer {layer} cannot be moved: their rotation, {self.rope_type!r}, depends on how long the "
-            "sequence is; feed the tokens again"
-        )
+        raise NotSupportedError(f"keys of layer {layer} cannot be moved: {self.reason}; feed the tokens again")
 
 
 Frequencies: TypeAlias = npt.NDArray[np.float64]
@@ -253,6 +294,7 @@ def _yarn(parameters: Fields, config: Fields, inv_freq: Frequencies, dim: int) -
     return scaled
 
 
+BY_LENGTH = {"dynamic", "longrope"}
 SCALINGS: dict[str, Callable[[Fields, Fields, Frequencies, int], Frequencies]] = {
     "default": _plain,
     "mrope": _plain,  # for text, all three positions are equal

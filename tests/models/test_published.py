@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from support.published_models import PUBLISHED
+from support.published_models import PUBLISHED, UNSUPPORTED
 from support.rotation import rotated
 
 import kvcache
@@ -35,6 +35,13 @@ def test_sizes(name, tmp_path):
         assert sum(isinstance(layer.rope, Rope) for layer in layers) == form.rotating
 
 
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_is_refused_is_refused_by_name(name):
+    said, config = UNSUPPORTED[name]
+    with pytest.raises(kvcache.NotSupportedError, match=said):
+        shapes.read(config)
+
+
 ROTATED = [name for name, form in PUBLISHED.items() if form.rotating]
 
 
@@ -62,6 +69,7 @@ def test_keys_after_a_removal_are_as_if_rotated_anew(name):
         ("attention_pattern", "GLLL"), ("full_attention_every", 4), ("global_layers", [0, 3]), ("kv_groups", [2, 2]),
         ("kv_heads_per_layer", [2, 1, 2, 1]), ("kv_reuse_group", [[0, 1]]), ("layer_attention_types", ["a"] * 4),
         ("swa_layers", [1, 2]), ("block_overrides", {"order": []}), ("use_yoco", True), ("mb_per_layer", 2),
+        ("attn_window_size", 64), ("loop_window_size", 64), ("mla_kv_lora_dim", 64), ("num_loops", 2),
         ("index_head_dim", 128), ("compress_ratios", [4, 128, 4, 128]), ("window_layers", [1]),
     ],
 )  # fmt: skip
@@ -116,3 +124,39 @@ def test_layers_that_see_everything_and_rotate_nothing(model_type, rotating):
 def test_keys_that_rotate_the_other_way():
     ropes = [shapes.read({"model_type": name, **SOME}).layers[0].rope.inv_freq for name in ("nanochat", "llama")]
     assert [-f for f in ropes[0]] == list(ropes[1])
+
+
+def moved(config):
+    """Move the keys of a cache's tokens."""
+    cache = kvcache.KVCache.from_config(config)
+    with cache.batch(2) as batch:
+        for i, layer in enumerate(cache.layers):
+            batch.put(i, *[np.ones((2, layer.num_kv_heads, layer.head_dim), np.float32)] * 2)
+    cache.remove(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rope_type", "ntk"), ("rope_pos_scale", 2), ("rotary_scaling_factor", 2.0), ("use_ntk_scaling", True),
+        ("rotary_emb_interleaved", True), ("position_encoding_2d", True), ("yarn_factor", 4.0),
+    ],
+)  # fmt: skip
+def test_a_field_that_says_how_keys_rotate_is_not_passed_over(field, value):
+    config = {"model_type": "new", **SOME, "rope_theta": 10000.0}
+    moved(config)
+    moved({**config, field: None})
+    with pytest.raises(kvcache.NotSupportedError, match=rf"cannot be moved: {field} says how they are rotated"):
+        moved({**config, field: value})
+
+
+def test_a_rotation_of_an_unknown_kind():
+    config = {"model_type": "new", **SOME, "rope_theta": 10000.0, "rope_scaling": {"type": "spiral", "factor": 2.0}}
+    with pytest.raises(kvcache.NotSupportedError, match="cannot be moved: their rotation, 'spiral', is not known"):
+        moved(config)
+
+
+def test_half_of_a_head_of_chatglm_rotates_by_neighbours():
+    rope = shapes.read(PUBLISHED["GLM-4 9B, own code"].config).layers[0].rope
+    assert (len(rope.inv_freq), rope.interleaved) == (32, True)
+    assert rope.inv_freq[1] == pytest.approx((10000.0 * 500) ** (-1 / 32))

@@ -100,7 +100,7 @@ def test_latents():
     assert rows_of(shape.layers[0]) == (1, 576, 512)
     assert shape.layers[0].value_in_key
     rope = shape.layers[0].rope
-    assert (rope.first_dim, len(rope.inv_freq), rope.interleaved) == (512, 32, True)
+    assert (rope.first_dim, len(rope.inv_freq), rope.interleaved) == (512, 32, False)
     assert all(layer.value_in_key for layer in kvcache.KVCache.from_config({**LLAMA, **mla}).layers)
     assert "int4" in shape.dtypes
     odd = shapes.read({**LLAMA, **mla, "kv_lora_rank": 192})
@@ -114,7 +114,7 @@ def test_latents_of_a_file_older_than_their_class_in_transformers():
     layer = shapes.read({**LLAMA, **mla, "rope_scaling": scaling}).layers[0]
     assert rows_of(layer) == (1, 576, 512)
     assert layer.rope == shapes.read({**LLAMA, **mla, "rope_scaling": {**scaling, "type": "yarn"}}).layers[0].rope
-    assert (layer.rope.first_dim, layer.rope.interleaved) == (512, True)
+    assert (layer.rope.first_dim, layer.rope.interleaved) == (512, False)
 
 
 def test_per_layer_config():
