@@ -27,8 +27,8 @@ FIELDS = {
     "is_encoder_decoder", "kv_lora_rank", "layer_group_size", "local_attention", "max_window_layers", "multi_query",
     "new_decoder_architecture", "no_rope_layer_interval", "num_experts_per_tok", "num_global_key_value_heads",
     "num_kv_shared_layers", "original_max_position_embeddings", "position_embedding_type",
-    "prefix_dense_sliding_window_pattern", "qk_rope_head_dim", "rope_parameters", "rotary_dim", "sliding_window_pattern",
-    "swa_head_dim", "swa_num_attention_heads", "swa_num_key_value_heads",
+    "prefix_dense_sliding_window_pattern", "qk_rope_head_dim", "rope_parameters", "rotary_dim",
+    "sliding_window_pattern", "swa_head_dim", "swa_num_attention_heads", "swa_num_key_value_heads",
     "swa_v_head_dim", "use_mem_rope", "use_sliding_window", "v_head_dim", "window_size",
 }  # fmt: skip
 THETA, LOCAL = 12345.0, 54321.0  # no class's own

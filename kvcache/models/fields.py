@@ -63,7 +63,7 @@ NAMES = {
         "partial_rotary_factors", "rotary_pct", "rope_pct", "partial_rotary_factor", "rope_percent",
         "rotary_emb_fraction",
     ),
-    # Windows count the token itself, as the code beside MiMo's files has it. transformers' class of mimo_v2_flash adds 1.
+    # Windows count the token itself, as llama.cpp has it. transformers' class of MiMo adds 1.
     "sliding_window": ("sliding_window", "sliding_window_size", "attention_window_size", "interleaved_sliding_window"),
 }  # fmt: skip
 # Fields under which a model of several parts nests the configuration of its text decoder.

@@ -32,10 +32,10 @@ HARMLESS = {
     "_sliding_window_pattern", "add_cross_attention", "attention_type", "attention_window", "attn_type",
     "cla_share_factor", "cross_layer_interval", "decoder_layers", "freeze_text_layers", "global_head_dim",
     "indexer_types", "keep_window_size", "kv_channels", "kv_source_layers", "linear_attn_config", "local_radius",
-    "max_window_layers", "mla_use_nope", "no_rope_layer_interval", "num_attention_groups", "num_gqa_groups", "num_kv_groups",
-    "num_query_groups", "num_sliding_attention_heads", "order_of_interleaved_layers", "qk_nope_head_dim",
-    "recurrent_kv_cache_mode", "rope_scaling_layers", "share_q_dim", "sliding_window_pattern", "use_cla", "use_gqa",
-    "use_sliding_window",
+    "max_window_layers", "mla_use_nope", "no_rope_layer_interval", "num_attention_groups", "num_gqa_groups",
+    "num_kv_groups", "num_query_groups", "num_sliding_attention_heads", "order_of_interleaved_layers",
+    "qk_nope_head_dim", "recurrent_kv_cache_mode", "rope_scaling_layers", "share_q_dim", "sliding_window_pattern", "use_cla",
+    "use_gqa", "use_sliding_window",
 }  # fmt: skip
 # Fields that say which rows a layer reads, not which it keeps: sizes do not depend on them.
 READS_LESS = {
