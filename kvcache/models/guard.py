@@ -34,8 +34,8 @@ HARMLESS = {
     "indexer_types", "keep_window_size", "kv_channels", "kv_source_layers", "linear_attn_config", "local_radius",
     "max_window_layers", "mla_use_nope", "no_rope_layer_interval", "num_attention_groups", "num_gqa_groups",
     "num_kv_groups", "num_query_groups", "num_sliding_attention_heads", "order_of_interleaved_layers",
-    "qk_nope_head_dim", "recurrent_kv_cache_mode", "rope_scaling_layers", "share_q_dim", "sliding_window_pattern", "use_cla",
-    "use_gqa", "use_sliding_window",
+    "qk_nope_head_dim", "recurrent_kv_cache_mode", "rope_scaling_layers", "share_q_dim", "sliding_window_pattern",
+    "use_cla", "use_gqa", "use_sliding_window",
 }  # fmt: skip
 # Fields that say which rows a layer reads, not which it keeps: sizes do not depend on them.
 READS_LESS = {
@@ -48,7 +48,7 @@ REFUSED = {
     "index_head_dim": "its layers keep the keys of an indexer beside the others",
     "compress_ratios": "its layers compress what they keep",
 }
-# Fields with the number of times that layers run, each of which has rows of its own.
+# Fields that say how often layers run. Each run has rows of its own.
 TIMES = ("loop_num", "num_loops", "total_ut_steps", "mean_recurrence")
 # Types that keep no keys of an indexer though their files have its fields.
 WITHOUT_INDEX = {"minimax_m3_vl_text"}

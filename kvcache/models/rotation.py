@@ -31,7 +31,7 @@ REVERSED = {"nanochat"}
 ROPE_IF = {"granitemoehybrid": ("position_embedding_type", "rope"), "zamba2": ("use_mem_rope", True)}
 # Types that add positions to the scores (ALiBi), and rotate no keys.
 ALIBI = {"bloom", "jais", "mpt"}
-# Names of fields that say how keys rotate. One that is not in KNOWN, and has a value, makes the rotation unknown.
+# Names of fields that say how keys rotate. A field with such a name makes the rotation unknown unless KNOWN has it.
 SAYS_ROTATION = re.compile("^(rope|rotary)(_|$)|ntk|yarn|^position_encoding_2d$")
 KNOWN = {
     "original_rope",
@@ -154,7 +154,7 @@ def _rotates(config: Fields, layer: int, kind: str, model_type: str) -> bool:
 
 
 def _unknown(config: Fields) -> str | None:
-    """Return the name of a field that says how keys rotate, and that is not read; None if there is none."""
+    """Return the name of an unread field about rotations; None: every such field is read."""
     if config.get("gguf_architecture") is not None:
         return None
     for name, value in config.values.items():

@@ -411,7 +411,7 @@ ROTATING_DECODERS = ["moonshine", "moonshine_streaming"]  # types with an encode
 
 
 def rotating():
-    """Return the types whose keys are said to rotate, or not to: those that a shape knows."""
+    """Return the types without an encoder, and the types with one whose decoders rotate keys."""
     names = names_of("kernels", "dense", "its own")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -421,7 +421,7 @@ def rotating():
 
 @pytest.mark.parametrize("name", marked(rotating()))
 def test_keys_move_as_the_shape_says(name):
-    """A token's keys at two positions: those of the first, rotated as the shape says, are those of the second."""
+    """Keys at position 1, rotated by 5 as the shape says, equal the same token's keys at position 6."""
     model = small_model(name)
     randomise(model)
     layers = own_layers(model.config)

@@ -194,7 +194,7 @@ LATENT = {
 @pytest.mark.parametrize("name", LATENT)
 @pytest.mark.parametrize("interleave", [True, False])
 def test_latents_after_a_removal_are_as_if_stored_anew(name, interleave):
-    """What transformers stores of the first layer, moved by the rotation that is read from the configuration."""
+    """transformers stores the keys; the rotation that the configuration is read to have moves them."""
     if name not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
         pytest.skip("a later transformers has it")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
