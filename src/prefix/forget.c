@@ -106,7 +106,7 @@ static void end_sources(kvc_prefix *prefix, const kvc_tokens *tokens) {
     const kvc_table *table = &prefix->cache->sequences;
     for (kvc_sequence *sequence = kvc_table_first(table); sequence && !sequence->is_hidden;
          sequence = kvc_table_next(table, sequence)) {
-        if (sequence->is_retained || !may_hold(sequence, tokens)) continue;
+        if (!may_hold(sequence, tokens)) continue;
         sequence->forgotten_in |= UINT64_C(1) << prefix->bit;
         kvc_session *session = kvc_session_of(prefix, sequence);
         if (session) kvc_session_forget(session);

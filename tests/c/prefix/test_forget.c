@@ -139,11 +139,32 @@ static void test_names(void) {
     close_world();
 }
 
+/* Retained sequences hold forgotten rows still: nothing is kept of what is made of them. */
+static void test_retained(void) {
+    const int64_t *all = numbers(100);
+    for (int how = 0; how < 2; how++) {
+        open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+        const int64_t id = acquire(all, 12, NULL), retained = 1000, copy = 2000;
+        int32_t matched;
+        feed_to(id, 12, 12);
+        CHECK(kvc_retain(cache, id, retained, 0, 4) == KVC_OK);
+        forget(all, 12);
+        if (how)
+            CHECK(kvc_fork(cache, retained, copy) == KVC_OK);
+        else
+            CHECK(kvc_attach(cache, &retained, 1, copy, 4, &matched) == KVC_OK && matched == 4);
+        release(copy, all, 4);
+        CHECKF(known(all, 12) == 0, "%d: %d", how, known(all, 12));
+        close_world();
+    }
+}
+
 int main(void) {
     test_ends_inside();
     test_what_stays();
     test_states();
     test_running();
+    test_retained();
     test_pins();
     test_names();
     return test_result();
