@@ -102,6 +102,7 @@ int kvc_session_begins(const kvc_follower *follower, const kvc_tokens *tokens) {
     const kvc_session *session = (const kvc_session *)(const void *)follower;
     const kvc_node *first = session->last;
     const kvc_token_span one = kvc_tokens_part(tokens, 0, 1);
+    if (!session->sequence->edited_from) return 1; /* it holds what it was not acquired for */
     while (first->parent && first->parent->parent) first = first->parent;
     if (first->parent) return kvc_tokens_common(&first->tokens, &one) > 0;
     if (session->begin || !session->known_to) return 1; /* it has given up its place in the tree */

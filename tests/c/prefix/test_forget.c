@@ -159,12 +159,26 @@ static void test_retained(void) {
     }
 }
 
+/* A sequence that was acquired for another prompt holds forgotten rows, too, once they are shared with it. */
+static void test_shared_into(void) {
+    const int64_t *all = numbers(100), *other = numbers(300);
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+    const int64_t id = acquire(all, 12, NULL), to = acquire(other, 12, NULL);
+    feed_to(id, 12, 12);
+    CHECK(kvc_share(cache, id, to, 0, 12) == KVC_OK && kvc_exact_to(cache, to) == INT32_MAX);
+    forget(all, 12);
+    release(to, all, 12);
+    CHECKF(known(all, 12) == 0, "%d", known(all, 12));
+    close_world();
+}
+
 int main(void) {
     test_ends_inside();
     test_what_stays();
     test_states();
     test_running();
     test_retained();
+    test_shared_into();
     test_pins();
     test_names();
     return test_result();
