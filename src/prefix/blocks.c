@@ -255,7 +255,8 @@ typedef struct arrival {
     int64_t size, id;       /* id: of the sequence that gets its rows, and of the pin of those before */
     int64_t state_bytes;    /* the last ones of the payload; 0: it has no state */
     int32_t begin, end;
-    int32_t position; /* of the state */
+    int32_t position;    /* of the state */
+    int64_t num_forgets; /* of the prefix, before the payload was read */
 } arrival;
 
 /* Finds the state behind the rows of a payload, `size` bytes; returns whether that is one of the block. */
@@ -335,6 +336,7 @@ static int may_follow(const kvc_match *m, const kvc_node *node) {
 static kvc_status begin_arrival(arrival *a, const kvc_tokens *tokens, int32_t *is_kept) {
     kvc_prefix *prefix = a->prefix;
     kvc_match m;
+    if (prefix->num_forgets != a->num_forgets) return KVC_OK;
     KVC_TRY(kvc_match_find(prefix, tokens, a->end, &m));
     kvc_node *last = kvc_match_path(&m, a->begin);
     const int may_add = last->end == a->begin && may_follow(&m, last);
@@ -387,24 +389,24 @@ static void end_arrival(const arrival *a, kvc_status status, const kvc_state_use
     if (node) kvc_node_use(node, -1);
 }
 
-kvc_status kvc_prefix_add_block(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block, const uint8_t *payload,
-                                int64_t size, int32_t *is_kept, int32_t *is_new) {
+kvc_status kvc_prefix_add_block(kvc_prefix *prefix, const kvc_added *added, int32_t *is_kept, int32_t *is_new) {
     kvc_cache *cache = prefix->cache;
-    arrival a = {.prefix = prefix, .payload = payload, .size = size, .id = -1};
-    a.begin = block * cache->pools[0].block_size;
+    arrival a = {
+        .prefix = prefix, .payload = added->payload, .size = added->size, .id = -1, .num_forgets = added->num_forgets};
+    a.begin = added->block * cache->pools[0].block_size;
     a.end = a.begin + cache->pools[0].block_size;
-    a.tokens = kvc_tokens_part(tokens, a.begin, a.end);
+    a.tokens = kvc_tokens_part(added->tokens, a.begin, a.end);
     *is_kept = *is_new = 0;
     KVC_TRY(check_payload(cache, &a));
     kvc_prefix_lock(prefix);
-    kvc_status status = begin_arrival(&a, tokens, is_kept);
+    kvc_status status = begin_arrival(&a, added->tokens, is_kept);
     kvc_unlock(cache, KVC_OK);
     if (status != KVC_OK || a.id < 0) return status;
     status = write_rows(cache, &a);
     kvc_lock(cache);
     kvc_state_use use = {0}; /* without it the block would not be asked for again */
     if (status == KVC_OK && a.state_bytes > 0)
-        status = kvc_checkpoint_new(cache, a.payload + size - a.state_bytes, a.state_bytes, &use);
+        status = kvc_checkpoint_new(cache, a.payload + a.size - a.state_bytes, a.state_bytes, &use);
     end_arrival(&a, status, &use, is_kept);
     *is_new = *is_kept;
     kvc_unlock(cache, KVC_OK);
@@ -421,5 +423,6 @@ kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *from, int32_t bl
         return kvc_fail(KVC_ERR_INVALID, "block is %d: there are %lld full ones", block,
                         (long long)(tokens.num_tokens / block_size));
     if (!payload || !is_kept) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", payload ? "is_kept" : "payload");
-    return kvc_prefix_add_block(prefix, &tokens, block, payload, size, is_kept, &is_new);
+    const kvc_added added = {&tokens, block, payload, size, kvc_prefix_num_forgets(prefix)};
+    return kvc_prefix_add_block(prefix, &added, is_kept, &is_new);
 }

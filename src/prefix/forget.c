@@ -104,6 +104,7 @@ static int may_hold(const kvc_sequence *sequence, const kvc_tokens *tokens) {
 /* Once nothing is left: keeps no blocks of sequences that hold rows of the prompt, nor such as are on their way. */
 static void end_sources(kvc_prefix *prefix, const kvc_tokens *tokens) {
     const kvc_table *table = &prefix->cache->sequences;
+    prefix->num_forgets++;
     for (kvc_sequence *sequence = kvc_table_first(table); sequence && !sequence->is_hidden;
          sequence = kvc_table_next(table, sequence)) {
         if (!may_hold(sequence, tokens)) continue;
@@ -138,4 +139,11 @@ kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *from, uint8_t
     if (tokens.num_tokens && !d.num) end_sources(prefix, &tokens);
     *num_names = n.num;
     return kvc_unlock(prefix->cache, KVC_OK);
+}
+
+int64_t kvc_prefix_num_forgets(kvc_prefix *prefix) {
+    kvc_lock(prefix->cache);
+    const int64_t num = prefix->num_forgets;
+    kvc_unlock(prefix->cache, KVC_OK);
+    return num;
 }

@@ -146,10 +146,10 @@ kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_
 
 /* ---- in ---------------------------------------------------------------------------------------------------------- */
 
-/* Reads a block, and adds it; *is_kept is 0 where the store has none, or there is no room, *is_new where it brings
- * nothing. */
-static kvc_status fetch_block(kvc_carrier *c, kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block,
-                              const uint8_t *name, int32_t *is_kept, int32_t *is_new) {
+/* Reads a block, and adds it; *is_kept is 0 where the store has none, or there is no room, or a prompt was forgotten
+ * meanwhile; *is_new where it brings nothing. */
+static kvc_status fetch_block(kvc_carrier *c, kvc_prefix *prefix, kvc_added *added, const uint8_t *name,
+                              int32_t *is_kept, int32_t *is_new) {
     int64_t size = 0;
     *is_kept = *is_new = 0;
     KVC_TRY(c->store.read(c->store.user, name, c->value, c->max_bytes, &size));
@@ -158,8 +158,9 @@ static kvc_status fetch_block(kvc_carrier *c, kvc_prefix *prefix, const kvc_toke
         return kvc_fail(KVC_ERR_FORMAT, "the value has %lld bytes, and no block more than %lld", (long long)size,
                         (long long)c->max_bytes);
     KVC_TRY(kvc_value_check(c->value, size, name, &prefix->owner, c->crc));
-    return kvc_prefix_add_block(prefix, tokens, block, c->value + KVC_VALUE_HEADER, size - KVC_VALUE_HEADER, is_kept,
-                                is_new);
+    added->payload = c->value + KVC_VALUE_HEADER;
+    added->size = size - KVC_VALUE_HEADER;
+    return kvc_prefix_add_block(prefix, added, is_kept, is_new);
 }
 
 /* Fetches the blocks that are missing in the first num_tokens tokens, until there are no more. */
@@ -167,17 +168,18 @@ static kvc_status fetch_all(kvc_carrier *c, kvc_prefix *prefix, const kvc_tokens
                             int32_t *fetched) {
     const int32_t size = c->cache->pools[0].block_size;
     uint8_t name[KVC_NAME_BYTES];
-    int32_t block, is_kept = 1, is_new;
+    int32_t is_kept = 1, is_new;
     int64_t num;
-    KVC_TRY(kvc_prefix_missing(prefix, tokens, num_tokens, name, 1, &block, &num));
+    kvc_added added = {.tokens = tokens, .num_forgets = kvc_prefix_num_forgets(prefix)};
+    KVC_TRY(kvc_prefix_missing(prefix, tokens, num_tokens, name, 1, &added.block, &num));
     if (!num) return KVC_OK;
     kvc_lock(c->cache);
     KVC_TRY(kvc_unlock(c->cache, take_memory(c, 1)));
     for (; is_kept && num; num--) {
-        KVC_TRY(fetch_block(c, prefix, tokens, block, name, &is_kept, &is_new));
+        KVC_TRY(fetch_block(c, prefix, &added, name, &is_kept, &is_new));
         if (is_new) *fetched += size;
-        block++;
-        if (num > 1) kvc_name_blocks(prefix->salt, name, tokens, (int64_t)block * size, size, 1, name);
+        added.block++;
+        if (num > 1) kvc_name_blocks(prefix->salt, name, tokens, (int64_t)added.block * size, size, 1, name);
     }
     return KVC_OK;
 }

@@ -172,6 +172,50 @@ static void test_shared_into(void) {
     close_world();
 }
 
+/* A store of one value, which forgets a prompt after it has read that. */
+typedef struct late_store {
+    const int64_t *ids;
+    uint8_t name[KVC_NAME_BYTES], value[8192];
+    int64_t size;
+    int is_forgetful;
+} late_store;
+
+static kvc_status read_late(void *user, const uint8_t *name, void *to, int64_t max_bytes, int64_t *size) {
+    const late_store *s = user;
+    *size = memcmp(s->name, name, sizeof s->name) ? 0 : s->size;
+    if (*size && *size <= max_bytes) memcpy(to, s->value, (size_t)*size);
+    if (s->is_forgetful) forget(s->ids, 4);
+    return KVC_OK;
+}
+
+static kvc_status write_one(void *user, const uint8_t *name, const void *value, int64_t size) {
+    late_store *s = user;
+    CHECK(size <= (int64_t)sizeof s->value);
+    memcpy(s->name, name, sizeof s->name);
+    memcpy(s->value, value, (size_t)size);
+    s->size = size;
+    return KVC_OK;
+}
+
+/* A value that was read before its prompt was forgotten is not added after that. */
+static void test_fetched(void) {
+    const int64_t *all = numbers(100);
+    const kvc_tokens tokens = tokens_of(all, 5);
+    for (int is_forgetful = 0; is_forgetful < 2; is_forgetful++) {
+        late_store late = {.ids = all, .is_forgetful = is_forgetful};
+        const kvc_store store = {sizeof store, &late, read_late, write_one};
+        int64_t num_written;
+        int32_t fetched;
+        open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){.collects_new = 1});
+        serve(all, 4, 4);
+        CHECK(kvc_store_new_blocks(cache, &store, &num_written) == KVC_OK && num_written == 1);
+        CHECK(kvc_prefix_clear(prefix) == KVC_OK);
+        CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK);
+        CHECKF(fetched == (is_forgetful ? 0 : 4) && known(all, 4) == fetched, "%d: %d", is_forgetful, fetched);
+        close_world();
+    }
+}
+
 int main(void) {
     test_ends_inside();
     test_what_stays();
@@ -179,6 +223,7 @@ int main(void) {
     test_running();
     test_retained();
     test_shared_into();
+    test_fetched();
     test_pins();
     test_names();
     return test_result();
