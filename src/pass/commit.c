@@ -16,7 +16,9 @@ static void close_batch(kvc_batch *batch) {
         kvc_sequence *sequence = batch->sequences[s].sequence;
         sequence->in_batch = 0;
         kvc_cache_mark_changed(cache, sequence);
-        if (!kvc_sequence_is_blank(sequence) || sequence->follower) continue;
+        if (!kvc_sequence_is_blank(sequence)) continue;
+        sequence->forgotten_in = 0;
+        if (sequence->follower) continue;
         if (sequence == batch->spare)
             kvc_cache_spare(cache, sequence);
         else

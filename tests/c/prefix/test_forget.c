@@ -216,6 +216,21 @@ static void test_fetched(void) {
     }
 }
 
+/* A sequence whose batch is aborted holds nothing, forgotten or not. */
+static void test_aborted(void) {
+    const int64_t *all = numbers(100);
+    kvc_batch *batch;
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+    const int64_t id = acquire(all, 12, NULL);
+    CHECK(begin_at_end(cache, id, 12, &batch) == KVC_OK);
+    forget(all, 12);
+    kvc_abort(batch);
+    feed_to(id, 12, 12);
+    release(id, all, 12);
+    CHECKF(known(all, 12) == 12, "%d", known(all, 12));
+    close_world();
+}
+
 int main(void) {
     test_ends_inside();
     test_what_stays();
@@ -224,6 +239,7 @@ int main(void) {
     test_retained();
     test_shared_into();
     test_fetched();
+    test_aborted();
     test_pins();
     test_names();
     return test_result();
