@@ -1050,7 +1050,10 @@ KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
  * and match again once the tokens before them are computed again.
  * Sequences stay as they are, and go on.  But this prefix keeps no more blocks of a sequence that may hold forgotten
  * rows.  Of the sequences that it acquired, these are the ones whose first token is the prompt's; of all others, and of
- * their copies, the ones that hold tokens now, retained ones too.  A kvc_prefix_fetch under way adds nothing more.
+ * their copies, the ones that hold tokens now, retained ones too.  If a cache has more than 64 prefixes, some of them
+ * keep no blocks of a sequence either because another prefix has forgotten its rows.  A kvc_prefix_fetch under way adds
+ * nothing more.
+ * Saved states keep what they have: what is restored from them counts as computed again.
  * Pins stay.  Once the tokens are computed again, their blocks are pinned again, until kvc_prefix_unpin.
  * Stores keep what they have.  Remove there the values under the names of the prompt (kvc_prefix_names), and those that
  * are written to `names`, [max_names][KVC_NAME_BYTES]: the full blocks that were dropped.  The call ends when it has
