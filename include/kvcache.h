@@ -1005,8 +1005,9 @@ KVC_API kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const 
  * behind them, or behind those of an earlier checkpoint.  num_bytes 0: keeps the blocks alone.  A runner calls it
  * before the last token of a prompt, because an acquired sequence never holds that, at the end of an answer, and every
  * few thousand tokens of a long prompt.  A state counts as memory, and goes with the rows of its last token.  It is
- * not kept where the tokens are more than those that the sequence holds, or not all exact.  Fails with KVC_ERR_BUSY
- * and KVC_ERR_INVALID as kvc_prefix_release does, with KVC_ERR_INVALID if num_bytes is more than state_bytes, and with
+ * not kept where the tokens are more than those that the sequence holds, or not all exact.  Nor is it kept where all
+ * windows of the sequence have left the last token behind, and no kept block has its rows.  Fails with KVC_ERR_BUSY and
+ * KVC_ERR_INVALID as kvc_prefix_release does, with KVC_ERR_INVALID if num_bytes is more than state_bytes, and with
  * KVC_ERR_FULL, where max_bytes leaves no room for the state, and KVC_ERR_NOMEM, after which some blocks may be kept
  * without it. */
 KVC_API kvc_status kvc_prefix_checkpoint(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens,

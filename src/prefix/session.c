@@ -134,6 +134,7 @@ static int keep_next(kvc_session *session) {
     if (is_known) {
         tokens = kvc_tokens_part(&session->prompt, begin - session->begin, end - session->begin);
         node = kvc_node_find(session->last, &tokens);
+        if (node) kvc_node_relist(node); /* to compute it again is a use */
     }
     if (!node) {
         const kvc_status status =
@@ -297,7 +298,9 @@ static kvc_node *keep_block(kvc_node *parent, const kvc_sequence *sequence, kvc_
     if (node) {
         if (own) kvc_node_drop(own);
     } else {
-        if (!own && kvc_node_new(parent->tree, sequence, parent->end, end, &list, &own) != KVC_OK) return NULL;
+        const kvc_node *longer = own ? NULL : kvc_node_find(parent, tokens); /* windows of the sequence may be ahead */
+        const kvc_sequence *source = longer ? longer->rows : sequence;
+        if (!own && kvc_node_new(parent->tree, source, parent->end, end, &list, &own) != KVC_OK) return NULL;
         node = own ? kvc_tree_add(parent, own, tokens) : kvc_tree_add_empty(parent, tokens);
     }
     if (node) kvc_node_use(node, 1);

@@ -229,6 +229,47 @@ static void test_pinned_state(void) {
     }
 }
 
+/* Returns how many tokens of a prompt have rows. */
+static int with_rows(const int64_t *ids, int num) {
+    const kvc_tokens tokens = tokens_of(ids, num);
+    int32_t matched, found = -1;
+    CHECK(kvc_prefix_lookup(prefix, &tokens, &matched, &found) == KVC_OK);
+    return found;
+}
+
+/* A block that is computed again, because its state was not kept, was used last. */
+static void test_computed_again(void) {
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){.state_bytes = STATE});
+    serve(numbers(100), 8, 8);
+    serve(numbers(200), 8, 8);
+    int matched;
+    const int64_t id = acquire(numbers(100), 8, &matched);
+    CHECK(!matched);
+    feed_to(id, 8, 8);
+    evict(8);
+    CHECKF(with_rows(numbers(100), 8) == 8 && with_rows(numbers(200), 8) == 0, "%d and %d tokens have rows",
+           with_rows(numbers(100), 8), with_rows(numbers(200), 8));
+    CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
+    close_world();
+}
+
+/* A state that comes late is kept with rows of a kept block, though the sequence's windows have left them behind. */
+static void test_late_state(void) {
+    const kvc_policy policies[] = {sliding_policy(4, 0, 0), full};
+    const int64_t *ids = numbers(100);
+    for (int num_policies = 1; num_policies <= 2; num_policies++)
+        for (int at = 6; at <= 8; at++) {
+            open_world(policies, num_policies, (kvc_config){0}, (kvc_prefix_config){.state_bytes = STATE});
+            const int64_t id = acquire(ids, 22, NULL);
+            feed_to(id, 20, 2);
+            checkpoint(id, ids, at, 1);
+            CHECKF(check_agreement(ids, 22) == at, "%d groups: %d of %d", num_policies, known(ids, 22), at);
+            CHECK(stats_now().checkpoints == 1);
+            CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
+            close_world();
+        }
+}
+
 /* ---- time -------------------------------------------------------------------------------------------------------- */
 
 static void sleep_ms(int ms) { nanosleep(&(struct timespec){0, ms * 1000000}, NULL); }
@@ -278,6 +319,8 @@ int main(void) {
     test_pinned_twice();
     test_pins_are_no_use();
     test_pinned_state();
+    test_computed_again();
+    test_late_state();
     test_expired();
     test_expired_is_dropped();
     return test_result();
