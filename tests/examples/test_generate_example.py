@@ -18,7 +18,7 @@ from support.row_types import TYPES
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "generate.py"
 EXPECTED = json.loads((ROOT / "examples" / "model" / "expected.json").read_text())
-MEASURING = "(measuring 8 steps without the cache, then 12 types on 4 texts of 2,048 tokens; Ctrl-C ends it)\n"
+MEASURING = "(measuring 8 steps without the cache, then 12 types on 4 texts of 2,048 tokens;\nCtrl-C ends it)\n"
 TIMEOUT = 600
 
 
@@ -117,9 +117,9 @@ def test_the_end_of_the_context(tmp_path: Path) -> None:
     prompt.write_bytes((ROOT / "examples" / "model" / "eval.txt").read_bytes()[:2040])
     full = run("--prompt-file", prompt, "--tokens", "50", "--temperature", "0")
     assert full.returncode == 0
-    notice = "(stopped at 2,048 tokens, the model's whole context; with a window or a shift it would go on)\n"
+    notice = "(stopped at 2,048 tokens, the model's whole context; with a window or a shift it\nwould go on)\n"
     assert full.stderr.startswith(notice)
-    assert full.stderr.count("\n") == 2
+    assert full.stderr.count("\n") == 3
     assert speeds_of(full.stderr)["decode"][0] == 7  # the prompt's own pass gives the first of the eight
     window = ("--window", "100", "--tokens", "50", "--temperature", "0")
     on = run("--prompt-file", prompt, *window)

@@ -20,7 +20,20 @@ from support import hostile
 
 import kvcache
 from kvcache import ModelFileError, NotSupportedError, runner
-from kvcache.models import fields, fingerprint, gguf, kinds, parameters, reading, rotation, shapes, tokenizer, weights
+from kvcache.models import (
+    fields,
+    fingerprint,
+    gguf,
+    gguf_tables,
+    kinds,
+    parameters,
+    reading,
+    rotation,
+    settings,
+    shapes,
+    tokenizer,
+    weights,
+)
 
 NAMES = [
     "config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json", "model.safetensors",
@@ -126,7 +139,7 @@ CHANGES = [
 
 WORDS = sorted(
     {name for names in fields.NAMES.values() for name in names}
-    | {*fields.PARTS, *fields.DEFAULTS, *fields.GGUF_NAMES, *fields.GGUF_NAMES.values(), *fields.GGUF_SCALING}
+    | {*fields.PARTS, *gguf_tables.NAMES, *gguf_tables.NAMES.values(), *gguf_tables.WINDOWS, *settings.LISTS}
     | {*shapes.REFUSED, *kinds.STATELESS, *kinds.FULL, *kinds.SLIDING, *rotation.SCALINGS, *TENSORS, *tokenizer.CUTS}
     | {"attn_layer_period", "attn_layer_offset", "full_attention_interval", "block_types", "use_sliding_window"}
     | {"max_window_layers", "attn_config", "kv_n_heads", "multi_query", "new_decoder_architecture", "rope_freqs"}

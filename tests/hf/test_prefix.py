@@ -753,10 +753,9 @@ def test_a_loaded_cache_that_is_dropped_or_is_given_another_text(tmp_path):
     saved.save(tmp_path / "chat")
     prefix = prefix_for(model)
     caches = [HFCache.load(model.config, tmp_path / "chat", prefix=prefix) for _ in range(2)]
-    with pytest.raises(ValueError, match="input_ids has 60 tokens, and the cache holds 67 tokens that it was not told"):
-        generate(model, tokens, past_key_values=caches[0], **options)
-    caches[0].reset()
     want = generate(model, tokens)[0]
+    assert torch.equal(generate(model, tokens, past_key_values=caches[0], **options)[0], want)  # it begins alike
+    caches[0].reset()
     for _ in range(2):
         got, _ = generate(model, tokens, past_key_values=caches[0], **options)
         assert torch.equal(got, want)

@@ -858,13 +858,24 @@ typedef struct restoration {
     kvc_batch *batch;
 } restoration;
 
+/* Whether layers of two policies are of one group. */
+static int is_same(const kvc_policy *a, const kvc_policy *b) {
+    const int32_t keeps = a->kind == KVC_SLIDING && !a->resume_window ? a->window : a->resume_window,
+                  other_keeps = b->kind == KVC_SLIDING && !b->resume_window ? b->window : b->resume_window;
+    if (a->kind != b->kind) return 0;
+    if (a->kind == KVC_SLIDING)
+        return a->window == b->window && a->num_sink_tokens == b->num_sink_tokens && keeps == other_keeps;
+    if (a->kind == KVC_CHUNKED) return a->attention_chunk_size == b->attention_chunk_size && keeps == other_keeps;
+    return a->kind != KVC_CROSS;
+}
+
 /* Chooses layers, those of one policy together; returns whether there are any. */
 static int choose_layers(const world *w, uint8_t *layers) {
     int any = 0;
     for (int l = 0; l < w->num_layers; l++) {
         layers[l] = (uint8_t)pick(2);
         for (int i = 0; i < l; i++)
-            if (!memcmp(&w->layers[i].policy, &w->layers[l].policy, sizeof(kvc_policy))) layers[l] = layers[i];
+            if (is_same(&w->layers[i].policy, &w->layers[l].policy)) layers[l] = layers[i];
         any |= layers[l] && is_own(w, l);
     }
     return any;
