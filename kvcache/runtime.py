@@ -170,7 +170,9 @@ def print_values(found: Mapping[str, object]) -> None:
     """Print names and values, in as many columns as there are."""
     from kvcache.columns import NO_LIMIT, columns, definitions
 
-    print(definitions(((name, "-" if value is None else str(value)) for name, value in found.items()), columns(NO_LIMIT)))
+    print(
+        definitions(((name, "-" if value is None else str(value)) for name, value in found.items()), columns(NO_LIMIT))
+    )
 
 
 _PACKAGE = Path(_core.__file__).parent

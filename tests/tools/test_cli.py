@@ -606,7 +606,9 @@ def test_generate_takes_every_type(dtype):
 
 @pytest.mark.slow
 def test_generate_compares():
-    done = run("generate", MODEL, "ROMEO:", "--compare", "--tokens", 20, "--temperature", 0, "--dtype", "q8_0", "--hadamard")
+    done = run(
+        "generate", MODEL, "ROMEO:", "--compare", "--tokens", 20, "--temperature", 0, "--dtype", "q8_0", "--hadamard"
+    )
     assert done.returncode == 0
     text, _, table = done.stdout.partition("\n\n")
     assert text.startswith("ROMEO:")
