@@ -168,11 +168,9 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str | 
 
 def print_values(found: Mapping[str, object]) -> None:
     """Print names and values, in as many columns as there are."""
-    from kvcache.columns import NO_LIMIT, columns, definitions
+    from kvcache.columns import WIDTH, columns, definitions
 
-    print(
-        definitions(((name, "-" if value is None else str(value)) for name, value in found.items()), columns(NO_LIMIT))
-    )
+    print(definitions(((name, "-" if value is None else str(value)) for name, value in found.items()), columns(WIDTH)))
 
 
 _PACKAGE = Path(_core.__file__).parent
