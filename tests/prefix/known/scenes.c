@@ -1,0 +1,118 @@
+/* scenes.c: worlds of their own, for promises that random calls rarely come to. */
+#include "known.h"
+
+typedef struct stage {
+    kvc_cache *cache;
+    kvc_prefix *prefix;
+} stage;
+
+static stage open_stage(world *w, int64_t max_bytes, int64_t capacity) {
+    stage s = {NULL, NULL};
+    kvc_config config = w->shape.config;
+    config.max_bytes = max_bytes, config.capacity = capacity;
+    const kvc_prefix_config own = {.struct_size = sizeof own, .fingerprint = "a"};
+    must(w, kvc_cache_new(&config, &s.cache));
+    const kvc_status status = kvc_prefix_new(s.cache, &own, &s.prefix);
+    if (status == KVC_ERR_FULL)
+        s.prefix = NULL;
+    else
+        must(w, status);
+    return s;
+}
+
+static void close_stage(world *w, stage s) {
+    kvc_prefix_free(s.prefix);
+    must(w, kvc_cache_free(s.cache));
+}
+
+/* Serves a prompt in batches of at most `most` tokens; returns the first failure, and how much matched. */
+static kvc_status serve(world *w, stage s, int node, int most, int32_t *matched) {
+    static const float zeros[MOST_TEXT][MOST_HEADS][DIM];
+    text_tokens tokens;
+    int64_t id, ids[MOST_TEXT];
+    must(w, kvc_prefix_acquire(s.prefix, tokens_of(node, &tokens), -1, &id, matched));
+    kvc_status status = KVC_OK;
+    for (int at = *matched; at < text_length(node) && !status;) {
+        const int n = least(most, text_length(node) - at);
+        kvc_batch *batch;
+        for (int i = 0; i < n; i++) ids[i] = id;
+        status = kvc_begin(s.cache, n, NULL, ids, NULL, &batch);
+        if (status) break;
+        for (int l = 0; l < w->shape.num_layers; l++) {
+            if (!w->shape.has_rows[l]) continue;
+            const kvc_put_args args = {.struct_size = sizeof args,
+                                       .k = zeros,
+                                       .v = w->shape.layers[l].value_in_key ? NULL : zeros,
+                                       .k_token_stride = sizeof zeros[0],
+                                       .k_head_stride = sizeof zeros[0][0],
+                                       .v_token_stride = sizeof zeros[0],
+                                       .v_head_stride = sizeof zeros[0][0]};
+            must(w, kvc_put(batch, l, &args));
+        }
+        must(w, kvc_commit(batch));
+        at += n;
+    }
+    must(w, kvc_prefix_release(s.prefix, id, tokens_of(node, &tokens)));
+    return status;
+}
+
+static int fits(world *w, int node, int most, int64_t max_bytes, int64_t capacity) {
+    int32_t matched;
+    stage s = open_stage(w, max_bytes, capacity);
+    const int is_fit = s.prefix && !serve(w, s, node, most, &matched);
+    close_stage(w, s);
+    return is_fit;
+}
+
+void play_fits(world *w) {
+    make_shape(w, &w->shape);
+    const int by_bytes = pick(w, 2), most = 1 + pick(w, MOST_TEXT);
+    int node = 0, others[3], num = 1 + pick(w, 3);
+    for (int n = 2 + pick(w, MOST_TEXT - 2); n; n--) node = text_behind(node, pick(w, 2));
+    for (int i = 0; i < num; i++) {
+        others[i] = text_begin(node, pick(w, text_length(node) + 1));
+        for (int n = pick(w, MOST_TEXT - text_length(others[i]) + 1); n; n--)
+            others[i] = text_behind(others[i], pick(w, 4));
+        if (!others[i]) others[i] = node;
+    }
+    int64_t low = 0, high = by_bytes ? 1 << 22 : 4 * MOST_TEXT; /* the least limit with which the prompt fits */
+    while (low + 1 < high) {
+        const int64_t middle = (low + high) / 2;
+        if (fits(w, node, most, by_bytes ? middle : 0, by_bytes ? 0 : middle))
+            high = middle;
+        else
+            low = middle;
+    }
+    w->call = "a prompt that fits";
+    const int64_t limit = high + (pick(w, 2) ? 0 : pick(w, by_bytes ? 4000 : 8));
+    stage s = open_stage(w, by_bytes ? limit : 0, by_bytes ? 0 : limit);
+    int32_t matched = 0;
+    for (int i = 0; i < num; i++) (void)serve(w, s, others[i], most, &matched); /* may not fit */
+    trace(w, "%s of %d tokens behind %d others, in batches of %d, %s %d", spell(node), text_length(node), num, most,
+          by_bytes ? "max_bytes" : "capacity", (int)limit);
+    const kvc_status status = serve(w, s, node, most, &matched);
+    if (status)
+        fail(w,
+             "%s (%d tokens, batches of %d, block_size %d, %s %lld, least %lld) fits without a match, and not once %d "
+             "match: %s",
+             spell(node), text_length(node), most, w->shape.block, by_bytes ? "max_bytes" : "capacity",
+             (long long)limit, (long long)high, matched, kvc_last_error());
+    if (kvc_validate(s.cache)) fail(w, "%s", kvc_last_error());
+    close_stage(w, s);
+}
+
+void play_names(world *w) {
+    make_shape(w, &w->shape);
+    w->shape.config.max_bytes = w->shape.config.capacity = 0;
+    make_models(w);
+    w->last_id[0] = -1;
+    for (int i = 0; i < TEXTS; i++) do_new_text(w);
+    for (int i = 0; i < 3; i++) {
+        must(w, kvc_cache_new(&w->shape.config, &w->caches[0]));
+        for (int j = 0; j < PREFIXES; j++) make_prefix(w, &w->prefixes[j], 0);
+        w->call = "kvc_prefix_names";
+        for (int j = 0; j < 20; j++) do_names(w);
+        free_cache(w, 0);
+        vary_layers(w, &w->shape);
+    }
+}
