@@ -37,12 +37,21 @@ def test_what_is_known(known, seeds):
     check(known, "--seed", first, "--runs", runs)
 
 
+@pytest.mark.xfail(strict=True, reason="other prompts still take room under max_bytes: known --seed 10 --fits 1")
 def test_what_fits_without_a_match_fits_with_one(known):
     check(known, "--seed", 1, "--fits", 100)
 
 
 def test_names(known):
     check(known, "--seed", 1, "--names", 300)
+
+
+def test_rows_injected_in_a_clone_are_exact(known):
+    check(known, "--seed", 1, "--clones", 50)
+
+
+def test_children_of_fork_have_no_state_that_nobody_owns(known):
+    check(known, "--seed", 1, "--forks", 3)
 
 
 @pytest.mark.full

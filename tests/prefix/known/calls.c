@@ -90,7 +90,8 @@ static int check_reused(world *w, prefix *p, int node, int exact, int limit, int
         fail(w, "%d are matched, of them %d from elsewhere, but %d are known", matched, reused, exact);
     if (reused && (!p->config.reuse_min_tokens || reused < p->config.reuse_min_tokens))
         fail(w, "%d are taken from elsewhere", reused);
-    if (p->config.reuse_min_tokens && !reused && !w->shape.is_limited && has_elsewhere(w, p, node, exact, limit))
+    if (p->config.reuse_min_tokens && !reused && !w->is_short && !w->shape.is_limited &&
+        has_elsewhere(w, p, node, exact, limit))
         fail(w, "%s: nothing behind %d tokens is taken from elsewhere", spell(node), exact);
     p->reused += reused;
     return reused;
@@ -107,7 +108,9 @@ void do_acquire(world *w) {
     int64_t id = -1;
     int32_t matched = -1;
     w->call = "kvc_prefix_acquire";
-    must(w, kvc_prefix_acquire(p->handle, tokens_of(node, &tokens), most, &id, &matched));
+    kvc_status status;
+    CALL(w, status, kvc_prefix_acquire(p->handle, tokens_of(node, &tokens), most, &id, &matched));
+    must(w, status);
     trace(w, "acquire of prefix %d: %s, at most %d: sequence %d, %d matched", (int)(p - w->prefixes), spell(node), most,
           (int)id, matched);
     check_id(w, p->cache, id);
@@ -130,7 +133,7 @@ void do_acquire(world *w) {
 
 typedef struct fed { /* a sequence in a batch */
     sequence *s;
-    int old, num;
+    int old, num, is_unstored;
     int nodes[MOST_TEXT]; /* the texts up to its tokens */
     int is_kept[MOST_TEXT];
 } fed;
@@ -160,6 +163,7 @@ static void plan(world *w, feeding *f, sequence **chosen, int num, const int *co
     const int is_mixed = pick(w, 2);
     for (int i = 0; i < num; i++) {
         fed *it = &f->fed[i];
+        it->is_unstored = pick(w, 24) == 0;
         it->s = chosen[i], it->old = text_length(chosen[i]->node);
         it->num = least(counts[i], MOST_TEXT - it->old);
         left += it->num;
@@ -225,9 +229,12 @@ static void note_filled(world *w, fed *it, int length, const uint64_t *rows) {
     note_use(w, p, s->prompt, length, 0);
     for (int end = block; end <= least(length, text_length(s->prompt)); end += block) {
         const int node = text_begin(s->prompt, end);
+        kept *b = find_kept(p, node, end - block);
+        const kept old = b ? *b : (kept){0};
         if (end > it->old && s->keeps && barred < 2 && s->exact >= end)
             note_kept(w, p, node, end - block, rows, is_sure);
-        const kept *b = find_kept(p, node, end - block);
+        if (b = find_kept(p, node, end - block), b && old.node)
+            b->sure_use = old.sure_use, b->sure_ms = old.sure_ms; /* whether it was used is open */
         is_sure &= b && b->is_sure;
     }
 }
@@ -237,6 +244,14 @@ static void note_commit(world *w, feeding *f, uint64_t rows[4][MOST_LAYERS]) {
         fed *it = &f->fed[i];
         sequence *s = it->s;
         int length = it->old, all = 1, last = -1;
+        if (it->is_unstored && it->num) {
+            if (kvc_next_position(w->caches[s->cache], s->id)) fail(w, "a sequence that is not stored holds rows");
+            s->is_there = s->prefix != 0; /* an acquired one goes on, from its first token */
+            s->node = s->is_loose = 0, s->exact = INT32_MAX, s->keeps = least(s->keeps, 1), s->state = -1;
+            memset(s->had, 0, sizeof s->had);
+            for (int j = 0; j < PREFIXES; j++) s->barred[j] = s->barred[j] != 0, s->copies_barred[j] = 0;
+            continue;
+        }
         for (int j = 0; j < it->num; j++) {
             all &= it->is_kept[j];
             if (!it->is_kept[j]) continue;
@@ -256,6 +271,7 @@ static void note_commit(world *w, feeding *f, uint64_t rows[4][MOST_LAYERS]) {
 }
 
 static void end_batch(world *w, feeding *f, int cache, unsigned own) {
+    kvc_status status;
     uint64_t rows[4][MOST_LAYERS];
     for (int i = 0; i < f->num; i++) rows_of(w, f->fed[i].s, rows[i]);
     if (pick(w, 3) == 0) {
@@ -270,14 +286,26 @@ static void end_batch(world *w, feeding *f, int cache, unsigned own) {
         }
         trace(w, "  %d of %d tokens are kept", num, f->num_tokens);
         w->call = "kvc_commit_kept";
-        must(w, kvc_commit_kept(f->batch, kept, num));
+        CALL(w, status, kvc_commit_kept(f->batch, kept, num));
     } else {
         w->call = "kvc_commit";
-        must(w, kvc_commit(f->batch));
+        CALL(w, status, kvc_commit(f->batch));
     }
+    must(w, status);
     notice_evictions(w, cache, own);
     note_commit(w, f, rows);
-    for (int i = 0; i < f->num; i++) check_sequence(w, f->fed[i].s);
+    for (int i = 0; i < f->num; i++)
+        if (f->fed[i].s->is_there) check_sequence(w, f->fed[i].s);
+}
+
+static kvc_status begin(world *w, feeding *f, int cache) {
+    uint8_t unstored[4 * MOST_TEXT];
+    int is_any = 0;
+    for (int i = 0; i < f->num_tokens; i++) is_any |= unstored[i] = (uint8_t)f->fed[f->which[i]].is_unstored;
+    const kvc_begin_args args = {
+        .struct_size = sizeof args, .num_tokens = f->num_tokens, .seq_ids = f->ids, .unstored = unstored};
+    return is_any ? kvc_begin_with(w->caches[cache], &args, &f->batch)
+                  : kvc_begin(w->caches[cache], f->num_tokens, NULL, f->ids, NULL, &f->batch);
 }
 
 /* Feeds sequences so many tokens each. */
@@ -296,7 +324,8 @@ void feed(world *w, int cache, sequence **chosen, int num, const int *counts) {
     prefix *p = any_prefix(w);
     const int text = any_text(w), before = p ? check_lookup(w, p, text) : 0;
     w->call = "kvc_begin";
-    const kvc_status status = kvc_begin(w->caches[cache], f.num_tokens, NULL, f.ids, NULL, &f.batch);
+    kvc_status status;
+    CALL(w, status, begin(w, &f, cache));
     notice_evictions(w, cache, own);
     if (status && p && check_lookup(w, p, text) != before) fail(w, "a batch that failed has changed what is known");
     if ((status == KVC_ERR_FULL && w->shape.is_limited) || (status == KVC_ERR_GONE && may_be_gone)) {
@@ -366,7 +395,9 @@ void release(world *w, sequence *s, prefix *p, int node) {
           spell(node));
     rows_of(w, s, rows);
     w->call = "kvc_prefix_release";
-    must(w, kvc_prefix_release(p->handle, s->id, tokens_of(node, &tokens)));
+    kvc_status status;
+    CALL(w, status, kvc_prefix_release(p->handle, s->id, tokens_of(node, &tokens)));
+    must(w, status);
     notice_evictions(w, p->cache, bit_of(w, p));
     note_blocks(w, s, p, node, rows);
     if (kvc_next_position(w->caches[s->cache], s->id)) fail(w, "a released sequence goes on");
@@ -403,14 +434,22 @@ void do_checkpoint(world *w) {
     const int size = p->config.state_bytes && node && pick(w, 4) ? make_state(w, p->model, node, bytes) : 0;
     rows_of(w, s, rows);
     w->call = "kvc_prefix_checkpoint";
+    arm(w);
     const kvc_status status = kvc_prefix_checkpoint(p->handle, s->id, tokens_of(node, &tokens), bytes, size);
+    w->fails_in = w->fails_on = 0;
     trace(w, "checkpoint of sequence %d, %s, by prefix %d: %s, %d bytes: %d", (int)s->id, spell(s->node),
           (int)(p - w->prefixes), spell(node), size, status);
     notice_evictions(w, p->cache, bit_of(w, p));
-    if (!(status == KVC_ERR_FULL && w->shape.config.max_bytes && size)) must(w, status);
+    if (!(status == KVC_ERR_FULL && w->shape.config.max_bytes && size) && !(status == KVC_ERR_NOMEM && w->is_short))
+        must(w, status);
     const int length = note_blocks(w, s, p, node, rows);
-    if (status || !size || length < text_length(node) || !length) return;
+    const int is_behind_gap = s->is_loose && length && length + 1 == text_length(node); /* a token without a row */
+    if (status || !size || !length || (length < text_length(node) && !is_behind_gap)) return;
     note_state(w, p, node);
-    const int has_rows = known(w, p, node, length, 1, 0) == length; /* a state without rows need not stay */
+    if (is_behind_gap) find_state(p, node)->is_sure = 0;
+    int has_rows = known(w, p, node, length, 1, 0) == length; /* a state without rows need not stay */
+    uint64_t own = 0;
+    for (int l = 0; l < w->shape.num_layers; l++) own |= rows[l];
+    has_rows &= own >> (length - 1) & 1; /* nor one whose last token's rows windows have left behind */
     if (w->shape.config.max_bytes || s->barred[p - w->prefixes] || !has_rows) find_state(p, node)->is_sure = 0;
 }

@@ -30,7 +30,8 @@ void do_truncate(world *w) {
     const int old = text_length(s->node), length = pick(w, 3) ? pick(w, old + 1) : old + pick(w, 3);
     const int may_be_gone = w->shape.has_windows && !kvc_can_resume(w->caches[s->cache], s->id, length);
     w->call = "kvc_truncate";
-    const kvc_status status = kvc_truncate(w->caches[s->cache], s->id, length);
+    kvc_status status;
+    CALL(w, status, kvc_truncate(w->caches[s->cache], s->id, length));
     trace(w, "truncate of sequence %d, %s, to %d: %d", (int)s->id, spell(s->node), length, status);
     if (status == KVC_ERR_GONE && may_be_gone && length < old) return;
     must(w, status);
@@ -50,8 +51,10 @@ void do_fork(world *w) {
     }
     const int may_be_gone = !kvc_can_resume(w->caches[s->cache], s->id, length);
     w->call = "kvc_copy_prefix";
-    const kvc_status status = length == old ? kvc_fork(w->caches[s->cache], s->id, t->id)
-                                            : kvc_copy_prefix(w->caches[s->cache], s->id, t->id, length);
+    kvc_status status;
+    CALL(w, status,
+         length == old ? kvc_fork(w->caches[s->cache], s->id, t->id)
+                       : kvc_copy_prefix(w->caches[s->cache], s->id, t->id, length));
     trace(w, "fork of sequence %d, %s, up to %d to %d: %d", (int)s->id, spell(s->node), length, (int)t->id, status);
     if (status == KVC_ERR_GONE && may_be_gone && length < old) {
         t->is_there = 0;
@@ -75,7 +78,9 @@ void do_remove(world *w) {
     if (old < 3) return;
     const int begin = pick(w, old - 1), end = begin + 1 + pick(w, old - 1 - begin); /* at least one token is behind */
     w->call = "kvc_remove";
-    must(w, kvc_remove(w->caches[s->cache], s->id, begin, end, 1));
+    kvc_status status;
+    CALL(w, status, kvc_remove(w->caches[s->cache], s->id, begin, end, 1));
+    must(w, status);
     trace(w, "remove of [%d, %d) of sequence %d, %s", begin, end, (int)s->id, spell(s->node));
     int node = text_begin(s->node, begin);
     for (int i = end; i < old; i++) node = text_behind(node, text_symbol(text_begin(s->node, i + 1)));
@@ -105,7 +110,8 @@ void do_inject(world *w) {
                                 .v_head_stride = sizeof zeros[0],
                                 .v_row_stride = sizeof zeros[0]};
         w->call = "kvc_inject";
-        const kvc_status status = kvc_inject(w->caches[s->cache], s->id, l, at, at + 1, &in);
+        kvc_status status;
+        CALL(w, status, kvc_inject(w->caches[s->cache], s->id, l, at, at + 1, &in));
         notice_evictions(w, s->cache, s->prefix ? 1u << (s->prefix - 1) : 0);
         if (status == KVC_ERR_FULL && w->shape.is_limited) return;
         must(w, status);
@@ -133,7 +139,9 @@ void do_pin(world *w) {
     text_tokens tokens;
     int32_t pinned = -1;
     w->call = "kvc_prefix_pin";
-    must(w, kvc_prefix_pin(p->handle, tokens_of(node, &tokens), &pinned));
+    kvc_status status;
+    CALL(w, status, kvc_prefix_pin(p->handle, tokens_of(node, &tokens), &pinned));
+    must(w, status);
     trace(w, "pin of prefix %d: %s: %d tokens", (int)(p - w->prefixes), spell(node), pinned);
     if (pinned != matched)
         fail(w, "prefix %d: %d tokens of %s are pinned, but %d are known", (int)(p - w->prefixes), pinned, spell(node),
@@ -182,8 +190,11 @@ void do_forget(world *w) {
     uint8_t names[4][KVC_NAME_BYTES];
     do {
         w->call = "kvc_prefix_forget";
-        must(w, kvc_prefix_forget(p->handle, tokens_of(node, &tokens), most_names ? names[0] : NULL, most_names, &num,
-                                  &part));
+        kvc_status status;
+        CALL(w, status,
+             kvc_prefix_forget(p->handle, tokens_of(node, &tokens), most_names ? names[0] : NULL, most_names, &num,
+                               &part));
+        must(w, status);
         dropped += part;
         for (int i = 0; most_names && i < num; i++) check_forgotten(w, p, node, names[i]);
     } while (most_names && num == most_names);
@@ -207,7 +218,9 @@ void do_evict(world *w) {
         if (b->is_sure && !is_pinned(p, b, 0)) fewest = 1; /* there is one to drop, or one behind it */
     }
     w->call = "kvc_prefix_evict";
-    must(w, kvc_prefix_evict(p->handle, wanted, &dropped));
+    kvc_status status;
+    CALL(w, status, kvc_prefix_evict(p->handle, wanted, &dropped));
+    must(w, status);
     trace(w, "evict by prefix %d: %d of %d tokens", (int)(p - w->prefixes), (int)dropped, wanted);
     if (dropped < 0 || (dropped > most && !p->config.ttl_ms) || (!dropped && wanted && fewest && !p->num_pins))
         fail(w, "prefix %d: %d tokens are evicted, of %d", (int)(p - w->prefixes), (int)dropped, (int)most);
@@ -267,7 +280,11 @@ void do_clone(world *w) {
     w->call = "kvc_cache_clone";
     const int is_clone = pick(w, 2);
     trace(w, "another cache: %s", is_clone ? "a clone" : "an empty one");
-    must(w, is_clone ? kvc_cache_clone(w->caches[0], &w->caches[1]) : kvc_cache_new(&w->shape.config, &w->caches[1]));
+    kvc_status status;
+    kvc_cache *other = NULL;
+    CALL(w, status, is_clone ? kvc_cache_clone(w->caches[0], &other) : kvc_cache_new(&w->shape.config, &other));
+    must(w, status);
+    w->caches[1] = other;
     kvc_get_stats(w->caches[1], &w->stats[1], sizeof w->stats[1]);
     w->last_id[1] = -1;
     for (int i = 0, j = 0; is_clone && i < SEQUENCES; i++) {

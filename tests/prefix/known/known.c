@@ -1,10 +1,11 @@
 /* known.c: random calls of caches, prefixes and stores, beside an oracle of what is known.
  *
- *   known [--seed N] [--runs N] [--steps N] [--fits N] [--names N] [--trace]
+ *   known [--seed N] [--runs N] [--steps N] [--fits N] [--names N] [--clones N] [--forks N] [--trace]
  *
  * Run i has the seed N + i.  A failure names the seed and the step; with --trace every call is printed.  --fits: so
  * many prompts, in caches of just their size, once others have left blocks there.  --names: so many
- * shapes, whose blocks' names are compared. */
+ * shapes, whose blocks' names are compared.  --clones: so many clones of caches with rows to be injected.  --forks: so
+ * many times, children of fork() beside a thread that keeps states. */
 #include <stdarg.h>
 #include <time.h>
 
@@ -35,7 +36,7 @@ void trace(world *w, const char *format, ...) {
     va_list args;
     if (!w->is_traced) return;
     va_start(args, format);
-    printf("%ld: ", w->step);
+    printf("%s%ld: ", w->is_child ? "child " : "", w->step);
     vprintf(format, args);
     putchar('\n');
     fflush(stdout);
@@ -77,13 +78,28 @@ static const call calls[] = {
     {"prefix", do_prefix, 1},
     {"new text", do_new_text, 2},
 };
-static const call rare_calls[] = {{"clear a cache", do_clear_cache, 1}, {"clone", do_clone, 2}};
+static const call rare_calls[] = {
+    {"clear a cache", do_clear_cache, 1}, {"clone", do_clone, 2}, {"fork()", do_fork_process, 1}};
 
 static const call *choose(world *w, const call *from, size_t num) {
     int sum = 0;
     for (size_t i = 0; i < num; i++) sum += from[i].often;
     for (int at = pick(w, sum);; from++)
         if ((at -= from->often) < 0) return from;
+}
+
+void play_steps(world *w, long last) {
+    for (; w->step <= last; w->step++) {
+        const call *c = pick(w, 40) ? choose(w, calls, sizeof calls / sizeof *calls)
+                                    : choose(w, rare_calls, sizeof rare_calls / sizeof *rare_calls);
+        w->call = c->name;
+        w->is_short = 0;
+        c->play(w);
+        w->call = c->name;
+        check_step(w);
+        if (w->step % 16 == 0) check_all(w);
+    }
+    check_all(w);
 }
 
 static void play(uint64_t seed, long steps, int is_traced) {
@@ -93,16 +109,8 @@ static void play(uint64_t seed, long steps, int is_traced) {
     current = &w;
     begin_tokens();
     make_world(&w);
-    for (w.step = 1; w.step <= steps; w.step++) {
-        const call *c = pick(&w, 40) ? choose(&w, calls, sizeof calls / sizeof *calls)
-                                     : choose(&w, rare_calls, sizeof rare_calls / sizeof *rare_calls);
-        w.call = c->name;
-        c->play(&w);
-        w.call = c->name;
-        check_step(&w);
-        if (w.step % 16 == 0) check_all(&w);
-    }
-    check_all(&w);
+    w.step = 1;
+    play_steps(&w, steps);
     free_world(&w);
 }
 
@@ -115,12 +123,23 @@ static void play_scene(uint64_t seed, int is_traced, void (*scene)(world *)) {
     free_world(&w);
 }
 
+typedef struct scene {
+    const char *option;
+    void (*play)(world *);
+} scene;
+
+static const scene scenes[] = {
+    {"--fits", play_fits}, {"--names", play_names}, {"--clones", play_clones}, {"--forks", play_forks}};
+
 int main(int argc, char **argv) {
-    uint64_t seed = 1, runs = 1, num_fits = 0, num_names = 0;
+    enum { SCENES = sizeof scenes / sizeof *scenes };
+    uint64_t seed = 1, runs = 1, nums[SCENES] = {0};
     long steps = 400;
-    int is_traced = 0;
+    int is_traced = 0, has_scenes = 0;
     for (int i = 1; i < argc; i++) {
         const char *value = i + 1 < argc ? argv[i + 1] : "";
+        int at = 0;
+        while (at < SCENES && strcmp(argv[i], scenes[at].option) != 0) at++;
         if (!strcmp(argv[i], "--trace"))
             is_traced = 1;
         else if (!strcmp(argv[i], "--seed"))
@@ -129,17 +148,14 @@ int main(int argc, char **argv) {
             runs = strtoull(value, NULL, 0), i++;
         else if (!strcmp(argv[i], "--steps"))
             steps = strtol(value, NULL, 0), i++;
-        else if (!strcmp(argv[i], "--fits"))
-            num_fits = strtoull(value, NULL, 0), i++;
-        else if (!strcmp(argv[i], "--names"))
-            num_names = strtoull(value, NULL, 0), i++;
+        else if (at < SCENES)
+            nums[at] = strtoull(value, NULL, 0), has_scenes = 1, i++;
         else
             return fprintf(stderr, "known: %s\n", argv[i]), 2;
     }
     make_symbols();
-    for (uint64_t i = 0; i < num_fits; i++) play_scene(seed + i, is_traced, play_fits);
-    for (uint64_t i = 0; i < num_names; i++) play_scene(seed + i, is_traced, play_names);
-    for (uint64_t i = 0; i < runs && !num_fits && !num_names; i++) play(seed + i, steps, is_traced);
-    printf("%llu runs\n", (unsigned long long)(num_fits + num_names ? num_fits + num_names : runs));
+    for (int i = 0; i < SCENES; i++)
+        for (uint64_t j = 0; j < nums[i]; j++) play_scene(seed + j, is_traced, scenes[i].play);
+    for (uint64_t i = 0; i < runs && !has_scenes; i++) play(seed + i, steps, is_traced);
     return 0;
 }

@@ -153,8 +153,12 @@ typedef struct world {
     sequence sequences[SEQUENCES];
     int texts[TEXTS];
     int is_traced;
-    int64_t looks;  /* at the clock */
-    int64_t memory; /* bytes that the library has */
+    int64_t looks;          /* at the clock */
+    int64_t memory;         /* bytes that the library has */
+    int has_faults;         /* allocations fail now and then */
+    int fails_in, fails_on; /* allocations until one fails, and whether those behind it do, too */
+    int is_short;           /* one has failed in the last call: what it keeps is not sure */
+    int is_child;           /* of fork() */
     const char *call;
 } world;
 
@@ -188,6 +192,22 @@ void make_row(const world *w, int model, int layer, int head, int node, float k[
 
 /* Fills in the state behind a text; returns its bytes. */
 int make_state(const world *w, int model, int node, uint8_t *bytes);
+
+/* ---- faults (faults.c) */
+
+/* Lets one of the next allocations fail, in some worlds. */
+void arm(world *w);
+
+/* Returns whether a call failed for want of memory: nothing has changed then, or the world fails. */
+int again(world *w, kvc_status status);
+void do_fork_process(world *w);
+
+/* Calls once more whatever failed for want of memory. */
+#define CALL(w, status, call) \
+    do {                      \
+        arm(w);               \
+        (status) = (call);    \
+    } while (again(w, status))
 
 /* ---- the model (model.c) */
 
@@ -290,6 +310,9 @@ void do_new_text(world *w);
 
 /* ---- worlds (worlds.c) and scenes (scenes.c) */
 
+/* Plays on, up to a step (known.c). */
+void play_steps(world *w, long last);
+
 void make_world(world *w);
 void free_world(world *w);
 void make_shape(world *w, shape *s);
@@ -301,6 +324,15 @@ void make_models(world *w);
 void make_prefix(world *w, prefix *p, int cache);
 void free_prefix(world *w, prefix *p);
 void free_cache(world *w, int cache);
+
+/* Rows that a clone gets of elsewhere are exact. */
+void play_clones(world *w);
+
+/* A child of fork() has no state that nobody owns. */
+void play_forks(world *w);
+
+/* Feeds a sequence that holds nothing a text, in one batch, as rows of zeros. */
+void feed_text(world *w, kvc_cache *cache, int64_t id, int node);
 
 /* A prompt that fits without a match fits with one. */
 void play_fits(world *w);

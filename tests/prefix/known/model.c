@@ -100,9 +100,12 @@ void note_kept(world *w, prefix *p, int node, int begin, const uint64_t *rows, i
         }
     }
     const int is_new = !b->may_use; /* never used before */
+    const uint64_t range = (((uint64_t)1 << end) - 1) & ~(((uint64_t)1 << begin) - 1);
+    uint64_t any = 0;
+    for (int l = 0; l < w->shape.num_layers; l++) any |= rows[l] & range;
+    is_sure &= any != 0 && !w->is_short; /* a block is kept while it has rows of some layer */
     b->may_new |= is_full;
     b->is_sure |= is_sure;
-    const uint64_t range = (((uint64_t)1 << end) - 1) & ~(((uint64_t)1 << begin) - 1);
     for (int l = 0; l < w->shape.num_layers; l++) {
         b->may[l] |= rows[l] & range;
         if (is_sure) b->sure[l] |= rows[l] & range;
@@ -136,6 +139,7 @@ static int is_pinned_state(const prefix *p, int node) {
 
 void note_state(world *w, prefix *p, int node) {
     state *s = find_state(p, node);
+    const int is_new = !s;
     if (!s) {
         if (p->num_states == p->room_states)
             p->states = realloc(p->states, sizeof *p->states * (size_t)(p->room_states += 32));
@@ -143,7 +147,7 @@ void note_state(world *w, prefix *p, int node) {
         *s = (state){.node = node};
     }
     s->sure_use = s->may_use = w->step;
-    s->is_sure = 1;
+    s->is_sure |= !w->is_short;
     for (int i = 0; i < p->num_states; i++) {
         state *it = &p->states[i];
         if (!is_pinned_state(p, it->node) && !fits_states(w, p, it->node, it->sure_use)) it->is_sure = 0;
@@ -154,7 +158,7 @@ void note_state(world *w, prefix *p, int node) {
         kept *b = &p->blocks[i];
         if (!has_end(b, node) || b->end - b->begin != w->shape.block) continue;
         b->may_new = 1;
-        if (holders == 1 && b->is_sure && find_state(p, node)->is_sure) b->sure_new = 1;
+        if (is_new && holders == 1 && b->is_sure && find_state(p, node)->is_sure) b->sure_new = 1;
     }
 }
 
@@ -264,62 +268,44 @@ void learn(world *w, prefix *p, int node, int n) {
 
 /* What the blocks of a prefix have of a text. */
 typedef struct found {
-    int num_full;                              /* blocks in a row from the first on, surely there */
-    uint64_t full[MOST_TEXT + 1][MOST_LAYERS]; /* the rows of the first i of them */
-    uint64_t may[MOST_LAYERS];                 /* rows that any block may have */
-    uint64_t spelled;                          /* positions whose tokens stand in a block that may be there */
+    int end;                    /* where the last one of them ends */
+    uint64_t rows[MOST_LAYERS]; /* that they have */
 } found;
 
-static void look(const world *w, const prefix *p, int node, found *f) {
-    const int block = w->shape.block, length = text_length(node);
-    const kept *full[MOST_TEXT + 1] = {NULL};
+static void look(const world *w, const prefix *p, int node, int surely, found *f) {
+    const int length = text_length(node);
+    uint64_t covered = 0;
     memset(f, 0, sizeof *f);
     for (int i = 0; i < p->num_blocks; i++) {
         const kept *b = &p->blocks[i];
-        if (b->begin >= length || text_begin(b->node, b->begin) != text_begin(node, b->begin)) continue;
+        if (b->begin >= length || (surely && !b->is_sure)) continue;
         const int common = text_common(b->node, node);
         if (common <= b->begin) continue;
-        const uint64_t range = ((uint64_t)1 << common) - 1;
-        f->spelled |= range & ~(((uint64_t)1 << b->begin) - 1);
-        for (int l = 0; l < w->shape.num_layers; l++) f->may[l] |= b->may[l] & range;
-        if (common == b->end && b->end - b->begin == block && b->is_sure) full[b->begin / block] = b;
+        for (int l = 0; l < w->shape.num_layers; l++)
+            f->rows[l] |= (surely ? b->sure : b->may)[l] & (((uint64_t)1 << common) - 1);
+        if (f->end < common) f->end = common;
+        covered |= (((uint64_t)1 << common) - 1) & ~(((uint64_t)1 << b->begin) - 1);
     }
-    for (int i = 0; full[i]; f->num_full = ++i)
-        for (int l = 0; l < w->shape.num_layers; l++) f->full[i + 1][l] = f->full[i][l] | full[i]->sure[l];
+    if (!surely) return;
+    f->end = 0; /* what follows a block that is not there may have gone with it */
+    while (covered >> f->end & 1) f->end++;
 }
 
-static int shows(const world *w, int n, const uint64_t *a, const uint64_t *b) {
+static int shows(const world *w, int n, const uint64_t *rows) {
     for (int l = 0; l < w->shape.num_layers; l++)
-        if (w->shape.has_rows[l] && w->shape.sees[l][n] & ~(a[l] | b[l])) return 0;
+        if (w->shape.has_rows[l] && w->shape.sees[l][n] & ~rows[l]) return 0;
     return 1;
 }
 
-/* Whether a chain of blocks, and one block in which the text may go on otherwise, surely have all that is seen. */
-static int is_surely_known(const world *w, const prefix *p, int node, int n, const found *f) {
-    static const uint64_t none[MOST_LAYERS];
-    const int block = w->shape.block, level = n / block;
-    if (level > f->num_full) return 0;
-    if (n % block == 0) return shows(w, n, f->full[level], none);
-    for (int i = 0; i < p->num_blocks; i++) {
-        const kept *b = &p->blocks[i];
-        if (b->is_sure && b->begin == level * block && b->end >= n && text_begin(b->node, n) == text_begin(node, n) &&
-            shows(w, n, f->full[level], b->sure))
-            return 1;
-    }
-    return 0;
-}
-
 int known(const world *w, const prefix *p, int node, int limit, int surely, int with_states) {
-    static const uint64_t none[MOST_LAYERS];
     found f;
-    look(w, p, node, &f);
-    for (int n = least(limit, text_length(node)); n > 0; n--) {
+    look(w, p, node, surely, &f);
+    for (int n = least(limit, f.end); n > 0; n--) {
         if (with_states && p->config.state_bytes) {
             const state *s = find_state(p, text_begin(node, n));
             if (!s || (surely && !s->is_sure)) continue;
         }
-        if (surely ? is_surely_known(w, p, node, n, &f) : f.spelled >> (n - 1) & 1 && shows(w, n, f.may, none))
-            return n;
+        if (shows(w, n, f.rows)) return n;
     }
     return 0;
 }

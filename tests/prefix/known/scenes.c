@@ -25,33 +25,41 @@ static void close_stage(world *w, stage s) {
     must(w, kvc_cache_free(s.cache));
 }
 
+/* Feeds a sequence n tokens. */
+static kvc_status feed_some(world *w, kvc_cache *cache, int64_t id, int n) {
+    static const float zeros[MOST_TEXT][MOST_HEADS][DIM];
+    int64_t ids[MOST_TEXT];
+    kvc_batch *batch;
+    for (int i = 0; i < n; i++) ids[i] = id;
+    const kvc_status status = kvc_begin(cache, n, NULL, ids, NULL, &batch);
+    if (status) return status;
+    for (int l = 0; l < w->shape.num_layers; l++) {
+        if (!w->shape.has_rows[l]) continue;
+        const kvc_put_args args = {.struct_size = sizeof args,
+                                   .num_tokens = n,
+                                   .k = zeros,
+                                   .v = w->shape.layers[l].value_in_key ? NULL : zeros,
+                                   .k_token_stride = sizeof zeros[0],
+                                   .k_head_stride = sizeof zeros[0][0],
+                                   .v_token_stride = sizeof zeros[0],
+                                   .v_head_stride = sizeof zeros[0][0]};
+        must(w, kvc_put(batch, l, &args));
+    }
+    return kvc_commit(batch);
+}
+
+void feed_text(world *w, kvc_cache *cache, int64_t id, int node) {
+    must(w, feed_some(w, cache, id, text_length(node)));
+}
+
 /* Serves a prompt in batches of at most `most` tokens; returns the first failure, and how much matched. */
 static kvc_status serve(world *w, stage s, int node, int most, int32_t *matched) {
-    static const float zeros[MOST_TEXT][MOST_HEADS][DIM];
     text_tokens tokens;
-    int64_t id, ids[MOST_TEXT];
+    int64_t id;
     must(w, kvc_prefix_acquire(s.prefix, tokens_of(node, &tokens), -1, &id, matched));
     kvc_status status = KVC_OK;
-    for (int at = *matched; at < text_length(node) && !status;) {
-        const int n = least(most, text_length(node) - at);
-        kvc_batch *batch;
-        for (int i = 0; i < n; i++) ids[i] = id;
-        status = kvc_begin(s.cache, n, NULL, ids, NULL, &batch);
-        if (status) break;
-        for (int l = 0; l < w->shape.num_layers; l++) {
-            if (!w->shape.has_rows[l]) continue;
-            const kvc_put_args args = {.struct_size = sizeof args,
-                                       .k = zeros,
-                                       .v = w->shape.layers[l].value_in_key ? NULL : zeros,
-                                       .k_token_stride = sizeof zeros[0],
-                                       .k_head_stride = sizeof zeros[0][0],
-                                       .v_token_stride = sizeof zeros[0],
-                                       .v_head_stride = sizeof zeros[0][0]};
-            must(w, kvc_put(batch, l, &args));
-        }
-        must(w, kvc_commit(batch));
-        at += n;
-    }
+    for (int at = *matched; at < text_length(node) && !status; at += most)
+        status = feed_some(w, s.cache, id, least(most, text_length(node) - at));
     must(w, kvc_prefix_release(s.prefix, id, tokens_of(node, &tokens)));
     return status;
 }
@@ -115,4 +123,58 @@ void play_names(world *w) {
         free_cache(w, 0);
         vary_layers(w, &w->shape);
     }
+}
+
+/* ---- clones, and children of fork() */
+
+static void put_rows(world *w, kvc_cache *cache, int64_t id, int node) {
+    float k[MOST_HEADS][MOST_TEXT][DIM], v[MOST_HEADS][MOST_TEXT][DIM];
+    const int length = text_length(node);
+    for (int l = 0; l < w->shape.num_layers; l++) {
+        const kvc_layer *layer = &w->shape.layers[l];
+        if (!w->shape.has_rows[l]) continue;
+        for (int h = 0; h < layer->num_kv_heads; h++)
+            for (int i = 0; i < length; i++) make_row(w, 0, l, h, text_begin(node, i + 1), k[h][i], v[h][i]);
+        const kvc_rows_in in = {.struct_size = sizeof in,
+                                .k = k,
+                                .v = layer->value_in_key ? NULL : v,
+                                .k_head_stride = sizeof k[0],
+                                .k_row_stride = sizeof k[0][0],
+                                .v_head_stride = sizeof v[0],
+                                .v_row_stride = sizeof v[0][0]};
+        must(w, kvc_inject(cache, id, l, 0, length, &in));
+    }
+}
+
+void play_clones(world *w) {
+    make_shape(w, &w->shape);
+    w->shape.config.max_bytes = w->shape.config.capacity = 0;
+    make_models(w);
+    const kvc_prefix_config own = {.struct_size = sizeof own, .fingerprint = "a"};
+    const int64_t retained = 7, held = 8;
+    kvc_cache *cache, *clone;
+    kvc_prefix *prefix;
+    text_tokens tokens;
+    int32_t matched = -1, known_there = -1;
+    int node = 0;
+    while (text_length(node) < w->shape.block) node = text_behind(node, pick(w, SYMBOLS));
+    must(w, kvc_cache_new(&w->shape.config, &cache));
+    w->call = "kvc_retain_new";
+    must(w, kvc_retain_new(cache, retained, 0, w->shape.block, NULL));
+    w->call = "kvc_cache_clone";
+    must(w, kvc_cache_clone(cache, &clone));
+    must(w, kvc_cache_free(cache));
+    w->call = "kvc_inject";
+    put_rows(w, clone, retained, node);
+    if (kvc_exact_to(clone, retained) != INT32_MAX) fail(w, "new rows are exact to %d", kvc_exact_to(clone, retained));
+    must(w, kvc_pin(clone, &retained, 1, -1));
+    w->call = "kvc_attach";
+    must(w, kvc_attach(clone, &retained, 1, held, w->shape.block, &matched));
+    if (matched != w->shape.block || kvc_exact_to(clone, held) != INT32_MAX)
+        fail(w, "%d tokens are attached, exact to %d", matched, kvc_exact_to(clone, held));
+    must(w, kvc_prefix_new(clone, &own, &prefix));
+    must(w, kvc_prefix_release(prefix, held, tokens_of(node, &tokens)));
+    must(w, kvc_prefix_lookup(prefix, &tokens.tokens, &known_there, NULL));
+    if (known_there != w->shape.block) fail(w, "%d tokens of a released sequence are known", known_there);
+    must(w, kvc_cache_free(clone));
 }

@@ -8,12 +8,12 @@ static void choose_policy(world *w, int family, int l, kvc_policy *p) {
     *p = (kvc_policy){.kind = is_full ? KVC_FULL : pick(w, 3) ? KVC_SLIDING : KVC_CHUNKED};
     if (family == 3 && l) p->kind = KVC_CHUNKED;
     if (p->kind == KVC_SLIDING) {
-        p->window = 2 + pick(w, 9); /* one of 1 sees nothing: that is known at once */
+        p->window = pick(w, 8) ? 2 + pick(w, 9) : 1; /* one of 1 sees nothing */
         if (pick(w, 3) == 0) p->num_sink_tokens = 1 + pick(w, 4);
         if (pick(w, 4) == 0) p->resume_window = p->window + pick(w, 8);
     }
     if (p->kind == KVC_CHUNKED) {
-        p->attention_chunk_size = 2 + pick(w, 9);
+        p->attention_chunk_size = pick(w, 8) ? 2 + pick(w, 9) : 1;
         if (pick(w, 4) == 0) p->resume_window = pick(w, 8);
     }
 }
@@ -78,14 +78,20 @@ void make_layers(world *w, shape *s) {
 }
 
 static void *take_memory(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
+    world *w = user;
     (void)hint;
-    ((world *)user)->memory += (int64_t)size;
+    if (w->is_short && w->fails_on) return NULL;
+    if (w->fails_in && !--w->fails_in) {
+        w->is_short = 1;
+        return NULL;
+    }
+    __atomic_fetch_add(&w->memory, (int64_t)size, __ATOMIC_RELAXED);
     return aligned_alloc(alignment, (size + alignment - 1) / alignment * alignment);
 }
 
 static void free_memory(void *user, void *memory, size_t size, const kvc_memory_hint *hint) {
     (void)hint;
-    ((world *)user)->memory -= (int64_t)size;
+    __atomic_fetch_sub(&((world *)user)->memory, (int64_t)size, __ATOMIC_RELAXED);
     free(memory);
 }
 
@@ -151,7 +157,11 @@ void make_prefix(world *w, prefix *p, int cache) {
     c->collects_new = pick(w, 3) != 0;
     if (pick(w, 3)) c->max_events = pick(w, 4) ? 100000 : 1 + pick(w, 20);
     c->user = p;
-    const kvc_status status = kvc_prefix_new(w->caches[cache], c, &p->handle);
+    kvc_status status;
+    w->call = "kvc_prefix_new";
+    kvc_prefix *handle = NULL;
+    CALL(w, status, kvc_prefix_new(w->caches[cache], c, &handle));
+    p->handle = handle;
     trace(w,
           "prefix %d of cache %d: model %d (fingerprint %s, identity %s, salt %s), state_bytes %d, at most %d, ttl_ms "
           "%d, "
@@ -196,6 +206,7 @@ void free_cache(world *w, int cache) {
 void make_world(world *w) {
     make_shape(w, &w->shape);
     make_models(w);
+    w->has_faults = pick(w, 4) == 0;
     const shape *s = &w->shape;
     trace(w, "block_size %d, capacity %d, max_bytes %d", s->block, (int)s->config.capacity, (int)s->config.max_bytes);
     for (int i = 0; i < s->num_layers; i++) {
