@@ -245,7 +245,7 @@ def test_interrupt_in_a_pipe(when: str) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         output = read_until(process.stdout.fileno(), lambda data: len(data) >= shown)
-        said = b"" if when == "in the text" else process.stderr.readline()
+        said = b"" if when == "in the text" else b"".join(process.stderr.readline() for _ in MEASURING.splitlines())
         process.send_signal(signal.SIGINT)
         output += read_until(process.stdout.fileno(), to_the_end)
         assert (said + process.stderr.read()).decode() == ("" if when == "in the text" else MEASURING)
