@@ -895,33 +895,32 @@ KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
 
 /* ---- prefixes: prompts that begin alike -------------------------------------------------------------------------- */
 
-/* A prefix finds the beginning of a prompt among the blocks that earlier sequences left behind, by their tokens.  It
- * does with retained sequences of its own what the calls above do with named ones.
+/* A prefix finds the beginning of a prompt among the blocks that earlier sequences left behind, by their tokens.
  *
  *   kvc_prefix_acquire(prefix, &tokens, -1, &seq_id, &matched)  a new sequence, which holds the first `matched` tokens
  *     feed it the tokens from position `matched` on, then what is generated
  *   kvc_prefix_release(prefix, seq_id, &all_tokens)             the sequence ends, its blocks stay
  *
- * Of the tokens that kvc_prefix_acquire was given, the commit that fills a block keeps it, and other prompts find it
- * from then on.  kvc_prefix_release keeps blocks of generated tokens, and the last one, which may not be full.  Only
- * exact rows are kept (kvc_exact_to).
+ * The commit that fills a block of the prompt keeps this block, and other prompts find it from then on.
+ * kvc_prefix_release keeps blocks of generated tokens, and the last block, which may not be full.  Only exact rows are
+ * kept (kvc_exact_to).
  *
- * Known     is the one word for what a prompt finds.  The first n tokens of a prompt are known if kept blocks of these
- *           tokens hold, for each layer, every row that a token at position n would see, and, where the prefix has
- *           state_bytes, a checkpoint at n.  n is at most where the last kept block of the prompt ends: a block whose
- *           first tokens alone are the prompt's ends behind these.  A block is kept while it has rows of some layer, and
- *           until it expires (ttl_ms).  How many tokens of a prompt are known is the largest such n up to a limit; each
- *           call below says its own.  Of the blocks that begin alike where a prompt goes on, the 32 that have most
- *           tokens in common with it are looked at.
+ * Known     is the one word for what a prompt finds.  A block is kept while it has rows of some layer, and until it
+ *           expires (ttl_ms).  The first n tokens of a prompt are known if kept blocks of these tokens hold, for each
+ *           layer, every row that a token at position n would see.  Where the prefix has state_bytes, a checkpoint at n
+ *           is needed as well.  n is at most where the last kept block of the prompt ends.  If only the first tokens of
+ *           that block are the prompt's, it ends behind these.
+ *           The number of known tokens is the largest such n up to a limit; each call below says its own.  Where many
+ *           kept blocks begin like the rest of a prompt, the 32 with the most tokens in common are looked at.
  *
  * Kept blocks take no room from others: where a call would fail with KVC_ERR_FULL, they are evicted, as retained
- * sequences are.  KVC_ERR_FULL then says that sequences in use, pins and quotas hold all: release one, and acquire it
- * again with all its tokens when another has ended.  A match makes no batch fail that
- * would have fitted without it, but for some bytes of bookkeeping.
- * A sequence that was acquired ends like any other: kvc_clear_sequence keeps only the blocks of the prompt that were
- * full by then.  It may be edited: what follows the edit is kept only by kvc_prefix_release.  Several prefixes, for
- * adapters and tenants, may share a cache.  A call takes time for the blocks of its tokens, for up to 32 others that
- * begin like one of them, and for the blocks that it drops. */
+ * sequences are.  KVC_ERR_FULL then says that sequences in use, pins and quotas hold all.  Release a sequence, and
+ * acquire it again with all its tokens when another has ended.  A batch that fits without a match fits with one, except
+ * for some bytes of bookkeeping.
+ * An acquired sequence ends like any other: kvc_clear_sequence keeps only the blocks of the prompt that were full by
+ * then.  It may be edited: what follows the edit is kept only by kvc_prefix_release.  Several prefixes, for adapters
+ * and tenants, may share a cache.  The time of a call grows with the blocks of its tokens, with the blocks that it
+ * drops, and with blocks that begin like one of its own, at most 32 for each. */
 
 typedef struct kvc_prefix kvc_prefix;
 
@@ -955,9 +954,9 @@ typedef struct kvc_prefix_config {
                             the same tokens, the 32 used last are looked at.  0: never */
     int32_t collects_new; /* not 0: kvc_take_new_blocks lists its blocks, and kvc_store_new_blocks writes them */
     void *user;          /* what kvc_take_new_blocks says of its blocks */
-    const void *secret;  /* [secret_size] give both, or neither: the key of a MAC over each value of its blocks in a store: who lacks it can
-                            take values away, and put none there that kvc_prefix_fetch takes.  NULL: values have a
-                            checksum, which finds accidents */
+    const void *secret;  /* [secret_size] the key of a MAC over each value in a store.  Without the key one can remove
+                            values, but kvc_prefix_fetch takes none that one writes.  NULL: values have a checksum,
+                            which finds accidents.  Give both fields, or neither */
     int64_t secret_size;
     int64_t state_bytes; /* not 0: the model has a recurrent state as well, of at most so many bytes a sequence, and a
                             match ends at a checkpoint (kvc_prefix_checkpoint).  0: it has none */
@@ -966,9 +965,10 @@ typedef struct kvc_prefix_config {
     int32_t max_events; /* so many, of 40 bytes each, are noted for kvc_prefix_take_events.  0: none are */
 } kvc_prefix_config;
 
-/* Writes what names of blocks stand for besides tokens, salt and state_bytes, KVC_NAME_BYTES: a digest of what computes
- * the rows, a fingerprint of `size` bytes, of block_size, and of all fields of layers that rows depend on.  Python's
- * PrefixCache has the same of the same fingerprint in UTF-8, and of a cache with the same layers. */
+/* Writes the identity that the names of blocks depend on besides tokens, salt and state_bytes: KVC_NAME_BYTES bytes.
+ * It is a digest of the fingerprint, which has `size` bytes, of block_size, and of each field of a layer that rows
+ * depend on.  Python's PrefixCache has the same identity if its cache has the same layers, and its fingerprint in UTF-8
+ * the same bytes. */
 KVC_API kvc_status kvc_prefix_identity(const kvc_cache *cache, const void *fingerprint, int64_t size,
                                        uint8_t *identity);
 
@@ -981,99 +981,100 @@ KVC_API kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *con
 /* Frees a prefix, and drops its blocks; ignores NULL.  Sequences that it acquired go on as any others. */
 KVC_API void kvc_prefix_free(kvc_prefix *prefix);
 
-/* Returns an id that names nothing, and that no such call, nor kvc_prefix_acquire, has returned before: they count up
- * from 0. */
+/* Returns a new id, which names no sequence.  Ids count up from 0.  Neither this call nor kvc_prefix_acquire has
+ * returned it before. */
 KVC_API int64_t kvc_new_sequence(kvc_cache *cache);
 
-/* Sets *seq_id to a new sequence that holds as many of the first tokens as are known, and *matched to how many these
- * are: at most max_matched (-1: no limit), and less than all, as the last token has to be fed.  Where the prompt may
- * need all of max_bytes, blocks are dropped that go on otherwise where its match ends.  May be called while a batch is
- * open.  Fails with KVC_ERR_INVALID if there are no tokens, with KVC_ERR_NOMEM, and with KVC_ERR_CALLBACK where a
- * kvc_shift_fn fails (reuse_min_tokens), after which kept blocks may have been evicted for those that were moved
+/* Sets *seq_id to a new sequence that holds the known tokens of a prompt, and *matched to their number: at most
+ * max_matched (-1: no limit), and fewer than all, because the last token has to be fed.  If the prompt may need all of
+ * max_bytes, the call drops blocks that go on with other tokens where the match ends.  May be called while a batch is
+ * open.  Fails with KVC_ERR_INVALID if there are no tokens, with KVC_ERR_NOMEM, and with KVC_ERR_CALLBACK if a
+ * kvc_shift_fn fails (reuse_min_tokens).  In the last case it may have evicted kept blocks for rows that it moved
  * before. */
 KVC_API kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
                                       int64_t *seq_id, int32_t *matched);
 
-/* Keeps the blocks of a sequence, and ends it.  tokens: those that it holds, generated ones too; those that were not
- * fed are ignored.  The sequence may be any of the cache; if it holds nothing, it only ends.  Where memory for
- * bookkeeping is short, it keeps fewer blocks.  Fails with KVC_ERR_BUSY while it is in the open batch, or its keys are
- * rewritten, and with KVC_ERR_INVALID if it is a retained one. */
+/* Keeps the blocks of a sequence, and ends it.  Pass all its tokens, generated ones too; tokens that were not fed are
+ * ignored.  The sequence may be any of the cache; if it is empty, it only ends.  If memory for bookkeeping is short,
+ * the call keeps fewer blocks.  Fails with KVC_ERR_BUSY while the sequence is in the open batch or its keys are
+ * rewritten, and with KVC_ERR_INVALID if it is retained. */
 KVC_API kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens);
 
-/* Keeps the blocks of a sequence's first tokens as kvc_prefix_release does, but the sequence goes on; and a recurrent
- * state of the model, [num_bytes], that of the sequence after all these tokens: a match of state_bytes prefixes ends
- * behind them, or behind those of an earlier checkpoint.  num_bytes 0: keeps the blocks alone.  A runner calls it
- * before the last token of a prompt, because an acquired sequence never holds that, at the end of an answer, and every
- * few thousand tokens of a long prompt.  A state counts as memory, and goes with the rows of its last token.  It is
- * not kept where the tokens are more than those that the sequence holds, or not all exact.  Nor is it kept where all
- * windows of the sequence have left the last token behind, and no kept block has its rows.  Fails with KVC_ERR_BUSY and
- * KVC_ERR_INVALID as kvc_prefix_release does, with KVC_ERR_INVALID if num_bytes is more than state_bytes, and with
- * KVC_ERR_FULL, where max_bytes leaves no room for the state, and KVC_ERR_NOMEM, after which some blocks may be kept
- * without it. */
+/* Keeps the blocks of a sequence's first tokens, and the recurrent state of the model behind them.  The sequence goes
+ * on.  A match of a prefix with state_bytes ends at a checkpoint.  num_bytes 0: keeps the blocks alone.
+ * A runner calls it before the last token of a prompt, because an acquired sequence never holds that token; at the end
+ * of an answer; and every few thousand tokens of a long prompt.
+ * A state counts as memory, and is dropped with the rows of its last token.  It is not kept in three cases: the
+ * sequence holds fewer tokens, its tokens are not all exact, or all its windows have left the last token behind and no
+ * kept block has the rows of that token.
+ * Fails with KVC_ERR_BUSY and KVC_ERR_INVALID as kvc_prefix_release does, and with KVC_ERR_INVALID if num_bytes is more
+ * than state_bytes.  Fails with KVC_ERR_FULL if max_bytes leaves no room for the state, and with KVC_ERR_NOMEM; blocks
+ * may then have been kept without it. */
 KVC_API kvc_status kvc_prefix_checkpoint(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens,
                                          const void *state, int64_t num_bytes);
 
-/* Writes the state that an acquired sequence goes on from, of at most max_bytes, and sets *num_bytes to its bytes: 0
- * if nothing was matched.  state NULL: sets *num_bytes alone.  Call it before tokens are fed: the commit forgets the
- * state.  Fails with KVC_ERR_INVALID if max_bytes is less than the state has. */
+/* Writes the recurrent state from which an acquired sequence goes on, and sets *num_bytes to its bytes: 0 if nothing
+ * was matched.  `state` has room for max_bytes.  state NULL: sets *num_bytes alone.  Call it before tokens are fed,
+ * because the commit forgets the state.  Fails with KVC_ERR_INVALID if the state has more than max_bytes. */
 KVC_API kvc_status kvc_prefix_state(kvc_prefix *prefix, int64_t seq_id, void *state, int64_t max_bytes,
                                     int64_t *num_bytes);
 
-/* Sets *matched to how many of the first tokens are known, without taking anything, or marking it as used; and
- * *with_rows, unless it is NULL, to how many have rows, also behind the last checkpoint of a state_bytes prefix: where
- * these are more, another prompt began alike, and a checkpoint there lets the next such prompt go on from it. */
+/* Sets *matched to the number of known tokens.  Takes nothing, and marks nothing as used.  Sets *with_rows, unless it
+ * is NULL, to the number of tokens that would be known if no checkpoints were needed.  If that is more, another prompt
+ * began alike, and a checkpoint there lets the next such prompt go on from it. */
 KVC_API kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *matched,
                                      int32_t *with_rows);
 
-/* Keeps the blocks and the state that hold the known tokens of a prompt, such as a system prompt, whatever else needs
- * memory; sets *kept to how many tokens are known.  Nothing is pinned where these are 0.  Call it again once more of the
- * prompt is known: the pin then holds that, too.  A block whose first tokens alone are the prompt's is kept whole.  The
- * pin does not count as a use.  Fails with KVC_ERR_NOMEM. */
+/* Pins the known tokens of a prompt, such as a system prompt: their blocks and state are not evicted.  Sets *kept to
+ * the number of these tokens; if it is 0, nothing is pinned.  Call it again once more of the prompt is known: the pin
+ * then holds that, too.  If only the first tokens of a block are the prompt's, the whole block is pinned.  A pin does
+ * not count as a use.  Fails with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_pin(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *kept);
 
-/* Takes back one kvc_prefix_pin of the same tokens that pinned something; does nothing if there is none.  Once all are
- * taken back, nothing of the prompt is pinned by them. */
+/* Takes back one kvc_prefix_pin of the same tokens; does nothing if no such pin is left.  Once all are taken back, they
+ * pin nothing of the prompt. */
 KVC_API kvc_status kvc_prefix_unpin(kvc_prefix *prefix, const kvc_tokens *tokens);
 
-/* Drops the least recently used blocks that are not pinned, until num_tokens tokens are dropped or none is left; sets
- * *num_evicted to the tokens in them, which may be more, as blocks are dropped whole. */
+/* Drops the least recently used blocks that are not pinned, until num_tokens tokens are dropped or no block is left.
+ * Sets *num_evicted to the number of dropped tokens, which may be more, because blocks are dropped whole. */
 KVC_API kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int64_t *num_evicted);
 
-/* Drops all blocks, pinned ones too, and takes back all pins.  Sequences stay as they are; the tokens that they hold are
- * kept once they are released. */
+/* Drops all blocks, pinned ones too, and takes back all pins.  Sequences stay as they are; the tokens that they hold
+ * are kept once they are released. */
 KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
 
 /* Forgets a prompt, for example private data: none of its tokens matches any prompt until somebody computes them again.
- * Drops each block that holds a row of one of the tokens, pinned ones too, and each block that follows the whole prompt,
- * with their states; sets *num_dropped to the tokens in these blocks.  Pass the answer with the prompt.
+ * Pass the answer with the prompt.  The call drops each block that holds a row of one of the tokens, and each block
+ * that follows the whole prompt; pinned blocks too, and the states of all.  Sets *num_dropped to the number of tokens
+ * in these blocks.
  *
- * Blocks stay that follow a part of the prompt and hold none of its tokens.  They are those of prompts that begin alike,
- * and match again once the tokens before them are computed again.
+ * A block that follows a part of the prompt and holds none of its tokens stays.  It belongs to another prompt, and
+ * matches again once the tokens before it are computed again.
  * Sequences stay as they are, and go on.  But this prefix keeps no more blocks of a sequence that may hold forgotten
- * rows.  Of the sequences that it acquired, these are the ones whose first token is the prompt's; of all others, and of
- * their copies, the ones that hold tokens now, retained ones too.  If a cache has more than 64 prefixes, some of them
- * keep no blocks of a sequence either because another prefix has forgotten its rows.  A kvc_prefix_fetch under way adds
- * nothing more.
- * Saved states keep what they have: what is restored from them counts as computed again.
+ * rows.  An acquired sequence may hold them if it begins with the prompt's first token.  Any other sequence may hold
+ * them if it holds tokens now, or is a copy of one that does; retained sequences too.  If a cache has more than 64
+ * prefixes, some of them also keep no blocks of a sequence whose rows another prefix has forgotten.  A kvc_prefix_fetch
+ * under way adds nothing more.
+ * Saved states keep their rows: rows that are restored from them count as computed again.
  * Pins stay.  Once the tokens are computed again, their blocks are pinned again, until kvc_prefix_unpin.
- * Stores keep what they have.  Remove there the values under the names of the prompt (kvc_prefix_names), and those that
- * are written to `names`, [max_names][KVC_NAME_BYTES]: the full blocks that were dropped.  The call ends when it has
- * written max_names of them; call it again until *num_names is less.  names NULL, and max_names 0: drops all. */
+ * Stores keep their values.  Remove the values under the names of the prompt (kvc_prefix_names), and under the names
+ * that this call writes to `names`, [max_names][KVC_NAME_BYTES]: the full blocks that it dropped.  The call ends when
+ * it has written max_names of them; call it again until *num_names is less.  names NULL, and max_names 0: drops all. */
 KVC_API kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *tokens, uint8_t *names, int64_t max_names,
                                      int64_t *num_names, int64_t *num_dropped);
 
-/* Writes the names of the full blocks of a prompt, known or not, at most max_names, [..][KVC_NAME_BYTES]; sets
- * *num_names to how many there are. */
+/* Writes the names of the full blocks of a prompt, known or not: at most max_names, [..][KVC_NAME_BYTES].  Sets
+ * *num_names to the number of full blocks. */
 KVC_API kvc_status kvc_prefix_names(kvc_prefix *prefix, const kvc_tokens *tokens, uint8_t *names, int64_t max_names,
                                     int64_t *num_names);
 
 /* Events: what a router follows, to send a prompt to where its blocks are. */
 
 typedef enum kvc_prefix_event_kind {
-    KVC_BLOCK_KEPT = 1, /* a full block is kept from now on.  Its tokens are usually known where all before it are kept:
-                           if windows have lost no rows that are seen behind it, and a state is there if one is needed */
-    KVC_BLOCK_DROPPED,  /* it is not kept any more: evicted, expired, forgotten */
-    KVC_BLOCKS_CLEARED  /* all that were kept before are dropped */
+    KVC_BLOCK_KEPT = 1, /* a full block is kept from now on.  If all blocks before it are kept, its tokens are usually
+                           known.  They are not if a row that a window sees behind it is lost, or a checkpoint */
+    KVC_BLOCK_DROPPED,  /* the block is dropped: evicted, expired or forgotten */
+    KVC_BLOCKS_CLEARED  /* all kept blocks are dropped */
 } kvc_prefix_event_kind;
 
 typedef struct kvc_prefix_event {
@@ -1082,16 +1083,16 @@ typedef struct kvc_prefix_event {
     uint8_t name[KVC_NAME_BYTES]; /* of the block */
 } kvc_prefix_event;
 
-/* Writes what has happened since the last call, in order, at most max_events; sets *num_events to how many these are,
- * and *num_lost to how many before them were forgotten, for want of room (kvc_prefix_config.max_events). */
+/* Writes the events since the last call, in order: at most max_events.  Sets *num_events to how many it wrote, and
+ * *num_lost to how many before them were overwritten because there are more than kvc_prefix_config.max_events. */
 KVC_API kvc_status kvc_prefix_take_events(kvc_prefix *prefix, kvc_prefix_event *events, size_t event_size,
                                           int64_t max_events, int64_t *num_events, int64_t *num_lost);
 
-/* Stores: how full blocks get out of the cache, and back.  A payload is a byte for each layer, 1 if its rows follow,
- * then the rows of these layers, as they are stored: keys [num_kv_heads][block_size], then values, unless they lie in
- * the keys; then, where the block has a checkpoint, the position of the last one, 4 bytes, the lowest first, and its
- * state.  Whoever keeps it under the block's name may hand it to any prefix with the same names, on any machine; names
- * tell prefixes of other state_bytes apart. */
+/* Stores: how full blocks get out of the cache, and back.  A payload begins with a byte for each layer: 1 if its rows
+ * follow.  Then come the rows of these layers, as they are stored: keys [num_kv_heads][block_size], then values, unless
+ * they lie in the keys.  If the block has a checkpoint, the position of the last one follows (4 bytes, the lowest
+ * first), then its state.  A payload is kept under the block's name, and fits any prefix with the same names, on any
+ * machine.  Names tell prefixes of other state_bytes apart. */
 
 typedef struct kvc_new_block {
     void *user;         /* of its prefix */
@@ -1100,39 +1101,40 @@ typedef struct kvc_new_block {
     uint8_t name[KVC_NAME_BYTES];
 } kvc_new_block;
 
-/* Writes the blocks that were kept since the last call, of prefixes with collects_new, at most max_blocks of them,
- * each once, and again when it gets rows, a checkpoint at its end, or a later one than before within it (for up to 64
- * blocks that begin with the same tokens), and not those that were dropped since or added by kvc_prefix_add;
- * sets *num_blocks to how many.  Call it after each commit and kvc_prefix_release. */
+/* Writes the blocks that prefixes with collects_new have kept since the last call: at most max_blocks.  Sets
+ * *num_blocks to how many it wrote.  A block comes once, and again when it gets more rows, a checkpoint at its end, or
+ * a later checkpoint within it; of blocks that begin with the same tokens, up to 64 come again for the last reason.
+ * Blocks that were dropped since, or added by kvc_prefix_add, do not come.  Call it after each commit and
+ * kvc_prefix_release. */
 KVC_API kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t new_block_size,
                                        int64_t max_blocks, int64_t *num_blocks);
 
 /* Returns the bytes of a payload in which no layer is missing, with the largest state of any prefix. */
 KVC_API int64_t kvc_payload_bytes(kvc_cache *cache);
 
-/* Writes the payload of a block, and sets *size to its bytes; 0 if it is not there any more.  max_bytes: at least
- * kvc_payload_bytes, of when the block's prefix was there; a state for which it does not suffice is left out.  Fails
- * with KVC_ERR_INVALID if it is less than rows alone may have, and with KVC_ERR_NOMEM. */
+/* Writes the payload of a block, and sets *size to its bytes: 0 if the block was dropped.  max_bytes should be at least
+ * kvc_payload_bytes, asked after the block's prefix was made; a state that does not fit is left out.  Fails with
+ * KVC_ERR_INVALID if max_bytes is less than the rows of all layers have, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t max_bytes, int64_t *size);
 
-/* Joins two payloads of a block into `to`, of at most max_bytes: the rows of each layer that one of them has, and the
- * state with the larger position; sets *size to its bytes.  Whoever replaces a stored payload joins both first: a block
- * that is computed again may have no state, or lack rows of windows.  Fails with KVC_ERR_INVALID if max_bytes does not
- * suffice, and with KVC_ERR_FORMAT if one of them is none of this cache. */
+/* Joins two payloads of a block into `to`, which has room for max_bytes, and sets *size to the bytes of the result.  It
+ * has the rows of each layer that either payload has, and the state with the larger position.  Join both before you
+ * replace a stored payload: a block that is computed again may have no state, or lack rows of windows.  Fails with
+ * KVC_ERR_INVALID if max_bytes does not suffice, and with KVC_ERR_FORMAT if either is no payload of this cache. */
 KVC_API kvc_status kvc_join_payloads(const kvc_cache *cache, const void *first, int64_t first_size, const void *second,
                                      int64_t second_size, void *to, int64_t max_bytes, int64_t *size);
 
-/* Writes the names of the full blocks in the first num_tokens tokens of a prompt that are not known to their end, at most
- * max_names, [..][KVC_NAME_BYTES]; sets *first to the number of the first one (block i has the tokens from i *
- * block_size on), and *num_names to how many there are.  Marks the known ones as used.  Fails with KVC_ERR_NOMEM. */
+/* Writes the names of the full blocks that are not known to their end, among the first num_tokens tokens of a prompt:
+ * at most max_names, [..][KVC_NAME_BYTES].  Sets *first to the number of the first such block, which has the tokens
+ * from *first * block_size on, and *num_names to how many there are.  Marks the known blocks as used.  Fails with
+ * KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens, uint8_t *names,
                                       int64_t max_names, int32_t *first, int64_t *num_names);
 
-/* Adds block number `block` of a prompt from its payload, and sets *is_kept to whether it is kept now, with all that the
- * payload has: not where there is no room for its rows and state.  The blocks before it must all be kept, or the tokens
- * before it be known; otherwise it is not added.  A state within the block is kept with one more block, of the tokens up
- * to there.  Fails with KVC_ERR_FORMAT if the payload is none of this cache, and
- * with KVC_ERR_NOMEM. */
+/* Adds block number `block` of a prompt from its payload.  Sets *is_kept to 1 if the block is now kept with all that
+ * the payload has, and to 0 if there is no room for its rows and state.  If not all blocks before it are kept, and the
+ * tokens before it are not known, it is not added.  A state within the block is kept with one more block, of the tokens
+ * up to there.  Fails with KVC_ERR_FORMAT if it is no payload of this cache, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block, const void *payload,
                                   int64_t size, int32_t *is_kept);
 
@@ -1144,59 +1146,59 @@ KVC_API kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *tokens, 
  *   kvc_store_new_blocks(cache, store, &num_written)            after commits and releases: writes what is new
  *
  * Call both on any thread, such as one of your own for writing: nothing waits for them.  A store that fails costs
- * speed, and nothing else; the status says that it did.  A value is the payload behind a header of 128 bytes, bound to
- * its name, the model and the secret; what a store hands out is used only if it is what was written.  Python's
- * PrefixCache writes the same values under the same names, in hexadecimal digits. */
+ * speed, and nothing else; the status says that it failed.  A value is a header of 128 bytes, bound to the name, the
+ * model and the secret, and the payload.  A value is used only if it is unchanged.  Python's PrefixCache writes the
+ * same values, under the same names in hexadecimal digits. */
 
 typedef struct kvc_store {
     size_t struct_size;
     void *user; /* given to the functions */
-    /* Sets *size to the bytes of the value under a name of KVC_NAME_BYTES bytes, 0 if there is none, and copies it to
-     * `value`; of one that has more than max_bytes, to any number beyond that, and copies nothing. */
+    /* Copies the value under a name of KVC_NAME_BYTES bytes to `value`, and sets *size to its bytes: 0 if there is
+     * none.  If the value has more than max_bytes, sets *size to any number above max_bytes, and copies nothing. */
     kvc_status (*read)(void *user, const uint8_t *name, void *value, int64_t max_bytes, int64_t *size);
     /* Keeps a value under a name, in place of the one that is there. */
     kvc_status (*write)(void *user, const uint8_t *name, const void *value, int64_t size);
 } kvc_store;
 
-/* Reads the full blocks of a prompt that follow its known tokens, one after the other until the store lacks one, there is
- * no room, or it would be more than max_matched tokens (-1: no limit) or all of them, and adds them; sets *fetched to how
- * many tokens are in those that brought rows or a state, also where it fails.  A block whose rows are kept is read for
- * its state, where that is what is missing.  Fails with KVC_ERR_INVALID as kvc_prefix_acquire does,
- * as `read` does, with KVC_ERR_FORMAT where a value is not what was written, which is computed then and written again,
- * and with KVC_ERR_NOMEM. */
+/* Reads full blocks from a store, and adds them: those that follow the known tokens of a prompt, in order.  It ends
+ * where the store lacks a block, where there is no room, and where a block would reach past max_matched tokens (-1: no
+ * limit) or hold the prompt's last token.  A block whose rows are kept is read if it lacks its state.  Sets *fetched to
+ * the number of tokens in blocks that brought rows or a state, also if it fails.
+ * Fails with KVC_ERR_INVALID if there are no tokens, as `read` fails, with KVC_ERR_FORMAT if a value was changed, and
+ * with KVC_ERR_NOMEM.  The prompt's tokens are then computed, and a changed value is written again. */
 KVC_API kvc_status kvc_prefix_fetch(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
                                     const kvc_store *store, int32_t *fetched);
 
-/* Takes the new blocks of prefixes with collects_new, as kvc_take_new_blocks does, and writes them to a store; sets
- * *num_written to how many, also where it fails: as `write` does, after which that block is not tried again and the
- * others are, by the next call; or with KVC_ERR_NOMEM.  Where a block may have no state, or lack rows of windows, it reads
- * the block's value first, fails as `read` does, and writes what both have together. */
+/* Takes the new blocks as kvc_take_new_blocks does, and writes them to a store.  Sets *num_written to how many it
+ * wrote, also if it fails.  If a block may have no state, or lack rows of windows, it reads the block's value first,
+ * and writes both joined.  Fails as `read` and `write` do, and with KVC_ERR_NOMEM.  It does not try that block again;
+ * the next call writes the others. */
 KVC_API kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_t *num_written);
 
 /* Sets *store to a new store in a folder, which is made if there is none; free it with kvc_dir_store_free.  Any number
  * of processes and threads may share a folder, also Python's DirectoryStore.  A relative path starts where the process
- * is now, wherever it goes.  Its files take at most max_bytes (0: no limit): those that were read or written least
- * recently are removed, until 1/16 of that is free.  Files are readable for their owner alone; on Windows, where the
- * path is UTF-8, for whom the folder allows it.  Links and files of other names are left alone.  Nothing is synced to
- * the disk: what a power cut tears counts as missing.  Its functions fail with KVC_ERR_STORE and KVC_ERR_NOMEM.  Fails
- * with KVC_ERR_STORE if the folder cannot be made or used, and with KVC_ERR_NOMEM. */
+ * is now, also after a chdir().  Its files take at most max_bytes (0: no limit): the least recently read or written
+ * ones are removed until 1/16 of that is free.  Only their owner can read files; on Windows, whoever the folder allows.
+ * There the path is UTF-8.  Links and files of other names are left alone.  Nothing is synced to the disk: a file that
+ * a power cut damages counts as missing.  Its functions fail with KVC_ERR_STORE and KVC_ERR_NOMEM.  Fails with
+ * KVC_ERR_STORE if the folder cannot be made or used, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_dir_store_new(const char *path, int64_t max_bytes, kvc_store **store);
 
-/* Frees such a store, which no call uses any more; ignores NULL.  Its files stay. */
+/* Frees a store of kvc_dir_store_new that no call uses any more; ignores NULL.  Its files stay. */
 KVC_API void kvc_dir_store_free(kvc_store *store);
 
 typedef struct kvc_prefix_stats {
     int64_t requests;  /* calls of kvc_prefix_acquire that succeeded */
-    int64_t hits;      /* those that matched anything */
-    int64_t tokens;    /* that they were given */
-    int64_t matched;   /* of these */
-    int64_t reused;    /* of these, computed elsewhere (reuse_min_tokens) */
-    int64_t blocks;    /* now: kept ones, full or not; also behind others that are not.  Those that have expired
-                          count until a call drops them */
-    int64_t held;      /* now: tokens in them */
-    int64_t sequences; /* now: acquired ones that have not ended */
-    int64_t checkpoints;      /* now: states of the model */
-    int64_t checkpoint_bytes; /* now: in them */
+    int64_t hits;      /* requests that matched a token or more */
+    int64_t tokens;    /* tokens of all requests */
+    int64_t matched;   /* tokens that were matched */
+    int64_t reused;    /* matched tokens that were computed elsewhere (reuse_min_tokens) */
+    int64_t blocks;    /* kept blocks now, full or not, also behind a block that was dropped.  An expired block counts
+                          until a call drops it */
+    int64_t held;      /* tokens in kept blocks now */
+    int64_t sequences; /* acquired sequences now that have not ended */
+    int64_t checkpoints;      /* states of the model that are kept now */
+    int64_t checkpoint_bytes; /* bytes of these states */
 } kvc_prefix_stats;
 
 /* Fills in *stats, of stats_size bytes. */
