@@ -65,7 +65,7 @@ def installed_library():
 
 class BuildPy(build_py):
     def finalize_options(self):
-        """Add the public header to what the package holds, unless programs use one that is installed already."""
+        """Add the public header to the package, unless the system's library brings its own."""
         super().finalize_options()
         if not system:
             self.data_files += [("kvcache.include", "include", f"{self.build_lib}/kvcache/include", ["kvcache.h"])]

@@ -26,8 +26,8 @@ default_role = "py:obj"  # `KVCache.fork` in a docstring is a link
 autodoc_typehints = "none"  # the docstrings name the types
 numpydoc_show_class_members = False  # autodoc lists them
 
-# kvcache.hf is described without torch, transformers and safetensors, which take gigabytes. Where it joins their types
-# (A | B) and tuples, one of the two stands for both.
+# kvcache.hf is described without torch, transformers and safetensors, which take gigabytes. A union of
+# their types (A | B) and a sum of tuples is one of the two.
 autodoc_mock_imports = ["safetensors", "torch", "transformers"]
 for operation in ("__or__", "__ror__", "__add__"):
     setattr(_MockObject, operation, lambda self, other: self)

@@ -47,8 +47,8 @@ and further behind: keep them few. With --shift a full context loses the older
 half of its tokens, but for the first ones; the rest moves down, and nothing is
 computed again.
 
-Ctrl-C ends the text, or the measuring of --compare, which then shows what it
-has; the exit status is 130.
+Ctrl-C ends the text. It also ends the measuring of --compare, which then shows
+the rows that are done. The exit status is 130.
 """
 
 

@@ -18,9 +18,9 @@ SPACE = "\0"  # where no line ends; nothing that is printed has it
 
 
 def columns(otherwise: int, stream: TextIO | None = None) -> int:
-    """Return how many columns the variable ``COLUMNS`` or the terminal behind a stream has, stdout by default.
+    """Return how many columns the variable ``COLUMNS`` says, or a stream's terminal has; by default that is stdout.
 
-    Without either, return `otherwise`.
+    Return `otherwise` if the variable is not set and the stream is no terminal.
     """
     given = os.environ.get("COLUMNS", "")
     if given.isdecimal() and int(given):

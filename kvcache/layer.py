@@ -61,7 +61,7 @@ DTypeLike: TypeAlias = DType | FloatDTypeLike
 def to_dtype(value: Any, name: str, among: Sequence[DType] = DTYPES) -> DType:
     """Return the name of an element type, of which torch, NumPy and model files have others.
 
-    Raise ``ValueError``, which says `name`, unless it is one of `among`.
+    Raise ``ValueError`` that names the argument `name`, unless the type is in `among`.
     """
     known: str | None = None
     if isinstance(value, str):

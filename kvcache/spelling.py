@@ -91,7 +91,7 @@ def refusal(name: str, what: str, known: Iterable[str]) -> str:
 
 
 def check_names(what: str, more: Iterable[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function refuse arguments by name that it does not have; `more` are those of its ``**``."""
+    """Make a function refuse keyword arguments that it does not have; `more` are names that its ``**`` takes."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         code = function.__code__
@@ -110,6 +110,6 @@ def check_names(what: str, more: Iterable[str] = ()) -> Callable[[Callable[P, R]
 
 
 def spelt(kind: type[T]) -> type[T]:
-    """Make a class refuse arguments by name that its constructor does not have, and say what they are called here."""
+    """Make a class refuse keyword arguments that its constructor does not have, and suggest the right name."""
     kind.__init__ = check_names(kind.__name__)(kind.__init__)  # type: ignore[method-assign]  # it has the same arguments
     return kind

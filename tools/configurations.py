@@ -1,7 +1,7 @@
 """Write what transformers' configuration classes say beside a model's file: kvcache/models/classes.json.
 
-Each line is one type of model: the values of fields that a file leaves out (``defaults``), the class's names of fields
-that files call otherwise (``names``), and the types of the parts that hold a text decoder (``parts``). Only fields that
+Each line is one type of model. ``defaults`` are values of fields that a file may leave out. ``names`` gives the class's
+name for each other name of a field. ``parts`` are the types of the parts that hold a text decoder. Only fields that
 kvcache.models reads are kept. ``python tools/configurations.py`` writes the file anew; tests compare it with the
 classes where the same version of transformers is installed.
 """

@@ -152,7 +152,7 @@ class Engine:
             self._end(request, "shutdown")
 
     def _begin_step(self) -> bool:
-        """Wait for requests, let go of those that were cancelled, and begin others; return False to stop."""
+        """Wait for requests, release cancelled requests, and begin new ones; return False to stop."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopping or self.waiting or self.running)
             if self._is_stopping:

@@ -1,4 +1,4 @@
-"""What clients send and get: the requests, answers and errors of OpenAI's interface."""
+"""The requests, answers and errors of OpenAI's interface."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class Answer:
         return {**self._head, "choices": [choice], **({} if usage is None else {"usage": usage})}
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """Return the piece behind the last one that has text."""
+        """Return the piece that follows the text, and says what was used."""
         return {**self._head, "choices": [], "usage": usage}
 
 

@@ -187,7 +187,7 @@ def _tokens_of(part: Any, tokens: Any) -> dict[int, list[int]]:
 
 
 def _check_tokens(passes: Passes, tokens: Any) -> torch.Tensor:
-    """Return the tokens that a cache holds, ``[batch, columns seen]``; raise if some are missing, or it is none."""
+    """Return the tokens that a cache holds, ``[batch, columns seen]``; raise if it is no tensor, or too short."""
     try:
         given = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -1,7 +1,7 @@
-"""What transformers' configuration classes know beside a model's file: values that it leaves out, names, and parts.
+"""Defaults, names and parts that a model's file leaves to the configuration class of transformers.
 
-``classes.json`` has it, which tools/configurations.py wrote. `MORE` has the values that classes derive, and what the
-code beside a model's files knows, where transformers has no class for it.
+``classes.json`` has them; tools/configurations.py writes it. `MORE` has values that a class derives. It also has values
+from the code beside a model's files, if transformers has no class for the model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FILE = Path(__file__).with_name("classes.json")
 
 
 class Class(NamedTuple):
-    """What is known of a type of model.
+    """The class of a type of model.
 
     Attributes
     ----------
@@ -35,7 +35,7 @@ class Class(NamedTuple):
 
 
 UNKNOWN = Class({}, {}, {})
-# Values beside those of classes.json, or in their place, by type of model; None: a file that says nothing has none.
+# By type of model: values that classes.json lacks, or has otherwise. None: the field has no default.
 MORE: dict[str, dict[str, Any]] = {
     "chatglm": {"partial_rotary_factor": 0.5},
     "dbrx": {"attn_config": {"kv_n_heads": 1}},
@@ -67,5 +67,5 @@ def _table() -> dict[str, Class]:
 
 
 def of(model_type: Any) -> Class:
-    """Return what is known of a type of model; `UNKNOWN` for any other."""
+    """Return the class of a type of model; `UNKNOWN` for a type that is not in the table."""
     return _table().get(model_type, UNKNOWN) if isinstance(model_type, str) else UNKNOWN

@@ -266,7 +266,7 @@ def _image_tokens(vision: Any) -> int | None:
 
 
 def _part(values: Mapping[str, Any], source: str) -> Mapping[str, Any] | None:
-    """Return the configuration that leads to the text decoder, of those that a configuration nests; None: it is it.
+    """Return the nested configuration that leads to the text decoder; None if `values` is the decoder's itself.
 
     Older files of some models have the decoder's fields beside the others'.
     """
@@ -282,7 +282,7 @@ def _part(values: Mapping[str, Any], source: str) -> Mapping[str, Any] | None:
 
 
 def _named(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a configuration's fields the names of `NAMES`, and add those that its class knows; null is left out."""
+    """Give a configuration's fields the names of `NAMES`, and add the defaults of its class; leave out null."""
     known = classes.of(given.get("model_type"))
     stored = {new: value for name, value in given.items() if (new := known.names.get(name, name)) not in given}
     stored |= {name: value for name, value in given.items() if name not in stored}

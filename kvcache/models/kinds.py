@@ -1,7 +1,7 @@
 """The type of each layer, from the fields of a model's configuration: what it sees, or that it stores nothing.
 
-Files say it in many ways. A list, a pattern or indices of layers count first, then a number of layers that alternate,
-then what the class of the model's type makes of a file that says nothing.
+Files say it in many ways. A list, a pattern or indices of layers count first. Then a number of layers that alternate
+counts, and last the default of the class.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BY_LAYER: dict[str, Mapping[Any, str]] = {
     "attention_types": {},
     "decoder_attention_types": {"linear_attention": L, "softmax_attention": F},
 }
-# Fields that list layers: the type of those that are listed, and of the others.
+# Fields that list layers: the type of a listed layer, and the type of any other.
 INDICES = {
     "full_attn_idxs": (F, C),  # LFM2
     "attn_layer_indices": (F, L),  # Bamba
@@ -90,7 +90,7 @@ FROM_THE_END = {"muse_glimmer_text", "muse_spark_text"}
 # Types whose first or last layer is an exception to the pattern.
 FIRST = {"flint": F, "kimi_linear": L, "lfm3": C, "mimo_v2_flash": F}
 LAST = dict.fromkeys(("beam", "diffusion_gemma_text", "flint", "gemma4_text", "gemma4_unified_text"), F)
-# Types with an ``attn_layer_period``, its offset, and what they have at that layer.
+# Types with an ``attn_layer_period``: the period, the offset, and the type of that layer.
 ATTENTION_EVERY = {"jamba": (8, 4, F), "zamba": (6, 4, H)}
 # Fields that say how long a window is; the first present counts.
 WINDOWS = ("sliding_window", "local_attention", "window_size")
@@ -199,7 +199,7 @@ def _block(config: Fields, layer: int, block: Any) -> str:
 
 
 def _by_pattern(config: Fields, num_layers: int) -> list[str] | None:
-    """Return the types of layers that follow a pattern, of the file or of the model's type; None if there is none."""
+    """Return the types of layers by the pattern of the file, or of the model's type; None if neither has a pattern."""
     model_type = config.text("model_type", "")
     found = _pattern(config, model_type)
     if found is None:

@@ -48,7 +48,7 @@ KNOWN = {
     "use_dynamic_ntk",
     "yarn_only_types",
 }.union(*(NAMES[name] for name in ("rope_theta", "rope_local_base_freq", "partial_rotary_factor", "use_rope_layers")))
-# Types that rotate keys even if a file does not say so, beside those of which transformers' classes say it.
+# Types that rotate keys even if neither the file nor transformers' class says so.
 ROTATING = {
     "aquila", "baichuan", "chatglm", "codegen", "deci", "gptj", "internlm", "internlm2", "minicpm", "openelm", "orion",
     "phi-msft", "plamo", "plamo2", "qwen", "RefinedWeb", "RefinedWebModel", "stablelm_epoch", "xverse",

@@ -1,4 +1,4 @@
-"""What a single layer has of its own: heads, their size or a window that differ, or the rows of another layer."""
+"""Settings of single layers: another number or size of heads, another window, or the rows of another layer."""
 
 from __future__ import annotations
 

@@ -278,8 +278,9 @@ class PrefixCache:
     def identity(self) -> bytes:
         """What rows depend on besides tokens: the model, and how the cache stores its rows.
 
-        A program in C whose cache has the same layers shares a store with this prefix cache if its fingerprint, `salt`
-        and `secret` are the same; so does one that gives this as ``kvc_prefix_config.identity``.
+        A program in C shares a store with this prefix cache if its cache has the same layers, and its fingerprint,
+        `salt` and `secret` are the same. In place of the fingerprint it may give this identity, as
+        ``kvc_prefix_config.identity``.
         """
         return self._identity
 
@@ -463,20 +464,19 @@ class PrefixCache:
     # ---- upkeep
 
     def pin(self, tokens: Tokens) -> int:
-        """Keep the blocks of a prompt, such as a system prompt, whatever else needs memory.
+        """Pin the known tokens of a prompt, such as a system prompt: their blocks and state are not evicted.
 
-        Return how many of its first tokens are kept: as many as are known now, and their blocks whole. The state
-        behind them is kept as well. Where that is 0, nothing is pinned. Pin it again once more of it is known;
-        `unpin` takes back one call.
+        Return the number of these tokens. If it is 0, nothing is pinned. If only the first tokens of a block are the
+        prompt's, the whole block is pinned. Pin the prompt again once more of it is known. `unpin` takes back one call.
         """
         return self._prefix.pin(*arrays_of(tokens))
 
     def unpin(self, tokens: Tokens) -> None:
-        """Undo one `pin` of the same tokens; do nothing if there is none."""
+        """Undo one `pin` of the same tokens; do nothing if no such pin is left."""
         self._prefix.unpin(*arrays_of(tokens))
 
     def evict(self, num_tokens: SupportsIndex) -> int:
-        """Drop the least recently used blocks, of at least so many tokens in all; return how many they have.
+        """Drop the least recently used blocks until `num_tokens` tokens are dropped; return how many were dropped.
 
         Pinned blocks stay, and so does what is in the store.
         """
@@ -485,17 +485,18 @@ class PrefixCache:
     def forget(self, tokens: Tokens) -> int:
         """Forget a prompt, for example private data, in memory and in the store.
 
-        None of its tokens matches any prompt until somebody computes them again. Each block that holds one of them is
-        dropped, pinned ones too, and each block that follows the whole prompt, with their states. Pass the answer with
-        the prompt. Blocks that follow a part of the prompt and hold none of its tokens stay; they match again once the
-        tokens before them are computed again. What follows the prompt in the store alone is not known here, and stays.
+        None of its tokens matches any prompt until somebody computes them again. Pass the answer with the prompt.
+        Each block that holds one of the tokens is dropped, and each block that follows the whole prompt; pinned blocks
+        too, and the states of all. A block that follows a part of the prompt and holds none of its tokens stays. It
+        matches again once the tokens before it are computed again. A block that follows the prompt and is only in the
+        store is not known here, and stays.
 
-        Sequences stay as they are, and go on. But no more blocks are kept of a sequence that may hold forgotten rows:
-        of acquired ones whose first token is the prompt's, and of all others that hold tokens now. Pins stay, for what
-        is kept of these tokens later.
+        Sequences stay as they are, and go on. But no more blocks are kept of a sequence that may hold forgotten rows.
+        An acquired sequence may hold them if it begins with the prompt's first token. Any other sequence may if it
+        holds tokens now. Pins stay: once the tokens are computed again, their blocks are pinned again.
 
-        Return how many tokens were dropped from memory. `flush` waits for the store, and returns False if that did not
-        delete them all, or what waited to be written was dropped: then call this again.
+        Return how many tokens were dropped from memory. `flush` waits for the store. It returns False if the store did
+        not delete all values, or if writes that waited were dropped; then call this again.
         """
         given = arrays_of(tokens)
         num, dropped = self._prefix.forget(*given)

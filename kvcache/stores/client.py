@@ -160,8 +160,8 @@ class StoreClient:
 
         `make_value` returns the payload, in parts that are joined, or None if there is none any more. It is called
         later, in the thread that writes, unless the value is dropped before; `written`, which must not raise, is called
-        with the key once the store has it. `join` gets the payload and the one that is there, if there is one, and
-        returns the payload to write in their place; None if the one that is there has it all.
+        with the key once the store has it. `join` gets the payload and the stored payload, if the store has one. It
+        returns the payload to write, or None if the stored one already has everything.
         """
         return self._shared.writer.add(Write(self._tenant, key, make_value, written, join))
 

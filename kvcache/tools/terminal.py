@@ -44,7 +44,7 @@ def print_paragraph(text: str) -> None:
 def print_error(text: str) -> None:
     """Print a sentence on stderr, in one line unless that is a terminal.
 
-    Where it is full, or unread, let it lead nowhere, for Python flushes it once more.
+    If stderr is full, or nobody reads it, redirect it to nowhere, because Python flushes it once more.
     """
     try:
         print(wrap(text, columns(NO_LIMIT, sys.stderr)), file=sys.stderr, flush=True)
