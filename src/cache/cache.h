@@ -52,12 +52,12 @@ struct kvc_cache {
     struct kvc_state_use *state_uses;              /* list of calls that use a recurrent state of a model */
     kvc_sequence *changed; /* list of the sequences in which the next batch looks for rows to expire */
     kvc_sequence *spare;   /* made by kvc_reserve for the next new sequence; NULL: none */
-    int64_t num_holding;   /* number of sequences that hold rows, but for retained ones and those of calls */
+    int64_t num_holding;   /* number of sequences that hold rows, except retained and hidden ones */
     kvc_sequence *oldest,
         *newest;          /* list of the retained sequences that calls can name, the least recently used first */
     kvc_sorted evictable; /* by use: retained sequences that may be evicted */
     int64_t num_uses;     /* of retained sequences: the last one's kvc_sequence.used */
-    int64_t num_retained, num_protected, num_pinned; /* num_pinned: of those that are not protected */
+    int64_t num_retained, num_protected, num_pinned; /* num_pinned: pinned and not protected */
     kvc_sequence *victims; /* list of those that the plan of the running call evicts, by rising last use */
     int32_t lacks_bytes;   /* while victims are chosen: all that can be had is needed, for bytes are lacking */
     kvc_batch *batch;      /* the open batch; NULL: none */
@@ -178,7 +178,8 @@ int64_t kvc_cache_new_id(kvc_cache *cache);
 /* Takes a blank sequence out of the table, as the spare one; there must be none. */
 void kvc_cache_spare(kvc_cache *cache, kvc_sequence *sequence);
 
-/* Takes a sequence out of the table and frees it; or only if it is blank; or every sequence. */
+/* Takes a sequence out of the table and frees it.  _blank does nothing if it is not blank; _all takes every sequence.
+ */
 void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_forget_blank(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_forget_all(kvc_cache *cache);

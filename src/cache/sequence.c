@@ -104,8 +104,8 @@ static int64_t key_of(const kvc_sequence *sequence, kvc_key by) {
     return by == KVC_BY_USE ? sequence->used : sequence->id;
 }
 
-/* Returns the rank of a sequence: it stands above those of lower rank in its tree, so that trees of any keys are about
- * as flat as random ones. */
+/* Returns the rank of a sequence.  A sequence stands above sequences of lower rank in its tree, which makes the tree
+ * about as flat as a random one, whatever the keys are. */
 static uint64_t rank_of(const kvc_sequence *sequence, kvc_key by) {
     uint64_t x = (uint64_t)key_of(sequence, by) + 0x9e3779b97f4a7c15u; /* SplitMix64 */
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
@@ -159,7 +159,7 @@ static kvc_sequence *end_of(kvc_sequence *sequence, kvc_key by, int side) {
     return sequence;
 }
 
-/* Returns the next sequence on one side, 1 behind, 0 before; NULL if there is none. */
+/* Returns the next sequence by falling key (side 0) or rising key (side 1); NULL at the end. */
 static kvc_sequence *beside(const kvc_sequence *sequence, kvc_key by, int side) {
     const kvc_links *links = &sequence->links[by];
     if (links->below[side]) return end_of(links->below[side], by, !side);

@@ -19,7 +19,7 @@ typedef struct kvc_follower {
     int64_t (*plan_end)(struct kvc_follower *follower, int is_planned);
 } kvc_follower;
 
-/* By what sequences are sorted: each has a place for either. */
+/* The orders of sequences.  A sequence has a place in a tree for each. */
 typedef enum kvc_key { KVC_BY_ID, KVC_BY_USE, KVC_NUM_KEYS } kvc_key;
 
 /* A place in a tree; below: of lower keys, of higher keys. */
@@ -52,7 +52,7 @@ typedef struct kvc_sequence {
     int64_t used;                 /* of a retained sequence: the larger, the more recently */
     int32_t num_groups;
     int32_t num_token_groups;      /* number of groups of tokens: the first; others are of cross-attention layers */
-    kvc_links links[KVC_NUM_KEYS]; /* places in the table, and among those that may be evicted */
+    kvc_links links[KVC_NUM_KEYS]; /* places in the table, and among the evictable sequences */
     struct kvc_sequence *next_changed, **changed_at; /* place in the list cache->changed; NULL: not in it */
     struct kvc_sequence *older, *newer;              /* place in the list of retained sequences that calls can name */
     struct kvc_sequence *next_victim;                /* in the list cache->victims */
@@ -118,7 +118,7 @@ typedef struct kvc_sorted {
 void kvc_sorted_insert(kvc_sorted *sorted, kvc_sequence *sequence);
 void kvc_sorted_remove(kvc_sorted *sorted, kvc_sequence *sequence);
 
-/* Return the first sequence by rising key, and the one behind another; NULL if there is none. */
+/* Return the first sequence by rising key, and the next one; NULL at the end. */
 kvc_sequence *kvc_sorted_first(const kvc_sorted *sorted);
 kvc_sequence *kvc_sorted_next(const kvc_sorted *sorted, const kvc_sequence *sequence);
 
@@ -138,11 +138,11 @@ kvc_sequence *kvc_table_find_hidden(const kvc_table *table, int64_t id);
 void kvc_table_insert(kvc_table *table, kvc_sequence *sequence);
 void kvc_table_remove(kvc_table *table, kvc_sequence *sequence);
 
-/* Return the first sequence by rising id, hidden ones last, and the one behind another; NULL if there is none. */
+/* Return the first sequence by rising id, and the next one; NULL at the end.  Hidden sequences come last. */
 kvc_sequence *kvc_table_first(const kvc_table *table);
 kvc_sequence *kvc_table_next(const kvc_table *table, const kvc_sequence *sequence);
 
-/* Return the last of them, and the one before another; NULL if there is none. */
+/* Return the last sequence in this order, and the previous one; NULL at the end. */
 kvc_sequence *kvc_table_last(const kvc_table *table);
 kvc_sequence *kvc_table_before(const kvc_table *table, const kvc_sequence *sequence);
 

@@ -33,7 +33,8 @@ void kvc_cache_wait(kvc_cache *cache);
 /* Waits until no call works on pages.  Returns whether it had to wait, and so released the mutex meanwhile. */
 int kvc_cache_wait_pages(kvc_cache *cache);
 
-/* Lets those that wait have the mutex: who unlocks it and locks it again soon mostly gets it before they wake up. */
+/* Lets a waiting thread have the mutex.  A thread that unlocks it and soon locks it again usually gets it before a
+ * waiting thread wakes up. */
 void kvc_cache_give_way(kvc_cache *cache);
 
 /* ---- waiting to begin a batch ------------------------------------------------------------------------------------ */

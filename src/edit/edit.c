@@ -282,8 +282,8 @@ kvc_status kvc_mark_inexact(kvc_cache *cache, int64_t seq_id, int32_t position) 
 
 enum { AT_ONCE = 16 }; /* hidden sequences that are forgotten before others get the mutex */
 
-/* Forgets every sequence but `kept` (NULL: all): at once those that calls can name, the blocks of prefixes bit by bit.
- * If one of them is busy, returns KVC_ERR_BUSY and forgets none. */
+/* Forgets every sequence except `kept` (NULL: none).  Sequences that calls can name are forgotten at once, the blocks
+ * of prefixes bit by bit.  If a sequence is busy, returns KVC_ERR_BUSY and forgets none. */
 static kvc_status clear_all_but(kvc_cache *cache, const kvc_sequence *kept) {
     const kvc_table *table = &cache->sequences;
     for (const kvc_sequence *sequence = kvc_table_first(table); sequence && !sequence->is_hidden;

@@ -416,7 +416,7 @@ void kvc_touch_retained(kvc_cache *cache, kvc_sequence *sequence) { kvc_cache_re
 
 int32_t kvc_match_pieces(kvc_cache *cache, const kvc_piece *items, int32_t num, int32_t length) {
     const pieces p = {cache, items, num};
-    int32_t end = 0; /* behind the last token that one of them had */
+    int32_t end = 0; /* behind the last token that any piece had */
     for (int32_t i = 0; i < num; i++)
         if (items[i].rows && kvc_lower(kvc_sequence_next(items[i].rows), items[i].end) > end)
             end = kvc_lower(kvc_sequence_next(items[i].rows), items[i].end);
@@ -428,7 +428,7 @@ kvc_status kvc_attach_pieces(kvc_cache *cache, const kvc_piece *items, int32_t n
     return attach_all(&p, dst, kvc_table_find(&cache->sequences, dst), matched);
 }
 
-/* Finds the retained sequences of these ids; leaves out those that do not exist, or whose rows are being written. */
+/* Finds the retained sequences of these ids.  A sequence that does not exist, or is being written, is left out. */
 static kvc_status find_pieces(const kvc_cache *cache, const int64_t *ids, int32_t num, kvc_piece *pieces) {
     int32_t last = -1;
     for (int32_t i = 0; i < num; i++) {

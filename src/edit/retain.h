@@ -16,15 +16,15 @@ kvc_status kvc_retain_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int
 kvc_status kvc_retain_pinned(kvc_cache *cache, const kvc_sequence *src, int64_t id, int32_t begin, int32_t end);
 
 /* Rows of a retained sequence at positions below `end`; NULL: it was evicted.  Pieces come by rising `begin`, which
- * none of their rows stands before.  Only pieces that begin alike may hold rows at the same positions: those of one
- * token. */
+ * none of their rows stands before.  Only pieces that begin alike may hold rows at the same positions, and these rows
+ * are of the same tokens. */
 typedef struct kvc_piece {
     kvc_sequence *rows;
     int32_t begin, end;
 } kvc_piece;
 
 /* Returns the largest number of tokens, at most `length`, behind which the pieces have what a query sees in every
- * layer. It is at most what one of them had, expired tokens included. */
+ * layer.  It is at most the length of the longest piece, expired tokens included. */
 int32_t kvc_match_pieces(kvc_cache *cache, const kvc_piece *pieces, int32_t num, int32_t length);
 
 /* Makes dst, which holds nothing, of what matched, which is not 0.  KVC_ERR_NOMEM. */

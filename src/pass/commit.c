@@ -148,7 +148,7 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
     member->sequence->forgotten_in = 0;
 }
 
-/* Finds out what is exact of the sequences of which some tokens are not kept. */
+/* Finds out from where on a sequence is not exact, if some of its tokens are not kept. */
 static void find_exact(kvc_batch *batch) {
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         kvc_batch_sequence *member = &batch->sequences[s];
@@ -183,7 +183,7 @@ static kvc_status finish(kvc_batch *batch) {
     return kvc_unlock(cache, KVC_OK);
 }
 
-/* Marks all tokens as kept: those that a commit will keep, as far as anybody knows. */
+/* Marks all tokens as kept, because a later commit may keep all. */
 static void keep_all(kvc_batch *batch) { memset(batch->kept, 1, (size_t)batch->num_tokens); }
 
 kvc_status kvc_commit(kvc_batch *batch) {

@@ -32,14 +32,15 @@ static int64_t packed_bytes(const kvc_pool *pool, int64_t num_slots) {
     return blocks * kvc_pool_header_bytes(pool) + num_slots * kvc_pool_slot_bytes(pool);
 }
 
-/* Returns the bytes that a list of so many blocks takes in place of the one that is there. */
+/* Returns how many bytes more a list of num_blocks takes than the present list. */
 static int64_t list_bytes(const kvc_pool *pool, int64_t num_blocks) {
     const int64_t more = num_blocks - pool->num_blocks;
     return more > 0 && num_blocks <= INT32_MAX ? kvc_pool_list_bytes(pool, (int32_t)more) : 0;
 }
 
-/* Returns the bytes of the blocks of group g with the tokens of the batch, once all that may be evicted is, and free
- * memory is given back; adds to *saved what compactions save of these at most, and notes whether any would be made. */
+/* Returns the bytes that the blocks of group g take with the tokens of the batch, if everything evictable is evicted
+ * and free memory is given back.  Adds to *saved the most that compactions would save of these bytes, and notes whether
+ * there would be a compaction. */
 static int64_t kept_bytes(const kvc_batch *batch, int32_t g, int64_t *saved, int *is_scattered) {
     const kvc_pool *pool = &batch->cache->pools[g];
     kvc_preview preview = kvc_preview_open(batch->cache, g, KVC_KEPT, 1);
@@ -52,7 +53,7 @@ static int64_t kept_bytes(const kvc_batch *batch, int32_t g, int64_t *saved, int
     }
     kvc_preview_close(&preview);
     *is_scattered |= tally.num_movable > 1 || tally.movable_live < tally.movable_slots;
-    /* Blocks that a compaction does not move, and those that the others fill once they are packed. */
+    /* Blocks that a compaction does not move, and blocks that the moved slots fill. */
     const int64_t packed = tally.num_used - tally.num_movable + (num_slots + pool->block_size - 1) / pool->block_size,
                   list = list_bytes(pool, tally.num_used + num_blocks);
     *saved += tally.movable_bytes + bytes - packed_bytes(pool, num_slots) + list - list_bytes(pool, packed);

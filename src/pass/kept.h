@@ -4,9 +4,9 @@
 
 #include "cache/batch.h"
 
-/* Adds to *bytes those of all blocks then, with the tokens of the batch, and of rows of buffered tokens, if all free
- * memory is given back; *least: the fewest that compactions may leave of these.  Returns whether there is anything to
- * compact. */
+/* Adds to *bytes what all blocks and row buffers take with the tokens of the batch, if everything evictable is evicted
+ * and free memory is given back.  Adds to *least the fewest bytes that compactions may leave of these.  Returns whether
+ * there is anything to compact. */
 int kvc_add_kept_bytes(const kvc_batch *batch, int64_t *bytes, int64_t *least);
 
 #endif

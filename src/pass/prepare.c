@@ -379,8 +379,8 @@ kvc_status kvc_fit_bytes(const kvc_batch *batch, int64_t *bytes) {
     return KVC_ERR_FULL;
 }
 
-/* Returns how many bytes fewer a compaction may take for lists of runs, which have fewer to spare then.  Where none
- * saves anything else, it would have to save more than a sequence that is not evicted takes. */
+/* Returns the most bytes that a compaction may save in lists of runs, which have fewer spare entries afterwards.  If
+ * compactions save nothing else, they would have to save more than a sequence that is not evicted takes. */
 static int64_t most_lists_saved(const kvc_batch *batch, int is_scattered) {
     const kvc_cache *cache = batch->cache;
     int64_t bytes = 0;

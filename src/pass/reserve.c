@@ -148,7 +148,7 @@ static int64_t count_room(kvc_batch *batch) {
     return room > 0 ? room : 0; /* sharing may have made the sequence longer than max_seq_len */
 }
 
-/* What is asked about probes: whether they fit without all that can be evicted, or without victims that are chosen. */
+/* The question about probes: does a probe fit once everything evictable is evicted, or with chosen victims? */
 typedef struct trial {
     int chooses;
     int64_t evictable_bytes; /* bookkeeping of all that can be evicted */

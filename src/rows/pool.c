@@ -35,7 +35,7 @@ void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t bl
 
 static atomic_int num_spread; /* parts of all blocks that are spread */
 
-/* Take a block into the list of those that may lack memory, or out of it, unless that is so. */
+/* Put a block into the list of blocks that may lack memory, or take it out; do nothing if it is there, or is not. */
 static void list_untaken(kvc_pool *pool, kvc_block *block) {
     if (block->untaken_at) return;
     block->next_untaken = pool->untaken;

@@ -1,9 +1,9 @@
 /* pool.h: the blocks of one layer group: opened when first needed, reused, given back.
  *
  * A block counts, for every slot, how many sequences hold it, and how many of these may be evicted.  Slots are handed
- * out in order, at the fill mark.  A slot that no sequence holds any more is wasted until the fill mark falls to it, as
- * all slots behind it are dropped too, or the whole block is free.  A pinned block does not become free, and its fill
- * mark does not fall.
+ * out in order, at the fill mark.  A slot that no sequence holds any more is wasted until the fill mark falls to it,
+ * which happens once all slots behind it are dropped, or until the whole block is free.  A pinned block does not become
+ * free, and its fill mark does not fall.
  */
 #ifndef KVC_POOL_H
 #define KVC_POOL_H
@@ -20,7 +20,7 @@ typedef struct kvc_holders {
 /* A block as it is, or as it would be without the sequences that may be evicted. */
 typedef enum kvc_scope { KVC_NOW, KVC_KEPT, KVC_NUM_SCOPES } kvc_scope;
 
-/* What is in use of a block in a scope. */
+/* How much of a block is in use in a scope. */
 typedef struct kvc_use {
     int32_t fill;   /* the fill mark */
     int32_t live;   /* number of slots that sequences hold */
@@ -28,7 +28,8 @@ typedef struct kvc_use {
     int8_t is_pinned;
 } kvc_use;
 
-/* What is in use of all blocks in a scope: kept as blocks change, so that nobody has to look at all of them. */
+/* How much of all blocks is in use in a scope.  It is updated as blocks change, so that nobody has to visit them all.
+ */
 typedef struct kvc_tally {
     int64_t bytes; /* of rows below fill marks, and of bookkeeping, of used blocks; 0 unless the pool counts bytes */
     int64_t movable_bytes; /* of these, in blocks that a compaction moves */
@@ -59,13 +60,13 @@ typedef struct kvc_block {
     struct kvc_block *next_tried; /* in the list of a preview */
     int8_t is_tried;              /* it is in that list */
     int32_t number;        /* while a state is saved: of the blocks with rows that are saved, from 1 on; else 0 */
-    struct kvc_pool *pool; /* NULL: it is that of a row buffer */
+    struct kvc_pool *pool; /* NULL: the block is a row buffer's */
     kvc_use noted[KVC_NUM_SCOPES];                /* what pool->tallies count of it */
     struct kvc_block *next_untaken, **untaken_at; /* place in pool->untaken; NULL: it is not there */
     int8_t is_free;                               /* it is in the list of free blocks */
-    int8_t was_loose;                             /* it was one of pool->num_loose when it was opened */
+    int8_t was_loose;                             /* it counted in pool->num_loose when it was opened */
     int8_t is_spread;                             /* over memory nodes; never changes */
-    int8_t is_row_buffer;                         /* it is that of a row buffer, of no pool; never changes */
+    int8_t is_row_buffer;                         /* the block is a row buffer's, of no pool; never changes */
     kvc_holders holders[];                        /* [block_size] of each slot, for slots below fill */
 } kvc_block;
 
@@ -203,8 +204,9 @@ void kvc_pool_mark_evictable(kvc_block *block, int32_t slot, int32_t count, int3
  */
 kvc_use kvc_pool_use(const kvc_block *block, kvc_scope scope);
 
-/* Return the bytes of a block's rows and bookkeeping that are in use; and whether a compaction moves the block: one
- * that is full of live slots would gain nothing, and a batch that lacks a block would move the whole cache. */
+/* Return the bytes of a block's rows and bookkeeping that are in use, and whether a compaction moves the block.  A
+ * block full of live slots is not moved: it would gain nothing, and a batch that lacks a block would move the whole
+ * cache. */
 int64_t kvc_pool_used_bytes(const kvc_pool *pool, kvc_use use);
 int kvc_pool_is_movable(const kvc_pool *pool, kvc_use use);
 
@@ -214,9 +216,9 @@ void kvc_pool_recount(kvc_block *block);
 /* Adds what is in use of a block to a tally (sign 1), or takes it out (sign -1). */
 void kvc_tally_add(const kvc_pool *pool, kvc_tally *tally, kvc_use use, int64_t sign);
 
-/* Takes one holder of each slot out of the counts of a scope until kvc_pool_undo_try_drop, to see what dropping it
- * would free: adds the number of slots that no sequence would hold to *slots, and returns whether the block would
- * become free.  In KVC_KEPT, only holders that may not be evicted are tried. */
+/* Takes one holder of each slot out of the counts of a scope, until kvc_pool_undo_try_drop, to see what dropping it
+ * would free.  Adds the number of slots without a holder to *slots, and returns whether the block would become free. In
+ * KVC_KEPT, only holders that may not be evicted are tried. */
 int kvc_pool_try_drop(kvc_block *block, kvc_scope scope, int32_t slot, int32_t count, int64_t *slots);
 void kvc_pool_undo_try_drop(kvc_block *block, kvc_scope scope, int32_t slot, int32_t count);
 
@@ -252,8 +254,8 @@ typedef struct kvc_taking {
     size_t done; /* bytes of the region that are done */
 } kvc_taking;
 
-/* Finds the next piece of memory that counts as faulted, in slots past fill marks, and was never used; returns 0 if
- * there is none.  Between two calls, others may take blocks or give them back. */
+/* Finds the next piece of memory in slots past fill marks that counts as faulted and was never used.  Returns 0 at the
+ * end.  Between two calls, others may take blocks or give them back. */
 int kvc_pool_next_fault(kvc_pool *pool, kvc_taking *taking, kvc_page_work *work);
 
 /* Return the bytes of one block's bookkeeping, and those that kvc_pool_reserve takes for the list of blocks. */
@@ -266,9 +268,9 @@ int64_t kvc_pool_slot_bytes(const kvc_pool *pool);
 /* Frees at most `count` free blocks, but not the next `kept` to be used; returns the number freed. */
 int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count);
 
-/* Returns how many free blocks expiries have left beyond what is kept to go on in: two blocks for each of num_sequences
- * sequences, whose slots that are not live count, or as many as the last batch took.  Other free blocks, such as
- * reserved ones, stay. */
+/* Returns how many of the free blocks that expiries left are surplus.  Two blocks for each of num_sequences sequences are
+ * not surplus; used blocks whose slots are not live count towards these.  Nor are as many blocks as the last batch took.
+ * Other free blocks, such as reserved ones, do not count. */
 int32_t kvc_pool_surplus(const kvc_pool *pool, int64_t num_sequences);
 
 /* Frees at most `count` of these; returns the number freed. */

@@ -328,7 +328,7 @@ static const kvc_run *first_sorted(const kvc_sorted_runs *sorted, int32_t begin)
     return sorted->list.runs + from;
 }
 
-/* Returns a run with a row at a position; NULL if there is none. */
+/* Returns the run with a row at a position, or NULL. */
 static const kvc_run *sorted_at(const kvc_sorted_runs *sorted, int32_t position) {
     if (!may_hold(&sorted->list, position, position + 1)) return NULL;
     const kvc_run *run = first_sorted(sorted, position), *end = kvc_runs_end(&sorted->list);

@@ -125,8 +125,8 @@ int32_t kvc_runs_find_other(const kvc_run_list *list, const kvc_sorted_runs *tha
 int32_t kvc_runs_visit_missing(const kvc_sorted_runs *sorted, const kvc_run_list *from, int32_t begin, int32_t end,
                                kvc_part_fn *visit, void *context);
 
-/* When a list takes another list's rows at [begin, end), returns which of that list's lost positions become lost here:
- * those in the range, trimmed at either end to where the list has rows of its own. */
+/* Returns which of another list's lost positions become lost here when a list takes that list's rows at [begin, end).
+ * These are the positions in the range, trimmed at either end to where the list has rows of its own. */
 kvc_interval kvc_runs_lost_in(const kvc_sorted_runs *sorted, kvc_interval lost, int32_t begin, int32_t end);
 
 /* Moves the runs, lost and missing positions of `more` to the end of a list that has capacity for them. */

@@ -24,7 +24,7 @@ typedef struct kvc_need {
     /* KVC_KEPT: `fits` is asked whether the call might fit once all that may be evicted is, and answers without taking
      * time for that. */
     kvc_scope scope;
-    int32_t expires; /* whether the call expires rows: that of a batch */
+    int32_t expires; /* whether the call expires rows, as kvc_begin does */
 } kvc_need;
 
 /* Chooses victims so that the call fits: the fewest that are the least recently used, and of these only such that free

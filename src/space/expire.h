@@ -17,8 +17,8 @@ void kvc_set_min_query_positions(kvc_cache *cache);
 /* Counts the rows of group g that a sequence keeps once others have expired. */
 int64_t kvc_count_kept(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g);
 
-/* A group as it will be once rows have expired, if the call expires, and those of victims evicted; or, in the scope
- * KVC_KEPT, those of all sequences that may be evicted, which takes no time for these.
+/* A group as it will be once rows have expired, if the call expires, and victims are evicted.  In the scope KVC_KEPT,
+ * every evictable sequence counts as evicted; that takes no time for these sequences.
  *
  * Opening a preview takes these rows out of the counts of the group's blocks (holders, live); closing it puts them
  * back, so that nothing has changed.  In between, only kvc_pool_use and kvc_compaction_plan read the counts, and the
@@ -28,17 +28,17 @@ typedef struct kvc_preview {
     const kvc_cache *cache;
     kvc_scope scope;
     int32_t expires;
-    kvc_block *free;  /* blocks that will be free, in order of use: those that become so, then pool->free.  In KVC_KEPT,
-                         those of evicted sequences are left out */
+    kvc_block *free;  /* blocks that will be free, in order of use: blocks that become free, then pool->free.  In
+                         KVC_KEPT, blocks of evicted sequences are left out */
     kvc_block *tried; /* list of the blocks whose counts differ */
-    int64_t slots;    /* slots that no sequence will hold any more */
+    int64_t slots;    /* slots that lose their last holder */
 } kvc_preview;
 
 kvc_preview kvc_preview_open(kvc_cache *cache, int32_t g, kvc_scope scope, int expires);
 void kvc_preview_close(kvc_preview *preview);
 
-/* Takes rows out of the counts, as those that a call drops in the end, without the blocks that this frees, or puts them
- * back: each a kvc_part_fn whose context is the preview. */
+/* Take rows that the call drops in the end out of the counts, without the blocks that this frees, or put them back.
+ * Each is a kvc_part_fn whose context is the preview. */
 void kvc_preview_drop_part(void *preview, const kvc_run *part);
 void kvc_preview_undo_part(void *preview, const kvc_run *part);
 

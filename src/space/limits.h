@@ -20,7 +20,7 @@ int64_t kvc_victim_bytes(const kvc_cache *cache);
  * evicted is.  `what` begins the message. */
 kvc_status kvc_check_max_bytes(kvc_cache *cache, kvc_scope scope, const char *what);
 
-/* Returns the least bytes of bookkeeping, that of blocks aside, that the cache has however much is evicted. */
+/* Returns the bytes of bookkeeping, except that of blocks, that remain if everything evictable is evicted. */
 int64_t kvc_least_bookkeeping(const kvc_cache *cache);
 
 /* Frees the spare sequence. */

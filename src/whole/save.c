@@ -135,7 +135,7 @@ static void place_block(numbering *n, kvc_block *block) {
     n->num_slots += block->fill;
 }
 
-/* Numbers the blocks of a group, and gets memory to number their slots, none of which has a number yet. */
+/* Numbers the blocks of a group, and gets memory for the numbers of their slots; no slot has a number yet. */
 static kvc_status start_numbering(saving *s, int32_t g) {
     numbering *n = &s->numberings[g];
     *n = (numbering){.to = &s->state.groups[g]};
