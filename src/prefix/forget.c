@@ -95,9 +95,10 @@ static void drop(const kvc_prefix *prefix, const doomed *d, names *n, int64_t *n
     }
 }
 
-/* Returns whether a sequence may hold rows of a prompt's tokens. */
+/* Returns whether a sequence may hold rows of a prompt's tokens, or has held them: they may be kept aside, or a state
+ * be made of them, though windows have left them all behind. */
 static int may_hold(const kvc_sequence *sequence, const kvc_tokens *tokens) {
-    if (!sequence->in_batch && !kvc_sequence_holds(sequence)) return 0;
+    if (!sequence->in_batch && kvc_sequence_is_blank(sequence)) return 0;
     return !sequence->follower || kvc_session_begins(sequence->follower, tokens);
 }
 

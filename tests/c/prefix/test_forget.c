@@ -95,6 +95,27 @@ static void test_running(void) {
     }
 }
 
+/* Where windows have left all tokens of a sequence behind, its rows may still be kept aside, and its state is still one
+ * of forgotten tokens. */
+static void test_left_behind(void) {
+    const int64_t *all = numbers(100);
+    const kvc_policy chunks = {.kind = KVC_CHUNKED, .attention_chunk_size = 4};
+    for (int has_states = 0; has_states < 2; has_states++) {
+        open_world(&chunks, 1, (kvc_config){0}, (kvc_prefix_config){.state_bytes = has_states ? STATE : 0});
+        const int64_t id = acquire(all, 3, NULL); /* the other tokens are generated */
+        feed_to(id, 13, 4);
+        CHECK(kvc_truncate(cache, id, 12) == KVC_OK && kvc_seq_len(cache, id, 0) == 0 &&
+              kvc_next_position(cache, id) == 12);
+        forget(all, 12);
+        if (has_states) checkpoint(id, all, 12, 1);
+        release(id, all, 12);
+        CHECKF(known(all, 12) == 0 && stats_now().blocks == 0, "%d: %d", has_states, known(all, 12));
+        serve(all, 12, 12);
+        CHECK(known(all, 12) == (has_states ? 0 : 12));
+        close_world();
+    }
+}
+
 /* A pin stays, of blocks that are not there any more, and keeps them once they are. */
 static void test_pins(void) {
     const int64_t *all = numbers(100);
@@ -240,6 +261,7 @@ int main(void) {
     test_shared_into();
     test_fetched();
     test_aborted();
+    test_left_behind();
     test_pins();
     test_names();
     return test_result();
