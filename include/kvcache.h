@@ -912,8 +912,11 @@ KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
  *           layer, every row that a token at position n would see.  Where the prefix has state_bytes, a checkpoint at n
  *           is needed as well.  n is at most where the last kept block of the prompt ends.  If only the first tokens of
  *           that block are the prompt's, it ends behind these.
- *           The number of known tokens is the largest such n up to a limit; each call below says its own.  Where many
- *           kept blocks begin like the rest of a prompt, the 32 with the most tokens in common are looked at.
+ *           The number of known tokens is the largest such n up to a limit; each call below says its own.  The prompt
+ *           counts as ended at that limit.  Where many kept blocks begin like the rest of a prompt, the 32 with the
+ *           most tokens in common are looked at.
+ * Used      A call uses the blocks that it matches, keeps or computes again, with their states.  The end of an acquired
+ *           sequence uses the blocks that the sequence goes on from.
  *
  * Kept blocks take no room from others: where a call would fail with KVC_ERR_FULL, they are evicted, as retained
  * sequences are.  KVC_ERR_FULL then says that sequences in use, pins and quotas hold all.  Release a sequence, and
@@ -1059,7 +1062,8 @@ KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
  * prefixes, some of them also keep no blocks of a sequence whose rows another prefix has forgotten.  A kvc_prefix_fetch
  * under way adds nothing more.
  * Saved states keep their rows: rows that are restored from them count as computed again.
- * Pins stay.  Once the tokens are computed again, their blocks are pinned again, until kvc_prefix_unpin.
+ * Pins stay.  A block that they held is pinned again once its tokens are computed again, until kvc_prefix_unpin.  A
+ * block that goes on otherwise where the prompt ends is not pinned.
  * Stores keep their values.  Remove the values under the names of the prompt (kvc_prefix_names), and under the names
  * that this call writes to `names`, [max_names][KVC_NAME_BYTES]: the full blocks that it dropped.  The call ends when
  * it has written max_names of them; call it again until *num_names is less.  names NULL, and max_names 0: drops all. */

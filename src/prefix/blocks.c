@@ -342,6 +342,7 @@ static kvc_status begin_arrival(arrival *a, const kvc_tokens *tokens, int32_t *i
     const int may_add = last->end == a->begin && may_follow(&m, last);
     kvc_match_free(prefix->cache, &m);
     *is_kept = may_add && !brings_more(a, last);
+    if (*is_kept) kvc_node_relist(kvc_node_child(last, &a->tokens)); /* to bring it again is a use */
     if (!may_add || *is_kept) return KVC_OK;
     kvc_pinned *pin = kvc_pin_add(prefix, last);
     if (!pin) return KVC_ERR_NOMEM;

@@ -314,7 +314,6 @@ static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const kvc_matc
         kvc_cache_insert(cache, sequence, NULL);
     }
     kvc_session_begin(session, sequence, kvc_match_path(m, m->known), state);
-    if (state) kvc_checkpoints_touch(&prefix->tree->checkpoints, state);
     kvc_match_touch(m);
     return KVC_OK;
 }

@@ -253,6 +253,39 @@ static void test_computed_again(void) {
     close_world();
 }
 
+/* The block whose state a prompt goes on from is used by that, though a longer block has its rows as well. */
+static void test_state_is_used(void) {
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){.state_bytes = STATE});
+    for (int i = 1; i <= 2; i++) serve_state(numbers(100 * i), 10, 6);
+    int matched;
+    const int64_t id = acquire(numbers(100), 10, &matched);
+    CHECK(matched == 6);
+    evict(12);
+    CHECKF(known(numbers(100), 10) == 6 && known(numbers(200), 10) == 0, "%d and %d tokens are known",
+           known(numbers(100), 10), known(numbers(200), 10));
+    CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
+    close_world();
+}
+
+/* A block that is added, and was kept before, is used by that. */
+static void test_added_again(void) {
+    static uint8_t payload[4096];
+    const kvc_tokens tokens = tokens_of(numbers(100), 4);
+    kvc_new_block block;
+    int64_t num, size;
+    int32_t is_kept;
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){.collects_new = 1});
+    serve(numbers(100), 4, 4);
+    CHECK(kvc_take_new_blocks(cache, &block, sizeof block, 1, &num) == KVC_OK && num == 1);
+    CHECK(kvc_read_block(cache, block.id, payload, sizeof payload, &size) == KVC_OK && size > 0);
+    serve(numbers(200), 4, 4);
+    CHECK(kvc_prefix_add(prefix, &tokens, 0, payload, size, &is_kept) == KVC_OK && is_kept);
+    evict(4);
+    CHECKF(known(numbers(100), 4) == 4 && known(numbers(200), 4) == 0, "%d and %d tokens are known",
+           known(numbers(100), 4), known(numbers(200), 4));
+    close_world();
+}
+
 /* A state that comes late is kept with rows of a kept block, though the sequence's windows have left them behind. */
 static void test_late_state(void) {
     const kvc_policy policies[] = {sliding_policy(4, 0, 0), full};
@@ -320,6 +353,8 @@ int main(void) {
     test_pins_are_no_use();
     test_pinned_state();
     test_computed_again();
+    test_state_is_used();
+    test_added_again();
     test_late_state();
     test_expired();
     test_expired_is_dropped();
