@@ -231,8 +231,10 @@ static void note_filled(world *w, fed *it, int length, const uint64_t *rows) {
         const int node = text_begin(s->prompt, end);
         kept *b = find_kept(p, node, end - block);
         const kept old = b ? *b : (kept){0};
-        if (end > it->old && s->keeps && barred < 2 && s->exact >= end)
-            note_kept(w, p, node, end - block, rows, is_sure);
+        const int is_late = s->left_out && end > s->left_out - 1;
+        if ((end > it->old || is_late) && s->keeps && barred < 2 && s->exact >= end)
+            note_kept(w, p, node, end - block, rows, is_sure && end > it->old);
+        if (end > it->old && w->is_short && !is_late) s->left_out = end - block + 1;
         if (b = find_kept(p, node, end - block), b && old.node)
             b->sure_use = old.sure_use, b->sure_ms = old.sure_ms; /* whether it was used is open */
         is_sure &= b && b->is_sure;
@@ -398,6 +400,7 @@ void release(world *w, sequence *s, prefix *p, int node) {
     kvc_status status;
     CALL(w, status, kvc_prefix_release(p->handle, s->id, tokens_of(node, &tokens)));
     must(w, status);
+    note_end(w, s);
     notice_evictions(w, p->cache, bit_of(w, p));
     note_blocks(w, s, p, node, rows);
     if (kvc_next_position(w->caches[s->cache], s->id)) fail(w, "a released sequence goes on");

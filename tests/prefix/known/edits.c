@@ -6,6 +6,7 @@
 void clear_sequence(world *w, sequence *s) {
     trace(w, "clear of sequence %d", (int)s->id);
     w->call = "kvc_clear_sequence";
+    note_end(w, s);
     must(w, kvc_clear_sequence(w->caches[s->cache], s->id));
     s->is_there = 0;
 }
@@ -16,7 +17,8 @@ void do_clear_sequence(world *w) {
 }
 
 /* Notes that a sequence lost its tokens from `length` on. */
-static void note_cut(sequence *s, int length) {
+static void note_cut(world *w, sequence *s, int length) {
+    if (!length) note_end(w, s);
     s->node = text_begin(s->node, length);
     if (length <= s->exact) s->exact = INT32_MAX;
     s->keeps = 0, s->state = -1;
@@ -35,7 +37,7 @@ void do_truncate(world *w) {
     trace(w, "truncate of sequence %d, %s, to %d: %d", (int)s->id, spell(s->node), length, status);
     if (status == KVC_ERR_GONE && may_be_gone && length < old) return;
     must(w, status);
-    if (length < old) note_cut(s, length);
+    if (length < old) note_cut(w, s, length);
     if (s->is_there) check_sequence(w, s);
 }
 
@@ -151,6 +153,7 @@ void do_pin(world *w) {
     if (!find_pin(p, node)) p->pins[p->num_pins++] = (pin){.node = node};
     pin *it = find_pin(p, node);
     it->count++, it->kept = it->kept > pinned ? it->kept : pinned;
+    if (it->kept == pinned) it->has_full = 0;
     learn(w, p, node, pinned);
 }
 
@@ -215,7 +218,7 @@ void do_evict(world *w) {
     for (int i = 0; i < p->num_blocks; i++) {
         const kept *b = &p->blocks[i];
         most += b->end - b->begin;
-        if (b->is_sure && !is_pinned(p, b, 0)) fewest = 1; /* there is one to drop, or one behind it */
+        if (b->is_sure && !is_pinned(w, p, b, 0)) fewest = 1; /* there is one to drop, or one behind it */
     }
     w->call = "kvc_prefix_evict";
     kvc_status status;

@@ -6,6 +6,7 @@
  * many prompts, in caches of just their size, once others have left blocks there.  --names: so many
  * shapes, whose blocks' names are compared.  --clones: so many clones of caches with rows to be injected.  --forks: so
  * many times, children of fork() beside a thread that keeps states. */
+#define _POSIX_C_SOURCE 200809L
 #include <stdarg.h>
 #include <time.h>
 

@@ -108,6 +108,7 @@ typedef struct pin {
     int count;
     int is_loose; /* its blocks were cleared: whether new ones are pinned is open */
     int kept;     /* tokens that were known as it was pinned last */
+    int has_full; /* of these, only full blocks are surely pinned: it was forgotten since */
 } pin;
 
 typedef struct prefix {
@@ -136,6 +137,7 @@ typedef struct sequence {
     int keeps;                       /* 2: commits keep the prompt's blocks; 1: they may; 0: they do not */
     uint8_t copies_barred[PREFIXES]; /* 1: it was there when the prefix forgot another prompt: it may bar copies */
     uint8_t barred[PREFIXES];  /* 2: the prefix keeps none of its blocks; 1: it may not: it has forgotten a prompt */
+    int left_out;              /* 1 + the first position that a commit may have left out, for want of memory; 0: none */
     int state;                 /* the text whose state it goes on from; 0: none */
     uint64_t had[MOST_LAYERS]; /* rows of blocks that commits filled: a prefix may have kept them aside */
 } sequence;
@@ -219,6 +221,9 @@ void note_state(world *w, prefix *p, int node);
 /* Notes that blocks on a text, up to `length` tokens, were used: surely, or maybe. */
 void note_use(world *w, prefix *p, int node, int length, int is_sure);
 
+/* Notes that a sequence ends, which uses the blocks that it goes on from. */
+void note_end(world *w, const sequence *s);
+
 /* Notes that a call for the prefixes whose bits are set in `own` may have evicted what nothing holds. */
 void note_evicted(world *w, int cache, unsigned own);
 
@@ -241,7 +246,7 @@ int known(const world *w, const prefix *p, int node, int limit, int surely, int 
 /* Returns in how many layers a block surely has all rows: one without any is neither listed nor handed out. */
 int num_whole(const world *w, const kept *b);
 kept *find_kept(const prefix *p, int node, int begin);
-int is_pinned(const prefix *p, const kept *b, int surely);
+int is_pinned(const world *w, const prefix *p, const kept *b, int surely);
 state *find_state(const prefix *p, int node);
 
 /* ---- stores and payloads (stores.c) */

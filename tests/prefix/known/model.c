@@ -23,18 +23,20 @@ static int has_end(const kept *b, int node) {
     return b->begin < length && length <= b->end && text_begin(b->node, length) == node;
 }
 
-int is_pinned(const prefix *p, const kept *b, int surely) {
+int is_pinned(const world *w, const prefix *p, const kept *b, int surely) {
     for (int i = 0; i < p->num_pins; i++) {
         const pin *it = &p->pins[i];
         if ((surely && it->is_loose) || b->begin >= it->kept || text_common(it->node, b->node) <= b->begin) continue;
-        if (b->end <= it->kept && text_begin(it->node, b->end) == b->node) return 1;
+        const int is_full =
+            b->end - b->begin == w->shape.block; /* of a shorter one, the tokens may be pinned elsewhere */
+        if ((is_full || !surely) && b->end <= it->kept && text_begin(it->node, b->end) == b->node) return 1;
         int others = 0; /* of the blocks that go on otherwise, one is pinned */
         for (int j = 0; j < p->num_blocks; j++) {
             const kept *o = &p->blocks[j];
             others += o != b && o->begin == b->begin &&
                       text_begin(o->node, b->begin + 1) == text_begin(it->node, b->begin + 1);
         }
-        if (!surely || (!others && text_common(b->node, it->node) >= it->kept)) return 1;
+        if (!surely || (!others && !it->has_full && text_common(b->node, it->node) >= it->kept)) return 1;
     }
     return 0;
 }
@@ -70,8 +72,19 @@ void note_use(world *w, prefix *p, int node, int length, int is_sure) {
     }
     for (int i = 0; i < p->num_states; i++) {
         const int n = text_length(p->states[i].node);
-        if (n <= length && text_begin(node, n) == p->states[i].node) p->states[i].may_use = w->step;
+        if (n > length || text_begin(node, n) != p->states[i].node) continue;
+        p->states[i].may_use = w->step;
+        if (is_sure && n == length) p->states[i].sure_use = w->step;
     }
+}
+
+void note_end(world *w, const sequence *s) {
+    if (!s->prefix) return;
+    const int block = w->shape.block, length = least(text_length(s->node), text_length(s->prompt));
+    prefix *p = &w->prefixes[s->prefix - 1];
+    note_use(w, p, s->prompt, length, 0);
+    if (s->keeps == 2 && !s->barred[s->prefix - 1] && !w->shape.config.max_bytes)
+        note_use(w, p, s->prompt, length / block * block, 1);
 }
 
 int num_whole(const world *w, const kept *b) {
@@ -122,7 +135,7 @@ static int fits_states(const world *w, const prefix *p, int node, long use) {
     for (int i = 0; i < p->num_states; i++) {
         int is_kept = p->states[i].may_use >= use;
         for (int j = 0; j < p->num_blocks; j++)
-            is_kept |= has_end(&p->blocks[j], p->states[i].node) && is_pinned(p, &p->blocks[j], 0);
+            is_kept |= has_end(&p->blocks[j], p->states[i].node) && is_pinned(w, p, &p->blocks[j], 0);
         if (p->states[i].node != node && is_kept) sum += make_state(w, p->model, p->states[i].node, bytes);
     }
     return !p->config.max_checkpoint_bytes || sum <= p->config.max_checkpoint_bytes;
@@ -176,7 +189,7 @@ void note_evicted(world *w, int cache, unsigned own) {
         if (!p->handle || p->cache != cache) continue;
         for (int j = 0; j < p->num_blocks; j++) {
             kept *b = &p->blocks[j];
-            if (!is_pinned(p, b, 1) && (own >> i & 1 || !is_within_quota(p, b))) doubt(p, b);
+            if (!is_pinned(w, p, b, 1) && (own >> i & 1 || !is_within_quota(p, b))) doubt(p, b);
         }
         for (int j = 0; j < p->num_states; j++)
             if (!is_pinned_state(p, p->states[j].node)) p->states[j].is_sure = 0;
@@ -220,18 +233,19 @@ void note_forgotten(world *w, prefix *p, int node, int64_t *least_tokens, int64_
     }
     settle_states(p);
     note_bars(w, p, node);
+    for (int i = 0; i < p->num_pins; i++) p->pins[i].has_full |= text_common(p->pins[i].node, node) > 0;
 }
 
 void note_evict(world *w, prefix *p, int64_t wanted, int64_t dropped) {
     for (int i = p->num_blocks; i-- > 0;) {
         kept *b = &p->blocks[i];
-        if (!dropped || is_pinned(p, b, 1)) continue;
+        if (!dropped || is_pinned(w, p, b, 1)) continue;
         int64_t older = 0; /* tokens that go before it */
         for (int j = 0; j < p->num_blocks; j++) {
             const kept *o = &p->blocks[j];
             const int is_full =
                 o->end - o->begin == w->shape.block && num_whole(w, o); /* others may be a part of one */
-            if (is_full && o->is_sure && o->may_use < b->sure_use && !is_pinned(p, o, 0)) older += o->end - o->begin;
+            if (is_full && o->is_sure && o->may_use < b->sure_use && !is_pinned(w, p, o, 0)) older += o->end - o->begin;
         }
         if (older < dropped || !b->is_sure) doubt(p, b);
     }
@@ -249,8 +263,8 @@ void note_time(world *w, prefix *p) {
     if (!p->config.ttl_ms) return;
     for (int i = p->num_blocks; i-- > 0;) {
         kept *b = &p->blocks[i];
-        if (w->ms - b->sure_ms > p->config.ttl_ms && !is_pinned(p, b, 1)) doubt(p, b);
-        if (w->ms - b->may_ms > p->config.ttl_ms && !is_pinned(p, b, 0)) drop_block(p, b);
+        if (w->ms - b->sure_ms > p->config.ttl_ms && !is_pinned(w, p, b, 1)) doubt(p, b);
+        if (w->ms - b->may_ms > p->config.ttl_ms && !is_pinned(w, p, b, 0)) drop_block(p, b);
     }
     settle_states(p);
 }
