@@ -126,7 +126,7 @@ void kvc_cache_spare(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_cache_unmark_changed(sequence);
     kvc_table_remove(&cache->sequences, sequence);
     sequence->exact_to = sequence->edited_from = INT32_MAX;
-    sequence->forgotten_in = 0;
+    kvc_origin_reset(&sequence->origin);
     cache->spare = sequence;
 }
 

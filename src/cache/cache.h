@@ -45,7 +45,8 @@ struct kvc_cache {
     kvc_table sequences;
     int64_t next_id, next_hidden_id;               /* for sequences that kvc_new_sequence and prefixes name */
     struct kvc_prefix *prefixes;                   /* list of all prefixes of the cache */
-    int32_t bit_users[64];                         /* prefixes that have each bit of kvc_sequence.forgotten_in */
+    int32_t bit_users[64];                         /* prefixes that have each bit of kvc_origin.forgotten_in */
+    int64_t num_prefixes, num_forgets;             /* prefixes that were made, and prompts that were forgotten */
     struct kvc_tree *dying;                        /* list of the trees that are no prefix's any more: prefix.c */
     struct kvc_node *new_blocks, **new_blocks_end; /* list of blocks for kvc_take_new_blocks, oldest first */
     struct kvc_carrier *carriers;                  /* list of calls that carry blocks to or from a store */

@@ -13,10 +13,21 @@ kvc_sequence *kvc_sequence_new(kvc_memory *memory, int64_t id, int32_t num_group
     *sequence = (kvc_sequence){.id = id,
                                .exact_to = INT32_MAX,
                                .edited_from = INT32_MAX,
+                               .origin = {.num_forgets = INT64_MAX},
                                .num_groups = num_groups,
                                .num_token_groups = num_token_groups};
     for (int32_t g = 0; g < num_groups; g++) kvc_runs_init(&sequence->runs[g]);
     return sequence;
+}
+
+void kvc_origin_add(kvc_origin *origin, const kvc_origin *more) {
+    const int64_t none = INT64_MAX;
+    origin->forgotten_in |= more->forgotten_in;
+    if (origin->num_forgets == none)
+        origin->prefix = more->prefix;
+    else if (more->num_forgets < none && more->prefix != origin->prefix)
+        origin->prefix = 0;
+    if (more->num_forgets < origin->num_forgets) origin->num_forgets = more->num_forgets;
 }
 
 kvc_status kvc_fail_sequence(int64_t id) {

@@ -27,13 +27,27 @@ typedef struct kvc_links {
     struct kvc_sequence *above, *below[2];
 } kvc_links;
 
+/* Where rows of a sequence come from, by which a prefix tells whether they may be rows of tokens that it forgot. */
+typedef struct kvc_origin {
+    uint64_t forgotten_in; /* bits of prefixes that forgot tokens whose rows these may be */
+    int64_t num_forgets;   /* cache->num_forgets when a prefix kept the oldest of these rows that it kept; INT64_MAX: no
+                              prefix kept any; 0: nobody knows how old they are */
+    int64_t prefix;        /* number of this prefix; 0: there are several, or none */
+} kvc_origin;
+
+/* Adds the origin of more rows. */
+void kvc_origin_add(kvc_origin *origin, const kvc_origin *more);
+
+/* Makes it the origin of a sequence that holds nothing. */
+static inline void kvc_origin_reset(kvc_origin *origin) { *origin = (kvc_origin){.num_forgets = INT64_MAX}; }
+
 typedef struct kvc_sequence {
     int64_t id;
-    int32_t is_hidden;            /* its id is a number of its own: no call can name it, and it stands behind others */
-    int32_t in_batch;             /* 1 + its index among the sequences of the open batch; 0: it is not in the batch */
-    int32_t min_query_position;   /* lowest position at which a query may still come; set before rows expire */
-    int32_t exact_to;             /* rows from there on may not follow from its tokens alone; INT32_MAX: all do */
-    uint64_t forgotten_in;        /* bits of prefixes that forgot tokens whose rows it may hold */
+    int32_t is_hidden;          /* its id is a number of its own: no call can name it, and it stands behind others */
+    int32_t in_batch;           /* 1 + its index among the sequences of the open batch; 0: it is not in the batch */
+    int32_t min_query_position; /* lowest position at which a query may still come; set before rows expire */
+    int32_t exact_to;           /* rows from there on may not follow from its tokens alone; INT32_MAX: all do */
+    kvc_origin origin;
     int32_t edited_from;          /* edits changed or dropped rows from there on; INT32_MAX: none since it was set so */
     int32_t in_call;              /* a call has made it, and drops it or hands it out at its end: no list has it */
     int32_t in_rewrite;           /* a call copies its rows to new slots without the mutex */

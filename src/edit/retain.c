@@ -98,7 +98,7 @@ static kvc_status retain_rows(kvc_cache *cache, const kvc_sequence *src, int64_t
         status = retain_group(cache, src, g, begin, end, &sequence->runs[g]);
     const int32_t exact_to = kvc_exact_to_with_batch(cache, src);
     sequence->exact_to = kvc_below(exact_to > begin ? exact_to : begin, end);
-    sequence->forgotten_in = src->forgotten_in;
+    sequence->origin = src->origin;
     const int is_made = status == KVC_OK && kvc_sequence_holds(sequence);
     status = end_retaining(cache, sequence, status);
     if (!is_made) return status;
@@ -403,7 +403,7 @@ static kvc_status attach_all(const pieces *p, int64_t dst, kvc_sequence *old, in
     for (int32_t i = 0; status == KVC_OK && i < p->num; i++) {
         if (!p->items[i].rows) continue;
         sequence->exact_to = kvc_lower(sequence->exact_to, kvc_below(p->items[i].rows->exact_to, end));
-        sequence->forgotten_in |= p->items[i].rows->forgotten_in;
+        kvc_origin_add(&sequence->origin, &p->items[i].rows->origin);
     }
     if (status == KVC_OK)
         kvc_cache_insert(cache, sequence, old);

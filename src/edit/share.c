@@ -64,7 +64,7 @@ static kvc_sequence *new_sharer(kvc_cache *cache, const sharing *s, int64_t id) 
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++)
         status = share_group(cache, s, g, &sharer->runs[g]);
     if (status == KVC_OK && kvc_sequence_next(sharer)) sharer->exact_to = find_exact_to(s);
-    if (status == KVC_OK) sharer->forgotten_in = s->src->forgotten_in;
+    if (status == KVC_OK) sharer->origin = s->src->origin;
     if (status == KVC_OK) return sharer;
     if (sharer) kvc_sequence_free(sharer, &cache->memory, cache->pools);
     return NULL;
@@ -86,7 +86,7 @@ static kvc_status join(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *m
         kvc_runs_join(list, &more->runs[g]);
     }
     if (status == KVC_OK && adds_tokens) kvc_sequence_note_edit(sequence, begin, more->exact_to);
-    if (status == KVC_OK) sequence->forgotten_in |= more->forgotten_in;
+    if (status == KVC_OK) kvc_origin_add(&sequence->origin, &more->origin);
     kvc_sequence_free(more, &cache->memory, cache->pools);
     if (status == KVC_OK) kvc_cache_after_edit(cache, sequence);
     return status;

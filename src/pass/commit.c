@@ -17,7 +17,7 @@ static void close_batch(kvc_batch *batch) {
         sequence->in_batch = 0;
         kvc_cache_mark_changed(cache, sequence);
         if (!kvc_sequence_is_blank(sequence)) continue;
-        sequence->forgotten_in = 0;
+        kvc_origin_reset(&sequence->origin);
         if (sequence->follower) continue;
         if (sequence == batch->spare)
             kvc_cache_spare(cache, sequence);
@@ -145,7 +145,7 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
         kvc_runs_destroy(&member->sequence->runs[g], &cache->pools[g]);
     if (!member->is_unstored) return;
     member->sequence->exact_to = INT32_MAX;
-    member->sequence->forgotten_in = 0;
+    kvc_origin_reset(&member->sequence->origin);
 }
 
 /* Finds out from where on a sequence is not exact, if some of its tokens are not kept. */

@@ -255,8 +255,8 @@ typedef struct arrival {
     int64_t size, id;       /* id: of the sequence that gets its rows, and of the pin of those before */
     int64_t state_bytes;    /* the last ones of the payload; 0: it has no state */
     int32_t begin, end;
-    int32_t position;    /* of the state */
-    int64_t num_forgets; /* of the prefix, before the payload was read */
+    int32_t position; /* of the state */
+    int64_t forgot;   /* kvc_added.forgot */
 } arrival;
 
 /* Finds the state behind the rows of a payload, `size` bytes; returns whether that is one of the block. */
@@ -336,7 +336,7 @@ static int may_follow(const kvc_match *m, const kvc_node *node) {
 static kvc_status begin_arrival(arrival *a, const kvc_tokens *tokens, int32_t *is_kept) {
     kvc_prefix *prefix = a->prefix;
     kvc_match m;
-    if (prefix->num_forgets != a->num_forgets) return KVC_OK;
+    if (prefix->forgot != a->forgot) return KVC_OK;
     KVC_TRY(kvc_match_find(prefix, tokens, a->end, &m));
     kvc_node *last = kvc_match_path(&m, a->begin);
     const int may_add = last->end == a->begin && may_follow(&m, last);
@@ -392,8 +392,7 @@ static void end_arrival(const arrival *a, kvc_status status, const kvc_state_use
 
 kvc_status kvc_prefix_add_block(kvc_prefix *prefix, const kvc_added *added, int32_t *is_kept, int32_t *is_new) {
     kvc_cache *cache = prefix->cache;
-    arrival a = {
-        .prefix = prefix, .payload = added->payload, .size = added->size, .id = -1, .num_forgets = added->num_forgets};
+    arrival a = {.prefix = prefix, .payload = added->payload, .size = added->size, .id = -1, .forgot = added->forgot};
     a.begin = added->block * cache->pools[0].block_size;
     a.end = a.begin + cache->pools[0].block_size;
     a.tokens = kvc_tokens_part(added->tokens, a.begin, a.end);
@@ -424,6 +423,6 @@ kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *from, int32_t bl
         return kvc_fail(KVC_ERR_INVALID, "block is %d: there are %lld full ones", block,
                         (long long)(tokens.num_tokens / block_size));
     if (!payload || !is_kept) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", payload ? "is_kept" : "payload");
-    const kvc_added added = {&tokens, block, payload, size, kvc_prefix_num_forgets(prefix)};
+    const kvc_added added = {&tokens, block, payload, size, kvc_prefix_forgot(prefix)};
     return kvc_prefix_add_block(prefix, &added, is_kept, &is_new);
 }

@@ -105,11 +105,11 @@ static int may_hold(const kvc_sequence *sequence, const kvc_tokens *tokens) {
 /* Once nothing is left: keeps no blocks of sequences that hold rows of the prompt, nor such as are on their way. */
 static void end_sources(kvc_prefix *prefix, const kvc_tokens *tokens) {
     const kvc_table *table = &prefix->cache->sequences;
-    prefix->num_forgets++;
+    prefix->forgot = ++prefix->cache->num_forgets;
     for (kvc_sequence *sequence = kvc_table_first(table); sequence && !sequence->is_hidden;
          sequence = kvc_table_next(table, sequence)) {
         if (!may_hold(sequence, tokens)) continue;
-        sequence->forgotten_in |= UINT64_C(1) << prefix->bit;
+        sequence->origin.forgotten_in |= UINT64_C(1) << prefix->bit;
         kvc_session *session = kvc_session_of(prefix, sequence);
         if (session) kvc_session_forget(session);
     }
@@ -142,9 +142,9 @@ kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *from, uint8_t
     return kvc_unlock(prefix->cache, KVC_OK);
 }
 
-int64_t kvc_prefix_num_forgets(kvc_prefix *prefix) {
+int64_t kvc_prefix_forgot(kvc_prefix *prefix) {
     kvc_lock(prefix->cache);
-    const int64_t num = prefix->num_forgets;
+    const int64_t forgot = prefix->forgot;
     kvc_unlock(prefix->cache, KVC_OK);
-    return num;
+    return forgot;
 }

@@ -71,7 +71,7 @@ static kvc_status check_config(const kvc_cache *cache, const kvc_prefix_config *
     return KVC_OK;
 }
 
-/* Returns which bit of kvc_sequence.forgotten_in is a new prefix's: one that no other has, as long as there is one. */
+/* Returns which bit of kvc_origin.forgotten_in is a new prefix's: one that no other has, as long as there is one. */
 static int32_t take_bit(kvc_cache *cache) {
     int32_t best = 0;
     for (int32_t i = 1; i < 64; i++)
@@ -85,7 +85,7 @@ static void give_bit(kvc_cache *cache, int32_t bit) {
     const kvc_table *table = &cache->sequences;
     if (--cache->bit_users[bit]) return;
     for (kvc_sequence *s = kvc_table_first(table); s && !s->is_hidden; s = kvc_table_next(table, s))
-        s->forgotten_in &= ~(UINT64_C(1) << bit);
+        s->origin.forgotten_in &= ~(UINT64_C(1) << bit);
 }
 
 static kvc_tree *new_tree(kvc_prefix *prefix) {
@@ -98,6 +98,7 @@ static kvc_tree *new_tree(kvc_prefix *prefix) {
     tree->events = &prefix->events;
     tree->is_collected = prefix->collects;
     tree->prefix = prefix;
+    tree->number = prefix->number;
     return tree;
 }
 
@@ -117,7 +118,7 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     kvc_lock(cache);
     kvc_prefix *prefix = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
     if (!prefix) return kvc_unlock(cache, kvc_fail(KVC_ERR_NOMEM, "out of memory for a prefix"));
-    *prefix = (kvc_prefix){.cache = cache, .num_bytes = size, .bit = take_bit(cache)};
+    *prefix = (kvc_prefix){.cache = cache, .num_bytes = size, .number = ++cache->num_prefixes, .bit = take_bit(cache)};
     prefix->events = (kvc_events){.ring = (kvc_prefix_event *)(void *)(prefix + 1), .room = config.max_events};
     kvc_name_salt(config.salt, (size_t)config.salt_size, prefix->salt);
     kvc_name_root(prefix->salt, config.identity, (size_t)config.identity_size, config.state_bytes, prefix->root);

@@ -29,10 +29,11 @@ struct kvc_prefix {
     int32_t reuse_min;                         /* fewest tokens in a row that are taken from elsewhere; 0: none are */
     int32_t collects;                          /* new blocks are listed for stores */
     void *user;
-    int32_t bit;         /* of kvc_sequence.forgotten_in; beyond 64, prefixes share them */
-    int64_t num_forgets; /* calls of kvc_prefix_forget that have ended */
-    kvc_events events;   /* in a ring behind this struct */
-    uint64_t num_bytes;  /* of this allocation */
+    int64_t number;     /* no other prefix of the cache has it; from 1 on */
+    int32_t bit;        /* of kvc_origin.forgotten_in; beyond 64, prefixes share them */
+    int64_t forgot;     /* cache->num_forgets when it last forgot a prompt; 0: it has forgotten none */
+    kvc_events events;  /* in a ring behind this struct */
+    uint64_t num_bytes; /* of this allocation */
     uint8_t salt[KVC_NAME_BYTES], root[KVC_NAME_BYTES];
     kvc_value_owner owner; /* of its blocks in stores */
 };
@@ -63,14 +64,14 @@ typedef struct kvc_added {
     int32_t block;            /* its number */
     const void *payload;
     int64_t size;
-    int64_t num_forgets; /* of the prefix, before the payload was read: it is not added after another one */
+    int64_t forgot; /* of the prefix, before the payload was read: it is not added once more is forgotten */
 } kvc_added;
 
 /* Does what kvc_prefix_add does, for arguments that were checked; *is_new: the block brought rows or a state. */
 kvc_status kvc_prefix_add_block(kvc_prefix *prefix, const kvc_added *added, int32_t *is_kept, int32_t *is_new);
 
-/* Returns how often the prefix has forgotten a prompt. */
-int64_t kvc_prefix_num_forgets(kvc_prefix *prefix);
+/* Returns kvc_prefix.forgot. */
+int64_t kvc_prefix_forgot(kvc_prefix *prefix);
 
 /* Call in the child of the process's fork(): ends what only calls of the parent have or drop. */
 void kvc_prefixes_forked(kvc_cache *cache);

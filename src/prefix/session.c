@@ -95,7 +95,9 @@ void kvc_session_roll_back(kvc_session *session, int32_t position) {
 }
 
 int kvc_session_is_forgotten(const kvc_prefix *prefix, const kvc_sequence *sequence) {
-    return (sequence->forgotten_in >> prefix->bit & 1) != 0;
+    const kvc_origin *from = &sequence->origin;
+    return (from->forgotten_in >> prefix->bit & 1) ||
+           (from->prefix != prefix->number && from->num_forgets < prefix->forgot);
 }
 
 int kvc_session_begins(const kvc_follower *follower, const kvc_tokens *tokens) {

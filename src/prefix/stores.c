@@ -170,7 +170,7 @@ static kvc_status fetch_all(kvc_carrier *c, kvc_prefix *prefix, const kvc_tokens
     uint8_t name[KVC_NAME_BYTES];
     int32_t is_kept = 1, is_new;
     int64_t num;
-    kvc_added added = {.tokens = tokens, .num_forgets = kvc_prefix_num_forgets(prefix)};
+    kvc_added added = {.tokens = tokens, .forgot = kvc_prefix_forgot(prefix)};
     KVC_TRY(kvc_prefix_missing(prefix, tokens, num_tokens, name, 1, &added.block, &num));
     if (!num) return KVC_OK;
     kvc_lock(c->cache);

@@ -409,6 +409,9 @@ kvc_status kvc_node_new(kvc_tree *tree, const kvc_sequence *src, int32_t begin, 
         free_node(node);
         return status;
     }
+    const kvc_origin own = {0, tree->cache->num_forgets, 0};
+    kvc_origin_add(&node->rows->origin, &own);
+    node->rows->origin.prefix = tree->number;
     node->next = *list;
     node->at = list;
     if (*list) (*list)->at = &node->next;
@@ -454,6 +457,7 @@ static int merge(kvc_node *node, kvc_node *other) {
         if (more_in(other, node, g) <= 0) continue;
         const kvc_run_list list = node->rows->runs[g];
         node->rows->runs[g] = other->rows->runs[g];
+        kvc_origin_add(&node->rows->origin, &other->rows->origin);
         other->rows->runs[g] = list;
         gets = 1;
     }

@@ -51,6 +51,7 @@ typedef struct kvc_tree {
     kvc_node *first_protected;     /* it and newer ones are not evicted, as they are within the quota; NULL: none is */
     int64_t protected_tokens, quota; /* tokens */
     struct kvc_prefix *prefix;       /* NULL: it is no prefix's any more */
+    int64_t number;                  /* of its prefix: kvc_origin.prefix of the rows */
     kvc_events *events;              /* what happens to full blocks; NULL: it is no prefix's any more */
     int32_t is_collected;            /* new full blocks are listed in cache->new_blocks */
     int32_t is_indexed;              /* full blocks with rows are in the index, the last one used first */

@@ -1,5 +1,6 @@
 /* kvc_prefix_forget: whatever was kept, waits to be kept or is on its way, no prompt matches forgotten tokens again. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#include "support/saved.h"
 #include "support/serving.h"
 
 static int64_t forget(const int64_t *ids, int num) {
@@ -193,6 +194,69 @@ static void test_shared_into(void) {
     close_world();
 }
 
+/* What another prefix has kept, or a saved state, is as old as it was. */
+static void test_elsewhere(void) {
+    const int64_t *all = numbers(100);
+    const kvc_tokens tokens = tokens_of(all, 13);
+    for (int how = 0; how < 4; how++) {
+        saved file = {.fail_after = -1};
+        int64_t id = -1, copy;
+        int32_t matched;
+        kvc_prefix *tenant;
+        open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+        const kvc_prefix_config config = {
+            .struct_size = sizeof config, .fingerprint = "a model", .salt = "b", .salt_size = 1};
+        CHECK(kvc_prefix_new(cache, &config, &tenant) == KVC_OK);
+        CHECK(kvc_prefix_acquire(tenant, &tokens, -1, &id, &matched) == KVC_OK && matched == 0);
+        feed_to(id, 12, 12);
+        if (how == 3) CHECK(save_one(cache, id, &file) == KVC_OK);
+        CHECK(kvc_prefix_release(tenant, id, &tokens) == KVC_OK);
+        forget(all, 12);
+        if (how == 3) {
+            const kvc_load_args args = load_args_of(&file);
+            CHECKF(kvc_restore(cache, &args) == KVC_OK, "%s", kvc_last_error());
+        } else {
+            CHECK(kvc_prefix_acquire(tenant, &tokens, -1, &id, &matched) == KVC_OK && matched == 12);
+        }
+        if (how == 1) { /* a copy of a copy, which another one keeps in between */
+            CHECK(kvc_fork(cache, id, copy = kvc_new_sequence(cache)) == KVC_OK);
+            CHECK(kvc_prefix_release(tenant, copy, &tokens) == KVC_OK);
+            CHECK(kvc_prefix_acquire(tenant, &tokens, -1, &copy, &matched) == KVC_OK && matched == 12);
+            CHECK(kvc_clear_sequence(cache, id) == KVC_OK && kvc_fork(cache, copy, id) == KVC_OK);
+        }
+        if (how == 2) feed_to(id, 16, 4);
+        release(id, all, 16);
+        CHECKF(known(all, 16) == 0, "%d: %d", how, known(all, 16));
+        serve(all, 16, 16);
+        CHECK(known(all, 16) == 16); /* what this prefix has kept since is its own */
+        CHECK(kvc_prefix_acquire(tenant, &tokens, -1, &id, &matched) == KVC_OK && matched == 12);
+        CHECK(kvc_prefix_release(tenant, id, &tokens) == KVC_OK);
+        free(file.bytes);
+        close_world();
+    }
+}
+
+/* Rows that another prefix has kept since count as computed again. */
+static void test_kept_elsewhere_since(void) {
+    const int64_t *all = numbers(100);
+    const kvc_tokens tokens = tokens_of(all, 13);
+    int64_t id = -1;
+    int32_t matched;
+    kvc_prefix *tenant;
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+    const kvc_prefix_config config = {
+        .struct_size = sizeof config, .fingerprint = "a model", .salt = "b", .salt_size = 1};
+    CHECK(kvc_prefix_new(cache, &config, &tenant) == KVC_OK);
+    forget(all, 12);
+    for (int i = 0; i < 2; i++) {
+        CHECK(kvc_prefix_acquire(tenant, &tokens, -1, &id, &matched) == KVC_OK && matched == 12 * i);
+        feed_to(id, 12, 12);
+        CHECK(kvc_prefix_release(i ? prefix : tenant, id, &tokens) == KVC_OK);
+    }
+    CHECKF(known(all, 12) == 12, "%d", known(all, 12));
+    close_world();
+}
+
 /* A store of one value, which forgets a prompt after it has read that. */
 typedef struct late_store {
     const int64_t *ids;
@@ -259,6 +323,8 @@ int main(void) {
     test_running();
     test_retained();
     test_shared_into();
+    test_elsewhere();
+    test_kept_elsewhere_since();
     test_fetched();
     test_aborted();
     test_left_behind();

@@ -90,6 +90,7 @@ typedef struct world {
     text states[NUM_PREFIXES][MOST_KEPT]; /* the strings behind which one was kept */
     int num_states[NUM_PREFIXES];
     int may_lose_states[NUM_PREFIXES];
+    int have_forgotten; /* a bit for each prefix that has forgotten a prompt */
     uint8_t followed[MOST_KEPT][KVC_NAME_BYTES]; /* names of the blocks that the first prefix has by its events */
     int num_followed, lost_events;
     int64_t next_id; /* of sequences that no prefix has acquired */
@@ -215,6 +216,7 @@ static void step_acquire(void) {
     check_restored(s, matched);
     for (int i = 0; i < w.num_live; i++) CHECK(w.sequences[i].id != s->id);
     s->is_acquired = 1;
+    s->forgotten_in = matched ? w.have_forgotten & ~(1 << s->prefix) : 0; /* perhaps: others may have older blocks */
     s->fed = matched;
     s->prompt = s->tokens.num;
     s->kept = matched / BLOCK * BLOCK;
@@ -400,6 +402,7 @@ static void step_forget(void) {
     CHECKF(seen == 0, "%d tokens of a forgotten prompt are known", seen);
     for (int i = 0; i < w.num_kept[prefix]; i++)
         if (common(&w.kept[prefix][i], &t)) w.is_sure[prefix][i] = 0;
+    if (t.num) w.have_forgotten |= 1 << prefix;
     for (int i = 0; i < w.num_live && t.num; i++) {
         w.sequences[i].forgotten_in |= 1 << prefix; /* perhaps */
         if (w.sequences[i].prefix == prefix) w.sequences[i].is_partial = 1;

@@ -125,6 +125,8 @@ void do_acquire(world *w) {
     s->exact = reused ? expected : INT32_MAX;
     s->prefix = 1 + (int)(p - w->prefixes), s->prompt = node, s->keeps = 2;
     s->state = p->config.state_bytes ? s->node : 0;
+    for (int i = 0; i < PREFIXES; i++) /* these blocks may be older than what another prefix has forgotten */
+        s->barred[i] = matched && &w->prefixes[i] != p && w->prefixes[i].has_forgotten;
     check_state(w, p, s);
     check_sequence(w, s);
 }

@@ -119,7 +119,8 @@ typedef struct prefix {
     kept *blocks;
     state *states;
     pin pins[PINS];
-    int has_lost; /* events */
+    int has_lost;      /* events */
+    int has_forgotten; /* a prompt: it may keep no blocks of sequences that another prefix acquired */
     int num_followed;
     uint8_t followed[FOLLOWED][KVC_NAME_BYTES]; /* the blocks that it has by its events */
     int64_t requests, hits, tokens, matched, reused;
@@ -231,7 +232,7 @@ void note_evicted(world *w, int cache, unsigned own);
 void note_cleared(prefix *p);
 
 /* Notes which sequences may hold rows of a prompt that a prefix has forgotten; node 0: none does. */
-void note_bars(world *w, const prefix *p, int node);
+void note_bars(world *w, prefix *p, int node);
 void note_forgotten(world *w, prefix *p, int node, int64_t *least_tokens, int64_t *most_tokens);
 
 /* Notes that kvc_prefix_evict dropped so many tokens of the `wanted` ones. */

@@ -201,8 +201,9 @@ void note_cleared(prefix *p) {
     for (int i = 0; i < p->num_pins; i++) p->pins[i].is_loose = 1;
 }
 
-void note_bars(world *w, const prefix *p, int node) {
+void note_bars(world *w, prefix *p, int node) {
     const int at = (int)(p - w->prefixes);
+    p->has_forgotten = node != 0;
     for (int i = 0; i < SEQUENCES; i++) {
         sequence *s = &w->sequences[i];
         if (!node || !s->is_there || s->cache != p->cache) {
