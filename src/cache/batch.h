@@ -49,7 +49,7 @@ typedef struct kvc_cross_put {
     kvc_thread thread;     /* the thread that called kvc_put */
     int32_t group, member; /* member: index of the sequence in batch->sequences */
     kvc_run run;
-    kvc_reserved reserved;
+    int32_t reserved;
 } kvc_cross_put;
 
 /* The first member of a kvc_plan that was made for a batch: all that the batch knows of the plan. */

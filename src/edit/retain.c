@@ -140,7 +140,7 @@ kvc_status kvc_retain(kvc_cache *cache, int64_t src, int64_t id, int32_t begin, 
 typedef struct new_rows {
     kvc_sequence *sequence; /* has a run in each group that gets rows */
     int32_t begin, end;
-    kvc_reserved *reserved; /* [num_token_groups] */
+    int32_t *reserved; /* [num_token_groups] blocks that were opened for them */
 } new_rows;
 
 /* Takes slots for all positions, which fit a block, in one group. */
@@ -191,7 +191,7 @@ static kvc_status fits(const kvc_need *need) {
 static kvc_status take_all(kvc_cache *cache, new_rows *rows, const uint8_t *layers) {
     const kvc_need need = {.cache = cache, .fits = fits, .context = rows, .what = "retaining rows"};
     kvc_status status = KVC_OK;
-    for (int32_t g = 0; g < cache->num_token_groups; g++) rows->reserved[g] = (kvc_reserved){0};
+    for (int32_t g = 0; g < cache->num_token_groups; g++) rows->reserved[g] = 0;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
         if (takes_group(cache, g, layers))
             status = take_slots(cache, rows, g);
@@ -199,16 +199,12 @@ static kvc_status take_all(kvc_cache *cache, new_rows *rows, const uint8_t *laye
             rows->sequence->runs[g].lost = (kvc_interval){rows->begin, rows->end};
     }
     if (status == KVC_OK) status = kvc_make_room(&need);
-    for (int32_t g = cache->num_token_groups - 1; g >= 0; g--)
-        if (status == KVC_OK)
-            kvc_pool_keep(&cache->pools[g], &rows->reserved[g]);
-        else
-            give_slots(cache, rows, g);
+    for (int32_t g = cache->num_token_groups - 1; status != KVC_OK && g >= 0; g--) give_slots(cache, rows, g);
     return status;
 }
 
 kvc_status kvc_retain_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers) {
-    const size_t size = (size_t)(cache->num_token_groups + 1) * sizeof(kvc_reserved);
+    const size_t size = (size_t)(cache->num_token_groups + 1) * sizeof(int32_t);
     if (layers) KVC_TRY(kvc_check_groups(cache, layers, "layers"));
     kvc_cache_find_to_copy(cache, id);
     kvc_status status = check_unused(cache, id);

@@ -162,7 +162,6 @@ void kvc_rewrite_accept(kvc_cache *cache, int32_t group, kvc_rewrite *rewrite) {
     kvc_pool *pool = &cache->pools[group];
     kvc_run_list *list = rewrite->from;
     kvc_rewrite_visit_replaced(rewrite, kvc_drop_part, pool);
-    kvc_pool_keep(pool, &rewrite->reserved);
     pool->replacing -= rewrite->num_copied;
     cache->stats.rows_copied += rewrite->num_copied;
     rewrite->runs.lost = list->lost;

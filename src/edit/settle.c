@@ -50,7 +50,8 @@ static void free_array(const group_work *w, void *p, uint64_t count, size_t item
 static void note_deltas(const group_work *w) {
     const kvc_pool *pool = &w->cache->pools[w->group];
     w->deltas[0] = w->slot_deltas;
-    for (int32_t b = 0; b < w->num_blocks; b++) w->deltas[b + 1] = w->deltas[b] + pool->blocks[b]->fill;
+    for (const kvc_block *block = pool->first; block; block = block->later)
+        w->deltas[block->index + 1] = w->deltas[block->index] + block->fill;
     for (size_t i = 0; i < w->num_slots; i++) w->slot_deltas[i] = UNHELD;
     const kvc_table *table = &w->cache->sequences;
     for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s)) {
@@ -66,7 +67,7 @@ static void note_deltas(const group_work *w) {
 /* Gets all memory, notes deltas and makes rewrites: everything that can fail. */
 static kvc_status prepare_group(group_work *w) {
     const kvc_pool *pool = &w->cache->pools[w->group];
-    for (int32_t b = 0; b < w->num_blocks; b++) w->num_slots += (size_t)pool->blocks[b]->fill;
+    for (const kvc_block *block = pool->first; block; block = block->later) w->num_slots += (size_t)block->fill;
     w->blocks = alloc_array(w, (size_t)w->num_blocks, sizeof *w->blocks);
     w->deltas = alloc_array(w, (size_t)w->num_blocks, sizeof *w->deltas);
     w->slot_deltas = alloc_array(w, w->num_slots, sizeof *w->slot_deltas);
@@ -74,10 +75,10 @@ static kvc_status prepare_group(group_work *w) {
     if (!w->blocks || !w->deltas || !w->slot_deltas || !w->rewrites)
         return kvc_fail(KVC_ERR_NOMEM, "out of memory to settle the keys of %zu slots", w->num_slots);
     note_deltas(w);
-    for (int32_t b = 0; b < w->num_blocks; b++) { /* others may be given back once victims are evicted */
-        const int32_t *delta = w->deltas[b];
+    for (kvc_block *block = pool->first; block; block = block->later) { /* some may be given back meanwhile */
+        const int32_t b = block->index, *delta = w->deltas[b];
         while (delta < w->deltas[b + 1] && *delta == UNHELD) delta++;
-        w->blocks[b] = delta < w->deltas[b + 1] ? pool->blocks[b] : NULL;
+        w->blocks[b] = delta < w->deltas[b + 1] ? block : NULL;
     }
     const kvc_change change = {.moved_end = KVC_END, .applies_delta = 1, .copies = is_disputed, .context = w};
     kvc_status status = KVC_OK;

@@ -169,7 +169,7 @@ static kvc_status finish(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     const int32_t num_tokens = batch->num_tokens;
     kvc_lock(cache);
-    for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_keep(&cache->pools[g], &cache->pools[g].reserved);
+    for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].reserved = 0;
     if (!keeps_all) find_exact(batch);
     kvc_sessions_fill(batch); /* before windows move on */
     for (int32_t s = 0; s < batch->num_sequences; s++) end_sequence(batch, s);
@@ -224,7 +224,7 @@ static void drop_slots(const kvc_batch *batch, int32_t g) {
             const kvc_run *run = &pending->runs[i];
             const int32_t is_back = kvc_pool_untake(pool, run->block, run->slot, run->count);
             num_blocks += is_back;
-            if (!run->slot && !is_back) pool->reserved.num_opened--;
+            if (!run->slot && !is_back) pool->reserved--;
         }
     }
     kvc_pool_unreserve(pool, num_blocks, &pool->reserved);
@@ -235,7 +235,7 @@ static void drop_all_cross(const kvc_batch *batch, int32_t g) {
     kvc_pool *pool = &batch->cache->pools[g];
     for (int32_t s = 0; s < batch->num_sequences; s++)
         if (kvc_pending_of(batch, g, s)->num) kvc_drop_cross(batch, g, s);
-    kvc_pool_unreserve(pool, pool->reserved.num_opened, &pool->reserved);
+    kvc_pool_unreserve(pool, pool->reserved, &pool->reserved);
 }
 
 /* Gives back the memory that the batch's sequences were given in lists. */

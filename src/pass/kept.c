@@ -4,9 +4,9 @@
 #include "pass/last_block.h"
 #include "space/row_buffer.h"
 
-/* Adds the slots and blocks that the tokens of a sequence take behind its last row, and in new blocks; *num_blocks: how
- * many of these.  Returns how many of the tokens a compaction may place. */
-static int32_t add_tokens(const kvc_batch *batch, int32_t g, int32_t s, int64_t *num_blocks, int64_t *bytes) {
+/* Adds the slots and blocks that the tokens of a sequence take behind its last row, and in new blocks.  Returns how
+ * many of the tokens a compaction may place. */
+static int32_t add_tokens(const kvc_batch *batch, int32_t g, int32_t s, int64_t *bytes) {
     const kvc_batch_sequence *member = &batch->sequences[s];
     kvc_pending *pending = kvc_pending_of(batch, g, s);
     const kvc_pool *pool = &batch->cache->pools[g];
@@ -19,7 +19,6 @@ static int32_t add_tokens(const kvc_batch *batch, int32_t g, int32_t s, int64_t 
         block->planned += taken;
         rest -= taken;
     }
-    *num_blocks += rest / size + (rest % size != 0);
     *bytes += rest / size * kvc_pool_used_bytes(pool, (kvc_use){.fill = size, .is_used = 1});
     if (rest % size) *bytes += kvc_pool_used_bytes(pool, (kvc_use){.fill = rest % size, .is_used = 1});
     return block && block->pins ? rest : member->num_tokens;
@@ -32,12 +31,6 @@ static int64_t packed_bytes(const kvc_pool *pool, int64_t num_slots) {
     return blocks * kvc_pool_header_bytes(pool) + num_slots * kvc_pool_slot_bytes(pool);
 }
 
-/* Returns how many bytes more a list of num_blocks takes than the present list. */
-static int64_t list_bytes(const kvc_pool *pool, int64_t num_blocks) {
-    const int64_t more = num_blocks - pool->num_blocks;
-    return more > 0 && num_blocks <= INT32_MAX ? kvc_pool_list_bytes(pool, (int32_t)more) : 0;
-}
-
 /* Returns the bytes that the blocks of group g take with the tokens of the batch, if everything evictable is evicted
  * and free memory is given back.  Adds to *saved the most that compactions would save of these bytes, and notes whether
  * there would be a compaction. */
@@ -45,19 +38,15 @@ static int64_t kept_bytes(const kvc_batch *batch, int32_t g, int64_t *saved, int
     const kvc_pool *pool = &batch->cache->pools[g];
     kvc_preview preview = kvc_preview_open(batch->cache, g, KVC_KEPT, 1);
     const kvc_tally tally = kvc_preview_tally(&preview);
-    int64_t num_blocks = 0, bytes = 0, num_slots = tally.movable_live;
-    for (int32_t s = 0; s < batch->num_sequences; s++) num_slots += add_tokens(batch, g, s, &num_blocks, &bytes);
+    int64_t bytes = 0, num_slots = tally.movable_live;
+    for (int32_t s = 0; s < batch->num_sequences; s++) num_slots += add_tokens(batch, g, s, &bytes);
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         kvc_block *last = kvc_pending_of(batch, g, s)->last_block;
         if (last) kvc_add_planned(&preview, last, &bytes);
     }
     kvc_preview_close(&preview);
     *is_scattered |= tally.num_movable > 1 || tally.movable_live < tally.movable_slots;
-    /* Blocks that a compaction does not move, and blocks that the moved slots fill. */
-    const int64_t packed = tally.num_used - tally.num_movable + (num_slots + pool->block_size - 1) / pool->block_size,
-                  list = list_bytes(pool, tally.num_used + num_blocks);
-    *saved += tally.movable_bytes + bytes - packed_bytes(pool, num_slots) + list - list_bytes(pool, packed);
-    bytes += list;
+    *saved += tally.movable_bytes + bytes - packed_bytes(pool, num_slots);
     return tally.bytes + bytes;
 }
 

@@ -307,7 +307,6 @@ static int64_t other_bytes_after(const kvc_batch *batch) {
         const kvc_pool *pool = &cache->pools[g];
         const kvc_demand *d = &pool->demand;
         bytes += d->new_bytes;
-        if (d->new_blocks <= INT32_MAX - pool->num_blocks) bytes += kvc_pool_list_bytes(pool, (int32_t)d->new_blocks);
     }
     return bytes;
 }
@@ -412,7 +411,7 @@ kvc_status kvc_fit_without_all(const kvc_batch *batch, int64_t evictable_bytes, 
 /* Returns KVC_ERR_FULL if the batch does not fit even once all that may be evicted is; *bytes: the fewest bytes that it
  * would make the cache, bookkeeping of sequences aside. */
 static kvc_status check_kept(const kvc_batch *batch, int64_t *bytes) {
-    int64_t all = kvc_least_bookkeeping(batch->cache) + batch->cache->row_buffer_bytes;
+    int64_t all = (int64_t)batch->cache->size + batch->cache->row_buffer_bytes;
     kvc_add_kept_bytes(batch, &all, bytes);
     return *bytes <= batch->cache->max_bytes || !batch->cache->max_bytes ? KVC_OK : KVC_ERR_FULL;
 }

@@ -140,7 +140,7 @@ void kvc_drop_cross(const kvc_batch *batch, int32_t g, int32_t s) {
     kvc_drop_part(pool, kvc_pending_of(batch, g, s)->runs);
     if (!batch->sequences[s].is_buffered) return;
     const int32_t done = kvc_pool_shrink(pool, 0, pool->num_free - num_free);
-    pool->reserved.num_opened -= done < pool->reserved.num_opened ? done : pool->reserved.num_opened;
+    pool->reserved -= done < pool->reserved ? done : pool->reserved;
 }
 
 void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all) {
@@ -154,7 +154,7 @@ void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all) {
         pending->runs[0] = put->run;
         pending->num = 1;
         atomic_fetch_add(&batch->num_cross_puts[put->group - batch->cache->num_token_groups], 1);
-        kvc_pool_add_reserved(pool, &pool->reserved, &put->reserved);
+        pool->reserved += put->reserved; /* all are given back at once */
     } else {
         const int32_t num_blocks = kvc_pool_untake(pool, put->run.block, put->run.slot, put->run.count);
         kvc_pool_unreserve(pool, num_blocks, &put->reserved);
@@ -169,7 +169,7 @@ static kvc_status begin_cross(kvc_batch *batch, int32_t group, const kvc_put_arg
     kvc_cache *cache = batch->cache;
     kvc_pool *pool = &cache->pools[group];
     const int32_t count = args->num_tokens;
-    kvc_reserved reserved;
+    int32_t reserved;
     kvc_cross_put *put = kvc_memory_alloc(&cache->memory, sizeof *put, KVC_MEMORY_SCRATCH, -1);
     if (!put) return kvc_fail(KVC_ERR_NOMEM, "out of memory to put the rows of a cross-attention layer");
     kvc_status status = kvc_pool_reserve(pool, 1, &reserved);

@@ -106,7 +106,7 @@ static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) 
     kvc_forget_demands(cache);
     kvc_sequence *sequence = batch->sequences->sequence;
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
-        kvc_pool_keep(&cache->pools[g], &cache->pools[g].reserved);
+        cache->pools[g].reserved = 0;
         fault_slots(batch, g);
         cache->pools[g].num_loose = 0;
     }

@@ -59,13 +59,34 @@ static void free_block(kvc_pool *pool, kvc_block *block) {
     kvc_memory_free(pool->memory, block, (size_t)kvc_pool_header_bytes(pool), KVC_MEMORY_BOOKKEEPING, -1);
 }
 
-static void free_list(kvc_pool *pool, kvc_block **blocks, int32_t max) {
-    kvc_memory_free(pool->memory, blocks, (size_t)max * sizeof *blocks, KVC_MEMORY_BOOKKEEPING, -1);
+/* Puts a block at the end of the list of all blocks. */
+static void list_block(kvc_pool *pool, kvc_block *block) {
+    block->index = pool->num_blocks++;
+    block->earlier = pool->last;
+    *(pool->last ? &pool->last->later : &pool->first) = block;
+    pool->last = block;
+}
+
+/* Takes a block out of the list of all blocks, and puts the last one in its place. */
+static void unlist_block(kvc_pool *pool, kvc_block *block) {
+    kvc_block *last = pool->last;
+    if (pool->collapse_block == block) pool->collapse_block = last == block ? NULL : last;
+    pool->num_blocks--;
+    pool->last = last->earlier;
+    *(last->earlier ? &last->earlier->later : &pool->first) = NULL;
+    if (last == block) return;
+    last->index = block->index;
+    last->earlier = block->earlier;
+    last->later = block->later;
+    *(last->earlier ? &last->earlier->later : &pool->first) = last;
+    *(last->later ? &last->later->earlier : &pool->last) = last;
 }
 
 void kvc_pool_destroy(kvc_pool *pool) {
-    for (int32_t i = 0; i < pool->num_blocks; i++) free_block(pool, pool->blocks[i]);
-    free_list(pool, pool->blocks, pool->max_blocks);
+    for (kvc_block *block; (block = pool->last);) {
+        unlist_block(pool, block);
+        free_block(pool, block);
+    }
 }
 
 void kvc_pool_spread(kvc_pool *pool, int32_t num_nodes, int32_t num_parts) {
@@ -111,38 +132,13 @@ static kvc_status new_block(kvc_pool *pool, kvc_block ***end) {
     const int is_spread = may_spread(pool);
     if (is_spread) spread_block(pool, rows);
     *block = (kvc_block){
-        .rows = rows, .pool = pool, .index = pool->num_blocks, .is_free = 1, .is_spread = (int8_t)is_spread};
-    pool->blocks[pool->num_blocks++] = block;
+        .rows = rows, .pool = pool, .is_free = 1, .is_spread = (int8_t)is_spread};
+    list_block(pool, block);
     **end = block;
     *end = &block->next;
     pool->num_free++;
     pool->opened++;
     pool->row_bytes += kvc_pool_block_bytes(pool, 0);
-    return KVC_OK;
-}
-
-/* Returns the capacity of the list of blocks after it has grown to hold at least `count`. */
-static int32_t list_capacity(const kvc_pool *pool, int32_t count) {
-    if (count <= pool->max_blocks) return pool->max_blocks;
-    return count < pool->max_blocks * 2 ? pool->max_blocks * 2 : count < 8 ? 8 : count;
-}
-
-int64_t kvc_pool_list_bytes(const kvc_pool *pool, int32_t new_blocks) {
-    const int32_t max = list_capacity(pool, pool->num_blocks + new_blocks);
-    return max == pool->max_blocks ? 0 : max * (int64_t)sizeof *pool->blocks;
-}
-
-/* Lengthens the list of blocks to hold at least `count`; *reserved gets the old array. */
-static kvc_status lengthen_list(kvc_pool *pool, int32_t count, kvc_reserved *reserved) {
-    const int32_t max = list_capacity(pool, count);
-    if (max == pool->max_blocks) return KVC_OK;
-    const size_t item = sizeof *pool->blocks;
-    kvc_block **blocks = kvc_memory_alloc(pool->memory, (uint64_t)max * item, KVC_MEMORY_BOOKKEEPING, -1);
-    if (!blocks) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a list of %d blocks", max);
-    if (pool->num_blocks) memcpy(blocks, pool->blocks, (size_t)pool->num_blocks * item);
-    *reserved = (kvc_reserved){.max_before = pool->max_blocks, .blocks_before = pool->blocks, .blocks_after = blocks};
-    pool->blocks = blocks;
-    pool->max_blocks = max;
     return KVC_OK;
 }
 
@@ -153,22 +149,17 @@ static kvc_block **list_end(kvc_pool *pool, int32_t num_free) {
     return end;
 }
 
-kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count, kvc_reserved *reserved) {
+kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count, int32_t *reserved) {
     const int32_t before = pool->num_free;
-    *reserved = (kvc_reserved){0};
+    kvc_status status = KVC_OK;
+    *reserved = 0;
     if (count <= before) return KVC_OK;
-    kvc_status status = lengthen_list(pool, pool->num_blocks + count - before, reserved);
     /* New blocks go to the end of the list: blocks that were used before are resident, and are to be used first. */
     kvc_block **end = list_end(pool, before);
     while (status == KVC_OK && pool->num_free < count) status = new_block(pool, &end);
-    reserved->num_opened = pool->num_free - before;
+    *reserved = pool->num_free - before;
     if (status != KVC_OK) kvc_pool_unreserve(pool, pool->num_free, reserved);
     return status;
-}
-
-void kvc_pool_keep(kvc_pool *pool, kvc_reserved *reserved) {
-    if (reserved->blocks_before) free_list(pool, reserved->blocks_before, reserved->max_before);
-    *reserved = (kvc_reserved){0};
 }
 
 int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count) {
@@ -176,16 +167,14 @@ int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count) {
     kvc_block **first = list_end(pool, kept);
     int32_t done = 0;
     while (done < count && *first) {
-        kvc_block *block = *first, *last = pool->blocks[pool->num_blocks - 1];
+        kvc_block *block = *first;
         if (kvc_memory_is_busy(pool->memory, block->rows, pool->block_bytes)) {
             first = &block->next;
             continue;
         }
         done++;
         *first = block->next;
-        last->index = block->index;
-        pool->blocks[block->index] = last;
-        pool->num_blocks--;
+        unlist_block(pool, block);
         pool->num_free--;
         pool->returned++;
         pool->row_bytes -= kvc_pool_block_bytes(pool, block->faulted);
@@ -221,33 +210,11 @@ static void unopen(kvc_pool *pool, kvc_block *block) {
     if (block->resident > block->faulted) block->resident = block->faulted;
 }
 
-void kvc_pool_unreserve(kvc_pool *pool, int32_t num_used, kvc_reserved *reserved) {
-    const int32_t done = kvc_pool_shrink(pool, num_used - reserved->num_opened, reserved->num_opened);
+void kvc_pool_unreserve(kvc_pool *pool, int32_t num_used, int32_t *reserved) {
+    const int32_t done = kvc_pool_shrink(pool, num_used - *reserved, *reserved);
     pool->opened -= done;
     pool->returned -= done;
-    kvc_block **blocks = reserved->blocks_after;
-    const int32_t max = reserved->max_before;
-    /* Other calls may have lengthened the list again, or need it longer, meanwhile. */
-    if (!blocks || pool->blocks != blocks || pool->num_blocks > max) {
-        kvc_pool_keep(pool, reserved);
-        return;
-    }
-    if (pool->num_blocks) memcpy(reserved->blocks_before, blocks, (size_t)pool->num_blocks * sizeof *blocks);
-    pool->blocks = reserved->blocks_before;
-    free_list(pool, blocks, pool->max_blocks);
-    pool->max_blocks = max;
-    *reserved = (kvc_reserved){0};
-}
-
-void kvc_pool_add_reserved(kvc_pool *pool, kvc_reserved *to, const kvc_reserved *since) {
-    const int32_t num_opened = to->num_opened + since->num_opened;
-    if (!to->blocks_after) {
-        *to = *since;
-    } else if (since->blocks_after) {
-        free_list(pool, since->blocks_before, since->max_before);
-        to->blocks_after = since->blocks_after;
-    }
-    to->num_opened = num_opened;
+    *reserved = 0;
 }
 
 enum { REGIONS = 4 }; /* of a head: keys, values, and the scales of both */
@@ -384,11 +351,10 @@ int kvc_pool_next_collapse(kvc_pool *pool, kvc_collapsing *collapsing, kvc_page_
     if (!pool->is_lazy) return 0;
     if (collapsing->blocks > pool->num_blocks) collapsing->blocks = pool->num_blocks;
     for (; collapsing->steps > 0 && collapsing->blocks > 0; collapsing->blocks--) {
-        if (pool->collapse_block >= pool->num_blocks) pool->collapse_block = 0;
-        kvc_block *block = pool->blocks[pool->collapse_block];
+        kvc_block *block = pool->collapse_block = pool->collapse_block ? pool->collapse_block : pool->first;
         if ((!collapsing->is_ahead || block->resident > block->fill) && next_in_block(pool, block, work))
             return collapsing->steps-- > 0;
-        pool->collapse_block++;
+        pool->collapse_block = block->later;
     }
     return 0;
 }

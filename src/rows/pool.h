@@ -44,7 +44,8 @@ typedef struct kvc_block {
      * [slot] and V [slot], if their types have any. */
     uint8_t *rows;
     struct kvc_block *next; /* next block in the list of free blocks */
-    int32_t index;          /* index in pool->blocks, which changes as others are given back: read under the mutex */
+    struct kvc_block *earlier, *later; /* place in the list of all blocks of the pool */
+    int32_t index;          /* in that list, which changes as others are given back: read under the mutex */
     int32_t fill;           /* the fill mark: slots below it were handed out */
     int32_t live;           /* number of slots that sequences hold */
     int32_t faulted;        /* slots below this count as resident: handed out, or reserved, since memory was taken */
@@ -104,12 +105,6 @@ typedef struct kvc_demand {
     int64_t least_bytes; /* bytes of rows and bookkeeping of existing blocks, if all free memory is given back */
 } kvc_demand;
 
-/* What kvc_pool_reserve took: blocks, and the array of pool->blocks from before it grew (NULL: it did not). */
-typedef struct kvc_reserved {
-    int32_t num_opened, max_before;
-    kvc_block **blocks_before, **blocks_after;
-} kvc_reserved;
-
 typedef struct kvc_pool {
     kvc_memory *memory;
     int32_t group;
@@ -119,18 +114,18 @@ typedef struct kvc_pool {
     int is_lazy;                  /* its rows get memory as slots are faulted, not all at once */
     const kvc_layout *layouts;    /* [num_layers] of the group's layers */
     int32_t num_layers;
-    kvc_block **blocks; /* [num_blocks] all blocks that have memory */
-    int32_t num_blocks, max_blocks;
+    kvc_block *first, *last; /* list of all blocks that have memory */
+    int32_t num_blocks;
     kvc_block *free; /* list of free blocks, last freed first: its rows may still be in the CPU's caches */
     int32_t num_free;
     kvc_block *untaken; /* list of blocks in which slots past the fill mark count as faulted, and may lack memory */
     int32_t num_loose;  /* number of these that expiries freed, and that no batch has taken since: kvc_pool_surplus */
     int32_t last_taken; /* blocks that the last batch took */
     kvc_demand demand;
-    kvc_reserved reserved;             /* what was reserved for the open batch, or for one that is about to begin */
+    int32_t reserved;                  /* blocks opened for the open batch, or for one that is about to begin */
     int32_t lacks_slots;               /* while victims are chosen: the call needs more slots here than are free */
     struct kvc_compaction *compaction; /* the planned compaction; NULL: none */
-    int32_t collapse_block;            /* index of the next block to look at for pages to collapse */
+    kvc_block *collapse_block;         /* the next block to look at for pages to collapse; NULL: the first one */
     uint32_t epoch;                    /* 1 + batches ended; in a block of this epoch, slots may lack rows */
     int32_t counts_bytes;              /* tallies have bytes; set before blocks are opened */
     kvc_tally tallies[KVC_NUM_SCOPES]; /* of all blocks */
@@ -168,15 +163,11 @@ typedef struct kvc_region {
 int64_t kvc_pool_num_regions(const kvc_pool *pool);
 kvc_region kvc_pool_region(const kvc_pool *pool, int64_t index);
 
-/* Makes sure that at least `count` blocks are free; on failure nothing has changed.  Later, kvc_pool_keep keeps what
- * was taken; or kvc_pool_unreserve gives it back, once the num_used blocks that were opened since are the first of the
- * free list again, and counts the new ones as never opened. */
-kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count, kvc_reserved *reserved);
-void kvc_pool_keep(kvc_pool *pool, kvc_reserved *reserved);
-void kvc_pool_unreserve(kvc_pool *pool, int32_t num_used, kvc_reserved *reserved);
-
-/* Adds what was reserved since to what was reserved before, so that both are given back at once. */
-void kvc_pool_add_reserved(kvc_pool *pool, kvc_reserved *to, const kvc_reserved *since);
+/* Makes sure that at least `count` blocks are free, and sets *reserved to how many are new; on failure nothing has
+ * changed.  kvc_pool_unreserve gives these back, once the num_used blocks that were opened since are the first of the
+ * free list again, counts them as never opened, and sets *reserved to 0. */
+kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count, int32_t *reserved);
+void kvc_pool_unreserve(kvc_pool *pool, int32_t num_used, int32_t *reserved);
 
 /* Takes a free block into use; there must be one. */
 kvc_block *kvc_pool_open(kvc_pool *pool);
@@ -258,9 +249,8 @@ typedef struct kvc_taking {
  * end.  Between two calls, others may take blocks or give them back. */
 int kvc_pool_next_fault(kvc_pool *pool, kvc_taking *taking, kvc_page_work *work);
 
-/* Return the bytes of one block's bookkeeping, and those that kvc_pool_reserve takes for the list of blocks. */
+/* Returns the bytes of one block's bookkeeping. */
 int64_t kvc_pool_header_bytes(const kvc_pool *pool);
-int64_t kvc_pool_list_bytes(const kvc_pool *pool, int32_t new_blocks);
 
 /* Returns the bytes of the rows in one slot. */
 int64_t kvc_pool_slot_bytes(const kvc_pool *pool);

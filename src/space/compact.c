@@ -56,8 +56,7 @@ static void discard_lists(kvc_cache *cache, int32_t group) {
 static int get_memory(kvc_compaction *c) {
     const kvc_pool *pool = c->pool;
     const size_t blocks = (size_t)c->max_blocks;
-    for (int32_t i = 0; i < pool->num_blocks; i++) {
-        const kvc_block *block = pool->blocks[i];
+    for (const kvc_block *block = pool->first; block; block = block->later) {
         if (!is_movable(pool, block)) continue;
         c->num_slots += block->fill;
         for (int32_t s = 0; s < block->fill; s++)
@@ -126,8 +125,7 @@ static void plan_moves(kvc_compaction *c) {
 /* Returns whether a block has holes, or several are not full. */
 static int is_scattered(const kvc_pool *pool) {
     int32_t partial = 0, holes = 0;
-    for (int32_t i = 0; i < pool->num_blocks; i++) {
-        const kvc_block *block = pool->blocks[i];
+    for (const kvc_block *block = pool->first; block; block = block->later) {
         partial += is_movable(pool, block);
         holes |= is_movable(pool, block) && block->live < block->fill;
     }

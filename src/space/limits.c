@@ -21,8 +21,9 @@ void kvc_give_back(kvc_cache *cache, int64_t most_bytes) {
                kvc_pool_shrink(&cache->pools[g], cache->pools[g].demand.num_blocks, 1));
     for (int32_t g = 0; g < cache->num_groups; g++) {
         kvc_pool *pool = &cache->pools[g];
-        for (int32_t i = 0; pool->is_lazy && i < pool->num_blocks && kvc_cache_bytes(cache) > most_bytes; i++)
-            kvc_pool_purge(pool, pool->blocks[i], kvc_cache_threads(cache));
+        for (kvc_block *block = pool->first; pool->is_lazy && block && kvc_cache_bytes(cache) > most_bytes;
+             block = block->later)
+            kvc_pool_purge(pool, block, kvc_cache_threads(cache));
     }
 }
 
@@ -55,17 +56,10 @@ static int64_t used_bytes(kvc_cache *cache, int32_t g, kvc_scope scope) {
 /* Returns the bytes of the bookkeeping of a group's blocks. */
 static int64_t block_bookkeeping(const kvc_pool *pool) { return pool->num_blocks * kvc_pool_header_bytes(pool); }
 
-int64_t kvc_least_bookkeeping(const kvc_cache *cache) {
-    int64_t bytes = (int64_t)cache->size;
-    for (int32_t g = 0; g < cache->num_groups; g++)
-        bytes += cache->pools[g].max_blocks * (int64_t)sizeof *cache->pools[g].blocks;
-    return bytes;
-}
-
 /* Returns the bytes of all but blocks once victims are evicted, and the spare sequence is freed; in KVC_KEPT at most as
  * many. */
 static int64_t other_bytes(const kvc_cache *cache, kvc_scope scope) {
-    if (scope == KVC_KEPT) return kvc_least_bookkeeping(cache) + cache->row_buffer_bytes;
+    if (scope == KVC_KEPT) return (int64_t)cache->size + cache->row_buffer_bytes;
     int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced + cache->row_buffer_bytes;
     for (int32_t g = 0; g < cache->num_groups; g++) bytes -= block_bookkeeping(&cache->pools[g]);
     if (cache->spare) bytes -= kvc_sequence_bytes(cache->spare);

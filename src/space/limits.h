@@ -20,9 +20,6 @@ int64_t kvc_victim_bytes(const kvc_cache *cache);
  * evicted is.  `what` begins the message. */
 kvc_status kvc_check_max_bytes(kvc_cache *cache, kvc_scope scope, const char *what);
 
-/* Returns the bytes of bookkeeping, except that of blocks, that remain if everything evictable is evicted. */
-int64_t kvc_least_bookkeeping(const kvc_cache *cache);
-
 /* Frees the spare sequence. */
 void kvc_spare_free(kvc_cache *cache);
 

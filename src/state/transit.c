@@ -75,10 +75,7 @@ static void uncount_replacing(kvc_state *state, int32_t g) {
 
 void kvc_state_accept(kvc_state *state) {
     kvc_cache *cache = state->cache;
-    for (int32_t g = 0; g < cache->num_groups; g++) {
-        uncount_replacing(state, g);
-        kvc_pool_keep(&cache->pools[g], &state->groups[g].reserved);
-    }
+    for (int32_t g = 0; g < cache->num_groups; g++) uncount_replacing(state, g);
     for (kvc_sequence *sequence; (sequence = kvc_table_first(&state->sequences));) {
         kvc_table_remove(&state->sequences, sequence);
         kvc_cache_insert(cache, sequence, kvc_table_find(&cache->sequences, sequence->id));

@@ -79,7 +79,7 @@ kvc_status kvc_blocks(kvc_cache *cache, int32_t layer, kvc_block_info *blocks, s
     const int32_t g = cache->group_of[layer];
     const kvc_pool *pool = &cache->pools[g];
     kvc_lock(cache);
-    for (int32_t i = 0; i < pool->num_blocks; i++) add_block(&block_list, pool, pool->blocks[i]);
+    for (const kvc_block *block = pool->first; block; block = block->later) add_block(&block_list, pool, block);
     kvc_visit_runs(cache, g, add_runs, &run_list, 0);
     *num_blocks = block_list.num;
     *num_runs = run_list.num;

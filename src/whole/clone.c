@@ -72,11 +72,9 @@ static kvc_status reserve_blocks(cloning *c) {
     if (!c->twins) return kvc_fail(KVC_ERR_NOMEM, "out of memory to list %lld blocks", (long long)c->num_twins);
     kvc_status status = KVC_OK;
     twin *twins = c->twins;
-    kvc_reserved reserved;
-    for (int32_t g = 0; status == KVC_OK && g < c->from->num_groups; twins += c->from->pools[g++].num_blocks) {
+    int32_t reserved;
+    for (int32_t g = 0; status == KVC_OK && g < c->from->num_groups; twins += c->from->pools[g++].num_blocks)
         status = kvc_pool_reserve(&c->to->pools[g], find_fills(c, g, twins), &reserved);
-        kvc_pool_keep(&c->to->pools[g], &reserved);
-    }
     return status;
 }
 
@@ -113,10 +111,10 @@ static kvc_status reserve(cloning *c) {
  * holds all slots for now, so that their blocks stay open until there are runs that hold them. */
 static void open_blocks(cloning *c, int32_t g, twin *twins) {
     kvc_pool *pool = &c->to->pools[g];
-    for (int32_t i = 0; i < c->from->pools[g].num_blocks; i++) {
-        twin *t = &twins[i];
+    for (kvc_block *block = c->from->pools[g].first; block; block = block->later) {
+        twin *t = &twins[block->index];
         if (!t->fill) continue;
-        *t = (twin){c->from->pools[g].blocks[i], kvc_pool_open(pool), g, t->fill};
+        *t = (twin){block, kvc_pool_open(pool), g, t->fill};
         kvc_pool_take(pool, t->to, t->fill);
         kvc_pool_pin(t->from);
     }

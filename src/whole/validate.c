@@ -22,7 +22,7 @@ static kvc_status check_runs(const kvc_run_list *list, const kvc_pool *pool, lon
                 run->count, run->block->fill);
         REQUIRE(run->position >= 0 && run->position <= INT32_MAX - run->count,
                 "group %d, sequence %lld: a run at position %d", pool->group, id, run->position);
-        REQUIRE(run->block->index < pool->num_blocks && pool->blocks[run->block->index] == run->block,
+        REQUIRE(run->block->index < pool->num_blocks && run->block->pool == pool,
                 "group %d, sequence %lld: a run in a block of another pool", pool->group, id);
     }
     kvc_runs_recount(&counted);
@@ -71,7 +71,8 @@ static kvc_status check_tallies(const kvc_pool *pool) {
     for (int scope = 0; scope < KVC_NUM_SCOPES; scope++) {
         const kvc_tally *tally = &pool->tallies[scope];
         kvc_tally sum = {0};
-        for (int32_t i = 0; i < pool->num_blocks; i++) kvc_tally_add(pool, &sum, pool->blocks[i]->noted[scope], 1);
+        for (const kvc_block *block = pool->first; block; block = block->later)
+            kvc_tally_add(pool, &sum, block->noted[scope], 1);
         REQUIRE(sum.bytes == tally->bytes && sum.movable_bytes == tally->movable_bytes &&
                     sum.movable_slots == tally->movable_slots && sum.movable_live == tally->movable_live &&
                     sum.num_used == tally->num_used && sum.num_movable == tally->num_movable,
@@ -83,10 +84,10 @@ static kvc_status check_tallies(const kvc_pool *pool) {
 
 static kvc_status check_pool(const kvc_pool *pool) {
     int64_t live = 0, filled = 0, bytes = 0, evictable = 0;
-    int32_t num_free = 0, listed = 0;
-    for (int32_t i = 0; i < pool->num_blocks; i++) {
-        const kvc_block *block = pool->blocks[i];
-        REQUIRE(block->index == i, "group %d: block %d stands at %d", pool->group, block->index, i);
+    int32_t num = 0, num_free = 0, listed = 0;
+    for (const kvc_block *block = pool->first, *before = NULL; block; before = block, block = block->later) {
+        REQUIRE(block->index == num++ && block->earlier == before, "group %d: block %d stands at %d", pool->group,
+                block->index, num - 1);
         const kvc_status status = check_block(pool, block);
         if (status != KVC_OK) return status;
         live += block->live;
@@ -96,6 +97,7 @@ static kvc_status check_pool(const kvc_pool *pool) {
         bytes += kvc_pool_block_bytes(pool, block->faulted);
     }
     for (const kvc_block *block = pool->free; block && listed <= num_free; block = block->next) listed++;
+    REQUIRE(num == pool->num_blocks, "group %d: %d blocks are noted, %d listed", pool->group, pool->num_blocks, num);
     REQUIRE(live == pool->live && filled == pool->filled && bytes == pool->row_bytes,
             "group %d: %lld live and %lld filled slots of %lld bytes are noted, there are %lld, %lld and %lld",
             pool->group, (long long)pool->live, (long long)pool->filled, (long long)pool->row_bytes, (long long)live,
@@ -143,9 +145,9 @@ static kvc_status check_holders(const kvc_cache *cache, int32_t g) {
     const kvc_pool *pool = &cache->pools[g];
     int32_t bad = -1;
     kvc_visit_runs(cache, g, remove_holds, &(uint32_t){1}, 1);
-    for (int32_t i = 0; i < pool->num_blocks; i++)
-        for (int32_t s = 0; s < pool->blocks[i]->fill; s++)
-            if (pool->blocks[i]->holders[s].num || pool->blocks[i]->holders[s].evictable) bad = i;
+    for (const kvc_block *block = pool->first; block; block = block->later)
+        for (int32_t s = 0; s < block->fill; s++)
+            if (block->holders[s].num || block->holders[s].evictable) bad = block->index;
     kvc_visit_runs(cache, g, remove_holds, &(uint32_t){(uint32_t)-1}, 1);
     REQUIRE(bad < 0, "group %d, block %d: the holders of a slot are not the runs there are", g, bad);
     return KVC_OK;
