@@ -65,7 +65,6 @@ struct kvc_batch {
     uint64_t size;       /* bytes of this allocation */
     int32_t is_fresh;    /* allocated for this batch, not reused scratch: freed if the batch does not begin */
     kvc_sequence *spare; /* the sequence that was cache->spare; NULL: none */
-    int32_t leaves;      /* it fits only once its sequences have given up their places in trees of prefixes */
     int32_t in_several;  /* its tokens come in several batches: it is asked what these need (kvc_reserve) */
     int32_t num_tokens, num_sequences;
     int32_t *positions;    /* [num_tokens] */

@@ -61,6 +61,7 @@ struct kvc_cache {
     int64_t num_retained, num_protected, num_pinned; /* num_pinned: pinned and not protected */
     kvc_sequence *victims; /* list of those that the plan of the running call evicts, by rising last use */
     int32_t lacks_bytes;   /* while victims are chosen: all that can be had is needed, for bytes are lacking */
+    int32_t is_tight;      /* the plan makes lists of runs exact, and followers give up what they do not need */
     kvc_batch *batch;      /* the open batch; NULL: none */
     struct kvc_row_buffer *row_buffers; /* list: the open batch's, and those of ended batches still in use */
     int64_t row_buffer_bytes;           /* bytes of the rows of all row buffers */

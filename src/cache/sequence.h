@@ -14,9 +14,12 @@ typedef struct kvc_follower {
     /* Called once the sequence has left the table and is freed, with the mutex held; may free the follower, and end
      * hidden sequences. */
     void (*ended)(kvc_cache *cache, struct kvc_follower *follower);
-    /* Returns the bytes of bookkeeping that are freed with the sequence once all those planned to end have ended, where
-     * they were not counted for one of these before.  is_planned 0: takes the plan back. */
+    /* Plans that the sequence is evicted, or, where it is none that may be, that the follower gives up what it does not
+     * need.  Returns the bytes of bookkeeping that this frees with all that is planned already.  is_planned 0: takes
+     * the plan back. */
     int64_t (*plan_end)(struct kvc_follower *follower, int is_planned);
+    /* Gives up what the follower does not need.  NULL: it needs all. */
+    void (*leave)(kvc_cache *cache, struct kvc_follower *follower);
 } kvc_follower;
 
 /* The orders of sequences.  A sequence has a place in a tree for each. */

@@ -35,8 +35,8 @@ typedef struct kvc_rewrite {
     kvc_run_list runs;  /* the new list, but for lost */
     kvc_copy *copies;   /* [max_copies] each of at most KVC_COPY_ROWS rows */
     int32_t num_copies, max_copies;
-    int64_t num_copied;    /* number of rows in copies */
-    int32_t reserved;      /* blocks for copies */
+    int64_t num_copied; /* number of rows in copies */
+    int32_t reserved;   /* blocks for copies */
 } kvc_rewrite;
 
 enum { KVC_COPY_ROWS = 64 }; /* most rows of a kvc_copy: few, so that threads share the work evenly */

@@ -4,7 +4,6 @@
 #include "base/compiler.h"
 #include "pass/kept.h"
 #include "pass/last_block.h"
-#include "prefix/session.h"
 #include "space/compact.h"
 #include "space/expire.h"
 #include "space/limits.h"
@@ -272,6 +271,19 @@ int32_t kvc_most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, 
     return runs < TOO_MANY_RUNS ? (int32_t)runs : TOO_MANY_RUNS;
 }
 
+/* Gets memory in a list for just the runs that it must have room for: while some expire, are moved, and `more` are
+ * added. */
+static kvc_status prepare_exact(kvc_cache *cache, kvc_sequence *sequence, int32_t g, int32_t more) {
+    kvc_run_list *list = &sequence->runs[g];
+    const kvc_compaction *c = cache->pools[g].compaction;
+    const int expires = kvc_policy_expires(&cache->policies[g]);
+    const kvc_interval none = {0, 0},
+                       gone = expires ? kvc_policy_expired(&cache->policies[g], sequence->min_query_position) : none;
+    const int64_t expiring = (int64_t)list->num + kvc_runs_num_cut(list, gone.begin, gone.end);
+    const int64_t num = c ? kvc_compaction_room(c, list, gone, more) : expiring + more;
+    return kvc_runs_prepare_exact(list, &cache->memory, num > expiring ? num : expiring);
+}
+
 /* Gets memory in lists for the runs that each sequence may get, and that expiries may split. */
 static kvc_status prepare_runs(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
@@ -283,7 +295,9 @@ static kvc_status prepare_runs(const kvc_batch *batch) {
             int32_t more = member ? kvc_most_runs(batch, member, g) : 0;
             const int expires = kvc_policy_expires(&cache->policies[g]);
             if (more && expires) more += kvc_most_cuts(cache, sequence, g, member->num_stretches);
-            if (cache->pools[g].compaction) {
+            if (cache->is_tight) {
+                status = prepare_exact(cache, sequence, g, more);
+            } else if (cache->pools[g].compaction) {
                 status = kvc_runs_prepare_edit(list, &cache->memory, more + 2);
             } else if (expires) {
                 const kvc_interval gone = kvc_policy_expired(&cache->policies[g], sequence->min_query_position);
@@ -378,32 +392,32 @@ kvc_status kvc_fit_bytes(const kvc_batch *batch, int64_t *bytes) {
     return KVC_ERR_FULL;
 }
 
-/* Returns the most bytes that a compaction may save in lists of runs, which have fewer spare entries afterwards.  If
- * compactions save nothing else, they would have to save more than a sequence that is not evicted takes. */
-static int64_t most_lists_saved(const kvc_batch *batch, int is_scattered) {
-    const kvc_cache *cache = batch->cache;
+/* Returns the most bytes that compactions may save in lists of runs, which join runs. */
+static int64_t most_lists_saved(const kvc_batch *batch) {
     int64_t bytes = 0;
-    for (int32_t g = 0; g < cache->num_groups; g++)
-        for (const kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed)
-            if (sequence->runs[g].spare) bytes += KVC_SPARE_RUNS * (int64_t)sizeof(kvc_run);
-    return is_scattered || bytes >= (int64_t)sizeof(kvc_sequence) ? bytes : 0;
+    for (int32_t g = 0; g < batch->cache->num_groups; g++)
+        for (const kvc_sequence *sequence = batch->cache->changed; sequence; sequence = sequence->next_changed)
+            bytes += sequence->runs[g].num * (int64_t)sizeof(kvc_run);
+    return bytes;
 }
 
 kvc_status kvc_fit_without_all(const kvc_batch *batch, int64_t evictable_bytes, int *may_fit) {
     kvc_cache *cache = batch->cache;
     forget_needs(batch);
-    KVC_TRY(prepare_runs(batch));
+    KVC_TRY(kvc_tighten(cache));
+    kvc_status status = prepare_runs(batch);
     const int64_t bookkeeping = cache->memory.bookkeeping - cache->memory.replaced;
     int64_t least, bytes = bookkeeping + cache->row_buffer_bytes - evictable_bytes;
     if (cache->spare) bytes -= kvc_sequence_bytes(cache->spare);
     for (int32_t g = 0; g < cache->num_groups; g++)
         bytes -= cache->pools[g].num_blocks * kvc_pool_header_bytes(&cache->pools[g]);
-    const int is_scattered = kvc_add_kept_bytes(batch, &bytes, &least);
-    least -= most_lists_saved(batch, is_scattered);
-    *may_fit = least <= cache->max_bytes;
-    if (bytes <= cache->max_bytes || !*may_fit) return bytes <= cache->max_bytes ? KVC_OK : KVC_ERR_FULL;
-    kvc_choose_all(cache); /* only trials show what compactions save */
-    const kvc_status status = kvc_fit_bytes(batch, &bytes);
+    if (kvc_add_kept_bytes(batch, &bytes, &least)) least -= most_lists_saved(batch);
+    *may_fit = status == KVC_OK && least <= cache->max_bytes;
+    if (status == KVC_OK && bytes > cache->max_bytes) status = KVC_ERR_FULL;
+    if (status == KVC_ERR_FULL && *may_fit) { /* only trials show what compactions save */
+        kvc_choose_all(cache);
+        status = kvc_fit_bytes(batch, &bytes);
+    }
     kvc_spare_victims(cache);
     return status;
 }
@@ -448,17 +462,7 @@ kvc_status kvc_fit(kvc_batch *batch) {
                         (long long)holding, (long long)cache->max_sequences);
     for (int32_t g = 0; g < cache->num_token_groups; g++)
         if (kvc_takes_rows(batch, g)) KVC_TRY(check_seq_len(batch, g));
-    batch->leaves = 0;
-    const kvc_status status = kvc_choose_victims(&need);
-    if (status != KVC_ERR_FULL || !cache->max_bytes || !cache->prefixes) return status;
-    int64_t bytes;
-    if (!kvc_sessions_try_to_leave(batch, &bytes)) return status;
-    cache->memory.replaced += bytes;
-    const kvc_status without = kvc_choose_victims(&need);
-    cache->memory.replaced -= bytes;
-    kvc_sessions_stay(batch);
-    batch->leaves = without == KVC_OK;
-    return without;
+    return kvc_choose_victims(&need);
 }
 
 /* ---- prepare (may fail) and carry out (cannot) ------------------------------------------------------------------- */
@@ -505,7 +509,6 @@ void kvc_discard_batch(kvc_batch *batch) {
 void kvc_apply_prepared(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_expire(cache, g);
-    if (batch->leaves) kvc_sessions_leave(batch);
     kvc_evict(cache);
     for (int32_t g = 0; g < cache->num_groups; g++)
         if (cache->pools[g].compaction) kvc_compaction_run(cache, g);

@@ -184,6 +184,7 @@ static kvc_status find_room_by_trials(kvc_batch *batch, int64_t most, int64_t *r
     kvc_cache *cache = batch->cache;
     trial t = {.chooses = 0};
     *room = 0;
+    KVC_TRY(kvc_tighten(cache));
     kvc_choose_all(cache);
     t.evictable_bytes = kvc_victim_bytes(cache);
     kvc_spare_victims(cache);

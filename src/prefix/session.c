@@ -41,6 +41,26 @@ static void ended(kvc_cache *cache, kvc_follower *follower) {
     kvc_session_free(session);
 }
 
+/* Plans that a session gives up its place in the tree, and the state of a sequence that a batch feeds. */
+static int64_t plan_leave(kvc_follower *follower, int is_planned) {
+    const kvc_session *session = (const kvc_session *)(const void *)follower;
+    kvc_checkpoint *state = session->sequence->in_batch ? session->state : NULL;
+    session->last->num_users += is_planned ? -1 : 1;
+    if (state) state->num_users += is_planned ? -1 : 1;
+    if (is_planned)
+        return kvc_node_plan_free(session->last) + (state && !state->num_users ? kvc_checkpoint_bytes(state) : 0);
+    kvc_node_unplan_free(session->last);
+    return 0;
+}
+
+static void leave(kvc_cache *cache, kvc_follower *follower) {
+    kvc_session *session = (kvc_session *)(void *)follower;
+    (void)cache;
+    if (session->sequence->in_batch) drop_state(session);
+    session->known_to = 0;
+    set_last(session, &session->prefix->tree->root);
+}
+
 kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t matched) {
     const int32_t block = prefix->cache->pools[0].block_size, begin = matched / block * block;
     const kvc_token_span prompt = kvc_tokens_part(tokens, begin, tokens->num_tokens);
@@ -56,7 +76,7 @@ kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32
     uint8_t *digests = prompt.digests ? (uint8_t *)(ids + prompt.num) : NULL;
     if (prompt.num) memcpy(ids, prompt.ids, ids_size);
     if (digests) memcpy(digests, prompt.digests, digests_size);
-    *session = (kvc_session){.follower = {.ended = ended}, /* the sequence is never a victim */
+    *session = (kvc_session){.follower = {ended, plan_leave, leave},
                              .num_bytes = size,
                              .prefix = prefix,
                              .retained_to = begin,
@@ -191,58 +211,10 @@ void kvc_sessions_fill(const kvc_batch *batch) {
     }
 }
 
-/* Returns the session of a batch's sequence, if it has a place in a tree; NULL if not. */
-static kvc_session *with_place(const kvc_batch *batch, int32_t s) {
-    kvc_session *session = (kvc_session *)(void *)batch->sequences[s].sequence->follower;
-    return session && session->last->parent ? session : NULL;
-}
-
-int kvc_sessions_try_to_leave(const kvc_batch *batch, int64_t *bytes) {
-    int leaves = 0;
-    *bytes = 0;
-    for (int32_t s = 0; s < batch->num_sequences; s++) {
-        kvc_session *session = with_place(batch, s);
-        if (!session) continue;
-        leaves = 1;
-        session->last->num_users--; /* which frees nothing as yet */
-        *bytes += kvc_node_unused_bytes(session->last);
-    }
-    return leaves;
-}
-
-void kvc_sessions_stay(const kvc_batch *batch) {
-    for (int32_t s = 0; s < batch->num_sequences; s++) {
-        kvc_session *session = with_place(batch, s);
-        if (session) session->last->num_users++;
-    }
-}
-
-/* Makes a session one whose tokens are not known. */
-static void leave(kvc_session *session) {
-    session->known_to = 0;
-    set_last(session, &session->prefix->tree->root);
-}
-
-void kvc_sessions_leave(const kvc_batch *batch) {
-    for (int32_t s = 0; s < batch->num_sequences; s++) {
-        kvc_session *session = with_place(batch, s);
-        if (session) leave(session);
-    }
-}
-
-/* Evicts what exceeds max_bytes; returns whether the cache is within it. */
-static int fits(kvc_cache *cache) {
-    return !cache->max_bytes || kvc_cache_bytes(cache) <= cache->max_bytes ||
-           kvc_fit_max_bytes(cache, "keeping blocks") == KVC_OK;
-}
-
 void kvc_sessions_fit(kvc_cache *cache) {
-    if (fits(cache)) return;
-    for (kvc_prefix *prefix = cache->prefixes; prefix; prefix = prefix->next)
-        for (kvc_session *session = prefix->sessions; session; session = session->next) {
-            leave(session);
-            if (fits(cache)) return;
-        }
+    if (!cache->max_bytes || kvc_cache_bytes(cache) <= cache->max_bytes ||
+        kvc_fit_max_bytes(cache, "keeping blocks") == KVC_OK)
+        return;
     for (kvc_prefix *prefix = cache->prefixes; prefix; prefix = prefix->next)
         for (kvc_node *node; kvc_cache_bytes(cache) > cache->max_bytes && (node = kvc_tree_oldest(prefix->tree));) {
             if (node->is_protected) break;

@@ -58,14 +58,6 @@ kvc_node *kvc_session_keep(struct kvc_prefix *prefix, kvc_sequence *sequence, co
  * their rows expire then; where only some are kept, once these are. */
 void kvc_sessions_fill(const kvc_batch *batch);
 
-/* Tries how it would be if the sequences of a batch had given up their places in the trees: their blocks may be evicted
- * then.  Sets *bytes to the bookkeeping that would be free already; returns whether one of them has a place.
- * kvc_sessions_stay takes that back; kvc_sessions_leave gives the places up: the blocks that these sequences fill from
- * then on are found once they are released. */
-int kvc_sessions_try_to_leave(const kvc_batch *batch, int64_t *bytes);
-void kvc_sessions_stay(const kvc_batch *batch);
-void kvc_sessions_leave(const kvc_batch *batch);
-
 /* Evicts what kept blocks take beyond max_bytes, once a call has kept more.  Where that does not suffice, sequences
  * give up their place in the tree: the blocks that they fill from then on are found once they are released. */
 void kvc_sessions_fit(kvc_cache *cache);

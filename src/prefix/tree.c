@@ -315,14 +315,18 @@ static int64_t bytes_of(const kvc_node *node) { return (int64_t)(sizeof *node + 
 /* Returns the bytes of the list of a node's children, which go with the last one. */
 static int64_t list_bytes(const kvc_node *node) { return (int64_t)node->room * (int64_t)sizeof *node->children; }
 
-int64_t kvc_node_unused_bytes(const kvc_node *node) {
+int64_t kvc_node_plan_free(kvc_node *node) {
     int64_t bytes = 0;
-    for (int32_t num = 0; node->parent && !node->rows && node->num_children == num && !node->num_users; num = 1) {
+    for (; node->parent && (node->is_going || !node->rows); node = node->parent) {
+        if (node->num_users || node->num_going < node->num_children) break;
         bytes += bytes_of(node);
-        node = node->parent;
-        if (node->num_children == 1) bytes += list_bytes(node);
+        if (++node->parent->num_going == node->parent->num_children) bytes += list_bytes(node->parent);
     }
     return bytes;
+}
+
+void kvc_node_unplan_free(kvc_node *node) {
+    for (; node->parent && node->parent->num_going; node = node->parent) node->parent->num_going = 0;
 }
 
 /* Plans the end of a node's rows.  A node is freed by the last of what needs it: its rows, its children. */
@@ -331,17 +335,12 @@ static int64_t plan_end(kvc_follower *follower, int is_planned) {
     int64_t bytes = 0;
     node->is_going = is_planned;
     if (!is_planned) {
-        for (; node->parent && node->parent->num_going; node = node->parent) node->parent->num_going = 0;
+        kvc_node_unplan_free(node);
         return 0;
     }
     if (node->checkpoint && node->checkpoint->num_users == 1) bytes = kvc_checkpoint_bytes(node->checkpoint);
     if (!node->parent) return bytes + bytes_of(node); /* outside the tree */
-    for (; node->parent && (node->is_going || !node->rows); node = node->parent) {
-        if (node->num_users || node->num_going < node->num_children) break;
-        bytes += bytes_of(node);
-        if (++node->parent->num_going == node->parent->num_children) bytes += list_bytes(node->parent);
-    }
-    return bytes;
+    return bytes + kvc_node_plan_free(node);
 }
 
 /* Notes that the rows of a node are gone. */
@@ -393,7 +392,8 @@ int kvc_node_is_complete(const kvc_node *node) {
 static kvc_node *alloc_node(kvc_tree *tree, int32_t begin, int32_t end) {
     kvc_node *node = kvc_memory_alloc(&tree->cache->memory, sizeof *node, KVC_MEMORY_BOOKKEEPING, -1);
     if (node)
-        *node = (kvc_node){.follower = {ended, plan_end}, .tree = tree, .begin = begin, .end = end};
+        *node =
+            (kvc_node){.follower = {.ended = ended, .plan_end = plan_end}, .tree = tree, .begin = begin, .end = end};
     else
         kvc_set_last_error("out of memory for a block of %d tokens", end - begin);
     return node;

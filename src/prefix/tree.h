@@ -141,8 +141,11 @@ void kvc_node_touch(kvc_node *node);
 /* Returns the least recently used node that is not pinned; NULL if there is none. */
 kvc_node *kvc_tree_oldest(kvc_tree *tree);
 
-/* Returns the bytes of the nodes that nobody needs, from one up to the root. */
-int64_t kvc_node_unused_bytes(const kvc_node *node);
+/* Plans that a node is freed, and each one above that nobody needs any more then, where all below them are planned to
+ * be freed and nobody uses them.  Returns the bytes that this frees with all that is planned already; 0 while the node
+ * keeps its rows.  kvc_node_unplan_free takes that back. */
+int64_t kvc_node_plan_free(kvc_node *node);
+void kvc_node_unplan_free(kvc_node *node);
 
 /* Add a user of a node, or a pin, which is a user as well, or take it away (add -1); that may free the node. */
 void kvc_node_use(kvc_node *node, int32_t add);

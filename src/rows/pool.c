@@ -131,8 +131,7 @@ static kvc_status new_block(kvc_pool *pool, kvc_block ***end) {
     }
     const int is_spread = may_spread(pool);
     if (is_spread) spread_block(pool, rows);
-    *block = (kvc_block){
-        .rows = rows, .pool = pool, .is_free = 1, .is_spread = (int8_t)is_spread};
+    *block = (kvc_block){.rows = rows, .pool = pool, .is_free = 1, .is_spread = (int8_t)is_spread};
     list_block(pool, block);
     **end = block;
     *end = &block->next;

@@ -43,11 +43,11 @@ typedef struct kvc_block {
     /* Per layer and head of the group: K [slot][k_dim], then V [slot][v_dim], if stored, then scales of their rows, K
      * [slot] and V [slot], if their types have any. */
     uint8_t *rows;
-    struct kvc_block *next; /* next block in the list of free blocks */
+    struct kvc_block *next;            /* next block in the list of free blocks */
     struct kvc_block *earlier, *later; /* place in the list of all blocks of the pool */
-    int32_t index;          /* in that list, which changes as others are given back: read under the mutex */
-    int32_t fill;           /* the fill mark: slots below it were handed out */
-    int32_t live;           /* number of slots that sequences hold */
+    int32_t index;                     /* in that list, which changes as others are given back: read under the mutex */
+    int32_t fill;                      /* the fill mark: slots below it were handed out */
+    int32_t live;                      /* number of slots that sequences hold */
     int32_t faulted;        /* slots below this count as resident: handed out, or reserved, since memory was taken */
     int32_t touched_before; /* value of `faulted` when it was opened */
     int32_t resident;       /* slots below this have memory that kvc_pool_next_fault took beforehand */
@@ -258,9 +258,9 @@ int64_t kvc_pool_slot_bytes(const kvc_pool *pool);
 /* Frees at most `count` free blocks, but not the next `kept` to be used; returns the number freed. */
 int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count);
 
-/* Returns how many of the free blocks that expiries left are surplus.  Two blocks for each of num_sequences sequences are
- * not surplus; used blocks whose slots are not live count towards these.  Nor are as many blocks as the last batch took.
- * Other free blocks, such as reserved ones, do not count. */
+/* Returns how many of the free blocks that expiries left are surplus.  Two blocks for each of num_sequences sequences
+ * are not surplus; used blocks whose slots are not live count towards these.  Nor are as many blocks as the last batch
+ * took. Other free blocks, such as reserved ones, do not count. */
 int32_t kvc_pool_surplus(const kvc_pool *pool, int64_t num_sequences);
 
 /* Frees at most `count` of these; returns the number freed. */

@@ -88,6 +88,20 @@ kvc_status kvc_runs_prepare(kvc_run_list *list, kvc_memory *memory, int32_t extr
     return get_spare(list, memory, KVC_BUGGIFY() ? needed : list->num + needed + KVC_SPARE_RUNS);
 }
 
+kvc_status kvc_runs_prepare_exact(kvc_run_list *list, kvc_memory *memory, int64_t num) {
+    if (!list->spare && list->capacity <= num && list->first + num <= list->capacity) return KVC_OK;
+    if (list->spare_capacity == num) return KVC_OK;
+    kvc_runs_discard(list, memory);
+    return get_spare(list, memory, num ? num : 1);
+}
+
+int32_t kvc_runs_num_cut(const kvc_run_list *list, int32_t begin, int32_t end) {
+    int32_t num = 0;
+    for (const kvc_run *run = kvc_runs_begin(list); begin < end && run < kvc_runs_end(list); run++)
+        num += run->position < begin && run_end(run) > end;
+    return num;
+}
+
 kvc_status kvc_runs_reserve(kvc_run_list *list, kvc_memory *memory, int32_t extra) {
     const kvc_status status = kvc_runs_prepare(list, memory, extra);
     kvc_runs_install(list, memory);

@@ -71,7 +71,8 @@ static int get_memory(kvc_compaction *c) {
     if (!c->order || !c->targets || !c->slots || !c->moves) return 0;
     const kvc_table *table = &c->cache->sequences;
     for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s)) {
-        if (s->fate == KVC_GOES) continue;
+        if (s->fate == KVC_GOES || (c->cache->is_tight && s->changed_at))
+            continue; /* kvc_compaction_room says how long */
         /* 2 more: the expiry before may cut a run in two */
         if (kvc_runs_prepare_edit(&s->runs[c->group], &c->cache->memory, 2) != KVC_OK) return 0;
     }
@@ -183,30 +184,58 @@ static void move_rows(kvc_compaction *c) {
                  kvc_pool_num_regions(c->pool), move_region, c);
 }
 
+/* Takes the first slots off a run that stay side by side, and returns them in their new place. */
+static kvc_run next_moved(const kvc_compaction *c, kvc_run *rest) {
+    const int32_t *targets = c->targets[rest->block->index], size = c->pool->block_size;
+    kvc_run part = *rest;
+    if (targets) {
+        const int32_t target = targets[rest->slot], room = size - target % size;
+        part.block = c->order[target / size];
+        part.slot = target % size;
+        if (part.count > room) part.count = room;
+    }
+    rest->slot += part.count;
+    rest->position += part.count;
+    rest->count -= part.count;
+    return part;
+}
+
 /* Gives the runs of a list the new places of their slots; a run that would cross the end of a block becomes two. */
 static void move_runs(const kvc_compaction *c, kvc_run_list *list) {
-    const int32_t num = list->num, from = list->capacity - num, size = c->pool->block_size;
+    const int32_t num = list->num, from = list->capacity - num;
     const kvc_interval lost = list->lost;
     if (!num) return;
     memmove(list->runs + from, kvc_runs_begin(list), (size_t)num * sizeof *list->runs);
     list->first = list->num = 0;
     for (int32_t i = 0; i < num; i++) {
-        kvc_run run = list->runs[from + i];
-        const int32_t *targets = c->targets[run.block->index];
-        if (!targets) {
-            kvc_runs_push(list, &run);
-            continue;
-        }
-        for (int32_t done = 0; done < run.count;) {
-            const int32_t target = targets[run.slot + done], room = size - target % size, rest = run.count - done;
-            const kvc_run part = {c->order[target / size], target % size, rest < room ? rest : room,
-                                  run.position + done, run.delta};
+        kvc_run rest = list->runs[from + i];
+        while (rest.count > 0) {
+            const kvc_run part = next_moved(c, &rest);
             kvc_runs_push(list, &part);
-            done += part.count;
         }
     }
     kvc_runs_recount(list);
     list->lost = lost;
+}
+
+int32_t kvc_compaction_room(const kvc_compaction *c, const kvc_run_list *list, kvc_interval gone, int32_t more) {
+    int32_t num = 0, moved = 0, ahead = 0; /* runs before, runs written, and the most by which these are ahead */
+    kvc_run last = {0};
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
+        for (int is_above = gone.begin >= gone.end; is_above < 2; is_above++) {
+            kvc_run rest = gone.begin >= gone.end ? *run
+                           : is_above             ? kvc_run_part(run, gone.end, INT32_MAX)
+                                                  : kvc_run_part(run, 0, gone.begin);
+            num += rest.count > 0;
+            while (rest.count > 0) {
+                const kvc_run part = next_moved(c, &rest);
+                moved += !(last.block == part.block && last.slot + last.count == part.slot &&
+                           last.position + last.count == part.position && last.delta == part.delta);
+                last = part;
+            }
+            if (moved - num > ahead) ahead = moved - num;
+        }
+    return num + ahead > moved + more ? num + ahead : moved + more;
 }
 
 void kvc_compaction_run(kvc_cache *cache, int32_t group) {

@@ -8,7 +8,7 @@
 
 /* ---- victims ----------------------------------------------------------------------------------------------------- */
 
-void kvc_spare_victims(kvc_cache *cache) {
+static void spare(kvc_cache *cache) {
     for (kvc_sequence *victim; (victim = cache->victims);) {
         cache->victims = victim->next_victim;
         victim->next_victim = NULL;
@@ -19,7 +19,7 @@ void kvc_spare_victims(kvc_cache *cache) {
 /* Makes victims of the num least recently used sequences that may be evicted. */
 static void choose_oldest(kvc_cache *cache, int64_t num) {
     kvc_sequence **end = &cache->victims;
-    kvc_spare_victims(cache);
+    spare(cache);
     kvc_sequence *sequence = kvc_sorted_first(&cache->evictable);
     for (; sequence && num; sequence = kvc_sorted_next(&cache->evictable, sequence), num--) {
         sequence->fate = KVC_GOES;
@@ -30,7 +30,44 @@ static void choose_oldest(kvc_cache *cache, int64_t num) {
 
 void kvc_choose_all(kvc_cache *cache) { choose_oldest(cache, cache->evictable.num); }
 
+/* Returns whether the lists of a sequence may get other arrays: not while another call may read them. */
+static int may_relist(const kvc_cache *cache, const kvc_sequence *sequence) {
+    return !(sequence->in_batch && cache->batch) && !sequence->in_rewrite && !sequence->in_place;
+}
+
+kvc_status kvc_tighten(kvc_cache *cache) {
+    const kvc_table *table = &cache->sequences;
+    kvc_status status = KVC_OK;
+    cache->is_tight = 1;
+    for (kvc_sequence *s = kvc_table_first(table); s && !s->is_hidden; s = kvc_table_next(table, s))
+        if (may_relist(cache, s)) kvc_cache_mark_changed(cache, s); /* so that plans look at it */
+    kvc_set_min_query_positions(cache);
+    for (kvc_sequence *s = cache->changed; s; s = s->next_changed)
+        for (int32_t g = 0; may_relist(cache, s) && status == KVC_OK && g < cache->num_groups; g++)
+            status = kvc_runs_prepare_exact(&s->runs[g], &cache->memory, s->runs[g].num);
+    if (status != KVC_OK) kvc_spare_victims(cache);
+    return status;
+}
+
+void kvc_spare_victims(kvc_cache *cache) {
+    spare(cache);
+    for (kvc_sequence *s = cache->is_tight ? cache->changed : NULL; s; s = s->next_changed)
+        for (int32_t g = 0; g < cache->num_groups; g++) kvc_runs_discard(&s->runs[g], &cache->memory);
+    cache->is_tight = 0;
+}
+
+/* Carries out what kvc_tighten planned. */
+static void be_tight(kvc_cache *cache) {
+    const kvc_table *table = &cache->sequences;
+    for (kvc_sequence *s = kvc_table_first(table); s && !s->is_hidden; s = kvc_table_next(table, s))
+        if (s->follower) s->follower->leave(cache, s->follower);
+    for (kvc_sequence *s = cache->changed; s; s = s->next_changed)
+        for (int32_t g = 0; g < cache->num_groups; g++) kvc_runs_install(&s->runs[g], &cache->memory);
+    cache->is_tight = 0;
+}
+
 void kvc_evict(kvc_cache *cache) {
+    if (cache->is_tight) be_tight(cache);
     for (kvc_sequence *victim; (victim = cache->victims);) {
         const kvc_fate fate = victim->fate;
         kvc_cache_pin(cache, victim, 1); /* holders of rows that change do not count as evictable */
@@ -211,9 +248,14 @@ kvc_status kvc_choose_victims(const kvc_need *need) {
     kvc_need without_all = *need;
     kvc_status status = need->fits(need);
     without_all.scope = KVC_KEPT;
-    const int may_fit = num && status == KVC_ERR_FULL && need->fits(&without_all) != KVC_ERR_FULL;
-    for (int all = 0; may_fit && status == KVC_ERR_FULL && all <= cache->lacks_bytes; all++)
+    const int may_fit = status == KVC_ERR_FULL && (!num || need->fits(&without_all) != KVC_ERR_FULL);
+    for (int all = 0; num && may_fit && status == KVC_ERR_FULL && all <= cache->lacks_bytes; all++)
         status = find_oldest(need, num, all);
+    if (may_fit && status == KVC_ERR_FULL && cache->lacks_bytes) {
+        status = kvc_tighten(cache);
+        if (status == KVC_OK) status = try_oldest(need, 0, 1);
+        if (num && status == KVC_ERR_FULL) status = find_oldest(need, num, 1);
+    }
     cache->lacks_bytes = 0;
     for (int32_t g = 0; g < cache->num_token_groups; g++) cache->pools[g].lacks_slots = 0;
     if (status != KVC_OK) kvc_spare_victims(cache);

@@ -30,19 +30,25 @@ typedef struct kvc_need {
 /* Chooses victims so that the call fits: the fewest that are the least recently used, and of these only such that free
  * what is lacking, by themselves or together.  A sequence is dropped; but where others hold all its rows in the groups
  * that see everything, it only loses those of the other groups.  If rows do not suffice where bytes are lacking, such
- * sequences and those that free no row are dropped, too, for the sake of their bookkeeping.  After a failure there are
- * no victims.  The last call of need->fits is that for the victims chosen. */
+ * sequences and those that free no row are dropped, too, for the sake of their bookkeeping; at last, kvc_tighten.
+ * After a failure there are no victims.  The last call of need->fits is that for the victims chosen. */
 kvc_status kvc_choose_victims(const kvc_need *need);
 
 /* Returns what kvc_choose_victims does, and spares them: for a call that evicts them later, by kvc_make_room, as
  * something else may fail before. */
 kvc_status kvc_check_room(const kvc_need *need);
 
-/* Makes victims of all retained sequences that may be evicted; or spares all victims. */
+/* Makes victims of all retained sequences that may be evicted. */
 void kvc_choose_all(kvc_cache *cache);
+
+/* Plans that the cache takes no more bookkeeping than it needs, as the last resort of a call that lacks bytes: lists of
+ * runs are exact, and followers give up what they do not need.  Makes ready these lists.  KVC_ERR_NOMEM. */
+kvc_status kvc_tighten(kvc_cache *cache);
+
+/* Spares all victims, and takes back what kvc_tighten planned. */
 void kvc_spare_victims(kvc_cache *cache);
 
-/* Evicts the victims. */
+/* Evicts the victims, and carries out what kvc_tighten planned. */
 void kvc_evict(kvc_cache *cache);
 
 /* Chooses victims, evicts them, and gives back memory to stay within max_bytes: the last step of a call that can

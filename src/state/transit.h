@@ -21,7 +21,7 @@ typedef struct kvc_extent {
 typedef struct kvc_extents {
     kvc_extent *items;
     int64_t num;
-    int32_t reserved;      /* loading: blocks for them */
+    int32_t reserved; /* loading: blocks for them */
 } kvc_extents;
 
 /* Memory of a state: what was asked for begins a cache line behind this. */

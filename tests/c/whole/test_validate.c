@@ -57,8 +57,10 @@ static void test_lists(void) {
     BREAK(cache, run->slot, run->block->fill, "passes the fill mark");
     BREAK(cache, run->position, -1, "a run at position -1");
     BREAK(cache, run->position, INT32_MAX, "a run at position");
-    BREAK(cache, run->block->index, cache->pools[FULL].num_blocks, "a block of another pool");
-    BREAK(cache, run->block->index, run->block->index ? 0 : 1, "a block of another pool");
+    BREAK(cache, run->block->pool, &cache->pools[SLIDING], "a block of another pool");
+    BREAK(cache, run->block->index, run->block->index ? 0 : 1, "stands at");
+    BREAK(cache, run->block->earlier, run->block, "stands at");
+    BREAK(cache, cache->pools[FULL].num_blocks, 1, "blocks are noted");
     free_valid(cache);
 }
 

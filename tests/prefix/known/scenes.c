@@ -52,14 +52,17 @@ void feed_text(world *w, kvc_cache *cache, int64_t id, int node) {
     must(w, feed_some(w, cache, id, text_length(node)));
 }
 
-/* Serves a prompt in batches of at most `most` tokens; returns the first failure, and how much matched. */
+/* Serves a prompt in batches that end at multiples of `most` tokens, whatever matched; returns the first failure, and
+ * how much matched. */
 static kvc_status serve(world *w, stage s, int node, int most, int32_t *matched) {
     text_tokens tokens;
     int64_t id;
     must(w, kvc_prefix_acquire(s.prefix, tokens_of(node, &tokens), -1, &id, matched));
     kvc_status status = KVC_OK;
-    for (int at = *matched; at < text_length(node) && !status; at += most)
-        status = feed_some(w, s.cache, id, least(most, text_length(node) - at));
+    for (int at = *matched, end; at < text_length(node) && !status; at = end) {
+        end = least((at / most + 1) * most, text_length(node));
+        status = feed_some(w, s.cache, id, end - at);
+    }
     must(w, kvc_prefix_release(s.prefix, id, tokens_of(node, &tokens)));
     return status;
 }
