@@ -46,9 +46,9 @@ static void set_evictable(kvc_cache *cache, kvc_sequence *sequence, int32_t is_e
             kvc_pool_mark_evictable(run->block, run->slot, run->count, is_evictable ? 1 : -1);
     }
     if (is_evictable)
-        kvc_sorted_insert(&cache->evictable, sequence);
+        kvc_sequence_sort(&cache->evictable, sequence, KVC_BY_USE);
     else
-        kvc_sorted_remove(&cache->evictable, sequence);
+        kvc_sorted_remove(&cache->evictable, &sequence->links[KVC_BY_USE]);
 }
 
 void kvc_cache_note_evictable(kvc_cache *cache, kvc_sequence *sequence) {
@@ -79,9 +79,9 @@ static void list(kvc_cache *cache, kvc_sequence *sequence) {
 }
 
 void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence) {
-    if (sequence->is_evictable) kvc_sorted_remove(&cache->evictable, sequence);
+    if (sequence->is_evictable) kvc_sorted_remove(&cache->evictable, &sequence->links[KVC_BY_USE]);
     sequence->used = ++cache->num_uses;
-    if (sequence->is_evictable) kvc_sorted_insert(&cache->evictable, sequence);
+    if (sequence->is_evictable) kvc_sequence_sort(&cache->evictable, sequence, KVC_BY_USE);
     if (sequence->is_retained) unlist(cache, sequence);
     list(cache, sequence);
     cache->num_retained += !sequence->is_retained;

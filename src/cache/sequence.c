@@ -109,117 +109,75 @@ void kvc_sequence_note_cut(kvc_sequence *sequence, int32_t length, int32_t next_
     kvc_sequence_note_edit(sequence, length, INT32_MAX);
 }
 
-/* ---- sorted sequences -------------------------------------------------------------------------------------------- */
+/* ---- sorted sequences, and the table of all ---------------------------------------------------------------------- */
 
 static int64_t key_of(const kvc_sequence *sequence, kvc_key by) {
     return by == KVC_BY_USE ? sequence->used : sequence->id;
 }
 
-/* Returns the rank of a sequence.  A sequence stands above sequences of lower rank in its tree, which makes the tree
- * about as flat as a random one, whatever the keys are. */
-static uint64_t rank_of(const kvc_sequence *sequence, kvc_key by) {
-    uint64_t x = (uint64_t)key_of(sequence, by) + 0x9e3779b97f4a7c15u; /* SplitMix64 */
-    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-    return x ^ x >> 31;
-}
+/* Returns the sequence with a place in a set by a key; NULL if the place is. */
+static kvc_sequence *at(kvc_links *links, kvc_key by) { return links ? (void *)(links - by) : NULL; }
 
-/* Moves a sequence to the place of the one above it, which becomes one below it. */
-static void rotate_up(kvc_sorted *sorted, kvc_sequence *sequence) {
-    const kvc_key by = sorted->by;
-    kvc_links *links = &sequence->links[by];
-    kvc_sequence *above = links->above, *top = above->links[by].above;
-    const int side = above->links[by].below[1] == sequence;
-    kvc_sequence *between = links->below[!side];
-    above->links[by].below[side] = between;
-    if (between) between->links[by].above = above;
-    links->below[!side] = above;
-    above->links[by].above = sequence;
-    links->above = top;
-    *(top ? &top->links[by].below[top->links[by].below[1] == above] : &sorted->root) = sequence;
-}
-
-void kvc_sorted_insert(kvc_sorted *sorted, kvc_sequence *sequence) {
-    const kvc_key by = sorted->by;
-    kvc_links *links = &sequence->links[by];
-    kvc_sequence **at = &sorted->root;
-    *links = (kvc_links){NULL, {NULL, NULL}};
-    while (*at) {
-        links->above = *at;
-        at = &(*at)->links[by].below[key_of(sequence, by) > key_of(*at, by)];
+void kvc_sequence_sort(kvc_sorted *sorted, kvc_sequence *sequence, kvc_key by) {
+    const int64_t key = key_of(sequence, by);
+    kvc_links *above = NULL;
+    int side = 0;
+    for (kvc_links *next = sorted->root; next; next = above->below[side]) {
+        above = next;
+        side = key > key_of(at(next, by), by);
     }
-    *at = sequence;
-    while (links->above && rank_of(links->above, by) < rank_of(sequence, by)) rotate_up(sorted, sequence);
-    sorted->num++;
+    kvc_sorted_insert(sorted, &sequence->links[by], above, side);
 }
 
-void kvc_sorted_remove(kvc_sorted *sorted, kvc_sequence *sequence) {
-    const kvc_key by = sorted->by;
-    kvc_links *links = &sequence->links[by];
-    kvc_sequence **below = links->below;
-    while (below[0] && below[1]) rotate_up(sorted, below[rank_of(below[1], by) > rank_of(below[0], by)]);
-    kvc_sequence *above = links->above, *rest = below[below[1] != NULL];
-    *(above ? &above->links[by].below[above->links[by].below[1] == sequence] : &sorted->root) = rest;
-    if (rest) rest->links[by].above = above;
-    sorted->num--;
+kvc_sequence *kvc_sequence_end(const kvc_sorted *sorted, kvc_key by, int side) {
+    return at(kvc_sorted_end(sorted, side), by);
 }
 
-/* Returns the first (side 0), or the last (side 1), of those below and at a sequence; NULL if that is NULL. */
-static kvc_sequence *end_of(kvc_sequence *sequence, kvc_key by, int side) {
-    while (sequence && sequence->links[by].below[side]) sequence = sequence->links[by].below[side];
-    return sequence;
+kvc_sequence *kvc_sequence_beside(const kvc_sequence *sequence, kvc_key by, int side) {
+    return at(kvc_sorted_beside(&sequence->links[by], side), by);
 }
 
-/* Returns the next sequence by falling key (side 0) or rising key (side 1); NULL at the end. */
-static kvc_sequence *beside(const kvc_sequence *sequence, kvc_key by, int side) {
-    const kvc_links *links = &sequence->links[by];
-    if (links->below[side]) return end_of(links->below[side], by, !side);
-    for (; links->above && links->above->links[by].below[side] == sequence; links = &sequence->links[by])
-        sequence = links->above;
-    return links->above;
+static kvc_sequence *find(const kvc_sorted *sorted, int64_t id) {
+    for (kvc_links *links = sorted->root; links;) {
+        kvc_sequence *sequence = (void *)(links - KVC_BY_ID);
+        if (sequence->id == id) return sequence;
+        links = links->below[id > sequence->id];
+    }
+    return NULL;
 }
 
-kvc_sequence *kvc_sorted_first(const kvc_sorted *sorted) { return end_of(sorted->root, sorted->by, 0); }
+kvc_sequence *kvc_table_find(const kvc_table *table, int64_t id) { return find(&table->named, id); }
 
-kvc_sequence *kvc_sorted_next(const kvc_sorted *sorted, const kvc_sequence *sequence) {
-    return beside(sequence, sorted->by, 1);
+kvc_sequence *kvc_table_find_hidden(const kvc_table *table, int64_t id) { return find(&table->hidden, id); }
+
+static kvc_sorted *set_of(kvc_table *table, const kvc_sequence *sequence) {
+    return sequence->is_hidden ? &table->hidden : &table->named;
 }
-
-/* ---- the table of sequences -------------------------------------------------------------------------------------- */
-
-static kvc_sequence *find(kvc_sequence *sequence, int64_t id) {
-    while (sequence && sequence->id != id) sequence = sequence->links[KVC_BY_ID].below[id > sequence->id];
-    return sequence;
-}
-
-kvc_sequence *kvc_table_find(const kvc_table *table, int64_t id) { return find(table->named.root, id); }
-
-kvc_sequence *kvc_table_find_hidden(const kvc_table *table, int64_t id) { return find(table->hidden.root, id); }
 
 void kvc_table_insert(kvc_table *table, kvc_sequence *sequence) {
-    kvc_sorted_insert(sequence->is_hidden ? &table->hidden : &table->named, sequence);
+    kvc_sequence_sort(set_of(table, sequence), sequence, KVC_BY_ID);
 }
 
 void kvc_table_remove(kvc_table *table, kvc_sequence *sequence) {
-    kvc_sorted_remove(sequence->is_hidden ? &table->hidden : &table->named, sequence);
+    kvc_sorted_remove(set_of(table, sequence), &sequence->links[KVC_BY_ID]);
 }
 
 kvc_sequence *kvc_table_first(const kvc_table *table) {
-    kvc_sequence *first = kvc_sorted_first(&table->named);
-    return first ? first : kvc_sorted_first(&table->hidden);
+    kvc_sequence *first = kvc_sequence_end(&table->named, KVC_BY_ID, 0);
+    return first ? first : kvc_sequence_end(&table->hidden, KVC_BY_ID, 0);
 }
 
 kvc_sequence *kvc_table_next(const kvc_table *table, const kvc_sequence *sequence) {
-    kvc_sequence *next = beside(sequence, KVC_BY_ID, 1);
-    return next || sequence->is_hidden ? next : kvc_sorted_first(&table->hidden);
+    kvc_sequence *next = kvc_sequence_beside(sequence, KVC_BY_ID, 1);
+    return next || sequence->is_hidden ? next : kvc_sequence_end(&table->hidden, KVC_BY_ID, 0);
 }
 
 kvc_sequence *kvc_table_last(const kvc_table *table) {
-    kvc_sequence *last = end_of(table->hidden.root, KVC_BY_ID, 1);
-    return last ? last : end_of(table->named.root, KVC_BY_ID, 1);
+    kvc_sequence *last = kvc_sequence_end(&table->hidden, KVC_BY_ID, 1);
+    return last ? last : kvc_sequence_end(&table->named, KVC_BY_ID, 1);
 }
 
 kvc_sequence *kvc_table_before(const kvc_table *table, const kvc_sequence *sequence) {
-    kvc_sequence *before = beside(sequence, KVC_BY_ID, 0);
-    return before || !sequence->is_hidden ? before : end_of(table->named.root, KVC_BY_ID, 1);
+    kvc_sequence *before = kvc_sequence_beside(sequence, KVC_BY_ID, 0);
+    return before || !sequence->is_hidden ? before : kvc_sequence_end(&table->named, KVC_BY_ID, 1);
 }

@@ -2,6 +2,7 @@
 #ifndef KVC_SEQUENCE_H
 #define KVC_SEQUENCE_H
 
+#include "base/sorted.h"
 #include "base/threads.h"
 #include "rows/runs.h"
 
@@ -22,13 +23,8 @@ typedef struct kvc_follower {
     void (*leave)(kvc_cache *cache, struct kvc_follower *follower);
 } kvc_follower;
 
-/* The orders of sequences.  A sequence has a place in a tree for each. */
+/* The orders of sequences.  A sequence has a place in a tree for each, and no two have the same key. */
 typedef enum kvc_key { KVC_BY_ID, KVC_BY_USE, KVC_NUM_KEYS } kvc_key;
-
-/* A place in a tree; below: of lower keys, of higher keys. */
-typedef struct kvc_links {
-    struct kvc_sequence *above, *below[2];
-} kvc_links;
 
 /* Where rows of a sequence come from, by which a prefix tells whether they may be rows of tokens that it forgot. */
 typedef struct kvc_origin {
@@ -45,6 +41,7 @@ void kvc_origin_add(kvc_origin *origin, const kvc_origin *more);
 static inline void kvc_origin_reset(kvc_origin *origin) { *origin = (kvc_origin){.num_forgets = INT64_MAX}; }
 
 typedef struct kvc_sequence {
+    kvc_links links[KVC_NUM_KEYS]; /* places in the table, and among the evictable; first, as sequence.c casts */
     int64_t id;
     int32_t is_hidden;          /* its id is a number of its own: no call can name it, and it stands behind others */
     int32_t in_batch;           /* 1 + its index among the sequences of the open batch; 0: it is not in the batch */
@@ -68,8 +65,7 @@ typedef struct kvc_sequence {
     int32_t is_counted_pinned;    /* it is counted in cache->num_pinned */
     int64_t used;                 /* of a retained sequence: the larger, the more recently */
     int32_t num_groups;
-    int32_t num_token_groups;      /* number of groups of tokens: the first; others are of cross-attention layers */
-    kvc_links links[KVC_NUM_KEYS]; /* places in the table, and among the evictable sequences */
+    int32_t num_token_groups; /* number of groups of tokens: the first; others are of cross-attention layers */
     struct kvc_sequence *next_changed, **changed_at; /* place in the list cache->changed; NULL: not in it */
     struct kvc_sequence *older, *newer;              /* place in the list of retained sequences that calls can name */
     struct kvc_sequence *next_victim;                /* in the list cache->victims */
@@ -122,24 +118,15 @@ void kvc_sequence_note_edit(kvc_sequence *sequence, int32_t position, int32_t ex
  * that were not exact are among them, all that is left is. */
 void kvc_sequence_note_cut(kvc_sequence *sequence, int32_t length, int32_t next_before);
 
-/* ---- sorted sequences -------------------------------------------------------------------------------------------- */
+/* ---- sorted sequences, and the table of all ---------------------------------------------------------------------- */
 
-/* A tree of sequences by a key, different for each.  They are taken in and out without memory, in a time that grows
- * with the logarithm of their number. */
-typedef struct kvc_sorted {
-    kvc_sequence *root;
-    int32_t num;
-    kvc_key by;
-} kvc_sorted;
+/* Inserts a sequence into a set by one of its keys. */
+void kvc_sequence_sort(kvc_sorted *sorted, kvc_sequence *sequence, kvc_key by);
 
-void kvc_sorted_insert(kvc_sorted *sorted, kvc_sequence *sequence);
-void kvc_sorted_remove(kvc_sorted *sorted, kvc_sequence *sequence);
-
-/* Return the first sequence by rising key, and the next one; NULL at the end. */
-kvc_sequence *kvc_sorted_first(const kvc_sorted *sorted);
-kvc_sequence *kvc_sorted_next(const kvc_sorted *sorted, const kvc_sequence *sequence);
-
-/* ---- the table of sequences -------------------------------------------------------------------------------------- */
+/* Return the first sequence of a set (side 0) or the last one (side 1), and the next one by falling key (side 0) or
+ * rising key (side 1); NULL at the end. */
+kvc_sequence *kvc_sequence_end(const kvc_sorted *sorted, kvc_key by, int side);
+kvc_sequence *kvc_sequence_beside(const kvc_sequence *sequence, kvc_key by, int side);
 
 typedef struct kvc_table {
     kvc_sorted named, hidden; /* by id: sequences that calls can name, and hidden ones */

@@ -286,16 +286,18 @@ enum { AT_ONCE = 16 }; /* hidden sequences that are forgotten before others get 
  * of prefixes bit by bit.  If a sequence is busy, returns KVC_ERR_BUSY and forgets none. */
 static kvc_status clear_all_but(kvc_cache *cache, const kvc_sequence *kept) {
     const kvc_table *table = &cache->sequences;
+    const kvc_sorted *hidden = &table->hidden;
     for (const kvc_sequence *sequence = kvc_table_first(table); sequence && !sequence->is_hidden;
          sequence = kvc_table_next(table, sequence))
         if (sequence != kept) KVC_TRY(kvc_check_idle(sequence));
     const int64_t first_new = cache->next_hidden_id; /* others may keep blocks meanwhile, which stay */
-    for (kvc_sequence *sequence, *next = kvc_sorted_first(&table->named); (sequence = next);) {
-        next = kvc_sorted_next(&table->named, sequence);
+    for (kvc_sequence *sequence, *next = kvc_sequence_end(&table->named, KVC_BY_ID, 0); (sequence = next);) {
+        next = kvc_sequence_beside(sequence, KVC_BY_ID, 1);
         if (sequence != kept) kvc_cache_forget(cache, sequence);
     }
-    for (int i = 1; table->hidden.root && kvc_sorted_first(&table->hidden)->id < first_new; i++) {
-        kvc_cache_forget(cache, kvc_sorted_first(&table->hidden));
+    kvc_sequence *first;
+    for (int i = 1; (first = kvc_sequence_end(hidden, KVC_BY_ID, 0)) && first->id < first_new; i++) {
+        kvc_cache_forget(cache, first);
         if (i % AT_ONCE == 0) kvc_cache_give_way(cache);
     }
     return KVC_OK;

@@ -22,17 +22,16 @@ static void add(doomed *d, kvc_node *node) {
 /* Returns the last of the nodes below one, which stands behind all that are nearer to the root; itself, if there are
  * none. */
 static kvc_node *last_below(kvc_node *node) {
-    while (node->num_children) node = node->children[node->num_children - 1];
+    while (node->children.num) node = kvc_node_end(node, 1);
     return node;
 }
 
 /* Adds nodes below one, the last ones first. */
 static void add_below(doomed *d, kvc_node *top) {
     for (kvc_node *node = last_below(top); node != top && d->num < AT_ONCE;) {
-        kvc_node *parent = node->parent;
+        kvc_node *before = kvc_node_beside(node, 0);
         add(d, node);
-        const int32_t at = kvc_node_index(parent, &node->tokens);
-        node = at ? last_below(parent->children[at - 1]) : parent;
+        node = before ? last_below(before) : node->parent;
     }
 }
 
@@ -44,15 +43,14 @@ static void add_child(doomed *d, kvc_node *child, int32_t common) {
 
 /* Adds children that begin with some of these tokens. */
 static void add_alike(doomed *d, const kvc_node *parent, const kvc_token_span *tokens) {
-    const int32_t at = kvc_node_index(parent, tokens);
-    int32_t common;
-    for (int32_t i = at; i < parent->num_children && d->num < AT_ONCE; i++) {
-        if (!(common = kvc_tokens_common(&parent->children[i]->tokens, tokens))) break;
-        add_child(d, parent->children[i], common);
-    }
-    for (int32_t i = at - 1; i >= 0 && d->num < AT_ONCE; i--) {
-        if (!(common = kvc_tokens_common(&parent->children[i]->tokens, tokens))) break;
-        add_child(d, parent->children[i], common);
+    const kvc_among place = kvc_node_among(parent, tokens);
+    for (int side = 0; side < 2; side++) {
+        kvc_node *child = side ? place.behind : place.before;
+        for (; child && d->num < AT_ONCE; child = kvc_node_beside(child, side)) {
+            const int32_t common = kvc_tokens_common(&child->tokens, tokens);
+            if (!common) break;
+            add_child(d, child, common);
+        }
     }
 }
 

@@ -45,9 +45,8 @@ enum { MOST_LISTED = 64 };
 static void collect_with_state(kvc_node *node) {
     const kvc_node *parent = node->parent;
     kvc_node_collect(node);
-    const int32_t first = kvc_node_index(parent, &node->tokens) + 1;
-    for (int32_t i = first; i < parent->num_children && i < first + MOST_LISTED; i++) {
-        kvc_node *child = parent->children[i];
+    kvc_node *child = kvc_node_beside(node, 1);
+    for (int i = 0; child && i < MOST_LISTED; i++, child = kvc_node_beside(child, 1)) {
         if (kvc_tokens_common(&child->tokens, &node->tokens) < node->tokens.num) break;
         if (kvc_node_is_live(child) && kvc_node_with_state(parent, &child->tokens) == node) kvc_node_collect(child);
     }

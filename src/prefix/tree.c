@@ -1,6 +1,7 @@
 /* tree.c: the blocks that a prefix keeps: see tree.h. */
 #include "prefix/tree.h"
 
+#include <stddef.h>
 #include <string.h>
 
 #include "edit/retain.h"
@@ -125,33 +126,28 @@ kvc_node *kvc_tree_oldest(kvc_tree *tree) {
 
 /* ---- children ---------------------------------------------------------------------------------------------------- */
 
-/* Returns the index of the first child that does not stand before these tokens, and whether it has them. */
-static int32_t lower_bound(const kvc_node *parent, const kvc_token_span *tokens, int *is_same) {
-    int32_t begin = 0, end = parent->num_children;
-    *is_same = 0;
-    while (begin < end) {
-        const int32_t middle = begin + (end - begin) / 2;
-        const int order = kvc_tokens_compare(&parent->children[middle]->tokens, tokens);
-        if (order < 0) {
-            begin = middle + 1;
-            continue;
-        }
-        end = middle;
-        *is_same = !order;
-        if (!order) break;
-    }
-    return end;
-}
+/* Returns the node with a place among others; NULL if the place is. */
+static kvc_node *at(kvc_links *beside) { return beside ? (void *)((char *)beside - offsetof(kvc_node, beside)) : NULL; }
 
-int32_t kvc_node_index(const kvc_node *parent, const kvc_token_span *tokens) {
-    int is_same;
-    return lower_bound(parent, tokens, &is_same);
+kvc_node *kvc_node_beside(const kvc_node *node, int side) { return at(kvc_sorted_beside(&node->beside, side)); }
+
+kvc_node *kvc_node_end(const kvc_node *parent, int side) { return at(kvc_sorted_end(&parent->children, side)); }
+
+kvc_among kvc_node_among(const kvc_node *parent, const kvc_token_span *tokens) {
+    kvc_among place = {0};
+    for (kvc_links *next = parent->children.root; next; next = place.above->below[place.side]) {
+        const int order = kvc_tokens_compare(&at(next)->tokens, tokens);
+        place.above = next;
+        place.side = order < 0;
+        place.is_same |= !order;
+        *(order < 0 ? &place.before : &place.behind) = at(next);
+    }
+    return place;
 }
 
 kvc_node *kvc_node_child(const kvc_node *parent, const kvc_token_span *tokens) {
-    int is_same;
-    const int32_t at = lower_bound(parent, tokens, &is_same);
-    return is_same ? parent->children[at] : NULL;
+    const kvc_among place = kvc_node_among(parent, tokens);
+    return place.is_same ? place.behind : NULL;
 }
 
 void kvc_tree_date(kvc_tree *tree) {
@@ -164,15 +160,13 @@ enum {
 };
 
 kvc_alike kvc_alike_begin(const kvc_node *parent, const kvc_token_span *tokens) {
-    int is_same;
-    const int32_t at = lower_bound(parent, tokens, &is_same);
-    return (kvc_alike){parent, *tokens, at - 1, at, -1, -1, MOST_ALIKE, MOST_EXPIRED};
+    const kvc_among place = kvc_node_among(parent, tokens);
+    return (kvc_alike){*tokens, place.before, place.behind, -1, -1, MOST_ALIKE, MOST_EXPIRED};
 }
 
-/* Returns how many tokens a child has in common with others; 0 if there is no child of this index. */
-static int32_t common_with(const kvc_alike *alike, int32_t child) {
-    if (child < 0 || child >= alike->parent->num_children) return 0;
-    return kvc_tokens_common(&alike->parent->children[child]->tokens, &alike->tokens);
+/* Returns how many tokens a child has in common with others; 0 if it is NULL. */
+static int32_t common_with(const kvc_alike *alike, const kvc_node *child) {
+    return child ? kvc_tokens_common(&child->tokens, &alike->tokens) : 0;
 }
 
 kvc_node *kvc_alike_next(kvc_alike *alike, int32_t *common) {
@@ -182,14 +176,16 @@ kvc_node *kvc_alike_next(kvc_alike *alike, int32_t *common) {
         if (alike->common_behind < 0) alike->common_behind = common_with(alike, alike->behind);
         if (alike->common_behind >= alike->common_before) {
             *common = alike->common_behind;
-            node = *common ? alike->parent->children[alike->behind++] : NULL;
+            if (!*common) break;
+            node = alike->behind;
+            alike->behind = kvc_node_beside(node, 1);
             alike->common_behind = -1;
         } else {
             *common = alike->common_before;
-            node = alike->parent->children[alike->before--];
+            node = alike->before;
+            alike->before = kvc_node_beside(node, 0);
             alike->common_before = -1;
         }
-        if (!node) break;
         if (!kvc_node_is_live(node)) {
             alike->num_expired--;
             continue;
@@ -203,45 +199,12 @@ kvc_node *kvc_alike_next(kvc_alike *alike, int32_t *common) {
 kvc_node *kvc_node_with_state(const kvc_node *parent, const kvc_token_span *tokens) {
     kvc_token_span part = *tokens;
     while (part.num) {
-        int is_same;
-        const int32_t at = lower_bound(parent, &part, &is_same);
-        kvc_node *node = is_same ? parent->children[at] : NULL;
-        if (node && node->checkpoint && kvc_node_is_live(node)) return node;
+        const kvc_among place = kvc_node_among(parent, &part);
+        if (place.is_same && place.behind->checkpoint && kvc_node_is_live(place.behind)) return place.behind;
         /* What the tokens begin with stands before them, and all between begins with it. */
-        part.num = at ? kvc_tokens_common(&parent->children[at - 1]->tokens, &part) : 0;
+        part.num = place.before ? kvc_tokens_common(&place.before->tokens, &part) : 0;
     }
     return NULL;
-}
-
-/* Changes how many children a node has room for; KVC_ERR_NOMEM. */
-static kvc_status set_room(kvc_node *parent, int32_t room) {
-    kvc_memory *memory = &parent->tree->cache->memory;
-    kvc_node **children = NULL;
-    if (room) children = kvc_memory_alloc(memory, (uint64_t)room * sizeof *children, KVC_MEMORY_BOOKKEEPING, -1);
-    if (room && !children) return kvc_fail(KVC_ERR_NOMEM, "out of memory for %d blocks behind another", room);
-    if (parent->num_children) memcpy(children, parent->children, (size_t)parent->num_children * sizeof *children);
-    kvc_memory_free(memory, parent->children, (uint64_t)parent->room * sizeof *children, KVC_MEMORY_BOOKKEEPING, -1);
-    parent->children = children;
-    parent->room = room;
-    return KVC_OK;
-}
-
-/* Makes room for one more child. */
-static kvc_status reserve_child(kvc_node *parent) {
-    if (parent->num_children < parent->room) return KVC_OK;
-    return set_room(parent, parent->room ? 2 * parent->room : 1);
-}
-
-/* Takes a child away, and gives back room for many. */
-static void remove_child(kvc_node *parent, const kvc_node *child) {
-    int is_same;
-    const int32_t at = lower_bound(parent, &child->tokens, &is_same);
-    parent->num_children--;
-    memmove(parent->children + at, parent->children + at + 1, (size_t)(parent->num_children - at) * sizeof(kvc_node *));
-    if (!parent->num_children)
-        set_room(parent, 0);
-    else if (parent->num_children <= parent->room / 4)
-        set_room(parent, parent->room / 2); /* without memory for fewer, it has room for as many as before */
 }
 
 /* ---- nodes ------------------------------------------------------------------------------------------------------- */
@@ -268,7 +231,6 @@ static kvc_status set_tokens(kvc_node *node, const kvc_token_span *tokens) {
 /* Frees a node that has no children and no rows. */
 static void free_node(kvc_node *node) {
     kvc_memory *memory = &node->tree->cache->memory;
-    kvc_memory_free(memory, node->children, (uint64_t)node->room * sizeof *node->children, KVC_MEMORY_BOOKKEEPING, -1);
     kvc_memory_free(memory, (void *)(uintptr_t)node->tokens.ids, tokens_bytes(&node->tokens), KVC_MEMORY_BOOKKEEPING,
                     -1);
     kvc_memory_free(memory, node, sizeof *node, KVC_MEMORY_BOOKKEEPING, -1);
@@ -276,9 +238,9 @@ static void free_node(kvc_node *node) {
 
 /* Frees a node of the tree that nobody needs any more, and those above it that this leaves so. */
 static void prune(kvc_node *node) {
-    while (node->parent && !node->rows && !node->num_children && !node->num_users) {
+    while (node->parent && !node->rows && !node->children.num && !node->num_users) {
         kvc_node *parent = node->parent;
-        remove_child(parent, node);
+        kvc_sorted_remove(&parent->children, &node->beside);
         free_node(node);
         node = parent;
     }
@@ -312,15 +274,12 @@ void kvc_node_collect(kvc_node *node) {
 
 static int64_t bytes_of(const kvc_node *node) { return (int64_t)(sizeof *node + tokens_bytes(&node->tokens)); }
 
-/* Returns the bytes of the list of a node's children, which go with the last one. */
-static int64_t list_bytes(const kvc_node *node) { return (int64_t)node->room * (int64_t)sizeof *node->children; }
-
 int64_t kvc_node_plan_free(kvc_node *node) {
     int64_t bytes = 0;
     for (; node->parent && (node->is_going || !node->rows); node = node->parent) {
-        if (node->num_users || node->num_going < node->num_children) break;
+        if (node->num_users || node->num_going < node->children.num) break;
         bytes += bytes_of(node);
-        if (++node->parent->num_going == node->parent->num_children) bytes += list_bytes(node->parent);
+        node->parent->num_going++;
     }
     return bytes;
 }
@@ -469,10 +428,8 @@ static int merge(kvc_node *node, kvc_node *other) {
 
 /* Drops blocks that a longer one begins with, when nobody needs them for themselves, nor for rows that it lacks. */
 static void drop_beginnings(kvc_node *node) {
-    kvc_node *parent = node->parent;
-    int is_same;
-    for (int32_t at = lower_bound(parent, &node->tokens, &is_same); at-- > 0;) {
-        kvc_node *other = parent->children[at];
+    for (kvc_node *other, *before = kvc_node_beside(node, 0); (other = before);) {
+        before = kvc_node_beside(other, 0);
         if (kvc_tokens_common(&other->tokens, &node->tokens) < other->tokens.num || other->num_users) break;
         if (other->rows && !other->checkpoint && !has_more(other, node)) kvc_node_drop(other);
     }
@@ -480,13 +437,9 @@ static void drop_beginnings(kvc_node *node) {
 
 /* Puts a node among the children of another; KVC_ERR_NOMEM. */
 static kvc_status insert(kvc_node *parent, kvc_node *node, const kvc_token_span *tokens) {
-    int is_same;
-    KVC_TRY(reserve_child(parent));
     KVC_TRY(set_tokens(node, tokens));
-    const int32_t at = lower_bound(parent, tokens, &is_same);
-    memmove(parent->children + at + 1, parent->children + at, (size_t)(parent->num_children - at) * sizeof(kvc_node *));
-    parent->children[at] = node;
-    parent->num_children++;
+    const kvc_among place = kvc_node_among(parent, tokens);
+    kvc_sorted_insert(&parent->children, &node->beside, place.above, place.side);
     node->parent = parent;
     kvc_name_block(node->tree->salt, parent->name, tokens, node->name);
     if (node->tree->is_indexed) node->hash = kvc_hash_tokens(tokens);
@@ -557,7 +510,5 @@ int kvc_tree_unprotect(kvc_tree *tree, int32_t num) {
 void kvc_tree_free(kvc_tree *tree) {
     kvc_memory *memory = &tree->cache->memory;
     kvc_index_free(&tree->index, memory);
-    kvc_memory_free(memory, tree->root.children, (uint64_t)tree->root.room * sizeof(kvc_node *), KVC_MEMORY_BOOKKEEPING,
-                    -1);
     kvc_memory_free(memory, tree, sizeof *tree, KVC_MEMORY_BOOKKEEPING, -1);
 }

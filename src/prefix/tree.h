@@ -16,21 +16,21 @@
 
 typedef struct kvc_node {
     kvc_follower follower; /* of `rows`; first, so that its address is that of the node */
-    struct kvc_tree *tree;
-    kvc_sequence *rows;             /* NULL: they were evicted */
-    struct kvc_node *parent;        /* NULL: the root, or a block whose tokens are not known yet */
-    struct kvc_node **children;     /* [num_children] by kvc_tokens_compare */
-    int32_t num_children, room;     /* room: of `children` */
-    int32_t begin, end;             /* positions of its tokens */
-    int32_t num_pins;               /* of the rows, and those that take their place */
-    int32_t num_users;              /* pins, and sequences that go on from it: while there are any, it stays */
-    struct kvc_node *older, *newer; /* place in the tree's list, while it has rows */
-    int32_t is_protected;           /* it is within the quota */
-    int32_t is_aside;               /* it is in the tree's list `aside` */
-    int64_t used;                   /* when it was, where the tree has a time to live */
-    int64_t stamp;                  /* the more recently it was used, the larger */
-    struct kvc_node *next, **at;    /* place in a list: of blocks whose tokens are not known yet, or new ones */
+    kvc_links beside;      /* place among the children of the parent; with the tokens, as a search reads both */
     kvc_token_span tokens;
+    struct kvc_tree *tree;
+    kvc_sequence *rows;                    /* NULL: they were evicted */
+    struct kvc_node *parent;               /* NULL: the root, or a block whose tokens are not known yet */
+    kvc_sorted children;                   /* by kvc_tokens_compare */
+    int32_t begin, end;                    /* positions of its tokens */
+    int32_t num_pins;                      /* of the rows, and those that take their place */
+    int32_t num_users;                     /* pins, and sequences that go on from it: while there are any, it stays */
+    struct kvc_node *older, *newer;        /* place in the tree's list, while it has rows */
+    int32_t is_protected;                  /* it is within the quota */
+    int32_t is_aside;                      /* it is in the tree's list `aside` */
+    int64_t used;                          /* when it was, where the tree has a time to live */
+    int64_t stamp;                         /* the more recently it was used, the larger */
+    struct kvc_node *next, **at;           /* place in a list: of blocks whose tokens are not known yet, or new ones */
     kvc_checkpoint *checkpoint;            /* the recurrent state at its end, while it has rows; NULL: none */
     int32_t num_state_pins;                /* of the state, and of one that takes its place */
     int32_t is_going;                      /* while a call is planned: it loses its rows */
@@ -84,17 +84,28 @@ int kvc_node_is_complete(const kvc_node *node);
 /* Finds out which nodes are live from now on. */
 void kvc_tree_date(kvc_tree *tree);
 
-/* Returns the index of the first child that does not stand before these tokens. */
-int32_t kvc_node_index(const kvc_node *parent, const kvc_token_span *tokens);
+/* Where tokens stand among the children of a node, which have an order (kvc_tokens_compare). */
+typedef struct kvc_among {
+    kvc_node *before, *behind; /* the last child that stands before them, and the first that does not; NULL: none */
+    int32_t is_same;           /* `behind` has these tokens */
+    kvc_links *above; /* a child with them would be put at above->below[side], or at the root if that is NULL */
+    int side;
+} kvc_among;
+
+kvc_among kvc_node_among(const kvc_node *parent, const kvc_token_span *tokens);
+
+/* Return the next child in falling order (side 0) or rising order (side 1), and the first child (side 0) or the last
+ * one (side 1) of a node; NULL at the end. */
+kvc_node *kvc_node_beside(const kvc_node *node, int side);
+kvc_node *kvc_node_end(const kvc_node *parent, int side);
 
 /* Returns the child with these tokens; NULL if there is none. */
 kvc_node *kvc_node_child(const kvc_node *parent, const kvc_token_span *tokens);
 
 /* The live children that have tokens in common with others at their beginning. */
 typedef struct kvc_alike {
-    const kvc_node *parent;
     kvc_token_span tokens;
-    int32_t before, behind;               /* the next children on either side */
+    kvc_node *before, *behind;            /* the next children on either side */
     int32_t common_before, common_behind; /* tokens in common with these; -1: not counted yet */
     int32_t num_left, num_expired;        /* so many are looked at still, and so many of those that are not live */
 } kvc_alike;

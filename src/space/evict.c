@@ -20,8 +20,8 @@ static void spare(kvc_cache *cache) {
 static void choose_oldest(kvc_cache *cache, int64_t num) {
     kvc_sequence **end = &cache->victims;
     spare(cache);
-    kvc_sequence *sequence = kvc_sorted_first(&cache->evictable);
-    for (; sequence && num; sequence = kvc_sorted_next(&cache->evictable, sequence), num--) {
+    kvc_sequence *sequence = kvc_sequence_end(&cache->evictable, KVC_BY_USE, 0);
+    for (; sequence && num; sequence = kvc_sequence_beside(sequence, KVC_BY_USE, 1), num--) {
         sequence->fate = KVC_GOES;
         *end = sequence;
         end = &sequence->next_victim;

@@ -174,7 +174,6 @@ static kvc_status init_cache(kvc_cache *cache, const kvc_config *config) {
     cache->has_own_capacity = config->capacity != 0;
     cache->capacity = config->capacity ? config->capacity : config->max_seq_len * config->max_sequences;
     cache->max_bytes = config->max_bytes;
-    cache->evictable.by = KVC_BY_USE;
     for (int32_t i = 0; i < config->num_layers; i++) cache->layers[i] = kvc_config_layer(config, i);
     find_groups(cache);
     find_ropes(cache);

@@ -210,8 +210,9 @@ static kvc_status check_notes(const kvc_cache *cache) {
     REQUIRE(!num_named && num_retained == cache->num_retained && num_protected == cache->num_protected &&
                 num_pinned == cache->num_pinned,
             "the retained sequences are not those of the table");
-    for (const kvc_sequence *s = kvc_sorted_first(&cache->evictable), *next; s; s = next, num_evictable--) {
-        next = kvc_sorted_next(&cache->evictable, s);
+    for (const kvc_sequence *s = kvc_sequence_end(&cache->evictable, KVC_BY_USE, 0), *next; s;
+         s = next, num_evictable--) {
+        next = kvc_sequence_beside(s, KVC_BY_USE, 1);
         REQUIRE(s->is_evictable && (!next || next->used > s->used), "evictable sequences are out of order");
     }
     REQUIRE(!num_evictable, "the evictable sequences are not those of the table");

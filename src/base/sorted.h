@@ -1,0 +1,30 @@
+/* sorted.h: sets in the order of a key that the user compares.  Members are taken in and out without memory, in a time
+ * that grows with the logarithm of their number. */
+#ifndef KVC_SORTED_H
+#define KVC_SORTED_H
+
+#include <stdint.h>
+
+/* A member's place in a tree.  Members with lower keys are below[0], members with higher keys below[1]. */
+typedef struct kvc_links {
+    struct kvc_links *above, *below[2];
+} kvc_links;
+
+typedef struct kvc_sorted {
+    kvc_links *root; /* NULL: the set is empty */
+    int32_t num;
+} kvc_sorted;
+
+/* Inserts a member where a search for its key has ended: at above->below[side], or at the root if above is NULL. */
+void kvc_sorted_insert(kvc_sorted *sorted, kvc_links *member, kvc_links *above, int side);
+
+/* Takes a member out. */
+void kvc_sorted_remove(kvc_sorted *sorted, kvc_links *member);
+
+/* Returns the first member (side 0) or the last one (side 1); NULL if the set is empty. */
+kvc_links *kvc_sorted_end(const kvc_sorted *sorted, int side);
+
+/* Returns the member before another (side 0) or behind it (side 1); NULL if there is none. */
+kvc_links *kvc_sorted_beside(const kvc_links *member, int side);
+
+#endif
