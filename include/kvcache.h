@@ -965,8 +965,8 @@ typedef struct kvc_prefix_config {
     int64_t secret_size;
     int64_t state_bytes; /* not 0: the model has a recurrent state as well, of at most so many bytes a sequence, and a
                             match ends at a checkpoint (kvc_prefix_checkpoint).  0: it has none */
-    int64_t max_checkpoint_bytes; /* of the states that are kept: the least recently used ones are dropped.  0: as many
-                            as their blocks, and max_bytes */
+    int64_t max_checkpoint_bytes; /* of the states that are kept: the least recently used ones that are not pinned are
+                            dropped.  0: as many as their blocks, and max_bytes */
     int32_t max_events; /* so many, of 40 bytes each, are noted for kvc_prefix_take_events.  0: none are */
 } kvc_prefix_config;
 
@@ -1014,8 +1014,8 @@ KVC_API kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const 
  * sequence holds fewer tokens, its tokens are not all exact, or all its windows have left the last token behind and no
  * kept block has the rows of that token.
  * Fails with KVC_ERR_BUSY and KVC_ERR_INVALID as kvc_prefix_release does, and with KVC_ERR_INVALID if num_bytes is more
- * than state_bytes.  Fails with KVC_ERR_FULL if max_bytes leaves no room for the state, and with KVC_ERR_NOMEM; blocks
- * may then have been kept without it. */
+ * than state_bytes.  Fails with KVC_ERR_FULL if max_bytes leaves no room for the state, or pinned states leave none
+ * within max_checkpoint_bytes, and with KVC_ERR_NOMEM; blocks may then have been kept without it. */
 KVC_API kvc_status kvc_prefix_checkpoint(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens,
                                          const void *state, int64_t num_bytes);
 

@@ -351,7 +351,7 @@ static kvc_status begin_arrival(arrival *a, const kvc_tokens *tokens, int32_t *i
 }
 
 /* Returns the block of the arrived rows up to a position, where it is new with a state at its end, NULL: none; NULL if
- * there is no memory. */
+ * there is no memory, or no room for the state. */
 static kvc_node *add_rows(const arrival *a, kvc_node *parent, const kvc_sequence *arrived, int32_t end,
                           kvc_checkpoint *checkpoint) {
     kvc_tree *tree = parent->tree;
@@ -361,8 +361,9 @@ static kvc_node *add_rows(const arrival *a, kvc_node *parent, const kvc_sequence
     kvc_node *list = NULL, *node = end == a->end ? kvc_node_find(parent, &tokens) : NULL;
     if (!node) kvc_node_new(tree, arrived, a->begin, end, &list, &node);
     if (list && (node = kvc_tree_add(parent, node, &tokens)) && !is_listed) kvc_node_take_out(node); /* it is stored */
-    if (node && checkpoint) kvc_checkpoints_put(&tree->checkpoints, node, checkpoint);
-    return node;
+    if (!node || !checkpoint) return node;
+    kvc_checkpoints_put(&tree->checkpoints, node, checkpoint);
+    return node->checkpoint ? node : NULL;
 }
 
 /* Adds the block to the tree, unless its rows could not be written, or the prefix was cleared meanwhile; ends the use

@@ -94,11 +94,20 @@ void kvc_checkpoints_drop(kvc_checkpoints *all, kvc_node *node) {
     kvc_checkpoint_use(all->cache, checkpoint, -1);
 }
 
+/* Returns whether those that are pinned leave room for one of so many bytes. */
+static int has_room(const kvc_checkpoints *all, int64_t num_bytes) {
+    int64_t bytes = all->num_bytes + num_bytes;
+    for (const kvc_checkpoint *it = all->oldest; it && bytes > all->most_bytes; it = it->newer)
+        if (!it->node->num_state_pins) bytes -= it->num_bytes;
+    return bytes <= all->most_bytes;
+}
+
 int kvc_checkpoints_put(kvc_checkpoints *all, kvc_node *node, kvc_checkpoint *checkpoint) {
     if (node->checkpoint) {
         kvc_checkpoints_touch(all, node->checkpoint);
         return 0;
     }
+    if (all->most_bytes && !node->num_state_pins && !has_room(all, checkpoint->num_bytes)) return 0;
     node->checkpoint = checkpoint;
     checkpoint->node = node;
     kvc_checkpoint_use(all->cache, checkpoint, 1);

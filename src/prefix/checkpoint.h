@@ -48,8 +48,8 @@ void kvc_checkpoint_use(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t ad
 /* Copies the state.  Releases the mutex meanwhile. */
 void kvc_checkpoint_read(kvc_cache *cache, kvc_checkpoint *checkpoint, void *state);
 
-/* Puts a checkpoint in its place in a block, unless there is one, and drops the least recently used ones beyond the
- * limit that are not pinned.  Returns whether it was put there. */
+/* Puts a checkpoint in its place in a block, unless there is one, or pinned ones leave no room within the limit, and
+ * drops the least recently used ones beyond the limit that are not pinned.  Returns whether it was put there. */
 int kvc_checkpoints_put(kvc_checkpoints *all, struct kvc_node *node, kvc_checkpoint *checkpoint);
 
 /* Drops that of a block, if there is one. */

@@ -68,6 +68,9 @@ static kvc_status keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tok
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for the block that %lld tokens end in",
                         (long long)tokens->num_tokens);
     const int is_put = kvc_checkpoints_put(all, last, checkpoint);
+    if (!last->checkpoint)
+        return kvc_fail(KVC_ERR_FULL, "max_checkpoint_bytes is %lld: pinned states leave no room for one of %lld",
+                        (long long)all->most_bytes, (long long)checkpoint->num_bytes);
     if (is_put) collect_with_state(last);
     kvc_sessions_fit(prefix->cache);
     if (!is_put || checkpoint->num_users > 1) return KVC_OK;

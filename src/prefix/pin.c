@@ -47,8 +47,8 @@ void kvc_pin_remove(kvc_prefix *prefix, kvc_pinned **at) {
 
 /* ---- pins of prompts --------------------------------------------------------------------------------------------- */
 
-kvc_pinned **kvc_pin_find(kvc_prefix *prefix, const uint8_t *name) {
-    kvc_pinned **at = &prefix->pins;
+/* Returns where the next pin of the prompt with this name is, from a place in the list on. */
+static kvc_pinned **find_from(kvc_pinned **at, const uint8_t *name) {
     while (*at && ((*at)->id != -1 || memcmp((*at)->name, name, KVC_NAME_BYTES))) at = &(*at)->next;
     return at;
 }
@@ -77,10 +77,30 @@ kvc_status kvc_pin_known(kvc_prefix *prefix, const kvc_match *m, const uint8_t *
     list_others(m, last, pin->nodes);
     pin->with_state = m->with_state;
     memcpy(pin->name, name, KVC_NAME_BYTES);
-    kvc_pinned **before = kvc_pin_find(prefix, name), *old = *before;
-    pin->num_calls = 1 + (old ? old->num_calls : 0);
-    if (old) *before = old->next;
+    pin->known = m->known;
+    pin->num_calls = 1;
+    kvc_pinned *covered = NULL; /* they end once this one has begun, so that no node is without a pin meanwhile */
+    for (kvc_pinned **at = find_from(&prefix->pins, name), *old; (old = *at); at = find_from(at, name)) {
+        pin->num_calls += old->num_calls;
+        old->num_calls = 0;
+        if (old->known > m->known) {
+            at = &old->next;
+        } else {
+            *at = old->next;
+            old->next = covered;
+            covered = old;
+        }
+    }
     add_pin(prefix, pin);
-    if (old) end_pin(prefix->cache, old);
+    for (kvc_pinned *old; (old = covered);) {
+        covered = old->next;
+        end_pin(prefix->cache, old);
+    }
     return KVC_OK;
+}
+
+void kvc_pin_take_back(kvc_prefix *prefix, const uint8_t *name) {
+    kvc_pinned **at = find_from(&prefix->pins, name);
+    if (!*at || --(*at)->num_calls) return;
+    for (; *at; at = find_from(at, name)) kvc_pin_remove(prefix, at);
 }

@@ -10,10 +10,11 @@ kvc_pinned *kvc_pin_add(kvc_prefix *prefix, kvc_node *last);
 /* Takes the pin at a place in the list away. */
 void kvc_pin_remove(kvc_prefix *prefix, kvc_pinned **at);
 
-/* Returns where the pin of the prompt with this name is; NULL stands there if it has none. */
-kvc_pinned **kvc_pin_find(kvc_prefix *prefix, const uint8_t *name);
-
-/* Pins what is known of a prompt, in place of what was when it was pinned before.  KVC_ERR_NOMEM. */
+/* Pins what is known of a prompt, in place of what was when it was pinned before, unless that was more.
+ * KVC_ERR_NOMEM. */
 kvc_status kvc_pin_known(kvc_prefix *prefix, const kvc_match *m, const uint8_t *name);
+
+/* Takes back one call of it for the prompt with this name, if there is one: with the last, nothing of it is pinned. */
+void kvc_pin_take_back(kvc_prefix *prefix, const uint8_t *name);
 
 #endif

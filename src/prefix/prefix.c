@@ -399,8 +399,7 @@ kvc_status kvc_prefix_unpin(kvc_prefix *prefix, const kvc_tokens *from) {
     KVC_TRY(kvc_read_tokens(from, &tokens));
     name_prompt(prefix, &tokens, name);
     kvc_lock(prefix->cache);
-    kvc_pinned **at = kvc_pin_find(prefix, name);
-    if (*at && !--(*at)->num_calls) kvc_pin_remove(prefix, at);
+    kvc_pin_take_back(prefix, name);
     return kvc_unlock(prefix->cache, KVC_OK);
 }
 

@@ -11,7 +11,8 @@ typedef struct kvc_pinned {
     kvc_node *last;               /* a call goes on from it */
     kvc_node *with_state;         /* its state has a pin; NULL: none */
     int64_t id;                   /* of the call; -1: it is kvc_prefix_pin's */
-    int32_t num_calls;            /* of kvc_prefix_pin that have not been taken back */
+    int32_t num_calls;            /* of kvc_prefix_pin that have not been taken back; the prompt's other pins have 0 */
+    int32_t known;                /* tokens that were known then */
     uint8_t name[KVC_NAME_BYTES]; /* of the tokens, as if they were one block; where id is -1 */
     int32_t num;
     kvc_node *nodes[]; /* [num] have a pin: behind others, `last` and all nodes above it, from it on */

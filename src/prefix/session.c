@@ -122,13 +122,15 @@ int kvc_session_is_forgotten(const kvc_prefix *prefix, const kvc_sequence *seque
 
 int kvc_session_begins(const kvc_follower *follower, const kvc_tokens *tokens) {
     const kvc_session *session = (const kvc_session *)(const void *)follower;
-    const kvc_node *first = session->last;
     const kvc_token_span one = kvc_tokens_part(tokens, 0, 1);
-    if (!session->sequence->edited_from) return 1; /* it holds what it was not acquired for */
-    while (first->parent && first->parent->parent) first = first->parent;
-    if (first->parent) return kvc_tokens_common(&first->tokens, &one) > 0;
-    if (session->begin || !session->known_to) return 1; /* it has given up its place in the tree */
-    const kvc_token_span own = kvc_tokens_part(&session->prompt, 0, 1);
+    kvc_token_span own = kvc_tokens_part(&session->prompt, 0, 1);
+    if (session->is_other || !session->sequence->edited_from) return 1;
+    if (session->begin) { /* the tokens before are those of its place in the tree */
+        const kvc_node *first = session->last;
+        while (first->parent && first->parent->parent) first = first->parent;
+        if (!first->parent) return 1; /* it has given up its place */
+        own = first->tokens;
+    }
     return kvc_tokens_common(&own, &one) > 0;
 }
 
@@ -142,6 +144,7 @@ void kvc_session_forget(kvc_session *session) {
 static void note_edits(kvc_session *session, int32_t position) {
     if (session->sequence->edited_from < position) position = session->sequence->edited_from;
     session->sequence->edited_from = INT32_MAX;
+    if (!position) session->is_other = 1;
     if (position < INT32_MAX) kvc_session_roll_back(session, position);
 }
 

@@ -20,6 +20,7 @@ typedef struct kvc_session {
     kvc_checkpoint *state;          /* of the model behind what was matched, until tokens are fed; NULL: none */
     uint64_t num_bytes;             /* of this allocation */
     struct kvc_session *next, **at; /* place in the list of the prefix */
+    int32_t is_other;               /* its first token is not that of the prompt any more */
     int32_t begin;                  /* position of the first token of the prompt here */
     kvc_tokens prompt;              /* tokens that the sequence is to be fed, from the beginning of a block on */
 } kvc_session;

@@ -96,6 +96,26 @@ static void test_running(void) {
     }
 }
 
+/* Drafts that are rejected change nothing of the first token: the sequence holds no other prompt. */
+static void test_rejected_draft(void) {
+    const int64_t *ids = numbers(300);
+    const int32_t kept[] = {0, 1};
+    static const float row[DIM];
+    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row};
+    for (int num = 1; num <= 6; num += 5) {
+        kvc_batch *batch;
+        open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+        const int64_t id = acquire(ids, num, NULL);
+        CHECK(begin_at_end(cache, id, 3, &batch) == KVC_OK && kvc_put(batch, 0, &put) == KVC_OK);
+        CHECK(kvc_commit_kept(batch, kept, 2) == KVC_OK);
+        forget(numbers(100), 8);
+        feed_to(id, 12, 12);
+        release(id, ids, 12);
+        CHECKF(known(ids, 12) == 12, "%d: %d", num, known(ids, 12));
+        close_world();
+    }
+}
+
 /* Where windows have left all tokens of a sequence behind, its rows may still be kept aside, and its state is still one
  * of forgotten tokens. */
 static void test_left_behind(void) {
@@ -321,6 +341,7 @@ int main(void) {
     test_what_stays();
     test_states();
     test_running();
+    test_rejected_draft();
     test_retained();
     test_shared_into();
     test_elsewhere();

@@ -184,6 +184,26 @@ static void test_pinned_twice(void) {
     close_world();
 }
 
+/* A pin that is taken again when less is known, because blocks were forgotten, holds what it held before as well. */
+static void test_pinned_less(void) {
+    int64_t dropped, num;
+    const int64_t *ids = numbers(100);
+    const kvc_tokens tokens = tokens_of(ids, 10);
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+    serve(ids, 10, 10);
+    pin(ids, 10, 10);
+    CHECK(kvc_prefix_forget(prefix, &tokens, NULL, 0, &num, &dropped) == KVC_OK && dropped == 10);
+    serve(ids, 5, 5);
+    pin(ids, 10, 5);
+    serve(ids, 10, 10);
+    for (int left = 2; left >= 0; left--) {
+        evict(INT64_MAX);
+        CHECKF(known(ids, 10) == (left ? 10 : 0), "%d: %d", left, known(ids, 10));
+        unpin(ids, 10);
+    }
+    close_world();
+}
+
 /* What is pinned goes in its turn once it is not: nothing that looked for others used it. */
 static void test_pins_are_no_use(void) {
     const int64_t *first = numbers(100), *second = numbers(200), *third = numbers(300);
@@ -235,6 +255,28 @@ static int with_rows(const int64_t *ids, int num) {
     int32_t matched, found = -1;
     CHECK(kvc_prefix_lookup(prefix, &tokens, &matched, &found) == KVC_OK);
     return found;
+}
+
+/* A state for which those of pinned prompts leave no room is refused, and drops no others. */
+static void test_pinned_states_fill(void) {
+    const uint8_t state[STATE] = {1};
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){.state_bytes = STATE, .max_checkpoint_bytes = STATE});
+    const int64_t id = acquire(numbers(100), 12, NULL);
+    for (int at = 4; at <= 8; at += 2) {
+        const kvc_tokens tokens = tokens_of(numbers(100), at);
+        feed_to(id, at, at);
+        if (at < 8) CHECK(kvc_prefix_checkpoint(prefix, id, &tokens, state, 4) == KVC_OK);
+        if (at == 4) pin(numbers(100), 4, 4);
+        if (at == 8)
+            CHECK_FAILS(kvc_prefix_checkpoint(prefix, id, &tokens, state, 13), KVC_ERR_FULL,
+                        "max_checkpoint_bytes is 16", "13");
+    }
+    CHECK(known(numbers(100), 8) == 6 && with_rows(numbers(100), 8) == 8 && stats_now().checkpoints == 2);
+    unpin(numbers(100), 4);
+    checkpoint(id, numbers(100), 8, 1);
+    CHECK(known(numbers(100), 8) == 8 && stats_now().checkpoints == 1);
+    CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
+    close_world();
 }
 
 /* A block that is computed again, because its state was not kept, was used last. */
@@ -350,8 +392,10 @@ int main(void) {
     test_rows_are_added();
     test_rows_of_several();
     test_pinned_twice();
+    test_pinned_less();
     test_pins_are_no_use();
     test_pinned_state();
+    test_pinned_states_fill();
     test_computed_again();
     test_state_is_used();
     test_added_again();

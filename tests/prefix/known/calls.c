@@ -124,6 +124,7 @@ void do_acquire(world *w) {
     s->node = text_begin(node, matched);
     s->exact = reused ? expected : INT32_MAX;
     s->prefix = 1 + (int)(p - w->prefixes), s->prompt = node, s->keeps = 2;
+    s->has_place = matched >= w->shape.block;
     s->state = p->config.state_bytes ? s->node : 0;
     for (int i = 0; i < PREFIXES; i++) /* these blocks may be older than what another prefix has forgotten */
         s->barred[i] = matched && &w->prefixes[i] != p && w->prefixes[i].has_forgotten;
@@ -182,9 +183,8 @@ static void plan(world *w, feeding *f, sequence **chosen, int num, const int *co
     }
 }
 
-static void put(world *w, feeding *f, int cache) {
+static kvc_status put(world *w, feeding *f) {
     static float k[4 * MOST_TEXT][MOST_HEADS][DIM], v[4 * MOST_TEXT][MOST_HEADS][DIM];
-    (void)cache;
     for (int l = 0; l < w->shape.num_layers; l++) {
         if (!w->shape.has_rows[l]) continue;
         for (int i = 0; i < f->num_tokens; i++) {
@@ -203,10 +203,12 @@ static void put(world *w, feeding *f, int cache) {
                                        .k_head_stride = sizeof k[0][0],
                                        .v_token_stride = sizeof v[0],
                                        .v_head_stride = sizeof v[0][0]};
-            must(w, kvc_put(f->batch, l, &args));
+            const kvc_status status = kvc_put(f->batch, l, &args);
+            if (status) return status;
             first += n;
         }
     }
+    return KVC_OK;
 }
 
 /* Chooses which tokens are not kept: the last of a sequence, all, or one in the middle. */
@@ -251,14 +253,17 @@ static void note_commit(world *w, feeding *f, uint64_t rows[4][MOST_LAYERS]) {
         if (it->is_unstored && it->num) {
             if (kvc_next_position(w->caches[s->cache], s->id)) fail(w, "a sequence that is not stored holds rows");
             s->is_there = s->prefix != 0; /* an acquired one goes on, from its first token */
-            s->node = s->is_loose = 0, s->exact = INT32_MAX, s->keeps = least(s->keeps, 1), s->state = -1;
+            s->node = s->is_loose = 0, s->exact = INT32_MAX, s->keeps = 0, s->state = -1, s->is_other = 1;
             memset(s->had, 0, sizeof s->had);
             for (int j = 0; j < PREFIXES; j++) s->barred[j] = s->barred[j] != 0, s->copies_barred[j] = 0;
             continue;
         }
         for (int j = 0; j < it->num; j++) {
             all &= it->is_kept[j];
-            if (!it->is_kept[j]) continue;
+            if (!it->is_kept[j]) {
+                s->is_other |= !it->old && !j;
+                continue;
+            }
             for (int l = 0; l < w->shape.num_layers; l++) rows[i][l] |= (uint64_t)1 << (it->old + j);
             if (all) length++, s->node = it->nodes[j];
             last = j;
@@ -302,6 +307,13 @@ static void end_batch(world *w, feeding *f, int cache, unsigned own) {
         if (f->fed[i].s->is_there) check_sequence(w, f->fed[i].s);
 }
 
+/* Rows of sequences that are not stored take memory as they are put. */
+static int has_unstored(const feeding *f) {
+    int num = 0;
+    for (int i = 0; i < f->num; i++) num += f->fed[i].is_unstored && f->fed[i].num;
+    return num;
+}
+
 static kvc_status begin(world *w, feeding *f, int cache) {
     uint8_t unstored[4 * MOST_TEXT];
     int is_any = 0;
@@ -337,7 +349,13 @@ void feed(world *w, int cache, sequence **chosen, int num, const int *counts) {
         return;
     }
     must(w, status);
-    put(w, &f, cache);
+    status = put(w, &f);
+    notice_evictions(w, cache, own);
+    if (status == KVC_ERR_FULL && w->shape.config.max_bytes && has_unstored(&f)) {
+        kvc_abort(f.batch);
+        return;
+    }
+    must(w, status);
     if (p && pick(w, 4) == 0) check_lookup(w, p, text);
     if (pick(w, 10) == 0) {
         trace(w, "  abort");
@@ -445,8 +463,8 @@ void do_checkpoint(world *w) {
     trace(w, "checkpoint of sequence %d, %s, by prefix %d: %s, %d bytes: %d", (int)s->id, spell(s->node),
           (int)(p - w->prefixes), spell(node), size, status);
     notice_evictions(w, p->cache, bit_of(w, p));
-    if (!(status == KVC_ERR_FULL && w->shape.config.max_bytes && size) && !(status == KVC_ERR_NOMEM && w->is_short))
-        must(w, status);
+    const int may_lack = size && (w->shape.config.max_bytes || may_lack_room(w, p, size));
+    if (!(status == KVC_ERR_FULL && may_lack) && !(status == KVC_ERR_NOMEM && w->is_short)) must(w, status);
     const int length = note_blocks(w, s, p, node, rows);
     const int is_behind_gap = s->is_loose && length && length + 1 == text_length(node); /* a token without a row */
     if (status || !size || !length || (length < text_length(node) && !is_behind_gap)) return;

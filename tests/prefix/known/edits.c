@@ -87,6 +87,7 @@ void do_remove(world *w) {
     int node = text_begin(s->node, begin);
     for (int i = end; i < old; i++) node = text_behind(node, text_symbol(text_begin(s->node, i + 1)));
     s->node = node, s->exact = least(s->exact, begin), s->keeps = 0, s->state = -1;
+    s->is_other |= begin == 0;
     for (int l = 0; l < MOST_LAYERS; l++) s->had[l] &= ((uint64_t)1 << begin) - 1;
     s->is_loose = w->shape.has_windows; /* what has expired moves along */
     check_sequence(w, s);
@@ -121,6 +122,7 @@ void do_inject(world *w) {
     trace(w, "sequence %d, %s, is not exact from %d on", (int)s->id, spell(s->node), at);
     s->exact = least(s->exact, at);
     s->keeps = least(s->keeps, 1);
+    s->is_other |= at == 0;
     check_sequence(w, s);
 }
 

@@ -136,6 +136,8 @@ typedef struct sequence {
     int prefix;                      /* 1 + the one that acquired it; 0: none did, or it is gone */
     int prompt;                      /* the text that it was acquired with */
     int keeps;                       /* 2: commits keep the prompt's blocks; 1: they may; 0: they do not */
+    int is_other;                    /* its first token may not be the prompt's any more */
+    int has_place;                   /* a match gave it its first block: what keeps < 2 says holds for that, too */
     uint8_t copies_barred[PREFIXES]; /* 1: it was there when the prefix forgot another prompt: it may bar copies */
     uint8_t barred[PREFIXES];  /* 2: the prefix keeps none of its blocks; 1: it may not: it has forgotten a prompt */
     int left_out;              /* 1 + the first position that a commit may have left out, for want of memory; 0: none */
@@ -218,6 +220,9 @@ void do_fork_process(world *w);
 void note_kept(world *w, prefix *p, int node, int begin, const uint64_t *rows, int is_sure);
 
 void note_state(world *w, prefix *p, int node);
+
+/* Returns whether pinned states may leave no room for one of so many bytes. */
+int may_lack_room(const world *w, const prefix *p, int64_t size);
 
 /* Notes that blocks on a text, up to `length` tokens, were used: surely, or maybe. */
 void note_use(world *w, prefix *p, int node, int length, int is_sure);

@@ -150,6 +150,20 @@ static int is_pinned_state(const prefix *p, int node) {
     return 0;
 }
 
+int may_lack_room(const world *w, const prefix *p, int64_t size) {
+    uint8_t bytes[MOST_STATE];
+    for (int i = 0; i < p->num_states; i++) {
+        const int node = p->states[i].node, length = text_length(node);
+        int may_be_pinned = 0;
+        for (int j = 0; j < p->num_pins; j++) {
+            const pin *it = &p->pins[j];
+            may_be_pinned |= length <= it->kept && text_begin(it->node, length) == node;
+        }
+        if (may_be_pinned) size += make_state(w, p->model, node, bytes);
+    }
+    return p->config.max_checkpoint_bytes && size > p->config.max_checkpoint_bytes;
+}
+
 void note_state(world *w, prefix *p, int node) {
     state *s = find_state(p, node);
     const int is_new = !s;
@@ -211,7 +225,8 @@ void note_bars(world *w, prefix *p, int node) {
         } else if (s->prefix == 1 + at) {
             const int has_both = text_begin(s->prompt, 1) == text_begin(node, 1), is_fed = s->node != 0;
             s->copies_barred[at] |= is_fed;
-            if (is_fed && s->keeps < 2 && !s->barred[at]) s->barred[at] = 1; /* as those that it did not acquire */
+            const int may_be_other = s->is_other || (s->has_place && (s->keeps < 2 || w->shape.config.max_bytes));
+            if (is_fed && may_be_other && !s->barred[at]) s->barred[at] = 1; /* as those that it did not acquire */
             if (has_both && s->barred[at] < 2) s->barred[at] = is_fed ? 2 : 1;
         } else if (s->node) {
             const int has_both = text_begin(s->node, 1) == text_begin(node, 1);
