@@ -29,6 +29,12 @@ static struct string {
 static int noted[PREFIXES][MOST_TAGS];    /* when a prefix may have got to know it */
 static int64_t used[PREFIXES][MOST_TAGS]; /* what the clock was when a call last used it */
 static int recent[RECENT], num_recent;    /* tags, with which prompts begin */
+static int64_t computed[MOST_TAGS];       /* by sim_now(), when a row of it was computed last */
+
+/* By sim_now(): when a call that forgot a tag began and ended last; 0: none has. */
+static struct forgotten {
+    int64_t begin, end;
+} forgotten[PREFIXES][MOST_TAGS];
 
 static int64_t clock_now(void) {
     struct timespec t;
@@ -118,6 +124,7 @@ void set_any_text(client *c, sequence *s, int begin, int end) {
     if (c->w->has_prefixes && !c->w->is_meddled) extend(c->w, &t, end);
     for (int i = begin; i < end; i++) {
         const int tag = t.num ? t.tags[i] : new_tag(c->w, i);
+        note_computed(&tag, 1);
         for (int l = 0; l < c->w->num_layers; l++)
             if (is_own(c->w, l)) s->tags[l][i] = tag;
     }
@@ -169,6 +176,7 @@ void note_use(const client *c, int s) {
 void note_commit(const client *c, int s, int tag) {
     const sequence *of = &c->w->sequences[s];
     if (of->prefix && strings[tag].num) note(c->w, of->prefix - 1, tag, 0);
+    note_computed(&tag, 1);
 }
 
 static int is_pinned(const prefix *p, int tag) {
@@ -187,13 +195,28 @@ static int has_others(const world *w, int p, int own) {
 
 static int handed_over(const client *c) { return sim_handovers() != c->before.handovers; }
 
-/* When a call began: the clock, and the time before which what was noted was not known any more even then. */
+/* When a call began: the clock, the time before which what was noted was not known any more even then, and the time by
+ * sim_now(). */
 typedef struct moment {
     int64_t clock;
     int cleared;
+    int64_t now;
 } moment;
 
-static moment moment_of(const world *w, int p) { return (moment){clock_now(), w->prefixes[p].cleared}; }
+static moment moment_of(const world *w, int p) { return (moment){clock_now(), w->prefixes[p].cleared, sim_now()}; }
+
+void note_computed(const int *tags, int num) {
+    for (int i = 0; i < num; i++) computed[tags[i]] = sim_now();
+}
+
+/* Checks that a call found no tokens that the prefix had forgotten when it began, unless they were computed since. */
+static void check_forgotten(client *c, int p, const text *t, int found, moment began) {
+    for (int i = 0; i < found; i++) {
+        const struct forgotten *of = &forgotten[p][t->tags[i]];
+        if (of->end && of->begin > c->w->prefixes[p].since && of->end < began.now && computed[t->tags[i]] < of->begin)
+            fail(c, "found token %d of %d, which was forgotten", i, t->num);
+    }
+}
 
 /* Checks how many tokens of a string a prefix found.  own: a sequence of the caller's. */
 static void check_found(client *c, int p, const text *t, int found, int limit, moment began, int own) {
@@ -204,6 +227,7 @@ static void check_found(client *c, int p, const text *t, int found, int limit, m
     if (!found || w->is_meddled) return;
     if (noted[p][t->tags[found - 1]] < began.cleared)
         fail(c, "found %d of %d tokens, which are not kept", found, t->num);
+    check_forgotten(c, p, t, found, began);
     if (!of->config.ttl_ms || is_shared(c) || handed_over(c) || has_others(w, p, own)) return;
     const int tag = t->tags[(found - 1) / block * block]; /* of the first token in the last block */
     if (used[p][tag] < began.clock - of->config.ttl_ms * 1000000 && !is_pinned(of, tag))
@@ -513,8 +537,10 @@ static void forget_prompt(client *c, int p) {
     const text t = any_prompt(c->w);
     if (pick(3)) return;
     c->w->prefixes[p].has_forgotten = 1;
+    const int64_t began = sim_now();
     begin(c, p, "kvc_prefix_forget");
     if (!ended(c, kvc_prefix_forget(handle_of(c, p), give(&g, &t), NULL, 0, &num_names, &num), 0)) return;
+    for (int i = 0; i < t.num; i++) forgotten[p][t.tags[i]] = (struct forgotten){began, sim_now()};
     const kvc_prefix_stats now = stats_of(c, p);
     if (handed_over(c) || c->w->prefixes[p].config.ttl_ms) return;
     if (c->before.prefixes[p].held - now.held != num) fail(c, "says %lld, which is wrong", (long long)num);
@@ -526,8 +552,11 @@ static void clear_prefix(client *c, int p) {
     prefix *of = &c->w->prefixes[p];
     const int cleared = earliest(c->w);
     if (pick(4)) return;
+    of->since = INT64_MAX;
     begin_call(c, "kvc_prefix_clear");
-    if (!ended(c, kvc_prefix_clear(of->handle), 0)) return;
+    const int is_cleared = ended(c, kvc_prefix_clear(of->handle), 0);
+    of->since = sim_now();
+    if (!is_cleared) return;
     if (of->cleared < cleared) of->cleared = cleared;
     const kvc_prefix_stats now = stats_of(c, p);
     if (!handed_over(c) && (now.blocks || now.held || now.checkpoints))
@@ -690,6 +719,7 @@ static void add_from(client *c, int p, const payload *from) {
         fail(c, "says that %d blocks are known, which are not kept", first);
     use(p, last_of(&t, t.num));
     if (!is_damaged) note(w, p, from->tag, end - block);
+    note_computed(t.tags + end - block, block);
     begin(c, p, "kvc_prefix_add");
     const kvc_status status = kvc_prefix_add(handle_of(c, p), tokens, end / block - 1, from->bytes, size, &is_known);
     if (is_damaged && status == KVC_ERR_FORMAT)
@@ -734,6 +764,7 @@ static void make_prefix(client *c, int p) {
     if (!ended(c, kvc_prefix_new(c->w->cache, &config, &handle), MAY_BE_FULL)) return;
     of->config = config;
     of->cleared = earliest(c->w);
+    of->since = sim_now();
     of->num_followed = of->has_lost = 0;
     memset(of->pins, 0, sizeof of->pins);
     of->handle = handle;

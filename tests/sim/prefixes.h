@@ -21,6 +21,10 @@ int next_tag(client *c, int s, int at, int before);
 /* Returns how many of the first rows of a sequence are those of its tokens. */
 int exact_end(const world *w, const sequence *s);
 
+/* Notes that rows with these tags are computed now, or count as computed: a prefix that has forgotten them may keep
+ * them again. */
+void note_computed(const int *tags, int num);
+
 /* Sets the tags of rows [begin, end) of a sequence to those of some string of tokens. */
 void set_any_text(client *c, sequence *s, int begin, int end);
 

@@ -489,6 +489,7 @@ static void make_pass(client *c, pass *p) {
         for (int t = 0; t < n; t++, p->num_tokens++) {
             p->positions[p->num_tokens] = at + t;
             p->tags[p->num_tokens] = before = next_tag(c, s, at + t, before);
+            note_computed(&before, 1);
             p->unstored[p->num_tokens] = (uint8_t)is_unstored;
         }
         p->sequences[p->num_sequences++] = s;
@@ -600,6 +601,7 @@ static void retain_running(client *c, const pass *p) {
     const world *w = c->w;
     const int i = pick(p->num_sequences), to = take(c, 1), begin = pick(MOST), end = begin + pick(12);
     c->calls_aside++;
+    note_computed(p->tags, p->num_tokens);
     if (to >= 0 && retain_rows(c, p->sequences[i], to, begin, end))
         for (int t = p->first[i]; t < p->first[i + 1] && !p->unstored[t]; t++)
             for (int l = 0; l < w->num_layers; l++)
@@ -1304,6 +1306,7 @@ static void restore(client *c, const kvc_load_args *args, file *f, int s, int to
     }
     if (is_there) {
         memcpy(into->tags, w->sequences[s].tags, sizeof into->tags);
+        note_computed(*into->tags, MOST_LAYERS * MOST);
         into->is_spoilt |= w->sequences[s].is_spoilt;
     }
     if (!c->batch) return;

@@ -58,6 +58,7 @@ typedef struct prefix {
     int is_followed;   /* a call reads its events */
     int has_lost;      /* events: nobody knows which blocks there are */
     int has_forgotten; /* a prompt: sequences that may hold its rows are not kept */
+    int64_t since;     /* by sim_now(), when it was made or cleared: what it forgot before says nothing any more */
     int num_followed;
     uint8_t followed[MOST_FOLLOWED][KVC_NAME_BYTES]; /* the blocks that it has by its events */
 } prefix;

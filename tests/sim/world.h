@@ -42,7 +42,8 @@ typedef struct sim_options {
     int handover; /* of 1024 steps, those at which another thread may go on */
 } sim_options;
 
-/* Begins a world, in which the calling thread is the only one.  Steps of an earlier world are forgotten. */
+/* Begins a world, in which the calling thread is the only one, on the processor that it runs on.  Steps of an earlier
+ * world are forgotten. */
 void sim_begin(const sim_options *options);
 
 /* Ends it: from now on nothing fails, and threads go on in turn.  Call when all threads but the core's have ended. */
