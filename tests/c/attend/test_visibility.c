@@ -73,8 +73,12 @@ static void test_single_rows(void) {
     }
 }
 
-int main(void) {
+int main(int argc, char **argv) {
     static const int block_sizes[] = {1, 3, 16, 64};
+    if (has_seed(argc, argv)) {
+        test_random(block_sizes[random_int(0, 4)], 120, random_int(0, 3) ? 12 : 0);
+        return test_result();
+    }
     test_largest_positions();
     test_single_rows();
     for (int i = 0; i < 96; i++) test_random(block_sizes[i % 4], 120, i % 3 ? 12 : 0);

@@ -215,8 +215,12 @@ static void test_busy(void) {
 
 /* ---- everything -------------------------------------------------------------------------------------------------- */
 
-int main(void) {
+int main(int argc, char **argv) {
     static const int block_sizes[] = {1, 3, 16, 64};
+    if (has_seed(argc, argv)) {
+        random_test(block_sizes[random_int(0, 4)], 0, 700);
+        return test_result();
+    }
     test_extend_in_place();
     test_largest_position();
     test_room_for_ids();

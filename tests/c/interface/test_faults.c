@@ -353,9 +353,13 @@ static void test_random(int block_size, int num_steps) {
            heap.num, (int)num_taken, (long long)mapped);
 }
 
-int main(void) {
+int main(int argc, char **argv) {
     static const int block_sizes[] = {1, 3, 16, 64, 12000, 100000};
     CHECK(kvc_set_threading_layer("own") == KVC_OK);
+    if (has_seed(argc, argv)) {
+        test_random(block_sizes[random_int(0, 6)], 200);
+        return test_result();
+    }
     for (int num_threads = 2; num_threads < 5; num_threads++) test_threads(num_threads);
     for (int i = 0; i < 2; i++) test_cache_new(i);
     test_unstored_commit_needs_no_memory();

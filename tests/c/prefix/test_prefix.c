@@ -1123,7 +1123,23 @@ static void test_events(void) {
     end_world();
 }
 
-int main(void) {
+/* Random steps on caches of different shapes, from a seed. */
+static void test_random_worlds(uint64_t seed) {
+    const kvc_policy full = {.kind = KVC_FULL}, window = sliding_policy(3, 1, 0), wide = sliding_policy(9, 0, 0),
+                     chunk = {.kind = KVC_CHUNKED, .attention_chunk_size = 6};
+    const kvc_policy sets[][2] = {{full, full}, {full, window}, {wide, full}, {window, chunk}};
+    const int round = (int)(seed / 4 % 2), set = (int)(seed % 4);
+    random_state = seed + 1;
+    test_random(sets[set], 1 + (round + set) % 2, (kvc_config){0}, round);
+    test_random(sets[set], 2, (kvc_config){.capacity = 40}, round);
+    test_random(sets[set], 2, (kvc_config){.max_bytes = 34000}, round);
+}
+
+int main(int argc, char **argv) {
+    if (has_seed(argc, argv)) {
+        test_random_worlds(random_state);
+        return test_result();
+    }
     test_events();
     test_checkpoints();
     test_failing_checkpoints();
@@ -1140,15 +1156,6 @@ int main(void) {
     test_gaps();
     test_reuse();
     test_failing_allocations();
-    const kvc_policy full = {.kind = KVC_FULL}, window = sliding_policy(3, 1, 0), wide = sliding_policy(9, 0, 0),
-                     chunk = {.kind = KVC_CHUNKED, .attention_chunk_size = 6};
-    const kvc_policy sets[][2] = {{full, full}, {full, window}, {wide, full}, {window, chunk}};
-    for (int round = 0; round < (is_quick() ? 4 : 40) && !test_failures; round++)
-        for (int set = 0; set < 4; set++) {
-            random_state = (uint64_t)(round * 4 + set + 1);
-            test_random(sets[set], 1 + (round + set) % 2, (kvc_config){0}, round % 2);
-            test_random(sets[set], 2, (kvc_config){.capacity = 40}, round % 2);
-            test_random(sets[set], 2, (kvc_config){.max_bytes = 34000}, round % 2);
-        }
+    for (uint64_t seed = 0; seed < (is_quick() ? 16 : 160) && !test_failures; seed++) test_random_worlds(seed);
     return test_result();
 }

@@ -927,7 +927,7 @@ static inline void check_element(const row *r, int l, int is_v, int32_t h, int32
 /* Checks head h of a key that moved by `moved`. */
 static inline void check_key_row(const pair *p, int l, const row *r, int32_t moved, int32_t h, const float *got) {
     /* Of f32, f16 and bf16 numbers near 1; of integers, in units of 256. */
-    static const double half_steps[KVC_STORED_TYPES] = {0x1p-24, 0x1p-11, 0x1p-8, [KVC_INT8] = 0x1p-8};
+    static const double half_steps[KVC_STORED_TYPES] = {0x1p-24, 0x1p-11, 0x1p-8, [KVC_Q8_0] = 0x1p-8, [KVC_INT8] = 0x1p-8};
     double right[MAX_ROW], error = p->roundings * half_steps[p->layers[l].k_type] * 256;
     moved_key(p, l, r->tag, moved, h, right);
     for (int d = 0; d < p->layers[l].k_dim; d++)

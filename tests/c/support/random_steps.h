@@ -307,8 +307,9 @@ static inline kvc_layer random_layer(const double *angles) {
                        .k_type = random_int(0, 3),
                        .v_type = random_int(0, 3),
                        .policy = random_policy()};
-    if (layer.k_dim == 7) layer.k_dim = SCALED_DIM, layer.k_type = KVC_INT8;
-    if (layer.v_dim == 4) layer.v_dim = SCALED_DIM, layer.v_type = KVC_INT8;
+    const int32_t quantised = layer.num_kv_heads == 1 ? KVC_INT8 : KVC_Q8_0;
+    if (layer.k_dim == 7) layer.k_dim = SCALED_DIM, layer.k_type = quantised;
+    if (layer.v_dim == 4) layer.v_dim = SCALED_DIM, layer.v_type = quantised;
     layer.value_in_key = layer.v_dim <= layer.k_dim && layer.v_type == layer.k_type;
     layer.rope = random_rope(&layer, angles);
     return layer;

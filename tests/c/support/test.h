@@ -132,6 +132,12 @@ static inline int is_full(void) { return !getenv("KVCACHE_TEST_PART"); }
 
 static uint64_t random_state = 1; /* set to what it was, it gives the same numbers again */
 
+/* Returns whether a program was called with a seed, from which its random steps begin; nothing else of it runs then. */
+static inline int has_seed(int argc, char **argv) {
+    if (argc > 1) random_state = strtoull(argv[1], NULL, 10);
+    return argc > 1;
+}
+
 /* The input of a fuzzer, which decides instead of chance, two bytes at a time. */
 static const uint8_t *decisions;
 static size_t num_decisions; /* bytes that are left */
