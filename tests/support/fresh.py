@@ -10,8 +10,9 @@ A seed draws two kinds of defects.
 - What a former commit mended. It counts if the commit changes one source of src/, in at most LINES lines, and a
   program or an input of a fuzzer. One of these must fail today once the change of the source is taken back.
 
-Kernels are left out, as in mutate.py. The machines take turns with new seeds until one fails or the time is up. Prints
-for each defect the machine that found it, and the seconds of a processor until then.
+Kernels are left out, as in mutate.py. The machines take turns with new seeds until one fails or the time is up. A seed
+with which the core fails without the change, too, finds nothing, and is named. Prints for each defect the machine that
+found it, and the seconds of a processor until then.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,77 +34,115 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["KVCACHE_TEST_PART"] = "quick"  # without sanitizers
 from sim import test_sim as sim
 from support import coverage, mutate
-from support.compiling import (
-    FLAGS,
-    LIBRARIES,
-    OPENMP,
-    ROOT,
-    compile_all,
-    compile_core,
-    compiler,
-    divert,
-    diverted_by,
-    run,
-)
+from support.compiling import ROOT
 
-LINES = 12
+LINES = 48
 TURN = 6  # seconds of a processor that each machine has in turn, or about so many
 HANGS = 60  # seconds of a processor after which a program is taken to run for ever
 FUZZERS = sorted(ROOT.glob("tests/fuzz/fuzz_*.c"))
-ALTERED = {"fuzz_attention": 10, "fuzz_calls": 10, "fuzz_state": 80}  # how often each input in a turn
 REPLAY = ROOT / "tests/fuzz/replay.c"
-SEEDED = ROOT / "tests/c/interface/test_random_threads.c"
-KERNELS = ROOT / "tests/c/kernels/test_kernels.c"
 
+# ---- machines
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A program that makes an input of each seed."""
+
+    name: str
+    sources: tuple[Path, ...] = ()  # none: the simulator
+    words: Callable[[int], list] = lambda _: []
+    num_seeds: int | None = None
+
+    def say(self, seed):
+        return " ".join([self.name, *(str(word) for word in self.words(seed) if not isinstance(word, Path))])
+
+
+def fuzzer(source, altered):
+    """Replay a fuzzer's inputs, and so many alterations of each."""
+    inputs = source.with_suffix(".txt")
+    return Machine(source.stem, (source, REPLAY), lambda seed: [altered, inputs, seed])
+
+
+def randomised(name):
+    """Run the random steps of a program of tests/c alone."""
+    source = ROOT / f"tests/c/{name}.c"
+    return Machine(source.stem, (source,), lambda seed: [seed])
+
+
+def oracle(option, number):
+    """Play random calls, or scenes, of the oracle of prefixes."""
+    sources = sorted((ROOT / "tests/prefix/known").glob("*.c"), key=lambda source: source.stem != "known")
+    return Machine("known", tuple(sources), lambda seed: ["--seed", 1 + (seed - 1) * number, option, number])
+
+
+SIMULATOR = Machine("sim", words=lambda seed: ["--seed", seed, *itertools.chain(*sim.OPTIONS.items())])
+MACHINES = [
+    SIMULATOR,
+    fuzzer(ROOT / "tests/fuzz/fuzz_attention.c", 10),
+    fuzzer(ROOT / "tests/fuzz/fuzz_calls.c", 10),
+    fuzzer(ROOT / "tests/fuzz/fuzz_state.c", 80),
+    oracle("--runs", 1),
+    oracle("--names", 100),
+    oracle("--clones", 1),
+    oracle("--forks", 1),
+    randomised("interface/test_faults"),
+    randomised("interface/test_random_threads"),
+    randomised("attend/test_visibility"),
+    randomised("cache/test_sequences"),
+    randomised("prefix/test_prefix"),
+    randomised("space/test_evict"),
+    Machine("test_kernels", (ROOT / "tests/c/kernels/test_kernels.c",), num_seeds=1),
+]
 
 # ---- programs
 
 
-class Bench:
+class Bench(mutate.Core):
     """The core, and the programs that are linked with it."""
 
     def __init__(self, folder):
-        self.folder = folder
-        self.command = [*compiler(), *(flag for flag in FLAGS if flag != "-g"), "-w", OPENMP]
-        self.core = compile_core(folder, self.command)
-        self.parts = {}
-        for name in ("programs", "changed", "sim"):
+        super().__init__(folder)
+        for name in ("linked", "changed", "sim"):
             (folder / name).mkdir(exist_ok=True)
         sim.build(folder / "sim")
-
-    def compile(self, source):
-        if source not in self.parts:
-            command = [*self.command, "-DTEST_STOPS"]
-            (self.parts[source],) = compile_all(self.folder / "programs", [source], lambda _: command)
-        return self.parts[source]
-
-    def change(self, source, text):
-        """Return the core's objects with another text of a source; None if they are the same, or none."""
-        path = self.folder / "changed" / source
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        target = path.parent / f"{path.parent.name}-{path.stem}.o"
-        if subprocess.run([*self.command, "-c", path, "-o", target], capture_output=True).returncode:
-            return None
-        if target.read_bytes() == (self.folder / target.name).read_bytes():
-            return None
-        return [target if path.name == target.name else path for path in self.core]
+        self.parts = {}
+        self.originals = {}  # programs without a change
+        self.sound = {}  # whether an input passes without a change
 
     def link(self, core, *sources):
-        program = self.folder / "changed" / sources[0].stem
-        parts = [self.compile(source) for source in sources]
-        if diverted := diverted_by(*sources):
-            core = [divert(self.command, core, diverted, program.with_suffix(".core.o"))]
-        run(*self.command, *parts, *core, "-o", program, *LIBRARIES)
-        return program
+        if new := [source for source in sources if source not in self.parts]:
+            self.parts |= self.compile(new)
+        program = self.folder / ("linked" if core is self.objects else "changed") / sources[0].stem
+        return mutate.link(self.command, {source: self.parts[source] for source in sources}, core, program)
+
+    def build(self, machine, core, defect):
+        """Return a machine's program with a defect."""
+        if machine.sources:
+            return self.link(core, *machine.sources)
+        return sim.build_with(self.folder / "sim", defect.source, defect.text)
+
+    def is_sound(self, machine, seed):
+        """Whether an input that fails passes without the change."""
+        if machine.sources and machine.sources not in self.originals:
+            self.originals[machine.sources] = self.link(self.objects, *machine.sources)
+        said = machine.say(seed)
+        if said not in self.sound:
+            program = self.originals[machine.sources] if machine.sources else self.folder / "sim/sim"
+            self.sound[said] = plays(program, machine.words(seed))
+            if not self.sound[said]:
+                print(f"without a change, too: {said}", flush=True)
+        return self.sound[said]
 
     def passes(self, core, source):
         """Whether a test in C, or a fuzzer on its inputs, passes."""
         if source in FUZZERS:
-            command = [self.link(core, source, REPLAY), "2", source.with_suffix(".txt")]
-        else:
-            command = [self.link(core, source)]
-        return mutate.play(command, HANGS)[0]
+            return plays(self.link(core, source, REPLAY), [2, source.with_suffix(".txt")])
+        return plays(self.link(core, source))
+
+
+def plays(program, words=()):
+    return mutate.play([program, *map(str, words)], HANGS)[0]
 
 
 # ---- defects
@@ -146,7 +186,7 @@ def taken_back(commit):
         copy = Path(folder) / path
         copy.parent.mkdir(parents=True)
         copy.write_text((ROOT / path).read_text())
-        words = ["patch", "-R", "-p1", "-s", "-f", "-F0"]
+        words = ["patch", "-R", "-p1", "-s", "-f"]
         done = subprocess.run(words, cwd=folder, input=patch, text=True, capture_output=True)
         return (path.removeprefix("src/"), copy.read_text(), tests) if done.returncode == 0 else None
 
@@ -190,7 +230,7 @@ def one_line(bench, seed):
 
 KINDS = {"former": former, "one_line": one_line}
 
-# ---- machines
+# ---- turns
 
 
 def spent():
@@ -199,54 +239,22 @@ def spent():
     return usage.ru_utime + usage.ru_stime
 
 
-def simulate(bench, defect, core):
-    program = sim.build_with(bench.folder / "sim", defect.source, defect.text)
-    first = 1
-    while True:
-        end = spent() + TURN
-        while spent() < end:
-            if sim.play(program, first, sim.OPTIONS):
-                yield f"sim --seed {first}"
-                first += 1
-        yield None
-
-
-def fuzz(bench, fuzzer, core):
-    """Its inputs, and alterations of them, of which there are more each time."""
-    program = bench.link(core, fuzzer, REPLAY)
-    for seed in itertools.count(1):
-        command = [program, str(ALTERED[fuzzer.stem]), fuzzer.with_suffix(".txt"), str(seed)]
-        yield None if mutate.play(command, HANGS)[0] else f"{fuzzer.stem}, seed {seed}"
-
-
-def call_at_random(bench, core):
-    program = bench.link(core, SEEDED)
-    seeds = itertools.count(1, 4)  # each run has four
-    while True:
-        end = spent() + TURN
-        while spent() < end:
-            if not mutate.play([program, str(seed := next(seeds))], HANGS)[0]:
-                yield f"{SEEDED.stem} {seed}"
-        yield None
-
-
-def compare_kernels(bench, core):
-    yield None if bench.passes(core, KERNELS) else KERNELS.stem
-
-
-def machines(bench, defect, core):
-    """The machines, each of which yields after a turn what failed in it, or None."""
-    yield simulate(bench, defect, core)
-    for fuzzer in FUZZERS:
-        yield fuzz(bench, fuzzer, core)
-    yield call_at_random(bench, core)
-    yield compare_kernels(bench, core)
+def turns(bench, machine, core, defect):
+    """Let a machine try seeds; yield after a turn what failed in it, or None."""
+    program, end = bench.build(machine, core, defect), spent() + TURN
+    for seed in itertools.islice(itertools.count(1), machine.num_seeds):
+        if not plays(program, machine.words(seed)) and bench.is_sound(machine, seed):
+            yield machine.say(seed)
+        if spent() > end:
+            yield None
+            end = spent() + TURN
 
 
 def find(bench, defect, seconds):
     """Return what found a defect, None if nothing did, and how long it took."""
     core = bench.change(defect.source, defect.text)
-    running, start, found = list(machines(bench, defect, core)), spent(), None
+    start, found = spent(), None
+    running = [turns(bench, machine, core, defect) for machine in MACHINES]
     for machine in itertools.cycle(running):
         found = found or next(machine, None)
         if found or spent() - start > seconds:

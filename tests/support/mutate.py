@@ -10,6 +10,7 @@ Kernels are left out: instruction sets are compared with each other.
 """
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -93,6 +94,11 @@ FLAG_USE = "|".join(
 CALL_USE = r"\bint NAME\(|(?:(?<!\w)\(|&& |\|\| |!)NAME\("
 
 
+@functools.cache
+def read(path):
+    return path.read_text()
+
+
 @dataclasses.dataclass(frozen=True)
 class Change:
     path: Path
@@ -107,16 +113,16 @@ class Change:
 
     @property
     def line(self):
-        return self.path.read_text().count("\n", 0, self.begin) + 1
+        return read(self.path).count("\n", 0, self.begin) + 1
 
     def apply(self):
-        text = self.path.read_text()
+        text = read(self.path)
         return text[: self.begin] + self.new + text[self.end :]
 
     @property
     def lines(self):
         """What stands there before it and after it, without indentation."""
-        text = self.path.read_text()
+        text = read(self.path)
         begin, end = text.rfind("\n", 0, self.begin) + 1, text.find("\n", self.end)
         lines = text[begin:end], text[begin : self.begin] + self.new + text[self.end : end]
         return tuple(" ".join(line.split()) for line in lines)
@@ -136,7 +142,7 @@ def read_code(path):
     def spaces(found):
         return re.sub(r"[^\n]", " ", found[0])
 
-    code = amalgamate.COMMENT.sub(spaces, blank(path.read_text()))
+    code = amalgamate.COMMENT.sub(spaces, blank(read(path)))
     return amalgamate.TOKEN.sub(lambda token: spaces(token) if token["string"] else token[0], code)
 
 
@@ -172,15 +178,21 @@ def statements(code, at, end):
 
 
 @functools.cache
-def core():
-    """All code of the core but its kernels."""
-    return "".join(read_code(path) for path in sorted(ROOT.glob("src/*/*.[ch]")) if path.parent.name != "kernels")
+def lines_by_name():
+    """The lines of the core, but its kernels, in which each name stands."""
+    found = collections.defaultdict(list)
+    for path in sorted(ROOT.glob("src/*/*.[ch]")):
+        for line in read_code(path).splitlines() if path.parent.name != "kernels" else []:
+            for name in set(re.findall(r"\w+", line)):
+                found[name].append(line)
+    return found
 
 
 @functools.cache
 def is_only_asked(name, use):
     """Whether nobody takes a name for a number, and any but 0 is as good as 1."""
-    return len(re.findall(rf"\b{name}\b", core())) == len(re.findall(use.replace("NAME", name), core()))
+    lines = "\n".join(lines_by_name()[name])
+    return len(re.findall(rf"\b{name}\b", lines)) == len(re.findall(use.replace("NAME", name), lines))
 
 
 def same_in(code):
@@ -210,7 +222,7 @@ def all_changes_of(path):
             yield Change(path, *found.span(), str(int(found[0]) + 1), name)
         for found in IF.finditer(code, begin, end):
             last = closing(code, found.end()) + 1
-            yield Change(path, found.end(), last, f"(!{path.read_text()[found.end() : last]})", name)
+            yield Change(path, found.end(), last, f"(!{read(path)[found.end() : last]})", name)
         for first, last in statements(code, begin, end):
             statement = code[first:last]
             if CALL.fullmatch(statement) or ASSIGNMENT.fullmatch(statement):
@@ -238,6 +250,14 @@ def read_listed(changes):
 # ---- programs
 
 
+def link(command, parts, core, program):
+    """Link a program of the objects of its sources, and a core; return its path."""
+    if diverted := diverted_by(*parts):
+        core = [divert(command, core, diverted, program.with_suffix(".core.o"))]
+    run(*command, *parts.values(), *core, "-o", program, *LIBRARIES)
+    return program
+
+
 @dataclasses.dataclass
 class Program:
     """A test, compiled but not linked; how long it takes, and how often it runs each line of a source."""
@@ -247,11 +267,8 @@ class Program:
     seconds: float = 0  # of a processor
     lines: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
 
-    def link(self, command, objects, folder):
-        if diverted := diverted_by(self.source):
-            objects = [divert(command, objects, diverted, folder / "core.o")]
-        run(*command, self.object, *objects, "-o", folder / "program", *LIBRARIES)
-        return folder / "program"
+    def link(self, command, core, folder):
+        return link(command, {self.source: self.object}, core, folder / "program")
 
     def runs(self, change):
         """Whether it runs the line of a change; if that has no code of its own, the last one before it that has."""
@@ -313,17 +330,40 @@ def measure_all(programs, command, objects, folder):
         program.lines = {source: {int(line): n for line, n in of.items()} for source, of in lines.items()}
 
 
-class Bench:
-    """Where changes are tried."""
+class Core:
+    """The core in objects, of which one may be of another text, and programs that are linked with it."""
 
     def __init__(self, folder):
         self.folder = folder
         self.command = [*compiler(), *(flag for flag in FLAGS if flag != "-g"), "-w", OPENMP]
         self.objects = compile_core(folder, self.command)
-        tests = sorted(ROOT.glob("tests/c/*/test_*.c"))
-        objects = compile_all(folder, tests, lambda source: [*self.command, "-DTEST_STOPS"])
-        by_stem = {path.stem.split("-", 1)[1]: path for path in objects}
-        self.programs = [Program(source, by_stem[source.stem]) for source in tests]
+
+    def compile(self, sources):
+        """Compile programs, which end at their first failed check; return the object of each source."""
+        objects = compile_all(self.folder, sources, lambda _: [*self.command, "-DTEST_STOPS"])
+        by_name = {path.stem: path for path in objects}
+        return {source: by_name[f"{source.parent.name}-{source.stem}"] for source in sources}
+
+    def change(self, name, text):
+        """Return the objects with another text of a source; None if it does not compile, or to the same code."""
+        source = self.folder / "changed" / name
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_text(text)
+        target = source.parent / f"{source.parent.name}-{source.stem}.o"
+        if subprocess.run([*self.command, "-c", source, "-o", target], capture_output=True).returncode:
+            return None
+        if target.read_bytes() == (self.folder / target.name).read_bytes():
+            return None
+        return [target if path.name == target.name else path for path in self.objects]
+
+
+class Bench(Core):
+    """Where changes are tried."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        compiled = self.compile(sorted(ROOT.glob("tests/c/*/test_*.c")))
+        self.programs = [Program(source, path) for source, path in compiled.items()]
         measure_all(self.programs, self.command, self.objects, folder / "counted")
         self.programs.sort(key=lambda program: program.seconds)
         (folder / "sim").mkdir(exist_ok=True)
@@ -331,20 +371,12 @@ class Bench:
 
     def try_change(self, change):
         """Return the names of programs that pass, and of the one that does not; None if there is nothing to try."""
-        own = self.folder / "changed"
-        source = own / change.source
-        source.parent.mkdir(parents=True, exist_ok=True)
-        source.write_text(change.apply())
-        target = own / f"{source.parent.name}-{source.stem}.o"
-        if subprocess.run([*self.command, "-c", source, "-o", target], capture_output=True).returncode:
+        if not (objects := self.change(change.source, change.apply())):
             return None
-        original = self.folder / target.name
-        if target.read_bytes() == original.read_bytes():
-            return None
-        objects = [target if path.name == target.name else path for path in self.objects]
         passing = []
         for program in (program for program in self.programs if program.runs(change)):
-            if not play([program.link(self.command, objects, own)], int(3 * program.seconds) + 3)[0]:
+            linked = program.link(self.command, objects, self.folder / "changed")
+            if not play([linked], int(3 * program.seconds) + 3)[0]:
                 return passing, program.source.stem
             passing.append(program.source.stem)
         simulated = sim.build_with(self.folder / "sim", change.source, change.apply())
