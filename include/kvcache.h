@@ -1067,7 +1067,12 @@ KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
  * block that goes on otherwise where the prompt ends is not pinned.
  * Stores keep their values.  Remove the values under the names of the prompt (kvc_prefix_names), and under the names
  * that this call writes to `names`, [max_names][KVC_NAME_BYTES]: the full blocks that it dropped.  The call ends when
- * it has written max_names of them; call it again until *num_names is less.  names NULL, and max_names 0: drops all. */
+ * it has written max_names of them; call it again until *num_names is less.  names NULL, and max_names 0: drops all.
+ * A kvc_store_new_blocks under way writes none of these blocks any more.  It removes the value again that it is just
+ * writing (kvc_store.remove).  If a store has no `remove`, remove the values once that call has ended.
+ * A block that had left the cache before has no name here.  Stores may still have blocks that follow the prompt, and
+ * blocks of prompts that part from it within a block.  What is fetched of them counts as computed again.  So forget
+ * these prompts as well, or keep each tenant's values in a store of its own, and clear that. */
 KVC_API kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *tokens, uint8_t *names, int64_t max_names,
                                      int64_t *num_names, int64_t *num_dropped);
 
@@ -1147,7 +1152,8 @@ KVC_API kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *tokens, 
                                   int64_t size, int32_t *is_kept);
 
 /* A store keeps such blocks, of any number of caches, processes and machines.  kvc_dir_store_new makes one in a folder;
- * another one is two functions of the caller, which any thread may call, several at once, without the cache's mutex.
+ * another one is two or three functions of the caller, which any thread may call, several at once, without the cache's
+ * mutex.
  * They return KVC_OK, or, usually, KVC_ERR_STORE, after kvc_set_last_error.
  *
  *   kvc_prefix_fetch(prefix, &tokens, -1, store, &fetched)      before kvc_prefix_acquire: adds what the store has
@@ -1166,6 +1172,8 @@ typedef struct kvc_store {
     kvc_status (*read)(void *user, const uint8_t *name, void *value, int64_t max_bytes, int64_t *size);
     /* Keeps a value under a name, in place of the one that is there. */
     kvc_status (*write)(void *user, const uint8_t *name, const void *value, int64_t size);
+    /* Removes the value under a name; does nothing if there is none.  NULL: values cannot be removed. */
+    kvc_status (*remove)(void *user, const uint8_t *name);
 } kvc_store;
 
 /* Reads full blocks from a store, and adds them: those that follow the known tokens of a prompt, in order.  It ends

@@ -192,6 +192,16 @@ static kvc_status write_on(const server *s, const connection *c, const uint8_t *
     return tell(s, c, &set);
 }
 
+static kvc_status remove_on(const server *s, const connection *c, const uint8_t *name) {
+    char key[MOST_TEXT + KEY];
+    redisReply *reply;
+    command del = command_of("DEL", key, key_of(s, name, key));
+    append(c, &del);
+    const kvc_status status = answer(s, c, &reply);
+    if (reply) freeReplyObject(reply);
+    return status;
+}
+
 /* ---- the store --------------------------------------------------------------------------------------------------- */
 
 /* Keeps SIGPIPE from this thread, which a server that has gone would send; hold.was: it waits or is blocked already. */
@@ -250,6 +260,20 @@ static kvc_status write_value(void *user, const uint8_t *name, const void *value
     return status;
 }
 
+static kvc_status remove_value(void *user, const uint8_t *name) {
+    server *s = user;
+    connection *c;
+    hold held;
+    hold_signal(&held);
+    kvc_status status = take_connection(s, &c);
+    if (status == KVC_OK) {
+        status = remove_on(s, c, name);
+        give_connection(s, c, status);
+    }
+    release_signal(&held);
+    return status;
+}
+
 /* Copies a text; returns whether there is room for it. */
 static int copy(char *to, const char *from, const char *otherwise) {
     if (!from) from = otherwise;
@@ -265,7 +289,7 @@ kvc_status valkey_store_new(const valkey_options *options, kvc_store **store) {
         kvc_set_last_error("out of memory for a store");
         return KVC_ERR_NOMEM;
     }
-    s->store = (kvc_store){sizeof s->store, s, read_value, write_value};
+    s->store = (kvc_store){sizeof s->store, s, read_value, write_value, remove_value};
     s->port = options->port ? options->port : 6379;
     s->database = options->database;
     s->ttl_ms = options->ttl_ms ? options->ttl_ms : 86400000;

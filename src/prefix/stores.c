@@ -56,6 +56,7 @@ typedef struct departure {
     uint8_t name[KVC_NAME_BYTES];
     kvc_value_owner owner; /* copied, as its prefix may be freed meanwhile */
     int32_t may_have_state;
+    int64_t num_forgets; /* of the cache, when it was taken */
 } departure;
 
 /* Returns whether blocks of a cache may lack rows, or a state. */
@@ -77,6 +78,7 @@ static kvc_status take_block(kvc_carrier *c, departure *d, int *is_there) {
         d->id = node->rows->id;
         d->owner = node->tree->prefix->owner;
         d->may_have_state = node->tree->prefix->state_bytes > 0;
+        d->num_forgets = c->cache->num_forgets;
         memcpy(d->name, node->name, sizeof d->name);
         kvc_node_take_out(node);
     }
@@ -115,6 +117,15 @@ static kvc_status join_stored(kvc_carrier *c, const departure *d, uint8_t **valu
     return KVC_OK;
 }
 
+/* Returns whether a block may have been forgotten since it was taken. */
+static int is_forgotten(const kvc_carrier *c, const departure *d) {
+    kvc_lock(c->cache);
+    const int is_there = kvc_table_find_hidden(&c->cache->sequences, d->id) != NULL,
+              is_forgotten = !is_there && c->cache->num_forgets != d->num_forgets;
+    kvc_unlock(c->cache, KVC_OK);
+    return is_forgotten;
+}
+
 static kvc_status write_block(kvc_carrier *c, const departure *d, int64_t *num_written) {
     uint8_t *value;
     int64_t size;
@@ -122,10 +133,12 @@ static kvc_status write_block(kvc_carrier *c, const departure *d, int64_t *num_w
     if (!size) return KVC_OK; /* it was dropped meanwhile */
     KVC_TRY(join_stored(c, d, &value, &size));
     if (!value) return KVC_OK;
+    if (is_forgotten(c, d)) return KVC_OK;
     kvc_value_pack(value, size, d->name, &d->owner, c->crc);
-    KVC_TRY(c->store.write(c->store.user, d->name, value, KVC_VALUE_HEADER + size));
-    ++*num_written;
-    return KVC_OK;
+    const kvc_status status = c->store.write(c->store.user, d->name, value, KVC_VALUE_HEADER + size);
+    if (c->store.remove && is_forgotten(c, d)) return c->store.remove(c->store.user, d->name);
+    *num_written += status == KVC_OK;
+    return status;
 }
 
 kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_t *num_written) {

@@ -299,6 +299,34 @@ static kvc_status write_value(void *user, const uint8_t *name, const void *value
     return status;
 }
 
+static kvc_status remove_from(const directory *d, kvc_folder folder, const char *file_name) {
+    kvc_own_file usage;
+    kvc_file_info found;
+    int64_t total;
+    KVC_TRY(lock_usage(d, folder, &usage));
+    kvc_status status = read_total(d, folder, &usage, &total);
+    if (status == KVC_OK && kvc_file_find(folder, file_name, &found) && found.is_regular) {
+        if (kvc_file_remove(folder, file_name))
+            status = write_total(d, &usage, total - size_of(&found));
+        else if (errno != ENOENT)
+            status = fail_for(d, "remove", file_name);
+    }
+    kvc_own_file_close(&usage);
+    return status;
+}
+
+static kvc_status remove_value(void *user, const uint8_t *name) {
+    const directory *d = user;
+    uint8_t header[HEADER];
+    char file_name[NAME];
+    kvc_folder folder;
+    KVC_TRY(open_folder(d, &folder));
+    describe(name, 0, header, file_name);
+    const kvc_status status = remove_from(d, folder, file_name);
+    kvc_folder_close(folder);
+    return status;
+}
+
 /* ---- making and freeing ------------------------------------------------------------------------------------------ */
 
 /* Removes what writers that were killed have left behind, counts what is there, and evicts what is beyond the limit. */
@@ -328,7 +356,7 @@ kvc_status kvc_dir_store_new(const char *path, int64_t max_bytes, kvc_store **st
     KVC_TRY(kvc_own_files_init());
     directory *d = malloc(sizeof *d);
     if (!d) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a store");
-    *d = (directory){{sizeof d->store, d, read_value, write_value}, max_bytes, kvc_folder_path(path)};
+    *d = (directory){{sizeof d->store, d, read_value, write_value, remove_value}, max_bytes, kvc_folder_path(path)};
     kvc_status status = KVC_OK;
     if (!d->path)
         status = kvc_fail(errno == ENOMEM ? KVC_ERR_NOMEM : KVC_ERR_STORE, "no path of a folder comes from %.300s: %s",

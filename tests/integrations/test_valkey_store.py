@@ -80,6 +80,9 @@ def test_the_same_keys_and_values(open_store, server):
     ours.write(NAMES[1], b"another")
     assert {*python} == {*NAMES[:2]}
     assert python[NAMES[1]] == b"another"
+    for _ in range(2):  # the second time there is none
+        ours.remove(NAMES[1])
+        assert {*python} == {NAMES[0]}
     python.clear()
 
 

@@ -10,10 +10,17 @@ READ = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64)
 )
 WRITE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64)
+REMOVE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)
 
 
 class _Store(ctypes.Structure):
-    _fields_ = (("struct_size", ctypes.c_size_t), ("user", ctypes.c_void_p), ("read", READ), ("write", WRITE))
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("user", ctypes.c_void_p),
+        ("read", READ),
+        ("write", WRITE),
+        ("remove", REMOVE),
+    )
 
 
 class StoreError(Exception):
@@ -44,6 +51,10 @@ class CStore:
     def write(self, name, value):
         store = self._store.contents
         check(store.write(store.user, bytes.fromhex(name), value, len(value)))
+
+    def remove(self, name):
+        store = self._store.contents
+        check(store.remove(store.user, bytes.fromhex(name)))
 
     def close(self):
         self._free(self._store)

@@ -202,7 +202,7 @@ kvc_status llama_kvcache_store::write_value(void *user, const uint8_t *name, con
 //
 
 llama_kvcache_store::llama_kvcache_store(const std::string &address)
-    : address(address), store(open(address)), guarded{sizeof(kvc_store), this, read_value, write_value} {
+    : address(address), store(open(address)), guarded{sizeof(kvc_store), this, read_value, write_value, nullptr} {
     thread = std::thread(&llama_kvcache_store::work, this);
 }
 

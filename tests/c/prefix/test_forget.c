@@ -1,5 +1,10 @@
 /* kvc_prefix_forget: whatever was kept, waits to be kept or is on its way, no prompt matches forgotten tokens again. */
-#define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#define _XOPEN_SOURCE 700 /* posix_memalign, mkdtemp */
+#define _FILE_OFFSET_BITS 64
+#define _TIME_BITS 64
+#include <stdio.h>
+#include <unistd.h>
+
 #include "support/saved.h"
 #include "support/serving.h"
 
@@ -308,7 +313,7 @@ static void test_fetched(void) {
     const kvc_tokens tokens = tokens_of(all, 5);
     for (int is_forgetful = 0; is_forgetful < 2; is_forgetful++) {
         late_store late = {.ids = all, .is_forgetful = is_forgetful};
-        const kvc_store store = {sizeof store, &late, read_late, write_one};
+        const kvc_store store = {sizeof store, &late, read_late, write_one, NULL};
         int64_t num_written;
         int32_t fetched;
         open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){.collects_new = 1});
@@ -319,6 +324,65 @@ static void test_fetched(void) {
         CHECKF(fetched == (is_forgetful ? 0 : 4) && known(all, 4) == fetched, "%d: %d", is_forgetful, fetched);
         close_world();
     }
+}
+
+/* A store that forgets a prompt while it writes a value, early or late. */
+typedef struct slow_store {
+    kvc_store store; /* where the values go */
+    const int64_t *ids;
+    int is_late, num;
+} slow_store;
+
+static kvc_status write_slowly(void *user, const uint8_t *name, const void *value, int64_t size) {
+    slow_store *s = user;
+    if (!s->is_late && s->num == 1) forget(s->ids, 12);
+    CHECK(s->store.write(s->store.user, name, value, size) == KVC_OK);
+    if (s->is_late && s->num == 1) forget(s->ids, 12);
+    s->num++;
+    return KVC_OK;
+}
+
+static kvc_status read_through(void *user, const uint8_t *name, void *to, int64_t max_bytes, int64_t *size) {
+    const slow_store *s = user;
+    return s->store.read(s->store.user, name, to, max_bytes, size);
+}
+
+static kvc_status remove_through(void *user, const uint8_t *name) {
+    const slow_store *s = user;
+    return s->store.remove(s->store.user, name);
+}
+
+/* A value that is being written while its prompt is forgotten does not stay in the store; those of others do. */
+static void test_written(void) {
+    const int64_t *all = numbers(100), *other = numbers(300);
+    const kvc_tokens tokens[] = {tokens_of(all, 13), tokens_of(other, 13)};
+    char folder[] = P_tmpdir "/kvcache-test-XXXXXX", usage[sizeof folder + 20];
+    if (!mkdtemp(folder)) exit(1);
+    snprintf(usage, sizeof usage, "%s/usage.lock", folder);
+    for (int is_late = 0; is_late < 2; is_late++) {
+        kvc_store *directory = NULL;
+        CHECKF(kvc_dir_store_new(folder, 0, &directory) == KVC_OK, "%s", kvc_last_error());
+        slow_store slow = {.store = *directory, .ids = all, .is_late = is_late};
+        const kvc_store store = {sizeof store, &slow, read_through, write_slowly, remove_through};
+        uint8_t names[8][KVC_NAME_BYTES];
+        int64_t num, num_written;
+        int32_t fetched;
+        open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){.collects_new = 1});
+        serve(other, 4, 4);
+        serve(all, 12, 12);
+        serve(other, 12, 12);
+        CHECK(kvc_store_new_blocks(cache, &store, &num_written) == KVC_OK);
+        CHECKF(num_written == 3 && slow.num == 4, "%d, %d", (int)num_written, slow.num);
+        CHECK(kvc_prefix_clear(prefix) == KVC_OK);
+        for (int i = 0; i < 2; i++) {
+            CHECK(kvc_prefix_fetch(prefix, &tokens[i], -1, &store, &fetched) == KVC_OK && fetched == 12 * i);
+            CHECK(kvc_prefix_names(prefix, &tokens[i], *names, 8, &num) == KVC_OK && num == 3);
+            for (int j = 0; j < 3; j++) CHECK(store.remove(store.user, names[j]) == KVC_OK);
+        }
+        close_world();
+        kvc_dir_store_free(directory);
+    }
+    CHECK(!unlink(usage) && !rmdir(folder)); /* nothing else is left */
 }
 
 /* A sequence whose batch is aborted holds nothing, forgotten or not. */
@@ -347,6 +411,7 @@ int main(void) {
     test_elsewhere();
     test_kept_elsewhere_since();
     test_fetched();
+    test_written();
     test_aborted();
     test_left_behind();
     test_pins();

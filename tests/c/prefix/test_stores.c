@@ -64,7 +64,7 @@ static kvc_status write_value(void *user, const uint8_t *name, const void *from,
 }
 
 static shelf shelves[1];
-static const kvc_store store = {sizeof store, shelves, read_value, write_value};
+static const kvc_store store = {sizeof store, shelves, read_value, write_value, NULL};
 
 static void clear_shelf(void) { *shelves = (shelf){.fail_at = -1}; }
 
@@ -286,7 +286,7 @@ static kvc_status read_cut(void *user, const uint8_t *name, void *to, int64_t ma
 
 /* A value with a state stays where its block is computed again without one; not where it is damaged. */
 static void test_states(void) {
-    const kvc_store cut = {sizeof cut, shelves, read_cut, write_value};
+    const kvc_store cut = {sizeof cut, shelves, read_cut, write_value, NULL};
     const value *with_state = &shelves->values[2];
     for (int i = 0; i < 4; i++) {
         const kvc_store *used = i % 2 ? &cut : &store;
@@ -504,7 +504,7 @@ static kvc_status forking_read(void *user, const uint8_t *name, void *to, int64_
 }
 
 static void *fetch_slowly(void *prefix) {
-    const kvc_store slow = {sizeof slow, shelves, slow_read, write_value};
+    const kvc_store slow = {sizeof slow, shelves, slow_read, write_value, NULL};
     int32_t fetched;
     CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &slow, &fetched) == KVC_OK && fetched == 20);
     return NULL;
@@ -517,7 +517,7 @@ static void check_child(pid_t child) {
 
 /* A child that is forked while a store works fetches all itself, and gives back every byte. */
 static void test_fork(void) {
-    const kvc_store forking = {sizeof forking, shelves, forking_read, write_value};
+    const kvc_store forking = {sizeof forking, shelves, forking_read, write_value, NULL};
     kvc_prefix *prefix;
     pthread_t thread;
     int32_t fetched;
@@ -551,7 +551,8 @@ static void test_arguments(void) {
     int32_t fetched;
     int64_t num;
     const kvc_tokens none = {.struct_size = sizeof none};
-    const kvc_store blind = {sizeof blind, NULL, NULL, write_value}, mute = {sizeof mute, NULL, read_value, NULL};
+    const kvc_store blind = {sizeof blind, NULL, NULL, write_value, NULL},
+                    mute = {sizeof mute, NULL, read_value, NULL, NULL};
     kvc_cache *cache = new_cache(&plain, &prefix);
     CHECK_FAILS(kvc_prefix_fetch(prefix, &tokens, -1, &store, NULL), KVC_ERR_INVALID, "fetched", "NULL");
     CHECK_FAILS(kvc_prefix_fetch(prefix, &tokens, -2, &store, &fetched), KVC_ERR_INVALID, "max_matched", "-2");

@@ -29,6 +29,19 @@ static void test_values(void) {
     empty_folder();
 }
 
+/* What is removed is gone, and not counted; a name that has no value is none to remove. */
+static void test_removing(void) {
+    kvc_store *store = open_store(0);
+    for (int i = 0; i < 3; i++) CHECK(put(store, i, LENGTH) == KVC_OK);
+    for (int again = 0; again < 2; again++) {
+        CHECK(store->remove(store->user, name_of(1)) == KVC_OK && get(store, 1, MOST) == 0);
+        CHECK(get(store, 0, MOST) == LENGTH && get(store, 2, MOST) == LENGTH && usage() == 2 * FILE_LENGTH);
+    }
+    CHECK(put(store, 1, 7) == KVC_OK && get(store, 1, MOST) == 7);
+    kvc_dir_store_free(store);
+    empty_folder();
+}
+
 /* A file is the same on every system, byte for byte: its name too. */
 static void test_bytes(void) {
     static const char name[] = "fa492884263b70ca235d44205ba9ed5c39c9971b.kv";
@@ -255,6 +268,7 @@ int main(void) {
     if (!mkdtemp(folder)) return 1;
     test_arguments();
     test_values();
+    test_removing();
     test_bytes();
     test_long_path();
     test_relative_path();
