@@ -488,22 +488,29 @@ class PrefixCache:
         None of its tokens matches any prompt until somebody computes them again. Pass the answer with the prompt.
         Each block that holds one of the tokens is dropped, and each block that follows the whole prompt; pinned blocks
         too, and the states of all. A block that follows a part of the prompt and holds none of its tokens stays. It
-        matches again once the tokens before it are computed again. A block that follows the prompt and is only in the
-        store is not known here, and stays.
+        matches again once the tokens before it are computed again.
+
+        The name of a block that is only in the store is not known here. So what follows the prompt stays there, and so
+        do blocks of prompts that part from it within a block. Once they are fetched, they count as computed again.
+        Forget these prompts as well, or give each tenant a store of its own, and clear that.
 
         Sequences stay as they are, and go on. But no more blocks are kept of a sequence that may hold forgotten rows.
         An acquired sequence may hold them if it begins with the prompt's first token. Any other sequence may if it
-        holds tokens now. Pins stay: once the tokens are computed again, their blocks are pinned again.
+        holds tokens now, if it is restored from a file later, or if another prefix cache acquires it later. Pins stay:
+        once the tokens are computed again, their blocks are pinned again.
 
         Return how many tokens were dropped from memory. `flush` waits for the store. It returns False if the store did
         not delete all values, or if writes that waited were dropped; then call this again.
         """
         given = arrays_of(tokens)
-        num, dropped = self._prefix.forget(*given)
-        if self._client is not None:
-            self._store_new()  # so that what waits to be written is deleted after it
-            for name in dict.fromkeys(self._prefix.names(*given) + dropped):
-                self._client.delete(name)
+        if self._fetching is None:
+            return self._prefix.forget(*given)[0]
+        with self._fetching.forgetting() as doom:
+            doom(self._prefix.names(*given))
+            num, dropped = self._prefix.forget(*given)
+            doom(dropped)
+        self._store_new()  # so that what waits to be written is deleted after it
+        self._fetching.delete_doomed()
         return num
 
     def clear(self) -> None:

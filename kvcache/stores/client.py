@@ -165,9 +165,12 @@ class StoreClient:
         """
         return self._shared.writer.add(Write(self._tenant, key, make_value, written, join))
 
-    def delete(self, key: str) -> bool:
-        """Queue the deletion of a key, after the writes that were queued before; return whether it was queued."""
-        return self._shared.writer.add(Write(self._tenant, key, None))
+    def delete(self, key: str, deleted: Callable[[str], object] | None = None) -> bool:
+        """Queue the deletion of a key, after the writes that were queued before; return whether it was queued.
+
+        `deleted`, which must not raise, is called with the key once the store has deleted it.
+        """
+        return self._shared.writer.add(Write(self._tenant, key, None, deleted))
 
     def flush(self, timeout: float) -> bool:
         """Wait until all that was queued is written or dropped, at most for so many seconds; return whether it is.

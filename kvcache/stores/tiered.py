@@ -63,6 +63,9 @@ class Tiered(MutableMapping[str, bytes]):
                 raise TypeError(f"a tier is a {type(tier).__name__}: a mutable mapping of str to bytes is needed")
         self.tiers = tiers
         self._tiers = [_Tier(tier) for tier in tiers]
+        # By the id of each call under way: the keys that were deleted meanwhile, and those to delete; None: all keys.
+        self._reads: dict[int, set[str | None]] = {}
+        self._deletions: dict[int, str | None] = {}
 
     def __repr__(self) -> str:
         return f"Tiered({', '.join(map(calls.name_of, self.tiers))})"
@@ -85,7 +88,8 @@ class Tiered(MutableMapping[str, bytes]):
             except KeyError:
                 num_missing += 1
 
-        self._use_all(delete)
+        with self._deleting(key):
+            self._use_all(delete)
         if num_missing == len(self.tiers):
             raise KeyError(key)
 
@@ -108,6 +112,15 @@ class Tiered(MutableMapping[str, bytes]):
 
         Of longer ones, where the tier can, the first `most` bytes; only values of fewer are kept in faster tiers.
         """
+        deleted: set[str | None] = set()
+        self._reads[id(deleted)] = deleted
+        try:
+            deleted.update(list(self._deletions.values()))
+            return self._read_many(keys, most, deleted)
+        finally:
+            del self._reads[id(deleted)]
+
+    def _read_many(self, keys: Iterable[str], most: int | None, deleted: set[str | None]) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
         missing = list(dict.fromkeys(keys))
         failures: list[Exception] = []
@@ -122,6 +135,7 @@ class Tiered(MutableMapping[str, bytes]):
             found |= part
             whole = {key: value for key, value in part.items() if type(value) is bytes}
             self._keep({key: value for key, value in whole.items() if most is None or len(value) < most}, i)
+            self._drop([key for key in whole if key in deleted or None in deleted], i)
             missing = [key for key in missing if key not in part]
         if len(failures) == len(self._tiers):
             raise failures[0]
@@ -132,6 +146,25 @@ class Tiered(MutableMapping[str, bytes]):
         for tier in self._tiers[:num_tiers] if items else ():
             with contextlib.suppress(Exception):  # it costs speed
                 tier.use(partial(calls.write_many, items=items))
+
+    def _drop(self, keys: Iterable[str], num_tiers: int) -> None:
+        """Delete keys from the first tiers, in which they were kept though another thread deleted them meanwhile."""
+        for key in keys:
+            for tier in self.tiers[:num_tiers]:
+                with contextlib.suppress(Exception):  # KeyError: that thread came later
+                    del tier[key]
+
+    @contextlib.contextmanager
+    def _deleting(self, key: str | None) -> Iterator[None]:
+        """Let reads under way, and those that begin meanwhile, keep no value of a key; None: of any."""
+        own = object()
+        self._deletions[id(own)] = key
+        try:
+            for deleted in list(self._reads.values()):
+                deleted.add(key)
+            yield
+        finally:
+            del self._deletions[id(own)]
 
     def set_many(self, items: Mapping[str, bytes]) -> None:
         """Store values in all tiers. An error says that no tier took all; some may be stored."""
@@ -152,7 +185,8 @@ class Tiered(MutableMapping[str, bytes]):
 
     def clear(self) -> None:
         """Remove all values from all tiers."""
-        self._use_all(lambda store: store.clear())
+        with self._deleting(None):
+            self._use_all(lambda store: store.clear())
 
     def _use_all(self, use: Callable[[MutableMapping[str, bytes]], None]) -> None:
         """Use all tiers, those that are left alone too; then raise what the first raised that failed."""

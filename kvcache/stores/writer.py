@@ -31,7 +31,7 @@ class Write:
     tenant: Tenant
     key: str
     make_value: Callable[[], Iterable[Buffer] | None] | None
-    written: Callable[[str], object] | None = None  # called with the key once the value is in the store
+    written: Callable[[str], object] | None = None  # called with the key once the store has done it
     join: Callable[[bytes, memoryview], bytes | None] | None = None  # with the payload that is there
     is_counted: bool = True  # where it is dropped
 
@@ -149,6 +149,8 @@ class Writer:
             if write.make_value is None:
                 with contextlib.suppress(KeyError):
                     del self.store[write.key]
+                if write.written is not None:
+                    write.written(write.key)
                 return True
             value = self._make_value(write, None)
             stored = self._find_stored(write) if value is not None and write.join else None

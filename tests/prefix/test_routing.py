@@ -106,6 +106,59 @@ def test_forget_drops_a_prompt_from_memory_and_store() -> None:
     assert prefix.lookup(PROMPT) == 40
 
 
+def test_what_was_read_before_a_prompt_was_forgotten_is_not_added() -> None:
+    class Forgetting(dict[str, bytes]):
+        forgets = False
+
+        def __getitem__(self, key: str) -> bytes:
+            value = super().__getitem__(key)
+            if self.forgets:
+                self.forgets = False
+                other.forget(PROMPT)
+            return value
+
+    store = Forgetting()
+    cache, prefix = make(store=store)
+    serve(cache, prefix, PROMPT)
+    assert prefix.flush(10)
+    _, other = make(store=store)
+    store.forgets = True
+    assert other.acquire([*PROMPT, 1])[1] == 0
+    assert not store.forgets
+    assert other.flush(10)
+    assert not store
+    assert other.acquire([*PROMPT, 1])[1] == 0
+
+
+def test_what_is_to_be_deleted_is_not_fetched_and_deleted_as_soon_as_that_succeeds() -> None:
+    class Failing(dict[str, bytes]):
+        fails = True
+
+        def __delitem__(self, key: str) -> None:
+            if self.fails:
+                raise OSError("no")
+            super().__delitem__(key)
+
+    store = Failing()
+    cache, prefix = make(store=store)
+    longer = [*PROMPT[:20], *range(700, 720)]
+    serve(cache, prefix, PROMPT)
+    serve(cache, prefix, longer)  # parts from it within a block
+    assert prefix.flush(10)
+    prefix.forget(PROMPT)
+    assert not prefix.flush(10)
+    assert prefix.names(longer)[1] in store
+    assert prefix.acquire([*PROMPT, 1])[1] == prefix.acquire([*longer, 1])[1] == 0
+    store.fails = False
+    for _ in range(100):  # the store is left alone for a while after failures
+        prefix.forget(PROMPT)
+        prefix.flush(10)
+        if not store:
+            break
+        time.sleep(0.1)
+    assert not store
+
+
 def test_lookup_of_a_store_that_is_slow_says_what_it_has_said() -> None:
     class Slow(dict[str, bytes]):
         def __contains__(self, key: object) -> bool:

@@ -38,6 +38,56 @@ def test_what_a_slow_tier_has_is_kept_in_the_faster_ones():
     assert len(store) == 2
 
 
+@pytest.mark.parametrize("when", ["before", "while reading", "while keeping", "while deleting"])
+@pytest.mark.parametrize("deletes_all", [False, True])
+def test_what_is_deleted_while_it_is_read_is_not_kept(when, deletes_all):
+    class Hooked(dict):
+        def __init__(self, **values):
+            super().__init__(values)
+            self.hooks = {}
+
+        def __getitem__(self, key):
+            value = super().__getitem__(key)
+            self.hooks.pop("read", lambda: None)()
+            return value
+
+        def __setitem__(self, key, value):
+            self.hooks.pop("keep", lambda: None)()
+            super().__setitem__(key, value)
+
+        def __delitem__(self, key):
+            super().__delitem__(key)
+            self.hooks.pop("delete", lambda: None)()
+
+        def clear(self):
+            super().clear()
+            self.hooks.pop("delete", lambda: None)()
+
+    def delete():
+        if deletes_all:
+            store.clear()
+        else:
+            del store["a"]
+
+    first, second = Hooked(b=b"B"), Hooked(a=b"A")
+    store = Tiered(first, second)
+    if when == "while deleting":  # the first tier has done it, and the second one has not
+        first["a"] = b"A"
+        first.hooks["delete"] = lambda: store["a"]
+        delete()
+    elif when == "while reading":
+        second.hooks["read"] = delete
+        assert store["a"] == b"A"
+    elif when == "while keeping":
+        first.hooks["keep"] = delete
+        assert store["a"] == b"A"
+    else:
+        delete()
+    assert store.read_many("ab") == ({} if deletes_all else {"b": b"B"})
+    second["a"] = b"newer"
+    assert store["a"] == first["a"] == b"newer"
+
+
 @pytest.mark.parametrize("kind", [Faulty, Bulk])
 def test_writes_and_deletions_reach_all(kind):
     tiers = kind(), kind()
