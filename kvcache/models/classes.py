@@ -7,11 +7,12 @@ from the code beside a model's files, if transformers has no class for the model
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["UNKNOWN", "Class", "of"]
+__all__ = ["UNKNOWN", "Class", "of", "type_of"]
 
 FILE = Path(__file__).with_name("classes.json")
 
@@ -38,7 +39,7 @@ UNKNOWN = Class({}, {}, {})
 # By type of model: values that classes.json lacks, or has otherwise. None: the field has no default.
 MORE: dict[str, dict[str, Any]] = {
     "chatglm": {"partial_rotary_factor": 0.5},
-    "dbrx": {"attn_config": {"kv_n_heads": 1}},
+    "dbrx": {"kv_n_heads": 1, "rope_theta": None},
     "hrm_text": {"H_cycles": 2, "L_cycles": 3},
     "mllama_text_model": {"cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38]},
     **{key: {"is_encoder_decoder": True} for key in ("musicgen", "musicgen_melody")},
@@ -51,6 +52,8 @@ MORE: dict[str, dict[str, Any]] = {
     },
     **{key: {"global_head_dim": 512} for key in ("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text")},
 }
+# Fields that only files of one type have, where a file does not say its type.
+TELLING = {"initial_context_length": "gpt_oss"}
 
 
 @lru_cache(maxsize=1)
@@ -64,6 +67,11 @@ def _table() -> dict[str, Class]:
         merged = {field: value for field, value in (known.defaults | values).items() if value is not None}
         found[name] = known._replace(defaults=merged)
     return found
+
+
+def type_of(given: Mapping[str, Any]) -> Any:
+    """Return the type of model that a file says, or that one of its fields tells; None: neither."""
+    return given.get("model_type") or next((name for field, name in TELLING.items() if field in given), None)
 
 
 def of(model_type: Any) -> Class:

@@ -39,11 +39,17 @@ NAMES = {
     "num_key_value_heads": (
         "decoder_num_key_value_heads", "num_key_value_heads_per_layer", "num_key_value_heads", "num_kv_heads",
         "n_head_kv", "n_kv_heads", "n_kv_head", "kv_n_heads", "num_attention_groups", "multi_query_group_num",
+        "num_query_groups", "num_multi_query_heads", "num_kv_attention_heads", "num_attention_heads_kv", "num_heads_kv",
+        "kv_heads",
     ),
     "hidden_size": ("hidden_size", "d_model", "n_embd", "n_embed", "embed_dim", "emb_dim", "dim", "model_dim"),
     "head_dim": (
-        "head_dim", "d_kv", "attention_head_dim", "hidden_size_per_head", "kv_channels", "dim_head",
+        "head_dim", "d_kv", "attention_head_dim", "hidden_size_per_head", "kv_channels", "dim_head", "head_size",
+        "d_head", "attention_head_size", "size_per_head", "dim_per_head",
     ),
+    "cross_num_attention_heads": ("cross_num_attention_heads",),
+    "cross_num_key_value_heads": ("cross_num_key_value_heads", "num_cross_attention_key_value_heads"),
+    "cross_head_dim": ("cross_head_dim",),
     "max_position_embeddings": (
         "max_target_positions", "max_decoder_position_embeddings", "max_text_positions", "max_position_embeddings",
         "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx", "max_context_length",
@@ -57,7 +63,9 @@ NAMES = {
     "kv_lora_rank": ("kv_lora_rank", "attention_kv_lora_dim"),
     "qk_rope_head_dim": ("qk_rope_head_dim", "attention_qk_rope_dim"),
     "use_rope_layers": ("use_rope_layers", "rope_layout"),
-    "rope_theta": ("rotary_emb_base", "global_rope_theta", "rope_theta", "rope_base", "rope_freq_constant"),
+    "rope_theta": (
+        "rotary_emb_base", "global_rope_theta", "rope_theta", "rope_base", "rope_freq_constant", "rope_embedding_base",
+    ),
     "rope_local_base_freq": ("rope_local_base_freq", "local_rope_theta", "swa_rope_theta", "rope_local_theta"),
     "partial_rotary_factor": (
         "partial_rotary_factors", "rotary_pct", "rope_pct", "partial_rotary_factor", "rope_percent",
@@ -66,8 +74,12 @@ NAMES = {
     # Windows count the token itself, as llama.cpp has it. transformers' class of MiMo adds 1.
     "sliding_window": ("sliding_window", "sliding_window_size", "attention_window_size", "interleaved_sliding_window"),
 }  # fmt: skip
+# Names of a window's length, of which -1 and 0 say that there is none.
+NO_WINDOW = {*NAMES["sliding_window"], "window_size"}
 # Fields under which a model of several parts nests the configuration of its text decoder.
 PARTS = ("text_config", "thinker_config", "decoder", "decoder_config", "generator", "llm_config", "language_config")
+ATTENTION = "attn_config"  # an object with fields of the attention, which count where the file has none beside it
+ENCODERS = ("encoder", "text_encoder")  # fields that hold the configuration of what the text decoder attends over
 TILES = ("max_num_tiles", "image_size", "patch_size")  # fields of a vision encoder
 # Fields of a model of several parts that count before those of its text decoder, by each name that they have.
 OF_THE_WHOLE = {
@@ -243,13 +255,17 @@ def text_decoder(values: Mapping[str, Any], source: str) -> Fields:
         if len(parts) > MAX_PARTS:  # also stops at an object that holds itself
             raise ModelFileError(f"{source}: more than {MAX_PARTS} configurations are nested in each other")
         parts.append(part)
-    fields = _named(parts[-1])
+    fields = _named(parts[-1], source)
     fields["is_encoder_decoder"] = any(
         part.get("is_encoder_decoder", classes.of(part.get("model_type")).defaults.get("is_encoder_decoder")) is True
         for part in parts
     )
     if fields.get("cross_attention_layers") and (tokens := _image_tokens(parts[0].get("vision_config"))) is not None:
         fields["max_source_positions"] = tokens
+    if fields["is_encoder_decoder"]:
+        encoder = next((part[name] for part in parts for name in ENCODERS if isinstance(part.get(name), Mapping)), None)
+        if encoder is not None:
+            fields["max_source_positions"] = _named(encoder, source).get("max_source_positions")
     whole = ChainMap(*({name: value for name, value in part.items() if value is not None} for part in parts))
     for name, others in OF_THE_WHOLE.items():
         fields[name] = next((whole[other] for other in others if other in whole), None)
@@ -281,12 +297,15 @@ def _part(values: Mapping[str, Any], source: str) -> Mapping[str, Any] | None:
     return None if flat is None else {**flat, **values, "model_type": flat["model_type"]}
 
 
-def _named(given: Mapping[str, Any]) -> dict[str, Any]:
+def _named(given: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Give a configuration's fields the names of `NAMES`, and add the defaults of its class; leave out null."""
-    known = classes.of(given.get("model_type"))
+    attention = Fields(given, source).part(ATTENTION)
+    given = {**({} if attention is None else attention.values), **given, "model_type": classes.type_of(given)}
+    known = classes.of(given["model_type"])
     stored = {new: value for name, value in given.items() if (new := known.names.get(name, name)) not in given}
     stored |= {name: value for name, value in given.items() if name not in stored}
     fields = {name: value for name, value in stored.items() if value is not None}
+    fields = {name: value for name, value in fields.items() if name not in NO_WINDOW or value not in (-1, 0)}
     said = {name for name, value in stored.items() if value is not None or not name.startswith("rope_")}
     for name, others in NAMES.items():
         found = next((fields[other] for other in others if other in fields), None)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Sequence
 
 from kvcache.errors import NotSupportedError, plain, shown
+from kvcache.models import classes
 from kvcache.models.fields import NAMES, Fields
+from kvcache.models.kinds import BY_LAYER, INDICES, PERIODS
 
 __all__ = ["check", "refuse", "says_layers"]
 
@@ -16,6 +19,7 @@ SAYS = re.compile(
     r"|(layer|attn|attention)_(ids?|idxs?|ind(ic|ex)\w*|list|map|period|offset|interval|step)|_idxs?$|_indices$"
     r"|group|interval|every|period|mb_per|share|reuse|recycle|(^|_)(cla|yoco|swa|gqa|mqa|kv)(_|$)|sliding|window"
     r"|(^|_)(local|global)_|nope|no_rope|hybrid|cross_(attn|attention|layer)|(attn|attention)_types?|memory_tokens"
+    r"|multi_query|(key|value|kv)_heads|heads_(k|v|kv)$|head_(dim|size)s?$|(^|_)(key|value|kv)_(dim|size)s?$|sink_tokens"
     r"|linear_(attn|attention)|full_att|(^|_)loops?(_|$)|recurrence|recurrent_block|ut_steps|_in_(prelude|coda)$"
 )
 # Parts of names that say it of something else: experts, other networks, training, kernels, heads that guess tokens.
@@ -24,19 +28,31 @@ OF_OTHERS = re.compile(
     r"|projector|adapter|adaptor|conv|mamba|ssm|deepstack|ngram|ple|altup|laurel|byte|dropout|init|loss|quant|cache"
     r"|tokens?|layerdrop|pruned|freeze|norm|bias|scale|scalar|multiplier|embed|embeddings?|time|feat|resampler|aligner"
     r"|prenet|postnet|gate|lora|state|pp|tp|hc|swiglu|vocab|logits?|res|topk|sconv|factor|prob|implementation|size"
-    r"|sparsity|hidden|sparse)(_|$)|per_layer_input|^index_|for_linear_attn"
+    r"|sparsity|hidden|sparse|layernorm|activation|input_output)(_|$)|per_layer_input|^index_|for_linear_attn"
+    r"|^linear_(num_)?(key_|value_)?head"
     r"|^(n_groups?|num_(limited_)?groups|n_(in|out)put_layers|output_|num_(mem|random)_|stagger_)"
 )
-# Fields that the reader need not ask for: others say the same, or they hold for all layers alike.
+# What OF_OTHERS must not find: parts of names whose first word says something of layers.
+KEPT = re.compile("(group|window|head|key|value|kv|sink)_(?:size|lora|tokens)")
+# Fields that the reader need not ask for, in files of any type: others say the same, or they hold for all layers alike.
 HARMLESS = {
-    "_sliding_window_pattern", "add_cross_attention", "attention_type", "attention_window", "attn_type",
-    "cla_share_factor", "cross_layer_interval", "decoder_layers", "freeze_text_layers", "global_head_dim",
-    "indexer_types", "keep_window_size", "kv_channels", "kv_source_layers", "linear_attn_config", "local_radius",
-    "max_window_layers", "mla_use_nope", "no_rope_layer_interval", "num_attention_groups", "num_gqa_groups",
-    "num_kv_groups", "num_query_groups", "num_sliding_attention_heads", "order_of_interleaved_layers",
-    "qk_nope_head_dim", "recurrent_kv_cache_mode", "rope_scaling_layers", "share_q_dim", "sliding_window_pattern",
-    "use_cla", "use_gqa", "use_sliding_window",
+    "add_cross_attention", "attn_type", "cla_share_factor", "freeze_text_layers", "linear_attn_config",
+    "max_window_layers", "mla_use_nope", "no_rope_layer_interval", "qk_nope_head_dim", "rope_scaling_layers",
+    "share_q_dim", "use_cla", "use_gqa", "use_sliding_window",
 }  # fmt: skip
+# Such fields of types that transformers has a class of, whose real layers are compared with what is read.
+HARMLESS_IN_CLASSES = {
+    "_sliding_window_pattern", "attention_type", "attention_window", "cross_layer_interval", "global_head_dim",
+    "indexer_types", "keep_window_size", "kv_source_layers", "local_radius",
+    "num_sliding_attention_heads", "order_of_interleaved_layers", "qk_head_dim", "sliding_window_pattern",
+}  # fmt: skip
+# Such fields of other types.
+HARMLESS_OF = {
+    "hf_olmo": {"block_type"},
+    "openelm": {"num_gqa_groups"},
+}
+# Parts of names that say how often something comes: with the value 1, all layers are alike.
+OFTEN = re.compile(r"every|period|interval|(^|_)(step|mod|group_size|factor)(_|$)")
 # Fields that say which rows a layer reads, not which it keeps: sizes do not depend on them.
 READS_LESS = {
     "blocksparse_block_size", "blocksparse_homo_head_pattern", "blocksparse_num_local_blocks",
@@ -50,6 +66,10 @@ REFUSED = {
 }
 # Fields that say how often layers run. Each run has rows of its own.
 TIMES = ("loop_num", "num_loops", "total_ut_steps", "mean_recurrence")
+# Types without a class in transformers whose layers all have the window that a file names.
+WINDOWED = {"grinmoe", "phi3_v", "phi4mm", "solar"}
+# Fields that say which layers have a window.
+SAYS_WHERE = (*BY_LAYER, *INDICES, *PERIODS, "block_configs", "block_types", "full_attention_idx", "use_sliding_window")
 # Types that keep no keys of an indexer though their files have its fields.
 WITHOUT_INDEX = {"minimax_m3_vl_text"}
 ADVICE = "describe its layers yourself, KVCache([Layer(...), ...])"
@@ -58,7 +78,7 @@ ADVICE = "describe its layers yourself, KVCache([Layer(...), ...])"
 def says_layers(name: str) -> bool:
     """Whether a field's name says something of what layers keep."""
     says = SAYS.search(name)
-    return says is not None and OF_OTHERS.search(re.sub("(group|window)_size|(kv)_lora", r"\1\2", name)) is None
+    return says is not None and OF_OTHERS.search(KEPT.sub(r"\1", name)) is None
 
 
 def refuse(config: Fields) -> None:
@@ -89,20 +109,48 @@ def refuse(config: Fields) -> None:
             )
 
 
-def check(config: Fields) -> None:
-    """Raise NotSupportedError for a field that says what layers are, and that was not asked for; warn of some."""
+def check(config: Fields, kinds: Sequence[str]) -> None:
+    """Raise NotSupportedError for a field that says what layers are, and that was not asked for; warn of some.
+
+    `kinds` are the layers' types as they were read.
+    """
     if config.get("gguf_architecture") is not None:
         return
-    known = (HARMLESS | config.used).union(*NAMES.values())
+    model_type = config.text("model_type", "")
+    known = (HARMLESS | config.used | HARMLESS_OF.get(model_type, set())).union(*NAMES.values())
+    if classes.of(model_type) is not classes.UNKNOWN:
+        known |= HARMLESS_IN_CLASSES
     if config.get("sliding_window") is not None:
         known |= {"window_size"}  # the same, under an older name
+    less = []
     for name, value in config.values.items():
         if not isinstance(name, str) or name in known or not value or value == -1:
             continue
+        if name[:1] == "_" and name[1:] in known & config.values.keys():  # transformers wrote what it had made of it
+            continue
+        if type(value) is int and value == 1 and OFTEN.search(name):
+            continue
         if name in READS_LESS:
-            message = f"{plain(config.source)}: {name} is not read: layers keep every row, of which they read some"
-            warnings.warn(message, stacklevel=4)
+            less.append(name)
         elif says_layers(name):
             raise NotSupportedError(
                 f"{config.source}: {plain(name)} {shown(value)} says what its layers are, and is not read; {ADVICE}"
             )
+    if less:
+        names = f"{', '.join(less)} {'is' if len(less) == 1 else 'are'}"
+        message = f"{plain(config.source)}: {names} not read: layers keep every row, of which they read some"
+        warnings.warn(message, stacklevel=4)
+    _check_windows(config, kinds)
+
+
+def _check_windows(config: Fields, kinds: Sequence[str]) -> None:
+    """Warn where a window is given, and nothing says which layers of a type that nobody knows have it."""
+    model_type = config.text("model_type", "")
+    told = any(config.get(name) is not None for name in SAYS_WHERE) or model_type in WINDOWED
+    told = told or isinstance(config.get("sliding_window"), list | tuple)
+    if told or classes.of(model_type) is not classes.UNKNOWN or "sliding_attention" not in kinds:
+        return
+    whose = f"model_type {plain(model_type)!r} is not known" if model_type else "there is no model_type"
+    window = shown(config.get("sliding_window"))
+    message = f"{plain(config.source)}: {whose}: every layer is taken to have the window {window}"
+    warnings.warn(message, stacklevel=5)

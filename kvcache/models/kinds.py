@@ -13,7 +13,10 @@ from kvcache.errors import NotSupportedError, shown
 from kvcache.models.fields import Fields
 from kvcache.models.reading import MAX_LAYERS
 
-__all__ = ["CROSS", "NO_ROPE_EVERY", "SLIDING", "STATELESS", "layer_types", "rotates_by_interval"]
+__all__ = [
+    "BY_LAYER", "CROSS", "FULL", "INDICES", "NO_ROPE_EVERY", "PERIODS", "SLIDING", "STATELESS", "layer_types",
+    "rotates_by_interval",
+]  # fmt: skip
 
 # Types of layers, as transformers names them.
 F, S, L, C, H, HS = "full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding"
@@ -284,7 +287,10 @@ def _has_rows(config: Fields, layer: int, model_type: str) -> bool:
 
 def _slides(config: Fields, layer: int, model_type: str) -> bool:
     """Whether a layer with attention has a window."""
-    if config.get("sliding_window") is None:
+    window = config.get("sliding_window")
+    if isinstance(window, list | tuple):
+        return bool(window) and window[layer % len(window)] is not None
+    if window is None or layer in (config.sequence("full_attention_idx") or ()):  # Plamo 2
         return False
     if config.get("use_sliding_window") is False and model_type != "ministral":
         return False

@@ -31,13 +31,27 @@ REVERSED = {"nanochat"}
 ROPE_IF = {"granitemoehybrid": ("position_embedding_type", "rope"), "zamba2": ("use_mem_rope", True)}
 # Types that add positions to the scores (ALiBi), and rotate no keys.
 ALIBI = {"bloom", "jais", "mpt"}
+# How else positions are told to a model, in a field ``position_embedding_type``.
+NO_ROTATION = {"absolute", "alibi", "learned", "learned_absolute", "nope", "none"}
 # Names of fields that say how keys rotate. A field with such a name makes the rotation unknown unless KNOWN has it.
-SAYS_ROTATION = re.compile("^(rope|rotary)(_|$)|ntk|yarn|^position_encoding_2d$")
+SAYS_ROTATION = re.compile("(^|_)(rope|rotary|rot|xpos)(_|$)|ntk|yarn|^position_encoding_2d$")
 KNOWN = {
+    "attention_qk_rope_dim",
+    "attn_rotary_emb",
+    "layer_rope_theta",
+    "no_rope_layer_interval",
+    "no_rope_layers",
     "original_rope",
+    "qk_rope_head_dim",
+    "rope",
     "rope_3d",
+    "rope_dail_config",
     "rope_freqs",
+    "rope_full_precision",
+    "rope_hf_config",
+    "rope_impl",
     "rope_interleave",
+    "rope_max_length",
     "rope_parameters",
     "rope_ratio",
     "rope_scaling",
@@ -46,12 +60,23 @@ KNOWN = {
     "rotary_dim",
     "rotary_value",
     "use_dynamic_ntk",
+    "use_mem_rope",
+    "use_rope",
     "yarn_only_types",
 }.union(*(NAMES[name] for name in ("rope_theta", "rope_local_base_freq", "partial_rotary_factor", "use_rope_layers")))
+# Names within a scaling that are read, or that say what the scores or queries are multiplied by.
+PARAMETERS = {
+    "attention_factor", "attn_factor", "beta_fast", "beta_slow", "extrapolation_factor", "factor", "finetuned",
+    "high_freq_factor", "interleaved", "llama_4_scaling_beta", "long_factor", "long_mscale", "low_freq_factor",
+    "max_position_embeddings", "mrope_interleaved", "mrope_section", "mscale", "mscale_all_dim",
+    "original_max_position_embeddings", "partial_rotary_factor", "pos_idx_in_fp32", "rope_theta", "rope_type",
+    "rotary_dim", "short_factor", "short_mscale", "truncate", "type", "xpos_scale_base",
+}  # fmt: skip
 # Types that rotate keys even if neither the file nor transformers' class says so.
 ROTATING = {
-    "aquila", "baichuan", "chatglm", "codegen", "deci", "gptj", "internlm", "internlm2", "minicpm", "openelm", "orion",
-    "phi-msft", "plamo", "plamo2", "qwen", "RefinedWeb", "RefinedWebModel", "stablelm_epoch", "xverse",
+    "aquila", "baichuan", "chatglm", "codegen", "dbrx", "deci", "gptj", "grok-1", "hf_olmo", "internlm", "internlm2",
+    "llava_llama", "minicpm", "mpt", "openelm", "orion", "phi-msft", "plamo", "plamo2", "qwen", "RefinedWeb",
+    "RefinedWebModel", "stablelm_epoch", "xverse",
 }  # fmt: skip
 # Types that rotate by ``partial_rotary_factor``, whatever ``rotary_dim`` says.
 WITHOUT_ROTARY_DIM = {"minimax_m3_vl_text"}
@@ -77,7 +102,7 @@ def rope(config: Fields, layer: int, kind: str, head_dim: int, first_dim: int) -
     parameters = _parameters(config, layer, kind, model_type)
     if parameters is None:
         return None
-    unknown = _unknown(config)
+    unknown = _unknown(config, parameters)
     if unknown is not None:
         return Unshiftable(f"{unknown} says how they are rotated, and is not read")
     name = parameters.text("rope_type", parameters.text("type", "default"))
@@ -127,14 +152,13 @@ def _rotates(config: Fields, layer: int, kind: str, model_type: str) -> bool:
     rotates = config.get("rotates")
     if rotates is not None:  # a GGUF's reader knows
         return rotates is True
-    attention = config.part("attn_config")
-    if attention is not None and attention.get("rope") is True:  # MPT's later models
-        return True
-    if model_type in ALIBI | NO_ROPE or config.get("alibi") is True or config.get("mla_use_nope") is True:
+    if isinstance(config.get("rope"), bool):  # OLMo's first models, MPT's later ones
+        return config.get("rope") is True
+    if model_type in ALIBI | NO_ROPE or any(
+        config.get(name) is True for name in ("alibi", "use_alibi", "mla_use_nope")
+    ):
         return False
-    if config.get("use_rope") is False:
-        return False
-    if config.get("position_embedding_type") in ("nope", "alibi"):
+    if config.get("use_rope") is False or config.get("position_embedding_type") in NO_ROTATION:
         return False
     if model_type == "baichuan" and config.get("hidden_size") != 4096:
         return False  # its larger models use ALiBi
@@ -153,13 +177,15 @@ def _rotates(config: Fields, layer: int, kind: str, model_type: str) -> bool:
     return True
 
 
-def _unknown(config: Fields) -> str | None:
-    """Return the name of an unread field about rotations; None: every such field is read."""
+def _unknown(config: Fields, parameters: Fields) -> str | None:
+    """Return the name of an unread field about rotations, of the file or of the scaling; None: all are read."""
     if config.get("gguf_architecture") is not None:
         return None
+    if more := [name for name in parameters.values if name not in PARAMETERS]:
+        return f"{parameters.source.rpartition(', ')[2]}, {plain(more[0])},"
     for name, value in config.values.items():
         says = isinstance(name, str) and SAYS_ROTATION.search(name) is not None and name not in KNOWN
-        changes_nothing = value is None or value is False or (value == 1 and value is not True)
+        changes_nothing = value in (None, False, "full-1d") or (value == 1 and value is not True)
         if says and not changes_nothing:
             return plain(name)
     return None
@@ -174,7 +200,7 @@ SCALED_LOCALLY = {"modernbert-decoder"}
 # Types whose layers with a window are not scaled, though they may have no theta of their own.
 NOT_SCALED_LOCALLY = {"step3p5"}
 # Other names of scalings, in files of any type, and of these types.
-SCALING_NAMES = {"origin": "default", "xdrope": "dynamic"}
+SCALING_NAMES = {"no_scaling": "default", "origin": "default", "original": "default", "xdrope": "dynamic"}
 SCALING_NAMES_OF = {key: {"su": "longrope", "yarn": "longrope"} for key in ("phi3", "phi4_multimodal")}
 
 
@@ -184,10 +210,8 @@ def _parameters(config: Fields, layer: int, kind: str, model_type: str) -> Field
     found, source = _scaling(config, layer, kind, model_type, theta is not None)
     if theta is None:
         theta = config.get("layer_rope_theta", config.get("rope_theta"))
-    attention = config.part("attn_config")
-    if theta is None and attention is not None:
-        theta = attention.get("rope_theta")
-    if found is None or not (found or model_type in ROTATING or theta or config.get("rotary_dim")):
+    rotates = model_type in ROTATING or config.get("rotary_dim") or config.get("position_embedding_type") == "rope"
+    if found is None or not (found or rotates or theta):
         return None
     if config.get("rope_ratio") is not None:  # as in ChatGLM
         theta = config.positive("rope_ratio") * 10000.0
@@ -220,7 +244,9 @@ def _scaling(
         own = given.part(kind) or given.part(SAME.get(kind, kind))
         return (None, "") if own is None else ({k: v for k, v in own.values.items() if v is not None}, own.source)
     scaling = config.part("rope_scaling") or given
-    rotary = config.part("rotary")  # as in InternLM
+    if scaling is None and config.get("rope_impl") in ("dail", "hf"):  # MPT
+        scaling = config.part(f"rope_{config.get('rope_impl')}_config")
+    rotary = None if config.get("rotary") is True else config.part("rotary")  # True in GPT-J, an object in InternLM
     if scaling is None and rotary is not None:
         scaling = Fields({"rope_theta": rotary.get("base"), "type": rotary.get("type")}, rotary.source)
     if scaling is None:

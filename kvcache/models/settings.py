@@ -48,8 +48,11 @@ def _by_kind(config: Fields, kinds: Sequence[str]) -> list[dict[str, Any]]:
 def _lists(config: Fields, kinds: Sequence[str]) -> list[dict[str, Any]]:
     """Return the entries of lists, where a field has one in the place of a number."""
     lists = {name: values for name in LISTS if isinstance(values := config.get(name), list | tuple)}
-    for name in lists:
-        config.sequence(name, len(kinds))  # refuses a shorter one
+    for name, values in lists.items():
+        if name == "sliding_window" and values and len(kinds) % len(values) == 0:
+            lists[name] = [*values] * (len(kinds) // len(values))  # a pattern that begins again
+        else:
+            config.sequence(name, len(kinds))  # refuses a shorter one
     return [{name: values[i] for name, values in lists.items()} for i in range(len(kinds))]
 
 

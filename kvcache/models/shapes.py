@@ -122,15 +122,16 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
     shares = shares_of(config, kinds)
     layers = [replace(layer, share=share) for (_, layer), share in zip(described, shares, strict=True)]
     if config.get("is_encoder_decoder"):
-        cross = _cross(config, max_source_len)
-        layers += [replace(layer, policy=cross, rope=False, share=None) for layer in layers]
-        num_heads *= 2
+        policy = _cross(config, max_source_len)
+        crossing = [_crossing(config, *own, policy) for own in zip(num_heads, layers, strict=True)]
+        num_heads += [heads for heads, _ in crossing]
+        layers += [layer for _, layer in crossing]
     if all(layer.policy is None for layer in layers):
         raise NotSupportedError(f"{config.source}: no layer of this {plain(model_type)} has keys and values")
     context = config.get("max_position_embeddings")
     if context is not None:
         context = config.count("max_position_embeddings", most=MAX_CONTEXT)
-    guard.check(config)
+    guard.check(config, kinds)
     shape = Shape(model_type, tuple(layers), tuple(num_heads), context)
     if isinstance(source, str | os.PathLike) and not any(config.get(name) for name in ("gguf_architecture", PACKED)):
         _check_weights(Path(source), shape)
@@ -212,15 +213,12 @@ def _num_kv_heads(config: Fields, kind: str, num_heads: int) -> int:
     """Return the number of KV heads of a layer."""
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         return 1
-    if config.get("multi_query_attention") is False:  # ChatGLM names a number of groups nevertheless
-        return num_heads
+    if any(config.get(name) is False for name in ("multi_query_attention", "group_query_attention")):
+        return num_heads  # ChatGLM and CodeShell name a number of groups nevertheless
     if config.get("attention_head_type") in ("multiquery", "mqa"):
         return 1
-    attention = config.part("attn_config")
-    if attention is not None and attention.get("attn_type") == "multiquery_attention":
-        return 1
-    if attention is not None and attention.get("kv_n_heads") is not None:
-        return attention.count("kv_n_heads", most=MAX_HEADS)
+    if config.get("attn_type") in ("multiquery_attention", "multihead_attention"):
+        return 1 if config.get("attn_type") == "multiquery_attention" else num_heads
     if config.get("n_shared_head") is not None:  # Plamo
         return -(-num_heads // config.count("n_shared_head", most=num_heads))
     more = MORE_KV_HEADS.get(config.text("model_type", ""), 1) if kind in SLIDING else 1
@@ -245,6 +243,17 @@ def _window(config: Fields) -> int:
         return config.count("local_attention", least=2) // 2  # it counts both sides
     name = "window_size" if config.get("sliding_window") is None and config.get("window_size") else "sliding_window"
     return config.count(name)
+
+
+def _crossing(config: Fields, num_heads: int, layer: Layer, policy: CrossAttention) -> tuple[int, Layer]:
+    """Return the number of query heads, and the layer, of a decoder's layer over what the encoder made."""
+    num_heads = config.count("cross_num_attention_heads", num_heads, most=MAX_HEADS)
+    num_kv_heads = config.count("cross_num_key_value_heads", layer.num_kv_heads, most=MAX_HEADS)
+    layer = replace(layer, policy=policy, rope=False, share=None, num_kv_heads=num_kv_heads)
+    if config.get("cross_head_dim") is not None:
+        dim = config.count("cross_head_dim", most=MAX_HEAD_DIM)
+        layer = replace(layer, head_dim=dim, v_head_dim=dim)
+    return num_heads, layer
 
 
 def _cross(config: Fields, max_source_len: int | None) -> CrossAttention:

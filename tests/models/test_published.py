@@ -4,7 +4,9 @@ import json
 
 import numpy as np
 import pytest
-from support.published_models import PUBLISHED, UNSUPPORTED
+from support.published_files import WHOLE
+from support.published_models import PUBLISHED as ABRIDGED
+from support.published_models import UNSUPPORTED
 from support.rotation import rotated
 
 import kvcache
@@ -12,6 +14,7 @@ from kvcache.models import guard, shapes
 from kvcache.policy import FullAttention
 from kvcache.rope import Rope
 
+PUBLISHED = {**ABRIDGED, **WHOLE}
 SOME = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
 
 
@@ -20,6 +23,7 @@ def stored(layer):
     return layer.num_kv_heads * (layer.head_dim + (0 if layer.value_in_key else layer.v_head_dim))
 
 
+@pytest.mark.filterwarnings("ignore:.*not read. layers keep every row")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_sizes(name, tmp_path):
     form = PUBLISHED[name]
@@ -28,11 +32,15 @@ def test_sizes(name, tmp_path):
     own = [layer for layer in layers if layer.share is None]
     full = [layer for layer in own if isinstance(layer.policy, FullAttention)]
     sliding = [layer for layer in own if layer not in full]
-    windows = {getattr(p, "window", getattr(p, "attention_chunk_size", None)) for p in (x.policy for x in sliding)}
+    names = ("window", "attention_chunk_size", "max_len")
+    windows = {getattr(x.policy, name) for x in sliding for name in names if hasattr(x.policy, name)}
     assert (sum(map(stored, full)), sum(map(stored, sliding))) == (form.full, form.windowed)
     assert windows == ({form.window} if form.window else set())
+    ropes = [layer.rope.inv_freq for layer in layers if isinstance(layer.rope, Rope)]
     if form.rotating is not None:
-        assert sum(isinstance(layer.rope, Rope) for layer in layers) == form.rotating
+        assert len(ropes) == form.rotating
+    if form.theta is not None:
+        assert ropes[0][1] == pytest.approx(form.theta ** (-1 / len(ropes[0])))
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
@@ -45,6 +53,7 @@ def test_what_is_refused_is_refused_by_name(name):
 ROTATED = [name for name, form in PUBLISHED.items() if form.rotating]
 
 
+@pytest.mark.filterwarnings("ignore:.*not read. layers keep every row")
 @pytest.mark.parametrize("name", ROTATED)
 def test_keys_after_a_removal_are_as_if_rotated_anew(name):
     layers = shapes.read(PUBLISHED[name].config).layers
@@ -70,7 +79,9 @@ def test_keys_after_a_removal_are_as_if_rotated_anew(name):
         ("kv_heads_per_layer", [2, 1, 2, 1]), ("kv_reuse_group", [[0, 1]]), ("layer_attention_types", ["a"] * 4),
         ("swa_layers", [1, 2]), ("block_overrides", {"order": []}), ("use_yoco", True), ("mb_per_layer", 2),
         ("attn_window_size", 64), ("loop_window_size", 64), ("mla_kv_lora_dim", 64), ("num_loops", 2),
-        ("index_head_dim", 128), ("compress_ratios", [4, 128, 4, 128]), ("window_layers", [1]),
+        ("index_head_dim", 128), ("compress_ratios", [4, 128, 4, 128]), ("window_layers", [1]), ("num_kv_groups", 2),
+        ("num_key_heads", 2), ("qk_head_dim", 96), ("key_size", 96), ("num_sink_tokens", 4), ("attention_window", 64),
+        ("sliding_window_len", 64), ("_block_types", ["a"]),
     ],
 )  # fmt: skip
 def test_a_field_that_says_what_layers_are_is_not_passed_over(field, value):
@@ -89,6 +100,70 @@ def test_a_field_that_says_what_layers_are_is_not_passed_over(field, value):
 )  # fmt: skip
 def test_fields_of_experts_and_other_parts_are_no_alarm(field):
     assert not guard.says_layers(field)
+
+
+@pytest.mark.parametrize("name", ["full_attn_mod", "global_attn_every_n", "block_group_size", "window_period"])
+def test_every_first_layer_is_every_layer(name):
+    assert len(shapes.read({"model_type": "new", **SOME, name: 1}).layers) == 4
+    with pytest.raises(kvcache.NotSupportedError, match=name):
+        shapes.read({"model_type": "new", **SOME, name: 2})
+
+
+@pytest.mark.parametrize("name", ["num_query_groups", "num_multi_query_heads", "num_heads_kv", "kv_heads"])
+def test_kv_heads_by_other_names(name):
+    config = {**SOME, "model_type": "new", "num_key_value_heads": None, name: 1}
+    assert {layer.num_kv_heads for layer in shapes.read(config).layers} == {1}
+    assert {layer.num_kv_heads for layer in shapes.read({**config, "group_query_attention": False}).layers} == {8}
+
+
+@pytest.mark.parametrize("none", [None, -1, 0])
+@pytest.mark.parametrize("name", ["sliding_window", "sliding_window_size", "attention_window_size", "window_size"])
+def test_a_window_that_is_none(name, none):
+    layers = shapes.read({**SOME, "model_type": "mistral", "sliding_window": None, name: none}).layers
+    assert {layer.policy for layer in layers} == {FullAttention()}
+
+
+def test_a_list_of_windows_says_which_layers_have_one():
+    def windows(given):
+        layers = shapes.read({**SOME, "model_type": "new", "sliding_window": given}).layers
+        return [getattr(layer.policy, "window", None) for layer in layers]
+
+    assert windows([64, None, 32, None]) == [64, None, 32, None]
+    assert windows([None, 64]) == [None, 64, None, 64]  # a pattern that begins again
+    with pytest.raises(kvcache.ModelFileError, match="sliding_window must have one entry for each of the 4 layers"):
+        windows([None, 64, 64])
+
+
+def test_a_window_of_layers_that_nobody_knows_is_warned_of():
+    with pytest.warns(UserWarning, match="model_type 'new' is not known: every layer is taken to have the window 64"):
+        shapes.read({**SOME, "model_type": "new", "sliding_window": 64})
+    with pytest.warns(UserWarning, match="there is no model_type"):
+        shapes.read({**SOME, "sliding_window": 64})
+    for told in ({"layer_types": ["sliding_attention"] * 4}, {"use_sliding_window": True}, {"model_type": "mistral"}):
+        shapes.read({"model_type": "new", **SOME, "sliding_window": 64, **told})
+
+
+def test_the_source_of_a_decoder_is_its_encoders():
+    decoder = {
+        "model_type": "mbart",
+        "is_decoder": True,
+        "d_model": 512,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 8,
+    }
+    whole = {"model_type": "vision-encoder-decoder", "decoder": {**decoder, "max_position_embeddings": 768}}
+    text = {"model_type": "bert", "max_position_embeddings": 512}
+    assert shapes.read({**whole, "encoder": text}).layers[-1].policy.max_len == 512
+    with pytest.raises(kvcache.NotSupportedError, match="give max_source_len"):
+        shapes.read({**whole, "encoder": {"model_type": "donut-swin", "image_size": [2560, 1920]}})
+
+
+def test_cross_attention_with_sizes_of_its_own():
+    config = {**SOME, "model_type": "new", "is_encoder_decoder": True, "num_cross_attention_key_value_heads": 4}
+    assert [layer.num_kv_heads for layer in shapes.read(config, 9).layers] == [2] * 4 + [4] * 4
+    config = {"model_type": "dia_decoder", "num_hidden_layers": 1, "cross_head_dim": 96}
+    sizes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in shapes.read(config, 9).layers]
+    assert sizes == [(4, 128, 128), (16, 96, 96)]
 
 
 def test_sparse_layers_that_keep_every_row_are_warned_of():
@@ -139,7 +214,8 @@ def moved(config):
     ("field", "value"),
     [
         ("rope_type", "ntk"), ("rope_pos_scale", 2), ("rotary_scaling_factor", 2.0), ("use_ntk_scaling", True),
-        ("rotary_emb_interleaved", True), ("position_encoding_2d", True), ("yarn_factor", 4.0),
+        ("rotary_emb_interleaved", True), ("position_encoding_2d", True), ("yarn_factor", 4.0), ("mem_rope_dim", 32),
+        ("xpos_scale", 512),
     ],
 )  # fmt: skip
 def test_a_field_that_says_how_keys_rotate_is_not_passed_over(field, value):
@@ -148,6 +224,27 @@ def test_a_field_that_says_how_keys_rotate_is_not_passed_over(field, value):
     moved({**config, field: None})
     with pytest.raises(kvcache.NotSupportedError, match=rf"cannot be moved: {field} says how they are rotated"):
         moved({**config, field: value})
+
+
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("name", ["ntk_alpha", "short_context", "theta_shift"])
+def test_a_name_within_a_scaling_is_not_passed_over(place, name):
+    scaling = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    config = {"model_type": "llama", **SOME, place: scaling}
+    moved(config)
+    said = f"cannot be moved: {place}, {name}, says how they are rotated, and is not read"
+    with pytest.raises(kvcache.NotSupportedError, match=said):
+        moved({**config, place: {**scaling, name: 2.0}})
+    moved({**config, place: {**scaling, name: None}})
+
+
+def test_dbrx_in_files_and_as_its_class_has_it():
+    """transformers' class does not read attn_config's base, and its model rotates by its own."""
+    config = {"model_type": "dbrx", "attn_config": {"kv_n_heads": 8, "rope_theta": 500000}}
+    config |= {"d_model": 6144, "n_heads": 48, "n_layers": 2}
+    for parameters, theta in ((None, 5e5), ({"rope_theta": 10000.0, "rope_type": "default"}, 1e4)):
+        rope = shapes.read({**config, "rope_parameters": parameters}).layers[0].rope
+        assert rope.inv_freq[1] == pytest.approx(theta ** (-1 / 64))
 
 
 def test_a_rotation_of_an_unknown_kind():

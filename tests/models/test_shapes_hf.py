@@ -252,11 +252,17 @@ PATTERN_FIELDS = {
     **dict.fromkeys(("llama4_text", "smollm3"), "no_rope_layer_interval"),
     "bailing_hybrid": "layer_group_size",
 }
-# Types whose class takes the rotation of its default, whatever an old file says beside it; or under other names.
+# Types whose class ignores ``rope_theta`` beside its default, and the names that it reads in old files.
 OWN_ROTATION = {
-    "cosmos3_edge_text", "gpt_neox", "gpt_neox_japanese", "mimo_v2_flash", "modernbert-decoder", "moonshine_streaming",
-    "muse_spark_text", "xlnet",
-}  # fmt: skip
+    "cosmos3_edge_text": {},
+    "gpt_neox": {"rotary_emb_base": 777777.0, "rotary_pct": 0.5},
+    "gpt_neox_japanese": {"rotary_emb_base": 777777.0, "rotary_pct": 0.5},
+    "mimo_v2_flash": {"rope_theta": 5e6, "swa_rope_theta": 1e4},
+    "modernbert-decoder": {"global_rope_theta": 777777.0, "local_rope_theta": 5555.0},
+    "moonshine_streaming": {},
+    "muse_spark_text": {},
+    "xlnet": {},
+}
 
 
 def text_types():
@@ -277,7 +283,9 @@ def test_old_files_are_read_as_their_classes_read_them(name):
     config = TEXT_TYPES[name].to_dict()
     old = {key: value for key, value in config.items() if key not in (*LISTS, "transformers_version", "architectures")}
     forms = [old, {"model_type": name}]
-    if name not in OWN_ROTATION:
+    if name in OWN_ROTATION:
+        forms += [{**old, **OWN_ROTATION[name]}]
+    else:
         forms += [{**old, "rope_theta": 777777.0}]
         forms += [{**old, "rope_theta": 777777.0, "rope_scaling": scaling} for scaling in SCALINGS.values()]
     if name in PATTERN_FIELDS:

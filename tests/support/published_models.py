@@ -1,8 +1,9 @@
 """Configurations as model folders have them, only the fields that say what the layers keep, and what they come to.
 
-Each form has the elements of keys and values that a token takes in all layers that see everything, in all layers with a
-window, and the window; computed from the model's card or paper. `rotating` is the number of layers that rotate keys;
-None where the rotation is not checked.
+Each form has the elements of keys and values that a token takes in all layers that see everything, and in all layers
+with a window or over what an encoder made, and the tokens of these; computed from the model's card or paper. `rotating`
+is the number of layers that rotate keys; None where the rotation is not checked. `theta` is the base of their
+frequencies, where nothing scales them.
 """
 
 from typing import Any, NamedTuple
@@ -16,11 +17,19 @@ class Form(NamedTuple):
     windowed: int = 0
     window: int | None = None
     rotating: int | None = None
+    theta: float | None = None
 
 
-def form(full: int, windowed: int = 0, window: int | None = None, rotating: int | None = None, **config: Any) -> Form:
+def form(
+    full: int,
+    windowed: int = 0,
+    window: int | None = None,
+    rotating: int | None = None,
+    theta: float | None = None,
+    **config: Any,
+) -> Form:
     """Make a `Form`; the fields of the configuration come by keyword."""
-    return Form(config, full, windowed, window, rotating)
+    return Form(config, full, windowed, window, rotating, theta)
 
 
 def sizes(layers: int, heads: int, kv: int | None, hidden: int, **more: Any) -> dict[str, Any]:
