@@ -430,12 +430,12 @@ static text tokens_of(client *c, const sequence *s, int more) {
 }
 
 /* Whether a sequence's blocks are known, now that a call kept them, unless something may have come between. */
-static void check_kept(client *c, int p, const text *t, int exact) {
+static void check_kept(client *c, int p, int s, const text *t, int exact) {
     const kvc_config *config = &c->w->config;
     const kvc_prefix_config *own = &c->w->prefixes[p].config;
     if (handed_over(c) || sim_faults() != c->faults || config->max_bytes || config->capacity || c->w->expires) return;
-    if (own->ttl_ms || own->state_bytes || c->w->is_meddled || is_shared(c)) return;
-    if (c->w->prefixes[p].has_forgotten) return;
+    if (own->ttl_ms || own->state_bytes || c->w->is_meddled) return;
+    if (c->w->prefixes[p].num_forgetting || c->w->sequences[s].barred & 1 << p) return;
     const int found = known(c, p, t);
     if (!handed_over(c) && found >= 0 && found < exact) fail(c, "kept %d of %d tokens", found, exact);
 }
@@ -452,7 +452,7 @@ static void release(client *c, int p) {
     begin(c, p, "kvc_prefix_release");
     if (ended(c, kvc_prefix_release(handle_of(c, p), id_of(s), give(&g, &t)), 0)) {
         check_limit(c);
-        check_kept(c, p, &t, exact);
+        check_kept(c, p, s, &t, exact);
         use(p, last_of(&t, t.num));
         while (!clear_one(c, s)) continue;
     }
@@ -531,15 +531,22 @@ static void evict(client *c, int p) {
         fail(c, "leaves %lld blocks that nobody has pinned", (long long)now.blocks);
 }
 
+static void bar_all(world *w, int p) {
+    for (int s = 0; s < IDS + KEPT; s++) w->sequences[s].barred |= 1 << p;
+}
+
 static void forget_prompt(client *c, int p) {
     given g;
     int64_t num = -1, num_names = -1;
     const text t = any_prompt(c->w);
-    if (pick(3)) return;
-    c->w->prefixes[p].has_forgotten = 1;
+    if (c->w->theme != PROMPTS && pick(3)) return;
     const int64_t began = sim_now();
+    c->w->prefixes[p].num_forgetting++;
     begin(c, p, "kvc_prefix_forget");
-    if (!ended(c, kvc_prefix_forget(handle_of(c, p), give(&g, &t), NULL, 0, &num_names, &num), 0)) return;
+    const int is_done = ended(c, kvc_prefix_forget(handle_of(c, p), give(&g, &t), NULL, 0, &num_names, &num), 0);
+    c->w->prefixes[p].num_forgetting--;
+    bar_all(c->w, p);
+    if (!is_done) return;
     for (int i = 0; i < t.num; i++) forgotten[p][t.tags[i]] = (struct forgotten){began, sim_now()};
     const kvc_prefix_stats now = stats_of(c, p);
     if (handed_over(c) || c->w->prefixes[p].config.ttl_ms) return;
@@ -574,7 +581,7 @@ static int find_followed(const prefix *of, const uint8_t *name) {
 static void follow_event(client *c, prefix *of, const kvc_prefix_event *event) {
     const int at = find_followed(of, event->name);
     if (event->kind == KVC_BLOCKS_CLEARED) {
-        of->num_followed = of->has_lost = of->has_forgotten = 0;
+        of->num_followed = of->has_lost = 0;
     } else if (event->kind == KVC_BLOCK_DROPPED) {
         if (at == of->num_followed && !of->has_lost) fail(c, "a block is dropped that was not kept");
         if (at < of->num_followed) memcpy(of->followed[at], of->followed[--of->num_followed], KVC_NAME_BYTES);
@@ -747,7 +754,7 @@ static kvc_prefix_config any_config(const world *w, int p) {
                                .salt = p ? "a tenant" : NULL,
                                .salt_size = p ? 8 : 0,
                                .quota = pick(3) ? 0 : pick(30),
-                               .ttl_ms = pick(3) ? 0 : 1 + pick(20),
+                               .ttl_ms = w->theme == PROMPTS || pick(3) ? 0 : 1 + pick(20),
                                .reuse_min_tokens = w->has_states || pick(3) ? 0 : 1 + pick(6),
                                .collects_new = pick(4) != 0,
                                .user = (void *)&w->prefixes[p],
@@ -789,7 +796,7 @@ static void renew(client *c, int p) {
 void begin_prefixes(client *c) {
     world *w = c->w;
     w->has_prefixes = 1;
-    w->has_states = !pick(3);
+    w->has_states = w->theme != PROMPTS && !pick(3);
     for (int l = 0; l < w->num_layers; l++) w->has_prefixes &= w->layers[l].policy.kind != KVC_CROSS;
     for (int p = 0; p < PREFIXES && w->has_prefixes; p++) renew(c, p);
 }
@@ -864,7 +871,7 @@ void check_prefixes_in_child(client *c) {
     for (int p = 0; p < PREFIXES; p++) {
         prefix *of = &w->prefixes[p];
         if (of->is_changing) of->handle = NULL; /* by a thread of the parent */
-        of->users = of->is_followed = 0;
+        of->users = of->is_followed = of->num_forgetting = 0;
         of->has_lost = 1;
         if (of->handle) drop_all(c, p);
     }

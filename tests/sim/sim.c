@@ -320,7 +320,7 @@ int end_of(const sequence *s) {
 void forget(sequence *s) {
     memset(s->tags, 0, sizeof s->tags);
     s->num_cross = s->num_prompt = 0;
-    s->is_kept = 0;
+    s->is_kept = s->barred = 0;
 }
 
 int clear_one(client *c, int s) {
@@ -348,6 +348,7 @@ static int retain_rows(client *c, int s, int to, int begin, int end) {
     }
     kept->is_kept = 1;
     kept->is_spoilt |= from->is_spoilt;
+    kept->barred |= from->barred;
     for (int l = 0; l < MOST_LAYERS; l++)
         for (int i = begin; i < end && i < MOST; i++) kept->tags[l][i] = from->tags[l][i];
     return 1;
@@ -632,6 +633,10 @@ static void abort_pass(client *c, const pass *p, const beginning *was) {
     c->call = "kvc_abort";
     c->w->batch = NULL;
     kvc_abort(p->batch);
+    for (int i = 0; i < p->num_sequences; i++) { /* one that holds nothing has no forgotten rows either */
+        sequence *of = &c->w->sequences[p->sequences[i]];
+        if (!end_of(of)) of->barred = 0;
+    }
     const int is_trimmed = sim_faults() == faults; /* without memory, a list of runs keeps its longer array */
     if (traces) printf("%llu client %d: aborted\n", (unsigned long long)sim_steps(), c->number);
     const picture *before = &was->picture, now = take_picture(c->w, before->layer);
@@ -660,7 +665,8 @@ static void feed(client *c) {
         c->w->batch = p.batch;
         const int is_filled = fill(c, &p);
         if (is_filled && !pick(3)) retain_running(c, &p);
-        if (is_filled && pick(6))
+        if (!pick(3)) c->calls_aside++, call_prefix(c); /* others may make it, too */
+        if (is_filled && pick(c->w->theme == PROMPTS ? 3 : 6))
             end_pass(c, &p);
         else
             abort_pass(c, &p, &was);
@@ -738,6 +744,7 @@ static void copy(client *c, int s) {
     if (ended(c, status, MAY_BE_GONE | (is_empty ? MAY_BE_INVALID : 0))) {
         memcpy(into->tags, from->tags, sizeof into->tags);
         into->is_spoilt |= from->is_spoilt;
+        into->barred |= from->barred;
         for (int l = 0; l < MOST_LAYERS; l++)
             for (int i = length; i < MOST; i++) into->tags[l][i] = 0;
     }
@@ -753,6 +760,7 @@ static void share(client *c, int s) {
     begin_call(c, "kvc_share");
     const kvc_status status = kvc_share(w->cache, id_of(s), id_of(to), begin, end < MOST ? end : KVC_END);
     into->is_spoilt |= from->is_spoilt;
+    into->barred |= from->barred;
     if (ended(c, status, (is_empty && !begin ? MAY_BE_INVALID : 0) | MAY_BE_GONE))
         for (int l = 0; l < MOST_LAYERS; l++)
             memcpy(into->tags[l] + begin, from->tags[l] + begin, (size_t)(end - begin) * sizeof(int));
@@ -1064,7 +1072,10 @@ static void attach_pieces(client *c, int to, const int *pieces) {
     if (mixed && is_alone(c)) fail(c, "takes sequences that do not follow each other");
     if (matched < 0 || matched > length || (matched != most && is_alone(c)))
         fail(c, "matched %d, not %d", matched, most);
-    for (int i = 0; i < PIECES; i++) w->sequences[to].is_spoilt |= w->sequences[pieces[i]].is_spoilt;
+    for (int i = 0; i < PIECES; i++) {
+        w->sequences[to].is_spoilt |= w->sequences[pieces[i]].is_spoilt;
+        w->sequences[to].barred |= w->sequences[pieces[i]].barred;
+    }
     join_tags(w, pieces, matched, tags);
     memcpy(w->sequences[to].tags, tags, sizeof tags);
     const int exact = exact_end(w, &w->sequences[to]);
@@ -1464,8 +1475,11 @@ static void follow_theme(client *c) {
                                                 restore_layers, restore_layers, reserve, fork_once};
     static void (*const moves[])(client *c) = {
         restore_layers, read_moved, read_moved, read_moved, settle, compact, edit, edit, hold, clone, save_and_restore};
+    static void (*const prompts[])(client *c) = {feed, feed, call_prefix};
     if (c->w->theme == PASSES)
         passes[pick(sizeof passes / sizeof *passes)](c);
+    else if (c->w->theme == PROMPTS)
+        prompts[pick(sizeof prompts / sizeof *prompts)](c);
     else
         moves[pick(sizeof moves / sizeof *moves)](c);
 }
@@ -1527,6 +1541,7 @@ static void make_cache(world *w) {
     const int kind = kinds[pick(4)];
     /* Blocks of the largest sizes have memory that comes and goes by the page. */
     const int sizes[] = {6, 6, 6, 40, 40, 12000}, block_size = 1 + pick(sizes[pick(6)]);
+    const int is_limited = w->theme != PROMPTS;
     w->num_layers = 1 + pick(MOST_LAYERS);
     for (int l = 0; l < w->num_layers; l++) {
         w->layers[l] = (kvc_layer){
@@ -1534,22 +1549,23 @@ static void make_cache(world *w) {
             .k_dim = DIM,
             .v_dim = DIM,
             .rope = {.kind = kind, .first_dim = 2, .num_freqs = 1, .inv_freq = right_angle, .shift = move_keys}};
-        const int what = l ? pick(5) : !pick(3);
+        const int what = w->theme == PROMPTS ? 0 : l ? pick(5) : !pick(3);
         if (what == 1 || what == 2) w->layers[l].policy = any_policy(), w->expires = 1;
         if (what == 3) w->layers[l].policy = (kvc_policy){.kind = KVC_CROSS, .max_len = CROSS};
         if (what == 4) w->layers[l].share = 1, w->layers[l].policy = w->layers[0].policy;
     }
-    w->config = (kvc_config){.struct_size = sizeof w->config,
-                             .layers = w->layers,
-                             .layer_size = sizeof *w->layers,
-                             .num_layers = w->num_layers,
-                             .block_size = block_size,
-                             .max_seq_len = pick(3) ? 0 : 20 + pick(40),
-                             .max_sequences = pick(3) ? 0 : 3 + pick(8),
-                             .capacity = pick(2) ? 0 : 40 + pick(120),
-                             .max_bytes = pick(2) ? 0 : (20000 + pick(60000)) * (block_size > MOST ? 100 : 1),
-                             .num_threads = 1 + pick(3),
-                             .poll = pick(2) ? poll_once : NULL};
+    w->config =
+        (kvc_config){.struct_size = sizeof w->config,
+                     .layers = w->layers,
+                     .layer_size = sizeof *w->layers,
+                     .num_layers = w->num_layers,
+                     .block_size = block_size,
+                     .max_seq_len = pick(3) ? 0 : 20 + pick(40),
+                     .max_sequences = pick(3) ? 0 : 3 + pick(8),
+                     .capacity = is_limited && pick(2) ? 40 + pick(120) : 0,
+                     .max_bytes = !is_limited || pick(2) ? 0 : (20000 + pick(60000)) * (block_size > MOST ? 100 : 1),
+                     .num_threads = 1 + pick(3),
+                     .poll = pick(2) ? poll_once : NULL};
     const kvc_allocator allocator = {.struct_size = sizeof allocator, .user = w, .alloc = allocate, .free = release};
     w->has_allocator = pick(2);
     if (w->has_allocator) w->config.allocator = &allocator;

@@ -44,6 +44,7 @@ typedef struct sequence {
     int num_cross;
     int prefix;     /* 1 + the one that acquired it; 0: none has */
     text prompt;    /* that it was acquired with */
+    int barred;     /* bits: prefixes that have forgotten a prompt, and may keep no block of it */
     int num_prompt; /* tokens of the prompt that it is fed, before others */
 } sequence;
 
@@ -51,14 +52,14 @@ typedef struct sequence {
 typedef struct prefix {
     kvc_prefix *handle; /* NULL: there is none */
     kvc_prefix_config config;
-    int users;         /* calls that use it: meanwhile it is not freed */
-    int is_changing;   /* it is made or freed */
-    int cleared;       /* strings that were noted before this time are not known any more */
-    int pins[PINS];    /* tags of what is pinned; 0: nothing; below 0: that of what a call is about to pin, or unpin */
-    int is_followed;   /* a call reads its events */
-    int has_lost;      /* events: nobody knows which blocks there are */
-    int has_forgotten; /* a prompt: sequences that may hold its rows are not kept */
-    int64_t since;     /* by sim_now(), when it was made or cleared: what it forgot before says nothing any more */
+    int users;          /* calls that use it: meanwhile it is not freed */
+    int is_changing;    /* it is made or freed */
+    int num_forgetting; /* calls that forget a prompt */
+    int cleared;        /* strings that were noted before this time are not known any more */
+    int pins[PINS];     /* tags of what is pinned; 0: nothing; below 0: that of what a call is about to pin, or unpin */
+    int is_followed;    /* a call reads its events */
+    int has_lost;       /* events: nobody knows which blocks there are */
+    int64_t since;      /* by sim_now(), when it was made or cleared: what it forgot before says nothing any more */
     int num_followed;
     uint8_t followed[MOST_FOLLOWED][KVC_NAME_BYTES]; /* the blocks that it has by its events */
 } prefix;
@@ -89,8 +90,8 @@ typedef struct pass {
     query last;               /* that attended */
 } pass;
 
-/* What most calls of a run are about. */
-typedef enum theme { ANYTHING, PASSES, MOVES, NUM_THEMES } theme;
+/* What most calls of a run are about.  Where it is prompts, nothing but a call drops what prefixes keep. */
+typedef enum theme { ANYTHING, PASSES, MOVES, PROMPTS, NUM_THEMES } theme;
 
 typedef struct world {
     kvc_cache *cache;
