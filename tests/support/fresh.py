@@ -92,6 +92,7 @@ MACHINES = [
     randomised("cache/test_sequences"),
     randomised("prefix/test_prefix"),
     randomised("space/test_evict"),
+    randomised("store/test_directory_posix"),
     Machine("test_kernels", (ROOT / "tests/c/kernels/test_kernels.c",), num_seeds=1),
 ]
 

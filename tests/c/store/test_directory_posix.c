@@ -181,6 +181,149 @@ static void test_failing_requests(void) {
     empty_folder();
 }
 
+/* ---- random steps ------------------------------------------------------------------------------------------------ */
+
+enum { NAMES = 10, STEPS_OF_SHELF = 120 };
+
+/* What a folder holds, by name: the bytes of a value's file, 0 if there is none, and when it was used. */
+typedef struct shelf {
+    int64_t max_bytes, clock, bytes[NAMES], used[NAMES];
+    int is_damaged[NAMES]; /* its value counts, and is not there */
+    int may_go[NAMES];     /* the call that failed was to evict it */
+    int is_counted;        /* usage.lock has the bytes, and no more */
+} shelf;
+
+static int64_t bytes_of(const shelf *s) {
+    int64_t bytes = 0;
+    for (int i = 0; i < NAMES; i++) bytes += s->bytes[i];
+    return bytes;
+}
+
+/* Drops what was used least recently where `more` bytes lack room, until 1/16 of the limit is free. */
+static void make_room(shelf *s, int64_t more) {
+    int64_t most = s->max_bytes - s->max_bytes / 16 - more;
+    if (!s->max_bytes || bytes_of(s) + more <= s->max_bytes) return;
+    while (bytes_of(s) > (most < 0 ? 0 : most)) {
+        int oldest = -1;
+        for (int i = 0; i < NAMES; i++)
+            if (s->bytes[i] && (oldest < 0 || s->used[i] < s->used[oldest])) oldest = i;
+        s->bytes[oldest] = 0;
+        s->may_go[oldest] = 1;
+    }
+}
+
+/* The files that a folder has, by name, and their bytes. */
+static int64_t there[NAMES];
+static char files_there[NAMES][48];
+
+static void note_file(const char *file_name) {
+    char key[3] = {0};
+    struct stat found;
+    FILE *file = fopen(path_of(file_name), "rb");
+    CHECK(file && !fstat(fileno(file), &found) && !fseek(file, 22, SEEK_SET) && fread(key, 1, 2, file) == 2);
+    const long name = strtol(key, NULL, 16);
+    CHECK(name >= 0 && name < NAMES && !there[name] && !fclose(file));
+    there[name] = found.st_size;
+    snprintf(files_there[name], sizeof *files_there, "%s", file_name);
+}
+
+static void look_into_folder(void) {
+    memset(there, 0, sizeof there);
+    for_each(".kv", note_file);
+}
+
+static int64_t size_in(const shelf *s, int name) {
+    return s->bytes[name] && !s->is_damaged[name] ? s->bytes[name] - FILE_LENGTH + LENGTH : 0;
+}
+
+static void step_put(shelf *s, const kvc_store *store, int name) {
+    const int64_t size = 1 + random_int(0, LENGTH), bytes = size + FILE_LENGTH - LENGTH;
+    shelf after = *s;
+    memset(after.may_go, 0, sizeof after.may_go);
+    if (s->max_bytes && bytes_of(s) - s->bytes[name] + bytes > s->max_bytes) after.bytes[name] = 0;
+    if (!after.bytes[name]) make_room(&after, bytes);
+    after.bytes[name] = bytes;
+    after.is_damaged[name] = 0;
+    after.used[name] = ++after.clock;
+    if (random_int(0, 2)) memory_fail(&heap, random_int(0, 16), random_int(0, 2) ? 1 : 10000);
+    const kvc_status status = put(store, name, size);
+    heap.is_failing = 0;
+    if (status == KVC_OK) {
+        *s = after;
+        return;
+    }
+    CHECKF(s->max_bytes ? heap.failed || bytes > s->max_bytes : heap.failed, "%s", kvc_last_error());
+    s->is_counted = 0;
+    look_into_folder();
+    for (int i = 0; i < NAMES; i++)
+        CHECKF(there[i] == s->bytes[i] || (!there[i] && (after.may_go[i] || i == name)) ||
+                   (i == name && there[i] == bytes),
+               "the file of name %d has %d bytes, not %d", i, (int)there[i], (int)s->bytes[i]);
+    memcpy(s->bytes, there, sizeof there);
+    const int64_t found = get(store, name, MOST);
+    s->is_damaged[name] &= !found;
+    CHECKF(found == size_in(s, name), "name %d has %d bytes, not %d", name, (int)found, (int)size_in(s, name));
+    if (found) s->used[name] = ++s->clock;
+}
+
+static void step_get(shelf *s, const kvc_store *store, int name) {
+    const int64_t most = random_int(0, 3) ? MOST : random_int(0, LENGTH);
+    if (!random_int(0, 3)) memory_fail(&heap, random_int(0, 6), 1);
+    const int64_t found = get(store, name, most);
+    heap.is_failing = 0;
+    CHECKF(found == size_in(s, name) || (heap.failed && found == -1), "name %d has %d bytes, not %d", name, (int)found,
+           (int)size_in(s, name));
+    if (found > 0) s->used[name] = ++s->clock;
+}
+
+/* Writes over a byte of a file's header, as of another time; or removes the file. */
+static void step_harm(shelf *s, int name) {
+    struct stat was;
+    look_into_folder();
+    if (!there[name]) return;
+    const char *path = path_of(files_there[name]);
+    if (random_int(0, 2)) {
+        remove_file(files_there[name]);
+        s->bytes[name] = s->is_counted = 0;
+    } else if (!s->is_damaged[name]) {
+        CHECK(!stat(path, &was));
+        write_at(path, random_int(0, 20), "\377", 1);
+        CHECK(!utimensat(AT_FDCWD, path, (struct timespec[]){was.st_atim, was.st_mtim}, 0));
+        s->is_damaged[name] = 1;
+    }
+}
+
+/* Random calls on two stores in one folder, of which requests fail now and then, beside a list of what is there. */
+static void test_random(void) {
+    shelf s = {.is_counted = 1, .max_bytes = random_int(0, 4) ? random_int(1, 9) * FILE_LENGTH : 0};
+    kvc_store *stores[] = {open_store(s.max_bytes), open_store(s.max_bytes)};
+    const int files = num_open_files();
+    write_at(path_of("a text"), 0, "something", 9);
+    for (int i = 0; i < STEPS_OF_SHELF; i++) {
+        const int name = random_int(0, NAMES), of = random_int(0, 2), choice = random_int(0, 12);
+        if (choice < 6) {
+            step_put(&s, stores[of], name);
+        } else if (choice < 10) {
+            step_get(&s, stores[of], name);
+        } else if (choice == 10) {
+            step_harm(&s, name);
+        } else {
+            kvc_dir_store_free(stores[of]);
+            stores[of] = open_store(s.max_bytes);
+            s.is_counted = 1;
+        }
+        look_into_folder();
+        CHECK(!memcmp(there, s.bytes, sizeof there));
+        CHECKF(usage() >= bytes_of(&s) && (usage() == bytes_of(&s) || !s.is_counted), "%d bytes are counted of %d",
+               (int)usage(), (int)bytes_of(&s));
+        CHECK(for_each(".tmp", NULL) == 0);
+    }
+    CHECK(files == num_open_files() && access(path_of("a text"), F_OK) == 0);
+    for (int i = 0; i < 2; i++) kvc_dir_store_free(stores[i]);
+    remove_file("a text");
+    empty_folder();
+}
+
 /* ---- threads and processes --------------------------------------------------------------------------------------- */
 
 enum { NUM_WRITERS = 3, STEPS = 150 };
@@ -274,9 +417,15 @@ static void test_fork(void) {
     empty_folder();
 }
 
-int main(void) {
+int main(int argc, char **argv) {
     memory_init(&heap);
     if (!mkdtemp(folder)) return 1;
+    if (has_seed(argc, argv)) {
+        for (int i = 0; i < 4; i++) test_random();
+        remove_folders();
+        return test_result();
+    }
+    for (int i = 0; i < 20; i++) test_random();
     test_paths();
     test_modes();
     test_odd_files();
