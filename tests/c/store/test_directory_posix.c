@@ -1,5 +1,5 @@
-/* Stores in folders, on POSIX: links and modes of files, a full disk, children of fork(), and each request to the
- * system failing in turn. Not for Windows: it has none of them, nor can requests be diverted. */
+/* Stores in folders, on POSIX: links and modes of files, a full disk, children of fork(), each request to the system
+ * failing in turn, and random steps. Not for Windows: it has none of them, nor can requests be diverted. */
 #define _GNU_SOURCE
 #define _FILE_OFFSET_BITS 64
 #define _TIME_BITS 64
