@@ -52,6 +52,13 @@ static void collect_with_state(kvc_node *node) {
     }
 }
 
+/* Returns whether a sequence holds rows of a token. */
+static int has_rows_at(const kvc_sequence *sequence, int32_t position) {
+    for (int32_t g = 0; g < sequence->num_token_groups; g++)
+        if (kvc_runs_visit(&sequence->runs[g], position, position + 1, NULL, NULL)) return 1;
+    return 0;
+}
+
 /* Keeps the blocks of a sequence that goes on, and a checkpoint at their end; NULL: none. */
 static kvc_status keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tokens *tokens,
                        kvc_checkpoint *checkpoint) {
@@ -62,8 +69,8 @@ static kvc_status keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tok
         kvc_sessions_fit(prefix->cache);
         return KVC_OK;
     }
-    if (last->end != tokens->num_tokens && tokens->num_tokens < kvc_sequence_next(sequence))
-        return KVC_OK; /* windows have lost the rows */
+    if (last->end != tokens->num_tokens && !has_rows_at(sequence, (int32_t)tokens->num_tokens - 1))
+        return KVC_OK; /* windows have lost them */
     if (last->end != tokens->num_tokens)
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for the block that %lld tokens end in",
                         (long long)tokens->num_tokens);

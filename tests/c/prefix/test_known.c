@@ -345,6 +345,20 @@ static void test_late_state(void) {
         }
 }
 
+/* A state whose last token's rows windows have lost, though no token follows it, is not kept; that is no failure. */
+static void test_state_without_rows(void) {
+    const kvc_policy chunks = {.kind = KVC_CHUNKED, .attention_chunk_size = 3};
+    const int64_t *ids = numbers(100);
+    open_world(&chunks, 1, (kvc_config){0}, (kvc_prefix_config){.state_bytes = STATE});
+    const int64_t id = acquire(ids, 4, NULL);
+    feed_to(id, 7, 7);
+    CHECK(kvc_truncate(cache, id, 6) == KVC_OK && kvc_seq_len(cache, id, 0) == 0);
+    checkpoint(id, ids, 6, 1);
+    CHECK(known(ids, 6) == 0 && stats_now().checkpoints == 0);
+    CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
+    close_world();
+}
+
 /* ---- time -------------------------------------------------------------------------------------------------------- */
 
 static void sleep_ms(int ms) { nanosleep(&(struct timespec){0, ms * 1000000}, NULL); }
@@ -400,6 +414,7 @@ int main(void) {
     test_state_is_used();
     test_added_again();
     test_late_state();
+    test_state_without_rows();
     test_expired();
     test_expired_is_dropped();
     return test_result();
