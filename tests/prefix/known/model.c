@@ -287,10 +287,15 @@ void note_time(world *w, prefix *p) {
 
 void learn(world *w, prefix *p, int node, int n) {
     for (int begin = 0; begin < n; begin += w->shape.block) {
-        kept *b = find_kept(p, text_begin(node, least(begin + w->shape.block, n)), begin);
-        if (!b) continue;
-        b->is_sure = 1;
-        for (int l = 0; l < w->shape.num_layers; l++) b->sure[l] |= b->may[l] & w->shape.sees[l][n];
+        kept *b = NULL;
+        int num = 0; /* blocks that may have the rows of these tokens */
+        for (int i = 0; i < p->num_blocks; i++)
+            if (p->blocks[i].begin == begin && text_common(p->blocks[i].node, node) > begin) b = &p->blocks[i], num++;
+        for (int l = 0; l < w->shape.num_layers && num == 1; l++) {
+            const uint64_t seen = b->may[l] & w->shape.sees[l][n];
+            b->sure[l] |= seen;
+            b->is_sure |= seen != 0;
+        }
     }
 }
 

@@ -450,7 +450,8 @@ void do_add(world *w) {
             CALL(w, status, kvc_prefix_add(p->handle, tokens_of(node, &tokens), i, v->bytes, v->size, &is_known));
             must(w, status);
             trace(w, "add to prefix %d: %s: %d", (int)(p - w->prefixes), spell(text_begin(node, end)), is_known);
-            if ((is_sure && !is_known && !w->is_short) || (!is_possible && is_known))
+            const int was_kept = find_kept(p, text_begin(node, end), end - block) != NULL;
+            if ((is_sure && !is_known && !w->is_short) || (!is_possible && !was_kept && is_known))
                 fail(w, "prefix %d: %s is added, and known: %d", (int)(p - w->prefixes), spell(text_begin(node, end)),
                      is_known);
             notice_evictions(w, p->cache, bit_of(w, p));
