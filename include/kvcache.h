@@ -916,7 +916,7 @@ KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
  *           counts as ended at that limit.  Where many kept blocks begin like the rest of a prompt, the 32 with the
  *           most tokens in common are looked at.
  * Used      A call uses the blocks that it matches, keeps or computes again, with their states.  The end of an acquired
- *           sequence uses the blocks that the sequence goes on from.
+ *           sequence uses the full blocks that the sequence goes on from.
  *
  * Kept blocks take no room from others: where a call would fail with KVC_ERR_FULL, they are evicted, as retained
  * sequences are.  KVC_ERR_FULL then says that sequences in use, pins and quotas hold all.  Release a sequence, and
@@ -1145,9 +1145,10 @@ KVC_API kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *toke
                                       int64_t max_names, int32_t *first, int64_t *num_names);
 
 /* Adds block number `block` of a prompt from its payload.  Sets *is_kept to 1 if the block is now kept with all that
- * the payload has, and to 0 if there is no room for its rows and state.  If not all blocks before it are kept, and the
- * tokens before it are not known, it is not added.  A state within the block is kept with one more block, of the tokens
- * up to there.  Fails with KVC_ERR_FORMAT if it is no payload of this cache, and with KVC_ERR_NOMEM. */
+ * the payload has, and to 0 if there is no room for its rows and state.  If not all blocks before it are kept, and
+ * kvc_prefix_lookup finds fewer tokens with rows than stand before it, it is not added.  A state within the block is
+ * kept with one more block, of the tokens up to there.  Fails with KVC_ERR_FORMAT if it is no payload of this cache, and
+ * with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block, const void *payload,
                                   int64_t size, int32_t *is_kept);
 

@@ -235,10 +235,10 @@ static void note_filled(world *w, fed *it, int length, const uint64_t *rows) {
         const int node = text_begin(s->prompt, end);
         kept *b = find_kept(p, node, end - block);
         const kept old = b ? *b : (kept){0};
-        const int is_late = s->left_out && end > s->left_out - 1;
-        if ((end > it->old || is_late) && s->keeps && barred < 2 && s->exact >= end)
+        const int is_late = s->left_out && end > s->left_out - 1 && text_common(s->node, node) == end;
+        if ((is_late || (end > it->old && s->keeps)) && barred < 2 && s->exact >= end)
             note_kept(w, p, node, end - block, rows, is_sure && end > it->old);
-        if (end > it->old && w->is_short && !is_late) s->left_out = end - block + 1;
+        if (end > it->old && w->is_short && !s->left_out) s->left_out = end - block + 1;
         if (b = find_kept(p, node, end - block), b && old.node)
             b->sure_use = old.sure_use, b->sure_ms = old.sure_ms; /* whether it was used is open */
         is_sure &= b && b->is_sure;
@@ -468,11 +468,9 @@ void do_checkpoint(world *w) {
     const int length = note_blocks(w, s, p, node, rows);
     const int is_behind_gap = s->is_loose && length && length + 1 == text_length(node); /* a token without a row */
     if (status || !size || !length || (length < text_length(node) && !is_behind_gap)) return;
-    note_state(w, p, node);
-    if (is_behind_gap) find_state(p, node)->is_sure = 0;
     int has_rows = known(w, p, node, length, 1, 0) == length; /* a state without rows need not stay */
     uint64_t own = 0;
     for (int l = 0; l < w->shape.num_layers; l++) own |= rows[l];
     has_rows &= own >> (length - 1) & 1; /* nor one whose last token's rows windows have left behind */
-    if (w->shape.config.max_bytes || s->barred[p - w->prefixes] || !has_rows) find_state(p, node)->is_sure = 0;
+    note_state(w, p, node, !is_behind_gap && !w->shape.config.max_bytes && !s->barred[p - w->prefixes] && has_rows);
 }

@@ -219,7 +219,8 @@ void do_fork_process(world *w);
 /* Notes that a prefix keeps a block with these rows, surely or maybe, and uses it. */
 void note_kept(world *w, prefix *p, int node, int begin, const uint64_t *rows, int is_sure);
 
-void note_state(world *w, prefix *p, int node);
+/* Notes that it keeps a state, surely or maybe. */
+void note_state(world *w, prefix *p, int node, int is_sure);
 
 /* Returns whether pinned states may leave no room for one of so many bytes. */
 int may_lack_room(const world *w, const prefix *p, int64_t size);

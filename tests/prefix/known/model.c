@@ -82,9 +82,12 @@ void note_end(world *w, const sequence *s) {
     if (!s->prefix) return;
     const int block = w->shape.block, length = least(text_length(s->node), text_length(s->prompt));
     prefix *p = &w->prefixes[s->prefix - 1];
-    note_use(w, p, s->prompt, length, 0);
-    if (s->keeps == 2 && !s->barred[s->prefix - 1] && !w->shape.config.max_bytes)
-        note_use(w, p, s->prompt, length / block * block, 1);
+    note_use(w, p, s->prompt, text_length(s->prompt), 0);
+    if (s->keeps < 2 || s->barred[s->prefix - 1] || w->shape.config.max_bytes) return;
+    for (int end = block; end <= length; end += block) {
+        kept *b = find_kept(p, text_begin(s->prompt, end), end - block);
+        if (b) b->sure_use = w->step, b->sure_ms = w->ms;
+    }
 }
 
 int num_whole(const world *w, const kept *b) {
@@ -164,7 +167,7 @@ int may_lack_room(const world *w, const prefix *p, int64_t size) {
     return p->config.max_checkpoint_bytes && size > p->config.max_checkpoint_bytes;
 }
 
-void note_state(world *w, prefix *p, int node) {
+void note_state(world *w, prefix *p, int node, int is_sure) {
     state *s = find_state(p, node);
     const int is_new = !s;
     if (!s) {
@@ -174,7 +177,7 @@ void note_state(world *w, prefix *p, int node) {
         *s = (state){.node = node};
     }
     s->sure_use = s->may_use = w->step;
-    s->is_sure |= !w->is_short;
+    s->is_sure = (s->is_sure || !w->is_short) && is_sure;
     for (int i = 0; i < p->num_states; i++) {
         state *it = &p->states[i];
         if (!is_pinned_state(p, it->node) && !fits_states(w, p, it->node, it->sure_use)) it->is_sure = 0;

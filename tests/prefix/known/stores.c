@@ -281,8 +281,7 @@ static void note_payload(world *w, prefix *p, int node, const uint8_t *payload, 
     const int sure_new = is_first ? 0 : b->sure_new, may_new = is_first ? 0 : b->may_new;
     if (state_node) {
         if (state_node != node) note_kept(w, p, state_node, begin, rows, is_sure); /* one more block, up to there */
-        note_state(w, p, state_node);
-        if (!is_sure) find_state(p, state_node)->is_sure = 0;
+        note_state(w, p, state_node, is_sure);
     }
     b->sure_new = sure_new, b->may_new = may_new;
 }
@@ -450,8 +449,9 @@ void do_add(world *w) {
             CALL(w, status, kvc_prefix_add(p->handle, tokens_of(node, &tokens), i, v->bytes, v->size, &is_known));
             must(w, status);
             trace(w, "add to prefix %d: %s: %d", (int)(p - w->prefixes), spell(text_begin(node, end)), is_known);
-            const int was_kept = find_kept(p, text_begin(node, end), end - block) != NULL;
-            if ((is_sure && !is_known && !w->is_short) || (!is_possible && !was_kept && is_known))
+            const int begin = i * block, may_be = is_possible || find_kept(p, text_begin(node, end), begin) ||
+                                                  known(w, p, text_begin(node, begin), begin, 0, 0) == begin;
+            if ((is_sure && !is_known && !w->is_short) || (!may_be && is_known))
                 fail(w, "prefix %d: %s is added, and known: %d", (int)(p - w->prefixes), spell(text_begin(node, end)),
                      is_known);
             notice_evictions(w, p->cache, bit_of(w, p));
