@@ -1147,8 +1147,8 @@ KVC_API kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *toke
 /* Adds block number `block` of a prompt from its payload.  Sets *is_kept to 1 if the block is now kept with all that
  * the payload has, and to 0 if there is no room for its rows and state.  If not all blocks before it are kept, and
  * kvc_prefix_lookup finds fewer tokens with rows than stand before it, it is not added.  A state within the block is
- * kept with one more block, of the tokens up to there.  Fails with KVC_ERR_FORMAT if it is no payload of this cache, and
- * with KVC_ERR_NOMEM. */
+ * kept with one more block, of the tokens up to there.  Fails with KVC_ERR_FORMAT if it is no payload of this cache,
+ * and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block, const void *payload,
                                   int64_t size, int32_t *is_kept);
 

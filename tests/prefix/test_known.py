@@ -10,10 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-from support.compiling import EMULATOR, ENVIRONMENT, is_for_windows
+from support.compiling import EMULATOR, ENVIRONMENT, compile_all, is_for_windows, link
+from support.defects import put_back, read_defects
 
 HERE = Path(__file__).parent / "known"
 SOURCES = [HERE / "known.c", *sorted({*HERE.glob("*.c")} - {HERE / "known.c"})]
+DEFECTS = [*read_defects(HERE / "defects.txt")]
+SCENES = {"--runs": 20, "--names": 10, "--clones": 5, "--forks": 1, "--fits": 20}  # so many of each in turn
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +27,16 @@ def known(build):
     return build(*SOURCES)
 
 
-def check(known, *options):
+def play(known, *options):
+    """Return what a failing program prints; None if it does not fail."""
     command = [str(word) for word in (known, *options)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
-    if done.returncode:
-        pytest.fail(f"{' '.join(command)}\n{done.stdout[-2000:]}", pytrace=False)
+    return f"{' '.join(command)}\n{done.stdout[-2000:]}" if done.returncode else None
+
+
+def check(known, *options):
+    if said := play(known, *options):
+        pytest.fail(said, pytrace=False)
 
 
 def test_what_is_known(known):
@@ -58,3 +66,35 @@ def test_new_seeds(known):
     for seed in itertools.takewhile(lambda _: time.monotonic() < end, itertools.count(first, 100)):
         check(known, "--seed", seed, "--runs", 100)
         check(known, "--seed", seed, "--fits", 20)
+
+
+def build_with(workshop, folder, source, text):
+    """Build the program with this text in the place of a source of src/."""
+    command, objects = workshop.result("core")
+    path = folder / source
+    path.parent.mkdir()
+    path.write_text(text)
+    (changed,) = compile_all(folder, [path], lambda _: command)
+    others = [name for name in objects if Path(name).name != changed.name]
+    return link((command, [str(changed), *others]), folder, *SOURCES)
+
+
+def test_defects_can_be_put_back():
+    for defect in DEFECTS:
+        put_back(*defect.values)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("source", "changes"), DEFECTS)
+def test_defects_put_back(workshop, known, tmp_path, source, changes):
+    program = build_with(workshop, tmp_path, source, put_back(source, changes))
+    start, seeds = time.monotonic(), itertools.count(1, 20)
+    for seed, (scene, number) in itertools.product(itertools.islice(seeds, 100), SCENES.items()):
+        options = "--seed", seed, scene, number
+        said = play(program, *options)
+        if said and not play(known, *options):
+            break
+        assert time.monotonic() - start < 600
+    else:
+        pytest.fail("it is not found")
+    print(f"seed {seed}, {scene}, {time.monotonic() - start:.0f} s: {said.strip().splitlines()[-1]}")

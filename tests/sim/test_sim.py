@@ -23,8 +23,10 @@ from support.compiling import (
     run,
     works,
 )
+from support.defects import put_back, read_defects
 
 HERE = Path(__file__).parent
+DEFECTS = [*read_defects(HERE / "defects.txt")]
 OPTIONS = {"--clients": 3, "--calls": 400, "--faults": 127}
 
 
@@ -126,35 +128,13 @@ def test_the_same_seed_is_the_same_run(sim):
     assert steps(5) == steps(5) != steps(6)
 
 
-def read_defects():
-    """The source and the changes of each defect of defects.txt; a change is text and what takes its place."""
-    for block in (HERE / "defects.txt").read_text().split("\n\n")[1:]:
-        name, source, *lines = block.strip().splitlines()
-        changes = []
-        for line in lines:
-            if line.startswith("- "):
-                changes.append((line[2:], []))
-            else:
-                changes[-1][1].append(line[2:])
-        yield pytest.param(source, [(text, "\n".join(to)) for text, to in changes], id=name[2:])
-
-
-def put_back(source, changes):
-    """Return the text of a source of src/ with a defect."""
-    text = (ROOT / "src" / source).read_text()
-    for this, other in changes:
-        assert text.count(this) == 1, f"src/{source} has changed: write the defect anew"
-        text = text.replace(this, other)
-    return text
-
-
 def test_defects_can_be_put_back():
-    for defect in read_defects():
+    for defect in DEFECTS:
         put_back(*defect.values)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("source", "changes"), list(read_defects()))
+@pytest.mark.parametrize(("source", "changes"), DEFECTS)
 def test_defects_put_back(sim, source, changes):
     program, start = build_with(sim.parent, source, put_back(source, changes)), time.monotonic()
     for seed in itertools.count(1):
