@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, TypeAlias, cast, get_args
 
@@ -19,6 +20,7 @@ __all__ = [
     "Ranges",
     "SupportsArray",
     "SupportsDLPack",
+    "as_library_of",
     "check_float_dtype",
 ]
 
@@ -45,3 +47,14 @@ AnyArray: TypeAlias = npt.NDArray[Any] | SupportsDLPack | SupportsArray
 def check_float_dtype(value: Any, name: str) -> FloatDType:
     """Return the name of a type that rows can be converted to; else raise ``ValueError``, which says `name`."""
     return cast(FloatDType, to_dtype(value, name, get_args(FloatDType)))
+
+
+def as_library_of(dtype: Any, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return new arrays as PyTorch's tensors, over the same memory, if `dtype` is a type of PyTorch."""
+    if type(dtype).__module__ != "torch":
+        return arrays
+    torch: Any = sys.modules["torch"]  # whoever has its type has loaded it
+    return tuple(
+        None if array is None else torch.from_numpy(array) if array.dtype.kind in "fb" else torch.from_dlpack(array)
+        for array in arrays
+    )

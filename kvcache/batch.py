@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache import _core
-from kvcache.arrays import AnyArray, Flags, FloatDTypeLike, Layout, Ranges, check_float_dtype
+from kvcache.arrays import AnyArray, Flags, FloatDTypeLike, Layout, Ranges, as_library_of, check_float_dtype
 from kvcache.block import Span, make_spans
 from kvcache.errors import shown
 from kvcache.layer import count
@@ -327,7 +327,8 @@ class Batch:
         masked : array_like of int, optional
             Positions that the mask hides from every token, as in `attend`; their rows are returned all the same.
         dtype : {"f32", "f16", "bf16"}, optional
-            The type to convert rows to, f32 by default; also as PyTorch and NumPy name it.
+            The type to convert rows to, f32 by default; also as PyTorch and NumPy name it. With a type of PyTorch's,
+            such as ``torch.bfloat16``, the results are tensors.
         layout : {"HTD", "THD", "BHTD"}, default "HTD"
             The order of the axes: ``[num_kv_heads, n, dim]``, ``[n, num_kv_heads, dim]``, or each sequence by itself,
             ``[sequences, num_kv_heads, n, dim]``, where `n` is the number of rows of the longest sequence, and zeros
@@ -343,12 +344,12 @@ class Batch:
 
         Returns
         -------
-        k, v : numpy.ndarray
+        k, v : numpy.ndarray or torch.Tensor
             ``[num_kv_heads, n, head_dim]`` and ``[num_kv_heads, n, v_head_dim]``, or as `layout` says, decoded and
             rotated: for each sequence of the batch, by rising id, its stored rows and the rows put in the batch, in
             order of position. In the layout ``"BHTD"``, the sequences are in the batch's order. The first two of `out`
             if that was given.
-        mask : numpy.ndarray or None
+        mask : numpy.ndarray, torch.Tensor or None
             ``[tokens, n]``; in the layout ``"BHTD"``, ``[sequences, tokens of each, n]``.
 
         Raises
@@ -386,7 +387,8 @@ class Batch:
             raise ValueError(f"dtype={dtype!r}: rows are converted to the type of out; leave it out")
         if mask is not None and not (isinstance(mask, str) and mask in ("f32", "bool")):
             raise ValueError(f"mask={shown(mask)}: must be 'f32', 'bool' or None")
-        return self._core.dense(layer, non_causal, masked, chosen, layout, mask, out)
+        k, v, seen = as_library_of(dtype, self._core.dense(layer, non_causal, masked, chosen, layout, mask, out))
+        return k, v, seen
 
     def keys(
         self, layer: SupportsIndex, *, seq_id: SupportsIndex | None = None, copy: bool | None = None

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvcache import _core
 from kvcache._core import INT32_MAX, INT64_MAX, MAX_THREADS, integer
-from kvcache.arrays import AnyArray, FloatDTypeLike, SupportsDLPack, check_float_dtype
+from kvcache.arrays import AnyArray, FloatDTypeLike, SupportsDLPack, as_library_of, check_float_dtype
 from kvcache.batch import Batch
 from kvcache.block import Block, Run, Span, make_spans
 from kvcache.errors import CacheBusyError
@@ -535,7 +535,8 @@ class KVCache(Saveable):
         first : int, default 0
             The index of the first row to copy.
         dtype : {"f32", "f16", "bf16"}, optional
-            The type to convert rows to, f32 by default; also as PyTorch and NumPy name it.
+            The type to convert rows to, f32 by default; also as PyTorch and NumPy name it. With a type of PyTorch's,
+            such as ``torch.bfloat16``, the results are tensors.
         out : tuple of two arrays, optional
             Arrays for keys and values, in place of new ones, whose length is the number of rows to copy: of any of
             these types, or of uint8 if `raw`, NumPy's or DLPack's, contiguous along the last axis, and not overlapping.
@@ -545,7 +546,7 @@ class KVCache(Saveable):
 
         Returns
         -------
-        tuple of numpy.ndarray
+        tuple of numpy.ndarray or torch.Tensor
             The keys ``[num_kv_heads, n, head_dim]``, rotated for their present positions, and the values
             ``[num_kv_heads, n, v_head_dim]``; or `out`. If `raw`, whatever the types, the rows are bytes,
             ``[num_kv_heads, n, bytes of a row]`` of uint8.
@@ -569,8 +570,8 @@ class KVCache(Saveable):
         if _core.flag(raw, "raw") and dtype is not None:
             raise ValueError(f"dtype={dtype!r}: raw=True copies rows in the stored type; leave it out")
         chosen = None if dtype is None else check_float_dtype(dtype, "dtype")
-        result: tuple[Any, Any] = self._core.gather(seq_id, layer, first, chosen, out, raw)
-        return result
+        keys, values = as_library_of(dtype, self._core.gather(seq_id, layer, first, chosen, out, raw))
+        return keys, values
 
     @overload
     def extract(

@@ -425,6 +425,28 @@ def test_whatever_takes_an_array_takes_a_tensor(tmp_path):
 
 
 @pytest.mark.hf
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("num_rows", [0, TOKENS])
+def test_a_type_of_torch_gives_tensors(name, num_rows):
+    import torch
+
+    cache, dtype = new_cache(), getattr(torch, name)
+    with cache.batch(TOKENS) as batch:
+        batch.put(0, *rows())
+        for mask, kind in (("f32", torch.float32), ("bool", torch.bool), (None, None)):
+            made, as_numpy = (batch.dense(0, dtype=dtype, mask=mask), batch.dense(0, mask=mask))
+            assert [x if x is None else x.dtype for x in made] == [dtype, dtype, kind]
+            for got, want in zip(made, as_numpy, strict=True):
+                assert got is want is None or np.array_equal(got.float(), want)
+    made, as_numpy = (cache.gather(0, first=TOKENS - num_rows, **how) for how in ({"dtype": dtype}, {}))
+    for got, want in zip(made, as_numpy, strict=True):
+        assert got.dtype == dtype
+        assert isinstance(want, np.ndarray)
+        assert np.array_equal(got.float(), want)
+        got[:] = 0  # it may be written to
+
+
+@pytest.mark.hf
 def test_masks_of_torch_that_are_refused():
     import torch
 
@@ -486,7 +508,7 @@ def test_names_of_torch():
         cache = kvcache.KVCache(2, 1, 8, dtype=name, v_dtype=[name, "f32"])
         assert [layer.k_dtype for layer in cache.layers] == [dtype] * 2
         assert [layer.v_dtype for layer in cache.layers] == [dtype, "f32"]
-        assert cache.gather(0, dtype=name)[0].dtype == NUMPY[dtype]
+        assert cache.gather(0, dtype=name)[0].dtype == name
     for name in (torch.float64, torch.float8_e4m3fn, torch.int8, torch.Tensor):
         with pytest.raises(ValueError, match=r"dtype=.*torch.*: must be 'f32', 'f16',"):
             kvcache.KVCache(1, 1, 8, dtype=name)
