@@ -28,12 +28,14 @@ from kvcache.hf.turns import STALLED, Turns
 from kvcache.layer import DTypeLike, Transform, count, override
 from kvcache.policy import CrossAttention, Policy
 from kvcache.prefix.cache import MOST_BLOCK_SIZE, PrefixCache
+from kvcache.spelling import spelt
 from kvcache.state import SavedState
 from kvcache.system import readable
 
 CACHE = "cache" if "cache" in ALL_CACHE_NAMES else "past_key_values"  # the argument's name, from 5.24 on the first
 
 
+@spelt
 class HFCache(SaveableBatch, Cache):
     """A cache for models of transformers: a sequence for each text of the batch.
 

@@ -16,6 +16,7 @@ from kvcache.hf.state import SaveableBatch, stored_in
 from kvcache.layer import DTypeLike, Transform
 from kvcache.models.fields import NAMES
 from kvcache.policy import CrossAttention, Policy
+from kvcache.spelling import spelt
 from kvcache.state import SavedState
 
 
@@ -41,6 +42,7 @@ class SourceCache(HFCache):
     _holds_source = True
 
 
+@spelt
 class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
     """A cache for models of transformers that have an encoder and a decoder: two `HFCache`.
 

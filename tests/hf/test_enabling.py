@@ -203,3 +203,22 @@ def test_what_is_no_model():
     )
     with pytest.raises(kvcache.NotSupportedError, match="MambaConfig is not served"):
         enable(mamba)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"cache_dtype": "q8_0"}, "cache_dtype is no argument of HFCache: it is called dtype here"),
+        ({"sliding_window": 64}, r"sliding_window is no argument of HFCache: give policy=SlidingWindow\(\.\.\.\)"),
+        ({"polcy": None}, "polcy is no argument of HFCache: did you mean policy"),
+    ],
+)
+def test_arguments_by_other_names(arguments, says):
+    model = make(CONFIGS["llama"]())
+    for call in (lambda: HFCache(model.config, **arguments), lambda: enable(model, **arguments)):
+        with pytest.raises(TypeError, match=says):
+            call()
+    with pytest.raises(
+        TypeError, match="max_length is no argument of HFEncoderDecoderCache: it is called max_source_len"
+    ):
+        HFEncoderDecoderCache(model.config, max_length=9)
