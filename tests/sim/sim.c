@@ -123,7 +123,7 @@ int ended(client *c, kvc_status status, int may) {
         (status == KVC_ERR_FULL && may & MAY_BE_FULL) ||
         (status == KVC_ERR_GONE && may & MAY_BE_GONE && c->w->expires) ||
         (status == KVC_ERR_HELD && may & MAY_BE_HELD) || (status == KVC_ERR_INVALID && may & MAY_BE_INVALID) ||
-        (status == KVC_ERR_INDEX && may & MAY_INDEX) ||
+        (status == KVC_ERR_INDEX && may & MAY_INDEX) || (status == KVC_ERR_UNSUPPORTED && may & MAY_BE_UNSUPPORTED) ||
         (status == KVC_ERR_CANCELLED && may & MAY_CANCEL && c->was_cancelled) ||
         (status == KVC_ERR_CALLBACK && c->was_cancelled);
     if (!is_allowed) fail(c, "answers \"%s\"", answer);
@@ -1485,12 +1485,12 @@ static void follow_theme(client *c) {
 }
 
 static void *run_client(void *context) {
-    static void (*const calls[])(client *c) = {feed,       feed,          feed,   feed,       feed,
-                                               feed,       edit,          edit,   edit,       edit,
-                                               retain,     retain,        attach, retain_new, inject_retained,
-                                               tidy,       tidy,          hold,   clone,      save_and_restore,
-                                               clear_some, meddle,        meddle, fork_once,  read_moved,
-                                               read_moved, restore_layers};
+    static void (*const calls[])(client *c) = {feed,       feed,           feed,        feed,       feed,
+                                               feed,       edit,           edit,        edit,       edit,
+                                               retain,     retain,         attach,      retain_new, inject_retained,
+                                               tidy,       tidy,           hold,        clone,      save_and_restore,
+                                               clear_some, meddle,         meddle,      fork_once,  read_moved,
+                                               read_moved, restore_layers, call_wrongly};
     client *c = context;
     c->thread = sim_self();
     self_of(c);

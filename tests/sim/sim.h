@@ -157,7 +157,8 @@ enum {
     MAY_BE_INVALID = 16,
     MAY_CANCEL = 32,
     MAY_INDEX = 64,
-    MAY_CHANGE = 128 /* after a failure, too */
+    MAY_CHANGE = 128, /* after a failure, too */
+    MAY_BE_UNSUPPORTED = 256
 };
 
 extern int64_t ids[IDS + KEPT]; /* by which each sequence is named now */
@@ -224,6 +225,9 @@ void end_tasks(client *c);
 
 /* Divides the positions of a sequence, and edits it and copies of it while several rows stand at one position. */
 void divide(client *c, int s);
+
+/* Makes a call that must be refused. */
+void call_wrongly(client *c);
 
 /* Compares rows side by side, and who sees them, with what there is. */
 void check_dense(client *c, const pass *p, int layer);
