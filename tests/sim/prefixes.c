@@ -378,6 +378,7 @@ static void note_acquired(client *c, int p, int s, const text *t, int matched) {
     of->prefix = p + 1;
     of->prompt = *t;
     of->num_prompt = t->num;
+    if (matched) of->barred |= ~(1 << p); /* others may have forgotten rows that this one knows */
     of->is_spoilt |= w->is_meddled;
     for (int l = 0; l < w->num_layers; l++)
         if (is_own(w, l)) memcpy(of->tags[l], t->tags, (size_t)exact * sizeof *t->tags);
@@ -435,7 +436,7 @@ static void check_kept(client *c, int p, int s, const text *t, int exact) {
     const kvc_config *config = &c->w->config;
     const kvc_prefix_config *own = &c->w->prefixes[p].config;
     if (handed_over(c) || sim_faults() != c->faults || config->max_bytes || config->capacity || c->w->expires) return;
-    if (own->ttl_ms || own->state_bytes || c->w->is_meddled) return;
+    if (own->ttl_ms || own->state_bytes || c->w->is_meddled || is_shared(c)) return;
     if (c->w->prefixes[p].num_forgetting || c->w->sequences[s].barred & 1 << p) return;
     const int found = known(c, p, t);
     if (!handed_over(c) && found >= 0 && found < exact) fail(c, "kept %d of %d tokens", found, exact);
@@ -872,6 +873,7 @@ void check_prefixes_in_child(client *c) {
     for (int p = 0; p < PREFIXES; p++) {
         prefix *of = &w->prefixes[p];
         if (of->is_changing) of->handle = NULL; /* by a thread of the parent */
+        if (of->num_forgetting) bar_all(w, p);
         of->users = of->is_followed = of->num_forgetting = 0;
         of->has_lost = 1;
         if (of->handle) drop_all(c, p);
