@@ -112,7 +112,7 @@ int32_t kvc_batch_find(const kvc_batch *batch, int64_t seq_id) {
 }
 
 /* Returns where the rows of a sequence go in group g. */
-static kvc_destination find_destination(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
+static int8_t find_destination(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
     const kvc_cache *cache = batch->cache;
     if (batch->replaced && !batch->replaced[g]) return KVC_TO_NOWHERE;
     if (g >= cache->num_token_groups) return cache->policies[g].kind == KVC_CROSS ? KVC_TO_CROSS : KVC_TO_NOWHERE;

@@ -118,7 +118,7 @@ static int32_t find_exact_to(const kvc_batch *batch, const kvc_batch_sequence *m
 
 /* Adds the kept tokens to sequence s: kvc_begin took the memory for that. */
 static void end_sequence(const kvc_batch *batch, int32_t s) {
-    const kvc_cache *cache = batch->cache;
+    kvc_cache *cache = batch->cache;
     const kvc_batch_sequence *member = &batch->sequences[s];
     const int32_t *token = batch->order + member->first;
     int32_t last = -1; /* largest position that is kept */
@@ -127,10 +127,12 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
     const int keeps = last >= 0;
     if (keeps && member->exact_to < member->sequence->exact_to) member->sequence->exact_to = member->exact_to;
     if (batch->replaced && keeps) member->sequence->edited_from = 0;
-    /* What a window has left behind once the tokens are added is not added.  In a batch that restores, everything is:
-     * kvc_replace_note looks at all rows. */
-    kvc_set_min_query_behind(member->sequence, last);
-    if (batch->replaced) member->sequence->min_query_position = 0;
+    /* What a window leaves behind goes before the tokens are added, and of these it is not added.  In a batch that
+     * restores, everything is: kvc_replace_note looks at all rows. */
+    if (batch->replaced)
+        member->sequence->min_query_position = 0;
+    else
+        kvc_expire_behind(cache, member->sequence, last);
     for (int32_t g = 0; g < cache->num_groups; g++) {
         const kvc_pending *pending = kvc_pending_of(batch, g, s);
         if (pending->to == KVC_TO_REPLACE && keeps) drop_rows(batch, g, s);
@@ -138,6 +140,7 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
         if (pending->to == KVC_TO_CROSS) end_cross(batch, g, s, pending, keeps);
     }
     if (batch->replaced && keeps) kvc_replace_note(batch, s);
+    if (batch->replaced) kvc_expire_behind(cache, member->sequence, -1);
     batch->sequences[s].exact_to = INT32_MAX; /* that is the sequence's now, and so are pending rows */
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_pending_of(batch, g, s)->num = 0;
     /* An unstored sequence loses also what it held before the batch, and what has expired of it is forgotten. */
@@ -173,7 +176,6 @@ static kvc_status finish(kvc_batch *batch) {
     if (!keeps_all) find_exact(batch);
     kvc_sessions_fill(batch); /* before windows move on */
     for (int32_t s = 0; s < batch->num_sequences; s++) end_sequence(batch, s);
-    for (int32_t s = 0; s < batch->num_sequences; s++) kvc_expire_behind(cache, batch->sequences[s].sequence);
     cache->stats.batches++;
     cache->stats.tokens += num_kept;
     close_batch(batch);

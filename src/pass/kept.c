@@ -8,20 +8,16 @@
  * many of the tokens a compaction may place. */
 static int32_t add_tokens(const kvc_batch *batch, int32_t g, int32_t s, int64_t *bytes) {
     const kvc_batch_sequence *member = &batch->sequences[s];
-    kvc_pending *pending = kvc_pending_of(batch, g, s);
+    const kvc_pending *pending = kvc_pending_of(batch, g, s);
     const kvc_pool *pool = &batch->cache->pools[g];
     const int32_t size = pool->block_size;
     int32_t rest = member->num_tokens, fill = 0;
     if (pending->to < KVC_TO_REPLACE) return 0;
-    kvc_block *block = pending->last_block = kvc_find_last_block(batch, member, g, KVC_KEPT, &fill);
-    if (block) {
-        const int32_t room = size - fill - block->planned, taken = rest < room ? rest : room;
-        block->planned += taken;
-        rest -= taken;
-    }
+    kvc_find_last_block(batch, g, s, KVC_KEPT, &fill);
+    rest -= pending->in_last;
     *bytes += rest / size * kvc_pool_used_bytes(pool, (kvc_use){.fill = size, .is_used = 1});
     if (rest % size) *bytes += kvc_pool_used_bytes(pool, (kvc_use){.fill = rest % size, .is_used = 1});
-    return block && block->pins ? rest : member->num_tokens;
+    return pending->last_block && pending->last_block->pins ? rest : member->num_tokens;
 }
 
 /* Returns the fewest bytes that so many slots take. */

@@ -3,12 +3,13 @@
 
 #include "space/compact.h"
 
-kvc_block *kvc_find_last_block(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, kvc_scope scope,
-                               int32_t *fill) {
-    const kvc_run_list *list = &member->sequence->runs[g];
+/* Returns the block of the last row that stays, its fill mark, and whether the sequence's next token would lie and
+ * stand right behind that row. */
+static kvc_block *find(const kvc_batch *batch, const kvc_sequence *sequence, int32_t g, kvc_scope scope, int32_t *fill,
+                       int8_t *continues) {
+    const kvc_run_list *list = &sequence->runs[g];
     const kvc_compaction *c = batch->cache->pools[g].compaction;
-    const kvc_interval gone = kvc_policy_expired(&batch->cache->policies[g], member->sequence->min_query_position);
-    if (batch->replaced) return NULL; /* rows that take the place of others do not go where these leave holes */
+    const kvc_interval gone = kvc_policy_expired(&batch->cache->policies[g], sequence->min_query_position);
     for (int32_t i = list->num - 1; i >= 0; i--) {
         const kvc_run *run = kvc_runs_begin(list) + i;
         /* Index in the run of its last row that stays, plus 1. */
@@ -16,15 +17,28 @@ kvc_block *kvc_find_last_block(const kvc_batch *batch, const kvc_batch_sequence 
         if (kept_end <= 0) continue;
         if (kept_end > run->count) kept_end = run->count;
         const int32_t *targets = c ? c->targets[run->block->index] : NULL;
-        if (!targets) {
-            *fill = kvc_pool_use(run->block, scope).fill;
-            return run->block;
-        }
-        const int32_t to = targets[run->slot + kept_end - 1] / c->pool->block_size;
-        *fill = kvc_compaction_fill(c, to);
-        return c->order[to];
+        const int32_t slot = run->slot + kept_end - 1, target = targets ? targets[slot] : slot,
+                      to = targets ? target / c->pool->block_size : 0;
+        *fill = targets ? kvc_compaction_fill(c, to) : kvc_pool_use(run->block, scope).fill;
+        *continues = target + 1 == *fill + to * batch->cache->pools[g].block_size && !run->delta &&
+                     run->position + kept_end == sequence->min_query_position;
+        return targets ? c->order[to] : run->block;
     }
     return NULL;
+}
+
+void kvc_find_last_block(const kvc_batch *batch, int32_t g, int32_t s, kvc_scope scope, int32_t *fill) {
+    const kvc_batch_sequence *member = &batch->sequences[s];
+    kvc_pending *pending = kvc_pending_of(batch, g, s);
+    /* Rows that take the place of others do not go where these leave holes. */
+    kvc_block *block = batch->replaced ? NULL : find(batch, member->sequence, g, scope, fill, &pending->continues);
+    pending->last_block = block;
+    pending->in_last = 0;
+    if (!block) return;
+    const int32_t room = batch->cache->pools[g].block_size - *fill - block->planned;
+    pending->in_last = member->num_tokens < room ? member->num_tokens : room;
+    if (!pending->in_last || block->planned || member->num_stretches > 1 || member->goes_back) pending->continues = 0;
+    block->planned += pending->in_last;
 }
 
 int64_t kvc_take_planned(const kvc_pool *pool, kvc_block *block, int32_t fill) {

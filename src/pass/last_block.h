@@ -5,10 +5,10 @@
 #include "cache/batch.h"
 #include "space/expire.h"
 
-/* Returns the block that holds a sequence's last row in group g after expiry and compaction, and its fill mark then.
- * NULL if no row stays, or the batch restores. */
-kvc_block *kvc_find_last_block(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, kvc_scope scope,
-                               int32_t *fill);
+/* Sets pending->last_block of sequence s in group g to the block that holds its last row after expiry and compaction,
+ * and *fill to that block's fill mark then: NULL if no row stays, or the batch restores.  pending->in_last becomes how
+ * many of its tokens fit there behind what is planned, which they are added to. */
+void kvc_find_last_block(const kvc_batch *batch, int32_t g, int32_t s, kvc_scope scope, int32_t *fill);
 
 /* Takes the planned slots of a block, with others below `fill`, off its notes, and returns the bytes that it takes with
  * them. */

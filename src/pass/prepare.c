@@ -173,24 +173,22 @@ static void add_new_blocks(kvc_pool *pool, int32_t num_slots) {
  * slots that one will take are noted in block->planned. */
 static void add_sequence(const kvc_batch *batch, int32_t g, int32_t s, kvc_block **next) {
     const kvc_batch_sequence *member = &batch->sequences[s];
-    kvc_pending *pending = kvc_pending_of(batch, g, s);
+    const kvc_pending *pending = kvc_pending_of(batch, g, s);
     kvc_pool *pool = &batch->cache->pools[g];
     int32_t rest = member->num_tokens, fill = 0;
     if (pending->to < KVC_TO_REPLACE) return;
-    pending->last_block = kvc_find_last_block(batch, member, g, KVC_NOW, &fill);
-    for (kvc_block *block = pending->last_block; rest > 0 && (block || *next); block = NULL) {
-        const int is_last = block != NULL;
-        if (!is_last) {
-            block = *next;
-            *next = block->next;
-            fill = 0;
-            pool->demand.num_blocks++;
-        }
-        fill += block->planned;
-        const int32_t taken = rest < pool->block_size - fill ? rest : pool->block_size - fill;
-        add_faulted(pool, block, fill, fill + taken);
-        block->planned += taken;
-        rest -= is_last && batch->in_several ? kvc_slots_spared(batch, member, g, block, taken) : taken;
+    kvc_find_last_block(batch, g, s, KVC_NOW, &fill);
+    kvc_block *last = pending->last_block;
+    if (last) {
+        const int32_t taken = pending->in_last, end = fill + last->planned;
+        add_faulted(pool, last, end - taken, end);
+        rest -= batch->in_several ? kvc_slots_spared(batch, member, g, last, taken) : taken;
+    }
+    for (kvc_block *block; rest > 0 && (block = *next); rest -= block->planned) {
+        *next = block->next;
+        pool->demand.num_blocks++;
+        block->planned = rest < pool->block_size ? rest : pool->block_size;
+        add_faulted(pool, block, 0, block->planned);
     }
     if (rest > 0) add_new_blocks(pool, rest);
 }
@@ -258,30 +256,54 @@ void kvc_forget_demands(kvc_cache *cache) {
 
 enum { TOO_MANY_RUNS = INT32_MAX / 2 + 1 }; /* more than a list may have: kvc_runs_prepare fails */
 
-/* The sequence's slots are a stretch for each stretch of consecutive positions, and one more for each further block
- * that it goes on in, and behind the sinks; of a stretch of n slots, the kept ones are at most (n + 1) / 2 runs. */
-int32_t kvc_most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
-    const kvc_destination to = kvc_pending_of(batch, g, (int32_t)(member - batch->sequences))->to;
-    if (member->is_unstored || to == KVC_TO_NOWHERE) return 0;
-    if (to == KVC_TO_CROSS) return 1;
-    /* The commit adds a row for each token; or no more than the policy keeps, where the sequence only grows. */
-    const int64_t kept = kvc_policy_most_rows(&batch->cache->policies[g]);
-    const int64_t n = kept < member->num_tokens && grows(batch, member) ? kept : member->num_tokens;
-    const int64_t runs = (n + member->num_stretches + n / batch->cache->pools[g].block_size + 3) / 2;
-    return runs < TOO_MANY_RUNS ? (int32_t)runs : TOO_MANY_RUNS;
+/* Returns the most runs that the kept tokens of a sequence add.  Of n slots side by side, the kept ones are at most
+ * (n + 1) / 2 runs; one fewer where the first one continues a run, if n is odd. */
+static int64_t most_added(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
+    const kvc_pending *pending = kvc_pending_of(batch, g, (int32_t)(member - batch->sequences));
+    const int64_t size = batch->cache->pools[g].block_size, rest = member->num_tokens - pending->in_last;
+    const int64_t pieces = (pending->in_last > 0) + (rest + size - 1) / size + member->num_stretches - 1;
+    if (member->num_stretches > 1) return (member->num_tokens + pieces) / 2;
+    return (pending->in_last + !pending->continues) / 2 + rest / size * ((size + 1) / 2) + (rest % size + 1) / 2;
 }
 
-/* Gets memory in a list for just the runs that it must have room for: while some expire, are moved, and `more` are
- * added. */
-static kvc_status prepare_exact(kvc_cache *cache, kvc_sequence *sequence, int32_t g, int32_t more) {
+/* Returns the most runs that tokens add which come in several batches: these may leave slots between them, and go on in
+ * other blocks. */
+static int64_t most_added_in_several(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
+    const int64_t kept = kvc_policy_most_rows(&batch->cache->policies[g]),
+                  n = kept < member->num_tokens && grows(batch, member) ? kept : member->num_tokens;
+    return (n + member->num_stretches + n / batch->cache->pools[g].block_size + 3) / 2;
+}
+
+int32_t kvc_most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, int32_t num) {
+    const int to = kvc_pending_of(batch, g, (int32_t)(member - batch->sequences))->to;
+    if (member->is_unstored || to == KVC_TO_NOWHERE) return num;
+    if (to == KVC_TO_CROSS) return 1;
+    int64_t most = num + (batch->in_several ? most_added_in_several : most_added)(batch, member, g);
+    if (!batch->in_several && grows(batch, member)) { /* the commit leaves no more rows than the policy keeps */
+        const int64_t others = member->sequence->runs[g].ascending ? 0 : num, /* may hold a position several times */
+                      rows = kvc_policy_most_rows(&batch->cache->policies[g]);
+        if (rows < most - others) most = rows + others;
+    }
+    if (kvc_policy_expires(&batch->cache->policies[g]))
+        most += kvc_most_cuts(batch->cache, member->sequence, g, member->num_stretches);
+    return most < TOO_MANY_RUNS ? (int32_t)most : TOO_MANY_RUNS;
+}
+
+/* Gets memory in a list for just the runs that it must have room for: while some expire, are moved, and others are
+ * added.  member: NULL if the sequence is not in the batch. */
+static kvc_status prepare_exact(const kvc_batch *batch, const kvc_batch_sequence *member, kvc_sequence *sequence,
+                                int32_t g) {
+    kvc_cache *cache = batch->cache;
     kvc_run_list *list = &sequence->runs[g];
     const kvc_compaction *c = cache->pools[g].compaction;
     const int expires = kvc_policy_expires(&cache->policies[g]);
     const kvc_interval none = {0, 0},
                        gone = expires ? kvc_policy_expired(&cache->policies[g], sequence->min_query_position) : none;
-    const int64_t expiring = (int64_t)list->num + kvc_runs_num_cut(list, gone.begin, gone.end);
-    const int64_t num = c ? kvc_compaction_room(c, list, gone, more) : expiring + more;
-    return kvc_runs_prepare_exact(list, &cache->memory, num > expiring ? num : expiring);
+    int32_t after = list->num + kvc_runs_num_cut(list, gone.begin, gone.end), num = after;
+    const int32_t moving = c ? kvc_compaction_room(c, list, gone, &after) : 0,
+                  ending = member ? kvc_most_runs(batch, member, g, after) : after;
+    if (moving > num) num = moving;
+    return kvc_runs_prepare_exact(list, &cache->memory, ending > num ? ending : num);
 }
 
 /* Gets memory in lists for the runs that each sequence may get, and that expiries may split. */
@@ -292,14 +314,13 @@ static kvc_status prepare_runs(const kvc_batch *batch) {
         for (kvc_sequence *sequence = cache->changed; status == KVC_OK && sequence; sequence = sequence->next_changed) {
             kvc_run_list *list = &sequence->runs[g];
             const kvc_batch_sequence *member = sequence->in_batch ? &batch->sequences[sequence->in_batch - 1] : NULL;
-            int32_t more = member ? kvc_most_runs(batch, member, g) : 0;
-            const int expires = kvc_policy_expires(&cache->policies[g]);
-            if (more && expires) more += kvc_most_cuts(cache, sequence, g, member->num_stretches);
+            const int32_t most = member ? kvc_most_runs(batch, member, g, list->num) : 0,
+                          more = most > list->num ? most - list->num : 0;
             if (cache->is_tight) {
-                status = prepare_exact(cache, sequence, g, more);
+                status = prepare_exact(batch, member, sequence, g);
             } else if (cache->pools[g].compaction) {
                 status = kvc_runs_prepare_edit(list, &cache->memory, more + 2);
-            } else if (expires) {
+            } else if (kvc_policy_expires(&cache->policies[g])) {
                 const kvc_interval gone = kvc_policy_expired(&cache->policies[g], sequence->min_query_position);
                 status = kvc_runs_prepare_expire(list, &cache->memory, gone.begin, gone.end, more);
             } else if (more) {
@@ -403,17 +424,18 @@ static int64_t most_lists_saved(const kvc_batch *batch) {
 
 kvc_status kvc_fit_without_all(const kvc_batch *batch, int64_t evictable_bytes, int *may_fit) {
     kvc_cache *cache = batch->cache;
+    int64_t least, bytes = cache->row_buffer_bytes - evictable_bytes;
     forget_needs(batch);
     KVC_TRY(kvc_tighten(cache));
-    kvc_status status = prepare_runs(batch);
-    const int64_t bookkeeping = cache->memory.bookkeeping - cache->memory.replaced;
-    int64_t least, bytes = bookkeeping + cache->row_buffer_bytes - evictable_bytes;
-    if (cache->spare) bytes -= kvc_sequence_bytes(cache->spare);
+    const int is_scattered = kvc_add_kept_bytes(batch, &bytes, &least);
+    kvc_status status = prepare_runs(batch); /* for tokens where they go then */
+    int64_t others = cache->memory.bookkeeping - cache->memory.replaced;
+    if (cache->spare) others -= kvc_sequence_bytes(cache->spare);
     for (int32_t g = 0; g < cache->num_groups; g++)
-        bytes -= cache->pools[g].num_blocks * kvc_pool_header_bytes(&cache->pools[g]);
-    if (kvc_add_kept_bytes(batch, &bytes, &least)) least -= most_lists_saved(batch);
+        others -= cache->pools[g].num_blocks * kvc_pool_header_bytes(&cache->pools[g]);
+    least += others - (is_scattered ? most_lists_saved(batch) : 0);
     *may_fit = status == KVC_OK && least <= cache->max_bytes;
-    if (status == KVC_OK && bytes > cache->max_bytes) status = KVC_ERR_FULL;
+    if (status == KVC_OK && others + bytes > cache->max_bytes) status = KVC_ERR_FULL;
     if (status == KVC_ERR_FULL && *may_fit) { /* only trials show what compactions save */
         kvc_choose_all(cache);
         status = kvc_fit_bytes(batch, &bytes);

@@ -44,8 +44,9 @@ kvc_status kvc_fit_without_all(const kvc_batch *batch, int64_t evictable_bytes, 
 /* Returns kvc_nbytes after a batch that fits has begun, if no free memory is given back before. */
 int64_t kvc_bytes_after(const kvc_batch *batch);
 
-/* Returns the most runs that the commit adds to a sequence in group g, whichever of its tokens are kept. */
-int32_t kvc_most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g);
+/* Returns the most runs that the list of a sequence in group g, which has `num` now, has once the batch is committed,
+ * whichever of its tokens are kept. */
+int32_t kvc_most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, int32_t num);
 
 /* Sets the demand of all groups to zero. */
 void kvc_forget_demands(kvc_cache *cache);

@@ -77,15 +77,18 @@ void kvc_runs_install(kvc_run_list *list, kvc_memory *memory) {
     list->capacity = capacity;
 }
 
+/* Takes the place of runs that have expired. */
+static void move_to_front(kvc_run_list *list) {
+    if (list->num) memmove(list->runs, kvc_runs_begin(list), (size_t)list->num * sizeof *list->runs);
+    list->first = 0;
+}
+
 kvc_status kvc_runs_prepare(kvc_run_list *list, kvc_memory *memory, int32_t extra) {
     const int64_t needed = (int64_t)list->num + extra;
-    if (list->spare ? needed <= list->spare_capacity : list->first + needed <= list->capacity) return KVC_OK;
-    if (!list->spare && needed <= list->capacity && list->first >= list->num) { /* one is moved per expired one */
-        memmove(list->runs, kvc_runs_begin(list), (size_t)list->num * sizeof *list->runs);
-        list->first = 0;
-        return KVC_OK;
-    }
-    return get_spare(list, memory, KVC_BUGGIFY() ? needed : list->num + needed + KVC_SPARE_RUNS);
+    if (list->spare ? needed > list->spare_capacity : needed > list->capacity)
+        return get_spare(list, memory, KVC_BUGGIFY() ? needed : list->num + needed + KVC_SPARE_RUNS);
+    if (!list->spare && list->first + needed > list->capacity) move_to_front(list);
+    return KVC_OK;
 }
 
 kvc_status kvc_runs_prepare_exact(kvc_run_list *list, kvc_memory *memory, int64_t num) {
@@ -130,10 +133,12 @@ void kvc_runs_trim(kvc_run_list *list, kvc_memory *memory, int32_t capacity) {
 void kvc_runs_push(kvc_run_list *list, const kvc_run *run) {
     kvc_run *last = list->num ? kvc_runs_end(list) - 1 : NULL;
     if (last && last->block == run->block && last->slot + last->count == run->slot && run_end(last) == run->position &&
-        last->delta == run->delta)
+        last->delta == run->delta) {
         last->count += run->count;
-    else
-        list->runs[list->first + list->num++] = *run;
+        return;
+    }
+    if (list->first + list->num == list->capacity) move_to_front(list);
+    list->runs[list->first + list->num++] = *run;
 }
 
 /* Counts the rows and positions of a run that was added at the end. */
@@ -228,7 +233,8 @@ static int32_t runs_before(const kvc_run_list *list, int32_t begin) {
 kvc_status kvc_runs_prepare_expire(kvc_run_list *list, kvc_memory *memory, int32_t begin, int32_t end, int32_t extra) {
     if (kvc_runs_visit(list, begin, end, NULL, NULL) == 0 || runs_before(list, begin) >= 0)
         return kvc_runs_prepare(list, memory, extra);
-    return kvc_runs_prepare_edit(list, memory, extra);
+    const int64_t needed = (int64_t)list->num + kvc_runs_num_cut(list, begin, end) + extra;
+    return !list->spare && needed <= list->capacity ? KVC_OK : kvc_runs_prepare_edit(list, memory, extra);
 }
 
 /* Makes lost, or missing, positions include others, if there are any. */

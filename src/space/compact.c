@@ -218,7 +218,7 @@ static void move_runs(const kvc_compaction *c, kvc_run_list *list) {
     list->lost = lost;
 }
 
-int32_t kvc_compaction_room(const kvc_compaction *c, const kvc_run_list *list, kvc_interval gone, int32_t more) {
+int32_t kvc_compaction_room(const kvc_compaction *c, const kvc_run_list *list, kvc_interval gone, int32_t *after) {
     int32_t num = 0, moved = 0, ahead = 0; /* runs before, runs written, and the most by which these are ahead */
     kvc_run last = {0};
     for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
@@ -235,7 +235,8 @@ int32_t kvc_compaction_room(const kvc_compaction *c, const kvc_run_list *list, k
             }
             if (moved - num > ahead) ahead = moved - num;
         }
-    return num + ahead > moved + more ? num + ahead : moved + more;
+    *after = moved;
+    return num + ahead;
 }
 
 void kvc_compaction_run(kvc_cache *cache, int32_t group) {

@@ -32,8 +32,8 @@ typedef struct kvc_compaction {
 kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group);
 
 /* Returns how many runs a list must have room for while the compaction moves its runs, except those in a gap that has
- * expired before, and for `more` behind them. */
-int32_t kvc_compaction_room(const kvc_compaction *c, const kvc_run_list *list, kvc_interval gone, int32_t more);
+ * expired before, and sets *after to how many it has then. */
+int32_t kvc_compaction_room(const kvc_compaction *c, const kvc_run_list *list, kvc_interval gone, int32_t *after);
 
 /* Carries out the planned compaction, or drops it; pool->compaction becomes NULL. */
 void kvc_compaction_run(kvc_cache *cache, int32_t group);

@@ -119,8 +119,8 @@ void kvc_append_kept(kvc_cache *cache, kvc_sequence *sequence, int32_t g, const 
     pool->num_loose += pool->num_free - before;
 }
 
-void kvc_expire_behind(kvc_cache *cache, kvc_sequence *sequence) {
-    kvc_set_min_query_behind(sequence, -1);
+void kvc_expire_behind(kvc_cache *cache, kvc_sequence *sequence, int32_t last) {
+    kvc_set_min_query_behind(sequence, last);
     for (int32_t g = 0; g < cache->num_token_groups; g++)
         if (kvc_policy_expires(&cache->policies[g])) expire(cache, sequence, g);
 }

@@ -59,9 +59,9 @@ void kvc_set_min_query_behind(kvc_sequence *sequence, int32_t last);
 /* Appends a run to a sequence's list of group g, but for what that expires, given sequence->min_query_position. */
 void kvc_append_kept(kvc_cache *cache, kvc_sequence *sequence, int32_t g, const kvc_run *run);
 
-/* Expires from a sequence, in all groups, after a batch was added to it: kvc_set_min_query_behind.  The lists have room
+/* Expires from a sequence, in all groups, as a batch adds tokens to it: kvc_set_min_query_behind.  The lists have room
  * for kvc_most_cuts more runs.  Cannot fail. */
-void kvc_expire_behind(kvc_cache *cache, kvc_sequence *sequence);
+void kvc_expire_behind(kvc_cache *cache, kvc_sequence *sequence, int32_t last);
 
 /* Returns the most runs of group g that kvc_expire_behind may cut in two after a batch with so many stretches of
  * consecutive positions, given sequence->min_query_position. */

@@ -113,16 +113,12 @@ static kvc_status check_pool(const kvc_pool *pool) {
 
 /* Returns KVC_ERR_CORRUPT unless the lists have room for all runs that tokens of the open batch may become. */
 static kvc_status check_room(const kvc_batch *batch, int32_t g) {
-    const int is_cross = batch->cache->policies[g].kind == KVC_CROSS;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         const kvc_batch_sequence *member = &batch->sequences[s];
         const kvc_run_list *list = &member->sequence->runs[g];
-        const kvc_pending *pending = kvc_pending_of(batch, g, s);
-        int32_t num = is_cross ? 1 - list->num : 0; /* rows of cross-attention replace those that are there */
-        for (int32_t i = 0; !is_cross && i < pending->num; i++) num += (pending->runs[i].count + 1) / 2;
-        if (!is_cross && num > kvc_most_runs(batch, member, g)) num = kvc_most_runs(batch, member, g);
-        REQUIRE(member->is_unstored || !kvc_takes_rows(batch, g) || list->first + list->num + num <= list->capacity,
-                "group %d, sequence %lld: the list of runs has no room for %d of the batch", g,
+        const int32_t num = kvc_most_runs(batch, member, g, list->num);
+        REQUIRE(member->is_unstored || !kvc_takes_rows(batch, g) || num <= list->capacity,
+                "group %d, sequence %lld: the list of runs has no room for the %d that the batch may leave", g,
                 (long long)member->sequence->id, num);
     }
     return KVC_OK;
