@@ -920,8 +920,10 @@ KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
  *
  * Kept blocks take no room from others: where a call would fail with KVC_ERR_FULL, they are evicted, as retained
  * sequences are.  KVC_ERR_FULL then says that sequences in use, pins and quotas hold all.  Release a sequence, and
- * acquire it again with all its tokens when another has ended.  A batch that fits without a match fits with one, except
- * for some bytes of bookkeeping.
+ * acquire it again with all its tokens when another has ended.  A batch fits behind tokens that matched if it fits
+ * behind the same tokens fed to a new cache.  Behind a match, batches may end elsewhere than without: kvc_room says how
+ * many tokens fit.  Where bytes are lacking, acquired sequences also give up their place among the blocks: what they
+ * fill from then on is kept only by kvc_prefix_release.
  * An acquired sequence ends like any other: kvc_clear_sequence keeps only the blocks of the prompt that were full by
  * then.  It may be edited: what follows the edit is kept only by kvc_prefix_release.  Several prefixes, for adapters
  * and tenants, may share a cache.  The time of a call grows with the blocks of its tokens, with the blocks that it
@@ -1020,8 +1022,8 @@ KVC_API kvc_status kvc_prefix_checkpoint(kvc_prefix *prefix, int64_t seq_id, con
                                          const void *state, int64_t num_bytes);
 
 /* Writes the recurrent state from which an acquired sequence goes on, and sets *num_bytes to its bytes: 0 if nothing
- * was matched.  `state` has room for max_bytes.  state NULL: sets *num_bytes alone.  Call it before tokens are fed,
- * because the commit forgets the state.  Fails with KVC_ERR_INVALID if the state has more than max_bytes. */
+ * was matched.  `state` has room for max_bytes.  state NULL: sets *num_bytes alone.  Call it before a batch or
+ * kvc_reserve of the sequence, which may forget the state for its bytes; a commit always does.  Fails with KVC_ERR_INVALID if the state has more than max_bytes. */
 KVC_API kvc_status kvc_prefix_state(kvc_prefix *prefix, int64_t seq_id, void *state, int64_t max_bytes,
                                     int64_t *num_bytes);
 

@@ -406,9 +406,10 @@ class PrefixCache:
         self._store_new()
 
     def state(self, seq_id: SupportsIndex) -> memoryview | None:
-        """Return a copy of the recurrent state that an acquired sequence goes on from, until tokens are fed.
+        """Return a copy of the recurrent state that an acquired sequence goes on from.
 
-        None if nothing was matched.
+        None if nothing was matched. Ask before a batch or `reserve` of the sequence: either may forget the state for its
+        bytes, and a commit always does.
         """
         return self._prefix.state(seq_id)
 

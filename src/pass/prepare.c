@@ -281,7 +281,7 @@ int32_t kvc_most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, 
     int64_t most = num + (batch->in_several ? most_added_in_several : most_added)(batch, member, g);
     if (!batch->in_several && grows(batch, member)) { /* the commit leaves no more rows than the policy keeps */
         const int64_t others = member->sequence->runs[g].ascending ? 0 : num, /* may hold a position several times */
-                      rows = kvc_policy_most_rows(&batch->cache->policies[g]);
+            rows = kvc_policy_most_rows(&batch->cache->policies[g]);
         if (rows < most - others) most = rows + others;
     }
     if (kvc_policy_expires(&batch->cache->policies[g]))

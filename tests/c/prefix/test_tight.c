@@ -1,5 +1,4 @@
-/* Under max_bytes, a prompt that fits without a match fits with one, but for some bytes of bookkeeping, whatever others
- * left behind. */
+/* Under max_bytes, a prompt that fits without a match fits with one, whatever others left behind. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/serving.h"
 
@@ -7,8 +6,10 @@ enum { SIZE = 16 }; /* tokens of a block */
 
 static kvc_status feed_all(int64_t id, int num, int step) {
     kvc_status status = KVC_OK;
-    for (int at; status == KVC_OK && (at = kvc_next_position(cache, id)) < num;)
-        status = feed(cache, num_layers, id, num - at < step ? num - at : step);
+    for (int at, end; status == KVC_OK && (at = kvc_next_position(cache, id)) < num;) {
+        end = (at / step + 1) * step; /* batches end at the same tokens, whatever matched */
+        status = feed(cache, num_layers, id, (end < num ? end : num) - at);
+    }
     return status;
 }
 
@@ -45,7 +46,7 @@ int main(void) {
     for (int shape = 0; shape < 16; shape++) {
         const int is_windowed = shape % 2, num = 20 + 10 * (shape / 4), step = shape / 2 % 2 ? 64 : 8;
         int64_t low = 1000, high = 200000; /* the least with which it fits alone */
-        while (high - low > 8) {
+        while (high - low > 1) {
             const int64_t middle = (low + high) / 2;
             if (prompt_fits(middle, is_windowed, num, step, 0, 0) == 1)
                 high = middle;
@@ -53,7 +54,7 @@ int main(void) {
                 low = middle;
         }
         for (int common = 6; common <= num; common += 11)
-            for (int more = 200; more < 6000; more += 2000) /* lists of runs may have room for a few more */
+            for (int more = 0; more < 6000; more += 1 + more * 2)
                 CHECKF(prompt_fits(high + more, is_windowed, num, step, common, common + 7) == 1,
                        "%d tokens, %d at once, windows %d: %lld bytes are too few behind %d known ones", num, step,
                        is_windowed, (long long)(high + more), common);
