@@ -116,6 +116,7 @@ void kvc_session_roll_back(kvc_session *session, int32_t position) {
 
 int kvc_session_is_forgotten(const kvc_prefix *prefix, const kvc_sequence *sequence) {
     const kvc_origin *from = &sequence->origin;
+    if (!prefix->forgot) return 0; /* a prefix that had its bit before may have forgotten these rows */
     return (from->forgotten_in >> prefix->bit & 1) ||
            (from->prefix != prefix->number && from->num_forgets < prefix->forgot);
 }

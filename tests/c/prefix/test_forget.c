@@ -121,6 +121,29 @@ static void test_rejected_draft(void) {
     }
 }
 
+/* What a prefix that is freed had forgotten is no matter to one that is made later. */
+static void test_forgotten_by_another(void) {
+    const int64_t *ids = numbers(300);
+    const kvc_prefix_config own = {.struct_size = sizeof own, .fingerprint = "a model"};
+    const kvc_tokens tokens = tokens_of(ids, 12), other = tokens_of(numbers(100), 8);
+    int64_t dropped, num;
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+    kvc_prefix *first = prefix, *second;
+    CHECK(kvc_prefix_new(cache, &own, &second) == KVC_OK);
+    int64_t id = kvc_new_sequence(cache); /* of which nobody knows what it holds */
+    feed_to(id, 12, 12);
+    CHECK(kvc_prefix_forget(second, &other, NULL, 0, &num, &dropped) == KVC_OK);
+    release(id, ids, 12);
+    kvc_prefix_free(second);
+    id = acquire(ids, 12, NULL);
+    CHECK(kvc_prefix_new(cache, &own, &second) == KVC_OK);
+    CHECK(kvc_prefix_release(second, id, &tokens) == KVC_OK);
+    prefix = second;
+    CHECKF(known(ids, 12) == 11, "%d", known(ids, 12));
+    prefix = first;
+    close_world();
+}
+
 /* Where windows have left all tokens of a sequence behind, its rows may still be kept aside, and its state is still one
  * of forgotten tokens. */
 static void test_left_behind(void) {
@@ -406,6 +429,7 @@ int main(void) {
     test_states();
     test_running();
     test_rejected_draft();
+    test_forgotten_by_another();
     test_retained();
     test_shared_into();
     test_elsewhere();
