@@ -79,20 +79,30 @@ static const call calls[] = {
     {"prefix", do_prefix, 1},
     {"new text", do_new_text, 2},
 };
+enum { CALLS = sizeof calls / sizeof *calls };
+
+static int often[CALLS]; /* in this world */
+
+/* Gives each world a mix of calls of its own: what needs many of two kinds comes soon in some. */
+static void mix_calls(world *w) {
+    const int is_mixed = pick(w, 3);
+    for (int i = 0; i < CALLS; i++) often[i] = calls[i].often * (is_mixed && pick(w, 6) == 0 ? 8 : 1);
+}
+
 static const call rare_calls[] = {
     {"clear a cache", do_clear_cache, 1}, {"clone", do_clone, 2}, {"fork()", do_fork_process, 1}};
 
-static const call *choose(world *w, const call *from, size_t num) {
+static const call *choose(world *w, const call *from, const int *weights, size_t num) {
     int sum = 0;
-    for (size_t i = 0; i < num; i++) sum += from[i].often;
-    for (int at = pick(w, sum);; from++)
-        if ((at -= from->often) < 0) return from;
+    for (size_t i = 0; i < num; i++) sum += weights ? weights[i] : from[i].often;
+    for (int at = pick(w, sum), i = 0;; i++)
+        if ((at -= weights ? weights[i] : from[i].often) < 0) return &from[i];
 }
 
 void play_steps(world *w, long last) {
     for (; w->step <= last; w->step++) {
-        const call *c = pick(w, 40) ? choose(w, calls, sizeof calls / sizeof *calls)
-                                    : choose(w, rare_calls, sizeof rare_calls / sizeof *rare_calls);
+        const call *c = pick(w, 40) ? choose(w, calls, often, CALLS)
+                                    : choose(w, rare_calls, NULL, sizeof rare_calls / sizeof *rare_calls);
         w->call = c->name;
         w->is_short = 0;
         c->play(w);
@@ -110,6 +120,7 @@ static void play(uint64_t seed, long steps, int is_traced) {
     current = &w;
     begin_tokens();
     make_world(&w);
+    mix_calls(&w);
     w.step = 1;
     play_steps(&w, steps);
     free_world(&w);

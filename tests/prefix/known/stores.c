@@ -455,7 +455,8 @@ void do_add(world *w) {
                 fail(w, "prefix %d: %s is added, and known: %d", (int)(p - w->prefixes), spell(text_begin(node, end)),
                      is_known);
             notice_evictions(w, p->cache, bit_of(w, p));
-            if (is_known) note_payload(w, p, text_begin(node, end), v->bytes, v->size);
+            if (is_known || (may_be && (w->is_short || w->shape.is_limited))) /* perhaps a part of it */
+                note_payload(w, p, text_begin(node, end), v->bytes, v->size);
         }
         const kept *b = find_kept(p, text_begin(node, end), end - block);
         is_sure &= b && b->is_sure && !w->shape.is_limited;
