@@ -95,6 +95,14 @@ int growth_unlock(pthread_mutex_t *mutex) {
         if (result_) return result_;       \
     } while (0)
 
+#define TIME_IF(timed, call) \
+    do {                     \
+        if (timed)           \
+            TIME(call);      \
+        else                 \
+            TRY(call);       \
+    } while (0)
+
 /* ---- a cache with kept blocks ------------------------------------------------------------------------------------ */
 
 /* What limits a cache that is full of kept blocks; or what has become of them. */
@@ -287,23 +295,17 @@ static kvc_status call_blocks(scene *s, int32_t rep) {
     return KVC_OK;
 }
 
-static kvc_status call_spans(scene *s, int32_t rep) {
+/* Times the listing of spans, or the end of their hold. */
+static kvc_status hold(scene *s, int frees) {
     kvc_span spans[OWN];
     kvc_hold *hold;
-    (void)rep;
-    TIME(kvc_spans(s->cache, OWN_ID, 0, spans, sizeof *spans, OWN, &count, &hold));
-    kvc_hold_free(hold);
+    TIME_IF(!frees, kvc_spans(s->cache, OWN_ID, 0, spans, sizeof *spans, OWN, &count, &hold));
+    TIME_IF(frees, (kvc_hold_free(hold), KVC_OK));
     return KVC_OK;
 }
 
-static kvc_status call_hold_free(scene *s, int32_t rep) {
-    kvc_span spans[OWN];
-    kvc_hold *hold;
-    (void)rep;
-    TRY(kvc_spans(s->cache, OWN_ID, 0, spans, sizeof *spans, OWN, &count, &hold));
-    TIME((kvc_hold_free(hold), KVC_OK));
-    return KVC_OK;
-}
+static kvc_status call_spans(scene *s, int32_t rep) { return (void)rep, hold(s, 0); }
+static kvc_status call_hold_free(scene *s, int32_t rep) { return (void)rep, hold(s, 1); }
 
 static kvc_status call_gather(scene *s, int32_t rep) {
     const kvc_rows_out out = rows_out();
@@ -388,14 +390,6 @@ static kvc_status call_clear_sequence(scene *s, int32_t rep) {
 /* The steps of a request: one of them is timed. */
 typedef enum step { ACQUIRE, BEGIN, PUT, COMMIT, COMMIT_KEPT, ABORT, RELEASE, CHECKPOINT, STATE } step;
 
-#define TIME_IF(timed, call) \
-    do {                     \
-        if (timed)           \
-            TIME(call);      \
-        else                 \
-            TRY(call);       \
-    } while (0)
-
 /* Reads a prompt of one block and releases it. */
 static kvc_status request(scene *s, step step) {
     static const int32_t kept[BLOCK] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -435,6 +429,81 @@ STEP(call_abort, ABORT)
 STEP(call_release, RELEASE)
 STEP(call_checkpoint, CHECKPOINT)
 STEP(call_state, STATE)
+
+/* Times a call on an open batch, which has one token of the sequence that is read, and aborts it. */
+static kvc_status in_batch(scene *s, kvc_status (*calls)(kvc_batch *batch)) {
+    kvc_batch *batch;
+    TRY(begin(s, OWN_ID, 1, &batch));
+    const kvc_status status = calls(batch);
+    kvc_abort(batch);
+    return status;
+}
+
+static const kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .num_heads = 1};
+
+static kvc_status attend(kvc_batch *batch) {
+    static const float q[DIM];
+    static float out[DIM];
+    const kvc_attend_args args = {.struct_size = sizeof args, .q = q, .out = out};
+    TRY(put_all(batch));
+    TIME(kvc_attend(batch, &plan_args, &args));
+    return KVC_OK;
+}
+
+static kvc_status make_plan(kvc_batch *batch) {
+    kvc_plan *plan;
+    TIME(kvc_plan_new(batch, &plan_args, &plan));
+    kvc_plan_free(plan);
+    return KVC_OK;
+}
+
+static kvc_status list_batch_spans(kvc_batch *batch) {
+    kvc_span spans[OWN];
+    kvc_hold *hold;
+    TRY(put_all(batch));
+    TIME(kvc_batch_spans(batch, OWN_ID, 0, spans, sizeof *spans, OWN, &count, &hold));
+    kvc_hold_free(hold);
+    return KVC_OK;
+}
+
+static kvc_status find_slots(kvc_batch *batch) {
+    kvc_span span;
+    kvc_hold *hold;
+    TIME(kvc_slots(batch, 0, 0, &span, sizeof span, &hold));
+    kvc_hold_free(hold);
+    return KVC_OK;
+}
+
+static kvc_status count_dense(kvc_batch *batch) {
+    TRY(put_all(batch));
+    TIME(kvc_dense_rows(batch, 0, &count));
+    return KVC_OK;
+}
+
+static kvc_status copy_dense(kvc_batch *batch) {
+    static _Float16 more_rows[2][OWN + 1][DIM];
+    kvc_rows_out out = rows_out();
+    out.k = more_rows[0];
+    out.v = more_rows[1];
+    kvc_dense_args args = {.struct_size = sizeof args, .rows = &out};
+    TRY(put_all(batch));
+    TRY(kvc_dense_rows(batch, 0, &args.num_rows));
+    TIME(kvc_dense(batch, 0, &args));
+    return KVC_OK;
+}
+
+#define IN_BATCH(name, call)                        \
+    static kvc_status name(scene *s, int32_t rep) { \
+        (void)rep;                                  \
+        return in_batch(s, call);                   \
+    }
+
+IN_BATCH(call_attend, attend)
+IN_BATCH(call_plan_new, make_plan)
+IN_BATCH(call_batch_spans, list_batch_spans)
+IN_BATCH(call_slots, find_slots)
+IN_BATCH(call_dense_rows, count_dense)
+IN_BATCH(call_dense, copy_dense)
 
 /* ---- prefixes ---------------------------------------------------------------------------------------------------- */
 
@@ -648,6 +717,7 @@ static kvc_status call_clone(scene *s, int32_t rep) {
 /* ---- all at once ------------------------------------------------------------------------------------------------- */
 
 STATUS_OF(call_clear, kvc_clear(s->cache))
+STATUS_OF(call_keep, kvc_keep(s->cache, OWN_ID))
 STATUS_OF(call_prefix_clear, kvc_prefix_clear(s->prefix))
 
 /* ---- measuring --------------------------------------------------------------------------------------------------- */
@@ -697,6 +767,12 @@ static const struct {
     {"commit", call_commit, 0},
     {"commit_kept", call_commit_kept, 0},
     {"abort", call_abort, 0},
+    {"attend", call_attend, 0},
+    {"plan_new", call_plan_new, 0},
+    {"batch_spans", call_batch_spans, 0},
+    {"slots", call_slots, 0},
+    {"dense_rows", call_dense_rows, 0},
+    {"dense", call_dense, 0},
     {"release", call_release, 0},
     {"checkpoint", call_checkpoint, 0},
     {"state", call_state, 0},
@@ -724,6 +800,7 @@ static const struct {
     {"save", call_save, 0},
     {"restore", call_restore, 0},
     {"clone", call_clone, 1},
+    {"keep", call_keep, 1},
     {"clear", call_clear, 1},
     {"prefix_clear", call_prefix_clear, 1},
 };
