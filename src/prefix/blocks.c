@@ -289,7 +289,10 @@ static kvc_status write_rows(kvc_cache *cache, const arrival *a) {
     const uint8_t *at = a->payload + cache->num_layers;
     kvc_lock(cache);
     const kvc_status status = kvc_retain_unwritten(cache, a->id, a->begin, a->end, a->payload);
-    if (status == KVC_OK) kvc_cache_set_in_call(cache, a->id, 1);
+    if (status == KVC_OK) {
+        kvc_cache_set_in_call(cache, a->id, 1);
+        kvc_table_find(&cache->sequences, a->id)->origin.num_forgets = 0; /* a payload does not say how old it is */
+    }
     kvc_unlock(cache, KVC_OK);
     if (status == KVC_ERR_INVALID) return kvc_fail(KVC_ERR_FORMAT, "the payload lacks layers of a group");
     KVC_TRY(status);
