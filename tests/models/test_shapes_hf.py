@@ -301,6 +301,21 @@ def test_old_files_are_read_as_their_classes_read_them(name):
         assert shapes.read(json.loads(json.dumps(form, default=str)), 100).layers == shapes.read(made, 100).layers, form
 
 
+@pytest.mark.parametrize("embedding", [None, "rope", "nope"])
+@pytest.mark.parametrize("field", ["layer_types", "layers_block_type"])
+def test_old_files_of_granitemoehybrid_are_read_as_its_class_reads_them(field, embedding):
+    """It has no attention unless a file lists it."""
+    config = make("granitemoehybrid").to_dict()
+    old = {key: value for key, value in config.items() if key not in (*LISTS, "transformers_version", "architectures")}
+    old |= {"num_hidden_layers": 4, field: ["mamba", "attention"] * 2, "position_embedding_type": embedding}
+    forms = [old, *({**old, "rope_theta": 777777.0, "rope_scaling": scaling} for scaling in SCALINGS.values())]
+    for form in forms:
+        fields = {key: value for key, value in form.items() if key != "model_type"}
+        made = shapes.read(CONFIG_MAPPING["granitemoehybrid"].from_dict(fields)).layers
+        assert shapes.read(json.loads(json.dumps(form, default=str))).layers == made
+        assert [isinstance(layer.rope, Rope) for layer in made[1::2]].count(True) <= 2 * (embedding == "rope")
+
+
 def test_the_table_is_what_the_classes_say():
     tool = load_tool("configurations")
     if json.loads(tool.FILE.read_text())["transformers"] != transformers.__version__:
