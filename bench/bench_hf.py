@@ -1,4 +1,4 @@
-"""Compare HFCache with DynamicCache in transformers: interleaved speed after a context, memory, and quality by type."""
+"""Compare HFCache with DynamicCache: interleaved speed after a context, memory, quality by type, torch.compile."""
 
 import argparse
 import multiprocessing
@@ -73,6 +73,28 @@ def speed(args):
             print(f"{context:9,}  {name:12}  {1 / median:8.1f}  {dynamic / median:6.2f}", flush=True)
 
 
+# ---- torch.compile
+
+
+def compiled(args):
+    """Compare a model as it is with the same one whose `forward` torch compiles, three times."""
+    model = new_model(args.model, args.threads)
+    model.set_attn_implementation("kvcache")
+    for context in args.context:
+        torch.compiler.reset()
+        entrants = [
+            (forward, HFCache(model.config, args.dtype[0])) for forward in (model, torch.compile(model.forward))
+        ]
+        for _, cache in entrants:
+            prefill(model, cache, context)
+        first = [step(*entrants[1]) for _ in range(3)]  # the second call has a sequence of another length
+        print(f"{context:,} tokens: the first calls take {', '.join(f'{seconds:.1f}' for seconds in first)} s")
+        for _ in range(3):
+            pairs = [[step(*entrant) for entrant in entrants] for _ in range(args.steps)]
+            eager, fast = (statistics.median(times) for times in zip(*pairs, strict=True))
+            print(f"{1 / eager:8.1f} tokens/s, compiled {1 / fast:8.1f}: {eager / fast:.2f}", flush=True)
+
+
 # ---- memory
 
 
@@ -135,9 +157,12 @@ def quality(args):
         print(f"{dtype:5}  {statistics.mean(losses):.4f}  {off.mean():.1e}  {off.max():.1e}", flush=True)
 
 
+ONLY = {"speed": speed, "memory": memory, "quality": quality, "compile": compiled}
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("--only", choices=("speed", "memory", "quality"), default="speed", help="default: speed")
+    p.add_argument("--only", choices=ONLY, default="speed", help="default: speed")
     p.add_argument("--model", choices=CONFIGS, default="gqa", help="grouped queries or latents (MLA); default: gqa")
     p.add_argument(
         "--context", type=parse_tokens, nargs="+", default=[512, 8192], metavar="N", help="tokens; default: 512 8192"
@@ -148,7 +173,7 @@ def main():
     args = p.parse_args()
     warnings.filterwarnings("ignore", "kvcache: the rows of every layer")  # one entrant is a plain cache
     with torch.inference_mode():
-        {"speed": speed, "memory": memory, "quality": quality}[args.only](args)
+        ONLY[args.only](args)
 
 
 if __name__ == "__main__":
