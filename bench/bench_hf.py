@@ -77,7 +77,7 @@ def speed(args):
 
 
 def compiled(args):
-    """Compare a model as it is with the same one whose `forward` torch compiles, three times."""
+    """Compare a model with and without a `forward` that torch compiles, three times."""
     model = new_model(args.model, args.threads)
     model.set_attn_implementation("kvcache")
     for context in args.context:
