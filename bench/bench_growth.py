@@ -1,8 +1,9 @@
 """Measure whether calls take time for what others store: python bench/bench_growth.py [--kinds KINDS] [--calls CALLS]
 
 Public calls of `kvcache.h` that take a cache's mutex are timed beside few kept blocks and beside many (growth.c), in
-turn. A line has the median of both, their quotient, and the longest time for which the call holds the mutex. A kind
-says what limits the cache, which is full of kept blocks then, or what has become of these.
+turn. A line has the median of both, their quotient, and the longest time for which the call lets another thread wait
+for the mutex ("hold"), which asks for it all the time. A kind says what limits the cache, which is full of kept blocks
+then, or what has become of these.
 
 These calls are not timed. `kvc_begin_with` does what `kvc_begin` does. `kvc_plan_run`, `kvc_plan_free`, `kvc_written`
 and `kvc_dense_sequences` look at the open batch alone, as `kvc_attend` and `kvc_dense_rows` do. `kvc_load` makes a new
@@ -68,7 +69,7 @@ class Growth:
         return (*(statistics.median(row) for row in seconds), statistics.median(seconds[1] / seconds[0]))
 
     def hold(self, scene: ctypes.c_void_p, call: int, reps: int) -> tuple[float, float]:
-        """Return the seconds of a call, and for how long of these it holds the mutex at most."""
+        """Return the seconds of a call, and for how long of these at most another thread waits for the mutex."""
         seconds, longest = ctypes.c_double(), ctypes.c_double()
         self._check(self._hold(scene, call, reps, ctypes.byref(seconds), ctypes.byref(longest)))
         return seconds.value, longest.value

@@ -60,8 +60,8 @@ SECTIONS = {
     "costs": ("How costs grow", ""),
     "growth": (
         "Beside what others store",
-        "Microseconds of a call beside 1,000 kept blocks and beside 100,000, their quotient, and the longest hold "
-        "of the mutex.",
+        "Microseconds of a call beside 1,000 kept blocks and beside 100,000, their quotient, and for how long "
+        "at most it lets another thread wait for the mutex.",
     ),
     "tiny": ("A call from Python", ""),
     "installed": ("Bookkeeping", ""),
