@@ -436,7 +436,7 @@ static void check_kept(client *c, int p, int s, const text *t, int exact) {
     const kvc_config *config = &c->w->config;
     const kvc_prefix_config *own = &c->w->prefixes[p].config;
     if (handed_over(c) || sim_faults() != c->faults || config->max_bytes || config->capacity || c->w->expires) return;
-    if (own->ttl_ms || own->state_bytes || c->w->is_meddled || is_shared(c)) return;
+    if (own->ttl_ms || own->state_bytes || c->w->is_meddled) return;
     if (c->w->prefixes[p].num_forgetting || c->w->sequences[s].barred & 1 << p) return;
     const int found = known(c, p, t);
     if (!handed_over(c) && found >= 0 && found < exact) fail(c, "kept %d of %d tokens", found, exact);
