@@ -193,11 +193,12 @@ def text_of(record: Record) -> str:
 def keep(source: Path, name: str) -> None:
     """Add the run that a benchmark's --json wrote to a processor's file, or make that file."""
     run = json.loads(source.read_text())
+    rows, machine = run.pop("rows"), run.pop("machine")
     path = RESULTS / f"{name}.json"
-    record = {"processor": run["machine"], "machine": run["machine"], "notes": [], "runs": []}
+    record = {"processor": machine, "machine": machine, "notes": [], "runs": []}
     if path.exists():
         record = json.loads(path.read_text())
-    record["runs"].append({**run, "lines": lines_of(run.pop("rows"))})
+    record["runs"].append({**run, "lines": lines_of(rows)})
     path.write_text(text_of(record))
 
 
