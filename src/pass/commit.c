@@ -127,8 +127,8 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
     const int keeps = last >= 0;
     if (keeps && member->exact_to < member->sequence->exact_to) member->sequence->exact_to = member->exact_to;
     if (batch->replaced && keeps) member->sequence->edited_from = 0;
-    /* What a window leaves behind goes before the tokens are added, and of these it is not added.  In a batch that
-     * restores, everything is: kvc_replace_note looks at all rows. */
+    /* Rows that windows leave behind go before the tokens are added, and tokens that they leave behind are not added.
+     * A batch that restores adds everything: kvc_replace_note looks at all rows. */
     if (batch->replaced)
         member->sequence->min_query_position = 0;
     else

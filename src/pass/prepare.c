@@ -256,8 +256,8 @@ void kvc_forget_demands(kvc_cache *cache) {
 
 enum { TOO_MANY_RUNS = INT32_MAX / 2 + 1 }; /* more than a list may have: kvc_runs_prepare fails */
 
-/* Returns the most runs that the kept tokens of a sequence add.  Of n slots side by side, the kept ones are at most
- * (n + 1) / 2 runs; one fewer where the first one continues a run, if n is odd. */
+/* Returns the most runs that the kept tokens of a sequence add.  The kept ones of n slots side by side are at most
+ * (n + 1) / 2 runs.  They are one fewer if n is odd and the first slot continues a run. */
 static int64_t most_added(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
     const kvc_pending *pending = kvc_pending_of(batch, g, (int32_t)(member - batch->sequences));
     const int64_t size = batch->cache->pools[g].block_size, rest = member->num_tokens - pending->in_last;

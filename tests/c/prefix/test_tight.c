@@ -42,6 +42,46 @@ static int prompt_fits(int64_t max_bytes, int is_windowed, int num, int step, in
     return begins ? status == KVC_OK : -1;
 }
 
+/* Prompts that begin alike, several at once, near max_bytes: kvc_room says exactly what kvc_begin takes, and no batch
+ * passes max_bytes. */
+static void test_room(int round) {
+    enum { PROMPTS = 4 };
+    kvc_layer layers[3];
+    const kvc_prefix_config config = {.struct_size = sizeof config, .fingerprint = "a model"};
+    const int64_t max_bytes = 6000 + random_int(0, 30000);
+    int64_t text[PROMPTS][MOST], ids[PROMPTS];
+    int length[PROMPTS] = {0};
+    num_layers = random_int(1, 4);
+    for (int l = 0; l < num_layers; l++)
+        layers[l] =
+            (kvc_layer){.num_kv_heads = 1,
+                        .k_dim = 8,
+                        .v_dim = 8,
+                        .policy = random_int(0, 2) ? full : sliding_policy(random_int(1, 12), random_int(0, 3), 0)};
+    cache = heap_cache(num_layers, layers, (kvc_config){.block_size = random_int(1, 8), .max_bytes = max_bytes});
+    const int begins = kvc_prefix_new(cache, &config, &prefix) == KVC_OK;
+    for (int step = 0; begins && step < 60; step++) {
+        const int p = random_int(0, PROMPTS);
+        if (!length[p]) {
+            length[p] = random_int(2, MOST);
+            for (int i = 0; i < MOST; i++) text[p][i] = random_int(0, i < 20 ? 12 : 2) == 0;
+            ids[p] = acquire(text[p], length[p], NULL);
+        } else if (!random_int(0, 4)) {
+            release(ids[p], text[p], length[p]);
+            length[p] = 0;
+        } else if (kvc_next_position(cache, ids[p]) < length[p]) {
+            const int num = random_int(1, length[p] - kvc_next_position(cache, ids[p]) + 1);
+            int64_t room = -1;
+            CHECKF(kvc_room(cache, ids[p], &room) == KVC_OK, "%s", kvc_last_error());
+            const kvc_status status = feed(cache, num_layers, ids[p], num);
+            CHECKF((status == KVC_OK) == (num <= room), "round %d: room for %lld, and %d: %s", round, (long long)room,
+                   num, status ? kvc_last_error() : "they fit");
+            CHECK(status != KVC_OK || kvc_nbytes(cache) <= max_bytes);
+        }
+    }
+    free_valid(cache);
+}
+
 int main(void) {
     for (int shape = 0; shape < 16; shape++) {
         const int is_windowed = shape % 2, num = 20 + 10 * (shape / 4), step = shape / 2 % 2 ? 64 : 8;
@@ -59,5 +99,6 @@ int main(void) {
                        "%d tokens, %d at once, windows %d: %lld bytes are too few behind %d known ones", num, step,
                        is_windowed, (long long)(high + more), common);
     }
+    for (int round = 0; round < (is_quick() ? 300 : 3000); round++) test_room(round);
     return test_result();
 }
