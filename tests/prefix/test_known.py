@@ -39,8 +39,9 @@ def check(known, *options):
         pytest.fail(said, pytrace=False)
 
 
-def test_what_is_known(known):
-    check(known, "--seed", 1, "--runs", 40)
+@pytest.mark.parametrize(("seed", "runs"), [(1, 40), pytest.param(41, 460, marks=pytest.mark.slow)])
+def test_what_is_known(known, seed, runs):
+    check(known, "--seed", seed, "--runs", runs)
 
 
 def test_what_fits_without_a_match_fits_with_one(known):
@@ -61,7 +62,7 @@ def test_children_of_fork_have_no_state_that_nobody_owns(known):
 
 @pytest.mark.full
 def test_new_seeds(known):
-    first, end = int.from_bytes(os.urandom(6), "big"), time.monotonic() + 1800
+    first, end = int.from_bytes(os.urandom(6), "big"), time.monotonic() + 900
     for seed in itertools.takewhile(lambda _: time.monotonic() < end, itertools.count(first, 100)):
         check(known, "--seed", seed, "--runs", 100)
         check(known, "--seed", seed, "--fits", 20)

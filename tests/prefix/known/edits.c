@@ -276,6 +276,8 @@ void do_wait(world *w) {
     trace(w, "the time is %d ms", (int)w->ms);
     for (int i = 0; i < PREFIXES; i++)
         if (w->prefixes[i].handle) note_time(w, &w->prefixes[i]);
+    sequence *s = pick(w, 3) == 0 ? any_sequence(w, -1) : NULL; /* before any other call */
+    if (s) clear_sequence(w, s);
 }
 
 /* Makes another cache: a clone of the first one with its sequences, or an empty one. */

@@ -182,13 +182,17 @@ void note_state(world *w, prefix *p, int node, int is_sure) {
         state *it = &p->states[i];
         if (!is_pinned_state(p, it->node) && !fits_states(w, p, it->node, it->sure_use)) it->is_sure = 0;
     }
-    int holders = 0; /* a full block with a new state is listed again: surely, where no other block has the state */
-    for (int i = 0; i < p->num_blocks; i++) holders += has_end(&p->blocks[i], node);
-    for (int i = 0; i < p->num_blocks; i++) {
+    for (int i = 0; i < p->num_blocks; i++) { /* a full block with a new state is listed again, if it is its last one */
         kept *b = &p->blocks[i];
         if (!has_end(b, node) || b->end - b->begin != w->shape.block) continue;
         b->may_new = 1;
-        if (is_new && holders == 1 && b->is_sure && find_state(p, node)->is_sure) b->sure_new = 1;
+        int is_last = 1;
+        for (int j = 0; j < p->num_states; j++) {
+            const int length = text_length(p->states[j].node);
+            is_last &=
+                length <= text_length(node) || length > b->end || text_begin(b->node, length) != p->states[j].node;
+        }
+        if (is_new && is_last && b->is_sure && find_state(p, node)->is_sure) b->sure_new = 1;
     }
 }
 
