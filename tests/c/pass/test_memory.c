@@ -44,7 +44,7 @@ static int random_layers(kvc_layer *layers) {
 /* However the tokens that memory was reserved for come in batches, whoever holds the rows before them, and whatever was
  * begun and aborted first, they take no more. */
 static void test_reserved_beside_others(void) {
-    for (int round = 0; round < (is_quick() ? 6000 : 20000); round++) {
+    for (int round = 0; round < (is_full() ? 20000 : 6000); round++) {
         kvc_layer layers[3];
         const int num_layers = random_layers(layers);
         kvc_cache *cache = heap_cache(num_layers, layers, (kvc_config){0});
@@ -87,7 +87,7 @@ static void test_reserved_again(void) {
 /* Near max_bytes, all that there is room for can be reserved, and its batch takes no more. */
 static void test_reserved_room(void) {
     int num_reserved = 0;
-    for (int round = 0; round < (is_quick() ? 500 : 3000); round++) {
+    for (int round = 0; round < (is_full() ? 3000 : 500); round++) {
         kvc_layer layers[3];
         const int num_layers = random_layers(layers);
         const int64_t max_bytes = random_int(40, 200) << 6, id = random_int(1, 4);
@@ -284,7 +284,7 @@ static int fits_after(const kvc_layer *layers, int num_layers, const step *steps
 /* Near max_bytes, what fits in a cache still fits once other batches were aborted.  Blocks of one slot: rows that a
  * batch moves together stay so when it is aborted, in more runs. */
 static void test_aborted_leaves_room(void) {
-    for (int round = 0; round < (is_quick() ? 500 : 2000); round++) {
+    for (int round = 0; round < (is_full() ? 2000 : 500); round++) {
         const kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(random_int(1, 9), random_int(0, 3), 0)),
                                     layer_with(chunked_policy(random_int(1, 12), 0))};
         const int num_layers = random_int(1, 4);

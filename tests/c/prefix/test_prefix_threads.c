@@ -274,7 +274,7 @@ static void test_moving(void) {
 }
 
 int main(void) {
-    const int few = is_quick() ? 10 : 50, many = 30 * few, children = HAS_FORK ? few : 0;
+    const int few = is_full() ? 50 : 10, many = 30 * few, children = HAS_FORK ? few : 0;
     alarm(4 * LIMIT);
     test_moving();
     check_beside(read_blocks, fork_and_check, children);
