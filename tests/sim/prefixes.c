@@ -774,7 +774,7 @@ static void make_prefix(client *c, int p) {
     of->config = config;
     of->cleared = earliest(c->w);
     of->since = sim_now();
-    of->num_followed = of->has_lost = of->has_forgotten = 0;
+    of->num_followed = of->has_lost = 0;
     memset(of->pins, 0, sizeof of->pins);
     of->handle = handle;
 }
