@@ -556,7 +556,7 @@ def test_a_tensor_of_another_type(folder: Path) -> None:
 # --- a whole run -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.full  # as test_greedy_text_and_table of examples/generate.py
 def test_run_streams_and_reports() -> None:
     out = io.StringIO()
     assert runner.run(MODEL, b"ROMEO:", options(max_new_tokens=30, compare=True), out) == 0
