@@ -1432,6 +1432,7 @@ static void begin_within(client *c) {
     static int64_t ids[MOST_ROOM];
     kvc_batch *batch;
     int64_t num = 1;
+    if (c->batch) return;
     c->takes_room = pick(2);
     if (c->takes_room && (kvc_room(c->w->cache, NOBODY, &num) != KVC_OK || num < 1 || num > MOST_ROOM)) return;
     for (int i = 0; i < num; i++) ids[i] = c->takes_room ? NOBODY : id_of(c->replaces);
