@@ -11,6 +11,7 @@ typedef struct doomed {
     const kvc_tokens *tokens;
     kvc_node *nodes[AT_ONCE];
     int32_t num;
+    int32_t needs_none; /* behind the prompt's tokens, others may match without their rows */
 } doomed;
 
 static void add(doomed *d, kvc_node *node) {
@@ -35,9 +36,10 @@ static void add_below(doomed *d, kvc_node *top) {
     }
 }
 
-/* Adds a child that has some of the next tokens of the prompt; if it has all that are left, also what follows them. */
+/* Adds a child that has some of the next tokens of the prompt; if it has all that are left, or what follows needs none
+ * of them, also what follows. */
 static void add_child(doomed *d, kvc_node *child, int32_t common) {
-    if (child->begin + common == d->tokens->num_tokens) add_below(d, child);
+    if (d->needs_none || child->begin + common == d->tokens->num_tokens) add_below(d, child);
     add(d, child);
 }
 
@@ -54,11 +56,18 @@ static void add_alike(doomed *d, const kvc_node *parent, const kvc_token_span *t
     }
 }
 
+/* Returns whether all layers have windows or chunks, so that they leave any token behind. */
+static int all_expire(const kvc_cache *cache) {
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
+        if (!kvc_policy_expires(&cache->policies[g])) return 0;
+    return 1;
+}
+
 /* Finds nodes that hold rows of the prompt's tokens, or stand behind all of them: those at its end first. */
 static void find(const kvc_prefix *prefix, doomed *d) {
     const int32_t block = prefix->cache->pools[0].block_size;
     kvc_node *node = &prefix->tree->root;
-    for (;;) {
+    while (!d->needs_none) {
         const kvc_token_span part = kvc_tokens_part(d->tokens, node->end, (int64_t)node->end + block);
         kvc_node *child = part.num == block ? kvc_node_child(node, &part) : NULL;
         if (!child) break;
@@ -121,7 +130,7 @@ static void end_sources(kvc_prefix *prefix, const kvc_tokens *tokens) {
 kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *from, uint8_t *to, int64_t max_names,
                              int64_t *num_names, int64_t *num_dropped) {
     kvc_tokens tokens;
-    doomed d = {.tokens = &tokens};
+    doomed d = {.tokens = &tokens, .needs_none = all_expire(prefix->cache)};
     names n = {.to = to, .most = max_names};
     KVC_TRY(kvc_read_tokens(from, &tokens));
     if (max_names < 0 || (to && !max_names) || (!to && max_names))

@@ -56,6 +56,26 @@ static void test_what_stays(void) {
     close_world();
 }
 
+/* Where all layers have windows, a block that follows a part of the prompt would match without the tokens before it. */
+static void test_windows(void) {
+    const kvc_policy windows[] = {{.kind = KVC_SLIDING, .window = 4},
+                                  {.kind = KVC_SLIDING, .window = 4, .num_sink_tokens = 1},
+                                  {.kind = KVC_CHUNKED, .attention_chunk_size = 4},
+                                  {.kind = KVC_FULL}};
+    const int64_t *all = numbers(100), *other = other_from(6, 500), *next = other_from(1, 800);
+    for (int i = 0; i < 4; i++) {
+        open_world(&windows[i], 1, (kvc_config){0}, (kvc_prefix_config){0});
+        serve(all, 20, 20);
+        CHECK(known(all, 20) == 20);
+        forget(other, 8);
+        serve(next, 4, 4); /* brings the first token alone */
+        CHECKF(known(all, 20) == 1, "%d: %d", i, known(all, 20));
+        serve(all, 8, 8);
+        CHECKF(known(all, 20) == (i < 3 ? 8 : 20), "%d: %d", i, known(all, 20));
+        close_world();
+    }
+}
+
 /* The state goes with its block. */
 static void test_states(void) {
     const int64_t *all = numbers(100);
@@ -426,6 +446,7 @@ static void test_aborted(void) {
 int main(void) {
     test_ends_inside();
     test_what_stays();
+    test_windows();
     test_states();
     test_running();
     test_rejected_draft();

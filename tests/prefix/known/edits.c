@@ -178,9 +178,7 @@ void do_unpin(world *w) {
 static void check_forgotten(world *w, const prefix *p, int node, const uint8_t *name) {
     for (int i = 0; i < p->num_blocks; i++) {
         const kept *b = &p->blocks[i];
-        if (!memcmp(b->name, name, KVC_NAME_BYTES) &&
-            text_common(node, b->node) > least(b->begin, text_length(node) - 1))
-            return;
+        if (!memcmp(b->name, name, KVC_NAME_BYTES) && text_common(node, b->node) > last_kept(w, b, node)) return;
     }
     if (!p->config.ttl_ms) fail(w, "forgetting %s names a block of another text", spell(node));
 }

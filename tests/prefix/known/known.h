@@ -239,6 +239,7 @@ void note_cleared(prefix *p);
 
 /* Notes which sequences may hold rows of a prompt that a prefix has forgotten; node 0: none does. */
 void note_bars(world *w, prefix *p, int node);
+int last_kept(const world *w, const kept *b, int node);
 void note_forgotten(world *w, prefix *p, int node, int64_t *least_tokens, int64_t *most_tokens);
 
 /* Notes that kvc_prefix_evict dropped so many tokens of the `wanted` ones. */

@@ -242,13 +242,22 @@ void note_bars(world *w, prefix *p, int node) {
     }
 }
 
+/* Returns how many tokens a block may have in common with a forgotten text, and stay: where layers see all tokens,
+ * those before it, but not all of the text. */
+int last_kept(const world *w, const kept *b, int node) {
+    for (int l = 0; l < w->shape.num_layers; l++)
+        if (w->shape.has_rows[l] && w->shape.layers[l].policy.kind == KVC_FULL)
+            return least(b->begin, text_length(node) - 1);
+    return 0;
+}
+
 void note_forgotten(world *w, prefix *p, int node, int64_t *least_tokens, int64_t *most_tokens) {
     const int length = text_length(node);
     *least_tokens = *most_tokens = 0;
     if (!node) return;
     for (int i = p->num_blocks; i-- > 0;) {
         kept *b = &p->blocks[i];
-        if (text_common(node, b->node) <= least(b->begin, length - 1)) continue; /* of a prompt that begins alike */
+        if (text_common(node, b->node) <= last_kept(w, b, node)) continue; /* of a prompt that begins alike */
         const int is_part = b->end - b->begin < w->shape.block;
         *most_tokens += b->end - b->begin;
         if (num_whole(w, b) && !is_part) *least_tokens += b->end - b->begin;
