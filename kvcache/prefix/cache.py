@@ -408,8 +408,8 @@ class PrefixCache:
     def state(self, seq_id: SupportsIndex) -> memoryview | None:
         """Return a copy of the recurrent state that an acquired sequence goes on from.
 
-        None if nothing was matched. Ask before a batch or `reserve` of the sequence: either may forget the state for its
-        bytes, and a commit always does.
+        None if nothing was matched. Ask before a batch or `reserve` of the sequence: either may forget the state for
+        its bytes, and a commit always does.
         """
         return self._prefix.state(seq_id)
 
@@ -500,18 +500,19 @@ class PrefixCache:
         holds tokens now, if it is restored from a file later, or if another prefix cache acquires it later. Pins stay:
         once the tokens are computed again, their blocks are pinned again.
 
-        Return how many tokens were dropped from memory. `flush` waits for the store. It returns False if the store did
-        not delete all values, or if writes that waited were dropped; then call this again.
+        Return how many tokens were dropped from memory. `flush` waits for the store, and returns False if the store did
+        not delete all values; then call this again. Until a value is deleted, no prefix cache with this store object
+        reads it.
         """
         given = arrays_of(tokens)
-        if self._fetching is None:
+        if self._client is None:
             return self._prefix.forget(*given)[0]
-        with self._fetching.forgetting() as doom:
+        with self._client.forgetting() as doom:
             doom(self._prefix.names(*given))
             num, dropped = self._prefix.forget(*given)
             doom(dropped)
         self._store_new()  # so that what waits to be written is deleted after it
-        self._fetching.delete_doomed()
+        self._client.delete_doomed()
         return num
 
     def clear(self) -> None:
@@ -521,9 +522,9 @@ class PrefixCache:
     def flush(self, timeout: SupportsFloat) -> bool:
         """Wait, at most so many seconds, until what was released is in the store.
 
-        Return whether the store took every full block since this prefix cache was made: False if some still wait to be
-        written, or were ever dropped, because the store failed or was too slow (`stats`, ``store.dropped``). True
-        without a store.
+        Return whether the store took every full block since this prefix cache was made, and has deleted what was
+        forgotten. That is False if some blocks still wait to be written, or were ever dropped, because the store failed
+        or was too slow (`stats`, ``store.dropped``). Forgotten blocks need not be written. True without a store.
         """
         seconds = _seconds(timeout)
         self._store_new()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,14 +32,11 @@ class Fetching:
         self._block_size, self._nbytes = sizes  # tokens and bytes of a block
         self._getting: dict[tuple[int, str], threading.Event] = {}  # first blocks of what is being read and added
         self.num_fetched = 0  # tokens
-        self.doomed: dict[str, int] = {}  # blocks that wait to be deleted from the store: which forgetting found them
-        self._gates: dict[int, _Gate] = {}  # by process: a forked child does not have its parent's threads
 
     def fetch(self, tokens: Arrays, num_tokens: int) -> None:
         """Get the full blocks of a prompt's first tokens that follow those that are there."""
-        gate = self._gate
-        num_forgets = gate.num_forgets
-        first, missing = self._missing(tokens, num_tokens)
+        num_forgets = self._client.num_forgets
+        first, missing = self._prefix.missing(*tokens, num_tokens)
         timeout = self._time_for(len(missing))
         deadline = time.monotonic() + timeout
         num = at_once = max(1, FETCH_BYTES // self._nbytes)
@@ -54,44 +49,17 @@ class Fetching:
             if is_alone:  # these are there now, though not known where the store has no state behind them, either
                 first, missing = first + num, missing[num:]
             else:  # fewer, as others have added some
-                first, missing = self._missing(tokens, num_tokens)
+                first, missing = self._prefix.missing(*tokens, num_tokens)
             num, timeout = at_once, deadline - time.monotonic()
-
-    def _missing(self, tokens: Arrays, num_tokens: int) -> tuple[int, list[str]]:
-        first, names = self._prefix.missing(*tokens, num_tokens)
-        return first, list(itertools.takewhile(lambda name: name not in self.doomed, names))
-
-    @contextmanager
-    def forgetting(self) -> Iterator[Callable[[Iterable[str]], None]]:
-        """Add no block that was read before the end of this; yield a function that notes blocks to delete.
-
-        Until these are deleted, nothing is read of them.
-        """
-        with self._gate.forgetting() as number:
-            yield lambda names: self.doomed.update(dict.fromkeys(names, number))
-
-    def delete_doomed(self) -> None:
-        """Queue the deletion of all blocks that wait for it, also of those that the store failed to delete before."""
-        for name, number in list(self.doomed.items()):
-            self._client.delete(name, partial(self._note_deleted, number))
-
-    def _note_deleted(self, number: int, name: str) -> None:
-        with self._gate.changed:
-            if self.doomed.get(name) == number:
-                del self.doomed[name]
-
-    @property
-    def _gate(self) -> _Gate:
-        return self._gates.setdefault(os.getpid(), _Gate())
 
     def _fetch_part(self, tokens: Arrays, first: int, names: list[str], timeout: float, num_forgets: int) -> bool:
         """Read blocks from the store, and add them, up to one that is missing; return whether none is.
 
-        Blocks that were read before a prompt was forgotten count as missing.
+        None is added once a prompt was forgotten: it may have been read before that.
         """
         found = self._client.get_many(names, timeout, patience=self._timeout, stop_at_miss=True)
         for i, name in enumerate(names):
-            with self._gate.adding(num_forgets) as may_add:
+            with self._client.adding(num_forgets) as may_add:
                 if not may_add or name not in found or not self._prefix.add(*tokens, first + i, found[name]):
                     return False
             self.num_fetched += self._block_size
@@ -124,40 +92,3 @@ class Fetching:
         compute = num_blocks * self._block_size / rate
         fetch = self._client.seconds_for(num_blocks, num_blocks * self._nbytes)
         return 0.0 if fetch is not None and fetch >= compute else min(self._timeout, compute)
-
-
-class _Gate:
-    """Lets blocks be added while no prompt is being forgotten, if none was since they were read."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.num_forgets = 0
-        self._num_adding = self._num_forgetting = 0
-
-    @contextmanager
-    def adding(self, num_forgets: int) -> Iterator[bool]:
-        """Yield whether a block may be added that was read after so many prompts were forgotten."""
-        with self.changed:
-            may_add = self.num_forgets == num_forgets and not self._num_forgetting
-            self._num_adding += may_add
-        try:
-            yield may_add
-        finally:
-            with self.changed:
-                self._num_adding -= may_add
-                self.changed.notify_all()
-
-    @contextmanager
-    def forgetting(self) -> Iterator[int]:
-        """Wait until nothing is being added; yield how many prompts are forgotten behind this one."""
-        with self.changed:
-            self.num_forgets += 1
-            number = self.num_forgets
-            self._num_forgetting += 1
-            self.changed.wait_for(lambda: not self._num_adding, MOST_WAIT)
-        try:
-            yield number
-        finally:
-            with self.changed:
-                self._num_forgetting -= 1
-                self.num_forgets += 1

@@ -19,12 +19,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcache.arguments import INT64_MAX
 from kvcache.errors import described
 from kvcache.stores import calls, values
+from kvcache.stores.doomed import Doomed
 from kvcache.stores.reader import Reader
 from kvcache.stores.tenant import Tenant
 from kvcache.stores.writer import Write, Writer
@@ -57,7 +60,7 @@ class StoreStats:
     corrupt : int
         Values that were not what was stored, and were deleted.
     dropped : int
-        Values that were not written, or not deleted by `PrefixCache.forget`: 262,144 were waiting, the store failed or
+        Values that were not written: 262,144 were waiting, the store failed or
         was left alone, the cache was closed, or their rows were dropped before.
     written : int
         Values that were written.
@@ -133,12 +136,14 @@ class StoreClient:
         """
         timeout = min(timeout, threading.TIMEOUT_MAX)
         patience = timeout if patience is None else patience
-        return self._shared.reader.get_many(self._tenant, keys, timeout, patience, stop_at_miss)
+        readable = self._shared.doomed.readable(keys, stop_at_miss)
+        return self._shared.reader.get_many(self._tenant, readable, timeout, patience, stop_at_miss)
 
     def count(self, keys: Sequence[str], timeout: float) -> int:
         """Return how many of the first keys the store has, as far as it says so in time; no value is read."""
         timeout = min(timeout, threading.TIMEOUT_MAX)
-        found = self._shared.reader.get_many(self._looker, keys, timeout, timeout, True)
+        readable = self._shared.doomed.readable(keys, True)
+        found = self._shared.reader.get_many(self._looker, readable, timeout, timeout, True)
         return next((i for i, key in enumerate(keys) if key not in found), len(keys))
 
     def seconds_for(self, num_keys: int, nbytes: int) -> float | None:
@@ -165,19 +170,39 @@ class StoreClient:
         """
         return self._shared.writer.add(Write(self._tenant, key, make_value, written, join))
 
-    def delete(self, key: str, deleted: Callable[[str], object] | None = None) -> bool:
-        """Queue the deletion of a key, after the writes that were queued before; return whether it was queued.
+    def delete(self, key: str) -> bool:
+        """Queue the deletion of a key, after the writes that were queued before; return whether it was queued."""
+        return self._shared.writer.add(Write(self._tenant, key, None))
 
-        `deleted`, which must not raise, is called with the key once the store has deleted it.
+    @property
+    def num_forgets(self) -> int:
+        """For `adding`: to be asked before anything is read."""
+        return self._shared.doomed.num_forgets
+
+    def adding(self, num_forgets: int) -> AbstractContextManager[bool]:
+        """Return whether to add what was read when `num_forgets` was this: nobody has forgotten anything since."""
+        return self._shared.doomed.adding(num_forgets)
+
+    def forgetting(self) -> AbstractContextManager[Callable[[Iterable[str]], None]]:
+        """Let nothing be added until the end of this; return a function that takes keys to delete.
+
+        No client of the store reads anything of them until `delete_doomed` has deleted them.
         """
-        return self._shared.writer.add(Write(self._tenant, key, None, deleted))
+        return self._shared.doomed.forgetting(self._tenant)
+
+    def delete_doomed(self) -> None:
+        """Queue the deletion of these keys, also of those that the store failed to delete before."""
+        for key, number in self._shared.doomed.items():
+            note = partial(self._shared.note_deleted, number)
+            self._shared.writer.add(Write(self._tenant, key, None, note, is_counted=False))
 
     def flush(self, timeout: float) -> bool:
         """Wait until all that was queued is written or dropped, at most for so many seconds; return whether it is.
 
-        `StoreStats.dropped` says whether anything was dropped.
+        Return False, too, if something that was forgotten is not deleted. `StoreStats.dropped` says whether any value
+        was dropped.
         """
-        return self._shared.writer.flush(timeout, self._tenant)
+        return self._shared.writer.flush(timeout, self._tenant) and not self._shared.doomed.has_any(self._tenant)
 
     def close(self, timeout: float) -> bool:
         """Take nothing more, and flush; drop what is not written by then. Return what `flush` does.
@@ -214,13 +239,21 @@ class _Shared:
     def __init__(self, store: MutableMapping[str, bytes]) -> None:
         self.store = store
         self.has_warned = False
+        self.doomed = Doomed()
         self.begin()
 
     def begin(self) -> None:
         """Begin without threads, and with empty queues; again in a forked child, which has no other threads."""
+        self.doomed.begin()
         self.lock = threading.RLock()  # a garbage collection may run anything while it is held
         self.reader = Reader(self.store, self.lock, self.warn, self.refuse)
-        self.writer = Writer(self.store, self.lock, self.warn)
+        self.writer = Writer(self.store, self.lock, self.warn, self.doomed)
+
+    def note_deleted(self, number: int, key: str) -> None:
+        """Let a key be read again that was deleted."""
+        with self.lock:
+            self.reader.cut(key)
+        self.doomed.discard(key, number)
 
     def refuse(self, tenant: Tenant, key: str, reason: str) -> None:
         """Delete a value that is not what was stored."""

@@ -94,6 +94,7 @@ class Reader:
         self._reads_many = False
         self._waiting: dict[tuple[object, ...], dict[Read, None]] = {}  # by the names of their keys
         self._flying: set[tuple[object, ...]] = set()  # the names of keys that are being read
+        self._cuts: dict[tuple[object, ...], float] = {}  # when these were deleted meanwhile
         self._warn, self._refuse = warn, refuse
 
     # ---- what callers do
@@ -196,6 +197,12 @@ class Reader:
             if not waiting:
                 self._waiting.pop(name, None)
 
+    def cut(self, key: str) -> None:
+        """Answer no read that begins from now on by what is being read of a key. Called with the lock."""
+        for name in self._flying:
+            if name[-1] == key:
+                self._cuts[name] = time.monotonic()
+
     # ---- what the threads do
 
     def _work(self) -> None:
@@ -264,9 +271,13 @@ class Reader:
             tenant.counts["errors"] += 1
         reads = dict.fromkeys([call.read])
         for key, name in names.items():
+            cut = self._cuts.pop(name, math.inf)
             for read in self._waiting.pop(name, ()):
                 reads[read] = None
-                self._answer(read, key, call.payloads.get(key))
+                if read.begin >= cut:  # it waits for another call
+                    self._waiting.setdefault(name, {})[read] = None
+                else:
+                    self._answer(read, key, call.payloads.get(key))
         for read in reads:
             if call.failure is not None or not read.wanted:
                 self._end(read)

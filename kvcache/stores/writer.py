@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcache.stores import calls, values
+from kvcache.stores.doomed import Doomed
 from kvcache.stores.tenant import Tenant
 from kvcache.stores.worker import Worker, without_frames
 
@@ -40,9 +41,14 @@ class Writer:
     """The thread that writes to a store, and what waits for it. `warn` is called without the lock, with an error."""
 
     def __init__(
-        self, store: MutableMapping[str, bytes], lock: threading.RLock, warn: Callable[[BaseException | None], None]
+        self,
+        store: MutableMapping[str, bytes],
+        lock: threading.RLock,
+        warn: Callable[[BaseException | None], None],
+        doomed: Doomed,
     ) -> None:
         self.store = store
+        self._doomed = doomed
         self.lock = lock
         self.worker = Worker("write", lock, self._work)
         self._waiting: Counter[Tenant] = Counter()  # writes that are queued or at work
@@ -154,8 +160,10 @@ class Writer:
                 return True
             value = self._make_value(write, None)
             stored = self._find_stored(write) if value is not None and write.join else None
-            if value is None:
+            if value is None and write.key not in self._doomed:  # else it was forgotten
                 gone.append(write.tenant)
+            elif value is None:
+                continue
             elif stored is None or (value := self._make_value(write, stored)) is not None:
                 items[write.key], sources[write.key] = value, write
         if items:
@@ -173,7 +181,9 @@ class Writer:
         return bool(items)
 
     def _find_stored(self, write: Write) -> memoryview | None:
-        """Return the payload that the store has; None if it has none, or a damaged one."""
+        """Return the payload that the store has; None if it has none, a damaged one, or one that is to be deleted."""
+        if write.key in self._doomed:
+            return None
         found = calls.read_many(self.store, [write.key], None).get(write.key)
         try:
             return None if found is None else values.unpack(found, write.key, write.tenant.digest, write.tenant.secret)

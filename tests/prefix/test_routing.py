@@ -148,6 +148,10 @@ def test_what_is_to_be_deleted_is_not_fetched_and_deleted_as_soon_as_that_succee
     prefix.forget(PROMPT)
     assert not prefix.flush(10)
     assert prefix.names(longer)[1] in store
+    _, other = make(store=store)
+    for each in (prefix, other):  # of the same names and store
+        assert each.lookup(PROMPT, store=True) == each.lookup(longer, store=True) == 0
+        assert each.acquire([*PROMPT, 1])[1] == each.acquire([*longer, 1])[1] == 0
     assert prefix.acquire([*PROMPT, 1])[1] == prefix.acquire([*longer, 1])[1] == 0
     store.fails = False
     for _ in range(100):  # the store is left alone for a while after failures
@@ -157,6 +161,60 @@ def test_what_is_to_be_deleted_is_not_fetched_and_deleted_as_soon_as_that_succee
             break
         time.sleep(0.1)
     assert not store
+    assert prefix.flush(10)
+    assert serve(make(store=store)[0], other, PROMPT) == 0
+
+
+def test_what_waits_to_be_written_and_is_forgotten_is_no_failure() -> None:
+    class Slow(dict[str, bytes]):
+        may_go_on = threading.Event()
+
+        def __setitem__(self, key: str, value: bytes) -> None:
+            assert self.may_go_on.wait(30)
+            super().__setitem__(key, value)
+
+    store = Slow()
+    cache, prefix = make(store=store)
+    serve(cache, prefix, PROMPT)
+    prefix.forget(PROMPT)
+    store.may_go_on.set()
+    assert prefix.flush(10)
+    assert not store
+    serve(cache, prefix, PROMPT)
+    assert prefix.flush(10)
+    assert set(store) == set(prefix.names(PROMPT))
+
+
+def test_nobody_is_answered_by_a_read_that_began_before_a_value_was_deleted() -> None:
+    class Slow(dict[str, bytes]):
+        is_reading, may_go_on = threading.Event(), threading.Event()
+
+        def __getitem__(self, key: str) -> bytes:
+            value = super().__getitem__(key)
+            self.is_reading.set()
+            assert self.may_go_on.wait(30)
+            return value
+
+    store = Slow()
+    cache, prefix = make(store=store)
+    serve(cache, prefix, PROMPT)
+    assert prefix.flush(10)
+    prefix.clear()
+    matched: list[int] = []
+    first = threading.Thread(target=lambda: matched.append(prefix.acquire([*PROMPT, 1])[1]))
+    first.start()
+    assert store.is_reading.wait(30)
+    prefix.forget(PROMPT)
+    assert prefix.flush(10)
+    assert not store
+    _, other = make(store=store)
+    second = threading.Thread(target=lambda: matched.append(other.acquire([*PROMPT, 1])[1]))
+    second.start()
+    time.sleep(0.1)  # to be waiting for the same keys
+    store.may_go_on.set()
+    first.join()
+    second.join()
+    assert matched == [0, 0]
 
 
 def test_lookup_of_a_store_that_is_slow_says_what_it_has_said() -> None:

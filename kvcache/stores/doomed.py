@@ -1,0 +1,84 @@
+"""Keep what was forgotten from coming back out of a store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcache.stores.tenant import Tenant
+
+__all__ = ["Doomed"]
+
+MOST_WAIT = 1.0  # seconds for what another thread adds, which an interrupt may have kept from saying that it has ended
+
+
+class Doomed:
+    """The keys of a store that wait to be deleted: until that is done, nothing is read of them.
+
+    What was read before they were found is not added to a cache, either: see `adding`.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[str, tuple[int, Tenant]] = {}  # which forgetting found them, and whose it was
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with nobody at work; again in a forked child, which does not have its parent's threads."""
+        self._changed = threading.Condition()
+        self.num_forgets = 0
+        self._num_adding = self._num_forgetting = 0
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._keys
+
+    def readable(self, keys: Iterable[str], stop_at_miss: bool) -> list[str]:
+        """Return the keys that may be read; with `stop_at_miss` those before the first that may not."""
+        if stop_at_miss:
+            return list(takewhile(lambda key: key not in self._keys, keys))
+        return [key for key in keys if key not in self._keys]
+
+    def has_any(self, tenant: Tenant) -> bool:
+        """Return whether keys that a tenant has forgotten wait to be deleted."""
+        return any(owner is tenant for _, owner in list(self._keys.values()))
+
+    def items(self) -> list[tuple[str, int]]:
+        """Return all keys, and which forgetting found them."""
+        return [(key, number) for key, (number, _) in list(self._keys.items())]
+
+    def discard(self, key: str, number: int) -> None:
+        """Note that a key was deleted, unless it was found again since the forgetting of this number."""
+        with self._changed:
+            if self._keys.get(key, (0,))[0] == number:
+                del self._keys[key]
+
+    @contextmanager
+    def adding(self, num_forgets: int) -> Iterator[bool]:
+        """Yield whether to add what was read when `num_forgets` was this."""
+        with self._changed:
+            may_add = self.num_forgets == num_forgets and not self._num_forgetting
+            self._num_adding += may_add
+        try:
+            yield may_add
+        finally:
+            with self._changed:
+                self._num_adding -= may_add
+                self._changed.notify_all()
+
+    @contextmanager
+    def forgetting(self, tenant: Tenant) -> Iterator[Callable[[Iterable[str]], None]]:
+        """Wait until nothing is being added, and let nothing be until the end; yield a function that takes keys."""
+        with self._changed:
+            self.num_forgets += 1
+            number = self.num_forgets
+            self._num_forgetting += 1
+            self._changed.wait_for(lambda: not self._num_adding, MOST_WAIT)
+        try:
+            yield lambda keys: self._keys.update(dict.fromkeys(keys, (number, tenant)))
+        finally:
+            with self._changed:
+                self._num_forgetting -= 1
+                self.num_forgets += 1
