@@ -606,7 +606,8 @@ KVC_API kvc_status kvc_settle(kvc_cache *cache);
 
 /* Marks a sequence's rows from `position` on as not exact (kvc_exact_to), including rows that a batch adds later.  Use
  * it if a mask that the cache does not know hid tokens from them, or showed them later ones.  It may be called at any
- * time, also while the sequence is in the open batch.  It does nothing if the sequence is empty and not in the open
+ * time, also while the sequence is in the open batch.  Call it before the commit: blocks that a prefix has kept by now,
+ * at a commit or by kvc_prefix_checkpoint, stay and match others.  It does nothing if the sequence is empty and not in the open
  * batch.  Fails with KVC_ERR_INVALID. */
 KVC_API kvc_status kvc_mark_inexact(kvc_cache *cache, int64_t seq_id, int32_t position);
 
@@ -1017,7 +1018,7 @@ KVC_API kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const 
  * sequence holds fewer tokens, its tokens are not all exact, or all its windows have left the last token behind and no
  * kept block has the rows of that token.
  * Fails with KVC_ERR_BUSY and KVC_ERR_INVALID as kvc_prefix_release does, and with KVC_ERR_INVALID if num_bytes is more
- * than state_bytes.  Fails with KVC_ERR_FULL if max_bytes leaves no room for the state, or pinned states leave none
+ * than state_bytes, or there is a state and no token.  Fails with KVC_ERR_FULL if max_bytes leaves no room for the state, or pinned states leave none
  * within max_checkpoint_bytes, and with KVC_ERR_NOMEM; blocks may then have been kept without it. */
 KVC_API kvc_status kvc_prefix_checkpoint(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens,
                                          const void *state, int64_t num_bytes);

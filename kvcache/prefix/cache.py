@@ -393,7 +393,7 @@ class PrefixCache:
         CacheFullError
             If `max_bytes` of the cache leaves no room for the state.
         ValueError
-            If the state has more than `state_bytes` bytes, or there are no tokens.
+            If the state has more than `state_bytes` bytes, or there is a state and no token.
         TypeError, MemoryError
             As in `acquire`.
         """
@@ -458,7 +458,8 @@ class PrefixCache:
     def note_inexact(self, seq_id: SupportsIndex, position: SupportsIndex) -> None:
         """Note that a sequence's rows from a position on do not follow from its tokens alone: they are not kept.
 
-        For example, a mask hid some earlier tokens while they were computed.
+        For example, a mask hid some earlier tokens while they were computed. Call it before the batch that computes them
+        is committed: blocks that a commit or `checkpoint` has kept by then stay.
         """
         self._core.mark_inexact(seq_id, position)
 
