@@ -458,8 +458,8 @@ class PrefixCache:
     def note_inexact(self, seq_id: SupportsIndex, position: SupportsIndex) -> None:
         """Note that a sequence's rows from a position on do not follow from its tokens alone: they are not kept.
 
-        For example, a mask hid some earlier tokens while they were computed. Call it before the batch that computes them
-        is committed: blocks that a commit or `checkpoint` has kept by then stay.
+        For example, a mask hid some earlier tokens while they were computed. Call it before the batch that computes
+        them is committed: blocks that a commit or `checkpoint` has kept by then stay.
         """
         self._core.mark_inexact(seq_id, position)
 
