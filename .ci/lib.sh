@@ -252,7 +252,7 @@ add_executable(whole main.c)
 target_link_libraries(whole PRIVATE kvcache::kvcache_static)
 install(TARGETS whole)
 END
-    cmake -S . -B build -DCMAKE_INSTALL_PREFIX="$tmp/part/prefix"
+    cmake -S . -B build -DCMAKE_BUILD_TYPE=Debug -DCMAKE_INSTALL_PREFIX="$tmp/part/prefix"
     cmake --build build --parallel "$jobs" --target whole
     build/whole
     cmake --install build
