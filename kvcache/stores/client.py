@@ -193,8 +193,7 @@ class StoreClient:
     def delete_doomed(self) -> None:
         """Queue the deletion of these keys, also of those that the store failed to delete before."""
         for key, number in self._shared.doomed.items():
-            note = partial(self._shared.note_deleted, number)
-            self._shared.writer.add(Write(self._tenant, key, None, note, is_counted=False))
+            self._shared.delete(self._tenant, key, number)
 
     def flush(self, timeout: float) -> bool:
         """Wait until all that was queued is written or dropped, at most for so many seconds; return whether it is.
@@ -245,14 +244,27 @@ class _Shared:
     def begin(self) -> None:
         """Begin without threads, and with empty queues; again in a forked child, which has no other threads."""
         self.doomed.begin()
+        self._deletions: dict[str, tuple[int, Write]] = {}  # of doomed keys, the last ones that were queued
         self.lock = threading.RLock()  # a garbage collection may run anything while it is held
         self.reader = Reader(self.store, self.lock, self.warn, self.refuse)
         self.writer = Writer(self.store, self.lock, self.warn, self.doomed)
 
-    def note_deleted(self, number: int, key: str) -> None:
+    def delete(self, tenant: Tenant, key: str, number: int) -> None:
+        """Queue the deletion of a doomed key, unless that of this forgetting waits already."""
+        with self.lock:
+            before, write = self._deletions.get(key, (0, None))
+            if before == number and write is not None and not write.is_ended:
+                return
+            write = Write(tenant, key, None, partial(self._note_deleted, number), is_counted=False)
+            if self.writer.add(write):
+                self._deletions[key] = number, write
+
+    def _note_deleted(self, number: int, key: str) -> None:
         """Let a key be read again that was deleted."""
         with self.lock:
             self.reader.cut(key)
+            if self._deletions.get(key, (0, None))[0] == number:
+                del self._deletions[key]
         self.doomed.discard(key, number)
 
     def refuse(self, tenant: Tenant, key: str, reason: str) -> None:

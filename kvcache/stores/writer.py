@@ -35,6 +35,7 @@ class Write:
     written: Callable[[str], object] | None = None  # called with the key once the store has done it
     join: Callable[[bytes, memoryview], bytes | None] | None = None  # with the payload that is there
     is_counted: bool = True  # where it is dropped
+    is_ended: bool = False  # it is done, failed or dropped
 
 
 class Writer:
@@ -100,6 +101,8 @@ class Writer:
 
     def _note_end(self, writes: Sequence[Write]) -> None:
         self._waiting.subtract(write.tenant for write in writes)
+        for write in writes:
+            write.is_ended = True
         for tenant in {write.tenant for write in writes}:
             if not self._waiting[tenant]:
                 del self._waiting[tenant]

@@ -165,6 +165,30 @@ def test_what_is_to_be_deleted_is_not_fetched_and_deleted_as_soon_as_that_succee
     assert serve(make(store=store)[0], other, PROMPT) == 0
 
 
+def test_a_deletion_that_waits_is_queued_once() -> None:
+    class Slow(dict[str, bytes]):
+        may_go_on = threading.Event()
+        num_deletions = 0
+
+        def __delitem__(self, key: str) -> None:
+            assert self.may_go_on.wait(30)
+            self.num_deletions += 1
+            super().__delitem__(key)
+
+    store = Slow()
+    cache, prefix = make(store=store)
+    prompts = [[i, *PROMPT] for i in range(8)]
+    for prompt in prompts:
+        serve(cache, prefix, prompt)
+    assert prefix.flush(10)
+    for prompt in prompts:
+        prefix.forget(prompt)
+    store.may_go_on.set()
+    assert prefix.flush(10)
+    assert not store
+    assert store.num_deletions == 8 * len(prefix.names(prompts[0]))
+
+
 def test_what_waits_to_be_written_and_is_forgotten_is_no_failure() -> None:
     class Slow(dict[str, bytes]):
         may_go_on = threading.Event()
