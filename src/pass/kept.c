@@ -5,19 +5,23 @@
 #include "space/row_buffer.h"
 
 /* Adds the slots and blocks that the tokens of a sequence take behind its last row, and in new blocks.  Returns how
- * many of the tokens a compaction may place. */
-static int32_t add_tokens(const kvc_batch *batch, int32_t g, int32_t s, int64_t *bytes) {
+ * many of the tokens a compaction may place: none if the block of the last row is full or stays in place. */
+static int32_t add_tokens(const kvc_batch *batch, int32_t g, int32_t s, int64_t *bytes, int64_t *placed_bytes) {
     const kvc_batch_sequence *member = &batch->sequences[s];
     const kvc_pending *pending = kvc_pending_of(batch, g, s);
     const kvc_pool *pool = &batch->cache->pools[g];
     const int32_t size = pool->block_size;
-    int32_t rest = member->num_tokens, fill = 0;
+    int32_t fill = 0;
     if (pending->to < KVC_TO_REPLACE) return 0;
     kvc_find_last_block(batch, g, s, KVC_KEPT, &fill);
-    rest -= pending->in_last;
-    *bytes += rest / size * kvc_pool_used_bytes(pool, (kvc_use){.fill = size, .is_used = 1});
-    if (rest % size) *bytes += kvc_pool_used_bytes(pool, (kvc_use){.fill = rest % size, .is_used = 1});
-    return pending->last_block && pending->last_block->pins ? rest : member->num_tokens;
+    const kvc_block *last = pending->last_block;
+    const int32_t rest = member->num_tokens - pending->in_last;
+    int64_t more = rest / size * kvc_pool_used_bytes(pool, (kvc_use){.fill = size, .is_used = 1});
+    if (rest % size) more += kvc_pool_used_bytes(pool, (kvc_use){.fill = rest % size, .is_used = 1});
+    *bytes += more;
+    if (!last || !kvc_pool_is_movable(pool, kvc_pool_use(last, KVC_KEPT))) return 0;
+    *placed_bytes += more;
+    return member->num_tokens;
 }
 
 /* Returns the fewest bytes that so many slots take. */
@@ -34,16 +38,16 @@ static int64_t kept_bytes(const kvc_batch *batch, int32_t g, int64_t *saved, int
     const kvc_pool *pool = &batch->cache->pools[g];
     kvc_preview preview = kvc_preview_open(batch->cache, g, KVC_KEPT, 1);
     const kvc_tally tally = kvc_preview_tally(&preview);
-    int64_t bytes = 0, num_slots = tally.movable_live;
-    for (int32_t s = 0; s < batch->num_sequences; s++) num_slots += add_tokens(batch, g, s, &bytes);
+    int64_t bytes = 0, planned = 0, placed = 0, num_slots = tally.movable_live;
+    for (int32_t s = 0; s < batch->num_sequences; s++) num_slots += add_tokens(batch, g, s, &bytes, &placed);
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         kvc_block *last = kvc_pending_of(batch, g, s)->last_block;
-        if (last) kvc_add_planned(&preview, last, &bytes);
+        if (last) kvc_add_planned(&preview, last, &planned);
     }
     kvc_preview_close(&preview);
     *is_scattered |= tally.num_movable > 1 || tally.movable_live < tally.movable_slots;
-    *saved += tally.movable_bytes + bytes - packed_bytes(pool, num_slots);
-    return tally.bytes + bytes;
+    *saved += tally.movable_bytes + placed + planned - packed_bytes(pool, num_slots);
+    return tally.bytes + bytes + planned;
 }
 
 int kvc_add_kept_bytes(const kvc_batch *batch, int64_t *bytes, int64_t *least) {

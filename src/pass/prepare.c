@@ -413,13 +413,20 @@ kvc_status kvc_fit_bytes(const kvc_batch *batch, int64_t *bytes) {
     return KVC_ERR_FULL;
 }
 
-/* Returns the most bytes that compactions may save in lists of runs, which join runs. */
+/* Returns the most bytes that compactions may save in lists of runs.  They join runs: one is left for each block that
+ * the rows fill.  The batch's tokens may go on in other places: they are two runs fewer at most. */
 static int64_t most_lists_saved(const kvc_batch *batch) {
-    int64_t bytes = 0;
-    for (int32_t g = 0; g < batch->cache->num_groups; g++)
-        for (const kvc_sequence *sequence = batch->cache->changed; sequence; sequence = sequence->next_changed)
-            bytes += sequence->runs[g].num * (int64_t)sizeof(kvc_run);
-    return bytes;
+    const kvc_cache *cache = batch->cache;
+    int64_t num = 0;
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        num += 2 * batch->num_sequences;
+        for (const kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed) {
+            const int64_t rows = kvc_count_kept(cache, sequence, g), size = cache->pools[g].block_size,
+                          joined = sequence->runs[g].num - (rows + size - 1) / size;
+            if (joined > 0) num += joined;
+        }
+    }
+    return num * (int64_t)sizeof(kvc_run);
 }
 
 kvc_status kvc_fit_without_all(const kvc_batch *batch, int64_t evictable_bytes, int *may_fit) {
@@ -448,6 +455,7 @@ kvc_status kvc_fit_without_all(const kvc_batch *batch, int64_t evictable_bytes, 
  * would make the cache, bookkeeping of sequences aside. */
 static kvc_status check_kept(const kvc_batch *batch, int64_t *bytes) {
     int64_t all = (int64_t)batch->cache->size + batch->cache->row_buffer_bytes;
+    forget_needs(batch); /* a planned compaction counts what may be evicted */
     kvc_add_kept_bytes(batch, &all, bytes);
     return *bytes <= batch->cache->max_bytes || !batch->cache->max_bytes ? KVC_OK : KVC_ERR_FULL;
 }

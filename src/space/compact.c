@@ -81,20 +81,40 @@ static int get_memory(kvc_compaction *c) {
 
 /* ---- planning the moves ------------------------------------------------------------------------------------------ */
 
-/* Lists the blocks in the order in which runs come to them, and points targets at their places. */
+/* Adds a block to the order, and points its targets at its places, which begin at *slots. */
+static void add_block(kvc_compaction *c, kvc_block *block, int32_t **slots) {
+    c->order[c->num_blocks++] = block;
+    c->targets[block->index] = *slots;
+    *slots += block->fill;
+}
+
+/* Returns the block of the last row of a sequence in the batch that is about to begin, if it may move; NULL if not. */
+static kvc_block *last_of_batch(const kvc_compaction *c) {
+    const kvc_table *table = &c->cache->sequences;
+    for (const kvc_sequence *s = kvc_table_first(table); s && !s->is_hidden; s = kvc_table_next(table, s)) {
+        const kvc_run_list *list = &s->runs[c->group];
+        if (!s->in_batch || !list->num) continue;
+        kvc_block *block = kvc_runs_end(list)[-1].block;
+        return is_movable(c->pool, block) ? block : NULL;
+    }
+    return NULL;
+}
+
+/* Lists the blocks in the order in which runs come to them.  The block in which a batch goes on comes last, so that its
+ * tokens fill the room that is left behind all. */
 static void order_blocks(kvc_compaction *c) {
     int32_t *slots = c->slots;
     memset(c->targets, 0, (size_t)c->pool->num_blocks * sizeof *c->targets);
     const kvc_table *table = &c->cache->sequences;
+    kvc_block *last = last_of_batch(c);
     for (const kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s)) {
         const kvc_run_list *list = &s->runs[c->group];
         for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
-            if (!is_movable(c->pool, run->block) || c->targets[run->block->index]) continue;
-            c->order[c->num_blocks++] = run->block;
-            c->targets[run->block->index] = slots;
-            slots += run->block->fill;
+            if (run->block == last || !is_movable(c->pool, run->block) || c->targets[run->block->index]) continue;
+            add_block(c, run->block, &slots);
         }
     }
+    if (last) add_block(c, last, &slots);
 }
 
 /* Adds the move of one slot, by lengthening the last move where it continues that. */
