@@ -953,8 +953,9 @@ typedef struct kvc_prefix_config {
     const void *identity; /* [identity_size] what rows depend on besides tokens, in place of kvc_prefix_identity.  NULL:
                              that, of the fingerprint */
     int64_t identity_size;
-    int64_t quota;       /* tokens: so many of its most recently used ones are not evicted for others, though their
-                            bookkeeping, not their rows, may exceed max_bytes.  0: none */
+    int64_t quota;       /* tokens: so many of its most recently used ones are not evicted for others, nor is the rest of
+                            the block in which they end, though their bookkeeping, not their rows, may exceed max_bytes.
+                            0: none */
     int64_t ttl_ms;      /* milliseconds after which an unpinned block expires if no call uses it; later calls drop it.
                             0: never */
     int32_t reuse_min_tokens; /* not 0: tokens that begin where the match ends may be taken from another prompt, or from

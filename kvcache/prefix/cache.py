@@ -128,8 +128,8 @@ class PrefixCache:
     timeout : float, default 1.0
         The most seconds that `acquire` waits for the store.
     quota : int, default 0
-        Tokens: so many of its most recently used ones are not evicted for others. All that share a cache should have
-        less than its `capacity` together.
+        Tokens: so many of its most recently used ones are not evicted for others, nor is the rest of the block in which
+        they end. All that share a cache should have less than its `capacity` together.
     ttl : float, optional
         Seconds after which blocks that nobody has used, and that are not pinned, are dropped, from memory. By default
         never.

@@ -29,7 +29,8 @@ static void unprotect_first(kvc_tree *tree) {
 /* Protects a node behind which all are within the quota, in place of older ones. */
 static void protect_within(kvc_tree *tree, kvc_node *node) {
     protect(tree, node);
-    while (tree->protected_tokens > tree->quota) unprotect_first(tree);
+    while (tree->first_protected && tree->protected_tokens - size_of(tree->first_protected) >= tree->quota)
+        unprotect_first(tree);
 }
 
 /* Adds a node with rows to the list, as the most recently used. */
@@ -71,11 +72,11 @@ static void unlist(kvc_node *node) {
     tree->num_tokens -= size_of(node);
 }
 
-/* Protects as many of the most recently used nodes as the quota allows, after others are gone. */
+/* Protects the most recently used nodes up to the one in which the quota ends, after others are gone. */
 static void fill_quota(kvc_tree *tree) {
     kvc_node *next;
-    while ((next = tree->first_protected ? tree->first_protected->older : tree->newest) &&
-           tree->protected_tokens + size_of(next) <= tree->quota)
+    while (tree->protected_tokens < tree->quota &&
+           (next = tree->first_protected ? tree->first_protected->older : tree->newest))
         protect(tree, next);
 }
 

@@ -49,7 +49,7 @@ typedef struct kvc_tree {
     int64_t num_nodes, num_tokens; /* of those in both lists */
     int64_t clock;                 /* the last stamp */
     kvc_node *first_protected;     /* it and newer ones are not evicted, as they are within the quota; NULL: none is */
-    int64_t protected_tokens, quota; /* tokens */
+    int64_t protected_tokens, quota; /* tokens; the node in which the quota ends is protected, too */
     struct kvc_prefix *prefix;       /* NULL: it is no prefix's any more */
     int64_t number;                  /* of its prefix: kvc_origin.prefix of the rows */
     kvc_events *events;              /* what happens to full blocks; NULL: it is no prefix's any more */

@@ -196,12 +196,12 @@ void note_state(world *w, prefix *p, int node, int is_sure) {
     }
 }
 
-/* Tokens of blocks that may have been used as lately as this one: no more than the quota means that it stays. */
+/* Tokens of other blocks that may have been used as lately as this one: fewer than the quota means that it stays. */
 static int is_within_quota(const prefix *p, const kept *b) {
     int64_t sum = 0;
     for (int i = 0; i < p->num_blocks; i++)
-        if (p->blocks[i].may_use >= b->sure_use) sum += p->blocks[i].end - p->blocks[i].begin;
-    return sum <= p->config.quota;
+        if (&p->blocks[i] != b && p->blocks[i].may_use >= b->sure_use) sum += p->blocks[i].end - p->blocks[i].begin;
+    return sum < p->config.quota;
 }
 
 void note_evicted(world *w, int cache, unsigned own) {
