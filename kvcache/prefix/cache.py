@@ -502,8 +502,8 @@ class PrefixCache:
         once the tokens are computed again, their blocks are pinned again.
 
         Return how many tokens were dropped from memory. `flush` waits for the store, and returns False if the store did
-        not delete all values; then call this again. Until a value is deleted, no prefix cache with this store object
-        reads it.
+        not delete all values; then call this again. Until a value is deleted, or written anew because its tokens were
+        computed again, no prefix cache with this store object reads it.
         """
         given = arrays_of(tokens)
         if self._client is None:
@@ -512,7 +512,7 @@ class PrefixCache:
             doom(self._prefix.names(*given))
             num, dropped = self._prefix.forget(*given)
             doom(dropped)
-        self._store_new()  # so that what waits to be written is deleted after it
+            self._store_new()  # so that what waits to be written counts as written before, and is deleted after it
         self._client.delete_doomed()
         return num
 

@@ -21,7 +21,6 @@ import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcache.arguments import INT64_MAX
@@ -166,9 +165,11 @@ class StoreClient:
         `make_value` returns the payload, in parts that are joined, or None if there is none any more. It is called
         later, in the thread that writes, unless the value is dropped before; `written`, which must not raise, is called
         with the key once the store has it. `join` gets the payload and the stored payload, if the store has one. It
-        returns the payload to write, or None if the stored one already has everything.
+        returns the payload to write, or None if the stored one already has everything. If the key waits to be deleted
+        because it was forgotten, it is read again once the value is stored.
         """
-        return self._shared.writer.add(Write(self._tenant, key, make_value, written, join))
+        number = self._shared.doomed.number(key)
+        return self._shared.writer.add(Write(self._tenant, key, make_value, written, join, number))
 
     def delete(self, key: str) -> bool:
         """Queue the deletion of a key, after the writes that were queued before; return whether it was queued."""
@@ -247,7 +248,7 @@ class _Shared:
         self._deletions: dict[str, tuple[int, Write]] = {}  # of doomed keys, the last ones that were queued
         self.lock = threading.RLock()  # a garbage collection may run anything while it is held
         self.reader = Reader(self.store, self.lock, self.warn, self.refuse)
-        self.writer = Writer(self.store, self.lock, self.warn, self.doomed)
+        self.writer = Writer(self.store, self.lock, self.warn, self.doomed, self._settle)
 
     def delete(self, tenant: Tenant, key: str, number: int) -> None:
         """Queue the deletion of a doomed key, unless that of this forgetting waits already."""
@@ -255,12 +256,12 @@ class _Shared:
             before, write = self._deletions.get(key, (0, None))
             if before == number and write is not None and not write.is_ended:
                 return
-            write = Write(tenant, key, None, partial(self._note_deleted, number), is_counted=False)
+            write = Write(tenant, key, None, forgetting=number, is_counted=False)
             if self.writer.add(write):
                 self._deletions[key] = number, write
 
-    def _note_deleted(self, number: int, key: str) -> None:
-        """Let a key be read again that was deleted."""
+    def _settle(self, key: str, number: int) -> None:
+        """Let a key be read again that was deleted, or written anew, after the forgetting of this number."""
         with self.lock:
             self.reader.cut(key)
             if self._deletions.get(key, (0, None))[0] == number:

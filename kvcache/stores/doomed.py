@@ -49,10 +49,19 @@ class Doomed:
         """Return all keys, and which forgetting found them."""
         return [(key, number) for key, (number, _) in list(self._keys.items())]
 
-    def discard(self, key: str, number: int) -> None:
-        """Note that a key was deleted, unless it was found again since the forgetting of this number."""
+    def number(self, key: str) -> int:
+        """Return which forgetting found a key; 0 if it does not wait, or somebody is forgetting just now."""
         with self._changed:
-            if self._keys.get(key, (0,))[0] == number:
+            return 0 if self._num_forgetting else self._keys.get(key, (0,))[0]
+
+    def is_due(self, key: str, number: int) -> bool:
+        """Return whether a key still waits to be deleted, and the forgetting of this number found it last."""
+        return self._keys.get(key, (0,))[0] == number
+
+    def discard(self, key: str, number: int) -> None:
+        """Note that a key was deleted or written anew, unless it was found again since the forgetting of this number."""
+        with self._changed:
+            if self.is_due(key, number):
                 del self._keys[key]
 
     @contextmanager

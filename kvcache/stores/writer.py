@@ -34,12 +34,17 @@ class Write:
     make_value: Callable[[], Iterable[Buffer] | None] | None
     written: Callable[[str], object] | None = None  # called with the key once the store has done it
     join: Callable[[bytes, memoryview], bytes | None] | None = None  # with the payload that is there
+    forgetting: int = 0  # that found the key, if it is doomed: why it is deleted, or before the value was made
     is_counted: bool = True  # where it is dropped
     is_ended: bool = False  # it is done, failed or dropped
 
 
 class Writer:
-    """The thread that writes to a store, and what waits for it. `warn` is called without the lock, with an error."""
+    """The thread that writes to a store, and what waits for it.
+
+    `warn` takes an error; `settle` takes a doomed key that was deleted or written anew, and the number of its
+    forgetting. Both are called without the lock.
+    """
 
     def __init__(
         self,
@@ -47,9 +52,10 @@ class Writer:
         lock: threading.RLock,
         warn: Callable[[BaseException | None], None],
         doomed: Doomed,
+        settle: Callable[[str, int], None],
     ) -> None:
         self.store = store
-        self._doomed = doomed
+        self._doomed, self._settle = doomed, settle
         self.lock = lock
         self.worker = Worker("write", lock, self._work)
         self._waiting: Counter[Tenant] = Counter()  # writes that are queued or at work
@@ -156,11 +162,7 @@ class Writer:
         gone: list[Tenant] = []
         for write in writes:
             if write.make_value is None:
-                with contextlib.suppress(KeyError):
-                    del self.store[write.key]
-                if write.written is not None:
-                    write.written(write.key)
-                return True
+                return self._delete(write)
             value = self._make_value(write, None)
             stored = self._find_stored(write) if value is not None and write.join else None
             if value is None and write.key not in self._doomed:  # else it was forgotten
@@ -181,7 +183,20 @@ class Writer:
                 tenant.counts["bytes_written"] += nbytes
                 if (written := sources[key].written) is not None:
                     written(key)
+        for key, write in sources.items():
+            if write.forgetting:
+                self._settle(key, write.forgetting)
         return bool(items)
+
+    def _delete(self, write: Write) -> bool:
+        """Delete a key, unless it was written anew since it was forgotten; return whether the store was asked."""
+        if write.forgetting and not self._doomed.is_due(write.key, write.forgetting):
+            return False
+        with contextlib.suppress(KeyError):
+            del self.store[write.key]
+        if write.forgetting:
+            self._settle(write.key, write.forgetting)
+        return True
 
     def _find_stored(self, write: Write) -> memoryview | None:
         """Return the payload that the store has; None if it has none, a damaged one, or one that is to be deleted."""

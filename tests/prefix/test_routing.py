@@ -209,6 +209,64 @@ def test_what_waits_to_be_written_and_is_forgotten_is_no_failure() -> None:
     assert set(store) == set(prefix.names(PROMPT))
 
 
+def test_what_is_computed_again_after_a_failed_deletion_is_read_again_and_stays() -> None:
+    class Failing(dict[str, bytes]):
+        num_failures = 0
+
+        def __delitem__(self, key: str) -> None:
+            if self.num_failures:
+                self.num_failures -= 1
+                raise OSError("no")
+            super().__delitem__(key)
+
+    store = Failing()
+    cache, prefix = make(store=store)
+    other = [*range(500, 540)]
+    for prompt in (PROMPT, other):
+        serve(cache, prefix, prompt)
+    assert prefix.flush(10)
+    store.num_failures = 2
+    prefix.forget(PROMPT)
+    assert not prefix.flush(10)
+    serve(cache, prefix, PROMPT)
+    assert prefix.flush(10)
+    _, second = make(store=store)
+    assert second.lookup(PROMPT, store=True) == 32
+    assert second.acquire([*PROMPT, 1])[1] == 32
+    prefix.forget(other)
+    assert prefix.flush(10)
+    assert set(store) == set(prefix.names(PROMPT))
+
+
+def test_what_is_written_while_its_deletion_waits_again_is_not_deleted() -> None:
+    class Slow(dict[str, bytes]):
+        fails, may_go_on = True, threading.Event()
+
+        def __setitem__(self, key: str, value: bytes) -> None:
+            assert self.may_go_on.wait(30)
+            super().__setitem__(key, value)
+
+        def __delitem__(self, key: str) -> None:
+            if self.fails:
+                raise OSError("no")
+            super().__delitem__(key)
+
+    store = Slow()
+    store.may_go_on.set()
+    cache, prefix = make(store=store)
+    serve(cache, prefix, PROMPT)
+    assert prefix.flush(10)
+    prefix.forget(PROMPT)
+    assert not prefix.flush(10)
+    store.fails = False
+    store.may_go_on.clear()
+    serve(cache, prefix, PROMPT)
+    prefix.forget([*range(500, 540)])  # has what the store failed to delete deleted, behind the writes
+    store.may_go_on.set()
+    assert prefix.flush(10)
+    assert make(store=store)[1].lookup(PROMPT, store=True) == 32
+
+
 def test_nobody_is_answered_by_a_read_that_began_before_a_value_was_deleted() -> None:
     class Slow(dict[str, bytes]):
         is_reading, may_go_on = threading.Event(), threading.Event()
