@@ -607,8 +607,8 @@ KVC_API kvc_status kvc_settle(kvc_cache *cache);
 /* Marks a sequence's rows from `position` on as not exact (kvc_exact_to), including rows that a batch adds later.  Use
  * it if a mask that the cache does not know hid tokens from them, or showed them later ones.  It may be called at any
  * time, also while the sequence is in the open batch.  Call it before the commit: blocks that a prefix has kept by now,
- * at a commit or by kvc_prefix_checkpoint, stay and match others.  It does nothing if the sequence is empty and not in the open
- * batch.  Fails with KVC_ERR_INVALID. */
+ * at a commit or by kvc_prefix_checkpoint, stay and match others.  It does nothing if the sequence is empty and not in
+ * the open batch.  Fails with KVC_ERR_INVALID. */
 KVC_API kvc_status kvc_mark_inexact(kvc_cache *cache, int64_t seq_id, int32_t position);
 
 /* ---- reading and replacing rows ---------------------------------------------------------------------------------- */
@@ -953,9 +953,9 @@ typedef struct kvc_prefix_config {
     const void *identity; /* [identity_size] what rows depend on besides tokens, in place of kvc_prefix_identity.  NULL:
                              that, of the fingerprint */
     int64_t identity_size;
-    int64_t quota;       /* tokens: so many of its most recently used ones are not evicted for others, nor is the rest of
-                            the block in which they end, though their bookkeeping, not their rows, may exceed max_bytes.
-                            0: none */
+    int64_t quota;       /* tokens: so many of its most recently used ones are not evicted for others, nor is the rest
+                            of the block in which they end, though their bookkeeping, not their rows, may exceed
+                            max_bytes.  0: none */
     int64_t ttl_ms;      /* milliseconds after which an unpinned block expires if no call uses it; later calls drop it.
                             0: never */
     int32_t reuse_min_tokens; /* not 0: tokens that begin where the match ends may be taken from another prompt, or from
@@ -1019,20 +1019,22 @@ KVC_API kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const 
  * sequence holds fewer tokens, its tokens are not all exact, or all its windows have left the last token behind and no
  * kept block has the rows of that token.
  * Fails with KVC_ERR_BUSY and KVC_ERR_INVALID as kvc_prefix_release does, and with KVC_ERR_INVALID if num_bytes is more
- * than state_bytes, or there is a state and no token.  Fails with KVC_ERR_FULL if max_bytes leaves no room for the state, or pinned states leave none
- * within max_checkpoint_bytes, and with KVC_ERR_NOMEM; blocks may then have been kept without it. */
+ * than state_bytes, or there is a state and no token.  Fails with KVC_ERR_FULL if max_bytes leaves no room for the
+ * state, or pinned states leave none within max_checkpoint_bytes, and with KVC_ERR_NOMEM; blocks may then have been
+ * kept without it. */
 KVC_API kvc_status kvc_prefix_checkpoint(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens,
                                          const void *state, int64_t num_bytes);
 
 /* Writes the recurrent state from which an acquired sequence goes on, and sets *num_bytes to its bytes: 0 if nothing
  * was matched.  `state` has room for max_bytes.  state NULL: sets *num_bytes alone.  Call it before a batch or
- * kvc_reserve of the sequence, which may forget the state for its bytes; a commit always does.  Fails with KVC_ERR_INVALID if the state has more than max_bytes. */
+ * kvc_reserve of the sequence, which may forget the state for its bytes; a commit always does.  Fails with
+ * KVC_ERR_INVALID if the state has more than max_bytes. */
 KVC_API kvc_status kvc_prefix_state(kvc_prefix *prefix, int64_t seq_id, void *state, int64_t max_bytes,
                                     int64_t *num_bytes);
 
 /* Sets *matched to the number of known tokens.  Takes nothing, and marks nothing as used.  Sets *with_rows, unless it
  * is NULL, to the number of tokens that would be known if no checkpoints were needed.  If that is more, another prompt
- * began alike, and a checkpoint there lets the next such prompt go on from it. */
+ * began alike, and a checkpoint there lets the next such prompt go on from it.  Fails with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *matched,
                                      int32_t *with_rows);
 
@@ -1051,7 +1053,7 @@ KVC_API kvc_status kvc_prefix_unpin(kvc_prefix *prefix, const kvc_tokens *tokens
 KVC_API kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int64_t *num_evicted);
 
 /* Drops all blocks, pinned ones too, and takes back all pins.  Sequences stay as they are; the tokens that they hold
- * are kept once they are released. */
+ * are kept once they are released.  Fails with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
 
 /* Forgets a prompt, for example private data: none of its tokens matches any prompt until somebody computes them again.

@@ -49,12 +49,26 @@ typedef struct kvc_payload {
     int32_t position;
 } kvc_payload;
 
+/* Sets *end to where the rows of num_tokens tokens end in a payload, or behind its end if it has fewer bytes, and *num
+ * to how many layers have rows.  KVC_ERR_FORMAT if a layer's byte is neither 0 nor 1, or the layer has no rows. */
+static kvc_status find_end(const kvc_cache *cache, const uint8_t *bytes, int64_t size, int32_t num_tokens, int64_t *end,
+                           int64_t *num) {
+    *end = cache->num_layers, *num = 0;
+    for (int32_t i = 0; i < cache->num_layers && size >= *end; i++) {
+        if (bytes[i] > kvc_keeps_tokens(cache, i))
+            return kvc_fail(KVC_ERR_FORMAT, "the payload has %d for layer %d", bytes[i], i);
+        if (!bytes[i]) continue;
+        *end += rows_of(cache, i, num_tokens).size;
+        (*num)++;
+    }
+    return KVC_OK;
+}
+
 /* Finds the state of a payload of a full block; KVC_ERR_FORMAT if it has fewer bytes than it says. */
 static kvc_status read_payload(const kvc_cache *cache, const void *bytes, int64_t size, kvc_payload *p) {
+    int64_t end, num;
     *p = (kvc_payload){.bytes = bytes, .rows = (const uint8_t *)bytes + cache->num_layers};
-    int64_t end = cache->num_layers;
-    for (int32_t i = 0; i < cache->num_layers && size >= end; i++)
-        if (p->bytes[i]) end += rows_of(cache, i, cache->pools[0].block_size).size;
+    KVC_TRY(find_end(cache, bytes, size, cache->pools[0].block_size, &end, &num));
     if (size < end || (size > end && size <= end + POSITION_BYTES))
         return kvc_fail(KVC_ERR_FORMAT, "the payload has %lld bytes, of rows with %lld", (long long)size,
                         (long long)end);
@@ -271,14 +285,8 @@ static int find_state(arrival *a, int64_t size) {
  * state.
  */
 static kvc_status check_payload(const kvc_cache *cache, arrival *a) {
-    int64_t size = cache->num_layers, num = 0;
-    for (int32_t i = 0; i < cache->num_layers && a->size >= size; i++) {
-        if (a->payload[i] > kvc_keeps_tokens(cache, i))
-            return kvc_fail(KVC_ERR_FORMAT, "the payload has %d for layer %d", a->payload[i], i);
-        if (!a->payload[i]) continue;
-        size += rows_of(cache, i, a->end - a->begin).size;
-        num++;
-    }
+    int64_t size, num;
+    KVC_TRY(find_end(cache, a->payload, a->size, a->end - a->begin, &size, &num));
     if (num && (a->size == size || find_state(a, size))) return KVC_OK;
     return kvc_fail(KVC_ERR_FORMAT, "the payload has %lld bytes, of %lld layers with %lld", (long long)a->size,
                     (long long)num, (long long)size);

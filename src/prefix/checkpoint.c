@@ -107,7 +107,7 @@ int kvc_checkpoints_put(kvc_checkpoints *all, kvc_node *node, kvc_checkpoint *ch
         kvc_checkpoints_touch(all, node->checkpoint);
         return 0;
     }
-    if (all->most_bytes && !node->num_state_pins && !has_room(all, checkpoint->num_bytes)) return 0;
+    if (all->most_bytes && !has_room(all, checkpoint->num_bytes)) return 0;
     node->checkpoint = checkpoint;
     checkpoint->node = node;
     kvc_checkpoint_use(all->cache, checkpoint, 1);

@@ -76,7 +76,8 @@ static void find_state(const kvc_prefix *prefix, const kvc_tokens *tokens, kvc_m
 
 kvc_status kvc_match_find(const kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, kvc_match *m) {
     kvc_cache *cache = prefix->cache;
-    *m = (kvc_match){.room = (int32_t)(limit / cache->pools[0].block_size) + 4};
+    const int64_t most = limit / cache->pools[0].block_size + 4; /* of blocks with the first tokens, and of others */
+    *m = (kvc_match){.room = most < INT32_MAX ? (int32_t)most : INT32_MAX};
     m->pieces = kvc_memory_alloc(&cache->memory, size_of(m), KVC_MEMORY_SCRATCH, -1);
     if (!m->pieces) return kvc_fail(KVC_ERR_NOMEM, "out of memory to find %lld tokens", (long long)limit);
     const kvc_status status = add_blocks(prefix, tokens, limit, m);

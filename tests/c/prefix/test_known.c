@@ -279,6 +279,26 @@ static void test_pinned_states_fill(void) {
     close_world();
 }
 
+/* A pinned prompt that was forgotten gets its state back only where other pinned states leave room. */
+static void test_forgotten_pinned_state(void) {
+    const uint8_t state[STATE] = {1};
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){.state_bytes = STATE, .max_checkpoint_bytes = 2 * STATE});
+    for (int i = 1; i < 4; i++) {
+        serve_state(numbers(100 * i), 10, 8);
+        pin(numbers(100 * i), 10, 8);
+        const kvc_tokens given = tokens_of(numbers(100), 10);
+        int64_t num, dropped;
+        if (i == 1) CHECK(kvc_prefix_forget(prefix, &given, NULL, 0, &num, &dropped) == KVC_OK && dropped == 10);
+    }
+    const int64_t id = acquire(numbers(100), 10, NULL);
+    const kvc_tokens tokens = tokens_of(numbers(100), 8);
+    feed_to(id, 8, 8);
+    CHECK_FAILS(kvc_prefix_checkpoint(prefix, id, &tokens, state, STATE), KVC_ERR_FULL, "max_checkpoint_bytes", "32");
+    CHECK(stats_now().checkpoint_bytes == 2 * STATE);
+    CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
+    close_world();
+}
+
 /* A block that is computed again, because its state was not kept, was used last. */
 static void test_computed_again(void) {
     open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){.state_bytes = STATE});
@@ -410,6 +430,7 @@ int main(void) {
     test_pins_are_no_use();
     test_pinned_state();
     test_pinned_states_fill();
+    test_forgotten_pinned_state();
     test_computed_again();
     test_state_is_used();
     test_added_again();

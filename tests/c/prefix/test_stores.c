@@ -384,6 +384,12 @@ static void test_joined(void) {
             CHECK_FAILS(kvc_join_payloads(cache, parts[0], LAYERS + ROWS, parts[1], sizes[1], joined, 4096, &size),
                         KVC_ERR_FORMAT, "payload", "bytes");
     }
+    for (int l = 0; l < LAYERS; l++) {
+        parts[0][l] = 7;
+        CHECK_FAILS(kvc_join_payloads(cache, parts[0], 4096, parts[1], 4096, joined, 4096, &(int64_t){0}),
+                    KVC_ERR_FORMAT, "payload", "7");
+        parts[0][l] = 0;
+    }
     CHECK_FAILS(kvc_join_payloads(cache, NULL, 2, parts[1], 2, joined, 4096, &(int64_t){0}), KVC_ERR_INVALID, "first",
                 "NULL");
     free_valid(cache);
