@@ -15,11 +15,14 @@ static kvc_status carrier_init(kvc_carrier *c, kvc_cache *cache, const kvc_store
     return KVC_OK;
 }
 
-/* Takes memory for `num` values, 1 or 3, with the mutex held, unless there is some. */
+/* Takes memory for `num` values, 1 or 3, with the mutex held, unless there is enough: a prefix that was made meanwhile
+ * may have larger states. */
 static kvc_status take_memory(kvc_carrier *c, int num) {
-    if (c->size) return KVC_OK;
     const int64_t max_bytes = KVC_VALUE_HEADER + kvc_most_payload_bytes(c->cache);
     const uint64_t size = sizeof *c->crc + (uint64_t)num * (uint64_t)max_bytes;
+    if (c->size >= size) return KVC_OK;
+    if (c->size) kvc_carrier_end(c);
+    c->size = 0;
     c->crc = kvc_memory_alloc(&c->cache->memory, size, KVC_MEMORY_SCRATCH, -1);
     if (!c->crc) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a block of %lld bytes", (long long)max_bytes);
     c->value = (uint8_t *)(c->crc + 1);

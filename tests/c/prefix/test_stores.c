@@ -349,6 +349,39 @@ static void test_listed_again(void) {
     }
 }
 
+static kvc_cache *growing;
+
+/* Writes a value; the first time, another prefix of the cache keeps a block with a state meanwhile. */
+static kvc_status write_and_grow(void *user, const uint8_t *name, const void *from, int64_t size) {
+    const uint8_t state[STATE] = {4};
+    const kvc_tokens first = {.struct_size = sizeof first, .ids = ids, .num_tokens = BLOCK};
+    kvc_prefix *prefix;
+    int64_t seq_id;
+    int32_t matched;
+    CHECK(write_value(user, name, from, size) == KVC_OK);
+    if (!growing) return KVC_OK;
+    CHECK(kvc_prefix_new(growing, &recurrent, &prefix) == KVC_OK);
+    CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &seq_id, &matched) == KVC_OK && !matched);
+    compute(growing, seq_id, BLOCK);
+    CHECK(kvc_prefix_checkpoint(prefix, seq_id, &first, state, STATE) == KVC_OK);
+    CHECK(kvc_clear_sequence(growing, seq_id) == KVC_OK);
+    growing = NULL;
+    return KVC_OK;
+}
+
+/* A prefix with states that is made while blocks are written has its states written, too. */
+static void test_states_meanwhile(void) {
+    const kvc_store grows = {sizeof grows, shelves, read_value, write_and_grow, NULL};
+    kvc_prefix *prefix;
+    int64_t num_written;
+    clear_shelf();
+    kvc_cache *cache = growing = new_cache(&plain, &prefix);
+    serve(cache, prefix);
+    CHECK(kvc_store_new_blocks(cache, &grows, &num_written) == KVC_OK && num_written == NUM_BLOCKS + 1);
+    CHECK(shelves->values[NUM_BLOCKS].size == shelves->values[0].size + 4 + STATE);
+    free_valid(cache);
+}
+
 /* What a store has of a block and what is written stay together: rows of each layer, and the later state. */
 static void test_joined(void) {
     enum { ROWS = BLOCK * (34 + 2 * DIM) };
@@ -588,6 +621,7 @@ int main(void) {
     test_states();
     test_dropped_states();
     test_listed_again();
+    test_states_meanwhile();
     test_joined();
     test_failing_memory();
     test_failing_memory_of_states();
