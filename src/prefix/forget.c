@@ -140,6 +140,7 @@ kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *from, uint8_t
     if (!num_dropped) return kvc_fail(KVC_ERR_INVALID, "num_dropped is NULL");
     *num_dropped = 0;
     kvc_prefix_lock(prefix);
+    if (tokens.num_tokens) prefix->cache->num_forgets++; /* what is being written of these blocks is taken away again */
     for (find(prefix, &d); tokens.num_tokens && d.num && (!to || n.num < n.most); find(prefix, &d)) {
         drop(prefix, &d, &n, num_dropped);
         kvc_cache_give_way(prefix->cache);
