@@ -453,7 +453,7 @@ class HFCache(SaveableBatch, Cache):
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove is {tokens_to_remove}: give minus the number of tokens to take back")
         passes = self._passes
-        with passes.turns.changed:  # until tokens of the last pass are taken back, no other cache may end it
+        with passes.turns.lock:  # until tokens of the last pass are taken back, no other cache may end it
             if not passes.num_open:
                 passes.end()
             before = passes.length

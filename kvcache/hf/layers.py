@@ -92,7 +92,7 @@ class LayerRows:
         if self.new is None:
             passes.finish()
             return layer.decoder.decode_rows(layer.index, passes.seq_ids, self.num_columns)
-        with passes.turns.changed:  # until the rows are decoded, no other cache may end the pass
+        with passes.turns.lock:  # until the rows are decoded, no other cache may end the pass
             this_pass = self.current_pass()
             this_pass.decoded.add(layer.index)
             if layer.index in this_pass.pending:

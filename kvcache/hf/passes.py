@@ -198,7 +198,7 @@ class Passes:
         transformers does not say where a pass begins. All begin with the same layer, whether the last one was complete
         or ended in an error.
         """
-        with self.turns.changed:
+        with self.turns.lock:
             if self._first_layer is None:
                 self._first_layer = index
             this_pass = self.last
@@ -269,7 +269,7 @@ class Passes:
             offsets.append(offset + left_out)
         if self.prompts is not None:
             self.prompts.check_leading(offsets, self.num_seen + num_tokens)
-        with self.turns.changed:
+        with self.turns.lock:
             if self.turns.owner() is not self:
                 self.turns.take_turn(self)
             made = self.cache.batch(positions=positions, seq_ids=seq_ids, timeout=self._timeout) if positions else None
@@ -310,7 +310,7 @@ class Passes:
 
     def note_done(self, this_pass: ForwardPass, index: int) -> None:
         """Note that a layer has stored the new tokens."""
-        with self.turns.changed:
+        with self.turns.lock:
             this_pass.done.add(index)
             this_pass.last_active = time.monotonic()
             self.turns.changed.notify_all()
@@ -340,14 +340,14 @@ class Passes:
 
     def finish(self) -> None:
         """End the last pass if it is complete; leave a pass that still runs."""
-        with self.turns.changed:
+        with self.turns.lock:
             if self.last is not None and self.last.is_complete:
                 self.end()
 
     @property
     def length(self) -> int:
         """The tokens of each sequence, with those of the last pass if it is complete, padding included."""
-        with self.turns.changed:  # another cache may end the pass
+        with self.turns.lock:  # another cache may end the pass
             last = self.last
             if last is None or not last.is_open or not last.is_complete:
                 return self.num_seen
@@ -356,12 +356,12 @@ class Passes:
     @property
     def num_open(self) -> int:
         """The tokens of each sequence in the last pass, padding included, if it is complete and has not ended."""
-        with self.turns.changed:
+        with self.turns.lock:
             return self.length - self.num_seen
 
     def end(self, num_back: int = 0) -> None:
         """End the last pass: if it is complete, keep its tokens but for the last `num_back` columns; else drop them."""
-        with self.turns.changed:
+        with self.turns.lock:
             ended, self.last = self.last, None
             if ended is None:
                 return

@@ -14,6 +14,7 @@ from typing import Protocol
 from kvcache import _core
 from kvcache.cache import KVCache
 from kvcache.errors import CacheBusyError
+from kvcache.waiting import Condition
 
 STALLED = 300.0  # seconds in which another thread's pass reaches no layer, after which it is taken for lost
 LOOK_AGAIN = 0.05  # seconds
@@ -42,7 +43,8 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()  # guards the passes of all caches; told when one is complete or ends
+        self.lock = threading.RLock()  # guards the passes of all caches
+        self.changed = Condition(self.lock)  # told when one is complete or ends
         self.new_id: Callable[[], int] = itertools.count().__next__  # returns an id that no sequence has
         self.owner: Callable[[], Turn | None] = lambda: None  # returns the passes whose batch is open, if any
 
@@ -55,7 +57,7 @@ class Turns:
             return turns
 
     def take_turn(self, passes: Turn) -> None:
-        """Make these the passes whose batch is open; call it with `changed` held."""
+        """Make these the passes whose batch is open; call it with `lock` held."""
         begin, has_collected = time.monotonic(), False
         while (owner := self.owner()) is not None and owner is not passes and owner.runs_elsewhere():
             since = owner.last_active()

@@ -30,7 +30,7 @@ class Fetching:
     ) -> None:
         self._prefix, self._client, self._watch, self._timeout = prefix, client, watch, timeout
         self._block_size, self._nbytes = sizes  # tokens and bytes of a block
-        self._getting: dict[tuple[int, str], threading.Event] = {}  # first blocks of what is being read and added
+        self._getting: dict[tuple[int, str], threading.Lock] = {}  # held, for first blocks of what is read and added
         self.num_fetched = 0  # tokens
 
     def fetch(self, tokens: Arrays, num_tokens: int) -> None:
@@ -68,19 +68,23 @@ class Fetching:
     @contextmanager
     def _alone(self, name: str, timeout: float) -> Iterator[bool]:
         """Let others who need the same block next wait; or, if another gets it, wait for that one, and yield False."""
-        key, done = (os.getpid(), name), threading.Event()  # a forked child does not have its parent's threads
-        other = self._getting.setdefault(key, done)
-        if other is not done:
-            if other.wait(min(timeout, MOST_WAIT)) or timeout < MOST_WAIT:
+        key, own = (os.getpid(), name), threading.Lock()  # a forked child does not have its parent's threads
+        own.acquire()
+        other = self._getting.setdefault(key, own)
+        if other is not own:
+            is_done = other.acquire(timeout=min(timeout, MOST_WAIT))
+            if is_done:
+                other.release()
+            if is_done or timeout < MOST_WAIT:
                 yield False
                 return
-            self._getting[key] = done
+            self._getting[key] = own
         try:
             yield True
         finally:
-            if self._getting.get(key) is done:
+            if self._getting.get(key) is own:
                 self._getting.pop(key, None)
-            done.set()
+            own.release()
 
     def _time_for(self, num_blocks: int) -> float:
         """Return the seconds for which to wait for blocks from the store; 0: computing them takes no longer."""

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from kvcache.waiting import Condition
+
 if TYPE_CHECKING:
     from kvcache.stores.tenant import Tenant
 
@@ -28,7 +30,8 @@ class Doomed:
 
     def begin(self) -> None:
         """Begin with nobody at work; again in a forked child, which does not have its parent's threads."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = Condition(self._lock)
         self.num_forgets = 0
         self._num_adding = self._num_forgetting = 0
 
@@ -51,7 +54,7 @@ class Doomed:
 
     def number(self, key: str) -> int:
         """Return which forgetting found a key; 0 if it does not wait, or somebody is forgetting just now."""
-        with self._changed:
+        with self._lock:
             return 0 if self._num_forgetting else self._keys.get(key, (0,))[0]
 
     def is_due(self, key: str, number: int) -> bool:
@@ -59,28 +62,28 @@ class Doomed:
         return self._keys.get(key, (0,))[0] == number
 
     def discard(self, key: str, number: int) -> None:
-        """Note that a key was deleted or written anew, unless it was found again since the forgetting of this number."""
-        with self._changed:
+        """Note that a key was deleted or written anew, unless it was found again since this forgetting."""
+        with self._lock:
             if self.is_due(key, number):
                 del self._keys[key]
 
     @contextmanager
     def adding(self, num_forgets: int) -> Iterator[bool]:
         """Yield whether to add what was read when `num_forgets` was this."""
-        with self._changed:
+        with self._lock:
             may_add = self.num_forgets == num_forgets and not self._num_forgetting
             self._num_adding += may_add
         try:
             yield may_add
         finally:
-            with self._changed:
+            with self._lock:
                 self._num_adding -= may_add
                 self._changed.notify_all()
 
     @contextmanager
     def forgetting(self, tenant: Tenant) -> Iterator[Callable[[Iterable[str]], None]]:
         """Wait until nothing is being added, and let nothing be until the end; yield a function that takes keys."""
-        with self._changed:
+        with self._lock:
             self.num_forgets += 1
             number = self.num_forgets
             self._num_forgetting += 1
@@ -88,6 +91,6 @@ class Doomed:
         try:
             yield lambda keys: self._keys.update(dict.fromkeys(keys, (number, tenant)))
         finally:
-            with self._changed:
+            with self._lock:
                 self._num_forgetting -= 1
                 self.num_forgets += 1

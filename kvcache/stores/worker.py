@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+
+from kvcache.waiting import Condition
 
 __all__ = ["Breaker", "Worker", "without_frames"]
 
@@ -62,7 +65,8 @@ class Worker:
         self.name = name
         self.work = work
         self.most_threads = most_threads
-        self.changed = threading.Condition(lock)
+        self.lock = lock
+        self.changed = Condition(lock)
         self.breaker = Breaker()
         self.queue: deque[Any] = deque()
         self.threads: set[threading.Thread] = set()
@@ -79,9 +83,13 @@ class Worker:
 
     def _start(self) -> bool:
         thread = threading.Thread(target=self.run, name=f"kvcache-{self.name}", daemon=True)
+        handled = sys.exc_info()[1]
         try:
             thread.start()  # it waits for the lock
-        except RuntimeError:
+        except RuntimeError as error:
+            cause = error.__context__
+            if cause is not None and cause is not handled:  # such as Ctrl-C, which Python answers by another error
+                raise cause from None
             return False
         self.threads.add(thread)
         return True
@@ -89,7 +97,7 @@ class Worker:
     def run(self) -> None:
         """Work, until there has been nothing to do for a while. What a thread does."""
         changed, thread = self.changed, threading.current_thread()
-        with changed:
+        with self.lock:
             if thread not in self.threads:  # an exception came between its start and the note of it
                 return
             try:

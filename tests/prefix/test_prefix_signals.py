@@ -1,11 +1,16 @@
 """A handler of a signal that raises, wherever Python may run it: what is found is right, and nothing is kept."""
 
+import itertools
+import threading
+
 import pytest
-from support.interrupts import in_a_thread, interrupt_everywhere
+from support.interrupts import in_a_thread, interrupt, interrupt_everywhere
 from support.prefixes import feed, make_cache, rows_of, serve
 
 import kvcache
 from kvcache.stores import DirectoryStore
+from kvcache.stores.worker import Worker
+from kvcache.waiting import Condition
 
 PROMPT, OTHER, THIRD = [*range(50)], [*range(20), *range(70, 110)], [*range(300, 340)]
 
@@ -121,6 +126,54 @@ def test_what_a_store_has_is_right(name, step):
         return scene, lambda: STORED[name](scene)
 
     assert interrupt_everywhere(make, lambda scene: in_a_thread(lambda: scene.check(OTHER)), step)
+
+
+def test_a_wait_for_a_store_is_interrupted_as_anything_is():
+    items, places = {}, (threading.Condition.wait, threading.Condition.wait_for)
+    Scene(items).prefix.close(60)
+
+    def make():
+        scene = Scene(dict(items))
+        scene.prefix.clear()
+        return scene, lambda: (scene.prefix.acquire([*PROMPT, 1, 2]), scene.prefix.flush(10))
+
+    def check(scene):
+        in_a_thread(lambda: scene.check(OTHER))
+
+    assert interrupt_everywhere(make, check, also=places)
+
+
+def test_a_wait_that_is_interrupted_ends_with_its_lock_held():
+    def make():
+        lock = threading.RLock()
+        changed = Condition(lock)
+
+        def wait():
+            with lock:  # which raises another error if it is not held in the end
+                changed.wait_for(lambda: False, 0.001)
+
+        return lock, wait
+
+    def check(lock):
+        in_a_thread(lambda: lock.acquire(timeout=30) or pytest.fail("the lock is held"))
+
+    assert interrupt_everywhere(make, check, also=(threading.Condition.wait, threading.Condition.wait_for))
+
+
+def test_an_interrupt_while_a_thread_starts_is_raised():
+    for number in itertools.count(1):
+        lock = threading.RLock()
+        worker = Worker("test", lock, lambda: None)
+
+        def add(worker=worker, lock=lock):
+            with lock:
+                worker.add(1)
+
+        met, raised = interrupt(number, add, also=(threading.Condition.wait,))
+        if not met:
+            break
+        assert type(raised) is KeyboardInterrupt, (number, raised)
+    assert number > 5
 
 
 FOLDER = {

@@ -26,16 +26,16 @@ def points(code):
     return frozenset(at.offset for at in dis.get_instructions(code) if at.opname.startswith(CHECKED))
 
 
-def interrupt(number, call):
+def interrupt(number, call, also=()):
     """Call, with SIGINT at the point of this number, from 1 on; return whether there was one, and what was raised.
 
-    Points are counted in all code that is run but what is left out.
+    Points are counted in all code that is run but what is left out, and in `also`: functions that are left out.
     """
-    left, arm = number, Arm()
+    left, arm, own = number, Arm(), [function.__code__ for function in also]
 
     def trace(frame, event, argument):
         nonlocal left
-        if frame.f_code.co_filename.startswith(LEFT_OUT):
+        if frame.f_code.co_filename.startswith(LEFT_OUT) and frame.f_code not in own:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "call" or (event == "opcode" and frame.f_lasti in points(frame.f_code)):
@@ -62,15 +62,15 @@ def run_handlers():
     """Have a handler run here, at the beginning of a function, if its signal came behind the last point."""
 
 
-def interrupt_everywhere(make, check, step=1):
+def interrupt_everywhere(make, check, step=1, also=()):
     """Interrupt `call()` at each `step`-th point, of a new `scene, call = make()` each; then call `check(scene)`.
 
-    Return how often. What is raised is the interrupt, unless a finalizer swallowed it.
+    Return how often. What is raised is the interrupt, unless a finalizer swallowed it. `also` is as in `interrupt`.
     """
     number = 1
     while True:
         scene, call = make()
-        met, raised = interrupt(number, call)
+        met, raised = interrupt(number, call, also)
         if not met:
             assert raised is None, raised
             return number // step
