@@ -1064,6 +1064,9 @@ KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
  * A block that follows a part of the prompt and holds none of its tokens stays.  It belongs to another prompt, and
  * matches again once the tokens before it are computed again.  If all layers have windows or chunks, it could match
  * without these tokens, and is dropped as well.
+ * Equal tokens of another prompt, or at another position, were computed for that prompt, and stay.  With
+ * reuse_min_tokens they may be moved behind a match, also to where the forgotten tokens were.  If that must not be,
+ * forget the other prompt as well.
  * Sequences stay as they are, and go on.  But this prefix keeps no more blocks of a sequence that may hold forgotten
  * rows.  An acquired sequence may hold them if it begins with the prompt's first token.  Any other sequence may hold
  * them if it holds tokens now, or is a copy of one that does; retained sequences too.  A sequence that another prefix

@@ -152,11 +152,18 @@ class PrefixCache:
     NotSupportedError
         If a layer has `CrossAttention`, whose rows do not follow from the tokens; or `reuse_min_tokens` is given, and
         the `rope` of a layer is not known, or with `state_bytes`: a state does not move with tokens.
+    CacheFullError
+        If `max_bytes` of the cache leaves no room, for example for `max_events`.
+    MemoryError
+        If memory is short.
 
     Notes
     -----
     Any thread may call any method, while another runs the model. `acquire` and `release` may be called while a batch is
     open; the sequence that is released must not be in it.
+
+    A method that takes tokens raises TypeError and MemoryError as `acquire` does, and ValueError for an argument out of
+    range. Once the cache is closed, methods raise ValueError. `flush` and `close` do not.
 
     A match ends where every layer has what a query there sees: all rows before it, or those of its window. So a prompt
     can be resumed in the middle of an earlier one although its windows have moved on since. Of a block that is not the
@@ -391,7 +398,8 @@ class PrefixCache:
         CacheBusyError
             If the sequence is in an open batch.
         CacheFullError
-            If `max_bytes` of the cache leaves no room for the state.
+            If `max_bytes` of the cache leaves no room for the state, or pinned states leave none within
+            `max_checkpoint_bytes`. Blocks may then have been kept without it.
         ValueError
             If the state has more than `state_bytes` bytes, or there is a state and no token.
         TypeError, MemoryError
@@ -491,6 +499,10 @@ class PrefixCache:
         Each block that holds one of the tokens is dropped, and each block that follows the whole prompt; pinned blocks
         too, and the states of all. A block that follows a part of the prompt and holds none of its tokens stays. It
         matches again once the tokens before it are computed again.
+
+        Equal tokens of another prompt, or at another position, were computed for that prompt, and stay. With
+        `reuse_min_tokens` they may be moved behind a match, also to where the forgotten tokens were. If that must not
+        be, forget the other prompt as well.
 
         The name of a block that is only in the store is not known here. So what follows the prompt stays there, and so
         do blocks of prompts that part from it within a block. Once they are fetched, they count as computed again.
