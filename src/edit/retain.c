@@ -48,11 +48,11 @@ static void count_part(void *num, const kvc_run *part) {
 /* Visits the parts of a run of the open batch at positions [begin, end) whose tokens, from *token on, are kept. */
 static void visit_kept(const kvc_batch *batch, const kvc_run *run, const int32_t *token, int32_t begin, int32_t end,
                        kvc_part_fn *visit, void *context) {
-    for (int32_t from = 0, to; from < run->count; from = to + 1) {
-        for (to = from; to < run->count && batch->kept[token[to]];) to++;
-        const kvc_run kept = {run->block, run->slot + from, to - from, run->position + from, run->delta},
-                      part = kvc_run_part(&kept, begin, end);
-        if (part.count > 0) visit(context, &part);
+    const int32_t last = kvc_lower(run->count, end - run->position);
+    for (int32_t from = begin > run->position ? begin - run->position : 0, to; from < last; from = to + 1) {
+        for (to = from; to < last && batch->kept[token[to]];) to++;
+        const kvc_run kept = {run->block, run->slot + from, to - from, run->position + from, run->delta};
+        if (to > from) visit(context, &kept);
     }
 }
 
