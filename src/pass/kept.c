@@ -4,8 +4,15 @@
 #include "pass/last_block.h"
 #include "space/row_buffer.h"
 
-/* Adds the slots and blocks that the tokens of a sequence take behind its last row, and in new blocks.  Returns how
- * many of the tokens a compaction may place: none if the block of the last row is full or stays in place. */
+/* Returns whether a compaction may move rows of a sequence. */
+static int may_move(const kvc_pool *pool, const kvc_run_list *list) {
+    for (const kvc_run *run = kvc_runs_end(list); run > kvc_runs_begin(list);)
+        if (kvc_pool_is_movable(pool, kvc_pool_use((--run)->block, KVC_KEPT))) return 1;
+    return 0;
+}
+
+/* Adds the slots and blocks that the tokens of a sequence take behind its rows, and in new blocks.  Returns how many of
+ * the tokens a compaction may place: none if the sequence has no rows in blocks that move. */
 static int32_t add_tokens(const kvc_batch *batch, int32_t g, int32_t s, int64_t *bytes, int64_t *placed_bytes) {
     const kvc_batch_sequence *member = &batch->sequences[s];
     const kvc_pending *pending = kvc_pending_of(batch, g, s);
@@ -14,12 +21,11 @@ static int32_t add_tokens(const kvc_batch *batch, int32_t g, int32_t s, int64_t 
     int32_t fill = 0;
     if (pending->to < KVC_TO_REPLACE) return 0;
     kvc_find_last_block(batch, g, s, KVC_KEPT, &fill);
-    const kvc_block *last = pending->last_block;
     const int32_t rest = member->num_tokens - pending->in_last;
     int64_t more = rest / size * kvc_pool_used_bytes(pool, (kvc_use){.fill = size, .is_used = 1});
     if (rest % size) more += kvc_pool_used_bytes(pool, (kvc_use){.fill = rest % size, .is_used = 1});
     *bytes += more;
-    if (!last || !kvc_pool_is_movable(pool, kvc_pool_use(last, KVC_KEPT))) return 0;
+    if (batch->replaced || !may_move(pool, &member->sequence->runs[g])) return 0;
     *placed_bytes += more;
     return member->num_tokens;
 }

@@ -88,14 +88,15 @@ static void add_block(kvc_compaction *c, kvc_block *block, int32_t **slots) {
     *slots += block->fill;
 }
 
-/* Returns the block of the last row of a sequence in the batch that is about to begin, if it may move; NULL if not. */
+/* Returns the last block that may move, by rows of a sequence in the batch that is about to begin; NULL if there is
+ * none.
+ */
 static kvc_block *last_of_batch(const kvc_compaction *c) {
     const kvc_table *table = &c->cache->sequences;
     for (const kvc_sequence *s = kvc_table_first(table); s && !s->is_hidden; s = kvc_table_next(table, s)) {
         const kvc_run_list *list = &s->runs[c->group];
-        if (!s->in_batch || !list->num) continue;
-        kvc_block *block = kvc_runs_end(list)[-1].block;
-        return is_movable(c->pool, block) ? block : NULL;
+        for (const kvc_run *run = kvc_runs_end(list); s->in_batch && run > kvc_runs_begin(list);)
+            if (is_movable(c->pool, (--run)->block)) return run->block;
     }
     return NULL;
 }
