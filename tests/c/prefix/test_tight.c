@@ -2,7 +2,10 @@
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/serving.h"
 
-enum { SIZE = 16 }; /* tokens of a block */
+enum {
+    SIZE = 16,    /* tokens of a block */
+    FEW_RUNS = 96 /* bytes of four runs: rows that matched may be cut into a few more */
+};
 
 static kvc_status feed_all(int64_t id, int num, int step) {
     kvc_status status = KVC_OK;
@@ -82,6 +85,53 @@ static void test_room(int round) {
     free_valid(cache);
 }
 
+/* A cache that keeps blocks, beside one that keeps nothing and has a little less: what fits in that one fits in the
+ * first one, too. */
+static void test_twin(int round) {
+    const kvc_prefix_config own = {.struct_size = sizeof own, .fingerprint = "a model"};
+    kvc_config config = {.block_size = random_int(1, 9), .max_bytes = 6000 + random_int(0, 30000), .num_threads = 1};
+    kvc_layer layers[3];
+    kvc_cache *caches[2];
+    kvc_prefix *prefixes[2];
+    int64_t text[MOST], ids[2];
+    int begins = 1, length = 0;
+    num_layers = random_int(1, 4);
+    for (int l = 0; l < num_layers; l++)
+        layers[l] =
+            (kvc_layer){.num_kv_heads = random_int(1, 3),
+                        .k_dim = 8,
+                        .v_dim = 8,
+                        .policy = random_int(0, 2) ? full : sliding_policy(random_int(1, 12), random_int(0, 3), 0)};
+    for (int i = 0; i < 2; i++) {
+        caches[i] = cache_of(layers, num_layers, config);
+        config.max_bytes -= FEW_RUNS;
+        begins &= kvc_prefix_new(caches[i], &own, &prefixes[i]) == KVC_OK;
+    }
+    for (int step = 0; begins && step < 60; step++) {
+        int32_t matched[2], num;
+        if (!length) {
+            length = random_int(2, MOST);
+            for (int i = 0; i < MOST; i++) text[i] = random_int(0, i < 20 ? 12 : 2) == 0;
+            const kvc_tokens tokens = tokens_of(text, length);
+            for (int i = 0; i < 2; i++)
+                CHECK(kvc_prefix_acquire(prefixes[i], &tokens, i ? 0 : -1, &ids[i], &matched[i]) == KVC_OK);
+            if (!matched[0] || feed(caches[1], num_layers, ids[1], matched[0]) == KVC_OK) continue;
+        } else if (random_int(0, 4) && kvc_next_position(caches[0], ids[0]) < length) {
+            num = random_int(1, length - kvc_next_position(caches[0], ids[0]) + 1);
+            const kvc_status fits = feed(caches[1], num_layers, ids[1], num),
+                             status = feed(caches[0], num_layers, ids[0], num);
+            CHECKF(fits != KVC_OK || status == KVC_OK, "round %d: %s", round, kvc_last_error());
+            CHECK(kvc_prefix_clear(prefixes[1]) == KVC_OK);
+            if (fits == status) continue;
+        }
+        const kvc_tokens tokens = tokens_of(text, length); /* the sequences end */
+        CHECK(kvc_prefix_release(prefixes[0], ids[0], &tokens) == KVC_OK);
+        CHECK(kvc_clear_sequence(caches[1], ids[1]) == KVC_OK && kvc_prefix_clear(prefixes[1]) == KVC_OK);
+        length = 0;
+    }
+    for (int i = 0; i < 2; i++) CHECK(kvc_validate(caches[i]) == KVC_OK && kvc_cache_free(caches[i]) == KVC_OK);
+}
+
 int main(void) {
     for (int shape = 0; shape < 16; shape++) {
         const int is_windowed = shape % 2, num = 20 + 10 * (shape / 4), step = shape / 2 % 2 ? 64 : 8;
@@ -100,5 +150,6 @@ int main(void) {
                        is_windowed, (long long)(high + more), common);
     }
     for (int round = 0; round < (is_quick() ? 300 : 3000); round++) test_room(round);
+    for (int round = 0; round < (is_quick() ? 300 : 10000); round++) test_twin(round);
     return test_result();
 }
