@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvcache.hf.attention import NAME, attention, flex_attention
 from kvcache.hf.cache import HFCache
+from kvcache.hf.calls import register_calls
 from kvcache.hf.enabling import disable, enable
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.generation import register
@@ -33,3 +34,4 @@ AttentionInterface.register(NAME, attention)
 AttentionInterface.register("flex_attention", flex_attention)
 AttentionMaskInterface.register(NAME, make_mask)
 register()
+register_calls()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, Self
 
@@ -334,6 +334,23 @@ class HFCache(SaveableBatch, Cache):
         return self._prefix is not None and self._passes.last is None and not self._passes.seq_ids
 
     @property
+    def keeps_tokens(self) -> bool:
+        """Whether rows may be kept for prompts to come, so that each call has to `tell` what it feeds."""
+        return self._passes.prompts is not None
+
+    def tell(self, inputs: Mapping[str, Any]) -> None:
+        """Note what a call of the model is about to feed; `inputs` are its arguments."""
+        prompts = self._passes.prompts
+        assert prompts is not None
+        prompts.tell(self.get_seq_length(), inputs)
+
+    def tell_end(self) -> None:
+        """Note that a call has failed: only the tokens that the cache holds were fed."""
+        prompts = self._passes.prompts
+        if prompts is not None:
+            prompts.tell_end(self.get_seq_length())
+
+    @property
     def is_acquired(self) -> bool:
         """Whether the cache holds what `acquire` took from the prefix cache, and no token was fed since."""
         passes = self._passes
@@ -368,7 +385,7 @@ class HFCache(SaveableBatch, Cache):
         if not self.takes_prompt:
             raise ValueError("the cache holds tokens: release or reset it first")
         rows, num_columns = prompts_of(input_ids, attention_mask, self._placeholders), input_ids.shape[1]
-        prompts = Prompts(self._prefix, rows, num_columns, self._placeholders, attention_mask)
+        prompts = Prompts(self._prefix, rows, self._placeholders, attention_mask)
         self._begin_with(prompts, num_columns)
         return self._passes.num_seen
 
@@ -392,7 +409,7 @@ class HFCache(SaveableBatch, Cache):
             return
         for seq_id in seq_ids:
             self._prefix.note_inexact(seq_id, 0)  # without a prefix cache, the one that was saved noted no masks
-        passes.prompts = Prompts(self._prefix, [Prompt(offset, []) for offset in offsets], seen, self._placeholders)
+        passes.prompts = Prompts(self._prefix, [Prompt(offset, []) for offset in offsets], self._placeholders)
 
     def is_begun_by(self, text: torch.Tensor, hidden: int) -> bool:
         """Whether a text begins with the prompts that were acquired, if any; `hidden` stands for padding."""

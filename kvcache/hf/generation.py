@@ -24,6 +24,7 @@ from kvcache.hf.enabling import arguments_of, make_cache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.pieces import PieceByPiece
 from kvcache.hf.texts import begin_source, begin_text, end_text, leave_text
+from kvcache.hf.told import has_others
 
 STATIC = configuration_utils.ALL_STATIC_CACHE_IMPLEMENTATIONS
 generate = GenerationMixin.generate
@@ -175,12 +176,8 @@ def _is_whole(input_ids: torch.Tensor, mask: torch.Tensor | None, generation_con
 def _follows_from_tokens(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:
     """Whether a prompt's keys and values follow from its tokens and padding: no images, no embeddings."""
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    others = (value for name, value in model_kwargs.items() if name not in ("attention_mask", "position_ids"))
-    has_others = any(
-        isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple, dict)) and value) for value in others
-    )
     if (
-        has_others
+        has_others(model_kwargs)
         or input_ids.ndim != 2
         or (mask is not None and (mask.shape != input_ids.shape or not mask.any(1).all()))
     ):

@@ -273,6 +273,8 @@ class Passes:
             if self.turns.owner() is not self:
                 self.turns.take_turn(self)
             made = self.cache.batch(positions=positions, seq_ids=seq_ids, timeout=self._timeout) if positions else None
+        if self.prompts is not None:
+            self.prompts.note_inexact(self.seq_ids, self.num_seen, num_tokens)
         this_pass.not_padding = torch.arange(num_tokens) >= torch.tensor(leading)[:, None] if any(leading) else None
         this_pass.batch, this_pass.num_tokens, this_pass.offsets = made, num_tokens, offsets
         this_pass.num_seen = self.num_seen
@@ -304,8 +306,6 @@ class Passes:
                 refuse_padding(row, offset)
         ranges = masked_ranges(shown, self.seq_ids, offsets)
         this_pass.masked[id(padding)] = padding, ranges
-        if self.prompts is not None:
-            self.prompts.note_masked(ranges, self.seq_ids, [self.num_seen - offset for offset in self.offsets])
         return ranges
 
     def note_done(self, this_pass: ForwardPass, index: int) -> None:

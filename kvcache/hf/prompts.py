@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
+from kvcache.arguments import INT64_MAX
 from kvcache.cache import KVCache
 from kvcache.errors import CacheFullError, NotSupportedError
 from kvcache.hf.padding import count_leading, shown_columns
 from kvcache.hf.policies import BY_ONE_TOKEN
+from kvcache.hf.told import UNKNOWN, Tokens, tokens_fed
 from kvcache.prefix import PrefixCache
 
 PLACEHOLDER = re.compile(r".*(image|video|audio|vision|boi|eoi|boa|eoa).*_(token_id|token_index|index)")
@@ -30,7 +33,6 @@ class Prompt:
 
     leading: int  # columns of padding before the first token
     tokens: list[int]  # of the prompt, up to the first one whose rows do not follow from tokens alone
-    limit: int | None = None  # position from which on rows do not follow from tokens that are known; None: all do
 
 
 def placeholders_of(config: PreTrainedConfig) -> set[int]:
@@ -68,23 +70,24 @@ def prompts_of(input_ids: torch.Tensor, mask: torch.Tensor | None, placeholders:
             raise ValueError(f"attention_mask hides all tokens of row {row}: leave the row out")
         tokens = input_ids[row, leading:].tolist()
         unknown = (i for i, token in enumerate(tokens) if not columns[leading + i] or token in placeholders)
-        limit = next(unknown, None)
-        prompts.append(Prompt(leading, tokens[:limit], limit))
+        prompts.append(Prompt(leading, tokens[: next(unknown, None)]))
     return prompts
 
 
 class Prompts:
-    """The prompts of a batch whose beginnings come from a prefix cache, and where rows stop following from tokens.
+    """The prompts of a batch whose beginnings come from a prefix cache, and the tokens that were fed.
 
-    `rows` are of so many columns, padding included, and of this mask. `placeholders` are tokens that stand for an image
-    or sound, and do not say for which.
+    `mask` is the mask of the prompts. `placeholders` are tokens that stand for an image or sound, and do not say for
+    which.
+
+    The tokens that calls of a model feed are noted for each column. UNKNOWN stands where no call told a token, or where
+    the row follows from other things, too. A row is kept under tokens that equal these, up to the first that differs.
     """
 
     def __init__(
         self,
         prefix: PrefixCache,
         rows: list[Prompt],
-        num_columns: int,
         placeholders: set[int],
         mask: torch.Tensor | None = None,
     ) -> None:
@@ -92,8 +95,9 @@ class Prompts:
         self._rows = rows
         self._placeholders = placeholders
         self._mask = mask
-        self._num_columns = num_columns
-        self._are_moved = False  # rows were selected, such as by beam search
+        self._fed: Tokens = np.empty((len(rows), 0), np.int64)  # replaced, not changed: copies of a cache share it
+        # The first column behind the prompts at which rows were selected, as by beam search; None: never.
+        self._moved_at: int | None = None
         self.num_matched = 0  # columns that the sequences held when they were acquired
         # Where other prompts that began alike go on with other tokens, and no state was kept: columns.
         self.branches: set[int] = set()
@@ -124,6 +128,9 @@ class Prompts:
                 self._prefix.cache.clear(seq_id)
             raise
         self.num_matched = column
+        self._fed = np.full((len(self._rows), column), UNKNOWN, np.int64)
+        for fed, prompt in zip(self._fed, self._rows, strict=True):
+            fed[prompt.leading :] = prompt.tokens[: max(0, column - prompt.leading)]
         if self._prefix.state_bytes:
             self.branches = self._find_branches()
         return [rows[i][0] for i in range(len(self._rows))], column
@@ -147,7 +154,8 @@ class Prompts:
         `state_of` returns the state of a row of the batch.
         """
         for row, (seq_id, prompt) in enumerate(zip(seq_ids, self._rows, strict=True)):
-            self._checkpoint_one(seq_id, prompt.tokens, seen - prompt.leading, partial(state_of, row))
+            known = self._known(row, prompt.tokens)
+            self._checkpoint_one(seq_id, known, seen - prompt.leading, partial(state_of, row))
 
     def _checkpoint_one(self, seq_id: int, tokens: list[int], length: int, make_state: Callable[[], bytes]) -> None:
         """Keep the state of a sequence behind so many of these tokens, if there are as many, and room."""
@@ -165,10 +173,7 @@ class Prompts:
     def _acquire_one(self, prompt: Prompt, length: int) -> tuple[int, int]:
         if not prompt.tokens:
             return self._prefix.new_sequence(), 0
-        seq_id, matched = self._prefix.acquire(prompt.tokens, max_matched=length)
-        if prompt.limit is not None:
-            self._prefix.note_inexact(seq_id, prompt.limit)
-        return seq_id, matched
+        return self._prefix.acquire(prompt.tokens, max_matched=length)
 
     def offsets(self, seen: int) -> list[int]:
         """Return the column of each sequence's position 0 when they hold what is before a column."""
@@ -202,34 +207,62 @@ class Prompts:
                     f" {prompt.leading}: give both the same"
                 )
 
-    def note_masked(
-        self, ranges: Sequence[tuple[int, int, int]], seq_ids: Sequence[int], begins: Sequence[int]
-    ) -> None:
-        """Note that rows from a position on, but not before `begins`, were computed while a mask hid such ranges."""
-        rows = [*self._rows]
-        for seq_id, begin, _ in ranges:
-            row = seq_ids.index(seq_id)
-            limit, position = rows[row].limit, max(begin, begins[row])
-            rows[row] = replace(rows[row], limit=position if limit is None else min(position, limit))
-            self._prefix.note_inexact(seq_id, position)
-        self._rows = rows
+    # ---- what was fed
+
+    def tell(self, seen: int, inputs: Mapping[str, Any]) -> None:
+        """Note the tokens that a call is about to feed behind a column, `seen`; `inputs` are the model's arguments."""
+        tokens = tokens_fed(inputs, [prompt.leading for prompt in self._rows], seen, self._placeholders)
+        self.tell_end(seen)
+        if tokens is not None:
+            self._fed = np.concatenate([self._fed, tokens], 1)
+
+    def tell_end(self, seen: int) -> None:
+        """Note that the tokens before a column were fed, and no others. Tokens that were not noted are UNKNOWN."""
+        num_untold = seen - self._fed.shape[1]
+        self._fed = np.pad(self._fed, ((0, 0), (0, max(0, num_untold))), constant_values=UNKNOWN)[:, :seen]
+
+    def note_inexact(self, seq_ids: Sequence[int], seen: int, num_tokens: int) -> None:
+        """Have none kept of the rows that do not follow from the prompts; the batch of a pass has been opened.
+
+        The pass feeds `num_tokens` tokens behind a column, `seen`. Blocks of a prompt are kept as soon as it ends.
+        """
+        if self._fed.shape[1] != seen + num_tokens:  # nobody told, or the model feeds other tokens
+            self.tell_end(seen)
+            self.tell_end(seen + num_tokens)
+        for fed, seq_id, prompt in zip(self._fed, seq_ids, self._rows, strict=True):
+            begin = max(seen, prompt.leading)
+            new = fed[begin:]
+            wanted = prompt.tokens[begin - prompt.leading :][: len(new)]
+            differs = new == UNKNOWN
+            differs[: len(wanted)] |= new[: len(wanted)] != wanted
+            if differs.any():
+                self._prefix.note_inexact(seq_id, begin - prompt.leading + int(differs.argmax()))
+
+    def _known(self, row: int, tokens: list[int]) -> list[int]:
+        """Return as many of these tokens as a row was fed, up to the first whose row does not follow from them."""
+        fed = self._fed[row, self._rows[row].leading :]
+        named = np.array(tokens[: len(fed)], np.int64)
+        differs = (fed[: len(named)] != named) | (named == UNKNOWN)
+        return tokens[: int(differs.argmax()) if differs.any() else len(named)]
 
     def select(self, indices: Sequence[int], seen: int) -> None:
         """Go on with the rows at these indices, when the cache holds `seen` columns.
 
         Behind the prompts, a row's tokens may then be another's than its user takes them for.
         """
-        rows = [self._rows[i] for i in indices]
-        self._are_moved, is_fed = True, seen > self._num_columns
-        self._rows = [replace(row, limit=len(row.tokens)) for row in rows] if is_fed else rows
+        at = seen if self.are_fed(seen) else INT64_MAX
+        self._moved_at = at if self._moved_at is None else min(at, self._moved_at)
+        self._rows, self._fed = [self._rows[i] for i in indices], self._fed[[*indices]]
 
     def crop(self, seen: int) -> None:
         """Forget the tokens from a column on."""
         self._rows = [replace(row, tokens=row.tokens[: max(0, seen - row.leading)]) for row in self._rows]
+        self.tell_end(seen)
 
     def release(self, seq_ids: Sequence[int], seen: int, tokens: torch.Tensor | None, state_of: StateOf) -> None:
         """Release the sequences with their tokens, or with those of the prompts; raise if the rows are not theirs.
 
+        Each row is kept as far as it follows from these tokens, and not behind the column at which rows were selected.
         The sequences hold what is before a column, `seen`; `state_of` returns the state of a row behind it. Once rows
         were selected, other numbers of them may be what a beam search returns.
         """
@@ -240,17 +273,18 @@ class Prompts:
                 raise ValueError(f"tokens has the shape {[*tokens.shape]}: [{len(rows)}, tokens] is needed")
             if len(tokens) == len(rows):
                 rows = [row[prompt.leading :].tolist() for row, prompt in zip(tokens, self._rows, strict=True)]
-            elif not self._are_moved:
+            elif self._moved_at is None:
                 raise ValueError(f"tokens has {len(tokens)} rows, the cache {len(rows)}: give all, or leave it out")
         for i, (row, prompt) in enumerate(zip(rows, self._rows, strict=True)):
             num = min(len(row), len(prompt.tokens))
             if row[:num] != prompt.tokens[:num]:
                 raise ValueError(f"row {i} of tokens does not begin with the prompt that was acquired for it")
+        self.tell_end(seen)
         for i, (seq_id, row, prompt) in enumerate(zip(seq_ids, rows, self._rows, strict=True)):
-            named = row[: prompt.limit]
-            limit = next((n for n, token in enumerate(named) if token in self._placeholders), None)
-            self._checkpoint_one(seq_id, named[:limit], seen - prompt.leading, partial(state_of, i))
-            self._prefix.release(seq_id, named[:limit])
+            end = None if self._moved_at is None else max(0, self._moved_at - prompt.leading)
+            known = self._known(i, row[:end])
+            self._checkpoint_one(seq_id, known, seen - prompt.leading, partial(state_of, i))
+            self._prefix.release(seq_id, known)
 
 
 def check_prefix(

@@ -19,13 +19,10 @@ from kvcache import state
 from kvcache.errors import NotSupportedError, StateFormatError, shown
 from kvcache.hf.passes import Passes
 from kvcache.hf.policies import SHAPE, check_config
+from kvcache.hf.told import NONE, UNKNOWN
 from kvcache.layer import DType, Layer, Transform, count
 from kvcache.policy import CrossAttention, Policy
 from kvcache.prefix import PrefixCache
-
-# In place of a token:
-NONE = -1  # it was hidden
-UNKNOWN = -2  # nobody told which one was fed
 
 VERSION = 1  # of the tokens of the sequence without rows: version, columns seen, ids of the batch's sequences
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcache.errors import RowsGoneError
-from kvcache.hf.state import NONE, UNKNOWN
+from kvcache.hf.told import NONE, UNKNOWN
 
 if TYPE_CHECKING:
     from kvcache.hf.cache import HFCache

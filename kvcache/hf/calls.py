@@ -1,0 +1,69 @@
+"""Tell a cache that has a prefix cache which tokens each call of a model feeds: only their rows are kept."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvcache.hf.cache import HFCache
+
+call: Any = PreTrainedModel.__call__
+# The cache of the call that runs. A model calls parts that are models, too: these are fed what the first call makes.
+_running: ContextVar[HFCache | None] = ContextVar("_running", default=None)
+
+
+def register_calls() -> None:
+    """Have each model of transformers tell its cache what it is fed: the cache itself sees nothing but keys and values.
+
+    transformers has no hook for the calls of all models: their method is replaced.
+    """
+    if PreTrainedModel.__call__ is call:
+        kind: Any = PreTrainedModel
+        kind.__call__ = _call
+
+
+@functools.wraps(call)
+def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a model; first tell its cache what it is fed, unless a call around this one did."""
+    cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, HFCache) and x.keeps_tokens), None)
+    token = None if cache is None else _begin(cache, type(self).forward, args, kwargs)
+    if cache is None or token is None:
+        return call(self, *args, **kwargs)
+    has_failed = True
+    try:
+        result = call(self, *args, **kwargs)
+        has_failed = False
+    finally:
+        _end(cache, token, has_failed)
+    return result
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator] # it has no types
+def _begin(
+    cache: HFCache, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Token[HFCache | None] | None:
+    """Tell a cache what a call feeds, and return what `_end` takes; None: a call around this one has told it."""
+    if _running.get() is cache:
+        return None
+    cache.tell(dict(zip(_names_of(forward), args, strict=False)) | kwargs)
+    return _running.set(cache)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator] # it has no types
+def _end(cache: HFCache, token: Token[HFCache | None], has_failed: bool) -> None:
+    """End what `_begin` began."""
+    _running.reset(token)
+    if has_failed:
+        cache.tell_end()
+
+
+@functools.cache
+def _names_of(forward: Callable[..., Any]) -> list[str]:
+    """Return the names of a method's arguments, in order."""
+    return [*inspect.signature(forward).parameters][1:]

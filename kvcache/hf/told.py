@@ -1,0 +1,73 @@
+"""Which tokens a call of a model feeds, as far as the rows that it makes follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvcache.hf.padding import shown_columns
+
+# In place of a token:
+NONE = -1  # it was hidden
+UNKNOWN = -2  # nobody told which one was fed, or its row follows from other things, too
+
+# Arguments that `tokens_fed` looks into, or that change what is made of a model's result alone.
+READ = ("input_ids", "attention_mask", "position_ids", "cache_position")
+OF_RESULTS = ("labels", "logits_to_keep")
+Tokens: TypeAlias = npt.NDArray[np.int64]  # [batch, columns], UNKNOWN where rows do not follow from a token
+
+
+def has_others(inputs: Mapping[str, Any]) -> bool:
+    """Whether a model is given more that rows follow from than tokens, mask and positions: images, embeddings."""
+    others = (value for name, value in inputs.items() if name not in (*READ, *OF_RESULTS))
+    return inputs.get("is_causal") is False or any(
+        isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple, dict)) and value) for value in others
+    )
+
+
+def tokens_fed(
+    inputs: Mapping[str, Any], leading: Sequence[int], seen: int, placeholders: Collection[int]
+) -> Tokens | None:
+    """Return the tokens of a call, UNKNOWN from where a row does not follow from its tokens alone; None: none does.
+
+    `inputs` are the model's arguments, `leading` the columns of each row's padding, `seen` the columns before the call,
+    `placeholders` tokens that do not say what they stand for.
+    """
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or len(ids) != len(leading) or has_others(inputs):
+        return None
+    if mask is not None and (type(mask) is not torch.Tensor or mask.ndim != 2 or len(mask) != len(ids)):
+        return None
+    tokens: Tokens = ids.numpy(force=True).astype(np.int64)
+    columns, begins = np.arange(seen, seen + tokens.shape[1]), np.array(leading)[:, None]
+    is_known = _has_positions(inputs, columns, begins) & ~np.isin(tokens, [*placeholders])
+    if mask is not None:
+        shown = shown_columns(mask, seen + tokens.shape[1])
+        wrong = shown != (np.arange(shown.shape[1]) >= begins)
+        if wrong.any():
+            is_known &= ~np.logical_or.accumulate(wrong, 1)[:, seen:]
+    elif any(leading):
+        is_known &= begins == 0
+    return np.where(is_known, tokens, UNKNOWN)
+
+
+def _has_positions(
+    inputs: Mapping[str, Any], columns: npt.NDArray[np.int64], begins: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:
+    """Return which columns stand at the positions behind their padding, ``[batch, columns]``.
+
+    Without positions, models count all columns.
+    """
+    wanted = columns - begins
+    has = np.ones(wanted.shape, np.bool_)
+    given = inputs.get("position_ids"), inputs.get("cache_position")
+    for positions, expected, is_padding in zip(given, (wanted, columns[None]), (wanted < 0, False), strict=True):
+        if positions is not None:
+            found = positions.numpy(force=True)
+            fits = found.ndim <= 2 and found.shape[-1] == len(columns) and found.size in (len(columns), wanted.size)
+            has &= (found == expected) | is_padding if fits else False
+    return has if given[0] is not None else has & (begins == 0)
