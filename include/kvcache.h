@@ -577,9 +577,9 @@ KVC_API kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t
  * Fails with KVC_ERR_NOMEM.  If there are no later tokens, fails with KVC_ERR_GONE as kvc_truncate does. */
 KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift);
 
-/* Drops the rows at positions of at least `length`; the sequence then goes on at `length`.  If there are no such rows,
- * it changes nothing.  Fails with KVC_ERR_GONE if a token at `length` would see rows that have expired, and with
- * KVC_ERR_NOMEM.
+/* Drops the rows at positions of at least `length`; the sequence then goes on at `length`, or behind its last token if
+ * tokens before `length` were removed without `shift`.  If there are no such rows, it changes nothing.  Fails with
+ * KVC_ERR_GONE if a token at `length` would see rows that have expired, and with KVC_ERR_NOMEM.
  * Position 0, and a position that kvc_can_resume confirms, are always possible.  If no layer has chunks, so is a
  * position within the sinks of every layer with a window, unless a layer was restored without its sinks
  * (kvc_begin_with). */
@@ -999,10 +999,10 @@ KVC_API int64_t kvc_new_sequence(kvc_cache *cache);
 
 /* Sets *seq_id to a new sequence that holds the known tokens of a prompt, and *matched to their number: at most
  * max_matched (-1: no limit), and fewer than all, because the last token has to be fed.  If the prompt may need all of
- * max_bytes, the call drops blocks that go on with other tokens where the match ends.  May be called while a batch is
- * open.  Fails with KVC_ERR_INVALID if there are no tokens, with KVC_ERR_NOMEM, and with KVC_ERR_CALLBACK if a
- * kvc_shift_fn fails (reuse_min_tokens).  In the last case it may have evicted kept blocks for rows that it moved
- * before. */
+ * max_bytes, the call drops blocks that the match uses in part, so that the sequence goes on in their slots.  May be
+ * called while a batch is open.  Fails with KVC_ERR_INVALID if there are no tokens, with KVC_ERR_NOMEM, and with
+ * KVC_ERR_CALLBACK if a kvc_shift_fn fails (reuse_min_tokens).  In the last case it may have evicted kept blocks for
+ * rows that it moved before. */
 KVC_API kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
                                       int64_t *seq_id, int32_t *matched);
 
@@ -1114,10 +1114,10 @@ KVC_API kvc_status kvc_prefix_take_events(kvc_prefix *prefix, kvc_prefix_event *
                                           int64_t max_events, int64_t *num_events, int64_t *num_lost);
 
 /* Stores: how full blocks get out of the cache, and back.  A payload begins with a byte for each layer: 1 if its rows
- * follow.  Then come the rows of these layers, as they are stored: keys [num_kv_heads][block_size], then values, unless
- * they lie in the keys.  If the block has a checkpoint, the position of the last one follows (4 bytes, the lowest
- * first), then its state.  A payload is kept under the block's name, and fits any prefix with the same names, on any
- * machine.  Names tell prefixes of other state_bytes apart. */
+ * follow, which are all of the block or none.  Then come the rows of these layers, as they are stored: keys
+ * [num_kv_heads][block_size], then values, unless they lie in the keys.  If the block has a checkpoint, the position of
+ * the last one follows (4 bytes, the lowest first), then its state.  A payload is kept under the block's name, and fits
+ * any prefix with the same names, on any machine.  Names tell prefixes of other state_bytes apart. */
 
 typedef struct kvc_new_block {
     void *user;         /* of its prefix */
