@@ -258,7 +258,7 @@ class PrefixCache:
         # A block that is computed again has no state until somebody keeps one, and may lack rows of windows.
         may_lack = self.state_bytes > 0 or any(isinstance(layer.policy, WINDOWS) for layer in self._cache.layers)
         join = partial(_core.join_payloads, self._core) if may_lack else None
-        self._watch.add(self._prefix, partial(self._client.put, written=self._written.note, join=join))
+        self._watch.add(self._prefix.user, self, partial(self._client.put, written=self._written.note, join=join))
         weakref.finalize(self, self._watch.discard, self._prefix.user).atexit = False
         rows = sum(layer.bytes_per_token for layer in self._cache.layers) * self._block_size
         sizes = (self._block_size, max(1, int(rows)))  # few blocks have a state as well
@@ -310,6 +310,9 @@ class PrefixCache:
 
         Arguments are those of the class. There may be any number of tenants: one takes some hundred bytes, and a batch
         asks none but those whose sequences it has.
+
+        Keep it as long as the tenant's prompts are to match: its blocks are dropped from memory with the object.
+        Blocks that wait to be written to the store are written before. Only the tenant's own `flush` waits for them.
         """
         own: dict[str, Any] = {"salt": salt, "secret": secret, "quota": quota, "ttl": ttl, "max_events": max_events}
         return PrefixCache(self._cache, **own, **self._common)

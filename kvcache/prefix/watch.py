@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -29,7 +30,8 @@ class Watch:
     def __init__(self, core: _core.Cache) -> None:
         self.tokens_per_second: float | None = None  # of batches of many tokens, recent ones counting most
         self._core = core
-        self._puts: dict[int, Callable[..., object]] = {}  # of each prefix, by `Prefix.user`
+        # By `Prefix.user`: the owner of each prefix, and the function that queues its blocks.
+        self._puts: dict[int, tuple[weakref.ref[object], Callable[..., object]]] = {}
         self._new: deque[tuple[int, str, int]] = deque()  # blocks that wait to be queued
         self.begin()
         _watches.add(self)
@@ -38,9 +40,12 @@ class Watch:
         """Begin with a lock that nobody has; again in a forked child, which lacks the thread that may have had it."""
         self._lock = threading.RLock()  # guards the order in which they are
 
-    def add(self, prefix: _core.Prefix, put: Callable[..., object]) -> None:
-        """Write the new blocks of a prefix from now on: by `put`, with the name of each and how to make its payload."""
-        self._puts[prefix.user] = put
+    def add(self, user: int, owner: object, put: Callable[..., object]) -> None:
+        """Write the new blocks of a prefix from now on: by `put`, with the name of each and how to make its payload.
+
+        Each block that waits to be written keeps the owner alive, and so all its blocks stay.
+        """
+        self._puts[user] = weakref.ref(owner), put
 
     def discard(self, user: int) -> None:
         """Forget a prefix that is no more."""
@@ -64,8 +69,10 @@ class Watch:
         with self._lock:
             while self._new:
                 user, name, block_id = self._new[0]
-                if user in self._puts:
-                    self._puts[user](name, partial(payload_of, self._core, block_id))
+                found = self._puts.get(user)
+                owner = None if found is None else found[0]()
+                if found is not None and owner is not None:
+                    found[1](name, partial(payload_of, self._core, block_id, owner))
                 self._new.popleft()  # last: a signal's handler that raises before loses nothing
 
     def _measure(self, num_tokens: int, seconds: float) -> None:
@@ -74,8 +81,8 @@ class Watch:
             self.tokens_per_second = rate if before is None else before + (rate - before) / 4
 
 
-def payload_of(core: _core.Cache, block_id: int) -> list[Buffer] | None:
-    """Return the payload of a block; None if it is gone, or the cache is closed."""
+def payload_of(core: _core.Cache, block_id: int, owner: object) -> list[Buffer] | None:
+    """Return the payload of a block; None if it is gone, or the cache is closed. It stays while its owner is alive."""
     try:
         payload = _core.read_block(core, block_id)
     except ValueError:

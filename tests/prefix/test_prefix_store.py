@@ -366,10 +366,10 @@ def test_a_cache_that_is_closed_before_a_block_is_read():
     cache, prefix = make({})
     serve(prefix, cache, PROMPT[:BLOCK])
     assert prefix.flush(20)  # its own reading would keep the cache from being closed
-    assert payload_of(cache._core, 0) is not None
-    assert payload_of(cache._core, 7) is None  # there is no such block
+    assert payload_of(cache._core, 0, prefix) is not None
+    assert payload_of(cache._core, 7, prefix) is None  # there is no such block
     cache.close()
-    assert payload_of(cache._core, 0) is None
+    assert payload_of(cache._core, 0, prefix) is None
 
 
 def test_after_close():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import threading
@@ -196,6 +197,33 @@ def test_a_deletion_that_waits_is_queued_once() -> None:
     assert prefix.flush(10)
     assert not store
     assert store.num_deletions == 8 * len(prefix.names(prompts[0]))
+
+
+def test_what_a_dropped_tenant_wrote_is_stored_and_then_leaves_memory() -> None:
+    class Slow(dict[str, bytes]):
+        may_go_on = threading.Event()
+
+        def __setitem__(self, key: str, value: bytes) -> None:
+            assert self.may_go_on.wait(30)
+            super().__setitem__(key, value)
+
+    store = Slow()
+    cache, prefix = make(store=store)
+    for i in range(8):
+        serve(cache, prefix.tenant(b"%d" % i), PROMPT)
+    gc.collect()
+    store.may_go_on.set()
+    serve(cache, prefix, PROMPT)  # written last
+    assert prefix.flush(10)
+    assert len(store) == 9 * 2
+    for i in range(8):
+        assert make(store=store)[1].tenant(b"%d" % i).lookup(PROMPT, store=True) == 32
+    prefix.clear()
+    for _ in range(100):  # the thread that wrote lets go of the last ones
+        if not cache.stats()["live_slots"]:
+            break
+        time.sleep(0.1)
+    assert cache.stats()["live_slots"] == 0
 
 
 def test_what_waits_to_be_written_and_is_forgotten_is_no_failure() -> None:
