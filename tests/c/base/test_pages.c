@@ -174,10 +174,10 @@ static void test_open_batch(int32_t block_size) {
     int32_t num_new = 0;
     meanwhile = begin_another;
     feed(cache, 0, TOKENS);
-    for (int32_t i = 0; i < pool->num_blocks; i++)
-        if (pool->blocks[i]->epoch == pool->epoch) {
+    for (const kvc_block *block = pool->first; block; block = block->later)
+        if (block->epoch == pool->epoch) {
             num_new++;
-            CHECKF(!pool->blocks[i]->collapsed && !pool->blocks[i]->collapse_next, "joined before it was written");
+            CHECKF(!block->collapsed && !block->collapse_next, "joined before it was written");
         }
     CHECK(num_new > 0);
     num_collapsed = 0;
@@ -292,11 +292,11 @@ static void test_fork(void) {
 static int is_resident(kvc_cache *cache, int32_t slots) {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     const kvc_pool *pool = cache->pools;
-    for (int32_t b = 0; b < pool->num_blocks && slots > 0; b++, slots -= pool->block_size)
+    for (const kvc_block *block = pool->first; block && slots > 0; block = block->later, slots -= pool->block_size)
         for (int64_t r = 0; r < kvc_pool_num_regions(pool); r++) {
             const kvc_region at = kvc_pool_region(pool, r);
             const size_t used = at.row_bytes * (size_t)(slots < pool->block_size ? slots : pool->block_size);
-            const uintptr_t start = (uintptr_t)(pool->blocks[b]->rows + at.offset);
+            const uintptr_t start = (uintptr_t)(block->rows + at.offset);
             for (uintptr_t p = start / page * page; p < start + used; p += page) {
                 unsigned char there;
                 if (mincore((void *)p, 1, &there) || !(there & 1)) return 0;
