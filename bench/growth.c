@@ -223,14 +223,15 @@ EXPORT kvc_status growth_free(scene *s) {
 /* Sets *made to a cache with num_blocks kept blocks, each a prompt of its own, of a kind; and two sequences. */
 EXPORT kvc_status growth_new(kind kind, int32_t num_blocks, int64_t max_bytes, scene **made) {
     scene *s = *made = allocate(1, sizeof *s);
-    int64_t ids[BLOCK];
+    int64_t ids[BLOCK], evicted;
     int32_t pinned;
     TRY(scene_new(s, kind, num_blocks, max_bytes));
-    for (int32_t i = 0; i < num_blocks; i++) {
-        TRY(keep(s));
-        const kvc_tokens tokens = known_tokens(s, ids, i);
-        if (kind == PINNED && i < num_blocks - BLOCK) TRY(kvc_prefix_pin(s->prefix, &tokens, &pinned));
+    for (int32_t i = 0; i < num_blocks; i++) TRY(keep(s));
+    for (int32_t i = num_blocks - BLOCK; kind == PINNED && i > 0; i--) { /* all are older than what can be evicted */
+        const kvc_tokens tokens = known_tokens(s, ids, i - 1);
+        TRY(kvc_prefix_pin(s->prefix, &tokens, &pinned));
     }
+    if (kind == PINNED) TRY(kvc_prefix_evict(s->prefix, 1, &evicted));
     TRY(take_all_new(s));
     TRY(feed(s, OWN_ID, OWN));
     if (kind == EXPIRED) atomic_fetch_add(&clock_ahead, 1000000);

@@ -382,7 +382,7 @@ static kvc_node *add_rows(const arrival *a, kvc_node *parent, const kvc_sequence
 static void end_arrival(const arrival *a, kvc_status status, const kvc_state_use *use, int32_t *is_kept) {
     kvc_prefix *prefix = a->prefix;
     kvc_cache *cache = prefix->cache;
-    kvc_pinned **at = &prefix->pins;
+    kvc_pinned **at = &prefix->arrivals;
     while (*at && (*at)->id != a->id) at = &(*at)->next;
     kvc_sequence *arrived = kvc_table_find(&cache->sequences, a->id);
     kvc_checkpoint *checkpoint = use->checkpoint;

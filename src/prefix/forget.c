@@ -120,11 +120,7 @@ static void end_sources(kvc_prefix *prefix, const kvc_tokens *tokens) {
         kvc_session *session = kvc_session_of(prefix, sequence);
         if (session) kvc_session_forget(session);
     }
-    for (kvc_pinned **at = &prefix->pins; *at;)
-        if ((*at)->id == -1)
-            at = &(*at)->next;
-        else
-            kvc_pin_remove(prefix, at);
+    kvc_pin_remove_all(prefix);
 }
 
 kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *from, uint8_t *to, int64_t max_names,

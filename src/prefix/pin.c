@@ -3,12 +3,12 @@
 
 #include <string.h>
 
-static uint64_t size_of(const kvc_pinned *pin) { return sizeof *pin + (uint64_t)pin->num * sizeof(kvc_node *); }
+static uint64_t size_of(const kvc_pinned *pin) { return sizeof *pin + (uint64_t)pin->room * sizeof(kvc_node *); }
 
 /* Takes memory for a pin of `num` nodes besides those up to `last`, which it lists behind them. */
 static kvc_pinned *new_pin(kvc_cache *cache, kvc_node *last, int32_t num) {
-    kvc_pinned empty = {.last = last, .num = num, .id = -1};
-    for (const kvc_node *node = last; node->parent; node = node->parent) empty.num++;
+    kvc_pinned empty = {.last = last, .room = num};
+    for (const kvc_node *node = last; node->parent; node = node->parent) empty.room++;
     kvc_pinned *pin = kvc_memory_alloc(&cache->memory, size_of(&empty), KVC_MEMORY_BOOKKEEPING, -1);
     if (!pin) {
         kvc_set_last_error("out of memory for a pin");
@@ -19,23 +19,32 @@ static kvc_pinned *new_pin(kvc_cache *cache, kvc_node *last, int32_t num) {
     return pin;
 }
 
-/* Ends a pin that is in no list any more. */
-static void end_pin(kvc_cache *cache, kvc_pinned *pin) {
+static void begin_pin(kvc_pinned *pin) {
+    if (pin->with_state) pin->with_state->num_state_pins++;
+    for (; pin->num < pin->room; pin->num++) kvc_node_pin(pin->nodes[pin->num], 1);
+}
+
+/* Ends the pin of the last node and of the state, which may free their nodes. */
+static void unpin_last(kvc_pinned *pin) {
     if (pin->with_state) pin->with_state->num_state_pins--;
-    for (int32_t i = pin->num - 1; i >= 0; i--) kvc_node_pin(pin->nodes[i], -1); /* the most recently used ones first */
+    pin->with_state = NULL;
+    kvc_node_pin(pin->nodes[--pin->num], -1);
+}
+
+/* Ends a pin that is in no list and no set. */
+static void end_pin(kvc_cache *cache, kvc_pinned *pin) {
+    while (pin->num) unpin_last(pin);
     kvc_memory_free(&cache->memory, pin, size_of(pin), KVC_MEMORY_BOOKKEEPING, -1);
 }
 
-static void add_pin(kvc_prefix *prefix, kvc_pinned *pin) {
-    if (pin->with_state) pin->with_state->num_state_pins++;
-    for (int32_t i = 0; i < pin->num; i++) kvc_node_pin(pin->nodes[i], 1);
-    pin->next = prefix->pins;
-    prefix->pins = pin;
-}
+/* ---- pins of calls ----------------------------------------------------------------------------------------------- */
 
 kvc_pinned *kvc_pin_add(kvc_prefix *prefix, kvc_node *last) {
     kvc_pinned *pin = new_pin(prefix->cache, last, 0);
-    if (pin) add_pin(prefix, pin);
+    if (!pin) return NULL;
+    begin_pin(pin);
+    pin->next = prefix->arrivals;
+    prefix->arrivals = pin;
     return pin;
 }
 
@@ -45,12 +54,30 @@ void kvc_pin_remove(kvc_prefix *prefix, kvc_pinned **at) {
     end_pin(prefix->cache, pin);
 }
 
+void kvc_pin_remove_all(kvc_prefix *prefix) {
+    while (prefix->arrivals) kvc_pin_remove(prefix, &prefix->arrivals);
+}
+
 /* ---- pins of prompts --------------------------------------------------------------------------------------------- */
 
-/* Returns where the next pin of the prompt with this name is, from a place in the list on. */
-static kvc_pinned **find_from(kvc_pinned **at, const uint8_t *name) {
-    while (*at && ((*at)->id != -1 || memcmp((*at)->name, name, KVC_NAME_BYTES))) at = &(*at)->next;
-    return at;
+/* A place in the set of pins: a pin goes before the other pins of its prompt. */
+typedef struct place {
+    kvc_links *above;
+    int side;
+} place;
+
+/* Returns the pin that knows the fewest tokens of the prompt with a name; NULL if the prompt has no pin. */
+static kvc_pinned *find(const kvc_sorted *pins, const uint8_t *name, place *to) {
+    kvc_pinned *found = NULL;
+    *to = (place){0};
+    for (kvc_links *next = pins->root; next; next = to->above->below[to->side]) {
+        kvc_pinned *pin = (kvc_pinned *)(void *)next;
+        const int order = memcmp(pin->name, name, KVC_NAME_BYTES);
+        to->above = next;
+        to->side = order < 0;
+        if (!order) found = pin;
+    }
+    return found;
 }
 
 /* Lists the nodes that hold known tokens or their state, but are not on the path to `last`; returns how many. */
@@ -72,6 +99,7 @@ static int32_t list_others(const kvc_match *m, const kvc_node *last, kvc_node **
 
 kvc_status kvc_pin_known(kvc_prefix *prefix, const kvc_match *m, const uint8_t *name) {
     kvc_node *last = kvc_match_path(m, m->known);
+    kvc_sorted *pins = &prefix->tree->pins;
     kvc_pinned *pin = new_pin(prefix->cache, last, list_others(m, last, NULL));
     if (!pin) return KVC_ERR_NOMEM;
     list_others(m, last, pin->nodes);
@@ -80,18 +108,17 @@ kvc_status kvc_pin_known(kvc_prefix *prefix, const kvc_match *m, const uint8_t *
     pin->known = m->known;
     pin->num_calls = 1;
     kvc_pinned *covered = NULL; /* they end once this one has begun, so that no node is without a pin meanwhile */
-    for (kvc_pinned **at = find_from(&prefix->pins, name), *old; (old = *at); at = find_from(at, name)) {
+    place to;
+    for (kvc_pinned *old; (old = find(pins, name, &to));) {
         pin->num_calls += old->num_calls;
         old->num_calls = 0;
-        if (old->known > m->known) {
-            at = &old->next;
-        } else {
-            *at = old->next;
-            old->next = covered;
-            covered = old;
-        }
+        if (old->known > m->known) break;
+        kvc_sorted_remove(pins, &old->links);
+        old->next = covered;
+        covered = old;
     }
-    add_pin(prefix, pin);
+    kvc_sorted_insert(pins, &pin->links, to.above, to.side);
+    begin_pin(pin);
     for (kvc_pinned *old; (old = covered);) {
         covered = old->next;
         end_pin(prefix->cache, old);
@@ -100,7 +127,24 @@ kvc_status kvc_pin_known(kvc_prefix *prefix, const kvc_match *m, const uint8_t *
 }
 
 void kvc_pin_take_back(kvc_prefix *prefix, const uint8_t *name) {
-    kvc_pinned **at = find_from(&prefix->pins, name);
-    if (!*at || --(*at)->num_calls) return;
-    for (; *at; at = find_from(at, name)) kvc_pin_remove(prefix, at);
+    kvc_sorted *pins = &prefix->tree->pins;
+    place to;
+    kvc_pinned *pin = find(pins, name, &to);
+    if (!pin || --pin->num_calls) return;
+    for (; pin; pin = find(pins, name, &to)) {
+        kvc_sorted_remove(pins, &pin->links);
+        end_pin(prefix->cache, pin);
+    }
+}
+
+int kvc_pins_end_some(kvc_tree *tree, int num) {
+    for (kvc_pinned *pin; num > 0 && (pin = (kvc_pinned *)(void *)tree->pins.root); num--) {
+        if (pin->num > 1) {
+            unpin_last(pin);
+        } else {
+            kvc_sorted_remove(&tree->pins, &pin->links);
+            end_pin(tree->cache, pin);
+        }
+    }
+    return tree->pins.root != NULL;
 }

@@ -4,11 +4,12 @@
 
 #include "prefix/match.h"
 
-/* Adds a pin of the nodes up to `last`; returns NULL if out of memory. */
+/* Adds a pin of a call, of the nodes up to `last`; returns NULL if out of memory. */
 kvc_pinned *kvc_pin_add(kvc_prefix *prefix, kvc_node *last);
 
-/* Takes the pin at a place in the list away. */
+/* Takes the pin at a place in the list kvc_prefix.arrivals away, or all that are there. */
 void kvc_pin_remove(kvc_prefix *prefix, kvc_pinned **at);
+void kvc_pin_remove_all(kvc_prefix *prefix);
 
 /* Pins what is known of a prompt, in place of what was when it was pinned before, unless that was more.
  * KVC_ERR_NOMEM. */
@@ -16,5 +17,8 @@ kvc_status kvc_pin_known(kvc_prefix *prefix, const kvc_match *m, const uint8_t *
 
 /* Takes back one call of it for the prompt with this name, if there is one: with the last, nothing of it is pinned. */
 void kvc_pin_take_back(kvc_prefix *prefix, const uint8_t *name);
+
+/* Takes pins of prompts from at most `num` nodes of a tree.  Returns whether there are more. */
+int kvc_pins_end_some(kvc_tree *tree, int num);
 
 #endif

@@ -146,10 +146,11 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     return kvc_unlock(cache, KVC_OK);
 }
 
-/* Takes the tree of a prefix, with nobody left who uses its nodes, and puts another in its place. */
+/* Takes the tree of a prefix, with nobody left who uses its nodes except pins of prompts, and puts another in its
+ * place. */
 static kvc_tree *take_tree(kvc_prefix *prefix, kvc_tree *other) {
     kvc_tree *tree = prefix->tree;
-    while (prefix->pins) kvc_pin_remove(prefix, &prefix->pins);
+    kvc_pin_remove_all(prefix);
     for (kvc_session *session = prefix->sessions; session; session = session->next) {
         kvc_session_roll_back(session, 0);
         kvc_node_use(&tree->root, -1);
@@ -168,8 +169,10 @@ kvc_node *kvc_prefix_next_new(kvc_cache *cache) {
     return cache->new_blocks;
 }
 
-/* Drops some nodes of a tree that is no prefix's any more; returns whether there are more, and frees it if not. */
+/* Ends some pins of a tree that no prefix has any more; without pins, drops some of its nodes.  Returns whether there
+ * are more; frees the tree if not. */
 static int drop_some(kvc_cache *cache, kvc_tree *tree) {
+    if (kvc_pins_end_some(tree, PASSED_AT_ONCE)) return 1;
     for (int i = 0; i < AT_ONCE && tree->newest; i++)
         kvc_node_drop(tree->newest); /* last in the table of sequences, and so the fastest to take out of it */
     if (tree->newest) return 1;
@@ -188,12 +191,7 @@ static void drop_tree(kvc_cache *cache, kvc_tree *tree) {
 }
 
 void kvc_prefixes_forked(kvc_cache *cache) {
-    for (kvc_prefix *prefix = cache->prefixes; prefix; prefix = prefix->next)
-        for (kvc_pinned **at = &prefix->pins; *at;)
-            if ((*at)->id == -1)
-                at = &(*at)->next;
-            else
-                kvc_pin_remove(prefix, at);
+    for (kvc_prefix *prefix = cache->prefixes; prefix; prefix = prefix->next) kvc_pin_remove_all(prefix);
     while (cache->dying) drop_some(cache, cache->dying);
 }
 
@@ -209,7 +207,7 @@ void kvc_prefix_free(kvc_prefix *prefix) {
         follower->ended(cache, follower);
         if (!sequence->in_batch) kvc_cache_forget_blank(cache, sequence);
     }
-    while (prefix->pins) kvc_pin_remove(prefix, &prefix->pins);
+    kvc_pin_remove_all(prefix);
     give_bit(cache, prefix->bit);
     *prefix->at = prefix->next;
     if (prefix->next) prefix->next->at = prefix->at;

@@ -7,15 +7,16 @@
 
 /* A prompt whose blocks are kept, whatever else needs memory; or blocks that a call goes on from. */
 typedef struct kvc_pinned {
-    struct kvc_pinned *next;
-    kvc_node *last;               /* a call goes on from it */
+    kvc_links links;              /* of a prompt: place in the set kvc_tree.pins; first, so that it has its address */
+    struct kvc_pinned *next;      /* of a call: place in the list kvc_prefix.arrivals */
+    int64_t id;                   /* of the call */
+    kvc_node *last;               /* the call goes on from it */
     kvc_node *with_state;         /* its state has a pin; NULL: none */
-    int64_t id;                   /* of the call; -1: it is kvc_prefix_pin's */
     int32_t num_calls;            /* of kvc_prefix_pin that have not been taken back; the prompt's other pins have 0 */
     int32_t known;                /* tokens that were known then */
-    uint8_t name[KVC_NAME_BYTES]; /* of the tokens, as if they were one block; where id is -1 */
-    int32_t num;
-    kvc_node *nodes[]; /* [num] have a pin: behind others, `last` and all nodes above it, from it on */
+    uint8_t name[KVC_NAME_BYTES]; /* of the prompt's tokens, as if they were one block */
+    int32_t room, num;
+    kvc_node *nodes[]; /* [room] num have a pin: behind others, `last` and all nodes above it, from it on */
 } kvc_pinned;
 
 struct kvc_prefix {
@@ -23,7 +24,7 @@ struct kvc_prefix {
     kvc_prefix *next, **at; /* place in the list of the cache */
     kvc_tree *tree;
     kvc_session *sessions; /* list of the acquired sequences that have not ended */
-    kvc_pinned *pins;      /* list of what is pinned */
+    kvc_pinned *arrivals;  /* list of pins of calls */
     kvc_prefix_stats stats;
     int64_t quota, ttl, most_checkpoint_bytes; /* of the tree */
     int64_t state_bytes;                       /* the most of a checkpoint; 0: the model has no recurrent state */

@@ -6,7 +6,8 @@
 
 #include "edit/retain.h"
 
-/* ---- the list of nodes with rows --------------------------------------------------------------------------------- */
+/* ---- nodes with rows, from the least recently used on
+ * --------------------------------------------------------------------------------- */
 
 static int32_t size_of(const kvc_node *node) { return node->end - node->begin; }
 
@@ -33,32 +34,42 @@ static void protect_within(kvc_tree *tree, kvc_node *node) {
         unprotect_first(tree);
 }
 
+/* Returns the node with a place in the set of nodes without a pin; NULL if the place is. */
+static kvc_node *at_unpinned(kvc_links *links) {
+    return links ? (void *)((char *)links - offsetof(kvc_node, unpinned)) : NULL;
+}
+
+/* Adds a node with rows to the set of nodes without a pin, unless it has one; and takes it out. */
+static void sort_unpinned(kvc_node *node) {
+    kvc_sorted *sorted = &node->tree->unpinned;
+    kvc_links *above = NULL;
+    int side = 0;
+    if (node->num_pins) return;
+    for (kvc_links *next = sorted->root; next; next = above->below[side]) {
+        above = next;
+        side = node->stamp > at_unpinned(next)->stamp;
+    }
+    kvc_sorted_insert(sorted, &node->unpinned, above, side);
+}
+
+static void unsort_unpinned(kvc_node *node) {
+    if (!node->num_pins) kvc_sorted_remove(&node->tree->unpinned, &node->unpinned);
+}
+
 /* Adds a node with rows to the list, as the most recently used. */
 static void list(kvc_node *node) {
     kvc_tree *tree = node->tree;
     node->newer = NULL;
     node->older = tree->newest;
-    *(tree->newest ? &tree->newest->newer : &tree->oldest) = node;
+    if (tree->newest) tree->newest->newer = node;
     tree->newest = node;
     tree->num_nodes++;
     tree->num_tokens += size_of(node);
     node->stamp = ++tree->clock;
+    sort_unpinned(node);
     if (tree->ttl) node->used = kvc_now();
     protect_within(tree, node);
     if (tree->is_indexed && size_of(node) == tree->cache->pools[0].block_size) kvc_index_add(&tree->index, node);
-}
-
-/* Takes a node out of the list that it is in. */
-static void unlink_node(kvc_node *node) {
-    kvc_tree *tree = node->tree;
-    kvc_node **oldest = node->is_aside ? &tree->aside : &tree->oldest;
-    *(node->older ? &node->older->newer : oldest) = node->newer;
-    if (node->newer)
-        node->newer->older = node->older;
-    else if (!node->is_aside)
-        tree->newest = node->older;
-    node->older = node->newer = NULL;
-    node->is_aside = 0;
 }
 
 static void unlist(kvc_node *node) {
@@ -67,7 +78,10 @@ static void unlist(kvc_node *node) {
     if (tree->first_protected == node) tree->first_protected = node->newer;
     if (node->is_protected) tree->protected_tokens -= size_of(node);
     node->is_protected = 0;
-    unlink_node(node);
+    if (node->older) node->older->newer = node->newer;
+    *(node->newer ? &node->newer->older : &tree->newest) = node->older;
+    node->older = node->newer = NULL;
+    unsort_unpinned(node);
     tree->num_nodes--;
     tree->num_tokens -= size_of(node);
 }
@@ -93,37 +107,7 @@ void kvc_node_touch(kvc_node *node) {
         if (kvc_node_is_live(node)) kvc_node_relist(node);
 }
 
-/* Sets the oldest node aside, which is pinned.  Nothing that stays in the list was used before it. */
-static void set_aside(kvc_node *node) {
-    kvc_tree *tree = node->tree;
-    if (node->is_protected) unprotect_first(tree);
-    unlink_node(node);
-    node->newer = tree->aside;
-    if (tree->aside) tree->aside->older = node;
-    tree->aside = node;
-    node->is_aside = 1;
-}
-
-/* Puts a node that was set aside back to its place: behind others that were, if any. */
-static void put_back(kvc_node *node) {
-    kvc_tree *tree = node->tree;
-    unlink_node(node);
-    kvc_node *next = tree->oldest;
-    while (next && next->stamp < node->stamp) next = next->newer;
-    node->newer = next;
-    node->older = next ? next->older : tree->newest;
-    *(node->older ? &node->older->newer : &tree->oldest) = node;
-    *(next ? &next->older : &tree->newest) = node;
-    if (node->older && node->older->is_protected)
-        protect_within(tree, node);
-    else
-        fill_quota(tree);
-}
-
-kvc_node *kvc_tree_oldest(kvc_tree *tree) {
-    while (tree->oldest && tree->oldest->num_pins) set_aside(tree->oldest);
-    return tree->oldest;
-}
+kvc_node *kvc_tree_oldest(kvc_tree *tree) { return at_unpinned(kvc_sorted_end(&tree->unpinned, 0)); }
 
 /* ---- children ---------------------------------------------------------------------------------------------------- */
 
@@ -328,9 +312,12 @@ void kvc_node_use(kvc_node *node, int32_t add) {
 }
 
 void kvc_node_pin(kvc_node *node, int32_t add) {
+    if (node->rows) unsort_unpinned(node);
     node->num_pins += add;
-    if (node->rows) kvc_cache_pin(node->tree->cache, node->rows, add);
-    if (!node->num_pins && node->is_aside) put_back(node);
+    if (node->rows) {
+        sort_unpinned(node);
+        kvc_cache_pin(node->tree->cache, node->rows, add);
+    }
     kvc_node_use(node, add);
 }
 

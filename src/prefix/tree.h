@@ -26,8 +26,8 @@ typedef struct kvc_node {
     int32_t num_pins;                      /* of the rows, and those that take their place */
     int32_t num_users;                     /* pins, and sequences that go on from it: while there are any, it stays */
     struct kvc_node *older, *newer;        /* place in the tree's list, while it has rows */
+    kvc_links unpinned;                    /* place in the tree's set, while it has rows and no pin */
     int32_t is_protected;                  /* it is within the quota */
-    int32_t is_aside;                      /* it is in the tree's list `aside` */
     int64_t used;                          /* when it was, where the tree has a time to live */
     int64_t stamp;                         /* the more recently it was used, the larger */
     struct kvc_node *next, **at;           /* place in a list: of blocks whose tokens are not known yet, or new ones */
@@ -44,9 +44,10 @@ typedef struct kvc_tree {
     kvc_cache *cache;
     const uint8_t *salt;           /* [KVC_NAME_BYTES] key of all names */
     kvc_node root;                 /* has no tokens and no rows */
-    kvc_node *oldest, *newest;     /* list of the nodes with rows, from the least recently used on */
-    kvc_node *aside;               /* list of pinned nodes that were the oldest ones when others were dropped */
-    int64_t num_nodes, num_tokens; /* of those in both lists */
+    kvc_node *newest;              /* list of the nodes with rows, from the most recently used on */
+    int64_t num_nodes, num_tokens; /* of these nodes */
+    kvc_sorted unpinned;           /* those without a pin, by stamp */
+    kvc_sorted pins;               /* of prompts (kvc_pinned), by their names: pin.c */
     int64_t clock;                 /* the last stamp */
     kvc_node *first_protected;     /* it and newer ones are not evicted, as they are within the quota; NULL: none is */
     int64_t protected_tokens, quota; /* tokens; the node in which the quota ends is protected, too */

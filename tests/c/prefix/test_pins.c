@@ -1,0 +1,141 @@
+/* Many pins: blocks go in the order of their uses, whatever was pinned meanwhile; and a pin takes few steps to find. */
+#define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#include "prefix/pin.h"
+
+#include "support/serving.h"
+
+/* ---- the order --------------------------------------------------------------------------------------------------- */
+
+enum { PROMPTS = 60 };
+
+/* A prompt of one block, as it should be. */
+typedef struct prompt {
+    int64_t used; /* 0: it is not kept */
+    int num_pins;
+} prompt;
+
+static prompt prompts[PROMPTS];
+static int64_t num_uses;
+
+static const int64_t *ids_of(int i) { return numbers(1000 * i); }
+
+static void step_serve(int i) {
+    CHECK(serve(ids_of(i), BLOCK, BLOCK) == (prompts[i].used ? BLOCK - 1 : 0));
+    prompts[i].used = ++num_uses;
+}
+
+static void step_pin(int i) {
+    const kvc_tokens tokens = tokens_of(ids_of(i), BLOCK);
+    int32_t kept;
+    CHECK(kvc_prefix_pin(prefix, &tokens, &kept) == KVC_OK && kept == (prompts[i].used ? BLOCK : 0));
+    prompts[i].num_pins += kept > 0;
+}
+
+static void step_unpin(int i) {
+    const kvc_tokens tokens = tokens_of(ids_of(i), BLOCK);
+    CHECK(kvc_prefix_unpin(prefix, &tokens) == KVC_OK);
+    prompts[i].num_pins -= prompts[i].num_pins > 0;
+}
+
+/* Evicts a block: the least recently used one without a pin. */
+static void step_evict(int unused) {
+    prompt *oldest = NULL;
+    int64_t num;
+    (void)unused;
+    for (prompt *p = prompts; p < prompts + PROMPTS; p++)
+        if (p->used && !p->num_pins && (!oldest || p->used < oldest->used)) oldest = p;
+    CHECK(kvc_prefix_evict(prefix, 1, &num) == KVC_OK && num == (oldest ? BLOCK : 0));
+    if (!oldest) return;
+    CHECKF(!known(ids_of((int)(oldest - prompts)), BLOCK), "prompt %d stays", (int)(oldest - prompts));
+    oldest->used = 0;
+}
+
+static void test_order(int64_t quota) {
+    static void (*const steps[])(int) = {step_serve, step_serve, step_pin, step_unpin, step_evict};
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){.quota = quota});
+    memset(prompts, 0, sizeof prompts);
+    for (int i = 0; i < PROMPTS; i++) step_serve(i);
+    for (int step = 0; step < 6000; step++) steps[random_int(0, 5)](random_int(0, PROMPTS));
+    for (int i = PROMPTS - 1; i >= 0; i--)
+        while (prompts[i].num_pins) step_unpin(i);
+    for (int i = 0; i < PROMPTS; i++) step_evict(i);
+    CHECK(!stats_now().blocks && !prefix->tree->pins.num);
+    close_world();
+}
+
+/* ---- the steps --------------------------------------------------------------------------------------------------- */
+
+static int depth_of(const kvc_links *links) {
+    int depth = 0;
+    for (; links; links = links->above) depth++;
+    return depth;
+}
+
+/* Returns how many members that a search passes there are at most. */
+static int most_steps(const kvc_sorted *sorted) {
+    int most = 0;
+    for (const kvc_links *next = kvc_sorted_end(sorted, 0); next; next = kvc_sorted_beside(next, 1))
+        if (depth_of(next) > most) most = depth_of(next);
+    return most;
+}
+
+/* Many pins are found, and many blocks put back, in few steps; and they end a few at a time. */
+static void test_steps(void) {
+    enum { MANY = 400, LONG = 15 * BLOCK, MOST_STEPS = 48 };
+    const kvc_sorted *pins, *unpinned;
+    int32_t kept;
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+    pins = &prefix->tree->pins;
+    unpinned = &prefix->tree->unpinned;
+    for (int i = 0; i < MANY; i++) serve(numbers(1000 * i), BLOCK, BLOCK);
+    CHECK(unpinned->num == MANY && most_steps(unpinned) <= MOST_STEPS);
+    for (int i = MANY - 1; i >= 0; i--) {
+        const kvc_tokens tokens = tokens_of(numbers(1000 * i), BLOCK);
+        CHECK(kvc_prefix_pin(prefix, &tokens, &kept) == KVC_OK && kept == BLOCK);
+    }
+    CHECK(!unpinned->num && pins->num == MANY && most_steps(pins) <= MOST_STEPS);
+    for (int left = MANY; left; left -= 100) {
+        CHECK(kvc_pins_end_some(prefix->tree, 100) == (left > 100));
+        CHECK(unpinned->num == MANY - left + 100 && pins->num == left - 100);
+    }
+    CHECK(most_steps(unpinned) <= MOST_STEPS);
+    const kvc_tokens last = tokens_of(numbers(-1000), LONG);
+    serve(last.ids, LONG, LONG);
+    CHECK(kvc_prefix_pin(prefix, &last, &kept) == KVC_OK && kept == LONG && unpinned->num == MANY);
+    CHECK(kvc_pins_end_some(prefix->tree, 10) && unpinned->num == MANY + 10 && pins->num == 1);
+    CHECK(kvc_prefix_clear(prefix) == KVC_OK && !stats_now().blocks && !prefix->tree->pins.num);
+    close_world();
+}
+
+/* Pins of one prompt that know different numbers of its tokens end together, with the last call. */
+static void test_shorter_pins(void) {
+    const int64_t *ids = numbers(0);
+    int64_t num, num_names;
+    const kvc_tokens tokens = tokens_of(ids, 4 * BLOCK);
+    int32_t kept;
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+    for (int blocks = 4; blocks > 0; blocks--) {
+        serve(ids, blocks * BLOCK, 4 * BLOCK);
+        CHECK(kvc_prefix_pin(prefix, &tokens, &kept) == KVC_OK && kept == blocks * BLOCK);
+        CHECK(kvc_prefix_forget(prefix, &tokens, NULL, 0, &num_names, &num) == KVC_OK && num == kept);
+    }
+    CHECK(prefix->tree->pins.num == 4 && !known(ids, 4 * BLOCK));
+    serve(ids, 3 * BLOCK, 4 * BLOCK);
+    CHECK(kvc_prefix_pin(prefix, &tokens, &kept) == KVC_OK && kept == 3 * BLOCK);
+    CHECK(prefix->tree->pins.num == 2);
+    for (int calls = 5; calls > 0; calls--) {
+        CHECK(kvc_prefix_evict(prefix, MOST, &num) == KVC_OK && !num);
+        CHECK(kvc_prefix_unpin(prefix, &tokens) == KVC_OK);
+    }
+    CHECK(!prefix->tree->pins.num);
+    CHECK(kvc_prefix_evict(prefix, MOST, &num) == KVC_OK && num == 3 * BLOCK);
+    close_world();
+}
+
+int main(void) {
+    test_order(0);
+    test_order(10 * BLOCK);
+    test_steps();
+    test_shorter_pins();
+    return test_result();
+}
