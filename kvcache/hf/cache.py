@@ -90,7 +90,7 @@ class HFCache(SaveableBatch, Cache):
         decoder, parts, _ = parts_of(config)
         is_recurrent = any(isinstance(own, LinearAttentionLayer) for _, own in parts)
         self.goes_on_by_one_token = is_recurrent and decoder.model_type in BY_ONE_TOKEN
-        self._prefix = prefix
+        self._prefix, self.has_prefix = prefix, prefix is not None
         if prefix is None:
             self._cache, turns = made, Turns()
         else:

@@ -31,9 +31,12 @@ def register_calls() -> None:
 @functools.wraps(call)
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a model; first tell its cache what it is fed, unless a call around this one did."""
-    cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, HFCache) and x.keeps_tokens), None)
-    token = None if cache is None else _begin(cache, type(self).forward, args, kwargs)
-    if cache is None or token is None:
+    token = None
+    for cache in (*args, *kwargs.values()):
+        if isinstance(cache, HFCache) and cache.has_prefix:
+            token = _begin(cache, type(self).forward, args, kwargs)
+            break
+    if token is None:
         return call(self, *args, **kwargs)
     has_failed = True
     try:
@@ -48,8 +51,11 @@ def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _begin(
     cache: HFCache, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Token[HFCache | None] | None:
-    """Tell a cache what a call feeds, and return what `_end` takes; None: a call around this one has told it."""
-    if _running.get() is cache:
+    """Tell a cache what a call feeds, and return what `_end` takes.
+
+    None: no row will be kept, or a call around this one has told it.
+    """
+    if not cache.keeps_tokens or _running.get() is cache:
         return None
     cache.tell(dict(zip(_names_of(forward), args, strict=False)) | kwargs)
     return _running.set(cache)
