@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -58,41 +57,42 @@ class Writer:
         self._doomed, self._settle = doomed, settle
         self.lock = lock
         self.worker = Worker("write", lock, self._work)
-        self._waiting: Counter[Tenant] = Counter()  # writes that are queued or at work
+        self._at_work: Sequence[Write] = ()
         self._warn = warn
 
     # ---- what callers do
 
     def add(self, write: Write) -> bool:
         """Queue a write; return whether it was queued."""
-        worker, tenant = self.worker, write.tenant
+        worker = self.worker
         with self.lock:
             is_probe = worker.breaker.is_open
             is_queued = (
-                not tenant.is_closed
+                not write.tenant.is_closed
                 and len(worker.queue) < MOST_WRITES
                 and (not is_probe or worker.breaker.may_probe)
                 and worker.add(write)
             )
             if is_queued:
                 worker.breaker.probing = is_probe
-                self._waiting[tenant] += 1
             else:
                 self._note_dropped([write])
         return is_queued
 
     def flush(self, timeout: float, tenant: Tenant | None = None) -> bool:
-        """Wait until nothing of a tenant, or of anybody, waits; return whether it is so."""
+        """Wait until what a tenant, or anybody, has queued by now is done or dropped; return whether it is."""
         with self.lock:
-            return self.worker.changed.wait_for(
-                lambda: tenant not in self._waiting if tenant else self.worker.is_idle,
-                min(timeout, threading.TIMEOUT_MAX),
+            queue: list[Write] = [*self._at_work, *self.worker.queue]
+            last = next((write for write in reversed(queue) if tenant is None or write.tenant is tenant), None)
+            del queue  # which would keep what they are made of
+            return last is None or self.worker.changed.wait_for(
+                lambda: last.is_ended, min(timeout, threading.TIMEOUT_MAX)
             )
 
     def drop(self, tenant: Tenant | None = None) -> None:
         """Drop what is queued, of a tenant or of all."""
         with self.lock:
-            queue = list(self.worker.queue) if tenant is None or tenant in self._waiting else []
+            queue = list(self.worker.queue)
             writes = [write for write in queue if tenant is None or write.tenant is tenant]
             if writes:
                 self.worker.queue.clear()
@@ -106,12 +106,8 @@ class Writer:
             write.tenant.counts["dropped"] += write.is_counted
 
     def _note_end(self, writes: Sequence[Write]) -> None:
-        self._waiting.subtract(write.tenant for write in writes)
         for write in writes:
             write.is_ended = True
-        for tenant in {write.tenant for write in writes}:
-            if not self._waiting[tenant]:
-                del self._waiting[tenant]
 
     # ---- what the thread does
 
@@ -122,7 +118,7 @@ class Writer:
         except BaseException as error:  # a store may raise anything, and the thread must not end
             failure = without_frames(error)
         with self.lock:
-            writes = self._take(writes_many)
+            writes = self._at_work = self._take(writes_many)
         if failure is None and writes:
             try:
                 was_asked = self._call(writes)
@@ -138,6 +134,7 @@ class Writer:
                 breaker.failed()
             breaker.probing = False
             self._note_end(writes)
+            self._at_work = ()
             is_left_alone = breaker.is_open
         if is_left_alone:
             self.drop()

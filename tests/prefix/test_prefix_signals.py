@@ -9,6 +9,7 @@ from support.prefixes import feed, make_cache, rows_of, serve
 
 import kvcache
 from kvcache.stores import DirectoryStore
+from kvcache.stores.client import StoreClient
 from kvcache.stores.worker import Worker
 from kvcache.waiting import Condition
 
@@ -158,6 +159,18 @@ def test_a_wait_that_is_interrupted_ends_with_its_lock_held():
         in_a_thread(lambda: lock.acquire(timeout=30) or pytest.fail("the lock is held"))
 
     assert interrupt_everywhere(make, check, also=(threading.Condition.wait, threading.Condition.wait_for))
+
+
+def test_flush_ends_behind_a_write_that_was_interrupted():
+    def make():
+        client = StoreClient({}, digest=b"a model")
+        return client, lambda: client.put("key", lambda: [b"rows"])
+
+    def check(client):
+        assert client.put("other", lambda: [b"rows"])
+        assert client.flush(10)
+
+    assert interrupt_everywhere(make, check)
 
 
 def test_an_interrupt_while_a_thread_starts_is_raised():
