@@ -110,8 +110,8 @@ int kvc_checkpoints_put(kvc_checkpoints *all, kvc_node *node, kvc_checkpoint *ch
     if (all->most_bytes && !has_room(all, checkpoint->num_bytes)) return 0;
     node->checkpoint = checkpoint;
     checkpoint->node = node;
-    kvc_checkpoint_use(all->cache, checkpoint, 1);
     list(all, checkpoint);
+    kvc_checkpoint_use(all->cache, checkpoint, 1);
     for (kvc_checkpoint *oldest = all->oldest, *next; oldest && all->most_bytes; oldest = next) {
         if (all->num_bytes <= all->most_bytes) break;
         next = oldest->newer;
