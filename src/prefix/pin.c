@@ -82,11 +82,12 @@ static kvc_pinned *find(const kvc_sorted *pins, const uint8_t *name, place *to) 
 
 /* Lists the nodes that hold known tokens or their state, but are not on the path to `last`; returns how many. */
 static int32_t list_others(const kvc_match *m, const kvc_node *last, kvc_node **nodes) {
-    int32_t num = 0, has_state = !m->with_state;
+    int32_t num = 0, has_state = !m->with_state, end = 0;
     for (const kvc_node *node = last; !has_state && node; node = node->parent) has_state = node == m->with_state;
-    for (int32_t i = 0; i < m->num && m->pieces[i].begin < m->known; i++) {
+    while (end < m->num && m->pieces[end].begin < m->known) end++;
+    const kvc_node *path = last;
+    for (int32_t i = end - 1; i >= 0; i--) {
         kvc_node *node = kvc_match_node(m, i);
-        const kvc_node *path = kvc_match_path(m, m->known);
         while (path->begin > node->begin) path = path->parent;
         if (path == node) continue;
         has_state |= node == m->with_state;
