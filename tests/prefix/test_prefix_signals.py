@@ -177,6 +177,7 @@ def test_an_interrupt_while_a_thread_starts_is_raised():
     for number in itertools.count(1):
         lock = threading.RLock()
         worker = Worker("test", lock, lambda: None)
+        worker.work = worker.queue.clear  # otherwise its thread would go on for ever
 
         def add(worker=worker, lock=lock):
             with lock:
