@@ -109,13 +109,13 @@ class Reader:
             tenant.patience = patience
             self._tenants.add(tenant)
             read = Read(tenant, wanted, time.monotonic(), self.answers, stop_at_miss)
-            if timeout > 0 and self._admit(read):
-                try:
+            try:
+                if timeout > 0 and self._admit(read):
                     self.worker.changed.wait_for(lambda: read.is_done, timeout)
-                except BaseException:  # such as Ctrl-C
-                    self._end(read)
-                    raise
-                warning = self._end_wait(read)
+                    warning = self._end_wait(read)
+            except BaseException:  # such as Ctrl-C
+                self._end(read)
+                raise
             tenant.counts["hits"] += len(read.found)
             tenant.counts["misses"] += num_keys - len(read.found)
         self._warn(warning)
@@ -155,12 +155,12 @@ class Reader:
         return False
 
     def _queue(self, read: Read) -> bool:
-        if not self.worker.add(read):
-            return False
-        read.is_queued = True
-        for key in read.wanted:
+        for key in read.wanted:  # first, as a queued read that waits for nothing would be called again and again
             self._waiting.setdefault(read.tenant.name(key), {})[read] = None
-        return True
+        read.is_queued = self.worker.add(read)
+        if not read.is_queued:
+            self._forget(read, read.wanted)
+        return read.is_queued
 
     def _end_wait(self, read: Read) -> str | None:
         """Take what has come. A time-out is a failure, unless the store has answered meanwhile, if only to others.
