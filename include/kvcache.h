@@ -701,8 +701,9 @@ KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, i
 KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens);
 
 /* Takes memory now for num_tokens more tokens of a sequence, at least 1.  The next batches, up to as many tokens
- * together, then take none for rows or bookkeeping.  The memory is resident, in huge pages if the system has them:
- * writing these rows faults on no page.
+ * together, then take none for rows or bookkeeping.  Where max_bytes leaves room for just these tokens, a batch may
+ * take a block yet.  The memory is resident, in huge pages if the system has them: writing these rows faults on no
+ * page.
  * Memory that is free already counts, and other sequences may use what was reserved.  So calls for several sequences do
  * not add up: reserve the sum of their tokens, each rounded up to whole blocks, for one of them, in a cache without
  * max_seq_len.  Reserved memory stays until it is used, kvc_compact gives it back, or other rows need it to stay within

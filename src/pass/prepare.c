@@ -256,34 +256,16 @@ void kvc_forget_demands(kvc_cache *cache) {
 
 enum { TOO_MANY_RUNS = INT32_MAX / 2 + 1 }; /* more than a list may have: kvc_runs_prepare fails */
 
-/* Returns the most runs that the kept tokens of a sequence add.  The kept ones of n slots side by side are at most
- * (n + 1) / 2 runs.  They are one fewer if n is odd and the first slot continues a run. */
-static int64_t most_added(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
-    const kvc_pending *pending = kvc_pending_of(batch, g, (int32_t)(member - batch->sequences));
-    const int64_t size = batch->cache->pools[g].block_size, rest = member->num_tokens - pending->in_last;
-    const int64_t pieces = (pending->in_last > 0) + (rest + size - 1) / size + member->num_stretches - 1;
-    if (member->num_stretches > 1) return (member->num_tokens + pieces) / 2;
-    return (pending->in_last + !pending->continues) / 2 + rest / size * ((size + 1) / 2) + (rest % size + 1) / 2;
-}
-
-/* Returns the most runs that tokens add which come in several batches: these may leave slots between them, and go on in
- * other blocks. */
-static int64_t most_added_in_several(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
-    const int64_t kept = kvc_policy_most_rows(&batch->cache->policies[g]),
-                  n = kept < member->num_tokens && grows(batch, member) ? kept : member->num_tokens;
-    return (n + member->num_stretches + n / batch->cache->pools[g].block_size + 3) / 2;
-}
-
+/* The sequence's slots are a stretch for each stretch of consecutive positions, and one more for each further block
+ * that it goes on in, and behind the sinks.  Of a stretch of n slots, the kept ones are at most (n + 1) / 2 runs.  The
+ * commit adds a row for each token, or no more than the policy keeps, where the sequence only grows. */
 int32_t kvc_most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, int32_t num) {
     const int to = kvc_pending_of(batch, g, (int32_t)(member - batch->sequences))->to;
     if (member->is_unstored || to == KVC_TO_NOWHERE) return num;
     if (to == KVC_TO_CROSS) return 1;
-    int64_t most = num + (batch->in_several ? most_added_in_several : most_added)(batch, member, g);
-    if (!batch->in_several && grows(batch, member)) { /* the commit leaves no more rows than the policy keeps */
-        const int64_t others = member->sequence->runs[g].ascending ? 0 : num, /* may hold a position several times */
-            rows = kvc_policy_most_rows(&batch->cache->policies[g]);
-        if (rows < most - others) most = rows + others;
-    }
+    const int64_t kept = kvc_policy_most_rows(&batch->cache->policies[g]),
+                  n = kept < member->num_tokens && grows(batch, member) ? kept : member->num_tokens;
+    int64_t most = num + (n + member->num_stretches + n / batch->cache->pools[g].block_size + 3) / 2;
     if (kvc_policy_expires(&batch->cache->policies[g]))
         most += kvc_most_cuts(batch->cache, member->sequence, g, member->num_stretches);
     return most < TOO_MANY_RUNS ? (int32_t)most : TOO_MANY_RUNS;
