@@ -40,7 +40,6 @@ typedef struct kvc_pending {
     int32_t capacity_before; /* capacity of the sequence's own list before the batch */
     kvc_block *last_block;   /* of the sequence's own rows: its tokens go there while it is not full; NULL: to others */
     int32_t in_last;         /* so many of them */
-    int8_t continues;        /* the first one of these lies and stands right behind the sequence's last row */
     int8_t to;               /* kvc_destination */
 } kvc_pending;
 
