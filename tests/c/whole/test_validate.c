@@ -181,7 +181,7 @@ static void test_batch(void) {
     CHECKF(kvc_begin_with(cache, &args, &batch) == KVC_OK, "%s", kvc_last_error());
     CHECKF(kvc_put(batch, 0, &put) == KVC_OK, "%s", kvc_last_error());
     kvc_run_list *list = &kvc_table_find(&cache->sequences, RESTED)->runs[FULL];
-    BREAK(cache, list->capacity, list->first + list->num, "has no room for the 3 that the batch may leave");
+    BREAK(cache, list->capacity, list->first + list->num, "has no room for the 5 that the batch may leave");
     BREAK(cache, cache->row_buffer_bytes, 0, "bytes of row buffers are noted");
     BREAK(cache, cache->row_buffers->left, 1, "with 0 users is there after its batch");
     kvc_abort(batch);
