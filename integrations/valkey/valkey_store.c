@@ -231,47 +231,44 @@ static void release_signal(const hold *h) {
     pthread_sigmask(SIG_SETMASK, &h->before, NULL);
 }
 
-static kvc_status read_value(void *user, const uint8_t *name, void *value, int64_t max_bytes, int64_t *size) {
-    server *s = user;
-    connection *c;
+/* A call of the store: its connection, and the signal that is held back meanwhile. */
+typedef struct call {
+    server *server;
+    connection *connection;
     hold held;
-    *size = 0;
-    hold_signal(&held);
-    kvc_status status = take_connection(s, &c);
-    if (status == KVC_OK) {
-        status = read_on(s, c, name, value, max_bytes, size);
-        give_connection(s, c, status);
-    }
-    release_signal(&held);
+} call;
+
+static kvc_status begin_call(call *c, server *s) {
+    c->server = s;
+    hold_signal(&c->held);
+    const kvc_status status = take_connection(s, &c->connection);
+    if (status != KVC_OK) release_signal(&c->held);
     return status;
+}
+
+static kvc_status end_call(const call *c, kvc_status status) {
+    give_connection(c->server, c->connection, status);
+    release_signal(&c->held);
+    return status;
+}
+
+static kvc_status read_value(void *user, const uint8_t *name, void *value, int64_t max_bytes, int64_t *size) {
+    call c;
+    *size = 0;
+    const kvc_status status = begin_call(&c, user);
+    return status ? status : end_call(&c, read_on(c.server, c.connection, name, value, max_bytes, size));
 }
 
 static kvc_status write_value(void *user, const uint8_t *name, const void *value, int64_t size) {
-    server *s = user;
-    connection *c;
-    hold held;
-    hold_signal(&held);
-    kvc_status status = take_connection(s, &c);
-    if (status == KVC_OK) {
-        status = write_on(s, c, name, value, size);
-        give_connection(s, c, status);
-    }
-    release_signal(&held);
-    return status;
+    call c;
+    const kvc_status status = begin_call(&c, user);
+    return status ? status : end_call(&c, write_on(c.server, c.connection, name, value, size));
 }
 
 static kvc_status remove_value(void *user, const uint8_t *name) {
-    server *s = user;
-    connection *c;
-    hold held;
-    hold_signal(&held);
-    kvc_status status = take_connection(s, &c);
-    if (status == KVC_OK) {
-        status = remove_on(s, c, name);
-        give_connection(s, c, status);
-    }
-    release_signal(&held);
-    return status;
+    call c;
+    const kvc_status status = begin_call(&c, user);
+    return status ? status : end_call(&c, remove_on(c.server, c.connection, name));
 }
 
 /* Copies a text; returns whether there is room for it. */
