@@ -212,15 +212,20 @@ def test_a_deletion_that_waits_is_queued_once() -> None:
     assert store.num_deletions == 8 * len(prefix.names(prompts[0]))
 
 
+class HeldUp(dict[str, bytes]):
+    """A store that writes nothing before `may_go_on` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_go_on = threading.Event()
+
+    def __setitem__(self, key: str, value: bytes) -> None:
+        assert self.may_go_on.wait(30)
+        super().__setitem__(key, value)
+
+
 def test_what_a_dropped_tenant_wrote_is_stored_and_then_leaves_memory() -> None:
-    class Slow(dict[str, bytes]):
-        may_go_on = threading.Event()
-
-        def __setitem__(self, key: str, value: bytes) -> None:
-            assert self.may_go_on.wait(30)
-            super().__setitem__(key, value)
-
-    store = Slow()
+    store = HeldUp()
     cache, prefix = make(store=store)
     for i in range(8):
         serve(cache, prefix.tenant(b"%d" % i), PROMPT)
@@ -240,14 +245,7 @@ def test_what_a_dropped_tenant_wrote_is_stored_and_then_leaves_memory() -> None:
 
 
 def test_what_waits_to_be_written_and_is_forgotten_is_no_failure() -> None:
-    class Slow(dict[str, bytes]):
-        may_go_on = threading.Event()
-
-        def __setitem__(self, key: str, value: bytes) -> None:
-            assert self.may_go_on.wait(30)
-            super().__setitem__(key, value)
-
-    store = Slow()
+    store = HeldUp()
     cache, prefix = make(store=store)
     serve(cache, prefix, PROMPT)
     prefix.forget(PROMPT)
@@ -289,19 +287,15 @@ def test_what_is_computed_again_after_a_failed_deletion_is_read_again_and_stays(
 
 
 def test_what_is_written_while_its_deletion_waits_again_is_not_deleted() -> None:
-    class Slow(dict[str, bytes]):
-        fails, may_go_on = True, threading.Event()
-
-        def __setitem__(self, key: str, value: bytes) -> None:
-            assert self.may_go_on.wait(30)
-            super().__setitem__(key, value)
+    class Failing(HeldUp):
+        fails = True
 
         def __delitem__(self, key: str) -> None:
             if self.fails:
                 raise OSError("no")
             super().__delitem__(key)
 
-    store = Slow()
+    store = Failing()
     store.may_go_on.set()
     cache, prefix = make(store=store)
     serve(cache, prefix, PROMPT)

@@ -262,6 +262,15 @@ static void test_shared_into(void) {
     close_world();
 }
 
+/* Returns another prefix of the same model. */
+static kvc_prefix *new_tenant(void) {
+    const kvc_prefix_config config = {
+        .struct_size = sizeof config, .fingerprint = "a model", .salt = "b", .salt_size = 1};
+    kvc_prefix *tenant;
+    CHECK(kvc_prefix_new(cache, &config, &tenant) == KVC_OK);
+    return tenant;
+}
+
 /* What another prefix has kept, or a saved state, is as old as it was. */
 static void test_elsewhere(void) {
     const int64_t *all = numbers(100);
@@ -270,11 +279,8 @@ static void test_elsewhere(void) {
         saved file = {.fail_after = -1};
         int64_t id = -1, copy;
         int32_t matched;
-        kvc_prefix *tenant;
         open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
-        const kvc_prefix_config config = {
-            .struct_size = sizeof config, .fingerprint = "a model", .salt = "b", .salt_size = 1};
-        CHECK(kvc_prefix_new(cache, &config, &tenant) == KVC_OK);
+        kvc_prefix *tenant = new_tenant();
         CHECK(kvc_prefix_acquire(tenant, &tokens, -1, &id, &matched) == KVC_OK && matched == 0);
         feed_to(id, 12, 12);
         if (how == 3) CHECK(save_one(cache, id, &file) == KVC_OK);
@@ -310,11 +316,8 @@ static void test_kept_elsewhere_since(void) {
     const kvc_tokens tokens = tokens_of(all, 13);
     int64_t id = -1;
     int32_t matched;
-    kvc_prefix *tenant;
     open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
-    const kvc_prefix_config config = {
-        .struct_size = sizeof config, .fingerprint = "a model", .salt = "b", .salt_size = 1};
-    CHECK(kvc_prefix_new(cache, &config, &tenant) == KVC_OK);
+    kvc_prefix *tenant = new_tenant();
     forget(all, 12);
     for (int i = 0; i < 2; i++) {
         CHECK(kvc_prefix_acquire(tenant, &tokens, -1, &id, &matched) == KVC_OK && matched == 12 * i);
