@@ -570,11 +570,8 @@ class KVCache(Saveable):
         if _core.flag(raw, "raw") and dtype is not None:
             raise ValueError(f"dtype={dtype!r}: raw=True copies rows in the stored type; leave it out")
         chosen = None if dtype is None else check_float_dtype(dtype, "dtype")
-        rows = self._core.gather(seq_id, layer, first, chosen, out, raw)
-        if out is not None:
-            return rows
-        keys, values = as_library_of(dtype, rows)
-        return keys, values
+        result: tuple[Any, Any] = as_library_of(dtype, self._core.gather(seq_id, layer, first, chosen, out, raw))
+        return result
 
     @overload
     def extract(
