@@ -26,13 +26,13 @@ class Doomed:
 
     def __init__(self) -> None:
         self._keys: dict[str, tuple[int, Tenant]] = {}  # which forgetting found them, and whose it was
+        self.num_forgets = 0
         self.begin()
 
     def begin(self) -> None:
         """Begin with nobody at work; again in a forked child, which does not have its parent's threads."""
         self._lock = threading.RLock()
         self._changed = Condition(self._lock)
-        self.num_forgets = 0
         self._num_adding = self._num_forgetting = 0
 
     def __contains__(self, key: str) -> bool:
