@@ -924,14 +924,15 @@ KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
  * Kept blocks take no room from others: where a call would fail with KVC_ERR_FULL, they are evicted, as retained
  * sequences are.  KVC_ERR_FULL then says that sequences in use, pins and quotas hold all.  Release a sequence, and
  * acquire it again with all its tokens when another has ended.  A batch fits behind tokens that matched if it fits
- * behind the same tokens fed to a new cache, except for some bytes of bookkeeping, and for a block where running
- * sequences have rows in one block.  Batches may end elsewhere behind a match than without one: kvc_room says how many
- * tokens fit.  Acquired sequences also give up their place among the blocks where bytes are lacking: what they fill from
- * then on is kept only by kvc_prefix_release.
+ * behind the same tokens fed to a new cache.  It may lack some bytes of bookkeeping, and a block if running sequences
+ * have rows in one block.  Batches may end elsewhere behind a match than without one: kvc_room says how many tokens
+ * fit.
+ * If bytes are lacking, acquired sequences also give up their place among the blocks.  Only kvc_prefix_release keeps the
+ * blocks that they fill from then on.
  * An acquired sequence ends like any other: kvc_clear_sequence keeps only the blocks of the prompt that were full by
  * then.  It may be edited: what follows the edit is kept only by kvc_prefix_release.  Several prefixes, for adapters
- * and tenants, may share a cache.  The time of a call grows with the blocks of its tokens, with the blocks that it
- * drops, and with blocks that begin like one of its own, at most 32 for each. */
+ * and tenants, may share a cache.  The time of a call grows with the number of blocks of its tokens, and of blocks
+ * that it drops.  For each block it also looks at up to 32 others that begin alike. */
 
 typedef struct kvc_prefix kvc_prefix;
 

@@ -1,9 +1,9 @@
 /* pool.h: the blocks of one layer group: opened when first needed, reused, given back.
  *
  * A block counts, for every slot, how many sequences hold it, and how many of these may be evicted.  Slots are handed
- * out in order, at the fill mark.  A slot that no sequence holds any more is wasted until the fill mark falls to it,
- * which happens once all slots behind it are dropped, or until the whole block is free.  A pinned block does not become
- * free, and its fill mark does not fall.
+ * out in order, at the fill mark.  Once no sequence holds a slot, it is wasted until it can be handed out again.  That
+ * is when all slots behind it are dropped, because the fill mark falls then, or when the whole block is free.  A pinned
+ * block does not become free, and its fill mark does not fall.
  */
 #ifndef KVC_POOL_H
 #define KVC_POOL_H

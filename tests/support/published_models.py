@@ -1,7 +1,8 @@
 """Configurations as model folders have them, only the fields that say what the layers keep, and what they come to.
 
-Each form has the elements of keys and values that a token takes in all layers that see everything, and in all layers
-with a window or over what an encoder made, and the tokens of these; computed from the model's card or paper. `rotating`
+Sizes are computed from the model's card or paper. Each form has the elements of keys and values of a token in all
+layers that see everything. It has the same for all layers with a window, or over an encoder's output, and the tokens
+that these hold. `rotating`
 is the number of layers that rotate keys; None where the rotation is not checked. `theta` is the base of their
 frequencies, where nothing scales them.
 """

@@ -141,7 +141,7 @@ static void test_rejected_draft(void) {
     }
 }
 
-/* What a prefix that is freed had forgotten is no matter to one that is made later. */
+/* A new prefix does not take over what a freed one had forgotten. */
 static void test_forgotten_by_another(void) {
     const int64_t *ids = numbers(300);
     const kvc_prefix_config own = {.struct_size = sizeof own, .fingerprint = "a model"};
@@ -164,8 +164,8 @@ static void test_forgotten_by_another(void) {
     close_world();
 }
 
-/* Where windows have left all tokens of a sequence behind, its rows may still be kept aside, and its state is still one
- * of forgotten tokens. */
+/* Windows have left all tokens of a sequence behind.  Its rows may still be kept aside, and its state still follows from
+ * forgotten tokens. */
 static void test_left_behind(void) {
     const int64_t *all = numbers(100);
     const kvc_policy chunks = {.kind = KVC_CHUNKED, .attention_chunk_size = 4};

@@ -2,9 +2,9 @@
  *
  *   test_forgotten [first seed] [worlds] [steps]
  *
- * Each row says by its contents after which tokens it stands, and when it was computed; so does each state.  Whatever
- * way a row takes (copies, retained rows, saved states, stores, other prefixes, blocks that lie aside), a sequence that
- * a prefix hands out has no row of tokens that this prefix has forgotten since it was computed.
+ * Each row says by its contents after which tokens it stands, and when it was computed; so does each state.  A row
+ * may pass through copies, retained rows, saved states, stores, other prefixes and blocks that lie aside.  A sequence
+ * that a prefix hands out never has a row that was computed before this prefix forgot its tokens.
  *
  * Not for Windows: the core's clock is replaced by the linker. */
 #define _XOPEN_SOURCE 700 /* posix_memalign */

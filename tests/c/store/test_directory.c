@@ -29,7 +29,7 @@ static void test_values(void) {
     empty_folder();
 }
 
-/* What is removed is gone, and not counted; a name that has no value is none to remove. */
+/* A removed value is gone, and its bytes are not counted.  To remove a name without a value does nothing. */
 static void test_removing(void) {
     kvc_store *store = open_store(0);
     for (int i = 0; i < 3; i++) CHECK(put(store, i, LENGTH) == KVC_OK);

@@ -185,7 +185,7 @@ static void test_failing_requests(void) {
 
 enum { NAMES = 10, STEPS_OF_SHELF = 120 };
 
-/* What a folder holds, by name: the bytes of a value's file, 0 if there is none, and when it was used. */
+/* The contents of a folder: for each name, the bytes of its file (0: there is no file), and when it was used. */
 typedef struct shelf {
     int64_t max_bytes, clock, bytes[NAMES], used[NAMES];
     int is_damaged[NAMES]; /* its value counts, and is not there */
