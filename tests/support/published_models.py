@@ -2,9 +2,8 @@
 
 Sizes are computed from the model's card or paper. Each form has the elements of keys and values of a token in all
 layers that see everything. It has the same for all layers with a window, or over an encoder's output, and the tokens
-that these hold. `rotating`
-is the number of layers that rotate keys; None where the rotation is not checked. `theta` is the base of their
-frequencies, where nothing scales them.
+that these hold. `rotating` is the number of layers that rotate keys; None where the rotation is not checked. `theta` is
+the base of their frequencies, where nothing scales them.
 """
 
 from typing import Any, NamedTuple

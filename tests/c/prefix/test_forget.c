@@ -164,8 +164,8 @@ static void test_forgotten_by_another(void) {
     close_world();
 }
 
-/* Windows have left all tokens of a sequence behind.  Its rows may still be kept aside, and its state still follows from
- * forgotten tokens. */
+/* Windows have left all tokens of a sequence behind.  Its rows may still be kept aside, and its state still follows
+ * from forgotten tokens. */
 static void test_left_behind(void) {
     const int64_t *all = numbers(100);
     const kvc_policy chunks = {.kind = KVC_CHUNKED, .attention_chunk_size = 4};
