@@ -12,8 +12,8 @@ throughout:
 - An answer about a sequence may be out of date after leave(): another thread may have edited the sequence.
 
 Typed memoryviews are used for contiguous arrays of one type. Pointers and strides are used for arrays that memoryviews
-cannot describe (bf16, DLPack, any strides), and for the arguments of batch(), put() and attend(), which are called at
-each step: taking a memoryview of an array costs half as much as all of batch().
+cannot describe (bf16, DLPack, any strides).  The arguments of batch(), put() and attend(), which are called at each
+step, use them too: taking a memoryview of an array costs half as much as all of batch().
 """
 
 import operator

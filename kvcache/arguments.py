@@ -14,7 +14,7 @@ __all__ = ["INT32_MAX", "INT64_MAX", "MAX_THREADS", "check_path", "integer", "in
 def to_float(value: object, name: str) -> float:
     """Return a number as a float.
 
-    Raise a ``TypeError`` that says `name` if it is none, and a ``ValueError`` if no float is as large.
+    Raise a ``TypeError`` that says `name` if it is not a number, and a ``ValueError`` if it is too large for a float.
     """
     try:
         if isinstance(value, bool | np.bool_ | str | bytes | bytearray):
@@ -27,7 +27,7 @@ def to_float(value: object, name: str) -> float:
 
 
 def check_path(path: object, name: str = "path", what: str = "file") -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless `path` names a file: a number would be one that is open already."""
+    """Raise ``TypeError`` or ``ValueError`` unless `path` names a file. A number would be an open file's."""
     if not isinstance(path, str | bytes | os.PathLike):
         raise TypeError(f"{name}={shown(path)}: the name of a {what} is needed, as a str or a Path")
     text = os.fsencode(path)

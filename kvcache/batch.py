@@ -217,10 +217,10 @@ class Batch:
     ) -> Any:
         """Compute attention over the rows that each query may see, in the cache and in this batch.
 
-        A query sees positions up to its own, as the policy of the layer allows; of a batch with parents, it sees
-        its ancestors only. The rows of the batch that it sees must have been put in this layer; `k` and `v`, if given,
-        are put first. For a sequence that the strategy does not store, rows put here stay until `attend` puts into
-        another layer; rows from `put`, rows that other layers share, and an encoder's rows stay until the batch ends.
+        A query sees positions up to its own, as the policy of the layer allows; of a batch with parents, it sees its
+        ancestors only. The rows of the batch that it sees must have been put in this layer; `k` and `v`, if given, are
+        put first. For a sequence that the strategy does not store, rows put here stay until `attend` puts into another
+        layer. Rows from `put`, rows that other layers share, and an encoder's rows stay until the batch ends.
 
         Parameters
         ----------
@@ -393,10 +393,10 @@ class Batch:
     def keys(
         self, layer: SupportsIndex, *, seq_id: SupportsIndex | None = None, copy: bool | None = None
     ) -> npt.NDArray[Any]:
-        """Return the keys of a sequence in a layer, those that were put in this batch included.
+        """Return the keys of a sequence in a layer, including the keys put in this batch.
 
-        `KVCache.keys` shows what was committed; this shows what attention reads: the stored rows of the sequence, then
-        those of the batch that were put so far, in the batch's order. In a layer with `CrossAttention`, rows that were
+        `KVCache.keys` shows the committed rows. This shows what attention reads: the stored rows of the sequence, then
+        the batch's rows that were put so far, in the batch's order. In a layer with `CrossAttention`, rows that were
         put in this batch take the place of stored ones. Which token sees which row is not said here: see `dense`.
 
         Parameters
@@ -448,8 +448,8 @@ class Batch:
     def spans(self, layer: SupportsIndex, *, seq_id: SupportsIndex | None = None) -> list[Span]:
         """Return views of the rows that `keys` and `values` show, in as many pieces as they lie in.
 
-        They are like those of `KVCache.spans`: keys are as they were stored, not rotated by `delta`. Errors are as for
-        `keys`.
+        They are like the spans of `KVCache.spans`: keys are as they were stored, not rotated by `delta`. Errors are as
+        for `keys`.
         """
         return make_spans(_core.spans(self._core.cache, self._core, seq_id, layer))
 

@@ -92,13 +92,13 @@ class KVCache(Saveable):
     40 ms. If a handler raises, as Python's handler of Ctrl-C does, the call ends and has put, or begun, nothing: an
     open batch stays open, and the call can be repeated. During other methods, handlers run once these return.
 
-    A sequence is named by any 64-bit integer, `seq_id`. One that holds nothing is empty, not unknown: reading it yields
-    0, -1 or no rows, and editing it does nothing. A layer is named by its index. Positions ``[begin, end)`` do not
-    include `end`; None: the end of the sequence.
+    A sequence is named by any 64-bit integer, `seq_id`. An unused id names an empty sequence: reading it yields 0, -1
+    or no rows, and editing it does nothing. A layer is named by its index. Positions ``[begin, end)`` do not include
+    `end`; None: the end of the sequence.
 
-    Methods raise ``ValueError`` once the cache is closed, and for a position that is negative or an `end` below
-    `begin`; ``IndexError`` if there is no such layer, ``TypeError`` for an argument of the wrong type, and
-    ``MemoryError`` if memory is short. A method that raises changes nothing.
+    Methods raise ``ValueError`` once the cache is closed, and for a negative position or an `end` below `begin`. They
+    raise ``IndexError`` if there is no such layer, ``TypeError`` for an argument of the wrong type, and ``MemoryError``
+    if memory is short. A method that raises changes nothing.
 
     Examples
     --------
@@ -446,7 +446,7 @@ class KVCache(Saveable):
         return Batch(core, commit)
 
     def _commit_restored(self, core: _core.Batch, keep: Iterable[SupportsIndex] | None) -> None:
-        """Commit a batch that restores sequences; of those it does not make, the other layers stay."""
+        """Commit a batch that restores sequences.  The other layers of sequences that it does not make stay."""
         seq_ids = set(core.get_seq_ids().tolist())
         core.commit(keep, self._edits, [(one, None, not self.next_position(one)) for one in seq_ids])
         self._note_edits()
@@ -464,8 +464,8 @@ class KVCache(Saveable):
     def explain(self) -> str:
         """Describe the strategy and its decisions on sequences that hold rows, and on the latest that were not stored.
 
-        Where layers have windows or chunks, also say what a batch may take beyond what stays once it is committed: the
-        bytes of `most_bytes` for each of its tokens in `batch_tokens`.
+        If layers have windows or chunks, say also how many bytes each token of a batch may take until it is committed
+        (`most_bytes` with `batch_tokens`).
         """
         self._core.check_open()
         if self._decider is not None:
@@ -596,7 +596,7 @@ class KVCache(Saveable):
     ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Return copies of the keys and values at positions ``[begin, end)``, and zeros where nothing is stored.
 
-        Of several rows at one position, the latest counts.
+        If several rows have one position, the latest counts.
 
         Parameters
         ----------
@@ -634,7 +634,7 @@ class KVCache(Saveable):
     ) -> int:
         """Replace stored keys and values at positions from `begin` on.
 
-        Of several rows at one position, the latest is replaced. Views, and other sequences that share the rows, keep
+        If several rows have one position, the latest is replaced. Views, and other sequences that share the rows, keep
         the former ones.
 
         Parameters
@@ -699,11 +699,11 @@ class KVCache(Saveable):
         return self._core.seq_len(seq_id, layer)
 
     def first_position(self, seq_id: SupportsIndex = 0, *, layer: SupportsIndex | None = None) -> int:
-        """Return the smallest position with a row in a layer, by default of a token in any; -1 if there is none."""
+        """Return the smallest position with a row in a layer (None: in any layer); -1 if the sequence is empty."""
         return self._core.position_range(seq_id, layer)[0]
 
     def last_position(self, seq_id: SupportsIndex = 0, *, layer: SupportsIndex | None = None) -> int:
-        """Return the largest position with a row in a layer, by default of a token in any; -1 if there is none."""
+        """Return the largest position with a row in a layer (None: in any layer); -1 if the sequence is empty."""
         return self._core.position_range(seq_id, layer)[1]
 
     def next_position(self, seq_id: SupportsIndex = 0) -> int:
@@ -960,9 +960,9 @@ class KVCache(Saveable):
         no page fault: the memory is resident. It stays reserved until it is used, by any sequence, `compact` gives it
         back, or other rows need it under `max_bytes`. Rows expire and are compacted as by `batch`.
 
-        Free memory of the cache counts, so that calls for several sequences do not add up: the largest of them is there
-        in the end. For several, make a cache that `capacity` limits, not `max_seq_len`, and reserve the sum of their
-        tokens, each rounded up to whole blocks, in one call.
+        Free memory of the cache counts, so that calls for several sequences do not add up: the largest of these
+        reservations remains. For several sequences, make a cache that `capacity` limits, not `max_seq_len`, and reserve
+        the sum of their tokens, each rounded up to whole blocks, in one call.
 
         Raises
         ------
@@ -1020,12 +1020,13 @@ class KVCache(Saveable):
     def most_bytes(self, num_tokens: SupportsIndex, *, batch_tokens: SupportsIndex = 0) -> int:
         """Return the most bytes of rows that a sequence of `num_tokens` tokens holds, over all layers.
 
-        Windows and chunks count as full, an encoder's rows as `max_len`; where `max_seq_len` bounds batches, no layer
-        holds more. Partly filled blocks and bookkeeping come on top, at most two blocks for each window, or three with
-        sinks; so do free blocks, up to as many as the last batch took. Rows that sequences share are stored once.
+        Windows and chunks count as full, an encoder's rows as `max_len`. If `max_seq_len` bounds batches, no layer
+        holds more. Partly filled blocks and bookkeeping come on top: at most two blocks for each window, or three with
+        sinks. Free blocks come on top too, at most the number that the last batch took. Rows that sequences share are
+        stored once.
 
-        `batch_tokens` of them are those of a batch that is open: until it is committed, layers with windows hold these
-        beside what they keep. By default none: what the sequence holds between batches.
+        `batch_tokens` of them belong to an open batch: until it is committed, layers with windows hold these tokens
+        beside their windows. The default, 0, gives the bytes that the sequence holds between batches.
 
         Examples
         --------
@@ -1067,7 +1068,7 @@ class KVCache(Saveable):
     def blocks(self, layer: SupportsIndex = 0) -> list[Block]:
         """Return the blocks that hold the rows of a layer and its group, all at one moment.
 
-        The layers of one policy share blocks. Those in use and those kept for reuse are listed, by index. Rows of
+        The layers of one policy share blocks. Blocks in use and blocks kept for reuse are listed, by index. Rows of
         sequences that are not stored lie elsewhere. `kvcache.plot.blocks` draws them.
 
         Examples

@@ -1,8 +1,8 @@
 """Exception types of kvcache, for errors that Python has no type for.
 
-kvcache also raises Python's own errors: ``ValueError`` for an unsuitable value and for the use of a closed cache or an
-ended batch, ``TypeError``, ``IndexError``, ``MemoryError``, and ``BufferError`` while an array still shows memory that
-would be freed.
+kvcache also raises Python's own errors: ``TypeError``, ``IndexError``, ``MemoryError``, ``ValueError`` and
+``BufferError``. ``ValueError`` is for an unsuitable value, a closed cache or an ended batch. ``BufferError`` is raised
+while an array still shows memory that would be freed.
 """
 
 import os
@@ -72,7 +72,7 @@ def plain(text: object) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Return an error's kind and message, cut short: one of a client may quote what it was given."""
+    """Return an error's kind and message, cut short, because a client's error may quote its arguments."""
     try:
         message = plain(error)
     except Exception:  # of the error's own

@@ -1,4 +1,4 @@
-"""What commits the batches of a `KVCache`, and what is noted of its edits."""
+"""`Follower`, which commits the batches of a `KVCache`, and `Edit`, a note of each edit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kvcache import _core
 
 __all__ = ["Edit", "Follower"]
 
-# What an edit did: (seq_id, source, is_whole).  seq_id None: every sequence but `source` was dropped.  Else `source` is
-# the one that rows were shared from, and is_whole says that nothing is left of what seq_id was.  The core appends it in
-# the call that does it, so that no signal's handler comes between.
+# An edit: (seq_id, source, is_whole).  If seq_id is None, every sequence except `source` was dropped.  Otherwise seq_id
+# shares rows of `source`, and is_whole says that nothing of its former rows is left.  The core appends it in the call
+# that does it, so that no signal's handler comes between.
 Edit: TypeAlias = tuple[int | None, int | None, bool]
 
 

@@ -113,7 +113,7 @@ def why_not(dtype: DType, head_dim: int, v_head_dim: int, value_in_key: bool) ->
 
 
 def dtypes_for(*dims: int) -> list[DType]:
-    """Return the types that can store rows of every one of these sizes."""
+    """Return the types that can store rows of all these sizes."""
     return [dtype for dtype in DTYPES if all(suits(dtype, dim) for dim in dims)]
 
 
@@ -130,7 +130,7 @@ def bytes_of_token(
 @spelt
 @dataclass(frozen=True, init=False)
 class Layer:
-    """What a cache stores of one layer: shape and types of its rows, and which of them it keeps.
+    """The rows that a cache stores for one layer: their shape and types, and which of them it keeps.
 
     Parameters
     ----------
@@ -267,7 +267,7 @@ class Layer:
 
     @property
     def bytes_per_token(self) -> int:
-        """The bytes of a token's rows; 0 where the layer has no attention, or reads another's rows."""
+        """The bytes of a token's rows; 0 if the layer has no attention, or reads another layer's rows."""
         if self.policy is None or self.share is not None:
             return 0
         return bytes_of_token(
@@ -277,7 +277,7 @@ class Layer:
     def most_bytes(self, num_tokens: SupportsIndex, batch_tokens: SupportsIndex = 0) -> int:
         """Return the most bytes of rows that a sequence of `num_tokens` tokens can hold.
 
-        `batch_tokens` of them are those of a batch that is still open: windows let go of none of these before it ends.
+        `batch_tokens` of them belong to an open batch: windows keep all of these until it ends.
         """
         tokens = integer(num_tokens, "num_tokens", 0, INT32_MAX)
         at_once = integer(batch_tokens, "batch_tokens", 0, INT32_MAX)
@@ -336,7 +336,7 @@ FIELDS = tuple(field.name for field in fields(Layer))
 
 
 def check_layers(layers: Any, given: Mapping[str, Any]) -> list[Layer]:
-    """Return the layers that `KVCache` was given; raise if one is none, or `given` has arguments of layers as well."""
+    """Return the layers given to `KVCache`. Raise if one is not a layer, or `given` has arguments of layers too."""
     if given:
         raise TypeError(f"{min(given)}: each Layer has its own; leave it out, or give num_layers, not a list of layers")
     if not 1 <= len(layers) <= MAX_LAYERS:
@@ -371,7 +371,10 @@ def override(layers: Sequence[Layer], arguments: Mapping[str, Any]) -> tuple[lis
 
 
 def _build(own: Sequence[Mapping[str, Any]], given: dict[str, Any]) -> list[Layer]:
-    """Make layers: `own` has each one's arguments, and `given` those that replace them, for all or one per layer."""
+    """Make layers: `own` has the arguments of each.
+
+    Arguments in `given`, for all layers or one per layer, replace these.
+    """
     if given.get("share") is not None and not _is_sequence(given["share"]):
         raise TypeError(f"share={given['share']!r}: must be None, or a sequence of one layer or None for each layer")
     n = len(own)
@@ -411,7 +414,7 @@ def _per_layer(value: Any, name: str, num_layers: int) -> Sequence[Any]:
 
 
 def _check_shares(layers: Sequence[Layer], name: str) -> None:
-    """Raise unless each layer reads the rows of one that is equal in all else, and has its own; name: of a share."""
+    """Raise unless each layer that shares rows reads a layer that has rows and is otherwise equal; name: of a share."""
     for i, layer in enumerate(layers):
         if layer.share is None:
             continue

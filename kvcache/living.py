@@ -13,7 +13,7 @@ T = TypeVar("T")
 class Living(Generic[T]):
     """Keeps weak references to objects, which threads may add, drop and list at once.
 
-    A ``weakref.WeakSet`` is not for that: without a GIL, one that is iterated changes when an object dies.
+    A ``weakref.WeakSet`` will not do: without a GIL, a set that is iterated changes when an object dies.
     """
 
     def __init__(self) -> None:

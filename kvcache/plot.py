@@ -452,8 +452,8 @@ def name_ends(
 ) -> None:
     """Write a name beside the right end of each line, where a thin line leads to it, above or below other names.
 
-    The thin lines stay left of the names, so that they cross none. A name has its line's colour, or `color`; that of a
-    thick line is bold.
+    The thin lines stay left of the names, so that they cross none. A name has its line's colour, or `color`. The name
+    of a thick line is bold.
     """
     width, height = _size(ax)
     to_axes = ax.transData + ax.transAxes.inverted()

@@ -36,10 +36,10 @@ class Saveable:
     ) -> None:  # fmt: skip
         """Save sequences to a file, which `load` and `restore` read.
 
-        The file has their rows as they are stored, those that they share once; positions, deltas and what has expired;
-        and the configuration. It is the state of one moment: other threads may edit meanwhile, and an open batch is no
-        part of it. The file at `path` is replaced as a whole, once all is on the disk: whatever happens, it is the old
-        one or the new one. Tokens and rows tell what was said, so only its owner may read a new file; one that is
+        The file has their rows as they are stored (shared rows once), their positions, deltas and expired ranges, and
+        the configuration. It is the state of one moment: other threads may edit meanwhile, and an open batch is no part
+        of it. The file at `path` is replaced as a whole, once all is on the disk: whatever happens, it is the old one
+        or the new one. Tokens and rows tell what was said, so only its owner may read a new file. A file that is
         replaced keeps its mode.
 
         Parameters
@@ -142,11 +142,11 @@ class Saveable:
     ) -> None:  # fmt: skip
         """Restore sequences from a saved state, in place of what this cache holds under their ids.
 
-        The layers must be those of the file: shapes, types, transforms, policies and ropes. Limits, `block_size` and
+        The layers must equal the file's: shapes, types, transforms, policies and ropes. Limits, `block_size` and
         everything else may differ. Rows that two restored sequences share are shared again. Other threads may use the
-        cache meanwhile; the sequences are there once all is read and checked. What is restored must fit within
-        `capacity` and `max_bytes`; `max_seq_len` and `max_sequences` are checked, as after `KVCache.fork`, when the
-        next batch begins.
+        cache meanwhile; the sequences are there once all is read and checked. The restored sequences must fit within
+        `capacity` and `max_bytes`. `max_seq_len` and `max_sequences` are checked when the next batch begins, as after
+        `KVCache.fork`.
 
         Parameters
         ----------

@@ -71,17 +71,17 @@ class LongSequencesOnly:
 class Adaptive:
     """Store a sequence while its largest size fits in free memory; each batch with the sequence decides anew.
 
-    Free memory is what the machine has available (Linux says so in /proc/meminfo; psutil elsewhere), or the rest of a
-    cgroup's limit (version 1 or 2) if that is less, plus the memory that the cache keeps for reuse. The largest size of
-    a sequence is the bytes of the rows that each layer's policy keeps of `max_seq_len` tokens; without `max_seq_len`,
-    of its stored tokens and the batch's. The tokens of the batch count in layers with windows, too, which hold them
-    until it is committed.
+    Free memory is the machine's available memory, or the rest of a cgroup's limit (version 1 or 2) if that is less.
+    Memory that the cache keeps for reuse is added. Linux tells available memory in /proc/meminfo, psutil elsewhere. The
+    largest size of a sequence is the bytes of the rows that each layer's policy keeps of `max_seq_len` tokens; without
+    `max_seq_len`, of its stored tokens and the batch's. The tokens of the batch count in layers with windows, too,
+    which hold them until it is committed.
 
     A stored sequence is dropped when its largest size exceeds ``(1 + fraction) / 2`` of the memory that would be free
-    without it: the higher limit keeps a sequence from being dropped and stored in turn as free memory varies. The batch
-    that drops a sequence still sees all of it. Once the batch is committed, the sequence holds nothing, its
-    `KVCache.next_position` is 0, and its memory goes back to the system. To go on from another position is a
-    `RowsGoneError`, as it is where the tokens before were not stored.
+    without it. The higher limit keeps a sequence from being dropped and stored in turn while free memory varies. The
+    batch that drops a sequence still sees all of it. Once the batch is committed, the sequence holds nothing, its
+    `KVCache.next_position` is 0, and its memory goes back to the system. A batch that continues from another position
+    raises `RowsGoneError`, as it does if earlier tokens were not stored.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ Outcome: TypeAlias = Literal["stored", "not stored", "dropped"]
 
 
 class Decision(NamedTuple):
-    """What happens to a sequence when the batch is committed, and the reason."""
+    """The fate of a sequence when the batch is committed, and the reason."""
 
     outcome: Outcome
     why: Callable[[], str]  # a function, because putting the reason into words takes longer than deciding

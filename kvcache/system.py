@@ -82,7 +82,7 @@ def _memory_cgroups(cgroups_of: str, root: str) -> Iterator[tuple[str, str, str,
 
 
 def _number(file: str, name: str | None = None) -> int | None:
-    """Return the first number in a file, or the number that follows a name in it; None if there is none."""
+    """Return the first number in a file, or the number that follows a name in it; None if it is missing."""
     words = _read(file).split()
     try:
         return int(words[0 if name is None else words.index(name) + 1])
@@ -91,7 +91,7 @@ def _number(file: str, name: str | None = None) -> int | None:
 
 
 def _read(file: str) -> str:
-    """Read a file of the kernel in one call; return "" if there is none."""
+    """Read a file of the kernel in one call; return "" if it does not exist."""
     try:
         descriptor = os.open(file, os.O_RDONLY)
     except OSError:

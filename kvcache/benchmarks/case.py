@@ -1,4 +1,4 @@
-"""What the benchmarks time: `Case`, and the interface `Implementation`."""
+"""`Case`, and the interface `Implementation`, which the benchmarks time."""
 
 from __future__ import annotations
 

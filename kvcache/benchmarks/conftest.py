@@ -59,7 +59,7 @@ class Subject:
         self._case, self._make = clock.case, make
 
     def needs(self, *methods: str) -> None:
-        """Skip the benchmark if the implementation lacks one of these methods."""
+        """Skip the benchmark if the implementation lacks a method that it needs."""
         if lacking := [name for name in methods if not hasattr(self._make, name)]:
             pytest.skip(f"it has no {' and no '.join(lacking)}")
 
@@ -121,7 +121,7 @@ class Peer:
 
 
 def _offers(dtypes: tuple[str, ...]) -> Iterator[Any]:
-    """Yield the offers of peers for these types; for a missing peer, a skipped one that says how to install it."""
+    """Yield the offers of peers for these types. A missing peer gives a skipped offer, which says how to install it."""
     for key, kind in KINDS.items():
         if not kind.command():
             missing = pytest.mark.skip(reason=f"{kind.name} is not installed: {kind.install}")

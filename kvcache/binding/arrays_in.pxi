@@ -161,7 +161,7 @@ cdef char *end_of(Array *a) noexcept:
 
 
 cdef int check_apart(Array *out, Array *other, str name) except -1:
-    """Raise if the addresses of a result, from its first byte to its last, overlap those of another argument."""
+    """Raise if the memory of a result, from its first byte to its last, overlaps another argument's."""
     if other.data != NULL and begin_of(out) < end_of(other) and begin_of(other) < end_of(out):
         raise ValueError(f"out: overlaps {name}; give it memory of its own")
     return 0
@@ -205,7 +205,7 @@ cdef object to_f32(Array *a, object owner):
 
 
 cdef bint begins_with(Array *k, object k_owner, Array *v, object v_owner):
-    """Whether the rows of v are the first parts of those of k; both may be bytes."""
+    """Whether the rows of v are the first parts of the rows of k. Both may be bytes."""
     cdef int64_t n = v.shape[v.ndim - 1]
     if k.is_raw or v.is_raw:
         return k.is_raw == v.is_raw and np.array_equal(wrap(k, k_owner)[..., :n], wrap(v, v_owner))

@@ -468,7 +468,7 @@ cdef class Cache(_CallCounter):
 
     cdef tuple copy_rows(self, Batch batch, int32_t layer, int64_t seq_id, object first, int32_t type, bint raw,
                          bint want_k, bint want_v):
-        """Copy the rows from `first` on, those of an open batch included; again if their number changed meanwhile."""
+        """Copy the rows from `first` on, including an open batch's. Copy again if their number changed meanwhile."""
         cdef kvc_status status = KVC_OK
         cdef kvc_rows_out out
         cdef int64_t stored = self.count_rows(seq_id, layer), rows = -1, begin = 0

@@ -1,6 +1,6 @@
 """Count the calls that use a handle of the core, so that no other thread frees it meanwhile.
 
-A critical section of the object guards the counter and the handle. Where Python has a GIL, it is that.
+A critical section of the object guards the counter and the handle. If Python has a GIL, the GIL does this.
 """
 
 cdef int32_t num_forks = 0  # how many times fork() was called between the process that imported the module and this one

@@ -1,10 +1,10 @@
-"""Prefixes: prompts that begin alike, each call one of the C core."""
+"""Prefixes: prompts that begin alike.  Each method is one call of the C core."""
 
 
 @cython.final
 @cython.no_gc_clear  # __dealloc__ needs the cache
 cdef class Prefix:
-    """A kvc_prefix, as long as its cache is open. Tokens are an array of int64, and one of digests, or None."""
+    """A kvc_prefix, as long as its cache is open. Tokens are an array of int64, and an array of digests or None."""
 
     cdef Cache cache
     cdef kvc_prefix *handle
@@ -40,7 +40,7 @@ cdef class Prefix:
 
     @property
     def user(self):
-        """What `take_new_blocks` calls this prefix."""
+        """The name by which `take_new_blocks` calls this prefix."""
         return <size_t><void *>self
 
     def acquire(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests, int64_t max_matched):
@@ -80,7 +80,7 @@ cdef class Prefix:
         self.cache.finish(status)
 
     def state(self, seq_id):
-        """Return the state that a sequence goes on from; None if there is none."""
+        """Return the state that a sequence continues from; None if it has no state."""
         cdef int64_t seq = to_seq_id(seq_id), size = 0
         cdef kvc_status status
         cdef cnp.ndarray state
@@ -307,7 +307,7 @@ def payload_bytes(Cache cache not None):
 
 
 def read_block(Cache cache not None, int64_t block_id):
-    """Return the payload of a block; None if it is not there any more."""
+    """Return the payload of a block; None if the block is gone."""
     cdef kvc_cache *handle = cache.enter()
     cdef int64_t size = kvc_payload_bytes(handle)
     cdef kvc_status status

@@ -87,7 +87,7 @@ cdef class _Source:
 def restore(Cache cache not None, read, int64_t size, fingerprint, seq_ids, to_ids, edits, restored):
     """Restore sequences, by rising id (None: all), of a state of so many bytes that a function reads.
 
-    Note that in `edits`, if it is not None, by those that `restored` lists.
+    If `edits` is not None, append the edits that `restored` lists to it.
     """
     cdef _Source source = _Source(read, size, fingerprint, seq_ids, to_ids, cache.callbacks)
     cdef kvc_status status

@@ -1,6 +1,7 @@
 """The interfaces of caches that people come from, as small classes over `kvcache.KVCache`.
 
-Each module has one of them, with its names in Python's case, so that a runner can be moved first and changed later:
+Each module has one system's interface, with its names in Python's case. So a runner can be moved first and changed
+later:
 
 - `zigllama`: ZigLlama's ``inference.kv_cache``;
 - `ollama`: Ollama's ``kvcache``;

@@ -17,7 +17,7 @@ Rows = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 
 def read_array(x: Any, name: str) -> npt.NDArray[np.float32]:
-    """Return an array of numbers as f32: lists, arrays of NumPy, and tensors, those of bf16 included.
+    """Return an array of numbers as f32: lists, arrays of NumPy, and tensors, including bf16.
 
     Raises
     ------
@@ -51,7 +51,7 @@ def read_rows(x: npt.ArrayLike, name: str, *shape: int) -> npt.NDArray[np.float3
 
 
 def to_integer(name: str, value: SupportsIndex, least: int | None = None) -> int:
-    """Return an integer of any size; raise ``TypeError`` if `value` is none, ``ValueError`` if it is below `least`."""
+    """Return an integer of any size. Raise ``TypeError`` for another type, ``ValueError`` if it is below `least`."""
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError
@@ -114,7 +114,7 @@ class Running:
         return len(self.layers) == self.cache.num_layers
 
     def begin(self, num_tokens: int) -> Batch:
-        """Return the open batch; begin one of `num_tokens` tokens of each sequence if there is none."""
+        """Return the open batch. If no batch is open, begin one of `num_tokens` tokens of each sequence."""
         if self.batch is None:
             first = self.cache.next_position()
             positions = np.tile(np.arange(first, first + num_tokens), self.sequences)
@@ -146,7 +146,7 @@ class Running:
         return out
 
     def _count_tokens(self, layer: int, k: npt.NDArray[Any]) -> int:
-        """Return the tokens of each sequence in `k`; raise ``ValueError`` if they are not those that are running."""
+        """Return the tokens of each sequence in `k`. Raise ``ValueError`` if these are not the running tokens."""
         num_tokens: int = k.shape[self.layout.index("T")]
         if self.layers and num_tokens != self.num_tokens:
             raise ValueError(
@@ -156,7 +156,7 @@ class Running:
         return num_tokens
 
     def rows(self, layer: int) -> Rows:
-        """Return all rows of sequence 0 in a layer, ``[heads, n, dim]`` each, those that the running tokens have, too.
+        """Return all rows of sequence 0 in a layer, ``[heads, n, dim]`` each, including the running tokens' rows.
 
         They are views where rows lie side by side, else copies.
         """

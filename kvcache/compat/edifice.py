@@ -21,7 +21,7 @@ class KVCache(Copied):
     """A state; `init` makes one. Functions that return a state there return this one, changed.
 
     A step ends when every layer has been updated, and the position advances once for a step. If a layer is updated
-    again before, the layers that were left out get zeros, which is what they hold there.
+    again before, the layers that were left out get zeros, as in Edifice.
 
     Examples
     --------
@@ -131,7 +131,7 @@ class KVCache(Copied):
     def get(self, layer_idx: int) -> Rows:
         """Return copies of the keys and values of a layer, ``[batch, heads, seq, dim]`` of f32.
 
-        As there, of an empty state they have one row, of zeros, and so do tokens that the layer was not updated with.
+        As in Edifice, an empty state gives one row of zeros. Tokens that the layer was not updated with give zeros too.
         """
         running = self._running
         if running.batch is not None and layer_idx in running.layers:
@@ -191,7 +191,7 @@ class KVCache(Copied):
         return attention
 
     def _put(self, layer: int, k: npt.ArrayLike, v: npt.ArrayLike, q: npt.NDArray[Any] | None = None) -> Any:
-        """Put rows in a layer, in a new step if it has those of this one; with `q` attend, and return the result."""
+        """Put rows in a layer, in a new step if it has rows of this step. With `q`, attend, and return the result."""
         running = self._running
         k, v = read_array(k, "new_k"), read_array(v, "new_v")
         check_index("layer_idx", layer, self.num_layers)
@@ -210,7 +210,7 @@ class KVCache(Copied):
             raise ValueError(f"{name}: an array of shape {array.shape}, where [{axes}] is needed")
 
     def _check(self, k: Array, v: Array, q: Array | None) -> None:
-        """Raise ``ValueError`` unless arrays are those of the same tokens, and suit the cache."""
+        """Raise ``ValueError`` unless arrays are of the same tokens, and suit the cache."""
         [layer, *_] = self.cache.layers
         self._check_shape("new_k", k, layer.num_kv_heads, layer.head_dim)
         if v.shape != k.shape:

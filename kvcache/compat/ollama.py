@@ -1,4 +1,4 @@
-"""Ollama's ``kvcache``, v0.15.4: causal, sliding, chunked and encoder caches, and one that wraps several.
+"""Ollama's ``kvcache``, v0.15.4: causal, sliding, chunked and encoder caches, and a wrapper of several caches.
 
 Shapes are NumPy's: what is ``[head_dim, heads, tokens]`` there is ``[tokens, heads, head_dim]`` here, the same bytes.
 The shape of the model is told to `Cache.init`, where a backend is given there.
@@ -43,7 +43,7 @@ ErrNotSupported = kvcache.NotSupportedError
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """What an attention of your own needs of the arrays that `Cache.get` returns."""
+    """What your own attention needs to know of the arrays that `Cache.get` returns."""
 
     cache_padding: int = 1  #: the number of rows is a multiple of it; the mask hides those that were added
     permuted_v: bool = False  #: values are ``[heads, head_dim, rows]``
@@ -69,7 +69,7 @@ class CausalOptions:
 
 @dataclass
 class _Pass:
-    """What the caches of one model share: its rows, the forward pass, and the layer at hand."""
+    """State that the caches of one model share: its rows, the forward pass, and the layer at hand."""
 
     cache: kvcache.KVCache
     members: tuple[Cache, ...]
@@ -118,7 +118,7 @@ class _Pass:
 
 
 class Cache(Copied):
-    """What all caches have: `init`, then `start_forward` for each pass, and in each layer `set_layer`, `put`, `get`.
+    """The calls of all caches: `init`, then `start_forward` for each pass, and in each layer `set_layer`, `put`, `get`.
 
     A pass becomes part of its sequences at the next call that begins one, asks or edits. If a layer was left out, this
     call raises ``ValueError``, and the pass is forgotten.
@@ -348,7 +348,7 @@ class Cache(Copied):
     def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
         """Share the tokens of `src_seq` below position `length` with `dst_seq`, in place of what that held.
 
-        Where `src_seq` holds nothing, `dst_seq` is empty then.
+        If `src_seq` holds nothing, `dst_seq` is empty afterwards.
 
         Raises
         ------
@@ -587,7 +587,7 @@ class EncoderCache(Cache):
 
 
 class WrapperCache(Cache):
-    """One cache for layers of several kinds; a forward pass fits in all of them, or changes none.
+    """A cache for layers of several kinds. A forward pass fits in all of these, or changes none.
 
     Parameters
     ----------
@@ -654,7 +654,7 @@ def new_swa_mem_cache(window_size: int, memory_size: int, shift: Any = None) -> 
 
 
 def new_chunked_attention_cache(chunk_size: int, shift: Any = None) -> Causal:
-    """Return a cache whose tokens see the earlier ones of their chunk of `chunk_size` positions."""
+    """Return a cache whose tokens see the earlier tokens of their chunk of `chunk_size` positions."""
     return Causal(shift, chunk=to_integer("chunk_size", chunk_size, 1))
 
 

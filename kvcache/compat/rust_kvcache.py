@@ -137,7 +137,7 @@ class KvCache(Copied):
     ) -> None:
         """Store keys and values at `block_size` positions, in the order that `extract_block` returns.
 
-        What lies past `max_seq_len` is left out. `seq_len` stays as it is.
+        Rows past `max_seq_len` are left out. `seq_len` stays as it is.
 
         Raises
         ------
@@ -154,7 +154,7 @@ class KvCache(Copied):
             self.cache.inject(layer, start_pos, *rows, skip_missing=True)
 
     def advance(self) -> None:
-        """Make the running token part of the sequence; what was not stored of it is zeros.
+        """Make the running token part of the sequence. Rows that it lacks are zeros.
 
         Raises
         ------

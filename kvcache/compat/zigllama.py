@@ -94,7 +94,7 @@ class LongRunning(Running):
 
 
 class LayerKVCache:
-    """One layer of a sequence; `ModelKVCache` makes it.
+    """A layer of a sequence; `ModelKVCache` makes it.
 
     The tokens appended to one layer are to be appended to every other layer, before the next ones.
     """
@@ -392,7 +392,7 @@ class SlidingWindowKVCache(Copied):
         self.cache.append_to_sequence(sequence_id, layer_id, keys, values)
 
     def get_with_window(self, sequence_id: int, layer_id: int, position: int = 0) -> Rows | None:
-        """Return copies of the last rows, ``[at most window_size, n_heads, head_dim]`` each, or None if there are none.
+        """Return copies of the last rows, ``[at most window_size, n_heads, head_dim]`` each; None if empty.
 
         `position` is of no effect, as there.
         """

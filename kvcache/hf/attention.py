@@ -90,7 +90,7 @@ def _kernels_know(mask: torch.Tensor | None, layer: Layer, is_causal: bool) -> b
 def _attend(
     rows: LayerRows, q: torch.Tensor, padding: torch.Tensor | None, options: dict[str, Any]
 ) -> torch.Tensor | None:
-    """Attend over a layer's rows; first store those that are new. None: the kernels do not know this mask."""
+    """Attend over a layer's rows. First store the new ones. None: the kernels do not know this mask."""
     layer, passes = rows.layer, rows.layer.passes
     this_pass = rows.this_pass
     if this_pass is None or this_pass is not passes.last:

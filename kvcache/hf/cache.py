@@ -149,7 +149,7 @@ class HFCache(SaveableBatch, Cache):
         return [self]
 
     def _forget_text(self) -> None:
-        # What `generate` told of each sequence: its tokens, padding included, or of an encoder's rows, a digest.
+        # What `generate` told about each sequence: its tokens, padding included, or a digest of an encoder's rows.
         self.text: torch.Tensor | None = None
         self.has_moved_rows = False  # since `generate` told them
 
@@ -202,7 +202,10 @@ class HFCache(SaveableBatch, Cache):
         return new
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Return the state of a recurrent layer's convolution; None: there is none yet. Each pass begins with this."""
+        """Return the state of a recurrent layer's convolution; None before the first pass.
+
+        Each pass begins with this.
+        """
         if layer_idx >= len(self.layers) or not isinstance(self.layers[layer_idx], LinearAttentionLayer):
             raise self._not_as_configured(layer_idx, "a recurrent state")
         self._reach(layer_idx, state_idx)
@@ -359,8 +362,8 @@ class HFCache(SaveableBatch, Cache):
     def acquire(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
         """Take the beginning of prompts from the prefix cache. `generate` calls this by itself, with its own prompt.
 
-        Call it before a model that you call yourself, then feed ``input_ids[:, matched:]`` with the whole mask, and, if
-        there is padding, with positions that count from the first token that is none, as `generate` does.
+        If you call the model yourself, call this first. Then feed ``input_ids[:, matched:]`` with the whole mask. If
+        there is padding, give positions that count from the first real token, as `generate` does.
 
         Parameters
         ----------
@@ -463,8 +466,9 @@ class HFCache(SaveableBatch, Cache):
         """Remove the last tokens: `tokens_to_remove` is minus their number.
 
         Tokens of the last pass can always be removed. Before them, a window can go back as far as its `resume_window`
-        keeps rows, else ``RowsGoneError`` is raised, and nothing has changed. Recurrent layers cannot go back, but for
-        convolutions in the last pass after `activate_past_recording`: that is a ``NotSupportedError``.
+        keeps rows, else ``RowsGoneError`` is raised, and nothing has changed. Recurrent layers cannot go back:
+        ``NotSupportedError`` is raised. Except convolutions, which can go back in the last pass after
+        `activate_past_recording`.
         """
         tokens_to_remove = integer(tokens_to_remove, "tokens_to_remove", -INT64_MAX, INT64_MAX)
         if tokens_to_remove > 0:
@@ -501,7 +505,7 @@ class HFCache(SaveableBatch, Cache):
         self._select(beam_idx, "beam_idx")
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
-        """Keep the sequences at some batch indices, or where a mask is True, and drop the others."""
+        """Keep the sequences at some batch indices, or at the True places of a mask. Drop the others."""
         self._select(indices, "indices")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -539,7 +543,7 @@ class HFCache(SaveableBatch, Cache):
         return other
 
     def _copy_of(self, layer: Layer) -> Layer:
-        """Make a layer as that of another cache, with a copy of its state if it has one."""
+        """Make a layer like another cache's, with a copy of its state if it has a state."""
         if not isinstance(layer, MixedLayer):
             return self._make_layer(layer.index, 0)
         made = self._make_layer(layer.index, layer.number_of_states)

@@ -19,9 +19,10 @@ _running: ContextVar[HFCache | None] = ContextVar("_running", default=None)
 
 
 def register_calls() -> None:
-    """Have each model of transformers tell its cache what it is fed: the cache itself sees nothing but keys and values.
+    """Have each model of transformers tell its cache which tokens it is fed.
 
-    transformers has no hook for the calls of all models: their method is replaced.
+    The cache itself sees only keys and values. transformers has no hook for the calls of all models: their method is
+    replaced.
     """
     if PreTrainedModel.__call__ is call:
         kind: Any = PreTrainedModel
@@ -30,7 +31,7 @@ def register_calls() -> None:
 
 @functools.wraps(call)
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a model; first tell its cache what it is fed, unless a call around this one did."""
+    """Call a model. First tell its cache which tokens it is fed, unless a call around this one did."""
     token = None
     for cache in (*args, *kwargs.values()):
         if isinstance(cache, HFCache) and cache.has_prefix:

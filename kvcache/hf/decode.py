@@ -19,9 +19,9 @@ WORTH_KEEPING = 1 << 21  # bytes; less is allocated anew in less time
 class Scratch:
     """Memory for one tensor after another, each of which takes it once nothing uses the one before.
 
-    A model drops the keys of a layer before the cache makes those of the next layer. Memory that is used again is
-    still in the processor's caches, and takes no new pages from the system. Where the tensor before is still used (by a
-    model whose layers share keys, or by its user), it keeps its memory, and the next one gets new memory.
+    A model drops the keys of a layer before the cache makes the next layer's. Memory that is used again is still in the
+    processor's caches, and takes no new pages from the system. If the tensor before is still used (by a model whose
+    layers share keys, or by its user), it keeps its memory. The next one then gets new memory.
     """
 
     def __init__(self) -> None:

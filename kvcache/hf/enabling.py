@@ -19,7 +19,7 @@ PLACE = "_kvcache_enabled"  # the model's attribute that has its `Enabled`
 
 @dataclass(frozen=True)
 class Enabled:
-    """What `enable` was told of a model, and what `disable` restores."""
+    """The arguments of `enable` for a model, and what `disable` restores."""
 
     arguments: dict[str, Any]  # of the caches that `generate` makes
     attention: dict[str, Any]  # the implementations before, as set_attn_implementation takes them

@@ -49,7 +49,7 @@ def register() -> None:
 
 
 def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Make the cache that a generation config names, of the arguments in its `cache_config`, or that of `enable`."""
+    """Make the cache that a generation config names, with its `cache_config`, or the cache that `enable` asked for."""
     wanted, arguments = generation_config.cache_implementation, generation_config.cache_config or {}
     enabled = arguments_of(self)
     if wanted is None and enabled is not None:
@@ -81,9 +81,9 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
 
 
 def _note_no_cache(model: Any, wanted: str | None, given: Any) -> None:
-    """Raise for a cache that is given although `use_cache` is False, warn of one that the model's own config rules out.
+    """Raise for a cache given although `use_cache` is False; warn of a cache that the model's own config rules out.
 
-    Without `use_cache`, the whole text is fed in every step, and a cache would store it each time anew.
+    If `use_cache` is False, the whole text is fed in every step, and a cache would store it each time anew.
     """
     if isinstance(given, (HFCache, HFEncoderDecoderCache)):
         raise ValueError(
@@ -137,7 +137,7 @@ def _acquire(cache: HFCache, input_ids: torch.Tensor, model_kwargs: dict[str, An
 def _begin(
     input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], feeds_all: bool = False
 ) -> Any:
-    """Cut the cache to what it has in common with the prompts and their source, and note them.
+    """Cut the cache to the columns it shares with the prompts and their source, and note these.
 
     With `feeds_all`, keep nothing but what was acquired. Return the generation config that feeds the rest.
     """
@@ -161,7 +161,7 @@ def _begin(
 
 
 def _text_cache(cache: Any) -> HFCache | None:
-    """Return the cache, or the part of it, that holds a text's tokens; None: it is none of ours."""
+    """Return the cache, or the part of it, that holds a text's tokens; None if it is of another class."""
     part = cache.self_attention_cache if isinstance(cache, HFEncoderDecoderCache) else cache
     return part if isinstance(part, HFCache) else None
 

@@ -1,11 +1,11 @@
 """Latent attention (MLA): the cache holds latents, and the attention reads them where they lie.
 
-A model gives the cache latents, and makes of them a key and a value for every head: it multiplies them by a weight
+A model gives the cache latents, and expands them to a key and a value for every head. It multiplies them by a weight
 (``kv_b_proj``), and appends to the keys the rotated elements, which all heads share. `Latents` records these operations
 instead of computing them, and `Expansion` recognises the record when it reaches the attention. The attention then
-multiplies the queries and its result by the weight, not the latents, which gives the same numbers:
-``q . (W latent) = (q W) . latent``. Any other operation, as of a quantised weight or an adapter, computes what was
-recorded, and the attention gets dense tensors.
+multiplies the queries and its result by the weight, not the latents, which gives the same numbers: ``q . (W latent) =
+(q W) . latent``. Any other operation, as of a quantised weight or an adapter, computes what was recorded, and the
+attention gets dense tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RECORDED = {linear, Tensor.view, Tensor.transpose, Tensor.expand, Tensor.new_emp
 
 
 class Recording(LazyTensor):
-    """A tensor whose operations are recorded if they are those that expand latents."""
+    """A tensor whose operations are recorded if they expand latents."""
 
     @classmethod
     def __torch_function__(
@@ -52,7 +52,7 @@ class Latents(Recording, Rows):
 
 
 class LatentLayer(Layer):
-    """One layer of latent attention. The model gives latents as keys and rotated elements as values; a row has both."""
+    """A layer of latent attention. The model gives latents as keys and rotated elements as values; a row has both."""
 
     tensor_type = Latents
 

@@ -35,7 +35,7 @@ class Rows(LazyTensor):
     part: int  # 0: the keys; 1: the values
 
     def make(self) -> torch.Tensor:
-        """Decode all rows, and store those that are new."""
+        """Decode all rows, and store the new ones."""
         return self.source.dense()[self.part]
 
 
@@ -56,7 +56,7 @@ class LayerRows:
     _dense: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def tensors(self, *shapes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the lazy tensors, of the shapes of new keys and values but for the number of columns."""
+        """Return the lazy tensors. They have the shapes of new keys and values, except for the number of columns."""
         kind, dtype = self.layer.tensor_type, self.layer.decoder.dtype
         make: Any = torch.Tensor._make_wrapper_subclass
         (batch_size, num_heads, _, k_dim), v_dim = shapes[0], shapes[1][3]
@@ -76,7 +76,7 @@ class LayerRows:
         return self.this_pass
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values as dense tensors, for what is no kernel of ours; store those that are new.
+        """Return keys and values as dense tensors, for other kernels than ours. Store the new ones.
 
         They are a row for each column of the mask, ``[batch, heads, columns, dim]``.
         """
@@ -104,7 +104,7 @@ class LayerRows:
 
 
 class Layer(CacheLayerMixin):
-    """One layer of a model's attention over its own tokens: layer `index` of the `KVCache`.
+    """A layer of a model's attention over its own tokens: layer `index` of the `KVCache`.
 
     `decoder` decodes rows for a model with an attention of its own; `follows_config` says whether the layer's window is
     the model's.
@@ -131,13 +131,13 @@ class Layer(CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override] # as above
-        """The stored keys, decoded, ``[batch, heads, tokens, dim]``; None: there are none."""
+        """The stored keys, decoded, ``[batch, heads, tokens, dim]``; None before the first pass."""
         rows = self._stored()
         return None if rows is None else rows[0]
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override] # as above
-        """The stored values, decoded, ``[batch, heads, tokens, dim]``; None: there are none."""
+        """The stored values, decoded, ``[batch, heads, tokens, dim]``; None before the first pass."""
         rows = self._stored()
         return None if rows is None else rows[1]
 
@@ -209,7 +209,7 @@ class Layer(CacheLayerMixin):
 
 
 class CrossLayer(Layer):
-    """One layer of attention over an encoder. Its rows are stored in the first pass, and only read from then on."""
+    """A layer of attention over an encoder. Its rows are stored in the first pass, and only read from then on."""
 
     is_source = True
     _values: torch.Tensor | None = None  # values fetched with the keys: transformers reads `keys`, then `values`

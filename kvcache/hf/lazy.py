@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-# What a lazy tensor answers without its elements.
+# Questions that a lazy tensor answers without its elements.
 METADATA = {
     *(
         getattr(torch.Tensor, name).__get__
@@ -68,7 +68,7 @@ class LazyTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Do the same for operations that no function of torch called: those of `torch.func` and of TorchScript."""
+        """Do the same for operations that no function of torch called, as in `torch.func` and TorchScript."""
         return call_with_elements(func, args, kwargs)
 
 

@@ -63,8 +63,8 @@ class Mask(LazyTensor):
 def adds_masks(config: PreTrainedConfig | None) -> bool:
     """Whether a model, or its part with this configuration, adds masks to scores: it does not know torch's attention.
 
-    Such a model may compute the scores itself, whichever attention is chosen. Added to scores, a mask of bool would
-    hide nothing.
+    A model of this kind may compute the scores itself, whichever attention is chosen. Added to scores, a mask of bool
+    would hide nothing.
     """
     kinds: Any
     for kinds in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):

@@ -1,4 +1,4 @@
-"""Where the padding of a batch is: what of it is not stored, and which stored positions a mask hides."""
+"""Padding of a batch: which columns are not stored, and which stored positions a mask hides."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shown_columns(padding: torch.Tensor, num_columns: int) -> npt.NDArray[np.boo
 
 
 def count_leading(shown: npt.NDArray[np.bool_]) -> list[int]:
-    """Count the hidden columns before the first one that is shown, for each row."""
+    """Count the hidden columns before the first shown column, for each row."""
     counts: list[int] = np.where(shown.any(1), shown.argmax(1), shown.shape[1]).tolist()
     return counts
 

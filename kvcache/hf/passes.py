@@ -1,4 +1,4 @@
-"""`Passes`: the forward passes of a model through a cache, and the batch of the one that runs."""
+"""`Passes`: the forward passes of a model through a cache, and the batch of the pass that runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}  # t
 
 
 def indices_of(given: Any, name: str, num_rows: int) -> list[int]:
-    """Return batch indices, or where a mask is True, as a list; raise unless each is a row's, and there are some."""
+    """Return batch indices, or the True places of a mask, as a list. Raise if there are none, or one is no row."""
     try:
         indices = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
@@ -67,7 +67,7 @@ class ForwardPass:
         self.begun: set[int] = set()  # layers that have brought keys, or attended
         self.done: set[int] = set()  # layers that have stored the new tokens, or attended
         self.decoded: set[int] = set()  # layers whose rows were made dense tensors
-        # By layer: rows that neither the attention nor the model has used yet, [batch, heads, tokens, dim].
+        # Rows that neither the attention nor the model has used yet, by layer: [batch, heads, tokens, dim].
         self.pending: dict[int, tuple[torch.Tensor, ...]] = {}
         self.leaves_rows = False  # whether the model left a layer's rows unused, and attends to others
         self.masked: dict[int, tuple[torch.Tensor, list[tuple[int, int, int]]]] = {}  # id of a mask: it, and its ranges
@@ -84,7 +84,7 @@ class ForwardPass:
         return "BHTD" if self.not_padding is None else "THD"
 
     def kept(self, num_back: int) -> list[int]:
-        """Return the tokens of the batch, by index, but for those in the last `num_back` columns."""
+        """Return the tokens of the batch, by index, except the last `num_back` columns."""
         columns = torch.arange(self.num_tokens).expand(len(self.offsets), -1)
         if self.not_padding is not None:
             columns = columns[self.not_padding]
@@ -346,7 +346,7 @@ class Passes:
 
     @property
     def length(self) -> int:
-        """The tokens of each sequence, with those of the last pass if it is complete, padding included."""
+        """The tokens of each sequence, with the tokens of the last pass if it is complete, padding included."""
         with self.turns.lock:  # another cache may end the pass
             last = self.last
             if last is None or not last.is_open or not last.is_complete:
@@ -360,7 +360,7 @@ class Passes:
             return self.length - self.num_seen
 
     def end(self, num_back: int = 0) -> None:
-        """End the last pass: if it is complete, keep its tokens but for the last `num_back` columns; else drop them."""
+        """End the last pass: keep its tokens except the last `num_back` columns, or drop all if it is incomplete."""
         with self.turns.lock:
             ended, self.last = self.last, None
             if ended is None:
@@ -385,10 +385,11 @@ class Passes:
 
 
 def _check_fed_again(last: ForwardPass, num_tokens: int) -> None:
-    """Raise if a pass of so many tokens seems to follow those of a last pass that left layers out.
+    """Raise if a pass of so many tokens seems to follow the tokens of a pass that left layers out.
 
-    A pass that fails within a layer leaves that one unfinished. One that fails between two layers looks like a pass of
-    a model with fewer layers: then only the same number of tokens is taken for the same ones, fed again.
+    A pass that fails within a layer leaves that layer unfinished. A pass that fails between two layers looks like a
+    pass of a model with fewer layers. Then the same number of tokens is taken for the same tokens, fed again; any other
+    number is refused.
     """
     if last.begun == last.done and last.num_tokens != num_tokens:
         raise ValueError(

@@ -18,7 +18,7 @@ SHOWING = ("output_attentions", "output_hidden_states")  # they ask for more of 
 class PieceByPiece:
     """Stands for a model where transformers feeds a prompt to it: a long one is cut into passes of `size` tokens.
 
-    The result is that of the last pass. While a pass runs, each layer holds what it sees and the pass's own tokens.
+    The result of the last pass is returned. While a pass runs, each layer holds what it sees and the pass's own tokens.
     Without a size, a pass has `PREFILL_TOKENS`, or `CHECKPOINT_TOKENS` where states are kept. The model's attributes
     are found here, too.
     """
@@ -59,8 +59,8 @@ class PieceByPiece:
     def _ends(self, num_tokens: int, seen: int, num_last: int) -> list[int]:
         """Return where the pieces of a pass end; the last one has `num_last` tokens or more.
 
-        Where states are kept behind pieces, these end at the same columns whatever was seen, and where other prompts
-        branch off; and the last token is a piece of its own, so that the whole prompt may come again.
+        If states are kept behind pieces, pieces end at multiples of the size, whatever was seen, and at columns where
+        other prompts branch off. The last token is then a piece of its own, so that the whole prompt may come again.
         """
         if self._cache.keeps_states:
             last = max(0, num_tokens - num_last)

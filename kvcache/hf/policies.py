@@ -22,13 +22,13 @@ from kvcache.models.kinds import SLIDING
 from kvcache.models.shapes import MORE_KV_HEADS, REFUSED
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow, written
 
-# What transformers itself keeps of a layer: a recurrent state, or nothing.
+# Layers whose state transformers itself keeps: a recurrent state, or nothing.
 OwnLayer: TypeAlias = LinearAttentionLayer | DummyLayer
 SHAPE = ("num_kv_heads", "head_dim", "v_head_dim", "value_in_key", "policy")  # fields of a layer of `KVCache`
 LEAST_BLOCK, MOST_BLOCK = 64, 256  # tokens in a block of a cache
 RESUME = 64  # tokens by which a window can be cropped: assisted decoding removes wrong guesses
 
-# Types of models that make no use of the cache that they are given, or take only one of their own, and the reason.
+# Types of models that do not use a given cache, or take only a cache of their own class, and the reason.
 UNSERVED = {
     **REFUSED,
     "blt": REFUSED["blt_local_decoder"],
@@ -63,7 +63,7 @@ OTHER_LAYERS = {
 
 
 def check_config(config: Any) -> None:
-    """Raise TypeError if a model's configuration is none."""
+    """Raise TypeError unless this is a model's configuration."""
     if isinstance(config, torch.nn.Module):
         raise TypeError(f"config is a model, a {type(config).__name__}: give its configuration, model.config")
     if not isinstance(config, PreTrainedConfig):

@@ -29,7 +29,7 @@ StateOf: TypeAlias = Callable[[int], bytes]  # returns the state of a row of the
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is known of a row's tokens."""
+    """The known tokens of a row."""
 
     leading: int  # columns of padding before the first token
     tokens: list[int]  # of the prompt, up to the first one whose rows do not follow from tokens alone
@@ -80,8 +80,9 @@ class Prompts:
     `mask` is the mask of the prompts. `placeholders` are tokens that stand for an image or sound, and do not say for
     which.
 
-    The tokens that calls of a model feed are noted for each column. UNKNOWN stands where no call told a token, or where
-    the row follows from other things, too. A row is kept under tokens that equal these, up to the first that differs.
+    The tokens that calls of a model feed are noted for each column. UNKNOWN stands where no call told a token, and
+    where the row does not follow from tokens alone. A row is kept under tokens that equal these, up to the first that
+    differs.
     """
 
     def __init__(
@@ -99,13 +100,13 @@ class Prompts:
         # The first column behind the prompts at which rows were selected, as by beam search; None: never.
         self._moved_at: int | None = None
         self.num_matched = 0  # columns that the sequences held when they were acquired
-        # Where other prompts that began alike go on with other tokens, and no state was kept: columns.
+        # Columns at which an earlier prompt diverged from these, and no state was kept.
         self.branches: set[int] = set()
 
     def acquire(self, num_columns: int) -> tuple[list[int], int]:
         """Acquire a sequence for each prompt, all of which hold what is before one column; return them, and it.
 
-        The column is before the last one of `num_columns`.
+        The column is before the last of `num_columns`.
         """
         rows: dict[int, tuple[int, int]] = {}  # by index: the sequence, and how many tokens it holds
         lowest = num_columns - 1
@@ -149,7 +150,7 @@ class Prompts:
         return [self._prefix.state(seq_id) for seq_id in seq_ids]
 
     def checkpoint(self, seq_ids: Sequence[int], seen: int, state_of: StateOf) -> None:
-        """Keep the states behind a column, of rows whose tokens before it are those of the prompt.
+        """Keep the states behind a column, for rows whose tokens before it equal the prompt's.
 
         `state_of` returns the state of a row of the batch.
         """
@@ -248,7 +249,7 @@ class Prompts:
     def select(self, indices: Sequence[int], seen: int) -> None:
         """Go on with the rows at these indices, when the cache holds `seen` columns.
 
-        Behind the prompts, a row's tokens may then be another's than its user takes them for.
+        Behind the prompts, a row's tokens may then be tokens of another row, unlike what its user believes.
         """
         at = seen if self.are_fed(seen) else INT64_MAX
         self._moved_at = at if self._moved_at is None else min(at, self._moved_at)
@@ -260,11 +261,11 @@ class Prompts:
         self.tell_end(seen)
 
     def release(self, seq_ids: Sequence[int], seen: int, tokens: torch.Tensor | None, state_of: StateOf) -> None:
-        """Release the sequences with their tokens, or with those of the prompts; raise if the rows are not theirs.
+        """Release the sequences with their tokens, or with the prompts' tokens. Raise if the rows are of other prompts.
 
         Each row is kept as far as it follows from these tokens, and not behind the column at which rows were selected.
-        The sequences hold what is before a column, `seen`; `state_of` returns the state of a row behind it. Once rows
-        were selected, other numbers of them may be what a beam search returns.
+        The sequences hold the columns before `seen`; `state_of` returns the state of a row there. Once rows were
+        selected, their number may differ, because a beam search may return several for each prompt.
         """
         rows = [prompt.tokens for prompt in self._rows]
         if tokens is not None:

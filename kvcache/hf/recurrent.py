@@ -133,7 +133,7 @@ class Recurrent:
             ) from None
 
     def _states(self) -> dict[str, torch.Tensor]:
-        """Return all states by name, those of convolutions as wide as a pass needs them."""
+        """Return all states by name. States of convolutions are as wide as a pass needs."""
         states = {}
         for i, layer in self.layers.items():
             for n in range(layer.number_of_states):

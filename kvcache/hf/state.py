@@ -1,8 +1,8 @@
-"""Save an `HFCache` or an `HFEncoderDecoderCache` to a file, and make one of it.
+"""Save an `HFCache` or an `HFEncoderDecoderCache` to a file, and load it.
 
-The file is a saved state of the `KVCache`, with one more sequence, which has no rows: its tokens say which sequences
-are the rows of the batch (docs/format.md). With an encoder's rows, it is two such states, one behind the other. The
-tokens of the other sequences are the text that the cache knows, or of an encoder's rows, the digest of their source.
+The file is a saved state of the `KVCache` with one more sequence, which has no rows. Its tokens say which sequences are
+the rows of the batch (docs/format.md). With an encoder's rows, it is two such states, one behind the other. The tokens
+of the other sequences are the text that the cache knows, or of an encoder's rows, the digest of their source.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def _text_of(rows: list[list[int]], offsets: list[int], limit: int | None) -> to
 
 
 def _check_shapes(cache: Any, path: state.StrPath, saved: Sequence[Layer]) -> None:
-    """Raise StateFormatError if the layers of a file are not those of a cache."""
+    """Raise StateFormatError if the layers of a file differ from a cache's."""
     ours, theirs = ([tuple(getattr(one, name) for name in SHAPE) for one in of] for of in (cache._cache.layers, saved))
     if ours == theirs:
         return

@@ -1,4 +1,4 @@
-"""Let a cache go on with another text than the one that it holds: from where both begin alike."""
+"""Let a cache continue with another text than it holds: from the last column that both have in common."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ if TYPE_CHECKING:
 
 
 def begin_text(cache: HFCache, input_ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-    """Cut a cache to what it has in common with a text that `generate` is given as a whole, and note the text.
+    """Cut a cache to the columns it shares with a text that `generate` is given as a whole, and note the text.
 
-    A text that goes on from what the cache holds is left as it is; so is one that is longer, where the cache was filled
-    with tokens that nobody told it. Forget all where the text does not begin with the prompts that were acquired: its
-    rows would get their names. Raise ``ValueError``, and change nothing, if the text is not longer than what the
-    cache holds, and the cache does not know its own tokens; or if there are more or fewer rows, and not as beams of the
-    same prompts.
+    A text that continues the cache's text changes nothing. Nor does a longer text if the cache was filled with tokens
+    that nobody told it. If the text does not begin with the acquired prompts, forget all: its rows would get their
+    names. Raise ``ValueError``, and change nothing, if the cache does not know its own tokens and the text is not
+    longer; or if the number of rows differs, except for beams of the same prompts.
     """
     if cache.has_lost_state or (cache.goes_on_by_one_token and input_ids.shape[1] > cache.get_seq_length() + 1):
         cache.reset()
@@ -62,8 +61,8 @@ def end_text(cache: HFCache, tokens: torch.Tensor) -> None:
 def leave_text(cache: HFCache, has_failed: bool = False) -> None:
     """Note that nobody told what `generate` fed behind the text that it was given, or that it fed less.
 
-    Forget all where it did not feed the whole prompts that it acquired: others may come in their place. Where it failed
-    (`has_failed`), a recurrent layer may lack the last tokens: then no token is known, and the next text begins anew.
+    Forget all where it did not feed the whole prompts that it acquired: others may come in their place. If it failed
+    (`has_failed`), a recurrent layer may lack the last tokens. Then no token is known, and the next text begins anew.
     """
     if cache.lacks_prompt:
         cache.reset()
@@ -125,8 +124,8 @@ def _match_beams(cache: HFCache, text: torch.Tensor) -> None:
 def _count_common(known: torch.Tensor, text: torch.Tensor, has_state: bool) -> int:
     """Count the columns that a cache can keep: those before the first that follows from other tokens in some row.
 
-    A token that is hidden now counts for the tokens behind it, whose rows saw it. Where a layer has a state
-    (`has_state`), it counts itself: the state of the last token has all tokens in it.
+    A token that is hidden now counts for the tokens behind it, whose rows saw it. If a layer has a state (`has_state`),
+    the hidden token counts itself: the state of the last token has all tokens in it.
     """
     n = min(known.shape[1], text.shape[1])
     differs = known[:, :n] != text[:, :n]

@@ -60,7 +60,7 @@ def _has_positions(
 ) -> npt.NDArray[np.bool_]:
     """Return which columns stand at the positions behind their padding, ``[batch, columns]``.
 
-    Without positions, models count all columns.
+    If no positions are given, models count all columns.
     """
     wanted = columns - begins
     has = np.ones(wanted.shape, np.bool_)

@@ -1,4 +1,4 @@
-"""What the `HFCache`s of one `KVCache` share: the copies of one, and those that one prefix cache serves."""
+"""`Turns`, which the `HFCache`s of one `KVCache` share: copies of a cache, and caches that a prefix cache serves."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Turns:
     """Knows whose batch is open, and hands out ids that no sequence has.
 
     A `KVCache` has one open batch at a time, and an `HFCache` keeps its batch open until somebody asks for its tokens.
-    So a pass that begins ends the complete pass before it, whosever that is, and waits for one that runs in another
-    thread.
+    So a pass that begins ends the complete pass before it, whichever cache made it. It waits for a pass that runs in
+    another thread.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Turns:
 
     @classmethod
     def of(cls, cache: KVCache) -> Turns:
-        """Return the one of a cache that prefix caches use as well; it must not keep the cache alive."""
+        """Return the `Turns` of a cache, which its prefix caches use as well. It must not keep the cache alive."""
         with _lock:
             turns = _known.setdefault(cache, cls())
             turns.new_id = partial(_core.new_sequence, cache._core)

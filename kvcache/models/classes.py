@@ -36,7 +36,7 @@ class Class(NamedTuple):
 
 
 UNKNOWN = Class({}, {}, {})
-# By type of model: values that classes.json lacks, or has otherwise. None: the field has no default.
+# Values that classes.json lacks, or that differ from it, by type of model. None: the field has no default.
 MORE: dict[str, dict[str, Any]] = {
     "chatglm": {"partial_rotary_factor": 0.5},
     "dbrx": {"kv_n_heads": 1, "rope_theta": None},
@@ -70,7 +70,7 @@ def _table() -> dict[str, Class]:
 
 
 def type_of(given: Mapping[str, Any]) -> Any:
-    """Return the type of model that a file says, or that one of its fields tells; None: neither."""
+    """Return the type of model that a file names or a field implies; None if there is neither."""
     return given.get("model_type") or next((name for field, name in TELLING.items() if field in given), None)
 
 

@@ -74,14 +74,14 @@ NAMES = {
     # Windows count the token itself, as llama.cpp has it. transformers' class of MiMo adds 1.
     "sliding_window": ("sliding_window", "sliding_window_size", "attention_window_size", "interleaved_sliding_window"),
 }  # fmt: skip
-# Names of a window's length, of which -1 and 0 say that there is none.
+# Names of a window's length; -1 and 0 say that there is no window.
 NO_WINDOW = {*NAMES["sliding_window"], "window_size"}
 # Fields under which a model of several parts nests the configuration of its text decoder.
 PARTS = ("text_config", "thinker_config", "decoder", "decoder_config", "generator", "llm_config", "language_config")
 ATTENTION = "attn_config"  # an object with fields of the attention, which count where the file has none beside it
 ENCODERS = ("encoder", "text_encoder")  # fields that hold the configuration of what the text decoder attends over
 TILES = ("max_num_tiles", "image_size", "patch_size")  # fields of a vision encoder
-# Fields of a model of several parts that count before those of its text decoder, by each name that they have.
+# Fields of a model of several parts that count before its text decoder's fields, by each of their names.
 OF_THE_WHOLE = {
     "dtype": ("dtype", "torch_dtype"),
     "tie_word_embeddings": ("tie_word_embeddings",),

@@ -20,9 +20,9 @@ SAMPLE = 4096  # bytes at each
 def fingerprint(path: str | os.PathLike[str]) -> str:
     """Return a name for a model that is the same wherever its files lie, and another one for another model.
 
-    It is a hash over a folder's ``config.json``, or over a GGUF's header; and over the size of each file of weights and
-    4 KiB at 256 places of it, evenly spread, so that a model and its fine-tuned version differ. Names and times of
-    files do not matter, nor do a folder's other files.
+    It is a hash over a folder's ``config.json``, or a GGUF's header, and over each file of weights. Of these it takes
+    the size and 4 KiB at 256 evenly spread places, so that a model and its fine-tuned version differ. Names and times
+    of files do not matter, nor do a folder's other files.
 
     Parameters
     ----------

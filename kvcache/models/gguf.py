@@ -3,11 +3,11 @@
 `kvcache.models.gguf_models` gives the metadata Hugging Face's names, and `kvcache.models.shapes` derives the layers'
 shapes.
 
-Reading trusts no file: every count and length is checked against the rest of the file, and against the limits of
-`kvcache.models.reading`, before anything is allocated or looped over. The arrays of a vocabulary are skipped, not
-decoded, so that a large one costs little; `read_array` decodes one. The file is not mapped, so a file that is cut while
-it is read raises an error. Tensors are located, not read. Versions 2 and 3 are supported, little-endian; the format is
-described at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+Reading trusts no file. Every count and length is checked before anything is allocated or looped over: against the rest
+of the file, and against the limits of `kvcache.models.reading`. The arrays of a vocabulary are skipped, not decoded, so
+that a large one costs little; `read_array` decodes one. The file is not mapped, so a file that is cut while it is read
+raises an error. Tensors are located, not read. Versions 2 and 3 are supported, little-endian; the format is described
+at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 >>> import struct, tempfile
 >>> name = b"general.architecture"

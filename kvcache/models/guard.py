@@ -32,7 +32,7 @@ OF_OTHERS = re.compile(
     r"|^linear_(num_)?(key_|value_)?head"
     r"|^(n_groups?|num_(limited_)?groups|n_(in|out)put_layers|output_|num_(mem|random)_|stagger_)"
 )
-# What OF_OTHERS must not find: parts of names whose first word says something of layers.
+# Parts of names that OF_OTHERS must not match, because their first word says something of layers.
 KEPT = re.compile("(group|window|head|key|value|kv|sink)_(?:size|lora|tokens)")
 # Fields that the reader need not ask for, in files of any type: others say the same, or they hold for all layers alike.
 HARMLESS = {
@@ -40,13 +40,13 @@ HARMLESS = {
     "max_window_layers", "mla_use_nope", "no_rope_layer_interval", "qk_nope_head_dim", "rope_scaling_layers",
     "share_q_dim", "use_cla", "use_gqa", "use_sliding_window",
 }  # fmt: skip
-# Such fields of types that transformers has a class of, whose real layers are compared with what is read.
+# Harmless fields of types that transformers has a class for: tests compare its real layers with what is read.
 HARMLESS_IN_CLASSES = {
     "_sliding_window_pattern", "attention_type", "attention_window", "cross_layer_interval", "global_head_dim",
     "indexer_types", "keep_window_size", "kv_source_layers", "local_radius",
     "num_sliding_attention_heads", "order_of_interleaved_layers", "qk_head_dim", "sliding_window_pattern",
 }  # fmt: skip
-# Such fields of other types.
+# Harmless fields of other types.
 HARMLESS_OF = {
     "hf_olmo": {"block_type"},
     "openelm": {"num_gqa_groups"},

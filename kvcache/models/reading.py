@@ -1,6 +1,6 @@
 """Open untrusted files, and limit the sizes that they may claim.
 
-Every model file and text goes through `open_file`, which takes regular files only and maps none: reading never waits
+Every model file and text goes through `open_file`, which takes regular files only and maps none. So reading never waits
 for a pipe or a device, and a file that shrinks while it is read is an error, not a crash. Every reader keeps the limits
 below. Together they limit the cost of a refused file to 200 MB of memory and two seconds, for files of up to 10 MB and
 sparse files of any size.

@@ -24,8 +24,8 @@ from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Poli
 
 __all__ = ["PREFILL_TOKENS", "Shape", "read"]
 
-# Tokens of a prompt that the runner feeds at once, and transformers where a model has windows, which hold them until
-# they are committed: enough for efficient matrix products, few beside a window.
+# Tokens of a prompt that the runner feeds at once; transformers too, if a model has windows.  They are enough for
+# efficient matrix products, and few beside the window, which holds them until they are committed.
 PREFILL_TOKENS = 512
 PACKED = "quantization_config"  # a field with which weights may be packed into other shapes
 

@@ -1,8 +1,8 @@
 """Read a model's weights as float32, from safetensors or GGUF, under Hugging Face's names.
 
 The package ``gguf``, imported when a file needs it, decodes the blocks of quantised GGUF files. Safetensors are decoded
-here, each tensor when it is taken: the package ``safetensors`` either maps the file, so that cutting the file meanwhile
-kills the process, or takes several times the file's size in memory.
+here, each tensor when it is taken. The package ``safetensors`` either maps the file, so that cutting the file kills the
+process, or takes several times the file's size in memory.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class _Stored:
 class Tensors:
     """The tensors of a folder or a GGUF file; each is taken once, in the shape that the configuration implies.
 
-    Raises `ModelFileError` if a file is missing or damaged, a tensor has an unsupported type, or two tensors overlap,
-    and ``ImportError`` if a package that reads the file is not installed.
+    Raise `ModelFileError` if a file is missing or damaged, a tensor has an unsupported type, or two tensors overlap.
+    Raise ``ImportError`` if a package that reads the file is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,7 +99,7 @@ class Tensors:
     def finish(self, *unused: str) -> None:
         """Refuse tensors that were neither taken nor named `unused`.
 
-        A model without one of its biases or norms gives text that is wrong and looks right.
+        A model without one of its biases or norms gives wrong text that looks right.
         """
         names = {self._name(name) for name in unused}
         for name in self._stored:

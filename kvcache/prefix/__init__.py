@@ -1,7 +1,7 @@
 """Prompts that begin as earlier ones did are not computed again: `PrefixCache` keeps what sequences leave behind.
 
-`cache` is what users see, over the core's prefixes (src/prefix/); `keys` turns tokens into arrays, and names the model
-and the cache; `fetching` gets blocks from a store, and `watch` carries new ones there.
+`cache` is the face that users see, over the core's prefixes (src/prefix/). `keys` turns tokens into arrays, and names
+the model and the cache. `fetching` gets blocks from a store, and `watch` carries new blocks there.
 """
 
 from kvcache.prefix.cache import PrefixCache, PrefixEvent, PrefixStats

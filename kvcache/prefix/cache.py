@@ -37,7 +37,7 @@ MOST_BLOCK_SIZE = 1024  # tokens; rows are found, kept and dropped by whole bloc
 
 @dataclass(frozen=True)
 class PrefixStats:
-    """What a prefix cache has done, and holds.
+    """Counts of what a prefix cache has done, and of what it holds.
 
     Attributes
     ----------
@@ -165,12 +165,12 @@ class PrefixCache:
     A method that takes tokens raises TypeError and MemoryError as `acquire` does, and ValueError for an argument out of
     range. Once the cache is closed, methods raise ValueError. `flush` and `close` do not.
 
-    A match ends where every layer has what a query there sees: all rows before it, or those of its window. So a prompt
-    can be resumed in the middle of an earlier one although its windows have moved on since. Of a block that is not the
-    same to its end, the first tokens are matched.
+    A match ends where every layer has the rows that a query there sees: all rows before it, or the rows of its window.
+    So a prompt can be resumed in the middle of an earlier one although its windows have moved on since. If a block is
+    not the same to its end, its first tokens are matched.
 
-    A block is named by BLAKE2b of its tokens, all tokens before it, the fingerprint, the shape and types of the cache,
-    and the salt, so that equal names mean equal rows; Python's ``hash`` is not used.
+    The name of a block is BLAKE2b of its tokens, all tokens before it, the fingerprint, the shape and types of the
+    cache, and the salt. So equal names mean equal rows. Python's ``hash`` is not used.
 
     Examples
     --------
@@ -283,7 +283,7 @@ class PrefixCache:
 
     @property
     def identity(self) -> bytes:
-        """What rows depend on besides tokens: the model, and how the cache stores its rows.
+        """Everything that rows depend on besides tokens: the model, and how the cache stores its rows.
 
         A program in C shares a store with this prefix cache if its cache has the same layers, and its fingerprint,
         `salt` and `secret` are the same. In place of the fingerprint it may give this identity, as
@@ -360,7 +360,7 @@ class PrefixCache:
     def release(self, seq_id: SupportsIndex, tokens: Tokens) -> None:
         """Give a sequence back: its blocks stay for prompts to come, and the sequence ends.
 
-        Nothing happens to a sequence that holds nothing, such as one that was released or cleared before.
+        A sequence that holds nothing stays as it is, for example after an earlier release or `clear`.
 
         Parameters
         ----------
@@ -383,8 +383,8 @@ class PrefixCache:
     def checkpoint(self, seq_id: SupportsIndex, tokens: Tokens, state: Buffer = b"") -> None:
         """Keep the blocks of a sequence, which goes on, and the recurrent state of the model after these tokens.
 
-        For example before the last token of a prompt, since `acquire` never matches the last one, at the end of an
-        answer, and every few thousand tokens of a long prompt. Of the states within a block, the last goes to a store.
+        Good places are before the last token of a prompt (`acquire` never matches the last one), at the end of an
+        answer, and every few thousand tokens of a long prompt. A store gets the last state within each block.
 
         Parameters
         ----------
@@ -432,10 +432,10 @@ class PrefixCache:
     def lookup(self, tokens: Tokens, *, store: bool = False, rows: bool = False) -> int:
         """Return how many of the first tokens are known, without taking anything.
 
-        With `store`, also in the store, which is asked what it has, for at most `timeout` seconds, and not read: where
-        `state_bytes` is given, `acquire` may match less, as it needs a state. With `rows`, as many as have rows in
-        memory, also behind the last state: where these are more, another prompt began alike, and a `checkpoint` there
-        lets the next such prompt go on from it.
+        With `store`, tokens in the store count too. The store is asked which blocks it has, for at most `timeout`
+        seconds; no value is read. With `state_bytes`, `acquire` may match less, because it needs a state. With `rows`,
+        tokens that have rows in memory count, also behind the last state. If they are more than the known tokens,
+        another prompt began alike, and a `checkpoint` there lets the next such prompt resume from it.
         """
         given = arrays_of(tokens)
         matched, with_rows = self._prefix.lookup(*given)
@@ -463,7 +463,7 @@ class PrefixCache:
         return events + [PrefixEvent("written", name) for name in written]
 
     def new_sequence(self) -> int:
-        """Return an id for a sequence that nobody uses, such as a fork of one that was acquired."""
+        """Return an unused id for a sequence, such as a fork of an acquired sequence."""
         return _core.new_sequence(self._core)
 
     def note_inexact(self, seq_id: SupportsIndex, position: SupportsIndex) -> None:
@@ -480,7 +480,8 @@ class PrefixCache:
         """Pin the known tokens of a prompt, such as a system prompt: their blocks and state are not evicted.
 
         Return the number of these tokens. If it is 0, nothing is pinned. If only the first tokens of a block are the
-        prompt's, the whole block is pinned. Pin the prompt again once more of it is known. `unpin` takes back one call.
+        prompt's, the whole block is pinned. Pin the prompt again when more tokens of it are known. `unpin` takes back
+        one call.
         """
         return self._prefix.pin(*arrays_of(tokens))
 
@@ -549,8 +550,8 @@ class PrefixCache:
     def close(self, timeout: SupportsFloat = 10.0) -> bool:
         """Write what waits to be written to the store, for at most so many seconds, and drop all blocks.
 
-        From then on the store is neither read nor written. In memory, `acquire` and `release` go on as before. Return
-        whether the store took every full block, as `flush` does.
+        After this call the store is neither read nor written. In memory, `acquire` and `release` go on as before.
+        Return whether the store took every full block, as `flush` does.
         """
         seconds = _seconds(timeout)
         self._store_new()
@@ -561,7 +562,7 @@ class PrefixCache:
 
     @property
     def stats(self) -> PrefixStats:
-        """What has happened so far, and what there is now."""
+        """Counts of what has happened so far, and of what the cache holds now."""
         return PrefixStats(
             **self._prefix.stats(),
             fetched=0 if self._fetching is None else self._fetching.num_fetched,
@@ -570,7 +571,7 @@ class PrefixCache:
 
 
 class _Written:
-    """Names of blocks that the thread which writes to the store has written, the last ones of so many."""
+    """The names of the last `most` blocks that the writing thread stored."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -592,7 +593,7 @@ class _Written:
 
 
 def _some(tokens: Tokens) -> Arrays:
-    """Return tokens as arrays; raise ValueError if there are none."""
+    """Return tokens as arrays. Raise ValueError for an empty prompt."""
     given = arrays_of(tokens)
     if not len(given[0]):
         raise ValueError("tokens is empty: a prompt has at least one token")

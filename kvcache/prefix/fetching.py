@@ -34,7 +34,7 @@ class Fetching:
         self.num_fetched = 0  # tokens
 
     def fetch(self, tokens: Arrays, num_tokens: int) -> None:
-        """Get the full blocks of a prompt's first tokens that follow those that are there."""
+        """Get the full blocks of a prompt's first tokens that follow the blocks in memory."""
         num_forgets = self._client.num_forgets
         first, missing = self._prefix.missing(*tokens, num_tokens)
         timeout = self._time_for(len(missing))
@@ -53,7 +53,7 @@ class Fetching:
             num, timeout = at_once, deadline - time.monotonic()
 
     def _fetch_part(self, tokens: Arrays, first: int, names: list[str], timeout: float, num_forgets: int) -> bool:
-        """Read blocks from the store, and add them, up to one that is missing; return whether none is.
+        """Read blocks from the store and add them, up to the first missing block. Return whether all were found.
 
         None is added once a prompt was forgotten: it may have been read before that.
         """

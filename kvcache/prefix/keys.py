@@ -21,7 +21,7 @@ NAME_SIZE = 32
 
 
 def arrays_of(tokens: Tokens, most: int | None = None) -> Arrays:
-    """Return tokens, or the first `most`, as the core takes them: ids, and digests in place of those that are none.
+    """Return tokens, or the first `most`, as the core takes them: ids, and digests for tokens that are not ids.
 
     A token that is no 64-bit integer has a digest of 32 bytes.
 
@@ -46,7 +46,7 @@ def arrays_of(tokens: Tokens, most: int | None = None) -> Arrays:
 
 
 def _as_integers(tokens: Tokens, most: int | None = None) -> npt.NDArray[np.int64] | None:
-    """Return the tokens, or the first `most`, as 64-bit integers; None if one of them is none."""
+    """Return the tokens, or the first `most`, as 64-bit integers; None if one of them is not an integer."""
     if isinstance(tokens, bytes | bytearray):  # each byte is a token
         tokens = np.frombuffer(tokens, np.uint8)
     if isinstance(tokens, memoryview) or hasattr(tokens, "__array__"):  # of NumPy, of torch

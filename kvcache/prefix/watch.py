@@ -30,7 +30,7 @@ class Watch:
     def __init__(self, core: _core.Cache) -> None:
         self.tokens_per_second: float | None = None  # of batches of many tokens, recent ones counting most
         self._core = core
-        # By `Prefix.user`: the owner of each prefix, and the function that queues its blocks.
+        # The owner of each prefix, and the function that queues its blocks, by `Prefix.user`.
         self._puts: dict[int, tuple[weakref.ref[object], Callable[..., object]]] = {}
         self._new: deque[tuple[int, str, int]] = deque()  # blocks that wait to be queued
         self.begin()

@@ -1,7 +1,7 @@
 """Run a Llama-family model in NumPy through a `KVCache`, for the examples and the command line.
 
-`Llama` is the model, `generate` is the loop over its tokens, `sample` draws each token, `seconds_without_cache` and
-`compare_dtypes` measure, and `run` uses them all: it streams a text, and ends with a table if that is asked for.
+`Llama` is the model, `generate` is the loop over its tokens, and `sample` draws each token. `seconds_without_cache` and
+`compare_dtypes` measure. `run` uses them all: it streams a text, and ends with a table on request.
 """
 
 from kvcache.runner.evaluate import (

@@ -48,7 +48,7 @@ class Fidelity:
 
 
 def fidelity(passes: Iterable[F32], exact: Sequence[F32], texts: Sequence[Sequence[int]]) -> Fidelity:
-    """Compare a model's logits with those of an f32 cache.
+    """Compare a model's logits with the logits from an f32 cache.
 
     Parameters
     ----------

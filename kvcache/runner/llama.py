@@ -137,7 +137,7 @@ def _policy(fields: Fields, layers: Sequence[Layer]) -> tuple[FullAttention | Sl
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer's weights; matrices are [out, in], and matrices with the same input are stacked."""
+    """The weights of a layer. Matrices are [out, in], and matrices with the same input are stacked."""
 
     attention_norm: F32  # [hidden]
     qkv: F32  # [(num_heads + 2 num_kv_heads) * head_dim, hidden]

@@ -55,7 +55,7 @@ class Session:
             self._saved = self._read()
 
     def _read(self) -> state.SavedState:
-        """Read what the file says of itself; refuse one that no session of this model wrote."""
+        """Read the file's own description. Refuse a file that no session of this model wrote."""
         with self._refusing():
             saved = state.inspect(self.path)
             if saved.fingerprint != self._fingerprint:

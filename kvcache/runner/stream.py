@@ -214,9 +214,9 @@ def _stream(
 def _begin(
     text: _Text, prompt: bytes, num_tokens: int, on_prefill: Callable[[int, int], None] | None
 ) -> Callable[[int, int], None] | None:
-    """Write a prompt; one of several batches only after the last of them, by the function to call after each.
+    """Write a prompt.  A prompt of several batches is written after the last one, by the function to call after each.
 
-    What `on_prefill` shows meanwhile then begins a line, and may be erased without the prompt's last one.
+    So the bar of `on_prefill` begins a line, and erasing it does not erase the prompt's last line.
     """
     if on_prefill is None or num_tokens <= llama.PREFILL_TOKENS:
         text.write(prompt)
@@ -241,7 +241,7 @@ def _notice_limits(config: LlamaConfig, options: Options, num_tokens: int, *, fu
 
 @dataclass(frozen=True)
 class _Measuring:
-    """What is measured after a text: its tokens, its model, and the folder with a text to compare the types on."""
+    """A measurement after a text: its tokens, its model, and the folder with a text to compare the types on."""
 
     model: Llama
     tokenizer: Tokenizer
@@ -252,7 +252,7 @@ class _Measuring:
 def _tabulate(out: TextIO, report: Report, asked: _Measuring | None) -> bool:
     """Write the table, each line as soon as it is measured; return False if an interrupt ended the measuring.
 
-    Without `asked` nothing more is measured: an interrupt ended the text.
+    If `asked` is not given, nothing more is measured: an interrupt ended the text.
     """
 
     def write(*lines: str) -> None:

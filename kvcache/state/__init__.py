@@ -84,7 +84,7 @@ def save(
 
 
 def sequences_to_save(core: _core.Cache, seq_ids: Any, tokens: Any) -> list[int] | None:
-    """Return the ids that the arguments of `KVCache.save` name, None for all; raise if one of them is wrong."""
+    """Return the ids that the arguments of `KVCache.save` name, or None for all. Raise if an id is wrong."""
     if seq_ids is None and tokens is None:
         return None
     if tokens is not None and not isinstance(tokens, Mapping):

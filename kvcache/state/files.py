@@ -168,7 +168,8 @@ def _mode_of(path: StrPath) -> int | None:
 def replacing(path: StrPath) -> Iterator[BinaryIO]:
     """Open a file that takes the place of another, as a whole, once all is written and on the disk.
 
-    It gets the other's mode; where there is none, only its owner may read it, since tokens and rows tell what was said.
+    It gets the mode of the file that it replaces. A new file can be read by its owner only, since tokens and rows tell
+    what was said.
     """
     check_path(path)
     try:

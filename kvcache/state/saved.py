@@ -1,4 +1,4 @@
-"""What a saved state says of itself: its layers, limits, sequences and tensors."""
+"""The description in a saved state: its layers, limits, sequences and tensors."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class SavedSequence:
 
 @dataclass(frozen=True)
 class SavedState:
-    """What a saved state says of itself, without its rows.
+    """The description in a saved state, without its rows.
 
     Attributes
     ----------
@@ -183,7 +183,7 @@ def read_states(path: StrPath, wanted: int) -> list[SavedState]:
 
 
 def states_of(saved: SavedState, wanted: int) -> list[SavedState]:
-    """Return a state and the one that follows it; raise unless there are so many."""
+    """Return a state and the state that follows it. Raise unless there are exactly that many."""
     if wanted == 2 and saved.following is None:
         raise StateFormatError("has no rows of an encoder: HFCache.load or KVCache.load reads it")
     if wanted == 1 and saved.following is not None:
@@ -235,7 +235,7 @@ def _header(file: StateFile, place: int) -> tuple[dict[str, Any], int]:
 def _check_length(file: StateFile, begin: int, length: int) -> None:
     """Raise if a header is longer than the layers need: reading it could take many times its length in memory.
 
-    begin: of the tensors, the first two of which are the tables of the state and of its layers.
+    begin: offset of the tensors.  The first two are the tables of the state and of its layers.
     """
     num_layers = int.from_bytes(file.read(begin, 8), "little")
     begin, end = begin + STATE_BYTES, begin + STATE_BYTES + num_layers * LAYER_BYTES
@@ -286,7 +286,7 @@ def _read_tables(file: StateFile, place: int) -> SavedState:
 
 
 def _layers_of(rows: list[list[int]], inv_freq: npt.NDArray[np.float64]) -> Iterator[Layer]:
-    """Read the layers; those of one rope get the same object, and no two ropes have frequencies in common."""
+    """Read the layers. Layers of one rope get the same object, and no two ropes have frequencies in common."""
     named = [tuple(row[16:21]) for row in rows]  # by the kind, interleaved, first_dim, num_freqs and their place
     frequencies = {rope: inv_freq[rope[4] : rope[4] + rope[3]] for rope in named if rope[0] == 2}
     if sum(map(len, frequencies.values())) > len(inv_freq):

@@ -1,13 +1,13 @@
 """Stores, in which prefixes outlive the process and are shared between machines.
 
-A store is any mutable mapping of str to bytes that can be used by several threads at once: those in this package, or
-any other, such as those of zict and fsspec. `kvcache.PrefixCache` takes one as `store`, and uses it through a client,
-which all prefix caches that are given the same store share: a store that is slow, full, gone or wrong costs speed,
-never correctness.
+A store is any mutable mapping of str to bytes that several threads can use at once: a class of this package, or a
+mapping of another library, such as zict or fsspec. `kvcache.PrefixCache` takes it as `store`, and uses it through a
+client. All prefix caches that are given the same store share the client. A store that is slow, full, gone or wrong
+costs speed, never correctness.
 
-A mapping may have methods for many keys at once, which are called in place of the others: ``get_many(keys)``, which
-returns a dict of what is there, ``set_many(items)``, which takes a dict, and ``read_many(keys, most)``, which returns a
-dict as well, with no more than the first `most` bytes of each value.
+A mapping may have methods for many keys at once, and then they are called. ``get_many(keys)`` returns a dict of the
+values found. ``set_many(items)`` takes a dict. ``read_many(keys, most)`` returns a dict of the first `most` bytes of
+each value found.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def has(store: Mapping[str, bytes], key: str) -> bool:
 
 
 def write_many(store: MutableMapping[str, bytes], items: Mapping[str, bytes]) -> None:
-    """Store some values. One that is refused, such as for its size, keeps out no others."""
+    """Store some values. A value that is refused, for example for its size, keeps out no others."""
     if hasattr(store, "set_many"):
         store.set_many(dict(items))  # which the mapping may change
         return

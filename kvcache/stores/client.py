@@ -1,12 +1,12 @@
 """Stand between prefix caches and a store, so that a fault of the store costs speed and nothing else.
 
-The store's methods are called by threads of the client's own: a few that read, and one that writes and deletes, so that
-neither waits for the other. Callers wait for reads no longer than they say, and never for writes. Reading and writing
-have a circuit breaker each: after some failures in a row the store is left alone for a while, then asked once more, in
-the background; whenever that fails, too, the while doubles, up to a limit. A store that is full still reads.
+The client calls the store's methods in its own threads: a few read, and one writes and deletes. So neither waits for
+the other. Callers wait for reads no longer than they say, and never for writes. Reading and writing have a circuit
+breaker each. After some failures in a row the store is left alone for a while, then asked once more, in the background.
+Each further failure doubles the while, up to a limit. A store that is full still reads.
 
-All clients of one store have these threads, queues and breakers in common, and what one is reading is not read again.
-What a store hands out is taken only if it is what was stored (`kvcache.stores.values`); otherwise it is deleted.
+All clients of one store share these threads, queues and breakers, and a value that one of them is reading is not read
+again. A value is taken only if it proves to be the stored one (`kvcache.stores.values`); otherwise it is deleted.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ logger = logging.getLogger("kvcache")
 
 @dataclass(frozen=True)
 class StoreStats:
-    """What happened between a prefix cache and its store.
+    """Counts of what a prefix cache and its store did.
 
-    What several prefix caches ask for at once is read for one of them, which counts the bytes, errors and values that
-    were refused. `latency`, `bandwidth`, `reading` and `writing` are the store's, whoever uses it.
+    A key that several prefix caches ask for at once is read for one of them. That one counts the bytes, errors and
+    refused values. `latency`, `bandwidth`, `reading` and `writing` are the store's, whoever uses it.
 
     Attributes
     ----------
@@ -131,7 +131,7 @@ class StoreClient:
         Keys are read in this order; later answers are dropped. With `stop_at_miss` a key is of no use without those
         before it: reading ends where one is missing, though the same call of the store may have brought more. The store
         has failed if it has not answered within `patience` seconds, by default `timeout`: for callers who wait less
-        than it may take. Where clients differ, the most patient one is right.
+        than it may take. If clients differ, the most patient one is right.
         """
         timeout = min(timeout, threading.TIMEOUT_MAX)
         patience = timeout if patience is None else patience
@@ -148,8 +148,8 @@ class StoreClient:
     def seconds_for(self, num_keys: int, nbytes: int) -> float | None:
         """Return how long reading this many values of so many bytes in all will take, by what recent reads took.
 
-        If no read was measured in the last 30 seconds, as long as the one under way has taken already; None if there is
-        none: then one is worth trying. Infinity while the store is left alone.
+        If no read was measured in the last 30 seconds, return the time that the read under way has taken so far. If no
+        read is under way, return None: a read is worth trying. Return infinity while the store is left alone.
         """
         return self._shared.reader.seconds_for(self._tenant, num_keys, nbytes)
 
@@ -162,11 +162,11 @@ class StoreClient:
     ) -> bool:
         """Queue a value to be written, and return whether it was queued; never wait.
 
-        `make_value` returns the payload, in parts that are joined, or None if there is none any more. It is called
-        later, in the thread that writes, unless the value is dropped before; `written`, which must not raise, is called
-        with the key once the store has it. `join` gets the payload and the stored payload, if the store has one. It
-        returns the payload to write, or None if the stored one already has everything. If the key waits to be deleted
-        because it was forgotten, it is read again once the value is stored.
+        `make_value` returns the payload, in parts that are joined, or None if it is gone. It is called later, in the
+        thread that writes, unless the value is dropped before. `written`, which must not raise, is called with the key
+        once the store has it. `join` gets the payload and the stored payload, if the store has one. It returns the
+        payload to write, or None if the stored one already has everything. If the key waits to be deleted because it
+        was forgotten, it is read again once the value is stored.
         """
         number = self._shared.doomed.number(key)
         return self._shared.writer.add(Write(self._tenant, key, make_value, written, join, number))
@@ -192,7 +192,7 @@ class StoreClient:
         return self._shared.doomed.forgetting(self._tenant)
 
     def delete_doomed(self) -> None:
-        """Queue the deletion of these keys, also of those that the store failed to delete before."""
+        """Queue the deletion of these keys, and of keys that the store failed to delete before."""
         for key, number in self._shared.doomed.items():
             self._shared.delete(self._tenant, key, number)
 
@@ -251,7 +251,7 @@ class _Shared:
         self.writer = Writer(self.store, self.lock, self.warn, self.doomed, self._settle)
 
     def delete(self, tenant: Tenant, key: str, number: int) -> None:
-        """Queue the deletion of a doomed key, unless that of this forgetting waits already."""
+        """Queue the deletion of a doomed key, unless this forgetting has queued it already."""
         with self.lock:
             before, write = self._deletions.get(key, (0, None))
             if before == number and write is not None and not write.is_ended:

@@ -37,15 +37,16 @@ class DirectoryStore(MutableMapping[str, bytes]):
     """A mapping of str to bytes in files of one folder.
 
     A value is written to a temporary file, which then takes its name, so that nobody reads half a value. Any number of
-    processes and threads may use a folder at the same time; one that is killed leaves at most a temporary file, which
-    is removed when somebody opens the folder again.
+    processes and threads may use a folder at the same time. A process that is killed leaves at most a temporary file,
+    which is removed when the folder is opened again.
 
-    Nothing is synced to the disk: a cache that is lost in a power cut is computed again, and waiting for the disk takes
-    many times as long as writing. A file that was torn by it is not as long as it says, and counts as missing.
+    Nothing is synced to the disk: values that are lost in a power cut are computed again, and waiting for the disk
+    takes many times as long as writing. A power cut may tear a file. It is then not as long as it says, and counts as
+    missing.
 
-    Only files with names of its own kind are read, replaced or removed, and links are not followed; a hard link that
-    takes the place of ``usage.lock`` is an error. Files are readable for their owner alone, because keys and values
-    tell what was in the prompts.
+    Only files with names of its own kind are read, replaced or removed. Links are not followed. A hard link in the
+    place of ``usage.lock`` is an error. Files are readable for their owner alone, because keys and values tell what was
+    in the prompts.
 
     Parameters
     ----------
@@ -173,7 +174,7 @@ class DirectoryStore(MutableMapping[str, bytes]):
             return default
 
     def popitem(self) -> tuple[str, bytes]:
-        """Remove a value and return it with its key, once for all who do so; raise a KeyError if there is none."""
+        """Remove a value and return it with its key, once for all callers. Raise a KeyError if it is missing."""
         while (key := next(iter(self), None)) is not None:
             with contextlib.suppress(KeyError):  # somebody else came first
                 return key, self.pop(key)
@@ -239,9 +240,9 @@ class _File(NamedTuple):
 class _Locked:
     """An open file, which may be locked; closed with the object, too, for an interrupt may keep ``__exit__`` away.
 
-    The lock belongs to the open file, which a child that is forked meanwhile has open as well. So it is given back, not
-    only closed; and a child closes what it got. (POSIX locks would not be inherited, but lost as soon as anything in
-    the process closes the same file, and keep no threads apart.)
+    The lock belongs to the open file, which a child that is forked meanwhile has open as well. So the lock is given
+    back, not only closed; and a child closes the descriptors that it inherited. (POSIX locks would not be inherited,
+    but lost as soon as anything in the process closes the same file, and keep no threads apart.)
     """
 
     file = -1
@@ -368,7 +369,7 @@ def _name_of(key: str) -> str:
 
 @contextlib.contextmanager
 def _opened(folder: files.Folder, name: str, key: str) -> Iterator[int]:
-    """Open a regular file for reading; a KeyError if there is none of this name."""
+    """Open a regular file for reading. Raise a KeyError if no file has this name."""
     try:
         file = files.open_file(folder, name, os.O_RDONLY)
     except OSError as error:
@@ -402,7 +403,7 @@ def _read_exactly(file: int, size: int) -> bytes | None:
 
 
 def _read_value(file: int, size: int | None, key: str, most: int) -> bytes:
-    """Return the first `most` bytes of a value of which `_size_of_value` was asked; a KeyError if there is none."""
+    """Return the first `most` bytes of a value whose size `_size_of_value` returned; a KeyError if it is None."""
     value = None if size is None else _read_exactly(file, min(size, most))
     if value is None:
         raise KeyError(key)
@@ -410,7 +411,7 @@ def _read_value(file: int, size: int | None, key: str, most: int) -> bytes:
 
 
 def _remove_value(usage: _Usage, name: str, key: str) -> None:
-    """Remove a value's file, whatever is in it; a KeyError if there is none."""
+    """Remove a value's file, whatever it holds. Raise a KeyError if it is missing."""
     size, before = _size_of(usage.folder, name), usage.total
     if not files.unlink(usage.folder, name):
         raise KeyError(key)
@@ -423,7 +424,7 @@ def _remove_value(usage: _Usage, name: str, key: str) -> None:
 
 
 def _size_of_value(file: int, key: str) -> int | None:
-    """Return the bytes of the value that follows; None if the file is of another key, or not as long as it says."""
+    """Return the size of the value that follows; None if the file has another key, or another length than it says."""
     encoded = encode_key(key)
     size = os.fstat(file).st_size - HEADER.size - len(encoded)
     if size < 0:
@@ -433,7 +434,7 @@ def _size_of_value(file: int, key: str) -> int | None:
 
 
 def _read_key(file: int) -> str | None:
-    """Return the key; None if the file is not as long as it says, or claims more than a key may have."""
+    """Return the key; None if the file has another length than it says, or claims too long a key."""
     header = os.read(file, HEADER.size)
     if len(header) == HEADER.size:
         magic, key_size, size = HEADER.unpack(header)

@@ -21,7 +21,7 @@ MOST_WAIT = 1.0  # seconds for what another thread adds, which an interrupt may 
 class Doomed:
     """The keys of a store that wait to be deleted: until that is done, nothing is read of them.
 
-    What was read before they were found is not added to a cache, either: see `adding`.
+    Values read before these were found are not added to a cache either: see `adding`.
     """
 
     def __init__(self) -> None:

@@ -134,7 +134,7 @@ else:
 def _when_free(call: Callable[..., T], *arguments: object, **keywords: object) -> T:
     """Call a function of the system; on Windows again, for a second, while others have the file open.
 
-    Such a file can neither be replaced nor, once it was removed, be made anew.
+    While it is open, a file cannot be replaced. Nor can it be made anew after it was removed.
     """
     deadline = time.monotonic() + BUSY_WAIT
     while True:

@@ -1,8 +1,8 @@
 """Read values from a store for all who ask, each key once at a time, in a few threads.
 
 A request is a `Read`, and waits until each of its keys has an answer. Reads take turns: a thread takes the next keys of
-one, as many as one call of the store is for, and leaves out those that another thread is reading. What the call brings
-goes to every read that waits for these keys.
+a read, enough for one call of the store. It leaves out keys that another thread is reading. The answers go to every
+read that waits for these keys.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Call:
 
 
 class Reader:
-    """The threads that read from a store, and those who wait for them.
+    """The threads that read from a store, and the callers that wait for them.
 
     `warn` takes what happened or an error, and `refuse` a tenant, a key, and why its value was not taken. Both are
     called without the lock.
@@ -138,7 +138,7 @@ class Reader:
         return calls.keys_per_call(tenant.value_bytes) if self._reads_many else 1
 
     def _may_probe(self) -> bool:
-        """Return whether the store may be asked once more; not while it has not even answered what it was asked."""
+        """Return whether the store may be asked once more. It may not while an earlier question is unanswered."""
         return self.worker.is_idle and self.worker.breaker.may_probe
 
     def _admit(self, read: Read) -> bool:
@@ -185,7 +185,7 @@ class Reader:
         return all(seconds >= other.patience for other in self._tenants.alive() if not other.is_closed)
 
     def _end(self, read: Read) -> None:
-        """Let nobody wait for a read, nor for what it has no answer to."""
+        """Let nobody wait for a read, or for its unanswered keys."""
         read.is_done = True
         self._forget(read, read.wanted)
 
@@ -287,7 +287,7 @@ class Reader:
         return self._judge(call)
 
     def _answer(self, read: Read, key: str, payload: memoryview | None) -> None:
-        """Take the answer to one of a read's keys; with `stop_at_miss` none behind a miss is wanted any more."""
+        """Take the answer to one of a read's keys. With `stop_at_miss`, keys behind a miss are no longer wanted."""
         place = read.wanted.pop(key)
         if payload is not None:
             read.found[key] = payload

@@ -28,7 +28,7 @@ class Speed:
         self.last = time.monotonic()
 
     def line(self) -> tuple[float, float] | None:
-        """Return the seconds of a read of nothing, and those of each byte; None if nothing was read."""
+        """Return the seconds of an empty read, and the seconds of each byte; None if nothing was read."""
         if not self.count:
             return None
         if not self.mean_bytes:

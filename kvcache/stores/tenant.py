@@ -1,4 +1,4 @@
-"""`Tenant`: one of those who share a store, what its values are bound to, and what was counted for it."""
+"""`Tenant`: one user of a shared store, what its values are bound to, and its counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Tenant"]
 
 @dataclass(eq=False)
 class Tenant:
-    """What is needed to make and to check a tenant's values, and its share in what happened.
+    """What makes and checks a tenant's values, and the tenant's counts.
 
     `digest` stands for the model and the shape, `secret` is the key of the MAC, and no payload has more than
     `most_bytes`. All other fields are used under the store's lock.
@@ -32,7 +32,7 @@ class Tenant:
 
     @property
     def most_to_read(self) -> int:
-        """The most bytes to read of a value: of one that is too long a part, which is refused as any that was cut."""
+        """The most bytes to read of a value.  A longer value is cut, and refused like any cut value."""
         return values.HEADER_SIZE + self.most_bytes + 1
 
     def name(self, key: str) -> tuple[object, ...]:

@@ -27,13 +27,13 @@ logger = logging.getLogger("kvcache")
 class Tiered(MutableMapping[str, bytes]):
     """A mapping of str to bytes in several stores, the fastest first.
 
-    A value is read from the first tier that has it, and kept in those before. It is written to all, and deleted from
-    all. A tier that fails costs speed: after 3 failures in a row it is left alone for a second, then twice as long each
-    time, up to 30. Reading and writing raise an error, that of the first tier, where every tier fails; deleting, and
-    listing the keys, where any does.
+    A value is read from the first tier that has it, and kept in the tiers before. It is written to all, and deleted
+    from all. A tier that fails costs speed: after 3 failures in a row it is left alone for a second, then twice as long
+    each time, up to 30. Reading and writing raise the first tier's error if every tier fails. Deleting, and listing the
+    keys, raise an error if any tier fails.
 
-    A tier that failed to take a value may have an older one of its key, and answers with it where the tiers before it
-    lack the key. A prefix cache's keys name what they stand for, and have no older values.
+    A tier that failed to take a value may have an older value of the key. It answers with that value if the tiers
+    before it lack the key. A prefix cache's keys name what they stand for, and have no older values.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class Tiered(MutableMapping[str, bytes]):
                 raise TypeError(f"a tier is a {type(tier).__name__}: a mutable mapping of str to bytes is needed")
         self.tiers = tiers
         self._tiers = [_Tier(tier) for tier in tiers]
-        # By the id of each call under way: the keys that were deleted meanwhile, and those to delete; None: all keys.
+        # By the id of each call under way: keys deleted meanwhile, and keys to delete.  None stands for all keys.
         self._reads: dict[int, set[str | None]] = {}
         self._deletions: dict[int, str | None] = {}
 
@@ -110,7 +110,7 @@ class Tiered(MutableMapping[str, bytes]):
     def read_many(self, keys: Iterable[str], most: int | None = None) -> dict[str, bytes]:
         """Return the values that there are of these keys, with one call of each tier that takes many keys at once.
 
-        Of longer ones, where the tier can, the first `most` bytes; only values of fewer are kept in faster tiers.
+        A tier that can returns the first `most` bytes of longer values.  Faster tiers keep shorter values only.
         """
         deleted: set[str | None] = set()
         self._reads[id(deleted)] = deleted
@@ -156,7 +156,7 @@ class Tiered(MutableMapping[str, bytes]):
 
     @contextlib.contextmanager
     def _deleting(self, key: str | None) -> Iterator[None]:
-        """Let reads under way, and those that begin meanwhile, keep no value of a key; None: of any."""
+        """Let reads under way, and reads that begin meanwhile, keep no value of a key (None: of any key)."""
         own = object()
         self._deletions[id(own)] = key
         try:
@@ -189,7 +189,7 @@ class Tiered(MutableMapping[str, bytes]):
             self._use_all(lambda store: store.clear())
 
     def _use_all(self, use: Callable[[MutableMapping[str, bytes]], None]) -> None:
-        """Use all tiers, those that are left alone too; then raise what the first raised that failed."""
+        """Use all tiers, even those left alone; then raise the error of the first tier that failed."""
         failures: list[Exception] = []
         for store in self.tiers:
             try:

@@ -104,8 +104,8 @@ class ValkeyStore(MutableMapping[str, bytes]):
     def _client(self) -> Iterator[Any]:
         """Yield the client; another one in a forked child, because locks of this one may be held for ever there.
 
-        After an error of a cluster the next call makes another client, which learns anew who has what from the nodes
-        of the address: a client forgets nodes that failed, and once it has forgotten all, it learns of no others.
+        After an error of a cluster the next call makes another client, which asks the nodes of the address again who
+        has what. The old client forgets nodes that failed, and once it has forgotten all, it learns of no others.
         """
         found = self._client_and_process  # another thread's call may end with an error of its own meanwhile
         if found is None or found[1] != os.getpid():
@@ -122,7 +122,7 @@ class ValkeyStore(MutableMapping[str, bytes]):
         host, port = self._nodes[0]
         if not self._is_cluster:
             return self._valkey.Valkey(host, port, ssl=self._tls, ssl_check_hostname=self._tls, **options)
-        # Of a cluster the client drops ssl_check_hostname, unless its pools of connections bring it.
+        # A cluster's client drops ssl_check_hostname, unless its pools of connections bring it.
         checks = {"ssl_check_hostname": True} if self._tls else {}
         return self._valkey.ValkeyCluster(
             url=f"{'valkeys' if self._tls else 'valkey'}://{f'[{host}]' if ':' in host else host}:{port}",
@@ -235,8 +235,7 @@ class ValkeyStore(MutableMapping[str, bytes]):
 def _execute(pipeline: Any) -> list[Any]:
     """Return the results of a pipeline, or raise its first error, which would else quote the whole command, rows too.
 
-    By itself, a cluster's pipeline tries commands again that failed, one by one: each of them waits for a node that
-    does not answer.
+    A cluster's pipeline would try failed commands again, one by one. Each would wait for a node that does not answer.
     """
     if hasattr(pipeline, "send_cluster_commands"):
         results = pipeline.send_cluster_commands(pipeline.command_stack, raise_on_error=False, allow_redirections=False)

@@ -41,7 +41,7 @@ class Breaker:
         return not self.probing and time.monotonic() >= self.until
 
     def succeeded(self) -> None:
-        """Note that the store did what it was asked."""
+        """Note that a call of the store succeeded."""
         self.failures, self.pause, self.probing = 0, FIRST_PAUSE, False
 
     def failed(self) -> bool:
@@ -95,7 +95,7 @@ class Worker:
         return True
 
     def run(self) -> None:
-        """Work, until there has been nothing to do for a while. What a thread does."""
+        """Work until there has been nothing to do for a while. The threads run this."""
         changed, thread = self.changed, threading.current_thread()
         with self.lock:
             if thread not in self.threads:  # an exception came between its start and the note of it

@@ -196,7 +196,7 @@ class Writer:
         return True
 
     def _find_stored(self, write: Write) -> memoryview | None:
-        """Return the payload that the store has; None if it has none, a damaged one, or one that is to be deleted."""
+        """Return the payload in the store; None if it is missing, damaged, or about to be deleted."""
         if write.key in self._doomed:
             return None
         found = calls.read_many(self.store, [write.key], None).get(write.key)

@@ -49,9 +49,9 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 class Shape:
     """The attention of a model, over a context; values are by default as long as keys, and threads `get_num_threads`.
 
-    `num_layers` are those of the model; fewer are measured. `value_in_key`: values are the first elements of their
-    keys, as in multi-head latent attention. Raises ``ValueError`` or ``TypeError`` if a number is out of range or no
-    integer, or `num_heads` is no multiple of `num_kv_heads`.
+    `num_layers` is the model's number of layers; fewer are measured. `value_in_key`: values are the first elements of
+    their keys, as in multi-head latent attention. Raises ``ValueError`` or ``TypeError`` if a number is out of range or
+    no integer, or `num_heads` is no multiple of `num_kv_heads`.
     """
 
     num_layers: int = 32
@@ -91,8 +91,8 @@ class Shape:
 class _Reader:
     """Reads memory with NumPy's reductions, which release the GIL, in several threads.
 
-    A reduction does not prefetch and reads one stream: on one thread it reaches four fifths of the bandwidth of the
-    best loop in bench/yardstick.c, so attention may exceed the bandwidth measured here.
+    A reduction does not prefetch and reads one stream. On one thread it reaches four fifths of the bandwidth of the
+    best loop in bench/yardstick.c. So attention may exceed the bandwidth measured here.
     """
 
     def __init__(self, nbytes: int, threads: int) -> None:
@@ -274,9 +274,9 @@ class Result:
 
     ``machine`` is the report of `show_config`, ``shape`` the shape, ``bandwidth`` the bytes per second at which memory
     is read, ``left_out`` a list of sentences on what was not measured. ``rows`` has an entry for each part (decode,
-    prefill, append), name and type: ``seconds`` of one layer and ``tokens_per_second`` of all layers; for decoding also
-    ``bytes_per_second``, and ``of_bandwidth``, their fraction of the bandwidth; for a peer also ``by_ours``, its
-    seconds divided by this cache's. Quotients are medians of quotients within a round.
+    prefill, append), name and type. An entry has ``seconds`` of one layer and ``tokens_per_second`` of all layers. For
+    decoding it has ``bytes_per_second`` and ``of_bandwidth``, their fraction of the bandwidth. A peer's entry has
+    ``by_ours``, its seconds divided by this cache's. Quotients are medians of quotients within a round.
     """
 
     record: dict[str, Any]
@@ -325,7 +325,7 @@ def _base(kind: str) -> DType:
 
 
 class _Run:
-    """One measurement: its peers, its time, and its table."""
+    """A measurement: its peers, its time, and its table."""
 
     def __init__(self, shape: Shape, seconds: float, peers: bool) -> None:
         self.shape, self.seconds = shape, seconds
@@ -371,7 +371,7 @@ class _Run:
 def measure(shape: Shape | None = None, *, seconds: float = 60.0, peers: bool = True) -> Iterator[Progress | Result]:
     """Measure this machine: read bandwidth; decoding, prefill and appending by element type; and the same of peers.
 
-    Yields any number of `Progress`, then one `Result`. To stop early, close the generator: memory is freed, and the
+    Yields any number of `Progress`, then one `Result`. Close the generator to stop early: memory is freed, and the
     peers' processes end.
 
     Measurements are interleaved, so that other load slows all alike. Each peer runs in a process of its own, with types

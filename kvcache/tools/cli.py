@@ -258,7 +258,7 @@ HUB = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]*\d[\w.-]*b\b[\w.-]*", re.ASCII | re.IG
 
 @contextmanager
 def _explained(model: Path) -> Iterator[None]:
-    """Add to the error for a missing file what to do, if its name looks like one of a model on the Hub."""
+    """Add advice to the error for a missing file, if its name looks like a model's on the Hub."""
     try:
         yield
     except ModelFileError as error:

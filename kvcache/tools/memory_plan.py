@@ -29,7 +29,7 @@ MOST_TOKENS = INT32_MAX - 1
 AS_IT_IS = "the model's own"
 
 
-# Types of weights: elements and bytes of a block. ggml's whole numbers are none.
+# Types of weights: elements and bytes of a block. ggml's whole numbers are not among them.
 WEIGHT_TYPES = {
     **{name.lower(): sizes for name, *sizes in gguf.TENSOR_TYPES.values() if not re.fullmatch(r"I\d+", name)},
     "fp8": [1, 1],
@@ -138,7 +138,7 @@ def make(
 def available_memory(model: Any = None, weights: str | int | None = None) -> Memory:
     """Return the free memory of the machine and of this process's cgroups, and a model's weights, by `weigh`.
 
-    Without a model there are none. Raise ``ImportError`` if the system has no /proc/meminfo, and psutil is not
+    Without a model the weights are 0. Raise ``ImportError`` if the system has no /proc/meminfo, and psutil is not
     installed.
     """
     found = Weights(0, "there is no model") if model is None else weigh(model, weights)

@@ -1,4 +1,7 @@
-"""Run a command; print tables; show a bar on stderr. Terminal or not, stdout is sent the same but for bold headings."""
+"""Run a command, print tables, and show a bar on stderr.
+
+Terminal or not, stdout gets the same text, except for bold headings.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +75,8 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def progress() -> Iterator[Callable[[str, float], None]]:
     """Yield a function that shows what is being done, and the fraction done, as a bar.
 
-    The bar is on stderr, if that is a terminal. It appears with the first call, is erased once the fraction is 1 or the
-    context ends, and leaves stdout alone: text that is printed while it is there may be erased with it.
+    The bar is on stderr, if that is a terminal. It appears with the first call, and is erased once the fraction is 1 or
+    the context ends. It leaves stdout alone. Text printed while it is shown may be erased with it.
     """
     bar: list[Any] = []
 
