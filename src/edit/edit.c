@@ -93,7 +93,7 @@ static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, 
 static kvc_status fits(const kvc_need *need) {
     const kvc_rewrite *rewrites = need->context;
     for (int32_t g = 0; g < need->cache->num_token_groups; g++) {
-        const kvc_status status = rewrites[g].num_copied ? kvc_rewrites_check(need, g) : KVC_OK;
+        const kvc_status status = rewrites[g].num_copied ? kvc_rewrites_check(need, g, 0) : KVC_OK;
         if (status != KVC_OK) return status;
     }
     return kvc_check_max_bytes(need->cache, need->scope, need->what);

@@ -20,7 +20,8 @@ enum { WORTH_THREADS = 1 << 16 }; /* elements */
 typedef struct injection {
     kvc_cache *cache;
     const kvc_rows_in *in;
-    int32_t layer, begin, end;
+    kvc_sequence *sequence; /* NULL: there is none */
+    int32_t layer, group, begin, end;
     int32_t low, high; /* positions [low, high) of [begin, end) may hold a row */
     uint8_t *found;    /* [(high - low) / 8 + 1] a bit per position: whether it holds a row */
     kvc_run *parts;    /* [num_rows] the latest row of each position, in runs of at most KVC_COPY_ROWS rows */
@@ -127,28 +128,30 @@ static void write_copier(void *context, int64_t copier) {
 }
 
 /* Copies and writes rows without the mutex: no other sequence has them, and pins keep their blocks in place. */
-static void write_unlocked(injection *x, kvc_sequence *sequence, int32_t group) {
+static void write_unlocked(injection *x) {
     kvc_cache *cache = x->cache;
     const kvc_layer *config = &cache->layers[x->layer];
     kvc_rewrite_pin(&x->rewrite);
     for (int64_t i = 0; i < x->num_parts; i++) kvc_pool_pin(x->parts[i].block);
-    kvc_cache_begin_in_place(cache, sequence);
+    kvc_cache_begin_in_place(cache, x->sequence);
     kvc_unlock(cache, KVC_OK);
-    kvc_rewrite_copy(cache, group, &x->rewrite, &x->copiers);
+    kvc_rewrite_copy(cache, x->group, &x->rewrite, &x->copiers);
     const int64_t elements = x->num_found * config->num_kv_heads * (config->k_dim + config->v_dim);
     kvc_parallel(kvc_threads_for((double)elements, WORTH_THREADS, x->copiers.num), x->copiers.num, write_copier, x);
     kvc_lock(cache);
-    kvc_cache_end_in_place(cache, sequence);
-    for (int64_t i = 0; i < x->num_parts; i++) kvc_pool_unpin(&cache->pools[group], x->parts[i].block);
-    kvc_rewrite_unpin(cache, group, &x->rewrite);
+    kvc_cache_end_in_place(cache, x->sequence);
+    for (int64_t i = 0; i < x->num_parts; i++) kvc_pool_unpin(&cache->pools[x->group], x->parts[i].block);
+    kvc_rewrite_unpin(cache, x->group, &x->rewrite);
 }
 
 /* ---- the call, with the mutex held ------------------------------------------------------------------------------- */
 
-/* Returns whether another sequence or a view has the row too, so that it must not be written. */
+/* Returns whether another sequence or a view has the row too, so that it must not be written.  Holders that would be
+ * evicted do not count: see without_victims. */
 static int is_shared(const void *context, const kvc_run *run, int32_t slot) {
-    (void)context;
-    return run->block->holders[slot].num > 1 || run->block->pins;
+    const kvc_holders *holders = &run->block->holders[slot];
+    const kvc_scope *scope = context;
+    return holders->num - (*scope == KVC_KEPT ? holders->evictable : 0) > 1 || run->block->pins;
 }
 
 static kvc_status get_memory(injection *x, const kvc_run_list *list) {
@@ -172,53 +175,80 @@ static void free_memory(injection *x) {
     kvc_copiers_free(x->cache, &x->copiers);
 }
 
+/* Visits all rows that the call may copy: it drops those that it does copy.  A victim that holds one of them takes a
+ * slot of its own there, whether the row is copied then or not. */
 static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, void *context) {
     const injection *x = need->context;
-    if (x->cache->group_of[x->layer] == g) kvc_rewrite_visit_replaced(&x->rewrite, visit, context);
+    if (x->group == g) kvc_runs_visit(&x->sequence->runs[g], x->begin, x->end, visit, context);
+}
+
+static void try_drop(void *slots, const kvc_run *part) {
+    kvc_pool_try_drop(part->block, KVC_NOW, part->slot, part->count, slots);
+}
+
+static void undo_try_drop(void *context, const kvc_run *part) {
+    (void)context;
+    kvc_pool_undo_try_drop(part->block, KVC_NOW, part->slot, part->count);
+}
+
+/* Visits the rows of the victims in the group. */
+static void visit_victims(const injection *x, kvc_part_fn *visit, void *context) {
+    for (const kvc_sequence *victim = x->cache->victims; victim; victim = victim->next_victim)
+        if (kvc_is_evicted_in(x->cache, victim, x->group))
+            kvc_runs_visit(&victim->runs[x->group], 0, KVC_END, visit, context);
+}
+
+/* Makes the rewrite anew: without the victims, fewer rows are shared. */
+static kvc_status remake(injection *x, kvc_scope scope) {
+    const kvc_change change = {
+        .begin = x->begin, .end = x->begin, .moved_end = x->end, .copies = is_shared, .context = &scope};
+    int64_t slots = 0;
+    kvc_rewrite_discard(x->cache, x->group, &x->rewrite);
+    visit_victims(x, try_drop, &slots);
+    const kvc_status status = kvc_rewrite_make(x->cache, x->group, &x->sequence->runs[x->group], &change, &x->rewrite);
+    visit_victims(x, undo_try_drop, NULL);
+    return status;
 }
 
 static kvc_status fits(const kvc_need *need) {
-    const injection *x = need->context;
-    const kvc_status status = kvc_rewrites_check(need, x->cache->group_of[x->layer]);
-    return status == KVC_OK ? kvc_check_max_bytes(x->cache, need->scope, need->what) : status;
+    injection *x = need->context;
+    KVC_TRY(remake(x, need->scope));
+    if (!x->rewrite.num_copied) return KVC_OK;
+    KVC_TRY(kvc_rewrites_check(need, x->group, x->num_rows - x->rewrite.num_copied));
+    return kvc_check_max_bytes(x->cache, need->scope, need->what);
 }
 
 /* Makes and accepts the rewrite; once its copies are made, no other sequence or view has the rows to write. */
-static kvc_status unshare_rows(injection *x, int32_t group, kvc_sequence *sequence) {
-    const kvc_change change = {.begin = x->begin, .end = x->begin, .moved_end = x->end, .copies = is_shared};
+static kvc_status unshare_rows(injection *x) {
     const kvc_need need = {.cache = x->cache,
                            .fits = fits,
                            .visit_replaced = visit_replaced,
                            .context = x,
                            .what = "copying rows that are shared"};
-    kvc_status status = kvc_rewrite_make(x->cache, group, &sequence->runs[group], &change, &x->rewrite);
-    if (status != KVC_OK) return status;
-    kvc_cache_pin(x->cache, sequence, 1); /* it may be a retained one */
-    if (x->rewrite.num_copies) status = kvc_make_room(&need);
-    if (status == KVC_OK)
-        kvc_rewrite_accept(x->cache, group, &x->rewrite);
+    kvc_cache_pin(x->cache, x->sequence, 1); /* it may be a retained one */
+    const kvc_status status = kvc_make_room(&need);
+    if (status == KVC_OK && x->rewrite.num_copied)
+        kvc_rewrite_accept(x->cache, x->group, &x->rewrite);
     else
-        kvc_rewrite_discard(x->cache, group, &x->rewrite);
-    kvc_cache_pin(x->cache, sequence, -1);
+        kvc_rewrite_discard(x->cache, x->group, &x->rewrite);
+    kvc_cache_pin(x->cache, x->sequence, -1);
     return status;
 }
 
 static kvc_status inject(injection *x, int64_t seq_id) {
-    const kvc_run_list none = {.min_position = -1, .max_position = -1};
-    kvc_sequence *sequence = kvc_cache_find_to_copy(x->cache, seq_id);
-    const int32_t g = x->cache->group_of[x->layer];
-    kvc_run_list *list = sequence ? &sequence->runs[g] : NULL;
-    kvc_status status = kvc_check_idle(sequence);
-    if (status != KVC_OK) return status;
-    status = get_memory(x, list ? list : &none);
+    static const kvc_run_list none = {.min_position = -1, .max_position = -1};
+    kvc_sequence *sequence = x->sequence = kvc_cache_find_to_copy(x->cache, seq_id);
+    const kvc_run_list *list = sequence ? &sequence->runs[x->group] : NULL;
+    KVC_TRY(kvc_check_idle(sequence));
+    kvc_status status = get_memory(x, list ? list : &none);
     if (status == KVC_OK) find_parts(x, list ? list : &none);
     if (status == KVC_OK && !x->in->skip_missing && x->num_found < x->end - x->begin) status = fail_missing(x, seq_id);
-    if (status == KVC_OK && x->num_found) status = unshare_rows(x, g, sequence);
+    if (status == KVC_OK && x->num_found) status = unshare_rows(x);
     if (status == KVC_OK && x->num_found) {
         if (x->rewrite.num_copies) find_parts(x, list); /* copied rows have other slots now */
         /* What kvc_retain_new is given follows from its tokens, as the caller promises. */
         if (!sequence->is_given) kvc_sequence_note_edit(sequence, x->begin, x->begin);
-        write_unlocked(x, sequence, g);
+        write_unlocked(x);
         kvc_rewrite_free(x->cache, &x->rewrite);
     }
     free_memory(x);
@@ -246,7 +276,8 @@ kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t b
     if (status == KVC_OK) status = kvc_check_positions(begin, end);
     if (status == KVC_OK) status = check_rows_in(&cache->layers[layer], given, &in);
     if (status != KVC_OK) return status;
-    injection x = {.cache = cache, .in = &in, .layer = layer, .begin = begin, .end = end};
+    injection x = {
+        .cache = cache, .in = &in, .layer = layer, .group = cache->group_of[layer], .begin = begin, .end = end};
     kvc_lock(cache);
     status = kvc_unlock(cache, inject(&x, seq_id));
     if (status == KVC_OK && in.num_replaced) *in.num_replaced = x.num_found;

@@ -143,13 +143,13 @@ void kvc_rewrite_visit_replaced(const kvc_rewrite *rewrite, kvc_part_fn *visit, 
     }
 }
 
-kvc_status kvc_rewrites_check(const kvc_need *need, int32_t group) {
+kvc_status kvc_rewrites_check(const kvc_need *need, int32_t group, int64_t kept) {
     int64_t live;
-    if (!kvc_exceeds_capacity(need, group, 0, &live)) return KVC_OK;
+    if (!kvc_exceeds_capacity(need, group, kept, &live)) return KVC_OK;
     return kvc_fail(KVC_ERR_FULL,
                     "%s would make it %lld slots: capacity is %lld; remove some tokens, clear a sequence, or give a "
                     "larger capacity",
-                    need->what, (long long)live, (long long)need->cache->capacity);
+                    need->what, (long long)(live + kept), (long long)need->cache->capacity);
 }
 
 void kvc_rewrite_free(kvc_cache *cache, kvc_rewrite *rewrite) {

@@ -66,9 +66,9 @@ static inline size_t kvc_rewrites_size(const kvc_cache *cache) {
 /* Visits the slots that a rewrite lets go once it is accepted. */
 void kvc_rewrite_visit_replaced(const kvc_rewrite *rewrite, kvc_part_fn *visit, void *context);
 
-/* Returns KVC_ERR_FULL if accepting an edit's rewrites would exceed the capacity of a group.  While they are open,
- * copies may exceed it. */
-kvc_status kvc_rewrites_check(const kvc_need *need, int32_t group);
+/* Returns KVC_ERR_FULL if accepting an edit's rewrites would exceed the capacity of a group, in which the edit keeps
+ * `kept` of the rows that need->visit_replaced visits.  While rewrites are open, copies may exceed it. */
+kvc_status kvc_rewrites_check(const kvc_need *need, int32_t group, int64_t kept);
 
 /* Raises copiers->floats and copiers->least to what kvc_rewrite_copy needs for this rewrite.  Call before
  * kvc_copiers_new. */

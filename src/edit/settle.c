@@ -229,7 +229,7 @@ static kvc_status fits(const kvc_need *need) {
     for (int32_t i = 0; status == KVC_OK && i < s->num; i++) {
         int64_t copied = 0;
         for (int32_t d = 0; d < s->groups[i].num_rewrites; d++) copied += s->groups[i].rewrites[d].num_copied;
-        if (copied) status = kvc_rewrites_check(need, s->groups[i].group);
+        if (copied) status = kvc_rewrites_check(need, s->groups[i].group, 0);
     }
     if (status == KVC_OK) status = kvc_check_max_bytes(need->cache, need->scope, need->what);
     if (status != KVC_OK) end_all(s, status);

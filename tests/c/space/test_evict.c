@@ -191,8 +191,24 @@ static kvc_cache *clone_without(const crowd *c, int num, int64_t kept) {
     return clone;
 }
 
-/* Whether a batch begins, and what it takes, is as found by clearing one retained sequence after the other. */
-static void test_random_crowds(int num_rounds) {
+/* A call that needs room. */
+typedef kvc_status act(kvc_cache *cache, int64_t id, int32_t n);
+
+/* Replaces the rows of the first n tokens of a sequence in every layer. */
+static kvc_status try_inject(kvc_cache *cache, int64_t id, int32_t n) {
+    static const float row[1024];
+    const kvc_rows_in in = {.struct_size = sizeof in, .k = row, .v = row, .skip_missing = 1};
+    return kvc_inject(cache, id, 0, 0, n, &in);
+}
+
+/* Returns whether a retained sequence takes slots of its own: more are live with it, once the call is done. */
+static int takes_slots(kvc_cache *with, kvc_cache *without, act *try, int64_t id, int32_t n) {
+    CHECKF(try(without, id, n) == KVC_OK, "%s", kvc_last_error());
+    return try(with, id, n) != KVC_OK || stats_in(with).live_slots > stats_in(without).live_slots;
+}
+
+/* Whether a call succeeds, and what it evicts, is as found by clearing one retained sequence after the other. */
+static void test_random_crowds(int num_rounds, act *try) {
     for (int round = 0; round < num_rounds; round++) {
         const crowd c = random_crowd();
         const int64_t id = random_int(1, 6);
@@ -202,12 +218,12 @@ static void test_random_crowds(int num_rounds) {
         int num = -1, lost = 0, taken = 0;
         while (num < count && !taken) {
             kvc_cache *clone = clone_without(&c, ++num, -1);
-            taken = try_batch(clone, id, n) == KVC_OK;
+            taken = try(clone, id, n) == KVC_OK;
             CHECK(kvc_cache_free(clone) == KVC_OK);
         }
-        kvc_cache *tried, *without = clone_without(&c, num, -1);
+        kvc_cache *tried;
         CHECK(kvc_cache_clone(c.cache, &tried) == KVC_OK);
-        const kvc_status status = try_batch(tried, id, n);
+        const kvc_status status = try(tried, id, n);
         CHECKF(status == (taken ? KVC_OK : KVC_ERR_FULL), "round %d: %d, not %d: %s", round, status, taken,
                kvc_last_error());
         lost = all & ~left(tried);
@@ -217,16 +233,50 @@ static void test_random_crowds(int num_rounds) {
             const int may = !(c.pinned & bit) && oldest++ < num;
             CHECKF(may || !(lost & bit), "round %d: lost %x", round, (unsigned)lost);
             if (!may || status != KVC_OK || c.has_window) continue;
-            kvc_cache *with = clone_without(&c, num, before[i]);
-            const int frees = stats_in(with).live_slots > stats_in(without).live_slots;
+            kvc_cache *with = clone_without(&c, num, before[i]), *without = clone_without(&c, num, -1);
+            const int frees = takes_slots(with, without, try, id, n);
             CHECKF(!(lost & bit) == !frees, "round %d: lost %x, of which %x frees %d", round, (unsigned)lost,
                    (unsigned)bit, frees);
-            CHECK(kvc_cache_free(with) == KVC_OK);
+            CHECK(kvc_cache_free(with) == KVC_OK && kvc_cache_free(without) == KVC_OK);
         }
         CHECKF(kvc_validate(tried) == KVC_OK, "%s", kvc_last_error());
-        CHECK(kvc_cache_free(tried) == KVC_OK && kvc_cache_free(without) == KVC_OK);
+        CHECK(kvc_cache_free(tried) == KVC_OK);
         free_valid(c.cache);
     }
+}
+
+/* Feeds 64 tokens.  `num` retained sequences share the first 16 of their rows.  One that was used later shares none. */
+static kvc_cache *with_sharers(int num, kvc_config config) {
+    config.block_size = 16;
+    kvc_cache *cache = heap_cache(1, &plain_layer, config);
+    CHECK(kvc_retain_new(cache, FIRST_ID, 0, 16, NULL) == KVC_OK && kvc_pin(cache, (int64_t[]){FIRST_ID}, 1, -1) == 0);
+    CHECK(feed(cache, 1, 1, 64) == KVC_OK);
+    for (int i = 1; i <= num; i++) CHECK(kvc_retain(cache, 1, FIRST_ID + i, 0, 16) == KVC_OK);
+    CHECK(kvc_touch(cache, (int64_t[]){FIRST_ID}, 1) == KVC_OK);
+    return cache;
+}
+
+/* If a copy of shared rows lacks room, the sequences that share them are evicted.  Then nothing has to be copied.  If
+ * one of these sequences is pinned, evicting the others would not help, so they are kept. */
+static void test_inject(void) {
+    for (int num = 1; num < 4; num++)
+        for (int is_pinned = 0; is_pinned < 2; is_pinned++) {
+            kvc_cache *cache = with_sharers(num, (kvc_config){.capacity = 80});
+            const int64_t nbytes = kvc_nbytes(cache);
+            free_valid(cache);
+            /* Beside a pinned one, the bookkeeping of others is room enough for a copy. */
+            for (int bytes = 0; bytes < (is_pinned && num > 1 ? 1 : 2); bytes++) {
+                cache = with_sharers(num, (kvc_config){.capacity = bytes ? 0 : 80, .max_bytes = bytes ? nbytes : 0});
+                if (is_pinned) CHECK(kvc_pin(cache, (int64_t[]){FIRST_ID, FIRST_ID + 1}, 2, 1) == KVC_OK);
+                const int before = left(cache);
+                const kvc_status status = try_inject(cache, 1, 1);
+                CHECKF(status == (is_pinned ? KVC_ERR_FULL : KVC_OK), "%d sharers: %s", num, kvc_last_error());
+                CHECKF(left(cache) == (is_pinned ? before : 1), "%x are left", left(cache));
+                CHECK(!bytes || kvc_nbytes(cache) <= nbytes);
+                CHECK(stats_in(cache).rows_copied == 0);
+                free_valid(cache);
+            }
+        }
 }
 
 /* ---- room -------------------------------------------------------------------------------------------------------- */
@@ -374,7 +424,8 @@ static void test_views(void) {
 
 int main(int argc, char **argv) {
     if (has_seed(argc, argv)) {
-        test_random_crowds(100);
+        test_random_crowds(100, try_batch);
+        test_random_crowds(100, try_inject);
         return test_result();
     }
     test_failed_allocations();
@@ -383,7 +434,9 @@ int main(int argc, char **argv) {
     test_evicted_windows();
     test_evicted_twice();
     test_rows_evicted();
-    test_random_crowds(600);
+    test_inject();
+    test_random_crowds(600, try_batch);
+    test_random_crowds(300, try_inject);
     test_room_is_exact();
     test_room_of_what_stays();
     test_room_of_those_that_end();
