@@ -157,7 +157,7 @@ class Engine:
             self._changed.wait_for(lambda: self._is_stopping or self.waiting or self.running)
             if self._is_stopping:
                 return False
-            cancelled = [request for request in self.running if request in self._cancelled]
+            cancelled = [request for request in [*self.running, *self.waiting] if request in self._cancelled]
             self._cancelled.clear()
         for request in cancelled:
             self._end(request, "")

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvcache import CacheFullError
 from kvcache.models.fingerprint import fingerprint
 from kvcache.runner import Llama
 
@@ -336,6 +337,36 @@ def test_a_file_without_keys_serves_nobody(server_module, model):
     with serving(server_module, model, 512, {}) as client:
         assert client.ask("/v1/completions", {"prompt": "a"})[0] == 401
         assert client.ask("/v1/completions", {"prompt": "a"}, key="")[0] == 401
+
+
+def test_a_client_that_goes_away_when_its_request_is_put_back(server_module, model, monkeypatch):
+    """The cache is full, and the client of the youngest request leaves in the same step: nothing more is generated."""
+    engine = server_module.Engine(model, 256, fingerprint(MODEL))
+    options = sys.modules[server_module.Engine.__module__].Options(
+        max_tokens=100, temperature=0, top_p=1, stop=(), seed=1
+    )
+    stays, leaves = (server_module.Request(engine.prefix, [token] * 100, options) for token in (65, 66))
+    ended = {one: threading.Event() for one in (stays, leaves)}
+    for one, event in ended.items():
+        one.deliver = lambda text, reason, event=event: event.set() if reason else None
+
+    def forward(*args, **options):
+        try:
+            return model.forward(*args, **options)
+        except CacheFullError:
+            engine.cancel(leaves)
+            raise
+
+    monkeypatch.setattr(engine, "model", SimpleNamespace(config=model.config, forward=forward))
+    for one in ended:
+        engine.submit(one)
+    engine.start()
+    assert ended[stays].wait(100)
+    engine.stop()
+    assert engine.num_preempted == 1
+    assert stays.num_generated == 100
+    assert leaves.num_generated < 100
+    assert not ended[leaves].is_set()
 
 
 def test_a_step_that_fails(server_module, model, monkeypatch):
