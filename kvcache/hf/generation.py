@@ -88,7 +88,7 @@ def _note_no_cache(model: Any, wanted: str | None, given: Any) -> None:
     if isinstance(given, (HFCache, HFEncoderDecoderCache)):
         raise ValueError(
             f"use_cache=False, which may come from the {type(model.config).__name__}, feeds the whole text in every"
-            " step: give use_cache=True beside {CACHE}"
+            f" step: give use_cache=True beside {CACHE}"
         )
     if wanted == NAME and model.generation_config.use_cache is False:
         warnings.warn(

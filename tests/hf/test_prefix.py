@@ -878,7 +878,7 @@ def test_a_model_whose_config_wants_no_cache():
     before = prefix.stats
     for kind in (HFCache(model.config), HFCache(model.config, prefix=prefix)):
         with pytest.raises(
-            ValueError, match=r"use_cache=False, which may come from the MptConfig.* use_cache=True beside"
+            ValueError, match=r"use_cache=False, which may come from the MptConfig.* use_cache=True beside cache$"
         ):
             model.generate(tokens, past_key_values=kind, **GREEDY)
     assert prefix.stats == before
