@@ -40,8 +40,6 @@ WANTED = {
     "window": "1",
     "prompt in a window": "1",
     "length": "1",
-    "a call, in cache": "<= 1.35",
-    "from memory": "<= 1.2",
     "relative error f32": "< 1e-5",
     "relative error": "< 5e-4",
 }

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from attention_floor import Floors, floors_of, is_streamed
 from attention_report import BLOCKED, Report, wanted
 from entrants import (
     KINDS,
@@ -40,25 +39,20 @@ OVER_HUGGING_FACE = "speedup over Hugging Face"
 # ---- one query, against reading the same bytes and against multiply-adds
 
 
-def against_the_machine(report: Report, shape: Shape, name: str, want: str = "", floors: Floors | None = None) -> None:
-    """Add a line for attention against the machine's limit: memory bandwidth, or multiply-adds.
-
-    With `floors`, the kernels' own take the place of multiply-adds.
-    """
+def against_the_machine(report: Report, shape: Shape, name: str, want: str = "") -> None:
+    """Add a line for attention against the machine's limit: memory bandwidth, or multiply-adds."""
     with own_pages() as are_huge, core(shape) as ours:
         readers = reading(shape.nbytes, shape.threads, are_huge(shape.nbytes * shape.layers))
-        arithmetic = [] if floors else [multiplying(shape.threads)]
-        ours_s, cached_s, *others_s = report.compete([ours, in_cache(shape), *readers, *arithmetic], shape.threads)
-    work = "kernels" if floors else "multiply-adds"
-    # the machine's best rate, not its median
-    floor = floors.seconds(shape) if floors else min(others_s.pop()) * shape.multiply_adds
+        entrants = [ours, in_cache(shape), *readers, multiplying(shape.threads)]
+        ours_s, cached_s, *others_s, products_s = report.compete(entrants, shape.threads)
+    floor = min(products_s) * shape.multiply_adds  # at the machine's best rate, not its median
     best, reader = min(zip(others_s, readers, strict=True), key=lambda pair: statistics.median(pair[0]))
     read = statistics.median(best)
-    bound = "memory" if read >= floor else work
+    bound = "memory" if read >= floor else "multiply-adds"
     limit = best if bound == "memory" else [floor] * len(ours_s)
     rate = shape.num_kv_heads / statistics.median(cached_s) / 1e6
     note = (
-        f"of {bound}; reads {shape.nbytes / read / 1e9:.1f} GB/s, {1e6 * read:,.0f} µs ({reader.name}), {work} "
+        f"of {bound}; reads {shape.nbytes / read / 1e9:.1f} GB/s, {1e6 * read:,.0f} µs ({reader.name}), multiply-adds "
         f"{1e6 * floor:,.0f} µs; from cache {rate:.3g} rows/µs and core"
     )
     report.line(
@@ -106,9 +100,8 @@ def shapes(report: Report) -> None:
         for shape in (replace(Shape(context, dtype, threads), **change) for dtype in dtypes)
         if not (shape.dtype in BLOCKED and shape.head_dim % 32) and shape.v_type != shape.dtype
     ]
-    found = floors_of([shape for _, shape in some if is_streamed(shape)], 3 * o.seconds)
     for name, shape in some:
-        against_the_machine(report, shape, name, floors=found if is_streamed(shape) else None)
+        against_the_machine(report, shape, name)
 
 
 # ---- peers

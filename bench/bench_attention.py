@@ -21,7 +21,6 @@ for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 import entrants  # noqa: E402
 from attention_batches import batches  # noqa: E402
 from attention_error import error  # noqa: E402
-from attention_floor import floor  # noqa: E402
 from attention_report import Report  # noqa: E402
 from attention_speed import decode, peers, prefill, shapes, tiny  # noqa: E402
 from driver import TYPES  # noqa: E402
@@ -40,7 +39,6 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
     "batches": batches,
     "tiny": tiny,
     "error": error,
-    "floor": floor,
 }
 
 
@@ -65,8 +63,6 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=listed(parse_tokens), default=CONTEXTS, metavar="TOKENS",
                         help="numbers of tokens, such as 8k,32k")  # fmt: skip
     parser.add_argument("--threads", type=listed(int), default=[1, 2], metavar="NUMBERS")
-    parser.add_argument("--queries", type=listed(int), default=[1, 2, 4, 8], metavar="NUMBERS",
-                        help="query heads a KV head, in the section floor")  # fmt: skip
     parser.add_argument("--prefill", type=listed(parse_tokens), default=[512, 4096], metavar="N,CONTEXT",
                         help="of a prompt")  # fmt: skip
     parser.add_argument(

@@ -55,38 +55,14 @@ def _driver_library() -> dict[str, ctypes._CFuncPtr]:
         "truncate": function(library, "driver_truncate", I32, POINTER, I32),
         "fork": function(library, "driver_fork", I32, POINTER, I64, I64),
         "drop_every_second": function(library, "driver_drop_every_second", I32, POINTER),
-        "rows_moved": function(library, "driver_rows_moved", I64, POINTER),
         "append": function(library, "driver_append", I32, POINTER, I64, POINTER, I32),
         "steps": function(library, "driver_steps", I32, POINTER, POINTER, I32, POINTER, POINTER, POINTER),
-        "kernel_new": function(library, "driver_kernel_new", POINTER, I32, I32, I32, I32),
-        "kernel_free": function(library, "driver_kernel_free", None, POINTER),
-        "kernel_run": function(library, "driver_kernel_run", None, POINTER, I32, I32, POINTER),
         "put": function(library, "driver_put", I32, POINTER, POINTER, I64, I32, POINTER),
         "attend": function(library, "driver_attend", I32, POINTER, ctypes.POINTER(DriverPass), I32, I32, POINTER),
         "attend_and_show": function(
             library, "driver_attend_and_show", I32, POINTER, ctypes.POINTER(DriverPass), I64, POINTER, POINTER
         ),
     }
-
-
-class Kernel:
-    """A kernel of the chosen set that goes over rows again and again: score, accumulate or softmax."""
-
-    NAMES = ("score", "accumulate", "softmax")
-
-    def __init__(self, name: str, dtype: str, dim: int, num_q: int, num_rows: int) -> None:
-        self._calls = _driver_library()
-        self._number = self.NAMES.index(name)
-        self._handle = self._calls["kernel_new"](TYPES[dtype], dim, num_q, num_rows)
-
-    def close(self) -> None:
-        self._calls["kernel_free"](self._handle)
-
-    def run(self, count: int) -> Seconds:
-        """Time going over all rows `count` times."""
-        seconds = np.empty(count)
-        self._calls["kernel_run"](self._handle, self._number, count, seconds.ctypes.data)
-        return seconds
 
 
 class Driver:
@@ -161,9 +137,6 @@ class Driver:
     def drop_every_second(self) -> None:
         """Remove every second token of sequence 0 without moving the others."""
         self._check(self._calls["drop_every_second"](self._handle))
-
-    def rows_moved(self) -> int:
-        return self._calls["rows_moved"](self._handle)
 
     def steps(self, count: int) -> tuple[Seconds, Seconds, Seconds]:
         """Append tokens one by one; return the seconds of each begin, of each put in one layer, and of each commit."""

@@ -1,17 +1,13 @@
-"""Measure decode attention against read bandwidth and multiply-adds, and the cost of a call from Python."""
+"""Measure decode attention from cache against multiply-adds, and run every section of bench_attention.py once."""
 
 import json
-import time
 
 import bench_attention
 import entrants
 import numpy as np
 import pytest
-from attention_report import wanted
-from driver import FLOATS, TYPES
-from entrants import TINY, TINY_LAYERS, Shape, core, in_cache, multiplying, tiny_attend, tiny_step
-
-import kvcache
+from driver import FLOATS
+from entrants import Shape, in_cache, multiplying
 
 HEADS, DIM = 8, 128
 
@@ -35,37 +31,6 @@ def test_the_whole_table(tmp_path, monkeypatch):
     assert set(run) == {"command", "seen", "commit", "machine", "rows"}
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", TYPES)
-def test_decode_with_two_deltas(figures, interleave, dtype, threads):
-    """Decode over 8,192 tokens of which half moved down when others were removed, against 8,192 that never moved."""
-    tokens, removed = 8192, 10
-    cache = kvcache.KVCache(
-        1, HEADS, DIM, None, dtype=dtype, max_sequences=2, block_size=tokens + 64, num_threads=threads,
-        rope=kvcache.Rope(10_000.0 ** -(np.arange(DIM // 2) / (DIM // 2))),
-    )  # fmt: skip
-    rng = np.random.default_rng(0)
-    for seq_id, count in enumerate((tokens, tokens + removed)):
-        rows = rng.standard_normal((count, HEADS, DIM), np.float32)
-        with cache.batch(positions=range(count), seq_ids=[seq_id] * count) as batch:
-            batch.put(0, rows, rows)
-    cache.remove(tokens // 2, tokens // 2 + removed, seq_id=1)
-    q, row = (rng.standard_normal((1, heads, DIM), np.float32) for heads in (32, HEADS))
-
-    def attend(seq_id):
-        batch = cache.batch(positions=[tokens], seq_ids=[seq_id])
-        batch.put(0, row, row)
-        start = time.perf_counter()
-        batch.attend(0, q)
-        seconds = time.perf_counter() - start
-        batch.abort()
-        return seconds
-
-    one, two = interleave(lambda: attend(0), lambda: attend(1), seconds=1)
-    name = f"decode with two deltas, 8,192 tokens, {dtype}, {threads} thread{'s' * (threads > 1)}"
-    figures.ratio(name, two, one, "<= 1.05", f"over one with none; {1e6 * np.median(one):.0f} µs")
-
-
 @pytest.mark.parametrize("tokens", [128, 512])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_decode_from_cache(figures, interleave, dtype, tokens):
@@ -79,17 +44,3 @@ def test_decode_from_cache(figures, interleave, dtype, tokens):
     share = [work * b / a for a, b in zip(ours, products, strict=True)]
     note = f"{work / np.median(ours) / 1e9:.1f} G/s of {1e-9 / np.median(products):.1f}"
     figures.samples("    of the machine's multiply-adds", share, note=note)
-
-
-def test_tiny_attend_from_python(figures, interleave):
-    """Attend for 1 token over 16 stored tokens, 1 head x 16, put included, beside the C call."""
-    attention, step = tiny_attend(), tiny_step()
-    with core(TINY, layers=TINY_LAYERS) as bare:
-        python, whole, c = interleave(
-            lambda: attention.run(1)[0], lambda: step.run(1)[0], lambda: np.median(bare.run(TINY_LAYERS)), seconds=1
-        )
-    figures.samples(
-        "attend of 1 token, 16 stored, with put, Python", [1e6 * s for s in python], "µs", wanted("tiny attend")
-    )
-    figures.samples("    with batch, plan and commit", [1e6 * s for s in whole], "µs")
-    figures.samples("attend of 1 token, 16 stored, C", [1e6 * s for s in c], "µs", note="without put")

@@ -153,7 +153,7 @@ def test_dense_of_many_sequences(figures, interleave):
     )
 
 
-@pytest.mark.parametrize("deltas", [64, 512, 4096])
+@pytest.mark.parametrize("deltas", [2, 64, 512, 4096])
 def test_decoding_over_many_deltas(figures, interleave, deltas):
     """Attend for a token over 4,096 rows of `deltas` deltas, against the same rows with deltas applied."""
     rows, heads, dim, layers = 4096, 8, 128, 2

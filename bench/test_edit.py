@@ -1,11 +1,10 @@
-"""Measure sharing rows and compacting."""
+"""Measure the first write after a fork, and memory after compacting."""
 
 import time
 
 import numpy as np
 import pytest
 from resident_memory import measure_in_child
-from yardstick import Memory, machine
 
 import kvcache
 
@@ -49,40 +48,6 @@ def test_first_write_of_the_second_sharer(figures, interleave):
     copied = (cache.stats()["rows_moved"] - moved) / (len(ones) + 1)
     figures.value("rows copied by it", f"{copied:.0f}", "<= 64")
     assert copied <= 64
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("dtype", "block_size"), [("f16", None), ("f16", 64), ("f32", None)])
-def test_compact(figures, interleave, dtype, block_size, threads):
-    """Compact 8,192 tokens of which every second was removed, against memcpy of the rows that move."""
-    tokens, layers, heads, dim = 8192, 4, 8, 128
-    cache = kvcache.KVCache(layers, heads, dim, tokens, dtype=dtype, block_size=block_size, num_threads=threads)
-    row = 2 * layers * heads * dim * (4 if dtype == "f32" else 2)
-    source, target = Memory(tokens // 2 * row), Memory(tokens // 2 * row)
-    moved = 0
-
-    def compact():
-        nonlocal moved
-        fill(cache, tokens)
-        for position in range(1, tokens, 2):
-            cache.remove(position, position + 1, shift=False)
-        before = cache.stats()["rows_moved"]
-        start = time.perf_counter()
-        cache.compact()
-        seconds = time.perf_counter() - start
-        moved = cache.stats()["rows_moved"] - before
-        cache.clear()
-        return seconds / (moved * row)
-
-    def copy():
-        nbytes = moved * row
-        return machine().copy(target.address, source.address, nbytes, threads)[0] / nbytes
-
-    ours, copies = interleave(compact, copy, least=9)
-    note = f"{moved:,} rows; memcpy {1e-9 / np.median(copies):.1f} GB/s"
-    where = f"blocks of {block_size}" if block_size else "contiguous"
-    name = f"compact, every second token gone, {dtype}, {where}, {threads} thread{'s' * (threads > 1)}"
-    figures.ratio(name, copies, ours, ">= 0.4", f"of memcpy's rate; {note}")
 
 
 @pytest.mark.parametrize("block_size", [None, 64])

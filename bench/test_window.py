@@ -1,36 +1,9 @@
-"""Test that a step costs the same in a long sliding window, that no row moves, and that memory stays flat."""
+"""Measure the memory of sliding windows."""
 
-import numpy as np
-from driver import Driver
 from resident_memory import measure_in_child
 
 HEADS, DIM = 8, 128
 SMALL, LARGE = 1024, 65536
-
-
-def test_step_of_a_window(figures, interleave):
-    """Time begin, put and commit of one token in one layer, once the window is full."""
-    steps = 64  # steps of one round: the slots of a block
-    drivers = {window: Driver(1, HEADS, DIM, 0, window=window) for window in (SMALL, LARGE)}
-    for window, driver in drivers.items():
-        driver.append(window + window // 2)
-
-    def step(window):
-        return np.stack(drivers[window].steps(steps)).mean(axis=1)
-
-    small, large = interleave(lambda: step(SMALL), lambda: step(LARGE))
-    for i, part in enumerate(("begin", "put", "commit")):
-        one, other = ([1e9 * s[i] for s in samples] for samples in (small, large))
-        note = f"{np.median(one):.0f} ns at {SMALL:,}, {np.median(other):.0f} ns at {LARGE:,}"
-        figures.ratio(f"window of {LARGE:,} against {SMALL:,}, {part}", other, one, note=note)
-    total = [[1e9 * sum(s) for s in samples] for samples in (small, large)]
-    note = f"{np.median(total[0]):.0f} ns at {SMALL:,}, {np.median(total[1]):.0f} ns at {LARGE:,}"
-    figures.ratio(f"window of {LARGE:,} against {SMALL:,}, the whole step", total[1], total[0], "<= 1.3", note)
-    moved = sum(driver.rows_moved() for driver in drivers.values())
-    figures.value("rows moved by windows", str(moved), "0")
-    for driver in drivers.values():
-        driver.close()
-    assert moved == 0
 
 
 def test_memory_of_a_window(figures):

@@ -44,11 +44,6 @@ SECTIONS = {
         "512 tokens, the last of 4,096. A speedup is the other's time by kvcache's.",
     ),
     "shapes": ("Other shapes", "Shares of what bounds them, at 8,192 tokens."),
-    "floor": (
-        "What the machine allows",
-        "Times over it, for the query heads of one KV head x 128: 1 is a kernel whose instructions never wait. From "
-        "memory it is that or reading the bytes, whichever takes longer.",
-    ),
     "batches": ("Batches, and how rows lie", "Costs over the plain case: 1 is none the worse."),
     "error": ("Error", "Against float64 over the stored values."),
     "llama_cpp": (

@@ -199,28 +199,6 @@ void ys_read_rows(const void *p, size_t n, size_t row_bytes, size_t stride, int 
     }
 }
 
-/* ---- latency ----------------------------------------------------------------------------------------------------- */
-
-enum { MOST_CHAINS = 64, STEPS = 2000 };
-
-/* Returns the seconds of loading a line of n bytes of memory: in each of num_chains chains, the next address depends on
- * what was loaded last.  Chains begin elsewhere in each call, as a cache has the lines of the last one. */
-double ys_load(const void *p, size_t n, int num_chains) {
-    const size_t lines = n / 64;
-    uint64_t x[MOST_CHAINS];
-    for (int c = 0; c < num_chains; c++) x[c] = (uint64_t)c * 0x9E3779B97F4A7C15U + (uint64_t)(1e9 * now());
-    const double start = now();
-    for (int i = 0; i < STEPS; i++)
-        for (int c = 0; c < num_chains; c++) {
-            uint64_t word;
-            memcpy(&word, (const char *)p + (size_t)((x[c] >> 32) * lines >> 32) * 64, sizeof word);
-            x[c] = (x[c] + word) * 0xD1342543DE82EF95U + 1;
-        }
-    const double seconds = now() - start;
-    for (int c = 0; c < num_chains; c++) kept += x[c];
-    return seconds / STEPS / num_chains;
-}
-
 /* ---- multiplying and adding -------------------------------------------------------------------------------------- */
 
 enum { ROUNDS = 4096, SUMS = 12 }; /* sums: more than latency times throughput of any processor so far */

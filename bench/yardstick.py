@@ -44,7 +44,6 @@ class Machine:
         self._reader = function(library, "ys_reader", ctypes.c_char_p, I32)
         self._read = function(library, "ys_read", None, I32, POINTER, SIZE, I32, I32, POINTER)
         self._read_rows = function(library, "ys_read_rows", None, POINTER, SIZE, SIZE, SIZE, I32, POINTER)
-        self._load = function(library, "ys_load", DOUBLE, POINTER, SIZE, I32)
         self._multiply_add = function(library, "ys_multiply_add", DOUBLE, I32, I32, I32, POINTER)
 
     def copy(self, dst: int, src: int, nbytes: int, threads: int, reps: int = 1) -> Seconds:
@@ -79,11 +78,6 @@ class Machine:
         seconds = np.empty(reps)
         self._read_rows(src, num_rows, row_bytes, stride, reps, seconds.ctypes.data)
         return seconds
-
-    def latency(self, memory: Memory, chains: int = 48, reps: int = 15) -> tuple[float, float]:
-        """Return the seconds of loading a line when each waits for the one before, and when many are on their way."""
-        one, many = (min(self._load(memory.address, memory.nbytes, num) for _ in range(reps)) for num in (1, chains))
-        return one, many
 
     def best_readers(self, memory: Memory, nbytes: int, threads: int, rounds: int = 7) -> list[int]:
         """Sort the reading loops by their median time over interleaved pieces of `nbytes`, fastest first."""
