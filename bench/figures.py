@@ -8,7 +8,7 @@ import os
 import re
 import statistics
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,31 +98,3 @@ def keep(path: Path, command: str, rows: Sequence[Row]) -> None:
     command = re.sub(r" --(json|figures-json|output|plot)[= ]\S+", "", command)
     run = {"command": command, "seen": datetime.date.today().isoformat(), "commit": checked_out()}
     path.write_text(json.dumps({**run, "machine": describe_machine(), "rows": rows}, indent=1) + "\n")
-
-
-KEYS = ("section", "name", "context", "threads")
-KEPT = ("quotient", "bound", "seconds", "rate", "value")
-
-
-def lines_of(rows: Iterable[Row]) -> list[Row]:
-    """Join rows that differ in type alone, and keep what tables print; a type measured again keeps its first figure."""
-    lines: dict[tuple[Any, ...], Row] = {}
-    for row in rows:
-        line = {key: row[key] for key in KEYS if key in row}
-        line = lines.setdefault(tuple(line.items()), line)
-        for key in KEPT:
-            if key in row:
-                value = row[key] if isinstance(row[key], str) else float(f"{row[key]:.5g}")
-                line.setdefault(key, {}).setdefault(row.get("type", ""), value)
-    return list(lines.values())
-
-
-def rows_of(lines: Iterable[Row]) -> list[Row]:
-    """Return a row for each type of each line."""
-    rows = []
-    for line in lines:
-        common = {key: line[key] for key in KEYS if key in line}
-        for dtype in dict.fromkeys(dtype for key in KEPT for dtype in line.get(key, ())):
-            own = {key: line[key][dtype] for key in KEPT if dtype in line.get(key, ())}
-            rows.append(common | {"type": dtype} | own)
-    return rows

@@ -1,7 +1,7 @@
 """Draw tokens/s against context, from a run of bench_attention.py or bench_llama_cpp.py, or from kept figures.
 
-python bench/plot_attention.py bench/results/epyc-zen5.json attention.svg
-python bench/plot_attention.py bench/results/xeon-amx.json llama_cpp.svg --section llama_cpp
+python bench/plot_attention.py bench/results/epyc-zen5.csv attention.svg
+python bench/plot_attention.py bench/results/xeon-amx.csv llama_cpp.svg --section llama_cpp
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from figures import rows_of
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
+from write_results import processors, read
 
 from kvcache.plot import name_ends
 
@@ -56,7 +56,7 @@ def curves(rows: Sequence[dict[str, Any]], threads: int) -> Curves:
     """Return tokens/s by context, of the fastest mode of each peer and type."""
     found: Curves = defaultdict(dict)
     for row in rows:
-        key = row["name"].split(",")[0], row["type"]
+        key = row["name"].split(",")[0], row.get("type", "")
         if row["section"] == "peers" and row["threads"] == threads and "seconds" in row and key in DRAWN:
             speed = 1 / (LAYERS * row["seconds"])
             # kvcache's f16 is measured twice, beside two groups of peers: only the first counts.
@@ -151,16 +151,15 @@ def shrink(element: ElementTree.Element) -> None:
 
 
 def kept(path: Path) -> tuple[list[dict[str, Any]], str]:
-    """Read rows, and the processor's name, from a run (--json of a benchmark) or from all runs of a processor."""
-    record = json.loads(path.read_text())
-    if "runs" not in record:
-        return record["rows"], ""
-    return [row for run in record["runs"] for row in rows_of(run["lines"])], record["processor"]
+    """Read rows, and the processor's name, from a run (--json of a benchmark) or from a processor's figures."""
+    if path.suffix == ".csv":
+        return read(path), processors()[path.stem]
+    return json.loads(path.read_text())["rows"], ""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, metavar="JSON")
+    parser.add_argument("source", type=Path, metavar="FIGURES")
     parser.add_argument("target", type=Path, metavar="PICTURE", help="a .svg, .png or .pdf")
     parser.add_argument("--section", choices=("peers", "llama_cpp"), default="peers", help="default: peers")
     options = parser.parse_args(arguments)

@@ -72,13 +72,13 @@ def memory() -> Figure:
 
 def attention() -> Figure:
     """Draw decode attention on the processor whose whole run was kept."""
-    rows, processor = plot_attention.kept(DOCS.parent / "bench/results/epyc-zen5.json")
+    rows, processor = plot_attention.kept(DOCS.parent / "bench/results/epyc-zen5.csv")
     return plot_attention.figure(rows, processor)
 
 
 def llama_cpp() -> Figure:
     """Draw llama.cpp's decoding on the processor where it was measured."""
-    rows, processor = plot_attention.kept(DOCS.parent / "bench/results/xeon-amx.json")
+    rows, processor = plot_attention.kept(DOCS.parent / "bench/results/xeon-amx.csv")
     return plot_attention.llama_cpp(rows, processor)
 
 
