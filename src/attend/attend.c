@@ -1,4 +1,4 @@
-/* attend.c: runs the tasks of a plan: all of them for kvc_attend, one of them for kvc_plan_run. */
+/* attend.c: runs tasks of a plan: kvc_attend all of them, kvc_plan_run one of them. */
 #include <math.h>
 #include <string.h>
 
@@ -36,15 +36,15 @@ static int64_t num_own_rows(const kvc_job *job, const kvc_query_slice *slice) {
     return kvc_split_rows(slice, job->split) - job->shared_rows;
 }
 
-/* Returns a cursor over the rows of a job that come first: those that its slices share, or those of the only slice.
+/* Returns a cursor over the first rows of a job: the rows that its slices share, or all rows of its only slice.
  * slice: its first one. */
 static kvc_cursor first_rows(const kvc_call *c, const kvc_job *job, const kvc_query_slice *slice, int32_t head) {
     return cursor_at(c, slice, job->split, head, 0, job->shared_rows ? job->shared_rows : num_own_rows(job, slice));
 }
 
-/* Returns a cursor over the own rows of slice m, or of the next one that has any; behind the last slice, over the
- * first rows of the task that this thread will probably run next.  It is empty if there is no such task, or if that one
- * will fail for lack of a row buffer. */
+/* Returns a cursor over the own rows of slice m, or of the next slice that has own rows.  Behind the last slice,
+ * returns a cursor over the first rows of the task that this thread will probably run next.  It is empty if there is
+ * no such task, or if that one will fail for lack of a row buffer. */
 static kvc_cursor rows_from_slice(const kvc_task *t, int32_t m) {
     const kvc_plan *plan = t->call->plan;
     for (; m < t->job->num_slices; m++) {
@@ -61,8 +61,8 @@ static kvc_cursor rows_from_slice(const kvc_task *t, int32_t m) {
     return first_rows(t->call, job, slice, head);
 }
 
-/* Attends to the rows that all slices share, then to those that each has left: acc, max and sum become the results of
- * the slices' splits.  Returns 0 if the call was cancelled. */
+/* Attends to the rows that all slices share, then to the other rows of each slice.  acc, max and sum become the
+ * results of the slices' splits.  Returns 0 if the call was cancelled. */
 static int attend_split(kvc_task *t) {
     const kvc_plan *plan = t->call->plan;
     const kvc_job *job = t->job;
@@ -94,7 +94,7 @@ typedef struct results {
     float one;                    /* what a value of 1 is in acc */
 } results;
 
-/* Returns the factor that turns a sum of exp(score - own_max) into one of exp(score - max). */
+/* Returns the factor that turns a sum of exp(score - own_max) into a sum of exp(score - max). */
 static float rescale_factor(float own_max, float max, float ln_of_base) {
     return own_max == -INFINITY ? 0 : own_max == max ? 1 : expf((own_max - max) * ln_of_base);
 }
@@ -184,7 +184,7 @@ static void keep_partial(const kvc_task *t) {
            q * (size_t)t->call->plan->workspace.acc_stride * sizeof *partial);
 }
 
-/* Keeps the result of one of several splits of a slice; returns whether all are there. */
+/* Keeps the result of a split of a slice; returns whether the slice has the results of all its splits. */
 static int end_one_of(const kvc_task *t) {
     const kvc_call *c = t->call;
     const kvc_query_slice *slice = t->slice;
@@ -317,7 +317,7 @@ static kvc_status fail_cancelled(void) { return kvc_fail(KVC_ERR_CANCELLED, "the
 
 /* ---- rounds ------------------------------------------------------------------------------------------------------ */
 
-/* Begins a new round if the layer or the arrays are not those of the last one, whose tasks are then forgotten. */
+/* Begins a new round if the layer or the arrays differ from the last round's, whose tasks are then forgotten. */
 static kvc_status join_round(kvc_plan *plan, int32_t layer, const kvc_attend_args *args) {
     kvc_round *round = &plan->round;
     if (round->layer == layer && round->q == args->q && round->out == args->out && round->lse == args->lse)
@@ -374,7 +374,7 @@ static kvc_status begin_task(kvc_call *c, int32_t layer, const kvc_attend_args *
     return status;
 }
 
-/* Ends a task of the round.  One that was done before and is cancelled now stays done, with its earlier result. */
+/* Ends a task of the round.  A task that was done before and is cancelled now stays done, with its earlier result. */
 static void end_task(const kvc_call *c, int64_t task, int is_done) {
     kvc_round *round = &c->plan->round;
     lock_round(round);

@@ -5,10 +5,10 @@
  *   - Up to KVC_STREAM_QUERIES query rows per KV head are one slice, which is streamed: every stored row is read once
  *     for all of them.  The rows in reach are cut every KVC_SPLIT_ROWS, however many they are, so that sequences that
  *     begin alike are cut alike.
- *   - More query rows are tiled.  Up to KVC_TASK_QUERIES are one slice; more are cut into slices of about
- *     KVC_TILE_QUERIES, or of a half or a quarter as many where the sequence would otherwise have less than
- *     KVC_TILED_TASKS tasks.  The rows in reach of a slice are cut every KVC_SPLIT_ROWS, or every 3/2, 2, 3, 4, 6 ...
- *     times as many, so that the sequence has at most KVC_TILED_TASKS tasks: two for each of 64 threads, and
+ *   - More query rows are tiled.  Up to KVC_TASK_QUERIES are one slice.  More are cut into slices of about
+ *     KVC_TILE_QUERIES, or a half or a quarter of that if the sequence would otherwise have less than KVC_TILED_TASKS
+ *     tasks.  The rows in reach of a slice are cut every KVC_SPLIT_ROWS, or every 3/2, 2, 3, 4, 6 ...  times as many,
+ *     so that the sequence has at most KVC_TILED_TASKS tasks: two for each of 64 threads, and
  *     few, as a part's result is large here and takes time to merge.
  *
  * Arrays are allocated between two passes over the same function, one that counts and one that lists: cut_queries
@@ -44,7 +44,7 @@ static query_cut cut_queries(const kvc_plan *plan, int32_t sequence) {
     const kvc_batch_sequence *member = &batch->sequences[sequence];
     const int32_t begin = plan->args.first, end = begin + plan->args.num_tokens;
     query_cut cut = {.first = member->first, .end = member->first + member->num_tokens};
-    /* Tokens of a sequence are listed in rising order, so those of the plan's range are side by side. */
+    /* Tokens of a sequence are listed in rising order, so the tokens of the plan's range are side by side. */
     while (cut.first < cut.end && batch->order[cut.first] < begin) cut.first++;
     while (cut.first < cut.end && batch->order[cut.end - 1] >= end) cut.end--;
     if (cut.first == cut.end) return cut;
@@ -110,8 +110,8 @@ static void find_reach(const kvc_plan *plan, const kvc_run_list *list, kvc_new_s
     if (list->max_position < reach.end) u->stored.end = INT32_MAX;
 }
 
-/* Called for each segment, a part of a run.  token: index into batch->order of the token of the segment's first row; -1
- * for stored rows and those of cross-attention. */
+/* Called for each segment, a part of a run.  token: index into batch->order of the token of the segment's first row;
+ * -1 for stored rows and for rows of cross-attention. */
 typedef void visit_fn(void *context, const kvc_run *segment, int32_t token);
 
 /* Visits the rows of a run at positions [begin, end).  token: as in visit_fn, for the run's first row. */
@@ -128,7 +128,7 @@ static inline void visit_run(const kvc_reach *reach, const kvc_run *run, int32_t
     visit_positions(run, token, reach->low, reach->end, visit, context);
 }
 
-/* Visits the rows of one of the batch's own runs that are in reach and not masked.  token: as in visit_positions. */
+/* Visits the rows of a batch's own run that are in reach and not masked.  token: as in visit_positions. */
 static void visit_own_run(const kvc_new_slice *u, const kvc_run *run, int32_t token, visit_fn *visit, void *context) {
     int32_t next = 0;
     if (!u->masked) {
@@ -139,8 +139,8 @@ static void visit_own_run(const kvc_new_slice *u, const kvc_run *run, int32_t to
         visit_run(&u->own, &part, token < 0 ? -1 : token + (part.position - run->position), visit, context);
 }
 
-/* Visits, in a batch with parents, the rows of the slice's tokens and of those that they descend from.  Others may not
- * have been put.  marks: as for kvc_list_slices. */
+/* Visits, in a batch with parents, the rows of the slice's tokens and of their ancestors.  Others may not have been
+ * put.  marks: as for kvc_list_slices. */
 static void visit_ancestors(const kvc_batch *batch, const kvc_new_slice *u, const kvc_pending *pending, uint8_t *marks,
                             visit_fn *visit, void *context) {
     const kvc_batch_sequence *member = &batch->sequences[u->slice.sequence];
@@ -208,7 +208,7 @@ static void find_rows(const kvc_plan *plan, const kvc_view *view, kvc_new_slice 
     u->slice.num_rows += u->stored_rows;
 }
 
-/* Cuts the rows of a slice, one of num_slices of its sequence, into splits. */
+/* Cuts the rows of a slice into splits.  num_slices: number of slices of its sequence. */
 static void cut_rows(const kvc_plan *plan, int32_t num_slices, kvc_query_slice *slice) {
     const int64_t most_splits = KVC_TILED_TASKS / ((int64_t)plan->num_kv_heads * num_slices);
     slice->split_rows = KVC_BUGGIFY() ? 4 : KVC_SPLIT_ROWS;

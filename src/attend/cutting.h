@@ -15,7 +15,7 @@ typedef struct kvc_view {
     kvc_run_list *stored;      /* [batch->num_sequences] */
 } kvc_view;
 
-/* A slice, and what is known of it only while its plan is made. */
+/* A slice, with notes that are needed only while its plan is made. */
 typedef struct kvc_new_slice {
     kvc_query_slice slice;
     kvc_reach stored, own; /* reach in the stored rows, and in the batch's own */
@@ -26,7 +26,7 @@ typedef struct kvc_new_slice {
     int32_t is_whole;                /* it has all query tokens of its sequence */
     int64_t stored_rows;             /* number of stored rows in reach */
     int64_t own_segments;            /* number of segments of the batch's own rows */
-    /* Filled in by jobs.c.  Splits below first_split are those of the slice before it in the order of rows.  The others
+    /* Filled in by jobs.c.  Splits below first_split belong to the slice before it in the order of rows.  The others
      * begin in run first_run; the runs before that have rows_before rows in reach. */
     int32_t first_split, first_run;
     int64_t rows_before;
@@ -54,7 +54,7 @@ int32_t kvc_count_slices(const kvc_plan *plan);
 void kvc_list_slices(const kvc_plan *plan, const kvc_view *view, kvc_new_slice *slices, uint8_t *marks);
 
 /* Adds the segments of `slice`, which is the plan's copy of from->slice, to the plan, and fills in where its splits
- * begin. Splits below from->first_split are those of `before`, the slice before it in the order of rows, and listed
+ * begin. Splits below from->first_split belong to `before`, the slice before it in the order of rows, and are listed
  * already. */
 void kvc_list_segments(kvc_plan *plan, const kvc_new_slice *from, kvc_query_slice *slice, const kvc_query_slice *before,
                        uint8_t *marks);

@@ -32,7 +32,7 @@ typedef struct member {
     int32_t sequence; /* index into batch->sequences */
 } member;
 
-/* What the functions of one call share. */
+/* Arguments that the functions of one call share. */
 typedef struct dense {
     const kvc_batch *batch;
     int32_t layer, num_tasks;
@@ -62,7 +62,7 @@ static void list_run(void *to, const kvc_run *run, const int32_t *tokens) {
         d->rows[d->num] = (dense_row){row.position, tokens ? tokens[i] : -1, d->listed, d->num, row};
 }
 
-/* Counts the rows of all sequences, and those of the sequence that has most. */
+/* Counts the rows of all sequences, and the most rows of one sequence. */
 static kvc_status count_rows(const kvc_batch *batch, int32_t layer, const kvc_row_buffer *buffer, int64_t *num,
                              int64_t *most) {
     *num = *most = 0;
@@ -170,7 +170,7 @@ static kvc_rows_out rows_of(const dense *d, int32_t s) {
     return out;
 }
 
-/* Copies the listed rows [i, end); those that lie side by side are copied at once. */
+/* Copies the listed rows [i, end).  Rows that lie side by side are copied at once. */
 static void copy_rows(const dense *d, kvc_reader *reader, int64_t i, int64_t end) {
     for (int64_t n; i < end; i += n) {
         const dense_row *rows = d->rows + i;
@@ -194,7 +194,7 @@ static void pad_rows(const dense *d, const kvc_reader *reader, int32_t s) {
     for (int64_t i = begin; out.positions && i < end; i++) out.positions[i] = -1;
 }
 
-/* The masks of one token; those that the caller does not want are NULL. */
+/* The masks of one token; NULL for masks that the caller does not want. */
 typedef struct masks {
     float *mask;
     uint8_t *seen;

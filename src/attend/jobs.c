@@ -2,12 +2,12 @@
  *
  * The rule for tasks.  Which task computes what, and when, changes no bit, so the rule may look at everything:
  *   - Slices of whole sequences whose splits begin with the same rows, as those of forks do, become one job, which
- * reads these rows once and then goes on with the rest of each.  A job has at most KVC_TASK_QUERIES query rows if it is
- *     streamed, KVC_TILE_QUERIES if it is tiled, and at most 1 / TASKS_PER_THREAD of the work of one of the plan's
- *     threads.
+ *     reads these rows once and then goes on with the rest of each.  A job has at most KVC_TASK_QUERIES query rows if
+ *     it is streamed, KVC_TILE_QUERIES if it is tiled, and at most 1 / TASKS_PER_THREAD of the work of a thread of the
+ *     plan.
  *   - The largest jobs come first, so that little is left to do when the last one begins.  Tasks go KV head by KV head,
  *     as slices of a prompt then find its rows in a cache, unless there are fewer than TASKS_PER_THREAD jobs per
- * thread.  Where parts of the KV heads lie on memory nodes of their own, it goes round the parts.
+ *     thread.  Where parts of the KV heads lie on memory nodes of their own, it goes round the parts.
  */
 #include "attend/jobs.h"
 
@@ -20,7 +20,7 @@ static int compare(int64_t a, int64_t b) { return (a > b) - (a < b); }
 
 /* ---- the order of rows ------------------------------------------------------------------------------------------- */
 
-/* Orders runs by where they begin.  Any order of blocks will do, so it is that of their addresses. */
+/* Orders runs by where they begin.  Any order of blocks will do, so blocks are ordered by address. */
 static int compare_starts(const kvc_run *a, const kvc_run *b) {
     int order = compare((intptr_t)a->block, (intptr_t)b->block);
     if (!order) order = compare(a->slot, b->slot);
@@ -66,9 +66,9 @@ static int32_t count_same_runs(const kvc_new_slice *a, const kvc_new_slice *b, i
     return same;
 }
 
-/* Merges two sorted lists.  Picks, of their first slices, the one that has more runs in common with the slice picked
- * last; compares them only at a tie, and only from there on (Ng and Kakehi 2008).  So sorting costs no more than one
- * walk over the runs that slices have in common. */
+/* Merges two sorted lists.  Picks from the list whose first slice has more runs in common with the slice picked
+ * last.  Compares the first slices only at a tie, and only from there on (Ng and Kakehi 2008).  So sorting costs no
+ * more than one walk over the runs that slices have in common. */
 static void merge(const kvc_new_slice *slices, kvc_neighbour *to, const kvc_neighbour *a, int32_t num_a,
                   const kvc_neighbour *b, int32_t num_b) {
     /* leading runs that the first slice of a, and of b, has in common with the slice picked last */
@@ -208,9 +208,9 @@ static int is_better_apart(const job_group *g, int64_t shared, int64_t next_shar
     return rows_saved(joined, g->num_slices + 1) < apart && rows_saved(both_joined, g->num_slices + 2) < apart;
 }
 
-/* Groups items[0] with those slices after it that become one job with it.  To save as many rows as possible over the
- * whole list, it is cut greedily, looking one slice ahead: the next slice joins as long as it shares rows, has room and
- * is not better apart. */
+/* Groups items[0] with those slices after it that become one job with it.  The list is cut greedily, looking one
+ * slice ahead, to save many rows over the whole list.  The next slice joins if it shares rows, has room and is not
+ * better apart. */
 static job_group group_neighbours(const kvc_plan *plan, const kvc_neighbour *items, int32_t num, int32_t split,
                                   int64_t most_work) {
     const kvc_query_slice *slice = &plan->slices[items->slice];

@@ -4,7 +4,7 @@
 
 #include "attend/cutting.h"
 
-/* A slice in the order of rows, and what it has in common with the slice before it in that order. */
+/* A slice in the order of rows, and its first rows that the slice before it shares. */
 typedef struct kvc_neighbour {
     int32_t slice;
     int32_t same_runs;      /* leading runs that both have; -1: they are of different kinds, and share nothing */
@@ -19,7 +19,7 @@ typedef struct kvc_slice_order {
     int32_t num_whole;            /* items[0 .. num_whole): slices of a whole sequence; only these are sorted */
 } kvc_slice_order;
 
-/* Sorts slices, and finds which splits of each are also those of the slice before it. */
+/* Sorts slices, and finds which splits each shares with the slice before it. */
 void kvc_order_slices(kvc_new_slice *slices, int32_t num_slices, kvc_slice_order *order);
 
 /* Fills in the plan's jobs, the largest first.  Call once the slices have their segments.  Overwrites order->items. */

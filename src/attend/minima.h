@@ -1,8 +1,8 @@
 /* minima.h: the share of attention that the minima of blocks have, where kernels get rows without them.
  *
  * An element is d * q + m, with a scale d and a minimum m for each block.  Kernels score and sum the products of scales
- * and codes; m adds to a score as often as the block's elements of the query add up to, and to all columns of a block
- * as often as the row weighs.  The minima of a tile lie in the workspace: [block][KVC_TILE].
+ * and codes.  m, times the sum of the query's elements in the block, is added to a score.  m, times the row's weight,
+ * is added to all columns of the block.  The minima of a tile lie in the workspace: [block][KVC_TILE].
  */
 #ifndef KVC_MINIMA_H
 #define KVC_MINIMA_H

@@ -3,10 +3,10 @@
  * A plan is one allocation, whose size is known only once its slices are.  So new_plan and make_plan go this way:
  *   1. Count the slices, and take scratch for them; cut what is masked out of the stored runs.
  *   2. List them, with what each sees (cutting.c).
- *   3. Sort those of whole sequences by their stored runs, and find what neighbours have in common (jobs.c).
+ *   3. Sort the slices of whole sequences by their stored runs, and find the rows that neighbours share (jobs.c).
  *   4. Size the plan's arrays, and allocate them.
  *   5. List the deltas, and compute their angles.
- *   6. List the segments; those of splits that neighbours have in common are listed once (cutting.c).
+ *   6. List the segments.  Segments of splits that neighbours share are listed once (cutting.c).
  *   7. Join neighbours into jobs, split by split (jobs.c).
  */
 #include "attend/plan.h"
@@ -18,7 +18,7 @@
 #include "attend/jobs.h"
 #include "cache/check.h"
 
-/* What a plan is made from, in scratch that is given back once the plan is made. */
+/* Lists that a plan is made from, in scratch that is given back once the plan is made. */
 typedef struct maker {
     kvc_plan *plan;        /* a struct on the stack, until allocate_plan copies it to its allocation */
     kvc_new_slice *slices; /* [plan->num_slices] */
@@ -27,7 +27,7 @@ typedef struct maker {
     uint8_t *marks; /* marks for kvc_list_slices */
     void *scratch;  /* allocation that holds slices, order, view and marks; NULL if a single slice needs none */
     uint64_t size;  /* bytes of scratch */
-    /* What slices and order.items point at where there is no scratch. */
+    /* The slices and order.items of a plan without scratch. */
     kvc_new_slice one_slice;
     kvc_neighbour one_item;
 } maker;
@@ -68,7 +68,7 @@ static int take_scratch(maker *m) {
     return 1;
 }
 
-/* What the slices of a plan add up to. */
+/* Sums over the slices of a plan. */
 typedef struct totals {
     int64_t segments;         /* upper bound of the number of segments */
     int64_t splits, counters; /* lengths of plan->starts and plan->remaining */
@@ -229,8 +229,8 @@ static kvc_plan *place_plan(const kvc_plan *sketch, const uint64_t *at, char *st
 
 /* ---- deltas ------------------------------------------------------------------------------------------------------ */
 
-/* Counts the stored runs with a delta that is neither 0 nor that of the run before it, and lists these deltas, unless
- * deltas is NULL. */
+/* Counts the stored runs whose delta is neither 0 nor equal to the delta of the run before.  Lists these deltas,
+ * unless deltas is NULL. */
 static int32_t find_deltas(const maker *m, int32_t *deltas) {
     int32_t num = 0, last = 0;
     for (int32_t i = 0; i < m->plan->num_slices; i++) {

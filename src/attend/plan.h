@@ -13,7 +13,7 @@ void kvc_plan_recount(kvc_plan *plan);
 /* Checks arguments, and fills in the defaults. */
 kvc_status kvc_plan_check(const kvc_batch *batch, kvc_plan_args *args);
 
-/* Sets *out to a plan for arguments that were checked: one of the batch's that nobody uses, or a new one. */
+/* Sets *out to a plan for checked arguments: an unused plan of the batch, or a new plan. */
 kvc_status kvc_plan_get(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **out);
 
 #endif

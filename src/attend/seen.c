@@ -142,8 +142,8 @@ int kvc_spoils_others(const kvc_task *t, kvc_tile *tile, const kvc_visible *comm
     return 0;
 }
 
-/* Appends row i of a stretch, with another value in place of its own if `value` is not NULL, to a list of stretches
- * that has `num`: to the last one, if there it is where the next one is due. */
+/* Appends row i of a stretch to a list of `num` stretches, with `value` in place of its own value unless that is
+ * NULL.  The row extends the last stretch if it follows it. */
 static int32_t add_row(kvc_stretch *to, int32_t num, const kvc_stretch *from, int32_t i, const uint8_t *value) {
     const place own = value_at(from, i), v = value ? (place){value, value} : own;
     const uint8_t *k = from->first[0] + i * from->step[0];

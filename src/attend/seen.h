@@ -1,5 +1,5 @@
-/* seen.h: which rows of a tile a query token sees, and what becomes of the others: scores of -inf, and of values that
- * are no numbers, zeros; and what else changes scores. */
+/* seen.h: which rows of a tile a query token sees.  The scores of the others become -inf, and values that are
+ * infinite or NaN become zeros.  Also applies everything else that changes scores. */
 #ifndef KVC_SEEN_H
 #define KVC_SEEN_H
 
@@ -21,8 +21,8 @@ void kvc_change_scores(const kvc_task *t, kvc_tile *tile, int32_t first, int32_t
 /* Returns what all tokens of a task see, trees aside. */
 kvc_visible kvc_visible_to_all(const kvc_task *t);
 
-/* Returns whether a value of a tile that some tokens of the task do not see has an element that is infinite or NaN:
- * times the weight of 0 that it has for them, it would be NaN.  common: kvc_visible_to_all. */
+/* Returns whether the tile has a masked value that is infinite or NaN.  Multiplied by its weight of 0 it would give
+ * NaN.  common: kvc_visible_to_all. */
 int kvc_spoils_others(const kvc_task *t, kvc_tile *tile, const kvc_visible *common);
 
 /* Makes *own the tile as the one token of a task is to see it: with zeros for such values, if it does not see them. */

@@ -11,8 +11,8 @@
 /* Kernels take rows that lie evenly.  Others are copied to the workspace, or given a few at a time. */
 enum {
     LEAST_STRETCH = 8, /* rows of a stretch of floats that a kernel is given by themselves */
-    /* Rows of floats in shorter stretches that a kernel is given at once.  The fewer, the more evenly those ahead are
-     * prefetched; but each time, sums are loaded and stored. */
+    /* Rows of floats in shorter stretches that a kernel is given at once.  Fewer rows prefetch the rows ahead more
+     * evenly.  But sums are loaded and stored each time. */
     FEW_ROWS = 16,
     LEAST_AHEAD = 4,                 /* rows of a stretch that is worth prefetching by itself */
     NARROW_HOLE = 3 * KVC_CACHE_LINE /* most bytes between rows that are prefetched with them */
@@ -24,7 +24,7 @@ typedef struct row_place {
     int64_t offset; /* rows of that stretch behind it */
 } row_place;
 
-/* What is left of the keys of a tile, or of its values. */
+/* The remaining keys, or values, of a tile. */
 typedef struct walk {
     row_place place;
     int64_t left;                  /* rows of the tile */
@@ -149,8 +149,8 @@ static kernel_rows take_some(const kvc_task *t, walk *w) {
     return take_rows(t, w, few < left ? few : left);
 }
 
-/* Multiplies a tile's scores by the scales of its keys, or weights by those of its values, where kernels take rows
- * without them. */
+/* Multiplies a tile's scores by the scales of its keys, or weights by the scales of its values, for kernels that
+ * leave the scales out. */
 static void times_scales(const kvc_task *t, const kvc_tile *tile, int is_value) {
     const kvc_kernels *kernels = t->call->kernels;
     float by[KVC_TILE];
@@ -377,8 +377,8 @@ typedef struct query_block {
     int32_t stride;
 } query_block;
 
-/* Attends to the tile `current`.  On the way, takes the tile `next` off the cursor `upcoming`, and prefetches its keys:
- * not earlier, as stretches are best listed just before they are read, because a tile's rows fill the L1 cache. */
+/* Attends to the tile `current`.  On the way, takes the tile `next` off the cursor `upcoming`, and prefetches its
+ * keys: stretches are best listed just before they are read, as a tile fills the L1 cache. */
 typedef void attend_tile_fn(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming);
 
 /* Scores a tile, and prefetches its values. */
@@ -404,9 +404,9 @@ static void score_tile(kvc_task *t, const kvc_tile *tile) {
     if (key_minima_apart(t, tile)) kvc_score_minima(t, tile->n);
 }
 
-/* Adds rows of values, weighted, to acc, and prefetches up to `rows_ahead` rows of the next tile's keys.  Where these
- * do not lie one after the other, a kernel of quantised values, which takes all rows at once, takes a part of the
- * columns at a time, so that what no kernel prefetches evenly is at least prefetched in parts. */
+/* Adds rows of values, weighted, to acc, and prefetches up to `rows_ahead` rows of the next tile's keys.  If these
+ * rows do not lie one after the other, a kernel of quantised values takes a part of the columns at a time.  It takes
+ * all rows at once and prefetches none evenly; so the rows are at least prefetched in parts. */
 static void accumulate_rows(const kvc_task *t, const float *weights, kernel_rows values, walk *keys,
                             int64_t rows_ahead) {
     enum { PARTS = 4 };
@@ -425,7 +425,7 @@ static void accumulate_rows(const kvc_task *t, const float *weights, kernel_rows
     }
 }
 
-/* Adds a tile's values, weighted, to acc, and prefetches what is left of the next one's keys. */
+/* Adds a tile's values, weighted, to acc, and prefetches the remaining keys of the next tile. */
 static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, walk *keys) {
     walk values = walk_values(t, tile);
     const float *weights = t->scores;
@@ -453,8 +453,8 @@ static void stream_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_curs
     accumulate_tile(t, current, &keys);
 }
 
-/* Returns a view of the query rows from the first to the last that sees anything of a tile: few, where the tile is at
- * the end of a prompt or of a window. */
+/* Returns a view of the query rows from the first to the last that sees a row of a tile.  They are few at the end of
+ * a prompt or of a window. */
 static kvc_task view_that_sees(const kvc_task *t, const kvc_tile *tile) {
     const int32_t heads = t->call->plan->heads_per_kv;
     int32_t first = 0, end = t->num_query_rows / heads;
@@ -507,8 +507,8 @@ static void weigh_block(const kvc_task *t, kvc_tile *tile, const query_block *b,
             kernels->scale(t->acc + (size_t)r * (size_t)plan->workspace.acc_stride, 0, 1, plan->v_dim, t->factor[r]);
 }
 
-/* Attends to a tile for many query rows: keys and values are packed into panels once, and multiplied, by a block of
- * query rows after the other where their scores are to stay in the L1 cache.  Prefetches the next tile. */
+/* Attends to a tile for many query rows.  Keys and values are packed into panels once, and multiplied.  If scores
+ * are to stay in the L1 cache, query rows go in blocks.  Prefetches the next tile. */
 static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming) {
     const kvc_call *c = all->call;
     const kvc_plan *plan = c->plan;
@@ -533,7 +533,7 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
         keys.score(b.scores, b.stride, t->q + (size_t)b.first * (size_t)workspace->q_stride, workspace->q_stride,
                    t->workspace + workspace->keys, k_room, b.end - b.first, current->n, plan->k_dim, 0,
                    take_ahead(c, &next_keys, ahead));
-        /* Without weigh, this block is all query rows. */
+        /* If `weigh` is not set, this block is all query rows. */
         if (KVC_TYPES[t->k_as].has_row_scale && delta_index_of(t, current) != KVC_MIXED) times_scales(t, current, 0);
         if (key_minima_apart(t, current)) kvc_score_minima(t, current->n);
         weigh_block(t, current, &b, keys.scale, values->weigh);
@@ -547,8 +547,8 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
     if (c->kernels->end) c->kernels->end(&former);
 }
 
-/* Attends to a tile by one token after the other, as a value that some of them do not see is no number: it would reach
- * them, for all that its weight is 0.  The bits are those of a tile with numbers there. */
+/* Attends to a tile by one token after the other, because a masked value is infinite or NaN.  Times its weight of 0,
+ * it would give NaN.  The result has the same bits as if the masked value were a number. */
 static void attend_apart(kvc_task *t, attend_tile_fn *attend_tile, kvc_tile *current, kvc_tile *next,
                          kvc_cursor *upcoming) {
     const int32_t heads = t->call->plan->heads_per_kv;

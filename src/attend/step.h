@@ -2,8 +2,8 @@
  *
  * The softmax is the online one (Milakov and Gimelshein 2018; FlashAttention): each query row has a running maximum and
  * sum, and what was accumulated is scaled whenever the maximum rises.  Rows that several sequences share are scored for
- * the query rows of all of them at once, as in Hydragen, but the tiles of a query row are those it has when its
- * sequence is alone, so that the order of sums does not change.
+ * all their query rows at once, as in Hydragen.  But a query row has the same tiles as when its sequence is alone, so
+ * that the order of sums does not change.
  */
 #ifndef KVC_STEP_H
 #define KVC_STEP_H
@@ -21,9 +21,8 @@ void kvc_prefetch_keys(const kvc_task *t, kvc_cursor rows);
 void kvc_convert_query_rows(const kvc_call *c, int32_t from, int32_t to, void *dst, int64_t dst_stride, const void *src,
                             int64_t src_stride, int32_t dim);
 
-/* Returns the kernels that multiply values by the many query rows of a tiled slice.  With them, the values in acc,
- * and those of partial results, are 2^sum_shift times what they should be, and where they weigh, maxima are of scores
- * times log2(e). */
+/* Returns the kernels that multiply values by the many query rows of a tiled slice.  With them, values in acc and in
+ * partial results are 2^sum_shift times too large.  If they weigh, maxima are of scores times log2(e). */
 const kvc_tiler *kvc_value_tiler(const kvc_task *t);
 
 #endif

@@ -40,8 +40,8 @@ static void open_window(kvc_cursor *c) {
     c->is_mixed = changes >= c->changes_to_mix;
 }
 
-/* Counts the segments from p on, up to `most`, that have one row each and lie evenly in one block, as where every
- * second token was removed; 1 if they are too few to gain anything. */
+/* Counts the segments from p on, up to `most`, that have one row each and lie evenly in one block, for example if
+ * every second token was removed.  Returns 1 if they are too few to gain anything. */
 static int32_t num_even_singles(const kvc_segment *p, int32_t most) {
     enum { LEAST = 4 };
     if (most < LEAST || p[0].count > 1 || p[1].count > 1 || p[2].count > 1) return 1;
@@ -61,8 +61,9 @@ static void find_scales(const kvc_tile *t, kvc_stretch *stretch, const uint8_t *
     stretch->scale_step = step * KVC_SCALE_BYTES;
 }
 
-/* Lists single rows that lie evenly as stretches, from the tile's first segment on, as long as there are some and up to
- * `most` rows; widens the range of positions.  Returns the number of stretches; t->n becomes that of rows. */
+/* Lists single rows that lie evenly as stretches, from the tile's first segment on, as long as there are some and up
+ * to `most` rows; widens the range of positions.  Returns the number of stretches, and sets t->n to the number of
+ * rows. */
 static int32_t list_singles(kvc_tile *t, int32_t most, size_t head) {
     const size_t k_begin = t->layout->k_offset + head, v_begin = t->layout->v_offset + head;
     const size_t k_bytes = t->layout->k_row_bytes, v_bytes = t->layout->v_row_bytes;

@@ -18,7 +18,7 @@ typedef struct kvc_taken {
     char apart[KVC_CACHE_LINE];
 } kvc_taken;
 
-/* What all tasks of one kvc_attend, or one kvc_plan_run, share. */
+/* Arguments that all tasks of one kvc_attend, or of one kvc_plan_run, share. */
 typedef struct kvc_call {
     kvc_plan *plan;
     const kvc_attend_args *args;
@@ -42,7 +42,7 @@ typedef struct kvc_call {
     kvc_taken taken[KVC_MOST_NODES]; /* [plan->num_parts] for kvc_attend */
 } kvc_call;
 
-/* A task, whose query rows are those of its job's slices, one slice after the other; or a view of some of these. */
+/* A task, or a view of some of its query rows.  Its query rows are its job's, one slice after the other. */
 typedef struct kvc_task {
     kvc_call *call;
     const kvc_job *job;
@@ -68,15 +68,15 @@ static inline int32_t kvc_query_head_of(const kvc_task *t, int32_t r) {
     return t->head * heads + r % heads;
 }
 
-/* Return a view of num_query_rows query rows of a task, from row `first` on; and one of those of slice m, the first of
- * which is row `first`. */
+/* Return a view of num_query_rows query rows of a task, from row `first` on; and a view of the query rows of slice
+ * m, which begin at row `first`. */
 kvc_task kvc_view_of(const kvc_task *t, int32_t first, int32_t num_query_rows);
 kvc_task kvc_part_of(const kvc_task *t, int32_t m, int32_t first);
 
 /* ---- its rows ---------------------------------------------------------------------------------------------------- */
 
-/* A place in the rows of a slice's split.  From where the walk begins, rows are counted in windows, and no tile
- * reaches past the end of one, so that tiles do not depend on how rows are cut into segments. */
+/* A place in the rows of a slice's split.  Rows are counted in windows from the beginning of the walk, and no tile
+ * reaches past the end of a window.  So tiles do not depend on how rows are cut into segments. */
 typedef struct kvc_cursor {
     const kvc_layout *layout;
     const uint8_t *buffer_rows; /* rows of the row buffer that all segments lie in; NULL: each segment has its own */
@@ -117,11 +117,11 @@ typedef struct kvc_tile {
     int32_t token[KVC_WIDE_TILE]; /* token of the batch; -1: a stored row */
 } kvc_tile;
 
-/* Takes the next tile off a cursor: up to the end of the window or, in one that is not mixed, to where the delta
- * changes. n is 0 if no rows are left. */
+/* Takes the next tile off a cursor: up to the end of the window or, in a window that is not mixed, to the next
+ * change of the delta. n is 0 if no rows are left. */
 void kvc_next_tile(kvc_tile *t, kvc_cursor *c);
 
-/* Returns the keys of one of the tile's segments from row `offset` on. */
+/* Returns the keys of a segment of the tile from row `offset` on. */
 kvc_rows kvc_keys_in(const kvc_tile *t, const kvc_layer *layer, const kvc_segment *segment, int32_t offset);
 
 /* Fills in the position and the token of each row of a tile, unless that is done.  order: batch->order. */

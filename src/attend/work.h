@@ -32,7 +32,7 @@ enum {
     KVC_TILE_QUERIES = 256,  /* most query rows of a tiled task, unless one token has more */
     KVC_SPLIT_ROWS = 512,    /* fewest rows of a split, except a slice's last one */
     KVC_TILED_TASKS = 144,   /* most tasks that a tiled sequence is cut into, about */
-    /* From this many changes of delta in a tile on, keys are rotated instead of query rows. */
+    /* If the delta changes at least this often in a tile, keys are rotated instead of query rows. */
     KVC_STREAM_DELTA_CHANGES = 4, /* in slices that are streamed */
     KVC_TILED_DELTA_CHANGES = 1   /* in slices that are tiled */
 };
@@ -45,8 +45,8 @@ typedef struct kvc_segment {
     int32_t token;                 /* index into batch->order of the first row's token; -1: stored rows */
 } kvc_segment;
 
-/* Where a split begins: at row `offset` of a segment.  The segments of one split follow each other; those of the
- * slice's next split may be elsewhere, as splits that slices have in common are listed once. */
+/* The beginning of a split: row `offset` of a segment.  The segments of a split follow each other.  The slice's next
+ * split may be elsewhere, because splits that slices share are listed once. */
 typedef struct kvc_split_start {
     int64_t segment;
     int32_t offset;
@@ -80,8 +80,8 @@ typedef struct kvc_job {
 enum { KVC_TASK_OPEN, KVC_TASK_RUNNING, KVC_TASK_DONE };
 
 /* A round of kvc_plan_run: each task is run once, for one layer and its arrays.  Once a task has failed or is run a
- * second time, the round becomes a rerun: each task then merges again its slices that have all splits there, so that
- * the last task to end leaves the right result, in whatever order they are run. */
+ * second time, the round becomes a rerun.  Then each task merges again its slices whose splits are all done.  So the
+ * last task to end leaves the right result, whatever the order. */
 typedef struct kvc_round {
     atomic_flag lock;
     int32_t layer;
@@ -92,12 +92,10 @@ typedef struct kvc_round {
     uint8_t *states; /* [num_tasks] */
 } kvc_round;
 
-/* Where arrays lie in a workspace, which is the memory that one running task works in: offsets in floats from its
- * beginning.
- * keys, values: the panels that a tile is packed into.
- * rows: copies of up to KVC_TILE rows that lie apart, or that kernels take only converted.
- * minima, q_blocks, sum_blocks: scratch for types with a minimum (minima.h).
- * zeros: a row of values (seen.h). */
+/* Places of arrays in a workspace, the memory that one running task works in: offsets in floats from its beginning.
+ * keys, values: the panels that a tile is packed into.  rows: copies of up to KVC_TILE rows that lie apart, or that
+ * kernels take only converted.  minima, q_blocks, sum_blocks: scratch for types with a minimum (minima.h).  zeros: a
+ * row of values (seen.h). */
 typedef struct kvc_workspace_layout {
     uint64_t q, scores, acc, max, sum, factor, tokens, keys, values, rows, minima, q_blocks, sum_blocks, zeros, size;
     int32_t q_stride, acc_stride, block_stride;
@@ -142,8 +140,9 @@ struct kvc_plan {
 
 static inline int64_t kvc_smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Returns the type to convert rows to before a kernel reads them: their own if a kernel takes it, else q8_0 or, of rows
- * with a scale of their own, int8.  For many query rows, q8_0, or f32 if q8_0 has no kernel, or decoded rows have one.
+/* Returns the type to convert rows to before a kernel reads them: their own if a kernel takes it, otherwise q8_0.  For
+ * rows with a row scale, it is int8 instead of q8_0.  For many query rows, q8_0, or f32 if q8_0 has no kernel, or
+ * decoded rows have one.
  */
 static inline int32_t kvc_taken_as(const kvc_kernels *kernels, int32_t type, int is_tiled) {
     if (is_tiled ? kernels->tiler[type].score != NULL : kernels->accumulate[type] != NULL) return type;

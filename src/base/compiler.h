@@ -9,7 +9,7 @@
 #endif
 
 /* Has the compiler check the arguments from number `first` on against the format, which is argument number `string`.
- * GCC would take `printf` for an old one of Microsoft's on Windows, which MinGW calls in C89 alone. */
+ * On Windows GCC would take `printf` for Microsoft's old one, which MinGW calls in C89 alone. */
 #if defined(__MINGW32__) && !defined(__clang__)
 #define KVC_PRINTF(string, first) __attribute__((format(gnu_printf, string, first)))
 #elif defined(__GNUC__)

@@ -28,8 +28,8 @@ typedef struct kvc_type_row {
     int8_t is_fitted;       /* rows are mixed (kvc_mixing), and fitted to the levels as a whole */
 } kvc_type_row;
 
-/* In the order of kvc_type.  Beside a row here, a type needs what encodes a block of it (elements.h, scalar.c); one
- * that is no list of codes as above, or is not scored as such, also what decodes it. */
+/* In the order of kvc_type.  A type needs a row here and a function that encodes a block (elements.h, scalar.c).  A
+ * type that is not a list of codes as above, or is not scored as one, also needs a function that decodes it. */
 static const kvc_type_row KVC_TYPES[KVC_STORED_TYPES] = {
     [KVC_F32] = {"f32", 1, 4, 0, 0, 0, 0, 0, 0},
     [KVC_F16] = {"f16", 1, 2, 0, 0, 0, 0, 0, 0},
@@ -44,8 +44,8 @@ static const kvc_type_row KVC_TYPES[KVC_STORED_TYPES] = {
     [KVC_INT6] = {"int6", KVC_QUANT_ELEMENTS, KVC_QUANT_ELEMENTS / 4 + KVC_NIBBLE_BYTES, 0, 0, 0, 1, 64, 1},
     [KVC_INT4] = {"int4", KVC_QUANT_ELEMENTS, KVC_NIBBLE_BYTES, 0, 0, 0, 1, 16, 1}};
 
-/* What codes stand for, times the scale, in ascending order.  Those of int4 and int6 are of least error (Lloyd and
- * Max), among integers, for 64 and 128 elements that are normally distributed, the largest of which is 127 scales. */
+/* The numbers that codes stand for, times the scale, in ascending order.  The levels of int4 and int6 have the least
+ * error (Lloyd and Max) among integers, for 64 and 128 normally distributed elements whose largest is 127 scales. */
 static const int8_t KVC_LEVELS_IQ4_NL[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 static const int8_t KVC_LEVELS_INT4[16] = {-119, -90, -70, -54, -40, -28, -16, -5, 5, 16, 28, 40, 54, 70, 90, 119};
 static const int8_t KVC_LEVELS_INT6[64] = {
@@ -62,7 +62,7 @@ static inline const int8_t *kvc_levels(int32_t type) {
 #define KVC_LEAST_LEVELLED 1e-15f
 enum { KVC_LEVELS_OF_1 = 0x88 };
 
-/* Returns the bytes of a row's blocks, without a scale of the row; those of its scale. */
+/* Return the bytes of a row's blocks, without a scale of the row; and the bytes of its scale. */
 static inline size_t kvc_blocks_bytes(int32_t type, int32_t dim) {
     return (size_t)dim / (size_t)KVC_TYPES[type].elements * (size_t)KVC_TYPES[type].bytes;
 }

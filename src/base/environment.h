@@ -3,8 +3,8 @@
 #define KVC_ENVIRONMENT_H
 
 /* Returns the value of a variable until the thread's next call, or NULL if it has none.  On Windows it is the
- * process's, in UTF-8, which a C library other than this one's may have set since the start; there an empty one is
- * none, and of one that is longer than any that the library knows it is the beginning. */
+ * process's value, in UTF-8, which another C library may have set since the start.  There an empty variable counts
+ * as unset, and a value longer than any that the library knows is cut. */
 const char *kvc_environment(const char *name);
 
 #endif

@@ -51,8 +51,9 @@ static int fail(void) {
     return 0;
 }
 
-/* Waits a moment and returns 1 if the last error may go by itself, within a second from `begin`: a file whose name is
- * to go stays until all have closed it, one that is open cannot be replaced, and one that is not shared not opened. */
+/* Waits a moment and returns 1 if the last error may go by itself, within a second from `begin`.  The name of a
+ * removed file stays until all have closed it, an open file cannot be replaced, and an unshared file cannot be
+ * opened. */
 static int may_try_again(int64_t begin) {
     const DWORD error = GetLastError();
     if ((error != ERROR_ACCESS_DENIED && error != ERROR_SHARING_VIOLATION) || kvc_now() - begin > BUSY_WAIT) return 0;

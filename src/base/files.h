@@ -33,7 +33,7 @@ void kvc_folder_close(kvc_folder folder);
 /* Calls a function with the name of each file, until it returns 0. */
 int kvc_folder_list(kvc_folder folder, int (*visit)(void *context, const char *name), void *context);
 
-/* What a file is. */
+/* The kind of a file. */
 typedef struct kvc_file_info {
     int is_regular; /* neither a folder, nor a link, nor anything else */
     int num_names;  /* hard links; 0 once it was removed */
@@ -44,7 +44,7 @@ typedef struct kvc_file_info {
 int kvc_file_find(kvc_folder folder, const char *name, kvc_file_info *info);
 int kvc_file_remove(kvc_folder folder, const char *name);
 
-/* Gives a file another name, in the place of the one that had it, so that nobody finds neither or half of one. */
+/* Gives a file another name, and replaces the file of that name.  Everybody finds one of the two files, whole. */
 int kvc_file_rename(kvc_folder folder, const char *from, const char *to);
 
 /* Opens a file for reading.  Links and sockets may fail to open, with ENOENT. */

@@ -17,9 +17,9 @@ typedef struct kvc_hasher {
 } kvc_hasher;
 
 void kvc_hash_begin(kvc_hasher *hasher, uint64_t seed);
-/* Adds bytes and, unless `copy` is NULL, copies them there: in the time of the sums alone, and if `copy` is a multiple
- * of 16, and the bytes so far a multiple of 32, past the CPU's caches, which would read each line of memory before it
- * is overwritten. */
+/* Adds bytes and, unless `copy` is NULL, copies them there, in the time of the sums alone.  If `copy` is a multiple
+ * of 16, and the bytes so far a multiple of 32, the copy goes past the CPU's caches, which would read each line of
+ * memory before it is overwritten. */
 void kvc_hash_add(kvc_hasher *hasher, const void *data, size_t size, void *copy);
 uint64_t kvc_hash_end(const kvc_hasher *hasher);
 

@@ -11,7 +11,7 @@
 #endif
 
 /* The default allocator places blocks of at least this size so that they take memory only as it is touched and can
- * return pages: those smaller than a huge page side by side in slabs, larger ones in mappings of their own. */
+ * return pages.  Blocks smaller than a huge page lie side by side in slabs, larger ones in mappings of their own. */
 static const size_t LAZY_SIZE = (size_t)256 << 10;
 
 /* Whether the default allocator gives a block a mapping of its own. */

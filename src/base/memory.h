@@ -38,9 +38,9 @@ void *kvc_memory_alloc(kvc_memory *memory, uint64_t size, kvc_memory_kind kind, 
 /* Returns the whole OS pages within [p, p + size) to the system; they stay addressable and lose their contents. */
 void kvc_memory_purge(kvc_memory *memory, void *p, size_t size);
 
-/* Records that [p, p + size), or a block at p that is smaller than a huge page, is written and stays.  Sets `work` to
- * the whole huge pages that these bytes, or several such blocks side by side, now fill, for kvc_pages_collapse: rows in
- * huge pages are read faster, as fewer addresses have to be looked up.  Returns 0 if there are none. */
+/* Records that [p, p + size), or a block at p that is smaller than a huge page, is written and stays.  Sets `work`
+ * to the whole huge pages that these bytes, or several such blocks side by side, now fill, for kvc_pages_collapse.
+ * Rows in huge pages are read faster, because fewer addresses are looked up.  Returns 0 if there are none. */
 int kvc_memory_mark_written(kvc_memory *memory, uint8_t *p, size_t size, kvc_page_work *work);
 
 /* Forgets that the block at p is written.  Call before purging a part of it. */

@@ -1,21 +1,22 @@
 /* parallel.c: see parallel.h.
  *
- * One call at a time has other threads: kvc_parallel takes them, or runs its tasks alone.  It publishes a job, and its
- * threads claim tasks, the caller like the others.
+ * One call at a time has the other threads: kvc_parallel takes them, or runs its tasks alone.  It publishes a job, and
+ * its threads claim tasks, the caller like the others.
  *
- * A team of OpenMP runs the job in a region, which ends when all of its threads have come there, also one that the
- * system did not run, and that had no task.  Beside a busy program that takes a time slice of the system, some
- * milliseconds.  Regions that lose more than a fifth of the time so are followed by calls with workers for a while.
- * (Not after a single one: beside the threads of torch, which spin, workers get the processors late.)
+ * A team of OpenMP runs the job in a region.  The region ends when all of its threads have come there, even a thread
+ * that had no task because the system did not run it.  Beside a busy program this takes a time slice of the system,
+ * some milliseconds.  Regions that lose more than a fifth of the time so are followed by calls with workers for a
+ * while.  (Not after a single one: beside the threads of torch, which spin, workers get the processors late.)
  *
- * Workers are threads of this library.  The caller wakes those that sleep, and waits for tasks that were begun, never
- * for a worker that has not begun one.  A worker that loses its core in the middle of a task does hold up the caller.
- * A call that took longer than its caller would have needed alone is followed by calls without workers for a while.
+ * Workers are threads of this library.  The caller wakes sleeping workers, and waits for tasks that were begun, never
+ * for a worker that has not begun a task.  A worker that loses its core in the middle of a task does hold up the
+ * caller.  A call that took longer than its caller would have needed alone is followed by calls without workers for a
+ * while.
  *
- * Whoever waits spins for SPIN_NS at most and then sleeps.  Threads that spin for longer burn the time slices that the
- * threads they wait for would need, on a machine that has other work: a call of 100 microseconds then takes ten
- * milliseconds.  A thread sleeps at once where a spin seems in vain: the last wait was long, or the system ran another
- * thread during the last spin.
+ * Whoever waits spins for SPIN_NS at most and then sleeps.  On a machine with other work, threads that spin for longer
+ * burn the time slices of the threads that they wait for.  A call of 100 microseconds then takes ten milliseconds.  A
+ * thread sleeps at once where a spin seems in vain: the last wait was long, or the system ran another thread during the
+ * last spin.
  */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* declares pthread_sigmask */
@@ -80,8 +81,8 @@ static void (*job_task)(void *context, int64_t i);
 static void *job_context;
 static int64_t job_size;
 
-/* Tasks that nobody has claimed, below THREADS; and, in its multiples, the threads that may claim: those with a lower
- * index.  One number, so that a thread which comes late claims nothing of a job that is not for it. */
+/* Tasks that nobody has claimed, below THREADS; and, in its multiples, the threads that may claim: those with a
+ * lower index.  It is one number, so that a late thread claims nothing of a job that is not for it. */
 #define THREADS (UINT64_C(1) << 48)
 static _Alignas(APART) _Atomic uint64_t open_tasks;
 static _Alignas(APART) _Atomic int64_t num_pending; /* tasks that have not ended */
@@ -216,7 +217,7 @@ static int start_thread(member *m) {
 }
 
 /* Ends the workers when the library is unloaded or the program exits, unless one is needed still: then the program
- * exits while another of its threads computes.  From then on calls run serially. */
+ * exits while another of its threads computes.  Calls then run serially. */
 __attribute__((destructor)) static void end_workers(void) {
     if (atomic_exchange(&is_taken, 1) || owner != getpid()) return;
     atomic_store(&is_ending, 1);

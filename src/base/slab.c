@@ -8,7 +8,7 @@
 
 enum { ITEMS = 32 }; /* items in a slab, unless addresses are scarce: one bit each of a uint32_t */
 
-/* One mapping, divided into items of equal size. */
+/* A mapping, divided into items of equal size. */
 struct kvc_slab {
     kvc_slab *next;
     uint8_t *begin;

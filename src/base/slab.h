@@ -7,7 +7,7 @@
 
 typedef struct kvc_slab kvc_slab;
 
-/* Takes an item of `size` bytes from one of *slabs or from a new one; its memory is taken from the system as it is
+/* Takes an item of `size` bytes from one of *slabs or from a new slab.  Its memory is taken from the system as it is
  * faulted.  NULL if memory is exhausted. */
 void *kvc_slab_take(kvc_slab **slabs, size_t size);
 
@@ -18,7 +18,7 @@ void kvc_slab_give(kvc_slab **slabs, void *item);
  * together with written items beside it.  Returns 0, and changes nothing, if no slab holds the item. */
 int kvc_slab_mark_written(kvc_slab **slabs, uint8_t **p, size_t *size);
 
-/* Forgets that the item at p, if it is from one of these slabs, is written. */
+/* Forgets that the item at p, if it is from these slabs, is written. */
 void kvc_slab_clear_written(kvc_slab **slabs, void *p);
 
 #endif

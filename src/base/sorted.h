@@ -24,7 +24,7 @@ void kvc_sorted_remove(kvc_sorted *sorted, kvc_links *member);
 /* Returns the first member (side 0) or the last one (side 1); NULL if the set is empty. */
 kvc_links *kvc_sorted_end(const kvc_sorted *sorted, int side);
 
-/* Returns the member before another (side 0) or behind it (side 1); NULL if there is none. */
+/* Returns the member before another (side 0) or behind it (side 1); NULL at the end. */
 kvc_links *kvc_sorted_beside(const kvc_links *member, int side);
 
 #endif

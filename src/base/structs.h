@@ -39,8 +39,8 @@ enum {
 #undef KVC_LEAST_SIZE
 };
 
-/* Returns KVC_ERR_INVALID if the size that a caller gives is below `least`, that of the struct's first version. `right`
- * is today's size, for the message. */
+/* Returns KVC_ERR_INVALID if the size that a caller gives is below `least`, the size of the struct's first version.
+ * `right` is today's size, for the message. */
 kvc_status kvc_check_size(size_t size, size_t least, size_t right, const char *name);
 
 /* Checks a caller's array of at most `max` structs of this size, to be filled in: KVC_ERR_INVALID as well if it is NULL

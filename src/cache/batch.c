@@ -3,8 +3,8 @@
 
 #include <string.h>
 
-/* Numbers the tokens depth first.  Parents come before their children, so no stack is needed: one pass backwards adds
- * up the sizes of subtrees, one forwards gives each token the first number that its parent's subtree has left.
+/* Numbers the tokens depth first.  Parents come before their children, so no stack is needed.  A pass backwards adds
+ * up the sizes of subtrees.  A pass forwards gives each token the first free number of its parent's subtree.
  * next_child: [num_tokens] the number that a token's next child gets. */
 static void number_trees(kvc_batch *batch, int32_t *next_child) {
     const int32_t *parents = batch->parents, n = batch->num_tokens;

@@ -17,14 +17,14 @@ typedef struct kvc_batch_sequence {
     int32_t exact_to; /* tokens from this position on will not follow from those before them, if all are kept */
 } kvc_batch_sequence;
 
-/* Where a token's rows lie; if block is NULL, slot is one of the row buffers. */
+/* The place of a token's rows.  If block is NULL, slot counts in the row buffer. */
 typedef struct kvc_place {
     kvc_block *block;
     int32_t slot;
 } kvc_place;
 
-/* Where a batch puts rows of a sequence in one group, and what becomes of them at the commit.  The last two take slots
- * of the pool when the batch begins. */
+/* The places where a batch puts a sequence's rows in one group, and their fate at the commit.  The last two take
+ * slots of the pool when the batch begins. */
 typedef enum kvc_destination {
     KVC_TO_NOWHERE, /* the group gets no rows: it has no attention, or the batch restores others */
     KVC_TO_CROSS,   /* slots that kvc_put takes: a token that is kept has them replace all that the sequence held */
@@ -98,13 +98,13 @@ static inline kvc_pending *kvc_pending_of(const kvc_batch *batch, int32_t g, int
 /* Returns whether sequences of the batch get rows in group g, which is the same for all of them. */
 static inline int kvc_takes_rows(const kvc_batch *batch, int32_t g) { return batch->pending[g].to != KVC_TO_NOWHERE; }
 
-/* Returns whether a token is `ancestor` or one of its descendants, in a batch with parents. */
+/* Returns whether a token is `ancestor` or descends from it, in a batch with parents. */
 static inline int kvc_descends(const kvc_batch *batch, int32_t token, int32_t ancestor) {
     const int32_t distance = batch->tree_number[token] - batch->tree_number[ancestor];
     return distance >= 0 && distance < batch->subtree_size[ancestor];
 }
 
-/* Returns where the rows of a sequence, those of the open batch included, stop following from its tokens. */
+/* Returns the position from which on a sequence's rows, including the open batch's, do not follow from its tokens. */
 static inline int32_t kvc_exact_to_with_batch(const kvc_cache *cache, const kvc_sequence *sequence) {
     if (!sequence->in_batch) return sequence->exact_to;
     return kvc_lower(sequence->exact_to, cache->batch->sequences[sequence->in_batch - 1].exact_to);

@@ -63,7 +63,7 @@ void kvc_cache_pin(kvc_cache *cache, kvc_sequence *sequence, int64_t add) {
     kvc_cache_note_evictable(cache, sequence);
 }
 
-/* Takes a sequence out of the list of retained ones that calls can name. */
+/* Takes a sequence out of the list of retained sequences that calls can name. */
 static void unlist(kvc_cache *cache, kvc_sequence *sequence) {
     if (sequence->is_hidden) return;
     *(sequence->older ? &sequence->older->newer : &cache->oldest) = sequence->newer;

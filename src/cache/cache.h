@@ -47,7 +47,7 @@ struct kvc_cache {
     struct kvc_prefix *prefixes;                   /* list of all prefixes of the cache */
     int32_t bit_users[64];                         /* prefixes that have each bit of kvc_origin.forgotten_in */
     int64_t num_prefixes, num_forgets;             /* prefixes that were made, and prompts that were forgotten */
-    struct kvc_tree *dying;                        /* list of the trees that are no prefix's any more: prefix.c */
+    struct kvc_tree *dying;                        /* list of the trees that prefixes have given up: prefix.c */
     struct kvc_node *new_blocks, **new_blocks_end; /* list of blocks for kvc_take_new_blocks, oldest first */
     struct kvc_carrier *carriers;                  /* list of calls that carry blocks to or from a store */
     struct kvc_state_use *state_uses;              /* list of calls that use a recurrent state of a model */
@@ -59,11 +59,11 @@ struct kvc_cache {
     kvc_sorted evictable; /* by use: retained sequences that may be evicted */
     int64_t num_uses;     /* of retained sequences: the last one's kvc_sequence.used */
     int64_t num_retained, num_protected, num_pinned; /* num_pinned: pinned and not protected */
-    kvc_sequence *victims; /* list of those that the plan of the running call evicts, by rising last use */
+    kvc_sequence *victims; /* list of sequences that the running call's plan evicts, by rising last use */
     int32_t lacks_bytes;   /* while victims are chosen: all that can be had is needed, for bytes are lacking */
     int32_t is_tight;      /* the plan makes lists of runs exact, and followers give up what they do not need */
     kvc_batch *batch;      /* the open batch; NULL: none */
-    struct kvc_row_buffer *row_buffers; /* list: the open batch's, and those of ended batches still in use */
+    struct kvc_row_buffer *row_buffers; /* list: the open batch's plans, and plans of ended batches still in use */
     int64_t row_buffer_bytes;           /* bytes of the rows of all row buffers */
     int64_t num_holds;                  /* number of kvc_holds that callers have not freed */
     int64_t num_rewrites;               /* number of calls that copy rows to new slots without the mutex */
@@ -107,7 +107,7 @@ static inline const kvc_run_list *kvc_runs_of(const kvc_cache *cache, int64_t id
     return sequence ? &sequence->runs[cache->group_of[layer]] : NULL;
 }
 
-/* Returns the frequencies by which keys of a layer are rotated when they move; NULL if there are none. */
+/* Returns the frequencies by which keys of a layer are rotated when they move; NULL if they are not rotated. */
 static inline const kvc_rope *kvc_rope_of(const kvc_cache *cache, int32_t layer) {
     return cache->rope_of[layer] < 0 ? NULL : &cache->ropes[cache->rope_of[layer]];
 }
@@ -122,7 +122,7 @@ static inline int kvc_keeps_tokens(const kvc_cache *cache, int32_t layer) {
     return !cache->layers[layer].share && cache->group_of[layer] < cache->num_token_groups;
 }
 
-/* Returns whether a layer has rows of its own: neither those of another nor none. */
+/* Returns whether a layer has rows of its own. */
 static inline int kvc_has_rows(const kvc_cache *cache, int32_t layer) {
     return !cache->layers[layer].share && cache->layers[layer].policy.kind != KVC_NONE;
 }
@@ -140,7 +140,7 @@ static inline void kvc_cache_poll_timer(const kvc_cache *cache, double work, kvc
 
 /* ---- sequences of the table, with the mutex held ----------------------------------------------------------------- */
 
-/* Notes that the rows of a sequence have changed: counts the sequence if it holds rows, and lists it in cache->changed
+/* Notes that the rows of a sequence have changed.  Counts the sequence if it holds rows.  Lists it in cache->changed
  * until kvc_cache_unmark_changed, so that the next batch looks there for rows to expire. */
 void kvc_cache_mark_changed(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_unmark_changed(kvc_sequence *sequence);
@@ -148,7 +148,7 @@ void kvc_cache_unmark_changed(kvc_sequence *sequence);
 /* Marks a sequence as changed at the end of an edit, and frees it if it is blank. */
 void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence);
 
-/* Makes the sequence with an id, if it is there, one of the running call's own (1), or one like others (0). */
+/* Marks the sequence with an id, if it exists, as the running call's own (1), or as any other (0). */
 void kvc_cache_set_in_call(kvc_cache *cache, int64_t id, int32_t in_call);
 
 /* Inserts a new sequence into the table, in place of `old` if that is not NULL. */
@@ -191,8 +191,8 @@ int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, i
 
 /* ---- scratch: memory for the length of a call or a batch, with the mutex held; some is kept ---------------------- */
 
-/* Takes scratch of at least *size bytes, NULL if out of memory, and sets *size to its size and *is_new, which may be
- * NULL, to whether none was kept; gives it back, with that size. */
+/* Take scratch of at least *size bytes, and give it back with its size.  The first returns NULL if out of memory.
+ * It sets *size to the size, and *is_new, which may be NULL, to whether the scratch is newly allocated. */
 void *kvc_scratch_take(kvc_cache *cache, uint64_t *size, int32_t *is_new);
 void kvc_scratch_give(kvc_cache *cache, void *memory, uint64_t size);
 

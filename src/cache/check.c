@@ -104,7 +104,7 @@ static int32_t first_safe(const kvc_cache *cache, const kvc_sequence *sequence) 
     return begin;
 }
 
-/* Returns KVC_ERR_INVALID if a layer is named, and another one of its group is not. */
+/* Returns KVC_ERR_INVALID if a layer is named and another layer of its group is not. */
 static kvc_status check_group(const kvc_cache *cache, const uint8_t *flags, const char *name, int32_t layer) {
     for (int32_t i = 0; i < cache->num_layers; i++)
         if (!flags[i] && kvc_has_rows(cache, i) && cache->group_of[i] == cache->group_of[layer])

@@ -10,7 +10,7 @@ kvc_status kvc_check_layer(const kvc_cache *cache, int32_t layer);
 /* Returns KVC_ERR_INDEX unless the cache has the layer, KVC_ERR_INVALID if it is KVC_NONE or the batch restores. */
 kvc_status kvc_check_attention(const kvc_batch *batch, int32_t layer);
 
-/* Returns KVC_ERR_INVALID if the layer shares another's rows or has none. */
+/* Returns KVC_ERR_INVALID if the layer has no rows of its own. */
 kvc_status kvc_check_own_rows(const kvc_cache *cache, int32_t layer);
 
 /* Returns KVC_ERR_INVALID also if the batch restores other layers than this one. */
@@ -19,7 +19,7 @@ kvc_status kvc_check_takes_rows(const kvc_batch *batch, int32_t layer);
 /* Returns KVC_ERR_INVALID unless k is given, and v exactly where the layer stores values apart from its keys. */
 kvc_status kvc_check_values(const kvc_layer *layer, const void *k, const void *v);
 
-/* Returns KVC_ERR_INVALID unless both strides are whole elements; those of quantised rows may be any. */
+/* Returns KVC_ERR_INVALID unless both strides are whole elements.  Strides of quantised rows may be anything. */
 kvc_status kvc_check_strides(int32_t type, int64_t row_stride, int64_t head_stride, const char *name);
 
 /* Checks the strides, and returns KVC_ERR_INVALID unless callers' arrays may have this type; kvc_check_rows also takes
@@ -44,8 +44,8 @@ kvc_status kvc_check_groups(const kvc_cache *cache, const uint8_t *flags, const 
 /* Returns KVC_ERR_GONE for a token at `position` that would miss rows (kvc_cache_misses), and says which. */
 kvc_status kvc_fail_gone(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position);
 
-/* Returns KVC_ERR_GONE if the sequence could not go on at position `length` once its rows from there on are dropped,
- * and KVC_OK if there are none. */
+/* Returns KVC_ERR_GONE if the sequence could not resume at position `length` once its rows from there on are
+ * dropped.  Returns KVC_OK if it has no such rows. */
 kvc_status kvc_check_cut(const kvc_cache *cache, const kvc_sequence *sequence, int32_t length);
 
 /* Returns KVC_ERR_BUSY if a batch or a rewrite has the sequence, which may be NULL. */

@@ -6,8 +6,8 @@
 #include "base/threads.h"
 #include "rows/runs.h"
 
-/* What becomes of a retained sequence by the plan of the call that is running: it keeps all rows, loses those of the
- * groups that expire, or is dropped. */
+/* The fate of a retained sequence by the plan of the running call: it keeps all rows, loses the rows of groups that
+ * expire, or is dropped. */
 typedef enum kvc_fate { KVC_STAYS, KVC_LOSES_WINDOWS, KVC_GOES } kvc_fate;
 
 /* Who keeps note of a sequence, and is told when it ends: see prefix/tree.h. */
@@ -15,9 +15,9 @@ typedef struct kvc_follower {
     /* Called once the sequence has left the table and is freed, with the mutex held; may free the follower, and end
      * hidden sequences. */
     void (*ended)(kvc_cache *cache, struct kvc_follower *follower);
-    /* Plans that the sequence is evicted, or, where it is none that may be, that the follower gives up what it does not
-     * need.  Returns the bytes of bookkeeping that this frees with all that is planned already.  is_planned 0: takes
-     * the plan back. */
+    /* Plans that the sequence is evicted.  If it may not be evicted, plans that its follower gives up the rows that
+     * it does not need.  Returns the bytes of bookkeeping that this frees with all that is planned already.
+     * is_planned 0: takes the plan back. */
     int64_t (*plan_end)(struct kvc_follower *follower, int is_planned);
     /* Gives up what the follower does not need.  NULL: it needs all. */
     void (*leave)(kvc_cache *cache, struct kvc_follower *follower);
@@ -26,7 +26,7 @@ typedef struct kvc_follower {
 /* The orders of sequences.  A sequence has a place in a tree for each, and no two have the same key. */
 typedef enum kvc_key { KVC_BY_ID, KVC_BY_USE, KVC_NUM_KEYS } kvc_key;
 
-/* Where rows of a sequence come from, by which a prefix tells whether they may be rows of tokens that it forgot. */
+/* The origin of a sequence's rows.  It tells a prefix whether they may be rows of tokens that it forgot. */
 typedef struct kvc_origin {
     uint64_t forgotten_in; /* bits of prefixes that forgot tokens whose rows these may be */
     int64_t num_forgets;   /* cache->num_forgets when a prefix kept the oldest of these rows that it kept; INT64_MAX: no
@@ -94,15 +94,15 @@ int kvc_sequence_is_empty(const kvc_sequence *sequence);
 /* Returns whether the sequence holds no rows and none of its rows have expired: it then leaves the table. */
 int kvc_sequence_is_blank(const kvc_sequence *sequence);
 
-/* Return the smallest and the largest position of a token in any group; -1 if there is none. */
+/* Return the smallest and the largest position of a token in any group; -1 if the sequence is empty. */
 int32_t kvc_sequence_first(const kvc_sequence *sequence);
 int32_t kvc_sequence_last(const kvc_sequence *sequence);
 
 /* Returns the position behind all tokens in any group, expired ones included. */
 int32_t kvc_sequence_next(const kvc_sequence *sequence);
 
-/* Returns the lowest position at which the sequence may go on: kvc_sequence_next; or, after a batch restored only some
- * groups, the first position that the others lack, because truncating there is allowed. */
+/* Returns the lowest position at which the sequence may resume: kvc_sequence_next.  After a batch that restored only
+ * some groups, it is the first position that the others lack, because truncating there is allowed. */
 int32_t kvc_min_query_position(const kvc_sequence *sequence);
 
 /* Return the lower of two positions, either of which may be INT32_MAX: none; or a position, none if it is not below
@@ -110,17 +110,17 @@ int32_t kvc_min_query_position(const kvc_sequence *sequence);
 static inline int32_t kvc_lower(int32_t a, int32_t b) { return a < b ? a : b; }
 static inline int32_t kvc_below(int32_t position, int32_t end) { return position < end ? position : INT32_MAX; }
 
-/* Notes an edit, or a commit, once it cannot fail any more: rows from `position` on were changed or dropped, and those
- * from exact_to on may not follow from the tokens alone. */
+/* Notes an edit, or a commit, once it cannot fail: rows from `position` on were changed or dropped, and rows from
+ * exact_to on may not follow from the tokens alone. */
 void kvc_sequence_note_edit(kvc_sequence *sequence, int32_t position, int32_t exact_to);
 
-/* Notes that all rows from `length` on were dropped of a sequence whose next position was next_before.  Where those
- * that were not exact are among them, all that is left is. */
+/* Notes that all rows from `length` on were dropped of a sequence whose next position was next_before.  If all
+ * inexact rows are among them, all remaining rows are exact. */
 void kvc_sequence_note_cut(kvc_sequence *sequence, int32_t length, int32_t next_before);
 
 /* ---- sorted sequences, and the table of all ---------------------------------------------------------------------- */
 
-/* Inserts a sequence into a set by one of its keys. */
+/* Inserts a sequence into a set by a key. */
 void kvc_sequence_sort(kvc_sorted *sorted, kvc_sequence *sequence, kvc_key by);
 
 /* Return the first sequence of a set (side 0) or the last one (side 1), and the next one by falling key (side 0) or
@@ -132,10 +132,10 @@ typedef struct kvc_table {
     kvc_sorted named, hidden; /* by id: sequences that calls can name, and hidden ones */
 } kvc_table;
 
-/* Returns the sequence with an id, no hidden one; NULL if there is none. */
+/* Returns the sequence with an id, except hidden ones; NULL if it does not exist. */
 kvc_sequence *kvc_table_find(const kvc_table *table, int64_t id);
 
-/* Returns the hidden sequence with an id; NULL if there is none. */
+/* Returns the hidden sequence with an id; NULL if it does not exist. */
 kvc_sequence *kvc_table_find_hidden(const kvc_table *table, int64_t id);
 
 /* Inserts a sequence, or removes one without freeing it. */

@@ -1,20 +1,20 @@
 /* waiting.h: calls that read or write rows without the mutex, and the calls that wait for them.
  *
  * Readers copy rows of blocks that they have pinned.  Writers in place change rows of one sequence where they lie.  All
- * functions are called with the mutex held; those that wait release it meanwhile, so that anything read before may have
- * changed.
+ * functions are called with the mutex held.  A function that waits releases it meanwhile, so anything read before may
+ * have changed.
  */
 #ifndef KVC_WAITING_H
 #define KVC_WAITING_H
 
 #include "cache/cache.h"
 
-/* Finds a sequence (NULL: there is none) after waiting until no call writes its rows in place.  kvc_cache_find_all
- * waits for the writers of all sequences. */
+/* Finds a sequence after waiting until no call writes its rows in place; NULL if it does not exist.
+ * kvc_cache_find_all waits for the writers of all sequences. */
 kvc_sequence *kvc_cache_find(kvc_cache *cache, int64_t id);
 void kvc_cache_find_all(kvc_cache *cache);
 
-/* Does the same for an edit that may copy rows: where max_bytes is set, also waits until no call works on pages, so
+/* Does the same for an edit that may copy rows.  If max_bytes is set, also waits until no call works on pages, so
  * that all free memory can be given back. */
 kvc_sequence *kvc_cache_find_to_copy(kvc_cache *cache, int64_t id);
 

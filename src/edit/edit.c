@@ -55,7 +55,7 @@ static void add_moved(kvc_interval *all, kvc_interval lost, int32_t begin, int32
     if (past > all->end) all->end = past;
 }
 
-/* Returns the lost, or missing, positions of a list after the edit: they are removed and moved like those of rows. */
+/* Returns the lost, or missing, positions of a list after the edit.  They are removed and moved as rows are. */
 static kvc_interval lost_after(const edit *e, kvc_interval lost) {
     const kvc_change *c = &e->change;
     kvc_interval after = {0, 0};
@@ -118,8 +118,8 @@ static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_re
     return status;
 }
 
-/* Copies the rows that are to be copied, and makes room for them: before they are, unless the caller's function may
- * fail then; so what a failed call would have evicted is still there. */
+/* Copies the rows that are to be copied, and makes room for them.  Room is made first, unless the caller's function
+ * may fail then: a failed call evicts nothing. */
 static kvc_status copy_rows(kvc_cache *cache, kvc_sequence *sequence, kvc_rewrite *rewrites) {
     const kvc_need need = {.cache = cache,
                            .fits = fits,
@@ -172,8 +172,8 @@ static kvc_status change_groups(kvc_cache *cache, kvc_sequence *sequence, const 
     return status;
 }
 
-/* Does the same.  An edit that leaves nothing of its tokens ends the sequence: what cross-attention layers hold, such
- * as an image, belongs to these, and the next tokens under the same id must not see it. */
+/* Does the same.  An edit that leaves none of its tokens ends the sequence.  Rows of cross-attention layers, for
+ * example of an image, belong to these tokens, and later tokens under the same id must not see them. */
 static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e) {
     const int32_t next = kvc_sequence_next(sequence);
     const int may_end =

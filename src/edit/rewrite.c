@@ -254,7 +254,7 @@ void kvc_rotate_keys(const kvc_cache *cache, int32_t group, kvc_block *block, in
     }
 }
 
-/* One call of kvc_rewrite_copy: each copier copies a part of the list of copies. */
+/* A call of kvc_rewrite_copy.  Each copier copies a part of the list of copies. */
 typedef struct copying {
     const kvc_cache *cache;
     const kvc_rewrite *rewrite;

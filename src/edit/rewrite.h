@@ -1,9 +1,9 @@
 /* rewrite.h: gives a sequence new runs in one layer group: at other positions, or in slots of its own.
  *
- * A rewrite is made first, with all the memory it needs; then rows are copied to the new slots, without the mutex; then
- * the rewrite replaces the sequence's runs, or is discarded.  So nothing is half done.
+ * A rewrite is made first, with all the memory it needs.  Then rows are copied to the new slots, without the mutex.  At
+ * the end the rewrite replaces the sequence's runs, or is discarded.  So nothing is half done.
  *
- * All functions are called with the mutex held, but for kvc_rewrite_copy.
+ * All functions are called with the mutex held, except kvc_rewrite_copy.
  */
 #ifndef KVC_REWRITE_H
 #define KVC_REWRITE_H
@@ -32,7 +32,7 @@ typedef struct kvc_copy {
 typedef struct kvc_rewrite {
     kvc_change change;
     kvc_run_list *from; /* the list to be replaced */
-    kvc_run_list runs;  /* the new list, but for lost */
+    kvc_run_list runs;  /* the new list, except lost */
     kvc_copy *copies;   /* [max_copies] each of at most KVC_COPY_ROWS rows */
     int32_t num_copies, max_copies;
     int64_t num_copied; /* number of rows in copies */

@@ -11,7 +11,7 @@
 #include "space/limits.h"
 #include "cache/waiting.h"
 
-/* What is noted of a slot instead of a delta: no sequence holds it, or its holders have different deltas there. */
+/* Notes for a slot without a delta: no sequence holds it, or its holders have different deltas there. */
 enum { UNHELD = INT32_MIN, DISPUTED = INT32_MIN + 1 };
 
 /* The work on one group. */

@@ -3,7 +3,8 @@
 #include "cache/check.h"
 #include "cache/waiting.h"
 
-/* Finds src and dst (NULL: there is none) after waiting until no call writes their rows in place.  KVC_ERR_BUSY. */
+/* Finds src and dst (NULL if they do not exist) after waiting until no call writes their rows in place.
+ * KVC_ERR_BUSY. */
 static kvc_status find_two(kvc_cache *cache, int64_t src_id, int64_t dst_id, kvc_sequence **src, kvc_sequence **dst) {
     do { /* while this waits for one, a call may begin to write the other */
         kvc_cache_find(cache, dst_id);
@@ -97,7 +98,7 @@ static kvc_status fail_empty(int64_t src_id) {
                     (long long)src_id);
 }
 
-/* Replaces the rows of dst by those of src at positions below `length`. */
+/* Replaces the rows of dst by the rows of src at positions below `length`. */
 static kvc_status copy_prefix(kvc_cache *cache, int64_t src_id, int64_t dst_id, int32_t length) {
     sharing s = {.end = length};
     kvc_sequence *old;
@@ -114,7 +115,7 @@ static kvc_status copy_prefix(kvc_cache *cache, int64_t src_id, int64_t dst_id, 
     return KVC_OK;
 }
 
-/* Returns KVC_ERR_INVALID if dst holds another row than src at one of the positions. */
+/* Returns KVC_ERR_INVALID if dst holds another row than src at any of the positions. */
 static kvc_status check_same_rows(kvc_cache *cache, const sharing *s) {
     for (int32_t g = 0; s->dst && g < cache->num_token_groups; g++) {
         kvc_sorted_runs sorted;

@@ -1,15 +1,15 @@
 /* accumulate.h: sums of rows, weighted; part of template.h.
  *
  * Sums are computed in blocks of up to FLOAT_QUERIES queries by as many vectors of columns as the accumulators allow,
- * over all rows.  Of the factors, weights or vectors of a row, the fewer stay in registers while the others are loaded
- * one by one.
+ * over all rows.  The factors are weights and vectors of a row.  The fewer of the two stay in registers while the
+ * others are loaded one by one.
  *
  *     sums[r * num_vecs + i]     query r, columns [d + i * LANES, d + (i + 1) * LANES)
  */
 
 enum {
-    BLOCK_VECS = 4,                         /* most vectors of columns of a block, but for ... */
-    WIDE_VECS = LANES < 16 ? BLOCK_VECS : 8 /* ... the one of 16-lane vectors that covers a row of 128 */
+    BLOCK_VECS = 4,                         /* most vectors of columns of a block, except for ... */
+    WIDE_VECS = LANES < 16 ? BLOCK_VECS : 8 /* ... the block of 16-lane vectors that covers a row of 128 */
 };
 
 /* Vectors of columns that are loaded together: two of bf16 take as many instructions as one, if the first has the even
@@ -63,7 +63,7 @@ INLINE void accumulate_step_of_weights(int type, int num_q, int num_vecs, vec *s
     }
 }
 
-/* Brings the sums of a query from the order of columns to that of load_columns, or back. */
+/* Brings the sums of a query from the order of columns to the order of load_columns, or back. */
 INLINE void reorder_sums(int type, int num_vecs, vec *sums, int is_back) {
 #if IS_WIDE
     UNROLL

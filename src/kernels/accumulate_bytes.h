@@ -41,7 +41,7 @@ INLINE void columns_of(int8x16_t to[4], const int8x16_t *x, int stride) {
 }
 
 /* Brings a block of n rows into columns, group after group of SUM_ROWS rows, and in them COLUMNS after COLUMNS.  The
- * last row stands for those that a group lacks, which weigh nothing. */
+ * last row stands in for rows that a group lacks, which weigh nothing. */
 INLINE void pack_columns(int type, char *to, const accumulate_args *a, int at, prefetcher *next) {
     for (int j = 0; j < a->n; j += SUM_ROWS) {
         int8x16_t x[SUM_ROWS][BLOCK_VECTORS];
@@ -154,7 +154,7 @@ INLINE void accumulate_byte_panel(float *acc, int acc_stride, const float *weigh
     }
 }
 
-/* Defines what multiplies tiles of q8_0, of which scores and sums are those of streamed rows, bit by bit. */
+/* Defines the multiplication of tiles of q8_0.  Scores and sums equal those of streamed rows, bit by bit. */
 #define DEFINE_BYTE_TILER(set)                                                                                     \
     extern kvc_pack_keys_fn kvc_pack_keys_q8_0_##set;                                                              \
     extern kvc_pack_values_fn kvc_pack_values_q8_0_##set;                                                          \

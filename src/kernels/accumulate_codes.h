@@ -1,7 +1,7 @@
 /* accumulate_codes.h: sums of rows of codes of four or five bits, weighted, in integers; part of template.h, where
  * HAS_VNNI.
  *
- * As in accumulate_quantised.h, a row's weight times the scale of its block is rounded to int16.  Codes of four rows
+ * A row's weight times the scale of its block is rounded to int16, as in accumulate_quantised.h.  Codes of four rows
  * are interleaved at a time, and unpacked as bytes, before they become int16.
  */
 
@@ -12,7 +12,7 @@ enum {
 
 /* ---- weights ----------------------------------------------------------------------------------------------------- */
 
-/* What the rows' elements in some blocks are multiplied by, and what is added to the sums. */
+/* The factors of the rows' elements in some blocks, and the terms that are added to the sums. */
 typedef struct code_weights {
     block_weights rounded;
     float minima[WEIGHTS_AT_ONCE]; /* the sum of weights times minima; numbered as in block_weights */
@@ -84,8 +84,8 @@ INLINE void round_code_weights(int type, int num_q, code_weights *to, accumulate
 
 /* ---- values ------------------------------------------------------------------------------------------------------ */
 
-/* Where the fifth bit of a byte of i_load_quad is, in columns from `column` on: in which byte of the bits of four rows,
- * and which bit of it.  Bytes 0 to 3 of a lane are of rows 0, 2, 1 and 3. */
+/* The place of the fifth bit of a byte of i_load_quad, in columns from `column` on: its byte among the bits of four
+ * rows, and its bit in that byte.  Bytes 0 to 3 of a lane are of rows 0, 2, 1 and 3. */
 INLINE ivec fifth_bytes_of(int column) {
 #define OF_COLUMN(byte) byte, byte + 8, byte + 4, byte + 12
 #define OF_FOUR(byte) OF_COLUMN(byte), OF_COLUMN(byte), OF_COLUMN(byte), OF_COLUMN(byte)

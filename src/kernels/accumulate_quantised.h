@@ -12,7 +12,7 @@ enum {
     WEIGHTS_BYTES = KVC_TILE * sizeof(float) /* from one query's weights for a block to the next one's */
 };
 
-/* What the rows' elements in some blocks are multiplied by.  Block b and query r of num_q are number b * num_q + r. */
+/* The factors of the rows' elements in some blocks.  Block b and query r of num_q are number b * num_q + r. */
 typedef struct block_weights {
     float products[WEIGHTS_AT_ONCE][KVC_TILE]; /* weights times scales; then, in their place, int16 */
     float unit[WEIGHTS_AT_ONCE];               /* of sums over the int16 */
@@ -61,7 +61,7 @@ INLINE float no_scales(vec scales[TILE_VECS]) {
     return 0;
 }
 
-/* Returns 0; NaN if one of the products is NaN or infinite. */
+/* Returns 0; NaN if a product is NaN or infinite. */
 INLINE float finite_products(const float *products) {
     vec zero_or_nan = v_zero();
     UNROLL
@@ -107,9 +107,9 @@ INLINE ptrdiff_t block_stride(int type, const accumulate_args *a) {
 }
 
 /* Rounds weights times scales to integers, in `blocks` blocks, the largest product of each and a query to
- * LARGEST_WEIGHT.  It and not the largest weight times the largest scale sets the unit: else a row of large elements
- * and little weight, even a masked one, would cost all others their digits.  Goes over all blocks and queries three
- * times, as what it does for one of them is a chain of few but slow instructions. */
+ * LARGEST_WEIGHT.  This product sets the unit, not the largest weight times the largest scale.  Otherwise a row of
+ * large elements and little weight, even a masked one, would cost all others their digits.  Goes over all blocks and
+ * queries three times, because the work for one of them is a chain of few but slow instructions. */
 TARGET static void round_weights(int type, int num_q, block_weights *w, accumulate_args *a, const char *block,
                                  int blocks) {
     prefetcher next = a->next;

@@ -1,13 +1,13 @@
-/* amx.c: products of tiles of bf16, where the processor has tile registers (AMX), and the table, all else of which is
- * as in avx512bf16.c.
+/* amx.c: products of tiles of bf16 for processors with tile registers (AMX), and the table.  Its other entries are
+ * those of avx512bf16.c.
  *
- * A float is split into the sum of two or three bf16: the nearest one, or the one below, and what is left.  Two keep 16
- * bits, which is all that f16 and bf16 have; three keep all of a float.  Of the products of parts, those are left out
- * that are some 2^-17 of the whole where there are two, and 2^-24 where there are three.  Query rows of bf16 that need
- * not be rotated or transformed are one part, as the caller has them.
+ * A float is split into the sum of two or three bf16: the nearest bf16, or the next one below, and the rest.  Two keep
+ * 16 bits, which is all that f16 and bf16 have; three keep all of a float.  Products of parts that are about 2^-17 of
+ * the whole (with two parts) or 2^-24 (with three) are left out.  Query rows of bf16 that need not be rotated or
+ * transformed are one part, as the caller has them.
  *
- * Where the processor multiplies tiles of f16 as well (AMX-FP16), values of f16 are multiplied as they are, by weights
- * in two f16, and keys of f16 by query rows of f16.
+ * If the processor also multiplies tiles of f16 (AMX-FP16), values of f16 are multiplied as they are, by weights in two
+ * f16.  Keys of f16 are multiplied by query rows of f16.
  *
  * Factors are packed in chunks of 32 elements along the sum; a chunk that is not full is filled up with zeros.
  *

@@ -182,7 +182,7 @@ static kvc_status begin(kvc_cache *cache, const kvc_begin_args *args, kvc_batch 
     return KVC_OK;
 }
 
-/* Begins a batch once those that came before have ended, or fails after args->timeout_ms. */
+/* Begins a batch once earlier batches have ended, or fails after args->timeout_ms. */
 static kvc_status begin_in_turn(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **out) {
     kvc_waiter waiter;
     kvc_status status = kvc_waiter_join(cache, &waiter, args->timeout_ms);

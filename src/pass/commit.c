@@ -8,8 +8,8 @@
 #include "pass/replace.h"
 #include "cache/waiting.h"
 
-/* Frees the batch, takes its sequences out of it, and frees the blank ones; one that was the spare one, whose lists may
- * have been reserved, is that again. */
+/* Frees the batch, takes its sequences out of it, and frees the blank ones.  The spare sequence, whose lists may
+ * have been reserved, becomes the spare one again. */
 static void close_batch(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
@@ -53,7 +53,7 @@ static kvc_status check_complete(const kvc_batch *batch) {
     return KVC_OK;
 }
 
-/* Appends the slots of kept tokens to the rows of sequence s in group g, and drops those of the others. */
+/* Appends the slots of kept tokens to the rows of sequence s in group g, and drops the slots of the other tokens. */
 static void end_slots(const kvc_batch *batch, int32_t g, int32_t s, const kvc_pending *pending) {
     kvc_cache *cache = batch->cache;
     kvc_pool *pool = &cache->pools[g];
@@ -84,8 +84,8 @@ static void drop_rows(const kvc_batch *batch, int32_t g, int32_t s) {
     kvc_runs_recount(list);
 }
 
-/* Replaces the rows of a sequence in the group of a cross-attention layer by the rows put in this batch, if one of the
- * sequence's tokens is kept; else drops the new rows. */
+/* Replaces the rows of a sequence in the group of a cross-attention layer by the rows put in this batch, if a token
+ * of the sequence is kept.  Otherwise drops the new rows. */
 static void end_cross(const kvc_batch *batch, int32_t g, int32_t s, const kvc_pending *pending, int keeps) {
     kvc_run_list *list = &batch->sequences[s].sequence->runs[g];
     if (!pending->num) return;
@@ -98,8 +98,8 @@ static void end_cross(const kvc_batch *batch, int32_t g, int32_t s, const kvc_pe
     kvc_runs_recount(list);
 }
 
-/* Returns the position from which on the kept tokens of a sequence do not follow from those before them: a token does
- * if it stands behind all rows, and saw the kept tokens before it and no others. */
+/* Returns the first position from which the kept tokens of a sequence do not follow from the tokens before them.  A
+ * token follows if it stands behind all rows, and saw exactly the kept tokens before it. */
 static int32_t find_exact_to(const kvc_batch *batch, const kvc_batch_sequence *member) {
     const int32_t *token = batch->order + member->first;
     int32_t next = kvc_sequence_next(member->sequence), last = -1, dropped = INT32_MAX, exact_to = INT32_MAX;
@@ -143,7 +143,7 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
     if (batch->replaced) kvc_expire_behind(cache, member->sequence, -1);
     batch->sequences[s].exact_to = INT32_MAX; /* that is the sequence's now, and so are pending rows */
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_pending_of(batch, g, s)->num = 0;
-    /* An unstored sequence loses also what it held before the batch, and what has expired of it is forgotten. */
+    /* An unstored sequence also loses the rows that it held before the batch, and its expired ranges are forgotten. */
     for (int32_t g = 0; member->is_unstored && g < cache->num_groups; g++)
         kvc_runs_destroy(&member->sequence->runs[g], &cache->pools[g]);
     if (!member->is_unstored) return;
@@ -215,8 +215,8 @@ kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_ke
     return status;
 }
 
-/* Gives back what the tokens were given in group g, the last slots first: then the free list is as it was, and the new
- * blocks go.  Where a view keeps a block, a new one stays in its place. */
+/* Gives back what the tokens were given in group g, the last slots first: then the free list is as it was, and the
+ * new blocks go.  If a view keeps a block, a new block takes its place. */
 static void drop_slots(const kvc_batch *batch, int32_t g) {
     kvc_pool *pool = &batch->cache->pools[g];
     int32_t num_blocks = 0;

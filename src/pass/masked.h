@@ -9,7 +9,7 @@ typedef struct kvc_masked_range {
     int32_t begin, end; /* positions */
 } kvc_masked_range;
 
-/* What is masked of one sequence. */
+/* The masked positions of one sequence. */
 typedef struct kvc_masked_ranges {
     const kvc_masked_range *ranges; /* [num] ascending, with positions in between that are not masked */
     int32_t num;
@@ -27,8 +27,8 @@ kvc_status kvc_masked_check(const kvc_batch *batch, const kvc_masked *given, siz
 void kvc_masked_sort(const kvc_batch *batch, const kvc_masked *given, size_t size, int32_t num,
                      kvc_masked_range *ranges, kvc_masked_ranges *by_sequence);
 
-/* Returns the first rows of a run at positions of at least *from that are not masked (count 0: there are none), and
- * sets *from to where the next ones may begin. */
+/* Returns the first rows of a run at positions of at least *from that are not masked; their count may be 0.  Sets
+ * *from to the position where the next such rows may begin. */
 kvc_run kvc_masked_next(const kvc_masked_ranges *masked, const kvc_run *run, int32_t *from);
 
 #endif

@@ -54,8 +54,8 @@ static int rises(const kvc_run_list *list) {
     return 1;
 }
 
-/* Returns whether the batch only adds tokens behind those of a sequence: a commit then leaves no more rows of these
- * tokens than the policy keeps. */
+/* Returns whether the batch only adds tokens at the end of a sequence.  A commit then leaves only the rows of these
+ * tokens that the policy keeps. */
 static int grows(const kvc_batch *batch, const kvc_batch_sequence *member) {
     const kvc_sequence *sequence = member->sequence;
     return !batch->replaced && !member->goes_back && kvc_min_query_position(sequence) == kvc_sequence_next(sequence);
@@ -95,7 +95,7 @@ static kvc_status check_seq_len(const kvc_batch *batch, int32_t g) {
     return KVC_OK;
 }
 
-/* Visits the rows that the batch takes the place of in group g, but for those that have expired before. */
+/* Visits the rows of group g that the batch replaces, except rows that have expired before. */
 static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, void *context) {
     const kvc_batch *batch = need->context;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
@@ -257,8 +257,8 @@ void kvc_forget_demands(kvc_cache *cache) {
 enum { TOO_MANY_RUNS = INT32_MAX / 2 + 1 }; /* more than a list may have: kvc_runs_prepare fails */
 
 /* The sequence's slots are a stretch for each stretch of consecutive positions, and one more for each further block
- * that it goes on in, and behind the sinks.  Of a stretch of n slots, the kept ones are at most (n + 1) / 2 runs.  The
- * commit adds a row for each token, or no more than the policy keeps, where the sequence only grows. */
+ * that it goes on in, and behind the sinks.  The kept slots of a stretch of n slots are at most (n + 1) / 2 runs.
+ * The commit adds a row for each token, or no more than the policy keeps, where the sequence only grows. */
 int32_t kvc_most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, int32_t num) {
     const int to = kvc_pending_of(batch, g, (int32_t)(member - batch->sequences))->to;
     if (member->is_unstored || to == KVC_TO_NOWHERE) return num;
@@ -377,7 +377,7 @@ static kvc_status find_needs(const kvc_batch *batch, int compacts) {
         if (compacts != COMPACT_SCATTERED) continue;
         const int is_scattered = (pool->filled - pool->live) * 4 > pool->filled && pool->demand.new_blocks &&
                                  kvc_compaction_gain(cache, g) * 4 > pool->filled;
-        /* Without memory for a compaction, the batch takes more memory. */
+        /* If there is no memory for a compaction, the batch takes more memory. */
         if (is_scattered || KVC_BUGGIFY()) find_demand(batch, g, 1);
     }
     return status == KVC_OK ? prepare_runs(batch) : status;

@@ -18,18 +18,18 @@ void kvc_wait_for_writers(kvc_cache *cache, int32_t num_tokens, const int64_t *s
 /* Checks num_tokens against the limits, before memory is taken for a batch. */
 kvc_status kvc_check_num_tokens(const kvc_cache *cache, int64_t num_tokens);
 
-/* Returns how many tokens max_seq_len lets a sequence add to group g in a batch, below 0 where it holds more already;
- * INT64_MAX: any number, as the commit leaves at most max_seq_len rows of them. */
+/* Returns how many tokens max_seq_len lets a sequence add to group g in a batch; below 0 if it holds more already.
+ * INT64_MAX: any number, because the commit leaves at most max_seq_len rows of them. */
 int64_t kvc_room_in_sequence(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g);
 
-/* Returns how many of a sequence's tokens, at most, count for the capacity of group g: all, INT64_MAX; or, where it is
- * max_seq_len * max_sequences, those that the commit may leave. */
+/* Returns the most tokens of a sequence that count for the capacity of group g: INT64_MAX, all of them.  If the
+ * capacity is max_seq_len * max_sequences, only tokens that the commit may leave count. */
 int64_t kvc_most_counted(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g);
 
 /* Counts the sequences that hold rows, or will hold rows after the batch. */
 int64_t kvc_count_holding(const kvc_batch *batch);
 
-/* What a batch needs of capacity and max_bytes. */
+/* The capacity and bytes that a batch needs. */
 kvc_need kvc_need_of(kvc_batch *batch);
 
 /* Chooses victims so that the batch fits, or returns KVC_ERR_FULL; can fail with KVC_ERR_NOMEM.  kvc_fit_bytes checks
@@ -51,9 +51,9 @@ int32_t kvc_most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, 
 /* Sets the demand of all groups to zero. */
 void kvc_forget_demands(kvc_cache *cache);
 
-/* Returns how many of `taken` slots behind a sequence's last row, in `block`, spare slots elsewhere, for tokens that
- * come in several batches: one of these may begin where the group lets go of all rows before it.  If others keep the
- * block from being free then, the tokens from there on go to another one. */
+/* Tokens may arrive in several batches, and one of these may expire everything before it and continue in a new
+ * block.  Returns how many of the `taken` slots behind a sequence's last row, in `block`, are used even then.  If
+ * others keep the block from being free then, the tokens from there on go to another one. */
 int32_t kvc_slots_spared(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, const kvc_block *block,
                          int32_t taken);
 

@@ -4,8 +4,8 @@
 
 #include "space/row_buffer.h"
 
-/* Do the two halves of kvc_put to a layer that the cache has: check the arguments, and fill in num_tokens; store the
- * rows, which can fail only in cross-attention layers, or where the call is cancelled. */
+/* Do the two halves of kvc_put to a layer that the cache has.  The first checks the arguments and fills in
+ * num_tokens.  The second stores the rows; it can fail only in cross-attention layers, or if the call is cancelled. */
 kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, kvc_put_args *args);
 kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args, kvc_row_buffer *buffer);
 
@@ -17,8 +17,8 @@ void kvc_mark_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t nu
 /* Returns whether rows of some of the tokens, of a batch with buffered ones, lie in row buffers. */
 int kvc_any_buffered(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens);
 
-/* Takes a put to a cross-attention layer out of the batch's list and frees it.  If `all` rows were stored, they replace
- * those that an earlier put of this batch gave the sequence; else drops their slots. */
+/* Takes a put to a cross-attention layer out of the batch's list and frees it.  If `all` rows were stored, they
+ * replace the rows that an earlier put of this batch gave the sequence.  Otherwise drops their slots. */
 void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all);
 
 /* Drops the rows that a sequence of the batch was given in the group of a cross-attention layer; if the sequence is

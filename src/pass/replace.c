@@ -75,8 +75,8 @@ static void add_lacking(kvc_interval *range, const kvc_run_list *list, kvc_inter
     if (end > range->end) range->end = end;
 }
 
-/* Notes as lost what the policy of a replaced group may have let expire: positions, sinks aside, at which there is no
- * row, and that the query behind the last row does not see. */
+/* Notes as lost the positions of a replaced group that its policy may have let expire: positions without a row,
+ * except sinks, that the query behind the last row does not see. */
 static void note_lost(const kvc_policy *policy, kvc_run_list *list) {
     if (!kvc_policy_expires(policy) || !list->num) return;
     const kvc_interval none = {0, 0};

@@ -8,7 +8,7 @@ static kvc_status find_put(const kvc_batch *batch, int32_t layer, const kvc_row_
     return run->block ? KVC_OK : kvc_row_buffer_has(batch, buffer, layer, token, run->slot + i, has);
 }
 
-/* Visits the rows of one of the batch's runs that were put. */
+/* Visits the rows of a run of the batch that were put. */
 static kvc_status visit_put(const kvc_batch *batch, int32_t layer, const kvc_row_buffer *buffer, const kvc_run *run,
                             const int32_t *tokens, kvc_batch_rows_fn *visit, void *context) {
     for (int32_t from = 0, i = 0; i <= run->count; i++) {

@@ -105,7 +105,7 @@ static kvc_status take_snapshot(kvc_cache *cache, const kvc_run *runs, int32_t n
     return KVC_OK;
 }
 
-/* One call of kvc_gather or kvc_extract. */
+/* A call of kvc_gather or kvc_extract. */
 typedef struct copying {
     kvc_cache *cache;
     int32_t layer, num_tasks;
@@ -126,7 +126,7 @@ static kvc_status snap(copying *c, int64_t seq_id, const kvc_run *runs, int32_t 
     return num_rows ? take_snapshot(c->cache, runs, num_runs, c->layer, c->num_tasks, &c->from) : KVC_OK;
 }
 
-/* Do the same for a sequence: for its stored rows, or also for those of the open batch, whose row buffer was entered.
+/* Do the same for a sequence: for its stored rows, or also for the open batch's, whose row buffer was entered.
  */
 static kvc_status snap_stored(copying *c, int64_t seq_id, int64_t least) {
     kvc_cache_find(c->cache, seq_id); /* waits while its rows are written */

@@ -4,7 +4,7 @@
 
 #include "cache/cache.h"
 
-/* What one thread uses to copy the rows of a layer. */
+/* The tools of one thread to copy the rows of a layer. */
 typedef struct kvc_reader {
     const kvc_cache *cache;
     int32_t layer;

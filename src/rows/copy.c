@@ -6,7 +6,7 @@
 
 /* ---- rows of one head, or of one token --------------------------------------------------------------------------- */
 
-/* What the copies of one call have in common. */
+/* Arguments that all copies of one call share. */
 typedef struct transfer {
     const kvc_kernels *kernels;
     kvc_mixing mixing; /* of stored rows */
@@ -39,7 +39,7 @@ static float add_up(const float x[KVC_LANES]) {
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
-/* What is found of a row to scale it. */
+/* Findings about a row, by which it is scaled. */
 typedef struct fit {
     float largest; /* magnitude */
     float unit;    /* what a code or level of 1 stands for */
@@ -58,8 +58,8 @@ static float merit_of(const kvc_level_sums *sums) {
     return products * products / add_up(sums->squares);
 }
 
-/* Encodes the first num elements of a row, a multiple of KVC_QUANT_ELEMENTS, in the better of two units: beside the
- * largest element, it matters where the others fall among few levels. */
+/* Encodes the first num elements of a row, a multiple of KVC_QUANT_ELEMENTS, in the better of two units.  With few
+ * levels, it matters where the other elements fall, not only the largest. */
 static void encode_in_best_unit(const transfer *x, char *to, const char *from, int32_t num, fit *row) {
     static const float UNITS[2] = {0.96f, 1.06f};
     char other[MOST_FLOATS / 2];
@@ -100,8 +100,8 @@ static void store_scales(const transfer *x, const kvc_rows *to, const fit *fits,
     for (int i = 0; i < num_rows; i++) memcpy(to->scales + i * to->scale_row, rounded[i], KVC_SCALE_BYTES);
 }
 
-/* Converts a few rows by way of `buffer`, some columns at a time.  Where rows have a scale, their largest elements are
- * found before; in long rows, by a first pass over all columns. */
+/* Converts a few rows by way of `buffer`, some columns at a time.  If rows have a scale, their largest elements are
+ * found first.  In long rows this takes a pass over all columns. */
 static void convert_few(const transfer *x, const kvc_rows *to, const kvc_rows *from, int64_t num_rows,
                         int32_t columns) {
     float buffer[MOST_FLOATS];

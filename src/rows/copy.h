@@ -25,9 +25,9 @@ static inline kvc_mixing kvc_mixing_of(const kvc_layer *layer, int is_value) {
 
 /* ---- copies ------------------------------------------------------------------------------------------------------ */
 
-/* Rows of several heads: their type, the first one, and the bytes from row to row and from head to head.  scales: of a
- * type with row scales, that of the first row; those of the next row are scale_row bytes behind it, and those of the
- * next head `head` bytes. */
+/* Rows of several heads: their type, the first one, and the bytes from row to row and from head to head.  scales:
+ * for a type with row scales, the scale of the first row.  The next row's scale is scale_row bytes behind it, the
+ * next head's `head` bytes. */
 typedef struct kvc_rows {
     int32_t type;
     char *first;

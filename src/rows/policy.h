@@ -10,7 +10,7 @@ kvc_status kvc_policy_check(const kvc_policy *policy, int32_t layer);
 /* Returns whether two policies keep the same rows: layers of such policies share a group, if they keep tokens. */
 int kvc_policy_equal(const kvc_policy *a, const kvc_policy *b);
 
-/* Returns whether a layer's rows are those of tokens, at their positions: false for KVC_CROSS and KVC_NONE. */
+/* Returns whether a layer has a row for each token, at its position: false for KVC_CROSS and KVC_NONE. */
 int kvc_policy_keeps_tokens(const kvc_policy *policy);
 
 /* Returns the most rows that stay of a sequence with one row at each position; INT64_MAX: all. */

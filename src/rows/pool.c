@@ -289,8 +289,8 @@ static int collapse_rows(const kvc_pool *pool, uint8_t *rows, size_t row_bytes, 
     return begin < end && kvc_memory_mark_written(pool->memory, (uint8_t *)begin, end - begin, work);
 }
 
-/* Returns the number of steps in which the pages of a block are collapsed up to collapse_to: a step per page if the
- * block is full; else a step per region, as the ends of regions are not filled. */
+/* Returns the number of steps in which the pages of a block are collapsed up to collapse_to.  If the block is full,
+ * a step is a page; otherwise it is a region, because the ends of regions are not filled. */
 static int64_t num_collapse_steps(const kvc_pool *pool, const kvc_block *block) {
     if (block->collapse_to < pool->block_size) return kvc_pool_num_regions(pool);
     return pool->block_bytes < KVC_HUGE_PAGE ? 1 : (int64_t)(pool->block_bytes / KVC_HUGE_PAGE);
@@ -304,7 +304,7 @@ static int collapse_step(const kvc_pool *pool, const kvc_block *block, int64_t s
     return collapse_rows(pool, block->rows + at.offset, at.row_bytes, block->collapsed, block->collapse_to, work);
 }
 
-/* Finds the next pages to collapse in a block up to collapse_to; returns 0 if there are none. */
+/* Finds the next pages to collapse in a block up to collapse_to; returns 0 if no pages are left. */
 static int next_step(const kvc_pool *pool, kvc_block *block, kvc_page_work *work) {
     while (block->collapse_next < num_collapse_steps(pool, block))
         if (collapse_step(pool, block, block->collapse_next++, work)) return 1;
@@ -313,8 +313,8 @@ static int next_step(const kvc_pool *pool, kvc_block *block, kvc_page_work *work
     return 0;
 }
 
-/* Finds the next pages to collapse in a block; returns 0 if there are none.  A step takes the system a millisecond or
- * more, so the steps of a block are spread over many batches. */
+/* Finds the next pages to collapse in a block; returns 0 if no pages are left.  A step takes the system a
+ * millisecond or more, so the steps of a block are spread over many batches. */
 static int next_in_block(const kvc_pool *pool, kvc_block *block, kvc_page_work *work) {
     for (;;) {
         if (block->collapse_next == 0) {

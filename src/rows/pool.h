@@ -71,7 +71,7 @@ typedef struct kvc_block {
     kvc_holders holders[];                        /* [block_size] of each slot, for slots below fill */
 } kvc_block;
 
-/* Where a layer's rows lie in a block. */
+/* The place of a layer's rows in a block. */
 typedef struct kvc_layout {
     size_t k_offset, v_offset; /* offsets of head 0, slot 0 */
     size_t head_stride;
@@ -96,7 +96,7 @@ static inline uint8_t *kvc_scale_at(const kvc_layout *at, size_t scales, const k
     return scales ? block->rows + scales + (size_t)head * at->head_stride + (size_t)slot * KVC_SCALE_BYTES : NULL;
 }
 
-/* What a batch that is about to begin needs of a group. */
+/* What a batch that is about to begin takes in a group. */
 typedef struct kvc_demand {
     int64_t new_blocks;
     int32_t num_blocks;  /* number of blocks it will take: new ones, and free ones */
@@ -122,7 +122,7 @@ typedef struct kvc_pool {
     int32_t num_loose;  /* number of these that expiries freed, and that no batch has taken since: kvc_pool_surplus */
     int32_t last_taken; /* blocks that the last batch took */
     kvc_demand demand;
-    int32_t reserved;                  /* blocks opened for the open batch, or for one that is about to begin */
+    int32_t reserved;                  /* blocks opened for the open batch, or for a batch that is about to begin */
     int32_t lacks_slots;               /* while victims are chosen: the call needs more slots here than are free */
     struct kvc_compaction *compaction; /* the planned compaction; NULL: none */
     kvc_block *collapse_block;         /* the next block to look at for pages to collapse; NULL: the first one */
@@ -179,9 +179,9 @@ int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count);
 void kvc_pool_hold(kvc_block *block, int32_t slot, int32_t count);
 void kvc_pool_drop(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count);
 
-/* Drops slots of a block that this call opened; with the block's first slot, also undoes kvc_pool_open, unless a view
- * keeps the block, and returns 1, else 0: the sum is num_used for kvc_pool_unreserve.  Call it for the last slots
- * first: so the free list gets its order back. */
+/* Drops slots of a block that this call opened.  With the block's first slot, also undoes kvc_pool_open, unless a
+ * view keeps the block, and returns 1; otherwise returns 0.  The sum is num_used for kvc_pool_unreserve.  Call it
+ * for the last slots first: so the free list gets its order back. */
 int32_t kvc_pool_untake(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count);
 
 /* Keeps a block's rows in place until kvc_pool_unpin takes this pin away. */
@@ -223,17 +223,18 @@ typedef struct kvc_collapsing {
     int32_t is_ahead; /* looks only at blocks with memory taken beforehand */
 } kvc_collapsing;
 
-/* Return a round of collapsing after a batch of num_tokens tokens, for a few of the pages that are written; and a round
- * for all pages whose memory was taken beforehand.  Pages that nothing has faulted cannot be collapsed, so blocks
- * with slots of the open batch, whose rows may be missing, are skipped. */
+/* Return a round of collapsing after a batch of num_tokens tokens, for a few of the written pages; and a round for
+ * all pages whose memory was taken beforehand.  Pages that nothing has faulted cannot be collapsed, so blocks with
+ * slots of the open batch, whose rows may be missing, are skipped. */
 kvc_collapsing kvc_pool_collapse_for(int32_t num_tokens);
 kvc_collapsing kvc_pool_collapse_ahead(const kvc_pool *pool);
 
-/* Finds the next pages for kvc_pages_collapse, which takes a millisecond or more for each; returns 0 if there are none.
+/* Finds the next pages for kvc_pages_collapse, which takes a millisecond or more for each; returns 0 if no pages are
+ * left.
  */
 int kvc_pool_next_collapse(kvc_pool *pool, kvc_collapsing *collapsing, kvc_page_work *work);
 
-/* Finds the next pages to collapse in a block, the slots of which will all have rows soon; returns 0 if there are none.
+/* Finds the next pages to collapse in a block whose slots will all have rows soon; returns 0 if no pages are left.
  */
 int kvc_pool_next_filled(kvc_pool *pool, kvc_block *block, kvc_page_work *work);
 

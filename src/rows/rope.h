@@ -15,9 +15,9 @@ static inline size_t kvc_rope_angles_size(const kvc_rope *rope) { return 2 * (si
 
 enum { KVC_NEAR = 64 };
 
-/* What kvc_rope_angles_from keeps to compute the angles of many distances.  A distance is a multiple of KVC_NEAR, the
- * coarse part, and a rest; cosines and sines of both are computed once and combined by the addition theorems, so that
- * few are computed for many distances.  The result depends on the distance alone. */
+/* Numbers that kvc_rope_angles_from keeps to compute the angles of many distances.  A distance is a multiple of
+ * KVC_NEAR, the coarse part, plus a rest.  Cosines and sines of both are computed once and combined by the addition
+ * theorems, so that few are computed for many distances.  The result depends on the distance alone. */
 typedef struct kvc_rope_table {
     double *angles; /* [1 + KVC_NEAR][kvc_rope_angles_size] for the coarse part, then for the rests 0, 1, 2 ... */
     uint64_t known; /* bit i: angles of rest i are computed */

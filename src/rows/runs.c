@@ -371,7 +371,7 @@ static kvc_run lowest_part(const kvc_sorted_runs *sorted, int32_t begin, int32_t
     return lowest;
 }
 
-/* What a list holds at the positions of rows of another list. */
+/* How a list differs from another list at the positions of the other's rows. */
 typedef enum holding {
     NOTHING, /* no row */
     SAME,    /* the same row: it lies in the same slot */
@@ -400,13 +400,13 @@ static kvc_run take_alike(const kvc_sorted_runs *sorted, kvc_run *rest, holding 
     return alike;
 }
 
-/* Compares rows with those of a list. */
+/* Compares rows with the rows of a list. */
 typedef struct comparison {
     const kvc_sorted_runs *sorted;
     kvc_part_fn *visit; /* called for parts that the list does not hold; may be NULL */
     void *context;
     int32_t num_missing; /* number of these parts */
-    int32_t other_at;    /* the first position at which the list holds another row; -1: there is none */
+    int32_t other_at;    /* the first position at which the list holds another row, or -1 */
 } comparison;
 
 static void add_missing(comparison *c, const kvc_run *part) {

@@ -39,7 +39,7 @@ static inline kvc_run *kvc_runs_end(const kvc_run_list *list) {
     return list->runs ? list->runs + list->first + list->num : NULL;
 }
 
-/* Returns the part of a run at positions [begin, end); its count is 0 if there is none. */
+/* Returns the part of a run at positions [begin, end).  Its count may be 0. */
 kvc_run kvc_run_part(const kvc_run *run, int32_t begin, int32_t end);
 
 /* Makes a list empty. */
@@ -54,9 +54,9 @@ void kvc_runs_free_list(kvc_run_list *list, kvc_memory *memory);
 /* Runs that kvc_runs_prepare makes an array longer beyond twice those there are, and those asked for. */
 enum { KVC_SPARE_RUNS = 4 };
 
-/* Get memory for a change, so that it cannot fail: for `extra` more runs at the end; for an edit that splits every run,
- * and `extra` more; for expiring [begin, end), and `extra` more.  If the array is too short, allocate a longer one as
- * the spare; nothing else changes.  Can fail with KVC_ERR_NOMEM. */
+/* Get memory for a change, so that it cannot fail.  The changes are: `extra` more runs at the end; an edit that
+ * splits every run, and `extra` more; expiring [begin, end), and `extra` more.  If the array is too short, allocate
+ * a longer one as the spare; nothing else changes.  Can fail with KVC_ERR_NOMEM. */
 kvc_status kvc_runs_prepare(kvc_run_list *list, kvc_memory *memory, int32_t extra);
 kvc_status kvc_runs_prepare_edit(kvc_run_list *list, kvc_memory *memory, int32_t extra);
 kvc_status kvc_runs_prepare_expire(kvc_run_list *list, kvc_memory *memory, int32_t begin, int32_t end, int32_t extra);
@@ -86,8 +86,8 @@ int64_t kvc_runs_bytes(const kvc_run_list *list);
 void kvc_runs_append(kvc_run_list *list, const kvc_run *run);
 void kvc_runs_push(kvc_run_list *list, const kvc_run *run);
 
-/* Appends the rows of a run but for those at positions [begin, end), which no query will see: drops their slots, and
- * notes them in list->lost.  Returns their number. */
+/* Appends the rows of a run, except rows at positions [begin, end), which no query will see.  Drops the slots of
+ * these, and notes them in list->lost.  Returns their number. */
 int32_t kvc_runs_append_outside(kvc_run_list *list, kvc_pool *pool, const kvc_run *run, int32_t begin, int32_t end);
 
 /* Counts rows anew, and finds their smallest and largest position and whether they ascend. */
@@ -97,18 +97,18 @@ void kvc_runs_recount(kvc_run_list *list);
 typedef void kvc_part_fn(void *context, const kvc_run *part);
 int64_t kvc_runs_visit(const kvc_run_list *list, int32_t begin, int32_t end, kvc_part_fn *visit, void *context);
 
-/* Appends a part to a list that has capacity for it and becomes one of its holders; a kvc_part_fn whose context is the
- * list. */
+/* Appends a part to a list that has capacity for it and becomes a holder of its slots.  This is a kvc_part_fn whose
+ * context is the list. */
 void kvc_hold_part(void *list, const kvc_run *part);
 
 /* Drops the slots of a part; a kvc_part_fn whose context is the pool. */
 void kvc_drop_part(void *pool, const kvc_run *part);
 
-/* Drops the rows at positions [begin, end), which no query will see any more, after kvc_runs_prepare_expire, and notes
- * that in list->lost.  Returns their number.  Takes time for rows that are dropped, not for rows that stay. */
+/* Drops the rows at positions [begin, end), which no later query will see, after kvc_runs_prepare_expire.  Notes
+ * them in list->lost.  Returns their number.  Takes time for rows that are dropped, not for rows that stay. */
 int64_t kvc_runs_expire(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end);
 
-/* Returns a run with a row at a position; NULL if there is none. */
+/* Returns a run with a row at a position, or NULL. */
 const kvc_run *kvc_runs_at(const kvc_run_list *list, int32_t position);
 
 /* ---- sharing: rows of two lists are the same if they lie in the same slot and have the same position ------------- */
@@ -123,8 +123,8 @@ typedef struct kvc_sorted_runs {
 kvc_status kvc_runs_sort(const kvc_run_list *list, kvc_memory *memory, kvc_sorted_runs *sorted);
 void kvc_runs_free_sorted(kvc_memory *memory, kvc_sorted_runs *sorted);
 
-/* Returns a position of [begin, end) at which `list` holds another row than a list that holds rows there, too; -1 if
- * there is none. */
+/* Returns a position of [begin, end) at which `list` holds another row than a list that also holds rows there; -1 if
+ * they hold the same rows. */
 int32_t kvc_runs_find_other(const kvc_run_list *list, const kvc_sorted_runs *than, int32_t begin, int32_t end);
 
 /* Calls visit, unless it is NULL, for the parts at positions [begin, end) that `from` holds and `sorted` does not.

@@ -189,7 +189,7 @@ static kvc_status add_tensor(void *context, const kvc_tensor *tensor) {
     return KVC_OK;
 }
 
-/* What stands between the strings in the header's beginning. */
+/* The text between the strings in the header's beginning. */
 static const char BEGINNING[] = "{\"__metadata__\":{\"format\":\"kvcache\",\"version\":\"",
                   LIBRARY[] = "\",\"library\":\"", FINGERPRINT[] = "\",\"fingerprint\":\"", ENDING[] = "\"}";
 

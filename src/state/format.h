@@ -1,8 +1,8 @@
 /* format.h: the file that kvc_save writes, in version 2: docs/format.md specifies it to the byte.
  *
  * It is a safetensors file: the length of a header, the header, which is JSON, and tensors.  The first tensors are
- * tables, one behind the other, then come rows, then checksums.  The header follows from the tables, so that a reader
- * needs no parser of JSON: it compares the header with the one that kvc_format_header would write.
+ * tables, one behind the other, then come rows, then checksums.  The header follows from the tables, so a reader needs
+ * no parser of JSON.  It compares the header with the header that kvc_format_header would write.
  */
 #ifndef KVC_FORMAT_H
 #define KVC_FORMAT_H
@@ -38,13 +38,13 @@ typedef struct kvc_saved_sequence {
     int64_t id, num_tokens;
 } kvc_saved_sequence;
 
-/* What a sequence holds in a layer group. */
+/* The rows of a sequence in a layer group. */
 typedef struct kvc_saved_holding {
     int64_t num_runs, lost_begin, lost_end, missing_begin, missing_end; /* kvc_run_list */
 } kvc_saved_holding;
 
 typedef struct kvc_saved_run {
-    int64_t row, count, position, delta; /* row: the first, among those of the group in the file */
+    int64_t row, count, position, delta; /* row: the first, counted among the group's rows in the file */
 } kvc_saved_run;
 
 /* The tables, and what else the header says. */
@@ -58,7 +58,7 @@ typedef struct kvc_format {
     kvc_saved_run *runs;           /* [num_runs] of each holding, one after the other */
     int64_t *tokens;               /* [num_tokens] of each sequence, one after the other */
     int64_t *exact_to;             /* [num_sequences] kvc_sequence; NULL in version 1 */
-    uint64_t *checksum;            /* kvc_hash of the tables before it, with that of the header as the seed */
+    uint64_t *checksum;            /* kvc_hash of the tables before it, with the header's hash as the seed */
     int32_t version;               /* of the format */
     char library[16];              /* version of the library that wrote it */
     char fingerprint[KVC_MOST_FINGERPRINT + 1];
@@ -82,8 +82,8 @@ typedef struct kvc_tensor {
     int32_t layer, is_value, is_scale; /* of rows: which they are, or whose scales */
 } kvc_tensor;
 
-/* Returns the bytes of all tables of a version, with padding and their checksum; UINT64_MAX if one of the counts is
- * negative, or a table larger than `most` bytes. */
+/* Returns the bytes of all tables of a version, with padding and their checksum; UINT64_MAX if a count is negative,
+ * or a table larger than `most` bytes. */
 uint64_t kvc_format_tables_bytes(const kvc_saved_state *state, int32_t version, uint64_t most);
 
 /* Sets the pointers to where the tables of the format's version lie, the first at `start`, which is aligned. */

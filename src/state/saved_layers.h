@@ -8,7 +8,7 @@
 /* Returns the number of frequencies that a cache's layers have, each distinct rope's counted once. */
 int64_t kvc_count_freqs(const kvc_cache *cache);
 
-/* Writes the table of layers and that of frequencies, or the limits of the cache. */
+/* Write the table of layers and the table of frequencies, or the limits of the cache. */
 void kvc_save_layers(const kvc_cache *cache, const kvc_format *format);
 void kvc_save_limits(const kvc_cache *cache, kvc_saved_state *state);
 

@@ -67,7 +67,7 @@ static void unpin(kvc_state *state) {
 
 /* ---- the sequences that are loaded ------------------------------------------------------------------------------- */
 
-/* Counts the rows of a group as those of sequences. */
+/* Counts the rows of a group as rows of sequences. */
 static void uncount_replacing(kvc_state *state, int32_t g) {
     const kvc_extents *extents = &state->groups[g];
     for (int64_t i = 0; i < extents->num; i++) state->cache->pools[g].replacing -= extents->items[i].count;
@@ -155,8 +155,9 @@ const kvc_extent *kvc_first_extent(const kvc_extents *extents, int64_t row) {
     return extents->items + from;
 }
 
-/* Returns how many bytes of a tensor of rows from `begin` on, at most up to `end`, lie side by side in the cache, and
- * sets *rows to where; or how many do not lie there, as nobody asked for their rows: NULL. */
+/* Returns how many bytes of a tensor of rows from `begin` on, at most up to `end`, lie side by side in the cache,
+ * and sets *rows to their address.  If nobody asked for these rows, sets *rows to NULL, and returns the bytes up to
+ * the next row that lies in the cache. */
 static uint64_t find_bytes(const kvc_pieces *pieces, uint64_t begin, uint64_t end, uint8_t **rows) {
     const kvc_state *state = pieces->state;
     const kvc_tensor *tensor = pieces->tensor;

@@ -1,8 +1,8 @@
 /* transit.h: rows on their way between a cache and a saved state.
  *
- * While it lasts, the rows' blocks stay in place, and nothing is half done for other calls: what is saved was copied
- * from the lists of runs, and what is loaded belongs to sequences that are not in the table yet.  As functions of the
- * caller run meanwhile, no call waits for a state: it counts as a hold.
+ * While it lasts, the rows' blocks stay in place, and other calls see nothing half done.  Saving works on a copy of the
+ * lists of runs.  Loading fills sequences that are not in the table yet.  The caller's functions run meanwhile, so no
+ * call waits for a state: it counts as a hold.
  */
 #ifndef KVC_TRANSIT_H
 #define KVC_TRANSIT_H
@@ -38,7 +38,7 @@ typedef struct kvc_state {
     kvc_state_buffer *buffers;
     int32_t is_begun, is_pinned, is_loading;
     kvc_extents *groups; /* [num_groups] NULL: there are none yet */
-    kvc_table sequences; /* loading: those that will be part of the cache */
+    kvc_table sequences; /* loading: sequences that will be part of the cache */
     kvc_format format;
 } kvc_state;
 
@@ -72,7 +72,7 @@ void kvc_state_end(kvc_state *state);
 /* Returns KVC_ERR_UNSUPPORTED if the bytes of numbers here are not in the order of the file's. */
 kvc_status kvc_check_endian(void);
 
-/* Returns KVC_ERR_INVALID unless the ids rise, or there are none and seq_ids is NULL. */
+/* Returns KVC_ERR_INVALID unless the ids rise, or seq_ids is NULL and their number is 0. */
 kvc_status kvc_check_seq_ids(const int64_t *seq_ids, int64_t num_sequences);
 
 /* ---- bytes of rows ----------------------------------------------------------------------------------------------- */

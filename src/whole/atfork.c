@@ -1,7 +1,7 @@
 /* atfork.c: handles the process's fork(): keeps caches usable in the child, whatever other threads were doing.
  *
- * fork() first locks every cache, and waits for all calls that read or write rows without the mutex: so in the child
- * nothing is half done, and no mutex belongs to a thread that is not there.  Only here is a cache locked while
+ * fork() first locks every cache, and waits for all calls that read or write rows without the mutex.  So in the child
+ * nothing is half done, and no mutex belongs to a thread that does not exist there.  Only here is a cache locked while
  * another cache, or the list of caches, is locked.  Rewrites of keys by a function of the caller, which may do
  * anything, are not waited for: the child undoes them.
  */

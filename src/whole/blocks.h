@@ -8,8 +8,8 @@
 typedef void kvc_runs_fn(void *context, const kvc_run *runs, int32_t num, const kvc_sequence *sequence,
                          int32_t in_batch);
 
-/* Visits all runs of a layer group: stored ones, those of the open batch, and those that a kvc_put to a cross-attention
- * layer is filling; with `loaded`, also those of sequences that are being loaded. */
+/* Visits all runs of a layer group: stored runs, the open batch's, and runs that a kvc_put to a cross-attention
+ * layer is filling.  With `loaded`, also visits runs of sequences that are being loaded. */
 void kvc_visit_runs(const kvc_cache *cache, int32_t g, kvc_runs_fn *visit, void *context, int loaded);
 
 #endif

@@ -1,7 +1,7 @@
 /* load.c: kvc_load and kvc_restore.
  *
  * The file is read from its beginning to its end.  Header and tables are copied and checked as a whole before anything
- * in them is used; rows are copied to slots of sequences that nobody sees yet, and checked on the way; then the
+ * in them is used.  Rows are copied to slots of sequences that nobody sees yet, and checked on the way.  Then the
  * sequences become part of the cache.
  */
 #include <string.h>
@@ -274,7 +274,7 @@ static kvc_status check_args(const kvc_load_args *given, kvc_load_args *args) {
     return kvc_check_seq_ids(args->seq_ids, args->num_sequences);
 }
 
-/* Copies and checks the configuration of the caller, but for what kvc_cache_new checks. */
+/* Copies and checks the caller's configuration, except for fields that kvc_cache_new checks. */
 static kvc_status read_config(const kvc_config *given, kvc_config *config, kvc_memory *memory) {
     kvc_status status = KVC_OK;
     *config = (kvc_config){.struct_size = sizeof *config};

@@ -24,8 +24,8 @@ static int is_holding(const kvc_saved_holding *h, int32_t kind) {
 /* Returns the position up to which the rows of sequence i are exact; of those of version 1, nothing is known. */
 static int64_t exact_to_of(const kvc_format *f, int64_t i) { return f->exact_to ? f->exact_to[i] : 0; }
 
-/* Returns whether this can be a run in a group of the policy, with so many rows.  Positions when the keys were rotated
- * are no more negative than those of today, and rows that have moved are not exact. */
+/* Returns whether this can be a run in a group of the policy, with so many rows.  Neither its positions nor the
+ * positions at which its keys were rotated are negative.  Moved rows are not exact. */
 static int is_run(const kvc_saved_run *run, const kvc_policy *policy, int64_t num_rows, int64_t exact_to) {
     if (run->count < 1 || run->count > INT32_MAX || run->row < 0 || run->row > num_rows - run->count) return 0;
     if (run->position < 0 || run->position > INT32_MAX - run->count) return 0;
@@ -50,7 +50,7 @@ static kvc_status check_layers(const kvc_state *state) {
     return KVC_OK;
 }
 
-/* Checks what sequence i holds; *first: index of its first run, which becomes that of the next one's. */
+/* Checks the rows of sequence i.  *first: index of its first run; becomes the index of the next sequence's. */
 static kvc_status check_holdings(const kvc_state *state, int64_t i, int64_t *first) {
     const kvc_format *f = &state->format;
     const kvc_cache *cache = state->cache;
@@ -144,8 +144,8 @@ typedef struct visitor {
 
 enum { NOT_NEEDED, NEEDED, BEGINS_BLOCK };
 
-/* Calls visit for all that the chosen sequences hold.  begin: called before those of sequence i of the file; may be
- * NULL. */
+/* Calls visit for all that the chosen sequences hold.  begin: called before the rows of sequence i of the file; may
+ * be NULL. */
 static kvc_status visit_all(visitor *v, kvc_status (*begin)(visitor *v, int64_t i)) {
     const kvc_format *f = &v->state->format;
     const kvc_saved_holding *holding = f->holdings;
@@ -297,7 +297,7 @@ static kvc_need need_of(kvc_state *state) {
         .cache = state->cache, .fits = fits, .visit_replaced = visit_replaced, .context = state, .what = "loading"};
 }
 
-/* Returns KVC_ERR_BUSY if one of the sequences that are to be replaced is in use, KVC_ERR_INVALID if it is retained. */
+/* Returns KVC_ERR_BUSY if a sequence that is to be replaced is in use, KVC_ERR_INVALID if it is retained. */
 static kvc_status check_idle(const kvc_state *state) {
     const kvc_table *loaded = &state->sequences;
     for (const kvc_sequence *s = kvc_table_first(loaded); s; s = kvc_table_next(loaded, s)) {

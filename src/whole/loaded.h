@@ -5,11 +5,13 @@
 
 #include "state/transit.h"
 
-/* Returns KVC_ERR_FORMAT unless the tables, beside those of layers, are such as kvc_save writes for such a cache. */
+/* Returns KVC_ERR_FORMAT unless kvc_save writes tables like these, except for the tables of layers, for this kind of
+ * cache. */
 kvc_status kvc_loaded_check(kvc_state *state);
 
-/* Returns which of the file's sequences is to be loaded, KVC_ERR_INVALID if it lacks one of seq_ids.  chosen:
- * [num_sequences of the file] set to 0 for those that are not, else to 1 + the index in seq_ids, or any other number.
+/* Finds which of the file's sequences are to be loaded.  Returns KVC_ERR_INVALID if the file lacks an id of seq_ids.
+ * chosen: [num_sequences of the file] set to 0 for sequences that are not loaded, otherwise to 1 + the index in
+ * seq_ids, or any other number.
  */
 kvc_status kvc_loaded_choose(const kvc_state *state, const kvc_load_args *args, int32_t *chosen);
 

@@ -1,8 +1,8 @@
 /* save.c: kvc_save.
  *
  * With the mutex held, the tables are made and the rows' blocks pinned; then everything is written without it.  A row
- * gets its number in the file when it is first met, by rising id of the sequences and in order of arrival: sequences
- * that share nothing have their rows in that order.
+ * gets its number in the file when it is first met, by rising id of the sequences and in order of arrival.  So
+ * sequences that share nothing have their rows in that order.
  */
 #include <stdio.h>
 #include <string.h>
@@ -244,7 +244,8 @@ static kvc_status make_header(saving *s) {
 
 /* ---- the moment, with the mutex held ----------------------------------------------------------------------------- */
 
-/* Lists the sequences to save: those that are named, or else all that are not blank, as new ones of an open batch are.
+/* Lists the sequences to save: the named ones, or otherwise all that are not blank.  New sequences of an open batch are
+ * blank.
  */
 static kvc_status find_sequences(saving *s) {
     const kvc_table *table = &s->cache->sequences;
