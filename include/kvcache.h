@@ -515,7 +515,7 @@ KVC_API int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t positio
  *   and exact in both;
  * - stored at a position that was not the next one;
  * - computed while it saw tokens that kvc_commit_kept did not keep;
- * - marked by kvc_mark_inexact, or loaded from a state of version 1.
+ * - marked by kvc_mark_inexact.
  * Such a row is inexact in forks, shares, retained and attached sequences, clones and saved states, too.  Once no such
  * row is left, as after kvc_truncate at that position, all rows are exact.  While a batch is open, its tokens count as
  * if all were kept. */

@@ -31,7 +31,7 @@ __all__ = [
     "states_of",
 ]  # fmt: skip
 
-VERSION = 2  # of the format; those before are read, too
+VERSION = 1  # of the format
 BEGINNING = b'{"__metadata__":{"format":"kvcache",'  # of a header
 MOST_HEADER = 100_000_000  # bytes
 MOST_FIXED, MOST_OF_LAYER = 4096, 1280  # bytes of a header: of metadata and tables, and of the tensors of each layer
@@ -227,8 +227,8 @@ def _header(file: StateFile, place: int) -> tuple[dict[str, Any], int]:
         version = int(metadata["version"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise StateFormatError("no saved state: the file does not begin like one") from None
-    if not 1 <= version <= VERSION:
-        raise StateFormatError(f"of a newer format: version {version}; this library reads versions 1 to {VERSION}")
+    if version != VERSION:
+        raise StateFormatError(f"of a newer format: version {version}; this library reads version {VERSION}")
     return {"__metadata__": metadata, **header}, begin
 
 

@@ -14,9 +14,6 @@
 
 enum { STATE, LAYERS, GROUPS, FREQUENCIES, SEQUENCES, HOLDINGS, RUNS, TOKENS, EXACT_TO, CHECKSUM, NUM_TABLES };
 
-/* Returns whether files of a version have a table. */
-static int has_table(int32_t version, int32_t i) { return i != EXACT_TO || version > 1; }
-
 typedef struct table {
     const char *name, *dtype;
     int64_t num, groups; /* groups: of holdings, num is a number of sequences; else 0 */
@@ -43,14 +40,14 @@ static uint64_t table_bytes(const table *t) {
     return (uint64_t)t->num * (uint64_t)(t->columns ? t->columns : 1) * 8 * (uint64_t)(t->groups ? t->groups : 1);
 }
 
-uint64_t kvc_format_tables_bytes(const kvc_saved_state *state, int32_t version, uint64_t most) {
+uint64_t kvc_format_tables_bytes(const kvc_saved_state *state, uint64_t most) {
     uint64_t bytes = 0;
     for (int32_t i = 0; i < NUM_TABLES; i++) {
         const table t = table_at(state, i);
         const uint64_t columns = (uint64_t)(t.columns ? t.columns : 1) * 8;
         if (t.num < 0 || t.groups < 0 || (uint64_t)t.num > most / columns) return UINT64_MAX;
         if (t.num && (uint64_t)t.groups > most / columns / (uint64_t)t.num) return UINT64_MAX;
-        if (has_table(version, i)) bytes += kvc_align_up(table_bytes(&t), KVC_FORMAT_ALIGNMENT);
+        bytes += kvc_align_up(table_bytes(&t), KVC_FORMAT_ALIGNMENT);
         if (bytes > most) return UINT64_MAX;
     }
     return bytes;
@@ -62,7 +59,7 @@ void kvc_format_place(kvc_format *format, void *start) {
     for (int32_t i = 0; i < NUM_TABLES; i++) {
         const table t = table_at(start, i);
         at[i] = (char *)start + offset;
-        if (has_table(format->version, i)) offset += kvc_align_up(table_bytes(&t), KVC_FORMAT_ALIGNMENT);
+        offset += kvc_align_up(table_bytes(&t), KVC_FORMAT_ALIGNMENT);
     }
     format->state = (void *)at[STATE];
     format->layers = (void *)at[LAYERS];
@@ -72,7 +69,7 @@ void kvc_format_place(kvc_format *format, void *start) {
     format->holdings = (void *)at[HOLDINGS];
     format->runs = (void *)at[RUNS];
     format->tokens = (void *)at[TOKENS];
-    format->exact_to = has_table(format->version, EXACT_TO) ? (void *)at[EXACT_TO] : NULL;
+    format->exact_to = (void *)at[EXACT_TO];
     format->checksum = (void *)at[CHECKSUM];
 }
 
@@ -147,7 +144,7 @@ kvc_status kvc_format_visit(const kvc_format *format, uint64_t most, kvc_tensor_
     kvc_status status = KVC_OK;
     for (int32_t i = 0; status == KVC_OK && i < NUM_TABLES; i++) {
         const table t = table_at(format->state, i);
-        if (has_table(format->version, i)) status = visit_table(&l, &t, KVC_TABLE);
+        status = visit_table(&l, &t, KVC_TABLE);
     }
     for (int32_t i = 0; status == KVC_OK && i < format->state->num_layers; i++) {
         const kvc_saved_layer *layer = &format->layers[i];
@@ -195,8 +192,8 @@ static const char BEGINNING[] = "{\"__metadata__\":{\"format\":\"kvcache\",\"ver
 
 uint64_t kvc_format_header(const kvc_format *format, char *to, uint64_t size) {
     text out = {to, size, 8};
-    add(&out, "%s%d%s%s%s%s%s", BEGINNING, format->version, LIBRARY, format->library, FINGERPRINT, format->fingerprint,
-        ENDING);
+    add(&out, "%s%d%s%s%s%s%s", BEGINNING, KVC_FORMAT_VERSION, LIBRARY, format->library, FINGERPRINT,
+        format->fingerprint, ENDING);
     kvc_format_visit(format, INT64_MAX, add_tensor, &out);
     add(&out, "}");
     while (out.length % KVC_FORMAT_ALIGNMENT) add(&out, " ");
@@ -236,9 +233,8 @@ kvc_status kvc_format_read_strings(kvc_format *format, const char *header, uint6
     place p = {header, header + size};
     if (!pass(&p, BEGINNING) || !take_string(&p, version, sizeof version))
         return kvc_fail(KVC_ERR_FORMAT, "no saved state: the file does not begin like one");
-    format->version = version[0] - '0';
-    if (format->version < 1 || format->version > KVC_FORMAT_VERSION || version[1])
-        return kvc_fail(KVC_ERR_FORMAT, "of a newer format: version %s; this library, %d.%d.%d, reads versions 1 to %d",
+    if (version[0] - '0' != KVC_FORMAT_VERSION || version[1])
+        return kvc_fail(KVC_ERR_FORMAT, "of a newer format: version %s; this library, %d.%d.%d, reads version %d",
                         version, KVC_VERSION_MAJOR, KVC_VERSION_MINOR, KVC_VERSION_PATCH, KVC_FORMAT_VERSION);
     if (pass(&p, LIBRARY) && take_string(&p, format->library, sizeof format->library) && pass(&p, FINGERPRINT) &&
         take_string(&p, format->fingerprint, sizeof format->fingerprint) && pass(&p, ENDING))

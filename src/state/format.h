@@ -1,4 +1,4 @@
-/* format.h: the file that kvc_save writes, in version 2: docs/format.md specifies it to the byte.
+/* format.h: the file that kvc_save writes, in version 1: docs/format.md specifies it to the byte.
  *
  * It is a safetensors file: the length of a header, the header, which is JSON, and tensors.  The first tensors are
  * tables, one behind the other, then come rows, then checksums.  The header follows from the tables, so a reader needs
@@ -11,7 +11,7 @@
 #include "kvcache.h"
 
 enum {
-    KVC_FORMAT_VERSION = 2,
+    KVC_FORMAT_VERSION = 1,
     KVC_FORMAT_ALIGNMENT = 64,    /* bytes; of where tensors begin in the file */
     KVC_FORMAT_PIECE = 256 << 10, /* bytes of a tensor that are hashed together */
     KVC_MOST_HEADER = 100000000,  /* bytes; safetensors refuses longer ones */
@@ -57,9 +57,8 @@ typedef struct kvc_format {
     kvc_saved_holding *holdings;   /* [num_sequences][num_groups] */
     kvc_saved_run *runs;           /* [num_runs] of each holding, one after the other */
     int64_t *tokens;               /* [num_tokens] of each sequence, one after the other */
-    int64_t *exact_to;             /* [num_sequences] kvc_sequence; NULL in version 1 */
+    int64_t *exact_to;             /* [num_sequences] kvc_sequence */
     uint64_t *checksum;            /* kvc_hash of the tables before it, with the header's hash as the seed */
-    int32_t version;               /* of the format */
     char library[16];              /* version of the library that wrote it */
     char fingerprint[KVC_MOST_FINGERPRINT + 1];
 } kvc_format;
@@ -82,11 +81,11 @@ typedef struct kvc_tensor {
     int32_t layer, is_value, is_scale; /* of rows: which they are, or whose scales */
 } kvc_tensor;
 
-/* Returns the bytes of all tables of a version, with padding and their checksum; UINT64_MAX if a count is negative,
+/* Returns the bytes of all tables, with padding and their checksum; UINT64_MAX if a count is negative,
  * or a table larger than `most` bytes. */
-uint64_t kvc_format_tables_bytes(const kvc_saved_state *state, int32_t version, uint64_t most);
+uint64_t kvc_format_tables_bytes(const kvc_saved_state *state, uint64_t most);
 
-/* Sets the pointers to where the tables of the format's version lie, the first at `start`, which is aligned. */
+/* Sets the pointers to where the tables lie, the first at `start`, which is aligned. */
 void kvc_format_place(kvc_format *format, void *start);
 
 /* Calls visit for every tensor, in the order of the file, until it returns something else than KVC_OK, which is then
@@ -97,7 +96,7 @@ kvc_status kvc_format_visit(const kvc_format *format, uint64_t most, kvc_tensor_
 /* Writes the file's first bytes, up to the first tensor, or as many of them as `size`.  Returns how many there are. */
 uint64_t kvc_format_header(const kvc_format *format, char *to, uint64_t size);
 
-/* Reads version, library and fingerprint from a header of `size` bytes.  KVC_ERR_FORMAT. */
+/* Checks the version, and reads library and fingerprint, in a header of `size` bytes.  KVC_ERR_FORMAT. */
 kvc_status kvc_format_read_strings(kvc_format *format, const char *header, uint64_t size);
 
 /* Returns whether a fingerprint can stand in the header: printable ASCII without quotes and backslashes. */

@@ -89,7 +89,7 @@ static kvc_status read_tables(loading *l) {
     kvc_saved_state counts;
     KVC_TRY(read_bytes(l, &counts, sizeof counts));
     const uint64_t most = (uint64_t)l->args.size - l->header_bytes;
-    l->tables_bytes = kvc_format_tables_bytes(&counts, l->state.format.version, most);
+    l->tables_bytes = kvc_format_tables_bytes(&counts, most);
     if (l->tables_bytes > most)
         return kvc_fail(KVC_ERR_FORMAT, "truncated or altered: its tables do not fit in %lld bytes",
                         (long long)l->args.size);

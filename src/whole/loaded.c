@@ -21,9 +21,6 @@ static int is_holding(const kvc_saved_holding *h, int32_t kind) {
     return is_interval(h->lost_begin, h->lost_end) && is_interval(h->missing_begin, h->missing_end);
 }
 
-/* Returns the position up to which the rows of sequence i are exact; of those of version 1, nothing is known. */
-static int64_t exact_to_of(const kvc_format *f, int64_t i) { return f->exact_to ? f->exact_to[i] : 0; }
-
 /* Returns whether this can be a run in a group of the policy, with so many rows.  Neither its positions nor the
  * positions at which its keys were rotated are negative.  Moved rows are not exact. */
 static int is_run(const kvc_saved_run *run, const kvc_policy *policy, int64_t num_rows, int64_t exact_to) {
@@ -54,7 +51,7 @@ static kvc_status check_layers(const kvc_state *state) {
 static kvc_status check_holdings(const kvc_state *state, int64_t i, int64_t *first) {
     const kvc_format *f = &state->format;
     const kvc_cache *cache = state->cache;
-    const int64_t exact_to = exact_to_of(f, i);
+    const int64_t exact_to = f->exact_to[i];
     for (int32_t g = 0; g < cache->num_groups; g++) {
         const kvc_saved_holding *h = &f->holdings[i * cache->num_groups + g];
         int64_t r = 0;
@@ -106,7 +103,7 @@ kvc_status kvc_loaded_check(kvc_state *state) {
     for (int64_t i = 0; status == KVC_OK && i < f->state->num_sequences; i++) {
         const kvc_saved_sequence *s = &f->sequences[i];
         if ((i && s->id <= f->sequences[i - 1].id) || s->num_tokens < 0 ||
-            s->num_tokens > f->state->num_tokens - num_tokens || exact_to_of(f, i) < 0 || exact_to_of(f, i) > INT32_MAX)
+            s->num_tokens > f->state->num_tokens - num_tokens || f->exact_to[i] < 0 || f->exact_to[i] > INT32_MAX)
             return kvc_fail(KVC_ERR_FORMAT, "altered: sequence %lld of the table of sequences cannot be", (long long)i);
         num_tokens += s->num_tokens;
         status = check_holdings(state, i, &num_runs);
@@ -232,7 +229,7 @@ static kvc_status add_sequence(visitor *v, int64_t i) {
         return kvc_fail(KVC_ERR_INVALID, "to_ids has %lld twice", (long long)id);
     v->sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
     if (!v->sequence) return kvc_fail_sequence(id);
-    v->sequence->exact_to = (int32_t)exact_to_of(f, i);
+    v->sequence->exact_to = (int32_t)f->exact_to[i];
     v->sequence->origin.num_forgets = 0;
     kvc_table_insert(&v->state->sequences, v->sequence);
     return KVC_OK;

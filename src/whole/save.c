@@ -178,8 +178,7 @@ static kvc_status reserve_tables(saving *s) {
                              .num_freqs = kvc_count_freqs(cache)};
     for (int64_t i = 0; s->args.tokens && i < s->num_sequences; i++) state.num_tokens += s->args.num_tokens[i];
     kvc_save_limits(cache, &state);
-    s->state.format.version = KVC_FORMAT_VERSION;
-    s->tables_bytes = kvc_format_tables_bytes(&state, KVC_FORMAT_VERSION, INT64_MAX);
+    s->tables_bytes = kvc_format_tables_bytes(&state, INT64_MAX);
     s->tables = kvc_state_alloc(&s->state, s->tables_bytes);
     if (!s->tables) return KVC_ERR_NOMEM;
     memset(s->tables, 0, (size_t)s->tables_bytes);

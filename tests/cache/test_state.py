@@ -71,12 +71,12 @@ def test_a_large_cache_comes_back(tmp_path, monkeypatch):
 def test_a_file_that_was_saved_once(name, secret):
     """Loads for ever."""
     path, cache = STATES / name, CACHES[name]()
-    loaded, version = kvcache.KVCache.load(path, secret=secret, fingerprint=FINGERPRINT), int(name[8])
+    loaded = kvcache.KVCache.load(path, secret=secret, fingerprint=FINGERPRINT)
     assert everything(loaded) == everything(cache)
-    for seq_id in loaded.sequences:  # of rows of version 1, nothing is known
-        assert loaded._core.exact_to(seq_id) == (cache._core.exact_to(seq_id) if version > 1 else 0)
+    for seq_id in loaded.sequences:
+        assert loaded._core.exact_to(seq_id) == cache._core.exact_to(seq_id)
     found = state.inspect(path, verify=True)
-    assert (found.version, found.fingerprint, found.has_mac) == (version, FINGERPRINT, True)
+    assert (found.version, found.fingerprint, found.has_mac) == (int(name[8]), FINGERPRINT, True)
     assert {s.seq_id: s.tokens.tolist() for s in found.sequences} == TOKENS | {-3: []}
     assert [s.next_position for s in found.sequences] == [cache.next_position(seq_id=i) for i in (-3, 0, 7)]
     assert [layer.policy for layer in found.layers] == [layer.policy for layer in cache.layers]
@@ -285,8 +285,8 @@ def test_the_reason_names_what_is_wrong(saved, tmp_path):
     found = {tensor.name: tensor for tensor in state.inspect(path).tensors}
     data[found["layer.3.v"].begin] ^= 1
     assert "altered: tensor layer.3.v does not match its checksum" in refused(tmp_path / "damaged", data)
-    newer = path.read_bytes().replace(b'"version":"2"', b'"version":"3"')
-    assert "of a newer format: version 3" in refused(tmp_path / "newer", newer)
+    newer = path.read_bytes().replace(b'"version":"1"', b'"version":"2"')
+    assert "of a newer format: version 2" in refused(tmp_path / "newer", newer)
     assert "no saved state" in refused(tmp_path / "text", b"any other file, that is no saved state at all" * 9)
     with pytest.raises(
         kvcache.StateFormatError, match='of another model: its fingerprint is "golden 1", not "golden 2"'

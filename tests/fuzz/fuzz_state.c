@@ -121,7 +121,7 @@ static void write_altered(writing *w, const saved *from, const uint8_t *data, si
         kvc_saved_state state;
         char bytes[MOST_TABLES];
     } tables;
-    kvc_format format = {.version = data[1] & 16 ? 1 : KVC_FORMAT_VERSION, .library = "0.2.0"};
+    kvc_format format = {.library = "0.2.0"};
     const uint64_t header = header_bytes(from->bytes), rest = from->size - header,
                    copied = rest < MOST_TABLES ? rest : MOST_TABLES;
     w->from = from;
@@ -131,7 +131,7 @@ static void write_altered(writing *w, const saved *from, const uint8_t *data, si
         const int at = (data[i] | data[i + 1] << 8) % (int)(copied / 8);
         tables.numbers[at] = alter(tables.numbers[at], data[i + 2], (int16_t)(data[i + 3] | data[i + 4] << 8));
     }
-    w->tables = data[1] & 1 ? kvc_format_tables_bytes(&tables.state, format.version, MOST_TABLES) : UINT64_MAX;
+    w->tables = data[1] & 1 ? kvc_format_tables_bytes(&tables.state, MOST_TABLES) : UINT64_MAX;
     if (w->tables <= MOST_TABLES) {
         kvc_format_place(&format, &tables);
         if (repair(w, &format)) return;

@@ -122,7 +122,6 @@ CACHES = {
     "version-1-int8": functools.partial(scaled_cache, "int8"),
     "version-1-int6": functools.partial(scaled_cache, "int6", 96),
     "version-1-int4": functools.partial(scaled_cache, "int4", 96),
-    "version-2": varied_cache,
 }
 
 
