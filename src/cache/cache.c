@@ -1,6 +1,8 @@
 /* cache.c: the upkeep of a cache's sequences: see cache.h. */
 #include "cache/cache.h"
 
+#include "cache/useful.h"
+
 void kvc_lock_late(kvc_cache *cache) {
     atomic_fetch_add(&cache->num_locking, 1);
     kvc_mutex_lock(&cache->mutex);
@@ -37,16 +39,23 @@ void kvc_cache_set_in_call(kvc_cache *cache, int64_t id, int32_t in_call) {
 
 /* ---- retained sequences ------------------------------------------------------------------------------------------ */
 
+/* Sorts an evictable sequence by its last use. */
+static void sort(kvc_cache *cache, kvc_sequence *sequence) {
+    kvc_sequence_sort(&cache->evictable, sequence, KVC_BY_USE);
+    kvc_useful_add(cache, sequence);
+}
+
 static void set_evictable(kvc_cache *cache, kvc_sequence *sequence, int32_t is_evictable) {
     if (sequence->is_evictable == is_evictable) return;
     sequence->is_evictable = is_evictable;
+    if (!is_evictable) kvc_useful_remove(cache, sequence);
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_run_list *list = &sequence->runs[g];
         for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
             kvc_pool_mark_evictable(run->block, run->slot, run->count, is_evictable ? 1 : -1);
     }
     if (is_evictable)
-        kvc_sequence_sort(&cache->evictable, sequence, KVC_BY_USE);
+        sort(cache, sequence);
     else
         kvc_sorted_remove(&cache->evictable, &sequence->links[KVC_BY_USE]);
 }
@@ -79,9 +88,12 @@ static void list(kvc_cache *cache, kvc_sequence *sequence) {
 }
 
 void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence) {
-    if (sequence->is_evictable) kvc_sorted_remove(&cache->evictable, &sequence->links[KVC_BY_USE]);
+    if (sequence->is_evictable) {
+        kvc_sorted_remove(&cache->evictable, &sequence->links[KVC_BY_USE]);
+        kvc_useful_remove(cache, sequence);
+    }
     sequence->used = ++cache->num_uses;
-    if (sequence->is_evictable) kvc_sequence_sort(&cache->evictable, sequence, KVC_BY_USE);
+    if (sequence->is_evictable) sort(cache, sequence);
     if (sequence->is_retained) unlist(cache, sequence);
     list(cache, sequence);
     cache->num_retained += !sequence->is_retained;

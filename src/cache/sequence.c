@@ -2,13 +2,16 @@
 #include "cache/sequence.h"
 
 #include "base/status.h"
+#include "cache/useful.h"
 
-static size_t sequence_bytes(int32_t num_groups) {
-    return sizeof(kvc_sequence) + (size_t)num_groups * sizeof(kvc_run_list);
+static size_t sequence_bytes(int32_t num_groups, int32_t num_token_groups) {
+    return sizeof(kvc_sequence) + (size_t)num_groups * sizeof(kvc_run_list) +
+           (size_t)num_token_groups * sizeof(kvc_standing);
 }
 
 kvc_sequence *kvc_sequence_new(kvc_memory *memory, int64_t id, int32_t num_groups, int32_t num_token_groups) {
-    kvc_sequence *sequence = kvc_memory_alloc(memory, sequence_bytes(num_groups), KVC_MEMORY_BOOKKEEPING, -1);
+    const size_t size = sequence_bytes(num_groups, num_token_groups);
+    kvc_sequence *sequence = kvc_memory_alloc(memory, size, KVC_MEMORY_BOOKKEEPING, -1);
     if (!sequence) return NULL;
     *sequence = (kvc_sequence){.id = id,
                                .exact_to = INT32_MAX,
@@ -17,6 +20,8 @@ kvc_sequence *kvc_sequence_new(kvc_memory *memory, int64_t id, int32_t num_group
                                .num_groups = num_groups,
                                .num_token_groups = num_token_groups};
     for (int32_t g = 0; g < num_groups; g++) kvc_runs_init(&sequence->runs[g]);
+    sequence->standings = (kvc_standing *)(void *)(sequence->runs + num_groups);
+    for (int32_t g = 0; g < num_token_groups; g++) sequence->standings[g] = (kvc_standing){0};
     return sequence;
 }
 
@@ -36,7 +41,8 @@ kvc_status kvc_fail_sequence(int64_t id) {
 
 void kvc_sequence_free(kvc_sequence *sequence, kvc_memory *memory, kvc_pool *pools) {
     for (int32_t g = 0; g < sequence->num_groups; g++) kvc_runs_destroy(&sequence->runs[g], &pools[g]);
-    kvc_memory_free(memory, sequence, sequence_bytes(sequence->num_groups), KVC_MEMORY_BOOKKEEPING, -1);
+    kvc_memory_free(memory, sequence, sequence_bytes(sequence->num_groups, sequence->num_token_groups),
+                    KVC_MEMORY_BOOKKEEPING, -1);
 }
 
 int kvc_sequence_is_blank(const kvc_sequence *sequence) {
@@ -46,7 +52,7 @@ int kvc_sequence_is_blank(const kvc_sequence *sequence) {
 }
 
 int64_t kvc_sequence_bytes(const kvc_sequence *sequence) {
-    int64_t bytes = (int64_t)sequence_bytes(sequence->num_groups);
+    int64_t bytes = (int64_t)sequence_bytes(sequence->num_groups, sequence->num_token_groups);
     for (int32_t g = 0; g < sequence->num_groups; g++) bytes += kvc_runs_bytes(&sequence->runs[g]);
     return bytes;
 }

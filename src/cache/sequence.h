@@ -69,8 +69,9 @@ typedef struct kvc_sequence {
     struct kvc_sequence *next_changed, **changed_at; /* place in the list cache->changed; NULL: not in it */
     struct kvc_sequence *older, *newer;              /* place in the list of retained sequences that calls can name */
     struct kvc_sequence *next_victim;                /* in the list cache->victims */
-    kvc_follower *follower; /* NULL: nobody.  With one, it stays in the table when it is blank */
-    kvc_run_list runs[];    /* [num_groups] */
+    kvc_follower *follower;  /* NULL: nobody.  With one, it stays in the table when it is blank */
+    kvc_standing *standings; /* [num_token_groups] where it stands in each group: cache/useful.h */
+    kvc_run_list runs[];     /* [num_groups] */
 } kvc_sequence;
 
 /* Makes an empty sequence; returns NULL if out of memory. */

@@ -431,9 +431,17 @@ static void add_evictable(kvc_block *block, int32_t num) {
     block->evictable += num;
     block->pool->evictable += num;
     kvc_pool_recount(block);
+    if (num > 0 && (block->useless || block->num_watchers)) block->pool->freed(block->pool, block);
 }
 
 static int is_evictable(const kvc_holders *holders) { return holders->num && holders->num == holders->evictable; }
+
+int kvc_pool_frees(const kvc_block *block, int32_t slot, int32_t count) {
+    const kvc_holders *at = block->holders + slot;
+    for (int32_t i = 0; block->evictable && i < count; i++)
+        if (is_evictable(&at[i])) return 1;
+    return 0;
+}
 
 void kvc_pool_hold(kvc_block *block, int32_t slot, int32_t count) {
     int32_t kept = 0;

@@ -11,11 +11,15 @@
 #include "kvcache.h"
 #include "base/dtype.h"
 #include "base/memory.h"
+#include "base/sorted.h"
 
 /* How many sequences hold a slot, and how many of these may be evicted. */
 typedef struct kvc_holders {
     uint32_t num, evictable;
 } kvc_holders;
+
+/* Where an evictable sequence stands in a group: cache/useful.h. */
+typedef struct kvc_standing kvc_standing;
 
 /* A block as it is, or as it would be without the sequences that may be evicted. */
 typedef enum kvc_scope { KVC_NOW, KVC_KEPT, KVC_NUM_SCOPES } kvc_scope;
@@ -58,6 +62,9 @@ typedef struct kvc_block {
     int32_t pins;           /* number of views and calls that keep the rows in place */
     int32_t planned;        /* number of slots past fill that a batch about to begin will take */
     int32_t evictable;      /* number of live slots whose holders may all be evicted */
+    kvc_standing *useless;  /* list of the sequences with rows in this block alone that free no slots of it */
+    int32_t num_watchers;   /* runs here of those in pool->useless */
+    uint32_t choice;        /* value of pool->num_choices when a call was to drop rows of it */
     struct kvc_block *next_tried; /* in the list of a preview */
     int8_t is_tried;              /* it is in that list */
     int32_t number;        /* while a state is saved: of the blocks with rows that are saved, from 1 on; else 0 */
@@ -131,6 +138,10 @@ typedef struct kvc_pool {
     kvc_tally tallies[KVC_NUM_SCOPES]; /* of all blocks */
     int64_t live;                      /* number of slots that sequences hold, over all blocks */
     int64_t evictable;                 /* of these, whose holders may all be evicted */
+    kvc_sorted useful;                 /* by last use: evictable sequences that free slots */
+    kvc_standing *useless;             /* list of those that free none, and have several runs */
+    void (*freed)(struct kvc_pool *pool, kvc_block *block); /* slots of these may be held only by evictable ones */
+    uint32_t num_choices;                                   /* calls that have looked for victims */
     int64_t replacing; /* how many of them are to replace others: in rewrites, and in restoring batches */
     int64_t filled;    /* number of slots below fill marks, over all blocks */
     int64_t row_bytes; /* resident bytes of all blocks' rows */
@@ -190,6 +201,9 @@ void kvc_pool_unpin(kvc_pool *pool, kvc_block *block);
 
 /* Notes that one holder of each of these slots may be evicted from now on (add 1), or may not (add -1). */
 void kvc_pool_mark_evictable(kvc_block *block, int32_t slot, int32_t count, int32_t add);
+
+/* Returns whether some of these slots are held only by sequences that may be evicted. */
+int kvc_pool_frees(const kvc_block *block, int32_t slot, int32_t count);
 
 /* Returns what is in use of a block in a scope, also after kvc_pool_try_drop there: up to the last slot that is held.
  */

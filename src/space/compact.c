@@ -10,6 +10,7 @@
 
 #include "base/parallel.h"
 #include "cache/check.h"
+#include "cache/useful.h"
 #include "space/resident.h"
 
 enum { WORTH_THREADS = 1 << 18 }; /* bytes */
@@ -264,11 +265,15 @@ void kvc_compaction_run(kvc_cache *cache, int32_t group) {
     kvc_pool *pool = &cache->pools[group];
     kvc_compaction *c = pool->compaction;
     const kvc_table *table = &cache->sequences;
-    for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s))
+    for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s)) {
         kvc_runs_install(&s->runs[group], &cache->memory);
+        if (s->is_evictable) kvc_useful_remove(cache, s);
+    }
     move_rows(c);
     for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s)) move_runs(c, &s->runs[group]);
     kvc_pool_refill(pool, c->order, c->num_blocks, c->live);
+    for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s))
+        if (s->is_evictable) kvc_useful_add(cache, s);
     cache->stats.compactions++;
     pool->compaction = NULL;
     free_memory(c);

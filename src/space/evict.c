@@ -3,6 +3,7 @@
 
 #include <stdio.h>
 
+#include "cache/useful.h"
 #include "space/expire.h"
 #include "space/limits.h"
 
@@ -16,16 +17,22 @@ static void spare(kvc_cache *cache) {
     }
 }
 
-/* Makes victims of the num least recently used sequences that may be evicted. */
-static void choose_oldest(kvc_cache *cache, int64_t num) {
+/* Adds a victim behind the others. */
+static void add_victim(kvc_sequence ***end, kvc_sequence *sequence) {
+    sequence->fate = KVC_GOES;
+    **end = sequence;
+    *end = &sequence->next_victim;
+}
+
+/* Makes victims of the num least recently used sequences that may be evicted; returns how many there are. */
+static int64_t choose_oldest(kvc_cache *cache, int64_t num) {
     kvc_sequence **end = &cache->victims;
+    int64_t chosen = 0;
     spare(cache);
     kvc_sequence *sequence = kvc_sequence_end(&cache->evictable, KVC_BY_USE, 0);
-    for (; sequence && num; sequence = kvc_sequence_beside(sequence, KVC_BY_USE, 1), num--) {
-        sequence->fate = KVC_GOES;
-        *end = sequence;
-        end = &sequence->next_victim;
-    }
+    for (; sequence && chosen < num; sequence = kvc_sequence_beside(sequence, KVC_BY_USE, 1), chosen++)
+        add_victim(&end, sequence);
+    return chosen;
 }
 
 void kvc_choose_all(kvc_cache *cache) { choose_oldest(cache, cache->evictable.num); }
@@ -150,6 +157,18 @@ static void note_freed(const kvc_need *need, int32_t g) {
     close_without(need, g, &preview);
 }
 
+/* Notes who holds rows beside those that the call itself drops: they may be the only ones then. */
+static void note_dropped(const kvc_need *need) {
+    kvc_cache *cache = need->cache;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        kvc_pool *pool = &cache->pools[g];
+        const kvc_preview lost = {.pool = pool, .cache = cache, .expires = need->expires}; /* there are no victims */
+        pool->num_choices++;
+        kvc_preview_visit_lost(&lost, kvc_useful_beside, pool);
+        if (need->visit_replaced) need->visit_replaced(need, g, kvc_useful_beside, pool);
+    }
+}
+
 /* Returns whether a sequence holds rows of a group that sees everything. */
 static int holds_full(const kvc_cache *cache, const kvc_sequence *sequence) {
     for (int32_t g = 0; g < cache->num_token_groups; g++)
@@ -196,38 +215,57 @@ static int32_t count_lacking(const kvc_cache *cache) {
     return num;
 }
 
-/* Tries it with the num least recently used sequences: with those that free what is lacking, or all of them. */
-static kvc_status try_oldest(const kvc_need *need, int64_t num, int all) {
-    int32_t lacking;
-    kvc_status status;
-    do { /* again if without those that free nothing of it something else is lacking, too */
-        lacking = count_lacking(need->cache);
-        choose_oldest(need->cache, num);
-        if (!all) sift(need);
-        status = need->fits(need);
-    } while (status == KVC_ERR_FULL && count_lacking(need->cache) > lacking);
-    return status;
+/* Returns the least recently used sequence, of those used after `used`, with rows that may free what is lacking; NULL
+ * if there is none. */
+static kvc_sequence *next_useful(kvc_cache *cache, int64_t used) {
+    for (;;) {
+        kvc_sequence *found = NULL;
+        int is_useful = 0;
+        for (int32_t g = 0; g < cache->num_token_groups; g++) {
+            if (!cache->lacks_bytes && !cache->pools[g].lacks_slots) continue;
+            kvc_sequence *next = kvc_useful_after(&cache->pools[g], used);
+            if (next && (!found || next->used < found->used)) found = next;
+        }
+        for (int32_t g = 0; found && g < cache->num_token_groups; g++)
+            if (cache->lacks_bytes || cache->pools[g].lacks_slots)
+                is_useful |= kvc_useful_check(&cache->pools[g], found);
+        if (!found || is_useful) return found;
+    }
 }
 
-/* Finds the smallest number, at most `most`, with which it fits: there may be many, of which a call needs few. */
-static kvc_status find_oldest(const kvc_need *need, int64_t most, int all) {
-    int64_t num = 1, tried, less = 0; /* less: known not to do */
-    kvc_status status;
-    while ((status = try_oldest(need, num, all)) == KVC_ERR_FULL && num < most) {
-        less = num;
-        num = num < most / 2 ? num * 2 : most;
+/* Makes victims of the num least recently used sequences that free what is lacking, by themselves or together, or that
+ * may be evicted (all).  Returns how many it has looked at. */
+static int64_t choose(const kvc_need *need, int64_t num, int all) {
+    kvc_cache *cache = need->cache;
+    if (all) return choose_oldest(cache, num);
+    kvc_sequence **end = &cache->victims, *sequence = NULL;
+    int64_t chosen = 0;
+    spare(cache);
+    for (; chosen < num && (sequence = next_useful(cache, sequence ? sequence->used : 0)); chosen++)
+        add_victim(&end, sequence);
+    sift(need);
+    return chosen;
+}
+
+/* Finds the fewest victims with which it fits: there may be many that may be evicted, of which a call needs few.
+ * Begins again once something else is found to be lacking, too. */
+static kvc_status find_oldest(const kvc_need *need, int all) {
+    int64_t tried = 1, less = 0, more = 0; /* less: known not to do; more: known to do, 0: not known yet */
+    int32_t lacking = count_lacking(need->cache);
+    for (;;) {
+        const int64_t chosen = choose(need, tried, all);
+        const kvc_status status = need->fits(need);
+        if (count_lacking(need->cache) > lacking) {
+            lacking = count_lacking(need->cache);
+            tried = 1;
+            less = more = 0;
+            continue;
+        }
+        if (status != KVC_OK && (status != KVC_ERR_FULL || chosen < tried)) return status;
+        if (status == KVC_OK && chosen <= less + 1) return KVC_OK;
+        *(status == KVC_OK ? &more : &less) = chosen;
+        tried = !more ? 2 * less : more - less > 1 ? less + (more - less) / 2 : more;
     }
-    for (tried = num; status == KVC_OK && num - less > 1;) {
-        tried = less + (num - less) / 2;
-        const kvc_status fits = try_oldest(need, tried, all);
-        if (fits == KVC_OK)
-            num = tried;
-        else if (fits == KVC_ERR_FULL)
-            less = tried;
-        else
-            status = fits;
-    }
-    return status == KVC_OK && tried != num ? try_oldest(need, num, all) : status;
 }
 
 /* Adds to the error of a call that does not fit how many retained sequences are pinned, or within quotas. */
@@ -249,12 +287,16 @@ kvc_status kvc_choose_victims(const kvc_need *need) {
     kvc_status status = need->fits(need);
     without_all.scope = KVC_KEPT;
     const int may_fit = status == KVC_ERR_FULL && (!num || need->fits(&without_all) != KVC_ERR_FULL);
+    if (num && may_fit) note_dropped(need);
     for (int all = 0; num && may_fit && status == KVC_ERR_FULL && all <= cache->lacks_bytes; all++)
-        status = find_oldest(need, num, all);
+        status = find_oldest(need, all);
     if (may_fit && status == KVC_ERR_FULL && cache->lacks_bytes) {
         status = kvc_tighten(cache);
-        if (status == KVC_OK) status = try_oldest(need, 0, 1);
-        if (num && status == KVC_ERR_FULL) status = find_oldest(need, num, 1);
+        if (status == KVC_OK) {
+            choose_oldest(cache, 0);
+            status = need->fits(need);
+        }
+        if (num && status == KVC_ERR_FULL) status = find_oldest(need, 1);
     }
     cache->lacks_bytes = 0;
     for (int32_t g = 0; g < cache->num_token_groups; g++) cache->pools[g].lacks_slots = 0;

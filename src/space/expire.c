@@ -8,8 +8,7 @@ int64_t kvc_count_kept(const kvc_cache *cache, const kvc_sequence *sequence, int
 
 /* ---- previews ---------------------------------------------------------------------------------------------------- */
 
-/* Calls visit for every part of a run that the group of a preview loses. */
-static void visit_lost(const kvc_preview *preview, kvc_part_fn *visit, void *context) {
+void kvc_preview_visit_lost(const kvc_preview *preview, kvc_part_fn *visit, void *context) {
     const kvc_cache *cache = preview->cache;
     const int32_t g = preview->pool->group;
     const int expires = preview->expires && kvc_policy_expires(&cache->policies[g]);
@@ -46,7 +45,7 @@ void kvc_preview_undo_part(void *preview, const kvc_run *part) {
 kvc_preview kvc_preview_open(kvc_cache *cache, int32_t g, kvc_scope scope, int expires) {
     kvc_pool *pool = &cache->pools[g];
     kvc_preview preview = {.pool = pool, .cache = cache, .scope = scope, .expires = expires, .free = pool->free};
-    visit_lost(&preview, uncount_part, &preview);
+    kvc_preview_visit_lost(&preview, uncount_part, &preview);
     if (scope == KVC_KEPT) preview.slots += pool->evictable;
     return preview;
 }
@@ -66,7 +65,7 @@ void kvc_preview_add_free(kvc_preview *preview, kvc_block *block) {
 }
 
 void kvc_preview_close(kvc_preview *preview) {
-    visit_lost(preview, kvc_preview_undo_part, preview);
+    kvc_preview_visit_lost(preview, kvc_preview_undo_part, preview);
     for (kvc_block *block; (block = preview->tried);) {
         preview->tried = block->next_tried;
         block->next_tried = NULL;

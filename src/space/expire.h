@@ -37,6 +37,9 @@ typedef struct kvc_preview {
 kvc_preview kvc_preview_open(kvc_cache *cache, int32_t g, kvc_scope scope, int expires);
 void kvc_preview_close(kvc_preview *preview);
 
+/* Visits every part of a run that the group loses, open or not. */
+void kvc_preview_visit_lost(const kvc_preview *preview, kvc_part_fn *visit, void *context);
+
 /* Take rows that the call drops in the end out of the counts, without the blocks that this frees, or put them back.
  * Each is a kvc_part_fn whose context is the preview. */
 void kvc_preview_drop_part(void *preview, const kvc_run *part);

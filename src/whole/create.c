@@ -6,6 +6,7 @@
 #include "whole/atfork.h"
 #include "cache/check.h"
 #include "cache/config.h"
+#include "cache/useful.h"
 #include "rows/layout.h"
 #include "prefix/prefix.h"
 #include "space/limits.h"
@@ -68,6 +69,7 @@ static kvc_status init_groups(kvc_cache *cache, int32_t block_size) {
         const int32_t num_parts =
             has_nodes ? kvc_layout_divide(&cache->layouts[first], next - first, num_nodes, least, &block_bytes) : 1;
         kvc_pool_init(&cache->pools[g], &cache->memory, g, size, &cache->layouts[first], next - first, block_bytes);
+        kvc_useful_init(&cache->pools[g]);
         cache->pools[g].counts_bytes = cache->max_bytes != 0;
         if (has_nodes) kvc_pool_spread(&cache->pools[g], num_nodes, num_parts);
     }

@@ -2,6 +2,7 @@
 #include "whole/blocks.h"
 #include "space/row_buffer.h"
 #include "cache/check.h"
+#include "cache/useful.h"
 #include "pass/prepare.h"
 #include "state/transit.h"
 
@@ -174,6 +175,26 @@ static kvc_status check_expired(const kvc_cache *cache, const kvc_sequence *sequ
     return KVC_OK;
 }
 
+/* Returns KVC_ERR_CORRUPT if a sequence that frees slots counts as useless, or one counts that is not evictable. */
+static kvc_status check_useful(const kvc_cache *cache, const kvc_sequence *sequence) {
+    const long long id = sequence->id;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        const kvc_run_list *list = &sequence->runs[g];
+        const kvc_standing *standing = &sequence->standings[g];
+        REQUIRE((standing->sequence == sequence) == (sequence->is_evictable && list->num),
+                "group %d, sequence %lld: it is noted to be evictable, or not to", g, id);
+        if (!standing->sequence) continue;
+        const kvc_sequence *found = kvc_useful_after(&cache->pools[g], sequence->used - 1);
+        REQUIRE(standing->at ? *standing->at == standing : found == sequence,
+                "group %d, sequence %lld: it is not in its list", g, id);
+        for (const kvc_run *run = kvc_runs_begin(list); standing->at && run < kvc_runs_end(list); run++)
+            REQUIRE(!kvc_pool_frees(run->block, run->slot, run->count) &&
+                        (run->block->num_watchers || (list->num == 1 && run->block->useless)),
+                    "group %d, sequence %lld: it frees slots, and counts as useless", g, id);
+    }
+    return KVC_OK;
+}
+
 /* Checks the counts and lists that spare a batch looking at all sequences. */
 static kvc_status check_notes(const kvc_cache *cache) {
     int64_t num_holding = 0, num_retained = 0, num_named = 0, num_evictable = 0, num_pinned = 0, num_protected = 0;
@@ -195,9 +216,9 @@ static kvc_status check_notes(const kvc_cache *cache) {
                     (sequence->is_retained && !sequence->is_protected && !sequence->num_pins && !sequence->in_place),
                 "sequence %lld is noted to be evictable, or not to", id);
         REQUIRE(!sequence->changed_at || *sequence->changed_at == sequence, "sequence %lld is not in its list", id);
-        const kvc_status status = sequence->changed_at || sequence->in_batch || sequence->is_retained
-                                      ? KVC_OK
-                                      : check_expired(cache, sequence);
+        kvc_status status = check_useful(cache, sequence);
+        if (status == KVC_OK && !sequence->changed_at && !sequence->in_batch && !sequence->is_retained)
+            status = check_expired(cache, sequence);
         if (status != KVC_OK) return status;
     }
     REQUIRE(num_holding == cache->num_holding, "%lld sequences that hold rows are noted, there are %lld",

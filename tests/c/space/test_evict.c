@@ -394,6 +394,34 @@ static void test_room_is_exact(void) {
             }
 }
 
+/* ---- what frees nothing ------------------------------------------------------------------------------------------ */
+
+/* Retained sequences that share all rows with a running one stay, however old they are, until that one lets go of them:
+ * at its end, where it is cut, or as its windows move on, in the call that needs the room. */
+static void test_useless(void) {
+    enum { ENDS, IS_CUT, MOVES_ON, NUM_WAYS };
+    for (int way = 0; way < NUM_WAYS; way++)
+        for (int size = 1; size <= 8; size *= 2) { /* rows of a retained one: a part of a block, or several */
+            const kvc_layer layer = way == MOVES_ON ? layer_with(sliding_policy(8, 0, 0)) : plain_layer;
+            const int num = 8 / size, shared = (1 << num) - 1, others = 15 << num, cut = way == IS_CUT ? 4 : 0;
+            kvc_cache *cache = heap_cache(1, &layer, (kvc_config){.capacity = 16});
+            CHECK(feed(cache, 1, 1, 8) == KVC_OK);
+            for (int i = 0; i < num; i++) CHECK(kvc_retain(cache, 1, FIRST_ID + i, i * size, (i + 1) * size) == KVC_OK);
+            for (int i = num; i < num + 4; i++) { /* they are newer, and nobody else's */
+                const int64_t id = FIRST_ID + i;
+                CHECK(kvc_retain_new(cache, id, 0, 2, NULL) == KVC_OK && kvc_pin(cache, &id, 1, -1) == KVC_OK);
+            }
+            CHECK(feed(cache, 1, 2, 2) == KVC_OK);
+            CHECKF(left(cache) == ((others & others << 1) | shared), "%d rows: %x are left", size, left(cache));
+            if (way != MOVES_ON) CHECK(kvc_truncate(cache, 1, cut) == KVC_OK);
+            CHECKF(feed(cache, 1, way == MOVES_ON ? 1 : 2, 1) == KVC_OK, "%s", kvc_last_error());
+            const int gone = 1 << cut / size;
+            CHECKF(left(cache) == ((others & others << 1) | (shared & ~gone)), "way %d, %d rows: %x are left", way,
+                   size, left(cache));
+            free_valid(cache);
+        }
+}
+
 /* ---- views ------------------------------------------------------------------------------------------------------- */
 
 /* Retains three sequences of a block each; the first is held by a view. */
@@ -440,6 +468,7 @@ int main(int argc, char **argv) {
     test_room_is_exact();
     test_room_of_what_stays();
     test_room_of_those_that_end();
+    test_useless();
     test_views();
     return test_result();
 }

@@ -1,0 +1,125 @@
+/* useful.c: which evictable sequences free slots: see useful.h. */
+#include "cache/useful.h"
+
+/* ---- lists of useless standings --------------------------------------------------------------------------------- */
+
+/* Returns the block that has all rows of a list; NULL if there are several. */
+static kvc_block *block_of(const kvc_run_list *list) {
+    kvc_block *block = kvc_runs_begin(list)->block;
+    return kvc_runs_end(list)[-1].block == block && list->num == 1 ? block : NULL;
+}
+
+/* Adds to the number of sequences in the list of the pool that have rows in these blocks. */
+static void watch(const kvc_run_list *list, int32_t add) {
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) run->block->num_watchers += add;
+}
+
+static void list_useless(kvc_pool *pool, kvc_standing *standing) {
+    const kvc_run_list *runs = &standing->sequence->runs[pool->group];
+    kvc_block *block = block_of(runs);
+    kvc_standing **list = block ? &block->useless : &pool->useless;
+    if (!block) watch(runs, 1);
+    standing->next = *list;
+    standing->at = list;
+    if (*list) (*list)->at = &standing->next;
+    *list = standing;
+}
+
+static void unlist_useless(const kvc_pool *pool, kvc_standing *standing) {
+    const kvc_run_list *runs = &standing->sequence->runs[pool->group];
+    if (!block_of(runs)) watch(runs, -1);
+    *standing->at = standing->next;
+    if (standing->next) standing->next->at = standing->at;
+    standing->next = NULL;
+    standing->at = NULL;
+}
+
+/* ---- the set of useful standings --------------------------------------------------------------------------------- */
+
+static void sort(kvc_pool *pool, kvc_standing *standing) {
+    kvc_links *above = NULL;
+    int side = 0;
+    for (kvc_links *next = pool->useful.root; next; next = above->below[side]) {
+        above = next;
+        side = standing->sequence->used > ((const kvc_standing *)(const void *)next)->sequence->used;
+    }
+    kvc_sorted_insert(&pool->useful, &standing->links, above, side);
+}
+
+kvc_sequence *kvc_useful_after(const kvc_pool *pool, int64_t used) {
+    kvc_sequence *found = NULL;
+    for (kvc_links *next = pool->useful.root; next;) {
+        kvc_sequence *sequence = ((const kvc_standing *)(const void *)next)->sequence;
+        if (sequence->used > used) found = sequence;
+        next = next->below[sequence->used <= used];
+    }
+    return found;
+}
+
+/* ---- sequences --------------------------------------------------------------------------------------------------- */
+
+static int is_useful(const kvc_run_list *list) {
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
+        if (kvc_pool_frees(run->block, run->slot, run->count)) return 1;
+    return 0;
+}
+
+/* Makes those useful of a list of useless standings that are, or all. */
+static void wake_list(kvc_pool *pool, kvc_standing *list, int all) {
+    for (kvc_standing *standing = list, *next; standing; standing = next) {
+        next = standing->next;
+        if (!all && !is_useful(&standing->sequence->runs[pool->group])) continue;
+        unlist_useless(pool, standing);
+        sort(pool, standing);
+    }
+}
+
+static void wake(kvc_pool *pool, kvc_block *block, int all) {
+    wake_list(pool, block->useless, all);
+    if (block->num_watchers) wake_list(pool, pool->useless, all);
+}
+
+static void freed(kvc_pool *pool, kvc_block *block) { wake(pool, block, 0); }
+
+void kvc_useful_init(kvc_pool *pool) { pool->freed = freed; }
+
+void kvc_useful_add(kvc_cache *cache, kvc_sequence *sequence) {
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        kvc_standing *standing = &sequence->standings[g];
+        if (!sequence->runs[g].num) continue;
+        *standing = (kvc_standing){.sequence = sequence};
+        if (is_useful(&sequence->runs[g]))
+            sort(&cache->pools[g], standing);
+        else
+            list_useless(&cache->pools[g], standing);
+    }
+}
+
+void kvc_useful_remove(kvc_cache *cache, kvc_sequence *sequence) {
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        kvc_standing *standing = &sequence->standings[g];
+        if (!standing->sequence) continue;
+        if (standing->at)
+            unlist_useless(&cache->pools[g], standing);
+        else
+            kvc_sorted_remove(&cache->pools[g].useful, &standing->links);
+        standing->sequence = NULL;
+    }
+}
+
+int kvc_useful_check(kvc_pool *pool, kvc_sequence *sequence) {
+    const kvc_run_list *list = &sequence->runs[pool->group];
+    kvc_standing *standing = &sequence->standings[pool->group];
+    if (!standing->sequence || standing->at) return 0;
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
+        if (run->block->choice == pool->num_choices || kvc_pool_frees(run->block, run->slot, run->count)) return 1;
+    kvc_sorted_remove(&pool->useful, &standing->links);
+    list_useless(pool, standing);
+    return 0;
+}
+
+void kvc_useful_beside(void *context, const kvc_run *part) {
+    kvc_pool *pool = context;
+    part->block->choice = pool->num_choices;
+    wake(pool, part->block, 1);
+}

@@ -1,0 +1,39 @@
+/* useful.h: which evictable sequences free slots of a group once they are evicted.
+ *
+ * A sequence is useful in a group if it holds slots there that only evictable sequences hold.  A call that needs room
+ * looks at useful ones alone.  Others come back as soon as the last sequence that may not be evicted drops one of their
+ * slots.  A sequence becomes useless without notice when others get hold of its slots: kvc_useful_check finds out.
+ *
+ * All functions are called with the mutex held.
+ */
+#ifndef KVC_USEFUL_H
+#define KVC_USEFUL_H
+
+#include "cache/cache.h"
+
+/* Where a sequence stands in a group. */
+struct kvc_standing {
+    kvc_links links;          /* in pool->useful, by last use; first, as useful.c casts */
+    kvc_sequence *sequence;   /* NULL: it is not evictable, or has no rows there */
+    kvc_standing *next, **at; /* in a list of useless ones: that of its block, or of the pool; NULL: it is useful */
+};
+
+/* Lets a pool tell when slots of useless sequences are held only by evictable ones. */
+void kvc_useful_init(kvc_pool *pool);
+
+/* Let an evictable sequence stand in all groups in which it has rows, by its last use, and in none. */
+void kvc_useful_add(kvc_cache *cache, kvc_sequence *sequence);
+void kvc_useful_remove(kvc_cache *cache, kvc_sequence *sequence);
+
+/* Returns the least recently used sequence that is useful in a group, of those used after `used`; NULL if there is
+ * none. */
+kvc_sequence *kvc_useful_after(const kvc_pool *pool, int64_t used);
+
+/* Returns whether a sequence that kvc_useful_after has found is useful still; if not, it is found no more. */
+int kvc_useful_check(kvc_pool *pool, kvc_sequence *sequence);
+
+/* Visits rows that a call drops before it evicts others: who holds their block counts as useful until
+ * pool->num_choices rises.  A kvc_part_fn whose context is the pool. */
+void kvc_useful_beside(void *pool, const kvc_run *part);
+
+#endif
