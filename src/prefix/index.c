@@ -1,6 +1,7 @@
 /* index.c: the full blocks of a tree by a hash of their own tokens: see index.h. */
 #include "prefix/index.h"
 
+#include <stddef.h>
 #include <string.h>
 
 #include "prefix/tree.h"
@@ -24,58 +25,44 @@ uint64_t kvc_hash_on(uint64_t hash, const kvc_token_span *tokens, uint64_t top) 
     return (hash - value_of(tokens, 0) * top) * KVC_HASH_BASE + value_of(tokens, tokens->num - 1);
 }
 
-static kvc_node **list_of(const kvc_index *index, uint64_t hash) {
-    return &index->lists[(hash ^ hash >> 32) & (uint64_t)(index->num_lists - 1)];
+/* Returns the node with a place in an index; NULL if the place is. */
+static kvc_node *at(kvc_links *links) { return links ? (void *)((char *)links - offsetof(kvc_node, same)) : NULL; }
+
+/* Returns whether a node stands before others: by hash, and of the same hash, the most recently used first. */
+static int stands_before(const kvc_node *node, uint64_t hash, int64_t stamp) {
+    return node->hash < hash || (node->hash == hash && node->stamp > stamp);
 }
 
-kvc_node *kvc_index_find(const kvc_index *index, uint64_t hash) { return *list_of(index, hash); }
-
-void kvc_index_free(kvc_index *index, kvc_memory *memory) {
-    const uint64_t size = (uint64_t)index->num_lists * sizeof *index->lists;
-    kvc_memory_free(memory, index->lists, size, KVC_MEMORY_BOOKKEEPING, -1);
-}
-
-/* Puts a node at the beginning of a list. */
-static void push(kvc_node **list, kvc_node *node) {
-    node->next_same = *list;
-    node->same_at = list;
-    if (*list) (*list)->same_at = &node->next_same;
-    *list = node;
-}
-
-/* Doubles the number of lists. */
-static int grow(kvc_index *index, kvc_memory *memory) {
-    kvc_index old = *index;
-    const int64_t num = old.num_lists ? 2 * old.num_lists : 64;
-    kvc_node **lists = kvc_memory_alloc(memory, (uint64_t)num * sizeof *lists, KVC_MEMORY_BOOKKEEPING, -1);
-    if (!lists) return 0;
-    memset(lists, 0, (size_t)num * sizeof *lists);
-    *index = (kvc_index){lists, num, old.num};
-    for (int64_t i = 0; i < old.num_lists; i++) {
-        kvc_node *turned = NULL; /* the list from its end on, so that the order stays */
-        for (kvc_node *node; (node = old.lists[i]);) {
-            old.lists[i] = node->next_same;
-            push(&turned, node);
-        }
-        for (kvc_node *node; (node = turned);) {
-            turned = node->next_same;
-            push(list_of(index, node->hash), node);
-        }
+kvc_node *kvc_index_find(const kvc_sorted *index, uint64_t hash) {
+    kvc_node *first = NULL; /* that does not stand before all of this hash */
+    for (kvc_links *next = index->root; next;) {
+        const int is_before = stands_before(at(next), hash, INT64_MAX);
+        if (!is_before) first = at(next);
+        next = next->below[is_before];
     }
-    kvc_index_free(&old, memory);
-    return 1;
+    return first && first->hash == hash ? first : NULL;
 }
 
-void kvc_index_add(kvc_index *index, kvc_node *node) {
-    if (index->num == index->num_lists && !grow(index, &node->tree->cache->memory)) return;
-    push(list_of(index, node->hash), node);
-    index->num++;
+kvc_node *kvc_index_next(const kvc_node *node) {
+    kvc_node *next = at(kvc_sorted_beside(&node->same, 1));
+    return next && next->hash == node->hash ? next : NULL;
 }
 
-void kvc_index_remove(kvc_index *index, kvc_node *node) {
-    if (!node->same_at) return;
-    *node->same_at = node->next_same;
-    if (node->next_same) node->next_same->same_at = node->same_at;
-    node->same_at = NULL;
-    index->num--;
+void kvc_index_add(kvc_sorted *index, kvc_node *node) {
+    kvc_links *above = NULL;
+    int side = 0;
+    for (kvc_links *next = index->root; next; next = above->below[side]) {
+        above = next;
+        side = stands_before(at(next), node->hash, node->stamp);
+    }
+    kvc_sorted_insert(index, &node->same, above, side);
+}
+
+void kvc_index_remove(kvc_sorted *index, kvc_node *node) { kvc_sorted_remove(index, &node->same); }
+
+void kvc_index_renew(kvc_sorted *index, kvc_node *node) {
+    const kvc_node *before = at(kvc_sorted_beside(&node->same, 0));
+    if (!before || before->hash != node->hash) return; /* it is the first of its hash already */
+    kvc_index_remove(index, node);
+    kvc_index_add(index, node);
 }

@@ -1,17 +1,11 @@
-/* index.h: the full blocks of a tree, while they have rows, by a hash of their own tokens. */
+/* index.h: the full blocks of a tree, while they have rows, sorted by a hash of their own tokens. */
 #ifndef KVC_INDEX_H
 #define KVC_INDEX_H
 
-#include "base/memory.h"
+#include "base/sorted.h"
 #include "prefix/tokens.h"
 
 struct kvc_node;
-
-/* A hash table of lists. */
-typedef struct kvc_index {
-    struct kvc_node **lists; /* [num_lists], a power of two, or 0 */
-    int64_t num_lists, num;
-} kvc_index;
 
 /* Returns a polynomial of tokens, in KVC_HASH_BASE, modulo 2^64; kvc_hash_on, that of the next tokens, behind the first
  * of these, where top is KVC_HASH_BASE to the power of their number - 1. */
@@ -19,14 +13,17 @@ typedef struct kvc_index {
 uint64_t kvc_hash_tokens(const kvc_token_span *tokens);
 uint64_t kvc_hash_on(uint64_t hash, const kvc_token_span *tokens, uint64_t top);
 
-/* Returns the first node of the list that has all those with this hash, the last one added first, and others; NULL: it
- * is empty. */
-struct kvc_node *kvc_index_find(const kvc_index *index, uint64_t hash);
+/* Returns the most recently used node with this hash; NULL if there is none. */
+struct kvc_node *kvc_index_find(const kvc_sorted *index, uint64_t hash);
 
-/* Adds a node with its tokens, or leaves it out if memory is short; takes it out, if it is there. */
-void kvc_index_add(kvc_index *index, struct kvc_node *node);
-void kvc_index_remove(kvc_index *index, struct kvc_node *node);
+/* Returns the next node with the same hash, from the most recently used on; NULL if there are no more. */
+struct kvc_node *kvc_index_next(const struct kvc_node *node);
 
-void kvc_index_free(kvc_index *index, kvc_memory *memory);
+/* Adds a node, or takes it out. */
+void kvc_index_add(kvc_sorted *index, struct kvc_node *node);
+void kvc_index_remove(kvc_sorted *index, struct kvc_node *node);
+
+/* Gives a node its place anew, now that it is the most recently used one. */
+void kvc_index_renew(kvc_sorted *index, struct kvc_node *node);
 
 #endif

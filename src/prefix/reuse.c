@@ -52,7 +52,7 @@ static chunk extend(kvc_node *node, const kvc_tokens *tokens, int64_t position, 
 }
 
 /* Returns the longest chunk of the prompt at a position: num_tokens is 0 if there is none. */
-static chunk find_chunk(const kvc_index *index, const kvc_tokens *tokens, int64_t position, int32_t block) {
+static chunk find_chunk(const kvc_sorted *index, const kvc_tokens *tokens, int64_t position, int32_t block) {
     chunk best = {0};
     uint64_t hash = 0, top = 1;
     if (!index->num || position + block > tokens->num_tokens) return best;
@@ -64,9 +64,8 @@ static chunk find_chunk(const kvc_index *index, const kvc_tokens *tokens, int64_
         if (begin + block > tokens->num_tokens) break;
         const kvc_token_span part = kvc_tokens_part(tokens, begin, begin + block);
         int left = MOST_CANDIDATES;
-        for (kvc_node *node = kvc_index_find(index, hash); node && left; node = node->next_same) {
-            if (node->hash != hash || !kvc_node_is_live(node) || kvc_tokens_compare(&node->tokens, &part)) continue;
-            left--;
+        for (kvc_node *node = kvc_index_find(index, hash); node && left; node = kvc_index_next(node), left--) {
+            if (!kvc_node_is_live(node) || kvc_tokens_compare(&node->tokens, &part)) continue;
             if (!ends_before(node, tokens, position, skipped)) continue;
             const chunk found = extend(node, tokens, position, skipped);
             if (found.num_tokens > best.num_tokens) best = found;

@@ -69,12 +69,10 @@ static void list(kvc_node *node) {
     sort_unpinned(node);
     if (tree->ttl) node->used = kvc_now();
     protect_within(tree, node);
-    if (tree->is_indexed && size_of(node) == tree->cache->pools[0].block_size) kvc_index_add(&tree->index, node);
 }
 
 static void unlist(kvc_node *node) {
     kvc_tree *tree = node->tree;
-    kvc_index_remove(&tree->index, node);
     if (tree->first_protected == node) tree->first_protected = node->newer;
     if (node->is_protected) tree->protected_tokens -= size_of(node);
     node->is_protected = 0;
@@ -94,11 +92,26 @@ static void fill_quota(kvc_tree *tree) {
         protect(tree, next);
 }
 
+static int is_full(const kvc_node *node) { return size_of(node) == node->tree->cache->pools[0].block_size; }
+
+/* Adds a node that has got rows to the list and the index, and takes one that has lost them out. */
+static void enter(kvc_node *node) {
+    list(node);
+    if (node->tree->is_indexed && is_full(node)) kvc_index_add(&node->tree->index, node);
+}
+
+static void leave(kvc_node *node) {
+    if (node->tree->is_indexed && is_full(node)) kvc_index_remove(&node->tree->index, node);
+    unlist(node);
+    fill_quota(node->tree);
+}
+
 void kvc_node_relist(kvc_node *node) {
     const int was_protected = node->is_protected;
     unlist(node);
     if (was_protected) kvc_cache_retain(node->tree->cache, node->rows);
     list(node);
+    if (node->tree->is_indexed && is_full(node)) kvc_index_renew(&node->tree->index, node);
 }
 
 void kvc_node_touch(kvc_node *node) {
@@ -241,8 +254,6 @@ void kvc_node_take_out(kvc_node *node) {
     node->at = NULL;
 }
 
-static int is_full(const kvc_node *node) { return size_of(node) == node->tree->cache->pools[0].block_size; }
-
 /* Notes what happens to a full block. */
 static void note(const kvc_node *node, kvc_prefix_event_kind kind) {
     if (node->tree->events && is_full(node)) kvc_events_note(node->tree->events, kind, node->begin, node->name);
@@ -296,8 +307,7 @@ static void ended(kvc_cache *cache, kvc_follower *follower) {
     kvc_node_take_out(node);
     if (node->parent) {
         note(node, KVC_BLOCK_DROPPED);
-        unlist(node);
-        fill_quota(node->tree);
+        leave(node);
         prune(node);
         return;
     }
@@ -376,7 +386,7 @@ static void move_rows(kvc_node *node, kvc_node *to) {
     rows->follower = &to->follower;
     kvc_cache_pin(to->tree->cache, rows, to->num_pins);
     to->rows = rows;
-    list(to);
+    enter(to);
     kvc_node_use(to, -1);
     free_node(node);
 }
@@ -452,7 +462,7 @@ kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *t
         kvc_node_drop(node);
         return NULL;
     }
-    list(node);
+    enter(node);
     note(node, KVC_BLOCK_KEPT);
     kvc_node_collect(node);
     drop_beginnings(node);
@@ -496,7 +506,5 @@ int kvc_tree_unprotect(kvc_tree *tree, int32_t num) {
 }
 
 void kvc_tree_free(kvc_tree *tree) {
-    kvc_memory *memory = &tree->cache->memory;
-    kvc_index_free(&tree->index, memory);
-    kvc_memory_free(memory, tree, sizeof *tree, KVC_MEMORY_BOOKKEEPING, -1);
+    kvc_memory_free(&tree->cache->memory, tree, sizeof *tree, KVC_MEMORY_BOOKKEEPING, -1);
 }

@@ -19,24 +19,24 @@ typedef struct kvc_node {
     kvc_links beside;      /* place among the children of the parent; with the tokens, as a search reads both */
     kvc_token_span tokens;
     struct kvc_tree *tree;
-    kvc_sequence *rows;                    /* NULL: they were evicted */
-    struct kvc_node *parent;               /* NULL: the root, or a block whose tokens are not known yet */
-    kvc_sorted children;                   /* by kvc_tokens_compare */
-    int32_t begin, end;                    /* positions of its tokens */
-    int32_t num_pins;                      /* of the rows, and those that take their place */
-    int32_t num_users;                     /* pins, and sequences that go on from it: while there are any, it stays */
-    struct kvc_node *older, *newer;        /* place in the tree's list, while it has rows */
-    kvc_links unpinned;                    /* place in the tree's set, while it has rows and no pin */
-    int32_t is_protected;                  /* it is within the quota */
-    int64_t used;                          /* when it was, where the tree has a time to live */
-    int64_t stamp;                         /* the more recently it was used, the larger */
-    struct kvc_node *next, **at;           /* place in a list: of blocks whose tokens are not known yet, or new ones */
-    kvc_checkpoint *checkpoint;            /* the recurrent state at its end, while it has rows; NULL: none */
-    int32_t num_state_pins;                /* of the state, and of one that takes its place */
-    int32_t is_going;                      /* while a call is planned: it loses its rows */
-    int32_t num_going;                     /* and so many children will be freed */
-    struct kvc_node *next_same, **same_at; /* place in a list of the tree's index; NULL: it is in none */
-    uint64_t hash;                         /* of its tokens, if it may be there */
+    kvc_sequence *rows;             /* NULL: they were evicted */
+    struct kvc_node *parent;        /* NULL: the root, or a block whose tokens are not known yet */
+    kvc_sorted children;            /* by kvc_tokens_compare */
+    int32_t begin, end;             /* positions of its tokens */
+    int32_t num_pins;               /* of the rows, and those that take their place */
+    int32_t num_users;              /* pins, and sequences that go on from it: while there are any, it stays */
+    struct kvc_node *older, *newer; /* place in the tree's list, while it has rows */
+    kvc_links unpinned;             /* place in the tree's set, while it has rows and no pin */
+    int32_t is_protected;           /* it is within the quota */
+    int64_t used;                   /* when it was, where the tree has a time to live */
+    int64_t stamp;                  /* the more recently it was used, the larger */
+    struct kvc_node *next, **at;    /* place in a list: of blocks whose tokens are not known yet, or new ones */
+    kvc_checkpoint *checkpoint;     /* the recurrent state at its end, while it has rows; NULL: none */
+    int32_t num_state_pins;         /* of the state, and of one that takes its place */
+    int32_t is_going;               /* while a call is planned: it loses its rows */
+    int32_t num_going;              /* and so many children will be freed */
+    kvc_links same;                 /* place in the tree's index, if it is there */
+    uint64_t hash;                  /* of its tokens, if it may be there */
     uint8_t name[KVC_NAME_BYTES];
 } kvc_node;
 
@@ -55,12 +55,12 @@ typedef struct kvc_tree {
     int64_t number;                  /* of its prefix: kvc_origin.prefix of the rows */
     kvc_events *events;              /* what happens to full blocks; NULL: it is no prefix's any more */
     int32_t is_collected;            /* new full blocks are listed in cache->new_blocks */
-    int32_t is_indexed;              /* full blocks with rows are in the index, the last one used first */
-    kvc_index index;
-    kvc_checkpoints checkpoints; /* of all nodes */
-    int64_t horizon;             /* nodes last used before it are not found, and dropped soon */
-    int64_t ttl;                 /* nanoseconds after which a node that nobody used is dropped; 0: never */
-    struct kvc_tree *next;       /* in the list cache->dying */
+    int32_t is_indexed;              /* full blocks with rows are in the index */
+    kvc_sorted index;                /* by hash: index.h */
+    kvc_checkpoints checkpoints;     /* of all nodes */
+    int64_t horizon;                 /* nodes last used before it are not found, and dropped soon */
+    int64_t ttl;                     /* nanoseconds after which a node that nobody used is dropped; 0: never */
+    struct kvc_tree *next;           /* in the list cache->dying */
 } kvc_tree;
 
 /* Makes an empty tree, the name of whose root is given; NULL if out of memory.  Frees one that is empty again. */

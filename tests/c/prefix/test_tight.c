@@ -50,7 +50,9 @@ static int prompt_fits(int64_t max_bytes, int is_windowed, int num, int step, in
 static void test_room(int round) {
     enum { PROMPTS = 4 };
     kvc_layer layers[3];
-    const kvc_prefix_config config = {.struct_size = sizeof config, .fingerprint = "a model"};
+    const kvc_prefix_config config = {.struct_size = sizeof config,
+                                      .fingerprint = "a model",
+                                      .reuse_min_tokens = random_int(0, 2) * random_int(1, 9)};
     const int64_t max_bytes = 6000 + random_int(0, 30000);
     int64_t text[PROMPTS][MOST], ids[PROMPTS];
     int length[PROMPTS] = {0};
@@ -60,6 +62,7 @@ static void test_room(int round) {
             (kvc_layer){.num_kv_heads = 1,
                         .k_dim = 8,
                         .v_dim = 8,
+                        .rope.kind = KVC_ROPE_NONE,
                         .policy = random_int(0, 2) ? full : sliding_policy(random_int(1, 12), random_int(0, 3), 0)};
     cache = heap_cache(num_layers, layers, (kvc_config){.block_size = random_int(1, 8), .max_bytes = max_bytes});
     const int begins = kvc_prefix_new(cache, &config, &prefix) == KVC_OK;
@@ -132,7 +135,21 @@ static void test_twin(int round) {
     for (int i = 0; i < 2; i++) CHECK(kvc_validate(caches[i]) == KVC_OK && kvc_cache_free(caches[i]) == KVC_OK);
 }
 
+/* Once nothing is kept, a cache that has kept blocks is as small as a new one. */
+static void test_emptied(int reuse_min) {
+    enum { PROMPTS = 24 };
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){.reuse_min_tokens = reuse_min});
+    const int64_t nbytes = kvc_nbytes(cache);
+    int64_t evicted;
+    for (int i = 0; i < PROMPTS; i++) serve(numbers(i * MOST), MOST, MOST);
+    CHECK(kvc_prefix_evict(prefix, INT64_MAX, &evicted) == KVC_OK && evicted == PROMPTS * MOST);
+    CHECK(kvc_compact(cache) == KVC_OK);
+    CHECKF(kvc_nbytes(cache) == nbytes, "%lld bytes, not %lld", (long long)kvc_nbytes(cache), (long long)nbytes);
+    close_world();
+}
+
 int main(void) {
+    for (int reuse_min = 0; reuse_min < 9; reuse_min += 4) test_emptied(reuse_min);
     for (int shape = 0; shape < 16; shape++) {
         const int is_windowed = shape % 2, num = 20 + 10 * (shape / 4), step = shape / 2 % 2 ? 64 : 8;
         int64_t low = 1000, high = 200000; /* the least with which it fits alone */
