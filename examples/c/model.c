@@ -1,6 +1,3 @@
-#define _POSIX_C_SOURCE 200809L
-#define _FILE_OFFSET_BITS 64
-
 #include "model.h"
 
 #include <math.h>
@@ -8,72 +5,52 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 
-enum { FAILED = 2, MOST_LAYERS = 1024, MOST_DIM = 1 << 20, PATH = 1024 };
-enum { MOST_CONFIG = 1 << 20, MOST_HEADER = 1 << 24 }; /* bytes */
+enum { FAILED = 2, MOST_LAYERS = 1024, MOST_DIM = 1 << 15 };
 
 int fail(const char *format, ...) {
-    char said[2 * PATH];
     va_list arguments;
     va_start(arguments, format);
-    if (vsnprintf(said, sizeof said, format, arguments) < 0) said[0] = 0;
+    fprintf(stderr, "%s: ", program);
+    vfprintf(stderr, format, arguments);
+    fputs("\n", stderr);
     va_end(arguments);
-    for (unsigned char *c = (unsigned char *)said; *c; c++) { /* names may not steer a terminal */
-        if (*c == 0xc2 && c[1] && c[1] < 0xa0) *c++ = '?', *c = '?';
-        if (*c < ' ' || *c == 127) *c = '?';
-    }
-    fprintf(stderr, "%s: %s\n", program, said);
     return FAILED;
 }
 
 /* ---- files ------------------------------------------------------------------------------------------------------- */
 
-typedef struct file {
-    FILE *stream;
-    char path[PATH];
-    long long size; /* bytes */
-} file;
-
-static int file_open(file *f, const char *folder, const char *name) {
-    const int length = snprintf(f->path, sizeof f->path, "%s/%s", folder, name);
-    struct stat found;
-    if (length < 0 || length >= (int)sizeof f->path) return fail("the folder's name is too long: %.40s...", folder);
-    if (stat(f->path, &found) != 0) return fail("there is no %s, or it cannot be read", f->path);
-    if (!S_ISREG(found.st_mode)) return fail("%s is not a file", f->path);
-    f->size = found.st_size;
-    f->stream = fopen(f->path, "rb");
-    return f->stream ? 0 : fail("there is no %s, or it cannot be read", f->path);
-}
-
-/* Reads the next `size` bytes, and puts a 0 behind them; NULL, after fail, if there are fewer, or without memory. */
-static void *file_read(file *f, size_t size) {
-    char *bytes = malloc(size + 1);
-    if (!bytes) {
-        fail("out of memory for %zu bytes of %s", size, f->path);
-    } else if (fread(bytes, 1, size, f->stream) != size) {
-        fail("%s cannot be read", f->path);
+/* Reads a whole file, puts a 0 behind it, and sets *size.  Returns NULL, after fail, if it cannot be read. */
+static char *read_file(const char *folder, const char *name, size_t *size) {
+    char path[4096];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *file = fopen(path, "rb");
+    const long end = file && !fseek(file, 0, SEEK_END) ? ftell(file) : -1;
+    char *bytes = end < 0 ? NULL : malloc((size_t)end + 1);
+    *size = bytes ? (size_t)end : 0;
+    if (bytes) rewind(file);
+    if (!bytes || fread(bytes, 1, *size, file) != *size) {
+        fail("there is no %s/%s, or it cannot be read", folder, name);
         free(bytes);
         bytes = NULL;
     } else {
-        bytes[size] = 0;
+        bytes[*size] = 0;
     }
+    if (file) fclose(file);
     return bytes;
 }
 
-/* Finds "name": in JSON, at any depth, and returns what follows; NULL without it, or if that is null.  This does for
- * the files that Hugging Face writes; a runner that is to understand others needs a JSON library. */
+/* Finds "name": in JSON, at any depth, and returns the text behind it; NULL if it is missing.  This does for the files
+ * that Hugging Face writes.  A runner for other files needs a JSON library. */
 static const char *value_of(const char *json, const char *name) {
     static const char *const space = " \t\r\n";
     char quoted[80];
     snprintf(quoted, sizeof quoted, "\"%s\"", name);
-    const char *at = strstr(json, quoted);
+    const char *at = json ? strstr(json, quoted) : NULL;
     if (!at) return NULL;
     at += strlen(quoted);
     at += strspn(at, space);
-    if (*at != ':') return NULL;
-    at += 1 + strspn(at + 1, space);
-    return strncmp(at, "null", 4) ? at : NULL;
+    return *at == ':' ? at + 1 + strspn(at + 1, space) : NULL;
 }
 
 static int is_string(const char *value, const char *text) {
@@ -81,159 +58,46 @@ static int is_string(const char *value, const char *text) {
     return value && *value == '"' && !strncmp(value + 1, text, length) && value[length + 1] == '"';
 }
 
-/* ---- config.json ------------------------------------------------------------------------------------------------- */
-
-/* The field's value, a whole number from 1 to most; without the field, `otherwise`, unless that is 0. */
-static int read_count(const char *config, const char *path, const char *name, int most, int otherwise, int *count) {
+static double number_of(const char *config, const char *name) {
     const char *value = value_of(config, name);
-    const double number = value ? strtod(value, NULL) : otherwise;
-    if (!value && !otherwise) return fail("%s has no %s", path, name);
-    if (!(number >= 1 && number <= most) || number != floor(number))
-        return fail("%s: %s must be a whole number from 1 to %d", path, name, most);
-    *count = (int)number;
-    return 0;
+    return value ? strtod(value, NULL) : 0;
 }
 
-static int read_positive(const char *config, const char *path, const char *name, double otherwise, double *number) {
-    const char *value = value_of(config, name);
-    *number = value ? strtod(value, NULL) : otherwise;
-    return *number > 0 && isfinite(*number) ? 0 : fail("%s: %s must be a positive number", path, name);
-}
-
-/* Refuses what this forward pass does not do: ignored, it would give text that is wrong and looks right. */
-static int check_family(const char *config, const char *path) {
-    const char *rope = value_of(config, "rope_type"), *activation = value_of(config, "hidden_act");
-    if (!is_string(value_of(config, "model_type"), "llama")) return fail("%s: model_type must be \"llama\"", path);
-    if (activation && !is_string(activation, "silu")) return fail("%s: hidden_act must be \"silu\"", path);
-    if (!rope) rope = value_of(config, "type");
-    return rope && !is_string(rope, "default") ? fail("%s: rope_type must be \"default\"", path) : 0;
-}
-
-static int read_fields(model *m, const char *config, const char *path) {
-    int vocab = 0, status = check_family(config, path);
-    if (!status) status = read_count(config, path, "vocab_size", MOST_DIM, 0, &vocab);
-    if (!status && vocab != VOCAB)
-        status = fail("%s: vocab_size is %d: tokens are bytes here, so it must be %d", path, vocab, VOCAB);
-    if (!status) status = read_count(config, path, "num_hidden_layers", MOST_LAYERS, 0, &m->num_layers);
-    if (!status) status = read_count(config, path, "hidden_size", MOST_DIM, 0, &m->hidden);
-    if (!status) status = read_count(config, path, "intermediate_size", MOST_DIM, 0, &m->intermediate);
-    if (!status) status = read_count(config, path, "num_attention_heads", MOST_DIM, 0, &m->num_heads);
-    if (!status) status = read_count(config, path, "num_key_value_heads", MOST_DIM, m->num_heads, &m->num_kv_heads);
-    if (!status) status = read_count(config, path, "head_dim", MOST_DIM, m->hidden / m->num_heads, &m->head_dim);
-    if (!status) status = read_count(config, path, "max_position_embeddings", 1 << 30, 0, &m->max_seq_len);
-    if (!status) status = read_positive(config, path, "rms_norm_eps", 1e-6, &m->rms_norm_eps);
-    if (!status) status = read_positive(config, path, "rope_theta", 10000, &m->rope_theta);
-    if (status) return status;
-    const char *tied = value_of(config, "tie_word_embeddings");
-    m->is_tied = tied && !strncmp(tied, "true", 4);
-    if (m->num_heads % m->num_kv_heads)
-        return fail("%s: num_attention_heads, %d, must be a multiple of num_key_value_heads, %d", path, m->num_heads,
-                    m->num_kv_heads);
-    if (m->head_dim % 2)
-        return fail("%s: head_dim must be even, as halves are rotated together, not %d", path, m->head_dim);
-    if ((m->num_heads + 2LL * m->num_kv_heads) * m->head_dim > MOST_DIM)
-        return fail("%s: %d heads of %d are more than any model's", path, m->num_heads, m->head_dim);
-    m->qkv_dim = (m->num_heads + 2 * m->num_kv_heads) * m->head_dim;
-    return 0;
+/* Returns a whole number from 1 to `most`; 0 if the field has no such number. */
+static int count_of(const char *config, const char *name, int most) {
+    const double number = number_of(config, name);
+    return number >= 1 && number <= most ? (int)number : 0;
 }
 
 static int read_config(model *m, const char *folder) {
-    file f = {0};
-    char *text = NULL;
-    int status = file_open(&f, folder, "config.json");
-    if (!status && f.size > MOST_CONFIG) status = fail("%s is too large for a configuration", f.path);
-    if (!status && !(text = file_read(&f, (size_t)f.size))) status = FAILED;
-    if (!status) status = read_fields(m, text, f.path);
-    free(text);
-    if (f.stream) fclose(f.stream);
-    return status;
+    size_t size;
+    char *config = read_file(folder, "config.json", &size);
+    if (!config) return FAILED;
+    m->num_layers = count_of(config, "num_hidden_layers", MOST_LAYERS);
+    m->hidden = count_of(config, "hidden_size", MOST_DIM);
+    m->intermediate = count_of(config, "intermediate_size", MOST_DIM);
+    m->num_heads = count_of(config, "num_attention_heads", MOST_DIM);
+    m->num_kv_heads = count_of(config, "num_key_value_heads", MOST_DIM);
+    m->head_dim = count_of(config, "head_dim", MOST_DIM);
+    m->max_seq_len = count_of(config, "max_position_embeddings", 1 << 30);
+    m->rms_norm_eps = number_of(config, "rms_norm_eps");
+    m->rope_theta = number_of(config, "rope_theta");
+    const int is_llama = is_string(value_of(config, "model_type"), "llama") &&
+                         is_string(value_of(config, "rope_type"), "default") && m->rope_theta > 0 &&
+                         count_of(config, "vocab_size", MOST_DIM) == VOCAB && m->num_layers && m->hidden &&
+                         m->intermediate && m->num_kv_heads && m->num_heads % m->num_kv_heads == 0 && m->head_dim &&
+                         m->num_heads <= MOST_DIM / m->head_dim && m->max_seq_len;
+    m->qkv_dim = is_llama ? (m->num_heads + 2 * m->num_kv_heads) * m->head_dim : 0;
+    free(config);
+    return is_llama ? 0 : fail("%s/config.json is not of a byte-level Llama such as examples/model", folder);
 }
 
 /* ---- model.safetensors ------------------------------------------------------------------------------------------- */
 
-/* A tensor of the model, [rows][cols], or [cols] where rows is 0, and where its bytes lie in the file. */
-typedef struct tensor {
-    char name[64];
-    int rows, cols;
-    float **to;      /* where the address of its floats goes; NULL: they follow the tensor before */
-    long long begin; /* behind the header */
-    int bytes;       /* of an element */
-    int is_bf16;
-} tensor;
-
-static long long num_elements(const tensor *t) { return (t->rows ? t->rows : 1LL) * t->cols; }
-
-/* Adds a tensor to the list, of a layer or, with -1, of none; returns the next place in the list. */
-static tensor *add_tensor(tensor *t, const char *name, int layer, int rows, int cols, float **to) {
-    *t = (tensor){.rows = rows, .cols = cols, .to = to};
-    if (layer < 0)
-        snprintf(t->name, sizeof t->name, "%s.weight", name);
-    else
-        snprintf(t->name, sizeof t->name, "model.layers.%d.%s.weight", layer, name);
-    return t + 1;
-}
-
-/* Lists all tensors that there must be, in the order of their use; returns how many: 9 a layer, and at most 3. */
-static int list_tensors(model *m, tensor *list) {
-    const int hidden = m->hidden, inner = m->intermediate;
-    const int q = m->num_heads * m->head_dim, kv = m->num_kv_heads * m->head_dim;
-    tensor *t = add_tensor(list, "model.embed_tokens", -1, VOCAB, hidden, &m->embedding);
-    for (int i = 0; i < m->num_layers; i++) {
-        layer *l = &m->layers[i];
-        t = add_tensor(t, "input_layernorm", i, 0, hidden, &l->attention_norm);
-        t = add_tensor(t, "self_attn.q_proj", i, q, hidden, &l->qkv);
-        t = add_tensor(t, "self_attn.k_proj", i, kv, hidden, NULL);
-        t = add_tensor(t, "self_attn.v_proj", i, kv, hidden, NULL);
-        t = add_tensor(t, "self_attn.o_proj", i, hidden, q, &l->out);
-        t = add_tensor(t, "post_attention_layernorm", i, 0, hidden, &l->mlp_norm);
-        t = add_tensor(t, "mlp.gate_proj", i, inner, hidden, &l->gate_up);
-        t = add_tensor(t, "mlp.up_proj", i, inner, hidden, NULL);
-        t = add_tensor(t, "mlp.down_proj", i, hidden, inner, &l->down);
-    }
-    t = add_tensor(t, "model.norm", -1, 0, hidden, &m->norm);
-    if (!m->is_tied) t = add_tensor(t, "lm_head", -1, VOCAB, hidden, &m->head);
-    return (int)(t - list);
-}
-
-/* Reads where a tensor lies; data_size: bytes after the header. */
-static int place_tensor(tensor *t, const char *header, long long data_size, const char *path) {
-    char entry[256] = "";
-    const char *found = value_of(header, t->name);
-    if (!found) return fail("%s has no tensor %s", path, t->name);
-    if (sscanf(found, "{%255[^}]", entry) != 1) return fail("%s: tensor %s has no description", path, t->name);
-    const char *dtype = value_of(entry, "dtype"), *shape = value_of(entry, "shape");
-    const char *offsets = value_of(entry, "data_offsets");
-    t->is_bf16 = is_string(dtype, "BF16");
-    t->bytes = is_string(dtype, "F32") ? 4 : t->is_bf16 || is_string(dtype, "F16") ? 2 : 0;
-    if (!t->bytes) return fail("%s: tensor %s must be of type F32, F16 or BF16", path, t->name);
-    long long dims[2] = {0, 0}, end = -1;
-    const int num_dims = shape ? sscanf(shape, "[ %lld , %lld", &dims[0], &dims[1]) : 0;
-    if (t->rows && (num_dims != 2 || dims[0] != t->rows || dims[1] != t->cols))
-        return fail("%s: tensor %s must have the shape [%d, %d]", path, t->name, t->rows, t->cols);
-    if (!t->rows && (num_dims != 1 || dims[0] != t->cols))
-        return fail("%s: tensor %s must have the shape [%d]", path, t->name, t->cols);
-    if (!offsets || sscanf(offsets, "[ %lld , %lld ]", &t->begin, &end) != 2 || t->begin < 0 || end > data_size ||
-        t->begin > end || end - t->begin != num_elements(t) * t->bytes)
-        return fail("%s: the data_offsets of tensor %s are not those of %lld elements within the file", path, t->name,
-                    num_elements(t));
-    return 0;
-}
-
-/* Refuses a file with more, such as biases, which ignored would give text that is wrong and looks right. */
-static int place_tensors(tensor *list, int count, const char *header, long long data_size, const char *path) {
-    long long left = data_size;
-    for (int i = 0; i < count; i++) {
-        const int status = place_tensor(&list[i], header, data_size, path);
-        if (status) return status;
-        left -= num_elements(&list[i]) * list[i].bytes;
-    }
-    return left ? fail("%s has other tensors than those of a plain Llama, or some lie within each other", path) : 0;
-}
-
 /* Safetensors are little-endian. */
-static uint32_t bits_of(const unsigned char *bytes, int count) {
+static uint32_t bits_of(const char *bytes, int count) {
     uint32_t bits = 0;
-    for (int i = count; i-- > 0;) bits = bits << 8 | bytes[i];
+    for (int i = count; i-- > 0;) bits = bits << 8 | (unsigned char)bytes[i];
     return bits;
 }
 
@@ -244,75 +108,71 @@ static float f16_to_f32(uint32_t bits) {
     return sign * (exponent ? ldexpf(digits + 1024, exponent - 25) : ldexpf(digits, -24));
 }
 
-static float element(const tensor *t, const unsigned char *bytes) {
-    const uint32_t bits = bits_of(bytes, t->bytes);
-    if (t->bytes == 2 && !t->is_bf16) return f16_to_f32(bits);
-    const uint32_t whole = t->is_bf16 ? bits << 16 : bits;
-    float x;
-    memcpy(&x, &whole, sizeof x);
-    return x;
+/* A file, and the room for the floats of its tensors that are still to be read. */
+typedef struct weights {
+    const char *folder, *header, *data; /* header: JSON */
+    long long size;                     /* bytes of data */
+    float *to;
+    int status;
+} weights;
+
+/* Reads the tensor NAME.weight, of a layer or, with -1, of the whole model; returns its floats. */
+static float *read_tensor(weights *w, const char *name, int layer, int rows, int cols) {
+    char whole[80], prefix[32] = "";
+    if (layer >= 0) snprintf(prefix, sizeof prefix, "model.layers.%d.", layer);
+    snprintf(whole, sizeof whole, "%s%s.weight", prefix, name);
+    const char *entry = value_of(w->header, whole), *offsets = value_of(entry, "data_offsets");
+    const long long num = (long long)rows * cols;
+    long long begin = -1, end = -1;
+    if (w->status) return NULL;
+    if (!is_string(value_of(entry, "dtype"), "F16") || !offsets || sscanf(offsets, "[%lld,%lld]", &begin, &end) != 2 ||
+        begin < 0 || end > w->size || end - begin != 2 * num) {
+        w->status = fail("%s/model.safetensors has no tensor %s of %lld f16", w->folder, whole, num);
+        return NULL;
+    }
+    float *read = w->to;
+    for (long long i = 0; i < num; i++) *w->to++ = f16_to_f32(bits_of(w->data + begin + 2 * i, 2));
+    return read;
 }
 
-static int read_tensor(const tensor *t, file *f, long long data, float *to) {
-    if (fseeko(f->stream, (off_t)(data + t->begin), SEEK_SET) != 0) return fail("%s cannot be read", f->path);
-    unsigned char *bytes = file_read(f, (size_t)(num_elements(t) * t->bytes));
-    if (!bytes) return FAILED;
-    int is_finite = 1;
-    for (long long i = 0; i < num_elements(t); i++) {
-        to[i] = element(t, bytes + i * t->bytes);
-        is_finite &= isfinite(to[i]) != 0;
-    }
-    free(bytes);
-    return is_finite ? 0 : fail("%s: tensor %s has an element that is no finite number", f->path, t->name);
+static void read_layer(model *m, weights *w, int i) {
+    const int hidden = m->hidden, q = m->num_heads * m->head_dim, kv = m->num_kv_heads * m->head_dim;
+    layer *l = &m->layers[i];
+    l->attention_norm = read_tensor(w, "input_layernorm", i, 1, hidden);
+    l->qkv = read_tensor(w, "self_attn.q_proj", i, q, hidden);
+    read_tensor(w, "self_attn.k_proj", i, kv, hidden); /* behind the queries' */
+    read_tensor(w, "self_attn.v_proj", i, kv, hidden);
+    l->out = read_tensor(w, "self_attn.o_proj", i, hidden, q);
+    l->mlp_norm = read_tensor(w, "post_attention_layernorm", i, 1, hidden);
+    l->gate_up = read_tensor(w, "mlp.gate_proj", i, m->intermediate, hidden);
+    read_tensor(w, "mlp.up_proj", i, m->intermediate, hidden); /* behind the gates */
+    l->down = read_tensor(w, "mlp.down_proj", i, hidden, m->intermediate);
 }
 
-/* Reads all weights into one block of memory, which is taken only after every size has been compared with the file. */
-static int read_tensors(model *m, const tensor *list, int count, file *f, long long data) {
-    long long total = 0;
-    int status = 0;
-    for (int i = 0; i < count; i++) total += num_elements(&list[i]);
-    m->weights = malloc((size_t)total * sizeof *m->weights);
-    if (!m->weights) return fail("out of memory for %lld weights", total);
-    float *to = m->weights;
-    for (int i = 0; i < count && !status; i++) {
-        status = read_tensor(&list[i], f, data, to);
-        if (list[i].to) *list[i].to = to;
-        to += num_elements(&list[i]);
-    }
-    if (m->is_tied) m->head = m->embedding;
-    return status;
-}
-
-static int read_weights(model *m, file *f) {
-    unsigned char size_bytes[8];
-    if (f->size < 8 || fread(size_bytes, 1, 8, f->stream) != 8)
-        return fail("%s is too short to be a safetensors file", f->path);
-    const long long size = bits_of(size_bytes, 4);
-    if (bits_of(size_bytes + 4, 4) || size > MOST_HEADER || size > f->size - 8)
-        return fail("%s is no whole safetensors file: its header ends outside of it, or is larger than any", f->path);
-    char *text = file_read(f, (size_t)size);
-    tensor *list = malloc((size_t)(9 * m->num_layers + 3) * sizeof *list);
-    int status = text && list ? 0 : text ? fail("out of memory for a list of tensors") : FAILED;
-    if (!status) {
-        const int count = list_tensors(m, list);
-        status = place_tensors(list, count, text, f->size - 8 - size, f->path);
-        if (!status) status = read_tensors(m, list, count, f, 8 + size);
-    }
-    free(text);
-    free(list);
-    return status;
+/* Reads the tensors of a file of `size` bytes: the bytes of its header, the header, the data. */
+static int read_tensors(model *m, const char *folder, char *file, size_t size) {
+    const size_t header = size < 8 ? 0 : bits_of(file, 4);
+    if (size < 8 || header > size - 8) return fail("%s/model.safetensors is not a whole file", folder);
+    const long long hidden = m->hidden,
+                    of_layer = hidden * (m->qkv_dim + m->num_heads * m->head_dim + 2) + 3 * hidden * m->intermediate;
+    weights w = {folder, file + 8, file + 8 + header, (long long)(size - 8 - header), NULL, 0};
+    m->layers = calloc((size_t)m->num_layers, sizeof *m->layers);
+    m->weights = malloc((size_t)(m->num_layers * of_layer + (VOCAB + 1) * hidden) * sizeof *m->weights);
+    if (!m->layers || !m->weights) return fail("out of memory for the weights of %s", folder);
+    w.to = m->weights;
+    m->head = m->embedding = read_tensor(&w, "model.embed_tokens", -1, VOCAB, m->hidden);
+    for (int i = 0; i < m->num_layers; i++) read_layer(m, &w, i);
+    m->norm = read_tensor(&w, "model.norm", -1, 1, m->hidden);
+    return w.status;
 }
 
 int model_read(model *m, const char *folder) {
+    size_t size;
+    char *file;
     *m = (model){0};
-    int status = read_config(m, folder);
-    if (status) return status;
-    m->layers = calloc((size_t)m->num_layers, sizeof *m->layers);
-    if (!m->layers) return fail("out of memory for %d layers", m->num_layers);
-    file f = {0};
-    status = file_open(&f, folder, "model.safetensors");
-    if (!status) status = read_weights(m, &f);
-    if (f.stream) fclose(f.stream);
+    if (read_config(m, folder) || !(file = read_file(folder, "model.safetensors", &size))) return FAILED;
+    const int status = read_tensors(m, folder, file, size);
+    free(file);
     return status;
 }
 

@@ -17,7 +17,6 @@ typedef struct layer {
 
 typedef struct model {
     int num_layers, num_heads, num_kv_heads, head_dim, hidden, intermediate, max_seq_len;
-    int is_tied; /* the head is the embedding */
     double rms_norm_eps, rope_theta;
     int qkv_dim; /* (num_heads + 2 num_kv_heads) * head_dim */
 
@@ -25,10 +24,11 @@ typedef struct model {
     float *embedding; /* [VOCAB][hidden] */
     layer *layers;    /* [num_layers] */
     float *norm;      /* [hidden] */
-    float *head;      /* [VOCAB][hidden] */
+    float *head;      /* [VOCAB][hidden]: the embedding */
 } model;
 
-/* Reads folder/config.json and folder/model.safetensors.  Returns 0, or what fail returns; model_free either way. */
+/* Reads folder/config.json and folder/model.safetensors, whose tensors are f16.  Trusts what these files say otherwise.
+ * Returns 0, or what fail returns; call model_free either way. */
 int model_read(model *m, const char *folder);
 void model_free(model *m);
 
