@@ -48,7 +48,7 @@ class Options:
         Whether to measure also the speed without the cache, to compare the element types, and to end with a table; else
         a notice says the speeds.
     quiet : bool
-        Whether to write the text only, without the table, and no notice but that on a session.
+        Whether to write the text only, without the table and notices.
     transform : {"hadamard"}, optional
         How keys and values are transformed before they are quantised; by default not at all.
 

@@ -20,7 +20,6 @@ from kvcache.runner import llama
 from kvcache.runner.evaluate import EVAL_TOKENS, Report, compare_dtypes, read_windows, seconds_without_cache
 from kvcache.runner.generate import Options, Speed, generate, new_cache, num_dropped_by_shift, sample
 from kvcache.runner.llama import Llama, LlamaConfig, LlamaError
-from kvcache.runner.session import Session
 
 __all__ = ["run"]
 
@@ -34,7 +33,6 @@ def run(
     options: Options,
     out: TextIO,
     *,
-    session: str | Path | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> int:
     """Load a model, stream a continuation of the prompt, and end with a table if `options` ask for it.
@@ -60,11 +58,6 @@ def run(
         The settings.
     out : TextIO
         The stream that the text and the table are written to.
-    session : str or Path, optional
-        A file that keeps the tokens and their rows. If it is there, only what the prompt has beyond its tokens is
-        computed; where the prompt parts from them, the cache goes back to there, or begins anew if a window has left
-        it. Which of these it was, a notice says. The file is made or replaced once the text has ended, not after an
-        interrupt.
     on_prefill : callable, optional
         A function called before a prompt of several batches and after each of them, with the number of tokens done, and
         of those to compute. The prompt is then written after the last call.
@@ -79,40 +72,25 @@ def run(
     ModelFileError
         The model's files cannot be used.
     LlamaError
-        The prompt, the type, the window or the sink tokens do not fit the model, a session comes with a shift, or its
-        file is of another type or window or cannot be written.
-    StateFormatError
-        The session's file is damaged, of another model, or no session.
+        The prompt, the type, the window or the sink tokens do not fit the model.
     ImportError
         A package that reads this model is not installed.
     """
     if not prompt:
         raise LlamaError("the prompt is empty")
-    if session is not None and options.shift:
-        raise LlamaError(
-            "a session and a shift do not go together: once tokens are dropped no prompt begins like the rest; use a"
-            " window"
-        )
     LlamaConfig.read(path)  # a model of another family is refused by its name, whatever its tokenizer is
-    kept = None if session is None else Session(session, path)
     tokenizer, model = load_tokenizer(path), Llama.load(path)
     tokens = tokenizer.encode(prompt)
     room = _room(model.config, tokens, options)
     report = Report(model.config, options, columns(NO_LIMIT, out))
     cache = new_cache(model.config, options)
-    num_held = 0
-    if kept is not None:
-        num_held, found = kept.resume(cache, tokens)
-        _notice(found)
     text = _Text(out, tokenizer)
     status = 0
     try:
         try:
             with cache:
                 most = min(room, options.max_new_tokens)
-                ended = _stream(model, cache, prompt, tokens, num_held, report, most, text, on_prefill)
-                if kept is not None:
-                    kept.save(cache, tokens)
+                ended = _stream(model, cache, prompt, tokens, report, most, text, on_prefill)
         finally:
             text.end()
         if not options.quiet:
@@ -177,16 +155,12 @@ def _stream(
     cache: KVCache,
     prompt: bytes,
     tokens: list[int],
-    num_held: int,
     report: Report,
     max_new_tokens: int,
     text: _Text,
     on_prefill: Callable[[int, int], None] | None,
 ) -> bool:
-    """Write a prompt and the text that follows it, and append its tokens; return whether the model ended it.
-
-    The cache holds the first `num_held` of the prompt's `tokens`.
-    """
+    """Write a prompt and the text that follows it, and append its tokens; return whether the model ended it."""
     options = report.options
     rng = np.random.default_rng(options.seed)
 
@@ -196,13 +170,13 @@ def _stream(
     for token in generate(
         model,
         cache,
-        tokens[num_held:],
+        [*tokens],
         max_new_tokens,
         choose,
         prefill=report.prefill,
         decode=report.decode,
         num_tokens_kept=options.first_tokens_kept if options.shift else None,
-        on_prefill=_begin(text, prompt, len(tokens) - num_held, on_prefill),
+        on_prefill=_begin(text, prompt, len(tokens), on_prefill),
     ):
         tokens.append(token)
         if token in text.tokenizer.stop:

@@ -422,7 +422,7 @@ def _print_bench(record: dict[str, Any]) -> None:
 @_command(
     'kvcache generate examples/model "ROMEO:" --dtype q8_0',
     "kvcache generate Llama-3.2-1B-Q8_0.gguf --window 512 < play.txt",
-    "kvcache generate examples/model --prompt-file play.txt --session play.state",
+    "kvcache generate examples/model --prompt-file play.txt --shift",
 )
 def generate(
     model: Annotated[Path, _model("A Hugging Face folder or a GGUF.")],
@@ -448,10 +448,7 @@ def generate(
     compare: Annotated[
         bool, typer.Option("--compare", help="Then print tokens/s without the cache, and what each type loses.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Write the text, and what --session did; no more.")] = False,
-    session: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Go on from FILE, if it is there; at the end, save to it.")
-    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Write the text and nothing else.")] = False,
 ) -> int:
     """Continue a text with a model of the Llama family, through the cache."""
     from kvcache import runner
@@ -480,7 +477,6 @@ def generate(
             text,
             options,
             sys.stdout,
-            session=session,
             on_prefill=lambda done, total: show("prompt", done / total),
         )
 

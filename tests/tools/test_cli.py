@@ -21,7 +21,6 @@ from support.saved_states import STATES
 from support.terminal import run_in_terminal
 
 import kvcache
-from kvcache import state
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -588,13 +587,10 @@ def test_generate():
 
 @pytest.mark.parametrize("options", ["", "--window 32 --sink-tokens 4"])
 def test_generate_is_quiet_at_the_end_of_the_context_too(tmp_path, options):
-    """With --session one line is written, on the session."""
     (tmp_path / "prompt").write_bytes((Path(MODEL) / "eval.txt").read_bytes()[:2045])
     arguments = ["generate", MODEL, "--prompt-file", tmp_path / "prompt", "--tokens", 5, *options.split(), "--quiet"]
     done = run_here(*arguments)
     assert (done.returncode, done.stderr) == (0, "")
-    done = run_here(*arguments, "--session", tmp_path / "s")
-    assert (done.returncode, done.stderr) == (0, f"({tmp_path / 's'}: a new session)\n")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -705,175 +701,18 @@ def test_interrupt():
     assert "tokens/s" in interrupted("--shift", "--compare")
 
 
-# ---- generate --session
-
-
-def session(file, prompt, *options, tokens=20):
-    """Run `generate --session`; return its text and its notice on the session."""
-    arguments = ["generate", MODEL, prompt, "--session", file, "--tokens", tokens, "--temperature", 0, "--quiet"]
-    done = run_here(*arguments, *options)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("\n") == 1
-    return done.stdout, done.stderr
-
-
-def without_session(prompt, *options, tokens=20):
-    arguments = ["generate", MODEL, prompt, "--tokens", tokens, "--temperature", 0, "--quiet"]
-    return run_here(*arguments, *options).stdout
-
-
-@pytest.mark.parametrize("options", ["", "--dtype q8_0 --hadamard", "--window 16 --sink-tokens 2"])
-def test_a_session_goes_on(tmp_path, options):
-    options = options.split()
-    file = tmp_path / "play.state"
-    long = without_session("ROMEO:", *options, tokens=40)
-    text, notice = session(file, "ROMEO:", *options)
-    assert notice == f"({file}: a new session)\n"
-    assert len(text.rstrip("\n")) == 26
-    again, notice = session(file, text.rstrip("\n"), *options)
-    assert again == long
-    assert notice == f"({file}: goes on after 25 tokens, 1 of the prompt's 26 to compute)\n"  # the last was only drawn
-    [held] = state.inspect(file, verify=True).sequences
-    assert bytes(held.tokens.tolist()).decode() == long[:45]
-    more, notice = session(file, again.rstrip("\n") + " What now?", *options)
-    assert "goes on after 45 tokens, 11 of" in notice
-    assert more == without_session(again.rstrip("\n") + " What now?", *options)
-
-
-def test_a_session_computes_only_what_is_new(tmp_path):
-    """As people type it: the text of one run is the prompt of the next."""
-    line = f"kvcache generate {MODEL} --session s --tokens 20 --temperature 0 --prompt-file"
-    (tmp_path / "play.txt").write_text("ROMEO: " * 20)
-    first = shell(f"{line} play.txt > more.txt", cwd=tmp_path, text=True)
-    second = shell(f"{line} more.txt", cwd=tmp_path, text=True)
-    assert (first.returncode, second.returncode) == (0, 0)
-    assert "(prefill 140 tokens, " in first.stderr
-    assert re.search(r"\(prefill [12] tokens, ", second.stderr)
-    assert second.stderr.startswith("(s: goes on after 159 tokens, ")
-    assert sorted(os.listdir(tmp_path)) == ["more.txt", "play.txt", "s"]
-
-
-def test_a_session_goes_back_to_where_the_prompt_parts(tmp_path):
-    file = tmp_path / "play.state"
-    session(file, "ROMEO: Who is it?")
-    for prompt, begin in (("ROMEO: Who are you?", 11), ("ROMEO: Who are you?", 18), ("ROMEO", 4)):
-        text, notice = session(file, prompt)
-        assert re.search(rf"went back from \d+ tokens to {begin}, {len(prompt) - begin} of", notice)
-        assert text == without_session(prompt)
-    text, notice = session(file, "JULIET:")
-    assert notice == f"({file}: began anew, as the prompt does not begin like its 24 tokens)\n"
-    assert text == without_session("JULIET:")
-    assert "goes on" in session(file, text.rstrip("\n"))[1]
-
-
-def test_a_session_that_left_its_window_begins_anew(tmp_path):
-    file, options = tmp_path / "play.state", ["--window", "8"]
-    session(file, "ROMEO: Who is it?" * 20, *options, tokens=100)
-    prompt = "ROMEO: Who is it?" * 3 + "Nobody."
-    text, notice = session(file, prompt, *options)
-    assert "began anew, as the prompt leaves its 439 tokens after 51, and the rows seen from there have left" in notice
-    assert text == without_session(prompt, *options)
-    assert len(state.inspect(file).sequences[0].tokens) == len(prompt) + 19
-
-
-def test_a_session_is_of_one_model(tmp_path):
-    file, other = tmp_path / "play.state", tmp_path / "model"
-    shutil.copytree(MODEL, other)
-    session(file, "ROMEO:")
-    before = file.read_bytes()
-    for name in other.iterdir():
-        os.utime(name, (1, 1))
-    done = run_here("generate", other, "ROMEO:", "--session", file, "--tokens", 1, "--quiet")
-    assert done.returncode == 0, "a copy is the same model"
-    file.write_bytes(before)
-    weights = other / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
-    done = run_here("generate", other, "ROMEO:", "--session", file)
-    check_refused(done, str(file), "of another model", "give another file, or remove this one")
-    shutil.copytree(MODEL, other, dirs_exist_ok=True)
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-4}))
-    check_refused(run_here("generate", other, "ROMEO:", "--session", file), "of another model")
-    assert file.read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("saved", "now", "words"),
-    [
-        ("", "--dtype q8_0", "is of a run with type f16, and this one has type q8_0: give the same"),
-        ("--dtype q8_0 --hadamard", "--dtype q8_0", "with transform hadamard, and this one has transform none"),
-        ("--window 8", "", "with window 8, and this one has window none"),
-        ("--window 9 --sink-tokens 2", "--window 8", "window 9 and sink tokens 2, and this one has window 8 and sink"),
-    ],
-)
-def test_a_session_is_of_one_type_and_window(tmp_path, saved, now, words):
-    file = tmp_path / "play.state"
-    session(file, "ROMEO:", *saved.split(), tokens=2)
-    before = file.read_bytes()
-    check_refused(run_here("generate", MODEL, "ROMEO:", "--session", file, *now.split()), str(file), words)
-    assert file.read_bytes() == before
-
-
-def test_a_session_refuses_bad_files(tmp_path):
-    file = tmp_path / "play.state"
-    arguments = ["generate", MODEL, "ROMEO:", "--session", file]
-    session(file, "ROMEO:", tokens=2)
-    good = file.read_bytes()
-    bad = [b"", b"{}", good[:100], good[: len(good) // 2], good[:-1], good + b"x"]
-    places = (9, 200, 1000, len(good) // 2, len(good) - 40)
-    bad += [good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :] for at in places]
-    for data in bad:
-        file.write_bytes(data)
-        check_refused(run_here(*arguments), str(file), "give another file, or remove this one")
-        assert file.read_bytes() == data
-    for name, words in (("version-1", "another model"), ("../../../README.md", "no saved state")):
-        check_refused(run_here(*arguments[:4], STATES / name), words)
-    cache = kvcache.KVCache(1, 1, 2, 64)
-    cache.save(file)
-    check_refused(run_here(*arguments), "does not say of which model")
-    check_refused(run_here(*arguments[:4], tmp_path), f"{tmp_path}: is not a regular file")
-    os.mkfifo(tmp_path / "fifo")
-    check_refused(run_here(*arguments[:4], tmp_path / "fifo"), "fifo: is not a regular file")
-    check_refused(run_here(*arguments[:4], ""), "the name of the session's file is empty: give one")
-    check_refused(run_here(*arguments[:4], tmp_path / "nowhere" / "s"), "there is no folder", "nowhere")
-    check_refused(run_here(*arguments[:4], file, "--shift"), "do not go together")
-
-
-def test_an_interrupt_leaves_the_old_session(tmp_path):
-    file = tmp_path / "play.state"
-    session(file, "ROMEO:")
-    before = file.read_bytes()
-    interrupted("--session", file)
-    assert file.read_bytes() == before
-    assert os.listdir(tmp_path) == ["play.state"]
-
-
-def test_documented_session(tmp_path):
-    page = (Path(MODEL).parents[1] / "docs/cli.md").read_text()
-    [block] = [part for part in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) if "--session" in part]
-    (tmp_path / "examples").symlink_to(Path(MODEL).parent)
-    done = shell(f"set -e\n{block}", cwd=tmp_path, text=True)
-    assert done.returncode == 0, done.stderr
-    new, more = done.stderr.splitlines()
-    assert "a new session" in new
-    assert re.search("goes on after 305 tokens, [0-9]{1,2} of", more)
-    assert done.stdout.startswith((tmp_path / "play.txt").read_text())
-
-
 ROOT = Path(MODEL).parents[1]
 
 
 def shown():
-    """The lines that the help pages and docs/cli.md show, except a session's, whose lines need one another."""
+    """The lines that the help pages and docs/cli.md show."""
     pages = [run_here(command, "--help").stdout for command in COMMANDS]
     lines = [line.strip() for page in pages for line in page.splitlines() if line.startswith("    kvcache ")]
     lines += re.findall(r"^(?:echo .*\| )?kvcache .*$", (ROOT / "docs/cli.md").read_text(), re.M)
     lines = [
         line.split("  #")[0] for line in lines if "--install-completion" not in line
     ]  # it changes the user's shell
-    return dict.fromkeys(line for line in lines if "--session" not in line or "examples/model --prompt-file" in line)
+    return dict.fromkeys(lines)
 
 
 @pytest.mark.parametrize(

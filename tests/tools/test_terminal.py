@@ -48,7 +48,6 @@ COMMANDS = {
     "help": [*KVCACHE, "--help"],
     "generate": [*KVCACHE, "generate", MODEL, "ROMEO:", *GREEDY, "--quiet"],
     "generate from a long prompt": [*KVCACHE, "generate", MODEL, "--prompt-file", "prompt", *GREEDY, "--quiet"],
-    "generate a session": [*KVCACHE, "generate", MODEL, "ROMEO:", *GREEDY, "--quiet", "--session", "session"],
     "generate, with a line": [*KVCACHE, "generate", MODEL, "ROMEO:", *GREEDY],
     "plan": [*KVCACHE, "plan", MODEL, "--no-measure", "--window", "1k", "--sink-tokens", 4],
     "plan as JSON": [*KVCACHE, "plan", MODEL, "--no-measure", "--json"],
@@ -78,7 +77,6 @@ def run(tmp_path, monkeypatch):
     (tmp_path / "prompt").write_text("A" * 1100)  # several batches, without a newline
 
     def run(name, stdout, stderr, **environment):
-        (tmp_path / "session").unlink(missing_ok=True)
         kinds = [f"{tmp_path}/{stream}" if kind == "file" else kind for stream, kind in
                  (("stdout", stdout), ("stderr", stderr))]  # fmt: skip
         return run_in_terminal(COMMANDS[name], stdout=kinds[0], stderr=kinds[1], **environment)
@@ -137,7 +135,7 @@ COMPARE = [*KVCACHE, "generate", MODEL, "ROMEO:", "--compare", "--hadamard", "--
 # What people read, not data that programs read: a generated text or JSON has no lines of ours.
 READ = {
     **{name: COMMANDS[name] for name in ("plan", "bench", "info")},
-    "a session's file": [*KVCACHE, "inspect", "a file of a session"],
+    "a file with a long name": [*KVCACHE, "inspect", "a file with a long name"],
     "selftest": [sys.executable, "-P", "-c", SELFTEST, "selftest"],
     **{f"help of {name}": [*KVCACHE, *name.split(), "--help"] for name in
        ("", "plan", "bench", "generate", "info", "selftest", "inspect")},
@@ -152,7 +150,7 @@ def pieces(text):
 
 @pytest.mark.parametrize("name", READ)
 def test_words_are_whole_at_any_width(run, name, monkeypatch, tmp_path):
-    shutil.copy(STATES / "version-1", tmp_path / "a file of a session")
+    shutil.copy(STATES / "version-1", tmp_path / "a file with a long name")
     monkeypatch.setitem(COMMANDS, name, READ[name])
     status, into_file, _ = run(name, "file", "file")
     assert status == 0
@@ -162,10 +160,11 @@ def test_words_are_whole_at_any_width(run, name, monkeypatch, tmp_path):
         shown = "\n".join(terminal.screen(sent, columns))
         assert pieces(shown) == pieces(into_file), columns
         assert max(map(len, masked(sent).splitlines())) <= columns
-        for cell in re.findall(r"a file of a session|\S+ [KMGT]iB", masked(into_file)):
+        for cell in re.findall(r"a file with a long name|\S+ [KMGT]iB", masked(into_file)):
             assert cell in shown, columns
 
 
+@pytest.mark.slow
 def test_a_table_that_is_wider_than_the_terminal_breaks_between_cells(run):
     """It is written row by row, before the width of what follows is known."""
     status, into_file, _ = run_in_terminal(COMPARE, stdout="pipe", stderr="pipe")
