@@ -1070,12 +1070,12 @@ KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
  * reuse_min_tokens they may be moved behind a match, also to where the forgotten tokens were.  If that must not be,
  * forget the other prompt as well.
  * Sequences stay as they are, and go on.  But this prefix keeps no more blocks of a sequence that may hold forgotten
- * rows.  An acquired sequence may hold them if it begins with the prompt's first token.  Any other sequence may hold
- * them if it holds tokens now, or is a copy of one that does; retained sequences too.  A sequence that another prefix
- * acquires later may hold them in blocks that the other prefix keeps now.  A sequence that kvc_restore makes later may
- * hold them, whatever its tokens are: a saved state does not say how old it is.  If a cache has more than 64 prefixes,
- * some of them also keep no blocks of a sequence whose rows another prefix has forgotten.  A kvc_prefix_fetch under way
- * adds nothing more.
+ * rows.  An acquired sequence may hold them if it begins with the prompt's first token, or if a token at position 0 was
+ * edited, replaced or rejected.  Any other sequence may hold them if it holds tokens now, or is a copy of one that
+ * does; retained sequences too.  A sequence that another prefix acquires later may hold them in blocks that the other
+ * prefix keeps now.  A sequence that kvc_restore makes later may hold them, whatever its tokens are: a saved state does
+ * not say how old it is.  If a cache has more than 64 prefixes, some of them also keep no blocks of a sequence whose
+ * rows another prefix has forgotten.  A kvc_prefix_fetch under way adds nothing more.
  * Pins stay.  A block that they held is pinned again once its tokens are computed again, until kvc_prefix_unpin.  A
  * block that goes on otherwise where the prompt ends is not pinned.
  * Stores keep their values.  Remove the values under the names of the prompt (kvc_prefix_names), and under the names

@@ -513,9 +513,10 @@ class PrefixCache:
         Forget these prompts as well, or give each tenant a store of its own, and clear that.
 
         Sequences stay as they are, and go on. But no more blocks are kept of a sequence that may hold forgotten rows.
-        An acquired sequence may hold them if it begins with the prompt's first token. Any other sequence may if it
-        holds tokens now, if it is restored from a file later, or if another prefix cache acquires it later. Pins stay:
-        once the tokens are computed again, their blocks are pinned again.
+        An acquired sequence may hold them if it begins with the prompt's first token, or if a token at position 0 was
+        edited, replaced or rejected. Any other sequence may if it holds tokens now, if it is restored from a file
+        later, or if another prefix cache acquires it later. Pins stay: once the tokens are computed again, their blocks
+        are pinned again.
 
         Return how many tokens were dropped from memory. `flush` waits for the store, and returns False if the store did
         not delete all values; then call this again. Until a value is deleted, or written anew because its tokens were

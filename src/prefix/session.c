@@ -63,26 +63,30 @@ static void leave(kvc_cache *cache, kvc_follower *follower) {
 
 kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t matched) {
     const int32_t block = prefix->cache->pools[0].block_size, begin = matched / block * block;
-    const kvc_token_span prompt = kvc_tokens_part(tokens, begin, tokens->num_tokens);
-    const uint64_t ids_size = (uint64_t)prompt.num * sizeof(int64_t),
-                   digests_size = prompt.digests ? (uint64_t)prompt.num * KVC_NAME_BYTES : 0,
-                   size = sizeof(kvc_session) + ids_size + digests_size;
+    const kvc_token_span first = kvc_tokens_part(tokens, 0, 1),
+                         prompt = kvc_tokens_part(tokens, begin, tokens->num_tokens);
+    const uint64_t num = (uint64_t)prompt.num + 1, digest_bytes = prompt.digests ? KVC_NAME_BYTES : 0,
+                   size = sizeof(kvc_session) + num * (sizeof(int64_t) + digest_bytes);
     kvc_session *session = kvc_memory_alloc(&prefix->cache->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
     if (!session) {
         kvc_set_last_error("out of memory for a prompt of %lld tokens", (long long)tokens->num_tokens);
         return NULL;
     }
     int64_t *ids = (int64_t *)(void *)(session + 1);
-    uint8_t *digests = prompt.digests ? (uint8_t *)(ids + prompt.num) : NULL;
-    if (prompt.num) memcpy(ids, prompt.ids, ids_size);
-    if (digests) memcpy(digests, prompt.digests, digests_size);
-    *session = (kvc_session){.follower = {ended, plan_leave, leave},
-                             .num_bytes = size,
-                             .prefix = prefix,
-                             .retained_to = begin,
-                             .known_to = begin + prompt.num,
-                             .begin = begin,
-                             .prompt = {.ids = ids, .num_tokens = prompt.num, .digests = digests}};
+    uint8_t *digests = digest_bytes ? (uint8_t *)(ids + num) : NULL;
+    ids[0] = first.ids[0];
+    if (prompt.num) memcpy(ids + 1, prompt.ids, (num - 1) * sizeof *ids);
+    if (digests) memcpy(digests, first.digests, digest_bytes);
+    if (digests && prompt.num) memcpy(digests + digest_bytes, prompt.digests, (num - 1) * digest_bytes);
+    *session = (kvc_session){
+        .follower = {ended, plan_leave, leave},
+        .num_bytes = size,
+        .prefix = prefix,
+        .retained_to = begin,
+        .known_to = begin + prompt.num,
+        .begin = begin,
+        .first = {ids, digests, 1},
+        .prompt = {.ids = ids + 1, .num_tokens = prompt.num, .digests = digests ? digests + digest_bytes : NULL}};
     return session;
 }
 
@@ -124,15 +128,7 @@ int kvc_session_is_forgotten(const kvc_prefix *prefix, const kvc_sequence *seque
 int kvc_session_begins(const kvc_follower *follower, const kvc_tokens *tokens) {
     const kvc_session *session = (const kvc_session *)(const void *)follower;
     const kvc_token_span one = kvc_tokens_part(tokens, 0, 1);
-    kvc_token_span own = kvc_tokens_part(&session->prompt, 0, 1);
-    if (session->is_other || !session->sequence->edited_from) return 1;
-    if (session->begin) { /* the tokens before are those of its place in the tree */
-        const kvc_node *first = session->last;
-        while (first->parent && first->parent->parent) first = first->parent;
-        if (!first->parent) return 1; /* it has given up its place */
-        own = first->tokens;
-    }
-    return kvc_tokens_common(&own, &one) > 0;
+    return session->is_other || !session->sequence->edited_from || kvc_tokens_common(&session->first, &one) > 0;
 }
 
 void kvc_session_forget(kvc_session *session) {

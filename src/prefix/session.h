@@ -21,7 +21,8 @@ typedef struct kvc_session {
     uint64_t num_bytes;             /* of this allocation */
     struct kvc_session *next, **at; /* place in the list of the prefix */
     int32_t is_other;               /* its first token is not that of the prompt any more */
-    int32_t begin;                  /* position of the first token of the prompt here */
+    kvc_token_span first;           /* the prompt's first token */
+    int32_t begin;                  /* position of the first token in `prompt` */
     kvc_tokens prompt;              /* tokens that the sequence is to be fed, from the beginning of a block on */
 } kvc_session;
 
@@ -41,8 +42,8 @@ kvc_session *kvc_session_of(const struct kvc_prefix *prefix, const kvc_sequence 
  */
 int kvc_session_is_forgotten(const struct kvc_prefix *prefix, const kvc_sequence *sequence);
 
-/* Returns whether the sequence of a session may hold rows of a prompt's tokens: its own begin alike, or are not known.
- */
+/* Returns whether the sequence of a session may hold rows of a prompt's tokens: its own prompt begins with the same
+ * token, or its first token is not known. */
 int kvc_session_begins(const kvc_follower *session, const kvc_tokens *tokens);
 
 /* Drops what is not known of the sequence's blocks, which holds forgotten rows, and keeps no more of them. */

@@ -121,6 +121,37 @@ static void test_running(void) {
     }
 }
 
+/* A sequence that has lost its place among the kept blocks is known by its first token still: it keeps its blocks when
+ * a prompt is forgotten that begins with another token, and loses them when one is that begins with the same. */
+static void test_without_a_place(void) {
+    const int64_t *ids = numbers(100);
+    static const uint8_t digests[2][20][KVC_NAME_BYTES] = {{{1}, {2}}, {{3}}};
+    for (int how = 0; how < 4; how++)
+        for (int is_image = 0; is_image < 2; is_image++)
+            for (int is_same = 0; is_same < 2; is_same++) {
+                open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+                kvc_tokens all = tokens_of(ids, 16), private = tokens_of(is_same ? ids : numbers(300), 1);
+                int64_t id, num_names, num_dropped;
+                int32_t matched;
+                if (is_image) all.digests = *digests[0], private.digests = *digests[!is_same];
+                CHECK(kvc_prefix_acquire(prefix, &all, -1, &id, &matched) == KVC_OK);
+                feed_to(id, 12, 12);
+                all.num_tokens = 12;
+                CHECK(kvc_prefix_release(prefix, id, &all) == KVC_OK);
+                all.num_tokens = 16;
+                CHECK(kvc_prefix_acquire(prefix, &all, -1, &id, &matched) == KVC_OK && matched == 12);
+                if (how == 1) CHECK(kvc_prefix_clear(prefix) == KVC_OK);
+                if (how == 2) CHECK(kvc_truncate(cache, id, 1) == KVC_OK);
+                if (how == 3) CHECK(kvc_truncate(cache, id, 9) == KVC_OK && kvc_prefix_clear(prefix) == KVC_OK);
+                feed_to(id, 16, 16);
+                CHECK(kvc_prefix_forget(prefix, &private, NULL, 0, &num_names, &num_dropped) == KVC_OK);
+                CHECK(kvc_prefix_release(prefix, id, &all) == KVC_OK);
+                CHECK(kvc_prefix_lookup(prefix, &all, &matched, NULL) == KVC_OK);
+                CHECKF(matched == (is_same ? 0 : 16), "way %d, image %d: %d", how, is_image, matched);
+                close_world();
+            }
+}
+
 /* Drafts that are rejected change nothing of the first token: the sequence holds no other prompt. */
 static void test_rejected_draft(void) {
     const int64_t *ids = numbers(300);
@@ -465,6 +496,7 @@ int main(void) {
     test_windows();
     test_states();
     test_running();
+    test_without_a_place();
     test_rejected_draft();
     test_forgotten_by_another();
     test_retained();
