@@ -1017,9 +1017,9 @@ KVC_API kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const 
  * on.  A match of a prefix with state_bytes ends at a checkpoint.  num_bytes 0: keeps the blocks alone.
  * Call it before the last token of a prompt, because an acquired sequence never holds that token.  Call it also at the
  * end of an answer, and every few thousand tokens of a long prompt.
- * A state counts as memory, and is dropped with the rows of its last token.  It is not kept in three cases: the
- * sequence holds fewer tokens, its tokens are not all exact, or all its windows have left the last token behind and no
- * kept block has the rows of that token.
+ * A state counts as memory, and is dropped with the rows of its last token.  It is not kept in four cases: the
+ * sequence holds fewer tokens, its tokens are not all exact, the prefix forgets a prompt while the call runs, or all
+ * windows have left the last token behind and no kept block has the rows of that token.
  * Fails with KVC_ERR_BUSY and KVC_ERR_INVALID as kvc_prefix_release does, and with KVC_ERR_INVALID if num_bytes is more
  * than state_bytes, or there is a state and no token.  Fails with KVC_ERR_FULL if max_bytes leaves no room for the
  * state, or pinned states leave none within max_checkpoint_bytes, and with KVC_ERR_NOMEM; blocks may then have been

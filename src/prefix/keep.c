@@ -84,18 +84,20 @@ static kvc_status keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tok
     return kvc_fail(KVC_ERR_FULL, "max_bytes leaves no room for a checkpoint and its blocks");
 }
 
-/* Finds the sequence, copies the state, and keeps it, if the tokens are there and exact. */
+/* Finds the sequence, copies the state, and keeps it, if the tokens are there and exact.  The sequence may be another
+ * one of that id by the end of the copy, with the same tokens computed anew, because the prefix has forgotten them: the
+ * state would be the old one's. */
 static kvc_status keep_state(kvc_prefix *prefix, int64_t seq_id, kvc_tokens tokens, const void *state,
                              int64_t num_bytes) {
-    const int64_t num_tokens = tokens.num_tokens;
+    const int64_t num_tokens = tokens.num_tokens, forgot = prefix->forgot;
     kvc_state_use use = {0};
     kvc_sequence *sequence;
     KVC_TRY(find_to_keep(prefix, seq_id, &tokens, &sequence));
     if (sequence && num_bytes && tokens.num_tokens == num_tokens)
         KVC_TRY(kvc_checkpoint_new(prefix->cache, state, num_bytes, &use));
     kvc_status status = find_to_keep(prefix, seq_id, &tokens, &sequence); /* again: the mutex was released */
-    if (status == KVC_OK && sequence)
-        status = keep(prefix, sequence, &tokens, tokens.num_tokens == num_tokens ? use.checkpoint : NULL);
+    const int is_kept = tokens.num_tokens == num_tokens && prefix->forgot == forgot;
+    if (status == KVC_OK && sequence) status = keep(prefix, sequence, &tokens, is_kept ? use.checkpoint : NULL);
     kvc_state_use_end(prefix->cache, &use);
     return status;
 }

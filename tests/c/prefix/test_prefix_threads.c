@@ -273,10 +273,56 @@ static void test_moving(void) {
     }
 }
 
+/* ---- a prompt that is forgotten while a state of it is copied ---------------------------------------------------- */
+
+enum { HUGE_STATE = 1 << 25, MOST_ROUNDS = 100 }; /* bytes, which take milliseconds to copy */
+static int64_t fed_anew;
+static atomic_int is_anew;
+
+/* Forgets the prompt once its state is being copied, and feeds the sequence anew. */
+static void *forget_and_feed(void *unused) {
+    const kvc_tokens tokens = {.struct_size = sizeof tokens, .ids = ids, .num_tokens = BLOCK};
+    int64_t num_names, num_dropped;
+    (void)unused;
+    while (kvc_nbytes(cache) < HUGE_STATE && !atomic_load(&stop)) sched_yield();
+    CHECK(kvc_prefix_forget(prefix, &tokens, NULL, 0, &num_names, &num_dropped) == KVC_OK);
+    CHECK(kvc_clear_sequence(cache, fed_anew) == KVC_OK);
+    feed(fed_anew, BLOCK);
+    atomic_store(&is_anew, 1);
+    return NULL;
+}
+
+/* A state that was handed in before its tokens were forgotten is not kept with the rows that were computed since. */
+static void test_forgotten_state(void) {
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .rope = {.kind = KVC_ROPE_NONE}};
+    const kvc_tokens tokens = {.struct_size = sizeof tokens, .ids = ids, .num_tokens = BLOCK};
+    uint8_t *huge = calloc(1, HUGE_STATE);
+    int met = 0;
+    for (int round = 0; round < MOST_ROUNDS && !met; round++) {
+        pthread_t thread;
+        int32_t known;
+        begin(&layer, (kvc_prefix_config){.state_bytes = HUGE_STATE});
+        fed_anew = kvc_new_sequence(cache);
+        feed(fed_anew, BLOCK);
+        atomic_store(&is_anew, 0);
+        CHECK(pthread_create(&thread, NULL, forget_and_feed, NULL) == 0);
+        CHECKF(kvc_prefix_checkpoint(prefix, fed_anew, &tokens, huge, HUGE_STATE) == KVC_OK, "%s", kvc_last_error());
+        met = atomic_load(&is_anew);
+        atomic_store(&stop, 1);
+        pthread_join(thread, NULL);
+        CHECK(kvc_prefix_lookup(prefix, &tokens, &known, NULL) == KVC_OK);
+        CHECKF(!met || known == 0, "%d tokens are known", known);
+        end();
+    }
+    CHECK(met);
+    free(huge);
+}
+
 int main(void) {
     const int few = is_full() ? 50 : 10, many = 30 * few, children = HAS_FORK ? few : 0;
     alarm(4 * LIMIT);
     test_moving();
+    test_forgotten_state();
     check_beside(read_blocks, fork_and_check, children);
     check_beside(add_blocks, fork_and_check, children);
     check_beside(fill_and_clear, fork_and_check, children);
