@@ -82,7 +82,7 @@ def test_the_first_runner_is_a_runner(monkeypatch, capsys):
 
     monkeypatch.chdir(ROOT)
     page, _, edits = (ROOT / "docs/first-runner.md").read_text().partition("## What the cache does for you")
-    assert "but for those with `>>>`" in page
+    assert "except the blocks with `>>>`" in page
     program, more = (
         "\n".join(code for code in re.findall(r"^```python\n(.*?)^```$", part, re.M | re.S) if ">>>" not in code)
         for part in (page, edits)
