@@ -1,12 +1,14 @@
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, Literal, Self, SupportsFloat, SupportsIndex, TypeAlias, final
+from typing import Any, Literal, Self, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache.follower import Edit
+
+_T = TypeVar("_T")
 
 INT32_MAX: int
 INT64_MAX: int
@@ -284,6 +286,7 @@ class Batch:
     ) -> bool: ...
     def abort(self) -> None: ...
 
+def enter_batch(batch: _T) -> _T: ...
 def exit_batch(
     batch: Any, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
 ) -> None: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NoReturn, Self, SupportsFloat, SupportsIndex, overload
+from typing import Any, Literal, NoReturn, SupportsFloat, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -55,9 +55,7 @@ class Batch:
     def __repr__(self) -> str:
         return f"<Batch: {count(len(self), 'token')}, {'ended' if self._core.ended else 'open'}>"
 
-    def __enter__(self) -> Self:
-        return self
-
+    __enter__ = _core.enter_batch
     __exit__ = _core.exit_batch
 
     def __reduce__(self) -> NoReturn:

@@ -438,12 +438,16 @@ class KVCache(Saveable):
         decider = self._decider if replaced is None else None
         decide = None if decider is None else partial(decider.decide, found)
         core = self._core.begin(n, positions, seq_ids, parents, timeout, decide, replaced)
-        if decider is not None:
-            decider.begun(found)
-        if self._follower is None:
-            return Batch(core)
-        commit = partial(self._follower.commit, time.perf_counter()) if replaced is None else self._commit_restored
-        return Batch(core, commit)
+        try:
+            if decider is not None:
+                decider.begun(found)
+            if self._follower is None:
+                return Batch(core)
+            commit = partial(self._follower.commit, time.perf_counter()) if replaced is None else self._commit_restored
+            return Batch(core, commit)
+        except BaseException:  # of a signal's handler: the error's traceback would keep the batch open
+            core.abort()
+            raise
 
     def _commit_restored(self, core: _core.Batch, keep: Iterable[SupportsIndex] | None) -> None:
         """Commit a batch that restores sequences.  The other layers of sequences that it does not make stay."""

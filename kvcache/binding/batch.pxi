@@ -534,11 +534,17 @@ cdef class Batch(_CallCounter):
         return 0
 
 
-def exit_batch(batch, kind, value, trace):
-    """End a `kvcache.Batch` at the end of its ``with``: commit it; or abort it, after an exception or if that fails.
+def enter_batch(batch):
+    """Return a `kvcache.Batch` at the beginning of its ``with``.
 
-    It is not written in Python, where a signal's handler may raise at the beginning, and leave the batch open.
+    Neither this nor `exit_batch` is written in Python. There a signal's handler may raise at the beginning of a
+    function, and leave the batch open.
     """
+    return batch
+
+
+def exit_batch(batch, kind, value, trace):
+    """End a `kvcache.Batch` at the end of its ``with``: commit it; or abort it, after an exception or if that fails."""
     cdef Batch core = batch._core
     try:
         if kind is None:

@@ -101,3 +101,29 @@ def test_a_with_ends_its_batch(ends):
         scene.end()
 
     assert interrupt_everywhere(make, check)
+
+
+def test_a_batch_that_its_user_never_got_is_ended():
+    """While the error is handled, as by a ``finally`` that begins another batch."""
+
+    def make():
+        scene = intruder.Scene(False)
+        scene.is_busy = False
+
+        def call():
+            try:
+                with scene.cache.batch(positions=[0], seq_ids=[5]):
+                    pass
+            finally:
+                try:
+                    scene.cache.batch(positions=[0], seq_ids=[6]).abort()
+                except kvcache.CacheBusyError:
+                    scene.is_busy = True
+
+        return scene, call
+
+    def check(scene):
+        assert not scene.is_busy
+        scene.end()
+
+    assert interrupt_everywhere(make, check)

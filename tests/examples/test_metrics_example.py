@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import kvcache
@@ -35,3 +36,28 @@ def test_stores_and_tenants():
     assert found["kvcache_store_reading", "one"] == 1
     assert found["kvcache_store_hits_total", "another"] == 0
     assert ("kvcache_store_latency", "one") not in found
+
+
+def test_only_what_may_fall_is_a_gauge():
+    """A prefix, a state, a forgotten prompt: no counter has fallen."""
+    cache = kvcache.KVCache(1, 1, 8, None, max_sequences=None, block_size=2)
+    prefix = kvcache.PrefixCache(cache, fingerprint="a model", state_bytes=4)
+    collector = runpy.run_path(str(SCRIPT))["CacheCollector"](cache, {"everybody": prefix})
+    rows = np.ones((4, 1, 8), np.float32)
+    seq_id, _ = prefix.acquire([1, 2, 3, 4])
+    with cache.batch(positions=range(4), seq_ids=[seq_id] * 4) as batch:
+        batch.put(0, rows, rows)
+    prefix.checkpoint(seq_id, [1, 2, 3, 4], b"1234")
+    before = [*collector.collect()]
+    prefix.release(seq_id, [1, 2, 3, 4])
+    prefix.forget([1, 2, 3, 4])
+    cache.compact()
+    after = [*collector.collect()]
+    fell = {
+        family.name: family.type
+        for family, later in zip(before, after, strict=True)
+        for sample, at_last in zip(family.samples, later.samples, strict=True)
+        if at_last.value < sample.value
+    }
+    assert {"kvcache_prefix_checkpoints", "kvcache_prefix_checkpoint_bytes"} <= fell.keys()
+    assert {*fell.values()} == {"gauge"}
