@@ -25,6 +25,7 @@ from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.pieces import PieceByPiece
 from kvcache.hf.texts import begin_source, begin_text, end_text, leave_text
 from kvcache.hf.told import has_others
+from kvcache.prefix import PrefixCache
 
 STATIC = configuration_utils.ALL_STATIC_CACHE_IMPLEMENTATIONS
 generate = GenerationMixin.generate
@@ -64,8 +65,12 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
         )
     given = model_kwargs.get(CACHE)
     is_given = given is not None
-    if isinstance(given, KVCache):
-        raise TypeError("the cache given is a KVCache: give an HFCache, made by kvcache.hf.HFCache(model.config)")
+    if isinstance(given, (KVCache, PrefixCache)):
+        more = ", prefix=prefix" if isinstance(given, PrefixCache) else ""
+        raise TypeError(
+            f"the {CACHE} given is a {type(given).__name__}: give an HFCache, made by"
+            f" kvcache.hf.HFCache(model.config{more})"
+        )
     if generation_config.use_cache is False:
         _note_no_cache(self, wanted, given)
     if wanted == NAME and not is_given and generation_config.use_cache is not False:

@@ -86,11 +86,16 @@ def test_a_static_cache_is_refused_by_name(folder):
     model.generate(PROMPT, cache_implementation="static", max_new_tokens=4)
 
 
-def test_a_kvcache_is_refused_by_name(folder):
+def test_other_caches_are_refused_by_name(folder):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    cache = kvcache.KVCache(2, 4, 32, 64)
-    with pytest.raises(TypeError, match=r"given is a KVCache: give an HFCache, made by kvcache\.hf\.HFCache"):
+    cache = kvcache.KVCache(2, 4, 32, 64, max_sequences=None)
+    with pytest.raises(TypeError, match=r"given is a KVCache: give an HFCache, made by kvcache\.hf\.HFCache\(model"):
         model.generate(PROMPT, past_key_values=cache, max_new_tokens=2)
+    prefix = kvcache.PrefixCache(cache, fingerprint="a model")
+    with pytest.raises(
+        TypeError, match=r"is a PrefixCache: give an HFCache, made by .*\(model.config, prefix=prefix\)"
+    ):
+        model.generate(PROMPT, past_key_values=prefix, max_new_tokens=2)
 
 
 def test_a_wrong_argument_of_the_cache(folder):
