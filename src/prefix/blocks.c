@@ -225,7 +225,9 @@ kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t m
     if (status != KVC_OK) return status;
     status = read_rows(cache, copy, begin, end, payload, size);
     /* Its id is nobody else's: while it is there, all rows were, unless another call has dropped it (kvc_clear). */
-    if (status != KVC_OK || *size == cache->num_layers || kvc_seq_len(cache, copy, -1) != end - begin) *size = 0;
+    const int is_there = kvc_seq_len(cache, copy, -1) == end - begin;
+    if (!is_there) status = KVC_OK;
+    if (!is_there || status != KVC_OK || *size == cache->num_layers) *size = 0;
     kvc_clear_sequence(cache, copy);
     kvc_lock(cache);
     if (*size) read_state(cache, id, payload, max_bytes, size);

@@ -115,6 +115,23 @@ static void *fill_and_free(void *unused) {
     return NULL;
 }
 
+/* Reads new blocks, which others may drop meanwhile. */
+static void *read_new_blocks(void *unused) {
+    kvc_new_block blocks[PROMPT / BLOCK];
+    int64_t num, size;
+    (void)unused;
+    while (!atomic_load(&stop)) {
+        serve(ids + PROMPT);
+        CHECK(kvc_take_new_blocks(cache, blocks, sizeof *blocks, PROMPT / BLOCK, &num) == KVC_OK);
+        for (int64_t i = 0; i < num; i++) {
+            const kvc_status status = kvc_read_block(cache, blocks[i].id, read_payload, payload_size, &size);
+            CHECKF(status == KVC_OK && (!size || size == payload_size), "%d: %s", (int)status, kvc_last_error());
+        }
+        CHECK(kvc_prefix_clear(prefix) == KVC_OK);
+    }
+    return NULL;
+}
+
 enum { LARGE = 1 << 20 }; /* bytes of a recurrent state */
 static uint8_t state[LARGE];
 
@@ -184,6 +201,11 @@ static void clone_and_check(void) {
 static void list_and_check(void) { CHECK(kvc_retained(cache, NULL, 0) == 0 && kvc_sequences(cache, NULL, 0) == 0); }
 
 static void clear_and_check(void) { CHECK(kvc_clear(cache) == KVC_OK); }
+
+static void clear_if_idle(void) {
+    const kvc_status status = kvc_clear(cache);
+    CHECK(status == KVC_OK || status == KVC_ERR_BUSY);
+}
 
 static void take_and_check(void) {
     kvc_new_block blocks[3];
@@ -331,6 +353,7 @@ int main(void) {
     check_beside(add_blocks, clone_and_check, many);
     check_beside(read_blocks, list_and_check, many);
     check_beside(add_blocks, clear_and_check, many);
+    check_beside(read_new_blocks, clear_if_idle, many);
     check_beside(fill_and_free, take_and_check, many);
     return test_result();
 }
