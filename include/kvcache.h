@@ -517,8 +517,8 @@ KVC_API int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t positio
  * - computed while it saw tokens that kvc_commit_kept did not keep;
  * - marked by kvc_mark_inexact.
  * Such a row is inexact in forks, shares, retained and attached sequences, clones and saved states, too.  Once no such
- * row is left, as after kvc_truncate at that position, all rows are exact.  While a batch is open, its tokens count as
- * if all were kept. */
+ * row is left, as after kvc_truncate at that position, all rows are exact.  But a mark of kvc_mark_inexact behind the
+ * last row is of rows to come, and stays.  While a batch is open, its tokens count as if all were kept. */
 KVC_API int32_t kvc_exact_to(kvc_cache *cache, int64_t seq_id);
 
 /* Writes the ids of the sequences that hold rows of tokens, ascending: at most max_ids, and none if seq_ids is NULL.
@@ -544,7 +544,7 @@ KVC_API kvc_status kvc_clear(kvc_cache *cache);
 /* Forgets one sequence.  Memory is kept for reuse. */
 KVC_API kvc_status kvc_clear_sequence(kvc_cache *cache, int64_t seq_id);
 
-/* Forgets every sequence except this one, retained ones too. */
+/* Forgets every sequence except this one, and the blocks of prefixes, as kvc_clear does. */
 KVC_API kvc_status kvc_keep(kvc_cache *cache, int64_t seq_id);
 
 /* Makes dst hold all rows of src, as kvc_copy_prefix does, with its errors. */
@@ -701,9 +701,9 @@ KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, i
 KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens);
 
 /* Takes memory now for num_tokens more tokens of a sequence, at least 1.  The next batches, up to as many tokens
- * together, then take none for rows or bookkeeping.  Where max_bytes leaves room for just these tokens, a batch may
- * take a block yet.  The memory is resident, in huge pages if the system has them: writing these rows faults on no
- * page.
+ * together, then take none for rows or bookkeeping, except for blocks that a prefix keeps of them.  Where max_bytes
+ * leaves room for just these tokens, a batch may take a block yet.  The memory is resident, in huge pages if the system
+ * has them: writing these rows faults on no page.
  * Memory that is free already counts, and other sequences may use what was reserved.  So calls for several sequences do
  * not add up: reserve the sum of their tokens, each rounded up to whole blocks, for one of them, in a cache without
  * max_seq_len.  Reserved memory stays until it is used, kvc_compact gives it back, or other rows need it to stay within
@@ -754,7 +754,7 @@ typedef struct kvc_stats {
     int64_t rows_copied;     /* rows copied to slots of a sequence's own, to be changed there: by kvc_divide and
                                 KVC_ROPE_FUNCTION, and if they were shared, by kvc_settle and kvc_inject */
     int64_t rows_evicted;    /* rows of retained sequences that were evicted; a row that two shared counts twice */
-    int64_t retained;        /* retained sequences now */
+    int64_t retained;        /* retained sequences now, and blocks that prefixes keep */
     int64_t evictable_slots; /* live slots that only retained sequences hold, now */
 } kvc_stats;
 
@@ -929,9 +929,10 @@ KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
  * fit.  If bytes are lacking, acquired sequences also give up their place among the blocks.  Only kvc_prefix_release
  * keeps the blocks that they fill from then on.
  * An acquired sequence ends like any other: kvc_clear_sequence keeps only the blocks of the prompt that were full by
- * then.  It may be edited: what follows the edit is kept only by kvc_prefix_release.  Several prefixes, for adapters
- * and tenants, may share a cache.  The time of a call grows with the number of blocks of its tokens, and of blocks
- * that it drops.  For each block it also looks at up to 32 others that begin alike. */
+ * then.  It may be edited: what follows the edit is kept only by kvc_prefix_release.  An unstored batch counts as an
+ * edit of all its tokens.  Several prefixes, for adapters and tenants, may share a cache.  The time of a call grows with
+ * the number of blocks of its tokens, and of blocks that it drops.  For each block it also looks at up to 32 others that
+ * begin alike. */
 
 typedef struct kvc_prefix kvc_prefix;
 
@@ -1022,8 +1023,8 @@ KVC_API kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const 
  * windows have left the last token behind and no kept block has the rows of that token.
  * Fails with KVC_ERR_BUSY and KVC_ERR_INVALID as kvc_prefix_release does, and with KVC_ERR_INVALID if num_bytes is more
  * than state_bytes, or there is a state and no token.  Fails with KVC_ERR_FULL if max_bytes leaves no room for the
- * state, or pinned states leave none within max_checkpoint_bytes, and with KVC_ERR_NOMEM; blocks may then have been
- * kept without it. */
+ * state, or pinned states leave none within max_checkpoint_bytes, and with KVC_ERR_NOMEM.  A call that fails so may have
+ * kept blocks without the state, and evicted others. */
 KVC_API kvc_status kvc_prefix_checkpoint(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens,
                                          const void *state, int64_t num_bytes);
 

@@ -49,6 +49,31 @@ static void test_own_draft(void) {
     close_world();
 }
 
+/* A batch that is not stored empties its sequence.  What is fed then may be other tokens: the release says which. */
+static void test_unstored(void) {
+    static const float row[DIM];
+    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row};
+    const int64_t *ids = numbers(100), *others = numbers(200);
+    for (int is_other = 0; is_other < 2; is_other++)
+        for (int served = 1; served <= 9; served += 4) {
+            const int64_t *fed = is_other ? others : ids;
+            kvc_batch *batch;
+            open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+            serve(ids, served, 12);
+            const int64_t id = acquire(ids, 12, NULL);
+            const kvc_begin_args args = {
+                .struct_size = sizeof args, .num_tokens = 1, .seq_ids = &id, .unstored = (uint8_t[]){1}};
+            CHECKF(kvc_begin_with(cache, &args, &batch) == KVC_OK, "%s", kvc_last_error());
+            CHECK(kvc_put(batch, 0, &put) == KVC_OK && kvc_commit(batch) == KVC_OK);
+            CHECK(kvc_next_position(cache, id) == 0 && kvc_prefix_clear(prefix) == KVC_OK);
+            feed_to(id, 12, 12);
+            CHECK(known(ids, 12) == 0 && known(others, 12) == 0);
+            release(id, fed, 12);
+            CHECKF(known(fed, 12) == 12 && known(is_other ? ids : others, 12) == 0, "%d", known(fed, 12));
+            close_world();
+        }
+}
+
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
 /* A prefix of which everything was dropped takes as much memory as a new one. */
@@ -422,6 +447,7 @@ int main(void) {
     test_empty_again();
     test_draft_of_another();
     test_own_draft();
+    test_unstored();
     test_empty_edits();
     test_rows_are_added();
     test_rows_of_several();
