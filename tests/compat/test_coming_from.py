@@ -104,8 +104,6 @@ NEW = {  # the names that the line uses, and attributes of the cache
         {"max_sequences": 2, "swa": SlidingWindow(3), "causal": FULL}, {"policies": (SlidingWindow(3), FULL)}),
     "Ollama: Init(backend, dtype, maxSequences, capacity, maxBatch)": (
         {"dtype": "bf16", "maxSequences": 3}, {"k_dtype": "bf16", "max_sequences": 3, "max_seq_len": LENGTH}),
-    "KvCache: KvCache::new(num_layers, num_kv_heads, head_dim, max_seq_len)": (
-        {}, {"k_dtype": "f32", "max_seq_len": LENGTH}),
     "KvCache: PagedKvCache::with_page_size(num_layers, num_kv_heads, head_dim, max_seq_len, page_size)": (
         {"page_size": 4}, {"block_size": 4}),
     "forgellm_runtime: KVCache::with_capacity(num_layers, num_kv_heads, head_dim, max_seq_len)": (
@@ -157,18 +155,6 @@ def test_what_is_read(run, request, cache):
     store(cache, 4)
     store(cache, 3, seq_id=1)
     assert run(cache=cache, layer=1, sequence_id=1, seq_id=1) == READ[request.node.callspec.id]
-
-
-@rows("KvCache: memory_bytes()")
-def test_memory_of_all_tokens(run):
-    with KVCache(4, 8, 128, 1024, dtype="f32") as cache:
-        assert 4 * 8 * 1024 * 128 * 4 * 2 <= run(cache=cache) < 4 * 8 * 1024 * 128 * 4 * 2 * 1.01  # cache lines
-
-
-@rows("ZigLlama: KVCacheUtils.estimateMemoryUsage(n_sequences, max_seq_length, n_layers, n_heads, head_dim)")
-def test_estimate(run):
-    needed = 3 * 512 * 4 * 8 * 128 * 2 * 4
-    assert needed <= run(n_sequences=3, max_seq_length=512, shape=(4, 8, 128)) < needed * 1.05
 
 
 @rows("ZigLlama: KVCacheUtils.recommendedWindowSize(model_context_length, available_memory_mb)")
@@ -312,19 +298,6 @@ def test_inject_blocks_into_a_fresh_cache(run, cache):
         assert fresh.seq_len() == LENGTH
         np.testing.assert_array_equal(fresh.keys(1)[:, :4], by_head(k[:4]))
         np.testing.assert_array_equal(fresh.keys(1)[:, 14:], by_head(k[:2]))  # the others lie past max_seq_len
-
-
-@rows("KvCache: advance()")
-def test_advance(run, cache):
-    k, v = random_rows(1)
-    batch = cache.batch(1)
-    batch.put(0, k, v)
-    with pytest.raises(ValueError, match="layer"):
-        run(batch=batch)  # the other layer was left out
-    batch.put(1, k, v)
-    assert cache.seq_len() == 0
-    run(batch=batch)
-    assert cache.seq_len() == 1
 
 
 @rows("Ollama: StartForward(ctx, batch, true)")
@@ -508,7 +481,6 @@ def test_clear(run, request, cache):
 
 
 @rows(
-    "ZigLlama: MultiSequenceKVCache.removeSequence(sequence_id)",
     "llama.cpp: llama_memory_seq_rm(mem, seq_id, -1, -1)",
 )
 def test_clear_of_one(run, cache):
@@ -536,14 +508,6 @@ def test_clone(run, cache):
         np.testing.assert_array_equal(clone.keys(0), by_head(k))
         clone.clear()
     assert cache.seq_len() == 5
-
-
-@rows("KvCache: set_seq_len(n)", "Ollama: Remove(seq, beginIndex, math.MaxInt32)")
-def test_truncate(run, cache):
-    store(cache, 5)
-    for n, positions in ((3, [0, 1, 2]), (100, [0, 1, 2])):  # clamped: to what there is
-        run(cache=cache, n=n, beginIndex=n, seq=0)
-        assert cache.positions().tolist() == positions
 
 
 @rows("llama.cpp: llama_memory_seq_cp(mem, src, dst, -1, p1)")
