@@ -18,7 +18,6 @@ from kvcache import (
     CrossAttention,
     FullAttention,
     KVCache,
-    LongSequencesOnly,
     NotSupportedError,
     Rope,
     SlidingWindow,
@@ -90,24 +89,13 @@ FULL, WITH_MOVES = FullAttention(), {"max_sequences": 2, "shift": moved}
 NEW = {  # the names that the line uses, and attributes of the cache
     "ZigLlama: ModelKVCache.init(num_layers, num_heads, head_dim, max_seq_len, strategy, allocator)": (
         {"strategy": "always"}, {"k_dtype": "f32", "strategy": "always", "max_seq_len": LENGTH}),
-    "ZigLlama: CacheStrategy.LongSequenceOnly": ({"threshold": 4}, {"strategy": LongSequencesOnly(4)}),
-    "ZigLlama: MultiSequenceKVCache.init(allocator, n_layers, n_heads, head_dim, max_seq_length)": (
-        {"max_sequences": 2}, {"max_sequences": 2, "k_dtype": "f32", "max_seq_len": LENGTH}),
-    "ZigLlama: SlidingWindowKVCache.init(allocator, n_layers, n_heads, head_dim, window_size)": (
-        {"window_size": 4}, {"policy": SlidingWindow(4), "max_seq_len": None, "max_sequences": None}),
     "Ollama: NewSWAMemCache(windowSize, memorySize, shift)": (
         WITH_MOVES | {"windowSize": 4, "memorySize": 7}, {"policy": SlidingWindow(5, resume_window=8)}),
-    "Ollama: NewChunkedAttentionCache(chunkSize, shift)": (
-        WITH_MOVES | {"chunkSize": 4}, {"policy": ChunkedAttention(4, resume_window=LENGTH)}),
     "Ollama: NewEncoderCache()": ({"max_len": 8}, {"policy": CrossAttention(8), "k_dtype": "f32"}),
     "Ollama: NewWrapperCache(swa, causal)": (
         {"max_sequences": 2, "swa": SlidingWindow(3), "causal": FULL}, {"policies": (SlidingWindow(3), FULL)}),
     "Ollama: Init(backend, dtype, maxSequences, capacity, maxBatch)": (
         {"dtype": "bf16", "maxSequences": 3}, {"k_dtype": "bf16", "max_sequences": 3, "max_seq_len": LENGTH}),
-    "KvCache: PagedKvCache::with_page_size(num_layers, num_kv_heads, head_dim, max_seq_len, page_size)": (
-        {"page_size": 4}, {"block_size": 4}),
-    "forgellm_runtime: KVCache::with_capacity(num_layers, num_kv_heads, head_dim, max_seq_len)": (
-        {}, {"max_seq_len": LENGTH, "has_memory": LENGTH}),
     "Edifice: init(batch_size: b, num_layers: l, num_heads: h, head_dim: d, max_seq_len: n)": (
         {"b": 3}, {"max_sequences": 3, "capacity": 3 * LENGTH, "k_dtype": "f32", "has_memory": 3 * LENGTH}),
     "llama.cpp: llama_init_from_model(model, {n_ctx, n_seq_max, kv_unified: true})": (
@@ -157,15 +145,6 @@ def test_what_is_read(run, request, cache):
     assert run(cache=cache, layer=1, sequence_id=1, seq_id=1) == READ[request.node.callspec.id]
 
 
-@rows("ZigLlama: KVCacheUtils.recommendedWindowSize(model_context_length, available_memory_mb)")
-def test_recommended_window(run):
-    with KVCache(4, 8, 128, 2**16) as cache:
-        window = run(cache=cache, available_memory_mb=64, model_context_length=cache.max_seq_len)
-    with KVCache(4, 8, 128, window) as cache:
-        assert 60 * 2**20 < cache.capacity_bytes <= 64 * 2**20
-        assert run(cache=cache, available_memory_mb=4096, model_context_length=2048) == 2048  # never more than that
-
-
 @rows("Ollama: CanResume(seq, pos)")
 def test_can_resume(run, cache):
     store(cache, 5)
@@ -206,7 +185,6 @@ def test_a_batch(run, cache):
 
 
 @rows(
-    "Ollama: Put(ctx, key, value)",
     "forgellm_runtime: append(layer, k_data, v_data)",
 )
 def test_append(run, cache):
@@ -311,7 +289,7 @@ def test_reserve(run, cache):
 # ---- rows that come out
 
 
-@rows("KvCache: keys_for(layer, head, seq_len)", "KvCache: PagedKvCache::keys_for(layer, head, seq_len)")
+@rows("KvCache: keys_for(layer, head, seq_len)")
 def test_keys_for(run, cache):
     k, _ = store(cache, 5)
     keys = run(cache=cache, layer=1, head=1, seq_len=4)
@@ -336,24 +314,12 @@ def running(cache):
         yield SimpleNamespace(batch=batch, k=np.concatenate([k, more]), v=v)
 
 
-@rows("ZigLlama: LayerKVCache.get(position), of the token appended last")
-def test_get_of_the_running_token(run, running):
-    key, value = run(batch=running.batch, layer=1)
-    np.testing.assert_array_equal(key, running.k[-1])
-    np.testing.assert_array_equal(value, running.v[0])
-
-
 @rows("KvCache: keys_for(layer, head, seq_len + 1), before advance()")
 def test_keys_with_the_running_token(run, running):
     keys = run(batch=running.batch, layer=1, head=1)
     np.testing.assert_array_equal(keys, running.k[:, 1])
     assert keys.flags.c_contiguous
     assert not keys.flags.owndata
-
-
-@rows("forgellm_runtime: k(layer), before advance()")
-def test_k_with_the_running_token(run, running):
-    assert run(batch=running.batch, layer=1).tolist() == running.k.ravel().tolist()
 
 
 @rows("ZigLlama: LayerKVCache.get(position)")
@@ -386,13 +352,6 @@ def test_get_with_window(run):
         keys, values = run(cache=cache, layer_id=0, sequence_id=0)
         np.testing.assert_array_equal(keys, by_head(k[2:]))
         np.testing.assert_array_equal(values, by_head(v[2:]))
-
-
-@rows("Edifice: get(state, layer_idx)")
-def test_get_of_a_batch(run, cache):
-    given = [store(cache, 4, seq_id=seq_id, seed=seq_id) for seq_id in range(3)]
-    for found, expected in zip(run(cache=cache, layer_idx=1, batch_size=3), zip(*given, strict=True), strict=True):
-        np.testing.assert_array_equal(found, [by_head(x) for x in expected])
 
 
 @rows("Ollama: Get(ctx)")
@@ -447,27 +406,10 @@ def encoder():
         yield cache
 
 
-@pytest.fixture
-def image(encoder):
-    """Rows that an encoder was given, with a token of sequence 0."""
-    k, v = random_rows(5)
-    with encoder.batch(1) as batch:
-        batch.put(0, k, v)
-        batch.put(1, *random_rows(1))
-    return v
-
-
-@rows("Ollama: EncoderCache.Remove(seq, beginIndex, endIndex)")
-def test_encoder_remove(run, encoder, image):
-    run(cache=encoder, seq=0)
-    assert encoder.seq_len(0, layer=0) == 0
-
-
 # ---- edits
 
 
 @rows(
-    "KvCache: PagedKvCache::clear()",
     "llama.cpp: llama_memory_clear(mem, data)",
 )
 def test_clear(run, request, cache):
@@ -567,14 +509,6 @@ def rotated(keys, by):
 def check_moved(cache, k, positions, by, seq_id=0):
     assert cache.positions(seq_id=seq_id).tolist() == positions
     np.testing.assert_allclose(cache.gather(1, seq_id=seq_id)[0], rotated(by_head(k), by), atol=1e-5)
-
-
-@rows("Ollama: Remove(seq, beginIndex, endIndex)")
-def test_remove(run, cache):
-    k, _ = store(cache, 5)
-    run(cache=cache, seq=0, beginIndex=1, endIndex=3)
-    check_moved(cache, k[[0, 3, 4]], [0, 1, 2], [0, -2, -2])
-    run(cache=cache, seq=7, beginIndex=1, endIndex=3)  # unknown
 
 
 @rows("llama.cpp: llama_memory_seq_add(mem, seq_id, p0, p1, delta)")
