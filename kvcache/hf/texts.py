@@ -105,16 +105,18 @@ def _check_held(cache: Any, batch_size: int) -> None:
 def _match_beams(cache: HFCache, text: torch.Tensor) -> None:
     """Keep as many rows of each prompt as the text has, where the rows of both are beams of the same prompts.
 
-    Beams of a prompt are neighbours. The cache knows the same tokens of them: only the prompt.
+    Beams of a prompt are neighbours. The cache knows the same tokens of them: only the prompt. Behind it, the text's
+    rows may differ, as the sequences do that a beam search returns.
     """
     held = cache.text
     if held is None or len(held) == len(text) or held.shape[1] < cache.get_seq_length():
         return
     num_prompts = math.gcd(len(held), len(text))
     num_held, num_given = len(held) // num_prompts, len(text) // num_prompts
+    num_known = int((held != UNKNOWN).all(0).sum())
     are_beams = (
         torch.equal(rows, rows[::num_beams].repeat_interleave(num_beams, 0))
-        for rows, num_beams in ((held, num_held), (text, num_given))
+        for rows, num_beams in ((held, num_held), (text[:, :num_known], num_given))
     )
     if all(are_beams):
         first_beams = torch.arange(0, len(held), num_held)

@@ -126,6 +126,19 @@ def test_another_number_of_beams(before, after):
         assert cache.batch_size == len(text) * after
 
 
+@pytest.mark.parametrize(("num_prompts", "num_beams", "num_returned"), [(1, 3, 2), (2, 3, 2), (1, 4, 3), (1, 3, 1)])
+def test_all_texts_that_a_beam_search_returned_go_on(num_prompts, num_beams, num_returned):
+    """They differ behind the prompt, and are fewer than the rows."""
+    model = model_of("llama")
+    cache = HFCache(model.config, dtype="f32")
+    texts = generate(
+        model, cache, random_tokens(num_prompts, 20), num_beams=num_beams, num_return_sequences=num_returned
+    )
+    answers = generate(model, cache, texts)
+    assert torch.equal(answers, fresh(model, texts))
+    assert cache.get_seq_length() == answers.shape[1] - 1
+
+
 def test_another_text_after_beams():
     model, cache = model_of("llama"), HFCache(model_of("llama").config, dtype="f32")
     generate(model, cache, random_tokens(1, 20), num_beams=3)
