@@ -413,6 +413,7 @@ class HFCache(SaveableBatch, Cache):
         for seq_id in seq_ids:
             self._prefix.note_inexact(seq_id, 0)  # without a prefix cache, the one that was saved noted no masks
         passes.prompts = Prompts(self._prefix, [Prompt(offset, []) for offset in offsets], self._placeholders)
+        passes.prompts.select(range(len(offsets)), 0)  # as the saved cache may have done, which kept nothing behind it
 
     def is_begun_by(self, text: torch.Tensor, hidden: int) -> bool:
         """Whether a text begins with the prompts that were acquired, if any; `hidden` stands for padding."""

@@ -745,6 +745,21 @@ def test_a_loaded_cache_goes_on_in_the_memory_of_a_prefix_cache(tmp_path, name):
     loaded.reset()
 
 
+def test_beams_that_were_saved_and_loaded_are_released(tmp_path):
+    """With the texts that the beam search returned, one for each prompt, as before they were saved."""
+    model = model_of("llama")
+    prefix, tokens = prefix_for(model), random_tokens(2, LONG)
+    cache = HFCache(model.config, prefix=prefix)
+    texts = model.generate(tokens, past_key_values=cache, **GREEDY, num_beams=3)
+    cache.save(tmp_path / "beams")
+    cache.release(texts)
+    before = prefix.stats.sequences
+    loaded = HFCache.load(model.config, tmp_path / "beams", prefix=prefix)
+    loaded.release(texts)
+    assert prefix.stats.sequences == before
+    prefix.cache.validate()
+
+
 def test_a_loaded_cache_that_is_dropped_or_is_given_another_text(tmp_path):
     model = model_of("llama")
     saved, tokens = HFCache(model.config, "f32"), random_tokens(1, LONG)
