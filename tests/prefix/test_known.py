@@ -16,7 +16,16 @@ from support.defects import put_back, read_defects
 HERE = Path(__file__).parent / "known"
 SOURCES = [HERE / "known.c", *sorted({*HERE.glob("*.c")} - {HERE / "known.c"})]
 DEFECTS = [*read_defects(HERE / "defects.txt")]
-SCENES = {"--runs": 20, "--names": 10, "--clones": 5, "--forks": 1, "--fits": 20}  # so many of each in turn
+SCENES = {  # so many of each in turn
+    "--runs": 20,
+    "--names": 10,
+    "--clones": 5,
+    "--forks": 1,
+    "--fits": 20,
+    "--orders": 40,
+    "--reuse": 40,
+    "--forgets": 40,
+}
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +64,18 @@ def test_names(known):
 
 def test_rows_injected_in_a_clone_are_exact(known):
     check(known, "--seed", 1, "--clones", 50)
+
+
+def test_blocks_are_evicted_in_the_order_of_their_last_use(known):
+    check(known, "--seed", 1, "--orders", 500)
+
+
+def test_tokens_are_taken_from_elsewhere(known):
+    check(known, "--seed", 1, "--reuse", 500)
+
+
+def test_what_is_forgotten_while_a_store_works_is_gone(known):
+    check(known, "--seed", 1, "--forgets", 500)
 
 
 def test_children_of_fork_have_no_state_that_nobody_owns(known):

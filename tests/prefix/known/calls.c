@@ -124,7 +124,6 @@ void do_acquire(world *w) {
     s->node = text_begin(node, matched);
     s->exact = reused ? expected : INT32_MAX;
     s->prefix = 1 + (int)(p - w->prefixes), s->prompt = node, s->keeps = 2;
-    s->has_place = matched >= w->shape.block;
     s->state = p->config.state_bytes ? s->node : 0;
     for (int i = 0; i < PREFIXES; i++) /* these blocks may be older than what another prefix has forgotten */
         s->barred[i] = matched && &w->prefixes[i] != p && w->prefixes[i].has_forgotten;

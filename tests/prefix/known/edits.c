@@ -167,7 +167,6 @@ void do_unpin(world *w) {
     w->call = "kvc_prefix_unpin";
     must(w, kvc_prefix_unpin(p->handle, tokens_of(node, &tokens)));
     trace(w, "unpin of prefix %d: %s", (int)(p - w->prefixes), spell(node));
-    note_use(w, p, node, text_length(node), 0);
     pin *it = find_pin(p, node);
     if (it && !--it->count) *it = p->pins[--p->num_pins];
     note_time(w, p);

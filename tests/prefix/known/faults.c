@@ -152,7 +152,7 @@ void play_forks(world *w) {
     must(w, kvc_prefix_new(cache, &own, &k.prefix));
     tokens_of(node, &k.tokens);
     must(w, kvc_prefix_acquire(k.prefix, &k.tokens.tokens, -1, &k.id, &matched));
-    feed_text(w, cache, k.id, node);
+    feed_tokens(w, cache, k.id, text_length(node));
     const int64_t held = kvc_nbytes(cache);
     w->call = "kvc_prefix_checkpoint in another thread";
     if (pthread_create(&thread, NULL, keep_states, &k)) fail(w, "there is no thread");

@@ -137,7 +137,6 @@ typedef struct sequence {
     int prompt;                      /* the text that it was acquired with */
     int keeps;                       /* 2: commits keep the prompt's blocks; 1: they may; 0: they do not */
     int is_other;                    /* its first token may not be the prompt's any more */
-    int has_place;                   /* a match gave it its first block: what keeps < 2 says holds for that, too */
     uint8_t copies_barred[PREFIXES]; /* 1: it was there when the prefix forgot another prompt: it may bar copies */
     uint8_t barred[PREFIXES];  /* 2: the prefix keeps none of its blocks; 1: it may not: it has forgotten a prompt */
     int left_out;              /* 1 + the first position that a commit may have left out, for want of memory; 0: none */
@@ -344,13 +343,22 @@ void play_clones(world *w);
 /* A child of fork() has no state that nobody owns. */
 void play_forks(world *w);
 
-/* Feeds a sequence that holds nothing a text, in one batch, as rows of zeros. */
-void feed_text(world *w, kvc_cache *cache, int64_t id, int node);
+/* Feeds a sequence n tokens in one batch, as rows of zeros. */
+void feed_tokens(world *w, kvc_cache *cache, int64_t id, int n);
 
 /* A prompt that fits without a match fits with one. */
 void play_fits(world *w);
 
 /* Names tell apart what rows depend on, and nothing else. */
 void play_names(world *w);
+
+/* Blocks are evicted in the order in which they were used last. */
+void play_orders(world *w);
+
+/* Tokens that stand elsewhere are taken from there. */
+void play_reuse(world *w);
+
+/* A prompt that is forgotten while a store works is gone. */
+void play_forgets(world *w);
 
 #endif

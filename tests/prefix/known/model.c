@@ -232,8 +232,7 @@ void note_bars(world *w, prefix *p, int node) {
         } else if (s->prefix == 1 + at) {
             const int has_both = text_begin(s->prompt, 1) == text_begin(node, 1), is_fed = s->node != 0;
             s->copies_barred[at] |= is_fed;
-            const int may_be_other = s->is_other || (s->has_place && (s->keeps < 2 || w->shape.config.max_bytes));
-            if (is_fed && may_be_other && !s->barred[at]) s->barred[at] = 1; /* as those that it did not acquire */
+            if (is_fed && s->is_other && !s->barred[at]) s->barred[at] = 1; /* as those that it did not acquire */
             if (has_both && s->barred[at] < 2) s->barred[at] = is_fed ? 2 : 1;
         } else if (s->node) {
             const int has_both = text_begin(s->node, 1) == text_begin(node, 1);
@@ -252,7 +251,6 @@ int last_kept(const world *w, const kept *b, int node) {
 }
 
 void note_forgotten(world *w, prefix *p, int node, int64_t *least_tokens, int64_t *most_tokens) {
-    const int length = text_length(node);
     *least_tokens = *most_tokens = 0;
     if (!node) return;
     for (int i = p->num_blocks; i-- > 0;) {
