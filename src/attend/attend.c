@@ -285,24 +285,11 @@ static void lock_round(kvc_round *round) {
 
 static void unlock_round(kvc_round *round) { atomic_flag_clear_explicit(&round->lock, memory_order_release); }
 
-/* Takes a task for the calling thread: the next one of the part whose rows lie near it; once that has none left, one of
- * another part. */
-static int64_t take_near(kvc_call *c) {
-    const kvc_plan *plan = c->plan;
-    const int64_t num_tasks = plan->num_tasks / plan->num_parts; /* of a part */
-    int32_t part = kvc_pool_part_of(&plan->batch->cache->pools[plan->group], kvc_node_here());
-    for (;; part = (part + 1) % plan->num_parts) { /* ends, as it is called once for each task */
-        const int64_t i = atomic_fetch_add(&c->taken[part].num, 1);
-        if (i < num_tasks) return i * plan->num_parts + part;
-    }
-}
-
-/* Attends to the rows of task i, or of one near this thread in its place, and ends its splits, unless the call is
- * cancelled; for kvc_parallel, with the kvc_call as context. */
+/* Attends to the rows of task i and ends its splits, unless the call is cancelled; for kvc_parallel, with the kvc_call
+ * as context. */
 static void run_task(void *context, int64_t i) {
     kvc_call *c = context;
     kvc_plan *plan = c->plan;
-    if (c->takes_near) i = take_near(c);
     const int32_t l = take_workspace(plan);
     kvc_task t = make_task(c, i, plan->workspaces + (size_t)l * plan->workspace.size);
     const int cancelled = !attend_split(&t);
@@ -468,7 +455,7 @@ static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_atte
                       const kvc_row_buffer *buffer) {
     const kvc_cache *cache = plan->batch->cache;
     c->plan = plan;
-    c->is_rerun = c->was_done = c->takes_near = 0;
+    c->is_rerun = c->was_done = 0;
     c->args = args;
     c->kernels = cache->kernels;
     c->prefetch_level = cache->prefetch_level;
@@ -489,7 +476,6 @@ static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_atte
     c->changes_scores = args->softcap > 0 || args->alibi;
     c->scale = args->scale != 0 ? args->scale : 1 / sqrtf((float)plan->k_dim);
     atomic_init(&c->was_cancelled, 0);
-    for (int32_t i = 0; i < plan->num_parts; i++) atomic_init(&c->taken[i].num, 0);
 }
 
 /* Checks the arguments of kvc_plan_run, and runs the task. */
@@ -541,7 +527,6 @@ static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *a
         KVC_TRY(kvc_row_buffer_enter(batch, layer, buffer));
     if (put) KVC_TRY(kvc_put_rows(batch, layer, put, *buffer));
     make_call(&c, plan, layer, args, *buffer);
-    c.takes_near = plan->num_parts > 1;
     kvc_cache_poll_timer(batch->cache, plan->multiply_adds, &c.timer);
     kvc_parallel(kvc_threads_for(plan->multiply_adds, WORTH_THREADS, plan->args.num_threads), plan->num_tasks, run_task,
                  &c);

@@ -7,7 +7,7 @@
  *     plan.
  *   - The largest jobs come first, so that little is left to do when the last one begins.  Tasks go KV head by KV head,
  *     as slices of a prompt then find its rows in a cache, unless there are fewer than TASKS_PER_THREAD jobs per
- *     thread.  Where parts of the KV heads lie on memory nodes of their own, it goes round the parts.
+ *     thread.
  */
 #include "attend/jobs.h"
 

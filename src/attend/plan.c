@@ -361,8 +361,7 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
                        .k_dim = layer->k_dim,
                        .v_dim = layer->v_dim,
                        .num_cross_puts = kvc_num_cross_puts(batch, group),
-                       .heads_per_kv = args->num_heads / layer->num_kv_heads,
-                       .num_parts = batch->cache->pools[group].num_parts};
+                       .heads_per_kv = args->num_heads / layer->num_kv_heads};
     sketch.workspace.acc_stride = (int32_t)kvc_align_up((size_t)layer->v_dim, KVC_LANES);
     sketch.num_slices = kvc_count_slices(&sketch);
     maker m = {.plan = &sketch};

@@ -8,15 +8,8 @@
 
 #include <string.h>
 
-#include "base/nodes.h"
 #include "attend/work.h"
 #include "space/row_buffer.h"
-
-/* How many tasks of a part were taken, apart from what other processors write. */
-typedef struct kvc_taken {
-    _Atomic int64_t num;
-    char apart[KVC_CACHE_LINE];
-} kvc_taken;
 
 /* Arguments that all tasks of one kvc_attend, or of one kvc_plan_run, share. */
 typedef struct kvc_call {
@@ -33,13 +26,11 @@ typedef struct kvc_call {
     const kvc_rope *rope;   /* rotates keys with a delta; NULL: the layer's keys are not rotated */
     const float *angles;    /* [plan->num_deltas][plan->angles_stride] of that rope */
     int prefetch_level;     /* for kvc_ahead */
-    int takes_near;         /* for kvc_attend: threads take tasks by where their rows lie */
     int is_rerun, was_done; /* for kvc_plan_run: the round is a rerun; the task was done before in this round */
     int changes_scores;     /* there is a softcap, or ALiBi */
     float scale;
-    kvc_poll_timer timer;            /* asked whether to end early, as tasks begin and between the tiles of long ones */
-    atomic_int was_cancelled;        /* a task ended early */
-    kvc_taken taken[KVC_MOST_NODES]; /* [plan->num_parts] for kvc_attend */
+    kvc_poll_timer timer;     /* asked whether to end early, as tasks begin and between the tiles of long ones */
+    atomic_int was_cancelled; /* a task ended early */
 } kvc_call;
 
 /* A task, or a view of some of its query rows.  Its query rows are its job's, one slice after the other. */

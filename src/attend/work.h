@@ -110,13 +110,10 @@ struct kvc_plan {
     int32_t group;
     int32_t num_kv_heads, k_dim, v_dim; /* shape of the layers that the plan serves */
     int32_t heads_per_kv;               /* query heads per KV head */
-    int32_t num_parts;                  /* of the KV heads, each with rows on nodes of its own; 1: of all, anywhere */
     int32_t num_slices, num_workspaces;
     int64_t num_segments;
     int64_t num_jobs, num_tasks; /* a job is num_kv_heads tasks */
-    /* The order of tasks goes round the parts.  Within a part, 1: all jobs of one KV head, then of the next; 0: all KV
-     * heads of one job. */
-    int32_t by_head;
+    int32_t by_head; /* order of tasks: 1: all jobs of one KV head, then of the next; 0: all KV heads of one job */
     double multiply_adds;
     int32_t num_cross_puts;            /* kvc_num_cross_puts of the group when the plan was made */
     int32_t num_deltas, angles_stride; /* stride in floats */
@@ -175,9 +172,8 @@ static inline int kvc_plan_is_current(const kvc_plan *plan) {
 
 /* Returns the job of task i, and its KV head in *head. */
 static inline const kvc_job *kvc_job_of(const kvc_plan *plan, int64_t i, int32_t *head) {
-    const int64_t num_heads = plan->num_kv_heads / plan->num_parts, part = i % plan->num_parts, j = i / plan->num_parts;
-    *head = (int32_t)(part * num_heads + (plan->by_head ? j / plan->num_jobs : j % num_heads));
-    return &plan->jobs[plan->by_head ? j % plan->num_jobs : j / num_heads];
+    *head = (int32_t)(plan->by_head ? i / plan->num_jobs : i % plan->num_kv_heads);
+    return &plan->jobs[plan->by_head ? i % plan->num_jobs : i / plan->num_kv_heads];
 }
 
 static inline const kvc_query_slice *kvc_slice_of(const kvc_plan *plan, const kvc_job *job, int32_t slice) {

@@ -116,7 +116,3 @@ int kvc_memory_any_busy(const kvc_memory *memory) {
 void kvc_memory_clear_written(kvc_memory *memory, void *p) { kvc_slab_clear_written(&memory->slabs, p); }
 
 int kvc_memory_is_lazy(const kvc_memory *memory, size_t size) { return memory->allocator.purge && size >= LAZY_SIZE; }
-
-int kvc_memory_has_pages(const kvc_memory *memory, size_t size) {
-    return is_default(memory) && is_mapped(size, KVC_MEMORY_ROWS);
-}

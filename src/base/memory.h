@@ -52,10 +52,6 @@ int kvc_memory_is_busy(const kvc_memory *memory, const uint8_t *p, size_t size);
 /* Whether some call works on any pages. */
 int kvc_memory_any_busy(const kvc_memory *memory);
 
-/* Whether rows of this size have pages of their own, which may be placed: those of the default allocator that fill a
- * huge page. */
-int kvc_memory_has_pages(const kvc_memory *memory, size_t size);
-
 /* Whether a block of this size takes memory only as it is touched, and can return it page by page. */
 int kvc_memory_is_lazy(const kvc_memory *memory, size_t size);
 

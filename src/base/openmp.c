@@ -23,7 +23,7 @@
 #include <omp.h>
 #endif
 
-enum { MOST_PATH = 1024, MOST_RUNTIMES = 8, MOST_IN_PLACE = 1024 }; /* processors of a place; more count as none */
+enum { MOST_PATH = 1024, MOST_RUNTIMES = 8 };
 
 /* The functions of a runtime. */
 typedef struct runtime {
@@ -32,8 +32,6 @@ typedef struct runtime {
     int (*max_threads)(void);
     int (*thread_limit)(void);
     int (*num_places)(void);
-    int (*num_procs)(int place);
-    void (*proc_ids)(int place, int *ids);
     int (*proc_bind)(void);
     void (*parallel)(void (*work)(void *context), void *context, unsigned num_threads, unsigned flags);
 } runtime;
@@ -52,8 +50,6 @@ static runtime linked = {"", /* kvc_openmp_find() notes the path */
                          omp_get_max_threads,
                          omp_get_thread_limit,
                          omp_get_num_places,
-                         omp_get_place_num_procs,
-                         omp_get_place_proc_ids,
                          linked_proc_bind,
                          run_linked};
 #define LINKED &linked
@@ -91,23 +87,9 @@ int kvc_openmp_num_threads(void) {
     return least > 1 ? least : 1; /* LLVM's runtime, told a number that is none, may give a negative one */
 }
 
-/* LLVM's runtime has a place of all processors where it binds no thread. */
-static int num_places_of(const runtime *r) { return r && r->proc_bind() ? r->num_places() : 0; }
-
-int kvc_openmp_num_places(void) { return num_places_of(atomic_load(&in_use)); }
-
-int kvc_openmp_mark_processors(uint8_t *marks, int num) {
+int kvc_openmp_num_places(void) {
     const runtime *r = atomic_load(&in_use);
-    const int num_places = num_places_of(r);
-    int ids[MOST_IN_PLACE];
-    for (int place = 0; place < num_places; place++) {
-        const int size = r->num_procs(place);
-        if (size > MOST_IN_PLACE) continue;
-        r->proc_ids(place, ids);
-        for (int i = 0; i < size; i++)
-            if (ids[i] >= 0 && ids[i] < num) marks[ids[i]] = 1;
-    }
-    return num_places;
+    return r && r->proc_bind() ? r->num_places() : 0; /* LLVM's has a place of all processors where it binds none */
 }
 
 void kvc_openmp_run(void (*work)(void *context), void *context, int num_threads) {
@@ -246,12 +228,9 @@ static runtime *keep_runtime(const char *path) {
     *(void **)&r->max_threads = dlsym(library, "omp_get_max_threads");
     *(void **)&r->thread_limit = dlsym(library, "omp_get_thread_limit");
     *(void **)&r->num_places = dlsym(library, "omp_get_num_places");
-    *(void **)&r->num_procs = dlsym(library, "omp_get_place_num_procs");
-    *(void **)&r->proc_ids = dlsym(library, "omp_get_place_proc_ids");
     *(void **)&r->proc_bind = dlsym(library, "omp_get_proc_bind");
     *(void **)&r->parallel = dlsym(library, "GOMP_parallel");
-    if (!r->in_parallel || !r->max_threads || !r->thread_limit || !r->num_places || !r->num_procs || !r->proc_ids ||
-        !r->proc_bind || !r->parallel)
+    if (!r->in_parallel || !r->max_threads || !r->thread_limit || !r->num_places || !r->proc_bind || !r->parallel)
         return NULL;
     strcpy(r->path, path);
     atomic_store(&num_runtimes, num + 1);

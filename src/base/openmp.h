@@ -44,9 +44,6 @@ int kvc_openmp_thread_limit(void);
 /* Returns how many places (OMP_PLACES) threads are bound to; 0 if they are not bound. */
 int kvc_openmp_num_places(void);
 
-/* Sets marks[i] to 1 for the processors i < num of these places.  Returns how many places there are. */
-int kvc_openmp_mark_processors(uint8_t *marks, int num);
-
 /* Runs work(context) on each of up to num_threads threads, the calling one among them, and waits for all of them. */
 void kvc_openmp_run(void (*work)(void *context), void *context, int num_threads);
 

@@ -45,29 +45,3 @@ kvc_status kvc_layout_add(const kvc_memory *memory, kvc_layout *layout, const kv
     *block_bytes += layout->head_stride * (size_t)layer->num_kv_heads;
     return KVC_OK;
 }
-
-static int32_t common_divisor(int32_t a, int32_t b) { return b ? common_divisor(b, a % b) : a; }
-
-int32_t kvc_layout_divide(kvc_layout *layouts, int32_t num_layers, int32_t num_nodes, size_t least_bytes,
-                          size_t *block_bytes) {
-    size_t stride = 0, begin = 0;
-    for (int32_t i = 0; i < num_layers; i++) {
-        if (layouts[i].num_kv_heads != layouts->num_kv_heads) return 1;
-        stride += layouts[i].head_stride;
-    }
-    const int32_t num_parts = num_layers ? common_divisor(layouts->num_kv_heads, num_nodes) : 1;
-    stride = odd_lines(stride);
-    if (num_parts == 1 || stride * (size_t)layouts->num_kv_heads / (size_t)num_parts < least_bytes) return 1;
-    for (int32_t i = 0; i < num_layers; i++) {
-        kvc_layout *at = &layouts[i];
-        const size_t back = at->k_offset - begin;
-        begin += at->head_stride;
-        at->k_offset -= back;
-        at->v_offset -= back;
-        if (at->k_scales) at->k_scales -= back;
-        if (at->v_scales) at->v_scales -= back;
-        at->head_stride = stride;
-    }
-    *block_bytes = stride * (size_t)layouts->num_kv_heads;
-    return num_parts;
-}

@@ -10,10 +10,4 @@
 kvc_status kvc_layout_add(const kvc_memory *memory, kvc_layout *layout, const kvc_layer *layer, int32_t num_slots,
                           size_t *block_bytes);
 
-/* Divides a block of these layers into as many parts as their KV heads and num_nodes allow, of as many heads each, and
- * returns their number; 1 if they would have less than least_bytes.  Several lie one behind the other, each with the
- * rows of all layers; *block_bytes grows a little. */
-int32_t kvc_layout_divide(kvc_layout *layouts, int32_t num_layers, int32_t num_nodes, size_t least_bytes,
-                          size_t *block_bytes);
-
 #endif

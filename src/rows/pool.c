@@ -1,10 +1,8 @@
 /* pool.c: the blocks of one layer group: see pool.h. */
 #include "rows/pool.h"
 
-#include <stdatomic.h>
 #include <string.h>
 
-#include "base/nodes.h"
 #include "base/parallel.h"
 #include "base/status.h"
 
@@ -13,8 +11,7 @@ enum {
     COLLAPSE_SLOTS = 512,    /* slots filled in a block before its pages are looked at again */
     COLLAPSE_TOKENS = 8,     /* tokens of a batch per step made, and per block looked at, beyond the first ones */
     COLLAPSE_BLOCKS = 8,     /* blocks looked at after a batch of few tokens */
-    FAULT_BYTES = 256 << 10, /* most bytes of memory taken in one step */
-    MOST_PARTS = 1 << 14     /* of all blocks that are spread: Linux gives a process 65,530 mappings */
+    FAULT_BYTES = 256 << 10  /* most bytes of memory taken in one step */
 };
 
 void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t block_size, const kvc_layout *layouts,
@@ -23,8 +20,6 @@ void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t bl
                        .group = group,
                        .block_size = block_size,
                        .block_bytes = block_bytes,
-                       .num_nodes = 1,
-                       .num_parts = 1,
                        .is_lazy = kvc_memory_is_lazy(memory, block_bytes),
                        .layouts = layouts,
                        .num_layers = num_layers,
@@ -32,8 +27,6 @@ void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t bl
 }
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
-
-static atomic_int num_spread; /* parts of all blocks that are spread */
 
 /* Put a block into the list of blocks that may lack memory, or take it out; do nothing if it is there, or is not. */
 static void list_untaken(kvc_pool *pool, kvc_block *block) {
@@ -54,7 +47,6 @@ static void unlist_untaken(kvc_block *block) {
 
 static void free_block(kvc_pool *pool, kvc_block *block) {
     unlist_untaken(block);
-    if (block->is_spread) atomic_fetch_sub(&num_spread, pool->num_parts);
     kvc_memory_free(pool->memory, block->rows, pool->block_bytes, KVC_MEMORY_ROWS, pool->group);
     kvc_memory_free(pool->memory, block, (size_t)kvc_pool_header_bytes(pool), KVC_MEMORY_BOOKKEEPING, -1);
 }
@@ -89,36 +81,6 @@ void kvc_pool_destroy(kvc_pool *pool) {
     }
 }
 
-void kvc_pool_spread(kvc_pool *pool, int32_t num_nodes, int32_t num_parts) {
-    pool->num_nodes = num_nodes;
-    pool->num_parts = num_parts;
-}
-
-/* Spreads the pages of a block over the nodes.  Parts begin at whole huge pages, rounded to the nearest in one block,
- * and up more often or less in others, so that parts are alike over four blocks. */
-static void spread_block(const kvc_pool *pool, uint8_t *rows) {
-    static const int QUARTERS[] = {2, 1, 3, 0}; /* of a huge page, added before rounding down */
-    const size_t part_bytes = pool->block_bytes / (size_t)pool->num_parts;
-    const size_t more = KVC_HUGE_PAGE / 4 * (size_t)QUARTERS[pool->num_blocks % 4];
-    const int32_t nodes = pool->num_nodes / pool->num_parts;
-    size_t begin = 0;
-    for (int32_t i = 0; i < pool->num_parts; i++) {
-        const int is_last = i == pool->num_parts - 1;
-        const size_t end = is_last ? (size_t)kvc_align_up(pool->block_bytes, kvc_os_page_size())
-                                   : ((size_t)(i + 1) * part_bytes + more) / KVC_HUGE_PAGE * KVC_HUGE_PAGE;
-        kvc_nodes_spread(rows + begin, end - begin, i * nodes, nodes);
-        begin = end;
-    }
-}
-
-/* Returns whether a new block is to be spread, which is counted then. */
-static int may_spread(const kvc_pool *pool) {
-    if (pool->num_nodes == 1 || !kvc_memory_has_pages(pool->memory, pool->block_bytes)) return 0;
-    if (atomic_fetch_add(&num_spread, pool->num_parts) <= MOST_PARTS - pool->num_parts) return 1;
-    atomic_fetch_sub(&num_spread, pool->num_parts);
-    return 0;
-}
-
 /* Adds a new block to the end of the free list: at **end, which becomes the new end. */
 static kvc_status new_block(kvc_pool *pool, kvc_block ***end) {
     kvc_block *block = kvc_memory_alloc(pool->memory, (size_t)kvc_pool_header_bytes(pool), KVC_MEMORY_BOOKKEEPING, -1);
@@ -129,9 +91,7 @@ static kvc_status new_block(kvc_pool *pool, kvc_block ***end) {
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for a block of %d slots, %zu bytes", pool->block_size,
                         pool->block_bytes);
     }
-    const int is_spread = may_spread(pool);
-    if (is_spread) spread_block(pool, rows);
-    *block = (kvc_block){.rows = rows, .pool = pool, .is_free = 1, .is_spread = (int8_t)is_spread};
+    *block = (kvc_block){.rows = rows, .pool = pool, .is_free = 1};
     list_block(pool, block);
     **end = block;
     *end = &block->next;

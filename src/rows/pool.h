@@ -73,7 +73,6 @@ typedef struct kvc_block {
     struct kvc_block *next_untaken, **untaken_at; /* place in pool->untaken; NULL: it is not there */
     int8_t is_free;                               /* it is in the list of free blocks */
     int8_t was_loose;                             /* it counted in pool->num_loose when it was opened */
-    int8_t is_spread;                             /* over memory nodes; never changes */
     int8_t is_row_buffer;                         /* the block is a row buffer's, of no pool; never changes */
     kvc_holders holders[];                        /* [block_size] of each slot, for slots below fill */
 } kvc_block;
@@ -117,9 +116,8 @@ typedef struct kvc_pool {
     int32_t group;
     int32_t block_size;
     size_t block_bytes;
-    int32_t num_nodes, num_parts; /* over how many nodes rows are spread, and in how many parts: kvc_layout_divide */
-    int is_lazy;                  /* its rows get memory as slots are faulted, not all at once */
-    const kvc_layout *layouts;    /* [num_layers] of the group's layers */
+    int is_lazy;               /* its rows get memory as slots are faulted, not all at once */
+    const kvc_layout *layouts; /* [num_layers] of the group's layers */
     int32_t num_layers;
     kvc_block *first, *last; /* list of all blocks that have memory */
     int32_t num_blocks;
@@ -151,15 +149,6 @@ typedef struct kvc_pool {
 void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t block_size, const kvc_layout *layouts,
                    int32_t num_layers, size_t block_bytes);
 void kvc_pool_destroy(kvc_pool *pool);
-
-/* Spreads the pages of new blocks over num_nodes nodes, in equal parts: each over as many nodes, which follow those of
- * the part before.  Call it before blocks are opened. */
-void kvc_pool_spread(kvc_pool *pool, int32_t num_nodes, int32_t num_parts);
-
-/* Returns the part of a block with the rows that threads of a node are to read. */
-static inline int32_t kvc_pool_part_of(const kvc_pool *pool, int32_t node) {
-    return node * pool->num_parts / pool->num_nodes;
-}
 
 /* Returns the resident bytes of the rows of a block of which `faulted` slots were faulted. */
 int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t faulted);

@@ -7,7 +7,6 @@
  */
 #include "whole/atfork.h"
 
-#include "base/nodes.h"
 #include "base/openmp.h"
 #include "edit/rewrite.h"
 #include "pass/put.h"
@@ -120,7 +119,6 @@ int kvc_atfork_init(void) {
     kvc_mutex_lock(&list_mutex);
     if (!is_set) is_set = pthread_atfork(lock_all, unlock_all, in_child) == 0;
     kvc_openmp_find(); /* under the mutex: a fork() in the middle of dlopen would leave its locks to the child */
-    kvc_nodes_find();
     kvc_mutex_unlock(&list_mutex);
     return !is_set;
 }

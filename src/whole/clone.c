@@ -173,9 +173,8 @@ static void copy_region(void *context, int64_t i) {
     const twin *pair = &c->twins[i / c->num_regions];
     const kvc_pool *pool = &c->to->pools[pair->group];
     if (!pair->to || i % c->num_regions >= kvc_pool_num_regions(pool)) return;
-    const kvc_region at = kvc_pool_region(pool, i % c->num_regions); /* which may lie elsewhere, for other nodes */
-    const kvc_region from = kvc_pool_region(&c->from->pools[pair->group], i % c->num_regions);
-    memcpy(pair->to->rows + at.offset, pair->from->rows + from.offset, (size_t)pair->to->fill * at.row_bytes);
+    const kvc_region at = kvc_pool_region(pool, i % c->num_regions);
+    memcpy(pair->to->rows + at.offset, pair->from->rows + at.offset, (size_t)pair->to->fill * at.row_bytes);
 }
 
 static void copy_rows(cloning *c) {

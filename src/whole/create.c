@@ -1,7 +1,6 @@
 /* create.c: kvc_cache_new and kvc_cache_free. */
 #include <string.h>
 
-#include "base/nodes.h"
 #include "kernels/dispatch.h"
 #include "whole/atfork.h"
 #include "cache/check.h"
@@ -41,17 +40,8 @@ static void find_groups(kvc_cache *cache) {
         if (cache->layers[i].share) cache->group_of[i] = cache->group_of[kvc_source_of(cache, i)];
 }
 
-/* Returns over how many memory nodes rows are to be spread.  Threads for which the cores of one node are enough may all
- * run there, and the system then places rows beside them. */
-static int32_t find_nodes(const kvc_cache *cache) {
-    const int32_t num = kvc_num_nodes();
-    if (num == 1) return KVC_BUGGIFY() ? 2 : 1;
-    return kvc_cache_threads(cache) > kvc_usable_cores() / num ? num : 1;
-}
-
 /* Lays out the blocks of each group, and makes its pool. */
 static kvc_status init_groups(kvc_cache *cache, int32_t block_size) {
-    const int32_t num_nodes = find_nodes(cache);
     int32_t next = 0;
     for (int32_t g = 0; g < cache->num_groups; g++) {
         const int32_t first = next,
@@ -64,14 +54,9 @@ static kvc_status init_groups(kvc_cache *cache, int32_t block_size) {
             if (status != KVC_OK) return status;
             cache->layout_of[i] = next++;
         }
-        const int has_nodes = num_nodes > 1 && (kvc_memory_has_pages(&cache->memory, block_bytes) || KVC_BUGGIFY());
-        const size_t least = KVC_BUGGIFY() ? 0 : KVC_HUGE_PAGE; /* of a part: none is made huge that two share */
-        const int32_t num_parts =
-            has_nodes ? kvc_layout_divide(&cache->layouts[first], next - first, num_nodes, least, &block_bytes) : 1;
         kvc_pool_init(&cache->pools[g], &cache->memory, g, size, &cache->layouts[first], next - first, block_bytes);
         kvc_useful_init(&cache->pools[g]);
         cache->pools[g].counts_bytes = cache->max_bytes != 0;
-        if (has_nodes) kvc_pool_spread(&cache->pools[g], num_nodes, num_parts);
     }
     for (int32_t i = 0; i < cache->num_layers; i++)
         if (cache->layers[i].share) cache->layout_of[i] = cache->layout_of[kvc_source_of(cache, i)];

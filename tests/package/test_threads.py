@@ -255,40 +255,6 @@ int main(void) {
     subprocess.run([program], env=ENVIRONMENT, check=True)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are bound to processors on Linux")
-@pytest.mark.parametrize("name", ["gcc", "clang"])
-def test_places_are_of_processors_that_the_process_may_use(tmp_path, name):
-    """OpenMP binds the main thread to the first place as soon as it is loaded: its affinity says no more."""
-    if not shutil.which(name):
-        pytest.skip(f"there is no {name} here")
-    program = tmp_path / "processors.c"
-    program.write_text(
-        """#include <stdint.h>
-#include <stdio.h>
-#include "base/openmp.h"
-int main(void) {
-    uint8_t marks[1024] = {0};
-    printf("%d", kvc_openmp_mark_processors(marks, 1024));
-    for (int i = 0; i < 1024; i++)
-        if (marks[i]) printf(" %d", i);
-}"""
-    )
-    command = [name, *FLAGS, program, ROOT / "src/base/openmp.c", OPENMP, *LIBRARIES, "-o", tmp_path / "processors"]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip(f"there is no OpenMP for {name} here")
-
-    def marked(processors, **environment):
-        """Run confined to some processors, as by taskset; return how many places there are, and what is marked."""
-        confined = ["taskset", "-c", ",".join(map(str, processors)), tmp_path / "processors"]
-        done = subprocess.run(confined, env=ENVIRONMENT | environment, check=True, capture_output=True, text=True)
-        return list(map(int, done.stdout.split()))
-
-    usable = sorted(os.sched_getaffinity(0))
-    assert marked(usable) == [0]
-    for processors in (usable, usable[:1], usable[-1:]):
-        assert marked(processors, OMP_PLACES="threads", OMP_PROC_BIND="spread") == [len(processors), *processors]
-
-
 @needs_openmp
 def test_threadpoolctl():
     pytest.importorskip("threadpoolctl")
