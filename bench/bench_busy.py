@@ -1,6 +1,6 @@
-"""Measure decode attention beside programs that keep cores busy: kvcache on OpenMP's threads and on its own, and peers.
+"""Measure decode attention beside programs that keep cores busy: kvcache and peers, each compared with itself alone.
 
-Each is compared with itself alone, and kvcache's layers with each other.
+KVCACHE_THREADS=own, in the environment, measures the library's own threads in a build with OpenMP.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def work_of_torch(threads: int) -> Callable[[], object]:
     return lambda: x @ weight
 
 
-def attending(context: int, threads: int, dtype: str, layer: str, between: Callable[[], object]) -> Entrant:
+def attending(context: int, threads: int, dtype: str, between: Callable[[], object]) -> Entrant:
     """Return an entrant that attends with one query over rows of a type, and does something else before each call."""
     rng = np.random.default_rng(0)
     cache = kvcache.KVCache(1, KV_HEADS, DIM, context, dtype=dtype, num_threads=threads)
@@ -62,7 +62,6 @@ def attending(context: int, threads: int, dtype: str, layer: str, between: Calla
         batch.put(0, rows[1:], rows[1:])
 
     def run(count: int) -> list[float]:
-        kvcache.set_threading_layer(layer)
         batch, seconds = cache.batch(1), []
         batch.put(0, rows[:1], rows[:1])
         for _ in range(count):
@@ -73,7 +72,7 @@ def attending(context: int, threads: int, dtype: str, layer: str, between: Calla
         batch.abort()
         return seconds
 
-    return Entrant(f"kvcache, {layer}", run, kind=dtype)
+    return Entrant(f"kvcache, {kvcache.get_threading_layer()}", run, kind=dtype)
 
 
 def run(entrant: Entrant, calls: int) -> float:
@@ -96,17 +95,11 @@ def measure(entrants: list[Entrant], neighbours: Neighbours, seconds: float) -> 
     return found
 
 
-def quotient(times: list[float], others: list[float]) -> float:
-    """Return the median over rounds of what one entrant takes of another's time."""
-    return statistics.median(mine / theirs for mine, theirs in zip(times, others, strict=True))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--neighbours", type=int, default=1, help="busy programs (default: 1)")
     parser.add_argument("--context", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--threads", type=int, nargs="+", default=[len(os.sched_getaffinity(0)), 1])
-    parser.add_argument("--layers", nargs="+", default=["openmp", "own"], help="of kvcache's threads")
     parser.add_argument("--torch", action="store_true", help="kvcache alone, with a product of torch before each call")
     parser.add_argument("--seconds", type=float, default=30, help="for each table (default: 30)")
     args = parser.parse_args()
@@ -129,18 +122,13 @@ def table(context: int, threads: int, neighbours: Neighbours, args: argparse.Nam
             for task in tasks(offers, threads=threads, working_set=1, **shape)
         ]
         between = work_of_torch(threads) if args.torch else lambda: None
-        ours = [attending(context, threads, dtype, layer, between) for dtype in TYPES for layer in args.layers]
+        ours = [attending(context, threads, dtype, between) for dtype in TYPES]
         entrants = [*ours, *peers.set_up(wanted)]
         found = measure(entrants, neighbours, args.seconds)
     print(f"{context:,} tokens, {threads} threads: microseconds of a call alone, beside others, and their ratio")
     for entrant, times in zip(entrants, found, strict=True):
         alone, busy = (1e6 * statistics.median(times[key]) for key in (False, True))
         print(f"  {entrant.name:20} {entrant.kind:5} {alone:10.0f} {busy:10.0f} {busy / alone:7.1f}", flush=True)
-    by_name = {(entrant.name, entrant.kind): times for entrant, times in zip(entrants, found, strict=True)}
-    for dtype in TYPES if {"openmp", "own"} <= {*args.layers} else ():
-        openmp, own = (by_name[f"kvcache, {layer}", dtype] for layer in ("openmp", "own"))
-        alone, busy = (quotient(openmp[key], own[key]) for key in (False, True))
-        print(f"  openmp over own      {dtype:5} {alone:10.3f} {busy:10.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1413,27 +1413,17 @@ KVC_API int32_t kvc_num_threads(void);
 KVC_API kvc_status kvc_set_num_threads(int32_t num_threads);
 
 /* Returns whose threads a call uses that is made now: "openmp" if the library was compiled with OpenMP, otherwise
- * "own".  The environment variable KVCACHE_THREADS, read once, when it is first needed, or kvc_set_threading_layer may
- * choose the other one.  Returns NULL if the variable names one that this build does not have; no cache can be made
- * then.
+ * "own".  The environment variable KVCACHE_THREADS may name the other one.  It is read once, when it is first
+ * needed.  Returns NULL if the variable names one that this build does not have; no cache can be made then.
  *
- * "openmp"  Calls are parallel regions of the OpenMP runtime that the program's other libraries use.  Usually that is
- * the
- *           one that this library links to.  It is a copy of it, Clang's (libomp) or Intel's (libiomp5), if the process
- *           had loaded that one when a cache was made and nothing else needs the linked one.  While regions are held
- *           up, because another program takes a processor, calls use the own threads.  If OpenMP binds threads to
- *           places, they then use the calling thread alone.
- * "own"     Threads of this library, which wait for 50 microseconds and then sleep.  They work also in a child after
- *           fork() whose parent had no cache, or (on Linux) had not even loaded this library. */
+ * "openmp"  Calls are parallel regions of the OpenMP runtime that the program's other libraries use.  Usually this
+ *           library links to the same runtime.  It is a copy of it, Clang's (libomp) or Intel's (libiomp5), if the
+ *           process had loaded that one when a cache was made and nothing else needs the linked one.  While regions
+ *           are held up, because another program takes a processor, calls use the own threads.  If OpenMP binds
+ *           threads to places, they then use the calling thread alone.
+ * "own"     Threads of this library, which wait for 50 microseconds and then sleep.  A child after fork() has them if
+ *           its parent had no cache, or (on Linux) had not even loaded this library. */
 KVC_API const char *kvc_threading_layer(void);
-
-/* Sets whose threads calls of the whole process use from now on: "openmp" or "own", whatever KVCACHE_THREADS says.
- * NULL undoes that.  Fails with KVC_ERR_UNSUPPORTED for a name that this build does not have. */
-KVC_API kvc_status kvc_set_threading_layer(const char *name);
-
-/* Returns the path of the OpenMP runtime that "openmp" means, whichever layer is in use.  Returns "" while it is not
- * known: before the first cache is made, without OpenMP, and on macOS and Windows.  The text is static. */
-KVC_API const char *kvc_openmp_library(void);
 
 /* ---- inspection -------------------------------------------------------------------------------------------------- */
 

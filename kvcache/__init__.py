@@ -44,7 +44,6 @@ from kvcache.runtime import (
     get_num_threads,
     get_threading_layer,
     set_num_threads,
-    set_threading_layer,
     show_config,
 )
 from kvcache.strategy import Adaptive, LongSequencesOnly
@@ -79,7 +78,6 @@ __all__ = [
     "get_num_threads",
     "get_threading_layer",
     "set_num_threads",
-    "set_threading_layer",
     "show_config",
 ]
 

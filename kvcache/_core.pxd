@@ -42,12 +42,10 @@ cdef extern from "kvcache.h" nogil:
     const char *kvc_isa()
     int32_t kvc_num_threads()
     const char *kvc_threading_layer()
-    const char *kvc_openmp_library()
     const char *kvc_type_name(int32_t type)
     size_t kvc_row_bytes(int32_t type, int32_t dim)
     const char *kvc_last_error()
     kvc_status kvc_set_num_threads(int32_t num_threads)
-    kvc_status kvc_set_threading_layer(const char *name)
 
     ctypedef struct kvc_policy:
         int32_t kind, window, num_sink_tokens, attention_chunk_size, resume_window, max_len

@@ -127,16 +127,3 @@ def threading_layer():
     """Return whose threads calls use; None: KVCACHE_THREADS names a layer that this build lacks."""
     cdef const char *name = kvc_threading_layer()
     return None if name == NULL else name.decode()
-
-
-def set_threading_layer(name):
-    cdef bytes text
-    cdef const char *layer = NULL
-    if name is not None:
-        text = name.encode()
-        layer = text
-    check(kvc_set_threading_layer(layer))
-
-
-def openmp_library():
-    return kvc_openmp_library().decode(errors="surrogateescape")

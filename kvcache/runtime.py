@@ -15,7 +15,6 @@ __all__ = [
     "get_num_threads",
     "get_threading_layer",
     "set_num_threads",
-    "set_threading_layer",
     "show_config",
 ]
 
@@ -69,42 +68,14 @@ def get_threading_layer() -> str | None:
     Returns
     -------
     str or None
-        "openmp" or "own", as `set_threading_layer` describes them; None if the environment variable
-        ``KVCACHE_THREADS`` names a layer that this build does not have, with which no cache can be made.
+        "openmp", in a build that has it: calls are parallel regions of the OpenMP runtime that other libraries of the
+        process use, and obey its environment variables and threadpoolctl. While another program holds regions up,
+        calls use the own threads, or the calling one alone where OpenMP binds threads. "own", in other builds, in
+        children of ``fork()``, and with ``KVCACHE_THREADS=own`` in the environment, which is read once: threads of
+        this library, which never spin for longer than 50 µs, and are one set however many threads call. None if the
+        variable names a layer that this build does not have, with which no cache can be made.
     """
     return _core.threading_layer()
-
-
-def set_threading_layer(name: str | None) -> None:
-    """Set whose threads calls use from now on, in the whole process.
-
-    Parameters
-    ----------
-    name : {"openmp", "own"} or None
-        "openmp", the default of a build that has it: calls are parallel regions of the OpenMP runtime that other
-        libraries of the process use, and obey its environment variables and threadpoolctl. While another program
-        holds regions up, calls use the own threads, or the calling one alone where OpenMP binds threads. "own":
-        threads of this library, which never spin for longer than 50 µs, and are one set however many threads call. None
-        undoes an earlier call: the environment variable ``KVCACHE_THREADS`` decides, which is read once, when it is
-        first needed, or the default.
-
-    Raises
-    ------
-    NotSupportedError
-        If this build has no such layer.
-    TypeError
-        If `name` is no str.
-
-    Examples
-    --------
-    >>> kvcache.set_threading_layer("own")
-    >>> kvcache.get_threading_layer()
-    'own'
-    >>> kvcache.set_threading_layer(None)
-    """
-    if not isinstance(name, str | None):
-        raise TypeError(f"name={name!r}: a str is needed, not {type(name).__name__}")
-    _core.set_threading_layer(name)
 
 
 @overload
@@ -128,8 +99,7 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str | 
     dict or None
         The report, with ``mode="dicts"``. ``isa`` is the instruction set of a cache made now; None if the environment
         variable ``KVCACHE_ISA`` names a set that the build or the machine does not have. ``threading_layer`` is what
-        `get_threading_layer` returns, and ``openmp_library`` the runtime that "openmp" means there, in use or not; None
-        while it is not known: before the first cache is made, without OpenMP, and on macOS and Windows.
+        `get_threading_layer` returns.
 
     Raises
     ------
@@ -154,7 +124,6 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str | 
         "isa": _core.isa(),
         "num_threads": get_num_threads(),
         "threading_layer": get_threading_layer(),
-        "openmp_library": _core.openmp_library() or None,
         **{name: os.environ.get(name) for name in ("KVCACHE_ISA", "KVCACHE_THREADS", "OMP_NUM_THREADS")},
         "python": platform.python_version(),
         "numpy": numpy.__version__,

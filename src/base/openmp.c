@@ -70,11 +70,6 @@ int kvc_openmp_in_region(void) {
     return 0;
 }
 
-const char *kvc_openmp_library(void) {
-    const runtime *r = atomic_load(&in_use);
-    return r ? r->path : "";
-}
-
 int kvc_openmp_thread_limit(void) {
     const runtime *r = atomic_load(&in_use);
     return r ? r->thread_limit() : INT_MAX;

@@ -34,35 +34,20 @@ enum { OWN, NUM_LAYERS, OPENMP = NUM_LAYERS };
 #define LAYER_NAMES "own"
 #endif
 
-static atomic_int chosen_layer = -1;  /* by kvc_set_threading_layer; -1: none */
-static atomic_int default_layer = -1; /* by KVCACHE_THREADS; -1: not known yet */
-
-/* Returns the layer of this name; -1 if this build has none. */
-static int layer_of(const char *name) {
-    int layer = NUM_LAYERS - 1;
-    while (layer >= 0 && strcmp(name, LAYERS[layer]) != 0) layer--;
-    return layer;
-}
+static atomic_int known_layer = -1; /* of the environment; -1: not known yet */
 
 /* Returns the layer that KVCACHE_THREADS names, -1 if this build has none of that name, or OpenMP's if there is one. */
 static int layer_of_environment(void) {
     const char *name = kvc_environment("KVCACHE_THREADS");
-    return name && *name ? layer_of(name) : NUM_LAYERS - 1;
+    int layer = NUM_LAYERS - 1;
+    while (name && *name && layer >= 0 && strcmp(name, LAYERS[layer]) != 0) layer--;
+    return layer;
 }
 
-kvc_status kvc_set_threading_layer(const char *name) {
-    const int layer = name ? layer_of(name) : -1;
-    if (name && layer < 0)
-        return kvc_fail(KVC_ERR_UNSUPPORTED, "the threading layer is %s: this build has " LAYER_NAMES, name);
-    atomic_store(&chosen_layer, layer);
-    return KVC_OK;
-}
-
-/* Returns the layer that was chosen, else that of the environment, which is read until it names one; -1: none. */
+/* Returns the layer of the environment, which is read until it names one; -1: none. */
 static int current_layer(void) {
-    int layer = atomic_load(&chosen_layer);
-    if (layer < 0) layer = atomic_load(&default_layer);
-    if (layer < 0) atomic_store(&default_layer, layer = layer_of_environment());
+    int layer = atomic_load(&known_layer);
+    if (layer < 0) atomic_store(&known_layer, layer = layer_of_environment());
     return layer == OPENMP && !kvc_openmp_works() ? OWN : layer;
 }
 

@@ -47,7 +47,6 @@ NAMES = {
     "get_num_threads",
     "get_threading_layer",
     "set_num_threads",
-    "set_threading_layer",
     "show_config",
 }
 

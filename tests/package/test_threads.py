@@ -1,7 +1,6 @@
 """Test the threads of the installed library: OpenMP's, as its variables and threadpoolctl say, or its own."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -132,8 +131,8 @@ def test_the_library_can_be_unloaded(tmp_path, monkeypatch, layer):
 
 def test_own_threads_are_chosen():
     assert run_python("print(kvcache.get_threading_layer())", KVCACHE_THREADS="own") == ["own"]
-    code = "kvcache.set_threading_layer('own'); before = threads(); attend(3); print(threads() - before)"
-    assert run_python(code) == ["2"]
+    code = "before = threads(); attend(3); print(threads() - before)"
+    assert run_python(code, KVCACHE_THREADS="own") == ["2"]
 
 
 @needs_openmp
@@ -150,16 +149,9 @@ try:
     attend()
 except kvcache.NotSupportedError as error:
     print(error)
-kvcache.set_threading_layer("own")
-try:
-    kvcache.set_threading_layer("tbb")
-except kvcache.NotSupportedError as error:
-    print(error)
-assert kvcache.get_threading_layer() == "own"
 """
     words = " ".join(run_python(code, KVCACHE_THREADS="workers"))
     assert "KVCACHE_THREADS is workers: this build has own" in words
-    assert "the threading layer is tbb: this build has own" in words
 
 
 @needs_openmp
@@ -237,11 +229,11 @@ def test_a_build_that_links_to_no_openmp_uses_the_programs(tmp_path, name):
 static void note(void *team) { if (omp_get_thread_num() == 0) *(int *)team = omp_get_num_threads(); }
 int main(void) {
     int team = 0;
-    if (kvc_openmp_works() || *kvc_openmp_library()) return 1;
+    if (kvc_openmp_works()) return 1;
     kvc_openmp_run(note, &team, 3);
     if (team != 1) return 2;
     kvc_openmp_find();
-    if (!kvc_openmp_works() || !*kvc_openmp_library()) return 3;
+    if (!kvc_openmp_works()) return 3;
     kvc_openmp_run(note, &team, 3);
     return team == 3 && kvc_openmp_num_threads() == omp_get_max_threads() ? 0 : 4;
 }
@@ -261,8 +253,7 @@ def test_threadpoolctl():
     code = """
 from threadpoolctl import threadpool_info, threadpool_limits
 attend()
-library = os.path.realpath(kvcache.show_config("dicts")["openmp_library"])
-assert library in [os.path.realpath(pool["filepath"]) for pool in threadpool_info()], library
+assert "openmp" in [pool["user_api"] for pool in threadpool_info()]
 before = threads()
 with threadpool_limits(1):
     attend()
@@ -298,10 +289,9 @@ def test_threads_are_shared_with_scikit_learn(order):
 sklearn.cluster.KMeans(4, n_init=1).fit(np.random.rand(4000, 8))
 before = threads()
 attend(2)
-print(os.path.basename(kvcache.show_config("dicts")["openmp_library"]), threads() - before)
+print(threads() - before)
 """
-    (name,) = until_shared(code, imports=order, OMP_NUM_THREADS="2")
-    assert name.startswith("libgomp-")
+    until_shared(code, imports=order, OMP_NUM_THREADS="2")
 
 
 @pytest.mark.hf
@@ -314,9 +304,9 @@ torch.set_num_threads(2)
 torch.rand(1 << 20).sum()
 before = threads()
 attend(2)
-print(os.path.basename(kvcache.show_config("dicts")["openmp_library"]), threads() - before)
+print(threads() - before)
 """
-    assert until_shared(code, imports=order) == ["libgomp.so.1"]
+    until_shared(code, imports=order)
 
 
 FORK = """
@@ -338,9 +328,3 @@ assert kvcache.get_threading_layer() == "own"
 os._exit(0)
 """
     assert run_python(code, imports=f"os, signal, sys, {imports}", before=before) == []
-
-
-@pytest.mark.parametrize("name", [3, b"own", ["own"]])
-def test_a_layer_that_is_no_name_is_named(name):
-    with pytest.raises(TypeError, match=re.escape(f"name={name!r}: a str is needed, not {type(name).__name__}")):
-        kvcache.set_threading_layer(name)

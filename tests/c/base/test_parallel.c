@@ -252,7 +252,7 @@ static void test_thread_limit(void) {
         const pid_t pid = fork();
         if (pid == 0) {
             setenv("OMP_THREAD_LIMIT", cases[i].value, 1);
-            end_child(kvc_set_threading_layer("own") != KVC_OK || kvc_thread_limit() != cases[i].limit);
+            end_child(kvc_thread_limit() != cases[i].limit);
         }
         int status = -1;
         CHECK(pid > 0 && waitpid(pid, &status, 0) == pid);
@@ -260,43 +260,52 @@ static void test_thread_limit(void) {
     }
 }
 
-/* Call before anything asks for the layer, as a name that this build has is read once. */
-static void test_layer_names(void) {
+/* Returns the line of the first check that fails in a process whose parent asked for no layer; 0 if none does. */
+static int check_layer_names(void) {
+    const int has_openmp = !strstr(kvc_build_info(), "no OpenMP");
     setenv("KVCACHE_THREADS", "owned", 1);
-    CHECK(!kvc_threading_layer() && !kvc_uses_openmp());
-    CHECK(kvc_threads_check() == KVC_ERR_UNSUPPORTED && strstr(kvc_last_error(), "KVCACHE_THREADS is owned"));
-    CHECK(kvc_set_threading_layer("mine") == KVC_ERR_UNSUPPORTED && strstr(kvc_last_error(), "mine"));
-    CHECK(kvc_set_threading_layer("own") == KVC_OK && !strcmp(kvc_threading_layer(), "own"));
-    CHECK(kvc_threads_check() == KVC_OK);
-    CHECK(kvc_set_threading_layer(NULL) == KVC_OK && !kvc_threading_layer());
-    setenv("KVCACHE_THREADS", "own", 1);
-    CHECK(!kvc_uses_openmp() && !strcmp(kvc_threading_layer(), "own") && kvc_threads_check() == KVC_OK);
-    setenv("KVCACHE_THREADS", "openmp", 1);
-    CHECK(!kvc_uses_openmp() && !strcmp(kvc_threading_layer(), "own") && kvc_threads_check() == KVC_OK);
-    if (strstr(kvc_build_info(), "no OpenMP")) { /* of the core, which may be built without what this program has */
-        CHECK(kvc_set_threading_layer("openmp") == KVC_ERR_UNSUPPORTED);
-    } else {
-        CHECK(kvc_set_threading_layer("openmp") == KVC_OK && strstr(kvc_build_info(), "OpenMP 20"));
-        CHECK(!strcmp(kvc_threading_layer(), "openmp") && kvc_uses_openmp());
+    if (kvc_threading_layer() || kvc_uses_openmp()) return __LINE__;
+    if (kvc_threads_check() != KVC_ERR_UNSUPPORTED || !strstr(kvc_last_error(), "KVCACHE_THREADS is owned"))
+        return __LINE__;
+    if (!has_openmp) {
+        setenv("KVCACHE_THREADS", "openmp", 1);
+        if (kvc_threads_check() != KVC_ERR_UNSUPPORTED) return __LINE__;
     }
+    setenv("KVCACHE_THREADS", "own", 1);
+    if (kvc_uses_openmp() || strcmp(kvc_threading_layer(), "own") || kvc_threads_check() != KVC_OK) return __LINE__;
+    setenv("KVCACHE_THREADS", "owned", 1); /* a name that this build has is read once */
+    return strcmp(kvc_threading_layer(), "own") || kvc_threads_check() != KVC_OK ? __LINE__ : 0;
 }
 
-int main(void) {
+static void test_layer_names(void) {
+    fflush(stdout);
+    const pid_t pid = fork();
+    if (pid == 0) end_child(check_layer_names());
+    int status = -1;
+    CHECK(pid > 0 && waitpid(pid, &status, 0) == pid);
+    CHECKF(WIFEXITED(status) && WEXITSTATUS(status) == 0, "status %d", status);
+}
+
+/* Runs on the threads of the build, and then, if those are OpenMP's, this program again on its own. */
+int main(int argc, char **argv) {
+    (void)argc;
     if (HAS_FORK) test_environment();
     if (HAS_FORK) test_thread_limit();
-    test_layer_names();
-    static const char *const layers[] = {"openmp", "own"};
-    for (size_t i = 0; i < 2; i++) {
-        runs_regions = i == 0;
-        if (kvc_set_threading_layer(layers[i]) != KVC_OK) continue;
-        test_sizes();
-        test_other_threads_help();
-        if (!runs_regions) test_held_up();
-        test_many_jobs();
-        test_nested();
-        test_callers();
-        if (HAS_FORK) test_fork();
-    }
-    test_too_few_threads();
+    if (HAS_FORK) test_layer_names();
+    runs_regions = kvc_uses_openmp();
+    CHECK(!strcmp(kvc_threading_layer(), runs_regions ? "openmp" : "own"));
+    test_sizes();
+    test_other_threads_help();
+    if (!runs_regions) test_held_up();
+    test_many_jobs();
+    test_nested();
+    test_callers();
+    if (HAS_FORK) test_fork();
+    if (!runs_regions) test_too_few_threads();
+    if (!runs_regions || test_result()) return test_result();
+    fflush(stdout);
+    setenv("KVCACHE_THREADS", "own", 1);
+    execv(argv[0], argv);
+    CHECKF(0, "%s is not run again", argv[0]);
     return test_result();
 }

@@ -355,7 +355,7 @@ static void test_random(int block_size, int num_steps) {
 
 int main(int argc, char **argv) {
     static const int block_sizes[] = {1, 3, 16, 64, 12000, 100000};
-    CHECK(kvc_set_threading_layer("own") == KVC_OK);
+    setenv("KVCACHE_THREADS", "own", 1);
     if (has_seed(argc, argv)) {
         test_random(block_sizes[random_int(0, 6)], 200);
         return test_result();
