@@ -45,11 +45,12 @@
  *           kvc_retained, kvc_settle, kvc_cache_clone, kvc_save without seq_ids, kvc_blocks, kvc_validate), and
  *           kvc_compact, kvc_begin and kvc_reserve when they move rows together.  If max_bytes is set, kvc_room may
  *           hold it long, too, because it tries which retained sequences would have to go.
- *           Some calls fail with KVC_ERR_BUSY while a batch is open, or while kvc_shift, kvc_remove or kvc_divide
- *           rewrites the keys of a sequence.  These are the calls that begin a batch or edit such a sequence, and
- *           kvc_reserve, kvc_room, kvc_settle, kvc_compact, kvc_cache_clone and kvc_cache_free.  Other sequences may be
- *           edited.  If each thread serves one request, let them put their tokens in one batch of many sequences, or
- *           take turns: with timeout_ms, kvc_begin_with waits for the open batch to end.
+ *           Some calls fail with KVC_ERR_BUSY while a batch is open, or while kvc_shift, kvc_remove, kvc_divide or
+ *           kvc_prefix_acquire (reuse_min_tokens) rewrites the keys of a sequence.  These are the calls that begin a
+ *           batch or edit such a sequence, and kvc_reserve, kvc_room, kvc_settle, kvc_compact, kvc_cache_clone and
+ *           kvc_cache_free.  Other sequences may be edited.  If each thread serves one request, let them put their
+ *           tokens in one batch of many sequences, or take turns: with timeout_ms, kvc_begin_with waits for the open
+ *           batch to end.
  *           Some calls wait.  Calls that read the rows of a sequence, edit it or begin a batch of it wait while
  *           kvc_inject or kvc_settle writes its rows.  kvc_compact, kvc_settle and kvc_cache_free wait for calls that
  *           copy rows out; a call that comes to copy rows meanwhile waits behind them.
@@ -918,8 +919,9 @@ KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
  *           The number of known tokens is the largest such n up to a limit; each call below says its own.  The prompt
  *           counts as ended at that limit.  Where many kept blocks begin like the rest of a prompt, the 32 with the
  *           most tokens in common are looked at.
- * Used      A call uses the blocks that it matches, keeps or computes again, with their states.  The end of an acquired
- *           sequence uses the full blocks that the sequence goes on from.
+ * Used      A call uses the blocks that it matches, keeps or computes again, with their states.  A commit that keeps
+ *           blocks of an acquired sequence also uses the blocks before them, and so does the end of the sequence.  Of
+ *           blocks that one call uses, those nearer to the beginning of the prompt count as used later.
  *
  * Kept blocks take no room from others: where a call would fail with KVC_ERR_FULL, they are evicted, as retained
  * sequences are.  KVC_ERR_FULL then says that sequences in use, pins and quotas hold all.  Release a sequence, and
@@ -1043,8 +1045,9 @@ KVC_API kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *token
 
 /* Pins the known tokens of a prompt, such as a system prompt: their blocks and state are not evicted.  Sets *kept to
  * the number of these tokens; if it is 0, nothing is pinned.  Call it again once more of the prompt is known: the pin
- * then holds that, too.  If only the first tokens of a block are the prompt's, the whole block is pinned.  A pin does
- * not count as a use.  Fails with KVC_ERR_NOMEM. */
+ * then holds that, too.  If only the first tokens of a block are the prompt's, the whole block is pinned.  Where layers
+ * have chunks, the block behind the known tokens may have to be pinned, too.  A pin does not count as a use.  Fails with
+ * KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_pin(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *kept);
 
 /* Takes back one kvc_prefix_pin of the same tokens; does nothing if no such pin is left.  Once all are taken back, they

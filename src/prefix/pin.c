@@ -80,11 +80,21 @@ static kvc_pinned *find(const kvc_sorted *pins, const uint8_t *name, place *to) 
     return found;
 }
 
-/* Lists the nodes that hold known tokens or their state, but are not on the path to `last`; returns how many. */
+/* Returns how many pieces have known tokens; with the next one, where only that goes on behind the last known token:
+ * without it, fewer tokens would be known. */
+static int32_t count_pieces(const kvc_match *m) {
+    int32_t num = 0, end = 0;
+    for (; num < m->num && m->pieces[num].begin < m->known; num++)
+        if (m->pieces[num].end > end) end = m->pieces[num].end;
+    return num + (num < m->num && end < m->known);
+}
+
+/* Lists the nodes of these pieces, and the one with the state, but not those on the path to `last`; returns how many.
+ */
 static int32_t list_others(const kvc_match *m, const kvc_node *last, kvc_node **nodes) {
-    int32_t num = 0, has_state = !m->with_state, end = 0;
+    const int32_t end = count_pieces(m);
+    int32_t num = 0, has_state = !m->with_state;
     for (const kvc_node *node = last; !has_state && node; node = node->parent) has_state = node == m->with_state;
-    while (end < m->num && m->pieces[end].begin < m->known) end++;
     const kvc_node *path = last;
     for (int32_t i = end - 1; i >= 0; i--) {
         kvc_node *node = kvc_match_node(m, i);

@@ -169,10 +169,12 @@ static int keep_next(kvc_session *session) {
     return 1;
 }
 
-/* Keeps the blocks that are full up to a position, and exact. */
+/* Keeps the blocks that are full up to a position, and exact.  What builds on others is evicted before them. */
 static void fill(kvc_session *session, int32_t end, int32_t exact_to) {
+    const kvc_node *before = session->last;
     if (end > exact_to) end = exact_to;
     while (session->retained_to <= end - block_size(session) && keep_next(session)) continue;
+    if (session->last != before) kvc_node_touch(session->last);
 }
 
 /* Positions of a batch's tokens of one sequence. */

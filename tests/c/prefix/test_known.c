@@ -74,6 +74,58 @@ static void test_unstored(void) {
         }
 }
 
+/* ---- which block goes first -------------------------------------------------------------------------------------- */
+
+static void evict_block(void) {
+    int64_t num;
+    CHECK(kvc_prefix_evict(prefix, 1, &num) == KVC_OK && num == BLOCK);
+}
+
+/* While a sequence runs, too, the end of its prompt goes before the beginning, and both after what others used before.
+ */
+static void test_order_of_running(void) {
+    const int64_t *ids = numbers(100), *others = numbers(300);
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+    const int64_t id = acquire(ids, 16, NULL);
+    feed_to(id, 8, 4);
+    serve(others, 8, 8);
+    feed_to(id, 16, 4);
+    for (int left = 2; left; left--) {
+        CHECKF(known(ids, 16) == 16 && known(others, 8) == 4 * left, "%d", known(others, 8));
+        evict_block();
+    }
+    for (int left = 4; left; left--) {
+        CHECKF(known(ids, 16) == 4 * left, "%d of %d", known(ids, 16), 4 * left);
+        evict_block();
+    }
+    close_world();
+}
+
+/* Where a chunk begins, no row is needed, but a block of the prompt that goes on: the pin holds that one, too. */
+static void test_pinned_beginning_of_a_chunk(void) {
+    const kvc_policy chunks = chunked_policy(7, 0);
+    const int64_t *ids = numbers(100);
+    static uint8_t payload[8192];
+    kvc_new_block blocks[3];
+    int64_t num, size;
+    int32_t pinned;
+    open_world(&chunks, 1, (kvc_config){0}, (kvc_prefix_config){.collects_new = 1});
+    const kvc_tokens all = tokens_of(ids, 20), eleven = tokens_of(ids, 11);
+    feed_to(acquire(ids, 20, NULL), 12, 12);
+    CHECK(kvc_take_new_blocks(cache, blocks, sizeof *blocks, 3, &num) == KVC_OK && num == 3);
+    CHECK(kvc_read_block(cache, blocks[2].id, payload, sizeof payload, &size) == KVC_OK && size);
+    CHECK(kvc_prefix_add(prefix, &all, 2, payload, size, &pinned) == KVC_OK && pinned); /* uses [8, 12) */
+    CHECK(kvc_clear_sequence(cache, acquire(ids, 5, NULL)) == KVC_OK);                  /* uses [0, 4) */
+    evict_block();
+    CHECK(kvc_prefix_pin(prefix, &eleven, &pinned) == KVC_OK);
+    CHECKF(pinned == 7 && known(ids, 11) == 7, "%d pinned, %d known", pinned, known(ids, 11));
+    CHECK(kvc_prefix_evict(prefix, INT64_MAX, &num) == KVC_OK && num == 0);
+    CHECKF(known(ids, 11) == 7, "%d", known(ids, 11));
+    CHECK(kvc_prefix_unpin(prefix, &eleven) == KVC_OK);
+    CHECK(kvc_prefix_evict(prefix, INT64_MAX, &num) == KVC_OK && num == 8 && stats_now().blocks == 0);
+    close_world();
+}
+
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
 /* A prefix of which everything was dropped takes as much memory as a new one. */
@@ -449,6 +501,8 @@ int main(void) {
     test_own_draft();
     test_unstored();
     test_empty_edits();
+    test_order_of_running();
+    test_pinned_beginning_of_a_chunk();
     test_rows_are_added();
     test_rows_of_several();
     test_pinned_twice();

@@ -42,12 +42,20 @@ static int serve_text(world *w, const ordered *o, int node, int is_released) {
     int64_t id;
     int32_t matched;
     must(w, kvc_prefix_acquire(o->prefix, tokens_of(text_behind(node, 0), &tokens), -1, &id, &matched));
-    if (matched < text_length(node)) feed_tokens(w, o->cache, id, text_length(node) - matched);
+    for (int at = matched, n; at < text_length(node); at += n)
+        feed_tokens(w, o->cache, id, n = 1 + pick(w, text_length(node) - at));
     if (is_released)
         must(w, kvc_prefix_release(o->prefix, id, tokens_of(node, &tokens)));
     else
         must(w, kvc_clear_sequence(o->cache, id));
     return matched;
+}
+
+static int known_of(world *w, const ordered *o, int node) {
+    text_tokens tokens;
+    int32_t n;
+    must(w, kvc_prefix_lookup(o->prefix, tokens_of(node, &tokens), &n, NULL));
+    return n;
 }
 
 /* ---- the order of eviction */
@@ -82,14 +90,19 @@ static int check_drops(world *w, ordered *o) {
         o->left[at]--;
         num_drops++;
     }
+    for (int i = 0; i < o->num; i++) /* a prompt ends before it begins to go */
+        if (known_of(w, o, o->texts[i]) != o->left[i] * w->shape.block)
+            fail(w, "%d tokens of text %d are known, and %d blocks are kept", known_of(w, o, o->texts[i]), i,
+                 o->left[i]);
     return num_drops;
 }
 
 static void use_text(world *w, ordered *o, int at) {
     const int length = text_length(o->texts[at]), is_whole = o->left[at] * w->shape.block == length;
+    o->used[at] = ++o->clock;
     serve_text(w, o, o->texts[at], is_whole ? pick(w, 2) : 1);
-    check_drops(w, o); /* it may need room */
-    o->left[at] = length / w->shape.block, o->used[at] = ++o->clock;
+    o->left[at] = length / w->shape.block;
+    check_drops(w, o); /* it may have needed room */
 }
 
 /* A pin, and its end, a lookup and names are no use. */
@@ -257,13 +270,6 @@ static int is_stored(world *w, const ordered *o, int node, int at) {
     int64_t num;
     must(w, kvc_prefix_names(o->prefix, tokens_of(node, &tokens), names[0], MOST_TEXT, &num));
     return find_stored(names[at]) < shelf.num;
-}
-
-static int known_of(world *w, const ordered *o, int node) {
-    text_tokens tokens;
-    int32_t n;
-    must(w, kvc_prefix_lookup(o->prefix, tokens_of(node, &tokens), &n, NULL));
-    return n;
 }
 
 void play_forgets(world *w) {
