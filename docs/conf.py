@@ -26,8 +26,8 @@ default_role = "py:obj"  # `KVCache.fork` in a docstring is a link
 autodoc_typehints = "none"  # the docstrings name the types
 numpydoc_show_class_members = False  # autodoc lists them
 
-# kvcache.hf is described without torch, transformers and safetensors, which take gigabytes. A union of
-# their types (A | B) and a sum of tuples is one of the two.
+# kvcache.hf is described without torch, transformers and safetensors, which take gigabytes. For the mocked types, a
+# union (A | B) and a sum of tuples return one of their two operands.
 autodoc_mock_imports = ["safetensors", "torch", "transformers"]
 for operation in ("__or__", "__ror__", "__add__"):
     setattr(_MockObject, operation, lambda self, other: self)

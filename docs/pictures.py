@@ -36,7 +36,7 @@ def visibility() -> Figure:
 
 
 def blocks() -> Figure:
-    """Draw a sequence and its fork, both extended; a sequence with tokens removed; and a cleared sequence's blocks."""
+    """Draw a sequence and its extended fork, a sequence with tokens removed, and a cleared sequence's blocks."""
     policy = kvcache.SlidingWindow(40, num_sink_tokens=4)
     cache = kvcache.KVCache(1, 1, 1, None, policy=policy, rope=False, max_sequences=None, block_size=16)
     append(cache, 0, 30)
