@@ -45,6 +45,12 @@ static void sort(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_useful_add(cache, sequence);
 }
 
+void kvc_cache_note_bytes(kvc_cache *cache, kvc_sequence *sequence) {
+    const int64_t bytes = sequence->is_evictable ? kvc_sequence_bytes(sequence) : 0;
+    cache->evictable_bytes += bytes - sequence->evictable_bytes;
+    sequence->evictable_bytes = bytes;
+}
+
 static void set_evictable(kvc_cache *cache, kvc_sequence *sequence, int32_t is_evictable) {
     if (sequence->is_evictable == is_evictable) return;
     sequence->is_evictable = is_evictable;
@@ -58,6 +64,8 @@ static void set_evictable(kvc_cache *cache, kvc_sequence *sequence, int32_t is_e
         sort(cache, sequence);
     else
         kvc_sorted_remove(&cache->evictable, &sequence->links[KVC_BY_USE]);
+    kvc_cache_note_bytes(cache, sequence);
+    if (sequence->follower && sequence->follower->noted) sequence->follower->noted(sequence->follower);
 }
 
 void kvc_cache_note_evictable(kvc_cache *cache, kvc_sequence *sequence) {
@@ -144,6 +152,7 @@ void kvc_cache_spare(kvc_cache *cache, kvc_sequence *sequence) {
 
 void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_follower *follower = sequence->follower;
+    sequence->follower = NULL; /* which is told once, at the end */
     kvc_cache_unmark_changed(sequence);
     cache->num_holding -= sequence->holds;
     if (sequence->is_retained) kvc_cache_unretain(cache, sequence);

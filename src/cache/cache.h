@@ -55,9 +55,10 @@ struct kvc_cache {
     kvc_sequence *spare;   /* made by kvc_reserve for the next new sequence; NULL: none */
     int64_t num_holding;   /* number of sequences that hold rows, except retained and hidden ones */
     kvc_sequence *oldest,
-        *newest;          /* list of the retained sequences that calls can name, the least recently used first */
-    kvc_sorted evictable; /* by use: retained sequences that may be evicted */
-    int64_t num_uses;     /* of retained sequences: the last one's kvc_sequence.used */
+        *newest;             /* list of the retained sequences that calls can name, the least recently used first */
+    kvc_sorted evictable;    /* by use: retained sequences that may be evicted */
+    int64_t evictable_bytes; /* bookkeeping that is freed if all of them are evicted: kvc_evictable_bytes */
+    int64_t num_uses;        /* of retained sequences: the last one's kvc_sequence.used */
     int64_t num_retained, num_protected, num_pinned; /* num_pinned: pinned and not protected */
     kvc_sequence *victims; /* list of sequences that the running call's plan evicts, by rising last use */
     int32_t lacks_bytes;   /* while victims are chosen: all that can be had is needed, for bytes are lacking */
@@ -167,6 +168,9 @@ void kvc_cache_pin(kvc_cache *cache, kvc_sequence *sequence, int64_t add);
 /* Notes whether a sequence may be evicted: not if it is not retained, protected, pinned, or a call writes its rows.
  * Takes time for its rows where that has changed. */
 void kvc_cache_note_evictable(kvc_cache *cache, kvc_sequence *sequence);
+
+/* Notes how many bytes the lists of a sequence have, after they have changed: it may be evictable. */
+void kvc_cache_note_bytes(kvc_cache *cache, kvc_sequence *sequence);
 
 /* Returns whether a sequence loses its rows in group g when victims are evicted. */
 static inline int kvc_is_evicted_in(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {

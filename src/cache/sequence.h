@@ -21,6 +21,8 @@ typedef struct kvc_follower {
     int64_t (*plan_end)(struct kvc_follower *follower, int is_planned);
     /* Gives up what the follower does not need.  NULL: it needs all. */
     void (*leave)(kvc_cache *cache, struct kvc_follower *follower);
+    /* Called when the sequence has become evictable, or is so no more.  NULL: the follower need not know. */
+    void (*noted)(struct kvc_follower *follower);
 } kvc_follower;
 
 /* The orders of sequences.  A sequence has a place in a tree for each, and no two have the same key. */
@@ -62,6 +64,7 @@ typedef struct kvc_sequence {
     int32_t frees;                /* while victims are chosen: evict.c */
     int64_t num_pins;             /* of a retained sequence: while there are any, it is not evicted */
     int32_t is_evictable;         /* it is in cache->evictable, and blocks count it so */
+    int64_t evictable_bytes;      /* it has so many of cache->evictable_bytes */
     int32_t is_counted_pinned;    /* it is counted in cache->num_pinned */
     int64_t used;                 /* of a retained sequence: the larger, the more recently */
     int32_t num_groups;

@@ -411,11 +411,12 @@ static int64_t most_lists_saved(const kvc_batch *batch) {
     return num * (int64_t)sizeof(kvc_run);
 }
 
-kvc_status kvc_fit_without_all(const kvc_batch *batch, int64_t evictable_bytes, int *may_fit) {
+kvc_status kvc_fit_without_all(const kvc_batch *batch, int *may_fit) {
     kvc_cache *cache = batch->cache;
-    int64_t least, bytes = cache->row_buffer_bytes - evictable_bytes;
+    int64_t least, bytes = cache->row_buffer_bytes;
     forget_needs(batch);
     KVC_TRY(kvc_tighten(cache));
+    bytes -= kvc_evictable_bytes(cache);
     const int is_scattered = kvc_add_kept_bytes(batch, &bytes, &least);
     kvc_status status = prepare_runs(batch); /* for tokens where they go then */
     int64_t others = cache->memory.bookkeeping - cache->memory.replaced;

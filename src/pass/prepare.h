@@ -37,9 +37,9 @@ kvc_need kvc_need_of(kvc_batch *batch);
 kvc_status kvc_fit(kvc_batch *batch);
 kvc_status kvc_fit_bytes(const kvc_batch *batch, int64_t *bytes);
 
-/* Does what kvc_fit_bytes does for once all that may be evicted is, which frees evictable_bytes of bookkeeping.  Takes
- * time for that only where compactions may decide.  *may_fit: 0 if no other choice of victims would do. */
-kvc_status kvc_fit_without_all(const kvc_batch *batch, int64_t evictable_bytes, int *may_fit);
+/* Does what kvc_fit_bytes does for once everything evictable is evicted.  Takes time for that only where compactions
+ * may decide.  *may_fit: 0 if no other choice of victims would do. */
+kvc_status kvc_fit_without_all(const kvc_batch *batch, int *may_fit);
 
 /* Returns kvc_nbytes after a batch that fits has begun, if no free memory is given back before. */
 int64_t kvc_bytes_after(const kvc_batch *batch);

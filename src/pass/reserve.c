@@ -151,13 +151,12 @@ static int64_t count_room(kvc_batch *batch) {
 /* The question about probes: does a probe fit once everything evictable is evicted, or with chosen victims? */
 typedef struct trial {
     int chooses;
-    int64_t evictable_bytes; /* bookkeeping of all that can be evicted */
-    int may_fit;             /* of the last probe: with fewer victims it might fit */
+    int may_fit; /* of the last probe: with fewer victims it might fit */
 } trial;
 
 static kvc_status try_probe(kvc_batch *batch, int64_t num_tokens, trial *t) {
     set_probe(batch, (int32_t)num_tokens);
-    const kvc_status status = t->chooses ? kvc_fit(batch) : kvc_fit_without_all(batch, t->evictable_bytes, &t->may_fit);
+    const kvc_status status = t->chooses ? kvc_fit(batch) : kvc_fit_without_all(batch, &t->may_fit);
     kvc_spare_victims(batch->cache);
     return status;
 }
@@ -181,13 +180,8 @@ static kvc_status bisect(kvc_batch *batch, int64_t *room, int64_t most, trial *t
  * evicted, with which it fits for a batch, too.  That may still take more, as moving what stays together may save more
  * than dropping it: where it takes one token more, the trials go on as it chooses. */
 static kvc_status find_room_by_trials(kvc_batch *batch, int64_t most, int64_t *room) {
-    kvc_cache *cache = batch->cache;
     trial t = {.chooses = 0};
     *room = 0;
-    KVC_TRY(kvc_tighten(cache));
-    kvc_choose_all(cache);
-    t.evictable_bytes = kvc_victim_bytes(cache);
-    kvc_spare_victims(cache);
     KVC_TRY(bisect(batch, room, most, &t));
     if (*room == most) return KVC_OK;
     const int64_t without_all = *room;

@@ -7,9 +7,14 @@
 #include "prefix/tree.h"
 #include "space/evict.h"
 
+void kvc_checkpoint_count(kvc_checkpoint *checkpoint, int32_t add) {
+    checkpoint->num_users += add;
+    if (checkpoint->node) kvc_node_recount(checkpoint->node);
+}
+
 void kvc_checkpoint_use(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t add) {
     if (!checkpoint) return;
-    checkpoint->num_users += add;
+    kvc_checkpoint_count(checkpoint, add);
     if (!checkpoint->num_users)
         kvc_memory_free(&cache->memory, checkpoint, (uint64_t)kvc_checkpoint_bytes(checkpoint), KVC_MEMORY_BOOKKEEPING,
                         -1);
@@ -90,6 +95,8 @@ void kvc_checkpoints_drop(kvc_checkpoints *all, kvc_node *node) {
     kvc_checkpoint *checkpoint = node->checkpoint;
     if (!checkpoint) return;
     node->checkpoint = NULL;
+    checkpoint->node = NULL;
+    kvc_node_recount(node);
     unlist(all, checkpoint);
     kvc_checkpoint_use(all->cache, checkpoint, -1);
 }

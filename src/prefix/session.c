@@ -45,10 +45,13 @@ static void ended(kvc_cache *cache, kvc_follower *follower) {
 static int64_t plan_leave(kvc_follower *follower, int is_planned) {
     const kvc_session *session = (const kvc_session *)(const void *)follower;
     kvc_checkpoint *state = session->sequence->in_batch ? session->state : NULL;
+    const int32_t num_users = is_planned ? 0 : 1; /* of a state that only this session uses */
     session->last->num_users += is_planned ? -1 : 1;
-    if (state) state->num_users += is_planned ? -1 : 1;
-    if (is_planned)
-        return kvc_node_plan_free(session->last) + (state && !state->num_users ? kvc_checkpoint_bytes(state) : 0);
+    kvc_node_recount(session->last);
+    if (state) kvc_checkpoint_count(state, is_planned ? -1 : 1);
+    const int64_t bytes = state && !state->node && state->num_users == num_users ? kvc_checkpoint_bytes(state) : 0;
+    session->prefix->cache->evictable_bytes += is_planned ? bytes : -bytes;
+    if (is_planned) return bytes + kvc_node_plan_free(session->last);
     kvc_node_unplan_free(session->last);
     return 0;
 }
@@ -79,7 +82,7 @@ kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32
     if (digests) memcpy(digests, first.digests, digest_bytes);
     if (digests && prompt.num) memcpy(digests + digest_bytes, prompt.digests, (num - 1) * digest_bytes);
     *session = (kvc_session){
-        .follower = {ended, plan_leave, leave},
+        .follower = {ended, plan_leave, leave, NULL},
         .num_bytes = size,
         .prefix = prefix,
         .retained_to = begin,

@@ -228,6 +228,7 @@ static kvc_status set_tokens(kvc_node *node, const kvc_token_span *tokens) {
 
 /* Frees a node that has no children and no rows. */
 static void free_node(kvc_node *node) {
+    node->tree->cache->evictable_bytes -= node->evictable_bytes;
     kvc_memory *memory = &node->tree->cache->memory;
     kvc_memory_free(memory, (void *)(uintptr_t)node->tokens.ids, tokens_bytes(&node->tokens), KVC_MEMORY_BOOKKEEPING,
                     -1);
@@ -270,6 +271,23 @@ void kvc_node_collect(kvc_node *node) {
 
 static int64_t bytes_of(const kvc_node *node) { return (int64_t)(sizeof *node + tokens_bytes(&node->tokens)); }
 
+void kvc_node_recount(kvc_node *node) {
+    for (kvc_cache *cache = node->tree->cache; node; node = node->parent) {
+        const int goes = node->rows && node->rows->is_evictable, is_root = node == &node->tree->root;
+        const int stays = is_root || (node->rows && !goes) || node->num_users || node->num_staying;
+        int64_t bytes = stays ? 0 : bytes_of(node);
+        if (goes && node->checkpoint && node->checkpoint->num_users == 1)
+            bytes += kvc_checkpoint_bytes(node->checkpoint);
+        cache->evictable_bytes += bytes - node->evictable_bytes;
+        node->evictable_bytes = bytes;
+        if (stays == node->stays) return;
+        node->stays = stays;
+        if (node->parent) node->parent->num_staying += stays ? 1 : -1;
+    }
+}
+
+static void noted(kvc_follower *follower) { kvc_node_recount((kvc_node *)(void *)follower); }
+
 int64_t kvc_node_plan_free(kvc_node *node) {
     int64_t bytes = 0;
     for (; node->parent && (node->is_going || !node->rows); node = node->parent) {
@@ -304,6 +322,7 @@ static void ended(kvc_cache *cache, kvc_follower *follower) {
     (void)cache;
     node->rows = NULL;
     kvc_checkpoints_drop(&node->tree->checkpoints, node);
+    kvc_node_recount(node);
     kvc_node_take_out(node);
     if (node->parent) {
         note(node, KVC_BLOCK_DROPPED);
@@ -318,6 +337,7 @@ void kvc_node_drop(kvc_node *node) { kvc_cache_forget(node->tree->cache, node->r
 
 void kvc_node_use(kvc_node *node, int32_t add) {
     node->num_users += add;
+    kvc_node_recount(node);
     prune(node);
 }
 
@@ -349,8 +369,10 @@ int kvc_node_is_complete(const kvc_node *node) {
 static kvc_node *alloc_node(kvc_tree *tree, int32_t begin, int32_t end) {
     kvc_node *node = kvc_memory_alloc(&tree->cache->memory, sizeof *node, KVC_MEMORY_BOOKKEEPING, -1);
     if (node)
-        *node =
-            (kvc_node){.follower = {.ended = ended, .plan_end = plan_end}, .tree = tree, .begin = begin, .end = end};
+        *node = (kvc_node){.follower = {.ended = ended, .plan_end = plan_end, .noted = noted},
+                           .tree = tree,
+                           .begin = begin,
+                           .end = end};
     else
         kvc_set_last_error("out of memory for a block of %d tokens", end - begin);
     return node;
@@ -366,6 +388,7 @@ kvc_status kvc_node_new(kvc_tree *tree, const kvc_sequence *src, int32_t begin, 
         free_node(node);
         return status;
     }
+    kvc_node_recount(node);
     const kvc_origin own = {0, tree->cache->num_forgets, 0};
     kvc_origin_add(&node->rows->origin, &own);
     node->rows->origin.prefix = tree->number;
@@ -439,6 +462,8 @@ static kvc_status insert(kvc_node *parent, kvc_node *node, const kvc_token_span 
     const kvc_among place = kvc_node_among(parent, tokens);
     kvc_sorted_insert(&parent->children, &node->beside, place.above, place.side);
     node->parent = parent;
+    node->stays = 0; /* the parent has not counted it */
+    kvc_node_recount(node);
     kvc_name_block(node->tree->salt, parent->name, tokens, node->name);
     if (node->tree->is_indexed) node->hash = kvc_hash_tokens(tokens);
     return KVC_OK;

@@ -33,6 +33,9 @@ typedef struct kvc_node {
     struct kvc_node *next, **at;    /* place in a list: of blocks whose tokens are not known yet, or new ones */
     kvc_checkpoint *checkpoint;     /* the recurrent state at its end, while it has rows; NULL: none */
     int32_t num_state_pins;         /* of the state, and of one that takes its place */
+    int32_t stays;                  /* it is not freed if all that may be evicted is */
+    int32_t num_staying;            /* so many children stay */
+    int64_t evictable_bytes;        /* it has so many of cache->evictable_bytes */
     int32_t is_going;               /* while a call is planned: it loses its rows */
     int32_t num_going;              /* and so many children will be freed */
     kvc_links same;                 /* place in the tree's index, if it is there */
@@ -158,6 +161,9 @@ kvc_node *kvc_tree_oldest(kvc_tree *tree);
  * keeps its rows.  kvc_node_unplan_free takes that back. */
 int64_t kvc_node_plan_free(kvc_node *node);
 void kvc_node_unplan_free(kvc_node *node);
+
+/* Finds out again what of a node, and of the nodes above it, is freed if everything evictable is evicted. */
+void kvc_node_recount(kvc_node *node);
 
 /* Add a user of a node, or a pin, which is a user as well, or take it away (add -1); that may free the node. */
 void kvc_node_use(kvc_node *node, int32_t add);

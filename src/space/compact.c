@@ -270,7 +270,10 @@ void kvc_compaction_run(kvc_cache *cache, int32_t group) {
         if (s->is_evictable) kvc_useful_remove(cache, s);
     }
     move_rows(c);
-    for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s)) move_runs(c, &s->runs[group]);
+    for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s)) {
+        move_runs(c, &s->runs[group]);
+        kvc_cache_note_bytes(cache, s);
+    }
     kvc_pool_refill(pool, c->order, c->num_blocks, c->live);
     for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s))
         if (s->is_evictable) kvc_useful_add(cache, s);

@@ -76,15 +76,17 @@ static void be_tight(kvc_cache *cache) {
 void kvc_evict(kvc_cache *cache) {
     if (cache->is_tight) be_tight(cache);
     for (kvc_sequence *victim; (victim = cache->victims);) {
-        const kvc_fate fate = victim->fate;
-        kvc_cache_pin(cache, victim, 1); /* holders of rows that change do not count as evictable */
+        const int goes = victim->fate == KVC_GOES;
+        if (!goes) kvc_cache_pin(cache, victim, 1); /* holders of rows that change do not count as evictable */
         for (int32_t g = 0; g < cache->num_token_groups; g++)
-            if (kvc_is_evicted_in(cache, victim, g)) /* needs no memory, as no run is cut in two */
+            if (goes)
+                cache->stats.rows_evicted += victim->runs[g].num_rows;
+            else if (kvc_is_evicted_in(cache, victim, g)) /* needs no memory, as no run is cut in two */
                 cache->stats.rows_evicted += kvc_runs_expire(&victim->runs[g], &cache->pools[g], 0, KVC_END);
         cache->victims = victim->next_victim;
         victim->next_victim = NULL;
         victim->fate = KVC_STAYS;
-        if (fate == KVC_GOES)
+        if (goes)
             kvc_cache_forget(cache, victim);
         else
             kvc_cache_pin(cache, victim, -1);

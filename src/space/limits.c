@@ -49,6 +49,13 @@ int64_t kvc_victim_bytes(const kvc_cache *cache) {
     return bytes;
 }
 
+int64_t kvc_evictable_bytes(const kvc_cache *cache) {
+    plan_followers(cache, 1); /* of sequences that stay and give up their places, where that is planned */
+    const int64_t bytes = cache->evictable_bytes;
+    plan_followers(cache, 0);
+    return bytes;
+}
+
 /* Returns the bytes of a group that are in use once victims are evicted, or all that may be. */
 static int64_t used_bytes(kvc_cache *cache, int32_t g, kvc_scope scope) {
     kvc_preview preview = kvc_preview_open(cache, g, scope, 0);

@@ -4,6 +4,7 @@
 #include "cache/check.h"
 #include "cache/useful.h"
 #include "pass/prepare.h"
+#include "space/limits.h"
 #include "state/transit.h"
 
 /* ---- invariants -------------------------------------------------------------------------------------------------- */
@@ -237,6 +238,16 @@ static kvc_status check_notes(const kvc_cache *cache) {
     return KVC_OK;
 }
 
+/* Counts what would be freed if everything evictable were evicted, by planning that. */
+static kvc_status check_evictable(kvc_cache *cache) {
+    kvc_choose_all(cache);
+    const int64_t bytes = kvc_victim_bytes(cache);
+    kvc_spare_victims(cache);
+    REQUIRE(bytes == cache->evictable_bytes, "%lld bytes of bookkeeping are noted to be evictable, and %lld are",
+            (long long)cache->evictable_bytes, (long long)bytes);
+    return KVC_OK;
+}
+
 /* Returns KVC_ERR_CORRUPT if rows that have moved pass for exact. */
 static kvc_status check_exact(const kvc_sequence *sequence) {
     const long long id = sequence->id;
@@ -288,6 +299,7 @@ kvc_status kvc_validate(kvc_cache *cache) {
     kvc_status status = check_notes(cache);
     if (status == KVC_OK) status = check_row_buffers(cache);
     if (status == KVC_OK) status = check_table(cache);
+    if (status == KVC_OK) status = check_evictable(cache);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) status = check_group(cache, g);
     const kvc_table *table = &cache->sequences;
     for (const kvc_sequence *s = kvc_table_first(table); status == KVC_OK && s; s = kvc_table_next(table, s))
