@@ -60,10 +60,13 @@ static void set_evictable(kvc_cache *cache, kvc_sequence *sequence, int32_t is_e
         for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
             kvc_pool_mark_evictable(run->block, run->slot, run->count, is_evictable ? 1 : -1);
     }
-    if (is_evictable)
+    if (is_evictable) {
+        kvc_table_yield(&cache->sequences, sequence);
         sort(cache, sequence);
-    else
+    } else {
         kvc_sorted_remove(&cache->evictable, &sequence->links[KVC_BY_USE]);
+        kvc_table_keep(&cache->sequences, sequence);
+    }
     kvc_cache_note_bytes(cache, sequence);
     if (sequence->follower && sequence->follower->noted) sequence->follower->noted(sequence->follower);
 }

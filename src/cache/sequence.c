@@ -162,11 +162,32 @@ static kvc_sorted *set_of(kvc_table *table, const kvc_sequence *sequence) {
 
 void kvc_table_insert(kvc_table *table, kvc_sequence *sequence) {
     kvc_sequence_sort(set_of(table, sequence), sequence, KVC_BY_ID);
+    kvc_table_keep(table, sequence);
 }
 
 void kvc_table_remove(kvc_table *table, kvc_sequence *sequence) {
     kvc_sorted_remove(set_of(table, sequence), &sequence->links[KVC_BY_ID]);
+    kvc_table_yield(table, sequence);
 }
+
+void kvc_table_keep(kvc_table *table, kvc_sequence *sequence) {
+    kvc_links *above = NULL;
+    int side = 0;
+    for (kvc_links *next = table->kept.root; next; next = above->below[side]) {
+        const kvc_sequence *other = at(next, KVC_BY_USE);
+        above = next;
+        side = sequence->is_hidden == other->is_hidden ? sequence->id > other->id : sequence->is_hidden;
+    }
+    kvc_sorted_insert(&table->kept, &sequence->links[KVC_BY_USE], above, side);
+}
+
+void kvc_table_yield(kvc_table *table, kvc_sequence *sequence) {
+    kvc_sorted_remove(&table->kept, &sequence->links[KVC_BY_USE]);
+}
+
+kvc_sequence *kvc_table_first_kept(const kvc_table *table) { return kvc_sequence_end(&table->kept, KVC_BY_USE, 0); }
+
+kvc_sequence *kvc_table_next_kept(const kvc_sequence *sequence) { return kvc_sequence_beside(sequence, KVC_BY_USE, 1); }
 
 kvc_sequence *kvc_table_first(const kvc_table *table) {
     kvc_sequence *first = kvc_sequence_end(&table->named, KVC_BY_ID, 0);

@@ -43,7 +43,8 @@ void kvc_origin_add(kvc_origin *origin, const kvc_origin *more);
 static inline void kvc_origin_reset(kvc_origin *origin) { *origin = (kvc_origin){.num_forgets = INT64_MAX}; }
 
 typedef struct kvc_sequence {
-    kvc_links links[KVC_NUM_KEYS]; /* places in the table, and among the evictable; first, as sequence.c casts */
+    kvc_links links[KVC_NUM_KEYS]; /* places in the table, and among the evictable or the others; first, as sequence.c
+                                      casts */
     int64_t id;
     int32_t is_hidden;          /* its id is a number of its own: no call can name it, and it stands behind others */
     int32_t in_batch;           /* 1 + its index among the sequences of the open batch; 0: it is not in the batch */
@@ -134,6 +135,7 @@ kvc_sequence *kvc_sequence_beside(const kvc_sequence *sequence, kvc_key by, int 
 
 typedef struct kvc_table {
     kvc_sorted named, hidden; /* by id: sequences that calls can name, and hidden ones */
+    kvc_sorted kept;          /* those of both that are not evictable, in the order of the table */
 } kvc_table;
 
 /* Returns the sequence with an id, except hidden ones; NULL if it does not exist. */
@@ -145,6 +147,14 @@ kvc_sequence *kvc_table_find_hidden(const kvc_table *table, int64_t id);
 /* Inserts a sequence, or removes one without freeing it. */
 void kvc_table_insert(kvc_table *table, kvc_sequence *sequence);
 void kvc_table_remove(kvc_table *table, kvc_sequence *sequence);
+
+/* Adds a sequence to table->kept, or takes it out.  One that is inserted is there. */
+void kvc_table_keep(kvc_table *table, kvc_sequence *sequence);
+void kvc_table_yield(kvc_table *table, kvc_sequence *sequence);
+
+/* Return the first sequence of table->kept, and the next one; NULL at the end. */
+kvc_sequence *kvc_table_first_kept(const kvc_table *table);
+kvc_sequence *kvc_table_next_kept(const kvc_sequence *sequence);
 
 /* Return the first sequence by rising id, and the next one; NULL at the end.  Hidden sequences come last. */
 kvc_sequence *kvc_table_first(const kvc_table *table);

@@ -18,7 +18,7 @@ static kvc_block *find(const kvc_batch *batch, const kvc_sequence *sequence, int
         int32_t kept_end = run->position + run->count > gone.end ? run->count : gone.begin - run->position;
         if (kept_end <= 0) continue;
         if (kept_end > run->count) kept_end = run->count;
-        const int32_t *targets = c ? c->targets[block->index] : NULL;
+        const int32_t *targets = c ? block->targets : NULL;
         if (targets) {
             const int32_t to = targets[run->slot + kept_end - 1] / pool->block_size;
             block = c->order[to];

@@ -177,7 +177,7 @@ static void add_sequence(const kvc_batch *batch, int32_t g, int32_t s, kvc_block
     kvc_pool *pool = &batch->cache->pools[g];
     int32_t rest = member->num_tokens, fill = 0;
     if (pending->to < KVC_TO_REPLACE) return;
-    kvc_find_last_block(batch, g, s, KVC_NOW, &fill);
+    kvc_find_last_block(batch, g, s, batch->scope, &fill);
     kvc_block *last = pending->last_block;
     if (last) {
         const int32_t taken = pending->in_last, end = fill + last->planned;
@@ -221,21 +221,28 @@ static void add_compaction(kvc_pool *pool, kvc_preview *preview) {
     }
 }
 
+/* Takes blocks that are free once everything evictable is evicted, which the preview does not list, for new ones. */
+static void take_evicted(kvc_pool *pool, const kvc_preview *preview, const kvc_tally *tally) {
+    int64_t num = pool->num_blocks - tally->num_used - pool->num_free;
+    for (const kvc_block *block = preview->free; block != pool->free; block = block->next) num -= !block->targets;
+    pool->demand.new_blocks -= num < pool->demand.new_blocks ? num : pool->demand.new_blocks;
+}
+
 /* Computes pool->demand of group g, and the last_block of each sequence of the batch, for after its expiry and, where
  * one is planned, its compaction.  compacts: plans a compaction first, unless nothing is to be gained; only that can
  * fail, with KVC_ERR_NOMEM. */
 static kvc_status find_demand(const kvc_batch *batch, int32_t g, int compacts) {
     kvc_cache *cache = batch->cache;
     kvc_pool *pool = &cache->pools[g];
-    kvc_preview preview = kvc_preview_open(cache, g, KVC_NOW, 1);
+    kvc_preview preview = kvc_preview_open(cache, g, batch->scope, 1);
     const kvc_tally tally = kvc_preview_tally(&preview);
-    const int is_scattered = tally.num_movable > 1 || tally.movable_live < tally.movable_slots;
-    const kvc_status status = compacts && is_scattered ? kvc_compaction_plan(cache, g) : KVC_OK;
+    const kvc_status status = compacts ? kvc_compaction_plan(cache, g, batch->scope, &tally) : KVC_OK;
     if (status == KVC_OK) {
         pool->demand = (kvc_demand){0};
         if (pool->compaction) add_compaction(pool, &preview);
         kvc_block *next = preview.free; /* the first free block that no sequence will use */
         for (int32_t s = 0; s < batch->num_sequences; s++) add_sequence(batch, g, s, &next);
+        if (batch->scope == KVC_KEPT) take_evicted(pool, &preview, &tally);
         pool->demand.num_blocks += (int32_t)pool->demand.new_blocks;
         if (cache->max_bytes) pool->demand.least_bytes = least_bytes(batch, &preview, next);
         for (int32_t s = 0; s < batch->num_sequences; s++) {
@@ -288,27 +295,26 @@ static kvc_status prepare_exact(const kvc_batch *batch, const kvc_batch_sequence
     return kvc_runs_prepare_exact(list, &cache->memory, ending > num ? ending : num);
 }
 
-/* Gets memory in lists for the runs that each sequence may get, and that expiries may split. */
-static kvc_status prepare_runs(const kvc_batch *batch) {
+/* Gets memory in the lists of a sequence for the runs that it may get, and that expiries may split. */
+static kvc_status prepare_lists(const kvc_batch *batch, kvc_sequence *sequence) {
     kvc_cache *cache = batch->cache;
+    const kvc_batch_sequence *member = sequence->in_batch ? &batch->sequences[sequence->in_batch - 1] : NULL;
     kvc_status status = KVC_OK;
-    for (int32_t g = 0; g < cache->num_groups; g++)
-        for (kvc_sequence *sequence = cache->changed; status == KVC_OK && sequence; sequence = sequence->next_changed) {
-            kvc_run_list *list = &sequence->runs[g];
-            const kvc_batch_sequence *member = sequence->in_batch ? &batch->sequences[sequence->in_batch - 1] : NULL;
-            const int32_t most = member ? kvc_most_runs(batch, member, g, list->num) : 0,
-                          more = most > list->num ? most - list->num : 0;
-            if (cache->is_tight) {
-                status = prepare_exact(batch, member, sequence, g);
-            } else if (cache->pools[g].compaction) {
-                status = kvc_runs_prepare_edit(list, &cache->memory, more + 2);
-            } else if (kvc_policy_expires(&cache->policies[g])) {
-                const kvc_interval gone = kvc_policy_expired(&cache->policies[g], sequence->min_query_position);
-                status = kvc_runs_prepare_expire(list, &cache->memory, gone.begin, gone.end, more);
-            } else if (more) {
-                status = kvc_runs_prepare(list, &cache->memory, more);
-            }
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) {
+        kvc_run_list *list = &sequence->runs[g];
+        const int32_t most = member ? kvc_most_runs(batch, member, g, list->num) : 0,
+                      more = most > list->num ? most - list->num : 0;
+        if (cache->is_tight) {
+            status = prepare_exact(batch, member, sequence, g);
+        } else if (cache->pools[g].compaction) {
+            status = kvc_runs_prepare_edit(list, &cache->memory, more + 2);
+        } else if (kvc_policy_expires(&cache->policies[g])) {
+            const kvc_interval gone = kvc_policy_expired(&cache->policies[g], sequence->min_query_position);
+            status = kvc_runs_prepare_expire(list, &cache->memory, gone.begin, gone.end, more);
+        } else if (more) {
+            status = kvc_runs_prepare(list, &cache->memory, more);
         }
+    }
     return status;
 }
 
@@ -316,7 +322,7 @@ static kvc_status prepare_runs(const kvc_batch *batch) {
 static int64_t other_bytes_after(const kvc_batch *batch) {
     const kvc_cache *cache = batch->cache;
     int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced + cache->row_buffer_bytes;
-    bytes -= kvc_victim_bytes(cache);
+    bytes -= batch->scope == KVC_KEPT ? kvc_evictable_bytes(cache) : kvc_victim_bytes(cache);
     if (batch->num_buffered)
         bytes += (int64_t)(kvc_row_buffer_bytes(cache, batch->num_buffered) +
                            kvc_row_buffer_header_bytes(batch->num_buffered));
@@ -380,7 +386,8 @@ static kvc_status find_needs(const kvc_batch *batch, int compacts) {
         /* If there is no memory for a compaction, the batch takes more memory. */
         if (is_scattered || KVC_BUGGIFY()) find_demand(batch, g, 1);
     }
-    return status == KVC_OK ? prepare_runs(batch) : status;
+    for (kvc_sequence *s = cache->changed; status == KVC_OK && s; s = s->next_changed) status = prepare_lists(batch, s);
+    return status;
 }
 
 kvc_status kvc_fit_bytes(const kvc_batch *batch, int64_t *bytes) {
@@ -411,41 +418,62 @@ static int64_t most_lists_saved(const kvc_batch *batch) {
     return num * (int64_t)sizeof(kvc_run);
 }
 
-kvc_status kvc_fit_without_all(const kvc_batch *batch, int *may_fit) {
+kvc_status kvc_kept_begin(const kvc_batch *batch, kvc_kept *kept) {
+    const kvc_cache *cache = batch->cache;
+    kvc_status status = KVC_OK;
+    forget_needs(batch); /* a planned compaction counts what may be evicted */
+    *kept = (kvc_kept){kvc_evictable_bytes(cache), most_lists_saved(batch)};
+    for (kvc_sequence *s = cache->changed; status == KVC_OK && s; s = s->next_changed) status = prepare_lists(batch, s);
+    return status;
+}
+
+kvc_status kvc_kept_bytes(const kvc_batch *batch, const kvc_kept *kept, int64_t *bytes, int64_t *least) {
     kvc_cache *cache = batch->cache;
-    int64_t least, bytes = cache->row_buffer_bytes;
-    forget_needs(batch);
-    KVC_TRY(kvc_tighten(cache));
-    bytes -= kvc_evictable_bytes(cache);
-    const int is_scattered = kvc_add_kept_bytes(batch, &bytes, &least);
-    kvc_status status = prepare_runs(batch); /* for tokens where they go then */
+    *bytes = cache->row_buffer_bytes - kept->evictable_bytes;
+    const int is_scattered = kvc_add_kept_bytes(batch, bytes, least);
+    for (int32_t s = 0; s < batch->num_sequences; s++) { /* whose tokens go where they go then */
+        kvc_sequence *sequence = batch->sequences[s].sequence;
+        for (int32_t g = 0; g < cache->num_groups; g++) kvc_runs_discard(&sequence->runs[g], &cache->memory);
+        KVC_TRY(prepare_lists(batch, sequence));
+    }
     int64_t others = cache->memory.bookkeeping - cache->memory.replaced;
     if (cache->spare) others -= kvc_sequence_bytes(cache->spare);
     for (int32_t g = 0; g < cache->num_groups; g++)
         others -= cache->pools[g].num_blocks * kvc_pool_header_bytes(&cache->pools[g]);
-    least += others - (is_scattered ? most_lists_saved(batch) : 0);
-    *may_fit = status == KVC_OK && least <= cache->max_bytes;
-    if (status == KVC_OK && others + bytes > cache->max_bytes) status = KVC_ERR_FULL;
-    if (status == KVC_ERR_FULL && *may_fit) { /* only trials show what compactions save */
-        kvc_choose_all(cache);
-        status = kvc_fit_bytes(batch, &bytes);
-    }
-    kvc_spare_victims(cache);
+    *bytes += others;
+    *least = is_scattered ? *least + others - kept->lists_saved : *bytes;
+    return KVC_OK;
+}
+
+kvc_status kvc_fit_kept(kvc_batch *batch, int64_t *bytes) {
+    forget_needs(batch);
+    KVC_TRY(kvc_tighten(batch->cache));
+    batch->scope = KVC_KEPT;
+    const kvc_status status = kvc_fit_bytes(batch, bytes);
+    batch->scope = KVC_NOW;
+    forget_needs(batch);
+    kvc_spare_victims(batch->cache);
     return status;
 }
 
-/* Returns KVC_ERR_FULL if the batch does not fit even once all that may be evicted is; *bytes: the fewest bytes that it
- * would make the cache, bookkeeping of sequences aside. */
-static kvc_status check_kept(const kvc_batch *batch, int64_t *bytes) {
-    int64_t all = (int64_t)batch->cache->size + batch->cache->row_buffer_bytes;
-    forget_needs(batch); /* a planned compaction counts what may be evicted */
+/* Returns KVC_ERR_FULL if the batch does not fit even once all that may be evicted is, and sets *bytes to the bytes
+ * that it would make the cache then, at least.  Only where compactions or exact lists decide, finds out what they save.
+ */
+static kvc_status check_kept(kvc_batch *batch, int64_t *bytes) {
+    const kvc_cache *cache = batch->cache;
+    kvc_kept kept;
+    int64_t all = (int64_t)cache->size + cache->row_buffer_bytes;
+    if (!cache->max_bytes) return KVC_OK;
+    KVC_TRY(kvc_kept_begin(batch, &kept));
     kvc_add_kept_bytes(batch, &all, bytes);
-    return *bytes <= batch->cache->max_bytes || !batch->cache->max_bytes ? KVC_OK : KVC_ERR_FULL;
+    if (*bytes > cache->max_bytes) return KVC_ERR_FULL;
+    KVC_TRY(kvc_kept_bytes(batch, &kept, &all, bytes));
+    return all <= cache->max_bytes ? KVC_OK : kvc_fit_kept(batch, bytes);
 }
 
 /* Checks capacity and max_bytes. */
 static kvc_status fits(const kvc_need *need) {
-    const kvc_batch *batch = need->context;
+    kvc_batch *batch = need->context;
     kvc_cache *cache = batch->cache;
     int64_t bytes = 0;
     for (int32_t g = 0; cache->capacity && g < cache->num_token_groups; g++)

@@ -148,24 +148,30 @@ static int64_t count_room(kvc_batch *batch) {
     return room > 0 ? room : 0; /* sharing may have made the sequence longer than max_seq_len */
 }
 
-/* The question about probes: does a probe fit once everything evictable is evicted, or with chosen victims? */
-typedef struct trial {
-    int chooses;
-    int may_fit; /* of the last probe: with fewer victims it might fit */
+/* How to find out whether a probe fits. */
+typedef enum trial {
+    AS_THEY_LIE, /* once everything evictable is evicted, without compactions */
+    AT_MOST,     /* by a bound for all compactions then */
+    WITH_ALL,    /* with them */
+    AS_A_BATCH
 } trial;
 
-static kvc_status try_probe(kvc_batch *batch, int64_t num_tokens, trial *t) {
+static kvc_status try_probe(kvc_batch *batch, int64_t num_tokens, trial trial, const kvc_kept *kept) {
+    int64_t bytes, least;
     set_probe(batch, (int32_t)num_tokens);
-    const kvc_status status = t->chooses ? kvc_fit(batch) : kvc_fit_without_all(batch, &t->may_fit);
+    if (trial <= AT_MOST) {
+        KVC_TRY(kvc_kept_bytes(batch, kept, &bytes, &least));
+        return (trial == AT_MOST ? least : bytes) <= batch->cache->max_bytes ? KVC_OK : KVC_ERR_FULL;
+    }
+    const kvc_status status = trial == WITH_ALL ? kvc_fit_kept(batch, &bytes) : kvc_fit(batch);
     kvc_spare_victims(batch->cache);
     return status;
 }
 
 /* Raises *room, a number of tokens that fits, to at most `most`, by bisection: one more does not fit then. */
-static kvc_status bisect(kvc_batch *batch, int64_t *room, int64_t most, trial *t) {
-    while (*room < most) {
-        const int64_t middle = most - (most - *room) / 2;
-        const kvc_status status = try_probe(batch, middle, t);
+static kvc_status bisect(kvc_batch *batch, int64_t *room, int64_t most, trial trial, const kvc_kept *kept) {
+    for (int64_t middle = most; *room < most; middle = most - (most - *room) / 2) {
+        const kvc_status status = try_probe(batch, middle, trial, kept);
         if (status == KVC_OK)
             *room = middle;
         else if (status == KVC_ERR_FULL)
@@ -176,21 +182,38 @@ static kvc_status bisect(kvc_batch *batch, int64_t *room, int64_t most, trial *t
     return KVC_OK;
 }
 
-/* Finds how many tokens max_bytes leaves room for, at most `most`, by trials.  They begin with all gone that can be
- * evicted, with which it fits for a batch, too.  That may still take more, as moving what stays together may save more
- * than dropping it: where it takes one token more, the trials go on as it chooses. */
-static kvc_status find_room_by_trials(kvc_batch *batch, int64_t most, int64_t *room) {
-    trial t = {.chooses = 0};
+/* Returns the fewest bytes of all that can be evicted. */
+static int64_t evictable_bytes(const kvc_cache *cache, const kvc_kept *kept) {
+    int64_t bytes = kept->evictable_bytes;
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
+        bytes += cache->pools[g].evictable * kvc_pool_slot_bytes(&cache->pools[g]);
+    return bytes;
+}
+
+/* Finds how many tokens max_bytes leaves room for, at most `most`: with everything gone that can be evicted, it fits
+ * for a batch, too.  Where next to nothing can be evicted, one token more may fit beside it, in other places. */
+static kvc_status find_room_in_bytes(kvc_batch *batch, int64_t most, int64_t *room) {
+    const kvc_cache *cache = batch->cache;
+    int64_t bound, bytes, least = 0;
+    kvc_kept kept;
     *room = 0;
-    KVC_TRY(bisect(batch, room, most, &t));
-    if (*room == most) return KVC_OK;
-    const int64_t without_all = *room;
-    const kvc_status status = try_probe(batch, *room + 1, &t);
-    if (status != KVC_OK && status != KVC_ERR_FULL) return status;
-    if (!t.may_fit) return KVC_OK;
-    t.chooses = 1;
-    KVC_TRY(bisect(batch, room, *room + 1, &t));
-    return *room > without_all ? bisect(batch, room, most, &t) : KVC_OK;
+    kvc_status status = kvc_tighten(batch->cache);
+    if (status == KVC_OK) status = kvc_kept_begin(batch, &kept);
+    if (status == KVC_OK) status = bisect(batch, room, most, AS_THEY_LIE, &kept);
+    bound = *room;
+    if (status == KVC_OK) status = bisect(batch, &bound, most, AT_MOST, &kept);
+    kvc_spare_victims(batch->cache);
+    if (status == KVC_OK) status = bisect(batch, room, bound, WITH_ALL, NULL);
+    if (status != KVC_OK || *room == most) return status;
+    set_probe(batch, (int32_t)*room + 1);
+    status = kvc_tighten(batch->cache);
+    if (status == KVC_OK) status = kvc_kept_begin(batch, &kept);
+    if (status == KVC_OK) status = kvc_kept_bytes(batch, &kept, &bytes, &least);
+    kvc_spare_victims(batch->cache);
+    if (status != KVC_OK || least + evictable_bytes(cache, &kept) > cache->max_bytes) return status;
+    const int64_t with_all = *room;
+    KVC_TRY(bisect(batch, room, *room + 1, AS_A_BATCH, NULL));
+    return *room > with_all ? bisect(batch, room, most, AS_A_BATCH, NULL) : KVC_OK;
 }
 
 /* Finds a number of tokens that fit, where one more does not. */
@@ -207,7 +230,7 @@ static kvc_status find_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
     kvc_set_min_query_positions(cache);
     const int64_t most = count_room(batch);
     int64_t room = most;
-    if (cache->max_bytes) status = find_room_by_trials(batch, most, &room);
+    if (cache->max_bytes) status = find_room_in_bytes(batch, most, &room);
     kvc_discard_batch(batch);
     if (status == KVC_OK) *num_tokens = room;
     return status;

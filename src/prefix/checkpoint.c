@@ -7,14 +7,27 @@
 #include "prefix/tree.h"
 #include "space/evict.h"
 
-void kvc_checkpoint_count(kvc_checkpoint *checkpoint, int32_t add) {
+/* Counts what is freed of it if everything evictable is evicted. */
+static void recount(kvc_cache *cache, kvc_checkpoint *checkpoint) {
+    const int64_t bytes = checkpoint->goes && checkpoint->num_users == 1 ? kvc_checkpoint_bytes(checkpoint) : 0;
+    cache->evictable_bytes += bytes - checkpoint->evictable_bytes;
+    checkpoint->evictable_bytes = bytes;
+}
+
+void kvc_checkpoint_note(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t goes) {
+    if (!checkpoint) return;
+    checkpoint->goes = goes;
+    recount(cache, checkpoint);
+}
+
+void kvc_checkpoint_count(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t add) {
     checkpoint->num_users += add;
-    if (checkpoint->node) kvc_node_recount(checkpoint->node);
+    recount(cache, checkpoint);
 }
 
 void kvc_checkpoint_use(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t add) {
     if (!checkpoint) return;
-    kvc_checkpoint_count(checkpoint, add);
+    kvc_checkpoint_count(cache, checkpoint, add);
     if (!checkpoint->num_users)
         kvc_memory_free(&cache->memory, checkpoint, (uint64_t)kvc_checkpoint_bytes(checkpoint), KVC_MEMORY_BOOKKEEPING,
                         -1);
@@ -96,7 +109,7 @@ void kvc_checkpoints_drop(kvc_checkpoints *all, kvc_node *node) {
     if (!checkpoint) return;
     node->checkpoint = NULL;
     checkpoint->node = NULL;
-    kvc_node_recount(node);
+    kvc_checkpoint_note(all->cache, checkpoint, 0);
     unlist(all, checkpoint);
     kvc_checkpoint_use(all->cache, checkpoint, -1);
 }
@@ -117,6 +130,7 @@ int kvc_checkpoints_put(kvc_checkpoints *all, kvc_node *node, kvc_checkpoint *ch
     if (all->most_bytes && !has_room(all, checkpoint->num_bytes)) return 0;
     node->checkpoint = checkpoint;
     checkpoint->node = node;
+    checkpoint->goes = node->rows && node->rows->is_evictable;
     list(all, checkpoint);
     kvc_checkpoint_use(all->cache, checkpoint, 1);
     for (kvc_checkpoint *oldest = all->oldest, *next; oldest && all->most_bytes; oldest = next) {

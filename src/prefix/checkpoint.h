@@ -11,8 +11,10 @@
 typedef struct kvc_checkpoint {
     struct kvc_node *node;                /* its block; NULL: the block has gone, or has let go of it */
     struct kvc_checkpoint *older, *newer; /* place in the list of all blocks */
-    int32_t num_users; /* the block, sequences that go on from it, and calls: it is freed with the last one */
-    int64_t num_bytes; /* of the state, which follows */
+    int32_t num_users;       /* the block, sequences that go on from it, and calls: it is freed with the last one */
+    int32_t goes;            /* its block loses its rows if everything evictable is evicted */
+    int64_t evictable_bytes; /* it has so many of cache->evictable_bytes */
+    int64_t num_bytes;       /* of the state, which follows */
 } kvc_checkpoint;
 
 /* Those of all blocks of a tree, from the least recently used on. */
@@ -42,8 +44,11 @@ void kvc_state_use_end(kvc_cache *cache, const kvc_state_use *use);
  * KVC_ERR_NOMEM; KVC_ERR_FULL if max_bytes leaves no room; use->checkpoint is NULL then. */
 kvc_status kvc_checkpoint_new(kvc_cache *cache, const void *state, int64_t num_bytes, kvc_state_use *use);
 
+/* Notes whether its block loses its rows if everything evictable is evicted; ignores NULL. */
+void kvc_checkpoint_note(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t goes);
+
 /* Adds to the number of users, and frees nothing. */
-void kvc_checkpoint_count(kvc_checkpoint *checkpoint, int32_t add);
+void kvc_checkpoint_count(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t add);
 
 /* Adds a user, or takes one away (add -1), which may free it; ignores NULL. */
 void kvc_checkpoint_use(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t add);

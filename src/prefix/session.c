@@ -48,7 +48,7 @@ static int64_t plan_leave(kvc_follower *follower, int is_planned) {
     const int32_t num_users = is_planned ? 0 : 1; /* of a state that only this session uses */
     session->last->num_users += is_planned ? -1 : 1;
     kvc_node_recount(session->last);
-    if (state) kvc_checkpoint_count(state, is_planned ? -1 : 1);
+    if (state) kvc_checkpoint_count(session->prefix->cache, state, is_planned ? -1 : 1);
     const int64_t bytes = state && !state->node && state->num_users == num_users ? kvc_checkpoint_bytes(state) : 0;
     session->prefix->cache->evictable_bytes += is_planned ? bytes : -bytes;
     if (is_planned) return bytes + kvc_node_plan_free(session->last);

@@ -275,9 +275,8 @@ void kvc_node_recount(kvc_node *node) {
     for (kvc_cache *cache = node->tree->cache; node; node = node->parent) {
         const int goes = node->rows && node->rows->is_evictable, is_root = node == &node->tree->root;
         const int stays = is_root || (node->rows && !goes) || node->num_users || node->num_staying;
-        int64_t bytes = stays ? 0 : bytes_of(node);
-        if (goes && node->checkpoint && node->checkpoint->num_users == 1)
-            bytes += kvc_checkpoint_bytes(node->checkpoint);
+        const int64_t bytes = stays ? 0 : bytes_of(node);
+        kvc_checkpoint_note(cache, node->checkpoint, goes);
         cache->evictable_bytes += bytes - node->evictable_bytes;
         node->evictable_bytes = bytes;
         if (stays == node->stays) return;

@@ -65,12 +65,14 @@ typedef struct kvc_block {
     kvc_standing *useless;  /* list of the sequences with rows in this block alone that free no slots of it */
     int32_t num_watchers;   /* runs here of those in pool->useless */
     uint32_t choice;        /* value of pool->num_choices when a call was to drop rows of it */
+    int32_t *targets;       /* [fill] while a compaction is planned: the new places of its slots; NULL: none */
     struct kvc_block *next_tried; /* in the list of a preview */
     int8_t is_tried;              /* it is in that list */
     int32_t number;        /* while a state is saved: of the blocks with rows that are saved, from 1 on; else 0 */
     struct kvc_pool *pool; /* NULL: the block is a row buffer's */
     kvc_use noted[KVC_NUM_SCOPES];                /* what pool->tallies count of it */
     struct kvc_block *next_untaken, **untaken_at; /* place in pool->untaken; NULL: it is not there */
+    int8_t is_ordered;                            /* while a compaction is planned: it has its place in the order */
     int8_t is_free;                               /* it is in the list of free blocks */
     int8_t was_loose;                             /* it counted in pool->num_loose when it was opened */
     int8_t is_row_buffer;                         /* the block is a row buffer's, of no pool; never changes */

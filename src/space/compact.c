@@ -15,8 +15,18 @@
 
 enum { WORTH_THREADS = 1 << 18 }; /* bytes */
 
-static int is_movable(const kvc_pool *pool, const kvc_block *block) {
-    return kvc_pool_is_movable(pool, (kvc_use){.live = block->live, .is_pinned = block->pins != 0});
+static int is_movable(const kvc_compaction *c, const kvc_block *block) {
+    const int32_t live = block->live - (c->scope == KVC_KEPT ? block->evictable : 0);
+    return kvc_pool_is_movable(c->pool, (kvc_use){.live = live, .is_pinned = block->pins != 0});
+}
+
+/* Return the first sequence that a compaction looks at, and the next one; NULL at the end. */
+static kvc_sequence *first_of(const kvc_compaction *c) {
+    const kvc_table *table = &c->cache->sequences;
+    return c->scope == KVC_KEPT ? kvc_table_first_kept(table) : kvc_table_first(table);
+}
+static kvc_sequence *next_of(const kvc_compaction *c, const kvc_sequence *s) {
+    return c->scope == KVC_KEPT ? kvc_table_next_kept(s) : kvc_table_next(&c->cache->sequences, s);
 }
 
 int64_t kvc_compaction_gain(const kvc_cache *cache, int32_t group) {
@@ -38,40 +48,21 @@ static void free_array(kvc_compaction *c, void *p, uint64_t count, size_t item) 
 }
 
 static void free_memory(kvc_compaction *c) {
-    const size_t blocks = (size_t)c->max_blocks;
-    free_array(c, c->order, blocks, sizeof *c->order);
-    free_array(c, c->targets, blocks, sizeof *c->targets);
+    for (int32_t i = 0; i < c->num_blocks; i++) c->order[i]->targets = NULL;
+    free_array(c, c->order, (uint64_t)c->max_blocks, sizeof *c->order);
     free_array(c, c->slots, (uint64_t)c->num_slots, sizeof *c->slots);
     free_array(c, c->moves, (uint64_t)c->max_moves, sizeof *c->moves);
     free_array(c, c, 1, sizeof *c);
 }
 
-/* Drops the spare lists of runs that get_memory made ready. */
-static void discard_lists(kvc_cache *cache, int32_t group) {
-    const kvc_table *table = &cache->sequences;
-    for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s))
-        kvc_runs_discard(&s->runs[group], &cache->memory);
+/* Drops the spare lists of runs that get_lists made ready. */
+static void discard_lists(const kvc_compaction *c) {
+    for (kvc_sequence *s = first_of(c); s; s = next_of(c, s)) kvc_runs_discard(&s->runs[c->group], &c->cache->memory);
 }
 
-/* Gets all memory of the compaction; returns 0 if there is not enough. */
-static int get_memory(kvc_compaction *c) {
-    const kvc_pool *pool = c->pool;
-    const size_t blocks = (size_t)c->max_blocks;
-    for (const kvc_block *block = pool->first; block; block = block->later) {
-        if (!is_movable(pool, block)) continue;
-        c->num_slots += block->fill;
-        for (int32_t s = 0; s < block->fill; s++)
-            c->max_moves += block->holders[s].num && (s == 0 || !block->holders[s - 1].num);
-    }
-    /* A stretch of live slots is cut in two where it would pass the end of a block: at most once per block. */
-    c->max_moves += pool->num_blocks;
-    c->order = alloc_array(c, blocks, sizeof *c->order);
-    c->targets = alloc_array(c, blocks, sizeof *c->targets);
-    c->slots = alloc_array(c, (uint64_t)c->num_slots, sizeof *c->slots);
-    c->moves = alloc_array(c, (uint64_t)c->max_moves, sizeof *c->moves);
-    if (!c->order || !c->targets || !c->slots || !c->moves) return 0;
-    const kvc_table *table = &c->cache->sequences;
-    for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s)) {
+/* Gets memory for lists of runs; returns 0 if there is not enough. */
+static int get_lists(const kvc_compaction *c) {
+    for (kvc_sequence *s = first_of(c); s; s = next_of(c, s)) {
         if (s->fate == KVC_GOES || (c->cache->is_tight && s->changed_at))
             continue; /* kvc_compaction_room says how long */
         /* 2 more: the expiry before may cut a run in two */
@@ -82,22 +73,26 @@ static int get_memory(kvc_compaction *c) {
 
 /* ---- planning the moves ------------------------------------------------------------------------------------------ */
 
-/* Adds a block to the order, and points its targets at its places, which begin at *slots. */
-static void add_block(kvc_compaction *c, kvc_block *block, int32_t **slots) {
+/* Returns whether a sequence holds a slot: not, if only such do that may be evicted, and all of these are. */
+static int is_live(const kvc_compaction *c, const kvc_block *block, int32_t slot) {
+    return block->holders[slot].num > (c->scope == KVC_KEPT ? block->holders[slot].evictable : 0);
+}
+
+/* Adds a block to the order.  Its targets are not there yet. */
+static void add_block(kvc_compaction *c, kvc_block *block) {
     c->order[c->num_blocks++] = block;
-    c->targets[block->index] = *slots;
-    *slots += block->fill;
+    block->is_ordered = 1;
 }
 
 /* Returns the last block that may move, by rows of a sequence in the batch that is about to begin; NULL if there is
  * none.
  */
 static kvc_block *last_of_batch(const kvc_compaction *c) {
-    const kvc_table *table = &c->cache->sequences;
-    for (const kvc_sequence *s = kvc_table_first(table); s && !s->is_hidden; s = kvc_table_next(table, s)) {
+    for (const kvc_sequence *s = kvc_table_first_kept(&c->cache->sequences); s && !s->is_hidden;
+         s = kvc_table_next_kept(s)) {
         const kvc_run_list *list = &s->runs[c->group];
         for (const kvc_run *run = kvc_runs_end(list); s->in_batch && run > kvc_runs_begin(list);)
-            if (is_movable(c->pool, (--run)->block)) return run->block;
+            if (is_movable(c, (--run)->block)) return run->block;
     }
     return NULL;
 }
@@ -105,18 +100,31 @@ static kvc_block *last_of_batch(const kvc_compaction *c) {
 /* Lists the blocks in the order in which runs come to them.  The block in which a batch goes on comes last, so that its
  * tokens fill the room that is left behind all. */
 static void order_blocks(kvc_compaction *c) {
-    int32_t *slots = c->slots;
-    memset(c->targets, 0, (size_t)c->pool->num_blocks * sizeof *c->targets);
-    const kvc_table *table = &c->cache->sequences;
     kvc_block *last = last_of_batch(c);
-    for (const kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s)) {
+    for (const kvc_sequence *s = first_of(c); s; s = next_of(c, s)) {
         const kvc_run_list *list = &s->runs[c->group];
-        for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
-            if (run->block == last || !is_movable(c->pool, run->block) || c->targets[run->block->index]) continue;
-            add_block(c, run->block, &slots);
-        }
+        if (s->fate == KVC_GOES) continue;
+        for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
+            if (run->block != last && is_movable(c, run->block) && !run->block->is_ordered) add_block(c, run->block);
     }
-    if (last) add_block(c, last, &slots);
+    if (last) add_block(c, last);
+    for (int32_t i = 0; i < c->num_blocks; i++) c->order[i]->is_ordered = 0;
+}
+
+/* Gets memory for the places of the slots of all blocks in order, and for their moves; returns 0 if there is not
+ * enough. */
+static int get_slots(kvc_compaction *c) {
+    for (int32_t i = 0; i < c->num_blocks; i++) {
+        const kvc_block *block = c->order[i];
+        c->num_slots += block->fill;
+        for (int32_t s = 0; s < block->fill; s++)
+            c->max_moves += is_live(c, block, s) && (s == 0 || !is_live(c, block, s - 1));
+    }
+    /* A stretch of live slots is cut in two where it would pass the end of a block: at most once per block. */
+    c->max_moves += c->num_blocks;
+    c->slots = alloc_array(c, (uint64_t)c->num_slots, sizeof *c->slots);
+    c->moves = alloc_array(c, (uint64_t)c->max_moves, sizeof *c->moves);
+    return c->slots && c->moves;
 }
 
 /* Adds the move of one slot, by lengthening the last move where it continues that. */
@@ -132,42 +140,36 @@ static void add_move(kvc_compaction *c, kvc_block *from, int32_t slot, kvc_block
 /* Numbers the new places of all live slots, and lists the moves to them. */
 static void plan_moves(kvc_compaction *c) {
     const int32_t size = c->pool->block_size;
-    int32_t next = 0;
+    int32_t next = 0, *targets = c->slots;
     for (int32_t i = 0; i < c->num_blocks; i++) {
         kvc_block *block = c->order[i];
+        block->targets = targets;
+        targets += block->fill;
         for (int32_t s = 0; s < block->fill; s++) {
-            if (!block->holders[s].num) continue;
+            if (!is_live(c, block, s)) continue;
             kvc_block *to = c->order[next / size];
             if (to != block || next % size != s) add_move(c, block, s, to, next % size);
-            c->targets[block->index][s] = next++;
+            block->targets[s] = next++;
         }
     }
     c->live = next;
 }
 
-/* Returns whether a block has holes, or several are not full. */
-static int is_scattered(const kvc_pool *pool) {
-    int32_t partial = 0, holes = 0;
-    for (const kvc_block *block = pool->first; block; block = block->later) {
-        partial += is_movable(pool, block);
-        holes |= is_movable(pool, block) && block->live < block->fill;
-    }
-    return holes || partial > 1;
-}
-
-kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group) {
+kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group, kvc_scope scope, const kvc_tally *tally) {
     kvc_pool *pool = &cache->pools[group];
-    kvc_compaction made = {.cache = cache, .pool = pool, .group = group, .max_blocks = pool->num_blocks};
-    if (pool->compaction || !is_scattered(pool)) return KVC_OK;
+    kvc_compaction made = {
+        .cache = cache, .pool = pool, .group = group, .scope = scope, .max_blocks = tally->num_movable};
+    if (pool->compaction || (tally->num_movable < 2 && tally->movable_live == tally->movable_slots)) return KVC_OK;
     kvc_compaction *c = alloc_array(&made, 1, sizeof *c);
     if (c) *c = made;
-    if (!c || !get_memory(c)) {
+    if (c) c->order = alloc_array(c, (uint64_t)c->max_blocks, sizeof *c->order);
+    if (c && c->order) order_blocks(c);
+    if (!c || !c->order || !get_slots(c) || !get_lists(c)) {
         const long long num_slots = c ? c->num_slots : 0;
-        discard_lists(cache, group);
+        discard_lists(&made);
         if (c) free_memory(c);
         return kvc_fail(KVC_ERR_NOMEM, "out of memory to compact %lld slots", num_slots);
     }
-    order_blocks(c);
     plan_moves(c);
     pool->compaction = c;
     if (!c->num_moves) kvc_compaction_drop(cache, group); /* all holes lie past the last slot that is held */
@@ -208,7 +210,7 @@ static void move_rows(kvc_compaction *c) {
 
 /* Takes the first slots off a run that stay side by side, and returns them in their new place. */
 static kvc_run next_moved(const kvc_compaction *c, kvc_run *rest) {
-    const int32_t *targets = c->targets[rest->block->index], size = c->pool->block_size;
+    const int32_t *targets = rest->block->targets, size = c->pool->block_size;
     kvc_run part = *rest;
     if (targets) {
         const int32_t target = targets[rest->slot], room = size - target % size;
@@ -284,7 +286,7 @@ void kvc_compaction_run(kvc_cache *cache, int32_t group) {
 
 void kvc_compaction_drop(kvc_cache *cache, int32_t group) {
     kvc_pool *pool = &cache->pools[group];
-    discard_lists(cache, group);
+    discard_lists(pool->compaction);
     free_memory(pool->compaction);
     pool->compaction = NULL;
 }
@@ -293,7 +295,8 @@ void kvc_compaction_drop(kvc_cache *cache, int32_t group) {
 
 static kvc_status compact(kvc_cache *cache) {
     kvc_status status = kvc_check_closed(cache, "compact");
-    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) status = kvc_compaction_plan(cache, g);
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++)
+        status = kvc_compaction_plan(cache, g, KVC_NOW, &cache->pools[g].tallies[KVC_NOW]);
     for (int32_t g = 0; g < cache->num_groups; g++) {
         if (!cache->pools[g].compaction) continue;
         if (status == KVC_OK)

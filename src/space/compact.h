@@ -18,18 +18,18 @@ typedef struct kvc_compaction {
     kvc_cache *cache;
     kvc_pool *pool;
     int32_t group;
+    kvc_scope scope;   /* KVC_KEPT: it is planned as if everything evictable were evicted, and not carried out */
     kvc_block **order; /* [max_blocks] the blocks that take part, in the order in which they are filled */
     int32_t num_blocks, max_blocks;
-    int32_t **targets; /* [block->index][slot] new place, counted over the blocks of `order`; NULL: not in `order` */
-    int32_t *slots;    /* [num_slots] the places that targets points into */
+    int32_t *slots; /* [num_slots] new places, counted over the blocks of `order`: block->targets points into it */
     kvc_move *moves;
     int64_t num_moves, max_moves, num_slots;
     int32_t live; /* slots that sequences hold, in all blocks of `order` */
 } kvc_compaction;
 
-/* Plans to move together the rows of a group's blocks that are not pinned.  pool->compaction becomes the plan, or stays
- * NULL where nothing is to be gained.  Can fail with KVC_ERR_NOMEM. */
-kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group);
+/* Plans to move together the rows of a group's blocks that are not pinned.  tally: what is in use of the blocks.
+ * pool->compaction becomes the plan, or stays NULL where nothing is to be gained.  Can fail with KVC_ERR_NOMEM. */
+kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group, kvc_scope scope, const kvc_tally *tally);
 
 /* Returns how many runs a list must have room for while the compaction moves its runs, except those in a gap that has
  * expired before, and sets *after to how many it has then. */

@@ -46,7 +46,7 @@ kvc_status kvc_tighten(kvc_cache *cache) {
     const kvc_table *table = &cache->sequences;
     kvc_status status = KVC_OK;
     cache->is_tight = 1;
-    for (kvc_sequence *s = kvc_table_first(table); s && !s->is_hidden; s = kvc_table_next(table, s))
+    for (kvc_sequence *s = kvc_table_first_kept(table); s && !s->is_hidden; s = kvc_table_next_kept(s))
         if (may_relist(cache, s)) kvc_cache_mark_changed(cache, s); /* so that plans look at it */
     kvc_set_min_query_positions(cache);
     for (kvc_sequence *s = cache->changed; s; s = s->next_changed)
@@ -66,7 +66,7 @@ void kvc_spare_victims(kvc_cache *cache) {
 /* Carries out what kvc_tighten planned. */
 static void be_tight(kvc_cache *cache) {
     const kvc_table *table = &cache->sequences;
-    for (kvc_sequence *s = kvc_table_first(table); s && !s->is_hidden; s = kvc_table_next(table, s))
+    for (kvc_sequence *s = kvc_table_first_kept(table); s && !s->is_hidden; s = kvc_table_next_kept(s))
         if (s->follower) s->follower->leave(cache, s->follower);
     for (kvc_sequence *s = cache->changed; s; s = s->next_changed)
         for (int32_t g = 0; g < cache->num_groups; g++) kvc_runs_install(&s->runs[g], &cache->memory);
