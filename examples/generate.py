@@ -44,7 +44,7 @@ Without --window or --shift the text stops when the model's context is full.
 With a window it goes on; positions keep growing, but rotary keys only tell
 distances, and inside the window these stay as trained. Sink tokens fall further
 and further behind: keep them few. With --shift a full context loses the older
-half of its tokens, but for the first ones; the rest moves down, and nothing is
+half of its tokens, except the first ones. The rest moves down, and nothing is
 computed again.
 
 Ctrl-C ends the text. It also ends the measuring of --compare, which then shows

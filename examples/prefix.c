@@ -1,7 +1,7 @@
 /* prefix.c: replies to several prompts that begin alike, at the same time: what they share is computed once.
  *
  * A server in C on kvc_prefix_acquire and kvc_prefix_release, with the model of the runner in c/.  Requests take turns,
- * a token each, and the cache is so small that one of them has to wait. */
+ * a token each, and the cache is so small that a request has to wait. */
 #include <kvcache.h>
 #include <math.h>
 #include <stdio.h>
@@ -16,7 +16,7 @@ enum {
     REPLY = 60,
     MOST_REQUESTS = 16,
     BLOCK = 16,
-    CAPACITY = 368 /* tokens, those that requests share counted once */
+    CAPACITY = 368 /* tokens; shared tokens count once */
 };
 
 static const char scene[] = "ESCALUS:\n"
@@ -126,7 +126,7 @@ static kvc_tokens tokens_of(const request *r) {
     return (kvc_tokens){.struct_size = sizeof(kvc_tokens), .ids = r->tokens, .num_tokens = r->num_tokens};
 }
 
-/* Gives a request a sequence, which holds what is known of its tokens: never the last one, which has to be fed. */
+/* Gives a request a sequence, which holds its known tokens: never the last one, which has to be fed. */
 static int acquire(server *v, request *r) {
     const kvc_tokens tokens = tokens_of(r);
     int32_t matched;
@@ -160,8 +160,9 @@ static void print_reply(const request *r) {
     putchar('\n');
 }
 
-/* Adds a token to a reply.  KVC_ERR_FULL means that nothing is left to evict, as running sequences and pins hold all:
- * then the request lets go of its own sequence, and goes on from what is left of it when another request has ended. */
+/* Adds a token to a reply.  KVC_ERR_FULL means that nothing is left to evict, because running sequences and pins hold
+ * everything.  Then the request releases its sequence.  Once another request has ended, it resumes from the blocks that
+ * are left. */
 static int take_turn(server *v, request *r, int is_alone) {
     int status = r->is_running ? 0 : acquire(v, r);
     if (status) return status;

@@ -2,7 +2,7 @@
  *
  *   store FOLDER TEXT
  *
- * Run it twice with the same text, or one that begins alike.  A thread of the program's own writes to the store;
+ * Run it twice, with the same text or a text that begins alike.  A thread of the program's own writes to the store;
  * requests never wait for it. */
 #include <kvcache.h>
 #include <pthread.h>
@@ -55,7 +55,7 @@ static void wake(writer *w, int is_over) {
 
 /* ---- a request --------------------------------------------------------------------------------------------------- */
 
-/* Feeds tokens [begin, end) of a prompt; the rows stand in for those of a model. */
+/* Feeds tokens [begin, end) of a prompt, with rows that stand in for a model's. */
 static kvc_status feed(kvc_cache *cache, int64_t seq_id, const int64_t *ids, int begin, int end) {
     static float k[BATCH][DIM], v[BATCH][DIM];
     int64_t seq_ids[BATCH];

@@ -41,7 +41,7 @@ extern const char program[];
 /* Says on stderr, in one sentence, what cannot be done; returns the exit status for that, 2. */
 int fail(const char *format, ...);
 
-/* What a forward pass works on: n tokens, at most BATCH. */
+/* The arrays of a forward pass of n tokens, at most BATCH. */
 typedef struct state {
     float *memory;   /* all of it; the pointers below point into it */
     float *x;        /* [n][hidden] the residual stream */

@@ -34,7 +34,7 @@ static void take_tasks(pool *p) {
     for (int64_t left; (left = atomic_fetch_sub(&p->left, 1)) > 0;) p->task(p->context, p->num_tasks - left);
 }
 
-/* Waits until there seem to be tasks, and returns 1; or 0 once there will be none any more. */
+/* Waits for tasks, and returns 1.  Returns 0 once the pool ends. */
 static int wait_for_tasks(pool *p) {
     for (int i = 0; i < LOOKS; i++) {
         if (atomic_load(&p->left) > 0) return 1;
@@ -92,8 +92,8 @@ void pool_free(pool *p) {
     free(p);
 }
 
-/* Waits only for threads that have counted themselves active; one that does so later finds no task.  So a thread that
- * the system does not run delays nobody. */
+/* Waits only for threads that have counted themselves active.  A thread that does so later finds no task.  So a thread
+ * that the system does not run delays nobody. */
 void pool_run(pool *p, pool_task *task, void *context, int64_t num_tasks) {
     if (p->num_threads == 1 || num_tasks == 1) {
         for (int64_t i = 0; i < num_tasks; i++) task(context, i);

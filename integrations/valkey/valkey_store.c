@@ -134,8 +134,8 @@ static void close_all(connection *c) {
     }
 }
 
-/* Keeps a connection for the next call.  Where this one has failed, there may be answers left, and the server may have
- * gone: all that are idle are closed, too. */
+/* Keeps a connection for the next call.  If this call has failed, answers may be left, and the server may be gone: idle
+ * connections are closed, too. */
 static void give_connection(server *s, connection *c, kvc_status status) {
     pthread_mutex_lock(&s->mutex);
     c->next = s->idle;

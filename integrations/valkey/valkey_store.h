@@ -21,14 +21,13 @@ typedef struct valkey_options {
                            second */
 } valkey_options;
 
-/* Sets *store to a new store on a server, to be freed with valkey_store_free.  Keys and values are those of Python's
- * kvcache.stores.ValkeyStore.  Nothing is connected before the first call; one that fails with KVC_ERR_STORE closes the
- * connections, and a later one connects again.  Any number of threads may use it, each call on a connection of its own,
- * which is kept for the next one.  A child of fork() makes a store of its own.  Fails with KVC_ERR_INVALID and
- * KVC_ERR_NOMEM. */
+/* Sets *store to a new store on a server, to be freed with valkey_store_free.  It has the keys and values of Python's
+ * kvcache.stores.ValkeyStore.  The first call connects.  A call that fails with KVC_ERR_STORE closes the connections, and
+ * a later call connects again.  Any number of threads may use it: each call has a connection of its own, which is kept
+ * for the next call.  A child of fork() makes a store of its own.  Fails with KVC_ERR_INVALID and KVC_ERR_NOMEM. */
 kvc_status valkey_store_new(const valkey_options *options, kvc_store **store);
 
-/* Frees such a store, which no call uses any more, and closes its connections; ignores NULL. */
+/* Frees a store that no call is using, and closes its connections.  Ignores NULL. */
 void valkey_store_free(kvc_store *store);
 
 #ifdef __cplusplus
