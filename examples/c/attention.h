@@ -24,8 +24,8 @@ typedef struct attention {
 int attention_init(attention *a, const model *m, pool *p, int num_threads, int use_openmp, int type, int window);
 void attention_destroy(attention *a);
 
-/* A forward pass of n tokens, at most BATCH, begins, attends in each layer, and ends.  The end makes the tokens part of the
- * sequence if status is 0, and otherwise undoes everything.  qkv [n][num_heads + 2 num_kv_heads][head_dim], out
+/* A forward pass of n tokens, at most BATCH, begins, attends in each layer, and ends.  The end makes the tokens part of
+ * the sequence if status is 0, and otherwise undoes everything.  qkv [n][num_heads + 2 num_kv_heads][head_dim], out
  * [n][num_heads][head_dim].  They return 0, or the result of fail; the end returns status, if that is not 0. */
 int attention_begin(attention *a, int n);
 int attention_attend(attention *a, int layer, int n, float *qkv, float *out);

@@ -7,8 +7,8 @@
 typedef struct pool pool;
 typedef void pool_task(void *context, int64_t i);
 
-/* Makes a pool of num_threads threads, the caller's included.  The threads are the pool's own, or OpenMP's.  Returns NULL
- * if there is no memory, or if the system refuses a thread.  pool_free frees it, and takes NULL too. */
+/* Makes a pool of num_threads threads, the caller's included.  The threads are the pool's own, or OpenMP's.  Returns
+ * NULL if there is no memory, or if the system refuses a thread.  pool_free frees it, and takes NULL too. */
 pool *pool_new(int num_threads, int use_openmp);
 void pool_free(pool *p);
 

@@ -22,9 +22,10 @@ typedef struct valkey_options {
 } valkey_options;
 
 /* Sets *store to a new store on a server, to be freed with valkey_store_free.  It has the keys and values of Python's
- * kvcache.stores.ValkeyStore.  The first call connects.  A call that fails with KVC_ERR_STORE closes the connections, and
- * a later call connects again.  Any number of threads may use it: each call has a connection of its own, which is kept
- * for the next call.  A child of fork() makes a store of its own.  Fails with KVC_ERR_INVALID and KVC_ERR_NOMEM. */
+ * kvcache.stores.ValkeyStore.  The first call connects.  A call that fails with KVC_ERR_STORE closes the connections,
+ * and a later call connects again.  Any number of threads may use it: each call has a connection of its own, which is
+ * kept for the next call.  A child of fork() makes a store of its own.  Fails with KVC_ERR_INVALID and KVC_ERR_NOMEM.
+ */
 kvc_status valkey_store_new(const valkey_options *options, kvc_store **store);
 
 /* Frees a store that no call is using, and closes its connections.  Ignores NULL. */
