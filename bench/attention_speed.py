@@ -140,7 +140,7 @@ def summary(report: Report, shape: Shape, found: dict[Entrant, list[float]], our
     """Add a line for the speedup over the fastest of some peers, for each type of kvcache."""
 
     def over(name: str, base: str, *starts: str, kinds: Sequence[str] = ()) -> None:
-        """Add a line over the fastest peer whose name starts with one of `starts`, of any type or of `kinds`."""
+        """Add a line over the fastest peer with a name that starts as in `starts`, of any type or of `kinds`."""
         some = {p: s for p, s in found.items() if p.name.startswith(starts) and (not kinds or p.kind in kinds)}
         if some and base in ours_s:
             peer = min(some, key=lambda peer: statistics.median(some[peer]))

@@ -1,8 +1,8 @@
 """Measure whether calls take time for what others store: python bench/bench_growth.py [--kinds KINDS] [--calls CALLS]
 
 Public calls of `kvcache.h` that take a cache's mutex are timed beside few kept blocks and beside many (growth.c), in
-turn. A line has the median of both, their quotient, and the longest time for which the call lets another thread wait
-for the mutex ("hold"), which asks for it all the time. A kind says what limits the cache, which is full of kept blocks
+turn. A line has the median of both and their quotient. "hold" is the longest time for which the call lets another
+thread wait that asks for the mutex all the time. A kind says what limits the cache, which is full of kept blocks
 then, or what has become of these.
 
 These calls are not timed. `kvc_begin_with` does what `kvc_begin` does. `kvc_plan_run`, `kvc_plan_free`, `kvc_written`

@@ -43,7 +43,7 @@ SEQUENCES = 64  # that share a prompt
 DEFAULT, BETTER, KVCACHE, IK = "flash", "better", "kvcache", "ik"
 OVER = {DEFAULT: "speedup over the default", BETTER: "speedup over the better of on and off"}
 
-# What is wanted of llama-1b, by section, what it is compared with, type and context; of attention alone beside IK.
+# Wanted speedups of llama-1b, by section, yardstick, type and context. Beside IK they are of attention alone.
 WANTED: dict[tuple[str, str, str, int], float] = {
     **{("decode", DEFAULT, dtype, 0): 0.98 for dtype in TYPES},
     **{("decode", DEFAULT, "f16", n): x for n, x in zip((2048, 8192, 16384, 32768), (1.7, 4.5, 7.5, 10), strict=True)},
@@ -58,7 +58,7 @@ WANTED: dict[tuple[str, str, str, int], float] = {
     **{("prompt", IK, dtype, 8192): 2 for dtype in ("f16", "bf16", "q8_0", "int8", "q4_0", "int4")},
 }
 
-# ik_llama.cpp's types of K and V by --types, and those of kvcache beside each. Its q8_KV is for K alone.
+# ik_llama.cpp's types of K and V by --types, and kvcache's types beside each. Its q8_KV is only for K.
 IK_TYPES = {
     "f16": (["f16/f16"], ["f16"]),
     "bf16": (["bf16/bf16"], ["bf16"]),
@@ -127,7 +127,7 @@ class Report:
     def beside(
         self, section: str, title: str, context: int, theirs: str, dtype: str, count: int, samples: Beside
     ) -> None:
-        """Add a line: ik_llama.cpp's tokens/s and kvcache's, the speedup, and that of attention alone."""
+        """Add a line: the tokens/s of ik_llama.cpp and kvcache, the speedup, and the speedup of attention alone."""
         cells = [theirs]
         for who, each in ((NAME, theirs), (KVCACHE, dtype)):
             rate = count / statistics.median(samples[each, context])
@@ -340,7 +340,7 @@ def ik_decode(report: Report, model: Model, o: argparse.Namespace) -> None:
 
 
 def ik_prompt(report: Report, model: Model, o: argparse.Namespace) -> None:
-    """Read prompts beside ik_llama.cpp's same type, and beside the one of its types whose attention is the fastest."""
+    """Read prompts beside ik_llama.cpp's same type, and beside its type with the fastest attention."""
     name = f"prompts of {PROMPT} beside {NAME}"
     report.head(f"{name}; attention is what the context adds to a prompt", *BESIDE)
     pairs = [pair for each in o.prompt_types if each in IK_TYPES for pair in itertools.product(*IK_TYPES[each])]

@@ -2,12 +2,12 @@
 
 integrations/llama.cpp/build.sh                                       # once, minutes
 python bench/bench_llama_prefix.py                                    # 8,192 tokens, in the shape of a 1 B Llama
-python bench/bench_llama_prefix.py --model lfm-1b                     # in that of a hybrid model, LFM2 1.2B
+python bench/bench_llama_prefix.py --model lfm-1b                     # in the shape of LFM2 1.2B, a hybrid model
 python bench/bench_llama_prefix.py --tokens 2k --model model.gguf
 
-One server after the other computes a prompt on its first slot; then, on others, prompts that begin with the same tokens
-and end with 16 tokens of their own. With a folder, the server is started again before. A model of random weights is
-written if none is named.
+One server after the other computes a prompt on its first slot. Then it computes prompts on other slots that begin with
+the same tokens and end with 16 tokens of their own. With a folder, the server is started again in between. A model of
+random weights is written if none is named.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def first_token(address: str, prompt: list[int], slot: int) -> tuple[float, int]
 
 
 def model_of(name: str) -> Path:
-    """Return a file, or one of random weights in a shape."""
+    """Return a file; for the name of a shape, a written file of random weights."""
     return written(name) if name in SHAPES else Path(name)
 
 

@@ -1,8 +1,8 @@
 """Measure what a prefix cache saves and costs: python bench/bench_prefix.py [--only SECTIONS] [--valkey URL]
 
 `prefill` needs torch and transformers. It measures the time to the first token of a prompt, with a Llama of random
-weights: when the prompt is computed, and when it is found in memory, in a DirectoryStore or in Valkey. The stores are
-read by a new prefix cache, as another process has one. `hybrid` measures it with models that have recurrent layers,
+weights. The prompt is computed, or found in memory, in a DirectoryStore or in Valkey. A new prefix cache reads the
+stores, as in another process. `hybrid` measures it with models that have recurrent layers,
 with a prefix cache and without, and what the states take beside the rows. `calls` needs no model: it measures acquire,
 the making of keys, and how much longer a commit takes with a store that sleeps. `core` measures the calls of
 `kvcache.h`, in C (prefix.c). Measurements take turns; quotients are medians of the rounds' quotients.
@@ -51,7 +51,7 @@ def report(name: str, seconds: list[float], others: list[float], wanted: str = "
 
 @contextlib.contextmanager
 def server(url: str | None) -> Iterator[str | None]:
-    """Yield the address of a server: the one given, or that of one that is started; None: there is none."""
+    """Yield the address of a server: the given address, or a started server's, or None if there is none."""
     program = shutil.which("valkey-server") or shutil.which("redis-server")
     if url is not None or program is None:
         yield url

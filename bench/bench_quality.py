@@ -1,7 +1,7 @@
 """Measure the quality that a type, without and with a Hadamard transform, or a policy costs.
 
-The repository's model reads texts that it was not trained on: as it is, and with outliers, some channels of its keys
-10 to 30 times as large, as many models have them. A line compares its predictions with those over f32 rows:
+The repository's model reads texts that it was not trained on. It does so as it is, and with outliers: some channels of
+its keys are 10 to 30 times as large, as in many models. A line compares its predictions with predictions over f32 rows:
 
   loss        change of the mean negative log-likelihood of a token
   divergence  Kullback-Leibler divergence of the next token's probabilities, in nats: mean, and 99.9 % quantile
@@ -54,7 +54,7 @@ def with_outliers(model: Llama, seed: int = 0) -> Llama:
     """Return a model that computes the same, with some channels of its keys 10 to 30 times as large.
 
     Keys are multiplied by a factor and queries divided by it, before their rotation. Channels that are rotated together
-    share a factor, so that scores stay what they were.
+    share a factor, so that scores do not change.
     """
     c, rng = model.config, np.random.default_rng(seed)
     layers = []
@@ -87,7 +87,7 @@ class Setting:
 
 
 def shown(found: Fidelity, exact: Fidelity) -> list[str]:
-    """Return the `FIGURES`, the loss as what it is more than the exact one's."""
+    """Return the `FIGURES`, with the loss as its excess over the exact model's."""
     return [
         f"{100 * (found.loss / exact.loss - 1):+.2f} %",
         f"{found.divergence:.1e}",

@@ -1,7 +1,7 @@
 """Save and restore a cache, beside what copies and writes as many bytes: ratios, measured in turns.
 
-Restoring is compared with copying the mapped file to new memory, as restored rows take new memory, and to memory that
-was written before; saving, with writing as many bytes to a file of the same folder, and fsync, as dd does.
+Restoring is compared with copying the mapped file to new memory, because restored rows take new memory, and to memory
+that was written before. Saving is compared with writing as many bytes to a file of the same folder, and fsync.
 
     python bench/bench_state.py --tokens 4096 --threads 2 --rounds 5
 """

@@ -1,8 +1,8 @@
 """Measure what a prefix cache gets from a store: python bench/bench_stores.py [URL...]
 
-Without an address: a dictionary and a temporary folder. With some: these, such as valkey://localhost:6379/0. Values are
-written and read by the client, with CRC-32 and with a MAC, interleaved with memcpy of the same bytes: rates are the
-medians of the rounds, quotients those of the rounds' quotients.
+Without an address, the stores are a dictionary and a temporary folder. An address is, for example,
+valkey://localhost:6379/0. The client writes and reads values, with CRC-32 and with a MAC, interleaved with memcpy of
+the same bytes. Rates are medians of the rounds, and quotients are medians of the rounds' quotients.
 """
 
 from __future__ import annotations

@@ -190,8 +190,8 @@ EXPORT kvc_status driver_put(driver *d, const float *rows, int64_t step, int32_t
 
 /* ---- attention --------------------------------------------------------------------------------------------------- */
 
-/* A forward pass that is aborted at its end: num_tokens tokens of each of the sequences [0, num_seqs), one sequence
- * after the other; q and out are [all tokens][num_heads][k_dim or v_dim], of q_type. */
+/* A forward pass that is aborted at its end.  It has num_tokens tokens of each of the sequences [0, num_seqs), one
+ * sequence after the other.  q and out are [all tokens][num_heads][k_dim or v_dim], of q_type. */
 typedef struct driver_pass {
     const float *rows; /* of all tokens, as in rows_at; the same for every layer */
     const void *q;

@@ -1,9 +1,10 @@
-/* growth.c: times every public call that takes a cache's mutex beside few and beside many kept blocks, and the longest
- * time for which it lets another thread wait for it, in a library that holds the core as well.
+/* growth.c: times every public call that takes a cache's mutex, beside few and beside many kept blocks.  It also
+ * measures the longest time for which a call lets another thread wait for the mutex.  The library holds the core as
+ * well.
  *
- * The core is compiled with pthread's functions for mutexes renamed to those below, which note how long the calling
- * thread has a mutex that another one waits for: in processor time, as another program may have the processor
- * meanwhile.  Its clock is renamed, too, so that blocks expire at once. */
+ * The core is compiled with pthread's functions for mutexes renamed to the functions below.  They note how long the
+ * calling thread holds a mutex for which another thread waits, in processor time, because another program may have the
+ * processor.  The clock is renamed, too, so that blocks expire at once. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* clock_gettime */
 #endif
@@ -50,7 +51,7 @@ int growth_clock(clockid_t clock, struct timespec *t) {
     return failed;
 }
 
-/* What is noted of this thread's calls: only within timed ones, and waits of others only while watching. */
+/* Notes on this thread's calls.  They are taken only within timed calls, and waits of others only while watching. */
 static _Thread_local struct {
     int is_timed, watches;
     double seconds, locked, longest;
@@ -113,7 +114,7 @@ int growth_unlock(pthread_mutex_t *mutex) {
 
 /* ---- a cache with kept blocks ------------------------------------------------------------------------------------ */
 
-/* What limits a cache that is full of kept blocks; or what has become of them. */
+/* The limit of a cache that is full of kept blocks, or the fate of its blocks. */
 typedef enum kind { UNLIMITED, BY_CAPACITY, BY_BYTES, EXPIRED, PINNED, NUM_KINDS } kind;
 
 typedef struct scene {
@@ -396,7 +397,7 @@ static kvc_status call_clear_sequence(scene *s, int32_t rep) {
 
 /* ---- a pass ------------------------------------------------------------------------------------------------------ */
 
-/* The steps of a request: one of them is timed. */
+/* The steps of a request.  Only one is timed. */
 typedef enum step { ACQUIRE, BEGIN, PUT, COMMIT, COMMIT_KEPT, ABORT, RELEASE, CHECKPOINT, STATE } step;
 
 /* Reads a prompt of one block and releases it. */
@@ -849,7 +850,7 @@ static void *ask(void *context) {
     return NULL;
 }
 
-/* Sets *seconds to what a call takes, and *longest to the longest time for which one of `reps` calls lets another
+/* Sets *seconds to the time of a call, and *longest to the longest time for which one of `reps` calls lets another
  * thread wait for the mutex. */
 EXPORT kvc_status growth_hold(scene *s, int32_t call, int32_t reps, double *seconds, double *longest) {
     asker a = {.scene = s};

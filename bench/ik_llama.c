@@ -1,5 +1,5 @@
-/* ik_llama.c: times ik_llama.cpp, whose llama.h differs from llama.cpp's.  Reads lines, and answers each with a line,
- * which begins with "ok", or with "no: " and the reason:
+/* ik_llama.c: times ik_llama.cpp, whose llama.h differs from llama.cpp's.  Reads lines, and answers each with a line.
+ * An answer begins with "ok", or with "no: " and the reason:
  *
  *   open ID TYPE_K TYPE_V N_CTX   make a context
  *   fill ID TOKENS                let it hold this many tokens; answer 1 if no prompt was read for them, 0 otherwise
@@ -100,8 +100,8 @@ static void copy(uint8_t **to, const uint8_t **from, size_t nbytes) {
 }
 
 /* Makes the state of a sequence longer, by its own rows again and again; returns its size, or 0 for a state whose V is
- * transposed.  The format is that of llama_data_write::write_kv_cache: cells, then the rows of K by layer, those of V,
- * and what does not depend on their number. */
+ * transposed.  llama_data_write::write_kv_cache has the format: cells, then the rows of K by layer, the rows of V, and
+ * the parts that do not depend on their number. */
 static size_t lengthen(uint8_t *longer, const uint8_t *state, size_t size, uint32_t tokens) {
     const uint8_t *const end = state + size;
     uint8_t *to = longer;

@@ -1,6 +1,6 @@
 """Contexts of llama.cpp, each with its own cache or with kvcache, which are filled to a depth at once.
 
-The library is one that integrations/llama.cpp builds. The package llama-cpp-python, whose release belongs to that
+integrations/llama.cpp builds the library. The package llama-cpp-python, whose release belongs to that
 library, knows its functions and structs; it is installed without a library of its own:
 
 CMAKE_ARGS=-DLLAMA_BUILD=OFF pip install llama-cpp-python==0.3.36
@@ -83,7 +83,7 @@ class Model:
 
 
 class Context:
-    """A context for `n_ctx` tokens with one of CACHES; `own` tells why it has llama.cpp's own cache, if it does."""
+    """A context for `n_ctx` tokens with one of CACHES; `own` says why it has llama.cpp's own cache, or is empty."""
 
     def __init__(
         self, model: Model, cache: str, dtype: str, n_ctx: int, threads: int, *, n_seq_max: int = 1,
@@ -142,7 +142,7 @@ class Context:
         return seconds
 
     def check(self) -> NDArray[np.float32]:
-        """Return the last token's logits; refuse those that are no numbers."""
+        """Return the last token's logits; refuse logits that are not finite."""
         logits = np.ctypeslib.as_array(self.api.llama_get_logits_ith(self._handle, -1), (self._model.vocab_size,))
         if not np.isfinite(logits).all():
             raise LlamaError(f"{self.name}: logits are not finite")
@@ -166,8 +166,8 @@ class Context:
     def fill(self, tokens: int) -> bool:
         """Let sequence 0 hold rows of this many tokens; return whether that took no prefill.
 
-        The rows are loaded as a state, which is that of a few tokens, made longer: by random rows, or, in a type that
-        kvcache alone has, by the rows of the few tokens again and again.
+        The rows are loaded as a state: the state of a few tokens, made longer by random rows. In a type that only
+        kvcache has, the rows of the few tokens are repeated instead.
         """
         self.rewind(0)
         if not tokens:
@@ -212,10 +212,10 @@ class _Reader:
 
 
 def lengthen(state: NDArray[np.uint8], tokens: int, window: int) -> NDArray[np.uint8]:
-    """Return the state of a sequence with rows at positions 0 to `tokens`, from that of one with a few tokens.
+    """Return the state of a sequence with rows at positions 0 to `tokens`, made from the state of a few tokens.
 
-    The format is that of llama_kv_cache::state_write_meta and state_write_data: a cache of all layers, or one of the
-    layers without a window and one of those with it, which hold its last tokens only.
+    llama_kv_cache::state_write_meta and state_write_data have the format. There is one cache of all layers; or a cache
+    of the layers without a window, and a cache of the layers with one, which holds only the last tokens.
     """
     reader, blocks = _Reader(state), RandomBlocks(0)
     reader.parts.append(reader.skip(8))  # the magic number, and the sequence

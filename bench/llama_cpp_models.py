@@ -31,7 +31,7 @@ SPACE = "\u2581"  # what a SentencePiece vocabulary writes for a space
 class Shape:
     """The sizes of a model; a window of 0 tokens is full attention in every layer, another in five of six.
 
-    Where `conv_size` is not 0, two of three layers convolve so many tokens, in place of attention.
+    If `conv_size` is not 0, two of three layers convolve that many tokens instead of attending.
     """
 
     architecture: str
@@ -144,7 +144,7 @@ class RandomBlocks:
         self._patterns: dict[tuple[int, float], NDArray[np.uint8]] = {}
 
     def take(self, kind: gguf.GGMLQuantizationType, nbytes: int, scale: float = 1.0) -> NDArray[np.uint8]:
-        """Return this many bytes of blocks, which begin at a random one of the pattern."""
+        """Return this many bytes of blocks, beginning at a random block of the pattern."""
         pattern = self._patterns.get((kind, scale))
         if pattern is None:
             normals = self._rng.standard_normal((PATTERN, 32), np.float32) * np.float32(scale)
@@ -217,7 +217,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 
 def write(name: str, folder: Path) -> Path:
-    """Write one of the models into a folder, whole or not at all, and return its path."""
+    """Write a model into a folder, whole or not at all, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path, part = folder / f"{name}.gguf", folder / f"{name}.gguf.part"
     if name == "repository":

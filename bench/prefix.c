@@ -1,7 +1,7 @@
 /* prefix.c: calls the core's prefixes and times each call, in a library that holds both.
  *
- * Every measurement returns a kvc_status and writes seconds: one for each repetition; or the longest, in processor
- * time, as the longest by the clock is how long another program had the processor. */
+ * Every measurement returns a kvc_status and writes seconds: one number for each repetition, or the longest.  The
+ * longest is in processor time, because by the clock it would be the time of another program on the processor. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* clock_gettime, pthread_getcpuclockid */
 #endif
@@ -91,7 +91,7 @@ static kvc_status feed_one(kvc_cache *cache, int64_t seq_id, int32_t num) {
     return status;
 }
 
-/* ---- what is known ----------------------------------------------------------------------------------------------- */
+/* ---- known tokens ----------------------------------------------------------------------------------------------- */
 
 /* Finds all tokens but the last of a prompt again and again: lookup, acquire, release [reps]. */
 EXPORT kvc_status prefix_hits(int32_t num_tokens, int32_t reps, double *lookup, double *acquire, double *release) {
@@ -124,8 +124,8 @@ EXPORT kvc_status prefix_hits(int32_t num_tokens, int32_t reps, double *lookup, 
 
 /* ---- decode steps ------------------------------------------------------------------------------------------------ */
 
-/* Commits a token of one sequence, then one of each: one, all [reps].  The sequences are those of num prefixes, which
- * have one each, or nobody's. */
+/* Commits a token of one sequence, then a token of each: one, all [reps].  Each sequence belongs to one of num
+ * prefixes, or to none. */
 EXPORT kvc_status prefix_commits(int32_t num, int32_t of_prefixes, int32_t reps, double *one, double *all) {
     kvc_prefix **prefixes = allocate((size_t)num, sizeof *prefixes);
     int64_t *seq_ids = allocate((size_t)num, sizeof *seq_ids), ids[BLOCK];
@@ -204,16 +204,16 @@ static kvc_status fill(kvc_cache *cache, kvc_prefix *prefix, int32_t num, int32_
     return KVC_OK;
 }
 
-/* What prefix_longest measures; Longest of bench_prefix.py has the same fields. */
+/* The measurements of prefix_longest.  Longest of bench_prefix.py has the same fields. */
 typedef struct longest {
-    double acquire, release; /* the longest one of those that keep the blocks */
-    double evict;            /* the longest call that drops 16 blocks, which is what is dropped with the mutex held */
+    double acquire, release; /* the longest call that keeps the blocks */
+    double evict;            /* the longest call that drops 16 blocks, as many as are dropped with the mutex held */
     double clear;            /* of half of the blocks */
     double evict_wait, clear_wait, free_wait, idle_wait; /* of a thread that asks for the mutex beside them */
 } longest;
 
-/* Keeps num_blocks blocks of prompts of `length` blocks, evicts half of them, 16 at a time, and clears the rest; then
- * keeps them again, computes something else for a while, and frees the prefix. */
+/* Keeps num_blocks blocks of prompts of `length` blocks, evicts half of them, 16 at a time, and clears the rest.  Then
+ * it keeps them again, computes something else for a while, and frees the prefix. */
 EXPORT kvc_status prefix_longest(int32_t num_blocks, int32_t length, longest *seconds) {
     kvc_cache *cache;
     kvc_prefix *prefix;

@@ -86,7 +86,7 @@ def test_put_of_512_tokens(figures, interleave, dtype, wanted, where, threads):
 
         ours, copies = interleave(put_once, copy_once, seconds=1)
     else:
-        # One batch puts all layers, then as many copies follow.
+        # A batch puts all layers, then as many copies follow.
         ours, copies = interleave(
             lambda: float(np.median(put_all())), lambda: np.median([copy() for _ in range(layers)])
         )

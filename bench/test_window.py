@@ -9,7 +9,7 @@ SMALL, LARGE = 1024, 65536
 def test_memory_of_a_window(figures):
     """Measure resident memory at the end of each of 20 windows, in a process of its own.
 
-    By the twentieth before them, the heap has as many holes as blocks that come and go leave in it.
+    After the twenty turns before them, the heap has all the holes that coming and going blocks leave.
     """
     for window in (SMALL, LARGE):
         found = measure_in_child(

@@ -1,11 +1,11 @@
 """Keep figures in bench/results/*.csv, and write the table of docs/performance.md from them.
 
-python bench/write_results.py --keep run.json --as epyc-zen5      # add a run: what --json of a benchmark wrote
+python bench/write_results.py --keep run.json --as epyc-zen5      # add a run that --json of a benchmark wrote
 python bench/write_results.py                                     # write the table of docs/performance.md again
 
 A file of bench/results/ belongs to one kind of processor, which processors.csv describes. A row is one figure: the
 name, the context, the number of threads and the type say which. It has a quotient, seconds, tokens/s as its rate, or a
-value to print unchanged; the day, the commit and the command of its run; and a note.
+value to print unchanged. It also has the day, the commit and the command of its run, and a note.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def key_of(row: Row) -> tuple[Any, ...]:
 def keep(source: Path, name: str) -> None:
     """Add the run that a benchmark's --json wrote to a processor's file, or make that file.
 
-    A figure that was measured before is replaced; of one that the run has twice, the first counts.
+    A figure that was measured before is replaced. If the run has a figure twice, the first counts.
     """
     run = json.loads(source.read_text())
     new: dict[tuple[Any, ...], Row] = {}

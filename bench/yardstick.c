@@ -31,7 +31,7 @@ enum { HUGE_PAGE = 2 << 20, COLLAPSE = 25 /* MADV_COLLAPSE, which older headers 
 
 static size_t whole_pages(size_t bytes) { return (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE; }
 
-/* Maps memory at a multiple of 2 MiB and writes to every page; returns NULL if there is none.  With `huge`, small pages
+/* Maps memory at a multiple of 2 MiB and writes to every page.  Returns NULL without memory.  With `huge`, small pages
  * are joined to huge ones where the system can, as the cache does with pages that are filled. */
 void *ys_map(size_t bytes, int huge) {
     bytes = whole_pages(bytes);
@@ -75,7 +75,7 @@ void ys_copy(void *dst, const void *src, size_t n, int threads, int reps, double
 
 /* ---- reading: several loops, of which the caller takes the fastest ----------------------------------------------- */
 
-/* Reads n bytes, a multiple of 4,096 * STREAMS; returns a number that depends on every one of them. */
+/* Reads n bytes, a multiple of 4,096 * STREAMS.  Returns a number that depends on every byte. */
 typedef uint64_t read_fn(const char *p, size_t n);
 
 /* Defines a loop that reads STREAMS equal stretches side by side, 64 bytes of each at a time, so that several OS pages
@@ -147,7 +147,7 @@ static const struct {
 #endif
 };
 
-/* Returns the name of a reading loop: NULL past the last one, "" for one that this machine cannot run. */
+/* Returns the name of a reading loop: NULL past the last loop, "" for a loop that this machine cannot run. */
 const char *ys_reader(int i) {
     if (i < 0 || (size_t)i >= sizeof readers / sizeof *readers) return NULL;
     return readers[i].supported() ? readers[i].name : "";
@@ -167,7 +167,7 @@ static void read_part(void *context, int64_t t) {
     r->sum += r->read(r->p + (size_t)t * r->part, r->part);
 }
 
-/* Reads n bytes by one of the loops, each thread an equal part; n is a multiple of 4,096 * 4 * threads. */
+/* Reads n bytes by one of the loops, each thread an equal part.  n is a multiple of 4,096 * 4 * threads. */
 void ys_read(int reader, const void *p, size_t n, int threads, int reps, double *seconds) {
     reading all = {.read = readers[reader].read, .p = p, .part = n / (size_t)threads};
     for (int r = 0; r < reps; r++) {
@@ -178,8 +178,8 @@ void ys_read(int reader, const void *p, size_t n, int threads, int reps, double 
     }
 }
 
-/* Reads n rows of row_bytes bytes, a multiple of 8, that lie `stride` bytes apart, and prefetches each AHEAD rows
- * earlier (past the end does no harm), as attention does where it goes from row to row. */
+/* Reads n rows of row_bytes bytes, a multiple of 8, that lie `stride` bytes apart.  Prefetches each row AHEAD rows
+ * earlier, as attention does where it goes from row to row; past the end this does no harm. */
 void ys_read_rows(const void *p, size_t n, size_t row_bytes, size_t stride, int reps, double *seconds) {
     enum { AHEAD = 64, LINE = 64 };
     for (int r = 0; r < reps; r++) {
@@ -237,8 +237,8 @@ static void multiply_part(void *context, int64_t t) {
     m->sum += (uint64_t)m->multiply(0.5F);
 }
 
-/* Multiplies and adds f32 in vectors of `lanes` floats on each of the threads; returns the number of multiply-adds in a
- * repetition, or 0 if this machine has no such vectors. */
+/* Multiplies and adds f32 in vectors of `lanes` floats on each of the threads.  Returns the number of multiply-adds in a
+ * repetition, or 0 if this machine lacks these vectors. */
 double ys_multiply_add(int lanes, int threads, int reps, double *seconds) {
     float (*multiply)(float) = lanes == 1 ? multiply_scalar : NULL;
 #if defined(__x86_64__)
