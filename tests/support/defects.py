@@ -1,7 +1,7 @@
 """Defects that are put back into the core, to see that a program finds them: a defects.txt lists its own.
 
-In such a list, a defect is a line with what it does, a source of src/, and changes: the text after each - becomes that
-after the + behind it, or nothing.
+A defect in such a list is a line that describes it, a source of src/, and changes: the text after each - becomes the
+text after the next +, or nothing.
 """
 
 import pytest

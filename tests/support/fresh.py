@@ -7,8 +7,8 @@ A seed draws two kinds of defects.
 
 - A change of one line, as mutate.py makes them. It counts if a quick program of tests/c runs the line, the compiler
   makes other code of it, and same_changes.txt does not list it.
-- What a former commit mended. It counts if the commit changes one source of src/, in at most LINES lines, and a
-  program or an input of a fuzzer. One of these must fail today once the change of the source is taken back.
+- The change of a former commit, taken back. It counts if the commit changes one source of src/, in at most LINES lines,
+  and a program or an input of a fuzzer. Without the change of the source, the program or input must fail today.
 
 Kernels are left out, as in mutate.py. The machines take turns with new seeds until one fails or the time is up. A seed
 with which the core fails without the change, too, finds nothing, and is named. Prints for each defect the machine that

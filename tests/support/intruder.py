@@ -1,10 +1,11 @@
-"""A program: calls every public method of a cache and a batch, and ends them in the middle of it, wherever code of
-somebody else's may run: when the garbage collector does, and in arguments that convert themselves.
+"""A program: calls every public method of a cache and a batch, and ends the object in the middle of the call.
+
+It does so wherever other code may run: when the garbage collector runs, and in arguments that convert themselves.
 
     python intruder.py collector | arguments
 
-Whatever the method then says, the process must not crash, and what is left must be valid.  What was tried is printed:
-"<class>.<name> <times>".
+Whatever the method then returns or raises, the process must not crash, and the remaining objects must be valid.  The
+program prints "<class>.<name> <times>" for each method that it tried.
 """
 
 import atexit
@@ -200,8 +201,8 @@ def check(scene, name, result):
 def end_at_collection(scene, number, padding, cls, name, given):
     """Ends it at this collection of the call; returns whether there was one.
 
-    There is a collection at every second object that is made, the first one or the second; or, if padding is None, only
-    one, when there are so many objects more than before.
+    There is a collection at every second new object, beginning with the first or the second. If padding is None, there
+    is only one, once there are that many more objects than before.
     """
     left = 1 if padding is None else number
 

@@ -1,7 +1,7 @@
 """The build of llama.cpp on this cache, whose programs and library some tests run.
 
-$KVCACHE_LLAMA_CPP names the folder that integrations/llama.cpp/build.sh built in; set to nothing, there is none.
-Where it is not set, the build in the user's cache folder is used, if it was made of the sources in this checkout.
+$KVCACHE_LLAMA_CPP names the folder of a build by integrations/llama.cpp/build.sh; an empty value means no build.
+Without the variable, the build in the user's cache folder is used, if it was made from the sources in this checkout.
 """
 
 import hashlib

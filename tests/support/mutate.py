@@ -2,11 +2,11 @@
 
     python tests/support/mutate.py --seed 1 --number 200 [folder]    # keeps what it builds and measures in the folder
 
-Of all changes, tries those that the seed draws, each in a core of its own, with the quick part of the tests: of the
-programs that run the changed line, the fastest first, and some seeds of the simulator last. Prints the changes that all
-of them pass, and fails where fewer than LEAST are noticed. What does not compile, or compiles to the same code, does
-not count; what gives the same by a rule of syntax, same_in(), or was looked at, same_changes.txt, is not tried.
-Kernels are left out: instruction sets are compared with each other.
+The seed draws changes. Each is tried in a core of its own, with the quick part of the tests: the programs that run the
+changed line, the fastest first, and then some seeds of the simulator. Prints the changes that all of them pass, and
+fails if fewer than LEAST are noticed. Changes that do not compile, or compile to the same code, do not count. Changes
+that give the same by a rule of syntax, same_in(), or are listed in same_changes.txt, are not tried. Kernels are left
+out: instruction sets are compared with each other.
 """
 
 import argparse

@@ -50,8 +50,8 @@ static inline void check_decoded(const kvc_layer *layer, int type, int transform
            (double)put, (double)got);
 }
 
-/* Gathers the rows of a member, those of the batch included; checks that those which are not masked are what was put,
- * if they did not move and none has expired. */
+/* Gathers the rows of a member, with the rows of the batch.  Checks that rows that are not masked are the put rows, if
+ * they did not move and none has expired. */
 static inline const rows *rows_of(const stage *st, int layer, int m) {
     static rows r;
     const scene *s = st->scene;

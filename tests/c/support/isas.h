@@ -25,8 +25,8 @@ static inline void for_each_isa(void (*test)(void)) {
     for (char *name = strtok(names, " "); name; name = strtok(NULL, " ")) for_isa(name, test);
 }
 
-/* With each set in a full run; else with the best of this machine and, unless the run is quick, the first with vectors:
- * test_kernels.c tests the kernels of all. */
+/* Runs a test with each set in a full run.  Otherwise runs it with the best set of this machine and, unless the run is
+ * quick, with the first set with vectors: test_kernels.c tests the kernels of all sets. */
 static inline void for_some_isas(void (*test)(void)) {
     char names[] = KVC_KERNEL_NAMES;
     const char *first = (strtok(names, " "), strtok(NULL, " ")); /* the scalar one is before it */

@@ -1,8 +1,8 @@
 /* oracle.h: a cache, and what it should hold as plain lists of rows, driven together.
  *
  * Each pair_ function calls the library, does the same to the lists, and says whether the two agree on the outcome;
- * pair_check compares everything that can be seen.  Every token ever put has a number of its own, its tag, from which
- * the contents of its rows follow, so that a row that was moved, shared or mixed up shows.
+ * pair_check compares everything that can be seen.  Every token ever put has a number of its own, its tag.  The
+ * contents of its rows follow from the tag, so that moved, shared or mixed up rows show.
  */
 #ifndef KVC_TEST_ORACLE_H
 #define KVC_TEST_ORACLE_H
@@ -55,7 +55,7 @@ typedef struct sequence {
     row_list layers[MAX_LAYERS]; /* empty for layers that share rows */
 } sequence;
 
-/* What the open batch was given for a sequence in a cross-attention layer. */
+/* The rows that the open batch was given for a sequence in a cross-attention layer. */
 typedef struct cross_put {
     int layer, n;
     int64_t id;
@@ -127,8 +127,8 @@ static inline void pair_free(pair *p) { CHECKF(kvc_cache_free(p->cache) == KVC_O
 
 /* ---- what rows hold ---------------------------------------------------------------------------------------------- */
 
-/* An element of a token's K (or V) row: a small odd integer, so that every type holds it, also where it was rotated by
- * right angles, the cosines of which are not quite 0.  The last one of SCALED_DIM is the largest, so that their scale is
+/* An element of a token's K (or V) row.  It is a small odd integer, so that every type holds it, even after a rotation
+ * by right angles, whose cosines are not quite 0.  The last element of SCALED_DIM is the largest, so that the scale is
  * 1. */
 enum { SCALED_DIM = 32 };
 static inline float element(int32_t tag, int32_t layer, int is_v, int32_t head, int32_t d) {
@@ -138,12 +138,12 @@ static inline float element(int32_t tag, int32_t layer, int is_v, int32_t head, 
     return (float)(x >> 25) * 2 - 127;
 }
 
-/* What a caller's function makes of an element when it is moved: an integer again, and no larger. */
+/* The element after the caller's function has moved it: an integer again, and no larger. */
 static inline float moved_element(float x, int32_t layer, int32_t moved) {
     return (float)(((uint32_t)(int32_t)x + 128 + (uint32_t)moved * (uint32_t)(2 * layer + 1)) & 255) - 128;
 }
 
-/* Right angles rotate a key to one of four, for which no element is rounded. */
+/* Right angles rotate a key to one of four keys, without rounding an element. */
 #define RIGHT_ANGLE 1.57079632679489661923
 static const double any_angles[] = {1, -0.31, 0.017, 1.7, 100};
 static const double right_angles[] = {RIGHT_ANGLE, -RIGHT_ANGLE, 2 * RIGHT_ANGLE, 5 * RIGHT_ANGLE, -3 * RIGHT_ANGLE};
@@ -284,7 +284,7 @@ static inline int32_t next_of(const pair *p, const sequence *s) {
     return next;
 }
 
-/* The lowest position at which a query may come: the next one, or where layers lack rows that others have. */
+/* The lowest position at which a query may come: the next one, or one where a layer lacks rows that others have. */
 static inline int32_t low_of(const pair *p, const sequence *s) {
     int32_t low = next_of(p, s);
     for (int l = 0; s && l < p->config.num_layers; l++)
@@ -433,7 +433,7 @@ static inline int takes_tokens(const pair *p, int l, const uint8_t *replaced) {
     return keeps_tokens(p, l) && (!replaced || replaced[l]);
 }
 
-/* What a batch is to be: num tokens at these positions of these sequences, and the layers that it restores (NULL: it
+/* The arguments of a batch: num tokens at these positions of these sequences, and the layers that it restores (NULL: it
  * restores nothing). */
 typedef struct wanted {
     int num;
@@ -451,8 +451,8 @@ static inline int64_t most_kept(const kvc_policy *policy) {
     }
 }
 
-/* Whether a layer will hold at most max_seq_len rows of a sequence once a batch is committed, however many tokens it
- * has: because of its policy, and as all rows and tokens stand at rising positions. */
+/* Whether a layer will hold at most max_seq_len rows of a sequence once a batch is committed, whatever its number of
+ * tokens.  That is so by its policy, if all rows and tokens stand at rising positions. */
 static inline int stays_within(const pair *p, int l, int64_t id, wanted batch) {
     const sequence *s = find_sequence(p, id);
     const row_list *list = s ? &s->layers[l] : NULL;
@@ -514,7 +514,7 @@ static inline kvc_status oracle_fit(const pair *p, int n, const int32_t *positio
     return fits(p, &rest, num_sequences, (wanted){n, positions, ids, replaced}) ? KVC_OK : KVC_ERR_FULL;
 }
 
-/* What kvc_begin should answer (max_bytes aside); on KVC_OK, *after is the oracle once it has expired. */
+/* The status that kvc_begin should return, apart from max_bytes.  On KVC_OK, *after is the oracle with rows expired. */
 static inline kvc_status oracle_begin(const pair *p, int n, const int32_t *positions, const int64_t *ids,
                                       const uint8_t *replaced, pair *after) {
     for (int t = 0; !replaced && t < n; t++)
@@ -569,8 +569,8 @@ static inline int sees_token(const pair *p, int t, int other) {
     return t == other;
 }
 
-/* The position from which on the open batch's tokens of a sequence are inexact, if these are kept: those that do not
- * stand behind all rows, or saw others than the kept ones before them. */
+/* The position from which the open batch's tokens of a sequence are inexact if the tokens `kept` are kept.  A token is
+ * inexact if it does not stand behind all rows, or if it saw others than the kept tokens before it. */
 static inline int32_t batch_exact_to(const pair *p, int64_t id, const char *kept) {
     int32_t next = next_of(p, find_sequence(p, id)), exact_to = INT32_MAX;
     for (int t = 0; t < p->num_tokens; t++) {
@@ -587,8 +587,9 @@ static inline int32_t batch_exact_to(const pair *p, int64_t id, const char *kept
     return exact_to;
 }
 
-/* Returns the tag of the token before one of the open batch, -1 for a first one; NO_TOKEN, if it did not see one token
- * at each position before its own; ANY_TOKEN, if that is not known, as rows before it have expired. */
+/* Returns the tag of the token before token t of the open batch, or -1 for a first token.  Returns NO_TOKEN if token t
+ * did not see exactly one token at each position before its own.  Returns ANY_TOKEN if that is not known, because rows
+ * before it have expired. */
 enum { NO_TOKEN = -2, ANY_TOKEN = -3 };
 static inline int32_t token_before(const pair *p, int t) {
     const sequence *s = find_sequence(p, p->ids[t]);
@@ -692,8 +693,8 @@ static inline range range_below(range r, int32_t length) {
     return r.begin >= length ? (range){0, 0} : (range){r.begin, r.end < length ? r.end : length};
 }
 
-/* Where positions of rows that are not there stand once [begin, end) were moved, or divided: from the lowest to the
- * highest of where they came to, which follow from the first and last of those that move, and of those that do not. */
+/* The range of the positions of missing rows once [begin, end) were moved or divided, from the lowest to the highest.
+ * These follow from the first and last position that moves, and from the first and last that does not. */
 static inline range range_moved(range r, int32_t begin, int32_t end, int32_t delta, int32_t divisor) {
     const int64_t ends[] = {r.begin, r.end - 1, begin - (int64_t)1, begin, end - (int64_t)1, end, -(int64_t)delta};
     range moved = {0, 0};
@@ -732,22 +733,22 @@ static inline void oracle_copy_prefix(pair *p, int64_t src, int64_t dst, int32_t
     tidy(p, to);
 }
 
-/* Whether one of the first num rows of a list is this one: the same slot at the same position. */
+/* Whether this row, the same slot at the same position, is among the first num rows of a list. */
 static inline int has_row(const row_list *list, int num, const row *r) {
     for (int i = 0; i < num; i++)
         if (list->rows[i].slot == r->slot && list->rows[i].position == r->position) return 1;
     return 0;
 }
 
-/* Whether one of the first num rows of a list stands at a position. */
+/* Whether a position is among the first num rows of a list. */
 static inline int has_position(const row_list *list, int num, int32_t position) {
     for (int i = 0; i < num; i++)
         if (list->rows[i].position == position) return 1;
     return 0;
 }
 
-/* Adds what is gone from another list at [begin, end) to what is gone from one whose first num rows are its own; returns
- * whether that is any. */
+/* Adds the positions that are gone from another list at [begin, end) to those of a list whose first num rows are its
+ * own.  Returns whether there are any. */
 static inline int oracle_share_gone(const row_list *to, range *gone, range from, int num, int32_t begin, int32_t end) {
     begin = from.begin > begin ? from.begin : begin;
     end = from.end < end ? from.end : end;
@@ -890,7 +891,7 @@ static inline void oracle_settle(pair *p) {
     }
 }
 
-/* Whether a slot is that of several rows. */
+/* Whether several rows have this slot. */
 static inline int is_shared(const pair *p, int l, int32_t slot) {
     int num = 0;
     for (int s = 0; s < p->num_sequences; s++)
@@ -926,7 +927,7 @@ static inline void check_element(const row *r, int l, int is_v, int32_t h, int32
 
 /* Checks head h of a key that moved by `moved`. */
 static inline void check_key_row(const pair *p, int l, const row *r, int32_t moved, int32_t h, const float *got) {
-    /* Of f32, f16 and bf16 numbers near 1; of integers, in units of 256. */
+    /* f32, f16 and bf16: of numbers near 1.  Integers: in units of 256. */
     static const double half_steps[KVC_STORED_TYPES] = {0x1p-24, 0x1p-11, 0x1p-8, [KVC_Q8_0] = 0x1p-8, [KVC_INT8] = 0x1p-8};
     double right[MAX_ROW], error = p->roundings * half_steps[p->layers[l].k_type] * 256;
     moved_key(p, l, r->tag, moved, h, right);
@@ -969,7 +970,7 @@ static inline void check_gather(const pair *p, const sequence *s, int l) {
     }
 }
 
-/* Checks kvc_extract: rows by position, zeros where there is none. */
+/* Checks kvc_extract: rows by position, zeros at positions without a row. */
 static inline void check_extract(const pair *p, const sequence *s, int l, int32_t begin, int32_t end) {
     static float k[MAX_ROWS * MAX_ROW], v[MAX_ROWS * MAX_ROW];
     static const float zeros[MAX_ROW];
@@ -1006,7 +1007,7 @@ static inline kvc_rows row_in_span(const kvc_layer *layer, const kvc_span *span,
     return kvc_row_of(&rows, i, h);
 }
 
-/* Checks a span's rows against those of the list; keys lack the span's delta. */
+/* Checks a span's rows against the list's rows.  Keys lack the span's delta. */
 static inline void check_span(const pair *p, int l, const kvc_span *span, const row *rows) {
     const kvc_layer *layer = &p->layers[l];
     float values[MAX_ROW];
@@ -1041,7 +1042,7 @@ static inline void check_spans(const pair *p, const sequence *s, int l) {
     compare_spans(p, l, spans, num, &s->layers[source_of(p, l)]);
 }
 
-/* Sets *list to the rows that the open batch shows of a sequence: stored ones, and those that were put. */
+/* Sets *list to the rows that the open batch shows of a sequence: stored rows, then put rows. */
 static inline void list_batch_rows(const pair *p, int64_t id, int l, row_list *list) {
     list->num = 0;
     for (int s = 0; s < p->num_sequences; s++)
@@ -1179,7 +1180,7 @@ static inline void check_runs(const pair *p, int l, const kvc_run_info **runs) {
                "sequence %lld, layer %d: run %d is not its span", (long long)id, l, (int)i);
 }
 
-/* The runs of the sequences by rising id, then those of the open batch. */
+/* The runs of the sequences by rising id, then the runs of the open batch. */
 static inline void check_all_runs(const pair *p, int l, const kvc_run_info *runs, int64_t num) {
     const kvc_run_info *run = runs, *end = runs + num;
     int64_t rows = 0, pending = 0;
@@ -1516,7 +1517,7 @@ static inline kvc_status pair_feed(pair *p, int64_t id, int32_t begin, int32_t e
 
 static inline int in_batch(const pair *p, int64_t id) { return p->batch && count_id(id, p->num_tokens, p->ids); }
 
-/* What dropping all rows of a sequence from this position on should answer, or sharing those before it. */
+/* The status of dropping all rows of a sequence from this position on, or of sharing the rows before it. */
 static inline kvc_status may_cut(const pair *p, int64_t id, int32_t length) {
     const sequence *s = find_sequence(p, id);
     if (s && length < next_of(p, s) && misses_below(p, s, length, length)) return KVC_ERR_GONE;
@@ -1541,7 +1542,7 @@ static inline kvc_status pair_fork(pair *p, int64_t src, int64_t dst) {
     return status;
 }
 
-/* What sharing a range should answer: every row of dst at a position of one of src's must be one of src's. */
+/* The status of sharing a range: where src has a row, dst must have no row or the same row. */
 static inline kvc_status may_share(const pair *p, int64_t src, int64_t dst, int32_t begin, int32_t end) {
     const sequence *from = find_sequence(p, src), *to = find_sequence(p, dst);
     if (!holds_any(p, src) && !holds_any(p, dst) && begin == 0 && end == KVC_END)
@@ -1564,8 +1565,8 @@ static inline kvc_status pair_share(pair *p, int64_t src, int64_t dst, int32_t b
     return status;
 }
 
-/* Whether an edit that may rewrite keys answered as it should; the function that moves them may have been told to fail,
- * and how many bytes there are is not modelled. */
+/* Whether an edit that may rewrite keys returned the right status.  The function that moves keys may have been told to
+ * fail, and the number of free bytes is not modelled. */
 static inline kvc_status agree_moved(pair *p, const char *what, kvc_status status, kvc_status right) {
     if (p->call_failed) right = KVC_ERR_CALLBACK;
     p->call_failed = 0;
@@ -1598,8 +1599,8 @@ static inline void check_copied(const pair *p, const kvc_stats *before, int32_t 
     if (num) check_bytes(p);
 }
 
-/* What an edit should answer that leaves the oracle like this, where nothing else stands in its way: while a batch
- * restores rows, those that it replaces count as well. */
+/* The status of an edit that leaves the oracle like this, if only capacity can refuse it.  While a batch restores rows,
+ * the rows that it replaces count as well. */
 static inline kvc_status fits_capacity(const pair *before, const pair *after) {
     for (int l = 0; capacity_of(after) && l < after->config.num_layers; l++)
         if (keeps_tokens(after, l) && has_copied(before, after, l) &&
@@ -1642,7 +1643,7 @@ static inline kvc_status pair_truncate(pair *p, int64_t id, int32_t length) {
     return status;
 }
 
-/* The largest position of [begin, end); -1: there is none. */
+/* The largest position of [begin, end), or -1 if there is none. */
 static inline int32_t last_in(const pair *p, const sequence *s, int32_t begin, int32_t end) {
     int32_t last = -1;
     for (int l = 0; s && l < p->config.num_layers; l++)
@@ -1693,8 +1694,8 @@ static inline kvc_status pair_divide(pair *p, int64_t id, int32_t begin, int32_t
     return status;
 }
 
-/* Forgets retained sequences that the cache has evicted, or the rows of their windows; checks the order of those that
- * are left.  Call after each operation. */
+/* Forgets retained sequences that the cache has evicted, or the rows of their windows.  Checks the order of the
+ * sequences that are left.  Call after each operation. */
 static inline void pair_see_evicted(pair *p) {
     int64_t left[MAX_SEQUENCES], num = kvc_retained(p->cache, left, MAX_SEQUENCES), before = 0;
     for (int s = p->num_sequences - 1; s >= 0; s--) {
@@ -1742,7 +1743,7 @@ static inline int32_t count_positions(const pair *p, int64_t id, int l, int32_t 
     return num;
 }
 
-/* Replaces a layer's rows at positions [begin, end); skip_missing: only at those that hold one. */
+/* Replaces a layer's rows at positions [begin, end); with skip_missing, only where there are rows. */
 static inline kvc_status pair_inject_rows(pair *p, int64_t id, int l, int32_t begin, int32_t end, int skip_missing) {
     static source k, v;
     int64_t num = -1;
@@ -1807,7 +1808,7 @@ static inline kvc_status pair_reserve(pair *p, int64_t id, int num_tokens) {
     return status;
 }
 
-/* Checks kvc_room: a batch of that many tokens fits, one of a token more does not; none does where rows are gone. */
+/* Checks kvc_room: a batch of that many tokens fits, and a larger one does not.  None fits where rows are gone. */
 static inline kvc_status pair_room(pair *p, int64_t id) {
     static pair after;
     int64_t num = -1;

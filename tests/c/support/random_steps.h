@@ -145,7 +145,7 @@ static inline kvc_status random_edit(pair *p) {
     return status;
 }
 
-/* Tokens of up to three sequences: mostly those that follow, now and then with gaps, repeated, or from further back. */
+/* Tokens of up to three sequences: usually the next ones, sometimes with gaps, repeated, or from further back. */
 static inline int random_tokens(const pair *p, int32_t *positions, int64_t *ids) {
     int64_t members[3] = {random_id(), random_id(), random_id()};
     int32_t next[3];
@@ -259,7 +259,7 @@ static inline void random_pass(pair *p) {
     }
 }
 
-/* Clears sequences that are long, or that cannot go on, but for a few of these. */
+/* Clears sequences that are long, and most sequences that cannot continue. */
 static inline void keep_small(pair *p) {
     for (int i = 0; i < NUM_IDS; i++) {
         const sequence *s = find_sequence(p, some_ids[i]);

@@ -1,5 +1,5 @@
-/* retained.h: retained sequences in the oracle: what they hold, what is attached of them, and in which order they were
- * used.  Which of them are evicted the oracle learns from the cache, and checks that these could be. */
+/* retained.h: retained sequences in the oracle: their rows, the rows that are attached, and the order of their use.
+ * The oracle learns from the cache which of them are evicted, and checks that these could be. */
 #ifndef KVC_TEST_RETAINED_H
 #define KVC_TEST_RETAINED_H
 
@@ -71,8 +71,8 @@ static inline int can_go_on(const pair *p, const int64_t *ids, int n, int32_t po
     return 1;
 }
 
-/* Adds to a layer what the sequences hold below `length`, but for a gap: rows that no query from there on sees, or
- * that a row is missing behind. */
+/* Adds to a layer the sequences' rows below `length`, except a gap: rows that no later query sees, and rows before a
+ * missing row. */
 static inline void oracle_attach_layer(pair *p, const int64_t *ids, int n, sequence *to, int l, int32_t length) {
     const kvc_policy *policy = &p->layers[l].policy;
     range gap = {0, 0};

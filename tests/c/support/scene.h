@@ -1,4 +1,4 @@
-/* scene.h: sequences to attend over.  What a row holds follows from its sequence and its number there, so that the same
+/* scene.h: sequences to attend over.  The contents of a row follow from its sequence and its number there.  So the same
  * sequence can be stored in many ways: in other blocks, passes and company, with holes, or without the rows that a call
  * hides. */
 #ifndef KVC_SCENE_H
@@ -108,7 +108,7 @@ static inline kvc_rope rope_of(int first_dim, int num_freqs, int interleaved) {
 
 /* ---- where rows stand, and what they hold ------------------------------------------------------------------------ */
 
-/* Where the piece begins that move i, from 1 on, moves, when those before are done; and how far. */
+/* The beginning of the piece that move i, from 1 on, moves once the earlier moves are done, and the distance. */
 static inline int32_t begin_of(const scene *s, int m, int i, int32_t *delta) {
     const member *who = &s->members[m];
     int32_t next = who->num_stored ? who->positions[who->num_stored - 1] + 1 : 0;
@@ -221,8 +221,8 @@ static inline kvc_batch *scene_begin(const scene *s, const setting *how, kvc_cac
     return batch;
 }
 
-/* The next stored tokens of all members, mixed; of one whose rows others share, those alone.  Returns how many there
- * are, those included that are left out. */
+/* The next stored tokens of all members, mixed.  If others share the rows of a member, only this member's tokens.
+ * Returns the number of tokens, with tokens that are left out. */
 static inline int pass_fill(pass *p, const scene *s, int *next, const setting *how) {
     const int members = s->is_forked && !how->without ? 1 : s->num_members;
     int num = 0;
