@@ -41,10 +41,12 @@
  * Threads   Any thread may call any function.  A mutex guards the bookkeeping.  Nobody holds it while rows are put,
  *           replaced, copied out, settled, attended over or handed to a function of the caller.  How long a call holds
  *           it depends on its arguments and on the sequences that it names, not on what else the cache has.
- *           Two kinds of calls may hold it longer: calls about all sequences (kvc_clear, kvc_keep, kvc_sequences,
+ *           Some calls may hold it longer.  These are calls about all sequences (kvc_clear, kvc_keep, kvc_sequences,
  *           kvc_retained, kvc_settle, kvc_cache_clone, kvc_save without seq_ids, kvc_blocks, kvc_validate), and
  *           kvc_compact, kvc_begin and kvc_reserve when they move rows together.  If max_bytes is set, kvc_room may
  *           hold it longer, too, the more sequences run: it plans how their rows would be moved together.
+ *           kvc_prefix_forget looks at all sequences once, kvc_prefix_clear at those that its prefix has acquired, and
+ *           kvc_payload_bytes at all prefixes.
  *           Some calls fail with KVC_ERR_BUSY while a batch is open, or while kvc_shift, kvc_remove, kvc_divide or
  *           kvc_prefix_acquire (reuse_min_tokens) rewrites the keys of a sequence.  These are the calls that begin a
  *           batch or edit such a sequence, and kvc_reserve, kvc_room, kvc_settle, kvc_compact, kvc_cache_clone and

@@ -30,7 +30,7 @@ typedef enum kvc_key { KVC_BY_ID, KVC_BY_USE, KVC_NUM_KEYS } kvc_key;
 
 /* The origin of a sequence's rows.  It tells a prefix whether they may be rows of tokens that it forgot. */
 typedef struct kvc_origin {
-    uint64_t forgotten_in; /* bits of prefixes that forgot tokens whose rows these may be */
+    uint64_t forgotten_in; /* bits of prefixes, freed ones too, that forgot tokens whose rows these may be */
     int64_t num_forgets;   /* cache->num_forgets when a prefix kept the oldest of these rows that it kept; INT64_MAX: no
                               prefix kept any; 0: nobody knows how old they are */
     int64_t prefix;        /* number of this prefix; 0: there are several, or none */

@@ -83,43 +83,50 @@ void kvc_checkpoint_read(kvc_cache *cache, kvc_checkpoint *checkpoint, void *sta
 
 /* ---- of blocks --------------------------------------------------------------------------------------------------- */
 
-static void list(kvc_checkpoints *all, kvc_checkpoint *checkpoint) {
-    checkpoint->newer = NULL;
-    checkpoint->older = all->newest;
-    *(all->newest ? &all->newest->newer : &all->oldest) = checkpoint;
-    all->newest = checkpoint;
-    all->num_bytes += checkpoint->num_bytes;
-    all->num++;
+/* Puts one in its place among those without a pin, or counts it among the others; and takes it out. */
+static void sort(kvc_checkpoints *all, kvc_checkpoint *checkpoint) {
+    kvc_links *above = NULL;
+    int side = 0;
+    if (checkpoint->node->num_state_pins) {
+        all->pinned_bytes += checkpoint->num_bytes;
+        return;
+    }
+    for (kvc_links *next = all->unpinned.root; next; next = above->below[side]) {
+        above = next;
+        side = checkpoint->stamp > ((const kvc_checkpoint *)(const void *)next)->stamp;
+    }
+    kvc_sorted_insert(&all->unpinned, &checkpoint->unpinned, above, side);
 }
 
-static void unlist(kvc_checkpoints *all, kvc_checkpoint *checkpoint) {
-    *(checkpoint->older ? &checkpoint->older->newer : &all->oldest) = checkpoint->newer;
-    *(checkpoint->newer ? &checkpoint->newer->older : &all->newest) = checkpoint->older;
-    all->num_bytes -= checkpoint->num_bytes;
-    all->num--;
+static void unsort(kvc_checkpoints *all, kvc_checkpoint *checkpoint) {
+    if (checkpoint->node->num_state_pins)
+        all->pinned_bytes -= checkpoint->num_bytes;
+    else
+        kvc_sorted_remove(&all->unpinned, &checkpoint->unpinned);
 }
 
 void kvc_checkpoints_touch(kvc_checkpoints *all, kvc_checkpoint *checkpoint) {
-    unlist(all, checkpoint);
-    list(all, checkpoint);
+    unsort(all, checkpoint);
+    checkpoint->stamp = ++all->clock;
+    sort(all, checkpoint);
+}
+
+void kvc_checkpoints_pin(kvc_checkpoints *all, kvc_node *node, int32_t add) {
+    if (node->checkpoint) unsort(all, node->checkpoint);
+    node->num_state_pins += add;
+    if (node->checkpoint) sort(all, node->checkpoint);
 }
 
 void kvc_checkpoints_drop(kvc_checkpoints *all, kvc_node *node) {
     kvc_checkpoint *checkpoint = node->checkpoint;
     if (!checkpoint) return;
+    unsort(all, checkpoint);
+    all->num_bytes -= checkpoint->num_bytes;
+    all->num--;
     node->checkpoint = NULL;
     checkpoint->node = NULL;
     kvc_checkpoint_note(all->cache, checkpoint, 0);
-    unlist(all, checkpoint);
     kvc_checkpoint_use(all->cache, checkpoint, -1);
-}
-
-/* Returns whether those that are pinned leave room for one of so many bytes. */
-static int has_room(const kvc_checkpoints *all, int64_t num_bytes) {
-    int64_t bytes = all->num_bytes + num_bytes;
-    for (const kvc_checkpoint *it = all->oldest; it && bytes > all->most_bytes; it = it->newer)
-        if (!it->node->num_state_pins) bytes -= it->num_bytes;
-    return bytes <= all->most_bytes;
 }
 
 int kvc_checkpoints_put(kvc_checkpoints *all, kvc_node *node, kvc_checkpoint *checkpoint) {
@@ -127,16 +134,18 @@ int kvc_checkpoints_put(kvc_checkpoints *all, kvc_node *node, kvc_checkpoint *ch
         kvc_checkpoints_touch(all, node->checkpoint);
         return 0;
     }
-    if (all->most_bytes && !has_room(all, checkpoint->num_bytes)) return 0;
+    if (all->most_bytes && all->pinned_bytes + checkpoint->num_bytes > all->most_bytes) return 0;
     node->checkpoint = checkpoint;
     checkpoint->node = node;
     checkpoint->goes = node->rows && node->rows->is_evictable;
-    list(all, checkpoint);
+    checkpoint->stamp = ++all->clock;
+    all->num_bytes += checkpoint->num_bytes;
+    all->num++;
+    sort(all, checkpoint);
     kvc_checkpoint_use(all->cache, checkpoint, 1);
-    for (kvc_checkpoint *oldest = all->oldest, *next; oldest && all->most_bytes; oldest = next) {
-        if (all->num_bytes <= all->most_bytes) break;
-        next = oldest->newer;
-        if (!oldest->node->num_state_pins) kvc_checkpoints_drop(all, oldest->node);
+    while (all->most_bytes && all->num_bytes > all->most_bytes) {
+        kvc_checkpoint *oldest = (void *)kvc_sorted_end(&all->unpinned, 0);
+        kvc_checkpoints_drop(all, oldest->node);
     }
     return 1;
 }

@@ -9,19 +9,21 @@
 
 /* The state behind the last token of a block. */
 typedef struct kvc_checkpoint {
-    struct kvc_node *node;                /* its block; NULL: the block has gone, or has let go of it */
-    struct kvc_checkpoint *older, *newer; /* place in the list of all blocks */
+    kvc_links unpinned;      /* place in kvc_checkpoints.unpinned, unless it has a pin; first, as checkpoint.c casts */
+    struct kvc_node *node;   /* its block; NULL: the block has gone, or has let go of it */
+    int64_t stamp;           /* the more recently it was used, the larger */
     int32_t num_users;       /* the block, sequences that go on from it, and calls: it is freed with the last one */
     int32_t goes;            /* its block loses its rows if everything evictable is evicted */
     int64_t evictable_bytes; /* it has so many of cache->evictable_bytes */
     int64_t num_bytes;       /* of the state, which follows */
 } kvc_checkpoint;
 
-/* Those of all blocks of a tree, from the least recently used on. */
+/* Those of all blocks of a tree. */
 typedef struct kvc_checkpoints {
     kvc_cache *cache;
-    kvc_checkpoint *oldest, *newest;
-    int64_t num, num_bytes, most_bytes; /* bytes of states; most 0: no limit */
+    kvc_sorted unpinned;                              /* those without a pin, by stamp */
+    int64_t clock;                                    /* the last stamp */
+    int64_t num, num_bytes, pinned_bytes, most_bytes; /* bytes of states; most 0: no limit */
 } kvc_checkpoints;
 
 static inline int64_t kvc_checkpoint_bytes(const kvc_checkpoint *checkpoint) {
@@ -62,6 +64,9 @@ int kvc_checkpoints_put(kvc_checkpoints *all, struct kvc_node *node, kvc_checkpo
 
 /* Drops that of a block, if there is one. */
 void kvc_checkpoints_drop(kvc_checkpoints *all, struct kvc_node *node);
+
+/* Adds to the pins of the state of a block, and of one that takes its place. */
+void kvc_checkpoints_pin(kvc_checkpoints *all, struct kvc_node *node, int32_t add);
 
 /* Marks one as used. */
 void kvc_checkpoints_touch(kvc_checkpoints *all, kvc_checkpoint *checkpoint);

@@ -112,11 +112,14 @@ static int may_hold(const kvc_sequence *sequence, const kvc_tokens *tokens) {
 /* Once nothing is left: keeps no blocks of sequences that hold rows of the prompt, nor such as are on their way. */
 static void end_sources(kvc_prefix *prefix, const kvc_tokens *tokens) {
     const kvc_table *table = &prefix->cache->sequences;
+    const uint64_t bit = UINT64_C(1) << prefix->bit;
+    const int is_stale = !prefix->forgot && prefix->cache->bit_users[prefix->bit] == 1; /* of prefixes that are freed */
     prefix->forgot = ++prefix->cache->num_forgets;
     for (kvc_sequence *sequence = kvc_table_first(table); sequence && !sequence->is_hidden;
          sequence = kvc_table_next(table, sequence)) {
+        if (is_stale) sequence->origin.forgotten_in &= ~bit;
         if (!may_hold(sequence, tokens)) continue;
-        sequence->origin.forgotten_in |= UINT64_C(1) << prefix->bit;
+        sequence->origin.forgotten_in |= bit;
         kvc_session *session = kvc_session_of(prefix, sequence);
         if (session) kvc_session_forget(session);
     }

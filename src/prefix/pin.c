@@ -20,13 +20,13 @@ static kvc_pinned *new_pin(kvc_cache *cache, kvc_node *last, int32_t num) {
 }
 
 static void begin_pin(kvc_pinned *pin) {
-    if (pin->with_state) pin->with_state->num_state_pins++;
+    if (pin->with_state) kvc_checkpoints_pin(&pin->with_state->tree->checkpoints, pin->with_state, 1);
     for (; pin->num < pin->room; pin->num++) kvc_node_pin(pin->nodes[pin->num], 1);
 }
 
 /* Ends the pin of the last node and of the state, which may free their nodes. */
 static void unpin_last(kvc_pinned *pin) {
-    if (pin->with_state) pin->with_state->num_state_pins--;
+    if (pin->with_state) kvc_checkpoints_pin(&pin->with_state->tree->checkpoints, pin->with_state, -1);
     pin->with_state = NULL;
     kvc_node_pin(pin->nodes[--pin->num], -1);
 }

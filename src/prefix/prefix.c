@@ -80,14 +80,6 @@ static int32_t take_bit(kvc_cache *cache) {
     return best;
 }
 
-/* Gives it back: once no prefix has it, no sequence has. */
-static void give_bit(kvc_cache *cache, int32_t bit) {
-    const kvc_table *table = &cache->sequences;
-    if (--cache->bit_users[bit]) return;
-    for (kvc_sequence *s = kvc_table_first(table); s && !s->is_hidden; s = kvc_table_next(table, s))
-        s->origin.forgotten_in &= ~(UINT64_C(1) << bit);
-}
-
 static kvc_tree *new_tree(kvc_prefix *prefix) {
     kvc_tree *tree = kvc_tree_new(prefix->cache, prefix->salt, prefix->root);
     if (!tree) return NULL;
@@ -134,7 +126,7 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     kvc_status status = prefix->tree ? kvc_fit_max_bytes(cache, "making a prefix") : KVC_ERR_NOMEM;
     if (status != KVC_OK) {
         if (prefix->tree) kvc_tree_free(prefix->tree);
-        give_bit(cache, prefix->bit);
+        cache->bit_users[prefix->bit]--;
         kvc_memory_free(&cache->memory, prefix, prefix->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);
         return kvc_unlock(cache, status);
     }
@@ -200,15 +192,16 @@ void kvc_prefix_free(kvc_prefix *prefix) {
     kvc_cache *cache = prefix->cache;
     kvc_tree *tree = prefix->tree;
     kvc_lock(cache);
-    while (prefix->sessions) {
+    for (int num = 1; prefix->sessions; num++) {
         kvc_sequence *sequence = prefix->sessions->sequence;
         kvc_follower *follower = sequence->follower;
         sequence->follower = NULL;
         follower->ended(cache, follower);
         if (!sequence->in_batch) kvc_cache_forget_blank(cache, sequence);
+        if (num % AT_ONCE == 0) kvc_cache_give_way(cache);
     }
     kvc_pin_remove_all(prefix);
-    give_bit(cache, prefix->bit);
+    cache->bit_users[prefix->bit]--;
     *prefix->at = prefix->next;
     if (prefix->next) prefix->next->at = prefix->at;
     kvc_memory_free(&cache->memory, prefix, prefix->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);

@@ -195,6 +195,29 @@ static void test_forgotten_by_another(void) {
     close_world();
 }
 
+/* What a prefix forgot before it was freed does not count for one that is made later, though it takes its place. */
+static void test_forgotten_by_one_that_was_freed(void) {
+    const int64_t *ids = numbers(100), *others = numbers(900);
+    const kvc_prefix_config config = {.struct_size = sizeof config, .fingerprint = "a model"};
+    const kvc_tokens tokens = tokens_of(ids, 2 * BLOCK), forgotten = tokens_of(others, BLOCK);
+    kvc_prefix *first, *later;
+    int64_t num, dropped;
+    int32_t matched = -1;
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+    CHECK(kvc_prefix_new(cache, &config, &first) == KVC_OK);
+    const int64_t id = acquire(ids, 2 * BLOCK, NULL);
+    feed_to(id, 2 * BLOCK, BLOCK);
+    CHECK(kvc_prefix_forget(first, &tokens, NULL, 0, &num, &dropped) == KVC_OK);
+    kvc_prefix_free(first);
+    CHECK(kvc_prefix_new(cache, &config, &later) == KVC_OK);
+    CHECK(kvc_prefix_forget(later, &forgotten, NULL, 0, &num, &dropped) == KVC_OK);
+    CHECK(kvc_prefix_release(later, id, &tokens) == KVC_OK);
+    CHECK(kvc_prefix_lookup(later, &tokens, &matched, NULL) == KVC_OK);
+    CHECKF(matched == 2 * BLOCK, "%d known", (int)matched);
+    kvc_prefix_free(later);
+    close_world();
+}
+
 /* Windows have left all tokens of a sequence behind.  Its rows may still be kept aside, and its state still follows
  * from forgotten tokens. */
 static void test_left_behind(void) {
@@ -499,6 +522,7 @@ int main(void) {
     test_without_a_place();
     test_rejected_draft();
     test_forgotten_by_another();
+    test_forgotten_by_one_that_was_freed();
     test_retained();
     test_shared_into();
     test_elsewhere();
