@@ -928,10 +928,10 @@ KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
  * Kept blocks take no room from others: where a call would fail with KVC_ERR_FULL, they are evicted, as retained
  * sequences are.  KVC_ERR_FULL then says that sequences in use, pins and quotas hold all.  Release a sequence, and
  * acquire it again with all its tokens when another has ended.  A batch fits behind tokens that matched if it fits
- * behind the same tokens fed to a new cache.  It may lack some bytes of bookkeeping, and a block if running sequences
- * have rows in one block.  Batches may end elsewhere behind a match than without one: kvc_room says how many tokens
- * fit.  If bytes are lacking, acquired sequences also give up their place among the blocks.  Only kvc_prefix_release
- * keeps the blocks that they fill from then on.
+ * behind the same tokens fed to a new cache.  It may lack some bytes of bookkeeping for each block that matched, and a
+ * block if running sequences have rows in one block.  Batches may end elsewhere behind a match than without one:
+ * kvc_room says how many tokens fit.  If bytes are lacking, acquired sequences also give up their place among the
+ * blocks.  Only kvc_prefix_release keeps the blocks that they fill from then on.
  * An acquired sequence ends like any other: kvc_clear_sequence keeps only the blocks of the prompt that were full by
  * then.  It may be edited: what follows the edit is kept only by kvc_prefix_release.  An unstored batch counts as an
  * edit of all its tokens.  Several prefixes, for adapters and tenants, may share a cache.  The time of a call grows with

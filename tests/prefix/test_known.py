@@ -53,7 +53,6 @@ def test_what_is_known(known, seed, runs):
     check(known, "--seed", seed, "--runs", runs)
 
 
-@pytest.mark.xfail(strict=True, reason="a list of runs takes 16 bytes more: known --seed 22 --fits 1")
 def test_what_fits_without_a_match_fits_with_one(known):
     check(known, "--seed", 1, "--fits", 500)
 
