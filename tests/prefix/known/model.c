@@ -83,7 +83,7 @@ void note_end(world *w, const sequence *s) {
     const int block = w->shape.block, length = least(text_length(s->node), text_length(s->prompt));
     prefix *p = &w->prefixes[s->prefix - 1];
     note_use(w, p, s->prompt, text_length(s->prompt), 0);
-    if (s->keeps < 2 || s->barred[s->prefix - 1] || w->shape.config.max_bytes) return;
+    if (s->keeps < 2 || s->left_out || s->barred[s->prefix - 1] || w->shape.config.max_bytes) return;
     for (int end = block; end <= length; end += block) {
         kept *b = find_kept(p, text_begin(s->prompt, end), end - block);
         if (b) b->sure_use = w->step, b->sure_ms = w->ms;

@@ -318,7 +318,8 @@ void do_fetch(world *w) {
         const int end = (first + i + 1) * block;
         lacking += find_kept(p, text_begin(node, end), end - block) == NULL;
     }
-    if (!status && fault == NO_FAULT && !w->is_short && !w->shape.is_limited &&
+    const int may_lack = w->shape.is_limited || may_lack_room(w, p, p->config.state_bytes); /* it ends without room */
+    if (!status && fault == NO_FAULT && !w->is_short && !may_lack &&
         (num_served != in_store || fetched < lacking * block))
         fail(w, "prefix %d: %d tokens of %s are fetched behind %d, and %d read, but %d are stored, %d of them new",
              (int)(p - w->prefixes), fetched, spell(node), before, num_served * block, in_store * block,
