@@ -1,4 +1,4 @@
-"""Count the lines and branches of src/ that the programs in tests/c run, with GCC and gcov.
+"""Count the lines and branches of src/ that the programs in tests/c, and the oracle of prefixes, run: GCC and gcov.
 
     python tests/support/coverage.py [folder]    # keeps what it builds in the folder
 
@@ -23,17 +23,24 @@ from support.compiling import FLAGS, OPENMP, ROOT, compile_core, compiler, link,
 COUNTING = ["--coverage", "-fprofile-update=atomic", "-Wl,-u,__gcov_dump"]
 LEAST = {"lines": 97.0, "branches": 92.0}  # percent
 
+# By their sources, the first of which names it, the programs that test the core; and the words of each call of it.
+ORACLE = tuple(sorted(ROOT.glob("tests/prefix/known/*.c"), key=lambda source: source.stem != "known"))
+PROGRAMS = {(source,): [()] for source in sorted(ROOT.glob("tests/c/*/test_*.c"))}
+PROGRAMS[ORACLE] = [("--runs", "40"), ("--orders", "40", "--names", "10", "--clones", "5")]
+
 
 def play(folder):
-    """Run all of tests/c on a core that counts."""
+    """Run all programs on a core that counts."""
     command = [*compiler(), *FLAGS, OPENMP, *COUNTING]
     objects = compile_core(folder, command)
 
-    def play_one(source):
-        run(link((command, objects), folder, source))
+    def play_one(sources):
+        program = link((command, objects), folder, *sources)
+        for words in PROGRAMS[sources]:
+            run(program, *words)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(play_one, sorted((ROOT / "tests/c").glob("*/test_*.c"), key=lambda path: -path.stat().st_size)))
+        list(pool.map(play_one, sorted(PROGRAMS, key=lambda sources: -sources[0].stat().st_size)))
 
 
 def read_counts(folder):

@@ -5,7 +5,7 @@ hand runs here.
 
 A seed draws two kinds of defects.
 
-- A change of one line, as mutate.py makes them. It counts if a quick program of tests/c runs the line, the compiler
+- A change of one line, as mutate.py makes them. It counts if a quick program of coverage.py runs the line, the compiler
   makes other code of it, and same_changes.txt does not list it.
 - The change of a former commit, taken back. It counts if the commit changes one source of src/, in at most LINES lines,
   and a program or an input of a fuzzer. Without the change of the source, the program or input must fail today.
@@ -72,8 +72,7 @@ def randomised(name):
 
 def oracle(option, number):
     """Play random calls, or scenes, of the oracle of prefixes."""
-    sources = sorted((ROOT / "tests/prefix/known").glob("*.c"), key=lambda source: source.stem != "known")
-    return Machine("known", tuple(sources), lambda seed: ["--seed", 1 + (seed - 1) * number, option, number])
+    return Machine("known", coverage.ORACLE, lambda seed: ["--seed", 1 + (seed - 1) * number, option, number])
 
 
 SIMULATOR = Machine("sim", words=lambda seed: ["--seed", seed, *itertools.chain(*sim.OPTIONS.items())])
@@ -90,7 +89,6 @@ MACHINES = [
     randomised("interface/test_random_threads"),
     randomised("attend/test_visibility"),
     randomised("cache/test_sequences"),
-    randomised("prefix/test_prefix"),
     randomised("space/test_evict"),
     randomised("store/test_directory_posix"),
     Machine("test_kernels", (ROOT / "tests/c/kernels/test_kernels.c",), num_seeds=1),
@@ -223,7 +221,7 @@ def one_line(bench, seed):
     sources = sorted(path for path in ROOT.glob("src/*/*.c") if path.parent.name != "kernels")
     possible = [change for path in sources for change in mutate.changes_of(path)]
     listed = mutate.read_listed(possible)
-    all_programs = mutate.Program(Path(), Path(), lines=covered(bench.folder))
+    all_programs = mutate.Program((), {}, lines=covered(bench.folder))
     for change in sorted(possible, key=lambda change: change.rank(seed)):
         if change not in listed and all_programs.runs(change) and bench.change(change.source, change.apply()):
             yield Defect(str(change), change.source, change.apply())

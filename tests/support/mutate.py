@@ -1,12 +1,12 @@
-"""Change the code of src/ in one place at a time, and see whether a program in tests/c notices: mutation testing.
+"""Change the code of src/ in one place at a time, and see whether a program in C notices: mutation testing.
 
     python tests/support/mutate.py --seed 1 --number 200 [folder]    # keeps what it builds and measures in the folder
 
-The seed draws changes. Each is tried in a core of its own, with the quick part of the tests: the programs that run the
-changed line, the fastest first, and then some seeds of the simulator. Prints the changes that all of them pass, and
-fails if fewer than LEAST are noticed. Changes that do not compile, or compile to the same code, do not count. Changes
-that give the same by a rule of syntax, same_in(), or are listed in same_changes.txt, are not tried. Kernels are left
-out: instruction sets are compared with each other.
+The seed draws changes. Each is tried in a core of its own, with the quick part of the tests: the programs of
+coverage.py that run the changed line, the fastest first, and then some seeds of the simulator. Prints the changes that
+all of them pass, and fails if fewer than LEAST are noticed. Changes that do not compile, or compile to the same code,
+do not count. Changes that give the same by a rule of syntax, same_in(), or are listed in same_changes.txt, are not
+tried. Kernels are left out: instruction sets are compared with each other.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from support.compiling import (
     diverted_by,
     run,
 )
-from support.coverage import COUNTING, read_counts
+from support.coverage import COUNTING, PROGRAMS, read_counts
 
 LEAST = 90.0  # percent
 MEMORY = 8 << 30  # bytes that a program may map
@@ -262,13 +262,25 @@ def link(command, parts, core, program):
 class Program:
     """A test, compiled but not linked; how long it takes, and how often it runs each line of a source."""
 
-    source: Path
-    object: Path
+    sources: tuple[Path, ...]  # the first of which names it
+    objects: dict[Path, Path]
     seconds: float = 0  # of a processor
     lines: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
 
-    def link(self, command, core, folder):
-        return link(command, {self.source: self.object}, core, folder / "program")
+    @property
+    def name(self):
+        return self.sources[0].stem
+
+    def play(self, command, core, folder, seconds):
+        """Link it, and run it; return whether it passes, and how many seconds it took."""
+        program = link(command, self.objects, core, folder / "program")
+        took = 0
+        for words in PROGRAMS[self.sources]:
+            passes, own = play([program, *words], seconds)
+            took += own
+            if not passes:
+                return False, took
+        return True, took
 
     def runs(self, change):
         """Whether it runs the line of a change; if that has no code of its own, the last one before it that has."""
@@ -306,9 +318,9 @@ def measure(program, command, objects, folder):
     """Run a program on a core that counts."""
     for old in folder.glob("*.gcda"):
         old.unlink()
-    passes, program.seconds = play([program.link(command, objects, folder)], 600)
+    passes, program.seconds = program.play(command, objects, folder, 600)
     if not passes:
-        sys.exit(f"{program.source.stem} fails without a change")
+        sys.exit(f"{program.name} fails without a change")
     for (source, line), count in read_counts(folder)["lines"].items():
         program.lines.setdefault(source, {})[line] = count
 
@@ -320,8 +332,8 @@ def measure_all(programs, command, objects, folder):
     core = b"".join(path.read_bytes() for path in objects)
     objects = None
     for program in programs:
-        digest = hashlib.sha256(program.object.read_bytes() + core).hexdigest()
-        measured = folder / f"{program.source.stem}.{digest[:16]}.json"
+        own = b"".join(path.read_bytes() for path in program.objects.values())
+        measured = folder / f"{program.name}.{hashlib.sha256(own + core).hexdigest()[:16]}.json"
         if not measured.exists():
             objects = objects or compile_core(folder, counting)
             measure(program, counting, objects, folder)
@@ -362,8 +374,8 @@ class Bench(Core):
 
     def __init__(self, folder):
         super().__init__(folder)
-        compiled = self.compile(sorted(ROOT.glob("tests/c/*/test_*.c")))
-        self.programs = [Program(source, path) for source, path in compiled.items()]
+        compiled = self.compile([source for sources in PROGRAMS for source in sources])
+        self.programs = [Program(sources, {source: compiled[source] for source in sources}) for sources in PROGRAMS]
         measure_all(self.programs, self.command, self.objects, folder / "counted")
         self.programs.sort(key=lambda program: program.seconds)
         (folder / "sim").mkdir(exist_ok=True)
@@ -375,10 +387,10 @@ class Bench(Core):
             return None
         passing = []
         for program in (program for program in self.programs if program.runs(change)):
-            linked = program.link(self.command, objects, self.folder / "changed")
-            if not play([linked], int(3 * program.seconds) + 3)[0]:
-                return passing, program.source.stem
-            passing.append(program.source.stem)
+            seconds = int(3 * program.seconds) + 3
+            if not program.play(self.command, objects, self.folder / "changed", seconds)[0]:
+                return passing, program.name
+            passing.append(program.name)
         simulated = sim.build_with(self.folder / "sim", change.source, change.apply())
         return passing, None if play([simulated, *SIMULATED], 60)[0] else "sim"
 

@@ -18,7 +18,6 @@ static inline void open_world(const kvc_policy *policies, int num, kvc_config co
             .num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .policy = policies[l], .rope = {.kind = KVC_ROPE_NONE}};
     own.struct_size = sizeof own;
     own.fingerprint = "a model";
-    config.block_size = BLOCK;
     num_layers = num;
     cache = heap_cache(num, layers, config);
     CHECKF(kvc_prefix_new(cache, &own, &prefix) == KVC_OK, "%s", kvc_last_error());
