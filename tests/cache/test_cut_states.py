@@ -45,16 +45,22 @@ assert not cache.seq_len()
 cache.validate()
 """
 HOW = ["inspect all", "load", "restore", "restore with a secret"]
+QUICK = {
+    ("before the rows", "inspect all"),
+    ("before the rows", "load"),
+    ("before the header", "restore with a secret"),
+    ("behind the header", "inspect"),
+}
+
+
+def cases():
+    for when in ("before the rows", "before the header", "behind the header"):
+        for how in HOW if when == "before the rows" else ["inspect", *HOW]:
+            yield pytest.param(when, how, marks=[] if (when, how) in QUICK else pytest.mark.slow)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a file that is open cannot be cut there")
-@pytest.mark.parametrize(
-    ("when", "how"),
-    [
-        *(("before the rows", how) for how in HOW),
-        *((when, how) for when in ("before the header", "behind the header") for how in ["inspect", *HOW]),
-    ],
-)
+@pytest.mark.parametrize(("when", "how"), [*cases()])
 def test_a_file_that_is_cut_is_an_error(tmp_path, when, how):
     path = tmp_path / "state"
     cache = kvcache.KVCache(2, 8, 128, None)

@@ -78,7 +78,7 @@ def run(code, threads):
     print(done.stdout)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_attend(threads):
     """An interrupted attend has put nothing, and can be called again; its result is unfinished."""
     code = """
@@ -118,7 +118,7 @@ cache.close()
     run(code, 2)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_handler_that_does_not_raise(threads):
     """A handler runs in the middle of the call, may use the cache but not end it, and changes no result."""
     code = """

@@ -258,26 +258,6 @@ def test_inject_of_any_array(dtype):
     assert cache.sequences == [0]
 
 
-def test_inject_where_nothing_is_stored():
-    cache = new_cache(False, block_size=4)
-    feed(cache, *raw(6), [0, 1, 3, 4, 7, 9])
-    before = cache.extract(0, 0, 12)
-    new = np.ones((HEADS, 12, DIM), np.float32)
-    with pytest.raises(
-        IndexError, match=r"nothing at 6 of 12 positions in layer 0: 2, 5 to 6, 8, 10 to 11; .* skip_missing"
-    ):
-        cache.inject(0, 0, new, new)
-    with pytest.raises(IndexError, match=r"sequence 5 holds nothing at 2 of 2 positions in layer 0: 0 to 1;"):
-        cache.inject(0, 0, new[:, :2], new[:, :2], seq_id=5)
-    with pytest.raises(IndexError, match=r"nothing at 994 of 1000 positions in layer 0: 2, 5 to 6, 8, 10 to 999;"):
-        cache.inject(0, 0, *[np.broadcast_to(new[:, :1], (HEADS, 1000, DIM))] * 2)
-    for got, expected in zip(cache.extract(0, 0, 12), before, strict=True):
-        np.testing.assert_array_equal(got, expected)
-    assert cache.inject(0, 3, new[:, :2], new[:, :2]) == 2
-    assert cache.inject(0, 0, new, new, skip_missing=True) == 6
-    assert cache.extract(0, 0, 10)[0][:, :, 0].tolist() == [[1, 1, 0, 1, 1, 0, 0, 1, 0, 1]] * HEADS
-
-
 @pytest.mark.parametrize("dtype", ["f16", "q8_0"])
 def test_rewriting_on_several_threads(dtype):
     """inject, settle, divide, a function's shift and compact: the bits are those of one thread."""

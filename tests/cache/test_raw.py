@@ -3,10 +3,9 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 from support import fake_dlpack, row_types
-from support.ggml_blocks import SIZES
-from support.row_types import TYPES
+from support.ggml_blocks import SIZES, blocks, quantised_by_gguf
+from support.row_types import TYPES, hadamard
 
 import kvcache
 
@@ -73,70 +72,63 @@ def test_round_trip(k_dtype, v_dtype):
     assert_same(other.gather(0, seq_id=2, raw=True), raw)
 
 
-@pytest.mark.parametrize("dtype", row_types.NAMES)
-@pytest.mark.parametrize(("k_dim", "v_dim"), [(64, 32), (128, 96), (1024, 192), (1536, 2080)])
-def test_row_scales(tmp_path, dtype, k_dim, v_dim):
-    """A row is codes and, behind them, one f16 scale; in saved states the two are tensors of their own."""
+def raw_rows(rows, dtype, **options):
+    """What a cache makes of rows."""
+    (k, v), dims = rows, [x.shape[2] for x in rows]
+    with kvcache.KVCache(1, HEADS, dims[0], 64, v_head_dim=dims[1], dtype=dtype, **options) as cache:
+        feed(cache, k, v)
+        return cache.gather(0, raw=True), repr(cache)
+
+
+@pytest.mark.parametrize("dtype", SIZES)
+def test_bytes_are_those_of_ggml(dtype):
+    """Of ordinary rows, and of some that are not: ties, zeros, huge, tiny, one element only."""
+    x = random_rows(dims=(64, 64))[0]
+    x[0, 0] = np.arange(64) - 31.5  # many halves once they are scaled
+    x[0, 1] = 0
+    x[1, 0, :32] = 1e6
+    x[1, 0, 32:] = 65504
+    x[1, 1] *= 1e-7
+    x[2, 0, 1:] = 0
+    x[2, 1, :32] = np.linspace(-127, 127, 32)  # a scale of 1
+    x[3] = 1e-35
+    raw, _ = raw_rows([x, x], dtype)
+    assert_same(raw, [np.swapaxes(blocks(x, dtype), 0, 1)] * 2)
+    y = random_rows(seed=1, dims=(64, 64))
+    raw, _ = raw_rows(y, dtype)
+    for found, x in zip(raw, y, strict=True):
+        by_gguf = quantised_by_gguf(x, dtype)
+        np.testing.assert_array_equal(found, np.swapaxes(blocks(x, dtype) if by_gguf is None else by_gguf, 0, 1))
+
+
+@pytest.mark.parametrize(("k_dim", "v_dim", "orders"), [(96, 160, (32, 32)), (2048, 192, (1024, 64))])
+def test_transforms(k_dim, v_dim, orders):
+    """The largest power of two that divides the dimension is the matrix's order: at most 1024, of values 64."""
     rows = random_rows(dims=(k_dim, v_dim))
-    for x in rows:
-        x[..., 3] *= 30
-        x[4] += 10
-        x[5] = 0 if dtype != "int8" else 1
-        x[6] *= 1e-5
-    with kvcache.KVCache(1, HEADS, k_dim, 64, v_head_dim=v_dim, dtype=dtype) as cache:
-        feed(cache, *rows)
-        raw = cache.gather(0, raw=True)
-        for i, x in enumerate(rows):
-            expected, decoded = row_types.encoded(x.swapaxes(0, 1), dtype)
-            np.testing.assert_array_equal(raw[i], expected)
-            np.testing.assert_array_equal(cache.gather(0)[i], decoded)
-        with cache.batch(1) as batch:
-            with pytest.raises(
-                kvcache.NotSupportedError, match=rf"layer 0 stores {dtype}, whose scales lie apart: put\(\)"
-            ):
-                batch.slots(0)
-            batch.put(0, *random_rows(1, dims=(k_dim, v_dim)))
-        cache.save(tmp_path / "state")
-        tensors = load_file(tmp_path / "state")
-        for name, x in zip("kv", cache.gather(0, raw=True), strict=True):
-            elements = x[..., :-2].view(np.int8 if dtype == "int8" else np.uint8)
-            np.testing.assert_array_equal(tensors[f"layer.0.{name}"], elements)
-            np.testing.assert_array_equal(tensors[f"layer.0.{name}.scale"], x[..., -2:].view(np.float16)[..., 0])
-        with kvcache.KVCache.load(tmp_path / "state") as other:
-            assert_same(other.gather(0, raw=True), cache.gather(0, raw=True))
+    plain, _ = raw_rows(rows, "q8_0")
+    turned = [np.swapaxes(blocks(hadamard(x, order), "q8_0"), 0, 1) for x, order in zip(rows, orders, strict=True)]
+    for transforms in ((None, "hadamard"), ("hadamard", None)):
+        options = dict(zip(("k_transform", "v_transform"), transforms, strict=True))
+        raw, shown = raw_rows(rows, "q8_0", **options)
+        assert_same(raw, [turned[i] if transform else plain[i] for i, transform in enumerate(transforms)])
+        assert "hadamard" in shown
+
+
+def test_types_that_take_no_transform():
+    for dtype in ("f16", "int4"):
+        raw, shown = raw_rows(random_rows(), dtype, k_transform="hadamard", v_transform="hadamard")
+        assert_same(raw, raw_rows(random_rows(), dtype)[0])
+        assert "hadamard" not in shown
 
 
 @pytest.mark.parametrize("dtype", row_types.NAMES)
-def test_values_in_keys(dtype):
-    """A value may be the beginning of its key where whole blocks of the key's matrix are in it."""
-    (k, _), q = random_rows(dims=(96, 32)), np.ones((TOKENS, HEADS, 96), np.float32)
-    with kvcache.KVCache(1, HEADS, 96, 64, v_head_dim=64, dtype=dtype, value_in_key=True) as cache:
-        with cache.batch(TOKENS) as batch:
-            out = batch.attend(0, q, k, scale=0.1)
-        _, decoded = row_types.encoded(k.swapaxes(0, 1), dtype)
-        for found, expected in zip(cache.gather(0), (decoded, decoded[..., :64]), strict=True):
-            np.testing.assert_array_equal(found, expected)
-        scores = np.einsum("thd,hsd->hts", q, decoded) * 0.1
-        scores[:, ~np.tri(TOKENS, dtype=bool)] = -np.inf
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        np.testing.assert_allclose(out, np.einsum("hts,hsd->thd", weights, decoded[..., :64]), atol=1e-3)
-    if dtype != "int8":
-        with pytest.raises(ValueError, match="must be a multiple of 64"):
-            kvcache.KVCache(1, HEADS, 64, 64, v_head_dim=32, dtype=dtype, value_in_key=True)
-
-
-@pytest.mark.parametrize("dtype", ["int6", "int4"])
-@pytest.mark.parametrize("element", [np.nan, np.inf, -np.inf, 1e30, 2e8])
-def test_rows_that_are_no_numbers(dtype, element):
-    """A row with an element that no scale reaches, or that is no number, is NaN; other rows stay."""
-    cache, rows = new_cache(dtype, dtype), random_rows(2)
-    for x in rows:
-        x[1, 1, 5] = element
-    feed(cache, *rows)
-    for x in cache.gather(0):
-        np.testing.assert_array_equal(np.isnan(x).any(-1), [[False, False], [False, True], [False, False]])
-        np.testing.assert_array_equal(np.isfinite(x).all(-1), [[True, True], [True, False], [True, True]])
+def test_row_scales_have_no_slots(dtype):
+    with new_cache(dtype, "f32").batch(1) as batch:
+        with pytest.raises(
+            kvcache.NotSupportedError, match=rf"layer 0 stores {dtype}, whose scales lie apart: put\(\)"
+        ):
+            batch.slots(0)
+        batch.abort()
 
 
 @pytest.mark.parametrize("dtype", TYPES)

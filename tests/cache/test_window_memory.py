@@ -25,66 +25,6 @@ def feed(cache, num_tokens, seq_ids=(0,)):
             batch.put(layer, rows, rows)
 
 
-def rows_bytes(cache, num_rows):
-    """The bytes of rows in every layer, and what bookkeeping may come to."""
-    return cache.most_bytes(1) * num_rows + 24_000
-
-
-@pytest.mark.parametrize("dtype", ["f16", "q8_0"])
-@pytest.mark.parametrize(
-    ("policy", "kept"),
-    [
-        (SlidingWindow(256), 256),
-        (SlidingWindow(256, num_sink_tokens=4), 260),
-        (SlidingWindow(256, num_sink_tokens=100), 356),
-        (SlidingWindow(100, resume_window=300), 300),
-        (ChunkedAttention(256), 256),
-        (ChunkedAttention(200, resume_window=64), 264),
-    ],
-)
-def test_after_a_commit_a_sequence_takes_its_window_and_two_blocks(policy, kept, dtype):
-    cache = make(policy, num_layers=2, dtype=dtype)
-    blocks = 3 if getattr(policy, "num_sink_tokens", 0) else 2
-    for num_tokens in (5_000, 1, 700, 64, 3, 3, 3, *[1] * 130):
-        feed(cache, num_tokens)
-        spare = blocks * BLOCK + (num_tokens + BLOCK if num_tokens >= BLOCK else 0)  # for another batch as large
-        assert cache.seq_len() <= kept
-        assert cache.nbytes <= rows_bytes(cache, kept + spare), num_tokens
-        if num_tokens == 5_000:
-            assert cache.validate() is None
-
-
-def test_decoding_reuses_blocks_and_takes_no_new_ones():
-    cache = make(SlidingWindow(256, num_sink_tokens=4))
-    feed(cache, 1_000)
-    for _ in range(70):
-        feed(cache, 1)
-    stats = cache.stats()
-    for _ in range(500):
-        feed(cache, 1)
-    after = cache.stats()
-    assert after["blocks_opened"] == stats["blocks_opened"]
-    assert after["blocks_returned"] == stats["blocks_returned"]
-
-
-def test_rows_that_a_batch_expires_as_it_begins_are_given_back_as_well():
-    cache = make(SlidingWindow(256), rope=False)
-    feed(cache, 256)
-    for seq_id in range(1, 20):  # one sequence of the rows of 20, as a runner that stitches texts together makes it
-        cache.fork(0, seq_id)
-    cache.clear(0)
-    feed(cache, 256, range(1, 20))
-    for seq_id in range(2, 20):
-        cache.shift(0, None, 256 * (seq_id - 1), seq_id=seq_id)
-        cache.share_range(seq_id, 1)
-        cache.clear(seq_id)
-    assert cache.seq_len(1) > 4_000
-    assert cache.nbytes > rows_bytes(cache, 4_000)
-    feed(cache, 1, (1,))
-    assert cache.seq_len(1) == 256
-    assert cache.nbytes <= rows_bytes(cache, 256 + 2 * BLOCK)
-
-
 @pytest.mark.parametrize("max_seq_len", [None, 256, 300])
 @pytest.mark.parametrize("policy", [SlidingWindow(256), ChunkedAttention(200, resume_window=56)])
 def test_most_bytes_counts_every_row_of_an_open_batch(policy, max_seq_len):

@@ -2,13 +2,11 @@
 
 import gguf
 import numpy as np
-from gguf.quants import dequantize, quantize
+from gguf.quants import quantize
 
 NAMES = ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"]
 GGML = {name: gguf.GGMLQuantizationType[name.upper()] for name in NAMES}
 SIZES = {name: gguf.GGML_QUANT_SIZES[type][1] for name, type in GGML.items()}
-# What a rounded element may be off by, relative to the largest of its block; of q4_1 and q5_1, to twice that.
-STEPS = {"q8_0": 1 / 127, "q4_0": 1 / 8, "q4_1": 2 / 15, "q5_0": 1 / 16, "q5_1": 2 / 31, "iq4_nl": 1 / 7}
 LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 
 
@@ -60,10 +58,6 @@ def blocks(x, name):
         parts.append(np.packbits(codes >> 4, -1, bitorder="little"))
     parts.append(codes if name == "q8_0" else codes[..., :16] & 15 | codes[..., 16:] << 4)
     return np.concatenate(parts, -1).reshape(*x.shape[:-2], -1)
-
-
-def decoded(raw, name):
-    return dequantize(raw, GGML[name])
 
 
 def quantised_by_gguf(x, name):

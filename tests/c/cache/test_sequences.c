@@ -152,6 +152,55 @@ static void test_spare_blocks(void) {
     pair_free(p);
 }
 
+/* Checks the slots that a sequence takes after each commit: those of its window, two blocks, or three with sinks, and
+ * after a large batch what another as large needs. */
+static void check_window(kvc_policy policy, int32_t kept) {
+    enum { SLOTS = 4 };
+    static const int32_t nums[] = {80, 1, 11, SLOTS, 3, 3, 3, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+    pair *p = pair_with(policy, SLOTS);
+    const int32_t spare = (policy.num_sink_tokens ? 3 : 2) * SLOTS;
+    int32_t at = 0;
+    for (size_t i = 0; i < sizeof nums / sizeof *nums; at += nums[i++]) {
+        CHECK(pair_feed(p, 0, at, at + nums[i]) == KVC_OK);
+        const kvc_stats stats = stats_of(p);
+        const int64_t slots = (stats.blocks_in_use + stats.blocks_free) * SLOTS;
+        CHECK(kvc_seq_len(p->cache, 0, 0) <= kept);
+        CHECKF(slots <= kept + spare + (nums[i] >= SLOTS ? nums[i] + SLOTS : 0), "%d slots after a batch of %d",
+               (int)slots, nums[i]);
+    }
+    pair_check(p);
+    pair_free(p);
+}
+
+static void test_windows_cost_windows(void) {
+    check_window(sliding_policy(16, 0, 0), 16);
+    check_window(sliding_policy(16, 1, 0), 17);
+    check_window(sliding_policy(16, 7, 0), 23);
+    check_window(sliding_policy(6, 0, 20), 20);
+    check_window((kvc_policy){.kind = KVC_CHUNKED, .attention_chunk_size = 16}, 16);
+    check_window((kvc_policy){.kind = KVC_CHUNKED, .attention_chunk_size = 13, .resume_window = 5}, 18);
+}
+
+/* Rows that a batch expires as it begins are given back: of many sequences, whose rows were stitched together. */
+static void test_expired_at_the_beginning(void) {
+    kvc_layer layer = layer_with(sliding_policy(16, 0, 0));
+    static pair p;
+    layer.rope.kind = KVC_ROPE_NONE;
+    p = (pair){.config = {.block_size = 4, .num_threads = 1}};
+    pair_new(&p, 1, &layer);
+    for (int32_t id = 0; id < 12; id++) pair_feed(&p, id, 0, 16);
+    for (int32_t id = 1; id < 12; id++) {
+        CHECK(pair_shift(&p, id, 0, KVC_END, 16 * id) == KVC_OK && pair_share(&p, id, 0, 0, KVC_END) == KVC_OK);
+        CHECK(pair_clear_sequence(&p, id) == KVC_OK);
+    }
+    CHECK(kvc_seq_len(p.cache, 0, 0) == 192 && stats_of(&p).blocks_in_use >= 48);
+    pair_feed(&p, 0, 192, 193);
+    CHECK(kvc_seq_len(p.cache, 0, 0) == 16);
+    CHECKF(stats_of(&p).blocks_in_use + stats_of(&p).blocks_free <= 6, "%d blocks", (int)stats_of(&p).blocks_in_use);
+    pair_check(&p);
+    pair_free(&p);
+}
+
 /* A cut that leaves a sequence where a token would see expired rows is refused: one from behind the sinks up to the
  * window.  One within the sinks is not, nor one to nothing; what has expired is gone with what is dropped. */
 static void test_cut_behind_sinks(void) {
@@ -226,6 +275,8 @@ int main(int argc, char **argv) {
     test_room_for_ids();
     test_many();
     test_spare_blocks();
+    test_windows_cost_windows();
+    test_expired_at_the_beginning();
     test_cut_behind_sinks();
     test_busy();
     for (int i = 0; i < 48; i++) random_test(block_sizes[i % 4], 0, 700);
