@@ -86,38 +86,6 @@ def test_a_block_that_is_computed_again_does_not_take_the_place_of_one_with_a_st
     assert serve(cache, prefix, []) == 96
 
 
-def test_a_state_is_found_however_many_prompts_go_on_from_it() -> None:
-    cache, prefix = make()
-    for user in range(100):
-        tokens = [*PROMPT[:40], user + 1000, user]
-        seq_id, matched = prefix.acquire(tokens)
-        assert matched == (40 if user else 0)
-        if not user:
-            feed(cache, seq_id, 0, 40)
-            prefix.checkpoint(seq_id, PROMPT[:40], b"the state")
-        feed(cache, seq_id, 40, 42)
-        prefix.release(seq_id, tokens)
-    assert prefix.pin(PROMPT[:40]) == 40
-    prefix.evict(10_000)
-    assert prefix.lookup(PROMPT) == 40
-
-
-def test_a_sequence_that_was_edited_has_no_state() -> None:
-    cache, prefix = make()
-    serve(cache, prefix, [64])
-    seq_id, matched = prefix.acquire(PROMPT)
-    assert matched == 64
-    cache.truncate(40, seq_id=seq_id)
-    assert prefix.state(seq_id) is None
-
-
-def test_prefix_caches_for_other_states_share_no_block() -> None:
-    cache, prefix = make()
-    other = kvcache.PrefixCache(cache, fingerprint="a model", state_bytes=7)
-    plain = kvcache.PrefixCache(cache, fingerprint="a model")
-    assert len({prefix.names(PROMPT)[0], other.names(PROMPT)[0], plain.names(PROMPT)[0]}) == 3
-
-
 def test_no_more_than_the_limit_is_kept() -> None:
     cache, prefix = make(max_checkpoint_bytes=100)
     for first in range(7):

@@ -17,9 +17,11 @@ PROMPT = [*range(50)]
 @pytest.fixture
 def at_every_object():
     threshold = gc.get_threshold()
+    gc.freeze()  # objects of other tests are not looked at
     gc.set_threshold(1)
     yield
     gc.set_threshold(*threshold)
+    gc.unfreeze()
 
 
 def tangle(cache, prefix):
