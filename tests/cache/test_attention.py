@@ -77,7 +77,7 @@ def test_layouts_and_out(tokens):
         np.testing.assert_array_equal(lse.swapaxes(0, 1) if is_htd else lse, results[0][1])
 
 
-# That of the machine, and the one that multiplies panels.
+# The machine chooses one; the other one multiplies panels.
 @pytest.mark.parametrize("isa", [None, pytest.param("avx512vnni", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tokens", [1, 64])
 @pytest.mark.parametrize("dtype", ["int8", "int6", "int4"])

@@ -15,7 +15,7 @@ LENGTHS = {0: 8, 3: 5, -7: 3}  # of the sequences that there are
 
 
 def numbers(seq_id, positions, layer):
-    """What the keys of a sequence say, so that no row is like another."""
+    """Return the numbers in the keys of a sequence: no two rows are alike."""
     return [1000 * layer + 100 * abs(seq_id) + position for position in positions]
 
 
@@ -43,7 +43,7 @@ def filled():
 
 
 def held(cache):
-    """By sequence and layer: the positions, and what the keys say. Checks that all ways to read them agree."""
+    """Return positions and numbers by sequence and layer; check that all ways to read rows agree."""
     found = {}
     for seq_id in cache.sequences:
         at = cache.positions(seq_id=seq_id).tolist()
@@ -68,7 +68,7 @@ def held(cache):
 
 
 def expected(changed, gone=()):
-    """What is held where each sequence has, at positions, the rows that were fed to another at others."""
+    """Return what `held` should: `changed` names new positions of a sequence, whose rows these were, and where."""
     of = {s: ([*range(length)], s, [*range(length)]) for s, length in LENGTHS.items() if s not in gone} | changed
     return {(s, layer): (at, numbers(src, was, layer)) for s, (at, src, was) in of.items() for layer in range(2)}
 
@@ -124,7 +124,7 @@ def test_inject():
 
 
 def test_trees():
-    """Of guesses for one position, a token sees the one that it continues; those that are kept stay."""
+    """A token sees the guess that it continues, and no other. Kept tokens stay."""
     cache = filled()
     with begin(cache, [(3, 5), (3, 5), (3, 6), (0, 8)], parents=[-1, -1, 1, -1]) as batch:
         *_, mask = batch.dense(0)
@@ -136,7 +136,7 @@ def test_trees():
 
 
 def test_upkeep():
-    """What is reserved is taken, and views hinder what moves rows."""
+    """`reserve` takes memory, and a view hinders calls that move rows."""
     cache = filled()
     cache.reserve(100, seq_id=3)
     taken = sum(block.num_slots for block in cache.blocks())

@@ -73,7 +73,7 @@ def test_round_trip(k_dtype, v_dtype):
 
 
 def raw_rows(rows, dtype, **options):
-    """What a cache makes of rows."""
+    """Return the bytes that a cache makes of rows, and its representation."""
     (k, v), dims = rows, [x.shape[2] for x in rows]
     with kvcache.KVCache(1, HEADS, dims[0], 64, v_head_dim=dims[1], dtype=dtype, **options) as cache:
         feed(cache, k, v)
@@ -82,7 +82,7 @@ def raw_rows(rows, dtype, **options):
 
 @pytest.mark.parametrize("dtype", SIZES)
 def test_bytes_are_those_of_ggml(dtype):
-    """Of ordinary rows, and of some that are not: ties, zeros, huge, tiny, one element only."""
+    """Rows are ordinary, or have ties, zeros, huge or tiny elements, or one element alone."""
     x = random_rows(dims=(64, 64))[0]
     x[0, 0] = np.arange(64) - 31.5  # many halves once they are scaled
     x[0, 1] = 0

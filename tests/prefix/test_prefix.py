@@ -1,6 +1,6 @@
 """PrefixCache in Python: tokens of any kind, arguments, errors and lifetimes.
 
-What matches, and which rows, is compared with an oracle in C (known/known.h); tests/c/prefix has what is rare.
+An oracle in C says what matches, and with which rows (known/known.h). tests/c/prefix tests rare cases.
 """
 
 import copy

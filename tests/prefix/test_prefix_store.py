@@ -108,7 +108,7 @@ LONG = 200 * "x"
     ],
 )
 def test_others_find_nothing(own, others):
-    """Other tenants and models, which leave what is there alone. Of types and shapes, test_names.c says so."""
+    """Other tenants and models find nothing and delete nothing. tests/c/prefix/test_names.c has types and shapes."""
     store = {}
     fill(store, **own)
     before = dict(store)

@@ -23,7 +23,7 @@ from support.compiling import FLAGS, OPENMP, ROOT, compile_core, compiler, link,
 COUNTING = ["--coverage", "-fprofile-update=atomic", "-Wl,-u,__gcov_dump"]
 LEAST = {"lines": 97.0, "branches": 92.0}  # percent
 
-# By their sources, the first of which names it, the programs that test the core; and the words of each call of it.
+# The programs that test the core, by their sources, with the words of each call. The first source names the program.
 ORACLE = tuple(sorted(ROOT.glob("tests/prefix/known/*.c"), key=lambda source: source.stem != "known"))
 PROGRAMS = {(source,): [()] for source in sorted(ROOT.glob("tests/c/*/test_*.c"))}
 PROGRAMS[ORACLE] = [("--runs", "40"), ("--orders", "40", "--names", "10", "--clones", "5")]

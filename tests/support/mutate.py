@@ -2,7 +2,7 @@
 
     python tests/support/mutate.py --seed 1 --number 200 [folder]    # keeps what it builds and measures in the folder
 
-The seed draws changes. Each is tried in a core of its own, with the quick part of the tests: the programs of
+The seed draws changes. Each is tried in a core of its own, with the quick part of the tests. First run the programs of
 coverage.py that run the changed line, the fastest first, and then some seeds of the simulator. Prints the changes that
 all of them pass, and fails if fewer than LEAST are noticed. Changes that do not compile, or compile to the same code,
 do not count. Changes that give the same by a rule of syntax, same_in(), or are listed in same_changes.txt, are not

@@ -152,8 +152,8 @@ static void test_spare_blocks(void) {
     pair_free(p);
 }
 
-/* Checks the slots that a sequence takes after each commit: those of its window, two blocks, or three with sinks, and
- * after a large batch what another as large needs. */
+/* Checks the slots of a sequence after each commit: its window takes two more blocks, or three with sinks.  After a
+ * large batch, the slots that the next large batch needs may stay. */
 static void check_window(kvc_policy policy, int32_t kept) {
     enum { SLOTS = 4 };
     static const int32_t nums[] = {80, 1, 11, SLOTS, 3, 3, 3, 1, 1, 1, 1, 1, 1, 1, 1, 1};

@@ -1,5 +1,5 @@
-/* Prefixes with quotas and times to live, blocks and states that go from one cache to another, events, and what is
- * known where windows have lost rows.  tests/prefix/known compares random calls with an oracle. */
+/* Prefixes: quotas, times to live, events, blocks and states of stores, and windows that have lost rows.  Random calls
+ * are compared with an oracle in tests/prefix/known. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign, nanosleep */
 #include <time.h>
 
@@ -179,7 +179,7 @@ static void test_shorter(void) {
     close_world();
 }
 
-/* Returns the numbers from 7 on, number `at` of which is another. */
+/* Returns the numbers from 7 on, with another number at one place. */
 static const int64_t *other_at(int at, int64_t other) {
     int64_t *ids = numbers(7);
     ids[at] = other;
