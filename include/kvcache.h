@@ -1188,7 +1188,8 @@ typedef struct kvc_store {
     size_t struct_size;
     void *user; /* given to the functions */
     /* Copies the value under a name of KVC_NAME_BYTES bytes to `value`, and sets *size to its bytes: 0 if there is
-     * none.  If the value has more than max_bytes, sets *size to any number above max_bytes, and copies nothing. */
+     * none.  If the value has more than max_bytes, sets *size to any number above max_bytes, and copies no more than
+     * max_bytes. */
     kvc_status (*read)(void *user, const uint8_t *name, void *value, int64_t max_bytes, int64_t *size);
     /* Keeps a value under a name, in place of the one that is there. */
     kvc_status (*write)(void *user, const uint8_t *name, const void *value, int64_t size);
@@ -1215,7 +1216,8 @@ KVC_API kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store
  * of processes and threads may share a folder, also Python's DirectoryStore.  A relative path starts where the process
  * is now, also after a chdir().  Its files take at most max_bytes (0: no limit): the least recently read or written
  * ones are removed until 1/16 of that is free.  Only their owner can read files; on Windows, whoever the folder allows.
- * There the path is UTF-8.  Links and files of other names are left alone.  Nothing is synced to the disk: a file that
+ * There the path is UTF-8.  Links and files of other names are left alone.  Of a value that has more than max_bytes, `read`
+ * copies the first max_bytes.  Nothing is synced to the disk: a file that
  * a power cut damages counts as missing.  Its functions fail with KVC_ERR_STORE and KVC_ERR_NOMEM.  Fails with
  * KVC_ERR_STORE if the folder cannot be made or used, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_dir_store_new(const char *path, int64_t max_bytes, kvc_store **store);

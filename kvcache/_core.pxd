@@ -17,6 +17,7 @@ cdef extern from "kvcache.h" nogil:
         KVC_ERR_CANCELLED
         KVC_ERR_CALLBACK
         KVC_ERR_FORMAT
+        KVC_ERR_STORE
 
     cdef enum:
         KVC_F32
@@ -177,6 +178,17 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block, const void *payload,
                               int64_t size, int32_t *is_known)
     void kvc_prefix_get_stats(kvc_prefix *prefix, kvc_prefix_stats *stats, size_t stats_size)
+
+    ctypedef struct kvc_store:
+        size_t struct_size
+        void *user
+        kvc_status (*read)(void *user, const uint8_t *name, void *value, int64_t max_bytes,
+                           int64_t *size) noexcept nogil
+        kvc_status (*write)(void *user, const uint8_t *name, const void *value, int64_t size) noexcept nogil
+        kvc_status (*remove)(void *user, const uint8_t *name) noexcept nogil
+
+    kvc_status kvc_dir_store_new(const char *path, int64_t max_bytes, kvc_store **store)
+    void kvc_dir_store_free(kvc_store *store)
 
     ctypedef int32_t kvc_write_fn(void *user, const void *data, size_t size) noexcept
     ctypedef int32_t kvc_read_fn(void *user, void *data, size_t size) noexcept

@@ -26,6 +26,7 @@ import numpy as np
 cimport cython
 cimport numpy as cnp
 from cpython.buffer cimport PyBUF_READ, PyBUF_WRITE
+from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Realloc
@@ -91,10 +92,10 @@ include "binding/calls.pxi"
 include "binding/callbacks.pxi"
 include "binding/cache.pxi"
 include "binding/prefix.pxi"
+include "binding/stores.pxi"
 include "binding/state.pxi"
 include "binding/batch.pxi"
 include "binding/rows.pxi"
-include "binding/files.pxi"
 
 
 def version():

@@ -250,10 +250,11 @@ def _check_files() -> str:
             kept.save(file)
         _expect(np.array_equal(KVCache.load(file).keys(0), kept.keys(0)), "a state is loaded with other rows")
         one, other = (DirectoryStore(os.path.join(folder, name), max_bytes=1 << 20) for _ in range(2))
-        one["key"] = b"value"
-        _expect(other["key"] == b"value", "a store does not find what another one wrote")
-        del other["key"]
-        _expect("key" not in one, "a store finds what another one deleted")
+        key = 64 * "a"
+        one[key] = b"value"
+        _expect(other[key] == b"value", "a store does not find what another one wrote")
+        del other[key]
+        _expect(key not in one, "a store finds what another one deleted")
     return "a state, a store"
 
 

@@ -1,5 +1,5 @@
-/* directory.c: a store in the files of one folder: those of kvcache/stores/directory.py, byte for byte, so that
- * programs in C and in Python use a folder at the same time.
+/* directory.c: a store in the files of one folder, which any number of processes use at the same time.  Python's
+ * DirectoryStore is a mapping over it.
  *
  * A value is written to a temporary file, which then takes its name.  Whoever changes what the folder holds has the
  * lock of usage.lock, in which all count the bytes of all values; a temporary file is locked while its writer lives. */
@@ -15,7 +15,7 @@
 #include "store/value.h"
 
 enum {
-    KEY = 2 * KVC_NAME_BYTES, /* a name in hexadecimal digits, as in Python */
+    KEY = 2 * KVC_NAME_BYTES, /* a name in hexadecimal digits, the key of Python's mapping */
     HEADER = 20 + KEY,        /* MAGIC, the bytes of the key in 4 bytes and those of the value in 8, and the key */
     NAME = 48,                /* room for a file's name */
     SPARE = 16                /* an eviction makes room for 1/16 of the limit more than is needed */
@@ -194,7 +194,8 @@ static kvc_status evict(const directory *d, kvc_folder folder, int64_t size, int
 
 /* ---- one value --------------------------------------------------------------------------------------------------- */
 
-/* Reads the value of an open file, unless it is of another name, or not as long as it says. */
+/* Reads the value of an open file, or its first max_bytes bytes, unless it is of another name, or not as long as it
+ * says. */
 static int read_file(kvc_file file, const uint8_t *name, void *value, int64_t max_bytes, int64_t *size) {
     uint8_t expected[HEADER], found[HEADER];
     char file_name[NAME];
@@ -204,8 +205,9 @@ static int read_file(kvc_file file, const uint8_t *name, void *value, int64_t ma
     describe(name, num, expected, file_name);
     int is_read = kvc_file_read(file, found, HEADER);
     if (is_read <= 0 || memcmp(found, expected, HEADER)) return is_read < 0 ? -1 : 0;
-    if (num <= max_bytes && (is_read = kvc_file_read(file, value, num)) <= 0) return is_read;
-    kvc_file_touch(file);
+    const int64_t room = num < max_bytes ? num : max_bytes;
+    if (room && (is_read = kvc_file_read(file, value, room)) <= 0) return is_read;
+    if (room) kvc_file_touch(file); /* asking for the size is no use */
     *size = num;
     return 1;
 }

@@ -78,8 +78,8 @@ def child(number):
     assert loaded.seq_len() == 5 and loaded.keys(0).tobytes() == np.ones((2, 5, 8), "f2").tobytes()
     store = DirectoryStore(FOLDER + "/store", max_bytes=4000)
     for i in range(30):
-        store[f"{{number}} {{i}}"] = bytes([number]) * 100
-        assert store.get(f"{{number}} {{i}}") in (bytes([number]) * 100, None)
+        store[f"{{number:032x}}{{i:032x}}"] = bytes([number]) * 100
+        assert store.get(f"{{number:032x}}{{i:032x}}") in (bytes([number]) * 100, None)
     prefix = kvcache.PrefixCache(shared := kvcache.KVCache(1, 2, 8, None, max_sequences=None, block_size=16),
                                  fingerprint="a", store=DirectoryStore(FOLDER + "/prefix"))
     seq_id, matched = prefix.acquire(range(40))
@@ -122,7 +122,7 @@ if __name__ == "__main__":
     assert cache.seq_len() == 5
     store = DirectoryStore(FOLDER + "/store", max_bytes=4000)
     assert 0 < store.nbytes <= 4000
-    assert all(value == bytes([int(key.split()[0])]) * 100 for key, value in store.items())
+    assert all(value == bytes([int(key[:32], 16)]) * 100 for key, value in store.items())
     prefix = kvcache.PrefixCache(kvcache.KVCache(1, 2, 8, None, max_sequences=None, block_size=16),
                                  fingerprint="a", store=DirectoryStore(FOLDER + "/prefix"))
     print(prefix.acquire(range(40))[1])

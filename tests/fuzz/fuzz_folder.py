@@ -1,31 +1,31 @@
 """A folder of a `DirectoryStore` that somebody else writes to: nothing outside it is read, written or removed.
 
 An input is a list of steps, each a byte and what it needs: calls of the store, and what somebody else does to the
-folder before the next call, or in the middle of it: before one of the system calls that the store makes then.
+folder between two calls.
 """
 
 import contextlib
+import hashlib
 import os
 import shutil
 import socket
 import stat
+import struct
 import tempfile
 from pathlib import Path
 
-from kvcache.stores import DirectoryStore, directory
+from kvcache.stores import DirectoryStore
 
-KEYS = ["a", "b", "../outside", ""]
+KEYS = [64 * letter for letter in "abcd"]
 WORDS = ["kvcstore"]
 HIDDEN = b"of somebody else"  # the value of a file outside, which looks like one of the store's
-NAMES = [*map(directory._name_of, KEYS), directory.USAGE_NAME, "0" * 32 + ".tmp", "1" * 40 + ".kv", "notes.txt"]
+NAMES = [f"{hashlib.blake2b(key.encode(), digest_size=20).hexdigest()}.kv" for key in KEYS]
+NAMES += ["usage.lock", "0" * 32 + ".tmp", "1" * 40 + ".kv", "notes.txt"]
 SIZES = [0, 1, 7, 8, 9, 19, 20, 21, 100, 4096]
-
-directory.LOCK_WAIT = 0.05
 
 
 def a_value(key, value):
-    encoded = key.encode(errors="surrogatepass")
-    return directory.HEADER.pack(directory.MAGIC, len(encoded), len(value)) + encoded + value
+    return struct.pack("<8sIQ", b"kvcstore", len(key), len(value)) + key.encode() + value
 
 
 class Input:
@@ -151,42 +151,19 @@ def clear(store, rest):
 
 
 def open_again(store, rest):
-    store.max_bytes = rest.pick([None, 1000, 200, 1])
-    DirectoryStore(store.path, max_bytes=store.max_bytes)
+    DirectoryStore(store.path, max_bytes=rest.pick([None, 1000, 200, 1]))
 
 
 CALLS = [put, put, put, get, get, delete, contains, all_keys, count, clear, open_again]
-CALLED = ["open", "read", "write", "stat", "fstat", "scandir", "unlink", "replace", "utime", "lseek"]
-
-
-class Interrupted:
-    """Calls of the system, before one of which somebody else does something."""
-
-    left, deed = 0, None
-
-    @classmethod
-    def before(cls, call):
-        def interrupted(*arguments, **named):
-            cls.left -= 1
-            if cls.left == 0:
-                cls.deed()
-            return call(*arguments, **named)
-
-        return interrupted
-
-
-for name in CALLED:
-    setattr(os, name, Interrupted.before(getattr(os, name)))
-
 # ---- a run
 
 
 def seeds():
-    """Each call of the store with each deed, before it or in the middle."""
+    """Each call of the store after each deed."""
     for call in range(2, len(CALLS)):
         for deed in range(len(DEEDS)):
-            name, moment, limit = (call + deed) % len(NAMES), (deed % 3) * (call % 4), call % 2
-            act = bytes([200 + deed, name, moment, 4, deed, 1, 2, 3])
+            name, limit = (call + deed) % len(NAMES), call % 2
+            act = bytes([200 + deed, name, 4, deed, 1, 2, 3])
             yield bytes([10, limit, 0, 0, 1, 65, 0, 1, 1, 65]) + act + bytes([call, 0, 1, 66, 0, 0, 1, 67])
 
 
@@ -213,7 +190,7 @@ def run(data):
         folder, outside = Path(root) / "folder", Path(root) / "outside"
         outside.mkdir()
         for key in KEYS:
-            (outside / directory._name_of(key)).write_bytes(a_value(key, HIDDEN))
+            (outside / NAMES[KEYS.index(key)]).write_bytes(a_value(key, HIDDEN))
         for name in ("file", *NAMES[len(KEYS) :]):
             (outside / name).write_bytes(HIDDEN)
         before, store, rest = tree_of(outside), DirectoryStore(folder, max_bytes=1000), Input(data)
@@ -228,14 +205,9 @@ def step(store, outside, rest):
     number = rest.byte()
     if number < 200:
         call(store, CALLS[number % len(CALLS)], rest)
-        Interrupted.left = 0
-        return
-    deed, path, moment = DEEDS[(number - 200) % len(DEEDS)], store.path / rest.pick(NAMES), rest.byte() % 16
-    own = Input(rest.bytes())
-    if moment:
-        Interrupted.deed, Interrupted.left = lambda: attempt(deed, path, outside, own), moment
     else:
-        attempt(deed, path, outside, own)
+        path = store.path / rest.pick(NAMES)
+        attempt(DEEDS[(number - 200) % len(DEEDS)], path, outside, Input(rest.bytes()))
 
 
 def call(store, act, rest):

@@ -190,13 +190,14 @@ def test_an_interrupt_while_a_thread_starts_is_raised():
     assert number > 5
 
 
+A, B = 64 * "a", 64 * "b"
 FOLDER = {
-    "set": lambda store: store.__setitem__("ab", b"new"),
-    "set another": lambda store: store.__setitem__("cd", b"new"),
-    "get": lambda store: store["ab"],
-    "delete": lambda store: store.__delitem__("ab"),
+    "set": lambda store: store.__setitem__(A, b"new"),
+    "set another": lambda store: store.__setitem__(B, b"new"),
+    "get": lambda store: store[A],
+    "delete": lambda store: store.__delitem__(A),
     "list": lambda store: (len(store), list(store)),
-    "many": lambda store: [store.get(key) for key in ("ab", "x")],
+    "many": lambda store: [store.get(key) for key in (A, "x")],
 }
 
 
@@ -204,17 +205,17 @@ FOLDER = {
 def test_a_folder_has_the_old_value_or_the_new_one(tmp_path, name, step):
     def make():
         store = DirectoryStore(tmp_path, max_bytes=1 << 20)
-        store["ab"] = b"old"
-        store.pop("cd", None)
+        store[A] = b"old"
+        store.pop(B, None)
         return store, lambda: FOLDER[name](store)
 
     def check(store):
         def look():
-            assert store.get("ab") in {b"old", b"new" if name == "set" else None if name == "delete" else b"old"}
-            assert store.get("cd") in (b"new", None)
-            store["ab"] = b"after"
-            assert DirectoryStore(tmp_path)["ab"] == b"after"
-            assert set(store) <= {"ab", "cd"}
+            assert store.get(A) in {b"old", b"new" if name == "set" else None if name == "delete" else b"old"}
+            assert store.get(B) in (b"new", None)
+            store[A] = b"after"
+            assert DirectoryStore(tmp_path)[A] == b"after"
+            assert set(store) <= {A, B}
 
         in_a_thread(look)
 

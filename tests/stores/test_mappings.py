@@ -106,8 +106,8 @@ def store(request, tmp_path_factory):
         yield store
 
 
-KEYS = st.sampled_from([f"{i:02x}" * 16 for i in range(4)])  # as those of a prefix cache look
-VALUES = st.binary(max_size=100)
+KEYS = st.sampled_from([f"{i:02x}" * 32 for i in range(4)])  # as those of a prefix cache look
+VALUES = st.binary(min_size=1, max_size=100)
 STEPS = st.one_of(
     st.tuples(st.just("set"), KEYS, VALUES),
     st.tuples(st.just("get"), KEYS),

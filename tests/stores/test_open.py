@@ -24,8 +24,8 @@ def test_a_folder(tmp_path, url, max_bytes):
     store = stores.open(url.format(tmp_path / "new"))
     assert store.path == tmp_path / "new"
     assert store.max_bytes == max_bytes
-    store["a"] = b"value"
-    assert stores.open(f"dir:{tmp_path / 'new'}")["a"] == b"value"
+    store[64 * "a"] = b"value"
+    assert stores.open(f"dir:{tmp_path / 'new'}")[64 * "a"] == b"value"
 
 
 def test_paths(tmp_path, monkeypatch):

@@ -130,33 +130,34 @@ def test_one_call_of_each_tier():
 def test_values_are_refused_by_their_size(tmp_path):
     """Where a tier can say, no more is read than is wanted; and what was cut is kept nowhere."""
     fast, slow = {}, DirectoryStore(tmp_path)
-    slow["long"], slow["short"], slow["exact"] = bytes(1000), bytes(9), bytes(10)
+    long, short, exact, none = (64 * letter for letter in "abcd")
+    slow[long], slow[short], slow[exact] = bytes(1000), bytes(9), bytes(10)
     store = Tiered(fast, slow)
-    found = store.read_many(["long", "short", "exact", "none"], 10)
-    assert {key: len(value) for key, value in found.items()} == {"long": 10, "short": 9, "exact": 10}
-    assert set(fast) == {"short"}
+    found = store.read_many([long, short, exact, none], 10)
+    assert {key: len(value) for key, value in found.items()} == {long: 10, short: 9, exact: 10}
+    assert set(fast) == {short}
     client = StoreClient(store, digest=b"digest", most_bytes=100)
-    assert client.get_many(["long"], LONG) == {}
+    assert client.get_many([long], LONG) == {}
     assert client.flush(LONG)
     assert client.stats.corrupt == 1
-    assert set(slow) == {"short", "exact"}
+    assert set(slow) == {short, exact}
 
 
 def test_a_value_that_does_not_fit_in_the_fast_tier(tmp_path):
     fast, slow = DirectoryStore(tmp_path, max_bytes=200), {}
     store = Tiered(fast, slow)
     for _ in range(2 * worker.MAX_FAILURES):
-        store["large"] = bytes(1000)
-        assert store["large"] == bytes(1000)
-    store["small"] = b"small"
-    assert set(fast) == {"small"}, "it was left alone for what it was given"
+        store[64 * "a"] = bytes(1000)
+        assert store[64 * "a"] == bytes(1000)
+    store[64 * "b"] = b"small"
+    assert set(fast) == {64 * "b"}, "it was left alone for what it was given"
 
 
 def test_a_value_that_does_not_fit_keeps_no_others_out(tmp_path):
-    fast, slow = DirectoryStore(tmp_path, max_bytes=200), {}
-    Tiered(fast, slow).set_many({"a": b"A", "large": bytes(1000), "b": b"B"})
-    assert dict(fast) == {"a": b"A", "b": b"B"}
-    assert set(slow) == {"a", "large", "b"}
+    fast, slow, (a, large, b) = DirectoryStore(tmp_path, max_bytes=200), {}, (64 * letter for letter in "abc")
+    Tiered(fast, slow).set_many({a: b"A", large: bytes(1000), b: b"B"})
+    assert dict(fast) == {a: b"A", b: b"B"}
+    assert set(slow) == {a, large, b}
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -228,12 +229,12 @@ def test_what_is_no_tier(wrong):
 
 def test_opening_tiers(tmp_path):
     store = stores.open([f"dir:{tmp_path}/fast?max_bytes=1MB", f"dir:{tmp_path}/slow"])
-    store["a"] = b"value"
+    store[64 * "a"] = b"value"
     assert repr(store) == (
         f"Tiered(DirectoryStore('{tmp_path}/fast', max_bytes=1000000), "
         f"DirectoryStore('{tmp_path}/slow', max_bytes=None))"
     )
-    assert [dict(tier) for tier in store.tiers] == [{"a": b"value"}] * 2
+    assert [dict(tier) for tier in store.tiers] == [{64 * "a": b"value"}] * 2
     with pytest.raises(ValueError, match="1 tiers: at least two"):
         stores.open([f"dir:{tmp_path}/slow"])
     with pytest.raises(TypeError, match="url=5: an address is needed"):

@@ -499,7 +499,7 @@ sys.path[:] = {path!r}
 from kvcache import stores
 from kvcache.stores.client import StoreClient
 client = StoreClient(stores.open({url!r}), digest=b"digest", secret=b"secret")
-print(bytes(client.get_many(["a"], 30)["a"]).decode())
+print(bytes(client.get_many([64 * "a"], 30)[64 * "a"]).decode())
 """
 
 
@@ -507,7 +507,7 @@ print(bytes(client.get_many(["a"], 30)["a"]).decode())
 def test_the_first_answer_of_a_second_process_is_a_hit(shared, make, tmp_path, kind):
     url = f"dir:{tmp_path}/store" if kind == "folder" else f"{shared.url}?timeout=30&prefix=two:"
     client = make(stores.open(url), secret=b"secret")
-    put(client, "a")
+    put(client, 64 * "a")
     assert client.flush(LONG)
     code = SECOND.format(path=sys.path, url=url)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -17,7 +17,11 @@ static void test_values(void) {
     CHECK(get(other, 0, MOST) == MOST && get(other, 1, 7) == 7);
     CHECK(put(other, 1, 3000) == KVC_OK && get(store, 1, MOST) == 3000); /* in place of the first one */
     CHECK(usage() == MOST + 3000 + 7 + 3 * 84);
-    CHECK(get(store, 1, 2999) == 3000); /* too long, and not read */
+    CHECK(get(store, 1, 2999) == 3000); /* too long: only its beginning is read */
+    uint8_t beginning[8] = {0};
+    int64_t size = 0;
+    CHECK(store->read(store->user, name_of(1), beginning, 7, &size) == KVC_OK && size > 7 && beginning[7] == 0);
+    for (int i = 0; i < 7; i++) CHECK(beginning[i] == 1 + i * i);
     CHECK(for_each(".kv", NULL) == 3 && for_each(".tmp", NULL) == 0);
     empty_folder();
     CHECK(!rmdir(path_of("")) && get(store, 1, MOST) == -1); /* one that is gone comes back */
@@ -108,7 +112,8 @@ static void test_eviction(void) {
     kvc_store *store = open_store(16 * FILE_LENGTH);
     for (int i = 0; i < 16; i++) CHECK(put(store, i, LENGTH) == KVC_OK);
     CHECK(for_each(".kv", NULL) == 16 && usage() == 16 * FILE_LENGTH);
-    CHECK(get(store, 0, MOST) == LENGTH && put(store, 16, LENGTH) == KVC_OK); /* 1 and 2 go, in place of 0 */
+    CHECK(get(store, 0, MOST) == LENGTH && get(store, 1, 0) == LENGTH); /* to ask for the size is no use */
+    CHECK(put(store, 16, LENGTH) == KVC_OK);                            /* 1 and 2 go, in place of 0 */
     for (int i = 0; i < 17; i++) CHECKF(get(store, i, MOST) == (i == 1 || i == 2 ? 0 : LENGTH), "%d", i);
     CHECK(put(store, 5, LENGTH) == KVC_OK && for_each(".kv", NULL) == 15); /* there is room for its replacement */
     CHECK(usage() == 15 * FILE_LENGTH);
