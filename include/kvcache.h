@@ -1136,8 +1136,8 @@ typedef struct kvc_new_block {
 /* Writes the blocks that prefixes with collects_new have kept since the last call: at most max_blocks.  Sets
  * *num_blocks to how many it wrote.  A block comes once, and again when it gets more rows, a checkpoint at its end, or
  * a later checkpoint within it; of blocks that begin with the same tokens, up to 64 come again for the last reason.
- * Blocks that were dropped since, or added by kvc_prefix_add, do not come.  Call it after each commit and
- * kvc_prefix_release. */
+ * Blocks that were dropped since, or added by kvc_prefix_add, do not come.  Nor does any block for a checkpoint that was
+ * added so.  Call it after each commit and kvc_prefix_release. */
 KVC_API kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t new_block_size,
                                        int64_t max_blocks, int64_t *num_blocks);
 

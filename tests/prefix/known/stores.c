@@ -281,8 +281,13 @@ static void note_payload(world *w, prefix *p, int node, const uint8_t *payload, 
     const int sure_new = is_first ? 0 : b->sure_new, may_new = is_first ? 0 : b->may_new;
     if (state_node) {
         if (state_node != node) note_kept(w, p, state_node, begin, rows, is_sure); /* one more block, up to there */
+        int *was_new = malloc(sizeof *was_new * (size_t)p->num_blocks); /* it is no news for others, either */
+        for (int i = 0; i < p->num_blocks; i++) was_new[i] = p->blocks[i].sure_new;
         note_state(w, p, state_node, is_sure);
+        for (int i = 0; i < p->num_blocks; i++) p->blocks[i].sure_new = was_new[i];
+        free(was_new);
     }
+    b = find_kept(p, node, begin); /* it may have moved */
     b->sure_new = sure_new, b->may_new = may_new;
 }
 
