@@ -28,7 +28,13 @@
         if (status_) return status_;       \
     } while (0)
 
-enum { BLOCK = 16, DIM = 8, WINDOW = 32, OWN = 8 * BLOCK /* tokens of the sequence that is read and edited */ };
+enum {
+    BLOCK = 16,
+    DIM = 8,
+    WINDOW = 32,
+    OWN = 8 * BLOCK /* tokens of the sequence that is read and edited */,
+    LONG = 64 * BLOCK /* and of one that runs */
+};
 enum { OWN_ID = 1 << 20, OTHER_ID, RETAINED_ID };
 
 /* ---- time -------------------------------------------------------------------------------------------------------- */
@@ -115,7 +121,7 @@ int growth_unlock(pthread_mutex_t *mutex) {
 /* ---- a cache with kept blocks ------------------------------------------------------------------------------------ */
 
 /* The limit of a cache that is full of kept blocks, or the fate of its blocks. */
-typedef enum kind { UNLIMITED, BY_CAPACITY, BY_BYTES, EXPIRED, PINNED, NUM_KINDS } kind;
+typedef enum kind { UNLIMITED, BY_CAPACITY, BY_BYTES, EXPIRED, PINNED, RUNNING, NUM_KINDS } kind;
 
 typedef struct scene {
     kvc_cache *cache;
@@ -180,6 +186,16 @@ static kvc_status keep(scene *s) {
     return kvc_prefix_release(s->prefix, id, &tokens);
 }
 
+/* Feeds a prompt of LONG tokens, which goes on running. */
+static kvc_status run_long(scene *s) {
+    int64_t ids[LONG], id;
+    int32_t matched;
+    const kvc_tokens tokens = new_tokens(s, ids, LONG);
+    TRY(kvc_prefix_acquire(s->prefix, &tokens, -1, &id, &matched));
+    for (int32_t i = 0; i < LONG; i += OWN) TRY(feed(s, id, OWN));
+    return KVC_OK;
+}
+
 static kvc_status scene_new(scene *s, kind kind, int32_t num_blocks, int64_t max_bytes) {
     const kvc_layer layers[] = {{.num_kv_heads = 1,
                                  .k_dim = DIM,
@@ -201,7 +217,8 @@ static kvc_status scene_new(scene *s, kind kind, int32_t num_blocks, int64_t max
                                .block_size = BLOCK,
                                .max_bytes = max_bytes,
                                .num_threads = 1,
-                               .capacity = kind == BY_CAPACITY ? (int64_t)num_blocks * BLOCK + 2 * OWN : 0};
+                               .capacity =
+                                   kind == BY_CAPACITY || kind == RUNNING ? (int64_t)num_blocks * BLOCK + 2 * OWN : 0};
     const kvc_prefix_config prefix = {.struct_size = sizeof prefix,
                                       .fingerprint = "none",
                                       .max_events = 16,
@@ -221,13 +238,16 @@ EXPORT kvc_status growth_free(scene *s) {
     return status;
 }
 
-/* Sets *made to a cache with num_blocks kept blocks, each a prompt of its own, of a kind; and two sequences. */
+/* Sets *made to a cache with num_blocks kept blocks of a kind, each a prompt of its own or, of RUNNING, most of them
+ * those of sequences that go on; and two sequences. */
 EXPORT kvc_status growth_new(kind kind, int32_t num_blocks, int64_t max_bytes, scene **made) {
     scene *s = *made = allocate(1, sizeof *s);
     int64_t ids[BLOCK], evicted;
     int32_t pinned;
     TRY(scene_new(s, kind, num_blocks, max_bytes));
-    for (int32_t i = 0; i < num_blocks; i++) TRY(keep(s));
+    int32_t num = 0;
+    for (; kind == RUNNING && num + LONG / BLOCK + 2 * BLOCK <= num_blocks; num += LONG / BLOCK) TRY(run_long(s));
+    for (; num < num_blocks; num++) TRY(keep(s));
     for (int32_t i = num_blocks - BLOCK; kind == PINNED && i > 0; i--) { /* all are older than what can be evicted */
         const kvc_tokens tokens = known_tokens(s, ids, i - 1);
         TRY(kvc_prefix_pin(s->prefix, &tokens, &pinned));

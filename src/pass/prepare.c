@@ -278,12 +278,12 @@ int32_t kvc_most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, 
     return most < TOO_MANY_RUNS ? (int32_t)most : TOO_MANY_RUNS;
 }
 
-/* Gets memory in a list for just the runs that it must have room for: while some expire, are moved, and others are
- * added.  member: NULL if the sequence is not in the batch. */
-static kvc_status prepare_exact(const kvc_batch *batch, const kvc_batch_sequence *member, kvc_sequence *sequence,
-                                int32_t g) {
-    kvc_cache *cache = batch->cache;
-    kvc_run_list *list = &sequence->runs[g];
+/* Returns for just how many runs a list must have room: while some expire, are moved, and others are added.  member:
+ * NULL if the sequence is not in the batch. */
+static int32_t exact_runs(const kvc_batch *batch, const kvc_batch_sequence *member, const kvc_sequence *sequence,
+                          int32_t g) {
+    const kvc_cache *cache = batch->cache;
+    const kvc_run_list *list = &sequence->runs[g];
     const kvc_compaction *c = cache->pools[g].compaction;
     const int expires = kvc_policy_expires(&cache->policies[g]);
     const kvc_interval none = {0, 0},
@@ -292,7 +292,7 @@ static kvc_status prepare_exact(const kvc_batch *batch, const kvc_batch_sequence
     const int32_t moving = c ? kvc_compaction_room(c, list, gone, &after) : 0,
                   ending = member ? kvc_most_runs(batch, member, g, after) : after;
     if (moving > num) num = moving;
-    return kvc_runs_prepare_exact(list, &cache->memory, ending > num ? ending : num);
+    return ending > num ? ending : num;
 }
 
 /* Gets memory in the lists of a sequence for the runs that it may get, and that expiries may split. */
@@ -305,7 +305,7 @@ static kvc_status prepare_lists(const kvc_batch *batch, kvc_sequence *sequence) 
         const int32_t most = member ? kvc_most_runs(batch, member, g, list->num) : 0,
                       more = most > list->num ? most - list->num : 0;
         if (cache->is_tight) {
-            status = prepare_exact(batch, member, sequence, g);
+            status = kvc_runs_prepare_exact(list, &cache->memory, exact_runs(batch, member, sequence, g));
         } else if (cache->pools[g].compaction) {
             status = kvc_runs_prepare_edit(list, &cache->memory, more + 2);
         } else if (kvc_policy_expires(&cache->policies[g])) {
@@ -423,26 +423,29 @@ kvc_status kvc_kept_begin(const kvc_batch *batch, kvc_kept *kept) {
     kvc_status status = KVC_OK;
     forget_needs(batch); /* a planned compaction counts what may be evicted */
     *kept = (kvc_kept){kvc_evictable_bytes(cache), most_lists_saved(batch)};
-    for (kvc_sequence *s = cache->changed; status == KVC_OK && s; s = s->next_changed) status = prepare_lists(batch, s);
+    for (kvc_sequence *s = cache->changed; status == KVC_OK && s; s = s->next_changed)
+        if (!s->in_batch) status = prepare_lists(batch, s);
     return status;
 }
 
-kvc_status kvc_kept_bytes(const kvc_batch *batch, const kvc_kept *kept, int64_t *bytes, int64_t *least) {
+void kvc_kept_bytes(const kvc_batch *batch, const kvc_kept *kept, int64_t *bytes, int64_t *least) {
     kvc_cache *cache = batch->cache;
     *bytes = cache->row_buffer_bytes - kept->evictable_bytes;
     const int is_scattered = kvc_add_kept_bytes(batch, bytes, least);
-    for (int32_t s = 0; s < batch->num_sequences; s++) { /* whose tokens go where they go then */
+    int64_t num_runs = 0; /* that lists of the batch's sequences have room for, less what they have now */
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
         kvc_sequence *sequence = batch->sequences[s].sequence;
-        for (int32_t g = 0; g < cache->num_groups; g++) kvc_runs_discard(&sequence->runs[g], &cache->memory);
-        KVC_TRY(prepare_lists(batch, sequence));
+        for (int32_t g = 0; g < cache->num_groups; g++) {
+            kvc_runs_discard(&sequence->runs[g], &cache->memory);
+            num_runs += exact_runs(batch, &batch->sequences[s], sequence, g) - sequence->runs[g].capacity;
+        }
     }
-    int64_t others = cache->memory.bookkeeping - cache->memory.replaced;
+    int64_t others = cache->memory.bookkeeping - cache->memory.replaced + num_runs * (int64_t)sizeof(kvc_run);
     if (cache->spare) others -= kvc_sequence_bytes(cache->spare);
     for (int32_t g = 0; g < cache->num_groups; g++)
         others -= cache->pools[g].num_blocks * kvc_pool_header_bytes(&cache->pools[g]);
     *bytes += others;
     *least = is_scattered ? *least + others - kept->lists_saved : *bytes;
-    return KVC_OK;
 }
 
 kvc_status kvc_fit_kept(kvc_batch *batch, int64_t *bytes) {
@@ -467,7 +470,7 @@ static kvc_status check_kept(kvc_batch *batch, int64_t *bytes) {
     KVC_TRY(kvc_kept_begin(batch, &kept));
     kvc_add_kept_bytes(batch, &all, bytes);
     if (*bytes > cache->max_bytes) return KVC_ERR_FULL;
-    KVC_TRY(kvc_kept_bytes(batch, &kept, &all, bytes));
+    kvc_kept_bytes(batch, &kept, &all, bytes);
     return all <= cache->max_bytes ? KVC_OK : kvc_fit_kept(batch, bytes);
 }
 

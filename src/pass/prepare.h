@@ -49,9 +49,9 @@ typedef struct kvc_kept {
 
 /* Begins asking a batch what it needs once everything evictable is evicted, where the cache may be tight, as
  * kvc_tighten makes it.  kvc_kept_bytes sets *bytes to what the cache has then without compactions, and *least to the
- * fewest bytes that these may leave.  Both can fail with KVC_ERR_NOMEM. */
+ * fewest bytes that these may leave.  kvc_kept_begin can fail with KVC_ERR_NOMEM. */
 kvc_status kvc_kept_begin(const kvc_batch *batch, kvc_kept *kept);
-kvc_status kvc_kept_bytes(const kvc_batch *batch, const kvc_kept *kept, int64_t *bytes, int64_t *least);
+void kvc_kept_bytes(const kvc_batch *batch, const kvc_kept *kept, int64_t *bytes, int64_t *least);
 
 /* Returns kvc_nbytes after a batch that fits has begun, if no free memory is given back before. */
 int64_t kvc_bytes_after(const kvc_batch *batch);

@@ -160,7 +160,7 @@ static kvc_status try_probe(kvc_batch *batch, int64_t num_tokens, trial trial, c
     int64_t bytes, least;
     set_probe(batch, (int32_t)num_tokens);
     if (trial <= AT_MOST) {
-        KVC_TRY(kvc_kept_bytes(batch, kept, &bytes, &least));
+        kvc_kept_bytes(batch, kept, &bytes, &least);
         return (trial == AT_MOST ? least : bytes) <= batch->cache->max_bytes ? KVC_OK : KVC_ERR_FULL;
     }
     const kvc_status status = trial == WITH_ALL ? kvc_fit_kept(batch, &bytes) : kvc_fit(batch);
@@ -168,18 +168,34 @@ static kvc_status try_probe(kvc_batch *batch, int64_t num_tokens, trial trial, c
     return status;
 }
 
-/* Raises *room, a number of tokens that fits, to at most `most`, by bisection: one more does not fit then. */
-static kvc_status bisect(kvc_batch *batch, int64_t *room, int64_t most, trial trial, const kvc_kept *kept) {
-    for (int64_t middle = most; *room < most; middle = most - (most - *room) / 2) {
-        const kvc_status status = try_probe(batch, middle, trial, kept);
+/* Raises *room, a number of tokens that fits, to at most `most`: one more does not fit then.  It tries `next` first,
+ * then numbers further and further away, and the middle once it knows one on either side. */
+static kvc_status find_most(kvc_batch *batch, int64_t *room, int64_t most, int64_t next, trial trial,
+                            const kvc_kept *kept) {
+    for (int64_t step = 1; *room < most; step *= 2) {
+        const kvc_status status = try_probe(batch, next, trial, kept);
+        if (status != KVC_OK && status != KVC_ERR_FULL) return status;
         if (status == KVC_OK)
-            *room = middle;
-        else if (status == KVC_ERR_FULL)
-            most = middle - 1;
+            *room = next;
         else
-            return status;
+            most = next - 1;
+        next = status == KVC_OK ? *room + step : most + 1 - step;
+        if (next <= *room || next > most) next = most - (most - *room) / 2;
     }
     return KVC_OK;
+}
+
+/* Returns about how many tokens fit as they lie, between 1 and `most`: bytes grow with tokens. */
+static int64_t guess_room(kvc_batch *batch, int64_t most, const kvc_kept *kept) {
+    int64_t one, all, least;
+    set_probe(batch, 1);
+    kvc_kept_bytes(batch, kept, &one, &least);
+    set_probe(batch, (int32_t)most);
+    kvc_kept_bytes(batch, kept, &all, &least);
+    const double rest = (double)(batch->cache->max_bytes - one) / (double)(all - one);
+    return all <= batch->cache->max_bytes || rest >= 1 ? most
+           : rest <= 0                                 ? 1
+                                                       : 1 + (int64_t)(rest * (double)(most - 1));
 }
 
 /* Returns the fewest bytes of all that can be evicted. */
@@ -199,21 +215,20 @@ static kvc_status find_room_in_bytes(kvc_batch *batch, int64_t most, int64_t *ro
     *room = 0;
     kvc_status status = kvc_tighten(batch->cache);
     if (status == KVC_OK) status = kvc_kept_begin(batch, &kept);
-    if (status == KVC_OK) status = bisect(batch, room, most, AS_THEY_LIE, &kept);
+    if (status == KVC_OK && most)
+        status = find_most(batch, room, most, guess_room(batch, most, &kept), AS_THEY_LIE, &kept);
     bound = *room;
-    if (status == KVC_OK) status = bisect(batch, &bound, most, AT_MOST, &kept);
+    if (status == KVC_OK) status = find_most(batch, &bound, most, *room + 1, AT_MOST, &kept);
     kvc_spare_victims(batch->cache);
-    if (status == KVC_OK) status = bisect(batch, room, bound, WITH_ALL, NULL);
+    if (status == KVC_OK) status = find_most(batch, room, bound, bound, WITH_ALL, NULL);
     if (status != KVC_OK || *room == most) return status;
     set_probe(batch, (int32_t)*room + 1);
     status = kvc_tighten(batch->cache);
     if (status == KVC_OK) status = kvc_kept_begin(batch, &kept);
-    if (status == KVC_OK) status = kvc_kept_bytes(batch, &kept, &bytes, &least);
+    if (status == KVC_OK) kvc_kept_bytes(batch, &kept, &bytes, &least);
     kvc_spare_victims(batch->cache);
     if (status != KVC_OK || least + evictable_bytes(cache, &kept) > cache->max_bytes) return status;
-    const int64_t with_all = *room;
-    KVC_TRY(bisect(batch, room, *room + 1, AS_A_BATCH, NULL));
-    return *room > with_all ? bisect(batch, room, most, AS_A_BATCH, NULL) : KVC_OK;
+    return find_most(batch, room, most, *room + 1, AS_A_BATCH, NULL);
 }
 
 /* Finds a number of tokens that fit, where one more does not. */
