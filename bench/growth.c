@@ -238,8 +238,8 @@ EXPORT kvc_status growth_free(scene *s) {
     return status;
 }
 
-/* Sets *made to a cache with num_blocks kept blocks of a kind, each a prompt of its own or, of RUNNING, most of them
- * those of sequences that go on; and two sequences. */
+/* Sets *made to a cache with two sequences and num_blocks kept blocks of a kind.  Each block is a prompt of its own;
+ * but in RUNNING, most blocks belong to running sequences. */
 EXPORT kvc_status growth_new(kind kind, int32_t num_blocks, int64_t max_bytes, scene **made) {
     scene *s = *made = allocate(1, sizeof *s);
     int64_t ids[BLOCK], evicted;

@@ -45,7 +45,7 @@
  *           kvc_retained, kvc_settle, kvc_cache_clone, kvc_save without seq_ids, kvc_blocks, kvc_validate), and
  *           kvc_compact, kvc_begin and kvc_reserve when they move rows together.  If max_bytes is set, kvc_room may
  *           hold it longer, too, the more sequences run: it plans how their rows would be moved together.
- *           kvc_prefix_forget looks at all sequences once, kvc_prefix_clear at those that its prefix has acquired, and
+ *           kvc_prefix_forget looks at all sequences, kvc_prefix_clear at all that the prefix has acquired, and
  *           kvc_payload_bytes at all prefixes.
  *           Some calls fail with KVC_ERR_BUSY while a batch is open, or while kvc_shift, kvc_remove, kvc_divide or
  *           kvc_prefix_acquire (reuse_min_tokens) rewrites the keys of a sequence.  These are the calls that begin a

@@ -459,9 +459,8 @@ kvc_status kvc_fit_kept(kvc_batch *batch, int64_t *bytes) {
     return status;
 }
 
-/* Returns KVC_ERR_FULL if the batch does not fit even once all that may be evicted is, and sets *bytes to the bytes
- * that it would make the cache then, at least.  Only where compactions or exact lists decide, finds out what they save.
- */
+/* Returns KVC_ERR_FULL if the batch does not fit even once everything evictable is evicted.  *bytes becomes the fewest
+ * bytes that the cache would have then.  Only where compactions or exact lists decide, finds out what they save. */
 static kvc_status check_kept(kvc_batch *batch, int64_t *bytes) {
     const kvc_cache *cache = batch->cache;
     kvc_kept kept;

@@ -235,8 +235,8 @@ static kvc_sequence *next_useful(kvc_cache *cache, int64_t used) {
     }
 }
 
-/* Makes victims of the num least recently used sequences that free what is lacking, by themselves or together, or that
- * may be evicted (all).  Returns how many it has looked at. */
+/* Makes victims of the num least recently used sequences that free what is lacking, by themselves or together; or, if
+ * `all`, of any.  Returns how many it has looked at. */
 static int64_t choose(const kvc_need *need, int64_t num, int all) {
     kvc_cache *cache = need->cache;
     if (all) return choose_oldest(cache, num);

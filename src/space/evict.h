@@ -28,11 +28,11 @@ typedef struct kvc_need {
 } kvc_need;
 
 /* Chooses victims so that the call fits: the fewest that are the least recently used, and of these only such that free
- * what is lacking, by themselves or together.  Those that free none of it are not looked at (cache/useful.h).  A
- * sequence is dropped; but where others hold all its rows in the groups that see everything, it only loses those of the
- * other groups.  If rows do not suffice where bytes are lacking, such sequences and those that free no row are dropped,
- * too, for the sake of their bookkeeping; at last, kvc_tighten. After a failure there are no victims.  The last call of
- * need->fits is that for the victims chosen. */
+ * what is lacking, by themselves or together.  The call does not look at sequences that free none of it
+ * (cache/useful.h).  A sequence is dropped; but where others hold all its rows in the groups that see everything, it
+ * only loses those of the other groups.  If rows do not suffice where bytes are lacking, such sequences and those that
+ * free no row are dropped, too, for the sake of their bookkeeping; at last, kvc_tighten. After a failure there are no
+ * victims.  The last call of need->fits is that for the victims chosen. */
 kvc_status kvc_choose_victims(const kvc_need *need);
 
 /* Returns what kvc_choose_victims does, and spares them: for a call that evicts them later, by kvc_make_room, as

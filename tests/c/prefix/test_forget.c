@@ -195,7 +195,8 @@ static void test_forgotten_by_another(void) {
     close_world();
 }
 
-/* What a prefix forgot before it was freed does not count for one that is made later, though it takes its place. */
+/* A prefix forgets tokens and is freed.  That does not count for a later prefix, which marks sequences with the same
+ * bit. */
 static void test_forgotten_by_one_that_was_freed(void) {
     const int64_t *ids = numbers(100), *others = numbers(900);
     const kvc_prefix_config config = {.struct_size = sizeof config, .fingerprint = "a model"};

@@ -396,8 +396,8 @@ static void test_room_is_exact(void) {
 
 /* ---- what frees nothing ------------------------------------------------------------------------------------------ */
 
-/* Retained sequences that share all rows with a running one stay, however old they are, until that one lets go of them:
- * at its end, where it is cut, or as its windows move on, in the call that needs the room. */
+/* Retained sequences that share all rows with a running one stay, however old they are, until it lets go of these rows.
+ * It does so at its end, where it is cut, or as its windows move on in the call that needs the room. */
 static void test_useless(void) {
     enum { ENDS, IS_CUT, MOVES_ON, NUM_WAYS };
     for (int way = 0; way < NUM_WAYS; way++)
