@@ -324,7 +324,7 @@ static kvc_status acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t 
     kvc_cache_set_in_call(prefix->cache, *seq_id, 1);
     if (status != KVC_OK && session) kvc_session_free(session);
     kvc_match_free(prefix->cache, &m);
-    kvc_sessions_fit(prefix->cache);
+    if (status == KVC_OK) kvc_sessions_fit(prefix->cache);
     return status;
 }
 

@@ -233,7 +233,32 @@ static int errors_of(const call *c, int64_t max_bytes) {
     return seen;
 }
 
+/* An edit's bookkeeping may take the cache beyond max_bytes.  An acquire that fails then evicts nothing either. */
+static void test_beyond_the_limit(void) {
+    int num_failed = 0;
+    has_states = is_pinned = 0;
+    open_prompts(0);
+    const int64_t nbytes = kvc_nbytes(cache);
+    close_world();
+    for (int64_t limit = nbytes; limit < nbytes + 2000; limit += 8)
+        for (int n = 0; n < 4; n++) {
+            open_prompts(limit);
+            if (kvc_retain(cache, running, INT64_MAX, 0, 4) == KVC_OK && kvc_nbytes(cache) > limit) {
+                const world before = look();
+                memory_fail(&heap, n, 99);
+                const kvc_status status = run_acquire();
+                heap.is_failing = 0;
+                const world after = look();
+                CHECK(status == KVC_OK || !memcmp(&before, &after, sizeof before));
+                num_failed += status != KVC_OK;
+            }
+            close_world();
+        }
+    CHECK(num_failed > 0);
+}
+
 int main(void) {
+    test_beyond_the_limit();
     for (size_t i = 0; i < sizeof calls / sizeof *calls; i++) {
         int seen = NONE;
         for (int kind = 0; kind < 4; kind++) {
