@@ -62,18 +62,6 @@ def test_cross_attention():
     assert (cache.seq_len(), cache.seq_len(layer=1), cache.seq_len(layer=0)) == (2, 5, 2)
     np.testing.assert_array_equal(cache.keys(1, copy=False), np.swapaxes(k, 0, 1))
     assert cache.positions(layer=1).tolist() == [0, 1, 2, 3, 4]
-    with cache.batch(1) as batch:  # the rows stay
-        batch.put(0, *x[:2, :1])
-        np.testing.assert_allclose(batch.attend(1, q[3:4]), attention(q[3:4], k, v), atol=1e-5)
-    with cache.batch(1) as batch:  # until there are others
-        batch.put(0, *x[:2, :1])
-        np.testing.assert_allclose(batch.attend(1, q[3:4], k[:2], v[:2]), attention(q[3:4], k[:2], v[:2]), atol=1e-5)
-    assert cache.seq_len(layer=1) == 2
-    cache.truncate(1)
-    assert (cache.seq_len(layer=0), cache.seq_len(layer=1)) == (1, 2)
-    cache.clear()
-    assert cache.seq_len(layer=1) == 0
-    cache.validate()
 
 
 def test_cross_attention_of_several_sequences():

@@ -285,6 +285,9 @@ def test_reuse():
     assert prefix.acquire([*prompt, -2])[1] == 75  # found anew, not kept
     assert prefix.stats.reused == 30 + 90
     assert prefix.acquire([*PROMPT[:30], *PROMPT[45:60], -1])[1] == 30  # too few
+    tenant = prefix.tenant(b"a tenant")  # has the same arguments
+    serve(tenant, cache, PROMPT)
+    assert tenant.acquire(prompt)[1] == 75
 
 
 @pytest.mark.parametrize(("rope", "layer"), [(None, 0), ([False, None], 1)])

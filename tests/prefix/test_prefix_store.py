@@ -117,6 +117,14 @@ def test_others_find_nothing(own, others):
     assert store == before
 
 
+def test_no_more_is_fetched_than_may_be_matched():
+    store = {}
+    fill(store)
+    _, prefix = make(store)
+    assert prefix.acquire(PROMPT, max_matched=40)[1] == 32
+    assert prefix.stats.fetched == 32
+
+
 @pytest.mark.parametrize("secret", [None, b"of this tenant"])
 def test_values_that_lie(secret):
     """A value that was altered, cut, replayed under another key or made by somebody else is a miss, and deleted."""

@@ -116,19 +116,6 @@ def test_forget_drops_a_prompt_from_memory_and_store() -> None:
     assert prefix.lookup(PROMPT) == 40
 
 
-def test_equal_tokens_of_another_prompt_move_to_where_forgotten_ones_were() -> None:
-    cache = kvcache.KVCache(1, 1, 8, None, max_sequences=None, block_size=16, rope=False)
-    prefix = kvcache.PrefixCache(cache, fingerprint="a model", reuse_min_tokens=16)
-    serve(cache, prefix, PROMPT)
-    serve(cache, prefix, [7, 7, *PROMPT])
-    assert prefix.forget(PROMPT) == 40
-    assert prefix.lookup(PROMPT) == 0
-    assert prefix.acquire([*PROMPT, 1])[1] == 40
-    assert prefix.stats.reused == 40
-    assert prefix.forget([7, 7, *PROMPT]) == 42
-    assert prefix.acquire([*PROMPT, 1])[1] == 0
-
-
 def test_what_was_read_before_a_prompt_was_forgotten_is_not_added() -> None:
     class Forgetting(dict[str, bytes]):
         forgets = False
