@@ -307,15 +307,6 @@ def test_positions(cache, call):
             call(value)
 
 
-def test_tokens_that_are_kept_must_have_been_put(cache, batch):
-    for layer in range(2):
-        batch.put(layer, ones(2), ones(2))
-    with refused(ValueError, "token 2", "layer 0", unchanged=cache):
-        batch.commit(keep=[0, 2])
-    batch.commit(keep=[0, 1])
-    assert cache.positions().tolist() == [0, 1, 2, 3, 4]
-
-
 @pytest.mark.parametrize("n", [2**24 + 1, 2**31 - 1])
 @pytest.mark.parametrize(
     "options",
@@ -344,30 +335,6 @@ def test_positions_end():
     feed(cache, [2**31 - 2])
     with refused(ValueError, "a batch of 1", "goes on at 2147483647", unchanged=cache):
         cache.batch(1)
-
-
-def test_rows_that_are_gone():
-    cache = make(policy=[kvcache.SlidingWindow(4), kvcache.FullAttention()], max_seq_len=None)
-    for position in range(12):
-        feed(cache, [position])
-    with refused(kvcache.RowsGoneError, "position 5", "sequence 0", "12", unchanged=cache):
-        cache.batch(positions=[12, 5])
-    assert not cache.can_resume(5)
-
-
-# ---- room
-
-
-@pytest.mark.parametrize("limit", [{"capacity": 20}, {"max_bytes": 10_240}])
-def test_full_in_the_middle_of_a_long_batch(limit):
-    cache = make(max_seq_len=None, max_sequences=None, block_size=4, **limit)
-    feed(cache, range(10))
-    feed(cache, range(5), 1)
-    positions = [*range(10, 14), *range(5, 200), 0]
-    seq_ids = [0] * 4 + [1] * 195 + [2]
-    with refused(kvcache.CacheFullError, next(iter(limit)), *limit.values(), unchanged=cache):
-        cache.batch(positions=positions, seq_ids=seq_ids)
-    feed(cache, [10])
 
 
 # ---- arrays
@@ -492,36 +459,6 @@ def test_out(cache, batch, case):
 
 
 # ---- the order of things
-
-
-def test_put_twice(cache, batch):
-    batch.put(0, ones(2), ones(2), first=1)
-    for call in (lambda: batch.put(0, ones(4), ones(4)), lambda: batch.attend(0, ones(4), ones(4), ones(4))):
-        with refused(ValueError, "token 1", "layer 0", "before", unchanged=cache):
-            call()
-    for call in (lambda: batch.written(0, 0, 2), lambda: batch.slots(0, first=1)):
-        with refused(ValueError, "token 1", "layer 0", "before", unchanged=cache):
-            call()
-    batch.put(0, ones(1), ones(1))
-    batch.put(0, ones(1), ones(1), first=3)
-
-
-def test_attend_before_put(cache, batch):
-    with refused(ValueError, "token 0", "layer 0", "not put", unchanged=cache):
-        batch.attend(0, ones(4))
-    batch.put(0, ones(2), ones(2))
-    with refused(ValueError, "token 2", "not put", unchanged=cache):
-        batch.attend(0, ones(1), first=3)
-    batch.attend(0, ones(2))
-
-
-def test_commit_with_a_layer_missing(cache, batch):
-    batch.put(0, ones(4), ones(4))
-    batch.put(1, ones(3), ones(3))
-    with refused(ValueError, "token 3", "layer 1", unchanged=cache):
-        batch.commit()
-    batch.put(1, ones(1), ones(1), first=3)
-    batch.commit()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A window costs a window: what layers with a window, or chunks, hold after a batch, and what they give back."""
+"""What layers with windows or chunks hold while a batch is open: `most_bytes`, `explain` and `Adaptive` count it."""
 
 import numpy as np
 import pytest
@@ -15,13 +15,10 @@ def make(policy=None, num_layers=1, **arguments):
     return kvcache.KVCache(num_layers, HEADS, DIM, policy=policy, **arguments)
 
 
-def feed(cache, num_tokens, seq_ids=(0,)):
-    """Feed as many tokens of each sequence, in one batch."""
-    ids = [s for s in seq_ids for _ in range(num_tokens)]
-    positions = [cache.next_position(s) + i for s in seq_ids for i in range(num_tokens)]
-    with cache.batch(positions=positions, seq_ids=ids) as batch:
+def feed(cache, num_tokens):
+    rows = np.zeros((num_tokens, HEADS, DIM), np.float32)
+    with cache.batch(num_tokens) as batch:
         for layer in range(cache.num_layers):
-            rows = np.zeros((len(ids), HEADS, DIM), np.float32)
             batch.put(layer, rows, rows)
 
 
